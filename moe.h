@@ -1,0 +1,2921 @@
+/* moe.h - 0.1.0 - mixtures of experts in C: experts, layers, nets, training, files - MIT or public domain, at your choice (see LICENSE)
+
+   Recipe
+     1. Copy moe.h, moe_routers.h and moe_kernels.h into your project (or the one file that `sh amalgamate > moe.h` writes).
+     2. In ONE source file:   #define MOE_IMPLEMENTATION   and then   #include "moe.h"
+     3. Everywhere else:      #include "moe.h"       Link with the mathematics library (-lm). No build system, no compiler option needed.
+     The three files need stb_ds.h where the implementation is compiled (Debian: libstb-dev), unless MOE_NO_TRAIN is defined. The one file has it inside.
+
+   First program: a layer of experts learns to double its input, is saved and loaded.
+ * --- first program ---
+ * #define MOE_IMPLEMENTATION
+ * #include "moe.h"
+ * #include <stdio.h>
+ *
+ * int main(void) {
+ *     moe_layer_config config = {0}; // 8 experts, 2 per token, swiglu
+ *     moe_net net = {0}, copy = {0};
+ *     moe_train_config training = {0}; // AdamW, batches of 32
+ *     moe_evaluation result;
+ *     moe_data data = {0};
+ *     moe_error error;
+ *     static moe_real x[512 * 4], target[512 * 4];
+ *     moe_rng rng = {1};
+ *     int i;
+ *     for (i = 0; i < 512 * 4; i++) x[i] = moe_rng_normal(&rng), target[i] = 2 * x[i];
+ *     data.n = 512, data.x = x, data.targets = target;
+ *     training.criterion = MOE_CRITERION_SQUARED_ERROR;
+ *     training.epochs = 30;
+ *     moe_net_init(&net, 4, MOE_KERNELS_AUTO, NULL);
+ *     moe_net_mixture(&net, &config);
+ *     if (moe_net_build(&net, 1, 42, &error) || moe_fit(&net, &data, NULL, &training, &error) ||
+ *         moe_net_save(&net, "first.safetensors", &error) ||
+ *         moe_net_load(&copy, "first.safetensors", 0, MOE_KERNELS_AUTO, NULL, &error) ||
+ *         moe_evaluate(&copy, &data, MOE_CRITERION_SQUARED_ERROR, &result, &error))
+ *         return printf("%s\n", error.message), 1;
+ *     printf("mean loss after training, saving and loading: %.4f\n", (double)result.loss);
+ *     moe_net_free(&net);
+ *     moe_net_free(&copy);
+ *     return remove("first.safetensors");
+ * }
+ * --- end ---
+
+   Options, besides those of moe_kernels.h
+     macro             must match in every file?   meaning
+     MOE_NO_TRAIN      yes   inference only: no backward pass, no trainer, no writing of files; implies MOE_NO_STDIO and MOE_NO_MALLOC unless asked back
+     MOE_NO_STDIO      yes   no function takes a path; files are read from and written to memory. MOE_STDIO asks it back under MOE_NO_TRAIN
+     MOE_NO_MALLOC     no    there is no standard heap: what allocates needs a moe_allocator. MOE_MALLOC asks it back under MOE_NO_TRAIN
+     MOE_STB_DS        no    where stb_ds.h is implemented: 0 here (default), 1 elsewhere in the program, 2 in a linked library (-lstb)
+     MOE_STB_DS_PATH   no    the header's name in quotes, when it is not found as "stb_ds.h" or <stb/stb_ds.h>
+
+   Glossary (the words of moe_routers.h, and)
+     layer        a router and E experts: y_t = sum over the chosen e of w_te f_e(x_t), plus shared experts.
+     gather       copying the rows of x that an expert takes next to each other.   combine: adding its weighted rows into y.
+     work memory  the caller's memory for one call; its exact size can be asked beforehand.
+     pass         what one forward call leaves in work memory: the routing for reports, and what the way back needs.
+     net          a list of modules built by calls.   trainer: an optimiser at work on one net.
+     slot, place  the number under which a tensor of a layer or router is kept; which exist depends on the configuration.
+
+   Manual
+     The data's way.   x [N,d] -> moe_route -> plan -> gather by expert -> expert -> weighted scatter -> y [N,d].   Backward walks the same road
+     the other way: dy -> experts (dW, dx, dweight) -> router (dW, dx).
+
+     A layer alone.
+       moe_layer_config config;  moe_layer layer;  moe_error error;
+       moe_layer_preset("mixtral", &config, &error);          or {0}, or any mix of fields
+       config.router.d_model = 64;  config.d_ff = 128;
+       moe_layer_create(&layer, &config, 1, seed, NULL, &error);       1: with gradients; NULL: the standard heap
+       moe_layer_work_size(&layer, n, 1, &bytes);  work = malloc(bytes);
+       moe_call call = {0};  call.n_tokens = n;  call.x = x;  call.training = 1;
+       moe_layer_forward(&layer, &call, y, work, bytes, &pass);        y [n,64]; pass.routing says who went where
+       moe_layer_backward(&layer, dy, dx, NULL, &pass);                adds to layer.gradients and dx
+       moe_layer_save(&layer, "layer.safetensors", &error);
+       moe_layer_free(&layer);
+     Weights in flash or in a mapped file: moe_layer_init makes a layer without memory; set layer.tensors[place] for every place for which
+     moe_layer_slot answers MOE_OK. Nothing is copied, and forward allocates nothing.
+
+     Experts are data: each kind is a row of steps over named activations (low, gate, up, act, product, output). The score `norm` reads one of them:
+     it is then computed for all experts, and the chosen experts go on from there.
+
+     A net.   moe_net_init, module calls, moe_net_build; a failed module call is remembered and returned by build, so one check is enough.
+     Every tensor has a name, "2.router.weight", and is reached by it: moe_net_find.
+
+     Training.   moe_fit does it all; moe_trainer_step does one step, for loops of your own.
+
+     Files.   safetensors, with the configuration as JSON text in the metadata under the key "moe". Values are float32 (float64 in the double build),
+     little-endian. Keys of the configuration that this version does not know are refused by name, except those that begin with "_". What is
+     read may come from strangers: every length, offset, shape, type and name is checked before it is used. A file is replaced by writing
+     beside it and renaming, so a failed save leaves the old one.
+
+     Memory.   Objects that own memory take it from a moe_allocator (NULL: the standard heap) and say so; forward and backward work in the caller's memory and
+     allocate nothing. Work sizes come from the function that also lays the memory out, so they are exact.
+
+     Errors.   Every call that can fail returns a moe_status; 0 is success. Calls that check a configuration or read a file also fill a moe_error:
+     one line that names the field or byte and the value. A failed call leaves its objects as they were. Nothing aborts or prints.
+
+     Promises.   Bitwise, for the same build and kernels: a token's result does not depend on the batch it comes in (for causal routers); a token's
+     experts are added in ascending order; inference and training calls give the same y; a loaded model gives the same results as the saved one;
+     the same seed gives the same model. Between kernels, results agree within rounding.
+
+     Threads.   No globals. Reading one layer or net from several threads is safe with work memory per thread; training is for one thread per net.
+*/
+#include "moe_routers.h"
+
+#ifndef MOE_H
+#define MOE_H
+
+/* In the double build every public function carries the suffix _f64; see moe_kernels.h. */
+#if MOE_REAL_IS_DOUBLE
+#define moe_arena_allocator moe_arena_allocator_f64
+#define moe_buffer_stream moe_buffer_stream_f64
+#define moe_buffer_free moe_buffer_free_f64
+#define moe_file_read moe_file_read_f64
+#define moe_file_replace moe_file_replace_f64
+#define moe_file_open moe_file_open_f64
+#define moe_file_next moe_file_next_f64
+#define moe_file_rewind moe_file_rewind_f64
+#define moe_file_find moe_file_find_f64
+#define moe_file_metadata moe_file_metadata_f64
+#define moe_file_values moe_file_values_f64
+#define moe_file_integers moe_file_integers_f64
+#define moe_file_write moe_file_write_f64
+#define moe_layer_fields moe_layer_fields_f64
+#define moe_layer_check moe_layer_check_f64
+#define moe_layer_preset moe_layer_preset_f64
+#define moe_layer_slot moe_layer_slot_f64
+#define moe_layer_init moe_layer_init_f64
+#define moe_layer_create moe_layer_create_f64
+#define moe_layer_free moe_layer_free_f64
+#define moe_layer_tensor moe_layer_tensor_f64
+#define moe_layer_find moe_layer_find_f64
+#define moe_layer_parameters moe_layer_parameters_f64
+#define moe_layer_work_size moe_layer_work_size_f64
+#define moe_layer_forward moe_layer_forward_f64
+#define moe_layer_backward moe_layer_backward_f64
+#define moe_layer_write moe_layer_write_f64
+#define moe_layer_save moe_layer_save_f64
+#define moe_layer_read moe_layer_read_f64
+#define moe_layer_load moe_layer_load_f64
+#define moe_cross_entropy moe_cross_entropy_f64
+#define moe_evaluate moe_evaluate_f64
+#define moe_fit moe_fit_f64
+#define moe_net_activation moe_net_activation_f64
+#define moe_net_backward moe_net_backward_f64
+#define moe_net_build moe_net_build_f64
+#define moe_net_find moe_net_find_f64
+#define moe_net_forward moe_net_forward_f64
+#define moe_net_free moe_net_free_f64
+#define moe_net_init moe_net_init_f64
+#define moe_net_layer_norm moe_net_layer_norm_f64
+#define moe_net_linear moe_net_linear_f64
+#define moe_net_load moe_net_load_f64
+#define moe_net_mixture moe_net_mixture_f64
+#define moe_net_parameters moe_net_parameters_f64
+#define moe_net_read moe_net_read_f64
+#define moe_net_residual moe_net_residual_f64
+#define moe_net_routing moe_net_routing_f64
+#define moe_net_save moe_net_save_f64
+#define moe_net_work_size moe_net_work_size_f64
+#define moe_net_write moe_net_write_f64
+#define moe_net_zero_gradients moe_net_zero_gradients_f64
+#define moe_squared_error moe_squared_error_f64
+#define moe_trainer_free moe_trainer_free_f64
+#define moe_trainer_init moe_trainer_init_f64
+#define moe_trainer_step moe_trainer_step_f64
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+
+
+/* ---- memory ------------------------------------------------------------------------------------------------------------ */
+
+/* Where objects that own memory get it from. resize(ctx, NULL, 0, n) allocates, resize(ctx, p, old, n) grows or shrinks and keeps
+   the first min(old, n) bytes, resize(ctx, p, old, 0) frees and returns NULL. Blocks are aligned as malloc aligns. On failure it
+   returns NULL and leaves the old block as it was. A NULL moe_allocator pointer anywhere, or a NULL resize, means the standard
+   library's heap (not there with MOE_NO_MALLOC: then it is MOE_ERR_ARGUMENT). The struct is copied; ctx stays the caller's. */
+typedef struct moe_allocator {
+    void *ctx;
+    void *(*resize)(void *ctx, void *block, size_t old_size, size_t new_size);
+} moe_allocator;
+
+/* A piece of caller's memory that hands out blocks one after another; freeing the last block gives it back, freeing others is a
+   no-op until the whole arena is dropped. {base, size, 0} is a valid empty arena. Not thread-safe. */
+typedef struct moe_arena {
+    void *base;
+    size_t size, used;
+} moe_arena;
+
+/* An allocator that takes from arena, which must outlive all its users. */
+MOE_API moe_allocator moe_arena_allocator(moe_arena *arena);
+
+/* ---- streams ------------------------------------------------------------------------------------------------------------ */
+
+/* Reading and writing go through this. read fills up to size bytes and stores how many in *got (0 at the end); write takes all
+   size bytes. Both return MOE_OK or an error, usually MOE_ERR_IO. Either may be NULL when it is not needed. */
+typedef struct moe_stream {
+    void *ctx;
+    moe_status (*read)(void *ctx, void *to, size_t size, size_t *got);
+    moe_status (*write)(void *ctx, const void *from, size_t size);
+} moe_stream;
+
+/* A growing piece of memory that can be written as a stream. {0} is empty. */
+typedef struct moe_buffer {
+    moe_allocator allocator; /* resize NULL: the standard heap */
+    unsigned char *data;     /* owned */
+    size_t size, capacity;
+} moe_buffer;
+
+/* A stream that appends what is written to buffer; buffer must outlive it. A failed write leaves buffer as it was. */
+MOE_API moe_stream moe_buffer_stream(moe_buffer *buffer);
+/* Gives the buffer's memory back and makes it empty. NULL is allowed. */
+MOE_API void moe_buffer_free(moe_buffer *buffer);
+
+#ifndef MOE_NO_STDIO
+/* Reads a whole file into buffer, which must be empty. Errors: MOE_ERR_IO (error says which file and why), MOE_ERR_MEMORY. */
+MOE_API moe_status moe_file_read(const char *path, moe_buffer *buffer, moe_error *error);
+/* Calls write_contents(ctx, stream) on a new file beside path ("path.tmp0", or the next free number), flushes it and renames it
+   over path; when anything fails, path still holds what it held before and the new file is removed. When write_contents itself
+   fails, its status comes back, and what it put into error (if it holds the same one) stays. The new file has default permissions;
+   a symbolic link at path is replaced, not followed. */
+MOE_API moe_status moe_file_replace(const char *path, moe_status (*write_contents)(void *ctx, moe_stream *stream), void *ctx,
+                                    moe_error *error);
+#endif
+
+/* ---- tensors ------------------------------------------------------------------------------------------------------------- */
+
+enum { MOE_NAME_SIZE = 64 };
+
+/* One named parameter: row-major, shape[0] slowest. data and gradient belong to whoever made the object. */
+typedef struct moe_tensor {
+    char name[MOE_NAME_SIZE]; /* "router.weight", in a net "2.router.weight" */
+    int n_dims;
+    size_t shape[MOE_MAX_DIMS];
+    size_t count;        /* product of shape */
+    unsigned flags;      /* MOE_PARAM_ bits */
+    moe_real *data;      /* [count] */
+    moe_real *gradient;  /* [count], or NULL */
+} moe_tensor;
+
+/* ---- safetensors ---------------------------------------------------------------------------------------------------------- */
+
+/* Element types of the format. */
+enum {
+    MOE_DTYPE_F64 = 0, MOE_DTYPE_F32, MOE_DTYPE_F16, MOE_DTYPE_BF16, MOE_DTYPE_I64, MOE_DTYPE_I32, MOE_DTYPE_I16, MOE_DTYPE_I8,
+    MOE_DTYPE_U64, MOE_DTYPE_U32, MOE_DTYPE_U16, MOE_DTYPE_U8, MOE_DTYPE_BOOL, MOE_DTYPE_COUNT
+};
+
+enum { MOE_FILE_MAX_DIMS = 8 };
+
+/* The most tensors, and the most metadata entries, that a file may have: it bounds the time that a hostile file can take. */
+#define MOE_FILE_MAX_TENSORS 65536u
+
+/* One tensor of an opened file; everything points into the file's bytes. */
+typedef struct moe_file_tensor {
+    const char *name;    /* as it stands in the file, JSON escapes included, not terminated */
+    size_t name_length;
+    int dtype;           /* MOE_DTYPE_ */
+    int n_dims;
+    size_t shape[MOE_FILE_MAX_DIMS];
+    size_t count;        /* product of shape, 1 for a scalar */
+    const unsigned char *data; /* little-endian, any alignment */
+    size_t bytes;
+} moe_file_tensor;
+
+/* A safetensors file in memory. Allocates nothing; bytes stay the caller's and must outlive it. Read-only use is thread-safe,
+   except that next moves `at`. */
+typedef struct moe_file {
+    const unsigned char *bytes;
+    size_t size;
+    size_t header_size;  /* bytes of JSON after the first 8 */
+    size_t n_tensors;
+    size_t at;           /* private: where next continues */
+    size_t metadata_at, metadata_end; /* private: where the object __metadata__ lies; 0, 0: there is none */
+} moe_file;
+
+/* Checks all of a file: header length, JSON, types, shapes, sizes, offsets that tile the data without overlap or hole, no
+   name twice. Errors: MOE_ERR_FORMAT, MOE_ERR_OVERFLOW (a size beyond size_t), MOE_ERR_UNSUPPORTED (an unknown dtype, more than
+   MOE_FILE_MAX_DIMS dimensions, too many tensors); error names the tensor and the byte. Stricter than the format in two points: no
+   \u0000 in a string, no metadata key twice. On failure *file is untouched. 4 KiB of stack; no recursion. */
+MOE_API moe_status moe_file_open(moe_file *file, const void *bytes, size_t size, moe_error *error);
+/* The next tensor in the order of the header; MOE_ERR_NOT_FOUND after the last. moe_file_rewind starts over. */
+MOE_API moe_status moe_file_next(moe_file *file, moe_file_tensor *tensor);
+MOE_API void moe_file_rewind(moe_file *file);
+/* The tensor of a name (UTF-8, not escaped); MOE_ERR_NOT_FOUND. Walks the header: O(its length). Thread-safe. */
+MOE_API moe_status moe_file_find(const moe_file *file, const char *name, moe_file_tensor *tensor);
+/* The value of a key of __metadata__, unescaped to UTF-8 and terminated, into value[room]; *length (may be NULL) gets its length
+   without the terminator. MOE_ERR_NOT_FOUND; MOE_ERR_SPACE when room is too small (then *length is still set, so that value NULL,
+   room 0 asks for the size). */
+MOE_API moe_status moe_file_metadata(const moe_file *file, const char *key, char *value, size_t room, size_t *length);
+/* Converts count elements from first on to real numbers (all types; BOOL gives 0 or 1; a F64 too large for float becomes
+   infinite). MOE_ERR_SHAPE beyond the end. */
+MOE_API moe_status moe_file_values(const moe_file_tensor *tensor, size_t first, size_t count, moe_real *values);
+/* The same for integers and BOOL into int64; MOE_ERR_FORMAT for a floating type or an U64 beyond int64. */
+MOE_API moe_status moe_file_integers(const moe_file_tensor *tensor, size_t first, size_t count, int64_t *values);
+
+#ifndef MOE_NO_TRAIN
+/* One key and value of the file's metadata, terminated UTF-8. */
+typedef struct moe_metadata {
+    const char *key, *value;
+} moe_metadata;
+
+/* Writes a safetensors file: metadata in the given order, then tensors in the given order, F32 (F64 in the double build). The
+   same input gives the same bytes. The data section starts at a multiple of 8. Names and keys must be valid UTF-8 and unique, a name
+   is not "__metadata__" (MOE_ERR_ARGUMENT); count is the product of shape (MOE_ERR_SHAPE). All is checked before the first write.
+   allocator NULL: the standard heap (for the header only). */
+MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors, size_t n_tensors, const moe_metadata *metadata,
+                                  size_t n_metadata, const moe_allocator *allocator, moe_error *error);
+#endif
+
+/* ---- experts -------------------------------------------------------------------------------------------------------------- */
+
+/* Kinds of experts, [out,in] matrices, one block of E in each tensor:
+     swiglu      y = down (silu(gate x) * (up x))                        experts.gate, .up [E,f,d], .down [E,o,f]  (Shazeer 2020, GLU variants improve transformer)
+     mlp         y = W2 act(W1 x + b1) + b2                              experts.fc1.weight [E,f,d], .fc1.bias [E,f], .fc2.weight [E,o,f], .fc2.bias [E,o]
+     linear      y = W x + b                                             experts.weight [E,o,d], .bias [E,o]
+     factorised  y = down (silu(expand (reduce x)) * (up x))             experts.reduce [E,l,d], .expand [E,f,l], .up [E,f,d], .down [E,o,f] (Lv et al. 2025) */
+enum { MOE_EXPERT_SWIGLU = 0, MOE_EXPERT_MLP, MOE_EXPERT_LINEAR, MOE_EXPERT_FACTORISED, MOE_EXPERT_COUNT };
+
+/* A mixture layer. {0} with router.d_model set is a good one: 8 swiglu experts of width 4 d, the 2 best per token. 0 in any field
+   means its default, given here in brackets. */
+typedef struct moe_layer_config {
+    moe_router_config router; /* how tokens find experts; router.d_model is the layer's input width */
+    int d_out;                /* o, width of the output [d_model] */
+    int expert;               /* MOE_EXPERT_ [swiglu] */
+    int d_ff;                 /* f, hidden width of an expert [4 d_model] */
+    int d_low;                /* l, rows of reduce [(d_model + 2) / 3] */
+    int act;                  /* MOE_ACT_ of mlp experts [relu]; swiglu and factorised always take silu */
+    int no_expert_bias;       /* 1: mlp and linear experts have no biases [0] */
+    int n_shared;             /* shared experts: one swiglu of width n_shared * d_shared that every token passes [0] */
+    int d_shared;             /* width of one shared expert [d_ff] */
+    int shared_sigmoid;       /* 1: the shared expert is multiplied by sigmoid(shared.sigmoid . x) [0] */
+    int kernels;              /* MOE_KERNELS_ [auto]; not saved in files */
+} moe_layer_config;
+
+/* The rows of moe_layer_config, those of its router included; the last has name NULL. Constant, thread-safe. */
+MOE_API const moe_field *moe_layer_fields(void);
+/* Checks a configuration and writes it to *out (may be NULL) with every default filled in. MOE_ERR_CONFIG: error names field and value. */
+MOE_API moe_status moe_layer_check(const moe_layer_config *config, moe_layer_config *out, moe_error *error);
+/* Sets *config to {0} plus a preset of moe_presets: router and kind of experts. Set router.d_model and d_ff afterwards. MOE_ERR_NOT_FOUND: no such preset. */
+MOE_API moe_status moe_layer_preset(const char *name, moe_layer_config *config, moe_error *error);
+
+/* ---- the mixture layer ----------------------------------------------------------------------------------------------------- */
+
+/* The layer's tensors by place: the router's come first (MOE_ROUTER_WEIGHT, ...). */
+enum {
+    MOE_EXPERTS_GATE = MOE_ROUTER_SLOTS, /* "experts.gate" [E,f,d] */
+    MOE_EXPERTS_UP,                      /* "experts.up" [E,f,d] */
+    MOE_EXPERTS_DOWN,                    /* "experts.down" [E,o,f] */
+    MOE_EXPERTS_FC1_WEIGHT,              /* "experts.fc1.weight" [E,f,d] */
+    MOE_EXPERTS_FC1_BIAS,                /* "experts.fc1.bias" [E,f] */
+    MOE_EXPERTS_FC2_WEIGHT,              /* "experts.fc2.weight" [E,o,f] */
+    MOE_EXPERTS_FC2_BIAS,                /* "experts.fc2.bias" [E,o] */
+    MOE_EXPERTS_WEIGHT,                  /* "experts.weight" [E,o,d] */
+    MOE_EXPERTS_BIAS,                    /* "experts.bias" [E,o] */
+    MOE_EXPERTS_REDUCE,                  /* "experts.reduce" [E,l,d] */
+    MOE_EXPERTS_EXPAND,                  /* "experts.expand" [E,f,l] */
+    MOE_SHARED_GATE,                     /* "shared.gate" [s,d] */
+    MOE_SHARED_UP,                       /* "shared.up" [s,d] */
+    MOE_SHARED_DOWN,                     /* "shared.down" [o,s] */
+    MOE_SHARED_SIGMOID,                  /* "shared.sigmoid" [d] */
+    MOE_LAYER_SLOTS
+};
+
+/* A layer: checked configuration, kernels and where its tensors lie. Read-only use is thread-safe. The tensors are either the
+   caller's (init, then set tensors[]; constants in flash are fine) or the layer's own (create). */
+typedef struct moe_layer {
+    moe_layer_config config;  /* with defaults filled in */
+    moe_router router;        /* its own tensors[] stay empty: the first MOE_ROUTER_SLOTS of the layer's are used */
+    const moe_kernels *kernels;
+    uint64_t places;          /* private: bit i is set when the configuration has tensor i */
+    const moe_real *tensors[MOE_LAYER_SLOTS]; /* by place; NULL where moe_layer_slot finds none */
+    moe_real *gradients[MOE_LAYER_SLOTS];     /* by place; NULL: not wanted */
+    moe_real *memory;         /* owned by the layer when create made it, else NULL */
+    size_t memory_size;       /* bytes */
+    moe_allocator allocator;
+} moe_layer;
+
+/* Describes tensor `slot` of a checked configuration. MOE_ERR_NOT_FOUND when this configuration has none there, MOE_ERR_OVERFLOW. */
+MOE_API moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_slot *out);
+
+/* Checks config and makes a layer without tensors and without memory; set layer->tensors (moe_layer_slot tells the shapes). */
+MOE_API moe_status moe_layer_init(moe_layer *layer, const moe_layer_config *config, moe_error *error);
+/* Checks config and makes a layer that owns its tensors (moe_layer_free) and, with trainable = 1, their gradients, set to 0. The
+   tensors start at random from seed. allocator NULL: the standard heap. On failure *layer is untouched. */
+MOE_API moe_status moe_layer_create(moe_layer *layer, const moe_layer_config *config, int trainable, uint64_t seed, const moe_allocator *allocator,
+                                    moe_error *error);
+/* Gives back what create took; {0} and a second call are harmless. */
+MOE_API void moe_layer_free(moe_layer *layer);
+/* Tensor number i, 0 <= i < count, of the tensors that this layer has, in the order of files; MOE_ERR_NOT_FOUND past the last. The pointers
+   in *out are the layer's. */
+MOE_API moe_status moe_layer_tensor(const moe_layer *layer, size_t i, moe_tensor *out);
+/* The same by name ("router.weight"). */
+MOE_API moe_status moe_layer_find(const moe_layer *layer, const char *name, moe_tensor *out);
+/* Numbers in all tensors, and those that one token uses (all of the router and the shared expert, top_k experts; E when dense). */
+MOE_API size_t moe_layer_parameters(const moe_layer *layer, size_t *used_per_token);
+
+/* What one forward call leaves behind: the routing for reports, and the intermediate values for the way back. It points into the work memory. */
+typedef struct moe_layer_pass {
+    moe_routing routing;
+    /* Private to moe.h. */
+    moe_call call;
+    const moe_real *x;
+    moe_real *node[MOE_NODE_COUNT];       /* [rows, width] per entry of the plan, kept for all experts in training, else reused */
+    moe_real *all[MOE_NODE_COUNT];        /* [E,N,width] for scores that read experts */
+    moe_real *rows, *d_rows;              /* [N,d] gathered input of one expert, its gradient */
+    moe_real *clean;                      /* [N,d] x with zeros for padding */
+    moe_real *d_node[MOE_NODE_COUNT], *d_all[MOE_NODE_COUNT];
+    moe_real *shared[MOE_NODE_COUNT], *d_shared[MOE_NODE_COUNT], *shared_factor;
+    moe_real *d_y;                        /* [N,o] */
+    void *route_memory;
+    size_t route_size;
+} moe_layer_pass;
+
+/* Exact bytes of work memory for n_tokens: for forward alone (training = 0) or forward and backward (1). MOE_ERR_OVERFLOW. */
+MOE_API moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int training, size_t *bytes);
+/* y_t = sum over e in S_t, ascending, of w_te f_e(x_t) + shared(x_t);  y [N,o] is overwritten, must not overlap x. Padding gets the shared
+   expert only. work[work_size] has any alignment and stays in use until backward is done. Allocates nothing. Errors as moe_route. pass may be NULL
+   when neither the routing nor backward is wanted. On failure y is unspecified and *pass untouched. */
+MOE_API moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_real *y, void *work, size_t work_size, moe_layer_pass *pass);
+
+#ifndef MOE_NO_TRAIN
+/* The way back of a forward with call->training = 1: dy [N,o] is the gradient of y. Adds to layer->gradients, to dx [N,d] and
+   d_router_x [N,d] (either may be NULL; without router_x the router's part goes to dx). The losses of the router take part.
+   x, router_x and the tensors are as they were in forward. */
+MOE_API moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_real *dx, moe_real *d_router_x, moe_layer_pass *pass);
+/* Writes configuration and tensors to a safetensors file; moe_layer_load reads it into a new layer with tensors of its own. A failed save
+   leaves the old file, a failed load *layer, as it was. */
+MOE_API moe_status moe_layer_write(const moe_layer *layer, moe_stream *stream, moe_error *error);
+#ifndef MOE_NO_STDIO
+MOE_API moe_status moe_layer_save(const moe_layer *layer, const char *path, moe_error *error);
+#endif
+#endif
+/* Makes a layer from a file in memory; bytes are not needed afterwards. trainable and allocator as in create. */
+MOE_API moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_allocator *allocator, moe_error *error);
+#ifndef MOE_NO_STDIO
+MOE_API moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, const moe_allocator *allocator, moe_error *error);
+#endif
+
+/* ---- nets: a list of modules, built by calls ------------------------------------------------------------------------------- */
+
+/* Modules; d is the width that arrives.
+     linear      y = W x + b                    "I.weight" [o,d], "I.bias" [o]      (I: the module's number, from 0)
+     activation  y = act(x)
+     layer_norm  y = (x - mean)/sqrt(var + 1e-5) * g + b    "I.weight" [d], "I.bias" [d]
+     mixture     a moe_layer                    "I.router.weight", "I.experts.gate", ...
+     residual    y = x + what entered the module `span` places before   (span = 1: around the last module) */
+enum { MOE_MODULE_LINEAR = 0, MOE_MODULE_ACTIVATION, MOE_MODULE_LAYER_NORM, MOE_MODULE_MIXTURE, MOE_MODULE_RESIDUAL, MOE_MODULE_COUNT };
+
+typedef struct moe_module {
+    int kind;        /* MOE_MODULE_ */
+    int d_in, d_out; /* widths */
+    int act;         /* activation: MOE_ACT_ */
+    int span;        /* residual */
+    moe_real *weight, *bias, *d_weight, *d_bias; /* linear and layer_norm; in the net's memory */
+    moe_layer layer; /* mixture; its tensors lie in the net's memory */
+} moe_module;
+
+/* A net. Made by init, the module calls and build, or by load; owns its tensors. After build the list of modules is fixed.
+   Inference on one net is thread-safe with work memory per thread; training is not. */
+typedef struct moe_net {
+    int d_in, d_out;
+    size_t n_modules;
+    moe_module *modules;  /* owned */
+    size_t n_tensors;
+    moe_tensor *tensors;  /* owned: every parameter by name, in the order of files; filled by build */
+    int kernels_wanted;   /* MOE_KERNELS_ */
+    const moe_kernels *kernels;
+    moe_allocator allocator;
+    moe_real *memory;     /* owned: the tensors' values, then their gradients */
+    size_t memory_size;   /* bytes */
+    int built, trainable;
+    moe_error error;      /* the first module call that failed; build returns it again */
+} moe_net;
+
+/* An empty net for inputs of width d_in. kernels: MOE_KERNELS_, 0 = the best there is. allocator NULL: the standard heap. */
+MOE_API moe_status moe_net_init(moe_net *net, int d_in, int kernels, const moe_allocator *allocator);
+/* Each appends one module. On failure (MOE_ERR_CONFIG, MOE_ERR_MEMORY, MOE_ERR_STATE after build) the list stays as it was and the failure is
+   remembered in net->error, so that a chain of calls needs only one check, that of build. */
+MOE_API moe_status moe_net_linear(moe_net *net, int d_out);
+MOE_API moe_status moe_net_activation(moe_net *net, int act);
+MOE_API moe_status moe_net_layer_norm(moe_net *net);
+/* config->router.d_model may be 0: the width that arrives. config->kernels 0: the net's. */
+MOE_API moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config);
+MOE_API moe_status moe_net_residual(moe_net *net, int span);
+/* Allocates all tensors (and, with trainable = 1, gradients set to 0), starts them at random from seed, and registers their names. */
+MOE_API moe_status moe_net_build(moe_net *net, int trainable, uint64_t seed, moe_error *error);
+/* Gives everything back; {0} and a second call are harmless. */
+MOE_API void moe_net_free(moe_net *net);
+/* The tensor of a name ("2.router.weight"), or NULL. It belongs to the net. */
+MOE_API moe_tensor *moe_net_find(const moe_net *net, const char *name);
+/* Numbers in all tensors, and those that one token uses (may be NULL). */
+MOE_API size_t moe_net_parameters(const moe_net *net, size_t *used_per_token);
+
+/* What one forward call leaves behind; points into the work memory. */
+typedef struct moe_net_pass {
+    size_t n_tokens;
+    int training;
+    const moe_real *y; /* [N,d_out] the net's output */
+    /* Private to moe.h. */
+    moe_call call;
+    struct moe_module_pass *modules;
+    moe_real *d_this, *d_next;
+} moe_net_pass;
+
+/* Exact bytes of work memory for n_tokens. */
+MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, size_t *bytes);
+/* Runs all modules; pass->y is the output, in work. call: n_tokens and x; mask, sequences and rng reach the mixture layers.
+   Allocates nothing. Errors as moe_route. On failure *pass is untouched. */
+MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
+/* The routing of module i in a pass, or NULL when module i is not a mixture. */
+MOE_API const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass, size_t i);
+
+#ifndef MOE_NO_TRAIN
+/* Adds the gradients of sum(y * dy) and of all router losses to the tensors' gradients, and that of x to dx [N,d_in] (may be NULL).
+   The pass must come from a forward with call->training = 1. MOE_ERR_STATE otherwise, or when the net was not built trainable. */
+MOE_API moe_status moe_net_backward(const moe_net *net, moe_net_pass *pass, const moe_real *dy, moe_real *dx);
+/* Sets all gradients to 0. */
+MOE_API void moe_net_zero_gradients(moe_net *net);
+
+/* ---- training ------------------------------------------------------------------------------------------------------------- */
+
+/* What is minimised: the mean over samples of -log softmax(y)[label], or of sum_j (y_j - target_j)^2 / 2. */
+enum { MOE_CRITERION_CROSS_ENTROPY = 0, MOE_CRITERION_SQUARED_ERROR, MOE_CRITERION_COUNT };
+
+/* Mean loss over n rows of y [n,classes]; dy [n,classes] (may be NULL) receives its gradient. Labels must lie in 0..classes-1
+   (not checked here). */
+MOE_API moe_real moe_cross_entropy(size_t n, size_t classes, const moe_real *y, const int32_t *labels, moe_real *dy);
+MOE_API moe_real moe_squared_error(size_t n, size_t width, const moe_real *y, const moe_real *targets, moe_real *dy);
+
+/* adamw: Loshchilov, Hutter 2019, Decoupled weight decay regularization. sgd: v = momentum v + g, w -= rate v, decay added to g. */
+enum { MOE_OPTIMIZER_ADAMW = 0, MOE_OPTIMIZER_SGD, MOE_OPTIMIZER_COUNT };
+
+/* Samples; all arrays are the caller's. */
+typedef struct moe_data {
+    size_t n;                /* samples */
+    const moe_real *x;       /* [n,d_in] */
+    const int32_t *labels;   /* [n] for cross-entropy */
+    const moe_real *targets; /* [n,d_out] for squared error */
+} moe_data;
+
+/* How good a net is on some samples. */
+typedef struct moe_evaluation {
+    size_t n;
+    moe_real loss;     /* mean of the criterion */
+    moe_real accuracy; /* share of samples whose largest output is their label; 0 for squared error */
+} moe_evaluation;
+
+/* Handed to the progress callback after every step. */
+typedef struct moe_progress {
+    int epoch, epochs;          /* from 1 */
+    size_t step, steps;         /* from 1, within the epoch */
+    moe_real loss;              /* mean criterion of this epoch so far */
+    moe_real router_loss;       /* sum of the router losses, mean of this epoch so far */
+    moe_real gradient_norm;     /* of this step, before clipping */
+    int epoch_ended;            /* 1 after the last step of an epoch: then test is filled in, if there is a test set */
+    moe_evaluation test;        /* n = 0: none */
+} moe_progress;
+
+/* {0} is a good default: AdamW at 0.001, batches of 32, 10 epochs. 0 in a field means the value in brackets. */
+typedef struct moe_train_config {
+    int criterion;           /* MOE_CRITERION_ [cross entropy] */
+    int optimizer;           /* MOE_OPTIMIZER_ [adamw] */
+    int epochs;              /* [10] */
+    int batch;               /* samples per step [32] */
+    moe_real rate;           /* learning rate [0.001; sgd 0.01] */
+    moe_real final_rate;     /* the rate falls to this share of it along a cosine, over all steps of fit [1: constant] */
+    moe_real momentum;       /* sgd [0.9]; negative: none */
+    moe_real beta1, beta2;   /* adamw [0.9, 0.999] */
+    moe_real epsilon;        /* adamw [1e-8] */
+    moe_real decay;          /* weight decay [0] */
+    moe_real clip;           /* largest norm of the gradient of all tensors together [0: no clipping] */
+    uint64_t seed;           /* order of the samples and noise in routers */
+    int (*progress)(void *ctx, const moe_progress *progress); /* may be NULL; a result other than 0 stops training */
+    void *progress_ctx;
+} moe_train_config;
+
+/* An optimiser at work on one net. Owns its moments and work memory (moe_trainer_free). */
+typedef struct moe_trainer {
+    moe_net *net;
+    moe_train_config config; /* with defaults filled in */
+    uint64_t steps;          /* taken so far */
+    moe_rng rng;
+    moe_real rate;           /* of the next step; a schedule may change it */
+    moe_real *memory;        /* owned: two moments per number */
+    size_t memory_size;
+    void *work;              /* owned: for one batch */
+    size_t work_size;
+} moe_trainer;
+
+/* What one step saw. */
+typedef struct moe_step {
+    moe_real loss;          /* criterion, mean over the batch, before the step */
+    moe_real router_loss;   /* sum of all router losses */
+    moe_real gradient_norm; /* of all trained tensors, before clipping */
+} moe_step;
+
+/* Checks config and the net (built trainable; every router can learn: moe_router_check_training) and makes a trainer. */
+MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error);
+/* One step on at most config.batch samples: forward, loss, backward, clip, optimiser. MOE_ERR_NONFINITE when loss or gradient is not
+   finite: then no tensor has changed. step may be NULL. */
+MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
+MOE_API void moe_trainer_free(moe_trainer *trainer);
+
+/* Trains net on train for config.epochs, in a new random order each epoch, and evaluates on test (may be NULL) after each. MOE_ERR_STOPPED when the
+   callback stopped it: the net keeps what it has learned. */
+MOE_API moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error);
+/* Loss and accuracy of net on data, in batches. */
+MOE_API moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result, moe_error *error);
+
+/* Writes configuration and tensors as a safetensors file. The same net gives the same bytes. A failed save leaves the old file as it was. */
+MOE_API moe_status moe_net_write(const moe_net *net, moe_stream *stream, moe_error *error);
+#ifndef MOE_NO_STDIO
+MOE_API moe_status moe_net_save(const moe_net *net, const char *path, moe_error *error);
+#endif
+#endif /* MOE_NO_TRAIN */
+
+/* Makes a net from a file in memory; bytes are not needed afterwards. On failure *net is untouched. */
+MOE_API moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator, moe_error *error);
+#ifndef MOE_NO_STDIO
+MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, int kernels, const moe_allocator *allocator, moe_error *error);
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* MOE_H */
+
+#if defined(MOE_IMPLEMENTATION) && !defined(MOEI_MOE_IMPLEMENTED)
+#define MOEI_MOE_IMPLEMENTED
+
+/* ==== memory, streams and files ======================================================================================== */
+
+#ifndef MOE_NO_MALLOC
+#include <stdlib.h>
+#endif
+
+/* ---- memory ----------------------------------------------------------------------------------------------------------- */
+
+/* 0 when there is no allocator and the standard heap is not compiled in: a call that needs memory is then MOE_ERR_ARGUMENT. */
+MOEI_TOOL int moei_can_allocate(const moe_allocator *a) {
+#ifdef MOE_NO_MALLOC
+    return a != NULL && a->resize != NULL;
+#else
+    (void)a;
+    return 1;
+#endif
+}
+
+/* The resize of an allocator as moe_allocator describes it; NULL allocator or function: the standard heap. */
+MOEI_TOOL void *moei_resize(const moe_allocator *a, void *p, size_t old_size, size_t new_size) {
+    if (a != NULL && a->resize != NULL) return a->resize(a->ctx, p, old_size, new_size);
+#ifdef MOE_NO_MALLOC
+    (void)p;
+    (void)old_size;
+    (void)new_size;
+    return NULL;
+#else
+    (void)old_size;
+    if (new_size > 0) return realloc(p, new_size);
+    free(p);
+    return NULL;
+#endif
+}
+
+/* count elements of size bytes, all zero; NULL on failure only: no bytes at all are given a block of one. */
+MOEI_TOOL void *moei_alloc(const moe_allocator *a, size_t count, size_t size) {
+    size_t bytes;
+    void *p;
+    if (!moei_mul(count, size, &bytes)) return NULL;
+    if (bytes == 0) bytes = 1;
+    p = moei_resize(a, NULL, 0, bytes);
+    if (p != NULL) memset(p, 0, bytes);
+    return p;
+}
+
+/* Frees what moei_alloc gave; size is the product of its count and size. p may be NULL. */
+MOEI_TOOL void moei_free(const moe_allocator *a, void *p, size_t size) {
+    if (p != NULL) (void)moei_resize(a, p, size > 0 ? size : 1, 0);
+}
+
+static void *moei_arena_resize(void *ctx, void *block, size_t old_size, size_t new_size) {
+    moe_arena *arena = (moe_arena *)ctx;
+    unsigned char *base = (unsigned char *)arena->base, *p = (unsigned char *)block;
+    size_t pad;
+    if (p != NULL && (size_t)(p - base) + old_size == arena->used) { /* the last block grows, shrinks and goes in place */
+        size_t at = (size_t)(p - base);
+        if (new_size > arena->size - at) return NULL;
+        arena->used = at + new_size;
+        return new_size > 0 ? block : NULL;
+    }
+    if (new_size <= old_size) return new_size > 0 ? block : NULL;
+    if (base == NULL || arena->used > arena->size) return NULL;
+    pad = (MOEI_ALIGN - (uintptr_t)(base + arena->used) % MOEI_ALIGN) % MOEI_ALIGN;
+    if (pad > arena->size - arena->used || new_size > arena->size - arena->used - pad) return NULL;
+    p = base + arena->used + pad;
+    arena->used += pad + new_size;
+    if (block != NULL) memcpy(p, block, old_size);
+    return p;
+}
+
+MOE_API moe_allocator moe_arena_allocator(moe_arena *arena) {
+    moe_allocator a;
+    a.ctx = arena;
+    a.resize = moei_arena_resize;
+    return a;
+}
+
+/* ---- buffers ---------------------------------------------------------------------------------------------------------- */
+
+static moe_status moei_buffer_resize(moe_buffer *b, size_t capacity) {
+    unsigned char *p;
+    if (!moei_can_allocate(&b->allocator)) return MOE_ERR_ARGUMENT;
+    p = (unsigned char *)moei_resize(&b->allocator, b->data, b->capacity, capacity);
+    if (p == NULL) return MOE_ERR_MEMORY;
+    b->data = p;
+    b->capacity = capacity;
+    return MOE_OK;
+}
+
+/* Makes room for more bytes: at least doubles, so that many small writes stay cheap, unless memory is too short for that. */
+static moe_status moei_buffer_reserve(moe_buffer *b, size_t more) {
+    size_t need, twice;
+    if (!moei_add(b->size, more, &need)) return MOE_ERR_OVERFLOW;
+    if (need <= b->capacity) return MOE_OK;
+    if (moei_mul(b->capacity, 2, &twice) && twice > need && moei_buffer_resize(b, twice) == MOE_OK) return MOE_OK;
+    return moei_buffer_resize(b, need);
+}
+
+static moe_status moei_buffer_write(void *ctx, const void *from, size_t size) {
+    moe_buffer *b = (moe_buffer *)ctx;
+    moe_status status = moei_buffer_reserve(b, size);
+    if (status != MOE_OK) return status;
+    if (size > 0) memcpy(b->data + b->size, from, size);
+    b->size += size;
+    return MOE_OK;
+}
+
+MOE_API moe_stream moe_buffer_stream(moe_buffer *buffer) {
+    moe_stream s;
+    s.ctx = buffer;
+    s.read = NULL;
+    s.write = moei_buffer_write;
+    return s;
+}
+
+MOE_API void moe_buffer_free(moe_buffer *buffer) {
+    if (buffer == NULL) return;
+    if (buffer->data != NULL) (void)moei_resize(&buffer->allocator, buffer->data, buffer->capacity, 0);
+    buffer->data = NULL;
+    buffer->size = buffer->capacity = 0;
+}
+
+/* ---- files by stdio --------------------------------------------------------------------------------------------------- */
+
+#ifndef MOE_NO_STDIO
+#include <errno.h>
+#include <stdio.h>
+
+#ifdef _MSC_VER
+#pragma warning(push)
+#pragma warning(disable : 4996) /* fopen and strerror are standard C */
+#endif
+
+enum { MOEI_PATH_SIZE = 4096, MOEI_READ_SIZE = 4096 };
+
+/* "what path: reason"; of a long path only the end, so that the reason fits the message. */
+static moe_status moei_file_failed(moe_error *error, const char *what, const char *path, int reason) {
+    size_t length = strlen(path), cut = length > 120 ? length - 117 : 0;
+    return moei_error(error, MOE_ERR_IO, "%s %s%s: %s", what, cut > 0 ? "..." : "", path + cut,
+                      reason != 0 ? strerror(reason) : "the system gives no reason");
+}
+
+/* How many bytes of f follow its position, or 0 when it cannot tell (a pipe, a device). */
+static size_t moei_file_left(FILE *f) {
+    long at = ftell(f), end;
+    if (at < 0 || fseek(f, 0, SEEK_END) != 0) return 0;
+    end = ftell(f);
+    if (fseek(f, at, SEEK_SET) != 0 || end <= at) return 0;
+    return (size_t)(end - at);
+}
+
+/* Grows by what the file still has, when it can tell, so that a large file needs no second copy of itself. One byte more than
+   that lets the last read find the end without another growth. */
+static moe_status moei_file_read_all(FILE *f, moe_buffer *b) {
+    size_t got;
+    do {
+        if (b->size == b->capacity) {
+            size_t left = b->size > 0 ? moei_file_left(f) : 0, more = MOEI_READ_SIZE;
+            if (left > 0 && left < (size_t)-1) more = left + 1;
+            moe_status status = moei_buffer_reserve(b, more);
+            if (status != MOE_OK) return status;
+        }
+        got = fread(b->data + b->size, 1, b->capacity - b->size, f);
+        b->size += got;
+    } while (got > 0);
+    return ferror(f) ? MOE_ERR_IO : MOE_OK;
+}
+
+MOE_API moe_status moe_file_read(const char *path, moe_buffer *buffer, moe_error *error) {
+    FILE *f;
+    moe_status status;
+    int reason;
+    if (path == NULL || buffer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "path or buffer is NULL");
+    if (buffer->data != NULL || buffer->size != 0 || buffer->capacity != 0)
+        return moei_error(error, MOE_ERR_ARGUMENT, "the buffer is not empty");
+    errno = 0;
+    f = fopen(path, "rb");
+    if (f == NULL) return moei_file_failed(error, "cannot open", path, errno);
+    errno = 0;
+    status = moei_file_read_all(f, buffer);
+    reason = errno;
+    fclose(f);
+    if (status == MOE_OK) return MOE_OK;
+    moe_buffer_free(buffer);
+    if (status == MOE_ERR_IO) return moei_file_failed(error, "cannot read", path, reason);
+    return moei_error(error, status, "%s: reading %s", moe_status_text(status), path);
+}
+
+#ifdef _WIN32
+/* As <windows.h> declares them; including it would bring in thousands of names. */
+#ifdef __cplusplus
+extern "C" {
+#endif
+__declspec(dllimport) int __stdcall MoveFileExA(const char *from, const char *to, unsigned long flags);
+__declspec(dllimport) unsigned long __stdcall GetLastError(void);
+#ifdef __cplusplus
+}
+#endif
+
+static moe_status moei_file_rename(const char *from, const char *to, moe_error *error) {
+    const unsigned long replace_existing = 1, write_through = 8;
+    if (MoveFileExA(from, to, replace_existing | write_through)) return MOE_OK;
+    return moei_error(error, MOE_ERR_IO, "cannot replace %s: Windows error %d", to, (int)GetLastError());
+}
+#else
+static moe_status moei_file_rename(const char *from, const char *to, moe_error *error) {
+    errno = 0;
+    if (rename(from, to) == 0) return MOE_OK;
+    return moei_file_failed(error, "cannot replace", to, errno);
+}
+#endif
+
+/* Where C libraries know the mode x, it makes sure that no other process has just made the same file. */
+#if defined(__unix__) || defined(__APPLE__)
+#define MOEI_CREATE "wbx"
+#else
+#define MOEI_CREATE "wb"
+#endif
+
+/* Opens path.tmp0, or the next number for which there is no file yet; its name goes to name[MOEI_PATH_SIZE]. */
+static FILE *moei_file_create_beside(const char *path, char *name) {
+    int i;
+    for (i = 0; i < 100; i++) {
+        moei_text t;
+        FILE *f;
+        t.out = name, t.room = MOEI_PATH_SIZE, t.length = 0;
+        moei_put(&t, path, strlen(path));
+        moei_put(&t, ".tmp", 4);
+        moei_put_integer(&t, i);
+        f = fopen(name, "rb");
+        if (f == NULL) {
+            f = fopen(name, MOEI_CREATE);
+            if (f != NULL) return f;
+        } else
+            fclose(f);
+    }
+    return NULL;
+}
+
+typedef struct moei_stdio {
+    FILE *file;
+    int failed, reason; /* a write failed, and its errno */
+} moei_stdio;
+
+static moe_status moei_stdio_write(void *ctx, const void *from, size_t size) {
+    moei_stdio *out = (moei_stdio *)ctx;
+    if (size == 0) return MOE_OK;
+    errno = 0;
+    if (fwrite(from, 1, size, out->file) == size) return MOE_OK;
+    if (!out->failed) out->reason = errno;
+    out->failed = 1;
+    return MOE_ERR_IO;
+}
+
+/* Lets write_contents write, and closes the file. */
+static moe_status moei_stdio_fill(moei_stdio *out, const char *path, moe_status (*write_contents)(void *ctx, moe_stream *stream),
+                                  void *ctx, moe_error *error) {
+    moe_stream stream;
+    moe_status status;
+    stream.ctx = out;
+    stream.read = NULL;
+    stream.write = moei_stdio_write;
+    status = write_contents(ctx, &stream);
+    errno = 0;
+    if (fflush(out->file) != 0 || ferror(out->file)) {
+        if (!out->failed) out->reason = errno;
+        out->failed = 1;
+    }
+    errno = 0;
+    if (fclose(out->file) != 0 && !out->failed) {
+        out->reason = errno;
+        out->failed = 1;
+    }
+    if (out->failed) return moei_file_failed(error, "cannot write", path, out->reason);
+    return status;
+}
+
+MOE_API moe_status moe_file_replace(const char *path, moe_status (*write_contents)(void *ctx, moe_stream *stream), void *ctx,
+                                    moe_error *error) {
+    char name[MOEI_PATH_SIZE];
+    moei_stdio out;
+    moe_error before;
+    moe_status status;
+    if (path == NULL || write_contents == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "path or write_contents is NULL");
+    if (strlen(path) + 8 > MOEI_PATH_SIZE)
+        return moei_error(error, MOE_ERR_ARGUMENT, "the path is longer than %d bytes", (int)MOEI_PATH_SIZE - 8);
+    errno = 0;
+    out.file = moei_file_create_beside(path, name);
+    out.failed = out.reason = 0;
+    if (out.file == NULL) return moei_file_failed(error, "cannot create a file beside", path, errno);
+    if (error != NULL) { /* write_contents may fill the same one: its message is nearer to the cause */
+        before = *error;
+        error->code = MOE_OK;
+    }
+    status = moei_stdio_fill(&out, path, write_contents, ctx, error);
+    if (status == MOE_OK) status = moei_file_rename(name, path, error);
+    if (status != MOE_OK) remove(name);
+    if (error != NULL && status == MOE_OK) *error = before;
+    else if (error != NULL && error->code == MOE_OK)
+        (void)moei_error(error, status, "writing %s: %s", path, moe_status_text(status));
+    return status;
+}
+
+#ifdef _MSC_VER
+#pragma warning(pop)
+#endif
+#endif /* MOE_NO_STDIO */
+
+/* ---- JSON, as far as a safetensors header needs it --------------------------------------------------------------------
+   Nothing here trusts that bytes which were checked once are still the same: every step is bounded by the end it was given. */
+
+enum { MOEI_FILE_START = 9 };           /* the header's first byte after its '{' */
+#define MOEI_FILE_MAX_HEADER 100000000u /* bytes; the format's own limit */
+
+typedef struct moei_span {
+    const unsigned char *p; /* inside the quotes, escapes as they stand */
+    size_t n;
+} moei_span;
+
+typedef struct moei_json {
+    const unsigned char *bytes;
+    size_t at, end;
+    moei_span name; /* the tensor being read, for messages; p NULL: none */
+    moe_error *error;
+} moei_json;
+
+/* A copy of a span that is safe to print: ASCII, terminated, cut with dots. Returns out. */
+static const char *moei_span_text(moei_span s, char out[52]) {
+    size_t i;
+    for (i = 0; i < s.n && i < 48; i++) out[i] = (char)(s.p[i] >= 0x20 && s.p[i] < 0x7f ? s.p[i] : '?');
+    if (s.n > 48) out[45] = out[46] = out[47] = '.';
+    out[i] = '\0';
+    return out;
+}
+
+/* Fills error with "tensor 'name', byte at: " and the rest; returns code. */
+static moe_status moei_json_refuse(moei_json *j, size_t at, moe_status code, const char *format, ...) {
+    char shown[52];
+    moei_text t;
+    va_list arguments;
+    if (j->error == NULL) return code;
+    (void)moei_error(j->error, code, j->name.p != NULL ? "tensor '%s', byte %z: " : "%sbyte %z: ",
+                     j->name.p != NULL ? moei_span_text(j->name, shown) : "", at);
+    t.out = j->error->message, t.room = sizeof j->error->message, t.length = strlen(t.out);
+    va_start(arguments, format);
+    moei_put_format(&t, format, arguments);
+    va_end(arguments);
+    return code;
+}
+
+/* The next byte that is no white space, not taken; -1 at the end. */
+static int moei_json_peek(moei_json *j) {
+    while (j->at < j->end) {
+        int c = j->bytes[j->at];
+        if (c != ' ' && c != '\n' && c != '\r' && c != '\t') return c;
+        j->at++;
+    }
+    return -1;
+}
+
+static moe_status moei_json_take(moei_json *j, char wanted) {
+    char text[2];
+    int c = moei_json_peek(j);
+    if (c == (unsigned char)wanted) {
+        j->at++;
+        return MOE_OK;
+    }
+    text[0] = wanted, text[1] = '\0';
+    return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, c < 0 ? "the header ends where %s is expected" : "%s is expected", text);
+}
+
+static int moei_hex_digit(int c) {
+    if (c >= '0' && c <= '9') return c - '0';
+    if (c >= 'a' && c <= 'f') return c - 'a' + 10;
+    return c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+}
+
+/* u and four hexadecimal digits. */
+static int moei_hex4(const unsigned char **at, const unsigned char *end, uint32_t *value) {
+    int i;
+    if (end - *at < 5 || **at != 'u') return 0;
+    *value = 0;
+    for (i = 1; i <= 4; i++) {
+        int digit = moei_hex_digit((*at)[i]);
+        if (digit < 0) return 0;
+        *value = *value << 4 | (uint32_t)digit;
+    }
+    *at += 5;
+    return 1;
+}
+
+/* The bytes of an escape whose backslash is just before *at, into out[4]; how many, or 0 when it is malformed. U+0000 is
+   malformed, because our strings end there; so is half a surrogate pair. */
+static int moei_unescape(const unsigned char **at, const unsigned char *end, unsigned char *out) {
+    static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
+    uint32_t code, low;
+    int i;
+    for (i = 0; *at < end && from[i] != '\0'; i++)
+        if (**at == (unsigned char)from[i]) {
+            (*at)++;
+            out[0] = (unsigned char)to[i];
+            return 1;
+        }
+    if (!moei_hex4(at, end, &code) || code == 0 || (code >= 0xDC00u && code <= 0xDFFFu)) return 0;
+    if (code >= 0xD800u && code <= 0xDBFFu) {
+        if (*at == end || *(*at)++ != '\\' || !moei_hex4(at, end, &low) || low < 0xDC00u || low > 0xDFFFu) return 0;
+        code = 0x10000u + ((code - 0xD800u) << 10) + (low - 0xDC00u);
+    }
+    if (code < 0x80u) {
+        out[0] = (unsigned char)code;
+        return 1;
+    }
+    if (code < 0x800u) {
+        out[0] = (unsigned char)(0xC0u | code >> 6), out[1] = (unsigned char)(0x80u | (code & 63u));
+        return 2;
+    }
+    if (code < 0x10000u) {
+        out[0] = (unsigned char)(0xE0u | code >> 12), out[1] = (unsigned char)(0x80u | (code >> 6 & 63u));
+        out[2] = (unsigned char)(0x80u | (code & 63u));
+        return 3;
+    }
+    out[0] = (unsigned char)(0xF0u | code >> 18), out[1] = (unsigned char)(0x80u | (code >> 12 & 63u));
+    out[2] = (unsigned char)(0x80u | (code >> 6 & 63u)), out[3] = (unsigned char)(0x80u | (code & 63u));
+    return 4;
+}
+
+/* The unescaped bytes of a string, one after another. */
+typedef struct moei_chars {
+    const unsigned char *p, *end;
+    unsigned char out[4];
+    int used, have;
+} moei_chars;
+
+static moei_chars moei_chars_of(moei_span s) {
+    moei_chars c;
+    memset(&c, 0, sizeof c);
+    c.p = s.p;
+    c.end = s.p + s.n;
+    return c;
+}
+
+static int moei_chars_next(moei_chars *c) {
+    if (c->used < c->have) return c->out[c->used++];
+    if (c->p == c->end) return -1;
+    if (*c->p != '\\') return *c->p++;
+    c->p++;
+    c->have = moei_unescape(&c->p, c->end, c->out);
+    c->used = 1;
+    return c->have > 0 ? c->out[0] : -1;
+}
+
+static int moei_span_is(moei_span s, const char *text) {
+    moei_chars c = moei_chars_of(s);
+    int x;
+    while ((x = moei_chars_next(&c)) >= 0 && x == (unsigned char)*text) text++;
+    return x < 0 && *text == '\0';
+}
+
+static int moei_span_same(moei_span s, moei_span t) {
+    moei_chars a = moei_chars_of(s), b = moei_chars_of(t);
+    int x, y;
+    do {
+        x = moei_chars_next(&a);
+        y = moei_chars_next(&b);
+    } while (x == y && x >= 0);
+    return x == y;
+}
+
+static moe_status moei_json_string(moei_json *j, moei_span *s) {
+    const unsigned char *p, *end = j->bytes + j->end;
+    unsigned char out[4];
+    moe_status status = moei_json_take(j, '"');
+    if (status != MOE_OK) return status;
+    for (p = s->p = j->bytes + j->at; p < end && *p != '"';) {
+        size_t at = (size_t)(p - j->bytes);
+        if (*p < 0x20) return moei_json_refuse(j, at, MOE_ERR_FORMAT, "control character %d in a string", (int)*p);
+        if (*p++ == '\\' && !moei_unescape(&p, end, out)) return moei_json_refuse(j, at, MOE_ERR_FORMAT, "malformed escape in a string");
+    }
+    if (p == end) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "the string does not end");
+    s->n = (size_t)(p - s->p);
+    j->at = (size_t)(p - j->bytes) + 1;
+    return MOE_OK;
+}
+
+/* The next key of an object, its colon taken too; *more = 0: the object's end was taken instead. */
+static moe_status moei_json_key(moei_json *j, int first, moei_span *key, int *more) {
+    moe_status status;
+    *more = 0;
+    if (moei_json_peek(j) == '}') {
+        j->at++;
+        return MOE_OK;
+    }
+    if (!first && (status = moei_json_take(j, ',')) != MOE_OK) return status;
+    if ((status = moei_json_string(j, key)) != MOE_OK || (status = moei_json_take(j, ':')) != MOE_OK) return status;
+    *more = 1;
+    return MOE_OK;
+}
+
+static moe_status moei_json_size(moei_json *j, size_t *value) {
+    size_t start;
+    int first = moei_json_peek(j), next;
+    *value = 0;
+    start = j->at;
+    while (j->at < j->end && j->bytes[j->at] >= '0' && j->bytes[j->at] <= '9') {
+        if (!moei_mul(*value, 10, value) || !moei_add(*value, (size_t)(j->bytes[j->at] - '0'), value))
+            return moei_json_refuse(j, start, MOE_ERR_OVERFLOW, "the number does not fit size_t");
+        j->at++;
+    }
+    next = j->at < j->end ? j->bytes[j->at] : ' ';
+    if (j->at == start || (first == '0' && j->at > start + 1) || next == '.' || next == 'e' || next == 'E')
+        return moei_json_refuse(j, start, MOE_ERR_FORMAT, "a plain non-negative integer is expected");
+    return MOE_OK;
+}
+
+/* An array of at most max sizes. */
+static moe_status moei_json_sizes(moei_json *j, size_t *values, int max, int *count) {
+    moe_status status = moei_json_take(j, '[');
+    *count = 0;
+    if (status == MOE_OK && moei_json_peek(j) == ']') {
+        j->at++;
+        return MOE_OK;
+    }
+    for (; status == MOE_OK; status = moei_json_take(j, ',')) {
+        if (*count == max) return moei_json_refuse(j, j->at, MOE_ERR_UNSUPPORTED, "the array has more than %d numbers", max);
+        if ((status = moei_json_size(j, &values[*count])) != MOE_OK) return status;
+        (*count)++;
+        if (moei_json_peek(j) == ']') {
+            j->at++;
+            return MOE_OK;
+        }
+    }
+    return status;
+}
+
+/* ---- safetensors: one entry of the header ----------------------------------------------------------------------------- */
+
+static const char *const moei_dtype_names[MOE_DTYPE_COUNT] = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16",
+                                                              "I8",  "U64", "U32", "U16",  "U8",  "BOOL"};
+static const unsigned char moei_dtype_sizes[MOE_DTYPE_COUNT] = {8, 4, 2, 2, 8, 4, 2, 1, 8, 4, 2, 1, 1};
+
+static moe_status moei_file_dtype(moei_json *j, int *dtype) {
+    char shown[52];
+    moei_span s;
+    moe_status status = moei_json_string(j, &s);
+    if (status != MOE_OK) return status;
+    for (*dtype = 0; *dtype < MOE_DTYPE_COUNT; (*dtype)++)
+        if (moei_span_is(s, moei_dtype_names[*dtype])) return MOE_OK;
+    return moei_json_refuse(j, j->at, MOE_ERR_UNSUPPORTED, "unknown dtype '%s'", moei_span_text(s, shown));
+}
+
+/* The object that describes a tensor: dtype, shape and data_offsets, each once, nothing else. */
+static moe_status moei_file_fields(moei_json *j, moe_file_tensor *t, size_t range[2]) {
+    static const char *const keys[3] = {"dtype", "shape", "data_offsets"};
+    char shown[52];
+    unsigned seen = 0;
+    int i, first, more, count;
+    moei_span key;
+    moe_status status = moei_json_take(j, '{');
+    if (status != MOE_OK) return status;
+    for (first = 1;; first = 0) {
+        if ((status = moei_json_key(j, first, &key, &more)) != MOE_OK) return status;
+        if (!more) break;
+        for (i = 0; i < 3 && !moei_span_is(key, keys[i]);) i++;
+        if (i == 3) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "unknown key '%s'", moei_span_text(key, shown));
+        if ((seen & 1u << i) != 0) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "the key %s occurs twice", keys[i]);
+        seen |= 1u << i;
+        if (i == 0) status = moei_file_dtype(j, &t->dtype);
+        else if (i == 1) status = moei_json_sizes(j, t->shape, MOE_FILE_MAX_DIMS, &t->n_dims);
+        else if ((status = moei_json_sizes(j, range, 2, &count)) == MOE_OK && count != 2)
+            return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "data_offsets needs two numbers");
+        if (status != MOE_OK) return status;
+    }
+    for (i = 0; i < 3; i++)
+        if ((seen & 1u << i) == 0) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "%s is missing", keys[i]);
+    return MOE_OK;
+}
+
+/* Checks the shape against the byte range, and the range against the data. */
+static moe_status moei_file_place(moei_json *j, size_t at, const moe_file *file, moe_file_tensor *t, const size_t range[2]) {
+    size_t start = 8 + file->header_size, size = file->size - start;
+    int i;
+    t->count = 1;
+    for (i = 0; i < t->n_dims; i++)
+        if (!moei_mul(t->count, t->shape[i], &t->count))
+            return moei_json_refuse(j, at, MOE_ERR_OVERFLOW, "the shape has more elements than size_t holds");
+    if (!moei_mul(t->count, moei_dtype_sizes[t->dtype], &t->bytes))
+        return moei_json_refuse(j, at, MOE_ERR_OVERFLOW, "the shape needs more bytes than size_t holds");
+    if (range[0] > range[1])
+        return moei_json_refuse(j, at, MOE_ERR_FORMAT, "data_offsets [%z, %z] end before they begin", range[0], range[1]);
+    if (range[1] > size)
+        return moei_json_refuse(j, at, MOE_ERR_FORMAT, "data_offsets [%z, %z] go beyond the %z bytes of data", range[0], range[1], size);
+    if (range[1] - range[0] != t->bytes)
+        return moei_json_refuse(j, at, MOE_ERR_FORMAT, "the shape needs %z bytes, data_offsets [%z, %z] hold another size", t->bytes,
+                                range[0], range[1]);
+    t->data = file->bytes + start + range[0];
+    return MOE_OK;
+}
+
+enum { MOEI_ENTRY_END = 0, MOEI_ENTRY_TENSOR = 1, MOEI_ENTRY_METADATA = 2 };
+
+/* The next entry of the header's object. A tensor is read whole; of the metadata only the key is taken. */
+static moe_status moei_file_entry(moei_json *j, int first, const moe_file *file, moe_file_tensor *t, int *kind) {
+    size_t range[2] = {0, 0}, at;
+    moei_span key;
+    int more;
+    moe_status status;
+    *kind = MOEI_ENTRY_END;
+    j->name.p = NULL;
+    if ((status = moei_json_key(j, first, &key, &more)) != MOE_OK || !more) return status;
+    if (moei_span_is(key, "__metadata__")) {
+        *kind = MOEI_ENTRY_METADATA;
+        return MOE_OK;
+    }
+    *kind = MOEI_ENTRY_TENSOR;
+    memset(t, 0, sizeof *t);
+    t->name = (const char *)key.p;
+    t->name_length = key.n;
+    j->name = key;
+    (void)moei_json_peek(j);
+    at = j->at;
+    if ((status = moei_file_fields(j, t, range)) != MOE_OK) return status;
+    return moei_file_place(j, at, file, t, range);
+}
+
+/* The object of texts; *count gets how many. */
+static moe_status moei_file_metadata_object(moei_json *j, moe_file *file, size_t *count) {
+    moei_span key, value;
+    int first, more;
+    moe_status status;
+    (void)moei_json_peek(j);
+    if (file->metadata_at != 0) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "__metadata__ occurs twice");
+    file->metadata_at = j->at;
+    if ((status = moei_json_take(j, '{')) != MOE_OK) return status;
+    for (first = 1, *count = 0;; first = 0, ++*count) {
+        if ((status = moei_json_key(j, first, &key, &more)) != MOE_OK) return status;
+        if (!more) break;
+        if (*count == MOE_FILE_MAX_TENSORS) return moei_json_refuse(j, j->at, MOE_ERR_UNSUPPORTED, "too many keys in __metadata__");
+        if ((status = moei_json_string(j, &value)) != MOE_OK) return status;
+    }
+    file->metadata_end = j->at;
+    return MOE_OK;
+}
+
+/* ---- safetensors: names ----------------------------------------------------------------------------------------------- */
+
+static uint64_t moei_file_mix(uint64_t x) {
+    x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+    x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
+    return x ^ x >> 31;
+}
+
+static uint64_t moei_file_hash_step(uint64_t hash, int c) { return (hash ^ (uint64_t)(unsigned)c) * UINT64_C(0x100000001b3); }
+
+/* A walk over the keys of an object that was checked before: the header's (values are objects) or the metadata's (texts). */
+typedef struct moei_names {
+    const unsigned char *bytes;
+    size_t at, end;
+    size_t skip_at, skip_end; /* the metadata object inside the header's; 0: none, or this walk is inside it */
+    int texts;
+} moei_names;
+
+static moei_names moei_names_of(const moe_file *file, int metadata) {
+    moei_names w;
+    w.bytes = file->bytes;
+    w.at = metadata ? file->metadata_at : (size_t)MOEI_FILE_START;
+    w.end = metadata ? file->metadata_end : 8 + file->header_size;
+    w.skip_at = metadata ? 0 : file->metadata_at;
+    w.skip_end = file->metadata_end;
+    w.texts = metadata;
+    return w;
+}
+
+/* Moves behind the next byte c; 0 when there is none. */
+static int moei_names_seek(moei_names *w, int c) {
+    const void *found = w->at < w->end ? memchr(w->bytes + w->at, c, w->end - w->at) : NULL;
+    if (found == NULL) return 0;
+    w->at = (size_t)((const unsigned char *)found - w->bytes) + 1;
+    return 1;
+}
+
+/* A string with its hash, over the unescaped bytes; w->at moves from one quote to behind the other. */
+static int moei_names_string(moei_names *w, moei_span *s, uint64_t *hash) {
+    const unsigned char *p, *end = w->bytes + w->end;
+    unsigned char out[4];
+    uint64_t h = UINT64_C(0xcbf29ce484222325);
+    int i, n;
+    if (!moei_names_seek(w, '"')) return 0;
+    for (p = s->p = w->bytes + w->at; p < end && *p != '"';) {
+        if (*p != '\\') {
+            h = moei_file_hash_step(h, *p++);
+            continue;
+        }
+        p++;
+        if ((n = moei_unescape(&p, end, out)) == 0) return 0;
+        for (i = 0; i < n; i++) h = moei_file_hash_step(h, out[i]);
+    }
+    if (p == end) return 0;
+    s->n = (size_t)(p - s->p);
+    w->at = (size_t)(p - w->bytes) + 1;
+    *hash = moei_file_mix(h);
+    return 1;
+}
+
+/* The next key; w->at is then behind its value. 0 at the end. */
+static int moei_names_next(moei_names *w, moei_span *name, uint64_t *hash) {
+    moei_span value;
+    uint64_t unused;
+    for (;;) {
+        if (!moei_names_string(w, name, hash)) return 0;
+        if (w->texts) return moei_names_string(w, &value, &unused);
+        if (!moei_names_seek(w, '{')) return 0;
+        if (w->at - 1 != w->skip_at) return moei_names_seek(w, '}'); /* no string inside a tensor's object has one */
+        w->at = w->skip_end;
+    }
+}
+
+/* Is there the same key before name? */
+static int moei_names_before(moei_names w, moei_span name) {
+    moei_span other;
+    uint64_t unused;
+    while (moei_names_next(&w, &other, &unused) && other.p != name.p)
+        if (moei_span_same(other, name)) return 1;
+    return 0;
+}
+
+enum { MOEI_NAMES_SLOTS = 2048, MOEI_NAMES_PER_PASS = 1536, MOEI_NAMES_DOUBTS = 32 };
+
+/* NULL when no two of the n keys are equal after unescaping, else what is wrong with *name. Without memory of our own that takes
+   several walks: each keeps 16 bits of hash of one part of the names in a table on the stack, and where those agree the names
+   themselves are compared. Names drawn to fill one part, or to agree too often, are refused: the time stays bounded. */
+static const char *moei_names_problem(moei_names names, size_t n, moei_span *name) {
+    static const char crafted[] = "too many names have the same hash";
+    uint16_t slots[MOEI_NAMES_SLOTS];
+    size_t pass, passes = n / MOEI_NAMES_PER_PASS + 1;
+    int doubts = 0;
+    for (pass = 0; pass < passes; pass++) {
+        moei_names w = names;
+        uint64_t hash;
+        size_t used = 0;
+        memset(slots, 0, sizeof slots);
+        while (moei_names_next(&w, name, &hash)) {
+            uint16_t tag = (uint16_t)(hash >> 16 & 0xffffu);
+            size_t slot = (size_t)(hash % MOEI_NAMES_SLOTS);
+            if ((size_t)((hash >> 32) * passes >> 32) != pass) continue;
+            if (tag == 0) tag = 1; /* 0 is an empty slot */
+            for (; slots[slot] != 0; slot = (slot + 1) % MOEI_NAMES_SLOTS) {
+                if (slots[slot] != tag) continue;
+                if (moei_names_before(names, *name)) return "the name occurs twice";
+                if (++doubts > MOEI_NAMES_DOUBTS) return crafted;
+            }
+            slots[slot] = tag;
+            if (++used == MOEI_NAMES_SLOTS) return crafted;
+        }
+    }
+    return NULL;
+}
+
+/* The key text in the walk w; 0: not there. */
+static int moei_names_find(moei_names *w, const char *text, moei_span *name) {
+    uint64_t hash, wanted = UINT64_C(0xcbf29ce484222325);
+    const char *p;
+    for (p = text; *p != '\0'; p++) wanted = moei_file_hash_step(wanted, (unsigned char)*p);
+    wanted = moei_file_mix(wanted);
+    while (moei_names_next(w, name, &hash))
+        if (hash == wanted && moei_span_is(*name, text)) return 1;
+    return 0;
+}
+
+/* ---- safetensors: reading --------------------------------------------------------------------------------------------- */
+
+/* Whether the tensors cover the data exactly, in whatever order the header lists them, without sorting. Take each as a step from
+   its begin to its end. If the begins and the end of the data are together the same collection of numbers as the ends and 0, the
+   steps make up one path from 0 to the end and closed rounds; a step never goes back, so a round is an empty tensor, and the path
+   is the tiling. Collections are compared by the sum of a 64-bit mix of their numbers. The mix depends on the whole header, so
+   that offsets cannot simply be drawn to fool it; even then a tensor could only show bytes that belong to another. */
+typedef struct moei_tiles {
+    uint64_t seed, begins, ends;
+    size_t covered;      /* bytes of all tensors so far */
+    size_t last;         /* end of the tensor before */
+    moei_span odd;       /* the first that does not begin there: in files written in order, the culprit */
+    size_t odd_at;
+} moei_tiles;
+
+static void moei_tiles_add(moei_tiles *s, const moe_file_tensor *t, size_t begin, size_t at) {
+    s->begins += moei_file_mix(s->seed + begin);
+    s->ends += moei_file_mix(s->seed + begin + t->bytes);
+    s->covered += t->bytes;
+    if (begin != s->last && s->odd.p == NULL) {
+        s->odd.p = (const unsigned char *)t->name;
+        s->odd.n = t->name_length;
+        s->odd_at = at;
+    }
+    s->last = begin + t->bytes;
+}
+
+static moe_status moei_tiles_check(const moei_tiles *s, moei_json *j, size_t size) {
+    size_t at = s->odd.p != NULL ? s->odd_at : j->at;
+    j->name = s->odd;
+    if (s->covered != size)
+        return moei_json_refuse(j, at, MOE_ERR_FORMAT, "a hole: the tensors cover %z of %z bytes of data", s->covered, size);
+    if (s->begins + moei_file_mix(s->seed + size) != s->ends + moei_file_mix(s->seed))
+        return moei_json_refuse(j, at, MOE_ERR_FORMAT, "the tensors overlap and leave a hole");
+    return MOE_OK;
+}
+
+/* A number beyond int64 too, which the format of moei_error would show as negative. */
+static const char *moei_unsigned_text(uint64_t value, char out[24]) {
+    moei_text t;
+    t.out = out, t.room = 24, t.length = 0;
+    if (value >= 10) moei_put_integer(&t, (int64_t)(value / 10));
+    moei_put_integer(&t, (int64_t)(value % 10));
+    return out;
+}
+
+/* The eight bytes of the header's length, and room for it. */
+static moe_status moei_file_header(moei_json *j, moe_file *file) {
+    uint64_t length = 0;
+    int i;
+    if (file->size < 8) return moei_json_refuse(j, 0, MOE_ERR_FORMAT, "the file ends within its first 8 bytes, it has %z", file->size);
+    for (i = 0; i < 8; i++) length |= (uint64_t)file->bytes[i] << 8 * i;
+    if (length > MOEI_FILE_MAX_HEADER) {
+        char digits[24];
+        return moei_json_refuse(j, 0, MOE_ERR_FORMAT, "the header length is %s, allowed are 100000000", moei_unsigned_text(length, digits));
+    }
+    if (length > file->size - 8)
+        return moei_json_refuse(j, 0, MOE_ERR_FORMAT, "the header length is %z, but only %z bytes follow", (size_t)length, file->size - 8);
+    file->header_size = (size_t)length;
+    j->end = 8 + file->header_size;
+    j->at = 8;
+    if (length == 0 || file->bytes[8] != '{') return moei_json_refuse(j, 8, MOE_ERR_FORMAT, "the header does not begin with {");
+    j->at = MOEI_FILE_START;
+    return MOE_OK;
+}
+
+/* All entries up to the closing brace, and the padding behind it. */
+static moe_status moei_file_entries(moei_json *j, moe_file *file, moei_tiles *tiles, size_t *n_metadata) {
+    size_t start = 8 + file->header_size, size = file->size - start;
+    moe_file_tensor t;
+    int first, kind;
+    moe_status status;
+    for (first = 1;; first = 0) {
+        size_t at = j->at;
+        if ((status = moei_file_entry(j, first, file, &t, &kind)) != MOE_OK) return status;
+        if (kind == MOEI_ENTRY_END) break;
+        if (kind == MOEI_ENTRY_METADATA) {
+            if ((status = moei_file_metadata_object(j, file, n_metadata)) != MOE_OK) return status;
+            continue;
+        }
+        if (file->n_tensors == MOE_FILE_MAX_TENSORS)
+            return moei_json_refuse(j, at, MOE_ERR_UNSUPPORTED, "the file has more than %z tensors", (size_t)MOE_FILE_MAX_TENSORS);
+        file->n_tensors++;
+        if (t.bytes > size - tiles->covered)
+            return moei_json_refuse(j, at, MOE_ERR_FORMAT, "tensors overlap: together they are larger than the data, %z bytes", size);
+        moei_tiles_add(tiles, &t, (size_t)(t.data - (file->bytes + start)), at);
+    }
+    for (; j->at < j->end; j->at++)
+        if (j->bytes[j->at] != ' ') return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "only spaces may follow the header's object");
+    return MOE_OK;
+}
+
+static moe_status moei_file_unique(moei_json *j, const moe_file *file, int metadata, size_t n) {
+    moei_span name;
+    const char *problem = n > 1 ? moei_names_problem(moei_names_of(file, metadata), n, &name) : NULL;
+    char shown[52];
+    if (problem == NULL) return MOE_OK;
+    j->name.p = NULL;
+    return moei_json_refuse(j, (size_t)(name.p - file->bytes), MOE_ERR_FORMAT, "%s '%s': %s", metadata ? "metadata" : "tensor",
+                            moei_span_text(name, shown), problem);
+}
+
+MOE_API moe_status moe_file_open(moe_file *file, const void *bytes, size_t size, moe_error *error) {
+    moe_file f;
+    moei_json j;
+    moei_tiles tiles;
+    size_t i, n_metadata = 0;
+    moe_status status;
+    if (file == NULL || bytes == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "file or bytes is NULL");
+    memset(&f, 0, sizeof f);
+    memset(&j, 0, sizeof j);
+    memset(&tiles, 0, sizeof tiles);
+    f.bytes = (const unsigned char *)bytes;
+    f.size = size;
+    j.bytes = f.bytes;
+    j.error = error;
+    if ((status = moei_file_header(&j, &f)) != MOE_OK) return status;
+    for (i = 8; i < j.end; i++) tiles.seed = moei_file_hash_step(tiles.seed, f.bytes[i]);
+    tiles.seed = moei_file_mix(tiles.seed);
+    if ((status = moei_file_entries(&j, &f, &tiles, &n_metadata)) != MOE_OK ||
+        (status = moei_tiles_check(&tiles, &j, size - j.end)) != MOE_OK ||
+        (status = moei_file_unique(&j, &f, 0, f.n_tensors)) != MOE_OK || (status = moei_file_unique(&j, &f, 1, n_metadata)) != MOE_OK)
+        return status;
+    f.at = MOEI_FILE_START;
+    *file = f;
+    return MOE_OK;
+}
+
+static moei_json moei_file_json(const moe_file *file, size_t at) {
+    moei_json j;
+    memset(&j, 0, sizeof j);
+    j.bytes = file->bytes;
+    j.at = at;
+    j.end = 8 + file->header_size;
+    return j;
+}
+
+MOE_API moe_status moe_file_next(moe_file *file, moe_file_tensor *tensor) {
+    moei_json j;
+    moe_file_tensor t;
+    moe_status status;
+    int kind;
+    if (file == NULL || tensor == NULL) return MOE_ERR_ARGUMENT;
+    if (file->n_tensors == 0) return MOE_ERR_NOT_FOUND;
+    j = moei_file_json(file, file->at);
+    if ((status = moei_file_entry(&j, j.at == MOEI_FILE_START, file, &t, &kind)) != MOE_OK) return status;
+    if (kind == MOEI_ENTRY_METADATA) {
+        j.at = file->metadata_end;
+        if ((status = moei_file_entry(&j, 0, file, &t, &kind)) != MOE_OK) return status;
+    }
+    if (kind != MOEI_ENTRY_TENSOR) return MOE_ERR_NOT_FOUND;
+    file->at = j.at;
+    *tensor = t;
+    return MOE_OK;
+}
+
+MOE_API void moe_file_rewind(moe_file *file) {
+    if (file != NULL) file->at = MOEI_FILE_START;
+}
+
+MOE_API moe_status moe_file_find(const moe_file *file, const char *name, moe_file_tensor *tensor) {
+    moei_names w;
+    moei_span span;
+    moei_json j;
+    moe_file_tensor t;
+    moe_status status;
+    int kind;
+    if (file == NULL || name == NULL || tensor == NULL) return MOE_ERR_ARGUMENT;
+    if (file->n_tensors == 0) return MOE_ERR_NOT_FOUND;
+    w = moei_names_of(file, 0);
+    if (!moei_names_find(&w, name, &span)) return MOE_ERR_NOT_FOUND;
+    j = moei_file_json(file, (size_t)(span.p - file->bytes) - 1);
+    if ((status = moei_file_entry(&j, 1, file, &t, &kind)) != MOE_OK) return status;
+    if (kind != MOEI_ENTRY_TENSOR) return MOE_ERR_NOT_FOUND;
+    *tensor = t;
+    return MOE_OK;
+}
+
+MOE_API moe_status moe_file_metadata(const moe_file *file, const char *key, char *value, size_t room, size_t *length) {
+    moei_names w, whole;
+    moei_span span;
+    moei_chars chars;
+    uint64_t unused;
+    size_t n = 0;
+    int c;
+    if (file == NULL || key == NULL || (value == NULL && room > 0)) return MOE_ERR_ARGUMENT;
+    if (file->metadata_at == 0) return MOE_ERR_NOT_FOUND;
+    w = whole = moei_names_of(file, 1);
+    if (!moei_names_find(&w, key, &span)) return MOE_ERR_NOT_FOUND;
+    w = whole;
+    w.at = (size_t)(span.p - file->bytes) + span.n + 1; /* the value is the string behind the key */
+    if (!moei_names_string(&w, &span, &unused)) return MOE_ERR_NOT_FOUND;
+    for (chars = moei_chars_of(span); moei_chars_next(&chars) >= 0;) n++;
+    if (length != NULL) *length = n;
+    if (n >= room) return MOE_ERR_SPACE;
+    for (chars = moei_chars_of(span), n = 0; n + 1 < room && (c = moei_chars_next(&chars)) >= 0;) value[n++] = (char)c;
+    value[n] = '\0';
+    return MOE_OK;
+}
+
+/* ---- safetensors: values ---------------------------------------------------------------------------------------------- */
+
+static uint64_t moei_load(const unsigned char *p, int bytes) {
+    uint64_t v = 0;
+    int i;
+    for (i = 0; i < bytes; i++) v |= (uint64_t)p[i] << 8 * i;
+    return v;
+}
+
+/* Two's complement of so many bytes, without a conversion that the implementation defines. */
+static int64_t moei_load_signed(const unsigned char *p, int bytes) {
+    uint64_t v = moei_load(p, bytes), sign = (uint64_t)1 << (8 * bytes - 1);
+    return (v & sign) == 0 ? (int64_t)v : -(int64_t)(sign - 1 - (v & (sign - 1))) - 1;
+}
+
+static float moei_float_of_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static float moei_float_of_half(uint32_t h) {
+    uint32_t sign = (h & 0x8000u) << 16, exponent = h >> 10 & 31u, fraction = h & 0x3ffu;
+    float x;
+    if (exponent == 31) return moei_float_of_bits(sign | 0x7f800000u | fraction << 13);
+    if (exponent > 0) return moei_float_of_bits(sign | (exponent + 112) << 23 | fraction << 13);
+    x = (float)fraction * (1.0f / 16777216.0f); /* subnormal: steps of 2^-24, exact */
+    return sign != 0 ? -x : x;
+}
+
+/* The nearest real number. C leaves a double beyond the range of float undefined: it becomes infinite here, as in IEEE 754. */
+static moe_real moei_real_of_bits(uint64_t bits) {
+    double x;
+    memcpy(&x, &bits, sizeof x);
+#if !MOE_REAL_IS_DOUBLE
+    {
+        uint64_t size = bits & UINT64_C(0x7fffffffffffffff), infinite = UINT64_C(0x7ff0000000000000);
+        if (size >= UINT64_C(0x47efffffe0000000) && size < infinite) { /* from the largest float on */
+            int round_up = size >= UINT64_C(0x47effffff0000000);
+            return moei_float_of_bits((uint32_t)(bits >> 63) << 31 | (round_up ? 0x7f800000u : 0x7f7fffffu));
+        }
+    }
+#endif
+    return (moe_real)x;
+}
+
+static int moei_dtype_is_float(int dtype) { return dtype <= MOE_DTYPE_BF16; }
+
+static int moei_dtype_is_signed(int dtype) { return dtype >= MOE_DTYPE_I64 && dtype <= MOE_DTYPE_I8; }
+
+static moe_status moei_values_check(const moe_file_tensor *t, size_t first, size_t count, const void *values) {
+    if (t == NULL || (values == NULL && count > 0) || t->dtype < 0 || t->dtype >= MOE_DTYPE_COUNT) return MOE_ERR_ARGUMENT;
+    if (first > t->count || count > t->count - first) return MOE_ERR_SHAPE;
+    if (t->bytes / moei_dtype_sizes[t->dtype] < t->count || (t->data == NULL && count > 0)) return MOE_ERR_ARGUMENT;
+    return MOE_OK;
+}
+
+MOE_API moe_status moe_file_values(const moe_file_tensor *tensor, size_t first, size_t count, moe_real *values) {
+    moe_status status = moei_values_check(tensor, first, count, values);
+    const unsigned char *p;
+    int dtype, size;
+    size_t i;
+    if (status != MOE_OK || count == 0) return status;
+    dtype = tensor->dtype;
+    size = moei_dtype_sizes[dtype];
+    p = tensor->data + first * (size_t)size;
+    if (dtype == MOE_DTYPE_F64)
+        for (i = 0; i < count; i++) values[i] = moei_real_of_bits(moei_load(p + 8 * i, 8));
+    else if (dtype == MOE_DTYPE_F32)
+        for (i = 0; i < count; i++) values[i] = (moe_real)moei_float_of_bits((uint32_t)moei_load(p + 4 * i, 4));
+    else if (dtype == MOE_DTYPE_F16)
+        for (i = 0; i < count; i++) values[i] = (moe_real)moei_float_of_half((uint32_t)moei_load(p + 2 * i, 2));
+    else if (dtype == MOE_DTYPE_BF16)
+        for (i = 0; i < count; i++) values[i] = (moe_real)moei_float_of_bits((uint32_t)moei_load(p + 2 * i, 2) << 16);
+    else if (dtype == MOE_DTYPE_BOOL)
+        for (i = 0; i < count; i++) values[i] = p[i] != 0 ? MOEI_R(1.0) : MOEI_R(0.0);
+    else if (moei_dtype_is_signed(dtype))
+        for (i = 0; i < count; i++) values[i] = (moe_real)moei_load_signed(p + (size_t)size * i, size);
+    else
+        for (i = 0; i < count; i++) values[i] = (moe_real)moei_load(p + (size_t)size * i, size);
+    return MOE_OK;
+}
+
+MOE_API moe_status moe_file_integers(const moe_file_tensor *tensor, size_t first, size_t count, int64_t *values) {
+    moe_status status = moei_values_check(tensor, first, count, values);
+    const unsigned char *p;
+    int dtype, size;
+    size_t i;
+    if (status != MOE_OK) return status;
+    dtype = tensor->dtype;
+    if (moei_dtype_is_float(dtype)) return MOE_ERR_FORMAT;
+    if (count == 0) return MOE_OK;
+    size = moei_dtype_sizes[dtype];
+    p = tensor->data + first * (size_t)size;
+    for (i = 0; dtype == MOE_DTYPE_U64 && i < count; i++)
+        if (p[8 * i + 7] > 0x7f) return MOE_ERR_FORMAT;
+    if (dtype == MOE_DTYPE_BOOL)
+        for (i = 0; i < count; i++) values[i] = p[i] != 0;
+    else if (moei_dtype_is_signed(dtype))
+        for (i = 0; i < count; i++) values[i] = moei_load_signed(p + (size_t)size * i, size);
+    else
+        for (i = 0; i < count; i++) values[i] = (int64_t)moei_load(p + (size_t)size * i, size);
+    return MOE_OK;
+}
+
+#ifndef MOE_NO_TRAIN
+
+/* ---- stb_ds: growing lists off the inference path ---------------------------------------------------------------------
+   MOE_STB_DS 0: this file makes the implementation of stb_ds (the default). 1: another file of the program defines
+   STB_DS_IMPLEMENTATION. 2: it is linked (-lstb). With 1 and 2 only the declarations are included. MOE_STB_DS_PATH names the
+   header, quotes or angle brackets included. A program that wants the short names of stb_ds includes it before this file. */
+
+#ifndef MOE_STB_DS
+#define MOE_STB_DS 0
+#endif
+
+#if MOE_STB_DS == 0 && !(defined(INCLUDE_STB_DS_H) && defined(STB_DS_IMPLEMENTATION)) /* else it is in this file already */
+#define MOEI_STB_DS_MAKE
+#ifndef STB_DS_IMPLEMENTATION
+#define STB_DS_IMPLEMENTATION
+#endif
+#endif
+#ifndef STBDS_NO_SHORT_NAMES
+#define STBDS_NO_SHORT_NAMES
+#define MOEI_STB_DS_NAMES
+#endif
+
+#if defined(__clang__)
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Weverything"
+#elif defined(__GNUC__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wpragmas"
+#pragma GCC diagnostic ignored "-Wpedantic"
+#pragma GCC diagnostic ignored "-Wconversion"
+#pragma GCC diagnostic ignored "-Wsign-conversion"
+#pragma GCC diagnostic ignored "-Wsign-compare"
+#pragma GCC diagnostic ignored "-Wshadow"
+#pragma GCC diagnostic ignored "-Wcast-align"
+#pragma GCC diagnostic ignored "-Wcast-qual"
+#pragma GCC diagnostic ignored "-Wundef"
+#pragma GCC diagnostic ignored "-Wunused-value"
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+#pragma GCC diagnostic ignored "-Wunused-function"
+#pragma GCC diagnostic ignored "-Wextra"
+#pragma GCC diagnostic ignored "-Wimplicit-fallthrough"
+#pragma GCC diagnostic ignored "-Wold-style-cast"
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
+#pragma GCC diagnostic ignored "-Wmissing-prototypes"
+#pragma GCC diagnostic ignored "-Wstrict-prototypes"
+#elif defined(_MSC_VER)
+#pragma warning(push, 0)
+#endif
+
+/* stb_ds: begin */
+#if defined(MOE_STB_DS_PATH)
+#include MOE_STB_DS_PATH
+#elif defined(__has_include)
+#if __has_include("stb_ds.h")
+#include "stb_ds.h"
+#elif __has_include(<stb/stb_ds.h>)
+#include <stb/stb_ds.h>
+#else
+#include "stb_ds.h"
+#endif
+#else
+#include "stb_ds.h"
+#endif
+/* stb_ds: end */
+
+#ifdef MOEI_STB_DS_MAKE
+#undef STB_DS_IMPLEMENTATION /* or a later include of stb_ds.h would make it once more */
+#undef MOEI_STB_DS_MAKE
+#endif
+#ifdef MOEI_STB_DS_NAMES
+#undef STBDS_NO_SHORT_NAMES
+#undef MOEI_STB_DS_NAMES
+#endif
+
+/* The block in front of a list's elements. The elements' alignment is that of the header, like malloc's; hence no warning. */
+static stbds_array_header *moei_list_header(void *list) { return list != NULL ? stbds_header(list) : NULL; }
+
+/* How many elements a list (NULL: an empty one) has. */
+MOEI_TOOL size_t moei_list_length(const void *list) { return list != NULL ? ((const stbds_array_header *)list - 1)->length : 0; }
+
+/* Makes room for capacity elements in all in the stb_ds list whose pointer lies at list: from then on stbds_arrput and its relatives
+   stay within it and their own reallocation, which cannot fail softly, never runs. Grows at least by half, so that reserving one
+   more each time is cheap. Returns 0 without memory; the list is then as it was. The list belongs to a from its first reserve on. */
+MOEI_TOOL int moei_list_reserve(const moe_allocator *a, void *list, size_t element_size, size_t capacity) {
+    stbds_array_header *h;
+    void *elements;
+    size_t old_size = 0, size, grown;
+    memcpy(&elements, list, sizeof elements); /* a pointer of whatever type: its bytes, not an object of type void * */
+    h = moei_list_header(elements);
+    if (h != NULL) {
+        if (capacity <= h->capacity) return 1;
+        if (moei_add(h->capacity, h->capacity / 2 + 4, &grown) && capacity < grown) capacity = grown;
+        old_size = sizeof *h + h->capacity * element_size;
+    }
+    if (!moei_mul(capacity, element_size, &size) || !moei_add(size, sizeof *h, &size)) return 0;
+    h = (stbds_array_header *)moei_resize(a, h, old_size, size);
+    if (h == NULL) return 0;
+    if (old_size == 0) memset(h, 0, sizeof *h);
+    h->capacity = capacity;
+    elements = h + 1;
+    memcpy(list, &elements, sizeof elements);
+    return 1;
+}
+
+/* Frees a list that moei_list_reserve made, and sets its pointer to NULL. */
+MOEI_TOOL void moei_list_free(const moe_allocator *a, void *list, size_t element_size) {
+    stbds_array_header *h;
+    void *elements;
+    memcpy(&elements, list, sizeof elements);
+    h = moei_list_header(elements);
+    if (h != NULL) (void)moei_resize(a, h, sizeof *h + h->capacity * element_size, 0);
+    elements = NULL;
+    memcpy(list, &elements, sizeof elements);
+}
+
+/* Appends n bytes to a list of characters; 0 without memory. */
+MOEI_TOOL int moei_list_append(const moe_allocator *a, char **list, const char *s, size_t n) {
+    size_t need;
+    if (n == 0) return 1;
+    if (!moei_add(moei_list_length(*list), n, &need) || !moei_list_reserve(a, list, 1, need)) return 0;
+    memcpy(stbds_arraddnptr(*list, n), s, n);
+    return 1;
+}
+
+#if defined(__clang__)
+#pragma clang diagnostic pop
+#elif defined(__GNUC__)
+#pragma GCC diagnostic pop
+#elif defined(_MSC_VER)
+#pragma warning(pop)
+#endif
+
+/* ---- safetensors: writing --------------------------------------------------------------------------------------------- */
+
+/* The growing header; after a failed allocation all else is ignored. */
+typedef struct moei_header {
+    const moe_allocator *allocator;
+    char *text; /* a list */
+    int failed;
+} moei_header;
+
+static size_t moei_header_length(const moei_header *h) { return moei_list_length(h->text); }
+
+static void moei_header_put(moei_header *h, const char *s, size_t n) {
+    if (!h->failed && !moei_list_append(h->allocator, &h->text, s, n)) h->failed = 1;
+}
+
+static void moei_header_put_text(moei_header *h, const char *s) { moei_header_put(h, s, strlen(s)); }
+
+static void moei_header_put_size(moei_header *h, size_t value) {
+    char digits[24];
+    moei_text t;
+    t.out = digits, t.room = sizeof digits, t.length = 0;
+    moei_put_integer(&t, (int64_t)value);
+    moei_header_put(h, digits, t.length);
+}
+
+/* A quoted string. */
+static void moei_header_put_string(moei_header *h, const char *s) {
+    const char *run = s; /* what needs no escape is copied in runs */
+    moei_header_put(h, "\"", 1);
+    for (; *s != '\0'; s++) {
+        char escape[6] = {'\\', 'u', '0', '0', '0', '0'};
+        int c = (unsigned char)*s, quoted = c == '"' || c == '\\';
+        if (c >= 0x20 && !quoted) continue;
+        moei_header_put(h, run, (size_t)(s - run));
+        run = s + 1;
+        escape[1] = quoted ? *s : 'u';
+        escape[4] = (char)('0' + (c >> 4));
+        escape[5] = "0123456789abcdef"[c & 15];
+        moei_header_put(h, escape, quoted ? 2 : 6);
+    }
+    moei_header_put(h, run, (size_t)(s - run));
+    moei_header_put(h, "\"", 1);
+}
+
+/* Is s valid UTF-8: no stray or missing continuation, no longer form than needed, no surrogate, nothing beyond U+10FFFF? */
+static int moei_is_utf8(const char *s) {
+    const unsigned char *p = (const unsigned char *)s;
+    while (*p != '\0') {
+        uint32_t code = *p++, least = 0;
+        int more = 0;
+        if (code < 0x80u) continue;
+        if (code >= 0xC0u && code < 0xE0u) more = 1, code &= 31u, least = 0x80u;
+        else if (code >= 0xE0u && code < 0xF0u) more = 2, code &= 15u, least = 0x800u;
+        else if (code >= 0xF0u && code < 0xF8u) more = 3, code &= 7u, least = 0x10000u;
+        else return 0;
+        for (; more > 0; more--) {
+            if ((*p & 0xC0u) != 0x80u) return 0;
+            code = code << 6 | (*p++ & 63u);
+        }
+        if (code < least || code > 0x10FFFFu || (code >= 0xD800u && code <= 0xDFFFu)) return 0;
+    }
+    return 1;
+}
+
+/* Checks one tensor; *bytes gets its size in the file. */
+static moe_status moei_write_check(const moe_tensor *t, size_t index, size_t *bytes, moe_error *error) {
+    size_t count = 1;
+    int i;
+    if (memchr(t->name, '\0', MOE_NAME_SIZE) == NULL)
+        return moei_error(error, MOE_ERR_ARGUMENT, "tensor %z: the name is not terminated", index);
+    if (!moei_is_utf8(t->name)) return moei_error(error, MOE_ERR_ARGUMENT, "tensor %z: the name is not UTF-8", index);
+    if (strcmp(t->name, "__metadata__") == 0)
+        return moei_error(error, MOE_ERR_ARGUMENT, "tensor %z: the name __metadata__ is reserved", index);
+    if (t->n_dims < 0 || t->n_dims > MOE_MAX_DIMS)
+        return moei_error(error, MOE_ERR_ARGUMENT, "tensor %z, %s: n_dims = %d, allowed are 0 to %d", index, t->name, t->n_dims,
+                          (int)MOE_MAX_DIMS);
+    for (i = 0; i < t->n_dims; i++)
+        if (!moei_mul(count, t->shape[i], &count)) break;
+    if (i < t->n_dims || !moei_mul(count, sizeof(moe_real), bytes))
+        return moei_error(error, MOE_ERR_OVERFLOW, "tensor %z, %s: the shape needs more bytes than size_t holds", index, t->name);
+    if (count != t->count)
+        return moei_error(error, MOE_ERR_SHAPE, "tensor %z, %s: count = %z, but the shape has %z elements", index, t->name, t->count,
+                          count);
+    if (t->data == NULL && count > 0) return moei_error(error, MOE_ERR_ARGUMENT, "tensor %z, %s: data is NULL", index, t->name);
+    return MOE_OK;
+}
+
+static moe_status moei_header_metadata(moei_header *h, const moe_metadata *metadata, size_t n, moe_error *error) {
+    size_t i;
+    moei_header_put_text(h, "\"__metadata__\":{");
+    for (i = 0; i < n; i++) {
+        if (metadata[i].key == NULL || metadata[i].value == NULL)
+            return moei_error(error, MOE_ERR_ARGUMENT, "metadata %z: key or value is NULL", i);
+        if (!moei_is_utf8(metadata[i].key) || !moei_is_utf8(metadata[i].value))
+            return moei_error(error, MOE_ERR_ARGUMENT, "metadata %z: key or value is not UTF-8", i);
+        if (i > 0) moei_header_put(h, ",", 1);
+        moei_header_put_string(h, metadata[i].key);
+        moei_header_put(h, ":", 1);
+        moei_header_put_string(h, metadata[i].value);
+    }
+    moei_header_put(h, "}", 1);
+    return MOE_OK;
+}
+
+static moe_status moei_header_tensors(moei_header *h, const moe_tensor *tensors, size_t n, int comma, moe_error *error) {
+    size_t i, begin = 0, bytes = 0, end;
+    int d;
+    for (i = 0; i < n; i++, begin = end) {
+        const moe_tensor *t = &tensors[i];
+        moe_status status = moei_write_check(t, i, &bytes, error);
+        if (status != MOE_OK) return status;
+        if (!moei_add(begin, bytes, &end)) return moei_error(error, MOE_ERR_OVERFLOW, "tensor %z, %s: the file is too large", i, t->name);
+        if (comma || i > 0) moei_header_put(h, ",", 1);
+        moei_header_put_string(h, t->name);
+        moei_header_put_text(h, ":{\"dtype\":\"");
+        moei_header_put_text(h, moei_dtype_names[MOE_REAL_IS_DOUBLE ? MOE_DTYPE_F64 : MOE_DTYPE_F32]);
+        moei_header_put_text(h, "\",\"shape\":[");
+        for (d = 0; d < t->n_dims; d++) {
+            if (d > 0) moei_header_put(h, ",", 1);
+            moei_header_put_size(h, t->shape[d]);
+        }
+        moei_header_put_text(h, "],\"data_offsets\":[");
+        moei_header_put_size(h, begin);
+        moei_header_put(h, ",", 1);
+        moei_header_put_size(h, end);
+        moei_header_put_text(h, "]}");
+    }
+    return MOE_OK;
+}
+
+/* The finished text is walked by the reader's own check. */
+static moe_status moei_header_unique(const moei_header *h, const moei_names *where, size_t n, moe_error *error) {
+    moei_names w = *where;
+    moei_span name;
+    char shown[52];
+    const char *problem;
+    w.bytes = (const unsigned char *)h->text;
+    problem = n > 1 ? moei_names_problem(w, n, &name) : NULL;
+    if (problem == NULL) return MOE_OK;
+    return moei_error(error, MOE_ERR_ARGUMENT, "%s '%s': %s", w.texts ? "metadata" : "tensor", moei_span_text(name, shown), problem);
+}
+
+/* Builds the whole header: the length's eight bytes, the object, and spaces up to a multiple of 8. */
+static moe_status moei_header_build(moei_header *h, const moe_tensor *tensors, size_t n_tensors, const moe_metadata *metadata,
+                                    size_t n_metadata, moe_error *error) {
+    moei_names inner, outer;
+    moe_status status;
+    size_t length;
+    int i;
+    memset(&inner, 0, sizeof inner);
+    memset(&outer, 0, sizeof outer);
+    inner.texts = 1;
+    moei_header_put(h, "        {", 9);
+    outer.at = 9;
+    if (n_metadata > 0) {
+        inner.at = outer.skip_at = 9 + strlen("\"__metadata__\":");
+        if ((status = moei_header_metadata(h, metadata, n_metadata, error)) != MOE_OK) return status;
+        inner.end = outer.skip_end = moei_header_length(h);
+    }
+    if ((status = moei_header_tensors(h, tensors, n_tensors, n_metadata > 0, error)) != MOE_OK) return status;
+    moei_header_put(h, "}", 1);
+    moei_header_put(h, "       ", (8 - moei_header_length(h) % 8) % 8);
+    if (h->failed) return moei_error(error, MOE_ERR_MEMORY, "out of memory: the header of the file");
+    length = moei_header_length(h) - 8;
+    if (length > MOEI_FILE_MAX_HEADER)
+        return moei_error(error, MOE_ERR_ARGUMENT, "names and metadata need a header of %z bytes, allowed are 100000000", length);
+    for (i = 0; i < 8; i++) h->text[i] = (char)(unsigned char)((uint64_t)length >> 8 * i & 0xffu);
+    outer.end = moei_header_length(h);
+    if ((status = moei_header_unique(h, &outer, n_tensors, error)) != MOE_OK) return status;
+    return moei_header_unique(h, &inner, n_metadata, error);
+}
+
+static moe_status moei_write_reals(moe_stream *stream, const moe_real *x, size_t n) {
+    unsigned char out[256 * sizeof(moe_real)];
+    while (n > 0) {
+        size_t i, b, block = n < 256 ? n : 256;
+        moe_status status;
+        for (i = 0; i < block; i++) {
+#if MOE_REAL_IS_DOUBLE
+            uint64_t bits;
+#else
+            uint32_t bits;
+#endif
+            memcpy(&bits, &x[i], sizeof bits);
+            for (b = 0; b < sizeof bits; b++) out[i * sizeof bits + b] = (unsigned char)(bits >> 8 * b & 0xffu);
+        }
+        if ((status = stream->write(stream->ctx, out, block * sizeof(moe_real))) != MOE_OK) return status;
+        x += block;
+        n -= block;
+    }
+    return MOE_OK;
+}
+
+MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors, size_t n_tensors, const moe_metadata *metadata,
+                                  size_t n_metadata, const moe_allocator *allocator, moe_error *error) {
+    moei_header h;
+    moe_status status;
+    size_t i;
+    if (stream == NULL || stream->write == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "stream or its write is NULL");
+    if ((tensors == NULL && n_tensors > 0) || (metadata == NULL && n_metadata > 0))
+        return moei_error(error, MOE_ERR_ARGUMENT, "tensors or metadata is NULL");
+    if (n_tensors > MOE_FILE_MAX_TENSORS || n_metadata > MOE_FILE_MAX_TENSORS)
+        return moei_error(error, MOE_ERR_ARGUMENT, "%z tensors, %z metadata: a file takes %z of each", n_tensors, n_metadata,
+                          (size_t)MOE_FILE_MAX_TENSORS);
+    if (!moei_can_allocate(allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
+    memset(&h, 0, sizeof h);
+    h.allocator = allocator;
+    status = moei_header_build(&h, tensors, n_tensors, metadata, n_metadata, error);
+    if (status == MOE_OK) {
+        status = stream->write(stream->ctx, h.text, moei_header_length(&h));
+        for (i = 0; i < n_tensors && status == MOE_OK; i++) status = moei_write_reals(stream, tensors[i].data, tensors[i].count);
+        if (status != MOE_OK) (void)moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+    }
+    moei_list_free(allocator, &h.text, 1);
+    return status;
+}
+
+#endif /* MOE_NO_TRAIN */
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ==== experts as data: each kind is a short program of steps over named activations ======================================= */
+
+enum { MOEI_STEP_MATMUL = 0, MOEI_STEP_ACT, MOEI_STEP_MUL };
+enum { MOEI_X = -1 }; /* the step reads the expert's input */
+
+/* to = W from + bias;  to = act(from);  to = from * second. */
+typedef struct moei_step {
+    int op, to, from, second;
+    int weight, bias; /* places of the tensors; bias -1: none */
+} moei_step;
+
+enum { MOEI_MAX_STEPS = 6 };
+
+typedef struct moei_expert {
+    int n_steps;
+    moei_step steps[MOEI_MAX_STEPS];
+    int up_is, product_is; /* what these names mean for a kind without a linear branch; -1: nothing */
+} moei_expert;
+
+/* The row after the kinds of experts is the shared expert. */
+enum { MOEI_SHARED = MOE_EXPERT_COUNT };
+
+static const moei_expert moei_experts[MOE_EXPERT_COUNT + 1] = {
+    /* swiglu */
+    {5,
+     {{MOEI_STEP_MATMUL, MOE_NODE_GATE, MOEI_X, 0, MOE_EXPERTS_GATE, -1},
+      {MOEI_STEP_ACT, MOE_NODE_ACT, MOE_NODE_GATE, 0, 0, 0},
+      {MOEI_STEP_MATMUL, MOE_NODE_UP, MOEI_X, 0, MOE_EXPERTS_UP, -1},
+      {MOEI_STEP_MUL, MOE_NODE_PRODUCT, MOE_NODE_ACT, MOE_NODE_UP, 0, 0},
+      {MOEI_STEP_MATMUL, MOE_NODE_OUTPUT, MOE_NODE_PRODUCT, 0, MOE_EXPERTS_DOWN, -1},
+      {0, 0, 0, 0, 0, 0}},
+     MOE_NODE_UP,
+     MOE_NODE_PRODUCT},
+    /* mlp */
+    {3,
+     {{MOEI_STEP_MATMUL, MOE_NODE_GATE, MOEI_X, 0, MOE_EXPERTS_FC1_WEIGHT, MOE_EXPERTS_FC1_BIAS},
+      {MOEI_STEP_ACT, MOE_NODE_ACT, MOE_NODE_GATE, 0, 0, 0},
+      {MOEI_STEP_MATMUL, MOE_NODE_OUTPUT, MOE_NODE_ACT, 0, MOE_EXPERTS_FC2_WEIGHT, MOE_EXPERTS_FC2_BIAS},
+      {0, 0, 0, 0, 0, 0},
+      {0, 0, 0, 0, 0, 0},
+      {0, 0, 0, 0, 0, 0}},
+     MOE_NODE_GATE,
+     MOE_NODE_ACT},
+    /* linear */
+    {1,
+     {{MOEI_STEP_MATMUL, MOE_NODE_OUTPUT, MOEI_X, 0, MOE_EXPERTS_WEIGHT, MOE_EXPERTS_BIAS},
+      {0, 0, 0, 0, 0, 0},
+      {0, 0, 0, 0, 0, 0},
+      {0, 0, 0, 0, 0, 0},
+      {0, 0, 0, 0, 0, 0},
+      {0, 0, 0, 0, 0, 0}},
+     -1,
+     -1},
+    /* factorised */
+    {6,
+     {{MOEI_STEP_MATMUL, MOE_NODE_LOW, MOEI_X, 0, MOE_EXPERTS_REDUCE, -1},
+      {MOEI_STEP_MATMUL, MOE_NODE_GATE, MOE_NODE_LOW, 0, MOE_EXPERTS_EXPAND, -1},
+      {MOEI_STEP_ACT, MOE_NODE_ACT, MOE_NODE_GATE, 0, 0, 0},
+      {MOEI_STEP_MATMUL, MOE_NODE_UP, MOEI_X, 0, MOE_EXPERTS_UP, -1},
+      {MOEI_STEP_MUL, MOE_NODE_PRODUCT, MOE_NODE_ACT, MOE_NODE_UP, 0, 0},
+      {MOEI_STEP_MATMUL, MOE_NODE_OUTPUT, MOE_NODE_PRODUCT, 0, MOE_EXPERTS_DOWN, -1}},
+     MOE_NODE_UP,
+     MOE_NODE_PRODUCT},
+    /* the shared expert */
+    {5,
+     {{MOEI_STEP_MATMUL, MOE_NODE_GATE, MOEI_X, 0, MOE_SHARED_GATE, -1},
+      {MOEI_STEP_ACT, MOE_NODE_ACT, MOE_NODE_GATE, 0, 0, 0},
+      {MOEI_STEP_MATMUL, MOE_NODE_UP, MOEI_X, 0, MOE_SHARED_UP, -1},
+      {MOEI_STEP_MUL, MOE_NODE_PRODUCT, MOE_NODE_ACT, MOE_NODE_UP, 0, 0},
+      {MOEI_STEP_MATMUL, MOE_NODE_OUTPUT, MOE_NODE_PRODUCT, 0, MOE_SHARED_DOWN, -1},
+      {0, 0, 0, 0, 0, 0}},
+     MOE_NODE_UP,
+     MOE_NODE_PRODUCT}};
+
+/* ==== the configuration of a layer ========================================================================================= */
+
+static const char *const moei_expert_names[] = {"swiglu", "mlp", "linear", "factorised", NULL};
+static const char *const moei_kernel_names[] = {"auto", "c", "avx2", "avx512", "neon", "wasm", NULL};
+
+#define MOEI_L moe_layer_config
+
+/* The router's rows come first: its configuration stands at offset 0. */
+static const moe_field moei_layer_fields[] = {
+    MOEI_ROUTER_FIELDS,
+    MOEI_INT(MOEI_L, d_out, 1, MOE_MAX_WIDTH, "width of the output"),
+    MOEI_CHOICE(MOEI_L, expert, MOE_EXPERT_COUNT, moei_expert_names, "kind of experts"),
+    MOEI_INT(MOEI_L, d_ff, 1, MOE_MAX_WIDTH, "hidden width of an expert"),
+    MOEI_INT(MOEI_L, d_low, 1, MOE_MAX_WIDTH, "rows of reduce in a factorised expert"),
+    MOEI_CHOICE(MOEI_L, act, MOE_ACT_COUNT, moei_act_names, "activation of mlp experts"),
+    MOEI_FLAG(MOEI_L, no_expert_bias, "mlp and linear experts have no biases"),
+    MOEI_INT(MOEI_L, n_shared, 1, 4096, "number of shared experts"),
+    MOEI_INT(MOEI_L, d_shared, 1, MOE_MAX_WIDTH, "width of one shared expert"),
+    MOEI_FLAG(MOEI_L, shared_sigmoid, "the shared expert is gated by a sigmoid"),
+    MOEI_CHOICE(MOEI_L, kernels, MOE_KERNELS_COUNT, moei_kernel_names, "instruction set"),
+    MOEI_FIELDS_END};
+
+const moe_field *moe_layer_fields(void) { return moei_layer_fields; }
+
+static int moei_makes_node(const moei_expert *expert, int node) {
+    int i;
+    for (i = 0; i < expert->n_steps; i++)
+        if (expert->steps[i].to == node) return 1;
+    return 0;
+}
+
+/* The activation that the score reads, or -1: the score reads none, or this kind of expert has no such activation. */
+static int moei_scored_node(const moe_layer_config *c) {
+    const moei_expert *expert = &moei_experts[c->expert];
+    int node = c->router.norm_node;
+    if (!(moe_router_traits(&c->router) & MOE_TRAIT_NEEDS_ALL_EXPERTS)) return -1;
+    if (node == MOE_NODE_UP) node = expert->up_is;
+    if (node == MOE_NODE_PRODUCT) node = expert->product_is;
+    return node >= 0 && moei_makes_node(expert, node) ? node : -1;
+}
+
+static void moei_layer_defaults(moe_layer_config *c) {
+    int d = c->router.d_model;
+    moei_default(&c->d_out, d);
+    moei_default(&c->d_ff, d <= MOE_MAX_WIDTH / 4 ? 4 * d : MOE_MAX_WIDTH);
+    if (c->expert == MOE_EXPERT_FACTORISED) moei_default(&c->d_low, (d + 2) / 3);
+    if (c->n_shared > 0) moei_default(&c->d_shared, c->d_ff);
+}
+
+static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error) {
+    const char *kind = moei_expert_names[c->expert];
+    int reads_experts = (moe_router_traits(&c->router) & MOE_TRAIT_NEEDS_ALL_EXPERTS) != 0;
+    if (reads_experts && moei_scored_node(c) < 0)
+        return moei_error(error, MOE_ERR_CONFIG, "norm_node = %s: an expert = %s has no such activation", moei_node_names[c->router.norm_node], kind);
+    if (c->act != 0 && c->expert != MOE_EXPERT_MLP)
+        return moei_error(error, MOE_ERR_CONFIG, "act = %s does not go with expert = %s: only mlp experts choose it", moei_act_names[c->act], kind);
+    if (c->d_low != 0 && c->expert != MOE_EXPERT_FACTORISED)
+        return moei_error(error, MOE_ERR_CONFIG, "d_low = %d does not go with expert = %s: only factorised experts have it", c->d_low, kind);
+    if (c->no_expert_bias && c->expert != MOE_EXPERT_MLP && c->expert != MOE_EXPERT_LINEAR)
+        return moei_error(error, MOE_ERR_CONFIG, "no_expert_bias = 1 does not go with expert = %s: it has no biases anyway", kind);
+    if (c->n_shared == 0 && (c->d_shared != 0 || c->shared_sigmoid))
+        return moei_error(error, MOE_ERR_CONFIG, "%s is set but n_shared = 0: there is no shared expert", c->d_shared != 0 ? "d_shared" : "shared_sigmoid");
+    if (c->n_shared > 0 && c->d_shared > MOE_MAX_WIDTH / c->n_shared)
+        return moei_error(error, MOE_ERR_CONFIG, "d_shared = %d: n_shared = %d of them are wider than %d", c->d_shared, c->n_shared, (int)MOE_MAX_WIDTH);
+    return MOE_OK;
+}
+
+moe_status moe_layer_check(const moe_layer_config *config, moe_layer_config *out, moe_error *error) {
+    moe_layer_config c;
+    moe_status status;
+    if (config == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "config must not be NULL");
+    c = *config;
+    status = moe_router_check(&c.router, &c.router, error);
+    if (status == MOE_OK) status = moei_fields_check(moei_layer_fields, &c, error);
+    if (status != MOE_OK) return status;
+    moei_layer_defaults(&c);
+    status = moei_layer_clashes(&c, error);
+    if (status != MOE_OK) return status;
+    if (out != NULL) *out = c;
+    return MOE_OK;
+}
+
+moe_status moe_layer_preset(const char *name, moe_layer_config *config, moe_error *error) {
+    const moe_preset *preset = moe_preset_find(name);
+    moe_layer_config made;
+    moe_status status;
+    if (config == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "config must not be NULL");
+    memset(&made, 0, sizeof made);
+    status = moe_router_preset(name, &made.router, error);
+    if (status == MOE_OK) status = moe_fields_apply(moei_layer_fields, &made, preset->layer, error);
+    if (status == MOE_OK) *config = made;
+    return status;
+}
+
+/* ==== the layer's tensors ===================================================================================================== */
+
+/* E matrices [out,in], or E bias rows when in is 0. */
+static int moei_slot_experts(moe_slot *slot, const moe_layer_config *c, int out, int in) {
+    size_t experts = (size_t)c->router.n_experts;
+    if (in == 0) return moei_slot_set(slot, 2, experts, (size_t)out, 1, MOE_PARAM_NO_DECAY, MOEI_R(0.0), MOEI_R(0.0));
+    return moei_slot_set(slot, 3, experts, (size_t)out, (size_t)in, MOE_PARAM_TRAINED, MOEI_R(0.0), MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)in));
+}
+
+moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_slot *out) {
+    static const char *const names[MOE_LAYER_SLOTS - MOE_ROUTER_SLOTS] = {
+        "experts.gate", "experts.up", "experts.down", "experts.fc1.weight", "experts.fc1.bias", "experts.fc2.weight", "experts.fc2.bias", "experts.weight",
+        "experts.bias", "experts.reduce", "experts.expand", "shared.gate", "shared.up", "shared.down", "shared.sigmoid"};
+    const moe_layer_config *c = config;
+    int swiglu = c->expert == MOE_EXPERT_SWIGLU, mlp = c->expert == MOE_EXPERT_MLP, linear = c->expert == MOE_EXPERT_LINEAR;
+    int factorised = c->expert == MOE_EXPERT_FACTORISED, gated = swiglu || factorised, biases = !c->no_expert_bias;
+    int d = c->router.d_model, o = c->d_out, f = c->d_ff, shared = c->n_shared * c->d_shared;
+    moe_slot made;
+    int fits = -1; /* -1: not there */
+    if (slot < MOE_ROUTER_SLOTS) return moe_router_slot(&c->router, slot, out);
+    memset(&made, 0, sizeof made);
+    switch (slot) {
+    case MOE_EXPERTS_GATE:
+        if (swiglu) fits = moei_slot_experts(&made, c, f, d);
+        break;
+    case MOE_EXPERTS_UP:
+        if (gated) fits = moei_slot_experts(&made, c, f, d);
+        break;
+    case MOE_EXPERTS_DOWN:
+        if (gated) fits = moei_slot_experts(&made, c, o, f);
+        break;
+    case MOE_EXPERTS_FC1_WEIGHT:
+        if (mlp) fits = moei_slot_experts(&made, c, f, d);
+        break;
+    case MOE_EXPERTS_FC1_BIAS:
+        if (mlp && biases) fits = moei_slot_experts(&made, c, f, 0);
+        break;
+    case MOE_EXPERTS_FC2_WEIGHT:
+        if (mlp) fits = moei_slot_experts(&made, c, o, f);
+        break;
+    case MOE_EXPERTS_FC2_BIAS:
+        if (mlp && biases) fits = moei_slot_experts(&made, c, o, 0);
+        break;
+    case MOE_EXPERTS_WEIGHT:
+        if (linear) fits = moei_slot_experts(&made, c, o, d);
+        break;
+    case MOE_EXPERTS_BIAS:
+        if (linear && biases) fits = moei_slot_experts(&made, c, o, 0);
+        break;
+    case MOE_EXPERTS_REDUCE:
+        if (factorised) fits = moei_slot_experts(&made, c, c->d_low, d);
+        break;
+    case MOE_EXPERTS_EXPAND:
+        if (factorised) fits = moei_slot_experts(&made, c, f, c->d_low);
+        break;
+    case MOE_SHARED_GATE:
+    case MOE_SHARED_UP:
+        if (shared > 0) fits = moei_slot_matrix(&made, (size_t)shared, (size_t)d, MOE_PARAM_TRAINED);
+        break;
+    case MOE_SHARED_DOWN:
+        if (shared > 0) fits = moei_slot_matrix(&made, (size_t)o, (size_t)shared, MOE_PARAM_TRAINED);
+        break;
+    case MOE_SHARED_SIGMOID:
+        if (shared > 0 && c->shared_sigmoid) fits = moei_slot_vector(&made, (size_t)d, MOE_PARAM_TRAINED, MOEI_R(0.0));
+        break;
+    default:
+        break;
+    }
+    if (fits < 0) return MOE_ERR_NOT_FOUND;
+    if (!fits) return MOE_ERR_OVERFLOW;
+    made.name = names[slot - MOE_ROUTER_SLOTS];
+    *out = made;
+    return MOE_OK;
+}
+
+/* Starts a tensor: init_value + init_spread * normal. */
+MOEI_TOOL void moei_slot_fill(const moe_slot *slot, moe_real *data, moe_rng *rng) {
+    size_t i;
+    for (i = 0; i < slot->count; i++)
+        data[i] = slot->init_value + (slot->init_spread > MOEI_R(0.0) ? slot->init_spread * moe_rng_normal(rng) : MOEI_R(0.0));
+}
+
+moe_status moe_layer_init(moe_layer *layer, const moe_layer_config *config, moe_error *error) {
+    moe_layer made;
+    moe_slot slot;
+    moe_status status;
+    int place;
+    if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    memset(&made, 0, sizeof made);
+    status = moe_layer_check(config, &made.config, error);
+    if (status != MOE_OK) return status;
+    for (place = 0; place < MOE_LAYER_SLOTS; place++) {
+        status = moe_layer_slot(&made.config, place, &slot);
+        if (status == MOE_ERR_OVERFLOW) return moei_error(error, status, "tensor number %d does not fit this machine's memory", place);
+        if (status == MOE_OK) made.places |= (uint64_t)1 << place;
+    }
+    made.kernels = moe_kernels_select(made.config.kernels);
+    if (made.kernels == NULL)
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "kernels = %s: not compiled in, or this machine cannot run them", moei_kernel_names[made.config.kernels]);
+    status = moe_router_init(&made.router, &made.config.router, made.kernels, error);
+    if (status == MOE_OK) *layer = made;
+    return status;
+}
+
+/* Numbers in all tensors; 0 when they do not fit size_t. */
+static int moei_layer_count(const moe_layer *layer, size_t *count) {
+    moe_slot slot;
+    int place;
+    *count = 0;
+    for (place = 0; place < MOE_LAYER_SLOTS; place++)
+        if (moe_layer_slot(&layer->config, place, &slot) == MOE_OK && !moei_add(*count, slot.count, count)) return 0;
+    return 1;
+}
+
+/* Places the tensors one after another in values, the gradients likewise (gradients NULL: none). */
+MOEI_TOOL void moei_layer_bind(moe_layer *layer, moe_real *values, moe_real *gradients) {
+    moe_slot slot;
+    size_t at = 0;
+    int place;
+    for (place = 0; place < MOE_LAYER_SLOTS; place++) {
+        if (moe_layer_slot(&layer->config, place, &slot) != MOE_OK) continue;
+        layer->tensors[place] = values + at;
+        layer->gradients[place] = gradients != NULL ? gradients + at : NULL;
+        at += slot.count;
+    }
+}
+
+/* Starts all tensors at random; values are those that bind placed. */
+MOEI_TOOL void moei_layer_fill(const moe_layer_config *config, moe_real *values, moe_rng *rng) {
+    moe_slot slot;
+    int place;
+    for (place = 0; place < MOE_LAYER_SLOTS; place++) {
+        if (moe_layer_slot(config, place, &slot) != MOE_OK) continue;
+        moei_slot_fill(&slot, values, rng);
+        values += slot.count;
+    }
+}
+
+moe_status moe_layer_create(moe_layer *layer, const moe_layer_config *config, int trainable, uint64_t seed, const moe_allocator *allocator,
+                            moe_error *error) {
+    moe_layer made;
+    moe_rng rng;
+    size_t count, all;
+    moe_status status;
+    if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    status = moe_layer_init(&made, config, error);
+    if (status != MOE_OK) return status;
+#ifndef MOE_NO_TRAIN
+    if (trainable) status = moe_router_check_training(&made.config.router, error);
+    if (status != MOE_OK) return status;
+#else
+    if (trainable) return moei_error(error, MOE_ERR_UNSUPPORTED, "trainable = 1: this build has MOE_NO_TRAIN");
+#endif
+    if (!moei_layer_count(&made, &count) || !moei_mul(count, trainable ? 2 : 1, &all) || !moei_mul(all, sizeof(moe_real), &made.memory_size))
+        return moei_error(error, MOE_ERR_OVERFLOW, "the layer's tensors do not fit this machine's memory");
+    if (allocator != NULL) made.allocator = *allocator;
+    made.memory = (moe_real *)moei_alloc(&made.allocator, all, sizeof(moe_real));
+    if (made.memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of tensors", made.memory_size);
+    moei_layer_bind(&made, made.memory, trainable ? made.memory + count : NULL);
+    moe_rng_seed(&rng, seed);
+    moei_layer_fill(&made.config, made.memory, &rng);
+    *layer = made;
+    return MOE_OK;
+}
+
+void moe_layer_free(moe_layer *layer) {
+    if (layer == NULL) return;
+    if (layer->memory != NULL) moei_free(&layer->allocator, layer->memory, layer->memory_size);
+    memset(layer, 0, sizeof *layer);
+}
+
+/* Describes the tensor at a place that exists. */
+static void moei_layer_describe(const moe_layer *layer, int place, const moe_slot *slot, moe_tensor *out) {
+    int i;
+    memset(out, 0, sizeof *out);
+    memcpy(out->name, slot->name, strlen(slot->name) + 1);
+    out->n_dims = slot->n_dims;
+    for (i = 0; i < MOE_MAX_DIMS; i++) out->shape[i] = slot->shape[i];
+    out->count = slot->count;
+    out->flags = slot->flags;
+    memcpy(&out->data, &layer->tensors[place], sizeof out->data); /* a layer that owns its tensors lets them be changed */
+    out->gradient = layer->gradients[place];
+}
+
+moe_status moe_layer_tensor(const moe_layer *layer, size_t i, moe_tensor *out) {
+    moe_slot slot;
+    int place;
+    if (layer == NULL || out == NULL) return MOE_ERR_ARGUMENT;
+    for (place = 0; place < MOE_LAYER_SLOTS; place++) {
+        if (!(layer->places >> place & 1u) || i-- > 0) continue;
+        if (moe_layer_slot(&layer->config, place, &slot) != MOE_OK) return MOE_ERR_NOT_FOUND;
+        moei_layer_describe(layer, place, &slot, out);
+        return MOE_OK;
+    }
+    return MOE_ERR_NOT_FOUND;
+}
+
+moe_status moe_layer_find(const moe_layer *layer, const char *name, moe_tensor *out) {
+    moe_slot slot;
+    int place;
+    if (layer == NULL || name == NULL || out == NULL) return MOE_ERR_ARGUMENT;
+    for (place = 0; place < MOE_LAYER_SLOTS; place++) {
+        if (!(layer->places >> place & 1u) || moe_layer_slot(&layer->config, place, &slot) != MOE_OK || strcmp(slot.name, name) != 0) continue;
+        moei_layer_describe(layer, place, &slot, out);
+        return MOE_OK;
+    }
+    return MOE_ERR_NOT_FOUND;
+}
+
+size_t moe_layer_parameters(const moe_layer *layer, size_t *used_per_token) {
+    size_t count = 0, used = 0, experts, chosen;
+    moe_slot slot;
+    int place;
+    if (layer == NULL) return 0;
+    experts = (size_t)layer->config.router.n_experts;
+    chosen = moei_max_choices(&layer->config.router);
+    for (place = 0; place < MOE_LAYER_SLOTS; place++) {
+        if (moe_layer_slot(&layer->config, place, &slot) != MOE_OK) continue;
+        count += slot.count;
+        used += place >= MOE_EXPERTS_GATE && place < MOE_SHARED_GATE ? slot.count / experts * chosen : slot.count;
+    }
+    if (used_per_token != NULL) *used_per_token = used;
+    return count;
+}
+
+/* ==== rows through an expert ==================================================================================================== */
+
+/* n rows on their way through one expert: the activations and where they lie. */
+typedef struct moei_chain {
+    const moe_layer *layer;
+    const moei_expert *expert;
+    size_t block;  /* which of the E blocks of each tensor; 0 for the shared expert */
+    int act;
+    size_t width[MOE_NODE_COUNT];
+    size_t n, d;
+    const moe_real *x;                /* [n,d] */
+    moe_real *node[MOE_NODE_COUNT];   /* [n,width] */
+    moe_real *d_x;                    /* [n,d] added to; NULL: not wanted */
+    moe_real *d_node[MOE_NODE_COUNT]; /* [n,width] */
+} moei_chain;
+
+static moei_chain moei_chain_begin(const moe_layer *layer, int kind) {
+    const moe_layer_config *c = &layer->config;
+    moei_chain chain;
+    size_t hidden = kind == MOEI_SHARED ? (size_t)c->n_shared * (size_t)c->d_shared : (size_t)c->d_ff;
+    memset(&chain, 0, sizeof chain);
+    chain.layer = layer;
+    chain.expert = &moei_experts[kind];
+    chain.act = kind == MOE_EXPERT_MLP ? c->act : MOE_ACT_SILU;
+    chain.d = (size_t)c->router.d_model;
+    chain.width[MOE_NODE_LOW] = (size_t)c->d_low;
+    chain.width[MOE_NODE_GATE] = chain.width[MOE_NODE_UP] = chain.width[MOE_NODE_ACT] = chain.width[MOE_NODE_PRODUCT] = hidden;
+    chain.width[MOE_NODE_OUTPUT] = (size_t)c->d_out;
+    return chain;
+}
+
+static size_t moei_from_width(const moei_chain *chain, int from) { return from == MOEI_X ? chain->d : chain->width[from]; }
+
+static const moe_real *moei_from(const moei_chain *chain, int from) { return from == MOEI_X ? chain->x : chain->node[from]; }
+
+/* The expert's block of a tensor of size numbers per expert; NULL when the layer has none. */
+static const moe_real *moei_block(const moei_chain *chain, int place, size_t size) {
+    const moe_real *tensor = place < 0 ? NULL : chain->layer->tensors[place];
+    return tensor == NULL ? NULL : tensor + chain->block * size;
+}
+
+static void moei_step_forward(const moei_chain *chain, const moei_step *step) {
+    const moe_kernels *k = chain->layer->kernels;
+    size_t to = chain->width[step->to], from = moei_from_width(chain, step->from), i;
+    moe_real *out = chain->node[step->to];
+    const moe_real *in = moei_from(chain, step->from), *second;
+    if (step->op == MOEI_STEP_MATMUL)
+        moei_affine(k, chain->n, to, from, in, moei_block(chain, step->weight, to * from), moei_block(chain, step->bias, to), out);
+    else if (step->op == MOEI_STEP_ACT)
+        moe_activate(k, chain->act, chain->n * to, in, out);
+    else
+        for (second = chain->node[step->second], i = 0; i < chain->n * to; i++) out[i] = in[i] * second[i];
+}
+
+/* Runs the steps whose result is among the nodes of mask (bit per node). */
+static void moei_chain_forward(const moei_chain *chain, unsigned mask) {
+    int i;
+    if (chain->n == 0) return;
+    for (i = 0; i < chain->expert->n_steps; i++)
+        if (mask >> chain->expert->steps[i].to & 1u) moei_step_forward(chain, &chain->expert->steps[i]);
+}
+
+/* A scored node, together with all that it is computed from. */
+static unsigned moei_ancestors(const moei_expert *expert, int node) {
+    unsigned mask = node < 0 ? 0 : 1u << node;
+    int i;
+    for (i = expert->n_steps - 1; i >= 0; i--) {
+        const moei_step *step = &expert->steps[i];
+        if (!(mask >> step->to & 1u)) continue;
+        if (step->from != MOEI_X) mask |= 1u << step->from;
+        if (step->op == MOEI_STEP_MUL) mask |= 1u << step->second;
+    }
+    return mask;
+}
+
+/* Of the nodes already there, those that the remaining steps read; the output counts as read. */
+static unsigned moei_border(const moei_expert *expert, unsigned there) {
+    unsigned read = 1u << MOE_NODE_OUTPUT;
+    int i;
+    for (i = 0; i < expert->n_steps; i++) {
+        const moei_step *step = &expert->steps[i];
+        if (there >> step->to & 1u) continue;
+        if (step->from != MOEI_X) read |= 1u << step->from;
+        if (step->op == MOEI_STEP_MUL) read |= 1u << step->second;
+    }
+    return there & read;
+}
+
+#ifndef MOE_NO_TRAIN
+
+static moe_real *moei_gradient_block(const moei_chain *chain, int place, size_t size) {
+    moe_real *tensor = place < 0 ? NULL : chain->layer->gradients[place];
+    return tensor == NULL ? NULL : tensor + chain->block * size;
+}
+
+/* Adds to the gradients of what the step reads; the gradient of its result is complete. */
+static void moei_step_backward(const moei_chain *chain, const moei_step *step) {
+    const moe_kernels *k = chain->layer->kernels;
+    size_t to = chain->width[step->to], from = moei_from_width(chain, step->from), i;
+    moe_real *d_in = step->from == MOEI_X ? chain->d_x : chain->d_node[step->from], *d_second;
+    const moe_real *in = moei_from(chain, step->from), *d_out = chain->d_node[step->to], *second;
+    if (step->op == MOEI_STEP_MATMUL)
+        moei_affine_backward(k, chain->n, to, from, in, moei_block(chain, step->weight, to * from), d_out, d_in,
+                             moei_gradient_block(chain, step->weight, to * from), moei_gradient_block(chain, step->bias, to));
+    else if (step->op == MOEI_STEP_ACT) /* the activation is the only step that reads its input, so overwriting is adding */
+        moe_activate_backward(k, chain->act, chain->n * to, in, d_out, d_in);
+    else
+        for (second = chain->node[step->second], d_second = chain->d_node[step->second], i = 0; i < chain->n * to; i++) {
+            d_in[i] += d_out[i] * second[i];
+            d_second[i] += d_out[i] * in[i];
+        }
+}
+
+/* Back through the steps of mask; the gradients of all nodes that they touch must be set (0 or more) before. */
+static void moei_chain_backward(const moei_chain *chain, unsigned mask) {
+    int i;
+    if (chain->n == 0) return;
+    for (i = chain->expert->n_steps - 1; i >= 0; i--)
+        if (mask >> chain->expert->steps[i].to & 1u) moei_step_backward(chain, &chain->expert->steps[i]);
+}
+
+#endif
+
+/* ==== one call: forward ============================================================================================================ */
+
+/* Whether activations that the score made are used again by the chosen experts: they are those of the unweighted input. */
+static int moei_reuses(const moe_layer *layer) { return layer->config.router.apply_to == MOE_APPLY_OUTPUT; }
+
+/* The nodes that are computed for all experts and tokens, because the score reads one of them. */
+static unsigned moei_all_nodes(const moe_layer *layer) {
+    return moei_ancestors(&moei_experts[layer->config.expert], moei_scored_node(&layer->config));
+}
+
+/* Lays a pass out in memory; the same function with an empty base counts the bytes. */
+static void moei_layer_layout(const moe_layer *layer, size_t n, int training, moei_layout *l, moe_layer_pass *p) {
+    const moe_layer_config *c = &layer->config;
+    const moei_expert *expert = &moei_experts[c->expert];
+    moei_chain chain = moei_chain_begin(layer, c->expert), shared = moei_chain_begin(layer, MOEI_SHARED);
+    size_t pairs = n, everywhere = 0;
+    unsigned all = moei_all_nodes(layer);
+    int node;
+    memset(p, 0, sizeof *p);
+    if (moe_route_size(&layer->router, n, training, &p->route_size) != MOE_OK) l->overflow = 1;
+    p->route_memory = moei_take(l, p->route_size, 1);
+    if (training && !moei_mul(n, moei_max_choices(&c->router), &pairs)) l->overflow = 1;
+    if (!moei_mul(n, (size_t)c->router.n_experts, &everywhere)) l->overflow = 1;
+    p->rows = moei_take_reals(l, n, chain.d);
+    p->clean = all != 0 ? moei_take_reals(l, n, chain.d) : NULL;
+    for (node = 0; node < MOE_NODE_COUNT; node++) {
+        if (!moei_makes_node(expert, node)) continue;
+        p->node[node] = moei_take_reals(l, pairs, chain.width[node]);
+        if (all >> node & 1u) p->all[node] = moei_take_reals(l, everywhere, chain.width[node]);
+    }
+    for (node = 0; node < MOE_NODE_COUNT && c->n_shared > 0; node++)
+        if (moei_makes_node(shared.expert, node)) p->shared[node] = moei_take_reals(l, n, shared.width[node]);
+    p->shared_factor = c->n_shared > 0 ? moei_take_reals(l, n, 1) : NULL;
+    if (!training) return;
+    p->d_rows = moei_take_reals(l, n, chain.d);
+    for (node = 0; node < MOE_NODE_COUNT; node++) {
+        if (!moei_makes_node(expert, node)) continue;
+        p->d_node[node] = moei_take_reals(l, n, chain.width[node]);
+        if (all >> node & 1u) p->d_all[node] = moei_take_reals(l, everywhere, chain.width[node]);
+    }
+    for (node = 0; node < MOE_NODE_COUNT && c->n_shared > 0; node++)
+        if (moei_makes_node(shared.expert, node)) p->d_shared[node] = moei_take_reals(l, n, shared.width[node]);
+}
+
+moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int training, size_t *bytes) {
+    moei_layout l = moei_layout_begin(NULL);
+    moe_layer_pass p;
+    if (layer == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
+    if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    moei_layer_layout(layer, n_tokens, training, &l, &p);
+    if (l.overflow) return MOE_ERR_OVERFLOW;
+    *bytes = l.used;
+    return MOE_OK;
+}
+
+/* The router with the layer's tensors. */
+static moe_router moei_layer_router(const moe_layer *layer) {
+    moe_router router = layer->router;
+    int place;
+    for (place = 0; place < MOE_ROUTER_SLOTS; place++) router.tensors[place] = layer->tensors[place];
+    return router;
+}
+
+/* Block e of activations that exist for all experts, as a chain over all tokens. */
+static moei_chain moei_all_chain(const moe_layer *layer, const moe_layer_pass *p, size_t e) {
+    moei_chain chain = moei_chain_begin(layer, layer->config.expert);
+    int node;
+    chain.block = e;
+    chain.n = p->call.n_tokens;
+    chain.x = p->clean;
+    for (node = 0; node < MOE_NODE_COUNT; node++) {
+        size_t at = e * chain.n * chain.width[node];
+        if (p->all[node] != NULL) chain.node[node] = p->all[node] + at;
+        if (p->d_all[node] != NULL) chain.d_node[node] = p->d_all[node] + at;
+    }
+    return chain;
+}
+
+/* For scores that read experts: the activation of every expert for every token. Padding counts as zeros. */
+static void moei_layer_score_experts(const moe_layer *layer, moe_layer_pass *p) {
+    int scored = moei_scored_node(&layer->config);
+    size_t d = (size_t)layer->config.router.d_model, e, t;
+    if (scored < 0) return;
+    memcpy(p->clean, p->x, p->call.n_tokens * d * sizeof(moe_real));
+    for (t = 0; t < p->call.n_tokens; t++)
+        if (!moei_is_real(&p->call, t)) memset(p->clean + t * d, 0, d * sizeof(moe_real));
+    for (e = 0; e < (size_t)layer->config.router.n_experts; e++) {
+        moei_chain chain = moei_all_chain(layer, p, e);
+        moei_chain_forward(&chain, moei_all_nodes(layer));
+        p->call.node_width = chain.width[scored];
+    }
+    p->call.nodes = p->all[scored];
+}
+
+/* The rows of expert e in the plan, as a chain. Inference uses the same buffers for every expert, training keeps all rows. */
+static moei_chain moei_expert_chain(const moe_layer *layer, const moe_layer_pass *p, size_t e) {
+    const size_t *offsets = p->routing.plan.offsets;
+    moei_chain chain = moei_chain_begin(layer, layer->config.expert);
+    int node;
+    chain.block = e;
+    chain.n = offsets[e + 1] - offsets[e];
+    chain.x = p->rows;
+    for (node = 0; node < MOE_NODE_COUNT; node++) {
+        if (p->node[node] != NULL) chain.node[node] = p->node[node] + (p->call.training ? offsets[e] * chain.width[node] : 0);
+        chain.d_node[node] = p->d_node[node];
+    }
+    return chain;
+}
+
+/* gather: the input rows of expert e, times the weight on the input. */
+static void moei_gather(const moe_layer *layer, const moe_layer_pass *p, size_t e) {
+    const moe_entry *entry = p->routing.plan.entries + p->routing.plan.offsets[e], *end = p->routing.plan.entries + p->routing.plan.offsets[e + 1];
+    size_t d = (size_t)layer->config.router.d_model, i;
+    moe_real *row = p->rows;
+    for (; entry < end; entry++, row += d) {
+        const moe_real *x = p->x + (size_t)entry->token * d;
+        if (layer->config.router.apply_to == MOE_APPLY_OUTPUT)
+            memcpy(row, x, d * sizeof(moe_real));
+        else
+            for (i = 0; i < d; i++) row[i] = entry->weight_in * x[i];
+    }
+}
+
+/* Takes over activations that the score has made already. */
+static void moei_gather_nodes(const moei_chain *chain, const moe_layer_pass *p, unsigned border) {
+    const moe_entry *entries = p->routing.plan.entries + p->routing.plan.offsets[chain->block];
+    size_t i;
+    int node;
+    for (node = 0; node < MOE_NODE_COUNT; node++) {
+        size_t width = chain->width[node];
+        if (!(border >> node & 1u)) continue;
+        for (i = 0; i < chain->n; i++)
+            memcpy(chain->node[node] + i * width, p->all[node] + (chain->block * p->call.n_tokens + (size_t)entries[i].token) * width,
+                   width * sizeof(moe_real));
+    }
+}
+
+/* y_t += w_te f_e(x_t) for the rows of one expert. */
+static void moei_scatter(const moei_chain *chain, const moe_layer_pass *p, moe_real *y) {
+    const moe_entry *entries = p->routing.plan.entries + p->routing.plan.offsets[chain->block];
+    size_t o = chain->width[MOE_NODE_OUTPUT], i;
+    for (i = 0; i < chain->n; i++)
+        moe_axpy(chain->layer->kernels, o, entries[i].weight_out, chain->node[MOE_NODE_OUTPUT] + i * o, y + (size_t)entries[i].token * o);
+}
+
+static void moei_layer_experts(const moe_layer *layer, const moe_layer_pass *p, moe_real *y) {
+    const moei_expert *expert = &moei_experts[layer->config.expert];
+    unsigned there = moei_reuses(layer) ? moei_all_nodes(layer) : 0, border = there != 0 ? moei_border(expert, there) : 0;
+    size_t e;
+    for (e = 0; e < (size_t)layer->config.router.n_experts; e++) {
+        moei_chain chain = moei_expert_chain(layer, p, e);
+        if (chain.n == 0) continue;
+        moei_gather(layer, p, e);
+        moei_gather_nodes(&chain, p, border);
+        moei_chain_forward(&chain, ~there);
+        moei_scatter(&chain, p, y);
+    }
+}
+
+static moei_chain moei_shared_chain(const moe_layer *layer, const moe_layer_pass *p) {
+    moei_chain chain = moei_chain_begin(layer, MOEI_SHARED);
+    int node;
+    chain.n = p->call.n_tokens;
+    chain.x = p->x;
+    for (node = 0; node < MOE_NODE_COUNT; node++) chain.node[node] = p->shared[node], chain.d_node[node] = p->d_shared[node];
+    return chain;
+}
+
+/* y_t += shared(x_t), times sigmoid(s . x_t) when there is such a gate; for padding too. */
+static void moei_layer_shared(const moe_layer *layer, const moe_layer_pass *p, moe_real *y) {
+    const moe_real *gate = layer->tensors[MOE_SHARED_SIGMOID];
+    moei_chain chain;
+    size_t t, o = (size_t)layer->config.d_out;
+    if (layer->config.n_shared == 0) return;
+    chain = moei_shared_chain(layer, p);
+    moei_chain_forward(&chain, ~0u);
+    for (t = 0; t < chain.n; t++) {
+        p->shared_factor[t] = gate != NULL ? moe_sigmoid(moe_dot(layer->kernels, chain.d, gate, p->x + t * chain.d)) : MOEI_R(1.0);
+        moe_axpy(layer->kernels, o, p->shared_factor[t], chain.node[MOE_NODE_OUTPUT] + t * o, y + t * o);
+    }
+}
+
+/* What must be there before anything is computed; the router checks the rest. */
+static moe_status moei_layer_call_check(const moe_layer *layer, const moe_call *call) {
+    int place;
+    if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
+    for (place = 0; place < MOE_LAYER_SLOTS; place++)
+        if ((int)(layer->places >> place & 1u) != (layer->tensors[place] != NULL)) return MOE_ERR_ARGUMENT;
+    return MOE_OK;
+}
+
+moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_real *y, void *work, size_t work_size, moe_layer_pass *pass) {
+    moei_layout l = moei_layout_begin(work);
+    moe_layer_pass p;
+    moe_router router;
+    moe_status status;
+    if (layer == NULL || call == NULL || work == NULL || (call->n_tokens > 0 && y == NULL)) return MOE_ERR_ARGUMENT;
+    status = moei_layer_call_check(layer, call);
+    if (status != MOE_OK) return status;
+    moei_layer_layout(layer, call->n_tokens, call->training, &l, &p);
+    if (l.overflow) return MOE_ERR_OVERFLOW;
+    if (l.used > work_size) return MOE_ERR_SPACE;
+    p.call = *call;
+    p.x = call->x;
+    router = moei_layer_router(layer);
+    moei_layer_score_experts(layer, &p);
+    status = moe_route(&router, &p.call, p.route_memory, p.route_size, &p.routing);
+    if (status != MOE_OK) return status;
+    memset(y, 0, call->n_tokens * (size_t)layer->config.d_out * sizeof(moe_real));
+    moei_layer_experts(layer, &p, y);
+    moei_layer_shared(layer, &p, y);
+    if (pass != NULL) *pass = p;
+    return MOE_OK;
+}
+
+/* ==== one call: backward ============================================================================================================ */
+
+#ifndef MOE_NO_TRAIN
+
+/* dO = w dy and dw = dy . O for the rows of one expert. */
+static void moei_scatter_backward(const moei_chain *chain, moe_layer_pass *p, const moe_real *dy) {
+    size_t first = p->routing.plan.offsets[chain->block], o = chain->width[MOE_NODE_OUTPUT], i;
+    const moe_kernels *k = chain->layer->kernels;
+    for (i = 0; i < chain->n; i++) {
+        const moe_entry *entry = p->routing.plan.entries + first + i;
+        const moe_real *d = dy + (size_t)entry->token * o;
+        p->routing.d_weight_out[first + i] = moe_dot(k, o, d, chain->node[MOE_NODE_OUTPUT] + i * o);
+        moe_axpy(k, o, entry->weight_out, d, chain->d_node[MOE_NODE_OUTPUT] + i * o);
+    }
+}
+
+/* dx_t += w_in d_row and dw_in = d_row . x_t. */
+static void moei_gather_backward(const moei_chain *chain, moe_layer_pass *p, moe_real *dx) {
+    size_t first = p->routing.plan.offsets[chain->block], i;
+    const moe_kernels *k = chain->layer->kernels;
+    for (i = 0; i < chain->n; i++) {
+        const moe_entry *entry = p->routing.plan.entries + first + i;
+        size_t at = (size_t)entry->token * chain->d;
+        p->routing.d_weight_in[first + i] = moe_dot(k, chain->d, chain->d_x + i * chain->d, p->x + at);
+        if (dx != NULL) moe_axpy(k, chain->d, entry->weight_in, chain->d_x + i * chain->d, dx + at);
+    }
+}
+
+/* Hands the gradients of activations that were taken over to where they came from. */
+static void moei_gather_nodes_backward(const moei_chain *chain, const moe_layer_pass *p, unsigned border) {
+    const moe_entry *entries = p->routing.plan.entries + p->routing.plan.offsets[chain->block];
+    size_t i;
+    int node;
+    for (node = 0; node < MOE_NODE_COUNT; node++) {
+        size_t width = chain->width[node];
+        if (!(border >> node & 1u)) continue;
+        for (i = 0; i < chain->n; i++)
+            moe_axpy(chain->layer->kernels, width, MOEI_R(1.0), chain->d_node[node] + i * width,
+                     p->d_all[node] + (chain->block * p->call.n_tokens + (size_t)entries[i].token) * width);
+    }
+}
+
+static void moei_zero_nodes(const moei_chain *chain) {
+    int node;
+    for (node = 0; node < MOE_NODE_COUNT; node++)
+        if (chain->d_node[node] != NULL) memset(chain->d_node[node], 0, chain->n * chain->width[node] * sizeof(moe_real));
+}
+
+static void moei_experts_backward(const moe_layer *layer, moe_layer_pass *p, const moe_real *dy, moe_real *dx) {
+    const moei_expert *expert = &moei_experts[layer->config.expert];
+    unsigned there = moei_reuses(layer) ? moei_all_nodes(layer) : 0, border = there != 0 ? moei_border(expert, there) : 0;
+    size_t e;
+    for (e = 0; e < (size_t)layer->config.router.n_experts; e++) {
+        moei_chain chain = moei_expert_chain(layer, p, e);
+        if (chain.n == 0) continue;
+        chain.d_x = p->d_rows;
+        memset(p->d_rows, 0, chain.n * chain.d * sizeof(moe_real));
+        moei_zero_nodes(&chain);
+        moei_gather(layer, p, e);
+        moei_scatter_backward(&chain, p, dy);
+        moei_chain_backward(&chain, ~there);
+        moei_gather_nodes_backward(&chain, p, border);
+        moei_gather_backward(&chain, p, dx);
+    }
+}
+
+/* Back through the activations that the score read, for all experts and tokens. */
+static void moei_score_experts_backward(const moe_layer *layer, const moe_layer_pass *p, moe_real *dx) {
+    size_t e;
+    if (moei_scored_node(&layer->config) < 0) return;
+    for (e = 0; e < (size_t)layer->config.router.n_experts; e++) {
+        moei_chain chain = moei_all_chain(layer, p, e);
+        chain.d_x = dx;
+        moei_chain_backward(&chain, moei_all_nodes(layer));
+    }
+}
+
+/* With s = sigmoid(v . x): dO = s dy, dv += s (1 - s) (dy . O) x, dx += the same times v. */
+static void moei_shared_backward(const moe_layer *layer, const moe_layer_pass *p, const moe_real *dy, moe_real *dx) {
+    const moe_real *gate = layer->tensors[MOE_SHARED_SIGMOID];
+    moe_real *d_gate = layer->gradients[MOE_SHARED_SIGMOID];
+    const moe_kernels *k = layer->kernels;
+    size_t t, o = (size_t)layer->config.d_out, d = (size_t)layer->config.router.d_model;
+    moei_chain chain;
+    if (layer->config.n_shared == 0) return;
+    chain = moei_shared_chain(layer, p);
+    chain.d_x = dx;
+    moei_zero_nodes(&chain);
+    for (t = 0; t < chain.n; t++) {
+        moe_real s = p->shared_factor[t], slope;
+        moe_axpy(k, o, s, dy + t * o, chain.d_node[MOE_NODE_OUTPUT] + t * o);
+        if (gate == NULL) continue;
+        slope = s * (MOEI_R(1.0) - s) * moe_dot(k, o, dy + t * o, chain.node[MOE_NODE_OUTPUT] + t * o);
+        if (d_gate != NULL) moe_axpy(k, d, slope, p->x + t * d, d_gate);
+        if (dx != NULL) moe_axpy(k, d, slope, gate, dx + t * d);
+    }
+    moei_chain_backward(&chain, ~0u);
+}
+
+moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_real *dx, moe_real *d_router_x, moe_layer_pass *pass) {
+    moe_router router;
+    moe_status status;
+    size_t e;
+    int scored;
+    if (layer == NULL || pass == NULL || (pass->call.n_tokens > 0 && dy == NULL)) return MOE_ERR_ARGUMENT;
+    if (pass->d_rows == NULL || !pass->call.training) return MOE_ERR_STATE;
+    router = moei_layer_router(layer);
+    scored = moei_scored_node(&layer->config);
+    for (e = 0; scored >= 0 && e < (size_t)layer->config.router.n_experts; e++) {
+        moei_chain chain = moei_all_chain(layer, pass, e);
+        moei_zero_nodes(&chain);
+    }
+    moei_shared_backward(layer, pass, dy, dx);
+    moei_experts_backward(layer, pass, dy, dx);
+    status = moe_route_backward(&router, &pass->call, &pass->routing, layer->gradients, pass->call.router_x != NULL ? d_router_x : dx,
+                                scored < 0 ? NULL : pass->d_all[scored]);
+    if (status != MOE_OK) return status;
+    moei_score_experts_backward(layer, pass, dx);
+    return MOE_OK;
+}
+
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+
+
+#endif /* MOE_IMPLEMENTATION */

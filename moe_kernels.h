@@ -1,0 +1,1721 @@
+#ifndef MOE_KERNELS_H
+#define MOE_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* ---- version ------------------------------------------------------------------------------------------------ */
+
+#define MOE_VERSION_MAJOR 0
+#define MOE_VERSION_MINOR 1
+#define MOE_VERSION_PATCH 0
+#define MOE_VERSION "0.1.0"
+
+/* ---- options that shape the declarations ---------------------------------------------------------------------- */
+
+#ifndef MOE_REAL
+#define MOE_REAL float
+#endif
+
+#define MOEI_REAL_float 1
+#define MOEI_REAL_double 2
+#define MOEI_JOIN_(a, b) a##b
+#define MOEI_JOIN(a, b) MOEI_JOIN_(a, b)
+#if MOEI_JOIN(MOEI_REAL_, MOE_REAL) == 2
+#define MOE_REAL_IS_DOUBLE 1
+#elif MOEI_JOIN(MOEI_REAL_, MOE_REAL) == 1
+#define MOE_REAL_IS_DOUBLE 0
+#else
+#error "moe: MOE_REAL must be float or double"
+#endif
+
+#if defined(MOE_NO_TRAIN) && !defined(MOE_STDIO) && !defined(MOE_NO_STDIO)
+#define MOE_NO_STDIO
+#endif
+#if defined(MOE_NO_TRAIN) && !defined(MOE_MALLOC) && !defined(MOE_NO_MALLOC)
+#define MOE_NO_MALLOC
+#endif
+#if defined(MOE_STDIO) && defined(MOE_NO_STDIO)
+#error "moe: MOE_STDIO and MOE_NO_STDIO contradict each other"
+#endif
+#if defined(MOE_MALLOC) && defined(MOE_NO_MALLOC)
+#error "moe: MOE_MALLOC and MOE_NO_MALLOC contradict each other"
+#endif
+
+#if defined(MOE_STATIC)
+#ifndef MOE_IMPLEMENTATION
+#define MOE_IMPLEMENTATION
+#endif
+#if defined(__GNUC__) || defined(__TINYC__)
+#define MOE_API static __attribute__((unused))
+#else
+#define MOE_API static
+#endif
+#else
+#define MOE_API extern
+#endif
+
+/* In the double build every public function carries the suffix _f64, so that objects of the two builds cannot be linked by mistake. */
+#if MOE_REAL_IS_DOUBLE
+#define moe_version moe_version_f64
+#define moe_status_text moe_status_text_f64
+#define moe_is_finite moe_is_finite_f64
+#define moe_cpu_features moe_cpu_features_f64
+#define moe_kernels_select moe_kernels_select_f64
+#define moe_kernels_name moe_kernels_name_f64
+#define moe_matmul moe_matmul_f64
+#define moe_dot moe_dot_f64
+#define moe_axpy moe_axpy_f64
+#define moe_activate moe_activate_f64
+#define moe_activate_backward moe_activate_backward_f64
+#define moe_softmax moe_softmax_f64
+#define moe_softmax_backward moe_softmax_backward_f64
+#define moe_log_sum_exp moe_log_sum_exp_f64
+#define moe_sigmoid moe_sigmoid_f64
+#define moe_softplus moe_softplus_f64
+#define moe_layer_norm moe_layer_norm_f64
+#define moe_layer_norm_backward moe_layer_norm_backward_f64
+#define moe_rms_norm moe_rms_norm_f64
+#define moe_rms_norm_backward moe_rms_norm_backward_f64
+#define moe_top_k moe_top_k_f64
+#define moe_rng_seed moe_rng_seed_f64
+#define moe_rng_next moe_rng_next_f64
+#define moe_rng_below moe_rng_below_f64
+#define moe_rng_uniform moe_rng_uniform_f64
+#define moe_rng_normal moe_rng_normal_f64
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The number type of the whole build: float, or double when MOE_REAL says so. */
+typedef MOE_REAL moe_real;
+
+/* Version of the compiled implementation, "major.minor.patch"; a constant string. Thread-safe. */
+MOE_API const char *moe_version(void);
+
+/* ---- status codes ---------------------------------------------------------------------------------------------- */
+
+/* Every call that can fail returns one of these; 0 is success, the rest are negative. */
+typedef int moe_status;
+
+/* One list makes the codes and their texts. */
+#define MOE_STATUS_LIST(X)                                                                                             \
+    X(MOE_OK, 0, "success")                                                                                            \
+    X(MOE_ERR_MEMORY, -1, "out of memory: the allocator returned NULL")                                                \
+    X(MOE_ERR_ARGUMENT, -2, "an argument is missing or out of range")                                                  \
+    X(MOE_ERR_CONFIG, -3, "the configuration is not valid")                                                            \
+    X(MOE_ERR_SHAPE, -4, "shapes do not fit together")                                                                 \
+    X(MOE_ERR_SPACE, -5, "the memory that the caller gave is too small")                                               \
+    X(MOE_ERR_OVERFLOW, -6, "a size does not fit this machine's size_t")                                               \
+    X(MOE_ERR_NONFINITE, -7, "a number is infinite or not a number")                                                   \
+    X(MOE_ERR_IO, -8, "reading or writing failed")                                                                     \
+    X(MOE_ERR_FORMAT, -9, "the file is malformed")                                                                     \
+    X(MOE_ERR_UNSUPPORTED, -10, "not supported by this version or on this machine")                                    \
+    X(MOE_ERR_NOT_FOUND, -11, "there is nothing of that name")                                                         \
+    X(MOE_ERR_STATE, -12, "the call does not fit the object's state")                                                  \
+    X(MOE_ERR_STOPPED, -13, "a callback asked to stop")
+
+enum {
+#define MOEI_STATUS_CODE(name, value, text) name = value,
+    MOE_STATUS_LIST(MOEI_STATUS_CODE)
+#undef MOEI_STATUS_CODE
+        MOEI_STATUS_END = 1
+};
+
+/* One English sentence for a status; "unknown status" for a number that is none. Never NULL. Thread-safe. */
+MOE_API const char *moe_status_text(moe_status status);
+
+/* Filled by calls that check a configuration or parse a file: the code and one line that names the field or byte and the
+   offending value. Optional everywhere: NULL is allowed. Untouched on success. The text is always terminated. */
+typedef struct moe_error {
+    moe_status code;
+    char message[228];
+} moe_error;
+
+/* ---- the machine ------------------------------------------------------------------------------------------------ */
+
+/* Bits of moe_cpu_features. A bit is set only when the processor has the feature and the operating system saves its registers. */
+enum {
+    MOE_CPU_AVX2 = 1,
+    MOE_CPU_FMA = 2,
+    MOE_CPU_AVX512F = 4,
+    MOE_CPU_AVX512VNNI = 8,
+    MOE_CPU_AVXVNNI = 16,
+    MOE_CPU_NEON = 32,
+    MOE_CPU_DOTPROD = 64,
+    MOE_CPU_WASM_SIMD = 128
+};
+
+/* What this processor and operating system offer, as MOE_CPU_ bits; 0 where nothing is known. Asks the processor each time
+   (slow under virtual machines: keep the answer). Thread-safe. */
+MOE_API unsigned moe_cpu_features(void);
+
+/* ---- kernel tables ---------------------------------------------------------------------------------------------- */
+
+/* Instruction sets that a table can be written for. 0 takes the best one that is compiled in and that the machine has. */
+enum { MOE_KERNELS_AUTO = 0, MOE_KERNELS_C = 1, MOE_KERNELS_AVX2 = 2, MOE_KERNELS_AVX512 = 3, MOE_KERNELS_NEON = 4, MOE_KERNELS_WASM = 5, MOE_KERNELS_COUNT = 6 };
+
+/* How the second operand of a product is stored. More types (16-bit floats, int8 and int4 blocks) add columns to the table. */
+enum { MOE_TYPE_REAL = 0, MOE_TYPE_COUNT = 1 };
+
+/* Orientations of a product, by how the operands lie in memory (row-major, rows lda, ldb, ldc elements apart):
+     NT  C[m,n] = A[m,k] . B[n,k]^T    forward:  y  = x W^T
+     NN  C[m,n] = A[m,k] . B[k,n]      backward: dx = dy W
+     TN  C[m,n] = A[k,m]^T . B[k,n]    backward: dW = dy^T x  */
+enum { MOE_MATMUL_NT = 0, MOE_MATMUL_NN = 1, MOE_MATMUL_TN = 2, MOE_MATMUL_COUNT = 3 };
+
+/* C (+)= product. m, n, k may be 0 (k = 0 gives 0). accumulate = 0 overwrites C, 1 adds to it. A stride is at least its row's
+   length. C overlaps neither operand. No alignment is needed; nothing outside the rows is read or written.
+   Every C[i,j] is summed over k in ascending order in blocks of 256, each block on its own and then added, so a row of C
+   does not depend on m: bitwise, for the same table. */
+typedef void moe_matmul_fn(size_t m, size_t n, size_t k, const moe_real *a, size_t lda, const void *b, size_t ldb, moe_real *c,
+                           size_t ldc, int accumulate);
+
+/* Activations. silu(x) = x sigmoid(x); gelu is the exact x Phi(x). */
+enum { MOE_ACT_RELU = 0, MOE_ACT_SILU = 1, MOE_ACT_GELU = 2, MOE_ACT_TANH = 3, MOE_ACT_SIGMOID = 4, MOE_ACT_IDENTITY = 5, MOE_ACT_COUNT = 6 };
+
+/* One constant, complete table per instruction set; where no faster kernel exists it holds the plain C one. The functions
+   below say what each entry computes. Tables never change and are shared by all threads. */
+typedef struct moe_kernels {
+    const char *name; /* "c", "avx2", ... */
+    int id;           /* MOE_KERNELS_C, ... */
+    moe_matmul_fn *matmul[MOE_MATMUL_COUNT][MOE_TYPE_COUNT];
+    moe_real (*dot)(size_t n, const moe_real *a, const moe_real *b);
+    void (*axpy)(size_t n, moe_real alpha, const moe_real *x, moe_real *y);
+    void (*activate)(int act, size_t n, const moe_real *x, moe_real *y);
+    void (*activate_backward)(int act, size_t n, const moe_real *x, const moe_real *dy, moe_real *dx); /* may be NULL with MOE_NO_TRAIN */
+    void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y);
+} moe_kernels;
+
+/* The table for want (MOE_KERNELS_...), or NULL when it is not compiled in or the machine cannot run it. MOE_KERNELS_AUTO and
+   MOE_KERNELS_C never give NULL. Ask once and keep the answer (it asks the processor). Thread-safe. */
+MOE_API const moe_kernels *moe_kernels_select(int want);
+
+/* The short name of an instruction set ("auto", "c", "avx2", "avx512", "neon", "wasm"), or NULL for another number. */
+MOE_API const char *moe_kernels_name(int id);
+
+/* ---- numbers: k is a table, NULL means plain C; arrays are the caller's; n may be 0; thread-safe ------------------- */
+
+/* C (+)= A . B in orientation op with B stored as type; see moe_matmul_fn. */
+MOE_API void moe_matmul(const moe_kernels *k, int op, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda,
+                        const void *b, size_t ldb, moe_real *c, size_t ldc, int accumulate);
+/* sum_i a_i b_i; in the plain C table in ascending order in blocks of 256, elsewhere within rounding. */
+MOE_API moe_real moe_dot(const moe_kernels *k, size_t n, const moe_real *a, const moe_real *b);
+/* y_i += alpha x_i. */
+MOE_API void moe_axpy(const moe_kernels *k, size_t n, moe_real alpha, const moe_real *x, moe_real *y);
+/* y_i = act(x_i), act one of MOE_ACT_; y may be x. */
+MOE_API void moe_activate(const moe_kernels *k, int act, size_t n, const moe_real *x, moe_real *y);
+#ifndef MOE_NO_TRAIN
+/* dx_i = dy_i act'(x_i), x the activation's input; relu'(0) = 0; dx may be dy. */
+MOE_API void moe_activate_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *dy, moe_real *dx);
+#endif
+/* y_i = exp(x_i/T - m) / sum_j exp(x_j/T - m), m the maximum; T = temperature > 0; y may be x. -inf gives exactly 0;
+   all -inf gives all 0. */
+MOE_API void moe_softmax(const moe_kernels *k, size_t n, const moe_real *x, moe_real temperature, moe_real *y);
+#ifndef MOE_NO_TRAIN
+/* dx_i += y_i (dy_i - sum_j y_j dy_j) / T, y the softmax's output. */
+MOE_API void moe_softmax_backward(size_t n, const moe_real *y, const moe_real *dy, moe_real temperature, moe_real *dx);
+#endif
+/* log sum_i exp(x_i), shifted by the maximum so that it cannot overflow; -inf for n = 0. */
+MOE_API moe_real moe_log_sum_exp(size_t n, const moe_real *x);
+/* 1 / (1 + exp(-x)), without overflow for any x. */
+MOE_API moe_real moe_sigmoid(moe_real x);
+/* log(1 + exp(x)), without overflow and exact to rounding for any x. */
+MOE_API moe_real moe_softplus(moe_real x);
+/* One row: y = (x - mean) * rstd * gain + bias, rstd = 1/sqrt(var + eps), population variance (Ba, Kiros, Hinton 2016, Layer
+   normalization). gain, bias [n] or NULL (1, 0). mean, rstd receive the statistics for the backward pass; may be NULL. y may be x. */
+MOE_API void moe_layer_norm(size_t n, const moe_real *x, const moe_real *gain, const moe_real *bias, moe_real eps, moe_real *y,
+                            moe_real *mean, moe_real *rstd);
+#ifndef MOE_NO_TRAIN
+/* One row: dx += ..., dgain += dy * xhat, dbias += dy; gain, dgain, dbias may be NULL; dx may be NULL; dx must not be dy. */
+MOE_API void moe_layer_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real mean, moe_real rstd, const moe_real *dy,
+                                     moe_real *dx, moe_real *dgain, moe_real *dbias);
+#endif
+/* One row: y = x * rrms * gain, rrms = 1/sqrt(mean x^2 + eps) (Zhang, Sennrich 2019, Root mean square layer normalization). */
+MOE_API void moe_rms_norm(size_t n, const moe_real *x, const moe_real *gain, moe_real eps, moe_real *y, moe_real *rrms);
+#ifndef MOE_NO_TRAIN
+/* One row: dx += ..., dgain += dy * x * rrms; gain, dgain, dx may be NULL. */
+MOE_API void moe_rms_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real rrms, const moe_real *dy, moe_real *dx,
+                                   moe_real *dgain);
+#endif
+/* The k largest of score[n] in descending order into index[k]; of equal scores the lower index comes first. -inf and NaN are
+   never taken. Returns how many were written, at most min(k, n). */
+MOE_API size_t moe_top_k(size_t n, const moe_real *score, size_t k, int32_t *index);
+/* 1 when x is neither infinite nor NaN; looks at the bits, so it holds under -ffast-math too. */
+MOE_API int moe_is_finite(moe_real x);
+
+/* ---- random numbers --------------------------------------------------------------------------------------------- */
+
+/* splitmix64 (Steele, Lea, Flood 2014, Fast splittable pseudorandom number generators): 64 bits of explicit state, period 2^64, the same stream
+   on every machine. Saving the struct saves the stream. One generator belongs to one thread at a time. {0} is a valid seed. */
+typedef struct moe_rng {
+    uint64_t state;
+} moe_rng;
+
+/* Starts a stream; every seed is good. */
+MOE_API void moe_rng_seed(moe_rng *rng, uint64_t seed);
+/* 64 random bits. */
+MOE_API uint64_t moe_rng_next(moe_rng *rng);
+/* Uniform integer in [0, n), without bias; 0 for n = 0. */
+MOE_API uint64_t moe_rng_below(moe_rng *rng, uint64_t n);
+/* Uniform in [0, 1) on a grid of 2^-24 (float) or 2^-53 (double); one draw of the stream. */
+MOE_API moe_real moe_rng_uniform(moe_rng *rng);
+/* Standard normal, by Teichroew's polynomial on a sum of twelve uniforms (Abramowitz and Stegun 1964, 26.8.6) in fixed-point
+   arithmetic: no libm, the same bits on every machine; |x| < 8.7. Six draws of the stream. */
+MOE_API moe_real moe_rng_normal(moe_rng *rng);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* MOE_KERNELS_H */
+
+#if defined(MOE_IMPLEMENTATION) && !defined(MOEI_KERNELS_IMPLEMENTED)
+#define MOEI_KERNELS_IMPLEMENTED
+
+/* ==== private tools of the implementation; moe_routers.h and moe.h use them too ====================================== */
+
+#include <math.h>
+#include <stdarg.h>
+#include <string.h>
+
+/* Literals and functions of libm, in the real type. */
+#if MOE_REAL_IS_DOUBLE
+#define MOEI_R(x) x
+#define MOEI_F(name) name
+#else
+#define MOEI_R(x) x##f
+#define MOEI_F(name) name##f
+#endif
+
+/* A private function that some combinations of headers and options leave unused. */
+#if defined(__GNUC__) || defined(__TINYC__)
+#define MOEI_TOOL static __attribute__((unused))
+#else
+#define MOEI_TOOL static
+#endif
+
+/* ---- sizes: every product and sum of a caller's or a file's numbers goes through these; 0 on overflow ---------------- */
+
+MOEI_TOOL int moei_mul(size_t a, size_t b, size_t *out) {
+    if (b != 0 && a > (size_t)-1 / b) return 0;
+    *out = a * b;
+    return 1;
+}
+
+MOEI_TOOL int moei_add(size_t a, size_t b, size_t *out) {
+    if (a > (size_t)-1 - b) return 0;
+    *out = a + b;
+    return 1;
+}
+
+/* ---- layout: one function describes an object's memory; with base NULL it only counts ------------------------------- */
+
+enum { MOEI_ALIGN = 16 };
+
+typedef struct moei_layout {
+    unsigned char *base; /* NULL: count only */
+    size_t used;         /* bytes so far, including the slack that aligns any base */
+    int overflow;        /* a size did not fit size_t */
+} moei_layout;
+
+/* Starts a layout in the caller's memory (NULL: count). Any alignment of base is accepted: the slack is part of the size. */
+MOEI_TOOL moei_layout moei_layout_begin(void *memory) {
+    moei_layout l;
+    unsigned char *base = (unsigned char *)memory;
+    if (base != NULL) base += (MOEI_ALIGN - (uintptr_t)base % MOEI_ALIGN) % MOEI_ALIGN;
+    l.base = base;
+    l.used = MOEI_ALIGN - 1;
+    l.overflow = 0;
+    return l;
+}
+
+/* The next count elements of size bytes, aligned to 16; NULL while counting. */
+MOEI_TOOL void *moei_take(moei_layout *l, size_t count, size_t size) {
+    size_t bytes, at = l->used - (MOEI_ALIGN - 1);
+    if (!moei_mul(count, size, &bytes) || !moei_add(bytes, MOEI_ALIGN - 1, &bytes) ||
+        !moei_add(l->used, bytes - bytes % MOEI_ALIGN, &l->used))
+        l->overflow = 1;
+    return l->base != NULL && !l->overflow ? l->base + at : NULL;
+}
+
+MOEI_TOOL moe_real *moei_take_reals(moei_layout *l, size_t rows, size_t columns) {
+    size_t count = 0;
+    if (!moei_mul(rows, columns, &count)) l->overflow = 1;
+    return (moe_real *)moei_take(l, count, sizeof(moe_real));
+}
+
+/* ---- text: messages and numbers without stdio and without the locale ------------------------------------------------- */
+
+typedef struct moei_text {
+    char *out; /* always terminated when room > 0 */
+    size_t room, length;
+} moei_text;
+
+MOEI_TOOL void moei_put(moei_text *t, const char *s, size_t n) {
+    size_t i;
+    for (i = 0; i < n && t->length + 1 < t->room; i++) t->out[t->length++] = s[i];
+    if (t->room > 0) t->out[t->length] = '\0';
+}
+
+MOEI_TOOL void moei_put_integer(moei_text *t, int64_t value) {
+    char digits[24];
+    size_t at = sizeof digits;
+    uint64_t v = value < 0 ? (uint64_t)0 - (uint64_t)value : (uint64_t)value;
+    do digits[--at] = (char)('0' + (int)(v % 10));
+    while ((v /= 10) != 0);
+    if (value < 0) digits[--at] = '-';
+    moei_put(t, digits + at, sizeof digits - at);
+}
+
+/* x times 10^n. */
+MOEI_TOOL double moei_scale10(double x, int n) {
+    double power = 1.0, base = 10.0;
+    unsigned left = n < 0 ? (unsigned)-n : (unsigned)n;
+    for (; left > 0; left >>= 1, base *= base)
+        if (left & 1u) power *= base;
+    return n < 0 ? x / power : x * power;
+}
+
+/* The value of a decimal text: sign, digits with a point, exponent. Returns 0 unless all n characters are one finite number. */
+MOEI_TOOL int moei_parse_real(const char *s, size_t n, moe_real *out) {
+    size_t i = 0;
+    int negative = 0, exponent = 0, digits = 0, point = 0, kept = 0;
+    double mantissa = 0.0, value;
+    if (i < n && (s[i] == '-' || s[i] == '+')) negative = s[i++] == '-';
+    for (; i < n && ((s[i] >= '0' && s[i] <= '9') || (s[i] == '.' && !point)); i++) {
+        if (s[i] == '.') {
+            point = 1;
+            continue;
+        }
+        digits = 1;
+        if (kept < 17) {
+            mantissa = mantissa * 10.0 + (double)(s[i] - '0');
+            if (mantissa > 0.0) kept++;
+            if (point && exponent > -1000) exponent--;
+        } else if (!point && exponent < 1000)
+            exponent++;
+    }
+    if (!digits) return 0;
+    if (i < n && (s[i] == 'e' || s[i] == 'E')) {
+        int sign = 1, e = 0, any = 0;
+        i++;
+        if (i < n && (s[i] == '-' || s[i] == '+')) sign = s[i++] == '-' ? -1 : 1;
+        for (; i < n && s[i] >= '0' && s[i] <= '9'; i++, any = 1)
+            if (e < 1000) e = e * 10 + (s[i] - '0');
+        if (!any) return 0;
+        exponent += sign * e;
+    }
+    if (i != n) return 0;
+    if (exponent < -300) { /* in two steps, so that the power of ten stays finite */
+        mantissa = moei_scale10(mantissa, -290);
+        exponent = exponent + 290 < -290 ? -290 : exponent + 290;
+    }
+    value = mantissa > 0.0 && exponent > 308 ? HUGE_VAL : moei_scale10(mantissa, exponent);
+    *out = (moe_real)(negative ? -value : value);
+    return moe_is_finite(*out);
+}
+
+/* value with the given number of significant digits, shortest form: 0.01, 12, 1e-08. */
+MOEI_TOOL void moei_put_digits(moei_text *t, double value, int significant) {
+    char digits[20];
+    int exponent = 0, i, count = significant;
+    uint64_t whole;
+    if (value < 0.0) {
+        moei_put(t, "-", 1);
+        value = -value;
+    }
+    while (exponent < 400 && moei_scale10(value, -exponent) >= 10.0) exponent++;
+    while (exponent > -400 && moei_scale10(value, -exponent) < 1.0) exponent--;
+    whole = (uint64_t)(moei_scale10(value, significant - 1 - exponent) + 0.5);
+    for (i = significant - 1; i >= 0; i--, whole /= 10) digits[i] = (char)('0' + (int)(whole % 10));
+    if (whole > 0) { /* rounding carried into a new digit: 9.99 became 10.0 */
+        for (i = significant - 1; i > 0; i--) digits[i] = digits[i - 1];
+        digits[0] = '1';
+        exponent++;
+    }
+    while (count > 1 && digits[count - 1] == '0') count--;
+    if (exponent < -5 || exponent > 16) {
+        moei_put(t, digits, 1);
+        if (count > 1) {
+            moei_put(t, ".", 1);
+            moei_put(t, digits + 1, (size_t)(count - 1));
+        }
+        moei_put(t, "e", 1);
+        moei_put_integer(t, exponent);
+    } else {
+        for (i = exponent < 0 ? exponent : 0; i < count || i <= exponent; i++) {
+            moei_put(t, i < 0 || i >= count ? "0" : digits + i, 1);
+            if (i == exponent && i + 1 < count) moei_put(t, ".", 1);
+        }
+    }
+}
+
+/* The shortest decimal text that moei_parse_real turns back into value. */
+MOEI_TOOL void moei_put_real(moei_text *t, moe_real value) {
+    int significant;
+    if (!moe_is_finite(value)) {
+        if (value > MOEI_R(0.0)) moei_put(t, "inf", 3);
+        else if (value < MOEI_R(0.0)) moei_put(t, "-inf", 4);
+        else moei_put(t, "nan", 3);
+        return;
+    }
+    if (!(value > MOEI_R(0.0)) && !(value < MOEI_R(0.0))) {
+        moei_put(t, "0", 1);
+        return;
+    }
+    for (significant = 1; significant <= 17; significant++) {
+        char digits[48];
+        moei_text trial;
+        moe_real back;
+        trial.out = digits, trial.room = sizeof digits, trial.length = 0;
+        moei_put_digits(&trial, (double)value, significant);
+        if (significant == 17 || (moei_parse_real(digits, trial.length, &back) && !(back < value) && !(back > value))) {
+            moei_put(t, digits, trial.length);
+            return;
+        }
+    }
+}
+
+/* A small printf: %s text (NULL prints nothing), %d int, %z size_t, %g double, %% itself. */
+MOEI_TOOL void moei_put_format(moei_text *t, const char *format, va_list arguments) {
+    const char *p = format;
+    for (; *p != '\0'; p++) {
+        if (*p != '%') {
+            moei_put(t, p, 1);
+            continue;
+        }
+        p++;
+        if (*p == 's') {
+            const char *s = va_arg(arguments, const char *);
+            if (s != NULL) moei_put(t, s, strlen(s));
+        } else if (*p == 'd')
+            moei_put_integer(t, va_arg(arguments, int));
+        else if (*p == 'z')
+            moei_put_integer(t, (int64_t)va_arg(arguments, size_t));
+        else if (*p == 'g')
+            moei_put_real(t, (moe_real)va_arg(arguments, double));
+        else if (*p == '%')
+            moei_put(t, "%", 1);
+        else
+            return;
+    }
+}
+
+/* Fills error (when there is one) and returns code, so that a check reads: return moei_error(error, code, "field = %d: why", v). */
+MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *format, ...) {
+    if (error != NULL) {
+        moei_text t;
+        va_list arguments;
+        t.out = error->message, t.room = sizeof error->message, t.length = 0;
+        error->message[0] = '\0';
+        error->code = code;
+        va_start(arguments, format);
+        moei_put_format(&t, format, arguments);
+        va_end(arguments);
+    }
+    return code;
+}
+
+/* ==== what the compiler and the machine offer ========================================================================== */
+
+#if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__)) && !defined(__PCC__) && !defined(__TINYC__)
+#define MOEI_X86_GNU 1
+#include <cpuid.h>
+#elif defined(_MSC_VER) && (defined(_M_X64) || (defined(_M_IX86) && !defined(__clang__)))
+#define MOEI_X86_MSVC 1
+#include <intrin.h>
+#endif
+
+#if (defined(MOEI_X86_GNU) || defined(MOEI_X86_MSVC)) && !defined(MOE_NO_SIMD) && !MOE_REAL_IS_DOUBLE
+#define MOEI_HAVE_AVX2 1
+#include <immintrin.h>
+#endif
+
+#if defined(__GNUC__) || defined(__clang__)
+#define MOEI_INLINE static inline __attribute__((always_inline))
+#elif defined(_MSC_VER)
+#define MOEI_INLINE static __forceinline
+#else
+#define MOEI_INLINE static inline
+#endif
+
+/* Stands in the loop of an ordered sum. gcc -O3 would vectorise such a loop along the sum and then add the lanes one by one, which
+   is three times slower than leaving it alone; an empty asm keeps it from trying and costs no instruction. */
+#if defined(__GNUC__) && !defined(__TINYC__)
+#define MOEI_KEEP_ORDER __asm__ volatile("")
+#else
+#define MOEI_KEEP_ORDER (void)0
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ==== version, status codes, bits ======================================================================================== */
+
+const char *moe_version(void) {
+    return MOE_VERSION;
+}
+
+const char *moe_status_text(moe_status status) {
+    switch (status) {
+#define MOEI_STATUS_TEXT(name, value, text) \
+    case name: return text;
+        MOE_STATUS_LIST(MOEI_STATUS_TEXT)
+#undef MOEI_STATUS_TEXT
+    default: return "unknown status";
+    }
+}
+
+#if MOE_REAL_IS_DOUBLE
+typedef uint64_t moei_bits;
+#define MOEI_SIGN_BIT ((uint64_t)1 << 63)
+#define MOEI_INFINITY_BITS ((uint64_t)0x7ff << 52)
+#else
+typedef uint32_t moei_bits;
+#define MOEI_SIGN_BIT ((uint32_t)1 << 31)
+#define MOEI_INFINITY_BITS ((uint32_t)0xff << 23)
+#endif
+
+static moei_bits moei_real_bits(moe_real x) {
+    moei_bits bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+int moe_is_finite(moe_real x) {
+    return (moei_real_bits(x) & MOEI_INFINITY_BITS) != MOEI_INFINITY_BITS;
+}
+
+/* 1 unless x is -inf or NaN. */
+static int moei_can_rank(moe_real x) {
+    return moe_is_finite(x) || moei_real_bits(x) == MOEI_INFINITY_BITS;
+}
+
+static int moei_is_nan(moe_real x) {
+    return (moei_real_bits(x) & ~MOEI_SIGN_BIT) > MOEI_INFINITY_BITS;
+}
+
+/* ==== plain C: the products ================================================================================================
+
+   One driver serves all orientations by strides: element (i, p) of the left operand is a[i * ra + p * ca], element (p, j) of the
+   right one b[p * rb + j * cb]. The tiles add the sum over one block of k to C. Each sum of a tile is a chain of its own over
+   ascending p, so every tile gives an element the same bits. The tiles are inlined so that a stride of 1 is a constant in them. */
+
+enum { MOEI_BLOCK_K = 256 };
+
+MOEI_INLINE void moei_real_tile_4x4_c(size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b, size_t rb, size_t cb,
+                                      moe_real *c, size_t ldc) {
+    moe_real s00 = 0, s01 = 0, s02 = 0, s03 = 0, s10 = 0, s11 = 0, s12 = 0, s13 = 0;
+    moe_real s20 = 0, s21 = 0, s22 = 0, s23 = 0, s30 = 0, s31 = 0, s32 = 0, s33 = 0;
+    size_t p;
+    for (p = 0; p < k; p++) {
+        const moe_real *ap = a + p * ca, *bp = b + p * rb;
+        const moe_real y0 = bp[0], y1 = bp[cb], y2 = bp[2 * cb], y3 = bp[3 * cb];
+        moe_real x = ap[0];
+        MOEI_KEEP_ORDER;
+        s00 += x * y0, s01 += x * y1, s02 += x * y2, s03 += x * y3;
+        x = ap[ra];
+        s10 += x * y0, s11 += x * y1, s12 += x * y2, s13 += x * y3;
+        x = ap[2 * ra];
+        s20 += x * y0, s21 += x * y1, s22 += x * y2, s23 += x * y3;
+        x = ap[3 * ra];
+        s30 += x * y0, s31 += x * y1, s32 += x * y2, s33 += x * y3;
+    }
+    c[0] += s00, c[1] += s01, c[2] += s02, c[3] += s03, c += ldc;
+    c[0] += s10, c[1] += s11, c[2] += s12, c[3] += s13, c += ldc;
+    c[0] += s20, c[1] += s21, c[2] += s22, c[3] += s23, c += ldc;
+    c[0] += s30, c[1] += s31, c[2] += s32, c[3] += s33;
+}
+
+/* One row, for the rows that fill no tile of four; eight sums hide the latency of the additions. */
+MOEI_INLINE void moei_real_tile_1x8_c(size_t k, const moe_real *a, size_t ca, const moe_real *b, size_t rb, size_t cb, moe_real *c) {
+    moe_real s0 = 0, s1 = 0, s2 = 0, s3 = 0, s4 = 0, s5 = 0, s6 = 0, s7 = 0;
+    size_t p;
+    for (p = 0; p < k; p++) {
+        const moe_real *bp = b + p * rb, *bq = bp + 4 * cb;
+        const moe_real x = a[p * ca];
+        MOEI_KEEP_ORDER;
+        s0 += x * bp[0], s1 += x * bp[cb], s2 += x * bp[2 * cb], s3 += x * bp[3 * cb];
+        s4 += x * bq[0], s5 += x * bq[cb], s6 += x * bq[2 * cb], s7 += x * bq[3 * cb];
+    }
+    c[0] += s0, c[1] += s1, c[2] += s2, c[3] += s3, c[4] += s4, c[5] += s5, c[6] += s6, c[7] += s7;
+}
+
+/* One column of four rows, for the columns that fill no tile. */
+MOEI_INLINE void moei_real_tile_4x1_c(size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b, size_t rb, moe_real *c,
+                                      size_t ldc) {
+    moe_real s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+    size_t p;
+    for (p = 0; p < k; p++) {
+        const moe_real *ap = a + p * ca;
+        const moe_real y = b[p * rb];
+        MOEI_KEEP_ORDER;
+        s0 += ap[0] * y, s1 += ap[ra] * y, s2 += ap[2 * ra] * y, s3 += ap[3 * ra] * y;
+    }
+    c[0] += s0, c[ldc] += s1, c[2 * ldc] += s2, c[3 * ldc] += s3;
+}
+
+MOEI_INLINE void moei_real_tile_1x1_c(size_t k, const moe_real *a, size_t ca, const moe_real *b, size_t rb, moe_real *c) {
+    moe_real s = 0;
+    size_t p;
+    for (p = 0; p < k; p++) {
+        MOEI_KEEP_ORDER;
+        s += a[p * ca] * b[p * rb];
+    }
+    *c += s;
+}
+
+/* C += the sum over one block of k: four rows at a time while there are four, then row by row. */
+MOEI_INLINE void moei_real_block_c(size_t m, size_t n, size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b, size_t rb,
+                                   size_t cb, moe_real *c, size_t ldc) {
+    const size_t m4 = m - m % 4, n4 = n - n % 4, n8 = n - n % 8;
+    size_t i, j;
+    for (j = 0; j < n4; j += 4)
+        for (i = 0; i < m4; i += 4) moei_real_tile_4x4_c(k, a + i * ra, ra, ca, b + j * cb, rb, cb, c + i * ldc + j, ldc);
+    for (j = n4; j < n; j++)
+        for (i = 0; i < m4; i += 4) moei_real_tile_4x1_c(k, a + i * ra, ra, ca, b + j * cb, rb, c + i * ldc + j, ldc);
+    for (i = m4; i < m; i++) {
+        for (j = 0; j < n8; j += 8) moei_real_tile_1x8_c(k, a + i * ra, ca, b + j * cb, rb, cb, c + i * ldc + j);
+        for (j = n8; j < n; j++) moei_real_tile_1x1_c(k, a + i * ra, ca, b + j * cb, rb, c + i * ldc + j);
+    }
+}
+
+static void moei_zero_rows(size_t m, size_t n, moe_real *c, size_t ldc) {
+    size_t i, j;
+    for (i = 0; i < m; i++)
+        for (j = 0; j < n; j++) c[i * ldc + j] = 0;
+}
+
+MOEI_INLINE void moei_real_matmul_c(size_t m, size_t n, size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b, size_t rb,
+                                    size_t cb, moe_real *c, size_t ldc, int accumulate) {
+    size_t p;
+    if (!accumulate) moei_zero_rows(m, n, c, ldc);
+    for (p = 0; p < k; p += MOEI_BLOCK_K) {
+        const size_t block = k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K;
+        moei_real_block_c(m, n, block, a + p * ca, ra, ca, b + p * rb, rb, cb, c, ldc);
+    }
+}
+
+static void moei_real_nt_c(size_t m, size_t n, size_t k, const moe_real *a, size_t lda, const void *b, size_t ldb, moe_real *c, size_t ldc,
+                           int accumulate) {
+    moei_real_matmul_c(m, n, k, a, lda, 1, (const moe_real *)b, 1, ldb, c, ldc, accumulate);
+}
+
+static void moei_real_nn_c(size_t m, size_t n, size_t k, const moe_real *a, size_t lda, const void *b, size_t ldb, moe_real *c, size_t ldc,
+                           int accumulate) {
+    moei_real_matmul_c(m, n, k, a, lda, 1, (const moe_real *)b, ldb, 1, c, ldc, accumulate);
+}
+
+static void moei_real_tn_c(size_t m, size_t n, size_t k, const moe_real *a, size_t lda, const void *b, size_t ldb, moe_real *c, size_t ldc,
+                           int accumulate) {
+    moei_real_matmul_c(m, n, k, a, 1, lda, (const moe_real *)b, ldb, 1, c, ldc, accumulate);
+}
+
+static moe_real moei_real_dot_c(size_t n, const moe_real *a, const moe_real *b) {
+    moe_real sum = 0;
+    size_t p;
+    for (p = 0; p < n; p += MOEI_BLOCK_K)
+        moei_real_tile_1x1_c(n - p < MOEI_BLOCK_K ? n - p : (size_t)MOEI_BLOCK_K, a + p, 1, b + p, 1, &sum);
+    return sum;
+}
+
+static void moei_real_axpy_c(size_t n, moe_real alpha, const moe_real *x, moe_real *y) {
+    size_t i;
+    for (i = 0; i < n; i++) y[i] += alpha * x[i];
+}
+
+/* ==== plain C: activations ================================================================================================= */
+
+/* exp(-|x|) is at most 1 and never overflows; the functions below are written in it. */
+static moe_real moei_exp_minus_abs(moe_real x) {
+    return MOEI_F(exp)(x < 0 ? x : -x);
+}
+
+moe_real moe_sigmoid(moe_real x) {
+    const moe_real e = moei_exp_minus_abs(x);
+    return (x < 0 ? e : MOEI_R(1.0)) / (MOEI_R(1.0) + e);
+}
+
+moe_real moe_softplus(moe_real x) {
+    const moe_real tail = MOEI_F(log1p)(moei_exp_minus_abs(x));
+    return x > 0 ? x + tail : tail;
+}
+
+/* Where an activation is a product x f(x), f is exactly 0 or 1 beyond this, and x itself may be infinite. NaN passes. */
+static moe_real moei_limit(moe_real x) {
+    const moe_real limit = MOEI_R(1e4);
+    return x < -limit ? -limit : x > limit ? limit : x;
+}
+
+static moe_real moei_silu(moe_real x) {
+    return (x < 0 ? moei_limit(x) : x) * moe_sigmoid(x);
+}
+
+/* The distribution function of the standard normal, by erfc so that small values keep their digits. */
+static moe_real moei_normal_below(moe_real x) {
+    return MOEI_R(0.5) * MOEI_F(erfc)(x * MOEI_R(-0.70710678118654752440));
+}
+
+static moe_real moei_gelu(moe_real x) {
+    return (x < 0 ? moei_limit(x) : x) * moei_normal_below(x);
+}
+
+static void moei_real_activate_c(int act, size_t n, const moe_real *x, moe_real *y) {
+    size_t i;
+    switch (act) {
+    case MOE_ACT_RELU: /* written so that NaN stays NaN */
+        for (i = 0; i < n; i++) y[i] = x[i] < 0 ? 0 : x[i];
+        break;
+    case MOE_ACT_SILU:
+        for (i = 0; i < n; i++) y[i] = moei_silu(x[i]);
+        break;
+    case MOE_ACT_GELU:
+        for (i = 0; i < n; i++) y[i] = moei_gelu(x[i]);
+        break;
+    case MOE_ACT_TANH:
+        for (i = 0; i < n; i++) y[i] = MOEI_F(tanh)(x[i]);
+        break;
+    case MOE_ACT_SIGMOID:
+        for (i = 0; i < n; i++) y[i] = moe_sigmoid(x[i]);
+        break;
+    default:
+        for (i = 0; i < n; i++) y[i] = x[i];
+        break;
+    }
+}
+
+#ifndef MOE_NO_TRAIN
+static moe_real moei_sigmoid_slope(moe_real x) {
+    const moe_real e = moei_exp_minus_abs(x), d = MOEI_R(1.0) + e;
+    return e / (d * d);
+}
+
+/* s (1 + x (1 - s)), with 1 - s taken as the sigmoid of -x, which keeps its digits. */
+static moe_real moei_silu_slope(moe_real x) {
+    const moe_real e = moei_exp_minus_abs(x), d = MOEI_R(1.0) + e;
+    const moe_real s = (x < 0 ? e : MOEI_R(1.0)) / d, other = (x < 0 ? MOEI_R(1.0) : e) / d;
+    return s * (MOEI_R(1.0) + moei_limit(x) * other);
+}
+
+/* Phi(x) + x phi(x). */
+static moe_real moei_gelu_slope(moe_real x) {
+    const moe_real z = moei_limit(x);
+    return moei_normal_below(x) + z * MOEI_R(0.39894228040143267794) * MOEI_F(exp)(MOEI_R(-0.5) * z * z);
+}
+
+/* 1 - tanh(x)^2 as 4 e / (1 + e)^2 with e = exp(-2|x|), which does not cancel. */
+static moe_real moei_tanh_slope(moe_real x) {
+    return MOEI_R(4.0) * moei_sigmoid_slope(x + x);
+}
+
+static void moei_real_activate_backward_c(int act, size_t n, const moe_real *x, const moe_real *dy, moe_real *dx) {
+    size_t i;
+    switch (act) {
+    case MOE_ACT_RELU:
+        for (i = 0; i < n; i++) dx[i] = x[i] <= 0 ? 0 : dy[i];
+        break;
+    case MOE_ACT_SILU:
+        for (i = 0; i < n; i++) dx[i] = dy[i] * moei_silu_slope(x[i]);
+        break;
+    case MOE_ACT_GELU:
+        for (i = 0; i < n; i++) dx[i] = dy[i] * moei_gelu_slope(x[i]);
+        break;
+    case MOE_ACT_TANH:
+        for (i = 0; i < n; i++) dx[i] = dy[i] * moei_tanh_slope(x[i]);
+        break;
+    case MOE_ACT_SIGMOID:
+        for (i = 0; i < n; i++) dx[i] = dy[i] * moei_sigmoid_slope(x[i]);
+        break;
+    default:
+        for (i = 0; i < n; i++) dx[i] = dy[i];
+        break;
+    }
+}
+#endif
+
+/* ==== plain C: softmax and its relatives ==================================================================================== */
+
+/* The largest of n > 0 numbers and where it first is. A NaN in front stays; one further on is passed over, the caller's sum
+   shows it. */
+static size_t moei_max_index(size_t n, const moe_real *x) {
+    size_t i, best = 0;
+    for (i = 1; i < n; i++)
+        if (x[i] > x[best]) best = i;
+    return best;
+}
+
+/* The maximum to subtract before exp. When nothing is above -inf it is 0, so that exp gives 0 and not NaN. */
+static moe_real moei_softmax_shift(moe_real max) {
+    return moe_is_finite(max) || max > 0 || moei_is_nan(max) ? max : 0;
+}
+
+/* (x - max) / T is the documented x / T - max / T without its overflow. */
+static void moei_real_softmax_c(size_t n, const moe_real *x, moe_real temperature, moe_real *y) {
+    moe_real shift, sum = 0;
+    size_t i;
+    if (n == 0) return;
+    shift = moei_softmax_shift(x[moei_max_index(n, x)]);
+    for (i = 0; i < n; i++) {
+        y[i] = MOEI_F(exp)((x[i] - shift) / temperature);
+        sum += y[i];
+    }
+    if (sum <= 0) return; /* all -inf: y is all 0 */
+    for (i = 0; i < n; i++) y[i] /= sum;
+}
+
+/* The maximum's own term is 1; the others go into log1p, so that a small rest is not lost beside it. */
+moe_real moe_log_sum_exp(size_t n, const moe_real *x) {
+    moe_real max, rest = 0;
+    size_t i, best;
+    if (n == 0) return -(moe_real)HUGE_VAL;
+    best = moei_max_index(n, x);
+    max = x[best];
+    if (!moe_is_finite(max)) {
+        for (i = 0; i < n; i++)
+            if (moei_is_nan(x[i])) return x[i];
+        return max;
+    }
+    for (i = 0; i < n; i++)
+        if (i != best) rest += MOEI_F(exp)(x[i] - max);
+    return max + MOEI_F(log1p)(rest);
+}
+
+#ifndef MOE_NO_TRAIN
+void moe_softmax_backward(size_t n, const moe_real *y, const moe_real *dy, moe_real temperature, moe_real *dx) {
+    const moe_real mean = moei_real_dot_c(n, y, dy);
+    size_t i;
+    for (i = 0; i < n; i++) dx[i] += y[i] * (dy[i] - mean) / temperature;
+}
+#endif
+
+/* ==== norms ================================================================================================================== */
+
+void moe_layer_norm(size_t n, const moe_real *x, const moe_real *gain, const moe_real *bias, moe_real eps, moe_real *y, moe_real *mean,
+                    moe_real *rstd) {
+    moe_real sum = 0, squares = 0, centre = 0, scale = 0;
+    size_t i;
+    for (i = 0; i < n; i++) sum += x[i];
+    if (n > 0) centre = sum / (moe_real)n;
+    for (i = 0; i < n; i++) squares += (x[i] - centre) * (x[i] - centre);
+    if (n > 0) scale = MOEI_R(1.0) / MOEI_F(sqrt)(squares / (moe_real)n + eps);
+    for (i = 0; i < n; i++) {
+        const moe_real normal = (x[i] - centre) * scale;
+        y[i] = (gain != NULL ? normal * gain[i] : normal) + (bias != NULL ? bias[i] : 0);
+    }
+    if (mean != NULL) *mean = centre;
+    if (rstd != NULL) *rstd = scale;
+}
+
+void moe_rms_norm(size_t n, const moe_real *x, const moe_real *gain, moe_real eps, moe_real *y, moe_real *rrms) {
+    moe_real squares = 0, scale = 0;
+    size_t i;
+    for (i = 0; i < n; i++) squares += x[i] * x[i];
+    if (n > 0) scale = MOEI_R(1.0) / MOEI_F(sqrt)(squares / (moe_real)n + eps);
+    for (i = 0; i < n; i++) y[i] = gain != NULL ? x[i] * scale * gain[i] : x[i] * scale;
+    if (rrms != NULL) *rrms = scale;
+}
+
+#ifndef MOE_NO_TRAIN
+/* With h = (x - mean) scale and g = dy gain: dx += scale (g - mean(g) - h mean(g h)); mean(g) is left out for rms norm, where the
+   forward pass subtracts none. */
+static void moei_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real mean, moe_real scale, int centred,
+                               const moe_real *dy, moe_real *dx) {
+    moe_real sum_g = 0, sum_gh = 0;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        const moe_real g = gain != NULL ? dy[i] * gain[i] : dy[i];
+        sum_g += g;
+        sum_gh += g * ((x[i] - mean) * scale);
+    }
+    if (n > 0) sum_g = centred ? sum_g / (moe_real)n : 0, sum_gh /= (moe_real)n;
+    for (i = 0; i < n; i++) {
+        const moe_real g = gain != NULL ? dy[i] * gain[i] : dy[i];
+        dx[i] += scale * (g - sum_g - (x[i] - mean) * scale * sum_gh);
+    }
+}
+
+void moe_layer_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real mean, moe_real rstd, const moe_real *dy,
+                             moe_real *dx, moe_real *dgain, moe_real *dbias) {
+    size_t i;
+    if (dx != NULL) moei_norm_backward(n, x, gain, mean, rstd, 1, dy, dx);
+    for (i = 0; i < n; i++) {
+        if (dgain != NULL) dgain[i] += dy[i] * ((x[i] - mean) * rstd);
+        if (dbias != NULL) dbias[i] += dy[i];
+    }
+}
+
+void moe_rms_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real rrms, const moe_real *dy, moe_real *dx,
+                           moe_real *dgain) {
+    size_t i;
+    if (dx != NULL) moei_norm_backward(n, x, gain, 0, rrms, 0, dy, dx);
+    for (i = 0; dgain != NULL && i < n; i++) dgain[i] += dy[i] * (x[i] * rrms);
+}
+#endif
+
+/* ==== top-k =================================================================================================================== */
+
+/* An insertion sort of k places. A newcomer moves up only past smaller scores, so of equals the lower index stays in front. */
+size_t moe_top_k(size_t n, const moe_real *score, size_t k, int32_t *index) {
+    size_t i, taken = 0;
+    if (k == 0) return 0;
+    for (i = 0; i < n; i++) {
+        size_t at;
+        if (taken == k && !(score[i] > score[index[k - 1]])) continue;
+        if (!moei_can_rank(score[i])) continue;
+        at = taken < k ? taken++ : k - 1;
+        for (; at > 0 && score[i] > score[index[at - 1]]; at--) index[at] = index[at - 1];
+        index[at] = (int32_t)i;
+    }
+    return taken;
+}
+
+/* ==== random numbers ========================================================================================================== */
+
+void moe_rng_seed(moe_rng *rng, uint64_t seed) {
+    rng->state = seed;
+}
+
+uint64_t moe_rng_next(moe_rng *rng) {
+    uint64_t z = rng->state += UINT64_C(0x9e3779b97f4a7c15);
+    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return z ^ (z >> 31);
+}
+
+/* Draws below 2^64 mod n are thrown away; what is left is a whole number of times n. */
+uint64_t moe_rng_below(moe_rng *rng, uint64_t n) {
+    uint64_t draw;
+    if (n == 0) return 0;
+    do draw = moe_rng_next(rng);
+    while (draw < (0 - n) % n);
+    return draw % n;
+}
+
+moe_real moe_rng_uniform(moe_rng *rng) {
+#if MOE_REAL_IS_DOUBLE
+    return (moe_real)(moe_rng_next(rng) >> 11) * (1.0 / 9007199254740992.0);
+#else
+    return (moe_real)(moe_rng_next(rng) >> 40) * (1.0f / 16777216.0f);
+#endif
+}
+
+/* Each draw gives two 32-bit uniforms u, read as (u + 1/2) / 2^32, so that the sum of twelve is symmetric about 6. |sum - 6| is held
+   in units of 2^-32; R = (sum - 6) / 4 and everything after it in units of 2^-30, cut off downwards:
+       |R| <= 1.5,  R^2 <= 2.25,  the polynomial in R^2 is at most 5.78,  |x| = |R| times it at most 8.67.
+   Every product of two such numbers stays below 2^64. */
+moe_real moe_rng_normal(moe_rng *rng) {
+    static const uint64_t coefficient[5] = {32104640, 8972152, 82187326, 271021868, 4241114997u}; /* times 2^30 */
+    const uint64_t six = (uint64_t)6 << 32;
+    uint64_t sum = 6, r, square, value; /* 6: the twelve halves */
+    int64_t x;
+    int i;
+    for (i = 0; i < 6; i++) {
+        const uint64_t draw = moe_rng_next(rng);
+        sum += (draw >> 32) + (draw & 0xffffffffu);
+    }
+    r = (sum < six ? six - sum : sum - six) >> 4;
+    square = r * r >> 30;
+    value = coefficient[0];
+    for (i = 1; i < 5; i++) value = coefficient[i] + (value * square >> 30);
+    x = (int64_t)(r * value >> 30);
+    return (moe_real)(sum < six ? -x : x) * (MOEI_R(1.0) / MOEI_R(1073741824.0));
+}
+
+/* ==== the plain C table ======================================================================================================= */
+
+static const moe_kernels moei_kernels_c = {
+    "c",
+    MOE_KERNELS_C,
+    {{moei_real_nt_c}, {moei_real_nn_c}, {moei_real_tn_c}},
+    moei_real_dot_c,
+    moei_real_axpy_c,
+    moei_real_activate_c,
+#ifndef MOE_NO_TRAIN
+    moei_real_activate_backward_c,
+#else
+    NULL,
+#endif
+    moei_real_softmax_c,
+};
+
+/* ==== AVX2 and FMA (float) ===================================================================================================
+
+   Vectors run along the columns of C, one lane per element, so a lane is a chain over ascending p just as in plain C, with the
+   multiplication fused into the addition. Every path below (tiles of any height, packed or not) therefore gives an element the
+   same bits. The right operand is packed into panels of up to 256 x 16, [p][16], on the stack; the left one is read in place by
+   broadcasts. */
+
+#ifdef MOEI_HAVE_AVX2
+
+#if defined(__GNUC__) || defined(__clang__)
+#define MOEI_AVX2 __attribute__((target("avx2,fma")))
+#else
+#define MOEI_AVX2
+#endif
+
+enum {
+    MOEI_PANEL = 16,   /* columns of a panel: two vectors */
+    MOEI_TILE = 6,     /* rows of a tile: 12 sums, 2 vectors of the panel and a broadcast fit 16 registers */
+    MOEI_BLOCK_M = 192, /* rows that go over a panel before the next block of rows: their 192 x 256 numbers stay in the second-level cache */
+    MOEI_UNPACKED_M = 8 /* up to this many rows, packing costs more than it gains when the right operand's rows can be read as they are */
+};
+
+/* Lanes below count (at most 8) on. */
+MOEI_AVX2 MOEI_INLINE __m256i moei_mask_avx2(size_t count) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count), lane);
+}
+
+/* ROWS x 16 (wide) or ROWS x 8: C = (load ? C : 0) + sum over one block of k. rows and wide are constants where this is inlined. b is a panel, or the operand itself. */
+MOEI_AVX2 MOEI_INLINE void moei_f32_tile_avx2(int rows, int wide, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
+                                              float *c, size_t ldc, int load) {
+    const float *a3 = a + (rows > 3 ? 3 * ra : 0);
+    const __m256 zero = _mm256_setzero_ps();
+    __m256 s00 = zero, s01 = zero, s10 = zero, s11 = zero, s20 = zero, s21 = zero;
+    __m256 s30 = zero, s31 = zero, s40 = zero, s41 = zero, s50 = zero, s51 = zero;
+    size_t p;
+#define MOEI_STEP(row, at)                                      \
+    if (rows > row) {                                           \
+        const __m256 x = _mm256_broadcast_ss(at);               \
+        s##row##0 = _mm256_fmadd_ps(x, y0, s##row##0);          \
+        if (wide) s##row##1 = _mm256_fmadd_ps(x, y1, s##row##1); \
+    }
+#define MOEI_STORE(row)                                                                                              \
+    if (rows > row) {                                                                                                \
+        _mm256_storeu_ps(c, _mm256_add_ps(load ? _mm256_loadu_ps(c) : zero, s##row##0));                             \
+        if (wide) _mm256_storeu_ps(c + 8, _mm256_add_ps(load ? _mm256_loadu_ps(c + 8) : zero, s##row##1));           \
+        c += ldc;                                                                                                    \
+    }
+    for (p = 0; p < k; p++, a += ca, a3 += ca, b += rb) {
+        const __m256 y0 = _mm256_loadu_ps(b), y1 = wide ? _mm256_loadu_ps(b + 8) : zero;
+        MOEI_STEP(0, a)
+        MOEI_STEP(1, a + ra)
+        MOEI_STEP(2, a + 2 * ra)
+        MOEI_STEP(3, a3)
+        MOEI_STEP(4, a3 + ra)
+        MOEI_STEP(5, a3 + 2 * ra)
+    }
+    MOEI_STORE(0)
+    MOEI_STORE(1)
+    MOEI_STORE(2)
+    MOEI_STORE(3)
+    MOEI_STORE(4)
+    MOEI_STORE(5)
+#undef MOEI_STEP
+#undef MOEI_STORE
+}
+
+/* m rows over one panel of 16 or 8 columns. Seven to eleven last rows are split in two even tiles: a tile of one or two rows would
+   wait for the latency of its few sums. */
+MOEI_AVX2 static void moei_f32_rows_avx2(int wide, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
+                                         float *c, size_t ldc, int load) {
+#define MOEI_CASE(rows)                                                                    \
+    case rows:                                                                             \
+        if (wide) moei_f32_tile_avx2(rows, 1, k, a, ra, ca, b, rb, c, ldc, load);          \
+        else moei_f32_tile_avx2(rows, 0, k, a, ra, ca, b, rb, c, ldc, load);               \
+        break;
+    while (m > 0) {
+        const size_t rows = m <= MOEI_TILE ? m : m < 2 * MOEI_TILE ? (m + 1) / 2 : (size_t)MOEI_TILE;
+        switch (rows) {
+            MOEI_CASE(1)
+            MOEI_CASE(2)
+            MOEI_CASE(3)
+            MOEI_CASE(4)
+            MOEI_CASE(5)
+        default:
+            MOEI_CASE(6)
+        }
+        m -= rows, a += rows * ra, c += rows * ldc;
+    }
+#undef MOEI_CASE
+}
+
+/* Columns that fill no vector go through a copy of C as wide as the panel, so that no tile touches anything beside the rows. */
+MOEI_AVX2 static void moei_f32_edge_avx2(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *panel,
+                                         float *c, size_t ldc, int load) {
+    float part[MOEI_TILE * MOEI_PANEL] = {0};
+    size_t i, done, rows;
+    for (done = 0; done < m; done += rows) {
+        rows = m - done < MOEI_TILE ? m - done : (size_t)MOEI_TILE;
+        for (i = 0; load && i < rows; i++) memcpy(part + i * MOEI_PANEL, c + (done + i) * ldc, columns * sizeof(float));
+        moei_f32_rows_avx2(columns > 8, rows, k, a + done * ra, ra, ca, panel, MOEI_PANEL, part, MOEI_PANEL, load);
+        for (i = 0; i < rows; i++) memcpy(c + (done + i) * ldc, part + i * MOEI_PANEL, columns * sizeof(float));
+    }
+}
+
+/* Four steps of p in eight rows of b, turned: y[s] holds step s of rows 0 to 7. */
+MOEI_AVX2 MOEI_INLINE void moei_turn_avx2(const float *b, size_t ldb, __m256 y[4]) {
+#define MOEI_PAIR(row) \
+    _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(b + (row) * ldb)), _mm_loadu_ps(b + ((row) + 4) * ldb), 1)
+    const __m256 r0 = MOEI_PAIR(0), r1 = MOEI_PAIR(1), r2 = MOEI_PAIR(2), r3 = MOEI_PAIR(3);
+    const __m256 t0 = _mm256_unpacklo_ps(r0, r1), t1 = _mm256_unpackhi_ps(r0, r1);
+    const __m256 t2 = _mm256_unpacklo_ps(r2, r3), t3 = _mm256_unpackhi_ps(r2, r3);
+    y[0] = _mm256_shuffle_ps(t0, t2, 0x44);
+    y[1] = _mm256_shuffle_ps(t0, t2, 0xee);
+    y[2] = _mm256_shuffle_ps(t1, t3, 0x44);
+    y[3] = _mm256_shuffle_ps(t1, t3, 0xee);
+#undef MOEI_PAIR
+}
+
+/* The panel of rows b[0 .. columns) of an NT operand: panel[p][j] = b[j][p]; columns that are not there are 0. */
+MOEI_AVX2 static void moei_f32_pack_turned_avx2(size_t columns, size_t k, const float *b, size_t ldb, float *panel) {
+    size_t j, p, i;
+    for (j = 0; j < MOEI_PANEL; j += 8, panel += 8) {
+        const size_t there = columns > j ? columns - j : 0;
+        const float *bj = b + (there > 0 ? j * ldb : 0);
+        p = 0;
+        if (there >= 8)
+            for (; p + 4 <= k; p += 4) {
+                __m256 y[4];
+                moei_turn_avx2(bj + p, ldb, y);
+                for (i = 0; i < 4; i++) _mm256_storeu_ps(panel + (p + i) * MOEI_PANEL, y[i]);
+            }
+        for (; p < k; p++)
+            for (i = 0; i < 8; i++) panel[p * MOEI_PANEL + i] = i < there ? bj[i * ldb + p] : 0.0f;
+    }
+}
+
+/* The panel of columns b[.][0 .. columns) of an NN or TN operand. */
+MOEI_AVX2 static void moei_f32_pack_avx2(size_t columns, size_t k, const float *b, size_t ldb, float *panel) {
+    const __m256i low = moei_mask_avx2(columns < 8 ? columns : 8), high = moei_mask_avx2(columns > 8 ? columns - 8 : 0);
+    size_t p;
+    for (p = 0; p < k; p++, b += ldb, panel += MOEI_PANEL) {
+        _mm256_storeu_ps(panel, _mm256_maskload_ps(b, low));
+        _mm256_storeu_ps(panel + 8, columns > 8 ? _mm256_maskload_ps(b + 8, high) : _mm256_setzero_ps());
+    }
+}
+
+/* One step of p in eight rows of b. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_column_avx2(const float *b, size_t ldb) {
+    const float *b4 = b + 4 * ldb;
+    return _mm256_setr_ps(b[0], b[ldb], b[2 * ldb], b[3 * ldb], b4[0], b4[ldb], b4[2 * ldb], b4[3 * ldb]);
+}
+
+/* rows x (8 groups) of an NT product without packing: the right operand is turned on its way from memory to the sums. rows (1 to 4)
+   and groups are constants where this is inlined; only one row has more than two groups. */
+MOEI_AVX2 MOEI_INLINE void moei_f32_nt_tile_avx2(int rows, int groups, size_t k, const float *a, size_t lda, const float *b, size_t ldb,
+                                                 float *c, size_t ldc, int load) {
+    const __m256 zero = _mm256_setzero_ps();
+    __m256 s00 = zero, s01 = zero, s02 = zero, s03 = zero, s10 = zero, s11 = zero, s20 = zero, s21 = zero, s30 = zero, s31 = zero;
+    size_t p;
+#define MOEI_STEP(row, group, i) s##row##group = _mm256_fmadd_ps(_mm256_broadcast_ss(a + (row) * lda + p + (i)), y[i], s##row##group)
+#define MOEI_FOUR(row, group)                                                                                            \
+    if (rows > row) {                                                                                                    \
+        MOEI_STEP(row, group, 0), MOEI_STEP(row, group, 1), MOEI_STEP(row, group, 2), MOEI_STEP(row, group, 3);          \
+    }
+#define MOEI_LAST(row, group) \
+    if (rows > row) MOEI_STEP(row, group, 0);
+#define MOEI_STORE(row, group)                                                                              \
+    if (rows > row && groups > group) {                                                                     \
+        float *at = c + (row) * ldc + (group) * 8;                                                          \
+        _mm256_storeu_ps(at, _mm256_add_ps(load ? _mm256_loadu_ps(at) : zero, s##row##group));              \
+    }
+    for (p = 0; p + 4 <= k; p += 4) {
+        __m256 y[4];
+        moei_turn_avx2(b + p, ldb, y);
+        MOEI_FOUR(0, 0)
+        MOEI_FOUR(1, 0)
+        MOEI_FOUR(2, 0)
+        MOEI_FOUR(3, 0)
+        if (groups > 1) {
+            moei_turn_avx2(b + 8 * ldb + p, ldb, y);
+            MOEI_FOUR(0, 1)
+            MOEI_FOUR(1, 1)
+            MOEI_FOUR(2, 1)
+            MOEI_FOUR(3, 1)
+        }
+        if (groups > 2) {
+            moei_turn_avx2(b + 16 * ldb + p, ldb, y);
+            MOEI_FOUR(0, 2)
+            moei_turn_avx2(b + 24 * ldb + p, ldb, y);
+            MOEI_FOUR(0, 3)
+        }
+    }
+    for (; p < k; p++) {
+        __m256 y[1];
+        y[0] = moei_column_avx2(b + p, ldb);
+        MOEI_LAST(0, 0)
+        MOEI_LAST(1, 0)
+        MOEI_LAST(2, 0)
+        MOEI_LAST(3, 0)
+        if (groups > 1) {
+            y[0] = moei_column_avx2(b + 8 * ldb + p, ldb);
+            MOEI_LAST(0, 1)
+            MOEI_LAST(1, 1)
+            MOEI_LAST(2, 1)
+            MOEI_LAST(3, 1)
+        }
+        if (groups > 2) {
+            y[0] = moei_column_avx2(b + 16 * ldb + p, ldb);
+            MOEI_LAST(0, 2)
+            y[0] = moei_column_avx2(b + 24 * ldb + p, ldb);
+            MOEI_LAST(0, 3)
+        }
+    }
+    MOEI_STORE(0, 0)
+    MOEI_STORE(0, 1)
+    MOEI_STORE(0, 2)
+    MOEI_STORE(0, 3)
+    MOEI_STORE(1, 0)
+    MOEI_STORE(1, 1)
+    MOEI_STORE(2, 0)
+    MOEI_STORE(2, 1)
+    MOEI_STORE(3, 0)
+    MOEI_STORE(3, 1)
+#undef MOEI_STEP
+#undef MOEI_FOUR
+#undef MOEI_LAST
+#undef MOEI_STORE
+}
+
+/* The columns of up to four rows that fill vectors; returns how many. */
+MOEI_AVX2 static size_t moei_f32_nt_4x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb, float *c,
+                                              size_t ldc, int load) {
+    size_t j = 0;
+#define MOEI_TILE_OF(rows, groups) moei_f32_nt_tile_avx2(rows, groups, k, a, lda, b + j * ldb, ldb, c + j, ldc, load)
+    for (; m == 1 && j + 32 <= n; j += 32) MOEI_TILE_OF(1, 4);
+    for (; j + 16 <= n; j += 16) {
+        if (m == 1) MOEI_TILE_OF(1, 2);
+        else if (m == 2) MOEI_TILE_OF(2, 2);
+        else if (m == 3) MOEI_TILE_OF(3, 2);
+        else MOEI_TILE_OF(4, 2);
+    }
+    if (j + 8 <= n) {
+        if (m == 1) MOEI_TILE_OF(1, 1);
+        else if (m == 2) MOEI_TILE_OF(2, 1);
+        else if (m == 3) MOEI_TILE_OF(3, 1);
+        else MOEI_TILE_OF(4, 1);
+        j += 8;
+    }
+#undef MOEI_TILE_OF
+    return j;
+}
+
+/* One block of k for up to MOEI_BLOCK_M rows. panel holds 256 x 16 numbers. */
+MOEI_AVX2 static void moei_f32_block_avx2(int op, size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
+                                          size_t ldb, float *c, size_t ldc, int load, float *panel) {
+    size_t j = 0;
+    if (op == MOE_MATMUL_NT && m <= 4) j = moei_f32_nt_4x16_avx2(m, n, k, a, ra, b, ldb, c, ldc, load);
+    for (; j < n; j += MOEI_PANEL) {
+        const size_t columns = n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL;
+        const float *bj = op == MOE_MATMUL_NT ? b + j * ldb : b + j;
+        if (op != MOE_MATMUL_NT && m <= MOEI_UNPACKED_M && columns % 8 == 0) {
+            moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, bj, ldb, c + j, ldc, load);
+            continue;
+        }
+        if (op == MOE_MATMUL_NT) moei_f32_pack_turned_avx2(columns, k, bj, ldb, panel);
+        else moei_f32_pack_avx2(columns, k, bj, ldb, panel);
+        if (columns % 8 == 0) moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, panel, MOEI_PANEL, c + j, ldc, load);
+        else moei_f32_edge_avx2(columns, m, k, a, ra, ca, panel, c + j, ldc, load);
+    }
+}
+
+MOEI_AVX2 static void moei_f32_matmul_avx2(int op, size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb,
+                                           float *c, size_t ldc, int accumulate) {
+    const size_t ra = op == MOE_MATMUL_TN ? 1 : lda, ca = op == MOE_MATMUL_TN ? lda : 1, rb = op == MOE_MATMUL_NT ? 1 : ldb;
+    float room[MOEI_BLOCK_K * MOEI_PANEL + 16];
+    float *panel = room + (64 - (uintptr_t)room % 64) % 64 / sizeof(float); /* whole cache lines */
+    size_t i, p;
+    if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
+    for (i = 0; i < m; i += MOEI_BLOCK_M) {
+        const size_t rows = m - i < MOEI_BLOCK_M ? m - i : (size_t)MOEI_BLOCK_M;
+        for (p = 0; p < k; p += MOEI_BLOCK_K) {
+            const size_t block = k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K;
+            moei_f32_block_avx2(op, rows, n, block, a + i * ra + p * ca, ra, ca, b + p * rb, ldb, c + i * ldc, ldc, accumulate || p > 0,
+                                panel);
+        }
+    }
+}
+
+static void moei_f32_nt_6x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
+                                  int accumulate) {
+    moei_f32_matmul_avx2(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+}
+
+static void moei_f32_nn_6x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
+                                  int accumulate) {
+    moei_f32_matmul_avx2(MOE_MATMUL_NN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+}
+
+static void moei_f32_tn_6x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
+                                  int accumulate) {
+    moei_f32_matmul_avx2(MOE_MATMUL_TN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+}
+
+MOEI_AVX2 MOEI_INLINE float moei_lanes_sum_avx2(__m256 v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+
+MOEI_AVX2 MOEI_INLINE float moei_lanes_max_avx2(__m256 v) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+
+MOEI_AVX2 static float moei_f32_dot_avx2(size_t n, const float *a, const float *b) {
+    __m256 s0 = _mm256_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
+    for (; n >= 32; n -= 32, a += 32, b += 32) {
+        s0 = _mm256_fmadd_ps(_mm256_loadu_ps(a), _mm256_loadu_ps(b), s0);
+        s1 = _mm256_fmadd_ps(_mm256_loadu_ps(a + 8), _mm256_loadu_ps(b + 8), s1);
+        s2 = _mm256_fmadd_ps(_mm256_loadu_ps(a + 16), _mm256_loadu_ps(b + 16), s2);
+        s3 = _mm256_fmadd_ps(_mm256_loadu_ps(a + 24), _mm256_loadu_ps(b + 24), s3);
+    }
+    for (; n >= 8; n -= 8, a += 8, b += 8) s0 = _mm256_fmadd_ps(_mm256_loadu_ps(a), _mm256_loadu_ps(b), s0);
+    if (n > 0) s1 = _mm256_fmadd_ps(_mm256_maskload_ps(a, moei_mask_avx2(n)), _mm256_maskload_ps(b, moei_mask_avx2(n)), s1);
+    return moei_lanes_sum_avx2(_mm256_add_ps(_mm256_add_ps(s0, s1), _mm256_add_ps(s2, s3)));
+}
+
+MOEI_AVX2 static void moei_f32_axpy_avx2(size_t n, float alpha, const float *x, float *y) {
+    const __m256 factor = _mm256_set1_ps(alpha);
+    for (; n >= 8; n -= 8, x += 8, y += 8) _mm256_storeu_ps(y, _mm256_fmadd_ps(factor, _mm256_loadu_ps(x), _mm256_loadu_ps(y)));
+    if (n > 0) {
+        const __m256i mask = moei_mask_avx2(n);
+        _mm256_maskstore_ps(y, mask, _mm256_fmadd_ps(factor, _mm256_maskload_ps(x, mask), _mm256_maskload_ps(y, mask)));
+    }
+}
+
+/* ---- exp and what is made of it: exp, sigmoid, silu within 2 ulp, tanh and gelu within 4 (tests/kernels.c holds them to it) ---- */
+
+/* x = n log 2 + r with |r| <= log(2) / 2. Returns exp(r) - 1 by a polynomial fitted to relative error 3e-9. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_exp_reduced_avx2(__m256 x, __m256 *n) {
+    const __m256 half = _mm256_set1_ps(4.999999337e-01f);
+    __m256 r, q = _mm256_set1_ps(1.381432057e-03f);
+    *n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504089f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    r = _mm256_fnmadd_ps(*n, _mm256_set1_ps(0.693145751953125f), x); /* log 2 in two parts, the first with few bits */
+    r = _mm256_fnmadd_ps(*n, _mm256_set1_ps(1.42860682e-06f), r);
+    q = _mm256_fmadd_ps(q, r, _mm256_set1_ps(8.368851071e-03f));
+    q = _mm256_fmadd_ps(q, r, _mm256_set1_ps(4.166840108e-02f));
+    q = _mm256_fmadd_ps(q, r, _mm256_set1_ps(1.666651952e-01f));
+    q = _mm256_fmadd_ps(q, r, half);
+    return _mm256_fmadd_ps(_mm256_mul_ps(r, r), q, r);
+}
+
+/* 2^n for whole n from -126 to 127. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_power2_avx2(__m256i n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+}
+
+/* exp(x) for x <= 0 and NaN: 0 below about -104, subnormal results rounded once. The limit keeps n in range; max gives its second
+   operand for NaN. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_exp_avx2(__m256 x) {
+    __m256 n, e = moei_exp_reduced_avx2(_mm256_max_ps(_mm256_set1_ps(-106.0f), x), &n);
+    const __m256i whole = _mm256_cvtps_epi32(n), first = _mm256_srai_epi32(whole, 1);
+    e = _mm256_mul_ps(_mm256_add_ps(e, _mm256_set1_ps(1.0f)), moei_power2_avx2(first)); /* in two steps: 2^n may be subnormal */
+    return _mm256_mul_ps(e, moei_power2_avx2(_mm256_sub_epi32(whole, first)));
+}
+
+/* exp(x) - 1 for -30 <= x <= 0 and NaN. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_expm1_avx2(__m256 x) {
+    __m256 n, power;
+    const __m256 e = moei_exp_reduced_avx2(x, &n);
+    power = moei_power2_avx2(_mm256_cvtps_epi32(n));
+    return _mm256_fmadd_ps(e, power, _mm256_sub_ps(power, _mm256_set1_ps(1.0f)));
+}
+
+MOEI_AVX2 MOEI_INLINE __m256 moei_minus_abs_avx2(__m256 x) {
+    return _mm256_or_ps(x, _mm256_set1_ps(-0.0f));
+}
+
+/* See moei_limit. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_limit_avx2(__m256 x) {
+    return _mm256_max_ps(_mm256_set1_ps(-1e4f), _mm256_min_ps(_mm256_set1_ps(1e4f), x));
+}
+
+MOEI_AVX2 MOEI_INLINE __m256 moei_choose_avx2(__m256 x, __m256 if_negative, __m256 otherwise) {
+    return _mm256_blendv_ps(otherwise, if_negative, x);
+}
+
+MOEI_AVX2 MOEI_INLINE __m256 moei_sigmoid_avx2(__m256 x) {
+    const __m256 one = _mm256_set1_ps(1.0f), e = moei_exp_avx2(moei_minus_abs_avx2(x));
+    return _mm256_div_ps(moei_choose_avx2(x, e, one), _mm256_add_ps(one, e));
+}
+
+/* tanh|x| = -q / (2 + q) with q = exp(-2|x|) - 1; beyond 10 it is 1. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_tanh_avx2(__m256 x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f), z = _mm256_max_ps(_mm256_set1_ps(-10.0f), moei_minus_abs_avx2(x));
+    const __m256 q = moei_expm1_avx2(_mm256_add_ps(z, z));
+    const __m256 t = _mm256_div_ps(q, _mm256_add_ps(_mm256_set1_ps(2.0f), q));
+    return _mm256_xor_ps(t, _mm256_andnot_ps(x, sign));
+}
+
+/* exp(-x^2 / 2), the rounding error of the square put right. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_bell_avx2(__m256 x) {
+    const __m256 half = _mm256_set1_ps(-0.5f), z = _mm256_max_ps(_mm256_set1_ps(-15.0f), moei_minus_abs_avx2(x));
+    const __m256 square = _mm256_mul_ps(z, z), rest = _mm256_fmsub_ps(z, z, square), e = moei_exp_avx2(_mm256_mul_ps(half, square));
+    return _mm256_fmadd_ps(_mm256_mul_ps(half, rest), e, e);
+}
+
+/* Phi(-|x|) = exp(-x^2/2) t Q(t), t = 1 / (1 + 0.3 |x|), Q fitted to relative error 4e-9. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_normal_tail_avx2(__m256 x, __m256 bell) {
+    const __m256 one = _mm256_set1_ps(1.0f), z = _mm256_max_ps(_mm256_set1_ps(-15.0f), moei_minus_abs_avx2(x));
+    const __m256 t = _mm256_div_ps(one, _mm256_fmadd_ps(z, _mm256_set1_ps(-0.3f), one));
+    __m256 q = _mm256_set1_ps(-2.062863988e-02f);
+    q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(1.124646791e-01f));
+    q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(-2.282845255e-01f));
+    q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(1.918829512e-01f));
+    q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(-7.950889292e-02f));
+    q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(9.620478702e-02f));
+    q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(7.837226539e-02f));
+    q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(1.102393389e-01f));
+    q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(1.195713183e-01f));
+    q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(1.196867166e-01f));
+    return _mm256_mul_ps(_mm256_mul_ps(t, q), bell);
+}
+
+/* Phi(x), from the tail on x's own side so that small values keep their digits. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_normal_below_avx2(__m256 x, __m256 bell) {
+    const __m256 tail = moei_normal_tail_avx2(x, bell);
+    return moei_choose_avx2(x, tail, _mm256_sub_ps(_mm256_set1_ps(1.0f), tail));
+}
+
+/* act is a constant where this is inlined. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_act_avx2(int act, __m256 x) {
+    const __m256 low = moei_choose_avx2(x, moei_limit_avx2(x), x);
+    switch (act) {
+    case MOE_ACT_RELU: return _mm256_max_ps(_mm256_setzero_ps(), x);
+    case MOE_ACT_SILU: return _mm256_mul_ps(low, moei_sigmoid_avx2(x));
+    case MOE_ACT_GELU: return _mm256_mul_ps(low, moei_normal_below_avx2(x, moei_bell_avx2(x)));
+    case MOE_ACT_TANH: return moei_tanh_avx2(x);
+    case MOE_ACT_SIGMOID: return moei_sigmoid_avx2(x);
+    default: return x;
+    }
+}
+
+MOEI_AVX2 MOEI_INLINE void moei_map_avx2(int act, size_t n, const float *x, float *y) {
+    for (; n >= 8; n -= 8, x += 8, y += 8) _mm256_storeu_ps(y, moei_act_avx2(act, _mm256_loadu_ps(x)));
+    if (n > 0) _mm256_maskstore_ps(y, moei_mask_avx2(n), moei_act_avx2(act, _mm256_maskload_ps(x, moei_mask_avx2(n))));
+}
+
+MOEI_AVX2 static void moei_f32_activate_avx2(int act, size_t n, const float *x, float *y) {
+    switch (act) {
+    case MOE_ACT_RELU: moei_map_avx2(MOE_ACT_RELU, n, x, y); break;
+    case MOE_ACT_SILU: moei_map_avx2(MOE_ACT_SILU, n, x, y); break;
+    case MOE_ACT_GELU: moei_map_avx2(MOE_ACT_GELU, n, x, y); break;
+    case MOE_ACT_TANH: moei_map_avx2(MOE_ACT_TANH, n, x, y); break;
+    case MOE_ACT_SIGMOID: moei_map_avx2(MOE_ACT_SIGMOID, n, x, y); break;
+    default: moei_map_avx2(MOE_ACT_IDENTITY, n, x, y); break;
+    }
+}
+
+#ifndef MOE_NO_TRAIN
+/* e / (1 + e)^2 with e = exp(z), z <= 0. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_sigmoid_slope_avx2(__m256 z) {
+    const __m256 e = moei_exp_avx2(z), d = _mm256_add_ps(_mm256_set1_ps(1.0f), e);
+    return _mm256_div_ps(e, _mm256_mul_ps(d, d));
+}
+
+MOEI_AVX2 MOEI_INLINE __m256 moei_silu_slope_avx2(__m256 x) {
+    const __m256 one = _mm256_set1_ps(1.0f), e = moei_exp_avx2(moei_minus_abs_avx2(x));
+    const __m256 large = _mm256_div_ps(one, _mm256_add_ps(one, e)), small = _mm256_mul_ps(e, large);
+    const __m256 s = moei_choose_avx2(x, small, large), other = moei_choose_avx2(x, large, small);
+    return _mm256_mul_ps(s, _mm256_fmadd_ps(moei_limit_avx2(x), other, one));
+}
+
+MOEI_AVX2 MOEI_INLINE __m256 moei_gelu_slope_avx2(__m256 x) {
+    const __m256 bell = moei_bell_avx2(x), scaled = _mm256_mul_ps(_mm256_set1_ps(0.39894228040f), bell);
+    return _mm256_fmadd_ps(moei_limit_avx2(x), scaled, moei_normal_below_avx2(x, bell));
+}
+
+MOEI_AVX2 MOEI_INLINE __m256 moei_slope_avx2(int act, __m256 x, __m256 dy) {
+    const __m256 z = moei_minus_abs_avx2(x);
+    switch (act) {
+    case MOE_ACT_RELU: return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_LE_OQ), dy);
+    case MOE_ACT_SILU: return _mm256_mul_ps(dy, moei_silu_slope_avx2(x));
+    case MOE_ACT_GELU: return _mm256_mul_ps(dy, moei_gelu_slope_avx2(x));
+    case MOE_ACT_TANH:
+        return _mm256_mul_ps(dy, _mm256_mul_ps(_mm256_set1_ps(4.0f), moei_sigmoid_slope_avx2(_mm256_add_ps(z, z))));
+    case MOE_ACT_SIGMOID: return _mm256_mul_ps(dy, moei_sigmoid_slope_avx2(z));
+    default: return dy;
+    }
+}
+
+MOEI_AVX2 MOEI_INLINE void moei_map_back_avx2(int act, size_t n, const float *x, const float *dy, float *dx) {
+    for (; n >= 8; n -= 8, x += 8, dy += 8, dx += 8)
+        _mm256_storeu_ps(dx, moei_slope_avx2(act, _mm256_loadu_ps(x), _mm256_loadu_ps(dy)));
+    if (n > 0) {
+        const __m256i mask = moei_mask_avx2(n);
+        _mm256_maskstore_ps(dx, mask, moei_slope_avx2(act, _mm256_maskload_ps(x, mask), _mm256_maskload_ps(dy, mask)));
+    }
+}
+
+MOEI_AVX2 static void moei_f32_activate_backward_avx2(int act, size_t n, const float *x, const float *dy, float *dx) {
+    switch (act) {
+    case MOE_ACT_RELU: moei_map_back_avx2(MOE_ACT_RELU, n, x, dy, dx); break;
+    case MOE_ACT_SILU: moei_map_back_avx2(MOE_ACT_SILU, n, x, dy, dx); break;
+    case MOE_ACT_GELU: moei_map_back_avx2(MOE_ACT_GELU, n, x, dy, dx); break;
+    case MOE_ACT_TANH: moei_map_back_avx2(MOE_ACT_TANH, n, x, dy, dx); break;
+    case MOE_ACT_SIGMOID: moei_map_back_avx2(MOE_ACT_SIGMOID, n, x, dy, dx); break;
+    default: moei_map_back_avx2(MOE_ACT_IDENTITY, n, x, dy, dx); break;
+    }
+}
+#endif
+
+/* Eight numbers, or count < 8 of them followed by -inf. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_load_padded_avx2(size_t count, const float *x) {
+    const __m256i mask = moei_mask_avx2(count < 8 ? count : 8);
+    return _mm256_blendv_ps(_mm256_set1_ps(-(float)HUGE_VAL), _mm256_maskload_ps(x, mask), _mm256_castsi256_ps(mask));
+}
+
+/* Lanes that are not there hold -inf and add 0. A NaN may get lost in max, but not in the sum. */
+MOEI_AVX2 static void moei_f32_softmax_avx2(size_t n, const float *x, float temperature, float *y) {
+    const __m256 divisor = _mm256_set1_ps(temperature);
+    __m256 max, shift, sums = _mm256_setzero_ps();
+    float sum;
+    size_t i;
+    if (n == 0) return;
+    max = moei_load_padded_avx2(n, x);
+    for (i = 8; i < n; i += 8) max = _mm256_max_ps(max, moei_load_padded_avx2(n - i, x + i));
+    shift = _mm256_set1_ps(moei_softmax_shift(moei_lanes_max_avx2(max)));
+    for (i = 0; i < n; i += 8) {
+        const __m256 z = _mm256_div_ps(_mm256_sub_ps(moei_load_padded_avx2(n - i, x + i), shift), divisor), e = moei_exp_avx2(z);
+        if (n - i >= 8) _mm256_storeu_ps(y + i, e);
+        else _mm256_maskstore_ps(y + i, moei_mask_avx2(n - i), e);
+        sums = _mm256_add_ps(sums, e);
+    }
+    sum = moei_lanes_sum_avx2(sums);
+    if (sum <= 0) return;
+    for (i = 0; i + 8 <= n; i += 8) _mm256_storeu_ps(y + i, _mm256_div_ps(_mm256_loadu_ps(y + i), _mm256_set1_ps(sum)));
+    for (; i < n; i++) y[i] /= sum;
+}
+
+static const moe_kernels moei_kernels_avx2 = {
+    "avx2",
+    MOE_KERNELS_AVX2,
+    {{moei_f32_nt_6x16_avx2}, {moei_f32_nn_6x16_avx2}, {moei_f32_tn_6x16_avx2}},
+    moei_f32_dot_avx2,
+    moei_f32_axpy_avx2,
+    moei_f32_activate_avx2,
+#ifndef MOE_NO_TRAIN
+    moei_f32_activate_backward_avx2,
+#else
+    NULL,
+#endif
+    moei_f32_softmax_avx2,
+};
+
+#endif /* MOEI_HAVE_AVX2 */
+
+/* ==== the choice ============================================================================================================== */
+
+#if defined(MOEI_X86_GNU) || defined(MOEI_X86_MSVC)
+/* eax, ebx, ecx, edx of one CPUID leaf; zeros when the processor does not have it. */
+static void moei_cpuid(unsigned leaf, unsigned subleaf, unsigned r[4]) {
+    r[0] = r[1] = r[2] = r[3] = 0;
+#if defined(MOEI_X86_GNU)
+    if ((unsigned)__get_cpuid_max(0, NULL) >= leaf) __cpuid_count(leaf, subleaf, r[0], r[1], r[2], r[3]);
+#else
+    {
+        int out[4];
+        __cpuid(out, 0);
+        if ((unsigned)out[0] < leaf) return;
+        __cpuidex(out, (int)leaf, (int)subleaf);
+        memcpy(r, out, sizeof out);
+    }
+#endif
+}
+
+/* Which registers the operating system saves. Only where CPUID says that XGETBV may be used. */
+static unsigned moei_saved_registers(void) {
+#if defined(MOEI_X86_GNU)
+    unsigned low, high;
+    __asm__ volatile(".byte 0x0f, 0x01, 0xd0" : "=a"(low), "=d"(high) : "c"(0)); /* xgetbv, for old assemblers too */
+    (void)high;
+    return low;
+#else
+    return (unsigned)_xgetbv(0);
+#endif
+}
+
+unsigned moe_cpu_features(void) {
+    unsigned r[4], basic, saved, features = 0;
+    moei_cpuid(1, 0, r);
+    basic = r[2];
+    if ((basic >> 27 & 1) == 0 || (basic >> 28 & 1) == 0) return 0; /* OSXSAVE and AVX */
+    saved = moei_saved_registers();
+    if ((saved & 0x06) != 0x06) return 0; /* xmm and ymm */
+    if (basic >> 12 & 1) features |= MOE_CPU_FMA;
+    moei_cpuid(7, 0, r);
+    if (r[1] >> 5 & 1) features |= MOE_CPU_AVX2;
+    if ((saved & 0xe6) == 0xe6 && (r[1] >> 16 & 1)) { /* masks and zmm as well */
+        features |= MOE_CPU_AVX512F;
+        if (r[2] >> 11 & 1) features |= MOE_CPU_AVX512VNNI;
+    }
+    if (r[0] >= 1) { /* leaf 7 has a subleaf 1 */
+        moei_cpuid(7, 1, r);
+        if (r[0] >> 4 & 1) features |= MOE_CPU_AVXVNNI;
+    }
+    return features;
+}
+#else
+unsigned moe_cpu_features(void) {
+    unsigned features = 0;
+#if defined(__ARM_NEON) || defined(_M_ARM64)
+    features |= MOE_CPU_NEON;
+#endif
+#if defined(__ARM_FEATURE_DOTPROD)
+    features |= MOE_CPU_DOTPROD;
+#endif
+#if defined(__wasm_simd128__)
+    features |= MOE_CPU_WASM_SIMD;
+#endif
+    return features;
+}
+#endif
+
+const moe_kernels *moe_kernels_select(int want) {
+#ifdef MOEI_HAVE_AVX2
+    const unsigned avx2 = MOE_CPU_AVX2 | MOE_CPU_FMA;
+    if ((want == MOE_KERNELS_AUTO || want == MOE_KERNELS_AVX2) && (moe_cpu_features() & avx2) == avx2) return &moei_kernels_avx2;
+#endif
+    return want == MOE_KERNELS_AUTO || want == MOE_KERNELS_C ? &moei_kernels_c : NULL;
+}
+
+const char *moe_kernels_name(int id) {
+    static const char *const names[MOE_KERNELS_COUNT] = {"auto", "c", "avx2", "avx512", "neon", "wasm"};
+    return id >= 0 && id < MOE_KERNELS_COUNT ? names[id] : NULL;
+}
+
+/* ==== calls through a table =================================================================================================== */
+
+static const moe_kernels *moei_table(const moe_kernels *k) {
+    return k != NULL ? k : &moei_kernels_c;
+}
+
+void moe_matmul(const moe_kernels *k, int op, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda, const void *b,
+                size_t ldb, moe_real *c, size_t ldc, int accumulate) {
+    if (op < 0 || op >= MOE_MATMUL_COUNT || type < 0 || type >= MOE_TYPE_COUNT) return;
+    moei_table(k)->matmul[op][type](m, n, inner, a, lda, b, ldb, c, ldc, accumulate);
+}
+
+moe_real moe_dot(const moe_kernels *k, size_t n, const moe_real *a, const moe_real *b) {
+    return moei_table(k)->dot(n, a, b);
+}
+
+void moe_axpy(const moe_kernels *k, size_t n, moe_real alpha, const moe_real *x, moe_real *y) {
+    moei_table(k)->axpy(n, alpha, x, y);
+}
+
+void moe_activate(const moe_kernels *k, int act, size_t n, const moe_real *x, moe_real *y) {
+    moei_table(k)->activate(act, n, x, y);
+}
+
+void moe_softmax(const moe_kernels *k, size_t n, const moe_real *x, moe_real temperature, moe_real *y) {
+    moei_table(k)->softmax(n, x, temperature, y);
+}
+
+#ifndef MOE_NO_TRAIN
+void moe_activate_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *dy, moe_real *dx) {
+    moei_table(k)->activate_backward(act, n, x, dy, dx);
+}
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* MOE_IMPLEMENTATION */

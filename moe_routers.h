@@ -1,0 +1,1867 @@
+/* moe_routers.h - 0.1.0 - the routers of mixtures of experts, as one pipeline - MIT or public domain, at your choice (see LICENSE)
+
+   Recipe
+     1. Copy moe_kernels.h and moe_routers.h into your project (moe.h includes this file: with moe.h there is nothing to do).
+     2. In ONE source file:   #define MOE_IMPLEMENTATION   and then   #include "moe_routers.h"
+     3. Everywhere else:      #include "moe_routers.h"       Link with the mathematics library (-lm).
+
+   First program: eight experts, the best two of each token, and who goes where.
+ * --- first program ---
+ * #define MOE_IMPLEMENTATION
+ * #include "moe_routers.h"
+ * #include <stdio.h>
+ *
+ * static const moe_real weight[8 * 2] = {1, 0, 0, 1, -1, 0, 0, -1, 1, 1, -1, 1, -1, -1, 1, -1}; // [E,d]: directions in the plane
+ * static const moe_real x[3 * 2] = {2, 0.1f, -1, 1.2f, 0.3f, -3};                                // [N,d]: three tokens
+ * static unsigned char memory[8192];
+ *
+ * int main(void) {
+ *     moe_router_config config = {0};
+ *     moe_router router;
+ *     moe_call call = {0};
+ *     moe_routing routing;
+ *     moe_error error;
+ *     size_t e, i;
+ *     config.d_model = 2; // all else: 8 experts, top 2, softmax, weights p / sum p
+ *     if (moe_router_init(&router, &config, NULL, &error) != MOE_OK) return puts(error.message), 1;
+ *     router.tensors[MOE_ROUTER_WEIGHT] = weight;
+ *     call.n_tokens = 3, call.x = x;
+ *     if (moe_route(&router, &call, memory, sizeof memory, &routing) != MOE_OK) return 1;
+ *     for (e = 0; e < 8; e++)
+ *         for (i = routing.plan.offsets[e]; i < routing.plan.offsets[e + 1]; i++)
+ *             printf("expert %d takes token %d with weight %.3f\n", (int)e, (int)routing.plan.entries[i].token,
+ *                    (double)routing.plan.entries[i].weight_out);
+ *     return 0;
+ * }
+ * --- end ---
+
+   Options: those of moe_kernels.h. MOE_NO_TRAIN drops the backward pass and the losses.
+
+   Glossary
+     token        one row of x, d_model numbers. A sample that is not part of a text is a token as well.
+     expert       one of E functions; the router knows only its number.
+     logits z     one number per token and expert, before any normalisation.
+     gate r       what the gate function (softmax, sigmoid, ...) makes of z. Gate values p are r after refinement; today p = r.
+     S_t          the set of experts chosen for token t; top_k is how many.
+     weight w     the factor on a chosen expert's output (or input): the combine weight.
+     pair         one token at one expert, an entry of the plan.
+     plan         all pairs, sorted by expert: what dispatch and combine need to know.
+     capacity     the largest number of tokens that an expert takes; none is set here (dropless).
+     replay       routing with recorded choices (select = given): the weights are computed anew, so gradients flow.
+     trait        what a router needs or does: causal, needs_all_experts, stateful, ...
+
+   Manual
+     A router is a short pipeline of independent stages, and a named router is a setting of them:
+
+       x --input--> u --score--> z --gate--> r = p --select--> S --weight--> w --> plan
+                                 `------------- losses -------------'
+
+     Each stage is one table of rows, one row per value of a configuration field: a function forward, a function backward, and facts about
+     it. Read the file in that order: fields, score, gate, select, weight, losses, the configuration as a whole, presets, tensors, one
+     call forward, one call backward. A new router is a row in one of these tables, or no code at all: a preset is a line of text.
+
+     Configuration. {0} with d_model is a good router. Every field is described by a row of moe_router_fields(): its name, kind, range and
+     the names of its values. moe_router_check fills in defaults and refuses what makes no sense, naming the field or the two fields.
+     Memory. moe_route_size gives the exact bytes for n tokens; moe_route works in that memory and allocates nothing.
+     Arithmetic is in moe_real, whatever the experts use. The score's products use the kernels given to moe_router_init.
+     Ties. Of equal scores the lower expert index wins. A NaN is never chosen: a logit of a real token that is not finite ends the call with
+     MOE_ERR_NONFINITE.
+     Selection is a constant in the backward pass. Gradients flow through weights, gates, scores and losses.
+     Masks. A padded token is routed nowhere, is counted nowhere, and whatever stands in its row cannot reach a result or a gradient.
+     Losses are computed in a training call, with their factors included: routing.loss[MOE_LOSS_BALANCE] and so on. Their gradients are added by
+     moe_route_backward without being asked for. With a perfectly even load and even gates, the balance loss is its factor alpha.
+     k = 1 with weight sum or softmax makes every weight 1: moe_router_check_training refuses to train such a router in vain.
+     Determinism. Bitwise, for the same kernels: a token's logits, gate, choices and weights do not depend on the other tokens of the call when
+     moe_router_traits says MOE_TRAIT_CAUSAL.
+     Threads. Nothing here keeps state. Calls with different memory may run at the same time; a moe_rng belongs to one call at a time.
+*/
+#include "moe_kernels.h"
+
+#ifndef MOE_ROUTERS_H
+#define MOE_ROUTERS_H
+
+#if MOE_REAL_IS_DOUBLE
+#define moe_field_find moe_field_find_f64
+#define moe_field_set moe_field_set_f64
+#define moe_field_text moe_field_text_f64
+#define moe_fields_apply moe_fields_apply_f64
+#define moe_router_fields moe_router_fields_f64
+#define moe_router_check moe_router_check_f64
+#define moe_router_check_training moe_router_check_training_f64
+#define moe_router_traits moe_router_traits_f64
+#define moe_trait_name moe_trait_name_f64
+#define moe_loss_name moe_loss_name_f64
+#define moe_presets moe_presets_f64
+#define moe_preset_find moe_preset_find_f64
+#define moe_router_preset moe_router_preset_f64
+#define moe_router_slot moe_router_slot_f64
+#define moe_router_init moe_router_init_f64
+#define moe_route_size moe_route_size_f64
+#define moe_route moe_route_f64
+#define moe_route_backward moe_route_backward_f64
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- configuration as data --------------------------------------------------------------------------------------------
+   Every field of a configuration is one row of a table. The rows make the checks, the messages, the text in files and the
+   settings of presets, so that no field can be forgotten in one of them. */
+
+enum { MOE_FIELD_INT = 0, MOE_FIELD_FLAG = 1, MOE_FIELD_CHOICE = 2, MOE_FIELD_REAL = 3 };
+
+typedef struct moe_field {
+    const char *name;           /* in files, presets and messages */
+    int kind;                   /* MOE_FIELD_: an int, an int that is 0 or 1, an int that indexes choices, a moe_real */
+    size_t offset;              /* in the configuration struct */
+    double min, max;            /* allowed values; 0 is always allowed and means the default */
+    const char *const *choices; /* names of the values 0, 1, ...; NULL at the end; NULL unless MOE_FIELD_CHOICE */
+    const char *about;          /* one line */
+} moe_field;
+
+/* The row called name in a table that ends with a row whose name is NULL; NULL if there is none. Thread-safe. */
+MOE_API const moe_field *moe_field_find(const moe_field *fields, const char *name);
+/* Sets one field of config from text ("2", "0.01", "cosine"). MOE_ERR_NOT_FOUND: no such field; MOE_ERR_CONFIG: the text is not a value of it.
+   error (may be NULL) names both. On failure config is unchanged. */
+MOE_API moe_status moe_field_set(const moe_field *fields, void *config, const char *name, const char *value, moe_error *error);
+/* The value of a field as the text that moe_field_set reads back to the same value; terminated, cut off at room. */
+MOE_API void moe_field_text(const moe_field *field, const void *config, char *text, size_t room);
+/* Applies "name=value name=value ..." in order; stops at the first error. settings NULL or empty does nothing. */
+MOE_API moe_status moe_fields_apply(const moe_field *fields, void *config, const char *settings, moe_error *error);
+
+/* ---- stages: 0 is the default everywhere ------------------------------------------------------------------------------- */
+
+/* z, the logits [N,E].
+     linear  z_te = u_t . W_e + b_e
+     random  the same, W and b frozen at their random start (Chen et al. 2023, Sparse MoE as the new dropout)
+     mlp     z_t = W2 act(W1 u_t + b1) + b2
+     cosine  z_te = cos(P u_t, W_e) / tau (Chi et al. 2022, On the representation collapse of sparse mixture of experts);
+             cosine_keep_length: (P u_t) . W_e / |W_e| / tau
+     norm    z_te = norm of an activation inside expert e (Lv et al. 2025, Autonomy-of-experts models); the caller supplies the activation */
+enum { MOE_SCORE_LINEAR = 0, MOE_SCORE_RANDOM, MOE_SCORE_MLP, MOE_SCORE_COSINE, MOE_SCORE_NORM, MOE_SCORE_COUNT };
+
+/* Which activation the score norm reads. low is reduce x of a factorised expert ("down" in files, after the paper's W_down); gate is what enters the
+   expert's activation function, act what leaves it, up the linear branch, product act times up; an mlp expert has gate (= up) and act (= product). */
+enum { MOE_NODE_LOW = 0, MOE_NODE_GATE, MOE_NODE_UP, MOE_NODE_ACT, MOE_NODE_PRODUCT, MOE_NODE_OUTPUT, MOE_NODE_COUNT };
+enum { MOE_NORM_L2 = 0, MOE_NORM_L1, MOE_NORM_LINF, MOE_NORM_COUNT };
+
+/* r, the gate values [N,E]: softmax(z/T), sigmoid(z/T), sqrt(softplus(z)), max(z,0), z. */
+enum { MOE_GATE_SOFTMAX = 0, MOE_GATE_SIGMOID, MOE_GATE_SQRT_SOFTPLUS, MOE_GATE_RELU, MOE_GATE_IDENTITY, MOE_GATE_COUNT };
+
+/* S_t, the chosen experts: the K largest of the selection score; all; the caller's recorded indices (replay). */
+enum { MOE_SELECT_TOP_K = 0, MOE_SELECT_DENSE, MOE_SELECT_GIVEN, MOE_SELECT_COUNT };
+
+/* w, the combine weights over S_t.
+     sum          p_te / sum_S p           softmax  exp(z_te) / sum_S exp(z)      raw  p_te
+     p_norm       p_te / (sum_S p^P)^(1/P)  uniform  1 / |S_t|                     one  1
+     sparsemixer  one after another: the pick's softmax among experts not yet picked and within 2 eps of the best
+                  (Liu et al. 2023, Sparse backpropagation for MoE training) */
+enum { MOE_WEIGHT_SUM = 0, MOE_WEIGHT_SOFTMAX, MOE_WEIGHT_RAW, MOE_WEIGHT_P_NORM, MOE_WEIGHT_UNIFORM, MOE_WEIGHT_ONE, MOE_WEIGHT_SPARSEMIXER, MOE_WEIGHT_COUNT };
+
+/* Where the weight is applied: on the expert's output, or on its input (Llama 4). */
+enum { MOE_APPLY_OUTPUT = 0, MOE_APPLY_INPUT, MOE_APPLY_COUNT };
+
+/* Losses, each with its own factor in the configuration, 0 = off. */
+enum { MOE_LOSS_BALANCE = 0, MOE_LOSS_Z, MOE_LOSS_IMPORTANCE, MOE_LOSS_ENTROPY, MOE_LOSS_COUNT };
+/* n_e / sum n, n_e / N, first choices only. */
+enum { MOE_BALANCE_PAIRS = 0, MOE_BALANCE_TOKENS, MOE_BALANCE_FIRST, MOE_BALANCE_COUNT };
+/* Over the call, or the mean over its sequences. */
+enum { MOE_SCOPE_BATCH = 0, MOE_SCOPE_SEQUENCES, MOE_SCOPE_COUNT };
+/* CV^2 of sum p, of sum r (the gate of the logits without noise), of sum w before capacity and scale. */
+enum { MOE_IMPORTANCE_PROBABILITIES = 0, MOE_IMPORTANCE_GATE, MOE_IMPORTANCE_WEIGHTS, MOE_IMPORTANCE_COUNT };
+
+/* What a router needs or does. CAUSAL: a token's result does not depend on the other tokens of the call. */
+enum {
+    MOE_TRAIT_CAUSAL = 1,
+    MOE_TRAIT_NEEDS_BATCH = 2,
+    MOE_TRAIT_NEEDS_TOKEN_IDS = 4,
+    MOE_TRAIT_NEEDS_ATTENTION = 8,
+    MOE_TRAIT_NEEDS_PREVIOUS_LAYER = 16,
+    MOE_TRAIT_NEEDS_ALL_EXPERTS = 32,
+    MOE_TRAIT_STOCHASTIC = 64,
+    MOE_TRAIT_STATEFUL = 128,
+    MOE_TRAIT_NEEDS_GIVEN = 256
+};
+
+/* ---- the router's configuration ---------------------------------------------------------------------------------------- */
+
+enum { MOE_MAX_EXPERTS = 65536, MOE_MAX_WIDTH = 1 << 24 };
+
+/* {0} with d_model set is a good router: 8 experts, the 2 best of a linear score, softmax over all, weights p / sum p. A 0 in
+   any field means its default, given here in brackets. */
+typedef struct moe_router_config {
+    int d_model;             /* width of a token, 1..MOE_MAX_WIDTH; required */
+    int n_experts;           /* E, 1..MOE_MAX_EXPERTS [8] */
+    int top_k;               /* K, 1..E [2, or 1 when E = 1] */
+    int score;               /* MOE_SCORE_ [linear] */
+    int router_bias;         /* 1: linear and random have a bias [0] */
+    int cosine_dim;          /* r, rows of the projection P [0: no projection] */
+    int cosine_keep_length;  /* 1: only the expert's vector is normalised [0] */
+    int cosine_learn_tau;    /* 1: tau is the tensor router.temperature [0] */
+    moe_real cosine_tau;     /* tau, or its start when learned [1] */
+    int norm_node;           /* MOE_NODE_ [low] */
+    int norm_order;          /* MOE_NORM_ [l2] */
+    int router_hidden;       /* hidden width of the mlp score [d_model] */
+    int router_act;          /* MOE_ACT_ of the mlp score [relu] */
+    int gate;                /* MOE_GATE_ [softmax] */
+    moe_real gate_temperature; /* T of softmax and sigmoid [1] */
+    int select;              /* MOE_SELECT_ [top_k] */
+    int selection_bias;      /* 1: the state tensor router.selection_bias is added to p for selection only [0] */
+    int weight;              /* MOE_WEIGHT_ [sum] */
+    moe_real weight_p;       /* P of p_norm [1] */
+    moe_real sparsemixer_eps; /* eps of sparsemixer [0.01] */
+    int expert_scale;        /* 1: weights are multiplied by the tensor router.expert_scale (Gemma 4) [0] */
+    moe_real scale;          /* weights are multiplied by this last of all [1] */
+    int apply_to;            /* MOE_APPLY_ [output] */
+    moe_real loss_balance;   /* alpha [0] */
+    int balance_over;        /* MOE_BALANCE_ [pairs] */
+    int balance_scope;       /* MOE_SCOPE_ [batch] */
+    moe_real loss_z;         /* beta [0] */
+    moe_real loss_importance; /* w [0] */
+    int importance_over;     /* MOE_IMPORTANCE_ [probabilities] */
+    int unbiased;            /* 1: the variance in CV^2 divides by E - 1 [0] */
+    moe_real loss_entropy;   /* gamma [0] */
+    int untrained;           /* 1: accept for training a router that no gradient reaches (K = 1 with sum or softmax) [0] */
+} moe_router_config;
+
+/* The rows of moe_router_config; the last has name NULL. Constant, thread-safe. */
+MOE_API const moe_field *moe_router_fields(void);
+
+/* Checks a configuration and writes it to *out (may be NULL; may be config itself) with every default filled in. Errors:
+   MOE_ERR_CONFIG, error names the field, or the two fields that clash, and the value. On failure *out is untouched. */
+MOE_API moe_status moe_router_check(const moe_router_config *config, moe_router_config *out, moe_error *error);
+
+#ifndef MOE_NO_TRAIN
+/* The further check for training: with K = 1 the weights sum and softmax are always 1, so no gradient would ever reach the
+   router's own parameters; refused unless a loss reaches them, the score has none, or untrained says that this is wanted. */
+MOE_API moe_status moe_router_check_training(const moe_router_config *config, moe_error *error);
+#endif
+
+/* MOE_TRAIT_ bits of a configuration. */
+MOE_API unsigned moe_router_traits(const moe_router_config *config);
+/* "causal", "needs_batch", ... for one MOE_TRAIT_ bit; NULL for anything else. */
+MOE_API const char *moe_trait_name(unsigned trait);
+/* "balance", "z", ...; NULL for anything else. */
+MOE_API const char *moe_loss_name(int loss);
+
+/* ---- presets: one row of data each -------------------------------------------------------------------------------------- */
+
+typedef struct moe_preset {
+    const char *name;
+    const char *aliases; /* other names, separated by a space, or "" */
+    const char *source;  /* authors, year, title */
+    const char *formula; /* one line */
+    const char *router;  /* settings of moe_router_config, as moe_fields_apply reads them */
+    const char *layer;   /* settings of moe_layer_config that belong to the method (expert kind, shared expert), or "" */
+} moe_preset;
+
+/* All presets; the last row has name NULL. Constant, thread-safe. */
+MOE_API const moe_preset *moe_presets(void);
+/* The preset of a name or alias; NULL if there is none. */
+MOE_API const moe_preset *moe_preset_find(const char *name);
+/* Sets *config to {0} plus the preset's settings; d_model is left 0 for the caller, sizes may be changed afterwards.
+   MOE_ERR_NOT_FOUND: no such preset (*config untouched). */
+MOE_API moe_status moe_router_preset(const char *name, moe_router_config *config, moe_error *error);
+
+/* ---- the router's tensors ------------------------------------------------------------------------------------------------ */
+
+enum { MOE_MAX_DIMS = 4 };
+
+/* What a parameter is for: bits of moe_slot.flags and moe_tensor.flags. */
+enum {
+    MOE_PARAM_TRAINED = 0,  /* an optimiser changes it */
+    MOE_PARAM_FROZEN = 1,   /* fixed at its initial value */
+    MOE_PARAM_STATE = 2,    /* changed by rules of its own, saved with the model */
+    MOE_PARAM_NO_DECAY = 4  /* biases and gains: weight decay passes them by */
+};
+
+/* The router's tensors by place; which of them exist depends on the configuration. */
+enum {
+    MOE_ROUTER_WEIGHT = 0,     /* "router.weight" [E,d]; cosine: [E, r or d] */
+    MOE_ROUTER_BIAS,           /* "router.bias" [E] */
+    MOE_ROUTER_PROJECTION,     /* "router.projection" [r,d] */
+    MOE_ROUTER_TEMPERATURE,    /* "router.temperature" [1] */
+    MOE_ROUTER_FC1_WEIGHT,     /* "router.fc1.weight" [h,d] */
+    MOE_ROUTER_FC1_BIAS,       /* "router.fc1.bias" [h] */
+    MOE_ROUTER_FC2_WEIGHT,     /* "router.fc2.weight" [E,h] */
+    MOE_ROUTER_FC2_BIAS,       /* "router.fc2.bias" [E] */
+    MOE_ROUTER_SELECTION_BIAS, /* "router.selection_bias" [E], state */
+    MOE_ROUTER_EXPERT_SCALE,   /* "router.expert_scale" [E] */
+    MOE_ROUTER_SLOTS
+};
+
+/* One place for a tensor: its name, shape, purpose, and how it starts: init_value + init_spread * standard normal. */
+typedef struct moe_slot {
+    const char *name;
+    int n_dims;
+    size_t shape[MOE_MAX_DIMS]; /* unused dimensions are 1 */
+    size_t count;               /* product of shape */
+    unsigned flags;             /* MOE_PARAM_ bits */
+    moe_real init_value, init_spread;
+} moe_slot;
+
+/* Describes tensor `slot` of a checked configuration. MOE_ERR_NOT_FOUND when this configuration has none there. */
+MOE_API moe_status moe_router_slot(const moe_router_config *config, int slot, moe_slot *out);
+
+/* ---- one call -------------------------------------------------------------------------------------------------------------- */
+
+/* The tokens of one call. {0} plus n_tokens and x is enough for most routers. Everything is the caller's and only read, but rng. */
+typedef struct moe_call {
+    size_t n_tokens;            /* N, padding included; 0 is allowed */
+    const moe_real *x;          /* [N,d] */
+    const moe_real *router_x;   /* [N,d], the router's own input, or NULL: x */
+    const unsigned char *mask;  /* [N], 1 real, 0 padding, or NULL: all real. Padding is routed nowhere and takes part in no statistic */
+    const int32_t *sequences;   /* [n_sequences+1] ascending offsets from 0 to N, or NULL: one sequence */
+    size_t n_sequences;
+    const int32_t *given;       /* select given: [N,K] expert indices, -1 = none; no expert twice for one token */
+    const moe_real *nodes;      /* score norm: [E,N,node_width], the activation that is scored (moe.h fills it in) */
+    size_t node_width;
+    int training;               /* 1: losses are computed and what the backward pass needs is kept */
+    moe_rng *rng;               /* for stochastic stages; NULL where there are none */
+} moe_call;
+
+/* One token at one expert. */
+typedef struct moe_entry {
+    int32_t token;       /* row of x */
+    int32_t rank;        /* 0: the token's first choice */
+    moe_real weight_in;  /* on the expert's input */
+    moe_real weight_out; /* on the expert's output */
+} moe_entry;
+
+/* The plan, all that experts need to know: compressed rows, one per expert. Entries of a row ascend by token. It is plain data: it can
+   be kept, printed, replayed (select given) or sent. */
+typedef struct moe_plan {
+    size_t n_tokens, n_experts;
+    size_t *offsets;    /* [E+1]; expert e has entries offsets[e] .. offsets[e+1]-1 */
+    moe_entry *entries; /* [offsets[E]] */
+} moe_plan;
+
+/* All that one call decided, stage by stage. The arrays lie in the memory given to moe_route; rows of padding in logits, gate and
+   probabilities are unspecified. */
+typedef struct moe_routing {
+    size_t n_tokens, n_experts;
+    size_t n_real;           /* tokens that are not padding */
+    const moe_real *u;       /* [N,d] the router's input after the input stage */
+    moe_real *logits;        /* z [N,E] */
+    moe_real *gate;          /* r [N,E] */
+    moe_real *probabilities; /* p [N,E] */
+    int32_t *choices;        /* [N,max_choices] experts in order of rank */
+    int32_t *n_choices;      /* [N] */
+    size_t max_choices;      /* K, or E for selections without a fixed number */
+    moe_real *section_weights; /* [N,max_choices] w of the weight stage, before capacity and scale */
+    moe_real *weights;       /* [N,E] the dense gate matrix: final weights, 0 where not selected */
+    unsigned char *selected; /* [N,E] 1 where an entry of the plan exists */
+    size_t *counts;          /* [E] n_e, pairs per expert before capacity */
+    size_t *first_counts;    /* [E] first choices per expert */
+    size_t n_dropped;        /* pairs that capacity dropped */
+    moe_plan plan;
+    moe_real loss[MOE_LOSS_COUNT]; /* value of each loss, its factor included; 0 when off or not training */
+    /* Training only, else NULL. The caller of moe_route_backward fills the gradients of the entries' weights. */
+    moe_real *d_weight_in, *d_weight_out; /* [entries of the plan] */
+    /* Private to moe_routers.h. */
+    moe_real *input, *hidden, *hidden_act, *lengths, *base_weights, *row;
+    moe_real *d_logits, *d_gate, *d_probabilities, *d_weights, *d_input, *d_hidden;
+} moe_routing;
+
+/* A checked configuration with its tensors. Plain data: copy it freely. Read-only use is thread-safe. */
+typedef struct moe_router {
+    moe_router_config config; /* with defaults filled in */
+    const moe_kernels *kernels;
+    uint64_t places;          /* private: bit i is set when the configuration has tensor i */
+    const moe_real *tensors[MOE_ROUTER_SLOTS]; /* the caller's, by place; NULL where moe_router_slot finds none */
+} moe_router;
+
+/* Checks config and makes a router without tensors; set router->tensors before routing. kernels NULL: plain C. */
+MOE_API moe_status moe_router_init(moe_router *router, const moe_router_config *config, const moe_kernels *kernels, moe_error *error);
+
+/* Exact bytes that moe_route needs for n_tokens. MOE_ERR_OVERFLOW when they do not fit. training as in moe_call. */
+MOE_API moe_status moe_route_size(const moe_router *router, size_t n_tokens, int training, size_t *bytes);
+
+/* x -> z -> r -> p -> S -> w -> plan, in memory[size] (any alignment). Allocates nothing. Errors: MOE_ERR_ARGUMENT (missing tensor or array, bad
+   offsets, bad given indices), MOE_ERR_SPACE, MOE_ERR_NONFINITE (a logit of a real token). On failure *routing is untouched; memory's content is
+   unspecified. Thread-safe for different memory. Bitwise: a token's result does not depend on the other tokens of the call when the traits
+   say causal. */
+MOE_API moe_status moe_route(const moe_router *router, const moe_call *call, void *memory, size_t size, moe_routing *routing);
+
+#ifndef MOE_NO_TRAIN
+/* The way back from routing->d_weight_in and d_weight_out and all losses: adds to d_tensors[slot] (NULL entries are skipped), to
+   dx [N,d], the gradient of x or of router_x when that was given (NULL: not wanted), and to d_nodes [E,N,node_width] (NULL unless
+   the score reads nodes). call is the one of moe_route, with training = 1. Selection is a constant. */
+MOE_API moe_status moe_route_backward(const moe_router *router, const moe_call *call, moe_routing *routing, moe_real *const *d_tensors,
+                                      moe_real *dx, moe_real *d_nodes);
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* MOE_ROUTERS_H */
+
+#if defined(MOE_IMPLEMENTATION) && !defined(MOEI_ROUTERS_IMPLEMENTED)
+#define MOEI_ROUTERS_IMPLEMENTED
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { MOEI_FIELD_NAME = 32 };
+
+/* ==== configuration as data ============================================================================================= */
+
+const moe_field *moe_field_find(const moe_field *fields, const char *name) {
+    if (fields == NULL || name == NULL) return NULL;
+    for (; fields->name != NULL; fields++)
+        if (strcmp(fields->name, name) == 0) return fields;
+    return NULL;
+}
+
+static int *moei_field_int(const moe_field *field, void *config) {
+    return (int *)(void *)((unsigned char *)config + field->offset);
+}
+
+static moe_real *moei_field_real(const moe_field *field, void *config) {
+    return (moe_real *)(void *)((unsigned char *)config + field->offset);
+}
+
+static int moei_field_get_int(const moe_field *field, const void *config) {
+    int value;
+    memcpy(&value, (const unsigned char *)config + field->offset, sizeof value);
+    return value;
+}
+
+static moe_real moei_field_get_real(const moe_field *field, const void *config) {
+    moe_real value;
+    memcpy(&value, (const unsigned char *)config + field->offset, sizeof value);
+    return value;
+}
+
+/* The place of value[n] among the names; -1 if it is none of them. */
+static int moei_choice_find(const char *const *choices, const char *value, size_t n) {
+    int i;
+    for (i = 0; choices[i] != NULL; i++)
+        if (strlen(choices[i]) == n && memcmp(choices[i], value, n) == 0) return i;
+    return -1;
+}
+
+/* "linear, random, mlp", for messages. */
+static const char *moei_choices_text(const moe_field *field, char *out, size_t room) {
+    moei_text t;
+    int i;
+    t.out = out, t.room = room, t.length = 0;
+    out[0] = '\0';
+    for (i = 0; field->choices[i] != NULL; i++) {
+        if (i > 0) moei_put(&t, ", ", 2);
+        moei_put(&t, field->choices[i], strlen(field->choices[i]));
+    }
+    return out;
+}
+
+static moe_status moei_field_bad(const moe_field *field, const char *value, size_t n, moe_error *error) {
+    char copy[40], names[160];
+    moei_text t;
+    t.out = copy, t.room = sizeof copy, t.length = 0;
+    copy[0] = '\0';
+    moei_put(&t, value, n);
+    if (field->kind == MOE_FIELD_CHOICE)
+        return moei_error(error, MOE_ERR_CONFIG, "%s = %s: must be one of %s", field->name, copy, moei_choices_text(field, names, sizeof names));
+    return moei_error(error, MOE_ERR_CONFIG, "%s = %s: must be %s", field->name, copy,
+                      field->kind == MOE_FIELD_REAL ? "a number" : field->kind == MOE_FIELD_FLAG ? "0 or 1" : "a whole number");
+}
+
+/* Sets a field from the n characters at value. */
+static moe_status moei_field_set_n(const moe_field *field, void *config, const char *value, size_t n, moe_error *error) {
+    moe_real number;
+    if (field->kind == MOE_FIELD_CHOICE) {
+        int choice = moei_choice_find(field->choices, value, n);
+        if (choice < 0) return moei_field_bad(field, value, n, error);
+        *moei_field_int(field, config) = choice;
+        return MOE_OK;
+    }
+    if (!moei_parse_real(value, n, &number)) return moei_field_bad(field, value, n, error);
+    if (field->kind == MOE_FIELD_REAL) {
+        *moei_field_real(field, config) = number;
+        return MOE_OK;
+    }
+    /* whole numbers of a configuration are below 2^24, which every real type holds exactly */
+    if (number < MOEI_R(-16777216.0) || number > MOEI_R(16777216.0)) return moei_field_bad(field, value, n, error);
+    if (number < (moe_real)(int)number || number > (moe_real)(int)number) return moei_field_bad(field, value, n, error);
+    if (field->kind == MOE_FIELD_FLAG && number < MOEI_R(0.0)) return moei_field_bad(field, value, n, error);
+    if (field->kind == MOE_FIELD_FLAG && number > MOEI_R(1.0)) return moei_field_bad(field, value, n, error);
+    *moei_field_int(field, config) = (int)number;
+    return MOE_OK;
+}
+
+moe_status moe_field_set(const moe_field *fields, void *config, const char *name, const char *value, moe_error *error) {
+    const moe_field *field = moe_field_find(fields, name);
+    if (config == NULL || value == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "config and value must not be NULL");
+    if (field == NULL) return moei_error(error, MOE_ERR_NOT_FOUND, "%s: there is no such field", name);
+    return moei_field_set_n(field, config, value, strlen(value), error);
+}
+
+void moe_field_text(const moe_field *field, const void *config, char *text, size_t room) {
+    moei_text t;
+    int value;
+    t.out = text, t.room = room, t.length = 0;
+    if (room > 0) text[0] = '\0';
+    if (field->kind == MOE_FIELD_REAL) {
+        moei_put_real(&t, moei_field_get_real(field, config));
+        return;
+    }
+    value = moei_field_get_int(field, config);
+    if (field->kind == MOE_FIELD_CHOICE && value >= 0 && value <= (int)field->max)
+        moei_put(&t, field->choices[value], strlen(field->choices[value]));
+    else
+        moei_put_integer(&t, value);
+}
+
+/* Whether a field holds its default, 0. */
+MOEI_TOOL int moei_field_is_zero(const moe_field *field, const void *config) {
+    moe_real value;
+    if (field->kind != MOE_FIELD_REAL) return moei_field_get_int(field, config) == 0;
+    value = moei_field_get_real(field, config);
+    return !(value < MOEI_R(0.0)) && !(value > MOEI_R(0.0));
+}
+
+moe_status moe_fields_apply(const moe_field *fields, void *config, const char *settings, moe_error *error) {
+    const char *p = settings;
+    if (p == NULL) return MOE_OK;
+    while (*p != '\0') {
+        char name[MOEI_FIELD_NAME];
+        const moe_field *field;
+        const char *value;
+        size_t n = 0;
+        moe_status status;
+        while (*p == ' ') p++;
+        if (*p == '\0') break;
+        while (p[n] != '\0' && p[n] != '=' && p[n] != ' ') n++;
+        if (p[n] != '=' || n >= sizeof name) return moei_error(error, MOE_ERR_CONFIG, "settings: expected name=value at \"%s\"", p);
+        memcpy(name, p, n);
+        name[n] = '\0';
+        field = moe_field_find(fields, name);
+        if (field == NULL) return moei_error(error, MOE_ERR_NOT_FOUND, "%s: there is no such field", name);
+        for (value = p + n + 1, p = value; *p != '\0' && *p != ' ';) p++;
+        status = moei_field_set_n(field, config, value, (size_t)(p - value), error);
+        if (status != MOE_OK) return status;
+    }
+    return MOE_OK;
+}
+
+/* Each field on its own: inside its range. */
+MOEI_TOOL moe_status moei_fields_check(const moe_field *fields, const void *config, moe_error *error) {
+    char names[160];
+    for (; fields->name != NULL; fields++) {
+        double value;
+        if (fields->kind == MOE_FIELD_REAL) {
+            moe_real real = moei_field_get_real(fields, config);
+            value = moe_is_finite(real) ? (double)real : fields->max * 2.0 + 1.0;
+            if (moei_field_is_zero(fields, config) || (value >= fields->min && value <= fields->max)) continue;
+            return moei_error(error, MOE_ERR_CONFIG, "%s = %g: must be %g to %g", fields->name, (double)real, fields->min, fields->max);
+        }
+        value = (double)moei_field_get_int(fields, config);
+        if (moei_field_is_zero(fields, config) || (value >= fields->min && value <= fields->max)) continue;
+        if (fields->kind == MOE_FIELD_CHOICE)
+            return moei_error(error, MOE_ERR_CONFIG, "%s = %d: must be a constant for one of %s", fields->name,
+                              moei_field_get_int(fields, config), moei_choices_text(fields, names, sizeof names));
+        return moei_error(error, MOE_ERR_CONFIG, "%s = %d: must be %d to %d", fields->name, moei_field_get_int(fields, config),
+                          (int)fields->min, (int)fields->max);
+    }
+    return MOE_OK;
+}
+
+/* ==== the fields of a router ============================================================================================= */
+
+static const char *const moei_score_names[] = {"linear", "random", "mlp", "cosine", "norm", NULL};
+static const char *const moei_node_names[] = {"down", "gate", "up", "act", "product", "output", NULL};
+static const char *const moei_norm_names[] = {"l2", "l1", "linf", NULL};
+MOEI_TOOL const char *const moei_act_names[] = {"relu", "silu", "gelu", "tanh", "sigmoid", "identity", NULL};
+static const char *const moei_gate_names[] = {"softmax", "sigmoid", "sqrt_softplus", "relu", "identity", NULL};
+static const char *const moei_select_names[] = {"top_k", "dense", "given", NULL};
+static const char *const moei_weight_names[] = {"sum", "softmax", "raw", "p_norm", "uniform", "one", "sparsemixer", NULL};
+static const char *const moei_apply_names[] = {"output", "input", NULL};
+static const char *const moei_balance_names[] = {"pairs", "tokens", "first", NULL};
+static const char *const moei_scope_names[] = {"batch", "sequences", NULL};
+static const char *const moei_importance_names[] = {"probabilities", "gate", "weights", NULL};
+
+#define MOEI_INT(type, name, least, most, about) {#name, MOE_FIELD_INT, offsetof(type, name), least, most, NULL, about}
+#define MOEI_FLAG(type, name, about) {#name, MOE_FIELD_FLAG, offsetof(type, name), 0, 1, NULL, about}
+#define MOEI_CHOICE(type, name, count, names, about) {#name, MOE_FIELD_CHOICE, offsetof(type, name), 0, (count)-1, names, about}
+#define MOEI_REAL(type, name, least, most, about) {#name, MOE_FIELD_REAL, offsetof(type, name), least, most, NULL, about}
+#define MOEI_FIELDS_END {NULL, 0, 0, 0, 0, NULL, NULL}
+#define MOEI_C moe_router_config
+
+/* The rows stand in a macro because a layer's table begins with them; its configuration begins with the router's. */
+#define MOEI_ROUTER_FIELDS \
+    MOEI_INT(MOEI_C, d_model, 1, MOE_MAX_WIDTH, "width of a token"), \
+    MOEI_INT(MOEI_C, n_experts, 1, MOE_MAX_EXPERTS, "number of experts E"), \
+    MOEI_INT(MOEI_C, top_k, 1, MOE_MAX_EXPERTS, "experts per token K"), \
+    MOEI_CHOICE(MOEI_C, score, MOE_SCORE_COUNT, moei_score_names, "how logits are made"), \
+    MOEI_FLAG(MOEI_C, router_bias, "the linear score has a bias"), \
+    MOEI_INT(MOEI_C, cosine_dim, 1, MOE_MAX_WIDTH, "rows of the cosine score's projection"), \
+    MOEI_FLAG(MOEI_C, cosine_keep_length, "the token's length stays in the cosine score"), \
+    MOEI_FLAG(MOEI_C, cosine_learn_tau, "the cosine score's temperature is learned"), \
+    MOEI_REAL(MOEI_C, cosine_tau, 1e-6, 1e6, "the cosine score's temperature"), \
+    MOEI_CHOICE(MOEI_C, norm_node, MOE_NODE_COUNT, moei_node_names, "the activation that the norm score reads"), \
+    MOEI_CHOICE(MOEI_C, norm_order, MOE_NORM_COUNT, moei_norm_names, "the norm of the norm score"), \
+    MOEI_INT(MOEI_C, router_hidden, 1, MOE_MAX_WIDTH, "hidden width of the mlp score"), \
+    MOEI_CHOICE(MOEI_C, router_act, MOE_ACT_COUNT, moei_act_names, "activation of the mlp score"), \
+    MOEI_CHOICE(MOEI_C, gate, MOE_GATE_COUNT, moei_gate_names, "logits to gate values"), \
+    MOEI_REAL(MOEI_C, gate_temperature, 1e-6, 1e6, "temperature of the gates softmax and sigmoid"), \
+    MOEI_CHOICE(MOEI_C, select, MOE_SELECT_COUNT, moei_select_names, "which experts a token takes"), \
+    MOEI_FLAG(MOEI_C, selection_bias, "a state tensor is added for selection only"), \
+    MOEI_CHOICE(MOEI_C, weight, MOE_WEIGHT_COUNT, moei_weight_names, "combine weights"), \
+    MOEI_REAL(MOEI_C, weight_p, 0.125, 64, "P of the weight p_norm"), \
+    MOEI_REAL(MOEI_C, sparsemixer_eps, 1e-6, 10, "eps of the weight sparsemixer"), \
+    MOEI_FLAG(MOEI_C, expert_scale, "a learned factor per expert on the weights"), \
+    MOEI_REAL(MOEI_C, scale, -1e6, 1e6, "a constant factor on the weights, last of all"), \
+    MOEI_CHOICE(MOEI_C, apply_to, MOE_APPLY_COUNT, moei_apply_names, "where the weight is applied"), \
+    MOEI_REAL(MOEI_C, loss_balance, 0, 1e6, "factor of the balance loss"), \
+    MOEI_CHOICE(MOEI_C, balance_over, MOE_BALANCE_COUNT, moei_balance_names, "what the balance loss counts"), \
+    MOEI_CHOICE(MOEI_C, balance_scope, MOE_SCOPE_COUNT, moei_scope_names, "balance over the batch or per sequence"), \
+    MOEI_REAL(MOEI_C, loss_z, 0, 1e6, "factor of the z loss"), \
+    MOEI_REAL(MOEI_C, loss_importance, 0, 1e6, "factor of the importance loss"), \
+    MOEI_CHOICE(MOEI_C, importance_over, MOE_IMPORTANCE_COUNT, moei_importance_names, "what the importance loss sums"), \
+    MOEI_FLAG(MOEI_C, unbiased, "unbiased variance in the importance loss"), \
+    MOEI_REAL(MOEI_C, loss_entropy, 0, 1e6, "factor of the entropy loss"), \
+    MOEI_FLAG(MOEI_C, untrained, "accept a router that no gradient reaches")
+
+static const moe_field moei_router_fields[] = {MOEI_ROUTER_FIELDS, MOEI_FIELDS_END};
+
+const moe_field *moe_router_fields(void) { return moei_router_fields; }
+
+/* ==== stages: one table row per value of a field ========================================================================== */
+
+/* All that the stages of one call share. The gradients are there in the backward pass only. */
+typedef struct moei_pass {
+    const moe_router *router;
+    const moe_router_config *c;
+    const moe_call *call;
+    moe_routing *r;
+    size_t n, experts, d;
+    moe_real *const *d_tensors;
+    moe_real *d_nodes;
+} moei_pass;
+
+static int moei_is_real(const moe_call *call, size_t t) { return call->mask == NULL || call->mask[t] != 0; }
+
+/* ---- score: u -> z -------------------------------------------------------------------------------------------------------- */
+
+static const moe_real *moei_tensor(const moei_pass *s, int slot) { return s->router->tensors[slot]; }
+
+MOEI_TOOL moe_real *moei_gradient(const moei_pass *s, int slot) { return s->d_tensors != NULL ? s->d_tensors[slot] : NULL; }
+
+static size_t moei_router_hidden(const moe_router_config *c) { return (size_t)(c->router_hidden > 0 ? c->router_hidden : c->d_model); }
+
+/* out[n,m] = in[n,k] W[m,k]^T + bias */
+static void moei_affine(const moe_kernels *k, size_t n, size_t m, size_t inner, const moe_real *in, const moe_real *w, const moe_real *bias,
+                        moe_real *out) {
+    size_t t;
+    moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, n, m, inner, in, inner, w, inner, out, m, 0);
+    if (bias == NULL) return;
+    for (t = 0; t < n; t++) moe_axpy(k, m, MOEI_R(1.0), bias, out + t * m);
+}
+
+static void moei_score_linear(moei_pass *s) {
+    moei_affine(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_WEIGHT), moei_tensor(s, MOE_ROUTER_BIAS),
+                s->r->logits);
+}
+
+static void moei_score_mlp(moei_pass *s) {
+    const moe_kernels *k = s->router->kernels;
+    size_t h = moei_router_hidden(s->c);
+    moei_affine(k, s->n, h, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_FC1_WEIGHT), moei_tensor(s, MOE_ROUTER_FC1_BIAS), s->r->hidden);
+    moe_activate(k, s->c->router_act, s->n * h, s->r->hidden, s->r->hidden_act);
+    moei_affine(k, s->n, s->experts, h, s->r->hidden_act, moei_tensor(s, MOE_ROUTER_FC2_WEIGHT), moei_tensor(s, MOE_ROUTER_FC2_BIAS),
+                s->r->logits);
+}
+
+/* The width in which the cosine score compares, and the projected tokens. */
+static size_t moei_cosine_width(const moei_pass *s) { return s->c->cosine_dim > 0 ? (size_t)s->c->cosine_dim : s->d; }
+
+static const moe_real *moei_cosine_tokens(const moei_pass *s) { return s->c->cosine_dim > 0 ? s->r->hidden : s->r->u; }
+
+/* 1/|v|, or 0 for a vector shorter than 1e-12: it then has cosine 0 and passes no gradient. */
+static moe_real moei_inverse_length(const moe_real *v, size_t n) {
+    moe_real largest = MOEI_R(0.0), sum = MOEI_R(0.0), length;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        moe_real a = MOEI_F(fabs)(v[i]);
+        if (a > largest) largest = a;
+    }
+    if (!(largest > MOEI_R(0.0))) return MOEI_R(0.0);
+    /* scaled, so that short vectors do not underflow when squared */
+    for (i = 0; i < n; i++) sum += (v[i] / largest) * (v[i] / largest);
+    length = largest * MOEI_F(sqrt)(sum);
+    return length < MOEI_R(1e-12) ? MOEI_R(0.0) : MOEI_R(1.0) / length;
+}
+
+static moe_real moei_tau(const moei_pass *s) {
+    return s->c->cosine_learn_tau ? moei_tensor(s, MOE_ROUTER_TEMPERATURE)[0] : s->c->cosine_tau;
+}
+
+static void moei_score_cosine(moei_pass *s) {
+    const moe_kernels *k = s->router->kernels;
+    size_t width = moei_cosine_width(s), t, e;
+    const moe_real *v = moei_cosine_tokens(s), *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
+    moe_real *token_inverse = s->r->lengths, *expert_inverse = s->r->lengths + s->n, over_tau = MOEI_R(1.0) / moei_tau(s);
+    if (s->c->cosine_dim > 0) moei_affine(k, s->n, width, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_PROJECTION), NULL, s->r->hidden);
+    for (t = 0; t < s->n; t++) token_inverse[t] = s->c->cosine_keep_length ? MOEI_R(1.0) : moei_inverse_length(v + t * width, width);
+    for (e = 0; e < s->experts; e++) expert_inverse[e] = moei_inverse_length(w + e * width, width);
+    moei_affine(k, s->n, s->experts, width, v, w, NULL, s->r->logits);
+    for (t = 0; t < s->n; t++)
+        for (e = 0; e < s->experts; e++) s->r->logits[t * s->experts + e] *= token_inverse[t] * expert_inverse[e] * over_tau;
+}
+
+/* The norm of one activation; for linf, *at is the first place that reaches it. */
+static moe_real moei_vector_norm(int order, const moe_real *v, size_t n, size_t *at) {
+    moe_real largest = MOEI_R(0.0), sum = MOEI_R(0.0);
+    size_t i;
+    *at = 0;
+    for (i = 0; i < n; i++) {
+        moe_real a = MOEI_F(fabs)(v[i]);
+        if (a > largest) largest = a, *at = i;
+        sum += a;
+    }
+    if (!moe_is_finite(sum)) return sum;
+    if (order == MOE_NORM_LINF) return largest;
+    if (order == MOE_NORM_L1 || !(largest > MOEI_R(0.0))) return sum;
+    for (i = 0, sum = MOEI_R(0.0); i < n; i++) sum += (v[i] / largest) * (v[i] / largest);
+    return largest * MOEI_F(sqrt)(sum);
+}
+
+static void moei_score_norm(moei_pass *s) {
+    size_t width = s->call->node_width, t, e, at;
+    for (e = 0; e < s->experts; e++)
+        for (t = 0; t < s->n; t++)
+            s->r->logits[t * s->experts + e] = moei_vector_norm(s->c->norm_order, s->call->nodes + (e * s->n + t) * width, width, &at);
+}
+
+#ifndef MOE_NO_TRAIN
+
+/* The backward pass of moei_affine: d_in += d_out W (d_in may be NULL), dW += d_out^T in, d_bias += column sums. */
+static void moei_affine_backward(const moe_kernels *k, size_t n, size_t m, size_t inner, const moe_real *in, const moe_real *w,
+                                 const moe_real *d_out, moe_real *d_in, moe_real *d_w, moe_real *d_bias) {
+    size_t t;
+    if (d_in != NULL) moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, n, inner, m, d_out, m, w, inner, d_in, inner, 1);
+    if (d_w != NULL) moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, m, inner, n, d_out, m, in, inner, d_w, inner, 1);
+    if (d_bias == NULL) return;
+    for (t = 0; t < n; t++) moe_axpy(k, m, MOEI_R(1.0), d_out + t * m, d_bias);
+}
+
+static void moei_score_linear_backward(moei_pass *s) {
+    moei_affine_backward(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_WEIGHT), s->r->d_logits, s->r->d_input,
+                         moei_gradient(s, MOE_ROUTER_WEIGHT), moei_gradient(s, MOE_ROUTER_BIAS));
+}
+
+/* Frozen: the gradient passes through to the input and stops at the weights. */
+static void moei_score_random_backward(moei_pass *s) {
+    moei_affine_backward(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_WEIGHT), s->r->d_logits, s->r->d_input,
+                         NULL, NULL);
+}
+
+static void moei_score_mlp_backward(moei_pass *s) {
+    const moe_kernels *k = s->router->kernels;
+    size_t h = moei_router_hidden(s->c);
+    memset(s->r->d_hidden, 0, s->n * h * sizeof(moe_real));
+    moei_affine_backward(k, s->n, s->experts, h, s->r->hidden_act, moei_tensor(s, MOE_ROUTER_FC2_WEIGHT), s->r->d_logits, s->r->d_hidden,
+                         moei_gradient(s, MOE_ROUTER_FC2_WEIGHT), moei_gradient(s, MOE_ROUTER_FC2_BIAS));
+    moe_activate_backward(k, s->c->router_act, s->n * h, s->r->hidden, s->r->d_hidden, s->r->d_hidden);
+    moei_affine_backward(k, s->n, h, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_FC1_WEIGHT), s->r->d_hidden, s->r->d_input,
+                         moei_gradient(s, MOE_ROUTER_FC1_WEIGHT), moei_gradient(s, MOE_ROUTER_FC1_BIAS));
+}
+
+/* With a = 1/|v_t|, b = 1/|W_e|, z = a b (v . W) / tau:
+     dv_t = sum_e dz (a b W_e / tau - a^2 z v_t)    dW_e = sum_t dz (a b v_t / tau - b^2 z W_e)    dtau = - sum dz z / tau
+   (cosine_keep_length: a = 1 and the term in a^2 is absent). */
+static void moei_score_cosine_backward(moei_pass *s) {
+    const moe_kernels *k = s->router->kernels;
+    size_t width = moei_cosine_width(s), t, e;
+    const moe_real *v = moei_cosine_tokens(s), *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
+    const moe_real *a = s->r->lengths, *b = s->r->lengths + s->n;
+    moe_real tau = moei_tau(s), d_tau = MOEI_R(0.0), *d_v = s->c->cosine_dim > 0 ? s->r->d_hidden : s->r->d_input;
+    moe_real *d_w = moei_gradient(s, MOE_ROUTER_WEIGHT);
+    if (s->c->cosine_dim > 0) memset(d_v, 0, s->n * width * sizeof(moe_real));
+    for (t = 0; t < s->n; t++) {
+        moe_real along = MOEI_R(0.0);
+        for (e = 0; e < s->experts; e++) {
+            moe_real *dz = s->r->d_logits + t * s->experts + e, dz_z = *dz * s->r->logits[t * s->experts + e];
+            if (d_w != NULL) moe_axpy(k, width, -(dz_z * b[e] * b[e]), w + e * width, d_w + e * width);
+            along += dz_z;
+            *dz *= a[t] * b[e] / tau;
+        }
+        d_tau -= along / tau;
+        if (!s->c->cosine_keep_length) moe_axpy(k, width, -(along * a[t] * a[t]), v + t * width, d_v + t * width);
+    }
+    moei_affine_backward(k, s->n, s->experts, width, v, w, s->r->d_logits, d_v, d_w, NULL);
+    if (s->c->cosine_learn_tau && moei_gradient(s, MOE_ROUTER_TEMPERATURE) != NULL) moei_gradient(s, MOE_ROUTER_TEMPERATURE)[0] += d_tau;
+    if (s->c->cosine_dim > 0)
+        moei_affine_backward(k, s->n, width, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_PROJECTION), d_v, s->r->d_input,
+                             moei_gradient(s, MOE_ROUTER_PROJECTION), NULL);
+}
+
+/* d|c| is c/|c| (l2, 0 at 0), sign c (l1), sign of the first largest entry (linf). */
+static void moei_score_norm_slope(int order, const moe_real *v, size_t n, moe_real dz, moe_real *d_v) {
+    size_t i, at;
+    moe_real norm = moei_vector_norm(order, v, n, &at);
+    if (!(norm > MOEI_R(0.0))) return;
+    if (order == MOE_NORM_L2)
+        for (i = 0; i < n; i++) d_v[i] += dz * (v[i] / norm);
+    else if (order == MOE_NORM_L1)
+        for (i = 0; i < n; i++) d_v[i] += v[i] > MOEI_R(0.0) ? dz : v[i] < MOEI_R(0.0) ? -dz : MOEI_R(0.0);
+    else
+        d_v[at] += v[at] > MOEI_R(0.0) ? dz : -dz;
+}
+
+static void moei_score_norm_backward(moei_pass *s) {
+    size_t width = s->call->node_width, t, e, row;
+    if (s->d_nodes == NULL) return;
+    for (e = 0; e < s->experts; e++)
+        for (t = 0; t < s->n; t++) {
+            if (!moei_is_real(s->call, t)) continue;
+            row = (e * s->n + t) * width;
+            moei_score_norm_slope(s->c->norm_order, s->call->nodes + row, width, s->r->d_logits[t * s->experts + e], s->d_nodes + row);
+        }
+}
+
+#define MOEI_BACKWARD(f) f
+#else
+#define MOEI_BACKWARD(f) NULL
+#endif
+
+typedef struct moei_score {
+    void (*forward)(moei_pass *s);
+    void (*backward)(moei_pass *s);
+    unsigned traits;    /* beyond causal */
+    int has_parameters; /* of its own, that training changes */
+} moei_score;
+
+static const moei_score moei_scores[MOE_SCORE_COUNT] = {
+    /* linear */ {moei_score_linear, MOEI_BACKWARD(moei_score_linear_backward), 0, 1},
+    /* random */ {moei_score_linear, MOEI_BACKWARD(moei_score_random_backward), 0, 0},
+    /* mlp    */ {moei_score_mlp, MOEI_BACKWARD(moei_score_mlp_backward), 0, 1},
+    /* cosine */ {moei_score_cosine, MOEI_BACKWARD(moei_score_cosine_backward), 0, 1},
+    /* norm   */ {moei_score_norm, MOEI_BACKWARD(moei_score_norm_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 0}};
+
+/* ---- gate: z -> r, one row of E values -------------------------------------------------------------------------------------- */
+
+static void moei_gate_softmax(const moei_pass *s, const moe_real *z, moe_real *r) {
+    moe_softmax(s->router->kernels, s->experts, z, s->c->gate_temperature, r);
+}
+
+static void moei_gate_sigmoid(const moei_pass *s, const moe_real *z, moe_real *r) {
+    size_t e;
+    for (e = 0; e < s->experts; e++) r[e] = moe_sigmoid(z[e] / s->c->gate_temperature);
+}
+
+static void moei_gate_sqrt_softplus(const moei_pass *s, const moe_real *z, moe_real *r) {
+    size_t e;
+    for (e = 0; e < s->experts; e++) r[e] = MOEI_F(sqrt)(moe_softplus(z[e]));
+}
+
+static void moei_gate_relu(const moei_pass *s, const moe_real *z, moe_real *r) {
+    size_t e;
+    for (e = 0; e < s->experts; e++) r[e] = z[e] > MOEI_R(0.0) ? z[e] : MOEI_R(0.0);
+}
+
+static void moei_gate_identity(const moei_pass *s, const moe_real *z, moe_real *r) { memcpy(r, z, s->experts * sizeof(moe_real)); }
+
+#ifndef MOE_NO_TRAIN
+
+static void moei_gate_softmax_backward(const moei_pass *s, const moe_real *z, const moe_real *r, const moe_real *dr, moe_real *dz) {
+    (void)z;
+    moe_softmax_backward(s->experts, r, dr, s->c->gate_temperature, dz);
+}
+
+static void moei_gate_sigmoid_backward(const moei_pass *s, const moe_real *z, const moe_real *r, const moe_real *dr, moe_real *dz) {
+    size_t e;
+    (void)z;
+    for (e = 0; e < s->experts; e++) dz[e] += dr[e] * r[e] * (MOEI_R(1.0) - r[e]) / s->c->gate_temperature;
+}
+
+static void moei_gate_sqrt_softplus_backward(const moei_pass *s, const moe_real *z, const moe_real *r, const moe_real *dr, moe_real *dz) {
+    size_t e;
+    for (e = 0; e < s->experts; e++)
+        if (r[e] > MOEI_R(0.0)) dz[e] += dr[e] * moe_sigmoid(z[e]) / (MOEI_R(2.0) * r[e]);
+}
+
+static void moei_gate_relu_backward(const moei_pass *s, const moe_real *z, const moe_real *r, const moe_real *dr, moe_real *dz) {
+    size_t e;
+    (void)r;
+    for (e = 0; e < s->experts; e++)
+        if (z[e] > MOEI_R(0.0)) dz[e] += dr[e];
+}
+
+static void moei_gate_identity_backward(const moei_pass *s, const moe_real *z, const moe_real *r, const moe_real *dr, moe_real *dz) {
+    (void)z, (void)r;
+    moe_axpy(s->router->kernels, s->experts, MOEI_R(1.0), dr, dz);
+}
+
+#endif
+
+typedef struct moei_gate {
+    void (*forward)(const moei_pass *s, const moe_real *z, moe_real *r);
+    void (*backward)(const moei_pass *s, const moe_real *z, const moe_real *r, const moe_real *dr, moe_real *dz);
+    int sums_to_one;
+    int select_by_logits; /* r rises with z but may saturate: the logits decide, and there are no ties */
+} moei_gate;
+
+static const moei_gate moei_gates[MOE_GATE_COUNT] = {
+    /* softmax       */ {moei_gate_softmax, MOEI_BACKWARD(moei_gate_softmax_backward), 1, 1},
+    /* sigmoid       */ {moei_gate_sigmoid, MOEI_BACKWARD(moei_gate_sigmoid_backward), 0, 1},
+    /* sqrt_softplus */ {moei_gate_sqrt_softplus, MOEI_BACKWARD(moei_gate_sqrt_softplus_backward), 0, 1},
+    /* relu          */ {moei_gate_relu, MOEI_BACKWARD(moei_gate_relu_backward), 0, 0},
+    /* identity      */ {moei_gate_identity, MOEI_BACKWARD(moei_gate_identity_backward), 0, 0}};
+
+/* ---- select: p, z -> S --------------------------------------------------------------------------------------------------------- */
+
+/* The K largest of the selection score: z where p rises with it and nothing is added, else p + b. */
+static moe_status moei_select_top_k(moei_pass *s) {
+    const moe_real *bias = moei_tensor(s, MOE_ROUTER_SELECTION_BIAS);
+    size_t t, e;
+    for (t = 0; t < s->n; t++) {
+        const moe_real *score = s->r->probabilities + t * s->experts;
+        if (!moei_is_real(s->call, t)) continue;
+        if (bias != NULL) {
+            for (e = 0; e < s->experts; e++) s->r->row[e] = score[e] + bias[e];
+            score = s->r->row;
+        } else if (moei_gates[s->c->gate].select_by_logits)
+            score = s->r->logits + t * s->experts;
+        s->r->n_choices[t] = (int32_t)moe_top_k(s->experts, score, (size_t)s->c->top_k, s->r->choices + t * s->r->max_choices);
+    }
+    return MOE_OK;
+}
+
+/* All experts, the best first (the rank of a choice follows p + b here as well). */
+static moe_status moei_select_dense(moei_pass *s) {
+    const moe_real *bias = moei_tensor(s, MOE_ROUTER_SELECTION_BIAS);
+    size_t t, e;
+    for (t = 0; t < s->n; t++) {
+        if (!moei_is_real(s->call, t)) continue;
+        for (e = 0; e < s->experts; e++) s->r->row[e] = s->r->probabilities[t * s->experts + e] + (bias != NULL ? bias[e] : MOEI_R(0.0));
+        s->r->n_choices[t] = (int32_t)moe_top_k(s->experts, s->r->row, s->experts, s->r->choices + t * s->r->max_choices);
+    }
+    return MOE_OK;
+}
+
+/* Replay: the caller's indices in their order; -1 leaves a place empty. */
+static moe_status moei_select_given(moei_pass *s) {
+    size_t t, i, j, k = (size_t)s->c->top_k;
+    if (s->call->given == NULL) return MOE_ERR_ARGUMENT;
+    for (t = 0; t < s->n; t++) {
+        int32_t *choices = s->r->choices + t * s->r->max_choices, count = 0;
+        if (!moei_is_real(s->call, t)) continue;
+        for (i = 0; i < k; i++) {
+            int32_t e = s->call->given[t * k + i];
+            if (e == -1) continue;
+            if (e < 0 || (size_t)e >= s->experts) return MOE_ERR_ARGUMENT;
+            for (j = 0; j < (size_t)count; j++)
+                if (choices[j] == e) return MOE_ERR_ARGUMENT;
+            choices[count++] = e;
+        }
+        s->r->n_choices[t] = count;
+    }
+    return MOE_OK;
+}
+
+typedef struct moei_select {
+    moe_status (*choose)(moei_pass *s);
+    int k_per_token; /* at most K choices per token; else up to E */
+    unsigned traits;
+} moei_select;
+
+static const moei_select moei_selects[MOE_SELECT_COUNT] = {
+    /* top_k */ {moei_select_top_k, 1, 0},
+    /* dense */ {moei_select_dense, 0, 0},
+    /* given */ {moei_select_given, 1, MOE_TRAIT_NEEDS_GIVEN}};
+
+/* ---- weight: one token's choices -> w -------------------------------------------------------------------------------------------- */
+
+/* One token: n choices at choice, z and p its rows of E values, w and dw indexed like choice. */
+typedef struct moei_token {
+    const moe_router_config *c;
+    const moe_kernels *kernels;
+    size_t experts, n;
+    const int32_t *choice;
+    const moe_real *z, *p;
+} moei_token;
+
+static moe_real moei_chosen_sum(const moei_token *k) {
+    moe_real sum = MOEI_R(0.0);
+    size_t i;
+    for (i = 0; i < k->n; i++) sum += k->p[k->choice[i]];
+    return sum;
+}
+
+/* x/y, where a zero denominator gives 0. */
+static moe_real moei_ratio(moe_real x, moe_real y) { return y < MOEI_R(0.0) || y > MOEI_R(0.0) ? x / y : MOEI_R(0.0); }
+
+static void moei_weight_sum(const moei_token *k, moe_real *w) {
+    moe_real sum = moei_chosen_sum(k);
+    size_t i;
+    for (i = 0; i < k->n; i++) w[i] = moei_ratio(k->p[k->choice[i]], sum);
+}
+
+static void moei_weight_softmax(const moei_token *k, moe_real *w) {
+    size_t i;
+    for (i = 0; i < k->n; i++) w[i] = k->z[k->choice[i]];
+    moe_softmax(k->kernels, k->n, w, MOEI_R(1.0), w);
+}
+
+static void moei_weight_raw(const moei_token *k, moe_real *w) {
+    size_t i;
+    for (i = 0; i < k->n; i++) w[i] = k->p[k->choice[i]];
+}
+
+/* (sum p^P)^(1/P); P = 1 is the plain sum, so that gates with negative values keep their signs. */
+static moe_real moei_p_norm(const moei_token *k) {
+    moe_real sum = MOEI_R(0.0), power = k->c->weight_p;
+    size_t i;
+    if (!(power < MOEI_R(1.0)) && !(power > MOEI_R(1.0))) return moei_chosen_sum(k);
+    for (i = 0; i < k->n; i++) sum += MOEI_F(pow)(MOEI_F(fabs)(k->p[k->choice[i]]), power);
+    return MOEI_F(pow)(sum, MOEI_R(1.0) / power);
+}
+
+static void moei_weight_p_norm(const moei_token *k, moe_real *w) {
+    moe_real norm = moei_p_norm(k);
+    size_t i;
+    for (i = 0; i < k->n; i++) w[i] = moei_ratio(k->p[k->choice[i]], norm);
+}
+
+static void moei_weight_uniform(const moei_token *k, moe_real *w) {
+    size_t i;
+    for (i = 0; i < k->n; i++) w[i] = MOEI_R(1.0) / (moe_real)k->n;
+}
+
+static void moei_weight_one(const moei_token *k, moe_real *w) {
+    size_t i;
+    for (i = 0; i < k->n; i++) w[i] = MOEI_R(1.0);
+}
+
+/* Whether expert e still stands when choice number pick is made: not picked before and within 2 eps of the best. */
+static int moei_sparsemixer_stays(const moei_token *k, size_t pick, size_t e) {
+    moe_real best = k->z[k->choice[pick]], z = k->z[e], size = MOEI_F(fabs)(z) > best ? MOEI_F(fabs)(z) : best;
+    size_t i;
+    for (i = 0; i < pick; i++)
+        if ((size_t)k->choice[i] == e) return 0;
+    return moei_ratio(best - z, size) <= MOEI_R(2.0) * k->c->sparsemixer_eps;
+}
+
+static void moei_weight_sparsemixer(const moei_token *k, moe_real *w) {
+    size_t i, e;
+    for (i = 0; i < k->n; i++) {
+        moe_real sum = MOEI_R(0.0), best = k->z[k->choice[i]];
+        for (e = 0; e < k->experts; e++)
+            if (moei_sparsemixer_stays(k, i, e)) sum += MOEI_F(exp)(k->z[e] - best);
+        w[i] = MOEI_R(1.0) / sum;
+    }
+}
+
+#ifndef MOE_NO_TRAIN
+
+static void moei_weight_sum_backward(const moei_token *k, const moe_real *w, const moe_real *dw, moe_real *dz, moe_real *dp) {
+    moe_real sum = moei_chosen_sum(k), dot = moe_dot(NULL, k->n, w, dw);
+    size_t i;
+    (void)dz;
+    for (i = 0; i < k->n; i++) dp[k->choice[i]] += moei_ratio(dw[i] - dot, sum);
+}
+
+static void moei_weight_softmax_backward(const moei_token *k, const moe_real *w, const moe_real *dw, moe_real *dz, moe_real *dp) {
+    moe_real dot = moe_dot(NULL, k->n, w, dw);
+    size_t i;
+    (void)dp;
+    for (i = 0; i < k->n; i++) dz[k->choice[i]] += w[i] * (dw[i] - dot);
+}
+
+static void moei_weight_raw_backward(const moei_token *k, const moe_real *w, const moe_real *dw, moe_real *dz, moe_real *dp) {
+    size_t i;
+    (void)w, (void)dz;
+    for (i = 0; i < k->n; i++) dp[k->choice[i]] += dw[i];
+}
+
+/* dp_i = dw_i / m - (sum_j dw_j w_j) dm/dp_i / m with dm/dp_i = |w_i|^(P-1) sign p_i (1 for P = 1) */
+static void moei_weight_p_norm_backward(const moei_token *k, const moe_real *w, const moe_real *dw, moe_real *dz, moe_real *dp) {
+    moe_real norm = moei_p_norm(k), dot = moe_dot(NULL, k->n, w, dw), power = k->c->weight_p;
+    size_t i;
+    (void)dz;
+    for (i = 0; i < k->n; i++) {
+        moe_real slope = MOEI_R(1.0);
+        if (power > MOEI_R(1.0) || power < MOEI_R(1.0)) {
+            slope = w[i] < MOEI_R(0.0) || w[i] > MOEI_R(0.0) ? MOEI_F(pow)(MOEI_F(fabs)(w[i]), power - MOEI_R(1.0)) : MOEI_R(0.0);
+            if (w[i] < MOEI_R(0.0)) slope = -slope;
+        }
+        dp[k->choice[i]] += moei_ratio(dw[i] - dot * slope, norm);
+    }
+}
+
+static void moei_weight_constant_backward(const moei_token *k, const moe_real *w, const moe_real *dw, moe_real *dz, moe_real *dp) {
+    (void)k, (void)w, (void)dw, (void)dz, (void)dp;
+}
+
+static void moei_weight_sparsemixer_backward(const moei_token *k, const moe_real *w, const moe_real *dw, moe_real *dz, moe_real *dp) {
+    size_t i, e;
+    (void)dp;
+    for (i = 0; i < k->n; i++) {
+        moe_real best = k->z[k->choice[i]];
+        for (e = 0; e < k->experts; e++)
+            if (moei_sparsemixer_stays(k, i, e)) dz[e] -= dw[i] * w[i] * w[i] * MOEI_F(exp)(k->z[e] - best);
+        dz[k->choice[i]] += dw[i] * w[i];
+    }
+}
+
+#endif
+
+typedef struct moei_weight {
+    void (*forward)(const moei_token *k, moe_real *w);
+    void (*backward)(const moei_token *k, const moe_real *w, const moe_real *dw, moe_real *dz, moe_real *dp);
+    int constant_for_one; /* with one choice the weight is 1 whatever the logits */
+} moei_weight;
+
+static const moei_weight moei_weights[MOE_WEIGHT_COUNT] = {
+    /* sum         */ {moei_weight_sum, MOEI_BACKWARD(moei_weight_sum_backward), 1},
+    /* softmax     */ {moei_weight_softmax, MOEI_BACKWARD(moei_weight_softmax_backward), 1},
+    /* raw         */ {moei_weight_raw, MOEI_BACKWARD(moei_weight_raw_backward), 0},
+    /* p_norm      */ {moei_weight_p_norm, MOEI_BACKWARD(moei_weight_p_norm_backward), 1},
+    /* uniform     */ {moei_weight_uniform, MOEI_BACKWARD(moei_weight_constant_backward), 0},
+    /* one         */ {moei_weight_one, MOEI_BACKWARD(moei_weight_constant_backward), 0},
+    /* sparsemixer */ {moei_weight_sparsemixer, MOEI_BACKWARD(moei_weight_sparsemixer_backward), 0}};
+
+/* ---- losses: value and gradient; counts and f are constants -------------------------------------------------------------------------- */
+
+#ifndef MOE_NO_TRAIN
+
+/* sum of the row when the balance loss must normalise it first, else 1; 0 means that the row counts nothing. */
+static moe_real moei_row_mass(const moei_pass *s, const moe_real *p) {
+    moe_real sum = MOEI_R(0.0);
+    size_t e;
+    if (moei_gates[s->c->gate].sums_to_one) return MOEI_R(1.0);
+    for (e = 0; e < s->experts; e++) sum += p[e];
+    return sum;
+}
+
+/* f_e of the tokens [from, to) into f; returns how many of them are real. */
+static size_t moei_balance_shares(const moei_pass *s, size_t from, size_t to, moe_real *f) {
+    size_t t, e, i, real = 0;
+    moe_real total = MOEI_R(0.0);
+    for (e = 0; e < s->experts; e++) f[e] = MOEI_R(0.0);
+    for (t = from; t < to; t++) {
+        size_t n = (size_t)s->r->n_choices[t];
+        if (!moei_is_real(s->call, t)) continue;
+        real++;
+        if (s->c->balance_over == MOE_BALANCE_FIRST && n > 1) n = 1;
+        for (i = 0; i < n; i++) f[s->r->choices[t * s->r->max_choices + i]] += MOEI_R(1.0);
+        total += (moe_real)n;
+    }
+    if (s->c->balance_over == MOE_BALANCE_TOKENS) total = (moe_real)real;
+    for (e = 0; e < s->experts; e++) f[e] = moei_ratio(f[e], total);
+    return real;
+}
+
+static size_t moei_sequence_count(const moe_call *call) { return call->sequences != NULL ? call->n_sequences : 1; }
+
+static void moei_sequence(const moe_call *call, size_t i, size_t *from, size_t *to) {
+    *from = call->sequences != NULL ? (size_t)call->sequences[i] : 0;
+    *to = call->sequences != NULL ? (size_t)call->sequences[i + 1] : call->n_tokens;
+}
+
+/* The balance loss of the tokens [from, to), without its factor; adds factor times its gradient when d_p is there. */
+static moe_real moei_balance_part(const moei_pass *s, size_t from, size_t to, moe_real factor, moe_real *d_p) {
+    moe_real *f = s->r->row, sum = MOEI_R(0.0), scale;
+    size_t t, e, real = moei_balance_shares(s, from, to, f);
+    if (real == 0) return MOEI_R(0.0);
+    scale = (moe_real)s->experts / (moe_real)real;
+    for (t = from; t < to; t++) {
+        const moe_real *p = s->r->probabilities + t * s->experts;
+        moe_real mass, inner = MOEI_R(0.0);
+        if (!moei_is_real(s->call, t)) continue;
+        mass = moei_row_mass(s, p);
+        for (e = 0; e < s->experts; e++) inner += f[e] * p[e];
+        inner = moei_ratio(inner, mass);
+        sum += inner;
+        if (d_p == NULL) continue;
+        for (e = 0; e < s->experts; e++) /* d(p_e / sum p) */
+            d_p[t * s->experts + e] += factor * scale * moei_ratio(f[e] - (moei_gates[s->c->gate].sums_to_one ? MOEI_R(0.0) : inner), mass);
+    }
+    return scale * sum;
+}
+
+static moe_real moei_loss_balance(moei_pass *s, moe_real factor, int backward) {
+    moe_real *d_p = backward ? s->r->d_probabilities : NULL, sum = MOEI_R(0.0);
+    size_t i, from, to, parts = 0, n = moei_sequence_count(s->call), t;
+    if (s->c->balance_scope == MOE_SCOPE_BATCH) return factor * moei_balance_part(s, 0, s->n, factor, d_p);
+    for (i = 0; i < n; i++) { /* sequences of padding alone do not count */
+        moei_sequence(s->call, i, &from, &to);
+        for (t = from; t < to && !moei_is_real(s->call, t);) t++;
+        parts += t < to;
+    }
+    if (parts == 0) return MOEI_R(0.0);
+    for (i = 0; i < n; i++) {
+        moei_sequence(s->call, i, &from, &to);
+        sum += moei_balance_part(s, from, to, factor / (moe_real)parts, d_p);
+    }
+    return factor * sum / (moe_real)parts;
+}
+
+static moe_real moei_loss_z(moei_pass *s, moe_real factor, int backward) {
+    moe_real sum = MOEI_R(0.0), over_n = MOEI_R(1.0) / (moe_real)s->r->n_real;
+    size_t t, e;
+    for (t = 0; t < s->n; t++) {
+        const moe_real *z = s->r->logits + t * s->experts;
+        moe_real lse;
+        if (!moei_is_real(s->call, t)) continue;
+        lse = moe_log_sum_exp(s->experts, z);
+        sum += lse * lse;
+        if (!backward) continue;
+        for (e = 0; e < s->experts; e++) s->r->d_logits[t * s->experts + e] += factor * over_n * MOEI_R(2.0) * lse * MOEI_F(exp)(z[e] - lse);
+    }
+    return factor * sum * over_n;
+}
+
+/* What the importance loss sums: p, the gate or the weights of one token, and where its gradient goes. */
+static moe_real *moei_importance_row(const moei_pass *s, size_t t, moe_real *values) {
+    const moe_routing *r = s->r;
+    size_t e, i;
+    if (s->c->importance_over != MOE_IMPORTANCE_WEIGHTS) {
+        int gate = s->c->importance_over == MOE_IMPORTANCE_GATE;
+        memcpy(values, (gate ? r->gate : r->probabilities) + t * s->experts, s->experts * sizeof(moe_real));
+        return gate ? r->d_gate : r->d_probabilities;
+    }
+    for (e = 0; e < s->experts; e++) values[e] = MOEI_R(0.0);
+    for (i = 0; i < (size_t)r->n_choices[t]; i++)
+        values[r->choices[t * r->max_choices + i]] = r->section_weights[t * r->max_choices + i];
+    return r->d_weights;
+}
+
+/* w CV^2 of I_e = sum_t v_te. Deviations are taken from I_0 first, so that they are exactly 0 at balance. */
+static moe_real moei_loss_importance(moei_pass *s, moe_real factor, int backward) {
+    moe_real *load = s->r->row, *values = load + s->experts, *target = NULL, mean = MOEI_R(0.0), variance = MOEI_R(0.0), base, freedom;
+    size_t t, e, count = s->experts;
+    if (count < 2) return MOEI_R(0.0);
+    for (e = 0; e < count; e++) load[e] = MOEI_R(0.0);
+    for (t = 0; t < s->n; t++) {
+        if (!moei_is_real(s->call, t)) continue;
+        target = moei_importance_row(s, t, values);
+        for (e = 0; e < count; e++) load[e] += values[e];
+    }
+    base = load[0];
+    for (e = 0; e < count; e++) load[e] -= base, mean += load[e];
+    mean /= (moe_real)count;
+    for (e = 0; e < count; e++) load[e] -= mean, variance += load[e] * load[e];
+    mean += base;
+    freedom = s->c->unbiased ? (moe_real)(count - 1) : (moe_real)count;
+    variance /= freedom;
+    if (!(mean < MOEI_R(0.0)) && !(mean > MOEI_R(0.0))) return MOEI_R(0.0);
+    if (backward) {
+        for (e = 0; e < count; e++)
+            load[e] = factor * MOEI_R(2.0) / (mean * mean) * (load[e] / freedom - variance / (mean * (moe_real)count));
+        for (t = 0; t < s->n; t++)
+            if (moei_is_real(s->call, t)) moe_axpy(s->router->kernels, count, MOEI_R(1.0), load, target + t * count);
+    }
+    return factor * variance / (mean * mean);
+}
+
+/* gamma mean_t H(p_t); 0 ln 0 = 0 with derivative 0. */
+static moe_real moei_loss_entropy(moei_pass *s, moe_real factor, int backward) {
+    moe_real sum = MOEI_R(0.0), over_n = MOEI_R(1.0) / (moe_real)s->r->n_real;
+    size_t t, e;
+    for (t = 0; t < s->n; t++) {
+        if (!moei_is_real(s->call, t)) continue;
+        for (e = 0; e < s->experts; e++) {
+            moe_real p = s->r->probabilities[t * s->experts + e], log_p;
+            if (!(p > MOEI_R(0.0))) continue;
+            log_p = MOEI_F(log)(p);
+            sum -= p * log_p;
+            if (backward) s->r->d_probabilities[t * s->experts + e] -= factor * over_n * (log_p + MOEI_R(1.0));
+        }
+    }
+    return factor * sum * over_n;
+}
+
+#endif
+
+typedef struct moei_loss {
+    const char *name;
+    size_t factor; /* place of the factor in the configuration */
+    moe_real (*value)(moei_pass *s, moe_real factor, int backward);
+} moei_loss;
+
+static const moei_loss moei_losses[MOE_LOSS_COUNT] = {
+    {"balance", offsetof(moe_router_config, loss_balance), MOEI_BACKWARD(moei_loss_balance)},
+    {"z", offsetof(moe_router_config, loss_z), MOEI_BACKWARD(moei_loss_z)},
+    {"importance", offsetof(moe_router_config, loss_importance), MOEI_BACKWARD(moei_loss_importance)},
+    {"entropy", offsetof(moe_router_config, loss_entropy), MOEI_BACKWARD(moei_loss_entropy)}};
+
+const char *moe_loss_name(int loss) { return loss >= 0 && loss < MOE_LOSS_COUNT ? moei_losses[loss].name : NULL; }
+
+MOEI_TOOL moe_real moei_loss_factor(const moe_router_config *c, int loss) {
+    moe_real factor;
+    memcpy(&factor, (const unsigned char *)c + moei_losses[loss].factor, sizeof factor);
+    return factor;
+}
+
+/* ==== the configuration as a whole ======================================================================================================= */
+
+static void moei_default(int *field, int value) {
+    if (*field == 0) *field = value;
+}
+
+static void moei_default_real(moe_real *field, moe_real value) {
+    if (!(*field < MOEI_R(0.0)) && !(*field > MOEI_R(0.0))) *field = value;
+}
+
+static void moei_router_defaults(moe_router_config *c) {
+    moei_default(&c->n_experts, 8);
+    moei_default(&c->top_k, c->n_experts < 2 ? 1 : 2);
+    moei_default_real(&c->cosine_tau, MOEI_R(1.0));
+    if (c->score == MOE_SCORE_MLP) moei_default(&c->router_hidden, c->d_model);
+    moei_default_real(&c->gate_temperature, MOEI_R(1.0));
+    moei_default_real(&c->weight_p, MOEI_R(1.0));
+    moei_default_real(&c->sparsemixer_eps, MOEI_R(0.01));
+    moei_default_real(&c->scale, MOEI_R(1.0));
+}
+
+/* Fields that clash: when the left one has its value, the right one must be 0 (or of the one value that works). */
+static moe_status moei_router_clashes(const moe_router_config *c, moe_error *error) {
+    if (c->top_k > c->n_experts)
+        return moei_error(error, MOE_ERR_CONFIG, "top_k = %d: must be at most n_experts = %d", c->top_k, c->n_experts);
+    if (c->weight == MOE_WEIGHT_SPARSEMIXER && c->select != MOE_SELECT_TOP_K)
+        return moei_error(error, MOE_ERR_CONFIG, "weight = sparsemixer goes only with select = top_k, not with select = %s", moei_select_names[c->select]);
+    if (c->weight == MOE_WEIGHT_SPARSEMIXER && c->selection_bias)
+        return moei_error(error, MOE_ERR_CONFIG, "weight = sparsemixer does not go with selection_bias = 1: its picks are made by the logits alone");
+    if (c->router_bias && c->score != MOE_SCORE_LINEAR && c->score != MOE_SCORE_RANDOM)
+        return moei_error(error, MOE_ERR_CONFIG, "router_bias = 1 does not go with score = %s: only linear and random have one", moei_score_names[c->score]);
+    if ((c->cosine_dim > 0 || c->cosine_keep_length || c->cosine_learn_tau) && c->score != MOE_SCORE_COSINE)
+        return moei_error(error, MOE_ERR_CONFIG, "%s is set but score = %s: it belongs to score = cosine",
+                          c->cosine_dim > 0 ? "cosine_dim" : c->cosine_keep_length ? "cosine_keep_length" : "cosine_learn_tau", moei_score_names[c->score]);
+    return MOE_OK;
+}
+
+moe_status moe_router_check(const moe_router_config *config, moe_router_config *out, moe_error *error) {
+    moe_router_config c;
+    moe_status status;
+    if (config == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "config must not be NULL");
+    c = *config;
+    if (c.d_model == 0) return moei_error(error, MOE_ERR_CONFIG, "d_model = 0: the width of a token must be set, 1 to %d", (int)MOE_MAX_WIDTH);
+    status = moei_fields_check(moei_router_fields, &c, error);
+    if (status != MOE_OK) return status;
+    moei_router_defaults(&c);
+    status = moei_router_clashes(&c, error);
+    if (status != MOE_OK) return status;
+    if (out != NULL) *out = c;
+    return MOE_OK;
+}
+
+#ifndef MOE_NO_TRAIN
+moe_status moe_router_check_training(const moe_router_config *config, moe_error *error) {
+    moe_router_config c;
+    int loss, reached = 0;
+    moe_status status = moe_router_check(config, &c, error);
+    if (status != MOE_OK) return status;
+    for (loss = 0; loss < MOE_LOSS_COUNT; loss++) reached |= moei_loss_factor(&c, loss) > MOEI_R(0.0);
+    if (c.untrained || reached || !moei_scores[c.score].has_parameters) return MOE_OK;
+    if (c.top_k == 1 && moei_selects[c.select].k_per_token && moei_weights[c.weight].constant_for_one)
+        return moei_error(error, MOE_ERR_CONFIG,
+                          "top_k = 1 with weight = %s: the weight is always 1, so the router would never learn; use weight = raw, a loss, or untrained = 1",
+                          moei_weight_names[c.weight]);
+    return MOE_OK;
+}
+#endif
+
+unsigned moe_router_traits(const moe_router_config *config) {
+    unsigned traits = 0;
+    if (config->score >= 0 && config->score < MOE_SCORE_COUNT) traits |= moei_scores[config->score].traits;
+    if (config->select >= 0 && config->select < MOE_SELECT_COUNT) traits |= moei_selects[config->select].traits;
+    if (config->selection_bias) traits |= MOE_TRAIT_STATEFUL;
+    if (!(traits & (MOE_TRAIT_NEEDS_BATCH | MOE_TRAIT_NEEDS_PREVIOUS_LAYER))) traits |= MOE_TRAIT_CAUSAL;
+    return traits;
+}
+
+const char *moe_trait_name(unsigned trait) {
+    static const char *const names[] = {"causal",         "needs_batch", "needs_token_ids", "needs_attention", "needs_previous_layer", "needs_all_experts",
+                                        "stochastic", "stateful",    "needs_given"};
+    size_t i;
+    for (i = 0; i < sizeof names / sizeof names[0]; i++)
+        if (trait == 1u << i) return names[i];
+    return NULL;
+}
+
+/* ==== presets ============================================================================================================================== */
+
+static const moe_preset moei_presets[] = {
+    {"smoe", "sparse_moe", "Shazeer et al. 2017, Outrageously large neural networks: the sparsely-gated mixture-of-experts layer",
+     "w = softmax over the top K logits", "n_experts=16 top_k=2 weight=softmax router_bias=1", ""},
+    {"glam", "", "Du et al. 2022, GLaM: efficient scaling of language models with mixture-of-experts", "smoe on every other layer",
+     "n_experts=16 top_k=2 weight=softmax", ""},
+    {"switch", "switch_transformer", "Fedus, Zoph, Shazeer 2022, Switch transformers", "w = p of the best expert; balance over first choices",
+     "n_experts=16 top_k=1 weight=raw loss_balance=0.01 balance_over=first", "expert=mlp act=relu"},
+    {"xmoe", "", "Chi et al. 2022, On the representation collapse of sparse mixture of experts",
+     "z = cos(P u, W_e) / tau, tau learned", "n_experts=16 top_k=2 score=cosine cosine_dim=8 cosine_learn_tau=1", ""},
+    {"xmoe_code", "", "the public program of Chi et al. 2022", "z = (P u) . W_e / |W_e| / tau: the token's length stays in",
+     "n_experts=16 top_k=2 score=cosine cosine_dim=8 cosine_keep_length=1 weight=softmax", ""},
+    {"smoe_dropout", "", "Chen et al. 2023, Sparse MoE as the new dropout", "smoe with a router that stays at its random start",
+     "n_experts=16 top_k=2 score=random weight=softmax", ""},
+    {"aoe", "autonomy_of_experts", "Lv et al. 2025, Autonomy-of-experts models", "z_e = |W_down,e x|, w = softmax over the top K",
+     "n_experts=8 top_k=2 score=norm norm_node=down weight=softmax loss_balance=0.01 balance_over=tokens", "expert=factorised"},
+    {"aoe_code", "", "the public program of Lv et al. 2025", "as aoe, w = softmax over all experts, not renormalised",
+     "n_experts=8 top_k=2 score=norm norm_node=down weight=raw loss_balance=0.01 balance_over=tokens", "expert=factorised"},
+    {"norm_routing", "", "Lv et al. 2025, Autonomy-of-experts models, preliminary study", "z_e = |f_e(x)| of existing experts",
+     "n_experts=8 top_k=2 score=norm norm_node=output weight=softmax", ""},
+    {"importance_gate", "", "interpretable mixture of experts: expectation model with the importance loss of Shazeer et al. 2017",
+     "y = sum over all experts of p_e f_e(x), p from a small network", "n_experts=8 score=mlp select=dense weight=raw loss_importance=0.4 unbiased=1",
+     "expert=mlp act=relu"},
+    {"mixtral", "", "Jiang et al. 2024, Mixtral of experts", "w = softmax over the top 2 logits of 8", "n_experts=8 top_k=2 weight=softmax", ""},
+    {"qwen2_moe", "", "Yang et al. 2024, Qwen2 technical report", "w = p of the top 8 of 64; a shared expert times sigmoid(s . x)",
+     "n_experts=64 top_k=8 weight=raw", "n_shared=1 shared_sigmoid=1"},
+    {"qwen3_moe", "", "Yang et al. 2025, Qwen3 technical report", "w = p / sum p over the top 8 of 128", "n_experts=128 top_k=8 weight=sum", ""},
+    {"olmoe", "", "Muennighoff et al. 2024, OLMoE: open mixture-of-experts language models", "w = p of the top 8 of 64; z loss, balance loss",
+     "n_experts=64 top_k=8 weight=raw loss_z=0.001 loss_balance=0.01", ""},
+    {"deepseek_v4", "", "DeepSeek-V4 as shipped, after its first three layers", "r = sqrt(softplus(z)), bias in selection only, w = 1.5 p / sum p over 6 of 256",
+     "n_experts=256 top_k=6 gate=sqrt_softplus selection_bias=1 weight=sum scale=1.5", "n_shared=1"},
+    {"llama4", "", "Llama 4 as shipped", "top 1, sigmoid(z) on the expert's input; a shared expert",
+     "n_experts=16 top_k=1 gate=sigmoid weight=raw apply_to=input", "n_shared=1"},
+    {"gpt_oss", "", "OpenAI 2025, gpt-oss model card", "w = softmax over the top 4 logits of 128, router bias", "n_experts=128 top_k=4 router_bias=1 weight=softmax", ""},
+    {"dbrx", "", "DBRX as shipped", "w = p / sum p over the top 4 of 16", "n_experts=16 top_k=4 weight=p_norm weight_p=1", ""},
+    {"grok1", "", "Grok-1 as shipped", "w = p of the top 2 of 8", "n_experts=8 top_k=2 weight=raw", ""},
+    {"phi35_moe", "", "Abdin et al. 2024, Phi-3 technical report; Liu et al. 2023, Sparse backpropagation for MoE training",
+     "two picks one after another, each with its softmax among near rivals", "n_experts=16 top_k=2 weight=sparsemixer", ""},
+    {"granite_moe", "", "Granite MoE as shipped", "w = softmax over the top 8 logits of 40", "n_experts=40 top_k=8 weight=softmax", ""},
+    {"minimax_m2", "", "MiniMax-M2 as shipped", "r = sigmoid(z), bias in selection only, w = p / sum p over 8 of 256",
+     "n_experts=256 top_k=8 gate=sigmoid selection_bias=1 weight=sum", ""},
+    {NULL, NULL, NULL, NULL, NULL, NULL}};
+
+const moe_preset *moe_presets(void) { return moei_presets; }
+
+/* Whether name is one of the words of a list separated by spaces. */
+static int moei_is_word_of(const char *name, const char *list) {
+    size_t n = strlen(name);
+    while (*list != '\0') {
+        size_t length = 0;
+        while (list[length] != '\0' && list[length] != ' ') length++;
+        if (length == n && n > 0 && memcmp(list, name, n) == 0) return 1;
+        list += length + (list[length] == ' ');
+    }
+    return 0;
+}
+
+const moe_preset *moe_preset_find(const char *name) {
+    const moe_preset *preset;
+    if (name == NULL) return NULL;
+    for (preset = moei_presets; preset->name != NULL; preset++)
+        if (strcmp(preset->name, name) == 0 || moei_is_word_of(name, preset->aliases)) return preset;
+    return NULL;
+}
+
+moe_status moe_router_preset(const char *name, moe_router_config *config, moe_error *error) {
+    const moe_preset *preset = moe_preset_find(name);
+    moe_router_config made;
+    moe_status status;
+    if (config == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "config must not be NULL");
+    if (preset == NULL) return moei_error(error, MOE_ERR_NOT_FOUND, "%s: there is no preset of this name; moe_presets lists them", name);
+    memset(&made, 0, sizeof made);
+    status = moe_fields_apply(moei_router_fields, &made, preset->router, error);
+    if (status == MOE_OK) *config = made;
+    return status;
+}
+
+/* ==== the router's tensors ================================================================================================================== */
+
+/* Fills in a slot of the given dimensions; 0 when its size does not fit size_t. */
+static int moei_slot_set(moe_slot *slot, int n_dims, size_t n0, size_t n1, size_t n2, unsigned flags, moe_real value, moe_real spread) {
+    slot->n_dims = n_dims;
+    slot->shape[0] = n0;
+    slot->shape[1] = n_dims > 1 ? n1 : 1;
+    slot->shape[2] = n_dims > 2 ? n2 : 1;
+    slot->shape[3] = 1;
+    slot->flags = flags;
+    slot->init_value = value;
+    slot->init_spread = spread;
+    return moei_mul(slot->shape[0], slot->shape[1], &slot->count) && moei_mul(slot->count, slot->shape[2], &slot->count);
+}
+
+/* A bias or gain: starts at one value, is not decayed. */
+static int moei_slot_vector(moe_slot *slot, size_t n, unsigned flags, moe_real value) {
+    return moei_slot_set(slot, 1, n, 1, 1, flags | (unsigned)MOE_PARAM_NO_DECAY, value, MOEI_R(0.0));
+}
+
+/* A matrix starts with the spread that keeps the size of what passes through it. */
+static int moei_slot_matrix(moe_slot *slot, size_t rows, size_t columns, unsigned flags) {
+    return moei_slot_set(slot, 2, rows, columns, 1, flags, MOEI_R(0.0), MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)columns));
+}
+
+moe_status moe_router_slot(const moe_router_config *c, int slot, moe_slot *out) {
+    static const char *const names[MOE_ROUTER_SLOTS] = {"router.weight",     "router.bias",       "router.projection", "router.temperature",
+                                                        "router.fc1.weight", "router.fc1.bias",   "router.fc2.weight", "router.fc2.bias",
+                                                        "router.selection_bias", "router.expert_scale"};
+    size_t d = (size_t)c->d_model, experts = (size_t)c->n_experts, hidden = moei_router_hidden(c);
+    int linear = c->score == MOE_SCORE_LINEAR || c->score == MOE_SCORE_RANDOM, cosine = c->score == MOE_SCORE_COSINE, mlp = c->score == MOE_SCORE_MLP;
+    unsigned flags = c->score == MOE_SCORE_RANDOM ? (unsigned)MOE_PARAM_FROZEN : (unsigned)MOE_PARAM_TRAINED;
+    moe_slot made;
+    int fits = -1; /* -1: not there */
+    memset(&made, 0, sizeof made);
+    switch (slot) {
+    case MOE_ROUTER_WEIGHT:
+        if (linear || cosine) fits = moei_slot_matrix(&made, experts, cosine && c->cosine_dim > 0 ? (size_t)c->cosine_dim : d, flags);
+        break;
+    case MOE_ROUTER_BIAS:
+        if (linear && c->router_bias) fits = moei_slot_vector(&made, experts, flags, MOEI_R(0.0));
+        break;
+    case MOE_ROUTER_PROJECTION:
+        if (cosine && c->cosine_dim > 0) fits = moei_slot_matrix(&made, (size_t)c->cosine_dim, d, MOE_PARAM_TRAINED);
+        break;
+    case MOE_ROUTER_TEMPERATURE:
+        if (cosine && c->cosine_learn_tau) fits = moei_slot_vector(&made, 1, MOE_PARAM_TRAINED, c->cosine_tau);
+        break;
+    case MOE_ROUTER_FC1_WEIGHT:
+        if (mlp) fits = moei_slot_matrix(&made, hidden, d, MOE_PARAM_TRAINED);
+        break;
+    case MOE_ROUTER_FC1_BIAS:
+        if (mlp) fits = moei_slot_vector(&made, hidden, MOE_PARAM_TRAINED, MOEI_R(0.0));
+        break;
+    case MOE_ROUTER_FC2_WEIGHT:
+        if (mlp) fits = moei_slot_matrix(&made, experts, hidden, MOE_PARAM_TRAINED);
+        break;
+    case MOE_ROUTER_FC2_BIAS:
+        if (mlp) fits = moei_slot_vector(&made, experts, MOE_PARAM_TRAINED, MOEI_R(0.0));
+        break;
+    case MOE_ROUTER_SELECTION_BIAS:
+        if (c->selection_bias) fits = moei_slot_vector(&made, experts, MOE_PARAM_STATE, MOEI_R(0.0));
+        break;
+    case MOE_ROUTER_EXPERT_SCALE:
+        if (c->expert_scale) fits = moei_slot_vector(&made, experts, MOE_PARAM_TRAINED, MOEI_R(1.0));
+        break;
+    default:
+        break;
+    }
+    if (fits < 0) return MOE_ERR_NOT_FOUND;
+    if (!fits) return MOE_ERR_OVERFLOW;
+    made.name = names[slot];
+    *out = made;
+    return MOE_OK;
+}
+
+moe_status moe_router_init(moe_router *router, const moe_router_config *config, const moe_kernels *kernels, moe_error *error) {
+    moe_router made;
+    moe_slot slot;
+    moe_status status;
+    int place;
+    if (router == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "router must not be NULL");
+    memset(&made, 0, sizeof made);
+    status = moe_router_check(config, &made.config, error);
+    if (status != MOE_OK) return status;
+    for (place = 0; place < MOE_ROUTER_SLOTS; place++)
+        if (moe_router_slot(&made.config, place, &slot) != MOE_ERR_NOT_FOUND) made.places |= (uint64_t)1 << place;
+    made.kernels = kernels != NULL ? kernels : moe_kernels_select(MOE_KERNELS_C);
+    *router = made;
+    return MOE_OK;
+}
+
+/* ==== one call: forward ======================================================================================================================= */
+
+static size_t moei_max_choices(const moe_router_config *c) { return (size_t)(moei_selects[c->select].k_per_token ? c->top_k : c->n_experts); }
+
+/* The width of what the score keeps per token: hidden units of mlp, projected tokens of cosine. */
+static size_t moei_score_width(const moe_router_config *c) {
+    if (c->score == MOE_SCORE_MLP) return moei_router_hidden(c);
+    return c->score == MOE_SCORE_COSINE ? (size_t)c->cosine_dim : 0;
+}
+
+/* Lays a routing out in memory; the same function with an empty base counts the bytes. */
+static void moei_route_layout(const moe_router *router, size_t n, int masked, int training, moei_layout *l, moe_routing *r) {
+    const moe_router_config *c = &router->config;
+    size_t experts = (size_t)c->n_experts, d = (size_t)c->d_model, width = moei_score_width(c), choices = moei_max_choices(c), pairs = 0;
+    memset(r, 0, sizeof *r);
+    r->n_tokens = n, r->n_experts = experts, r->max_choices = choices;
+    if (!moei_mul(n, choices, &pairs)) l->overflow = 1;
+    r->logits = moei_take_reals(l, n, experts);
+    r->gate = moei_take_reals(l, n, experts);
+    r->probabilities = r->gate; /* without a refining stage p is r */
+    r->weights = moei_take_reals(l, n, experts);
+    r->selected = (unsigned char *)moei_take(l, n, experts);
+    r->choices = (int32_t *)moei_take(l, pairs, sizeof(int32_t));
+    r->n_choices = (int32_t *)moei_take(l, n, sizeof(int32_t));
+    r->section_weights = moei_take_reals(l, n, choices);
+    r->base_weights = c->expert_scale ? moei_take_reals(l, n, choices) : r->section_weights;
+    r->counts = (size_t *)moei_take(l, experts, sizeof(size_t));
+    r->first_counts = (size_t *)moei_take(l, experts, sizeof(size_t));
+    r->plan.n_tokens = n, r->plan.n_experts = experts;
+    r->plan.offsets = (size_t *)moei_take(l, experts + 1, sizeof(size_t));
+    r->plan.entries = (moe_entry *)moei_take(l, pairs, sizeof(moe_entry));
+    r->row = moei_take_reals(l, 3, experts);
+    r->hidden = width > 0 ? moei_take_reals(l, n, width) : NULL;
+    r->hidden_act = c->score == MOE_SCORE_MLP ? moei_take_reals(l, n, width) : NULL;
+    r->lengths = c->score == MOE_SCORE_COSINE ? moei_take_reals(l, n + experts, 1) : NULL;
+    r->input = masked ? moei_take_reals(l, n, d) : NULL;
+    if (!training) return;
+    r->d_weight_in = moei_take_reals(l, pairs, 1);
+    r->d_weight_out = moei_take_reals(l, pairs, 1);
+    r->d_logits = moei_take_reals(l, n, experts);
+    r->d_gate = moei_take_reals(l, n, experts);
+    r->d_probabilities = r->d_gate;
+    r->d_weights = moei_take_reals(l, n, experts);
+    r->d_input = moei_take_reals(l, n, d);
+    r->d_hidden = width > 0 ? moei_take_reals(l, n, width) : NULL;
+}
+
+moe_status moe_route_size(const moe_router *router, size_t n_tokens, int training, size_t *bytes) {
+    moei_layout l = moei_layout_begin(NULL);
+    moe_routing r;
+    if (router == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
+    if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    moei_route_layout(router, n_tokens, 1, training, &l, &r);
+    if (l.overflow) return MOE_ERR_OVERFLOW;
+    *bytes = l.used;
+    return MOE_OK;
+}
+
+/* Everything that a call can get wrong, before anything is computed. */
+static moe_status moei_call_check(const moe_router *router, const moe_call *call) {
+    const moe_router_config *c = &router->config;
+    size_t i;
+    int place;
+    if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
+    for (place = 0; place < MOE_ROUTER_SLOTS; place++)
+        if ((int)(router->places >> place & 1u) != (router->tensors[place] != NULL)) return MOE_ERR_ARGUMENT;
+    if (call->sequences != NULL) {
+        if (call->n_sequences < 1 || call->sequences[0] != 0) return MOE_ERR_ARGUMENT;
+        for (i = 0; i < call->n_sequences; i++)
+            if (call->sequences[i + 1] < call->sequences[i]) return MOE_ERR_ARGUMENT;
+        if ((size_t)call->sequences[call->n_sequences] != call->n_tokens) return MOE_ERR_ARGUMENT;
+    }
+    if (c->select == MOE_SELECT_GIVEN && call->n_tokens > 0 && call->given == NULL) return MOE_ERR_ARGUMENT;
+    if (c->score == MOE_SCORE_NORM && call->n_tokens > 0 && (call->nodes == NULL || call->node_width == 0)) return MOE_ERR_ARGUMENT;
+    return MOE_OK;
+}
+
+/* input: u. Padding is replaced by zeros, so that whatever stands there cannot reach a gradient. */
+static void moei_route_input(moei_pass *s) {
+    const moe_real *x = s->call->router_x != NULL ? s->call->router_x : s->call->x;
+    size_t t;
+    s->r->u = x;
+    if (s->call->mask == NULL) return;
+    for (t = 0; t < s->n; t++) {
+        if (moei_is_real(s->call, t)) memcpy(s->r->input + t * s->d, x + t * s->d, s->d * sizeof(moe_real));
+        else memset(s->r->input + t * s->d, 0, s->d * sizeof(moe_real));
+    }
+    s->r->u = s->r->input;
+}
+
+static moe_status moei_route_score(moei_pass *s) {
+    size_t t, e;
+    moei_scores[s->c->score].forward(s);
+    for (t = 0; t < s->n; t++) {
+        if (!moei_is_real(s->call, t)) continue;
+        s->r->n_real++;
+        for (e = 0; e < s->experts; e++)
+            if (!moe_is_finite(s->r->logits[t * s->experts + e])) return MOE_ERR_NONFINITE;
+    }
+    return MOE_OK;
+}
+
+static void moei_route_gate(moei_pass *s) {
+    size_t t;
+    for (t = 0; t < s->n; t++)
+        if (moei_is_real(s->call, t)) moei_gates[s->c->gate].forward(s, s->r->logits + t * s->experts, s->r->gate + t * s->experts);
+}
+
+static moe_status moei_route_select(moei_pass *s) {
+    moe_status status;
+    size_t t, i;
+    for (t = 0; t < s->n; t++) s->r->n_choices[t] = 0;
+    status = moei_selects[s->c->select].choose(s);
+    if (status != MOE_OK) return status;
+    for (i = 0; i < s->experts; i++) s->r->counts[i] = 0, s->r->first_counts[i] = 0;
+    for (t = 0; t < s->n; t++)
+        for (i = 0; i < (size_t)s->r->n_choices[t]; i++) {
+            size_t e = (size_t)s->r->choices[t * s->r->max_choices + i];
+            s->r->counts[e]++;
+            if (i == 0) s->r->first_counts[e]++;
+        }
+    return MOE_OK;
+}
+
+static moei_token moei_token_of(const moei_pass *s, size_t t) {
+    moei_token k;
+    k.c = s->c;
+    k.kernels = s->router->kernels;
+    k.experts = s->experts;
+    k.n = (size_t)s->r->n_choices[t];
+    k.choice = s->r->choices + t * s->r->max_choices;
+    k.z = s->r->logits + t * s->experts;
+    k.p = s->r->probabilities + t * s->experts;
+    return k;
+}
+
+/* section_weights: w of the chosen, times the learned factor of the expert. */
+static void moei_route_weight(moei_pass *s) {
+    const moe_real *factor = moei_tensor(s, MOE_ROUTER_EXPERT_SCALE);
+    size_t t, i;
+    for (t = 0; t < s->n; t++) {
+        moei_token k = moei_token_of(s, t);
+        moe_real *base = s->r->base_weights + t * s->r->max_choices, *w = s->r->section_weights + t * s->r->max_choices;
+        if (k.n == 0) continue;
+        moei_weights[s->c->weight].forward(&k, base);
+        if (factor != NULL)
+            for (i = 0; i < k.n; i++) w[i] = base[i] * factor[k.choice[i]];
+    }
+}
+
+/* The plan: pairs sorted by expert, then by token, with the final weights; and the same as a dense matrix. */
+static void moei_route_plan(moei_pass *s) {
+    moe_routing *r = s->r;
+    size_t *offsets = r->plan.offsets, t, i, e;
+    offsets[0] = 0;
+    for (e = 0; e < s->experts; e++) offsets[e + 1] = offsets[e] + r->counts[e];
+    for (i = 0; i < s->n * s->experts; i++) r->weights[i] = MOEI_R(0.0), r->selected[i] = 0;
+    for (t = 0; t < s->n; t++)
+        for (i = 0; i < (size_t)r->n_choices[t]; i++) {
+            moe_real w = r->section_weights[t * r->max_choices + i] * s->c->scale;
+            int on_input = s->c->apply_to == MOE_APPLY_INPUT;
+            moe_entry *entry;
+            e = (size_t)r->choices[t * r->max_choices + i];
+            entry = r->plan.entries + offsets[e]++;
+            entry->token = (int32_t)t;
+            entry->rank = (int32_t)i;
+            entry->weight_in = on_input ? w : MOEI_R(1.0);
+            entry->weight_out = on_input ? MOEI_R(1.0) : w;
+            r->weights[t * s->experts + e] = w;
+            r->selected[t * s->experts + e] = 1;
+        }
+    for (e = s->experts; e > 0; e--) offsets[e] = offsets[e - 1]; /* filling moved each from its row's start to its end */
+    offsets[0] = 0;
+}
+
+#ifndef MOE_NO_TRAIN
+static void moei_route_losses(moei_pass *s) {
+    int loss;
+    for (loss = 0; loss < MOE_LOSS_COUNT; loss++) {
+        moe_real factor = moei_loss_factor(s->c, loss);
+        s->r->loss[loss] = factor > MOEI_R(0.0) && s->r->n_real > 0 ? moei_losses[loss].value(s, factor, 0) : MOEI_R(0.0);
+    }
+}
+#endif
+
+static moei_pass moei_pass_begin(const moe_router *router, const moe_call *call, moe_routing *r) {
+    moei_pass s;
+    memset(&s, 0, sizeof s);
+    s.router = router;
+    s.c = &router->config;
+    s.call = call;
+    s.r = r;
+    s.n = call->n_tokens;
+    s.experts = (size_t)router->config.n_experts;
+    s.d = (size_t)router->config.d_model;
+    return s;
+}
+
+moe_status moe_route(const moe_router *router, const moe_call *call, void *memory, size_t size, moe_routing *routing) {
+    moei_layout l = moei_layout_begin(memory);
+    moe_routing r;
+    moei_pass s;
+    moe_status status;
+    if (router == NULL || call == NULL || memory == NULL || routing == NULL) return MOE_ERR_ARGUMENT;
+    status = moei_call_check(router, call);
+    if (status != MOE_OK) return status;
+    moei_route_layout(router, call->n_tokens, 1, call->training, &l, &r);
+    if (l.overflow) return MOE_ERR_OVERFLOW;
+    if (l.used > size) return MOE_ERR_SPACE;
+    s = moei_pass_begin(router, call, &r);
+    moei_route_input(&s);
+    status = moei_route_score(&s);
+    if (status != MOE_OK) return status;
+    moei_route_gate(&s);
+    status = moei_route_select(&s);
+    if (status != MOE_OK) return status;
+    moei_route_weight(&s);
+    moei_route_plan(&s);
+#ifndef MOE_NO_TRAIN
+    if (call->training) moei_route_losses(&s);
+#endif
+    *routing = r;
+    return MOE_OK;
+}
+
+/* ==== one call: backward ======================================================================================================================== */
+
+#ifndef MOE_NO_TRAIN
+
+/* Gradient of the section's weights: from the plan's entries, and from losses that read the weights (already in d_weights). */
+static void moei_backward_plan(moei_pass *s) {
+    moe_routing *r = s->r;
+    size_t e, i;
+    for (e = 0; e < s->experts; e++)
+        for (i = r->plan.offsets[e]; i < r->plan.offsets[e + 1]; i++) {
+            moe_real d = s->c->apply_to == MOE_APPLY_INPUT ? r->d_weight_in[i] : r->d_weight_out[i];
+            r->d_weights[(size_t)r->plan.entries[i].token * s->experts + e] += d * s->c->scale;
+        }
+}
+
+static void moei_backward_weight(moei_pass *s) {
+    const moe_real *factor = moei_tensor(s, MOE_ROUTER_EXPERT_SCALE);
+    moe_real *d_factor = moei_gradient(s, MOE_ROUTER_EXPERT_SCALE), *dw = s->r->row;
+    size_t t, i;
+    for (t = 0; t < s->n; t++) {
+        moei_token k = moei_token_of(s, t);
+        const moe_real *base = s->r->base_weights + t * s->r->max_choices;
+        if (k.n == 0) continue;
+        for (i = 0; i < k.n; i++) {
+            size_t e = (size_t)k.choice[i];
+            dw[i] = s->r->d_weights[t * s->experts + e];
+            if (factor == NULL) continue;
+            if (d_factor != NULL) d_factor[e] += dw[i] * base[i];
+            dw[i] *= factor[e];
+        }
+        moei_weights[s->c->weight].backward(&k, base, dw, s->r->d_logits + t * s->experts, s->r->d_probabilities + t * s->experts);
+    }
+}
+
+static void moei_backward_gate(moei_pass *s) {
+    size_t t, row;
+    for (t = 0; t < s->n; t++) {
+        row = t * s->experts;
+        if (moei_is_real(s->call, t))
+            moei_gates[s->c->gate].backward(s, s->r->logits + row, s->r->gate + row, s->r->d_gate + row, s->r->d_logits + row);
+        else
+            memset(s->r->d_logits + row, 0, s->experts * sizeof(moe_real));
+    }
+}
+
+static void moei_backward_input(moei_pass *s, moe_real *dx) {
+    size_t t;
+    if (dx == NULL) return;
+    for (t = 0; t < s->n; t++)
+        if (moei_is_real(s->call, t)) moe_axpy(s->router->kernels, s->d, MOEI_R(1.0), s->r->d_input + t * s->d, dx + t * s->d);
+}
+
+moe_status moe_route_backward(const moe_router *router, const moe_call *call, moe_routing *routing, moe_real *const *d_tensors, moe_real *dx,
+                              moe_real *d_nodes) {
+    moei_pass s;
+    size_t cells;
+    int loss;
+    if (router == NULL || call == NULL || routing == NULL) return MOE_ERR_ARGUMENT;
+    if (routing->d_logits == NULL || !call->training) return MOE_ERR_STATE;
+    s = moei_pass_begin(router, call, routing);
+    s.d_tensors = d_tensors;
+    s.d_nodes = d_nodes;
+    cells = s.n * s.experts * sizeof(moe_real);
+    memset(routing->d_logits, 0, cells);
+    memset(routing->d_gate, 0, cells);
+    memset(routing->d_weights, 0, cells);
+    memset(routing->d_input, 0, s.n * s.d * sizeof(moe_real));
+    for (loss = 0; loss < MOE_LOSS_COUNT; loss++) {
+        moe_real factor = moei_loss_factor(s.c, loss);
+        if (factor > MOEI_R(0.0) && routing->n_real > 0) (void)moei_losses[loss].value(&s, factor, 1);
+    }
+    moei_backward_plan(&s);
+    moei_backward_weight(&s);
+    moei_backward_gate(&s);
+    moei_scores[s.c->score].backward(&s);
+    moei_backward_input(&s, dx);
+    return MOE_OK;
+}
+
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* MOE_IMPLEMENTATION */
