@@ -447,6 +447,7 @@ MOE_API moe_status moe_layer_load(moe_layer *layer, const char *path, int traina
      mixture     a moe_layer                    "I.router.weight", "I.experts.gate", ...
      residual    y = x + what entered the module `span` places before   (span = 1: around the last module) */
 enum { MOE_MODULE_LINEAR = 0, MOE_MODULE_ACTIVATION, MOE_MODULE_LAYER_NORM, MOE_MODULE_MIXTURE, MOE_MODULE_RESIDUAL, MOE_MODULE_COUNT };
+enum { MOE_NET_MAX_MODULES = 4096 };
 
 typedef struct moe_module {
     int kind;        /* MOE_MODULE_ */
@@ -455,6 +456,7 @@ typedef struct moe_module {
     int span;        /* residual */
     moe_real *weight, *bias, *d_weight, *d_bias; /* linear and layer_norm; in the net's memory */
     moe_layer layer; /* mixture; its tensors lie in the net's memory */
+    size_t first_tensor; /* private: where its tensors begin in the net's list */
 } moe_module;
 
 /* A net. Made by init, the module calls and build, or by load; owns its tensors. After build the list of modules is fixed.
@@ -501,7 +503,7 @@ typedef struct moe_net_pass {
     /* Private to moe.h. */
     moe_call call;
     struct moe_module_pass *modules;
-    moe_real *d_this, *d_next;
+    moe_real *scratch, *d_x;
 } moe_net_pass;
 
 /* Exact bytes of work memory for n_tokens. */
@@ -1177,7 +1179,7 @@ static moe_status moei_file_dtype(moei_json *j, int *dtype) {
     if (status != MOE_OK) return status;
     for (*dtype = 0; *dtype < MOE_DTYPE_COUNT; (*dtype)++)
         if (moei_span_is(s, moei_dtype_names[*dtype])) return MOE_OK;
-    return moei_json_refuse(j, j->at, MOE_ERR_UNSUPPORTED, "unknown dtype '%s'", moei_span_text(s, shown));
+    return moei_json_refuse(j, (size_t)(s.p - j->bytes), MOE_ERR_UNSUPPORTED, "unknown dtype '%s'", moei_span_text(s, shown));
 }
 
 /* The object that describes a tensor: dtype, shape and data_offsets, each once, nothing else. */
@@ -1186,20 +1188,22 @@ static moe_status moei_file_fields(moei_json *j, moe_file_tensor *t, size_t rang
     char shown[52];
     unsigned seen = 0;
     int i, first, more, count;
+    size_t at;
     moei_span key;
     moe_status status = moei_json_take(j, '{');
     if (status != MOE_OK) return status;
     for (first = 1;; first = 0) {
         if ((status = moei_json_key(j, first, &key, &more)) != MOE_OK) return status;
         if (!more) break;
+        at = (size_t)(key.p - j->bytes);
         for (i = 0; i < 3 && !moei_span_is(key, keys[i]);) i++;
-        if (i == 3) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "unknown key '%s'", moei_span_text(key, shown));
-        if ((seen & 1u << i) != 0) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "the key %s occurs twice", keys[i]);
+        if (i == 3) return moei_json_refuse(j, at, MOE_ERR_FORMAT, "unknown key '%s'", moei_span_text(key, shown));
+        if ((seen & 1u << i) != 0) return moei_json_refuse(j, at, MOE_ERR_FORMAT, "the key %s occurs twice", keys[i]);
         seen |= 1u << i;
         if (i == 0) status = moei_file_dtype(j, &t->dtype);
         else if (i == 1) status = moei_json_sizes(j, t->shape, MOE_FILE_MAX_DIMS, &t->n_dims);
         else if ((status = moei_json_sizes(j, range, 2, &count)) == MOE_OK && count != 2)
-            return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "data_offsets needs two numbers");
+            return moei_json_refuse(j, at, MOE_ERR_FORMAT, "data_offsets needs two numbers");
         if (status != MOE_OK) return status;
     }
     for (i = 0; i < 3; i++)
@@ -1710,21 +1714,6 @@ MOE_API moe_status moe_file_integers(const moe_file_tensor *tensor, size_t first
    STB_DS_IMPLEMENTATION. 2: it is linked (-lstb). With 1 and 2 only the declarations are included. MOE_STB_DS_PATH names the
    header, quotes or angle brackets included. A program that wants the short names of stb_ds includes it before this file. */
 
-#ifndef MOE_STB_DS
-#define MOE_STB_DS 0
-#endif
-
-#if MOE_STB_DS == 0 && !(defined(INCLUDE_STB_DS_H) && defined(STB_DS_IMPLEMENTATION)) /* else it is in this file already */
-#define MOEI_STB_DS_MAKE
-#ifndef STB_DS_IMPLEMENTATION
-#define STB_DS_IMPLEMENTATION
-#endif
-#endif
-#ifndef STBDS_NO_SHORT_NAMES
-#define STBDS_NO_SHORT_NAMES
-#define MOEI_STB_DS_NAMES
-#endif
-
 #if defined(__clang__)
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Weverything"
@@ -1748,11 +1737,35 @@ MOE_API moe_status moe_file_integers(const moe_file_tensor *tensor, size_t first
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
 #pragma GCC diagnostic ignored "-Wmissing-prototypes"
 #pragma GCC diagnostic ignored "-Wstrict-prototypes"
+#pragma GCC diagnostic ignored "-Wnonnull"
+#pragma GCC diagnostic ignored "-Warray-bounds"
+#pragma GCC diagnostic ignored "-Wstringop-overflow"
 #elif defined(_MSC_VER)
 #pragma warning(push, 0)
 #endif
 
 /* stb_ds: begin */
+#ifndef MOE_STB_DS
+#define MOE_STB_DS 0
+#endif
+
+#if MOE_STB_DS == 0 && !(defined(INCLUDE_STB_DS_H) && defined(STB_DS_IMPLEMENTATION)) /* else it is in this file already */
+#define MOEI_STB_DS_MAKE
+#ifndef STB_DS_IMPLEMENTATION
+#define STB_DS_IMPLEMENTATION
+#endif
+#endif
+#ifndef STBDS_NO_SHORT_NAMES
+#define STBDS_NO_SHORT_NAMES
+#define MOEI_STB_DS_NAMES
+#endif
+#if defined(MOE_NO_MALLOC) && !defined(STBDS_REALLOC) && !defined(STBDS_FREE) && !defined(INCLUDE_STB_DS_H)
+#define STBDS_REALLOC(ctx, p, size) ((void)(p), (void)(size), (void *)0) /* never runs: see moei_list_reserve */
+#define STBDS_FREE(ctx, p) ((void)(p))
+#define MOEI_STB_DS_HEAP
+#endif
+
+#if defined(MOEI_STB_DS_MAKE) || !defined(INCLUDE_STB_DS_H) /* else this file has what it needs */
 #if defined(MOE_STB_DS_PATH)
 #include MOE_STB_DS_PATH
 #elif defined(__has_include)
@@ -1766,7 +1779,7 @@ MOE_API moe_status moe_file_integers(const moe_file_tensor *tensor, size_t first
 #else
 #include "stb_ds.h"
 #endif
-/* stb_ds: end */
+#endif
 
 #ifdef MOEI_STB_DS_MAKE
 #undef STB_DS_IMPLEMENTATION /* or a later include of stb_ds.h would make it once more */
@@ -1776,6 +1789,12 @@ MOE_API moe_status moe_file_integers(const moe_file_tensor *tensor, size_t first
 #undef STBDS_NO_SHORT_NAMES
 #undef MOEI_STB_DS_NAMES
 #endif
+#ifdef MOEI_STB_DS_HEAP
+#undef STBDS_REALLOC
+#undef STBDS_FREE
+#undef MOEI_STB_DS_HEAP
+#endif
+/* stb_ds: end */
 
 /* The block in front of a list's elements. The elements' alignment is that of the header, like malloc's; hence no warning. */
 static stbds_array_header *moei_list_header(void *list) { return list != NULL ? stbds_header(list) : NULL; }
@@ -2917,5 +2936,1719 @@ moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_re
 }
 #endif
 
+/* ==== nets ================================================================================================================ */
+
+/* ---- lists: of stb_ds where there is training; a build without it includes no stb_ds and resizes to the exact length ----------- */
+
+#ifndef MOE_NO_TRAIN
+#define MOEI_LIST_ADD(list, count, item) ((void)stbds_arrput(list, item), (count)++)
+#else
+#define MOEI_LIST_ADD(list, count, item) ((list)[(count)++] = (item))
+#endif
+
+/* Makes room for wanted > count elements in the list whose pointer lies at list and which has count; 0 without memory. */
+static int moei_net_grow(const moe_allocator *a, void *list, size_t element_size, size_t count, size_t wanted) {
+#ifndef MOE_NO_TRAIN
+    (void)count;
+    return moei_list_reserve(a, list, element_size, wanted);
+#else
+    size_t bytes;
+    void *elements;
+    memcpy(&elements, list, sizeof elements);
+    if (!moei_mul(wanted, element_size, &bytes)) return 0;
+    elements = moei_resize(a, elements, count * element_size, bytes);
+    if (elements != NULL) memcpy(list, &elements, sizeof elements);
+    return elements != NULL;
+#endif
+}
+
+static void moei_net_drop(const moe_allocator *a, void *list, size_t element_size, size_t count) {
+#ifndef MOE_NO_TRAIN
+    (void)count;
+    moei_list_free(a, list, element_size);
+#else
+    void *elements;
+    memcpy(&elements, list, sizeof elements);
+    moei_free(a, elements, count * element_size);
+    elements = NULL;
+    memcpy(list, &elements, sizeof elements);
+#endif
+}
+
+/* ---- kinds of modules as data ------------------------------------------------------------------------------------------------- */
+
+/* The settings of the small modules, as files name them; those of a mixture are moe_layer_fields. */
+typedef struct moei_module_config {
+    int d_in; /* of the net itself */
+    int d_out, act, span;
+} moei_module_config;
+
+#define MOEI_M moei_module_config
+
+static const moe_field moei_net_fields[] = {MOEI_INT(MOEI_M, d_in, 1, MOE_MAX_WIDTH, "width of the net's input"), MOEI_FIELDS_END};
+static const moe_field moei_linear_fields[] = {MOEI_INT(MOEI_M, d_out, 1, MOE_MAX_WIDTH, "width that leaves"), MOEI_FIELDS_END};
+static const moe_field moei_activation_fields[] = {MOEI_CHOICE(MOEI_M, act, MOE_ACT_COUNT, moei_act_names, "activation"), MOEI_FIELDS_END};
+static const moe_field moei_layer_norm_fields[] = {MOEI_FIELDS_END};
+static const moe_field moei_residual_fields[] = {MOEI_INT(MOEI_M, span, 1, MOE_NET_MAX_MODULES, "modules it goes around"), MOEI_FIELDS_END};
+
+static const char *const moei_module_names[] = {"linear", "activation", "layer_norm", "mixture", "residual", NULL};
+
+static const moe_field *moei_module_fields(int kind) {
+    switch (kind) {
+    case MOE_MODULE_LINEAR: return moei_linear_fields;
+    case MOE_MODULE_ACTIVATION: return moei_activation_fields;
+    case MOE_MODULE_LAYER_NORM: return moei_layer_norm_fields;
+    case MOE_MODULE_MIXTURE: return moe_layer_fields();
+    default: return moei_residual_fields;
+    }
+}
+
+/* ---- building ------------------------------------------------------------------------------------------------------------------ */
+
+moe_status moe_net_init(moe_net *net, int d_in, int kernels, const moe_allocator *allocator) {
+    if (net == NULL) return MOE_ERR_ARGUMENT;
+    memset(net, 0, sizeof *net);
+    if (!moei_can_allocate(allocator)) return moei_error(&net->error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
+    if (allocator != NULL) net->allocator = *allocator;
+    if (d_in < 1 || d_in > MOE_MAX_WIDTH) return moei_error(&net->error, MOE_ERR_CONFIG, "d_in = %d: must be 1 to %d", d_in, (int)MOE_MAX_WIDTH);
+    if (moe_kernels_name(kernels) == NULL) return moei_error(&net->error, MOE_ERR_CONFIG, "kernels = %d: there are no such ones", kernels);
+    net->kernels = moe_kernels_select(kernels);
+    if (net->kernels == NULL)
+        return moei_error(&net->error, MOE_ERR_UNSUPPORTED, "kernels = %s: not compiled in, or this machine cannot run them", moe_kernels_name(kernels));
+    net->kernels_wanted = kernels;
+    net->d_in = net->d_out = d_in;
+    return MOE_OK;
+}
+
+/* Remembers why a module cannot be added; returns code. */
+static moe_status moei_module_refuse(moe_net *net, int kind, moe_status code, const char *format, ...) {
+    char why[sizeof net->error.message];
+    moei_text t;
+    va_list arguments;
+    t.out = why, t.room = sizeof why, t.length = 0;
+    why[0] = '\0';
+    va_start(arguments, format);
+    moei_put_format(&t, format, arguments);
+    va_end(arguments);
+    return moei_error(&net->error, code, "module %z (%s): %s", net->n_modules, moei_module_names[kind], why);
+}
+
+/* An empty module that takes what arrives. Fails when a call before it has failed, or when the net takes no more. */
+static moe_status moei_module_begin(moe_net *net, int kind, moe_module *m) {
+    if (net == NULL) return MOE_ERR_ARGUMENT;
+    if (net->error.code != MOE_OK) return net->error.code;
+    if (net->built || net->kernels == NULL) return MOE_ERR_STATE;
+    if (net->n_modules >= MOE_NET_MAX_MODULES)
+        return moei_module_refuse(net, kind, MOE_ERR_CONFIG, "a net has at most %d modules", (int)MOE_NET_MAX_MODULES);
+    memset(m, 0, sizeof *m);
+    m->kind = kind;
+    m->d_in = m->d_out = net->d_out;
+    return MOE_OK;
+}
+
+static moe_status moei_module_append(moe_net *net, const moe_module *m) {
+    if (!moei_net_grow(&net->allocator, &net->modules, sizeof *net->modules, net->n_modules, net->n_modules + 1))
+        return moei_module_refuse(net, m->kind, MOE_ERR_MEMORY, "no memory for one more module");
+    MOEI_LIST_ADD(net->modules, net->n_modules, *m);
+    net->d_out = m->d_out;
+    return MOE_OK;
+}
+
+moe_status moe_net_linear(moe_net *net, int d_out) {
+    moe_module m;
+    moe_status status = moei_module_begin(net, MOE_MODULE_LINEAR, &m);
+    if (status != MOE_OK) return status;
+    if (d_out < 1 || d_out > MOE_MAX_WIDTH)
+        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "d_out = %d: must be 1 to %d", d_out, (int)MOE_MAX_WIDTH);
+    m.d_out = d_out;
+    return moei_module_append(net, &m);
+}
+
+moe_status moe_net_activation(moe_net *net, int act) {
+    moe_module m;
+    moe_status status = moei_module_begin(net, MOE_MODULE_ACTIVATION, &m);
+    if (status != MOE_OK) return status;
+    if (act < 0 || act >= MOE_ACT_COUNT) return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "act = %d: there is no such activation", act);
+    m.act = act;
+    return moei_module_append(net, &m);
+}
+
+moe_status moe_net_layer_norm(moe_net *net) {
+    moe_module m;
+    moe_status status = moei_module_begin(net, MOE_MODULE_LAYER_NORM, &m);
+    return status == MOE_OK ? moei_module_append(net, &m) : status;
+}
+
+moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
+    moe_module m;
+    moe_layer_config c;
+    moe_error why;
+    moe_status status = moei_module_begin(net, MOE_MODULE_MIXTURE, &m);
+    if (status != MOE_OK) return status;
+    if (config == NULL) return moei_module_refuse(net, m.kind, MOE_ERR_ARGUMENT, "config must not be NULL");
+    c = *config;
+    if (c.router.d_model == 0) c.router.d_model = m.d_in;
+    if (c.router.d_model != m.d_in)
+        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "d_model = %d, but width %d arrives", c.router.d_model, m.d_in);
+    if (c.kernels == MOE_KERNELS_AUTO) c.kernels = net->kernels->id;
+    status = moe_layer_init(&m.layer, &c, &why);
+    if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
+    m.d_out = m.layer.config.d_out;
+    return moei_module_append(net, &m);
+}
+
+moe_status moe_net_residual(moe_net *net, int span) {
+    moe_module m;
+    moe_status status = moei_module_begin(net, MOE_MODULE_RESIDUAL, &m);
+    if (status != MOE_OK) return status;
+    if (span < 1 || (size_t)span > net->n_modules)
+        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "span = %d: %z modules stand before it", span, net->n_modules);
+    if (net->modules[net->n_modules - (size_t)span].d_in != m.d_in)
+        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "span = %d: width %d entered there, but width %d arrives", span,
+                                  net->modules[net->n_modules - (size_t)span].d_in, m.d_in);
+    m.span = span;
+    return moei_module_append(net, &m);
+}
+
+/* Whether module i is followed by an activation that passes only about half of what enters. */
+static int moei_feeds_relu(const moe_net *net, size_t i) {
+    const moe_module *next = net->modules + i + 1;
+    return i + 1 < net->n_modules && next->kind == MOE_MODULE_ACTIVATION && next->act <= MOE_ACT_GELU;
+}
+
+enum { MOEI_WEIGHT_PLACE = 0, MOEI_BIAS_PLACE = 1 };
+
+/* Describes tensor `place` of module i, name without the module's number; MOE_ERR_NOT_FOUND where it has none. */
+static moe_status moei_module_slot(const moe_net *net, size_t i, int place, moe_slot *out) {
+    const moe_module *m = &net->modules[i];
+    int norm = m->kind == MOE_MODULE_LAYER_NORM, fits;
+    if (m->kind == MOE_MODULE_MIXTURE) return moe_layer_slot(&m->layer.config, place, out);
+    if ((m->kind != MOE_MODULE_LINEAR && !norm) || place > MOEI_BIAS_PLACE) return MOE_ERR_NOT_FOUND;
+    memset(out, 0, sizeof *out);
+    if (norm || place == MOEI_BIAS_PLACE)
+        fits = moei_slot_vector(out, (size_t)m->d_out, MOE_PARAM_TRAINED, norm && place == MOEI_WEIGHT_PLACE ? MOEI_R(1.0) : MOEI_R(0.0));
+    else
+        fits = moei_slot_matrix(out, (size_t)m->d_out, (size_t)m->d_in, MOE_PARAM_TRAINED);
+    if (moei_feeds_relu(net, i)) out->init_spread *= MOEI_R(1.4142135623730951);
+    out->name = place == MOEI_WEIGHT_PLACE ? "weight" : "bias";
+    return fits ? MOE_OK : MOE_ERR_OVERFLOW;
+}
+
+/* How many tensors the net has, and how many numbers are in them. */
+static moe_status moei_net_count(const moe_net *net, size_t *tensors, size_t *numbers, moe_error *error) {
+    moe_slot slot;
+    size_t i;
+    int place;
+    *tensors = *numbers = 0;
+    for (i = 0; i < net->n_modules; i++)
+        for (place = 0; place < MOE_LAYER_SLOTS; place++) {
+            moe_status status = moei_module_slot(net, i, place, &slot);
+            if (status == MOE_ERR_NOT_FOUND) continue;
+            if (status != MOE_OK || !moei_add(*numbers, slot.count, numbers))
+                return moei_error(error, MOE_ERR_OVERFLOW, "module %z (%s): the tensors do not fit this machine's memory", i,
+                                  moei_module_names[net->modules[i].kind]);
+            ++*tensors;
+        }
+    return MOE_OK;
+}
+
+static void moei_tensor_describe(size_t module, const moe_slot *slot, moe_tensor *out) {
+    moei_text t;
+    int i;
+    memset(out, 0, sizeof *out);
+    t.out = out->name, t.room = sizeof out->name, t.length = 0;
+    moei_put_integer(&t, (int64_t)module);
+    moei_put(&t, ".", 1);
+    moei_put(&t, slot->name, strlen(slot->name));
+    out->n_dims = slot->n_dims;
+    for (i = 0; i < MOE_MAX_DIMS; i++) out->shape[i] = slot->shape[i];
+    out->count = slot->count;
+    out->flags = slot->flags;
+}
+
+/* Fills net->tensors with names and shapes; the values come with moei_net_allocate. */
+static moe_status moei_net_register(moe_net *net, moe_error *error) {
+    moe_slot slot;
+    moe_tensor tensor;
+    size_t i, count, numbers;
+    int place;
+    moe_status status = moei_net_count(net, &count, &numbers, error);
+    if (status != MOE_OK || count == 0) return status;
+    if (!moei_net_grow(&net->allocator, &net->tensors, sizeof *net->tensors, 0, count))
+        return moei_error(error, MOE_ERR_MEMORY, "no memory for the list of %z tensors", count);
+    for (i = 0; i < net->n_modules; i++) {
+        net->modules[i].first_tensor = net->n_tensors;
+        for (place = 0; place < MOE_LAYER_SLOTS; place++) {
+            if (moei_module_slot(net, i, place, &slot) != MOE_OK) continue;
+            moei_tensor_describe(i, &slot, &tensor);
+            MOEI_LIST_ADD(net->tensors, net->n_tensors, tensor);
+        }
+    }
+    return MOE_OK;
+}
+
+static void moei_net_unregister(moe_net *net) {
+    moei_net_drop(&net->allocator, &net->tensors, sizeof *net->tensors, net->n_tensors);
+    net->n_tensors = 0;
+}
+
+/* The first tensor behind those of module i. */
+static size_t moei_last_tensor(const moe_net *net, size_t i) {
+    return i + 1 < net->n_modules ? net->modules[i + 1].first_tensor : net->n_tensors;
+}
+
+/* Gives the registered tensors their places in values and gradients (NULL: none), one after another, and tells the modules. */
+static void moei_net_bind(moe_net *net, moe_real *values, moe_real *gradients) {
+    size_t i, t, at = 0;
+    for (i = 0; i < net->n_modules; i++) {
+        moe_module *m = &net->modules[i];
+        const moe_tensor *first = net->tensors + m->first_tensor;
+        if (m->kind == MOE_MODULE_MIXTURE) moei_layer_bind(&m->layer, values + at, gradients != NULL ? gradients + at : NULL);
+        for (t = m->first_tensor; t < moei_last_tensor(net, i); t++) {
+            net->tensors[t].data = values + at;
+            net->tensors[t].gradient = gradients != NULL ? gradients + at : NULL;
+            at += net->tensors[t].count;
+        }
+        if (m->kind != MOE_MODULE_LINEAR && m->kind != MOE_MODULE_LAYER_NORM) continue;
+        m->weight = first[MOEI_WEIGHT_PLACE].data, m->d_weight = first[MOEI_WEIGHT_PLACE].gradient;
+        m->bias = first[MOEI_BIAS_PLACE].data, m->d_bias = first[MOEI_BIAS_PLACE].gradient;
+    }
+}
+
+/* Whether every router can learn; message as from the module's call. */
+static moe_status moei_net_check_training(const moe_net *net, moe_error *error) {
+#ifndef MOE_NO_TRAIN
+    moe_error why;
+    size_t i;
+    for (i = 0; i < net->n_modules; i++) {
+        moe_status status = MOE_OK;
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE) status = moe_router_check_training(&net->modules[i].layer.config.router, &why);
+        if (status != MOE_OK) return moei_error(error, status, "module %z (mixture): %s", i, why.message);
+    }
+    return MOE_OK;
+#else
+    (void)net;
+    return moei_error(error, MOE_ERR_UNSUPPORTED, "trainable = 1: this build has MOE_NO_TRAIN");
+#endif
+}
+
+/* The memory of a registered net, all zero; the last step that can fail. */
+static moe_status moei_net_allocate(moe_net *net, int trainable, moe_error *error) {
+    size_t count, numbers, all, bytes;
+    moe_status status = trainable ? moei_net_check_training(net, error) : MOE_OK;
+    if (status == MOE_OK) status = moei_net_count(net, &count, &numbers, error);
+    if (status != MOE_OK) return status;
+    if (!moei_mul(numbers, trainable ? 2 : 1, &all) || !moei_mul(all, sizeof(moe_real), &bytes))
+        return moei_error(error, MOE_ERR_OVERFLOW, "the net's tensors do not fit this machine's memory");
+    net->memory = (moe_real *)moei_alloc(&net->allocator, all, sizeof(moe_real));
+    if (net->memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of tensors", bytes);
+    net->memory_size = bytes;
+    net->trainable = trainable != 0;
+    net->built = 1;
+    moei_net_bind(net, net->memory, trainable ? net->memory + numbers : NULL);
+    return MOE_OK;
+}
+
+/* Starts all tensors at random, in the order of files: one stream, so one seed gives one net. */
+static void moei_net_start(moe_net *net, uint64_t seed) {
+    moe_slot slot;
+    moe_rng rng;
+    size_t i, t = 0;
+    int place;
+    moe_rng_seed(&rng, seed);
+    for (i = 0; i < net->n_modules; i++)
+        for (place = 0; place < MOE_LAYER_SLOTS; place++)
+            if (moei_module_slot(net, i, place, &slot) == MOE_OK) moei_slot_fill(&slot, net->tensors[t++].data, &rng);
+}
+
+moe_status moe_net_build(moe_net *net, int trainable, uint64_t seed, moe_error *error) {
+    moe_status status;
+    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+    if (net->error.code != MOE_OK) return moei_error(error, net->error.code, "%s", net->error.message);
+    if (net->built) return moei_error(error, MOE_ERR_STATE, "the net is built already");
+    if (net->n_modules == 0) return moei_error(error, MOE_ERR_CONFIG, "the net has no modules");
+    status = moei_net_register(net, error);
+    if (status == MOE_OK) status = moei_net_allocate(net, trainable, error);
+    if (status == MOE_OK) moei_net_start(net, seed);
+    else moei_net_unregister(net);
+    return status;
+}
+
+void moe_net_free(moe_net *net) {
+    if (net == NULL) return;
+    moei_free(&net->allocator, net->memory, net->memory_size);
+    moei_net_unregister(net);
+    moei_net_drop(&net->allocator, &net->modules, sizeof *net->modules, net->n_modules);
+    memset(net, 0, sizeof *net);
+}
+
+moe_tensor *moe_net_find(const moe_net *net, const char *name) {
+    const char *p = name;
+    size_t i = 0, t;
+    if (net == NULL || name == NULL) return NULL;
+    for (; *p >= '0' && *p <= '9' && i < net->n_modules; p++) i = i * 10 + (size_t)(*p - '0');
+    if (*p != '.' || i >= net->n_modules) return NULL;
+    for (t = net->modules[i].first_tensor; t < moei_last_tensor(net, i); t++)
+        if (strcmp(net->tensors[t].name, name) == 0) return &net->tensors[t];
+    return NULL;
+}
+
+size_t moe_net_parameters(const moe_net *net, size_t *used_per_token) {
+    size_t i, t, count = 0, used = 0, of_layer;
+    for (i = 0; net != NULL && net->built && i < net->n_modules; i++) {
+        size_t before = count;
+        for (t = net->modules[i].first_tensor; t < moei_last_tensor(net, i); t++) count += net->tensors[t].count;
+        of_layer = count - before;
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE) (void)moe_layer_parameters(&net->modules[i].layer, &of_layer);
+        used += of_layer;
+    }
+    if (used_per_token != NULL) *used_per_token = used;
+    return count;
+}
+
+/* ---- forward ------------------------------------------------------------------------------------------------------------------- */
+
+/* What one module leaves behind. */
+struct moe_module_pass {
+    const moe_real *x;     /* [N,d_in] */
+    moe_real *y;           /* [N,d_out] */
+    moe_real *d_x;         /* [N,d_in] training; NULL for module 0: the caller's */
+    moe_real *mean, *rstd; /* [N] layer norm */
+    void *work;            /* mixture */
+    size_t work_size;
+    moe_layer_pass layer;
+};
+
+/* Lays one module's pass out in memory. */
+static moe_status moei_module_layout(const moe_net *net, size_t i, size_t n, int training, moei_layout *l, struct moe_module_pass *p) {
+    const moe_module *m = &net->modules[i];
+    moe_status status = MOE_OK;
+    p->y = moei_take_reals(l, n, (size_t)m->d_out);
+    p->d_x = training && i > 0 ? moei_take_reals(l, n, (size_t)m->d_in) : NULL;
+    p->mean = m->kind == MOE_MODULE_LAYER_NORM ? moei_take_reals(l, n, 1) : NULL;
+    p->rstd = m->kind == MOE_MODULE_LAYER_NORM ? moei_take_reals(l, n, 1) : NULL;
+    p->work = NULL;
+    p->work_size = 0;
+    if (m->kind == MOE_MODULE_MIXTURE && (status = moe_layer_work_size(&m->layer, n, training, &p->work_size)) == MOE_OK)
+        p->work = moei_take(l, p->work_size, 1);
+    return status;
+}
+
+/* Lays a pass out in memory; the same function with an empty base counts the bytes. Every module keeps its output: any later
+   residual or report may read it. */
+static moe_status moei_net_layout(const moe_net *net, size_t n, int training, moei_layout *l, moe_net_pass *pass) {
+    struct moe_module_pass unplaced;
+    size_t i, widest = 0;
+    memset(pass, 0, sizeof *pass);
+    pass->modules = (struct moe_module_pass *)moei_take(l, net->n_modules, sizeof *pass->modules);
+    for (i = 0; i < net->n_modules; i++) {
+        moe_status status = moei_module_layout(net, i, n, training, l, pass->modules != NULL && !l->overflow ? &pass->modules[i] : &unplaced);
+        if (status != MOE_OK) return status;
+        if (net->modules[i].kind == MOE_MODULE_ACTIVATION && (size_t)net->modules[i].d_in > widest) widest = (size_t)net->modules[i].d_in;
+    }
+    pass->scratch = training ? moei_take_reals(l, n, widest) : NULL;
+    return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
+}
+
+moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, size_t *bytes) {
+    moei_layout l = moei_layout_begin(NULL);
+    moe_net_pass pass;
+    moe_status status;
+    if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
+    if (!net->built) return MOE_ERR_STATE;
+    if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    status = moei_net_layout(net, n_tokens, training, &l, &pass);
+    if (status == MOE_OK) *bytes = l.used;
+    return status;
+}
+
+/* One module at work on the n rows of a call. */
+typedef struct moei_run {
+    const moe_net *net;
+    const moe_module *m;
+    struct moe_module_pass *p;
+    moe_net_pass *pass;
+    size_t i, n, d_in, d_out;
+    const moe_real *dy; /* [n,d_out] backward only */
+    moe_real *dx;       /* [n,d_in] added to; NULL: not wanted */
+} moei_run;
+
+static moei_run moei_run_begin(const moe_net *net, moe_net_pass *pass, size_t i) {
+    moei_run r;
+    r.net = net;
+    r.m = &net->modules[i];
+    r.p = &pass->modules[i];
+    r.pass = pass;
+    r.i = i;
+    r.n = pass->n_tokens;
+    r.d_in = (size_t)r.m->d_in;
+    r.d_out = (size_t)r.m->d_out;
+    r.dy = NULL;
+    r.dx = NULL;
+    return r;
+}
+
+static moe_status moei_linear_forward(const moei_run *r) {
+    moei_affine(r->net->kernels, r->n, r->d_out, r->d_in, r->p->x, r->m->weight, r->m->bias, r->p->y);
+    return MOE_OK;
+}
+
+static moe_status moei_activation_forward(const moei_run *r) {
+    moe_activate(r->net->kernels, r->m->act, r->n * r->d_in, r->p->x, r->p->y);
+    return MOE_OK;
+}
+
+#define MOEI_NORM_EPS MOEI_R(1e-5)
+
+static moe_status moei_layer_norm_forward(const moei_run *r) {
+    size_t t;
+    for (t = 0; t < r->n; t++)
+        moe_layer_norm(r->d_in, r->p->x + t * r->d_in, r->m->weight, r->m->bias, MOEI_NORM_EPS, r->p->y + t * r->d_in, r->p->mean + t, r->p->rstd + t);
+    return MOE_OK;
+}
+
+static moe_status moei_mixture_forward(const moei_run *r) {
+    moe_call call = r->pass->call;
+    call.x = r->p->x;
+    return moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
+}
+
+static moe_status moei_residual_forward(const moei_run *r) {
+    const moe_real *earlier = r->pass->modules[r->i - (size_t)r->m->span].x;
+    size_t i;
+    for (i = 0; i < r->n * r->d_in; i++) r->p->y[i] = r->p->x[i] + earlier[i];
+    return MOE_OK;
+}
+
+#ifndef MOE_NO_TRAIN
+
+static moe_status moei_linear_backward(const moei_run *r) {
+    moei_affine_backward(r->net->kernels, r->n, r->d_out, r->d_in, r->p->x, r->m->weight, r->dy, r->dx, r->m->d_weight, r->m->d_bias);
+    return MOE_OK;
+}
+
+static moe_status moei_activation_backward(const moei_run *r) {
+    if (r->dx == NULL) return MOE_OK;
+    moe_activate_backward(r->net->kernels, r->m->act, r->n * r->d_in, r->p->x, r->dy, r->pass->scratch);
+    moe_axpy(r->net->kernels, r->n * r->d_in, MOEI_R(1.0), r->pass->scratch, r->dx);
+    return MOE_OK;
+}
+
+static moe_status moei_layer_norm_backward(const moei_run *r) {
+    size_t t, at;
+    for (t = 0; t < r->n; t++) {
+        at = t * r->d_in;
+        moe_layer_norm_backward(r->d_in, r->p->x + at, r->m->weight, r->p->mean[t], r->p->rstd[t], r->dy + at, r->dx != NULL ? r->dx + at : NULL,
+                                r->m->d_weight, r->m->d_bias);
+    }
+    return MOE_OK;
+}
+
+static moe_status moei_mixture_backward(const moei_run *r) { return moe_layer_backward(&r->m->layer, r->dy, r->dx, NULL, &r->p->layer); }
+
+/* Modules run backward in turn, so the gradient of the earlier input is complete before that module needs it. */
+static moe_status moei_residual_backward(const moei_run *r) {
+    size_t from = r->i - (size_t)r->m->span;
+    moe_real *earlier = from > 0 ? r->pass->modules[from].d_x : r->pass->d_x;
+    if (r->dx != NULL) moe_axpy(r->net->kernels, r->n * r->d_in, MOEI_R(1.0), r->dy, r->dx);
+    if (earlier != NULL) moe_axpy(r->net->kernels, r->n * r->d_in, MOEI_R(1.0), r->dy, earlier);
+    return MOE_OK;
+}
+
+#endif
+
+typedef struct moei_module_kind {
+    moe_status (*forward)(const moei_run *r);
+    moe_status (*backward)(const moei_run *r);
+} moei_module_kind;
+
+static const moei_module_kind moei_module_kinds[MOE_MODULE_COUNT] = {
+    /* linear     */ {moei_linear_forward, MOEI_BACKWARD(moei_linear_backward)},
+    /* activation */ {moei_activation_forward, MOEI_BACKWARD(moei_activation_backward)},
+    /* layer_norm */ {moei_layer_norm_forward, MOEI_BACKWARD(moei_layer_norm_backward)},
+    /* mixture    */ {moei_mixture_forward, MOEI_BACKWARD(moei_mixture_backward)},
+    /* residual   */ {moei_residual_forward, MOEI_BACKWARD(moei_residual_backward)}};
+
+moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
+    moei_layout l = moei_layout_begin(work);
+    moe_net_pass p;
+    moe_status status;
+    size_t i;
+    if (net == NULL || call == NULL || work == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
+    if (!net->built) return MOE_ERR_STATE;
+    if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if ((call->n_tokens > 0 && call->x == NULL) || call->router_x != NULL || call->nodes != NULL) return MOE_ERR_ARGUMENT;
+    if ((status = moe_net_work_size(net, call->n_tokens, call->training, &i)) != MOE_OK) return status;
+    if (i > work_size) return MOE_ERR_SPACE;
+    if ((status = moei_net_layout(net, call->n_tokens, call->training, &l, &p)) != MOE_OK) return status;
+    p.n_tokens = call->n_tokens;
+    p.training = call->training;
+    p.call = *call;
+    for (i = 0; i < net->n_modules; i++) {
+        moei_run r = moei_run_begin(net, &p, i);
+        r.p->x = i > 0 ? p.modules[i - 1].y : call->x;
+        status = moei_module_kinds[net->modules[i].kind].forward(&r);
+        if (status != MOE_OK) return status;
+    }
+    p.y = p.modules[net->n_modules - 1].y;
+    *pass = p;
+    return MOE_OK;
+}
+
+const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass, size_t i) {
+    if (net == NULL || pass == NULL || pass->modules == NULL || i >= net->n_modules || net->modules[i].kind != MOE_MODULE_MIXTURE) return NULL;
+    return &pass->modules[i].layer.routing;
+}
+
+/* ---- backward ------------------------------------------------------------------------------------------------------------------ */
+
+#ifndef MOE_NO_TRAIN
+
+moe_status moe_net_backward(const moe_net *net, moe_net_pass *pass, const moe_real *dy, moe_real *dx) {
+    moe_status status = MOE_OK;
+    size_t i;
+    if (net == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
+    if (!net->built || !net->trainable || !pass->training || pass->modules == NULL) return MOE_ERR_STATE;
+    if (pass->n_tokens == 0) return MOE_OK;
+    if (dy == NULL) return MOE_ERR_ARGUMENT;
+    pass->d_x = dx;
+    for (i = 1; i < net->n_modules; i++) memset(pass->modules[i].d_x, 0, pass->n_tokens * (size_t)net->modules[i].d_in * sizeof(moe_real));
+    for (i = net->n_modules; i-- > 0 && status == MOE_OK;) {
+        moei_run r = moei_run_begin(net, pass, i);
+        r.dy = i + 1 < net->n_modules ? pass->modules[i + 1].d_x : dy;
+        r.dx = i > 0 ? r.p->d_x : dx;
+        status = moei_module_kinds[net->modules[i].kind].backward(&r);
+    }
+    return status;
+}
+
+void moe_net_zero_gradients(moe_net *net) {
+    size_t i;
+    for (i = 0; net != NULL && i < net->n_tensors; i++)
+        if (net->tensors[i].gradient != NULL) memset(net->tensors[i].gradient, 0, net->tensors[i].count * sizeof(moe_real));
+}
+
+/* ==== training =============================================================================================================== */
+
+/* ---- losses -------------------------------------------------------------------------------------------------------------------- */
+
+/* l = -log softmax(y)_label,  dl/dy_j = softmax(y)_j - [j = label],  both over n. */
+moe_real moe_cross_entropy(size_t n, size_t classes, const moe_real *y, const int32_t *labels, moe_real *dy) {
+    moe_real over_n = n > 0 ? MOEI_R(1.0) / (moe_real)n : MOEI_R(0.0), sum = MOEI_R(0.0);
+    size_t t, j;
+    for (t = 0; t < n; t++, y += classes) {
+        moe_real lse = moe_log_sum_exp(classes, y);
+        sum += lse - y[labels[t]];
+        if (dy == NULL) continue;
+        for (j = 0; j < classes; j++) dy[j] = over_n * MOEI_F(exp)(y[j] - lse);
+        dy[labels[t]] -= over_n;
+        dy += classes;
+    }
+    return sum * over_n;
+}
+
+moe_real moe_squared_error(size_t n, size_t width, const moe_real *y, const moe_real *targets, moe_real *dy) {
+    moe_real over_n = n > 0 ? MOEI_R(1.0) / (moe_real)n : MOEI_R(0.0), sum = MOEI_R(0.0);
+    size_t i;
+    for (i = 0; i < n * width; i++) {
+        moe_real e = y[i] - targets[i];
+        sum += e * e;
+        if (dy != NULL) dy[i] = over_n * e;
+    }
+    return MOEI_R(0.5) * sum * over_n;
+}
+
+static moe_real moei_criterion(int criterion, const moe_net *net, const moe_data *data, const moe_real *y, moe_real *dy) {
+    size_t width = (size_t)net->d_out;
+    if (criterion == MOE_CRITERION_CROSS_ENTROPY) return moe_cross_entropy(data->n, width, y, data->labels, dy);
+    return moe_squared_error(data->n, width, y, data->targets, dy);
+}
+
+/* ---- data ---------------------------------------------------------------------------------------------------------------------- */
+
+static moe_status moei_reals_check(const char *name, const moe_real *v, size_t n, size_t width, moe_error *error) {
+    size_t t, j;
+    for (t = 0; t < n; t++)
+        for (j = 0; j < width; j++)
+            if (!moe_is_finite(v[t * width + j]))
+                return moei_error(error, MOE_ERR_NONFINITE, "%s[%z][%z] = %g: must be a finite number", name, t, j, (double)v[t * width + j]);
+    return MOE_OK;
+}
+
+/* Everything that samples can get wrong. */
+static moe_status moei_data_check(const moe_net *net, const moe_data *data, int criterion, moe_error *error) {
+    moe_status status;
+    size_t t;
+    if (data == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "data must not be NULL");
+    if (data->n == 0) return MOE_OK;
+    if (data->x == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "x must not be NULL");
+    status = moei_reals_check("x", data->x, data->n, (size_t)net->d_in, error);
+    if (status != MOE_OK) return status;
+    if (criterion == MOE_CRITERION_SQUARED_ERROR) {
+        if (data->targets == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "targets must not be NULL for the squared error");
+        return moei_reals_check("targets", data->targets, data->n, (size_t)net->d_out, error);
+    }
+    if (data->labels == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "labels must not be NULL for the cross-entropy");
+    for (t = 0; t < data->n; t++)
+        if (data->labels[t] < 0 || data->labels[t] >= net->d_out)
+            return moei_error(error, MOE_ERR_ARGUMENT, "labels[%z] = %d: must be 0 to %d", t, (int)data->labels[t], net->d_out - 1);
+    return MOE_OK;
+}
+
+/* Samples from..from+n-1. */
+static moe_data moei_data_part(const moe_net *net, const moe_data *data, size_t from, size_t n) {
+    moe_data part = *data;
+    part.n = n;
+    part.x += from * (size_t)net->d_in;
+    if (part.labels != NULL) part.labels += from;
+    if (part.targets != NULL) part.targets += from * (size_t)net->d_out;
+    return part;
+}
+
+/* ---- evaluation ---------------------------------------------------------------------------------------------------------------- */
+
+/* How many of the n samples that are left go into the next batch. */
+static size_t moei_evaluate_next(size_t n) { return n < 64 ? n : 64; }
+
+static moe_status moei_evaluate_size(const moe_net *net, size_t n, size_t *bytes) {
+    return moe_net_work_size(net, moei_evaluate_next(n), 0, bytes);
+}
+
+static size_t moei_largest(size_t n, const moe_real *v) {
+    size_t i, best = 0;
+    for (i = 1; i < n; i++)
+        if (v[i] > v[best]) best = i;
+    return best;
+}
+
+/* One batch: adds its loss, times its length, and the number of samples that were right. */
+static moe_status moei_evaluate_batch(const moe_net *net, const moe_data *batch, int criterion, void *work, size_t work_size, double *loss,
+                                      size_t *right, moe_error *error) {
+    moe_call call;
+    moe_net_pass pass;
+    moe_status status;
+    size_t t, width = (size_t)net->d_out;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = batch->n;
+    call.x = batch->x;
+    status = moe_net_forward(net, &call, work, work_size, &pass);
+    if (status != MOE_OK) return moei_error(error, status, "the net's forward pass: %s", moe_status_text(status));
+    status = moei_reals_check("the net's output", pass.y, batch->n, width, error);
+    if (status != MOE_OK) return status;
+    *loss += (double)moei_criterion(criterion, net, batch, pass.y, NULL) * (double)batch->n;
+    for (t = 0; criterion == MOE_CRITERION_CROSS_ENTROPY && t < batch->n; t++)
+        *right += moei_largest(width, pass.y + t * width) == (size_t)batch->labels[t];
+    return MOE_OK;
+}
+
+static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int criterion, void *work, size_t work_size, moe_evaluation *result,
+                                moe_error *error) {
+    moe_evaluation made;
+    double loss = 0.0;
+    size_t from, right = 0;
+    for (from = 0; from < data->n;) {
+        moe_data batch = moei_data_part(net, data, from, moei_evaluate_next(data->n - from));
+        moe_status status = moei_evaluate_batch(net, &batch, criterion, work, work_size, &loss, &right, error);
+        if (status != MOE_OK) return status;
+        from += batch.n;
+    }
+    memset(&made, 0, sizeof made);
+    made.n = data->n;
+    if (data->n > 0) {
+        made.loss = (moe_real)(loss / (double)data->n);
+        made.accuracy = (moe_real)((double)right / (double)data->n);
+    }
+    *result = made;
+    return MOE_OK;
+}
+
+moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result, moe_error *error) {
+    moe_status status;
+    size_t size;
+    void *work;
+    if (net == NULL || result == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and result must not be NULL");
+    if (!net->built) return moei_error(error, MOE_ERR_STATE, "the net is not built");
+    if (criterion < 0 || criterion >= MOE_CRITERION_COUNT) return moei_error(error, MOE_ERR_ARGUMENT, "criterion = %d: there is no such one", criterion);
+    status = moei_data_check(net, data, criterion, error);
+    if (status != MOE_OK) return status;
+    status = moei_evaluate_size(net, data->n, &size);
+    if (status != MOE_OK) return moei_error(error, status, "work memory: %s", moe_status_text(status));
+    work = moei_alloc(&net->allocator, size, 1);
+    if (work == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of work", size);
+    status = moei_evaluate(net, data, criterion, work, size, result, error);
+    moei_free(&net->allocator, work, size);
+    return status;
+}
+
+/* ---- the trainer --------------------------------------------------------------------------------------------------------------- */
+
+static const char *const moei_criterion_names[] = {"cross_entropy", "squared_error", NULL};
+static const char *const moei_optimizer_names[] = {"adamw", "sgd", NULL};
+
+#define MOEI_T moe_train_config
+
+static const moe_field moei_train_fields[] = {
+    MOEI_CHOICE(MOEI_T, criterion, MOE_CRITERION_COUNT, moei_criterion_names, "what is minimised"),
+    MOEI_CHOICE(MOEI_T, optimizer, MOE_OPTIMIZER_COUNT, moei_optimizer_names, "optimiser"),
+    MOEI_INT(MOEI_T, epochs, 1, 1000000, "passes through the samples"),
+    MOEI_INT(MOEI_T, batch, 1, 1000000, "samples per step"),
+    MOEI_REAL(MOEI_T, rate, 1e-12, 1e6, "learning rate"),
+    MOEI_REAL(MOEI_T, final_rate, 1e-12, 1, "share of the rate at the end"),
+    MOEI_REAL(MOEI_T, momentum, -1, 0.999999, "momentum of sgd"),
+    MOEI_REAL(MOEI_T, beta1, 1e-6, 0.999999, "decay of the first moment"),
+    MOEI_REAL(MOEI_T, beta2, 1e-6, 0.999999, "decay of the second moment"),
+    MOEI_REAL(MOEI_T, epsilon, 1e-30, 1, "added to the root of the second moment"),
+    MOEI_REAL(MOEI_T, decay, 0, 1e3, "weight decay"),
+    MOEI_REAL(MOEI_T, clip, 1e-12, 1e12, "largest norm of the gradient"),
+    MOEI_FIELDS_END};
+
+static moe_status moei_train_check(const moe_train_config *config, moe_train_config *out, moe_error *error) {
+    moe_status status;
+    memset(out, 0, sizeof *out);
+    if (config != NULL) *out = *config;
+    status = moei_fields_check(moei_train_fields, out, error);
+    if (status != MOE_OK) return status;
+    moei_default(&out->epochs, 10);
+    moei_default(&out->batch, 32);
+    moei_default_real(&out->rate, out->optimizer == MOE_OPTIMIZER_SGD ? MOEI_R(0.01) : MOEI_R(0.001));
+    moei_default_real(&out->final_rate, MOEI_R(1.0));
+    moei_default_real(&out->momentum, MOEI_R(0.9));
+    if (out->momentum < MOEI_R(0.0)) out->momentum = MOEI_R(0.0);
+    moei_default_real(&out->beta1, MOEI_R(0.9));
+    moei_default_real(&out->beta2, MOEI_R(0.999));
+    moei_default_real(&out->epsilon, MOEI_R(1e-8));
+    return MOE_OK;
+}
+
+/* One batch in the trainer's work memory. */
+typedef struct moei_batch {
+    moe_real *dy; /* [batch,d_out] */
+    void *net_work;
+    size_t net_size;
+} moei_batch;
+
+static moe_status moei_batch_layout(const moe_trainer *trainer, moei_layout *l, moei_batch *b) {
+    size_t batch = (size_t)trainer->config.batch;
+    moe_status status = moe_net_work_size(trainer->net, batch, 1, &b->net_size);
+    if (status != MOE_OK) return status;
+    b->dy = moei_take_reals(l, batch, (size_t)trainer->net->d_out);
+    b->net_work = moei_take(l, b->net_size, 1);
+    return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
+}
+
+/* The numbers that one moment has. */
+static size_t moei_net_numbers(const moe_net *net) { return moe_net_parameters(net, NULL); }
+
+static moe_status moei_trainer_allocate(moe_trainer *t, moe_error *error) {
+    const moe_allocator *a = &t->net->allocator;
+    moei_layout l = moei_layout_begin(NULL);
+    moei_batch batch;
+    moe_status status = moei_batch_layout(t, &l, &batch);
+    size_t moments = t->config.optimizer == MOE_OPTIMIZER_ADAMW ? 2 : 1;
+    if (status != MOE_OK) return moei_error(error, status, "batch = %d: %s", t->config.batch, moe_status_text(status));
+    if (!moei_mul(moei_net_numbers(t->net), moments * sizeof(moe_real), &t->memory_size))
+        return moei_error(error, MOE_ERR_OVERFLOW, "the optimiser's moments do not fit this machine's memory");
+    t->work_size = l.used;
+    t->memory = (moe_real *)moei_alloc(a, t->memory_size, 1);
+    t->work = moei_alloc(a, t->work_size, 1);
+    if (t->memory != NULL && t->work != NULL) return MOE_OK;
+    moei_free(a, t->memory, t->memory_size);
+    moei_free(a, t->work, t->work_size);
+    return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of moments and %z of work", t->memory_size, t->work_size);
+}
+
+moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error) {
+    moe_trainer made;
+    moe_status status;
+    if (trainer == NULL || net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and net must not be NULL");
+    if (!net->built || !net->trainable) return moei_error(error, MOE_ERR_STATE, "the net is not built with trainable = 1");
+    memset(&made, 0, sizeof made);
+    made.net = net;
+    status = moei_train_check(config, &made.config, error);
+    if (status == MOE_OK) status = moei_net_check_training(net, error);
+    if (status == MOE_OK) status = moei_trainer_allocate(&made, error);
+    if (status != MOE_OK) return status;
+    moe_rng_seed(&made.rng, made.config.seed);
+    made.rate = made.config.rate;
+    *trainer = made;
+    return MOE_OK;
+}
+
+void moe_trainer_free(moe_trainer *trainer) {
+    if (trainer == NULL || trainer->net == NULL) return;
+    moei_free(&trainer->net->allocator, trainer->memory, trainer->memory_size);
+    moei_free(&trainer->net->allocator, trainer->work, trainer->work_size);
+    memset(trainer, 0, sizeof *trainer);
+}
+
+static int moei_is_trained(const moe_tensor *t) { return (t->flags & (unsigned)(MOE_PARAM_FROZEN | MOE_PARAM_STATE)) == 0; }
+
+/* Forward, loss and backward on one batch. */
+static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, moe_step *step, moe_error *error) {
+    moei_layout l = moei_layout_begin(t->work);
+    moei_batch batch;
+    moe_call call;
+    moe_net_pass pass;
+    size_t i;
+    int loss;
+    moe_status status = moei_batch_layout(t, &l, &batch);
+    memset(&call, 0, sizeof call);
+    call.n_tokens = data->n;
+    call.x = data->x;
+    call.training = 1;
+    call.rng = &t->rng;
+    moe_net_zero_gradients(t->net);
+    if (status == MOE_OK) status = moe_net_forward(t->net, &call, batch.net_work, batch.net_size, &pass);
+    if (status != MOE_OK) return moei_error(error, status, "the net's forward pass: %s", moe_status_text(status));
+    step->loss = moei_criterion(t->config.criterion, t->net, data, pass.y, batch.dy);
+    step->router_loss = MOEI_R(0.0);
+    for (i = 0; i < t->net->n_modules; i++) {
+        const moe_routing *routing = moe_net_routing(t->net, &pass, i);
+        for (loss = 0; routing != NULL && loss < MOE_LOSS_COUNT; loss++) step->router_loss += routing->loss[loss];
+    }
+    if (!moe_is_finite(step->loss) || !moe_is_finite(step->router_loss))
+        return moei_error(error, MOE_ERR_NONFINITE, "the loss is not finite: %g, of the routers %g", (double)step->loss, (double)step->router_loss);
+    status = moe_net_backward(t->net, &pass, batch.dy, NULL);
+    return status == MOE_OK ? MOE_OK : moei_error(error, status, "the net's backward pass: %s", moe_status_text(status));
+}
+
+/* The norm of all trained gradients together. Beyond 1e19 (float) its square, which AdamW forms, would not be finite. */
+static moe_status moei_trainer_norm(const moe_trainer *trainer, moe_real *norm, moe_error *error) {
+    double sum = 0.0;
+    size_t i, j;
+    for (i = 0; i < trainer->net->n_tensors; i++) {
+        const moe_tensor *t = &trainer->net->tensors[i];
+        for (j = 0; moei_is_trained(t) && j < t->count; j++) {
+            if (!moe_is_finite(t->gradient[j])) return moei_error(error, MOE_ERR_NONFINITE, "%s: number %z of the gradient is not finite", t->name, j);
+            sum += (double)t->gradient[j] * (double)t->gradient[j];
+        }
+    }
+    if (sum > (MOE_REAL_IS_DOUBLE ? 1e300 : 1e38)) return moei_error(error, MOE_ERR_NONFINITE, "the gradient is too large to square");
+    *norm = (moe_real)sqrt(sum);
+    return MOE_OK;
+}
+
+/* base to the power n, by squaring: the same bits wherever multiplication is. */
+static moe_real moei_power(moe_real base, uint64_t n) {
+    moe_real power = MOEI_R(1.0);
+    for (; n > 0; n >>= 1, base *= base)
+        if (n & 1u) power *= base;
+    return power;
+}
+
+/* v = momentum v + g + decay w,  w -= rate v */
+static void moei_update_sgd(const moe_trainer *trainer, const moe_tensor *t, moe_real scale, moe_real *v) {
+    moe_real decay = (t->flags & (unsigned)MOE_PARAM_NO_DECAY) != 0 ? MOEI_R(0.0) : trainer->config.decay;
+    size_t i;
+    for (i = 0; i < t->count; i++) {
+        v[i] = trainer->config.momentum * v[i] + scale * t->gradient[i] + decay * t->data[i];
+        t->data[i] -= trainer->rate * v[i];
+    }
+}
+
+/* m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,  w -= rate (m / (1 - b1^n) / (sqrt(v / (1 - b2^n)) + eps) + decay w) */
+static void moei_update_adamw(const moe_trainer *trainer, const moe_tensor *t, moe_real scale, moe_real *m, moe_real *v) {
+    const moe_train_config *c = &trainer->config;
+    moe_real decay = (t->flags & (unsigned)MOE_PARAM_NO_DECAY) != 0 ? MOEI_R(0.0) : c->decay;
+    moe_real over1 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta1, trainer->steps + 1));
+    moe_real over2 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta2, trainer->steps + 1));
+    size_t i;
+    for (i = 0; i < t->count; i++) {
+        moe_real g = scale * t->gradient[i];
+        m[i] = c->beta1 * m[i] + (MOEI_R(1.0) - c->beta1) * g;
+        v[i] = c->beta2 * v[i] + (MOEI_R(1.0) - c->beta2) * g * g;
+        t->data[i] -= trainer->rate * (m[i] * over1 / (MOEI_F(sqrt)(v[i] * over2) + c->epsilon) + decay * t->data[i]);
+    }
+}
+
+static void moei_trainer_update(moe_trainer *trainer, moe_real scale) {
+    moe_real *first = trainer->memory, *second = first + moei_net_numbers(trainer->net);
+    size_t i;
+    for (i = 0; i < trainer->net->n_tensors; i++) {
+        const moe_tensor *t = &trainer->net->tensors[i];
+        if (!moei_is_trained(t))
+            continue;
+        if (trainer->config.optimizer == MOE_OPTIMIZER_SGD) moei_update_sgd(trainer, t, scale, first + (t->data - trainer->net->memory));
+        else moei_update_adamw(trainer, t, scale, first + (t->data - trainer->net->memory), second + (t->data - trainer->net->memory));
+    }
+    trainer->steps++;
+}
+
+moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error) {
+    moe_step made;
+    moe_rng rng;
+    moe_status status;
+    if (trainer == NULL || batch == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and batch must not be NULL");
+    if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+    if (batch->n < 1 || batch->n > (size_t)trainer->config.batch)
+        return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be 1 to batch = %d", batch->n, trainer->config.batch);
+    if (!moe_is_finite(trainer->rate)) return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
+    status = moei_data_check(trainer->net, batch, trainer->config.criterion, error);
+    if (status != MOE_OK) return status;
+    rng = trainer->rng;
+    status = moei_trainer_gradients(trainer, batch, &made, error);
+    if (status == MOE_OK) status = moei_trainer_norm(trainer, &made.gradient_norm, error);
+    if (status != MOE_OK) {
+        trainer->rng = rng;
+        return status;
+    }
+    moei_trainer_update(trainer, trainer->config.clip > MOEI_R(0.0) && made.gradient_norm > trainer->config.clip
+                                     ? trainer->config.clip / made.gradient_norm
+                                     : MOEI_R(1.0));
+    if (step != NULL) *step = made;
+    return MOE_OK;
+}
+
+/* ---- fit ----------------------------------------------------------------------------------------------------------------------- */
+
+/* One training from beginning to end; all memory is taken before the first step. */
+typedef struct moei_fit {
+    moe_trainer trainer;
+    const moe_data *train, *test; /* test NULL: none */
+    void *memory;
+    size_t memory_size;
+    size_t *order; /* [train.n] */
+    moe_real *x, *targets; /* one batch, gathered */
+    int32_t *labels;
+    void *test_work;
+    size_t test_size;
+    double loss, router_loss; /* sums over the samples of this epoch */
+    moe_progress progress;
+} moei_fit;
+
+static moe_status moei_fit_layout(moei_fit *f, moei_layout *l) {
+    const moe_net *net = f->trainer.net;
+    size_t batch = (size_t)f->trainer.config.batch;
+    int labels = f->trainer.config.criterion == MOE_CRITERION_CROSS_ENTROPY;
+    moe_status status = f->test != NULL ? moei_evaluate_size(net, f->test->n, &f->test_size) : MOE_OK;
+    if (status != MOE_OK) return status;
+    f->order = (size_t *)moei_take(l, f->train->n, sizeof(size_t));
+    f->x = moei_take_reals(l, batch, (size_t)net->d_in);
+    f->labels = labels ? (int32_t *)moei_take(l, batch, sizeof(int32_t)) : NULL;
+    f->targets = labels ? NULL : moei_take_reals(l, batch, (size_t)net->d_out);
+    f->test_work = moei_take(l, f->test_size, 1);
+    return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
+}
+
+static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_config *config, moe_error *error) {
+    moei_layout l = moei_layout_begin(NULL);
+    size_t i;
+    moe_status status = moe_trainer_init(&f->trainer, net, config, error);
+    if (status != MOE_OK) return status;
+    status = moei_data_check(net, f->train, f->trainer.config.criterion, error);
+    if (status == MOE_OK && f->train->n == 0) status = moei_error(error, MOE_ERR_ARGUMENT, "there are no samples to train on");
+    if (status == MOE_OK && f->test != NULL) status = moei_data_check(net, f->test, f->trainer.config.criterion, error);
+    if (status != MOE_OK) return status;
+    status = moei_fit_layout(f, &l);
+    if (status != MOE_OK) return moei_error(error, status, "work memory: %s", moe_status_text(status));
+    f->memory = moei_alloc(&net->allocator, l.used, 1);
+    if (f->memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of samples", l.used);
+    f->memory_size = l.used;
+    l = moei_layout_begin(f->memory);
+    (void)moei_fit_layout(f, &l);
+    for (i = 0; i < f->train->n; i++) f->order[i] = i;
+    return MOE_OK;
+}
+
+/* Fisher and Yates. */
+static void moei_fit_shuffle(moei_fit *f) {
+    size_t i, j, kept;
+    for (i = f->train->n; i > 1; i--) {
+        j = (size_t)moe_rng_below(&f->trainer.rng, i);
+        kept = f->order[i - 1];
+        f->order[i - 1] = f->order[j];
+        f->order[j] = kept;
+    }
+}
+
+static moe_data moei_fit_batch(moei_fit *f, size_t from) {
+    size_t d = (size_t)f->trainer.net->d_in, o = (size_t)f->trainer.net->d_out, i;
+    moe_data batch;
+    batch.n = f->train->n - from;
+    if (batch.n > (size_t)f->trainer.config.batch) batch.n = (size_t)f->trainer.config.batch;
+    for (i = 0; i < batch.n; i++) {
+        size_t row = f->order[from + i];
+        memcpy(f->x + i * d, f->train->x + row * d, d * sizeof(moe_real));
+        if (f->labels != NULL) f->labels[i] = f->train->labels[row];
+        else memcpy(f->targets + i * o, f->train->targets + row * o, o * sizeof(moe_real));
+    }
+    batch.x = f->x;
+    batch.labels = f->labels;
+    batch.targets = f->targets;
+    return batch;
+}
+
+/* rate (final + (1 - final) (1 + cos(pi at)) / 2), where at goes from 0 at the first step of all to 1 at the last. */
+static moe_real moei_fit_rate(const moei_fit *f) {
+    const moe_train_config *c = &f->trainer.config;
+    double last = (double)f->progress.steps * (double)c->epochs - 1.0;
+    double at = last > 0.0 ? (double)f->trainer.steps / last : 0.0;
+    if (!(c->final_rate < MOEI_R(1.0))) return c->rate;
+    return c->rate * (c->final_rate + (MOEI_R(1.0) - c->final_rate) * MOEI_R(0.5) * (MOEI_R(1.0) + (moe_real)cos(3.14159265358979324 * at)));
+}
+
+static moe_status moei_fit_report(moei_fit *f, const moe_step *step, size_t seen, moe_error *error) {
+    moe_progress *p = &f->progress;
+    p->loss = (moe_real)(f->loss / (double)seen);
+    p->router_loss = (moe_real)(f->router_loss / (double)seen);
+    p->gradient_norm = step->gradient_norm;
+    p->epoch_ended = p->step == p->steps;
+    if (p->epoch_ended && f->test != NULL) {
+        moe_status status = moei_evaluate(f->trainer.net, f->test, f->trainer.config.criterion, f->test_work, f->test_size, &p->test, error);
+        if (status != MOE_OK) return status;
+    }
+    if (f->trainer.config.progress == NULL || f->trainer.config.progress(f->trainer.config.progress_ctx, p) == 0) return MOE_OK;
+    return moei_error(error, MOE_ERR_STOPPED, "the progress callback stopped training in epoch %d, step %z", p->epoch, p->step);
+}
+
+static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
+    size_t from;
+    f->loss = f->router_loss = 0.0;
+    memset(&f->progress.test, 0, sizeof f->progress.test);
+    moei_fit_shuffle(f);
+    for (from = 0, f->progress.step = 1; from < f->train->n; f->progress.step++) {
+        moe_data batch = moei_fit_batch(f, from);
+        moe_step step;
+        moe_status status;
+        f->trainer.rate = moei_fit_rate(f);
+        status = moe_trainer_step(&f->trainer, &batch, &step, error);
+        if (status != MOE_OK) return status;
+        f->loss += (double)step.loss * (double)batch.n;
+        f->router_loss += (double)step.router_loss * (double)batch.n;
+        from += batch.n;
+        status = moei_fit_report(f, &step, from, error);
+        if (status != MOE_OK) return status;
+    }
+    return MOE_OK;
+}
+
+moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error) {
+    moei_fit f;
+    moe_status status;
+    memset(&f, 0, sizeof f);
+    f.train = train;
+    f.test = test != NULL && test->n > 0 ? test : NULL;
+    status = moei_fit_begin(&f, net, config, error);
+    if (status == MOE_OK) {
+        f.progress.epochs = f.trainer.config.epochs;
+        f.progress.steps = (train->n - 1) / (size_t)f.trainer.config.batch + 1;
+    }
+    for (f.progress.epoch = 1; status == MOE_OK && f.progress.epoch <= f.progress.epochs; f.progress.epoch++) status = moei_fit_epoch(&f, error);
+    if (f.memory != NULL) moei_free(&net->allocator, f.memory, f.memory_size);
+    moe_trainer_free(&f.trainer);
+    return status;
+}
+
+#endif /* MOE_NO_TRAIN */
+
+/* ==== files of nets and layers ================================================================================================ */
+
+/* The metadata key whose value is the configuration, as JSON, and the format that this version writes and reads. */
+#define MOEI_CONFIG_KEY "moe"
+enum { MOEI_CONFIG_FORMAT = 1 };
+
+/* Rows that say how something is run, not what it is: never in files. */
+static int moei_is_saved(const moe_field *field) { return strcmp(field->name, "kernels") != 0; }
+
+/* ---- writing the configuration ------------------------------------------------------------------------------------------------- */
+
+#ifndef MOE_NO_TRAIN
+
+/* The growing text; after a failure all else is ignored. */
+typedef struct moei_config_text {
+    moe_buffer buffer;
+    moe_status status;
+} moei_config_text;
+
+static void moei_config_put(moei_config_text *c, const char *s) {
+    if (c->status == MOE_OK) c->status = moei_buffer_write(&c->buffer, s, strlen(s));
+}
+
+/* "name":value for every field that is not 0, or for every field; comma: there are members before. */
+static void moei_config_put_fields(moei_config_text *c, const moe_field *fields, const void *config, int all, int comma) {
+    char value[64];
+    for (; fields->name != NULL; fields++) {
+        const char *quote = fields->kind == MOE_FIELD_CHOICE ? "\"" : "";
+        if (!moei_is_saved(fields) || (!all && moei_field_is_zero(fields, config))) continue;
+        moe_field_text(fields, config, value, sizeof value);
+        if (comma) moei_config_put(c, ",");
+        moei_config_put(c, "\"");
+        moei_config_put(c, fields->name);
+        moei_config_put(c, "\":");
+        moei_config_put(c, quote);
+        moei_config_put(c, value);
+        moei_config_put(c, quote);
+        comma = 1;
+    }
+}
+
+static void moei_config_put_module(moei_config_text *c, const moe_module *m) {
+    moei_module_config small;
+    memset(&small, 0, sizeof small);
+    small.d_out = m->d_out, small.act = m->act, small.span = m->span;
+    moei_config_put(c, "{\"module\":\"");
+    moei_config_put(c, moei_module_names[m->kind]);
+    moei_config_put(c, "\"");
+    if (m->kind == MOE_MODULE_MIXTURE) moei_config_put_fields(c, moe_layer_fields(), &m->layer.config, 0, 1);
+    else moei_config_put_fields(c, moei_module_fields(m->kind), &small, 1, 1);
+    moei_config_put(c, "}");
+}
+
+static void moei_config_put_net(moei_config_text *c, const moe_net *net) {
+    moei_module_config small;
+    size_t i;
+    memset(&small, 0, sizeof small);
+    small.d_in = net->d_in;
+    moei_config_put(c, "{\"format\":1,\"net\":{");
+    moei_config_put_fields(c, moei_net_fields, &small, 1, 0);
+    moei_config_put(c, ",\"modules\":[");
+    for (i = 0; i < net->n_modules; i++) {
+        if (i > 0) moei_config_put(c, ",");
+        moei_config_put_module(c, &net->modules[i]);
+    }
+    moei_config_put(c, "]}}");
+}
+
+static void moei_config_put_layer(moei_config_text *c, const moe_layer_config *config) {
+    moei_config_put(c, "{\"format\":1,\"layer\":{");
+    moei_config_put_fields(c, moe_layer_fields(), config, 0, 0);
+    moei_config_put(c, "}}");
+}
+
+/* Writes the file and gives the text back. */
+static moe_status moei_config_write(moei_config_text *c, moe_stream *stream, const moe_tensor *tensors, size_t n_tensors, moe_error *error) {
+    moe_metadata metadata;
+    moe_status status = c->status;
+    if (status == MOE_OK) status = moei_buffer_write(&c->buffer, "", 1);
+    metadata.key = MOEI_CONFIG_KEY;
+    metadata.value = (const char *)c->buffer.data;
+    if (status == MOE_OK) status = moe_file_write(stream, tensors, n_tensors, &metadata, 1, &c->buffer.allocator, error);
+    else (void)moei_error(error, status, "the configuration's text: %s", moe_status_text(status));
+    moe_buffer_free(&c->buffer);
+    return status;
+}
+
+moe_status moe_net_write(const moe_net *net, moe_stream *stream, moe_error *error) {
+    moei_config_text c;
+    if (net == NULL || stream == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and stream must not be NULL");
+    if (!net->built) return moei_error(error, MOE_ERR_STATE, "the net is not built");
+    memset(&c, 0, sizeof c);
+    c.buffer.allocator = net->allocator;
+    moei_config_put_net(&c, net);
+    return moei_config_write(&c, stream, net->tensors, net->n_tensors, error);
+}
+
+moe_status moe_layer_write(const moe_layer *layer, moe_stream *stream, moe_error *error) {
+    moei_config_text c;
+    moe_tensor tensors[MOE_LAYER_SLOTS];
+    size_t n = 0;
+    if (layer == NULL || stream == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer and stream must not be NULL");
+    while (n < MOE_LAYER_SLOTS && moe_layer_tensor(layer, n, &tensors[n]) == MOE_OK) n++;
+    memset(&c, 0, sizeof c);
+    c.buffer.allocator = layer->allocator;
+    moei_config_put_layer(&c, &layer->config);
+    return moei_config_write(&c, stream, tensors, n, error);
+}
+
+#ifndef MOE_NO_STDIO
+
+/* What moe_file_replace hands to its callback. */
+typedef struct moei_saved {
+    const moe_net *net;
+    const moe_layer *layer;
+    moe_error *error;
+} moei_saved;
+
+static moe_status moei_save(void *ctx, moe_stream *stream) {
+    const moei_saved *s = (const moei_saved *)ctx;
+    return s->net != NULL ? moe_net_write(s->net, stream, s->error) : moe_layer_write(s->layer, stream, s->error);
+}
+
+moe_status moe_net_save(const moe_net *net, const char *path, moe_error *error) {
+    moei_saved s;
+    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+    s.net = net, s.layer = NULL, s.error = error;
+    return moe_file_replace(path, moei_save, &s, error);
+}
+
+moe_status moe_layer_save(const moe_layer *layer, const char *path, moe_error *error) {
+    moei_saved s;
+    if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    s.net = NULL, s.layer = layer, s.error = error;
+    return moe_file_replace(path, moei_save, &s, error);
+}
+
+#endif
+#endif /* MOE_NO_TRAIN */
+
+/* ---- reading the configuration: a pull parser without recursion ------------------------------------------------------------------ */
+
+enum { MOEI_CONFIG_DEPTH = 16, MOEI_CONFIG_FIELDS = 128 };
+
+static int moei_digits(const unsigned char *p, size_t n, size_t *at) {
+    size_t from = *at;
+    while (*at < n && p[*at] >= '0' && p[*at] <= '9') ++*at;
+    return *at > from;
+}
+
+/* -?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)? */
+static int moei_is_json_number(moei_span s) {
+    size_t i = 0, whole;
+    if (i < s.n && s.p[i] == '-') i++;
+    whole = i;
+    if (!moei_digits(s.p, s.n, &i) || (s.p[whole] == '0' && i > whole + 1)) return 0;
+    if (i < s.n && s.p[i] == '.' && (i++, !moei_digits(s.p, s.n, &i))) return 0;
+    if (i < s.n && (s.p[i] == 'e' || s.p[i] == 'E')) {
+        i++;
+        if (i < s.n && (s.p[i] == '+' || s.p[i] == '-')) i++;
+        if (!moei_digits(s.p, s.n, &i)) return 0;
+    }
+    return i == s.n;
+}
+
+/* The characters up to the next that cannot belong to a number or a word. */
+static moei_span moei_config_word(moei_json *j) {
+    moei_span s;
+    (void)moei_json_peek(j);
+    s.p = j->bytes + j->at;
+    while (j->at < j->end) {
+        int c = j->bytes[j->at];
+        if (!((c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '.' || c == '+' || c == '-')) break;
+        j->at++;
+    }
+    s.n = (size_t)(j->bytes + j->at - s.p);
+    return s;
+}
+
+/* A value of any kind, of which nothing is wanted. */
+static moe_status moei_config_skip(moei_json *j) {
+    char open[MOEI_CONFIG_DEPTH];
+    moei_span s;
+    int depth = 0;
+    for (;;) {
+        int c = moei_json_peek(j), entered = c == '{' || c == '[';
+        moe_status status = MOE_OK;
+        if (entered) {
+            if (depth == MOEI_CONFIG_DEPTH) return moei_json_refuse(j, j->at, MOE_ERR_UNSUPPORTED, "more than %d levels of nesting", (int)MOEI_CONFIG_DEPTH);
+            open[depth++] = (char)(c == '{' ? '}' : ']');
+            j->at++;
+        } else if (c == '"') {
+            status = moei_json_string(j, &s);
+        } else {
+            s = moei_config_word(j);
+            if (!moei_is_json_number(s) && !moei_span_is(s, "true") && !moei_span_is(s, "false") && !moei_span_is(s, "null"))
+                return moei_json_refuse(j, j->at - s.n, MOE_ERR_FORMAT, "a value is expected");
+        }
+        while (status == MOE_OK && depth > 0 && moei_json_peek(j) == open[depth - 1]) j->at++, depth--, entered = 0;
+        if (status != MOE_OK || depth == 0) return status;
+        if (!entered) status = moei_json_take(j, ',');
+        if (status == MOE_OK && open[depth - 1] == '}' && (status = moei_json_string(j, &s)) == MOE_OK) status = moei_json_take(j, ':');
+        if (status != MOE_OK) return status;
+    }
+}
+
+/* Keys that begin with _ are notes: nothing reads them. */
+static int moei_is_note(moei_span key) { return key.n > 0 && key.p[0] == '_'; }
+
+static moe_status moei_config_unknown(moei_json *j, const char *place, moei_span key) {
+    char shown[52];
+    return moei_json_refuse(j, (size_t)(key.p - j->bytes), MOE_ERR_UNSUPPORTED, "%s: unknown key '%s'", place, moei_span_text(key, shown));
+}
+
+static moe_status moei_config_twice(moei_json *j, const char *place, moei_span key) {
+    char shown[52];
+    return moei_json_refuse(j, (size_t)(key.p - j->bytes), MOE_ERR_FORMAT, "%s: the key '%s' occurs twice", place, moei_span_text(key, shown));
+}
+
+/* Walks over an object whose keys are names (NULL at the end) and notes; at[i] gets where the value of names[i] begins, 0 when
+   it is not there. */
+static moe_status moei_config_members(moei_json *j, const char *place, const char *const *names, size_t *at) {
+    moei_span key;
+    int i, first, more;
+    moe_status status = moei_json_take(j, '{');
+    for (i = 0; names[i] != NULL; i++) at[i] = 0;
+    for (first = 1; status == MOE_OK; first = 0) {
+        if ((status = moei_json_key(j, first, &key, &more)) != MOE_OK || !more) break;
+        for (i = 0; names[i] != NULL && !moei_span_is(key, names[i]);) i++;
+        if (names[i] == NULL && !moei_is_note(key)) return moei_config_unknown(j, place, key);
+        if (names[i] != NULL && at[i] != 0) return moei_config_twice(j, place, key);
+        if (names[i] != NULL) at[i] = j->at;
+        status = moei_config_skip(j);
+    }
+    return status;
+}
+
+/* The value of one field: a text for a choice, else a number. */
+static moe_status moei_config_value(moei_json *j, const char *place, const moe_field *field, void *config) {
+    char shown[52];
+    const char *value = shown;
+    moe_error why;
+    moei_span s;
+    size_t at;
+    int i;
+    moe_status status = MOE_OK;
+    (void)moei_json_peek(j);
+    at = j->at;
+    if (field->kind == MOE_FIELD_CHOICE) {
+        status = moei_json_string(j, &s);
+        if (status != MOE_OK) return status;
+        (void)moei_span_text(s, shown);
+        for (i = 0; field->choices[i] != NULL; i++)
+            if (moei_span_is(s, field->choices[i])) value = field->choices[i];
+    } else {
+        s = moei_config_word(j);
+        if (!moei_is_json_number(s)) return moei_json_refuse(j, at, MOE_ERR_FORMAT, "%s: %s must be a number", place, field->name);
+        value = (const char *)s.p;
+    }
+    status = moei_field_set_n(field, config, value, field->kind == MOE_FIELD_CHOICE ? strlen(value) : s.n, &why);
+    return status == MOE_OK ? MOE_OK : moei_json_refuse(j, at, status, "%s: %s", place, why.message);
+}
+
+/* An object whose keys are fields, notes and, for a module, "module". */
+static moe_status moei_config_fields(moei_json *j, const char *place, const moe_field *fields, void *config, int is_module) {
+    unsigned char seen[MOEI_CONFIG_FIELDS];
+    moei_span key;
+    int first, more;
+    moe_status status = moei_json_take(j, '{');
+    memset(seen, 0, sizeof seen);
+    for (first = 1; status == MOE_OK; first = 0) {
+        int i = 0;
+        if ((status = moei_json_key(j, first, &key, &more)) != MOE_OK || !more) break;
+        if (moei_is_note(key) || (is_module && moei_span_is(key, "module"))) {
+            status = moei_config_skip(j);
+            continue;
+        }
+        while (fields[i].name != NULL && !moei_span_is(key, fields[i].name)) i++;
+        if (fields[i].name == NULL || !moei_is_saved(&fields[i]) || i >= MOEI_CONFIG_FIELDS) return moei_config_unknown(j, place, key);
+        if (seen[i]++) return moei_config_twice(j, place, key);
+        status = moei_config_value(j, place, &fields[i], config);
+    }
+    return status;
+}
+
+/* The kind of the module whose object begins at j; j stays there. */
+static moe_status moei_config_kind(moei_json *j, const char *place, int *kind) {
+    size_t at = j->at;
+    char shown[52];
+    moei_span key, name;
+    int first, more;
+    moe_status status = moei_json_take(j, '{');
+    for (first = 1, *kind = -1; status == MOE_OK; first = 0) {
+        if ((status = moei_json_key(j, first, &key, &more)) != MOE_OK || !more) break;
+        if (!moei_span_is(key, "module")) {
+            status = moei_config_skip(j);
+            continue;
+        }
+        if (*kind >= 0) return moei_config_twice(j, place, key);
+        if ((status = moei_json_string(j, &name)) != MOE_OK) break;
+        for (*kind = 0; *kind < MOE_MODULE_COUNT && !moei_span_is(name, moei_module_names[*kind]);) ++*kind;
+        if (*kind == MOE_MODULE_COUNT)
+            return moei_json_refuse(j, (size_t)(name.p - j->bytes), MOE_ERR_UNSUPPORTED, "%s: unknown module '%s'", place, moei_span_text(name, shown));
+    }
+    if (status == MOE_OK && *kind < 0) return moei_json_refuse(j, at, MOE_ERR_FORMAT, "%s: the key 'module' is missing", place);
+    if (status == MOE_OK) j->at = at;
+    return status;
+}
+
+/* One element of "modules", added to the net. */
+static moe_status moei_config_module(moei_json *j, moe_net *net) {
+    moei_module_config small;
+    moe_layer_config layer;
+    moei_text t;
+    char place[32];
+    int kind;
+    size_t at;
+    moe_status status;
+    t.out = place, t.room = sizeof place, t.length = 0;
+    moei_put(&t, "module ", 7);
+    moei_put_integer(&t, (int64_t)net->n_modules);
+    memset(&small, 0, sizeof small);
+    memset(&layer, 0, sizeof layer);
+    (void)moei_json_peek(j);
+    at = j->at;
+    status = moei_config_kind(j, place, &kind);
+    if (status != MOE_OK) return status;
+    if (kind == MOE_MODULE_MIXTURE) status = moei_config_fields(j, place, moe_layer_fields(), &layer, 1);
+    else status = moei_config_fields(j, place, moei_module_fields(kind), &small, 1);
+    if (status != MOE_OK) return status;
+    if (kind == MOE_MODULE_LINEAR) status = moe_net_linear(net, small.d_out);
+    else if (kind == MOE_MODULE_ACTIVATION) status = moe_net_activation(net, small.act);
+    else if (kind == MOE_MODULE_LAYER_NORM) status = moe_net_layer_norm(net);
+    else if (kind == MOE_MODULE_MIXTURE) status = moe_net_mixture(net, &layer);
+    else status = moe_net_residual(net, small.span);
+    return status == MOE_OK ? MOE_OK : moei_json_refuse(j, at, status, "%s", net->error.message);
+}
+
+/* The whole text: finds where the value of "net" or "layer" begins, and checks the format. */
+static moe_status moei_config_top(moei_json *j, const char *wanted, size_t *value_at) {
+    static const char *const names[] = {"format", "net", "layer", NULL};
+    char shown[52];
+    size_t at[3];
+    moei_span format;
+    moe_real number;
+    int layer = strcmp(wanted, "layer") == 0;
+    moe_status status = moei_config_members(j, "the top", names, at);
+    if (status != MOE_OK) return status;
+    if (moei_json_peek(j) >= 0) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "nothing may follow the object");
+    if (at[0] == 0) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "the key 'format' is missing");
+    j->at = at[0];
+    format = moei_config_word(j);
+    if (!moei_is_json_number(format) || !moei_parse_real((const char *)format.p, format.n, &number))
+        return moei_json_refuse(j, at[0], MOE_ERR_FORMAT, "format must be a number");
+    if (number < (moe_real)MOEI_CONFIG_FORMAT || number > (moe_real)MOEI_CONFIG_FORMAT)
+        return moei_json_refuse(j, at[0], MOE_ERR_UNSUPPORTED, "format = %s: this version reads format %d", moei_span_text(format, shown), (int)MOEI_CONFIG_FORMAT);
+    *value_at = at[layer ? 2 : 1];
+    if (*value_at == 0 || at[layer ? 1 : 2] != 0)
+        return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "this is not the file of a single %s: 'net' is %s, 'layer' is %s", wanted, at[1] != 0 ? "there" : "missing",
+                                at[2] != 0 ? "there" : "missing");
+    return MOE_OK;
+}
+
+/* What the reader is about, besides where it stands. */
+typedef struct moei_net_options {
+    int kernels;
+    const moe_allocator *allocator;
+} moei_net_options;
+
+static moe_status moei_config_net(moei_json *j, moe_net *net, const moei_net_options *options) {
+    static const char *const names[] = {"d_in", "modules", NULL};
+    moei_module_config small;
+    size_t start, at[2];
+    moe_status status = moei_config_top(j, "net", &start);
+    if (status != MOE_OK) return status;
+    j->at = start;
+    if ((status = moei_config_members(j, "net", names, at)) != MOE_OK) return status;
+    if (at[0] == 0 || at[1] == 0) return moei_json_refuse(j, start, MOE_ERR_FORMAT, "net: the key '%s' is missing", names[at[0] == 0 ? 0 : 1]);
+    memset(&small, 0, sizeof small);
+    j->at = at[0];
+    if ((status = moei_config_value(j, "net", moei_net_fields, &small)) != MOE_OK) return status;
+    status = moe_net_init(net, small.d_in, options->kernels, options->allocator);
+    if (status != MOE_OK) return moei_json_refuse(j, at[0], status, "%s", net->error.message);
+    j->at = at[1];
+    if ((status = moei_json_take(j, '[')) != MOE_OK) return status;
+    do {
+        if ((status = moei_config_module(j, net)) != MOE_OK) return status;
+        if (moei_json_peek(j) == ']') return MOE_OK;
+    } while ((status = moei_json_take(j, ',')) == MOE_OK);
+    return status;
+}
+
+static moe_status moei_config_layer(moei_json *j, moe_layer_config *config) {
+    size_t start;
+    moe_status status = moei_config_top(j, "layer", &start);
+    if (status != MOE_OK) return status;
+    j->at = start;
+    memset(config, 0, sizeof *config);
+    return moei_config_fields(j, "layer", moe_layer_fields(), config, 0);
+}
+
+/* Reads the configuration of a file into net, or when that is NULL into layer. */
+static moe_status moei_config_read(const moe_file *file, const moei_net_options *options, moe_net *net, moe_layer_config *layer, moe_error *error) {
+    moei_json j;
+    moe_error why;
+    char *text;
+    size_t length = 0;
+    moe_status status = moe_file_metadata(file, MOEI_CONFIG_KEY, NULL, 0, &length);
+    if (status == MOE_ERR_NOT_FOUND) return moei_error(error, MOE_ERR_FORMAT, "the file has no configuration: no metadata of the key '%s'", MOEI_CONFIG_KEY);
+    if (!moei_can_allocate(options->allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
+    text = (char *)moei_alloc(options->allocator, length + 1, 1);
+    if (text == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of configuration", length + 1);
+    memset(&j, 0, sizeof j);
+    j.bytes = (const unsigned char *)text;
+    j.end = length;
+    j.error = &why;
+    why.message[0] = '\0';
+    status = moe_file_metadata(file, MOEI_CONFIG_KEY, text, length + 1, &length);
+    if (status == MOE_OK) status = net != NULL ? moei_config_net(&j, net, options) : moei_config_layer(&j, layer);
+    if (status == MOE_ERR_FORMAT && moei_json_peek(&j) < 0)
+        (void)moei_error(error, status, "configuration: the text ends too early, after %z bytes", length);
+    else if (status != MOE_OK)
+        (void)moei_error(error, status, "configuration, %s", why.message);
+    moei_free(options->allocator, text, length + 1);
+    return status;
+}
+
+/* ---- reading the tensors ---------------------------------------------------------------------------------------------------------- */
+
+/* The tensor of a name as it stands in the file; a net without modules is a plain list. */
+static moe_tensor *moei_file_wanted(const moe_net *net, const moe_file_tensor *t) {
+    char name[MOE_NAME_SIZE];
+    moei_span span;
+    moei_chars chars;
+    size_t n = 0;
+    int c;
+    span.p = (const unsigned char *)t->name;
+    span.n = t->name_length;
+    for (chars = moei_chars_of(span); (c = moei_chars_next(&chars)) >= 0; name[n++] = (char)c)
+        if (n + 1 == sizeof name) return NULL;
+    name[n] = '\0';
+    if (net->n_modules > 0) return moe_net_find(net, name);
+    for (n = 0; n < net->n_tensors; n++)
+        if (strcmp(net->tensors[n].name, name) == 0) return &net->tensors[n];
+    return NULL;
+}
+
+/* "[10,64]" */
+static const char *moei_shape_text(const size_t *shape, int n_dims, char out[80]) {
+    moei_text t;
+    int i;
+    t.out = out, t.room = 80, t.length = 0;
+    moei_put(&t, "[", 1);
+    for (i = 0; i < n_dims; i++) {
+        if (i > 0) moei_put(&t, ",", 1);
+        moei_put_integer(&t, (int64_t)shape[i]);
+    }
+    moei_put(&t, "]", 1);
+    return out;
+}
+
+static moe_status moei_file_compare(const moe_net *net, const moe_file_tensor *found, const moe_tensor **wanted, moe_error *error) {
+    char shown[52], want[80], have[80];
+    moei_span name;
+    const moe_tensor *t = moei_file_wanted(net, found);
+    name.p = (const unsigned char *)found->name;
+    name.n = found->name_length;
+    if (t == NULL) return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': the configuration has none of this name", moei_span_text(name, shown));
+    if (t->n_dims != found->n_dims || memcmp(t->shape, found->shape, (size_t)t->n_dims * sizeof t->shape[0]) != 0)
+        return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be %s, the file has %s", t->name, moei_shape_text(t->shape, t->n_dims, want),
+                          moei_shape_text(found->shape, found->n_dims, have));
+    *wanted = t;
+    return MOE_OK;
+}
+
+/* Compares names and shapes, before memory for the values is taken: exactly the registered tensors must be in the file. So what a
+   file can ask for is bounded by its size. */
+static moe_status moei_file_match(const moe_net *net, moe_file *file, moe_error *error) {
+    moe_file_tensor found;
+    const moe_tensor *wanted = NULL;
+    unsigned char *seen = (unsigned char *)moei_alloc(&net->allocator, net->n_tensors, 1);
+    moe_status status = MOE_OK;
+    size_t i;
+    if (seen == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for the list of %z tensors", net->n_tensors);
+    moe_file_rewind(file);
+    while (status == MOE_OK && moe_file_next(file, &found) == MOE_OK) {
+        status = moei_file_compare(net, &found, &wanted, error);
+        if (status == MOE_OK) seen[wanted - net->tensors] = 1;
+    }
+    for (i = 0; i < net->n_tensors && status == MOE_OK; i++)
+        if (!seen[i]) status = moei_error(error, MOE_ERR_NOT_FOUND, "tensor '%s': missing in the file", net->tensors[i].name);
+    moei_free(&net->allocator, seen, net->n_tensors);
+    return status;
+}
+
+/* The values, after match. */
+static moe_status moei_file_fill(const moe_net *net, moe_file *file, moe_error *error) {
+    moe_file_tensor found;
+    moe_status status = MOE_OK;
+    moe_file_rewind(file);
+    while (status == MOE_OK && moe_file_next(file, &found) == MOE_OK) {
+        const moe_tensor *t = moei_file_wanted(net, &found);
+        status = t != NULL ? moe_file_values(&found, 0, t->count, t->data) : MOE_ERR_FORMAT;
+        if (status != MOE_OK) (void)moei_error(error, status, "a tensor's values: %s", moe_status_text(status));
+    }
+    return status;
+}
+
+moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator, moe_error *error) {
+    moei_net_options options;
+    moe_net made;
+    moe_file file;
+    moe_status status;
+    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+    status = moe_file_open(&file, bytes, size, error);
+    if (status != MOE_OK) return status;
+    memset(&made, 0, sizeof made);
+    options.kernels = kernels, options.allocator = allocator;
+    status = moei_config_read(&file, &options, &made, NULL, error);
+    if (status == MOE_OK) status = moei_net_register(&made, error);
+    if (status == MOE_OK) status = moei_file_match(&made, &file, error);
+    if (status == MOE_OK) status = moei_net_allocate(&made, trainable, error);
+    if (status == MOE_OK) status = moei_file_fill(&made, &file, error);
+    if (status == MOE_OK) *net = made;
+    else moe_net_free(&made);
+    return status;
+}
+
+/* The tensors of a layer as the list of a net without modules. */
+static moe_net moei_layer_list(const moe_layer *layer, moe_tensor tensors[MOE_LAYER_SLOTS]) {
+    moe_net list;
+    memset(&list, 0, sizeof list);
+    list.allocator = layer->allocator;
+    list.tensors = tensors;
+    while (list.n_tensors < MOE_LAYER_SLOTS && moe_layer_tensor(layer, list.n_tensors, &tensors[list.n_tensors]) == MOE_OK) list.n_tensors++;
+    return list;
+}
+
+/* The memory of a layer that init made. */
+static moe_status moei_layer_allocate(moe_layer *layer, int trainable, moe_error *error) {
+    size_t count, all;
+#ifndef MOE_NO_TRAIN
+    moe_status status = trainable ? moe_router_check_training(&layer->config.router, error) : MOE_OK;
+    if (status != MOE_OK) return status;
+#else
+    if (trainable) return moei_error(error, MOE_ERR_UNSUPPORTED, "trainable = 1: this build has MOE_NO_TRAIN");
+#endif
+    if (!moei_layer_count(layer, &count) || !moei_mul(count, trainable ? 2 : 1, &all) || !moei_mul(all, sizeof(moe_real), &layer->memory_size))
+        return moei_error(error, MOE_ERR_OVERFLOW, "the layer's tensors do not fit this machine's memory");
+    layer->memory = (moe_real *)moei_alloc(&layer->allocator, all, sizeof(moe_real));
+    if (layer->memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of tensors", layer->memory_size);
+    moei_layer_bind(layer, layer->memory, trainable ? layer->memory + count : NULL);
+    return MOE_OK;
+}
+
+moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_allocator *allocator, moe_error *error) {
+    moei_net_options options;
+    moe_layer_config config;
+    moe_tensor tensors[MOE_LAYER_SLOTS];
+    moe_layer made;
+    moe_net list;
+    moe_file file;
+    moe_status status;
+    if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    status = moe_file_open(&file, bytes, size, error);
+    if (status != MOE_OK) return status;
+    memset(&made, 0, sizeof made);
+    options.kernels = MOE_KERNELS_AUTO, options.allocator = allocator;
+    status = moei_config_read(&file, &options, NULL, &config, error);
+    if (status == MOE_OK) status = moe_layer_init(&made, &config, error);
+    if (status != MOE_OK) return status;
+    if (allocator != NULL) made.allocator = *allocator;
+    list = moei_layer_list(&made, tensors);
+    status = moei_file_match(&list, &file, error);
+    if (status == MOE_OK) status = moei_layer_allocate(&made, trainable, error);
+    if (status != MOE_OK) return status;
+    list = moei_layer_list(&made, tensors);
+    status = moei_file_fill(&list, &file, error);
+    if (status == MOE_OK) *layer = made;
+    else moe_layer_free(&made);
+    return status;
+}
+
+#ifndef MOE_NO_STDIO
+
+/* The whole file, in memory of allocator. */
+static moe_status moei_file_load(const char *path, const moe_allocator *allocator, moe_buffer *buffer, moe_error *error) {
+    memset(buffer, 0, sizeof *buffer);
+    if (allocator != NULL) buffer->allocator = *allocator;
+    return moe_file_read(path, buffer, error);
+}
+
+moe_status moe_net_load(moe_net *net, const char *path, int trainable, int kernels, const moe_allocator *allocator, moe_error *error) {
+    moe_buffer buffer;
+    moe_status status = moei_file_load(path, allocator, &buffer, error);
+    if (status == MOE_OK) status = moe_net_read(net, buffer.data, buffer.size, trainable, kernels, allocator, error);
+    moe_buffer_free(&buffer);
+    return status;
+}
+
+moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, const moe_allocator *allocator, moe_error *error) {
+    moe_buffer buffer;
+    moe_status status = moei_file_load(path, allocator, &buffer, error);
+    if (status == MOE_OK) status = moe_layer_read(layer, buffer.data, buffer.size, trainable, allocator, error);
+    moe_buffer_free(&buffer);
+    return status;
+}
+
+#endif
 
 #endif /* MOE_IMPLEMENTATION */

@@ -1,3 +1,92 @@
+/* moe_kernels.h - v0.1.0 - numbers for mixtures of experts - MIT or public domain, at your choice
+
+   In ONE source file:     #define MOE_IMPLEMENTATION
+                           #include "moe_kernels.h"
+   In all others:          #include "moe_kernels.h"         (C99 or C++11; link with -lm; no other dependency, no other file)
+
+ * --- first program ---
+ * #define MOE_IMPLEMENTATION
+ * #include "moe_kernels.h"
+ * #include <stdio.h>
+ *
+ * int main(void) {
+ *     const moe_kernels *k = moe_kernels_select(MOE_KERNELS_AUTO);
+ *     const moe_real x[2] = {1, 2};                              // one token of width 2
+ *     const moe_real w[4][2] = {{1, 0}, {0, 1}, {1, 1}, {-1, 1}}; // four experts, one row each
+ *     moe_real score[4], p[4];
+ *     int32_t chosen[2];
+ *     moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, 1, 4, 2, x, 2, w, 2, score, 4, 0); // score = x w^T
+ *     moe_softmax(k, 4, score, 1, p);
+ *     moe_top_k(4, p, 2, chosen);
+ *     for (int i = 0; i < 2; i++) printf("%s: expert %d, %.3f\n", k->name, (int)chosen[i], (double)p[chosen[i]]);
+ *     return 0;
+ * }
+ * --- end ---
+
+   OPTIONS, defined before the header is included
+
+     macro                what it does                                                              must it match in every file?
+     MOE_IMPLEMENTATION   compiles the code into this file                                          no: define it in exactly one
+     MOE_STATIC           everything private to this file; implies MOE_IMPLEMENTATION               no
+     MOE_REAL             type of all numbers: float (default) or double; in double every public    yes; a mismatch does not link
+                          function's symbol ends in _f64 and only the plain C kernels exist
+     MOE_NO_SIMD          compiles the plain C kernels only                                         no: read by the implementation
+     MOE_NO_TRAIN         leaves out everything that only training needs (the _backward functions); yes, or calls do not link
+                          implies the next two unless MOE_STDIO or MOE_MALLOC asks them back
+     MOE_NO_STDIO         moe.h: no files by name            (MOE_STDIO: keep them)                 yes, or calls do not link
+     MOE_NO_MALLOC        moe.h: no use of the heap          (MOE_MALLOC: keep it)                  no: read by the implementation
+
+   No option changes the layout of a struct except MOE_REAL. This header itself uses neither heap nor files, whatever the options.
+
+   WORDS
+
+     kernel          a function that does the bulk of the arithmetic for one instruction set
+     table           moe_kernels: one constant struct with a kernel for every operation
+     row stride      distance in elements from one row of a matrix to the next (lda, ldb, ldc), at least the row's length
+     orientation     which operand of a product lies transposed in memory: NT (y = x W^T), NN (dx = dy W), TN (dW = dy^T x)
+     accumulate      add the product to what C holds instead of overwriting it
+     block of 256    the piece of the inner dimension that is summed on its own before it is added to C
+     tile            the rows x columns of C that a kernel keeps in registers
+     panel           columns of the right operand copied next to each other, so that a tile reads them in one stream
+     feature         an ability of the processor, a bit of moe_cpu_features
+
+   MANUAL
+
+   Choosing a table. moe_kernels_select(MOE_KERNELS_AUTO) asks the processor and the operating system (CPUID and XGETBV on x86) and
+   gives the best table that is compiled in. Ask once, keep the pointer, pass it to every call. A NULL table is plain C, so are
+   machines with no other. No compiler switch is needed: the AVX2 kernels carry their own target attribute. They exist for x86 with
+   gcc, clang and MSVC; no table for AVX-512, NEON or WebAssembly is written yet, and select answers NULL when asked for one.
+   A wrong orientation or type makes moe_matmul do nothing; an activation that is none is the identity.
+
+   Order of summation. c = accumulate ? c : 0; then for each block of 256 along the inner dimension, in ascending order, c += the
+   block's sum, which starts from 0 and takes its terms in ascending order. What follows from it, bitwise, for one build and one table:
+     - a row of C depends neither on m nor on the other rows, nor an element on n or on the orientation;
+     - calls give the same bits whatever the alignment, the strides and the number of threads that share the rows between them.
+   It supposes that the compiler keeps IEEE arithmetic in the type's own precision (no -ffast-math, no x87). Between tables, builds
+   and machines results agree within rounding: AVX2 fuses each multiplication into its addition, plain C does so where the target
+   of the build has an instruction for it. The order of moe_dot is fixed in plain C only. Random numbers are the same bits everywhere.
+
+   Accuracy. Activations have a relative error below 3 epsilon of the type, gelu below 4; in plain C, where gelu goes through libm's
+   erfc, its negative tail has up to x^2 more. NaN stays NaN; infinities give the limit of the function. A NaN or +inf in softmax makes
+   all of its outputs NaN.
+
+   Alignment and memory. None is asked of any pointer beyond that of its type, and nothing outside the rows is read or written.
+   Nothing allocates. Stack: below 400 bytes in optimised plain C (and what libm takes), below 20 KiB for a product with AVX2, most of
+   it the panel of 256 x 16.
+
+   Threads. There is no mutable state: any number of threads may call anything at once on their own outputs. A moe_rng belongs to
+   one thread at a time.
+
+   Names of kernels. moei_<type>_<operation or tile>_<instruction set>: moei_f32_nt_6x16_avx2 is the float product NT with a
+   tile of 6 rows and 16 columns; "real" stands for the type of the build.
+
+   Adding an instruction set. Write the entries that gain from it, put them into a further constant table with plain C entries in
+   the other places, give it a MOE_KERNELS_ number and a name, and let moe_kernels_select return it when moe_cpu_features has its
+   bits. Keep the order of summation: let vectors run along the columns of C. tests/kernels.c tests every table it can select.
+
+   Porting. Needed are 8-bit bytes, IEEE float or double, and from libm exp, log1p, sqrt, tanh, erfc (and fma where it is an
+   instruction), in the type of the build. Byte order and the size of int and pointers do not matter.
+*/
 #ifndef MOE_KERNELS_H
 #define MOE_KERNELS_H
 
@@ -359,30 +448,61 @@ MOEI_TOOL void moei_put(moei_text *t, const char *s, size_t n) {
     if (t->room > 0) t->out[t->length] = '\0';
 }
 
-MOEI_TOOL void moei_put_integer(moei_text *t, int64_t value) {
+MOEI_TOOL void moei_put_unsigned(moei_text *t, uint64_t value) {
     char digits[24];
     size_t at = sizeof digits;
-    uint64_t v = value < 0 ? (uint64_t)0 - (uint64_t)value : (uint64_t)value;
-    do digits[--at] = (char)('0' + (int)(v % 10));
-    while ((v /= 10) != 0);
-    if (value < 0) digits[--at] = '-';
+    do digits[--at] = (char)('0' + (int)(value % 10));
+    while ((value /= 10) != 0);
     moei_put(t, digits + at, sizeof digits - at);
 }
 
-/* x times 10^n. */
-MOEI_TOOL double moei_scale10(double x, int n) {
-    double power = 1.0, base = 10.0;
+MOEI_TOOL void moei_put_integer(moei_text *t, int64_t value) {
+    if (value < 0) moei_put(t, "-", 1);
+    moei_put_unsigned(t, value < 0 ? (uint64_t)0 - (uint64_t)value : (uint64_t)value);
+}
+
+/* A sum of two doubles, hi + lo, with about 106 bits: decimal conversions must not round on the way (Dekker 1971, A floating-point technique for
+   extending the available precision). */
+typedef struct moei_pair {
+    double hi, lo;
+} moei_pair;
+
+MOEI_TOOL moei_pair moei_pair_of(double big, double small) {
+    moei_pair p;
+    p.hi = big + small;
+    p.lo = small - (p.hi - big);
+    return p;
+}
+
+MOEI_TOOL moei_pair moei_pair_product(moei_pair a, moei_pair b) {
+    double splitter = 134217729.0, a1, a2, b1, b2, product = a.hi * b.hi, rest;
+    a1 = a.hi * splitter, a1 = a1 - (a1 - a.hi), a2 = a.hi - a1;
+    b1 = b.hi * splitter, b1 = b1 - (b1 - b.hi), b2 = b.hi - b1;
+    rest = ((a1 * b1 - product) + a1 * b2 + a2 * b1) + a2 * b2;
+    return moei_pair_of(product, rest + (a.hi * b.lo + a.lo * b.hi));
+}
+
+/* x times 10^n, |n| <= 290. */
+MOEI_TOOL moei_pair moei_scale10(moei_pair x, int n) {
+    moei_pair power = {1.0, 0.0}, base = {10.0, 0.0}, back;
     unsigned left = n < 0 ? (unsigned)-n : (unsigned)n;
-    for (; left > 0; left >>= 1, base *= base)
-        if (left & 1u) power *= base;
-    return n < 0 ? x / power : x * power;
+    double quotient;
+    for (; left > 0; left >>= 1) {
+        if (left & 1u) power = moei_pair_product(power, base);
+        if (left > 1) base = moei_pair_product(base, base);
+    }
+    if (n >= 0) return moei_pair_product(x, power);
+    quotient = x.hi / power.hi;
+    back = moei_pair_product(moei_pair_of(quotient, 0.0), power);
+    return moei_pair_of(quotient, ((x.hi - back.hi) + (x.lo - back.lo)) / power.hi);
 }
 
 /* The value of a decimal text: sign, digits with a point, exponent. Returns 0 unless all n characters are one finite number. */
 MOEI_TOOL int moei_parse_real(const char *s, size_t n, moe_real *out) {
     size_t i = 0;
     int negative = 0, exponent = 0, digits = 0, point = 0, kept = 0;
-    double mantissa = 0.0, value;
+    uint64_t mantissa = 0;
+    moei_pair value;
     if (i < n && (s[i] == '-' || s[i] == '+')) negative = s[i++] == '-';
     for (; i < n && ((s[i] >= '0' && s[i] <= '9') || (s[i] == '.' && !point)); i++) {
         if (s[i] == '.') {
@@ -390,9 +510,9 @@ MOEI_TOOL int moei_parse_real(const char *s, size_t n, moe_real *out) {
             continue;
         }
         digits = 1;
-        if (kept < 17) {
-            mantissa = mantissa * 10.0 + (double)(s[i] - '0');
-            if (mantissa > 0.0) kept++;
+        if (kept < 18) {
+            mantissa = mantissa * 10 + (uint64_t)(s[i] - '0');
+            if (mantissa > 0) kept++;
             if (point && exponent > -1000) exponent--;
         } else if (!point && exponent < 1000)
             exponent++;
@@ -408,27 +528,39 @@ MOEI_TOOL int moei_parse_real(const char *s, size_t n, moe_real *out) {
         exponent += sign * e;
     }
     if (i != n) return 0;
-    if (exponent < -300) { /* in two steps, so that the power of ten stays finite */
-        mantissa = moei_scale10(mantissa, -290);
+    value = moei_pair_of((double)(mantissa & ~(uint64_t)2047), (double)(mantissa & 2047));
+    if (exponent < -290) { /* in two steps, so that the power of ten stays finite */
+        value = moei_scale10(value, -290);
         exponent = exponent + 290 < -290 ? -290 : exponent + 290;
     }
-    value = mantissa > 0.0 && exponent > 308 ? HUGE_VAL : moei_scale10(mantissa, exponent);
-    *out = (moe_real)(negative ? -value : value);
+    if (mantissa > 0 && exponent > 290) return 0;
+    value = moei_scale10(value, exponent > 290 ? 0 : exponent);
+    *out = (moe_real)(negative ? -value.hi : value.hi);
     return moe_is_finite(*out);
 }
 
 /* value with the given number of significant digits, shortest form: 0.01, 12, 1e-08. */
 MOEI_TOOL void moei_put_digits(moei_text *t, double value, int significant) {
     char digits[20];
-    int exponent = 0, i, count = significant;
+    int exponent = 0, shifted = 0, i, count = significant;
+    moei_pair exact;
     uint64_t whole;
     if (value < 0.0) {
         moei_put(t, "-", 1);
         value = -value;
     }
-    while (exponent < 400 && moei_scale10(value, -exponent) >= 10.0) exponent++;
-    while (exponent > -400 && moei_scale10(value, -exponent) < 1.0) exponent--;
-    whole = (uint64_t)(moei_scale10(value, significant - 1 - exponent) + 0.5);
+    exact = moei_pair_of(value, 0.0);
+    while (value < 1e-270 && value > 0.0) { /* where powers of ten would leave the range */
+        exact = moei_scale10(exact, 60);
+        value = exact.hi;
+        shifted -= 60;
+    }
+    while (exponent < 290 && moei_scale10(exact, -exponent).hi >= 10.0) exponent++;
+    while (exponent > -290 && moei_scale10(exact, -exponent).hi < 1.0) exponent--;
+    exact = moei_scale10(exact, significant - 1 - exponent);
+    whole = (uint64_t)exact.hi - 16; /* 17 digits exceed 53 bits, so lo reaches 8 in size */
+    whole += (uint64_t)((exact.hi - (double)(whole + 16)) + exact.lo + 16.5);
+    exponent += shifted;
     for (i = significant - 1; i >= 0; i--, whole /= 10) digits[i] = (char)('0' + (int)(whole % 10));
     if (whole > 0) { /* rounding carried into a new digit: 9.99 became 10.0 */
         for (i = significant - 1; i > 0; i--) digits[i] = digits[i - 1];
@@ -452,7 +584,7 @@ MOEI_TOOL void moei_put_digits(moei_text *t, double value, int significant) {
     }
 }
 
-/* The shortest decimal text that moei_parse_real turns back into value. */
+/* The shortest decimal text that moei_parse_real turns back into value; 17 digits are always enough. */
 MOEI_TOOL void moei_put_real(moei_text *t, moe_real value) {
     int significant;
     if (!moe_is_finite(value)) {
@@ -493,7 +625,7 @@ MOEI_TOOL void moei_put_format(moei_text *t, const char *format, va_list argumen
         } else if (*p == 'd')
             moei_put_integer(t, va_arg(arguments, int));
         else if (*p == 'z')
-            moei_put_integer(t, (int64_t)va_arg(arguments, size_t));
+            moei_put_unsigned(t, va_arg(arguments, size_t));
         else if (*p == 'g')
             moei_put_real(t, (moe_real)va_arg(arguments, double));
         else if (*p == '%')
@@ -547,6 +679,15 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #define MOEI_KEEP_ORDER __asm__ volatile("")
 #else
 #define MOEI_KEEP_ORDER (void)0
+#endif
+
+/* s += a * b, fused wherever the target has an instruction for it. Left to itself gcc fuses some of the tiles below and not others
+   (-march=native outside -std=c99), and then a row's bits would depend on the rows beside it. */
+#if (MOE_REAL_IS_DOUBLE && (defined(FP_FAST_FMA) || defined(__FP_FAST_FMA))) || \
+    (!MOE_REAL_IS_DOUBLE && (defined(FP_FAST_FMAF) || defined(__FP_FAST_FMAF)))
+#define MOEI_ADD_TO(s, a, b) s = MOEI_F(fma)(a, b, s)
+#else
+#define MOEI_ADD_TO(s, a, b) s += (a) * (b)
 #endif
 
 #ifdef __cplusplus
@@ -616,13 +757,13 @@ MOEI_INLINE void moei_real_tile_4x4_c(size_t k, const moe_real *a, size_t ra, si
         const moe_real y0 = bp[0], y1 = bp[cb], y2 = bp[2 * cb], y3 = bp[3 * cb];
         moe_real x = ap[0];
         MOEI_KEEP_ORDER;
-        s00 += x * y0, s01 += x * y1, s02 += x * y2, s03 += x * y3;
+        MOEI_ADD_TO(s00, x, y0), MOEI_ADD_TO(s01, x, y1), MOEI_ADD_TO(s02, x, y2), MOEI_ADD_TO(s03, x, y3);
         x = ap[ra];
-        s10 += x * y0, s11 += x * y1, s12 += x * y2, s13 += x * y3;
+        MOEI_ADD_TO(s10, x, y0), MOEI_ADD_TO(s11, x, y1), MOEI_ADD_TO(s12, x, y2), MOEI_ADD_TO(s13, x, y3);
         x = ap[2 * ra];
-        s20 += x * y0, s21 += x * y1, s22 += x * y2, s23 += x * y3;
+        MOEI_ADD_TO(s20, x, y0), MOEI_ADD_TO(s21, x, y1), MOEI_ADD_TO(s22, x, y2), MOEI_ADD_TO(s23, x, y3);
         x = ap[3 * ra];
-        s30 += x * y0, s31 += x * y1, s32 += x * y2, s33 += x * y3;
+        MOEI_ADD_TO(s30, x, y0), MOEI_ADD_TO(s31, x, y1), MOEI_ADD_TO(s32, x, y2), MOEI_ADD_TO(s33, x, y3);
     }
     c[0] += s00, c[1] += s01, c[2] += s02, c[3] += s03, c += ldc;
     c[0] += s10, c[1] += s11, c[2] += s12, c[3] += s13, c += ldc;
@@ -638,8 +779,8 @@ MOEI_INLINE void moei_real_tile_1x8_c(size_t k, const moe_real *a, size_t ca, co
         const moe_real *bp = b + p * rb, *bq = bp + 4 * cb;
         const moe_real x = a[p * ca];
         MOEI_KEEP_ORDER;
-        s0 += x * bp[0], s1 += x * bp[cb], s2 += x * bp[2 * cb], s3 += x * bp[3 * cb];
-        s4 += x * bq[0], s5 += x * bq[cb], s6 += x * bq[2 * cb], s7 += x * bq[3 * cb];
+        MOEI_ADD_TO(s0, x, bp[0]), MOEI_ADD_TO(s1, x, bp[cb]), MOEI_ADD_TO(s2, x, bp[2 * cb]), MOEI_ADD_TO(s3, x, bp[3 * cb]);
+        MOEI_ADD_TO(s4, x, bq[0]), MOEI_ADD_TO(s5, x, bq[cb]), MOEI_ADD_TO(s6, x, bq[2 * cb]), MOEI_ADD_TO(s7, x, bq[3 * cb]);
     }
     c[0] += s0, c[1] += s1, c[2] += s2, c[3] += s3, c[4] += s4, c[5] += s5, c[6] += s6, c[7] += s7;
 }
@@ -653,7 +794,7 @@ MOEI_INLINE void moei_real_tile_4x1_c(size_t k, const moe_real *a, size_t ra, si
         const moe_real *ap = a + p * ca;
         const moe_real y = b[p * rb];
         MOEI_KEEP_ORDER;
-        s0 += ap[0] * y, s1 += ap[ra] * y, s2 += ap[2 * ra] * y, s3 += ap[3 * ra] * y;
+        MOEI_ADD_TO(s0, ap[0], y), MOEI_ADD_TO(s1, ap[ra], y), MOEI_ADD_TO(s2, ap[2 * ra], y), MOEI_ADD_TO(s3, ap[3 * ra], y);
     }
     c[0] += s0, c[ldc] += s1, c[2 * ldc] += s2, c[3 * ldc] += s3;
 }
@@ -663,7 +804,7 @@ MOEI_INLINE void moei_real_tile_1x1_c(size_t k, const moe_real *a, size_t ca, co
     size_t p;
     for (p = 0; p < k; p++) {
         MOEI_KEEP_ORDER;
-        s += a[p * ca] * b[p * rb];
+        MOEI_ADD_TO(s, a[p * ca], b[p * rb]);
     }
     *c += s;
 }
@@ -1057,10 +1198,10 @@ static const moe_kernels moei_kernels_c = {
 #endif
 
 enum {
-    MOEI_PANEL = 16,   /* columns of a panel: two vectors */
-    MOEI_TILE = 6,     /* rows of a tile: 12 sums, 2 vectors of the panel and a broadcast fit 16 registers */
-    MOEI_BLOCK_M = 192, /* rows that go over a panel before the next block of rows: their 192 x 256 numbers stay in the second-level cache */
-    MOEI_UNPACKED_M = 8 /* up to this many rows, packing costs more than it gains when the right operand's rows can be read as they are */
+    MOEI_PANEL = 16,    /* columns of a panel: two vectors */
+    MOEI_TILE = 6,      /* rows of a tile: 12 sums, 2 vectors of the panel and a broadcast fit 16 registers */
+    MOEI_BLOCK_M = 192, /* rows that go over all panels before the next rows: 192 x 256 numbers stay in the second-level cache */
+    MOEI_UNPACKED_M = 8 /* up to so many rows, packing an operand that could be read as it lies costs more than it gains */
 };
 
 /* Lanes below count (at most 8) on. */
@@ -1069,7 +1210,8 @@ MOEI_AVX2 MOEI_INLINE __m256i moei_mask_avx2(size_t count) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count), lane);
 }
 
-/* ROWS x 16 (wide) or ROWS x 8: C = (load ? C : 0) + sum over one block of k. rows and wide are constants where this is inlined. b is a panel, or the operand itself. */
+/* rows x 16 (wide) or rows x 8: C = (load ? C : 0) + the sum over one block of k. rows and wide are constants where this is inlined.
+   b is a panel, or the operand itself. */
 MOEI_AVX2 MOEI_INLINE void moei_f32_tile_avx2(int rows, int wide, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
                                               float *c, size_t ldc, int load) {
     const float *a3 = a + (rows > 3 ? 3 * ra : 0);
@@ -1272,8 +1414,8 @@ MOEI_AVX2 MOEI_INLINE void moei_f32_nt_tile_avx2(int rows, int groups, size_t k,
 }
 
 /* The columns of up to four rows that fill vectors; returns how many. */
-MOEI_AVX2 static size_t moei_f32_nt_4x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb, float *c,
-                                              size_t ldc, int load) {
+MOEI_AVX2 static size_t moei_f32_nt_4x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb,
+                                              float *c, size_t ldc, int load) {
     size_t j = 0;
 #define MOEI_TILE_OF(rows, groups) moei_f32_nt_tile_avx2(rows, groups, k, a, lda, b + j * ldb, ldb, c + j, ldc, load)
     for (; m == 1 && j + 32 <= n; j += 32) MOEI_TILE_OF(1, 4);
@@ -1379,7 +1521,7 @@ MOEI_AVX2 static void moei_f32_axpy_avx2(size_t n, float alpha, const float *x, 
     }
 }
 
-/* ---- exp and what is made of it: exp, sigmoid, silu within 2 ulp, tanh and gelu within 4 (tests/kernels.c holds them to it) ---- */
+/* ---- exp and what is made of it: relative error below 3 epsilon, gelu 4 (tests/kernels.c holds them to it) ---------------------- */
 
 /* x = n log 2 + r with |r| <= log(2) / 2. Returns exp(r) - 1 by a polynomial fitted to relative error 3e-9. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_exp_reduced_avx2(__m256 x, __m256 *n) {

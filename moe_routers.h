@@ -392,6 +392,156 @@ MOE_API moe_status moe_route_backward(const moe_router *router, const moe_call *
                                       moe_real *dx, moe_real *d_nodes);
 #endif
 
+/* ---- metrics -------------------------------------------------------------------------------------------------------------
+   What routers do, in numbers: over one call or any number of them. All sums and results are double, logarithms are natural,
+   0 ln 0 = 0. H(v) = -sum_i v_i ln v_i; terms with v_i <= 0 count 0. A mask is [N], 1 real, 0 padding, NULL: all real; padding
+   counts nowhere and whatever stands in its rows is not read. Counts are exact up to 2^53. Nothing allocates. A failed call changes
+   nothing. Functions are thread-safe as long as no two threads write to the same memory. */
+
+#if MOE_REAL_IS_DOUBLE
+#define moe_metrics_size moe_metrics_size_f64
+#define moe_metrics_init moe_metrics_init_f64
+#define moe_metrics_add moe_metrics_add_f64
+#define moe_metrics_report moe_metrics_report_f64
+#define moe_first_choices moe_first_choices_f64
+#define moe_fluctuation moe_fluctuation_f64
+#define moe_mutual_information moe_mutual_information_f64
+#define moe_token_cosine moe_token_cosine_f64
+#define moe_gate_errors moe_gate_errors_f64
+#define moe_trivial_experts moe_trivial_experts_f64
+#endif
+
+/* Sums over the calls added so far. Its arrays lie in the memory given to moe_metrics_init, which must outlive it; a copy of the
+   struct shares them. Read freely, change only through the functions below. */
+typedef struct moe_metrics {
+    size_t n_experts, n_classes;
+    double n_calls;            /* calls that had a real token */
+    double n_tokens;           /* real tokens */
+    double n_routed;           /* real tokens with at least one expert */
+    double n_pairs;            /* sum of |S_t|, before capacity */
+    double n_dropped;          /* pairs that capacity dropped */
+    double entropy;            /* sum_t H(p_t) */
+    double entropy_normalised; /* sum_t H(p_t / sum p_t) */
+    double entropy_calls;      /* sum over calls of H(mean p of the call) */
+    double n_classified;       /* tokens with a class and at least one expert */
+    double choices, choices_squared; /* their sums of |S_t| and |S_t|^2 */
+    double *load, *first, *kept;     /* [E] pairs, first choices, pairs that capacity kept */
+    double *importance;        /* [E] sum_t p_te */
+    double *logits;            /* [E] sum_t z_te */
+    double *classes;           /* [E,n_classes] pairs of classified tokens; NULL for n_classes = 0 */
+    double *first_classes;     /* [E,n_classes] first choices of classified tokens; NULL for n_classes = 0 */
+    double *mean_gate, *mean_logit; /* [E] written by moe_metrics_report */
+    double *row;               /* [E] private */
+} moe_metrics;
+
+/* What moe_metrics_report finds. A number is 0 when nothing that it speaks of was added. A share is a number in 0..1. n_e is the load
+   of expert e: pairs before capacity. The pointers point into the memory of the metrics, whose next call may change what they show. */
+typedef struct moe_report {
+    size_t n_experts, n_classes;
+    double n_calls;          /* calls that had a real token */
+    double n_tokens;         /* N, real tokens */
+    double n_pairs;          /* sum_e n_e */
+    double n_dropped;        /* pairs that capacity dropped */
+    double dropped_share;    /* n_dropped / n_pairs */
+    double experts_per_token; /* mean |S_t|, before capacity; 0..E */
+
+    /* The gate values p, as they are: rows of sigmoid, relu and others need not sum to 1, and then the ranges do not hold. */
+    double gate_entropy;     /* H_b = mean_t H(p_t); 0 (decided) .. ln E (even) */
+    double usage_entropy;    /* H_e = H(mean_t p_t) over all tokens added; 0 (one expert) .. ln E (all alike) */
+    double usage_entropy_calls; /* mean over calls of H(mean p of the call) */
+    double confidence_entropy; /* Ent_conf = mean_t H(p_t / sum p_t), negative p as 0; H_b for gates that sum to 1; 0 .. ln E always */
+    double importance_cv2;   /* CV^2 of I_e = sum_t p_te: variance over experts (population) / mean^2; 0 .. E-1 for p >= 0 */
+
+    /* The load n_e. */
+    double load_entropy;     /* Ent_load = H(n_e / sum n); 0 .. ln E */
+    double load_balance_score; /* standard deviation (population) over experts of 100 n_e / N, in percent of the tokens; 0 is even */
+    double load_cv2;         /* CV^2 of n_e; 0 .. E-1 */
+    double load_max_over_mean; /* max n_e / mean n_e; 1 .. E */
+    double load_max_minus_min; /* (max n_e - min n_e) / sum n: difference of the shares of pairs; 0 .. 1 */
+    double capacity_use;     /* mean / max over experts of the pairs that capacity kept: how full the experts' places are when each has as
+                                many as the fullest. Where one expert is full in every call this is kept pairs / all places;
+                                dropless: mean n_e / max n_e, the part of the largest load that the mean uses; 0 .. 1 */
+    double first_share_max;  /* the largest expert's share of first choices, of the tokens that have one */
+    int trivial_gate;        /* 1: first_share_max > 0.95 (always for E = 1) */
+
+    /* Expert and class; 0 and NULL without classes. I(E;Y) = H(E) + H(Y) - H(E,Y) of a table of counts divided by their sum;
+       0 .. min(ln E, ln n_classes). Y is what the caller gave as classes: the model's output or the label. The chance value is the mean
+       of I over all ways to shuffle the classes among the classified tokens: the small-sample bias, which a table like this one shows
+       when expert and class have nothing to do with each other. */
+    double n_classified;     /* tokens with a class and at least one expert */
+    double information;      /* of the table classes: every pair of a classified token counts once */
+    double information_chance; /* exact when those tokens have equally many experts each, else H(Y)'s mean is taken to second order */
+    double information_first; /* of the table first_classes: every classified token counts once */
+    double information_first_chance; /* exact */
+    const double *classes;       /* [E,n_classes] the pairs */
+    const double *first_classes; /* [E,n_classes] the first choices */
+
+    /* Per expert [E]. */
+    const double *load;      /* n_e */
+    const double *first;     /* first choices */
+    const double *kept;      /* pairs that capacity kept */
+    const double *mean_gate; /* mean_t p_te */
+    const double *mean_logit; /* mean_t z_te. For the score norm z is the norm itself: the mean norm of the scoring node */
+} moe_report;
+
+/* Exact bytes of memory for E = n_experts (1..MOE_MAX_EXPERTS) and n_classes (0: none; at most INT32_MAX). MOE_ERR_ARGUMENT: out of
+   range or bytes NULL; MOE_ERR_OVERFLOW. */
+MOE_API moe_status moe_metrics_size(size_t n_experts, size_t n_classes, size_t *bytes);
+
+/* Starts metrics at zero in memory[size] (any alignment; the caller's). Calling it again starts anew. MOE_ERR_SPACE: size is below
+   moe_metrics_size; MOE_ERR_ARGUMENT: metrics or memory NULL, and the errors of moe_metrics_size. */
+MOE_API moe_status moe_metrics_init(moe_metrics *metrics, size_t n_experts, size_t n_classes, void *memory, size_t size);
+
+/* Adds one routed call. mask: the call's. classes: [N] class of each token, 0 .. n_classes-1, or -1: none; padding's are not read;
+   NULL: none. Reads routing's sizes, logits, probabilities, choices, n_choices, n_real, n_dropped and plan.offsets.
+   MOE_ERR_ARGUMENT: NULL, a class or a choice out of range, or a mask that does not fit the routing (n_real; padding has no choices);
+   MOE_ERR_SHAPE: not as many experts as at the start. */
+MOE_API moe_status moe_metrics_add(moe_metrics *metrics, const moe_routing *routing, const unsigned char *mask, const int32_t *classes);
+
+/* Fills *report (the caller's) from all calls added; more can be added afterwards. Writes metrics->mean_gate and mean_logit. With
+   classes its time is in proportion to E n_classes times the standard deviation of a cell's count. MOE_ERR_ARGUMENT: NULL. */
+MOE_API moe_status moe_metrics_report(moe_metrics *metrics, moe_report *report);
+
+/* first[N] receives each token's first choice, -1 for padding and for a token without an expert: what moe_fluctuation compares.
+   MOE_ERR_ARGUMENT: NULL (first may be NULL for N = 0). */
+MOE_API moe_status moe_first_choices(const moe_routing *routing, int32_t *first);
+
+/* *share = share of the real tokens whose first expert differs between two recorded routings, before and after [n], as from
+   moe_first_choices; 0 for no real token. MOE_ERR_ARGUMENT: NULL (the arrays may be NULL for n = 0). */
+MOE_API moe_status moe_fluctuation(size_t n, const int32_t *before, const int32_t *after, const unsigned char *mask, double *share);
+
+/* *information = I(row;column) = H(row) + H(column) - H(row,column) of a table of counts [rows,columns] divided by their sum; never
+   below 0, 0 for an empty table. MOE_ERR_ARGUMENT: NULL (table may be NULL when it has no cell), or a count is below 0;
+   MOE_ERR_NONFINITE: a count or their sum is not finite; MOE_ERR_OVERFLOW: the table cannot exist. */
+MOE_API moe_status moe_mutual_information(size_t rows, size_t columns, const double *table, double *information);
+
+/* *cosine = mean over the pairs s != t of real tokens of cos(x_s, x_t), x [n,d], in O(n d): with unit vectors v_t = x_t / |x_t| and M
+   real tokens, sum over s != t of v_s . v_t = |sum_t v_t|^2 - sum_t |v_t|^2, divided by M (M - 1): an identity, not an estimate.
+   -1/(M-1) .. 1; 0 for M < 2. A token that is all 0 has cosine 0 with every other. scratch: [d] doubles of the caller's, whose
+   content is unspecified afterwards. MOE_ERR_ARGUMENT: NULL (x may be NULL for n d = 0, scratch for d = 0); MOE_ERR_NONFINITE: a
+   real token is not finite. */
+MOE_API moe_status moe_token_cosine(size_t n, size_t d, const moe_real *x, const unsigned char *mask, double *scratch, double *cosine);
+
+/* Whose fault errors are, as shares of the samples. */
+typedef struct moe_error_shares {
+    size_t n_samples;    /* those that are real and have a label */
+    double error;        /* the model is wrong */
+    double gate_error;   /* the model is wrong although some expert is right: the gate chose badly */
+    double expert_error; /* no expert is right; the model may be right even so, so error <= gate_error + expert_error */
+} moe_error_shares;
+
+/* Fills *shares from predicted [n,n_experts], the class that each expert alone would answer (-1: none, never right), answers [n], the
+   model's own, and labels [n] (negative: the sample counts nowhere). All are 0 without samples. MOE_ERR_ARGUMENT: NULL (arrays may
+   be NULL for n = 0, predicted for n_experts = 0); MOE_ERR_OVERFLOW: predicted cannot exist. */
+MOE_API moe_status moe_gate_errors(size_t n, size_t n_experts, const int32_t *predicted, const int32_t *answers, const int32_t *labels,
+                                   const unsigned char *mask, moe_error_shares *shares);
+
+/* trivial[n_experts] (may be NULL) receives 1 for an expert that answers one class only, else 0; *count how many there are. predicted
+   [n,n_experts] as above; -1 leaves a sample out for that expert, and an expert without any answer is not trivial. MOE_ERR_ARGUMENT:
+   NULL (predicted may be NULL when it has no element); MOE_ERR_OVERFLOW: predicted cannot exist. */
+MOE_API moe_status moe_trivial_experts(size_t n, size_t n_experts, const int32_t *predicted, const unsigned char *mask,
+                                       unsigned char *trivial, size_t *count);
+
 #ifdef __cplusplus
 }
 #endif
@@ -519,7 +669,7 @@ MOEI_TOOL int moei_field_is_zero(const moe_field *field, const void *config) {
     moe_real value;
     if (field->kind != MOE_FIELD_REAL) return moei_field_get_int(field, config) == 0;
     value = moei_field_get_real(field, config);
-    return !(value < MOEI_R(0.0)) && !(value > MOEI_R(0.0));
+    return value >= MOEI_R(0.0) && value <= MOEI_R(0.0); /* a NaN is no default */
 }
 
 moe_status moe_fields_apply(const moe_field *fields, void *config, const char *settings, moe_error *error) {
@@ -1859,6 +2009,454 @@ moe_status moe_route_backward(const moe_router *router, const moe_call *call, mo
 }
 
 #endif
+
+/* ==== metrics =========================================================================================================== */
+
+static int moei_unmasked(const unsigned char *mask, size_t t) { return mask == NULL || mask[t] != 0; }
+
+static double moei_share(double part, double whole) { return whole > 0.0 ? part / whole : 0.0; }
+
+/* x ln x, continued by 0. */
+static double moei_x_ln_x(double x) { return x > 0.0 ? x * log(x) : 0.0; }
+
+/* H(v / over). */
+static double moei_entropy(size_t n, const double *v, double over) {
+    double sum = 0.0;
+    size_t i;
+    if (!(over > 0.0)) return 0.0;
+    for (i = 0; i < n; i++) sum -= moei_x_ln_x(v[i] / over);
+    return sum;
+}
+
+/* What the numbers v of all experts look like. */
+typedef struct moei_spread {
+    double sum, mean, max, min, variance; /* of the population */
+} moei_spread;
+
+static moei_spread moei_spread_of(size_t n, const double *v) {
+    moei_spread s;
+    size_t i;
+    s.sum = 0.0, s.variance = 0.0, s.max = v[0], s.min = v[0];
+    for (i = 0; i < n; i++) {
+        s.sum += v[i];
+        if (v[i] > s.max) s.max = v[i];
+        if (v[i] < s.min) s.min = v[i];
+    }
+    s.mean = s.sum / (double)n;
+    for (i = 0; i < n; i++) s.variance += (v[i] - s.mean) * (v[i] - s.mean) / (double)n;
+    return s;
+}
+
+static double moei_cv2(const moei_spread *s) { return moei_share(s->variance, s->mean * s->mean); }
+
+/* ---- one accumulator --------------------------------------------------------------------------------------------------- */
+
+static void moei_metrics_layout(size_t experts, size_t classes, moei_layout *l, moe_metrics *m) {
+    size_t cells = 0;
+    memset(m, 0, sizeof *m);
+    m->n_experts = experts, m->n_classes = classes;
+    if (!moei_mul(experts, classes, &cells)) l->overflow = 1;
+    m->load = (double *)moei_take(l, experts, sizeof(double));
+    m->first = (double *)moei_take(l, experts, sizeof(double));
+    m->kept = (double *)moei_take(l, experts, sizeof(double));
+    m->importance = (double *)moei_take(l, experts, sizeof(double));
+    m->logits = (double *)moei_take(l, experts, sizeof(double));
+    m->mean_gate = (double *)moei_take(l, experts, sizeof(double));
+    m->mean_logit = (double *)moei_take(l, experts, sizeof(double));
+    m->row = (double *)moei_take(l, experts, sizeof(double));
+    if (classes == 0) return;
+    m->classes = (double *)moei_take(l, cells, sizeof(double));
+    m->first_classes = (double *)moei_take(l, cells, sizeof(double));
+}
+
+static void moei_zeros(size_t n, double *v) {
+    size_t i;
+    for (i = 0; i < n; i++) v[i] = 0.0;
+}
+
+moe_status moe_metrics_size(size_t n_experts, size_t n_classes, size_t *bytes) {
+    moei_layout l = moei_layout_begin(NULL);
+    moe_metrics m;
+    if (bytes == NULL || n_experts < 1 || n_experts > MOE_MAX_EXPERTS || n_classes > INT32_MAX) return MOE_ERR_ARGUMENT;
+    moei_metrics_layout(n_experts, n_classes, &l, &m);
+    if (l.overflow) return MOE_ERR_OVERFLOW;
+    *bytes = l.used;
+    return MOE_OK;
+}
+
+moe_status moe_metrics_init(moe_metrics *metrics, size_t n_experts, size_t n_classes, void *memory, size_t size) {
+    moei_layout l;
+    moe_status status;
+    size_t bytes, e;
+    if (metrics == NULL || memory == NULL) return MOE_ERR_ARGUMENT;
+    status = moe_metrics_size(n_experts, n_classes, &bytes);
+    if (status != MOE_OK) return status;
+    if (size < bytes) return MOE_ERR_SPACE;
+    l = moei_layout_begin(memory);
+    moei_metrics_layout(n_experts, n_classes, &l, metrics);
+    moei_zeros(n_experts, metrics->load);
+    moei_zeros(n_experts, metrics->first);
+    moei_zeros(n_experts, metrics->kept);
+    moei_zeros(n_experts, metrics->importance);
+    moei_zeros(n_experts, metrics->logits);
+    moei_zeros(n_experts, metrics->mean_gate);
+    moei_zeros(n_experts, metrics->mean_logit);
+    if (n_classes == 0) return MOE_OK;
+    for (e = 0; e < n_experts; e++) {
+        moei_zeros(n_classes, metrics->classes + e * n_classes);
+        moei_zeros(n_classes, metrics->first_classes + e * n_classes);
+    }
+    return MOE_OK;
+}
+
+/* ---- adding a call: everything is checked first, so that a failed call adds nothing ------------------------------------ */
+
+static moe_status moei_metrics_check(const moe_metrics *m, const moe_routing *r, const unsigned char *mask, const int32_t *classes) {
+    size_t t, i, real = 0;
+    if (m == NULL || r == NULL || (classes != NULL && m->n_classes == 0)) return MOE_ERR_ARGUMENT;
+    if (r->n_experts != m->n_experts) return MOE_ERR_SHAPE;
+    if (r->plan.offsets == NULL || r->logits == NULL || r->probabilities == NULL || r->choices == NULL || r->n_choices == NULL)
+        return MOE_ERR_ARGUMENT;
+    for (t = 0; t < r->n_tokens; t++) {
+        int32_t count = r->n_choices[t];
+        if (count < 0 || (size_t)count > r->max_choices) return MOE_ERR_ARGUMENT;
+        if (!moei_unmasked(mask, t)) {
+            if (count > 0) return MOE_ERR_ARGUMENT;
+            continue;
+        }
+        real++;
+        if (classes != NULL && (classes[t] < -1 || (classes[t] >= 0 && (size_t)classes[t] >= m->n_classes))) return MOE_ERR_ARGUMENT;
+        for (i = 0; i < (size_t)count; i++) {
+            int32_t e = r->choices[t * r->max_choices + i];
+            if (e < 0 || (size_t)e >= m->n_experts) return MOE_ERR_ARGUMENT;
+        }
+    }
+    return real == r->n_real ? MOE_OK : MOE_ERR_ARGUMENT;
+}
+
+/* One token's gate values and logits; m->row gathers the call's gate values. */
+static void moei_metrics_add_gate(moe_metrics *m, const moe_real *z, const moe_real *p) {
+    double x_ln_x = 0.0, mass = 0.0;
+    size_t e;
+    for (e = 0; e < m->n_experts; e++) {
+        double v = (double)p[e];
+        m->row[e] += v;
+        m->logits[e] += (double)z[e];
+        if (!(v > 0.0)) continue;
+        x_ln_x += moei_x_ln_x(v);
+        mass += v;
+    }
+    m->entropy -= x_ln_x;
+    if (mass > 0.0) m->entropy_normalised += log(mass) - x_ln_x / mass; /* H(p / mass) */
+}
+
+/* One token's choices; label -1: it has no class. */
+static void moei_metrics_add_choices(moe_metrics *m, const int32_t *choices, size_t count, int32_t label) {
+    size_t i;
+    if (count == 0) return;
+    m->n_routed += 1.0;
+    m->n_pairs += (double)count;
+    m->first[choices[0]] += 1.0;
+    for (i = 0; i < count; i++) m->load[choices[i]] += 1.0;
+    if (label < 0) return;
+    m->n_classified += 1.0;
+    m->choices += (double)count;
+    m->choices_squared += (double)count * (double)count;
+    m->first_classes[(size_t)choices[0] * m->n_classes + (size_t)label] += 1.0;
+    for (i = 0; i < count; i++) m->classes[(size_t)choices[i] * m->n_classes + (size_t)label] += 1.0;
+}
+
+moe_status moe_metrics_add(moe_metrics *metrics, const moe_routing *routing, const unsigned char *mask, const int32_t *classes) {
+    moe_metrics *m = metrics;
+    const moe_routing *r = routing;
+    moe_status status = moei_metrics_check(m, r, mask, classes);
+    size_t t, e;
+    if (status != MOE_OK || r->n_real == 0) return status;
+    moei_zeros(m->n_experts, m->row);
+    for (t = 0; t < r->n_tokens; t++) {
+        if (!moei_unmasked(mask, t)) continue;
+        moei_metrics_add_gate(m, r->logits + t * m->n_experts, r->probabilities + t * m->n_experts);
+        moei_metrics_add_choices(m, r->choices + t * r->max_choices, (size_t)r->n_choices[t], classes != NULL ? classes[t] : -1);
+    }
+    for (e = 0; e < m->n_experts; e++) {
+        m->importance[e] += m->row[e];
+        m->kept[e] += (double)(r->plan.offsets[e + 1] - r->plan.offsets[e]);
+    }
+    m->entropy_calls += moei_entropy(m->n_experts, m->row, (double)r->n_real);
+    m->n_calls += 1.0;
+    m->n_tokens += (double)r->n_real;
+    m->n_dropped += (double)r->n_dropped;
+    return MOE_OK;
+}
+
+/* ---- expert and class ---------------------------------------------------------------------------------------------------- */
+
+static double moei_column_sum(size_t rows, size_t columns, const double *table, size_t column) {
+    double sum = 0.0;
+    size_t i;
+    for (i = 0; i < rows; i++) sum += table[i * columns + column];
+    return sum;
+}
+
+static double moei_row_sum(size_t columns, const double *row) {
+    double sum = 0.0;
+    size_t j;
+    for (j = 0; j < columns; j++) sum += row[j];
+    return sum;
+}
+
+/* With counts n of sum P every entropy is ln P - (sum n ln n) / P, so I = ln P + (cells - rows - columns) / P, each a sum of n ln n. */
+static double moei_information(double total, double rows, double columns, double cells) {
+    double value;
+    if (!(total > 0.0)) return 0.0;
+    value = log(total) + (cells - rows - columns) / total;
+    return value > 0.0 ? value : 0.0;
+}
+
+moe_status moe_mutual_information(size_t rows, size_t columns, const double *table, double *information) {
+    double total = 0.0, of_rows = 0.0, of_columns = 0.0, of_cells = 0.0;
+    size_t cells, i, j;
+    if (!moei_mul(rows, columns, &cells) || !moei_mul(cells, sizeof(double), &i)) return MOE_ERR_OVERFLOW;
+    if (information == NULL || (cells > 0 && table == NULL)) return MOE_ERR_ARGUMENT;
+    for (i = 0; i < cells; i++) {
+        if (table[i] < 0.0) return MOE_ERR_ARGUMENT;
+        if (!(table[i] < HUGE_VAL)) return MOE_ERR_NONFINITE;
+        total += table[i];
+        of_cells += moei_x_ln_x(table[i]);
+    }
+    if (!(moei_x_ln_x(total) < HUGE_VAL)) return MOE_ERR_NONFINITE;
+    if (cells > 0) {
+        for (i = 0; i < rows; i++) of_rows += moei_x_ln_x(moei_row_sum(columns, table + i * columns));
+        for (j = 0; j < columns; j++) of_columns += moei_x_ln_x(moei_column_sum(rows, columns, table, j));
+    }
+    *information = moei_information(total, of_rows, of_columns, of_cells);
+    return MOE_OK;
+}
+
+/* Mean of n ln n where n, hypergeometric, is how many of `drawn` out of `all` are among the `marked`: in the terms around the most
+   likely n by the ratio of neighbours, without factorials, until they are below rounding. */
+static double moei_chance_x_ln_x(double all, double marked, double drawn) {
+    double low = marked + drawn > all ? marked + drawn - all : 0.0, high = marked < drawn ? marked : drawn;
+    double start = floor((marked + 1.0) * ((drawn + 1.0) / (all + 2.0))), n, weight, weights = 1.0, sum;
+    if (start < low) start = low;
+    if (start > high) start = high;
+    sum = moei_x_ln_x(start);
+    for (n = start, weight = 1.0; n < high && weight > 1e-18; n += 1.0) {
+        weight *= (marked - n) / (n + 1.0) * ((drawn - n) / (all - marked - drawn + n + 1.0));
+        weights += weight;
+        sum += weight * moei_x_ln_x(n + 1.0);
+    }
+    for (n = start, weight = 1.0; n > low && weight > 1e-18; n -= 1.0) {
+        weight *= n / (marked - n + 1.0) * ((all - marked - drawn + n) / (drawn - n + 1.0));
+        weights += weight;
+        sum += weight * moei_x_ln_x(n - 1.0);
+    }
+    return sum / weights;
+}
+
+/* The mean of I of table over all ways to deal the classes to the classified tokens. An expert's tokens stay, each once, so a cell is
+   hypergeometric. A class's pairs are the sum of |S_t| over the tokens it is dealt: mean `pairs` and variance are known, the rest of
+   their distribution is left out (there is none when every |S_t| is the same). */
+static double moei_information_chance(moe_metrics *m, const double *table, double choices, double choices_squared) {
+    double all = m->n_classified, mean, variance, of_rows = 0.0, of_columns = 0.0, of_cells = 0.0;
+    size_t e, y;
+    if (!(all > 0.0)) return 0.0;
+    mean = choices / all;
+    variance = choices_squared / all - mean * mean;
+    for (e = 0; e < m->n_experts; e++) {
+        m->row[e] = moei_row_sum(m->n_classes, table + e * m->n_classes);
+        of_rows += moei_x_ln_x(m->row[e]);
+    }
+    for (y = 0; y < m->n_classes; y++) {
+        double tokens = moei_column_sum(m->n_experts, m->n_classes, m->first_classes, y), pairs = tokens * mean;
+        if (!(tokens > 0.0)) continue;
+        of_columns += moei_x_ln_x(pairs);
+        if (all > 1.0 && variance > 0.0) of_columns += variance * tokens * (all - tokens) / (all - 1.0) / (2.0 * pairs);
+        for (e = 0; e < m->n_experts; e++)
+            if (m->row[e] > 0.0) of_cells += moei_chance_x_ln_x(all, m->row[e], tokens);
+    }
+    return moei_information(choices, of_rows, of_columns, of_cells);
+}
+
+/* ---- the report ------------------------------------------------------------------------------------------------------------ */
+
+static void moei_report_gate(moe_metrics *m, moe_report *r) {
+    moei_spread importance = moei_spread_of(m->n_experts, m->importance);
+    size_t e;
+    for (e = 0; e < m->n_experts; e++) {
+        m->mean_gate[e] = m->n_tokens > 0.0 ? m->importance[e] / m->n_tokens : 0.0;
+        m->mean_logit[e] = m->n_tokens > 0.0 ? m->logits[e] / m->n_tokens : 0.0;
+    }
+    r->gate_entropy = moei_share(m->entropy, m->n_tokens);
+    r->usage_entropy = moei_entropy(m->n_experts, m->mean_gate, 1.0);
+    r->usage_entropy_calls = moei_share(m->entropy_calls, m->n_calls);
+    r->confidence_entropy = moei_share(m->entropy_normalised, m->n_tokens);
+    r->importance_cv2 = moei_cv2(&importance);
+    r->mean_gate = m->mean_gate;
+    r->mean_logit = m->mean_logit;
+}
+
+static void moei_report_load(const moe_metrics *m, moe_report *r) {
+    moei_spread load = moei_spread_of(m->n_experts, m->load), first = moei_spread_of(m->n_experts, m->first);
+    moei_spread kept = moei_spread_of(m->n_experts, m->kept);
+    r->load_entropy = moei_entropy(m->n_experts, m->load, load.sum);
+    r->load_balance_score = moei_share(100.0 * sqrt(load.variance), m->n_tokens);
+    r->load_cv2 = moei_cv2(&load);
+    r->load_max_over_mean = moei_share(load.max, load.mean);
+    r->load_max_minus_min = moei_share(load.max - load.min, load.sum);
+    r->capacity_use = moei_share(kept.mean, kept.max);
+    r->first_share_max = moei_share(first.max, m->n_routed);
+    r->trivial_gate = r->first_share_max > 0.95;
+    r->load = m->load;
+    r->first = m->first;
+    r->kept = m->kept;
+}
+
+static void moei_report_classes(moe_metrics *m, moe_report *r) {
+    if (m->n_classes == 0) return;
+    r->n_classified = m->n_classified;
+    r->classes = m->classes;
+    r->first_classes = m->first_classes;
+    (void)moe_mutual_information(m->n_experts, m->n_classes, m->classes, &r->information); /* cannot fail: the table is ours */
+    (void)moe_mutual_information(m->n_experts, m->n_classes, m->first_classes, &r->information_first);
+    r->information_chance = moei_information_chance(m, m->classes, m->choices, m->choices_squared);
+    r->information_first_chance = moei_information_chance(m, m->first_classes, m->n_classified, m->n_classified);
+}
+
+moe_status moe_metrics_report(moe_metrics *metrics, moe_report *report) {
+    if (metrics == NULL || report == NULL) return MOE_ERR_ARGUMENT;
+    memset(report, 0, sizeof *report);
+    report->n_experts = metrics->n_experts;
+    report->n_classes = metrics->n_classes;
+    report->n_calls = metrics->n_calls;
+    report->n_tokens = metrics->n_tokens;
+    report->n_pairs = metrics->n_pairs;
+    report->n_dropped = metrics->n_dropped;
+    report->dropped_share = moei_share(metrics->n_dropped, metrics->n_pairs);
+    report->experts_per_token = moei_share(metrics->n_pairs, metrics->n_tokens);
+    moei_report_gate(metrics, report);
+    moei_report_load(metrics, report);
+    moei_report_classes(metrics, report);
+    return MOE_OK;
+}
+
+/* ---- metrics that stand on their own ------------------------------------------------------------------------------------- */
+
+moe_status moe_first_choices(const moe_routing *routing, int32_t *first) {
+    size_t t;
+    if (routing == NULL || (routing->n_tokens > 0 && first == NULL)) return MOE_ERR_ARGUMENT;
+    for (t = 0; t < routing->n_tokens; t++) first[t] = routing->n_choices[t] > 0 ? routing->choices[t * routing->max_choices] : -1;
+    return MOE_OK;
+}
+
+moe_status moe_fluctuation(size_t n, const int32_t *before, const int32_t *after, const unsigned char *mask, double *share) {
+    size_t t, real = 0, changed = 0;
+    if (share == NULL || (n > 0 && (before == NULL || after == NULL))) return MOE_ERR_ARGUMENT;
+    for (t = 0; t < n; t++) {
+        if (!moei_unmasked(mask, t)) continue;
+        real++;
+        if (before[t] != after[t]) changed++;
+    }
+    *share = moei_share((double)changed, (double)real);
+    return MOE_OK;
+}
+
+/* Adds v = x / |x| to sum and returns |v|^2 as rounded: 1, or 0 for x = 0. Dividing by the largest element first keeps squares in range. */
+static double moei_add_unit(size_t d, const moe_real *x, double *sum) {
+    double largest = 0.0, squares = 0.0, length, own = 0.0;
+    size_t i;
+    for (i = 0; i < d; i++)
+        if (fabs((double)x[i]) > largest) largest = fabs((double)x[i]);
+    if (!(largest > 0.0)) return 0.0;
+    for (i = 0; i < d; i++) squares += (double)x[i] / largest * ((double)x[i] / largest);
+    length = sqrt(squares);
+    for (i = 0; i < d; i++) {
+        double v = (double)x[i] / largest / length;
+        sum[i] += v;
+        own += v * v;
+    }
+    return own;
+}
+
+moe_status moe_token_cosine(size_t n, size_t d, const moe_real *x, const unsigned char *mask, double *scratch, double *cosine) {
+    double real = 0.0, own = 0.0, whole = 0.0, value;
+    size_t cells, t, i;
+    if (!moei_mul(n, d, &cells) || !moei_mul(cells, sizeof(moe_real), &i)) return MOE_ERR_OVERFLOW;
+    if (cosine == NULL || (cells > 0 && x == NULL) || (d > 0 && scratch == NULL)) return MOE_ERR_ARGUMENT;
+    for (t = 0; t < n; t++)
+        for (i = 0; i < d && moei_unmasked(mask, t); i++)
+            if (!moe_is_finite(x[t * d + i])) return MOE_ERR_NONFINITE;
+    moei_zeros(d, scratch);
+    for (t = 0; t < n; t++) {
+        if (!moei_unmasked(mask, t)) continue;
+        real += 1.0;
+        if (d > 0) own += moei_add_unit(d, x + t * d, scratch);
+    }
+    for (i = 0; i < d; i++) whole += scratch[i] * scratch[i];
+    *cosine = 0.0;
+    if (real < 2.0) return MOE_OK;
+    value = (whole - own) / (real * (real - 1.0));
+    if (value > 1.0) value = 1.0; /* by rounding */
+    if (value < -1.0 / (real - 1.0)) value = -1.0 / (real - 1.0);
+    *cosine = value;
+    return MOE_OK;
+}
+
+/* An array [n,n_experts] of predictions that can exist. */
+static moe_status moei_predictions_check(size_t n, size_t n_experts, const int32_t *predicted) {
+    size_t cells, bytes;
+    if (!moei_mul(n, n_experts, &cells) || !moei_mul(cells, sizeof(int32_t), &bytes)) return MOE_ERR_OVERFLOW;
+    return cells > 0 && predicted == NULL ? MOE_ERR_ARGUMENT : MOE_OK;
+}
+
+moe_status moe_gate_errors(size_t n, size_t n_experts, const int32_t *predicted, const int32_t *answers, const int32_t *labels,
+                           const unsigned char *mask, moe_error_shares *shares) {
+    size_t t, e, samples = 0, wrong = 0, gate = 0, expert = 0;
+    moe_status status = moei_predictions_check(n, n_experts, predicted);
+    if (status != MOE_OK) return status;
+    if (shares == NULL || (n > 0 && (answers == NULL || labels == NULL))) return MOE_ERR_ARGUMENT;
+    for (t = 0; t < n; t++) {
+        int right = 0;
+        if (!moei_unmasked(mask, t) || labels[t] < 0) continue;
+        for (e = 0; e < n_experts && !right; e++) right = predicted[t * n_experts + e] == labels[t];
+        samples++;
+        if (answers[t] != labels[t]) wrong++;
+        if (answers[t] != labels[t] && right) gate++;
+        if (!right) expert++;
+    }
+    shares->n_samples = samples;
+    shares->error = moei_share((double)wrong, (double)samples);
+    shares->gate_error = moei_share((double)gate, (double)samples);
+    shares->expert_error = moei_share((double)expert, (double)samples);
+    return MOE_OK;
+}
+
+static int moei_is_trivial(size_t n, size_t n_experts, const int32_t *predicted, const unsigned char *mask, size_t e) {
+    int32_t only = -1;
+    size_t t;
+    for (t = 0; t < n; t++) {
+        int32_t answer = predicted[t * n_experts + e];
+        if (!moei_unmasked(mask, t) || answer < 0) continue;
+        if (only >= 0 && answer != only) return 0;
+        only = answer;
+    }
+    return only >= 0;
+}
+
+moe_status moe_trivial_experts(size_t n, size_t n_experts, const int32_t *predicted, const unsigned char *mask, unsigned char *trivial,
+                               size_t *count) {
+    size_t e, found = 0;
+    moe_status status = moei_predictions_check(n, n_experts, predicted);
+    if (status != MOE_OK) return status;
+    if (count == NULL) return MOE_ERR_ARGUMENT;
+    for (e = 0; e < n_experts; e++) {
+        int is = moei_is_trivial(n, n_experts, predicted, mask, e);
+        if (trivial != NULL) trivial[e] = (unsigned char)is;
+        found += (size_t)is;
+    }
+    *count = found;
+    return MOE_OK;
+}
 
 #ifdef __cplusplus
 }
