@@ -2187,6 +2187,8 @@ static int moei_scored_node(const moe_layer_config *c) {
     const moei_expert *expert = &moei_experts[c->expert];
     int node = c->router.norm_node;
     if (!(moe_router_traits(&c->router) & MOE_TRAIT_NEEDS_ALL_EXPERTS)) return -1;
+    if (c->router.score == MOE_SCORE_COMPETITION) node = MOE_NODE_OUTPUT;
+    if (c->router.score == MOE_SCORE_ATTENTIVE) node = MOE_NODE_PRODUCT; /* what the last projection reads */
     if (node == MOE_NODE_UP) node = expert->up_is;
     if (node == MOE_NODE_PRODUCT) node = expert->product_is;
     return node >= 0 && moei_makes_node(expert, node) ? node : -1;
@@ -2196,6 +2198,7 @@ static void moei_layer_defaults(moe_layer_config *c) {
     int d = c->router.d_model;
     moei_default(&c->d_out, d);
     moei_default(&c->d_ff, d <= MOE_MAX_WIDTH / 4 ? 4 * d : MOE_MAX_WIDTH);
+    if (c->router.score == MOE_SCORE_ATTENTIVE) moei_default(&c->router.router_hidden, c->d_ff);
     if (c->expert == MOE_EXPERT_FACTORISED) moei_default(&c->d_low, (d + 2) / 3);
     if (c->n_shared > 0) moei_default(&c->d_shared, c->d_ff);
 }
@@ -2203,6 +2206,10 @@ static void moei_layer_defaults(moe_layer_config *c) {
 static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error) {
     const char *kind = moei_expert_names[c->expert];
     int reads_experts = (moe_router_traits(&c->router) & MOE_TRAIT_NEEDS_ALL_EXPERTS) != 0;
+    if (c->router.score == MOE_SCORE_ATTENTIVE && moei_scored_node(c) < 0)
+        return moei_error(error, MOE_ERR_CONFIG, "score = attentive does not go with expert = %s: it has no hidden layer", kind);
+    if (c->router.score == MOE_SCORE_ATTENTIVE && c->router.router_hidden != c->d_ff)
+        return moei_error(error, MOE_ERR_CONFIG, "router_hidden = %d: score = attentive needs the experts' width, d_ff = %d", c->router.router_hidden, c->d_ff);
     if (reads_experts && moei_scored_node(c) < 0)
         return moei_error(error, MOE_ERR_CONFIG, "norm_node = %s: an expert = %s has no such activation", moei_node_names[c->router.norm_node], kind);
     if (c->act != 0 && c->expert != MOE_EXPERT_MLP)
@@ -2603,34 +2610,44 @@ static unsigned moei_all_nodes(const moe_layer *layer) {
     return moei_ancestors(&moei_experts[layer->config.expert], moei_scored_node(&layer->config));
 }
 
+/* The most rows that one expert gets, and all rows whose activations training keeps. */
+static size_t moei_expert_rows(const moe_layer_config *c, size_t n) {
+    return moei_is_soft(&c->router) ? (size_t)c->router.slots * (size_t)c->router.soft_sequences : n;
+}
+
+static int moei_kept_rows(const moe_layer_config *c, size_t n, size_t *rows) {
+    if (moei_is_soft(&c->router)) return moei_mul(moei_expert_rows(c, n), (size_t)c->router.n_experts, rows);
+    return moei_mul(n, moei_max_choices(&c->router), rows);
+}
+
 /* Lays a pass out in memory; the same function with an empty base counts the bytes. */
 static void moei_layer_layout(const moe_layer *layer, size_t n, int training, moei_layout *l, moe_layer_pass *p) {
     const moe_layer_config *c = &layer->config;
     const moei_expert *expert = &moei_experts[c->expert];
     moei_chain chain = moei_chain_begin(layer, c->expert), shared = moei_chain_begin(layer, MOEI_SHARED);
-    size_t pairs = n, everywhere = 0;
+    size_t rows = moei_expert_rows(c, n), kept = rows, everywhere = 0;
     unsigned all = moei_all_nodes(layer);
     int node;
     memset(p, 0, sizeof *p);
     if (moe_route_size(&layer->router, n, training, &p->route_size) != MOE_OK) l->overflow = 1;
     p->route_memory = moei_take(l, p->route_size, 1);
-    if (training && !moei_mul(n, moei_max_choices(&c->router), &pairs)) l->overflow = 1;
+    if (training && !moei_kept_rows(c, n, &kept)) l->overflow = 1;
     if (!moei_mul(n, (size_t)c->router.n_experts, &everywhere)) l->overflow = 1;
-    p->rows = moei_take_reals(l, n, chain.d);
+    p->rows = moei_take_reals(l, rows, chain.d);
     p->clean = all != 0 ? moei_take_reals(l, n, chain.d) : NULL;
     for (node = 0; node < MOE_NODE_COUNT; node++) {
         if (!moei_makes_node(expert, node)) continue;
-        p->node[node] = moei_take_reals(l, pairs, chain.width[node]);
+        p->node[node] = moei_take_reals(l, kept, chain.width[node]);
         if (all >> node & 1u) p->all[node] = moei_take_reals(l, everywhere, chain.width[node]);
     }
     for (node = 0; node < MOE_NODE_COUNT && c->n_shared > 0; node++)
         if (moei_makes_node(shared.expert, node)) p->shared[node] = moei_take_reals(l, n, shared.width[node]);
     p->shared_factor = c->n_shared > 0 ? moei_take_reals(l, n, 1) : NULL;
     if (!training) return;
-    p->d_rows = moei_take_reals(l, n, chain.d);
+    p->d_rows = moei_take_reals(l, rows, chain.d);
     for (node = 0; node < MOE_NODE_COUNT; node++) {
         if (!moei_makes_node(expert, node)) continue;
-        p->d_node[node] = moei_take_reals(l, n, chain.width[node]);
+        p->d_node[node] = moei_take_reals(l, rows, chain.width[node]);
         if (all >> node & 1u) p->d_all[node] = moei_take_reals(l, everywhere, chain.width[node]);
     }
     for (node = 0; node < MOE_NODE_COUNT && c->n_shared > 0; node++)
@@ -2675,7 +2692,7 @@ static moei_chain moei_all_chain(const moe_layer *layer, const moe_layer_pass *p
 static void moei_layer_score_experts(const moe_layer *layer, moe_layer_pass *p) {
     int scored = moei_scored_node(&layer->config);
     size_t d = (size_t)layer->config.router.d_model, e, t;
-    if (scored < 0) return;
+    if (scored < 0 || p->call.n_tokens == 0) return;
     memcpy(p->clean, p->x, p->call.n_tokens * d * sizeof(moe_real));
     for (t = 0; t < p->call.n_tokens; t++)
         if (!moei_is_real(&p->call, t)) memset(p->clean + t * d, 0, d * sizeof(moe_real));
@@ -2691,28 +2708,33 @@ static void moei_layer_score_experts(const moe_layer *layer, moe_layer_pass *p) 
 static moei_chain moei_expert_chain(const moe_layer *layer, const moe_layer_pass *p, size_t e) {
     const size_t *offsets = p->routing.plan.offsets;
     moei_chain chain = moei_chain_begin(layer, layer->config.expert);
+    size_t first;
     int node;
     chain.block = e;
-    chain.n = offsets[e + 1] - offsets[e];
+    chain.n = p->routing.plan.rows > 0 ? p->routing.plan.rows : offsets[e + 1] - offsets[e];
+    first = p->routing.plan.rows > 0 ? e * p->routing.plan.rows : offsets[e];
     chain.x = p->rows;
     for (node = 0; node < MOE_NODE_COUNT; node++) {
-        if (p->node[node] != NULL) chain.node[node] = p->node[node] + (p->call.training ? offsets[e] * chain.width[node] : 0);
+        if (p->node[node] != NULL) chain.node[node] = p->node[node] + (p->call.training ? first * chain.width[node] : 0);
         chain.d_node[node] = p->d_node[node];
     }
     return chain;
 }
 
-/* gather: the input rows of expert e, times the weight on the input. */
+/* The row of its expert's input that entry i, counted from the expert's first, takes part in. */
+static size_t moei_row_of(const moe_layer_pass *p, const moe_entry *entry, size_t i) { return p->routing.plan.rows > 0 ? (size_t)entry->rank : i; }
+
+/* gather: the input rows of expert e: its tokens, times the weight on the input; soft mixes them. */
 static void moei_gather(const moe_layer *layer, const moe_layer_pass *p, size_t e) {
-    const moe_entry *entry = p->routing.plan.entries + p->routing.plan.offsets[e], *end = p->routing.plan.entries + p->routing.plan.offsets[e + 1];
-    size_t d = (size_t)layer->config.router.d_model, i;
-    moe_real *row = p->rows;
-    for (; entry < end; entry++, row += d) {
+    size_t first = p->routing.plan.offsets[e], count = p->routing.plan.offsets[e + 1] - first, d = (size_t)layer->config.router.d_model, i;
+    int plain = p->routing.plan.rows == 0 && layer->config.router.apply_to == MOE_APPLY_OUTPUT;
+    if (!plain) memset(p->rows, 0, (p->routing.plan.rows > 0 ? p->routing.plan.rows : count) * d * sizeof(moe_real));
+    for (i = 0; i < count; i++) {
+        const moe_entry *entry = p->routing.plan.entries + first + i;
         const moe_real *x = p->x + (size_t)entry->token * d;
-        if (layer->config.router.apply_to == MOE_APPLY_OUTPUT)
-            memcpy(row, x, d * sizeof(moe_real));
-        else
-            for (i = 0; i < d; i++) row[i] = entry->weight_in * x[i];
+        moe_real *row = p->rows + moei_row_of(p, entry, i) * d;
+        if (plain) memcpy(row, x, d * sizeof(moe_real));
+        else moe_axpy(layer->kernels, d, entry->weight_in, x, row);
     }
 }
 
@@ -2730,12 +2752,15 @@ static void moei_gather_nodes(const moei_chain *chain, const moe_layer_pass *p, 
     }
 }
 
-/* y_t += w_te f_e(x_t) for the rows of one expert. */
+static size_t moei_entry_count(const moe_layer_pass *p, size_t e) { return p->routing.plan.offsets[e + 1] - p->routing.plan.offsets[e]; }
+
+/* y_t += w_te f_e(x_t) for the entries of one expert. */
 static void moei_scatter(const moei_chain *chain, const moe_layer_pass *p, moe_real *y) {
     const moe_entry *entries = p->routing.plan.entries + p->routing.plan.offsets[chain->block];
-    size_t o = chain->width[MOE_NODE_OUTPUT], i;
-    for (i = 0; i < chain->n; i++)
-        moe_axpy(chain->layer->kernels, o, entries[i].weight_out, chain->node[MOE_NODE_OUTPUT] + i * o, y + (size_t)entries[i].token * o);
+    size_t o = chain->width[MOE_NODE_OUTPUT], count = moei_entry_count(p, chain->block), i;
+    for (i = 0; i < count; i++)
+        moe_axpy(chain->layer->kernels, o, entries[i].weight_out, chain->node[MOE_NODE_OUTPUT] + moei_row_of(p, entries + i, i) * o,
+                 y + (size_t)entries[i].token * o);
 }
 
 static void moei_layer_experts(const moe_layer *layer, const moe_layer_pass *p, moe_real *y) {
@@ -2802,7 +2827,7 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     moei_layer_score_experts(layer, &p);
     status = moe_route(&router, &p.call, p.route_memory, p.route_size, &p.routing);
     if (status != MOE_OK) return status;
-    memset(y, 0, call->n_tokens * (size_t)layer->config.d_out * sizeof(moe_real));
+    if (call->n_tokens > 0) memset(y, 0, call->n_tokens * (size_t)layer->config.d_out * sizeof(moe_real));
     moei_layer_experts(layer, &p, y);
     moei_layer_shared(layer, &p, y);
     if (pass != NULL) *pass = p;
@@ -2817,11 +2842,12 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
 static void moei_scatter_backward(const moei_chain *chain, moe_layer_pass *p, const moe_real *dy) {
     size_t first = p->routing.plan.offsets[chain->block], o = chain->width[MOE_NODE_OUTPUT], i;
     const moe_kernels *k = chain->layer->kernels;
-    for (i = 0; i < chain->n; i++) {
+    for (i = 0; i < moei_entry_count(p, chain->block); i++) {
         const moe_entry *entry = p->routing.plan.entries + first + i;
         const moe_real *d = dy + (size_t)entry->token * o;
-        p->routing.d_weight_out[first + i] = moe_dot(k, o, d, chain->node[MOE_NODE_OUTPUT] + i * o);
-        moe_axpy(k, o, entry->weight_out, d, chain->d_node[MOE_NODE_OUTPUT] + i * o);
+        size_t row = moei_row_of(p, entry, i) * o;
+        p->routing.d_weight_out[first + i] = moe_dot(k, o, d, chain->node[MOE_NODE_OUTPUT] + row);
+        moe_axpy(k, o, entry->weight_out, d, chain->d_node[MOE_NODE_OUTPUT] + row);
     }
 }
 
@@ -2829,11 +2855,12 @@ static void moei_scatter_backward(const moei_chain *chain, moe_layer_pass *p, co
 static void moei_gather_backward(const moei_chain *chain, moe_layer_pass *p, moe_real *dx) {
     size_t first = p->routing.plan.offsets[chain->block], i;
     const moe_kernels *k = chain->layer->kernels;
-    for (i = 0; i < chain->n; i++) {
+    for (i = 0; i < moei_entry_count(p, chain->block); i++) {
         const moe_entry *entry = p->routing.plan.entries + first + i;
+        const moe_real *d_row = chain->d_x + moei_row_of(p, entry, i) * chain->d;
         size_t at = (size_t)entry->token * chain->d;
-        p->routing.d_weight_in[first + i] = moe_dot(k, chain->d, chain->d_x + i * chain->d, p->x + at);
-        if (dx != NULL) moe_axpy(k, chain->d, entry->weight_in, chain->d_x + i * chain->d, dx + at);
+        p->routing.d_weight_in[first + i] = moe_dot(k, chain->d, d_row, p->x + at);
+        if (dx != NULL) moe_axpy(k, chain->d, entry->weight_in, d_row, dx + at);
     }
 }
 

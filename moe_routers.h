@@ -132,14 +132,45 @@ MOE_API moe_status moe_fields_apply(const moe_field *fields, void *config, const
 
 /* ---- stages: 0 is the default everywhere ------------------------------------------------------------------------------- */
 
+/* u, the router's input [N,d].
+     plain       u = x
+     jitter      u = x * xi, xi uniform in [1-eps, 1+eps] per element, in training only (Fedus et al. 2022, Switch transformers)
+     scaled_rms  u = x / sqrt(mean x^2 + 1e-6) * g * d^-1/2, g learned (Gemma 4)
+     adaptive_clustering  u_t = m_t * x_t, m_t large where the cluster of tokens that took the same expert in the previous mixture layer is
+                 tight (Nielsen et al. 2025, Tight clusters make specialized experts) */
+enum { MOE_INPUT_PLAIN = 0, MOE_INPUT_JITTER, MOE_INPUT_SCALED_RMS, MOE_INPUT_ADAPTIVE_CLUSTERING, MOE_INPUT_COUNT };
+/* paper: M_kq = 1/(s_kq + 1e-6) over the previous layer's x, mean over q scaled to 1. code: as the authors' program, over this layer's x.
+   running: M is the state tensor router.ac_running. random: M is fixed at max(0, 1 + n/2), the papers' control. */
+enum { MOE_AC_PAPER = 0, MOE_AC_CODE, MOE_AC_RUNNING, MOE_AC_RANDOM, MOE_AC_COUNT };
+/* s_kq of a cluster: mean |h - mean|, mean (h - mean)^2, mean over all pairs of |h - h'|. */
+enum { MOE_SPREAD_MAD = 0, MOE_SPREAD_VARIANCE, MOE_SPREAD_PAIRWISE, MOE_SPREAD_COUNT };
+
+/* What is added to z in training: n (softplus(u W_n^T) + noise_floor) (Shazeer et al. 2017); sigma n (V-MoE); Gumbel noise. */
+enum { MOE_NOISE_NONE = 0, MOE_NOISE_NOISY_TOPK, MOE_NOISE_GAUSSIAN, MOE_NOISE_GUMBEL, MOE_NOISE_COUNT };
+
+/* p from r, within one sequence.
+     similarity  p_i = sum_j S_ij r_j, S = softmax_j(u_i . W_s u_j / tau) (Similarity-Aware MoE, Nguyen et al. 2025, Improving routing in
+                 sparse mixture of experts with graph of tokens)
+     attention   p_i = sum_j A'_ij r_j, A' the posterior of an attention head: softmax_j(log A_ij - |u_i - o_j|^2 / (2 sigma^2)) (Attention-Aware MoE) */
+enum { MOE_REFINE_NONE = 0, MOE_REFINE_SIMILARITY, MOE_REFINE_ATTENTION, MOE_REFINE_COUNT };
+/* u as it is; unit vectors; the product divided by sqrt(d). */
+enum { MOE_SIMILARITY_NONE = 0, MOE_SIMILARITY_L2, MOE_SIMILARITY_RSQRT_D, MOE_SIMILARITY_COUNT };
+/* The head with the least mean entropy over the sequence; all heads, each by its posterior weight; the head attention_head. */
+enum { MOE_HEADS_MIN_ENTROPY = 0, MOE_HEADS_ALL, MOE_HEADS_FIXED, MOE_HEADS_COUNT };
+/* What attention compares with the heads' outputs: u of this pipeline, or the attention output supplied with the call. */
+enum { MOE_ATTENTION_U_INPUT = 0, MOE_ATTENTION_U_OUTPUT, MOE_ATTENTION_U_COUNT };
+
 /* z, the logits [N,E].
      linear  z_te = u_t . W_e + b_e
      random  the same, W and b frozen at their random start (Chen et al. 2023, Sparse MoE as the new dropout)
      mlp     z_t = W2 act(W1 u_t + b1) + b2
      cosine  z_te = cos(P u_t, W_e) / tau (Chi et al. 2022, On the representation collapse of sparse mixture of experts);
              cosine_keep_length: (P u_t) . W_e / |W_e| / tau
-     norm    z_te = norm of an activation inside expert e (Lv et al. 2025, Autonomy-of-experts models); the caller supplies the activation */
-enum { MOE_SCORE_LINEAR = 0, MOE_SCORE_RANDOM, MOE_SCORE_MLP, MOE_SCORE_COSINE, MOE_SCORE_NORM, MOE_SCORE_COUNT };
+     norm    z_te = norm of an activation inside expert e (Lv et al. 2025, Autonomy-of-experts models); the caller supplies the activation
+     grap    z_te = mean of the e-th block of d/E features (LocMoE, Li et al. 2024); grap_cosine: block sum / (|u_t| sqrt(d/E)) (LocMoE+)
+     attentive    z_te = (W_Q h_g) . (W_K h_e) / sqrt(h), h_g = act(W1 u_t + b1) the gate's hidden layer, h_e that of expert e (supplied)
+     competition  z_te = mean over features of softplus(f_e(x_t)) (Pham et al. 2024, CompeteSMoE); the caller supplies f_e(x_t) */
+enum { MOE_SCORE_LINEAR = 0, MOE_SCORE_RANDOM, MOE_SCORE_MLP, MOE_SCORE_COSINE, MOE_SCORE_NORM, MOE_SCORE_GRAP, MOE_SCORE_ATTENTIVE, MOE_SCORE_COMPETITION, MOE_SCORE_COUNT };
 
 /* Which activation the score norm reads. low is reduce x of a factorised expert ("down" in files, after the paper's W_down); gate is what enters the
    expert's activation function, act what leaves it, up the linear branch, product act times up; an mlp expert has gate (= up) and act (= product). */
@@ -149,8 +180,29 @@ enum { MOE_NORM_L2 = 0, MOE_NORM_L1, MOE_NORM_LINF, MOE_NORM_COUNT };
 /* r, the gate values [N,E]: softmax(z/T), sigmoid(z/T), sqrt(softplus(z)), max(z,0), z. */
 enum { MOE_GATE_SOFTMAX = 0, MOE_GATE_SIGMOID, MOE_GATE_SQRT_SOFTPLUS, MOE_GATE_RELU, MOE_GATE_IDENTITY, MOE_GATE_COUNT };
 
-/* S_t, the chosen experts: the K largest of the selection score; all; the caller's recorded indices (replay). */
-enum { MOE_SELECT_TOP_K = 0, MOE_SELECT_DENSE, MOE_SELECT_GIVEN, MOE_SELECT_COUNT };
+/* S_t, the chosen experts. b is the selection bias, 0 if there is none.
+     top_k          the K largest of the selection score: z where p rises with it and nothing is added, else p + b
+     dense          all experts
+     given          the caller's recorded indices (replay)
+     grouped_top_k  top_k of p + b inside the groups_kept best of `groups` groups of experts (DeepSeek-V2: max; V3: top2_sum)
+     top_p          the best experts until their p sums to more than top_p, the crossing one included (Huang et al. 2024, Harder tasks need more experts)
+     threshold      all with p > theta, theta fixed or learned (Guo et al. 2024, DynMoE); threshold_fallback: the best one when there is none
+     positive       all with p > 0 (Wang et al. 2024, ReMoE); may be empty
+     expert_choice  each expert takes its C = max(1, round(capacity_factor N / E)) best tokens by p, or by z (Zhou et al. 2022)
+     affinity       each token goes to its best expert by z; the expert keeps the shortest prefix of its tokens that holds affinity_mass of their summed
+                    positive z (or affinity_sum of it), at least capacity_min, at most capacity (LocMoE+, Li et al. 2024)
+     hash           router.table[token id], K experts per token id (Roller et al. 2021, Hash layers)
+     soft           every expert works on `slots` mixtures of the sequence's tokens instead: L = u . phi, dispatch = softmax over tokens, combine = softmax
+                    over slots (Puigcerver et al. 2024, From sparse to soft mixtures of experts); soft_normalise: L = unit(u) . (scale unit(phi)).
+                    Score, gate, weight and losses take no part */
+enum {
+    MOE_SELECT_TOP_K = 0, MOE_SELECT_DENSE, MOE_SELECT_GIVEN, MOE_SELECT_GROUPED_TOP_K, MOE_SELECT_TOP_P, MOE_SELECT_THRESHOLD, MOE_SELECT_POSITIVE,
+    MOE_SELECT_EXPERT_CHOICE, MOE_SELECT_AFFINITY, MOE_SELECT_HASH, MOE_SELECT_SOFT, MOE_SELECT_COUNT
+};
+enum { MOE_GROUP_MAX = 0, MOE_GROUP_TOP2_SUM, MOE_GROUP_COUNT };
+/* When threshold finds no expert, the best one is taken: always, in evaluation only, never. */
+enum { MOE_FALLBACK_ALWAYS = 0, MOE_FALLBACK_EVALUATION, MOE_FALLBACK_NEVER, MOE_FALLBACK_COUNT };
+enum { MOE_EXPERT_CHOICE_P = 0, MOE_EXPERT_CHOICE_Z, MOE_EXPERT_CHOICE_COUNT };
 
 /* w, the combine weights over S_t.
      sum          p_te / sum_S p           softmax  exp(z_te) / sum_S exp(z)      raw  p_te
@@ -159,11 +211,24 @@ enum { MOE_SELECT_TOP_K = 0, MOE_SELECT_DENSE, MOE_SELECT_GIVEN, MOE_SELECT_COUN
                   (Liu et al. 2023, Sparse backpropagation for MoE training) */
 enum { MOE_WEIGHT_SUM = 0, MOE_WEIGHT_SOFTMAX, MOE_WEIGHT_RAW, MOE_WEIGHT_P_NORM, MOE_WEIGHT_UNIFORM, MOE_WEIGHT_ONE, MOE_WEIGHT_SPARSEMIXER, MOE_WEIGHT_COUNT };
 
+/* capacity: who stays when an expert has more than C pairs. Pairs are placed by rank of choice first, then
+     position  first come first served        priority  tokens in descending max p (Riquelme et al. 2021, V-MoE)
+     random    tokens in random order         score     ignores rank: the largest p of that expert stay */
+enum { MOE_DROP_POSITION = 0, MOE_DROP_PRIORITY, MOE_DROP_RANDOM, MOE_DROP_SCORE, MOE_DROP_COUNT };
+/* Before capacity, in training: the second choice stays with probability min(1, 2 w_2) (Lepikhin et al. 2020, GShard), the n-th with
+   min(1, w_n / 0.2) (Zoph et al. 2022, ST-MoE). */
+enum { MOE_DROP_RULE_NONE = 0, MOE_DROP_RULE_GSHARD, MOE_DROP_RULE_ST_MOE, MOE_DROP_RULE_COUNT };
+/* Weights of the surviving pairs: as before dropping, or divided by the sum of the surviving ones. */
+enum { MOE_RENORMALIZE_BEFORE = 0, MOE_RENORMALIZE_AFTER, MOE_RENORMALIZE_COUNT };
+
 /* Where the weight is applied: on the expert's output, or on its input (Llama 4). */
 enum { MOE_APPLY_OUTPUT = 0, MOE_APPLY_INPUT, MOE_APPLY_COUNT };
 
 /* Losses, each with its own factor in the configuration, 0 = off. */
-enum { MOE_LOSS_BALANCE = 0, MOE_LOSS_Z, MOE_LOSS_IMPORTANCE, MOE_LOSS_ENTROPY, MOE_LOSS_COUNT };
+enum {
+    MOE_LOSS_BALANCE = 0, MOE_LOSS_Z, MOE_LOSS_IMPORTANCE, MOE_LOSS_ENTROPY, MOE_LOSS_USAGE_ENTROPY, MOE_LOSS_SIMILARITY, MOE_LOSS_LOCALITY, MOE_LOSS_L1,
+    MOE_LOSS_ORTHOGONAL, MOE_LOSS_LOAD, MOE_LOSS_COUNT
+};
 /* n_e / sum n, n_e / N, first choices only. */
 enum { MOE_BALANCE_PAIRS = 0, MOE_BALANCE_TOKENS, MOE_BALANCE_FIRST, MOE_BALANCE_COUNT };
 /* Over the call, or the mean over its sequences. */
@@ -171,7 +236,8 @@ enum { MOE_SCOPE_BATCH = 0, MOE_SCOPE_SEQUENCES, MOE_SCOPE_COUNT };
 /* CV^2 of sum p, of sum r (the gate of the logits without noise), of sum w before capacity and scale. */
 enum { MOE_IMPORTANCE_PROBABILITIES = 0, MOE_IMPORTANCE_GATE, MOE_IMPORTANCE_WEIGHTS, MOE_IMPORTANCE_COUNT };
 
-/* What a router needs or does. CAUSAL: a token's result does not depend on the other tokens of the call. */
+/* What a router needs or does. CAUSAL: a token's result does not depend on later tokens of the call. NEEDS_BATCH: it depends on other tokens; a
+   router with CAUSAL and without NEEDS_BATCH gives a token alone the same result as in a batch. */
 enum {
     MOE_TRAIT_CAUSAL = 1,
     MOE_TRAIT_NEEDS_BATCH = 2,
@@ -194,6 +260,12 @@ typedef struct moe_router_config {
     int d_model;             /* width of a token, 1..MOE_MAX_WIDTH; required */
     int n_experts;           /* E, 1..MOE_MAX_EXPERTS [8] */
     int top_k;               /* K, 1..E [2, or 1 when E = 1] */
+    int input;               /* MOE_INPUT_ [plain] */
+    moe_real jitter_eps;     /* eps of jitter [0.01] */
+    int ac_mode;             /* MOE_AC_ of adaptive_clustering [paper] */
+    int ac_spread;           /* MOE_SPREAD_ [mad] */
+    int ac_mix;              /* J: how many of the previous layer's experts are mixed [1] */
+    moe_real ac_lambda;      /* > 0: the theorem's exact weights lambda / (s + alpha_k) [0] */
     int score;               /* MOE_SCORE_ [linear] */
     int router_bias;         /* 1: linear and random have a bias [0] */
     int cosine_dim;          /* r, rows of the projection P [0: no projection] */
@@ -202,18 +274,55 @@ typedef struct moe_router_config {
     moe_real cosine_tau;     /* tau, or its start when learned [1] */
     int norm_node;           /* MOE_NODE_ [low] */
     int norm_order;          /* MOE_NORM_ [l2] */
-    int router_hidden;       /* hidden width of the mlp score [d_model] */
-    int router_act;          /* MOE_ACT_ of the mlp score [relu] */
+    int router_hidden;       /* hidden width of the scores mlp [d_model] and attentive [the width of the experts' hidden layer] */
+    int router_act;          /* MOE_ACT_ of the scores mlp and attentive [relu] */
+    int grap_cosine;         /* 1: grap divides by the token's length [0] */
+    int noise;               /* MOE_NOISE_ [none] */
+    moe_real noise_floor;    /* of noisy_topk [0.01] */
+    moe_real noise_sigma;    /* of gaussian [1/E] */
     int gate;                /* MOE_GATE_ [softmax] */
     moe_real gate_temperature; /* T of softmax and sigmoid [1] */
+    int refine;              /* MOE_REFINE_ [none] */
+    moe_real similarity_tau; /* [1] */
+    int similarity_scale;    /* MOE_SIMILARITY_ [none] */
+    int similarity_learned;  /* 1: W_s is the tensor router.similarity [0: identity] */
+    int lower_entropy_only;  /* 1: only tokens j with H(r_j) <= H(r_i) take part [0] */
+    int causal;              /* 1: only tokens j <= i take part [0] */
+    int heads;               /* heads supplied for attention [1] */
+    int attention_heads;     /* MOE_HEADS_ [min_entropy] */
+    int attention_head;      /* the head of fixed [0] */
+    moe_real attention_sigma; /* [1] */
+    int attention_u;         /* MOE_ATTENTION_U_ [input] */
     int select;              /* MOE_SELECT_ [top_k] */
     int selection_bias;      /* 1: the state tensor router.selection_bias is added to p for selection only [0] */
+    int groups;              /* groups of grouped_top_k [1] */
+    int groups_kept;         /* [1] */
+    int group_score;         /* MOE_GROUP_ [max] */
+    moe_real top_p;          /* P of top_p [0.6] */
+    moe_real threshold;      /* theta, or its start when learned [0.05] */
+    int threshold_learned;   /* 1: theta is the tensor router.threshold [0] */
+    int threshold_fallback;  /* MOE_FALLBACK_ [always] */
+    int expert_choice_score; /* MOE_EXPERT_CHOICE_ [p] */
+    moe_real affinity_mass;  /* share of an expert's affinity that it keeps [1] */
+    moe_real affinity_sum;   /* or the sum itself [0: use affinity_mass] */
+    int capacity;            /* most tokens per expert in affinity [0: no limit] */
+    int table_size;          /* hash: number of token ids [0: must be set] */
+    int slots;               /* soft: slots per expert and sequence [1] */
+    int soft_normalise;      /* soft: 1: unit vectors and a learned scale [0] */
+    int soft_sequences;      /* soft: most sequences in one call [1] */
     int weight;              /* MOE_WEIGHT_ [sum] */
     moe_real weight_p;       /* P of p_norm [1] */
     moe_real sparsemixer_eps; /* eps of sparsemixer [0.01] */
     int expert_scale;        /* 1: weights are multiplied by the tensor router.expert_scale (Gemma 4) [0] */
     moe_real scale;          /* weights are multiplied by this last of all [1] */
     int apply_to;            /* MOE_APPLY_ [output] */
+    moe_real capacity_factor; /* cf: expert_choice's own [1]; elsewhere C = max(capacity_min, ceil(cf K N / E)) pairs per expert [0: dropless] */
+    moe_real capacity_factor_eval; /* cf outside training [capacity_factor] */
+    int drop_capacity;       /* C itself, instead of a factor [0] */
+    int capacity_min;        /* [1] */
+    int drop_order;          /* MOE_DROP_ [position] */
+    int drop_rule;           /* MOE_DROP_RULE_ [none] */
+    int renormalize;         /* MOE_RENORMALIZE_ [before] */
     moe_real loss_balance;   /* alpha [0] */
     int balance_over;        /* MOE_BALANCE_ [pairs] */
     int balance_scope;       /* MOE_SCOPE_ [batch] */
@@ -222,6 +331,14 @@ typedef struct moe_router_config {
     int importance_over;     /* MOE_IMPORTANCE_ [probabilities] */
     int unbiased;            /* 1: the variance in CV^2 divides by E - 1 [0] */
     moe_real loss_entropy;   /* gamma [0] */
+    moe_real loss_usage_entropy; /* gamma of -gamma H(mean p) [0] */
+    moe_real loss_similarity_same; /* lambda_same: pulls unlike inputs to different experts [0] */
+    moe_real loss_similarity_diff; /* lambda_diff: rewards unlike inputs at different experts [0] */
+    moe_real loss_locality;  /* mu: keeps tokens on the node where they live (LocMoE) [0] */
+    int nodes;               /* number of nodes for loss_locality [1] */
+    moe_real loss_l1;        /* lambda of the L1 loss (ReMoE) [0] */
+    moe_real loss_load;      /* w of CV^2 of the smooth load (Shazeer); needs noise [0] */
+    moe_real loss_orthogonal; /* w of sum over pairs of cos(W_e, W_e')^2 [0] */
     int untrained;           /* 1: accept for training a router that no gradient reaches (K = 1 with sum or softmax) [0] */
 } moe_router_config;
 
@@ -288,6 +405,16 @@ enum {
     MOE_ROUTER_FC2_BIAS,       /* "router.fc2.bias" [E] */
     MOE_ROUTER_SELECTION_BIAS, /* "router.selection_bias" [E], state */
     MOE_ROUTER_EXPERT_SCALE,   /* "router.expert_scale" [E] */
+    MOE_ROUTER_INPUT_SCALE,    /* "router.input_scale" [d] */
+    MOE_ROUTER_QUERY,          /* "router.query" [h,h] */
+    MOE_ROUTER_KEY,            /* "router.key" [h,h] */
+    MOE_ROUTER_THRESHOLD,      /* "router.threshold" [E] */
+    MOE_ROUTER_NOISE_WEIGHT,   /* "router.noise_weight" [E,d] */
+    MOE_ROUTER_SIMILARITY,     /* "router.similarity" [d,d] */
+    MOE_ROUTER_AC_RUNNING,     /* "router.ac_running" [E,d], state; in mode random it is "router.ac_random", frozen */
+    MOE_ROUTER_SLOT_VECTORS,   /* "router.slots" [E slots,d] */
+    MOE_ROUTER_SLOT_SCALE,     /* "router.scale" [1] */
+    MOE_ROUTER_TABLE,          /* "router.table" [table_size,K], frozen: expert indices as numbers */
     MOE_ROUTER_SLOTS
 };
 
@@ -315,7 +442,21 @@ typedef struct moe_call {
     const int32_t *sequences;   /* [n_sequences+1] ascending offsets from 0 to N, or NULL: one sequence */
     size_t n_sequences;
     const int32_t *given;       /* select given: [N,K] expert indices, -1 = none; no expert twice for one token */
-    const moe_real *nodes;      /* score norm: [E,N,node_width], the activation that is scored (moe.h fills it in) */
+    const int32_t *token_ids;   /* [N], select hash: rows of router.table */
+    const moe_real *noise;      /* [N,E] n of noisy_topk, else the whole additive noise; NULL: drawn from rng */
+    const moe_real *previous_input;     /* [N,d] adaptive_clustering: x of the previous mixture layer (mode paper) */
+    const int32_t *previous_experts;    /* [N,n_previous] its chosen experts, -1 = none */
+    const moe_real *previous_weights;   /* [N,n_previous] their weights */
+    size_t n_previous;
+    const moe_real *attention_weights;  /* [heads,N,N] A of the attention before this layer */
+    const moe_real *attention_outputs;  /* [heads,N,d] o_hj: value and output projection of head h at token j */
+    const moe_real *attention_output;   /* [N,d] for attention_u = output */
+    moe_real *d_attention_weights, *d_attention_outputs, *d_attention_output; /* where backward adds their gradients, or NULL */
+    const moe_real *jitter;     /* [N,d] the factors of input jitter, or NULL: drawn from rng */
+    const int32_t *home;        /* [N] loss_locality: the node where each token lives, or NULL: all on node 0 */
+    const int32_t *expert_node; /* [E] loss_locality: the node of each expert, or NULL: E/nodes consecutive ones each */
+    const moe_real *distances;  /* [N,N] loss_similarity: D, or NULL: euclidean distances of x */
+    const moe_real *nodes;      /* scores norm, attentive, competition: [E,N,node_width], the activation that is read (moe.h fills it in) */
     size_t node_width;
     int training;               /* 1: losses are computed and what the backward pass needs is kept */
     moe_rng *rng;               /* for stochastic stages; NULL where there are none */
@@ -324,7 +465,7 @@ typedef struct moe_call {
 /* One token at one expert. */
 typedef struct moe_entry {
     int32_t token;       /* row of x */
-    int32_t rank;        /* 0: the token's first choice */
+    int32_t rank;        /* 0: the token's first choice. Soft: the expert's row that the token takes part in */
     moe_real weight_in;  /* on the expert's input */
     moe_real weight_out; /* on the expert's output */
 } moe_entry;
@@ -335,6 +476,7 @@ typedef struct moe_plan {
     size_t n_tokens, n_experts;
     size_t *offsets;    /* [E+1]; expert e has entries offsets[e] .. offsets[e+1]-1 */
     moe_entry *entries; /* [offsets[E]] */
+    size_t rows;        /* 0: every entry is a row of its expert's input. Soft: rows per expert, each a mixture of entries */
 } moe_plan;
 
 /* All that one call decided, stage by stage. The arrays lie in the memory given to moe_route; rows of padding in logits, gate and
@@ -343,14 +485,15 @@ typedef struct moe_routing {
     size_t n_tokens, n_experts;
     size_t n_real;           /* tokens that are not padding */
     const moe_real *u;       /* [N,d] the router's input after the input stage */
-    moe_real *logits;        /* z [N,E] */
-    moe_real *gate;          /* r [N,E] */
-    moe_real *probabilities; /* p [N,E] */
+    moe_real *logits;        /* z [N,E]; soft: L [N,E slots] */
+    moe_real *gate;          /* r [N,E]; soft: dispatch D [N,E slots] */
+    moe_real *probabilities; /* p [N,E]; soft: combine C [N,E slots] */
     int32_t *choices;        /* [N,max_choices] experts in order of rank */
     int32_t *n_choices;      /* [N] */
+    unsigned char *kept;     /* [N,max_choices] 1: capacity kept this choice */
     size_t max_choices;      /* K, or E for selections without a fixed number */
     moe_real *section_weights; /* [N,max_choices] w of the weight stage, before capacity and scale */
-    moe_real *weights;       /* [N,E] the dense gate matrix: final weights, 0 where not selected */
+    moe_real *weights;       /* [N,E] the dense gate matrix: final weights, 0 where not selected; soft: sum of C over the expert's slots */
     unsigned char *selected; /* [N,E] 1 where an entry of the plan exists */
     size_t *counts;          /* [E] n_e, pairs per expert before capacity */
     size_t *first_counts;    /* [E] first choices per expert */
@@ -360,8 +503,9 @@ typedef struct moe_routing {
     /* Training only, else NULL. The caller of moe_route_backward fills the gradients of the entries' weights. */
     moe_real *d_weight_in, *d_weight_out; /* [entries of the plan] */
     /* Private to moe_routers.h. */
-    moe_real *input, *hidden, *hidden_act, *lengths, *base_weights, *row;
-    moe_real *d_logits, *d_gate, *d_probabilities, *d_weights, *d_input, *d_hidden;
+    moe_real *input, *input_factor, *clusters, *clean_logits, *clean_gate, *noise_raw, *noise_value, *unit, *keys, *key_terms, *block, *entropy, *hidden, *hidden_act, *query, *keyed, *lengths, *base_weights, *row, *column;
+    int32_t *order;
+    moe_real *d_logits, *d_gate, *d_probabilities, *d_weights, *d_final, *d_unused, *d_clean, *d_clean_gate, *d_noise, *d_unit, *d_keys, *d_block, *d_input, *d_hidden, *d_query, *d_keyed;
 } moe_routing;
 
 /* A checked configuration with its tensors. Plain data: copy it freely. Read-only use is thread-safe. */
@@ -556,6 +700,9 @@ extern "C" {
 
 enum { MOEI_FIELD_NAME = 32 };
 
+/* Infinity, without the warnings that INFINITY gives under fast mathematics. */
+#define MOEI_INFINITY ((moe_real)HUGE_VAL)
+
 /* ==== configuration as data ============================================================================================= */
 
 const moe_field *moe_field_find(const moe_field *fields, const char *name) {
@@ -720,12 +867,26 @@ MOEI_TOOL moe_status moei_fields_check(const moe_field *fields, const void *conf
 
 /* ==== the fields of a router ============================================================================================= */
 
-static const char *const moei_score_names[] = {"linear", "random", "mlp", "cosine", "norm", NULL};
+static const char *const moei_score_names[] = {"linear", "random", "mlp", "cosine", "norm", "grap", "attentive", "competition", NULL};
 static const char *const moei_node_names[] = {"down", "gate", "up", "act", "product", "output", NULL};
 static const char *const moei_norm_names[] = {"l2", "l1", "linf", NULL};
 MOEI_TOOL const char *const moei_act_names[] = {"relu", "silu", "gelu", "tanh", "sigmoid", "identity", NULL};
 static const char *const moei_gate_names[] = {"softmax", "sigmoid", "sqrt_softplus", "relu", "identity", NULL};
-static const char *const moei_select_names[] = {"top_k", "dense", "given", NULL};
+static const char *const moei_input_names[] = {"plain", "jitter", "scaled_rms", "adaptive_clustering", NULL};
+static const char *const moei_ac_names[] = {"paper", "code", "running", "random", NULL};
+static const char *const moei_spread_names[] = {"mad", "variance", "pairwise", NULL};
+static const char *const moei_noise_names[] = {"none", "noisy_topk", "gaussian", "gumbel", NULL};
+static const char *const moei_refine_names[] = {"none", "similarity", "attention", NULL};
+static const char *const moei_similarity_names[] = {"none", "l2", "rsqrt_d", NULL};
+static const char *const moei_heads_names[] = {"min_entropy", "all", "fixed", NULL};
+static const char *const moei_attention_u_names[] = {"input", "output", NULL};
+static const char *const moei_select_names[] = {"top_k", "dense", "given", "grouped_top_k", "top_p", "threshold", "positive", "expert_choice", "affinity", "hash", "soft", NULL};
+static const char *const moei_group_names[] = {"max", "top2_sum", NULL};
+static const char *const moei_fallback_names[] = {"always", "evaluation", "never", NULL};
+static const char *const moei_expert_choice_names[] = {"p", "z", NULL};
+static const char *const moei_drop_names[] = {"position", "priority", "random", "score", NULL};
+static const char *const moei_drop_rule_names[] = {"none", "gshard", "st_moe", NULL};
+static const char *const moei_renormalize_names[] = {"before", "after", NULL};
 static const char *const moei_weight_names[] = {"sum", "softmax", "raw", "p_norm", "uniform", "one", "sparsemixer", NULL};
 static const char *const moei_apply_names[] = {"output", "input", NULL};
 static const char *const moei_balance_names[] = {"pairs", "tokens", "first", NULL};
@@ -744,6 +905,12 @@ static const char *const moei_importance_names[] = {"probabilities", "gate", "we
     MOEI_INT(MOEI_C, d_model, 1, MOE_MAX_WIDTH, "width of a token"), \
     MOEI_INT(MOEI_C, n_experts, 1, MOE_MAX_EXPERTS, "number of experts E"), \
     MOEI_INT(MOEI_C, top_k, 1, MOE_MAX_EXPERTS, "experts per token K"), \
+    MOEI_CHOICE(MOEI_C, input, MOE_INPUT_COUNT, moei_input_names, "what the router sees"), \
+    MOEI_REAL(MOEI_C, jitter_eps, 1e-6, 1, "eps of the input jitter"), \
+    MOEI_CHOICE(MOEI_C, ac_mode, MOE_AC_COUNT, moei_ac_names, "how adaptive clustering weighs features"), \
+    MOEI_CHOICE(MOEI_C, ac_spread, MOE_SPREAD_COUNT, moei_spread_names, "spread of a cluster"), \
+    MOEI_INT(MOEI_C, ac_mix, 1, MOE_MAX_EXPERTS, "experts mixed by adaptive clustering"), \
+    MOEI_REAL(MOEI_C, ac_lambda, 1e-9, 1e9, "lambda of the exact feature weights"), \
     MOEI_CHOICE(MOEI_C, score, MOE_SCORE_COUNT, moei_score_names, "how logits are made"), \
     MOEI_FLAG(MOEI_C, router_bias, "the linear score has a bias"), \
     MOEI_INT(MOEI_C, cosine_dim, 1, MOE_MAX_WIDTH, "rows of the cosine score's projection"), \
@@ -754,16 +921,53 @@ static const char *const moei_importance_names[] = {"probabilities", "gate", "we
     MOEI_CHOICE(MOEI_C, norm_order, MOE_NORM_COUNT, moei_norm_names, "the norm of the norm score"), \
     MOEI_INT(MOEI_C, router_hidden, 1, MOE_MAX_WIDTH, "hidden width of the mlp score"), \
     MOEI_CHOICE(MOEI_C, router_act, MOE_ACT_COUNT, moei_act_names, "activation of the mlp score"), \
+    MOEI_FLAG(MOEI_C, grap_cosine, "the grap score divides by the token's length"), \
+    MOEI_CHOICE(MOEI_C, noise, MOE_NOISE_COUNT, moei_noise_names, "noise on the logits in training"), \
+    MOEI_REAL(MOEI_C, noise_floor, 1e-9, 1e6, "least scale of noisy_topk"), \
+    MOEI_REAL(MOEI_C, noise_sigma, 1e-9, 1e6, "scale of gaussian noise"), \
     MOEI_CHOICE(MOEI_C, gate, MOE_GATE_COUNT, moei_gate_names, "logits to gate values"), \
     MOEI_REAL(MOEI_C, gate_temperature, 1e-6, 1e6, "temperature of the gates softmax and sigmoid"), \
+    MOEI_CHOICE(MOEI_C, refine, MOE_REFINE_COUNT, moei_refine_names, "mixing gate values between tokens"), \
+    MOEI_REAL(MOEI_C, similarity_tau, 1e-6, 1e6, "temperature of similarity"), \
+    MOEI_CHOICE(MOEI_C, similarity_scale, MOE_SIMILARITY_COUNT, moei_similarity_names, "scaling of similarity"), \
+    MOEI_FLAG(MOEI_C, similarity_learned, "similarity has a learned matrix"), \
+    MOEI_FLAG(MOEI_C, lower_entropy_only, "only tokens that are at least as sure take part"), \
+    MOEI_FLAG(MOEI_C, causal, "only earlier tokens take part"), \
+    MOEI_INT(MOEI_C, heads, 1, 4096, "attention heads supplied"), \
+    MOEI_CHOICE(MOEI_C, attention_heads, MOE_HEADS_COUNT, moei_heads_names, "which heads refine"), \
+    MOEI_INT(MOEI_C, attention_head, 0, 4095, "the fixed head"), \
+    MOEI_REAL(MOEI_C, attention_sigma, 1e-6, 1e6, "sigma of attention-aware routing"), \
+    MOEI_CHOICE(MOEI_C, attention_u, MOE_ATTENTION_U_COUNT, moei_attention_u_names, "what attention compares"), \
     MOEI_CHOICE(MOEI_C, select, MOE_SELECT_COUNT, moei_select_names, "which experts a token takes"), \
     MOEI_FLAG(MOEI_C, selection_bias, "a state tensor is added for selection only"), \
+    MOEI_INT(MOEI_C, groups, 1, MOE_MAX_EXPERTS, "groups of grouped_top_k"), \
+    MOEI_INT(MOEI_C, groups_kept, 1, MOE_MAX_EXPERTS, "groups that grouped_top_k keeps"), \
+    MOEI_CHOICE(MOEI_C, group_score, MOE_GROUP_COUNT, moei_group_names, "how grouped_top_k scores a group"), \
+    MOEI_REAL(MOEI_C, top_p, 1e-6, 1, "P of the selection top_p"), \
+    MOEI_REAL(MOEI_C, threshold, -1e6, 1e6, "theta of the selection threshold"), \
+    MOEI_FLAG(MOEI_C, threshold_learned, "theta is learned per expert"), \
+    MOEI_CHOICE(MOEI_C, threshold_fallback, MOE_FALLBACK_COUNT, moei_fallback_names, "when no expert is above theta"), \
+    MOEI_CHOICE(MOEI_C, expert_choice_score, MOE_EXPERT_CHOICE_COUNT, moei_expert_choice_names, "what experts choose by"), \
+    MOEI_REAL(MOEI_C, affinity_mass, 1e-6, 1, "share of an expert's affinity that it keeps"), \
+    MOEI_REAL(MOEI_C, affinity_sum, 0, 1e9, "sum of affinity that an expert keeps"), \
+    MOEI_INT(MOEI_C, capacity, 1, MOE_MAX_WIDTH, "most tokens per expert in affinity"), \
+    MOEI_INT(MOEI_C, table_size, 1, MOE_MAX_WIDTH, "token ids of the selection hash"), \
+    MOEI_INT(MOEI_C, slots, 1, MOE_MAX_EXPERTS, "slots per expert of soft"), \
+    MOEI_FLAG(MOEI_C, soft_normalise, "soft compares unit vectors"), \
+    MOEI_INT(MOEI_C, soft_sequences, 1, MOE_MAX_WIDTH, "most sequences in one soft call"), \
     MOEI_CHOICE(MOEI_C, weight, MOE_WEIGHT_COUNT, moei_weight_names, "combine weights"), \
     MOEI_REAL(MOEI_C, weight_p, 0.125, 64, "P of the weight p_norm"), \
     MOEI_REAL(MOEI_C, sparsemixer_eps, 1e-6, 10, "eps of the weight sparsemixer"), \
     MOEI_FLAG(MOEI_C, expert_scale, "a learned factor per expert on the weights"), \
     MOEI_REAL(MOEI_C, scale, -1e6, 1e6, "a constant factor on the weights, last of all"), \
     MOEI_CHOICE(MOEI_C, apply_to, MOE_APPLY_COUNT, moei_apply_names, "where the weight is applied"), \
+    MOEI_REAL(MOEI_C, capacity_factor, 1e-6, 1e6, "capacity as a multiple of the even load"), \
+    MOEI_REAL(MOEI_C, capacity_factor_eval, 1e-6, 1e6, "the same outside training"), \
+    MOEI_INT(MOEI_C, drop_capacity, 1, MOE_MAX_WIDTH, "capacity as a number of pairs"), \
+    MOEI_INT(MOEI_C, capacity_min, 1, MOE_MAX_WIDTH, "least capacity"), \
+    MOEI_CHOICE(MOEI_C, drop_order, MOE_DROP_COUNT, moei_drop_names, "who is placed first"), \
+    MOEI_CHOICE(MOEI_C, drop_rule, MOE_DROP_RULE_COUNT, moei_drop_rule_names, "random dropping of weak choices"), \
+    MOEI_CHOICE(MOEI_C, renormalize, MOE_RENORMALIZE_COUNT, moei_renormalize_names, "weights after dropping"), \
     MOEI_REAL(MOEI_C, loss_balance, 0, 1e6, "factor of the balance loss"), \
     MOEI_CHOICE(MOEI_C, balance_over, MOE_BALANCE_COUNT, moei_balance_names, "what the balance loss counts"), \
     MOEI_CHOICE(MOEI_C, balance_scope, MOE_SCOPE_COUNT, moei_scope_names, "balance over the batch or per sequence"), \
@@ -772,6 +976,14 @@ static const char *const moei_importance_names[] = {"probabilities", "gate", "we
     MOEI_CHOICE(MOEI_C, importance_over, MOE_IMPORTANCE_COUNT, moei_importance_names, "what the importance loss sums"), \
     MOEI_FLAG(MOEI_C, unbiased, "unbiased variance in the importance loss"), \
     MOEI_REAL(MOEI_C, loss_entropy, 0, 1e6, "factor of the entropy loss"), \
+    MOEI_REAL(MOEI_C, loss_usage_entropy, 0, 1e6, "factor of the usage entropy"), \
+    MOEI_REAL(MOEI_C, loss_similarity_same, 0, 1e6, "factor of the similarity loss, same expert"), \
+    MOEI_REAL(MOEI_C, loss_similarity_diff, 0, 1e6, "factor of the similarity loss, different experts"), \
+    MOEI_REAL(MOEI_C, loss_locality, 0, 1e6, "factor of the locality loss"), \
+    MOEI_INT(MOEI_C, nodes, 1, MOE_MAX_EXPERTS, "nodes of the locality loss"), \
+    MOEI_REAL(MOEI_C, loss_l1, 0, 1e6, "factor of the L1 loss"), \
+    MOEI_REAL(MOEI_C, loss_load, 0, 1e6, "factor of the load loss"), \
+    MOEI_REAL(MOEI_C, loss_orthogonal, 0, 1e6, "factor of the orthogonality loss"), \
     MOEI_FLAG(MOEI_C, untrained, "accept a router that no gradient reaches")
 
 static const moe_field moei_router_fields[] = {MOEI_ROUTER_FIELDS, MOEI_FIELDS_END};
@@ -793,11 +1005,197 @@ typedef struct moei_pass {
 
 static int moei_is_real(const moe_call *call, size_t t) { return call->mask == NULL || call->mask[t] != 0; }
 
-/* ---- score: u -> z -------------------------------------------------------------------------------------------------------- */
-
 static const moe_real *moei_tensor(const moei_pass *s, int slot) { return s->router->tensors[slot]; }
 
 MOEI_TOOL moe_real *moei_gradient(const moei_pass *s, int slot) { return s->d_tensors != NULL ? s->d_tensors[slot] : NULL; }
+
+/* ---- input: x -> u, one token -------------------------------------------------------------------------------------------- */
+
+/* xi, drawn once per call and kept for the way back. */
+static void moei_input_jitter(const moei_pass *s, size_t t, const moe_real *x, moe_real *u) {
+    moe_real *xi = s->r->input_factor + t * s->d, eps = s->c->jitter_eps;
+    size_t q;
+    for (q = 0; q < s->d; q++) {
+        if (s->call->jitter != NULL) xi[q] = s->call->jitter[t * s->d + q];
+        else xi[q] = MOEI_R(1.0) + eps * (MOEI_R(2.0) * moe_rng_uniform(s->call->rng) - MOEI_R(1.0));
+        u[q] = x[q] * xi[q];
+    }
+}
+
+static void moei_input_scaled_rms(const moei_pass *s, size_t t, const moe_real *x, moe_real *u) {
+    moe_real shrink = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)s->d);
+    size_t q;
+    moe_rms_norm(s->d, x, moei_tensor(s, MOE_ROUTER_INPUT_SCALE), MOEI_R(1e-6), u, s->r->input_factor + t);
+    for (q = 0; q < s->d; q++) u[q] *= shrink;
+}
+
+/* The cluster of a token: the previous layer's expert with the largest weight, the first listed of equal ones; -1: none. */
+static int32_t moei_cluster(const moei_pass *s, size_t t) {
+    const int32_t *experts = s->call->previous_experts + t * s->call->n_previous;
+    const moe_real *weights = s->call->previous_weights + t * s->call->n_previous;
+    int32_t best = -1;
+    size_t j, at = 0;
+    for (j = 0; j < s->call->n_previous; j++)
+        if (experts[j] >= 0 && (best < 0 || weights[j] > weights[at])) best = experts[j], at = j;
+    return best;
+}
+
+/* s_kq of one cluster into spread[d]; returns n_k. The table row mean is scratch. */
+static size_t moei_cluster_spread(const moei_pass *s, const moe_real *h, int32_t cluster, moe_real *spread, moe_real *mean) {
+    size_t t, other, q, count = 0;
+    for (q = 0; q < s->d; q++) spread[q] = MOEI_R(0.0), mean[q] = MOEI_R(0.0);
+    for (t = 0; t < s->n; t++)
+        if (moei_is_real(s->call, t) && moei_cluster(s, t) == cluster) {
+            count++;
+            for (q = 0; q < s->d; q++) mean[q] += h[t * s->d + q];
+        }
+    if (count < 2) return count;
+    for (q = 0; q < s->d; q++) mean[q] /= (moe_real)count;
+    for (t = 0; t < s->n; t++) {
+        if (!moei_is_real(s->call, t) || moei_cluster(s, t) != cluster) continue;
+        for (q = 0; q < s->d && s->c->ac_spread != MOE_SPREAD_PAIRWISE; q++) {
+            moe_real off = h[t * s->d + q] - mean[q];
+            spread[q] += s->c->ac_spread == MOE_SPREAD_VARIANCE ? off * off : MOEI_F(fabs)(off);
+        }
+        for (other = 0; other < s->n && s->c->ac_spread == MOE_SPREAD_PAIRWISE; other++)
+            if (moei_is_real(s->call, other) && moei_cluster(s, other) == cluster)
+                for (q = 0; q < s->d; q++) spread[q] += MOEI_F(fabs)(h[t * s->d + q] - h[other * s->d + q]) / (moe_real)count;
+    }
+    for (q = 0; q < s->d; q++) spread[q] /= (moe_real)count;
+    return count;
+}
+
+/* The theorem's weights: lambda / (s + alpha), alpha > -min s so that their mean is 1, by bisection. */
+static void moei_exact_weights(moe_real *m, size_t d, moe_real lambda) {
+    moe_real least = m[0], low, high, alpha, mean;
+    size_t q;
+    int step;
+    for (q = 1; q < d; q++)
+        if (m[q] < least) least = m[q];
+    low = -least, high = lambda - least; /* at high every weight is at most 1 */
+    for (step = 0; step < 200; step++) {
+        alpha = (low + high) / MOEI_R(2.0), mean = MOEI_R(0.0);
+        for (q = 0; q < d; q++) mean += lambda / (m[q] + alpha);
+        if (mean > (moe_real)d) low = alpha;
+        else high = alpha;
+    }
+    for (q = 0; q < d; q++) m[q] = lambda / (m[q] + high);
+}
+
+/* Mode paper: 1/(s + 1e-6), scaled to mean 1. */
+static void moei_paper_weights(moe_real *m, size_t d) {
+    moe_real sum = MOEI_R(0.0);
+    size_t q;
+    for (q = 0; q < d; q++) m[q] = MOEI_R(1.0) / (m[q] + MOEI_R(1e-6)), sum += m[q];
+    for (q = 0; q < d; q++) m[q] *= (moe_real)d / sum;
+}
+
+/* Mode code with mad: clamped to 10 times the mean of all, then divided by the mean over clusters, small clusters left out of both. */
+static void moei_code_weights(const moei_pass *s, const int32_t *sizes) {
+    moe_real *m = s->r->clusters, mean = MOEI_R(0.0), column;
+    size_t k, q, used = 0;
+    for (k = 0; k < s->experts; k++)
+        for (q = 0; q < s->d && sizes[k] > 1; q++) mean += m[k * s->d + q];
+    for (k = 0; k < s->experts; k++) used += sizes[k] > 1;
+    mean /= (moe_real)(used * s->d);
+    for (q = 0; q < s->d; q++) {
+        column = MOEI_R(0.0);
+        for (k = 0; k < s->experts; k++) {
+            if (sizes[k] < 2) continue;
+            if (m[k * s->d + q] > MOEI_R(10.0) * mean) m[k * s->d + q] = MOEI_R(10.0) * mean;
+            column += m[k * s->d + q] / (moe_real)used;
+        }
+        for (k = 0; k < s->experts; k++)
+            if (sizes[k] > 1) m[k * s->d + q] /= column;
+    }
+}
+
+/* M [E,d] of this call. */
+static void moei_input_clusters(const moei_pass *s) {
+    const moe_real *h = s->call->previous_input, *state = moei_tensor(s, MOE_ROUTER_AC_RUNNING);
+    int32_t *sizes = s->r->order;
+    size_t k, q;
+    if (state != NULL) {
+        memcpy(s->r->clusters, state, s->experts * s->d * sizeof(moe_real));
+        return;
+    }
+    if (s->c->ac_mode == MOE_AC_CODE) h = s->call->router_x != NULL ? s->call->router_x : s->call->x;
+    for (k = 0; k < s->experts; k++) {
+        moe_real *m = s->r->clusters + k * s->d;
+        sizes[k] = (int32_t)moei_cluster_spread(s, h, (int32_t)k, m, s->r->clusters + s->experts * s->d);
+        if (sizes[k] < 2)
+            for (q = 0; q < s->d; q++) m[q] = MOEI_R(1.0);
+        else if (s->c->ac_lambda > MOEI_R(0.0)) moei_exact_weights(m, s->d, s->c->ac_lambda);
+        else if (s->c->ac_mode == MOE_AC_PAPER) moei_paper_weights(m, s->d);
+        else
+            for (q = 0; q < s->d; q++) m[q] = MOEI_R(1.0) / (m[q] + (s->c->ac_spread == MOE_SPREAD_VARIANCE ? MOEI_R(0.1) : MOEI_R(1e-4)));
+    }
+    if (s->c->ac_mode == MOE_AC_CODE && s->c->ac_spread != MOE_SPREAD_VARIANCE && !(s->c->ac_lambda > MOEI_R(0.0))) moei_code_weights(s, sizes);
+}
+
+/* m_t: the J best of the previous layer's experts, mixed by their renormalised weights; 1 without any. */
+static void moei_input_clustered(const moei_pass *s, size_t t, const moe_real *x, moe_real *u) {
+    const int32_t *experts = s->call->previous_experts + t * s->call->n_previous;
+    const moe_real *weights = s->call->previous_weights + t * s->call->n_previous;
+    moe_real *m = s->r->input_factor + t * s->d, last = MOEI_INFINITY, sum = MOEI_R(0.0);
+    size_t j, q, taken, last_at = 0;
+    for (q = 0; q < s->d; q++) m[q] = MOEI_R(0.0);
+    for (taken = 0; taken < (size_t)s->c->ac_mix; taken++) { /* the next best after the last one taken */
+        size_t best = s->call->n_previous;
+        for (j = 0; j < s->call->n_previous; j++) {
+            if (experts[j] < 0 || weights[j] > last || (taken > 0 && !(weights[j] < last) && j <= last_at)) continue;
+            if (best == s->call->n_previous || weights[j] > weights[best]) best = j;
+        }
+        if (best == s->call->n_previous) break;
+        last = weights[best], last_at = best;
+        moe_axpy(s->router->kernels, s->d, s->c->ac_mix == 1 ? MOEI_R(1.0) : weights[best], s->r->clusters + (size_t)experts[best] * s->d, m);
+        sum += s->c->ac_mix == 1 ? MOEI_R(1.0) : weights[best];
+    }
+    for (q = 0; q < s->d; q++) {
+        m[q] = sum > MOEI_R(0.0) ? m[q] / sum : MOEI_R(1.0);
+        u[q] = x[q] * m[q];
+    }
+}
+
+#ifndef MOE_NO_TRAIN
+static void moei_input_factor_backward(const moei_pass *s, size_t t, const moe_real *x, moe_real *du, moe_real *dx) {
+    const moe_real *xi = s->r->input_factor + t * s->d;
+    size_t q;
+    (void)x;
+    for (q = 0; q < s->d; q++) dx[q] += xi[q] * du[q];
+}
+
+static void moei_input_scaled_rms_backward(const moei_pass *s, size_t t, const moe_real *x, moe_real *du, moe_real *dx) {
+    moe_real shrink = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)s->d);
+    size_t q;
+    for (q = 0; q < s->d; q++) du[q] *= shrink;
+    moe_rms_norm_backward(s->d, x, moei_tensor(s, MOE_ROUTER_INPUT_SCALE), s->r->input_factor[t], du, dx, moei_gradient(s, MOE_ROUTER_INPUT_SCALE));
+}
+#define MOEI_BACKWARD(f) f
+#else
+#define MOEI_BACKWARD(f) NULL
+#endif
+
+typedef struct moei_input {
+    void (*prepare)(const moei_pass *s); /* once per call, or NULL */
+    void (*forward)(const moei_pass *s, size_t t, const moe_real *x, moe_real *u);
+    void (*backward)(const moei_pass *s, size_t t, const moe_real *x, moe_real *du, moe_real *dx); /* dx may be a scratch row */
+    int training_only; /* plain outside training */
+} moei_input;
+
+static const moei_input moei_inputs[MOE_INPUT_COUNT] = {
+    /* plain      */ {NULL, NULL, NULL, 0},
+    /* jitter     */ {NULL, moei_input_jitter, MOEI_BACKWARD(moei_input_factor_backward), 1},
+    /* scaled_rms */ {NULL, moei_input_scaled_rms, MOEI_BACKWARD(moei_input_scaled_rms_backward), 0},
+    /* adaptive_clustering */ {moei_input_clusters, moei_input_clustered, MOEI_BACKWARD(moei_input_factor_backward), 0}};
+
+/* The input stage of this call; NULL functions when u is x. */
+static const moei_input *moei_input_stage(const moei_pass *s) {
+    const moei_input *stage = &moei_inputs[s->c->input];
+    return stage->training_only && !s->call->training ? &moei_inputs[MOE_INPUT_PLAIN] : stage;
+}
+
+/* ---- score: u -> z -------------------------------------------------------------------------------------------------------- */
 
 static size_t moei_router_hidden(const moe_router_config *c) { return (size_t)(c->router_hidden > 0 ? c->router_hidden : c->d_model); }
 
@@ -883,6 +1281,45 @@ static void moei_score_norm(moei_pass *s) {
     for (e = 0; e < s->experts; e++)
         for (t = 0; t < s->n; t++)
             s->r->logits[t * s->experts + e] = moei_vector_norm(s->c->norm_order, s->call->nodes + (e * s->n + t) * width, width, &at);
+}
+
+static void moei_score_grap(moei_pass *s) {
+    size_t block = s->d / s->experts, t, e, q;
+    moe_real over = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)block);
+    for (t = 0; t < s->n; t++) {
+        const moe_real *u = s->r->u + t * s->d;
+        moe_real share = s->c->grap_cosine ? moei_inverse_length(u, s->d) * over : MOEI_R(1.0) / (moe_real)block;
+        for (e = 0; e < s->experts; e++) {
+            moe_real sum = MOEI_R(0.0);
+            for (q = 0; q < block; q++) sum += u[e * block + q];
+            s->r->logits[t * s->experts + e] = sum * share;
+        }
+    }
+}
+
+/* query = W_Q act(W1 u + b1); keyed = query W_K, so that each expert costs one product of length h. */
+static void moei_score_attentive(moei_pass *s) {
+    const moe_kernels *k = s->router->kernels;
+    size_t h = s->call->node_width, t, e;
+    moe_real scale = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)h);
+    moei_affine(k, s->n, h, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_FC1_WEIGHT), moei_tensor(s, MOE_ROUTER_FC1_BIAS), s->r->hidden);
+    moe_activate(k, s->c->router_act, s->n * h, s->r->hidden, s->r->hidden_act);
+    moei_affine(k, s->n, h, h, s->r->hidden_act, moei_tensor(s, MOE_ROUTER_QUERY), NULL, s->r->query);
+    moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, s->n, h, h, s->r->query, h, moei_tensor(s, MOE_ROUTER_KEY), h, s->r->keyed, h, 0);
+    for (t = 0; t < s->n; t++)
+        for (e = 0; e < s->experts; e++)
+            s->r->logits[t * s->experts + e] = scale * moe_dot(k, h, s->r->keyed + t * h, s->call->nodes + (e * s->n + t) * h);
+}
+
+static void moei_score_competition(moei_pass *s) {
+    size_t width = s->call->node_width, t, e, q;
+    for (e = 0; e < s->experts; e++)
+        for (t = 0; t < s->n; t++) {
+            const moe_real *output = s->call->nodes + (e * s->n + t) * width;
+            moe_real sum = MOEI_R(0.0);
+            for (q = 0; q < width; q++) sum += moe_softplus(output[q]);
+            s->r->logits[t * s->experts + e] = sum / (moe_real)width;
+        }
 }
 
 #ifndef MOE_NO_TRAIN
@@ -972,9 +1409,59 @@ static void moei_score_norm_backward(moei_pass *s) {
         }
 }
 
-#define MOEI_BACKWARD(f) f
-#else
-#define MOEI_BACKWARD(f) NULL
+/* grap: the blocks' means pass their gradient to each of their features; with the length, z = sum / (|u| sqrt(d/E)). */
+static void moei_score_grap_backward(moei_pass *s) {
+    size_t block = s->d / s->experts, t, e, q;
+    moe_real over = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)block);
+    for (t = 0; t < s->n; t++) {
+        const moe_real *u = s->r->u + t * s->d, *dz = s->r->d_logits + t * s->experts, *z = s->r->logits + t * s->experts;
+        moe_real *du = s->r->d_input + t * s->d, inverse = s->c->grap_cosine ? moei_inverse_length(u, s->d) : MOEI_R(0.0), along = MOEI_R(0.0);
+        moe_real share = s->c->grap_cosine ? inverse * over : MOEI_R(1.0) / (moe_real)block;
+        for (e = 0; e < s->experts; e++) {
+            along += dz[e] * z[e];
+            for (q = 0; q < block; q++) du[e * block + q] += dz[e] * share;
+        }
+        if (s->c->grap_cosine) moe_axpy(s->router->kernels, s->d, -(along * inverse * inverse), u, du);
+    }
+}
+
+/* With a = q W_K / sqrt(h): z_e = a . h_e, so dh_e = dz_e a and da = sum_e dz_e h_e. */
+static void moei_score_attentive_backward(moei_pass *s) {
+    const moe_kernels *k = s->router->kernels;
+    size_t h = s->call->node_width, t, e;
+    moe_real scale = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)h), *d_key = moei_gradient(s, MOE_ROUTER_KEY);
+    memset(s->r->d_keyed, 0, s->n * h * sizeof(moe_real));
+    for (t = 0; t < s->n; t++)
+        for (e = 0; e < s->experts; e++) {
+            size_t node = (e * s->n + t) * h;
+            moe_real dz = s->r->d_logits[t * s->experts + e] * scale;
+            if (!moei_is_real(s->call, t)) continue;
+            moe_axpy(k, h, dz, s->call->nodes + node, s->r->d_keyed + t * h);
+            if (s->d_nodes != NULL) moe_axpy(k, h, dz, s->r->keyed + t * h, s->d_nodes + node);
+        }
+    /* keyed = query W_K */
+    if (d_key != NULL) moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, h, h, s->n, s->r->query, h, s->r->d_keyed, h, d_key, h, 1);
+    moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, s->n, h, h, s->r->d_keyed, h, moei_tensor(s, MOE_ROUTER_KEY), h, s->r->d_query, h, 0);
+    memset(s->r->d_hidden, 0, s->n * h * sizeof(moe_real));
+    moei_affine_backward(k, s->n, h, h, s->r->hidden_act, moei_tensor(s, MOE_ROUTER_QUERY), s->r->d_query, s->r->d_hidden,
+                         moei_gradient(s, MOE_ROUTER_QUERY), NULL);
+    moe_activate_backward(k, s->c->router_act, s->n * h, s->r->hidden, s->r->d_hidden, s->r->d_hidden);
+    moei_affine_backward(k, s->n, h, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_FC1_WEIGHT), s->r->d_hidden, s->r->d_input,
+                         moei_gradient(s, MOE_ROUTER_FC1_WEIGHT), moei_gradient(s, MOE_ROUTER_FC1_BIAS));
+}
+
+static void moei_score_competition_backward(moei_pass *s) {
+    size_t width = s->call->node_width, t, e, q;
+    if (s->d_nodes == NULL) return;
+    for (e = 0; e < s->experts; e++)
+        for (t = 0; t < s->n; t++) {
+            size_t row = (e * s->n + t) * width;
+            moe_real dz = s->r->d_logits[t * s->experts + e] / (moe_real)width;
+            if (!moei_is_real(s->call, t)) continue;
+            for (q = 0; q < width; q++) s->d_nodes[row + q] += dz * moe_sigmoid(s->call->nodes[row + q]);
+        }
+}
+
 #endif
 
 typedef struct moei_score {
@@ -989,7 +1476,60 @@ static const moei_score moei_scores[MOE_SCORE_COUNT] = {
     /* random */ {moei_score_linear, MOEI_BACKWARD(moei_score_random_backward), 0, 0},
     /* mlp    */ {moei_score_mlp, MOEI_BACKWARD(moei_score_mlp_backward), 0, 1},
     /* cosine */ {moei_score_cosine, MOEI_BACKWARD(moei_score_cosine_backward), 0, 1},
-    /* norm   */ {moei_score_norm, MOEI_BACKWARD(moei_score_norm_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 0}};
+    /* norm   */ {moei_score_norm, MOEI_BACKWARD(moei_score_norm_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 0},
+    /* grap   */ {moei_score_grap, MOEI_BACKWARD(moei_score_grap_backward), 0, 0},
+    /* attentive   */ {moei_score_attentive, MOEI_BACKWARD(moei_score_attentive_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 1},
+    /* competition */ {moei_score_competition, MOEI_BACKWARD(moei_score_competition_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 0}};
+
+/* ---- noise: z -> z + noise, in training ------------------------------------------------------------------------------------------ */
+
+/* The scale of the noise at cell i of [N,E]. */
+static moe_real moei_noise_scale(const moei_pass *s, size_t i) {
+    if (s->c->noise == MOE_NOISE_NOISY_TOPK) return moe_softplus(s->r->noise_raw[i]) + s->c->noise_floor;
+    return s->c->noise == MOE_NOISE_GAUSSIAN ? s->c->noise_sigma : MOEI_R(1.0);
+}
+
+static moe_real moei_noise_draw(const moei_pass *s) {
+    moe_real u;
+    if (s->c->noise != MOE_NOISE_GUMBEL) return moe_rng_normal(s->call->rng);
+    do u = moe_rng_uniform(s->call->rng);
+    while (!(u > MOEI_R(0.0)));
+    return -MOEI_F(log)(-MOEI_F(log)(u));
+}
+
+static int moei_is_noisy(const moei_pass *s) { return s->c->noise != MOE_NOISE_NONE && s->call->training; }
+
+/* Keeps the clean logits for the losses that read them. A supplied noise is n for noisy_topk, else the whole of what is added. */
+static void moei_route_noise(moei_pass *s) {
+    size_t cells = s->n * s->experts, i;
+    if (!moei_is_noisy(s)) return;
+    if (s->c->noise == MOE_NOISE_NOISY_TOPK)
+        moei_affine(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_NOISE_WEIGHT), NULL, s->r->noise_raw);
+    memcpy(s->r->clean_logits, s->r->logits, cells * sizeof(moe_real));
+    for (i = 0; i < cells; i++) {
+        moe_real n = s->call->noise != NULL ? s->call->noise[i] : moei_noise_draw(s);
+        if (!moei_is_real(s->call, i / s->experts)) n = MOEI_R(0.0);
+        s->r->noise_value[i] = n;
+        s->r->logits[i] += s->call->noise != NULL && s->c->noise != MOE_NOISE_NOISY_TOPK ? n : n * moei_noise_scale(s, i);
+    }
+}
+
+#ifndef MOE_NO_TRAIN
+/* d_noise holds what the load loss wants of the scale; d_clean what losses want of the clean logits. */
+static void moei_noise_backward(moei_pass *s) {
+    size_t cells = s->n * s->experts, i;
+    if (!moei_is_noisy(s)) return;
+    for (i = 0; i < cells; i++) {
+        moe_real d = s->r->d_logits[i];
+        s->r->d_logits[i] += s->r->d_clean[i];
+        s->r->d_noise[i] = (s->r->d_noise[i] + d * s->r->noise_value[i]) * (s->c->noise == MOE_NOISE_NOISY_TOPK ? moe_sigmoid(s->r->noise_raw[i]) : MOEI_R(0.0));
+        if (!moei_is_real(s->call, i / s->experts)) s->r->d_noise[i] = MOEI_R(0.0);
+    }
+    if (s->c->noise == MOE_NOISE_NOISY_TOPK)
+        moei_affine_backward(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_NOISE_WEIGHT), s->r->d_noise,
+                             s->r->d_input, moei_gradient(s, MOE_ROUTER_NOISE_WEIGHT), NULL);
+}
+#endif
 
 /* ---- gate: z -> r, one row of E values -------------------------------------------------------------------------------------- */
 
@@ -1061,6 +1601,239 @@ static const moei_gate moei_gates[MOE_GATE_COUNT] = {
     /* relu          */ {moei_gate_relu, MOEI_BACKWARD(moei_gate_relu_backward), 0, 0},
     /* identity      */ {moei_gate_identity, MOEI_BACKWARD(moei_gate_identity_backward), 0, 0}};
 
+/* ---- refine: r -> p, p_i = sum over (h, j) of softmax(a_ihj) r_j within a sequence ----------------------------------------------------
+   similarity: one head, a_ij = u_i . W_s u_j / tau.   attention: a_ihj = log A_hij - |u_i - o_hj|^2 / (2 sigma^2), where |u_i|^2 falls out.
+   Both are a product of queries and keys, worked off in blocks of rows, and done again in the backward pass instead of kept. */
+
+enum { MOEI_REFINE_ROWS = 32 };
+
+static moe_real moei_row_entropy(const moe_real *p, size_t n) {
+    moe_real sum = MOEI_R(0.0);
+    size_t i;
+    for (i = 0; i < n; i++)
+        if (p[i] > MOEI_R(0.0)) sum -= p[i] * MOEI_F(log)(p[i]);
+    return sum;
+}
+
+/* The heads [first, end) that refine the sequence of tokens [from, to). */
+static void moei_refine_heads(const moei_pass *s, size_t from, size_t to, size_t *first, size_t *end) {
+    size_t h, t, heads = (size_t)s->c->heads;
+    moe_real best = MOEI_INFINITY;
+    *first = 0, *end = 1;
+    if (s->c->refine != MOE_REFINE_ATTENTION) return;
+    if (s->c->attention_heads == MOE_HEADS_ALL) *end = heads;
+    if (s->c->attention_heads == MOE_HEADS_FIXED) *first = (size_t)s->c->attention_head, *end = *first + 1;
+    for (h = 0; h < heads && s->c->attention_heads == MOE_HEADS_MIN_ENTROPY; h++) {
+        moe_real sum = MOEI_R(0.0);
+        for (t = from; t < to; t++)
+            if (moei_is_real(s->call, t)) sum += moei_row_entropy(s->call->attention_weights + (h * s->n + t) * s->n, s->n);
+        if (sum < best) best = sum, *first = h, *end = h + 1;
+    }
+}
+
+static const moe_real *moei_refine_queries(const moei_pass *s) {
+    if (s->c->refine == MOE_REFINE_ATTENTION) return s->c->attention_u == MOE_ATTENTION_U_OUTPUT ? s->call->attention_output : s->r->u;
+    return s->c->similarity_scale == MOE_SIMILARITY_L2 ? s->r->unit : s->r->u;
+}
+
+static const moe_real *moei_refine_keys(const moei_pass *s, size_t head) {
+    if (s->c->refine == MOE_REFINE_ATTENTION) return s->call->attention_outputs + head * s->n * s->d;
+    return s->c->similarity_learned ? s->r->keys : moei_refine_queries(s);
+}
+
+/* What the product of query and key is multiplied by. */
+static moe_real moei_refine_scale(const moei_pass *s) {
+    if (s->c->refine == MOE_REFINE_ATTENTION) return MOEI_R(1.0) / (s->c->attention_sigma * s->c->attention_sigma);
+    if (s->c->similarity_scale == MOE_SIMILARITY_RSQRT_D) return MOEI_R(1.0) / (s->c->similarity_tau * MOEI_F(sqrt)((moe_real)s->d));
+    return MOEI_R(1.0) / s->c->similarity_tau;
+}
+
+/* Unit vectors, keys, |o|^2 / 2 and entropies: once per call. */
+static void moei_refine_prepare(const moei_pass *s) {
+    size_t t, q, h;
+    if (s->r->entropy != NULL)
+        for (t = 0; t < s->n; t++) s->r->entropy[t] = moei_row_entropy(s->r->gate + t * s->experts, s->experts);
+    if (s->r->unit != NULL)
+        for (t = 0; t < s->n; t++) {
+            moe_real inverse = moei_inverse_length(s->r->u + t * s->d, s->d);
+            for (q = 0; q < s->d; q++) s->r->unit[t * s->d + q] = s->r->u[t * s->d + q] * inverse;
+        }
+    if (s->r->keys != NULL)
+        moei_affine(s->router->kernels, s->n, s->d, s->d, moei_refine_queries(s), moei_tensor(s, MOE_ROUTER_SIMILARITY), NULL, s->r->keys);
+    if (s->r->key_terms != NULL)
+        for (h = 0; h < (size_t)s->c->heads; h++)
+            for (t = 0; t < s->n; t++) {
+                const moe_real *o = s->call->attention_outputs + (h * s->n + t) * s->d;
+                s->r->key_terms[h * s->n + t] = moei_is_real(s->call, t) ? moe_dot(NULL, s->d, o, o) / MOEI_R(2.0) : MOEI_R(0.0);
+            }
+}
+
+/* Whether token j takes part in refining token i. */
+static int moei_refine_takes(const moei_pass *s, size_t i, size_t j) {
+    if (!moei_is_real(s->call, j) || (s->c->causal && j > i)) return 0;
+    return !s->c->lower_entropy_only || s->r->entropy[j] <= s->r->entropy[i];
+}
+
+/* softmax(a) of the rows [at, at + rows) of the sequence [from, to) into block, rows of (end - first) * (to - from) numbers. A row of zeros means
+   that nobody takes part: then p_i = r_i. */
+static void moei_refine_block(const moei_pass *s, size_t at, size_t rows, size_t from, size_t to, size_t first, size_t end) {
+    size_t length = to - from, width = (end - first) * length, h, i, j;
+    moe_real scale = moei_refine_scale(s);
+    for (h = first; h < end; h++)
+        moe_matmul(s->router->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, rows, length, s->d, moei_refine_queries(s) + at * s->d, s->d,
+                   moei_refine_keys(s, h) + from * s->d, s->d, s->r->block + (h - first) * length, width, 0);
+    for (i = 0; i < rows; i++) {
+        moe_real *row = s->r->block + i * width;
+        for (h = first; h < end; h++)
+            for (j = 0; j < length; j++) {
+                moe_real *a = row + (h - first) * length + j, weight;
+                if (!moei_refine_takes(s, at + i, from + j)) {
+                    *a = -MOEI_INFINITY;
+                    continue;
+                }
+                *a *= scale;
+                if (s->c->refine != MOE_REFINE_ATTENTION) continue;
+                weight = s->call->attention_weights[(h * s->n + at + i) * s->n + from + j];
+                *a = weight > MOEI_R(0.0) ? *a + MOEI_F(log)(weight) - scale * s->r->key_terms[h * s->n + from + j] : -MOEI_INFINITY;
+            }
+        moe_softmax(s->router->kernels, width, row, MOEI_R(1.0), row);
+    }
+}
+
+static int moei_row_is_empty(const moe_real *row, size_t n) {
+    size_t i;
+    for (i = 0; i < n; i++)
+        if (row[i] > MOEI_R(0.0)) return 0;
+    return 1;
+}
+
+static void moei_refine_sequence(const moei_pass *s, size_t from, size_t to) {
+    size_t length = to - from, first, end, at, rows, h, i, experts = s->experts;
+    moei_refine_heads(s, from, to, &first, &end);
+    for (at = from; at < to; at += rows) {
+        rows = to - at < MOEI_REFINE_ROWS ? to - at : (size_t)MOEI_REFINE_ROWS;
+        moei_refine_block(s, at, rows, from, to, first, end);
+        for (h = first; h < end; h++)
+            moe_matmul(s->router->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, experts, length, s->r->block + (h - first) * length,
+                       (end - first) * length, s->r->gate + from * experts, experts, s->r->probabilities + at * experts, experts, h > first);
+        for (i = 0; i < rows; i++)
+            if (moei_row_is_empty(s->r->block + i * (end - first) * length, (end - first) * length))
+                memcpy(s->r->probabilities + (at + i) * experts, s->r->gate + (at + i) * experts, experts * sizeof(moe_real));
+    }
+}
+
+static size_t moei_sequence_count(const moe_call *call) { return call->sequences != NULL ? call->n_sequences : 1; }
+
+static void moei_sequence(const moe_call *call, size_t i, size_t *from, size_t *to) {
+    *from = call->sequences != NULL ? (size_t)call->sequences[i] : 0;
+    *to = call->sequences != NULL ? (size_t)call->sequences[i + 1] : call->n_tokens;
+}
+
+static void moei_route_refine(moei_pass *s) {
+    size_t i, from, to, t;
+    if (s->c->refine == MOE_REFINE_NONE) return;
+    for (t = 0; t < s->n; t++) /* padding is nobody's neighbour, but 0 times what stands there must be 0 */
+        if (!moei_is_real(s->call, t)) memset(s->r->gate + t * s->experts, 0, s->experts * sizeof(moe_real));
+    moei_refine_prepare(s);
+    for (i = 0; i < moei_sequence_count(s->call); i++) {
+        moei_sequence(s->call, i, &from, &to);
+        moei_refine_sequence(s, from, to);
+    }
+}
+
+#ifndef MOE_NO_TRAIN
+
+/* da = S (dS - sum S dS) in place of dS, and what it means for A and o. */
+static void moei_refine_block_backward(const moei_pass *s, size_t at, size_t rows, size_t from, size_t to, size_t first, size_t end) {
+    size_t length = to - from, width = (end - first) * length, h, i, j;
+    moe_real scale = moei_refine_scale(s);
+    for (i = 0; i < rows; i++) {
+        const moe_real *row = s->r->block + i * width;
+        moe_real *d_row = s->r->d_block + i * width, along = moe_dot(NULL, width, row, d_row);
+        for (j = 0; j < width; j++) d_row[j] = row[j] > MOEI_R(0.0) ? row[j] * (d_row[j] - along) : MOEI_R(0.0);
+        if (s->c->refine != MOE_REFINE_ATTENTION) continue;
+        for (h = first; h < end; h++)
+            for (j = 0; j < length; j++) {
+                size_t cell = (h * s->n + at + i) * s->n + from + j, key = (h * s->n + from + j) * s->d;
+                moe_real d = d_row[(h - first) * length + j];
+                if (!(d < MOEI_R(0.0)) && !(d > MOEI_R(0.0))) continue;
+                if (s->call->d_attention_weights != NULL) s->call->d_attention_weights[cell] += d / s->call->attention_weights[cell];
+                if (s->call->d_attention_outputs != NULL)
+                    moe_axpy(s->router->kernels, s->d, -(d * scale), s->call->attention_outputs + key, s->call->d_attention_outputs + key);
+            }
+    }
+    for (i = 0; i < rows * width; i++) s->r->d_block[i] *= scale;
+}
+
+/* d_p -> d_gate, and through S to queries and keys. */
+static void moei_refine_sequence_backward(const moei_pass *s, size_t from, size_t to) {
+    const moe_kernels *k = s->router->kernels;
+    size_t length = to - from, first, end, at, rows, h, i, experts = s->experts, width, d = s->d;
+    moei_refine_heads(s, from, to, &first, &end);
+    width = (end - first) * length;
+    for (at = from; at < to; at += rows) {
+        const moe_real *d_p = s->r->d_probabilities + at * experts;
+        rows = to - at < MOEI_REFINE_ROWS ? to - at : (size_t)MOEI_REFINE_ROWS;
+        moei_refine_block(s, at, rows, from, to, first, end);
+        for (i = 0; i < rows; i++)
+            if (moei_row_is_empty(s->r->block + i * width, width))
+                moe_axpy(k, experts, MOEI_R(1.0), d_p + i * experts, s->r->d_gate + (at + i) * experts);
+        for (h = 0; h < end - first; h++) {
+            moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, rows, length, experts, d_p, experts, s->r->gate + from * experts, experts,
+                       s->r->d_block + h * length, width, 0);
+            moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, length, experts, rows, s->r->block + h * length, width, d_p, experts,
+                       s->r->d_gate + from * experts, experts, 1);
+        }
+        moei_refine_block_backward(s, at, rows, from, to, first, end);
+        for (h = first; h < end; h++) {
+            const moe_real *d_a = s->r->d_block + (h - first) * length;
+            moe_real *d_keys = s->c->refine == MOE_REFINE_SIMILARITY ? s->r->d_keys
+                               : s->call->d_attention_outputs != NULL ? s->call->d_attention_outputs + h * s->n * d : NULL;
+            moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, d, length, d_a, width, moei_refine_keys(s, h) + from * d, d, s->r->d_unit + at * d, d, 1);
+            if (d_keys != NULL)
+                moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, length, d, rows, d_a, width, moei_refine_queries(s) + at * d, d, d_keys + from * d, d, 1);
+        }
+    }
+}
+
+/* Through unit vectors: d v += (d - v (v . d)) / |v|, for rows of width d. */
+static void moei_unit_backward(const moei_pass *s, size_t rows, const moe_real *vector, const moe_real *unit, moe_real *d_unit, moe_real *d_vector) {
+    size_t i;
+    for (i = 0; i < rows; i++) {
+        size_t at = i * s->d;
+        moe_axpy(s->router->kernels, s->d, -moe_dot(NULL, s->d, unit + at, d_unit + at), unit + at, d_unit + at);
+        moe_axpy(s->router->kernels, s->d, moei_inverse_length(vector + at, s->d), d_unit + at, d_vector + at);
+    }
+}
+
+/* d_unit holds the gradient of the queries, d_keys that of the keys. */
+static void moei_refine_backward(moei_pass *s) {
+    const moe_kernels *k = s->router->kernels;
+    size_t i, from, to, t, d = s->d;
+    if (s->c->refine == MOE_REFINE_NONE) return;
+    for (t = 0; t < s->n; t++)
+        if (!moei_is_real(s->call, t)) memset(s->r->d_probabilities + t * s->experts, 0, s->experts * sizeof(moe_real));
+    memset(s->r->d_unit, 0, s->n * d * sizeof(moe_real));
+    memset(s->r->d_keys, 0, s->n * d * sizeof(moe_real));
+    for (i = 0; i < moei_sequence_count(s->call); i++) {
+        moei_sequence(s->call, i, &from, &to);
+        moei_refine_sequence_backward(s, from, to);
+    }
+    if (s->c->similarity_learned)
+        moei_affine_backward(k, s->n, d, d, moei_refine_queries(s), moei_tensor(s, MOE_ROUTER_SIMILARITY), s->r->d_keys, s->r->d_unit,
+                             moei_gradient(s, MOE_ROUTER_SIMILARITY), NULL);
+    else
+        moe_axpy(k, s->n * d, MOEI_R(1.0), s->r->d_keys, s->r->d_unit);
+    if (s->c->refine == MOE_REFINE_ATTENTION && s->c->attention_u == MOE_ATTENTION_U_OUTPUT) {
+        if (s->call->d_attention_output != NULL) moe_axpy(k, s->n * d, MOEI_R(1.0), s->r->d_unit, s->call->d_attention_output);
+        return;
+    }
+    if (s->r->unit != NULL) moei_unit_backward(s, s->n, s->r->u, s->r->unit, s->r->d_unit, s->r->d_input);
+    else moe_axpy(k, s->n * d, MOEI_R(1.0), s->r->d_unit, s->r->d_input);
+}
+
+#endif
+
 /* ---- select: p, z -> S --------------------------------------------------------------------------------------------------------- */
 
 /* The K largest of the selection score: z where p rises with it and nothing is added, else p + b. */
@@ -1073,55 +1846,230 @@ static moe_status moei_select_top_k(moei_pass *s) {
         if (bias != NULL) {
             for (e = 0; e < s->experts; e++) s->r->row[e] = score[e] + bias[e];
             score = s->r->row;
-        } else if (moei_gates[s->c->gate].select_by_logits)
+        } else if (moei_gates[s->c->gate].select_by_logits && s->c->refine == MOE_REFINE_NONE)
             score = s->r->logits + t * s->experts;
         s->r->n_choices[t] = (int32_t)moe_top_k(s->experts, score, (size_t)s->c->top_k, s->r->choices + t * s->r->max_choices);
     }
     return MOE_OK;
 }
 
-/* All experts, the best first (the rank of a choice follows p + b here as well). */
-static moe_status moei_select_dense(moei_pass *s) {
+/* p + b of one token into out. */
+static void moei_biased(const moei_pass *s, size_t t, moe_real *out) {
     const moe_real *bias = moei_tensor(s, MOE_ROUTER_SELECTION_BIAS);
-    size_t t, e;
+    size_t e;
+    for (e = 0; e < s->experts; e++) out[e] = s->r->probabilities[t * s->experts + e] + (bias != NULL ? bias[e] : MOEI_R(0.0));
+}
+
+/* The marked experts of a token become its choices; the rank of a choice follows p + b. */
+static void moei_rank_marked(moei_pass *s, size_t t) {
+    const unsigned char *marked = s->r->selected + t * s->experts;
+    moe_real *score = s->r->row;
+    size_t e, count = 0;
+    moei_biased(s, t, score);
+    for (e = 0; e < s->experts; e++) {
+        count += marked[e];
+        if (!marked[e]) score[e] = -MOEI_INFINITY;
+    }
+    s->r->n_choices[t] = (int32_t)moe_top_k(s->experts, score, count, s->r->choices + t * s->r->max_choices);
+}
+
+static moe_status moei_select_dense(moei_pass *s) {
+    memset(s->r->selected, 1, s->n * s->experts);
+    return MOE_OK;
+}
+
+/* Replay: the caller's indices; -1 leaves a place empty. */
+static moe_status moei_select_given(moei_pass *s) {
+    size_t t, i, k = (size_t)s->c->top_k;
+    for (t = 0; t < s->n; t++)
+        for (i = 0; i < k; i++) {
+            int32_t e = s->call->given[t * k + i];
+            if (!moei_is_real(s->call, t) || e == -1) continue;
+            if (e < 0 || (size_t)e >= s->experts || s->r->selected[t * s->experts + (size_t)e]) return MOE_ERR_ARGUMENT;
+            s->r->selected[t * s->experts + (size_t)e] = 1;
+        }
+    return MOE_OK;
+}
+
+/* What a group of experts is worth: its best p + b, or its two best together. */
+static moe_real moei_group_value(const moei_pass *s, const moe_real *score, size_t size) {
+    int32_t best[2];
+    size_t found = moe_top_k(size, score, s->c->group_score == MOE_GROUP_TOP2_SUM ? 2 : 1, best), i;
+    moe_real sum = found > 0 ? MOEI_R(0.0) : -MOEI_INFINITY;
+    for (i = 0; i < found; i++) sum += score[best[i]];
+    return sum;
+}
+
+static moe_status moei_select_grouped_top_k(moei_pass *s) {
+    size_t groups = (size_t)s->c->groups, size = s->experts / groups, t, g, i, found;
+    moe_real *score = s->r->row, *value = score + s->experts, *masked = value + s->experts;
     for (t = 0; t < s->n; t++) {
+        int32_t *index = s->r->choices + t * s->r->max_choices;
         if (!moei_is_real(s->call, t)) continue;
-        for (e = 0; e < s->experts; e++) s->r->row[e] = s->r->probabilities[t * s->experts + e] + (bias != NULL ? bias[e] : MOEI_R(0.0));
-        s->r->n_choices[t] = (int32_t)moe_top_k(s->experts, s->r->row, s->experts, s->r->choices + t * s->r->max_choices);
+        moei_biased(s, t, score);
+        for (g = 0; g < groups; g++) value[g] = moei_group_value(s, score + g * size, size);
+        for (i = 0; i < s->experts; i++) masked[i] = -MOEI_INFINITY;
+        found = moe_top_k(groups, value, (size_t)s->c->groups_kept, s->r->order);
+        for (i = 0; i < found; i++) memcpy(masked + (size_t)s->r->order[i] * size, score + (size_t)s->r->order[i] * size, size * sizeof(moe_real));
+        found = moe_top_k(s->experts, masked, (size_t)s->c->top_k, index);
+        for (i = 0; i < found; i++) s->r->selected[t * s->experts + (size_t)index[i]] = 1;
     }
     return MOE_OK;
 }
 
-/* Replay: the caller's indices in their order; -1 leaves a place empty. */
-static moe_status moei_select_given(moei_pass *s) {
-    size_t t, i, j, k = (size_t)s->c->top_k;
-    if (s->call->given == NULL) return MOE_ERR_ARGUMENT;
+static moe_status moei_select_top_p(moei_pass *s) {
+    size_t t, i;
     for (t = 0; t < s->n; t++) {
-        int32_t *choices = s->r->choices + t * s->r->max_choices, count = 0;
+        const moe_real *p = s->r->probabilities + t * s->experts;
+        int32_t *index = s->r->choices + t * s->r->max_choices;
+        moe_real sum = MOEI_R(0.0);
+        size_t found;
         if (!moei_is_real(s->call, t)) continue;
-        for (i = 0; i < k; i++) {
-            int32_t e = s->call->given[t * k + i];
-            if (e == -1) continue;
-            if (e < 0 || (size_t)e >= s->experts) return MOE_ERR_ARGUMENT;
-            for (j = 0; j < (size_t)count; j++)
-                if (choices[j] == e) return MOE_ERR_ARGUMENT;
-            choices[count++] = e;
+        found = moe_top_k(s->experts, p, s->experts, index);
+        for (i = 0; i < found && !(sum > s->c->top_p); i++) {
+            sum += p[index[i]];
+            s->r->selected[t * s->experts + (size_t)index[i]] = 1;
         }
-        s->r->n_choices[t] = count;
+    }
+    return MOE_OK;
+}
+
+static moe_real moei_threshold(const moei_pass *s, size_t e) {
+    const moe_real *learned = moei_tensor(s, MOE_ROUTER_THRESHOLD);
+    return learned != NULL ? learned[e] : s->c->threshold;
+}
+
+static moe_status moei_select_threshold(moei_pass *s) {
+    int fallback = s->c->threshold_fallback == MOE_FALLBACK_ALWAYS || (s->c->threshold_fallback == MOE_FALLBACK_EVALUATION && !s->call->training);
+    size_t t, e;
+    int32_t best;
+    for (t = 0; t < s->n; t++) {
+        const moe_real *p = s->r->probabilities + t * s->experts;
+        int any = 0;
+        if (!moei_is_real(s->call, t)) continue;
+        for (e = 0; e < s->experts; e++)
+            if (p[e] > moei_threshold(s, e)) s->r->selected[t * s->experts + e] = 1, any = 1;
+        if (!any && fallback && moe_top_k(s->experts, p, 1, &best) == 1) s->r->selected[t * s->experts + (size_t)best] = 1;
+    }
+    return MOE_OK;
+}
+
+static moe_status moei_select_positive(moei_pass *s) {
+    size_t i;
+    for (i = 0; i < s->n * s->experts; i++) s->r->selected[i] = moei_is_real(s->call, i / s->experts) && s->r->probabilities[i] > MOEI_R(0.0);
+    return MOE_OK;
+}
+
+/* round(factor N / E), N the real tokens, at least 1, at most N. */
+static size_t moei_expert_choice_capacity(const moei_pass *s) {
+    moe_real even = s->c->capacity_factor * (moe_real)s->r->n_real / (moe_real)s->experts + MOEI_R(0.5);
+    size_t capacity = even >= (moe_real)s->r->n_real ? s->r->n_real : (size_t)even;
+    return capacity < 1 ? 1 : capacity;
+}
+
+static moe_status moei_select_expert_choice(moei_pass *s) {
+    const moe_real *score = s->c->expert_choice_score == MOE_EXPERT_CHOICE_Z ? s->r->logits : s->r->probabilities;
+    size_t capacity = moei_expert_choice_capacity(s), t, e, i, found;
+    for (e = 0; e < s->experts; e++) {
+        for (t = 0; t < s->n; t++) s->r->column[t] = moei_is_real(s->call, t) ? score[t * s->experts + e] : -MOEI_INFINITY;
+        found = moe_top_k(s->n, s->r->column, capacity, s->r->order);
+        for (i = 0; i < found; i++) s->r->selected[(size_t)s->r->order[i] * s->experts + e] = 1;
+    }
+    return MOE_OK;
+}
+
+/* How many of an expert's tokens, sorted by affinity, it keeps. */
+static size_t moei_affinity_keep(const moei_pass *s, size_t found) {
+    moe_real total = MOEI_R(0.0), sum = MOEI_R(0.0), wanted;
+    size_t keep = 0, least = (size_t)s->c->capacity_min;
+    for (keep = 0; keep < found; keep++) total += s->r->column[s->r->order[keep]] > MOEI_R(0.0) ? s->r->column[s->r->order[keep]] : MOEI_R(0.0);
+    wanted = s->c->affinity_sum > MOEI_R(0.0) ? s->c->affinity_sum : s->c->affinity_mass * total;
+    for (keep = 0; keep < found && sum < wanted; keep++) sum += s->r->column[s->r->order[keep]] > MOEI_R(0.0) ? s->r->column[s->r->order[keep]] : MOEI_R(0.0);
+    if (keep < least) keep = least;
+    if (s->c->capacity > 0 && keep > (size_t)s->c->capacity) keep = (size_t)s->c->capacity;
+    return keep < found ? keep : found;
+}
+
+static moe_status moei_select_affinity(moei_pass *s) {
+    size_t t, e, i, found;
+    for (t = 0; t < s->n; t++) s->r->n_choices[t] = -1; /* here: the token's best expert */
+    for (t = 0; t < s->n; t++)
+        if (moei_is_real(s->call, t)) (void)moe_top_k(s->experts, s->r->logits + t * s->experts, 1, &s->r->n_choices[t]);
+    for (e = 0; e < s->experts; e++) {
+        for (t = 0; t < s->n; t++) s->r->column[t] = s->r->n_choices[t] == (int32_t)e ? s->r->logits[t * s->experts + e] : -MOEI_INFINITY;
+        found = moe_top_k(s->n, s->r->column, s->n, s->r->order);
+        found = moei_affinity_keep(s, found);
+        for (i = 0; i < found; i++) s->r->selected[(size_t)s->r->order[i] * s->experts + e] = 1;
+    }
+    return MOE_OK;
+}
+
+static moe_status moei_select_hash(moei_pass *s) {
+    const moe_real *table = moei_tensor(s, MOE_ROUTER_TABLE);
+    size_t t, i, k = (size_t)s->c->top_k;
+    for (t = 0; t < s->n; t++) {
+        if (!moei_is_real(s->call, t)) continue;
+        if (s->call->token_ids[t] < 0 || s->call->token_ids[t] >= s->c->table_size) return MOE_ERR_ARGUMENT;
+        for (i = 0; i < k; i++) {
+            moe_real e = table[(size_t)s->call->token_ids[t] * k + i];
+            if (!(e >= MOEI_R(0.0)) || !(e < (moe_real)s->experts)) return MOE_ERR_ARGUMENT;
+            s->r->selected[t * s->experts + (size_t)e] = 1;
+        }
     }
     return MOE_OK;
 }
 
 typedef struct moei_select {
     moe_status (*choose)(moei_pass *s);
+    int ranked;      /* choose fills in choices in order of rank; else it marks them in selected */
     int k_per_token; /* at most K choices per token; else up to E */
     unsigned traits;
 } moei_select;
 
 static const moei_select moei_selects[MOE_SELECT_COUNT] = {
-    /* top_k */ {moei_select_top_k, 1, 0},
-    /* dense */ {moei_select_dense, 0, 0},
-    /* given */ {moei_select_given, 1, MOE_TRAIT_NEEDS_GIVEN}};
+    /* top_k         */ {moei_select_top_k, 1, 1, 0},
+    /* dense         */ {moei_select_dense, 0, 0, 0},
+    /* given         */ {moei_select_given, 0, 1, MOE_TRAIT_NEEDS_GIVEN},
+    /* grouped_top_k */ {moei_select_grouped_top_k, 0, 1, 0},
+    /* top_p         */ {moei_select_top_p, 0, 0, 0},
+    /* threshold     */ {moei_select_threshold, 0, 0, 0},
+    /* positive      */ {moei_select_positive, 0, 0, 0},
+    /* expert_choice */ {moei_select_expert_choice, 0, 0, MOE_TRAIT_NEEDS_BATCH},
+    /* affinity      */ {moei_select_affinity, 0, 0, MOE_TRAIT_NEEDS_BATCH},
+    /* hash          */ {moei_select_hash, 0, 1, MOE_TRAIT_NEEDS_TOKEN_IDS},
+    /* soft          */ {moei_select_dense, 0, 0, MOE_TRAIT_NEEDS_BATCH}};
+
+static int moei_is_soft(const moe_router_config *c) { return c->select == MOE_SELECT_SOFT; }
+
+/* All slots of one sequence. */
+static size_t moei_slot_total(const moe_router_config *c) { return (size_t)c->n_experts * (size_t)c->slots; }
+
+/* L [N,M] = u . phi, or unit(u) . unit(phi) times the learned scale. */
+static void moei_soft_logits(moei_pass *s) {
+    const moe_real *phi = moei_tensor(s, MOE_ROUTER_SLOT_VECTORS), *u = s->r->u;
+    size_t total = moei_slot_total(s->c), i, q, cells = s->n * total;
+    if (s->c->soft_normalise) {
+        for (i = 0; i < s->n + total; i++) {
+            const moe_real *from = i < s->n ? s->r->u + i * s->d : phi + (i - s->n) * s->d;
+            moe_real *to = i < s->n ? s->r->unit + i * s->d : s->r->keys + (i - s->n) * s->d, inverse = moei_inverse_length(from, s->d);
+            for (q = 0; q < s->d; q++) to[q] = from[q] * inverse;
+        }
+        u = s->r->unit, phi = s->r->keys;
+    }
+    moei_affine(s->router->kernels, s->n, total, s->d, u, phi, NULL, s->r->logits);
+    for (i = 0; i < cells && s->c->soft_normalise; i++) s->r->logits[i] *= moei_tensor(s, MOE_ROUTER_SLOT_SCALE)[0];
+}
+
+/* D: for each slot the softmax of L over the real tokens of [from, to). */
+static void moei_soft_dispatch(const moei_pass *s, size_t from, size_t to) {
+    size_t total = moei_slot_total(s->c), slot, t, count;
+    for (slot = 0; slot < total; slot++) {
+        for (t = from, count = 0; t < to; t++)
+            if (moei_is_real(s->call, t)) s->r->column[count++] = s->r->logits[t * total + slot];
+        moe_softmax(s->router->kernels, count, s->r->column, MOEI_R(1.0), s->r->column);
+        for (t = from, count = 0; t < to; t++) s->r->gate[t * total + slot] = moei_is_real(s->call, t) ? s->r->column[count++] : MOEI_R(0.0);
+    }
+}
 
 /* ---- weight: one token's choices -> w -------------------------------------------------------------------------------------------- */
 
@@ -1263,16 +2211,17 @@ typedef struct moei_weight {
     void (*forward)(const moei_token *k, moe_real *w);
     void (*backward)(const moei_token *k, const moe_real *w, const moe_real *dw, moe_real *dz, moe_real *dp);
     int constant_for_one; /* with one choice the weight is 1 whatever the logits */
+    int counts_choices;   /* 1: w does not read p: under a learned threshold its factor is [p > theta] / |S| or [p > theta]; -1: takes no factor */
 } moei_weight;
 
 static const moei_weight moei_weights[MOE_WEIGHT_COUNT] = {
-    /* sum         */ {moei_weight_sum, MOEI_BACKWARD(moei_weight_sum_backward), 1},
-    /* softmax     */ {moei_weight_softmax, MOEI_BACKWARD(moei_weight_softmax_backward), 1},
-    /* raw         */ {moei_weight_raw, MOEI_BACKWARD(moei_weight_raw_backward), 0},
-    /* p_norm      */ {moei_weight_p_norm, MOEI_BACKWARD(moei_weight_p_norm_backward), 1},
-    /* uniform     */ {moei_weight_uniform, MOEI_BACKWARD(moei_weight_constant_backward), 0},
-    /* one         */ {moei_weight_one, MOEI_BACKWARD(moei_weight_constant_backward), 0},
-    /* sparsemixer */ {moei_weight_sparsemixer, MOEI_BACKWARD(moei_weight_sparsemixer_backward), 0}};
+    /* sum         */ {moei_weight_sum, MOEI_BACKWARD(moei_weight_sum_backward), 1, 0},
+    /* softmax     */ {moei_weight_softmax, MOEI_BACKWARD(moei_weight_softmax_backward), 1, -1},
+    /* raw         */ {moei_weight_raw, MOEI_BACKWARD(moei_weight_raw_backward), 0, 0},
+    /* p_norm      */ {moei_weight_p_norm, MOEI_BACKWARD(moei_weight_p_norm_backward), 1, 0},
+    /* uniform     */ {moei_weight_uniform, MOEI_BACKWARD(moei_weight_constant_backward), 0, 1},
+    /* one         */ {moei_weight_one, MOEI_BACKWARD(moei_weight_constant_backward), 0, 1},
+    /* sparsemixer */ {moei_weight_sparsemixer, MOEI_BACKWARD(moei_weight_sparsemixer_backward), 0, -1}};
 
 /* ---- losses: value and gradient; counts and f are constants -------------------------------------------------------------------------- */
 
@@ -1303,13 +2252,6 @@ static size_t moei_balance_shares(const moei_pass *s, size_t from, size_t to, mo
     if (s->c->balance_over == MOE_BALANCE_TOKENS) total = (moe_real)real;
     for (e = 0; e < s->experts; e++) f[e] = moei_ratio(f[e], total);
     return real;
-}
-
-static size_t moei_sequence_count(const moe_call *call) { return call->sequences != NULL ? call->n_sequences : 1; }
-
-static void moei_sequence(const moe_call *call, size_t i, size_t *from, size_t *to) {
-    *from = call->sequences != NULL ? (size_t)call->sequences[i] : 0;
-    *to = call->sequences != NULL ? (size_t)call->sequences[i + 1] : call->n_tokens;
 }
 
 /* The balance loss of the tokens [from, to), without its factor; adds factor times its gradient when d_p is there. */
@@ -1371,8 +2313,9 @@ static moe_real *moei_importance_row(const moei_pass *s, size_t t, moe_real *val
     size_t e, i;
     if (s->c->importance_over != MOE_IMPORTANCE_WEIGHTS) {
         int gate = s->c->importance_over == MOE_IMPORTANCE_GATE;
-        memcpy(values, (gate ? r->gate : r->probabilities) + t * s->experts, s->experts * sizeof(moe_real));
-        return gate ? r->d_gate : r->d_probabilities;
+        int clean = gate && moei_is_noisy(s);
+        memcpy(values, (clean ? r->clean_gate : gate ? r->gate : r->probabilities) + t * s->experts, s->experts * sizeof(moe_real));
+        return clean ? r->d_clean_gate : gate ? r->d_gate : r->d_probabilities;
     }
     for (e = 0; e < s->experts; e++) values[e] = MOEI_R(0.0);
     for (i = 0; i < (size_t)r->n_choices[t]; i++)
@@ -1425,6 +2368,173 @@ static moe_real moei_loss_entropy(moei_pass *s, moe_real factor, int backward) {
     return factor * sum * over_n;
 }
 
+/* -gamma H(mean_t p_t). */
+static moe_real moei_loss_usage_entropy(moei_pass *s, moe_real factor, int backward) {
+    moe_real *mean = s->r->row, over_n = MOEI_R(1.0) / (moe_real)s->r->n_real, sum = MOEI_R(0.0);
+    size_t t, e;
+    for (e = 0; e < s->experts; e++) mean[e] = MOEI_R(0.0);
+    for (t = 0; t < s->n; t++)
+        if (moei_is_real(s->call, t)) moe_axpy(s->router->kernels, s->experts, over_n, s->r->probabilities + t * s->experts, mean);
+    for (e = 0; e < s->experts; e++) {
+        moe_real log_m = mean[e] > MOEI_R(0.0) ? MOEI_F(log)(mean[e]) : MOEI_R(0.0);
+        sum += mean[e] * log_m;
+        mean[e] = mean[e] > MOEI_R(0.0) ? factor * over_n * (log_m + MOEI_R(1.0)) : MOEI_R(0.0);
+    }
+    for (t = 0; t < s->n && backward; t++)
+        if (moei_is_real(s->call, t)) moe_axpy(s->router->kernels, s->experts, MOEI_R(1.0), mean, s->r->d_probabilities + t * s->experts);
+    return factor * sum;
+}
+
+static moe_real moei_distance(const moe_real *a, const moe_real *b, size_t n) {
+    moe_real sum = MOEI_R(0.0);
+    size_t i;
+    for (i = 0; i < n; i++) sum += (a[i] - b[i]) * (a[i] - b[i]);
+    return MOEI_F(sqrt)(sum);
+}
+
+/* Over ordered pairs of tokens: D (same/E sum_e p_e p'_e - diff/(E^2-E) sum_{e != e'} p_e p'_e'), divided by B^2 - B. */
+static moe_real moei_loss_similarity(moei_pass *s, moe_real factor, int backward) {
+    size_t t, o, e, count = s->experts;
+    moe_real pairs = (moe_real)s->r->n_real * ((moe_real)s->r->n_real - MOEI_R(1.0)), value = MOEI_R(0.0);
+    moe_real same = s->c->loss_similarity_same / (moe_real)count;
+    moe_real diff = count > 1 ? s->c->loss_similarity_diff / ((moe_real)count * ((moe_real)count - MOEI_R(1.0))) : MOEI_R(0.0);
+    (void)factor;
+    if (s->r->n_real < 2) return MOEI_R(0.0);
+    for (t = 0; t < s->n; t++)
+        for (o = 0; o < s->n; o++) {
+            const moe_real *p = s->r->probabilities + t * count, *other = s->r->probabilities + o * count;
+            moe_real distance, together = MOEI_R(0.0), mass = MOEI_R(0.0), other_mass = MOEI_R(0.0);
+            if (t == o || !moei_is_real(s->call, t) || !moei_is_real(s->call, o)) continue;
+            distance = s->call->distances != NULL ? s->call->distances[t * s->n + o] : moei_distance(s->call->x + t * s->d, s->call->x + o * s->d, s->d);
+            distance /= pairs;
+            for (e = 0; e < count; e++) together += p[e] * other[e], mass += p[e], other_mass += other[e];
+            value += distance * (same * together - diff * (mass * other_mass - together));
+            for (e = 0; e < count && backward; e++) { /* the pair in this order; the other order adds its own half */
+                s->r->d_probabilities[t * count + e] += distance * (same * other[e] - diff * (other_mass - other[e]));
+                s->r->d_probabilities[o * count + e] += distance * (same * p[e] - diff * (mass - p[e]));
+            }
+        }
+    return value;
+}
+
+static size_t moei_home(const moei_pass *s, size_t t) { return s->call->home != NULL ? (size_t)s->call->home[t] : 0; }
+
+static size_t moei_expert_node(const moei_pass *s, size_t e) {
+    return s->call->expert_node != NULL ? (size_t)s->call->expert_node[e] : e * (size_t)s->c->nodes / s->experts;
+}
+
+/* mu sum_o pi_o KL(q_o || l_o): l_o has 1 - eps on node o and eps / (M - 1) on each other node. */
+static moe_real moei_loss_locality(moei_pass *s, moe_real factor, int backward) {
+    moe_real *q = s->r->row, value = MOEI_R(0.0), eps = MOEI_R(0.01);
+    size_t nodes = (size_t)s->c->nodes, home, j, t, e;
+    for (home = 0; home < nodes; home++) {
+        size_t count = 0;
+        for (j = 0; j < nodes; j++) q[j] = MOEI_R(0.0);
+        for (t = 0; t < s->n; t++) {
+            if (!moei_is_real(s->call, t) || moei_home(s, t) != home) continue;
+            count++;
+            for (e = 0; e < s->experts; e++) q[moei_expert_node(s, e)] += s->r->probabilities[t * s->experts + e];
+        }
+        if (count == 0) continue;
+        for (j = 0; j < nodes; j++) { /* q becomes the slope ln(q/l) + 1 */
+            moe_real wanted = j == home ? MOEI_R(1.0) - eps : eps / (moe_real)(nodes - 1), log_ratio;
+            q[j] /= (moe_real)count;
+            if (!(q[j] > MOEI_R(0.0))) {
+                q[j] = MOEI_R(0.0);
+                continue;
+            }
+            log_ratio = MOEI_F(log)(q[j] / wanted);
+            value += (moe_real)count * q[j] * log_ratio;
+            q[j] = log_ratio + MOEI_R(1.0);
+        }
+        for (t = 0; t < s->n && backward; t++)
+            for (e = 0; e < s->experts; e++)
+                if (moei_is_real(s->call, t) && moei_home(s, t) == home)
+                    s->r->d_probabilities[t * s->experts + e] += factor / (moe_real)s->r->n_real * q[moei_expert_node(s, e)];
+    }
+    return factor * value / (moe_real)s->r->n_real;
+}
+
+/* lambda E / (K N^2) sum_e n_e sum_t p_te. */
+static moe_real moei_loss_l1(moei_pass *s, moe_real factor, int backward) {
+    moe_real scale = (moe_real)s->experts / ((moe_real)s->c->top_k * (moe_real)s->r->n_real * (moe_real)s->r->n_real), sum = MOEI_R(0.0);
+    size_t t, e;
+    for (t = 0; t < s->n; t++)
+        for (e = 0; e < s->experts; e++) {
+            if (!moei_is_real(s->call, t)) continue;
+            sum += (moe_real)s->r->counts[e] * s->r->probabilities[t * s->experts + e];
+            if (backward) s->r->d_probabilities[t * s->experts + e] += factor * scale * (moe_real)s->r->counts[e];
+        }
+    return factor * scale * sum;
+}
+
+/* The K-th largest noisy logit of a token among the experts other than e. */
+static size_t moei_rival(const moei_pass *s, const int32_t *best, size_t e) {
+    size_t i, k = (size_t)s->c->top_k;
+    for (i = 0; i < k; i++)
+        if ((size_t)best[i] == e) return (size_t)best[k];
+    return (size_t)best[k - 1];
+}
+
+/* w CV^2 of load_e = sum_t Phi((clean z_te - the rival's noisy logit) / noise scale). */
+static moe_real moei_loss_load(moei_pass *s, moe_real factor, int backward) {
+    moe_real *load = s->r->row, mean = MOEI_R(0.0), variance = MOEI_R(0.0), freedom, base;
+    size_t t, e, count = s->experts, k = (size_t)s->c->top_k;
+    int round;
+    if (k >= count || !moei_is_noisy(s)) return MOEI_R(0.0);
+    for (e = 0; e < count; e++) load[e] = MOEI_R(0.0);
+    for (round = 0; round <= backward; round++) { /* first the loads, then, with dL/dload in load, the gradients */
+        for (t = 0; t < s->n; t++) {
+            if (!moei_is_real(s->call, t)) continue;
+            (void)moe_top_k(count, s->r->logits + t * count, k + 1, s->r->order);
+            for (e = 0; e < count; e++) {
+                size_t cell = t * count + e, rival = t * count + moei_rival(s, s->r->order, e);
+                moe_real scale = moei_noise_scale(s, cell), a = (s->r->clean_logits[cell] - s->r->logits[rival]) / scale, slope;
+                if (round == 0) {
+                    load[e] += MOEI_F(erfc)(-a * MOEI_R(0.70710678118654752440)) / MOEI_R(2.0);
+                    continue;
+                }
+                slope = load[e] * MOEI_R(0.39894228040143267794) * MOEI_F(exp)(-a * a / MOEI_R(2.0)) / scale;
+                s->r->d_clean[cell] += slope;
+                s->r->d_logits[rival] -= slope;
+                s->r->d_noise[cell] -= slope * a;
+            }
+        }
+        if (round > 0) break;
+        base = load[0];
+        for (e = 0; e < count; e++) load[e] -= base, mean += load[e];
+        mean /= (moe_real)count;
+        for (e = 0; e < count; e++) load[e] -= mean, variance += load[e] * load[e];
+        mean += base;
+        freedom = s->c->unbiased ? (moe_real)(count - 1) : (moe_real)count;
+        variance /= freedom;
+        if (!(mean > MOEI_R(0.0))) return MOEI_R(0.0);
+        for (e = 0; e < count; e++) load[e] = factor * MOEI_R(2.0) / (mean * mean) * (load[e] / freedom - variance / (mean * (moe_real)count));
+    }
+    return factor * variance / (mean * mean);
+}
+
+/* w sum over e != e' of cos(W_e, W_e')^2. */
+static moe_real moei_loss_orthogonal(moei_pass *s, moe_real factor, int backward) {
+    const moe_real *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
+    moe_real *d_w = backward && moei_scores[s->c->score].has_parameters ? moei_gradient(s, MOE_ROUTER_WEIGHT) : NULL, sum = MOEI_R(0.0);
+    size_t width = s->c->score == MOE_SCORE_COSINE && s->c->cosine_dim > 0 ? (size_t)s->c->cosine_dim : s->d, a, b;
+    const moe_kernels *k = s->router->kernels;
+    for (a = 0; a < s->experts; a++)
+        for (b = 0; b < a; b++) {
+            const moe_real *wa = w + a * width, *wb = w + b * width;
+            moe_real ia = moei_inverse_length(wa, width), ib = moei_inverse_length(wb, width), cosine = moe_dot(k, width, wa, wb) * ia * ib;
+            moe_real slope = MOEI_R(4.0) * factor * cosine;
+            sum += MOEI_R(2.0) * cosine * cosine;
+            if (d_w == NULL) continue;
+            moe_axpy(k, width, slope * ia * ib, wb, d_w + a * width);
+            moe_axpy(k, width, -(slope * cosine * ia * ia), wa, d_w + a * width);
+            moe_axpy(k, width, slope * ia * ib, wa, d_w + b * width);
+            moe_axpy(k, width, -(slope * cosine * ib * ib), wb, d_w + b * width);
+        }
+    return factor * sum;
+}
+
 #endif
 
 typedef struct moei_loss {
@@ -1437,13 +2547,20 @@ static const moei_loss moei_losses[MOE_LOSS_COUNT] = {
     {"balance", offsetof(moe_router_config, loss_balance), MOEI_BACKWARD(moei_loss_balance)},
     {"z", offsetof(moe_router_config, loss_z), MOEI_BACKWARD(moei_loss_z)},
     {"importance", offsetof(moe_router_config, loss_importance), MOEI_BACKWARD(moei_loss_importance)},
-    {"entropy", offsetof(moe_router_config, loss_entropy), MOEI_BACKWARD(moei_loss_entropy)}};
+    {"entropy", offsetof(moe_router_config, loss_entropy), MOEI_BACKWARD(moei_loss_entropy)},
+    {"usage_entropy", offsetof(moe_router_config, loss_usage_entropy), MOEI_BACKWARD(moei_loss_usage_entropy)},
+    {"similarity", offsetof(moe_router_config, loss_similarity_same), MOEI_BACKWARD(moei_loss_similarity)},
+    {"locality", offsetof(moe_router_config, loss_locality), MOEI_BACKWARD(moei_loss_locality)},
+    {"l1", offsetof(moe_router_config, loss_l1), MOEI_BACKWARD(moei_loss_l1)},
+    {"orthogonal", offsetof(moe_router_config, loss_orthogonal), MOEI_BACKWARD(moei_loss_orthogonal)},
+    {"load", offsetof(moe_router_config, loss_load), MOEI_BACKWARD(moei_loss_load)}};
 
 const char *moe_loss_name(int loss) { return loss >= 0 && loss < MOE_LOSS_COUNT ? moei_losses[loss].name : NULL; }
 
 MOEI_TOOL moe_real moei_loss_factor(const moe_router_config *c, int loss) {
     moe_real factor;
     memcpy(&factor, (const unsigned char *)c + moei_losses[loss].factor, sizeof factor);
+    if (loss == MOE_LOSS_SIMILARITY && c->loss_similarity_diff > factor) return c->loss_similarity_diff; /* it has two factors; either turns it on */
     return factor;
 }
 
@@ -1460,6 +2577,24 @@ static void moei_default_real(moe_real *field, moe_real value) {
 static void moei_router_defaults(moe_router_config *c) {
     moei_default(&c->n_experts, 8);
     moei_default(&c->top_k, c->n_experts < 2 ? 1 : 2);
+    moei_default_real(&c->jitter_eps, MOEI_R(0.01));
+    if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING) moei_default(&c->ac_mix, 1);
+    moei_default_real(&c->noise_floor, MOEI_R(0.01));
+    moei_default_real(&c->noise_sigma, MOEI_R(1.0) / (moe_real)c->n_experts);
+    moei_default_real(&c->similarity_tau, MOEI_R(1.0));
+    moei_default_real(&c->attention_sigma, MOEI_R(1.0));
+    moei_default(&c->heads, 1);
+    moei_default(&c->slots, 1);
+    moei_default(&c->soft_sequences, 1);
+    moei_default(&c->groups, 1);
+    moei_default(&c->groups_kept, 1);
+    moei_default_real(&c->top_p, MOEI_R(0.6));
+    moei_default_real(&c->threshold, MOEI_R(0.05));
+    moei_default_real(&c->affinity_mass, MOEI_R(1.0));
+    if (c->select == MOE_SELECT_EXPERT_CHOICE) moei_default_real(&c->capacity_factor, MOEI_R(1.0));
+    moei_default_real(&c->capacity_factor_eval, c->capacity_factor);
+    moei_default(&c->capacity_min, 1);
+    moei_default(&c->nodes, 1);
     moei_default_real(&c->cosine_tau, MOEI_R(1.0));
     if (c->score == MOE_SCORE_MLP) moei_default(&c->router_hidden, c->d_model);
     moei_default_real(&c->gate_temperature, MOEI_R(1.0));
@@ -1476,6 +2611,60 @@ static moe_status moei_router_clashes(const moe_router_config *c, moe_error *err
         return moei_error(error, MOE_ERR_CONFIG, "weight = sparsemixer goes only with select = top_k, not with select = %s", moei_select_names[c->select]);
     if (c->weight == MOE_WEIGHT_SPARSEMIXER && c->selection_bias)
         return moei_error(error, MOE_ERR_CONFIG, "weight = sparsemixer does not go with selection_bias = 1: its picks are made by the logits alone");
+    if (moei_is_soft(c)) {
+        const moe_field *field;
+        static const char *const alone[] = {"score", "router_bias", "noise", "gate", "refine", "selection_bias", "weight", "expert_scale", "apply_to", "loss_balance",
+                                            "loss_z", "loss_importance", "loss_entropy", "loss_usage_entropy", "loss_similarity_same",
+                                            "loss_similarity_diff", "loss_locality", "loss_l1", "loss_load", "loss_orthogonal", "drop_capacity", "capacity_factor"};
+        size_t i;
+        for (i = 0; i < sizeof alone / sizeof alone[0]; i++) {
+            char value[40];
+            field = moe_field_find(moei_router_fields, alone[i]);
+            if (moei_field_is_zero(field, c)) continue;
+            moe_field_text(field, c, value, sizeof value);
+            return moei_error(error, MOE_ERR_CONFIG, "%s = %s does not go with select = soft: it takes no part there", field->name, value);
+        }
+    } else if (c->slots > 1 || c->soft_normalise || c->soft_sequences > 1)
+        return moei_error(error, MOE_ERR_CONFIG, "%s is set but select = %s: it belongs to select = soft",
+                          c->slots > 1 ? "slots" : c->soft_normalise ? "soft_normalise" : "soft_sequences", moei_select_names[c->select]);
+    if (c->refine != MOE_REFINE_NONE && (c->weight == MOE_WEIGHT_SOFTMAX || c->weight == MOE_WEIGHT_SPARSEMIXER))
+        return moei_error(error, MOE_ERR_CONFIG, "weight = %s does not go with refine = %s: it reads the logits, not what refining made of them",
+                          moei_weight_names[c->weight], moei_refine_names[c->refine]);
+    if (c->similarity_learned && c->refine != MOE_REFINE_SIMILARITY)
+        return moei_error(error, MOE_ERR_CONFIG, "similarity_learned = 1 does not go with refine = %s", moei_refine_names[c->refine]);
+    if ((c->lower_entropy_only || c->causal) && c->refine == MOE_REFINE_NONE)
+        return moei_error(error, MOE_ERR_CONFIG, "%s = 1 does not go with refine = none", c->causal ? "causal" : "lower_entropy_only");
+    if (c->attention_head >= c->heads)
+        return moei_error(error, MOE_ERR_CONFIG, "attention_head = %d: must be below heads = %d", c->attention_head, c->heads);
+    if (c->loss_load > MOEI_R(0.0) && c->noise != MOE_NOISE_NOISY_TOPK && c->noise != MOE_NOISE_GAUSSIAN)
+        return moei_error(error, MOE_ERR_CONFIG, "loss_load = %g does not go with noise = %s: the load is smooth only under normal noise",
+                          (double)c->loss_load, moei_noise_names[c->noise]);
+    if (c->score == MOE_SCORE_GRAP && c->d_model % c->n_experts != 0)
+        return moei_error(error, MOE_ERR_CONFIG, "score = grap: n_experts = %d must divide d_model = %d", c->n_experts, c->d_model);
+    if (c->grap_cosine && c->score != MOE_SCORE_GRAP)
+        return moei_error(error, MOE_ERR_CONFIG, "grap_cosine = 1 does not go with score = %s", moei_score_names[c->score]);
+    if (c->n_experts % c->groups != 0)
+        return moei_error(error, MOE_ERR_CONFIG, "groups = %d: must divide n_experts = %d", c->groups, c->n_experts);
+    if (c->groups_kept > c->groups)
+        return moei_error(error, MOE_ERR_CONFIG, "groups_kept = %d: must be at most groups = %d", c->groups_kept, c->groups);
+    if (c->select == MOE_SELECT_GROUPED_TOP_K && c->top_k > c->groups_kept * (c->n_experts / c->groups))
+        return moei_error(error, MOE_ERR_CONFIG, "top_k = %d: groups_kept = %d groups hold only %d experts", c->top_k, c->groups_kept, c->groups_kept * (c->n_experts / c->groups));
+    if (c->groups > 1 && c->select != MOE_SELECT_GROUPED_TOP_K)
+        return moei_error(error, MOE_ERR_CONFIG, "groups = %d does not go with select = %s: it belongs to select = grouped_top_k", c->groups, moei_select_names[c->select]);
+    if (c->threshold_learned && c->select != MOE_SELECT_THRESHOLD)
+        return moei_error(error, MOE_ERR_CONFIG, "threshold_learned = 1 does not go with select = %s: it belongs to select = threshold", moei_select_names[c->select]);
+    if (c->threshold_learned && moei_weights[c->weight].counts_choices < 0)
+        return moei_error(error, MOE_ERR_CONFIG, "threshold_learned = 1 does not go with weight = %s: theta would get no gradient", moei_weight_names[c->weight]);
+    if (c->select == MOE_SELECT_HASH && c->table_size == 0)
+        return moei_error(error, MOE_ERR_CONFIG, "table_size = 0: select = hash needs the number of token ids");
+    if (c->select != MOE_SELECT_HASH && c->table_size != 0)
+        return moei_error(error, MOE_ERR_CONFIG, "table_size = %d does not go with select = %s: it belongs to select = hash", c->table_size, moei_select_names[c->select]);
+    if (c->loss_orthogonal > MOEI_R(0.0) && c->score != MOE_SCORE_LINEAR && c->score != MOE_SCORE_RANDOM && c->score != MOE_SCORE_COSINE)
+        return moei_error(error, MOE_ERR_CONFIG, "loss_orthogonal = %g does not go with score = %s: it has no router.weight", (double)c->loss_orthogonal, moei_score_names[c->score]);
+    if (c->nodes > c->n_experts)
+        return moei_error(error, MOE_ERR_CONFIG, "nodes = %d: must be at most n_experts = %d", c->nodes, c->n_experts);
+    if (c->loss_locality > MOEI_R(0.0) && c->nodes < 2)
+        return moei_error(error, MOE_ERR_CONFIG, "loss_locality = %g needs nodes of at least 2", (double)c->loss_locality);
     if (c->router_bias && c->score != MOE_SCORE_LINEAR && c->score != MOE_SCORE_RANDOM)
         return moei_error(error, MOE_ERR_CONFIG, "router_bias = 1 does not go with score = %s: only linear and random have one", moei_score_names[c->score]);
     if ((c->cosine_dim > 0 || c->cosine_keep_length || c->cosine_learn_tau) && c->score != MOE_SCORE_COSINE)
@@ -1517,10 +2706,29 @@ moe_status moe_router_check_training(const moe_router_config *config, moe_error 
 
 unsigned moe_router_traits(const moe_router_config *config) {
     unsigned traits = 0;
+    int later = 0; /* whether later tokens are seen */
     if (config->score >= 0 && config->score < MOE_SCORE_COUNT) traits |= moei_scores[config->score].traits;
     if (config->select >= 0 && config->select < MOE_SELECT_COUNT) traits |= moei_selects[config->select].traits;
     if (config->selection_bias) traits |= MOE_TRAIT_STATEFUL;
-    if (!(traits & (MOE_TRAIT_NEEDS_BATCH | MOE_TRAIT_NEEDS_PREVIOUS_LAYER))) traits |= MOE_TRAIT_CAUSAL;
+    if (traits & MOE_TRAIT_NEEDS_BATCH) later = 1; /* selections over all tokens see later ones */
+    if (config->capacity_factor > MOEI_R(0.0) || config->drop_capacity > 0) {
+        traits |= MOE_TRAIT_NEEDS_BATCH;
+        later = 1;
+    }
+    if (config->input == MOE_INPUT_ADAPTIVE_CLUSTERING) {
+        traits |= MOE_TRAIT_NEEDS_PREVIOUS_LAYER;
+        if (config->ac_mode == MOE_AC_PAPER || config->ac_mode == MOE_AC_CODE) later = 1;
+        if (config->ac_mode == MOE_AC_RUNNING) traits |= MOE_TRAIT_STATEFUL;
+    }
+    if (config->refine != MOE_REFINE_NONE) {
+        traits |= MOE_TRAIT_NEEDS_BATCH;
+        if (!config->causal || (config->refine == MOE_REFINE_ATTENTION && config->attention_heads == MOE_HEADS_MIN_ENTROPY)) later = 1;
+    }
+    if (config->refine == MOE_REFINE_ATTENTION) traits |= MOE_TRAIT_NEEDS_ATTENTION;
+    if (config->noise != MOE_NOISE_NONE) traits |= MOE_TRAIT_STOCHASTIC;
+    if (config->input == MOE_INPUT_JITTER || config->drop_order == MOE_DROP_RANDOM || config->drop_rule != 0) traits |= MOE_TRAIT_STOCHASTIC;
+    if (later) traits |= MOE_TRAIT_NEEDS_BATCH;
+    else traits |= MOE_TRAIT_CAUSAL;
     return traits;
 }
 
@@ -1639,9 +2847,11 @@ static int moei_slot_matrix(moe_slot *slot, size_t rows, size_t columns, unsigne
 moe_status moe_router_slot(const moe_router_config *c, int slot, moe_slot *out) {
     static const char *const names[MOE_ROUTER_SLOTS] = {"router.weight",     "router.bias",       "router.projection", "router.temperature",
                                                         "router.fc1.weight", "router.fc1.bias",   "router.fc2.weight", "router.fc2.bias",
-                                                        "router.selection_bias", "router.expert_scale"};
+                                                        "router.selection_bias", "router.expert_scale", "router.input_scale", "router.query", "router.key", "router.threshold", "router.noise_weight", "router.similarity",
+                                                        "router.ac_running", "router.slots", "router.scale", "router.table"};
     size_t d = (size_t)c->d_model, experts = (size_t)c->n_experts, hidden = moei_router_hidden(c);
-    int linear = c->score == MOE_SCORE_LINEAR || c->score == MOE_SCORE_RANDOM, cosine = c->score == MOE_SCORE_COSINE, mlp = c->score == MOE_SCORE_MLP;
+    int soft = moei_is_soft(c), linear = !soft && (c->score == MOE_SCORE_LINEAR || c->score == MOE_SCORE_RANDOM), cosine = c->score == MOE_SCORE_COSINE, mlp = c->score == MOE_SCORE_MLP;
+    int attentive = c->score == MOE_SCORE_ATTENTIVE;
     unsigned flags = c->score == MOE_SCORE_RANDOM ? (unsigned)MOE_PARAM_FROZEN : (unsigned)MOE_PARAM_TRAINED;
     moe_slot made;
     int fits = -1; /* -1: not there */
@@ -1660,10 +2870,10 @@ moe_status moe_router_slot(const moe_router_config *c, int slot, moe_slot *out) 
         if (cosine && c->cosine_learn_tau) fits = moei_slot_vector(&made, 1, MOE_PARAM_TRAINED, c->cosine_tau);
         break;
     case MOE_ROUTER_FC1_WEIGHT:
-        if (mlp) fits = moei_slot_matrix(&made, hidden, d, MOE_PARAM_TRAINED);
+        if (mlp || attentive) fits = moei_slot_matrix(&made, hidden, d, MOE_PARAM_TRAINED);
         break;
     case MOE_ROUTER_FC1_BIAS:
-        if (mlp) fits = moei_slot_vector(&made, hidden, MOE_PARAM_TRAINED, MOEI_R(0.0));
+        if (mlp || attentive) fits = moei_slot_vector(&made, hidden, MOE_PARAM_TRAINED, MOEI_R(0.0));
         break;
     case MOE_ROUTER_FC2_WEIGHT:
         if (mlp) fits = moei_slot_matrix(&made, experts, hidden, MOE_PARAM_TRAINED);
@@ -1676,6 +2886,38 @@ moe_status moe_router_slot(const moe_router_config *c, int slot, moe_slot *out) 
         break;
     case MOE_ROUTER_EXPERT_SCALE:
         if (c->expert_scale) fits = moei_slot_vector(&made, experts, MOE_PARAM_TRAINED, MOEI_R(1.0));
+        break;
+    case MOE_ROUTER_INPUT_SCALE:
+        if (c->input == MOE_INPUT_SCALED_RMS) fits = moei_slot_vector(&made, d, MOE_PARAM_TRAINED, MOEI_R(1.0));
+        break;
+    case MOE_ROUTER_QUERY:
+    case MOE_ROUTER_KEY:
+        if (attentive) fits = moei_slot_matrix(&made, hidden, hidden, MOE_PARAM_TRAINED);
+        break;
+    case MOE_ROUTER_THRESHOLD:
+        if (c->threshold_learned) fits = moei_slot_vector(&made, experts, MOE_PARAM_TRAINED, c->threshold);
+        break;
+    case MOE_ROUTER_NOISE_WEIGHT:
+        if (c->noise == MOE_NOISE_NOISY_TOPK) fits = moei_slot_set(&made, 2, experts, d, 1, MOE_PARAM_TRAINED, MOEI_R(0.0), MOEI_R(0.0));
+        break;
+    case MOE_ROUTER_SIMILARITY:
+        if (c->similarity_learned) fits = moei_slot_matrix(&made, d, d, MOE_PARAM_TRAINED);
+        break;
+    case MOE_ROUTER_AC_RUNNING:
+        if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING && c->ac_mode == MOE_AC_RUNNING)
+            fits = moei_slot_set(&made, 2, experts, d, 1, MOE_PARAM_STATE, MOEI_R(1.0), MOEI_R(0.0));
+        if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING && c->ac_mode == MOE_AC_RANDOM)
+            fits = moei_slot_set(&made, 2, experts, d, 1, MOE_PARAM_FROZEN, MOEI_R(1.0), MOEI_R(0.5));
+        break;
+    case MOE_ROUTER_SLOT_VECTORS:
+        if (soft && moei_mul(experts, (size_t)c->slots, &experts)) fits = moei_slot_matrix(&made, experts, d, MOE_PARAM_TRAINED);
+        else if (soft) fits = 0;
+        break;
+    case MOE_ROUTER_SLOT_SCALE:
+        if (soft && c->soft_normalise) fits = moei_slot_vector(&made, 1, MOE_PARAM_TRAINED, MOEI_R(1.0));
+        break;
+    case MOE_ROUTER_TABLE:
+        if (c->select == MOE_SELECT_HASH) fits = moei_slot_set(&made, 2, (size_t)c->table_size, (size_t)c->top_k, 1, MOE_PARAM_FROZEN, MOEI_R(0.0), MOEI_R(0.0));
         break;
     default:
         break;
@@ -1705,24 +2947,61 @@ moe_status moe_router_init(moe_router *router, const moe_router_config *config, 
 
 /* ==== one call: forward ======================================================================================================================= */
 
-static size_t moei_max_choices(const moe_router_config *c) { return (size_t)(moei_selects[c->select].k_per_token ? c->top_k : c->n_experts); }
+static size_t moei_max_choices(const moe_router_config *c) {
+    if (moei_is_soft(c)) return moei_slot_total(c);
+    return (size_t)(moei_selects[c->select].k_per_token ? c->top_k : c->n_experts);
+}
 
 /* The width of what the score keeps per token: hidden units of mlp, projected tokens of cosine. */
 static size_t moei_score_width(const moe_router_config *c) {
-    if (c->score == MOE_SCORE_MLP) return moei_router_hidden(c);
+    if (c->score == MOE_SCORE_MLP || c->score == MOE_SCORE_ATTENTIVE) return moei_router_hidden(c);
     return c->score == MOE_SCORE_COSINE ? (size_t)c->cosine_dim : 0;
+}
+
+/* Memory of the refining stage: a block of rows of S, and what its queries and keys are made of. */
+static void moei_refine_layout(const moe_router_config *c, size_t n, int training, moei_layout *l, moe_routing *r) {
+    size_t d = (size_t)c->d_model, heads = (size_t)c->heads, width = 0;
+    int attention = c->refine == MOE_REFINE_ATTENTION;
+    if (c->refine == MOE_REFINE_NONE) return;
+    if (!moei_mul(n, attention && c->attention_heads == MOE_HEADS_ALL ? heads : 1, &width)) l->overflow = 1;
+    r->block = moei_take_reals(l, MOEI_REFINE_ROWS, width);
+    r->entropy = c->lower_entropy_only ? moei_take_reals(l, n, 1) : NULL;
+    r->unit = !attention && c->similarity_scale == MOE_SIMILARITY_L2 ? moei_take_reals(l, n, d) : NULL;
+    r->keys = c->similarity_learned ? moei_take_reals(l, n, d) : NULL;
+    r->key_terms = attention ? moei_take_reals(l, n, heads) : NULL;
+    if (!training) return;
+    r->d_block = moei_take_reals(l, MOEI_REFINE_ROWS, width);
+    r->d_unit = moei_take_reals(l, n, d);
+    r->d_keys = moei_take_reals(l, n, d);
 }
 
 /* Lays a routing out in memory; the same function with an empty base counts the bytes. */
 static void moei_route_layout(const moe_router *router, size_t n, int masked, int training, moei_layout *l, moe_routing *r) {
     const moe_router_config *c = &router->config;
     size_t experts = (size_t)c->n_experts, d = (size_t)c->d_model, width = moei_score_width(c), choices = moei_max_choices(c), pairs = 0;
+    int soft = moei_is_soft(c);
+    size_t columns = soft ? choices : experts; /* of logits, gate and probabilities */
     memset(r, 0, sizeof *r);
     r->n_tokens = n, r->n_experts = experts, r->max_choices = choices;
+    if (soft && c->soft_normalise) {
+        r->unit = moei_take_reals(l, n, d);
+        r->keys = moei_take_reals(l, choices, d);
+    }
     if (!moei_mul(n, choices, &pairs)) l->overflow = 1;
-    r->logits = moei_take_reals(l, n, experts);
-    r->gate = moei_take_reals(l, n, experts);
-    r->probabilities = r->gate; /* without a refining stage p is r */
+    r->logits = moei_take_reals(l, n, columns);
+    r->gate = moei_take_reals(l, n, columns);
+    r->probabilities = soft || c->refine != MOE_REFINE_NONE ? moei_take_reals(l, n, columns) : r->gate; /* without a refining stage p is r */
+    moei_refine_layout(c, n, training, l, r);
+    if (c->noise != MOE_NOISE_NONE && training) {
+        r->clean_logits = moei_take_reals(l, n, experts);
+        r->clean_gate = moei_take_reals(l, n, experts);
+        r->noise_raw = moei_take_reals(l, n, experts);
+        r->noise_value = moei_take_reals(l, n, experts);
+        r->d_clean = moei_take_reals(l, n, experts);
+        r->d_clean_gate = moei_take_reals(l, n, experts);
+        r->d_noise = moei_take_reals(l, n, experts);
+    }
+    r->clusters = c->input == MOE_INPUT_ADAPTIVE_CLUSTERING ? moei_take_reals(l, experts + 1, d) : NULL;
     r->weights = moei_take_reals(l, n, experts);
     r->selected = (unsigned char *)moei_take(l, n, experts);
     r->choices = (int32_t *)moei_take(l, pairs, sizeof(int32_t));
@@ -1734,20 +3013,34 @@ static void moei_route_layout(const moe_router *router, size_t n, int masked, in
     r->plan.n_tokens = n, r->plan.n_experts = experts;
     r->plan.offsets = (size_t *)moei_take(l, experts + 1, sizeof(size_t));
     r->plan.entries = (moe_entry *)moei_take(l, pairs, sizeof(moe_entry));
+    r->kept = (unsigned char *)moei_take(l, pairs, 1);
+    r->column = moei_take_reals(l, n, 1);
+    r->order = (int32_t *)moei_take(l, n > experts ? n : experts, sizeof(int32_t));
     r->row = moei_take_reals(l, 3, experts);
     r->hidden = width > 0 ? moei_take_reals(l, n, width) : NULL;
-    r->hidden_act = c->score == MOE_SCORE_MLP ? moei_take_reals(l, n, width) : NULL;
+    r->hidden_act = c->score != MOE_SCORE_COSINE && width > 0 ? moei_take_reals(l, n, width) : NULL;
+    r->query = c->score == MOE_SCORE_ATTENTIVE ? moei_take_reals(l, n, width) : NULL;
+    r->keyed = c->score == MOE_SCORE_ATTENTIVE ? moei_take_reals(l, n, width) : NULL;
+    r->input_factor = c->input == MOE_INPUT_JITTER || c->input == MOE_INPUT_ADAPTIVE_CLUSTERING ? moei_take_reals(l, n, d) : c->input == MOE_INPUT_SCALED_RMS ? moei_take_reals(l, n, 1) : NULL;
     r->lengths = c->score == MOE_SCORE_COSINE ? moei_take_reals(l, n + experts, 1) : NULL;
-    r->input = masked ? moei_take_reals(l, n, d) : NULL;
+    r->input = masked || c->input != MOE_INPUT_PLAIN ? moei_take_reals(l, n, d) : NULL;
     if (!training) return;
     r->d_weight_in = moei_take_reals(l, pairs, 1);
     r->d_weight_out = moei_take_reals(l, pairs, 1);
-    r->d_logits = moei_take_reals(l, n, experts);
-    r->d_gate = moei_take_reals(l, n, experts);
-    r->d_probabilities = r->d_gate;
+    r->d_logits = moei_take_reals(l, n, columns);
+    r->d_gate = moei_take_reals(l, n, columns);
+    if (soft && c->soft_normalise) {
+        r->d_unit = moei_take_reals(l, n, d);
+        r->d_keys = moei_take_reals(l, choices, d);
+    }
+    r->d_probabilities = soft || c->refine != MOE_REFINE_NONE ? moei_take_reals(l, n, columns) : r->d_gate;
     r->d_weights = moei_take_reals(l, n, experts);
+    r->d_final = moei_take_reals(l, n, experts);
     r->d_input = moei_take_reals(l, n, d);
+    r->d_unused = moei_take_reals(l, d, 1);
     r->d_hidden = width > 0 ? moei_take_reals(l, n, width) : NULL;
+    r->d_query = c->score == MOE_SCORE_ATTENTIVE ? moei_take_reals(l, n, width) : NULL;
+    r->d_keyed = c->score == MOE_SCORE_ATTENTIVE ? moei_take_reals(l, n, width) : NULL;
 }
 
 moe_status moe_route_size(const moe_router *router, size_t n_tokens, int training, size_t *bytes) {
@@ -1759,6 +3052,31 @@ moe_status moe_route_size(const moe_router *router, size_t n_tokens, int trainin
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
     return MOE_OK;
+}
+
+/* Whether a training call of this router draws random numbers. */
+static int moei_needs_rng(const moe_router_config *c, const moe_call *call) {
+    return (c->input == MOE_INPUT_JITTER && call->jitter == NULL) || (c->noise != MOE_NOISE_NONE && call->noise == NULL) || c->drop_rule != MOE_DROP_RULE_NONE;
+}
+
+/* Whether what adaptive clustering reads of the previous layer is there and in range. */
+static int moei_previous_fits(const moe_router_config *c, const moe_call *call) {
+    size_t i;
+    if (call->previous_experts == NULL || call->previous_weights == NULL || call->n_previous == 0) return 0;
+    if (c->ac_mode == MOE_AC_PAPER && call->previous_input == NULL) return 0;
+    for (i = 0; i < call->n_tokens * call->n_previous; i++)
+        if (call->previous_experts[i] < -1 || call->previous_experts[i] >= c->n_experts) return 0;
+    return 1;
+}
+
+/* Whether the nodes that the locality loss reads are all there. */
+static int moei_nodes_fit(const moe_router_config *c, const moe_call *call) {
+    size_t i;
+    for (i = 0; i < call->n_tokens && call->home != NULL; i++)
+        if (call->home[i] < 0 || call->home[i] >= c->nodes) return 0;
+    for (i = 0; i < (size_t)c->n_experts && call->expert_node != NULL; i++)
+        if (call->expert_node[i] < 0 || call->expert_node[i] >= c->nodes) return 0;
+    return 1;
 }
 
 /* Everything that a call can get wrong, before anything is computed. */
@@ -1777,47 +3095,70 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
         if ((size_t)call->sequences[call->n_sequences] != call->n_tokens) return MOE_ERR_ARGUMENT;
     }
     if (c->select == MOE_SELECT_GIVEN && call->n_tokens > 0 && call->given == NULL) return MOE_ERR_ARGUMENT;
-    if (c->score == MOE_SCORE_NORM && call->n_tokens > 0 && (call->nodes == NULL || call->node_width == 0)) return MOE_ERR_ARGUMENT;
+    if (c->select == MOE_SELECT_HASH && call->n_tokens > 0 && call->token_ids == NULL) return MOE_ERR_ARGUMENT;
+    if (call->training && call->rng == NULL && moei_needs_rng(c, call)) return MOE_ERR_ARGUMENT;
+    if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING && call->n_tokens > 0 && !moei_previous_fits(c, call)) return MOE_ERR_ARGUMENT;
+    if (moei_is_soft(c) && moei_sequence_count(call) > (size_t)c->soft_sequences) return MOE_ERR_ARGUMENT;
+    if (c->refine == MOE_REFINE_ATTENTION && call->n_tokens > 0 &&
+        (call->attention_weights == NULL || call->attention_outputs == NULL || (c->attention_u == MOE_ATTENTION_U_OUTPUT && call->attention_output == NULL)))
+        return MOE_ERR_ARGUMENT;
+    if (c->score == MOE_SCORE_ATTENTIVE && call->n_tokens > 0 && call->node_width != moei_router_hidden(c)) return MOE_ERR_SHAPE;
+    if (c->loss_locality > MOEI_R(0.0) && !moei_nodes_fit(c, call)) return MOE_ERR_ARGUMENT;
+    if ((moe_router_traits(c) & MOE_TRAIT_NEEDS_ALL_EXPERTS) && call->n_tokens > 0 && (call->nodes == NULL || call->node_width == 0)) return MOE_ERR_ARGUMENT;
     return MOE_OK;
 }
 
 /* input: u. Padding is replaced by zeros, so that whatever stands there cannot reach a gradient. */
 static void moei_route_input(moei_pass *s) {
     const moe_real *x = s->call->router_x != NULL ? s->call->router_x : s->call->x;
+    const moei_input *stage = moei_input_stage(s);
     size_t t;
+    for (t = 0; t < s->n; t++) s->r->n_real += (size_t)moei_is_real(s->call, t);
     s->r->u = x;
-    if (s->call->mask == NULL) return;
+    if (s->call->mask == NULL && stage->forward == NULL) return;
+    if (stage->prepare != NULL) stage->prepare(s);
     for (t = 0; t < s->n; t++) {
-        if (moei_is_real(s->call, t)) memcpy(s->r->input + t * s->d, x + t * s->d, s->d * sizeof(moe_real));
-        else memset(s->r->input + t * s->d, 0, s->d * sizeof(moe_real));
+        moe_real *u = s->r->input + t * s->d;
+        if (!moei_is_real(s->call, t)) memset(u, 0, s->d * sizeof(moe_real));
+        else if (stage->forward != NULL) stage->forward(s, t, x + t * s->d, u);
+        else memcpy(u, x + t * s->d, s->d * sizeof(moe_real));
     }
     s->r->u = s->r->input;
 }
 
-static moe_status moei_route_score(moei_pass *s) {
+static int moei_finite_logits(const moei_pass *s, size_t columns) {
     size_t t, e;
+    for (t = 0; t < s->n; t++)
+        for (e = 0; e < columns && moei_is_real(s->call, t); e++)
+            if (!moe_is_finite(s->r->logits[t * columns + e])) return 0;
+    return 1;
+}
+
+static moe_status moei_route_score(moei_pass *s) {
     moei_scores[s->c->score].forward(s);
-    for (t = 0; t < s->n; t++) {
-        if (!moei_is_real(s->call, t)) continue;
-        s->r->n_real++;
-        for (e = 0; e < s->experts; e++)
-            if (!moe_is_finite(s->r->logits[t * s->experts + e])) return MOE_ERR_NONFINITE;
-    }
-    return MOE_OK;
+    moei_route_noise(s);
+    return moei_finite_logits(s, s->experts) ? MOE_OK : MOE_ERR_NONFINITE;
 }
 
 static void moei_route_gate(moei_pass *s) {
     size_t t;
     for (t = 0; t < s->n; t++)
         if (moei_is_real(s->call, t)) moei_gates[s->c->gate].forward(s, s->r->logits + t * s->experts, s->r->gate + t * s->experts);
+    for (t = 0; t < s->n && moei_is_noisy(s); t++)
+        if (moei_is_real(s->call, t)) moei_gates[s->c->gate].forward(s, s->r->clean_logits + t * s->experts, s->r->clean_gate + t * s->experts);
 }
 
 static moe_status moei_route_select(moei_pass *s) {
     moe_status status;
     size_t t, i;
     for (t = 0; t < s->n; t++) s->r->n_choices[t] = 0;
+    memset(s->r->selected, 0, s->n * s->experts);
     status = moei_selects[s->c->select].choose(s);
     if (status != MOE_OK) return status;
+    for (t = 0; t < s->n && !moei_selects[s->c->select].ranked; t++) {
+        s->r->n_choices[t] = 0;
+        if (moei_is_real(s->call, t)) moei_rank_marked(s, t);
+    }
     for (i = 0; i < s->experts; i++) s->r->counts[i] = 0, s->r->first_counts[i] = 0;
     for (t = 0; t < s->n; t++)
         for (i = 0; i < (size_t)s->r->n_choices[t]; i++) {
@@ -1854,29 +3195,185 @@ static void moei_route_weight(moei_pass *s) {
     }
 }
 
-/* The plan: pairs sorted by expert, then by token, with the final weights; and the same as a dense matrix. */
+/* C, the most pairs that an expert takes; 0 means no limit. expert_choice and affinity have limits of their own. */
+static size_t moei_capacity(const moei_pass *s) {
+    moe_real factor = s->call->training ? s->c->capacity_factor : s->c->capacity_factor_eval, even;
+    size_t capacity = (size_t)s->c->drop_capacity, least = (size_t)s->c->capacity_min, most = s->r->n_real;
+    if (capacity == 0) {
+        if (!(factor > MOEI_R(0.0)) || s->c->select == MOE_SELECT_EXPERT_CHOICE || s->c->select == MOE_SELECT_AFFINITY) return 0;
+        even = MOEI_F(ceil)(factor * (moe_real)s->c->top_k * (moe_real)most / (moe_real)s->experts);
+        capacity = even >= (moe_real)most ? most : (size_t)even;
+        if (capacity < least) capacity = least;
+    }
+    if (capacity > most) capacity = most;
+    return capacity > 0 ? capacity : 1;
+}
+
+static size_t moei_pair_expert(const moei_pass *s, size_t t, size_t i) { return (size_t)s->r->choices[t * s->r->max_choices + i]; }
+
+/* Random dropping of weak choices, in training only: GShard's second choice, every later one of ST-MoE. */
+static void moei_drop_by_rule(moei_pass *s) {
+    size_t t, i;
+    if (s->c->drop_rule == MOE_DROP_RULE_NONE || !s->call->training) return;
+    for (t = 0; t < s->n; t++)
+        for (i = 1; i < (size_t)s->r->n_choices[t]; i++) {
+            moe_real w = s->r->section_weights[t * s->r->max_choices + i];
+            moe_real keep = s->c->drop_rule == MOE_DROP_RULE_GSHARD ? MOEI_R(2.0) * w : w / MOEI_R(0.2);
+            if (s->c->drop_rule == MOE_DROP_RULE_GSHARD && i > 1) continue;
+            if (moe_rng_uniform(s->call->rng) >= keep) s->r->kept[t * s->r->max_choices + i] = 0;
+        }
+}
+
+/* The order in which tokens are placed. */
+static void moei_drop_order(moei_pass *s) {
+    size_t t, e, other;
+    for (t = 0; t < s->n; t++) s->r->order[t] = (int32_t)t;
+    if (s->c->drop_order == MOE_DROP_RANDOM && s->call->rng != NULL)
+        for (t = s->n; t > 1; t--) {
+            int32_t swap = s->r->order[t - 1];
+            other = (size_t)moe_rng_below(s->call->rng, t);
+            s->r->order[t - 1] = s->r->order[other];
+            s->r->order[other] = swap;
+        }
+    if (s->c->drop_order != MOE_DROP_PRIORITY) return;
+    for (t = 0; t < s->n; t++) {
+        const moe_real *p = s->r->probabilities + t * s->experts;
+        s->r->column[t] = moei_is_real(s->call, t) ? p[0] : -MOEI_INFINITY;
+        for (e = 1; e < s->experts && moei_is_real(s->call, t); e++)
+            if (p[e] > s->r->column[t]) s->r->column[t] = p[e];
+    }
+    t = moe_top_k(s->n, s->r->column, s->n, s->r->order);
+    for (; t < s->n; t++) s->r->order[t] = -1; /* padding has no place in the order */
+}
+
+/* Places all first choices, then all second ones, in the order of tokens, while there is room. */
+static void moei_drop_by_rank(moei_pass *s, size_t capacity) {
+    size_t rank, i, e;
+    moei_drop_order(s);
+    for (e = 0; e < s->experts; e++) s->r->plan.offsets[e] = 0; /* here: how many pairs are placed */
+    for (rank = 0; rank < s->r->max_choices; rank++)
+        for (i = 0; i < s->n; i++) {
+            size_t t = (size_t)s->r->order[i], at = t * s->r->max_choices + rank;
+            if (s->r->order[i] < 0 || rank >= (size_t)s->r->n_choices[t] || !s->r->kept[at]) continue;
+            e = moei_pair_expert(s, t, rank);
+            s->r->kept[at] = s->r->plan.offsets[e] < capacity;
+            s->r->plan.offsets[e] += s->r->kept[at];
+        }
+}
+
+/* Each expert keeps the pairs with its largest p; of equal ones the lower token stays. */
+static void moei_drop_by_score(moei_pass *s, size_t capacity) {
+    size_t e, t, i, found;
+    for (e = 0; e < s->experts; e++) {
+        for (t = 0; t < s->n; t++) s->r->column[t] = -MOEI_INFINITY;
+        for (t = 0; t < s->n; t++)
+            for (i = 0; i < (size_t)s->r->n_choices[t]; i++)
+                if (moei_pair_expert(s, t, i) == e && s->r->kept[t * s->r->max_choices + i]) s->r->column[t] = s->r->probabilities[t * s->experts + e];
+        found = moe_top_k(s->n, s->r->column, capacity, s->r->order);
+        for (i = 0; i < found; i++) s->r->column[s->r->order[i]] = MOEI_INFINITY;
+        for (t = 0; t < s->n; t++)
+            for (i = 0; i < (size_t)s->r->n_choices[t]; i++)
+                if (moei_pair_expert(s, t, i) == e && s->r->column[t] < MOEI_INFINITY) s->r->kept[t * s->r->max_choices + i] = 0;
+    }
+}
+
+/* Sum of a token's surviving weights, by which renormalize = after divides. */
+static moe_real moei_surviving(const moei_pass *s, size_t t) {
+    moe_real sum = MOEI_R(0.0);
+    size_t i;
+    for (i = 0; i < (size_t)s->r->n_choices[t]; i++)
+        if (s->r->kept[t * s->r->max_choices + i]) sum += s->r->section_weights[t * s->r->max_choices + i];
+    return sum;
+}
+
+/* capacity: which pairs stay, and the dense matrix of their final weights. */
+static void moei_route_capacity(moei_pass *s) {
+    moe_routing *r = s->r;
+    size_t capacity = moei_capacity(s), t, i, cell;
+    memset(r->kept, 1, s->n * r->max_choices);
+    moei_drop_by_rule(s);
+    if (capacity > 0 && s->c->drop_order == MOE_DROP_SCORE) moei_drop_by_score(s, capacity);
+    else if (capacity > 0) moei_drop_by_rank(s, capacity);
+    for (i = 0; i < s->n * s->experts; i++) r->weights[i] = MOEI_R(0.0), r->selected[i] = 0;
+    for (t = 0; t < s->n; t++) {
+        moe_real scale = s->c->scale;
+        if (s->c->renormalize == MOE_RENORMALIZE_AFTER) scale = moei_ratio(scale, moei_surviving(s, t));
+        for (i = 0; i < (size_t)r->n_choices[t]; i++) {
+            cell = t * s->experts + moei_pair_expert(s, t, i);
+            if (!r->kept[t * r->max_choices + i]) {
+                r->n_dropped++;
+                continue;
+            }
+            r->weights[cell] = r->section_weights[t * r->max_choices + i] * scale;
+            r->selected[cell] = 1;
+        }
+    }
+}
+
+/* The plan: the surviving pairs sorted by expert, then by token. */
 static void moei_route_plan(moei_pass *s) {
     moe_routing *r = s->r;
     size_t *offsets = r->plan.offsets, t, i, e;
-    offsets[0] = 0;
-    for (e = 0; e < s->experts; e++) offsets[e + 1] = offsets[e] + r->counts[e];
-    for (i = 0; i < s->n * s->experts; i++) r->weights[i] = MOEI_R(0.0), r->selected[i] = 0;
+    int on_input = s->c->apply_to == MOE_APPLY_INPUT;
+    for (e = 0; e <= s->experts; e++) offsets[e] = 0;
+    for (t = 0; t < s->n; t++)
+        for (i = 0; i < (size_t)r->n_choices[t]; i++)
+            if (r->kept[t * r->max_choices + i]) offsets[moei_pair_expert(s, t, i) + 1]++;
+    for (e = 0; e < s->experts; e++) offsets[e + 1] += offsets[e];
     for (t = 0; t < s->n; t++)
         for (i = 0; i < (size_t)r->n_choices[t]; i++) {
-            moe_real w = r->section_weights[t * r->max_choices + i] * s->c->scale;
-            int on_input = s->c->apply_to == MOE_APPLY_INPUT;
             moe_entry *entry;
-            e = (size_t)r->choices[t * r->max_choices + i];
+            moe_real w;
+            if (!r->kept[t * r->max_choices + i]) continue;
+            e = moei_pair_expert(s, t, i);
+            w = r->weights[t * s->experts + e];
             entry = r->plan.entries + offsets[e]++;
             entry->token = (int32_t)t;
             entry->rank = (int32_t)i;
             entry->weight_in = on_input ? w : MOEI_R(1.0);
             entry->weight_out = on_input ? MOEI_R(1.0) : w;
-            r->weights[t * s->experts + e] = w;
-            r->selected[t * s->experts + e] = 1;
         }
     for (e = s->experts; e > 0; e--) offsets[e] = offsets[e - 1]; /* filling moved each from its row's start to its end */
     offsets[0] = 0;
+}
+
+/* The soft plan: every real token of a sequence takes part in every slot of it; row = sequence * slots + slot. */
+static void moei_soft_plan(moei_pass *s) {
+    size_t total = moei_slot_total(s->c), slots = (size_t)s->c->slots, sequences = moei_sequence_count(s->call), e, i, slot, t, from, to;
+    moe_entry *entry = s->r->plan.entries;
+    s->r->plan.rows = slots * sequences;
+    for (e = 0; e < s->experts; e++) {
+        s->r->plan.offsets[e] = (size_t)(entry - s->r->plan.entries);
+        for (i = 0; i < sequences; i++)
+            for (slot = 0, moei_sequence(s->call, i, &from, &to); slot < slots; slot++)
+                for (t = from; t < to; t++) {
+                    size_t cell = t * total + e * slots + slot;
+                    if (!moei_is_real(s->call, t)) continue;
+                    entry->token = (int32_t)t;
+                    entry->rank = (int32_t)(i * slots + slot);
+                    entry->weight_in = s->r->gate[cell];
+                    entry->weight_out = s->r->probabilities[cell];
+                    s->r->weights[t * s->experts + e] += entry->weight_out;
+                    entry++;
+                }
+    }
+    s->r->plan.offsets[s->experts] = (size_t)(entry - s->r->plan.entries);
+}
+
+static void moei_route_soft(moei_pass *s) {
+    size_t total = moei_slot_total(s->c), i, t, from, to;
+    moei_soft_logits(s);
+    for (i = 0; i < s->n * s->experts; i++) s->r->weights[i] = MOEI_R(0.0), s->r->selected[i] = moei_is_real(s->call, i / s->experts) != 0;
+    for (i = 0; i < s->experts; i++) s->r->counts[i] = s->r->first_counts[i] = 0;
+    for (i = 0; i < moei_sequence_count(s->call); i++) {
+        moei_sequence(s->call, i, &from, &to);
+        moei_soft_dispatch(s, from, to);
+    }
+    for (t = 0; t < s->n; t++) {
+        s->r->n_choices[t] = 0;
+        moe_softmax(s->router->kernels, total, s->r->logits + t * total, MOEI_R(1.0), s->r->probabilities + t * total);
+    }
+    moei_soft_plan(s);
 }
 
 #ifndef MOE_NO_TRAIN
@@ -1902,6 +3399,13 @@ static moei_pass moei_pass_begin(const moe_router *router, const moe_call *call,
     return s;
 }
 
+/* A call without tokens: an empty plan. */
+static void moei_route_nothing(moe_routing *r) {
+    memset(r->counts, 0, r->n_experts * sizeof(size_t));
+    memset(r->first_counts, 0, r->n_experts * sizeof(size_t));
+    memset(r->plan.offsets, 0, (r->n_experts + 1) * sizeof(size_t));
+}
+
 moe_status moe_route(const moe_router *router, const moe_call *call, void *memory, size_t size, moe_routing *routing) {
     moei_layout l = moei_layout_begin(memory);
     moe_routing r;
@@ -1914,13 +3418,26 @@ moe_status moe_route(const moe_router *router, const moe_call *call, void *memor
     if (l.overflow) return MOE_ERR_OVERFLOW;
     if (l.used > size) return MOE_ERR_SPACE;
     s = moei_pass_begin(router, call, &r);
+    if (s.n == 0) {
+        moei_route_nothing(&r);
+        *routing = r;
+        return MOE_OK;
+    }
     moei_route_input(&s);
+    if (moei_is_soft(s.c)) {
+        moei_route_soft(&s);
+        if (!moei_finite_logits(&s, moei_slot_total(s.c))) return MOE_ERR_NONFINITE;
+        *routing = r;
+        return MOE_OK;
+    }
     status = moei_route_score(&s);
     if (status != MOE_OK) return status;
     moei_route_gate(&s);
+    moei_route_refine(&s);
     status = moei_route_select(&s);
     if (status != MOE_OK) return status;
     moei_route_weight(&s);
+    moei_route_capacity(&s);
     moei_route_plan(&s);
 #ifndef MOE_NO_TRAIN
     if (call->training) moei_route_losses(&s);
@@ -1933,33 +3450,61 @@ moe_status moe_route(const moe_router *router, const moe_call *call, void *memor
 
 #ifndef MOE_NO_TRAIN
 
-/* Gradient of the section's weights: from the plan's entries, and from losses that read the weights (already in d_weights). */
+/* Gradient of the final weights from the plan's entries, through scale and renormalisation to the section's weights. */
 static void moei_backward_plan(moei_pass *s) {
     moe_routing *r = s->r;
-    size_t e, i;
+    const moe_real *d_final;
+    size_t e, i, t;
     for (e = 0; e < s->experts; e++)
-        for (i = r->plan.offsets[e]; i < r->plan.offsets[e + 1]; i++) {
-            moe_real d = s->c->apply_to == MOE_APPLY_INPUT ? r->d_weight_in[i] : r->d_weight_out[i];
-            r->d_weights[(size_t)r->plan.entries[i].token * s->experts + e] += d * s->c->scale;
+        for (i = r->plan.offsets[e]; i < r->plan.offsets[e + 1]; i++)
+            r->d_final[(size_t)r->plan.entries[i].token * s->experts + e] = s->c->apply_to == MOE_APPLY_INPUT ? r->d_weight_in[i] : r->d_weight_out[i];
+    for (t = 0; t < s->n; t++) {
+        moe_real scale = s->c->scale, along = MOEI_R(0.0);
+        if (s->c->renormalize == MOE_RENORMALIZE_AFTER) {
+            scale = moei_ratio(scale, moei_surviving(s, t));
+            for (e = 0; e < s->experts; e++) /* w' = s w / sum w: dw = s / sum (d - sum d w' / s) */
+                if (r->selected[t * s->experts + e]) along += r->d_final[t * s->experts + e] * moei_ratio(r->weights[t * s->experts + e], s->c->scale);
         }
+        d_final = r->d_final + t * s->experts;
+        for (e = 0; e < s->experts; e++)
+            if (r->selected[t * s->experts + e]) r->d_weights[t * s->experts + e] += scale * (d_final[e] - along);
+    }
+}
+
+/* A learned threshold: the factor [p > theta] of a chosen pair has the slope of sigmoid((p - theta) / kappa). */
+static void moei_backward_threshold(moei_pass *s, const moei_token *k, size_t t, const moe_real *dw, const moe_real *d_through) {
+    const moe_real *theta = moei_tensor(s, MOE_ROUTER_THRESHOLD);
+    moe_real *d_theta = moei_gradient(s, MOE_ROUTER_THRESHOLD), kappa = MOEI_R(0.01);
+    size_t i;
+    for (i = 0; i < k->n; i++) {
+        size_t e = (size_t)k->choice[i];
+        moe_real open = moe_sigmoid((k->p[e] - theta[e]) / kappa), d_factor = d_through[e] * k->p[e];
+        if (moei_weights[s->c->weight].counts_choices > 0) d_factor = dw[i] / (s->c->weight == MOE_WEIGHT_UNIFORM ? (moe_real)k->n : MOEI_R(1.0));
+        d_factor *= open * (MOEI_R(1.0) - open) / kappa;
+        s->r->d_probabilities[t * s->experts + e] += d_factor;
+        if (d_theta != NULL) d_theta[e] -= d_factor;
+    }
 }
 
 static void moei_backward_weight(moei_pass *s) {
     const moe_real *factor = moei_tensor(s, MOE_ROUTER_EXPERT_SCALE);
-    moe_real *d_factor = moei_gradient(s, MOE_ROUTER_EXPERT_SCALE), *dw = s->r->row;
-    size_t t, i;
+    moe_real *d_factor = moei_gradient(s, MOE_ROUTER_EXPERT_SCALE), *dw = s->r->row, *d_p = dw + s->experts;
+    size_t t, i, e;
     for (t = 0; t < s->n; t++) {
         moei_token k = moei_token_of(s, t);
         const moe_real *base = s->r->base_weights + t * s->r->max_choices;
         if (k.n == 0) continue;
         for (i = 0; i < k.n; i++) {
-            size_t e = (size_t)k.choice[i];
+            e = (size_t)k.choice[i];
             dw[i] = s->r->d_weights[t * s->experts + e];
             if (factor == NULL) continue;
             if (d_factor != NULL) d_factor[e] += dw[i] * base[i];
             dw[i] *= factor[e];
         }
-        moei_weights[s->c->weight].backward(&k, base, dw, s->r->d_logits + t * s->experts, s->r->d_probabilities + t * s->experts);
+        for (i = 0; i < k.n; i++) d_p[k.choice[i]] = MOEI_R(0.0);
+        moei_weights[s->c->weight].backward(&k, base, dw, s->r->d_logits + t * s->experts, d_p);
+        if (s->c->threshold_learned) moei_backward_threshold(s, &k, t, dw, d_p);
+        for (i = 0; i < k.n; i++) s->r->d_probabilities[t * s->experts + (size_t)k.choice[i]] += d_p[k.choice[i]];
     }
 }
 
@@ -1967,18 +3512,65 @@ static void moei_backward_gate(moei_pass *s) {
     size_t t, row;
     for (t = 0; t < s->n; t++) {
         row = t * s->experts;
-        if (moei_is_real(s->call, t))
+        if (moei_is_real(s->call, t)) {
             moei_gates[s->c->gate].backward(s, s->r->logits + row, s->r->gate + row, s->r->d_gate + row, s->r->d_logits + row);
-        else
+            if (moei_is_noisy(s))
+                moei_gates[s->c->gate].backward(s, s->r->clean_logits + row, s->r->clean_gate + row, s->r->d_clean_gate + row, s->r->d_clean + row);
+        } else
             memset(s->r->d_logits + row, 0, s->experts * sizeof(moe_real));
     }
 }
 
 static void moei_backward_input(moei_pass *s, moe_real *dx) {
+    const moe_real *x = s->call->router_x != NULL ? s->call->router_x : s->call->x;
+    const moei_input *stage = moei_input_stage(s);
     size_t t;
-    if (dx == NULL) return;
+    for (t = 0; t < s->n; t++) {
+        moe_real *to = dx != NULL ? dx + t * s->d : s->r->d_unused;
+        if (!moei_is_real(s->call, t)) continue;
+        if (stage->backward != NULL) stage->backward(s, t, x + t * s->d, s->r->d_input + t * s->d, to);
+        else moe_axpy(s->router->kernels, s->d, MOEI_R(1.0), s->r->d_input + t * s->d, to);
+    }
+}
+
+/* Gradients of D and C from the plan's entries, back through both softmaxes into d_logits. */
+static void moei_soft_backward_plan(moei_pass *s) {
+    moe_routing *r = s->r;
+    size_t total = moei_slot_total(s->c), slots = (size_t)s->c->slots, e, i, t, slot, from, to;
+    for (e = 0; e < s->experts; e++)
+        for (i = r->plan.offsets[e]; i < r->plan.offsets[e + 1]; i++) {
+            size_t cell = (size_t)r->plan.entries[i].token * total + e * slots + (size_t)r->plan.entries[i].rank % slots;
+            r->d_gate[cell] = r->d_weight_in[i];
+            r->d_probabilities[cell] = r->d_weight_out[i];
+        }
     for (t = 0; t < s->n; t++)
-        if (moei_is_real(s->call, t)) moe_axpy(s->router->kernels, s->d, MOEI_R(1.0), s->r->d_input + t * s->d, dx + t * s->d);
+        if (moei_is_real(s->call, t)) moe_softmax_backward(total, r->probabilities + t * total, r->d_probabilities + t * total, MOEI_R(1.0), r->d_logits + t * total);
+    for (i = 0; i < moei_sequence_count(s->call); i++)
+        for (slot = 0, moei_sequence(s->call, i, &from, &to); slot < total; slot++) {
+            moe_real along = MOEI_R(0.0);
+            for (t = from; t < to; t++) along += r->gate[t * total + slot] * r->d_gate[t * total + slot];
+            for (t = from; t < to; t++) r->d_logits[t * total + slot] += r->gate[t * total + slot] * (r->d_gate[t * total + slot] - along);
+        }
+}
+
+static void moei_soft_backward(moei_pass *s) {
+    moe_routing *r = s->r;
+    const moe_real *phi = moei_tensor(s, MOE_ROUTER_SLOT_VECTORS);
+    moe_real *d_phi = moei_gradient(s, MOE_ROUTER_SLOT_VECTORS), *d_scale = moei_gradient(s, MOE_ROUTER_SLOT_SCALE), scale, sum = MOEI_R(0.0);
+    size_t total = moei_slot_total(s->c), i, cells = s->n * total;
+    moei_soft_backward_plan(s);
+    if (!s->c->soft_normalise) {
+        moei_affine_backward(s->router->kernels, s->n, total, s->d, r->u, phi, r->d_logits, r->d_input, d_phi, NULL);
+        return;
+    }
+    scale = moei_tensor(s, MOE_ROUTER_SLOT_SCALE)[0];
+    for (i = 0; i < cells; i++) sum += r->d_logits[i] * r->logits[i], r->d_logits[i] *= scale;
+    if (d_scale != NULL) d_scale[0] += moei_ratio(sum, scale);
+    memset(r->d_unit, 0, s->n * s->d * sizeof(moe_real));
+    memset(r->d_keys, 0, total * s->d * sizeof(moe_real));
+    moei_affine_backward(s->router->kernels, s->n, total, s->d, r->unit, r->keys, r->d_logits, r->d_unit, r->d_keys, NULL);
+    moei_unit_backward(s, s->n, r->u, r->unit, r->d_unit, r->d_input);
+    if (d_phi != NULL) moei_unit_backward(s, total, phi, r->keys, r->d_keys, d_phi);
 }
 
 moe_status moe_route_backward(const moe_router *router, const moe_call *call, moe_routing *routing, moe_real *const *d_tensors, moe_real *dx,
@@ -1988,21 +3580,35 @@ moe_status moe_route_backward(const moe_router *router, const moe_call *call, mo
     int loss;
     if (router == NULL || call == NULL || routing == NULL) return MOE_ERR_ARGUMENT;
     if (routing->d_logits == NULL || !call->training) return MOE_ERR_STATE;
+    if (call->n_tokens == 0) return MOE_OK;
     s = moei_pass_begin(router, call, routing);
     s.d_tensors = d_tensors;
     s.d_nodes = d_nodes;
-    cells = s.n * s.experts * sizeof(moe_real);
+    cells = s.n * (moei_is_soft(s.c) ? moei_slot_total(s.c) : s.experts) * sizeof(moe_real);
     memset(routing->d_logits, 0, cells);
     memset(routing->d_gate, 0, cells);
-    memset(routing->d_weights, 0, cells);
+    memset(routing->d_probabilities, 0, cells);
     memset(routing->d_input, 0, s.n * s.d * sizeof(moe_real));
+    if (moei_is_soft(s.c)) {
+        moei_soft_backward(&s);
+        moei_backward_input(&s, dx);
+        return MOE_OK;
+    }
+    memset(routing->d_weights, 0, cells);
+    if (routing->d_clean != NULL) {
+        memset(routing->d_clean, 0, cells);
+        memset(routing->d_clean_gate, 0, cells);
+        memset(routing->d_noise, 0, cells);
+    }
     for (loss = 0; loss < MOE_LOSS_COUNT; loss++) {
         moe_real factor = moei_loss_factor(s.c, loss);
         if (factor > MOEI_R(0.0) && routing->n_real > 0) (void)moei_losses[loss].value(&s, factor, 1);
     }
     moei_backward_plan(&s);
     moei_backward_weight(&s);
+    moei_refine_backward(&s);
     moei_backward_gate(&s);
+    moei_noise_backward(&s);
     moei_scores[s.c->score].backward(&s);
     moei_backward_input(&s, dx);
     return MOE_OK;
