@@ -449,6 +449,8 @@ MOE_API moe_status moe_layer_load(moe_layer *layer, const char *path, int traina
 enum { MOE_MODULE_LINEAR = 0, MOE_MODULE_ACTIVATION, MOE_MODULE_LAYER_NORM, MOE_MODULE_MIXTURE, MOE_MODULE_RESIDUAL, MOE_MODULE_COUNT };
 enum { MOE_NET_MAX_MODULES = 4096 };
 
+/* One module of a net; see the table above. Only the fields of its kind are set. */
+
 typedef struct moe_module {
     int kind;        /* MOE_MODULE_ */
     int d_in, d_out; /* widths */
@@ -460,7 +462,8 @@ typedef struct moe_module {
 } moe_module;
 
 /* A net. Made by init, the module calls and build, or by load; owns its tensors. After build the list of modules is fixed.
-   Inference on one net is thread-safe with work memory per thread; training is not. */
+   Inference on one net is thread-safe with work memory per thread; training is not. The struct may be moved, but not while a
+   trainer points to it; a copy shares everything and must not be freed as well. */
 typedef struct moe_net {
     int d_in, d_out;
     size_t n_modules;
@@ -476,29 +479,39 @@ typedef struct moe_net {
     moe_error error;      /* the first module call that failed; build returns it again */
 } moe_net;
 
-/* An empty net for inputs of width d_in. kernels: MOE_KERNELS_, 0 = the best there is. allocator NULL: the standard heap. */
+/* An empty net for inputs of width d_in, 1..MOE_MAX_WIDTH. kernels: MOE_KERNELS_, 0 = the best there is. allocator NULL: the standard
+   heap. Whatever *net held is overwritten, not freed. On failure (MOE_ERR_CONFIG, MOE_ERR_UNSUPPORTED: these kernels cannot run here,
+   MOE_ERR_ARGUMENT: no heap) *net is empty and remembers the failure in net->error, as module calls do. */
 MOE_API moe_status moe_net_init(moe_net *net, int d_in, int kernels, const moe_allocator *allocator);
-/* Each appends one module. On failure (MOE_ERR_CONFIG, MOE_ERR_MEMORY, MOE_ERR_STATE after build) the list stays as it was and the failure is
-   remembered in net->error, so that a chain of calls needs only one check, that of build. */
+/* y = W x + b, d_out wide (1..MOE_MAX_WIDTH). This and the next four append one module each. On failure (MOE_ERR_CONFIG, MOE_ERR_MEMORY,
+   MOE_ERR_OVERFLOW) the list stays as it was; net->error remembers the first failure, and later calls only return its code: so a
+   chain of calls needs one check, that of build. After build they return MOE_ERR_STATE and change nothing. */
 MOE_API moe_status moe_net_linear(moe_net *net, int d_out);
+/* y = act(x), act one of MOE_ACT_. */
 MOE_API moe_status moe_net_activation(moe_net *net, int act);
+/* y = (x - mean)/sqrt(var + 1e-5) * g + b, each row by itself. */
 MOE_API moe_status moe_net_layer_norm(moe_net *net);
-/* config->router.d_model may be 0: the width that arrives. config->kernels 0: the net's. */
+/* A mixture layer. config->router.d_model may be 0: the width that arrives. config->kernels 0: the net's. */
 MOE_API moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config);
+/* y = x + what entered the module `span` places before, 1..modules so far; both must be equally wide. */
 MOE_API moe_status moe_net_residual(moe_net *net, int span);
-/* Allocates all tensors (and, with trainable = 1, gradients set to 0), starts them at random from seed, and registers their names. */
+/* Registers the names of all tensors, allocates them (and, with trainable = 1, gradients set to 0), and starts them at random from seed:
+   the same seed gives the same bits on every machine. A linear weight starts normal with spread 1/sqrt(d_in), sqrt(2) times that before
+   relu, silu or gelu; biases 0, gains 1; a mixture as moe_layer_create. Errors: that of the first failed call; MOE_ERR_CONFIG (no
+   modules; a router that cannot learn: moe_router_check_training); MOE_ERR_STATE (built already); MOE_ERR_MEMORY, MOE_ERR_OVERFLOW.
+   After a failure the net is as it was and build may be tried again. */
 MOE_API moe_status moe_net_build(moe_net *net, int trainable, uint64_t seed, moe_error *error);
-/* Gives everything back; {0} and a second call are harmless. */
+/* Gives everything back and makes *net {0}; {0} and NULL are harmless. */
 MOE_API void moe_net_free(moe_net *net);
-/* The tensor of a name ("2.router.weight"), or NULL. It belongs to the net. */
+/* The tensor of a name ("2.router.weight"), or NULL (also before build). It belongs to the net; its values may be changed. */
 MOE_API moe_tensor *moe_net_find(const moe_net *net, const char *name);
-/* Numbers in all tensors, and those that one token uses (may be NULL). */
+/* Numbers in all tensors, and those that one token uses (may be NULL), as moe_layer_parameters counts; 0 before build. */
 MOE_API size_t moe_net_parameters(const moe_net *net, size_t *used_per_token);
 
-/* What one forward call leaves behind; points into the work memory. */
+/* What one forward call leaves behind; points into the work memory, which must stay until backward and reports are done. */
 typedef struct moe_net_pass {
     size_t n_tokens;
-    int training;
+    int training;      /* as in the call */
     const moe_real *y; /* [N,d_out] the net's output */
     /* Private to moe.h. */
     moe_call call;
@@ -506,17 +519,21 @@ typedef struct moe_net_pass {
     moe_real *scratch, *d_x;
 } moe_net_pass;
 
-/* Exact bytes of work memory for n_tokens. */
+/* Exact bytes of work memory for n_tokens: every module keeps its output (so residuals and reports may look back), and with training = 1
+   its gradient. Never less for more tokens. MOE_ERR_STATE before build, MOE_ERR_OVERFLOW. */
 MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, size_t *bytes);
-/* Runs all modules; pass->y is the output, in work. call: n_tokens and x; mask, sequences and rng reach the mixture layers.
-   Allocates nothing. Errors as moe_route. On failure *pass is untouched. */
+/* Runs all modules on call->x [N,d_in]; pass->y is the output, in work[work_size] (any alignment). Everything in call but x, router_x and nodes
+   (which must be NULL) reaches every mixture layer as it is: mask, sequences, given, rng, training. Padding passes the other modules
+   like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE, MOE_ERR_ARGUMENT, else as moe_route. On failure
+   *pass is untouched. Thread-safe for different work. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
-/* The routing of module i in a pass, or NULL when module i is not a mixture. */
+/* The routing of module i in a pass, or NULL when module i is not a mixture or not there. */
 MOE_API const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass, size_t i);
 
 #ifndef MOE_NO_TRAIN
-/* Adds the gradients of sum(y * dy) and of all router losses to the tensors' gradients, and that of x to dx [N,d_in] (may be NULL).
-   The pass must come from a forward with call->training = 1. MOE_ERR_STATE otherwise, or when the net was not built trainable. */
+/* Adds the gradients of sum(y * dy), dy [N,d_out], and of all router losses to the tensors' gradients, and that of x to dx [N,d_in] (may be
+   NULL). The pass must come from a forward with call->training = 1 on the same net, whose tensors and x are as they were then; one
+   backward per forward. MOE_ERR_STATE otherwise, or when the net was not built trainable. */
 MOE_API moe_status moe_net_backward(const moe_net *net, moe_net_pass *pass, const moe_real *dy, moe_real *dx);
 /* Sets all gradients to 0. */
 MOE_API void moe_net_zero_gradients(moe_net *net);
@@ -526,9 +543,10 @@ MOE_API void moe_net_zero_gradients(moe_net *net);
 /* What is minimised: the mean over samples of -log softmax(y)[label], or of sum_j (y_j - target_j)^2 / 2. */
 enum { MOE_CRITERION_CROSS_ENTROPY = 0, MOE_CRITERION_SQUARED_ERROR, MOE_CRITERION_COUNT };
 
-/* Mean loss over n rows of y [n,classes]; dy [n,classes] (may be NULL) receives its gradient. Labels must lie in 0..classes-1
-   (not checked here). */
+/* Mean over n rows of y [n,classes] of -log softmax(y)[label]; dy [n,classes] (may be NULL, must not be y) receives its gradient. Labels
+   must lie in 0..classes-1 (not checked here). 0 for n = 0. */
 MOE_API moe_real moe_cross_entropy(size_t n, size_t classes, const moe_real *y, const int32_t *labels, moe_real *dy);
+/* Mean over n rows of sum_j (y_j - target_j)^2 / 2, y and targets [n,width]; dy [n,width] (may be NULL or y) receives its gradient. */
 MOE_API moe_real moe_squared_error(size_t n, size_t width, const moe_real *y, const moe_real *targets, moe_real *dy);
 
 /* adamw: Loshchilov, Hutter 2019, Decoupled weight decay regularization. sgd: v = momentum v + g, w -= rate v, decay added to g. */
@@ -573,7 +591,7 @@ typedef struct moe_train_config {
     moe_real epsilon;        /* adamw [1e-8] */
     moe_real decay;          /* weight decay [0] */
     moe_real clip;           /* largest norm of the gradient of all tensors together [0: no clipping] */
-    uint64_t seed;           /* order of the samples and noise in routers */
+    uint64_t seed;           /* order of the samples and random stages of routers */
     int (*progress)(void *ctx, const moe_progress *progress); /* may be NULL; a result other than 0 stops training */
     void *progress_ctx;
 } moe_train_config;
@@ -598,29 +616,47 @@ typedef struct moe_step {
     moe_real gradient_norm; /* of all trained tensors, before clipping */
 } moe_step;
 
-/* Checks config and the net (built trainable; every router can learn: moe_router_check_training) and makes a trainer. */
+/* Checks config (NULL: {0}) and makes a trainer for net, which must outlive it and stay where it is. MOE_ERR_STATE: net is not built with
+   trainable = 1. MOE_ERR_CONFIG: a field is out of range, or a router needs more than x (token ids, attention, the previous layer,
+   given indices). MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *trainer is untouched. */
 MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error);
-/* One step on at most config.batch samples: forward, loss, backward, clip, optimiser. MOE_ERR_NONFINITE when loss or gradient is not
-   finite: then no tensor has changed. step may be NULL. */
+/* One step on 1..config.batch samples: gradients to 0, forward, loss, backward, clip, optimiser. Frozen tensors and state stay as they are, and
+   biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and the label), MOE_ERR_NONFINITE (x
+   or a target). MOE_ERR_NONFINITE also when loss or gradient is not finite, or the gradient's norm is beyond 1e19 (1e150 in the double
+   build). After a failure only the gradients have changed. step may be NULL. Allocates nothing. */
 MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
+/* Gives back what init took; the net stays. {0}, NULL and a second call are harmless. */
 MOE_API void moe_trainer_free(moe_trainer *trainer);
 
-/* Trains net on train for config.epochs, in a new random order each epoch, and evaluates on test (may be NULL) after each. MOE_ERR_STOPPED when the
-   callback stopped it: the net keeps what it has learned. */
+/* Trains net on train for config.epochs, in a new random order each epoch, and evaluates on test (NULL or n = 0: none) after each. All data
+   is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle, or
+   MOE_ERR_STOPPED when the callback stopped it, leaves the net with what it has learned. The same seed gives the same bits. */
 MOE_API moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error);
-/* Loss and accuracy of net on data, in batches. */
+/* Loss and accuracy of net on data, 64 samples at a time, with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an
+   output is not finite. n = 0 gives zeros. On failure *result is untouched. */
 MOE_API moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result, moe_error *error);
 
-/* Writes configuration and tensors as a safetensors file. The same net gives the same bytes. A failed save leaves the old file as it was. */
+/* Writes a safetensors file: all tensors by name, and under the metadata key "moe" the configuration as JSON text,
+     {"format":1,"net":{"d_in":64,"modules":[{"module":"linear","d_out":32},{"module":"activation","act":"relu"},{"module":"layer_norm"},
+      {"module":"mixture","d_model":32,"n_experts":8,"score":"cosine"},{"module":"residual","span":1}]}}
+   where a mixture has the rows of moe_layer_fields that are not 0, without kernels. (A layer alone: {"format":1,"layer":{"d_model":...}}.)
+   The same net gives the same bytes. MOE_ERR_STATE before build; else the errors of moe_file_write. */
 MOE_API moe_status moe_net_write(const moe_net *net, moe_stream *stream, moe_error *error);
 #ifndef MOE_NO_STDIO
+/* The same to a file, by moe_file_replace: a failed save leaves the old file as it was. */
 MOE_API moe_status moe_net_save(const moe_net *net, const char *path, moe_error *error);
 #endif
 #endif /* MOE_NO_TRAIN */
 
-/* Makes a net from a file in memory; bytes are not needed afterwards. On failure *net is untouched. */
-MOE_API moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator, moe_error *error);
+/* Makes a net from a file in memory; bytes are not needed afterwards. trainable, kernels and allocator as in build and init. Numbers of any type
+   are converted. The file may come from a stranger: names and shapes are compared with the configuration before memory for tensors is
+   taken. Errors: those of moe_file_open and of the module calls; MOE_ERR_FORMAT (no configuration, or it is malformed, or that of a
+   layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many), MOE_ERR_NOT_FOUND
+   (a tensor too few), MOE_ERR_SHAPE; error names it. On failure *net is untouched. */
+MOE_API moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
+                                moe_error *error);
 #ifndef MOE_NO_STDIO
+/* The same from a file; also the errors of moe_file_read. */
 MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, int kernels, const moe_allocator *allocator, moe_error *error);
 #endif
 
@@ -2379,13 +2415,55 @@ MOEI_TOOL void moei_layer_bind(moe_layer *layer, moe_real *values, moe_real *gra
     }
 }
 
+static size_t moei_common_divisor(size_t a, size_t b) {
+    while (b != 0) {
+        size_t rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
+/* A random table of experts for hash: in every block of E token ids each expert stands once in each column, and no row has one twice. */
+static void moei_table_fill(const moe_slot *slot, size_t experts, moe_real *table, moe_rng *rng) {
+    size_t columns = slot->shape[1], from, row, i, other, step;
+    for (from = 0; from < slot->shape[0]; from += experts) {
+        size_t rows = slot->shape[0] - from < experts ? slot->shape[0] - from : experts;
+        moe_real *block = table + from * columns, swap;
+        size_t shift = (size_t)moe_rng_below(rng, experts);
+        do step = 1 + (size_t)moe_rng_below(rng, experts);
+        while (moei_common_divisor(step, experts) != 1);
+        for (row = 0; row < rows; row++) block[row * columns] = (moe_real)((row + shift) % experts);
+        for (row = rows; row > 1; row--) {
+            other = (size_t)moe_rng_below(rng, row);
+            swap = block[(row - 1) * columns];
+            block[(row - 1) * columns] = block[other * columns];
+            block[other * columns] = swap;
+        }
+        for (row = 0; row < rows; row++)
+            for (i = 1; i < columns; i++) block[row * columns + i] = (moe_real)(((size_t)block[row * columns] + i * step) % experts);
+    }
+}
+
+/* Starts one tensor of a layer at random. */
+static void moei_place_fill(const moe_layer_config *c, int place, const moe_slot *slot, moe_real *values, moe_rng *rng) {
+    size_t i;
+    if (place == MOE_ROUTER_TABLE) {
+        moei_table_fill(slot, (size_t)c->router.n_experts, values, rng);
+        return;
+    }
+    moei_slot_fill(slot, values, rng);
+    for (i = 0; i < slot->count && place == MOE_ROUTER_AC_RUNNING; i++) /* factors of features are not negative */
+        if (values[i] < MOEI_R(0.0)) values[i] = MOEI_R(0.0);
+}
+
 /* Starts all tensors at random; values are those that bind placed. */
 MOEI_TOOL void moei_layer_fill(const moe_layer_config *config, moe_real *values, moe_rng *rng) {
     moe_slot slot;
     int place;
     for (place = 0; place < MOE_LAYER_SLOTS; place++) {
         if (moe_layer_slot(config, place, &slot) != MOE_OK) continue;
-        moei_slot_fill(&slot, values, rng);
+        moei_place_fill(config, place, &slot, values, rng);
         values += slot.count;
     }
 }
@@ -3035,13 +3113,16 @@ static const moe_field *moei_module_fields(int kind) {
 moe_status moe_net_init(moe_net *net, int d_in, int kernels, const moe_allocator *allocator) {
     if (net == NULL) return MOE_ERR_ARGUMENT;
     memset(net, 0, sizeof *net);
-    if (!moei_can_allocate(allocator)) return moei_error(&net->error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
+    if (!moei_can_allocate(allocator))
+        return moei_error(&net->error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
     if (allocator != NULL) net->allocator = *allocator;
-    if (d_in < 1 || d_in > MOE_MAX_WIDTH) return moei_error(&net->error, MOE_ERR_CONFIG, "d_in = %d: must be 1 to %d", d_in, (int)MOE_MAX_WIDTH);
+    if (d_in < 1 || d_in > MOE_MAX_WIDTH)
+        return moei_error(&net->error, MOE_ERR_CONFIG, "d_in = %d: must be 1 to %d", d_in, (int)MOE_MAX_WIDTH);
     if (moe_kernels_name(kernels) == NULL) return moei_error(&net->error, MOE_ERR_CONFIG, "kernels = %d: there are no such ones", kernels);
     net->kernels = moe_kernels_select(kernels);
     if (net->kernels == NULL)
-        return moei_error(&net->error, MOE_ERR_UNSUPPORTED, "kernels = %s: not compiled in, or this machine cannot run them", moe_kernels_name(kernels));
+        return moei_error(&net->error, MOE_ERR_UNSUPPORTED, "kernels = %s: not compiled in, or this machine cannot run them",
+                          moe_kernels_name(kernels));
     net->kernels_wanted = kernels;
     net->d_in = net->d_out = d_in;
     return MOE_OK;
@@ -3095,7 +3176,8 @@ moe_status moe_net_activation(moe_net *net, int act) {
     moe_module m;
     moe_status status = moei_module_begin(net, MOE_MODULE_ACTIVATION, &m);
     if (status != MOE_OK) return status;
-    if (act < 0 || act >= MOE_ACT_COUNT) return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "act = %d: there is no such activation", act);
+    if (act < 0 || act >= MOE_ACT_COUNT)
+        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "act = %d: there is no such activation", act);
     m.act = act;
     return moei_module_append(net, &m);
 }
@@ -3154,8 +3236,7 @@ static moe_status moei_module_slot(const moe_net *net, size_t i, int place, moe_
     memset(out, 0, sizeof *out);
     if (norm || place == MOEI_BIAS_PLACE)
         fits = moei_slot_vector(out, (size_t)m->d_out, MOE_PARAM_TRAINED, norm && place == MOEI_WEIGHT_PLACE ? MOEI_R(1.0) : MOEI_R(0.0));
-    else
-        fits = moei_slot_matrix(out, (size_t)m->d_out, (size_t)m->d_in, MOE_PARAM_TRAINED);
+    else fits = moei_slot_matrix(out, (size_t)m->d_out, (size_t)m->d_in, MOE_PARAM_TRAINED);
     if (moei_feeds_relu(net, i)) out->init_spread *= MOEI_R(1.4142135623730951);
     out->name = place == MOEI_WEIGHT_PLACE ? "weight" : "bias";
     return fits ? MOE_OK : MOE_ERR_OVERFLOW;
@@ -3280,12 +3361,18 @@ static moe_status moei_net_allocate(moe_net *net, int trainable, moe_error *erro
 static void moei_net_start(moe_net *net, uint64_t seed) {
     moe_slot slot;
     moe_rng rng;
-    size_t i, t = 0;
+    size_t i;
     int place;
     moe_rng_seed(&rng, seed);
-    for (i = 0; i < net->n_modules; i++)
-        for (place = 0; place < MOE_LAYER_SLOTS; place++)
-            if (moei_module_slot(net, i, place, &slot) == MOE_OK) moei_slot_fill(&slot, net->tensors[t++].data, &rng);
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
+        const moe_tensor *tensor = net->tensors + m->first_tensor;
+        if (m->kind == MOE_MODULE_MIXTURE) {
+            moei_layer_fill(&m->layer.config, tensor->data, &rng);
+            continue;
+        }
+        for (place = 0; moei_module_slot(net, i, place, &slot) == MOE_OK; place++) moei_slot_fill(&slot, tensor[place].data, &rng);
+    }
 }
 
 moe_status moe_net_build(moe_net *net, int trainable, uint64_t seed, moe_error *error) {
@@ -3369,7 +3456,8 @@ static moe_status moei_net_layout(const moe_net *net, size_t n, int training, mo
     memset(pass, 0, sizeof *pass);
     pass->modules = (struct moe_module_pass *)moei_take(l, net->n_modules, sizeof *pass->modules);
     for (i = 0; i < net->n_modules; i++) {
-        moe_status status = moei_module_layout(net, i, n, training, l, pass->modules != NULL && !l->overflow ? &pass->modules[i] : &unplaced);
+        moe_status status =
+            moei_module_layout(net, i, n, training, l, pass->modules != NULL && !l->overflow ? &pass->modules[i] : &unplaced);
         if (status != MOE_OK) return status;
         if (net->modules[i].kind == MOE_MODULE_ACTIVATION && (size_t)net->modules[i].d_in > widest) widest = (size_t)net->modules[i].d_in;
     }
@@ -3430,7 +3518,8 @@ static moe_status moei_activation_forward(const moei_run *r) {
 static moe_status moei_layer_norm_forward(const moei_run *r) {
     size_t t;
     for (t = 0; t < r->n; t++)
-        moe_layer_norm(r->d_in, r->p->x + t * r->d_in, r->m->weight, r->m->bias, MOEI_NORM_EPS, r->p->y + t * r->d_in, r->p->mean + t, r->p->rstd + t);
+        moe_layer_norm(r->d_in, r->p->x + t * r->d_in, r->m->weight, r->m->bias, MOEI_NORM_EPS, r->p->y + t * r->d_in, r->p->mean + t,
+                       r->p->rstd + t);
     return MOE_OK;
 }
 
@@ -3465,8 +3554,8 @@ static moe_status moei_layer_norm_backward(const moei_run *r) {
     size_t t, at;
     for (t = 0; t < r->n; t++) {
         at = t * r->d_in;
-        moe_layer_norm_backward(r->d_in, r->p->x + at, r->m->weight, r->p->mean[t], r->p->rstd[t], r->dy + at, r->dx != NULL ? r->dx + at : NULL,
-                                r->m->d_weight, r->m->d_bias);
+        moe_layer_norm_backward(r->d_in, r->p->x + at, r->m->weight, r->p->mean[t], r->p->rstd[t], r->dy + at,
+                                r->dx != NULL ? r->dx + at : NULL, r->m->d_weight, r->m->d_bias);
     }
     return MOE_OK;
 }
@@ -3523,7 +3612,8 @@ moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work,
 }
 
 const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass, size_t i) {
-    if (net == NULL || pass == NULL || pass->modules == NULL || i >= net->n_modules || net->modules[i].kind != MOE_MODULE_MIXTURE) return NULL;
+    if (net == NULL || pass == NULL || pass->modules == NULL || i >= net->n_modules || net->modules[i].kind != MOE_MODULE_MIXTURE)
+        return NULL;
     return &pass->modules[i].layer.routing;
 }
 
@@ -3598,7 +3688,8 @@ static moe_status moei_reals_check(const char *name, const moe_real *v, size_t n
     for (t = 0; t < n; t++)
         for (j = 0; j < width; j++)
             if (!moe_is_finite(v[t * width + j]))
-                return moei_error(error, MOE_ERR_NONFINITE, "%s[%z][%z] = %g: must be a finite number", name, t, j, (double)v[t * width + j]);
+                return moei_error(error, MOE_ERR_NONFINITE, "%s[%z][%z] = %g: must be a finite number", name, t, j,
+                                  (double)v[t * width + j]);
     return MOE_OK;
 }
 
@@ -3668,8 +3759,8 @@ static moe_status moei_evaluate_batch(const moe_net *net, const moe_data *batch,
     return MOE_OK;
 }
 
-static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int criterion, void *work, size_t work_size, moe_evaluation *result,
-                                moe_error *error) {
+static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int criterion, void *work, size_t work_size,
+                                moe_evaluation *result, moe_error *error) {
     moe_evaluation made;
     double loss = 0.0;
     size_t from, right = 0;
@@ -3695,7 +3786,8 @@ moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion,
     void *work;
     if (net == NULL || result == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and result must not be NULL");
     if (!net->built) return moei_error(error, MOE_ERR_STATE, "the net is not built");
-    if (criterion < 0 || criterion >= MOE_CRITERION_COUNT) return moei_error(error, MOE_ERR_ARGUMENT, "criterion = %d: there is no such one", criterion);
+    if (criterion < 0 || criterion >= MOE_CRITERION_COUNT)
+        return moei_error(error, MOE_ERR_ARGUMENT, "criterion = %d: there is no such one", criterion);
     status = moei_data_check(net, data, criterion, error);
     if (status != MOE_OK) return status;
     status = moei_evaluate_size(net, data->n, &size);
@@ -3763,6 +3855,21 @@ static moe_status moei_batch_layout(const moe_trainer *trainer, moei_layout *l, 
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
+/* Samples have nothing but x for a router to read. */
+static moe_status moei_trainer_check_routers(const moe_net *net, moe_error *error) {
+    static const unsigned beyond[] = {MOE_TRAIT_NEEDS_TOKEN_IDS, MOE_TRAIT_NEEDS_ATTENTION, MOE_TRAIT_NEEDS_PREVIOUS_LAYER,
+                                      MOE_TRAIT_NEEDS_GIVEN};
+    size_t i, k;
+    for (i = 0; i < net->n_modules; i++) {
+        unsigned traits = net->modules[i].kind == MOE_MODULE_MIXTURE ? moe_router_traits(&net->modules[i].layer.config.router) : 0;
+        for (k = 0; k < sizeof beyond / sizeof beyond[0]; k++)
+            if ((traits & beyond[k]) != 0)
+                return moei_error(error, MOE_ERR_CONFIG, "module %z (mixture): its router has the trait %s, but samples have only x", i,
+                                  moe_trait_name(beyond[k]));
+    }
+    return MOE_OK;
+}
+
 /* The numbers that one moment has. */
 static size_t moei_net_numbers(const moe_net *net) { return moe_net_parameters(net, NULL); }
 
@@ -3792,7 +3899,7 @@ moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_
     memset(&made, 0, sizeof made);
     made.net = net;
     status = moei_train_check(config, &made.config, error);
-    if (status == MOE_OK) status = moei_net_check_training(net, error);
+    if (status == MOE_OK) status = moei_trainer_check_routers(net, error);
     if (status == MOE_OK) status = moei_trainer_allocate(&made, error);
     if (status != MOE_OK) return status;
     moe_rng_seed(&made.rng, made.config.seed);
@@ -3834,7 +3941,8 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, m
         for (loss = 0; routing != NULL && loss < MOE_LOSS_COUNT; loss++) step->router_loss += routing->loss[loss];
     }
     if (!moe_is_finite(step->loss) || !moe_is_finite(step->router_loss))
-        return moei_error(error, MOE_ERR_NONFINITE, "the loss is not finite: %g, of the routers %g", (double)step->loss, (double)step->router_loss);
+        return moei_error(error, MOE_ERR_NONFINITE, "the loss is not finite: %g, of the routers %g", (double)step->loss,
+                          (double)step->router_loss);
     status = moe_net_backward(t->net, &pass, batch.dy, NULL);
     return status == MOE_OK ? MOE_OK : moei_error(error, status, "the net's backward pass: %s", moe_status_text(status));
 }
@@ -3846,7 +3954,8 @@ static moe_status moei_trainer_norm(const moe_trainer *trainer, moe_real *norm, 
     for (i = 0; i < trainer->net->n_tensors; i++) {
         const moe_tensor *t = &trainer->net->tensors[i];
         for (j = 0; moei_is_trained(t) && j < t->count; j++) {
-            if (!moe_is_finite(t->gradient[j])) return moei_error(error, MOE_ERR_NONFINITE, "%s: number %z of the gradient is not finite", t->name, j);
+            if (!moe_is_finite(t->gradient[j]))
+                return moei_error(error, MOE_ERR_NONFINITE, "%s: number %z of the gradient is not finite", t->name, j);
             sum += (double)t->gradient[j] * (double)t->gradient[j];
         }
     }
@@ -3893,8 +4002,7 @@ static void moei_trainer_update(moe_trainer *trainer, moe_real scale) {
     size_t i;
     for (i = 0; i < trainer->net->n_tensors; i++) {
         const moe_tensor *t = &trainer->net->tensors[i];
-        if (!moei_is_trained(t))
-            continue;
+        if (!moei_is_trained(t)) continue;
         if (trainer->config.optimizer == MOE_OPTIMIZER_SGD) moei_update_sgd(trainer, t, scale, first + (t->data - trainer->net->memory));
         else moei_update_adamw(trainer, t, scale, first + (t->data - trainer->net->memory), second + (t->data - trainer->net->memory));
     }
@@ -3909,7 +4017,8 @@ moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_ste
     if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
     if (batch->n < 1 || batch->n > (size_t)trainer->config.batch)
         return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be 1 to batch = %d", batch->n, trainer->config.batch);
-    if (!moe_is_finite(trainer->rate)) return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
+    if (!moe_is_finite(trainer->rate))
+        return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
     status = moei_data_check(trainer->net, batch, trainer->config.criterion, error);
     if (status != MOE_OK) return status;
     rng = trainer->rng;
@@ -3934,7 +4043,7 @@ typedef struct moei_fit {
     const moe_data *train, *test; /* test NULL: none */
     void *memory;
     size_t memory_size;
-    size_t *order; /* [train.n] */
+    size_t *order;         /* [train.n] */
     moe_real *x, *targets; /* one batch, gathered */
     int32_t *labels;
     void *test_work;
@@ -4011,7 +4120,8 @@ static moe_real moei_fit_rate(const moei_fit *f) {
     double last = (double)f->progress.steps * (double)c->epochs - 1.0;
     double at = last > 0.0 ? (double)f->trainer.steps / last : 0.0;
     if (!(c->final_rate < MOEI_R(1.0))) return c->rate;
-    return c->rate * (c->final_rate + (MOEI_R(1.0) - c->final_rate) * MOEI_R(0.5) * (MOEI_R(1.0) + (moe_real)cos(3.14159265358979324 * at)));
+    return c->rate *
+           (c->final_rate + (MOEI_R(1.0) - c->final_rate) * MOEI_R(0.5) * (MOEI_R(1.0) + (moe_real)cos(3.14159265358979324 * at)));
 }
 
 static moe_status moei_fit_report(moei_fit *f, const moe_step *step, size_t seen, moe_error *error) {
@@ -4021,7 +4131,8 @@ static moe_status moei_fit_report(moei_fit *f, const moe_step *step, size_t seen
     p->gradient_norm = step->gradient_norm;
     p->epoch_ended = p->step == p->steps;
     if (p->epoch_ended && f->test != NULL) {
-        moe_status status = moei_evaluate(f->trainer.net, f->test, f->trainer.config.criterion, f->test_work, f->test_size, &p->test, error);
+        moe_status status =
+            moei_evaluate(f->trainer.net, f->test, f->trainer.config.criterion, f->test_work, f->test_size, &p->test, error);
         if (status != MOE_OK) return status;
     }
     if (f->trainer.config.progress == NULL || f->trainer.config.progress(f->trainer.config.progress_ctx, p) == 0) return MOE_OK;
@@ -4060,7 +4171,8 @@ moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, co
         f.progress.epochs = f.trainer.config.epochs;
         f.progress.steps = (train->n - 1) / (size_t)f.trainer.config.batch + 1;
     }
-    for (f.progress.epoch = 1; status == MOE_OK && f.progress.epoch <= f.progress.epochs; f.progress.epoch++) status = moei_fit_epoch(&f, error);
+    for (f.progress.epoch = 1; status == MOE_OK && f.progress.epoch <= f.progress.epochs; f.progress.epoch++)
+        status = moei_fit_epoch(&f, error);
     if (f.memory != NULL) moei_free(&net->allocator, f.memory, f.memory_size);
     moe_trainer_free(&f.trainer);
     return status;
@@ -4143,7 +4255,8 @@ static void moei_config_put_layer(moei_config_text *c, const moe_layer_config *c
 }
 
 /* Writes the file and gives the text back. */
-static moe_status moei_config_write(moei_config_text *c, moe_stream *stream, const moe_tensor *tensors, size_t n_tensors, moe_error *error) {
+static moe_status moei_config_write(moei_config_text *c, moe_stream *stream, const moe_tensor *tensors, size_t n_tensors,
+                                    moe_error *error) {
     moe_metadata metadata;
     moe_status status = c->status;
     if (status == MOE_OK) status = moei_buffer_write(&c->buffer, "", 1);
@@ -4256,7 +4369,8 @@ static moe_status moei_config_skip(moei_json *j) {
         int c = moei_json_peek(j), entered = c == '{' || c == '[';
         moe_status status = MOE_OK;
         if (entered) {
-            if (depth == MOEI_CONFIG_DEPTH) return moei_json_refuse(j, j->at, MOE_ERR_UNSUPPORTED, "more than %d levels of nesting", (int)MOEI_CONFIG_DEPTH);
+            if (depth == MOEI_CONFIG_DEPTH)
+                return moei_json_refuse(j, j->at, MOE_ERR_UNSUPPORTED, "more than %d levels of nesting", (int)MOEI_CONFIG_DEPTH);
             open[depth++] = (char)(c == '{' ? '}' : ']');
             j->at++;
         } else if (c == '"') {
@@ -4284,7 +4398,8 @@ static moe_status moei_config_unknown(moei_json *j, const char *place, moei_span
 
 static moe_status moei_config_twice(moei_json *j, const char *place, moei_span key) {
     char shown[52];
-    return moei_json_refuse(j, (size_t)(key.p - j->bytes), MOE_ERR_FORMAT, "%s: the key '%s' occurs twice", place, moei_span_text(key, shown));
+    return moei_json_refuse(j, (size_t)(key.p - j->bytes), MOE_ERR_FORMAT, "%s: the key '%s' occurs twice", place,
+                            moei_span_text(key, shown));
 }
 
 /* Walks over an object whose keys are names (NULL at the end) and notes; at[i] gets where the value of names[i] begins, 0 when
@@ -4370,7 +4485,8 @@ static moe_status moei_config_kind(moei_json *j, const char *place, int *kind) {
         if ((status = moei_json_string(j, &name)) != MOE_OK) break;
         for (*kind = 0; *kind < MOE_MODULE_COUNT && !moei_span_is(name, moei_module_names[*kind]);) ++*kind;
         if (*kind == MOE_MODULE_COUNT)
-            return moei_json_refuse(j, (size_t)(name.p - j->bytes), MOE_ERR_UNSUPPORTED, "%s: unknown module '%s'", place, moei_span_text(name, shown));
+            return moei_json_refuse(j, (size_t)(name.p - j->bytes), MOE_ERR_UNSUPPORTED, "%s: unknown module '%s'", place,
+                                    moei_span_text(name, shown));
     }
     if (status == MOE_OK && *kind < 0) return moei_json_refuse(j, at, MOE_ERR_FORMAT, "%s: the key 'module' is missing", place);
     if (status == MOE_OK) j->at = at;
@@ -4423,11 +4539,12 @@ static moe_status moei_config_top(moei_json *j, const char *wanted, size_t *valu
     if (!moei_is_json_number(format) || !moei_parse_real((const char *)format.p, format.n, &number))
         return moei_json_refuse(j, at[0], MOE_ERR_FORMAT, "format must be a number");
     if (number < (moe_real)MOEI_CONFIG_FORMAT || number > (moe_real)MOEI_CONFIG_FORMAT)
-        return moei_json_refuse(j, at[0], MOE_ERR_UNSUPPORTED, "format = %s: this version reads format %d", moei_span_text(format, shown), (int)MOEI_CONFIG_FORMAT);
+        return moei_json_refuse(j, at[0], MOE_ERR_UNSUPPORTED, "format = %s: this version reads format %d", moei_span_text(format, shown),
+                                (int)MOEI_CONFIG_FORMAT);
     *value_at = at[layer ? 2 : 1];
     if (*value_at == 0 || at[layer ? 1 : 2] != 0)
-        return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "this is not the file of a single %s: 'net' is %s, 'layer' is %s", wanted, at[1] != 0 ? "there" : "missing",
-                                at[2] != 0 ? "there" : "missing");
+        return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "this is not the file of a single %s: 'net' is %s, 'layer' is %s", wanted,
+                                at[1] != 0 ? "there" : "missing", at[2] != 0 ? "there" : "missing");
     return MOE_OK;
 }
 
@@ -4445,7 +4562,8 @@ static moe_status moei_config_net(moei_json *j, moe_net *net, const moei_net_opt
     if (status != MOE_OK) return status;
     j->at = start;
     if ((status = moei_config_members(j, "net", names, at)) != MOE_OK) return status;
-    if (at[0] == 0 || at[1] == 0) return moei_json_refuse(j, start, MOE_ERR_FORMAT, "net: the key '%s' is missing", names[at[0] == 0 ? 0 : 1]);
+    if (at[0] == 0 || at[1] == 0)
+        return moei_json_refuse(j, start, MOE_ERR_FORMAT, "net: the key '%s' is missing", names[at[0] == 0 ? 0 : 1]);
     memset(&small, 0, sizeof small);
     j->at = at[0];
     if ((status = moei_config_value(j, "net", moei_net_fields, &small)) != MOE_OK) return status;
@@ -4470,14 +4588,17 @@ static moe_status moei_config_layer(moei_json *j, moe_layer_config *config) {
 }
 
 /* Reads the configuration of a file into net, or when that is NULL into layer. */
-static moe_status moei_config_read(const moe_file *file, const moei_net_options *options, moe_net *net, moe_layer_config *layer, moe_error *error) {
+static moe_status moei_config_read(const moe_file *file, const moei_net_options *options, moe_net *net, moe_layer_config *layer,
+                                   moe_error *error) {
     moei_json j;
     moe_error why;
     char *text;
     size_t length = 0;
     moe_status status = moe_file_metadata(file, MOEI_CONFIG_KEY, NULL, 0, &length);
-    if (status == MOE_ERR_NOT_FOUND) return moei_error(error, MOE_ERR_FORMAT, "the file has no configuration: no metadata of the key '%s'", MOEI_CONFIG_KEY);
-    if (!moei_can_allocate(options->allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
+    if (status == MOE_ERR_NOT_FOUND)
+        return moei_error(error, MOE_ERR_FORMAT, "the file has no configuration: no metadata of the key '%s'", MOEI_CONFIG_KEY);
+    if (!moei_can_allocate(options->allocator))
+        return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
     text = (char *)moei_alloc(options->allocator, length + 1, 1);
     if (text == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of configuration", length + 1);
     memset(&j, 0, sizeof j);
@@ -4489,8 +4610,7 @@ static moe_status moei_config_read(const moe_file *file, const moei_net_options 
     if (status == MOE_OK) status = net != NULL ? moei_config_net(&j, net, options) : moei_config_layer(&j, layer);
     if (status == MOE_ERR_FORMAT && moei_json_peek(&j) < 0)
         (void)moei_error(error, status, "configuration: the text ends too early, after %z bytes", length);
-    else if (status != MOE_OK)
-        (void)moei_error(error, status, "configuration, %s", why.message);
+    else if (status != MOE_OK) (void)moei_error(error, status, "configuration, %s", why.message);
     moei_free(options->allocator, text, length + 1);
     return status;
 }
@@ -4535,10 +4655,11 @@ static moe_status moei_file_compare(const moe_net *net, const moe_file_tensor *f
     const moe_tensor *t = moei_file_wanted(net, found);
     name.p = (const unsigned char *)found->name;
     name.n = found->name_length;
-    if (t == NULL) return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': the configuration has none of this name", moei_span_text(name, shown));
+    if (t == NULL)
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': the configuration has none of this name", moei_span_text(name, shown));
     if (t->n_dims != found->n_dims || memcmp(t->shape, found->shape, (size_t)t->n_dims * sizeof t->shape[0]) != 0)
-        return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be %s, the file has %s", t->name, moei_shape_text(t->shape, t->n_dims, want),
-                          moei_shape_text(found->shape, found->n_dims, have));
+        return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be %s, the file has %s", t->name,
+                          moei_shape_text(t->shape, t->n_dims, want), moei_shape_text(found->shape, found->n_dims, have));
     *wanted = t;
     return MOE_OK;
 }
@@ -4576,7 +4697,8 @@ static moe_status moei_file_fill(const moe_net *net, moe_file *file, moe_error *
     return status;
 }
 
-moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator, moe_error *error) {
+moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
+                        moe_error *error) {
     moei_net_options options;
     moe_net made;
     moe_file file;
@@ -4602,7 +4724,8 @@ static moe_net moei_layer_list(const moe_layer *layer, moe_tensor tensors[MOE_LA
     memset(&list, 0, sizeof list);
     list.allocator = layer->allocator;
     list.tensors = tensors;
-    while (list.n_tensors < MOE_LAYER_SLOTS && moe_layer_tensor(layer, list.n_tensors, &tensors[list.n_tensors]) == MOE_OK) list.n_tensors++;
+    while (list.n_tensors < MOE_LAYER_SLOTS && moe_layer_tensor(layer, list.n_tensors, &tensors[list.n_tensors]) == MOE_OK)
+        list.n_tensors++;
     return list;
 }
 
@@ -4615,7 +4738,8 @@ static moe_status moei_layer_allocate(moe_layer *layer, int trainable, moe_error
 #else
     if (trainable) return moei_error(error, MOE_ERR_UNSUPPORTED, "trainable = 1: this build has MOE_NO_TRAIN");
 #endif
-    if (!moei_layer_count(layer, &count) || !moei_mul(count, trainable ? 2 : 1, &all) || !moei_mul(all, sizeof(moe_real), &layer->memory_size))
+    if (!moei_layer_count(layer, &count) || !moei_mul(count, trainable ? 2 : 1, &all) ||
+        !moei_mul(all, sizeof(moe_real), &layer->memory_size))
         return moei_error(error, MOE_ERR_OVERFLOW, "the layer's tensors do not fit this machine's memory");
     layer->memory = (moe_real *)moei_alloc(&layer->allocator, all, sizeof(moe_real));
     if (layer->memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of tensors", layer->memory_size);
@@ -4623,7 +4747,8 @@ static moe_status moei_layer_allocate(moe_layer *layer, int trainable, moe_error
     return MOE_OK;
 }
 
-moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_allocator *allocator, moe_error *error) {
+moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_allocator *allocator,
+                          moe_error *error) {
     moei_net_options options;
     moe_layer_config config;
     moe_tensor tensors[MOE_LAYER_SLOTS];

@@ -192,12 +192,15 @@ enum { MOE_GATE_SOFTMAX = 0, MOE_GATE_SIGMOID, MOE_GATE_SQRT_SOFTPLUS, MOE_GATE_
      affinity       each token goes to its best expert by z; the expert keeps the shortest prefix of its tokens that holds affinity_mass of their summed
                     positive z (or affinity_sum of it), at least capacity_min, at most capacity (LocMoE+, Li et al. 2024)
      hash           router.table[token id], K experts per token id (Roller et al. 2021, Hash layers)
+     sinkhorn       in training the K largest of d0 Q d1, Q = exp(z) scaled to even rows and columns (Clark et al. 2022, Unified scaling laws for
+                    routed language models); outside training top_k
+     sample         in training K draws without replacement from p; outside training the K largest p
      soft           every expert works on `slots` mixtures of the sequence's tokens instead: L = u . phi, dispatch = softmax over tokens, combine = softmax
                     over slots (Puigcerver et al. 2024, From sparse to soft mixtures of experts); soft_normalise: L = unit(u) . (scale unit(phi)).
                     Score, gate, weight and losses take no part */
 enum {
     MOE_SELECT_TOP_K = 0, MOE_SELECT_DENSE, MOE_SELECT_GIVEN, MOE_SELECT_GROUPED_TOP_K, MOE_SELECT_TOP_P, MOE_SELECT_THRESHOLD, MOE_SELECT_POSITIVE,
-    MOE_SELECT_EXPERT_CHOICE, MOE_SELECT_AFFINITY, MOE_SELECT_HASH, MOE_SELECT_SOFT, MOE_SELECT_COUNT
+    MOE_SELECT_EXPERT_CHOICE, MOE_SELECT_AFFINITY, MOE_SELECT_HASH, MOE_SELECT_SOFT, MOE_SELECT_SINKHORN, MOE_SELECT_SAMPLE, MOE_SELECT_COUNT
 };
 enum { MOE_GROUP_MAX = 0, MOE_GROUP_TOP2_SUM, MOE_GROUP_COUNT };
 /* When threshold finds no expert, the best one is taken: always, in evaluation only, never. */
@@ -411,10 +414,10 @@ enum {
     MOE_ROUTER_THRESHOLD,      /* "router.threshold" [E] */
     MOE_ROUTER_NOISE_WEIGHT,   /* "router.noise_weight" [E,d] */
     MOE_ROUTER_SIMILARITY,     /* "router.similarity" [d,d] */
-    MOE_ROUTER_AC_RUNNING,     /* "router.ac_running" [E,d], state; in mode random it is "router.ac_random", frozen */
+    MOE_ROUTER_AC_RUNNING,     /* "router.ac_running" [E,d]: state in mode running, frozen in mode random */
     MOE_ROUTER_SLOT_VECTORS,   /* "router.slots" [E slots,d] */
     MOE_ROUTER_SLOT_SCALE,     /* "router.scale" [1] */
-    MOE_ROUTER_TABLE,          /* "router.table" [table_size,K], frozen: expert indices as numbers */
+    MOE_ROUTER_TABLE,          /* "router.table" [table_size,K], frozen: expert indices as numbers; starts random, every expert equally often */
     MOE_ROUTER_SLOTS
 };
 
@@ -880,7 +883,7 @@ static const char *const moei_refine_names[] = {"none", "similarity", "attention
 static const char *const moei_similarity_names[] = {"none", "l2", "rsqrt_d", NULL};
 static const char *const moei_heads_names[] = {"min_entropy", "all", "fixed", NULL};
 static const char *const moei_attention_u_names[] = {"input", "output", NULL};
-static const char *const moei_select_names[] = {"top_k", "dense", "given", "grouped_top_k", "top_p", "threshold", "positive", "expert_choice", "affinity", "hash", "soft", NULL};
+static const char *const moei_select_names[] = {"top_k", "dense", "given", "grouped_top_k", "top_p", "threshold", "positive", "expert_choice", "affinity", "hash", "soft", "sinkhorn", "sample", NULL};
 static const char *const moei_group_names[] = {"max", "top2_sum", NULL};
 static const char *const moei_fallback_names[] = {"always", "evaluation", "never", NULL};
 static const char *const moei_expert_choice_names[] = {"p", "z", NULL};
@@ -1004,6 +1007,9 @@ typedef struct moei_pass {
 } moei_pass;
 
 static int moei_is_real(const moe_call *call, size_t t) { return call->mask == NULL || call->mask[t] != 0; }
+
+/* x/y, where a zero denominator gives 0. */
+static moe_real moei_ratio(moe_real x, moe_real y) { return y < MOEI_R(0.0) || y > MOEI_R(0.0) ? x / y : MOEI_R(0.0); }
 
 static const moe_real *moei_tensor(const moei_pass *s, int slot) { return s->router->tensors[slot]; }
 
@@ -2019,6 +2025,84 @@ static moe_status moei_select_hash(moei_pass *s) {
     return MOE_OK;
 }
 
+/* Marks the K largest of a row of scores. */
+static void moei_mark_largest(moei_pass *s, size_t t, const moe_real *score) {
+    int32_t *index = s->r->choices + t * s->r->max_choices;
+    size_t found = moe_top_k(s->experts, score, (size_t)s->c->top_k, index), i;
+    for (i = 0; i < found; i++) s->r->selected[t * s->experts + (size_t)index[i]] = 1;
+}
+
+/* One half of Sinkhorn's iteration, d0 = (1/N) / (Q d1) and d1 = (1/E) / (Q^T d0); returns the mean change of d1. */
+static moe_real moei_sinkhorn_step(moei_pass *s, const moe_real *q, moe_real *d0, moe_real *d1, moe_real *next) {
+    moe_real change = MOEI_R(0.0), sum;
+    size_t t, e;
+    for (e = 0; e < s->experts; e++) next[e] = MOEI_R(0.0);
+    for (t = 0; t < s->n; t++) {
+        if (!moei_is_real(s->call, t)) continue;
+        for (e = 0, sum = MOEI_R(0.0); e < s->experts; e++) sum += q[t * s->experts + e] * d1[e];
+        d0[t] = moei_ratio(MOEI_R(1.0) / (moe_real)s->r->n_real, sum);
+        for (e = 0; e < s->experts; e++) next[e] += q[t * s->experts + e] * d0[t];
+    }
+    for (e = 0; e < s->experts; e++) {
+        next[e] = moei_ratio(MOEI_R(1.0) / (moe_real)s->experts, next[e]);
+        change += MOEI_F(fabs)(next[e] - d1[e]);
+        d1[e] = next[e];
+    }
+    return change / (moe_real)s->experts;
+}
+
+static moe_status moei_select_sinkhorn(moei_pass *s) {
+    moe_real *q = s->r->weights, *d0 = s->r->column, *d1 = s->r->row, *next = d1 + s->experts; /* weights are filled in later */
+    size_t t, e, step;
+    if (!s->call->training) {
+        for (t = 0; t < s->n; t++)
+            if (moei_is_real(s->call, t)) moei_mark_largest(s, t, s->r->logits + t * s->experts);
+        return MOE_OK;
+    }
+    for (t = 0; t < s->n; t++) {
+        const moe_real *z = s->r->logits + t * s->experts;
+        moe_real largest = z[0];
+        for (e = 1; e < s->experts; e++)
+            if (z[e] > largest) largest = z[e];
+        for (e = 0; e < s->experts && moei_is_real(s->call, t); e++) q[t * s->experts + e] = MOEI_F(exp)(z[e] - largest);
+    }
+    for (e = 0; e < s->experts; e++) d1[e] = MOEI_R(1.0);
+    for (step = 0; step < 100 && moei_sinkhorn_step(s, q, d0, d1, next) >= MOEI_R(1e-4);) step++;
+    for (t = 0; t < s->n; t++) {
+        for (e = 0; e < s->experts && moei_is_real(s->call, t); e++) q[t * s->experts + e] *= d0[t] * d1[e];
+        if (moei_is_real(s->call, t)) moei_mark_largest(s, t, q + t * s->experts);
+    }
+    return MOE_OK;
+}
+
+static moe_status moei_select_sample(moei_pass *s) {
+    size_t t, e, i;
+    for (t = 0; t < s->n; t++) {
+        const moe_real *p = s->r->probabilities + t * s->experts;
+        if (!moei_is_real(s->call, t)) continue;
+        if (!s->call->training) {
+            moei_mark_largest(s, t, p);
+            continue;
+        }
+        for (i = 0; i < (size_t)s->c->top_k; i++) {
+            unsigned char *taken = s->r->selected + t * s->experts;
+            moe_real left = MOEI_R(0.0), draw;
+            size_t last = s->experts;
+            for (e = 0; e < s->experts; e++)
+                if (!taken[e] && p[e] > MOEI_R(0.0)) left += p[e], last = e;
+            if (last == s->experts) break;
+            draw = moe_rng_uniform(s->call->rng) * left;
+            for (e = 0; e < last; e++) {
+                if (taken[e] || !(p[e] > MOEI_R(0.0))) continue;
+                if (draw < p[e]) break;
+                draw -= p[e];
+            }
+            taken[e] = 1;
+        }
+    }
+    return MOE_OK;
+}
+
 typedef struct moei_select {
     moe_status (*choose)(moei_pass *s);
     int ranked;      /* choose fills in choices in order of rank; else it marks them in selected */
@@ -2037,7 +2121,9 @@ static const moei_select moei_selects[MOE_SELECT_COUNT] = {
     /* expert_choice */ {moei_select_expert_choice, 0, 0, MOE_TRAIT_NEEDS_BATCH},
     /* affinity      */ {moei_select_affinity, 0, 0, MOE_TRAIT_NEEDS_BATCH},
     /* hash          */ {moei_select_hash, 0, 1, MOE_TRAIT_NEEDS_TOKEN_IDS},
-    /* soft          */ {moei_select_dense, 0, 0, MOE_TRAIT_NEEDS_BATCH}};
+    /* soft          */ {moei_select_dense, 0, 0, MOE_TRAIT_NEEDS_BATCH},
+    /* sinkhorn      */ {moei_select_sinkhorn, 0, 1, MOE_TRAIT_NEEDS_BATCH},
+    /* sample        */ {moei_select_sample, 0, 1, MOE_TRAIT_STOCHASTIC}};
 
 static int moei_is_soft(const moe_router_config *c) { return c->select == MOE_SELECT_SOFT; }
 
@@ -2088,9 +2174,6 @@ static moe_real moei_chosen_sum(const moei_token *k) {
     for (i = 0; i < k->n; i++) sum += k->p[k->choice[i]];
     return sum;
 }
-
-/* x/y, where a zero denominator gives 0. */
-static moe_real moei_ratio(moe_real x, moe_real y) { return y < MOEI_R(0.0) || y > MOEI_R(0.0) ? x / y : MOEI_R(0.0); }
 
 static void moei_weight_sum(const moei_token *k, moe_real *w) {
     moe_real sum = moei_chosen_sum(k);
@@ -2744,44 +2827,225 @@ const char *moe_trait_name(unsigned trait) {
 /* ==== presets ============================================================================================================================== */
 
 static const moe_preset moei_presets[] = {
-    {"smoe", "sparse_moe", "Shazeer et al. 2017, Outrageously large neural networks: the sparsely-gated mixture-of-experts layer",
-     "w = softmax over the top K logits", "n_experts=16 top_k=2 weight=softmax router_bias=1", ""},
-    {"glam", "", "Du et al. 2022, GLaM: efficient scaling of language models with mixture-of-experts", "smoe on every other layer",
+    {"smoe", "sparse_moe",
+     "Shazeer et al. 2017, Outrageously large neural networks: the sparsely-gated mixture-of-experts layer",
+     "w = softmax over the top K logits",
+     "n_experts=16 top_k=2 weight=softmax router_bias=1", ""},
+    {"similarity_smoe", "",
+     "Nguyen et al. 2025, Improving routing in sparse mixture of experts with graph of tokens",
+     "smoe with p_i = sum_j softmax_j(u_i . u_j / tau) r_j",
+     "n_experts=16 top_k=2 router_bias=1 refine=similarity", ""},
+    {"attention_smoe", "",
+     "Nguyen et al. 2025, Improving routing in sparse mixture of experts with graph of tokens",
+     "smoe with p_i = sum_j A'_ij r_j, A' the posterior of the attention head with the least entropy",
+     "n_experts=16 top_k=2 router_bias=1 refine=attention", ""},
+    {"similarity_glam", "",
+     "Nguyen et al. 2025, Improving routing in sparse mixture of experts with graph of tokens",
+     "glam with p_i = sum_j softmax_j(u_i . u_j / tau) r_j",
+     "n_experts=16 top_k=2 refine=similarity", ""},
+    {"attention_glam", "",
+     "Nguyen et al. 2025, Improving routing in sparse mixture of experts with graph of tokens",
+     "glam with p_i = sum_j A'_ij r_j, A' the posterior of the attention head with the least entropy",
+     "n_experts=16 top_k=2 refine=attention", ""},
+    {"similarity_xmoe", "",
+     "Nguyen et al. 2025, Improving routing in sparse mixture of experts with graph of tokens",
+     "xmoe with p_i = sum_j softmax_j(u_i . u_j / tau) r_j",
+     "n_experts=16 top_k=2 score=cosine cosine_dim=8 cosine_learn_tau=1 refine=similarity", ""},
+    {"attention_xmoe", "",
+     "Nguyen et al. 2025, Improving routing in sparse mixture of experts with graph of tokens",
+     "xmoe with p_i = sum_j A'_ij r_j, A' the posterior of the attention head with the least entropy",
+     "n_experts=16 top_k=2 score=cosine cosine_dim=8 cosine_learn_tau=1 refine=attention", ""},
+    {"similarity_smoe_dropout", "",
+     "Nguyen et al. 2025, Improving routing in sparse mixture of experts with graph of tokens",
+     "smoe_dropout with p_i = sum_j softmax_j(u_i . u_j / tau) r_j",
+     "n_experts=16 top_k=2 score=random refine=similarity", ""},
+    {"attention_smoe_dropout", "",
+     "Nguyen et al. 2025, Improving routing in sparse mixture of experts with graph of tokens",
+     "smoe_dropout with p_i = sum_j A'_ij r_j, A' the posterior of the attention head with the least entropy",
+     "n_experts=16 top_k=2 score=random refine=attention", ""},
+    {"glam", "",
+     "Du et al. 2022, GLaM: efficient scaling of language models with mixture-of-experts",
+     "smoe without bias, on every other layer of a net",
      "n_experts=16 top_k=2 weight=softmax", ""},
-    {"switch", "switch_transformer", "Fedus, Zoph, Shazeer 2022, Switch transformers", "w = p of the best expert; balance over first choices",
+    {"switch", "switch_transformer",
+     "Fedus, Zoph, Shazeer 2022, Switch transformers",
+     "w = p of the best expert; balance over first choices",
      "n_experts=16 top_k=1 weight=raw loss_balance=0.01 balance_over=first", "expert=mlp act=relu"},
-    {"xmoe", "", "Chi et al. 2022, On the representation collapse of sparse mixture of experts",
-     "z = cos(P u, W_e) / tau, tau learned", "n_experts=16 top_k=2 score=cosine cosine_dim=8 cosine_learn_tau=1", ""},
-    {"xmoe_code", "", "the public program of Chi et al. 2022", "z = (P u) . W_e / |W_e| / tau: the token's length stays in",
+    {"gshard", "",
+     "Lepikhin et al. 2020, GShard: scaling giant models with conditional computation and automatic sharding",
+     "w = p / sum p over the top 2; the second kept with probability 2 w_2; capacity",
+     "n_experts=16 top_k=2 weight=sum loss_balance=0.01 balance_over=first capacity_factor=2 drop_rule=gshard", "expert=mlp act=relu"},
+    {"noisy_topk", "shazeer",
+     "Shazeer et al. 2017, Outrageously large neural networks: the sparsely-gated mixture-of-experts layer",
+     "w = softmax over the top K of z + n softplus(W_n u); importance and load",
+     "n_experts=16 top_k=2 noise=noisy_topk weight=softmax loss_importance=0.1 importance_over=weights unbiased=1 loss_load=0.1", "expert=mlp act=relu"},
+    {"vmoe", "",
+     "Riquelme et al. 2021, Scaling vision with sparse mixture of experts",
+     "w = p of the top 2, noise 1/E, importance over the clean gate, load",
+     "n_experts=16 top_k=2 noise=gaussian weight=raw loss_importance=0.005 importance_over=gate loss_load=0.005 capacity_factor=1.05 drop_order=priority", "expert=mlp act=gelu"},
+    {"xmoe", "",
+     "Chi et al. 2022, On the representation collapse of sparse mixture of experts",
+     "z = cos(P u, W_e) / tau, tau learned",
+     "n_experts=16 top_k=2 score=cosine cosine_dim=8 cosine_learn_tau=1", ""},
+    {"xmoe_code", "",
+     "the public program of Chi et al. 2022",
+     "z = (P u) . W_e / |W_e| / tau: the length of the token stays in",
      "n_experts=16 top_k=2 score=cosine cosine_dim=8 cosine_keep_length=1 weight=softmax", ""},
-    {"smoe_dropout", "", "Chen et al. 2023, Sparse MoE as the new dropout", "smoe with a router that stays at its random start",
+    {"smoe_dropout", "",
+     "Chen et al. 2023, Sparse MoE as the new dropout",
+     "smoe with a router that stays at its random start",
      "n_experts=16 top_k=2 score=random weight=softmax", ""},
-    {"aoe", "autonomy_of_experts", "Lv et al. 2025, Autonomy-of-experts models", "z_e = |W_down,e x|, w = softmax over the top K",
+    {"acmoe", "",
+     "Nielsen et al. 2025, Tight clusters make specialized experts",
+     "u = m * x, m_q large where the cluster of the token is tight",
+     "n_experts=16 top_k=2 input=adaptive_clustering weight=softmax", ""},
+    {"acmoe_code", "",
+     "the public program of Nielsen et al. 2025",
+     "as acmoe over the present x, with the cosine score that keeps the length",
+     "n_experts=16 top_k=2 input=adaptive_clustering ac_mode=code score=cosine cosine_keep_length=1 weight=softmax", ""},
+    {"acmoe_mix2", "",
+     "Nielsen et al. 2025, Tight clusters make specialized experts",
+     "as acmoe, m mixed over the two best previous experts",
+     "n_experts=16 top_k=2 input=adaptive_clustering ac_mix=2 weight=softmax", ""},
+    {"acmoe_threshold", "",
+     "Nielsen et al. 2025, Tight clusters make specialized experts",
+     "as acmoe, all experts with p > theta",
+     "n_experts=16 input=adaptive_clustering select=threshold weight=sum", ""},
+    {"soft_acmoe", "",
+     "Nielsen et al. 2025, Tight clusters make specialized experts",
+     "soft_moe with u = m * x",
+     "n_experts=16 input=adaptive_clustering ac_mix=2 select=soft soft_normalise=1", ""},
+    {"aoe", "autonomy_of_experts",
+     "Lv et al. 2025, Autonomy-of-experts models",
+     "z_e = |reduce_e x|, w = softmax over the top K",
      "n_experts=8 top_k=2 score=norm norm_node=down weight=softmax loss_balance=0.01 balance_over=tokens", "expert=factorised"},
-    {"aoe_code", "", "the public program of Lv et al. 2025", "as aoe, w = softmax over all experts, not renormalised",
-     "n_experts=8 top_k=2 score=norm norm_node=down weight=raw loss_balance=0.01 balance_over=tokens", "expert=factorised"},
-    {"norm_routing", "", "Lv et al. 2025, Autonomy-of-experts models, preliminary study", "z_e = |f_e(x)| of existing experts",
+    {"aoe_code", "",
+     "the public program of Lv et al. 2025",
+     "as aoe, w = softmax over all experts, not renormalised",
+     "n_experts=8 top_k=2 score=norm norm_node=down weight=raw loss_balance=0.01", "expert=factorised"},
+    {"aoe_top_p", "",
+     "Lv et al. 2025, Autonomy-of-experts models",
+     "as aoe_code, the best experts until their p exceeds 0.6",
+     "n_experts=8 score=norm norm_node=down select=top_p top_p=0.6 weight=raw loss_entropy=0.0001", "expert=factorised"},
+    {"aoe_expert_choice", "",
+     "Lv et al. 2025, Autonomy-of-experts models",
+     "as aoe_code, each expert takes the tokens with the largest norm",
+     "n_experts=8 score=norm norm_node=down select=expert_choice expert_choice_score=z capacity_factor=2 weight=raw", "expert=factorised"},
+    {"norm_routing", "",
+     "Lv et al. 2025, Autonomy-of-experts models, preliminary study",
+     "z_e = |f_e(x)| of existing experts",
      "n_experts=8 top_k=2 score=norm norm_node=output weight=softmax", ""},
-    {"importance_gate", "", "interpretable mixture of experts: expectation model with the importance loss of Shazeer et al. 2017",
-     "y = sum over all experts of p_e f_e(x), p from a small network", "n_experts=8 score=mlp select=dense weight=raw loss_importance=0.4 unbiased=1",
-     "expert=mlp act=relu"},
-    {"mixtral", "", "Jiang et al. 2024, Mixtral of experts", "w = softmax over the top 2 logits of 8", "n_experts=8 top_k=2 weight=softmax", ""},
-    {"qwen2_moe", "", "Yang et al. 2024, Qwen2 technical report", "w = p of the top 8 of 64; a shared expert times sigmoid(s . x)",
+    {"locmoe", "",
+     "Li et al. 2024, LocMoE: a low-overhead MoE for large language model training",
+     "z_e = mean of the e-th block of features; locality loss",
+     "n_experts=8 top_k=1 score=grap weight=raw loss_balance=0.01 loss_locality=0.1 nodes=2", ""},
+    {"locmoe_plus", "",
+     "Li et al. 2024, LocMoE+: enhanced router with token feature awareness for efficient LLM pre-training",
+     "each expert keeps its closest tokens, up to a share of its affinity",
+     "n_experts=8 top_k=1 score=grap grap_cosine=1 gate_temperature=0.2 select=affinity affinity_mass=0.6 weight=raw loss_balance=0.01", ""},
+    {"importance_gate", "",
+     "Krishnamurthy, Watkins, Gaertner 2023, Improving expert specialization in mixture of experts",
+     "y = sum over all experts of p_e f_e(x), p from a small network, importance loss",
+     "n_experts=8 score=mlp select=dense weight=raw loss_importance=0.4 unbiased=1", "expert=mlp act=relu"},
+    {"attentive_gate", "",
+     "Krishnamurthy, Watkins, Gaertner 2023, Improving expert specialization in mixture of experts",
+     "z_e = (W_Q h_g) . (W_K h_e) / sqrt(h), h_e the hidden layer of expert e",
+     "n_experts=8 score=attentive select=dense weight=raw loss_importance=0.2", "expert=mlp act=relu"},
+    {"similarity_gate", "",
+     "Krishnamurthy, Watkins, Gaertner 2023, Improving expert specialization in mixture of experts",
+     "importance_gate with the similarity loss instead",
+     "n_experts=8 score=mlp select=dense weight=raw loss_similarity_same=0.01 loss_similarity_diff=0.1", "expert=mlp act=relu"},
+    {"expert_choice", "",
+     "Zhou et al. 2022, Mixture-of-experts with expert choice routing",
+     "each expert takes its best tokens, two per token on average",
+     "n_experts=16 select=expert_choice capacity_factor=2 weight=raw", ""},
+    {"hash", "hash_layers",
+     "Roller et al. 2021, Hash layers for large sparse models",
+     "experts by a table of token ids; set table_size and router.table",
+     "n_experts=16 top_k=1 select=hash weight=uniform", "expert=mlp act=relu"},
+    {"sinkhorn", "",
+     "Clark et al. 2022, Unified scaling laws for routed language models",
+     "choices by a doubly normalised exp(z) in training, w = p of the best",
+     "n_experts=16 top_k=1 select=sinkhorn weight=raw", ""},
+    {"soft_moe", "",
+     "Puigcerver et al. 2024, From sparse to soft mixtures of experts",
+     "every slot is a softmax mixture of tokens, every output a softmax mixture of slots",
+     "n_experts=16 select=soft soft_normalise=1", "expert=mlp act=gelu"},
+    {"top_p", "",
+     "Huang et al. 2024, Harder tasks need more experts: dynamic routing in MoE models",
+     "the best experts until their p exceeds P; entropy loss",
+     "n_experts=16 select=top_p top_p=0.4 weight=raw loss_entropy=0.0001 loss_balance=0.01", ""},
+    {"dynmoe", "",
+     "Guo et al. 2024, Dynamic mixture of experts: an auto-tuning approach for efficient transformer models",
+     "sigmoid(cos(u, W_e)) > sigmoid(G_e), equal weights",
+     "n_experts=16 score=cosine gate=sigmoid select=threshold threshold=0.5 threshold_learned=1 threshold_fallback=evaluation weight=uniform", ""},
+    {"competesmoe", "",
+     "Pham et al. 2024, CompeteSMoE: effective training of sparse mixture of experts via competition",
+     "z_e = mean softplus(f_e(x)), w = z / sum z over the top 2",
+     "n_experts=16 top_k=2 score=competition gate=identity weight=sum", ""},
+    {"remoe", "",
+     "Wang, Chen, Zhu 2024, ReMoE: fully differentiable mixture-of-experts with ReLU routing",
+     "all experts with relu(z) > 0; L1 loss",
+     "n_experts=16 top_k=2 gate=relu select=positive weight=raw loss_l1=0.01", ""},
+    {"mixtral", "",
+     "Jiang et al. 2024, Mixtral of experts",
+     "w = softmax over the top 2 logits of 8",
+     "n_experts=8 top_k=2 weight=softmax", ""},
+    {"qwen2_moe", "",
+     "Yang et al. 2024, Qwen2 technical report",
+     "w = p of the top 8 of 64; a shared expert times sigmoid(s . x)",
      "n_experts=64 top_k=8 weight=raw", "n_shared=1 shared_sigmoid=1"},
-    {"qwen3_moe", "", "Yang et al. 2025, Qwen3 technical report", "w = p / sum p over the top 8 of 128", "n_experts=128 top_k=8 weight=sum", ""},
-    {"olmoe", "", "Muennighoff et al. 2024, OLMoE: open mixture-of-experts language models", "w = p of the top 8 of 64; z loss, balance loss",
+    {"qwen3_moe", "",
+     "Yang et al. 2025, Qwen3 technical report",
+     "w = p / sum p over the top 8 of 128",
+     "n_experts=128 top_k=8 weight=sum", ""},
+    {"olmoe", "",
+     "Muennighoff et al. 2024, OLMoE: open mixture-of-experts language models",
+     "w = p of the top 8 of 64; z loss, balance loss",
      "n_experts=64 top_k=8 weight=raw loss_z=0.001 loss_balance=0.01", ""},
-    {"deepseek_v4", "", "DeepSeek-V4 as shipped, after its first three layers", "r = sqrt(softplus(z)), bias in selection only, w = 1.5 p / sum p over 6 of 256",
+    {"deepseek_v2", "",
+     "DeepSeek-AI 2024, DeepSeek-V2: a strong, economical, and efficient mixture-of-experts language model",
+     "w = 16 p of the top 6 of 160 in the 3 best of 8 groups by their best expert",
+     "n_experts=160 top_k=6 select=grouped_top_k groups=8 groups_kept=3 group_score=max weight=raw scale=16", "n_shared=2"},
+    {"deepseek_v3", "",
+     "DeepSeek-AI 2024, DeepSeek-V3 technical report",
+     "sigmoid, bias in selection only, w = 2.5 p / sum p of 8 of 256 in the 4 best of 8 groups by their two best experts",
+     "n_experts=256 top_k=8 gate=sigmoid select=grouped_top_k groups=8 groups_kept=4 group_score=top2_sum selection_bias=1 weight=sum scale=2.5", "n_shared=1"},
+    {"deepseek_v4", "",
+     "DeepSeek-V4 as shipped, after its first three layers",
+     "r = sqrt(softplus(z)), bias in selection only, w = 1.5 p / sum p over 6 of 256",
      "n_experts=256 top_k=6 gate=sqrt_softplus selection_bias=1 weight=sum scale=1.5", "n_shared=1"},
-    {"llama4", "", "Llama 4 as shipped", "top 1, sigmoid(z) on the expert's input; a shared expert",
+    {"llama4", "",
+     "Llama 4 as shipped",
+     "top 1, sigmoid(z) on the expert's input; a shared expert",
      "n_experts=16 top_k=1 gate=sigmoid weight=raw apply_to=input", "n_shared=1"},
-    {"gpt_oss", "", "OpenAI 2025, gpt-oss model card", "w = softmax over the top 4 logits of 128, router bias", "n_experts=128 top_k=4 router_bias=1 weight=softmax", ""},
-    {"dbrx", "", "DBRX as shipped", "w = p / sum p over the top 4 of 16", "n_experts=16 top_k=4 weight=p_norm weight_p=1", ""},
-    {"grok1", "", "Grok-1 as shipped", "w = p of the top 2 of 8", "n_experts=8 top_k=2 weight=raw", ""},
-    {"phi35_moe", "", "Abdin et al. 2024, Phi-3 technical report; Liu et al. 2023, Sparse backpropagation for MoE training",
-     "two picks one after another, each with its softmax among near rivals", "n_experts=16 top_k=2 weight=sparsemixer", ""},
-    {"granite_moe", "", "Granite MoE as shipped", "w = softmax over the top 8 logits of 40", "n_experts=40 top_k=8 weight=softmax", ""},
-    {"minimax_m2", "", "MiniMax-M2 as shipped", "r = sigmoid(z), bias in selection only, w = p / sum p over 8 of 256",
+    {"gpt_oss", "",
+     "OpenAI 2025, gpt-oss model card",
+     "w = softmax over the top 4 logits of 128, router bias",
+     "n_experts=128 top_k=4 router_bias=1 weight=softmax", ""},
+    {"dbrx", "",
+     "DBRX as shipped",
+     "w = p / sum p over the top 4 of 16",
+     "n_experts=16 top_k=4 weight=p_norm weight_p=1", ""},
+    {"grok1", "",
+     "Grok-1 as shipped",
+     "w = p of the top 2 of 8",
+     "n_experts=8 top_k=2 weight=raw", ""},
+    {"phi35_moe", "",
+     "Abdin et al. 2024, Phi-3 technical report; Liu et al. 2023, Sparse backpropagation for MoE training",
+     "two picks one after another, each with its softmax among near rivals",
+     "n_experts=16 top_k=2 weight=sparsemixer", ""},
+    {"granite_moe", "",
+     "Granite MoE as shipped",
+     "w = softmax over the top 8 logits of 40",
+     "n_experts=40 top_k=8 weight=softmax", ""},
+    {"gemma4", "",
+     "Gemma 4 as shipped",
+     "the router sees the raw residual (router_x), rms-scaled; w = s_e p / sum p over the top 8 of 128",
+     "n_experts=128 top_k=8 input=scaled_rms weight=sum expert_scale=1", ""},
+    {"minimax_m2", "",
+     "MiniMax-M2 as shipped",
+     "r = sigmoid(z), bias in selection only, w = p / sum p over 8 of 256",
      "n_experts=256 top_k=8 gate=sigmoid selection_bias=1 weight=sum", ""},
     {NULL, NULL, NULL, NULL, NULL, NULL}};
 
@@ -3056,7 +3320,8 @@ moe_status moe_route_size(const moe_router *router, size_t n_tokens, int trainin
 
 /* Whether a training call of this router draws random numbers. */
 static int moei_needs_rng(const moe_router_config *c, const moe_call *call) {
-    return (c->input == MOE_INPUT_JITTER && call->jitter == NULL) || (c->noise != MOE_NOISE_NONE && call->noise == NULL) || c->drop_rule != MOE_DROP_RULE_NONE;
+    return (c->input == MOE_INPUT_JITTER && call->jitter == NULL) || (c->noise != MOE_NOISE_NONE && call->noise == NULL) || c->drop_rule != MOE_DROP_RULE_NONE || c->select == MOE_SELECT_SAMPLE ||
+           c->drop_order == MOE_DROP_RANDOM;
 }
 
 /* Whether what adaptive clustering reads of the previous layer is there and in range. */
