@@ -522,8 +522,8 @@ typedef struct moe_net_pass {
 /* Exact bytes of work memory for n_tokens: every module keeps its output (so residuals and reports may look back), and with training = 1
    its gradient. Never less for more tokens. MOE_ERR_STATE before build, MOE_ERR_OVERFLOW. */
 MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, size_t *bytes);
-/* Runs all modules on call->x [N,d_in]; pass->y is the output, in work[work_size] (any alignment). Everything in call but x, router_x and nodes
-   (which must be NULL) reaches every mixture layer as it is: mask, sequences, given, rng, training. Padding passes the other modules
+/* Runs all modules on call->x [N,d_in]; pass->y is the output, in work[work_size] (any alignment). Everything in call but x reaches every
+   mixture layer as it is: mask, sequences, given, rng, training, ...; router_x and nodes must be NULL. Padding passes the other modules
    like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE, MOE_ERR_ARGUMENT, else as moe_route. On failure
    *pass is untouched. Thread-safe for different work. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
@@ -620,8 +620,8 @@ typedef struct moe_step {
    trainable = 1. MOE_ERR_CONFIG: a field is out of range, or a router needs more than x (token ids, attention, the previous layer,
    given indices). MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *trainer is untouched. */
 MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error);
-/* One step on 1..config.batch samples: gradients to 0, forward, loss, backward, clip, optimiser. Frozen tensors and state stay as they are, and
-   biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and the label), MOE_ERR_NONFINITE (x
+/* One step on 1..config.batch samples: gradients to 0, forward, loss, backward, clip, optimiser. Frozen tensors and state stay as they
+   are, and biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and the label), MOE_ERR_NONFINITE (x
    or a target). MOE_ERR_NONFINITE also when loss or gradient is not finite, or the gradient's norm is beyond 1e19 (1e150 in the double
    build). After a failure only the gradients have changed. step may be NULL. Allocates nothing. */
 MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
@@ -648,8 +648,8 @@ MOE_API moe_status moe_net_save(const moe_net *net, const char *path, moe_error 
 #endif
 #endif /* MOE_NO_TRAIN */
 
-/* Makes a net from a file in memory; bytes are not needed afterwards. trainable, kernels and allocator as in build and init. Numbers of any type
-   are converted. The file may come from a stranger: names and shapes are compared with the configuration before memory for tensors is
+/* Makes a net from a file in memory; bytes are not needed afterwards. trainable, kernels and allocator as in build and init. Numbers of
+   any type are converted. The file may come from a stranger: names and shapes are compared with the configuration before memory for tensors is
    taken. Errors: those of moe_file_open and of the module calls; MOE_ERR_FORMAT (no configuration, or it is malformed, or that of a
    layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many), MOE_ERR_NOT_FOUND
    (a tensor too few), MOE_ERR_SHAPE; error names it. On failure *net is untouched. */
@@ -657,7 +657,8 @@ MOE_API moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, in
                                 moe_error *error);
 #ifndef MOE_NO_STDIO
 /* The same from a file; also the errors of moe_file_read. */
-MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, int kernels, const moe_allocator *allocator, moe_error *error);
+MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, int kernels, const moe_allocator *allocator,
+                                moe_error *error);
 #endif
 
 #ifdef __cplusplus

@@ -1015,6 +1015,8 @@ static const moe_real *moei_tensor(const moei_pass *s, int slot) { return s->rou
 
 MOEI_TOOL moe_real *moei_gradient(const moei_pass *s, int slot) { return s->d_tensors != NULL ? s->d_tensors[slot] : NULL; }
 
+static int moei_is_noisy(const moei_pass *s) { return s->c->noise != MOE_NOISE_NONE && s->call->training; }
+
 /* ---- input: x -> u, one token -------------------------------------------------------------------------------------------- */
 
 /* xi, drawn once per call and kept for the way back. */
@@ -1330,6 +1332,9 @@ static void moei_score_competition(moei_pass *s) {
 
 #ifndef MOE_NO_TRAIN
 
+/* What the score made, before noise. */
+static const moe_real *moei_score_logits(const moei_pass *s) { return moei_is_noisy(s) ? s->r->clean_logits : s->r->logits; }
+
 /* The backward pass of moei_affine: d_in += d_out W (d_in may be NULL), dW += d_out^T in, d_bias += column sums. */
 static void moei_affine_backward(const moe_kernels *k, size_t n, size_t m, size_t inner, const moe_real *in, const moe_real *w,
                                  const moe_real *d_out, moe_real *d_in, moe_real *d_w, moe_real *d_bias) {
@@ -1372,11 +1377,12 @@ static void moei_score_cosine_backward(moei_pass *s) {
     const moe_real *a = s->r->lengths, *b = s->r->lengths + s->n;
     moe_real tau = moei_tau(s), d_tau = MOEI_R(0.0), *d_v = s->c->cosine_dim > 0 ? s->r->d_hidden : s->r->d_input;
     moe_real *d_w = moei_gradient(s, MOE_ROUTER_WEIGHT);
+    const moe_real *clean = moei_score_logits(s);
     if (s->c->cosine_dim > 0) memset(d_v, 0, s->n * width * sizeof(moe_real));
     for (t = 0; t < s->n; t++) {
         moe_real along = MOEI_R(0.0);
         for (e = 0; e < s->experts; e++) {
-            moe_real *dz = s->r->d_logits + t * s->experts + e, dz_z = *dz * s->r->logits[t * s->experts + e];
+            moe_real *dz = s->r->d_logits + t * s->experts + e, dz_z = *dz * clean[t * s->experts + e];
             if (d_w != NULL) moe_axpy(k, width, -(dz_z * b[e] * b[e]), w + e * width, d_w + e * width);
             along += dz_z;
             *dz *= a[t] * b[e] / tau;
@@ -1420,7 +1426,7 @@ static void moei_score_grap_backward(moei_pass *s) {
     size_t block = s->d / s->experts, t, e, q;
     moe_real over = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)block);
     for (t = 0; t < s->n; t++) {
-        const moe_real *u = s->r->u + t * s->d, *dz = s->r->d_logits + t * s->experts, *z = s->r->logits + t * s->experts;
+        const moe_real *u = s->r->u + t * s->d, *dz = s->r->d_logits + t * s->experts, *z = moei_score_logits(s) + t * s->experts;
         moe_real *du = s->r->d_input + t * s->d, inverse = s->c->grap_cosine ? moei_inverse_length(u, s->d) : MOEI_R(0.0), along = MOEI_R(0.0);
         moe_real share = s->c->grap_cosine ? inverse * over : MOEI_R(1.0) / (moe_real)block;
         for (e = 0; e < s->experts; e++) {
@@ -1502,8 +1508,6 @@ static moe_real moei_noise_draw(const moei_pass *s) {
     while (!(u > MOEI_R(0.0)));
     return -MOEI_F(log)(-MOEI_F(log)(u));
 }
-
-static int moei_is_noisy(const moei_pass *s) { return s->c->noise != MOE_NOISE_NONE && s->call->training; }
 
 /* Keeps the clean logits for the losses that read them. A supplied noise is n for noisy_topk, else the whole of what is added. */
 static void moei_route_noise(moei_pass *s) {
