@@ -4,7 +4,8 @@
      1. Copy moe.h, moe_routers.h and moe_kernels.h into your project (or the one file that `sh amalgamate > moe.h` writes).
      2. In ONE source file:   #define MOE_IMPLEMENTATION   and then   #include "moe.h"
      3. Everywhere else:      #include "moe.h"       Link with the mathematics library (-lm). No build system, no compiler option needed.
-     The three files need stb_ds.h where the implementation is compiled (Debian: libstb-dev), unless MOE_NO_TRAIN is defined. The one file has it inside.
+     The three files need stb_ds.h (its declarations only) where the implementation is compiled, unless MOE_NO_TRAIN is defined; Debian: libstb-dev. The
+     one file has it inside.
 
    First program: a layer of experts learns to double its input, is saved and loaded.
  * --- first program ---
@@ -45,7 +46,6 @@
      MOE_NO_TRAIN      yes   inference only: no backward pass, no trainer, no writing of files; implies MOE_NO_STDIO and MOE_NO_MALLOC unless asked back
      MOE_NO_STDIO      yes   no function takes a path; files are read from and written to memory. MOE_STDIO asks it back under MOE_NO_TRAIN
      MOE_NO_MALLOC     no    there is no standard heap: what allocates needs a moe_allocator. MOE_MALLOC asks it back under MOE_NO_TRAIN
-     MOE_STB_DS        no    where stb_ds.h is implemented: 0 here (default), 1 elsewhere in the program, 2 in a linked library (-lstb)
      MOE_STB_DS_PATH   no    the header's name in quotes, when it is not found as "stb_ds.h" or <stb/stb_ds.h>
 
    Glossary (the words of moe_routers.h, and)
@@ -621,8 +621,8 @@ typedef struct moe_step {
    given indices). MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *trainer is untouched. */
 MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error);
 /* One step on 1..config.batch samples: gradients to 0, forward, loss, backward, clip, optimiser. Frozen tensors and state stay as they
-   are, and biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and the label), MOE_ERR_NONFINITE (x
-   or a target). MOE_ERR_NONFINITE also when loss or gradient is not finite, or the gradient's norm is beyond 1e19 (1e150 in the double
+   are, and biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and the label),
+   MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss or gradient is not finite, or the gradient's norm is beyond 1e19 (1e150 in the double
    build). After a failure only the gradients have changed. step may be NULL. Allocates nothing. */
 MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
 /* Gives back what init took; the net stays. {0}, NULL and a second call are harmless. */
@@ -649,8 +649,8 @@ MOE_API moe_status moe_net_save(const moe_net *net, const char *path, moe_error 
 #endif /* MOE_NO_TRAIN */
 
 /* Makes a net from a file in memory; bytes are not needed afterwards. trainable, kernels and allocator as in build and init. Numbers of
-   any type are converted. The file may come from a stranger: names and shapes are compared with the configuration before memory for tensors is
-   taken. Errors: those of moe_file_open and of the module calls; MOE_ERR_FORMAT (no configuration, or it is malformed, or that of a
+   any type are converted. The file may come from a stranger: names and shapes are compared with the configuration before memory for
+   tensors is taken. Errors: those of moe_file_open and of the module calls; MOE_ERR_FORMAT (no configuration, or it is malformed, or that of a
    layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many), MOE_ERR_NOT_FOUND
    (a tensor too few), MOE_ERR_SHAPE; error names it. On failure *net is untouched. */
 MOE_API moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
@@ -1747,8 +1747,8 @@ MOE_API moe_status moe_file_integers(const moe_file_tensor *tensor, size_t first
 #ifndef MOE_NO_TRAIN
 
 /* ---- stb_ds: growing lists off the inference path ---------------------------------------------------------------------
-   MOE_STB_DS 0: this file makes the implementation of stb_ds (the default). 1: another file of the program defines
-   STB_DS_IMPLEMENTATION. 2: it is linked (-lstb). With 1 and 2 only the declarations are included. MOE_STB_DS_PATH names the
+   Lists have the form of stb_ds arrays, but grow through moei_list_reserve: stb_ds does not check its reallocation, and knows no allocator.
+   So only its declarations are included, never its implementation, and no function of it is called or linked. MOE_STB_DS_PATH names the
    header, quotes or angle brackets included. A program that wants the short names of stb_ds includes it before this file. */
 
 #if defined(__clang__)
@@ -1782,27 +1782,15 @@ MOE_API moe_status moe_file_integers(const moe_file_tensor *tensor, size_t first
 #endif
 
 /* stb_ds: begin */
-#ifndef MOE_STB_DS
-#define MOE_STB_DS 0
-#endif
-
-#if MOE_STB_DS == 0 && !(defined(INCLUDE_STB_DS_H) && defined(STB_DS_IMPLEMENTATION)) /* else it is in this file already */
-#define MOEI_STB_DS_MAKE
-#ifndef STB_DS_IMPLEMENTATION
-#define STB_DS_IMPLEMENTATION
-#endif
+#ifndef INCLUDE_STB_DS_H
+#ifdef STB_DS_IMPLEMENTATION /* meant for an include of the program's own */
+#undef STB_DS_IMPLEMENTATION
+#define MOEI_STB_DS_IMPLEMENTATION
 #endif
 #ifndef STBDS_NO_SHORT_NAMES
 #define STBDS_NO_SHORT_NAMES
 #define MOEI_STB_DS_NAMES
 #endif
-#if defined(MOE_NO_MALLOC) && !defined(STBDS_REALLOC) && !defined(STBDS_FREE) && !defined(INCLUDE_STB_DS_H)
-#define STBDS_REALLOC(ctx, p, size) ((void)(p), (void)(size), (void *)0) /* never runs: see moei_list_reserve */
-#define STBDS_FREE(ctx, p) ((void)(p))
-#define MOEI_STB_DS_HEAP
-#endif
-
-#if defined(MOEI_STB_DS_MAKE) || !defined(INCLUDE_STB_DS_H) /* else this file has what it needs */
 #if defined(MOE_STB_DS_PATH)
 #include MOE_STB_DS_PATH
 #elif defined(__has_include)
@@ -1816,20 +1804,14 @@ MOE_API moe_status moe_file_integers(const moe_file_tensor *tensor, size_t first
 #else
 #include "stb_ds.h"
 #endif
-#endif
-
-#ifdef MOEI_STB_DS_MAKE
-#undef STB_DS_IMPLEMENTATION /* or a later include of stb_ds.h would make it once more */
-#undef MOEI_STB_DS_MAKE
-#endif
 #ifdef MOEI_STB_DS_NAMES
 #undef STBDS_NO_SHORT_NAMES
 #undef MOEI_STB_DS_NAMES
 #endif
-#ifdef MOEI_STB_DS_HEAP
-#undef STBDS_REALLOC
-#undef STBDS_FREE
-#undef MOEI_STB_DS_HEAP
+#ifdef MOEI_STB_DS_IMPLEMENTATION
+#define STB_DS_IMPLEMENTATION
+#undef MOEI_STB_DS_IMPLEMENTATION
+#endif
 #endif
 /* stb_ds: end */
 
@@ -1839,8 +1821,7 @@ static stbds_array_header *moei_list_header(void *list) { return list != NULL ? 
 /* How many elements a list (NULL: an empty one) has. */
 MOEI_TOOL size_t moei_list_length(const void *list) { return list != NULL ? ((const stbds_array_header *)list - 1)->length : 0; }
 
-/* Makes room for capacity elements in all in the stb_ds list whose pointer lies at list: from then on stbds_arrput and its relatives
-   stay within it and their own reallocation, which cannot fail softly, never runs. Grows at least by half, so that reserving one
+/* Makes room for capacity elements in all in the list whose pointer lies at list. Grows at least by half, so that reserving one
    more each time is cheap. Returns 0 without memory; the list is then as it was. The list belongs to a from its first reserve on. */
 MOEI_TOOL int moei_list_reserve(const moe_allocator *a, void *list, size_t element_size, size_t capacity) {
     stbds_array_header *h;
@@ -1879,7 +1860,8 @@ MOEI_TOOL int moei_list_append(const moe_allocator *a, char **list, const char *
     size_t need;
     if (n == 0) return 1;
     if (!moei_add(moei_list_length(*list), n, &need) || !moei_list_reserve(a, list, 1, need)) return 0;
-    memcpy(stbds_arraddnptr(*list, n), s, n);
+    memcpy(*list + moei_list_length(*list), s, n);
+    moei_list_header(*list)->length += n;
     return 1;
 }
 
@@ -3047,7 +3029,7 @@ moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_re
 /* ---- lists: of stb_ds where there is training; a build without it includes no stb_ds and resizes to the exact length ----------- */
 
 #ifndef MOE_NO_TRAIN
-#define MOEI_LIST_ADD(list, count, item) ((void)stbds_arrput(list, item), (count)++)
+#define MOEI_LIST_ADD(list, count, item) ((list)[moei_list_header(list)->length++] = (item), (count)++)
 #else
 #define MOEI_LIST_ADD(list, count, item) ((list)[(count)++] = (item))
 #endif
@@ -3311,7 +3293,7 @@ static void moei_net_bind(moe_net *net, moe_real *values, moe_real *gradients) {
     size_t i, t, at = 0;
     for (i = 0; i < net->n_modules; i++) {
         moe_module *m = &net->modules[i];
-        const moe_tensor *first = net->tensors + m->first_tensor;
+        const moe_tensor *first;
         if (m->kind == MOE_MODULE_MIXTURE) moei_layer_bind(&m->layer, values + at, gradients != NULL ? gradients + at : NULL);
         for (t = m->first_tensor; t < moei_last_tensor(net, i); t++) {
             net->tensors[t].data = values + at;
@@ -3319,6 +3301,7 @@ static void moei_net_bind(moe_net *net, moe_real *values, moe_real *gradients) {
             at += net->tensors[t].count;
         }
         if (m->kind != MOE_MODULE_LINEAR && m->kind != MOE_MODULE_LAYER_NORM) continue;
+        first = &net->tensors[m->first_tensor];
         m->weight = first[MOEI_WEIGHT_PLACE].data, m->d_weight = first[MOEI_WEIGHT_PLACE].gradient;
         m->bias = first[MOEI_BIAS_PLACE].data, m->d_bias = first[MOEI_BIAS_PLACE].gradient;
     }
@@ -3367,12 +3350,12 @@ static void moei_net_start(moe_net *net, uint64_t seed) {
     moe_rng_seed(&rng, seed);
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
-        const moe_tensor *tensor = net->tensors + m->first_tensor;
         if (m->kind == MOE_MODULE_MIXTURE) {
-            moei_layer_fill(&m->layer.config, tensor->data, &rng);
+            moei_layer_fill(&m->layer.config, net->tensors[m->first_tensor].data, &rng);
             continue;
         }
-        for (place = 0; moei_module_slot(net, i, place, &slot) == MOE_OK; place++) moei_slot_fill(&slot, tensor[place].data, &rng);
+        for (place = 0; moei_module_slot(net, i, place, &slot) == MOE_OK; place++)
+            moei_slot_fill(&slot, net->tensors[m->first_tensor + (size_t)place].data, &rng);
     }
 }
 
@@ -3603,7 +3586,7 @@ moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work,
     p.call = *call;
     for (i = 0; i < net->n_modules; i++) {
         moei_run r = moei_run_begin(net, &p, i);
-        r.p->x = i > 0 ? p.modules[i - 1].y : call->x;
+        r.p->x = i > 0 ? p.modules[i - 1].y : call->x != NULL ? call->x : r.p->y; /* NULL: there are no rows; any address will do */
         status = moei_module_kinds[net->modules[i].kind].forward(&r);
         if (status != MOE_OK) return status;
     }
@@ -4534,8 +4517,8 @@ static moe_status moei_config_top(moei_json *j, const char *wanted, size_t *valu
     moe_status status = moei_config_members(j, "the top", names, at);
     if (status != MOE_OK) return status;
     if (moei_json_peek(j) >= 0) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "nothing may follow the object");
-    if (at[0] == 0) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "the key 'format' is missing");
     j->at = at[0];
+    if (at[0] == 0) return moei_json_refuse(j, 0, MOE_ERR_FORMAT, "the key 'format' is missing");
     format = moei_config_word(j);
     if (!moei_is_json_number(format) || !moei_parse_real((const char *)format.p, format.n, &number))
         return moei_json_refuse(j, at[0], MOE_ERR_FORMAT, "format must be a number");
