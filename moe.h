@@ -1,7 +1,7 @@
 /* moe.h - 0.1.0 - mixtures of experts in C: experts, layers, nets, training, files - MIT or public domain, at your choice (see LICENSE)
 
    Recipe
-     1. Copy moe.h, moe_routers.h and moe_kernels.h into your project (or the one file that `sh amalgamate > moe.h` writes).
+     1. Copy moe.h, moe_routers.h and moe_kernels.h into your project (or the one file that `sh amalgamate` writes to standard output).
      2. In ONE source file:   #define MOE_IMPLEMENTATION   and then   #include "moe.h"
      3. Everywhere else:      #include "moe.h"       Link with the mathematics library (-lm). No build system, no compiler option needed.
      The three files need stb_ds.h (its declarations only) where the implementation is compiled, unless MOE_NO_TRAIN is defined; Debian: libstb-dev. The
@@ -622,8 +622,8 @@ typedef struct moe_step {
 MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error);
 /* One step on 1..config.batch samples: gradients to 0, forward, loss, backward, clip, optimiser. Frozen tensors and state stay as they
    are, and biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and the label),
-   MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss or gradient is not finite, or the gradient's norm is beyond 1e19 (1e150 in the double
-   build). After a failure only the gradients have changed. step may be NULL. Allocates nothing. */
+   MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss or gradient is not finite, or the gradient's norm is beyond
+   1e19 (1e150 in the double build). After a failure only the gradients have changed. step may be NULL. Allocates nothing. */
 MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
 /* Gives back what init took; the net stays. {0}, NULL and a second call are harmless. */
 MOE_API void moe_trainer_free(moe_trainer *trainer);
@@ -650,9 +650,9 @@ MOE_API moe_status moe_net_save(const moe_net *net, const char *path, moe_error 
 
 /* Makes a net from a file in memory; bytes are not needed afterwards. trainable, kernels and allocator as in build and init. Numbers of
    any type are converted. The file may come from a stranger: names and shapes are compared with the configuration before memory for
-   tensors is taken. Errors: those of moe_file_open and of the module calls; MOE_ERR_FORMAT (no configuration, or it is malformed, or that of a
-   layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many), MOE_ERR_NOT_FOUND
-   (a tensor too few), MOE_ERR_SHAPE; error names it. On failure *net is untouched. */
+   tensors is taken. Errors: those of moe_file_open and of the module calls; MOE_ERR_FORMAT (no configuration, or it is malformed, or
+   that of a layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many),
+   MOE_ERR_NOT_FOUND (a tensor too few), MOE_ERR_SHAPE; error names it. On failure *net is untouched. */
 MOE_API moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
                                 moe_error *error);
 #ifndef MOE_NO_STDIO

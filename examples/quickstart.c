@@ -1,0 +1,200 @@
+/* Trains a mixture of experts to read handwritten digits; shows who read what; saves, loads and times it.
+     cc -std=c99 -O2 -I. examples/quickstart.c -o quickstart -lm && ./quickstart          (or: sh examples/run) */
+
+#define MOE_IMPLEMENTATION
+#include "moe.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#ifdef _WIN32
+#include <io.h>
+#else
+#include <unistd.h>
+#endif
+
+enum { SIDE = 8, PIXELS = SIDE * SIDE, CLASSES = 10, EXPERTS = 8, MIXTURE = 2 /* its place in the net */, MAX_ROWS = 5000, COPIES = 5 };
+
+static const char help[] = "quickstart [options] [FILE]   trains on four fifths of the digits in FILE and tests on the rest\n"
+                           "FILE: a row per digit, 64 grey values 0..16 and the digit, separated by commas (examples/data/digits.csv)\n"
+                           "  -o FILE         where the trained net is written (digits.safetensors)\n"
+                           "  --seed N        start of all random choices: rows held out, weights, order (1)\n"
+                           "  --epochs N      passes through the training digits (20)\n"
+                           "  --kernels NAME  instruction set: auto, c, avx2, ... (auto)\n";
+static const char *data_path = "examples/data/digits.csv", *output = "digits.safetensors";
+static long epochs = 20, seed = 1;
+static int kernels;
+static double metrics_memory[1024];
+static moe_real x[MAX_ROWS * PIXELS], train_x[COPIES * MAX_ROWS * PIXELS], y[MAX_ROWS * CLASSES], loaded_y[MAX_ROWS * CLASSES];
+static int32_t digits[MAX_ROWS], train_digits[COPIES * MAX_ROWS];
+
+static int fail(const char *what, const char *why) { return fprintf(stderr, "quickstart: %s: %s\n", what, why), 1; }
+
+static int read_options(int count, char **words) {
+    while (--count > 0) {
+        const char *word = *++words, *value = count > 1 ? words[1] : "";
+        int option = word[0] == '-';
+        char *end = NULL;
+        if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0);
+        if (!option) data_path = word;
+        else if (strcmp(word, "-o") == 0 && *value != '\0') output = value;
+        else if (strcmp(word, "--seed") == 0) seed = strtol(value, &end, 10);
+        else if (strcmp(word, "--epochs") == 0) epochs = strtol(value, &end, 10);
+        else if (strcmp(word, "--kernels") != 0) return fail(word, "no such option, or its value is missing; -h explains");
+        else for (kernels = 0; moe_kernels_name(kernels) != NULL && strcmp(moe_kernels_name(kernels), value) != 0;) kernels++;
+        if ((end != NULL && (*end != '\0' || end == value)) || epochs < 1 || epochs > 9999 || !moe_kernels_name(kernels))
+            return fprintf(stderr, "quickstart: %s %s: not a value of this option; -h explains\n", word, value), 1;
+        count -= option, words += option; /* an option's value */
+    }
+    return 0;
+}
+
+/* One line of the file: "0,0,5,...,0". Returns what is wrong with it, NULL when it is a digit. */
+static const char *read_row(char *line, moe_real *pixels, int32_t *digit) {
+    static char why[100];
+    char *end;
+    for (int i = 0; i <= PIXELS; i++, line = end + (*end == ',')) {
+        long value = strtol(line, &end, 10), most = i < PIXELS ? 16 : CLASSES - 1;
+        int whole = end != line && strchr(",\r\n", *end) != NULL;
+        if (!whole) return sprintf(why, "column %d is not a whole number", i + 1), why;
+        if (value < 0 || value > most) return sprintf(why, "column %d is %ld, not in 0..%ld", i + 1, value, most), why;
+        if ((*end == ',') != (i < PIXELS)) return i < PIXELS ? "fewer than 65 columns" : "more than 65 columns";
+        if (i < PIXELS) pixels[i] = (moe_real)value / 16;
+        else *digit = (int32_t)value;
+    }
+    return NULL;
+}
+
+/* Fills x and digits in an order that the seed decides; returns the number of rows, 0 after saying what is wrong. */
+static size_t read_rows(const char *path, FILE *f, moe_rng rng) {
+    char line[1024];
+    const char *wrong = NULL;
+    size_t n = 0;
+    while (n < MAX_ROWS && wrong == NULL && fgets(line, sizeof line, f) != NULL) {
+        size_t place = (size_t)moe_rng_below(&rng, n + 1); /* a random row makes room for the new one */
+        memcpy(x + n * PIXELS, x + place * PIXELS, PIXELS * sizeof *x);
+        digits[n++] = digits[place];
+        wrong = read_row(line, x + place * PIXELS, &digits[place]);
+    }
+    if (wrong == NULL && ferror(f)) wrong = "cannot be read";
+    if (wrong == NULL && (n < 10 || n == MAX_ROWS)) wrong = n < 10 ? "the file ends here, at least 10 rows are needed" : "too many rows";
+    if (wrong != NULL) fprintf(stderr, "quickstart: %s:%d: %s\n", path, n > 0 ? (int)n : 1, wrong);
+    return wrong == NULL ? n : 0;
+}
+
+/* Training digits: each as it is, and moved by one pixel right, left, down and up. */
+static moe_data training_set(size_t n) {
+    static const int down[COPIES] = {0, 0, 0, 1, -1}, right[COPIES] = {0, 1, -1, 0, 0};
+    moe_data data = {0, train_x, train_digits, NULL};
+    for (; data.n < COPIES * n; data.n++) {
+        size_t from = data.n % n, copy = data.n / n;
+        for (int p = 0; p < PIXELS; p++) {
+            int r = p / SIDE - down[copy], c = p % SIDE - right[copy], inside = r >= 0 && r < SIDE && c >= 0 && c < SIDE;
+            train_x[data.n * PIXELS + (size_t)p] = inside ? x[from * PIXELS + (size_t)(r * SIDE + c)] : 0;
+        }
+        train_digits[data.n] = digits[from];
+    }
+    return data;
+}
+
+static moe_status build(moe_net *net, moe_error *error) {
+    moe_layer_config experts = {0};
+    experts.router.n_experts = EXPERTS, experts.router.top_k = 2;
+    experts.router.loss_balance = (moe_real)0.05; /* or a few experts would take all */
+    experts.d_ff = 32;
+    moe_net_init(net, PIXELS, kernels, NULL);
+    moe_net_linear(net, 64);
+    moe_net_layer_norm(net);
+    moe_net_mixture(net, &experts);
+    moe_net_residual(net, 2); /* what entered the layer norm is added to what leaves the experts */
+    moe_net_layer_norm(net);
+    moe_net_linear(net, CLASSES);
+    return moe_net_build(net, 1, (uint64_t)seed, error); /* the first call above that failed is reported here */
+}
+
+static int show_progress(void *ctx, const moe_progress *p) {
+    int terminal = isatty(1), last = p->epoch == p->epochs && p->epoch_ended;
+    *(moe_evaluation *)ctx = p->test; /* what stays is that of the last epoch */
+    if (!last && !(terminal ? p->step % 16 == 0 : p->epoch_ended && p->epoch % 5 == 0)) return 0;
+    printf("%sepoch %d of %d: loss %.4f, routers %.4f", terminal ? "\r" : "", p->epoch, p->epochs, (double)p->loss, (double)p->router_loss);
+    if (p->test.n > 0) printf(", %.1f %% of the held-out digits right", 100.0 * (double)p->test.accuracy);
+    printf("%*s%s", terminal && !last ? 40 : 0, "", terminal && !last ? "" : "\n");
+    return fflush(stdout), 0;
+}
+
+/* Runs data through net in calls of `batch` digits. Outputs go to out and routings to metrics, where these are not NULL. */
+static moe_status predict(const moe_net *net, const moe_data *data, size_t batch, moe_real *out, moe_metrics *metrics) {
+    moe_call call = {0};
+    moe_net_pass pass;
+    size_t bytes;
+    moe_status status = moe_net_work_size(net, batch, 0, &bytes);
+    void *work = status == MOE_OK ? malloc(bytes) : NULL; /* all the memory that inference needs */
+    if (work == NULL) return MOE_ERR_MEMORY;
+    for (size_t at = 0; at < data->n && status == MOE_OK; at += call.n_tokens) {
+        call.n_tokens = data->n - at < batch ? data->n - at : batch;
+        call.x = data->x + at * PIXELS;
+        if ((status = moe_net_forward(net, &call, work, bytes, &pass)) != MOE_OK) break;
+        if (out != NULL) memcpy(out + at * CLASSES, pass.y, call.n_tokens * CLASSES * sizeof *out);
+        if (metrics != NULL) status = moe_metrics_add(metrics, moe_net_routing(net, &pass, MIXTURE), NULL, data->labels + at);
+    }
+    free(work);
+    return status;
+}
+
+static void show_experts(const moe_report *r) {
+    printf("\nHeld-out digits that went to each expert (every one goes to 2):\n");
+    printf("  expert    0    1    2    3    4    5    6    7    8    9    all  share\n");
+    for (int e = 0; e < EXPERTS; e++) {
+        printf("%8d", e);
+        for (int c = 0; c < CLASSES; c++) printf("%5.0f", r->classes[e * CLASSES + c]);
+        printf("  %5.0f %5.1f%%\n", r->load[e], 100.0 * r->load[e] / r->n_pairs);
+    }
+    printf("H_b    = %.3f nats: how undecided the router is about a digit (0 .. 2.079)\n", r->gate_entropy);
+    printf("H_e    = %.3f nats: how evenly the experts are used (0 .. 2.079)\n", r->usage_entropy);
+    printf("I(E;Y) = %.3f nats: what an expert tells about the digit (by chance: %.3f)\n", r->information, r->information_chance);
+}
+
+/* Microseconds per digit: the best of 20 repetitions. */
+static double microseconds(const moe_net *net, const moe_data *data, size_t batch) {
+    double best = 1e30;
+    for (int i = 0; i < 20; i++) {
+        clock_t start = clock(), end = predict(net, data, batch, NULL, NULL) == MOE_OK ? clock() : start;
+        double took = 1e6 * (double)(end - start) / CLOCKS_PER_SEC / (double)data->n;
+        if (took < best) best = took;
+    }
+    return best;
+}
+
+int main(int count, char **words) {
+    moe_train_config training = {0};
+    moe_net net = {0}, loaded = {0};
+    moe_metrics metrics;
+    moe_report report;
+    moe_error error = {0};
+    moe_evaluation result;
+    size_t n, used, all;
+    FILE *f;
+    if (read_options(count, words)) return 1;
+    if ((f = fopen(data_path, "rb")) == NULL) return fail(data_path, "cannot be opened");
+    n = read_rows(data_path, f, (moe_rng){(uint64_t)seed});
+    fclose(f);
+    if (n == 0) return 1;
+    moe_data train = training_set(n - n / 5), test = {n / 5, x + (n - n / 5) * PIXELS, digits + (n - n / 5), NULL};
+    training.progress = show_progress, training.progress_ctx = &result;
+    training.epochs = (int)epochs, training.batch = 64, training.seed = (uint64_t)seed;
+    training.rate = (moe_real)0.004, training.final_rate = (moe_real)0.05, training.decay = (moe_real)0.3, training.clip = 1;
+    if (build(&net, &error) || moe_fit(&net, &train, &test, &training, &error)) return fail("training", error.message);
+    if (moe_metrics_init(&metrics, EXPERTS, CLASSES, metrics_memory, sizeof metrics_memory)) return fail("metrics", "no room");
+    if (predict(&net, &test, test.n, y, &metrics) || moe_metrics_report(&metrics, &report)) return fail("testing", "out of memory");
+    printf("test accuracy %.2f %% on %d digits that training has not seen\n", 100.0 * (double)result.accuracy, (int)test.n);
+    show_experts(&report);
+    all = moe_net_parameters(&net, &used);
+    printf("\n%d parameters, of which a digit uses %d\n", (int)all, (int)used);
+    if (moe_net_save(&net, output, &error) || moe_net_load(&loaded, output, 0, kernels, NULL, &error)) return fail(output, error.message);
+    if (predict(&loaded, &test, test.n, loaded_y, NULL) || memcmp(y, loaded_y, test.n * CLASSES * sizeof *y) != 0)
+        return fail(output, "the loaded net answers differently");
+    printf("saved as %s, loaded into a new net: the same outputs, bit for bit\n", output);
+    printf("kernels %s: %.1f us per digit in one call of %d, ", net.kernels->name, microseconds(&loaded, &test, test.n), (int)test.n);
+    printf("%.1f us one by one\n", microseconds(&loaded, &test, 1));
+    return moe_net_free(&net), moe_net_free(&loaded), 0;
+}

@@ -1,0 +1,158 @@
+# Sourced by tests/headers.sh and tests/amalgamated.sh after tests/setup.sh: runs a list of checks on all processors and counts them. The
+# script brings prepare(), called once, and plan(), which prints one check per line: a function's name and its arguments. Each check runs
+# in an empty folder of its own, its standard output and error are shown when it fails.
+
+strict_flags() { # compiler
+    case $1 in
+    *clang*) align=-Wcast-align ;;
+    *) align=-Wcast-align=strict ;;
+    esac
+    echo "-std=c99 -pedantic -Wall -Wextra -Wconversion -Wsign-conversion -Wshadow -Wdouble-promotion $align -Wundef -Wvla -Werror"
+}
+
+# ---- for check functions ----
+
+# Prints the command when it fails.
+run() {
+    "$@" && return 0
+    run_status=$?
+    echo "status $run_status: $*"
+    return 1
+}
+
+missing() { # what
+    echo "skip: $1 is not there"
+    exit 77
+}
+
+needs() { # tool
+    setup_tool "$1" && return 0
+    [ "$1" != gcc ] && [ "${REQUIRE_TOOLS:-0}" != 1 ] && missing "$1"
+    echo "$1 is not there"
+    exit 1
+}
+
+empty() { # heading text
+    [ -z "$2" ] && return 0
+    printf '%s\n%s\n' "$1" "$2"
+    return 1
+}
+
+# C with all strict warnings, or C++11 by the compiler's name.
+in_language() { # compiler folder-of-headers arguments...
+    language_compiler=$1
+    language_folder=$2
+    shift 2
+    case $language_compiler in
+    *++) run "$language_compiler" -std=c++11 -Wall -Wextra -Werror -I"$language_folder" -x c++ "$@" ;;
+    *) run "$language_compiler" $(strict_flags "$language_compiler") -I"$language_folder" "$@" ;;
+    esac
+}
+
+real_option() { [ "$1" = float ] || echo "-DMOE_REAL=$1"; }
+
+# Writes a file with the allocating writer, which is where stb_ds works, and opens it again.
+writing_program() {
+    cat <<'SOURCE'
+#include <string.h>
+int moe_written(void);
+int moe_written(void) {
+    moe_real numbers[3];
+    moe_tensor tensor;
+    moe_metadata entry;
+    moe_buffer buffer;
+    moe_stream stream;
+    moe_file file;
+    int good;
+    memset(numbers, 0, sizeof numbers);
+    memset(&tensor, 0, sizeof tensor);
+    memset(&buffer, 0, sizeof buffer);
+    memcpy(tensor.name, "w", 2);
+    tensor.n_dims = 1;
+    tensor.shape[0] = tensor.count = 3;
+    tensor.data = numbers;
+    entry.key = "key";
+    entry.value = "value";
+    stream = moe_buffer_stream(&buffer);
+    good = moe_file_write(&stream, &tensor, 1, &entry, 1, NULL, NULL) == MOE_OK;
+    good = good && moe_file_open(&file, buffer.data, buffer.size, NULL) == MOE_OK && file.n_tensors == 1;
+    moe_buffer_free(&buffer);
+    return good;
+}
+SOURCE
+}
+
+# The program in a header's opening comment.
+cut_first_program() { # header
+    sed -n '/^ \* --- first program ---$/,/^ \* --- end ---$/{s/^ \* \{0,1\}//;/^--- /!p;}' "$root/$1" | grep . && return 0
+    echo "$1: no lines between ' * --- first program ---' and ' * --- end ---'" >&2
+    return 1
+}
+
+# ---- running them ----
+
+# A check that measures time waits until the others have ended.
+alone() { "$@"; }
+
+# Check functions take their words as they come from the line; set -f keeps the shell from expanding patterns.
+run_lane() { # file: lines "number function arguments..."
+    set -f
+    while read -r number line; do
+        mkdir "$scratch/$number"
+        # shellcheck disable=SC2086
+        (cd "$scratch/$number" && set -- $line && "$@") >"$scratch/$number.out" 2>&1 </dev/null
+        echo $? >"$scratch/$number.status"
+        rm -rf "${scratch:?}/$number"
+    done <"$1"
+}
+
+run_checks() { # [-v] [word]
+    verbose=0
+    if [ "${1:-}" = -v ]; then
+        verbose=1
+        shift
+    fi
+    word=${1:-}
+    setup_scratch
+    setup_compiler
+    setup_stb
+    prepare || setup_die 'preparing the tests failed'
+    plan | awk -v word="$word" 'word == "" || index($0, word) { print ++n, $0 }' >"$scratch/plan"
+    lanes=$(getconf _NPROCESSORS_ONLN 2>/dev/null) || lanes=2
+    lane=0
+    while [ "$lane" -lt "$lanes" ]; do
+        awk -v lane="$lane" -v lanes="$lanes" 'NR % lanes == lane && $2 != "alone"' "$scratch/plan" >"$scratch/lane$lane"
+        run_lane "$scratch/lane$lane" &
+        lane=$((lane + 1))
+    done
+    wait
+    awk '$2 == "alone"' "$scratch/plan" >"$scratch/alone"
+    run_lane "$scratch/alone"
+    passed=0
+    failed=0
+    skipped=0
+    while read -r number line; do
+        case $(cat "$scratch/$number.status" 2>/dev/null) in
+        0)
+            passed=$((passed + 1))
+            [ "$verbose" = 0 ] || echo "ok: $line"
+            grep '^note: ' "$scratch/$number.out"
+            ;;
+        77)
+            skipped=$((skipped + 1))
+            [ "$verbose" = 0 ] || echo "skipped: $line"
+            cat "$scratch/$number.out" >>"$scratch/skips"
+            ;;
+        *)
+            failed=$((failed + 1))
+            echo "failed: $line"
+            awk -v most="${word:-20}" -v again="sh $0 '$line'" '
+                NR <= most || most !~ /^[0-9]+$/ { print "    " $0 }
+                END { if (NR > most && most ~ /^[0-9]+$/) print "    ... all " NR " lines: " again }' "$scratch/$number.out"
+            ;;
+        esac
+    done <"$scratch/plan"
+    [ ! -f "$scratch/skips" ] || sort "$scratch/skips" | uniq -c | sed 's/^ *\([0-9]*\) \(.*\)/\2 (checks skipped: \1)/'
+    echo "$passed passed, $failed failed, $skipped skipped"
+    [ "$failed" -eq 0 ] && [ $((passed + skipped)) -gt 0 ]
+}

@@ -1,0 +1,1121 @@
+/* layer.c - what moe.h promises of a mixture layer: tensors, forward against a naive reference, memory, files, failures.
+
+     cc -std=c99 -O2 -I. tests/layer.c -o layer -lm && ./layer [FOLDER]      (also with -DMOE_REAL=double, and as C++)
+
+   FOLDER, by default the current one, takes two small files that are removed again. Exit status 1 if a check failed. */
+
+#define MOE_IMPLEMENTATION
+#include "../moe.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if MOE_REAL_IS_DOUBLE
+#define NEAR 1e-10
+#else
+#define NEAR 1e-4
+#endif
+
+static long passed, failed;
+static moe_rng rng;
+
+#define CHECK(condition, what) check((condition) != 0, what, __LINE__)
+
+static int check(int good, const char *what, int line) {
+    if (good) passed++;
+    else {
+        failed++;
+        if (failed <= 50) printf("FAILED: layer.c:%d: %s\n", line, what);
+    }
+    return good;
+}
+
+static void *grab(size_t count, size_t size) {
+    void *p = calloc(count > 0 ? count : 1, size);
+    if (p == NULL) {
+        fprintf(stderr, "layer: out of memory\n");
+        exit(2);
+    }
+    return p;
+}
+
+static moe_real *normals(size_t count, double spread) {
+    moe_real *v = (moe_real *)grab(count, sizeof *v);
+    size_t i;
+    for (i = 0; i < count; i++) v[i] = (moe_real)spread * moe_rng_normal(&rng);
+    return v;
+}
+
+static int below(int n) { return (int)moe_rng_below(&rng, (uint64_t)n); }
+
+static int same_bits(const void *a, const void *b, size_t n) { return n == 0 || memcmp(a, b, n) == 0; }
+
+static int all_zero(const moe_real *v, size_t n) {
+    size_t i;
+    for (i = 0; i < n; i++)
+        if (v[i] < 0 || v[i] > 0 || !moe_is_finite(v[i])) return 0;
+    return 1;
+}
+
+/* ---- a layer, one call, its results ---------------------------------------------------------------------------------------- */
+
+typedef struct bench {
+    moe_layer layer;
+    moe_layer_pass pass;
+    moe_call call;
+    moe_real *x, *y, *dy, *dx, *attention;
+    int32_t *experts; /* for stages that read the layer before, or token ids */
+    moe_rng rng;
+    unsigned char *mask;
+    void *work;
+    size_t work_size;
+    moe_status status;
+} bench;
+
+static moe_layer_config small_config(void) {
+    moe_layer_config c;
+    memset(&c, 0, sizeof c);
+    c.router.d_model = 6, c.router.n_experts = 4, c.router.top_k = 2;
+    c.d_ff = 5;
+    return c;
+}
+
+/* Biases and gains start at one value; random ones test more. */
+static void shake(const moe_layer *layer) {
+    moe_tensor t;
+    size_t i, k;
+    for (i = 0; moe_layer_tensor(layer, i, &t) == MOE_OK; i++)
+        for (k = 0; k < t.count; k++)
+            if (t.flags & MOE_PARAM_NO_DECAY || strcmp(t.name, "shared.sigmoid") == 0) t.data[k] += (moe_real)0.25 * moe_rng_normal(&rng);
+}
+
+static void run(bench *b) {
+    size_t count = b->call.n_tokens * (size_t)b->layer.config.d_out;
+    free(b->work), free(b->y);
+    b->work = NULL;
+    b->y = normals(count, 100.0); /* forward must overwrite it */
+    b->status = moe_layer_work_size(&b->layer, b->call.n_tokens, b->call.training, &b->work_size);
+    if (b->status != MOE_OK) return;
+    b->work = grab(b->work_size, 1);
+    b->status = moe_layer_forward(&b->layer, &b->call, b->y, b->work, b->work_size, &b->pass);
+}
+
+/* What stages beyond x ask of a call. */
+static void supply(bench *b) {
+    const moe_router_config *c = &b->layer.config.router;
+    size_t n = b->call.n_tokens, d = (size_t)c->d_model, i;
+    moe_tensor table;
+    b->call.rng = &b->rng;
+    b->experts = (int32_t *)grab(n * (size_t)c->top_k, sizeof *b->experts);
+    for (i = 0; i < n * (size_t)c->top_k; i++) b->experts[i] = (int32_t)(i % (size_t)c->top_k);
+    b->attention = normals(n * n * (size_t)c->heads + n * d * (size_t)c->heads, 1.0);
+    for (i = 0; i < n * n * (size_t)c->heads; i++) b->attention[i] = (moe_real)fabs((double)b->attention[i]);
+    b->call.given = b->call.token_ids = b->call.previous_experts = b->experts;
+    b->call.previous_input = b->call.previous_weights = b->dy;
+    b->call.n_previous = 1;
+    b->call.attention_weights = b->attention, b->call.attention_outputs = b->call.attention_output = b->attention + n * n * (size_t)c->heads;
+    if (c->select == MOE_SELECT_HASH && moe_layer_find(&b->layer, "router.table", &table) == MOE_OK)
+        for (i = 0; i < table.count; i++) table.data[i] = (moe_real)((i / table.shape[1] + i % table.shape[1]) % (size_t)c->n_experts);
+}
+
+static int start(bench *b, const moe_layer_config *config, int trainable, size_t n) {
+    moe_error error;
+    moe_layer_config c = *config;
+    memset(b, 0, sizeof *b);
+    c.router.untrained = 1;
+    error.message[0] = '\0';
+    if (!CHECK(moe_layer_create(&b->layer, &c, trainable, moe_rng_next(&rng), NULL, &error) == MOE_OK, "moe_layer_create")) {
+        printf("  %s\n", error.message);
+        return 0;
+    }
+    shake(&b->layer);
+    b->call.n_tokens = n, b->call.training = trainable;
+    b->call.x = b->x = normals(n * (size_t)c.router.d_model, 1.0);
+    b->dy = normals(n * (size_t)b->layer.config.d_out, 1.0);
+    b->dx = normals(n * (size_t)c.router.d_model, 0.0);
+    supply(b);
+    run(b);
+    return CHECK(b->status == MOE_OK, "moe_layer_forward");
+}
+
+static void end(bench *b) {
+    free(b->x), free(b->y), free(b->dy), free(b->dx), free(b->mask), free(b->work), free(b->experts), free(b->attention);
+    moe_layer_free(&b->layer);
+}
+
+static void mask_some(bench *b) {
+    size_t t;
+    b->call.mask = b->mask = (unsigned char *)grab(b->call.n_tokens, 1);
+    for (t = 0; t < b->call.n_tokens; t++) b->mask[t] = below(3) > 0;
+}
+
+/* ---- the naive layer, in double ---------------------------------------------------------------------------------------------- */
+
+static double *affine(const moe_real *w, const moe_real *bias, size_t out, size_t in, const double *x) {
+    double *y = (double *)grab(out, sizeof *y);
+    size_t i, k;
+    for (i = 0; i < out; i++) {
+        y[i] = bias != NULL ? (double)bias[i] : 0.0;
+        for (k = 0; k < in; k++) y[i] += (double)w[i * in + k] * x[k];
+    }
+    return y;
+}
+
+static double act_of(int act, double x) {
+    switch (act) {
+    case MOE_ACT_RELU: return x > 0.0 ? x : 0.0;
+    case MOE_ACT_SILU: return x / (1.0 + exp(-x));
+    case MOE_ACT_GELU: return 0.5 * x * (1.0 + erf(x / sqrt(2.0)));
+    case MOE_ACT_TANH: return tanh(x);
+    case MOE_ACT_SIGMOID: return 1.0 / (1.0 + exp(-x));
+    default: return x;
+    }
+}
+
+static const moe_real *block_of(const moe_layer *layer, int place, size_t e, size_t size) {
+    return layer->tensors[place] != NULL ? layer->tensors[place] + e * size : NULL;
+}
+
+/* down (silu(gate) * up) */
+static double *gated(double *gate, double *up, const moe_real *down, size_t out, size_t f) {
+    double *y;
+    size_t i;
+    for (i = 0; i < f; i++) gate[i] = act_of(MOE_ACT_SILU, gate[i]) * up[i];
+    y = affine(down, NULL, out, f, gate);
+    free(gate), free(up);
+    return y;
+}
+
+static double *naive_expert(const moe_layer *layer, size_t e, const double *x) {
+    const moe_layer_config *c = &layer->config;
+    size_t d = (size_t)c->router.d_model, f = (size_t)c->d_ff, o = (size_t)c->d_out, low = (size_t)c->d_low, i;
+    double *hidden, *y;
+    if (c->expert == MOE_EXPERT_LINEAR) return affine(block_of(layer, MOE_EXPERTS_WEIGHT, e, o * d), block_of(layer, MOE_EXPERTS_BIAS, e, o), o, d, x);
+    if (c->expert == MOE_EXPERT_SWIGLU)
+        return gated(affine(block_of(layer, MOE_EXPERTS_GATE, e, f * d), NULL, f, d, x), affine(block_of(layer, MOE_EXPERTS_UP, e, f * d), NULL, f, d, x),
+                     block_of(layer, MOE_EXPERTS_DOWN, e, o * f), o, f);
+    if (c->expert == MOE_EXPERT_FACTORISED) {
+        hidden = affine(block_of(layer, MOE_EXPERTS_REDUCE, e, low * d), NULL, low, d, x);
+        y = gated(affine(block_of(layer, MOE_EXPERTS_EXPAND, e, f * low), NULL, f, low, hidden), affine(block_of(layer, MOE_EXPERTS_UP, e, f * d), NULL, f, d, x),
+                  block_of(layer, MOE_EXPERTS_DOWN, e, o * f), o, f);
+        free(hidden);
+        return y;
+    }
+    hidden = affine(block_of(layer, MOE_EXPERTS_FC1_WEIGHT, e, f * d), block_of(layer, MOE_EXPERTS_FC1_BIAS, e, f), f, d, x);
+    for (i = 0; i < f; i++) hidden[i] = act_of(c->act, hidden[i]);
+    y = affine(block_of(layer, MOE_EXPERTS_FC2_WEIGHT, e, o * f), block_of(layer, MOE_EXPERTS_FC2_BIAS, e, o), o, f, hidden);
+    free(hidden);
+    return y;
+}
+
+static void add_naive_shared(const moe_layer *layer, const double *x, double *y) {
+    size_t d = (size_t)layer->config.router.d_model, s = (size_t)(layer->config.n_shared * layer->config.d_shared), o = (size_t)layer->config.d_out, i;
+    double factor = 1.0, sum = 0.0, *shared;
+    if (layer->config.n_shared == 0) return;
+    for (i = 0; i < d && layer->config.shared_sigmoid; i++) sum += (double)layer->tensors[MOE_SHARED_SIGMOID][i] * x[i];
+    if (layer->config.shared_sigmoid) factor = 1.0 / (1.0 + exp(-sum));
+    shared = gated(affine(layer->tensors[MOE_SHARED_GATE], NULL, s, d, x), affine(layer->tensors[MOE_SHARED_UP], NULL, s, d, x), layer->tensors[MOE_SHARED_DOWN], o, s);
+    for (i = 0; i < o; i++) y[i] += factor * shared[i];
+    free(shared);
+}
+
+/* The weights that a linear softmax router with sum gives to the experts that were selected; checks that they are the best. */
+static void check_naive_weights(const bench *b, size_t t, double *w) {
+    size_t experts = (size_t)b->layer.config.router.n_experts, e, d = (size_t)b->layer.config.router.d_model, n = 0;
+    double *x = (double *)grab(d, sizeof *x), *z, sum = 0.0, lowest = HUGE_VAL, highest = -HUGE_VAL;
+    for (e = 0; e < d; e++) x[e] = (double)b->x[t * d + e];
+    z = affine(b->layer.tensors[MOE_ROUTER_WEIGHT], NULL, experts, d, x);
+    for (e = 0; e < experts; e++) {
+        w[e] = b->pass.routing.selected[t * experts + e] ? exp(z[e]) : 0.0;
+        sum += w[e];
+        if (w[e] > 0.0 && z[e] < lowest) lowest = z[e];
+        if (!(w[e] > 0.0) && z[e] > highest) highest = z[e];
+        n += w[e] > 0.0;
+    }
+    CHECK(n == (size_t)b->layer.config.router.top_k && highest <= lowest + 1e-4, "the best experts are chosen");
+    for (e = 0; e < experts; e++) {
+        w[e] /= sum;
+        CHECK(fabs((double)b->pass.routing.weights[t * experts + e] - w[e]) <= NEAR * 10.0, "weights");
+    }
+    free(x), free(z);
+}
+
+/* y of every token from the weights that were used; for a plain router these are checked too. */
+static void check_naive(const bench *b) {
+    const moe_layer_config *c = &b->layer.config;
+    size_t d = (size_t)c->router.d_model, o = (size_t)c->d_out, experts = (size_t)c->router.n_experts, t, e, i;
+    double *x = (double *)grab(d, sizeof *x), *y = (double *)grab(o, sizeof *y), *w = (double *)grab(experts, sizeof *w), size = 1e-3, worst = 0.0;
+    int plain = c->router.score == MOE_SCORE_LINEAR && c->router.select == MOE_SELECT_TOP_K && c->router.weight == MOE_WEIGHT_SUM && !c->router.router_bias &&
+                c->router.gate == MOE_GATE_SOFTMAX && c->router.apply_to == MOE_APPLY_OUTPUT && !c->router.selection_bias && c->router.input == MOE_INPUT_PLAIN && c->router.noise == MOE_NOISE_NONE &&
+                c->router.refine == MOE_REFINE_NONE && c->router.drop_capacity == 0 && !(c->router.capacity_factor > 0) && b->call.router_x == NULL;
+    for (t = 0; t < b->call.n_tokens; t++) {
+        int real = b->call.mask == NULL || b->call.mask[t];
+        for (e = 0; e < experts; e++) w[e] = (double)b->pass.routing.weights[t * experts + e];
+        if (plain && real) check_naive_weights(b, t, w);
+        for (i = 0; i < o; i++) y[i] = 0.0;
+        for (e = 0; e < experts && real; e++) {
+            double *out;
+            if (!b->pass.routing.selected[t * experts + e]) continue;
+            for (i = 0; i < d; i++) x[i] = (double)b->x[t * d + i] * (c->router.apply_to == MOE_APPLY_INPUT ? w[e] : 1.0);
+            out = naive_expert(&b->layer, e, x);
+            for (i = 0; i < o; i++) y[i] += out[i] * (c->router.apply_to == MOE_APPLY_INPUT ? 1.0 : w[e]);
+            free(out);
+        }
+        for (i = 0; i < d; i++) x[i] = (double)b->x[t * d + i];
+        add_naive_shared(&b->layer, x, y);
+        for (i = 0; i < o; i++) {
+            double difference = fabs(y[i] - (double)b->y[t * o + i]);
+            if (fabs(y[i]) > size) size = fabs(y[i]);
+            if (!(difference <= worst)) worst = difference;
+        }
+    }
+    if (!CHECK(worst <= NEAR * size, "y is that of the naive layer")) printf("  off by %g of %g\n", worst, size);
+    free(x), free(y), free(w);
+}
+
+/* Soft: every expert works on mixtures of a sequence's tokens, D^T x, and y = C times what it made of them. */
+static void check_naive_soft(const bench *b) {
+    const moe_layer_config *c = &b->layer.config;
+    size_t d = (size_t)c->router.d_model, o = (size_t)c->d_out, experts = (size_t)c->router.n_experts, slots = (size_t)c->router.slots, total = experts * slots, n = b->call.n_tokens;
+    size_t t, slot, i;
+    double *y = (double *)grab(n * o, sizeof *y), *x = (double *)grab(d, sizeof *x), *own = (double *)grab(d, sizeof *own), worst = 0.0, size = 1e-3;
+    for (slot = 0; slot < total; slot++) {
+        double *out, sum = 0.0, top = -HUGE_VAL, *z = (double *)grab(n, sizeof *z);
+        for (t = 0; t < n; t++) {
+            for (i = 0; i < d; i++) z[t] += (double)b->x[t * d + i] * (double)b->layer.tensors[MOE_ROUTER_SLOT_VECTORS][slot * d + i];
+            if (z[t] > top && (b->call.mask == NULL || b->call.mask[t])) top = z[t];
+        }
+        for (t = 0; t < n; t++) z[t] = b->call.mask == NULL || b->call.mask[t] ? exp(z[t] - top) : 0.0, sum += z[t];
+        for (i = 0; i < d; i++) x[i] = 0.0;
+        for (t = 0; t < n; t++)
+            for (i = 0; i < d && z[t] > 0.0; i++) x[i] += z[t] / sum * (double)b->x[t * d + i];
+        out = naive_expert(&b->layer, slot / slots, x);
+        for (t = 0; t < n; t++)
+            for (i = 0; i < o && z[t] > 0.0; i++) y[t * o + i] += (double)b->pass.routing.probabilities[t * total + slot] * out[i];
+        free(out), free(z);
+    }
+    for (t = 0; t < n; t++) {
+        for (i = 0; i < d; i++) own[i] = (double)b->x[t * d + i];
+        add_naive_shared(&b->layer, own, y + t * o);
+        for (i = 0; i < o; i++) {
+            double difference = fabs(y[t * o + i] - (double)b->y[t * o + i]);
+            if (fabs(y[t * o + i]) > size) size = fabs(y[t * o + i]);
+            if (!(difference <= worst)) worst = difference;
+        }
+    }
+    CHECK(worst <= NEAR * size, "y is that of the naive soft layer");
+    free(y), free(x), free(own);
+}
+
+/* ---- promises of one forward call --------------------------------------------------------------------------------------------- */
+
+/* Inference gives the bits of training, a token alone those of the batch (where the router is causal and looks at one token). */
+static void check_bits(bench *b) {
+    unsigned traits = moe_router_traits(&b->layer.config.router);
+    size_t d = (size_t)b->layer.config.router.d_model, o = (size_t)b->layer.config.d_out, t, bytes = 0;
+    moe_call call = b->call;
+    moe_real *y = normals(b->call.n_tokens * o, 100.0);
+    void *work;
+    if (traits & MOE_TRAIT_STOCHASTIC) {
+        free(y);
+        return;
+    }
+    call.training = !b->call.training;
+    CHECK(moe_layer_work_size(&b->layer, call.n_tokens, call.training, &bytes) == MOE_OK, "size");
+    work = grab(bytes, 1);
+    CHECK(moe_layer_forward(&b->layer, &call, y, work, bytes, NULL) == MOE_OK, "the pass may be NULL");
+    CHECK(same_bits(y, b->y, call.n_tokens * o * sizeof *y), "inference gives the bits of training");
+    free(work);
+    if ((traits & (MOE_TRAIT_CAUSAL | MOE_TRAIT_NEEDS_BATCH)) != MOE_TRAIT_CAUSAL || b->layer.config.router.select == MOE_SELECT_HASH) {
+        free(y);
+        return;
+    }
+    call.n_tokens = 1, call.training = 0;
+    CHECK(moe_layer_work_size(&b->layer, 1, 0, &bytes) == MOE_OK, "size");
+    work = grab(bytes, 1);
+    for (t = 0; t < b->call.n_tokens; t++) {
+        call.x = b->call.x + t * d;
+        call.mask = b->call.mask != NULL ? b->call.mask + t : NULL;
+        CHECK(moe_layer_forward(&b->layer, &call, y, work, bytes, NULL) == MOE_OK, "one token");
+        CHECK(same_bits(y, b->y + t * o, o * sizeof *y), "a token alone has the bits of the batch");
+    }
+    free(work), free(y);
+}
+
+static void test_forward(void) {
+    static const int widths[] = {1, 3, 17, 67};
+    int a, f, n, experts, table, kind = 0;
+    for (table = 1; table < MOE_KERNELS_COUNT; table++) {
+        if (moe_kernels_select(table) == NULL) continue;
+        for (a = 0; a < 4; a++)
+            for (f = 0; f < 4; f++)
+                for (n = 0; n < 4; n++)
+                    for (experts = 1; experts <= 9; experts += 1 + (a == 3 || f == 3 || n == 3)) {
+                        moe_layer_config c = small_config();
+                        bench b;
+                        c.kernels = table;
+                        c.router.d_model = widths[a], c.d_ff = widths[f], c.router.n_experts = experts, c.router.top_k = 1 + below(experts);
+                        c.expert = kind++ % MOE_EXPERT_COUNT;
+                        if (c.expert == MOE_EXPERT_MLP) c.act = below(MOE_ACT_COUNT), c.no_expert_bias = below(2);
+                        if (below(3) == 0) c.d_out = 1 + below(20);
+                        if (below(3) == 0) c.n_shared = 1 + below(2), c.d_shared = below(9), c.shared_sigmoid = below(2);
+                        if (below(3) == 0) c.router.apply_to = MOE_APPLY_INPUT;
+                        if (below(4) == 0) c.router.select = MOE_SELECT_DENSE;
+                        if (below(4) == 0) c.router.gate = MOE_GATE_SIGMOID, c.router.weight = MOE_WEIGHT_RAW;
+                        if (below(4) == 0 && c.expert == MOE_EXPERT_FACTORISED) c.router.score = MOE_SCORE_NORM;
+                        if (start(&b, &c, 1, (size_t)widths[n])) {
+                            if (below(3) == 0) mask_some(&b), run(&b);
+                            CHECK(b.status == MOE_OK && b.layer.kernels->id == table, "the table that was asked for");
+                            check_naive(&b);
+                            check_bits(&b);
+                        }
+                        end(&b);
+                    }
+    }
+}
+
+/* Every selection, capacity and soft, with every kind of expert, against the naive layer. */
+static void test_selections(void) {
+    int trial;
+    for (trial = 0; trial < 600; trial++) {
+        moe_layer_config c = small_config();
+        bench b;
+        c.expert = trial % MOE_EXPERT_COUNT, c.router.n_experts = 1 + below(6), c.router.top_k = 1 + below(c.router.n_experts), c.router.d_model = 6 + 6 * below(2);
+        if (c.expert == MOE_EXPERT_MLP) c.act = below(MOE_ACT_COUNT);
+        c.router.select = trial % MOE_SELECT_COUNT;
+        c.n_shared = below(2), c.d_out = below(2) * 5;
+        if (c.router.select == MOE_SELECT_SOFT) c.router.slots = 1 + below(3);
+        else {
+            c.router.gate = below(MOE_GATE_COUNT), c.router.weight = MOE_WEIGHT_RAW, c.router.apply_to = below(2), c.router.scale = (moe_real)1.5;
+            c.router.drop_capacity = below(4), c.router.drop_order = below(2) * MOE_DROP_SCORE, c.router.renormalize = c.router.gate != MOE_GATE_IDENTITY && below(2);
+            c.router.refine = below(3) == 0 ? MOE_REFINE_SIMILARITY : MOE_REFINE_NONE;
+        }
+        if (c.router.select == MOE_SELECT_GIVEN || c.router.select == MOE_SELECT_HASH || c.router.select == MOE_SELECT_SAMPLE) continue; /* these want more of a call */
+        if (moe_layer_check(&c, NULL, NULL) != MOE_OK) continue;
+        if (start(&b, &c, 1, (size_t)below(14))) {
+            if (below(2)) mask_some(&b), run(&b);
+            CHECK(b.status == MOE_OK, "forward");
+            if (c.router.select == MOE_SELECT_SOFT) check_naive_soft(&b);
+            else check_naive(&b);
+            if (c.router.select != MOE_SELECT_SINKHORN) check_bits(&b); /* which balances in training only */
+            CHECK(moe_layer_backward(&b.layer, b.dy, b.dx, NULL, &b.pass) == MOE_OK, "backward");
+        }
+        end(&b);
+    }
+}
+
+/* Padding gets 0 plus the shared expert, and real tokens are as if it were not there. */
+static void test_mask(void) {
+    int shared, trial;
+    for (shared = 0; shared < 2; shared++)
+        for (trial = 0; trial < 20; trial++) {
+            moe_layer_config c = small_config();
+            bench b, only;
+            size_t t, n = 11, real = 0, d = 6, i;
+            c.n_shared = shared, c.expert = trial % MOE_EXPERT_COUNT;
+            if (trial % 3 == 0 && c.expert == MOE_EXPERT_FACTORISED) c.router.score = MOE_SCORE_NORM;
+            if (!start(&b, &c, 1, n)) continue;
+            mask_some(&b);
+            run(&b);
+            memset(&only, 0, sizeof only);
+            only = b;
+            only.mask = NULL, only.call.mask = NULL, only.work = NULL, only.y = NULL;
+            only.x = normals(n * d, 0.0);
+            for (t = 0; t < n; t++)
+                if (b.mask[t]) memcpy(only.x + real++ * d, b.x + t * d, d * sizeof(moe_real));
+            only.call.x = only.x, only.call.n_tokens = real;
+            run(&only);
+            CHECK(only.status == MOE_OK, "without padding");
+            for (t = 0, i = 0; t < n; t++) {
+                if (b.mask[t]) CHECK(same_bits(only.y + i++ * d, b.y + t * d, d * sizeof(moe_real)), "padding changes nothing");
+                else CHECK(shared || all_zero(b.y + t * d, d), "padding gets 0");
+            }
+            check_naive(&b);
+            free(only.x), free(only.y), free(only.work);
+            end(&b);
+        }
+}
+
+/* Experts without tokens: no gradient, no effect. */
+static void test_empty_experts(void) {
+    moe_layer_config c = small_config();
+    bench b;
+    moe_tensor t;
+    size_t i, e;
+    c.router.n_experts = 9, c.router.top_k = 1, c.router.weight = MOE_WEIGHT_RAW;
+    if (!start(&b, &c, 1, 3)) return;
+    check_naive(&b);
+    CHECK(moe_layer_backward(&b.layer, b.dy, b.dx, NULL, &b.pass) == MOE_OK, "backward");
+    for (i = 0; moe_layer_tensor(&b.layer, i, &t) == MOE_OK; i++)
+        for (e = 0; e < 9 && strncmp(t.name, "experts.", 8) == 0; e++)
+            CHECK(all_zero(t.gradient + e * (t.count / 9), t.count / 9) == (b.pass.routing.counts[e] == 0), "only experts with tokens get a gradient");
+    end(&b);
+}
+
+/* ---- memory --------------------------------------------------------------------------------------------------------------------- */
+
+static void test_work_memory(void) {
+    enum { GUARD = 64 };
+    int trial;
+    for (trial = 0; trial < 60; trial++) {
+        moe_layer_config c = small_config();
+        moe_layer_pass pass;
+        unsigned char *memory, kept[sizeof pass];
+        moe_real *y;
+        bench b;
+        size_t shift, i, n = (size_t)(trial % 5) * 3, count;
+        c.router.d_model = 1 + below(30), c.router.n_experts = 1 + below(6), c.router.top_k = 1, c.d_ff = 1 + below(30);
+        c.expert = trial % MOE_EXPERT_COUNT;
+        c.router.apply_to = below(2), c.n_shared = below(2), c.router.select = below(2);
+        if (c.expert != MOE_EXPERT_LINEAR && below(2)) c.router.score = MOE_SCORE_NORM, c.router.norm_node = MOE_NODE_ACT;
+        if (!start(&b, &c, 1, n)) continue;
+        b.call.training = below(2);
+        if (below(2)) mask_some(&b);
+        run(&b);
+        count = n * (size_t)b.layer.config.d_out;
+        memory = (unsigned char *)grab(b.work_size + 16 + 2 * GUARD, 1);
+        y = normals(count, 1.0);
+        for (shift = 0; shift < 16; shift++) {
+            int good = 1;
+            memset(memory, 0xA5, b.work_size + 16 + 2 * GUARD);
+            CHECK(moe_layer_forward(&b.layer, &b.call, y, memory + GUARD + shift, b.work_size, &pass) == MOE_OK, "the exact size");
+            CHECK(same_bits(y, b.y, count * sizeof *y), "alignment changes nothing");
+            CHECK(moe_layer_backward(&b.layer, b.dy, b.dx, NULL, &pass) == (b.call.training ? MOE_OK : MOE_ERR_STATE), "backward needs training");
+            for (i = 0; i < GUARD + shift; i++) good &= memory[i] == 0xA5;
+            for (i = GUARD + shift + b.work_size; i < b.work_size + 16 + 2 * GUARD; i++) good &= memory[i] == 0xA5;
+            CHECK(good, "guard bytes");
+        }
+        memset(&pass, 99, sizeof pass);
+        memcpy(kept, &pass, sizeof pass);
+        CHECK(moe_layer_forward(&b.layer, &b.call, y, memory, b.work_size - 1, &pass) == MOE_ERR_SPACE, "one byte too few");
+        CHECK(moe_layer_forward(&b.layer, &b.call, y, memory, 0, &pass) == MOE_ERR_SPACE, "no bytes");
+        CHECK(moe_layer_forward(&b.layer, &b.call, y, NULL, b.work_size, &pass) == MOE_ERR_ARGUMENT, "no memory");
+        CHECK(same_bits(kept, &pass, sizeof pass), "a failed call leaves the pass as it was");
+        free(memory), free(y);
+        end(&b);
+    }
+}
+
+/* An allocator that fails at a chosen call and knows what is out. */
+typedef struct counting {
+    long calls, fail_at; /* the call that fails, from 0; -1: none */
+    size_t bytes, blocks;
+} counting;
+
+static void *count_resize(void *ctx, void *block, size_t old_size, size_t new_size) {
+    counting *c = (counting *)ctx;
+    void *p;
+    if (new_size > 0 && c->calls++ == c->fail_at) return NULL;
+    if (new_size == 0) {
+        c->bytes -= old_size, c->blocks -= block != NULL;
+        free(block);
+        return NULL;
+    }
+    p = realloc(block, new_size);
+    if (p == NULL) exit(2);
+    c->bytes += new_size - old_size, c->blocks += block == NULL;
+    return p;
+}
+
+static moe_allocator counting_allocator(counting *c, long fail_at) {
+    moe_allocator a;
+    memset(c, 0, sizeof *c);
+    c->fail_at = fail_at;
+    a.ctx = c, a.resize = count_resize;
+    return a;
+}
+
+static moe_layer_config rich_config(void) {
+    moe_layer_config c = small_config();
+    c.router.score = MOE_SCORE_COSINE, c.router.cosine_dim = 3, c.router.cosine_learn_tau = 1, c.router.cosine_tau = (moe_real)0.3;
+    c.router.gate_temperature = (moe_real)1.0 / (moe_real)3.0, c.router.scale = (moe_real)-1.1, c.router.selection_bias = 1, c.router.expert_scale = 1;
+    c.router.loss_balance = (moe_real)0.01, c.router.balance_over = MOE_BALANCE_FIRST, c.router.weight = MOE_WEIGHT_RAW;
+    c.expert = MOE_EXPERT_MLP, c.act = MOE_ACT_GELU, c.d_out = 4, c.n_shared = 2, c.d_shared = 3, c.shared_sigmoid = 1;
+    return c;
+}
+
+static void write_layer(const moe_layer *layer, moe_buffer *buffer) {
+    moe_stream stream;
+    moe_error error;
+    memset(buffer, 0, sizeof *buffer);
+    stream = moe_buffer_stream(buffer);
+    error.message[0] = '\0';
+    if (!CHECK(moe_layer_write(layer, &stream, &error) == MOE_OK, "moe_layer_write")) printf("  %s\n", error.message);
+}
+
+static void test_allocations(void) {
+    moe_layer_config c = rich_config();
+    moe_layer made, kept;
+    moe_buffer file;
+    moe_error error;
+    counting heap;
+    moe_allocator a;
+    long at;
+    int trainable;
+    moe_status status;
+    memset(&made, 0x5A, sizeof made);
+    memcpy(&kept, &made, sizeof made);
+    for (trainable = 0; trainable < 2; trainable++) {
+        for (at = 0;; at++) { /* create */
+            a = counting_allocator(&heap, at);
+            status = moe_layer_create(&made, &c, trainable, 5, &a, &error);
+            if (status == MOE_OK) break;
+            CHECK(status == MOE_ERR_MEMORY && error.code == MOE_ERR_MEMORY && heap.bytes == 0 && heap.blocks == 0, "create without memory");
+            CHECK(same_bits(&made, &kept, sizeof made), "a failed create leaves the layer as it was");
+            if (!CHECK(at < 1000, "create ends")) return;
+        }
+        CHECK(at >= 1, "create uses the allocator");
+        heap.fail_at = -1; /* the layer goes on using it */
+        write_layer(&made, &file);
+        moe_layer_free(&made);
+        CHECK(heap.bytes == 0 && heap.blocks == 0, "free gives all back");
+        moe_layer_free(&made);
+        memcpy(&made, &kept, sizeof made);
+        for (at = 0;; at++) { /* read */
+            a = counting_allocator(&heap, at);
+            status = moe_layer_read(&made, file.data, file.size, trainable, &a, &error);
+            if (status == MOE_OK) break;
+            CHECK(status == MOE_ERR_MEMORY && heap.bytes == 0 && heap.blocks == 0, "read without memory");
+            CHECK(same_bits(&made, &kept, sizeof made), "a failed read leaves the layer as it was");
+            if (!CHECK(at < 1000, "read ends")) return;
+        }
+        moe_layer_free(&made);
+        CHECK(heap.bytes == 0 && heap.blocks == 0, "free gives all back after read");
+        a = counting_allocator(&heap, -1);
+        CHECK(moe_layer_create(&made, &c, trainable, 5, &a, NULL) == MOE_OK, "create");
+        for (at = 0;; at++) { /* write */
+            size_t bytes = heap.bytes, blocks = heap.blocks;
+            moe_buffer buffer;
+            moe_stream stream;
+            memset(&buffer, 0, sizeof buffer);
+            buffer.allocator = a;
+            stream = moe_buffer_stream(&buffer);
+            heap.calls = 0, heap.fail_at = at;
+            status = moe_layer_write(&made, &stream, &error);
+            heap.fail_at = -1;
+            if (status == MOE_OK) CHECK(buffer.size == file.size && same_bits(buffer.data, file.data, file.size), "the same bytes");
+            moe_buffer_free(&buffer);
+            CHECK(heap.bytes == bytes && heap.blocks == blocks, "write gives all back");
+            if (status == MOE_OK) break;
+            CHECK(status == MOE_ERR_MEMORY, "write without memory");
+            if (!CHECK(at < 1000, "write ends")) return;
+        }
+        moe_layer_free(&made);
+        moe_buffer_free(&file);
+        memcpy(&made, &kept, sizeof made);
+    }
+    memset(&made, 0, sizeof made);
+    moe_layer_free(&made);
+    moe_layer_free(NULL);
+    { /* an arena is an allocator */
+        moe_arena arena;
+        size_t room = 1 << 16;
+        memset(&arena, 0, sizeof arena);
+        arena.base = grab(room, 1), arena.size = room;
+        a = moe_arena_allocator(&arena);
+        CHECK(moe_layer_create(&made, &c, 1, 5, &a, &error) == MOE_OK && arena.used > 0, "an arena");
+        moe_layer_free(&made);
+        CHECK(arena.used == 0, "an arena takes the last block back");
+        arena.size = 100;
+        CHECK(moe_layer_create(&made, &c, 1, 5, &a, &error) == MOE_ERR_MEMORY, "a small arena");
+        free(arena.base);
+    }
+}
+
+/* ---- tensors -------------------------------------------------------------------------------------------------------------------- */
+
+typedef struct expected {
+    const char *name;
+    int n_dims;
+    size_t shape[3];
+} expected;
+
+static void check_tensors(const moe_layer_config *config, int trainable, const expected *list, size_t n, size_t used_want) {
+    moe_layer layer;
+    moe_tensor t, found;
+    moe_slot slot;
+    size_t i, count = 0, used = 0, places = 0;
+    int k, place;
+    if (!CHECK(moe_layer_create(&layer, config, trainable, 1, NULL, NULL) == MOE_OK, "create")) return;
+    for (i = 0; i < n; i++) {
+        if (!CHECK(moe_layer_tensor(&layer, i, &t) == MOE_OK && strcmp(t.name, list[i].name) == 0, list[i].name)) continue;
+        CHECK(t.n_dims == list[i].n_dims, list[i].name);
+        for (k = 0; k < t.n_dims; k++) CHECK(t.shape[k] == list[i].shape[k], list[i].name);
+        CHECK(t.data != NULL && (t.gradient != NULL) == trainable, "gradients are there when trainable");
+        if (t.gradient != NULL) CHECK(all_zero(t.gradient, t.count), "gradients start at 0");
+        CHECK(moe_layer_find(&layer, t.name, &found) == MOE_OK && same_bits(&found, &t, sizeof t), "found by name");
+        count += t.count;
+    }
+    CHECK(moe_layer_tensor(&layer, n, &t) == MOE_ERR_NOT_FOUND && moe_layer_tensor(&layer, (size_t)-1, &t) == MOE_ERR_NOT_FOUND, "past the last");
+    CHECK(moe_layer_find(&layer, "router.bogus", &t) == MOE_ERR_NOT_FOUND && moe_layer_find(&layer, "", &t) == MOE_ERR_NOT_FOUND, "no such tensor");
+    CHECK(moe_layer_parameters(&layer, &used) == count && used == used_want, "numbers in all and per token");
+    CHECK(moe_layer_parameters(&layer, NULL) == count && moe_layer_parameters(NULL, NULL) == 0, "numbers in all");
+    for (place = 0; place < MOE_LAYER_SLOTS; place++) places += moe_layer_slot(&layer.config, place, &slot) == MOE_OK;
+    CHECK(places == n && moe_layer_slot(&layer.config, MOE_LAYER_SLOTS, &slot) == MOE_ERR_NOT_FOUND && moe_layer_slot(&layer.config, -1, &slot) == MOE_ERR_NOT_FOUND, "places");
+    moe_layer_free(&layer);
+}
+
+static void test_tensors(void) {
+    static const expected swiglu[] = {{"router.weight", 2, {4, 6, 0}}, {"experts.gate", 3, {4, 5, 6}}, {"experts.up", 3, {4, 5, 6}}, {"experts.down", 3, {4, 3, 5}}};
+    static const expected mlp[] = {{"router.weight", 2, {4, 3, 0}}, {"router.projection", 2, {3, 6, 0}}, {"router.temperature", 1, {1, 0, 0}}, {"router.selection_bias", 1, {4, 0, 0}},
+                                   {"router.expert_scale", 1, {4, 0, 0}}, {"experts.fc1.weight", 3, {4, 5, 6}}, {"experts.fc1.bias", 2, {4, 5, 0}},
+                                   {"experts.fc2.weight", 3, {4, 4, 5}}, {"experts.fc2.bias", 2, {4, 4, 0}}, {"shared.gate", 2, {6, 6, 0}}, {"shared.up", 2, {6, 6, 0}},
+                                   {"shared.down", 2, {4, 6, 0}}, {"shared.sigmoid", 1, {6, 0, 0}}};
+    static const expected linear[] = {{"router.fc1.weight", 2, {6, 6, 0}}, {"router.fc1.bias", 1, {6, 0, 0}}, {"router.fc2.weight", 2, {4, 6, 0}}, {"router.fc2.bias", 1, {4, 0, 0}},
+                                      {"experts.weight", 3, {4, 6, 6}}};
+    static const expected factorised[] = {{"experts.up", 3, {4, 5, 6}}, {"experts.down", 3, {4, 6, 5}}, {"experts.reduce", 3, {4, 2, 6}}, {"experts.expand", 3, {4, 5, 2}}};
+    moe_layer_config c = small_config();
+    int trainable;
+    for (trainable = 0; trainable < 2; trainable++) {
+        c = small_config();
+        c.d_out = 3;
+        check_tensors(&c, trainable, swiglu, sizeof swiglu / sizeof swiglu[0], 24 + 2 * (30 + 30 + 15));
+        c = rich_config();
+        check_tensors(&c, trainable, mlp, sizeof mlp / sizeof mlp[0], 12 + 18 + 1 + 4 + 4 + 2 * (30 + 5 + 20 + 4) + 36 + 36 + 24 + 6);
+        c = small_config();
+        c.expert = MOE_EXPERT_LINEAR, c.no_expert_bias = 1, c.router.score = MOE_SCORE_MLP, c.router.select = MOE_SELECT_DENSE;
+        check_tensors(&c, trainable, linear, sizeof linear / sizeof linear[0], 36 + 6 + 24 + 4 + 4 * 36);
+        c = small_config();
+        c.expert = MOE_EXPERT_FACTORISED, c.router.score = MOE_SCORE_NORM;
+        check_tensors(&c, trainable, factorised, sizeof factorised / sizeof factorised[0], 2 * (30 + 30 + 12 + 10));
+    }
+}
+
+static void test_create(void) {
+    moe_layer_config c;
+    moe_layer a, b;
+    moe_error error;
+    size_t i, differ = 0;
+    moe_tensor t, u;
+    memset(&c, 0, sizeof c);
+    c.router.d_model = 16;
+    CHECK(moe_layer_create(&a, &c, 1, 7, NULL, NULL) == MOE_OK && moe_layer_create(&b, &c, 0, 7, NULL, NULL) == MOE_OK, "defaults");
+    CHECK(a.config.router.n_experts == 8 && a.config.router.top_k == 2 && a.config.d_ff == 64 && a.config.d_out == 16 && a.config.expert == MOE_EXPERT_SWIGLU, "defaults");
+    for (i = 0; moe_layer_tensor(&a, i, &t) == MOE_OK && moe_layer_tensor(&b, i, &u) == MOE_OK; i++)
+        CHECK(t.count == u.count && same_bits(t.data, u.data, t.count * sizeof(moe_real)), "a seed gives the same start");
+    moe_layer_free(&b);
+    CHECK(moe_layer_create(&b, &c, 0, 8, NULL, NULL) == MOE_OK, "another seed");
+    for (i = 0; moe_layer_tensor(&a, i, &t) == MOE_OK && moe_layer_tensor(&b, i, &u) == MOE_OK; i++) differ += !same_bits(t.data, u.data, t.count * sizeof(moe_real));
+    CHECK(differ == i, "another seed gives another start");
+    moe_layer_free(&a), moe_layer_free(&b);
+    c.router.top_k = 1;
+    CHECK(moe_layer_create(&a, &c, 0, 7, NULL, &error) == MOE_OK, "K = 1 for inference");
+    moe_layer_free(&a);
+    CHECK(moe_layer_create(&a, &c, 1, 7, NULL, &error) == MOE_ERR_CONFIG && strstr(error.message, "top_k = 1") != NULL, "a router that cannot learn is refused for training");
+    CHECK(moe_layer_create(NULL, &c, 1, 7, NULL, &error) == MOE_ERR_ARGUMENT && moe_layer_create(&a, NULL, 1, 7, NULL, &error) == MOE_ERR_ARGUMENT, "NULL");
+    for (i = 1; i < MOE_KERNELS_COUNT; i++) {
+        c = small_config();
+        c.kernels = (int)i;
+        if (moe_kernels_select((int)i) != NULL) continue;
+        CHECK(moe_layer_create(&a, &c, 1, 7, NULL, &error) == MOE_ERR_UNSUPPORTED && strstr(error.message, moe_kernels_name((int)i)) != NULL, "kernels that are not there");
+    }
+    c = small_config();
+    c.router.d_model = MOE_MAX_WIDTH, c.d_ff = MOE_MAX_WIDTH, c.router.n_experts = MOE_MAX_EXPERTS; /* 2^64 numbers per tensor */
+    CHECK(moe_layer_create(&a, &c, 1, 7, NULL, &error) == MOE_ERR_OVERFLOW, "tensors beyond size_t");
+}
+
+static void expect_refused(const moe_layer_config *config, const char *one, const char *two) {
+    moe_layer_config out;
+    unsigned char kept[sizeof out];
+    moe_error error;
+    memset(&out, 77, sizeof out);
+    memcpy(kept, &out, sizeof out);
+    error.message[0] = '\0';
+    CHECK(moe_layer_check(config, &out, &error) == MOE_ERR_CONFIG && same_bits(kept, &out, sizeof out), one);
+    if (!CHECK(strstr(error.message, one) != NULL && strstr(error.message, two) != NULL, "the message names what clashes")) printf("  %s, %s: %s\n", one, two, error.message);
+}
+
+static void test_messages(void) {
+    static const char *const rows[][3] = {{"expert=swiglu act=gelu", "act", "swiglu"},
+                                          {"expert=linear act=tanh", "act", "linear"},
+                                          {"d_low=3", "d_low", "swiglu"},
+                                          {"expert=mlp d_low=3", "d_low", "mlp"},
+                                          {"no_expert_bias=1", "no_expert_bias", "swiglu"},
+                                          {"expert=factorised no_expert_bias=1", "no_expert_bias", "factorised"},
+                                          {"d_shared=3", "d_shared", "n_shared"},
+                                          {"shared_sigmoid=1", "shared_sigmoid", "n_shared"},
+                                          {"score=norm", "norm_node", "swiglu"},
+                                          {"score=norm norm_node=up expert=linear", "norm_node", "linear"},
+                                          {"score=norm norm_node=act expert=linear", "norm_node", "linear"},
+                                          {"top_k=5", "top_k", "n_experts"},
+                                          {"n_shared=4096 d_shared=16777216", "d_shared", "n_shared"}};
+    const moe_field *f;
+    moe_layer_config c;
+    moe_error error;
+    size_t i;
+    int value;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        c = small_config();
+        if (CHECK(moe_fields_apply(moe_layer_fields(), &c, rows[i][0], NULL) == MOE_OK, rows[i][0])) expect_refused(&c, rows[i][1], rows[i][2]);
+    }
+    for (f = moe_layer_fields(); f->name != NULL; f++) {
+        CHECK(moe_field_find(moe_layer_fields(), f->name) == f && f->about != NULL, f->name);
+        if (f->kind == MOE_FIELD_REAL) continue;
+        c = small_config();
+        value = -3;
+        memcpy((char *)&c + f->offset, &value, sizeof value);
+        expect_refused(&c, f->name, "-3");
+        value = (int)f->max + 1;
+        memcpy((char *)&c + f->offset, &value, sizeof value);
+        expect_refused(&c, f->name, "= ");
+    }
+    for (f = moe_router_fields(); f->name != NULL; f++) CHECK(moe_field_find(moe_layer_fields(), f->name) != NULL, "a layer has its router's fields");
+    CHECK(moe_field_set(moe_layer_fields(), &c, "expert", "bogus", &error) == MOE_ERR_CONFIG && strstr(error.message, "bogus") != NULL, "unknown value");
+    CHECK(moe_layer_check(NULL, NULL, NULL) == MOE_ERR_ARGUMENT, "NULL");
+}
+
+/* Constants in place of owned tensors. */
+static void test_const_tensors(void) {
+    moe_layer_config c = rich_config();
+    moe_layer layer;
+    moe_layer_pass pass;
+    bench b;
+    moe_real *y;
+    moe_tensor t;
+    int place, missing = 0;
+    size_t i;
+    if (!start(&b, &c, 0, 7)) return;
+    y = normals(7 * 4, 1.0);
+    c.router.untrained = 1;
+    CHECK(moe_layer_init(&layer, &c, NULL) == MOE_OK && layer.memory == NULL, "init");
+    CHECK(moe_layer_forward(&layer, &b.call, y, b.work, b.work_size, NULL) == MOE_ERR_ARGUMENT, "no tensors yet");
+    for (place = 0; place < MOE_LAYER_SLOTS; place++) layer.tensors[place] = b.layer.tensors[place];
+    CHECK(moe_layer_forward(&layer, &b.call, y, b.work, b.work_size, NULL) == MOE_OK && same_bits(y, b.y, 7 * 4 * sizeof *y), "the caller's tensors");
+    for (i = 0; moe_layer_tensor(&layer, i, &t) == MOE_OK; i++) CHECK(t.gradient == NULL, "no gradients");
+    CHECK(i == 13, "tensors by number");
+    for (place = 0; place < MOE_LAYER_SLOTS; place++) {
+        const moe_real *kept = layer.tensors[place];
+        layer.tensors[place] = kept != NULL ? NULL : b.x;
+        missing += moe_layer_forward(&layer, &b.call, y, b.work, b.work_size, NULL) == MOE_ERR_ARGUMENT;
+        layer.tensors[place] = kept;
+    }
+    CHECK(missing == MOE_LAYER_SLOTS, "a missing tensor, or one too many, is refused");
+    { /* gradients only where they are wanted */
+        size_t bytes = 0;
+        void *work;
+        moe_real *d_weight = normals(12, 0.0);
+        moe_call call = b.call;
+        call.training = 1;
+        CHECK(moe_layer_work_size(&layer, 7, 1, &bytes) == MOE_OK, "size");
+        work = grab(bytes, 1);
+        layer.gradients[MOE_ROUTER_WEIGHT] = d_weight;
+        CHECK(moe_layer_forward(&layer, &call, y, work, bytes, &pass) == MOE_OK && moe_layer_backward(&layer, b.dy, NULL, NULL, &pass) == MOE_OK, "one gradient");
+        CHECK(!all_zero(d_weight, 12), "one gradient");
+        free(work), free(d_weight);
+    }
+    moe_layer_free(&layer);
+    free(y);
+    end(&b);
+}
+
+/* ---- backward ---------------------------------------------------------------------------------------------------------------------- */
+
+/* It adds, in the same bits each time, and takes what is not wanted as NULL. */
+static void test_backward(void) {
+    int kind, with_router_x;
+    for (kind = 0; kind < MOE_EXPERT_COUNT; kind++)
+        for (with_router_x = 0; with_router_x < 2; with_router_x++) {
+            moe_layer_config c = small_config();
+            moe_real *router_x = normals(9 * 6, 1.0), *d_router_x = normals(9 * 6, 0.0), *dx = normals(9 * 6, 0.0), *first;
+            bench b;
+            moe_tensor t;
+            size_t i, k;
+            int good = 1;
+            c.expert = kind, c.n_shared = 1, c.shared_sigmoid = 1, c.router.loss_z = (moe_real)0.1;
+            if (start(&b, &c, 1, 9)) {
+                if (with_router_x) b.call.router_x = router_x;
+                run(&b);
+                CHECK(moe_layer_backward(&b.layer, b.dy, b.dx, with_router_x ? d_router_x : NULL, &b.pass) == MOE_OK, "backward");
+                CHECK(all_zero(d_router_x, 54) == !with_router_x && !all_zero(b.dx, 54), "where the gradients go");
+                CHECK(moe_layer_tensor(&b.layer, 1, &t) == MOE_OK, "tensor");
+                first = normals(t.count, 0.0);
+                memcpy(first, t.gradient, t.count * sizeof *first);
+                CHECK(moe_layer_backward(&b.layer, b.dy, NULL, NULL, &b.pass) == MOE_OK, "dx is not wanted");
+                for (i = 0; i < t.count; i++) good &= fabs((double)t.gradient[i] - 2.0 * (double)first[i]) <= NEAR * (1.0 + fabs((double)first[i]));
+                CHECK(good, "gradients add up");
+                for (i = 0; moe_layer_tensor(&b.layer, i, &t) == MOE_OK; i++)
+                    for (k = 0; k < t.count; k++) t.gradient[k] = 0;
+                CHECK(moe_layer_backward(&b.layer, b.dy, dx, NULL, &b.pass) == MOE_OK && same_bits(dx, b.dx, 54 * sizeof *dx), "a second time the same");
+                CHECK(moe_layer_tensor(&b.layer, 1, &t) == MOE_OK && same_bits(first, t.gradient, t.count * sizeof *first), "a second time the same");
+                CHECK(moe_layer_backward(&b.layer, NULL, dx, NULL, &b.pass) == MOE_ERR_ARGUMENT && moe_layer_backward(&b.layer, b.dy, dx, NULL, NULL) == MOE_ERR_ARGUMENT &&
+                          moe_layer_backward(NULL, b.dy, dx, NULL, &b.pass) == MOE_ERR_ARGUMENT,
+                      "NULL");
+                b.call.training = 0;
+                run(&b);
+                CHECK(moe_layer_backward(&b.layer, b.dy, dx, NULL, &b.pass) == MOE_ERR_STATE, "no training, no backward");
+                free(first);
+            }
+            free(router_x), free(d_router_x), free(dx);
+            end(&b);
+        }
+}
+
+static void expect_call_refused(bench *b, moe_status status, const char *what) {
+    moe_layer_pass pass;
+    unsigned char kept[sizeof pass];
+    memset(&pass, 99, sizeof pass);
+    memcpy(kept, &pass, sizeof pass);
+    CHECK(moe_layer_forward(&b->layer, &b->call, b->y, b->work, b->work_size, &pass) == status, what);
+    CHECK(same_bits(kept, &pass, sizeof pass), "a failed call leaves the pass as it was");
+}
+
+static void test_bad_calls(void) {
+    moe_layer_config c = small_config();
+    size_t bytes = 4321;
+    int32_t sequences[] = {0, 4, 3, 7};
+    bench b;
+    int kind;
+    if (!start(&b, &c, 1, 7)) return;
+    CHECK(moe_layer_work_size(NULL, 7, 1, &bytes) == MOE_ERR_ARGUMENT && moe_layer_work_size(&b.layer, 7, 1, NULL) == MOE_ERR_ARGUMENT, "NULL");
+    CHECK(moe_layer_forward(NULL, &b.call, b.y, b.work, b.work_size, NULL) == MOE_ERR_ARGUMENT && moe_layer_forward(&b.layer, NULL, b.y, b.work, b.work_size, NULL) == MOE_ERR_ARGUMENT &&
+              moe_layer_forward(&b.layer, &b.call, NULL, b.work, b.work_size, NULL) == MOE_ERR_ARGUMENT,
+          "NULL");
+#if SIZE_MAX > 0xFFFFFFFF
+    CHECK(moe_layer_work_size(&b.layer, (size_t)INT32_MAX + 1, 0, &bytes) == MOE_ERR_OVERFLOW && moe_layer_work_size(&b.layer, SIZE_MAX, 1, &bytes) == MOE_ERR_OVERFLOW && bytes == 4321,
+          "too many tokens");
+    b.call.n_tokens = SIZE_MAX / 2;
+    expect_call_refused(&b, MOE_ERR_OVERFLOW, "too many tokens");
+    b.call.n_tokens = 7;
+#endif
+    b.call.x = NULL;
+    expect_call_refused(&b, MOE_ERR_ARGUMENT, "no x");
+    b.call.x = b.x;
+    b.call.sequences = sequences, b.call.n_sequences = 3;
+    expect_call_refused(&b, MOE_ERR_ARGUMENT, "bad offsets");
+    b.call.sequences = NULL;
+    b.x[20] = (moe_real)(HUGE_VAL - HUGE_VAL);
+    expect_call_refused(&b, MOE_ERR_NONFINITE, "NaN in a token");
+    end(&b);
+    for (kind = 0; kind < MOE_EXPERT_COUNT; kind++) { /* no tokens at all */
+        c = small_config();
+        c.expert = kind, c.n_shared = 1;
+        if (kind == MOE_EXPERT_FACTORISED) c.router.score = MOE_SCORE_NORM;
+        if (start(&b, &c, 1, 0)) {
+            b.call.x = NULL;
+            CHECK(moe_layer_forward(&b.layer, &b.call, NULL, b.work, b.work_size, &b.pass) == MOE_OK, "no tokens");
+            CHECK(moe_layer_backward(&b.layer, NULL, NULL, NULL, &b.pass) == MOE_OK, "no tokens back");
+        }
+        end(&b);
+    }
+}
+
+/* ---- files ------------------------------------------------------------------------------------------------------------------------- */
+
+static void draw_layer_config(moe_layer_config *c) {
+    for (;;) {
+        memset(c, 0, sizeof *c);
+        c->router.d_model = 1 + below(12), c->router.n_experts = 1 + below(5), c->router.top_k = 1;
+        c->router.score = below(MOE_SCORE_COUNT), c->router.gate = below(MOE_GATE_COUNT), c->router.weight = below(MOE_WEIGHT_COUNT);
+        c->router.select = below(MOE_SELECT_COUNT), c->router.slots = below(3), c->router.table_size = below(2) * 7, c->router.groups = below(3), c->router.input = below(MOE_INPUT_COUNT);
+        c->router.noise = below(MOE_NOISE_COUNT), c->router.refine = below(MOE_REFINE_COUNT), c->router.threshold_learned = below(2), c->router.drop_capacity = below(3);
+        c->router.selection_bias = below(2), c->router.expert_scale = below(2), c->router.cosine_learn_tau = below(2);
+        c->router.router_bias = below(2), c->router.apply_to = below(2);
+        c->router.scale = moe_rng_normal(&rng), c->router.gate_temperature = (moe_real)0.001 + moe_rng_uniform(&rng), c->router.loss_z = moe_rng_uniform(&rng) / 100;
+        c->expert = below(MOE_EXPERT_COUNT), c->d_ff = 1 + below(9), c->d_low = below(3), c->act = below(MOE_ACT_COUNT), c->no_expert_bias = below(2);
+        c->n_shared = below(3), c->d_shared = below(4), c->shared_sigmoid = below(2), c->d_out = below(7);
+        if (moe_layer_check(c, NULL, NULL) == MOE_OK && moe_router_check_training(&c->router, NULL) == MOE_OK) return;
+    }
+}
+
+static void test_round_trip(void) {
+    int trial;
+    for (trial = 0; trial < 200; trial++) {
+        moe_layer_config c;
+        moe_layer back;
+        moe_buffer one, two;
+        moe_error error;
+        moe_tensor t, u;
+        size_t i;
+        bench b;
+        draw_layer_config(&c);
+        c.kernels = below(2);
+        memset(&b, 0, sizeof b);
+        if (!CHECK(moe_layer_create(&b.layer, &c, 1, moe_rng_next(&rng), NULL, NULL) == MOE_OK, "create")) continue;
+        shake(&b.layer);
+        write_layer(&b.layer, &one);
+        error.message[0] = '\0';
+        if (CHECK(moe_layer_read(&back, one.data, one.size, trial % 2, NULL, &error) == MOE_OK, "read")) {
+            moe_layer_config kept = b.layer.config;
+            kept.kernels = back.config.kernels; /* not saved */
+            if (!CHECK(same_bits(&kept, &back.config, sizeof kept), "the configuration comes back")) {
+                const moe_field *f;
+                char was[64], is[64];
+                for (f = moe_layer_fields(); f->name != NULL; f++) {
+                    moe_field_text(f, &kept, was, sizeof was), moe_field_text(f, &back.config, is, sizeof is);
+                    if (strcmp(was, is) != 0) printf("  %s: %s, %s\n", f->name, was, is);
+                }
+            }
+            for (i = 0; moe_layer_tensor(&b.layer, i, &t) == MOE_OK; i++)
+                CHECK(moe_layer_tensor(&back, i, &u) == MOE_OK && strcmp(t.name, u.name) == 0 && same_bits(t.data, u.data, t.count * sizeof(moe_real)) &&
+                          (u.gradient != NULL) == (trial % 2),
+                      t.name);
+            write_layer(&back, &two);
+            CHECK(one.size == two.size && same_bits(one.data, two.data, one.size), "save, load, save gives the same bytes");
+            moe_buffer_free(&two);
+            moe_layer_free(&back);
+        } else
+            printf("  %s\n", error.message);
+        moe_buffer_free(&one);
+        end(&b);
+    }
+}
+
+/* A file that must be refused, with nothing changed and nothing lost. */
+static moe_status refused(const void *bytes, size_t size) {
+    moe_layer layer, kept;
+    counting heap;
+    moe_allocator a = counting_allocator(&heap, -1);
+    moe_error error;
+    moe_status status;
+    memset(&layer, 0x3C, sizeof layer);
+    memcpy(&kept, &layer, sizeof layer);
+    error.message[0] = '\0';
+    status = moe_layer_read(&layer, bytes, size, 1, &a, &error);
+    if (status == MOE_OK) {
+        moe_layer_free(&layer);
+        return status;
+    }
+    CHECK(same_bits(&layer, &kept, sizeof layer) && heap.bytes == 0 && heap.blocks == 0, "a failed read changes and keeps nothing");
+    CHECK(error.message[0] != '\0' && error.code == status, "a failed read says why");
+    return status;
+}
+
+/* The same file with one text replaced by another of the same length. */
+static moe_status refused_with(const moe_buffer *file, const char *from, const char *to) {
+    unsigned char *copy = (unsigned char *)grab(file->size, 1);
+    size_t n = strlen(from), i, found = 0;
+    moe_status status;
+    memcpy(copy, file->data, file->size);
+    for (i = 0; i + n <= file->size; i++)
+        if (memcmp(copy + i, from, n) == 0) memcpy(copy + i, to, n), found++;
+    CHECK(found > 0 && strlen(to) == n, from);
+    status = refused(copy, file->size);
+    free(copy);
+    return status;
+}
+
+static void test_bad_files(void) {
+    moe_layer_config c = rich_config();
+    moe_buffer file;
+    unsigned char *copy;
+    size_t i;
+    int trial;
+    bench b;
+    if (!start(&b, &c, 1, 1)) return;
+    write_layer(&b.layer, &file);
+    CHECK(refused(file.data, file.size) == MOE_OK, "the file is good");
+    for (i = 0; i < file.size; i++) CHECK(refused(file.data, i) != MOE_OK, "a truncated file");
+    CHECK(refused_with(&file, "router.weight", "router.weighs") != MOE_OK, "a tensor of another name");
+    CHECK(refused_with(&file, "shared.sigmoid", "__shared.sigmo") != MOE_OK, "a tensor is missing");
+    CHECK(refused_with(&file, "expert_scale", "expert_scalf") != MOE_OK, "an unknown field");
+    CHECK(refused_with(&file, "gelu", "gelv") != MOE_OK, "an unknown activation");
+    CHECK(refused_with(&file, "cosine\\\"", "cosinf\\\"") != MOE_OK, "an unknown score");
+    copy = (unsigned char *)grab(file.size, 1);
+    for (trial = 0; trial < 3000; trial++) { /* any answer, but no crash and no leak */
+        size_t flips = 1 + (size_t)below(3), header = file.size < 2500 ? file.size : 2500;
+        memcpy(copy, file.data, file.size);
+        while (flips-- > 0) copy[moe_rng_below(&rng, header)] = (unsigned char)below(256);
+        (void)refused(copy, file.size);
+    }
+    passed++;
+    free(copy);
+    moe_buffer_free(&file);
+    end(&b);
+}
+
+static long file_size(const char *path) {
+    FILE *f = fopen(path, "rb");
+    long n;
+    if (f == NULL) return -1;
+    n = fseek(f, 0, SEEK_END) == 0 ? ftell(f) : -1;
+    fclose(f);
+    return n;
+}
+
+static void test_disk(const char *folder) {
+    moe_layer_config c = rich_config();
+    moe_layer back;
+    moe_error error;
+    bench b;
+    char path[512], absent[512];
+    moe_buffer one, two;
+    if (strlen(folder) > 400 || !start(&b, &c, 1, 5)) return;
+    sprintf(path, "%s/layer_test.safetensors", folder);
+    sprintf(absent, "%s/no_such_folder/layer_test.safetensors", folder);
+    remove(path);
+    error.message[0] = '\0';
+    if (!CHECK(moe_layer_save(&b.layer, path, &error) == MOE_OK, "save")) printf("  %s\n", error.message);
+    write_layer(&b.layer, &one);
+    CHECK(file_size(path) == (long)one.size, "the file has the bytes of the stream");
+    if (CHECK(moe_layer_load(&back, path, 1, NULL, &error) == MOE_OK, "load")) {
+        moe_real *y = normals(5 * 4, 1.0);
+        CHECK(moe_layer_forward(&back, &b.call, y, b.work, b.work_size, NULL) == MOE_OK && same_bits(y, b.y, 20 * sizeof *y), "the same answers bit for bit");
+        write_layer(&back, &two);
+        CHECK(one.size == two.size && same_bits(one.data, two.data, one.size), "the same bytes");
+        CHECK(moe_layer_save(&back, path, NULL) == MOE_OK && file_size(path) == (long)one.size, "a file is replaced");
+        moe_buffer_free(&two);
+        moe_layer_free(&back);
+        free(y);
+    }
+    CHECK(moe_layer_save(&b.layer, absent, &error) == MOE_ERR_IO && error.message[0] != '\0', "save where there is no folder");
+    CHECK(moe_layer_load(&back, absent, 1, NULL, &error) == MOE_ERR_IO && error.message[0] != '\0', "load what is not there");
+    remove(path);
+    moe_buffer_free(&one);
+    end(&b);
+}
+
+/* ---- presets ------------------------------------------------------------------------------------------------------------------------ */
+
+static void test_presets(void) {
+    const moe_preset *preset;
+    moe_layer_config c, kept;
+    moe_error error;
+    for (preset = moe_presets(); preset->name != NULL; preset++) {
+        bench b;
+        error.message[0] = '\0';
+        if (!CHECK(moe_layer_preset(preset->name, &c, &error) == MOE_OK, preset->name)) continue;
+        c.router.d_model = 48, c.d_ff = 7;
+        if (c.router.select == MOE_SELECT_HASH && c.router.table_size == 0) c.router.table_size = 300;
+        if (c.router.score == MOE_SCORE_ATTENTIVE && c.router.router_hidden > 0) c.d_ff = c.router.router_hidden;
+        if (!CHECK(moe_layer_check(&c, NULL, &error) == MOE_OK && moe_router_check_training(&c.router, &error) == MOE_OK, preset->name)) printf("  %s\n", error.message);
+        if (c.router.n_experts > 12) c.router.n_experts = 12;
+        if (c.router.select == MOE_SELECT_GROUPED_TOP_K) c.router.groups = 4, c.router.groups_kept = 3;
+        if (start(&b, &c, 1, 6)) {
+            if (c.router.select != MOE_SELECT_SOFT) check_naive(&b);
+            if (!(moe_router_traits(&c.router) & MOE_TRAIT_NEEDS_PREVIOUS_LAYER) && c.router.select != MOE_SELECT_SINKHORN && !(c.router.capacity_factor > 0)) check_bits(&b);
+            CHECK(moe_layer_backward(&b.layer, b.dy, b.dx, NULL, &b.pass) == MOE_OK && !all_zero(b.dx, 6 * 48), preset->name);
+        }
+        end(&b);
+    }
+    memset(&c, 3, sizeof c);
+    kept = c;
+    CHECK(moe_layer_preset("bogus", &c, &error) == MOE_ERR_NOT_FOUND && strstr(error.message, "bogus") != NULL && same_bits(&c, &kept, sizeof c), "an unknown preset");
+    CHECK(moe_layer_preset("sparse_moe", &c, NULL) == MOE_OK && c.router.weight == MOE_WEIGHT_SOFTMAX, "an alias");
+    CHECK(moe_layer_preset("smoe", NULL, NULL) == MOE_ERR_ARGUMENT, "NULL");
+    CHECK(moe_layer_preset("llama4", &c, NULL) == MOE_OK && c.n_shared == 1 && c.router.apply_to == MOE_APPLY_INPUT, "a preset sets experts too");
+    CHECK(moe_layer_preset("aoe", &c, NULL) == MOE_OK && c.expert == MOE_EXPERT_FACTORISED && c.router.score == MOE_SCORE_NORM, "a preset sets experts too");
+}
+
+int main(int argc, char **argv) {
+    moe_rng_seed(&rng, 4711);
+    test_tensors();
+    test_create();
+    test_messages();
+    test_forward();
+    test_selections();
+    test_mask();
+    test_empty_experts();
+    test_work_memory();
+    test_allocations();
+    test_const_tensors();
+    test_backward();
+    test_bad_calls();
+    test_round_trip();
+    test_bad_files();
+    test_disk(argc > 1 ? argv[1] : ".");
+    test_presets();
+    printf("%ld passed, %ld failed\n", passed, failed);
+    return failed > 0;
+}

@@ -1,0 +1,161 @@
+# Sourced by examples/run, tests/run, amalgamate and the scripts of this folder: finds what they need and installs what is missing
+# where it may (root and apt-get), else says what to install. POSIX sh. Nothing happens until a function is called.
+#
+#   setup_scratch          makes a folder $scratch that is gone when the script ends
+#   setup_compiler         sets $CC, a C compiler that makes programs that run; setup_compiler_quietly: if there is one
+#   setup_stb              sets $stb_folder, where stb_ds.h lies; STB_DS=folder or STB_DS=file names it
+#   setup_stb_flag CC      sets $stb_flag: empty when that compiler finds stb_ds.h by itself, else the folder for its -I
+#   setup_tool NAME        whether a program is there; no installing
+#   find_compile_line FILE prints the compile line in a program's first comment
+
+# Package names of Debian and Ubuntu.
+setup_packages_compiler='gcc libc6-dev'
+setup_packages_stb='libstb-dev'
+
+setup_say() { printf '%s\n' "$*" >&2; }
+
+setup_die() {
+    setup_say "$*"
+    exit 1
+}
+
+setup_tool() { command -v "$1" >/dev/null 2>&1; }
+
+setup_scratch() {
+    scratch=$(mktemp -d "${TMPDIR:-/tmp}/moe.XXXXXX") || setup_die "cannot make a temporary folder in ${TMPDIR:-/tmp}"
+    trap 'rm -rf "$scratch"' EXIT
+    trap 'exit 129' HUP
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+}
+
+# Installs packages. The package lists are fetched only when installing without them fails. 1 when that is not allowed or failed.
+setup_install() {
+    setup_tool apt-get && [ "$(id -u)" = 0 ] || return 1
+    setup_say "installing with apt-get: $*"
+    setup_log=$scratch/apt.log
+    setup_apt install "$@" && return 0
+    setup_apt_update && setup_apt install "$@" && return 0
+    cat "$setup_log" >&2
+    return 1
+}
+
+setup_apt_update() { DEBIAN_FRONTEND=noninteractive apt-get update >>"$setup_log" 2>&1 </dev/null; }
+
+setup_apt() { DEBIAN_FRONTEND=noninteractive apt-get -y --no-install-recommends "$@" >>"$setup_log" 2>&1 </dev/null; }
+
+# Installs packages ($2...) for something that is missing ($1), or ends the script with what the user can do.
+setup_need() {
+    setup_what=$1
+    shift
+    setup_install "$@" && return 0
+    setup_die "$setup_what is missing. On Debian or Ubuntu, as root:  apt-get install $*"
+}
+
+# ---- the compiler ----
+
+setup_compiler() {
+    if [ -n "${CC:-}" ]; then
+        setup_compiler_works "$CC" || setup_die "CC=$CC does not make a C program that runs. Set CC to another compiler, or unset it."
+        return
+    fi
+    setup_compiler_found && return
+    # One call for all that is missing: the second download of package lists would take longer than the package.
+    setup_file_found || setup_packages_compiler="$setup_packages_compiler $setup_packages_stb"
+    # shellcheck disable=SC2086
+    setup_need 'A C compiler' $setup_packages_compiler
+    setup_compiler_found || setup_die 'A C compiler was installed and still does not make a program that runs.'
+}
+
+setup_compiler_found() {
+    for CC in cc gcc clang; do
+        setup_tool $CC && setup_compiler_works $CC && return 0
+    done
+    CC=
+    return 1
+}
+
+# For scripts that can do without: sets $CC if there is one.
+setup_compiler_quietly() { [ -n "${CC:-}" ] || setup_compiler_found || :; }
+
+# Headers, libm and linking must work too. The name may hold options: CC="gcc -m32".
+setup_compiler_works() {
+    printf '#include <math.h>\n#include <stdio.h>\nint main(int n, char **v) { return v[0] == NULL || sqrt((double)n) < 0.5; }\n' >"$scratch/works.c"
+    $1 "$scratch/works.c" -o "$scratch/works" -lm >/dev/null 2>&1 </dev/null && "$scratch/works"
+}
+
+# ---- stb_ds.h ----
+
+setup_stb() {
+    if [ -n "${STB_DS:-}" ]; then
+        setup_named "$STB_DS" || setup_die "STB_DS=$STB_DS is neither stb_ds.h nor a folder that holds it."
+        return
+    fi
+    setup_file_found && return
+    # shellcheck disable=SC2086
+    setup_need 'stb_ds.h' $setup_packages_stb
+    setup_file_found || setup_die 'stb_ds.h was installed and is still not found. Name its folder: STB_DS=folder'
+}
+
+# Paths are made absolute: the scripts change folders.
+setup_named() {
+    case $1 in
+    /*) setup_path=$1 ;;
+    *) setup_path=${caller:-$PWD}/$1 ;;
+    esac
+    case $setup_path in
+    */stb_ds.h) [ -f "$setup_path" ] && stb_folder=${setup_path%/*} && return 0 ;;
+    esac
+    for stb_folder in "$setup_path" "$setup_path/stb"; do
+        [ -f "$stb_folder/stb_ds.h" ] && return 0
+    done
+    return 1
+}
+
+# Where the compiler looks, else where packages put it.
+setup_file_found() {
+    if [ -n "${CC:-}" ]; then
+        for setup_name in stb_ds.h stb/stb_ds.h; do
+            setup_path=$(echo "#include <$setup_name>" | $CC -E -x c - 2>/dev/null |
+                sed -n 's/^#.* "\(.*stb_ds\.h\)".*/\1/p' | sed -n 1p)
+            [ -f "$setup_path" ] && stb_folder=${setup_path%/*} && return 0
+        done
+    fi
+    for stb_folder in /usr/local/include /usr/local/include/stb /usr/include /usr/include/stb; do
+        [ -f "$stb_folder/stb_ds.h" ] && return 0
+    done
+    stb_folder=
+    return 1
+}
+
+# The same steps by which moe.h looks for it.
+setup_stb_flag() {
+    stb_flag=$stb_folder
+    [ -z "${STB_DS:-}" ] || return 0
+    cat >"$scratch/finds.c" <<'PROBE'
+#if !defined(__has_include)
+#include "stb_ds.h"
+#elif __has_include("stb_ds.h")
+#include "stb_ds.h"
+#else
+#include <stb/stb_ds.h>
+#endif
+PROBE
+    $1 -E "$scratch/finds.c" >/dev/null 2>&1 </dev/null && stb_flag=
+    return 0
+}
+
+# ---- the compile line of a program ----
+
+# The first line of the first comment that starts with a compiler's name and has a C file on it; the comment is cut off at && ; ` or two
+# spaces, a backslash at the end continues it.
+find_compile_line() {
+    awk '
+        { ended = index($0, "*/") > 0; sub(/\*\/.*/, ""); sub(/^[ \t]*\/\*+/, ""); sub(/^[ \t]*\*?[ \t]*(\$ +)?/, "") }
+        more { line = line " " $0 }
+        !more && match($0, /(^|[ `(])(cc|gcc|clang|c99) -/) { line = substr($0, RSTART); sub(/^[ `(]/, "", line); found = 1 }
+        found { more = sub(/[ \t]*\\$/, "", line) }
+        found && !more && line !~ /\.c( |$)/ { found = 0 }
+        found && !more { sub(/[ \t]*(&&|;|`|\)|  |\t).*/, "", line); print line; exit }
+        ended { exit }' "$1"
+}
