@@ -2022,7 +2022,8 @@ static moe_status moei_select_hash(moei_pass *s) {
         if (s->call->token_ids[t] < 0 || s->call->token_ids[t] >= s->c->table_size) return MOE_ERR_ARGUMENT;
         for (i = 0; i < k; i++) {
             moe_real e = table[(size_t)s->call->token_ids[t] * k + i];
-            if (!(e >= MOEI_R(0.0)) || !(e < (moe_real)s->experts)) return MOE_ERR_ARGUMENT;
+            if (!(e >= MOEI_R(0.0)) || !(e < (moe_real)s->experts) || e > (moe_real)(size_t)e) return MOE_ERR_ARGUMENT;
+            if (s->r->selected[t * s->experts + (size_t)e]) return MOE_ERR_ARGUMENT; /* as for given: no expert twice */
             s->r->selected[t * s->experts + (size_t)e] = 1;
         }
     }

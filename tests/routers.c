@@ -1133,6 +1133,81 @@ static void test_affinity(void) {
     }
 }
 
+/* C = max(capacity_min, ceil(cf K N / E)), at most N, with a factor of its own outside training. Equal logits send every token to expert 0. */
+static void test_capacity_factor(void) {
+    static const struct {
+        const char *settings;
+        size_t n, training, evaluation;
+    } rows[] = {{"top_k=1 capacity_factor=1", 12, 3, 3},
+                {"top_k=1 capacity_factor=1", 13, 4, 4},
+                {"top_k=2 capacity_factor=1.25 capacity_factor_eval=2", 12, 8, 12},
+                {"top_k=1 capacity_factor=1.25 capacity_factor_eval=2", 16, 5, 8},
+                {"top_k=1 capacity_factor=0.01", 10, 1, 1},
+                {"top_k=1 capacity_factor=0.01 capacity_min=3", 10, 3, 3},
+                {"top_k=1 capacity_factor=1 capacity_min=30", 10, 10, 10},
+                {"top_k=1 capacity_factor=100", 10, 10, 10},
+                {"top_k=1 drop_capacity=4 capacity_factor=1", 12, 4, 4},
+                {"top_k=1 drop_capacity=400", 12, 12, 12}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        moe_router_config c = config_of(rows[i].settings);
+        bench b;
+        if (!CHECK(bench_start(&b, &c, NULL, rows[i].n, 0.0), "routes")) return;
+        if (!CHECK(b.routing.plan.offsets[1] == rows[i].training, rows[i].settings)) printf("  %lu\n", (unsigned long)b.routing.plan.offsets[1]);
+        CHECK(b.routing.counts[0] == rows[i].n, "counts are before capacity");
+        b.call.training = 0;
+        bench_route(&b);
+        CHECK(b.routing.plan.offsets[1] == rows[i].evaluation, rows[i].settings);
+        check_consistent(&b);
+        bench_end(&b);
+    }
+}
+
+/* Sinkhorn by its definition, in double, until it stands still. */
+static void test_sinkhorn(void) {
+    int trial, clear = 0;
+    for (trial = 0; trial < 60; trial++) {
+        moe_router_config c = config_of("select=sinkhorn weight=raw top_k=1");
+        double q[20 * 4], d0[20], d1[4], sum, change = 1.0;
+        size_t n = 20, t, e, best, step;
+        bench b;
+        c.top_k = 1 + trial % 2;
+        if (!CHECK(bench_start(&b, &c, NULL, n, 0.8), "routes")) return;
+        for (t = 0; t < n; t++) {
+            for (e = 0, sum = -HUGE_VAL; e < 4; e++) sum = fmax(sum, (double)b.routing.logits[t * 4 + e]);
+            for (e = 0; e < 4; e++) q[t * 4 + e] = exp((double)b.routing.logits[t * 4 + e] - sum);
+        }
+        for (e = 0; e < 4; e++) d1[e] = 1.0;
+        for (step = 0; step < 100 && change >= 1e-4; step++) {
+            for (t = 0; t < n; t++) {
+                for (e = 0, sum = 0.0; e < 4; e++) sum += q[t * 4 + e] * d1[e];
+                d0[t] = 1.0 / ((double)n * sum);
+            }
+            for (e = 0, change = 0.0; e < 4; e++) {
+                for (t = 0, sum = 0.0; t < n; t++) sum += q[t * 4 + e] * d0[t];
+                change += fabs(d1[e] - 1.0 / (4.0 * sum)) / 4.0;
+                d1[e] = 1.0 / (4.0 * sum);
+            }
+        }
+        for (t = 0; t < n; t++) {
+            size_t kept[4] = {0, 1, 2, 3}, k, hold;
+            for (e = 0; e < 4; e++)
+                for (best = e + 1; best < 4; best++)
+                    if (q[t * 4 + kept[best]] * d1[kept[best]] > q[t * 4 + kept[e]] * d1[kept[e]]) hold = kept[e], kept[e] = kept[best], kept[best] = hold;
+            k = (size_t)c.top_k;
+            if (q[t * 4 + kept[k - 1]] * d1[kept[k - 1]] < 1.001 * q[t * 4 + kept[k]] * d1[kept[k]]) continue;
+            for (e = 0; e < k; e++) CHECK(b.routing.selected[t * 4 + kept[e]], "sinkhorn by its definition");
+            clear++;
+        }
+        b.call.training = 0;
+        bench_route(&b);
+        for (t = 0; t < n; t++)
+            for (e = 0; e < 4; e++) CHECK(b.routing.logits[t * 4 + (size_t)b.routing.choices[t * b.routing.max_choices]] >= b.routing.logits[t * 4 + e], "top_k outside training");
+        bench_end(&b);
+    }
+    CHECK(clear > 900, "most choices of sinkhorn are clear");
+}
+
 /* ---- randomness ---------------------------------------------------------------------------------------------------------------- */
 
 /* Mean and variance of values, compared with what they should be within five standard errors. */
@@ -1582,6 +1657,40 @@ static void test_bad_calls(void) {
     bench_end(&b);
 }
 
+/* What stages read beside x: missing or out of range. */
+static void test_bad_supplies(void) {
+    static const char *const settings[] = {"loss_locality=1 nodes=2", "loss_locality=1 nodes=2", "input=adaptive_clustering", "input=adaptive_clustering", "select=hash table_size=5",
+                                           "select=hash table_size=5", "select=hash table_size=5", "select=soft", "refine=attention", "refine=attention attention_u=output",
+                                           "input=adaptive_clustering", "select=hash table_size=5", "score=attentive", "score=competition", "select=sample", "input=jitter"};
+    size_t i, bad;
+    int32_t sequences[] = {0, 2, 6};
+    for (i = 0; i < sizeof settings / sizeof settings[0]; i++)
+        for (bad = 0; bad < 2; bad++) {
+            moe_router_config c = config_of(settings[i]);
+            bench b;
+            if (!CHECK(bench_start(&b, &c, NULL, 6, 0.5), settings[i])) continue;
+            switch (i) {
+            case 0: b.home[3] = bad ? 2 : -1; break;
+            case 1: b.expert_node[3] = bad ? 2 : -1; break;
+            case 2: b.previous_experts[3] = bad ? 4 : -2; break;
+            case 3: b.call.previous_input = bad ? b.previous_input : NULL, b.call.previous_weights = bad ? NULL : b.previous_weights; break;
+            case 4: b.token_ids[2] = bad ? 5 : -1; break;
+            case 5: b.tensors[MOE_ROUTER_TABLE][2 * (size_t)b.token_ids[2]] = (moe_real)(bad ? 4 : -1); break;
+            case 6: b.tensors[MOE_ROUTER_TABLE][2 * (size_t)b.token_ids[2]] = (moe_real)(bad ? HUGE_VAL : HUGE_VAL - HUGE_VAL); break;
+            case 7: b.call.sequences = sequences, b.call.n_sequences = 2; break;
+            case 8: b.call.attention_weights = bad ? NULL : b.attention, b.call.attention_outputs = bad ? b.outputs : NULL; break;
+            case 9: b.call.attention_output = NULL; break;
+            case 10: b.call.previous_experts = NULL; break;
+            case 11: b.call.token_ids = NULL; break;
+            case 12:
+            case 13: b.call.nodes = NULL; break;
+            default: b.call.rng = NULL; break;
+            }
+            expect_call_refused(&b, MOE_ERR_ARGUMENT, settings[i]);
+            bench_end(&b);
+        }
+}
+
 /* A token alone is the token in the batch, and inference is training, bit for bit, for every kernel table. */
 static void test_independence(void) {
     int trial, table;
@@ -1716,6 +1825,9 @@ int main(void) {
     test_backward_adds();
     test_sparsemixer();
     test_short_vectors();
+    test_bad_supplies();
+    test_capacity_factor();
+    test_sinkhorn();
     test_affinity();
     test_noise();
     test_drop_rules();
