@@ -833,6 +833,7 @@ static void moei_zero_rows(size_t m, size_t n, moe_real *c, size_t ldc) {
 MOEI_INLINE void moei_real_matmul_c(size_t m, size_t n, size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b, size_t rb,
                                     size_t cb, moe_real *c, size_t ldc, int accumulate) {
     size_t p;
+    if (m == 0 || n == 0) return; /* then the operands may be NULL, from which no address is made */
     if (!accumulate) moei_zero_rows(m, n, c, ldc);
     for (p = 0; p < k; p += MOEI_BLOCK_K) {
         const size_t block = k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K;

@@ -41,24 +41,24 @@
      token        one row of x, d_model numbers. A sample that is not part of a text is a token as well.
      expert       one of E functions; the router knows only its number.
      logits z     one number per token and expert, before any normalisation.
-     gate r       what the gate function (softmax, sigmoid, ...) makes of z. Gate values p are r after refinement; today p = r.
+     gate r       what the gate function (softmax, sigmoid, ...) makes of z. p is r after refinement; without a refining stage p = r.
      S_t          the set of experts chosen for token t; top_k is how many.
      weight w     the factor on a chosen expert's output (or input): the combine weight.
      pair         one token at one expert, an entry of the plan.
      plan         all pairs, sorted by expert: what dispatch and combine need to know.
-     capacity     the largest number of tokens that an expert takes; none is set here (dropless).
+     capacity     the largest number of pairs that an expert takes; without one (the default) routing is dropless.
      replay       routing with recorded choices (select = given): the weights are computed anew, so gradients flow.
      trait        what a router needs or does: causal, needs_all_experts, stateful, ...
 
    Manual
      A router is a short pipeline of independent stages, and a named router is a setting of them:
 
-       x --input--> u --score--> z --gate--> r = p --select--> S --weight--> w --> plan
-                                 `------------- losses -------------'
+       x --input--> u --score--> z --noise--> z --gate--> r --refine--> p --select--> S --weight--> w --capacity--> plan
+                                 `--------------------------- losses ---------------------------'
 
      Each stage is one table of rows, one row per value of a configuration field: a function forward, a function backward, and facts about
-     it. Read the file in that order: fields, score, gate, select, weight, losses, the configuration as a whole, presets, tensors, one
-     call forward, one call backward. A new router is a row in one of these tables, or no code at all: a preset is a line of text.
+     it. Read the file in that order: fields, input, score, noise, gate, refine, select, weight, losses, the configuration as a whole, presets,
+     tensors, one call forward (capacity and the plan stand there), one call backward, metrics. A new router is a row in one of these tables, or no code at all: a preset is a line of text.
 
      Configuration. {0} with d_model is a good router. Every field is described by a row of moe_router_fields(): its name, kind, range and
      the names of its values. moe_router_check fills in defaults and refuses what makes no sense, naming the field or the two fields.
@@ -72,7 +72,9 @@
      moe_route_backward without being asked for. With a perfectly even load and even gates, the balance loss is its factor alpha.
      k = 1 with weight sum or softmax makes every weight 1: moe_router_check_training refuses to train such a router in vain.
      Determinism. Bitwise, for the same kernels: a token's logits, gate, choices and weights do not depend on the other tokens of the call when
-     moe_router_traits says MOE_TRAIT_CAUSAL.
+     moe_router_traits says MOE_TRAIT_CAUSAL without MOE_TRAIT_NEEDS_BATCH.
+     Soft selection goes another way after u: every expert works on mixtures of tokens; score, gate, weight and losses take no part.
+     Metrics. moe_metrics_add after each moe_route, moe_metrics_report when wanted: entropies, load, capacity, expert and class, in double.
      Threads. Nothing here keeps state. Calls with different memory may run at the same time; a moe_rng belongs to one call at a time.
 */
 #include "moe_kernels.h"

@@ -1,21 +1,20 @@
 /* golden.c - runs golden cases: whole routed layers whose results a program that shares nothing with this library computed in float64
-   (tests/golden/README.md describes the files). Each case is read with the library's own reader, set up through the library's own table of
-   fields, run forward and backward with every kernel table of the machine, and every wanted tensor is compared.
+   (tests/golden/README.md describes the files). Each case is read with the library's own reader, set up through the library's own table
+   of fields, run forward and backward with every kernel table of the machine, and every wanted tensor is compared.
 
      cc -std=c99 -O2 -I. tests/golden.c -o golden -lm                      float:  error bound 5e-5
      cc -std=c99 -O2 -I. -DMOE_REAL=double tests/golden.c -o golden64 -lm  double: error bound 1e-9
      ./golden tests/golden
 
-   Error of a tensor: max |got - want| / (1e-6 + max |want|). A case is skipped only when it names a stage, a loss, a value or an input tensor
-   that the library does not have yet. Beside the comparison, for each case and table: inference gives the same y bit for bit as training;
-   tokens of a causal router give it one by one; NaN in padding reaches nothing that is real. Exit status: 0 all that ran passed, 1 one failed
-   or none ran, 2 usage or an unreadable path. */
+   Error of a tensor: max |got - want| / (1e-6 + max |want|). A case is skipped only when it names a stage, a loss, a value or an input
+   tensor that the library does not have yet. Beside the comparison, for each case and table: inference gives the same y bit for bit as
+   training; tokens of a causal router give it one by one; NaN in padding reaches nothing that is real. Exit status: 0 all that ran
+   passed, 1 one failed or none ran, 2 usage or an unreadable path. */
 
 #if defined(__unix__) || defined(__APPLE__)
 #define _POSIX_C_SOURCE 200809L
 #define GOLDEN_FOLDERS
 #include <dirent.h>
-#include <sys/stat.h>
 #endif
 
 #define MOE_IMPLEMENTATION
@@ -42,101 +41,118 @@ typedef struct rule {
     const char *key, *field, *stage, *values, *harmless;
 } rule;
 
-static const rule rules[] = {
-    {"d_model", "d_model", NULL, NULL, NULL},
-    {"n_experts", "n_experts", NULL, NULL, NULL},
-    {"top_k", "top_k", NULL, NULL, NULL},
-    {"input", "input", NULL, NULL, "plain"},
-    {"ac_mode", "ac_mode", "input", "adaptive_clustering", NULL},
-    {"ac_spread", "ac_spread", "input", "adaptive_clustering", NULL},
-    {"ac_mix", "ac_mix", "input", "adaptive_clustering", NULL},
-    {"score", "score", NULL, NULL, NULL},
-    {"router_bias", "router_bias", "score", "linear random", "0"},
-    {"cosine_dim", "cosine_dim", "score", "cosine", "0"},
-    {"cosine_keep_length", "cosine_keep_length", "score", "cosine", "0"},
-    {"grap_cosine", "grap_cosine", "score", "grap", "0"},
-    {"norm_node", "norm_node", "score", "norm", NULL},
-    {"norm_order", "norm_order", "score", "norm", NULL},
-    {"router_hidden", "router_hidden", "score", "mlp attentive", NULL},
-    {"router_act", "router_act", "score", "mlp attentive", NULL},
-    {"noise", "noise", NULL, NULL, "none"},
-    {"heads", "heads", "refine", "attention", NULL},
-    {"noise_floor", "noise_floor", "noise", "noisy_topk", NULL},
-    {"gate", "gate", NULL, NULL, NULL},
-    {"gate_temperature", "gate_temperature", NULL, NULL, NULL},
-    {"refine", "refine", NULL, NULL, "none"},
-    {"similarity_tau", "similarity_tau", "refine", "similarity", NULL},
-    {"similarity_scale", "similarity_scale", "refine", "similarity", "none"},
-    {"similarity_learned", "similarity_learned", "refine", "similarity", "0"},
-    {"lower_entropy_only", "lower_entropy_only", "refine", "similarity attention", "0"},
-    {"causal", "causal", "refine", "similarity attention", "0"},
-    {"attention_heads", "attention_heads", "refine", "attention", NULL},
-    {"attention_head", "attention_head", "refine", "attention", NULL},
-    {"attention_sigma", "attention_sigma", "refine", "attention", NULL},
-    {"select", "select", NULL, NULL, NULL},
-    {"groups", "groups", "select", "grouped_top_k", NULL},
-    {"groups_kept", "groups_kept", "select", "grouped_top_k", NULL},
-    {"group_score", "group_score", "select", "grouped_top_k", NULL},
-    {"top_p", "top_p", "select", "top_p", NULL},
-    {"threshold", "threshold", "select", "threshold", NULL},
-    {"threshold_learned", "threshold_learned", "select", "threshold", "0"},
-    {"capacity_factor", "capacity_factor", "select", "expert_choice", NULL},
-    {"expert_choice_score", "expert_choice_score", "select", "expert_choice", NULL},
-    {"affinity_mass", "affinity_mass", "select", "affinity", NULL},
-    {"capacity_min", "capacity_min", "select", "affinity", NULL},
-    {"capacity", "capacity", "select", "affinity", NULL},
-    {"slots", "slots", "select", "soft", NULL},
-    {"soft_normalise", "soft_normalise", "select", "soft", "0"},
-    {"weight", "weight", NULL, NULL, NULL},
-    {"weight_p", "weight_p", "weight", "p_norm", NULL},
-    {"sparsemixer_eps", "sparsemixer_eps", "weight", "sparsemixer", NULL},
-    {"scale", "scale", NULL, NULL, NULL},
-    {"apply_to", "apply_to", NULL, NULL, NULL},
-    {"drop_capacity", "drop_capacity", NULL, NULL, NULL},
-    {"drop_order", "drop_order", "drop_capacity", NULL, NULL},
-    {"renormalize", "renormalize", "drop_capacity", NULL, NULL},
-    {"expert", "expert", NULL, NULL, NULL},
-    {"d_ff", "d_ff", "expert", "swiglu mlp factorised", NULL},
-    {"d_low", "d_low", "expert", "factorised", NULL},
-    {"act", "act", "expert", "mlp", NULL},
-    {"shared", "d_shared", NULL, NULL, NULL},
-    {"shared_sigmoid", "shared_sigmoid", "shared", NULL, "0"},
-    {"loss.balance", "loss_balance", NULL, NULL, "0"},
-    {"loss.z", "loss_z", NULL, NULL, "0"},
-    {"loss.importance", "loss_importance", NULL, NULL, "0"},
-    {"loss.load", "loss_load", NULL, NULL, "0"},
-    {"loss.entropy", "loss_entropy", NULL, NULL, "0"},
-    {"loss.usage_entropy", "loss_usage_entropy", NULL, NULL, "0"},
-    {"loss.similarity_same", "loss_similarity_same", NULL, NULL, "0"},
-    {"loss.similarity_diff", "loss_similarity_diff", NULL, NULL, "0"},
-    {"loss.locality", "loss_locality", NULL, NULL, "0"},
-    {"loss.l1", "loss_l1", NULL, NULL, "0"},
-    {"loss.orthogonal", "loss_orthogonal", NULL, NULL, "0"},
-    {"loss.distill", "loss_distill", NULL, NULL, "0"},
-    {"balance_over", "balance_over", "loss.balance", NULL, NULL},
-    {"importance_over", "importance_over", "loss.importance", NULL, NULL},
-    {"unbiased", "unbiased", "loss.importance", NULL, "0"},
-    {"nodes", "nodes", "loss.locality", NULL, NULL}};
+static const rule rules[] = {{"d_model", "d_model", NULL, NULL, NULL},
+                             {"n_experts", "n_experts", NULL, NULL, NULL},
+                             {"top_k", "top_k", NULL, NULL, NULL},
+                             {"input", "input", NULL, NULL, "plain"},
+                             {"ac_mode", "ac_mode", "input", "adaptive_clustering", NULL},
+                             {"ac_spread", "ac_spread", "input", "adaptive_clustering", NULL},
+                             {"ac_mix", "ac_mix", "input", "adaptive_clustering", NULL},
+                             {"score", "score", NULL, NULL, NULL},
+                             {"router_bias", "router_bias", "score", "linear random", "0"},
+                             {"cosine_dim", "cosine_dim", "score", "cosine", "0"},
+                             {"cosine_keep_length", "cosine_keep_length", "score", "cosine", "0"},
+                             {"grap_cosine", "grap_cosine", "score", "grap", "0"},
+                             {"norm_node", "norm_node", "score", "norm", NULL},
+                             {"norm_order", "norm_order", "score", "norm", NULL},
+                             {"router_hidden", "router_hidden", "score", "mlp attentive", NULL},
+                             {"router_act", "router_act", "score", "mlp attentive", NULL},
+                             {"noise", "noise", NULL, NULL, "none"},
+                             {"heads", "heads", "refine", "attention", NULL},
+                             {"noise_floor", "noise_floor", "noise", "noisy_topk", NULL},
+                             {"gate", "gate", NULL, NULL, NULL},
+                             {"gate_temperature", "gate_temperature", NULL, NULL, NULL},
+                             {"refine", "refine", NULL, NULL, "none"},
+                             {"similarity_tau", "similarity_tau", "refine", "similarity", NULL},
+                             {"similarity_scale", "similarity_scale", "refine", "similarity", "none"},
+                             {"similarity_learned", "similarity_learned", "refine", "similarity", "0"},
+                             {"lower_entropy_only", "lower_entropy_only", "refine", "similarity attention", "0"},
+                             {"causal", "causal", "refine", "similarity attention", "0"},
+                             {"attention_heads", "attention_heads", "refine", "attention", NULL},
+                             {"attention_head", "attention_head", "refine", "attention", NULL},
+                             {"attention_sigma", "attention_sigma", "refine", "attention", NULL},
+                             {"select", "select", NULL, NULL, NULL},
+                             {"groups", "groups", "select", "grouped_top_k", NULL},
+                             {"groups_kept", "groups_kept", "select", "grouped_top_k", NULL},
+                             {"group_score", "group_score", "select", "grouped_top_k", NULL},
+                             {"top_p", "top_p", "select", "top_p", NULL},
+                             {"threshold", "threshold", "select", "threshold", NULL},
+                             {"threshold_learned", "threshold_learned", "select", "threshold", "0"},
+                             {"capacity_factor", "capacity_factor", "select", "expert_choice", NULL},
+                             {"expert_choice_score", "expert_choice_score", "select", "expert_choice", NULL},
+                             {"affinity_mass", "affinity_mass", "select", "affinity", NULL},
+                             {"capacity_min", "capacity_min", "select", "affinity", NULL},
+                             {"capacity", "capacity", "select", "affinity", NULL},
+                             {"slots", "slots", "select", "soft", NULL},
+                             {"soft_normalise", "soft_normalise", "select", "soft", "0"},
+                             {"weight", "weight", NULL, NULL, NULL},
+                             {"weight_p", "weight_p", "weight", "p_norm", NULL},
+                             {"sparsemixer_eps", "sparsemixer_eps", "weight", "sparsemixer", NULL},
+                             {"scale", "scale", NULL, NULL, NULL},
+                             {"apply_to", "apply_to", NULL, NULL, NULL},
+                             {"drop_capacity", "drop_capacity", NULL, NULL, NULL},
+                             {"drop_order", "drop_order", "drop_capacity", NULL, NULL},
+                             {"renormalize", "renormalize", "drop_capacity", NULL, NULL},
+                             {"expert", "expert", NULL, NULL, NULL},
+                             {"d_ff", "d_ff", "expert", "swiglu mlp factorised", NULL},
+                             {"d_low", "d_low", "expert", "factorised", NULL},
+                             {"act", "act", "expert", "mlp", NULL},
+                             {"shared", "d_shared", NULL, NULL, NULL},
+                             {"shared_sigmoid", "shared_sigmoid", "shared", NULL, "0"},
+                             {"loss.balance", "loss_balance", NULL, NULL, "0"},
+                             {"loss.z", "loss_z", NULL, NULL, "0"},
+                             {"loss.importance", "loss_importance", NULL, NULL, "0"},
+                             {"loss.load", "loss_load", NULL, NULL, "0"},
+                             {"loss.entropy", "loss_entropy", NULL, NULL, "0"},
+                             {"loss.usage_entropy", "loss_usage_entropy", NULL, NULL, "0"},
+                             {"loss.similarity_same", "loss_similarity_same", NULL, NULL, "0"},
+                             {"loss.similarity_diff", "loss_similarity_diff", NULL, NULL, "0"},
+                             {"loss.locality", "loss_locality", NULL, NULL, "0"},
+                             {"loss.l1", "loss_l1", NULL, NULL, "0"},
+                             {"loss.orthogonal", "loss_orthogonal", NULL, NULL, "0"},
+                             {"loss.distill", "loss_distill", NULL, NULL, "0"},
+                             {"balance_over", "balance_over", "loss.balance", NULL, NULL},
+                             {"importance_over", "importance_over", "loss.importance", NULL, NULL},
+                             {"unbiased", "unbiased", "loss.importance", NULL, "0"},
+                             {"nodes", "nodes", "loss.locality", NULL, NULL}};
 
 /* What a stage is when a file does not name it. */
-static const char *const stage_defaults[][2] = {{"input", "plain"}, {"score", "linear"}, {"noise", "none"}, {"gate", "softmax"}, {"refine", "none"},
-                                                {"select", "top_k"}, {"weight", "sum"},  {"expert", "swiglu"}};
+static const char *const stage_defaults[][2] = {{"input", "plain"}, {"score", "linear"}, {"noise", "none"}, {"gate", "softmax"},
+                                                {"refine", "none"}, {"select", "top_k"}, {"weight", "sum"}, {"expert", "swiglu"}};
 
 /* Optional tensors that switch a field on by being there. */
-static const char *const tensor_switches[][2] = {{"router.bias", "router_bias"}, {"router.temperature", "cosine_learn_tau"},
-                                                 {"router.selection_bias", "selection_bias"}, {"router.expert_scale", "expert_scale"},
+static const char *const tensor_switches[][2] = {{"router.bias", "router_bias"},
+                                                 {"router.temperature", "cosine_learn_tau"},
+                                                 {"router.selection_bias", "selection_bias"},
+                                                 {"router.expert_scale", "expert_scale"},
                                                  {"shared.sigmoid", "shared_sigmoid"}};
 
-static const char *const inputs[] = {"x", "dy", "router_x", "seq", "mask", "given", "jitter", "token_ids", "home", "expert_node",
-                                     "noise", "previous.input", "previous.experts", "previous.weights", "attention.weights", "attention.outputs"};
+static const char *const inputs[] = {"x",
+                                     "dy",
+                                     "router_x",
+                                     "seq",
+                                     "mask",
+                                     "given",
+                                     "jitter",
+                                     "token_ids",
+                                     "home",
+                                     "expert_node",
+                                     "noise",
+                                     "previous.input",
+                                     "previous.experts",
+                                     "previous.weights",
+                                     "attention.weights",
+                                     "attention.outputs"};
 
 /* The parameters that the library has: one of these that a case holds but the layer lacks is an error, any other is not built yet. */
 static const char *const parameters[] = {
-    "router.weight", "router.bias", "router.projection", "router.temperature", "router.fc1.weight", "router.fc1.bias", "router.fc2.weight",
-    "router.fc2.bias", "router.selection_bias", "router.expert_scale", "router.input_scale", "router.query", "router.key", "router.threshold",
-    "router.table", "router.slots", "router.scale", "router.noise_weight", "router.similarity", "router.ac_running", "experts.gate", "experts.up", "experts.down", "experts.fc1.weight",
-    "experts.fc1.bias", "experts.fc2.weight", "experts.fc2.bias", "experts.weight", "experts.bias", "experts.reduce", "experts.expand",
-    "shared.gate", "shared.up", "shared.down", "shared.sigmoid"};
+    "router.weight",      "router.bias",       "router.projection",   "router.temperature",    "router.fc1.weight",
+    "router.fc1.bias",    "router.fc2.weight", "router.fc2.bias",     "router.selection_bias", "router.expert_scale",
+    "router.input_scale", "router.query",      "router.key",          "router.threshold",      "router.table",
+    "router.slots",       "router.scale",      "router.noise_weight", "router.similarity",     "router.ac_running",
+    "experts.gate",       "experts.up",        "experts.down",        "experts.fc1.weight",    "experts.fc1.bias",
+    "experts.fc2.weight", "experts.fc2.bias",  "experts.weight",      "experts.bias",          "experts.reduce",
+    "experts.expand",     "shared.gate",       "shared.up",           "shared.down",           "shared.sigmoid"};
 
 /* ---- a case ------------------------------------------------------------------------------------------------------------- */
 
@@ -148,13 +164,13 @@ typedef struct block {
 typedef enum { PASSED, FAILED, SKIPPED } verdict;
 
 typedef struct golden {
-    block *blocks;   /* all memory of the case */
+    block *blocks; /* all memory of the case */
     moe_buffer bytes;
     moe_file file;
     moe_layer_config config;
-    moe_call call;   /* training = 1, over the whole batch */
+    moe_call call; /* training = 1, over the whole batch */
     const moe_real *dy;
-    const char *kernels;       /* the table in use */
+    const char *kernels; /* the table in use */
     double worst;
     char worst_name[NAME_ROOM + 16];
     char text[TEXT_ROOM]; /* why it failed or was skipped */
@@ -311,7 +327,8 @@ static int read_config(golden *g) {
     if (metadata(g, "shared", value)) g->config.n_shared = 1;
     if (g->config.router.select == MOE_SELECT_HASH && moe_file_find(&g->file, "router.table", &table) == MOE_OK && table.n_dims == 2)
         g->config.router.table_size = (int)table.shape[0];
-    if ((g->config.expert == MOE_EXPERT_MLP && !has_tensor(g, "experts.fc1.bias")) || (g->config.expert == MOE_EXPERT_LINEAR && !has_tensor(g, "experts.bias")))
+    if ((g->config.expert == MOE_EXPERT_MLP && !has_tensor(g, "experts.fc1.bias")) ||
+        (g->config.expert == MOE_EXPERT_LINEAR && !has_tensor(g, "experts.bias")))
         g->config.no_expert_bias = 1;
     g->config.router.untrained = 1;
     return 1;
@@ -372,7 +389,8 @@ static int read_inputs(golden *g) {
         g->call.d_attention_weights = grab_reals(g, heads * n * n);
         g->call.d_attention_outputs = grab_reals(g, heads * n * d);
     }
-    if (g->config.router.select == MOE_SELECT_SOFT) g->config.router.soft_sequences = g->call.sequences != NULL ? (int)g->call.n_sequences : 1;
+    if (g->config.router.select == MOE_SELECT_SOFT)
+        g->config.router.soft_sequences = g->call.sequences != NULL ? (int)g->call.n_sequences : 1;
     if (has_tensor(g, "jitter")) g->call.jitter = read_reals(g, "jitter", n * d);
     count = n;
     if ((integers = read_integers(g, "token_ids", &count)) != NULL) g->call.token_ids = narrow(g, integers, count);
@@ -417,7 +435,8 @@ static void compare_selected(golden *g, const moe_routing *r) {
     if (want == NULL) return;
     for (i = 0; i < count; i++) {
         if ((want[i] != 0) == (r->selected[i] != 0)) continue;
-        sprintf(text, "token %lu, expert %lu, kernels %s", (unsigned long)(i / r->n_experts), (unsigned long)(i % r->n_experts), g->kernels);
+        sprintf(text, "token %lu, expert %lu, kernels %s", (unsigned long)(i / r->n_experts), (unsigned long)(i % r->n_experts),
+                g->kernels);
         fail(g, "another selection", text);
         return;
     }
@@ -439,8 +458,10 @@ static void compare_gradient(golden *g, const char *name, const moe_layer *layer
     moe_tensor t;
     if (strcmp(tensor, "x") == 0) compare(g, name, r->dx, n, d, 1);
     else if (strcmp(tensor, "router_x") == 0 && r->d_router_x != NULL) compare(g, name, r->d_router_x, n, d, 1);
-    else if (strcmp(tensor, "attention.weights") == 0) compare(g, name, g->call.d_attention_weights, 1, (size_t)g->config.router.heads * n * n, 1);
-    else if (strcmp(tensor, "attention.outputs") == 0) compare(g, name, g->call.d_attention_outputs, 1, (size_t)g->config.router.heads * n * d, 1);
+    else if (strcmp(tensor, "attention.weights") == 0)
+        compare(g, name, g->call.d_attention_weights, 1, (size_t)g->config.router.heads * n * n, 1);
+    else if (strcmp(tensor, "attention.outputs") == 0)
+        compare(g, name, g->call.d_attention_outputs, 1, (size_t)g->config.router.heads * n * d, 1);
     else if (moe_layer_find(layer, tensor, &t) == MOE_OK && t.gradient != NULL) compare(g, name, t.gradient, 1, t.count, 1);
     else fail(g, "the layer has no such gradient", name);
 }
@@ -510,7 +531,8 @@ static void check_inference(golden *g, const moe_layer *layer, const run *traine
     call.training = 0;
     if (moe_router_traits(&layer->config.router) & MOE_TRAIT_STOCHASTIC) return; /* noise is for training only */
     if (!forward(g, layer, &call, &r)) return;
-    if (!same(r.y, trained->y, call.n_tokens * (size_t)layer->config.d_out)) fail(g, "y of inference is not y of training bit for bit, kernels", g->kernels);
+    if (!same(r.y, trained->y, call.n_tokens * (size_t)layer->config.d_out))
+        fail(g, "y of inference is not y of training bit for bit, kernels", g->kernels);
 }
 
 static void check_single_tokens(golden *g, const moe_layer *layer, const run *trained) {
@@ -574,7 +596,8 @@ static void check_padding(golden *g, const moe_layer *layer, const run *trained)
         return;
     }
     for (t = 0; t < g->call.n_tokens; t++)
-        if (g->call.mask[t] && !same(r.y + t * o, trained->y + t * o, o)) fail(g, "NaN in padding reaches y of a real token, kernels", g->kernels);
+        if (g->call.mask[t] && !same(r.y + t * o, trained->y + t * o, o))
+            fail(g, "NaN in padding reaches y of a real token, kernels", g->kernels);
     if (layer->config.n_shared > 0) return;
     if (!same(r.y, trained->y, g->call.n_tokens * o)) fail(g, "NaN in padding reaches y of padding, kernels", g->kernels);
     if (!same(r.dx, trained->dx, g->call.n_tokens * d)) fail(g, "NaN in padding reaches the gradient of x, kernels", g->kernels);
@@ -608,7 +631,8 @@ static int fill_layer(golden *g, const moe_layer *layer) {
         if (moe_file_values(&stored, 0, t.count, t.data) != MOE_OK) return fail(g, "tensor cannot be read as numbers", t.name);
     }
     for (k = 0; k < (int)(sizeof parameters / sizeof parameters[0]); k++)
-        if (has_tensor(g, parameters[k]) && moe_layer_find(layer, parameters[k], &t) != MOE_OK) return fail(g, "the layer lacks the file's tensor", parameters[k]);
+        if (has_tensor(g, parameters[k]) && moe_layer_find(layer, parameters[k], &t) != MOE_OK)
+            return fail(g, "the layer lacks the file's tensor", parameters[k]);
     return 1;
 }
 

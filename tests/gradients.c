@@ -2,16 +2,16 @@
 
      cc -std=c99 -O2 -I. -DMOE_REAL=double tests/gradients.c -o gradients -lm && ./gradients
 
-   L = sum(y * dy) + all losses is differentiated for every number of every tensor and input. The derivative comes from central differences at h
-   and h/2, extrapolated: (4 D(h/2) - D(h)) / 3. Error of a tensor: max |backward - difference| / (1e-8 + largest of both), bound 1e-6. A number that
-   misses the bound at the first step is measured again at others, smaller ones (a kink of relu, an absolute value or sparsemixer's edge may
-   lie within the first) and larger ones (rounding drowns a flat function); a wrong derivative agrees at none. What is smaller than the rounding
-   of L leaves of a difference, 1e-10 (1 + |L|), is 0. A step that changes a decision (who is chosen, in which order, who is
-   dropped) measures nothing; a number without any other step is skipped, and a case with more than one such number in ten is drawn again.
-   Checked are single functions, every module of a net, every kind of expert, every stage of a router with its options, the grid score x gate x
-   select x weight, and some hundred random compositions of all stages. Compositions that moe_layer_check refuses are counted. A learned threshold is not
-   here: its derivative is one of a surrogate by design, and the golden cases check it.
-   -v prints every case. Exit status 1 if any failed. */
+   L = sum(y * dy) + all losses is differentiated for every number of every tensor and input. The derivative comes from central
+   differences at h and h/2, extrapolated: (4 D(h/2) - D(h)) / 3. Error of a tensor: max |backward - difference| / (1e-8 + largest of
+   both), bound 1e-6. A number that misses the bound at the first step is measured again at others, smaller ones (a kink of relu, an
+   absolute value or sparsemixer's edge may lie within the first) and larger ones (rounding drowns a flat function); a wrong derivative
+   agrees at none. What is smaller than the rounding of L leaves of a difference, 1e-10 (1 + |L|), is 0. A step that changes a decision
+   (who is chosen, in which order, who is dropped) measures nothing; a number without any other step is skipped, and a case with more
+   than one such number in ten is drawn again. Checked are single functions, every module of a net, every kind of expert, every stage of
+   a router with its options, the grid score x gate x select x weight, and some hundred random compositions of all stages. Compositions
+   that moe_layer_check refuses are counted. A learned threshold is not here: its derivative is one of a surrogate by design, and the
+   golden cases check it. -v prints every case. Exit status 1 if any failed. */
 
 #ifndef MOE_REAL
 #define MOE_REAL double
@@ -79,7 +79,7 @@ typedef struct subject {
     int n_variables;
     size_t numbers, skipped;
     double rounding; /* that L leaves in a difference */
-    double worst; /* error so far */
+    double worst;    /* error so far */
     const char *worst_name;
 } subject;
 
@@ -224,7 +224,8 @@ static int32_t *draw_given(size_t n, size_t k, size_t experts) {
             int32_t e;
             do {
                 e = (int32_t)moe_rng_below(&rng, experts);
-                for (j = 0; j < i && given[t * k + j] != e; j++) {}
+                for (j = 0; j < i && given[t * k + j] != e; j++) {
+                }
             } while (j < i);
             given[t * k + i] = e;
         }
@@ -242,7 +243,8 @@ static void draw_tensors(const moe_layer *layer) {
             else if (strcmp(t.name, "router.table") == 0) t.data[k] = (double)((k / width + k % width) % experts);
             else if (strcmp(t.name, "router.ac_running") == 0) t.data[k] = 0.5 + moe_rng_uniform(&rng);
             else if (t.flags & (MOE_PARAM_NO_DECAY | MOE_PARAM_STATE) || t.n_dims == 1) t.data[k] += 0.4 * moe_rng_normal(&rng);
-            else if (strcmp(t.name, "router.noise_weight") == 0 || strcmp(t.name, "router.similarity") == 0) t.data[k] += 0.3 * moe_rng_normal(&rng);
+            else if (strcmp(t.name, "router.noise_weight") == 0 || strcmp(t.name, "router.similarity") == 0)
+                t.data[k] += 0.3 * moe_rng_normal(&rng);
         }
     }
 }
@@ -318,8 +320,10 @@ static void supply(layer_case *c) {
         c->attention[0] = draw_attention(&c->call, heads);
         c->attention[1] = normals(heads * n * d, 0.7), c->attention[2] = normals(n * d, 0.7);
         for (i = 0; i < 3; i++) c->d_attention[i] = normals(c->attention_count[i], 0.0);
-        c->call.attention_weights = c->attention[0], c->call.attention_outputs = c->attention[1], c->call.attention_output = c->attention[2];
-        c->call.d_attention_weights = c->d_attention[0], c->call.d_attention_outputs = c->d_attention[1], c->call.d_attention_output = c->d_attention[2];
+        c->call.attention_weights = c->attention[0], c->call.attention_outputs = c->attention[1],
+        c->call.attention_output = c->attention[2];
+        c->call.d_attention_weights = c->d_attention[0], c->call.d_attention_outputs = c->d_attention[1],
+        c->call.d_attention_output = c->d_attention[2];
     }
     if (r->loss_similarity_same > 0.0) { /* distances of x are constants too, but differences would see them change */
         c->call.distances = c->distances = normals(n * n, 1.0);
@@ -377,8 +381,10 @@ static int start_layer(layer_case *c, const moe_layer_config *config, size_t n, 
 
 static void end_layer(layer_case *c) {
     int i;
-    free(c->x), free(c->router_x), free(c->dy), free(c->y), free(c->dx), free(c->d_router_x), free(c->decisions), free(c->given), free(c->work);
-    free(c->noise), free(c->jitter), free(c->previous_input), free(c->previous_weights), free(c->distances), free(c->token_ids), free(c->previous_experts);
+    free(c->x), free(c->router_x), free(c->dy), free(c->y), free(c->dx), free(c->d_router_x), free(c->decisions), free(c->given),
+        free(c->work);
+    free(c->noise), free(c->jitter), free(c->previous_input), free(c->previous_weights), free(c->distances), free(c->token_ids),
+        free(c->previous_experts);
     free(c->home), free(c->expert_node);
     for (i = 0; i < 3; i++) free(c->attention[i]), free(c->d_attention[i]);
     moe_layer_free(&c->layer);
@@ -393,12 +399,14 @@ static void describe(const moe_layer_config *config, int with, char *text) {
     for (f = moe_layer_fields(); f->name != NULL; f++) {
         char value[40];
         moe_field_text(f, config, value, sizeof value);
-        for (k = 0; plain[k] != NULL && strcmp(plain[k], f->name) != 0; k++) {}
+        for (k = 0; plain[k] != NULL && strcmp(plain[k], f->name) != 0; k++) {
+        }
         if (plain[k] != NULL || strcmp(value, "0") == 0 || (f->kind == MOE_FIELD_CHOICE && strcmp(value, f->choices[0]) == 0)) continue;
         if (at + strlen(f->name) + strlen(value) + 2 >= NAME_ROOM - 100) break;
         at += (size_t)sprintf(text + at, "%s=%s ", f->name, value);
     }
-    sprintf(text + at, "%s%s%s", with & WITH_MASK ? "mask " : "", with & WITH_ROUTER_X ? "router_x " : "", with & WITH_SEQUENCES ? "sequences " : "");
+    sprintf(text + at, "%s%s%s", with & WITH_MASK ? "mask " : "", with & WITH_ROUTER_X ? "router_x " : "",
+            with & WITH_SEQUENCES ? "sequences " : "");
 }
 
 static int check_drawn_layer(const char *group, const moe_layer_config *config, size_t n, int with, int redraw) {
@@ -431,7 +439,8 @@ static int check_drawn_layer(const char *group, const moe_layer_config *config, 
     }
     add_variable(&s, "x", c.x, c.dx, n * d);
     if (c.router_x != NULL) add_variable(&s, "router_x", c.router_x, c.d_router_x, n * d);
-    for (i = 0; i < 3 && c.attention[0] != NULL; i++) add_variable(&s, attention_names[i], c.attention[i], c.d_attention[i], c.attention_count[i]);
+    for (i = 0; i < 3 && c.attention[0] != NULL; i++)
+        add_variable(&s, attention_names[i], c.attention[i], c.d_attention[i], c.attention_count[i]);
     if (c.status == MOE_OK) done = check_subject_or_redraw(&s, group, name, redraw);
     else report(group, name, 0, moe_status_text(c.status));
     free(s.kept);
@@ -441,7 +450,8 @@ static int check_drawn_layer(const char *group, const moe_layer_config *config, 
 
 static void check_layer(const char *group, const moe_layer_config *config, size_t n, int with) {
     int tries;
-    for (tries = 0; !check_drawn_layer(group, config, n, with, tries < 5); tries++) {}
+    for (tries = 0; !check_drawn_layer(group, config, n, with, tries < 5); tries++) {
+    }
 }
 
 /* A small layer: 3 experts, 2 per token, linear experts so that the router stands out. */
@@ -646,7 +656,8 @@ static void check_refinement(void) {
             for (k = 0; k < 16; k++) {
                 c = small_layer();
                 c.router.gate = gate, c.router.weight = MOE_WEIGHT_RAW, c.router.refine = MOE_REFINE_SIMILARITY;
-                c.router.similarity_scale = scale, c.router.similarity_learned = k & 1, c.router.lower_entropy_only = (k & 2) != 0, c.router.causal = (k & 4) != 0;
+                c.router.similarity_scale = scale, c.router.similarity_learned = k & 1, c.router.lower_entropy_only = (k & 2) != 0,
+                c.router.causal = (k & 4) != 0;
                 c.router.similarity_tau = k & 1 ? 2.5 : 0.0;
                 check_layer("similarity", &c, 7, k & 8 ? WITH_MASK | WITH_SEQUENCES : scale == 1 ? WITH_ROUTER_X : 0);
             }
@@ -657,7 +668,8 @@ static void check_refinement(void) {
                     for (k = 0; k < 8; k++) {
                         c = small_layer();
                         c.router.gate = gate, c.router.weight = MOE_WEIGHT_RAW, c.router.refine = MOE_REFINE_ATTENTION;
-                        c.router.attention_heads = heads, c.router.attention_u = u, c.router.heads = n_heads, c.router.attention_head = n_heads - 1;
+                        c.router.attention_heads = heads, c.router.attention_u = u, c.router.heads = n_heads,
+                        c.router.attention_head = n_heads - 1;
                         c.router.lower_entropy_only = k & 1, c.router.causal = (k & 2) != 0, c.router.attention_sigma = k & 1 ? 1.6 : 0.0;
                         check_layer("attention", &c, 6, k & 4 ? WITH_MASK | WITH_SEQUENCES : 0);
                     }
@@ -676,7 +688,8 @@ static void check_selections(void) {
             c.router.threshold = 0.25 + 0.03 * k, c.router.threshold_fallback = k % 3;
             c.router.expert_choice_score = k & 1, c.router.affinity_sum = k & 4 ? 0.7 : 0.0, c.router.capacity_min = k & 8 ? 2 : 0;
             if (select == MOE_SELECT_EXPERT_CHOICE) c.router.capacity_factor = 0.5 + 0.2 * k;
-            if (select == MOE_SELECT_GROUPED_TOP_K) c.router.group_score = k & 1, c.router.n_experts = 6, c.router.groups = k & 2 ? 3 : 2, c.router.groups_kept = k & 4 ? 2 : 1;
+            if (select == MOE_SELECT_GROUPED_TOP_K)
+                c.router.group_score = k & 1, c.router.n_experts = 6, c.router.groups = k & 2 ? 3 : 2, c.router.groups_kept = k & 4 ? 2 : 1;
             c.router.gate = k % 4; /* softmax to relu */
             c.router.loss_balance = 0.2, c.router.balance_over = k % 3;
             check_layer("selections", &c, 8, k & 2 ? WITH_MASK : 0);
@@ -697,7 +710,8 @@ static void check_selections(void) {
     for (k = 0; k < 8; k++)
         for (gate = 0; gate < 3; gate++) { /* capacity by a factor */
             c = small_layer();
-            c.router.gate = gate, c.router.capacity_factor = 0.4 + 0.15 * k, c.router.capacity_factor_eval = 3.0, c.router.renormalize = k & 1, c.router.drop_order = k % 4;
+            c.router.gate = gate, c.router.capacity_factor = 0.4 + 0.15 * k, c.router.capacity_factor_eval = 3.0,
+            c.router.renormalize = k & 1, c.router.drop_order = k % 4;
             c.router.loss_importance = 0.3, c.router.importance_over = k % 3;
             check_layer("capacity factor", &c, 7, 0);
         }
@@ -711,7 +725,8 @@ static void check_soft(void) {
             for (expert = 0; expert < MOE_EXPERT_COUNT; expert++) {
                 moe_layer_config c = small_layer();
                 int with = (k & 4 ? WITH_SEQUENCES : 0) | (k & 8 ? WITH_MASK : 0) | (k & 16 ? WITH_ROUTER_X : 0);
-                c.router.select = MOE_SELECT_SOFT, c.router.slots = 1 + (k & 1), c.router.soft_normalise = (k & 2) != 0, c.router.input = input;
+                c.router.select = MOE_SELECT_SOFT, c.router.slots = 1 + (k & 1), c.router.soft_normalise = (k & 2) != 0,
+                c.router.input = input;
                 c.expert = expert, c.n_shared = k % 3 == 0, c.d_out = k % 5 == 0 ? 4 : 0;
                 check_layer("soft", &c, 7, with);
             }
@@ -753,7 +768,8 @@ static void check_losses(void) {
                             fit(&c);
                             set_loss(&c.router, loss, 0.5);
                             c.router.balance_over = c.router.importance_over = over, c.router.balance_scope = c.router.unbiased = option;
-                            if (gate == MOE_GATE_IDENTITY && needs_positive(loss)) c.router.score = MOE_SCORE_NORM, c.router.norm_node = MOE_NODE_OUTPUT;
+                            if (gate == MOE_GATE_IDENTITY && needs_positive(loss))
+                                c.router.score = MOE_SCORE_NORM, c.router.norm_node = MOE_NODE_OUTPUT;
                             if (!check_accepted("losses", &c, 8, with)) refused++;
                         }
     for (weight = 0; weight < MOE_WEIGHT_COUNT; weight++) {
@@ -807,8 +823,11 @@ static void draw_config(moe_layer_config *c) {
     r->gate = below(MOE_GATE_COUNT), r->gate_temperature = 0.5 + 0.5 * below(3);
     r->refine = chance(50) ? 0 : below(MOE_REFINE_COUNT);
     if (r->refine != MOE_REFINE_NONE) r->lower_entropy_only = chance(30), r->causal = below(2);
-    if (r->refine == MOE_REFINE_SIMILARITY) r->similarity_learned = below(2), r->similarity_scale = below(MOE_SIMILARITY_COUNT), r->similarity_tau = 1.0 + below(2);
-    if (r->refine == MOE_REFINE_ATTENTION) r->heads = 1 + below(3), r->attention_heads = below(MOE_HEADS_COUNT), r->attention_head = below(r->heads), r->attention_u = below(2);
+    if (r->refine == MOE_REFINE_SIMILARITY)
+        r->similarity_learned = below(2), r->similarity_scale = below(MOE_SIMILARITY_COUNT), r->similarity_tau = 1.0 + below(2);
+    if (r->refine == MOE_REFINE_ATTENTION)
+        r->heads = 1 + below(3), r->attention_heads = below(MOE_HEADS_COUNT), r->attention_head = below(r->heads),
+        r->attention_u = below(2);
     r->select = below(MOE_SELECT_COUNT);
     if (r->select == MOE_SELECT_SOFT) { /* everything else at its default: now and then */
         int d = r->d_model, e = r->n_experts, input = r->input, mode = r->ac_mode;
@@ -820,10 +839,13 @@ static void draw_config(moe_layer_config *c) {
     r->selection_bias = chance(20), r->expert_scale = chance(20), r->scale = chance(30) ? 1.5 : 0.0, r->apply_to = chance(30);
     if (r->select == MOE_SELECT_GROUPED_TOP_K) r->groups = 1 + below(2), r->groups_kept = 1 + below(r->groups), r->group_score = below(2);
     if (r->select == MOE_SELECT_HASH) r->table_size = 4;
-    r->top_p = 0.4 + 0.1 * below(5), r->threshold = 0.2 + 0.1 * below(3), r->threshold_fallback = below(3), r->expert_choice_score = below(2), r->affinity_mass = 0.6;
+    r->top_p = 0.4 + 0.1 * below(5), r->threshold = 0.2 + 0.1 * below(3), r->threshold_fallback = below(3),
+    r->expert_choice_score = below(2), r->affinity_mass = 0.6;
     if (chance(20)) r->capacity_factor = 0.5 + 0.25 * below(4);
     r->weight = below(MOE_WEIGHT_COUNT), r->weight_p = 1.0 + below(2), r->sparsemixer_eps = 0.2;
-    if (chance(40)) r->drop_capacity = 1 + below(3), r->drop_order = below(MOE_DROP_COUNT), r->drop_rule = chance(30) ? below(MOE_DROP_RULE_COUNT) : 0, r->renormalize = below(2);
+    if (chance(40))
+        r->drop_capacity = 1 + below(3), r->drop_order = below(MOE_DROP_COUNT), r->drop_rule = chance(30) ? below(MOE_DROP_RULE_COUNT) : 0,
+        r->renormalize = below(2);
     for (n = below(4); n > 0; n--) {
         loss = below(MOE_LOSS_COUNT);
         if (r->gate != MOE_GATE_IDENTITY || !needs_positive(loss)) set_loss(r, loss, 0.3);
@@ -883,7 +905,8 @@ static void check_row(int what, int act, const char *name) {
     memset(&s, 0, sizeof s);
     c.what = what, c.act = act, c.temperature = 0.6;
     for (i = 0; i < ROW; i++) {
-        c.x[i] = 2.0 * moe_rng_normal(&rng), c.gain[i] = moe_rng_normal(&rng), c.bias[i] = moe_rng_normal(&rng), c.dy[i] = moe_rng_normal(&rng);
+        c.x[i] = 2.0 * moe_rng_normal(&rng), c.gain[i] = moe_rng_normal(&rng), c.bias[i] = moe_rng_normal(&rng),
+        c.dy[i] = moe_rng_normal(&rng);
     }
     s.evaluate = evaluate_row, s.ctx = &c;
     add_variable(&s, "x", c.x, dx, ROW);
@@ -924,7 +947,8 @@ typedef struct criterion_case {
 
 static double evaluate_criterion(void *ctx) {
     criterion_case *c = (criterion_case *)ctx;
-    return c->squared ? moe_squared_error(SAMPLES, CLASSES, c->y, c->targets, NULL) : moe_cross_entropy(SAMPLES, CLASSES, c->y, c->labels, NULL);
+    return c->squared ? moe_squared_error(SAMPLES, CLASSES, c->y, c->targets, NULL)
+                      : moe_cross_entropy(SAMPLES, CLASSES, c->y, c->labels, NULL);
 }
 
 static void check_criteria(void) {
@@ -972,8 +996,7 @@ static double evaluate_net(void *ctx) {
         for (i = 0; i < count; i++) sum += c->pass.y[i] * c->dy[i];
     else if (c->criterion == MOE_CRITERION_CROSS_ENTROPY)
         sum = moe_cross_entropy(NET_TOKENS, (size_t)c->net.d_out, c->pass.y, c->labels, NULL);
-    else
-        sum = moe_squared_error(NET_TOKENS, (size_t)c->net.d_out, c->pass.y, c->dy, NULL);
+    else sum = moe_squared_error(NET_TOKENS, (size_t)c->net.d_out, c->pass.y, c->dy, NULL);
     for (i = 0; i < c->net.n_modules; i++) {
         const moe_routing *r = moe_net_routing(&c->net, &c->pass, i);
         if (r == NULL) continue;
@@ -1030,8 +1053,7 @@ static void check_net(const char *name, net_case *c) {
         }
         add_variable(&s, "x", c->x, c->dx, NET_TOKENS * (size_t)c->net.d_in);
         check_subject(&s, "nets", name);
-    } else
-        report("nets", name, 0, moe_status_text(c->status));
+    } else report("nets", name, 0, moe_status_text(c->status));
     free(s.kept), free(c->decisions), free(c->work), free(c->x), free(c->dx), free(c->dy), free(dy);
     moe_net_free(&c->net);
 }
@@ -1073,14 +1095,16 @@ static void check_nets(void) {
     start_net(&c, 5), moe_net_mixture(&c.net, &m), moe_net_linear(&c.net, 4), check_net("mixture that changes the width", &c);
     m = net_mixture();
     m.expert = MOE_EXPERT_FACTORISED, m.router.score = MOE_SCORE_NORM, m.n_shared = 1, m.d_shared = 2, m.shared_sigmoid = 1;
-    start_net(&c, 5), moe_net_layer_norm(&c.net), moe_net_mixture(&c.net, &m), moe_net_residual(&c.net, 2), check_net("experts choose themselves", &c);
+    start_net(&c, 5), moe_net_layer_norm(&c.net), moe_net_mixture(&c.net, &m), moe_net_residual(&c.net, 2),
+        check_net("experts choose themselves", &c);
     for (criterion = 0; criterion < MOE_CRITERION_COUNT; criterion++) {
         m = net_mixture();
         start_net(&c, 4);
         c.criterion = criterion;
         moe_net_linear(&c.net, 5), moe_net_activation(&c.net, MOE_ACT_GELU);
         moe_net_layer_norm(&c.net), moe_net_mixture(&c.net, &m), moe_net_residual(&c.net, 2);
-        m.expert = MOE_EXPERT_MLP, m.act = MOE_ACT_TANH, m.router.score = MOE_SCORE_COSINE, m.router.cosine_dim = 3, m.router.cosine_learn_tau = 1;
+        m.expert = MOE_EXPERT_MLP, m.act = MOE_ACT_TANH, m.router.score = MOE_SCORE_COSINE, m.router.cosine_dim = 3,
+        m.router.cosine_learn_tau = 1;
         moe_net_layer_norm(&c.net), moe_net_mixture(&c.net, &m), moe_net_residual(&c.net, 2);
         moe_net_layer_norm(&c.net), moe_net_linear(&c.net, 3);
         check_net(criterion ? "two mixtures, squared error" : "two mixtures, cross entropy", &c);

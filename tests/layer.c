@@ -115,7 +115,8 @@ static void supply(bench *b) {
     b->call.given = b->call.token_ids = b->call.previous_experts = b->experts;
     b->call.previous_input = b->call.previous_weights = b->dy;
     b->call.n_previous = 1;
-    b->call.attention_weights = b->attention, b->call.attention_outputs = b->call.attention_output = b->attention + n * n * (size_t)c->heads;
+    b->call.attention_weights = b->attention,
+    b->call.attention_outputs = b->call.attention_output = b->attention + n * n * (size_t)c->heads;
     if (c->select == MOE_SELECT_HASH && moe_layer_find(&b->layer, "router.table", &table) == MOE_OK)
         for (i = 0; i < table.count; i++) table.data[i] = (moe_real)((i / table.shape[1] + i % table.shape[1]) % (size_t)c->n_experts);
 }
@@ -192,14 +193,15 @@ static double *naive_expert(const moe_layer *layer, size_t e, const double *x) {
     const moe_layer_config *c = &layer->config;
     size_t d = (size_t)c->router.d_model, f = (size_t)c->d_ff, o = (size_t)c->d_out, low = (size_t)c->d_low, i;
     double *hidden, *y;
-    if (c->expert == MOE_EXPERT_LINEAR) return affine(block_of(layer, MOE_EXPERTS_WEIGHT, e, o * d), block_of(layer, MOE_EXPERTS_BIAS, e, o), o, d, x);
+    if (c->expert == MOE_EXPERT_LINEAR)
+        return affine(block_of(layer, MOE_EXPERTS_WEIGHT, e, o * d), block_of(layer, MOE_EXPERTS_BIAS, e, o), o, d, x);
     if (c->expert == MOE_EXPERT_SWIGLU)
-        return gated(affine(block_of(layer, MOE_EXPERTS_GATE, e, f * d), NULL, f, d, x), affine(block_of(layer, MOE_EXPERTS_UP, e, f * d), NULL, f, d, x),
-                     block_of(layer, MOE_EXPERTS_DOWN, e, o * f), o, f);
+        return gated(affine(block_of(layer, MOE_EXPERTS_GATE, e, f * d), NULL, f, d, x),
+                     affine(block_of(layer, MOE_EXPERTS_UP, e, f * d), NULL, f, d, x), block_of(layer, MOE_EXPERTS_DOWN, e, o * f), o, f);
     if (c->expert == MOE_EXPERT_FACTORISED) {
         hidden = affine(block_of(layer, MOE_EXPERTS_REDUCE, e, low * d), NULL, low, d, x);
-        y = gated(affine(block_of(layer, MOE_EXPERTS_EXPAND, e, f * low), NULL, f, low, hidden), affine(block_of(layer, MOE_EXPERTS_UP, e, f * d), NULL, f, d, x),
-                  block_of(layer, MOE_EXPERTS_DOWN, e, o * f), o, f);
+        y = gated(affine(block_of(layer, MOE_EXPERTS_EXPAND, e, f * low), NULL, f, low, hidden),
+                  affine(block_of(layer, MOE_EXPERTS_UP, e, f * d), NULL, f, d, x), block_of(layer, MOE_EXPERTS_DOWN, e, o * f), o, f);
         free(hidden);
         return y;
     }
@@ -211,12 +213,14 @@ static double *naive_expert(const moe_layer *layer, size_t e, const double *x) {
 }
 
 static void add_naive_shared(const moe_layer *layer, const double *x, double *y) {
-    size_t d = (size_t)layer->config.router.d_model, s = (size_t)(layer->config.n_shared * layer->config.d_shared), o = (size_t)layer->config.d_out, i;
+    size_t d = (size_t)layer->config.router.d_model, s = (size_t)(layer->config.n_shared * layer->config.d_shared),
+           o = (size_t)layer->config.d_out, i;
     double factor = 1.0, sum = 0.0, *shared;
     if (layer->config.n_shared == 0) return;
     for (i = 0; i < d && layer->config.shared_sigmoid; i++) sum += (double)layer->tensors[MOE_SHARED_SIGMOID][i] * x[i];
     if (layer->config.shared_sigmoid) factor = 1.0 / (1.0 + exp(-sum));
-    shared = gated(affine(layer->tensors[MOE_SHARED_GATE], NULL, s, d, x), affine(layer->tensors[MOE_SHARED_UP], NULL, s, d, x), layer->tensors[MOE_SHARED_DOWN], o, s);
+    shared = gated(affine(layer->tensors[MOE_SHARED_GATE], NULL, s, d, x), affine(layer->tensors[MOE_SHARED_UP], NULL, s, d, x),
+                   layer->tensors[MOE_SHARED_DOWN], o, s);
     for (i = 0; i < o; i++) y[i] += factor * shared[i];
     free(shared);
 }
@@ -246,10 +250,13 @@ static void check_naive_weights(const bench *b, size_t t, double *w) {
 static void check_naive(const bench *b) {
     const moe_layer_config *c = &b->layer.config;
     size_t d = (size_t)c->router.d_model, o = (size_t)c->d_out, experts = (size_t)c->router.n_experts, t, e, i;
-    double *x = (double *)grab(d, sizeof *x), *y = (double *)grab(o, sizeof *y), *w = (double *)grab(experts, sizeof *w), size = 1e-3, worst = 0.0;
-    int plain = c->router.score == MOE_SCORE_LINEAR && c->router.select == MOE_SELECT_TOP_K && c->router.weight == MOE_WEIGHT_SUM && !c->router.router_bias &&
-                c->router.gate == MOE_GATE_SOFTMAX && c->router.apply_to == MOE_APPLY_OUTPUT && !c->router.selection_bias && c->router.input == MOE_INPUT_PLAIN && c->router.noise == MOE_NOISE_NONE &&
-                c->router.refine == MOE_REFINE_NONE && c->router.drop_capacity == 0 && !(c->router.capacity_factor > 0) && b->call.router_x == NULL;
+    double *x = (double *)grab(d, sizeof *x), *y = (double *)grab(o, sizeof *y), *w = (double *)grab(experts, sizeof *w), size = 1e-3,
+           worst = 0.0;
+    int plain = c->router.score == MOE_SCORE_LINEAR && c->router.select == MOE_SELECT_TOP_K && c->router.weight == MOE_WEIGHT_SUM &&
+                !c->router.router_bias && c->router.gate == MOE_GATE_SOFTMAX && c->router.apply_to == MOE_APPLY_OUTPUT &&
+                !c->router.selection_bias && c->router.input == MOE_INPUT_PLAIN && c->router.noise == MOE_NOISE_NONE &&
+                c->router.refine == MOE_REFINE_NONE && c->router.drop_capacity == 0 && !(c->router.capacity_factor > 0) &&
+                b->call.router_x == NULL;
     for (t = 0; t < b->call.n_tokens; t++) {
         int real = b->call.mask == NULL || b->call.mask[t];
         for (e = 0; e < experts; e++) w[e] = (double)b->pass.routing.weights[t * experts + e];
@@ -278,9 +285,11 @@ static void check_naive(const bench *b) {
 /* Soft: every expert works on mixtures of a sequence's tokens, D^T x, and y = C times what it made of them. */
 static void check_naive_soft(const bench *b) {
     const moe_layer_config *c = &b->layer.config;
-    size_t d = (size_t)c->router.d_model, o = (size_t)c->d_out, experts = (size_t)c->router.n_experts, slots = (size_t)c->router.slots, total = experts * slots, n = b->call.n_tokens;
+    size_t d = (size_t)c->router.d_model, o = (size_t)c->d_out, experts = (size_t)c->router.n_experts, slots = (size_t)c->router.slots,
+           total = experts * slots, n = b->call.n_tokens;
     size_t t, slot, i;
-    double *y = (double *)grab(n * o, sizeof *y), *x = (double *)grab(d, sizeof *x), *own = (double *)grab(d, sizeof *own), worst = 0.0, size = 1e-3;
+    double *y = (double *)grab(n * o, sizeof *y), *x = (double *)grab(d, sizeof *x), *own = (double *)grab(d, sizeof *own), worst = 0.0,
+           size = 1e-3;
     for (slot = 0; slot < total; slot++) {
         double *out, sum = 0.0, top = -HUGE_VAL, *z = (double *)grab(n, sizeof *z);
         for (t = 0; t < n; t++) {
@@ -382,17 +391,21 @@ static void test_selections(void) {
     for (trial = 0; trial < 600; trial++) {
         moe_layer_config c = small_config();
         bench b;
-        c.expert = trial % MOE_EXPERT_COUNT, c.router.n_experts = 1 + below(6), c.router.top_k = 1 + below(c.router.n_experts), c.router.d_model = 6 + 6 * below(2);
+        c.expert = trial % MOE_EXPERT_COUNT, c.router.n_experts = 1 + below(6), c.router.top_k = 1 + below(c.router.n_experts),
+        c.router.d_model = 6 + 6 * below(2);
         if (c.expert == MOE_EXPERT_MLP) c.act = below(MOE_ACT_COUNT);
         c.router.select = trial % MOE_SELECT_COUNT;
         c.n_shared = below(2), c.d_out = below(2) * 5;
         if (c.router.select == MOE_SELECT_SOFT) c.router.slots = 1 + below(3);
         else {
-            c.router.gate = below(MOE_GATE_COUNT), c.router.weight = MOE_WEIGHT_RAW, c.router.apply_to = below(2), c.router.scale = (moe_real)1.5;
-            c.router.drop_capacity = below(4), c.router.drop_order = below(2) * MOE_DROP_SCORE, c.router.renormalize = c.router.gate != MOE_GATE_IDENTITY && below(2);
+            c.router.gate = below(MOE_GATE_COUNT), c.router.weight = MOE_WEIGHT_RAW, c.router.apply_to = below(2),
+            c.router.scale = (moe_real)1.5;
+            c.router.drop_capacity = below(4), c.router.drop_order = below(2) * MOE_DROP_SCORE,
+            c.router.renormalize = c.router.gate != MOE_GATE_IDENTITY && below(2);
             c.router.refine = below(3) == 0 ? MOE_REFINE_SIMILARITY : MOE_REFINE_NONE;
         }
-        if (c.router.select == MOE_SELECT_GIVEN || c.router.select == MOE_SELECT_HASH || c.router.select == MOE_SELECT_SAMPLE) continue; /* these want more of a call */
+        if (c.router.select == MOE_SELECT_GIVEN || c.router.select == MOE_SELECT_HASH || c.router.select == MOE_SELECT_SAMPLE)
+            continue; /* these want more of a call */
         if (moe_layer_check(&c, NULL, NULL) != MOE_OK) continue;
         if (start(&b, &c, 1, (size_t)below(14))) {
             if (below(2)) mask_some(&b), run(&b);
@@ -450,7 +463,8 @@ static void test_empty_experts(void) {
     CHECK(moe_layer_backward(&b.layer, b.dy, b.dx, NULL, &b.pass) == MOE_OK, "backward");
     for (i = 0; moe_layer_tensor(&b.layer, i, &t) == MOE_OK; i++)
         for (e = 0; e < 9 && strncmp(t.name, "experts.", 8) == 0; e++)
-            CHECK(all_zero(t.gradient + e * (t.count / 9), t.count / 9) == (b.pass.routing.counts[e] == 0), "only experts with tokens get a gradient");
+            CHECK(all_zero(t.gradient + e * (t.count / 9), t.count / 9) == (b.pass.routing.counts[e] == 0),
+                  "only experts with tokens get a gradient");
     end(&b);
 }
 
@@ -482,7 +496,8 @@ static void test_work_memory(void) {
             memset(memory, 0xA5, b.work_size + 16 + 2 * GUARD);
             CHECK(moe_layer_forward(&b.layer, &b.call, y, memory + GUARD + shift, b.work_size, &pass) == MOE_OK, "the exact size");
             CHECK(same_bits(y, b.y, count * sizeof *y), "alignment changes nothing");
-            CHECK(moe_layer_backward(&b.layer, b.dy, b.dx, NULL, &pass) == (b.call.training ? MOE_OK : MOE_ERR_STATE), "backward needs training");
+            CHECK(moe_layer_backward(&b.layer, b.dy, b.dx, NULL, &pass) == (b.call.training ? MOE_OK : MOE_ERR_STATE),
+                  "backward needs training");
             for (i = 0; i < GUARD + shift; i++) good &= memory[i] == 0xA5;
             for (i = GUARD + shift + b.work_size; i < b.work_size + 16 + 2 * GUARD; i++) good &= memory[i] == 0xA5;
             CHECK(good, "guard bytes");
@@ -530,7 +545,8 @@ static moe_allocator counting_allocator(counting *c, long fail_at) {
 static moe_layer_config rich_config(void) {
     moe_layer_config c = small_config();
     c.router.score = MOE_SCORE_COSINE, c.router.cosine_dim = 3, c.router.cosine_learn_tau = 1, c.router.cosine_tau = (moe_real)0.3;
-    c.router.gate_temperature = (moe_real)1.0 / (moe_real)3.0, c.router.scale = (moe_real)-1.1, c.router.selection_bias = 1, c.router.expert_scale = 1;
+    c.router.gate_temperature = (moe_real)1.0 / (moe_real)3.0, c.router.scale = (moe_real)-1.1, c.router.selection_bias = 1,
+    c.router.expert_scale = 1;
     c.router.loss_balance = (moe_real)0.01, c.router.balance_over = MOE_BALANCE_FIRST, c.router.weight = MOE_WEIGHT_RAW;
     c.expert = MOE_EXPERT_MLP, c.act = MOE_ACT_GELU, c.d_out = 4, c.n_shared = 2, c.d_shared = 3, c.shared_sigmoid = 1;
     return c;
@@ -648,24 +664,35 @@ static void check_tensors(const moe_layer_config *config, int trainable, const e
         CHECK(moe_layer_find(&layer, t.name, &found) == MOE_OK && same_bits(&found, &t, sizeof t), "found by name");
         count += t.count;
     }
-    CHECK(moe_layer_tensor(&layer, n, &t) == MOE_ERR_NOT_FOUND && moe_layer_tensor(&layer, (size_t)-1, &t) == MOE_ERR_NOT_FOUND, "past the last");
-    CHECK(moe_layer_find(&layer, "router.bogus", &t) == MOE_ERR_NOT_FOUND && moe_layer_find(&layer, "", &t) == MOE_ERR_NOT_FOUND, "no such tensor");
+    CHECK(moe_layer_tensor(&layer, n, &t) == MOE_ERR_NOT_FOUND && moe_layer_tensor(&layer, (size_t)-1, &t) == MOE_ERR_NOT_FOUND,
+          "past the last");
+    CHECK(moe_layer_find(&layer, "router.bogus", &t) == MOE_ERR_NOT_FOUND && moe_layer_find(&layer, "", &t) == MOE_ERR_NOT_FOUND,
+          "no such tensor");
     CHECK(moe_layer_parameters(&layer, &used) == count && used == used_want, "numbers in all and per token");
     CHECK(moe_layer_parameters(&layer, NULL) == count && moe_layer_parameters(NULL, NULL) == 0, "numbers in all");
     for (place = 0; place < MOE_LAYER_SLOTS; place++) places += moe_layer_slot(&layer.config, place, &slot) == MOE_OK;
-    CHECK(places == n && moe_layer_slot(&layer.config, MOE_LAYER_SLOTS, &slot) == MOE_ERR_NOT_FOUND && moe_layer_slot(&layer.config, -1, &slot) == MOE_ERR_NOT_FOUND, "places");
+    CHECK(places == n && moe_layer_slot(&layer.config, MOE_LAYER_SLOTS, &slot) == MOE_ERR_NOT_FOUND &&
+              moe_layer_slot(&layer.config, -1, &slot) == MOE_ERR_NOT_FOUND,
+          "places");
     moe_layer_free(&layer);
 }
 
 static void test_tensors(void) {
-    static const expected swiglu[] = {{"router.weight", 2, {4, 6, 0}}, {"experts.gate", 3, {4, 5, 6}}, {"experts.up", 3, {4, 5, 6}}, {"experts.down", 3, {4, 3, 5}}};
-    static const expected mlp[] = {{"router.weight", 2, {4, 3, 0}}, {"router.projection", 2, {3, 6, 0}}, {"router.temperature", 1, {1, 0, 0}}, {"router.selection_bias", 1, {4, 0, 0}},
-                                   {"router.expert_scale", 1, {4, 0, 0}}, {"experts.fc1.weight", 3, {4, 5, 6}}, {"experts.fc1.bias", 2, {4, 5, 0}},
-                                   {"experts.fc2.weight", 3, {4, 4, 5}}, {"experts.fc2.bias", 2, {4, 4, 0}}, {"shared.gate", 2, {6, 6, 0}}, {"shared.up", 2, {6, 6, 0}},
-                                   {"shared.down", 2, {4, 6, 0}}, {"shared.sigmoid", 1, {6, 0, 0}}};
-    static const expected linear[] = {{"router.fc1.weight", 2, {6, 6, 0}}, {"router.fc1.bias", 1, {6, 0, 0}}, {"router.fc2.weight", 2, {4, 6, 0}}, {"router.fc2.bias", 1, {4, 0, 0}},
+    static const expected swiglu[] = {
+        {"router.weight", 2, {4, 6, 0}}, {"experts.gate", 3, {4, 5, 6}}, {"experts.up", 3, {4, 5, 6}}, {"experts.down", 3, {4, 3, 5}}};
+    static const expected mlp[] = {
+        {"router.weight", 2, {4, 3, 0}},         {"router.projection", 2, {3, 6, 0}},   {"router.temperature", 1, {1, 0, 0}},
+        {"router.selection_bias", 1, {4, 0, 0}}, {"router.expert_scale", 1, {4, 0, 0}}, {"experts.fc1.weight", 3, {4, 5, 6}},
+        {"experts.fc1.bias", 2, {4, 5, 0}},      {"experts.fc2.weight", 3, {4, 4, 5}},  {"experts.fc2.bias", 2, {4, 4, 0}},
+        {"shared.gate", 2, {6, 6, 0}},           {"shared.up", 2, {6, 6, 0}},           {"shared.down", 2, {4, 6, 0}},
+        {"shared.sigmoid", 1, {6, 0, 0}}};
+    static const expected linear[] = {{"router.fc1.weight", 2, {6, 6, 0}},
+                                      {"router.fc1.bias", 1, {6, 0, 0}},
+                                      {"router.fc2.weight", 2, {4, 6, 0}},
+                                      {"router.fc2.bias", 1, {4, 0, 0}},
                                       {"experts.weight", 3, {4, 6, 6}}};
-    static const expected factorised[] = {{"experts.up", 3, {4, 5, 6}}, {"experts.down", 3, {4, 6, 5}}, {"experts.reduce", 3, {4, 2, 6}}, {"experts.expand", 3, {4, 5, 2}}};
+    static const expected factorised[] = {
+        {"experts.up", 3, {4, 5, 6}}, {"experts.down", 3, {4, 6, 5}}, {"experts.reduce", 3, {4, 2, 6}}, {"experts.expand", 3, {4, 5, 2}}};
     moe_layer_config c = small_config();
     int trainable;
     for (trainable = 0; trainable < 2; trainable++) {
@@ -692,24 +719,32 @@ static void test_create(void) {
     memset(&c, 0, sizeof c);
     c.router.d_model = 16;
     CHECK(moe_layer_create(&a, &c, 1, 7, NULL, NULL) == MOE_OK && moe_layer_create(&b, &c, 0, 7, NULL, NULL) == MOE_OK, "defaults");
-    CHECK(a.config.router.n_experts == 8 && a.config.router.top_k == 2 && a.config.d_ff == 64 && a.config.d_out == 16 && a.config.expert == MOE_EXPERT_SWIGLU, "defaults");
+    CHECK(a.config.router.n_experts == 8 && a.config.router.top_k == 2 && a.config.d_ff == 64 && a.config.d_out == 16 &&
+              a.config.expert == MOE_EXPERT_SWIGLU,
+          "defaults");
     for (i = 0; moe_layer_tensor(&a, i, &t) == MOE_OK && moe_layer_tensor(&b, i, &u) == MOE_OK; i++)
         CHECK(t.count == u.count && same_bits(t.data, u.data, t.count * sizeof(moe_real)), "a seed gives the same start");
     moe_layer_free(&b);
     CHECK(moe_layer_create(&b, &c, 0, 8, NULL, NULL) == MOE_OK, "another seed");
-    for (i = 0; moe_layer_tensor(&a, i, &t) == MOE_OK && moe_layer_tensor(&b, i, &u) == MOE_OK; i++) differ += !same_bits(t.data, u.data, t.count * sizeof(moe_real));
+    for (i = 0; moe_layer_tensor(&a, i, &t) == MOE_OK && moe_layer_tensor(&b, i, &u) == MOE_OK; i++)
+        differ += !same_bits(t.data, u.data, t.count * sizeof(moe_real));
     CHECK(differ == i, "another seed gives another start");
     moe_layer_free(&a), moe_layer_free(&b);
     c.router.top_k = 1;
     CHECK(moe_layer_create(&a, &c, 0, 7, NULL, &error) == MOE_OK, "K = 1 for inference");
     moe_layer_free(&a);
-    CHECK(moe_layer_create(&a, &c, 1, 7, NULL, &error) == MOE_ERR_CONFIG && strstr(error.message, "top_k = 1") != NULL, "a router that cannot learn is refused for training");
-    CHECK(moe_layer_create(NULL, &c, 1, 7, NULL, &error) == MOE_ERR_ARGUMENT && moe_layer_create(&a, NULL, 1, 7, NULL, &error) == MOE_ERR_ARGUMENT, "NULL");
+    CHECK(moe_layer_create(&a, &c, 1, 7, NULL, &error) == MOE_ERR_CONFIG && strstr(error.message, "top_k = 1") != NULL,
+          "a router that cannot learn is refused for training");
+    CHECK(moe_layer_create(NULL, &c, 1, 7, NULL, &error) == MOE_ERR_ARGUMENT &&
+              moe_layer_create(&a, NULL, 1, 7, NULL, &error) == MOE_ERR_ARGUMENT,
+          "NULL");
     for (i = 1; i < MOE_KERNELS_COUNT; i++) {
         c = small_config();
         c.kernels = (int)i;
         if (moe_kernels_select((int)i) != NULL) continue;
-        CHECK(moe_layer_create(&a, &c, 1, 7, NULL, &error) == MOE_ERR_UNSUPPORTED && strstr(error.message, moe_kernels_name((int)i)) != NULL, "kernels that are not there");
+        CHECK(moe_layer_create(&a, &c, 1, 7, NULL, &error) == MOE_ERR_UNSUPPORTED &&
+                  strstr(error.message, moe_kernels_name((int)i)) != NULL,
+              "kernels that are not there");
     }
     c = small_config();
     c.router.d_model = MOE_MAX_WIDTH, c.d_ff = MOE_MAX_WIDTH, c.router.n_experts = MOE_MAX_EXPERTS; /* 2^64 numbers per tensor */
@@ -724,7 +759,8 @@ static void expect_refused(const moe_layer_config *config, const char *one, cons
     memcpy(kept, &out, sizeof out);
     error.message[0] = '\0';
     CHECK(moe_layer_check(config, &out, &error) == MOE_ERR_CONFIG && same_bits(kept, &out, sizeof out), one);
-    if (!CHECK(strstr(error.message, one) != NULL && strstr(error.message, two) != NULL, "the message names what clashes")) printf("  %s, %s: %s\n", one, two, error.message);
+    if (!CHECK(strstr(error.message, one) != NULL && strstr(error.message, two) != NULL, "the message names what clashes"))
+        printf("  %s, %s: %s\n", one, two, error.message);
 }
 
 static void test_messages(void) {
@@ -748,7 +784,8 @@ static void test_messages(void) {
     int value;
     for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         c = small_config();
-        if (CHECK(moe_fields_apply(moe_layer_fields(), &c, rows[i][0], NULL) == MOE_OK, rows[i][0])) expect_refused(&c, rows[i][1], rows[i][2]);
+        if (CHECK(moe_fields_apply(moe_layer_fields(), &c, rows[i][0], NULL) == MOE_OK, rows[i][0]))
+            expect_refused(&c, rows[i][1], rows[i][2]);
     }
     for (f = moe_layer_fields(); f->name != NULL; f++) {
         CHECK(moe_field_find(moe_layer_fields(), f->name) == f && f->about != NULL, f->name);
@@ -761,8 +798,10 @@ static void test_messages(void) {
         memcpy((char *)&c + f->offset, &value, sizeof value);
         expect_refused(&c, f->name, "= ");
     }
-    for (f = moe_router_fields(); f->name != NULL; f++) CHECK(moe_field_find(moe_layer_fields(), f->name) != NULL, "a layer has its router's fields");
-    CHECK(moe_field_set(moe_layer_fields(), &c, "expert", "bogus", &error) == MOE_ERR_CONFIG && strstr(error.message, "bogus") != NULL, "unknown value");
+    for (f = moe_router_fields(); f->name != NULL; f++)
+        CHECK(moe_field_find(moe_layer_fields(), f->name) != NULL, "a layer has its router's fields");
+    CHECK(moe_field_set(moe_layer_fields(), &c, "expert", "bogus", &error) == MOE_ERR_CONFIG && strstr(error.message, "bogus") != NULL,
+          "unknown value");
     CHECK(moe_layer_check(NULL, NULL, NULL) == MOE_ERR_ARGUMENT, "NULL");
 }
 
@@ -782,7 +821,8 @@ static void test_const_tensors(void) {
     CHECK(moe_layer_init(&layer, &c, NULL) == MOE_OK && layer.memory == NULL, "init");
     CHECK(moe_layer_forward(&layer, &b.call, y, b.work, b.work_size, NULL) == MOE_ERR_ARGUMENT, "no tensors yet");
     for (place = 0; place < MOE_LAYER_SLOTS; place++) layer.tensors[place] = b.layer.tensors[place];
-    CHECK(moe_layer_forward(&layer, &b.call, y, b.work, b.work_size, NULL) == MOE_OK && same_bits(y, b.y, 7 * 4 * sizeof *y), "the caller's tensors");
+    CHECK(moe_layer_forward(&layer, &b.call, y, b.work, b.work_size, NULL) == MOE_OK && same_bits(y, b.y, 7 * 4 * sizeof *y),
+          "the caller's tensors");
     for (i = 0; moe_layer_tensor(&layer, i, &t) == MOE_OK; i++) CHECK(t.gradient == NULL, "no gradients");
     CHECK(i == 13, "tensors by number");
     for (place = 0; place < MOE_LAYER_SLOTS; place++) {
@@ -801,7 +841,9 @@ static void test_const_tensors(void) {
         CHECK(moe_layer_work_size(&layer, 7, 1, &bytes) == MOE_OK, "size");
         work = grab(bytes, 1);
         layer.gradients[MOE_ROUTER_WEIGHT] = d_weight;
-        CHECK(moe_layer_forward(&layer, &call, y, work, bytes, &pass) == MOE_OK && moe_layer_backward(&layer, b.dy, NULL, NULL, &pass) == MOE_OK, "one gradient");
+        CHECK(moe_layer_forward(&layer, &call, y, work, bytes, &pass) == MOE_OK &&
+                  moe_layer_backward(&layer, b.dy, NULL, NULL, &pass) == MOE_OK,
+              "one gradient");
         CHECK(!all_zero(d_weight, 12), "one gradient");
         free(work), free(d_weight);
     }
@@ -833,13 +875,17 @@ static void test_backward(void) {
                 first = normals(t.count, 0.0);
                 memcpy(first, t.gradient, t.count * sizeof *first);
                 CHECK(moe_layer_backward(&b.layer, b.dy, NULL, NULL, &b.pass) == MOE_OK, "dx is not wanted");
-                for (i = 0; i < t.count; i++) good &= fabs((double)t.gradient[i] - 2.0 * (double)first[i]) <= NEAR * (1.0 + fabs((double)first[i]));
+                for (i = 0; i < t.count; i++)
+                    good &= fabs((double)t.gradient[i] - 2.0 * (double)first[i]) <= NEAR * (1.0 + fabs((double)first[i]));
                 CHECK(good, "gradients add up");
                 for (i = 0; moe_layer_tensor(&b.layer, i, &t) == MOE_OK; i++)
                     for (k = 0; k < t.count; k++) t.gradient[k] = 0;
-                CHECK(moe_layer_backward(&b.layer, b.dy, dx, NULL, &b.pass) == MOE_OK && same_bits(dx, b.dx, 54 * sizeof *dx), "a second time the same");
-                CHECK(moe_layer_tensor(&b.layer, 1, &t) == MOE_OK && same_bits(first, t.gradient, t.count * sizeof *first), "a second time the same");
-                CHECK(moe_layer_backward(&b.layer, NULL, dx, NULL, &b.pass) == MOE_ERR_ARGUMENT && moe_layer_backward(&b.layer, b.dy, dx, NULL, NULL) == MOE_ERR_ARGUMENT &&
+                CHECK(moe_layer_backward(&b.layer, b.dy, dx, NULL, &b.pass) == MOE_OK && same_bits(dx, b.dx, 54 * sizeof *dx),
+                      "a second time the same");
+                CHECK(moe_layer_tensor(&b.layer, 1, &t) == MOE_OK && same_bits(first, t.gradient, t.count * sizeof *first),
+                      "a second time the same");
+                CHECK(moe_layer_backward(&b.layer, NULL, dx, NULL, &b.pass) == MOE_ERR_ARGUMENT &&
+                          moe_layer_backward(&b.layer, b.dy, dx, NULL, NULL) == MOE_ERR_ARGUMENT &&
                           moe_layer_backward(NULL, b.dy, dx, NULL, &b.pass) == MOE_ERR_ARGUMENT,
                       "NULL");
                 b.call.training = 0;
@@ -868,12 +914,15 @@ static void test_bad_calls(void) {
     bench b;
     int kind;
     if (!start(&b, &c, 1, 7)) return;
-    CHECK(moe_layer_work_size(NULL, 7, 1, &bytes) == MOE_ERR_ARGUMENT && moe_layer_work_size(&b.layer, 7, 1, NULL) == MOE_ERR_ARGUMENT, "NULL");
-    CHECK(moe_layer_forward(NULL, &b.call, b.y, b.work, b.work_size, NULL) == MOE_ERR_ARGUMENT && moe_layer_forward(&b.layer, NULL, b.y, b.work, b.work_size, NULL) == MOE_ERR_ARGUMENT &&
+    CHECK(moe_layer_work_size(NULL, 7, 1, &bytes) == MOE_ERR_ARGUMENT && moe_layer_work_size(&b.layer, 7, 1, NULL) == MOE_ERR_ARGUMENT,
+          "NULL");
+    CHECK(moe_layer_forward(NULL, &b.call, b.y, b.work, b.work_size, NULL) == MOE_ERR_ARGUMENT &&
+              moe_layer_forward(&b.layer, NULL, b.y, b.work, b.work_size, NULL) == MOE_ERR_ARGUMENT &&
               moe_layer_forward(&b.layer, &b.call, NULL, b.work, b.work_size, NULL) == MOE_ERR_ARGUMENT,
           "NULL");
 #if SIZE_MAX > 0xFFFFFFFF
-    CHECK(moe_layer_work_size(&b.layer, (size_t)INT32_MAX + 1, 0, &bytes) == MOE_ERR_OVERFLOW && moe_layer_work_size(&b.layer, SIZE_MAX, 1, &bytes) == MOE_ERR_OVERFLOW && bytes == 4321,
+    CHECK(moe_layer_work_size(&b.layer, (size_t)INT32_MAX + 1, 0, &bytes) == MOE_ERR_OVERFLOW &&
+              moe_layer_work_size(&b.layer, SIZE_MAX, 1, &bytes) == MOE_ERR_OVERFLOW && bytes == 4321,
           "too many tokens");
     b.call.n_tokens = SIZE_MAX / 2;
     expect_call_refused(&b, MOE_ERR_OVERFLOW, "too many tokens");
@@ -908,12 +957,16 @@ static void draw_layer_config(moe_layer_config *c) {
         memset(c, 0, sizeof *c);
         c->router.d_model = 1 + below(12), c->router.n_experts = 1 + below(5), c->router.top_k = 1;
         c->router.score = below(MOE_SCORE_COUNT), c->router.gate = below(MOE_GATE_COUNT), c->router.weight = below(MOE_WEIGHT_COUNT);
-        c->router.select = below(MOE_SELECT_COUNT), c->router.slots = below(3), c->router.table_size = below(2) * 7, c->router.groups = below(3), c->router.input = below(MOE_INPUT_COUNT);
-        c->router.noise = below(MOE_NOISE_COUNT), c->router.refine = below(MOE_REFINE_COUNT), c->router.threshold_learned = below(2), c->router.drop_capacity = below(3);
+        c->router.select = below(MOE_SELECT_COUNT), c->router.slots = below(3), c->router.table_size = below(2) * 7,
+        c->router.groups = below(3), c->router.input = below(MOE_INPUT_COUNT);
+        c->router.noise = below(MOE_NOISE_COUNT), c->router.refine = below(MOE_REFINE_COUNT), c->router.threshold_learned = below(2),
+        c->router.drop_capacity = below(3);
         c->router.selection_bias = below(2), c->router.expert_scale = below(2), c->router.cosine_learn_tau = below(2);
         c->router.router_bias = below(2), c->router.apply_to = below(2);
-        c->router.scale = moe_rng_normal(&rng), c->router.gate_temperature = (moe_real)0.001 + moe_rng_uniform(&rng), c->router.loss_z = moe_rng_uniform(&rng) / 100;
-        c->expert = below(MOE_EXPERT_COUNT), c->d_ff = 1 + below(9), c->d_low = below(3), c->act = below(MOE_ACT_COUNT), c->no_expert_bias = below(2);
+        c->router.scale = moe_rng_normal(&rng), c->router.gate_temperature = (moe_real)0.001 + moe_rng_uniform(&rng),
+        c->router.loss_z = moe_rng_uniform(&rng) / 100;
+        c->expert = below(MOE_EXPERT_COUNT), c->d_ff = 1 + below(9), c->d_low = below(3), c->act = below(MOE_ACT_COUNT),
+        c->no_expert_bias = below(2);
         c->n_shared = below(3), c->d_shared = below(4), c->shared_sigmoid = below(2), c->d_out = below(7);
         if (moe_layer_check(c, NULL, NULL) == MOE_OK && moe_router_check_training(&c->router, NULL) == MOE_OK) return;
     }
@@ -948,15 +1001,14 @@ static void test_round_trip(void) {
                 }
             }
             for (i = 0; moe_layer_tensor(&b.layer, i, &t) == MOE_OK; i++)
-                CHECK(moe_layer_tensor(&back, i, &u) == MOE_OK && strcmp(t.name, u.name) == 0 && same_bits(t.data, u.data, t.count * sizeof(moe_real)) &&
-                          (u.gradient != NULL) == (trial % 2),
+                CHECK(moe_layer_tensor(&back, i, &u) == MOE_OK && strcmp(t.name, u.name) == 0 &&
+                          same_bits(t.data, u.data, t.count * sizeof(moe_real)) && (u.gradient != NULL) == (trial % 2),
                       t.name);
             write_layer(&back, &two);
             CHECK(one.size == two.size && same_bits(one.data, two.data, one.size), "save, load, save gives the same bytes");
             moe_buffer_free(&two);
             moe_layer_free(&back);
-        } else
-            printf("  %s\n", error.message);
+        } else printf("  %s\n", error.message);
         moe_buffer_free(&one);
         end(&b);
     }
@@ -1051,7 +1103,8 @@ static void test_disk(const char *folder) {
     CHECK(file_size(path) == (long)one.size, "the file has the bytes of the stream");
     if (CHECK(moe_layer_load(&back, path, 1, NULL, &error) == MOE_OK, "load")) {
         moe_real *y = normals(5 * 4, 1.0);
-        CHECK(moe_layer_forward(&back, &b.call, y, b.work, b.work_size, NULL) == MOE_OK && same_bits(y, b.y, 20 * sizeof *y), "the same answers bit for bit");
+        CHECK(moe_layer_forward(&back, &b.call, y, b.work, b.work_size, NULL) == MOE_OK && same_bits(y, b.y, 20 * sizeof *y),
+              "the same answers bit for bit");
         write_layer(&back, &two);
         CHECK(one.size == two.size && same_bits(one.data, two.data, one.size), "the same bytes");
         CHECK(moe_layer_save(&back, path, NULL) == MOE_OK && file_size(path) == (long)one.size, "a file is replaced");
@@ -1079,23 +1132,30 @@ static void test_presets(void) {
         c.router.d_model = 48, c.d_ff = 7;
         if (c.router.select == MOE_SELECT_HASH && c.router.table_size == 0) c.router.table_size = 300;
         if (c.router.score == MOE_SCORE_ATTENTIVE && c.router.router_hidden > 0) c.d_ff = c.router.router_hidden;
-        if (!CHECK(moe_layer_check(&c, NULL, &error) == MOE_OK && moe_router_check_training(&c.router, &error) == MOE_OK, preset->name)) printf("  %s\n", error.message);
+        if (!CHECK(moe_layer_check(&c, NULL, &error) == MOE_OK && moe_router_check_training(&c.router, &error) == MOE_OK, preset->name))
+            printf("  %s\n", error.message);
         if (c.router.n_experts > 12) c.router.n_experts = 12;
         if (c.router.select == MOE_SELECT_GROUPED_TOP_K) c.router.groups = 4, c.router.groups_kept = 3;
         if (start(&b, &c, 1, 6)) {
             if (c.router.select != MOE_SELECT_SOFT) check_naive(&b);
-            if (!(moe_router_traits(&c.router) & MOE_TRAIT_NEEDS_PREVIOUS_LAYER) && c.router.select != MOE_SELECT_SINKHORN && !(c.router.capacity_factor > 0)) check_bits(&b);
+            if (!(moe_router_traits(&c.router) & MOE_TRAIT_NEEDS_PREVIOUS_LAYER) && c.router.select != MOE_SELECT_SINKHORN &&
+                !(c.router.capacity_factor > 0))
+                check_bits(&b);
             CHECK(moe_layer_backward(&b.layer, b.dy, b.dx, NULL, &b.pass) == MOE_OK && !all_zero(b.dx, 6 * 48), preset->name);
         }
         end(&b);
     }
     memset(&c, 3, sizeof c);
     kept = c;
-    CHECK(moe_layer_preset("bogus", &c, &error) == MOE_ERR_NOT_FOUND && strstr(error.message, "bogus") != NULL && same_bits(&c, &kept, sizeof c), "an unknown preset");
+    CHECK(moe_layer_preset("bogus", &c, &error) == MOE_ERR_NOT_FOUND && strstr(error.message, "bogus") != NULL &&
+              same_bits(&c, &kept, sizeof c),
+          "an unknown preset");
     CHECK(moe_layer_preset("sparse_moe", &c, NULL) == MOE_OK && c.router.weight == MOE_WEIGHT_SOFTMAX, "an alias");
     CHECK(moe_layer_preset("smoe", NULL, NULL) == MOE_ERR_ARGUMENT, "NULL");
-    CHECK(moe_layer_preset("llama4", &c, NULL) == MOE_OK && c.n_shared == 1 && c.router.apply_to == MOE_APPLY_INPUT, "a preset sets experts too");
-    CHECK(moe_layer_preset("aoe", &c, NULL) == MOE_OK && c.expert == MOE_EXPERT_FACTORISED && c.router.score == MOE_SCORE_NORM, "a preset sets experts too");
+    CHECK(moe_layer_preset("llama4", &c, NULL) == MOE_OK && c.n_shared == 1 && c.router.apply_to == MOE_APPLY_INPUT,
+          "a preset sets experts too");
+    CHECK(moe_layer_preset("aoe", &c, NULL) == MOE_OK && c.expert == MOE_EXPERT_FACTORISED && c.router.score == MOE_SCORE_NORM,
+          "a preset sets experts too");
 }
 
 int main(int argc, char **argv) {

@@ -154,7 +154,8 @@ static void bench_end(bench *b) {
     int place;
     for (place = 0; place < MOE_ROUTER_SLOTS; place++) free(b->tensors[place]);
     free(b->x), free(b->router_x), free(b->nodes), free(b->mask), free(b->given), free(b->memory), free(b->noise), free(b->jitter);
-    free(b->token_ids), free(b->previous_input), free(b->previous_experts), free(b->previous_weights), free(b->attention), free(b->outputs), free(b->home), free(b->expert_node);
+    free(b->token_ids), free(b->previous_input), free(b->previous_experts), free(b->previous_weights), free(b->attention), free(b->outputs),
+        free(b->home), free(b->expert_node);
 }
 
 static void mask_some(bench *b) {
@@ -202,7 +203,8 @@ static void expect_refused(const moe_router_config *config, const char *one, con
     if (!CHECK(moe_router_check(config, &out, &error) == MOE_ERR_CONFIG, one)) return;
     CHECK(error.code == MOE_ERR_CONFIG, "code of the error");
     CHECK(same_bits(kept, &out, sizeof out), "a failed check leaves *out as it was");
-    if (!CHECK(strstr(error.message, one) != NULL && strstr(error.message, two) != NULL, "the message names what clashes")) printf("  %s, %s: %s\n", one, two, error.message);
+    if (!CHECK(strstr(error.message, one) != NULL && strstr(error.message, two) != NULL, "the message names what clashes"))
+        printf("  %s, %s: %s\n", one, two, error.message);
     CHECK(moe_router_check(config, NULL, NULL) == MOE_ERR_CONFIG, "out and error may be NULL");
 }
 
@@ -243,7 +245,8 @@ static void test_ranges(void) {
     CHECK(moe_router_check(NULL, NULL, NULL) == MOE_ERR_ARGUMENT, "config NULL");
     memset(&c, 0, sizeof c);
     c.d_model = 3;
-    CHECK(moe_router_check(&c, &c, NULL) == MOE_OK && c.n_experts == 8 && c.top_k == 2 && near((double)c.scale, 1.0), "out may be config itself");
+    CHECK(moe_router_check(&c, &c, NULL) == MOE_OK && c.n_experts == 8 && c.top_k == 2 && near((double)c.scale, 1.0),
+          "out may be config itself");
 }
 
 static void test_clashes(void) {
@@ -295,13 +298,26 @@ static void test_clashes(void) {
                                           {"loss_orthogonal=0.5 score=mlp", "loss_orthogonal = 0.5", "score = mlp"},
                                           {"nodes=5", "nodes = 5", "n_experts = 4"},
                                           {"loss_locality=0.5", "loss_locality = 0.5", "nodes"}};
-    static const char *const fine[] = {"top_k=4", "n_experts=1 top_k=1", "weight=sparsemixer", "score=random router_bias=1", "router_bias=1",
-                                       "score=cosine cosine_dim=3 cosine_keep_length=1 cosine_learn_tau=1", "n_experts=1 top_k=0",
-                                       "select=soft slots=3 soft_normalise=1 soft_sequences=4", "refine=similarity similarity_learned=1 causal=1 lower_entropy_only=1",
-                                       "refine=attention heads=3 attention_heads=fixed attention_head=2", "noise=gaussian loss_load=0.1", "score=grap grap_cosine=1",
-                                       "select=grouped_top_k groups=2 groups_kept=1", "select=threshold threshold_learned=1", "select=hash table_size=10",
-                                       "loss_orthogonal=0.1", "loss_locality=0.1 nodes=4", "select=affinity affinity_sum=3 capacity=2 capacity_min=1",
-                                       "input=adaptive_clustering ac_mode=code ac_lambda=0.5", "drop_capacity=3 drop_order=score renormalize=after"};
+    static const char *const fine[] = {"top_k=4",
+                                       "n_experts=1 top_k=1",
+                                       "weight=sparsemixer",
+                                       "score=random router_bias=1",
+                                       "router_bias=1",
+                                       "score=cosine cosine_dim=3 cosine_keep_length=1 cosine_learn_tau=1",
+                                       "n_experts=1 top_k=0",
+                                       "select=soft slots=3 soft_normalise=1 soft_sequences=4",
+                                       "refine=similarity similarity_learned=1 causal=1 lower_entropy_only=1",
+                                       "refine=attention heads=3 attention_heads=fixed attention_head=2",
+                                       "noise=gaussian loss_load=0.1",
+                                       "score=grap grap_cosine=1",
+                                       "select=grouped_top_k groups=2 groups_kept=1",
+                                       "select=threshold threshold_learned=1",
+                                       "select=hash table_size=10",
+                                       "loss_orthogonal=0.1",
+                                       "loss_locality=0.1 nodes=4",
+                                       "select=affinity affinity_sum=3 capacity=2 capacity_min=1",
+                                       "input=adaptive_clustering ac_mode=code ac_lambda=0.5",
+                                       "drop_capacity=3 drop_order=score renormalize=after"};
     size_t i;
     for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         moe_router_config c = config_of(rows[i][0]);
@@ -315,9 +331,18 @@ static void test_clashes(void) {
 
 /* K = 1 with a weight that is always 1. */
 static void test_training_check(void) {
-    static const char *const refused[] = {"top_k=1", "top_k=1 weight=softmax", "top_k=1 score=mlp", "top_k=1 score=cosine weight=softmax", "n_experts=1 top_k=0"};
-    static const char *const fine[] = {"top_k=2", "top_k=1 weight=raw", "top_k=1 untrained=1", "top_k=1 loss_balance=0.01", "top_k=1 loss_z=0.1", "top_k=1 score=norm",
-                                       "top_k=1 score=random weight=softmax", "top_k=1 loss_entropy=0.1", "top_k=1 loss_importance=0.1", "top_k=1 select=dense"};
+    static const char *const refused[] = {"top_k=1", "top_k=1 weight=softmax", "top_k=1 score=mlp", "top_k=1 score=cosine weight=softmax",
+                                          "n_experts=1 top_k=0"};
+    static const char *const fine[] = {"top_k=2",
+                                       "top_k=1 weight=raw",
+                                       "top_k=1 untrained=1",
+                                       "top_k=1 loss_balance=0.01",
+                                       "top_k=1 loss_z=0.1",
+                                       "top_k=1 score=norm",
+                                       "top_k=1 score=random weight=softmax",
+                                       "top_k=1 loss_entropy=0.1",
+                                       "top_k=1 loss_importance=0.1",
+                                       "top_k=1 select=dense"};
     moe_error error;
     size_t i;
     for (i = 0; i < sizeof refused / sizeof refused[0]; i++) {
@@ -341,13 +366,21 @@ static void expect_not_set(const char *name, const char *value, moe_status want)
     CHECK(moe_field_set(moe_router_fields(), &c, name, value, &error) == want, value);
     CHECK(same_bits(&c, &kept, sizeof c), "a failed set changes nothing");
     if (!CHECK(strstr(error.message, name) != NULL, "the message names the field")) printf("  %s\n", error.message);
-    if (want == MOE_ERR_CONFIG && !CHECK(strstr(error.message, value) != NULL, "the message names the value")) printf("  %s\n", error.message);
+    if (want == MOE_ERR_CONFIG && !CHECK(strstr(error.message, value) != NULL, "the message names the value"))
+        printf("  %s\n", error.message);
     CHECK(moe_field_set(moe_router_fields(), &c, name, value, NULL) == want, "error may be NULL");
 }
 
 static void test_setting(void) {
-    static const char *const bad_numbers[] = {"", "x", "2x", "1..2", "-", "+", ".", "e5", "1e", " 2", "2 ", "0x10", "inf", "nan", "1e999", "--1"};
-    static const char *const bad_settings[] = {"top_k", "top_k 3", "=3", "top_k=", "top_k=2 bogus=1", "a_name_that_is_far_too_long_for_any_field_there_is=1", "top_k=2,weight=raw"};
+    static const char *const bad_numbers[] = {"",   "x",  "2x", "1..2", "-",   "+",   ".",     "e5",
+                                              "1e", " 2", "2 ", "0x10", "inf", "nan", "1e999", "--1"};
+    static const char *const bad_settings[] = {"top_k",
+                                               "top_k 3",
+                                               "=3",
+                                               "top_k=",
+                                               "top_k=2 bogus=1",
+                                               "a_name_that_is_far_too_long_for_any_field_there_is=1",
+                                               "top_k=2,weight=raw"};
     moe_router_config c;
     const moe_field *f;
     moe_error error;
@@ -374,10 +407,13 @@ static void test_setting(void) {
         CHECK(moe_fields_apply(moe_router_fields(), &c, bad_settings[i], &error) != MOE_OK, bad_settings[i]);
     }
     c = small_config();
-    CHECK(moe_fields_apply(moe_router_fields(), &c, NULL, NULL) == MOE_OK && moe_fields_apply(moe_router_fields(), &c, "", NULL) == MOE_OK, "no settings");
+    CHECK(moe_fields_apply(moe_router_fields(), &c, NULL, NULL) == MOE_OK && moe_fields_apply(moe_router_fields(), &c, "", NULL) == MOE_OK,
+          "no settings");
     CHECK(moe_fields_apply(moe_router_fields(), &c, "  top_k=3   score=cosine scale=-2.5e-1  weight=raw ", NULL) == MOE_OK, "spaces");
     CHECK(c.top_k == 3 && c.score == MOE_SCORE_COSINE && near((double)c.scale, -0.25) && c.weight == MOE_WEIGHT_RAW, "settings arrive");
-    CHECK(moe_field_find(moe_router_fields(), "bogus") == NULL && moe_field_find(moe_router_fields(), NULL) == NULL && moe_field_find(NULL, "x") == NULL, "no such row");
+    CHECK(moe_field_find(moe_router_fields(), "bogus") == NULL && moe_field_find(moe_router_fields(), NULL) == NULL &&
+              moe_field_find(NULL, "x") == NULL,
+          "no such row");
 }
 
 /* value -> text -> value, bit for bit, and the cut text is terminated. */
@@ -408,8 +444,7 @@ static void test_round_trips(void) {
                 v = i == 0 ? f->min : i == 1 ? f->max : i < 100 ? f->min + (f->max - f->min) * u : pow(10.0, 40.0 * u - 30.0);
                 if (i % 3 == 2 && f->min < 0.0) v = -v;
                 put_real(&c, f, v);
-            } else
-                put_int(&c, f, i <= (int)f->max - (int)f->min ? (int)f->min + i : (int)f->min + below((int)f->max - (int)f->min + 1));
+            } else put_int(&c, f, i <= (int)f->max - (int)f->min ? (int)f->min + i : (int)f->min + below((int)f->max - (int)f->min + 1));
             if (i >= 10 && f->kind == MOE_FIELD_FLAG) break;
             if (f->kind == MOE_FIELD_CHOICE && i > (int)f->max) break;
             round_trip(f, &c);
@@ -417,8 +452,11 @@ static void test_round_trips(void) {
 }
 
 static void test_names(void) {
-    static const char *const traits[] = {"causal", "needs_batch", "needs_token_ids", "needs_attention", "needs_previous_layer", "needs_all_experts", "stochastic", "stateful", "needs_given"};
-    static const char *const losses[MOE_LOSS_COUNT] = {"balance", "z", "importance", "entropy", "usage_entropy", "similarity", "locality", "l1", "orthogonal", "load"};
+    static const char *const traits[] = {
+        "causal",     "needs_batch", "needs_token_ids", "needs_attention", "needs_previous_layer", "needs_all_experts",
+        "stochastic", "stateful",    "needs_given"};
+    static const char *const losses[MOE_LOSS_COUNT] = {"balance",    "z",        "importance", "entropy",    "usage_entropy",
+                                                       "similarity", "locality", "l1",         "orthogonal", "load"};
     enum { CAUSAL = MOE_TRAIT_CAUSAL, BATCH = MOE_TRAIT_NEEDS_BATCH };
     static const struct {
         const char *settings;
@@ -486,8 +524,9 @@ static void check_consistent(const bench *b) {
             CHECK(is_real(b, t), "padding is routed nowhere");
             good = entry->rank >= 0 && entry->rank < r->n_choices[t] && (size_t)r->choices[t * r->max_choices + (size_t)entry->rank] == e;
             CHECK(good, "the rank is the place among the choices");
-            good = c->apply_to == MOE_APPLY_INPUT ? same_bits(&entry->weight_in, &r->weights[t * experts + e], sizeof(moe_real)) && entry->weight_out == (moe_real)1
-                                                  : same_bits(&entry->weight_out, &r->weights[t * experts + e], sizeof(moe_real)) && entry->weight_in == (moe_real)1;
+            good = c->apply_to == MOE_APPLY_INPUT
+                       ? same_bits(&entry->weight_in, &r->weights[t * experts + e], sizeof(moe_real)) && entry->weight_out == (moe_real)1
+                       : same_bits(&entry->weight_out, &r->weights[t * experts + e], sizeof(moe_real)) && entry->weight_in == (moe_real)1;
             CHECK(good, "the entry's weight is that of the matrix");
             CHECK(r->selected[t * experts + e] == 1, "an entry is selected");
         }
@@ -509,7 +548,8 @@ static void check_consistent(const bench *b) {
     CHECK(real == r->n_real && choices == pairs + r->n_dropped, "tokens and pairs");
     for (i = 0; i < n * experts; i++) {
         cells += r->selected[i];
-        CHECK(r->selected[i] <= 1 && (r->selected[i] || !(r->weights[i] < 0 || r->weights[i] > 0)), "the matrix is 0 where nothing is selected");
+        CHECK(r->selected[i] <= 1 && (r->selected[i] || !(r->weights[i] < 0 || r->weights[i] > 0)),
+              "the matrix is 0 where nothing is selected");
     }
     CHECK(cells == pairs, "the matrix has as many cells as the plan");
     free(first), free(all);
@@ -518,10 +558,12 @@ static void check_consistent(const bench *b) {
 /* Soft: each column of D sums to 1 over a sequence, each row of C over the slots, and the plan holds both. */
 static void check_soft(const bench *b) {
     const moe_routing *r = &b->routing;
-    size_t experts = (size_t)b->router.config.n_experts, slots = (size_t)b->router.config.slots, total = experts * slots, n = b->call.n_tokens, i, t, e, slot;
+    size_t experts = (size_t)b->router.config.n_experts, slots = (size_t)b->router.config.slots, total = experts * slots,
+           n = b->call.n_tokens, i, t, e, slot;
     size_t parts = b->call.sequences != NULL ? b->call.n_sequences : 1;
     for (i = 0; i < parts; i++) {
-        size_t from = b->call.sequences != NULL ? (size_t)b->call.sequences[i] : 0, to = b->call.sequences != NULL ? (size_t)b->call.sequences[i + 1] : n, real = 0;
+        size_t from = b->call.sequences != NULL ? (size_t)b->call.sequences[i] : 0,
+               to = b->call.sequences != NULL ? (size_t)b->call.sequences[i + 1] : n, real = 0;
         for (slot = 0; slot < total; slot++) {
             double sum = 0.0;
             for (t = from, real = 0; t < to; t++)
@@ -540,7 +582,9 @@ static void check_soft(const bench *b) {
             const moe_entry *entry = &r->plan.entries[i];
             size_t cell = (size_t)entry->token * total + e * slots + (size_t)entry->rank % slots;
             CHECK((size_t)entry->rank < r->plan.rows && is_real(b, (size_t)entry->token), "an entry of soft");
-            CHECK(same_bits(&entry->weight_in, &r->gate[cell], sizeof(moe_real)) && same_bits(&entry->weight_out, &r->probabilities[cell], sizeof(moe_real)), "weights of soft");
+            CHECK(same_bits(&entry->weight_in, &r->gate[cell], sizeof(moe_real)) &&
+                      same_bits(&entry->weight_out, &r->probabilities[cell], sizeof(moe_real)),
+                  "weights of soft");
         }
     CHECK(r->plan.offsets[experts] == r->n_real * total && r->plan.rows == slots * parts, "every token at every slot");
 }
@@ -569,7 +613,8 @@ static double ref_cosine(const bench *b, const moe_real *u, size_t e) {
     const moe_router_config *c = &b->router.config;
     size_t d = (size_t)c->d_model, width = c->cosine_dim > 0 ? (size_t)c->cosine_dim : d, i;
     const moe_real *w = b->tensors[MOE_ROUTER_WEIGHT] + e * width;
-    double dot = 0.0, token = 0.0, expert = 0.0, tau = c->cosine_learn_tau ? (double)b->tensors[MOE_ROUTER_TEMPERATURE][0] : (double)c->cosine_tau;
+    double dot = 0.0, token = 0.0, expert = 0.0,
+           tau = c->cosine_learn_tau ? (double)b->tensors[MOE_ROUTER_TEMPERATURE][0] : (double)c->cosine_tau;
     for (i = 0; i < width; i++) {
         double v = c->cosine_dim > 0 ? ref_dot(b->tensors[MOE_ROUTER_PROJECTION] + i * d, u, d) : (double)u[i];
         dot += v * (double)w[i], token += v * v, expert += (double)w[i] * (double)w[i];
@@ -596,7 +641,8 @@ static double ref_logit(const bench *b, size_t t, size_t e) {
     double z;
     if (c->score == MOE_SCORE_COSINE) return ref_cosine(b, u, e);
     if (c->score == MOE_SCORE_NORM) return ref_norm(b, t, e);
-    if (c->score != MOE_SCORE_MLP) return ref_dot(b->tensors[MOE_ROUTER_WEIGHT] + e * d, u, d) + (c->router_bias ? (double)b->tensors[MOE_ROUTER_BIAS][e] : 0.0);
+    if (c->score != MOE_SCORE_MLP)
+        return ref_dot(b->tensors[MOE_ROUTER_WEIGHT] + e * d, u, d) + (c->router_bias ? (double)b->tensors[MOE_ROUTER_BIAS][e] : 0.0);
     z = (double)b->tensors[MOE_ROUTER_FC2_BIAS][e];
     for (i = 0; i < h; i++)
         z += (double)b->tensors[MOE_ROUTER_FC2_WEIGHT][e * h + i] *
@@ -624,8 +670,10 @@ static double ref_sparsemixer(const moe_router_config *c, const double *z, const
     size_t e, j, experts = (size_t)c->n_experts;
     double sum = 0.0, best = z[picks[i]];
     for (e = 0; e < experts; e++) {
-        double size = fabs(z[e]) > best ? fabs(z[e]) : best, distance = size > 0.0 ? (best - z[e]) / size : 0.0, edge = 2.0 * (double)c->sparsemixer_eps;
-        for (j = 0; j < i && (size_t)picks[j] != e; j++) {}
+        double size = fabs(z[e]) > best ? fabs(z[e]) : best, distance = size > 0.0 ? (best - z[e]) / size : 0.0,
+               edge = 2.0 * (double)c->sparsemixer_eps;
+        for (j = 0; j < i && (size_t)picks[j] != e; j++) {
+        }
         if (j < i) continue;
         if (fabs(distance - edge) < 1e-3) return -1.0;
         if (distance <= edge) sum += exp(z[e] - best);
@@ -688,12 +736,14 @@ static void check_token(const bench *b, size_t t, double *z, double *p, double *
             double mine = ref_selection_score(b, z, p, (size_t)picks[i]);
             if (i > 0) CHECK(ref_selection_score(b, z, p, (size_t)picks[i - 1]) >= mine - NEAR * (1.0 + fabs(mine)), "choices descend");
             for (e = 0; e < experts; e++)
-                CHECK(r->selected[t * experts + e] || ref_selection_score(b, z, p, e) <= mine + NEAR * (1.0 + fabs(mine)), "no better expert was left out");
+                CHECK(r->selected[t * experts + e] || ref_selection_score(b, z, p, e) <= mine + NEAR * (1.0 + fabs(mine)),
+                      "no better expert was left out");
         }
     if (!ref_weights(c, z, p, picks, n, w)) return;
     for (i = 0; i < n; i++) {
         double section = w[i] * (c->expert_scale ? (double)b->tensors[MOE_ROUTER_EXPERT_SCALE][picks[i]] : 1.0);
-        CHECK(fabs((double)r->section_weights[t * r->max_choices + i] - section) <= 50.0 * NEAR * (1.0 + fabs(section)), "weight of the section");
+        CHECK(fabs((double)r->section_weights[t * r->max_choices + i] - section) <= 50.0 * NEAR * (1.0 + fabs(section)),
+              "weight of the section");
         section *= (double)c->scale;
         CHECK(fabs((double)r->weights[t * experts + (size_t)picks[i]] - section) <= 50.0 * NEAR * (1.0 + fabs(section)), "weight");
     }
@@ -728,7 +778,8 @@ static double ref_loss(const bench *b, int loss) {
     size_t experts = (size_t)c->n_experts, t, e, i;
     double sum = 0.0, parts = 0.0, mean = 0.0, variance = 0.0, *load;
     if (loss == MOE_LOSS_BALANCE) {
-        if (c->balance_scope == MOE_SCOPE_BATCH || b->call.sequences == NULL) return (double)c->loss_balance * ref_balance(b, 0, b->call.n_tokens);
+        if (c->balance_scope == MOE_SCOPE_BATCH || b->call.sequences == NULL)
+            return (double)c->loss_balance * ref_balance(b, 0, b->call.n_tokens);
         for (i = 0; i < b->call.n_sequences; i++) {
             double part = ref_balance(b, (size_t)b->call.sequences[i], (size_t)b->call.sequences[i + 1]);
             if (part >= 0.0) sum += part, parts += 1.0;
@@ -769,7 +820,8 @@ static void draw_config(moe_router_config *c) {
     c->select = below(MOE_SELECT_GIVEN + 1);
     c->weight = below(MOE_WEIGHT_COUNT);
     c->router_bias = c->score <= MOE_SCORE_RANDOM && below(2);
-    if (c->score == MOE_SCORE_COSINE) c->cosine_dim = below(7), c->cosine_keep_length = below(2), c->cosine_learn_tau = below(2), c->cosine_tau = (moe_real)0.7;
+    if (c->score == MOE_SCORE_COSINE)
+        c->cosine_dim = below(7), c->cosine_keep_length = below(2), c->cosine_learn_tau = below(2), c->cosine_tau = (moe_real)0.7;
     c->norm_order = below(MOE_NORM_COUNT);
     c->router_hidden = below(7);
     c->router_act = below(MOE_ACT_COUNT);
@@ -780,8 +832,10 @@ static void draw_config(moe_router_config *c) {
     c->expert_scale = below(3) == 0;
     c->scale = (moe_real)(below(2) * 1.75);
     c->apply_to = below(2);
-    c->balance_over = below(MOE_BALANCE_COUNT), c->balance_scope = below(2), c->importance_over = below(MOE_IMPORTANCE_COUNT), c->unbiased = below(2);
-    if (below(2)) c->loss_balance = (moe_real)0.5, c->loss_z = (moe_real)0.25, c->loss_importance = (moe_real)2, c->loss_entropy = (moe_real)0.75;
+    c->balance_over = below(MOE_BALANCE_COUNT), c->balance_scope = below(2), c->importance_over = below(MOE_IMPORTANCE_COUNT),
+    c->unbiased = below(2);
+    if (below(2))
+        c->loss_balance = (moe_real)0.5, c->loss_z = (moe_real)0.25, c->loss_importance = (moe_real)2, c->loss_entropy = (moe_real)0.75;
 }
 
 static void test_reference(void) {
@@ -812,8 +866,10 @@ static void test_reference(void) {
                 if (is_real(&b, t)) check_token(&b, t, z, p, w);
             for (loss = 0; loss <= MOE_LOSS_ENTROPY; loss++) {
                 double want = ref_loss(&b, loss), got = (double)b.routing.loss[loss];
-                if (!(b.router.config.loss_balance > 0) || b.routing.n_real == 0) CHECK(!(got < 0.0) && !(got > 0.0), "a loss that is off is 0");
-                else if (c.gate != MOE_GATE_IDENTITY && fabs(want) < 100.0) CHECK(fabs(got - want) <= 20.0 * NEAR * (1.0 + fabs(want)), moe_loss_name(loss));
+                if (!(b.router.config.loss_balance > 0) || b.routing.n_real == 0)
+                    CHECK(!(got < 0.0) && !(got > 0.0), "a loss that is off is 0");
+                else if (c.gate != MOE_GATE_IDENTITY && fabs(want) < 100.0)
+                    CHECK(fabs(got - want) <= 20.0 * NEAR * (1.0 + fabs(want)), moe_loss_name(loss));
             }
             compared++;
         }
@@ -835,20 +891,28 @@ static void draw_any(moe_router_config *c) {
     c->noise = chance(70) ? 0 : below(MOE_NOISE_COUNT);
     c->gate = below(MOE_GATE_COUNT);
     c->refine = chance(60) ? 0 : below(MOE_REFINE_COUNT);
-    if (c->refine != MOE_REFINE_NONE) c->causal = below(2), c->lower_entropy_only = below(2), c->heads = 1 + below(2), c->attention_heads = below(MOE_HEADS_COUNT), c->similarity_scale = below(3);
+    if (c->refine != MOE_REFINE_NONE)
+        c->causal = below(2), c->lower_entropy_only = below(2), c->heads = 1 + below(2), c->attention_heads = below(MOE_HEADS_COUNT),
+        c->similarity_scale = below(3);
     c->select = below(MOE_SELECT_COUNT);
     c->weight = below(MOE_WEIGHT_COUNT);
-    if (c->select == MOE_SELECT_SOFT) c->score = c->noise = c->gate = c->refine = c->weight = c->causal = c->lower_entropy_only = 0, c->slots = 1 + below(3), c->soft_normalise = below(2), c->soft_sequences = 3;
+    if (c->select == MOE_SELECT_SOFT)
+        c->score = c->noise = c->gate = c->refine = c->weight = c->causal = c->lower_entropy_only = 0, c->slots = 1 + below(3),
+        c->soft_normalise = below(2), c->soft_sequences = 3;
     if (c->select == MOE_SELECT_GROUPED_TOP_K) c->groups = 1 + below(3), c->groups_kept = 1 + below(3), c->group_score = below(2);
     if (c->select == MOE_SELECT_HASH) c->table_size = 5;
-    c->top_p = (moe_real)(0.2 * (1 + below(4))), c->threshold = (moe_real)(0.2 * below(4)), c->threshold_fallback = below(3), c->threshold_learned = c->select == MOE_SELECT_THRESHOLD && below(2);
-    c->expert_choice_score = below(2), c->affinity_mass = (moe_real)(0.25 * (1 + below(4))), c->affinity_sum = (moe_real)(chance(30) ? 1.5 : 0.0), c->capacity = below(4), c->capacity_min = below(3);
+    c->top_p = (moe_real)(0.2 * (1 + below(4))), c->threshold = (moe_real)(0.2 * below(4)), c->threshold_fallback = below(3),
+    c->threshold_learned = c->select == MOE_SELECT_THRESHOLD && below(2);
+    c->expert_choice_score = below(2), c->affinity_mass = (moe_real)(0.25 * (1 + below(4))),
+    c->affinity_sum = (moe_real)(chance(30) ? 1.5 : 0.0), c->capacity = below(4), c->capacity_min = below(3);
     if (c->select == MOE_SELECT_SOFT) return;
     c->selection_bias = chance(30), c->expert_scale = chance(30), c->apply_to = below(2);
     c->renormalize = below(2), c->drop_order = below(MOE_DROP_COUNT);
     if (chance(40)) c->drop_capacity = 1 + below(4);
     else if (chance(40)) c->capacity_factor = (moe_real)(0.5 + 0.25 * below(4)), c->drop_rule = below(MOE_DROP_RULE_COUNT);
-    if (chance(30)) c->loss_usage_entropy = 1, c->loss_l1 = 1, c->loss_similarity_same = 1, c->loss_similarity_diff = 1, c->loss_locality = c->n_experts > 1, c->nodes = 2;
+    if (chance(30))
+        c->loss_usage_entropy = 1, c->loss_l1 = 1, c->loss_similarity_same = 1, c->loss_similarity_diff = 1,
+        c->loss_locality = c->n_experts > 1, c->nodes = 2;
     if (c->n_experts == 1) c->nodes = 0;
 }
 
@@ -864,7 +928,8 @@ static size_t count_before(const moe_real *score, size_t n, size_t e, const unsi
 /* Which experts the token takes, for selections that look at one token; 0 when rounding decides. */
 static int naive_choice(const bench *b, size_t t, unsigned char *want) {
     const moe_router_config *c = &b->router.config;
-    const moe_real *bias = b->tensors[MOE_ROUTER_SELECTION_BIAS], *p = b->routing.probabilities + t * b->routing.n_experts, *z = b->routing.logits + t * b->routing.n_experts;
+    const moe_real *bias = b->tensors[MOE_ROUTER_SELECTION_BIAS], *p = b->routing.probabilities + t * b->routing.n_experts,
+                   *z = b->routing.logits + t * b->routing.n_experts;
     size_t experts = b->routing.n_experts, e, g, size = experts / (size_t)c->groups, taken = 0;
     moe_real score[16], best[16], theta;
     unsigned char open[16];
@@ -873,16 +938,16 @@ static int naive_choice(const bench *b, size_t t, unsigned char *want) {
     for (e = 0; e < experts; e++) score[e] = bias != NULL ? p[e] + bias[e] : p[e], open[e] = 1, want[e] = 0;
     switch (c->select) {
     case MOE_SELECT_TOP_K:
-        for (e = 0; e < experts; e++) want[e] = count_before(rises && bias == NULL && c->refine == MOE_REFINE_NONE ? z : score, experts, e, NULL) < (size_t)c->top_k;
+        for (e = 0; e < experts; e++)
+            want[e] = count_before(rises && bias == NULL && c->refine == MOE_REFINE_NONE ? z : score, experts, e, NULL) < (size_t)c->top_k;
         return 1;
-    case MOE_SELECT_DENSE:
-        memset(want, 1, experts);
-        return 1;
+    case MOE_SELECT_DENSE: memset(want, 1, experts); return 1;
     case MOE_SELECT_GIVEN:
         for (e = 0; e < (size_t)c->top_k; e++) want[b->given[t * (size_t)c->top_k + e]] = 1;
         return 1;
     case MOE_SELECT_HASH:
-        for (e = 0; e < (size_t)c->top_k; e++) want[(size_t)b->tensors[MOE_ROUTER_TABLE][(size_t)b->token_ids[t] * (size_t)c->top_k + e]] = 1;
+        for (e = 0; e < (size_t)c->top_k; e++)
+            want[(size_t)b->tensors[MOE_ROUTER_TABLE][(size_t)b->token_ids[t] * (size_t)c->top_k + e]] = 1;
         return 1;
     case MOE_SELECT_GROUPED_TOP_K:
         for (g = 0; g < (size_t)c->groups; g++) {
@@ -901,7 +966,8 @@ static int naive_choice(const bench *b, size_t t, unsigned char *want) {
         return 1;
     case MOE_SELECT_TOP_P:
         for (taken = 0; taken < experts; taken++) { /* the taken-th best */
-            for (e = 0; e < experts && count_before(p, experts, e, NULL) != taken; e++) {}
+            for (e = 0; e < experts && count_before(p, experts, e, NULL) != taken; e++) {
+            }
             want[e] = 1;
             sum += (double)p[e];
             if (fabs(sum - (double)c->top_p) < 1e-4) return 0;
@@ -915,7 +981,8 @@ static int naive_choice(const bench *b, size_t t, unsigned char *want) {
             want[e] = p[e] > theta;
             taken += want[e];
         }
-        if (taken == 0 && c->select == MOE_SELECT_THRESHOLD && (c->threshold_fallback == MOE_FALLBACK_ALWAYS || (c->threshold_fallback == MOE_FALLBACK_EVALUATION && !b->call.training)))
+        if (taken == 0 && c->select == MOE_SELECT_THRESHOLD &&
+            (c->threshold_fallback == MOE_FALLBACK_ALWAYS || (c->threshold_fallback == MOE_FALLBACK_EVALUATION && !b->call.training)))
             for (e = 0; e < experts; e++) want[e] = count_before(p, experts, e, NULL) == 0;
         return 1;
     default: return 0;
@@ -926,7 +993,9 @@ static int naive_choice(const bench *b, size_t t, unsigned char *want) {
 static void check_expert_choice(const bench *b) {
     const moe_routing *r = &b->routing;
     const moe_router_config *c = &b->router.config;
-    size_t n = r->n_tokens, experts = r->n_experts, e, t, u, capacity = (size_t)floor((double)(b->call.training ? c->capacity_factor : c->capacity_factor_eval) * (double)r->n_real / (double)experts + 0.5);
+    size_t n = r->n_tokens, experts = r->n_experts, e, t, u,
+           capacity = (size_t)floor(
+               (double)(b->call.training ? c->capacity_factor : c->capacity_factor_eval) * (double)r->n_real / (double)experts + 0.5);
     const moe_real *score = c->expert_choice_score == MOE_EXPERT_CHOICE_Z ? r->logits : r->probabilities;
     if (capacity < 1) capacity = 1;
     for (e = 0; e < experts; e++)
@@ -935,7 +1004,8 @@ static void check_expert_choice(const bench *b) {
             int chosen = 0, i;
             if (!is_real(b, t)) continue;
             for (u = 0; u < n; u++)
-                before += is_real(b, u) && (score[u * experts + e] > score[t * experts + e] || (!(score[t * experts + e] > score[u * experts + e]) && u < t));
+                before += is_real(b, u) && (score[u * experts + e] > score[t * experts + e] ||
+                                            (!(score[t * experts + e] > score[u * experts + e]) && u < t));
             for (i = 0; i < r->n_choices[t]; i++) chosen |= (size_t)r->choices[t * r->max_choices + (size_t)i] == e;
             CHECK(chosen == (before < capacity), "an expert takes its best tokens");
         }
@@ -978,7 +1048,8 @@ static int naive_capacity(const bench *b, unsigned char *want) {
             for (u = 0; u < n; u++)
                 for (k = 0; k < (size_t)r->n_choices[u]; k++)
                     before += (size_t)r->choices[u * r->max_choices + k] == e &&
-                              (r->probabilities[u * experts + e] > r->probabilities[t * experts + e] || (!(r->probabilities[t * experts + e] > r->probabilities[u * experts + e]) && u < t));
+                              (r->probabilities[u * experts + e] > r->probabilities[t * experts + e] ||
+                               (!(r->probabilities[t * experts + e] > r->probabilities[u * experts + e]) && u < t));
             want[t * experts + e] = before < capacity;
         }
     free(used), free(order);
@@ -1004,8 +1075,10 @@ static double naive_wide_loss(const bench *b, int loss) {
                 for (e = 0; e < d; e++) distance += pow((double)b->x[t * d + e] - (double)b->x[u * d + e], 2.0);
                 for (e = 0; e < experts; e++)
                     for (f = 0; f < experts; f++) {
-                        double both = (double)r->probabilities[t * experts + e] * (double)r->probabilities[u * experts + f] * sqrt(distance) / (real * real - real);
-                        sum += e == f ? (double)c->loss_similarity_same * both / (double)experts : -(double)c->loss_similarity_diff * both / (double)(experts * experts - experts);
+                        double both = (double)r->probabilities[t * experts + e] * (double)r->probabilities[u * experts + f] *
+                                      sqrt(distance) / (real * real - real);
+                        sum += e == f ? (double)c->loss_similarity_same * both / (double)experts
+                                      : -(double)c->loss_similarity_diff * both / (double)(experts * experts - experts);
                     }
             }
     for (o = 0; o < 2 && loss == MOE_LOSS_LOCALITY; o++) {
@@ -1079,10 +1152,14 @@ static void test_everything(void) {
                 CHECK(same_bits(chosen, want, (size_t)c.n_experts), "the selection is that of the naive reference");
             }
             if (c.select == MOE_SELECT_EXPERT_CHOICE && b.routing.n_real > 0) check_expert_choice(&b);
-            if (naive_capacity(&b, kept)) CHECK(same_bits(kept, b.routing.selected, n * (size_t)c.n_experts), "capacity keeps whom the naive reference keeps");
+            if (naive_capacity(&b, kept))
+                CHECK(same_bits(kept, b.routing.selected, n * (size_t)c.n_experts), "capacity keeps whom the naive reference keeps");
             else if (b.router.config.drop_capacity > 0)
-                for (e = 0; e < (size_t)c.n_experts; e++) CHECK(b.routing.plan.offsets[e + 1] - b.routing.plan.offsets[e] <= (size_t)c.drop_capacity, "no more than the capacity");
-            if (b.router.config.drop_capacity == 0 && !(b.router.config.capacity_factor > 0) && c.drop_rule == MOE_DROP_RULE_NONE) CHECK(b.routing.n_dropped == 0, "dropless");
+                for (e = 0; e < (size_t)c.n_experts; e++)
+                    CHECK(b.routing.plan.offsets[e + 1] - b.routing.plan.offsets[e] <= (size_t)c.drop_capacity,
+                          "no more than the capacity");
+            if (b.router.config.drop_capacity == 0 && !(b.router.config.capacity_factor > 0) && c.drop_rule == MOE_DROP_RULE_NONE)
+                CHECK(b.routing.n_dropped == 0, "dropless");
             if (b.call.training) check_wide_losses(&b);
             compared++;
         }
@@ -1115,7 +1192,8 @@ static void test_affinity(void) {
             }
             for (t = 0; t < n; t++)
                 for (u = t + 1; u < n; u++)
-                    if (b.routing.logits[mine[u] * 4 + e] > b.routing.logits[mine[t] * 4 + e]) best = mine[t], mine[t] = mine[u], mine[u] = best;
+                    if (b.routing.logits[mine[u] * 4 + e] > b.routing.logits[mine[t] * 4 + e])
+                        best = mine[t], mine[t] = mine[u], mine[u] = best;
             for (t = 0; t < n; t++) total += fmax((double)b.routing.logits[mine[t] * 4 + e], 0.0);
             for (keep = 0; keep < n && sum < mass * total; keep++) {
                 sum += fmax((double)b.routing.logits[mine[keep] * 4 + e], 0.0);
@@ -1133,7 +1211,8 @@ static void test_affinity(void) {
     }
 }
 
-/* C = max(capacity_min, ceil(cf K N / E)), at most N, with a factor of its own outside training. Equal logits send every token to expert 0. */
+/* C = max(capacity_min, ceil(cf K N / E)), at most N, with a factor of its own outside training. Equal logits send all tokens to
+   expert 0. */
 static void test_capacity_factor(void) {
     static const struct {
         const char *settings;
@@ -1153,7 +1232,8 @@ static void test_capacity_factor(void) {
         moe_router_config c = config_of(rows[i].settings);
         bench b;
         if (!CHECK(bench_start(&b, &c, NULL, rows[i].n, 0.0), "routes")) return;
-        if (!CHECK(b.routing.plan.offsets[1] == rows[i].training, rows[i].settings)) printf("  %lu\n", (unsigned long)b.routing.plan.offsets[1]);
+        if (!CHECK(b.routing.plan.offsets[1] == rows[i].training, rows[i].settings))
+            printf("  %lu\n", (unsigned long)b.routing.plan.offsets[1]);
         CHECK(b.routing.counts[0] == rows[i].n, "counts are before capacity");
         b.call.training = 0;
         bench_route(&b);
@@ -1193,7 +1273,8 @@ static void test_sinkhorn(void) {
             size_t kept[4] = {0, 1, 2, 3}, k, hold;
             for (e = 0; e < 4; e++)
                 for (best = e + 1; best < 4; best++)
-                    if (q[t * 4 + kept[best]] * d1[kept[best]] > q[t * 4 + kept[e]] * d1[kept[e]]) hold = kept[e], kept[e] = kept[best], kept[best] = hold;
+                    if (q[t * 4 + kept[best]] * d1[kept[best]] > q[t * 4 + kept[e]] * d1[kept[e]])
+                        hold = kept[e], kept[e] = kept[best], kept[best] = hold;
             k = (size_t)c.top_k;
             if (q[t * 4 + kept[k - 1]] * d1[kept[k - 1]] < 1.001 * q[t * 4 + kept[k]] * d1[kept[k]]) continue;
             for (e = 0; e < k; e++) CHECK(b.routing.selected[t * 4 + kept[e]], "sinkhorn by its definition");
@@ -1202,7 +1283,9 @@ static void test_sinkhorn(void) {
         b.call.training = 0;
         bench_route(&b);
         for (t = 0; t < n; t++)
-            for (e = 0; e < 4; e++) CHECK(b.routing.logits[t * 4 + (size_t)b.routing.choices[t * b.routing.max_choices]] >= b.routing.logits[t * 4 + e], "top_k outside training");
+            for (e = 0; e < 4; e++)
+                CHECK(b.routing.logits[t * 4 + (size_t)b.routing.choices[t * b.routing.max_choices]] >= b.routing.logits[t * 4 + e],
+                      "top_k outside training");
         bench_end(&b);
     }
     CHECK(clear > 900, "most choices of sinkhorn are clear");
@@ -1221,7 +1304,8 @@ static void check_moments(const double *v, size_t n, double mean, double varianc
 }
 
 static void test_noise(void) {
-    static const char *const settings[] = {"noise=gaussian noise_sigma=0.5", "noise=gaussian", "noise=gumbel", "noise=noisy_topk noise_floor=0.25"};
+    static const char *const settings[] = {"noise=gaussian noise_sigma=0.5", "noise=gaussian", "noise=gumbel",
+                                           "noise=noisy_topk noise_floor=0.25"};
     const double pi = 3.14159265358979323846;
     double means[4] = {0.0, 0.0, 0.57721566490153286, 0.0}, variances[4] = {0.25, 0.0625, 1.0, 1.0}, *v;
     size_t i, k, n = 3000;
@@ -1259,7 +1343,8 @@ static void test_noise(void) {
 
 /* Weak choices are dropped with the probability of the rule, the first never, and never outside training. */
 static void test_drop_rules(void) {
-    static const char *const settings[] = {"n_experts=16 top_k=3 weight=raw drop_rule=gshard", "n_experts=16 top_k=3 weight=raw drop_rule=st_moe"};
+    static const char *const settings[] = {"n_experts=16 top_k=3 weight=raw drop_rule=gshard",
+                                           "n_experts=16 top_k=3 weight=raw drop_rule=st_moe"};
     size_t i, n = 5000, t, kept[3];
     for (i = 0; i < 2; i++) {
         moe_router_config c = config_of(settings[i]);
@@ -1287,7 +1372,8 @@ static void test_sampling(void) {
     size_t n = 8000, e, t;
     bench b;
     if (!CHECK(bench_start(&b, &c, NULL, n, 0.0), "routes")) return;
-    b.tensors[MOE_ROUTER_BIAS][0] = (moe_real)log(6.0), b.tensors[MOE_ROUTER_BIAS][1] = (moe_real)log(3.0), b.tensors[MOE_ROUTER_BIAS][2] = 0;
+    b.tensors[MOE_ROUTER_BIAS][0] = (moe_real)log(6.0), b.tensors[MOE_ROUTER_BIAS][1] = (moe_real)log(3.0),
+    b.tensors[MOE_ROUTER_BIAS][2] = 0;
     bench_route(&b);
     for (e = 0; e < 3; e++) {
         double want = (e == 0 ? 6.0 : e == 1 ? 3.0 : 1.0) / 10.0;
@@ -1347,7 +1433,8 @@ static void test_presets(void) {
     CHECK(count >= 20, "presets");
     memset(&c, 7, sizeof c);
     kept = c;
-    CHECK(moe_router_preset("bogus", &c, &error) == MOE_ERR_NOT_FOUND && strstr(error.message, "bogus") != NULL, "an unknown preset is named");
+    CHECK(moe_router_preset("bogus", &c, &error) == MOE_ERR_NOT_FOUND && strstr(error.message, "bogus") != NULL,
+          "an unknown preset is named");
     CHECK(moe_router_preset("", &c, NULL) == MOE_ERR_NOT_FOUND && moe_router_preset(NULL, &c, NULL) == MOE_ERR_NOT_FOUND, "no name");
     CHECK(same_bits(&c, &kept, sizeof c), "a failed preset leaves the configuration");
     CHECK(moe_preset_find("bogus") == NULL && moe_preset_find(NULL) == NULL && moe_preset_find("") == NULL, "no such preset");
@@ -1403,7 +1490,8 @@ static void test_bad_given(void) {
             CHECK(b.routing.selected[2 * 4 + good[i][k]], "the caller's experts");
             n++;
         }
-        CHECK(n < 2 || b.routing.probabilities[8 + b.routing.choices[4]] >= b.routing.probabilities[8 + b.routing.choices[5]], "ranks follow p");
+        CHECK(n < 2 || b.routing.probabilities[8 + b.routing.choices[4]] >= b.routing.probabilities[8 + b.routing.choices[5]],
+              "ranks follow p");
         CHECK(b.routing.n_choices[2] == n, "-1 is none");
         check_consistent(&b);
     }
@@ -1433,8 +1521,10 @@ static void test_uniform(void) {
                         want = 0.375 * (over == MOE_BALANCE_TOKENS ? (double)(select == MOE_SELECT_DENSE ? experts : c.top_k) : 1.0);
                         got = (double)b.routing.loss[MOE_LOSS_BALANCE];
                         CHECK(near(got, want), "balance at uniform");
-                        if ((experts & (experts - 1)) == 0 && gate == MOE_GATE_SOFTMAX && scope == 0) CHECK(!(got < want) && !(got > want), "balance is exactly its factor at uniform");
-                        CHECK(!(b.routing.loss[MOE_LOSS_IMPORTANCE] < 0) && !(b.routing.loss[MOE_LOSS_IMPORTANCE] > 0), "importance is 0 at balance");
+                        if ((experts & (experts - 1)) == 0 && gate == MOE_GATE_SOFTMAX && scope == 0)
+                            CHECK(!(got < want) && !(got > want), "balance is exactly its factor at uniform");
+                        CHECK(!(b.routing.loss[MOE_LOSS_IMPORTANCE] < 0) && !(b.routing.loss[MOE_LOSS_IMPORTANCE] > 0),
+                              "importance is 0 at balance");
                         bench_end(&b);
                     }
 }
@@ -1449,7 +1539,8 @@ static void test_importance_gradient(void) {
                     moe_router_config c = small_config();
                     moe_real *gradients[MOE_ROUTER_SLOTS], *dx, *dw;
                     bench b;
-                    c.n_experts = experts, c.top_k = 1, c.gate = gate, c.loss_importance = 1, c.importance_over = over, c.unbiased = unbiased;
+                    c.n_experts = experts, c.top_k = 1, c.gate = gate, c.loss_importance = 1, c.importance_over = over,
+                    c.unbiased = unbiased;
                     if (!CHECK(bench_start(&b, &c, NULL, 7, 0.0), "routes")) continue;
                     memset(gradients, 0, sizeof gradients);
                     dw = normals((size_t)experts * 8, 0.0), dx = normals(7 * 8, 0.0);
@@ -1520,11 +1611,15 @@ static void test_sizes(void) {
                     if (CHECK(b.status == MOE_OK, "few tokens and experts")) {
                         check_consistent(&b);
                         CHECK(b.routing.plan.offsets[experts] == n * (size_t)experts, "K = E takes all");
-                        for (loss = 0; loss < MOE_LOSS_COUNT; loss++) CHECK(moe_is_finite(b.routing.loss[loss]) && ((n > 0 && training) || all_zero(&b.routing.loss[loss], 1)), "losses");
+                        for (loss = 0; loss < MOE_LOSS_COUNT; loss++)
+                            CHECK(moe_is_finite(b.routing.loss[loss]) && ((n > 0 && training) || all_zero(&b.routing.loss[loss], 1)),
+                                  "losses");
                         memset(gradients, 0, sizeof gradients);
                         dx = normals(n * 8, 0.0);
                         if (training && n > 0) memset(b.routing.d_weight_out, 0, n * (size_t)experts * sizeof(moe_real));
-                        CHECK(moe_route_backward(&b.router, &b.call, &b.routing, gradients, dx, NULL) == (training ? MOE_OK : MOE_ERR_STATE), "backward needs training");
+                        CHECK(moe_route_backward(&b.router, &b.call, &b.routing, gradients, dx, NULL) ==
+                                  (training ? MOE_OK : MOE_ERR_STATE),
+                              "backward needs training");
                         free(dx);
                     }
                     bench_end(&b);
@@ -1536,7 +1631,8 @@ static void test_sizes(void) {
         if (!CHECK(bench_start(&b, &c, NULL, 4, 0.7), "routes")) return;
         b.call.mask = b.mask = (unsigned char *)grab(4, 1);
         bench_route(&b);
-        CHECK(b.status == MOE_OK && b.routing.n_real == 0 && b.routing.plan.offsets[4] == 0 && all_zero(b.routing.loss, MOE_LOSS_COUNT), "all padding");
+        CHECK(b.status == MOE_OK && b.routing.n_real == 0 && b.routing.plan.offsets[4] == 0 && all_zero(b.routing.loss, MOE_LOSS_COUNT),
+              "all padding");
         bench_end(&b);
     }
 }
@@ -1551,7 +1647,7 @@ static void test_nonfinite(void) {
             moe_real *at;
             bench b;
             values[0] = HUGE_VAL, values[1] = -HUGE_VAL, values[2] = HUGE_VAL - HUGE_VAL, values[3] = 3.0e38;
-            if (i == 1 && score == MOE_SCORE_COMPETITION) continue; /* softplus(-inf) is 0 */
+            if (i == 1 && score == MOE_SCORE_COMPETITION) continue;                    /* softplus(-inf) is 0 */
             if (i == 3 && (MOE_REAL_IS_DOUBLE || score >= MOE_SCORE_COSINE)) continue; /* cosine and norms can stay finite */
             c.score = score;
             if (!CHECK(bench_start(&b, &c, NULL, 3, 30.0), "routes")) continue;
@@ -1593,7 +1689,9 @@ static void test_memory(void) {
             moe_rng_seed(&b.rng, 3);
             CHECK(moe_route(&b.router, &b.call, at, b.size, &r) == MOE_OK, "the exact size");
             CHECK(same_bits(r.weights, b.routing.weights, n * (size_t)c.n_experts * sizeof(moe_real)), "alignment changes nothing");
-            if (b.call.training && n > 0) memset(r.d_weight_out, 0, r.plan.offsets[c.n_experts] * sizeof(moe_real)), memset(r.d_weight_in, 0, r.plan.offsets[c.n_experts] * sizeof(moe_real));
+            if (b.call.training && n > 0)
+                memset(r.d_weight_out, 0, r.plan.offsets[c.n_experts] * sizeof(moe_real)),
+                    memset(r.d_weight_in, 0, r.plan.offsets[c.n_experts] * sizeof(moe_real));
             if (b.call.training) {
                 moe_real *gradients[MOE_ROUTER_SLOTS], *dx = normals(n * (size_t)c.d_model, 0.0);
                 memset(gradients, 0, sizeof gradients);
@@ -1621,8 +1719,10 @@ static void test_bad_calls(void) {
     static const int32_t bad[][4] = {{1, 2, 3, 5}, {0, 3, 2, 5}, {0, 2, 3, 4}, {0, 2, 3, 6}, {-1, 2, 3, 5}, {0, -1, 3, 5}};
     if (!CHECK(bench_start(&b, &c, NULL, 5, 0.6), "routes")) return;
     CHECK(moe_route_size(NULL, 5, 1, &bytes) == MOE_ERR_ARGUMENT && moe_route_size(&b.router, 5, 1, NULL) == MOE_ERR_ARGUMENT, "NULL");
-    CHECK(moe_route(NULL, &b.call, b.memory, b.size, &r) == MOE_ERR_ARGUMENT && moe_route(&b.router, NULL, b.memory, b.size, &r) == MOE_ERR_ARGUMENT &&
-              moe_route(&b.router, &b.call, NULL, b.size, &r) == MOE_ERR_ARGUMENT && moe_route(&b.router, &b.call, b.memory, b.size, NULL) == MOE_ERR_ARGUMENT,
+    CHECK(moe_route(NULL, &b.call, b.memory, b.size, &r) == MOE_ERR_ARGUMENT &&
+              moe_route(&b.router, NULL, b.memory, b.size, &r) == MOE_ERR_ARGUMENT &&
+              moe_route(&b.router, &b.call, NULL, b.size, &r) == MOE_ERR_ARGUMENT &&
+              moe_route(&b.router, &b.call, b.memory, b.size, NULL) == MOE_ERR_ARGUMENT,
           "NULL");
 #if SIZE_MAX > 0xFFFFFFFF
     CHECK(moe_route_size(&b.router, (size_t)INT32_MAX + 1, 0, &bytes) == MOE_ERR_OVERFLOW && bytes == 12345, "too many tokens");
@@ -1648,7 +1748,9 @@ static void test_bad_calls(void) {
     bench_route(&b);
     CHECK(b.status == MOE_OK, "good again");
     CHECK(moe_router_init(NULL, &c, NULL, NULL) == MOE_ERR_ARGUMENT, "router NULL");
-    CHECK(moe_router_slot(&b.router.config, -1, NULL) == MOE_ERR_NOT_FOUND && moe_router_slot(&b.router.config, MOE_ROUTER_SLOTS, NULL) == MOE_ERR_NOT_FOUND, "no such slot");
+    CHECK(moe_router_slot(&b.router.config, -1, NULL) == MOE_ERR_NOT_FOUND &&
+              moe_router_slot(&b.router.config, MOE_ROUTER_SLOTS, NULL) == MOE_ERR_NOT_FOUND,
+          "no such slot");
     bench_end(&b);
     c = config_of("score=norm");
     if (!CHECK(bench_start(&b, &c, NULL, 5, 0.6), "routes")) return;
@@ -1659,9 +1761,22 @@ static void test_bad_calls(void) {
 
 /* What stages read beside x: missing or out of range. */
 static void test_bad_supplies(void) {
-    static const char *const settings[] = {"loss_locality=1 nodes=2", "loss_locality=1 nodes=2", "input=adaptive_clustering", "input=adaptive_clustering", "select=hash table_size=5",
-                                           "select=hash table_size=5", "select=hash table_size=5", "select=soft", "refine=attention", "refine=attention attention_u=output",
-                                           "input=adaptive_clustering", "select=hash table_size=5", "score=attentive", "score=competition", "select=sample", "input=jitter"};
+    static const char *const settings[] = {"loss_locality=1 nodes=2",
+                                           "loss_locality=1 nodes=2",
+                                           "input=adaptive_clustering",
+                                           "input=adaptive_clustering",
+                                           "select=hash table_size=5",
+                                           "select=hash table_size=5",
+                                           "select=hash table_size=5",
+                                           "select=soft",
+                                           "refine=attention",
+                                           "refine=attention attention_u=output",
+                                           "input=adaptive_clustering",
+                                           "select=hash table_size=5",
+                                           "score=attentive",
+                                           "score=competition",
+                                           "select=sample",
+                                           "input=jitter"};
     size_t i, bad;
     int32_t sequences[] = {0, 2, 6};
     for (i = 0; i < sizeof settings / sizeof settings[0]; i++)
@@ -1676,7 +1791,10 @@ static void test_bad_supplies(void) {
             case 3: b.call.previous_input = bad ? b.previous_input : NULL, b.call.previous_weights = bad ? NULL : b.previous_weights; break;
             case 4: b.token_ids[2] = bad ? 5 : -1; break;
             case 5: b.tensors[MOE_ROUTER_TABLE][2 * (size_t)b.token_ids[2]] = (moe_real)(bad ? 4 : -1); break;
-            case 6: b.tensors[MOE_ROUTER_TABLE][2 * (size_t)b.token_ids[2]] = (moe_real)(bad ? HUGE_VAL : HUGE_VAL - HUGE_VAL); break;
+            case 6: /* one expert twice for a token, or no number of an expert at all */
+                b.tensors[MOE_ROUTER_TABLE][2 * (size_t)b.token_ids[2]] =
+                    bad ? b.tensors[MOE_ROUTER_TABLE][2 * (size_t)b.token_ids[2] + 1] : (moe_real)(HUGE_VAL - HUGE_VAL);
+                break;
             case 7: b.call.sequences = sequences, b.call.n_sequences = 2; break;
             case 8: b.call.attention_weights = bad ? NULL : b.attention, b.call.attention_outputs = bad ? b.outputs : NULL; break;
             case 9: b.call.attention_output = NULL; break;
@@ -1720,9 +1838,12 @@ static void test_independence(void) {
                 CHECK(moe_route_size(&b.router, 1, 0, &bytes) == MOE_OK, "size");
                 memory = grab(bytes, 1);
                 if (CHECK(moe_route(&b.router, &one, memory, bytes, &single) == MOE_OK, "routes")) {
-                    CHECK(same_bits(single.weights, r.weights + t * experts, experts * sizeof(moe_real)), "a token alone has the same weights");
-                    CHECK(same_bits(single.logits, r.logits + t * experts, experts * sizeof(moe_real)), "a token alone has the same logits");
-                    CHECK(same_bits(single.choices, r.choices + t * r.max_choices, (size_t)r.n_choices[t] * sizeof(int32_t)), "a token alone makes the same choices");
+                    CHECK(same_bits(single.weights, r.weights + t * experts, experts * sizeof(moe_real)),
+                          "a token alone has the same weights");
+                    CHECK(same_bits(single.logits, r.logits + t * experts, experts * sizeof(moe_real)),
+                          "a token alone has the same logits");
+                    CHECK(same_bits(single.choices, r.choices + t * r.max_choices, (size_t)r.n_choices[t] * sizeof(int32_t)),
+                          "a token alone makes the same choices");
                 }
                 free(memory);
             }
@@ -1747,7 +1868,8 @@ static void test_sparsemixer(void) {
         for (e = 0; e < 3; e++) b.tensors[MOE_ROUTER_BIAS][e] = (moe_real)logits[i][e];
         bench_route(&b);
         CHECK(b.routing.choices[0] == 0 && b.routing.choices[1] == 1, "the picks of sparsemixer");
-        CHECK(near((double)b.routing.weights[0], want[i][0]) && near((double)b.routing.weights[1], want[i][1]), "the weights of sparsemixer");
+        CHECK(near((double)b.routing.weights[0], want[i][0]) && near((double)b.routing.weights[1], want[i][1]),
+              "the weights of sparsemixer");
         bench_end(&b);
     }
 }
@@ -1795,7 +1917,8 @@ static void test_backward_adds(void) {
     for (i = 0; i < 12; i++) b.routing.d_weight_out[i] = moe_rng_normal(&rng);
     CHECK(moe_route_backward(&b.router, &b.call, &b.routing, once, dx, NULL) == MOE_OK, "backward");
     CHECK(moe_route_backward(&b.router, &b.call, &b.routing, twice, dx2, NULL) == MOE_OK, "backward");
-    CHECK(same_bits(dx, dx2, 48 * sizeof *dx) && same_bits(once[MOE_ROUTER_WEIGHT], twice[MOE_ROUTER_WEIGHT], 32 * sizeof *dx), "a second time the same");
+    CHECK(same_bits(dx, dx2, 48 * sizeof *dx) && same_bits(once[MOE_ROUTER_WEIGHT], twice[MOE_ROUTER_WEIGHT], 32 * sizeof *dx),
+          "a second time the same");
     CHECK(moe_route_backward(&b.router, &b.call, &b.routing, twice, NULL, NULL) == MOE_OK, "dx is not wanted");
     for (i = 0; i < 32; i++) good &= near((double)twice[MOE_ROUTER_WEIGHT][i], 2.0 * (double)once[MOE_ROUTER_WEIGHT][i]);
     CHECK(good && !all_zero(twice[MOE_ROUTER_BIAS], 4), "gradients add up");
