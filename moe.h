@@ -2451,27 +2451,35 @@ MOEI_TOOL void moei_layer_fill(const moe_layer_config *config, moe_real *values,
     }
 }
 
-moe_status moe_layer_create(moe_layer *layer, const moe_layer_config *config, int trainable, uint64_t seed, const moe_allocator *allocator,
-                            moe_error *error) {
-    moe_layer made;
-    moe_rng rng;
+/* The memory of a layer that init made. */
+static moe_status moei_layer_allocate(moe_layer *layer, int trainable, moe_error *error) {
     size_t count, all;
-    moe_status status;
-    if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
-    status = moe_layer_init(&made, config, error);
-    if (status != MOE_OK) return status;
 #ifndef MOE_NO_TRAIN
-    if (trainable) status = moe_router_check_training(&made.config.router, error);
+    moe_status status = trainable ? moe_router_check_training(&layer->config.router, error) : MOE_OK;
     if (status != MOE_OK) return status;
 #else
     if (trainable) return moei_error(error, MOE_ERR_UNSUPPORTED, "trainable = 1: this build has MOE_NO_TRAIN");
 #endif
-    if (!moei_layer_count(&made, &count) || !moei_mul(count, trainable ? 2 : 1, &all) || !moei_mul(all, sizeof(moe_real), &made.memory_size))
+    if (!moei_layer_count(layer, &count) || !moei_mul(count, trainable ? 2 : 1, &all) ||
+        !moei_mul(all, sizeof(moe_real), &layer->memory_size))
         return moei_error(error, MOE_ERR_OVERFLOW, "the layer's tensors do not fit this machine's memory");
+    layer->memory = (moe_real *)moei_alloc(&layer->allocator, all, sizeof(moe_real));
+    if (layer->memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of tensors", layer->memory_size);
+    moei_layer_bind(layer, layer->memory, trainable ? layer->memory + count : NULL);
+    return MOE_OK;
+}
+
+moe_status moe_layer_create(moe_layer *layer, const moe_layer_config *config, int trainable, uint64_t seed, const moe_allocator *allocator,
+                            moe_error *error) {
+    moe_layer made;
+    moe_rng rng;
+    moe_status status;
+    if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    status = moe_layer_init(&made, config, error);
+    if (status != MOE_OK) return status;
     if (allocator != NULL) made.allocator = *allocator;
-    made.memory = (moe_real *)moei_alloc(&made.allocator, all, sizeof(moe_real));
-    if (made.memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of tensors", made.memory_size);
-    moei_layer_bind(&made, made.memory, trainable ? made.memory + count : NULL);
+    status = moei_layer_allocate(&made, trainable, error);
+    if (status != MOE_OK) return status;
     moe_rng_seed(&rng, seed);
     moei_layer_fill(&made.config, made.memory, &rng);
     *layer = made;
@@ -4711,24 +4719,6 @@ static moe_net moei_layer_list(const moe_layer *layer, moe_tensor tensors[MOE_LA
     while (list.n_tensors < MOE_LAYER_SLOTS && moe_layer_tensor(layer, list.n_tensors, &tensors[list.n_tensors]) == MOE_OK)
         list.n_tensors++;
     return list;
-}
-
-/* The memory of a layer that init made. */
-static moe_status moei_layer_allocate(moe_layer *layer, int trainable, moe_error *error) {
-    size_t count, all;
-#ifndef MOE_NO_TRAIN
-    moe_status status = trainable ? moe_router_check_training(&layer->config.router, error) : MOE_OK;
-    if (status != MOE_OK) return status;
-#else
-    if (trainable) return moei_error(error, MOE_ERR_UNSUPPORTED, "trainable = 1: this build has MOE_NO_TRAIN");
-#endif
-    if (!moei_layer_count(layer, &count) || !moei_mul(count, trainable ? 2 : 1, &all) ||
-        !moei_mul(all, sizeof(moe_real), &layer->memory_size))
-        return moei_error(error, MOE_ERR_OVERFLOW, "the layer's tensors do not fit this machine's memory");
-    layer->memory = (moe_real *)moei_alloc(&layer->allocator, all, sizeof(moe_real));
-    if (layer->memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of tensors", layer->memory_size);
-    moei_layer_bind(layer, layer->memory, trainable ? layer->memory + count : NULL);
-    return MOE_OK;
 }
 
 moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_allocator *allocator,
