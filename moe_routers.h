@@ -1107,6 +1107,7 @@ static void moei_code_weights(const moei_pass *s, const int32_t *sizes) {
     for (k = 0; k < s->experts; k++)
         for (q = 0; q < s->d && sizes[k] > 1; q++) mean += m[k * s->d + q];
     for (k = 0; k < s->experts; k++) used += sizes[k] > 1;
+    if (used == 0) return; /* every row is 1 already */
     mean /= (moe_real)(used * s->d);
     for (q = 0; q < s->d; q++) {
         column = MOEI_R(0.0);
@@ -3247,7 +3248,7 @@ static void moei_refine_layout(const moe_router_config *c, size_t n, int trainin
 }
 
 /* Lays a routing out in memory; the same function with an empty base counts the bytes. */
-static void moei_route_layout(const moe_router *router, size_t n, int masked, int training, moei_layout *l, moe_routing *r) {
+static void moei_route_layout(const moe_router *router, size_t n, int training, moei_layout *l, moe_routing *r) {
     const moe_router_config *c = &router->config;
     size_t experts = (size_t)c->n_experts, d = (size_t)c->d_model, width = moei_score_width(c), choices = moei_max_choices(c), pairs = 0;
     int soft = moei_is_soft(c);
@@ -3294,7 +3295,7 @@ static void moei_route_layout(const moe_router *router, size_t n, int masked, in
     r->keyed = c->score == MOE_SCORE_ATTENTIVE ? moei_take_reals(l, n, width) : NULL;
     r->input_factor = c->input == MOE_INPUT_JITTER || c->input == MOE_INPUT_ADAPTIVE_CLUSTERING ? moei_take_reals(l, n, d) : c->input == MOE_INPUT_SCALED_RMS ? moei_take_reals(l, n, 1) : NULL;
     r->lengths = c->score == MOE_SCORE_COSINE ? moei_take_reals(l, n + experts, 1) : NULL;
-    r->input = masked || c->input != MOE_INPUT_PLAIN ? moei_take_reals(l, n, d) : NULL;
+    r->input = moei_take_reals(l, n, d);
     if (!training) return;
     r->d_weight_in = moei_take_reals(l, pairs, 1);
     r->d_weight_out = moei_take_reals(l, pairs, 1);
@@ -3319,7 +3320,7 @@ moe_status moe_route_size(const moe_router *router, size_t n_tokens, int trainin
     moe_routing r;
     if (router == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
     if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
-    moei_route_layout(router, n_tokens, 1, training, &l, &r);
+    moei_route_layout(router, n_tokens, training, &l, &r);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
     return MOE_OK;
@@ -3686,7 +3687,7 @@ moe_status moe_route(const moe_router *router, const moe_call *call, void *memor
     if (router == NULL || call == NULL || memory == NULL || routing == NULL) return MOE_ERR_ARGUMENT;
     status = moei_call_check(router, call);
     if (status != MOE_OK) return status;
-    moei_route_layout(router, call->n_tokens, 1, call->training, &l, &r);
+    moei_route_layout(router, call->n_tokens, call->training, &l, &r);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     if (l.used > size) return MOE_ERR_SPACE;
     s = moei_pass_begin(router, call, &r);

@@ -387,7 +387,7 @@ compile_time() { # compiler
         least=$(awk -v a="$seconds" -v b="${least:-$seconds}" 'BEGIN { print a < b ? a : b }')
         awk -v seconds="$least" 'BEGIN { exit !(seconds < 4) }' && break
     done
-    # The goal is 4 s on an idle machine; a machine that is busy or slow must not fail for that, so only far more is a failure.
+    # The goal is 4 s on an idle machine and is missed today (README, Measured); until it is met, this only keeps it from growing past 10 s.
     echo "note: a file with the implementation compiles in $least s ($1 -O2; the goal is below 4)"
     awk -v seconds="$least" 'BEGIN { exit !(seconds < 10) }'
 }
