@@ -132,11 +132,19 @@
 #define moe_layer_work_size moe_layer_work_size_f64
 #define moe_layer_forward moe_layer_forward_f64
 #define moe_layer_backward moe_layer_backward_f64
+#define moe_layer_expert_outputs moe_layer_expert_outputs_f64
+#define moe_layer_backward_experts moe_layer_backward_experts_f64
+#define moe_layer_observe moe_layer_observe_f64
+#define moe_layer_advance moe_layer_advance_f64
+#define moe_net_check_decoding moe_net_check_decoding_f64
+#define moe_net_observe moe_net_observe_f64
+#define moe_net_advance moe_net_advance_f64
 #define moe_layer_write moe_layer_write_f64
 #define moe_layer_save moe_layer_save_f64
 #define moe_layer_read moe_layer_read_f64
 #define moe_layer_load moe_layer_load_f64
 #define moe_cross_entropy moe_cross_entropy_f64
+#define moe_consistency_loss moe_consistency_loss_f64
 #define moe_evaluate moe_evaluate_f64
 #define moe_fit moe_fit_f64
 #define moe_net_activation moe_net_activation_f64
@@ -330,6 +338,7 @@ typedef struct moe_layer_config {
     int no_expert_bias;       /* 1: mlp and linear experts have no biases [0] */
     int n_shared;             /* shared experts: one swiglu of width n_shared * d_shared that every token passes [0] */
     int d_shared;             /* width of one shared expert [d_ff] */
+    int add_input;            /* 1: y = sum w f(x) + (1 - sum w) x, w the weights of the experts that took the token; needs d_out = d_model [0] */
     int shared_sigmoid;       /* 1: the shared expert is multiplied by sigmoid(shared.sigmoid . x) [0] */
     int kernels;              /* MOE_KERNELS_ [auto]; not saved in files */
 } moe_layer_config;
@@ -425,6 +434,18 @@ MOE_API moe_status moe_layer_forward(const moe_layer *layer, const moe_call *cal
    d_router_x [N,d] (either may be NULL; without router_x the router's part goes to dx). The losses of the router take part.
    x, router_x and the tensors are as they were in forward. */
 MOE_API moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_real *dx, moe_real *d_router_x, moe_layer_pass *pass);
+/* The outputs of all entries of the plan after a forward with call->training = 1, in the plan's order: [offsets[E],o], rows offsets[e].. are expert e's. For
+   select = dense without padding that is [E,N,o]. They lie in the work memory. NULL: not a training pass, or soft, whose rows are mixtures. */
+MOE_API const moe_real *moe_layer_expert_outputs(const moe_layer *layer, const moe_layer_pass *pass);
+/* The way back for a loss that reads the experts one by one instead of y (section "the classical mixture"): d_outputs [offsets[E],o] and d_weights
+   [offsets[E]] are its gradients by the outputs and by the weights of the entries. Otherwise as moe_layer_backward. MOE_ERR_STATE as there and for
+   soft; MOE_ERR_UNSUPPORTED: n_shared, add_input or apply_to = input, which such a loss does not see. */
+MOE_API moe_status moe_layer_backward_experts(const moe_layer *layer, const moe_real *d_outputs, const moe_real *d_weights, moe_real *dx,
+                                              moe_real *d_router_x, moe_layer_pass *pass);
+/* moe_router_observe and moe_router_advance on the layer's own tensors: after each training pass, and once per step of the optimiser. moe_trainer_step
+   calls them. MOE_ERR_STATE: the layer was not made with trainable = 1. A layer without state is left as it is. */
+MOE_API moe_status moe_layer_observe(moe_layer *layer, const moe_layer_pass *pass);
+MOE_API moe_status moe_layer_advance(moe_layer *layer);
 /* Writes configuration and tensors to a safetensors file; moe_layer_load reads it into a new layer with tensors of its own. A failed save
    leaves the old file, a failed load *layer, as it was. */
 MOE_API moe_status moe_layer_write(const moe_layer *layer, moe_stream *stream, moe_error *error);
@@ -491,7 +512,8 @@ MOE_API moe_status moe_net_linear(moe_net *net, int d_out);
 MOE_API moe_status moe_net_activation(moe_net *net, int act);
 /* y = (x - mean)/sqrt(var + 1e-5) * g + b, each row by itself. */
 MOE_API moe_status moe_net_layer_norm(moe_net *net);
-/* A mixture layer. config->router.d_model may be 0: the width that arrives. config->kernels 0: the net's. */
+/* A mixture layer. config->router.d_model may be 0: the width that arrives. config->kernels 0: the net's. Adaptive clustering takes its clusters from the
+   mixture before it in the net: MOE_ERR_CONFIG when there is none, when that one has more experts, or (modes paper, running) another width. */
 MOE_API moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config);
 /* y = x + what entered the module `span` places before, 1..modules so far; both must be equally wide. */
 MOE_API moe_status moe_net_residual(moe_net *net, int span);
@@ -523,10 +545,12 @@ typedef struct moe_net_pass {
    its gradient. Never less for more tokens. MOE_ERR_STATE before build, MOE_ERR_OVERFLOW. */
 MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, size_t *bytes);
 /* Runs all modules on call->x [N,d_in]; pass->y is the output, in work[work_size] (any alignment). Everything in call but x reaches every
-   mixture layer as it is: mask, sequences, given, rng, training, ...; router_x and nodes must be NULL. Padding passes the other modules
-   like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE, MOE_ERR_ARGUMENT, else as moe_route. On failure
+   mixture layer as it is: mask, sequences, rng, training, ...; router_x and nodes must be NULL. given and teacher hold those of all mixture
+   layers (soft ones have none) one after another. Padding passes the other modules like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE, MOE_ERR_ARGUMENT, else as moe_route. On failure
    *pass is untouched. Thread-safe for different work. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
+/* Whether all mixture layers can decode token by token: see moe_router_check_decoding; error names the first that cannot. */
+MOE_API moe_status moe_net_check_decoding(const moe_net *net, moe_error *error);
 /* The routing of module i in a pass, or NULL when module i is not a mixture or not there. */
 MOE_API const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass, size_t i);
 
@@ -535,6 +559,9 @@ MOE_API const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pas
    NULL). The pass must come from a forward with call->training = 1 on the same net, whose tensors and x are as they were then; one
    backward per forward. MOE_ERR_STATE otherwise, or when the net was not built trainable. */
 MOE_API moe_status moe_net_backward(const moe_net *net, moe_net_pass *pass, const moe_real *dy, moe_real *dx);
+/* moe_layer_observe and moe_layer_advance of all mixture layers. MOE_ERR_STATE: not built with trainable = 1, or the pass is not one of training. */
+MOE_API moe_status moe_net_observe(moe_net *net, const moe_net_pass *pass);
+MOE_API moe_status moe_net_advance(moe_net *net);
 /* Sets all gradients to 0. */
 MOE_API void moe_net_zero_gradients(moe_net *net);
 
@@ -548,6 +575,10 @@ enum { MOE_CRITERION_CROSS_ENTROPY = 0, MOE_CRITERION_SQUARED_ERROR, MOE_CRITERI
 MOE_API moe_real moe_cross_entropy(size_t n, size_t classes, const moe_real *y, const int32_t *labels, moe_real *dy);
 /* Mean over n rows of sum_j (y_j - target_j)^2 / 2, y and targets [n,width]; dy [n,width] (may be NULL or y) receives its gradient. */
 MOE_API moe_real moe_squared_error(size_t n, size_t width, const moe_real *y, const moe_real *targets, moe_real *dy);
+
+/* Mean over n rows of (KL(p || q) + KL(q || p)) / 2 between p = softmax(a) and q = softmax(b), a and b [n,classes]: how far two passes with different random
+   choices disagree (Zuo et al. 2022, THOR). da and db (may be NULL) receive the gradients. 0 for n = 0. */
+MOE_API moe_real moe_consistency_loss(size_t n, size_t classes, const moe_real *a, const moe_real *b, moe_real *da, moe_real *db);
 
 /* adamw: Loshchilov, Hutter 2019, Decoupled weight decay regularization. sgd: v = momentum v + g, w -= rate v, decay added to g. */
 enum { MOE_OPTIMIZER_ADAMW = 0, MOE_OPTIMIZER_SGD, MOE_OPTIMIZER_COUNT };
@@ -617,8 +648,7 @@ typedef struct moe_step {
 } moe_step;
 
 /* Checks config (NULL: {0}) and makes a trainer for net, which must outlive it and stay where it is. MOE_ERR_STATE: net is not built with
-   trainable = 1. MOE_ERR_CONFIG: a field is out of range, or a router needs more than x (token ids, attention, the previous layer,
-   given indices). MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *trainer is untouched. */
+   trainable = 1. MOE_ERR_CONFIG: a field is out of range, or a router needs more than x (token ids, attention, given indices, a teacher). MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *trainer is untouched. */
 MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error);
 /* One step on 1..config.batch samples: gradients to 0, forward, loss, backward, clip, optimiser. Frozen tensors and state stay as they
    are, and biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and the label),
@@ -2188,6 +2218,7 @@ static const moe_field moei_layer_fields[] = {
     MOEI_FLAG(MOEI_L, no_expert_bias, "mlp and linear experts have no biases"),
     MOEI_INT(MOEI_L, n_shared, 1, 4096, "number of shared experts"),
     MOEI_INT(MOEI_L, d_shared, 1, MOE_MAX_WIDTH, "width of one shared expert"),
+    MOEI_FLAG(MOEI_L, add_input, "what the weights leave over is given to the input itself"),
     MOEI_FLAG(MOEI_L, shared_sigmoid, "the shared expert is gated by a sigmoid"),
     MOEI_CHOICE(MOEI_L, kernels, MOE_KERNELS_COUNT, moei_kernel_names, "instruction set"),
     MOEI_FIELDS_END};
@@ -2239,6 +2270,10 @@ static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error
         return moei_error(error, MOE_ERR_CONFIG, "no_expert_bias = 1 does not go with expert = %s: it has no biases anyway", kind);
     if (c->n_shared == 0 && (c->d_shared != 0 || c->shared_sigmoid))
         return moei_error(error, MOE_ERR_CONFIG, "%s is set but n_shared = 0: there is no shared expert", c->d_shared != 0 ? "d_shared" : "shared_sigmoid");
+    if (c->add_input && c->d_out != c->router.d_model)
+        return moei_error(error, MOE_ERR_CONFIG, "add_input = 1 needs d_out = d_model = %d, not d_out = %d", c->router.d_model, c->d_out);
+    if (c->add_input && (c->router.apply_to != MOE_APPLY_OUTPUT || moei_is_soft(&c->router)))
+        return moei_error(error, MOE_ERR_CONFIG, "add_input = 1 does not go with %s", moei_is_soft(&c->router) ? "select = soft" : "apply_to = input");
     if (c->n_shared > 0 && c->d_shared > MOE_MAX_WIDTH / c->n_shared)
         return moei_error(error, MOE_ERR_CONFIG, "d_shared = %d: n_shared = %d of them are wider than %d", c->d_shared, c->n_shared, (int)MOE_MAX_WIDTH);
     return MOE_OK;
@@ -2846,6 +2881,21 @@ static void moei_layer_experts(const moe_layer *layer, const moe_layer_pass *p, 
     }
 }
 
+/* 1 - sum of a token's weights: the share of the input itself. */
+static moe_real moei_input_share(const moe_layer *layer, const moe_layer_pass *p, size_t t) {
+    size_t experts = (size_t)layer->config.router.n_experts, e;
+    moe_real share = MOEI_R(1.0);
+    for (e = 0; e < experts; e++) share -= p->routing.weights[t * experts + e];
+    return share;
+}
+
+/* y_t += (1 - sum_e w_te) x_t; padding has no weights and stays out. */
+static void moei_layer_add_input(const moe_layer *layer, const moe_layer_pass *p, moe_real *y) {
+    size_t d = (size_t)layer->config.router.d_model, t;
+    for (t = 0; layer->config.add_input && t < p->call.n_tokens; t++)
+        if (moei_is_real(&p->call, t)) moe_axpy(layer->kernels, d, moei_input_share(layer, p, t), p->x + t * d, y + t * d);
+}
+
 static moei_chain moei_shared_chain(const moe_layer *layer, const moe_layer_pass *p) {
     moei_chain chain = moei_chain_begin(layer, MOEI_SHARED);
     int node;
@@ -2875,7 +2925,7 @@ static moe_status moei_layer_call_check(const moe_layer *layer, const moe_call *
     if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
     if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
     for (place = 0; place < MOE_LAYER_SLOTS; place++)
-        if ((int)(layer->places >> place & 1u) != (layer->tensors[place] != NULL)) return MOE_ERR_ARGUMENT;
+        if (!moei_place_is_set(place, layer->places, layer->tensors[place])) return MOE_ERR_ARGUMENT;
     return MOE_OK;
 }
 
@@ -2898,6 +2948,7 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     if (status != MOE_OK) return status;
     if (call->n_tokens > 0) memset(y, 0, call->n_tokens * (size_t)layer->config.d_out * sizeof(moe_real));
     moei_layer_experts(layer, &p, y);
+    moei_layer_add_input(layer, &p, y);
     moei_layer_shared(layer, &p, y);
     if (pass != NULL) *pass = p;
     return MOE_OK;
@@ -2907,10 +2958,21 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
 
 #ifndef MOE_NO_TRAIN
 
+/* What a loss hands back: the gradient of y, or those of every entry's output and weight. */
+typedef struct moei_returned {
+    const moe_real *dy, *d_outputs, *d_weights;
+} moei_returned;
+
 /* dO = w dy and dw = dy . O for the rows of one expert. */
-static void moei_scatter_backward(const moei_chain *chain, moe_layer_pass *p, const moe_real *dy) {
+static void moei_scatter_backward(const moei_chain *chain, moe_layer_pass *p, const moei_returned *back) {
     size_t first = p->routing.plan.offsets[chain->block], o = chain->width[MOE_NODE_OUTPUT], i;
     const moe_kernels *k = chain->layer->kernels;
+    const moe_real *dy = back->dy;
+    if (dy == NULL) {
+        memcpy(chain->d_node[MOE_NODE_OUTPUT], back->d_outputs + first * o, chain->n * o * sizeof(moe_real));
+        memcpy(p->routing.d_weight_out + first, back->d_weights + first, chain->n * sizeof(moe_real));
+        return;
+    }
     for (i = 0; i < moei_entry_count(p, chain->block); i++) {
         const moe_entry *entry = p->routing.plan.entries + first + i;
         const moe_real *d = dy + (size_t)entry->token * o;
@@ -2953,7 +3015,7 @@ static void moei_zero_nodes(const moei_chain *chain) {
         if (chain->d_node[node] != NULL) memset(chain->d_node[node], 0, chain->n * chain->width[node] * sizeof(moe_real));
 }
 
-static void moei_experts_backward(const moe_layer *layer, moe_layer_pass *p, const moe_real *dy, moe_real *dx) {
+static void moei_experts_backward(const moe_layer *layer, moe_layer_pass *p, const moei_returned *back, moe_real *dx) {
     const moei_expert *expert = &moei_experts[layer->config.expert];
     unsigned there = moei_reuses(layer) ? moei_all_nodes(layer) : 0, border = there != 0 ? moei_border(expert, there) : 0;
     size_t e;
@@ -2964,10 +3026,22 @@ static void moei_experts_backward(const moe_layer *layer, moe_layer_pass *p, con
         memset(p->d_rows, 0, chain.n * chain.d * sizeof(moe_real));
         moei_zero_nodes(&chain);
         moei_gather(layer, p, e);
-        moei_scatter_backward(&chain, p, dy);
+        moei_scatter_backward(&chain, p, back);
         moei_chain_backward(&chain, ~there);
         moei_gather_nodes_backward(&chain, p, border);
         moei_gather_backward(&chain, p, dx);
+    }
+}
+
+/* dx_t += (1 - sum w) dy_t and dw_te -= dy_t . x_t. */
+static void moei_add_input_backward(const moe_layer *layer, moe_layer_pass *p, const moe_real *dy, moe_real *dx) {
+    size_t d = (size_t)layer->config.router.d_model, t, i;
+    if (!layer->config.add_input) return;
+    for (t = 0; t < p->call.n_tokens; t++)
+        if (dx != NULL && moei_is_real(&p->call, t)) moe_axpy(layer->kernels, d, moei_input_share(layer, p, t), dy + t * d, dx + t * d);
+    for (i = 0; i < p->routing.plan.offsets[layer->config.router.n_experts]; i++) {
+        t = (size_t)p->routing.plan.entries[i].token;
+        p->routing.d_weight_out[i] -= moe_dot(layer->kernels, d, dy + t * d, p->x + t * d);
     }
 }
 
@@ -3004,26 +3078,84 @@ static void moei_shared_backward(const moe_layer *layer, const moe_layer_pass *p
     moei_chain_backward(&chain, ~0u);
 }
 
-moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_real *dx, moe_real *d_router_x, moe_layer_pass *pass) {
+static moe_status moei_layer_backward(const moe_layer *layer, const moei_returned *back, moe_real *dx, moe_real *d_router_x, moe_layer_pass *pass) {
     moe_router router;
     moe_status status;
     size_t e;
     int scored;
-    if (layer == NULL || pass == NULL || (pass->call.n_tokens > 0 && dy == NULL)) return MOE_ERR_ARGUMENT;
-    if (pass->d_rows == NULL || !pass->call.training) return MOE_ERR_STATE;
     router = moei_layer_router(layer);
     scored = moei_scored_node(&layer->config);
     for (e = 0; scored >= 0 && e < (size_t)layer->config.router.n_experts; e++) {
         moei_chain chain = moei_all_chain(layer, pass, e);
         moei_zero_nodes(&chain);
     }
-    moei_shared_backward(layer, pass, dy, dx);
-    moei_experts_backward(layer, pass, dy, dx);
+    if (back->dy != NULL) moei_shared_backward(layer, pass, back->dy, dx);
+    moei_experts_backward(layer, pass, back, dx);
+    if (back->dy != NULL) moei_add_input_backward(layer, pass, back->dy, dx);
     status = moe_route_backward(&router, &pass->call, &pass->routing, layer->gradients, pass->call.router_x != NULL ? d_router_x : dx,
                                 scored < 0 ? NULL : pass->d_all[scored]);
     if (status != MOE_OK) return status;
     moei_score_experts_backward(layer, pass, dx);
     return MOE_OK;
+}
+
+moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_real *dx, moe_real *d_router_x, moe_layer_pass *pass) {
+    moei_returned back;
+    if (layer == NULL || pass == NULL || (pass->call.n_tokens > 0 && dy == NULL)) return MOE_ERR_ARGUMENT;
+    if (pass->d_rows == NULL || !pass->call.training) return MOE_ERR_STATE;
+    if (pass->call.n_tokens == 0) return MOE_OK;
+    back.dy = dy, back.d_outputs = back.d_weights = NULL;
+    return moei_layer_backward(layer, &back, dx, d_router_x, pass);
+}
+
+const moe_real *moe_layer_expert_outputs(const moe_layer *layer, const moe_layer_pass *pass) {
+    if (layer == NULL || pass == NULL || pass->d_rows == NULL || pass->routing.plan.rows > 0) return NULL;
+    return pass->node[MOE_NODE_OUTPUT];
+}
+
+moe_status moe_layer_backward_experts(const moe_layer *layer, const moe_real *d_outputs, const moe_real *d_weights, moe_real *dx, moe_real *d_router_x,
+                                      moe_layer_pass *pass) {
+    moei_returned back;
+    if (layer == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
+    if (pass->d_rows == NULL || !pass->call.training || pass->routing.plan.rows > 0) return MOE_ERR_STATE;
+    if (layer->config.n_shared > 0 || layer->config.add_input || layer->config.router.apply_to == MOE_APPLY_INPUT) return MOE_ERR_UNSUPPORTED;
+    if (pass->call.n_tokens == 0) return MOE_OK;
+    if (d_outputs == NULL || d_weights == NULL) return MOE_ERR_ARGUMENT;
+    back.dy = NULL, back.d_outputs = d_outputs, back.d_weights = d_weights;
+    return moei_layer_backward(layer, &back, dx, d_router_x, pass);
+}
+
+/* Where the router's state lies; only a layer that is trained changes it. */
+static moe_status moei_layer_state(const moe_layer *layer, moe_real **state) {
+    moe_slot slot;
+    int place;
+    for (place = 0; place < MOE_ROUTER_SLOTS; place++) {
+        state[place] = NULL;
+        if (moe_layer_slot(&layer->config, place, &slot) != MOE_OK || (slot.flags & (unsigned)MOE_PARAM_STATE) == 0) continue;
+        if (layer->gradients[place] == NULL) return MOE_ERR_STATE;
+        memcpy(&state[place], &layer->tensors[place], sizeof state[place]);
+    }
+    return MOE_OK;
+}
+
+moe_status moe_layer_observe(moe_layer *layer, const moe_layer_pass *pass) {
+    moe_real *state[MOE_ROUTER_SLOTS];
+    moe_router router;
+    moe_status status;
+    if (layer == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
+    if (pass->d_rows == NULL || !pass->call.training) return MOE_ERR_STATE;
+    status = moei_layer_state(layer, state);
+    if (status != MOE_OK) return status;
+    router = moei_layer_router(layer);
+    return moe_router_observe(&router, &pass->call, &pass->routing, state);
+}
+
+moe_status moe_layer_advance(moe_layer *layer) {
+    moe_real *state[MOE_ROUTER_SLOTS];
+    moe_status status;
+    if (layer == NULL) return MOE_ERR_ARGUMENT;
+    status = moei_layer_state(layer, state);
+    return status == MOE_OK ? moe_router_advance(&layer->router, state) : status;
 }
 
 #endif
@@ -3179,6 +3311,32 @@ moe_status moe_net_layer_norm(moe_net *net) {
     return status == MOE_OK ? moei_module_append(net, &m) : status;
 }
 
+/* The last mixture before module i, or i. */
+static size_t moei_previous_mixture(const moe_net *net, size_t i) {
+    size_t j;
+    for (j = i; j-- > 0;)
+        if (net->modules[j].kind == MOE_MODULE_MIXTURE) return j;
+    return i;
+}
+
+/* Whether a router that reads the previous mixture finds what it needs there; the new module's number is n_modules. */
+static moe_status moei_previous_check(const moe_net *net, const moe_router_config *c, moe_error *error) {
+    size_t at = moei_previous_mixture(net, net->n_modules);
+    const moe_router_config *previous;
+    if (!(moe_router_traits(c) & MOE_TRAIT_NEEDS_PREVIOUS_LAYER)) return MOE_OK;
+    if (at == net->n_modules)
+        return moei_error(error, MOE_ERR_CONFIG, "input = adaptive_clustering has the trait %s: this is the first mixture layer, there is none before it",
+                          moe_trait_name(MOE_TRAIT_NEEDS_PREVIOUS_LAYER));
+    previous = &net->modules[at].layer.config.router;
+    if (previous->n_experts > c->n_experts)
+        return moei_error(error, MOE_ERR_CONFIG, "n_experts = %d: input = adaptive_clustering needs at least those of module %z before it, %d", c->n_experts, at,
+                          previous->n_experts);
+    if (previous->d_model != c->d_model && (c->ac_mode == MOE_AC_PAPER || c->ac_mode == MOE_AC_RUNNING))
+        return moei_error(error, MOE_ERR_CONFIG, "d_model = %d: ac_mode = %s needs the width of module %z before it, %d", c->d_model, moei_ac_names[c->ac_mode], at,
+                          previous->d_model);
+    return MOE_OK;
+}
+
 moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
     moe_module m;
     moe_layer_config c;
@@ -3192,6 +3350,7 @@ moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
         return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "d_model = %d, but width %d arrives", c.router.d_model, m.d_in);
     if (c.kernels == MOE_KERNELS_AUTO) c.kernels = net->kernels->id;
     status = moe_layer_init(&m.layer, &c, &why);
+    if (status == MOE_OK) status = moei_previous_check(net, &m.layer.config.router, &why);
     if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
     m.d_out = m.layer.config.d_out;
     return moei_module_append(net, &m);
@@ -3422,8 +3581,17 @@ struct moe_module_pass {
     moe_real *mean, *rstd; /* [N] layer norm */
     void *work;            /* mixture */
     size_t work_size;
+    size_t n_previous;     /* mixture that reads the one before it: how many of its experts a token has */
+    int32_t *previous_experts;  /* [N,n_previous] */
+    moe_real *previous_weights; /* [N,n_previous] */
     moe_layer_pass layer;
 };
+
+/* How many experts module i, a mixture, gives one token at most; soft: all of them. */
+static size_t moei_mixture_choices(const moe_net *net, size_t i) {
+    const moe_router_config *c = &net->modules[i].layer.config.router;
+    return moei_is_soft(c) ? (size_t)c->n_experts : moei_max_choices(c);
+}
 
 /* Lays one module's pass out in memory. */
 static moe_status moei_module_layout(const moe_net *net, size_t i, size_t n, int training, moei_layout *l, struct moe_module_pass *p) {
@@ -3434,7 +3602,12 @@ static moe_status moei_module_layout(const moe_net *net, size_t i, size_t n, int
     p->mean = m->kind == MOE_MODULE_LAYER_NORM ? moei_take_reals(l, n, 1) : NULL;
     p->rstd = m->kind == MOE_MODULE_LAYER_NORM ? moei_take_reals(l, n, 1) : NULL;
     p->work = NULL;
-    p->work_size = 0;
+    p->work_size = p->n_previous = 0;
+    if (m->kind == MOE_MODULE_MIXTURE && (moe_router_traits(&m->layer.config.router) & MOE_TRAIT_NEEDS_PREVIOUS_LAYER)) {
+        p->n_previous = moei_mixture_choices(net, moei_previous_mixture(net, i));
+        p->previous_experts = (int32_t *)moei_take(l, n, p->n_previous * sizeof(int32_t));
+        p->previous_weights = moei_take_reals(l, n, p->n_previous);
+    }
     if (m->kind == MOE_MODULE_MIXTURE && (status = moe_layer_work_size(&m->layer, n, training, &p->work_size)) == MOE_OK)
         p->work = moei_take(l, p->work_size, 1);
     return status;
@@ -3515,9 +3688,41 @@ static moe_status moei_layer_norm_forward(const moei_run *r) {
     return MOE_OK;
 }
 
+/* The experts that have a token after capacity, and their weights, for the next mixture. */
+static void moei_mixture_previous(const moei_run *r, moe_call *call) {
+    size_t at = moei_previous_mixture(r->net, r->i), width = r->p->n_previous, t, j;
+    const moe_routing *before = &r->pass->modules[at].layer.routing;
+    int soft = before->plan.rows > 0;
+    for (t = 0; t < r->n; t++)
+        for (j = 0; j < width; j++) {
+            size_t to = t * width + j, choice = t * before->max_choices + j;
+            int kept = soft ? moei_is_real(call, t) : j < (size_t)before->n_choices[t] && before->kept[choice];
+            r->p->previous_experts[to] = !kept ? -1 : soft ? (int32_t)j : before->choices[choice];
+            r->p->previous_weights[to] = kept ? before->weights[t * before->n_experts + (size_t)r->p->previous_experts[to]] : MOEI_R(0.0);
+        }
+    call->previous_input = r->pass->modules[at].x;
+    call->previous_experts = r->p->previous_experts;
+    call->previous_weights = r->p->previous_weights;
+    call->n_previous = width;
+}
+
+/* given and teacher of this layer: behind those of the mixtures before it. */
+static void moei_mixture_own(const moei_run *r, moe_call *call) {
+    size_t j;
+    for (j = 0; j < r->i; j++) {
+        const moe_module *m = &r->net->modules[j];
+        if (m->kind != MOE_MODULE_MIXTURE || moei_is_soft(&m->layer.config.router)) continue;
+        if (call->given != NULL) call->given += r->n * moei_max_choices(&m->layer.config.router);
+        if (call->teacher != NULL) call->teacher += r->n * (size_t)m->layer.config.router.n_experts;
+    }
+    if (moei_is_soft(&r->m->layer.config.router)) call->given = NULL;
+}
+
 static moe_status moei_mixture_forward(const moei_run *r) {
     moe_call call = r->pass->call;
     call.x = r->p->x;
+    moei_mixture_own(r, &call);
+    if (r->p->n_previous > 0) moei_mixture_previous(r, &call);
     return moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
 }
 
@@ -3603,6 +3808,18 @@ moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work,
     return MOE_OK;
 }
 
+moe_status moe_net_check_decoding(const moe_net *net, moe_error *error) {
+    moe_error why;
+    size_t i;
+    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+    for (i = 0; i < net->n_modules; i++) {
+        moe_status status = MOE_OK;
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE) status = moe_router_check_decoding(&net->modules[i].layer.config.router, &why);
+        if (status != MOE_OK) return moei_error(error, status, "module %z (mixture): %s", i, why.message);
+    }
+    return MOE_OK;
+}
+
 const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass, size_t i) {
     if (net == NULL || pass == NULL || pass->modules == NULL || i >= net->n_modules || net->modules[i].kind != MOE_MODULE_MIXTURE)
         return NULL;
@@ -3628,6 +3845,26 @@ moe_status moe_net_backward(const moe_net *net, moe_net_pass *pass, const moe_re
         r.dx = i > 0 ? r.p->d_x : dx;
         status = moei_module_kinds[net->modules[i].kind].backward(&r);
     }
+    return status;
+}
+
+moe_status moe_net_observe(moe_net *net, const moe_net_pass *pass) {
+    moe_status status = MOE_OK;
+    size_t i;
+    if (net == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
+    if (!net->built || !net->trainable || !pass->training || pass->modules == NULL) return MOE_ERR_STATE;
+    for (i = 0; i < net->n_modules && status == MOE_OK; i++)
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE) status = moe_layer_observe(&net->modules[i].layer, &pass->modules[i].layer);
+    return status;
+}
+
+moe_status moe_net_advance(moe_net *net) {
+    moe_status status = MOE_OK;
+    size_t i;
+    if (net == NULL) return MOE_ERR_ARGUMENT;
+    if (!net->built || !net->trainable) return MOE_ERR_STATE;
+    for (i = 0; i < net->n_modules && status == MOE_OK; i++)
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE) status = moe_layer_advance(&net->modules[i].layer);
     return status;
 }
 
@@ -3665,6 +3902,28 @@ moe_real moe_squared_error(size_t n, size_t width, const moe_real *y, const moe_
         if (dy != NULL) dy[i] = over_n * e;
     }
     return MOEI_R(0.5) * sum * over_n;
+}
+
+/* With l = ln p - ln q the loss is sum (p - q) l / 2; its slope by a_j is (p_j (l_j - sum p l) + p_j - q_j) / 2, by b_j the same with p and q exchanged. */
+moe_real moe_consistency_loss(size_t n, size_t classes, const moe_real *a, const moe_real *b, moe_real *da, moe_real *db) {
+    moe_real share = n > 0 ? MOEI_R(0.5) / (moe_real)n : MOEI_R(0.0), sum = MOEI_R(0.0);
+    size_t t, j;
+    for (t = 0; t < n; t++) {
+        const moe_real *va = a + t * classes, *vb = b + t * classes;
+        moe_real lse_a = moe_log_sum_exp(classes, va), lse_b = moe_log_sum_exp(classes, vb), p_l = MOEI_R(0.0), q_l = MOEI_R(0.0);
+        for (j = 0; j < classes; j++) {
+            moe_real l = (va[j] - lse_a) - (vb[j] - lse_b);
+            p_l += MOEI_F(exp)(va[j] - lse_a) * l;
+            q_l += MOEI_F(exp)(vb[j] - lse_b) * l;
+        }
+        sum += p_l - q_l;
+        for (j = 0; j < classes; j++) {
+            moe_real p = MOEI_F(exp)(va[j] - lse_a), q = MOEI_F(exp)(vb[j] - lse_b), l = (va[j] - lse_a) - (vb[j] - lse_b);
+            if (da != NULL) da[t * classes + j] = share * (p * (l - p_l) + p - q);
+            if (db != NULL) db[t * classes + j] = share * (q * (q_l - l) + q - p);
+        }
+    }
+    return sum * share;
 }
 
 static moe_real moei_criterion(int criterion, const moe_net *net, const moe_data *data, const moe_real *y, moe_real *dy) {
@@ -3849,8 +4108,7 @@ static moe_status moei_batch_layout(const moe_trainer *trainer, moei_layout *l, 
 
 /* Samples have nothing but x for a router to read. */
 static moe_status moei_trainer_check_routers(const moe_net *net, moe_error *error) {
-    static const unsigned beyond[] = {MOE_TRAIT_NEEDS_TOKEN_IDS, MOE_TRAIT_NEEDS_ATTENTION, MOE_TRAIT_NEEDS_PREVIOUS_LAYER,
-                                      MOE_TRAIT_NEEDS_GIVEN};
+    static const unsigned beyond[] = {MOE_TRAIT_NEEDS_TOKEN_IDS, MOE_TRAIT_NEEDS_ATTENTION, MOE_TRAIT_NEEDS_GIVEN};
     size_t i, k;
     for (i = 0; i < net->n_modules; i++) {
         unsigned traits = net->modules[i].kind == MOE_MODULE_MIXTURE ? moe_router_traits(&net->modules[i].layer.config.router) : 0;
@@ -3858,6 +4116,8 @@ static moe_status moei_trainer_check_routers(const moe_net *net, moe_error *erro
             if ((traits & beyond[k]) != 0)
                 return moei_error(error, MOE_ERR_CONFIG, "module %z (mixture): its router has the trait %s, but samples have only x", i,
                                   moe_trait_name(beyond[k]));
+        if (traits != 0 && net->modules[i].layer.config.router.loss_distill > MOEI_R(0.0) && !net->modules[i].layer.config.router.student)
+            return moei_error(error, MOE_ERR_CONFIG, "module %z (mixture): loss_distill needs a teacher, but samples have only x; student = 1 needs none", i);
     }
     return MOE_OK;
 }
@@ -3910,11 +4170,10 @@ void moe_trainer_free(moe_trainer *trainer) {
 static int moei_is_trained(const moe_tensor *t) { return (t->flags & (unsigned)(MOE_PARAM_FROZEN | MOE_PARAM_STATE)) == 0; }
 
 /* Forward, loss and backward on one batch. */
-static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, moe_step *step, moe_error *error) {
+static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, moe_net_pass *pass, moe_step *step, moe_error *error) {
     moei_layout l = moei_layout_begin(t->work);
     moei_batch batch;
     moe_call call;
-    moe_net_pass pass;
     size_t i;
     int loss;
     moe_status status = moei_batch_layout(t, &l, &batch);
@@ -3924,18 +4183,18 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, m
     call.training = 1;
     call.rng = &t->rng;
     moe_net_zero_gradients(t->net);
-    if (status == MOE_OK) status = moe_net_forward(t->net, &call, batch.net_work, batch.net_size, &pass);
+    if (status == MOE_OK) status = moe_net_forward(t->net, &call, batch.net_work, batch.net_size, pass);
     if (status != MOE_OK) return moei_error(error, status, "the net's forward pass: %s", moe_status_text(status));
-    step->loss = moei_criterion(t->config.criterion, t->net, data, pass.y, batch.dy);
+    step->loss = moei_criterion(t->config.criterion, t->net, data, pass->y, batch.dy);
     step->router_loss = MOEI_R(0.0);
     for (i = 0; i < t->net->n_modules; i++) {
-        const moe_routing *routing = moe_net_routing(t->net, &pass, i);
+        const moe_routing *routing = moe_net_routing(t->net, pass, i);
         for (loss = 0; routing != NULL && loss < MOE_LOSS_COUNT; loss++) step->router_loss += routing->loss[loss];
     }
     if (!moe_is_finite(step->loss) || !moe_is_finite(step->router_loss))
         return moei_error(error, MOE_ERR_NONFINITE, "the loss is not finite: %g, of the routers %g", (double)step->loss,
                           (double)step->router_loss);
-    status = moe_net_backward(t->net, &pass, batch.dy, NULL);
+    status = moe_net_backward(t->net, pass, batch.dy, NULL);
     return status == MOE_OK ? MOE_OK : moei_error(error, status, "the net's backward pass: %s", moe_status_text(status));
 }
 
@@ -4003,6 +4262,7 @@ static void moei_trainer_update(moe_trainer *trainer, moe_real scale) {
 
 moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error) {
     moe_step made;
+    moe_net_pass pass;
     moe_rng rng;
     moe_status status;
     if (trainer == NULL || batch == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and batch must not be NULL");
@@ -4014,8 +4274,13 @@ moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_ste
     status = moei_data_check(trainer->net, batch, trainer->config.criterion, error);
     if (status != MOE_OK) return status;
     rng = trainer->rng;
-    status = moei_trainer_gradients(trainer, batch, &made, error);
+    status = moei_trainer_gradients(trainer, batch, &pass, &made, error);
     if (status == MOE_OK) status = moei_trainer_norm(trainer, &made.gradient_norm, error);
+    if (status == MOE_OK) {
+        status = moe_net_observe(trainer->net, &pass);
+        if (status == MOE_OK) status = moe_net_advance(trainer->net);
+        if (status != MOE_OK) (void)moei_error(error, status, "the routers' state: %s", moe_status_text(status));
+    }
     if (status != MOE_OK) {
         trainer->rng = rng;
         return status;

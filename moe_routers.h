@@ -90,6 +90,10 @@
 #define moe_router_fields moe_router_fields_f64
 #define moe_router_check moe_router_check_f64
 #define moe_router_check_training moe_router_check_training_f64
+#define moe_router_check_decoding moe_router_check_decoding_f64
+#define moe_router_observe moe_router_observe_f64
+#define moe_router_advance moe_router_advance_f64
+#define moe_recorded_choices moe_recorded_choices_f64
 #define moe_router_traits moe_router_traits_f64
 #define moe_trait_name moe_trait_name_f64
 #define moe_loss_name moe_loss_name_f64
@@ -171,8 +175,13 @@ enum { MOE_ATTENTION_U_INPUT = 0, MOE_ATTENTION_U_OUTPUT, MOE_ATTENTION_U_COUNT 
      norm    z_te = norm of an activation inside expert e (Lv et al. 2025, Autonomy-of-experts models); the caller supplies the activation
      grap    z_te = mean of the e-th block of d/E features (LocMoE, Li et al. 2024); grap_cosine: block sum / (|u_t| sqrt(d/E)) (LocMoE+)
      attentive    z_te = (W_Q h_g) . (W_K h_e) / sqrt(h), h_g = act(W1 u_t + b1) the gate's hidden layer, h_e that of expert e (supplied)
-     competition  z_te = mean over features of softplus(f_e(x_t)) (Pham et al. 2024, CompeteSMoE); the caller supplies f_e(x_t) */
-enum { MOE_SCORE_LINEAR = 0, MOE_SCORE_RANDOM, MOE_SCORE_MLP, MOE_SCORE_COSINE, MOE_SCORE_NORM, MOE_SCORE_GRAP, MOE_SCORE_ATTENTIVE, MOE_SCORE_COMPETITION, MOE_SCORE_COUNT };
+     competition  z_te = mean over features of softplus(f_e(x_t)) (Pham et al. 2024, CompeteSMoE); the caller supplies f_e(x_t)
+     dselect z_te = sum over i < K of softmax(A u_t)_i prod_j (bit j of e is 1 ? S(c_ij) : 1 - S(c_ij)), c_ij = C_ij . u_t, j < m = ceil(log2 E): K learned
+             binary codes; S(v) = 0 below -1/2, 1 above 1/2, -2 v^3 + 3/2 v + 1/2 between (Hazimeh et al. 2021, DSelect-k). z is itself a gate:
+             gate = identity, select = positive
+     custom  moe_router.custom.score fills in z */
+enum { MOE_SCORE_LINEAR = 0, MOE_SCORE_RANDOM, MOE_SCORE_MLP, MOE_SCORE_COSINE, MOE_SCORE_NORM, MOE_SCORE_GRAP, MOE_SCORE_ATTENTIVE, MOE_SCORE_COMPETITION,
+       MOE_SCORE_DSELECT, MOE_SCORE_CUSTOM, MOE_SCORE_COUNT };
 
 /* Which activation the score norm reads. low is reduce x of a factorised expert ("down" in files, after the paper's W_down); gate is what enters the
    expert's activation function, act what leaves it, up the linear branch, product act times up; an mlp expert has gate (= up) and act (= product). */
@@ -197,12 +206,16 @@ enum { MOE_GATE_SOFTMAX = 0, MOE_GATE_SIGMOID, MOE_GATE_SQRT_SOFTPLUS, MOE_GATE_
      sinkhorn       in training the K largest of d0 Q d1, Q = exp(z) scaled to even rows and columns (Clark et al. 2022, Unified scaling laws for
                     routed language models); outside training top_k
      sample         in training K draws without replacement from p; outside training the K largest p
+     balanced       in training the assignment of one expert per token with the largest sum of z under which all experts take equally many
+                    tokens, within 1 (Lewis et al. 2021, BASE layers); outside training top_k
+     custom         moe_router.custom.select marks the experts
      soft           every expert works on `slots` mixtures of the sequence's tokens instead: L = u . phi, dispatch = softmax over tokens, combine = softmax
                     over slots (Puigcerver et al. 2024, From sparse to soft mixtures of experts); soft_normalise: L = unit(u) . (scale unit(phi)).
                     Score, gate, weight and losses take no part */
 enum {
     MOE_SELECT_TOP_K = 0, MOE_SELECT_DENSE, MOE_SELECT_GIVEN, MOE_SELECT_GROUPED_TOP_K, MOE_SELECT_TOP_P, MOE_SELECT_THRESHOLD, MOE_SELECT_POSITIVE,
-    MOE_SELECT_EXPERT_CHOICE, MOE_SELECT_AFFINITY, MOE_SELECT_HASH, MOE_SELECT_SOFT, MOE_SELECT_SINKHORN, MOE_SELECT_SAMPLE, MOE_SELECT_COUNT
+    MOE_SELECT_EXPERT_CHOICE, MOE_SELECT_AFFINITY, MOE_SELECT_HASH, MOE_SELECT_SOFT, MOE_SELECT_SINKHORN, MOE_SELECT_SAMPLE,
+    MOE_SELECT_BALANCED, MOE_SELECT_CUSTOM, MOE_SELECT_COUNT
 };
 enum { MOE_GROUP_MAX = 0, MOE_GROUP_TOP2_SUM, MOE_GROUP_COUNT };
 /* When threshold finds no expert, the best one is taken: always, in evaluation only, never. */
@@ -229,11 +242,21 @@ enum { MOE_RENORMALIZE_BEFORE = 0, MOE_RENORMALIZE_AFTER, MOE_RENORMALIZE_COUNT 
 /* Where the weight is applied: on the expert's output, or on its input (Llama 4). */
 enum { MOE_APPLY_OUTPUT = 0, MOE_APPLY_INPUT, MOE_APPLY_COUNT };
 
+/* The least capacity of LocMoE (Li et al. 2024): C_min = exp(d delta^2 / (2 - delta^2)) / E, delta the largest |cos| between a token and an
+   expert's gating vector. first: of the first training call, kept as state (LocMoE); every: of each call (LocMoE+). */
+enum { MOE_BOUND_NONE = 0, MOE_BOUND_FIRST, MOE_BOUND_EVERY, MOE_BOUND_COUNT };
+
+/* What tau_schedule moves from its own value to tau_end. */
+enum { MOE_TAU_NONE = 0, MOE_TAU_GATE_TEMPERATURE, MOE_TAU_COSINE_TAU, MOE_TAU_SIMILARITY_TAU, MOE_TAU_ATTENTION_SIGMA, MOE_TAU_COUNT };
+
 /* Losses, each with its own factor in the configuration, 0 = off. */
 enum {
     MOE_LOSS_BALANCE = 0, MOE_LOSS_Z, MOE_LOSS_IMPORTANCE, MOE_LOSS_ENTROPY, MOE_LOSS_USAGE_ENTROPY, MOE_LOSS_SIMILARITY, MOE_LOSS_LOCALITY, MOE_LOSS_L1,
-    MOE_LOSS_ORTHOGONAL, MOE_LOSS_LOAD, MOE_LOSS_COUNT
+    MOE_LOSS_ORTHOGONAL, MOE_LOSS_LOAD, MOE_LOSS_DISTILL, MOE_LOSS_COUNT
 };
+/* The distance from a teacher, which gets no gradient: -ln softmax(z) at its best expert; the cross-entropy of the two softmaxes; their mean
+   squared difference. */
+enum { MOE_DISTILL_CE_HARD = 0, MOE_DISTILL_CE_SOFT, MOE_DISTILL_MSE, MOE_DISTILL_COUNT };
 /* n_e / sum n, n_e / N, first choices only. */
 enum { MOE_BALANCE_PAIRS = 0, MOE_BALANCE_TOKENS, MOE_BALANCE_FIRST, MOE_BALANCE_COUNT };
 /* Over the call, or the mean over its sequences. */
@@ -271,6 +294,7 @@ typedef struct moe_router_config {
     int ac_spread;           /* MOE_SPREAD_ [mad] */
     int ac_mix;              /* J: how many of the previous layer's experts are mixed [1] */
     moe_real ac_lambda;      /* > 0: the theorem's exact weights lambda / (s + alpha_k) [0] */
+    moe_real ac_rho;         /* rho of mode running: table <- rho table + (1 - rho) M [0.9] */
     int score;               /* MOE_SCORE_ [linear] */
     int router_bias;         /* 1: linear and random have a bias [0] */
     int cosine_dim;          /* r, rows of the projection P [0: no projection] */
@@ -307,6 +331,7 @@ typedef struct moe_router_config {
     moe_real threshold;      /* theta, or its start when learned [0.05] */
     int threshold_learned;   /* 1: theta is the tensor router.threshold [0] */
     int threshold_fallback;  /* MOE_FALLBACK_ [always] */
+    int custom_batch;        /* 1: the custom score or selection reads other tokens as well: not causal [0] */
     int expert_choice_score; /* MOE_EXPERT_CHOICE_ [p] */
     moe_real affinity_mass;  /* share of an expert's affinity that it keeps [1] */
     moe_real affinity_sum;   /* or the sum itself [0: use affinity_mass] */
@@ -325,6 +350,8 @@ typedef struct moe_router_config {
     moe_real capacity_factor_eval; /* cf outside training [capacity_factor] */
     int drop_capacity;       /* C itself, instead of a factor [0] */
     int capacity_min;        /* [1] */
+    int capacity_bound;      /* MOE_BOUND_: raises capacity_min to C_min; without capacity_factor and drop_capacity C_min is the capacity [none] */
+    moe_real capacity_rho;   /* bound every: C_min is averaged over calls, mean <- rho mean + (1 - rho) C_min [0: not averaged] */
     int drop_order;          /* MOE_DROP_ [position] */
     int drop_rule;           /* MOE_DROP_RULE_ [none] */
     int renormalize;         /* MOE_RENORMALIZE_ [before] */
@@ -344,6 +371,22 @@ typedef struct moe_router_config {
     moe_real loss_l1;        /* lambda of the L1 loss (ReMoE) [0] */
     moe_real loss_load;      /* w of CV^2 of the smooth load (Shazeer); needs noise [0] */
     moe_real loss_orthogonal; /* w of sum over pairs of cos(W_e, W_e')^2 [0] */
+    moe_real loss_distill;   /* factor of the distance from a teacher: call.teacher, or with student = 1 this router is the teacher [0] */
+    int distill;             /* MOE_DISTILL_ [ce_hard] */
+    int student;             /* 1: a linear router "router.student" learns by loss_distill to choose as this one does, and chooses from freeze_at
+                                on (Dai et al. 2022, StableMoE) [0] */
+    moe_real expert_temperature; /* T > 1 of the experts' own loss in a classical mixture: dual temperature [0: the gate's] */
+    /* State and schedules; steps are those of the optimiser, counted by moe_router_advance from 0. */
+    moe_real bias_rate;      /* gamma: b_e += gamma sign(mean n - n_e) per step (Wang et al. 2024, Auxiliary-loss-free load balancing) [0] */
+    int l1_controller;       /* 1: the factor of loss_l1 begins there [1e-8] and is multiplied by 1.2 in each step with fewer than 1 - K/E unchosen
+                                pairs, else divided by it (ReMoE) [0] */
+    int schedule_steps;      /* over how many steps k_end and tau_end are reached [0: no schedule] */
+    int k_end;               /* K at the end: round(K0 + (K1 - K0) step / schedule_steps) (SMoE-dropout) [0: top_k] */
+    int tau_schedule;        /* MOE_TAU_ [none] */
+    moe_real tau_end;        /* its value at the end; in between on the straight line */
+    int freeze_at;           /* from this step on the router learns nothing, has no losses, and its student chooses (StableMoE) [0: never] */
+    int switch_at;           /* until this step switch_from selects, then select (LocMoE: token choice first) [0: select from the start] */
+    int switch_from;         /* MOE_SELECT_ [top_k] */
     int untrained;           /* 1: accept for training a router that no gradient reaches (K = 1 with sum or softmax) [0] */
 } moe_router_config;
 
@@ -359,6 +402,10 @@ MOE_API moe_status moe_router_check(const moe_router_config *config, moe_router_
    router's own parameters; refused unless a loss reaches them, the score has none, or untrained says that this is wanted. */
 MOE_API moe_status moe_router_check_training(const moe_router_config *config, moe_error *error);
 #endif
+
+/* Whether a router can decode: route the next tokens of a sequence in a call that does not hold the earlier ones. MOE_ERR_UNSUPPORTED: error names
+   the trait that forbids it, the field it comes from, and the mode that would work. A call with decoding = 1 is refused likewise. */
+MOE_API moe_status moe_router_check_decoding(const moe_router_config *config, moe_error *error);
 
 /* MOE_TRAIT_ bits of a configuration. */
 MOE_API unsigned moe_router_traits(const moe_router_config *config);
@@ -419,6 +466,13 @@ enum {
     MOE_ROUTER_AC_RUNNING,     /* "router.ac_running" [E,d]: state in mode running, frozen in mode random */
     MOE_ROUTER_SLOT_VECTORS,   /* "router.slots" [E slots,d] */
     MOE_ROUTER_SLOT_SCALE,     /* "router.scale" [1] */
+    MOE_ROUTER_CODES,          /* "router.codes" [K m,d] */
+    MOE_ROUTER_MIX,            /* "router.mix" [K,d] */
+    MOE_ROUTER_STUDENT,        /* "router.student" [E,d] */
+    MOE_ROUTER_STEP,           /* this and the next three may be NULL in moe_route: as at the start. "router.step" [1], state: steps of the optimiser, for schedules; stays at 2^24 when it gets there */
+    MOE_ROUTER_LOAD,           /* "router.load" [E+1], state: pairs per expert since the last step, then tokens */
+    MOE_ROUTER_L1,             /* "router.l1" [1], state: the factor of loss_l1 */
+    MOE_ROUTER_CAPACITY,       /* "router.capacity" [1], state: C_min, 0 until there is one */
     MOE_ROUTER_TABLE,          /* "router.table" [table_size,K], frozen: expert indices as numbers; starts random, every expert equally often */
     MOE_ROUTER_SLOTS
 };
@@ -446,7 +500,8 @@ typedef struct moe_call {
     const unsigned char *mask;  /* [N], 1 real, 0 padding, or NULL: all real. Padding is routed nowhere and takes part in no statistic */
     const int32_t *sequences;   /* [n_sequences+1] ascending offsets from 0 to N, or NULL: one sequence */
     size_t n_sequences;
-    const int32_t *given;       /* select given: [N,K] expert indices, -1 = none; no expert twice for one token */
+    const int32_t *given;       /* replay: [N,max_choices] expert indices, -1 = none, no expert twice for one token: chosen instead of what
+                                   select would choose; NULL: select chooses. max_choices is K, or E where a token may take more than K */
     const int32_t *token_ids;   /* [N], select hash: rows of router.table */
     const moe_real *noise;      /* [N,E] n of noisy_topk, else the whole additive noise; NULL: drawn from rng */
     const moe_real *previous_input;     /* [N,d] adaptive_clustering: x of the previous mixture layer (mode paper) */
@@ -460,9 +515,11 @@ typedef struct moe_call {
     const moe_real *jitter;     /* [N,d] the factors of input jitter, or NULL: drawn from rng */
     const int32_t *home;        /* [N] loss_locality: the node where each token lives, or NULL: all on node 0 */
     const int32_t *expert_node; /* [E] loss_locality: the node of each expert, or NULL: E/nodes consecutive ones each */
+    const moe_real *teacher;    /* [N,E] loss_distill without student: the teacher's logits */
     const moe_real *distances;  /* [N,N] loss_similarity: D, or NULL: euclidean distances of x */
     const moe_real *nodes;      /* scores norm, attentive, competition: [E,N,node_width], the activation that is read (moe.h fills it in) */
     size_t node_width;
+    int decoding;               /* 1: the tokens continue sequences whose earlier tokens are not in this call: see moe_router_check_decoding */
     int training;               /* 1: losses are computed and what the backward pass needs is kept */
     moe_rng *rng;               /* for stochastic stages; NULL where there are none */
 } moe_call;
@@ -503,19 +560,42 @@ typedef struct moe_routing {
     size_t *counts;          /* [E] n_e, pairs per expert before capacity */
     size_t *first_counts;    /* [E] first choices per expert */
     size_t n_dropped;        /* pairs that capacity dropped */
+    size_t capacity;         /* C, the most pairs per expert; 0: no limit, or a selection with limits of its own */
+    moe_real capacity_bound; /* ln C_min of capacity_bound before rounding and limits; 0 without one */
+    int capacity_clamped;    /* 1: C_min was above N and is N */
+    int top_k;               /* K of this call, which a schedule may have changed */
     moe_plan plan;
     moe_real loss[MOE_LOSS_COUNT]; /* value of each loss, its factor included; 0 when off or not training */
     /* Training only, else NULL. The caller of moe_route_backward fills the gradients of the entries' weights. */
     moe_real *d_weight_in, *d_weight_out; /* [entries of the plan] */
     /* Private to moe_routers.h. */
     moe_real *input, *input_factor, *clusters, *clean_logits, *clean_gate, *noise_raw, *noise_value, *unit, *keys, *key_terms, *block, *entropy, *hidden, *hidden_act, *query, *keyed, *lengths, *base_weights, *row, *column;
-    int32_t *order;
+    moe_real *student_logits, *d_student, bound_now;
+    double *flow_cost;
+    unsigned char *flow_extra;
+    int32_t *order, *flow_mover;
     moe_real *d_logits, *d_gate, *d_probabilities, *d_weights, *d_final, *d_unused, *d_clean, *d_clean_gate, *d_noise, *d_unit, *d_keys, *d_block, *d_input, *d_hidden, *d_query, *d_keyed;
 } moe_routing;
+
+struct moe_router;
+
+/* A stage of the caller's own, for score = custom and select = custom; it takes part in the pipeline with every other stage, loss and metric. A
+   result other than MOE_OK ends the call with it. Unless custom_batch = 1, row t of a result must depend on row t of what is read alone. */
+typedef struct moe_custom {
+    void *ctx; /* the caller's, handed to every function */
+    /* Fills logits [N,E] from u [N,d], the router's input; rows of padding are 0 in u and not used. */
+    moe_status (*score)(void *ctx, const struct moe_router *router, const moe_call *call, const moe_real *u, moe_real *logits);
+    /* Adds to d_u [N,d] what d_logits [N,E] means for it, and keeps the gradients of parameters of its own. NULL: the score passes none. */
+    moe_status (*score_backward)(void *ctx, const struct moe_router *router, const moe_call *call, const moe_real *u, const moe_real *d_logits, moe_real *d_u);
+    /* Sets chosen[t E + e] to 1, all are 0 before, from z and p [N,E]. Rows of padding are unspecified and what they choose is dropped. */
+    moe_status (*select)(void *ctx, const struct moe_router *router, const moe_call *call, const moe_real *logits, const moe_real *probabilities,
+                         unsigned char *chosen);
+} moe_custom;
 
 /* A checked configuration with its tensors. Plain data: copy it freely. Read-only use is thread-safe. */
 typedef struct moe_router {
     moe_router_config config; /* with defaults filled in */
+    moe_custom custom;        /* set by the caller where score or select is custom */
     const moe_kernels *kernels;
     uint64_t places;          /* private: bit i is set when the configuration has tensor i */
     const moe_real *tensors[MOE_ROUTER_SLOTS]; /* the caller's, by place; NULL where moe_router_slot finds none */
@@ -541,6 +621,20 @@ MOE_API moe_status moe_route_backward(const moe_router *router, const moe_call *
                                       moe_real *dx, moe_real *d_nodes);
 #endif
 
+#ifndef MOE_NO_TRAIN
+/* State: what a router remembers between calls lies in tensors of the flag MOE_PARAM_STATE and is saved with the model. moe_route only reads it; it
+   is changed by these two, in the memory that state[slot] points to (tensors without state may be NULL there; the same memory as router->tensors).
+   observe, after each training call: counts the load, moves the running tables, sets C_min. routing and call are those of moe_route.
+   advance, once per step of the optimiser: selection bias, L1 factor, step number; then counts anew. MOE_ERR_ARGUMENT: NULL, or a state tensor is
+   missing; MOE_ERR_STATE: call->training is 0. A router without the trait stateful is left as it is. */
+MOE_API moe_status moe_router_observe(const moe_router *router, const moe_call *call, const moe_routing *routing, moe_real *const *state);
+MOE_API moe_status moe_router_advance(const moe_router *router, moe_real *const *state);
+#endif
+
+/* given[N,max_choices] receives the choices of a call in order of rank, -1 behind the last: what call.given replays. keep_dropped 0 leaves out
+   those that capacity dropped. MOE_ERR_ARGUMENT: NULL (given may be NULL for N = 0), or a soft routing, which has no choices. */
+MOE_API moe_status moe_recorded_choices(const moe_routing *routing, int keep_dropped, int32_t *given);
+
 /* ---- metrics -------------------------------------------------------------------------------------------------------------
    What routers do, in numbers: over one call or any number of them. All sums and results are double, logarithms are natural,
    0 ln 0 = 0. H(v) = -sum_i v_i ln v_i; terms with v_i <= 0 count 0. A mask is [N], 1 real, 0 padding, NULL: all real; padding
@@ -554,6 +648,8 @@ MOE_API moe_status moe_route_backward(const moe_router *router, const moe_call *
 #define moe_metrics_report moe_metrics_report_f64
 #define moe_first_choices moe_first_choices_f64
 #define moe_fluctuation moe_fluctuation_f64
+#define moe_instability_scratch moe_instability_scratch_f64
+#define moe_instability moe_instability_f64
 #define moe_mutual_information moe_mutual_information_f64
 #define moe_token_cosine moe_token_cosine_f64
 #define moe_gate_errors moe_gate_errors_f64
@@ -658,6 +754,20 @@ MOE_API moe_status moe_first_choices(const moe_routing *routing, int32_t *first)
 /* *share = share of the real tokens whose first expert differs between two recorded routings, before and after [n], as from
    moe_first_choices; 0 for no real token. MOE_ERR_ARGUMENT: NULL (the arrays may be NULL for n = 0). */
 MOE_API moe_status moe_fluctuation(size_t n, const int32_t *before, const int32_t *after, const unsigned char *mask, double *share);
+
+/* How differently two mixture layers group the same tokens. */
+typedef struct moe_instability_report {
+    double instability;  /* mean over pairs of real tokens of | [same expert at the first layer] - [same expert at the second] |; 0 .. 1 */
+    double chance;       /* what independent layers would have: q1 (1 - q2) + q2 (1 - q1) */
+    double q1, q2;       /* share of the pairs that share an expert, at the first and at the second layer */
+} moe_instability_report;
+
+/* Numbers of scratch that moe_instability needs for layers of e1 and e2 experts: (e1 + 1) (e2 + 1); 0 when that does not fit. */
+MOE_API size_t moe_instability_scratch(size_t e1, size_t e2);
+/* Fills *report from first[n] and second[n], the tokens' experts at two layers of e1 and e2 experts, as from moe_first_choices (-1: none, shared with
+   nobody). scratch [moe_instability_scratch] is the caller's. All are 0 for fewer than two tokens. MOE_ERR_ARGUMENT: NULL, an expert out of range. */
+MOE_API moe_status moe_instability(size_t n, const int32_t *first, size_t e1, const int32_t *second, size_t e2, const unsigned char *mask, double *scratch,
+                                   moe_instability_report *report);
 
 /* *information = I(row;column) = H(row) + H(column) - H(row,column) of a table of counts [rows,columns] divided by their sum; never
    below 0, 0 for an empty table. MOE_ERR_ARGUMENT: NULL (table may be NULL when it has no cell), or a count is below 0;
@@ -872,7 +982,7 @@ MOEI_TOOL moe_status moei_fields_check(const moe_field *fields, const void *conf
 
 /* ==== the fields of a router ============================================================================================= */
 
-static const char *const moei_score_names[] = {"linear", "random", "mlp", "cosine", "norm", "grap", "attentive", "competition", NULL};
+static const char *const moei_score_names[] = {"linear", "random", "mlp", "cosine", "norm", "grap", "attentive", "competition", "dselect", "custom", NULL};
 static const char *const moei_node_names[] = {"down", "gate", "up", "act", "product", "output", NULL};
 static const char *const moei_norm_names[] = {"l2", "l1", "linf", NULL};
 MOEI_TOOL const char *const moei_act_names[] = {"relu", "silu", "gelu", "tanh", "sigmoid", "identity", NULL};
@@ -885,7 +995,7 @@ static const char *const moei_refine_names[] = {"none", "similarity", "attention
 static const char *const moei_similarity_names[] = {"none", "l2", "rsqrt_d", NULL};
 static const char *const moei_heads_names[] = {"min_entropy", "all", "fixed", NULL};
 static const char *const moei_attention_u_names[] = {"input", "output", NULL};
-static const char *const moei_select_names[] = {"top_k", "dense", "given", "grouped_top_k", "top_p", "threshold", "positive", "expert_choice", "affinity", "hash", "soft", "sinkhorn", "sample", NULL};
+static const char *const moei_select_names[] = {"top_k", "dense", "given", "grouped_top_k", "top_p", "threshold", "positive", "expert_choice", "affinity", "hash", "soft", "sinkhorn", "sample", "balanced", "custom", NULL};
 static const char *const moei_group_names[] = {"max", "top2_sum", NULL};
 static const char *const moei_fallback_names[] = {"always", "evaluation", "never", NULL};
 static const char *const moei_expert_choice_names[] = {"p", "z", NULL};
@@ -897,6 +1007,9 @@ static const char *const moei_apply_names[] = {"output", "input", NULL};
 static const char *const moei_balance_names[] = {"pairs", "tokens", "first", NULL};
 static const char *const moei_scope_names[] = {"batch", "sequences", NULL};
 static const char *const moei_importance_names[] = {"probabilities", "gate", "weights", NULL};
+static const char *const moei_bound_names[] = {"none", "first", "every", NULL};
+static const char *const moei_distill_names[] = {"ce_hard", "ce_soft", "mse", NULL};
+static const char *const moei_tau_names[] = {"none", "gate_temperature", "cosine_tau", "similarity_tau", "attention_sigma", NULL};
 
 #define MOEI_INT(type, name, least, most, about) {#name, MOE_FIELD_INT, offsetof(type, name), least, most, NULL, about}
 #define MOEI_FLAG(type, name, about) {#name, MOE_FIELD_FLAG, offsetof(type, name), 0, 1, NULL, about}
@@ -916,6 +1029,7 @@ static const char *const moei_importance_names[] = {"probabilities", "gate", "we
     MOEI_CHOICE(MOEI_C, ac_spread, MOE_SPREAD_COUNT, moei_spread_names, "spread of a cluster"), \
     MOEI_INT(MOEI_C, ac_mix, 1, MOE_MAX_EXPERTS, "experts mixed by adaptive clustering"), \
     MOEI_REAL(MOEI_C, ac_lambda, 1e-9, 1e9, "lambda of the exact feature weights"), \
+    MOEI_REAL(MOEI_C, ac_rho, 1e-9, 1, "how slowly the running feature weights move"), \
     MOEI_CHOICE(MOEI_C, score, MOE_SCORE_COUNT, moei_score_names, "how logits are made"), \
     MOEI_FLAG(MOEI_C, router_bias, "the linear score has a bias"), \
     MOEI_INT(MOEI_C, cosine_dim, 1, MOE_MAX_WIDTH, "rows of the cosine score's projection"), \
@@ -948,6 +1062,7 @@ static const char *const moei_importance_names[] = {"probabilities", "gate", "we
     MOEI_INT(MOEI_C, groups, 1, MOE_MAX_EXPERTS, "groups of grouped_top_k"), \
     MOEI_INT(MOEI_C, groups_kept, 1, MOE_MAX_EXPERTS, "groups that grouped_top_k keeps"), \
     MOEI_CHOICE(MOEI_C, group_score, MOE_GROUP_COUNT, moei_group_names, "how grouped_top_k scores a group"), \
+    MOEI_FLAG(MOEI_C, custom_batch, "the custom stages read other tokens"), \
     MOEI_REAL(MOEI_C, top_p, 1e-6, 1, "P of the selection top_p"), \
     MOEI_REAL(MOEI_C, threshold, -1e6, 1e6, "theta of the selection threshold"), \
     MOEI_FLAG(MOEI_C, threshold_learned, "theta is learned per expert"), \
@@ -970,6 +1085,8 @@ static const char *const moei_importance_names[] = {"probabilities", "gate", "we
     MOEI_REAL(MOEI_C, capacity_factor_eval, 1e-6, 1e6, "the same outside training"), \
     MOEI_INT(MOEI_C, drop_capacity, 1, MOE_MAX_WIDTH, "capacity as a number of pairs"), \
     MOEI_INT(MOEI_C, capacity_min, 1, MOE_MAX_WIDTH, "least capacity"), \
+    MOEI_CHOICE(MOEI_C, capacity_bound, MOE_BOUND_COUNT, moei_bound_names, "least capacity by the angles of tokens"), \
+    MOEI_REAL(MOEI_C, capacity_rho, 1e-9, 1, "how slowly the averaged bound moves"), \
     MOEI_CHOICE(MOEI_C, drop_order, MOE_DROP_COUNT, moei_drop_names, "who is placed first"), \
     MOEI_CHOICE(MOEI_C, drop_rule, MOE_DROP_RULE_COUNT, moei_drop_rule_names, "random dropping of weak choices"), \
     MOEI_CHOICE(MOEI_C, renormalize, MOE_RENORMALIZE_COUNT, moei_renormalize_names, "weights after dropping"), \
@@ -989,6 +1106,19 @@ static const char *const moei_importance_names[] = {"probabilities", "gate", "we
     MOEI_REAL(MOEI_C, loss_l1, 0, 1e6, "factor of the L1 loss"), \
     MOEI_REAL(MOEI_C, loss_load, 0, 1e6, "factor of the load loss"), \
     MOEI_REAL(MOEI_C, loss_orthogonal, 0, 1e6, "factor of the orthogonality loss"), \
+    MOEI_REAL(MOEI_C, loss_distill, 0, 1e6, "factor of the distance from a teacher"), \
+    MOEI_CHOICE(MOEI_C, distill, MOE_DISTILL_COUNT, moei_distill_names, "distance from a teacher"), \
+    MOEI_FLAG(MOEI_C, student, "a linear router learns to choose as this one"), \
+    MOEI_REAL(MOEI_C, expert_temperature, 1, 1e6, "temperature of the experts' own loss"), \
+    MOEI_REAL(MOEI_C, bias_rate, 0, 1e6, "step of the selection bias"), \
+    MOEI_FLAG(MOEI_C, l1_controller, "the L1 factor follows the share of unchosen pairs"), \
+    MOEI_INT(MOEI_C, schedule_steps, 1, MOE_MAX_WIDTH, "steps until the end of the schedules"), \
+    MOEI_INT(MOEI_C, k_end, 1, MOE_MAX_EXPERTS, "K at the end of its schedule"), \
+    MOEI_CHOICE(MOEI_C, tau_schedule, MOE_TAU_COUNT, moei_tau_names, "the temperature that has a schedule"), \
+    MOEI_REAL(MOEI_C, tau_end, 1e-6, 1e6, "its value at the end"), \
+    MOEI_INT(MOEI_C, freeze_at, 1, MOE_MAX_WIDTH, "step from which on the router is fixed"), \
+    MOEI_INT(MOEI_C, switch_at, 1, MOE_MAX_WIDTH, "step until which switch_from selects"), \
+    MOEI_CHOICE(MOEI_C, switch_from, MOE_SELECT_COUNT, moei_select_names, "selection before switch_at"), \
     MOEI_FLAG(MOEI_C, untrained, "accept a router that no gradient reaches")
 
 static const moe_field moei_router_fields[] = {MOEI_ROUTER_FIELDS, MOEI_FIELDS_END};
@@ -1000,7 +1130,10 @@ const moe_field *moe_router_fields(void) { return moei_router_fields; }
 /* All that the stages of one call share. The gradients are there in the backward pass only. */
 typedef struct moei_pass {
     const moe_router *router;
-    const moe_router_config *c;
+    moe_router_config effective; /* the configuration with what schedules make of it at this step */
+    const moe_router_config *c;  /* = &effective */
+    int frozen;                  /* past freeze_at */
+    moe_status status;           /* of a custom stage */
     const moe_call *call;
     moe_routing *r;
     size_t n, experts, d;
@@ -1015,9 +1148,47 @@ static moe_real moei_ratio(moe_real x, moe_real y) { return y < MOEI_R(0.0) || y
 
 static const moe_real *moei_tensor(const moei_pass *s, int slot) { return s->router->tensors[slot]; }
 
-MOEI_TOOL moe_real *moei_gradient(const moei_pass *s, int slot) { return s->d_tensors != NULL ? s->d_tensors[slot] : NULL; }
+/* Where the gradient of a tensor is added; NULL: nowhere. A frozen router with a student goes on learning: it is the student that is frozen. */
+MOEI_TOOL moe_real *moei_gradient(const moei_pass *s, int slot) {
+    return s->d_tensors != NULL && (!s->frozen || s->c->student) ? s->d_tensors[slot] : NULL;
+}
 
 static int moei_is_noisy(const moei_pass *s) { return s->c->noise != MOE_NOISE_NONE && s->call->training; }
+
+/* ---- schedules: the configuration at the present step ------------------------------------------------------------------------ */
+
+static moe_real *moei_scheduled_tau(moe_router_config *c) {
+    switch (c->tau_schedule) {
+    case MOE_TAU_GATE_TEMPERATURE: return &c->gate_temperature;
+    case MOE_TAU_COSINE_TAU: return &c->cosine_tau;
+    case MOE_TAU_SIMILARITY_TAU: return &c->similarity_tau;
+    default: return &c->attention_sigma;
+    }
+}
+
+/* Past freeze_at: no losses, and the student, if there is one, chooses. */
+static void moei_freeze(moei_pass *s) {
+    moe_router_config *c = &s->effective;
+    s->frozen = 1;
+    c->loss_balance = c->loss_z = c->loss_importance = c->loss_entropy = c->loss_usage_entropy = MOEI_R(0.0);
+    c->loss_similarity_same = c->loss_similarity_diff = c->loss_locality = c->loss_l1 = MOEI_R(0.0);
+    c->loss_orthogonal = c->loss_load = c->loss_distill = MOEI_R(0.0);
+    if (c->student) c->select = MOE_SELECT_TOP_K;
+}
+
+/* effective: router->config with K, temperature, selection and L1 factor of the step that the state tells. */
+static void moei_schedule(moei_pass *s) {
+    moe_router_config *c = &s->effective;
+    const moe_real *state = moei_tensor(s, MOE_ROUTER_STEP), *l1 = moei_tensor(s, MOE_ROUTER_L1);
+    moe_real step = state != NULL ? state[0] : MOEI_R(0.0), way = MOEI_R(0.0), *tau = moei_scheduled_tau(c);
+    if (c->schedule_steps > 0) way = step < (moe_real)c->schedule_steps ? step / (moe_real)c->schedule_steps : MOEI_R(1.0);
+    if (c->k_end > 0) c->top_k = (int)MOEI_F(floor)((moe_real)c->top_k + (moe_real)(c->k_end - c->top_k) * way + MOEI_R(0.5));
+    if (c->tau_schedule != MOE_TAU_NONE) *tau += (c->tau_end - *tau) * way;
+    if (c->switch_at > 0 && step < (moe_real)c->switch_at) c->select = c->switch_from;
+    if (l1 != NULL) c->loss_l1 = l1[0];
+    if (c->freeze_at > 0 && step >= (moe_real)c->freeze_at) moei_freeze(s);
+    s->r->top_k = c->top_k;
+}
 
 /* ---- input: x -> u, one token -------------------------------------------------------------------------------------------- */
 
@@ -1333,6 +1504,51 @@ static void moei_score_competition(moei_pass *s) {
         }
 }
 
+/* m = ceil(log2 E), at least 1. */
+static size_t moei_code_bits(size_t experts) {
+    size_t bits = 1;
+    while (experts > 1 && (experts - 1) >> bits != 0) bits++;
+    return bits;
+}
+
+/* The smooth step. */
+static moe_real moei_smooth_step(moe_real v) {
+    if (v <= MOEI_R(-0.5)) return MOEI_R(0.0);
+    if (v >= MOEI_R(0.5)) return MOEI_R(1.0);
+    return MOEI_R(0.5) + v * (MOEI_R(1.5) - MOEI_R(2.0) * v * v);
+}
+
+/* prod_j of one code at expert e, from its steps [m], without bit `but` (m: none left out). */
+static moe_real moei_code_product(const moe_real *step, size_t bits, size_t e, size_t but) {
+    moe_real product = MOEI_R(1.0);
+    size_t j;
+    for (j = 0; j < bits; j++)
+        if (j != but) product *= e >> j & 1u ? step[j] : MOEI_R(1.0) - step[j];
+    return product;
+}
+
+/* hidden: the codes [N,K m], then the mixing logits [N,K]; hidden_act: their steps and softmax. */
+static void moei_score_dselect(moei_pass *s) {
+    size_t k = (size_t)s->router->config.top_k, bits = moei_code_bits(s->experts), all = s->n * k * bits, t, e, i;
+    moe_real *mix = s->r->hidden_act + all;
+    moei_affine(s->router->kernels, s->n, k * bits, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_CODES), NULL, s->r->hidden);
+    moei_affine(s->router->kernels, s->n, k, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_MIX), NULL, s->r->hidden + all);
+    for (i = 0; i < all; i++) s->r->hidden_act[i] = moei_smooth_step(s->r->hidden[i]);
+    for (t = 0; t < s->n; t++) {
+        moe_softmax(s->router->kernels, k, s->r->hidden + all + t * k, MOEI_R(1.0), mix + t * k);
+        for (e = 0; e < s->experts; e++) {
+            moe_real sum = MOEI_R(0.0);
+            for (i = 0; i < k; i++) sum += mix[t * k + i] * moei_code_product(s->r->hidden_act + (t * k + i) * bits, bits, e, bits);
+            s->r->logits[t * s->experts + e] = sum;
+        }
+    }
+}
+
+static void moei_score_custom(moei_pass *s) {
+    s->status = s->router->custom.score == NULL ? MOE_ERR_ARGUMENT
+                                                : s->router->custom.score(s->router->custom.ctx, s->router, s->call, s->r->u, s->r->logits);
+}
+
 #ifndef MOE_NO_TRAIN
 
 /* What the score made, before noise. */
@@ -1477,6 +1693,32 @@ static void moei_score_competition_backward(moei_pass *s) {
         }
 }
 
+static void moei_score_dselect_backward(moei_pass *s) {
+    const moe_kernels *kernels = s->router->kernels;
+    size_t k = (size_t)s->router->config.top_k, bits = moei_code_bits(s->experts), all = s->n * k * bits, t, e, i, j;
+    for (i = 0; i < all + s->n * k; i++) s->r->d_hidden[i] = MOEI_R(0.0);
+    for (t = 0; t < s->n; t++) {
+        const moe_real *mix = s->r->hidden_act + all + t * k, *dz = s->r->d_logits + t * s->experts;
+        for (i = 0; i < k; i++) {
+            const moe_real *step = s->r->hidden_act + (t * k + i) * bits, *code = s->r->hidden + (t * k + i) * bits;
+            moe_real *d_code = s->r->d_hidden + (t * k + i) * bits, *d_mix = s->r->query + t * k + i; /* d softmax */
+            for (e = 0, *d_mix = MOEI_R(0.0); e < s->experts; e++) {
+                *d_mix += dz[e] * moei_code_product(step, bits, e, bits);
+                for (j = 0; j < bits; j++) d_code[j] += (e >> j & 1u ? dz[e] : -dz[e]) * mix[i] * moei_code_product(step, bits, e, j);
+            }
+            for (j = 0; j < bits; j++) d_code[j] *= MOEI_F(fabs)(code[j]) < MOEI_R(0.5) ? MOEI_R(1.5) - MOEI_R(6.0) * code[j] * code[j] : MOEI_R(0.0);
+        }
+        moe_softmax_backward(k, mix, s->r->query + t * k, MOEI_R(1.0), s->r->d_hidden + all + t * k);
+    }
+    moei_affine_backward(kernels, s->n, k * bits, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_CODES), s->r->d_hidden, s->r->d_input, moei_gradient(s, MOE_ROUTER_CODES), NULL);
+    moei_affine_backward(kernels, s->n, k, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_MIX), s->r->d_hidden + all, s->r->d_input, moei_gradient(s, MOE_ROUTER_MIX), NULL);
+}
+
+static void moei_score_custom_backward(moei_pass *s) {
+    if (s->router->custom.score_backward != NULL)
+        s->status = s->router->custom.score_backward(s->router->custom.ctx, s->router, s->call, s->r->u, s->r->d_logits, s->r->d_input);
+}
+
 #endif
 
 typedef struct moei_score {
@@ -1494,7 +1736,9 @@ static const moei_score moei_scores[MOE_SCORE_COUNT] = {
     /* norm   */ {moei_score_norm, MOEI_BACKWARD(moei_score_norm_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 0},
     /* grap   */ {moei_score_grap, MOEI_BACKWARD(moei_score_grap_backward), 0, 0},
     /* attentive   */ {moei_score_attentive, MOEI_BACKWARD(moei_score_attentive_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 1},
-    /* competition */ {moei_score_competition, MOEI_BACKWARD(moei_score_competition_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 0}};
+    /* competition */ {moei_score_competition, MOEI_BACKWARD(moei_score_competition_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 0},
+    /* dselect */ {moei_score_dselect, MOEI_BACKWARD(moei_score_dselect_backward), 0, 1},
+    /* custom */ {moei_score_custom, MOEI_BACKWARD(moei_score_custom_backward), 0, 0}};
 
 /* ---- noise: z -> z + noise, in training ------------------------------------------------------------------------------------------ */
 
@@ -1856,7 +2100,8 @@ static moe_status moei_select_top_k(moei_pass *s) {
     for (t = 0; t < s->n; t++) {
         const moe_real *score = s->r->probabilities + t * s->experts;
         if (!moei_is_real(s->call, t)) continue;
-        if (bias != NULL) {
+        if (s->frozen && s->c->student) score = s->r->student_logits + t * s->experts;
+        else if (bias != NULL) {
             for (e = 0; e < s->experts; e++) s->r->row[e] = score[e] + bias[e];
             score = s->r->row;
         } else if (moei_gates[s->c->gate].select_by_logits && s->c->refine == MOE_REFINE_NONE)
@@ -1893,7 +2138,7 @@ static moe_status moei_select_dense(moei_pass *s) {
 
 /* Replay: the caller's indices; -1 leaves a place empty. */
 static moe_status moei_select_given(moei_pass *s) {
-    size_t t, i, k = (size_t)s->c->top_k;
+    size_t t, i, k = s->r->max_choices;
     for (t = 0; t < s->n; t++)
         for (i = 0; i < k; i++) {
             int32_t e = s->call->given[t * k + i];
@@ -2040,6 +2285,14 @@ static void moei_mark_largest(moei_pass *s, size_t t, const moe_real *score) {
     for (i = 0; i < found; i++) s->r->selected[t * s->experts + (size_t)index[i]] = 1;
 }
 
+/* The K largest logits: what selections that need a whole batch do outside training. */
+static moe_status moei_select_by_logits(moei_pass *s) {
+    size_t t;
+    for (t = 0; t < s->n; t++)
+        if (moei_is_real(s->call, t)) moei_mark_largest(s, t, s->r->logits + t * s->experts);
+    return MOE_OK;
+}
+
 /* One half of Sinkhorn's iteration, d0 = (1/N) / (Q d1) and d1 = (1/E) / (Q^T d0); returns the mean change of d1. */
 static moe_real moei_sinkhorn_step(moei_pass *s, const moe_real *q, moe_real *d0, moe_real *d1, moe_real *next) {
     moe_real change = MOEI_R(0.0), sum;
@@ -2062,11 +2315,7 @@ static moe_real moei_sinkhorn_step(moei_pass *s, const moe_real *q, moe_real *d0
 static moe_status moei_select_sinkhorn(moei_pass *s) {
     moe_real *q = s->r->weights, *d0 = s->r->column, *d1 = s->r->row, *next = d1 + s->experts; /* weights are filled in later */
     size_t t, e, step;
-    if (!s->call->training) {
-        for (t = 0; t < s->n; t++)
-            if (moei_is_real(s->call, t)) moei_mark_largest(s, t, s->r->logits + t * s->experts);
-        return MOE_OK;
-    }
+    if (!s->call->training) return moei_select_by_logits(s);
     for (t = 0; t < s->n; t++) {
         const moe_real *z = s->r->logits + t * s->experts;
         moe_real largest = z[0];
@@ -2111,27 +2360,149 @@ static moe_status moei_select_sample(moei_pass *s) {
     return MOE_OK;
 }
 
+/* balanced: a flow of least cost. Every token begins at its best expert: optimal, but uneven. Then one surplus token after another is pushed along
+   the cheapest chain of moves a -> b -> c (a token of a goes to b, one of b to c) to a free place. Cheapest chains keep the assignment optimal
+   for the loads reached (successive shortest paths). floor(N/E) places are each expert's own; N mod E more are in a pool, one per expert at
+   most; node E of the graph is that pool, entered by an expert that needs a place and left through one that gives its place up. */
+typedef struct moei_flow {
+    moei_pass *s;
+    size_t experts, own, pool; /* own: places of each expert; pool: places left in the pool */
+    double *cost;              /* [E+1] of the cheapest chain to this node; HUGE_VAL: none */
+    int32_t *before;           /* [E+1] the node before it; -1: the chain begins here */
+    int32_t *mover;            /* [E,E] the token of a that is cheapest to move to b; -1: a is empty */
+    int32_t *at;               /* [N] the expert of a token; -1: padding */
+    size_t *load;              /* [E] */
+    unsigned char *extra;      /* [E] 1: holds a place of the pool */
+} moei_flow;
+
+static double moei_flow_price(const moei_flow *f, int32_t token, size_t from, size_t to) {
+    const moe_real *z = f->s->r->logits + (size_t)token * f->experts;
+    return (double)z[from] - (double)z[to];
+}
+
+/* The cheapest movers of expert a; all of them when a is E. */
+static void moei_flow_movers(const moei_flow *f, size_t a) {
+    size_t t, e, cell, first = a < f->experts ? a * f->experts : 0, end = a < f->experts ? first + f->experts : f->experts * f->experts;
+    for (cell = first; cell < end; cell++) f->mover[cell] = -1;
+    for (t = 0; t < f->s->n; t++) {
+        size_t from = (size_t)f->at[t];
+        if (f->at[t] < 0 || (a < f->experts && from != a)) continue;
+        for (e = 0, cell = from * f->experts; e < f->experts; e++, cell++)
+            if (f->mover[cell] < 0 || moei_flow_price(f, (int32_t)t, from, e) < moei_flow_price(f, f->mover[cell], from, e)) f->mover[cell] = (int32_t)t;
+    }
+}
+
+/* Whether one unit can go from node a to node b, and for how much. */
+static int moei_flow_arc(const moei_flow *f, size_t a, size_t b, double *price) {
+    *price = 0.0;
+    if (a == b) return 0;
+    if (a == f->experts) return f->extra[b] != 0;
+    if (b == f->experts) return !f->extra[a] && f->load[a] >= f->own;
+    if (f->mover[a * f->experts + b] < 0) return 0;
+    *price = moei_flow_price(f, f->mover[a * f->experts + b], a, b);
+    return 1;
+}
+
+static size_t moei_flow_surplus(const moei_flow *f, size_t e) { return f->load[e] > f->own + f->extra[e] ? f->load[e] - f->own - f->extra[e] : 0; }
+
+/* Bellman and Ford from all experts with a surplus. Returns the free node that is cheapest to reach. Gains below `least` are rounding. */
+static size_t moei_flow_path(const moei_flow *f, double least) {
+    size_t a, b, best = f->experts + 1, round;
+    double price;
+    int changed = 1;
+    for (a = 0; a <= f->experts; a++) {
+        f->before[a] = -1;
+        f->cost[a] = a < f->experts && moei_flow_surplus(f, a) > 0 ? 0.0 : HUGE_VAL;
+    }
+    for (round = 0; changed && round <= f->experts; round++)
+        for (changed = 0, a = 0; a <= f->experts; a++)
+            for (b = 0; b <= f->experts && f->cost[a] < HUGE_VAL; b++)
+                if (moei_flow_arc(f, a, b, &price) && f->cost[a] + price < f->cost[b] - least) f->cost[b] = f->cost[a] + price, f->before[b] = (int32_t)a, changed = 1;
+    for (a = 0; a <= f->experts; a++)
+        if ((a < f->experts ? f->load[a] < f->own : f->pool > 0) && f->cost[a] < HUGE_VAL && (best > f->experts || f->cost[a] < f->cost[best])) best = a;
+    return best;
+}
+
+/* Moves one token along each arc of the chain that ends at node `to`. */
+static void moei_flow_push(moei_flow *f, size_t to) {
+    if (to == f->experts) f->pool--;
+    while (f->before[to] >= 0) {
+        size_t from = (size_t)f->before[to];
+        if (from == f->experts) f->extra[to] = 0;
+        else if (to == f->experts) f->extra[from] = 1;
+        else {
+            f->at[f->mover[from * f->experts + to]] = (int32_t)to;
+            f->load[from]--, f->load[to]++;
+        }
+        to = from;
+    }
+}
+
+static moe_status moei_select_balanced(moei_pass *s) {
+    moei_flow f;
+    size_t t, e, surplus = 0, to;
+    double largest = 0.0;
+    if (!s->call->training) return moei_select_by_logits(s);
+    f.s = s, f.experts = s->experts, f.own = s->r->n_real / s->experts, f.pool = s->r->n_real % s->experts;
+    f.cost = s->r->flow_cost, f.before = s->r->order, f.mover = s->r->flow_mover, f.at = s->r->n_choices, f.load = s->r->counts;
+    f.extra = s->r->flow_extra;
+    for (e = 0; e < s->experts; e++) f.load[e] = 0, f.extra[e] = 0;
+    for (t = 0; t < s->n; t++) {
+        f.at[t] = -1;
+        if (!moei_is_real(s->call, t)) continue;
+        (void)moe_top_k(s->experts, s->r->logits + t * s->experts, 1, &f.at[t]);
+        f.load[f.at[t]]++;
+        for (e = 0; e < s->experts; e++)
+            if (fabs((double)s->r->logits[t * s->experts + e]) > largest) largest = fabs((double)s->r->logits[t * s->experts + e]);
+    }
+    for (e = 0; e < s->experts; e++) surplus += moei_flow_surplus(&f, e);
+    for (moei_flow_movers(&f, s->experts); surplus > 0; surplus--) {
+        to = moei_flow_path(&f, largest * 1e-13);
+        if (to > s->experts) break; /* cannot be: there are as many places as tokens */
+        moei_flow_push(&f, to);
+        for (e = to; f.before[e] >= 0; e = (size_t)f.before[e])
+            if (e < s->experts) moei_flow_movers(&f, e);
+        if (e < s->experts) moei_flow_movers(&f, e);
+    }
+    for (t = 0; t < s->n; t++)
+        if (f.at[t] >= 0) s->r->selected[t * s->experts + (size_t)f.at[t]] = 1;
+    return MOE_OK;
+}
+
+static moe_status moei_select_custom(moei_pass *s) {
+    const moe_custom *custom = &s->router->custom;
+    moe_status status;
+    size_t i;
+    if (custom->select == NULL) return MOE_ERR_ARGUMENT;
+    status = custom->select(custom->ctx, s->router, s->call, s->r->logits, s->r->probabilities, s->r->selected);
+    for (i = 0; i < s->n * s->experts; i++) s->r->selected[i] = s->r->selected[i] != 0 && moei_is_real(s->call, i / s->experts);
+    return status;
+}
+
 typedef struct moei_select {
     moe_status (*choose)(moei_pass *s);
     int ranked;      /* choose fills in choices in order of rank; else it marks them in selected */
     int k_per_token; /* at most K choices per token; else up to E */
     unsigned traits;
+    int batch_in_training_only; /* outside training every token by itself */
 } moei_select;
 
 static const moei_select moei_selects[MOE_SELECT_COUNT] = {
-    /* top_k         */ {moei_select_top_k, 1, 1, 0},
-    /* dense         */ {moei_select_dense, 0, 0, 0},
-    /* given         */ {moei_select_given, 0, 1, MOE_TRAIT_NEEDS_GIVEN},
-    /* grouped_top_k */ {moei_select_grouped_top_k, 0, 1, 0},
-    /* top_p         */ {moei_select_top_p, 0, 0, 0},
-    /* threshold     */ {moei_select_threshold, 0, 0, 0},
-    /* positive      */ {moei_select_positive, 0, 0, 0},
-    /* expert_choice */ {moei_select_expert_choice, 0, 0, MOE_TRAIT_NEEDS_BATCH},
-    /* affinity      */ {moei_select_affinity, 0, 0, MOE_TRAIT_NEEDS_BATCH},
-    /* hash          */ {moei_select_hash, 0, 1, MOE_TRAIT_NEEDS_TOKEN_IDS},
-    /* soft          */ {moei_select_dense, 0, 0, MOE_TRAIT_NEEDS_BATCH},
-    /* sinkhorn      */ {moei_select_sinkhorn, 0, 1, MOE_TRAIT_NEEDS_BATCH},
-    /* sample        */ {moei_select_sample, 0, 1, MOE_TRAIT_STOCHASTIC}};
+    /* top_k         */ {moei_select_top_k, 1, 1, 0, 0},
+    /* dense         */ {moei_select_dense, 0, 0, 0, 0},
+    /* given         */ {moei_select_given, 0, 1, MOE_TRAIT_NEEDS_GIVEN, 0},
+    /* grouped_top_k */ {moei_select_grouped_top_k, 0, 1, 0, 0},
+    /* top_p         */ {moei_select_top_p, 0, 0, 0, 0},
+    /* threshold     */ {moei_select_threshold, 0, 0, 0, 0},
+    /* positive      */ {moei_select_positive, 0, 0, 0, 0},
+    /* expert_choice */ {moei_select_expert_choice, 0, 0, MOE_TRAIT_NEEDS_BATCH, 0},
+    /* affinity      */ {moei_select_affinity, 0, 0, MOE_TRAIT_NEEDS_BATCH, 0},
+    /* hash          */ {moei_select_hash, 0, 1, MOE_TRAIT_NEEDS_TOKEN_IDS, 0},
+    /* soft          */ {moei_select_dense, 0, 0, MOE_TRAIT_NEEDS_BATCH, 0},
+    /* sinkhorn      */ {moei_select_sinkhorn, 0, 1, MOE_TRAIT_NEEDS_BATCH, 1},
+    /* sample        */ {moei_select_sample, 0, 1, MOE_TRAIT_STOCHASTIC, 0},
+    /* balanced      */ {moei_select_balanced, 0, 1, MOE_TRAIT_NEEDS_BATCH, 1},
+    /* custom        */ {moei_select_custom, 0, 0, 0, 0}};
 
 static int moei_is_soft(const moe_router_config *c) { return c->select == MOE_SELECT_SOFT; }
 
@@ -2626,6 +2997,41 @@ static moe_real moei_loss_orthogonal(moei_pass *s, moe_real factor, int backward
     return factor * sum;
 }
 
+/* The distance of softmax(v) from the teacher's, of one token: ce_hard -ln q_best, ce_soft - sum p ln q, mse sum (q - p)^2 / E. q and p [E] are scratch;
+   adds slope times its gradient to d_v when that is there. */
+static moe_real moei_distill(const moei_pass *s, const moe_real *v, const moe_real *teacher, moe_real *q, moe_real *p, moe_real slope, moe_real *d_v) {
+    size_t e, best = 0, count = s->experts;
+    moe_real lse = moe_log_sum_exp(count, v), value = MOEI_R(0.0);
+    int mse = s->c->distill == MOE_DISTILL_MSE;
+    moe_softmax(s->router->kernels, count, v, MOEI_R(1.0), q);
+    moe_softmax(s->router->kernels, count, teacher, MOEI_R(1.0), p);
+    for (e = 1; e < count; e++)
+        if (teacher[e] > teacher[best]) best = e;
+    for (e = 0; e < count; e++) {
+        if (s->c->distill == MOE_DISTILL_CE_HARD) p[e] = e == best ? MOEI_R(1.0) : MOEI_R(0.0);
+        value += mse ? (q[e] - p[e]) * (q[e] - p[e]) / (moe_real)count : p[e] * (lse - v[e]);
+        p[e] = mse ? MOEI_R(2.0) / (moe_real)count * (q[e] - p[e]) : q[e] - p[e]; /* d/dq, or d/dv at once */
+    }
+    if (d_v == NULL) return value;
+    for (e = 0; e < count; e++) p[e] *= slope;
+    if (mse) moe_softmax_backward(count, q, p, MOEI_R(1.0), d_v);
+    else moe_axpy(s->router->kernels, count, MOEI_R(1.0), p, d_v);
+    return value;
+}
+
+/* factor mean_t of that: between the student and this router, or this router and the caller's teacher. */
+static moe_real moei_loss_distill(moei_pass *s, moe_real factor, int backward) {
+    const moe_real *v = s->c->student ? s->r->student_logits : s->r->logits, *teacher = s->c->student ? s->r->logits : s->call->teacher;
+    moe_real *d_v = s->c->student ? s->r->d_student : s->r->d_logits, sum = MOEI_R(0.0), share = factor / (moe_real)s->r->n_real;
+    size_t t;
+    for (t = 0; t < s->n; t++) {
+        size_t row = t * s->experts;
+        if (!moei_is_real(s->call, t)) continue;
+        sum += moei_distill(s, v + row, teacher + row, s->r->row, s->r->row + s->experts, share, backward ? d_v + row : NULL);
+    }
+    return share * sum;
+}
+
 #endif
 
 typedef struct moei_loss {
@@ -2644,7 +3050,8 @@ static const moei_loss moei_losses[MOE_LOSS_COUNT] = {
     {"locality", offsetof(moe_router_config, loss_locality), MOEI_BACKWARD(moei_loss_locality)},
     {"l1", offsetof(moe_router_config, loss_l1), MOEI_BACKWARD(moei_loss_l1)},
     {"orthogonal", offsetof(moe_router_config, loss_orthogonal), MOEI_BACKWARD(moei_loss_orthogonal)},
-    {"load", offsetof(moe_router_config, loss_load), MOEI_BACKWARD(moei_loss_load)}};
+    {"load", offsetof(moe_router_config, loss_load), MOEI_BACKWARD(moei_loss_load)},
+    {"distill", offsetof(moe_router_config, loss_distill), MOEI_BACKWARD(moei_loss_distill)}};
 
 const char *moe_loss_name(int loss) { return loss >= 0 && loss < MOE_LOSS_COUNT ? moei_losses[loss].name : NULL; }
 
@@ -2692,12 +3099,71 @@ static void moei_router_defaults(moe_router_config *c) {
     moei_default_real(&c->weight_p, MOEI_R(1.0));
     moei_default_real(&c->sparsemixer_eps, MOEI_R(0.01));
     moei_default_real(&c->scale, MOEI_R(1.0));
+    if (c->ac_mode == MOE_AC_RUNNING) moei_default_real(&c->ac_rho, MOEI_R(0.9));
+    if (c->l1_controller) moei_default_real(&c->loss_l1, MOEI_R(1e-8));
+}
+
+/* Of fields that belong together, the one that is set without the one it needs. */
+static moe_status moei_needs(const char *field, const char *needed, moe_error *error) {
+    return moei_error(error, MOE_ERR_CONFIG, "%s is set, but it needs %s", field, needed);
+}
+
+/* Whether a score has gating vectors that a token can be compared with. */
+static int moei_has_vectors(int score) {
+    return score == MOE_SCORE_LINEAR || score == MOE_SCORE_RANDOM || score == MOE_SCORE_COSINE || score == MOE_SCORE_GRAP;
+}
+
+/* State, schedules and what has to do with them. */
+static moe_status moei_state_clashes(const moe_router_config *c, moe_error *error) {
+    int steps = c->schedule_steps > 0, from = c->switch_from, tau = c->tau_schedule;
+    if (c->bias_rate > MOEI_R(0.0) && !c->selection_bias) return moei_needs("bias_rate", "selection_bias = 1", error);
+    if (c->ac_rho > MOEI_R(0.0) && c->ac_mode != MOE_AC_RUNNING) return moei_needs("ac_rho", "ac_mode = running", error);
+    if (c->k_end > 0 && !steps) return moei_needs("k_end", "schedule_steps", error);
+    if (tau != MOE_TAU_NONE && !steps) return moei_needs("tau_schedule", "schedule_steps", error);
+    if (tau != MOE_TAU_NONE && !(c->tau_end > MOEI_R(0.0))) return moei_needs("tau_schedule", "tau_end", error);
+    if (tau == MOE_TAU_NONE && c->tau_end > MOEI_R(0.0)) return moei_needs("tau_end", "tau_schedule", error);
+    if (steps && c->k_end == 0 && tau == MOE_TAU_NONE) return moei_needs("schedule_steps", "k_end or tau_schedule", error);
+    if (tau == MOE_TAU_COSINE_TAU && (c->score != MOE_SCORE_COSINE || c->cosine_learn_tau))
+        return moei_needs("tau_schedule = cosine_tau", "score = cosine with cosine_learn_tau = 0", error);
+    if (tau == MOE_TAU_SIMILARITY_TAU && c->refine != MOE_REFINE_SIMILARITY) return moei_needs("tau_schedule = similarity_tau", "refine = similarity", error);
+    if (tau == MOE_TAU_ATTENTION_SIGMA && c->refine != MOE_REFINE_ATTENTION) return moei_needs("tau_schedule = attention_sigma", "refine = attention", error);
+    if (c->k_end > c->n_experts) return moei_error(error, MOE_ERR_CONFIG, "k_end = %d: must be at most n_experts = %d", c->k_end, c->n_experts);
+    if (c->k_end > 0 && c->score == MOE_SCORE_DSELECT)
+        return moei_error(error, MOE_ERR_CONFIG, "k_end = %d does not go with score = dselect: K is the number of its codes", c->k_end);
+    if (c->k_end > 0 && !(c->select == MOE_SELECT_TOP_K || c->select == MOE_SELECT_SINKHORN || c->select == MOE_SELECT_SAMPLE))
+        return moei_error(error, MOE_ERR_CONFIG, "k_end = %d does not go with select = %s: only top_k, sinkhorn and sample take another K", c->k_end,
+                          moei_select_names[c->select]);
+    if (from != 0 && c->switch_at == 0) return moei_needs("switch_from", "switch_at", error);
+    if (c->switch_at > 0 && (from == MOE_SELECT_SOFT || from == MOE_SELECT_GIVEN || from == MOE_SELECT_HASH || from == MOE_SELECT_EXPERT_CHOICE ||
+                             from == MOE_SELECT_GROUPED_TOP_K || (from == MOE_SELECT_BALANCED && c->top_k != 1)))
+        return moei_error(error, MOE_ERR_CONFIG, "switch_from = %s does not go with switch_at = %d: it needs settings of its own", moei_select_names[from], c->switch_at);
+    if (c->switch_at > 0 && (c->select == MOE_SELECT_SOFT || c->weight == MOE_WEIGHT_SPARSEMIXER))
+        return moei_error(error, MOE_ERR_CONFIG, "switch_at = %d does not go with %s", c->switch_at,
+                          c->select == MOE_SELECT_SOFT ? "select = soft" : "weight = sparsemixer");
+    if (c->l1_controller && c->select != MOE_SELECT_POSITIVE) return moei_needs("l1_controller", "select = positive", error);
+    if (c->capacity_bound != MOE_BOUND_NONE && !moei_has_vectors(c->score))
+        return moei_error(error, MOE_ERR_CONFIG, "capacity_bound = %s does not go with score = %s: it has no gating vectors", moei_bound_names[c->capacity_bound],
+                          moei_score_names[c->score]);
+    if (c->capacity_bound != MOE_BOUND_NONE && (c->select == MOE_SELECT_SOFT || c->select == MOE_SELECT_EXPERT_CHOICE))
+        return moei_error(error, MOE_ERR_CONFIG, "capacity_bound = %s does not go with select = %s", moei_bound_names[c->capacity_bound], moei_select_names[c->select]);
+    if (c->capacity_rho > MOEI_R(0.0) && c->capacity_bound != MOE_BOUND_EVERY) return moei_needs("capacity_rho", "capacity_bound = every", error);
+    if (c->student && c->freeze_at == 0) return moei_needs("student", "freeze_at", error);
+    if (c->student && !(c->loss_distill > MOEI_R(0.0))) return moei_needs("student", "loss_distill", error);
+    if (c->student && (c->select == MOE_SELECT_SOFT || c->weight == MOE_WEIGHT_SPARSEMIXER))
+        return moei_error(error, MOE_ERR_CONFIG, "student = 1 does not go with %s", c->select == MOE_SELECT_SOFT ? "select = soft" : "weight = sparsemixer");
+    if (c->distill != 0 && !(c->loss_distill > MOEI_R(0.0))) return moei_needs("distill", "loss_distill", error);
+    if (c->custom_batch && c->score != MOE_SCORE_CUSTOM && c->select != MOE_SELECT_CUSTOM) return moei_needs("custom_batch", "score or select = custom", error);
+    return MOE_OK;
 }
 
 /* Fields that clash: when the left one has its value, the right one must be 0 (or of the one value that works). */
 static moe_status moei_router_clashes(const moe_router_config *c, moe_error *error) {
+    moe_status status = moei_state_clashes(c, error);
+    if (status != MOE_OK) return status;
     if (c->top_k > c->n_experts)
         return moei_error(error, MOE_ERR_CONFIG, "top_k = %d: must be at most n_experts = %d", c->top_k, c->n_experts);
+    if (c->select == MOE_SELECT_BALANCED && c->top_k != 1)
+        return moei_error(error, MOE_ERR_CONFIG, "select = balanced needs top_k = 1, not top_k = %d: it gives each token one expert", c->top_k);
     if (c->weight == MOE_WEIGHT_SPARSEMIXER && c->select != MOE_SELECT_TOP_K)
         return moei_error(error, MOE_ERR_CONFIG, "weight = sparsemixer goes only with select = top_k, not with select = %s", moei_select_names[c->select]);
     if (c->weight == MOE_WEIGHT_SPARSEMIXER && c->selection_bias)
@@ -2706,7 +3172,8 @@ static moe_status moei_router_clashes(const moe_router_config *c, moe_error *err
         const moe_field *field;
         static const char *const alone[] = {"score", "router_bias", "noise", "gate", "refine", "selection_bias", "weight", "expert_scale", "apply_to", "loss_balance",
                                             "loss_z", "loss_importance", "loss_entropy", "loss_usage_entropy", "loss_similarity_same",
-                                            "loss_similarity_diff", "loss_locality", "loss_l1", "loss_load", "loss_orthogonal", "drop_capacity", "capacity_factor"};
+                                            "loss_similarity_diff", "loss_locality", "loss_l1", "loss_load", "loss_orthogonal", "loss_distill", "drop_capacity",
+                                            "capacity_factor", "expert_temperature"};
         size_t i;
         for (i = 0; i < sizeof alone / sizeof alone[0]; i++) {
             char value[40];
@@ -2787,7 +3254,7 @@ moe_status moe_router_check_training(const moe_router_config *config, moe_error 
     if (status != MOE_OK) return status;
     for (loss = 0; loss < MOE_LOSS_COUNT; loss++) reached |= moei_loss_factor(&c, loss) > MOEI_R(0.0);
     if (c.untrained || reached || !moei_scores[c.score].has_parameters) return MOE_OK;
-    if (c.top_k == 1 && moei_selects[c.select].k_per_token && moei_weights[c.weight].constant_for_one)
+    if (c.top_k == 1 && c.k_end < 2 && moei_selects[c.select].k_per_token && moei_weights[c.weight].constant_for_one)
         return moei_error(error, MOE_ERR_CONFIG,
                           "top_k = 1 with weight = %s: the weight is always 1, so the router would never learn; use weight = raw, a loss, or untrained = 1",
                           moei_weight_names[c.weight]);
@@ -2800,12 +3267,14 @@ unsigned moe_router_traits(const moe_router_config *config) {
     int later = 0; /* whether later tokens are seen */
     if (config->score >= 0 && config->score < MOE_SCORE_COUNT) traits |= moei_scores[config->score].traits;
     if (config->select >= 0 && config->select < MOE_SELECT_COUNT) traits |= moei_selects[config->select].traits;
-    if (config->selection_bias) traits |= MOE_TRAIT_STATEFUL;
-    if (traits & MOE_TRAIT_NEEDS_BATCH) later = 1; /* selections over all tokens see later ones */
-    if (config->capacity_factor > MOEI_R(0.0) || config->drop_capacity > 0) {
-        traits |= MOE_TRAIT_NEEDS_BATCH;
+    if (config->switch_at > 0 && config->switch_from >= 0 && config->switch_from < MOE_SELECT_COUNT) traits |= moei_selects[config->switch_from].traits;
+    if (config->selection_bias || config->schedule_steps > 0 || config->freeze_at > 0 || config->switch_at > 0 || config->l1_controller ||
+        config->capacity_bound == MOE_BOUND_FIRST || config->capacity_rho > MOEI_R(0.0))
+        traits |= MOE_TRAIT_STATEFUL;
+    /* selections over all tokens see later ones, and so does a capacity */
+    if ((traits & MOE_TRAIT_NEEDS_BATCH) || config->custom_batch || config->capacity_factor > MOEI_R(0.0) || config->drop_capacity > 0 ||
+        config->capacity_bound != MOE_BOUND_NONE)
         later = 1;
-    }
     if (config->input == MOE_INPUT_ADAPTIVE_CLUSTERING) {
         traits |= MOE_TRAIT_NEEDS_PREVIOUS_LAYER;
         if (config->ac_mode == MOE_AC_PAPER || config->ac_mode == MOE_AC_CODE) later = 1;
@@ -2821,6 +3290,49 @@ unsigned moe_router_traits(const moe_router_config *config) {
     if (later) traits |= MOE_TRAIT_NEEDS_BATCH;
     else traits |= MOE_TRAIT_CAUSAL;
     return traits;
+}
+
+/* What keeps a router from decoding: a field's setting, and what to do; NULL, NULL when nothing does. The trait behind all of them is needs_batch. */
+typedef struct moei_obstacle {
+    const char *field, *remedy;
+} moei_obstacle;
+
+/* Outside training a capacity as large as the batch drops nothing. */
+static int moei_may_drop(const moe_router_config *c) {
+    if (c->drop_capacity > 0) return 1;
+    if (c->capacity_factor_eval > MOEI_R(0.0)) return c->capacity_factor_eval * (moe_real)c->top_k < (moe_real)c->n_experts;
+    return c->capacity_bound != MOE_BOUND_NONE;
+}
+
+static moei_obstacle moei_decoding_obstacle(const moe_router_config *c) {
+    static const moei_obstacle select = {"select", "select = top_k, or another choice by tokens, decodes"},
+                               custom = {"custom_batch", "custom stages that read only their own token (custom_batch = 0) decode"},
+                               clustering = {"ac_mode", "ac_mode = running decodes"},
+                               heads = {"attention_heads", "attention_heads = fixed with causal = 1 decodes"},
+                               refine = {"refine", "causal = 1 decodes"},
+                               count = {"drop_capacity", "capacity_factor_eval = n_experts / top_k instead, which drops nothing, decodes"},
+                               factor = {"capacity_factor_eval", "capacity_factor_eval = n_experts / top_k, which drops nothing, decodes"},
+                               bound = {"capacity_bound", "capacity_factor_eval = n_experts / top_k, which drops nothing, decodes"}, none = {NULL, NULL};
+    if ((moei_selects[c->select].traits & MOE_TRAIT_NEEDS_BATCH) && !moei_selects[c->select].batch_in_training_only) return select;
+    if (c->custom_batch) return custom;
+    if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING && (c->ac_mode == MOE_AC_PAPER || c->ac_mode == MOE_AC_CODE)) return clustering;
+    if (c->refine == MOE_REFINE_ATTENTION && c->attention_heads == MOE_HEADS_MIN_ENTROPY) return heads;
+    if (c->refine != MOE_REFINE_NONE && !c->causal) return refine;
+    if (!moei_may_drop(c)) return none;
+    return c->drop_capacity > 0 ? count : c->capacity_factor_eval > MOEI_R(0.0) ? factor : bound;
+}
+
+moe_status moe_router_check_decoding(const moe_router_config *config, moe_error *error) {
+    moe_router_config c;
+    moei_obstacle o;
+    char value[40];
+    moe_status status = moe_router_check(config, &c, error);
+    if (status != MOE_OK) return status;
+    o = moei_decoding_obstacle(&c);
+    if (o.field == NULL) return MOE_OK;
+    moe_field_text(moe_field_find(moei_router_fields, o.field), &c, value, sizeof value);
+    return moei_error(error, MOE_ERR_UNSUPPORTED, "%s = %s has the trait %s: this router is not causal and cannot decode token by token; %s", o.field, value,
+                      moe_trait_name(MOE_TRAIT_NEEDS_BATCH), o.remedy);
 }
 
 const char *moe_trait_name(unsigned trait) {
@@ -2945,8 +3457,8 @@ static const moe_preset moei_presets[] = {
      "n_experts=8 top_k=2 score=norm norm_node=output weight=softmax", ""},
     {"locmoe", "",
      "Li et al. 2024, LocMoE: a low-overhead MoE for large language model training",
-     "z_e = mean of the e-th block of features; locality loss",
-     "n_experts=8 top_k=1 score=grap weight=raw loss_balance=0.01 loss_locality=0.1 nodes=2", ""},
+     "z_e = mean of the e-th block of features; capacity exp(d delta^2/(2 - delta^2))/E of the first batch; locality loss",
+     "n_experts=8 top_k=1 score=grap weight=raw capacity_bound=first loss_balance=0.01 loss_locality=0.1 nodes=2", ""},
     {"locmoe_plus", "",
      "Li et al. 2024, LocMoE+: enhanced router with token feature awareness for efficient LLM pre-training",
      "each expert keeps its closest tokens, up to a share of its affinity",
@@ -2955,6 +3467,10 @@ static const moe_preset moei_presets[] = {
      "Krishnamurthy, Watkins, Gaertner 2023, Improving expert specialization in mixture of experts",
      "y = sum over all experts of p_e f_e(x), p from a small network, importance loss",
      "n_experts=8 score=mlp select=dense weight=raw loss_importance=0.4 unbiased=1", "expert=mlp act=relu"},
+    {"dual_temperature", "",
+     "Krishnamurthy, Watkins, Gaertner 2023, Improving expert specialization in mixture of experts",
+     "importance_gate whose experts learn from p_e at temperature T, the gate from p_e at 1",
+     "n_experts=8 score=mlp select=dense weight=raw loss_importance=0.4 unbiased=1 expert_temperature=3", "expert=mlp act=relu"},
     {"attentive_gate", "",
      "Krishnamurthy, Watkins, Gaertner 2023, Improving expert specialization in mixture of experts",
      "z_e = (W_Q h_g) . (W_K h_e) / sqrt(h), h_e the hidden layer of expert e",
@@ -2971,6 +3487,22 @@ static const moe_preset moei_presets[] = {
      "Roller et al. 2021, Hash layers for large sparse models",
      "experts by a table of token ids; set table_size and router.table",
      "n_experts=16 top_k=1 select=hash weight=uniform", "expert=mlp act=relu"},
+    {"base", "base_layers",
+     "Lewis et al. 2021, BASE layers: simplifying training of large, sparse models",
+     "y = a f_e(x) + (1 - a) x, a = sigmoid(x . W_e), e by the best even assignment in training",
+     "n_experts=16 top_k=1 gate=sigmoid select=balanced weight=raw", "expert=mlp act=relu add_input=1"},
+    {"stablemoe", "",
+     "Dai et al. 2022, StableMoE: stable routing strategy for mixture of experts",
+     "as base by the largest x . W_e; a linear student learns the choices and makes them from step freeze_at on",
+     "n_experts=16 top_k=1 gate=sigmoid weight=raw loss_balance=0.01 loss_distill=1 student=1 freeze_at=6000", "expert=mlp act=relu add_input=1"},
+    {"dselect_k", "",
+     "Hazimeh et al. 2021, DSelect-k: differentiable selection in the mixture of experts",
+     "K learned binary codes with smooth steps pick at most K experts, mixed by a softmax",
+     "n_experts=16 top_k=2 score=dselect gate=identity select=positive weight=sum loss_entropy=0.001", ""},
+    {"thor", "",
+     "Zuo et al. 2022, Taming sparsely activated transformer with stochastic experts",
+     "an expert drawn at random, p = 1/E; train on two draws with moe_consistency_loss between them",
+     "n_experts=16 top_k=1 score=random gate_temperature=1e6 select=sample weight=one", "expert=mlp act=relu"},
     {"sinkhorn", "",
      "Clark et al. 2022, Unified scaling laws for routed language models",
      "choices by a doubly normalised exp(z) in training, w = p of the best",
@@ -2993,8 +3525,8 @@ static const moe_preset moei_presets[] = {
      "n_experts=16 top_k=2 score=competition gate=identity weight=sum", ""},
     {"remoe", "",
      "Wang, Chen, Zhu 2024, ReMoE: fully differentiable mixture-of-experts with ReLU routing",
-     "all experts with relu(z) > 0; L1 loss",
-     "n_experts=16 top_k=2 gate=relu select=positive weight=raw loss_l1=0.01", ""},
+     "all experts with relu(z) > 0; an L1 loss whose factor keeps K of E open",
+     "n_experts=16 top_k=2 gate=relu select=positive weight=raw l1_controller=1", ""},
     {"mixtral", "",
      "Jiang et al. 2024, Mixtral of experts",
      "w = softmax over the top 2 logits of 8",
@@ -3018,11 +3550,11 @@ static const moe_preset moei_presets[] = {
     {"deepseek_v3", "",
      "DeepSeek-AI 2024, DeepSeek-V3 technical report",
      "sigmoid, bias in selection only, w = 2.5 p / sum p of 8 of 256 in the 4 best of 8 groups by their two best experts",
-     "n_experts=256 top_k=8 gate=sigmoid select=grouped_top_k groups=8 groups_kept=4 group_score=top2_sum selection_bias=1 weight=sum scale=2.5", "n_shared=1"},
+     "n_experts=256 top_k=8 gate=sigmoid select=grouped_top_k groups=8 groups_kept=4 group_score=top2_sum selection_bias=1 bias_rate=0.001 weight=sum scale=2.5", "n_shared=1"},
     {"deepseek_v4", "",
      "DeepSeek-V4 as shipped, after its first three layers",
      "r = sqrt(softplus(z)), bias in selection only, w = 1.5 p / sum p over 6 of 256",
-     "n_experts=256 top_k=6 gate=sqrt_softplus selection_bias=1 weight=sum scale=1.5", "n_shared=1"},
+     "n_experts=256 top_k=6 gate=sqrt_softplus selection_bias=1 bias_rate=0.001 weight=sum scale=1.5", "n_shared=1"},
     {"llama4", "",
      "Llama 4 as shipped",
      "top 1, sigmoid(z) on the expert's input; a shared expert",
@@ -3054,7 +3586,7 @@ static const moe_preset moei_presets[] = {
     {"minimax_m2", "",
      "MiniMax-M2 as shipped",
      "r = sigmoid(z), bias in selection only, w = p / sum p over 8 of 256",
-     "n_experts=256 top_k=8 gate=sigmoid selection_bias=1 weight=sum", ""},
+     "n_experts=256 top_k=8 gate=sigmoid selection_bias=1 bias_rate=0.001 weight=sum", ""},
     {NULL, NULL, NULL, NULL, NULL, NULL}};
 
 const moe_preset *moe_presets(void) { return moei_presets; }
@@ -3120,7 +3652,7 @@ moe_status moe_router_slot(const moe_router_config *c, int slot, moe_slot *out) 
     static const char *const names[MOE_ROUTER_SLOTS] = {"router.weight",     "router.bias",       "router.projection", "router.temperature",
                                                         "router.fc1.weight", "router.fc1.bias",   "router.fc2.weight", "router.fc2.bias",
                                                         "router.selection_bias", "router.expert_scale", "router.input_scale", "router.query", "router.key", "router.threshold", "router.noise_weight", "router.similarity",
-                                                        "router.ac_running", "router.slots", "router.scale", "router.table"};
+                                                        "router.ac_running", "router.slots", "router.scale", "router.codes", "router.mix", "router.student", "router.step", "router.load", "router.l1", "router.capacity", "router.table"};
     size_t d = (size_t)c->d_model, experts = (size_t)c->n_experts, hidden = moei_router_hidden(c);
     int soft = moei_is_soft(c), linear = !soft && (c->score == MOE_SCORE_LINEAR || c->score == MOE_SCORE_RANDOM), cosine = c->score == MOE_SCORE_COSINE, mlp = c->score == MOE_SCORE_MLP;
     int attentive = c->score == MOE_SCORE_ATTENTIVE;
@@ -3188,6 +3720,28 @@ moe_status moe_router_slot(const moe_router_config *c, int slot, moe_slot *out) 
     case MOE_ROUTER_SLOT_SCALE:
         if (soft && c->soft_normalise) fits = moei_slot_vector(&made, 1, MOE_PARAM_TRAINED, MOEI_R(1.0));
         break;
+    case MOE_ROUTER_CODES:
+        if (c->score == MOE_SCORE_DSELECT && moei_mul((size_t)c->top_k, moei_code_bits(experts), &hidden)) /* near 0, where S has a slope */
+            fits = moei_slot_set(&made, 2, hidden, d, 1, MOE_PARAM_TRAINED, MOEI_R(0.0), MOEI_R(0.01) / MOEI_F(sqrt)((moe_real)d));
+        break;
+    case MOE_ROUTER_MIX:
+        if (c->score == MOE_SCORE_DSELECT) fits = moei_slot_matrix(&made, (size_t)c->top_k, d, MOE_PARAM_TRAINED);
+        break;
+    case MOE_ROUTER_STUDENT:
+        if (c->student) fits = moei_slot_matrix(&made, experts, d, MOE_PARAM_TRAINED);
+        break;
+    case MOE_ROUTER_STEP:
+        if (c->schedule_steps > 0 || c->freeze_at > 0 || c->switch_at > 0) fits = moei_slot_vector(&made, 1, MOE_PARAM_STATE, MOEI_R(0.0));
+        break;
+    case MOE_ROUTER_LOAD:
+        if (c->bias_rate > MOEI_R(0.0) || c->l1_controller) fits = moei_slot_vector(&made, experts + 1, MOE_PARAM_STATE, MOEI_R(0.0));
+        break;
+    case MOE_ROUTER_L1:
+        if (c->l1_controller) fits = moei_slot_vector(&made, 1, MOE_PARAM_STATE, c->loss_l1);
+        break;
+    case MOE_ROUTER_CAPACITY:
+        if (c->capacity_bound == MOE_BOUND_FIRST || c->capacity_rho > MOEI_R(0.0)) fits = moei_slot_vector(&made, 1, MOE_PARAM_STATE, MOEI_R(0.0));
+        break;
     case MOE_ROUTER_TABLE:
         if (c->select == MOE_SELECT_HASH) fits = moei_slot_set(&made, 2, (size_t)c->table_size, (size_t)c->top_k, 1, MOE_PARAM_FROZEN, MOEI_R(0.0), MOEI_R(0.0));
         break;
@@ -3220,13 +3774,15 @@ moe_status moe_router_init(moe_router *router, const moe_router_config *config, 
 /* ==== one call: forward ======================================================================================================================= */
 
 static size_t moei_max_choices(const moe_router_config *c) {
+    int all = !moei_selects[c->select].k_per_token || (c->switch_at > 0 && !moei_selects[c->switch_from].k_per_token);
     if (moei_is_soft(c)) return moei_slot_total(c);
-    return (size_t)(moei_selects[c->select].k_per_token ? c->top_k : c->n_experts);
+    return (size_t)(all ? c->n_experts : c->top_k > c->k_end ? c->top_k : c->k_end);
 }
 
 /* The width of what the score keeps per token: hidden units of mlp, projected tokens of cosine. */
 static size_t moei_score_width(const moe_router_config *c) {
     if (c->score == MOE_SCORE_MLP || c->score == MOE_SCORE_ATTENTIVE) return moei_router_hidden(c);
+    if (c->score == MOE_SCORE_DSELECT) return (size_t)c->top_k * (moei_code_bits((size_t)c->n_experts) + 1);
     return c->score == MOE_SCORE_COSINE ? (size_t)c->cosine_dim : 0;
 }
 
@@ -3287,11 +3843,19 @@ static void moei_route_layout(const moe_router *router, size_t n, int training, 
     r->plan.entries = (moe_entry *)moei_take(l, pairs, sizeof(moe_entry));
     r->kept = (unsigned char *)moei_take(l, pairs, 1);
     r->column = moei_take_reals(l, n, 1);
-    r->order = (int32_t *)moei_take(l, n > experts ? n : experts, sizeof(int32_t));
+    r->order = (int32_t *)moei_take(l, n > experts ? n : experts + 1, sizeof(int32_t));
+    r->student_logits = c->student ? moei_take_reals(l, n, experts) : NULL;
+    if (training && (c->select == MOE_SELECT_BALANCED || (c->switch_at > 0 && c->switch_from == MOE_SELECT_BALANCED))) {
+        r->flow_cost = (double *)moei_take(l, experts + 1, sizeof(double));
+        r->flow_extra = (unsigned char *)moei_take(l, experts, 1);
+        if (!moei_mul(experts, sizeof(int32_t), &columns)) l->overflow = 1;
+        r->flow_mover = (int32_t *)moei_take(l, experts, columns);
+        columns = experts;
+    }
     r->row = moei_take_reals(l, 3, experts);
     r->hidden = width > 0 ? moei_take_reals(l, n, width) : NULL;
     r->hidden_act = c->score != MOE_SCORE_COSINE && width > 0 ? moei_take_reals(l, n, width) : NULL;
-    r->query = c->score == MOE_SCORE_ATTENTIVE ? moei_take_reals(l, n, width) : NULL;
+    r->query = c->score == MOE_SCORE_ATTENTIVE || c->score == MOE_SCORE_DSELECT ? moei_take_reals(l, n, width) : NULL;
     r->keyed = c->score == MOE_SCORE_ATTENTIVE ? moei_take_reals(l, n, width) : NULL;
     r->input_factor = c->input == MOE_INPUT_JITTER || c->input == MOE_INPUT_ADAPTIVE_CLUSTERING ? moei_take_reals(l, n, d) : c->input == MOE_INPUT_SCALED_RMS ? moei_take_reals(l, n, 1) : NULL;
     r->lengths = c->score == MOE_SCORE_COSINE ? moei_take_reals(l, n + experts, 1) : NULL;
@@ -3299,6 +3863,7 @@ static void moei_route_layout(const moe_router *router, size_t n, int training, 
     if (!training) return;
     r->d_weight_in = moei_take_reals(l, pairs, 1);
     r->d_weight_out = moei_take_reals(l, pairs, 1);
+    r->d_student = c->student ? moei_take_reals(l, n, experts) : NULL;
     r->d_logits = moei_take_reals(l, n, columns);
     r->d_gate = moei_take_reals(l, n, columns);
     if (soft && c->soft_normalise) {
@@ -3352,6 +3917,12 @@ static int moei_nodes_fit(const moe_router_config *c, const moe_call *call) {
     return 1;
 }
 
+/* Whether a tensor is there exactly when the configuration has it. Routing can do without what the state rules count and schedules have reached. */
+static int moei_place_is_set(int place, uint64_t places, const moe_real *tensor) {
+    if (!(places >> place & 1u)) return tensor == NULL;
+    return tensor != NULL || (place >= MOE_ROUTER_STEP && place <= MOE_ROUTER_CAPACITY);
+}
+
 /* Everything that a call can get wrong, before anything is computed. */
 static moe_status moei_call_check(const moe_router *router, const moe_call *call) {
     const moe_router_config *c = &router->config;
@@ -3360,15 +3931,18 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
     if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
     if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
     for (place = 0; place < MOE_ROUTER_SLOTS; place++)
-        if ((int)(router->places >> place & 1u) != (router->tensors[place] != NULL)) return MOE_ERR_ARGUMENT;
+        if (!moei_place_is_set(place, router->places, router->tensors[place])) return MOE_ERR_ARGUMENT;
     if (call->sequences != NULL) {
         if (call->n_sequences < 1 || call->sequences[0] != 0) return MOE_ERR_ARGUMENT;
         for (i = 0; i < call->n_sequences; i++)
             if (call->sequences[i + 1] < call->sequences[i]) return MOE_ERR_ARGUMENT;
         if ((size_t)call->sequences[call->n_sequences] != call->n_tokens) return MOE_ERR_ARGUMENT;
     }
+    if (call->decoding && (call->training || moei_decoding_obstacle(c).field != NULL)) return MOE_ERR_UNSUPPORTED;
     if (c->select == MOE_SELECT_GIVEN && call->n_tokens > 0 && call->given == NULL) return MOE_ERR_ARGUMENT;
-    if (c->select == MOE_SELECT_HASH && call->n_tokens > 0 && call->token_ids == NULL) return MOE_ERR_ARGUMENT;
+    if (moei_is_soft(c) && call->given != NULL) return MOE_ERR_ARGUMENT;
+    if (call->training && c->loss_distill > MOEI_R(0.0) && !c->student && call->n_tokens > 0 && call->teacher == NULL) return MOE_ERR_ARGUMENT;
+    if (c->select == MOE_SELECT_HASH && call->given == NULL && call->n_tokens > 0 && call->token_ids == NULL) return MOE_ERR_ARGUMENT;
     if (call->training && call->rng == NULL && moei_needs_rng(c, call)) return MOE_ERR_ARGUMENT;
     if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING && call->n_tokens > 0 && !moei_previous_fits(c, call)) return MOE_ERR_ARGUMENT;
     if (moei_is_soft(c) && moei_sequence_count(call) > (size_t)c->soft_sequences) return MOE_ERR_ARGUMENT;
@@ -3409,7 +3983,10 @@ static int moei_finite_logits(const moei_pass *s, size_t columns) {
 
 static moe_status moei_route_score(moei_pass *s) {
     moei_scores[s->c->score].forward(s);
+    if (s->status != MOE_OK) return s->status;
     moei_route_noise(s);
+    if (s->c->student)
+        moei_affine(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_STUDENT), NULL, s->r->student_logits);
     return moei_finite_logits(s, s->experts) ? MOE_OK : MOE_ERR_NONFINITE;
 }
 
@@ -3422,13 +3999,14 @@ static void moei_route_gate(moei_pass *s) {
 }
 
 static moe_status moei_route_select(moei_pass *s) {
+    const moei_select *select = &moei_selects[s->call->given != NULL ? (int)MOE_SELECT_GIVEN : s->c->select];
     moe_status status;
     size_t t, i;
     for (t = 0; t < s->n; t++) s->r->n_choices[t] = 0;
     memset(s->r->selected, 0, s->n * s->experts);
-    status = moei_selects[s->c->select].choose(s);
+    status = select->choose(s);
     if (status != MOE_OK) return status;
-    for (t = 0; t < s->n && !moei_selects[s->c->select].ranked; t++) {
+    for (t = 0; t < s->n && !select->ranked; t++) {
         s->r->n_choices[t] = 0;
         if (moei_is_real(s->call, t)) moei_rank_marked(s, t);
     }
@@ -3468,12 +4046,52 @@ static void moei_route_weight(moei_pass *s) {
     }
 }
 
+/* The largest |cos| between a real token and a gating vector: the tokens [n,width] that the score compares, times W. */
+static moe_real moei_largest_cosine(const moei_pass *s, size_t width) {
+    const moe_real *v = s->c->score == MOE_SCORE_COSINE ? moei_cosine_tokens(s) : s->r->u, *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
+    moe_real largest = MOEI_R(0.0), *product = s->r->weights, over_block = MOEI_F(sqrt)((moe_real)s->experts / (moe_real)s->d); /* weights come later */
+    size_t t, e, q, block = s->d / s->experts;
+    if (w != NULL) moei_affine(s->router->kernels, s->n, s->experts, width, v, w, NULL, product);
+    for (t = 0; t < s->n; t++) {
+        moe_real inverse = moei_is_real(s->call, t) ? moei_inverse_length(v + t * width, width) : MOEI_R(0.0), cosine;
+        for (e = 0; e < s->experts; e++) {
+            if (w != NULL) cosine = product[t * s->experts + e] * moei_inverse_length(w + e * width, width) * inverse;
+            else /* grap: a gating vector is 1 on its block of features */
+                for (cosine = MOEI_R(0.0), q = 0; q < block; q++) cosine += v[t * width + e * block + q] * inverse * over_block;
+            if (MOEI_F(fabs)(cosine) > largest) largest = MOEI_F(fabs)(cosine);
+        }
+    }
+    return largest < MOEI_R(1.0) ? largest : MOEI_R(1.0);
+}
+
+/* Raises capacity_min to C_min = exp(d delta^2 / (2 - delta^2)) / E, in logarithms so that it cannot overflow; the state keeps at most 2^24. */
+static void moei_route_bound(moei_pass *s) {
+    const moe_real *state = moei_tensor(s, MOE_ROUTER_CAPACITY);
+    size_t width = s->c->score == MOE_SCORE_COSINE ? moei_cosine_width(s) : s->d, least;
+    moe_real delta, log_bound, bound = state != NULL ? state[0] : MOEI_R(0.0);
+    if (s->c->capacity_bound == MOE_BOUND_NONE) return;
+    if (s->c->capacity_bound == MOE_BOUND_EVERY || !(bound > MOEI_R(0.0))) {
+        delta = moei_largest_cosine(s, width);
+        log_bound = (moe_real)width * delta * delta / (MOEI_R(2.0) - delta * delta) - MOEI_F(log)((moe_real)s->experts);
+        if (log_bound > MOEI_F(log)(MOEI_R(16777216.0))) s->r->bound_now = MOEI_R(16777216.0);
+        else s->r->bound_now = MOEI_F(exp)(log_bound);
+        s->r->capacity_bound = log_bound;
+        if (bound > MOEI_R(0.0)) bound = s->c->capacity_rho * bound + (MOEI_R(1.0) - s->c->capacity_rho) * s->r->bound_now;
+        else bound = s->r->bound_now;
+        s->r->bound_now = bound;
+    } else s->r->capacity_bound = MOEI_F(log)(bound);
+    s->r->capacity_clamped = bound > (moe_real)s->r->n_real;
+    least = s->r->capacity_clamped ? s->r->n_real : (size_t)MOEI_F(ceil)(bound);
+    if (least > (size_t)s->effective.capacity_min) s->effective.capacity_min = least < MOE_MAX_WIDTH ? (int)least : (int)MOE_MAX_WIDTH;
+}
+
 /* C, the most pairs that an expert takes; 0 means no limit. expert_choice and affinity have limits of their own. */
 static size_t moei_capacity(const moei_pass *s) {
     moe_real factor = s->call->training ? s->c->capacity_factor : s->c->capacity_factor_eval, even;
     size_t capacity = (size_t)s->c->drop_capacity, least = (size_t)s->c->capacity_min, most = s->r->n_real;
     if (capacity == 0) {
-        if (!(factor > MOEI_R(0.0)) || s->c->select == MOE_SELECT_EXPERT_CHOICE || s->c->select == MOE_SELECT_AFFINITY) return 0;
+        if (s->c->select == MOE_SELECT_EXPERT_CHOICE || s->c->select == MOE_SELECT_AFFINITY) return 0;
+        if (!(factor > MOEI_R(0.0)) && s->c->capacity_bound == MOE_BOUND_NONE) return 0;
         even = MOEI_F(ceil)(factor * (moe_real)s->c->top_k * (moe_real)most / (moe_real)s->experts);
         capacity = even >= (moe_real)most ? most : (size_t)even;
         if (capacity < least) capacity = least;
@@ -3564,6 +4182,7 @@ static void moei_route_capacity(moei_pass *s) {
     moe_routing *r = s->r;
     size_t capacity = moei_capacity(s), t, i, cell;
     memset(r->kept, 1, s->n * r->max_choices);
+    r->capacity = capacity;
     moei_drop_by_rule(s);
     if (capacity > 0 && s->c->drop_order == MOE_DROP_SCORE) moei_drop_by_score(s, capacity);
     else if (capacity > 0) moei_drop_by_rank(s, capacity);
@@ -3659,17 +4278,17 @@ static void moei_route_losses(moei_pass *s) {
 }
 #endif
 
-static moei_pass moei_pass_begin(const moe_router *router, const moe_call *call, moe_routing *r) {
-    moei_pass s;
-    memset(&s, 0, sizeof s);
-    s.router = router;
-    s.c = &router->config;
-    s.call = call;
-    s.r = r;
-    s.n = call->n_tokens;
-    s.experts = (size_t)router->config.n_experts;
-    s.d = (size_t)router->config.d_model;
-    return s;
+static void moei_pass_begin(moei_pass *s, const moe_router *router, const moe_call *call, moe_routing *r) {
+    memset(s, 0, sizeof *s);
+    s->router = router;
+    s->effective = router->config;
+    s->c = &s->effective;
+    s->call = call;
+    s->r = r;
+    s->n = call->n_tokens;
+    s->experts = (size_t)router->config.n_experts;
+    s->d = (size_t)router->config.d_model;
+    moei_schedule(s);
 }
 
 /* A call without tokens: an empty plan. */
@@ -3690,7 +4309,7 @@ moe_status moe_route(const moe_router *router, const moe_call *call, void *memor
     moei_route_layout(router, call->n_tokens, call->training, &l, &r);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     if (l.used > size) return MOE_ERR_SPACE;
-    s = moei_pass_begin(router, call, &r);
+    moei_pass_begin(&s, router, call, &r);
     if (s.n == 0) {
         moei_route_nothing(&r);
         *routing = r;
@@ -3705,6 +4324,7 @@ moe_status moe_route(const moe_router *router, const moe_call *call, void *memor
     }
     status = moei_route_score(&s);
     if (status != MOE_OK) return status;
+    moei_route_bound(&s);
     moei_route_gate(&s);
     moei_route_refine(&s);
     status = moei_route_select(&s);
@@ -3854,7 +4474,7 @@ moe_status moe_route_backward(const moe_router *router, const moe_call *call, mo
     if (router == NULL || call == NULL || routing == NULL) return MOE_ERR_ARGUMENT;
     if (routing->d_logits == NULL || !call->training) return MOE_ERR_STATE;
     if (call->n_tokens == 0) return MOE_OK;
-    s = moei_pass_begin(router, call, routing);
+    moei_pass_begin(&s, router, call, routing);
     s.d_tensors = d_tensors;
     s.d_nodes = d_nodes;
     cells = s.n * (moei_is_soft(s.c) ? moei_slot_total(s.c) : s.experts) * sizeof(moe_real);
@@ -3873,6 +4493,7 @@ moe_status moe_route_backward(const moe_router *router, const moe_call *call, mo
         memset(routing->d_clean_gate, 0, cells);
         memset(routing->d_noise, 0, cells);
     }
+    if (routing->d_student != NULL) memset(routing->d_student, 0, cells);
     for (loss = 0; loss < MOE_LOSS_COUNT; loss++) {
         moe_real factor = moei_loss_factor(s.c, loss);
         if (factor > MOEI_R(0.0) && routing->n_real > 0) (void)moei_losses[loss].value(&s, factor, 1);
@@ -3883,11 +4504,106 @@ moe_status moe_route_backward(const moe_router *router, const moe_call *call, mo
     moei_backward_gate(&s);
     moei_noise_backward(&s);
     moei_scores[s.c->score].backward(&s);
+    if (routing->d_student != NULL && !s.frozen)
+        moei_affine_backward(s.router->kernels, s.n, s.experts, s.d, routing->u, moei_tensor(&s, MOE_ROUTER_STUDENT), routing->d_student, routing->d_input,
+                             moei_gradient(&s, MOE_ROUTER_STUDENT), NULL);
     moei_backward_input(&s, dx);
+    return s.status;
+}
+
+/* ==== state =============================================================================================================================== */
+
+/* Whether every state tensor of the router has memory in state. */
+static int moei_state_fits(const moe_router *router, moe_real *const *state) {
+    moe_slot slot;
+    int place;
+    for (place = 0; place < MOE_ROUTER_SLOTS; place++)
+        if (moe_router_slot(&router->config, place, &slot) == MOE_OK && (slot.flags & (unsigned)MOE_PARAM_STATE) != 0 && state[place] == NULL) return 0;
+    return 1;
+}
+
+/* table <- rho table + (1 - rho) M for the clusters of at least two tokens, M as in mode paper. scratch [2,d]. */
+static void moei_observe_clusters(const moei_pass *s, moe_real *table) {
+    moe_real *m = s->r->clusters, rho = s->c->ac_rho;
+    size_t k, q;
+    for (k = 0; k < s->experts; k++) {
+        if (moei_cluster_spread(s, s->call->previous_input, (int32_t)k, m, s->r->clusters + s->d) < 2) continue;
+        if (s->c->ac_lambda > MOEI_R(0.0)) moei_exact_weights(m, s->d, s->c->ac_lambda);
+        else moei_paper_weights(m, s->d);
+        for (q = 0; q < s->d; q++) table[k * s->d + q] = rho * table[k * s->d + q] + (MOEI_R(1.0) - rho) * m[q];
+    }
+}
+
+moe_status moe_router_observe(const moe_router *router, const moe_call *call, const moe_routing *routing, moe_real *const *state) {
+    moei_pass s;
+    moe_routing r;
+    size_t e;
+    moe_real *load;
+    if (router == NULL || call == NULL || routing == NULL || state == NULL || !moei_state_fits(router, state)) return MOE_ERR_ARGUMENT;
+    if (!call->training) return MOE_ERR_STATE;
+    if (call->n_tokens == 0 || routing->n_real == 0) return MOE_OK;
+    r = *routing;
+    moei_pass_begin(&s, router, call, &r);
+    load = state[MOE_ROUTER_LOAD];
+    if (router->config.input == MOE_INPUT_ADAPTIVE_CLUSTERING && router->config.ac_mode == MOE_AC_RUNNING) {
+        if (call->previous_input == NULL) return MOE_ERR_ARGUMENT;
+        if (!s.frozen) moei_observe_clusters(&s, state[MOE_ROUTER_AC_RUNNING]);
+    }
+    for (e = 0; e < s.experts && load != NULL; e++) load[e] += (moe_real)r.counts[e];
+    if (load != NULL) load[s.experts] += (moe_real)r.n_real;
+    if (state[MOE_ROUTER_CAPACITY] != NULL && r.bound_now > MOEI_R(0.0)) state[MOE_ROUTER_CAPACITY][0] = r.bound_now;
+    return MOE_OK;
+}
+
+/* b_e += gamma sign(mean n - n_e) */
+static void moei_advance_bias(const moe_router_config *c, const moe_real *load, moe_real *bias) {
+    moe_real mean = MOEI_R(0.0), gap;
+    int e;
+    for (e = 0; e < c->n_experts; e++) mean += load[e] / (moe_real)c->n_experts;
+    for (e = 0; e < c->n_experts; e++) {
+        gap = mean - load[e];
+        if (gap > MOEI_R(0.0)) bias[e] += c->bias_rate;
+        if (gap < MOEI_R(0.0)) bias[e] -= c->bias_rate;
+    }
+}
+
+/* The factor grows while fewer than 1 - K/E of the pairs are zero. */
+static void moei_advance_l1(const moe_router_config *c, const moe_real *load, moe_real *factor) {
+    moe_real pairs = MOEI_R(0.0), all = load[c->n_experts] * (moe_real)c->n_experts, wanted = MOEI_R(1.0) - (moe_real)c->top_k / (moe_real)c->n_experts, next;
+    int e;
+    for (e = 0; e < c->n_experts; e++) pairs += load[e];
+    next = MOEI_R(1.0) - pairs / all < wanted ? *factor * MOEI_R(1.2) : *factor / MOEI_R(1.2);
+    if (next > MOEI_R(1e-30) && next < MOEI_R(1e30)) *factor = next;
+}
+
+moe_status moe_router_advance(const moe_router *router, moe_real *const *state) {
+    const moe_router_config *c;
+    moe_real *step, *load;
+    int e, frozen;
+    if (router == NULL || state == NULL || !moei_state_fits(router, state)) return MOE_ERR_ARGUMENT;
+    c = &router->config, step = state[MOE_ROUTER_STEP], load = state[MOE_ROUTER_LOAD];
+    frozen = c->freeze_at > 0 && step[0] >= (moe_real)c->freeze_at;
+    if (load != NULL && load[c->n_experts] > MOEI_R(0.0)) {
+        if (c->bias_rate > MOEI_R(0.0) && !frozen) moei_advance_bias(c, load, state[MOE_ROUTER_SELECTION_BIAS]);
+        if (c->l1_controller && !frozen) moei_advance_l1(c, load, state[MOE_ROUTER_L1]);
+        for (e = 0; e <= c->n_experts; e++) load[e] = MOEI_R(0.0);
+    }
+    if (step != NULL && step[0] < MOEI_R(16777216.0)) step[0] += MOEI_R(1.0);
     return MOE_OK;
 }
 
 #endif
+
+moe_status moe_recorded_choices(const moe_routing *routing, int keep_dropped, int32_t *given) {
+    size_t t, i;
+    if (routing == NULL || (routing->n_tokens > 0 && given == NULL) || routing->plan.rows > 0) return MOE_ERR_ARGUMENT;
+    for (t = 0; t < routing->n_tokens; t++)
+        for (i = 0; i < routing->max_choices; i++) {
+            size_t at = t * routing->max_choices + i;
+            given[at] = i < (size_t)routing->n_choices[t] && (keep_dropped || routing->kept[at]) ? routing->choices[at] : -1;
+        }
+    return MOE_OK;
+}
 
 /* ==== metrics =========================================================================================================== */
 
@@ -4237,6 +4953,40 @@ moe_status moe_fluctuation(size_t n, const int32_t *before, const int32_t *after
         if (before[t] != after[t]) changed++;
     }
     *share = moei_share((double)changed, (double)real);
+    return MOE_OK;
+}
+
+size_t moe_instability_scratch(size_t e1, size_t e2) {
+    size_t cells, bytes;
+    if (e1 >= (size_t)-1 || e2 >= (size_t)-1 || !moei_mul(e1 + 1, e2 + 1, &cells) || !moei_mul(cells, sizeof(double), &bytes)) return 0;
+    return cells;
+}
+
+/* Pairs among n. */
+static double moei_pairs(double n) { return n * (n - 1.0) / 2.0; }
+
+/* With the table of tokens per pair of experts: pairs together at both layers come from its cells, at one layer from its sums. */
+moe_status moe_instability(size_t n, const int32_t *first, size_t e1, const int32_t *second, size_t e2, const unsigned char *mask, double *scratch,
+                           moe_instability_report *report) {
+    size_t cells = moe_instability_scratch(e1, e2), t, a, b, width = e2 + 1;
+    double real = 0.0, both = 0.0, one = 0.0, two = 0.0, all;
+    if (report == NULL || scratch == NULL || cells == 0 || (n > 0 && (first == NULL || second == NULL))) return MOE_ERR_ARGUMENT;
+    for (t = 0; t < n; t++)
+        if (moei_unmasked(mask, t) && (first[t] < -1 || second[t] < -1 || (first[t] >= 0 && (size_t)first[t] >= e1) || (second[t] >= 0 && (size_t)second[t] >= e2)))
+            return MOE_ERR_ARGUMENT;
+    moei_zeros(cells, scratch); /* row and column 0: without an expert */
+    for (t = 0; t < n; t++)
+        if (moei_unmasked(mask, t)) scratch[(size_t)(first[t] + 1) * width + (size_t)(second[t] + 1)] += 1.0, real += 1.0;
+    for (a = 1; a <= e1; a++) {
+        one += moei_pairs(moei_row_sum(width, scratch + a * width));
+        for (b = 1; b <= e2; b++) both += moei_pairs(scratch[a * width + b]);
+    }
+    for (b = 1; b <= e2; b++) two += moei_pairs(moei_column_sum(e1 + 1, width, scratch, b));
+    all = moei_pairs(real);
+    report->q1 = moei_share(one, all);
+    report->q2 = moei_share(two, all);
+    report->instability = moei_share(one + two - 2.0 * both, all);
+    report->chance = report->q1 * (1.0 - report->q2) + report->q2 * (1.0 - report->q1);
     return MOE_OK;
 }
 
