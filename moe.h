@@ -168,6 +168,9 @@
 #define moe_net_zero_gradients moe_net_zero_gradients_f64
 #define moe_squared_error moe_squared_error_f64
 #define moe_trainer_free moe_trainer_free_f64
+#define moe_modular_init moe_modular_init_f64
+#define moe_modular_free moe_modular_free_f64
+#define moe_modular_step moe_modular_step_f64
 #define moe_trainer_init moe_trainer_init_f64
 #define moe_trainer_step moe_trainer_step_f64
 #endif
@@ -589,6 +592,8 @@ typedef struct moe_data {
     const moe_real *x;       /* [n,d_in] */
     const int32_t *labels;   /* [n] for cross-entropy */
     const moe_real *targets; /* [n,d_out] for squared error */
+    const moe_call *call;    /* moe_trainer_step: what else routers read (token_ids, sequences, given, teacher, attention_weights, ...), for these n rows;
+                                its n_tokens, x, training and rng are not used. NULL: nothing. moe_fit and moe_evaluate take none */
 } moe_data;
 
 /* How good a net is on some samples. */
@@ -648,15 +653,49 @@ typedef struct moe_step {
 } moe_step;
 
 /* Checks config (NULL: {0}) and makes a trainer for net, which must outlive it and stay where it is. MOE_ERR_STATE: net is not built with
-   trainable = 1. MOE_ERR_CONFIG: a field is out of range, or a router needs more than x (token ids, attention, given indices, a teacher). MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *trainer is untouched. */
+   trainable = 1. MOE_ERR_CONFIG: a field is out of range. MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *trainer is untouched. */
 MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error);
-/* One step on 1..config.batch samples: gradients to 0, forward, loss, backward, clip, optimiser. Frozen tensors and state stay as they
-   are, and biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and the label),
-   MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss or gradient is not finite, or the gradient's norm is beyond
+/* One step on 1..config.batch samples: gradients to 0, forward, loss, backward, clip, state of the routers, optimiser. Frozen tensors stay as they
+   are, and biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and the label, or the router that needs
+   more than x and what batch->call lacks), MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss or gradient is not finite, or the gradient's norm is beyond
    1e19 (1e150 in the double build). After a failure only the gradients have changed. step may be NULL. Allocates nothing. */
 MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
 /* Gives back what init took; the net stays. {0}, NULL and a second call are harmless. */
 MOE_API void moe_trainer_free(moe_trainer *trainer);
+
+/* Modular networks (Kirsch, Kunze, Barber 2018, Modular networks: learning to decompose neural computation): every mixture layer's gate chooses one of its
+   modules, and the choices are latent: hard EM. Every mixture of the trainer's net has select = sample, top_k = 1 and loss_distill > 0 without
+   student (by which its gate learns the assigned choices); weight = one leaves the modules unweighted. By gradient instead: weight = raw, moe_fit. */
+typedef struct moe_modular {
+    moe_trainer *trainer;
+    /* Private to moe.h; owned. */
+    void *memory;
+    size_t memory_size;
+    moe_real *teacher;
+    size_t n_teacher, n_mixtures;
+    int32_t *candidate;
+    double *best, *drawn;
+    unsigned char *changed;
+    void *net_work;
+    size_t net_size;
+} moe_modular;
+
+/* What one step of EM saw. */
+typedef struct moe_modular_step_result {
+    double log_likelihood; /* mean over the samples of -loss + sum over layers of ln p(choice), of the assigned choices, before the M-steps */
+    double changed;        /* share of the samples whose assignment the E-step changed */
+    moe_step last;         /* of the last M-step */
+} moe_modular_step_result;
+
+/* Takes memory for batches of the trainer's size; the trainer must outlive it. MOE_ERR_CONFIG: error names the layer that is not as above. */
+MOE_API moe_status moe_modular_init(moe_modular *modular, moe_trainer *trainer, moe_error *error);
+MOE_API void moe_modular_free(moe_modular *modular);
+/* choices [mixtures,n] is the caller's and is kept from one step to the next for the same batch: the module of each sample at each mixture layer, -1 at
+   first. E: of the present choices and `draws` ones drawn from the gates, the best by -loss + sum ln p; so this sum never falls. M: m_steps steps of
+   the trainer on the assigned choices. result may be NULL. Errors as moe_trainer_step, choices then hold what the E-step found; draws, m_steps: 0 or
+   more (0 draws need choices). */
+MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int draws, int m_steps, int32_t *choices, moe_modular_step_result *result,
+                                    moe_error *error);
 
 /* Trains net on train for config.epochs, in a new random order each epoch, and evaluates on test (NULL or n = 0: none) after each. All data
    is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle, or
@@ -3964,6 +4003,11 @@ static moe_status moei_data_check(const moe_net *net, const moe_data *data, int 
     return MOE_OK;
 }
 
+/* Where samples are shuffled or cut into batches, what else routers read would have to be as well. */
+static moe_status moei_samples_alone(const moe_data *data, moe_error *error) {
+    return data->call == NULL ? MOE_OK : moei_error(error, MOE_ERR_ARGUMENT, "call must be NULL here: only moe_trainer_step takes it");
+}
+
 /* Samples from..from+n-1. */
 static moe_data moei_data_part(const moe_net *net, const moe_data *data, size_t from, size_t n) {
     moe_data part = *data;
@@ -4040,6 +4084,7 @@ moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion,
     if (criterion < 0 || criterion >= MOE_CRITERION_COUNT)
         return moei_error(error, MOE_ERR_ARGUMENT, "criterion = %d: there is no such one", criterion);
     status = moei_data_check(net, data, criterion, error);
+    if (status == MOE_OK) status = moei_samples_alone(data, error);
     if (status != MOE_OK) return status;
     status = moei_evaluate_size(net, data->n, &size);
     if (status != MOE_OK) return moei_error(error, status, "work memory: %s", moe_status_text(status));
@@ -4106,18 +4151,23 @@ static moe_status moei_batch_layout(const moe_trainer *trainer, moei_layout *l, 
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
-/* Samples have nothing but x for a router to read. */
-static moe_status moei_trainer_check_routers(const moe_net *net, moe_error *error) {
-    static const unsigned beyond[] = {MOE_TRAIT_NEEDS_TOKEN_IDS, MOE_TRAIT_NEEDS_ATTENTION, MOE_TRAIT_NEEDS_GIVEN};
-    size_t i, k;
+/* Whether the routers find what they read beside x in call (NULL: nothing). */
+static moe_status moei_routers_check(const moe_net *net, const moe_call *call, moe_error *error) {
+    size_t i;
     for (i = 0; i < net->n_modules; i++) {
-        unsigned traits = net->modules[i].kind == MOE_MODULE_MIXTURE ? moe_router_traits(&net->modules[i].layer.config.router) : 0;
-        for (k = 0; k < sizeof beyond / sizeof beyond[0]; k++)
-            if ((traits & beyond[k]) != 0)
-                return moei_error(error, MOE_ERR_CONFIG, "module %z (mixture): its router has the trait %s, but samples have only x", i,
-                                  moe_trait_name(beyond[k]));
-        if (traits != 0 && net->modules[i].layer.config.router.loss_distill > MOEI_R(0.0) && !net->modules[i].layer.config.router.student)
-            return moei_error(error, MOE_ERR_CONFIG, "module %z (mixture): loss_distill needs a teacher, but samples have only x; student = 1 needs none", i);
+        const moe_router_config *c = &net->modules[i].layer.config.router;
+        unsigned traits, lacks = 0;
+        if (net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
+        traits = moe_router_traits(c);
+        if (call == NULL || call->token_ids == NULL) lacks |= MOE_TRAIT_NEEDS_TOKEN_IDS;
+        if (call == NULL || call->attention_weights == NULL || call->attention_outputs == NULL) lacks |= MOE_TRAIT_NEEDS_ATTENTION;
+        if (call == NULL || call->given == NULL) lacks |= MOE_TRAIT_NEEDS_GIVEN;
+        lacks &= traits;
+        if (lacks != 0)
+            return moei_error(error, MOE_ERR_ARGUMENT, "module %z (mixture): its router has the trait %s, but the samples have only x", i,
+                              moe_trait_name(lacks & (~lacks + 1u)));
+        if (c->loss_distill > MOEI_R(0.0) && !c->student && (call == NULL || call->teacher == NULL))
+            return moei_error(error, MOE_ERR_ARGUMENT, "module %z (mixture): loss_distill needs a teacher, but the samples have only x; student = 1 needs none", i);
     }
     return MOE_OK;
 }
@@ -4151,7 +4201,6 @@ moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_
     memset(&made, 0, sizeof made);
     made.net = net;
     status = moei_train_check(config, &made.config, error);
-    if (status == MOE_OK) status = moei_trainer_check_routers(net, error);
     if (status == MOE_OK) status = moei_trainer_allocate(&made, error);
     if (status != MOE_OK) return status;
     moe_rng_seed(&made.rng, made.config.seed);
@@ -4178,6 +4227,7 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, m
     int loss;
     moe_status status = moei_batch_layout(t, &l, &batch);
     memset(&call, 0, sizeof call);
+    if (data->call != NULL) call = *data->call;
     call.n_tokens = data->n;
     call.x = data->x;
     call.training = 1;
@@ -4272,6 +4322,7 @@ moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_ste
     if (!moe_is_finite(trainer->rate))
         return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
     status = moei_data_check(trainer->net, batch, trainer->config.criterion, error);
+    if (status == MOE_OK) status = moei_routers_check(trainer->net, batch->call, error);
     if (status != MOE_OK) return status;
     rng = trainer->rng;
     status = moei_trainer_gradients(trainer, batch, &pass, &made, error);
@@ -4290,6 +4341,153 @@ moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_ste
                                      : MOEI_R(1.0));
     if (step != NULL) *step = made;
     return MOE_OK;
+}
+
+/* ---- modular networks ------------------------------------------------------------------------------------------------------------ */
+
+static moe_status moei_modular_layout(moe_modular *m, moei_layout *l) {
+    const moe_net *net = m->trainer->net;
+    size_t n = (size_t)m->trainer->config.batch, experts = 0, i;
+    moe_status status = moe_net_work_size(net, n, 1, &m->net_size);
+    if (status != MOE_OK) return status;
+    for (i = 0, m->n_mixtures = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE) experts += (size_t)net->modules[i].layer.config.router.n_experts, m->n_mixtures++;
+    if (!moei_mul(n, experts, &m->n_teacher)) return MOE_ERR_OVERFLOW;
+    m->teacher = moei_take_reals(l, m->n_teacher, 1);
+    m->candidate = (int32_t *)moei_take(l, n, m->n_mixtures * sizeof(int32_t));
+    m->best = (double *)moei_take(l, n, sizeof(double));
+    m->drawn = (double *)moei_take(l, n, sizeof(double));
+    m->changed = (unsigned char *)moei_take(l, n, 1);
+    m->net_work = moei_take(l, m->net_size, 1);
+    return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
+}
+
+moe_status moe_modular_init(moe_modular *modular, moe_trainer *trainer, moe_error *error) {
+    moei_layout l = moei_layout_begin(NULL);
+    moe_modular made;
+    moe_status status;
+    size_t i;
+    if (modular == NULL || trainer == NULL || trainer->net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "modular and trainer must not be NULL");
+    for (i = 0; i < trainer->net->n_modules; i++) {
+        const moe_router_config *c = &trainer->net->modules[i].layer.config.router;
+        if (trainer->net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
+        if (c->select != MOE_SELECT_SAMPLE || c->top_k != 1 || c->k_end > 1 || c->student || !(c->loss_distill > MOEI_R(0.0)))
+            return moei_error(error, MOE_ERR_CONFIG, "module %z (mixture): a modular network needs select = sample, top_k = 1 and loss_distill without student", i);
+    }
+    memset(&made, 0, sizeof made);
+    made.trainer = trainer;
+    status = moei_modular_layout(&made, &l);
+    if (status != MOE_OK) return moei_error(error, status, "batch = %d: %s", trainer->config.batch, moe_status_text(status));
+    if (made.n_mixtures == 0) return moei_error(error, MOE_ERR_CONFIG, "the net has no mixture layer");
+    made.memory_size = l.used;
+    made.memory = moei_alloc(&trainer->net->allocator, made.memory_size, 1);
+    if (made.memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of work", made.memory_size);
+    l = moei_layout_begin(made.memory);
+    (void)moei_modular_layout(&made, &l);
+    *modular = made;
+    return MOE_OK;
+}
+
+void moe_modular_free(moe_modular *modular) {
+    if (modular == NULL || modular->memory == NULL) return;
+    moei_free(&modular->trainer->net->allocator, modular->memory, modular->memory_size);
+    memset(modular, 0, sizeof *modular);
+}
+
+/* One pass: with given choices, or (NULL) drawn ones, which go to m->candidate. scores[n] receives -loss + sum ln p(choice) of each sample. */
+static moe_status moei_modular_pass(moe_modular *m, const moe_data *batch, const int32_t *given, double *scores) {
+    const moe_net *net = m->trainer->net;
+    moe_net_pass pass;
+    moe_call call;
+    moe_status status;
+    size_t i, t, at = 0, width = (size_t)net->d_out;
+    memset(&call, 0, sizeof call);
+    if (batch->call != NULL) call = *batch->call;
+    call.n_tokens = batch->n, call.x = batch->x, call.training = 1, call.rng = &m->trainer->rng;
+    call.given = given, call.teacher = m->teacher;
+    status = moe_net_forward(net, &call, m->net_work, m->net_size, &pass);
+    if (status != MOE_OK) return status;
+    for (t = 0; t < batch->n; t++) {
+        moe_data row = moei_data_part(net, batch, t, 1);
+        scores[t] = -(double)moei_criterion(m->trainer->config.criterion, net, &row, pass.y + t * width, NULL);
+        if (!(scores[t] > -HUGE_VAL)) return MOE_ERR_NONFINITE;
+    }
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_routing *r = moe_net_routing(net, &pass, i);
+        for (t = 0; r != NULL && t < batch->n; t++, at++) {
+            double p = r->n_choices[t] > 0 ? (double)r->probabilities[t * r->n_experts + (size_t)r->choices[t]] : 0.0;
+            m->candidate[at] = r->n_choices[t] > 0 ? r->choices[t] : -1;
+            scores[t] += log(p > 1e-300 ? p : 1e-300);
+        }
+    }
+    return MOE_OK;
+}
+
+/* E: choices become the best of themselves and the draws. */
+static moe_status moei_modular_expect(moe_modular *m, const moe_data *batch, int draws, int32_t *choices) {
+    size_t n = batch->n, t, i;
+    int draw, known = 1;
+    moe_status status;
+    for (i = 0; i < m->n_teacher; i++) m->teacher[i] = MOEI_R(0.0); /* its loss is not used here */
+    for (i = 0; i < n * m->n_mixtures; i++) known &= choices[i] >= 0;
+    if (!known && draws < 1) return MOE_ERR_ARGUMENT;
+    for (t = 0; t < n; t++) m->best[t] = -HUGE_VAL, m->changed[t] = 0;
+    if (known && (status = moei_modular_pass(m, batch, choices, m->best)) != MOE_OK) return status;
+    for (draw = 0; draw < draws; draw++) {
+        status = moei_modular_pass(m, batch, NULL, m->drawn);
+        if (status != MOE_OK) return status;
+        for (t = 0; t < n; t++) {
+            if (!(m->drawn[t] > m->best[t])) continue;
+            m->best[t] = m->drawn[t];
+            for (i = t; i < n * m->n_mixtures; i += n)
+                if (choices[i] != m->candidate[i]) choices[i] = m->candidate[i], m->changed[t] = 1;
+        }
+    }
+    return MOE_OK;
+}
+
+/* The assigned choices as a teacher of the gates: 1 at the assigned module, 0 elsewhere. */
+static void moei_modular_teach(moe_modular *m, size_t n, const int32_t *choices) {
+    const moe_net *net = m->trainer->net;
+    moe_real *teacher = m->teacher;
+    size_t i, t;
+    for (i = 0; i < m->n_teacher; i++) teacher[i] = MOEI_R(0.0);
+    for (i = 0; i < net->n_modules; i++) {
+        size_t experts = (size_t)net->modules[i].layer.config.router.n_experts;
+        if (net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
+        for (t = 0; t < n; t++) teacher[t * experts + (size_t)*choices++] = MOEI_R(1.0);
+        teacher += n * experts;
+    }
+}
+
+moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int draws, int m_steps, int32_t *choices, moe_modular_step_result *result,
+                            moe_error *error) {
+    moe_modular *m = modular;
+    moe_modular_step_result made;
+    moe_data assigned;
+    moe_call call;
+    moe_status status;
+    size_t t;
+    int step;
+    memset(&made, 0, sizeof made);
+    memset(&call, 0, sizeof call);
+    if (m == NULL || batch == NULL || choices == NULL || m->memory == NULL || draws < 0 || m_steps < 0)
+        return moei_error(error, MOE_ERR_ARGUMENT, "modular, batch and choices must not be NULL, draws and m_steps not negative");
+    if (batch->n < 1 || batch->n > (size_t)m->trainer->config.batch)
+        return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be 1 to batch = %d", batch->n, m->trainer->config.batch);
+    status = moei_data_check(m->trainer->net, batch, m->trainer->config.criterion, error);
+    if (status != MOE_OK) return status;
+    status = moei_modular_expect(m, batch, draws, choices);
+    if (status != MOE_OK) return moei_error(error, status, "the E-step: %s", moe_status_text(status));
+    for (t = 0; t < batch->n; t++) made.log_likelihood += m->best[t] / (double)batch->n, made.changed += m->changed[t] / (double)batch->n;
+    moei_modular_teach(m, batch->n, choices);
+    if (batch->call != NULL) call = *batch->call;
+    call.given = choices, call.teacher = m->teacher;
+    assigned = *batch;
+    assigned.call = &call;
+    for (step = 0; step < m_steps && status == MOE_OK; step++) status = moe_trainer_step(m->trainer, &assigned, &made.last, error);
+    if (status == MOE_OK && result != NULL) *result = made;
+    return status;
 }
 
 /* ---- fit ----------------------------------------------------------------------------------------------------------------------- */
@@ -4329,6 +4527,9 @@ static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_conf
     moe_status status = moe_trainer_init(&f->trainer, net, config, error);
     if (status != MOE_OK) return status;
     status = moei_data_check(net, f->train, f->trainer.config.criterion, error);
+    if (status == MOE_OK) status = moei_samples_alone(f->train, error);
+    if (status == MOE_OK && f->test != NULL) status = moei_samples_alone(f->test, error);
+    if (status == MOE_OK) status = moei_routers_check(net, NULL, error);
     if (status == MOE_OK && f->train->n == 0) status = moei_error(error, MOE_ERR_ARGUMENT, "there are no samples to train on");
     if (status == MOE_OK && f->test != NULL) status = moei_data_check(net, f->test, f->trainer.config.criterion, error);
     if (status != MOE_OK) return status;
@@ -4357,6 +4558,7 @@ static void moei_fit_shuffle(moei_fit *f) {
 static moe_data moei_fit_batch(moei_fit *f, size_t from) {
     size_t d = (size_t)f->trainer.net->d_in, o = (size_t)f->trainer.net->d_out, i;
     moe_data batch;
+    batch.call = NULL;
     batch.n = f->train->n - from;
     if (batch.n > (size_t)f->trainer.config.batch) batch.n = (size_t)f->trainer.config.batch;
     for (i = 0; i < batch.n; i++) {
