@@ -2104,7 +2104,7 @@ static moe_status moei_select_top_k(moei_pass *s) {
         else if (bias != NULL) {
             for (e = 0; e < s->experts; e++) s->r->row[e] = score[e] + bias[e];
             score = s->r->row;
-        } else if (moei_gates[s->c->gate].select_by_logits && s->c->refine == MOE_REFINE_NONE)
+        } else if ((moei_gates[s->c->gate].select_by_logits && s->c->refine == MOE_REFINE_NONE) || s->c->weight == MOE_WEIGHT_SPARSEMIXER)
             score = s->r->logits + t * s->experts;
         s->r->n_choices[t] = (int32_t)moe_top_k(s->experts, score, (size_t)s->c->top_k, s->r->choices + t * s->r->max_choices);
     }
@@ -3182,6 +3182,8 @@ static moe_status moei_router_clashes(const moe_router_config *c, moe_error *err
             moe_field_text(field, c, value, sizeof value);
             return moei_error(error, MOE_ERR_CONFIG, "%s = %s does not go with select = soft: it takes no part there", field->name, value);
         }
+        if (c->scale < MOEI_R(1.0) || c->scale > MOEI_R(1.0))
+            return moei_error(error, MOE_ERR_CONFIG, "scale = %g does not go with select = soft: it takes no part there", (double)c->scale);
     } else if (c->slots > 1 || c->soft_normalise || c->soft_sequences > 1)
         return moei_error(error, MOE_ERR_CONFIG, "%s is set but select = %s: it belongs to select = soft",
                           c->slots > 1 ? "slots" : c->soft_normalise ? "soft_normalise" : "soft_sequences", moei_select_names[c->select]);
@@ -3219,8 +3221,6 @@ static moe_status moei_router_clashes(const moe_router_config *c, moe_error *err
         return moei_error(error, MOE_ERR_CONFIG, "table_size = %d does not go with select = %s: it belongs to select = hash", c->table_size, moei_select_names[c->select]);
     if (c->loss_orthogonal > MOEI_R(0.0) && c->score != MOE_SCORE_LINEAR && c->score != MOE_SCORE_RANDOM && c->score != MOE_SCORE_COSINE)
         return moei_error(error, MOE_ERR_CONFIG, "loss_orthogonal = %g does not go with score = %s: it has no router.weight", (double)c->loss_orthogonal, moei_score_names[c->score]);
-    if (c->nodes > c->n_experts)
-        return moei_error(error, MOE_ERR_CONFIG, "nodes = %d: must be at most n_experts = %d", c->nodes, c->n_experts);
     if (c->loss_locality > MOEI_R(0.0) && c->nodes < 2)
         return moei_error(error, MOE_ERR_CONFIG, "loss_locality = %g needs nodes of at least 2", (double)c->loss_locality);
     if (c->router_bias && c->score != MOE_SCORE_LINEAR && c->score != MOE_SCORE_RANDOM)
@@ -3852,7 +3852,7 @@ static void moei_route_layout(const moe_router *router, size_t n, int training, 
         r->flow_mover = (int32_t *)moei_take(l, experts, columns);
         columns = experts;
     }
-    r->row = moei_take_reals(l, 3, experts);
+    r->row = moei_take_reals(l, 3, (size_t)c->nodes > experts ? (size_t)c->nodes : experts);
     r->hidden = width > 0 ? moei_take_reals(l, n, width) : NULL;
     r->hidden_act = c->score != MOE_SCORE_COSINE && width > 0 ? moei_take_reals(l, n, width) : NULL;
     r->query = c->score == MOE_SCORE_ATTENTIVE || c->score == MOE_SCORE_DSELECT ? moei_take_reals(l, n, width) : NULL;
@@ -4371,9 +4371,9 @@ static void moei_backward_threshold(moei_pass *s, const moei_token *k, size_t t,
     size_t i;
     for (i = 0; i < k->n; i++) {
         size_t e = (size_t)k->choice[i];
-        moe_real open = moe_sigmoid((k->p[e] - theta[e]) / kappa), d_factor = d_through[e] * k->p[e];
+        moe_real above = (k->p[e] - theta[e]) / kappa, d_factor = d_through[e] * k->p[e];
         if (moei_weights[s->c->weight].counts_choices > 0) d_factor = dw[i] / (s->c->weight == MOE_WEIGHT_UNIFORM ? (moe_real)k->n : MOEI_R(1.0));
-        d_factor *= open * (MOEI_R(1.0) - open) / kappa;
+        d_factor *= moe_sigmoid(above) * moe_sigmoid(-above) / kappa; /* not s (1 - s), which cancels */
         s->r->d_probabilities[t * s->experts + e] += d_factor;
         if (d_theta != NULL) d_theta[e] -= d_factor;
     }
