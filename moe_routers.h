@@ -3104,8 +3104,11 @@ static void moei_router_defaults(moe_router_config *c) {
 }
 
 /* Of fields that belong together, the one that is set without the one it needs. */
-static moe_status moei_needs(const char *field, const char *needed, moe_error *error) {
-    return moei_error(error, MOE_ERR_CONFIG, "%s is set, but it needs %s", field, needed);
+static moe_status moei_needs(const moe_router_config *c, const char *name, const char *needed, moe_error *error) {
+    const moe_field *field = moe_field_find(moei_router_fields, name);
+    char value[40];
+    moe_field_text(field, c, value, sizeof value);
+    return moei_error(error, MOE_ERR_CONFIG, "%s = %s needs %s", name, value, needed);
 }
 
 /* Whether a score has gating vectors that a token can be compared with. */
@@ -3116,43 +3119,47 @@ static int moei_has_vectors(int score) {
 /* State, schedules and what has to do with them. */
 static moe_status moei_state_clashes(const moe_router_config *c, moe_error *error) {
     int steps = c->schedule_steps > 0, from = c->switch_from, tau = c->tau_schedule;
-    if (c->bias_rate > MOEI_R(0.0) && !c->selection_bias) return moei_needs("bias_rate", "selection_bias = 1", error);
-    if (c->ac_rho > MOEI_R(0.0) && c->ac_mode != MOE_AC_RUNNING) return moei_needs("ac_rho", "ac_mode = running", error);
-    if (c->k_end > 0 && !steps) return moei_needs("k_end", "schedule_steps", error);
-    if (tau != MOE_TAU_NONE && !steps) return moei_needs("tau_schedule", "schedule_steps", error);
-    if (tau != MOE_TAU_NONE && !(c->tau_end > MOEI_R(0.0))) return moei_needs("tau_schedule", "tau_end", error);
-    if (tau == MOE_TAU_NONE && c->tau_end > MOEI_R(0.0)) return moei_needs("tau_end", "tau_schedule", error);
-    if (steps && c->k_end == 0 && tau == MOE_TAU_NONE) return moei_needs("schedule_steps", "k_end or tau_schedule", error);
+    if (c->bias_rate > MOEI_R(0.0) && !c->selection_bias) return moei_needs(c, "bias_rate", "selection_bias = 1", error);
+    if (c->ac_rho > MOEI_R(0.0) && c->ac_mode != MOE_AC_RUNNING) return moei_needs(c, "ac_rho", "ac_mode = running", error);
+    if (c->k_end > 0 && !steps) return moei_needs(c, "k_end", "schedule_steps", error);
+    if (tau != MOE_TAU_NONE && !steps) return moei_needs(c, "tau_schedule", "schedule_steps", error);
+    if (tau != MOE_TAU_NONE && !(c->tau_end > MOEI_R(0.0))) return moei_needs(c, "tau_schedule", "tau_end", error);
+    if (tau == MOE_TAU_NONE && c->tau_end > MOEI_R(0.0)) return moei_needs(c, "tau_end", "tau_schedule", error);
+    if (steps && c->k_end == 0 && tau == MOE_TAU_NONE) return moei_needs(c, "schedule_steps", "k_end or tau_schedule", error);
     if (tau == MOE_TAU_COSINE_TAU && (c->score != MOE_SCORE_COSINE || c->cosine_learn_tau))
-        return moei_needs("tau_schedule = cosine_tau", "score = cosine with cosine_learn_tau = 0", error);
-    if (tau == MOE_TAU_SIMILARITY_TAU && c->refine != MOE_REFINE_SIMILARITY) return moei_needs("tau_schedule = similarity_tau", "refine = similarity", error);
-    if (tau == MOE_TAU_ATTENTION_SIGMA && c->refine != MOE_REFINE_ATTENTION) return moei_needs("tau_schedule = attention_sigma", "refine = attention", error);
+        return moei_needs(c, "tau_schedule", "score = cosine with cosine_learn_tau = 0", error);
+    if (tau == MOE_TAU_SIMILARITY_TAU && c->refine != MOE_REFINE_SIMILARITY)
+        return moei_needs(c, "tau_schedule", "refine = similarity", error);
+    if (tau == MOE_TAU_ATTENTION_SIGMA && c->refine != MOE_REFINE_ATTENTION)
+        return moei_needs(c, "tau_schedule", "refine = attention", error);
     if (c->k_end > c->n_experts) return moei_error(error, MOE_ERR_CONFIG, "k_end = %d: must be at most n_experts = %d", c->k_end, c->n_experts);
     if (c->k_end > 0 && c->score == MOE_SCORE_DSELECT)
         return moei_error(error, MOE_ERR_CONFIG, "k_end = %d does not go with score = dselect: K is the number of its codes", c->k_end);
     if (c->k_end > 0 && !(c->select == MOE_SELECT_TOP_K || c->select == MOE_SELECT_SINKHORN || c->select == MOE_SELECT_SAMPLE))
         return moei_error(error, MOE_ERR_CONFIG, "k_end = %d does not go with select = %s: only top_k, sinkhorn and sample take another K", c->k_end,
                           moei_select_names[c->select]);
-    if (from != 0 && c->switch_at == 0) return moei_needs("switch_from", "switch_at", error);
+    if (from != 0 && c->switch_at == 0) return moei_needs(c, "switch_from", "switch_at", error);
     if (c->switch_at > 0 && (from == MOE_SELECT_SOFT || from == MOE_SELECT_GIVEN || from == MOE_SELECT_HASH || from == MOE_SELECT_EXPERT_CHOICE ||
                              from == MOE_SELECT_GROUPED_TOP_K || (from == MOE_SELECT_BALANCED && c->top_k != 1)))
         return moei_error(error, MOE_ERR_CONFIG, "switch_from = %s does not go with switch_at = %d: it needs settings of its own", moei_select_names[from], c->switch_at);
     if (c->switch_at > 0 && (c->select == MOE_SELECT_SOFT || c->weight == MOE_WEIGHT_SPARSEMIXER))
         return moei_error(error, MOE_ERR_CONFIG, "switch_at = %d does not go with %s", c->switch_at,
                           c->select == MOE_SELECT_SOFT ? "select = soft" : "weight = sparsemixer");
-    if (c->l1_controller && c->select != MOE_SELECT_POSITIVE) return moei_needs("l1_controller", "select = positive", error);
+    if (c->l1_controller && c->select != MOE_SELECT_POSITIVE) return moei_needs(c, "l1_controller", "select = positive", error);
     if (c->capacity_bound != MOE_BOUND_NONE && !moei_has_vectors(c->score))
         return moei_error(error, MOE_ERR_CONFIG, "capacity_bound = %s does not go with score = %s: it has no gating vectors", moei_bound_names[c->capacity_bound],
                           moei_score_names[c->score]);
     if (c->capacity_bound != MOE_BOUND_NONE && (c->select == MOE_SELECT_SOFT || c->select == MOE_SELECT_EXPERT_CHOICE))
         return moei_error(error, MOE_ERR_CONFIG, "capacity_bound = %s does not go with select = %s", moei_bound_names[c->capacity_bound], moei_select_names[c->select]);
-    if (c->capacity_rho > MOEI_R(0.0) && c->capacity_bound != MOE_BOUND_EVERY) return moei_needs("capacity_rho", "capacity_bound = every", error);
-    if (c->student && c->freeze_at == 0) return moei_needs("student", "freeze_at", error);
-    if (c->student && !(c->loss_distill > MOEI_R(0.0))) return moei_needs("student", "loss_distill", error);
+    if (c->capacity_rho > MOEI_R(0.0) && c->capacity_bound != MOE_BOUND_EVERY)
+        return moei_needs(c, "capacity_rho", "capacity_bound = every", error);
+    if (c->student && c->freeze_at == 0) return moei_needs(c, "student", "freeze_at", error);
+    if (c->student && !(c->loss_distill > MOEI_R(0.0))) return moei_needs(c, "student", "loss_distill", error);
     if (c->student && (c->select == MOE_SELECT_SOFT || c->weight == MOE_WEIGHT_SPARSEMIXER))
         return moei_error(error, MOE_ERR_CONFIG, "student = 1 does not go with %s", c->select == MOE_SELECT_SOFT ? "select = soft" : "weight = sparsemixer");
-    if (c->distill != 0 && !(c->loss_distill > MOEI_R(0.0))) return moei_needs("distill", "loss_distill", error);
-    if (c->custom_batch && c->score != MOE_SCORE_CUSTOM && c->select != MOE_SELECT_CUSTOM) return moei_needs("custom_batch", "score or select = custom", error);
+    if (c->distill != 0 && !(c->loss_distill > MOEI_R(0.0))) return moei_needs(c, "distill", "loss_distill", error);
+    if (c->custom_batch && c->score != MOE_SCORE_CUSTOM && c->select != MOE_SELECT_CUSTOM)
+        return moei_needs(c, "custom_batch", "score or select = custom", error);
     return MOE_OK;
 }
 

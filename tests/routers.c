@@ -76,6 +76,7 @@ typedef struct bench {
     moe_call call;
     moe_routing routing;
     moe_real *tensors[MOE_ROUTER_SLOTS], *x, *router_x, *nodes, *noise, *jitter, *previous_input, *previous_weights, *attention, *outputs;
+    moe_real *teacher, *own_weight; /* own_weight [E,d]: of the custom score */
     unsigned char *mask;
     int32_t *given, *token_ids, *previous_experts, *home, *expert_node;
     moe_rng rng;
@@ -102,15 +103,65 @@ static int32_t *integers(size_t n, int limit) {
     return v;
 }
 
+/* A score of the test's own: linear, by plain loops. */
+static moe_status own_score(void *ctx, const moe_router *router, const moe_call *call, const moe_real *u, moe_real *logits) {
+    const bench *b = (const bench *)ctx;
+    size_t d = (size_t)router->config.d_model, experts = (size_t)router->config.n_experts, t, e, q;
+    for (t = 0; t < call->n_tokens; t++)
+        for (e = 0; e < experts; e++) {
+            moe_real sum = 0;
+            for (q = 0; q < d; q++) sum += u[t * d + q] * b->own_weight[e * d + q];
+            logits[t * experts + e] = sum;
+        }
+    return MOE_OK;
+}
+
+static moe_status own_score_backward(void *ctx, const moe_router *router, const moe_call *call, const moe_real *u, const moe_real *d_logits,
+                                     moe_real *d_u) {
+    const bench *b = (const bench *)ctx;
+    size_t d = (size_t)router->config.d_model, experts = (size_t)router->config.n_experts, t, e, q;
+    (void)u;
+    for (t = 0; t < call->n_tokens; t++)
+        for (e = 0; e < experts; e++)
+            for (q = 0; q < d; q++) d_u[t * d + q] += d_logits[t * experts + e] * b->own_weight[e * d + q];
+    return MOE_OK;
+}
+
+/* A selection of the test's own: expert 0 and all with a larger p. */
+static moe_status own_select(void *ctx, const moe_router *router, const moe_call *call, const moe_real *logits, const moe_real *probabilities,
+                             unsigned char *chosen) {
+    size_t experts = (size_t)router->config.n_experts, t, e;
+    (void)ctx, (void)logits;
+    for (t = 0; t < call->n_tokens; t++)
+        for (e = 0; e < experts; e++) chosen[t * experts + e] = e == 0 || probabilities[t * experts + e] > probabilities[t * experts];
+    return MOE_OK;
+}
+
+/* The most choices that a token may have, which is the length of a row of given: K, or E for selections without a fixed number. */
+static size_t most_choices(const moe_router_config *c) {
+    static const int fixed[] = {MOE_SELECT_TOP_K, MOE_SELECT_GIVEN,  MOE_SELECT_GROUPED_TOP_K, MOE_SELECT_HASH,
+                                MOE_SELECT_SINKHORN, MOE_SELECT_SAMPLE, MOE_SELECT_BALANCED};
+    size_t i, by_k = 0, wanted = c->switch_at > 0 ? 2 : 1;
+    for (i = 0; i < sizeof fixed / sizeof fixed[0]; i++) by_k += (size_t)(c->select == fixed[i]) + (size_t)(c->switch_at > 0 && c->switch_from == fixed[i]);
+    if (by_k < wanted) return (size_t)c->n_experts;
+    return (size_t)(c->k_end > c->top_k ? c->k_end : c->top_k);
+}
+
 /* All that some stage may ask of a call. */
 static void supply(bench *b, double spread) {
     const moe_router_config *c = &b->router.config;
-    size_t n = b->call.n_tokens, d = (size_t)c->d_model, experts = (size_t)c->n_experts, k = (size_t)c->top_k, heads = (size_t)c->heads, i;
+    size_t n = b->call.n_tokens, d = (size_t)c->d_model, experts = (size_t)c->n_experts, k = most_choices(c), heads = (size_t)c->heads, i;
     b->call.rng = &b->rng;
     b->call.node_width = c->score == MOE_SCORE_ATTENTIVE ? (c->router_hidden > 0 ? (size_t)c->router_hidden : d) : 5;
     b->call.nodes = b->nodes = normals(n * b->call.node_width * experts, spread);
-    b->call.given = b->given = integers(n * k, 1);
-    for (i = 0; i < n * k; i++) b->given[i] = (int32_t)(i % k);
+    if (c->select == MOE_SELECT_GIVEN) { /* with other selections it would take their place */
+        b->call.given = b->given = integers(n * k, 1);
+        for (i = 0; i < n * k; i++) b->given[i] = (int32_t)(i % k);
+    }
+    b->call.teacher = b->teacher = normals(n * experts, 1.0);
+    b->own_weight = normals(experts * d, spread);
+    b->router.custom.ctx = b, b->router.custom.score = own_score, b->router.custom.score_backward = own_score_backward;
+    b->router.custom.select = own_select;
     b->call.token_ids = b->token_ids = integers(n, c->table_size > 0 ? c->table_size : 1);
     b->call.previous_input = b->previous_input = normals(n * d, 1.0);
     b->call.previous_experts = b->previous_experts = integers(n, c->n_experts);
@@ -139,6 +190,10 @@ static int bench_start(bench *b, const moe_router_config *config, const moe_kern
         if (moe_router_slot(&b->router.config, place, &slot) != MOE_OK) continue;
         b->router.tensors[place] = b->tensors[place] = normals(slot.count, spread);
         if (place == MOE_ROUTER_TEMPERATURE) b->tensors[place][0] = (moe_real)0.5;
+        if (place == MOE_ROUTER_STEP) b->tensors[place][0] = (moe_real)below(8);
+        if (place == MOE_ROUTER_L1) b->tensors[place][0] = 1;
+        if (place == MOE_ROUTER_CAPACITY) b->tensors[place][0] = (moe_real)(1.5 * below(2));
+        for (i = 0; i < slot.count && place == MOE_ROUTER_LOAD; i++) b->tensors[place][i] = 0;
         for (i = 0; i < slot.count && place == MOE_ROUTER_TABLE; i++)
             b->tensors[place][i] = (moe_real)((i / slot.shape[1] + i % slot.shape[1]) % (size_t)b->router.config.n_experts);
     }
@@ -155,7 +210,7 @@ static void bench_end(bench *b) {
     for (place = 0; place < MOE_ROUTER_SLOTS; place++) free(b->tensors[place]);
     free(b->x), free(b->router_x), free(b->nodes), free(b->mask), free(b->given), free(b->memory), free(b->noise), free(b->jitter);
     free(b->token_ids), free(b->previous_input), free(b->previous_experts), free(b->previous_weights), free(b->attention), free(b->outputs),
-        free(b->home), free(b->expert_node);
+        free(b->home), free(b->expert_node), free(b->teacher), free(b->own_weight);
 }
 
 static void mask_some(bench *b) {
@@ -297,7 +352,50 @@ static void test_clashes(void) {
                                           {"table_size=3", "table_size = 3", "select = top_k"},
                                           {"loss_orthogonal=0.5 score=mlp", "loss_orthogonal = 0.5", "score = mlp"},
                                           {"nodes=5", "nodes = 5", "n_experts = 4"},
-                                          {"loss_locality=0.5", "loss_locality = 0.5", "nodes"}};
+                                          {"loss_locality=0.5", "loss_locality = 0.5", "nodes"},
+                                          {"select=balanced", "select = balanced", "top_k = 2"},
+                                          {"bias_rate=0.5", "bias_rate = 0.5", "selection_bias"},
+                                          {"ac_rho=0.5", "ac_rho = 0.5", "ac_mode = running"},
+                                          {"k_end=1", "k_end = 1", "schedule_steps"},
+                                          {"k_end=5 schedule_steps=9", "k_end = 5", "n_experts = 4"},
+                                          {"k_end=3 schedule_steps=9 score=dselect", "k_end = 3", "score = dselect"},
+                                          {"k_end=3 schedule_steps=9 select=top_p", "k_end = 3", "select = top_p"},
+                                          {"k_end=1 schedule_steps=9 select=balanced top_k=1", "k_end = 1", "select = balanced"},
+                                          {"schedule_steps=9", "schedule_steps = 9", "k_end"},
+                                          {"tau_schedule=gate_temperature tau_end=2", "tau_schedule = gate_temperature", "schedule_steps"},
+                                          {"tau_schedule=gate_temperature schedule_steps=9", "tau_schedule = gate_temperature", "tau_end"},
+                                          {"tau_end=2 k_end=1 schedule_steps=9", "tau_end = 2", "tau_schedule"},
+                                          {"tau_schedule=cosine_tau tau_end=2 schedule_steps=9", "tau_schedule = cosine_tau", "score = cosine"},
+                                          {"tau_schedule=cosine_tau tau_end=2 schedule_steps=9 score=cosine cosine_learn_tau=1",
+                                           "tau_schedule = cosine_tau", "cosine_learn_tau"},
+                                          {"tau_schedule=similarity_tau tau_end=2 schedule_steps=9 refine=attention", "tau_schedule = similarity_tau",
+                                           "refine = similarity"},
+                                          {"tau_schedule=attention_sigma tau_end=2 schedule_steps=9 refine=similarity",
+                                           "tau_schedule = attention_sigma", "refine = attention"},
+                                          {"switch_from=dense", "switch_from = dense", "switch_at"},
+                                          {"switch_from=soft switch_at=3", "switch_from = soft", "switch_at = 3"},
+                                          {"switch_from=given switch_at=3", "switch_from = given", "switch_at = 3"},
+                                          {"switch_from=hash switch_at=3", "switch_from = hash", "switch_at = 3"},
+                                          {"switch_from=expert_choice switch_at=3", "switch_from = expert_choice", "switch_at = 3"},
+                                          {"switch_from=grouped_top_k switch_at=3", "switch_from = grouped_top_k", "switch_at = 3"},
+                                          {"switch_from=balanced switch_at=3", "switch_from = balanced", "switch_at = 3"},
+                                          {"switch_at=3 select=soft", "switch_at = 3", "select = soft"},
+                                          {"switch_at=3 weight=sparsemixer", "switch_at = 3", "weight = sparsemixer"},
+                                          {"l1_controller=1", "l1_controller = 1", "select = positive"},
+                                          {"capacity_bound=every score=mlp", "capacity_bound = every", "score = mlp"},
+                                          {"capacity_bound=first score=dselect", "capacity_bound = first", "score = dselect"},
+                                          {"capacity_bound=first score=custom", "capacity_bound = first", "score = custom"},
+                                          {"capacity_bound=first select=soft", "capacity_bound = first", "select = soft"},
+                                          {"capacity_bound=first select=expert_choice", "capacity_bound = first", "select = expert_choice"},
+                                          {"capacity_rho=0.5 capacity_bound=first", "capacity_rho = 0.5", "capacity_bound = every"},
+                                          {"student=1 loss_distill=1", "student = 1", "freeze_at"},
+                                          {"student=1 freeze_at=9", "student = 1", "loss_distill"},
+                                          {"student=1 freeze_at=9 loss_distill=1 select=soft", "student = 1", "select = soft"},
+                                          {"student=1 freeze_at=9 loss_distill=1 weight=sparsemixer", "student = 1", "weight = sparsemixer"},
+                                          {"distill=mse", "distill = mse", "loss_distill"},
+                                          {"select=soft loss_distill=1", "loss_distill = 1", "select = soft"},
+                                          {"select=soft expert_temperature=2", "expert_temperature = 2", "select = soft"},
+                                          {"custom_batch=1", "custom_batch = 1", "custom"}};
     static const char *const fine[] = {"top_k=4",
                                        "n_experts=1 top_k=1",
                                        "weight=sparsemixer",
@@ -317,7 +415,21 @@ static void test_clashes(void) {
                                        "loss_locality=0.1 nodes=4",
                                        "select=affinity affinity_sum=3 capacity=2 capacity_min=1",
                                        "input=adaptive_clustering ac_mode=code ac_lambda=0.5",
-                                       "drop_capacity=3 drop_order=score renormalize=after"};
+                                       "drop_capacity=3 drop_order=score renormalize=after",
+                                       "select=balanced top_k=1",
+                                       "selection_bias=1 bias_rate=0.5",
+                                       "input=adaptive_clustering ac_mode=running ac_rho=0.5",
+                                       "k_end=4 schedule_steps=9 switch_at=3 switch_from=dense freeze_at=12",
+                                       "tau_schedule=cosine_tau tau_end=2 schedule_steps=9 score=cosine",
+                                       "tau_schedule=similarity_tau tau_end=2 schedule_steps=9 refine=similarity",
+                                       "tau_schedule=attention_sigma tau_end=2 schedule_steps=9 refine=attention",
+                                       "switch_from=balanced switch_at=3 top_k=1",
+                                       "l1_controller=1 select=positive",
+                                       "capacity_bound=every capacity_rho=0.5 score=grap",
+                                       "student=1 freeze_at=9 loss_distill=1 distill=mse",
+                                       "score=custom custom_batch=1",
+                                       "select=custom custom_batch=1",
+                                       "score=dselect gate=identity select=positive"};
     size_t i;
     for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         moe_router_config c = config_of(rows[i][0]);
@@ -456,7 +568,8 @@ static void test_names(void) {
         "causal",     "needs_batch", "needs_token_ids", "needs_attention", "needs_previous_layer", "needs_all_experts",
         "stochastic", "stateful",    "needs_given"};
     static const char *const losses[MOE_LOSS_COUNT] = {"balance",    "z",        "importance", "entropy",    "usage_entropy",
-                                                       "similarity", "locality", "l1",         "orthogonal", "load"};
+                                                       "similarity", "locality", "l1",         "orthogonal", "load",
+                                                       "distill"};
     enum { CAUSAL = MOE_TRAIT_CAUSAL, BATCH = MOE_TRAIT_NEEDS_BATCH };
     static const struct {
         const char *settings;
@@ -482,7 +595,23 @@ static void test_names(void) {
                 {"input=adaptive_clustering", BATCH | MOE_TRAIT_NEEDS_PREVIOUS_LAYER},
                 {"input=adaptive_clustering ac_mode=running", CAUSAL | MOE_TRAIT_NEEDS_PREVIOUS_LAYER | MOE_TRAIT_STATEFUL},
                 {"score=attentive", CAUSAL | MOE_TRAIT_NEEDS_ALL_EXPERTS},
-                {"score=competition", CAUSAL | MOE_TRAIT_NEEDS_ALL_EXPERTS}};
+                {"score=competition", CAUSAL | MOE_TRAIT_NEEDS_ALL_EXPERTS},
+                {"score=dselect", CAUSAL},
+                {"score=custom", CAUSAL},
+                {"select=custom", CAUSAL},
+                {"score=custom custom_batch=1", BATCH},
+                {"select=custom custom_batch=1", BATCH},
+                {"select=balanced top_k=1", BATCH},
+                {"capacity_factor_eval=1", BATCH},
+                {"capacity_bound=every", BATCH},
+                {"capacity_bound=every capacity_rho=0.5", BATCH | MOE_TRAIT_STATEFUL},
+                {"capacity_bound=first", BATCH | MOE_TRAIT_STATEFUL},
+                {"switch_at=3 switch_from=affinity", BATCH | MOE_TRAIT_STATEFUL},
+                {"switch_at=3 switch_from=sample", CAUSAL | MOE_TRAIT_STOCHASTIC | MOE_TRAIT_STATEFUL},
+                {"freeze_at=3", CAUSAL | MOE_TRAIT_STATEFUL},
+                {"k_end=1 schedule_steps=3", CAUSAL | MOE_TRAIT_STATEFUL},
+                {"select=positive l1_controller=1", CAUSAL | MOE_TRAIT_STATEFUL},
+                {"loss_distill=1", CAUSAL}};
     moe_router_config c = small_config();
     unsigned i;
     for (i = 0; i < 9; i++) CHECK(moe_trait_name(1u << i) != NULL && strcmp(moe_trait_name(1u << i), traits[i]) == 0, traits[i]);
@@ -511,7 +640,7 @@ static void check_consistent(const bench *b) {
     size_t experts = (size_t)c->n_experts, n = b->call.n_tokens, e, t, i, real = 0, pairs = 0, choices = 0, cells = 0;
     size_t *first = (size_t *)grab(experts, sizeof *first), *all = (size_t *)grab(experts, sizeof *all);
     int good = r->n_tokens == n && r->n_experts == experts && r->plan.n_tokens == n && r->plan.n_experts == experts && r->plan.rows == 0;
-    CHECK(good && (r->max_choices == experts || r->max_choices == (size_t)c->top_k), "sizes");
+    CHECK(good && r->max_choices == most_choices(c), "sizes");
     CHECK(r->plan.offsets[0] == 0, "the first row starts at 0");
     for (e = 0; e < experts; e++) {
         size_t from = r->plan.offsets[e], to = r->plan.offsets[e + 1];
@@ -882,6 +1011,38 @@ static void test_reference(void) {
 
 static int chance(int percent) { return below(100) < percent; }
 
+/* What the schedules make of the configuration at the bench's step; *student: the student chooses. */
+static moe_router_config effective(const bench *b, int *student) {
+    moe_router_config c = b->router.config;
+    int step = b->tensors[MOE_ROUTER_STEP] != NULL ? (int)b->tensors[MOE_ROUTER_STEP][0] : 0, steps = c.schedule_steps, way = step < steps ? step : steps;
+    if (c.k_end > 0) c.top_k = (2 * c.top_k * steps + 2 * (c.k_end - c.top_k) * way + steps) / (2 * steps); /* rounded, in whole numbers */
+    if (step < c.switch_at) c.select = c.switch_from;
+    *student = c.student && step >= c.freeze_at && b->call.given == NULL;
+    if (*student) c.select = MOE_SELECT_TOP_K;
+    if (b->call.given != NULL) c.select = MOE_SELECT_GIVEN; /* recorded choices stand before all else */
+    return c;
+}
+
+static int frozen(const bench *b) {
+    return b->router.config.freeze_at > 0 && b->tensors[MOE_ROUTER_STEP][0] >= (moe_real)b->router.config.freeze_at;
+}
+
+/* State, schedules, student. */
+static void draw_state(moe_router_config *c) {
+    if (c->select == MOE_SELECT_BALANCED) c->top_k = 1;
+    if (chance(20) && (c->select == MOE_SELECT_TOP_K || c->select == MOE_SELECT_SINKHORN || c->select == MOE_SELECT_SAMPLE))
+        c->schedule_steps = 1 + below(9), c->k_end = 1 + below(c->n_experts);
+    if (chance(15)) c->schedule_steps = 1 + below(9), c->tau_schedule = MOE_TAU_GATE_TEMPERATURE, c->tau_end = (moe_real)(0.5 + 0.5 * below(4));
+    if (chance(15)) c->switch_at = 1 + below(9), c->switch_from = below(MOE_SELECT_COUNT);
+    if (chance(20)) c->freeze_at = 1 + below(9);
+    if (chance(20)) c->loss_distill = 1, c->distill = below(MOE_DISTILL_COUNT), c->student = c->freeze_at > 0 && below(2);
+    if (chance(20) && (c->score <= MOE_SCORE_RANDOM || c->score == MOE_SCORE_COSINE || c->score == MOE_SCORE_GRAP))
+        c->capacity_bound = below(MOE_BOUND_COUNT), c->capacity_rho = (moe_real)(c->capacity_bound == MOE_BOUND_EVERY ? 0.25 * below(3) : 0.0);
+    if (c->selection_bias && below(2)) c->bias_rate = (moe_real)0.01;
+    c->l1_controller = c->select == MOE_SELECT_POSITIVE && below(2);
+    if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING && c->ac_mode == MOE_AC_RUNNING && below(2)) c->ac_rho = (moe_real)0.5;
+}
+
 static void draw_any(moe_router_config *c) {
     memset(c, 0, sizeof *c);
     c->d_model = 4 * (1 + below(3)), c->n_experts = 1 + below(8), c->top_k = 1 + below(c->n_experts);
@@ -908,6 +1069,7 @@ static void draw_any(moe_router_config *c) {
     if (c->select == MOE_SELECT_SOFT) return;
     c->selection_bias = chance(30), c->expert_scale = chance(30), c->apply_to = below(2);
     c->renormalize = below(2), c->drop_order = below(MOE_DROP_COUNT);
+    draw_state(c);
     if (chance(40)) c->drop_capacity = 1 + below(4);
     else if (chance(40)) c->capacity_factor = (moe_real)(0.5 + 0.25 * below(4)), c->drop_rule = below(MOE_DROP_RULE_COUNT);
     if (chance(30))
@@ -925,9 +1087,26 @@ static size_t count_before(const moe_real *score, size_t n, size_t e, const unsi
     return count;
 }
 
+/* The K best by the student; 0 when rounding decides. */
+static int naive_student(const bench *b, size_t t, unsigned char *want, size_t k) {
+    size_t d = (size_t)b->router.config.d_model, experts = b->routing.n_experts, e, f;
+    double v[16];
+    for (e = 0; e < experts; e++) v[e] = ref_dot(b->routing.u + t * d, b->tensors[MOE_ROUTER_STUDENT] + e * d, d);
+    for (e = 0; e < experts; e++) {
+        size_t before = 0;
+        for (f = 0; f < experts; f++) {
+            if (f != e && fabs(v[f] - v[e]) < 1e-4) return 0;
+            before += v[f] > v[e];
+        }
+        want[e] = before < k;
+    }
+    return 1;
+}
+
 /* Which experts the token takes, for selections that look at one token; 0 when rounding decides. */
 static int naive_choice(const bench *b, size_t t, unsigned char *want) {
-    const moe_router_config *c = &b->router.config;
+    int student;
+    moe_router_config now = effective(b, &student), *c = &now;
     const moe_real *bias = b->tensors[MOE_ROUTER_SELECTION_BIAS], *p = b->routing.probabilities + t * b->routing.n_experts,
                    *z = b->routing.logits + t * b->routing.n_experts;
     size_t experts = b->routing.n_experts, e, g, size = experts / (size_t)c->groups, taken = 0;
@@ -936,6 +1115,7 @@ static int naive_choice(const bench *b, size_t t, unsigned char *want) {
     int rises = c->gate == MOE_GATE_SOFTMAX || c->gate == MOE_GATE_SIGMOID || c->gate == MOE_GATE_SQRT_SOFTPLUS;
     double sum = 0.0;
     for (e = 0; e < experts; e++) score[e] = bias != NULL ? p[e] + bias[e] : p[e], open[e] = 1, want[e] = 0;
+    if (student) return naive_student(b, t, want, (size_t)c->top_k);
     switch (c->select) {
     case MOE_SELECT_TOP_K:
         for (e = 0; e < experts; e++)
@@ -943,7 +1123,10 @@ static int naive_choice(const bench *b, size_t t, unsigned char *want) {
         return 1;
     case MOE_SELECT_DENSE: memset(want, 1, experts); return 1;
     case MOE_SELECT_GIVEN:
-        for (e = 0; e < (size_t)c->top_k; e++) want[b->given[t * (size_t)c->top_k + e]] = 1;
+        for (e = 0; e < b->routing.max_choices; e++) want[b->given[t * b->routing.max_choices + e]] = 1;
+        return 1;
+    case MOE_SELECT_CUSTOM:
+        for (e = 0; e < experts; e++) want[e] = e == 0 || p[e] > p[0];
         return 1;
     case MOE_SELECT_HASH:
         for (e = 0; e < (size_t)c->top_k; e++)
@@ -1064,7 +1247,7 @@ static double naive_wide_loss(const bench *b, int loss) {
     if (loss == MOE_LOSS_USAGE_ENTROPY || loss == MOE_LOSS_L1)
         for (e = 0; e < experts; e++) {
             for (t = 0, mean = 0.0; t < n; t++) mean += is_real(b, t) ? (double)r->probabilities[t * experts + e] / real : 0.0;
-            if (loss == MOE_LOSS_L1) sum += (double)r->counts[e] * mean * (double)experts / ((double)c->top_k * real);
+            if (loss == MOE_LOSS_L1) sum += (double)r->counts[e] * mean * (double)experts / ((double)r->top_k * real);
             else if (mean > 0.0) sum += mean * log(mean);
         }
     if (loss == MOE_LOSS_SIMILARITY)
@@ -1099,7 +1282,8 @@ static double naive_wide_loss(const bench *b, int loss) {
 static void check_wide_losses(const bench *b) {
     static const int losses[] = {MOE_LOSS_USAGE_ENTROPY, MOE_LOSS_L1, MOE_LOSS_SIMILARITY, MOE_LOSS_LOCALITY};
     size_t i;
-    if (!(b->router.config.loss_l1 > 0) || b->routing.n_real == 0 || b->router.config.gate == MOE_GATE_IDENTITY) return;
+    for (i = 0; i < MOE_LOSS_COUNT && frozen(b); i++) CHECK(all_zero(&b->routing.loss[i], 1), "a frozen router has no losses");
+    if (!(b->router.config.loss_usage_entropy > 0) || b->routing.n_real == 0 || b->router.config.gate == MOE_GATE_IDENTITY || frozen(b)) return;
     for (i = 0; i < 4; i++) {
         double want, got = (double)b->routing.loss[losses[i]];
         if (losses[i] == MOE_LOSS_LOCALITY && b->router.config.nodes < 2) continue;
@@ -1143,7 +1327,10 @@ static void test_everything(void) {
         else if (c.select == MOE_SELECT_SOFT) {
             if (n > 0) check_soft(&b);
         } else {
+            int student;
+            moe_router_config now = effective(&b, &student);
             check_consistent(&b);
+            CHECK(b.routing.top_k == now.top_k, "K of this step");
             for (t = 0; t < n; t++) {
                 unsigned char chosen[16] = {0};
                 int i;
@@ -1151,14 +1338,15 @@ static void test_everything(void) {
                 for (i = 0; i < b.routing.n_choices[t]; i++) chosen[b.routing.choices[t * b.routing.max_choices + (size_t)i]] = 1;
                 CHECK(same_bits(chosen, want, (size_t)c.n_experts), "the selection is that of the naive reference");
             }
-            if (c.select == MOE_SELECT_EXPERT_CHOICE && b.routing.n_real > 0) check_expert_choice(&b);
+            if (now.select == MOE_SELECT_EXPERT_CHOICE && b.routing.n_real > 0) check_expert_choice(&b);
             if (naive_capacity(&b, kept))
                 CHECK(same_bits(kept, b.routing.selected, n * (size_t)c.n_experts), "capacity keeps whom the naive reference keeps");
             else if (b.router.config.drop_capacity > 0)
                 for (e = 0; e < (size_t)c.n_experts; e++)
                     CHECK(b.routing.plan.offsets[e + 1] - b.routing.plan.offsets[e] <= (size_t)c.drop_capacity,
                           "no more than the capacity");
-            if (b.router.config.drop_capacity == 0 && !(b.router.config.capacity_factor > 0) && c.drop_rule == MOE_DROP_RULE_NONE)
+            if (b.router.config.drop_capacity == 0 && !(b.router.config.capacity_factor > 0) && c.drop_rule == MOE_DROP_RULE_NONE &&
+                c.capacity_bound == MOE_BOUND_NONE)
                 CHECK(b.routing.n_dropped == 0, "dropless");
             if (b.call.training) check_wide_losses(&b);
             compared++;
@@ -1648,6 +1836,7 @@ static void test_nonfinite(void) {
             bench b;
             values[0] = HUGE_VAL, values[1] = -HUGE_VAL, values[2] = HUGE_VAL - HUGE_VAL, values[3] = 3.0e38;
             if (i == 1 && score == MOE_SCORE_COMPETITION) continue;                    /* softplus(-inf) is 0 */
+            if (i < 2 && score == MOE_SCORE_DSELECT) continue;                         /* its steps are 0 or 1 at infinity */
             if (i == 3 && (MOE_REAL_IS_DOUBLE || score >= MOE_SCORE_COSINE)) continue; /* cosine and norms can stay finite */
             c.score = score;
             if (!CHECK(bench_start(&b, &c, NULL, 3, 30.0), "routes")) continue;
