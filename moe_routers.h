@@ -3279,8 +3279,8 @@ unsigned moe_router_traits(const moe_router_config *config) {
         config->capacity_bound == MOE_BOUND_FIRST || config->capacity_rho > MOEI_R(0.0))
         traits |= MOE_TRAIT_STATEFUL;
     /* selections over all tokens see later ones, and so does a capacity */
-    if ((traits & MOE_TRAIT_NEEDS_BATCH) || config->custom_batch || config->capacity_factor > MOEI_R(0.0) || config->drop_capacity > 0 ||
-        config->capacity_bound != MOE_BOUND_NONE)
+    if ((traits & MOE_TRAIT_NEEDS_BATCH) || config->custom_batch || config->capacity_factor > MOEI_R(0.0) ||
+        config->capacity_factor_eval > MOEI_R(0.0) || config->drop_capacity > 0 || config->capacity_bound != MOE_BOUND_NONE)
         later = 1;
     if (config->input == MOE_INPUT_ADAPTIVE_CLUSTERING) {
         traits |= MOE_TRAIT_NEEDS_PREVIOUS_LAYER;
