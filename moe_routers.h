@@ -3900,8 +3900,9 @@ moe_status moe_route_size(const moe_router *router, size_t n_tokens, int trainin
 
 /* Whether a training call of this router draws random numbers. */
 static int moei_needs_rng(const moe_router_config *c, const moe_call *call) {
-    return (c->input == MOE_INPUT_JITTER && call->jitter == NULL) || (c->noise != MOE_NOISE_NONE && call->noise == NULL) || c->drop_rule != MOE_DROP_RULE_NONE || c->select == MOE_SELECT_SAMPLE ||
-           c->drop_order == MOE_DROP_RANDOM;
+    int samples = c->select == MOE_SELECT_SAMPLE || (c->switch_at > 0 && c->switch_from == MOE_SELECT_SAMPLE);
+    return (c->input == MOE_INPUT_JITTER && call->jitter == NULL) || (c->noise != MOE_NOISE_NONE && call->noise == NULL) ||
+           c->drop_rule != MOE_DROP_RULE_NONE || (samples && call->given == NULL) || c->drop_order == MOE_DROP_RANDOM;
 }
 
 /* Whether what adaptive clustering reads of the previous layer is there and in range. */
