@@ -3304,28 +3304,36 @@ typedef struct moei_obstacle {
     const char *field, *remedy;
 } moei_obstacle;
 
-/* Outside training a capacity as large as the batch drops nothing. */
-static int moei_may_drop(const moe_router_config *c) {
+/* Outside training a capacity as large as the batch drops nothing; a quotient that was rounded down counts as whole. */
+static int moei_may_drop(const moe_router_config *c, int k) {
     if (c->drop_capacity > 0) return 1;
-    if (c->capacity_factor_eval > MOEI_R(0.0)) return c->capacity_factor_eval * (moe_real)c->top_k < (moe_real)c->n_experts;
+    if (c->capacity_factor_eval > MOEI_R(0.0)) return c->capacity_factor_eval * (moe_real)k < (moe_real)c->n_experts * MOEI_R(0.999999);
     return c->capacity_bound != MOE_BOUND_NONE;
+}
+
+/* Whether a selection reads other tokens outside training. */
+static int moei_needs_others(int select) {
+    return (moei_selects[select].traits & MOE_TRAIT_NEEDS_BATCH) != 0 && !moei_selects[select].batch_in_training_only;
 }
 
 static moei_obstacle moei_decoding_obstacle(const moe_router_config *c) {
     static const moei_obstacle select = {"select", "select = top_k, or another choice by tokens, decodes"},
+                               from = {"switch_from", "switch_from = top_k, or another choice by tokens, decodes"},
                                custom = {"custom_batch", "custom stages that read only their own token (custom_batch = 0) decode"},
                                clustering = {"ac_mode", "ac_mode = running decodes"},
                                heads = {"attention_heads", "attention_heads = fixed with causal = 1 decodes"},
                                refine = {"refine", "causal = 1 decodes"},
                                count = {"drop_capacity", "capacity_factor_eval = n_experts / top_k instead, which drops nothing, decodes"},
                                factor = {"capacity_factor_eval", "capacity_factor_eval = n_experts / top_k, which drops nothing, decodes"},
+                               least = {"k_end", "capacity_factor_eval = n_experts / k_end, which drops nothing, decodes"},
                                bound = {"capacity_bound", "capacity_factor_eval = n_experts / top_k, which drops nothing, decodes"}, none = {NULL, NULL};
-    if ((moei_selects[c->select].traits & MOE_TRAIT_NEEDS_BATCH) && !moei_selects[c->select].batch_in_training_only) return select;
+    if (moei_needs_others(c->select)) return select;
+    if (c->switch_at > 0 && moei_needs_others(c->switch_from)) return from;
     if (c->custom_batch) return custom;
     if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING && (c->ac_mode == MOE_AC_PAPER || c->ac_mode == MOE_AC_CODE)) return clustering;
     if (c->refine == MOE_REFINE_ATTENTION && c->attention_heads == MOE_HEADS_MIN_ENTROPY) return heads;
     if (c->refine != MOE_REFINE_NONE && !c->causal) return refine;
-    if (!moei_may_drop(c)) return none;
+    if (!moei_may_drop(c, c->top_k)) return c->k_end > 0 && moei_may_drop(c, c->k_end) ? least : none;
     return c->drop_capacity > 0 ? count : c->capacity_factor_eval > MOEI_R(0.0) ? factor : bound;
 }
 
