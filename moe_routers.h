@@ -1183,7 +1183,7 @@ static void moei_schedule(moei_pass *s) {
     moe_real step = state != NULL ? state[0] : MOEI_R(0.0), way = MOEI_R(0.0), *tau = moei_scheduled_tau(c);
     if (c->schedule_steps > 0) way = step < (moe_real)c->schedule_steps ? step / (moe_real)c->schedule_steps : MOEI_R(1.0);
     if (c->k_end > 0) c->top_k = (int)MOEI_F(floor)((moe_real)c->top_k + (moe_real)(c->k_end - c->top_k) * way + MOEI_R(0.5));
-    if (c->tau_schedule != MOE_TAU_NONE) *tau += (c->tau_end - *tau) * way;
+    if (c->tau_schedule != MOE_TAU_NONE) *tau = *tau * (MOEI_R(1.0) - way) + c->tau_end * way;
     if (c->switch_at > 0 && step < (moe_real)c->switch_at) c->select = c->switch_from;
     if (l1 != NULL) c->loss_l1 = l1[0];
     if (c->freeze_at > 0 && step >= (moe_real)c->freeze_at) moei_freeze(s);
