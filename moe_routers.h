@@ -4571,15 +4571,15 @@ moe_status moe_router_observe(const moe_router *router, const moe_call *call, co
     return MOE_OK;
 }
 
-/* b_e += gamma sign(mean n - n_e) */
+/* b_e += gamma sign(mean n - n_e). E times that is a difference of whole numbers: a mean could be rounded. */
 static void moei_advance_bias(const moe_router_config *c, const moe_real *load, moe_real *bias) {
-    moe_real mean = MOEI_R(0.0), gap;
+    double sum = 0.0, gap;
     int e;
-    for (e = 0; e < c->n_experts; e++) mean += load[e] / (moe_real)c->n_experts;
+    for (e = 0; e < c->n_experts; e++) sum += (double)load[e];
     for (e = 0; e < c->n_experts; e++) {
-        gap = mean - load[e];
-        if (gap > MOEI_R(0.0)) bias[e] += c->bias_rate;
-        if (gap < MOEI_R(0.0)) bias[e] -= c->bias_rate;
+        gap = sum - (double)load[e] * (double)c->n_experts;
+        if (gap > 0.0) bias[e] += c->bias_rate;
+        if (gap < 0.0) bias[e] -= c->bias_rate;
     }
 }
 
