@@ -3158,7 +3158,7 @@ static moe_status moei_state_clashes(const moe_router_config *c, moe_error *erro
     if (c->student && (c->select == MOE_SELECT_SOFT || c->weight == MOE_WEIGHT_SPARSEMIXER))
         return moei_error(error, MOE_ERR_CONFIG, "student = 1 does not go with %s", c->select == MOE_SELECT_SOFT ? "select = soft" : "weight = sparsemixer");
     if (c->distill != 0 && !(c->loss_distill > MOEI_R(0.0))) return moei_needs(c, "distill", "loss_distill", error);
-    if (c->custom_batch && c->score != MOE_SCORE_CUSTOM && c->select != MOE_SELECT_CUSTOM)
+    if (c->custom_batch && c->score != MOE_SCORE_CUSTOM && c->select != MOE_SELECT_CUSTOM && from != MOE_SELECT_CUSTOM)
         return moei_needs(c, "custom_batch", "score or select = custom", error);
     return MOE_OK;
 }
