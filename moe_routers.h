@@ -3259,7 +3259,8 @@ moe_status moe_router_check_training(const moe_router_config *config, moe_error 
     int loss, reached = 0;
     moe_status status = moe_router_check(config, &c, error);
     if (status != MOE_OK) return status;
-    for (loss = 0; loss < MOE_LOSS_COUNT; loss++) reached |= moei_loss_factor(&c, loss) > MOEI_R(0.0);
+    for (loss = 0; loss < MOE_LOSS_COUNT; loss++)
+        if (loss != MOE_LOSS_DISTILL || !c.student) reached |= moei_loss_factor(&c, loss) > MOEI_R(0.0);
     if (c.untrained || reached || !moei_scores[c.score].has_parameters) return MOE_OK;
     if (c.top_k == 1 && c.k_end < 2 && moei_selects[c.select].k_per_token && moei_weights[c.weight].constant_for_one)
         return moei_error(error, MOE_ERR_CONFIG,
