@@ -3990,11 +3990,11 @@ static void moei_route_input(moei_pass *s) {
     s->r->u = s->r->input;
 }
 
-static int moei_finite_logits(const moei_pass *s, size_t columns) {
+static int moei_finite_logits(const moei_pass *s, const moe_real *logits, size_t columns) {
     size_t t, e;
     for (t = 0; t < s->n; t++)
         for (e = 0; e < columns && moei_is_real(s->call, t); e++)
-            if (!moe_is_finite(s->r->logits[t * columns + e])) return 0;
+            if (!moe_is_finite(logits[t * columns + e])) return 0;
     return 1;
 }
 
@@ -4002,9 +4002,10 @@ static moe_status moei_route_score(moei_pass *s) {
     moei_scores[s->c->score].forward(s);
     if (s->status != MOE_OK) return s->status;
     moei_route_noise(s);
-    if (s->c->student)
-        moei_affine(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_STUDENT), NULL, s->r->student_logits);
-    return moei_finite_logits(s, s->experts) ? MOE_OK : MOE_ERR_NONFINITE;
+    if (!moei_finite_logits(s, s->r->logits, s->experts)) return MOE_ERR_NONFINITE;
+    if (!s->c->student) return MOE_OK;
+    moei_affine(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_STUDENT), NULL, s->r->student_logits);
+    return moei_finite_logits(s, s->r->student_logits, s->experts) ? MOE_OK : MOE_ERR_NONFINITE;
 }
 
 static void moei_route_gate(moei_pass *s) {
@@ -4335,7 +4336,7 @@ moe_status moe_route(const moe_router *router, const moe_call *call, void *memor
     moei_route_input(&s);
     if (moei_is_soft(s.c)) {
         moei_route_soft(&s);
-        if (!moei_finite_logits(&s, moei_slot_total(s.c))) return MOE_ERR_NONFINITE;
+        if (!moei_finite_logits(&s, s.r->logits, moei_slot_total(s.c))) return MOE_ERR_NONFINITE;
         *routing = r;
         return MOE_OK;
     }
