@@ -2093,21 +2093,23 @@ static void moei_refine_backward(moei_pass *s) {
 
 /* ---- select: p, z -> S --------------------------------------------------------------------------------------------------------- */
 
-/* The K largest of the selection score: z where p rises with it and nothing is added, else p + b. */
+/* What top_k compares, and what every rank of choice follows: the student's logits where it chooses; z where p rises with it and nothing is added,
+   and where sparsemixer reads it; else p + b. */
+static const moe_real *moei_selection_score(const moei_pass *s, size_t t) {
+    const moe_real *bias = moei_tensor(s, MOE_ROUTER_SELECTION_BIAS), *p = s->r->probabilities + t * s->experts, *z = s->r->logits + t * s->experts;
+    size_t e;
+    if (s->frozen && s->c->student) return s->r->student_logits + t * s->experts;
+    if (s->c->weight == MOE_WEIGHT_SPARSEMIXER) return z;
+    if (bias == NULL) return moei_gates[s->c->gate].select_by_logits && s->c->refine == MOE_REFINE_NONE ? z : p;
+    for (e = 0; e < s->experts; e++) s->r->row[e] = p[e] + bias[e];
+    return s->r->row;
+}
+
 static moe_status moei_select_top_k(moei_pass *s) {
-    const moe_real *bias = moei_tensor(s, MOE_ROUTER_SELECTION_BIAS);
-    size_t t, e;
-    for (t = 0; t < s->n; t++) {
-        const moe_real *score = s->r->probabilities + t * s->experts;
-        if (!moei_is_real(s->call, t)) continue;
-        if (s->frozen && s->c->student) score = s->r->student_logits + t * s->experts;
-        else if (bias != NULL) {
-            for (e = 0; e < s->experts; e++) s->r->row[e] = score[e] + bias[e];
-            score = s->r->row;
-        } else if ((moei_gates[s->c->gate].select_by_logits && s->c->refine == MOE_REFINE_NONE) || s->c->weight == MOE_WEIGHT_SPARSEMIXER)
-            score = s->r->logits + t * s->experts;
-        s->r->n_choices[t] = (int32_t)moe_top_k(s->experts, score, (size_t)s->c->top_k, s->r->choices + t * s->r->max_choices);
-    }
+    size_t t;
+    for (t = 0; t < s->n; t++)
+        if (moei_is_real(s->call, t))
+            s->r->n_choices[t] = (int32_t)moe_top_k(s->experts, moei_selection_score(s, t), (size_t)s->c->top_k, s->r->choices + t * s->r->max_choices);
     return MOE_OK;
 }
 
@@ -2118,17 +2120,17 @@ static void moei_biased(const moei_pass *s, size_t t, moe_real *out) {
     for (e = 0; e < s->experts; e++) out[e] = s->r->probabilities[t * s->experts + e] + (bias != NULL ? bias[e] : MOEI_R(0.0));
 }
 
-/* The marked experts of a token become its choices; the rank of a choice follows p + b. */
+/* The marked experts of a token become its choices, in the order of the selection score. */
 static void moei_rank_marked(moei_pass *s, size_t t) {
     const unsigned char *marked = s->r->selected + t * s->experts;
-    moe_real *score = s->r->row;
+    const moe_real *score = moei_selection_score(s, t);
+    moe_real *masked = s->r->row + s->experts;
     size_t e, count = 0;
-    moei_biased(s, t, score);
     for (e = 0; e < s->experts; e++) {
         count += marked[e];
-        if (!marked[e]) score[e] = -MOEI_INFINITY;
+        masked[e] = marked[e] ? score[e] : -MOEI_INFINITY;
     }
-    s->r->n_choices[t] = (int32_t)moe_top_k(s->experts, score, count, s->r->choices + t * s->r->max_choices);
+    s->r->n_choices[t] = (int32_t)moe_top_k(s->experts, masked, count, s->r->choices + t * s->r->max_choices);
 }
 
 static moe_status moei_select_dense(moei_pass *s) {
@@ -2276,13 +2278,6 @@ static moe_status moei_select_hash(moei_pass *s) {
         }
     }
     return MOE_OK;
-}
-
-/* Marks the K largest of a row of scores. */
-static void moei_mark_largest(moei_pass *s, size_t t, const moe_real *score) {
-    int32_t *index = s->r->choices + t * s->r->max_choices;
-    size_t found = moe_top_k(s->experts, score, (size_t)s->c->top_k, index), i;
-    for (i = 0; i < found; i++) s->r->selected[t * s->experts + (size_t)index[i]] = 1;
 }
 
 /* The K largest logits: what selections that need a whole batch do outside training. */
