@@ -1965,7 +1965,11 @@ static void test_bad_supplies(void) {
                                            "score=attentive",
                                            "score=competition",
                                            "select=sample",
-                                           "input=jitter"};
+                                           "input=jitter",
+                                           "switch_at=9 switch_from=sample",
+                                           "loss_distill=1",
+                                           "score=custom",
+                                           "select=custom"};
     size_t i, bad;
     int32_t sequences[] = {0, 2, 6};
     for (i = 0; i < sizeof settings / sizeof settings[0]; i++)
@@ -1991,6 +1995,9 @@ static void test_bad_supplies(void) {
             case 11: b.call.token_ids = NULL; break;
             case 12:
             case 13: b.call.nodes = NULL; break;
+            case 17: b.call.teacher = NULL; break;
+            case 18: b.router.custom.score = NULL; break;
+            case 19: b.router.custom.select = NULL; break;
             default: b.call.rng = NULL; break;
             }
             expect_call_refused(&b, MOE_ERR_ARGUMENT, settings[i]);
