@@ -2300,7 +2300,8 @@ static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error
     if (c->router.score == MOE_SCORE_ATTENTIVE && c->router.router_hidden != c->d_ff)
         return moei_error(error, MOE_ERR_CONFIG, "router_hidden = %d: score = attentive needs the experts' width, d_ff = %d", c->router.router_hidden, c->d_ff);
     if (reads_experts && moei_scored_node(c) < 0)
-        return moei_error(error, MOE_ERR_CONFIG, "norm_node = %s: an expert = %s has no such activation", moei_node_names[c->router.norm_node], kind);
+        return moei_error(error, MOE_ERR_CONFIG, "score = norm reads norm_node = %s: an expert = %s has no such activation",
+                          moei_node_names[c->router.norm_node], kind);
     if (c->act != 0 && c->expert != MOE_EXPERT_MLP)
         return moei_error(error, MOE_ERR_CONFIG, "act = %s does not go with expert = %s: only mlp experts choose it", moei_act_names[c->act], kind);
     if (c->d_low != 0 && c->expert != MOE_EXPERT_FACTORISED)
