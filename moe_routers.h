@@ -2133,6 +2133,13 @@ static void moei_rank_marked(moei_pass *s, size_t t) {
     s->r->n_choices[t] = (int32_t)moe_top_k(s->experts, masked, count, s->r->choices + t * s->r->max_choices);
 }
 
+/* Marks the K largest of a row of scores. */
+static void moei_mark_largest(moei_pass *s, size_t t, const moe_real *score) {
+    int32_t *index = s->r->choices + t * s->r->max_choices;
+    size_t found = moe_top_k(s->experts, score, (size_t)s->c->top_k, index), i;
+    for (i = 0; i < found; i++) s->r->selected[t * s->experts + (size_t)index[i]] = 1;
+}
+
 static moe_status moei_select_dense(moei_pass *s) {
     memset(s->r->selected, 1, s->n * s->experts);
     return MOE_OK;
@@ -3134,8 +3141,10 @@ static moe_status moei_state_clashes(const moe_router_config *c, moe_error *erro
         return moei_error(error, MOE_ERR_CONFIG, "k_end = %d does not go with select = %s: only top_k, sinkhorn and sample take another K", c->k_end,
                           moei_select_names[c->select]);
     if (from != 0 && c->switch_at == 0) return moei_needs(c, "switch_from", "switch_at", error);
+    if (from == MOE_SELECT_BALANCED && c->top_k != 1)
+        return moei_error(error, MOE_ERR_CONFIG, "switch_from = balanced needs top_k = 1, not top_k = %d: it gives each token one expert", c->top_k);
     if (c->switch_at > 0 && (from == MOE_SELECT_SOFT || from == MOE_SELECT_GIVEN || from == MOE_SELECT_HASH || from == MOE_SELECT_EXPERT_CHOICE ||
-                             from == MOE_SELECT_GROUPED_TOP_K || (from == MOE_SELECT_BALANCED && c->top_k != 1)))
+                             from == MOE_SELECT_GROUPED_TOP_K))
         return moei_error(error, MOE_ERR_CONFIG, "switch_from = %s does not go with switch_at = %d: it needs settings of its own", moei_select_names[from], c->switch_at);
     if (c->switch_at > 0 && (c->select == MOE_SELECT_SOFT || c->weight == MOE_WEIGHT_SPARSEMIXER))
         return moei_error(error, MOE_ERR_CONFIG, "switch_at = %d does not go with %s", c->switch_at,
