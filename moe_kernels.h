@@ -84,7 +84,7 @@
    the other places, give it a MOE_KERNELS_ number and a name, and let moe_kernels_select return it when moe_cpu_features has its
    bits. Keep the order of summation: let vectors run along the columns of C. tests/kernels.c tests every table it can select.
 
-   Porting. Needed are 8-bit bytes, IEEE float or double, and from libm exp, log1p, sqrt, tanh, erfc (and fma where it is an
+   Porting. Needed are 8-bit bytes, IEEE float or double, and from libm exp, log, log1p, sqrt, tanh, erfc (and fma where it is an
    instruction), in the type of the build. Byte order and the size of int and pointers do not matter.
 */
 #ifndef MOE_KERNELS_H
@@ -159,6 +159,9 @@
 #define moe_activate_backward moe_activate_backward_f64
 #define moe_softmax moe_softmax_f64
 #define moe_softmax_backward moe_softmax_backward_f64
+#define moe_log_posterior moe_log_posterior_f64
+#define moe_exp_sum moe_exp_sum_f64
+#define moe_entropy moe_entropy_f64
 #define moe_log_sum_exp moe_log_sum_exp_f64
 #define moe_sigmoid moe_sigmoid_f64
 #define moe_softplus moe_softplus_f64
@@ -276,6 +279,9 @@ typedef struct moe_kernels {
     void (*activate)(int act, size_t n, const moe_real *x, moe_real *y);
     void (*activate_backward)(int act, size_t n, const moe_real *x, const moe_real *dy, moe_real *dx); /* may be NULL with MOE_NO_TRAIN */
     void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y);
+    moe_real (*log_posterior)(size_t n, moe_real scale, const moe_real *shift, const moe_real *prior, moe_real *y);
+    moe_real (*exp_sum)(size_t n, moe_real max, moe_real *y);
+    moe_real (*entropy)(size_t n, const moe_real *p);
 } moe_kernels;
 
 /* The table for want (MOE_KERNELS_...), or NULL when it is not compiled in or the machine cannot run it. MOE_KERNELS_AUTO and
@@ -307,6 +313,15 @@ MOE_API void moe_softmax(const moe_kernels *k, size_t n, const moe_real *x, moe_
 /* dx_i += y_i (dy_i - sum_j y_j dy_j) / T, y the softmax's output. */
 MOE_API void moe_softmax_backward(size_t n, const moe_real *y, const moe_real *dy, moe_real temperature, moe_real *dx);
 #endif
+/* A softmax in steps, for what is not one array:
+   y_i = scale (y_i - shift_i) + ln prior_i, and -inf where prior_i is not above 0. scale > 0; shift and prior [n], or NULL for 0 and 1.
+   Returns the largest y_i, -inf for none; a NaN is passed over, moe_exp_sum shows it. */
+MOE_API moe_real moe_log_posterior(const moe_kernels *k, size_t n, moe_real scale, const moe_real *shift, const moe_real *prior, moe_real *y);
+/* y_i = exp(y_i - max), max at least every y_i and above -inf; returns their sum. -inf gives exactly 0; what lies below the smallest normal
+   number may be 0. */
+MOE_API moe_real moe_exp_sum(const moe_kernels *k, size_t n, moe_real max, moe_real *y);
+/* -sum_i p_i ln p_i over the p_i above 0. */
+MOE_API moe_real moe_entropy(const moe_kernels *k, size_t n, const moe_real *p);
 /* log sum_i exp(x_i), shifted by the maximum so that it cannot overflow; -inf for n = 0. */
 MOE_API moe_real moe_log_sum_exp(size_t n, const moe_real *x);
 /* 1 / (1 + exp(-x)), without overflow for any x. */
@@ -1008,6 +1023,36 @@ static void moei_real_softmax_c(size_t n, const moe_real *x, moe_real temperatur
     for (i = 0; i < n; i++) y[i] /= sum;
 }
 
+static moe_real moei_real_log_posterior_c(size_t n, moe_real scale, const moe_real *shift, const moe_real *prior, moe_real *y) {
+    moe_real max = -(moe_real)HUGE_VAL;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        moe_real value = scale * (shift != NULL ? y[i] - shift[i] : y[i]);
+        if (prior != NULL) value = prior[i] > 0 ? value + MOEI_F(log)(prior[i]) : -(moe_real)HUGE_VAL;
+        if (value > max) max = value;
+        y[i] = value;
+    }
+    return max;
+}
+
+static moe_real moei_real_exp_sum_c(size_t n, moe_real max, moe_real *y) {
+    moe_real sum = 0;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        y[i] = MOEI_F(exp)(y[i] - max);
+        sum += y[i];
+    }
+    return sum;
+}
+
+static moe_real moei_real_entropy_c(size_t n, const moe_real *p) {
+    moe_real sum = 0;
+    size_t i;
+    for (i = 0; i < n; i++)
+        if (p[i] > 0) sum -= p[i] * MOEI_F(log)(p[i]);
+    return sum;
+}
+
 /* The maximum's own term is 1; the others go into log1p, so that a small rest is not lost beside it. */
 moe_real moe_log_sum_exp(size_t n, const moe_real *x) {
     moe_real max, rest = 0;
@@ -1181,6 +1226,9 @@ static const moe_kernels moei_kernels_c = {
     NULL,
 #endif
     moei_real_softmax_c,
+    moei_real_log_posterior_c,
+    moei_real_exp_sum_c,
+    moei_real_entropy_c,
 };
 
 /* ==== AVX2 and FMA (float) ===================================================================================================
@@ -1552,6 +1600,13 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_exp_avx2(__m256 x) {
     return _mm256_mul_ps(e, moei_power2_avx2(_mm256_sub_epi32(whole, first)));
 }
 
+/* exp(x) for x <= 0 and NaN, without subnormal results: those are 0. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_exp_normal_avx2(__m256 x) {
+    const __m256 least = _mm256_set1_ps(-87.3365f); /* exp of it is above 2^-126 */
+    __m256 n, e = moei_exp_reduced_avx2(_mm256_max_ps(least, x), &n), power = moei_power2_avx2(_mm256_cvtps_epi32(n));
+    return _mm256_and_ps(_mm256_fmadd_ps(e, power, power), _mm256_cmp_ps(x, least, _CMP_NLT_UQ));
+}
+
 /* exp(x) - 1 for -30 <= x <= 0 and NaN. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_expm1_avx2(__m256 x) {
     __m256 n, power;
@@ -1704,6 +1759,16 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_load_padded_avx2(size_t count, const float *x)
     return _mm256_blendv_ps(_mm256_set1_ps(-(float)HUGE_VAL), _mm256_maskload_ps(x, mask), _mm256_castsi256_ps(mask));
 }
 
+/* count numbers, at most eight of them, and -inf where there are fewer. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_load_avx2(size_t count, const float *x) {
+    return count >= 8 ? _mm256_loadu_ps(x) : moei_load_padded_avx2(count, x);
+}
+
+MOEI_AVX2 MOEI_INLINE void moei_store_avx2(size_t count, float *y, __m256 value) {
+    if (count >= 8) _mm256_storeu_ps(y, value);
+    else _mm256_maskstore_ps(y, moei_mask_avx2(count), value);
+}
+
 /* Lanes that are not there hold -inf and add 0. A NaN may get lost in max, but not in the sum. */
 MOEI_AVX2 static void moei_f32_softmax_avx2(size_t n, const float *x, float temperature, float *y) {
     const __m256 divisor = _mm256_set1_ps(temperature);
@@ -1711,19 +1776,80 @@ MOEI_AVX2 static void moei_f32_softmax_avx2(size_t n, const float *x, float temp
     float sum;
     size_t i;
     if (n == 0) return;
-    max = moei_load_padded_avx2(n, x);
-    for (i = 8; i < n; i += 8) max = _mm256_max_ps(max, moei_load_padded_avx2(n - i, x + i));
+    max = moei_load_avx2(n, x);
+    for (i = 8; i < n; i += 8) max = _mm256_max_ps(max, moei_load_avx2(n - i, x + i));
     shift = _mm256_set1_ps(moei_softmax_shift(moei_lanes_max_avx2(max)));
     for (i = 0; i < n; i += 8) {
-        const __m256 z = _mm256_div_ps(_mm256_sub_ps(moei_load_padded_avx2(n - i, x + i), shift), divisor), e = moei_exp_avx2(z);
-        if (n - i >= 8) _mm256_storeu_ps(y + i, e);
-        else _mm256_maskstore_ps(y + i, moei_mask_avx2(n - i), e);
+        const __m256 z = _mm256_div_ps(_mm256_sub_ps(moei_load_avx2(n - i, x + i), shift), divisor), e = moei_exp_avx2(z);
+        moei_store_avx2(n - i, y + i, e);
         sums = _mm256_add_ps(sums, e);
     }
     sum = moei_lanes_sum_avx2(sums);
     if (sum <= 0) return;
     for (i = 0; i + 8 <= n; i += 8) _mm256_storeu_ps(y + i, _mm256_div_ps(_mm256_loadu_ps(y + i), _mm256_set1_ps(sum)));
     for (; i < n; i++) y[i] /= sum;
+}
+
+/* ln x for x > 0: x = 2^n m with m from sqrt(1/2) to sqrt(2), f = m - 1, ln m = f - f^2 / 2 + f^3 Q(f), Q fitted to relative error 6e-9. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_log_avx2(__m256 x) {
+    const __m256 small = _mm256_cmp_ps(x, _mm256_set1_ps(1.17549435e-38f), _CMP_LT_OQ); /* subnormal: made larger by 2^23 */
+    const __m256i bits = _mm256_castps_si256(_mm256_blendv_ps(x, _mm256_mul_ps(x, _mm256_set1_ps(8388608.0f)), small));
+    const __m256i whole = _mm256_srai_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(0x3f3504f3)), 23);
+    const __m256 n = _mm256_sub_ps(_mm256_cvtepi32_ps(whole), _mm256_and_ps(small, _mm256_set1_ps(23.0f)));
+    const __m256 f = _mm256_sub_ps(_mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(whole, 23))), _mm256_set1_ps(1.0f));
+    __m256 q = _mm256_set1_ps(-7.634419459e-02f);
+    q = _mm256_fmadd_ps(q, f, _mm256_set1_ps(1.276155052e-01f));
+    q = _mm256_fmadd_ps(q, f, _mm256_set1_ps(-1.316019287e-01f));
+    q = _mm256_fmadd_ps(q, f, _mm256_set1_ps(1.420176137e-01f));
+    q = _mm256_fmadd_ps(q, f, _mm256_set1_ps(-1.662335736e-01f));
+    q = _mm256_fmadd_ps(q, f, _mm256_set1_ps(2.000122679e-01f));
+    q = _mm256_fmadd_ps(q, f, _mm256_set1_ps(-2.500082099e-01f));
+    q = _mm256_fmadd_ps(q, f, _mm256_set1_ps(3.333333171e-01f));
+    q = _mm256_mul_ps(_mm256_mul_ps(f, f), _mm256_fmadd_ps(q, f, _mm256_set1_ps(-0.5f)));
+    q = _mm256_add_ps(f, _mm256_fmadd_ps(n, _mm256_set1_ps(1.42860682e-06f), q)); /* log 2 in two parts, as in exp */
+    q = _mm256_fmadd_ps(n, _mm256_set1_ps(0.693145751953125f), q);
+    return _mm256_blendv_ps(q, x, _mm256_cmp_ps(x, _mm256_set1_ps((float)HUGE_VAL), _CMP_EQ_OQ));
+}
+
+/* Lanes that are not there hold -inf or NaN; max gives its second operand for NaN. */
+MOEI_AVX2 static float moei_f32_log_posterior_avx2(size_t n, float scale, const float *shift, const float *prior, float *y) {
+    const __m256 factor = _mm256_set1_ps(scale), none = _mm256_set1_ps(-(float)HUGE_VAL);
+    __m256 max = none;
+    size_t i;
+    for (i = 0; i < n; i += 8) {
+        __m256 value = moei_load_avx2(n - i, y + i);
+        if (shift != NULL) value = _mm256_sub_ps(value, moei_load_avx2(n - i, shift + i));
+        value = _mm256_mul_ps(value, factor);
+        if (prior != NULL) {
+            const __m256 weight = moei_load_avx2(n - i, prior + i), above = _mm256_cmp_ps(weight, _mm256_setzero_ps(), _CMP_GT_OQ);
+            value = _mm256_blendv_ps(none, _mm256_add_ps(value, moei_log_avx2(weight)), above);
+        }
+        max = _mm256_max_ps(value, max);
+        moei_store_avx2(n - i, y + i, value);
+    }
+    return moei_lanes_max_avx2(max);
+}
+
+MOEI_AVX2 static float moei_f32_exp_sum_avx2(size_t n, float max, float *y) {
+    const __m256 shift = _mm256_set1_ps(max);
+    __m256 sums = _mm256_setzero_ps();
+    size_t i;
+    for (i = 0; i < n; i += 8) {
+        const __m256 e = moei_exp_normal_avx2(_mm256_sub_ps(moei_load_avx2(n - i, y + i), shift));
+        sums = _mm256_add_ps(sums, e);
+        moei_store_avx2(n - i, y + i, e);
+    }
+    return moei_lanes_sum_avx2(sums);
+}
+
+MOEI_AVX2 static float moei_f32_entropy_avx2(size_t n, const float *p) {
+    __m256 sums = _mm256_setzero_ps();
+    size_t i;
+    for (i = 0; i < n; i += 8) {
+        const __m256 x = moei_load_avx2(n - i, p + i), above = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GT_OQ);
+        sums = _mm256_fnmadd_ps(_mm256_and_ps(x, above), _mm256_and_ps(moei_log_avx2(x), above), sums);
+    }
+    return moei_lanes_sum_avx2(sums);
 }
 
 static const moe_kernels moei_kernels_avx2 = {
@@ -1739,6 +1865,9 @@ static const moe_kernels moei_kernels_avx2 = {
     NULL,
 #endif
     moei_f32_softmax_avx2,
+    moei_f32_log_posterior_avx2,
+    moei_f32_exp_sum_avx2,
+    moei_f32_entropy_avx2,
 };
 
 #endif /* MOEI_HAVE_AVX2 */
@@ -1849,6 +1978,18 @@ void moe_activate(const moe_kernels *k, int act, size_t n, const moe_real *x, mo
 
 void moe_softmax(const moe_kernels *k, size_t n, const moe_real *x, moe_real temperature, moe_real *y) {
     moei_table(k)->softmax(n, x, temperature, y);
+}
+
+moe_real moe_log_posterior(const moe_kernels *k, size_t n, moe_real scale, const moe_real *shift, const moe_real *prior, moe_real *y) {
+    return moei_table(k)->log_posterior(n, scale, shift, prior, y);
+}
+
+moe_real moe_exp_sum(const moe_kernels *k, size_t n, moe_real max, moe_real *y) {
+    return moei_table(k)->exp_sum(n, max, y);
+}
+
+moe_real moe_entropy(const moe_kernels *k, size_t n, const moe_real *p) {
+    return moei_table(k)->entropy(n, p);
 }
 
 #ifndef MOE_NO_TRAIN

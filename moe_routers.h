@@ -1410,16 +1410,17 @@ static size_t moei_cosine_width(const moei_pass *s) { return s->c->cosine_dim > 
 static const moe_real *moei_cosine_tokens(const moei_pass *s) { return s->c->cosine_dim > 0 ? s->r->hidden : s->r->u; }
 
 /* 1/|v|, or 0 for a vector shorter than 1e-12: it then has cosine 0 and passes no gradient. */
-static moe_real moei_inverse_length(const moe_real *v, size_t n) {
-    moe_real largest = MOEI_R(0.0), sum = MOEI_R(0.0), length;
+static moe_real moei_inverse_length(const moe_kernels *k, const moe_real *v, size_t n) {
+    moe_real largest = MOEI_R(0.0), sum = moe_dot(k, n, v, v), length;
     size_t i;
+    if (sum > MOEI_R(1e-20) && sum < MOEI_R(1e30)) return MOEI_R(1.0) / MOEI_F(sqrt)(sum);
     for (i = 0; i < n; i++) {
         moe_real a = MOEI_F(fabs)(v[i]);
         if (a > largest) largest = a;
     }
     if (!(largest > MOEI_R(0.0))) return MOEI_R(0.0);
-    /* scaled, so that short vectors do not underflow when squared */
-    for (i = 0; i < n; i++) sum += (v[i] / largest) * (v[i] / largest);
+    /* scaled, so that short vectors do not underflow when squared, nor long ones overflow */
+    for (i = 0, sum = MOEI_R(0.0); i < n; i++) sum += (v[i] / largest) * (v[i] / largest);
     length = largest * MOEI_F(sqrt)(sum);
     return length < MOEI_R(1e-12) ? MOEI_R(0.0) : MOEI_R(1.0) / length;
 }
@@ -1434,8 +1435,8 @@ static void moei_score_cosine(moei_pass *s) {
     const moe_real *v = moei_cosine_tokens(s), *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
     moe_real *token_inverse = s->r->lengths, *expert_inverse = s->r->lengths + s->n, over_tau = MOEI_R(1.0) / moei_tau(s);
     if (s->c->cosine_dim > 0) moei_affine(k, s->n, width, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_PROJECTION), NULL, s->r->hidden);
-    for (t = 0; t < s->n; t++) token_inverse[t] = s->c->cosine_keep_length ? MOEI_R(1.0) : moei_inverse_length(v + t * width, width);
-    for (e = 0; e < s->experts; e++) expert_inverse[e] = moei_inverse_length(w + e * width, width);
+    for (t = 0; t < s->n; t++) token_inverse[t] = s->c->cosine_keep_length ? MOEI_R(1.0) : moei_inverse_length(k, v + t * width, width);
+    for (e = 0; e < s->experts; e++) expert_inverse[e] = moei_inverse_length(k, w + e * width, width);
     moei_affine(k, s->n, s->experts, width, v, w, NULL, s->r->logits);
     for (t = 0; t < s->n; t++)
         for (e = 0; e < s->experts; e++) s->r->logits[t * s->experts + e] *= token_inverse[t] * expert_inverse[e] * over_tau;
@@ -1470,7 +1471,7 @@ static void moei_score_grap(moei_pass *s) {
     moe_real over = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)block);
     for (t = 0; t < s->n; t++) {
         const moe_real *u = s->r->u + t * s->d;
-        moe_real share = s->c->grap_cosine ? moei_inverse_length(u, s->d) * over : MOEI_R(1.0) / (moe_real)block;
+        moe_real share = s->c->grap_cosine ? moei_inverse_length(s->router->kernels, u, s->d) * over : MOEI_R(1.0) / (moe_real)block;
         for (e = 0; e < s->experts; e++) {
             moe_real sum = MOEI_R(0.0);
             for (q = 0; q < block; q++) sum += u[e * block + q];
@@ -1646,7 +1647,7 @@ static void moei_score_grap_backward(moei_pass *s) {
     moe_real over = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)block);
     for (t = 0; t < s->n; t++) {
         const moe_real *u = s->r->u + t * s->d, *dz = s->r->d_logits + t * s->experts, *z = moei_score_logits(s) + t * s->experts;
-        moe_real *du = s->r->d_input + t * s->d, inverse = s->c->grap_cosine ? moei_inverse_length(u, s->d) : MOEI_R(0.0), along = MOEI_R(0.0);
+        moe_real *du = s->r->d_input + t * s->d, inverse = s->c->grap_cosine ? moei_inverse_length(s->router->kernels, u, s->d) : MOEI_R(0.0), along = MOEI_R(0.0);
         moe_real share = s->c->grap_cosine ? inverse * over : MOEI_R(1.0) / (moe_real)block;
         for (e = 0; e < s->experts; e++) {
             along += dz[e] * z[e];
@@ -1860,17 +1861,13 @@ static const moei_gate moei_gates[MOE_GATE_COUNT] = {
 
 /* ---- refine: r -> p, p_i = sum over (h, j) of softmax(a_ihj) r_j within a sequence ----------------------------------------------------
    similarity: one head, a_ij = u_i . W_s u_j / tau.   attention: a_ihj = log A_hij - |u_i - o_hj|^2 / (2 sigma^2), where |u_i|^2 falls out.
-   Both are a product of queries and keys, worked off in blocks of rows, and done again in the backward pass instead of kept. */
+   Both are a product of queries and keys, worked off in blocks of rows, and done again in the backward pass instead of kept. A block holds
+   E_ij = exp(a_ij - max); its rows' sums Z_i divide p_i = sum E_ij r_j / Z_i at the end, E numbers per token instead of N. */
 
-enum { MOEI_REFINE_ROWS = 32 };
-
-static moe_real moei_row_entropy(const moe_real *p, size_t n) {
-    moe_real sum = MOEI_R(0.0);
-    size_t i;
-    for (i = 0; i < n; i++)
-        if (p[i] > MOEI_R(0.0)) sum -= p[i] * MOEI_F(log)(p[i]);
-    return sum;
-}
+enum {
+    MOEI_REFINE_ROWS = 96, /* of a block: the keys are packed once for so many rows */
+    MOEI_REFINE_STEP = 24  /* rows of the steps in which causal works off the square where some keys are later than some rows */
+};
 
 /* The heads [first, end) that refine the sequence of tokens [from, to). */
 static void moei_refine_heads(const moei_pass *s, size_t from, size_t to, size_t *first, size_t *end) {
@@ -1883,7 +1880,7 @@ static void moei_refine_heads(const moei_pass *s, size_t from, size_t to, size_t
     for (h = 0; h < heads && s->c->attention_heads == MOE_HEADS_MIN_ENTROPY; h++) {
         moe_real sum = MOEI_R(0.0);
         for (t = from; t < to; t++)
-            if (moei_is_real(s->call, t)) sum += moei_row_entropy(s->call->attention_weights + (h * s->n + t) * s->n, s->n);
+            if (moei_is_real(s->call, t)) sum += moe_entropy(s->router->kernels, s->n, s->call->attention_weights + (h * s->n + t) * s->n);
         if (sum < best) best = sum, *first = h, *end = h + 1;
     }
 }
@@ -1905,77 +1902,99 @@ static moe_real moei_refine_scale(const moei_pass *s) {
     return MOEI_R(1.0) / s->c->similarity_tau;
 }
 
-/* Unit vectors, keys, |o|^2 / 2 and entropies: once per call. */
+/* Unit vectors, keys and entropies: once per call. */
 static void moei_refine_prepare(const moei_pass *s) {
-    size_t t, q, h;
-    if (s->r->entropy != NULL)
-        for (t = 0; t < s->n; t++) s->r->entropy[t] = moei_row_entropy(s->r->gate + t * s->experts, s->experts);
-    if (s->r->unit != NULL)
-        for (t = 0; t < s->n; t++) {
-            moe_real inverse = moei_inverse_length(s->r->u + t * s->d, s->d);
-            for (q = 0; q < s->d; q++) s->r->unit[t * s->d + q] = s->r->u[t * s->d + q] * inverse;
-        }
+    const moe_kernels *k = s->router->kernels;
+    size_t t, q;
+    for (t = 0; t < s->n && s->r->entropy != NULL; t++) s->r->entropy[t] = moe_entropy(k, s->experts, s->r->gate + t * s->experts);
+    for (t = 0; t < s->n && s->r->unit != NULL; t++) {
+        moe_real inverse = moei_inverse_length(k, s->r->u + t * s->d, s->d);
+        for (q = 0; q < s->d; q++) s->r->unit[t * s->d + q] = s->r->u[t * s->d + q] * inverse;
+    }
     if (s->r->keys != NULL)
-        moei_affine(s->router->kernels, s->n, s->d, s->d, moei_refine_queries(s), moei_tensor(s, MOE_ROUTER_SIMILARITY), NULL, s->r->keys);
-    if (s->r->key_terms != NULL)
-        for (h = 0; h < (size_t)s->c->heads; h++)
-            for (t = 0; t < s->n; t++) {
-                const moe_real *o = s->call->attention_outputs + (h * s->n + t) * s->d;
-                s->r->key_terms[h * s->n + t] = moei_is_real(s->call, t) ? moe_dot(NULL, s->d, o, o) / MOEI_R(2.0) : MOEI_R(0.0);
-            }
+        moei_affine(k, s->n, s->d, s->d, moei_refine_queries(s), moei_tensor(s, MOE_ROUTER_SIMILARITY), NULL, s->r->keys);
 }
 
-/* Whether token j takes part in refining token i. */
-static int moei_refine_takes(const moei_pass *s, size_t i, size_t j) {
-    if (!moei_is_real(s->call, j) || (s->c->causal && j > i)) return 0;
-    return !s->c->lower_entropy_only || s->r->entropy[j] <= s->r->entropy[i];
-}
-
-/* softmax(a) of the rows [at, at + rows) of the sequence [from, to) into block, rows of (end - first) * (to - from) numbers. A row of zeros means
-   that nobody takes part: then p_i = r_i. */
-static void moei_refine_block(const moei_pass *s, size_t at, size_t rows, size_t from, size_t to, size_t first, size_t end) {
-    size_t length = to - from, width = (end - first) * length, h, i, j;
-    moe_real scale = moei_refine_scale(s);
-    for (h = first; h < end; h++)
-        moe_matmul(s->router->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, rows, length, s->d, moei_refine_queries(s) + at * s->d, s->d,
-                   moei_refine_keys(s, h) + from * s->d, s->d, s->r->block + (h - first) * length, width, 0);
-    for (i = 0; i < rows; i++) {
-        moe_real *row = s->r->block + i * width;
-        for (h = first; h < end; h++)
-            for (j = 0; j < length; j++) {
-                moe_real *a = row + (h - first) * length + j, weight;
-                if (!moei_refine_takes(s, at + i, from + j)) {
-                    *a = -MOEI_INFINITY;
-                    continue;
-                }
-                *a *= scale;
-                if (s->c->refine != MOE_REFINE_ATTENTION) continue;
-                weight = s->call->attention_weights[(h * s->n + at + i) * s->n + from + j];
-                *a = weight > MOEI_R(0.0) ? *a + MOEI_F(log)(weight) - scale * s->r->key_terms[h * s->n + from + j] : -MOEI_INFINITY;
-            }
-        moe_softmax(s->router->kernels, width, row, MOEI_R(1.0), row);
+/* |o|^2 / 2 of the keys of one head in the sequence [from, to). */
+static void moei_refine_key_terms(const moei_pass *s, size_t head, size_t from, size_t to) {
+    size_t t;
+    for (t = from; t < to && s->r->key_terms != NULL; t++) {
+        const moe_real *o = s->call->attention_outputs + (head * s->n + t) * s->d;
+        s->r->key_terms[head * s->n + t] = moei_is_real(s->call, t) ? moe_dot(s->router->kernels, s->d, o, o) / MOEI_R(2.0) : MOEI_R(0.0);
     }
 }
 
-static int moei_row_is_empty(const moe_real *row, size_t n) {
-    size_t i;
-    for (i = 0; i < n; i++)
-        if (row[i] > MOEI_R(0.0)) return 0;
-    return 1;
+/* How many keys of the sequence from `from` to `to` the rows [at, at + rows) may see. */
+static size_t moei_refine_span(const moei_pass *s, size_t at, size_t rows, size_t from, size_t to) {
+    return (s->c->causal ? at + rows : to) - from;
+}
+
+/* out[rows,span] = queries . keys of the tokens from `from` on. Causal leaves cells that are not wanted as they are, all of them later than their row. */
+static void moei_refine_products(const moei_pass *s, size_t at, size_t rows, size_t from, size_t span, const moe_real *keys, moe_real *out, size_t width) {
+    const moe_real *queries = moei_refine_queries(s) + at * s->d;
+    size_t common = s->c->causal ? span - rows : span, i, step;
+    moe_matmul(s->router->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, rows, common, s->d, queries, s->d, keys + from * s->d, s->d, out, width, 0);
+    for (i = 0; i < rows && s->c->causal; i += step) {
+        step = rows - i < MOEI_REFINE_STEP ? rows - i : (size_t)MOEI_REFINE_STEP;
+        moe_matmul(s->router->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, step, i + step, s->d, queries + i * s->d, s->d, keys + at * s->d, s->d,
+                   out + i * width + common, width, 0);
+    }
+}
+
+/* -inf for tokens that take no part in refining token i. */
+static void moei_refine_hide(const moei_pass *s, size_t i, size_t from, size_t seen, moe_real *row) {
+    size_t j;
+    if (s->call->mask == NULL && !s->c->lower_entropy_only) return;
+    for (j = 0; j < seen; j++)
+        if (!moei_is_real(s->call, from + j) || (s->c->lower_entropy_only && s->r->entropy[from + j] > s->r->entropy[i])) row[j] = -MOEI_INFINITY;
+}
+
+/* E of one row, (end - first) stretches of span numbers; returns Z, 0 when nobody takes part. */
+static moe_real moei_refine_row(const moei_pass *s, size_t i, size_t from, size_t span, size_t first, size_t end, moe_real *row) {
+    const moe_kernels *k = s->router->kernels;
+    size_t seen = s->c->causal ? i + 1 - from : span, h, j;
+    moe_real scale = moei_refine_scale(s), max = -MOEI_INFINITY, top, sum = MOEI_R(0.0);
+    for (h = first; h < end; h++) {
+        moe_real *a = row + (h - first) * span;
+        moei_refine_hide(s, i, from, seen, a);
+        if (s->c->refine == MOE_REFINE_SIMILARITY) top = moe_log_posterior(k, seen, scale, NULL, NULL, a);
+        else top = moe_log_posterior(k, seen, scale, s->r->key_terms + h * s->n + from, s->call->attention_weights + (h * s->n + i) * s->n + from, a);
+        if (top > max) max = top;
+    }
+    max = moei_softmax_shift(max);
+    for (h = first; h < end; h++) {
+        moe_real *a = row + (h - first) * span;
+        sum += moe_exp_sum(k, seen, max, a);
+        for (j = seen; j < span; j++) a[j] = MOEI_R(0.0);
+    }
+    return sum;
+}
+
+/* E of the rows [at, at + rows) of a sequence that starts at `from` into block, and their Z into sums. */
+static void moei_refine_block(const moei_pass *s, size_t at, size_t rows, size_t from, size_t span, size_t first, size_t end, moe_real *sums) {
+    size_t width = (end - first) * span, h, i;
+    for (h = first; h < end; h++)
+        moei_refine_products(s, at, rows, from, span, moei_refine_keys(s, h), s->r->block + (h - first) * span, width);
+    for (i = 0; i < rows; i++) sums[i] = moei_refine_row(s, at + i, from, span, first, end, s->r->block + i * width);
 }
 
 static void moei_refine_sequence(const moei_pass *s, size_t from, size_t to) {
-    size_t length = to - from, first, end, at, rows, h, i, experts = s->experts;
+    size_t first, end, at, rows, span, h, i, e, experts = s->experts;
+    moe_real sums[MOEI_REFINE_ROWS];
     moei_refine_heads(s, from, to, &first, &end);
+    for (h = first; h < end; h++) moei_refine_key_terms(s, h, from, to);
     for (at = from; at < to; at += rows) {
+        moe_real *p = s->r->probabilities + at * experts;
         rows = to - at < MOEI_REFINE_ROWS ? to - at : (size_t)MOEI_REFINE_ROWS;
-        moei_refine_block(s, at, rows, from, to, first, end);
+        span = moei_refine_span(s, at, rows, from, to);
+        moei_refine_block(s, at, rows, from, span, first, end, sums);
         for (h = first; h < end; h++)
-            moe_matmul(s->router->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, experts, length, s->r->block + (h - first) * length,
-                       (end - first) * length, s->r->gate + from * experts, experts, s->r->probabilities + at * experts, experts, h > first);
-        for (i = 0; i < rows; i++)
-            if (moei_row_is_empty(s->r->block + i * (end - first) * length, (end - first) * length))
-                memcpy(s->r->probabilities + (at + i) * experts, s->r->gate + (at + i) * experts, experts * sizeof(moe_real));
+            moe_matmul(s->router->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, experts, span, s->r->block + (h - first) * span, (end - first) * span,
+                       s->r->gate + from * experts, experts, p, experts, h > first);
+        for (i = 0; i < rows; i++, p += experts) {
+            if (!(sums[i] > MOEI_R(0.0))) memcpy(p, s->r->gate + (at + i) * experts, experts * sizeof(moe_real));
+            for (e = 0; e < experts && sums[i] > MOEI_R(0.0); e++) p[e] /= sums[i];
+        }
     }
 }
 
@@ -2000,55 +2019,68 @@ static void moei_route_refine(moei_pass *s) {
 
 #ifndef MOE_NO_TRAIN
 
-/* da = S (dS - sum S dS) in place of dS, and what it means for A and o. */
-static void moei_refine_block_backward(const moei_pass *s, size_t at, size_t rows, size_t from, size_t to, size_t first, size_t end) {
-    size_t length = to - from, width = (end - first) * length, h, i, j;
-    moe_real scale = moei_refine_scale(s);
+/* With S = E / Z and d_block = dS / Z: da = S (dS - sum S dS) = E (d_block - sum E d_block / Z), in place. */
+static void moei_refine_block_backward(const moei_pass *s, size_t rows, size_t width, const moe_real *sums) {
+    size_t i, j;
     for (i = 0; i < rows; i++) {
         const moe_real *row = s->r->block + i * width;
-        moe_real *d_row = s->r->d_block + i * width, along = moe_dot(NULL, width, row, d_row);
+        moe_real *d_row = s->r->d_block + i * width, along = moe_dot(s->router->kernels, width, row, d_row) / sums[i];
         for (j = 0; j < width; j++) d_row[j] = row[j] > MOEI_R(0.0) ? row[j] * (d_row[j] - along) : MOEI_R(0.0);
-        if (s->c->refine != MOE_REFINE_ATTENTION) continue;
-        for (h = first; h < end; h++)
-            for (j = 0; j < length; j++) {
-                size_t cell = (h * s->n + at + i) * s->n + from + j, key = (h * s->n + from + j) * s->d;
-                moe_real d = d_row[(h - first) * length + j];
-                if (!(d < MOEI_R(0.0)) && !(d > MOEI_R(0.0))) continue;
-                if (s->call->d_attention_weights != NULL) s->call->d_attention_weights[cell] += d / s->call->attention_weights[cell];
-                if (s->call->d_attention_outputs != NULL)
-                    moe_axpy(s->router->kernels, s->d, -(d * scale), s->call->attention_outputs + key, s->call->d_attention_outputs + key);
-            }
     }
-    for (i = 0; i < rows * width; i++) s->r->d_block[i] *= scale;
 }
 
-/* d_p -> d_gate, and through S to queries and keys. */
+/* What da of one head, rows of width apart, means for A and for |o|^2 / 2. */
+static void moei_refine_attention_backward(const moei_pass *s, size_t head, size_t at, size_t rows, size_t from, size_t span, const moe_real *d_a,
+                                           size_t width) {
+    moe_real *columns = s->r->column, *d_o = s->call->d_attention_outputs; /* columns: sum over rows of da */
+    size_t i, j;
+    memset(columns, 0, span * sizeof(moe_real));
+    for (i = 0; i < rows; i++, d_a += width) {
+        size_t cell = (head * s->n + at + i) * s->n + from;
+        moe_axpy(s->router->kernels, span, MOEI_R(1.0), d_a, columns);
+        for (j = 0; j < span && s->call->d_attention_weights != NULL; j++)
+            if (d_a[j] < MOEI_R(0.0) || d_a[j] > MOEI_R(0.0)) s->call->d_attention_weights[cell + j] += d_a[j] / s->call->attention_weights[cell + j];
+    }
+    for (j = 0; j < span && d_o != NULL; j++) {
+        size_t key = (head * s->n + from + j) * s->d;
+        if (moei_is_real(s->call, from + j))
+            moe_axpy(s->router->kernels, s->d, -(columns[j] * moei_refine_scale(s)), s->call->attention_outputs + key, d_o + key);
+    }
+}
+
+/* d_p -> d_gate, and through S to queries and keys. d_p is divided by Z on the way. */
 static void moei_refine_sequence_backward(const moei_pass *s, size_t from, size_t to) {
     const moe_kernels *k = s->router->kernels;
-    size_t length = to - from, first, end, at, rows, h, i, experts = s->experts, width, d = s->d;
+    size_t first, end, at, rows, span, h, i, e, experts = s->experts, width, d = s->d;
+    moe_real sums[MOEI_REFINE_ROWS], scale = moei_refine_scale(s);
     moei_refine_heads(s, from, to, &first, &end);
-    width = (end - first) * length;
     for (at = from; at < to; at += rows) {
-        const moe_real *d_p = s->r->d_probabilities + at * experts;
+        moe_real *d_p = s->r->d_probabilities + at * experts;
         rows = to - at < MOEI_REFINE_ROWS ? to - at : (size_t)MOEI_REFINE_ROWS;
-        moei_refine_block(s, at, rows, from, to, first, end);
-        for (i = 0; i < rows; i++)
-            if (moei_row_is_empty(s->r->block + i * width, width))
-                moe_axpy(k, experts, MOEI_R(1.0), d_p + i * experts, s->r->d_gate + (at + i) * experts);
+        span = moei_refine_span(s, at, rows, from, to);
+        width = (end - first) * span;
+        moei_refine_block(s, at, rows, from, span, first, end, sums);
+        for (i = 0; i < rows; i++) {
+            if (!(sums[i] > MOEI_R(0.0))) moe_axpy(k, experts, MOEI_R(1.0), d_p + i * experts, s->r->d_gate + (at + i) * experts);
+            for (e = 0; e < experts && sums[i] > MOEI_R(0.0); e++) d_p[i * experts + e] /= sums[i];
+        }
         for (h = 0; h < end - first; h++) {
-            moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, rows, length, experts, d_p, experts, s->r->gate + from * experts, experts,
-                       s->r->d_block + h * length, width, 0);
-            moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, length, experts, rows, s->r->block + h * length, width, d_p, experts,
+            moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, rows, span, experts, d_p, experts, s->r->gate + from * experts, experts,
+                       s->r->d_block + h * span, width, 0);
+            moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, span, experts, rows, s->r->block + h * span, width, d_p, experts,
                        s->r->d_gate + from * experts, experts, 1);
         }
-        moei_refine_block_backward(s, at, rows, from, to, first, end);
+        moei_refine_block_backward(s, rows, width, sums);
+        for (h = first; h < end && s->c->refine == MOE_REFINE_ATTENTION; h++)
+            moei_refine_attention_backward(s, h, at, rows, from, span, s->r->d_block + (h - first) * span, width);
+        for (i = 0; i < rows * width; i++) s->r->d_block[i] *= scale;
         for (h = first; h < end; h++) {
-            const moe_real *d_a = s->r->d_block + (h - first) * length;
+            const moe_real *d_a = s->r->d_block + (h - first) * span;
             moe_real *d_keys = s->c->refine == MOE_REFINE_SIMILARITY ? s->r->d_keys
                                : s->call->d_attention_outputs != NULL ? s->call->d_attention_outputs + h * s->n * d : NULL;
-            moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, d, length, d_a, width, moei_refine_keys(s, h) + from * d, d, s->r->d_unit + at * d, d, 1);
+            moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, d, span, d_a, width, moei_refine_keys(s, h) + from * d, d, s->r->d_unit + at * d, d, 1);
             if (d_keys != NULL)
-                moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, length, d, rows, d_a, width, moei_refine_queries(s) + at * d, d, d_keys + from * d, d, 1);
+                moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, span, d, rows, d_a, width, moei_refine_queries(s) + at * d, d, d_keys + from * d, d, 1);
         }
     }
 }
@@ -2059,7 +2091,7 @@ static void moei_unit_backward(const moei_pass *s, size_t rows, const moe_real *
     for (i = 0; i < rows; i++) {
         size_t at = i * s->d;
         moe_axpy(s->router->kernels, s->d, -moe_dot(NULL, s->d, unit + at, d_unit + at), unit + at, d_unit + at);
-        moe_axpy(s->router->kernels, s->d, moei_inverse_length(vector + at, s->d), d_unit + at, d_vector + at);
+        moe_axpy(s->router->kernels, s->d, moei_inverse_length(s->router->kernels, vector + at, s->d), d_unit + at, d_vector + at);
     }
 }
 
@@ -2518,7 +2550,7 @@ static void moei_soft_logits(moei_pass *s) {
     if (s->c->soft_normalise) {
         for (i = 0; i < s->n + total; i++) {
             const moe_real *from = i < s->n ? s->r->u + i * s->d : phi + (i - s->n) * s->d;
-            moe_real *to = i < s->n ? s->r->unit + i * s->d : s->r->keys + (i - s->n) * s->d, inverse = moei_inverse_length(from, s->d);
+            moe_real *to = i < s->n ? s->r->unit + i * s->d : s->r->keys + (i - s->n) * s->d, inverse = moei_inverse_length(s->router->kernels, from, s->d);
             for (q = 0; q < s->d; q++) to[q] = from[q] * inverse;
         }
         u = s->r->unit, phi = s->r->keys;
@@ -2987,7 +3019,7 @@ static moe_real moei_loss_orthogonal(moei_pass *s, moe_real factor, int backward
     for (a = 0; a < s->experts; a++)
         for (b = 0; b < a; b++) {
             const moe_real *wa = w + a * width, *wb = w + b * width;
-            moe_real ia = moei_inverse_length(wa, width), ib = moei_inverse_length(wb, width), cosine = moe_dot(k, width, wa, wb) * ia * ib;
+            moe_real ia = moei_inverse_length(k, wa, width), ib = moei_inverse_length(k, wb, width), cosine = moe_dot(k, width, wa, wb) * ia * ib;
             moe_real slope = MOEI_R(4.0) * factor * cosine;
             sum += MOEI_R(2.0) * cosine * cosine;
             if (d_w == NULL) continue;
@@ -3808,17 +3840,17 @@ static size_t moei_score_width(const moe_router_config *c) {
 
 /* Memory of the refining stage: a block of rows of S, and what its queries and keys are made of. */
 static void moei_refine_layout(const moe_router_config *c, size_t n, int training, moei_layout *l, moe_routing *r) {
-    size_t d = (size_t)c->d_model, heads = (size_t)c->heads, width = 0;
+    size_t d = (size_t)c->d_model, heads = (size_t)c->heads, rows = n < MOEI_REFINE_ROWS ? n : (size_t)MOEI_REFINE_ROWS, width = 0;
     int attention = c->refine == MOE_REFINE_ATTENTION;
     if (c->refine == MOE_REFINE_NONE) return;
     if (!moei_mul(n, attention && c->attention_heads == MOE_HEADS_ALL ? heads : 1, &width)) l->overflow = 1;
-    r->block = moei_take_reals(l, MOEI_REFINE_ROWS, width);
+    r->block = moei_take_reals(l, rows, width);
     r->entropy = c->lower_entropy_only ? moei_take_reals(l, n, 1) : NULL;
     r->unit = !attention && c->similarity_scale == MOE_SIMILARITY_L2 ? moei_take_reals(l, n, d) : NULL;
     r->keys = c->similarity_learned ? moei_take_reals(l, n, d) : NULL;
     r->key_terms = attention ? moei_take_reals(l, n, heads) : NULL;
     if (!training) return;
-    r->d_block = moei_take_reals(l, MOEI_REFINE_ROWS, width);
+    r->d_block = moei_take_reals(l, rows, width);
     r->d_unit = moei_take_reals(l, n, d);
     r->d_keys = moei_take_reals(l, n, d);
 }
