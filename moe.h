@@ -425,7 +425,8 @@ typedef struct moe_layer_pass {
     size_t route_size;
 } moe_layer_pass;
 
-/* Exact bytes of work memory for n_tokens: for forward alone (training = 0) or forward and backward (1). MOE_ERR_OVERFLOW. */
+/* Exact bytes of work memory for n_tokens: for forward alone (training = 0) or forward and backward (1); those of n_past + n_tokens are enough for a
+   call with n_past. MOE_ERR_OVERFLOW. */
 MOE_API moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int training, size_t *bytes);
 /* y_t = sum over e in S_t, ascending, of w_te f_e(x_t) + shared(x_t);  y [N,o] is overwritten, must not overlap x. Padding gets the shared
    expert only. work[work_size] has any alignment and stays in use until backward is done. Allocates nothing. Errors as moe_route. pass may be NULL
@@ -548,7 +549,7 @@ typedef struct moe_net_pass {
    its gradient. Never less for more tokens. MOE_ERR_STATE before build, MOE_ERR_OVERFLOW. */
 MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, size_t *bytes);
 /* Runs all modules on call->x [N,d_in]; pass->y is the output, in work[work_size] (any alignment). Everything in call but x reaches every
-   mixture layer as it is: mask, sequences, rng, training, ...; router_x and nodes must be NULL. given and teacher hold those of all mixture
+   mixture layer as it is: mask, sequences, rng, training, ...; router_x and nodes must be NULL, n_past 0. given and teacher hold those of all mixture
    layers (soft ones have none) one after another. Padding passes the other modules like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE, MOE_ERR_ARGUMENT, else as moe_route. On failure
    *pass is untouched. Thread-safe for different work. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
@@ -2765,7 +2766,7 @@ static int moei_kept_rows(const moe_layer_config *c, size_t n, size_t *rows) {
 }
 
 /* Lays a pass out in memory; the same function with an empty base counts the bytes. */
-static void moei_layer_layout(const moe_layer *layer, size_t n, int training, moei_layout *l, moe_layer_pass *p) {
+static void moei_layer_layout(const moe_layer *layer, size_t n, size_t past, int training, moei_layout *l, moe_layer_pass *p) {
     const moe_layer_config *c = &layer->config;
     const moei_expert *expert = &moei_experts[c->expert];
     moei_chain chain = moei_chain_begin(layer, c->expert), shared = moei_chain_begin(layer, MOEI_SHARED);
@@ -2773,7 +2774,7 @@ static void moei_layer_layout(const moe_layer *layer, size_t n, int training, mo
     unsigned all = moei_all_nodes(layer);
     int node;
     memset(p, 0, sizeof *p);
-    if (moe_route_size(&layer->router, n, training, &p->route_size) != MOE_OK) l->overflow = 1;
+    if (past > INT32_MAX - n || moe_route_size(&layer->router, past + n, training, &p->route_size) != MOE_OK) l->overflow = 1;
     p->route_memory = moei_take(l, p->route_size, 1);
     if (training && !moei_kept_rows(c, n, &kept)) l->overflow = 1;
     if (!moei_mul(n, (size_t)c->router.n_experts, &everywhere)) l->overflow = 1;
@@ -2803,7 +2804,7 @@ moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int trai
     moe_layer_pass p;
     if (layer == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
     if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
-    moei_layer_layout(layer, n_tokens, training, &l, &p);
+    moei_layer_layout(layer, n_tokens, 0, training, &l, &p);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
     return MOE_OK;
@@ -2977,7 +2978,7 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     if (layer == NULL || call == NULL || work == NULL || (call->n_tokens > 0 && y == NULL)) return MOE_ERR_ARGUMENT;
     status = moei_layer_call_check(layer, call);
     if (status != MOE_OK) return status;
-    moei_layer_layout(layer, call->n_tokens, call->training, &l, &p);
+    moei_layer_layout(layer, call->n_tokens, call->n_past, call->training, &l, &p);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     if (l.used > work_size) return MOE_ERR_SPACE;
     p.call = *call;
@@ -3830,7 +3831,7 @@ moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work,
     if (net == NULL || call == NULL || work == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
     if (!net->built) return MOE_ERR_STATE;
     if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
-    if ((call->n_tokens > 0 && call->x == NULL) || call->router_x != NULL || call->nodes != NULL) return MOE_ERR_ARGUMENT;
+    if ((call->n_tokens > 0 && call->x == NULL) || call->router_x != NULL || call->nodes != NULL || call->n_past > 0) return MOE_ERR_ARGUMENT;
     if ((status = moe_net_work_size(net, call->n_tokens, call->training, &i)) != MOE_OK) return status;
     if (i > work_size) return MOE_ERR_SPACE;
     if ((status = moei_net_layout(net, call->n_tokens, call->training, &l, &p)) != MOE_OK) return status;

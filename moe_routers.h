@@ -508,8 +508,8 @@ typedef struct moe_call {
     const int32_t *previous_experts;    /* [N,n_previous] its chosen experts, -1 = none */
     const moe_real *previous_weights;   /* [N,n_previous] their weights */
     size_t n_previous;
-    const moe_real *attention_weights;  /* [heads,N,N] A of the attention before this layer */
-    const moe_real *attention_outputs;  /* [heads,N,d] o_hj: value and output projection of head h at token j */
+    const moe_real *attention_weights;  /* [heads,N,n_past+N] A of the attention before this layer */
+    const moe_real *attention_outputs;  /* [heads,n_past+N,d] o_hj: value and output projection of head h at token j */
     const moe_real *attention_output;   /* [N,d] for attention_u = output */
     moe_real *d_attention_weights, *d_attention_outputs, *d_attention_output; /* where backward adds their gradients, or NULL */
     const moe_real *jitter;     /* [N,d] the factors of input jitter, or NULL: drawn from rng */
@@ -519,6 +519,10 @@ typedef struct moe_call {
     const moe_real *distances;  /* [N,N] loss_similarity: D, or NULL: euclidean distances of x */
     const moe_real *nodes;      /* scores norm, attentive, competition: [E,N,node_width], the activation that is read (moe.h fills it in) */
     size_t node_width;
+    size_t n_past;              /* causal refine outside training: earlier tokens of the one sequence, whose memory the caller keeps; the sizes of
+                                   memory are then those of n_past + n_tokens */
+    const moe_real *past_u;     /* [n_past,d] their routing.u */
+    const moe_real *past_gate;  /* [n_past,E] their routing.gate */
     int decoding;               /* 1: the tokens continue sequences whose earlier tokens are not in this call: see moe_router_check_decoding */
     int training;               /* 1: losses are computed and what the backward pass needs is kept */
     moe_rng *rng;               /* for stochastic stages; NULL where there are none */
@@ -570,7 +574,7 @@ typedef struct moe_routing {
     moe_real *d_weight_in, *d_weight_out; /* [entries of the plan] */
     /* Private to moe_routers.h. */
     moe_real *input, *input_factor, *clusters, *clean_logits, *clean_gate, *noise_raw, *noise_value, *unit, *keys, *key_terms, *block, *entropy, *hidden, *hidden_act, *query, *keyed, *lengths, *base_weights, *row, *column;
-    moe_real *student_logits, *d_student, bound_now;
+    moe_real *student_logits, *d_student, bound_now, *past_u, *past_gate;
     double *flow_cost;
     unsigned char *flow_extra;
     int32_t *order, *flow_mover;
@@ -604,7 +608,7 @@ typedef struct moe_router {
 /* Checks config and makes a router without tensors; set router->tensors before routing. kernels NULL: plain C. */
 MOE_API moe_status moe_router_init(moe_router *router, const moe_router_config *config, const moe_kernels *kernels, moe_error *error);
 
-/* Exact bytes that moe_route needs for n_tokens. MOE_ERR_OVERFLOW when they do not fit. training as in moe_call. */
+/* Exact bytes that moe_route needs for n_tokens (n_past + n_tokens). MOE_ERR_OVERFLOW when they do not fit. training as in moe_call. */
 MOE_API moe_status moe_route_size(const moe_router *router, size_t n_tokens, int training, size_t *bytes);
 
 /* x -> z -> r -> p -> S -> w -> plan, in memory[size] (any alignment). Allocates nothing. Errors: MOE_ERR_ARGUMENT (missing tensor or array, bad
@@ -1137,6 +1141,8 @@ typedef struct moei_pass {
     const moe_call *call;
     moe_routing *r;
     size_t n, experts, d;
+    size_t past, span;           /* refine: tokens before the call's, and with them; u and gate of all of these */
+    const moe_real *all_u, *all_gate;
     moe_real *const *d_tensors;
     moe_real *d_nodes;
 } moei_pass;
@@ -1869,6 +1875,23 @@ enum {
     MOEI_REFINE_STEP = 24  /* rows of the steps in which causal works off the square where some keys are later than some rows */
 };
 
+/* Tokens of refine are counted from the first past one. */
+static int moei_refine_is_real(const moei_pass *s, size_t t) { return t < s->past || moei_is_real(s->call, t - s->past); }
+
+/* The row of A of head h and token i, its columns from `from` on. */
+static const moe_real *moei_attention_row(const moei_pass *s, size_t h, size_t i, size_t from) {
+    return s->call->attention_weights + (h * s->n + i - s->past) * s->span + from;
+}
+
+/* H(A_h[i,:]) over what token i may see of its sequence [from, to). */
+static moe_real moei_attention_entropy(const moei_pass *s, size_t h, size_t i, size_t from, size_t to) {
+    const moe_real *row = moei_attention_row(s, h, i, from);
+    size_t seen = (s->c->causal ? i + 1 : to) - from, j;
+    if (s->call->mask == NULL) return moe_entropy(s->router->kernels, seen, row);
+    for (j = 0; j < seen; j++) s->r->column[j] = moei_refine_is_real(s, from + j) ? row[j] : MOEI_R(0.0);
+    return moe_entropy(s->router->kernels, seen, s->r->column);
+}
+
 /* The heads [first, end) that refine the sequence of tokens [from, to). */
 static void moei_refine_heads(const moei_pass *s, size_t from, size_t to, size_t *first, size_t *end) {
     size_t h, t, heads = (size_t)s->c->heads;
@@ -1880,18 +1903,17 @@ static void moei_refine_heads(const moei_pass *s, size_t from, size_t to, size_t
     for (h = 0; h < heads && s->c->attention_heads == MOE_HEADS_MIN_ENTROPY; h++) {
         moe_real sum = MOEI_R(0.0);
         for (t = from; t < to; t++)
-            if (moei_is_real(s->call, t)) sum += moe_entropy(s->router->kernels, s->n, s->call->attention_weights + (h * s->n + t) * s->n);
+            if (moei_refine_is_real(s, t)) sum += moei_attention_entropy(s, h, t, from, to);
         if (sum < best) best = sum, *first = h, *end = h + 1;
     }
 }
 
 static const moe_real *moei_refine_queries(const moei_pass *s) {
-    if (s->c->refine == MOE_REFINE_ATTENTION) return s->c->attention_u == MOE_ATTENTION_U_OUTPUT ? s->call->attention_output : s->r->u;
-    return s->c->similarity_scale == MOE_SIMILARITY_L2 ? s->r->unit : s->r->u;
+    return s->c->refine == MOE_REFINE_SIMILARITY && s->c->similarity_scale == MOE_SIMILARITY_L2 ? s->r->unit : s->all_u;
 }
 
 static const moe_real *moei_refine_keys(const moei_pass *s, size_t head) {
-    if (s->c->refine == MOE_REFINE_ATTENTION) return s->call->attention_outputs + head * s->n * s->d;
+    if (s->c->refine == MOE_REFINE_ATTENTION) return s->call->attention_outputs + head * s->span * s->d;
     return s->c->similarity_learned ? s->r->keys : moei_refine_queries(s);
 }
 
@@ -1902,25 +1924,38 @@ static moe_real moei_refine_scale(const moei_pass *s) {
     return MOEI_R(1.0) / s->c->similarity_tau;
 }
 
+/* u and gate of the past tokens and the call's, one after another. */
+static void moei_refine_gather(moei_pass *s) {
+    const moe_real *u = s->c->refine == MOE_REFINE_ATTENTION && s->c->attention_u == MOE_ATTENTION_U_OUTPUT ? s->call->attention_output : s->r->u;
+    s->past = s->call->n_past, s->span = s->past + s->n;
+    s->all_u = u, s->all_gate = s->r->gate;
+    if (s->past == 0) return;
+    memcpy(s->r->past_u, s->call->past_u, s->past * s->d * sizeof(moe_real));
+    memcpy(s->r->past_u + s->past * s->d, u, s->n * s->d * sizeof(moe_real));
+    memcpy(s->r->past_gate, s->call->past_gate, s->past * s->experts * sizeof(moe_real));
+    memcpy(s->r->past_gate + s->past * s->experts, s->r->gate, s->n * s->experts * sizeof(moe_real));
+    s->all_u = s->r->past_u, s->all_gate = s->r->past_gate;
+}
+
 /* Unit vectors, keys and entropies: once per call. */
 static void moei_refine_prepare(const moei_pass *s) {
     const moe_kernels *k = s->router->kernels;
     size_t t, q;
-    for (t = 0; t < s->n && s->r->entropy != NULL; t++) s->r->entropy[t] = moe_entropy(k, s->experts, s->r->gate + t * s->experts);
-    for (t = 0; t < s->n && s->r->unit != NULL; t++) {
-        moe_real inverse = moei_inverse_length(k, s->r->u + t * s->d, s->d);
-        for (q = 0; q < s->d; q++) s->r->unit[t * s->d + q] = s->r->u[t * s->d + q] * inverse;
+    for (t = 0; t < s->span && s->r->entropy != NULL; t++) s->r->entropy[t] = moe_entropy(k, s->experts, s->all_gate + t * s->experts);
+    for (t = 0; t < s->span && s->r->unit != NULL; t++) {
+        moe_real inverse = moei_inverse_length(k, s->all_u + t * s->d, s->d);
+        for (q = 0; q < s->d; q++) s->r->unit[t * s->d + q] = s->all_u[t * s->d + q] * inverse;
     }
     if (s->r->keys != NULL)
-        moei_affine(k, s->n, s->d, s->d, moei_refine_queries(s), moei_tensor(s, MOE_ROUTER_SIMILARITY), NULL, s->r->keys);
+        moei_affine(k, s->span, s->d, s->d, moei_refine_queries(s), moei_tensor(s, MOE_ROUTER_SIMILARITY), NULL, s->r->keys);
 }
 
 /* |o|^2 / 2 of the keys of one head in the sequence [from, to). */
 static void moei_refine_key_terms(const moei_pass *s, size_t head, size_t from, size_t to) {
     size_t t;
     for (t = from; t < to && s->r->key_terms != NULL; t++) {
-        const moe_real *o = s->call->attention_outputs + (head * s->n + t) * s->d;
-        s->r->key_terms[head * s->n + t] = moei_is_real(s->call, t) ? moe_dot(s->router->kernels, s->d, o, o) / MOEI_R(2.0) : MOEI_R(0.0);
+        const moe_real *o = s->call->attention_outputs + (head * s->span + t) * s->d;
+        s->r->key_terms[head * s->span + t] = moei_refine_is_real(s, t) ? moe_dot(s->router->kernels, s->d, o, o) / MOEI_R(2.0) : MOEI_R(0.0);
     }
 }
 
@@ -1946,7 +1981,7 @@ static void moei_refine_hide(const moei_pass *s, size_t i, size_t from, size_t s
     size_t j;
     if (s->call->mask == NULL && !s->c->lower_entropy_only) return;
     for (j = 0; j < seen; j++)
-        if (!moei_is_real(s->call, from + j) || (s->c->lower_entropy_only && s->r->entropy[from + j] > s->r->entropy[i])) row[j] = -MOEI_INFINITY;
+        if (!moei_refine_is_real(s, from + j) || (s->c->lower_entropy_only && s->r->entropy[from + j] > s->r->entropy[i])) row[j] = -MOEI_INFINITY;
 }
 
 /* E of one row, (end - first) stretches of span numbers; returns Z, 0 when nobody takes part. */
@@ -1958,7 +1993,7 @@ static moe_real moei_refine_row(const moei_pass *s, size_t i, size_t from, size_
         moe_real *a = row + (h - first) * span;
         moei_refine_hide(s, i, from, seen, a);
         if (s->c->refine == MOE_REFINE_SIMILARITY) top = moe_log_posterior(k, seen, scale, NULL, NULL, a);
-        else top = moe_log_posterior(k, seen, scale, s->r->key_terms + h * s->n + from, s->call->attention_weights + (h * s->n + i) * s->n + from, a);
+        else top = moe_log_posterior(k, seen, scale, s->r->key_terms + h * s->span + from, moei_attention_row(s, h, i, from), a);
         if (top > max) max = top;
     }
     max = moei_softmax_shift(max);
@@ -1975,7 +2010,11 @@ static void moei_refine_block(const moei_pass *s, size_t at, size_t rows, size_t
     size_t width = (end - first) * span, h, i;
     for (h = first; h < end; h++)
         moei_refine_products(s, at, rows, from, span, moei_refine_keys(s, h), s->r->block + (h - first) * span, width);
-    for (i = 0; i < rows; i++) sums[i] = moei_refine_row(s, at + i, from, span, first, end, s->r->block + i * width);
+    for (i = 0; i < rows; i++) {
+        sums[i] = MOEI_R(0.0);
+        if (moei_refine_is_real(s, at + i)) sums[i] = moei_refine_row(s, at + i, from, span, first, end, s->r->block + i * width);
+        else memset(s->r->block + i * width, 0, width * sizeof(moe_real));
+    }
 }
 
 static void moei_refine_sequence(const moei_pass *s, size_t from, size_t to) {
@@ -1983,16 +2022,16 @@ static void moei_refine_sequence(const moei_pass *s, size_t from, size_t to) {
     moe_real sums[MOEI_REFINE_ROWS];
     moei_refine_heads(s, from, to, &first, &end);
     for (h = first; h < end; h++) moei_refine_key_terms(s, h, from, to);
-    for (at = from; at < to; at += rows) {
-        moe_real *p = s->r->probabilities + at * experts;
+    for (at = from + s->past; at < to; at += rows) {
+        moe_real *p = s->r->probabilities + (at - s->past) * experts;
         rows = to - at < MOEI_REFINE_ROWS ? to - at : (size_t)MOEI_REFINE_ROWS;
         span = moei_refine_span(s, at, rows, from, to);
         moei_refine_block(s, at, rows, from, span, first, end, sums);
         for (h = first; h < end; h++)
             moe_matmul(s->router->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, experts, span, s->r->block + (h - first) * span, (end - first) * span,
-                       s->r->gate + from * experts, experts, p, experts, h > first);
+                       s->all_gate + from * experts, experts, p, experts, h > first);
         for (i = 0; i < rows; i++, p += experts) {
-            if (!(sums[i] > MOEI_R(0.0))) memcpy(p, s->r->gate + (at + i) * experts, experts * sizeof(moe_real));
+            if (!(sums[i] > MOEI_R(0.0))) memcpy(p, s->all_gate + (at + i) * experts, experts * sizeof(moe_real));
             for (e = 0; e < experts && sums[i] > MOEI_R(0.0); e++) p[e] /= sums[i];
         }
     }
@@ -2010,14 +2049,35 @@ static void moei_route_refine(moei_pass *s) {
     if (s->c->refine == MOE_REFINE_NONE) return;
     for (t = 0; t < s->n; t++) /* padding is nobody's neighbour, but 0 times what stands there must be 0 */
         if (!moei_is_real(s->call, t)) memset(s->r->gate + t * s->experts, 0, s->experts * sizeof(moe_real));
+    moei_refine_gather(s);
     moei_refine_prepare(s);
     for (i = 0; i < moei_sequence_count(s->call); i++) {
         moei_sequence(s->call, i, &from, &to);
-        moei_refine_sequence(s, from, to);
+        moei_refine_sequence(s, from, to + s->past);
     }
 }
 
 #ifndef MOE_NO_TRAIN
+
+/* The next run of real tokens at or after *start and before to; 0 when there is none. Padding is left out of sums, for 0 times what stands there need
+   not be 0. */
+static size_t moei_real_run(const moei_pass *s, size_t *start, size_t to) {
+    size_t length = 0;
+    while (*start < to && !moei_is_real(s->call, *start)) ++*start;
+    while (*start + length < to && (s->call->mask == NULL || moei_is_real(s->call, *start + length))) length++;
+    return length;
+}
+
+/* d_queries += da keys and d_keys += da^T queries (NULL: not wanted), da of the rows [at, at + rows) and the keys [from, from + span). */
+static void moei_refine_products_backward(const moei_pass *s, size_t at, size_t rows, size_t from, size_t span, const moe_real *d_a, size_t width,
+                                          const moe_real *keys, moe_real *d_keys) {
+    const moe_kernels *k = s->router->kernels;
+    size_t run, length, d = s->d;
+    for (run = from; (length = moei_real_run(s, &run, from + span)) > 0; run += length)
+        moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, d, length, d_a + (run - from), width, keys + run * d, d, s->r->d_unit + at * d, d, 1);
+    for (run = at; d_keys != NULL && (length = moei_real_run(s, &run, at + rows)) > 0; run += length)
+        moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, span, d, length, d_a + (run - at) * width, width, moei_refine_queries(s) + run * d, d, d_keys + from * d, d, 1);
+}
 
 /* With S = E / Z and d_block = dS / Z: da = S (dS - sum S dS) = E (d_block - sum E d_block / Z), in place. */
 static void moei_refine_block_backward(const moei_pass *s, size_t rows, size_t width, const moe_real *sums) {
@@ -2078,9 +2138,7 @@ static void moei_refine_sequence_backward(const moei_pass *s, size_t from, size_
             const moe_real *d_a = s->r->d_block + (h - first) * span;
             moe_real *d_keys = s->c->refine == MOE_REFINE_SIMILARITY ? s->r->d_keys
                                : s->call->d_attention_outputs != NULL ? s->call->d_attention_outputs + h * s->n * d : NULL;
-            moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, d, span, d_a, width, moei_refine_keys(s, h) + from * d, d, s->r->d_unit + at * d, d, 1);
-            if (d_keys != NULL)
-                moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, span, d, rows, d_a, width, moei_refine_queries(s) + at * d, d, d_keys + from * d, d, 1);
+            moei_refine_products_backward(s, at, rows, from, span, d_a, width, moei_refine_keys(s, h), d_keys);
         }
     }
 }
@@ -2102,6 +2160,7 @@ static void moei_refine_backward(moei_pass *s) {
     if (s->c->refine == MOE_REFINE_NONE) return;
     for (t = 0; t < s->n; t++)
         if (!moei_is_real(s->call, t)) memset(s->r->d_probabilities + t * s->experts, 0, s->experts * sizeof(moe_real));
+    moei_refine_gather(s);
     memset(s->r->d_unit, 0, s->n * d * sizeof(moe_real));
     memset(s->r->d_keys, 0, s->n * d * sizeof(moe_real));
     for (i = 0; i < moei_sequence_count(s->call); i++) {
@@ -3849,6 +3908,8 @@ static void moei_refine_layout(const moe_router_config *c, size_t n, int trainin
     r->unit = !attention && c->similarity_scale == MOE_SIMILARITY_L2 ? moei_take_reals(l, n, d) : NULL;
     r->keys = c->similarity_learned ? moei_take_reals(l, n, d) : NULL;
     r->key_terms = attention ? moei_take_reals(l, n, heads) : NULL;
+    r->past_u = c->causal && !training ? moei_take_reals(l, n, d) : NULL;
+    r->past_gate = c->causal && !training ? moei_take_reals(l, n, (size_t)c->n_experts) : NULL;
     if (!training) return;
     r->d_block = moei_take_reals(l, rows, width);
     r->d_unit = moei_take_reals(l, n, d);
@@ -3991,6 +4052,9 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
             if (call->sequences[i + 1] < call->sequences[i]) return MOE_ERR_ARGUMENT;
         if ((size_t)call->sequences[call->n_sequences] != call->n_tokens) return MOE_ERR_ARGUMENT;
     }
+    if (call->n_past > 0 && (call->n_past > INT32_MAX - call->n_tokens || c->refine == MOE_REFINE_NONE || !c->causal || call->training ||
+                             moei_sequence_count(call) != 1 || call->past_u == NULL || call->past_gate == NULL))
+        return MOE_ERR_ARGUMENT;
     if (call->decoding && (call->training || moei_decoding_obstacle(c).field != NULL)) return MOE_ERR_UNSUPPORTED;
     if (c->select == MOE_SELECT_GIVEN && call->n_tokens > 0 && call->given == NULL) return MOE_ERR_ARGUMENT;
     if (moei_is_soft(c) && call->given != NULL) return MOE_ERR_ARGUMENT;
@@ -4107,9 +4171,9 @@ static moe_real moei_largest_cosine(const moei_pass *s, size_t width) {
     size_t t, e, q, block = s->d / s->experts;
     if (w != NULL) moei_affine(s->router->kernels, s->n, s->experts, width, v, w, NULL, product);
     for (t = 0; t < s->n; t++) {
-        moe_real inverse = moei_is_real(s->call, t) ? moei_inverse_length(v + t * width, width) : MOEI_R(0.0), cosine;
+        moe_real inverse = moei_is_real(s->call, t) ? moei_inverse_length(s->router->kernels, v + t * width, width) : MOEI_R(0.0), cosine;
         for (e = 0; e < s->experts; e++) {
-            if (w != NULL) cosine = product[t * s->experts + e] * moei_inverse_length(w + e * width, width) * inverse;
+            if (w != NULL) cosine = product[t * s->experts + e] * moei_inverse_length(s->router->kernels, w + e * width, width) * inverse;
             else /* grap: a gating vector is 1 on its block of features */
                 for (cosine = MOEI_R(0.0), q = 0; q < block; q++) cosine += v[t * width + e * block + q] * inverse * over_block;
             if (MOEI_F(fabs)(cosine) > largest) largest = MOEI_F(fabs)(cosine);
@@ -4360,9 +4424,10 @@ moe_status moe_route(const moe_router *router, const moe_call *call, void *memor
     if (router == NULL || call == NULL || memory == NULL || routing == NULL) return MOE_ERR_ARGUMENT;
     status = moei_call_check(router, call);
     if (status != MOE_OK) return status;
-    moei_route_layout(router, call->n_tokens, call->training, &l, &r);
+    moei_route_layout(router, call->n_past + call->n_tokens, call->training, &l, &r);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     if (l.used > size) return MOE_ERR_SPACE;
+    r.n_tokens = r.plan.n_tokens = call->n_tokens;
     moei_pass_begin(&s, router, call, &r);
     if (s.n == 0) {
         moei_route_nothing(&r);
