@@ -159,6 +159,8 @@
 #define moe_activate_backward moe_activate_backward_f64
 #define moe_softmax moe_softmax_f64
 #define moe_softmax_backward moe_softmax_backward_f64
+#define moe_multiply moe_multiply_f64
+#define moe_spread moe_spread_f64
 #define moe_log_posterior moe_log_posterior_f64
 #define moe_exp_sum moe_exp_sum_f64
 #define moe_entropy moe_entropy_f64
@@ -279,6 +281,8 @@ typedef struct moe_kernels {
     void (*activate)(int act, size_t n, const moe_real *x, moe_real *y);
     void (*activate_backward)(int act, size_t n, const moe_real *x, const moe_real *dy, moe_real *dx); /* may be NULL with MOE_NO_TRAIN */
     void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y);
+    void (*multiply)(size_t n, const moe_real *a, const moe_real *b, moe_real *y);
+    void (*spread)(int squared, size_t count, const int32_t *rows, size_t n, const moe_real *x, size_t ldx, const moe_real *mean, moe_real *y);
     moe_real (*log_posterior)(size_t n, moe_real scale, const moe_real *shift, const moe_real *prior, moe_real *y);
     moe_real (*exp_sum)(size_t n, moe_real max, moe_real *y);
     moe_real (*entropy)(size_t n, const moe_real *p);
@@ -300,6 +304,12 @@ MOE_API void moe_matmul(const moe_kernels *k, int op, int type, size_t m, size_t
 MOE_API moe_real moe_dot(const moe_kernels *k, size_t n, const moe_real *a, const moe_real *b);
 /* y_i += alpha x_i. */
 MOE_API void moe_axpy(const moe_kernels *k, size_t n, moe_real alpha, const moe_real *x, moe_real *y);
+/* y_i = a_i b_i; y may be a or b. */
+MOE_API void moe_multiply(const moe_kernels *k, size_t n, const moe_real *a, const moe_real *b, moe_real *y);
+/* y_j = sum over i of |x_ij - mean_j| / count, or with squared = 1 of (x_ij - mean_j)^2 / count; row i of x[.,n] starts at x + rows[i] * ldx,
+   0 <= i < count > 0. y may be mean. */
+MOE_API void moe_spread(const moe_kernels *k, int squared, size_t count, const int32_t *rows, size_t n, const moe_real *x, size_t ldx,
+                        const moe_real *mean, moe_real *y);
 /* y_i = act(x_i), act one of MOE_ACT_; y may be x. */
 MOE_API void moe_activate(const moe_kernels *k, int act, size_t n, const moe_real *x, moe_real *y);
 #ifndef MOE_NO_TRAIN
@@ -884,6 +894,25 @@ static void moei_real_axpy_c(size_t n, moe_real alpha, const moe_real *x, moe_re
     for (i = 0; i < n; i++) y[i] += alpha * x[i];
 }
 
+static void moei_real_multiply_c(size_t n, const moe_real *a, const moe_real *b, moe_real *y) {
+    size_t i;
+    for (i = 0; i < n; i++) y[i] = a[i] * b[i];
+}
+
+static void moei_real_spread_c(int squared, size_t count, const int32_t *rows, size_t n, const moe_real *x, size_t ldx, const moe_real *mean,
+                               moe_real *y) {
+    size_t i, j;
+    for (j = 0; j < n; j++) {
+        const moe_real centre = mean[j];
+        moe_real sum = 0;
+        for (i = 0; i < count; i++) {
+            const moe_real off = x[(size_t)rows[i] * ldx + j] - centre;
+            sum += squared ? off * off : MOEI_F(fabs)(off);
+        }
+        y[j] = sum / (moe_real)count;
+    }
+}
+
 /* ==== plain C: activations ================================================================================================= */
 
 /* exp(-|x|) is at most 1 and never overflows; the functions below are written in it. */
@@ -1226,6 +1255,8 @@ static const moe_kernels moei_kernels_c = {
     NULL,
 #endif
     moei_real_softmax_c,
+    moei_real_multiply_c,
+    moei_real_spread_c,
     moei_real_log_posterior_c,
     moei_real_exp_sum_c,
     moei_real_entropy_c,
@@ -1790,13 +1821,12 @@ MOEI_AVX2 static void moei_f32_softmax_avx2(size_t n, const float *x, float temp
     for (; i < n; i++) y[i] /= sum;
 }
 
-/* ln x for x > 0: x = 2^n m with m from sqrt(1/2) to sqrt(2), f = m - 1, ln m = f - f^2 / 2 + f^3 Q(f), Q fitted to relative error 6e-9. */
-MOEI_AVX2 MOEI_INLINE __m256 moei_log_avx2(__m256 x) {
-    const __m256 small = _mm256_cmp_ps(x, _mm256_set1_ps(1.17549435e-38f), _CMP_LT_OQ); /* subnormal: made larger by 2^23 */
-    const __m256i bits = _mm256_castps_si256(_mm256_blendv_ps(x, _mm256_mul_ps(x, _mm256_set1_ps(8388608.0f)), small));
-    const __m256i whole = _mm256_srai_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(0x3f3504f3)), 23);
-    const __m256 n = _mm256_sub_ps(_mm256_cvtepi32_ps(whole), _mm256_and_ps(small, _mm256_set1_ps(23.0f)));
+/* ln x for normal x > 0: x = 2^n m with m from sqrt(1/2) to sqrt(2), f = m - 1, ln m = f - f^2 / 2 + f^3 Q(f), Q fitted to relative error
+   6e-9. Of other x something finite. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_log_normal_avx2(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x), whole = _mm256_srai_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(0x3f3504f3)), 23);
     const __m256 f = _mm256_sub_ps(_mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(whole, 23))), _mm256_set1_ps(1.0f));
+    const __m256 n = _mm256_cvtepi32_ps(whole);
     __m256 q = _mm256_set1_ps(-7.634419459e-02f);
     q = _mm256_fmadd_ps(q, f, _mm256_set1_ps(1.276155052e-01f));
     q = _mm256_fmadd_ps(q, f, _mm256_set1_ps(-1.316019287e-01f));
@@ -1807,8 +1837,40 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_log_avx2(__m256 x) {
     q = _mm256_fmadd_ps(q, f, _mm256_set1_ps(3.333333171e-01f));
     q = _mm256_mul_ps(_mm256_mul_ps(f, f), _mm256_fmadd_ps(q, f, _mm256_set1_ps(-0.5f)));
     q = _mm256_add_ps(f, _mm256_fmadd_ps(n, _mm256_set1_ps(1.42860682e-06f), q)); /* log 2 in two parts, as in exp */
-    q = _mm256_fmadd_ps(n, _mm256_set1_ps(0.693145751953125f), q);
-    return _mm256_blendv_ps(q, x, _mm256_cmp_ps(x, _mm256_set1_ps((float)HUGE_VAL), _CMP_EQ_OQ));
+    return _mm256_fmadd_ps(n, _mm256_set1_ps(0.693145751953125f), q);
+}
+
+/* ln x for x > 0. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_log_avx2(__m256 x) {
+    const __m256 small = _mm256_cmp_ps(x, _mm256_set1_ps(1.17549435e-38f), _CMP_LT_OQ); /* subnormal: made larger by 2^24 */
+    const __m256 value = moei_log_normal_avx2(_mm256_blendv_ps(x, _mm256_mul_ps(x, _mm256_set1_ps(16777216.0f)), small));
+    const __m256 back = _mm256_sub_ps(value, _mm256_and_ps(small, _mm256_set1_ps(16.635532333f)));
+    return _mm256_blendv_ps(back, x, _mm256_cmp_ps(x, _mm256_set1_ps((float)HUGE_VAL), _CMP_EQ_OQ));
+}
+
+MOEI_AVX2 static void moei_f32_multiply_avx2(size_t n, const float *a, const float *b, float *y) {
+    size_t i;
+    for (i = 0; i < n; i += 8) moei_store_avx2(n - i, y + i, _mm256_mul_ps(moei_load_avx2(n - i, a + i), moei_load_avx2(n - i, b + i)));
+}
+
+/* Sixteen columns of all rows at a time: the sums stay in registers. */
+MOEI_AVX2 static void moei_f32_spread_avx2(int squared, size_t count, const int32_t *rows, size_t n, const float *x, size_t ldx,
+                                           const float *mean, float *y) {
+    const __m256 over = _mm256_set1_ps((float)count), sign = _mm256_set1_ps(-0.0f);
+    size_t i, j;
+    for (j = 0; j < n; j += 16) {
+        const size_t low = n - j, high = low > 8 ? low - 8 : 0, next = j + (high > 0 ? 8 : 0);
+        const __m256 mean0 = moei_load_avx2(low, mean + j), mean1 = moei_load_avx2(high, mean + next);
+        __m256 sum0 = _mm256_setzero_ps(), sum1 = sum0;
+        for (i = 0; i < count; i++) {
+            const float *row = x + (size_t)rows[i] * ldx;
+            const __m256 off0 = _mm256_sub_ps(moei_load_avx2(low, row + j), mean0), off1 = _mm256_sub_ps(moei_load_avx2(high, row + next), mean1);
+            sum0 = squared ? _mm256_fmadd_ps(off0, off0, sum0) : _mm256_add_ps(sum0, _mm256_andnot_ps(sign, off0));
+            sum1 = squared ? _mm256_fmadd_ps(off1, off1, sum1) : _mm256_add_ps(sum1, _mm256_andnot_ps(sign, off1));
+        }
+        moei_store_avx2(low, y + j, _mm256_div_ps(sum0, over));
+        moei_store_avx2(high, y + next, _mm256_div_ps(sum1, over));
+    }
 }
 
 /* Lanes that are not there hold -inf or NaN; max gives its second operand for NaN. */
@@ -1842,12 +1904,13 @@ MOEI_AVX2 static float moei_f32_exp_sum_avx2(size_t n, float max, float *y) {
     return moei_lanes_sum_avx2(sums);
 }
 
+/* Subnormal terms would not change the sum. */
 MOEI_AVX2 static float moei_f32_entropy_avx2(size_t n, const float *p) {
     __m256 sums = _mm256_setzero_ps();
     size_t i;
     for (i = 0; i < n; i += 8) {
         const __m256 x = moei_load_avx2(n - i, p + i), above = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GT_OQ);
-        sums = _mm256_fnmadd_ps(_mm256_and_ps(x, above), _mm256_and_ps(moei_log_avx2(x), above), sums);
+        sums = _mm256_fnmadd_ps(_mm256_and_ps(x, above), _mm256_and_ps(moei_log_normal_avx2(x), above), sums);
     }
     return moei_lanes_sum_avx2(sums);
 }
@@ -1865,6 +1928,8 @@ static const moe_kernels moei_kernels_avx2 = {
     NULL,
 #endif
     moei_f32_softmax_avx2,
+    moei_f32_multiply_avx2,
+    moei_f32_spread_avx2,
     moei_f32_log_posterior_avx2,
     moei_f32_exp_sum_avx2,
     moei_f32_entropy_avx2,
@@ -1978,6 +2043,15 @@ void moe_activate(const moe_kernels *k, int act, size_t n, const moe_real *x, mo
 
 void moe_softmax(const moe_kernels *k, size_t n, const moe_real *x, moe_real temperature, moe_real *y) {
     moei_table(k)->softmax(n, x, temperature, y);
+}
+
+void moe_multiply(const moe_kernels *k, size_t n, const moe_real *a, const moe_real *b, moe_real *y) {
+    moei_table(k)->multiply(n, a, b, y);
+}
+
+void moe_spread(const moe_kernels *k, int squared, size_t count, const int32_t *rows, size_t n, const moe_real *x, size_t ldx,
+                const moe_real *mean, moe_real *y) {
+    moei_table(k)->spread(squared, count, rows, n, x, ldx, mean, y);
 }
 
 moe_real moe_log_posterior(const moe_kernels *k, size_t n, moe_real scale, const moe_real *shift, const moe_real *prior, moe_real *y) {

@@ -1227,29 +1227,43 @@ static int32_t moei_cluster(const moei_pass *s, size_t t) {
     return best;
 }
 
-/* s_kq of one cluster into spread[d]; returns n_k. The table row mean is scratch. */
-static size_t moei_cluster_spread(const moei_pass *s, const moe_real *h, int32_t cluster, moe_real *spread, moe_real *mean) {
-    size_t t, other, q, count = 0;
-    for (q = 0; q < s->d; q++) spread[q] = MOEI_R(0.0), mean[q] = MOEI_R(0.0);
+/* Until there are choices, their counts hold the cluster of each token. */
+static int32_t *moei_clusters_of(const moei_pass *s) { return s->r->n_choices; }
+
+/* The tokens of cluster k: order[starts[k]] .. order[starts[k + 1] - 1], ascending. */
+static void moei_input_sort(const moei_pass *s, int32_t *order, size_t *starts) {
+    const int32_t *clusters = moei_clusters_of(s);
+    size_t k, t;
+    memset(starts, 0, (s->experts + 1) * sizeof *starts);
     for (t = 0; t < s->n; t++)
-        if (moei_is_real(s->call, t) && moei_cluster(s, t) == cluster) {
-            count++;
-            for (q = 0; q < s->d; q++) mean[q] += h[t * s->d + q];
-        }
-    if (count < 2) return count;
-    for (q = 0; q < s->d; q++) mean[q] /= (moe_real)count;
-    for (t = 0; t < s->n; t++) {
-        if (!moei_is_real(s->call, t) || moei_cluster(s, t) != cluster) continue;
-        for (q = 0; q < s->d && s->c->ac_spread != MOE_SPREAD_PAIRWISE; q++) {
-            moe_real off = h[t * s->d + q] - mean[q];
-            spread[q] += s->c->ac_spread == MOE_SPREAD_VARIANCE ? off * off : MOEI_F(fabs)(off);
-        }
-        for (other = 0; other < s->n && s->c->ac_spread == MOE_SPREAD_PAIRWISE; other++)
-            if (moei_is_real(s->call, other) && moei_cluster(s, other) == cluster)
-                for (q = 0; q < s->d; q++) spread[q] += MOEI_F(fabs)(h[t * s->d + q] - h[other * s->d + q]) / (moe_real)count;
+        if (clusters[t] >= 0) starts[clusters[t]]++;
+    for (k = 1; k <= s->experts; k++) starts[k] += starts[k - 1]; /* ends */
+    for (t = s->n; t-- > 0;)
+        if (clusters[t] >= 0) order[--starts[clusters[t]]] = (int32_t)t;
+}
+
+/* The sum of the tokens of each cluster into M [E,d]: in the order of tokens, so that h is fetched as one stream. */
+static void moei_cluster_sums(const moei_pass *s, const moe_real *h) {
+    const int32_t *clusters = moei_clusters_of(s);
+    size_t t;
+    memset(s->r->clusters, 0, s->experts * s->d * sizeof(moe_real));
+    for (t = 0; t < s->n; t++)
+        if (clusters[t] >= 0) moe_axpy(s->router->kernels, s->d, MOEI_R(1.0), h + t * s->d, s->r->clusters + (size_t)clusters[t] * s->d);
+}
+
+/* s_kq of one cluster of at least two tokens in place of their sum. */
+static void moei_cluster_spread(const moei_pass *s, const moe_real *h, const int32_t *tokens, size_t count, moe_real *m) {
+    moe_real over = (moe_real)count, share = MOEI_R(2.0) / (over * over); /* of a pair, in both its orders */
+    size_t i, j, q;
+    if (s->c->ac_spread != MOE_SPREAD_PAIRWISE) {
+        for (q = 0; q < s->d; q++) m[q] /= over;
+        moe_spread(s->router->kernels, s->c->ac_spread == MOE_SPREAD_VARIANCE, count, tokens, s->d, h, s->d, m, m);
+        return;
     }
-    for (q = 0; q < s->d; q++) spread[q] /= (moe_real)count;
-    return count;
+    memset(m, 0, s->d * sizeof *m);
+    for (i = 0; i < count; i++)
+        for (j = 0; j < i; j++)
+            for (q = 0; q < s->d; q++) m[q] += share * MOEI_F(fabs)(h[(size_t)tokens[i] * s->d + q] - h[(size_t)tokens[j] * s->d + q]);
 }
 
 /* The theorem's weights: lambda / (s + alpha), alpha > -min s so that their mean is 1, by bisection. */
@@ -1278,56 +1292,74 @@ static void moei_paper_weights(moe_real *m, size_t d) {
 }
 
 /* Mode code with mad: clamped to 10 times the mean of all, then divided by the mean over clusters, small clusters left out of both. */
-static void moei_code_weights(const moei_pass *s, const int32_t *sizes) {
+static void moei_code_weights(const moei_pass *s, const size_t *starts) {
     moe_real *m = s->r->clusters, mean = MOEI_R(0.0), column;
     size_t k, q, used = 0;
     for (k = 0; k < s->experts; k++)
-        for (q = 0; q < s->d && sizes[k] > 1; q++) mean += m[k * s->d + q];
-    for (k = 0; k < s->experts; k++) used += sizes[k] > 1;
+        for (q = 0; q < s->d && starts[k + 1] - starts[k] > 1; q++) mean += m[k * s->d + q];
+    for (k = 0; k < s->experts; k++) used += starts[k + 1] - starts[k] > 1;
     if (used == 0) return; /* every row is 1 already */
     mean /= (moe_real)(used * s->d);
     for (q = 0; q < s->d; q++) {
         column = MOEI_R(0.0);
         for (k = 0; k < s->experts; k++) {
-            if (sizes[k] < 2) continue;
+            if (starts[k + 1] - starts[k] < 2) continue;
             if (m[k * s->d + q] > MOEI_R(10.0) * mean) m[k * s->d + q] = MOEI_R(10.0) * mean;
             column += m[k * s->d + q] / (moe_real)used;
         }
         for (k = 0; k < s->experts; k++)
-            if (sizes[k] > 1) m[k * s->d + q] /= column;
+            if (starts[k + 1] - starts[k] > 1) m[k * s->d + q] /= column;
     }
 }
 
-/* M [E,d] of this call. */
+/* M of one cluster from its spread, in place. */
+static void moei_cluster_weights(const moei_pass *s, moe_real *m) {
+    moe_real least = s->c->ac_spread == MOE_SPREAD_VARIANCE ? MOEI_R(0.1) : MOEI_R(1e-4);
+    size_t q;
+    if (s->c->ac_lambda > MOEI_R(0.0)) moei_exact_weights(m, s->d, s->c->ac_lambda);
+    else if (s->c->ac_mode == MOE_AC_PAPER) moei_paper_weights(m, s->d);
+    else
+        for (q = 0; q < s->d; q++) m[q] = MOEI_R(1.0) / (m[q] + least);
+}
+
+static void moei_fill(moe_real *v, size_t n, moe_real value) {
+    size_t i;
+    for (i = 0; i < n; i++) v[i] = value;
+}
+
+/* M [E,d] of this call, and a last row of 1 for tokens that are in no cluster. */
 static void moei_input_clusters(const moei_pass *s) {
     const moe_real *h = s->call->previous_input, *state = moei_tensor(s, MOE_ROUTER_AC_RUNNING);
-    int32_t *sizes = s->r->order;
-    size_t k, q;
+    size_t *starts = s->r->plan.offsets, k, t; /* before there is a plan, its offsets are free */
+    for (t = 0; t < s->n; t++) moei_clusters_of(s)[t] = moei_is_real(s->call, t) ? moei_cluster(s, t) : -1;
+    moei_fill(s->r->clusters + s->experts * s->d, s->d, MOEI_R(1.0));
     if (state != NULL) {
         memcpy(s->r->clusters, state, s->experts * s->d * sizeof(moe_real));
         return;
     }
     if (s->c->ac_mode == MOE_AC_CODE) h = s->call->router_x != NULL ? s->call->router_x : s->call->x;
+    moei_input_sort(s, s->r->order, starts);
+    moei_cluster_sums(s, h);
     for (k = 0; k < s->experts; k++) {
         moe_real *m = s->r->clusters + k * s->d;
-        sizes[k] = (int32_t)moei_cluster_spread(s, h, (int32_t)k, m, s->r->clusters + s->experts * s->d);
-        if (sizes[k] < 2)
-            for (q = 0; q < s->d; q++) m[q] = MOEI_R(1.0);
-        else if (s->c->ac_lambda > MOEI_R(0.0)) moei_exact_weights(m, s->d, s->c->ac_lambda);
-        else if (s->c->ac_mode == MOE_AC_PAPER) moei_paper_weights(m, s->d);
-        else
-            for (q = 0; q < s->d; q++) m[q] = MOEI_R(1.0) / (m[q] + (s->c->ac_spread == MOE_SPREAD_VARIANCE ? MOEI_R(0.1) : MOEI_R(1e-4)));
+        size_t count = starts[k + 1] - starts[k];
+        if (count < 2) {
+            moei_fill(m, s->d, MOEI_R(1.0));
+            continue;
+        }
+        moei_cluster_spread(s, h, s->r->order + starts[k], count, m);
+        moei_cluster_weights(s, m);
     }
-    if (s->c->ac_mode == MOE_AC_CODE && s->c->ac_spread != MOE_SPREAD_VARIANCE && !(s->c->ac_lambda > MOEI_R(0.0))) moei_code_weights(s, sizes);
+    if (s->c->ac_mode == MOE_AC_CODE && s->c->ac_spread != MOE_SPREAD_VARIANCE && !(s->c->ac_lambda > MOEI_R(0.0))) moei_code_weights(s, starts);
 }
 
-/* m_t: the J best of the previous layer's experts, mixed by their renormalised weights; 1 without any. */
-static void moei_input_clustered(const moei_pass *s, size_t t, const moe_real *x, moe_real *u) {
+/* sum_j a_j M_j over the J best of the previous layer's experts, their weights a renormalised; 1 without any. */
+static void moei_input_mix(const moei_pass *s, size_t t, moe_real *m) {
     const int32_t *experts = s->call->previous_experts + t * s->call->n_previous;
     const moe_real *weights = s->call->previous_weights + t * s->call->n_previous;
-    moe_real *m = s->r->input_factor + t * s->d, last = MOEI_INFINITY, sum = MOEI_R(0.0);
+    moe_real last = MOEI_INFINITY, sum = MOEI_R(0.0);
     size_t j, q, taken, last_at = 0;
-    for (q = 0; q < s->d; q++) m[q] = MOEI_R(0.0);
+    moei_fill(m, s->d, MOEI_R(0.0));
     for (taken = 0; taken < (size_t)s->c->ac_mix; taken++) { /* the next best after the last one taken */
         size_t best = s->call->n_previous;
         for (j = 0; j < s->call->n_previous; j++) {
@@ -1336,13 +1368,23 @@ static void moei_input_clustered(const moei_pass *s, size_t t, const moe_real *x
         }
         if (best == s->call->n_previous) break;
         last = weights[best], last_at = best;
-        moe_axpy(s->router->kernels, s->d, s->c->ac_mix == 1 ? MOEI_R(1.0) : weights[best], s->r->clusters + (size_t)experts[best] * s->d, m);
-        sum += s->c->ac_mix == 1 ? MOEI_R(1.0) : weights[best];
+        moe_axpy(s->router->kernels, s->d, weights[best], s->r->clusters + (size_t)experts[best] * s->d, m);
+        sum += weights[best];
     }
-    for (q = 0; q < s->d; q++) {
-        m[q] = sum > MOEI_R(0.0) ? m[q] / sum : MOEI_R(1.0);
-        u[q] = x[q] * m[q];
+    for (q = 0; q < s->d; q++) m[q] = sum > MOEI_R(0.0) ? m[q] / sum : MOEI_R(1.0);
+}
+
+/* u_t = m_t * x_t. Training keeps m_t for the way back. */
+static void moei_input_clustered(const moei_pass *s, size_t t, const moe_real *x, moe_real *u) {
+    moe_real *kept = s->r->input_factor + t * s->d;
+    const moe_real *m = kept;
+    if (s->c->ac_mix > 1) moei_input_mix(s, t, kept);
+    else {
+        int32_t cluster = moei_clusters_of(s)[t];
+        m = s->r->clusters + (cluster < 0 ? s->experts : (size_t)cluster) * s->d;
+        if (s->call->training) memcpy(kept, m, s->d * sizeof *m);
     }
+    moe_multiply(s->router->kernels, s->d, x, m, u);
 }
 
 #ifndef MOE_NO_TRAIN
