@@ -4683,12 +4683,20 @@ static int moei_state_fits(const moe_router *router, moe_real *const *state) {
     return 1;
 }
 
-/* table <- rho table + (1 - rho) M for the clusters of at least two tokens, M as in mode paper. scratch [2,d]. */
+/* table <- rho table + (1 - rho) M for the clusters of at least two tokens, M as in mode paper. */
 static void moei_observe_clusters(const moei_pass *s, moe_real *table) {
-    moe_real *m = s->r->clusters, rho = s->c->ac_rho;
-    size_t k, q;
+    moe_real *m = s->r->clusters, rho = s->c->ac_rho; /* its first row is free after the call */
+    const moe_real *h = s->call->previous_input;
+    size_t k, q, t, count;
     for (k = 0; k < s->experts; k++) {
-        if (moei_cluster_spread(s, s->call->previous_input, (int32_t)k, m, s->r->clusters + s->d) < 2) continue;
+        moei_fill(m, s->d, MOEI_R(0.0));
+        for (t = 0, count = 0; t < s->n; t++) {
+            if (!moei_is_real(s->call, t) || moei_cluster(s, t) != (int32_t)k) continue;
+            s->r->order[count++] = (int32_t)t;
+            moe_axpy(s->router->kernels, s->d, MOEI_R(1.0), h + t * s->d, m);
+        }
+        if (count < 2) continue;
+        moei_cluster_spread(s, h, s->r->order, count, m);
         if (s->c->ac_lambda > MOEI_R(0.0)) moei_exact_weights(m, s->d, s->c->ac_lambda);
         else moei_paper_weights(m, s->d);
         for (q = 0; q < s->d; q++) table[k * s->d + q] = rho * table[k * s->d + q] + (MOEI_R(1.0) - rho) * m[q];
