@@ -1101,9 +1101,12 @@ moe_real moe_log_sum_exp(size_t n, const moe_real *x) {
 
 #ifndef MOE_NO_TRAIN
 void moe_softmax_backward(size_t n, const moe_real *y, const moe_real *dy, moe_real temperature, moe_real *dx) {
-    const moe_real mean = moei_real_dot_c(n, y, dy);
+    moe_real most, mean = 0;
     size_t i;
-    for (i = 0; i < n; i++) dx[i] += y[i] * (dy[i] - mean) / temperature;
+    if (n == 0) return;
+    most = dy[moei_max_index(n, y)]; /* taken off first: a sure softmax cancels almost all of dy */
+    for (i = 0; i < n; i++) mean += y[i] * (dy[i] - most);
+    for (i = 0; i < n; i++) dx[i] += y[i] * (dy[i] - most - mean) / temperature;
 }
 #endif
 

@@ -2126,7 +2126,10 @@ static void moei_refine_block_backward(const moei_pass *s, size_t rows, size_t w
     size_t i, j;
     for (i = 0; i < rows; i++) {
         const moe_real *row = s->r->block + i * width;
-        moe_real *d_row = s->r->d_block + i * width, along = moe_dot(s->router->kernels, width, row, d_row) / sums[i];
+        moe_real *d_row = s->r->d_block + i * width, along, most;
+        for (j = 0; j + 1 < width && row[j] < MOEI_R(1.0);) j++; /* where S is largest */
+        for (most = d_row[j], j = 0; j < width; j++) d_row[j] -= most; /* changes nothing but the rounding: a sure row cancels almost all of dS */
+        along = moe_dot(s->router->kernels, width, row, d_row) / sums[i];
         for (j = 0; j < width; j++) d_row[j] = row[j] > MOEI_R(0.0) ? row[j] * (d_row[j] - along) : MOEI_R(0.0);
     }
 }
