@@ -173,6 +173,15 @@
 #define moe_modular_step moe_modular_step_f64
 #define moe_trainer_init moe_trainer_init_f64
 #define moe_trainer_step moe_trainer_step_f64
+#define moe_hme_create moe_hme_create_f64
+#define moe_hme_em moe_hme_em_f64
+#define moe_hme_free moe_hme_free_f64
+#define moe_hme_gradient moe_hme_gradient_f64
+#define moe_hme_log_likelihood moe_hme_log_likelihood_f64
+#define moe_hme_posteriors moe_hme_posteriors_f64
+#define moe_hme_predict moe_hme_predict_f64
+#define moe_mixture_answer moe_mixture_answer_f64
+#define moe_mixture_loss moe_mixture_loss_f64
 #endif
 
 #ifdef __cplusplus
@@ -571,8 +580,12 @@ MOE_API void moe_net_zero_gradients(moe_net *net);
 
 /* ---- training ------------------------------------------------------------------------------------------------------------- */
 
-/* What is minimised: the mean over samples of -log softmax(y)[label], or of sum_j (y_j - target_j)^2 / 2. */
-enum { MOE_CRITERION_CROSS_ENTROPY = 0, MOE_CRITERION_SQUARED_ERROR, MOE_CRITERION_COUNT };
+/* What is minimised: the mean over samples of -log softmax(y)[label], or of sum_j (y_j - target_j)^2 / 2. The others are for
+   moe_mixture_loss alone. */
+enum {
+    MOE_CRITERION_CROSS_ENTROPY = 0, MOE_CRITERION_SQUARED_ERROR, MOE_CRITERION_EXPECTATION, MOE_CRITERION_STOCHASTIC,
+    MOE_CRITERION_STOCHASTIC_SQUARED, MOE_CRITERION_JACOBS, MOE_CRITERION_JACOBS_SQUARED, MOE_CRITERION_COUNT
+};
 
 /* Mean over n rows of y [n,classes] of -log softmax(y)[label]; dy [n,classes] (may be NULL, must not be y) receives its gradient. Labels
    must lie in 0..classes-1 (not checked here). 0 for n = 0. */
@@ -705,6 +718,98 @@ MOE_API moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *
 /* Loss and accuracy of net on data, 64 samples at a time, with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an
    output is not finite. n = 0 gives zeros. On failure *result is untouched. */
 MOE_API moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result, moe_error *error);
+
+/* ---- the classical mixture: losses over plain arrays, the hierarchical mixture of experts --------------------------------- */
+
+/* n samples, each answered by all of E experts. All arrays are the caller's, all numbers in them finite. */
+typedef struct moe_mixture {
+    size_t n, experts, width; /* samples, E >= 1, C >= 1 */
+    const moe_real *p;        /* [n,E] gate probabilities, >= 0; exactly 0 is fine, a row need not sum to 1 */
+    const moe_real *expert_p; /* [n,E], or NULL: p. With it the gate learns from the loss with p, the experts from that with expert_p */
+    const moe_real *outputs;  /* [E,n,C] o, the rows of one expert after those of another */
+    const int32_t *labels;    /* [n] in 0..C-1, read where the loss is one of classes */
+    const moe_real *targets;  /* [n,C], read where the loss is squared */
+    moe_real temperature;     /* T of cross_entropy, 1e-6 to 1e6 [1]; the other criteria want 0 or 1 */
+} moe_mixture;
+
+/* *loss becomes the mean over samples of what follows, where l_i = -log softmax(o_i)[label] and s_i = sum_j (o_ij - target_j)^2 / 2:
+     cross_entropy   -log softmax(sum_i p_i o_i / T)[label]              squared_error        sum_j (sum_i p_i o_ij - target_j)^2 / 2
+     expectation     -log sum_i p_i exp(-l_i), the sum being sum_i p_i softmax(o_i)[label]
+     stochastic      sum_i p_i l_i                                       stochastic_squared   sum_i p_i s_i
+     jacobs          -log sum_i p_i exp(-l_i / 2)                        jacobs_squared       -log sum_i p_i exp(-s_i)
+   (Jacobs, Jordan, Nowlan, Hinton 1991, Adaptive mixtures of local experts). d_p [n,E] and d_outputs [E,n,C] receive the gradients;
+   either may be NULL, neither overlaps an input. With expert_p (dual temperature) *loss and d_p are those with p, d_outputs is that of
+   the loss with expert_p. Computed in double, by log-sum-exp; a gradient beyond 1e38 (1e308 in the double build), which takes p_i = 0 or
+   huge numbers, is cut there. n = 0 gives 0. MOE_ERR_ARGUMENT: no such criterion, an array is missing, p below 0, a label or T out of
+   range; MOE_ERR_NONFINITE: in an array, or the loss, as when all p are 0 under a log; MOE_ERR_OVERFLOW. error names row and value. A
+   failed call changes nothing. Allocates nothing; thread-safe for different results. */
+MOE_API moe_status moe_mixture_loss(int criterion, const moe_mixture *mixture, moe_real *loss, moe_real *d_p, moe_real *d_outputs,
+                                    moe_error *error);
+/* answer [n,C], no part of an input: sum_i p_i o_i / T (cross_entropy, squared_error), sum_i p_i softmax(o_i) (expectation), else the
+   output of the expert with the largest p, the first of equals, or given an rng (else NULL) of one drawn in proportion to p, by one
+   draw of the stream per sample. labels, targets and expert_p are not read. Errors as above; a failed call changes nothing. */
+MOE_API moe_status moe_mixture_answer(int criterion, const moe_mixture *mixture, moe_rng *rng, moe_real *answer, moe_error *error);
+
+/* How the experts of a hierarchical mixture see y: as numbers, or as a class. */
+enum { MOE_HME_GAUSSIAN = 0, MOE_HME_SOFTMAX, MOE_HME_COUNT };
+
+/* 0 in a field means the value in brackets; d_in and d_out must be set. */
+typedef struct moe_hme_config {
+    int d_in, d_out;       /* d, and C: numbers or classes */
+    int n_groups;          /* G [2] */
+    int n_experts;         /* E, experts in a group [2] */
+    int family;            /* MOE_HME_ [gaussian] */
+    int steps;             /* rounds of IRLS per EM iteration for a gate or softmax expert, 1 to 100 [2] */
+    moe_real variance;     /* v of all gaussian experts, held fixed, 1e-12 to 1e12; 0: each expert's is estimated, from 1 on */
+    moe_real min_variance; /* an estimate stops here, 1e-12 to 1e12; without a bound the likelihood has none [1e-6] */
+} moe_hme_config;
+
+/* Hierarchical mixture of experts (Jordan, Jacobs 1994, Hierarchical mixtures of experts and the EM algorithm). With x followed by a 1,
+     p(y | x) = sum_i g_i sum_j g_{j|i} p_ij(y | x)        g = softmax(gate x)      g_{.|i} = softmax(gates_i x)
+     gaussian: p_ij = product over k of N(y_k; (experts_ij x)_k, variances_ij)      softmax: p_ij = softmax(experts_ij x)[label]
+   Parameters and sums are double in both builds. They start at random for inputs of about unit size: standardise x. Calls that take it
+   as const are thread-safe. */
+typedef struct moe_hme {
+    moe_hme_config config; /* with defaults filled in */
+    double *gate;          /* [G,d+1], in each row the bias last */
+    double *gates;         /* [G,E,d+1] */
+    double *experts;       /* [G,E,C,d+1] */
+    double *variances;     /* [G,E], read by the gaussian family only */
+    double *parameters;    /* all of the above, one after another */
+    size_t n_parameters;
+    double *kept, *best, *gradient, *normal, *outputs, *groups; /* private: work memory of em and gradient */
+    size_t row, width, in_group, all; /* private: d + 1, C, E, G E */
+    void *memory;          /* owned */
+    size_t memory_size;    /* bytes */
+    moe_allocator allocator;
+} moe_hme;
+
+/* Makes a mixture that owns its parameters and work memory, whose size depends on config alone (moe_hme_free). allocator NULL: the
+   standard heap. MOE_ERR_CONFIG: error names field and value; MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *hme is untouched. */
+MOE_API moe_status moe_hme_create(moe_hme *hme, const moe_hme_config *config, uint64_t seed, const moe_allocator *allocator,
+                                  moe_error *error);
+/* Gives back what create took; {0}, NULL and a second call are harmless. */
+MOE_API void moe_hme_free(moe_hme *hme);
+/* y [n,C] = sum_i g_i sum_j g_{j|i} y_ij for x [n,d], the mean or class probabilities. Errors, of the calls below too: MOE_ERR_STATE (not
+   created), MOE_ERR_ARGUMENT (an array is missing, a label is out of range), MOE_ERR_NONFINITE (x, a target, or a result),
+   MOE_ERR_OVERFLOW; error names row and value. After a failure the arrays of results are unspecified, *log_likelihood and *hme as they
+   were. None allocates. */
+MOE_API moe_status moe_hme_predict(const moe_hme *hme, size_t n, const moe_real *x, moe_real *y, moe_error *error);
+/* Mean over samples of log p(y | x), y from data->targets (gaussian) or data->labels (softmax); 0 for n = 0. */
+MOE_API moe_status moe_hme_log_likelihood(const moe_hme *hme, const moe_data *data, double *log_likelihood, moe_error *error);
+/* group [n,G] = h_i and expert [n,G,E] = h_{j|i}: the gates' probabilities given x and y, or given x alone where data has no y. */
+MOE_API moe_status moe_hme_posteriors(const moe_hme *hme, const moe_data *data, double *group, double *expert, moe_error *error);
+/* One EM iteration. E: the caller's h [n,G,E] receives h_i h_{j|i} under the parameters as they were. M, each model by its own weighted
+   log-likelihood: least squares for gaussian experts, then their variances; for gates and softmax experts IRLS, a Newton step of one
+   row after another, halved until it does not lose (Boehning 1992, Multinomial logistic regression algorithm, bounds how often).
+   Equations are solved for the change, by Cholesky with 1e-10 of the diagonal added: what the data leave open stays as it is, and so
+   does a model without posterior mass. *log_likelihood (may be NULL) is the mean after the step, never below the one before: a step
+   that rounding spoils is undone. */
+MOE_API moe_status moe_hme_em(moe_hme *hme, const moe_data *data, double *h, double *log_likelihood, moe_error *error);
+/* One step of ascent, parameters += rate * gradient of the mean log-likelihood; variances move by their logarithm and stop at
+   min_variance. h as above; *log_likelihood (may be NULL) is the one before. MOE_ERR_NONFINITE also when the step is too large. */
+MOE_API moe_status moe_hme_gradient(moe_hme *hme, const moe_data *data, moe_real rate, double *h, double *log_likelihood,
+                                    moe_error *error);
 
 /* Writes a safetensors file: all tensors by name, and under the metadata key "moe" the configuration as JSON text,
      {"format":1,"net":{"d_in":64,"modules":[{"module":"linear","d_out":32},{"module":"activation","act":"relu"},{"module":"layer_norm"},
@@ -4085,6 +4190,8 @@ moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion,
     if (!net->built) return moei_error(error, MOE_ERR_STATE, "the net is not built");
     if (criterion < 0 || criterion >= MOE_CRITERION_COUNT)
         return moei_error(error, MOE_ERR_ARGUMENT, "criterion = %d: there is no such one", criterion);
+    if (criterion > MOE_CRITERION_SQUARED_ERROR)
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "criterion = %d: nets know cross_entropy and squared_error only", criterion);
     status = moei_data_check(net, data, criterion, error);
     if (status == MOE_OK) status = moei_samples_alone(data, error);
     if (status != MOE_OK) return status;
@@ -4105,7 +4212,7 @@ static const char *const moei_optimizer_names[] = {"adamw", "sgd", NULL};
 #define MOEI_T moe_train_config
 
 static const moe_field moei_train_fields[] = {
-    MOEI_CHOICE(MOEI_T, criterion, MOE_CRITERION_COUNT, moei_criterion_names, "what is minimised"),
+    MOEI_CHOICE(MOEI_T, criterion, MOE_CRITERION_SQUARED_ERROR + 1, moei_criterion_names, "what is minimised"),
     MOEI_CHOICE(MOEI_T, optimizer, MOE_OPTIMIZER_COUNT, moei_optimizer_names, "optimiser"),
     MOEI_INT(MOEI_T, epochs, 1, 1000000, "passes through the samples"),
     MOEI_INT(MOEI_T, batch, 1, 1000000, "samples per step"),
@@ -4637,6 +4744,702 @@ moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, co
     if (f.memory != NULL) moei_free(&net->allocator, f.memory, f.memory_size);
     moe_trainer_free(&f.trainer);
     return status;
+}
+
+/* ==== the classical mixture =================================================================================================== */
+
+/* log sum exp of a stream: its largest term, and the sum of exp(term - largest) over the others. */
+typedef struct moei_lse {
+    double largest, rest;
+} moei_lse;
+
+static const moei_lse moei_lse_empty = {-1e308, -1.0}; /* the first term makes the rest 0 */
+
+static void moei_lse_add(moei_lse *s, double term) {
+    if (term > s->largest) {
+        s->rest = (s->rest + 1.0) * exp(s->largest - term);
+        s->largest = term;
+    } else s->rest += exp(term - s->largest);
+}
+
+static double moei_lse_value(const moei_lse *s) { return s->largest + log1p(s->rest); }
+
+/* A term's share of the sum: the shares add up to 1, however large the terms. */
+static double moei_lse_share(const moei_lse *s, double term) { return exp(term - s->largest) / (1.0 + s->rest); }
+
+/* Whether a double may be converted to the real type. */
+static int moei_fits_real(double v) { return fabs(v) <= (MOE_REAL_IS_DOUBLE ? 1e308 : 1e38); }
+
+static moe_real moei_cut(double v) {
+    double limit = MOE_REAL_IS_DOUBLE ? 1e308 : 1e38;
+    return (moe_real)(v > limit ? limit : v < -limit ? -limit : v);
+}
+
+/* The right answers to n samples: labels below width, or targets [n,width]. */
+static moe_status moei_answers_check(int squared, const int32_t *labels, const moe_real *targets, size_t n, size_t width,
+                                     moe_error *error) {
+    size_t t;
+    if ((squared ? (const void *)targets : (const void *)labels) == NULL)
+        return moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL", squared ? "targets" : "labels");
+    if (squared) return moei_reals_check("targets", targets, n, width, error);
+    for (t = 0; t < n; t++)
+        if (labels[t] < 0 || (size_t)labels[t] >= width)
+            return moei_error(error, MOE_ERR_ARGUMENT, "labels[%z] = %d: must be 0 to %z", t, (int)labels[t], width - 1);
+    return MOE_OK;
+}
+
+/* ---- losses -------------------------------------------------------------------------------------------------------------------- */
+
+/* Ways to put the loss l of one output, that of classes or half the squared error, on a mixture:
+     blend   l(sum_i p_i o_i / T)     mean   sum_i p_i l(o_i)     log   -log sum_i p_i exp(-sharpness l(o_i)) */
+enum { MOEI_MIX_BLEND = 0, MOEI_MIX_MEAN, MOEI_MIX_LOG };
+enum { MOEI_ANSWER_BLEND = 0, MOEI_ANSWER_PROBABILITIES, MOEI_ANSWER_CHOSEN };
+
+typedef struct moei_mix {
+    int rule, squared, answer;
+    double sharpness;
+} moei_mix;
+
+static const moei_mix moei_mixes[MOE_CRITERION_COUNT] = {
+    {MOEI_MIX_BLEND, 0, MOEI_ANSWER_BLEND, 1.0},       /* cross_entropy */
+    {MOEI_MIX_BLEND, 1, MOEI_ANSWER_BLEND, 1.0},       /* squared_error */
+    {MOEI_MIX_LOG, 0, MOEI_ANSWER_PROBABILITIES, 1.0}, /* expectation */
+    {MOEI_MIX_MEAN, 0, MOEI_ANSWER_CHOSEN, 1.0},       /* stochastic */
+    {MOEI_MIX_MEAN, 1, MOEI_ANSWER_CHOSEN, 1.0},       /* stochastic_squared */
+    {MOEI_MIX_LOG, 0, MOEI_ANSWER_CHOSEN, 0.5},        /* jacobs */
+    {MOEI_MIX_LOG, 1, MOEI_ANSWER_CHOSEN, 1.0}};       /* jacobs_squared: half of the whole squared error */
+
+/* One output of a sample, scale * sum_i p_i o_i, and its loss; an expert's own output is the sum over it alone. */
+typedef struct moei_blend {
+    const moe_real *o, *p; /* o_i begins at o + i stride */
+    size_t experts, stride, label;
+    double scale, at_label, loss;
+    const moe_real *target; /* NULL: the loss is that of classes */
+} moei_blend;
+
+/* All experts of sample t weighted by p [E], or with p NULL expert i alone. */
+static moei_blend moei_blend_of(const moe_mixture *m, size_t t, const moe_real *p, size_t i) {
+    static const moe_real alone = MOEI_R(1.0);
+    moei_blend b;
+    memset(&b, 0, sizeof b);
+    b.o = m->outputs + (p != NULL ? t : i * m->n + t) * m->width;
+    b.p = p != NULL ? p : &alone;
+    b.experts = p != NULL ? m->experts : 1;
+    b.stride = m->n * m->width;
+    b.scale = m->temperature > MOEI_R(0.0) ? 1.0 / (double)m->temperature : 1.0;
+    return b;
+}
+
+static double moei_blend_at(const moei_blend *b, size_t j) {
+    double sum = 0.0;
+    size_t i;
+    for (i = 0; i < b->experts; i++) sum += (double)b->p[i] * (double)b->o[i * b->stride + j];
+    return sum * b->scale;
+}
+
+/* The same with its loss. Terms are taken relative to the label's: a small loss beside large outputs keeps its digits. */
+static moei_blend moei_blend_measured(const moei_mix *mix, const moe_mixture *m, size_t t, const moe_real *p, size_t i) {
+    moei_blend b = moei_blend_of(m, t, p, i);
+    moei_lse sum = moei_lse_empty;
+    size_t j;
+    if (mix->squared) b.target = m->targets + t * m->width;
+    else b.label = (size_t)m->labels[t], b.at_label = moei_blend_at(&b, b.label);
+    for (j = 0; j < m->width; j++) {
+        double e = moei_blend_at(&b, j) - (mix->squared ? (double)b.target[j] : b.at_label);
+        if (mix->squared) b.loss += 0.5 * e * e;
+        else moei_lse_add(&sum, e);
+    }
+    if (!mix->squared) b.loss = moei_lse_value(&sum);
+    return b;
+}
+
+/* dl / d output_j */
+static double moei_blend_slope(const moei_blend *b, size_t j) {
+    if (b->target != NULL) return moei_blend_at(b, j) - (double)b->target[j];
+    return exp(moei_blend_at(b, j) - b->at_label - b->loss) - (j == b->label ? 1.0 : 0.0);
+}
+
+/* The loss of sample t under the gate p [E]. */
+static double moei_mix_loss(const moei_mix *mix, const moe_mixture *m, size_t t, const moe_real *p) {
+    moei_lse log_sum = moei_lse_empty;
+    double sum = 0.0, loss;
+    size_t i;
+    if (mix->rule == MOEI_MIX_BLEND) return moei_blend_measured(mix, m, t, p, 0).loss;
+    for (i = 0; i < m->experts; i++) {
+        if (!(p[i] > MOEI_R(0.0))) continue;
+        loss = moei_blend_measured(mix, m, t, NULL, i).loss;
+        if (mix->rule == MOEI_MIX_MEAN) sum += (double)p[i] * loss;
+        else moei_lse_add(&log_sum, log((double)p[i]) - mix->sharpness * loss);
+    }
+    return mix->rule == MOEI_MIX_MEAN ? sum : -moei_lse_value(&log_sum);
+}
+
+/* d_p [E], and d_o with expert i's row at d_o + i n C, receive the gradient of sample t under the gate p, and q for d_o. By p_i: of a blend
+   sum_j l'_j o_ij / T, else l_i or -exp(L - s l_i). By o_i: its weight q_i, or s times its posterior, times l' where it enters. */
+static void moei_mix_backward(const moei_mix *mix, const moe_mixture *m, size_t t, const moe_real *p, const moe_real *q, moe_real *d_p,
+                              moe_real *d_o) {
+    int blend = mix->rule == MOEI_MIX_BLEND, logs = mix->rule == MOEI_MIX_LOG;
+    double loss_p = logs ? moei_mix_loss(mix, m, t, p) : 0.0, loss_q = logs && q != p ? moei_mix_loss(mix, m, t, q) : loss_p, by_p, weight;
+    moei_blend gate = moei_blend_measured(mix, m, t, blend ? p : NULL, 0), into = blend ? moei_blend_measured(mix, m, t, q, 0) : gate;
+    size_t i, j;
+    for (i = 0; i < m->experts; i++) {
+        if (!blend) gate = into = moei_blend_measured(mix, m, t, NULL, i);
+        by_p = logs ? -exp(loss_p - mix->sharpness * into.loss) : blend ? 0.0 : into.loss;
+        for (j = 0; blend && d_p != NULL && j < m->width; j++)
+            by_p += gate.scale * moei_blend_slope(&gate, j) * (double)gate.o[i * gate.stride + j];
+        weight = (double)q[i];
+        if (logs && weight > 0.0) weight = mix->sharpness * exp(log(weight) + loss_q - mix->sharpness * into.loss);
+        if (d_p != NULL) d_p[i] = moei_cut(by_p / (double)m->n);
+        for (j = 0; d_o != NULL && j < m->width; j++)
+            d_o[i * gate.stride + j] = moei_cut(weight * into.scale * moei_blend_slope(&into, j) / (double)m->n);
+    }
+}
+
+static moe_status moei_gates_check(const char *name, const moe_real *p, size_t n, size_t experts, moe_error *error) {
+    size_t i;
+    moe_status status = moei_reals_check(name, p, n, experts, error);
+    for (i = 0; status == MOE_OK && i < n * experts; i++)
+        if (p[i] < MOEI_R(0.0))
+            return moei_error(error, MOE_ERR_ARGUMENT, "%s[%z][%z] = %g: must not be below 0", name, i / experts, i % experts,
+                              (double)p[i]);
+    return status;
+}
+
+/* result: where the call writes. learning: the right answers are read too. */
+static moe_status moei_mixture_check(int criterion, const moe_mixture *m, const void *result, int learning, moe_error *error) {
+    moe_real low = criterion == MOE_CRITERION_CROSS_ENTROPY ? MOEI_R(1e-6) : MOEI_R(1.0), high = MOEI_R(1.0) / low;
+    size_t rows, cells;
+    moe_status status;
+    if (criterion < 0 || criterion >= MOE_CRITERION_COUNT)
+        return moei_error(error, MOE_ERR_ARGUMENT, "criterion = %d: there is no such one", criterion);
+    if (m == NULL || result == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "mixture and result must not be NULL");
+    if (m->experts == 0 || m->width == 0)
+        return moei_error(error, MOE_ERR_ARGUMENT, "experts = %z, width = %z: must be 1 or more", m->experts, m->width);
+    if (!moe_is_finite(m->temperature) || m->temperature < MOEI_R(0.0) || m->temperature > high ||
+        (m->temperature > MOEI_R(0.0) && m->temperature < low))
+        return moei_error(error, MOE_ERR_ARGUMENT, "temperature = %g: must be %g to %g", (double)m->temperature, (double)low, (double)high);
+    if (m->n == 0) return MOE_OK;
+    if (!moei_mul(m->n, m->experts, &rows) || !moei_mul(rows, m->width, &cells) || !moei_mul(cells, sizeof(moe_real), &cells))
+        return moei_error(error, MOE_ERR_OVERFLOW, "n = %z, experts = %z, width = %z: too large", m->n, m->experts, m->width);
+    if (m->p == NULL || m->outputs == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "p and outputs must not be NULL");
+    status = moei_gates_check("p", m->p, m->n, m->experts, error);
+    if (status == MOE_OK) status = moei_reals_check("outputs", m->outputs, rows, m->width, error);
+    if (status != MOE_OK || !learning) return status;
+    if (m->expert_p != NULL) status = moei_gates_check("expert_p", m->expert_p, m->n, m->experts, error);
+    return status != MOE_OK ? status : moei_answers_check(moei_mixes[criterion].squared, m->labels, m->targets, m->n, m->width, error);
+}
+
+moe_status moe_mixture_loss(int criterion, const moe_mixture *mixture, moe_real *loss, moe_real *d_p, moe_real *d_outputs,
+                            moe_error *error) {
+    const moe_mixture *m = mixture;
+    double sum = 0.0;
+    size_t t;
+    moe_status status = moei_mixture_check(criterion, m, loss, 1, error);
+    for (t = 0; status == MOE_OK && t < m->n; t++) {
+        sum += moei_mix_loss(&moei_mixes[criterion], m, t, m->p + t * m->experts) / (double)m->n;
+        if (!moei_fits_real(sum))
+            return moei_error(error, MOE_ERR_NONFINITE, "the loss of sample %z is not finite: p is all 0, or numbers are too large", t);
+    }
+    if (status != MOE_OK) return status;
+    for (t = 0; (d_p != NULL || d_outputs != NULL) && t < m->n; t++) {
+        const moe_real *p = m->p + t * m->experts, *q = m->expert_p != NULL ? m->expert_p + t * m->experts : p;
+        moei_mix_backward(&moei_mixes[criterion], m, t, p, q, d_p != NULL ? d_p + t * m->experts : NULL,
+                          d_outputs != NULL ? d_outputs + t * m->width : NULL);
+    }
+    *loss = (moe_real)sum;
+    return MOE_OK;
+}
+
+/* The largest p, the first of equals; with an rng one drawn in proportion to p. */
+static size_t moei_mixture_choice(size_t n, const moe_real *p, moe_rng *rng) {
+    size_t i, chosen = moei_largest(n, p);
+    double left = 0.0;
+    if (rng == NULL) return chosen;
+    for (i = 0; i < n; i++) left += (double)p[i];
+    left *= (double)moe_rng_uniform(rng);
+    for (i = 0; i < n && left >= 0.0; i++) {
+        if (p[i] > MOEI_R(0.0)) chosen = i;
+        left -= (double)p[i];
+    }
+    return chosen;
+}
+
+/* answer [C] += p softmax(output of expert i) */
+static void moei_mixture_add(const moe_mixture *m, size_t t, size_t i, moe_real p, moe_real *answer) {
+    const moei_blend own = moei_blend_of(m, t, NULL, i);
+    moei_lse sum = moei_lse_empty;
+    size_t j;
+    for (j = 0; j < m->width; j++) moei_lse_add(&sum, moei_blend_at(&own, j));
+    for (j = 0; j < m->width; j++) answer[j] = moei_cut((double)answer[j] + (double)p * moei_lse_share(&sum, moei_blend_at(&own, j)));
+}
+
+moe_status moe_mixture_answer(int criterion, const moe_mixture *mixture, moe_rng *rng, moe_real *answer, moe_error *error) {
+    const moe_mixture *m = mixture;
+    size_t t, i, j;
+    moe_status status = moei_mixture_check(criterion, m, answer, 0, error);
+    if (status != MOE_OK) return status;
+    for (t = 0; t < m->n; t++, answer += m->width) {
+        const moe_real *p = m->p + t * m->experts;
+        int chosen = moei_mixes[criterion].answer == MOEI_ANSWER_CHOSEN, sum = moei_mixes[criterion].answer == MOEI_ANSWER_PROBABILITIES;
+        moei_blend b = moei_blend_of(m, t, chosen ? NULL : p, chosen ? moei_mixture_choice(m->experts, p, rng) : 0);
+        for (j = 0; j < m->width; j++) answer[j] = sum ? MOEI_R(0.0) : moei_cut(moei_blend_at(&b, j));
+        for (i = 0; sum && i < m->experts; i++) moei_mixture_add(m, t, i, p[i], answer);
+    }
+    return MOE_OK;
+}
+
+/* ---- the hierarchical mixture -------------------------------------------------------------------------------------------------- */
+
+static const char *const moei_hme_names[] = {"gaussian", "softmax", NULL};
+
+#define MOEI_H moe_hme_config
+
+static const moe_field moei_hme_fields[] = {
+    MOEI_INT(MOEI_H, d_in, 1, MOE_MAX_WIDTH, "width of x"),
+    MOEI_INT(MOEI_H, d_out, 1, MOE_MAX_WIDTH, "numbers or classes"),
+    MOEI_INT(MOEI_H, n_groups, 1, MOE_MAX_EXPERTS, "groups"),
+    MOEI_INT(MOEI_H, n_experts, 1, MOE_MAX_EXPERTS, "experts in a group"),
+    MOEI_CHOICE(MOEI_H, family, MOE_HME_COUNT, moei_hme_names, "how experts see y"),
+    MOEI_INT(MOEI_H, steps, 1, 100, "IRLS steps per EM iteration"),
+    MOEI_REAL(MOEI_H, variance, 1e-12, 1e12, "fixed variance of gaussian experts"),
+    MOEI_REAL(MOEI_H, min_variance, 1e-12, 1e12, "least variance of gaussian experts"),
+    MOEI_FIELDS_END};
+
+static moe_status moei_hme_check(const moe_hme_config *config, moe_hme_config *out, moe_error *error) {
+    moe_status status;
+    if (config == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "config must not be NULL");
+    status = moei_fields_check(moei_hme_fields, config, error);
+    if (status != MOE_OK) return status;
+    if (config->d_in == 0 || config->d_out == 0)
+        return moei_error(error, MOE_ERR_CONFIG, "d_in = %d, d_out = %d: both must be set", config->d_in, config->d_out);
+    *out = *config;
+    moei_default(&out->n_groups, 2);
+    moei_default(&out->n_experts, 2);
+    moei_default(&out->steps, 2);
+    moei_default_real(&out->min_variance, MOEI_R(1e-6));
+    return MOE_OK;
+}
+
+/* Every model, gate or expert, is some rows of d + 1 weights; the widest has no more of them than all together. */
+static void moei_hme_layout(moe_hme *hme, moei_layout *l) {
+    size_t groups = (size_t)hme->config.n_groups, rows, square, widest;
+    hme->row = (size_t)hme->config.d_in + 1;
+    hme->width = (size_t)hme->config.d_out;
+    hme->in_group = (size_t)hme->config.n_experts;
+    if (!moei_mul(groups, hme->in_group, &hme->all) || !moei_mul(hme->all, hme->width, &rows) || !moei_add(rows, hme->all, &rows) ||
+        !moei_add(rows, groups, &rows) || !moei_mul(rows, hme->row, &rows) || !moei_add(rows, hme->all, &hme->n_parameters) ||
+        !moei_mul(hme->row, hme->row, &square)) {
+        l->overflow = 1;
+        return;
+    }
+    widest = groups > hme->in_group ? groups : hme->in_group;
+    if (widest < hme->width) widest = hme->width;
+    hme->parameters = (double *)moei_take(l, hme->n_parameters, sizeof(double));
+    hme->kept = (double *)moei_take(l, hme->n_parameters, sizeof(double));
+    hme->best = (double *)moei_take(l, widest * hme->row, sizeof(double));
+    hme->gradient = (double *)moei_take(l, widest * hme->row, sizeof(double));
+    hme->normal = (double *)moei_take(l, square, sizeof(double));
+    hme->outputs = (double *)moei_take(l, widest, sizeof(double));
+    hme->groups = (double *)moei_take(l, groups, sizeof(double));
+    if (l->base == NULL) return;
+    hme->gate = hme->parameters;
+    hme->gates = hme->gate + groups * hme->row;
+    hme->experts = hme->gates + hme->all * hme->row;
+    hme->variances = hme->experts + hme->all * hme->width * hme->row;
+}
+
+/* Gates divide the inputs from the start; experts begin nearly alike, so that at first the gates tell them apart. */
+static void moei_hme_start(moe_hme *hme, uint64_t seed) {
+    double *p = hme->parameters, over_root = 1.0 / sqrt((double)hme->config.d_in);
+    moe_rng rng;
+    moe_rng_seed(&rng, seed);
+    for (; p < hme->experts; p++) *p = 2.0 * over_root * (double)moe_rng_normal(&rng);
+    for (; p < hme->variances; p++) *p = 0.1 * over_root * (double)moe_rng_normal(&rng);
+    for (; p < hme->parameters + hme->n_parameters; p++) *p = hme->config.variance > MOEI_R(0.0) ? (double)hme->config.variance : 1.0;
+}
+
+moe_status moe_hme_create(moe_hme *hme, const moe_hme_config *config, uint64_t seed, const moe_allocator *allocator, moe_error *error) {
+    moei_layout l = moei_layout_begin(NULL);
+    moe_hme made;
+    moe_status status;
+    if (hme == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "hme must not be NULL");
+    memset(&made, 0, sizeof made);
+    status = moei_hme_check(config, &made.config, error);
+    if (status != MOE_OK) return status;
+    if (!moei_can_allocate(allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator must not be NULL in this build");
+    if (allocator != NULL) made.allocator = *allocator;
+    moei_hme_layout(&made, &l);
+    if (l.overflow) return moei_error(error, MOE_ERR_OVERFLOW, "the mixture does not fit this machine's memory");
+    made.memory_size = l.used;
+    made.memory = moei_alloc(&made.allocator, made.memory_size, 1);
+    if (made.memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of mixture", made.memory_size);
+    l = moei_layout_begin(made.memory);
+    moei_hme_layout(&made, &l);
+    moei_hme_start(&made, seed);
+    *hme = made;
+    return MOE_OK;
+}
+
+void moe_hme_free(moe_hme *hme) {
+    if (hme == NULL) return;
+    moei_free(&hme->allocator, hme->memory, hme->memory_size);
+    memset(hme, 0, sizeof *hme);
+}
+
+/* w [d+1] . (x, 1) */
+static double moei_hme_dot(const moe_hme *hme, const double *w, const moe_real *x) {
+    double sum = w[hme->row - 1];
+    size_t q;
+    for (q = 0; q + 1 < hme->row; q++) sum += w[q] * (double)x[q];
+    return sum;
+}
+
+/* log sum exp over rows [n,d+1] of weights. */
+static double moei_hme_total(const moe_hme *hme, size_t n, const double *rows, const moe_real *x) {
+    moei_lse sum = moei_lse_empty;
+    size_t k;
+    for (k = 0; k < n; k++) moei_lse_add(&sum, moei_hme_dot(hme, rows + k * hme->row, x));
+    return moei_lse_value(&sum);
+}
+
+/* log p_ij(y | x) of sample t for expert ij; 0 when data has no y. Not below -1e300, so that posteriors stay numbers. */
+static double moei_hme_density(const moe_hme *hme, const moe_data *data, size_t t, size_t expert) {
+    const double *w = hme->experts + expert * hme->width * hme->row;
+    const moe_real *x = data->x + t * (hme->row - 1);
+    double v = hme->variances[expert], sum = 0.0, e;
+    size_t k;
+    if (hme->config.family == MOE_HME_SOFTMAX) {
+        if (data->labels == NULL) return 0.0;
+        sum = moei_hme_dot(hme, w + (size_t)data->labels[t] * hme->row, x) - moei_hme_total(hme, hme->width, w, x);
+    }
+    for (k = 0; hme->config.family == MOE_HME_GAUSSIAN && data->targets != NULL && k < hme->width; k++) {
+        e = (double)data->targets[t * hme->width + k] - moei_hme_dot(hme, w + k * hme->row, x);
+        sum -= 0.5 * (e * e / v + log(6.28318530717958648 * v));
+    }
+    return sum > -1e300 ? sum : -1e300;
+}
+
+/* log p(y | x) of sample t; group [G] and expert [G,E], both or neither NULL, receive h_i and h_{j|i}. */
+static double moei_hme_sample(const moe_hme *hme, const moe_data *data, size_t t, double *group, double *expert) {
+    const moe_real *x = data->x + t * (hme->row - 1);
+    moei_lse prior = moei_lse_empty, joint = moei_lse_empty;
+    size_t groups = (size_t)hme->config.n_groups, i, e;
+    for (i = 0; i < groups; i++) {
+        moei_lse inner_prior = moei_lse_empty, inner_joint = moei_lse_empty;
+        double z = moei_hme_dot(hme, hme->gate + i * hme->row, x), inner;
+        for (e = i * hme->in_group; e < (i + 1) * hme->in_group; e++) {
+            double z_e = moei_hme_dot(hme, hme->gates + e * hme->row, x), v = z_e + moei_hme_density(hme, data, t, e);
+            moei_lse_add(&inner_prior, z_e);
+            moei_lse_add(&inner_joint, v);
+            if (expert != NULL) expert[e] = v;
+        }
+        for (e = i * hme->in_group; expert != NULL && e < (i + 1) * hme->in_group; e++) expert[e] = moei_lse_share(&inner_joint, expert[e]);
+        inner = z + moei_lse_value(&inner_joint) - moei_lse_value(&inner_prior);
+        moei_lse_add(&prior, z);
+        moei_lse_add(&joint, inner);
+        if (group != NULL) group[i] = inner;
+    }
+    for (i = 0; group != NULL && i < groups; i++) group[i] = moei_lse_share(&joint, group[i]);
+    return moei_lse_value(&joint) - moei_lse_value(&prior);
+}
+
+/* The E-step: the mean of log p(y | x), and in h [n,G,E] (NULL: not wanted) h_i h_{j|i}. */
+static double moei_hme_expect(const moe_hme *hme, const moe_data *data, double *h) {
+    double sum = 0.0;
+    size_t t, e;
+    for (t = 0; t < data->n; t++) {
+        sum += moei_hme_sample(hme, data, t, h != NULL ? hme->groups : NULL, h) / (double)data->n;
+        for (e = 0; h != NULL && e < hme->all; e++) h[e] *= hme->groups[e / hme->in_group];
+        if (h != NULL) h += hme->all;
+    }
+    return sum;
+}
+
+/* y [C] = sum_ij g_i g_{j|i} y_ij; 0 when that is no number. */
+static int moei_hme_answer(const moe_hme *hme, const moe_real *x, moe_real *y) {
+    double top = moei_hme_total(hme, (size_t)hme->config.n_groups, hme->gate, x), inner = 0.0, total = 0.0, g, o;
+    int softmax = hme->config.family == MOE_HME_SOFTMAX, good = 1;
+    size_t e, k;
+    for (k = 0; k < hme->width; k++) y[k] = MOEI_R(0.0);
+    for (e = 0; e < hme->all; e++) {
+        const double *gate = hme->gates + e * hme->row, *w = hme->experts + e * hme->width * hme->row;
+        if (e % hme->in_group == 0) inner = moei_hme_total(hme, hme->in_group, gate, x);
+        if (softmax) total = moei_hme_total(hme, hme->width, w, x);
+        g = exp(moei_hme_dot(hme, hme->gate + e / hme->in_group * hme->row, x) - top + moei_hme_dot(hme, gate, x) - inner);
+        for (k = 0; k < hme->width; k++) {
+            o = moei_hme_dot(hme, w + k * hme->row, x);
+            y[k] = moei_cut((double)y[k] + g * (softmax ? exp(o - total) : o));
+        }
+    }
+    for (k = 0; k < hme->width; k++) good &= moe_is_finite(y[k]);
+    return good;
+}
+
+/* right: y must be there. result: where the call writes. */
+static moe_status moei_hme_check_data(const moe_hme *hme, const moe_data *data, int right, const void *result, moe_error *error) {
+    size_t cells;
+    int squared;
+    moe_status status;
+    if (hme == NULL || data == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "hme and data must not be NULL");
+    if (hme->memory == NULL) return moei_error(error, MOE_ERR_STATE, "the mixture is not created");
+    if (data->n == 0) return MOE_OK;
+    if (data->x == NULL || result == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "x and the array for results must not be NULL");
+    if (!moei_mul(data->n, hme->n_parameters, &cells) || !moei_mul(cells, sizeof(double), &cells)) /* more than any array has */
+        return moei_error(error, MOE_ERR_OVERFLOW, "n = %z: too large", data->n);
+    status = moei_reals_check("x", data->x, data->n, hme->row - 1, error);
+    squared = hme->config.family == MOE_HME_GAUSSIAN;
+    right |= squared ? data->targets != NULL : data->labels != NULL;
+    if (status != MOE_OK || !right) return status;
+    return moei_answers_check(squared, data->labels, data->targets, data->n, hme->width, error);
+}
+
+/* Every log-likelihood passes here on its way out. */
+static moe_status moei_hme_give(double value, double *result, moe_error *error) {
+    if (!(fabs(value) <= 1e308)) return moei_error(error, MOE_ERR_NONFINITE, "the log-likelihood is not finite: x or y is too large");
+    if (result != NULL) *result = value;
+    return MOE_OK;
+}
+
+moe_status moe_hme_predict(const moe_hme *hme, size_t n, const moe_real *x, moe_real *y, moe_error *error) {
+    moe_data data;
+    moe_status status;
+    size_t t;
+    memset(&data, 0, sizeof data);
+    data.n = n;
+    data.x = x;
+    status = moei_hme_check_data(hme, &data, 0, y, error);
+    for (t = 0; status == MOE_OK && t < n; t++)
+        if (!moei_hme_answer(hme, x + t * (hme->row - 1), y + t * hme->width))
+            return moei_error(error, MOE_ERR_NONFINITE, "y[%z] is not finite: x[%z] is too large", t, t);
+    return status;
+}
+
+moe_status moe_hme_log_likelihood(const moe_hme *hme, const moe_data *data, double *log_likelihood, moe_error *error) {
+    moe_status status = moei_hme_check_data(hme, data, 1, log_likelihood, error);
+    return status != MOE_OK ? status : moei_hme_give(moei_hme_expect(hme, data, NULL), log_likelihood, error);
+}
+
+moe_status moe_hme_posteriors(const moe_hme *hme, const moe_data *data, double *group, double *expert, moe_error *error) {
+    moe_status status = moei_hme_check_data(hme, data, 0, group != NULL ? expert : NULL, error);
+    size_t t;
+    for (t = 0; status == MOE_OK && t < data->n; t++, group += hme->config.n_groups, expert += hme->all)
+        status = moei_hme_give(moei_hme_sample(hme, data, t, group, expert), NULL, error);
+    return status;
+}
+
+/* ---- the hierarchical mixture: learning ---------------------------------------------------------------------------------------- */
+
+/* What is fitted on its own, weighted by posteriors: model 0 is the top gate, then come the groups' gates, then the experts. */
+typedef struct moei_model {
+    double *weights;    /* [rows,d+1] */
+    double *variance;   /* of a gaussian expert, else NULL */
+    size_t rows;
+    size_t first, span; /* gate: row k's share of a sample is the sum of h[first + k span ...], span of them. Expert: h[first], span 0 */
+} moei_model;
+
+typedef struct moei_sums {
+    double objective; /* the model's log-likelihood, weighted by posteriors; of a gaussian expert minus half its squared errors */
+    double mass;      /* sum of posteriors */
+} moei_sums;
+
+static moei_model moei_model_of(const moe_hme *hme, size_t number) {
+    moei_model m = {hme->gate, NULL, (size_t)hme->config.n_groups, 0, hme->in_group};
+    if (number == 0) return m;
+    if (number <= m.rows) {
+        m.first = (number - 1) * hme->in_group;
+        m.weights = hme->gates + m.first * hme->row;
+        m.rows = hme->in_group;
+        m.span = 1;
+        return m;
+    }
+    m.first = number - 1 - m.rows;
+    m.weights = hme->experts + m.first * hme->width * hme->row;
+    m.variance = hme->config.family == MOE_HME_GAUSSIAN ? hme->variances + m.first : NULL;
+    m.rows = hme->width;
+    m.span = 0;
+    return m;
+}
+
+static double moei_sum(size_t n, const double *v) {
+    double sum = 0.0;
+    size_t i;
+    for (i = 0; i < n; i++) sum += v[i];
+    return sum;
+}
+
+/* Adds sample t with posteriors h [G,E] to *sums and leaves d objective / d output in hme->outputs from..to-1. Returns the curvature along
+   the last of them: the mass for squares, for softmax the mass times p (1 - p), but at least 2^-16 of the mass, lest a sharp gate leap. */
+static double moei_model_sample(moe_hme *hme, const moei_model *m, const moe_data *data, const double *h, size_t t, size_t from, size_t to,
+                                moei_sums *sums) {
+    double mass = moei_sum(m->span > 0 ? m->rows * m->span : 1, h + m->first), least = mass / 65536.0, curvature = mass, share, p;
+    const moe_real *x = data->x + t * (hme->row - 1);
+    double total, *o = hme->outputs;
+    size_t i;
+    if (!(mass > 0.0)) return 0.0;
+    sums->mass += mass;
+    total = m->variance == NULL ? moei_hme_total(hme, m->rows, m->weights, x) : 0.0;
+    for (i = 0; i < m->rows; i++) {
+        o[i] = moei_hme_dot(hme, m->weights + i * hme->row, x) - total;
+        if (m->variance != NULL) {
+            o[i] -= (double)data->targets[t * m->rows + i];
+            sums->objective -= 0.5 * mass * o[i] * o[i];
+            o[i] *= -mass;
+            continue;
+        }
+        share = m->span > 0 ? moei_sum(m->span, h + m->first + i * m->span) : (size_t)data->labels[t] == i ? mass : 0.0;
+        sums->objective += share * o[i];
+        if (i < from || i >= to) continue;
+        p = exp(o[i]);
+        o[i] = share - mass * p;
+        curvature = mass * p * (1.0 - p);
+    }
+    return curvature > least ? curvature : least;
+}
+
+/* All samples. For rows from..to-1, perhaps none: their hme->gradient [rows,d+1], and in the lower half of hme->normal the sum of
+   curvature (x, 1) (x, 1)^T along the last of them, which for squares is that of all. */
+static moei_sums moei_model_pass(moe_hme *hme, const moei_model *m, const moe_data *data, const double *h, size_t from, size_t to) {
+    moei_sums sums = {0.0, 0.0};
+    size_t t, k, a, b;
+    memset(hme->gradient + from * hme->row, 0, (to - from) * hme->row * sizeof(double));
+    if (to > from) memset(hme->normal, 0, hme->row * hme->row * sizeof(double));
+    for (t = 0; t < data->n; t++, h += hme->all) {
+        const moe_real *x = data->x + t * (hme->row - 1);
+        double curvature = moei_model_sample(hme, m, data, h, t, from, to, &sums);
+        for (a = 0; to > from && curvature > 0.0 && a < hme->row; a++) {
+            double x_a = a + 1 < hme->row ? (double)x[a] : 1.0;
+            for (k = from; k < to; k++) hme->gradient[k * hme->row + a] += hme->outputs[k] * x_a;
+            for (b = 0; b <= a; b++) hme->normal[a * hme->row + b] += curvature * x_a * (b < a ? (double)x[b] : x_a);
+        }
+    }
+    return sums;
+}
+
+/* A := L with L L^T = A + 1e-10 diag(A), in the lower half of a [n,n]; 0 when that fails. An input that is always 0 gets a 1. */
+static int moei_cholesky(size_t n, double *a) {
+    size_t i, j, k;
+    for (i = 0; i < n; i++)
+        for (j = 0; j <= i; j++) {
+            double sum = a[i * n + j];
+            if (i == j) sum = sum > 0.0 ? sum * (1.0 + 1e-10) : 1.0;
+            for (k = 0; k < j; k++) sum -= a[i * n + k] * a[j * n + k];
+            if (i > j) a[i * n + j] = sum / a[j * n + j];
+            else if (sum > 0.0) a[i * n + i] = sqrt(sum);
+            else return 0;
+        }
+    return 1;
+}
+
+/* v := A^-1 v; returns v . A^-1 v as it was. */
+static double moei_cholesky_solve(size_t n, const double *a, double *v) {
+    double gain = 0.0;
+    size_t i, k;
+    for (i = 0; i < n; i++) {
+        for (k = 0; k < i; k++) v[i] -= a[i * n + k] * v[k];
+        v[i] /= a[i * n + i];
+        gain += v[i] * v[i];
+    }
+    for (i = n; i-- > 0;) {
+        for (k = i + 1; k < n; k++) v[i] -= a[k * n + i] * v[k];
+        v[i] /= a[i * n + i];
+    }
+    return gain;
+}
+
+/* One Newton step of rows from..to-1 of a model: least squares for the change of their weights, halved until the objective does not lose.
+   Along one row a softmax has no curvature beyond 1/4 of the mass (Boehning 1992), so with the least one of 2^-16 that is by 2^-14. Returns
+   the sums where it ends. */
+static moei_sums moei_model_improve(moe_hme *hme, const moei_model *m, const moe_data *data, const double *h, size_t from, size_t to) {
+    moei_sums before = moei_model_pass(hme, m, data, h, from, to), after;
+    double gain = 0.0, scale, *weights = m->weights + from * hme->row, *step = hme->gradient + from * hme->row;
+    size_t i, count = (to - from) * hme->row;
+    if (!moei_cholesky(hme->row, hme->normal)) return before;
+    for (i = 0; i < count; i += hme->row) gain += moei_cholesky_solve(hme->row, hme->normal, step + i);
+    if (!(gain > 1e-15 * fabs(before.objective))) return before;
+    memcpy(hme->best, weights, count * sizeof(double));
+    for (scale = 1.0; scale > 5e-5; scale *= 0.5) {
+        for (i = 0; i < count; i++) weights[i] = hme->best[i] + scale * step[i];
+        after = moei_model_pass(hme, m, data, h, 0, 0);
+        if (after.objective >= before.objective) return after;
+    }
+    memcpy(weights, hme->best, count * sizeof(double));
+    return before;
+}
+
+static void moei_model_variance(moe_hme *hme, const moei_model *m, double variance) {
+    double least = (double)hme->config.min_variance;
+    if (m->variance != NULL && !(hme->config.variance > MOEI_R(0.0))) *m->variance = variance > least ? variance : least;
+}
+
+/* The M-step of one model: squares are solved at once, a softmax row after row, several times. */
+static void moei_model_maximise(moe_hme *hme, const moei_model *m, const moe_data *data, const double *h) {
+    moei_sums sums;
+    size_t i;
+    if (m->variance != NULL) {
+        sums = moei_model_improve(hme, m, data, h, 0, m->rows);
+        if (sums.mass > 1e-250) moei_model_variance(hme, m, -2.0 * sums.objective / (sums.mass * (double)m->rows));
+        return;
+    }
+    for (i = 0; i < (size_t)hme->config.steps * m->rows; i++) (void)moei_model_improve(hme, m, data, h, i % m->rows, i % m->rows + 1);
+}
+
+/* One step up the gradient of the mean log-likelihood. */
+static void moei_model_ascend(moe_hme *hme, const moei_model *m, const moe_data *data, const double *h, double rate) {
+    moei_sums sums = moei_model_pass(hme, m, data, h, 0, m->rows);
+    double over = m->variance != NULL ? 1.0 / *m->variance : 1.0;
+    size_t i;
+    for (i = 0; i < m->rows * hme->row; i++) m->weights[i] += rate * over * hme->gradient[i];
+    if (m->variance != NULL)
+        moei_model_variance(hme, m, *m->variance * exp(rate * (-sums.objective * over - 0.5 * sums.mass * (double)m->rows)));
+}
+
+/* The E-step, and a copy of the parameters to go back to. */
+static moe_status moei_hme_begin(moe_hme *hme, const moe_data *data, double *h, double *before, moe_error *error) {
+    moe_status status = moei_hme_check_data(hme, data, 1, h, error);
+    if (status == MOE_OK) status = moei_hme_give(moei_hme_expect(hme, data, h), before, error);
+    if (status == MOE_OK) memcpy(hme->kept, hme->parameters, hme->n_parameters * sizeof(double));
+    return status;
+}
+
+/* Back to the copy unless the result is good and made of numbers. */
+static int moei_hme_settle(moe_hme *hme, int good) {
+    size_t i;
+    for (i = 0; i < hme->n_parameters; i++) good = good && fabs(hme->parameters[i]) <= 1e308;
+    if (!good) memcpy(hme->parameters, hme->kept, hme->n_parameters * sizeof(double));
+    return good;
+}
+
+static size_t moei_hme_models(const moe_hme *hme) { return 1 + (size_t)hme->config.n_groups + hme->all; }
+
+moe_status moe_hme_em(moe_hme *hme, const moe_data *data, double *h, double *log_likelihood, moe_error *error) {
+    double before, after;
+    size_t i;
+    moe_status status = moei_hme_begin(hme, data, h, &before, error);
+    if (status != MOE_OK) return status;
+    for (i = 0; i < moei_hme_models(hme); i++) {
+        const moei_model m = moei_model_of(hme, i);
+        moei_model_maximise(hme, &m, data, h);
+    }
+    after = moei_hme_expect(hme, data, NULL);
+    if (!moei_hme_settle(hme, after >= before)) after = before;
+    if (log_likelihood != NULL) *log_likelihood = after;
+    return MOE_OK;
+}
+
+moe_status moe_hme_gradient(moe_hme *hme, const moe_data *data, moe_real rate, double *h, double *log_likelihood, moe_error *error) {
+    double before;
+    size_t i;
+    moe_status status = moei_hme_begin(hme, data, h, &before, error);
+    if (status != MOE_OK) return status;
+    if (!moe_is_finite(rate)) return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)rate);
+    for (i = 0; data->n > 0 && i < moei_hme_models(hme); i++) {
+        const moei_model m = moei_model_of(hme, i);
+        moei_model_ascend(hme, &m, data, h, (double)rate / (double)data->n);
+    }
+    if (!moei_hme_settle(hme, 1))
+        return moei_error(error, MOE_ERR_NONFINITE, "rate = %g: a parameter would not be finite", (double)rate);
+    if (log_likelihood != NULL) *log_likelihood = before;
+    return MOE_OK;
 }
 
 #endif /* MOE_NO_TRAIN */
