@@ -447,8 +447,8 @@ MOE_API moe_status moe_layer_forward(const moe_layer *layer, const moe_call *cal
    d_router_x [N,d] (either may be NULL; without router_x the router's part goes to dx). The losses of the router take part.
    x, router_x and the tensors are as they were in forward. */
 MOE_API moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_real *dx, moe_real *d_router_x, moe_layer_pass *pass);
-/* The outputs of all entries of the plan after a forward with call->training = 1, in the plan's order: [offsets[E],o], rows offsets[e].. are expert e's. For
-   select = dense without padding that is [E,N,o]. They lie in the work memory. NULL: not a training pass, or soft, whose rows are mixtures. */
+/* The outputs of all entries of the plan after a forward with call->training or keep = 1, in the plan's order: [offsets[E],o], rows offsets[e].. are expert e's. For
+   select = dense without padding that is [E,N,o]. They lie in the work memory. NULL: not such a pass, or soft, whose rows are mixtures. */
 MOE_API const moe_real *moe_layer_expert_outputs(const moe_layer *layer, const moe_layer_pass *pass);
 /* The way back for a loss that reads the experts one by one instead of y (section "the classical mixture"): d_outputs [offsets[E],o] and d_weights
    [offsets[E]] are its gradients by the outputs and by the weights of the entries. Otherwise as moe_layer_backward. MOE_ERR_STATE as there and for
@@ -580,8 +580,9 @@ MOE_API void moe_net_zero_gradients(moe_net *net);
 
 /* ---- training ------------------------------------------------------------------------------------------------------------- */
 
-/* What is minimised: the mean over samples of -log softmax(y)[label], or of sum_j (y_j - target_j)^2 / 2. The others are for
-   moe_mixture_loss alone. */
+/* What is minimised: the mean over samples of -log softmax(y)[label], or of sum_j (y_j - target_j)^2 / 2. The others are those of the classical mixture
+   (moe_mixture_loss): the net's last module is then a mixture of all experts, select = dense and weight = raw, whose outputs are the answers. So it
+   is too where its expert_temperature is set: its experts learn with p at that temperature, its gate with p (dual temperature). */
 enum {
     MOE_CRITERION_CROSS_ENTROPY = 0, MOE_CRITERION_SQUARED_ERROR, MOE_CRITERION_EXPECTATION, MOE_CRITERION_STOCHASTIC,
     MOE_CRITERION_STOCHASTIC_SQUARED, MOE_CRITERION_JACOBS, MOE_CRITERION_JACOBS_SQUARED, MOE_CRITERION_COUNT
@@ -2915,6 +2916,9 @@ moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int trai
     return MOE_OK;
 }
 
+/* Whether a call keeps all rows of all experts. */
+static int moei_keeps(const moe_call *call) { return call->training || call->keep; }
+
 /* The router with the layer's tensors. */
 static moe_router moei_layer_router(const moe_layer *layer) {
     moe_router router = layer->router;
@@ -2965,7 +2969,7 @@ static moei_chain moei_expert_chain(const moe_layer *layer, const moe_layer_pass
     first = p->routing.plan.rows > 0 ? e * p->routing.plan.rows : offsets[e];
     chain.x = p->rows;
     for (node = 0; node < MOE_NODE_COUNT; node++) {
-        if (p->node[node] != NULL) chain.node[node] = p->node[node] + (p->call.training ? first * chain.width[node] : 0);
+        if (p->node[node] != NULL) chain.node[node] = p->node[node] + (moei_keeps(&p->call) ? first * chain.width[node] : 0);
         chain.d_node[node] = p->d_node[node];
     }
     return chain;
@@ -3083,7 +3087,7 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     if (layer == NULL || call == NULL || work == NULL || (call->n_tokens > 0 && y == NULL)) return MOE_ERR_ARGUMENT;
     status = moei_layer_call_check(layer, call);
     if (status != MOE_OK) return status;
-    moei_layer_layout(layer, call->n_tokens, call->n_past, call->training, &l, &p);
+    moei_layer_layout(layer, call->n_tokens, call->n_past, moei_keeps(call), &l, &p);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     if (l.used > work_size) return MOE_ERR_SPACE;
     p.call = *call;
@@ -3795,7 +3799,8 @@ typedef struct moei_run {
     struct moe_module_pass *p;
     moe_net_pass *pass;
     size_t i, n, d_in, d_out;
-    const moe_real *dy; /* [n,d_out] backward only */
+    const moe_real *dy; /* [n,d_out] backward only; NULL in a last mixture whose experts are told one by one */
+    const moe_real *d_outputs, *d_weights; /* then these, by entries of its plan */
     moe_real *dx;       /* [n,d_in] added to; NULL: not wanted */
 } moei_run;
 
@@ -3809,7 +3814,7 @@ static moei_run moei_run_begin(const moe_net *net, moe_net_pass *pass, size_t i)
     r.n = pass->n_tokens;
     r.d_in = (size_t)r.m->d_in;
     r.d_out = (size_t)r.m->d_out;
-    r.dy = NULL;
+    r.dy = r.d_outputs = r.d_weights = NULL;
     r.dx = NULL;
     return r;
 }
@@ -3903,7 +3908,10 @@ static moe_status moei_layer_norm_backward(const moei_run *r) {
     return MOE_OK;
 }
 
-static moe_status moei_mixture_backward(const moei_run *r) { return moe_layer_backward(&r->m->layer, r->dy, r->dx, NULL, &r->p->layer); }
+static moe_status moei_mixture_backward(const moei_run *r) {
+    if (r->dy == NULL) return moe_layer_backward_experts(&r->m->layer, r->d_outputs, r->d_weights, r->dx, NULL, &r->p->layer);
+    return moe_layer_backward(&r->m->layer, r->dy, r->dx, NULL, &r->p->layer);
+}
 
 /* Modules run backward in turn, so the gradient of the earlier input is complete before that module needs it. */
 static moe_status moei_residual_backward(const moei_run *r) {
@@ -3937,9 +3945,9 @@ moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work,
     if (!net->built) return MOE_ERR_STATE;
     if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
     if ((call->n_tokens > 0 && call->x == NULL) || call->router_x != NULL || call->nodes != NULL || call->n_past > 0) return MOE_ERR_ARGUMENT;
-    if ((status = moe_net_work_size(net, call->n_tokens, call->training, &i)) != MOE_OK) return status;
+    if ((status = moe_net_work_size(net, call->n_tokens, moei_keeps(call), &i)) != MOE_OK) return status;
     if (i > work_size) return MOE_ERR_SPACE;
-    if ((status = moei_net_layout(net, call->n_tokens, call->training, &l, &p)) != MOE_OK) return status;
+    if ((status = moei_net_layout(net, call->n_tokens, moei_keeps(call), &l, &p)) != MOE_OK) return status;
     p.n_tokens = call->n_tokens;
     p.training = call->training;
     p.call = *call;
@@ -3976,22 +3984,29 @@ const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass,
 
 #ifndef MOE_NO_TRAIN
 
-moe_status moe_net_backward(const moe_net *net, moe_net_pass *pass, const moe_real *dy, moe_real *dx) {
+static moe_status moei_net_backward(const moe_net *net, moe_net_pass *pass, const moei_returned *back, moe_real *dx) {
     moe_status status = MOE_OK;
     size_t i;
-    if (net == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
-    if (!net->built || !net->trainable || !pass->training || pass->modules == NULL) return MOE_ERR_STATE;
-    if (pass->n_tokens == 0) return MOE_OK;
-    if (dy == NULL) return MOE_ERR_ARGUMENT;
     pass->d_x = dx;
     for (i = 1; i < net->n_modules; i++) memset(pass->modules[i].d_x, 0, pass->n_tokens * (size_t)net->modules[i].d_in * sizeof(moe_real));
     for (i = net->n_modules; i-- > 0 && status == MOE_OK;) {
         moei_run r = moei_run_begin(net, pass, i);
-        r.dy = i + 1 < net->n_modules ? pass->modules[i + 1].d_x : dy;
+        r.dy = i + 1 < net->n_modules ? pass->modules[i + 1].d_x : back->dy;
+        r.d_outputs = back->d_outputs, r.d_weights = back->d_weights;
         r.dx = i > 0 ? r.p->d_x : dx;
         status = moei_module_kinds[net->modules[i].kind].backward(&r);
     }
     return status;
+}
+
+moe_status moe_net_backward(const moe_net *net, moe_net_pass *pass, const moe_real *dy, moe_real *dx) {
+    moei_returned back;
+    if (net == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
+    if (!net->built || !net->trainable || !pass->training || pass->modules == NULL) return MOE_ERR_STATE;
+    if (pass->n_tokens == 0) return MOE_OK;
+    if (dy == NULL) return MOE_ERR_ARGUMENT;
+    back.dy = dy, back.d_outputs = back.d_weights = NULL;
+    return moei_net_backward(net, pass, &back, dx);
 }
 
 moe_status moe_net_observe(moe_net *net, const moe_net_pass *pass) {
@@ -4072,6 +4087,36 @@ moe_real moe_consistency_loss(size_t n, size_t classes, const moe_real *a, const
     return sum * share;
 }
 
+static const char *const moei_criterion_names[] = {"cross_entropy",      "squared_error", "expectation",    "stochastic",
+                                                   "stochastic_squared", "jacobs",        "jacobs_squared", NULL};
+
+/* Whether a criterion compares with targets, not with labels. */
+static int moei_is_squared(int criterion) {
+    return criterion == MOE_CRITERION_SQUARED_ERROR || criterion == MOE_CRITERION_STOCHASTIC_SQUARED || criterion == MOE_CRITERION_JACOBS_SQUARED;
+}
+
+/* Whether the loss reads the experts of the last module one by one. */
+static int moei_reads_experts(const moe_net *net, int criterion) {
+    const moe_module *last = &net->modules[net->n_modules - 1];
+    return criterion > MOE_CRITERION_SQUARED_ERROR || (last->kind == MOE_MODULE_MIXTURE && last->layer.config.router.expert_temperature > MOEI_R(0.0));
+}
+
+/* Whether the last module is a mixture that such a loss can read. */
+static moe_status moei_mixture_fits(const moe_net *net, int criterion, moe_error *error) {
+    const moe_module *last = &net->modules[net->n_modules - 1];
+    const moe_router_config *c = &last->layer.config.router;
+    if (!moei_reads_experts(net, criterion)) return MOE_OK;
+    if (last->kind != MOE_MODULE_MIXTURE)
+        return moei_error(error, MOE_ERR_CONFIG, "criterion = %s: the net's last module must be a mixture", moei_criterion_names[criterion]);
+    if (c->select != MOE_SELECT_DENSE || c->weight != MOE_WEIGHT_RAW || c->scale < MOEI_R(1.0) || c->scale > MOEI_R(1.0) || c->expert_scale || c->capacity_factor > MOEI_R(0.0) ||
+        c->drop_capacity > 0 || c->capacity_bound != MOE_BOUND_NONE || c->apply_to != MOE_APPLY_OUTPUT || last->layer.config.n_shared > 0 || last->layer.config.add_input)
+        return moei_error(error, MOE_ERR_CONFIG, "module %z (mixture): criterion = %s or expert_temperature needs select = dense and weight = raw, and nothing beside it",
+                          net->n_modules - 1, moei_criterion_names[criterion]);
+    if (c->expert_temperature > MOEI_R(0.0) && (c->gate != MOE_GATE_SOFTMAX || c->refine != MOE_REFINE_NONE))
+        return moei_error(error, MOE_ERR_CONFIG, "module %z (mixture): expert_temperature needs gate = softmax without refine", net->n_modules - 1);
+    return MOE_OK;
+}
+
 static moe_real moei_criterion(int criterion, const moe_net *net, const moe_data *data, const moe_real *y, moe_real *dy) {
     size_t width = (size_t)net->d_out;
     if (criterion == MOE_CRITERION_CROSS_ENTROPY) return moe_cross_entropy(data->n, width, y, data->labels, dy);
@@ -4099,7 +4144,7 @@ static moe_status moei_data_check(const moe_net *net, const moe_data *data, int 
     if (data->x == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "x must not be NULL");
     status = moei_reals_check("x", data->x, data->n, (size_t)net->d_in, error);
     if (status != MOE_OK) return status;
-    if (criterion == MOE_CRITERION_SQUARED_ERROR) {
+    if (moei_is_squared(criterion)) {
         if (data->targets == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "targets must not be NULL for the squared error");
         return moei_reals_check("targets", data->targets, data->n, (size_t)net->d_out, error);
     }
@@ -4130,8 +4175,42 @@ static moe_data moei_data_part(const moe_net *net, const moe_data *data, size_t 
 /* How many of the n samples that are left go into the next batch. */
 static size_t moei_evaluate_next(size_t n) { return n < 64 ? n : 64; }
 
-static moe_status moei_evaluate_size(const moe_net *net, size_t n, size_t *bytes) {
-    return moe_net_work_size(net, moei_evaluate_next(n), 0, bytes);
+/* The work memory of an evaluation: the net's, and the answers of a mixture. */
+typedef struct moei_answers {
+    moe_real *answer; /* [64,d_out] */
+    void *net_work;
+    size_t net_size;
+} moei_answers;
+
+static moe_status moei_answers_layout(const moe_net *net, int criterion, size_t n, moei_layout *l, moei_answers *a) {
+    int reads = moei_reads_experts(net, criterion);
+    moe_status status = moe_net_work_size(net, moei_evaluate_next(n), reads, &a->net_size);
+    if (status != MOE_OK) return status;
+    a->answer = reads ? moei_take_reals(l, moei_evaluate_next(n), (size_t)net->d_out) : NULL;
+    a->net_work = moei_take(l, a->net_size, 1);
+    return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
+}
+
+static moe_status moei_evaluate_size(const moe_net *net, int criterion, size_t n, size_t *bytes) {
+    moei_layout l = moei_layout_begin(NULL);
+    moei_answers a;
+    moe_status status;
+    memset(&a, 0, sizeof a);
+    status = moei_answers_layout(net, criterion, n, &l, &a);
+    *bytes = l.used;
+    return status;
+}
+
+/* What the last module of a pass tells moe_mixture_loss. */
+static moe_mixture moei_mixture_of(const moe_net *net, const moe_net_pass *pass, const moe_data *data) {
+    const moe_layer_pass *p = &pass->modules[net->n_modules - 1].layer;
+    moe_mixture m;
+    memset(&m, 0, sizeof m);
+    m.n = data->n, m.experts = p->routing.n_experts, m.width = (size_t)net->d_out;
+    m.p = p->routing.weights;
+    m.outputs = moe_layer_expert_outputs(&net->modules[net->n_modules - 1].layer, p);
+    m.labels = data->labels, m.targets = data->targets;
+    return m;
 }
 
 static size_t moei_largest(size_t n, const moe_real *v) {
@@ -4142,33 +4221,46 @@ static size_t moei_largest(size_t n, const moe_real *v) {
 }
 
 /* One batch: adds its loss, times its length, and the number of samples that were right. */
-static moe_status moei_evaluate_batch(const moe_net *net, const moe_data *batch, int criterion, void *work, size_t work_size, double *loss,
-                                      size_t *right, moe_error *error) {
+static moe_status moei_evaluate_batch(const moe_net *net, const moe_data *batch, size_t n_most, int criterion, void *work, double *loss, size_t *right,
+                                      moe_error *error) {
+    moei_layout l = moei_layout_begin(work);
+    moei_answers a;
     moe_call call;
     moe_net_pass pass;
+    moe_mixture mixture;
     moe_status status;
+    moe_real mean = MOEI_R(0.0);
+    const moe_real *answer;
     size_t t, width = (size_t)net->d_out;
     memset(&call, 0, sizeof call);
     call.n_tokens = batch->n;
     call.x = batch->x;
-    status = moe_net_forward(net, &call, work, work_size, &pass);
+    call.keep = moei_reads_experts(net, criterion);
+    status = moei_answers_layout(net, criterion, n_most, &l, &a);
+    if (status == MOE_OK) status = moe_net_forward(net, &call, a.net_work, a.net_size, &pass);
     if (status != MOE_OK) return moei_error(error, status, "the net's forward pass: %s", moe_status_text(status));
+    answer = pass.y;
     status = moei_reals_check("the net's output", pass.y, batch->n, width, error);
     if (status != MOE_OK) return status;
-    *loss += (double)moei_criterion(criterion, net, batch, pass.y, NULL) * (double)batch->n;
-    for (t = 0; criterion == MOE_CRITERION_CROSS_ENTROPY && t < batch->n; t++)
-        *right += moei_largest(width, pass.y + t * width) == (size_t)batch->labels[t];
+    if (call.keep) {
+        mixture = moei_mixture_of(net, &pass, batch);
+        status = moe_mixture_loss(criterion, &mixture, &mean, NULL, NULL, error);
+        if (status == MOE_OK) status = moe_mixture_answer(criterion, &mixture, NULL, a.answer, error);
+        if (status != MOE_OK) return status;
+        answer = a.answer;
+    } else mean = moei_criterion(criterion, net, batch, pass.y, NULL);
+    *loss += (double)mean * (double)batch->n;
+    for (t = 0; !moei_is_squared(criterion) && t < batch->n; t++) *right += moei_largest(width, answer + t * width) == (size_t)batch->labels[t];
     return MOE_OK;
 }
 
-static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int criterion, void *work, size_t work_size,
-                                moe_evaluation *result, moe_error *error) {
+static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int criterion, void *work, moe_evaluation *result, moe_error *error) {
     moe_evaluation made;
     double loss = 0.0;
     size_t from, right = 0;
     for (from = 0; from < data->n;) {
         moe_data batch = moei_data_part(net, data, from, moei_evaluate_next(data->n - from));
-        moe_status status = moei_evaluate_batch(net, &batch, criterion, work, work_size, &loss, &right, error);
+        moe_status status = moei_evaluate_batch(net, &batch, data->n, criterion, work, &loss, &right, error);
         if (status != MOE_OK) return status;
         from += batch.n;
     }
@@ -4190,29 +4282,27 @@ moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion,
     if (!net->built) return moei_error(error, MOE_ERR_STATE, "the net is not built");
     if (criterion < 0 || criterion >= MOE_CRITERION_COUNT)
         return moei_error(error, MOE_ERR_ARGUMENT, "criterion = %d: there is no such one", criterion);
-    if (criterion > MOE_CRITERION_SQUARED_ERROR)
-        return moei_error(error, MOE_ERR_UNSUPPORTED, "criterion = %d: nets know cross_entropy and squared_error only", criterion);
     status = moei_data_check(net, data, criterion, error);
     if (status == MOE_OK) status = moei_samples_alone(data, error);
+    if (status == MOE_OK) status = moei_mixture_fits(net, criterion, error);
     if (status != MOE_OK) return status;
-    status = moei_evaluate_size(net, data->n, &size);
+    status = moei_evaluate_size(net, criterion, data->n, &size);
     if (status != MOE_OK) return moei_error(error, status, "work memory: %s", moe_status_text(status));
     work = moei_alloc(&net->allocator, size, 1);
     if (work == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of work", size);
-    status = moei_evaluate(net, data, criterion, work, size, result, error);
+    status = moei_evaluate(net, data, criterion, work, result, error);
     moei_free(&net->allocator, work, size);
     return status;
 }
 
 /* ---- the trainer --------------------------------------------------------------------------------------------------------------- */
 
-static const char *const moei_criterion_names[] = {"cross_entropy", "squared_error", NULL};
 static const char *const moei_optimizer_names[] = {"adamw", "sgd", NULL};
 
 #define MOEI_T moe_train_config
 
 static const moe_field moei_train_fields[] = {
-    MOEI_CHOICE(MOEI_T, criterion, MOE_CRITERION_SQUARED_ERROR + 1, moei_criterion_names, "what is minimised"),
+    MOEI_CHOICE(MOEI_T, criterion, MOE_CRITERION_COUNT, moei_criterion_names, "what is minimised"),
     MOEI_CHOICE(MOEI_T, optimizer, MOE_OPTIMIZER_COUNT, moei_optimizer_names, "optimiser"),
     MOEI_INT(MOEI_T, epochs, 1, 1000000, "passes through the samples"),
     MOEI_INT(MOEI_T, batch, 1, 1000000, "samples per step"),
@@ -4247,6 +4337,7 @@ static moe_status moei_train_check(const moe_train_config *config, moe_train_con
 /* One batch in the trainer's work memory. */
 typedef struct moei_batch {
     moe_real *dy; /* [batch,d_out] */
+    moe_real *expert_p, *d_p, *d_weights, *d_outputs; /* [batch,E], [E,batch], [E,batch,d_out] of a classical mixture */
     void *net_work;
     size_t net_size;
 } moei_batch;
@@ -4256,6 +4347,14 @@ static moe_status moei_batch_layout(const moe_trainer *trainer, moei_layout *l, 
     moe_status status = moe_net_work_size(trainer->net, batch, 1, &b->net_size);
     if (status != MOE_OK) return status;
     b->dy = moei_take_reals(l, batch, (size_t)trainer->net->d_out);
+    if (moei_reads_experts(trainer->net, trainer->config.criterion)) {
+        size_t cells = 0;
+        if (!moei_mul(batch, (size_t)trainer->net->modules[trainer->net->n_modules - 1].layer.config.router.n_experts, &cells)) l->overflow = 1;
+        b->expert_p = moei_take_reals(l, cells, 1);
+        b->d_p = moei_take_reals(l, cells, 1);
+        b->d_weights = moei_take_reals(l, cells, 1);
+        b->d_outputs = moei_take_reals(l, cells, (size_t)trainer->net->d_out);
+    }
     b->net_work = moei_take(l, b->net_size, 1);
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
@@ -4310,6 +4409,7 @@ moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_
     memset(&made, 0, sizeof made);
     made.net = net;
     status = moei_train_check(config, &made.config, error);
+    if (status == MOE_OK) status = moei_mixture_fits(net, made.config.criterion, error);
     if (status == MOE_OK) status = moei_trainer_allocate(&made, error);
     if (status != MOE_OK) return status;
     moe_rng_seed(&made.rng, made.config.seed);
@@ -4327,13 +4427,33 @@ void moe_trainer_free(moe_trainer *trainer) {
 
 static int moei_is_trained(const moe_tensor *t) { return (t->flags & (unsigned)(MOE_PARAM_FROZEN | MOE_PARAM_STATE)) == 0; }
 
+/* The loss of a classical mixture, and its gradients in the order of the plan. */
+static moe_status moei_mixture_gradients(const moe_trainer *t, const moe_data *data, const moe_net_pass *pass, const moei_batch *b, moe_real *loss,
+                                         moe_error *error) {
+    const moe_layer *layer = &t->net->modules[t->net->n_modules - 1].layer;
+    const moe_routing *routing = &pass->modules[t->net->n_modules - 1].layer.routing;
+    moe_real temperature = layer->config.router.expert_temperature;
+    moe_mixture m = moei_mixture_of(t->net, pass, data);
+    moe_status status;
+    size_t i, e;
+    if (routing->n_real != data->n) return moei_error(error, MOE_ERR_ARGUMENT, "a classical mixture takes no padding");
+    for (i = 0; i < m.n && temperature > MOEI_R(0.0); i++)
+        moe_softmax(t->net->kernels, m.experts, routing->logits + i * m.experts, temperature, b->expert_p + i * m.experts);
+    if (temperature > MOEI_R(0.0)) m.expert_p = b->expert_p;
+    status = moe_mixture_loss(t->config.criterion, &m, loss, b->d_p, b->d_outputs, error);
+    for (e = 0; e < m.experts && status == MOE_OK; e++)
+        for (i = 0; i < m.n; i++) b->d_weights[e * m.n + i] = b->d_p[i * m.experts + e];
+    return status;
+}
+
 /* Forward, loss and backward on one batch. */
 static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, moe_net_pass *pass, moe_step *step, moe_error *error) {
     moei_layout l = moei_layout_begin(t->work);
     moei_batch batch;
+    moei_returned back;
     moe_call call;
     size_t i;
-    int loss;
+    int loss, reads = moei_reads_experts(t->net, t->config.criterion);
     moe_status status = moei_batch_layout(t, &l, &batch);
     memset(&call, 0, sizeof call);
     if (data->call != NULL) call = *data->call;
@@ -4344,7 +4464,9 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, m
     moe_net_zero_gradients(t->net);
     if (status == MOE_OK) status = moe_net_forward(t->net, &call, batch.net_work, batch.net_size, pass);
     if (status != MOE_OK) return moei_error(error, status, "the net's forward pass: %s", moe_status_text(status));
-    step->loss = moei_criterion(t->config.criterion, t->net, data, pass->y, batch.dy);
+    if (!reads) step->loss = moei_criterion(t->config.criterion, t->net, data, pass->y, batch.dy);
+    else status = moei_mixture_gradients(t, data, pass, &batch, &step->loss, error);
+    if (status != MOE_OK) return status;
     step->router_loss = MOEI_R(0.0);
     for (i = 0; i < t->net->n_modules; i++) {
         const moe_routing *routing = moe_net_routing(t->net, pass, i);
@@ -4353,7 +4475,9 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, m
     if (!moe_is_finite(step->loss) || !moe_is_finite(step->router_loss))
         return moei_error(error, MOE_ERR_NONFINITE, "the loss is not finite: %g, of the routers %g", (double)step->loss,
                           (double)step->router_loss);
-    status = moe_net_backward(t->net, pass, batch.dy, NULL);
+    back.dy = reads ? NULL : batch.dy;
+    back.d_outputs = reads ? batch.d_outputs : NULL, back.d_weights = reads ? batch.d_weights : NULL;
+    status = moei_net_backward(t->net, pass, &back, NULL);
     return status == MOE_OK ? MOE_OK : moei_error(error, status, "the net's backward pass: %s", moe_status_text(status));
 }
 
@@ -4487,6 +4611,9 @@ moe_status moe_modular_init(moe_modular *modular, moe_trainer *trainer, moe_erro
     made.trainer = trainer;
     status = moei_modular_layout(&made, &l);
     if (status != MOE_OK) return moei_error(error, status, "batch = %d: %s", trainer->config.batch, moe_status_text(status));
+    if (trainer->config.criterion > MOE_CRITERION_SQUARED_ERROR)
+        return moei_error(error, MOE_ERR_CONFIG, "criterion = %s: a modular network takes cross_entropy or squared_error",
+                          moei_criterion_names[trainer->config.criterion]);
     if (made.n_mixtures == 0) return moei_error(error, MOE_ERR_CONFIG, "the net has no mixture layer");
     made.memory_size = l.used;
     made.memory = moei_alloc(&trainer->net->allocator, made.memory_size, 1);
@@ -4619,8 +4746,8 @@ typedef struct moei_fit {
 static moe_status moei_fit_layout(moei_fit *f, moei_layout *l) {
     const moe_net *net = f->trainer.net;
     size_t batch = (size_t)f->trainer.config.batch;
-    int labels = f->trainer.config.criterion == MOE_CRITERION_CROSS_ENTROPY;
-    moe_status status = f->test != NULL ? moei_evaluate_size(net, f->test->n, &f->test_size) : MOE_OK;
+    int labels = !moei_is_squared(f->trainer.config.criterion);
+    moe_status status = f->test != NULL ? moei_evaluate_size(net, f->trainer.config.criterion, f->test->n, &f->test_size) : MOE_OK;
     if (status != MOE_OK) return status;
     f->order = (size_t *)moei_take(l, f->train->n, sizeof(size_t));
     f->x = moei_take_reals(l, batch, (size_t)net->d_in);
@@ -4700,7 +4827,7 @@ static moe_status moei_fit_report(moei_fit *f, const moe_step *step, size_t seen
     p->epoch_ended = p->step == p->steps;
     if (p->epoch_ended && f->test != NULL) {
         moe_status status =
-            moei_evaluate(f->trainer.net, f->test, f->trainer.config.criterion, f->test_work, f->test_size, &p->test, error);
+            moei_evaluate(f->trainer.net, f->test, f->trainer.config.criterion, f->test_work, &p->test, error);
         if (status != MOE_OK) return status;
     }
     if (f->trainer.config.progress == NULL || f->trainer.config.progress(f->trainer.config.progress_ctx, p) == 0) return MOE_OK;

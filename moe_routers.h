@@ -525,6 +525,7 @@ typedef struct moe_call {
     const moe_real *past_gate;  /* [n_past,E] their routing.gate */
     int decoding;               /* 1: the tokens continue sequences whose earlier tokens are not in this call: see moe_router_check_decoding */
     int training;               /* 1: losses are computed and what the backward pass needs is kept */
+    int keep;                   /* 1: a layer keeps the outputs of all experts as in training (moe_layer_expert_outputs); memory as for training */
     moe_rng *rng;               /* for stochastic stages; NULL where there are none */
 } moe_call;
 
