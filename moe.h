@@ -404,7 +404,7 @@ MOE_API moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_
 /* Checks config and makes a layer without tensors and without memory; set layer->tensors (moe_layer_slot tells the shapes). */
 MOE_API moe_status moe_layer_init(moe_layer *layer, const moe_layer_config *config, moe_error *error);
 /* Checks config and makes a layer that owns its tensors (moe_layer_free) and, with trainable = 1, their gradients, set to 0. The
-   tensors start at random from seed. allocator NULL: the standard heap. On failure *layer is untouched. */
+   tensors start at random from seed: by a moe_rng seeded with it, so draw data from another seed. allocator NULL: the standard heap. On failure *layer is untouched. */
 MOE_API moe_status moe_layer_create(moe_layer *layer, const moe_layer_config *config, int trainable, uint64_t seed, const moe_allocator *allocator,
                                     moe_error *error);
 /* Gives back what create took; {0} and a second call are harmless. */
@@ -414,7 +414,8 @@ MOE_API void moe_layer_free(moe_layer *layer);
 MOE_API moe_status moe_layer_tensor(const moe_layer *layer, size_t i, moe_tensor *out);
 /* The same by name ("router.weight"). */
 MOE_API moe_status moe_layer_find(const moe_layer *layer, const char *name, moe_tensor *out);
-/* Numbers in all tensors, and those that one token uses (all of the router and the shared expert, top_k experts; E when dense). */
+/* Numbers in all tensors, and the most that one token uses: all of the router and the shared expert, top_k experts (E where a selection has no K, 1 of
+   affinity), and what a score reads of all experts. */
 MOE_API size_t moe_layer_parameters(const moe_layer *layer, size_t *used_per_token);
 
 /* What one forward call leaves behind: the routing for reports, and the intermediate values for the way back. It points into the work memory. */
@@ -2712,17 +2713,40 @@ moe_status moe_layer_find(const moe_layer *layer, const char *name, moe_tensor *
     return MOE_ERR_NOT_FOUND;
 }
 
+/* A scored node, together with all that it is computed from. */
+static unsigned moei_ancestors(const moei_expert *expert, int node) {
+    unsigned mask = node < 0 ? 0 : 1u << node;
+    int i;
+    for (i = expert->n_steps - 1; i >= 0; i--) {
+        const moei_step *step = &expert->steps[i];
+        if (!(mask >> step->to & 1u)) continue;
+        if (step->from != MOEI_X) mask |= 1u << step->from;
+        if (step->op == MOEI_STEP_MUL) mask |= 1u << step->second;
+    }
+    return mask;
+}
+
+/* Whether a tensor is read for every expert and token, because the score needs it. */
+static int moei_all_read(const moe_layer *layer, int place) {
+    const moei_expert *expert = &moei_experts[layer->config.expert];
+    unsigned all = moei_ancestors(expert, moei_scored_node(&layer->config));
+    int i;
+    for (i = 0; i < expert->n_steps; i++)
+        if ((all >> expert->steps[i].to & 1u) && expert->steps[i].op == MOEI_STEP_MATMUL && (expert->steps[i].weight == place || expert->steps[i].bias == place)) return 1;
+    return 0;
+}
+
 size_t moe_layer_parameters(const moe_layer *layer, size_t *used_per_token) {
     size_t count = 0, used = 0, experts, chosen;
     moe_slot slot;
     int place;
     if (layer == NULL) return 0;
     experts = (size_t)layer->config.router.n_experts;
-    chosen = moei_max_choices(&layer->config.router);
+    chosen = moei_is_soft(&layer->config.router) ? experts : layer->config.router.select == MOE_SELECT_AFFINITY ? 1 : moei_max_choices(&layer->config.router);
     for (place = 0; place < MOE_LAYER_SLOTS; place++) {
         if (moe_layer_slot(&layer->config, place, &slot) != MOE_OK) continue;
         count += slot.count;
-        used += place >= MOE_EXPERTS_GATE && place < MOE_SHARED_GATE ? slot.count / experts * chosen : slot.count;
+        used += place >= MOE_EXPERTS_GATE && place < MOE_SHARED_GATE && !moei_all_read(layer, place) ? slot.count / experts * chosen : slot.count;
     }
     if (used_per_token != NULL) *used_per_token = used;
     return count;
@@ -2788,19 +2812,6 @@ static void moei_chain_forward(const moei_chain *chain, unsigned mask) {
     if (chain->n == 0) return;
     for (i = 0; i < chain->expert->n_steps; i++)
         if (mask >> chain->expert->steps[i].to & 1u) moei_step_forward(chain, &chain->expert->steps[i]);
-}
-
-/* A scored node, together with all that it is computed from. */
-static unsigned moei_ancestors(const moei_expert *expert, int node) {
-    unsigned mask = node < 0 ? 0 : 1u << node;
-    int i;
-    for (i = expert->n_steps - 1; i >= 0; i--) {
-        const moei_step *step = &expert->steps[i];
-        if (!(mask >> step->to & 1u)) continue;
-        if (step->from != MOEI_X) mask |= 1u << step->from;
-        if (step->op == MOEI_STEP_MUL) mask |= 1u << step->second;
-    }
-    return mask;
 }
 
 /* Of the nodes already there, those that the remaining steps read; the output counts as read. */

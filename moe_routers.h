@@ -330,6 +330,7 @@ typedef struct moe_router_config {
     moe_real top_p;          /* P of top_p [0.6] */
     moe_real threshold;      /* theta, or its start when learned [0.05] */
     int threshold_learned;   /* 1: theta is the tensor router.threshold [0] */
+    int threshold_sigmoid;   /* 1: theta is the sigmoid of that tensor (DynMoE) [0] */
     int threshold_fallback;  /* MOE_FALLBACK_ [always] */
     int custom_batch;        /* 1: the custom score or selection reads other tokens as well: not causal [0] */
     int expert_choice_score; /* MOE_EXPERT_CHOICE_ [p] */
@@ -1071,6 +1072,7 @@ static const char *const moei_tau_names[] = {"none", "gate_temperature", "cosine
     MOEI_REAL(MOEI_C, top_p, 1e-6, 1, "P of the selection top_p"), \
     MOEI_REAL(MOEI_C, threshold, -1e6, 1e6, "theta of the selection threshold"), \
     MOEI_FLAG(MOEI_C, threshold_learned, "theta is learned per expert"), \
+    MOEI_FLAG(MOEI_C, threshold_sigmoid, "theta is a sigmoid of what is learned"), \
     MOEI_CHOICE(MOEI_C, threshold_fallback, MOE_FALLBACK_COUNT, moei_fallback_names, "when no expert is above theta"), \
     MOEI_CHOICE(MOEI_C, expert_choice_score, MOE_EXPERT_CHOICE_COUNT, moei_expert_choice_names, "what experts choose by"), \
     MOEI_REAL(MOEI_C, affinity_mass, 1e-6, 1, "share of an expert's affinity that it keeps"), \
@@ -2340,7 +2342,8 @@ static moe_status moei_select_top_p(moei_pass *s) {
 
 static moe_real moei_threshold(const moei_pass *s, size_t e) {
     const moe_real *learned = moei_tensor(s, MOE_ROUTER_THRESHOLD);
-    return learned != NULL ? learned[e] : s->c->threshold;
+    if (learned == NULL) return s->c->threshold;
+    return s->c->threshold_sigmoid ? moe_sigmoid(learned[e]) : learned[e];
 }
 
 static moe_status moei_select_threshold(moei_pass *s) {
@@ -3363,6 +3366,9 @@ static moe_status moei_router_clashes(const moe_router_config *c, moe_error *err
         return moei_error(error, MOE_ERR_CONFIG, "threshold_learned = 1 does not go with select = %s: it belongs to select = threshold", moei_select_names[c->select]);
     if (c->threshold_learned && moei_weights[c->weight].counts_choices < 0)
         return moei_error(error, MOE_ERR_CONFIG, "threshold_learned = 1 does not go with weight = %s: theta would get no gradient", moei_weight_names[c->weight]);
+    if (c->threshold_sigmoid && !c->threshold_learned) return moei_needs(c, "threshold_sigmoid", "threshold_learned = 1", error);
+    if (c->threshold_sigmoid && !(c->threshold > MOEI_R(0.0) && c->threshold < MOEI_R(1.0)))
+        return moei_error(error, MOE_ERR_CONFIG, "threshold = %g does not go with threshold_sigmoid = 1: it must lie between 0 and 1", (double)c->threshold);
     if (c->select == MOE_SELECT_HASH && c->table_size == 0)
         return moei_error(error, MOE_ERR_CONFIG, "table_size = 0: select = hash needs the number of token ids");
     if (c->select != MOE_SELECT_HASH && c->table_size != 0)
@@ -3675,7 +3681,7 @@ static const moe_preset moei_presets[] = {
     {"dynmoe", "",
      "Guo et al. 2024, Dynamic mixture of experts: an auto-tuning approach for efficient transformer models",
      "sigmoid(cos(u, W_e)) > sigmoid(G_e), equal weights",
-     "n_experts=16 score=cosine gate=sigmoid select=threshold threshold=0.5 threshold_learned=1 threshold_fallback=evaluation weight=uniform", ""},
+     "n_experts=16 score=cosine gate=sigmoid select=threshold threshold=0.5 threshold_learned=1 threshold_sigmoid=1 threshold_fallback=evaluation weight=uniform", ""},
     {"competesmoe", "",
      "Pham et al. 2024, CompeteSMoE: effective training of sparse mixture of experts via competition",
      "z_e = mean softplus(f_e(x)), w = z / sum z over the top 2",
@@ -3856,7 +3862,9 @@ moe_status moe_router_slot(const moe_router_config *c, int slot, moe_slot *out) 
         if (attentive) fits = moei_slot_matrix(&made, hidden, hidden, MOE_PARAM_TRAINED);
         break;
     case MOE_ROUTER_THRESHOLD:
-        if (c->threshold_learned) fits = moei_slot_vector(&made, experts, MOE_PARAM_TRAINED, c->threshold);
+        if (c->threshold_learned)
+            fits = moei_slot_vector(&made, experts, MOE_PARAM_TRAINED,
+                                    c->threshold_sigmoid ? MOEI_F(log)(c->threshold / (MOEI_R(1.0) - c->threshold)) : c->threshold);
         break;
     case MOE_ROUTER_NOISE_WEIGHT:
         if (c->noise == MOE_NOISE_NOISY_TOPK) fits = moei_slot_set(&made, 2, experts, d, 1, MOE_PARAM_TRAINED, MOEI_R(0.0), MOEI_R(0.0));
@@ -4531,16 +4539,15 @@ static void moei_backward_plan(moei_pass *s) {
 
 /* A learned threshold: the factor [p > theta] of a chosen pair has the slope of sigmoid((p - theta) / kappa). */
 static void moei_backward_threshold(moei_pass *s, const moei_token *k, size_t t, const moe_real *dw, const moe_real *d_through) {
-    const moe_real *theta = moei_tensor(s, MOE_ROUTER_THRESHOLD);
     moe_real *d_theta = moei_gradient(s, MOE_ROUTER_THRESHOLD), kappa = MOEI_R(0.01);
     size_t i;
     for (i = 0; i < k->n; i++) {
         size_t e = (size_t)k->choice[i];
-        moe_real above = (k->p[e] - theta[e]) / kappa, d_factor = d_through[e] * k->p[e];
+        moe_real theta = moei_threshold(s, e), above = (k->p[e] - theta) / kappa, d_factor = d_through[e] * k->p[e];
         if (moei_weights[s->c->weight].counts_choices > 0) d_factor = dw[i] / (s->c->weight == MOE_WEIGHT_UNIFORM ? (moe_real)k->n : MOEI_R(1.0));
         d_factor *= moe_sigmoid(above) * moe_sigmoid(-above) / kappa; /* not s (1 - s), which cancels */
         s->r->d_probabilities[t * s->experts + e] += d_factor;
-        if (d_theta != NULL) d_theta[e] -= d_factor;
+        if (d_theta != NULL) d_theta[e] -= s->c->threshold_sigmoid ? d_factor * theta * (MOEI_R(1.0) - theta) : d_factor;
     }
 }
 

@@ -445,27 +445,204 @@ static void test_refused_losses(void) {
     }
 }
 
-/* Nets do not know them yet, and say so. */
-static void test_refused_training(void) {
+/* ---- nets: the trainer reads the experts of the last module one by one ----------------------------------------------------------- */
+
+enum { CASES = 24, INPUTS = 3, CLASSES = 4 };
+
+typedef struct lesson {
+    moe_real x[CASES * INPUTS], targets[CASES * CLASSES];
+    int32_t labels[CASES];
+    moe_data data;
+} lesson;
+
+static void lesson_begin(lesson *l, uint64_t seed) {
+    moe_rng rng;
+    int i;
+    moe_rng_seed(&rng, seed);
+    memset(l, 0, sizeof *l);
+    for (i = 0; i < CASES * INPUTS; i++) l->x[i] = moe_rng_normal(&rng);
+    for (i = 0; i < CASES * CLASSES; i++) l->targets[i] = moe_rng_normal(&rng);
+    for (i = 0; i < CASES; i++) l->labels[i] = (int32_t)moe_rng_below(&rng, CLASSES);
+    l->data.n = CASES, l->data.x = l->x, l->data.labels = l->labels, l->data.targets = l->targets;
+}
+
+/* A hidden layer, then small networks as experts under a gate that sees them all. */
+static moe_status school(moe_net *net, const char *settings, int trainable, moe_error *error) {
+    moe_layer_config c;
+    memset(&c, 0, sizeof c);
+    memset(net, 0, sizeof *net);
+    if (moe_fields_apply(moe_layer_fields(), &c, settings, error) != MOE_OK) return MOE_ERR_CONFIG;
+    c.d_out = CLASSES;
+    moe_net_init(net, INPUTS, MOE_KERNELS_C, NULL);
+    moe_net_linear(net, 5);
+    moe_net_activation(net, MOE_ACT_TANH);
+    moe_net_mixture(net, &c);
+    return moe_net_build(net, trainable, 7, error);
+}
+
+#define CLASSIC "n_experts=3 score=mlp router_hidden=4 router_act=tanh select=dense weight=raw expert=mlp act=tanh d_ff=4"
+
+/* The gradient that one step leaves is that of the loss that moe_evaluate sees: of the gate's tensors and what comes before under `gate_net`, of the experts'
+   under `expert_net`, which has the same tensors. */
+static void check_lesson(int criterion, moe_net *net, moe_net *gate_net, moe_net *expert_net) {
+    moe_train_config t;
+    moe_trainer trainer;
+    moe_evaluation low, high;
+    moe_error error;
+    lesson l;
+    size_t i, j;
+    lesson_begin(&l, 3);
+    memset(&t, 0, sizeof t);
+    t.criterion = criterion, t.batch = CASES, t.optimizer = MOE_OPTIMIZER_SGD, t.momentum = -1, t.rate = (moe_real)1e-9;
+    if (!CHECK_STATUS(moe_trainer_init(&trainer, net, &t, &error), MOE_OK, "trainer")) return;
+    CHECK_STATUS(moe_trainer_step(&trainer, &l.data, NULL, &error), MOE_OK, "step");
+    for (i = 0; i < net->n_tensors; i++) {
+        int expert = strstr(net->tensors[i].name, "experts.") != NULL;
+        moe_net *other = expert ? expert_net : gate_net;
+        if (other == NULL) continue;
+        for (j = 0; j < net->tensors[i].count; j += 1 + net->tensors[i].count / 5) {
+            moe_real *value = other->tensors[i].data + j, kept = *value, h = MOE_REAL_IS_DOUBLE ? (moe_real)1e-5 : (moe_real)1e-2;
+            *value = kept + h;
+            CHECK_STATUS(moe_evaluate(other, &l.data, criterion, &high, &error), MOE_OK, "evaluate");
+            *value = kept - h;
+            CHECK_STATUS(moe_evaluate(other, &l.data, criterion, &low, &error), MOE_OK, "evaluate");
+            *value = kept;
+            CHECK_NEAR(net->tensors[i].gradient[j], ((double)high.loss - (double)low.loss) / (2 * (double)h), MOE_REAL_IS_DOUBLE ? 1e-7 : 2e-3,
+                       net->tensors[i].name);
+        }
+    }
+    moe_trainer_free(&trainer);
+}
+
+static void test_nets_learn(void) {
+    int criterion;
+    for (criterion = 0; criterion < MOE_CRITERION_COUNT; criterion++) {
+        moe_net net, dual, hot;
+        moe_error error;
+        moe_train_config t;
+        moe_evaluation before, after;
+        lesson l;
+        lesson_begin(&l, 4);
+        if (!CHECK_STATUS(school(&net, CLASSIC, 1, &error), MOE_OK, "net")) return;
+        check_lesson(criterion, &net, &net, &net);
+        /* dual temperature: the gate as in the plain net, the experts as in one whose gate has that temperature */
+        if (!CHECK_STATUS(school(&dual, CLASSIC " expert_temperature=3", 1, &error), MOE_OK, "dual")) return;
+        if (!CHECK_STATUS(school(&hot, CLASSIC " gate_temperature=3", 1, &error), MOE_OK, "hot")) return;
+        check_lesson(criterion, &dual, NULL, &hot);
+        memset(&t, 0, sizeof t);
+        t.criterion = criterion, t.epochs = 150, t.batch = 8, t.rate = (moe_real)0.02;
+        CHECK_STATUS(moe_evaluate(&net, &l.data, criterion, &before, &error), MOE_OK, "before");
+        CHECK_STATUS(moe_fit(&net, &l.data, &l.data, &t, &error), MOE_OK, "fit");
+        CHECK_STATUS(moe_evaluate(&net, &l.data, criterion, &after, &error), MOE_OK, "after");
+        CHECK(after.loss < before.loss / 2 || after.loss < 0, "the loss falls");
+        moe_net_free(&net);
+        moe_net_free(&dual);
+        moe_net_free(&hot);
+    }
+}
+
+/* A net that such a loss cannot read is refused, and told what is missing. */
+static void test_nets_refused(void) {
+    static const char *const wrong[] = {"select=top_k", "weight=sum", "scale=2", "expert_scale=1", "n_shared=1", "apply_to=input"};
     moe_net net;
     moe_error error;
     moe_trainer trainer;
-    moe_train_config config;
+    moe_train_config t;
     moe_evaluation result;
     moe_data data;
-    int criterion;
+    size_t i;
     memset(&net, 0, sizeof net);
-    memset(&config, 0, sizeof config);
+    memset(&t, 0, sizeof t);
     memset(&data, 0, sizeof data);
     moe_net_init(&net, 3, MOE_KERNELS_C, NULL);
     moe_net_linear(&net, 2);
     if (!CHECK_STATUS(moe_net_build(&net, 1, 1, &error), MOE_OK, "build")) return;
-    for (criterion = MOE_CRITERION_EXPECTATION; criterion < MOE_CRITERION_COUNT; criterion++) {
-        config.criterion = criterion;
-        CHECK_REFUSED(moe_trainer_init(&trainer, &net, &config, &error), MOE_ERR_CONFIG, "must be a constant for one of cross_entropy, ");
-        CHECK_REFUSED(moe_evaluate(&net, &data, criterion, &result, &error), MOE_ERR_UNSUPPORTED, "cross_entropy and squared_error only");
+    for (t.criterion = MOE_CRITERION_EXPECTATION; t.criterion < MOE_CRITERION_COUNT; t.criterion++) {
+        CHECK_REFUSED(moe_trainer_init(&trainer, &net, &t, &error), MOE_ERR_CONFIG, "must be a mixture");
+        CHECK_REFUSED(moe_evaluate(&net, &data, t.criterion, &result, &error), MOE_ERR_CONFIG, "must be a mixture");
     }
     CHECK_REFUSED(moe_evaluate(&net, &data, MOE_CRITERION_COUNT, &result, &error), MOE_ERR_ARGUMENT, "no such one");
+    moe_net_free(&net);
+    t.criterion = MOE_CRITERION_EXPECTATION;
+    for (i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
+        char settings[200];
+        sprintf(settings, "%s %s", CLASSIC, wrong[i]);
+        if (!CHECK_STATUS(school(&net, settings, 1, &error), MOE_OK, settings)) continue;
+        CHECK_REFUSED(moe_trainer_init(&trainer, &net, &t, &error), MOE_ERR_CONFIG, "select = dense and weight = raw");
+        moe_net_free(&net);
+    }
+    if (!CHECK_STATUS(school(&net, CLASSIC " gate=sigmoid expert_temperature=2", 1, &error), MOE_OK, "sigmoid")) return;
+    t.criterion = 0;
+    CHECK_REFUSED(moe_trainer_init(&trainer, &net, &t, &error), MOE_ERR_CONFIG, "expert_temperature needs gate = softmax");
+    moe_net_free(&net);
+}
+
+/* ---- modular networks -------------------------------------------------------------------------------------------------------------- */
+
+/* Two layers of linear modules fit a function that is linear in pieces. The assigned choices' log-likelihood never falls in an E-step that only adds draws;
+   the module that the gate prefers in the end is the one that was assigned; errors name what is wrong. */
+static void test_modular(void) {
+    enum { N = 96 };
+    static const char *const settings = "n_experts=3 top_k=1 select=sample weight=one loss_distill=1 expert=linear";
+    moe_real x[N * 2], targets[N];
+    int32_t choices[2 * N], kept[2 * N];
+    moe_layer_config c;
+    moe_net net;
+    moe_train_config t;
+    moe_trainer trainer;
+    moe_modular modular;
+    moe_modular_step_result first, result;
+    moe_error error;
+    moe_data data;
+    moe_rng rng;
+    double before;
+    int i;
+    moe_rng_seed(&rng, 5);
+    memset(&net, 0, sizeof net), memset(&t, 0, sizeof t), memset(&c, 0, sizeof c), memset(&data, 0, sizeof data), memset(&modular, 0, sizeof modular);
+    for (i = 0; i < N; i++) {
+        x[2 * i] = moe_rng_normal(&rng), x[2 * i + 1] = moe_rng_normal(&rng);
+        targets[i] = x[2 * i] > 0 ? 3 * x[2 * i + 1] : 1 - 3 * x[2 * i + 1];
+    }
+    for (i = 0; i < 2 * N; i++) choices[i] = -1;
+    CHECK_STATUS(moe_fields_apply(moe_layer_fields(), &c, settings, &error), MOE_OK, settings);
+    moe_net_init(&net, 2, MOE_KERNELS_C, NULL);
+    c.d_out = 4;
+    moe_net_mixture(&net, &c);
+    c.d_out = 1;
+    moe_net_mixture(&net, &c);
+    t.criterion = MOE_CRITERION_SQUARED_ERROR, t.batch = N, t.rate = (moe_real)0.01;
+    data.n = N, data.x = x, data.targets = targets;
+    if (!CHECK_STATUS(moe_net_build(&net, 1, 3, &error), MOE_OK, "build")) return;
+    if (!CHECK_STATUS(moe_trainer_init(&trainer, &net, &t, &error), MOE_OK, "trainer")) return;
+    CHECK_STATUS(moe_modular_init(&modular, &trainer, &error), MOE_OK, "modular");
+    CHECK_REFUSED(moe_modular_step(&modular, &data, 0, 1, choices, NULL, &error), MOE_ERR_ARGUMENT, "E-step");
+    CHECK_STATUS(moe_modular_step(&modular, &data, 4, 0, choices, &first, &error), MOE_OK, "an E-step alone");
+    CHECK(first.changed > 0.99, "every sample got its modules");
+    for (before = first.log_likelihood, i = 0; i < 10; i++) {
+        CHECK_STATUS(moe_modular_step(&modular, &data, 3, 0, choices, &result, &error), MOE_OK, "another");
+        CHECK(result.log_likelihood >= before - ROUNDING * (1 + fabs(before)), "more draws never lose");
+        before = result.log_likelihood;
+    }
+    memcpy(kept, choices, sizeof kept);
+    CHECK_STATUS(moe_modular_step(&modular, &data, 0, 0, choices, &result, &error), MOE_OK, "no draws");
+    CHECK(memcmp(kept, choices, sizeof kept) == 0 && !(result.changed > 0), "without draws the choices stay");
+    CHECK_NEAR(result.log_likelihood, before, ROUNDING, "and so does their log-likelihood");
+    for (i = 0; i < 120; i++) CHECK_STATUS(moe_modular_step(&modular, &data, 4, 5, choices, &result, &error), MOE_OK, "EM");
+    CHECK(result.log_likelihood > first.log_likelihood + 2 && result.last.loss < (moe_real)0.05, "it learns a function that is linear in pieces");
+    data.n = N + 1;
+    CHECK_REFUSED(moe_modular_step(&modular, &data, 1, 1, choices, NULL, &error), MOE_ERR_ARGUMENT, "must be 1 to batch");
+    moe_modular_free(&modular);
+    moe_modular_free(&modular);
+    moe_trainer_free(&trainer);
+    moe_net_free(&net);
+    memset(&net, 0, sizeof net);
+    c.router.select = MOE_SELECT_TOP_K;
+    moe_net_init(&net, 2, MOE_KERNELS_C, NULL);
+    moe_net_mixture(&net, &c);
+    if (!CHECK_STATUS(moe_net_build(&net, 1, 3, &error), MOE_OK, "build")) return;
+    if (!CHECK_STATUS(moe_trainer_init(&trainer, &net, &t, &error), MOE_OK, "trainer")) return;
+    CHECK_REFUSED(moe_modular_init(&modular, &trainer, &error), MOE_ERR_CONFIG, "select = sample");
+    moe_trainer_free(&trainer);
     moe_net_free(&net);
 }
 
@@ -1256,7 +1433,9 @@ int main(void) {
     test_answers();
     test_sampled();
     test_refused_losses();
-    test_refused_training();
+    test_nets_learn();
+    test_nets_refused();
+    test_modular();
     test_probabilities();
     test_steep();
     test_gradient();

@@ -1354,7 +1354,7 @@ static void test_presets(void) {
         built++;
         before = fingerprint(&net);
         status = moe_fit(&net, &data, NULL, &t, &error);
-        if (!CHECK_STATUS(status, needs_more_than_x(&c) ? MOE_ERR_CONFIG : MOE_OK, "fit, or a router that needs more than x"))
+        if (!CHECK_STATUS(status, needs_more_than_x(&c) ? MOE_ERR_ARGUMENT : MOE_OK, "fit, or a router that needs more than x"))
             printf("        %s: %s\n", preset->name, error.message);
         CHECK((status == MOE_OK) == (fingerprint(&net) != before), "trained or untouched");
         trained += status == MOE_OK;
