@@ -1189,9 +1189,10 @@ static void moei_freeze(moei_pass *s) {
 static void moei_schedule(moei_pass *s) {
     moe_router_config *c = &s->effective;
     const moe_real *state = moei_tensor(s, MOE_ROUTER_STEP), *l1 = moei_tensor(s, MOE_ROUTER_L1);
-    moe_real step = state != NULL ? state[0] : MOEI_R(0.0), way = MOEI_R(0.0), *tau = moei_scheduled_tau(c);
-    if (c->schedule_steps > 0) way = step < (moe_real)c->schedule_steps ? step / (moe_real)c->schedule_steps : MOEI_R(1.0);
-    if (c->k_end > 0) c->top_k = (int)MOEI_F(floor)((moe_real)c->top_k + (moe_real)(c->k_end - c->top_k) * way + MOEI_R(0.5));
+    moe_real step = state != NULL && state[0] > MOEI_R(0.0) ? state[0] : MOEI_R(0.0), way = MOEI_R(0.0), *tau = moei_scheduled_tau(c);
+    int64_t steps = c->schedule_steps, at = step < (moe_real)c->schedule_steps ? (int64_t)step : steps;
+    if (steps > 0) way = (moe_real)at / (moe_real)steps;
+    if (c->k_end > 0) c->top_k = (int)((2 * c->top_k * steps + 2 * (c->k_end - c->top_k) * at + steps) / (2 * steps)); /* rounded */
     if (c->tau_schedule != MOE_TAU_NONE) *tau = *tau * (MOEI_R(1.0) - way) + c->tau_end * way;
     if (c->switch_at > 0 && step < (moe_real)c->switch_at) c->select = c->switch_from;
     if (l1 != NULL) c->loss_l1 = l1[0];
