@@ -972,7 +972,7 @@ MOEI_TOOL moe_status moei_fields_check(const moe_field *fields, const void *conf
         if (fields->kind == MOE_FIELD_REAL) {
             moe_real real = moei_field_get_real(fields, config);
             value = moe_is_finite(real) ? (double)real : fields->max * 2.0 + 1.0;
-            if (moei_field_is_zero(fields, config) || (value >= fields->min && value <= fields->max)) continue;
+            if (moei_field_is_zero(fields, config) || (value >= (double)(moe_real)fields->min && value <= (double)(moe_real)fields->max)) continue;
             return moei_error(error, MOE_ERR_CONFIG, "%s = %g: must be %g to %g", fields->name, (double)real, fields->min, fields->max);
         }
         value = (double)moei_field_get_int(fields, config);
