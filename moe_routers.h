@@ -2515,6 +2515,7 @@ typedef struct moei_flow {
     int32_t *mover;            /* [E,E] the token of a that is cheapest to move to b; -1: a is empty */
     int32_t *at;               /* [N] the expert of a token; -1: padding */
     size_t *load;              /* [E] */
+    size_t *stale;             /* [E] scratch of moei_flow_movers */
     unsigned char *extra;      /* [E] 1: holds a place of the pool */
 } moei_flow;
 
@@ -2523,15 +2524,28 @@ static double moei_flow_price(const moei_flow *f, int32_t token, size_t from, si
     return (double)z[from] - (double)z[to];
 }
 
-/* The cheapest movers of expert a; all of them when a is E. */
-static void moei_flow_movers(const moei_flow *f, size_t a) {
-    size_t t, e, cell, first = a < f->experts ? a * f->experts : 0, end = a < f->experts ? first + f->experts : f->experts * f->experts;
-    for (cell = first; cell < end; cell++) f->mover[cell] = -1;
-    for (t = 0; t < f->s->n; t++) {
-        size_t from = (size_t)f->at[t];
-        if (f->at[t] < 0 || (a < f->experts && from != a)) continue;
-        for (e = 0, cell = from * f->experts; e < f->experts; e++, cell++)
-            if (f->mover[cell] < 0 || moei_flow_price(f, (int32_t)t, from, e) < moei_flow_price(f, f->mover[cell], from, e)) f->mover[cell] = (int32_t)t;
+/* Finds the cheapest mover of expert a wherever it was `gone`, which has left a (-1: there was none yet). Writes over cost. */
+static void moei_flow_movers(const moei_flow *f, size_t a, int32_t gone) {
+    int32_t *mover = f->mover + a * f->experts;
+    size_t t, e, i, count = 0;
+    for (e = 0; e < f->experts; e++)
+        if (mover[e] == gone) mover[e] = -1, f->cost[e] = HUGE_VAL, f->stale[count++] = e;
+    for (t = 0; t < f->s->n && count > 0; t++) {
+        if (f->at[t] != (int32_t)a) continue;
+        for (i = 0; i < count; i++) {
+            double price = moei_flow_price(f, (int32_t)t, a, f->stale[i]);
+            if (price < f->cost[f->stale[i]]) f->cost[f->stale[i]] = price, mover[f->stale[i]] = (int32_t)t;
+        }
+    }
+}
+
+/* A token that has come to its expert may be the cheapest to move on; of equal ones the lower token is. */
+static void moei_flow_offer(const moei_flow *f, int32_t token) {
+    size_t a = (size_t)f->at[token], e;
+    int32_t *mover = f->mover + a * f->experts;
+    for (e = 0; e < f->experts; e++) {
+        double gain = mover[e] < 0 ? HUGE_VAL : moei_flow_price(f, mover[e], a, e) - moei_flow_price(f, token, a, e);
+        if (gain > 0.0 || (!(gain < 0.0) && token < mover[e])) mover[e] = token;
     }
 }
 
@@ -2574,8 +2588,11 @@ static void moei_flow_push(moei_flow *f, size_t to) {
         if (from == f->experts) f->extra[to] = 0;
         else if (to == f->experts) f->extra[from] = 1;
         else {
-            f->at[f->mover[from * f->experts + to]] = (int32_t)to;
+            int32_t token = f->mover[from * f->experts + to];
+            f->at[token] = (int32_t)to;
             f->load[from]--, f->load[to]++;
+            moei_flow_movers(f, from, token);
+            moei_flow_offer(f, token);
         }
         to = from;
     }
@@ -2588,7 +2605,7 @@ static moe_status moei_select_balanced(moei_pass *s) {
     if (!s->call->training) return moei_select_by_logits(s);
     f.s = s, f.experts = s->experts, f.own = s->r->n_real / s->experts, f.pool = s->r->n_real % s->experts;
     f.cost = s->r->flow_cost, f.before = s->r->order, f.mover = s->r->flow_mover, f.at = s->r->n_choices, f.load = s->r->counts;
-    f.extra = s->r->flow_extra;
+    f.stale = s->r->first_counts, f.extra = s->r->flow_extra; /* counts are filled in later */
     for (e = 0; e < s->experts; e++) f.load[e] = 0, f.extra[e] = 0;
     for (t = 0; t < s->n; t++) {
         f.at[t] = -1;
@@ -2598,14 +2615,12 @@ static moe_status moei_select_balanced(moei_pass *s) {
         for (e = 0; e < s->experts; e++)
             if (fabs((double)s->r->logits[t * s->experts + e]) > largest) largest = fabs((double)s->r->logits[t * s->experts + e]);
     }
-    for (e = 0; e < s->experts; e++) surplus += moei_flow_surplus(&f, e);
-    for (moei_flow_movers(&f, s->experts); surplus > 0; surplus--) {
+    for (e = 0; e < s->experts * s->experts; e++) f.mover[e] = -1;
+    for (e = 0; e < s->experts; e++) moei_flow_movers(&f, e, -1), surplus += moei_flow_surplus(&f, e);
+    for (; surplus > 0; surplus--) {
         to = moei_flow_path(&f, largest * 1e-13);
         if (to > s->experts) break; /* cannot be: there are as many places as tokens */
         moei_flow_push(&f, to);
-        for (e = to; f.before[e] >= 0; e = (size_t)f.before[e])
-            if (e < s->experts) moei_flow_movers(&f, e);
-        if (e < s->experts) moei_flow_movers(&f, e);
     }
     for (t = 0; t < s->n; t++)
         if (f.at[t] >= 0) s->r->selected[t * s->experts + (size_t)f.at[t]] = 1;
