@@ -65,8 +65,8 @@ typedef struct bench {
     moe_layer layer;
     moe_layer_pass pass;
     moe_call call;
-    moe_real *x, *y, *dy, *dx, *attention;
-    int32_t *experts; /* for stages that read the layer before, or token ids */
+    moe_real *x, *y, *dy, *dx, *attention, *teacher;
+    int32_t *experts; /* replay, stages that read the layer before, or token ids */
     moe_rng rng;
     unsigned char *mask;
     void *work;
@@ -102,6 +102,39 @@ static void run(bench *b) {
     b->status = moe_layer_forward(&b->layer, &b->call, b->y, b->work, b->work_size, &b->pass);
 }
 
+/* score = custom: z_te = u_t(e mod d) minus the mean of u_t; ctx may hold a status to fail with. */
+static moe_status own_score(void *ctx, const moe_router *router, const moe_call *call, const moe_real *u, moe_real *logits) {
+    size_t d = (size_t)router->config.d_model, experts = (size_t)router->config.n_experts, t, e, q;
+    for (t = 0; t < call->n_tokens; t++)
+        for (e = 0; e < experts; e++) {
+            moe_real mean = 0;
+            for (q = 0; q < d; q++) mean += u[t * d + q] / (moe_real)d;
+            logits[t * experts + e] = u[t * d + e % d] - mean;
+        }
+    return ctx != NULL ? *(const moe_status *)ctx : MOE_OK;
+}
+
+static moe_status own_score_backward(void *ctx, const moe_router *router, const moe_call *call, const moe_real *u, const moe_real *d_logits,
+                                     moe_real *d_u) {
+    size_t d = (size_t)router->config.d_model, experts = (size_t)router->config.n_experts, t, e, q;
+    (void)ctx, (void)u;
+    for (t = 0; t < call->n_tokens; t++)
+        for (e = 0; e < experts; e++) {
+            d_u[t * d + e % d] += d_logits[t * experts + e];
+            for (q = 0; q < d; q++) d_u[t * d + q] -= d_logits[t * experts + e] / (moe_real)d;
+        }
+    return MOE_OK;
+}
+
+/* select = custom: the experts with a positive logit, and number 0. */
+static moe_status own_select(void *ctx, const moe_router *router, const moe_call *call, const moe_real *logits,
+                             const moe_real *probabilities, unsigned char *chosen) {
+    size_t experts = (size_t)router->config.n_experts, i;
+    (void)probabilities;
+    for (i = 0; i < call->n_tokens * experts; i++) chosen[i] = i % experts == 0 || logits[i] > 0;
+    return ctx != NULL ? *(const moe_status *)ctx : MOE_OK;
+}
+
 /* What stages beyond x ask of a call. */
 static void supply(bench *b) {
     const moe_router_config *c = &b->layer.config.router;
@@ -112,7 +145,11 @@ static void supply(bench *b) {
     for (i = 0; i < n * (size_t)c->top_k; i++) b->experts[i] = (int32_t)(i % (size_t)c->top_k);
     b->attention = normals(n * n * (size_t)c->heads + n * d * (size_t)c->heads, 1.0);
     for (i = 0; i < n * n * (size_t)c->heads; i++) b->attention[i] = (moe_real)fabs((double)b->attention[i]);
-    b->call.given = b->call.token_ids = b->call.previous_experts = b->experts;
+    if (c->select == MOE_SELECT_GIVEN) b->call.given = b->experts;
+    b->call.token_ids = b->call.previous_experts = b->experts;
+    if (c->loss_distill > 0 && !c->student) b->call.teacher = b->teacher = normals(n * (size_t)c->n_experts, 1.0);
+    b->layer.router.custom.score = own_score, b->layer.router.custom.score_backward = own_score_backward,
+    b->layer.router.custom.select = own_select;
     b->call.previous_input = b->call.previous_weights = b->dy;
     b->call.n_previous = 1;
     b->call.attention_weights = b->attention,
@@ -142,7 +179,7 @@ static int start(bench *b, const moe_layer_config *config, int trainable, size_t
 }
 
 static void end(bench *b) {
-    free(b->x), free(b->y), free(b->dy), free(b->dx), free(b->mask), free(b->work), free(b->experts), free(b->attention);
+    free(b->x), free(b->y), free(b->dy), free(b->dx), free(b->mask), free(b->work), free(b->experts), free(b->attention), free(b->teacher);
     moe_layer_free(&b->layer);
 }
 
@@ -246,6 +283,14 @@ static void check_naive_weights(const bench *b, size_t t, double *w) {
     free(x), free(z);
 }
 
+/* add_input: y += (1 - sum w) x, w of the experts that took the token. */
+static void add_naive_input(const bench *b, size_t t, const double *w, double *y) {
+    size_t d = (size_t)b->layer.config.router.d_model, experts = (size_t)b->layer.config.router.n_experts, e, i;
+    double share = 1.0;
+    for (e = 0; e < experts; e++) share -= b->pass.routing.selected[t * experts + e] ? w[e] : 0.0;
+    for (i = 0; i < d; i++) y[i] += share * (double)b->x[t * d + i];
+}
+
 /* y of every token from the weights that were used; for a plain router these are checked too. */
 static void check_naive(const bench *b) {
     const moe_layer_config *c = &b->layer.config;
@@ -270,6 +315,7 @@ static void check_naive(const bench *b) {
             for (i = 0; i < o; i++) y[i] += out[i] * (c->router.apply_to == MOE_APPLY_INPUT ? 1.0 : w[e]);
             free(out);
         }
+        if (c->add_input && real) add_naive_input(b, t, w, y);
         for (i = 0; i < d; i++) x[i] = (double)b->x[t * d + i];
         add_naive_shared(&b->layer, x, y);
         for (i = 0; i < o; i++) {
@@ -371,6 +417,7 @@ static void test_forward(void) {
                         if (below(3) == 0) c.d_out = 1 + below(20);
                         if (below(3) == 0) c.n_shared = 1 + below(2), c.d_shared = below(9), c.shared_sigmoid = below(2);
                         if (below(3) == 0) c.router.apply_to = MOE_APPLY_INPUT;
+                        else if (c.d_out == 0) c.add_input = below(3) == 0;
                         if (below(4) == 0) c.router.select = MOE_SELECT_DENSE;
                         if (below(4) == 0) c.router.gate = MOE_GATE_SIGMOID, c.router.weight = MOE_WEIGHT_RAW;
                         if (below(4) == 0 && c.expert == MOE_EXPERT_FACTORISED) c.router.score = MOE_SCORE_NORM;
@@ -385,6 +432,9 @@ static void test_forward(void) {
     }
 }
 
+/* Selections that even out the load in training only. */
+static int balances_in_training(const moe_router_config *c) { return c->select == MOE_SELECT_SINKHORN || c->select == MOE_SELECT_BALANCED; }
+
 /* Every selection, capacity and soft, with every kind of expert, against the naive layer. */
 static void test_selections(void) {
     int trial;
@@ -395,14 +445,17 @@ static void test_selections(void) {
         c.router.d_model = 6 + 6 * below(2);
         if (c.expert == MOE_EXPERT_MLP) c.act = below(MOE_ACT_COUNT);
         c.router.select = trial % MOE_SELECT_COUNT;
+        if (c.router.select == MOE_SELECT_BALANCED) c.router.top_k = 1;
+        c.router.score = below(3) == 0 ? MOE_SCORE_CUSTOM : MOE_SCORE_LINEAR;
         c.n_shared = below(2), c.d_out = below(2) * 5;
-        if (c.router.select == MOE_SELECT_SOFT) c.router.slots = 1 + below(3);
+        if (c.router.select == MOE_SELECT_SOFT) c.router.slots = 1 + below(3), c.router.score = MOE_SCORE_LINEAR;
         else {
             c.router.gate = below(MOE_GATE_COUNT), c.router.weight = MOE_WEIGHT_RAW, c.router.apply_to = below(2),
             c.router.scale = (moe_real)1.5;
             c.router.drop_capacity = below(4), c.router.drop_order = below(2) * MOE_DROP_SCORE,
             c.router.renormalize = c.router.gate != MOE_GATE_IDENTITY && below(2);
             c.router.refine = below(3) == 0 ? MOE_REFINE_SIMILARITY : MOE_REFINE_NONE;
+            c.add_input = c.d_out == 0 && c.router.apply_to == MOE_APPLY_OUTPUT && below(2);
         }
         if (c.router.select == MOE_SELECT_GIVEN || c.router.select == MOE_SELECT_HASH || c.router.select == MOE_SELECT_SAMPLE)
             continue; /* these want more of a call */
@@ -412,7 +465,7 @@ static void test_selections(void) {
             CHECK(b.status == MOE_OK, "forward");
             if (c.router.select == MOE_SELECT_SOFT) check_naive_soft(&b);
             else check_naive(&b);
-            if (c.router.select != MOE_SELECT_SINKHORN) check_bits(&b); /* which balances in training only */
+            if (!balances_in_training(&c.router)) check_bits(&b);
             CHECK(moe_layer_backward(&b.layer, b.dy, b.dx, NULL, &b.pass) == MOE_OK, "backward");
         }
         end(&b);
@@ -706,7 +759,7 @@ static void test_tensors(void) {
         check_tensors(&c, trainable, linear, sizeof linear / sizeof linear[0], 36 + 6 + 24 + 4 + 4 * 36);
         c = small_config();
         c.expert = MOE_EXPERT_FACTORISED, c.router.score = MOE_SCORE_NORM;
-        check_tensors(&c, trainable, factorised, sizeof factorised / sizeof factorised[0], 2 * (30 + 30 + 12 + 10));
+        check_tensors(&c, trainable, factorised, sizeof factorised / sizeof factorised[0], 4 * 12 + 2 * (30 + 30 + 10));
     }
 }
 
@@ -776,6 +829,10 @@ static void test_messages(void) {
                                           {"score=norm norm_node=up expert=linear", "norm_node", "linear"},
                                           {"score=norm norm_node=act expert=linear", "norm_node", "linear"},
                                           {"top_k=5", "top_k", "n_experts"},
+                                          {"score=norm expert=mlp", "score = norm", "mlp"},
+                                          {"add_input=1 d_out=3", "add_input", "d_out = 3"},
+                                          {"add_input=1 apply_to=input", "add_input", "apply_to = input"},
+                                          {"add_input=1 select=soft", "add_input", "select = soft"},
                                           {"n_shared=4096 d_shared=16777216", "d_shared", "n_shared"}};
     const moe_field *f;
     moe_layer_config c;
@@ -898,6 +955,244 @@ static void test_backward(void) {
         }
 }
 
+/* ---- the input itself ---------------------------------------------------------------------------------------------------------- */
+
+/* Two features, two linear experts f_0 = 2 x + (1, 0) and f_1 = (x_2, x_1 - 1), p = z = x: every number is exact. */
+static void check_added_input(const char *settings, const moe_real *wanted) {
+    static const moe_real router[4] = {1, 0, 0, 1}, weight[8] = {2, 0, 0, 2, 0, 1, 1, 0}, bias[4] = {1, 0, 0, -1};
+    static const unsigned char mask[4] = {1, 1, 0, 1};
+    moe_real x[8] = {(moe_real)0.5, (moe_real)0.25, (moe_real)0.75, (moe_real)0.25, 0, 0, (moe_real)0.25, (moe_real)0.5}, y[8];
+    moe_layer_config c;
+    moe_layer layer;
+    moe_call call;
+    moe_error error;
+    size_t bytes = 0, i;
+    void *work;
+    int training;
+    memset(&c, 0, sizeof c), memset(&call, 0, sizeof call);
+    c.router.d_model = 2, c.router.n_experts = 2, c.router.top_k = 1, c.router.gate = MOE_GATE_IDENTITY, c.router.weight = MOE_WEIGHT_RAW;
+    c.expert = MOE_EXPERT_LINEAR, c.add_input = 1;
+    error.message[0] = '\0';
+    if (!CHECK(moe_fields_apply(moe_layer_fields(), &c, settings, &error) == MOE_OK && moe_layer_init(&layer, &c, &error) == MOE_OK,
+               settings)) {
+        printf("  %s\n", error.message);
+        return;
+    }
+    layer.tensors[MOE_ROUTER_WEIGHT] = router, layer.tensors[MOE_EXPERTS_WEIGHT] = weight, layer.tensors[MOE_EXPERTS_BIAS] = bias;
+    x[4] = x[5] = (moe_real)(HUGE_VAL - HUGE_VAL); /* padding may hold anything */
+    call.n_tokens = 4, call.x = x, call.mask = mask;
+    for (training = 0; training < 2; training++) {
+        call.training = training;
+        CHECK(moe_layer_work_size(&layer, 4, training, &bytes) == MOE_OK, settings);
+        work = grab(bytes, 1);
+        for (i = 0; i < 8; i++) y[i] = 99;
+        CHECK(moe_layer_forward(&layer, &call, y, work, bytes, NULL) == MOE_OK, settings);
+        for (i = 0; i < 8; i++)
+            if (!CHECK(!(y[i] < wanted[i]) && !(y[i] > wanted[i]), settings)) printf("  y[%d] = %g\n", (int)i, (double)y[i]);
+        free(work);
+    }
+}
+
+static void test_add_input(void) {
+    /* x/2 + f_0/2;  x/4 + 3 f_0/4;  padding;  x/2 + f_1/2 */
+    static const moe_real one[8] = {(moe_real)1.25,  (moe_real)0.375, (moe_real)2.0625, (moe_real)0.4375, 0, 0,
+                                    (moe_real)0.375, (moe_real)-0.125};
+    /* expert 0 has room for the first token only: the second keeps all of x */
+    static const moe_real dropped[8] = {(moe_real)1.25,  (moe_real)0.375, (moe_real)0.75, (moe_real)0.25, 0, 0,
+                                        (moe_real)0.375, (moe_real)-0.125};
+    /* both experts: f_0/2 + f_1/4 + x/4;  3 f_0/4 + f_1/4;  padding;  f_0/4 + f_1/2 + x/4 */
+    static const moe_real both[8] = {(moe_real)1.1875, (moe_real)0.1875, (moe_real)1.9375, (moe_real)0.3125, 0, 0, (moe_real)0.6875, 0};
+    /* weights times 2: x * (1 - 1) + f_0;  -x/2 + 3 f_0/2;  padding;  f_1 */
+    static const moe_real scaled[8] = {2, (moe_real)0.5, (moe_real)3.375, (moe_real)0.625, 0, 0, (moe_real)0.5, (moe_real)-0.75};
+    check_added_input("", one);
+    check_added_input("drop_capacity=1", dropped);
+    check_added_input("select=dense", both);
+    check_added_input("scale=2", scaled);
+}
+
+/* ---- experts one by one ------------------------------------------------------------------------------------------------------------- */
+
+/* Row i of the plan is what its expert makes of its token. */
+static void check_expert_outputs(const bench *b) {
+    size_t d = (size_t)b->layer.config.router.d_model, o = (size_t)b->layer.config.d_out, e, i, k;
+    const moe_plan *plan = &b->pass.routing.plan;
+    const moe_real *outputs = moe_layer_expert_outputs(&b->layer, &b->pass);
+    double *x = (double *)grab(d, sizeof *x), size = 1e-3, worst = 0.0;
+    if (!CHECK(outputs != NULL, "the experts' outputs")) return;
+    for (e = 0; e < plan->n_experts; e++)
+        for (i = plan->offsets[e]; i < plan->offsets[e + 1]; i++) {
+            double *out;
+            for (k = 0; k < d; k++) x[k] = (double)b->x[(size_t)plan->entries[i].token * d + k];
+            out = naive_expert(&b->layer, e, x);
+            for (k = 0; k < o; k++) {
+                double difference = fabs(out[k] - (double)outputs[i * o + k]);
+                if (fabs(out[k]) > size) size = fabs(out[k]);
+                if (!(difference <= worst)) worst = difference;
+            }
+            free(out);
+        }
+    CHECK(worst <= NEAR * size, "the experts' outputs in the plan's order");
+    free(x);
+}
+
+/* A loss that reads y through the experts gives the gradients of one that reads y. */
+static void check_backward_experts(bench *b) {
+    size_t d = (size_t)b->layer.config.router.d_model, o = (size_t)b->layer.config.d_out, n = b->call.n_tokens, i, k;
+    const moe_plan *plan = &b->pass.routing.plan;
+    size_t entries = plan->offsets[plan->n_experts];
+    moe_real *d_outputs = normals(entries * o, 0.0), *d_weights = normals(entries, 0.0), *dx = normals(n * d, 0.0), *first[MOE_LAYER_SLOTS];
+    const moe_real *outputs = moe_layer_expert_outputs(&b->layer, &b->pass);
+    moe_tensor t;
+    double size = 1e-3, worst = 0.0;
+    for (i = 0; i < entries; i++)
+        for (k = 0; k < o; k++) {
+            moe_real dy = b->dy[(size_t)plan->entries[i].token * o + k];
+            d_outputs[i * o + k] = plan->entries[i].weight_out * dy;
+            d_weights[i] += outputs[i * o + k] * dy;
+        }
+    CHECK(moe_layer_backward(&b->layer, b->dy, b->dx, NULL, &b->pass) == MOE_OK, "backward");
+    for (i = 0; moe_layer_tensor(&b->layer, i, &t) == MOE_OK; i++) {
+        first[i] = normals(t.count, 0.0);
+        memcpy(first[i], t.gradient, t.count * sizeof(moe_real)), memset(t.gradient, 0, t.count * sizeof(moe_real));
+    }
+    CHECK(moe_layer_backward_experts(&b->layer, d_outputs, d_weights, dx, NULL, &b->pass) == MOE_OK, "backward by experts");
+    for (i = 0; moe_layer_tensor(&b->layer, i, &t) == MOE_OK; i++) {
+        for (k = 0; k < t.count; k++) {
+            double difference = fabs((double)t.gradient[k] - (double)first[i][k]);
+            if (fabs((double)first[i][k]) > size) size = fabs((double)first[i][k]);
+            if (!(difference <= worst)) worst = difference;
+        }
+        free(first[i]);
+    }
+    for (i = 0; i < n * d; i++)
+        if (!(fabs((double)dx[i] - (double)b->dx[i]) <= worst)) worst = fabs((double)dx[i] - (double)b->dx[i]);
+    CHECK(worst <= NEAR * size, "the same gradients");
+    free(d_outputs), free(d_weights), free(dx);
+}
+
+static void test_by_experts(void) {
+    int trial;
+    for (trial = 0; trial < 60; trial++) {
+        moe_layer_config c = small_config();
+        bench b;
+        c.expert = trial % MOE_EXPERT_COUNT, c.d_out = below(2) * 4, c.router.loss_z = (moe_real)0.1;
+        if (trial % 3 == 0) c.router.select = MOE_SELECT_DENSE;
+        if (trial % 5 == 0) c.router.score = MOE_SCORE_COMPETITION;
+        if (trial % 5 == 1) c.router.drop_capacity = 2;
+        if (trial % 7 == 0) c.router.gate = MOE_GATE_SIGMOID, c.router.weight = MOE_WEIGHT_RAW;
+        if (start(&b, &c, 1, 5)) {
+            if (trial & 1) mask_some(&b), run(&b);
+            check_expert_outputs(&b);
+            if (c.router.select == MOE_SELECT_DENSE && b.mask == NULL && c.router.drop_capacity == 0)
+                CHECK(b.pass.routing.plan.offsets[4] == 20 && b.pass.routing.plan.entries[7].token == 2, "dense is [E,N,o]");
+            check_backward_experts(&b);
+        }
+        end(&b);
+    }
+}
+
+/* One kind of refusal; nothing moves. */
+static void refuse_by_experts(const char *settings, int training, moe_status wanted) {
+    moe_layer_config c = small_config();
+    moe_tensor t;
+    bench b;
+    size_t i;
+    if (!CHECK(moe_fields_apply(moe_layer_fields(), &c, settings, NULL) == MOE_OK, settings)) return;
+    if (start(&b, &c, 1, 5)) {
+        moe_real *d = normals(5 * 4 * 6, 1.0);
+        if (!training) b.call.training = 0, run(&b);
+        CHECK(moe_layer_backward_experts(&b.layer, d, d, b.dx, NULL, &b.pass) == wanted, settings);
+        CHECK((moe_layer_expert_outputs(&b.layer, &b.pass) == NULL) == (wanted == MOE_ERR_STATE), settings);
+        for (i = 0; moe_layer_tensor(&b.layer, i, &t) == MOE_OK; i++) CHECK(all_zero(t.gradient, t.count), settings);
+        CHECK(all_zero(b.dx, 5 * 6), settings);
+        free(d);
+    }
+    end(&b);
+}
+
+static void test_by_experts_errors(void) {
+    moe_layer_config c = small_config();
+    bench b;
+    refuse_by_experts("", 0, MOE_ERR_STATE);
+    refuse_by_experts("select=soft", 1, MOE_ERR_STATE);
+    refuse_by_experts("n_shared=1", 1, MOE_ERR_UNSUPPORTED);
+    refuse_by_experts("add_input=1", 1, MOE_ERR_UNSUPPORTED);
+    refuse_by_experts("apply_to=input", 1, MOE_ERR_UNSUPPORTED);
+    if (start(&b, &c, 1, 5)) {
+        moe_real *d = normals(5 * 2 * 6, 1.0);
+        CHECK(moe_layer_expert_outputs(NULL, &b.pass) == NULL && moe_layer_expert_outputs(&b.layer, NULL) == NULL, "NULL");
+        CHECK(moe_layer_backward_experts(NULL, d, d, b.dx, NULL, &b.pass) == MOE_ERR_ARGUMENT &&
+                  moe_layer_backward_experts(&b.layer, d, d, b.dx, NULL, NULL) == MOE_ERR_ARGUMENT &&
+                  moe_layer_backward_experts(&b.layer, NULL, d, b.dx, NULL, &b.pass) == MOE_ERR_ARGUMENT &&
+                  moe_layer_backward_experts(&b.layer, d, NULL, b.dx, NULL, &b.pass) == MOE_ERR_ARGUMENT,
+              "NULL");
+        CHECK(all_zero(b.dx, 5 * 6), "a refused call moves nothing");
+        CHECK(moe_layer_backward_experts(&b.layer, d, d, NULL, NULL, &b.pass) == MOE_OK, "dx is not wanted");
+        free(d);
+    }
+    end(&b);
+    if (start(&b, &c, 1, 0)) CHECK(moe_layer_backward_experts(&b.layer, NULL, NULL, NULL, NULL, &b.pass) == MOE_OK, "no tokens");
+    end(&b);
+}
+
+/* ---- state ----------------------------------------------------------------------------------------------------------------------------- */
+
+static moe_real *tensor_of(const bench *b, const char *name) {
+    moe_tensor t;
+    return CHECK(moe_layer_find(&b->layer, name, &t) == MOE_OK, name) ? t.data : b->dx;
+}
+
+static void test_state(void) {
+    moe_layer_config c = small_config();
+    moe_buffer before, after;
+    bench b;
+    size_t e;
+    c.router.selection_bias = 1, c.router.bias_rate = (moe_real)0.125, c.router.freeze_at = 3, c.router.top_k = 1;
+    if (start(&b, &c, 1, 9)) { /* two passes are counted, one step is made */
+        moe_real *load = tensor_of(&b, "router.load"), *bias = tensor_of(&b, "router.selection_bias"), *step = tensor_of(&b, "router.step"),
+                 was[4];
+        memset(load, 0, 5 * sizeof *load), step[0] = 0;
+        memcpy(was, bias, sizeof was);
+        CHECK(moe_layer_observe(&b.layer, &b.pass) == MOE_OK && moe_layer_observe(&b.layer, &b.pass) == MOE_OK, "observe");
+        for (e = 0; e < 4; e++) CHECK(fabs((double)load[e] - 2.0 * (double)b.pass.routing.counts[e]) < 1e-6, "the load of two passes");
+        CHECK(fabs((double)load[4] - 18.0) < 1e-6 && same_bits(bias, was, sizeof was) && !(step[0] > 0), "observe only counts");
+        CHECK(moe_layer_advance(&b.layer) == MOE_OK && all_zero(load, 5) && fabs((double)step[0] - 1.0) < 1e-6, "advance counts anew");
+        for (e = 0; e < 4; e++) { /* 9 tokens, 4 experts: no load is the mean */
+            double move = b.pass.routing.counts[e] > 2 ? -0.125 : 0.125;
+            CHECK(fabs((double)bias[e] - (double)was[e] - move) < 1e-6, "the bias moves against the load");
+        }
+        CHECK(moe_layer_observe(NULL, &b.pass) == MOE_ERR_ARGUMENT && moe_layer_observe(&b.layer, NULL) == MOE_ERR_ARGUMENT &&
+                  moe_layer_advance(NULL) == MOE_ERR_ARGUMENT,
+              "NULL");
+        b.call.training = 0;
+        run(&b);
+        CHECK(b.status == MOE_OK && moe_layer_observe(&b.layer, &b.pass) == MOE_ERR_STATE && all_zero(load, 5), "not a pass of training");
+    }
+    end(&b);
+    if (start(&b, &c, 0, 9)) { /* made for inference: nobody may change it */
+        b.call.training = 1;
+        run(&b);
+        write_layer(&b.layer, &before);
+        CHECK(b.status == MOE_OK && moe_layer_observe(&b.layer, &b.pass) == MOE_ERR_STATE && moe_layer_advance(&b.layer) == MOE_ERR_STATE,
+              "not made with trainable = 1");
+        write_layer(&b.layer, &after);
+        CHECK(before.size == after.size && same_bits(before.data, after.data, before.size), "a refused call changes nothing");
+        moe_buffer_free(&before), moe_buffer_free(&after);
+    }
+    end(&b);
+    c = small_config();
+    if (start(&b, &c, 1, 9)) {
+        write_layer(&b.layer, &before);
+        CHECK(moe_layer_observe(&b.layer, &b.pass) == MOE_OK && moe_layer_advance(&b.layer) == MOE_OK, "no state");
+        write_layer(&b.layer, &after);
+        CHECK(before.size == after.size && same_bits(before.data, after.data, before.size), "a layer without state is left as it is");
+        moe_buffer_free(&before), moe_buffer_free(&after);
+    }
+    end(&b);
+}
+
+/* ---- stages of the caller, replay -------------------------------------------------------------------------------------------------------- */
+
 static void expect_call_refused(bench *b, moe_status status, const char *what) {
     moe_layer_pass pass;
     unsigned char kept[sizeof pass];
@@ -905,6 +1200,83 @@ static void expect_call_refused(bench *b, moe_status status, const char *what) {
     memcpy(kept, &pass, sizeof pass);
     CHECK(moe_layer_forward(&b->layer, &b->call, b->y, b->work, b->work_size, &pass) == status, what);
     CHECK(same_bits(kept, &pass, sizeof pass), "a failed call leaves the pass as it was");
+}
+
+static void test_custom(void) {
+    moe_layer_config c = small_config();
+    moe_status stop = MOE_ERR_STOPPED;
+    bench b;
+    int which;
+    for (which = 0; which < 2; which++) {
+        c = small_config();
+        if (which) c.router.select = MOE_SELECT_CUSTOM;
+        else c.router.score = MOE_SCORE_CUSTOM;
+        if (start(&b, &c, 1, 6)) {
+            check_naive(&b);
+            CHECK(moe_layer_backward(&b.layer, b.dy, b.dx, NULL, &b.pass) == MOE_OK && !all_zero(b.dx, 36), "backward");
+            b.layer.router.custom.ctx = &stop;
+            expect_call_refused(&b, MOE_ERR_STOPPED, "the status of a custom stage");
+            memset(&b.layer.router.custom, 0, sizeof b.layer.router.custom);
+            expect_call_refused(&b, MOE_ERR_ARGUMENT, "a custom stage that is not there");
+        }
+        end(&b);
+    }
+}
+
+static int takes_any(int select) {
+    return select == MOE_SELECT_DENSE || select == MOE_SELECT_TOP_P || select == MOE_SELECT_THRESHOLD || select == MOE_SELECT_POSITIVE ||
+           select == MOE_SELECT_EXPERT_CHOICE || select == MOE_SELECT_AFFINITY || select == MOE_SELECT_CUSTOM;
+}
+
+/* The recorded choices of a call, replayed, give its bits, whatever selected them; x may change. */
+static void test_replay(void) {
+    int select, after;
+    for (select = 0; select < MOE_SELECT_COUNT; select++)
+        for (after = 0; after < 2; after++) {
+            moe_layer_config c = small_config();
+            bench b;
+            size_t stride, i;
+            int32_t *given;
+            moe_real *y;
+            c.router.select = select, c.router.table_size = select == MOE_SELECT_HASH ? 7 : 0;
+            if (select == MOE_SELECT_BALANCED) c.router.top_k = 1;
+            if (select == MOE_SELECT_THRESHOLD) c.router.threshold = (moe_real)0.3;
+            c.expert = select % MOE_EXPERT_COUNT, c.router.weight = select == MOE_SELECT_SOFT ? 0 : (int)MOE_WEIGHT_RAW;
+            c.add_input = select != MOE_SELECT_SOFT && after;
+            if (!start(&b, &c, 1, 8)) continue;
+            stride = b.pass.routing.max_choices;
+            given = (int32_t *)grab(8 * stride, sizeof *given), y = normals(48, 0.0);
+            memcpy(y, b.y, 48 * sizeof *y);
+            if (select == MOE_SELECT_SOFT) {
+                CHECK(moe_recorded_choices(&b.pass.routing, 1, given) == MOE_ERR_ARGUMENT, "soft has no choices");
+                b.call.given = given;
+                expect_call_refused(&b, MOE_ERR_ARGUMENT, "soft replays nothing");
+            } else {
+                unsigned char *selected = (unsigned char *)grab(32, 1);
+                memcpy(selected, b.pass.routing.selected, 32);
+                CHECK(moe_recorded_choices(&b.pass.routing, 1, given) == MOE_OK, "record");
+                CHECK(stride == (c.router.select == MOE_SELECT_BALANCED ? 1u : takes_any(select) ? 4u : 2u), "the stride of given");
+                b.call.given = given;
+                run(&b);
+                CHECK(b.status == MOE_OK && same_bits(y, b.y, 48 * sizeof *y), "replay gives the same bits");
+                for (i = 0; i < 48; i++) b.x[i] = moe_rng_normal(&rng);
+                run(&b);
+                CHECK(b.status == MOE_OK && same_bits(selected, b.pass.routing.selected, 32),
+                      "replay of other tokens takes the same experts");
+                check_naive(&b);
+                given[0] = 4;
+                expect_call_refused(&b, MOE_ERR_ARGUMENT, "no such expert");
+                given[0] = -2;
+                expect_call_refused(&b, MOE_ERR_ARGUMENT, "no such expert");
+                if (stride > 1) {
+                    given[0] = given[1] = 3;
+                    expect_call_refused(&b, MOE_ERR_ARGUMENT, "an expert twice");
+                }
+                free(selected);
+            }
+            free(given), free(y);
+            end(&b);
+        }
 }
 
 static void test_bad_calls(void) {
@@ -968,6 +1340,12 @@ static void draw_layer_config(moe_layer_config *c) {
         c->expert = below(MOE_EXPERT_COUNT), c->d_ff = 1 + below(9), c->d_low = below(3), c->act = below(MOE_ACT_COUNT),
         c->no_expert_bias = below(2);
         c->n_shared = below(3), c->d_shared = below(4), c->shared_sigmoid = below(2), c->d_out = below(7);
+        c->add_input = below(4) == 0, c->router.capacity_bound = below(6) == 0 ? 1 + below(2) : 0;
+        if (below(3) == 0)
+            c->router.loss_distill = moe_rng_uniform(&rng), c->router.distill = below(MOE_DISTILL_COUNT), c->router.student = below(2),
+            c->router.freeze_at = below(5);
+        if (below(6) == 0) c->router.schedule_steps = 1 + below(9), c->router.k_end = 1, c->router.l1_controller = below(2);
+        if (c->router.selection_bias) c->router.bias_rate = moe_rng_uniform(&rng) / 10;
         if (moe_layer_check(c, NULL, NULL) == MOE_OK && moe_router_check_training(&c->router, NULL) == MOE_OK) return;
     }
 }
@@ -1138,7 +1516,7 @@ static void test_presets(void) {
         if (c.router.select == MOE_SELECT_GROUPED_TOP_K) c.router.groups = 4, c.router.groups_kept = 3;
         if (start(&b, &c, 1, 6)) {
             if (c.router.select != MOE_SELECT_SOFT) check_naive(&b);
-            if (!(moe_router_traits(&c.router) & MOE_TRAIT_NEEDS_PREVIOUS_LAYER) && c.router.select != MOE_SELECT_SINKHORN &&
+            if (!(moe_router_traits(&c.router) & MOE_TRAIT_NEEDS_PREVIOUS_LAYER) && !balances_in_training(&c.router) &&
                 !(c.router.capacity_factor > 0))
                 check_bits(&b);
             CHECK(moe_layer_backward(&b.layer, b.dy, b.dx, NULL, &b.pass) == MOE_OK && !all_zero(b.dx, 6 * 48), preset->name);
@@ -1171,6 +1549,12 @@ int main(int argc, char **argv) {
     test_allocations();
     test_const_tensors();
     test_backward();
+    test_add_input();
+    test_by_experts();
+    test_by_experts_errors();
+    test_state();
+    test_custom();
+    test_replay();
     test_bad_calls();
     test_round_trip();
     test_bad_files();

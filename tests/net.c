@@ -1278,7 +1278,7 @@ static void test_needs(void) {
     moe_net_init(&net, D, 0, NULL);
     moe_net_mixture(&net, &c);
     CHECK_STATUS(moe_net_build(&net, 1, 1, &error), MOE_OK, "build");
-    CHECK_STATUS(moe_fit(&net, &data, NULL, NULL, &error), MOE_ERR_CONFIG, "given indices");
+    CHECK_STATUS(moe_fit(&net, &data, NULL, NULL, &error), MOE_ERR_ARGUMENT, "given indices");
     CHECK(strstr(error.message, "module 0") != NULL && strstr(error.message, "needs_given") != NULL, "the trait is named");
     moe_net_free(&net);
     c = small_layer();
@@ -1287,7 +1287,7 @@ static void test_needs(void) {
     c.router.loss_distill = 1;
     moe_net_mixture(&net, &c);
     CHECK_STATUS(moe_net_build(&net, 1, 1, &error), MOE_OK, "build");
-    CHECK_STATUS(moe_fit(&net, &data, NULL, NULL, &error), MOE_ERR_CONFIG, "a teacher");
+    CHECK_STATUS(moe_fit(&net, &data, NULL, NULL, &error), MOE_ERR_ARGUMENT, "a teacher");
     CHECK(strstr(error.message, "module 1") != NULL && strstr(error.message, "loss_distill") != NULL, "the loss is named");
     moe_net_free(&net);
     c.router.input = MOE_INPUT_ADAPTIVE_CLUSTERING, c.router.loss_distill = 0;
