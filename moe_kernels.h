@@ -282,7 +282,8 @@ typedef struct moe_kernels {
     void (*activate_backward)(int act, size_t n, const moe_real *x, const moe_real *dy, moe_real *dx); /* may be NULL with MOE_NO_TRAIN */
     void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y);
     void (*multiply)(size_t n, const moe_real *a, const moe_real *b, moe_real *y);
-    void (*spread)(int squared, size_t count, const int32_t *rows, size_t n, const moe_real *x, size_t ldx, const moe_real *mean, moe_real *y);
+    void (*spread)(int squared, size_t count, const int32_t *rows, size_t n, const moe_real *x, size_t ldx, const moe_real *mean,
+                   moe_real *y);
     moe_real (*log_posterior)(size_t n, moe_real scale, const moe_real *shift, const moe_real *prior, moe_real *y);
     moe_real (*exp_sum)(size_t n, moe_real max, moe_real *y);
     moe_real (*entropy)(size_t n, const moe_real *p);
@@ -306,8 +307,8 @@ MOE_API moe_real moe_dot(const moe_kernels *k, size_t n, const moe_real *a, cons
 MOE_API void moe_axpy(const moe_kernels *k, size_t n, moe_real alpha, const moe_real *x, moe_real *y);
 /* y_i = a_i b_i; y may be a or b. */
 MOE_API void moe_multiply(const moe_kernels *k, size_t n, const moe_real *a, const moe_real *b, moe_real *y);
-/* y_j = sum over i of |x_ij - mean_j| / count, or with squared = 1 of (x_ij - mean_j)^2 / count; row i of x[.,n] starts at x + rows[i] * ldx,
-   0 <= i < count > 0. y may be mean. */
+/* y_j = sum over i of |x_ij - mean_j| / count, or with squared = 1 of (x_ij - mean_j)^2 / count; row i of x[.,n] starts at
+   x + rows[i] * ldx, 0 <= i < count > 0. y may be mean. */
 MOE_API void moe_spread(const moe_kernels *k, int squared, size_t count, const int32_t *rows, size_t n, const moe_real *x, size_t ldx,
                         const moe_real *mean, moe_real *y);
 /* y_i = act(x_i), act one of MOE_ACT_; y may be x. */
@@ -326,7 +327,8 @@ MOE_API void moe_softmax_backward(size_t n, const moe_real *y, const moe_real *d
 /* A softmax in steps, for what is not one array:
    y_i = scale (y_i - shift_i) + ln prior_i, and -inf where prior_i is not above 0. scale > 0; shift and prior [n], or NULL for 0 and 1.
    Returns the largest y_i, -inf for none; a NaN is passed over, moe_exp_sum shows it. */
-MOE_API moe_real moe_log_posterior(const moe_kernels *k, size_t n, moe_real scale, const moe_real *shift, const moe_real *prior, moe_real *y);
+MOE_API moe_real moe_log_posterior(const moe_kernels *k, size_t n, moe_real scale, const moe_real *shift, const moe_real *prior,
+                                   moe_real *y);
 /* y_i = exp(y_i - max), max at least every y_i and above -inf; returns their sum. -inf gives exactly 0; what lies below the smallest normal
    number may be 0. */
 MOE_API moe_real moe_exp_sum(const moe_kernels *k, size_t n, moe_real max, moe_real *y);
@@ -899,8 +901,8 @@ static void moei_real_multiply_c(size_t n, const moe_real *a, const moe_real *b,
     for (i = 0; i < n; i++) y[i] = a[i] * b[i];
 }
 
-static void moei_real_spread_c(int squared, size_t count, const int32_t *rows, size_t n, const moe_real *x, size_t ldx, const moe_real *mean,
-                               moe_real *y) {
+static void moei_real_spread_c(int squared, size_t count, const int32_t *rows, size_t n, const moe_real *x, size_t ldx,
+                               const moe_real *mean, moe_real *y) {
     size_t i, j;
     for (j = 0; j < n; j++) {
         const moe_real centre = mean[j];
@@ -1867,7 +1869,8 @@ MOEI_AVX2 static void moei_f32_spread_avx2(int squared, size_t count, const int3
         __m256 sum0 = _mm256_setzero_ps(), sum1 = sum0;
         for (i = 0; i < count; i++) {
             const float *row = x + (size_t)rows[i] * ldx;
-            const __m256 off0 = _mm256_sub_ps(moei_load_avx2(low, row + j), mean0), off1 = _mm256_sub_ps(moei_load_avx2(high, row + next), mean1);
+            const __m256 off0 = _mm256_sub_ps(moei_load_avx2(low, row + j), mean0);
+            const __m256 off1 = _mm256_sub_ps(moei_load_avx2(high, row + next), mean1);
             sum0 = squared ? _mm256_fmadd_ps(off0, off0, sum0) : _mm256_add_ps(sum0, _mm256_andnot_ps(sign, off0));
             sum1 = squared ? _mm256_fmadd_ps(off1, off1, sum1) : _mm256_add_ps(sum1, _mm256_andnot_ps(sign, off1));
         }

@@ -30,9 +30,11 @@ typedef long double wide;
 #if MOE_REAL_IS_DOUBLE
 #define EPSILON DBL_EPSILON
 #define TINIEST 4.9406564584124654e-324
+#define SMALLEST DBL_MIN
 #else
 #define EPSILON FLT_EPSILON
 #define TINIEST 1.4012984643e-45
+#define SMALLEST FLT_MIN
 #endif
 
 static long passed, failed;
@@ -450,6 +452,137 @@ static void test_softmax_edges(const moe_kernels *table) {
         }
 }
 
+/* ---- rows: products, spreads, a softmax in steps, entropy ------------------------------------------------------------------------ */
+
+static void test_rows(const moe_kernels *table) {
+    size_t n, i, j;
+    for (n = 0; n <= 67; n++) {
+        const size_t count = 1 + n % 9, stride = n + n % 4 + 1;
+        const int squared = (int)(n / 2 % 2);
+        moe_rng rng = {n};
+        moe_real *a = make_matrix(&rng, 1, n, n + 1, 0), *b = make_matrix(&rng, 1, n, n + 1, 0), *y = borrow(n);
+        moe_real *x = make_matrix(&rng, count, n, stride, 0);
+        int32_t rows[9];
+        for (i = 0; i < count; i++) rows[i] = (int32_t)moe_rng_below(&rng, count); /* in any order, some more than once */
+        moe_multiply(table, n, a, b, y);
+        for (j = 0; j < n; j++) NEAR(y[j], (wide)a[j] * (wide)b[j], (wide)EPSILON * absolute((wide)y[j]));
+        moe_multiply(table, n, a, b, b);
+        CHECK(n == 0 || memcmp(b, y, n * sizeof *y) == 0);
+        moe_spread(table, squared, count, rows, n, x, stride, a, y);
+        for (j = 0; j < n; j++) {
+            wide sum = 0;
+            for (i = 0; i < count; i++) {
+                const wide off = absolute((wide)x[(size_t)rows[i] * stride + j] - (wide)a[j]);
+                sum += squared ? off * off : off;
+            }
+            NEAR(y[j], sum / (wide)count, ((wide)count + 4) * (wide)EPSILON * 4);
+        }
+        moe_spread(table, squared, count, rows, n, x, stride, a, a);
+        CHECK(n == 0 || memcmp(a, y, n * sizeof *y) == 0);
+        give_back(a), give_back(b), give_back(y), give_back(x);
+    }
+}
+
+/* Weights of all sizes; about a third count as nothing. */
+static moe_real random_prior(moe_rng *rng) {
+    const moe_real u = moe_rng_uniform(rng) + MOEI_R(0.001);
+    switch (moe_rng_below(rng, 12)) {
+    case 0: return 0;
+    case 1: return -u;
+    case 2: return not_a_number();
+    case 3: return -INF;
+    case 4: return u * (moe_real)SMALLEST; /* subnormal */
+    case 5: return (moe_real)TINIEST;
+    case 6: return u * MOEI_R(1e30);
+    case 7: return 1;
+    case 8: return 1 - u / 1024;
+    default: return u;
+    }
+}
+
+static void test_posterior(const moe_kernels *table) {
+    size_t n, i;
+    int kind;
+    for (n = 0; n <= 67; n++)
+        for (kind = 0; kind < 8; kind++) {
+            const moe_real scale = kind / 4 ? MOEI_R(0.75) : 40;
+            moe_rng rng = {n * 8 + (size_t)kind};
+            moe_real *y = make_matrix(&rng, 1, n, n + 1, 0), *shift = make_matrix(&rng, 1, n, n + 1, 0), *prior = borrow(n);
+            moe_real *before = borrow(n), max, most = -INF, sum;
+            wide total = 0;
+            for (i = 0; i < n; i++) prior[i] = random_prior(&rng), before[i] = y[i];
+            max = moe_log_posterior(table, n, scale, kind & 1 ? shift : NULL, kind & 2 ? prior : NULL, y);
+            for (i = 0; i < n; i++) {
+                const wide near = (wide)scale * ((wide)before[i] - (kind & 1 ? (wide)shift[i] : 0));
+                const wide far = prior[i] > 0 ? WF(log)((wide)prior[i]) : 0;
+                if (y[i] > most) most = y[i];
+                if ((kind & 2) && !(prior[i] > 0)) CHECK(same_bits(y[i], -INF));
+                else if (kind & 2) NEAR(y[i], near + far, 3 * (wide)EPSILON * (absolute(near) + absolute(far)));
+                else NEAR(y[i], near, 2 * (wide)EPSILON * absolute(near));
+                before[i] = y[i];
+            }
+            CHECK(same_bits(max, most));
+            if (max > -INF) {
+                sum = moe_exp_sum(table, n, max, y);
+                for (i = 0; i < n; i++) {
+                    const wide z = (wide)max - (wide)before[i], want = before[i] > -INF ? WF(exp)(-z) : 0;
+                    if (!(before[i] > -INF)) CHECK(same_bits(y[i], 0));
+                    else NEAR(y[i], want, (3 + z) * (wide)EPSILON * want + (wide)SMALLEST);
+                    total += (wide)y[i];
+                }
+                NEAR(sum, total, (wide)n * (wide)EPSILON * total);
+            }
+            give_back(y), give_back(shift), give_back(prior), give_back(before);
+        }
+}
+
+static void test_posterior_edges(const moe_kernels *table) {
+    size_t n, at, i;
+    for (n = 1; n <= 20; n++)
+        for (at = 0; at < n; at++) {
+            moe_real y[20], prior[20];
+            int good = 1;
+            for (i = 0; i < n; i++) y[i] = 1, prior[i] = 0;
+            CHECK(same_bits(moe_log_posterior(table, n, 2, y, prior, y), -INF));
+            for (i = 0; i < n; i++) good &= same_bits(y[i], -INF);
+            CHECK(same_bits(moe_exp_sum(table, n, 0, y), 0));
+            for (i = 0; i < n; i++) good &= same_bits(y[i], 0);
+            for (i = 0; i < n; i++) y[i] = -200, prior[i] = 1; /* far below the maximum: nothing, and no more than that */
+            y[at] = 3;
+            CHECK(same_bits(moe_exp_sum(table, n, 3, y), 1));
+            for (i = 0; i < n; i++) good &= MOE_REAL_IS_DOUBLE || same_bits(y[i], i == at ? 1 : 0);
+            for (i = 0; i < n; i++) y[i] = 1;
+            y[at] = not_a_number();
+            (void)moe_log_posterior(table, n, 2, NULL, prior, y);
+            good &= is_nan(y[at]) && is_nan(moe_exp_sum(table, n, 2, y));
+            for (i = 0; i < n; i++) y[i] = 1;
+            prior[at] = INF;
+            CHECK(same_bits(moe_log_posterior(table, n, 2, NULL, prior, y), INF));
+            CHECK(good);
+        }
+}
+
+static void test_entropy(const moe_kernels *table) {
+    size_t n, i;
+    for (n = 0; n <= 67; n++) {
+        moe_rng rng = {n};
+        moe_real *p = borrow(n);
+        wide want = 0, size = 0;
+        for (i = 0; i < n; i++) {
+            p[i] = random_prior(&rng);
+            if (p[i] > 2) p[i] = MOEI_R(0.25);
+            if (p[i] > 0) want -= (wide)p[i] * WF(log)((wide)p[i]);
+            if (p[i] > 0) size += absolute((wide)p[i] * WF(log)((wide)p[i]));
+        }
+        NEAR(moe_entropy(table, n, p), want, ((wide)n + 4) * (wide)EPSILON * size + (wide)n * 1000 * (wide)SMALLEST);
+        for (i = 0; i < n; i++) p[i] = (moe_real)(i % 2); /* sure of every one of them */
+        CHECK(same_bits(moe_entropy(table, n, p), 0));
+        for (i = 0; i < n; i++) p[i] = MOEI_R(1.0) / (moe_real)n;
+        if (n > 0) NEAR(moe_entropy(table, n, p), WF(log)((wide)n), 8 * (wide)EPSILON * (1 + WF(log)((wide)n)));
+        give_back(p);
+    }
+}
+
 static void test_log_sum_exp(void) {
     const moe_real pair[2] = {0, MOEI_R(-20.0)}, huge[3] = {MOEI_R(1e30), MOEI_R(1e30), 0}, low[2] = {-INF, -INF};
     const moe_real mixed[3] = {-INF, 2, -INF}, top[3] = {INF, 1, INF}, bad[3] = {1, not_a_number(), 2}, worse[2] = {INF, not_a_number()};
@@ -718,7 +851,8 @@ static void test_constants(void) {
         if (id == MOE_KERNELS_AUTO || id == MOE_KERNELS_C) CHECK(table != NULL);
         if (table != NULL && id != MOE_KERNELS_AUTO) CHECK(table->id == id && strcmp(table->name, name) == 0);
         if (table != NULL) CHECK(table->matmul[0][0] && table->matmul[1][0] && table->matmul[2][0] && table->dot && table->axpy);
-        if (table != NULL) CHECK(table->activate && table->activate_backward && table->softmax);
+        if (table != NULL) CHECK(table->activate && table->activate_backward && table->softmax && table->multiply);
+        if (table != NULL) CHECK(table->spread && table->log_posterior && table->exp_sum && table->entropy);
         if (table != NULL && table->id == MOE_KERNELS_AVX2) CHECK((features & MOE_CPU_AVX2) && (features & MOE_CPU_FMA));
     }
     CHECK(moe_kernels_select(MOE_KERNELS_AUTO) == moe_kernels_select(moe_kernels_select(MOE_KERNELS_AUTO)->id));
@@ -740,6 +874,10 @@ int main(void) {
         test_activation_edges(table);
         test_softmax(table);
         test_softmax_edges(table);
+        test_rows(table);
+        test_posterior(table);
+        test_posterior_edges(table);
+        test_entropy(table);
     }
     test_scalars();
     test_log_sum_exp();
