@@ -80,7 +80,12 @@
      A net.   moe_net_init, module calls, moe_net_build; a failed module call is remembered and returned by build, so one check is enough.
      Every tensor has a name, "2.router.weight", and is reached by it: moe_net_find.
 
-     Training.   moe_fit does it all; moe_trainer_step does one step, for loops of your own.
+     Training.   moe_fit does it all; moe_trainer_step does one step, for loops of your own. Both change the routers' state, after each step.
+
+     The classical mixture.   A mixture layer with select = dense and weight = raw as the last module, whole small networks as experts: the criteria
+     beyond the first two read its experts one by one (moe_mixture_loss does it for arrays of your own). moe_modular_* are modular networks by hard
+     EM, moe_hme_* the hierarchical mixture. Decoupled training: train the experts on splits of the data, freeze them (MOE_PARAM_FROZEN in the flags
+     of their tensors), then train the gate; an attentive gate teaches an ordinary one by loss_distill with its logits as the teacher.
 
      Files.   safetensors, with the configuration as JSON text in the metadata under the key "moe". Values are float32 (float64 in the double build),
      little-endian. Keys of the configuration that this version does not know are refused by name, except those that begin with "_". What is

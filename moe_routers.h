@@ -57,8 +57,8 @@
                                  `--------------------------- losses ---------------------------'
 
      Each stage is one table of rows, one row per value of a configuration field: a function forward, a function backward, and facts about
-     it. Read the file in that order: fields, input, score, noise, gate, refine, select, weight, losses, the configuration as a whole, presets,
-     tensors, one call forward (capacity and the plan stand there), one call backward, metrics. A new router is a row in one of these tables, or no code at all: a preset is a line of text.
+     it. Read the file in that order: fields, schedules, input, score, noise, gate, refine, select, weight, losses, the configuration as a whole,
+     presets, tensors, one call forward (capacity and the plan stand there), one call backward, state, metrics. A new router is a row in one of these tables, or no code at all: a preset is a line of text.
 
      Configuration. {0} with d_model is a good router. Every field is described by a row of moe_router_fields(): its name, kind, range and
      the names of its values. moe_router_check fills in defaults and refuses what makes no sense, naming the field or the two fields.
@@ -73,9 +73,15 @@
      k = 1 with weight sum or softmax makes every weight 1: moe_router_check_training refuses to train such a router in vain.
      Determinism. Bitwise, for the same kernels: a token's logits, gate, choices and weights do not depend on the other tokens of the call when
      moe_router_traits says MOE_TRAIT_CAUSAL without MOE_TRAIT_NEEDS_BATCH.
+     State. What a router remembers (selection bias, running clusters, step, L1 factor, capacity bound) lies in tensors with the flag
+     MOE_PARAM_STATE. moe_route reads them; moe_router_observe and moe_router_advance change them by the rules that the configuration turns on.
+     Schedules of K, of a temperature and of the selection follow the tensor router.step, in training and outside.
+     Replay. moe_recorded_choices keeps what a call chose; call.given chooses it again. Custom. moe_router.custom takes part as a stage.
+     Decoding. A router that needs other tokens at inference refuses a call with decoding = 1; moe_router_check_decoding says which mode would do.
+     Causal refining reads earlier tokens from past_u and past_gate. What needs a batch in training alone (sinkhorn, balanced, drop rules) decodes.
      Soft selection goes another way after u: every expert works on mixtures of tokens; score, gate, weight and losses take no part.
      Metrics. moe_metrics_add after each moe_route, moe_metrics_report when wanted: entropies, load, capacity, expert and class, in double.
-     Threads. Nothing here keeps state. Calls with different memory may run at the same time; a moe_rng belongs to one call at a time.
+     Threads. No function keeps anything to itself. Calls with different memory may run at the same time; a moe_rng belongs to one call at a time.
 */
 #include "moe_kernels.h"
 
