@@ -582,10 +582,10 @@ static void test_nets_refused(void) {
 /* Two layers of linear modules fit a function that is linear in pieces. The assigned choices' log-likelihood never falls in an E-step that only adds draws;
    the module that the gate prefers in the end is the one that was assigned; errors name what is wrong. */
 static void test_modular(void) {
-    enum { N = 96 };
+    enum { SEEN = 96 };
     static const char *const settings = "n_experts=3 top_k=1 select=sample weight=one loss_distill=1 expert=linear";
-    moe_real x[N * 2], targets[N];
-    int32_t choices[2 * N], kept[2 * N];
+    moe_real x[SEEN * 2], targets[SEEN];
+    int32_t choices[2 * SEEN], kept[2 * SEEN];
     moe_layer_config c;
     moe_net net;
     moe_train_config t;
@@ -599,19 +599,19 @@ static void test_modular(void) {
     int i;
     moe_rng_seed(&rng, 5);
     memset(&net, 0, sizeof net), memset(&t, 0, sizeof t), memset(&c, 0, sizeof c), memset(&data, 0, sizeof data), memset(&modular, 0, sizeof modular);
-    for (i = 0; i < N; i++) {
+    for (i = 0; i < SEEN; i++) {
         x[2 * i] = moe_rng_normal(&rng), x[2 * i + 1] = moe_rng_normal(&rng);
         targets[i] = x[2 * i] > 0 ? 3 * x[2 * i + 1] : 1 - 3 * x[2 * i + 1];
     }
-    for (i = 0; i < 2 * N; i++) choices[i] = -1;
+    for (i = 0; i < 2 * SEEN; i++) choices[i] = -1;
     CHECK_STATUS(moe_fields_apply(moe_layer_fields(), &c, settings, &error), MOE_OK, settings);
     moe_net_init(&net, 2, MOE_KERNELS_C, NULL);
     c.d_out = 4;
     moe_net_mixture(&net, &c);
     c.d_out = 1;
     moe_net_mixture(&net, &c);
-    t.criterion = MOE_CRITERION_SQUARED_ERROR, t.batch = N, t.rate = (moe_real)0.01;
-    data.n = N, data.x = x, data.targets = targets;
+    t.criterion = MOE_CRITERION_SQUARED_ERROR, t.batch = SEEN, t.rate = (moe_real)0.01;
+    data.n = SEEN, data.x = x, data.targets = targets;
     if (!CHECK_STATUS(moe_net_build(&net, 1, 3, &error), MOE_OK, "build")) return;
     if (!CHECK_STATUS(moe_trainer_init(&trainer, &net, &t, &error), MOE_OK, "trainer")) return;
     CHECK_STATUS(moe_modular_init(&modular, &trainer, &error), MOE_OK, "modular");
@@ -629,7 +629,7 @@ static void test_modular(void) {
     CHECK_NEAR(result.log_likelihood, before, ROUNDING, "and so does their log-likelihood");
     for (i = 0; i < 120; i++) CHECK_STATUS(moe_modular_step(&modular, &data, 4, 5, choices, &result, &error), MOE_OK, "EM");
     CHECK(result.log_likelihood > first.log_likelihood + 2 && result.last.loss < (moe_real)0.05, "it learns a function that is linear in pieces");
-    data.n = N + 1;
+    data.n = SEEN + 1;
     CHECK_REFUSED(moe_modular_step(&modular, &data, 1, 1, choices, NULL, &error), MOE_ERR_ARGUMENT, "must be 1 to batch");
     moe_modular_free(&modular);
     moe_modular_free(&modular);
@@ -644,6 +644,133 @@ static void test_modular(void) {
     CHECK_REFUSED(moe_modular_init(&modular, &trainer, &error), MOE_ERR_CONFIG, "select = sample");
     moe_trainer_free(&trainer);
     moe_net_free(&net);
+}
+
+/* ---- decoupled training, and an attentive gate that teaches an ordinary one --------------------------------------------------------- */
+
+enum { REGIONS = 3, POINTS = 240 };
+
+/* Three regions of the plane, each with its own line. */
+static void draw_regions(moe_real *x, moe_real *targets, int32_t *region) {
+    moe_rng rng;
+    int i;
+    moe_rng_seed(&rng, 21);
+    for (i = 0; i < POINTS; i++) {
+        moe_real a = moe_rng_normal(&rng), b = moe_rng_normal(&rng);
+        region[i] = a > 0 && b > 0 ? 0 : a > b ? 1 : 2;
+        x[2 * i] = a, x[2 * i + 1] = b;
+        targets[i] = region[i] == 0 ? 2 * a - b : region[i] == 1 ? 1 + b : a - 3;
+    }
+}
+
+/* Experts learn the regions that they are given, by replay; then they are frozen and the gate alone learns to send points to them. */
+static void test_decoupled(void) {
+    moe_real x[POINTS * 2], targets[POINTS];
+    int32_t region[POINTS];
+    moe_layer_config c;
+    moe_net net;
+    moe_train_config t;
+    moe_trainer trainer;
+    moe_evaluation before, after;
+    moe_error error;
+    moe_data data;
+    moe_call call;
+    moe_tensor *experts;
+    moe_real kept[REGIONS * 2];
+    int32_t given[POINTS * REGIONS];
+    size_t i;
+    int step;
+    memset(&c, 0, sizeof c), memset(&net, 0, sizeof net), memset(&t, 0, sizeof t), memset(&data, 0, sizeof data), memset(&call, 0, sizeof call);
+    draw_regions(x, targets, region);
+    CHECK_STATUS(moe_fields_apply(moe_layer_fields(), &c, "n_experts=3 score=mlp router_hidden=16 select=dense weight=sum expert=linear d_out=1", &error), MOE_OK, "settings");
+    moe_net_init(&net, 2, MOE_KERNELS_C, NULL);
+    moe_net_mixture(&net, &c);
+    if (!CHECK_STATUS(moe_net_build(&net, 1, 3, &error), MOE_OK, "build")) return;
+    for (i = 0; i < POINTS * REGIONS; i++) given[i] = i % REGIONS == 0 ? region[i / REGIONS] : -1;
+    t.criterion = MOE_CRITERION_SQUARED_ERROR, t.batch = POINTS, t.rate = (moe_real)0.05;
+    data.n = POINTS, data.x = x, data.targets = targets, call.given = given, data.call = &call;
+    if (!CHECK_STATUS(moe_trainer_init(&trainer, &net, &t, &error), MOE_OK, "trainer")) return;
+    for (step = 0; step < 400; step++) CHECK_STATUS(moe_trainer_step(&trainer, &data, NULL, &error), MOE_OK, "an expert's split");
+    moe_trainer_free(&trainer);
+    data.call = NULL;
+    experts = moe_net_find(&net, "0.experts.weight");
+    if (!CHECK(experts != NULL && experts->count == REGIONS * 2, "the experts")) return;
+    CHECK_NEAR(experts->data[0], 2, 1e-2, "the first expert knows its region");
+    experts->flags |= MOE_PARAM_FROZEN, moe_net_find(&net, "0.experts.bias")->flags |= MOE_PARAM_FROZEN;
+    memcpy(kept, experts->data, sizeof kept);
+    CHECK_STATUS(moe_evaluate(&net, &data, t.criterion, &before, &error), MOE_OK, "before");
+    t.epochs = 300, t.batch = 40, t.rate = (moe_real)0.02;
+    CHECK_STATUS(moe_fit(&net, &data, NULL, &t, &error), MOE_OK, "the gate alone");
+    CHECK_STATUS(moe_evaluate(&net, &data, t.criterion, &after, &error), MOE_OK, "after");
+    CHECK(memcmp(kept, experts->data, sizeof kept) == 0, "frozen experts stay, to the bit");
+    CHECK(after.loss < before.loss / 4, "the gate has learned");
+    moe_net_free(&net);
+}
+
+/* The attentive gate needs all experts' hidden layers; an ordinary gate learns from its logits and then needs none. */
+static void test_attentive_teacher(void) {
+    moe_real x[POINTS * 2], targets[POINTS], y[POINTS], *teacher;
+    int32_t region[POINTS];
+    moe_layer_config c;
+    moe_layer attentive;
+    moe_layer_pass pass;
+    moe_net pupil;
+    moe_train_config t;
+    moe_trainer trainer;
+    moe_net_pass seen;
+    moe_error error;
+    moe_data data;
+    moe_call call;
+    moe_tensor tensor;
+    size_t bytes, i, agree[2] = {0, 0};
+    void *work;
+    int step, round;
+    memset(&c, 0, sizeof c), memset(&pupil, 0, sizeof pupil), memset(&t, 0, sizeof t), memset(&data, 0, sizeof data), memset(&call, 0, sizeof call);
+    draw_regions(x, targets, region);
+    CHECK_STATUS(moe_fields_apply(moe_layer_fields(), &c, "d_model=2 n_experts=4 score=attentive select=dense weight=raw expert=mlp d_ff=6 d_out=1", &error), MOE_OK, "settings");
+    if (!CHECK_STATUS(moe_layer_create(&attentive, &c, 0, 5, NULL, &error), MOE_OK, "attentive")) return;
+    for (i = 0; moe_layer_tensor(&attentive, i, &tensor) == MOE_OK; i++) { /* a gate with opinions */
+        size_t j;
+        for (j = 0; strncmp(tensor.name, "router.", 7) == 0 && j < tensor.count; j++) tensor.data[j] *= 2;
+    }
+    call.n_tokens = POINTS, call.x = x;
+    CHECK_STATUS(moe_layer_work_size(&attentive, POINTS, 0, &bytes), MOE_OK, "size");
+    work = malloc(bytes);
+    if (!CHECK(work != NULL && moe_layer_forward(&attentive, &call, y, work, bytes, &pass) == MOE_OK, "the teacher's call")) return;
+    teacher = pass.routing.logits;
+    CHECK_STATUS(moe_fields_apply(moe_layer_fields(), &c, "score=mlp router_hidden=16 loss_distill=1 distill=ce_soft", &error), MOE_OK, "settings");
+    moe_net_init(&pupil, 2, MOE_KERNELS_C, NULL);
+    moe_net_mixture(&pupil, &c);
+    if (!CHECK_STATUS(moe_net_build(&pupil, 1, 9, &error), MOE_OK, "pupil")) return;
+    t.criterion = MOE_CRITERION_SQUARED_ERROR, t.batch = POINTS, t.rate = (moe_real)0.02;
+    memset(&call, 0, sizeof call);
+    call.teacher = teacher;
+    data.n = POINTS, data.x = x, data.targets = y, data.call = &call;
+    if (!CHECK_STATUS(moe_trainer_init(&trainer, &pupil, &t, &error), MOE_OK, "trainer")) return;
+    for (round = 0; round < 2; round++) {
+        const moe_routing *r;
+        moe_call again;
+        void *memory;
+        memset(&again, 0, sizeof again);
+        again.n_tokens = POINTS, again.x = x;
+        CHECK_STATUS(moe_net_work_size(&pupil, POINTS, 0, &bytes), MOE_OK, "size");
+        memory = malloc(bytes);
+        if (!CHECK(memory != NULL && moe_net_forward(&pupil, &again, memory, bytes, &seen) == MOE_OK, "the pupil's call")) return;
+        r = moe_net_routing(&pupil, &seen, 0);
+        for (i = 0; i < POINTS; i++) {
+            int32_t mine, its;
+            (void)moe_top_k(4, r->logits + 4 * i, 1, &mine);
+            (void)moe_top_k(4, teacher + 4 * i, 1, &its);
+            agree[round] += mine == its;
+        }
+        free(memory);
+        for (step = 0; round == 0 && step < 600; step++) CHECK_STATUS(moe_trainer_step(&trainer, &data, NULL, &error), MOE_OK, "a lesson");
+    }
+    CHECK(agree[1] * 100 > POINTS * 93 && agree[1] > agree[0], "the ordinary gate chooses as the attentive one does");
+    moe_trainer_free(&trainer);
+    moe_net_free(&pupil);
+    moe_layer_free(&attentive);
+    free(work);
 }
 
 /* ---- hierarchical mixtures: data ------------------------------------------------------------------------------------------------ */
@@ -1436,6 +1563,8 @@ int main(void) {
     test_nets_learn();
     test_nets_refused();
     test_modular();
+    test_decoupled();
+    test_attentive_teacher();
     test_probabilities();
     test_steep();
     test_gradient();
