@@ -187,8 +187,15 @@ static line coordinate(const variable *v, size_t i, double *base) {
 }
 
 static void note_error(subject *s, const variable *v, double error, double scale) {
-    error = fabs(error) <= s->rounding ? 0.0 : fabs(error) / scale;
-    if (!(error <= s->worst)) s->worst = error, s->worst_name = v->name;
+    error = fabs(error) <= s->rounding ? 0.0 : isfinite(error) ? fabs(error) / scale : HUGE_VAL;
+    if (error > s->worst) s->worst = error, s->worst_name = v->name;
+}
+
+/* A gradient that must be 0, and not nearly. */
+static void check_untouched(subject *s, const variable *v) {
+    size_t i;
+    for (i = 0; i < v->count; i++, s->numbers++)
+        if (!(v->gradient[i] <= 0.0 && v->gradient[i] >= 0.0)) s->worst = HUGE_VAL, s->worst_name = v->name;
 }
 
 static double largest_gradient(const variable *v) {
@@ -204,7 +211,7 @@ static void check_variable(subject *s, const variable *v) {
     double *measured = (double *)grab(v->count, sizeof *measured), scale = 1e-8 + largest_gradient(v), base;
     unsigned char *found = (unsigned char *)grab(v->count, 1);
     size_t i;
-    for (i = 0; i < v->count && !v->untouched; i++) {
+    for (i = 0; i < v->count; i++) {
         line way = coordinate(v, i, &base);
         found[i] = (unsigned char)central_difference(s, &way, 1e-5, &measured[i]);
         if (found[i] && 1e-8 + fabs(measured[i]) > scale) scale = 1e-8 + fabs(measured[i]);
@@ -212,7 +219,7 @@ static void check_variable(subject *s, const variable *v) {
     for (i = 0; i < v->count; i++) {
         line way = coordinate(v, i, &base);
         s->numbers++;
-        if (!v->untouched && !nearest_difference(s, &way, found[i], v->gradient[i], 0.1 * BOUND * scale, &measured[i])) s->skipped++;
+        if (!nearest_difference(s, &way, found[i], v->gradient[i], 0.1 * BOUND * scale, &measured[i])) s->skipped++;
         else note_error(s, v, measured[i] - v->gradient[i], scale);
     }
     free(measured), free(found);
@@ -227,11 +234,10 @@ static void check_along(subject *s, const variable *v) {
     for (i = 0; i < v->count; i++) {
         direction[i] = 2.0 * moe_rng_uniform(&rng) - 1.0;
         expected += direction[i] * v->gradient[i], size += v->gradient[i] * v->gradient[i];
-        if (v->untouched) note_error(s, v, v->gradient[i], 1e-8);
     }
     way.value = v->value, way.base = base, way.direction = direction, way.count = v->count;
     size = sqrt(size);
-    for (k = 0; k < 3 && v->count > 0 && !v->untouched; k++) { /* the direction, then two numbers */
+    for (k = 0; k < 3 && v->count > 0; k++) { /* the direction, then two numbers */
         double scale;
         int found;
         at = (size_t)moe_rng_below(&rng, v->count);
@@ -252,12 +258,14 @@ enum { EVERY_NUMBER, ALONG };
 static int check_subject_or_redraw(subject *s, const char *group, const char *name, int how, int redraw) {
     char why[NAME_ROOM];
     int i, measured;
-    s->worst_name = "nothing";
-    s->worst = -1.0;
-    s->rounding = 1e-10 * (1.0 + fabs(s->evaluate(s->ctx)));
+    double start = s->evaluate(s->ctx);
+    s->worst_name = "L itself";
+    s->worst = isfinite(start) ? -1.0 : HUGE_VAL;
+    s->rounding = 1e-10 * (1.0 + fabs(start));
     if (s->decisions != NULL) copy_notes(&s->first, s->decisions);
     for (i = 0; i < s->n_variables; i++)
-        if (how == ALONG) check_along(s, &s->variables[i]);
+        if (s->variables[i].untouched) check_untouched(s, &s->variables[i]);
+        else if (how == ALONG) check_along(s, &s->variables[i]);
         else check_variable(s, &s->variables[i]);
     free(s->first.bytes);
     measured = s->skipped * 10 <= s->numbers;
@@ -803,6 +811,7 @@ static void layer_backward(layer_case *c) {
         free(d_outputs), free(d_weights);
     } else c->status = moe_layer_backward(&c->layer, c->dy, c->dx, d_router_x, &c->pass);
     if (!r->student) return;
+    free(c->logits);
     c->logits = normals(count, 0.0);
     memcpy(c->logits, c->pass.routing.logits, count * sizeof(double));
     if (!is_frozen(r) && !(fabs(distance_from_start(c) - c->pass.routing.loss[MOE_LOSS_DISTILL]) < 1e-12)) c->status = MOE_ERR_NONFINITE;
@@ -1317,6 +1326,7 @@ static void check_recorded(const moe_layer_config *config, size_t n, int with, i
     }
     first = results_of(&c, &count);
     pairs = n * c.pass.routing.max_choices;
+    free(c.given);
     choices = (int32_t *)grab(pairs, sizeof *choices), c.given = (int32_t *)grab(pairs, sizeof *c.given);
     memcpy(choices, c.pass.routing.choices, pairs * sizeof *choices);
     report("replay", name, c.pass.routing.max_choices == given_stride(&c.layer.config.router), "max_choices is not as documented");
