@@ -2949,32 +2949,36 @@ static moe_real *moei_importance_row(const moei_pass *s, size_t t, moe_real *val
     return r->d_weights;
 }
 
-/* w CV^2 of I_e = sum_t v_te. Deviations are taken from I_0 first, so that they are exactly 0 at balance. */
+/* CV^2 of the sums I[E]; factor times its slopes take their place. Deviations are taken from I_0 first, so that they are exactly 0 at balance; 0 where the
+   mean is. */
+static moe_real moei_squared_variation(const moei_pass *s, moe_real factor, moe_real *sums) {
+    moe_real base = sums[0], mean = MOEI_R(0.0), variance = MOEI_R(0.0), count = (moe_real)s->experts, freedom = s->c->unbiased ? count - MOEI_R(1.0) : count;
+    size_t e;
+    for (e = 0; e < s->experts; e++) sums[e] -= base, mean += sums[e];
+    mean /= count;
+    for (e = 0; e < s->experts; e++) sums[e] -= mean, variance += sums[e] * sums[e];
+    mean += base;
+    variance /= freedom;
+    for (e = 0; e < s->experts; e++)
+        sums[e] = factor * MOEI_R(2.0) * moei_ratio(sums[e] / freedom - moei_ratio(variance, mean * count), mean * mean);
+    return moei_ratio(variance, mean * mean);
+}
+
+/* w CV^2 of I_e = sum_t v_te. */
 static moe_real moei_loss_importance(moei_pass *s, moe_real factor, int backward) {
-    moe_real *load = s->r->row, *values = load + s->experts, *target = NULL, mean = MOEI_R(0.0), variance = MOEI_R(0.0), base, freedom;
-    size_t t, e, count = s->experts;
-    if (count < 2) return MOEI_R(0.0);
-    for (e = 0; e < count; e++) load[e] = MOEI_R(0.0);
+    moe_real *sums = s->r->row, *values = sums + s->experts, *target = NULL, value;
+    size_t t, e;
+    if (s->experts < 2) return MOEI_R(0.0);
+    for (e = 0; e < s->experts; e++) sums[e] = MOEI_R(0.0);
     for (t = 0; t < s->n; t++) {
         if (!moei_is_real(s->call, t)) continue;
         target = moei_importance_row(s, t, values);
-        for (e = 0; e < count; e++) load[e] += values[e];
+        for (e = 0; e < s->experts; e++) sums[e] += values[e];
     }
-    base = load[0];
-    for (e = 0; e < count; e++) load[e] -= base, mean += load[e];
-    mean /= (moe_real)count;
-    for (e = 0; e < count; e++) load[e] -= mean, variance += load[e] * load[e];
-    mean += base;
-    freedom = s->c->unbiased ? (moe_real)(count - 1) : (moe_real)count;
-    variance /= freedom;
-    if (!(mean < MOEI_R(0.0)) && !(mean > MOEI_R(0.0))) return MOEI_R(0.0);
-    if (backward) {
-        for (e = 0; e < count; e++)
-            load[e] = factor * MOEI_R(2.0) / (mean * mean) * (load[e] / freedom - variance / (mean * (moe_real)count));
-        for (t = 0; t < s->n; t++)
-            if (moei_is_real(s->call, t)) moe_axpy(s->router->kernels, count, MOEI_R(1.0), load, target + t * count);
-    }
-    return factor * variance / (mean * mean);
+    value = moei_squared_variation(s, factor, sums);
+    for (t = 0; t < s->n && backward; t++)
+        if (moei_is_real(s->call, t)) moe_axpy(s->router->kernels, s->experts, MOEI_R(1.0), sums, target + t * s->experts);
+    return factor * value;
 }
 
 /* gamma mean_t H(p_t); 0 ln 0 = 0 with derivative 0. */
@@ -3104,7 +3108,7 @@ static size_t moei_rival(const moei_pass *s, const int32_t *best, size_t e) {
 
 /* w CV^2 of load_e = sum_t Phi((clean z_te - the rival's noisy logit) / noise scale). */
 static moe_real moei_loss_load(moei_pass *s, moe_real factor, int backward) {
-    moe_real *load = s->r->row, mean = MOEI_R(0.0), variance = MOEI_R(0.0), freedom, base;
+    moe_real *load = s->r->row, value = MOEI_R(0.0);
     size_t t, e, count = s->experts, k = (size_t)s->c->top_k;
     int round;
     if (k >= count || !moei_is_noisy(s)) return MOEI_R(0.0);
@@ -3126,18 +3130,9 @@ static moe_real moei_loss_load(moei_pass *s, moe_real factor, int backward) {
                 s->r->d_noise[cell] -= slope * a;
             }
         }
-        if (round > 0) break;
-        base = load[0];
-        for (e = 0; e < count; e++) load[e] -= base, mean += load[e];
-        mean /= (moe_real)count;
-        for (e = 0; e < count; e++) load[e] -= mean, variance += load[e] * load[e];
-        mean += base;
-        freedom = s->c->unbiased ? (moe_real)(count - 1) : (moe_real)count;
-        variance /= freedom;
-        if (!(mean > MOEI_R(0.0))) return MOEI_R(0.0);
-        for (e = 0; e < count; e++) load[e] = factor * MOEI_R(2.0) / (mean * mean) * (load[e] / freedom - variance / (mean * (moe_real)count));
+        if (round == 0) value = moei_squared_variation(s, factor, load);
     }
-    return factor * variance / (mean * mean);
+    return factor * value;
 }
 
 /* w sum over e != e' of cos(W_e, W_e')^2. */
