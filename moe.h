@@ -748,7 +748,7 @@ typedef struct moe_mixture {
    either may be NULL, neither overlaps an input. With expert_p (dual temperature) *loss and d_p are those with p, d_outputs is that of
    the loss with expert_p. Computed in double, by log-sum-exp; a gradient beyond 1e38 (1e308 in the double build), which takes p_i = 0 or
    huge numbers, is cut there. n = 0 gives 0. MOE_ERR_ARGUMENT: no such criterion, an array is missing, p below 0, a label or T out of
-   range; MOE_ERR_NONFINITE: in an array, or the loss, as when all p are 0 under a log; MOE_ERR_OVERFLOW. error names row and value. A
+   range; MOE_ERR_NONFINITE: in an array, or a loss, as when all p are 0 under a log; MOE_ERR_OVERFLOW. error names row and value. A
    failed call changes nothing. Allocates nothing; thread-safe for different results. */
 MOE_API moe_status moe_mixture_loss(int criterion, const moe_mixture *mixture, moe_real *loss, moe_real *d_p, moe_real *d_outputs,
                                     moe_error *error);
@@ -5026,7 +5026,7 @@ static void moei_mix_backward(const moei_mix *mix, const moe_mixture *m, size_t 
     moei_blend gate = moei_blend_measured(mix, m, t, blend ? p : NULL, 0), into = blend ? moei_blend_measured(mix, m, t, q, 0) : gate;
     size_t i, j;
     for (i = 0; i < m->experts; i++) {
-        if (!blend) gate = into = moei_blend_measured(mix, m, t, NULL, i);
+        if (!blend && i > 0) gate = into = moei_blend_measured(mix, m, t, NULL, i);
         by_p = logs ? -exp(loss_p - mix->sharpness * into.loss) : blend ? 0.0 : into.loss;
         for (j = 0; blend && d_p != NULL && j < m->width; j++)
             by_p += gate.scale * moei_blend_slope(&gate, j) * (double)gate.o[i * gate.stride + j];
@@ -5034,7 +5034,7 @@ static void moei_mix_backward(const moei_mix *mix, const moe_mixture *m, size_t 
         if (logs && weight > 0.0) weight = mix->sharpness * exp(log(weight) + loss_q - mix->sharpness * into.loss);
         if (d_p != NULL) d_p[i] = moei_cut(by_p / (double)m->n);
         for (j = 0; d_o != NULL && j < m->width; j++)
-            d_o[i * gate.stride + j] = moei_cut(weight * into.scale * moei_blend_slope(&into, j) / (double)m->n);
+            d_o[i * gate.stride + j] = moei_cut(weight > 0.0 ? weight * into.scale * moei_blend_slope(&into, j) / (double)m->n : 0.0);
     }
 }
 
@@ -5072,24 +5072,33 @@ static moe_status moei_mixture_check(int criterion, const moe_mixture *m, const 
     return status != MOE_OK ? status : moei_answers_check(moei_mixes[criterion].squared, m->labels, m->targets, m->n, m->width, error);
 }
 
+/* The mean loss under the gate p [n,E]. */
+static moe_status moei_mixture_mean(int criterion, const moe_mixture *m, const moe_real *p, double *mean, moe_error *error) {
+    size_t t;
+    *mean = 0.0;
+    for (t = 0; t < m->n; t++) {
+        *mean += moei_mix_loss(&moei_mixes[criterion], m, t, p + t * m->experts) / (double)m->n;
+        if (!moei_fits_real(*mean))
+            return moei_error(error, MOE_ERR_NONFINITE, "the loss of sample %z is not finite: p is all 0, or numbers are too large", t);
+    }
+    return MOE_OK;
+}
+
 moe_status moe_mixture_loss(int criterion, const moe_mixture *mixture, moe_real *loss, moe_real *d_p, moe_real *d_outputs,
                             moe_error *error) {
     const moe_mixture *m = mixture;
-    double sum = 0.0;
+    double mean, unused;
     size_t t;
     moe_status status = moei_mixture_check(criterion, m, loss, 1, error);
-    for (t = 0; status == MOE_OK && t < m->n; t++) {
-        sum += moei_mix_loss(&moei_mixes[criterion], m, t, m->p + t * m->experts) / (double)m->n;
-        if (!moei_fits_real(sum))
-            return moei_error(error, MOE_ERR_NONFINITE, "the loss of sample %z is not finite: p is all 0, or numbers are too large", t);
-    }
+    if (status == MOE_OK) status = moei_mixture_mean(criterion, m, m->p, &mean, error);
+    if (status == MOE_OK && m->expert_p != NULL) status = moei_mixture_mean(criterion, m, m->expert_p, &unused, error);
     if (status != MOE_OK) return status;
     for (t = 0; (d_p != NULL || d_outputs != NULL) && t < m->n; t++) {
         const moe_real *p = m->p + t * m->experts, *q = m->expert_p != NULL ? m->expert_p + t * m->experts : p;
         moei_mix_backward(&moei_mixes[criterion], m, t, p, q, d_p != NULL ? d_p + t * m->experts : NULL,
                           d_outputs != NULL ? d_outputs + t * m->width : NULL);
     }
-    *loss = (moe_real)sum;
+    *loss = (moe_real)mean;
     return MOE_OK;
 }
 
@@ -5327,7 +5336,8 @@ static moe_status moei_hme_check_data(const moe_hme *hme, const moe_data *data, 
     if (hme->memory == NULL) return moei_error(error, MOE_ERR_STATE, "the mixture is not created");
     if (data->n == 0) return MOE_OK;
     if (data->x == NULL || result == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "x and the array for results must not be NULL");
-    if (!moei_mul(data->n, hme->n_parameters, &cells) || !moei_mul(cells, sizeof(double), &cells)) /* more than any array has */
+    cells = hme->all > hme->width ? hme->all : hme->width; /* of the widest array, in a row */
+    if (!moei_mul(data->n, cells > hme->row ? cells : hme->row, &cells) || !moei_mul(cells, sizeof(double), &cells))
         return moei_error(error, MOE_ERR_OVERFLOW, "n = %z: too large", data->n);
     status = moei_reals_check("x", data->x, data->n, hme->row - 1, error);
     squared = hme->config.family == MOE_HME_GAUSSIAN;
@@ -5417,14 +5427,18 @@ static double moei_model_sample(moe_hme *hme, const moei_model *m, const moe_dat
     double mass = moei_sum(m->span > 0 ? m->rows * m->span : 1, h + m->first), least = mass / 65536.0, curvature = mass, share, p;
     const moe_real *x = data->x + t * (hme->row - 1);
     double total, *o = hme->outputs;
+    moei_lse lse = moei_lse_empty;
     size_t i;
     if (!(mass > 0.0)) return 0.0;
     sums->mass += mass;
-    total = m->variance == NULL ? moei_hme_total(hme, m->rows, m->weights, x) : 0.0;
     for (i = 0; i < m->rows; i++) {
-        o[i] = moei_hme_dot(hme, m->weights + i * hme->row, x) - total;
+        o[i] = moei_hme_dot(hme, m->weights + i * hme->row, x);
+        if (m->variance == NULL) moei_lse_add(&lse, o[i]);
+    }
+    total = m->variance == NULL ? moei_lse_value(&lse) : 0.0;
+    for (i = 0; i < m->rows; i++) {
+        o[i] -= m->variance != NULL ? (double)data->targets[t * m->rows + i] : total;
         if (m->variance != NULL) {
-            o[i] -= (double)data->targets[t * m->rows + i];
             sums->objective -= 0.5 * mass * o[i] * o[i];
             o[i] *= -mass;
             continue;

@@ -560,8 +560,12 @@ MOEI_TOOL int moei_parse_real(const char *s, size_t n, moe_real *out) {
         value = moei_scale10(value, -290);
         exponent = exponent + 290 < -290 ? -290 : exponent + 290;
     }
-    if (mantissa > 0 && exponent > 290) return 0;
-    value = moei_scale10(value, exponent > 290 ? 0 : exponent);
+    if (mantissa > 0 && exponent > 310) return 0;
+    if (exponent > 200) { /* in sixteenths for the last step, as in moei_put_digits */
+        value = moei_scale10(value, exponent > 310 ? 0 : exponent - 60);
+        value = moei_pair_product(moei_pair_of(value.hi / 16.0, value.lo / 16.0), moei_scale10(moei_pair_of(1.0, 0.0), 60));
+        value.hi *= 16.0;
+    } else value = moei_scale10(value, exponent);
     *out = (moe_real)(negative ? -value.hi : value.hi);
     return moe_is_finite(*out);
 }
@@ -581,6 +585,11 @@ MOEI_TOOL void moei_put_digits(moei_text *t, double value, int significant) {
         exact = moei_scale10(exact, 60);
         value = exact.hi;
         shifted -= 60;
+    }
+    if (value > 1e230) { /* a sixteenth, so that no product on the way leaves the range */
+        exact = moei_scale10(moei_pair_of(value / 16.0, 0.0), -60);
+        exact.hi *= 16.0, exact.lo *= 16.0;
+        shifted += 60;
     }
     while (exponent < 290 && moei_scale10(exact, -exponent).hi >= 10.0) exponent++;
     while (exponent > -290 && moei_scale10(exact, -exponent).hi < 1.0) exponent--;

@@ -943,7 +943,7 @@ MOEI_TOOL int moei_field_is_zero(const moe_field *field, const void *config) {
     moe_real value;
     if (field->kind != MOE_FIELD_REAL) return moei_field_get_int(field, config) == 0;
     value = moei_field_get_real(field, config);
-    return value >= MOEI_R(0.0) && value <= MOEI_R(0.0); /* a NaN is no default */
+    return (moei_real_bits(value) & ~MOEI_SIGN_BIT) == 0; /* by its bits: a NaN is no default, under -ffast-math either */
 }
 
 moe_status moe_fields_apply(const moe_field *fields, void *config, const char *settings, moe_error *error) {
