@@ -4778,10 +4778,10 @@ static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_conf
     size_t i;
     moe_status status = moe_trainer_init(&f->trainer, net, config, error);
     if (status != MOE_OK) return status;
-    status = moei_data_check(net, f->train, f->trainer.config.criterion, error);
+    status = moei_routers_check(net, NULL, error);
+    if (status == MOE_OK) status = moei_data_check(net, f->train, f->trainer.config.criterion, error);
     if (status == MOE_OK) status = moei_samples_alone(f->train, error);
     if (status == MOE_OK && f->test != NULL) status = moei_samples_alone(f->test, error);
-    if (status == MOE_OK) status = moei_routers_check(net, NULL, error);
     if (status == MOE_OK && f->train->n == 0) status = moei_error(error, MOE_ERR_ARGUMENT, "there are no samples to train on");
     if (status == MOE_OK && f->test != NULL) status = moei_data_check(net, f->test, f->trainer.config.criterion, error);
     if (status != MOE_OK) return status;
