@@ -3058,6 +3058,96 @@ static void test_consistency(void) {
     }
 }
 
+/* ---- decoding with refine: earlier tokens from the caller's memory ---------------------------------------------------------------------- */
+
+enum { PAST_N = 37, PAST_D = 6, PAST_E = 5, PAST_H = 3 };
+
+/* All tokens of one sequence in one call, and the same in parts that are given the u and gate of the tokens before them. */
+static void check_past(const char *settings, uint64_t seed) {
+    moe_router_config c = config_of(settings);
+    moe_real *x = normals(PAST_N * PAST_D, 1.0, seed), *output = normals(PAST_N * PAST_D, 1.0, seed + 1), *a = reals(PAST_H * PAST_N * PAST_N);
+    moe_real *o = normals(PAST_H * PAST_N * PAST_D, 1.0, seed + 2), *past_u = reals(PAST_N * PAST_D), *past_gate = reals(PAST_N * PAST_E);
+    moe_router router;
+    moe_routing whole, part;
+    moe_call call, bad;
+    moe_slot slot;
+    moe_error error;
+    size_t bytes, i, j, h, t, n;
+    void *first, *second;
+    int place;
+    c.d_model = PAST_D, c.n_experts = PAST_E;
+    if (!STATUS(moe_router_init(&router, &c, moe_kernels_select(MOE_KERNELS_AUTO), &error), MOE_OK, settings)) return;
+    STATUS(moe_router_check_decoding(&c, &error), MOE_OK, "causal refining decodes");
+    for (place = 0; place < MOE_ROUTER_SLOTS; place++)
+        if (moe_router_slot(&router.config, place, &slot) == MOE_OK) router.tensors[place] = normals(slot.count, 1.0, seed + 3);
+    moe_rng_seed(&rng, seed);
+    for (h = 0; h < PAST_H * PAST_N; h++)
+        for (j = 0; j <= h % PAST_N; j++) a[h * PAST_N + j] = j % 5 == 4 ? 0 : moe_rng_uniform(&rng);
+    memset(&call, 0, sizeof call);
+    call.n_tokens = PAST_N, call.x = x, call.attention_weights = a, call.attention_outputs = o, call.attention_output = output;
+    STATUS(moe_route_size(&router, PAST_N, 0, &bytes), MOE_OK, "size");
+    first = grab(bytes, 1), second = grab(bytes, 1);
+    if (!STATUS(moe_route(&router, &call, first, bytes, &whole), MOE_OK, settings)) return;
+    for (t = 0; t < PAST_N; t += n) {
+        moe_real *some_a, *some_o;
+        n = 1 + (size_t)moe_rng_below(&rng, 4);
+        if (n > PAST_N - t) n = PAST_N - t;
+        some_a = reals(PAST_H * n * (t + n)), some_o = reals(PAST_H * (t + n) * PAST_D);
+        for (h = 0; h < PAST_H; h++) {
+            for (i = 0; i < n; i++) memcpy(some_a + (h * n + i) * (t + n), a + (h * PAST_N + t + i) * PAST_N, (t + n) * sizeof(moe_real));
+            memcpy(some_o + h * (t + n) * PAST_D, o + h * PAST_N * PAST_D, (t + n) * PAST_D * sizeof(moe_real));
+        }
+        call.n_tokens = n, call.x = x + t * PAST_D, call.decoding = 1, call.n_past = t, call.past_u = past_u, call.past_gate = past_gate;
+        call.attention_weights = some_a, call.attention_outputs = some_o, call.attention_output = output + t * PAST_D;
+        if (!STATUS(moe_route(&router, &call, second, bytes, &part), MOE_OK, settings)) return;
+        for (i = 0; i < n * PAST_E; i++) NEARLY(part.probabilities[i], whole.probabilities[t * PAST_E + i], "p with the past from memory");
+        for (i = 0; i < n; i++) CHECK(part.n_choices[i] == whole.n_choices[t + i], "as many choices");
+        memcpy(past_u + t * PAST_D, part.u, n * PAST_D * sizeof(moe_real));
+        memcpy(past_gate + t * PAST_E, part.gate, n * PAST_E * sizeof(moe_real));
+        free(some_a), free(some_o);
+    }
+    call.n_tokens = 1, call.n_past = 3, call.x = x, call.attention_weights = a, call.attention_outputs = o, call.attention_output = output;
+    bad = call, bad.past_u = NULL;
+    STATUS(moe_route(&router, &bad, second, bytes, &part), MOE_ERR_ARGUMENT, "a past without u");
+    bad = call, bad.past_gate = NULL;
+    STATUS(moe_route(&router, &bad, second, bytes, &part), MOE_ERR_ARGUMENT, "a past without gate");
+    bad = call, bad.n_past = (size_t)-1;
+    STATUS(moe_route(&router, &bad, second, bytes, &part), MOE_ERR_ARGUMENT, "a past that cannot be");
+    bad = call, bad.n_past = PAST_N;
+    STATUS(moe_route(&router, &bad, second, bytes, &part), MOE_ERR_SPACE, "memory without the past");
+    for (place = 0; place < MOE_ROUTER_SLOTS; place++) {
+        void *mine = NULL;
+        memcpy(&mine, &router.tensors[place], sizeof mine);
+        free(mine);
+    }
+    free(x), free(output), free(a), free(o), free(past_u), free(past_gate), free(first), free(second);
+}
+
+static void test_past(void) {
+    static const char *const settings[] = {"refine=similarity causal=1", "refine=similarity causal=1 similarity_scale=l2 similarity_learned=1 similarity_tau=0.3",
+                                           "refine=similarity causal=1 similarity_scale=rsqrt_d lower_entropy_only=1 gate=sigmoid",
+                                           "refine=attention causal=1 attention_heads=fixed heads=3 attention_head=1",
+                                           "refine=attention causal=1 attention_heads=all heads=3 attention_u=output lower_entropy_only=1 attention_sigma=2"};
+    moe_router_config c = config_of("d_model=6");
+    moe_router router;
+    moe_call call;
+    moe_routing routing;
+    moe_real x[6] = {0}, gate[8] = {0};
+    unsigned char memory[4096];
+    size_t i;
+    for (i = 0; i < sizeof settings / sizeof settings[0]; i++) check_past(settings[i], 40 + i);
+    memset(&call, 0, sizeof call);
+    if (!STATUS(moe_router_init(&router, &c, NULL, NULL), MOE_OK, "plain")) return;
+    router.tensors[MOE_ROUTER_WEIGHT] = normals(48, 1.0, 4);
+    call.n_tokens = 1, call.x = x, call.n_past = 1, call.past_u = x, call.past_gate = gate;
+    STATUS(moe_route(&router, &call, memory, sizeof memory, &routing), MOE_ERR_ARGUMENT, "a past for a router that refines nothing");
+    {
+        void *mine = NULL;
+        memcpy(&mine, &router.tensors[MOE_ROUTER_WEIGHT], sizeof mine);
+        free(mine);
+    }
+}
+
 int main(void) {
     moe_rng_seed(&rng, 5);
     test_bias_rule();
@@ -3101,6 +3191,7 @@ int main(void) {
     test_decoding_presets();
     test_decoding_rules();
     test_decoding_nets();
+    test_past();
     test_instability();
     test_consistency();
     printf("%ld passed, %ld failed\n", passed, failed);
