@@ -85,7 +85,7 @@ static size_t read_rows(const char *path, FILE *f, moe_rng rng) {
 /* Training digits: each as it is, and moved by one pixel right, left, down and up. */
 static moe_data training_set(size_t n) {
     static const int down[COPIES] = {0, 0, 0, 1, -1}, right[COPIES] = {0, 1, -1, 0, 0};
-    moe_data data = {0, train_x, train_digits, NULL};
+    moe_data data = {.x = train_x, .labels = train_digits};
     for (; data.n < COPIES * n; data.n++) {
         size_t from = data.n % n, copy = data.n / n;
         for (int p = 0; p < PIXELS; p++) {
@@ -179,7 +179,7 @@ int main(int count, char **words) {
     n = read_rows(data_path, f, (moe_rng){(uint64_t)seed});
     fclose(f);
     if (n == 0) return 1;
-    moe_data train = training_set(n - n / 5), test = {n / 5, x + (n - n / 5) * PIXELS, digits + (n - n / 5), NULL};
+    moe_data train = training_set(n - n / 5), test = {.n = n / 5, .x = x + (n - n / 5) * PIXELS, .labels = digits + (n - n / 5)};
     training.progress = show_progress, training.progress_ctx = &result;
     training.epochs = (int)epochs, training.batch = 64, training.seed = (uint64_t)seed;
     training.rate = (moe_real)0.004, training.final_rate = (moe_real)0.05, training.decay = (moe_real)0.3, training.clip = 1;

@@ -1113,7 +1113,7 @@ static int naive_choice(const bench *b, size_t t, unsigned char *want) {
     size_t experts = b->routing.n_experts, e, g, size = experts / (size_t)c->groups, taken = 0;
     moe_real score[16], best[16], theta;
     unsigned char open[16];
-    int rises = c->gate == MOE_GATE_SOFTMAX || c->gate == MOE_GATE_SIGMOID || c->gate == MOE_GATE_SQRT_SOFTPLUS;
+    int rises = c->gate == MOE_GATE_SOFTMAX || c->gate == MOE_GATE_SIGMOID || c->gate == MOE_GATE_SQRT_SOFTPLUS || c->weight == MOE_WEIGHT_SPARSEMIXER;
     double sum = 0.0;
     for (e = 0; e < experts; e++) score[e] = bias != NULL ? p[e] + bias[e] : p[e], open[e] = 1, want[e] = 0;
     if (student) return naive_student(b, t, want, (size_t)c->top_k);

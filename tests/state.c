@@ -111,7 +111,7 @@ static moe_layer_config layer_of(const char *settings) {
     return c;
 }
 
-/* ---- a router alone, with all that a call may have to bring --------------------------------------------------------------------- */
+/* ---- a router alone, with all that a call may have to bring -------------------------------------------------------------- */
 
 typedef struct bench {
     moe_router router;
@@ -148,11 +148,15 @@ static void bench_supply(bench *b) {
     b->previous_input = normals(n * d, 1.0, 21), b->previous_weights = normals(2 * n, 1.0, 22);
     b->attention = normals(heads * n * n, 1.0, 23), b->outputs = normals(heads * n * d, 1.0, 24);
     b->teacher = normals(n * experts, 1.0, 25), b->nodes = normals(n * experts * 3, 1.0, 26);
-    for (i = 0; i < n; i++) b->token_ids[i] = (int32_t)(i % (size_t)(c->table_size > 0 ? c->table_size : 1)), b->home[i] = (int32_t)(i % (size_t)c->nodes);
-    for (i = 0; i < 2 * n; i++) b->previous_experts[i] = (int32_t)((i * 7 + i / 3) % experts), b->previous_weights[i] = (moe_real)fabs((double)b->previous_weights[i]);
+    for (i = 0; i < n; i++)
+        b->token_ids[i] = (int32_t)(i % (size_t)(c->table_size > 0 ? c->table_size : 1)), b->home[i] = (int32_t)(i % (size_t)c->nodes);
+    for (i = 0; i < 2 * n; i++)
+        b->previous_experts[i] = (int32_t)((i * 7 + i / 3) % experts),
+        b->previous_weights[i] = (moe_real)fabs((double)b->previous_weights[i]);
     for (i = 0; i < heads * n * n; i++) b->attention[i] = (moe_real)(fabs((double)b->attention[i]) + 0.01);
     b->call.token_ids = b->token_ids, b->call.home = b->home;
-    b->call.previous_input = b->previous_input, b->call.previous_experts = b->previous_experts, b->call.previous_weights = b->previous_weights;
+    b->call.previous_input = b->previous_input, b->call.previous_experts = b->previous_experts,
+    b->call.previous_weights = b->previous_weights;
     b->call.n_previous = 2;
     b->call.attention_weights = b->attention, b->call.attention_outputs = b->outputs, b->call.attention_output = b->outputs;
     b->call.teacher = b->teacher, b->call.nodes = b->nodes, b->call.node_width = 3;
@@ -247,12 +251,14 @@ static moe_real step_of(const bench *b) { return b->tensors[MOE_ROUTER_STEP][0];
 static int same_choices(const moe_routing *a, const moe_routing *b) {
     size_t t, count;
     if (a->n_tokens != b->n_tokens || a->n_experts != b->n_experts || a->n_dropped != b->n_dropped) return 0;
-    if (!same_bits(a->n_choices, b->n_choices, a->n_tokens * sizeof(int32_t)) || !same_bits(a->selected, b->selected, a->n_tokens * a->n_experts)) return 0;
+    if (!same_bits(a->n_choices, b->n_choices, a->n_tokens * sizeof(int32_t)) ||
+        !same_bits(a->selected, b->selected, a->n_tokens * a->n_experts))
+        return 0;
     for (t = 0; t < a->n_tokens; t++) {
         size_t at_a = t * a->max_choices, at_b = t * b->max_choices;
         count = (size_t)a->n_choices[t];
-        if (!same_bits(a->choices + at_a, b->choices + at_b, count * sizeof(int32_t)) || !same_bits(a->kept + at_a, b->kept + at_b, count) ||
-            !same_reals(a->section_weights + at_a, b->section_weights + at_b, count))
+        if (!same_bits(a->choices + at_a, b->choices + at_b, count * sizeof(int32_t)) ||
+            !same_bits(a->kept + at_a, b->kept + at_b, count) || !same_reals(a->section_weights + at_a, b->section_weights + at_b, count))
             return 0;
     }
     return 1;
@@ -263,18 +269,20 @@ static int same_plan(const moe_plan *a, const moe_plan *b) {
     if (!same_bits(a->offsets, b->offsets, (a->n_experts + 1) * sizeof(size_t))) return 0;
     for (i = 0; i < a->offsets[a->n_experts]; i++)
         if (a->entries[i].token != b->entries[i].token || a->entries[i].rank != b->entries[i].rank ||
-            !same_reals(&a->entries[i].weight_in, &b->entries[i].weight_in, 1) || !same_reals(&a->entries[i].weight_out, &b->entries[i].weight_out, 1))
+            !same_reals(&a->entries[i].weight_in, &b->entries[i].weight_in, 1) ||
+            !same_reals(&a->entries[i].weight_out, &b->entries[i].weight_out, 1))
             return 0;
     return 1;
 }
 
 static int same_routing(const moe_routing *a, const moe_routing *b) {
     size_t cells = a->n_tokens * a->n_experts;
-    return same_choices(a, b) && same_plan(&a->plan, &b->plan) && same_reals(a->logits, b->logits, cells) && same_reals(a->gate, b->gate, cells) &&
-           same_reals(a->probabilities, b->probabilities, cells) && same_reals(a->weights, b->weights, cells) && same_reals(a->loss, b->loss, MOE_LOSS_COUNT);
+    return same_choices(a, b) && same_plan(&a->plan, &b->plan) && same_reals(a->logits, b->logits, cells) &&
+           same_reals(a->gate, b->gate, cells) && same_reals(a->probabilities, b->probabilities, cells) &&
+           same_reals(a->weights, b->weights, cells) && same_reals(a->loss, b->loss, MOE_LOSS_COUNT);
 }
 
-/* ---- the selection bias ---------------------------------------------------------------------------------------------------------- */
+/* ---- the selection bias -------------------------------------------------------------------------------------------------- */
 
 /* b_e += gamma sign(mean n - n_e) per step, over all calls since the last one. */
 static void test_bias_rule(void) {
@@ -353,11 +361,14 @@ static void test_bias_gates(void) {
         if (!bench_open(&plain, &c, 23) || !bench_open(&biased, &c, 23)) return;
         for (e = 0; e < 7; e++) biased.tensors[MOE_ROUTER_SELECTION_BIAS][e] = (moe_real)(0.5 * (double)e);
         CHECK(bench_route(&plain) == MOE_OK && bench_route(&biased) == MOE_OK, "routes");
-        CHECK(same_reals(plain.routing.logits, biased.routing.logits, 23 * 7) && same_reals(plain.routing.gate, biased.routing.gate, 23 * 7) &&
-                  same_reals(plain.routing.probabilities, biased.routing.probabilities, 23 * 7) && same_reals(plain.routing.loss, biased.routing.loss, MOE_LOSS_COUNT),
+        CHECK(same_reals(plain.routing.logits, biased.routing.logits, 23 * 7) &&
+                  same_reals(plain.routing.gate, biased.routing.gate, 23 * 7) &&
+                  same_reals(plain.routing.probabilities, biased.routing.probabilities, 23 * 7) &&
+                  same_reals(plain.routing.loss, biased.routing.loss, MOE_LOSS_COUNT),
               "the bias changes no gate value");
         for (t = 0; t < 23 * 7; t++) {
-            if (biased.routing.selected[t]) CHECK(same_reals(&biased.routing.weights[t], &biased.routing.probabilities[t], 1), "the weight is p alone");
+            if (biased.routing.selected[t])
+                CHECK(same_reals(&biased.routing.weights[t], &biased.routing.probabilities[t], 1), "the weight is p alone");
             moved += biased.routing.selected[t] != plain.routing.selected[t];
         }
         CHECK(moved > 0, "but the choice");
@@ -387,7 +398,7 @@ static void test_bias_balances(void) {
     bench_close(&b);
 }
 
-/* ---- running feature weights of adaptive clustering ------------------------------------------------------------------------------ */
+/* ---- running feature weights of adaptive clustering ---------------------------------------------------------------------- */
 
 /* The previous expert with the largest weight, the first of equals; -1: none. */
 static int cluster_of(const bench *b, size_t t) {
@@ -463,7 +474,8 @@ static void check_running_decodes(bench *b) {
         one.n_tokens = 1, one.decoding = 1, one.mask = NULL, one.x = b->x + t * d, one.previous_input = NULL;
         one.previous_experts = b->previous_experts + 2 * t, one.previous_weights = b->previous_weights + 2 * t;
         if (!is_real(b, t) || !STATUS(moe_route(&b->router, &one, memory, bytes, &single), MOE_OK, "decodes")) continue;
-        CHECK(same_reals(single.logits, b->routing.logits + t * experts, experts) && same_reals(single.weights, b->routing.weights + t * experts, experts),
+        CHECK(same_reals(single.logits, b->routing.logits + t * experts, experts) &&
+                  same_reals(single.weights, b->routing.weights + t * experts, experts),
               "a token alone has the same result");
     }
     free(memory);
@@ -485,8 +497,8 @@ static void test_ac_running_of(int spread, double lambda, double rho) {
         free(b.previous_input);
         b.call.previous_input = b.previous_input = normals(N * D, 0.5 + round, (uint64_t)(300 + round));
         for (i = 0; i < 2 * N; i++) {
-            b.previous_experts[i] = below(E + 1) - 1; /* -1: a choice that was dropped */
-            b.previous_weights[i] = (moe_real)(below(4) * 0.25); /* ties too */
+            b.previous_experts[i] = below(E + 1) - 1;                                /* -1: a choice that was dropped */
+            b.previous_weights[i] = (moe_real)(below(4) * 0.25);                     /* ties too */
             if (b.previous_experts[i] == E - 1 && i > 3) b.previous_experts[i] = -1; /* the last expert has very few */
         }
         if (round % 2) bench_mask(&b, 4);
@@ -532,10 +544,12 @@ static void test_ac_running(void) {
     }
 }
 
-/* ---- the controller of the L1 loss ------------------------------------------------------------------------------------------------ */
+/* ---- the controller of the L1 loss --------------------------------------------------------------------------------------- */
 
 /* The factor as it must go on, from the pairs that were open since the last step. */
-static moe_real next_factor(moe_real factor, long pairs, long tokens, long k) { return pairs > k * tokens ? factor * (moe_real)1.2 : factor / (moe_real)1.2; }
+static moe_real next_factor(moe_real factor, long pairs, long tokens, long k) {
+    return pairs > k * tokens ? factor * (moe_real)1.2 : factor / (moe_real)1.2;
+}
 
 static void test_l1_sequence(void) {
     bench b;
@@ -566,8 +580,10 @@ static void test_l1_sequence(void) {
         STATUS(bench_advance(&b), MOE_OK, "advance");
     }
     CHECK(ups > 5, "the factor went up and down");
-    for (step = 0; step < 200; step++) CHECK(bench_route(&b) == MOE_OK && bench_observe(&b) == MOE_OK && bench_advance(&b) == MOE_OK, "one step");
-    CHECK(b.tensors[MOE_ROUTER_L1][0] > 0 && b.tensors[MOE_ROUTER_L1][0] < (moe_real)1e-28, "it never becomes 0, from where it could not rise");
+    for (step = 0; step < 200; step++)
+        CHECK(bench_route(&b) == MOE_OK && bench_observe(&b) == MOE_OK && bench_advance(&b) == MOE_OK, "one step");
+    CHECK(b.tensors[MOE_ROUTER_L1][0] > 0 && b.tensors[MOE_ROUTER_L1][0] < (moe_real)1e-28,
+          "it never becomes 0, from where it could not rise");
     bench_close(&b);
 }
 
@@ -595,7 +611,7 @@ static void test_l1_border(void) {
             }
 }
 
-/* ---- schedules -------------------------------------------------------------------------------------------------------------------- */
+/* ---- schedules ----------------------------------------------------------------------------------------------------------- */
 
 /* round(K0 + (K1 - K0) step / steps), in whole numbers. */
 static int wanted_k(int first, int last, int steps, int step) {
@@ -615,15 +631,16 @@ static void test_k_schedule(void) {
     static const struct {
         const char *select;
         int first, last, steps;
-    } rows[] = {{"top_k", 1, 8, 20}, {"top_k", 8, 1, 13}, {"top_k", 2, 3, 6}, {"sinkhorn", 1, 4, 9}, {"sample", 5, 2, 8}, {"top_k", 3, 3, 4}};
+    } rows[] = {{"top_k", 1, 8, 20},   {"top_k", 8, 1, 13}, {"top_k", 2, 3, 6},
+                {"sinkhorn", 1, 4, 9}, {"sample", 5, 2, 8}, {"top_k", 3, 3, 4}};
     static const int long_steps[] = {999, 30000, 131072, 16777216};
     size_t row, i, bytes = 0, evaluation = 0;
     for (row = 0; row < sizeof rows / sizeof rows[0]; row++) {
         char settings[200];
         bench b;
         int step;
-        sprintf(settings, "d_model=6 n_experts=8 select=%s top_k=%d k_end=%d schedule_steps=%d loss_balance=0.1", rows[row].select, rows[row].first,
-                rows[row].last, rows[row].steps);
+        sprintf(settings, "d_model=6 n_experts=8 select=%s top_k=%d k_end=%d schedule_steps=%d loss_balance=0.1", rows[row].select,
+                rows[row].first, rows[row].last, rows[row].steps);
         if (!bench_of(&b, settings, 7)) return;
         CHECK(moe_route_size(&b.router, 7, 1, &bytes) == MOE_OK && moe_route_size(&b.router, 7, 0, &evaluation) == MOE_OK, "sizes");
         for (step = 0; step < rows[row].steps + 4; step++) {
@@ -661,27 +678,48 @@ static void test_k_schedule(void) {
     }
 }
 
+/* A step may come from a stranger's file: whatever it is, K and the temperature stay between their ends. */
+static void test_strange_steps(void) {
+    static const char *const settings[] = {"top_k=2 k_end=9", "top_k=9 k_end=2"};
+    double steps[7];
+    size_t row, i, t;
+    steps[0] = -1e6, steps[1] = HUGE_VAL - HUGE_VAL, steps[2] = -HUGE_VAL, steps[3] = -0.5, steps[4] = HUGE_VAL, steps[5] = 1e30,
+    steps[6] = 3.7;
+    for (row = 0; row < 2; row++)
+        for (i = 0; i < 7; i++) {
+            char text[200];
+            int first = row == 0 ? 2 : 9, last = row == 0 ? 9 : 2;
+            bench b;
+            sprintf(text, "d_model=3 n_experts=30 %s schedule_steps=8 tau_schedule=gate_temperature tau_end=4 gate=sigmoid", settings[row]);
+            if (!bench_of(&b, text, 6)) return;
+            b.tensors[MOE_ROUTER_STEP][0] = (moe_real)steps[i];
+            check_k(&b, wanted_k(first, last, 8, i < 4 ? 0 : i < 6 ? 8 : 3));
+            for (t = 0; t < 6 * 30; t++) {
+                double z = (double)b.routing.logits[t], p = (double)b.routing.gate[t], q = z < 0.0 ? 1.0 - p : p;
+                CHECK(q >= 1.0 / (1.0 + exp(-fabs(z) / 4.0)) - NEAR && q <= 1.0 / (1.0 + exp(-fabs(z))) + NEAR,
+                      "a temperature from 1 to 4");
+            }
+            bench_close(&b);
+        }
+}
+
 /* At every step the router is one whose temperature is fixed at that value; at both ends bit for bit. */
 static void test_tau_schedule(void) {
     static const struct {
         const char *settings, *field;
         double first, last;
-    } rows[] = {{"gate=softmax", "gate_temperature", 2.0, 0.25},
-                {"gate=sigmoid", "gate_temperature", 0.5, 4.0},
-                {"score=cosine", "cosine_tau", 0.07, 1.3},
-                {"score=cosine cosine_dim=3", "cosine_tau", 1.0, 0.01},
-                {"refine=similarity", "similarity_tau", 0.3, 3.0},
-                {"refine=attention heads=2", "attention_sigma", 4.0, 0.5},
-                {"gate=softmax", "gate_temperature", 1e6, 1e-3},
-                {"gate=sigmoid", "gate_temperature", 1e-5, 1e5},
+    } rows[] = {{"gate=softmax", "gate_temperature", 2.0, 0.25},   {"gate=sigmoid", "gate_temperature", 0.5, 4.0},
+                {"score=cosine", "cosine_tau", 0.07, 1.3},         {"score=cosine cosine_dim=3", "cosine_tau", 1.0, 0.01},
+                {"refine=similarity", "similarity_tau", 0.3, 3.0}, {"refine=attention heads=2", "attention_sigma", 4.0, 0.5},
+                {"gate=softmax", "gate_temperature", 1e6, 1e-3},   {"gate=sigmoid", "gate_temperature", 1e-5, 1e5},
                 {"score=cosine", "cosine_tau", 300000.0, 1e-6}};
     size_t row;
     for (row = 0; row < sizeof rows / sizeof rows[0]; row++) {
         char settings[300];
         int steps = 7, step;
         bench b;
-        sprintf(settings, "d_model=6 n_experts=5 %s %s=%.9g tau_schedule=%s tau_end=%.9g schedule_steps=%d", rows[row].settings, rows[row].field,
-                rows[row].first, rows[row].field, rows[row].last, steps);
+        sprintf(settings, "d_model=6 n_experts=5 %s %s=%.9g tau_schedule=%s tau_end=%.9g schedule_steps=%d", rows[row].settings,
+                rows[row].field, rows[row].first, rows[row].field, rows[row].last, steps);
         if (!bench_of(&b, settings, 9)) return;
         for (step = 0; step < steps + 2; step++) {
             double way = step < steps ? (double)step / steps : 1.0, value = rows[row].first + (rows[row].last - rows[row].first) * way;
@@ -723,8 +761,9 @@ static void test_freeze(void) {
                                            "select=soft soft_normalise=1 slots=2",
                                            "gate=relu select=positive weight=raw l1_controller=1",
                                            "selection_bias=1 bias_rate=0.5 gate=sigmoid"};
-    static const char *const losses = "loss_balance=0.1 loss_z=0.1 loss_importance=0.1 loss_entropy=0.1 loss_usage_entropy=0.1 loss_similarity_same=0.1 "
-                                      "loss_similarity_diff=0.1 loss_locality=0.1 nodes=2 loss_distill=0.1";
+    static const char *const losses =
+        "loss_balance=0.1 loss_z=0.1 loss_importance=0.1 loss_entropy=0.1 loss_usage_entropy=0.1 loss_similarity_same=0.1 "
+        "loss_similarity_diff=0.1 loss_locality=0.1 nodes=2 loss_distill=0.1";
     size_t row, i;
     int place, step;
     for (row = 0; row < sizeof settings / sizeof settings[0]; row++) {
@@ -736,7 +775,8 @@ static void test_freeze(void) {
         if (!bench_of(&b, text, 11)) return;
         sprintf(text, "d_model=8 n_experts=6 top_k=2 %s", settings[row]);
         if (!bench_of(&plain, text, 11)) return;
-        if (plain.tensors[MOE_ROUTER_L1] != NULL) plain.router.config.l1_controller = 0, plain.router.config.loss_l1 = 0, plain.tensors[MOE_ROUTER_L1][0] = 0;
+        if (plain.tensors[MOE_ROUTER_L1] != NULL)
+            plain.router.config.l1_controller = 0, plain.router.config.loss_l1 = 0, plain.tensors[MOE_ROUTER_L1][0] = 0;
         STATUS(bench_route(&plain), MOE_OK, "routes");
         STATUS(bench_backward(&plain, 1.0), MOE_OK, "backward");
         for (step = 0; step < 4; step++) {
@@ -787,13 +827,15 @@ static int student_choice(const bench *b, size_t t, size_t k, unsigned char *wan
 /* StableMoE: the router chooses and the student learns; from freeze_at on the student chooses and rests, and the router's gate goes on. */
 static void test_student(void) {
     enum { N = 40, E = 6 };
-    static const char *const selects[] = {"top_k=1", "top_k=3", "top_k=2 select=grouped_top_k groups=2 groups_kept=1", "top_k=2 select=top_p top_p=0.5", "top_k=1 select=balanced"};
+    static const char *const selects[] = {"top_k=1", "top_k=3", "top_k=2 select=grouped_top_k groups=2 groups_kept=1",
+                                          "top_k=2 select=top_p top_p=0.5", "top_k=1 select=balanced"};
     size_t row, t, e, clear = 0;
     int step;
     for (row = 0; row < sizeof selects / sizeof selects[0]; row++) {
         char text[300];
         bench b, plain;
-        sprintf(text, "d_model=7 n_experts=6 %s gate=sigmoid weight=raw loss_distill=1 student=1 freeze_at=2 loss_balance=0.1", selects[row]);
+        sprintf(text, "d_model=7 n_experts=6 %s gate=sigmoid weight=raw loss_distill=1 student=1 freeze_at=2 loss_balance=0.1",
+                selects[row]);
         if (!bench_of(&b, text, N)) return;
         sprintf(text, "d_model=7 n_experts=6 %s gate=sigmoid weight=raw", selects[row]);
         if (!bench_of(&plain, text, N)) return;
@@ -804,7 +846,9 @@ static void test_student(void) {
             CHECK(!all_zero(b.gradients[MOE_ROUTER_WEIGHT], E * 7), "the router's gate learns all the time");
             CHECK(all_zero(b.gradients[MOE_ROUTER_STUDENT], E * 7) == (step >= 2), "the student until freeze_at");
             CHECK(same_reals(b.routing.gate, plain.routing.gate, N * E), "gate values are the router's");
-            if (step < 2) CHECK(same_choices(&b.routing, &plain.routing) && b.routing.loss[MOE_LOSS_DISTILL] > 0, "the router chooses, the student learns");
+            if (step < 2)
+                CHECK(same_choices(&b.routing, &plain.routing) && b.routing.loss[MOE_LOSS_DISTILL] > 0,
+                      "the router chooses, the student learns");
             for (e = 0; e < MOE_LOSS_COUNT && step >= 2; e++) CHECK(all_zero(&b.routing.loss[e], 1), "no losses any more");
             for (t = 0; t < N && step >= 2; t++) {
                 unsigned char want[E];
@@ -812,13 +856,15 @@ static void test_student(void) {
                 clear++;
                 CHECK(same_bits(want, b.routing.selected + t * E, E), "the student chooses");
                 for (e = 0; e < E; e++)
-                    if (want[e]) CHECK(same_reals(&b.routing.weights[t * E + e], &b.routing.gate[t * E + e], 1), "with the router's weight");
+                    if (want[e])
+                        CHECK(same_reals(&b.routing.weights[t * E + e], &b.routing.gate[t * E + e], 1), "with the router's weight");
             }
             b.call.training = 0;
             STATUS(bench_route(&b), MOE_OK, "evaluation");
             for (t = 0; t < N && step >= 2; t++) {
                 unsigned char want[E];
-                if (student_choice(&b, t, (size_t)b.router.config.top_k, want)) CHECK(same_bits(want, b.routing.selected + t * E, E), "in evaluation too");
+                if (student_choice(&b, t, (size_t)b.router.config.top_k, want))
+                    CHECK(same_bits(want, b.routing.selected + t * E, E), "in evaluation too");
             }
             b.call.training = 1;
             STATUS(bench_advance(&b), MOE_OK, "advance");
@@ -830,8 +876,8 @@ static void test_student(void) {
     CHECK(clear > 300, "most choices of the student are clear");
 }
 
-static moe_status choose_even(void *ctx, const moe_router *router, const moe_call *call, const moe_real *logits, const moe_real *probabilities,
-                              unsigned char *chosen) {
+static moe_status choose_even(void *ctx, const moe_router *router, const moe_call *call, const moe_real *logits,
+                              const moe_real *probabilities, unsigned char *chosen) {
     size_t experts = (size_t)router->config.n_experts, t;
     (void)ctx, (void)logits, (void)probabilities;
     for (t = 0; t < call->n_tokens; t++) chosen[t * experts + t % experts] = 1;
@@ -840,10 +886,13 @@ static moe_status choose_even(void *ctx, const moe_router *router, const moe_cal
 
 /* Until switch_at the router is one with select = switch_from, afterwards one with its own. */
 static void test_switch(void) {
-    static const char *const from[] = {"top_k", "dense", "top_p", "threshold", "positive", "affinity", "sinkhorn", "sample", "balanced", "custom"};
-    static const char *const to[] = {"top_k",    "dense",  "top_p",    "threshold", "positive",           "affinity",
-                                     "sinkhorn", "sample", "balanced", "custom",    "hash table_size=7", "grouped_top_k groups=2", "expert_choice"};
-    static const char *const rest = "d_model=6 n_experts=6 top_k=1 weight=raw gate=softmax threshold=0.2 affinity_mass=0.5 capacity_factor=1.5";
+    static const char *const from[] = {"top_k",    "dense",    "top_p",  "threshold", "positive",
+                                       "affinity", "sinkhorn", "sample", "balanced",  "custom"};
+    static const char *const to[] = {"top_k",        "dense",  "top_p",    "threshold", "positive",          "affinity",
+                                     "sinkhorn",     "sample", "balanced", "custom",    "hash table_size=7", "grouped_top_k groups=2",
+                                     "expert_choice"};
+    static const char *const rest =
+        "d_model=6 n_experts=6 top_k=1 weight=raw gate=softmax threshold=0.2 affinity_mass=0.5 capacity_factor=1.5";
     size_t i, k;
     int step, training;
     for (i = 0; i < sizeof from / sizeof from[0]; i++)
@@ -863,7 +912,8 @@ static void test_switch(void) {
                     b.tensors[MOE_ROUTER_STEP][0] = (moe_real)step;
                     b.call.training = want->call.training = training;
                     CHECK(bench_route(&b) == MOE_OK && bench_route(want) == MOE_OK, "routes");
-                    if (!CHECK(same_routing(&b.routing, &want->routing), "the selection of this step")) printf("  %s, then %s, step %d\n", from[i], to[k], step);
+                    if (!CHECK(same_routing(&b.routing, &want->routing), "the selection of this step"))
+                        printf("  %s, then %s, step %d\n", from[i], to[k], step);
                     CHECK(b.routing.capacity == want->routing.capacity, "the capacity of this step");
                 }
             bench_close(&b), bench_close(&plain[0]), bench_close(&plain[1]);
@@ -875,9 +925,11 @@ static void test_combination(void) {
     static const char *const losses = "loss_balance=0.125 loss_z=0.25";
     bench b, plain;
     int step, training;
-    if (!bench_of(&b, "d_model=6 n_experts=8 top_k=4 k_end=1 schedule_steps=4 tau_schedule=gate_temperature gate_temperature=1 tau_end=3 switch_at=2 "
-                      "switch_from=dense freeze_at=3 selection_bias=1 bias_rate=0.5 loss_balance=0.125 loss_z=0.25",
-                  15))
+    if (!bench_of(
+            &b,
+            "d_model=6 n_experts=8 top_k=4 k_end=1 schedule_steps=4 tau_schedule=gate_temperature gate_temperature=1 tau_end=3 switch_at=2 "
+            "switch_from=dense freeze_at=3 selection_bias=1 bias_rate=0.5 loss_balance=0.125 loss_z=0.25",
+            15))
         return;
     for (step = 0; step < 7; step++) {
         char text[300];
@@ -892,7 +944,8 @@ static void test_combination(void) {
         }
         CHECK(bench_backward(&b, 1.0) == MOE_OK && bench_backward(&plain, 1.0) == MOE_OK, "backward");
         CHECK(same_reals(b.dx, plain.dx, 15 * 6), "dx of this step");
-        if (step < 3) CHECK(same_reals(b.gradients[MOE_ROUTER_WEIGHT], plain.gradients[MOE_ROUTER_WEIGHT], 8 * 6), "gradients of this step");
+        if (step < 3)
+            CHECK(same_reals(b.gradients[MOE_ROUTER_WEIGHT], plain.gradients[MOE_ROUTER_WEIGHT], 8 * 6), "gradients of this step");
         else CHECK(all_zero(b.gradients[MOE_ROUTER_WEIGHT], 8 * 6), "no gradients any more");
         CHECK(bench_observe(&b) == MOE_OK && bench_advance(&b) == MOE_OK, "state");
         bench_close(&plain);
@@ -900,7 +953,7 @@ static void test_combination(void) {
     bench_close(&b);
 }
 
-/* ---- the least capacity of LocMoE ------------------------------------------------------------------------------------------------- */
+/* ---- the least capacity of LocMoE ---------------------------------------------------------------------------------------- */
 
 static double cosine_of(const double *a, const double *b, size_t n) {
     double ab = 0.0, aa = 0.0, bb = 0.0;
@@ -918,11 +971,13 @@ static double wanted_bound(const bench *b) {
         if (!is_real(b, t)) continue;
         for (q = 0; q < width; q++) {
             v[q] = c->cosine_dim > 0 ? 0.0 : (double)b->x[t * d + q];
-            for (i = 0; i < d && c->cosine_dim > 0; i++) v[q] += (double)b->tensors[MOE_ROUTER_PROJECTION][q * d + i] * (double)b->x[t * d + i];
+            for (i = 0; i < d && c->cosine_dim > 0; i++)
+                v[q] += (double)b->tensors[MOE_ROUTER_PROJECTION][q * d + i] * (double)b->x[t * d + i];
         }
         for (e = 0; e < experts; e++) {
             for (q = 0; q < width; q++)
-                w[q] = c->score == MOE_SCORE_GRAP ? (q / (d / experts) == e ? 1.0 : 0.0) : (double)b->tensors[MOE_ROUTER_WEIGHT][e * width + q];
+                w[q] = c->score == MOE_SCORE_GRAP ? (q / (d / experts) == e ? 1.0 : 0.0)
+                                                  : (double)b->tensors[MOE_ROUTER_WEIGHT][e * width + q];
             delta = fabs(cosine_of(v, w, width)) > delta ? fabs(cosine_of(v, w, width)) : delta;
         }
     }
@@ -1011,7 +1066,8 @@ static void test_bound_of_wide_tokens(void) {
             if (!bench_open(&b, &c, 3)) return;
             for (t = 0; t < 3 * (size_t)widths[i]; t++) b.x[t] = t % (size_t)widths[i] < (size_t)widths[i] / 2 ? (moe_real)0.5 : 0;
             STATUS(bench_route(&b), MOE_OK, "routes");
-            CHECK(fabs((double)b.routing.capacity_bound - ((double)widths[i] - log(2.0))) < 1e-3 * (double)widths[i], "ln C_min = d - ln E");
+            CHECK(fabs((double)b.routing.capacity_bound - ((double)widths[i] - log(2.0))) < 1e-3 * (double)widths[i],
+                  "ln C_min = d - ln E");
             CHECK(b.routing.capacity_clamped && b.routing.capacity == 3 && b.routing.n_dropped == 0, "clamped to N");
             STATUS(bench_observe(&b), MOE_OK, "observe");
             if (bound == MOE_BOUND_FIRST) NEARLY(b.tensors[MOE_ROUTER_CAPACITY][0], 16777216.0, "the state keeps at most 2^24");
@@ -1071,7 +1127,8 @@ static void test_bound_average(void) {
             STATUS(bench_route(&b), MOE_OK, "routes");
             NEARLY(b.routing.capacity_bound, log(now), "ln C_min of this call");
             capacity = wanted_capacity(&b, log(used), 1.0);
-            CHECK(capacity < 0.0 || (!((double)b.routing.capacity < capacity) && !((double)b.routing.capacity > capacity)), "the capacity is the average");
+            CHECK(capacity < 0.0 || (!((double)b.routing.capacity < capacity) && !((double)b.routing.capacity > capacity)),
+                  "the capacity is the average");
             CHECK(same_reals(&kept, b.tensors[MOE_ROUTER_CAPACITY], 1), "routing changes no state");
         }
         b.call.training = 1;
@@ -1092,7 +1149,8 @@ static void test_bound_of_affinity(void) {
             char text[300];
             double bound, least;
             bench b;
-            sprintf(text, "d_model=8 n_experts=4 top_k=1 weight=raw select=affinity affinity_mass=1e-6 capacity_bound=every %s", limits[limit]);
+            sprintf(text, "d_model=8 n_experts=4 top_k=1 weight=raw select=affinity affinity_mass=1e-6 capacity_bound=every %s",
+                    limits[limit]);
             if (!bench_of(&b, text, 50)) return;
             bench_renew_x(&b, (uint64_t)(80 + round));
             STATUS(bench_route(&b), MOE_OK, "routes");
@@ -1116,7 +1174,7 @@ static void test_bound_of_affinity(void) {
     CHECK(raised > 20, "the bound was at work");
 }
 
-/* ---- errors of observe and advance ------------------------------------------------------------------------------------------------- */
+/* ---- errors of observe and advance --------------------------------------------------------------------------------------- */
 
 static void test_state_errors(void) {
     static const int places[] = {MOE_ROUTER_SELECTION_BIAS, MOE_ROUTER_STEP, MOE_ROUTER_LOAD};
@@ -1154,14 +1212,15 @@ static void test_state_errors(void) {
     if (!bench_of(&plain, "d_model=4 n_experts=3", 6)) return;
     kept = copy_of(plain.tensors[MOE_ROUTER_WEIGHT], 12);
     STATUS(bench_route(&plain), MOE_OK, "routes");
-    CHECK(bench_observe(&plain) == MOE_OK && bench_advance(&plain) == MOE_OK && same_reals(kept, plain.tensors[MOE_ROUTER_WEIGHT], 12), "a router without state");
+    CHECK(bench_observe(&plain) == MOE_OK && bench_advance(&plain) == MOE_OK && same_reals(kept, plain.tensors[MOE_ROUTER_WEIGHT], 12),
+          "a router without state");
     for (k = 0; k < MOE_ROUTER_SLOTS; k++)
         if (k != MOE_ROUTER_WEIGHT) CHECK(plain.tensors[k] == NULL, "no other tensor");
     free(kept);
     bench_close(&plain);
 }
 
-/* ---- balanced: the best even assignment -------------------------------------------------------------------------------------------- */
+/* ---- balanced: the best even assignment ---------------------------------------------------------------------------------- */
 
 /* A score that hands over logits [N,E]. */
 static moe_status hand_score(void *ctx, const moe_router *router, const moe_call *call, const moe_real *u, moe_real *logits) {
@@ -1222,14 +1281,18 @@ static void test_balanced_optimal(void) {
                 moe_real *z = reals(n * experts);
                 bench b;
                 for (t = 0; t < n * experts; t++) /* small whole numbers, which tie; normal; all tokens alike; of very different sizes */
-                    z[t] = trial % 4 == 0 ? (moe_real)(below(3) - 1) : trial % 4 == 1 ? moe_rng_normal(&rng) : trial % 4 == 2 ? (moe_real)(t % experts) : moe_rng_normal(&rng) * (moe_real)pow(10.0, below(7) - 3);
+                    z[t] = trial % 4 == 0   ? (moe_real)(below(3) - 1)
+                           : trial % 4 == 1 ? moe_rng_normal(&rng)
+                           : trial % 4 == 2 ? (moe_real)(t % experts)
+                                            : moe_rng_normal(&rng) * (moe_real)pow(10.0, below(7) - 3);
                 if (!bench_hand(&b, "top_k=1 select=balanced weight=raw gate=sigmoid", n, experts, z)) return;
                 if (trial % 3 == 2 && n > 0) bench_mask(&b, 2 + below(3));
                 STATUS(bench_route(&b), MOE_OK, "routes");
                 check_even(&b);
                 if (b.routing.n_real > 0) {
                     double best = best_even_sum(&b, z, n, experts), got = chosen_sum(&b, z);
-                    if (!CHECK(fabs(best - got) <= 1e-6 * (1.0 + fabs(best)), "the sum is the largest there is")) printf("  %g instead of %g\n", got, best);
+                    if (!CHECK(fabs(best - got) <= 1e-6 * (1.0 + fabs(best)), "the sum is the largest there is"))
+                        printf("  %g instead of %g\n", got, best);
                 }
                 b.call.training = 0;
                 STATUS(bench_route(&b), MOE_OK, "evaluation");
@@ -1244,8 +1307,8 @@ static void test_balanced_optimal(void) {
             }
 }
 
-/* No chain of moves gains anything: with price[a][b] the least loss of moving a token of a to b, and node E for experts that may give up or take
-   the one token more, there is no negative cycle. */
+/* No chain of moves gains anything: with price[a][b] the least loss of moving a token of a to b, and node E for experts that may give
+   up or take the one token more, there is no negative cycle. */
 static int no_better_chain(const bench *b, const moe_real *z) {
     size_t experts = b->routing.n_experts, nodes = experts + 1, own = b->routing.n_real / experts, t, a, c, k;
     double *price = (double *)grab(nodes * nodes, sizeof *price), size = 0.0;
@@ -1264,7 +1327,8 @@ static int no_better_chain(const bench *b, const moe_real *z) {
     for (k = 0; k < nodes; k++)
         for (a = 0; a < nodes; a++)
             for (c = 0; c < nodes; c++)
-                if (price[a * nodes + k] < 1e299 && price[k * nodes + c] < 1e299 && price[a * nodes + k] + price[k * nodes + c] < price[a * nodes + c])
+                if (price[a * nodes + k] < 1e299 && price[k * nodes + c] < 1e299 &&
+                    price[a * nodes + k] + price[k * nodes + c] < price[a * nodes + c])
                     price[a * nodes + c] = price[a * nodes + k] + price[k * nodes + c];
     for (a = 0; a < nodes; a++) good &= price[a * nodes + a] > -1e-9 * size * (double)experts;
     free(price);
@@ -1278,7 +1342,8 @@ static void test_balanced_larger(void) {
         size_t n = (size_t)(20 + below(80)), experts = (size_t)(2 + below(9));
         moe_real *z = normals(n * experts, 1.0, (uint64_t)(400 + trial));
         bench b;
-        for (i = 0; i < n * experts; i++) z[i] += (moe_real)((trial % 3) * 3.0 * (i % experts == 0)) + (moe_real)((trial % 2) * (double)(i % experts));
+        for (i = 0; i < n * experts; i++)
+            z[i] += (moe_real)((trial % 3) * 3.0 * (i % experts == 0)) + (moe_real)((trial % 2) * (double)(i % experts));
         if (trial % 5 == 0)
             for (i = 0; i < n * experts; i++) z[i] = (moe_real)floor((double)z[i]);
         if (!bench_hand(&b, "top_k=1 select=balanced weight=raw gate=sigmoid", n, experts, z)) return;
@@ -1312,7 +1377,7 @@ static void test_balanced_speed(void) {
     }
 }
 
-/* ---- layers: one call, with memory of exactly its size ------------------------------------------------------------------------------ */
+/* ---- layers: one call, with memory of exactly its size ------------------------------------------------------------------- */
 
 typedef struct run {
     moe_layer_pass pass;
@@ -1373,10 +1438,11 @@ static void layer_descend(moe_layer *layer, double rate) {
     moe_tensor t;
     size_t i, k;
     for (i = 0; moe_layer_tensor(layer, i, &t) == MOE_OK; i++)
-        for (k = 0; k < t.count && (t.flags & (unsigned)(MOE_PARAM_FROZEN | MOE_PARAM_STATE)) == 0; k++) t.data[k] -= (moe_real)rate * t.gradient[k];
+        for (k = 0; k < t.count && (t.flags & (unsigned)(MOE_PARAM_FROZEN | MOE_PARAM_STATE)) == 0; k++)
+            t.data[k] -= (moe_real)rate * t.gradient[k];
 }
 
-/* ---- nets -------------------------------------------------------------------------------------------------------------------------- */
+/* ---- nets ---------------------------------------------------------------------------------------------------------------- */
 
 typedef struct net_run {
     moe_net_pass pass;
@@ -1423,7 +1489,8 @@ static int build(moe_net *net, int trainable, uint64_t seed) {
 static moe_train_config plain_descent(int batch, double rate) {
     moe_train_config c;
     memset(&c, 0, sizeof c);
-    c.criterion = MOE_CRITERION_SQUARED_ERROR, c.optimizer = MOE_OPTIMIZER_SGD, c.momentum = -1, c.batch = batch, c.rate = (moe_real)rate, c.clip = 1;
+    c.criterion = MOE_CRITERION_SQUARED_ERROR, c.optimizer = MOE_OPTIMIZER_SGD, c.momentum = -1, c.batch = batch, c.rate = (moe_real)rate,
+    c.clip = 1;
     return c;
 }
 
@@ -1451,7 +1518,7 @@ static void drop_data(moe_data *data) {
     free(v);
 }
 
-/* ---- state in files ---------------------------------------------------------------------------------------------------------------- */
+/* ---- state in files ------------------------------------------------------------------------------------------------------ */
 
 /* Every kind of state and schedule, spread over five mixtures; some schedules end, freeze and switch behind the interruption. */
 static int stateful_net(moe_net *net) {
@@ -1461,7 +1528,8 @@ static int stateful_net(moe_net *net) {
     add_mixture(net, "n_experts=4 top_k=1 k_end=3 schedule_steps=10 gate=sigmoid weight=raw selection_bias=1 bias_rate=0.05 d_ff=5");
     moe_net_residual(net, 1);
     moe_net_layer_norm(net);
-    add_mixture(net, "n_experts=4 input=adaptive_clustering ac_mode=running ac_rho=0.75 tau_schedule=gate_temperature tau_end=2 schedule_steps=12 d_ff=5");
+    add_mixture(net, "n_experts=4 input=adaptive_clustering ac_mode=running ac_rho=0.75 tau_schedule=gate_temperature tau_end=2 "
+                     "schedule_steps=12 d_ff=5");
     moe_net_layer_norm(net);
     add_mixture(net, "n_experts=4 gate=relu select=positive weight=raw router_bias=1 l1_controller=1 loss_l1=0.01 d_ff=5");
     moe_net_layer_norm(net);
@@ -1469,14 +1537,16 @@ static int stateful_net(moe_net *net) {
                      "loss_distill=0.5 d_ff=5");
     moe_net_residual(net, 1);
     moe_net_layer_norm(net);
-    add_mixture(net, "n_experts=3 score=grap weight=raw top_k=1 capacity_bound=first select=affinity affinity_mass=0.5 switch_at=8 switch_from=top_k d_ff=5");
+    add_mixture(net, "n_experts=3 score=grap weight=raw top_k=1 capacity_bound=first select=affinity affinity_mass=0.5 switch_at=8 "
+                     "switch_from=top_k d_ff=5");
     moe_net_linear(net, 2);
     return build(net, 1, 17);
 }
 
 static void check_state_moved(const moe_net *net) {
-    static const char *const names[] = {"2.router.selection_bias", "2.router.step", "5.router.ac_running", "5.router.step",
-                                        "7.router.l1",             "9.router.step", "9.router.capacity",   "12.router.capacity"};
+    static const char *const names[] = {"2.router.selection_bias", "2.router.step",     "5.router.ac_running",
+                                        "5.router.step",           "7.router.l1",       "9.router.step",
+                                        "9.router.capacity",       "12.router.capacity"};
     moe_net fresh;
     size_t i;
     if (!stateful_net(&fresh)) return;
@@ -1520,7 +1590,9 @@ static void test_saved_net(void) {
             net_run here, there;
             memset(&call, 0, sizeof call);
             STATUS(moe_trainer_step(&second, &batch, &b, &error), MOE_OK, "step");
-            CHECK(same_reals(&a.loss, &b.loss, 1) && same_reals(&a.router_loss, &b.router_loss, 1) && same_reals(&a.gradient_norm, &b.gradient_norm, 1), "the same step");
+            CHECK(same_reals(&a.loss, &b.loss, 1) && same_reals(&a.router_loss, &b.router_loss, 1) &&
+                      same_reals(&a.gradient_norm, &b.gradient_norm, 1),
+                  "the same step");
             CHECK(fingerprint(&one) == fingerprint(&two), "the same weights and state");
             call.n_tokens = BATCH, call.x = batch.x;
             net_run_start(&here, &one, &call), net_run_start(&there, &two, &call);
@@ -1557,10 +1629,10 @@ static void layer_steps(moe_layer *layer, int from, int to, moe_real *y) {
 
 static void test_saved_layer(void) {
     static const char *const settings[] = {
-        "n_experts=5 top_k=2 k_end=1 schedule_steps=9 gate=sigmoid weight=raw selection_bias=1 bias_rate=0.1 tau_schedule=gate_temperature tau_end=3",
-        "n_experts=5 top_k=2 gate=relu select=positive weight=raw router_bias=1 l1_controller=1 loss_l1=0.01",
-        "n_experts=5 top_k=1 weight=raw gate=sigmoid capacity_bound=every capacity_rho=0.5 student=1 freeze_at=6 loss_distill=1",
-        "n_experts=5 top_k=1 weight=raw capacity_bound=first switch_at=5 switch_from=dense"};
+        "top_k=2 k_end=1 schedule_steps=9 gate=sigmoid weight=raw selection_bias=1 bias_rate=0.1 tau_schedule=gate_temperature tau_end=3",
+        "top_k=2 gate=relu select=positive weight=raw router_bias=1 l1_controller=1 loss_l1=0.01",
+        "top_k=1 weight=raw gate=sigmoid capacity_bound=every capacity_rho=0.5 student=1 freeze_at=6 loss_distill=1",
+        "top_k=1 weight=raw capacity_bound=first switch_at=5 switch_from=dense"};
     size_t i;
     for (i = 0; i < sizeof settings / sizeof settings[0]; i++) {
         moe_layer_config c = layer_of(settings[i]);
@@ -1571,7 +1643,7 @@ static void test_saved_layer(void) {
         moe_tensor a, b;
         moe_real y[2][15 * 6];
         size_t k;
-        c.router.d_model = 6, c.d_ff = 4;
+        c.router.d_model = 6, c.router.n_experts = 5, c.d_ff = 4;
         memset(&file, 0, sizeof file);
         if (!make_layer(&one, &c, 1, 31)) return;
         layer_steps(&one, 0, 4, y[0]);
@@ -1622,7 +1694,8 @@ static void test_failed_step(void) {
 
 /* observe and advance of layers and nets. */
 static void test_object_errors(void) {
-    moe_layer_config c = layer_of("d_model=6 n_experts=3 gate=sigmoid selection_bias=1 bias_rate=0.5 d_ff=4"), plain = layer_of("d_model=6 n_experts=3 d_ff=4");
+    moe_layer_config c = layer_of("d_model=6 n_experts=3 gate=sigmoid selection_bias=1 bias_rate=0.5 d_ff=4"),
+                     plain = layer_of("d_model=6 n_experts=3 d_ff=4");
     moe_real *x = normals(5 * 6, 1.0, 1);
     moe_call call;
     moe_layer layer, still, stateless;
@@ -1682,7 +1755,8 @@ static void test_remoe_share(void) {
     double first = 0.0, last = 0.0;
     int step;
     STATUS(moe_layer_preset("remoe", &c, &error), MOE_OK, "preset");
-    c.router.n_experts = E, c.router.top_k = K, c.router.router_bias = 1, c.router.loss_l1 = (moe_real)0.001, c.d_ff = 8; /* x has no mean that could close a gate */
+    c.router.n_experts = E, c.router.top_k = K, c.router.router_bias = 1, c.router.loss_l1 = (moe_real)0.001,
+    c.d_ff = 8; /* x has no mean that could close a gate */
     moe_net_init(&net, 6, MOE_KERNELS_C, NULL);
     moe_net_mixture(&net, &c);
     moe_net_linear(&net, 3);
@@ -1702,13 +1776,14 @@ static void test_remoe_share(void) {
         else last += (double)moe_net_routing(&net, &r.pass, 0)->plan.offsets[E] / (256.0 * E) / 40.0;
         net_run_end(&r);
     }
-    if (!CHECK(first > 0.4 && fabs(last - (double)K / E) < 0.05, "the share of open pairs approaches K/E")) printf("  from %g to %g\n", first, last);
+    if (!CHECK(first > 0.4 && fabs(last - (double)K / E) < 0.05, "the share of open pairs approaches K/E"))
+        printf("  from %g to %g\n", first, last);
     moe_trainer_free(&trainer);
     moe_net_free(&net);
     drop_data(&data);
 }
 
-/* ---- stages of the caller's own ----------------------------------------------------------------------------------------------------- */
+/* ---- stages of the caller's own ------------------------------------------------------------------------------------------ */
 
 typedef struct own_stage {
     moe_real *weight, *gradient; /* [E,d] */
@@ -1733,8 +1808,8 @@ static moe_status own_score_backward(void *ctx, const moe_router *router, const 
 }
 
 /* What top_k does under a softmax: by z, or by p where it was refined. */
-static moe_status own_select(void *ctx, const moe_router *router, const moe_call *call, const moe_real *logits, const moe_real *probabilities,
-                             unsigned char *chosen) {
+static moe_status own_select(void *ctx, const moe_router *router, const moe_call *call, const moe_real *logits,
+                             const moe_real *probabilities, unsigned char *chosen) {
     const own_stage *own = (const own_stage *)ctx;
     const moe_real *score = router->config.refine == MOE_REFINE_NONE ? logits : probabilities;
     size_t experts = (size_t)router->config.n_experts, t, i, found;
@@ -1754,21 +1829,37 @@ static moe_custom own_custom(own_stage *own) {
 
 /* Every number of two reports. */
 static int same_reports(const moe_report *a, const moe_report *b) {
-    static const size_t numbers[] = {
-        offsetof(moe_report, n_calls),           offsetof(moe_report, n_tokens),           offsetof(moe_report, n_pairs),
-        offsetof(moe_report, n_dropped),         offsetof(moe_report, dropped_share),      offsetof(moe_report, experts_per_token),
-        offsetof(moe_report, gate_entropy),      offsetof(moe_report, usage_entropy),      offsetof(moe_report, usage_entropy_calls),
-        offsetof(moe_report, confidence_entropy), offsetof(moe_report, importance_cv2),    offsetof(moe_report, load_entropy),
-        offsetof(moe_report, load_balance_score), offsetof(moe_report, load_cv2),          offsetof(moe_report, load_max_over_mean),
-        offsetof(moe_report, load_max_minus_min), offsetof(moe_report, capacity_use),      offsetof(moe_report, first_share_max),
-        offsetof(moe_report, n_classified),      offsetof(moe_report, information),        offsetof(moe_report, information_chance),
-        offsetof(moe_report, information_first), offsetof(moe_report, information_first_chance)};
+    static const size_t numbers[] = {offsetof(moe_report, n_calls),
+                                     offsetof(moe_report, n_tokens),
+                                     offsetof(moe_report, n_pairs),
+                                     offsetof(moe_report, n_dropped),
+                                     offsetof(moe_report, dropped_share),
+                                     offsetof(moe_report, experts_per_token),
+                                     offsetof(moe_report, gate_entropy),
+                                     offsetof(moe_report, usage_entropy),
+                                     offsetof(moe_report, usage_entropy_calls),
+                                     offsetof(moe_report, confidence_entropy),
+                                     offsetof(moe_report, importance_cv2),
+                                     offsetof(moe_report, load_entropy),
+                                     offsetof(moe_report, load_balance_score),
+                                     offsetof(moe_report, load_cv2),
+                                     offsetof(moe_report, load_max_over_mean),
+                                     offsetof(moe_report, load_max_minus_min),
+                                     offsetof(moe_report, capacity_use),
+                                     offsetof(moe_report, first_share_max),
+                                     offsetof(moe_report, n_classified),
+                                     offsetof(moe_report, information),
+                                     offsetof(moe_report, information_chance),
+                                     offsetof(moe_report, information_first),
+                                     offsetof(moe_report, information_first_chance)};
     size_t i, experts = a->n_experts;
     for (i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
         if (!same_bits((const char *)a + numbers[i], (const char *)b + numbers[i], sizeof(double))) return 0;
-    return a->trivial_gate == b->trivial_gate && same_bits(a->load, b->load, experts * sizeof(double)) && same_bits(a->first, b->first, experts * sizeof(double)) &&
-           same_bits(a->kept, b->kept, experts * sizeof(double)) && same_bits(a->mean_gate, b->mean_gate, experts * sizeof(double)) &&
-           same_bits(a->mean_logit, b->mean_logit, experts * sizeof(double)) && same_bits(a->classes, b->classes, 3 * experts * sizeof(double));
+    return a->trivial_gate == b->trivial_gate && same_bits(a->load, b->load, experts * sizeof(double)) &&
+           same_bits(a->first, b->first, experts * sizeof(double)) && same_bits(a->kept, b->kept, experts * sizeof(double)) &&
+           same_bits(a->mean_gate, b->mean_gate, experts * sizeof(double)) &&
+           same_bits(a->mean_logit, b->mean_logit, experts * sizeof(double)) &&
+           same_bits(a->classes, b->classes, 3 * experts * sizeof(double));
 }
 
 static void check_same_metrics(const bench *a, const bench *b) {
@@ -1794,8 +1885,8 @@ static void check_same_metrics(const bench *a, const bench *b) {
 /* A score equal to linear and a selection equal to top_k give the built-in router, bit for bit, with every loss. */
 static void test_custom_router(void) {
     static const char *const rest[] = {
-        "loss_balance=0.1 loss_z=0.1 loss_importance=0.1 loss_entropy=0.1 loss_usage_entropy=0.1 loss_similarity_same=0.1 loss_similarity_diff=0.2 loss_locality=0.1 "
-        "nodes=2 loss_l1=0.1 loss_distill=0.1",
+        ("loss_balance=0.1 loss_z=0.1 loss_importance=0.1 loss_entropy=0.1 loss_usage_entropy=0.1 loss_similarity_same=0.1 "
+         "loss_similarity_diff=0.2 loss_locality=0.1 nodes=2 loss_l1=0.1 loss_distill=0.1"),
         "noise=gaussian loss_load=0.1 loss_importance=0.1 importance_over=gate weight=raw loss_balance=0.1 balance_over=first",
         "input=scaled_rms weight=softmax capacity_factor=1 renormalize=after loss_importance=0.1 importance_over=weights unbiased=1",
         "input=jitter refine=similarity causal=1 weight=raw drop_capacity=4 drop_order=score loss_z=0.1",
@@ -1823,7 +1914,8 @@ static void test_custom_router(void) {
                 check_same_metrics(&plain, &custom);
                 CHECK(bench_backward(&plain, 1.0) == MOE_OK && bench_backward(&custom, 1.0) == MOE_OK, "backward");
                 CHECK(same_reals(plain.dx, custom.dx, 21 * 9) && !all_zero(plain.dx, 21 * 9), "the same dx");
-                CHECK(same_reals(plain.gradients[MOE_ROUTER_WEIGHT], scores ? own.gradient : custom.gradients[MOE_ROUTER_WEIGHT], 54), "the same gradient");
+                CHECK(same_reals(plain.gradients[MOE_ROUTER_WEIGHT], scores ? own.gradient : custom.gradients[MOE_ROUTER_WEIGHT], 54),
+                      "the same gradient");
                 plain.call.training = custom.call.training = 0;
                 CHECK(bench_route(&plain) == MOE_OK && bench_route(&custom) == MOE_OK, "routes");
                 CHECK(same_routing(&plain.routing, &custom.routing), "in evaluation too");
@@ -1896,11 +1988,14 @@ static void test_custom_layer(void) {
     own.weight = copy_of(tensor_of(&plain, "router.weight", NULL), 54), own.gradient = reals(54);
     custom.router.custom = own_custom(&own);
     for (i = 0; moe_layer_tensor(&custom, i, &b) == MOE_OK; i++)
-        if (CHECK(moe_layer_find(&plain, b.name, &a) == MOE_OK && a.count == b.count, b.name)) memcpy(b.data, a.data, a.count * sizeof(moe_real));
+        if (CHECK(moe_layer_find(&plain, b.name, &a) == MOE_OK && a.count == b.count, b.name))
+            memcpy(b.data, a.data, a.count * sizeof(moe_real));
     dx[0] = reals(13 * 9), dx[1] = reals(13 * 9);
     run_start(&r[0], &plain, &call), run_start(&r[1], &custom, &call);
     CHECK(r[0].status == MOE_OK && r[1].status == MOE_OK && same_reals(r[0].y, r[1].y, 13 * 9), "the same output");
-    CHECK(moe_layer_backward(&plain, dy, dx[0], NULL, &r[0].pass) == MOE_OK && moe_layer_backward(&custom, dy, dx[1], NULL, &r[1].pass) == MOE_OK, "backward");
+    CHECK(moe_layer_backward(&plain, dy, dx[0], NULL, &r[0].pass) == MOE_OK &&
+              moe_layer_backward(&custom, dy, dx[1], NULL, &r[1].pass) == MOE_OK,
+          "backward");
     CHECK(same_reals(dx[0], dx[1], 13 * 9), "the same dx");
     for (i = 0; moe_layer_tensor(&custom, i, &b) == MOE_OK; i++)
         if (moe_layer_find(&plain, b.name, &a) == MOE_OK) CHECK(same_reals(a.gradient, b.gradient, a.count), "the same gradients");
@@ -1913,7 +2008,8 @@ static void test_custom_layer(void) {
 /* A net with stages of its own learns as the net without. */
 static void test_custom_net(void) {
     enum { BATCH = 16, STEPS = 25 };
-    static const char *const settings[] = {"n_experts=6 top_k=2 d_ff=5 loss_balance=0.1", "n_experts=6 top_k=2 d_ff=5 loss_balance=0.1 score=custom select=custom"};
+    static const char *const settings[] = {"n_experts=6 top_k=2 d_ff=5 loss_balance=0.1",
+                                           "n_experts=6 top_k=2 d_ff=5 loss_balance=0.1 score=custom select=custom"};
     moe_train_config t = plain_descent(BATCH, 0.02);
     moe_data data = data_of(BATCH * 4, 9, 3, 12);
     moe_net net[2];
@@ -1951,7 +2047,9 @@ static void test_custom_net(void) {
         memset(own.gradient, 0, 54 * sizeof(moe_real));
         for (i = 0; i < 2; i++) STATUS(moe_trainer_step(&trainer[i], &batch, &seen[i], &error), MOE_OK, "step");
         for (k = 0; k < 54; k++) own.weight[k] -= (moe_real)0.02 * own.gradient[k];
-        if (step == 0) start = seen[0], CHECK(same_reals(&seen[0].loss, &seen[1].loss, 1) && same_reals(&seen[0].router_loss, &seen[1].router_loss, 1), "the same loss");
+        if (step == 0)
+            start = seen[0], CHECK(same_reals(&seen[0].loss, &seen[1].loss, 1) && same_reals(&seen[0].router_loss, &seen[1].router_loss, 1),
+                                   "the same loss");
         NEARLY(seen[1].loss, seen[0].loss, "both learn alike");
     }
     CHECK(seen[1].loss < start.loss * (moe_real)0.9, "and both learn");
@@ -1961,10 +2059,10 @@ static void test_custom_net(void) {
     drop_data(&data);
 }
 
-/* ---- replay ------------------------------------------------------------------------------------------------------------------------- */
+/* ---- replay -------------------------------------------------------------------------------------------------------------- */
 
-static moe_status choose_some(void *ctx, const moe_router *router, const moe_call *call, const moe_real *logits, const moe_real *probabilities,
-                              unsigned char *chosen) {
+static moe_status choose_some(void *ctx, const moe_router *router, const moe_call *call, const moe_real *logits,
+                              const moe_real *probabilities, unsigned char *chosen) {
     size_t experts = (size_t)router->config.n_experts, t, e;
     (void)ctx, (void)probabilities;
     for (t = 0; t < call->n_tokens; t++)
@@ -2079,7 +2177,8 @@ static void check_without_dropped(moe_layer *layer, replay_call *c, const moe_ro
     memcpy(selected, before->selected, RN * RE);
     c->call.given = given;
     replay_forward(&r, layer, c);
-    CHECK(r.r.pass.routing.n_dropped == 0 && same_bits(selected, r.r.pass.routing.selected, RN * RE), "without the dropped ones nothing is dropped");
+    CHECK(r.r.pass.routing.n_dropped == 0 && same_bits(selected, r.r.pass.routing.selected, RN * RE),
+          "without the dropped ones nothing is dropped");
     replay_drop(&r);
     free(given), free(selected);
 }
@@ -2213,7 +2312,9 @@ static void test_replay_net(void) {
     net_run_start(&second, &net, &call);
     if (CHECK(second.status == MOE_OK, "replay")) {
         CHECK(same_reals(first.pass.y, second.pass.y, N * 3), "the same output, bit for bit");
-        CHECK(same_routing(routing[0], moe_net_routing(&net, &second.pass, 0)) && same_routing(routing[1], moe_net_routing(&net, &second.pass, 4)), "the same routings");
+        CHECK(same_routing(routing[0], moe_net_routing(&net, &second.pass, 0)) &&
+                  same_routing(routing[1], moe_net_routing(&net, &second.pass, 4)),
+              "the same routings");
     }
     net_run_end(&second);
     STATUS(moe_trainer_init(&trainer, &net, &t, &error), MOE_OK, "trainer");
@@ -2235,7 +2336,7 @@ static void test_replay_net(void) {
     drop_data(&data);
 }
 
-/* ---- distances from a teacher --------------------------------------------------------------------------------------------------------- */
+/* ---- distances from a teacher -------------------------------------------------------------------------------------------- */
 
 static void soft_row(const double *z, size_t n, double *p) {
     double top = z[0], sum = 0.0;
@@ -2277,7 +2378,8 @@ static void test_distill(void) {
                 size_t t, e, q;
                 const moe_real *w;
                 bench b;
-                sprintf(text, "d_model=5 n_experts=6 top_k=2 loss_distill=0.75 distill=%s %s", kinds[kind], student ? "student=1 freeze_at=9" : "");
+                sprintf(text, "d_model=5 n_experts=6 top_k=2 loss_distill=0.75 distill=%s %s", kinds[kind],
+                        student ? "student=1 freeze_at=9" : "");
                 if (!bench_of(&b, text, N)) return;
                 if (masked) bench_mask(&b, 3);
                 if (kind == MOE_DISTILL_CE_HARD) b.teacher[2] = b.teacher[4] = 9; /* of equal ones the first is the best */
@@ -2294,10 +2396,12 @@ static void test_distill(void) {
                     }
                     value += share * distance_row(kind, v, teacher, E, dv);
                     for (e = 0; e < E; e++)
-                        for (q = 0; q < D; q++) dw[e * D + q] += share * dv[e] * (double)b.x[t * D + q], dx[t * D + q] += share * dv[e] * (double)w[e * D + q];
+                        for (q = 0; q < D; q++)
+                            dw[e * D + q] += share * dv[e] * (double)b.x[t * D + q], dx[t * D + q] += share * dv[e] * (double)w[e * D + q];
                 }
                 NEARLY(b.routing.loss[MOE_LOSS_DISTILL], value, "the distance from the teacher");
-                for (e = 0; e < E * D; e++) NEARLY(b.gradients[student ? MOE_ROUTER_STUDENT : MOE_ROUTER_WEIGHT][e], dw[e], "its gradient by the weights");
+                for (e = 0; e < E * D; e++)
+                    NEARLY(b.gradients[student ? MOE_ROUTER_STUDENT : MOE_ROUTER_WEIGHT][e], dw[e], "its gradient by the weights");
                 for (t = 0; t < N * D; t++) NEARLY(b.dx[t], dx[t], "its gradient by x");
                 if (student) CHECK(all_zero(b.gradients[MOE_ROUTER_WEIGHT], E * D), "a teacher gets no gradient");
                 b.call.teacher = NULL;
@@ -2326,7 +2430,9 @@ static void test_distill_net(void) {
     if (!build(&net, 1, 3)) return;
     error.message[0] = '\0';
     STATUS(moe_fit(&net, &data, NULL, NULL, &error), MOE_ERR_ARGUMENT, "no teacher");
-    CHECK(strstr(error.message, "module 2") != NULL && strstr(error.message, "loss_distill") != NULL && strstr(error.message, "teacher") != NULL, "by name");
+    CHECK(strstr(error.message, "module 2") != NULL && strstr(error.message, "loss_distill") != NULL &&
+              strstr(error.message, "teacher") != NULL,
+          "by name");
     memset(&call, 0, sizeof call);
     call.n_tokens = N, call.x = data.x, call.training = 1;
     net_run_start(&all, &net, &call);
@@ -2343,7 +2449,8 @@ static void test_distill_net(void) {
         run_start(&middle, &net.modules[1].layer, &one);
         one.teacher = teacher + N * 4, one.x = middle.y;
         run_start(&last, &net.modules[2].layer, &one);
-        CHECK(last.status == MOE_OK && same_reals(last.pass.routing.loss, moe_net_routing(&net, &all.pass, 2)->loss, MOE_LOSS_COUNT), "the rows behind those of the first");
+        CHECK(last.status == MOE_OK && same_reals(last.pass.routing.loss, moe_net_routing(&net, &all.pass, 2)->loss, MOE_LOSS_COUNT),
+              "the rows behind those of the first");
         CHECK(last.pass.routing.loss[MOE_LOSS_DISTILL] > 0, "a loss");
         run_end(&middle), run_end(&last);
     }
@@ -2353,7 +2460,7 @@ static void test_distill_net(void) {
     drop_data(&data);
 }
 
-/* ---- clusters in nets ------------------------------------------------------------------------------------------------------------------ */
+/* ---- clusters in nets ---------------------------------------------------------------------------------------------------- */
 
 /* What the next mixture reads of a pass, made by hand: surviving choices and their weights; of soft the sum over an expert's slots. */
 static void previous_of(const run *r, const moe_layer *layer, moe_call *next, int32_t **experts, moe_real **weights) {
@@ -2411,7 +2518,9 @@ static void check_clusters(const char *const *settings, int masked, int training
         run_start(&part[i], layer, &one);
         if (!STATUS(part[i].status, MOE_OK, settings[i])) return;
         for (t = 0; t < N * D; t++) sum[t] = part[i].y[t] + entered[i][t];
-        CHECK(same_reals(part[i].pass.routing.weights, moe_net_routing(&net, &all.pass, 2 * i)->weights, N * part[i].pass.routing.n_experts), "the routing of the layer alone");
+        CHECK(
+            same_reals(part[i].pass.routing.weights, moe_net_routing(&net, &all.pass, 2 * i)->weights, N * part[i].pass.routing.n_experts),
+            "the routing of the layer alone");
         for (t = 0; t < N && i > 0; t++) {
             int left = 0;
             for (q = 0; q < one.n_previous; q++) left |= experts[i - 1][t * one.n_previous + q] >= 0;
@@ -2433,18 +2542,26 @@ static void check_clusters(const char *const *settings, int masked, int training
 
 static void test_clusters_in_nets(void) {
     static const char *const rows[][3] = {
-        {"n_experts=4 top_k=2 d_ff=5", "n_experts=4 input=adaptive_clustering d_ff=5", "n_experts=4 input=adaptive_clustering ac_mix=2 d_ff=5"},
-        {"n_experts=4 top_k=2 d_ff=5", "n_experts=4 input=adaptive_clustering ac_mode=code d_ff=5", "n_experts=4 input=adaptive_clustering ac_mode=random d_ff=5"},
-        {"n_experts=4 top_k=2 d_ff=5", "n_experts=4 input=adaptive_clustering ac_mode=running d_ff=5", "n_experts=5 input=adaptive_clustering ac_mode=running ac_mix=2 d_ff=5"},
-        {"n_experts=4 top_k=1 weight=raw drop_capacity=3 d_ff=5", "n_experts=4 input=adaptive_clustering top_k=1 weight=raw drop_capacity=4 d_ff=5",
+        {"n_experts=4 top_k=2 d_ff=5", "n_experts=4 input=adaptive_clustering d_ff=5",
+         "n_experts=4 input=adaptive_clustering ac_mix=2 d_ff=5"},
+        {"n_experts=4 top_k=2 d_ff=5", "n_experts=4 input=adaptive_clustering ac_mode=code d_ff=5",
+         "n_experts=4 input=adaptive_clustering ac_mode=random d_ff=5"},
+        {"n_experts=4 top_k=2 d_ff=5", "n_experts=4 input=adaptive_clustering ac_mode=running d_ff=5",
+         "n_experts=5 input=adaptive_clustering ac_mode=running ac_mix=2 d_ff=5"},
+        {"n_experts=4 top_k=1 weight=raw drop_capacity=3 d_ff=5",
+         "n_experts=4 input=adaptive_clustering top_k=1 weight=raw drop_capacity=4 d_ff=5",
          "n_experts=4 input=adaptive_clustering ac_spread=variance d_ff=5"},
-        {"n_experts=4 top_k=3 drop_capacity=2 d_ff=5", "n_experts=6 input=adaptive_clustering ac_mix=2 drop_capacity=3 renormalize=after d_ff=5",
+        {"n_experts=4 top_k=3 drop_capacity=2 d_ff=5",
+         "n_experts=6 input=adaptive_clustering ac_mix=2 drop_capacity=3 renormalize=after d_ff=5",
          "n_experts=6 input=adaptive_clustering ac_spread=pairwise ac_lambda=0.5 d_ff=5"},
-        {"n_experts=3 select=soft slots=2 soft_normalise=1 d_ff=5", "n_experts=4 input=adaptive_clustering ac_mix=2 d_ff=5", "n_experts=4 input=adaptive_clustering d_ff=5"},
-        {"n_experts=4 top_k=2 d_ff=5", "n_experts=4 input=adaptive_clustering select=soft slots=3 d_ff=5", "n_experts=4 input=adaptive_clustering ac_mix=3 d_ff=5"},
+        {"n_experts=3 select=soft slots=2 soft_normalise=1 d_ff=5", "n_experts=4 input=adaptive_clustering ac_mix=2 d_ff=5",
+         "n_experts=4 input=adaptive_clustering d_ff=5"},
+        {"n_experts=4 top_k=2 d_ff=5", "n_experts=4 input=adaptive_clustering select=soft slots=3 d_ff=5",
+         "n_experts=4 input=adaptive_clustering ac_mix=3 d_ff=5"},
         {"n_experts=2 select=positive gate=relu weight=raw d_ff=5", "n_experts=5 input=adaptive_clustering select=top_p weight=raw d_ff=5",
          "n_experts=7 input=adaptive_clustering ac_mix=2 d_ff=5"},
-        {"n_experts=4 select=expert_choice weight=raw d_ff=5", "n_experts=4 input=adaptive_clustering select=threshold threshold=0.3 threshold_fallback=never d_ff=5",
+        {"n_experts=4 select=expert_choice weight=raw d_ff=5",
+         "n_experts=4 input=adaptive_clustering select=threshold threshold=0.3 threshold_fallback=never d_ff=5",
          "n_experts=4 input=adaptive_clustering score=cosine cosine_keep_length=1 ac_mode=code d_ff=5"}};
     size_t row, dropped = 0;
     int masked, training;
@@ -2523,13 +2640,14 @@ static void test_mixed_presets(void) {
     STATUS(moe_evaluate(&net, &data, t.criterion, &before, &error), MOE_OK, "evaluate");
     if (!STATUS(moe_fit(&net, &data, NULL, &t, &error), MOE_OK, "fit")) printf("  %s\n", error.message);
     STATUS(moe_evaluate(&net, &data, t.criterion, &after, &error), MOE_OK, "evaluate");
-    if (!CHECK(after.loss < (moe_real)0.5 * before.loss, "the loss of the mixed net falls")) printf("  %g to %g\n", (double)before.loss, (double)after.loss);
+    if (!CHECK(after.loss < (moe_real)0.5 * before.loss, "the loss of the mixed net falls"))
+        printf("  %g to %g\n", (double)before.loss, (double)after.loss);
     CHECK(!all_zero(moe_net_find(&net, "19.router.selection_bias")->data, 8), "the bias of the last mixture has moved");
     moe_net_free(&net);
     drop_data(&data);
 }
 
-/* ---- decoding: a token alone, in the batch, in two calls ------------------------------------------------------------------------------- */
+/* ---- decoding: a token alone, in the batch, in two calls ----------------------------------------------------------------- */
 
 enum { TN = 24, TD = 16, TH = 2, TJ = 2 }; /* tokens, width, attention heads, previous experts */
 
@@ -2544,7 +2662,8 @@ static void text_start(text *s, uint64_t seed) {
     moe_real *side = normals(TD, 1.0, seed + 1);
     moe_rng own;
     size_t i, j, h;
-    s->x = normals(TN * TD, 1.0, seed), s->previous_input = normals(TN * TD, 1.0, seed + 2), s->previous_weights = normals(TN * TJ, 1.0, seed + 3);
+    s->x = normals(TN * TD, 1.0, seed), s->previous_input = normals(TN * TD, 1.0, seed + 2),
+    s->previous_weights = normals(TN * TJ, 1.0, seed + 3);
     s->attention = reals(TH * TN * TN), s->outputs = normals(TH * TN * TD, 1.0, seed + 5), s->output = normals(TN * TD, 1.0, seed + 6);
     s->token_ids = (int32_t *)grab(TN, sizeof(int32_t)), s->previous_experts = (int32_t *)grab(TN * TJ, sizeof(int32_t));
     for (i = 0; i < TN * TD; i++) s->x[i] += (moe_real)0.7 * side[i % TD];
@@ -2559,7 +2678,9 @@ static void text_start(text *s, uint64_t seed) {
     for (h = 0; h < TH; h++) /* causal attention: nobody looks ahead */
         for (i = 0; i < TN; i++) {
             double sum = 0.0;
-            for (j = 0; j <= i; j++) s->attention[(h * TN + i) * TN + j] = (moe_real)(0.1 + (double)moe_rng_uniform(&own)), sum += (double)s->attention[(h * TN + i) * TN + j];
+            for (j = 0; j <= i; j++)
+                s->attention[(h * TN + i) * TN + j] = (moe_real)(0.1 + (double)moe_rng_uniform(&own)),
+                                                 sum += (double)s->attention[(h * TN + i) * TN + j];
             for (j = 0; j <= i; j++) s->attention[(h * TN + i) * TN + j] /= (moe_real)sum;
         }
     free(side);
@@ -2595,7 +2716,8 @@ static moe_call text_part(const text *s, size_t from, size_t to, int decoding) {
     call.n_tokens = to - from, call.x = s->x + from * TD, call.token_ids = s->token_ids + from, call.decoding = decoding;
     call.previous_input = s->previous_input + from * TD, call.previous_experts = s->previous_experts + from * TJ;
     call.previous_weights = s->previous_weights + from * TJ, call.n_previous = TJ;
-    if (from == 0 && to == TN) call.attention_weights = s->attention, call.attention_outputs = s->outputs, call.attention_output = s->output;
+    if (from == 0 && to == TN)
+        call.attention_weights = s->attention, call.attention_outputs = s->outputs, call.attention_output = s->output;
     return call;
 }
 
@@ -2603,8 +2725,8 @@ static moe_call text_part(const text *s, size_t from, size_t to, int decoding) {
 static int same_token(const run *one, size_t a, const run *two, size_t b) {
     const moe_routing *r = &one->pass.routing, *s = &two->pass.routing;
     size_t experts = r->n_experts, columns = r->plan.rows > 0 ? r->max_choices : experts;
-    return same_reals(r->logits + a * columns, s->logits + b * columns, columns) && same_reals(r->weights + a * experts, s->weights + b * experts, experts) &&
-           r->n_choices[a] == s->n_choices[b] &&
+    return same_reals(r->logits + a * columns, s->logits + b * columns, columns) &&
+           same_reals(r->weights + a * experts, s->weights + b * experts, experts) && r->n_choices[a] == s->n_choices[b] &&
            same_bits(r->choices + a * r->max_choices, s->choices + b * s->max_choices, (size_t)r->n_choices[a] * sizeof(int32_t)) &&
            same_reals(one->y + a * TD, two->y + b * TD, TD);
 }
@@ -2705,7 +2827,9 @@ static void check_decodes(const moe_layer_config *c, const char *name) {
         if (!make_layer(&layer, c, 0, 41)) return;
         stir_state(&layer, late ? 1e6 : 0.0);
         for (seed = 1; seed < 4; seed++) {
-            if (!CHECK(ahead_is_unseen(&layer, seed * 1000, TN - 1) && ahead_is_unseen(&layer, seed * 1000, TN / 2), "a later token changes nothing before it")) printf("  %s\n", name);
+            if (!CHECK(ahead_is_unseen(&layer, seed * 1000, TN - 1) && ahead_is_unseen(&layer, seed * 1000, TN / 2),
+                       "a later token changes nothing before it"))
+                printf("  %s\n", name);
             if (c->router.refine != MOE_REFINE_NONE) continue; /* reads the tokens before it: whole sequences only */
             if (!CHECK(alone_is_the_same(&layer, seed * 1000, 1), "a token alone is the same")) printf("  %s\n", name);
             if (seed == 1) check_splits(&layer, seed * 1000, name);
@@ -2721,7 +2845,8 @@ static int follow_advice(moe_router_config *c, const char *message) {
         c->select = MOE_SELECT_TOP_K, c->slots = c->soft_normalise = 0;
         return 1;
     }
-    if (strncmp(message, "switch_from = ", 14) == 0 && strstr(message, "switch_from = top_k") != NULL) return c->switch_from = MOE_SELECT_TOP_K, 1;
+    if (strncmp(message, "switch_from = ", 14) == 0 && strstr(message, "switch_from = top_k") != NULL)
+        return c->switch_from = MOE_SELECT_TOP_K, 1;
     if (strncmp(message, "ac_mode = ", 10) == 0 && strstr(message, "ac_mode = running") != NULL) return c->ac_mode = MOE_AC_RUNNING, 1;
     if (strncmp(message, "attention_heads = ", 18) == 0 && strstr(message, "attention_heads = fixed with causal = 1") != NULL)
         return c->attention_heads = MOE_HEADS_FIXED, c->causal = 1, 1;
@@ -2732,7 +2857,8 @@ static int follow_advice(moe_router_config *c, const char *message) {
     if (strstr(message, "capacity_factor_eval = n_experts / top_k") == NULL) return 0;
     c->capacity_factor_eval = (moe_real)whole;
     if (strncmp(message, "drop_capacity = ", 16) == 0) c->drop_capacity = 0;
-    return strncmp(message, "drop_capacity = ", 16) == 0 || strncmp(message, "capacity_factor_eval = ", 23) == 0 || strncmp(message, "capacity_bound = ", 17) == 0;
+    return strncmp(message, "drop_capacity = ", 16) == 0 || strncmp(message, "capacity_factor_eval = ", 23) == 0 ||
+           strncmp(message, "capacity_bound = ", 17) == 0;
 }
 
 /* Follows the advice of the messages until the router decodes: one obstacle after another, each named with its trait and its mode. */
@@ -2742,7 +2868,8 @@ static int advise(moe_router_config *c, const char *name) {
     for (rounds = 0; rounds < 4; rounds++) {
         error.message[0] = '\0', error.code = MOE_OK;
         if (moe_router_check_decoding(c, &error) == MOE_OK) return rounds;
-        CHECK(error.code == MOE_ERR_UNSUPPORTED && strstr(error.message, "has the trait needs_batch") != NULL && strstr(error.message, "decode") != NULL,
+        CHECK(error.code == MOE_ERR_UNSUPPORTED && strstr(error.message, "has the trait needs_batch") != NULL &&
+                  strstr(error.message, "decode") != NULL,
               "the message names the trait");
         if (!CHECK(follow_advice(c, error.message), "and a mode that works")) {
             printf("  %s: %s\n", name, error.message);
@@ -2859,7 +2986,8 @@ static void test_decoding_rules(void) {
         status = moe_router_check_decoding(&c, &error);
         if (!CHECK(status == (rows[i].field != NULL ? MOE_ERR_UNSUPPORTED : MOE_OK), settings)) printf("  %s\n", error.message);
         if (rows[i].field == NULL) continue;
-        if (!CHECK(strncmp(error.message, rows[i].field, strlen(rows[i].field)) == 0, "the field and its value come first")) printf("  %s\n", error.message);
+        if (!CHECK(strncmp(error.message, rows[i].field, strlen(rows[i].field)) == 0, "the field and its value come first"))
+            printf("  %s\n", error.message);
         CHECK(advise(&c, settings) > 0, "there is advice");
         CHECK(moe_router_check_decoding(&c, NULL) == MOE_OK, "error may be NULL");
     }
@@ -2910,7 +3038,8 @@ static void test_decoding_nets(void) {
     for (t = 0; t < 9; t++) {
         call.n_tokens = 1, call.x = x + t * 6, call.decoding = 1;
         net_run_start(&one, &net, &call);
-        CHECK(whole.status == MOE_OK && one.status == MOE_OK && same_reals(one.pass.y, whole.pass.y + t * 6, 6), "token by token through a net");
+        CHECK(whole.status == MOE_OK && one.status == MOE_OK && same_reals(one.pass.y, whole.pass.y + t * 6, 6),
+              "token by token through a net");
         net_run_end(&one);
     }
     net_run_end(&whole);
@@ -2920,7 +3049,9 @@ static void test_decoding_nets(void) {
     add_mixture(&net, "n_experts=4 d_ff=5 input=adaptive_clustering");
     if (!build(&net, 0, 4)) return;
     STATUS(moe_net_check_decoding(&net, &error), MOE_ERR_UNSUPPORTED, "a net that does not");
-    CHECK(strstr(error.message, "module 1 (mixture)") != NULL && strstr(error.message, "ac_mode = paper") != NULL && strstr(error.message, "needs_batch") != NULL, "by name");
+    CHECK(strstr(error.message, "module 1 (mixture)") != NULL && strstr(error.message, "ac_mode = paper") != NULL &&
+              strstr(error.message, "needs_batch") != NULL,
+          "by name");
     net_run_start(&one, &net, &call);
     STATUS(one.status, MOE_ERR_UNSUPPORTED, "nor does its call");
     net_run_end(&one);
@@ -2928,9 +3059,10 @@ static void test_decoding_nets(void) {
     free(x);
 }
 
-/* ---- instability between layers --------------------------------------------------------------------------------------------------------- */
+/* ---- instability between layers ------------------------------------------------------------------------------------------ */
 
-static void count_pairs(size_t n, const int32_t *first, const int32_t *second, const unsigned char *mask, double *instability, double *q1, double *q2) {
+static void count_pairs(size_t n, const int32_t *first, const int32_t *second, const unsigned char *mask, double *instability, double *q1,
+                        double *q2) {
     double pairs = 0.0;
     size_t t, u;
     *instability = *q1 = *q2 = 0.0;
@@ -2966,7 +3098,8 @@ static void test_instability(void) {
         CHECK(moe_instability_scratch(e1, e2) == (e1 + 1) * (e2 + 1), "scratch");
         STATUS(moe_instability(n, first, e1, second, e2, used, scratch, &r), MOE_OK, "instability");
         count_pairs(n, first, second, used, &instability, &q1, &q2);
-        close_to(r.instability, instability, "by counting pairs"), close_to(r.q1, q1, "pairs together at the first"), close_to(r.q2, q2, "at the second");
+        close_to(r.instability, instability, "by counting pairs"), close_to(r.q1, q1, "pairs together at the first"),
+            close_to(r.q2, q2, "at the second");
         close_to(r.chance, q1 * (1.0 - q2) + q2 * (1.0 - q1), "chance");
         STATUS(moe_instability(n, first, e1, first, e1, used, scratch, &r), MOE_OK, "a layer and itself");
         close_to(r.instability, 0.0, "are stable");
@@ -3004,11 +3137,12 @@ static void test_instability(void) {
             sum += instability, squares += instability * instability;
         }
         mean = sum / SHUFFLES, error = sqrt((squares / SHUFFLES - mean * mean) / SHUFFLES);
-        if (!CHECK(fabs(mean - before.chance) <= 4.0 * error + 1e-12, "the chance level is that of shuffled tokens")) printf("  %g, shuffled %g +- %g\n", before.chance, mean, error);
+        if (!CHECK(fabs(mean - before.chance) <= 4.0 * error + 1e-12, "the chance level is that of shuffled tokens"))
+            printf("  %g, shuffled %g +- %g\n", before.chance, mean, error);
     }
 }
 
-/* ---- consistency of two passes ------------------------------------------------------------------------------------------------------------ */
+/* ---- consistency of two passes ------------------------------------------------------------------------------------------- */
 
 /* Mean over rows of (KL(p || q) + KL(q || p)) / 2, in double. */
 static double wanted_consistency(size_t n, size_t classes, const double *a, const double *b) {
@@ -3034,9 +3168,11 @@ static void test_consistency(void) {
     size_t i, k;
     for (i = 0; i < 3; i++) {
         size_t cells = rows[i] * classes[i];
-        moe_real *a = normals(cells, 1.5, 6 + i), *b = normals(cells, 1.5, 16 + i), *da = normals(cells, 1.0, 1), *db = normals(cells, 1.0, 2), *shifted = reals(cells);
+        moe_real *a = normals(cells, 1.5, 6 + i), *b = normals(cells, 1.5, 16 + i), *da = normals(cells, 1.0, 1),
+                 *db = normals(cells, 1.0, 2), *shifted = reals(cells);
         double *wide_a = (double *)grab(cells, sizeof *wide_a), *wide_b = (double *)grab(cells, sizeof *wide_b), want;
-        for (k = 0; k < cells; k++) wide_a[k] = (double)a[k], wide_b[k] = (double)b[k], shifted[k] = a[k] + (moe_real)(100.0 * (double)(k / classes[i]));
+        for (k = 0; k < cells; k++)
+            wide_a[k] = (double)a[k], wide_b[k] = (double)b[k], shifted[k] = a[k] + (moe_real)(100.0 * (double)(k / classes[i]));
         want = wanted_consistency(rows[i], classes[i], wide_a, wide_b);
         NEARLY(moe_consistency_loss(rows[i], classes[i], a, b, da, db), want, "the two divergences");
         for (k = 0; k < cells; k++) {
@@ -3044,12 +3180,14 @@ static void test_consistency(void) {
             NEARLY(db[k], consistency_slope(rows[i], classes[i], wide_a, wide_b, wide_b + k), "gradient of b");
         }
         NEARLY(moe_consistency_loss(rows[i], classes[i], b, a, NULL, da), want, "symmetric, and no gradient is wanted");
-        CHECK(fabs((double)moe_consistency_loss(rows[i], classes[i], shifted, b, NULL, NULL) - want) <= 20 * NEAR * (1.0 + want), "the same for shifted logits");
+        CHECK(fabs((double)moe_consistency_loss(rows[i], classes[i], shifted, b, NULL, NULL) - want) <= 20 * NEAR * (1.0 + want),
+              "the same for shifted logits");
         CHECK(fabs((double)moe_consistency_loss(rows[i], classes[i], a, a, da, db)) <= 1e-6 * (1.0 + NEAR), "0 for equal logits");
         for (k = 0; k < cells; k++) CHECK(fabs((double)da[k]) + fabs((double)db[k]) <= 1e-5, "and no gradient");
         free(a), free(b), free(da), free(db), free(shifted), free(wide_a), free(wide_b);
     }
-    CHECK(!(moe_consistency_loss(0, 3, NULL, NULL, NULL, NULL) > 0) && !(moe_consistency_loss(0, 3, NULL, NULL, NULL, NULL) < 0), "0 for no rows");
+    CHECK(!(moe_consistency_loss(0, 3, NULL, NULL, NULL, NULL) > 0) && !(moe_consistency_loss(0, 3, NULL, NULL, NULL, NULL) < 0),
+          "0 for no rows");
     {
         moe_real far_a[2] = {200, -200}, far_b[2] = {-200, 200}, d[2];
         moe_real far_loss = moe_consistency_loss(1, 2, far_a, far_b, d, NULL);
@@ -3158,6 +3296,7 @@ int main(void) {
     test_l1_sequence();
     test_l1_border();
     test_k_schedule();
+    test_strange_steps();
     test_tau_schedule();
     test_freeze();
     test_student();

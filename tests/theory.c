@@ -1751,7 +1751,7 @@ static double load_deviation(const rig *g) {
     return sqrt(sum / (double)g->experts);
 }
 
-/* Sinkhorn balances in training: where logits favour some experts its loads deviate less than those of top_k, in every trial, and several
+/* Sinkhorn balances in training: where logits favour some expert its loads deviate less than those of top_k, in every trial, and several
    times less on the whole. Outside training it is top_k. */
 static void test_sinkhorn(void) {
     double plain = 0.0, even = 0.0;
@@ -1764,7 +1764,7 @@ static void test_sinkhorn(void) {
         begin(trial);
         experts = 2 + index_below(7);
         if (!rig_start(&g, n, 6, experts, experts > 4 && trial % 2 ? 2 : 1, "router_bias=1 weight=raw")) return;
-        for (e = 0; e < experts; e++) g.tensors[MOE_ROUTER_BIAS][e] = (moe_real)(e == 0 ? 2.0 : 1.5 * normal());
+        for (e = 0; e < experts; e++) g.tensors[MOE_ROUTER_BIAS][e] = (moe_real)(e == 0 ? 2.0 : -fabs(1.5 * normal()));
         if (OPEN && trial % 4 == 0) g.tensors[MOE_ROUTER_BIAS][experts - 1] = (moe_real)(MOE_REAL_IS_DOUBLE ? -730.0 : -95.0);
         if (below(2)) mask_some(&g, 0);
         g.call.training = 1;
@@ -2199,8 +2199,9 @@ static void permute_rows(const moe_real *from, moe_real *to, const size_t *order
    rounded in another order, and where sinkhorn has to choose between values as near as that, it may choose either. */
 static void test_expert_permutation(void) {
     static const int places[] = {MOE_ROUTER_WEIGHT, MOE_ROUTER_BIAS, MOE_ROUTER_SELECTION_BIAS, MOE_ROUTER_EXPERT_SCALE};
-    static const char *const selects[] = {"top_k",    "top_p",   "threshold", "positive", "dense", "expert_choice expert_choice_score=z",
-                                          "affinity", "sinkhorn"};
+    static const char *const selects[] = {"top_k",    "top_p",   "threshold threshold_fallback=never",
+                                          "positive", "dense",   "expert_choice expert_choice_score=z",
+                                          "affinity", "sinkhorn"}; /* with relu all p may be 0: a fallback would choose from a tie */
     static const char *const gates[] = {"softmax", "sigmoid", "sqrt_softplus", "relu"};
     long tokens = 0, other = 0;
     int trial;
@@ -2424,7 +2425,6 @@ static void test_sparsemixer(void) {
 
 /* ==== balanced assignment ================================================================================================= */
 
-#if 1
 
 static int start_balanced(rig *g, size_t n, size_t experts) {
     if (!rig_start(g, n, experts, experts, 1, "select=balanced weight=raw")) return 0;
@@ -2604,7 +2604,6 @@ static void test_balanced_padding(void) {
     CHECK(moe_router_check(&c, NULL, &error) == MOE_ERR_CONFIG && strstr(error.message, "top_k") != NULL, "K = 2 is refused, and named");
 }
 
-#endif
 
 /* ========================================================================================================================== */
 
@@ -2653,12 +2652,10 @@ int main(void) {
     run(test_constant_shift);
     run(test_lengths);
     run(test_sparsemixer);
-#if 1
     run(test_balanced_loads);
     run(test_balanced_optimum);
     run(test_balanced_exchanges);
     run(test_balanced_padding);
-#endif
 #ifdef THEORY_OPEN
     run(test_any_lambda);
 #endif
