@@ -399,6 +399,92 @@ static void check_bits(bench *b) {
     free(work), free(y);
 }
 
+/* ---- refining over many tokens --------------------------------------------------------------------------------------------------- */
+
+/* ln of what S_ij of one head is in proportion to; -infinity: j takes no part. */
+static double refine_exponent(const bench *b, size_t h, size_t i, size_t j) {
+    const moe_router_config *c = &b->layer.config.router;
+    size_t d = (size_t)c->d_model, n = b->call.n_tokens, q;
+    const moe_real *u = b->pass.routing.u + i * d, *key = b->pass.routing.u + j * d;
+    double dot = 0.0, distance = 0.0, weight;
+    if (c->causal && j > i) return -HUGE_VAL;
+    if (c->refine == MOE_REFINE_ATTENTION) key = b->call.attention_outputs + (h * n + j) * d;
+    for (q = 0; q < d; q++) {
+        const double off = (double)u[q] - (double)key[q];
+        dot += (double)u[q] * (double)key[q], distance += off * off;
+    }
+    if (c->refine == MOE_REFINE_SIMILARITY) return dot / (double)c->similarity_tau;
+    weight = (double)b->call.attention_weights[(h * n + i) * n + j];
+    return weight > 0.0 ? log(weight) - distance / (2.0 * (double)c->attention_sigma * (double)c->attention_sigma) : -HUGE_VAL;
+}
+
+/* p_i by its formula. */
+static void check_refined_row(const bench *b, size_t i) {
+    const moe_router_config *c = &b->layer.config.router;
+    size_t first = 0, end = 1, h, j, e, experts = (size_t)c->n_experts;
+    double p[8] = {0}, sum = 0.0, most = -HUGE_VAL, exponent;
+    if (c->refine == MOE_REFINE_ATTENTION && c->attention_heads == MOE_HEADS_ALL) end = (size_t)c->heads;
+    if (c->refine == MOE_REFINE_ATTENTION && c->attention_heads == MOE_HEADS_FIXED) first = (size_t)c->attention_head, end = first + 1;
+    for (h = first; h < end; h++)
+        for (j = 0; j < b->call.n_tokens; j++) {
+            exponent = refine_exponent(b, h, i, j);
+            if (exponent > most) most = exponent;
+        }
+    for (h = first; h < end; h++)
+        for (j = 0; j < b->call.n_tokens; j++) {
+            const double share = exp(refine_exponent(b, h, i, j) - most);
+            sum += share;
+            for (e = 0; e < experts; e++) p[e] += share * (double)b->pass.routing.gate[j * experts + e];
+        }
+    for (e = 0; e < experts; e++)
+        CHECK(fabs(p[e] / sum - (double)b->pass.routing.probabilities[i * experts + e]) <= NEAR * 0.1, "p of a refined row");
+}
+
+/* The same tokens without the last ones: what is left has the same bits. */
+static void check_prefix(const bench *b, size_t n) {
+    const moe_router_config *c = &b->layer.config.router;
+    size_t d = (size_t)c->d_model, all = b->call.n_tokens, heads = (size_t)c->heads, experts = (size_t)c->n_experts, h, i, bytes = 0;
+    moe_real *attention = normals(heads * n * (n + d), 1.0), *outputs = attention + heads * n * n, *y = normals(n * d, 1.0);
+    moe_call call = b->call;
+    moe_layer_pass pass;
+    void *work;
+    for (h = 0; h < heads; h++) {
+        for (i = 0; i < n; i++) memcpy(attention + (h * n + i) * n, b->call.attention_weights + (h * all + i) * all, n * sizeof *attention);
+        memcpy(outputs + h * n * d, b->call.attention_outputs + h * all * d, n * d * sizeof *outputs);
+    }
+    call.n_tokens = n, call.attention_weights = attention, call.attention_outputs = outputs;
+    CHECK(moe_layer_work_size(&b->layer, n, 0, &bytes) == MOE_OK, "size");
+    work = grab(bytes, 1);
+    if (CHECK(moe_layer_forward(&b->layer, &call, y, work, bytes, &pass) == MOE_OK, "fewer tokens"))
+        CHECK(same_bits(pass.routing.probabilities, b->pass.routing.probabilities, n * experts * sizeof *y), "later tokens change no bit");
+    free(attention), free(y), free(work);
+}
+
+/* Blocks have 96 rows and end in steps of 24; products and panels know 16 and 256 columns. */
+static void test_long_refine(void) {
+    static const char *const settings[] = {"refine=similarity similarity_tau=2",
+                                           "refine=similarity similarity_tau=2 causal=1",
+                                           "refine=attention heads=3 attention_heads=fixed attention_head=2 attention_sigma=2",
+                                           "refine=attention heads=3 attention_heads=fixed attention_head=1 attention_sigma=2 causal=1",
+                                           "refine=attention heads=3 attention_heads=all attention_sigma=2",
+                                           "refine=attention heads=3 attention_heads=all attention_sigma=2 causal=1"};
+    static const size_t lengths[] = {1, 2, 23, 24, 25, 95, 96, 97, 192, 193, 255, 256, 257, 299};
+    int table, k;
+    size_t i;
+    for (table = 1; table < MOE_KERNELS_COUNT; table++)
+        for (k = 0; k < 6 && moe_kernels_select(table) != NULL; k++) {
+            moe_layer_config c = small_config();
+            bench b;
+            c.kernels = table;
+            CHECK(moe_fields_apply(moe_layer_fields(), &c, settings[k], NULL) == MOE_OK, "settings");
+            if (start(&b, &c, 0, 300) && CHECK(b.status == MOE_OK, "300 tokens")) {
+                for (i = 0; i < 300; i += 1 + (size_t)below(4)) check_refined_row(&b, i);
+                for (i = 0; i < sizeof lengths / sizeof *lengths && c.router.causal; i++) check_prefix(&b, lengths[i]);
+            }
+            end(&b);
+        }
+}
+
 static void test_forward(void) {
     static const int widths[] = {1, 3, 17, 67};
     int a, f, n, experts, table, kind = 0;
@@ -1542,6 +1628,7 @@ int main(int argc, char **argv) {
     test_create();
     test_messages();
     test_forward();
+    test_long_refine();
     test_selections();
     test_mask();
     test_empty_experts();
