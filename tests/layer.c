@@ -1395,6 +1395,14 @@ static void test_bad_calls(void) {
     b.x[20] = (moe_real)(HUGE_VAL - HUGE_VAL);
     expect_call_refused(&b, MOE_ERR_NONFINITE, "NaN in a token");
     end(&b);
+    c.router.student = 1, c.router.loss_distill = (moe_real)0.5, c.router.freeze_at = 1;
+    if (start(&b, &c, 1, 7)) {
+        moe_tensor t;
+        CHECK(moe_layer_find(&b.layer, "router.student", &t) == MOE_OK && moe_layer_advance(&b.layer) == MOE_OK, "the student chooses");
+        t.data[2] = (moe_real)(HUGE_VAL - HUGE_VAL);
+        expect_call_refused(&b, MOE_ERR_NONFINITE, "NaN in a student");
+    }
+    end(&b);
     for (kind = 0; kind < MOE_EXPERT_COUNT; kind++) { /* no tokens at all */
         c = small_config();
         c.expert = kind, c.n_shared = 1;
