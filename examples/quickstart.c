@@ -19,10 +19,10 @@ static const char help[] = "quickstart [options] [FILE]   trains on four fifths 
                            "FILE: a row per digit, 64 grey values 0..16 and the digit, separated by commas (examples/data/digits.csv)\n"
                            "  -o FILE         where the trained net is written (digits.safetensors)\n"
                            "  --seed N        start of all random choices: rows held out, weights, order (1)\n"
-                           "  --epochs N      passes through the training digits (20)\n"
+                           "  --epochs N      passes through the training digits (30)\n"
                            "  --kernels NAME  instruction set: auto, c, avx2, ... (auto)\n";
 static const char *data_path = "examples/data/digits.csv", *output = "digits.safetensors";
-static long epochs = 20, seed = 1;
+static long epochs = 30, seed = 1;
 static int kernels;
 static double metrics_memory[1024];
 static moe_real x[MAX_ROWS * PIXELS], train_x[COPIES * MAX_ROWS * PIXELS], y[MAX_ROWS * CLASSES], loaded_y[MAX_ROWS * CLASSES];
