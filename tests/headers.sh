@@ -388,7 +388,7 @@ compile_time() { # compiler
         awk -v seconds="$least" 'BEGIN { exit !(seconds < 4) }' && break
     done
     # The goal is 4 s on an idle machine and is missed today (README, Measured); until it is met, this only keeps it from growing past 10 s.
-    echo "note: a file with the implementation compiles in $least s ($1 -O2; the goal is below 4)"
+    echo "note: a file with the implementation compiles in $least s ($1 -O2; it must stay below 10)"
     awk -v seconds="$least" 'BEGIN { exit !(seconds < 10) }'
 }
 
