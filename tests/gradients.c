@@ -736,7 +736,7 @@ static void supply(layer_case *c, int with) {
     if (r->loss_locality > 0.0) {
         c->call.home = c->home = draw_integers(n, r->nodes);
         c->call.expert_node = c->expert_node = draw_integers(experts, r->nodes);
-        for (i = 0; i < (size_t)r->nodes; i++) c->expert_node[i] = (int32_t)i; /* no node without experts */
+        for (i = 0; i < (size_t)r->nodes && i < experts; i++) c->expert_node[i] = (int32_t)i; /* no node without experts, while there are enough */
     }
 }
 
