@@ -31,6 +31,7 @@
      MOE_REAL             type of all numbers: float (default) or double; in double every public    yes; a mismatch does not link
                           function's symbol ends in _f64 and only the plain C kernels exist
      MOE_NO_SIMD          compiles the plain C kernels only                                         no: read by the implementation
+     MOE_NO_AVX512        leaves out the AVX-512 kernels                                            no: read by the implementation
      MOE_NO_TRAIN         leaves out everything that only training needs (the _backward functions); yes, or calls do not link
                           implies the next two unless MOE_STDIO or MOE_MALLOC asks them back
      MOE_NO_STDIO         moe.h: no files by name            (MOE_STDIO: keep them)                 yes, or calls do not link
@@ -171,6 +172,8 @@
 #define moe_layer_norm_backward moe_layer_norm_backward_f64
 #define moe_rms_norm moe_rms_norm_f64
 #define moe_rms_norm_backward moe_rms_norm_backward_f64
+#define moe_gated moe_gated_f64
+#define moe_gated_backward moe_gated_backward_f64
 #define moe_top_k moe_top_k_f64
 #define moe_rng_seed moe_rng_seed_f64
 #define moe_rng_next moe_rng_next_f64
@@ -267,6 +270,11 @@ enum { MOE_MATMUL_NT = 0, MOE_MATMUL_NN = 1, MOE_MATMUL_TN = 2, MOE_MATMUL_COUNT
 typedef void moe_matmul_fn(size_t m, size_t n, size_t k, const moe_real *a, size_t lda, const void *b, size_t ldb, moe_real *c,
                            size_t ldc, int accumulate);
 
+/* C[m,n] (+)= A . W^T with the rows of W packed (moe_pack) in panels of 16, panel numbers from the start of one to the start of the next;
+   element (i,p) of A is a[i * ra + p * ca]. Summed as by moe_matmul: the same bits. */
+typedef void moe_panels_fn(size_t m, size_t n, size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b, size_t panel, moe_real *c,
+                           size_t ldc, int accumulate);
+
 /* Activations. silu(x) = x sigmoid(x); gelu is the exact x Phi(x). */
 enum { MOE_ACT_RELU = 0, MOE_ACT_SILU = 1, MOE_ACT_GELU = 2, MOE_ACT_TANH = 3, MOE_ACT_SIGMOID = 4, MOE_ACT_IDENTITY = 5, MOE_ACT_COUNT = 6 };
 
@@ -287,6 +295,10 @@ typedef struct moe_kernels {
     moe_real (*log_posterior)(size_t n, moe_real scale, const moe_real *shift, const moe_real *prior, moe_real *y);
     moe_real (*exp_sum)(size_t n, moe_real max, moe_real *y);
     moe_real (*entropy)(size_t n, const moe_real *p);
+    moe_panels_fn *panels;
+    void (*gated)(int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times, size_t ldt, moe_real *y, size_t ldy);
+    void (*gated_backward)(int act, size_t n, const moe_real *x, const moe_real *times, const moe_real *dy, moe_real *dx,
+                           moe_real *d_times); /* may be NULL with MOE_NO_TRAIN */
 } moe_kernels;
 
 /* The table for want (MOE_KERNELS_...), or NULL when it is not compiled in or the machine cannot run it. MOE_KERNELS_AUTO and
@@ -355,6 +367,14 @@ MOE_API void moe_rms_norm(size_t n, const moe_real *x, const moe_real *gain, moe
 /* One row: dx += ..., dgain += dy * x * rrms; gain, dgain, dx may be NULL. */
 MOE_API void moe_rms_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real rrms, const moe_real *dy, moe_real *dx,
                                    moe_real *dgain);
+#endif
+/* m rows: y = act(x) * times, elementwise, or act(x) where times is NULL; rows ldx, ldt, ldy apart. y may be x or times. */
+MOE_API void moe_gated(const moe_kernels *k, int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times, size_t ldt,
+                       moe_real *y, size_t ldy);
+#ifndef MOE_NO_TRAIN
+/* The way back of one row of moe_gated: dx = dy times act'(x), d_times = dy act(x). dx and d_times may be dy, but not each other. */
+MOE_API void moe_gated_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *times, const moe_real *dy,
+                                moe_real *dx, moe_real *d_times);
 #endif
 /* The k largest of score[n] in descending order into index[k]; of equal scores the lower index comes first. -inf and NaN are
    never taken. Returns how many were written, at most min(k, n). */
@@ -699,6 +719,9 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #if (defined(MOEI_X86_GNU) || defined(MOEI_X86_MSVC)) && !defined(MOE_NO_SIMD) && !MOE_REAL_IS_DOUBLE
 #define MOEI_HAVE_AVX2 1
 #include <immintrin.h>
+#ifndef MOE_NO_AVX512
+#define MOEI_HAVE_AVX512 1
+#endif
 #endif
 
 #if defined(__GNUC__) || defined(__clang__)
@@ -781,7 +804,7 @@ static int moei_is_nan(moe_real x) {
    right one b[p * rb + j * cb]. The tiles add the sum over one block of k to C. Each sum of a tile is a chain of its own over
    ascending p, so every tile gives an element the same bits. The tiles are inlined so that a stride of 1 is a constant in them. */
 
-enum { MOEI_BLOCK_K = 256 };
+enum { MOEI_BLOCK_K = 256, MOEI_PANEL = 16 };
 
 MOEI_INLINE void moei_real_tile_4x4_c(size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b, size_t rb, size_t cb,
                                       moe_real *c, size_t ldc) {
@@ -892,6 +915,17 @@ static void moei_real_tn_c(size_t m, size_t n, size_t k, const moe_real *a, size
     moei_real_matmul_c(m, n, k, a, 1, lda, (const moe_real *)b, ldb, 1, c, ldc, accumulate);
 }
 
+/* Panels of 16 columns, one block of k after the other, so that a panel's block stays in the first-level cache for all rows. */
+static void moei_real_panels_c(size_t m, size_t n, size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b, size_t panel,
+                               moe_real *c, size_t ldc, int accumulate) {
+    size_t j, p;
+    if (!accumulate) moei_zero_rows(m, n, c, ldc);
+    for (j = 0; j < n; j += MOEI_PANEL, b += panel)
+        for (p = 0; p < k; p += MOEI_BLOCK_K)
+            moei_real_block_c(m, n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL, k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K,
+                              a + p * ca, ra, ca, b + p * MOEI_PANEL, MOEI_PANEL, 1, c + j, ldc);
+}
+
 static moe_real moei_real_dot_c(size_t n, const moe_real *a, const moe_real *b) {
     moe_real sum = 0;
     size_t p;
@@ -984,6 +1018,19 @@ static void moei_real_activate_c(int act, size_t n, const moe_real *x, moe_real 
     }
 }
 
+/* The activation of all rows, then the product: what it adds to the time is small in plain C. */
+static void moei_real_gated_c(int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times, size_t ldt, moe_real *y,
+                              size_t ldy) {
+    moe_real part[64];
+    size_t i, j, done, count;
+    for (i = 0; i < m; i++, x += ldx, y += ldy)
+        for (done = 0; done < n; done += count) {
+            count = n - done < 64 ? n - done : 64;
+            moei_real_activate_c(act, count, x + done, part);
+            for (j = 0; j < count; j++) y[done + j] = times != NULL ? part[j] * times[i * ldt + done + j] : part[j];
+        }
+}
+
 #ifndef MOE_NO_TRAIN
 static moe_real moei_sigmoid_slope(moe_real x) {
     const moe_real e = moei_exp_minus_abs(x), d = MOEI_R(1.0) + e;
@@ -1029,6 +1076,21 @@ static void moei_real_activate_backward_c(int act, size_t n, const moe_real *x, 
     default:
         for (i = 0; i < n; i++) dx[i] = dy[i];
         break;
+    }
+}
+
+static void moei_real_gated_backward_c(int act, size_t n, const moe_real *x, const moe_real *times, const moe_real *dy, moe_real *dx,
+                                       moe_real *d_times) {
+    moe_real value[64], slope[64];
+    size_t done, count, j;
+    for (done = 0; done < n; done += count) {
+        count = n - done < 64 ? n - done : 64;
+        for (j = 0; j < count; j++) slope[j] = dy[done + j] * times[done + j];
+        moei_real_activate_backward_c(act, count, x + done, slope, slope);
+        moei_real_activate_c(act, count, x + done, value);
+        for (j = 0; j < count; j++) value[j] *= dy[done + j];
+        memcpy(dx + done, slope, count * sizeof(moe_real));
+        memcpy(d_times + done, value, count * sizeof(moe_real));
     }
 }
 #endif
@@ -1274,6 +1336,13 @@ static const moe_kernels moei_kernels_c = {
     moei_real_log_posterior_c,
     moei_real_exp_sum_c,
     moei_real_entropy_c,
+    moei_real_panels_c,
+    moei_real_gated_c,
+#ifndef MOE_NO_TRAIN
+    moei_real_gated_backward_c,
+#else
+    NULL,
+#endif
 };
 
 /* ==== AVX2 and FMA (float) ===================================================================================================
@@ -1292,9 +1361,9 @@ static const moe_kernels moei_kernels_c = {
 #endif
 
 enum {
-    MOEI_PANEL = 16,    /* columns of a panel: two vectors */
     MOEI_TILE = 6,      /* rows of a tile: 12 sums, 2 vectors of the panel and a broadcast fit 16 registers */
     MOEI_BLOCK_M = 192, /* rows that go over all panels before the next rows: 192 x 256 numbers stay in the second-level cache */
+    MOEI_CACHED = 131072, /* numbers of the left operand that stay in the second-level cache while panels pass: half a MiB */
     MOEI_UNPACKED_M = 8 /* up to so many rows, packing an operand that could be read as it lies costs more than it gains */
 };
 
@@ -1304,10 +1373,24 @@ MOEI_AVX2 MOEI_INLINE __m256i moei_mask_avx2(size_t count) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count), lane);
 }
 
+/* What to fetch while a tile is computed, so that the next panel's numbers travel while this one's are used: at each step of k the line at `at`,
+   which then goes on by `step` bytes. An address and not a pointer: it may run past the end. */
+typedef struct moei_ahead {
+    uintptr_t at;
+    size_t step;
+} moei_ahead;
+
+/* The lines of a block of k steps from b on, shared out over so many tiles. */
+static moei_ahead moei_fetch(const float *b, size_t tiles) {
+    moei_ahead next;
+    next.at = (uintptr_t)b, next.step = 64 / (tiles > 0 ? tiles : 1);
+    return next;
+}
+
 /* rows x 16 (wide) or rows x 8: C = (load ? C : 0) + the sum over one block of k. rows and wide are constants where this is inlined.
    b is a panel, or the operand itself. */
 MOEI_AVX2 MOEI_INLINE void moei_f32_tile_avx2(int rows, int wide, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
-                                              float *c, size_t ldc, int load) {
+                                              float *c, size_t ldc, int load, moei_ahead next) {
     const float *a3 = a + (rows > 3 ? 3 * ra : 0);
     const __m256 zero = _mm256_setzero_ps();
     __m256 s00 = zero, s01 = zero, s10 = zero, s11 = zero, s20 = zero, s21 = zero;
@@ -1325,8 +1408,9 @@ MOEI_AVX2 MOEI_INLINE void moei_f32_tile_avx2(int rows, int wide, size_t k, cons
         if (wide) _mm256_storeu_ps(c + 8, _mm256_add_ps(load ? _mm256_loadu_ps(c + 8) : zero, s##row##1));           \
         c += ldc;                                                                                                    \
     }
-    for (p = 0; p < k; p++, a += ca, a3 += ca, b += rb) {
+    for (p = 0; p < k; p++, a += ca, a3 += ca, b += rb, next.at += next.step) {
         const __m256 y0 = _mm256_loadu_ps(b), y1 = wide ? _mm256_loadu_ps(b + 8) : zero;
+        _mm_prefetch((const char *)next.at, _MM_HINT_T1);
         MOEI_STEP(0, a)
         MOEI_STEP(1, a + ra)
         MOEI_STEP(2, a + 2 * ra)
@@ -1347,11 +1431,12 @@ MOEI_AVX2 MOEI_INLINE void moei_f32_tile_avx2(int rows, int wide, size_t k, cons
 /* m rows over one panel of 16 or 8 columns. Seven to eleven last rows are split in two even tiles: a tile of one or two rows would
    wait for the latency of its few sums. */
 MOEI_AVX2 static void moei_f32_rows_avx2(int wide, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
-                                         float *c, size_t ldc, int load) {
+                                         float *c, size_t ldc, int load, const float *ahead) {
+    moei_ahead next = moei_fetch(ahead, (m + MOEI_TILE - 1) / MOEI_TILE);
 #define MOEI_CASE(rows)                                                                    \
     case rows:                                                                             \
-        if (wide) moei_f32_tile_avx2(rows, 1, k, a, ra, ca, b, rb, c, ldc, load);          \
-        else moei_f32_tile_avx2(rows, 0, k, a, ra, ca, b, rb, c, ldc, load);               \
+        if (wide) moei_f32_tile_avx2(rows, 1, k, a, ra, ca, b, rb, c, ldc, load, next);    \
+        else moei_f32_tile_avx2(rows, 0, k, a, ra, ca, b, rb, c, ldc, load, next);         \
         break;
     while (m > 0) {
         const size_t rows = m <= MOEI_TILE ? m : m < 2 * MOEI_TILE ? (m + 1) / 2 : (size_t)MOEI_TILE;
@@ -1364,7 +1449,7 @@ MOEI_AVX2 static void moei_f32_rows_avx2(int wide, size_t m, size_t k, const flo
         default:
             MOEI_CASE(6)
         }
-        m -= rows, a += rows * ra, c += rows * ldc;
+        m -= rows, a += rows * ra, c += rows * ldc, next.at += k * next.step;
     }
 #undef MOEI_CASE
 }
@@ -1377,8 +1462,98 @@ MOEI_AVX2 static void moei_f32_edge_avx2(size_t columns, size_t m, size_t k, con
     for (done = 0; done < m; done += rows) {
         rows = m - done < MOEI_TILE ? m - done : (size_t)MOEI_TILE;
         for (i = 0; load && i < rows; i++) memcpy(part + i * MOEI_PANEL, c + (done + i) * ldc, columns * sizeof(float));
-        moei_f32_rows_avx2(columns > 8, rows, k, a + done * ra, ra, ca, panel, MOEI_PANEL, part, MOEI_PANEL, load);
+        moei_f32_rows_avx2(columns > 8, rows, k, a + done * ra, ra, ca, panel, MOEI_PANEL, part, MOEI_PANEL, load, panel);
         for (i = 0; i < rows; i++) memcpy(c + (done + i) * ldc, part + i * MOEI_PANEL, columns * sizeof(float));
+    }
+}
+
+/* Few rows over several panels at once, which gives enough sums to hide their latency and streams the panels side by side. rows x panels
+   is 1 x 4, 2 x 2 or 3 x 2, constants where this is inlined; otherwise as the tile above. */
+MOEI_AVX2 MOEI_INLINE void moei_f32_wide_tile_avx2(int rows, int panels, size_t k, const float *a, size_t ra, size_t ca, const float *b,
+                                                   size_t panel, float *c, size_t ldc, int load) {
+    const float *b1 = b + panel, *b2 = panels > 2 ? b1 + panel : b, *b3 = panels > 2 ? b2 + panel : b;
+    const __m256 zero = _mm256_setzero_ps();
+    __m256 s00 = zero, s01 = zero, s02 = zero, s03 = zero, s04 = zero, s05 = zero, s06 = zero, s07 = zero;
+    __m256 s10 = zero, s11 = zero, s12 = zero, s13 = zero, s20 = zero, s21 = zero, s22 = zero, s23 = zero;
+    size_t p;
+#define MOEI_STEP(row, i, at) s##row##i = _mm256_fmadd_ps(x##row, _mm256_loadu_ps(at), s##row##i);
+#define MOEI_COLUMNS(row)                                                                             \
+    if (rows > row) {                                                                                 \
+        MOEI_STEP(row, 0, b) MOEI_STEP(row, 1, b + 8) MOEI_STEP(row, 2, b1) MOEI_STEP(row, 3, b1 + 8) \
+    }
+#define MOEI_STORE(row, i) _mm256_storeu_ps(c + 8 * i, _mm256_add_ps(load ? _mm256_loadu_ps(c + 8 * i) : zero, s##row##i));
+#define MOEI_STORE_ROW(row)                                                                \
+    if (rows > row) {                                                                      \
+        MOEI_STORE(row, 0) MOEI_STORE(row, 1) MOEI_STORE(row, 2) MOEI_STORE(row, 3)        \
+    }
+    for (p = 0; p < k; p++, a += ca, b += MOEI_PANEL, b1 += MOEI_PANEL, b2 += MOEI_PANEL, b3 += MOEI_PANEL) {
+        const __m256 x0 = _mm256_broadcast_ss(a), x1 = rows > 1 ? _mm256_broadcast_ss(a + ra) : zero;
+        const __m256 x2 = rows > 2 ? _mm256_broadcast_ss(a + 2 * ra) : zero;
+        MOEI_COLUMNS(0)
+        MOEI_COLUMNS(1)
+        MOEI_COLUMNS(2)
+        if (panels > 2) {
+            MOEI_STEP(0, 4, b2) MOEI_STEP(0, 5, b2 + 8) MOEI_STEP(0, 6, b3) MOEI_STEP(0, 7, b3 + 8)
+        }
+    }
+    MOEI_STORE_ROW(0)
+    if (panels > 2) {
+        MOEI_STORE(0, 4) MOEI_STORE(0, 5) MOEI_STORE(0, 6) MOEI_STORE(0, 7)
+    }
+    c += rows > 1 ? ldc : 0;
+    MOEI_STORE_ROW(1)
+    c += rows > 2 ? ldc : 0;
+    MOEI_STORE_ROW(2)
+#undef MOEI_STEP
+#undef MOEI_COLUMNS
+#undef MOEI_STORE
+#undef MOEI_STORE_ROW
+}
+
+/* How many of the n columns one go over up to three rows takes: 64, 32, or 0 where fewer are left or there are more rows. */
+static size_t moei_wide_columns_avx2(size_t m, size_t n) {
+    return m == 1 && n >= 64 ? 64 : m <= 3 && n >= 32 ? 32 : 0;
+}
+
+MOEI_AVX2 static void moei_f32_wide_rows_avx2(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b,
+                                              size_t panel, float *c, size_t ldc, int load) {
+    if (columns > 32) moei_f32_wide_tile_avx2(1, 4, k, a, ra, ca, b, panel, c, ldc, load);
+    else if (m == 1) moei_f32_wide_tile_avx2(1, 2, k, a, ra, ca, b, panel, c, ldc, load);
+    else if (m == 2) moei_f32_wide_tile_avx2(2, 2, k, a, ra, ca, b, panel, c, ldc, load);
+    else moei_f32_wide_tile_avx2(3, 2, k, a, ra, ca, b, panel, c, ldc, load);
+}
+
+/* So many of the k steps, whole blocks, that rows x steps of the left operand stay in the second-level cache while all panels pass. */
+static size_t moei_chunk(size_t rows, size_t k) {
+    const size_t steps = MOEI_CACHED / rows, chunk = steps > MOEI_BLOCK_K ? steps - steps % MOEI_BLOCK_K : (size_t)MOEI_BLOCK_K;
+    return k < chunk ? k : chunk;
+}
+
+MOEI_AVX2 static void moei_f32_panels_6x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
+                                                size_t panel, float *c, size_t ldc, int accumulate) {
+    size_t i, j, p, from, rows, chunk, columns;
+    if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
+    for (i = 0; i < m; i += rows) {
+        rows = m - i < MOEI_BLOCK_M ? m - i : (size_t)MOEI_BLOCK_M;
+        for (from = 0; from < k; from += chunk) {
+            chunk = moei_chunk(rows, k - from);
+            for (j = 0; j < n; j += columns) {
+                const size_t wide = moei_wide_columns_avx2(rows, n - j);
+                columns = wide > 0 ? wide : n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL;
+                for (p = from; p < from + chunk; p += MOEI_BLOCK_K) {
+                    const size_t block = from + chunk - p < MOEI_BLOCK_K ? from + chunk - p : (size_t)MOEI_BLOCK_K;
+                    const float *ap = a + i * ra + p * ca, *bp = b + j / MOEI_PANEL * panel + p * MOEI_PANEL;
+                    float *cp = c + i * ldc + j;
+                    const float *next = p + MOEI_BLOCK_K < from + chunk ? bp + MOEI_BLOCK_K * MOEI_PANEL
+                                        : j + MOEI_PANEL < n            ? b + (j / MOEI_PANEL + 1) * panel + from * MOEI_PANEL
+                                                                        : bp;
+                    if (wide > 0) moei_f32_wide_rows_avx2(wide, rows, block, ap, ra, ca, bp, panel, cp, ldc, accumulate || p > 0);
+                    else if (columns % 8 == 0)
+                        moei_f32_rows_avx2(columns > 8, rows, block, ap, ra, ca, bp, MOEI_PANEL, cp, ldc, accumulate || p > 0, next);
+                    else moei_f32_edge_avx2(columns, rows, block, ap, ra, ca, bp, cp, ldc, accumulate || p > 0);
+                }
+            }
+        }
     }
 }
 
@@ -1539,12 +1714,12 @@ MOEI_AVX2 static void moei_f32_block_avx2(int op, size_t m, size_t n, size_t k, 
         const size_t columns = n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL;
         const float *bj = op == MOE_MATMUL_NT ? b + j * ldb : b + j;
         if (op != MOE_MATMUL_NT && m <= MOEI_UNPACKED_M && columns % 8 == 0) {
-            moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, bj, ldb, c + j, ldc, load);
+            moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, bj, ldb, c + j, ldc, load, bj);
             continue;
         }
         if (op == MOE_MATMUL_NT) moei_f32_pack_turned_avx2(columns, k, bj, ldb, panel);
         else moei_f32_pack_avx2(columns, k, bj, ldb, panel);
-        if (columns % 8 == 0) moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, panel, MOEI_PANEL, c + j, ldc, load);
+        if (columns % 8 == 0) moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, panel, MOEI_PANEL, c + j, ldc, load, panel);
         else moei_f32_edge_avx2(columns, m, k, a, ra, ca, panel, c + j, ldc, load);
     }
 }
@@ -1718,7 +1893,7 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_normal_below_avx2(__m256 x, __m256 bell) {
 
 /* act is a constant where this is inlined. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_act_avx2(int act, __m256 x) {
-    const __m256 low = moei_choose_avx2(x, moei_limit_avx2(x), x);
+    const __m256 low = _mm256_max_ps(_mm256_set1_ps(-1e4f), x); /* see moei_limit; max gives its second operand for NaN */
     switch (act) {
     case MOE_ACT_RELU: return _mm256_max_ps(_mm256_setzero_ps(), x);
     case MOE_ACT_SILU: return _mm256_mul_ps(low, moei_sigmoid_avx2(x));
@@ -1729,20 +1904,38 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_act_avx2(int act, __m256 x) {
     }
 }
 
-MOEI_AVX2 MOEI_INLINE void moei_map_avx2(int act, size_t n, const float *x, float *y) {
-    for (; n >= 8; n -= 8, x += 8, y += 8) _mm256_storeu_ps(y, moei_act_avx2(act, _mm256_loadu_ps(x)));
-    if (n > 0) _mm256_maskstore_ps(y, moei_mask_avx2(n), moei_act_avx2(act, _mm256_maskload_ps(x, moei_mask_avx2(n))));
+/* act is a constant where this is inlined; times NULL: 1. */
+MOEI_AVX2 MOEI_INLINE void moei_gated_rows_avx2(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, size_t ldt,
+                                                float *y, size_t ldy) {
+    const __m256i mask = moei_mask_avx2(n % 8);
+    size_t i, j;
+    for (i = 0; i < m; i++, x += ldx, y += ldy) {
+        const float *by = times != NULL ? times + i * ldt : x;
+        for (j = 0; j + 8 <= n; j += 8) {
+            const __m256 result = moei_act_avx2(act, _mm256_loadu_ps(x + j));
+            _mm256_storeu_ps(y + j, times != NULL ? _mm256_mul_ps(result, _mm256_loadu_ps(by + j)) : result);
+        }
+        if (j < n) {
+            const __m256 result = moei_act_avx2(act, _mm256_maskload_ps(x + j, mask));
+            _mm256_maskstore_ps(y + j, mask, times != NULL ? _mm256_mul_ps(result, _mm256_maskload_ps(by + j, mask)) : result);
+        }
+    }
 }
 
-MOEI_AVX2 static void moei_f32_activate_avx2(int act, size_t n, const float *x, float *y) {
+MOEI_AVX2 static void moei_f32_gated_avx2(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, size_t ldt, float *y,
+                                          size_t ldy) {
     switch (act) {
-    case MOE_ACT_RELU: moei_map_avx2(MOE_ACT_RELU, n, x, y); break;
-    case MOE_ACT_SILU: moei_map_avx2(MOE_ACT_SILU, n, x, y); break;
-    case MOE_ACT_GELU: moei_map_avx2(MOE_ACT_GELU, n, x, y); break;
-    case MOE_ACT_TANH: moei_map_avx2(MOE_ACT_TANH, n, x, y); break;
-    case MOE_ACT_SIGMOID: moei_map_avx2(MOE_ACT_SIGMOID, n, x, y); break;
-    default: moei_map_avx2(MOE_ACT_IDENTITY, n, x, y); break;
+    case MOE_ACT_RELU: moei_gated_rows_avx2(MOE_ACT_RELU, m, n, x, ldx, times, ldt, y, ldy); break;
+    case MOE_ACT_SILU: moei_gated_rows_avx2(MOE_ACT_SILU, m, n, x, ldx, times, ldt, y, ldy); break;
+    case MOE_ACT_GELU: moei_gated_rows_avx2(MOE_ACT_GELU, m, n, x, ldx, times, ldt, y, ldy); break;
+    case MOE_ACT_TANH: moei_gated_rows_avx2(MOE_ACT_TANH, m, n, x, ldx, times, ldt, y, ldy); break;
+    case MOE_ACT_SIGMOID: moei_gated_rows_avx2(MOE_ACT_SIGMOID, m, n, x, ldx, times, ldt, y, ldy); break;
+    default: moei_gated_rows_avx2(MOE_ACT_IDENTITY, m, n, x, ldx, times, ldt, y, ldy); break;
     }
+}
+
+static void moei_f32_activate_avx2(int act, size_t n, const float *x, float *y) {
+    moei_f32_gated_avx2(act, 1, n, x, n, NULL, 0, y, n);
 }
 
 #ifndef MOE_NO_TRAIN
@@ -1783,6 +1976,31 @@ MOEI_AVX2 MOEI_INLINE void moei_map_back_avx2(int act, size_t n, const float *x,
     if (n > 0) {
         const __m256i mask = moei_mask_avx2(n);
         _mm256_maskstore_ps(dx, mask, moei_slope_avx2(act, _mm256_maskload_ps(x, mask), _mm256_maskload_ps(dy, mask)));
+    }
+}
+
+MOEI_AVX2 MOEI_INLINE void moei_gated_back_avx2(int act, size_t n, const float *x, const float *times, const float *dy, float *dx,
+                                                float *d_times) {
+    size_t j;
+    for (j = 0; j < n; j += 8) {
+        const __m256i mask = moei_mask_avx2(n - j < 8 ? n - j : 8);
+        const __m256 value = _mm256_maskload_ps(x + j, mask), d = _mm256_maskload_ps(dy + j, mask);
+        const __m256 in = moei_slope_avx2(act, value, _mm256_mul_ps(d, _mm256_maskload_ps(times + j, mask)));
+        const __m256 out = _mm256_mul_ps(d, moei_act_avx2(act, value));
+        _mm256_maskstore_ps(dx + j, mask, in);
+        _mm256_maskstore_ps(d_times + j, mask, out);
+    }
+}
+
+MOEI_AVX2 static void moei_f32_gated_backward_avx2(int act, size_t n, const float *x, const float *times, const float *dy, float *dx,
+                                                   float *d_times) {
+    switch (act) {
+    case MOE_ACT_RELU: moei_gated_back_avx2(MOE_ACT_RELU, n, x, times, dy, dx, d_times); break;
+    case MOE_ACT_SILU: moei_gated_back_avx2(MOE_ACT_SILU, n, x, times, dy, dx, d_times); break;
+    case MOE_ACT_GELU: moei_gated_back_avx2(MOE_ACT_GELU, n, x, times, dy, dx, d_times); break;
+    case MOE_ACT_TANH: moei_gated_back_avx2(MOE_ACT_TANH, n, x, times, dy, dx, d_times); break;
+    case MOE_ACT_SIGMOID: moei_gated_back_avx2(MOE_ACT_SIGMOID, n, x, times, dy, dx, d_times); break;
+    default: moei_gated_back_avx2(MOE_ACT_IDENTITY, n, x, times, dy, dx, d_times); break;
     }
 }
 
@@ -1948,9 +2166,361 @@ static const moe_kernels moei_kernels_avx2 = {
     moei_f32_log_posterior_avx2,
     moei_f32_exp_sum_avx2,
     moei_f32_entropy_avx2,
+    moei_f32_panels_6x16_avx2,
+    moei_f32_gated_avx2,
+#ifndef MOE_NO_TRAIN
+    moei_f32_gated_backward_avx2,
+#else
+    NULL,
+#endif
 };
 
 #endif /* MOEI_HAVE_AVX2 */
+
+/* ==== AVX-512 (float) ========================================================================================================
+
+   The same chains as in AVX2, in vectors of 16: every element has the same bits as there. Tiles are 14 rows x 2 panels or 7 x 4; the
+   latter halves the loads where there are few rows, and streams four panels at once where there is one. */
+
+#ifdef MOEI_HAVE_AVX512
+
+/* g++ takes the operand that its own intrinsics leave open for a mistake. */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
+#if defined(__GNUC__) || defined(__clang__)
+#define MOEI_AVX512 __attribute__((target("avx512f,avx2,fma")))
+#else
+#define MOEI_AVX512
+#endif
+
+enum { MOEI_TILE_512 = 14, MOEI_TILE_WIDE_512 = 7 };
+
+/* X(row, address of its first number): no more than five registers and two strides for 14 rows. */
+#define MOEI_ROWS_7(X) X(0, a) X(1, a + ra) X(2, a + 2 * ra) X(3, a3) X(4, a3 + ra) X(5, a3 + 2 * ra) X(6, a6)
+#define MOEI_ROWS_14(X) \
+    MOEI_ROWS_7(X) X(7, a6 + ra) X(8, a6 + 2 * ra) X(9, a9) X(10, a9 + ra) X(11, a9 + 2 * ra) X(12, a12) X(13, a12 + ra)
+
+/* Lanes below count on; all of them from 16. */
+MOEI_INLINE __mmask16 moei_mask_512(size_t count) {
+    return (__mmask16)(count >= 16 ? 0xffffu : (1u << count) - 1u);
+}
+
+MOEI_AVX512 MOEI_INLINE void moei_add_to_512(float *c, __mmask16 mask, __m512 sum, int load) {
+    _mm512_mask_storeu_ps(c, mask, load ? _mm512_add_ps(_mm512_maskz_loadu_ps(mask, c), sum) : sum);
+}
+
+/* rows x (16 panels): C = (load ? C : 0) + the sum over one block of k; rows (1 to 14, to 7 with four panels) and panels (2 or 4) are
+   constants where this is inlined. Rows of the right operand are rb apart; columns beyond columns are not stored. */
+MOEI_AVX512 MOEI_INLINE void moei_f32_tile_avx512(int rows, int panels, size_t columns, size_t k, const float *a, size_t ra, size_t ca,
+                                                  const float *b, size_t rb, size_t panel, float *c, size_t ldc, int load,
+                                                  moei_ahead next) {
+    const float *a3 = a + (rows > 3 ? 3 * ra : 0), *a6 = a3 + (rows > 6 ? 3 * ra : 0), *a9 = a6 + (rows > 9 ? 3 * ra : 0);
+    const float *a12 = a9 + (rows > 12 ? 3 * ra : 0), *b1 = columns > 16 ? b + panel : b;
+    const float *b2 = panels > 2 ? b1 + panel : b, *b3 = panels > 2 ? b2 + panel : b;
+    const __m512 zero = _mm512_setzero_ps();
+    const __mmask16 mask0 = moei_mask_512(columns), mask1 = moei_mask_512(columns > 16 ? columns - 16 : 0);
+    size_t p;
+#define MOEI_SUMS(row, at) __m512 s##row##_0 = zero, s##row##_1 = zero;
+#define MOEI_MORE_SUMS(row, at) __m512 s##row##_2 = zero, s##row##_3 = zero;
+#define MOEI_STEP(row, at)                                              \
+    if (rows > row) {                                                   \
+        const __m512 x = _mm512_set1_ps(*(at));                         \
+        s##row##_0 = _mm512_fmadd_ps(x, y0, s##row##_0);                \
+        s##row##_1 = _mm512_fmadd_ps(x, y1, s##row##_1);                \
+    }
+#define MOEI_WIDE_STEP(row, at)                                         \
+    if (rows > row) {                                                   \
+        const __m512 x = _mm512_set1_ps(*(at));                         \
+        s##row##_0 = _mm512_fmadd_ps(x, y0, s##row##_0);                \
+        s##row##_1 = _mm512_fmadd_ps(x, y1, s##row##_1);                \
+        s##row##_2 = _mm512_fmadd_ps(x, y2, s##row##_2);                \
+        s##row##_3 = _mm512_fmadd_ps(x, y3, s##row##_3);                \
+    }
+#define MOEI_STORE(row, at)                                             \
+    if (rows > row) {                                                   \
+        moei_add_to_512(c, mask0, s##row##_0, load);                    \
+        if (columns > 16) moei_add_to_512(c + 16, mask1, s##row##_1, load); \
+        c += ldc;                                                       \
+    }
+#define MOEI_WIDE_STORE(row, at)                                        \
+    if (rows > row) {                                                   \
+        moei_add_to_512(c, 0xffff, s##row##_0, load);                   \
+        moei_add_to_512(c + 16, 0xffff, s##row##_1, load);              \
+        moei_add_to_512(c + 32, 0xffff, s##row##_2, load);              \
+        moei_add_to_512(c + 48, 0xffff, s##row##_3, load);              \
+        c += ldc;                                                       \
+    }
+    MOEI_ROWS_14(MOEI_SUMS)
+    if (panels > 2) {
+        MOEI_ROWS_7(MOEI_MORE_SUMS)
+        for (p = 0; p < k; p++, a += ca, a3 += ca, a6 += ca, b += rb, b1 += rb, b2 += rb, b3 += rb) {
+            const __m512 y0 = _mm512_loadu_ps(b), y1 = _mm512_loadu_ps(b1), y2 = _mm512_loadu_ps(b2), y3 = _mm512_loadu_ps(b3);
+            MOEI_ROWS_7(MOEI_WIDE_STEP)
+        }
+        MOEI_ROWS_7(MOEI_WIDE_STORE)
+    } else {
+        for (p = 0; p < k; p++, a += ca, a3 += ca, a6 += ca, a9 += ca, a12 += ca, b += rb, b1 += rb, next.at += next.step) {
+            const __m512 y0 = _mm512_loadu_ps(b), y1 = _mm512_loadu_ps(b1);
+            _mm_prefetch((const char *)next.at, _MM_HINT_T1);
+            _mm_prefetch((const char *)(next.at + panel * sizeof(float)), _MM_HINT_T1);
+            MOEI_ROWS_14(MOEI_STEP)
+        }
+        MOEI_ROWS_14(MOEI_STORE)
+    }
+#undef MOEI_SUMS
+#undef MOEI_MORE_SUMS
+#undef MOEI_STEP
+#undef MOEI_WIDE_STEP
+#undef MOEI_STORE
+#undef MOEI_WIDE_STORE
+}
+
+/* m rows over columns of two panels, or with wide over the 64 of four (then m is at most 7). The rows are split evenly. */
+MOEI_AVX512 static void moei_f32_rows_avx512(int wide, size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b,
+                                             size_t rb, size_t panel, float *c, size_t ldc, int load, const float *ahead) {
+    moei_ahead next = moei_fetch(ahead, (m + MOEI_TILE_512 - 1) / MOEI_TILE_512);
+    size_t tiles = (m + MOEI_TILE_512 - 1) / MOEI_TILE_512, rows;
+#define MOEI_CASE(rows, panels)                                                                        \
+    case rows + 16 * (panels > 2):                                                                     \
+        moei_f32_tile_avx512(rows, panels, columns, k, a, ra, ca, b, rb, panel, c, ldc, load, next);   \
+        break;
+    for (; m > 0; m -= rows, tiles--, a += rows * ra, c += rows * ldc, next.at += k * next.step) {
+        rows = (m + tiles - 1) / tiles;
+        switch (rows + (wide ? 16 : 0)) {
+            MOEI_CASE(1, 4)
+            MOEI_CASE(2, 4)
+            MOEI_CASE(3, 4)
+            MOEI_CASE(4, 4)
+            MOEI_CASE(5, 4)
+            MOEI_CASE(6, 4)
+            MOEI_CASE(7, 4)
+            MOEI_CASE(1, 2)
+            MOEI_CASE(2, 2)
+            MOEI_CASE(3, 2)
+            MOEI_CASE(4, 2)
+            MOEI_CASE(5, 2)
+            MOEI_CASE(6, 2)
+            MOEI_CASE(7, 2)
+            MOEI_CASE(8, 2)
+            MOEI_CASE(9, 2)
+            MOEI_CASE(10, 2)
+            MOEI_CASE(11, 2)
+            MOEI_CASE(12, 2)
+            MOEI_CASE(13, 2)
+        default:
+            MOEI_CASE(14, 2)
+        }
+    }
+#undef MOEI_CASE
+}
+
+MOEI_AVX512 static void moei_f32_panels_14x32_avx512(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
+                                                     size_t panel, float *c, size_t ldc, int accumulate) {
+    size_t i, j, p, from, rows, chunk, columns;
+    if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
+    for (i = 0; i < m; i += rows) {
+        rows = m - i < MOEI_BLOCK_M ? m - i : (size_t)MOEI_BLOCK_M;
+        for (from = 0; from < k; from += chunk) {
+            chunk = moei_chunk(rows, k - from);
+            for (j = 0; j < n; j += columns) {
+                const int wide = rows <= MOEI_TILE_WIDE_512 && n - j >= 64;
+                columns = wide ? 64 : n - j < 32 ? n - j : 32;
+                for (p = from; p < from + chunk; p += MOEI_BLOCK_K) {
+                    const size_t block = from + chunk - p < MOEI_BLOCK_K ? from + chunk - p : (size_t)MOEI_BLOCK_K;
+                    const float *bp = b + j / MOEI_PANEL * panel + p * MOEI_PANEL;
+                    const float *next = p + MOEI_BLOCK_K < from + chunk ? bp + MOEI_BLOCK_K * MOEI_PANEL
+                                        : j + columns < n               ? b + (j + columns) / MOEI_PANEL * panel + from * MOEI_PANEL
+                                                                        : bp;
+                    moei_f32_rows_avx512(wide, columns, rows, block, a + i * ra + p * ca, ra, ca, bp, MOEI_PANEL, panel, c + i * ldc + j,
+                                         ldc, accumulate || p > 0, next);
+                }
+            }
+        }
+    }
+}
+
+/* One block of k for up to MOEI_BLOCK_M rows with the right operand as it lies: two panels at a time are packed into room. */
+MOEI_AVX512 static void moei_f32_block_avx512(int op, size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
+                                              size_t ldb, float *c, size_t ldc, int load, float *room) {
+    size_t j = 0, half, columns;
+    if (op == MOE_MATMUL_NT && m <= 4) j = moei_f32_nt_4x16_avx2(m, n, k, a, ra, b, ldb, c, ldc, load);
+    for (; j < n; j += columns) {
+        const float *bj = op == MOE_MATMUL_NT ? b + j * ldb : b + j;
+        columns = n - j < 32 ? n - j : 32;
+        if (op != MOE_MATMUL_NT && m <= MOEI_UNPACKED_M && columns % MOEI_PANEL == 0) {
+            moei_f32_rows_avx512(0, columns, m, k, a, ra, ca, bj, ldb, MOEI_PANEL, c + j, ldc, load, bj);
+            continue;
+        }
+        for (half = 0; half < columns; half += MOEI_PANEL) {
+            const size_t count = columns - half < MOEI_PANEL ? columns - half : (size_t)MOEI_PANEL;
+            float *panel = room + half * MOEI_BLOCK_K;
+            if (op == MOE_MATMUL_NT) moei_f32_pack_turned_avx2(count, k, bj + half * ldb, ldb, panel);
+            else moei_f32_pack_avx2(count, k, bj + half, ldb, panel);
+        }
+        moei_f32_rows_avx512(0, columns, m, k, a, ra, ca, room, MOEI_PANEL, MOEI_BLOCK_K * MOEI_PANEL, c + j, ldc, load, room);
+    }
+}
+
+MOEI_AVX512 static void moei_f32_matmul_avx512(int op, size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb,
+                                               float *c, size_t ldc, int accumulate) {
+    const size_t ra = op == MOE_MATMUL_TN ? 1 : lda, ca = op == MOE_MATMUL_TN ? lda : 1, rb = op == MOE_MATMUL_NT ? 1 : ldb;
+    float memory[2 * MOEI_BLOCK_K * MOEI_PANEL + 16];
+    float *room = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(float);
+    size_t i, p;
+    if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
+    for (i = 0; i < m; i += MOEI_BLOCK_M) {
+        const size_t rows = m - i < MOEI_BLOCK_M ? m - i : (size_t)MOEI_BLOCK_M;
+        for (p = 0; p < k; p += MOEI_BLOCK_K) {
+            const size_t block = k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K;
+            moei_f32_block_avx512(op, rows, n, block, a + i * ra + p * ca, ra, ca, b + p * rb, ldb, c + i * ldc, ldc, accumulate || p > 0,
+                                  room);
+        }
+    }
+}
+
+static void moei_f32_nt_14x32_avx512(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
+                                     size_t ldc, int accumulate) {
+    moei_f32_matmul_avx512(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+}
+
+static void moei_f32_nn_14x32_avx512(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
+                                     size_t ldc, int accumulate) {
+    moei_f32_matmul_avx512(MOE_MATMUL_NN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+}
+
+static void moei_f32_tn_14x32_avx512(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
+                                     size_t ldc, int accumulate) {
+    moei_f32_matmul_avx512(MOE_MATMUL_TN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+}
+
+/* ---- silu in vectors of 16; the other activations are AVX2's ------------------------------------------------------------------------ */
+
+/* As moei_exp_avx2; scalef rounds subnormal results once. */
+MOEI_AVX512 MOEI_INLINE __m512 moei_exp_512(__m512 x) {
+    __m512 r, q = _mm512_set1_ps(1.381432057e-03f), n;
+    x = _mm512_max_ps(_mm512_set1_ps(-106.0f), x);
+    n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504089f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145751953125f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860682e-06f), r);
+    q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(8.368851071e-03f));
+    q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(4.166840108e-02f));
+    q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(1.666651952e-01f));
+    q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(4.999999337e-01f));
+    q = _mm512_fmadd_ps(_mm512_mul_ps(r, r), q, r);
+    return _mm512_scalef_ps(_mm512_add_ps(q, _mm512_set1_ps(1.0f)), n);
+}
+
+/* 1 / d for d from 1 to 2, to about one rounding. */
+MOEI_AVX512 MOEI_INLINE __m512 moei_reciprocal_512(__m512 d) {
+    const __m512 r = _mm512_rcp14_ps(d);
+    return _mm512_fmadd_ps(_mm512_fnmadd_ps(d, r, _mm512_set1_ps(1.0f)), r, r);
+}
+
+/* sigmoid(x), and sigmoid(-x) in *other. */
+MOEI_AVX512 MOEI_INLINE __m512 moei_sigmoid_512(__m512 x, __m512 *other) {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    const __m512 e = moei_exp_512(_mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0x80000000u))));
+    const __m512 large = moei_reciprocal_512(_mm512_add_ps(one, e)), small = _mm512_mul_ps(e, large);
+    const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+    *other = _mm512_mask_blend_ps(negative, small, large);
+    return _mm512_mask_blend_ps(negative, large, small);
+}
+
+MOEI_AVX512 MOEI_INLINE __m512 moei_silu_512(__m512 x) {
+    __m512 other;
+    return _mm512_mul_ps(_mm512_max_ps(_mm512_set1_ps(-1e4f), x), moei_sigmoid_512(x, &other));
+}
+
+/* act is silu or relu, a constant where this is inlined; times NULL: 1. */
+MOEI_AVX512 MOEI_INLINE void moei_gated_rows_512(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, size_t ldt,
+                                                 float *y, size_t ldy) {
+    size_t i, j;
+    for (i = 0; i < m; i++, x += ldx, y += ldy)
+        for (j = 0; j < n; j += 16) {
+            const __mmask16 mask = moei_mask_512(n - j);
+            const __m512 value = _mm512_maskz_loadu_ps(mask, x + j);
+            __m512 result = act == MOE_ACT_SILU ? moei_silu_512(value) : _mm512_max_ps(_mm512_setzero_ps(), value);
+            if (times != NULL) result = _mm512_mul_ps(result, _mm512_maskz_loadu_ps(mask, times + i * ldt + j));
+            _mm512_mask_storeu_ps(y + j, mask, result);
+        }
+}
+
+MOEI_AVX512 static void moei_f32_gated_avx512(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, size_t ldt, float *y,
+                                              size_t ldy) {
+    if (act == MOE_ACT_SILU) moei_gated_rows_512(MOE_ACT_SILU, m, n, x, ldx, times, ldt, y, ldy);
+    else if (act == MOE_ACT_RELU) moei_gated_rows_512(MOE_ACT_RELU, m, n, x, ldx, times, ldt, y, ldy);
+    else moei_f32_gated_avx2(act, m, n, x, ldx, times, ldt, y, ldy);
+}
+
+static void moei_f32_activate_avx512(int act, size_t n, const float *x, float *y) {
+    if (act == MOE_ACT_SILU) moei_f32_gated_avx512(act, 1, n, x, n, NULL, 0, y, n);
+    else moei_f32_activate_avx2(act, n, x, y);
+}
+
+#ifndef MOE_NO_TRAIN
+/* silu'(x) = s (1 + x (1 - s)), as in plain C. */
+MOEI_AVX512 static void moei_f32_silu_backward_avx512(size_t n, const float *x, const float *times, const float *dy, float *dx,
+                                                      float *d_times) {
+    const __m512 limit = _mm512_set1_ps(1e4f), least = _mm512_set1_ps(-1e4f);
+    size_t j;
+    for (j = 0; j < n; j += 16) {
+        const __mmask16 mask = moei_mask_512(n - j);
+        const __m512 value = _mm512_maskz_loadu_ps(mask, x + j), d = _mm512_maskz_loadu_ps(mask, dy + j);
+        __m512 other, s = moei_sigmoid_512(value, &other), low = _mm512_max_ps(least, value);
+        const __m512 slope = _mm512_mul_ps(s, _mm512_fmadd_ps(_mm512_min_ps(limit, low), other, _mm512_set1_ps(1.0f)));
+        const __m512 in = times != NULL ? _mm512_mul_ps(d, _mm512_maskz_loadu_ps(mask, times + j)) : d;
+        _mm512_mask_storeu_ps(dx + j, mask, _mm512_mul_ps(in, slope));
+        if (d_times != NULL) _mm512_mask_storeu_ps(d_times + j, mask, _mm512_mul_ps(d, _mm512_mul_ps(low, s)));
+    }
+}
+
+static void moei_f32_gated_backward_avx512(int act, size_t n, const float *x, const float *times, const float *dy, float *dx, float *d_times) {
+    if (act == MOE_ACT_SILU) moei_f32_silu_backward_avx512(n, x, times, dy, dx, d_times);
+    else moei_f32_gated_backward_avx2(act, n, x, times, dy, dx, d_times);
+}
+
+static void moei_f32_activate_backward_avx512(int act, size_t n, const float *x, const float *dy, float *dx) {
+    if (act == MOE_ACT_SILU) moei_f32_silu_backward_avx512(n, x, NULL, dy, dx, NULL);
+    else moei_f32_activate_backward_avx2(act, n, x, dy, dx);
+}
+#endif
+
+static const moe_kernels moei_kernels_avx512 = {
+    "avx512",
+    MOE_KERNELS_AVX512,
+    {{moei_f32_nt_14x32_avx512}, {moei_f32_nn_14x32_avx512}, {moei_f32_tn_14x32_avx512}},
+    moei_f32_dot_avx2,
+    moei_f32_axpy_avx2,
+    moei_f32_activate_avx512,
+#ifndef MOE_NO_TRAIN
+    moei_f32_activate_backward_avx512,
+#else
+    NULL,
+#endif
+    moei_f32_softmax_avx2,
+    moei_f32_multiply_avx2,
+    moei_f32_spread_avx2,
+    moei_f32_log_posterior_avx2,
+    moei_f32_exp_sum_avx2,
+    moei_f32_entropy_avx2,
+    moei_f32_panels_14x32_avx512,
+    moei_f32_gated_avx512,
+#ifndef MOE_NO_TRAIN
+    moei_f32_gated_backward_avx512,
+#else
+    NULL,
+#endif
+};
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+
+#endif /* MOEI_HAVE_AVX512 */
 
 /* ==== the choice ============================================================================================================== */
 
@@ -2021,8 +2591,12 @@ unsigned moe_cpu_features(void) {
 
 const moe_kernels *moe_kernels_select(int want) {
 #ifdef MOEI_HAVE_AVX2
-    const unsigned avx2 = MOE_CPU_AVX2 | MOE_CPU_FMA;
-    if ((want == MOE_KERNELS_AUTO || want == MOE_KERNELS_AVX2) && (moe_cpu_features() & avx2) == avx2) return &moei_kernels_avx2;
+    const unsigned avx2 = MOE_CPU_AVX2 | MOE_CPU_FMA, features = want == MOE_KERNELS_C ? 0 : moe_cpu_features();
+#ifdef MOEI_HAVE_AVX512
+    const unsigned avx512 = avx2 | MOE_CPU_AVX512F;
+    if ((want == MOE_KERNELS_AUTO || want == MOE_KERNELS_AVX512) && (features & avx512) == avx512) return &moei_kernels_avx512;
+#endif
+    if ((want == MOE_KERNELS_AUTO || want == MOE_KERNELS_AVX2) && (features & avx2) == avx2) return &moei_kernels_avx2;
 #endif
     return want == MOE_KERNELS_AUTO || want == MOE_KERNELS_C ? &moei_kernels_c : NULL;
 }
@@ -2059,6 +2633,18 @@ void moe_activate(const moe_kernels *k, int act, size_t n, const moe_real *x, mo
 void moe_softmax(const moe_kernels *k, size_t n, const moe_real *x, moe_real temperature, moe_real *y) {
     moei_table(k)->softmax(n, x, temperature, y);
 }
+
+void moe_gated(const moe_kernels *k, int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times, size_t ldt, moe_real *y,
+               size_t ldy) {
+    moei_table(k)->gated(act, m, n, x, ldx, times, ldt, y, ldy);
+}
+
+#ifndef MOE_NO_TRAIN
+void moe_gated_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *times, const moe_real *dy, moe_real *dx,
+                        moe_real *d_times) {
+    moei_table(k)->gated_backward(act, n, x, times, dy, dx, d_times);
+}
+#endif
 
 void moe_multiply(const moe_kernels *k, size_t n, const moe_real *a, const moe_real *b, moe_real *y) {
     moei_table(k)->multiply(n, a, b, y);
