@@ -724,6 +724,17 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #endif
 #endif
 
+/* Compilers and targets whose vectors of four floats are known at compile time. */
+#if (defined(__GNUC__) || defined(__clang__)) && !defined(__TINYC__) && !defined(MOE_NO_SIMD) && !MOE_REAL_IS_DOUBLE
+#if defined(__ARM_NEON)
+#define MOEI_HAVE_V4 1
+#include <arm_neon.h>
+#elif defined(__wasm_simd128__)
+#define MOEI_HAVE_V4 1
+#include <wasm_simd128.h>
+#endif
+#endif
+
 #if defined(__GNUC__) || defined(__clang__)
 #define MOEI_INLINE static inline __attribute__((always_inline))
 #elif defined(_MSC_VER)
@@ -2522,6 +2533,836 @@ static const moe_kernels moei_kernels_avx512 = {
 
 #endif /* MOEI_HAVE_AVX512 */
 
+/* ==== vectors of four: NEON and WebAssembly SIMD (float) ======================================================================
+
+   One text for both. What differs between the instruction sets is named here once: moei_v4 is four floats, moei_v4_mask the outcome of a
+   comparison, moei_v4_int four 32-bit integers. As in AVX2, vectors run along the columns of C and every lane is a chain over ascending p.
+   With 32 registers a tile is 6 rows x 16 columns; with 16 it is 5 x 8, half a panel. */
+
+#ifdef MOEI_HAVE_V4
+
+#if defined(__ARM_NEON)
+#define MOEI_V4_NAME "neon"
+#define MOEI_V4_ID MOE_KERNELS_NEON
+#if defined(__aarch64__) || defined(__ARM_FEATURE_FMA)
+#define MOEI_V4_FUSED 1
+#else
+#define MOEI_V4_FUSED 0
+#endif
+
+typedef float32x4_t moei_v4;
+typedef uint32x4_t moei_v4_mask;
+typedef int32x4_t moei_v4_int;
+
+MOEI_INLINE moei_v4 moei_v4_load(const float *x) {
+    return vld1q_f32(x);
+}
+
+MOEI_INLINE void moei_v4_store(float *y, moei_v4 v) {
+    vst1q_f32(y, v);
+}
+
+MOEI_INLINE moei_v4 moei_v4_spread(const float *x) {
+    return vld1q_dup_f32(x);
+}
+
+MOEI_INLINE moei_v4 moei_v4_all(float x) {
+    return vdupq_n_f32(x);
+}
+
+MOEI_INLINE moei_v4 moei_v4_add(moei_v4 a, moei_v4 b) {
+    return vaddq_f32(a, b);
+}
+
+MOEI_INLINE moei_v4 moei_v4_sub(moei_v4 a, moei_v4 b) {
+    return vsubq_f32(a, b);
+}
+
+MOEI_INLINE moei_v4 moei_v4_mul(moei_v4 a, moei_v4 b) {
+    return vmulq_f32(a, b);
+}
+
+/* a b + c. */
+MOEI_INLINE moei_v4 moei_v4_mul_add(moei_v4 a, moei_v4 b, moei_v4 c) {
+#if MOEI_V4_FUSED
+    return vfmaq_f32(c, a, b);
+#else
+    return vaddq_f32(c, vmulq_f32(a, b));
+#endif
+}
+
+MOEI_INLINE moei_v4 moei_v4_abs(moei_v4 x) {
+    return vabsq_f32(x);
+}
+
+/* Four steps of p in four rows of b, turned: y[s] holds step s of rows 0 to 3. */
+MOEI_INLINE void moei_v4_turn(const float *b, size_t ldb, moei_v4 y[4]) {
+    const float32x4x2_t low = vtrnq_f32(vld1q_f32(b), vld1q_f32(b + ldb));
+    const float32x4x2_t high = vtrnq_f32(vld1q_f32(b + 2 * ldb), vld1q_f32(b + 3 * ldb));
+    y[0] = vcombine_f32(vget_low_f32(low.val[0]), vget_low_f32(high.val[0]));
+    y[1] = vcombine_f32(vget_low_f32(low.val[1]), vget_low_f32(high.val[1]));
+    y[2] = vcombine_f32(vget_high_f32(low.val[0]), vget_high_f32(high.val[0]));
+    y[3] = vcombine_f32(vget_high_f32(low.val[1]), vget_high_f32(high.val[1]));
+}
+
+#if defined(__aarch64__)
+MOEI_INLINE moei_v4 moei_v4_div(moei_v4 a, moei_v4 b) {
+    return vdivq_f32(a, b);
+}
+
+/* The larger or smaller of the two; NaN when x is. */
+MOEI_INLINE moei_v4 moei_v4_at_least(moei_v4 x, float limit) {
+    return vmaxq_f32(x, vdupq_n_f32(limit));
+}
+
+MOEI_INLINE moei_v4 moei_v4_at_most(moei_v4 x, float limit) {
+    return vminq_f32(x, vdupq_n_f32(limit));
+}
+
+MOEI_INLINE moei_v4 moei_v4_max(moei_v4 a, moei_v4 b) {
+    return vmaxq_f32(a, b);
+}
+
+/* x <= 0; not so for NaN. */
+MOEI_INLINE moei_v4_mask moei_v4_not_above_0(moei_v4 x) {
+    return vcleq_f32(x, vdupq_n_f32(0.0f));
+}
+
+/* Where mask is set yes, elsewhere no; bit by bit. */
+MOEI_INLINE moei_v4 moei_v4_select(moei_v4_mask mask, moei_v4 yes, moei_v4 no) {
+    return vbslq_f32(mask, yes, no);
+}
+
+MOEI_INLINE moei_v4_mask moei_v4_sign_bits(void) {
+    return vdupq_n_u32(0x80000000u);
+}
+
+/* The nearest whole number, as a float and as an integer. */
+MOEI_INLINE moei_v4 moei_v4_nearest(moei_v4 x, moei_v4_int *whole) {
+    *whole = vcvtnq_s32_f32(x);
+    return vcvtq_f32_s32(*whole);
+}
+
+MOEI_INLINE moei_v4_int moei_v4_half(moei_v4_int n) {
+    return vshrq_n_s32(n, 1);
+}
+
+MOEI_INLINE moei_v4_int moei_v4_less(moei_v4_int a, moei_v4_int b) {
+    return vsubq_s32(a, b);
+}
+
+/* 2^n for whole n from -126 to 127. */
+MOEI_INLINE moei_v4 moei_v4_power2(moei_v4_int n) {
+    return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23));
+}
+#endif
+
+#else /* WebAssembly */
+#define MOEI_V4_NAME "wasm"
+#define MOEI_V4_ID MOE_KERNELS_WASM
+#define MOEI_V4_FUSED 0
+
+typedef v128_t moei_v4;
+typedef v128_t moei_v4_mask;
+typedef v128_t moei_v4_int;
+
+MOEI_INLINE moei_v4 moei_v4_load(const float *x) {
+    return wasm_v128_load(x);
+}
+
+MOEI_INLINE void moei_v4_store(float *y, moei_v4 v) {
+    wasm_v128_store(y, v);
+}
+
+MOEI_INLINE moei_v4 moei_v4_spread(const float *x) {
+    return wasm_v128_load32_splat(x);
+}
+
+MOEI_INLINE moei_v4 moei_v4_all(float x) {
+    return wasm_f32x4_splat(x);
+}
+
+MOEI_INLINE moei_v4 moei_v4_add(moei_v4 a, moei_v4 b) {
+    return wasm_f32x4_add(a, b);
+}
+
+MOEI_INLINE moei_v4 moei_v4_sub(moei_v4 a, moei_v4 b) {
+    return wasm_f32x4_sub(a, b);
+}
+
+MOEI_INLINE moei_v4 moei_v4_mul(moei_v4 a, moei_v4 b) {
+    return wasm_f32x4_mul(a, b);
+}
+
+MOEI_INLINE moei_v4 moei_v4_mul_add(moei_v4 a, moei_v4 b, moei_v4 c) {
+    return wasm_f32x4_add(c, wasm_f32x4_mul(a, b));
+}
+
+MOEI_INLINE moei_v4 moei_v4_abs(moei_v4 x) {
+    return wasm_f32x4_abs(x);
+}
+
+MOEI_INLINE void moei_v4_turn(const float *b, size_t ldb, moei_v4 y[4]) {
+    const v128_t r0 = wasm_v128_load(b), r1 = wasm_v128_load(b + ldb), r2 = wasm_v128_load(b + 2 * ldb), r3 = wasm_v128_load(b + 3 * ldb);
+    const v128_t t0 = wasm_i32x4_shuffle(r0, r1, 0, 4, 1, 5), t1 = wasm_i32x4_shuffle(r0, r1, 2, 6, 3, 7);
+    const v128_t t2 = wasm_i32x4_shuffle(r2, r3, 0, 4, 1, 5), t3 = wasm_i32x4_shuffle(r2, r3, 2, 6, 3, 7);
+    y[0] = wasm_i32x4_shuffle(t0, t2, 0, 1, 4, 5);
+    y[1] = wasm_i32x4_shuffle(t0, t2, 2, 3, 6, 7);
+    y[2] = wasm_i32x4_shuffle(t1, t3, 0, 1, 4, 5);
+    y[3] = wasm_i32x4_shuffle(t1, t3, 2, 3, 6, 7);
+}
+
+MOEI_INLINE moei_v4 moei_v4_div(moei_v4 a, moei_v4 b) {
+    return wasm_f32x4_div(a, b);
+}
+
+/* pmax and pmin give their first operand when either is NaN. */
+MOEI_INLINE moei_v4 moei_v4_at_least(moei_v4 x, float limit) {
+    return wasm_f32x4_pmax(x, wasm_f32x4_splat(limit));
+}
+
+MOEI_INLINE moei_v4 moei_v4_at_most(moei_v4 x, float limit) {
+    return wasm_f32x4_pmin(x, wasm_f32x4_splat(limit));
+}
+
+MOEI_INLINE moei_v4 moei_v4_max(moei_v4 a, moei_v4 b) {
+    return wasm_f32x4_pmax(a, b);
+}
+
+MOEI_INLINE moei_v4_mask moei_v4_not_above_0(moei_v4 x) {
+    return wasm_f32x4_le(x, wasm_f32x4_splat(0.0f));
+}
+
+MOEI_INLINE moei_v4 moei_v4_select(moei_v4_mask mask, moei_v4 yes, moei_v4 no) {
+    return wasm_v128_bitselect(yes, no, mask);
+}
+
+MOEI_INLINE moei_v4_mask moei_v4_sign_bits(void) {
+    return wasm_f32x4_splat(-0.0f);
+}
+
+/* Added to 1.5 * 2^23 a small whole number stands in the low bits: engines convert to integers slowly. */
+MOEI_INLINE moei_v4 moei_v4_nearest(moei_v4 x, moei_v4_int *whole) {
+    const v128_t n = wasm_f32x4_nearest(x), large = wasm_f32x4_splat(12582912.0f);
+    *whole = wasm_i32x4_sub(wasm_f32x4_add(n, large), large);
+    return n;
+}
+
+MOEI_INLINE moei_v4_int moei_v4_half(moei_v4_int n) {
+    return wasm_i32x4_shr(n, 1);
+}
+
+MOEI_INLINE moei_v4_int moei_v4_less(moei_v4_int a, moei_v4_int b) {
+    return wasm_i32x4_sub(a, b);
+}
+
+MOEI_INLINE moei_v4 moei_v4_power2(moei_v4_int n) {
+    return wasm_i32x4_shl(wasm_i32x4_add(n, wasm_i32x4_splat(127)), 23);
+}
+#endif
+
+/* Activations are vectors where vector arithmetic is IEEE's: NEON of 32-bit Arm flushes subnormal numbers and cannot divide. */
+#if defined(__aarch64__) || defined(__wasm_simd128__)
+#define MOEI_V4_IEEE 1
+#endif
+
+#if defined(__aarch64__)
+enum { MOEI_TILE_V4 = 6, MOEI_SUMS_V4 = 24 }; /* rows of a tile; sums that stay in registers beside the operands */
+#else
+enum { MOEI_TILE_V4 = 5, MOEI_SUMS_V4 = 10 };
+#endif
+
+enum {
+    MOEI_BLOCK_M_V4 = 120,   /* rows that go over all panels before the next rows */
+    MOEI_CACHED_V4 = 32768, /* numbers of the left operand that stay in the second-level cache while panels pass */
+    MOEI_UNPACKED_M_V4 = 8  /* up to so many rows, packing an operand that could be read as it lies costs more than it gains */
+};
+
+/* count numbers, at most four of them, and fill where there are fewer. */
+MOEI_INLINE moei_v4 moei_v4_load_part(size_t count, const float *x, float fill) {
+    float part[4];
+    size_t i;
+    if (count >= 4) return moei_v4_load(x);
+    for (i = 0; i < 4; i++) part[i] = i < count ? x[i] : fill;
+    return moei_v4_load(part);
+}
+
+MOEI_INLINE void moei_v4_store_part(size_t count, float *y, moei_v4 v) {
+    float part[4];
+    size_t i;
+    if (count >= 4) {
+        moei_v4_store(y, v);
+        return;
+    }
+    moei_v4_store(part, v);
+    for (i = 0; i < count; i++) y[i] = part[i];
+}
+
+MOEI_INLINE float moei_v4_sum(moei_v4 v) {
+    float lane[4];
+    moei_v4_store(lane, v);
+    return (lane[0] + lane[2]) + (lane[1] + lane[3]);
+}
+
+MOEI_INLINE void moei_v4_add_to(float *c, moei_v4 sum, int load) {
+    moei_v4_store(c, load ? moei_v4_add(moei_v4_load(c), sum) : sum);
+}
+
+/* rows (1 to 6) x 16 columns, or with groups 2 and not 4 x 8: C = (load ? C : 0) + the sum over one block of k. rows and groups are
+   constants where this is inlined. b is a panel, or the operand itself. MOEI_KEEP_ORDER keeps gcc from loading so far ahead that sums leave
+   their registers. */
+MOEI_INLINE void moei_f32_tile_v4(int rows, int groups, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb, float *c,
+                                  size_t ldc, int load) {
+    const float *a3 = a + (rows > 3 ? 3 * ra : 0);
+    const moei_v4 zero = moei_v4_all(0.0f);
+    size_t p;
+#define MOEI_SUMS(row) moei_v4 s##row##0 = zero, s##row##1 = zero, s##row##2 = zero, s##row##3 = zero;
+#define MOEI_STEP(row, at)                                      \
+    if (rows > row) {                                           \
+        const moei_v4 x = moei_v4_spread(at);                   \
+        s##row##0 = moei_v4_mul_add(x, y0, s##row##0);          \
+        s##row##1 = moei_v4_mul_add(x, y1, s##row##1);          \
+        if (groups > 2) {                                       \
+            s##row##2 = moei_v4_mul_add(x, y2, s##row##2);      \
+            s##row##3 = moei_v4_mul_add(x, y3, s##row##3);      \
+        }                                                       \
+    }
+#define MOEI_STORE(row)                                         \
+    if (rows > row) {                                           \
+        moei_v4_add_to(c, s##row##0, load);                     \
+        moei_v4_add_to(c + 4, s##row##1, load);                 \
+        if (groups > 2) {                                       \
+            moei_v4_add_to(c + 8, s##row##2, load);             \
+            moei_v4_add_to(c + 12, s##row##3, load);            \
+        }                                                       \
+        c += ldc;                                               \
+    }
+    MOEI_SUMS(0) MOEI_SUMS(1) MOEI_SUMS(2) MOEI_SUMS(3) MOEI_SUMS(4) MOEI_SUMS(5)
+    for (p = 0; p < k; p++, a += ca, a3 += ca, b += rb) {
+        const moei_v4 y0 = moei_v4_load(b), y1 = moei_v4_load(b + 4);
+        const moei_v4 y2 = groups > 2 ? moei_v4_load(b + 8) : zero, y3 = groups > 2 ? moei_v4_load(b + 12) : zero;
+        MOEI_STEP(0, a)
+        MOEI_STEP(1, a + ra)
+        MOEI_KEEP_ORDER;
+        MOEI_STEP(2, a + 2 * ra)
+        MOEI_STEP(3, a3)
+        MOEI_KEEP_ORDER;
+        MOEI_STEP(4, a3 + ra)
+        MOEI_STEP(5, a3 + 2 * ra)
+    }
+    MOEI_STORE(0)
+    MOEI_STORE(1)
+    MOEI_STORE(2)
+    MOEI_STORE(3)
+    MOEI_STORE(4)
+    MOEI_STORE(5)
+#undef MOEI_SUMS
+#undef MOEI_STEP
+#undef MOEI_STORE
+}
+
+/* m rows over one panel of 16 columns, or over 8 of them. */
+static void moei_f32_rows_v4(int whole, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb, float *c,
+                             size_t ldc, int load) {
+#define MOEI_CASE(rows)                                                                                            \
+    case rows:                                                                                                     \
+        if (whole && rows * 4 <= MOEI_SUMS_V4) moei_f32_tile_v4(rows, 4, k, a, ra, ca, b, rb, c, ldc, load);       \
+        else {                                                                                                     \
+            moei_f32_tile_v4(rows, 2, k, a, ra, ca, b, rb, c, ldc, load);                                          \
+            if (whole) moei_f32_tile_v4(rows, 2, k, a, ra, ca, b + 8, rb, c + 8, ldc, load);                       \
+        }                                                                                                          \
+        break;
+    while (m > 0) {
+        const size_t rows = m <= MOEI_TILE_V4 ? m : m < 2 * MOEI_TILE_V4 ? (m + 1) / 2 : (size_t)MOEI_TILE_V4;
+        switch (rows) {
+            MOEI_CASE(1)
+            MOEI_CASE(2)
+            MOEI_CASE(3)
+            MOEI_CASE(4)
+            MOEI_CASE(5)
+        default:
+            MOEI_CASE(6)
+        }
+        m -= rows, a += rows * ra, c += rows * ldc;
+    }
+#undef MOEI_CASE
+}
+
+/* Columns that fill no half panel go through a copy of C as wide as the panel, so that no tile touches anything beside the rows. */
+static void moei_f32_edge_v4(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *panel, float *c,
+                             size_t ldc, int load) {
+    float part[MOEI_TILE_V4 * MOEI_PANEL] = {0};
+    size_t i, done, rows;
+    for (done = 0; done < m; done += rows) {
+        rows = m - done < MOEI_TILE_V4 ? m - done : (size_t)MOEI_TILE_V4;
+        for (i = 0; load && i < rows; i++) memcpy(part + i * MOEI_PANEL, c + (done + i) * ldc, columns * sizeof(float));
+        moei_f32_rows_v4(columns > 8, rows, k, a + done * ra, ra, ca, panel, MOEI_PANEL, part, MOEI_PANEL, load);
+        for (i = 0; i < rows; i++) memcpy(c + (done + i) * ldc, part + i * MOEI_PANEL, columns * sizeof(float));
+    }
+}
+
+/* Few rows over several panels at once, which gives enough sums to hide their latency. rows x panels is 1 x 4, 1 x 2, 2 x 2 or 3 x 2,
+   constants where this is inlined; otherwise as the tile above. */
+MOEI_INLINE void moei_f32_wide_tile_v4(int rows, int panels, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
+                                       size_t panel, float *c, size_t ldc, int load) {
+    const float *b1 = b + panel, *b2 = panels > 2 ? b1 + panel : b, *b3 = panels > 2 ? b2 + panel : b;
+    const moei_v4 zero = moei_v4_all(0.0f);
+    size_t p;
+#define MOEI_SUMS(row, i) moei_v4 s##row##i##0 = zero, s##row##i##1 = zero, s##row##i##2 = zero, s##row##i##3 = zero;
+#define MOEI_STEP(row, i, at)                                                          \
+    s##row##i##0 = moei_v4_mul_add(x##row, moei_v4_load(at), s##row##i##0);            \
+    s##row##i##1 = moei_v4_mul_add(x##row, moei_v4_load((at) + 4), s##row##i##1);      \
+    s##row##i##2 = moei_v4_mul_add(x##row, moei_v4_load((at) + 8), s##row##i##2);      \
+    s##row##i##3 = moei_v4_mul_add(x##row, moei_v4_load((at) + 12), s##row##i##3);
+#define MOEI_STORE(row, i)                                                             \
+    moei_v4_add_to(c + (row) * ldc + (i) * MOEI_PANEL, s##row##i##0, load);            \
+    moei_v4_add_to(c + (row) * ldc + (i) * MOEI_PANEL + 4, s##row##i##1, load);        \
+    moei_v4_add_to(c + (row) * ldc + (i) * MOEI_PANEL + 8, s##row##i##2, load);        \
+    moei_v4_add_to(c + (row) * ldc + (i) * MOEI_PANEL + 12, s##row##i##3, load);
+#define MOEI_ALL(X)                           \
+    X(0, 0, b) X(0, 1, b1)                    \
+    if (rows > 1) {                           \
+        X(1, 0, b) X(1, 1, b1)                \
+    }                                         \
+    if (rows > 2) {                           \
+        X(2, 0, b) X(2, 1, b1)                \
+    }                                         \
+    if (panels > 2) {                         \
+        X(0, 2, b2) X(0, 3, b3)               \
+    }
+    MOEI_SUMS(0, 0) MOEI_SUMS(0, 1) MOEI_SUMS(0, 2) MOEI_SUMS(0, 3)
+    MOEI_SUMS(1, 0) MOEI_SUMS(1, 1) MOEI_SUMS(2, 0) MOEI_SUMS(2, 1)
+    for (p = 0; p < k; p++, a += ca, b += rb, b1 += rb, b2 += rb, b3 += rb) {
+        const moei_v4 x0 = moei_v4_spread(a), x1 = rows > 1 ? moei_v4_spread(a + ra) : zero;
+        const moei_v4 x2 = rows > 2 ? moei_v4_spread(a + 2 * ra) : zero;
+        MOEI_ALL(MOEI_STEP)
+    }
+#define MOEI_STORE_AT(row, i, at) MOEI_STORE(row, i)
+    MOEI_ALL(MOEI_STORE_AT)
+#undef MOEI_SUMS
+#undef MOEI_STEP
+#undef MOEI_STORE
+#undef MOEI_STORE_AT
+#undef MOEI_ALL
+}
+
+/* How many of the n columns one go over few rows takes: 64, 32, or 0 where fewer are left or there are more rows. */
+static size_t moei_wide_columns_v4(size_t m, size_t n) {
+    if (m == 1 && n >= 64 && MOEI_SUMS_V4 >= 16) return 64;
+    return m * 8 <= MOEI_SUMS_V4 && n >= 32 ? 32 : 0;
+}
+
+/* m rows over the first of n columns, as many as one go takes; returns how many. b is panels, or with rb > 16 the operand itself, of which
+   8 columns, 16 or more are left. */
+static size_t moei_f32_columns_v4(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
+                                  size_t panel, float *c, size_t ldc, int load) {
+    const size_t wide = moei_wide_columns_v4(m, n), columns = wide > 0 ? wide : n < MOEI_PANEL ? n : (size_t)MOEI_PANEL;
+    if (wide > 32) moei_f32_wide_tile_v4(1, 4, k, a, ra, ca, b, rb, panel, c, ldc, load);
+    else if (wide > 0 && m == 1) moei_f32_wide_tile_v4(1, 2, k, a, ra, ca, b, rb, panel, c, ldc, load);
+#if defined(__aarch64__)
+    else if (wide > 0 && m == 2) moei_f32_wide_tile_v4(2, 2, k, a, ra, ca, b, rb, panel, c, ldc, load);
+    else if (wide > 0) moei_f32_wide_tile_v4(3, 2, k, a, ra, ca, b, rb, panel, c, ldc, load);
+#endif
+    else if (columns % 8 == 0) moei_f32_rows_v4(columns > 8, m, k, a, ra, ca, b, rb, c, ldc, load);
+    else moei_f32_edge_v4(columns, m, k, a, ra, ca, b, c, ldc, load);
+    return columns;
+}
+
+/* Whole blocks of k, so many that the left operand's part of them stays in the second-level cache while all panels pass. */
+static size_t moei_chunk_v4(size_t rows, size_t k) {
+    const size_t steps = MOEI_CACHED_V4 / rows, chunk = steps > MOEI_BLOCK_K ? steps - steps % MOEI_BLOCK_K : (size_t)MOEI_BLOCK_K;
+    return k < chunk ? k : chunk;
+}
+
+static void moei_f32_panels_v4(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t panel, float *c,
+                               size_t ldc, int accumulate) {
+    size_t i, j, p, from, rows, chunk, columns;
+    if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
+    for (i = 0; i < m; i += rows) {
+        rows = m - i < MOEI_BLOCK_M_V4 ? m - i : (size_t)MOEI_BLOCK_M_V4;
+        for (from = 0; from < k; from += chunk) {
+            chunk = moei_chunk_v4(rows, k - from);
+            for (j = 0, columns = 0; j < n; j += columns)
+                for (p = from; p < from + chunk; p += MOEI_BLOCK_K)
+                    columns = moei_f32_columns_v4(rows, n - j, from + chunk - p < MOEI_BLOCK_K ? from + chunk - p : (size_t)MOEI_BLOCK_K,
+                                                  a + i * ra + p * ca, ra, ca, b + j / MOEI_PANEL * panel + p * MOEI_PANEL, MOEI_PANEL,
+                                                  panel, c + i * ldc + j, ldc, accumulate || p > 0);
+        }
+    }
+}
+
+/* The panel of rows b[0 .. columns) of an NT operand: panel[p][j] = b[j][p]; columns that are not there are 0. */
+static void moei_f32_pack_turned_v4(size_t columns, size_t k, const float *b, size_t ldb, float *panel) {
+    size_t j, p, i;
+    for (j = 0; j < MOEI_PANEL; j += 4, panel += 4) {
+        const size_t there = columns > j ? columns - j : 0;
+        const float *bj = b + (there > 0 ? j * ldb : 0);
+        p = 0;
+        if (there >= 4)
+            for (; p + 4 <= k; p += 4) {
+                moei_v4 y[4];
+                moei_v4_turn(bj + p, ldb, y);
+                moei_v4_store(panel + p * MOEI_PANEL, y[0]);
+                moei_v4_store(panel + (p + 1) * MOEI_PANEL, y[1]);
+                moei_v4_store(panel + (p + 2) * MOEI_PANEL, y[2]);
+                moei_v4_store(panel + (p + 3) * MOEI_PANEL, y[3]);
+            }
+        for (; p < k; p++)
+            for (i = 0; i < 4; i++) panel[p * MOEI_PANEL + i] = i < there ? bj[i * ldb + p] : 0.0f;
+    }
+}
+
+/* The panel of columns b[.][0 .. columns) of an NN or TN operand. */
+static void moei_f32_pack_v4(size_t columns, size_t k, const float *b, size_t ldb, float *panel) {
+    size_t p, j;
+    for (p = 0; p < k; p++, b += ldb, panel += MOEI_PANEL)
+        for (j = 0; j < MOEI_PANEL; j += 4) {
+            const size_t there = columns > j ? columns - j : 0;
+            moei_v4_store(panel + j, moei_v4_load_part(there, b + (there > 0 ? j : 0), 0.0f));
+        }
+}
+
+/* One block of k for up to MOEI_BLOCK_M_V4 rows. panel holds 256 x 16 numbers. */
+static void moei_f32_block_v4(int op, size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t ldb,
+                              float *c, size_t ldc, int load, float *panel) {
+    size_t j = 0, columns;
+    if (op != MOE_MATMUL_NT && m <= MOEI_UNPACKED_M_V4)
+        while (j + 8 <= n) /* the last odd columns are left for a panel */
+            j += moei_f32_columns_v4(m, n - j < MOEI_PANEL ? 8 : n - j, k, a, ra, ca, b + j, ldb, MOEI_PANEL, c + j, ldc, load);
+    for (; j < n; j += columns) {
+        columns = n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL;
+        if (op == MOE_MATMUL_NT) moei_f32_pack_turned_v4(columns, k, b + j * ldb, ldb, panel);
+        else moei_f32_pack_v4(columns, k, b + j, ldb, panel);
+        moei_f32_columns_v4(m, columns, k, a, ra, ca, panel, MOEI_PANEL, 0, c + j, ldc, load);
+    }
+}
+
+static void moei_f32_matmul_v4(int op, size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb, float *c,
+                               size_t ldc, int accumulate) {
+    const size_t ra = op == MOE_MATMUL_TN ? 1 : lda, ca = op == MOE_MATMUL_TN ? lda : 1, rb = op == MOE_MATMUL_NT ? 1 : ldb;
+    float panel[MOEI_BLOCK_K * MOEI_PANEL];
+    size_t i, p;
+    if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
+    for (i = 0; i < m; i += MOEI_BLOCK_M_V4) {
+        const size_t rows = m - i < MOEI_BLOCK_M_V4 ? m - i : (size_t)MOEI_BLOCK_M_V4;
+        for (p = 0; p < k; p += MOEI_BLOCK_K) {
+            moei_f32_block_v4(op, rows, n, k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K, a + i * ra + p * ca, ra, ca, b + p * rb,
+                              ldb, c + i * ldc, ldc, accumulate || p > 0, panel);
+        }
+    }
+}
+
+static void moei_f32_nt_v4(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
+                           int accumulate) {
+    moei_f32_matmul_v4(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+}
+
+static void moei_f32_nn_v4(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
+                           int accumulate) {
+    moei_f32_matmul_v4(MOE_MATMUL_NN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+}
+
+static void moei_f32_tn_v4(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
+                           int accumulate) {
+    moei_f32_matmul_v4(MOE_MATMUL_TN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+}
+
+static float moei_f32_dot_v4(size_t n, const float *a, const float *b) {
+    moei_v4 s0 = moei_v4_all(0.0f), s1 = s0, s2 = s0, s3 = s0;
+    size_t i;
+    for (; n >= 16; n -= 16, a += 16, b += 16) {
+        s0 = moei_v4_mul_add(moei_v4_load(a), moei_v4_load(b), s0);
+        s1 = moei_v4_mul_add(moei_v4_load(a + 4), moei_v4_load(b + 4), s1);
+        s2 = moei_v4_mul_add(moei_v4_load(a + 8), moei_v4_load(b + 8), s2);
+        s3 = moei_v4_mul_add(moei_v4_load(a + 12), moei_v4_load(b + 12), s3);
+    }
+    for (i = 0; i < n; i += 4) s0 = moei_v4_mul_add(moei_v4_load_part(n - i, a + i, 0.0f), moei_v4_load_part(n - i, b + i, 0.0f), s0);
+    return moei_v4_sum(moei_v4_add(moei_v4_add(s0, s1), moei_v4_add(s2, s3)));
+}
+
+static void moei_f32_axpy_v4(size_t n, float alpha, const float *x, float *y) {
+    const moei_v4 factor = moei_v4_all(alpha);
+    size_t i;
+    for (i = 0; i < n; i += 4)
+        moei_v4_store_part(n - i, y + i,
+                           moei_v4_mul_add(factor, moei_v4_load_part(n - i, x + i, 0.0f), moei_v4_load_part(n - i, y + i, 0.0f)));
+}
+
+static void moei_f32_multiply_v4(size_t n, const float *a, const float *b, float *y) {
+    size_t i;
+    for (i = 0; i < n; i += 4)
+        moei_v4_store_part(n - i, y + i, moei_v4_mul(moei_v4_load_part(n - i, a + i, 0.0f), moei_v4_load_part(n - i, b + i, 0.0f)));
+}
+
+#ifdef MOEI_V4_IEEE
+
+/* ---- exp and what is made of it: AVX2's formulas, see there ------------------------------------------------------------------- */
+
+/* q x + c with constants. */
+#define MOEI_NEXT(q, x, c) q = moei_v4_mul_add(q, x, moei_v4_all(c))
+
+/* x = n log 2 + r with |r| <= log(2) / 2. Returns exp(r) - 1. */
+MOEI_INLINE moei_v4 moei_exp_reduced_v4(moei_v4 x, moei_v4_int *whole) {
+    moei_v4 r, q = moei_v4_all(1.381432057e-03f);
+    const moei_v4 n = moei_v4_nearest(moei_v4_mul(x, moei_v4_all(1.44269504089f)), whole);
+    r = moei_v4_mul_add(n, moei_v4_all(-0.693145751953125f), x);
+    r = moei_v4_mul_add(n, moei_v4_all(-1.42860682e-06f), r);
+    MOEI_NEXT(q, r, 8.368851071e-03f);
+    MOEI_NEXT(q, r, 4.166840108e-02f);
+    MOEI_NEXT(q, r, 1.666651952e-01f);
+    MOEI_NEXT(q, r, 4.999999337e-01f);
+    return moei_v4_mul_add(moei_v4_mul(r, r), q, r);
+}
+
+/* exp(x) for x <= 0 and NaN: 0 below about -104, subnormal results rounded once. */
+MOEI_INLINE moei_v4 moei_exp_v4(moei_v4 x) {
+    moei_v4_int whole, first;
+    const moei_v4 e = moei_exp_reduced_v4(moei_v4_at_least(x, -106.0f), &whole);
+    first = moei_v4_half(whole);
+    return moei_v4_mul(moei_v4_mul(moei_v4_add(e, moei_v4_all(1.0f)), moei_v4_power2(first)), moei_v4_power2(moei_v4_less(whole, first)));
+}
+
+MOEI_INLINE moei_v4 moei_minus_abs_v4(moei_v4 x) {
+    return moei_v4_sub(moei_v4_all(0.0f), moei_v4_abs(x));
+}
+
+/* At 0 both agree within rounding. */
+MOEI_INLINE moei_v4 moei_choose_v4(moei_v4 x, moei_v4 if_negative, moei_v4 otherwise) {
+    return moei_v4_select(moei_v4_not_above_0(x), if_negative, otherwise);
+}
+
+MOEI_INLINE moei_v4 moei_sigmoid_v4(moei_v4 x) {
+    const moei_v4 one = moei_v4_all(1.0f), e = moei_exp_v4(moei_minus_abs_v4(x));
+    return moei_v4_div(moei_choose_v4(x, e, one), moei_v4_add(one, e));
+}
+
+/* tanh|x| = -q / (2 + q) with q = exp(-2|x|) - 1 = (exp(r) - 1) 2^n + (2^n - 1); beyond 10 it is 1. */
+MOEI_INLINE moei_v4 moei_tanh_v4(moei_v4 x) {
+    const moei_v4 z = moei_v4_at_least(moei_minus_abs_v4(x), -10.0f);
+    moei_v4_int whole;
+    const moei_v4 e = moei_exp_reduced_v4(moei_v4_add(z, z), &whole), power = moei_v4_power2(whole);
+    const moei_v4 q = moei_v4_mul_add(e, power, moei_v4_sub(power, moei_v4_all(1.0f)));
+    return moei_v4_select(moei_v4_sign_bits(), x, moei_v4_div(q, moei_v4_add(moei_v4_all(2.0f), q)));
+}
+
+/* The rounding error of z z. */
+MOEI_INLINE moei_v4 moei_square_rest_v4(moei_v4 z, moei_v4 square) {
+#if MOEI_V4_FUSED
+    return moei_v4_mul_add(z, z, moei_v4_sub(moei_v4_all(0.0f), square));
+#else /* by halves of 12 bits, whose products are exact (Dekker 1971) */
+    const moei_v4 c = moei_v4_mul(z, moei_v4_all(4097.0f)), high = moei_v4_sub(c, moei_v4_sub(c, z)), low = moei_v4_sub(z, high);
+    const moei_v4 rest = moei_v4_sub(moei_v4_mul(high, high), square), cross = moei_v4_mul(high, low);
+    return moei_v4_add(moei_v4_add(rest, moei_v4_add(cross, cross)), moei_v4_mul(low, low));
+#endif
+}
+
+/* exp(-x^2 / 2), the rounding error of the square put right. */
+MOEI_INLINE moei_v4 moei_bell_v4(moei_v4 x) {
+    const moei_v4 half = moei_v4_all(-0.5f), z = moei_v4_at_least(moei_minus_abs_v4(x), -15.0f), square = moei_v4_mul(z, z);
+    const moei_v4 e = moei_exp_v4(moei_v4_mul(half, square));
+    return moei_v4_mul_add(moei_v4_mul(half, moei_square_rest_v4(z, square)), e, e);
+}
+
+/* Phi(-|x|) = exp(-x^2/2) t Q(t), t = 1 / (1 + 0.3 |x|). */
+MOEI_INLINE moei_v4 moei_normal_tail_v4(moei_v4 x, moei_v4 bell) {
+    const moei_v4 one = moei_v4_all(1.0f), z = moei_v4_at_least(moei_minus_abs_v4(x), -15.0f);
+    const moei_v4 t = moei_v4_div(one, moei_v4_mul_add(z, moei_v4_all(-0.3f), one));
+    moei_v4 q = moei_v4_all(-2.062863988e-02f);
+    MOEI_NEXT(q, t, 1.124646791e-01f);
+    MOEI_NEXT(q, t, -2.282845255e-01f);
+    MOEI_NEXT(q, t, 1.918829512e-01f);
+    MOEI_NEXT(q, t, -7.950889292e-02f);
+    MOEI_NEXT(q, t, 9.620478702e-02f);
+    MOEI_NEXT(q, t, 7.837226539e-02f);
+    MOEI_NEXT(q, t, 1.102393389e-01f);
+    MOEI_NEXT(q, t, 1.195713183e-01f);
+    MOEI_NEXT(q, t, 1.196867166e-01f);
+    return moei_v4_mul(moei_v4_mul(t, q), bell);
+}
+#undef MOEI_NEXT
+
+MOEI_INLINE moei_v4 moei_normal_below_v4(moei_v4 x, moei_v4 bell) {
+    const moei_v4 tail = moei_normal_tail_v4(x, bell);
+    return moei_choose_v4(x, tail, moei_v4_sub(moei_v4_all(1.0f), tail));
+}
+
+/* act is a constant where this is inlined. */
+MOEI_INLINE moei_v4 moei_act_v4(int act, moei_v4 x) {
+    const moei_v4 low = moei_v4_at_least(x, -1e4f); /* see moei_limit */
+    switch (act) {
+    case MOE_ACT_RELU: return moei_v4_at_least(x, 0.0f);
+    case MOE_ACT_SILU: return moei_v4_mul(low, moei_sigmoid_v4(x));
+    case MOE_ACT_GELU: return moei_v4_mul(low, moei_normal_below_v4(x, moei_bell_v4(x)));
+    case MOE_ACT_TANH: return moei_tanh_v4(x);
+    case MOE_ACT_SIGMOID: return moei_sigmoid_v4(x);
+    default: return x;
+    }
+}
+
+/* act is a constant where this is inlined; times NULL: 1. */
+MOEI_INLINE void moei_gated_rows_v4(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, size_t ldt, float *y,
+                                    size_t ldy) {
+    size_t i, j;
+    for (i = 0; i < m; i++, x += ldx, y += ldy)
+        for (j = 0; j < n; j += 4) {
+            moei_v4 result = moei_act_v4(act, moei_v4_load_part(n - j, x + j, 0.0f));
+            if (times != NULL) result = moei_v4_mul(result, moei_v4_load_part(n - j, times + i * ldt + j, 0.0f));
+            moei_v4_store_part(n - j, y + j, result);
+        }
+}
+
+static void moei_f32_gated_v4(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, size_t ldt, float *y,
+                              size_t ldy) {
+    switch (act) {
+    case MOE_ACT_RELU: moei_gated_rows_v4(MOE_ACT_RELU, m, n, x, ldx, times, ldt, y, ldy); break;
+    case MOE_ACT_SILU: moei_gated_rows_v4(MOE_ACT_SILU, m, n, x, ldx, times, ldt, y, ldy); break;
+    case MOE_ACT_GELU: moei_gated_rows_v4(MOE_ACT_GELU, m, n, x, ldx, times, ldt, y, ldy); break;
+    case MOE_ACT_TANH: moei_gated_rows_v4(MOE_ACT_TANH, m, n, x, ldx, times, ldt, y, ldy); break;
+    case MOE_ACT_SIGMOID: moei_gated_rows_v4(MOE_ACT_SIGMOID, m, n, x, ldx, times, ldt, y, ldy); break;
+    default: moei_gated_rows_v4(MOE_ACT_IDENTITY, m, n, x, ldx, times, ldt, y, ldy); break;
+    }
+}
+
+static void moei_f32_activate_v4(int act, size_t n, const float *x, float *y) {
+    moei_f32_gated_v4(act, 1, n, x, n, NULL, 0, y, n);
+}
+
+#ifndef MOE_NO_TRAIN
+/* e / (1 + e)^2 with e = exp(z), z <= 0. */
+MOEI_INLINE moei_v4 moei_sigmoid_slope_v4(moei_v4 z) {
+    const moei_v4 e = moei_exp_v4(z), d = moei_v4_add(moei_v4_all(1.0f), e);
+    return moei_v4_div(e, moei_v4_mul(d, d));
+}
+
+MOEI_INLINE moei_v4 moei_limit_v4(moei_v4 x) {
+    return moei_v4_at_most(moei_v4_at_least(x, -1e4f), 1e4f);
+}
+
+MOEI_INLINE moei_v4 moei_silu_slope_v4(moei_v4 x) {
+    const moei_v4 one = moei_v4_all(1.0f), e = moei_exp_v4(moei_minus_abs_v4(x));
+    const moei_v4 large = moei_v4_div(one, moei_v4_add(one, e)), small = moei_v4_mul(e, large);
+    const moei_v4 s = moei_choose_v4(x, small, large), other = moei_choose_v4(x, large, small);
+    return moei_v4_mul(s, moei_v4_mul_add(moei_limit_v4(x), other, one));
+}
+
+MOEI_INLINE moei_v4 moei_gelu_slope_v4(moei_v4 x) {
+    const moei_v4 bell = moei_bell_v4(x), scaled = moei_v4_mul(moei_v4_all(0.39894228040f), bell);
+    return moei_v4_mul_add(moei_limit_v4(x), scaled, moei_normal_below_v4(x, bell));
+}
+
+/* dy act'(x); act is a constant where this is inlined. */
+MOEI_INLINE moei_v4 moei_slope_v4(int act, moei_v4 x, moei_v4 dy) {
+    const moei_v4 z = moei_minus_abs_v4(x);
+    switch (act) {
+    case MOE_ACT_RELU: return moei_v4_select(moei_v4_not_above_0(x), moei_v4_all(0.0f), dy);
+    case MOE_ACT_SILU: return moei_v4_mul(dy, moei_silu_slope_v4(x));
+    case MOE_ACT_GELU: return moei_v4_mul(dy, moei_gelu_slope_v4(x));
+    case MOE_ACT_TANH: return moei_v4_mul(dy, moei_v4_mul(moei_v4_all(4.0f), moei_sigmoid_slope_v4(moei_v4_add(z, z))));
+    case MOE_ACT_SIGMOID: return moei_v4_mul(dy, moei_sigmoid_slope_v4(z));
+    default: return dy;
+    }
+}
+
+/* times and d_times NULL: only dx = dy act'(x). */
+MOEI_INLINE void moei_gated_back_v4(int act, size_t n, const float *x, const float *times, const float *dy, float *dx, float *d_times) {
+    size_t j;
+    for (j = 0; j < n; j += 4) {
+        const moei_v4 value = moei_v4_load_part(n - j, x + j, 0.0f), d = moei_v4_load_part(n - j, dy + j, 0.0f);
+        const moei_v4 in = times != NULL ? moei_v4_mul(d, moei_v4_load_part(n - j, times + j, 0.0f)) : d;
+        moei_v4_store_part(n - j, dx + j, moei_slope_v4(act, value, in));
+        if (d_times != NULL) moei_v4_store_part(n - j, d_times + j, moei_v4_mul(d, moei_act_v4(act, value)));
+    }
+}
+
+static void moei_f32_gated_backward_v4(int act, size_t n, const float *x, const float *times, const float *dy, float *dx, float *d_times) {
+    switch (act) {
+    case MOE_ACT_RELU: moei_gated_back_v4(MOE_ACT_RELU, n, x, times, dy, dx, d_times); break;
+    case MOE_ACT_SILU: moei_gated_back_v4(MOE_ACT_SILU, n, x, times, dy, dx, d_times); break;
+    case MOE_ACT_GELU: moei_gated_back_v4(MOE_ACT_GELU, n, x, times, dy, dx, d_times); break;
+    case MOE_ACT_TANH: moei_gated_back_v4(MOE_ACT_TANH, n, x, times, dy, dx, d_times); break;
+    case MOE_ACT_SIGMOID: moei_gated_back_v4(MOE_ACT_SIGMOID, n, x, times, dy, dx, d_times); break;
+    default: moei_gated_back_v4(MOE_ACT_IDENTITY, n, x, times, dy, dx, d_times); break;
+    }
+}
+
+static void moei_f32_activate_backward_v4(int act, size_t n, const float *x, const float *dy, float *dx) {
+    moei_f32_gated_backward_v4(act, n, x, NULL, dy, dx, NULL);
+}
+#endif
+
+/* Lanes that are not there hold -inf and add 0. A NaN may get lost in max, but not in the sum. */
+static void moei_f32_softmax_v4(size_t n, const float *x, float temperature, float *y) {
+    const float low = -(float)HUGE_VAL;
+    const moei_v4 divisor = moei_v4_all(temperature);
+    moei_v4 shift, max, sums = moei_v4_all(0.0f);
+    float lane[4], sum;
+    size_t i;
+    if (n == 0) return;
+    max = moei_v4_load_part(n, x, low);
+    for (i = 4; i < n; i += 4) max = moei_v4_max(max, moei_v4_load_part(n - i, x + i, low));
+    moei_v4_store(lane, max);
+    shift = moei_v4_all(moei_softmax_shift(lane[moei_max_index(4, lane)]));
+    for (i = 0; i < n; i += 4) {
+        const moei_v4 e = moei_exp_v4(moei_v4_div(moei_v4_sub(moei_v4_load_part(n - i, x + i, low), shift), divisor));
+        moei_v4_store_part(n - i, y + i, e);
+        sums = moei_v4_add(sums, e);
+    }
+    sum = moei_v4_sum(sums);
+    if (sum <= 0) return;
+    for (i = 0; i < n; i += 4)
+        moei_v4_store_part(n - i, y + i, moei_v4_div(moei_v4_load_part(n - i, y + i, 0.0f), moei_v4_all(sum)));
+}
+
+static float moei_f32_exp_sum_v4(size_t n, float max, float *y) {
+    const moei_v4 shift = moei_v4_all(max);
+    moei_v4 sums = moei_v4_all(0.0f);
+    size_t i;
+    for (i = 0; i < n; i += 4) {
+        const moei_v4 e = moei_exp_v4(moei_v4_sub(moei_v4_load_part(n - i, y + i, -(float)HUGE_VAL), shift));
+        moei_v4_store_part(n - i, y + i, e);
+        sums = moei_v4_add(sums, e);
+    }
+    return moei_v4_sum(sums);
+}
+
+#else /* plain C where vectors would flush subnormal numbers */
+#define moei_f32_activate_v4 moei_real_activate_c
+#define moei_f32_activate_backward_v4 moei_real_activate_backward_c
+#define moei_f32_softmax_v4 moei_real_softmax_c
+#define moei_f32_exp_sum_v4 moei_real_exp_sum_c
+#define moei_f32_gated_v4 moei_real_gated_c
+#define moei_f32_gated_backward_v4 moei_real_gated_backward_c
+#endif
+
+static const moe_kernels moei_kernels_v4 = {
+    MOEI_V4_NAME,
+    MOEI_V4_ID,
+    {{moei_f32_nt_v4}, {moei_f32_nn_v4}, {moei_f32_tn_v4}},
+    moei_f32_dot_v4,
+    moei_f32_axpy_v4,
+    moei_f32_activate_v4,
+#ifndef MOE_NO_TRAIN
+    moei_f32_activate_backward_v4,
+#else
+    NULL,
+#endif
+    moei_f32_softmax_v4,
+    moei_f32_multiply_v4,
+    moei_real_spread_c,
+    moei_real_log_posterior_c,
+    moei_f32_exp_sum_v4,
+    moei_real_entropy_c,
+    moei_f32_panels_v4,
+    moei_f32_gated_v4,
+#ifndef MOE_NO_TRAIN
+    moei_f32_gated_backward_v4,
+#else
+    NULL,
+#endif
+};
+
+#endif /* MOEI_HAVE_V4 */
+
 /* ==== the choice ============================================================================================================== */
 
 #if defined(MOEI_X86_GNU) || defined(MOEI_X86_MSVC)
@@ -2597,6 +3438,9 @@ const moe_kernels *moe_kernels_select(int want) {
     if ((want == MOE_KERNELS_AUTO || want == MOE_KERNELS_AVX512) && (features & avx512) == avx512) return &moei_kernels_avx512;
 #endif
     if ((want == MOE_KERNELS_AUTO || want == MOE_KERNELS_AVX2) && (features & avx2) == avx2) return &moei_kernels_avx2;
+#endif
+#ifdef MOEI_HAVE_V4
+    if (want == MOE_KERNELS_AUTO || want == MOEI_V4_ID) return &moei_kernels_v4;
 #endif
     return want == MOE_KERNELS_AUTO || want == MOE_KERNELS_C ? &moei_kernels_c : NULL;
 }
