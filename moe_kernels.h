@@ -2537,7 +2537,7 @@ static const moe_kernels moei_kernels_avx512 = {
 
    One text for both. What differs between the instruction sets is named here once: moei_v4 is four floats, moei_v4_mask the outcome of a
    comparison, moei_v4_int four 32-bit integers. As in AVX2, vectors run along the columns of C and every lane is a chain over ascending p.
-   With 32 registers a tile is 6 rows x 16 columns; with 16 it is 5 x 8, half a panel. */
+   With 32 registers a tile is 6 rows x 16 columns, with 16 it is 2 x 16. */
 
 #ifdef MOEI_HAVE_V4
 
@@ -2766,10 +2766,11 @@ MOEI_INLINE moei_v4 moei_v4_power2(moei_v4_int n) {
 #define MOEI_V4_IEEE 1
 #endif
 
+/* Rows of a tile of 16 columns, rows of one of 8 columns, sums that stay in registers beside the operands. */
 #if defined(__aarch64__)
-enum { MOEI_TILE_V4 = 6, MOEI_SUMS_V4 = 24 }; /* rows of a tile; sums that stay in registers beside the operands */
+enum { MOEI_TILE_V4 = 6, MOEI_TILE_HALF_V4 = 6, MOEI_SUMS_V4 = 24 };
 #else
-enum { MOEI_TILE_V4 = 5, MOEI_SUMS_V4 = 10 };
+enum { MOEI_TILE_V4 = 2, MOEI_TILE_HALF_V4 = 4, MOEI_SUMS_V4 = 8 };
 #endif
 
 enum {
@@ -2864,16 +2865,14 @@ MOEI_INLINE void moei_f32_tile_v4(int rows, int groups, size_t k, const float *a
 /* m rows over one panel of 16 columns, or over 8 of them. */
 static void moei_f32_rows_v4(int whole, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb, float *c,
                              size_t ldc, int load) {
-#define MOEI_CASE(rows)                                                                                            \
-    case rows:                                                                                                     \
-        if (whole && rows * 4 <= MOEI_SUMS_V4) moei_f32_tile_v4(rows, 4, k, a, ra, ca, b, rb, c, ldc, load);       \
-        else {                                                                                                     \
-            moei_f32_tile_v4(rows, 2, k, a, ra, ca, b, rb, c, ldc, load);                                          \
-            if (whole) moei_f32_tile_v4(rows, 2, k, a, ra, ca, b + 8, rb, c + 8, ldc, load);                       \
-        }                                                                                                          \
+    const size_t most = whole ? MOEI_TILE_V4 : MOEI_TILE_HALF_V4;
+#define MOEI_CASE(rows)                                                                                                          \
+    case rows:                                                                                                                   \
+        if (whole && rows <= MOEI_TILE_V4) moei_f32_tile_v4(rows, 4, k, a, ra, ca, b, rb, c, ldc, load);                         \
+        else if (rows <= MOEI_TILE_HALF_V4) moei_f32_tile_v4(rows, 2, k, a, ra, ca, b, rb, c, ldc, load);                        \
         break;
     while (m > 0) {
-        const size_t rows = m <= MOEI_TILE_V4 ? m : m < 2 * MOEI_TILE_V4 ? (m + 1) / 2 : (size_t)MOEI_TILE_V4;
+        const size_t rows = m <= most ? m : m < 2 * most ? (m + 1) / 2 : most;
         switch (rows) {
             MOEI_CASE(1)
             MOEI_CASE(2)
@@ -2891,10 +2890,10 @@ static void moei_f32_rows_v4(int whole, size_t m, size_t k, const float *a, size
 /* Columns that fill no half panel go through a copy of C as wide as the panel, so that no tile touches anything beside the rows. */
 static void moei_f32_edge_v4(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *panel, float *c,
                              size_t ldc, int load) {
-    float part[MOEI_TILE_V4 * MOEI_PANEL] = {0};
+    float part[MOEI_TILE_HALF_V4 * MOEI_PANEL] = {0};
     size_t i, done, rows;
     for (done = 0; done < m; done += rows) {
-        rows = m - done < MOEI_TILE_V4 ? m - done : (size_t)MOEI_TILE_V4;
+        rows = m - done < MOEI_TILE_HALF_V4 ? m - done : (size_t)MOEI_TILE_HALF_V4;
         for (i = 0; load && i < rows; i++) memcpy(part + i * MOEI_PANEL, c + (done + i) * ldc, columns * sizeof(float));
         moei_f32_rows_v4(columns > 8, rows, k, a + done * ra, ra, ca, panel, MOEI_PANEL, part, MOEI_PANEL, load);
         for (i = 0; i < rows; i++) memcpy(c + (done + i) * ldc, part + i * MOEI_PANEL, columns * sizeof(float));
@@ -2920,12 +2919,20 @@ MOEI_INLINE void moei_f32_wide_tile_v4(int rows, int panels, size_t k, const flo
     moei_v4_add_to(c + (row) * ldc + (i) * MOEI_PANEL + 8, s##row##i##2, load);        \
     moei_v4_add_to(c + (row) * ldc + (i) * MOEI_PANEL + 12, s##row##i##3, load);
 #define MOEI_ALL(X)                           \
-    X(0, 0, b) X(0, 1, b1)                    \
+    X(0, 0, b)                                \
     if (rows > 1) {                           \
-        X(1, 0, b) X(1, 1, b1)                \
+        X(1, 0, b)                            \
     }                                         \
     if (rows > 2) {                           \
-        X(2, 0, b) X(2, 1, b1)                \
+        X(2, 0, b)                            \
+    }                                         \
+    MOEI_KEEP_ORDER;                          \
+    X(0, 1, b1)                               \
+    if (rows > 1) {                           \
+        X(1, 1, b1)                           \
+    }                                         \
+    if (rows > 2) {                           \
+        X(2, 1, b1)                           \
     }                                         \
     if (panels > 2) {                         \
         X(0, 2, b2) X(0, 3, b3)               \
@@ -3082,16 +3089,13 @@ static float moei_f32_dot_v4(size_t n, const float *a, const float *b) {
 
 static void moei_f32_axpy_v4(size_t n, float alpha, const float *x, float *y) {
     const moei_v4 factor = moei_v4_all(alpha);
-    size_t i;
-    for (i = 0; i < n; i += 4)
-        moei_v4_store_part(n - i, y + i,
-                           moei_v4_mul_add(factor, moei_v4_load_part(n - i, x + i, 0.0f), moei_v4_load_part(n - i, y + i, 0.0f)));
+    for (; n >= 4; n -= 4, x += 4, y += 4) moei_v4_store(y, moei_v4_mul_add(factor, moei_v4_load(x), moei_v4_load(y)));
+    moei_v4_store_part(n, y, moei_v4_mul_add(factor, moei_v4_load_part(n, x, 0.0f), moei_v4_load_part(n, y, 0.0f)));
 }
 
 static void moei_f32_multiply_v4(size_t n, const float *a, const float *b, float *y) {
-    size_t i;
-    for (i = 0; i < n; i += 4)
-        moei_v4_store_part(n - i, y + i, moei_v4_mul(moei_v4_load_part(n - i, a + i, 0.0f), moei_v4_load_part(n - i, b + i, 0.0f)));
+    for (; n >= 4; n -= 4, a += 4, b += 4, y += 4) moei_v4_store(y, moei_v4_mul(moei_v4_load(a), moei_v4_load(b)));
+    moei_v4_store_part(n, y, moei_v4_mul(moei_v4_load_part(n, a, 0.0f), moei_v4_load_part(n, b, 0.0f)));
 }
 
 #ifdef MOEI_V4_IEEE
