@@ -1,4 +1,4 @@
-/* Tests moe_kernels.h: every kernel table against naive sums in long double over all remainders, strides and misalignments; the
+/* Tests moe_kernels.h: every kernel table against naive sums over all remainders, strides and misalignments; the
    activations, softmax, norms, top-k, random numbers and message tools against their definitions.
        cc -std=c99 -O2 -I. tests/kernels.c -o kernels -lm && ./kernels
    Also meant to pass with -DMOE_REAL=double, -DMOE_NO_SIMD, -DMOE_STATIC, with the sanitizers on, and as C++11. With the argument "few" it
@@ -15,9 +15,9 @@
 #error "tests/kernels.c tests the backward functions too: build it without MOE_NO_TRAIN"
 #endif
 
-/* References are computed in long double; in tcc 0.9.27 that gets differences wrong, and where software computes it it takes too
-   long, so there in double. */
-#if defined(__TINYC__) || (!MOE_REAL_IS_DOUBLE && LDBL_MANT_DIG > 64)
+/* References are computed in double, and in the double build in long double; tcc 0.9.27 gets differences of those wrong, so there in
+   double too. */
+#if !MOE_REAL_IS_DOUBLE || defined(__TINYC__)
 typedef double wide;
 #define WIDE_EPSILON DBL_EPSILON
 #define W(literal) literal
@@ -175,11 +175,11 @@ static void test_products(const moe_kernels *table) {
     static const size_t some_m[] = {1, 2, 3, 4, 5, 13}, some_n[] = {3, 8, 16, 19, 41, 64}, some_k[] = {255, 256, 257, 512, 513, 770};
     size_t m, n, k, i;
     for (m = 1; m <= 67; m += few ? 1 + m % 7 : 1)
-        for (n = 1; n <= 67; n += few ? 1 + n % 5 : 1) check_size(table, m, n, 1 + (m * 7 + n * 3) % 19);
-    for (k = 0; k <= 67; k += few ? 5 : 1)
-        for (i = 0; i < 36; i++) check_size(table, some_m[i / 6], some_n[i % 6], k);
-    for (i = 0; i < 36; i++) check_size(table, some_m[i / 6], 11 + i, some_k[i % 6]);
-    for (m = 190; m < 400; m += 19) check_size(table, m, 7 + m % 12, 5 + m % 9);
+        for (n = 1; n <= 67; n += few ? 1 + n % 6 : 1) check_size(table, m, n, 1 + (m * 7 + n * 3) % 19);
+    for (k = 0; k <= 67; k += few ? 7 : 1)
+        for (i = few ? k % 2 : 0; i < 36; i += few ? 2 : 1) check_size(table, some_m[i / 6], some_n[i % 6], k);
+    for (i = 0; i < 36; i += few ? 5 : 1) check_size(table, some_m[i / 6], 11 + i, some_k[i % 6]);
+    for (m = 190; m < 400; m += few ? 71 : 19) check_size(table, m, 7 + m % 12, 5 + m % 9);
 }
 
 /* A row of C has the same bits whatever rows are computed with it. */
@@ -304,7 +304,7 @@ static moe_real *make_left(size_t from, size_t m, size_t k, const moe_real *a, s
     return left;
 }
 
-/* Elements that differ from the sum in long double by more than rounding. */
+/* Elements that differ from the naive sum by more than rounding. */
 static size_t wrong_sums(size_t m, size_t n, size_t k, const moe_real *a, const moe_real *w, const moe_real *start, const moe_real *c) {
     const wide terms = (wide)(k < 256 ? k : 256 + k / 256) + 2;
     size_t i, j, p, wrong = 0;
@@ -364,18 +364,20 @@ static void test_panels(const moe_kernels *table) {
     size_t m, n, k, i, j;
     for (m = 1; m <= 40; m += few ? 1 + m % 5 : 1)
         for (n = 1; n <= 70; n += few ? 1 + n % 7 : 1) check_panels(table, m, n, (m * 7 + n * 3) % 23, 1 << (m + n / 2) % 4);
-    for (n = 71; n <= 300; n += few ? 53 : 13) {
+    for (n = 71; n <= 300; n += few ? 75 : 13) {
         check_panels(table, n % 5 + 1, n, n % 41, 1 << n % 4);
         check_panels(table, n, n, 9, 1 << n % 4);
     }
     for (k = 0; k <= 40; k += few ? 4 : 1)
-        for (i = 0; i < 7; i++)
-            for (j = 0; j < 7; j++) check_panels(table, some_m[i], some_n[j], k, few ? 1 << (i + j) % 4 : 15);
+        for (i = 0; i < 8; i++)
+            for (j = 0; j < 7; j++)
+                if (!few || (i + j + k / 4) % 3 == 0) check_panels(table, some_m[i], some_n[j], k, few ? 1 << (i + j) % 4 : 15);
     for (k = 0; k < 6; k++)
         for (i = 0; i < 9; i += few ? 2 : 1)
-            for (j = 0; j < 7; j += few ? 2 : 1) check_panels(table, some_m[i], some_n[j], long_k[k], 1 << (i + j + k) % 4);
-    check_panels(table, 200, 40, 1100, 15);
-    check_panels(table, 385, 17, 700, few ? 1 : 15); /* more of the left operand than a second-level cache holds */
+            for (j = 0; j < 7; j += few ? 2 : 1)
+                if (!few || some_m[i] * some_n[j] < 1000) check_panels(table, some_m[i], some_n[j], long_k[k], 1 << (i + j + k) % 4);
+    if (!few) check_panels(table, 200, 40, 1100, 15);
+    check_panels(table, few ? 201 : 385, 17, 700, few ? 1 : 15); /* more of the left operand than a second-level cache holds */
 }
 
 /* Whatever rows are computed with it, a row has the same bits; no rows or no columns are nothing to do. */
@@ -829,7 +831,7 @@ static void test_log_sum_exp(void) {
 
 /* ---- norms ------------------------------------------------------------------------------------------------------------------- */
 
-/* sum_i dy_i y_i for the layer norm (centred) or the rms norm of x, in long double: its slope is what the backward pass gives. */
+/* sum_i dy_i y_i for the layer norm (centred) or the rms norm of x: its slope is what the backward pass gives. */
 static wide norm_reference(int centred, size_t n, const wide *x, const wide *gain, const moe_real *dy, wide eps, wide *y) {
     wide mean = 0, squares = 0, total = 0, scale;
     size_t i;
