@@ -351,7 +351,7 @@ static void check_panels(const moe_kernels *table, size_t m, size_t n, size_t k,
         b = make_panels(n, k, w, panel);
         memcpy(want, start, m * n * sizeof *want);
         moe_matmul(table, MOE_MATMUL_NT, MOE_TYPE_REAL, m, n, k, a, k, w, k, want, n, accumulate);
-        CHECK(wrong_sums(m, n, k, a, w, accumulate ? start : NULL, want) == 0);
+        if (!turned || !(ways >> (way - 1) & 1)) CHECK(wrong_sums(m, n, k, a, w, accumulate ? start : NULL, want) == 0);
         CHECK(panels_give(table, 0, m, n, k, a, b, panel, accumulate ? start : NULL, want, pad, turned));
         give_back(b);
     }
