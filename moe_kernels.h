@@ -2184,9 +2184,10 @@ static const moe_kernels moei_kernels_avx2 = {
 
 #ifdef MOEI_HAVE_AVX512
 
-/* g++ takes the operand that its own intrinsics leave open for a mistake. */
+/* g++ takes the operands that its own intrinsics leave open, and their masks of all lanes, for mistakes. */
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wsign-conversion"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
