@@ -154,6 +154,7 @@
 #define moe_kernels_select moe_kernels_select_f64
 #define moe_kernels_name moe_kernels_name_f64
 #define moe_matmul moe_matmul_f64
+#define moe_matmul_packed moe_matmul_packed_f64
 #define moe_dot moe_dot_f64
 #define moe_axpy moe_axpy_f64
 #define moe_activate moe_activate_f64
@@ -249,6 +250,16 @@ enum {
    (slow under virtual machines: keep the answer). Thread-safe. */
 MOE_API unsigned moe_cpu_features(void);
 
+/* ---- threads ------------------------------------------------------------------------------------------------------ */
+
+/* The caller's way to run tasks on several threads; the library has no threads of its own. {0} is one thread. */
+typedef struct moe_parallel {
+    void *ctx;
+    int threads; /* that many tasks, at most, are given to run at once; below 2: all is done by the calling thread */
+    /* Calls task(work, i) once for every i from 0 to count - 1, in any order and on any threads, and returns when all are done. */
+    void (*run)(void *ctx, void (*task)(void *work, int index), void *work, int count);
+} moe_parallel;
+
 /* ---- kernel tables ---------------------------------------------------------------------------------------------- */
 
 /* Instruction sets that a table can be written for. 0 takes the best one that is compiled in and that the machine has. */
@@ -313,6 +324,11 @@ MOE_API const char *moe_kernels_name(int id);
 /* C (+)= A . B in orientation op with B stored as type; see moe_matmul_fn. */
 MOE_API void moe_matmul(const moe_kernels *k, int op, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda,
                         const void *b, size_t ldb, moe_real *c, size_t ldc, int accumulate);
+MOE_API moe_status moe_panel_size(int type, size_t k, size_t *bytes);
+MOE_API moe_status moe_pack(const moe_kernels *k, int type, size_t n, size_t inner, const moe_real *w, size_t ldw, void *packed, size_t stride);
+/* C = A . W^T, W packed as MOE_TYPE_REAL with stride 1; see moe_panels_fn and moe_pack. */
+MOE_API void moe_matmul_packed(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda,
+                               const void *packed, moe_real *c, size_t ldc);
 /* sum_i a_i b_i; in the plain C table in ascending order in blocks of 256, elsewhere within rounding. */
 MOE_API moe_real moe_dot(const moe_kernels *k, size_t n, const moe_real *a, const moe_real *b);
 /* y_i += alpha x_i. */
@@ -2633,6 +2649,28 @@ void moe_activate(const moe_kernels *k, int act, size_t n, const moe_real *x, mo
 
 void moe_softmax(const moe_kernels *k, size_t n, const moe_real *x, moe_real temperature, moe_real *y) {
     moei_table(k)->softmax(n, x, temperature, y);
+}
+
+moe_status moe_panel_size(int type, size_t k, size_t *bytes) {
+    if (type != MOE_TYPE_REAL) return MOE_ERR_UNSUPPORTED;
+    return moei_mul(k, MOEI_PANEL * sizeof(moe_real), bytes) ? MOE_OK : MOE_ERR_OVERFLOW;
+}
+
+moe_status moe_pack(const moe_kernels *k, int type, size_t n, size_t inner, const moe_real *w, size_t ldw, void *packed, size_t stride) {
+    moe_real *to = (moe_real *)packed;
+    size_t j, p, i;
+    (void)k, (void)type;
+    for (j = 0; j < n; j += MOEI_PANEL, to += inner * MOEI_PANEL * stride)
+        for (p = 0; p < inner; p++)
+            for (i = 0; i < MOEI_PANEL; i++) to[p * MOEI_PANEL + i] = j + i < n ? w[(j + i) * ldw + p] : 0;
+    return MOE_OK;
+}
+
+void moe_matmul_packed(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda, const void *packed,
+                       moe_real *c, size_t ldc) {
+    size_t panel;
+    if (moe_panel_size(type, inner, &panel) != MOE_OK) return;
+    moei_table(k)->panels(m, n, inner, a, lda, 1, (const moe_real *)packed, panel / sizeof(moe_real), c, ldc, 0);
 }
 
 void moe_gated(const moe_kernels *k, int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times, size_t ldt, moe_real *y,
