@@ -1396,10 +1396,10 @@ typedef struct moei_ahead {
     size_t step;
 } moei_ahead;
 
-/* The lines of a block of k steps from b on, shared out over so many tiles. */
-static moei_ahead moei_fetch(const float *b, size_t tiles) {
+/* The lines from an address on, one for every step of k, shared out over so many tiles. */
+static moei_ahead moei_fetch(uintptr_t at, size_t tiles) {
     moei_ahead next;
-    next.at = (uintptr_t)b, next.step = 64 / (tiles > 0 ? tiles : 1);
+    next.at = at, next.step = 64 / (tiles > 0 ? tiles : 1);
     return next;
 }
 
@@ -1447,7 +1447,7 @@ MOEI_AVX2 MOEI_INLINE void moei_f32_tile_avx2(int rows, int wide, size_t k, cons
 /* m rows over one panel of 16 or 8 columns. Seven to eleven last rows are split in two even tiles: a tile of one or two rows would
    wait for the latency of its few sums. */
 MOEI_AVX2 static void moei_f32_rows_avx2(int wide, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
-                                         float *c, size_t ldc, int load, const float *ahead) {
+                                         float *c, size_t ldc, int load, uintptr_t ahead) {
     moei_ahead next = moei_fetch(ahead, (m + MOEI_TILE - 1) / MOEI_TILE);
 #define MOEI_CASE(rows)                                                                    \
     case rows:                                                                             \
@@ -1478,7 +1478,7 @@ MOEI_AVX2 static void moei_f32_edge_avx2(size_t columns, size_t m, size_t k, con
     for (done = 0; done < m; done += rows) {
         rows = m - done < MOEI_TILE ? m - done : (size_t)MOEI_TILE;
         for (i = 0; load && i < rows; i++) memcpy(part + i * MOEI_PANEL, c + (done + i) * ldc, columns * sizeof(float));
-        moei_f32_rows_avx2(columns > 8, rows, k, a + done * ra, ra, ca, panel, MOEI_PANEL, part, MOEI_PANEL, load, panel);
+        moei_f32_rows_avx2(columns > 8, rows, k, a + done * ra, ra, ca, panel, MOEI_PANEL, part, MOEI_PANEL, load, (uintptr_t)panel);
         for (i = 0; i < rows; i++) memcpy(c + (done + i) * ldc, part + i * MOEI_PANEL, columns * sizeof(float));
     }
 }
@@ -1560,9 +1560,7 @@ MOEI_AVX2 static void moei_f32_panels_6x16_avx2(size_t m, size_t n, size_t k, co
                     const size_t block = from + chunk - p < MOEI_BLOCK_K ? from + chunk - p : (size_t)MOEI_BLOCK_K;
                     const float *ap = a + i * ra + p * ca, *bp = b + j / MOEI_PANEL * panel + p * MOEI_PANEL;
                     float *cp = c + i * ldc + j;
-                    const float *next = p + MOEI_BLOCK_K < from + chunk ? bp + MOEI_BLOCK_K * MOEI_PANEL
-                                        : j + MOEI_PANEL < n            ? b + (j / MOEI_PANEL + 1) * panel + from * MOEI_PANEL
-                                                                        : bp;
+                    const uintptr_t next = (uintptr_t)bp + panel * sizeof(float); /* beyond n as well: the caller goes on there */
                     if (wide > 0) moei_f32_wide_rows_avx2(wide, rows, block, ap, ra, ca, bp, panel, cp, ldc, accumulate || p > 0);
                     else if (columns % 8 == 0)
                         moei_f32_rows_avx2(columns > 8, rows, block, ap, ra, ca, bp, MOEI_PANEL, cp, ldc, accumulate || p > 0, next);
@@ -1730,12 +1728,12 @@ MOEI_AVX2 static void moei_f32_block_avx2(int op, size_t m, size_t n, size_t k, 
         const size_t columns = n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL;
         const float *bj = op == MOE_MATMUL_NT ? b + j * ldb : b + j;
         if (op != MOE_MATMUL_NT && m <= MOEI_UNPACKED_M && columns % 8 == 0) {
-            moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, bj, ldb, c + j, ldc, load, bj);
+            moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, bj, ldb, c + j, ldc, load, (uintptr_t)bj);
             continue;
         }
         if (op == MOE_MATMUL_NT) moei_f32_pack_turned_avx2(columns, k, bj, ldb, panel);
         else moei_f32_pack_avx2(columns, k, bj, ldb, panel);
-        if (columns % 8 == 0) moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, panel, MOEI_PANEL, c + j, ldc, load, panel);
+        if (columns % 8 == 0) moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, panel, MOEI_PANEL, c + j, ldc, load, (uintptr_t)panel);
         else moei_f32_edge_avx2(columns, m, k, a, ra, ca, panel, c + j, ldc, load);
     }
 }
@@ -2298,7 +2296,7 @@ MOEI_AVX512 MOEI_INLINE void moei_f32_tile_avx512(int rows, int panels, size_t c
 
 /* m rows over columns of two panels, or with wide over the 64 of four (then m is at most 7). The rows are split evenly. */
 MOEI_AVX512 static void moei_f32_rows_avx512(int wide, size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b,
-                                             size_t rb, size_t panel, float *c, size_t ldc, int load, const float *ahead) {
+                                             size_t rb, size_t panel, float *c, size_t ldc, int load, uintptr_t ahead) {
     moei_ahead next = moei_fetch(ahead, (m + MOEI_TILE_512 - 1) / MOEI_TILE_512);
     size_t tiles = (m + MOEI_TILE_512 - 1) / MOEI_TILE_512, rows;
 #define MOEI_CASE(rows, panels)                                                                        \
@@ -2349,9 +2347,7 @@ MOEI_AVX512 static void moei_f32_panels_14x32_avx512(size_t m, size_t n, size_t 
                 for (p = from; p < from + chunk; p += MOEI_BLOCK_K) {
                     const size_t block = from + chunk - p < MOEI_BLOCK_K ? from + chunk - p : (size_t)MOEI_BLOCK_K;
                     const float *bp = b + j / MOEI_PANEL * panel + p * MOEI_PANEL;
-                    const float *next = p + MOEI_BLOCK_K < from + chunk ? bp + MOEI_BLOCK_K * MOEI_PANEL
-                                        : j + columns < n               ? b + (j + columns) / MOEI_PANEL * panel + from * MOEI_PANEL
-                                                                        : bp;
+                    const uintptr_t next = (uintptr_t)bp + 2 * panel * sizeof(float); /* beyond n as well: the caller goes on there */
                     moei_f32_rows_avx512(wide, columns, rows, block, a + i * ra + p * ca, ra, ca, bp, MOEI_PANEL, panel, c + i * ldc + j,
                                          ldc, accumulate || p > 0, next);
                 }
@@ -2369,7 +2365,7 @@ MOEI_AVX512 static void moei_f32_block_avx512(int op, size_t m, size_t n, size_t
         const float *bj = op == MOE_MATMUL_NT ? b + j * ldb : b + j;
         columns = n - j < 32 ? n - j : 32;
         if (op != MOE_MATMUL_NT && m <= MOEI_UNPACKED_M && columns % MOEI_PANEL == 0) {
-            moei_f32_rows_avx512(0, columns, m, k, a, ra, ca, bj, ldb, MOEI_PANEL, c + j, ldc, load, bj);
+            moei_f32_rows_avx512(0, columns, m, k, a, ra, ca, bj, ldb, MOEI_PANEL, c + j, ldc, load, (uintptr_t)bj);
             continue;
         }
         for (half = 0; half < columns; half += MOEI_PANEL) {
@@ -2378,7 +2374,7 @@ MOEI_AVX512 static void moei_f32_block_avx512(int op, size_t m, size_t n, size_t
             if (op == MOE_MATMUL_NT) moei_f32_pack_turned_avx2(count, k, bj + half * ldb, ldb, panel);
             else moei_f32_pack_avx2(count, k, bj + half, ldb, panel);
         }
-        moei_f32_rows_avx512(0, columns, m, k, a, ra, ca, room, MOEI_PANEL, MOEI_BLOCK_K * MOEI_PANEL, c + j, ldc, load, room);
+        moei_f32_rows_avx512(0, columns, m, k, a, ra, ca, room, MOEI_PANEL, MOEI_BLOCK_K * MOEI_PANEL, c + j, ldc, load, (uintptr_t)room);
     }
 }
 
