@@ -2867,7 +2867,8 @@ typedef struct moei_chain {
 } moei_chain;
 
 enum {
-    MOEI_COLUMNS = 64, /* so many columns pass through a stage's steps together: they stay in the first or second cache */
+    MOEI_PART = 131072, /* so many numbers of a result pass through a stage's steps together: they stay in the second-level cache */
+    MOEI_COLUMNS = 64, /* at least so many columns do */
     MOEI_LINE = 16     /* numbers that fill a cache line or, in double, two */
 };
 
@@ -2953,10 +2954,11 @@ static void moei_step_columns(const moei_chain *chain, const moei_step *step, si
 
 /* Columns from .. to of one stage, as far as its results are among the nodes of mask (bit per node). */
 static void moei_stage_columns(const moei_chain *chain, int stage, unsigned mask, size_t from, size_t to) {
-    size_t count;
+    size_t count, part = chain->n > 0 ? MOEI_PART / chain->n / MOEI_COLUMNS * MOEI_COLUMNS : 0;
     int i;
+    if (part < MOEI_COLUMNS) part = MOEI_COLUMNS;
     for (; from < to && chain->n > 0; from += count) {
-        count = to - from < MOEI_COLUMNS ? to - from : (size_t)MOEI_COLUMNS;
+        count = to - from < part ? to - from : part;
         for (i = 0; i < chain->expert->n_steps; i++)
             if (moei_runs(&chain->expert->steps[i], stage, mask)) moei_step_columns(chain, &chain->expert->steps[i], from, count);
     }
@@ -3228,7 +3230,7 @@ static int moei_tasks(const moe_parallel *team, const moei_chain *chain, size_t 
             weights += (double)chain->width[chain->expert->steps[i].to] * (double)moei_from_width(chain, chain->expert->steps[i].from);
     bytes = weights * (double)(experts < rows ? experts : rows) * (double)sizeof(moe_real) - 1e6;
     time = weights * (double)rows / 50.0 + (bytes > 0.0 ? bytes / 20.0 : 0.0);
-    return time < 4e4 ? 1 : team->threads;
+    return time < 4e4 && !team->always ? 1 : team->threads;
 }
 
 static void moei_run_phase(const moe_parallel *team, void (*task)(void *work, int index), moei_job *job) {
@@ -3258,7 +3260,6 @@ static moei_chain moei_all_chain(const moei_job *job, size_t e) {
     moei_chain chain = job->chain;
     int node;
     chain.block = e;
-    chain.packed = 0;
     chain.n = p->call.n_tokens;
     chain.x = p->clean;
     chain.summed = ~0u;

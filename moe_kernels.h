@@ -256,6 +256,7 @@ MOE_API unsigned moe_cpu_features(void);
 typedef struct moe_parallel {
     void *ctx;
     int threads; /* that many tasks, at most, are given to run at once; below 2: all is done by the calling thread */
+    int always;  /* 1: even where so little is to be done that starting tasks costs more than it gains [0] */
     /* Calls task(work, i) once for every i from 0 to count - 1, in any order and on any threads, and returns when all are done. */
     void (*run)(void *ctx, void (*task)(void *work, int index), void *work, int count);
 } moe_parallel;
@@ -1389,26 +1390,33 @@ MOEI_AVX2 MOEI_INLINE __m256i moei_mask_avx2(size_t count) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count), lane);
 }
 
-/* What to fetch while a tile is computed, so that the next panel's numbers travel while this one's are used: at each step of k the line at `at`,
-   which then goes on by `step` bytes. An address and not a pointer: it may run past the end. */
+/* What to fetch while tiles are computed, so that the next panel's numbers travel while this one's are used: a line at `at` and one `second` bytes
+   further at every step, from rows of `length` bytes that are `stride` bytes apart. Addresses and not pointers: they may run past the end. */
 typedef struct moei_ahead {
-    uintptr_t at;
-    size_t step;
+    uintptr_t at, end;
+    size_t step, length, stride, second;
 } moei_ahead;
 
-/* The lines from an address on, one for every step of k, shared out over so many tiles. */
-static moei_ahead moei_fetch(uintptr_t at, size_t tiles) {
+static moei_ahead moei_fetch(uintptr_t at, size_t length, size_t stride, size_t second) {
     moei_ahead next;
-    next.at = at, next.step = 64 / (tiles > 0 ? tiles : 1);
+    next.at = at, next.end = at + length, next.step = 64, next.length = length, next.stride = stride, next.second = second;
     return next;
+}
+
+MOEI_AVX2 MOEI_INLINE void moei_fetch_step(moei_ahead *next, int two) {
+    _mm_prefetch((const char *)next->at, _MM_HINT_T1);
+    if (two) _mm_prefetch((const char *)(next->at + next->second), _MM_HINT_T1);
+    next->at += next->step;
+    if (next->at >= next->end) next->at += next->stride - next->length, next->end += next->stride;
 }
 
 /* rows x 16 (wide) or rows x 8: C = (load ? C : 0) + the sum over one block of k. rows and wide are constants where this is inlined.
    b is a panel, or the operand itself. */
 MOEI_AVX2 MOEI_INLINE void moei_f32_tile_avx2(int rows, int wide, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
-                                              float *c, size_t ldc, int load, moei_ahead next) {
+                                              float *c, size_t ldc, int load, moei_ahead *ahead) {
     const float *a3 = a + (rows > 3 ? 3 * ra : 0);
     const __m256 zero = _mm256_setzero_ps();
+    moei_ahead next = *ahead;
     __m256 s00 = zero, s01 = zero, s10 = zero, s11 = zero, s20 = zero, s21 = zero;
     __m256 s30 = zero, s31 = zero, s40 = zero, s41 = zero, s50 = zero, s51 = zero;
     size_t p;
@@ -1424,9 +1432,10 @@ MOEI_AVX2 MOEI_INLINE void moei_f32_tile_avx2(int rows, int wide, size_t k, cons
         if (wide) _mm256_storeu_ps(c + 8, _mm256_add_ps(load ? _mm256_loadu_ps(c + 8) : zero, s##row##1));           \
         c += ldc;                                                                                                    \
     }
-    for (p = 0; p < k; p++, a += ca, a3 += ca, b += rb, next.at += next.step) {
+    for (p = 0; p < (size_t)rows; p++) _mm_prefetch((const char *)(c + p * ldc), _MM_HINT_T0);
+    for (p = 0; p < k; p++, a += ca, a3 += ca, b += rb) {
         const __m256 y0 = _mm256_loadu_ps(b), y1 = wide ? _mm256_loadu_ps(b + 8) : zero;
-        _mm_prefetch((const char *)next.at, _MM_HINT_T1);
+        moei_fetch_step(&next, 0);
         MOEI_STEP(0, a)
         MOEI_STEP(1, a + ra)
         MOEI_STEP(2, a + 2 * ra)
@@ -1434,6 +1443,7 @@ MOEI_AVX2 MOEI_INLINE void moei_f32_tile_avx2(int rows, int wide, size_t k, cons
         MOEI_STEP(4, a3 + ra)
         MOEI_STEP(5, a3 + 2 * ra)
     }
+    *ahead = next;
     MOEI_STORE(0)
     MOEI_STORE(1)
     MOEI_STORE(2)
@@ -1447,13 +1457,13 @@ MOEI_AVX2 MOEI_INLINE void moei_f32_tile_avx2(int rows, int wide, size_t k, cons
 /* m rows over one panel of 16 or 8 columns. Seven to eleven last rows are split in two even tiles: a tile of one or two rows would
    wait for the latency of its few sums. */
 MOEI_AVX2 static void moei_f32_rows_avx2(int wide, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
-                                         float *c, size_t ldc, int load, uintptr_t ahead) {
-    moei_ahead next = moei_fetch(ahead, (m + MOEI_TILE - 1) / MOEI_TILE);
+                                         float *c, size_t ldc, int load, moei_ahead next) {
 #define MOEI_CASE(rows)                                                                    \
     case rows:                                                                             \
-        if (wide) moei_f32_tile_avx2(rows, 1, k, a, ra, ca, b, rb, c, ldc, load, next);    \
-        else moei_f32_tile_avx2(rows, 0, k, a, ra, ca, b, rb, c, ldc, load, next);         \
+        if (wide) moei_f32_tile_avx2(rows, 1, k, a, ra, ca, b, rb, c, ldc, load, &next);   \
+        else moei_f32_tile_avx2(rows, 0, k, a, ra, ca, b, rb, c, ldc, load, &next);        \
         break;
+    next.step = 64 / ((m + MOEI_TILE - 1) / MOEI_TILE); /* the tiles share the lines */
     while (m > 0) {
         const size_t rows = m <= MOEI_TILE ? m : m < 2 * MOEI_TILE ? (m + 1) / 2 : (size_t)MOEI_TILE;
         switch (rows) {
@@ -1465,20 +1475,20 @@ MOEI_AVX2 static void moei_f32_rows_avx2(int wide, size_t m, size_t k, const flo
         default:
             MOEI_CASE(6)
         }
-        m -= rows, a += rows * ra, c += rows * ldc, next.at += k * next.step;
+        m -= rows, a += rows * ra, c += rows * ldc;
     }
 #undef MOEI_CASE
 }
 
 /* Columns that fill no vector go through a copy of C as wide as the panel, so that no tile touches anything beside the rows. */
 MOEI_AVX2 static void moei_f32_edge_avx2(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *panel,
-                                         float *c, size_t ldc, int load) {
+                                         float *c, size_t ldc, int load, moei_ahead next) {
     float part[MOEI_TILE * MOEI_PANEL] = {0};
     size_t i, done, rows;
     for (done = 0; done < m; done += rows) {
         rows = m - done < MOEI_TILE ? m - done : (size_t)MOEI_TILE;
         for (i = 0; load && i < rows; i++) memcpy(part + i * MOEI_PANEL, c + (done + i) * ldc, columns * sizeof(float));
-        moei_f32_rows_avx2(columns > 8, rows, k, a + done * ra, ra, ca, panel, MOEI_PANEL, part, MOEI_PANEL, load, (uintptr_t)panel);
+        moei_f32_rows_avx2(columns > 8, rows, k, a + done * ra, ra, ca, panel, MOEI_PANEL, part, MOEI_PANEL, load, next);
         for (i = 0; i < rows; i++) memcpy(c + (done + i) * ldc, part + i * MOEI_PANEL, columns * sizeof(float));
     }
 }
@@ -1560,11 +1570,11 @@ MOEI_AVX2 static void moei_f32_panels_6x16_avx2(size_t m, size_t n, size_t k, co
                     const size_t block = from + chunk - p < MOEI_BLOCK_K ? from + chunk - p : (size_t)MOEI_BLOCK_K;
                     const float *ap = a + i * ra + p * ca, *bp = b + j / MOEI_PANEL * panel + p * MOEI_PANEL;
                     float *cp = c + i * ldc + j;
-                    const uintptr_t next = (uintptr_t)bp + panel * sizeof(float); /* beyond n as well: the caller goes on there */
+                    const moei_ahead next = moei_fetch((uintptr_t)(bp + panel), block * 64, block * 64, 0); /* beyond n too: there the caller goes on */
                     if (wide > 0) moei_f32_wide_rows_avx2(wide, rows, block, ap, ra, ca, bp, panel, cp, ldc, accumulate || p > 0);
                     else if (columns % 8 == 0)
                         moei_f32_rows_avx2(columns > 8, rows, block, ap, ra, ca, bp, MOEI_PANEL, cp, ldc, accumulate || p > 0, next);
-                    else moei_f32_edge_avx2(columns, rows, block, ap, ra, ca, bp, cp, ldc, accumulate || p > 0);
+                    else moei_f32_edge_avx2(columns, rows, block, ap, ra, ca, bp, cp, ldc, accumulate || p > 0, next);
                 }
             }
         }
@@ -1727,14 +1737,17 @@ MOEI_AVX2 static void moei_f32_block_avx2(int op, size_t m, size_t n, size_t k, 
     for (; j < n; j += MOEI_PANEL) {
         const size_t columns = n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL;
         const float *bj = op == MOE_MATMUL_NT ? b + j * ldb : b + j;
+        const size_t row = ldb * sizeof(float);
+        const moei_ahead next = op == MOE_MATMUL_NT ? moei_fetch((uintptr_t)bj + MOEI_PANEL * row, k * sizeof(float), row, 0)
+                                                    : moei_fetch((uintptr_t)bj + 64, 64, row, 0);
         if (op != MOE_MATMUL_NT && m <= MOEI_UNPACKED_M && columns % 8 == 0) {
-            moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, bj, ldb, c + j, ldc, load, (uintptr_t)bj);
+            moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, bj, ldb, c + j, ldc, load, next);
             continue;
         }
         if (op == MOE_MATMUL_NT) moei_f32_pack_turned_avx2(columns, k, bj, ldb, panel);
         else moei_f32_pack_avx2(columns, k, bj, ldb, panel);
-        if (columns % 8 == 0) moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, panel, MOEI_PANEL, c + j, ldc, load, (uintptr_t)panel);
-        else moei_f32_edge_avx2(columns, m, k, a, ra, ca, panel, c + j, ldc, load);
+        if (columns % 8 == 0) moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, panel, MOEI_PANEL, c + j, ldc, load, next);
+        else moei_f32_edge_avx2(columns, m, k, a, ra, ca, panel, c + j, ldc, load, next);
     }
 }
 
@@ -2232,12 +2245,13 @@ MOEI_AVX512 MOEI_INLINE void moei_add_to_512(float *c, __mmask16 mask, __m512 su
    constants where this is inlined. Rows of the right operand are rb apart; columns beyond columns are not stored. */
 MOEI_AVX512 MOEI_INLINE void moei_f32_tile_avx512(int rows, int panels, size_t columns, size_t k, const float *a, size_t ra, size_t ca,
                                                   const float *b, size_t rb, size_t panel, float *c, size_t ldc, int load,
-                                                  moei_ahead next) {
+                                                  moei_ahead *ahead) {
     const float *a3 = a + (rows > 3 ? 3 * ra : 0), *a6 = a3 + (rows > 6 ? 3 * ra : 0), *a9 = a6 + (rows > 9 ? 3 * ra : 0);
     const float *a12 = a9 + (rows > 12 ? 3 * ra : 0), *b1 = columns > 16 ? b + panel : b;
     const float *b2 = panels > 2 ? b1 + panel : b, *b3 = panels > 2 ? b2 + panel : b;
     const __m512 zero = _mm512_setzero_ps();
     const __mmask16 mask0 = moei_mask_512(columns), mask1 = moei_mask_512(columns > 16 ? columns - 16 : 0);
+    moei_ahead next = *ahead;
     size_t p;
 #define MOEI_SUMS(row, at) __m512 s##row##_0 = zero, s##row##_1 = zero;
 #define MOEI_MORE_SUMS(row, at) __m512 s##row##_2 = zero, s##row##_3 = zero;
@@ -2278,12 +2292,16 @@ MOEI_AVX512 MOEI_INLINE void moei_f32_tile_avx512(int rows, int panels, size_t c
         }
         MOEI_ROWS_7(MOEI_WIDE_STORE)
     } else {
-        for (p = 0; p < k; p++, a += ca, a3 += ca, a6 += ca, a9 += ca, a12 += ca, b += rb, b1 += rb, next.at += next.step) {
+        for (p = 0; p < (size_t)rows; p++) {
+            _mm_prefetch((const char *)(c + p * ldc), _MM_HINT_T0);
+            _mm_prefetch((const char *)(c + p * ldc + (columns > 16 ? 16 : 0)), _MM_HINT_T0);
+        }
+        for (p = 0; p < k; p++, a += ca, a3 += ca, a6 += ca, a9 += ca, a12 += ca, b += rb, b1 += rb) {
             const __m512 y0 = _mm512_loadu_ps(b), y1 = _mm512_loadu_ps(b1);
-            _mm_prefetch((const char *)next.at, _MM_HINT_T1);
-            _mm_prefetch((const char *)(next.at + panel * sizeof(float)), _MM_HINT_T1);
+            moei_fetch_step(&next, 1);
             MOEI_ROWS_14(MOEI_STEP)
         }
+        *ahead = next;
         MOEI_ROWS_14(MOEI_STORE)
     }
 #undef MOEI_SUMS
@@ -2296,14 +2314,14 @@ MOEI_AVX512 MOEI_INLINE void moei_f32_tile_avx512(int rows, int panels, size_t c
 
 /* m rows over columns of two panels, or with wide over the 64 of four (then m is at most 7). The rows are split evenly. */
 MOEI_AVX512 static void moei_f32_rows_avx512(int wide, size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b,
-                                             size_t rb, size_t panel, float *c, size_t ldc, int load, uintptr_t ahead) {
-    moei_ahead next = moei_fetch(ahead, (m + MOEI_TILE_512 - 1) / MOEI_TILE_512);
+                                             size_t rb, size_t panel, float *c, size_t ldc, int load, moei_ahead next) {
     size_t tiles = (m + MOEI_TILE_512 - 1) / MOEI_TILE_512, rows;
 #define MOEI_CASE(rows, panels)                                                                        \
     case rows + 16 * (panels > 2):                                                                     \
-        moei_f32_tile_avx512(rows, panels, columns, k, a, ra, ca, b, rb, panel, c, ldc, load, next);   \
+        moei_f32_tile_avx512(rows, panels, columns, k, a, ra, ca, b, rb, panel, c, ldc, load, &next);  \
         break;
-    for (; m > 0; m -= rows, tiles--, a += rows * ra, c += rows * ldc, next.at += k * next.step) {
+    next.step = 64 / (tiles > 0 ? tiles : 1); /* the tiles share the lines */
+    for (; m > 0; m -= rows, tiles--, a += rows * ra, c += rows * ldc) {
         rows = (m + tiles - 1) / tiles;
         switch (rows + (wide ? 16 : 0)) {
             MOEI_CASE(1, 4)
@@ -2347,7 +2365,7 @@ MOEI_AVX512 static void moei_f32_panels_14x32_avx512(size_t m, size_t n, size_t 
                 for (p = from; p < from + chunk; p += MOEI_BLOCK_K) {
                     const size_t block = from + chunk - p < MOEI_BLOCK_K ? from + chunk - p : (size_t)MOEI_BLOCK_K;
                     const float *bp = b + j / MOEI_PANEL * panel + p * MOEI_PANEL;
-                    const uintptr_t next = (uintptr_t)bp + 2 * panel * sizeof(float); /* beyond n as well: the caller goes on there */
+                    const moei_ahead next = moei_fetch((uintptr_t)bp + 2 * panel * sizeof(float), block * 64, block * 64, panel * sizeof(float));
                     moei_f32_rows_avx512(wide, columns, rows, block, a + i * ra + p * ca, ra, ca, bp, MOEI_PANEL, panel, c + i * ldc + j,
                                          ldc, accumulate || p > 0, next);
                 }
@@ -2359,13 +2377,17 @@ MOEI_AVX512 static void moei_f32_panels_14x32_avx512(size_t m, size_t n, size_t 
 /* One block of k for up to MOEI_BLOCK_M rows with the right operand as it lies: two panels at a time are packed into room. */
 MOEI_AVX512 static void moei_f32_block_avx512(int op, size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
                                               size_t ldb, float *c, size_t ldc, int load, float *room) {
+    const size_t row = ldb * sizeof(float);
     size_t j = 0, half, columns;
+    moei_ahead next;
     if (op == MOE_MATMUL_NT && m <= 4) j = moei_f32_nt_4x16_avx2(m, n, k, a, ra, b, ldb, c, ldc, load);
     for (; j < n; j += columns) {
         const float *bj = op == MOE_MATMUL_NT ? b + j * ldb : b + j;
         columns = n - j < 32 ? n - j : 32;
+        next = op == MOE_MATMUL_NT ? moei_fetch((uintptr_t)bj + 32 * row, k * sizeof(float), row, MOEI_PANEL * row)
+                                   : moei_fetch((uintptr_t)bj + 128, 64, row, 64);
         if (op != MOE_MATMUL_NT && m <= MOEI_UNPACKED_M && columns % MOEI_PANEL == 0) {
-            moei_f32_rows_avx512(0, columns, m, k, a, ra, ca, bj, ldb, MOEI_PANEL, c + j, ldc, load, (uintptr_t)bj);
+            moei_f32_rows_avx512(0, columns, m, k, a, ra, ca, bj, ldb, MOEI_PANEL, c + j, ldc, load, next);
             continue;
         }
         for (half = 0; half < columns; half += MOEI_PANEL) {
@@ -2374,7 +2396,7 @@ MOEI_AVX512 static void moei_f32_block_avx512(int op, size_t m, size_t n, size_t
             if (op == MOE_MATMUL_NT) moei_f32_pack_turned_avx2(count, k, bj + half * ldb, ldb, panel);
             else moei_f32_pack_avx2(count, k, bj + half, ldb, panel);
         }
-        moei_f32_rows_avx512(0, columns, m, k, a, ra, ca, room, MOEI_PANEL, MOEI_BLOCK_K * MOEI_PANEL, c + j, ldc, load, (uintptr_t)room);
+        moei_f32_rows_avx512(0, columns, m, k, a, ra, ca, room, MOEI_PANEL, MOEI_BLOCK_K * MOEI_PANEL, c + j, ldc, load, next);
     }
 }
 
