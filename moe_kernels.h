@@ -2730,9 +2730,11 @@ MOEI_AVX2_F16C MOEI_INLINE void moei_nibble_tile_avx2(int q4, int rows, size_t s
     size_t group, block, p;
     int keep = t->load;
     for (group = 0; group < groups; group++, w_scale += 2 * MOEI_PANEL_OUTPUTS, start += 4, scale += 4) {
-        const __m256 w_scales = moei_w_scale_avx2(half, w_scale);
+        __m256 w_scales;
         __m256i total0 = moei_all_avx2(start), total1 = total0, total2 = total0, total3 = total0;
-        MOEI_EACH_4(MOEI_START, avx2)
+        if (!half) {
+            MOEI_EACH_4(MOEI_START, avx2)
+        }
         for (block = 0; block < blocks; block++, a0 += q4 ? 16 : 0) {
             moei_words_16 s00 = zero, s01 = zero, s10 = zero, s11 = zero, s20 = zero, s21 = zero, s30 = zero, s31 = zero;
             for (p = 0; p < (q4 ? 4 : 8); p++, a0 += 4, w += MOEI_LINE) {
@@ -2740,8 +2742,12 @@ MOEI_AVX2_F16C MOEI_INLINE void moei_nibble_tile_avx2(int q4, int rows, size_t s
                 a3 = a0 + 3 * row;
                 MOEI_EACH_4(MOEI_NIBBLES, avx2)
             }
+            if (half) {
+                MOEI_EACH_4(MOEI_START, avx2)
+            }
             MOEI_EACH_4(MOEI_TOTAL, avx2)
         }
+        w_scales = moei_w_scale_avx2(half, w_scale);
         MOEI_EACH_4(MOEI_FINISH, avx2)
         keep = 1;
     }
