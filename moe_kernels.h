@@ -2600,9 +2600,9 @@ MOEI_AVX2_F16C static void moei_widen_avx2(int type, size_t count, const void *p
 /* What a tile works on: some rows over one or two panels, over the groups of k that begin at a and w. */
 typedef struct moei_quant_tile {
     const unsigned char *a, *scale, *start; /* of the first row: int8, scales and starts */
-    const unsigned char *w[2], *w_scale[2]; /* of both panels; twice the same one when only one is left */
-    float *c[2];
-    size_t row_size, ldc;
+    const unsigned char *w[2], *w_scale[2]; /* of both panels; twice the same one when only one is left, */
+    float *c[2];                            /* and then the second's outputs all go to one spare row */
+    size_t row_size, ldc[2];
     size_t groups, lines; /* groups with a scale; lines of 64 bytes in a group */
     int half;             /* the weights' scales are 16-bit floats, else float */
     int load;             /* adds to C */
@@ -2610,18 +2610,20 @@ typedef struct moei_quant_tile {
 
 typedef void moei_tile_fn(int q4, size_t rows, const moei_quant_tile *t);
 
-/* All tiles of a product: the weights of wide panels meet row after row while they are in the cache. most: rows of the largest tile; all
-   heights up to 8 exist, and above the even ones. Tiles of one or two rows would wait for the latency of their few sums, so the last
-   rows are split evenly. */
+/* How many of the last 1 to 11 rows the next tile takes: tiles of 1, 2, 3, 4, 6, 8 and 12 rows exist, up to the set's highest. */
+static const unsigned char moei_tile_rows[12] = {0, 1, 2, 3, 4, 3, 6, 4, 8, 6, 6, 8};
+
+/* All tiles of a product: the weights of wide panels meet row after row while they are in the cache. most: rows of the highest tile. */
 static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *tile, size_t m, size_t panels, size_t inner, const void *rows,
                              size_t row_size, const void *packed, size_t panel_stride, float *c, size_t ldc) {
     const size_t piece = type == MOE_TYPE_Q8 ? (size_t)MOEI_SUM_LIMIT : inner;
     const int q4 = type == MOE_TYPE_Q4;
+    float spare[MOEI_PANEL_OUTPUTS] = {0};
     moei_row_shape shape;
     moei_quant_tile t;
     size_t p, i, j, count;
     if (!moei_shape_row(type, inner, &shape)) return;
-    t.row_size = row_size, t.ldc = ldc, t.half = type != MOE_TYPE_Q8;
+    t.row_size = row_size, t.ldc[0] = ldc, t.half = type != MOE_TYPE_Q8;
     for (p = 0; p < inner; p += piece) { /* more than one only in Q8 beyond MOEI_SUM_LIMIT */
         const unsigned char *row = (const unsigned char *)rows, *panel = (const unsigned char *)packed;
         const size_t length = shape.levels - p < piece ? shape.levels - p : piece;
@@ -2630,16 +2632,16 @@ static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *t
         t.load = p > 0;
         for (j = 0; j < panels; j += wide, panel += wide * panel_stride) {
             const size_t next = wide > 1 && j + 1 < panels ? 1 : 0;
+            t.ldc[1] = next * ldc;
             t.w[0] = panel + p * MOEI_PANEL_OUTPUTS, t.w[1] = t.w[0] + next * panel_stride;
             t.w_scale[0] = panel + moei_panel_scales(type, inner), t.w_scale[1] = t.w_scale[0] + next * panel_stride;
-            t.c[0] = c + j * MOEI_PANEL_OUTPUTS, t.c[1] = t.c[0] + next * MOEI_PANEL_OUTPUTS;
+            t.c[0] = c + j * MOEI_PANEL_OUTPUTS, t.c[1] = next ? t.c[0] + MOEI_PANEL_OUTPUTS : spare;
             t.a = row + p, t.scale = row + shape.scales, t.start = row + shape.starts + p / MOEI_SUM_LIMIT * (type == MOE_TYPE_Q8 ? 4 : 0);
             for (i = m; i > 0; i -= count) {
-                count = i <= most ? i : i < 2 * most ? (i + 1) / 2 : most;
-                if (count > 8 && count % 2 != 0) count = (count + 1) / 2;
+                count = i < 12 && moei_tile_rows[i] < most ? moei_tile_rows[i] : most;
                 tile(q4, count, &t);
                 t.a += count * row_size, t.scale += count * row_size, t.start += count * row_size;
-                t.c[0] += count * ldc, t.c[1] += count * ldc;
+                t.c[0] += count * ldc, t.c[1] += count * t.ldc[1];
             }
         }
     }
@@ -2669,13 +2671,12 @@ typedef __m512i moei_lanes_16;
 #define MOEI_AS(type, vector) (vector)
 #endif
 
-/* Rows 0 to 5, and 0 to 13, of a tile at a0, three rows to a base pointer, because an address holds a base and one or two strides. */
+/* Rows 0 to 3, 5 or 11 of a tile at a0, three rows to a base pointer, because an address holds a base and one or two strides. */
 #define MOEI_EACH_4(X, set) X(set, 0, a0) X(set, 1, a0 + row) X(set, 2, a0 + 2 * row) X(set, 3, a3)
 #define MOEI_EACH_6(X, set) MOEI_EACH_4(X, set) X(set, 4, a3 + row) X(set, 5, a3 + 2 * row)
-#define MOEI_EACH_14(X, set)                                                                                          \
-    MOEI_EACH_6(X, set)                                                                                               \
-    X(set, 6, a6) X(set, 7, a6 + row) X(set, 8, a6 + 2 * row) X(set, 9, a9) X(set, 10, a9 + row) X(set, 11, a9 + 2 * row) \
-    X(set, 12, a12) X(set, 13, a12 + row)
+#define MOEI_EACH_12(X, set)                                                \
+    MOEI_EACH_6(X, set) X(set, 6, a6) X(set, 7, a6 + row) X(set, 8, a6 + 2 * row) \
+    X(set, 9, a9) X(set, 10, a9 + row) X(set, 11, a9 + 2 * row)
 
 /* ---- AVX2 ----
 
@@ -2724,7 +2725,7 @@ MOEI_AVX2_F16C MOEI_INLINE void moei_nibble_tile_avx2(int q4, int rows, size_t s
     const moei_words_16 zero = MOEI_AS(moei_words_16, _mm256_setzero_si256());
     const unsigned char *a0 = t->a, *a3, *w = t->w[0] + 32 * side, *w_scale = t->w_scale[0] + (t->half ? 16 : 32) * side;
     const unsigned char *start = t->start, *scale = t->scale;
-    const size_t row = t->row_size, ldc = t->ldc, groups = t->groups, blocks = q4 || t->half ? 1 : t->lines / 8;
+    const size_t row = t->row_size, ldc = t->ldc[0], groups = t->groups, blocks = q4 || t->half ? 1 : t->lines / 8;
     float *c = t->c[0] + 8 * side;
     const int half = t->half;
     size_t group, block, p;
@@ -2837,16 +2838,16 @@ MOEI_AVX2 static void moei_quantise_avx2(int type, size_t m, size_t inner, const
 #define MOEI_DOT_FINISH(set, r, at)                                                                          \
     if (rows > r) {                                                                                          \
         x = moei_all_##set(t->scale + r * row + 4 * group);                                                  \
-        moei_finish_##set(c0 + r * t->ldc, s##r##0, scale0, x, keep);                                        \
-        moei_finish_##set(c1 + r * t->ldc, s##r##1, scale1, x, keep);                                        \
+        moei_finish_##set(c0 + r * ldc0, s##r##0, scale0, x, keep);                                        \
+        moei_finish_##set(c1 + r * ldc1, s##r##1, scale1, x, keep);                                        \
     }
 
 /* EACH and most: the rows of the largest tile; beside: how far the second vector's weights, scales and outputs lie from the first's, or 0
    for the tile's second panel. */
 #define MOEI_DOT_TILE(set, target, INTS, SUMS, FLOATS, EACH, beside)                                                               \
     target MOEI_INLINE void moei_dot_tile_##set(int q4, int rows, const moei_quant_tile *t) {                                \
-        const size_t row = t->row_size, half = (size_t)beside * (t->half ? 2 : 4);                                           \
-        const unsigned char *a0 = t->a, *a3 = a0 + 3 * row, *a6 = a0 + 6 * row, *a9 = a0 + 9 * row, *a12 = a0 + 12 * row;    \
+        const size_t row = t->row_size, half = beside * (t->half ? 2u : 4u), ldc0 = t->ldc[0], ldc1 = t->ldc[beside ? 0 : 1]; \
+        const unsigned char *a0 = t->a, *a3 = a0 + 3 * row, *a6 = a0 + 6 * row, *a9 = a0 + 9 * row;                            \
         const unsigned char *w0 = t->w[0], *w1 = beside ? w0 + 4 * beside : t->w[1];                                         \
         const unsigned char *w_scale0 = t->w_scale[0], *w_scale1 = beside ? w_scale0 + half : t->w_scale[1];                 \
         float *c0 = t->c[0], *c1 = beside ? c0 + beside : t->c[1];                                                           \
@@ -2874,9 +2875,9 @@ MOEI_AVX2 static void moei_quantise_avx2(int type, size_t m, size_t inner, const
                     MOEI_DOT_U4(set)                                                                                         \
                     w0 += MOEI_LINE, w1 += MOEI_LINE, a0 += 4, p++;                                                          \
                 }                                                                                                            \
-                w0 += MOEI_LINE, w1 += MOEI_LINE, a0 += 4, a3 += 4, a6 += 4, a9 += 4, a12 += 4;                              \
+                w0 += MOEI_LINE, w1 += MOEI_LINE, a0 += 4, a3 += 4, a6 += 4, a9 += 4;                                        \
             }                                                                                                                \
-            if (q4) a0 += 16, a3 += 16, a6 += 16, a9 += 16, a12 += 16;                                                       \
+            if (q4) a0 += 16, a3 += 16, a6 += 16, a9 += 16;                                                                  \
             if (rows <= 2) s00 = moei_sum_##set(s00, u00), s01 = moei_sum_##set(s01, u01);                                   \
             if (rows == 2) s10 = moei_sum_##set(s10, u10), s11 = moei_sum_##set(s11, u11);                                   \
             {                                                                                                                \
@@ -2889,9 +2890,8 @@ MOEI_AVX2 static void moei_quantise_avx2(int type, size_t m, size_t inner, const
 
 #define MOEI_CASE(set, rows) \
     case rows: q4 ? moei_dot_tile_##set(1, rows, t) : moei_dot_tile_##set(0, rows, t); break;
-#define MOEI_CASES_6(set) MOEI_CASE(set, 1) MOEI_CASE(set, 2) MOEI_CASE(set, 3) MOEI_CASE(set, 4) MOEI_CASE(set, 5) MOEI_CASE(set, 6)
-#define MOEI_CASES_14(set) \
-    MOEI_CASES_6(set) MOEI_CASE(set, 7) MOEI_CASE(set, 8) MOEI_CASE(set, 10) MOEI_CASE(set, 12) MOEI_CASE(set, 14)
+#define MOEI_CASES_6(set) MOEI_CASE(set, 1) MOEI_CASE(set, 2) MOEI_CASE(set, 3) MOEI_CASE(set, 4) MOEI_CASE(set, 6)
+#define MOEI_CASES_12(set) MOEI_CASES_6(set) MOEI_CASE(set, 8) MOEI_CASE(set, 12)
 
 #define MOEI_DOT_PRODUCT(set, target, wide, most)                                                                            \
     target static void moei_quant_rows_##set(int q4, size_t rows, const moei_quant_tile *t) {                                \
@@ -2974,8 +2974,8 @@ MOEI_VNNI512 MOEI_INLINE void moei_finish_vnni512(float *c, moei_lanes_16 sum, _
     _mm512_storeu_ps(c, _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(MOEI_ALL_16, MOEI_AS(__m512i, sum)), product, before));
 }
 
-MOEI_DOT_TILE(vnni512, MOEI_VNNI512, __m512i, moei_lanes_16, __m512, MOEI_EACH_14, 0)
-MOEI_DOT_PRODUCT(vnni512, MOEI_VNNI512, 2, 14)
+MOEI_DOT_TILE(vnni512, MOEI_VNNI512, __m512i, moei_lanes_16, __m512, MOEI_EACH_12, 0)
+MOEI_DOT_PRODUCT(vnni512, MOEI_VNNI512, 2, 12)
 
 MOEI_VNNI512 MOEI_INLINE __m256i moei_upper_vnni512(__m512i v) { return _mm512_maskz_extracti64x4_epi64((__mmask8)0xff, v, 1); }
 
