@@ -2075,13 +2075,13 @@ static void moei_put_16(unsigned char *p, uint16_t bits) {
     memcpy(p, &bits, sizeof bits);
 }
 
-static float moei_get_float(const unsigned char *p) {
+MOEI_TOOL float moei_get_float(const unsigned char *p) {
     float x;
     memcpy(&x, p, sizeof x);
     return x;
 }
 
-static void moei_put_float(unsigned char *p, float x) {
+MOEI_TOOL void moei_put_float(unsigned char *p, float x) {
     memcpy(p, &x, sizeof x);
 }
 
@@ -2146,7 +2146,7 @@ static void moei_widen_c(int type, size_t count, const void *packed, moe_real *o
 /* ---- panels ---- */
 
 /* inner in groups of 32, rounded up. */
-static size_t moei_groups(size_t inner) {
+MOEI_TOOL size_t moei_groups(size_t inner) {
     return inner / MOEI_GROUP + (inner % MOEI_GROUP > 0);
 }
 
@@ -2977,14 +2977,14 @@ MOEI_VNNI512 MOEI_INLINE void moei_finish_vnni512(float *c, moei_lanes_16 sum, _
 MOEI_DOT_TILE(vnni512, MOEI_VNNI512, __m512i, moei_lanes_16, __m512, MOEI_EACH_12, 0)
 MOEI_DOT_PRODUCT(vnni512, MOEI_VNNI512, 2, 12)
 
-MOEI_VNNI512 MOEI_INLINE __m256i moei_upper_vnni512(__m512i v) { return _mm512_maskz_extracti64x4_epi64((__mmask8)0xff, v, 1); }
+#define MOEI_HALF_OF(v, half) _mm512_maskz_extracti64x4_epi64((__mmask8)0xff, v, half)
 
 MOEI_VNNI512 MOEI_INLINE moei_bits moei_largest_vnni512(size_t n, const float *x) {
     const __m512i mask = _mm512_set1_epi32(0x7fffffff);
     __m512i most = _mm512_setzero_si512();
     size_t i;
     for (i = 0; i < n; i += 16) most = _mm512_maskz_max_epi32(MOEI_ALL_16, most, _mm512_and_si512(mask, MOEI_LOAD_512(x + i)));
-    return moei_lanes_largest_avx2(_mm256_max_epi32(_mm512_castsi512_si256(most), moei_upper_vnni512(most)));
+    return moei_lanes_largest_avx2(_mm256_max_epi32(MOEI_HALF_OF(most, 0), MOEI_HALF_OF(most, 1)));
 }
 
 MOEI_VNNI512 MOEI_INLINE int32_t moei_levels_vnni512(size_t n, const float *x, float factor, signed char *level) {
@@ -2996,7 +2996,7 @@ MOEI_VNNI512 MOEI_INLINE int32_t moei_levels_vnni512(size_t n, const float *x, f
         sum = _mm512_add_epi32(sum, whole);
         _mm_storeu_si128((__m128i *)(void *)(level + i), _mm512_maskz_cvtsepi32_epi8(MOEI_ALL_16, whole));
     }
-    return moei_lanes_total_avx2(_mm256_add_epi32(_mm512_castsi512_si256(sum), moei_upper_vnni512(sum)));
+    return moei_lanes_total_avx2(_mm256_add_epi32(MOEI_HALF_OF(sum, 0), MOEI_HALF_OF(sum, 1)));
 }
 
 MOEI_VNNI512 static void moei_quantise_vnni512(int type, size_t m, size_t inner, const float *x, size_t ldx, void *rows) {

@@ -57,12 +57,17 @@ static moe_real not_a_number(void) {
 
 enum { GUARD = 64 };
 
-static void *borrow(size_t bytes) {
-    unsigned char *block = (unsigned char *)malloc(bytes + 2 * GUARD + 16);
-    if (block == NULL) {
+static void *take(size_t bytes) {
+    void *memory = malloc(bytes > 0 ? bytes : 1);
+    if (memory == NULL) {
         printf("out of memory\n");
         exit(1);
     }
+    return memory;
+}
+
+static void *borrow(size_t bytes) {
+    unsigned char *block = (unsigned char *)take(bytes + 2 * GUARD + 16);
     memset(block, 0xa5, bytes + 2 * GUARD + 16);
     memcpy(block, &bytes, sizeof bytes);
     return block + GUARD + sizeof(moe_real);
@@ -80,13 +85,13 @@ static void give_back(void *memory) {
 
 /* What is only read, so that a sanitizer sees a byte too many. */
 static void *exact(const void *from, size_t bytes) {
-    void *copy = malloc(bytes > 0 ? bytes : 1);
-    if (copy == NULL) {
-        printf("out of memory\n");
-        exit(1);
-    }
+    void *copy = take(bytes);
     memcpy(copy, from, bytes);
     return copy;
+}
+
+static double *doubles(size_t count) {
+    return (double *)take(count * sizeof(double));
 }
 
 static moe_real *borrow_reals(size_t count) {
@@ -340,7 +345,7 @@ static size_t wrong_in_group(int type, size_t n, const moe_real *x, const int *l
 
 static void check_pack(int type, size_t n, size_t k, size_t pad, size_t stride, uint64_t seed) {
     const size_t ldw = k + pad, panels = (n + 15) / 16, count = (n - 1) * ldw + k;
-    size_t size, bytes, j, p, i, wrong = 0;
+    size_t size = 0, bytes, j, p, i, wrong = 0;
     moe_rng rng;
     moe_real *w, *back = borrow_reals(count), *before;
     unsigned char *packed;
@@ -476,7 +481,7 @@ static double common_value(int type, const unsigned char *row, size_t p) {
 
 static void test_common(int type) {
     const size_t each = type == MOE_TYPE_Q4 ? 18 : 34;
-    size_t n, k, i, p, stride, size;
+    size_t n, k, i, p, stride, size = 0;
     for (n = 0; n <= 40; n += n < 18 ? 1 : 11)
         for (k = 0; k <= 160; k += 32) {
             const size_t bytes = n * (k / 32) * each, panels = (n + 15) / 16;
@@ -654,7 +659,7 @@ static void check_product(int type, size_t m, size_t n, size_t k) {
     const size_t shift = (m + n + k) % 3, pad = (m + k) % 4, ldc = n + pad, stride = 1 + (n + k) % 2;
     problem s = make_problem(type, m, n, k, stride, shift, m * 1000003 + n * 1009 + k);
     moe_real *c = borrow_reals((m - 1) * ldc + n), *plain = borrow_reals((m - 1) * ldc + n);
-    double *want = (double *)borrow(m * n * sizeof(double)), *size = (double *)borrow(m * n * sizeof(double));
+    double *want = doubles(m * n), *size = doubles(m * n);
     unsigned char *rows = (unsigned char *)exact(s.rows, m * s.row_size);
     unsigned char *packed = (unsigned char *)exact(s.packed, ((n + 15) / 16 - 1) * s.step + s.step / stride);
     const double terms = (double)(type == MOE_TYPE_Q8 ? k / 65536 + 1 : k / 32 + 1) + 3;
@@ -685,7 +690,8 @@ static void check_product(int type, size_t m, size_t n, size_t k) {
                    (unsigned long)k, (unsigned long)wrong);
     }
     free(rows), free(packed);
-    give_back(c), give_back(plain), give_back(want), give_back(size);
+    free(want), free(size);
+    give_back(c), give_back(plain);
     end_problem(&s, shift);
 }
 
@@ -731,7 +737,7 @@ static void test_exact(void) {
             }
             CHECK(type == MOE_TYPE_Q8 || from_common(type, N, k, blocks, packed, 1) == MOE_OK);
             if (type == MOE_TYPE_Q8) { /* the bytes of Q8_BLOCK with other scales */
-                size_t step;
+                size_t step = 0;
                 moe_panel_size(type, k, &step);
                 for (j = 0; j < N; j++) {
                     const float one = 1;
@@ -741,7 +747,7 @@ static void test_exact(void) {
                 }
             }
             for (l = 0; l < n_levels; l++) {
-                size_t wrong = 0, step;
+                size_t wrong = 0, step = 0;
                 moe_panel_size(type, k, &step);
                 moe_quantise_rows(&levels[l], type, M, k, x, k, rows);
                 moe_matmul_quant(&levels[l], type, M, N, k, rows, packed, 1, c, N);
