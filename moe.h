@@ -448,6 +448,8 @@ typedef struct moe_layer_pass {
     const moe_real *x;
     moe_real *node[MOE_NODE_COUNT];       /* [rows, width] per entry of the plan, kept for all experts in training, else reused */
     moe_real *all[MOE_NODE_COUNT];        /* [E,N,width] for scores that read experts */
+    unsigned char *quantised[2];          /* rows for quantised weights: of x, of the activation that a stage reads */
+    size_t quantised_size[2];             /* bytes of a row */
     moe_real *rows, *d_rows;              /* [N,d] gathered input of one expert, its gradient */
     moe_real *clean;                      /* [N,d] x with zeros for padding */
     moe_real *d_node[MOE_NODE_COUNT], *d_all[MOE_NODE_COUNT];
@@ -1856,21 +1858,6 @@ static int64_t moei_load_signed(const unsigned char *p, int bytes) {
     return (v & sign) == 0 ? (int64_t)v : -(int64_t)(sign - 1 - (v & (sign - 1))) - 1;
 }
 
-static float moei_float_of_bits(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-static float moei_float_of_half(uint32_t h) {
-    uint32_t sign = (h & 0x8000u) << 16, exponent = h >> 10 & 31u, fraction = h & 0x3ffu;
-    float x;
-    if (exponent == 31) return moei_float_of_bits(sign | 0x7f800000u | fraction << 13);
-    if (exponent > 0) return moei_float_of_bits(sign | (exponent + 112) << 23 | fraction << 13);
-    x = (float)fraction * (1.0f / 16777216.0f); /* subnormal: steps of 2^-24, exact */
-    return sign != 0 ? -x : x;
-}
-
 /* The nearest real number. C leaves a double beyond the range of float undefined: it becomes infinite here, as in IEEE 754. */
 static moe_real moei_real_of_bits(uint64_t bits) {
     double x;
@@ -1912,7 +1899,7 @@ MOE_API moe_status moe_file_values(const moe_file_tensor *tensor, size_t first, 
     else if (dtype == MOE_DTYPE_F32)
         for (i = 0; i < count; i++) values[i] = (moe_real)moei_float_of_bits((uint32_t)moei_load(p + 4 * i, 4));
     else if (dtype == MOE_DTYPE_F16)
-        for (i = 0; i < count; i++) values[i] = (moe_real)moei_float_of_half((uint32_t)moei_load(p + 2 * i, 2));
+        for (i = 0; i < count; i++) values[i] = (moe_real)moei_from_f16((uint16_t)(uint32_t)moei_load(p + 2 * i, 2));
     else if (dtype == MOE_DTYPE_BF16)
         for (i = 0; i < count; i++) values[i] = (moe_real)moei_float_of_bits((uint32_t)moei_load(p + 2 * i, 2) << 16);
     else if (dtype == MOE_DTYPE_BOOL)
@@ -2863,20 +2850,21 @@ typedef struct moei_chain {
     moe_real *d_x;                    /* [n,d], NULL: not wanted */
     moe_real *d_node[MOE_NODE_COUNT]; /* [n,width] */
     size_t ld_dx;
+    unsigned char *quantised[2];      /* rows for quantised weights: of x, of the node that the stage reads */
     unsigned summed;                  /* bit of a node, MOE_NODE_COUNT for x: its gradient is added to, not overwritten */
 } moei_chain;
 
 enum {
     MOEI_PART = 131072, /* so many numbers of a result pass through a stage's steps together: they stay in the second-level cache */
     MOEI_COLUMNS = 64, /* at least so many columns do */
-    MOEI_LINE = 16     /* numbers that fill a cache line or, in double, two */
+    MOEI_UNIT = 16     /* numbers that fill a cache line or, in double, two */
 };
 
 /* The distance of rows in work memory: whole cache lines, an odd number of them, so that rows do not fall onto the same places of a cache. Plain C
    takes the width itself: it serves machines whose memory is dear. */
 static size_t moei_stride(const moe_layer *layer, size_t width) {
-    size_t lines = width / MOEI_LINE + (width % MOEI_LINE > 0);
-    return layer->kernels->id == MOE_KERNELS_C ? width : (lines | 1) * MOEI_LINE;
+    size_t lines = width / MOEI_UNIT + (width % MOEI_UNIT > 0);
+    return layer->kernels->id == MOE_KERNELS_C ? width : (lines | 1) * MOEI_UNIT;
 }
 
 static moei_chain moei_chain_begin(const moe_layer *layer, int kind) {
@@ -2925,8 +2913,39 @@ static void moei_packed_product(const moei_chain *chain, const moei_step *step, 
     const unsigned char *b = (const unsigned char *)layer->packed[step->weight];
     if (moe_panel_size(layer->packed_type, from, &panel) != MOE_OK) return; /* moe_layer_pack has seen it fit */
     b += (chain->block * moei_panels(chain->width[step->to]) + j / MOEI_PANEL) * panel;
-    moe_matmul_packed(layer->kernels, layer->packed_type, chain->n, j + whole <= ld ? whole : count, from, in, ld_in, b, out, ld);
+    if (j + whole <= ld) count = whole;
+#ifndef MOE_NO_QUANT
+    if (moei_is_quant(layer->packed_type)) {
+        moe_matmul_quant(layer->kernels, layer->packed_type, chain->n, count, from, chain->quantised[step->from != MOEI_X], b, 1, out, ld);
+        return;
+    }
+#endif
+    moe_matmul_packed(layer->kernels, layer->packed_type, chain->n, count, from, in, ld_in, b, out, ld);
 }
+
+#ifndef MOE_NO_QUANT
+/* Rows from .. to of what the products of a stage read, quantised; x only for the first stage that reads it. */
+static void moei_quantise_stage(const moei_chain *chain, int stage, unsigned mask, size_t from, size_t to) {
+    const moe_layer *layer = chain->layer;
+    unsigned done = 0;
+    int i, node;
+    for (i = 0; i < chain->expert->n_steps && to > from; i++) {
+        const moei_step *step = &chain->expert->steps[i];
+        unsigned bit = 1u << (step->from != MOEI_X);
+        size_t width = moei_from_width(chain, step->from), ld, size;
+        const moe_real *in = moei_from(chain, step->from, &ld);
+        node = step->from == MOEI_X;
+        if (step->op != MOEI_STEP_MATMUL || step->stage > stage || !(mask >> step->to & 1u) || (done & bit)) continue;
+        if (step->stage < stage) {
+            if (node) done |= bit; /* x was quantised for an earlier stage */
+            continue;
+        }
+        done |= bit;
+        size = moe_quant_row_size(layer->packed_type, width);
+        moe_quantise_rows(layer->kernels, layer->packed_type, to - from, width, in + from * ld, ld, chain->quantised[!node] + from * size);
+    }
+}
+#endif
 
 /* Columns j .. j + count of to = W from + bias: rows j .. of W. */
 static void moei_matmul_columns(const moei_chain *chain, const moei_step *step, size_t j, size_t count) {
@@ -2986,9 +3005,9 @@ static unsigned moei_border(const moei_expert *expert, unsigned there) {
 
 /* Share number `share` of `of` equal ones of so many columns, in whole lines. */
 static void moei_columns_of(size_t columns, int share, int of, size_t *from, size_t *to) {
-    size_t lines = columns / MOEI_LINE + (columns % MOEI_LINE > 0);
-    *from = of > 1 ? lines * (size_t)share / (size_t)of * MOEI_LINE : 0;
-    *to = share + 1 < of ? lines * ((size_t)share + 1) / (size_t)of * MOEI_LINE : columns;
+    size_t lines = columns / MOEI_UNIT + (columns % MOEI_UNIT > 0);
+    *from = of > 1 ? lines * (size_t)share / (size_t)of * MOEI_UNIT : 0;
+    *to = share + 1 < of ? lines * ((size_t)share + 1) / (size_t)of * MOEI_UNIT : columns;
     if (*to > columns) *to = columns;
 }
 
@@ -3123,6 +3142,24 @@ static void moei_take_nodes(const moei_chain *chain, moei_layout *l, size_t rows
     }
 }
 
+/* Room for quantised rows of one group of experts and of all tokens for the shared expert or the score. */
+static void moei_take_quantised(const moe_layer *layer, moei_layout *l, size_t rows, size_t n, moe_layer_pass *p) {
+#ifndef MOE_NO_QUANT
+    const moe_layer_config *c = &layer->config;
+    int hidden = c->d_ff > c->d_low ? c->d_ff : c->d_low, all = c->n_shared * c->d_shared;
+    if (!layer->is_packed || !moei_is_quant(layer->packed_type)) return;
+    if (hidden < all) hidden = all;
+    if (rows < n) rows = n;
+    p->quantised_size[0] = moe_quant_row_size(layer->packed_type, (size_t)c->router.d_model);
+    p->quantised_size[1] = moe_quant_row_size(layer->packed_type, (size_t)hidden);
+    if (p->quantised_size[0] == 0 || p->quantised_size[1] == 0) l->overflow = 1;
+    p->quantised[0] = (unsigned char *)moei_take(l, rows, p->quantised_size[0]);
+    p->quantised[1] = (unsigned char *)moei_take(l, rows, p->quantised_size[1]);
+#else
+    (void)layer, (void)l, (void)rows, (void)n, (void)p;
+#endif
+}
+
 /* Lays a pass out in memory; the same function with an empty base counts the bytes. */
 static void moei_layer_layout(const moe_layer *layer, size_t n, size_t past, int training, moei_layout *l, moe_layer_pass *p) {
     const moe_layer_config *c = &layer->config;
@@ -3146,6 +3183,7 @@ static void moei_layer_layout(const moe_layer *layer, size_t n, size_t past, int
         moei_take_nodes(&shared, l, n, training, p->shared);
         p->shared_factor = moei_take_reals(l, n, 1);
     }
+    moei_take_quantised(layer, l, rows, n, p);
     if (!training) return;
     p->d_rows = moei_take_reals(l, rows, stride);
     moei_take_nodes(&chain, l, rows, 1, p->d_node);
@@ -3238,6 +3276,34 @@ static void moei_run_phase(const moe_parallel *team, void (*task)(void *work, in
     else team->run(team->ctx, task, job, job->of);
 }
 
+/* ---- quantised weights: rows are quantised between the stages, each thread a share of the rows ------------------------------------------- */
+
+static int moei_quantises(const moei_job *job) {
+#ifndef MOE_NO_QUANT
+    return job->chain.packed && moei_is_quant(job->layer->packed_type);
+#else
+    (void)job;
+    return 0;
+#endif
+}
+
+/* The chain's first quantised row is number `at` of the buffers. */
+static void moei_quantised_rows(moei_chain *chain, const moe_layer_pass *p, size_t at) {
+    int i;
+    for (i = 0; i < 2; i++) chain->quantised[i] = p->quantised[i] == NULL ? NULL : p->quantised[i] + at * p->quantised_size[i];
+}
+
+/* A share of the rows that a stage reads. */
+static void moei_quantise_share(const moei_job *job, const moei_chain *chain, int stage, unsigned mask, int share) {
+#ifndef MOE_NO_QUANT
+    size_t part = chain->n / (size_t)job->of, rest = chain->n % (size_t)job->of, index = (size_t)share;
+    size_t from = part * index + (index < rest ? index : rest);
+    moei_quantise_stage(chain, stage, mask, from, from + part + (index < rest));
+#else
+    (void)job, (void)chain, (void)stage, (void)mask, (void)share;
+#endif
+}
+
 /* ---- all experts for all tokens, for scores that read experts ------------------------------------------------------------------------- */
 
 static moei_job moei_job_begin(const moe_layer *layer, moe_layer_pass *p, int kind) {
@@ -3263,6 +3329,7 @@ static moei_chain moei_all_chain(const moei_job *job, size_t e) {
     chain.n = p->call.n_tokens;
     chain.x = p->clean;
     chain.summed = ~0u;
+    moei_quantised_rows(&chain, p, 0);
     for (node = 0; node < MOE_NODE_COUNT; node++) {
         size_t at = e * chain.n * chain.width[node];
         chain.ld[node] = chain.width[node];
@@ -3276,10 +3343,14 @@ static void moei_score_task(void *work, int index) {
     const moei_job *job = (const moei_job *)work;
     moei_chain chain;
     size_t e, from, to;
-    for (e = 0; e < (size_t)job->layer->config.router.n_experts; e++) {
+    for (e = job->first; e < job->end; e++) {
         chain = moei_all_chain(job, e);
-        moei_columns_of(moei_stage_width(&chain, job->phase), index, job->of, &from, &to);
-        moei_stage_columns(&chain, job->phase, moei_all_nodes(job->layer), from, to);
+        if (job->phase % 2 == 0) {
+            if (moei_quantises(job)) moei_quantise_share(job, &chain, job->phase / 2, job->mask, index);
+            continue;
+        }
+        moei_columns_of(moei_stage_width(&chain, job->phase / 2), index, job->of, &from, &to);
+        moei_stage_columns(&chain, job->phase / 2, job->mask, from, to);
     }
 }
 
@@ -3294,7 +3365,12 @@ static void moei_layer_score_experts(const moe_layer *layer, moe_layer_pass *p, 
     for (t = 0; t < p->call.n_tokens; t++)
         if (!moei_is_real(&p->call, t)) memset(p->clean + t * d, 0, d * sizeof(moe_real));
     job.of = moei_tasks(team, &job.chain, p->call.n_tokens * experts, experts);
-    for (; job.phase <= moei_last_stage(job.chain.expert); job.phase++) moei_run_phase(team, moei_score_task, &job);
+    job.mask = moei_all_nodes(layer);
+    for (job.end = 0; job.end < experts; ) { /* all experts together, or one by one where they share the buffer of quantised rows */
+        job.first = job.end, job.end = moei_quantises(&job) ? job.end + 1 : experts;
+        for (job.phase = !moei_quantises(&job); job.phase / 2 <= moei_last_stage(job.chain.expert); job.phase += moei_quantises(&job) ? 1 : 2)
+            moei_run_phase(team, moei_score_task, &job);
+    }
     p->call.nodes = p->all[scored];
     p->call.node_width = job.chain.width[scored];
 }
@@ -3329,6 +3405,7 @@ static moei_chain moei_expert_chain(const moei_job *job, size_t e) {
         chain.ldx = moei_stride(job->layer, chain.d);
         chain.x = p->rows + at * chain.ldx;
     }
+    moei_quantised_rows(&chain, p, at);
     for (node = 0; node < MOE_NODE_COUNT; node++) {
         if (p->node[node] != NULL) chain.node[node] = p->node[node] + (moei_keeps(&p->call) ? first : at) * chain.ld[node];
         if (p->d_node[node] != NULL) chain.d_node[node] = p->d_node[node] + at * chain.ld[node];
@@ -3385,15 +3462,20 @@ static void moei_scatter(const moei_job *job, const moei_chain *chain, size_t fr
                  job->y + (size_t)entries[i].token * o + from);
 }
 
-/* One share of phase number `phase` of one expert's way: 0 prepares, then the stages. */
+/* One share of phase number `phase` of one expert's way: 0 gathers; then two for each stage: 1, 3, ... quantise what it reads, 2, 4, ... make its
+   columns. */
 static void moei_expert_phase(const moei_job *job, const moei_chain *chain, int phase, int share) {
     size_t from, to;
-    int stage = phase - 1;
+    int stage = (phase - 1) / 2;
     if (chain->n == 0) return;
     if (phase == 0) {
         moei_columns_of(chain->d, share, job->of, &from, &to);
         if (to > from) moei_gather(job, chain, from, to);
         if (job->border != 0) moei_gather_nodes(job, chain, share);
+        return;
+    }
+    if (phase % 2 == 1) {
+        moei_quantise_share(job, chain, stage, job->mask, share);
         return;
     }
     moei_columns_of(moei_stage_width(chain, stage), share, job->of, &from, &to);
@@ -3428,15 +3510,15 @@ static int moei_next_group(moei_job *job, size_t room) {
 static void moei_layer_experts(const moe_layer *layer, moe_layer_pass *p, moe_real *y, const moe_parallel *team) {
     size_t experts = (size_t)layer->config.router.n_experts, room = moei_expert_rows(&layer->config, p->call.n_tokens);
     moei_job job = moei_job_begin(layer, p, layer->config.expert);
-    int last = moei_last_stage(job.chain.expert) + 1;
+    int last = 2 * moei_last_stage(job.chain.expert) + 2, step = moei_quantises(&job) ? 1 : 2;
     job.y = y;
     job.of = moei_tasks(team, &job.chain, p->routing.plan.rows > 0 ? experts * p->routing.plan.rows : p->routing.plan.offsets[experts], experts);
     while (moei_next_group(&job, room)) {
         if (job.of == 1) {
             moei_chain chain = moei_expert_chain(&job, job.first);
-            for (job.phase = 0; job.phase <= last; job.phase++) moei_expert_phase(&job, &chain, job.phase, 0);
+            for (job.phase = 0; job.phase <= last; job.phase += step) moei_expert_phase(&job, &chain, job.phase, 0);
         } else
-            for (job.phase = 0; job.phase <= last; job.phase++) moei_run_phase(team, moei_expert_task, &job);
+            for (job.phase = 0; job.phase <= last; job.phase += step) moei_run_phase(team, moei_expert_task, &job);
     }
 }
 
@@ -3463,6 +3545,7 @@ static moei_chain moei_shared_chain(const moei_job *job) {
     int node;
     chain.n = p->call.n_tokens;
     chain.x = p->x;
+    moei_quantised_rows(&chain, p, 0);
     for (node = 0; node < MOE_NODE_COUNT; node++) chain.node[node] = p->shared[node], chain.d_node[node] = p->d_shared[node];
     return chain;
 }
@@ -3473,10 +3556,14 @@ static void moei_shared_task(void *work, int index) {
     const moe_layer_pass *p = job->p;
     moei_chain chain = moei_shared_chain(job);
     size_t o = chain.width[MOE_NODE_OUTPUT], ld = chain.ld[MOE_NODE_OUTPUT], from, to, t;
-    moei_columns_of(moei_stage_width(&chain, job->phase), index, job->of, &from, &to);
+    if (job->phase % 2 == 0) {
+        moei_quantise_share(job, &chain, job->phase / 2, job->mask, index);
+        return;
+    }
+    moei_columns_of(moei_stage_width(&chain, job->phase / 2), index, job->of, &from, &to);
     if (to <= from) return;
-    moei_stage_columns(&chain, job->phase, job->mask, from, to);
-    if (job->phase < moei_last_stage(chain.expert)) return;
+    moei_stage_columns(&chain, job->phase / 2, job->mask, from, to);
+    if (job->phase / 2 < moei_last_stage(chain.expert)) return;
     for (t = 0; t < chain.n; t++)
         moe_axpy(job->layer->kernels, to - from, p->shared_factor[t], chain.node[MOE_NODE_OUTPUT] + t * ld + from, job->y + t * o + from);
 }
@@ -3491,7 +3578,8 @@ static void moei_layer_shared(const moe_layer *layer, moe_layer_pass *p, moe_rea
     job.of = moei_tasks(team, &job.chain, p->call.n_tokens, 1);
     for (t = 0; t < p->call.n_tokens; t++)
         p->shared_factor[t] = gate != NULL ? moe_sigmoid(moe_dot(layer->kernels, job.chain.d, gate, p->x + t * job.chain.d)) : MOEI_R(1.0);
-    for (; job.phase <= moei_last_stage(job.chain.expert); job.phase++) moei_run_phase(team, moei_shared_task, &job);
+    for (job.phase = !moei_quantises(&job); job.phase / 2 <= moei_last_stage(job.chain.expert); job.phase += moei_quantises(&job) ? 1 : 2)
+        moei_run_phase(team, moei_shared_task, &job);
 }
 
 /* What must be there before anything is computed; the router checks the rest. */
