@@ -134,6 +134,8 @@
 #define moe_layer_tensor moe_layer_tensor_f64
 #define moe_layer_find moe_layer_find_f64
 #define moe_layer_parameters moe_layer_parameters_f64
+#define moe_layer_pack moe_layer_pack_f64
+#define moe_layer_pack_size moe_layer_pack_size_f64
 #define moe_layer_work_size moe_layer_work_size_f64
 #define moe_layer_forward moe_layer_forward_f64
 #define moe_layer_backward moe_layer_backward_f64
@@ -398,6 +400,9 @@ typedef struct moe_layer {
     uint64_t places;          /* private: bit i is set when the configuration has tensor i */
     const moe_real *tensors[MOE_LAYER_SLOTS]; /* by place; NULL where moe_layer_slot finds none */
     moe_real *gradients[MOE_LAYER_SLOTS];     /* by place; NULL: not wanted */
+    const void *packed[MOE_LAYER_SLOTS];      /* by place, set by moe_layer_pack: what inference reads instead of the tensor */
+    int packed_type;                          /* MOE_TYPE_ of packed */
+    int is_packed;                            /* 1: moe_layer_pack was called */
     moe_real *memory;         /* owned by the layer when create made it, else NULL */
     size_t memory_size;       /* bytes */
     moe_allocator allocator;
@@ -423,6 +428,18 @@ MOE_API moe_status moe_layer_find(const moe_layer *layer, const char *name, moe_
    affinity), and what a score reads of all experts. */
 MOE_API size_t moe_layer_parameters(const moe_layer *layer, size_t *used_per_token);
 
+#define MOE_HAS_PACKING 1
+
+/* Packs the weights of all experts, the shared one included, for inference: panels of 16 outputs as moe_pack makes them, read once and in a row by the
+   products. MOE_TYPE_REAL keeps every bit of the results. From then on moe_layer_forward reads the packed weights unless call->training = 1; the
+   tensors that they stand for (those moe_layer_is_packed names) may be set to NULL in layer->tensors and their memory given back. After a
+   change of the tensors pack again. memory [moe_layer_pack_size] belongs to the caller, stays in use, and may have any alignment (64 is best).
+   MOE_ERR_SPACE: size is too small; MOE_ERR_ARGUMENT: a tensor is not set or the type is none; MOE_ERR_OVERFLOW, MOE_ERR_UNSUPPORTED,
+   MOE_ERR_NONFINITE (quantised types): as moe_pack. On failure the layer is as before. Not thread-safe beside calls on the same layer. */
+MOE_API moe_status moe_layer_pack(moe_layer *layer, int type, void *memory, size_t size, moe_error *error);
+/* Bytes that moe_layer_pack needs for a type. MOE_ERR_OVERFLOW, MOE_ERR_ARGUMENT. */
+MOE_API moe_status moe_layer_pack_size(const moe_layer *layer, int type, size_t *bytes);
+
 /* What one forward call leaves behind: the routing for reports, and the intermediate values for the way back. It points into the work memory. */
 typedef struct moe_layer_pass {
     moe_routing routing;
@@ -431,6 +448,8 @@ typedef struct moe_layer_pass {
     const moe_real *x;
     moe_real *node[MOE_NODE_COUNT];       /* [rows, width] per entry of the plan, kept for all experts in training, else reused */
     moe_real *all[MOE_NODE_COUNT];        /* [E,N,width] for scores that read experts */
+    unsigned char *quantised[2];          /* rows for quantised weights: of x, of the activation that a stage reads */
+    size_t quantised_size[2];             /* bytes of a row */
     moe_real *rows, *d_rows;              /* [N,d] gathered input of one expert, its gradient */
     moe_real *clean;                      /* [N,d] x with zeros for padding */
     moe_real *d_node[MOE_NODE_COUNT], *d_all[MOE_NODE_COUNT];
@@ -855,6 +874,9 @@ MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, i
 
 #ifndef MOE_NO_MALLOC
 #include <stdlib.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 #endif
 
 /* ---- memory ----------------------------------------------------------------------------------------------------------- */
@@ -1836,21 +1858,6 @@ static int64_t moei_load_signed(const unsigned char *p, int bytes) {
     return (v & sign) == 0 ? (int64_t)v : -(int64_t)(sign - 1 - (v & (sign - 1))) - 1;
 }
 
-static float moei_float_of_bits(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-static float moei_float_of_half(uint32_t h) {
-    uint32_t sign = (h & 0x8000u) << 16, exponent = h >> 10 & 31u, fraction = h & 0x3ffu;
-    float x;
-    if (exponent == 31) return moei_float_of_bits(sign | 0x7f800000u | fraction << 13);
-    if (exponent > 0) return moei_float_of_bits(sign | (exponent + 112) << 23 | fraction << 13);
-    x = (float)fraction * (1.0f / 16777216.0f); /* subnormal: steps of 2^-24, exact */
-    return sign != 0 ? -x : x;
-}
-
 /* The nearest real number. C leaves a double beyond the range of float undefined: it becomes infinite here, as in IEEE 754. */
 static moe_real moei_real_of_bits(uint64_t bits) {
     double x;
@@ -1892,7 +1899,7 @@ MOE_API moe_status moe_file_values(const moe_file_tensor *tensor, size_t first, 
     else if (dtype == MOE_DTYPE_F32)
         for (i = 0; i < count; i++) values[i] = (moe_real)moei_float_of_bits((uint32_t)moei_load(p + 4 * i, 4));
     else if (dtype == MOE_DTYPE_F16)
-        for (i = 0; i < count; i++) values[i] = (moe_real)moei_float_of_half((uint32_t)moei_load(p + 2 * i, 2));
+        for (i = 0; i < count; i++) values[i] = (moe_real)moei_from_f16((uint16_t)(uint32_t)moei_load(p + 2 * i, 2));
     else if (dtype == MOE_DTYPE_BF16)
         for (i = 0; i < count; i++) values[i] = (moe_real)moei_float_of_bits((uint32_t)moei_load(p + 2 * i, 2) << 16);
     else if (dtype == MOE_DTYPE_BOOL)
@@ -2280,12 +2287,13 @@ extern "C" {
 
 /* ==== experts as data: each kind is a short program of steps over named activations ======================================= */
 
-enum { MOEI_STEP_MATMUL = 0, MOEI_STEP_ACT, MOEI_STEP_MUL };
+enum { MOEI_STEP_MATMUL = 0, MOEI_STEP_ACT, MOEI_STEP_GATED };
 enum { MOEI_X = -1 }; /* the step reads the expert's input */
 
-/* to = W from + bias;  to = act(from);  to = from * second. */
+/* to = W from + bias;  to = act(from);  to = act(from) * second. The steps of one stage need of each other's results only the columns that they make
+   themselves, so they pass a few columns together. */
 typedef struct moei_step {
-    int op, to, from, second;
+    int op, stage, to, from, second;
     int weight, bias; /* places of the tensors; bias -1: none */
 } moei_step;
 
@@ -2300,55 +2308,56 @@ typedef struct moei_expert {
 /* The row after the kinds of experts is the shared expert. */
 enum { MOEI_SHARED = MOE_EXPERT_COUNT };
 
+/* The activation of swiglu and factorised as a node of its own is made only for a score that reads it. */
 static const moei_expert moei_experts[MOE_EXPERT_COUNT + 1] = {
     /* swiglu */
     {5,
-     {{MOEI_STEP_MATMUL, MOE_NODE_GATE, MOEI_X, 0, MOE_EXPERTS_GATE, -1},
-      {MOEI_STEP_ACT, MOE_NODE_ACT, MOE_NODE_GATE, 0, 0, 0},
-      {MOEI_STEP_MATMUL, MOE_NODE_UP, MOEI_X, 0, MOE_EXPERTS_UP, -1},
-      {MOEI_STEP_MUL, MOE_NODE_PRODUCT, MOE_NODE_ACT, MOE_NODE_UP, 0, 0},
-      {MOEI_STEP_MATMUL, MOE_NODE_OUTPUT, MOE_NODE_PRODUCT, 0, MOE_EXPERTS_DOWN, -1},
-      {0, 0, 0, 0, 0, 0}},
+     {{MOEI_STEP_MATMUL, 0, MOE_NODE_GATE, MOEI_X, 0, MOE_EXPERTS_GATE, -1},
+      {MOEI_STEP_ACT, 0, MOE_NODE_ACT, MOE_NODE_GATE, 0, 0, 0},
+      {MOEI_STEP_MATMUL, 0, MOE_NODE_UP, MOEI_X, 0, MOE_EXPERTS_UP, -1},
+      {MOEI_STEP_GATED, 0, MOE_NODE_PRODUCT, MOE_NODE_GATE, MOE_NODE_UP, 0, 0},
+      {MOEI_STEP_MATMUL, 1, MOE_NODE_OUTPUT, MOE_NODE_PRODUCT, 0, MOE_EXPERTS_DOWN, -1},
+      {0, 0, 0, 0, 0, 0, 0}},
      MOE_NODE_UP,
      MOE_NODE_PRODUCT},
     /* mlp */
     {3,
-     {{MOEI_STEP_MATMUL, MOE_NODE_GATE, MOEI_X, 0, MOE_EXPERTS_FC1_WEIGHT, MOE_EXPERTS_FC1_BIAS},
-      {MOEI_STEP_ACT, MOE_NODE_ACT, MOE_NODE_GATE, 0, 0, 0},
-      {MOEI_STEP_MATMUL, MOE_NODE_OUTPUT, MOE_NODE_ACT, 0, MOE_EXPERTS_FC2_WEIGHT, MOE_EXPERTS_FC2_BIAS},
-      {0, 0, 0, 0, 0, 0},
-      {0, 0, 0, 0, 0, 0},
-      {0, 0, 0, 0, 0, 0}},
+     {{MOEI_STEP_MATMUL, 0, MOE_NODE_GATE, MOEI_X, 0, MOE_EXPERTS_FC1_WEIGHT, MOE_EXPERTS_FC1_BIAS},
+      {MOEI_STEP_ACT, 0, MOE_NODE_ACT, MOE_NODE_GATE, 0, 0, 0},
+      {MOEI_STEP_MATMUL, 1, MOE_NODE_OUTPUT, MOE_NODE_ACT, 0, MOE_EXPERTS_FC2_WEIGHT, MOE_EXPERTS_FC2_BIAS},
+      {0, 0, 0, 0, 0, 0, 0},
+      {0, 0, 0, 0, 0, 0, 0},
+      {0, 0, 0, 0, 0, 0, 0}},
      MOE_NODE_GATE,
      MOE_NODE_ACT},
     /* linear */
     {1,
-     {{MOEI_STEP_MATMUL, MOE_NODE_OUTPUT, MOEI_X, 0, MOE_EXPERTS_WEIGHT, MOE_EXPERTS_BIAS},
-      {0, 0, 0, 0, 0, 0},
-      {0, 0, 0, 0, 0, 0},
-      {0, 0, 0, 0, 0, 0},
-      {0, 0, 0, 0, 0, 0},
-      {0, 0, 0, 0, 0, 0}},
+     {{MOEI_STEP_MATMUL, 0, MOE_NODE_OUTPUT, MOEI_X, 0, MOE_EXPERTS_WEIGHT, MOE_EXPERTS_BIAS},
+      {0, 0, 0, 0, 0, 0, 0},
+      {0, 0, 0, 0, 0, 0, 0},
+      {0, 0, 0, 0, 0, 0, 0},
+      {0, 0, 0, 0, 0, 0, 0},
+      {0, 0, 0, 0, 0, 0, 0}},
      -1,
      -1},
     /* factorised */
     {6,
-     {{MOEI_STEP_MATMUL, MOE_NODE_LOW, MOEI_X, 0, MOE_EXPERTS_REDUCE, -1},
-      {MOEI_STEP_MATMUL, MOE_NODE_GATE, MOE_NODE_LOW, 0, MOE_EXPERTS_EXPAND, -1},
-      {MOEI_STEP_ACT, MOE_NODE_ACT, MOE_NODE_GATE, 0, 0, 0},
-      {MOEI_STEP_MATMUL, MOE_NODE_UP, MOEI_X, 0, MOE_EXPERTS_UP, -1},
-      {MOEI_STEP_MUL, MOE_NODE_PRODUCT, MOE_NODE_ACT, MOE_NODE_UP, 0, 0},
-      {MOEI_STEP_MATMUL, MOE_NODE_OUTPUT, MOE_NODE_PRODUCT, 0, MOE_EXPERTS_DOWN, -1}},
+     {{MOEI_STEP_MATMUL, 0, MOE_NODE_LOW, MOEI_X, 0, MOE_EXPERTS_REDUCE, -1},
+      {MOEI_STEP_MATMUL, 1, MOE_NODE_GATE, MOE_NODE_LOW, 0, MOE_EXPERTS_EXPAND, -1},
+      {MOEI_STEP_ACT, 1, MOE_NODE_ACT, MOE_NODE_GATE, 0, 0, 0},
+      {MOEI_STEP_MATMUL, 1, MOE_NODE_UP, MOEI_X, 0, MOE_EXPERTS_UP, -1},
+      {MOEI_STEP_GATED, 1, MOE_NODE_PRODUCT, MOE_NODE_GATE, MOE_NODE_UP, 0, 0},
+      {MOEI_STEP_MATMUL, 2, MOE_NODE_OUTPUT, MOE_NODE_PRODUCT, 0, MOE_EXPERTS_DOWN, -1}},
      MOE_NODE_UP,
      MOE_NODE_PRODUCT},
     /* the shared expert */
-    {5,
-     {{MOEI_STEP_MATMUL, MOE_NODE_GATE, MOEI_X, 0, MOE_SHARED_GATE, -1},
-      {MOEI_STEP_ACT, MOE_NODE_ACT, MOE_NODE_GATE, 0, 0, 0},
-      {MOEI_STEP_MATMUL, MOE_NODE_UP, MOEI_X, 0, MOE_SHARED_UP, -1},
-      {MOEI_STEP_MUL, MOE_NODE_PRODUCT, MOE_NODE_ACT, MOE_NODE_UP, 0, 0},
-      {MOEI_STEP_MATMUL, MOE_NODE_OUTPUT, MOE_NODE_PRODUCT, 0, MOE_SHARED_DOWN, -1},
-      {0, 0, 0, 0, 0, 0}},
+    {4,
+     {{MOEI_STEP_MATMUL, 0, MOE_NODE_GATE, MOEI_X, 0, MOE_SHARED_GATE, -1},
+      {MOEI_STEP_MATMUL, 0, MOE_NODE_UP, MOEI_X, 0, MOE_SHARED_UP, -1},
+      {MOEI_STEP_GATED, 0, MOE_NODE_PRODUCT, MOE_NODE_GATE, MOE_NODE_UP, 0, 0},
+      {MOEI_STEP_MATMUL, 1, MOE_NODE_OUTPUT, MOE_NODE_PRODUCT, 0, MOE_SHARED_DOWN, -1},
+      {0, 0, 0, 0, 0, 0, 0},
+      {0, 0, 0, 0, 0, 0, 0}},
      MOE_NODE_UP,
      MOE_NODE_PRODUCT}};
 
@@ -2726,7 +2735,7 @@ static unsigned moei_ancestors(const moei_expert *expert, int node) {
         const moei_step *step = &expert->steps[i];
         if (!(mask >> step->to & 1u)) continue;
         if (step->from != MOEI_X) mask |= 1u << step->from;
-        if (step->op == MOEI_STEP_MUL) mask |= 1u << step->second;
+        if (step->op == MOEI_STEP_GATED) mask |= 1u << step->second;
     }
     return mask;
 }
@@ -2757,40 +2766,131 @@ size_t moe_layer_parameters(const moe_layer *layer, size_t *used_per_token) {
     return count;
 }
 
+/* ==== packed weights ============================================================================================================== */
+
+/* The matrices of the experts as data: places with three dimensions [E,out,in] and those of the shared expert [out,in]. */
+static int moei_is_matrix(const moe_layer *layer, int place, moe_slot *slot) {
+    if (place < MOE_EXPERTS_GATE || !(layer->places >> place & 1u) || moe_layer_slot(&layer->config, place, slot) != MOE_OK) return 0;
+    return slot->n_dims == 3 || (place >= MOE_SHARED_GATE && slot->n_dims == 2);
+}
+
+/* Rows, columns and blocks of a matrix, and the bytes of one packed panel; 0 when a size does not fit. */
+static moe_status moei_matrix_shape(const moe_slot *slot, int type, size_t *blocks, size_t *n, size_t *k, size_t *panel) {
+    *blocks = slot->n_dims == 3 ? slot->shape[0] : 1;
+    *n = slot->shape[slot->n_dims - 2], *k = slot->shape[slot->n_dims - 1];
+    return moe_panel_size(type, *k, panel);
+}
+
+static size_t moei_panels(size_t n) { return n / MOEI_PANEL + (n % MOEI_PANEL > 0); }
+
+enum { MOEI_PACK_ALIGN = 64 };
+
+moe_status moe_layer_pack_size(const moe_layer *layer, int type, size_t *bytes) {
+    size_t all = MOEI_PACK_ALIGN - 1, blocks, n, k, panel, part;
+    moe_status status;
+    moe_slot slot;
+    int place;
+    if (layer == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
+    for (place = MOE_EXPERTS_GATE; place < MOE_LAYER_SLOTS; place++) {
+        if (!moei_is_matrix(layer, place, &slot)) continue;
+        status = moei_matrix_shape(&slot, type, &blocks, &n, &k, &panel);
+        if (status != MOE_OK) return status;
+        if (!moei_mul(panel, moei_panels(n), &part) || !moei_mul(part, blocks, &part) || !moei_add(all, part, &all)) return MOE_ERR_OVERFLOW;
+    }
+    *bytes = all;
+    return MOE_OK;
+}
+
+/* Packs one matrix of every expert; *at moves behind it. */
+static moe_status moei_pack_matrix(const moe_layer *layer, int place, const moe_slot *slot, int type, unsigned char **at) {
+    size_t blocks, n, k, panel, e;
+    moe_status status = moei_matrix_shape(slot, type, &blocks, &n, &k, &panel);
+    for (e = 0; status == MOE_OK && e < blocks; e++, *at += moei_panels(n) * panel)
+        status = moe_pack(layer->kernels, type, n, k, layer->tensors[place] + e * n * k, k, *at, 1);
+    return status;
+}
+
+moe_status moe_layer_pack(moe_layer *layer, int type, void *memory, size_t size, moe_error *error) {
+    const void *packed[MOE_LAYER_SLOTS] = {0};
+    unsigned char *at = (unsigned char *)memory;
+    size_t bytes;
+    moe_status status;
+    moe_slot slot;
+    int place;
+    if (layer == NULL || memory == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL", layer == NULL ? "layer" : "memory");
+    status = moe_layer_pack_size(layer, type, &bytes);
+    if (status != MOE_OK) return moei_error(error, status, "type = %d: cannot be packed", type);
+    if (size < bytes) return moei_error(error, MOE_ERR_SPACE, "size = %z: the packed weights need %z bytes", size, bytes);
+    at += (MOEI_PACK_ALIGN - (uintptr_t)at % MOEI_PACK_ALIGN) % MOEI_PACK_ALIGN;
+    for (place = MOE_EXPERTS_GATE; place < MOE_LAYER_SLOTS; place++) {
+        if (!moei_is_matrix(layer, place, &slot)) continue;
+        if (layer->tensors[place] == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "%s is not set", slot.name);
+        packed[place] = at;
+        status = moei_pack_matrix(layer, place, &slot, type, &at);
+        if (status != MOE_OK) return moei_error(error, status, "%s cannot be packed: %s", slot.name, moe_status_text(status));
+    }
+    memcpy(layer->packed, packed, sizeof packed);
+    layer->packed_type = type;
+    layer->is_packed = 1;
+    return MOE_OK;
+}
+
 /* ==== rows through an expert ==================================================================================================== */
 
-/* n rows on their way through one expert: the activations and where they lie. */
+/* n rows on their way through one expert: the activations and where they lie, rows ld apart. */
 typedef struct moei_chain {
     const moe_layer *layer;
     const moei_expert *expert;
     size_t block;  /* which of the E blocks of each tensor; 0 for the shared expert */
-    int act;
-    size_t width[MOE_NODE_COUNT];
-    size_t n, d;
+    int act, packed; /* packed: the packed weights are read */
+    size_t width[MOE_NODE_COUNT], ld[MOE_NODE_COUNT];
+    size_t n, d, ldx;
     const moe_real *x;                /* [n,d] */
     moe_real *node[MOE_NODE_COUNT];   /* [n,width] */
-    moe_real *d_x;                    /* [n,d] added to; NULL: not wanted */
+    moe_real *d_x;                    /* [n,d], NULL: not wanted */
     moe_real *d_node[MOE_NODE_COUNT]; /* [n,width] */
+    size_t ld_dx;
+    unsigned char *quantised[2];      /* rows for quantised weights: of x, of the node that the stage reads */
+    unsigned summed;                  /* bit of a node, MOE_NODE_COUNT for x: its gradient is added to, not overwritten */
 } moei_chain;
+
+enum {
+    MOEI_PART = 131072, /* so many numbers of a result pass through a stage's steps together: they stay in the second-level cache */
+    MOEI_COLUMNS = 64, /* at least so many columns do */
+    MOEI_UNIT = 16     /* numbers that fill a cache line or, in double, two */
+};
+
+/* The distance of rows in work memory: whole cache lines, an odd number of them, so that rows do not fall onto the same places of a cache. Plain C
+   takes the width itself: it serves machines whose memory is dear. */
+static size_t moei_stride(const moe_layer *layer, size_t width) {
+    size_t lines = width / MOEI_UNIT + (width % MOEI_UNIT > 0);
+    return layer->kernels->id == MOE_KERNELS_C ? width : (lines | 1) * MOEI_UNIT;
+}
 
 static moei_chain moei_chain_begin(const moe_layer *layer, int kind) {
     const moe_layer_config *c = &layer->config;
     moei_chain chain;
     size_t hidden = kind == MOEI_SHARED ? (size_t)c->n_shared * (size_t)c->d_shared : (size_t)c->d_ff;
+    int node;
     memset(&chain, 0, sizeof chain);
     chain.layer = layer;
     chain.expert = &moei_experts[kind];
     chain.act = kind == MOE_EXPERT_MLP ? c->act : MOE_ACT_SILU;
-    chain.d = (size_t)c->router.d_model;
+    chain.d = chain.ldx = (size_t)c->router.d_model;
+    chain.ld_dx = chain.d;
     chain.width[MOE_NODE_LOW] = (size_t)c->d_low;
     chain.width[MOE_NODE_GATE] = chain.width[MOE_NODE_UP] = chain.width[MOE_NODE_ACT] = chain.width[MOE_NODE_PRODUCT] = hidden;
     chain.width[MOE_NODE_OUTPUT] = (size_t)c->d_out;
+    for (node = 0; node < MOE_NODE_COUNT; node++) chain.ld[node] = moei_stride(layer, chain.width[node]);
     return chain;
 }
 
 static size_t moei_from_width(const moei_chain *chain, int from) { return from == MOEI_X ? chain->d : chain->width[from]; }
 
-static const moe_real *moei_from(const moei_chain *chain, int from) { return from == MOEI_X ? chain->x : chain->node[from]; }
+static const moe_real *moei_from(const moei_chain *chain, int from, size_t *ld) {
+    *ld = from == MOEI_X ? chain->ldx : chain->ld[from];
+    return from == MOEI_X ? chain->x : chain->node[from];
+}
 
 /* The expert's block of a tensor of size numbers per expert; NULL when the layer has none. */
 static const moe_real *moei_block(const moei_chain *chain, int place, size_t size) {
@@ -2798,38 +2898,117 @@ static const moe_real *moei_block(const moei_chain *chain, int place, size_t siz
     return tensor == NULL ? NULL : tensor + chain->block * size;
 }
 
-static void moei_step_forward(const moei_chain *chain, const moei_step *step) {
+static int moei_runs(const moei_step *step, int stage, unsigned mask) { return step->stage == stage && (mask >> step->to & 1u); }
+
+static int moei_last_stage(const moei_expert *expert) { return expert->steps[expert->n_steps - 1].stage; }
+
+/* Whether inference reads packed weights; training takes the tensors, which it changes. */
+static int moei_uses_packed(const moe_layer *layer, const moe_call *call) { return layer->is_packed && !call->training; }
+
+/* The same product with packed weights: what lies behind the last column up to a whole panel is scratch where the row has room for it. */
+static void moei_packed_product(const moei_chain *chain, const moei_step *step, const moe_real *in, size_t ld_in, size_t j, size_t count, moe_real *out,
+                                size_t ld) {
+    const moe_layer *layer = chain->layer;
+    size_t from = moei_from_width(chain, step->from), panel = 0, whole = moei_panels(count) * MOEI_PANEL;
+    const unsigned char *b = (const unsigned char *)layer->packed[step->weight];
+    if (moe_panel_size(layer->packed_type, from, &panel) != MOE_OK) return; /* moe_layer_pack has seen it fit */
+    b += (chain->block * moei_panels(chain->width[step->to]) + j / MOEI_PANEL) * panel;
+    if (j + whole <= ld) count = whole;
+#ifndef MOE_NO_QUANT
+    if (moei_is_quant(layer->packed_type)) {
+        moe_matmul_quant(layer->kernels, layer->packed_type, chain->n, count, from, chain->quantised[step->from != MOEI_X], b, 1, out, ld);
+        return;
+    }
+#endif
+    moe_matmul_packed(layer->kernels, layer->packed_type, chain->n, count, from, in, ld_in, b, out, ld);
+}
+
+#ifndef MOE_NO_QUANT
+/* Rows from .. to of what the products of a stage read, quantised; x only for the first stage that reads it. */
+static void moei_quantise_stage(const moei_chain *chain, int stage, unsigned mask, size_t from, size_t to) {
+    const moe_layer *layer = chain->layer;
+    unsigned done = 0;
+    int i, node;
+    for (i = 0; i < chain->expert->n_steps && to > from; i++) {
+        const moei_step *step = &chain->expert->steps[i];
+        unsigned bit = 1u << (step->from != MOEI_X);
+        size_t width = moei_from_width(chain, step->from), ld, size;
+        const moe_real *in = moei_from(chain, step->from, &ld);
+        node = step->from == MOEI_X;
+        if (step->op != MOEI_STEP_MATMUL || step->stage > stage || !(mask >> step->to & 1u) || (done & bit)) continue;
+        if (step->stage < stage) {
+            if (node) done |= bit; /* x was quantised for an earlier stage */
+            continue;
+        }
+        done |= bit;
+        size = moe_quant_row_size(layer->packed_type, width);
+        moe_quantise_rows(layer->kernels, layer->packed_type, to - from, width, in + from * ld, ld, chain->quantised[!node] + from * size);
+    }
+}
+#endif
+
+/* Columns j .. j + count of to = W from + bias: rows j .. of W. */
+static void moei_matmul_columns(const moei_chain *chain, const moei_step *step, size_t j, size_t count) {
     const moe_kernels *k = chain->layer->kernels;
-    size_t to = chain->width[step->to], from = moei_from_width(chain, step->from), i;
-    moe_real *out = chain->node[step->to];
-    const moe_real *in = moei_from(chain, step->from), *second;
-    if (step->op == MOEI_STEP_MATMUL)
-        moei_affine(k, chain->n, to, from, in, moei_block(chain, step->weight, to * from), moei_block(chain, step->bias, to), out);
-    else if (step->op == MOEI_STEP_ACT)
-        moe_activate(k, chain->act, chain->n * to, in, out);
-    else
-        for (second = chain->node[step->second], i = 0; i < chain->n * to; i++) out[i] = in[i] * second[i];
+    size_t from = moei_from_width(chain, step->from), to = chain->width[step->to], ld = chain->ld[step->to], ld_in, i;
+    const moe_real *in = moei_from(chain, step->from, &ld_in), *bias = moei_block(chain, step->bias, to);
+    moe_real *out = chain->node[step->to] + j;
+    if (chain->packed) moei_packed_product(chain, step, in, ld_in, j, count, out, ld);
+    else moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, chain->n, count, from, in, ld_in, moei_block(chain, step->weight, to * from) + j * from, from, out, ld, 0);
+    for (i = 0; bias != NULL && i < chain->n; i++) moe_axpy(k, count, MOEI_R(1.0), bias + j, out + i * ld);
 }
 
-/* Runs the steps whose result is among the nodes of mask (bit per node). */
-static void moei_chain_forward(const moei_chain *chain, unsigned mask) {
+static void moei_step_columns(const moei_chain *chain, const moei_step *step, size_t j, size_t count) {
+    const moe_kernels *k = chain->layer->kernels;
+    size_t ld = chain->ld[step->to], ld_in;
+    const moe_real *in;
+    if (step->op == MOEI_STEP_MATMUL) {
+        moei_matmul_columns(chain, step, j, count);
+        return;
+    }
+    in = moei_from(chain, step->from, &ld_in) + j;
+    if (step->op == MOEI_STEP_ACT) moe_gated(k, chain->act, chain->n, count, in, ld_in, NULL, 0, chain->node[step->to] + j, ld);
+    else moe_gated(k, chain->act, chain->n, count, in, ld_in, chain->node[step->second] + j, chain->ld[step->second], chain->node[step->to] + j, ld);
+}
+
+/* Columns from .. to of one stage, as far as its results are among the nodes of mask (bit per node). */
+static void moei_stage_columns(const moei_chain *chain, int stage, unsigned mask, size_t from, size_t to) {
+    size_t count, part = chain->n > 0 ? MOEI_PART / chain->n / MOEI_COLUMNS * MOEI_COLUMNS : 0;
     int i;
-    if (chain->n == 0) return;
-    for (i = 0; i < chain->expert->n_steps; i++)
-        if (mask >> chain->expert->steps[i].to & 1u) moei_step_forward(chain, &chain->expert->steps[i]);
+    if (part < MOEI_COLUMNS) part = MOEI_COLUMNS;
+    for (; from < to && chain->n > 0; from += count) {
+        count = to - from < part ? to - from : part;
+        for (i = 0; i < chain->expert->n_steps; i++)
+            if (moei_runs(&chain->expert->steps[i], stage, mask)) moei_step_columns(chain, &chain->expert->steps[i], from, count);
+    }
 }
 
-/* Of the nodes already there, those that the remaining steps read; the output counts as read. */
+/* The width that all results of a stage have. */
+static size_t moei_stage_width(const moei_chain *chain, int stage) {
+    int i = 0;
+    while (chain->expert->steps[i].stage != stage) i++;
+    return chain->width[chain->expert->steps[i].to];
+}
+
+/* Of the nodes already there, those that the remaining steps on the way to the output read. */
 static unsigned moei_border(const moei_expert *expert, unsigned there) {
-    unsigned read = 1u << MOE_NODE_OUTPUT;
+    unsigned read = 1u << MOE_NODE_OUTPUT, needed = moei_ancestors(expert, MOE_NODE_OUTPUT);
     int i;
     for (i = 0; i < expert->n_steps; i++) {
         const moei_step *step = &expert->steps[i];
-        if (there >> step->to & 1u) continue;
+        if ((there >> step->to & 1u) || !(needed >> step->to & 1u)) continue;
         if (step->from != MOEI_X) read |= 1u << step->from;
-        if (step->op == MOEI_STEP_MUL) read |= 1u << step->second;
+        if (step->op == MOEI_STEP_GATED) read |= 1u << step->second;
     }
     return there & read;
+}
+
+/* Share number `share` of `of` equal ones of so many columns, in whole lines. */
+static void moei_columns_of(size_t columns, int share, int of, size_t *from, size_t *to) {
+    size_t lines = columns / MOEI_UNIT + (columns % MOEI_UNIT > 0);
+    *from = of > 1 ? lines * (size_t)share / (size_t)of * MOEI_UNIT : 0;
+    *to = share + 1 < of ? lines * ((size_t)share + 1) / (size_t)of * MOEI_UNIT : columns;
+    if (*to > columns) *to = columns;
 }
 
 #ifndef MOE_NO_TRAIN
@@ -2839,30 +3018,93 @@ static moe_real *moei_gradient_block(const moei_chain *chain, int place, size_t 
     return tensor == NULL ? NULL : tensor + chain->block * size;
 }
 
-/* Adds to the gradients of what the step reads; the gradient of its result is complete. */
-static void moei_step_backward(const moei_chain *chain, const moei_step *step) {
+/* dW and dbias of one product: their rows j .. j + count. */
+static void moei_weight_backward(const moei_chain *chain, const moei_step *step, size_t j, size_t count) {
     const moe_kernels *k = chain->layer->kernels;
-    size_t to = chain->width[step->to], from = moei_from_width(chain, step->from), i;
-    moe_real *d_in = step->from == MOEI_X ? chain->d_x : chain->d_node[step->from], *d_second;
-    const moe_real *in = moei_from(chain, step->from), *d_out = chain->d_node[step->to], *second;
-    if (step->op == MOEI_STEP_MATMUL)
-        moei_affine_backward(k, chain->n, to, from, in, moei_block(chain, step->weight, to * from), d_out, d_in,
-                             moei_gradient_block(chain, step->weight, to * from), moei_gradient_block(chain, step->bias, to));
-    else if (step->op == MOEI_STEP_ACT) /* the activation is the only step that reads its input, so overwriting is adding */
-        moe_activate_backward(k, chain->act, chain->n * to, in, d_out, d_in);
-    else
-        for (second = chain->node[step->second], d_second = chain->d_node[step->second], i = 0; i < chain->n * to; i++) {
-            d_in[i] += d_out[i] * second[i];
-            d_second[i] += d_out[i] * in[i];
-        }
+    size_t to = chain->width[step->to], from = moei_from_width(chain, step->from), ld = chain->ld[step->to], ld_in, i;
+    const moe_real *in = moei_from(chain, step->from, &ld_in), *d_out = chain->d_node[step->to] + j;
+    moe_real *d_w = moei_gradient_block(chain, step->weight, to * from), *d_bias = moei_gradient_block(chain, step->bias, to);
+    if (d_w != NULL) moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, count, from, chain->n, d_out, ld, in, ld_in, d_w + j * from, from, 1);
+    for (i = 0; d_bias != NULL && i < chain->n; i++) moe_axpy(k, count, MOEI_R(1.0), d_out + i * ld, d_bias + j);
 }
 
-/* Back through the steps of mask; the gradients of all nodes that they touch must be set (0 or more) before. */
-static void moei_chain_backward(const moei_chain *chain, unsigned mask) {
+/* Columns j .. j + count of the gradient of what a product reads; sum: added to what is there. */
+static void moei_input_backward(const moei_chain *chain, const moei_step *step, size_t j, size_t count, int sum) {
+    size_t to = chain->width[step->to], from = moei_from_width(chain, step->from);
+    moe_real *d_in = step->from == MOEI_X ? chain->d_x : chain->d_node[step->from];
+    size_t ld = step->from == MOEI_X ? chain->ld_dx : chain->ld[step->from];
+    if (d_in == NULL) return;
+    moe_matmul(chain->layer->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, chain->n, count, to, chain->d_node[step->to], chain->ld[step->to],
+               moei_block(chain, step->weight, to * from) + j, from, d_in + j, ld, sum);
+}
+
+/* Columns j .. j + count back through an elementwise step. */
+static void moei_elementwise_backward(const moei_chain *chain, const moei_step *step, size_t j, size_t count) {
+    const moe_kernels *k = chain->layer->kernels;
+    size_t ld = chain->ld[step->to], ld_in, i, p;
+    const moe_real *in = moei_from(chain, step->from, &ld_in) + j, *d_out = chain->d_node[step->to] + j;
+    moe_real *d_in = chain->d_node[step->from] + j, part[MOEI_COLUMNS];
+    for (i = 0; i < chain->n; i++, in += ld_in, d_in += ld_in, d_out += ld) {
+        if (step->op == MOEI_STEP_GATED) {
+            size_t at = i * chain->ld[step->second] + j;
+            moe_gated_backward(k, chain->act, count, in, chain->node[step->second] + at, d_out, d_in, chain->d_node[step->second] + at);
+        } else if (!(chain->summed >> step->from & 1u))
+            moe_activate_backward(k, chain->act, count, in, d_out, d_in);
+        else
+            for (p = 0; p < count; p += MOEI_COLUMNS) {
+                size_t part_count = count - p < MOEI_COLUMNS ? count - p : (size_t)MOEI_COLUMNS;
+                moe_activate_backward(k, chain->act, part_count, in + p, d_out + p, part);
+                moe_axpy(k, part_count, MOEI_R(1.0), part, d_in + p);
+            }
+    }
+}
+
+/* Whether a product of the mask in a stage after this one reads a node. */
+static int moei_begun(const moei_expert *expert, int node, int stage, unsigned mask) {
     int i;
+    for (i = 0; i < expert->n_steps; i++) {
+        const moei_step *step = &expert->steps[i];
+        if (step->op == MOEI_STEP_MATMUL && step->from == node && step->stage > stage && (mask >> step->to & 1u)) return 1;
+    }
+    return 0;
+}
+
+/* One share of the way back through a stage, of `of` equal ones: rows of the gradients of its weights; columns of the gradients of what its products
+   read, and on these columns the elementwise steps before. The gradients of the stage's own results are complete. */
+static void moei_stage_backward(const moei_chain *chain, int stage, unsigned mask, int share, int of) {
+    const moei_expert *expert = chain->expert;
+    size_t from, to;
+    int node, i;
     if (chain->n == 0) return;
-    for (i = chain->expert->n_steps - 1; i >= 0; i--)
-        if (mask >> chain->expert->steps[i].to & 1u) moei_step_backward(chain, &chain->expert->steps[i]);
+    for (i = expert->n_steps - 1; i >= 0; i--) {
+        if (!moei_runs(&expert->steps[i], stage, mask) || expert->steps[i].op != MOEI_STEP_MATMUL) continue;
+        moei_columns_of(chain->width[expert->steps[i].to], share, of, &from, &to);
+        if (to > from) moei_weight_backward(chain, &expert->steps[i], from, to - from);
+    }
+    for (node = MOEI_X; node < MOE_NODE_COUNT; node++) {
+        int sum = (int)(chain->summed >> (node == MOEI_X ? (int)MOE_NODE_COUNT : node) & 1u), read = 0;
+        moei_columns_of(moei_from_width(chain, node), share, of, &from, &to);
+        for (i = 0; i < expert->n_steps && to > from; i++) { /* an earlier stage's product may have begun it: moei_begun */
+            const moei_step *step = &expert->steps[i];
+            if (!moei_runs(step, stage, mask) || step->op != MOEI_STEP_MATMUL || step->from != node) continue;
+            moei_input_backward(chain, step, from, to - from, sum || read || moei_begun(expert, node, stage, mask));
+            read = 1;
+        }
+        for (i = expert->n_steps - 1; i >= 0 && read; i--)
+            if (node >= 0 && expert->steps[i].to == node && expert->steps[i].op != MOEI_STEP_MATMUL && (mask >> node & 1u))
+                moei_elementwise_backward(chain, &expert->steps[i], from, to - from);
+    }
+}
+
+/* Back through the steps of mask in one thread; the gradient of the last result is there. */
+static void moei_chain_backward(const moei_chain *chain, unsigned mask) {
+    int stage, i;
+    for (i = chain->expert->n_steps - 1; i >= 0; i--) { /* elementwise steps whose result no product of the mask reads: a scored node */
+        const moei_step *step = &chain->expert->steps[i];
+        if ((mask >> step->to & 1u) && step->op != MOEI_STEP_MATMUL && !moei_begun(chain->expert, step->to, -1, mask))
+            moei_elementwise_backward(chain, step, 0, chain->width[step->to]);
+    }
+    for (stage = moei_last_stage(chain->expert); stage >= 0; stage--) moei_stage_backward(chain, stage, mask, 0, 1);
 }
 
 #endif
@@ -2887,38 +3129,67 @@ static int moei_kept_rows(const moe_layer_config *c, size_t n, size_t *rows) {
     return moei_mul(n, moei_max_choices(&c->router), rows);
 }
 
+/* Room for the nodes of one chain in work memory; only the output's rows lie without gaps, for whoever reads them. Inference overwrites what the
+   activation read. */
+static void moei_take_nodes(const moei_chain *chain, moei_layout *l, size_t rows, int keeps, moe_real **nodes) {
+    unsigned needed = moei_ancestors(chain->expert, MOE_NODE_OUTPUT);
+    int node;
+    for (node = 0; node < MOE_NODE_COUNT; node++) {
+        size_t stride = node == MOE_NODE_OUTPUT && keeps ? chain->width[node] : chain->ld[node];
+        if (!moei_makes_node(chain->expert, node) || !(needed >> node & 1u)) continue;
+        if (!keeps && (node == MOE_NODE_ACT || node == MOE_NODE_PRODUCT)) nodes[node] = nodes[MOE_NODE_GATE];
+        else nodes[node] = moei_take_reals(l, rows, stride);
+    }
+}
+
+/* Room for quantised rows of one group of experts and of all tokens for the shared expert or the score. */
+static void moei_take_quantised(const moe_layer *layer, moei_layout *l, size_t rows, size_t n, moe_layer_pass *p) {
+#ifndef MOE_NO_QUANT
+    const moe_layer_config *c = &layer->config;
+    int hidden = c->d_ff > c->d_low ? c->d_ff : c->d_low, all = c->n_shared * c->d_shared;
+    if (!layer->is_packed || !moei_is_quant(layer->packed_type)) return;
+    if (hidden < all) hidden = all;
+    if (rows < n) rows = n;
+    p->quantised_size[0] = moe_quant_row_size(layer->packed_type, (size_t)c->router.d_model);
+    p->quantised_size[1] = moe_quant_row_size(layer->packed_type, (size_t)hidden);
+    if (p->quantised_size[0] == 0 || p->quantised_size[1] == 0) l->overflow = 1;
+    p->quantised[0] = (unsigned char *)moei_take(l, rows, p->quantised_size[0]);
+    p->quantised[1] = (unsigned char *)moei_take(l, rows, p->quantised_size[1]);
+#else
+    (void)layer, (void)l, (void)rows, (void)n, (void)p;
+#endif
+}
+
 /* Lays a pass out in memory; the same function with an empty base counts the bytes. */
 static void moei_layer_layout(const moe_layer *layer, size_t n, size_t past, int training, moei_layout *l, moe_layer_pass *p) {
     const moe_layer_config *c = &layer->config;
-    const moei_expert *expert = &moei_experts[c->expert];
-    moei_chain chain = moei_chain_begin(layer, c->expert), shared = moei_chain_begin(layer, MOEI_SHARED);
-    size_t rows = moei_expert_rows(c, n), kept = rows, everywhere = 0;
+    moei_chain chain = moei_chain_begin(layer, c->expert), shared;
+    size_t rows = moei_expert_rows(c, n), kept = rows, everywhere = 0, stride = moei_stride(layer, chain.d);
     unsigned all = moei_all_nodes(layer);
     int node;
     memset(p, 0, sizeof *p);
+    if (c->n_shared > 0) shared = moei_chain_begin(layer, MOEI_SHARED);
+    else shared = chain;
     if (past > INT32_MAX - n || moe_route_size(&layer->router, past + n, training, &p->route_size) != MOE_OK) l->overflow = 1;
     p->route_memory = moei_take(l, p->route_size, 1);
     if (training && !moei_kept_rows(c, n, &kept)) l->overflow = 1;
     if (!moei_mul(n, (size_t)c->router.n_experts, &everywhere)) l->overflow = 1;
-    p->rows = moei_take_reals(l, rows, chain.d);
+    p->rows = moei_take_reals(l, rows, stride);
     p->clean = all != 0 ? moei_take_reals(l, n, chain.d) : NULL;
-    for (node = 0; node < MOE_NODE_COUNT; node++) {
-        if (!moei_makes_node(expert, node)) continue;
-        p->node[node] = moei_take_reals(l, kept, chain.width[node]);
+    moei_take_nodes(&chain, l, kept, training, p->node);
+    for (node = 0; node < MOE_NODE_COUNT; node++)
         if (all >> node & 1u) p->all[node] = moei_take_reals(l, everywhere, chain.width[node]);
+    if (c->n_shared > 0) {
+        moei_take_nodes(&shared, l, n, training, p->shared);
+        p->shared_factor = moei_take_reals(l, n, 1);
     }
-    for (node = 0; node < MOE_NODE_COUNT && c->n_shared > 0; node++)
-        if (moei_makes_node(shared.expert, node)) p->shared[node] = moei_take_reals(l, n, shared.width[node]);
-    p->shared_factor = c->n_shared > 0 ? moei_take_reals(l, n, 1) : NULL;
+    moei_take_quantised(layer, l, rows, n, p);
     if (!training) return;
-    p->d_rows = moei_take_reals(l, rows, chain.d);
-    for (node = 0; node < MOE_NODE_COUNT; node++) {
-        if (!moei_makes_node(expert, node)) continue;
-        p->d_node[node] = moei_take_reals(l, rows, chain.width[node]);
+    p->d_rows = moei_take_reals(l, rows, stride);
+    moei_take_nodes(&chain, l, rows, 1, p->d_node);
+    for (node = 0; node < MOE_NODE_COUNT; node++)
         if (all >> node & 1u) p->d_all[node] = moei_take_reals(l, everywhere, chain.width[node]);
-    }
-    for (node = 0; node < MOE_NODE_COUNT && c->n_shared > 0; node++)
-        if (moei_makes_node(shared.expert, node)) p->d_shared[node] = moei_take_reals(l, n, shared.width[node]);
+    if (c->n_shared > 0) moei_take_nodes(&shared, l, n, 1, p->d_shared);
 }
 
 moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int training, size_t *bytes) {
@@ -2943,109 +3214,315 @@ static moe_router moei_layer_router(const moe_layer *layer) {
     return router;
 }
 
+/* ---- threads: a phase of the work at a time, each thread with its share of the columns ------------------------------------------------
+
+   Columns are shared out and not experts: every thread gets the same work whatever the load of the experts, reads each weight that it needs once,
+   and owns its columns of y and of the gradients. Each number is summed by one thread in the same order, so the result does not depend on how many
+   there are. */
+
+/* What all tasks of a phase read. */
+typedef struct moei_job {
+    const moe_layer *layer;
+    moe_layer_pass *p;
+    moei_chain chain;          /* what the chains of all experts have in common */
+    unsigned there, mask, border;
+    size_t first, end, base;   /* experts first to end share the buffers, which begin with row base of the plan */
+    int phase, of;             /* of so many tasks */
+    moe_real *y, *dx;
+    const struct moei_returned *back;
+} moei_job;
+
+#ifdef _OPENMP
+static void moei_openmp_run(void *ctx, void (*task)(void *work, int index), void *work, int count) {
+    int i;
+    (void)ctx;
+#pragma omp parallel for schedule(static, 1) num_threads(count)
+    for (i = 0; i < count; i++) task(work, i);
+}
+#endif
+
+/* The threads of a call: the caller's, or OpenMP's where the compiler has it on, or one. */
+static moe_parallel moei_team(const moe_call *call) {
+    moe_parallel team;
+    memset(&team, 0, sizeof team);
+    team.threads = 1;
+    if (call->parallel != NULL) {
+        team = *call->parallel;
+        if (team.threads < 1 || team.run == NULL) team.threads = 1;
+        return team;
+    }
+#ifdef _OPENMP
+    if (!omp_in_parallel()) team.threads = omp_get_max_threads(), team.run = moei_openmp_run;
+#endif
+    return team;
+}
+
+/* How many tasks pay for n rows through the steps of a kind of expert, `experts` of them read: starting them takes a few microseconds. Counted
+   in billionths of a second of one thread: 50 multiplications, or 20 bytes beyond the second-level cache, take one. */
+static int moei_tasks(const moe_parallel *team, const moei_chain *chain, size_t rows, size_t experts) {
+    double weights = 0.0, bytes, time;
+    int i;
+    if (team->threads <= 1) return 1;
+    for (i = 0; i < chain->expert->n_steps; i++)
+        if (chain->expert->steps[i].op == MOEI_STEP_MATMUL)
+            weights += (double)chain->width[chain->expert->steps[i].to] * (double)moei_from_width(chain, chain->expert->steps[i].from);
+    bytes = weights * (double)(experts < rows ? experts : rows) * (double)sizeof(moe_real) - 1e6;
+    time = weights * (double)rows / 50.0 + (bytes > 0.0 ? bytes / 20.0 : 0.0);
+    return time < 4e4 && !team->always ? 1 : team->threads;
+}
+
+static void moei_run_phase(const moe_parallel *team, void (*task)(void *work, int index), moei_job *job) {
+    if (job->of <= 1) task(job, 0);
+    else team->run(team->ctx, task, job, job->of);
+}
+
+/* ---- quantised weights: rows are quantised between the stages, each thread a share of the rows ------------------------------------------- */
+
+static int moei_quantises(const moei_job *job) {
+#ifndef MOE_NO_QUANT
+    return job->chain.packed && moei_is_quant(job->layer->packed_type);
+#else
+    (void)job;
+    return 0;
+#endif
+}
+
+/* The chain's first quantised row is number `at` of the buffers. */
+static void moei_quantised_rows(moei_chain *chain, const moe_layer_pass *p, size_t at) {
+    int i;
+    for (i = 0; i < 2; i++) chain->quantised[i] = p->quantised[i] == NULL ? NULL : p->quantised[i] + at * p->quantised_size[i];
+}
+
+/* A share of the rows that a stage reads. */
+static void moei_quantise_share(const moei_job *job, const moei_chain *chain, int stage, unsigned mask, int share) {
+#ifndef MOE_NO_QUANT
+    size_t part = chain->n / (size_t)job->of, rest = chain->n % (size_t)job->of, index = (size_t)share;
+    size_t from = part * index + (index < rest ? index : rest);
+    moei_quantise_stage(chain, stage, mask, from, from + part + (index < rest));
+#else
+    (void)job, (void)chain, (void)stage, (void)mask, (void)share;
+#endif
+}
+
+/* ---- all experts for all tokens, for scores that read experts ------------------------------------------------------------------------- */
+
+static moei_job moei_job_begin(const moe_layer *layer, moe_layer_pass *p, int kind) {
+    const moei_expert *expert = &moei_experts[kind];
+    moei_job job;
+    memset(&job, 0, sizeof job);
+    job.layer = layer, job.p = p, job.of = 1;
+    job.chain = moei_chain_begin(layer, kind);
+    job.chain.packed = moei_uses_packed(layer, &p->call);
+    if (moei_keeps(&p->call)) job.chain.ld[MOE_NODE_OUTPUT] = job.chain.width[MOE_NODE_OUTPUT];
+    job.there = kind != MOEI_SHARED && moei_reuses(layer) ? moei_all_nodes(layer) : 0;
+    job.border = job.there != 0 ? moei_border(expert, job.there) : 0;
+    job.mask = moei_ancestors(expert, MOE_NODE_OUTPUT) & ~job.there;
+    return job;
+}
+
 /* Block e of activations that exist for all experts, as a chain over all tokens. */
-static moei_chain moei_all_chain(const moe_layer *layer, const moe_layer_pass *p, size_t e) {
-    moei_chain chain = moei_chain_begin(layer, layer->config.expert);
+static moei_chain moei_all_chain(const moei_job *job, size_t e) {
+    const moe_layer_pass *p = job->p;
+    moei_chain chain = job->chain;
     int node;
     chain.block = e;
     chain.n = p->call.n_tokens;
     chain.x = p->clean;
+    chain.summed = ~0u;
+    moei_quantised_rows(&chain, p, 0);
     for (node = 0; node < MOE_NODE_COUNT; node++) {
         size_t at = e * chain.n * chain.width[node];
+        chain.ld[node] = chain.width[node];
         if (p->all[node] != NULL) chain.node[node] = p->all[node] + at;
         if (p->d_all[node] != NULL) chain.d_node[node] = p->d_all[node] + at;
     }
     return chain;
 }
 
+static void moei_score_task(void *work, int index) {
+    const moei_job *job = (const moei_job *)work;
+    moei_chain chain;
+    size_t e, from, to;
+    for (e = job->first; e < job->end; e++) {
+        chain = moei_all_chain(job, e);
+        if (job->phase % 2 == 0) {
+            if (moei_quantises(job)) moei_quantise_share(job, &chain, job->phase / 2, job->mask, index);
+            continue;
+        }
+        moei_columns_of(moei_stage_width(&chain, job->phase / 2), index, job->of, &from, &to);
+        moei_stage_columns(&chain, job->phase / 2, job->mask, from, to);
+    }
+}
+
 /* For scores that read experts: the activation of every expert for every token. Padding counts as zeros. */
-static void moei_layer_score_experts(const moe_layer *layer, moe_layer_pass *p) {
+static void moei_layer_score_experts(const moe_layer *layer, moe_layer_pass *p, const moe_parallel *team) {
     int scored = moei_scored_node(&layer->config);
-    size_t d = (size_t)layer->config.router.d_model, e, t;
+    size_t d = (size_t)layer->config.router.d_model, experts = (size_t)layer->config.router.n_experts, t;
+    moei_job job;
     if (scored < 0 || p->call.n_tokens == 0) return;
+    job = moei_job_begin(layer, p, layer->config.expert);
     memcpy(p->clean, p->x, p->call.n_tokens * d * sizeof(moe_real));
     for (t = 0; t < p->call.n_tokens; t++)
         if (!moei_is_real(&p->call, t)) memset(p->clean + t * d, 0, d * sizeof(moe_real));
-    for (e = 0; e < (size_t)layer->config.router.n_experts; e++) {
-        moei_chain chain = moei_all_chain(layer, p, e);
-        moei_chain_forward(&chain, moei_all_nodes(layer));
-        p->call.node_width = chain.width[scored];
+    job.of = moei_tasks(team, &job.chain, p->call.n_tokens * experts, experts);
+    job.mask = moei_all_nodes(layer);
+    for (job.end = 0; job.end < experts; ) { /* all experts together, or one by one where they share the buffer of quantised rows */
+        job.first = job.end, job.end = moei_quantises(&job) ? job.end + 1 : experts;
+        for (job.phase = !moei_quantises(&job); job.phase / 2 <= moei_last_stage(job.chain.expert); job.phase += moei_quantises(&job) ? 1 : 2)
+            moei_run_phase(team, moei_score_task, &job);
     }
     p->call.nodes = p->all[scored];
+    p->call.node_width = job.chain.width[scored];
 }
 
-/* The rows of expert e in the plan, as a chain. Inference uses the same buffers for every expert, training keeps all rows. */
-static moei_chain moei_expert_chain(const moe_layer *layer, const moe_layer_pass *p, size_t e) {
-    const size_t *offsets = p->routing.plan.offsets;
-    moei_chain chain = moei_chain_begin(layer, layer->config.expert);
-    size_t first;
+/* ---- the chosen experts ------------------------------------------------------------------------------------------------------------------ */
+
+/* The rows of expert e in the plan. */
+static size_t moei_rows_of(const moe_layer_pass *p, size_t e) {
+    return p->routing.plan.rows > 0 ? p->routing.plan.rows : p->routing.plan.offsets[e + 1] - p->routing.plan.offsets[e];
+}
+
+static size_t moei_first_row(const moe_layer_pass *p, size_t e) {
+    return p->routing.plan.rows > 0 ? e * p->routing.plan.rows : p->routing.plan.offsets[e];
+}
+
+/* Whether the rows of the plan are x as it is. */
+static int moei_is_plain(const moe_layer *layer, const moe_layer_pass *p) {
+    return p->routing.plan.rows == 0 && layer->config.router.apply_to == MOE_APPLY_OUTPUT;
+}
+
+/* The rows of expert e in the plan, as a chain. Inference uses the same buffers for every group of experts, training keeps all rows. */
+static moei_chain moei_expert_chain(const moei_job *job, size_t e) {
+    const moe_layer_pass *p = job->p;
+    moei_chain chain = job->chain;
+    size_t first = moei_first_row(p, e), at = first - job->base;
     int node;
     chain.block = e;
-    chain.n = p->routing.plan.rows > 0 ? p->routing.plan.rows : offsets[e + 1] - offsets[e];
-    first = p->routing.plan.rows > 0 ? e * p->routing.plan.rows : offsets[e];
-    chain.x = p->rows;
-    for (node = 0; node < MOE_NODE_COUNT; node++) {
-        if (p->node[node] != NULL) chain.node[node] = p->node[node] + (moei_keeps(&p->call) ? first * chain.width[node] : 0);
-        chain.d_node[node] = p->d_node[node];
+    chain.n = moei_rows_of(p, e);
+    if (chain.n == 1 && moei_is_plain(job->layer, p) && !moei_keeps(&p->call)) /* read where it lies */
+        chain.x = p->x + (size_t)p->routing.plan.entries[first].token * chain.d;
+    else {
+        chain.ldx = moei_stride(job->layer, chain.d);
+        chain.x = p->rows + at * chain.ldx;
     }
+    moei_quantised_rows(&chain, p, at);
+    for (node = 0; node < MOE_NODE_COUNT; node++) {
+        if (p->node[node] != NULL) chain.node[node] = p->node[node] + (moei_keeps(&p->call) ? first : at) * chain.ld[node];
+        if (p->d_node[node] != NULL) chain.d_node[node] = p->d_node[node] + at * chain.ld[node];
+    }
+    if (p->d_rows != NULL) chain.d_x = p->d_rows + at * chain.ldx, chain.ld_dx = chain.ldx;
     return chain;
 }
 
 /* The row of its expert's input that entry i, counted from the expert's first, takes part in. */
 static size_t moei_row_of(const moe_layer_pass *p, const moe_entry *entry, size_t i) { return p->routing.plan.rows > 0 ? (size_t)entry->rank : i; }
 
-/* gather: the input rows of expert e: its tokens, times the weight on the input; soft mixes them. */
-static void moei_gather(const moe_layer *layer, const moe_layer_pass *p, size_t e) {
-    size_t first = p->routing.plan.offsets[e], count = p->routing.plan.offsets[e + 1] - first, d = (size_t)layer->config.router.d_model, i;
-    int plain = p->routing.plan.rows == 0 && layer->config.router.apply_to == MOE_APPLY_OUTPUT;
-    if (!plain) memset(p->rows, 0, (p->routing.plan.rows > 0 ? p->routing.plan.rows : count) * d * sizeof(moe_real));
+static size_t moei_entry_count(const moe_layer_pass *p, size_t e) { return p->routing.plan.offsets[e + 1] - p->routing.plan.offsets[e]; }
+
+/* gather, columns from .. to: the input rows of an expert: its tokens, times the weight on the input; soft mixes them. */
+static void moei_gather(const moei_job *job, const moei_chain *chain, size_t from, size_t to) {
+    const moe_layer_pass *p = job->p;
+    const moe_entry *entries = p->routing.plan.entries + p->routing.plan.offsets[chain->block];
+    size_t count = moei_entry_count(p, chain->block), i;
+    moe_real *rows = p->rows + (moei_first_row(p, chain->block) - job->base) * chain->ldx + from;
+    int plain = moei_is_plain(job->layer, p);
+    if (chain->x != rows - from) return; /* x itself is read */
+    for (i = 0; !plain && i < chain->n; i++) memset(rows + i * chain->ldx, 0, (to - from) * sizeof(moe_real));
     for (i = 0; i < count; i++) {
-        const moe_entry *entry = p->routing.plan.entries + first + i;
-        const moe_real *x = p->x + (size_t)entry->token * d;
-        moe_real *row = p->rows + moei_row_of(p, entry, i) * d;
-        if (plain) memcpy(row, x, d * sizeof(moe_real));
-        else moe_axpy(layer->kernels, d, entry->weight_in, x, row);
+        const moe_real *x = p->x + (size_t)entries[i].token * chain->d + from;
+        moe_real *row = rows + moei_row_of(p, entries + i, i) * chain->ldx;
+        if (plain) memcpy(row, x, (to - from) * sizeof(moe_real));
+        else moe_axpy(job->layer->kernels, to - from, entries[i].weight_in, x, row);
     }
 }
 
 /* Takes over activations that the score has made already. */
-static void moei_gather_nodes(const moei_chain *chain, const moe_layer_pass *p, unsigned border) {
+static void moei_gather_nodes(const moei_job *job, const moei_chain *chain, int share) {
+    const moe_layer_pass *p = job->p;
     const moe_entry *entries = p->routing.plan.entries + p->routing.plan.offsets[chain->block];
-    size_t i;
+    size_t i, from, to;
     int node;
     for (node = 0; node < MOE_NODE_COUNT; node++) {
         size_t width = chain->width[node];
-        if (!(border >> node & 1u)) continue;
+        if (!(job->border >> node & 1u)) continue;
+        moei_columns_of(width, share, job->of, &from, &to);
         for (i = 0; i < chain->n; i++)
-            memcpy(chain->node[node] + i * width, p->all[node] + (chain->block * p->call.n_tokens + (size_t)entries[i].token) * width,
-                   width * sizeof(moe_real));
+            memcpy(chain->node[node] + i * chain->ld[node] + from,
+                   p->all[node] + (chain->block * p->call.n_tokens + (size_t)entries[i].token) * width + from, (to - from) * sizeof(moe_real));
     }
 }
 
-static size_t moei_entry_count(const moe_layer_pass *p, size_t e) { return p->routing.plan.offsets[e + 1] - p->routing.plan.offsets[e]; }
-
-/* y_t += w_te f_e(x_t) for the entries of one expert. */
-static void moei_scatter(const moei_chain *chain, const moe_layer_pass *p, moe_real *y) {
+/* y_t += w_te f_e(x_t) for the entries of one expert, columns from .. to. */
+static void moei_scatter(const moei_job *job, const moei_chain *chain, size_t from, size_t to) {
+    const moe_layer_pass *p = job->p;
     const moe_entry *entries = p->routing.plan.entries + p->routing.plan.offsets[chain->block];
-    size_t o = chain->width[MOE_NODE_OUTPUT], count = moei_entry_count(p, chain->block), i;
+    size_t o = chain->width[MOE_NODE_OUTPUT], ld = chain->ld[MOE_NODE_OUTPUT], count = moei_entry_count(p, chain->block), i;
     for (i = 0; i < count; i++)
-        moe_axpy(chain->layer->kernels, o, entries[i].weight_out, chain->node[MOE_NODE_OUTPUT] + moei_row_of(p, entries + i, i) * o,
-                 y + (size_t)entries[i].token * o);
+        moe_axpy(chain->layer->kernels, to - from, entries[i].weight_out, chain->node[MOE_NODE_OUTPUT] + moei_row_of(p, entries + i, i) * ld + from,
+                 job->y + (size_t)entries[i].token * o + from);
 }
 
-static void moei_layer_experts(const moe_layer *layer, const moe_layer_pass *p, moe_real *y) {
-    const moei_expert *expert = &moei_experts[layer->config.expert];
-    unsigned there = moei_reuses(layer) ? moei_all_nodes(layer) : 0, border = there != 0 ? moei_border(expert, there) : 0;
+/* One share of phase number `phase` of one expert's way: 0 gathers; then two for each stage: 1, 3, ... quantise what it reads, 2, 4, ... make its
+   columns. */
+static void moei_expert_phase(const moei_job *job, const moei_chain *chain, int phase, int share) {
+    size_t from, to;
+    int stage = (phase - 1) / 2;
+    if (chain->n == 0) return;
+    if (phase == 0) {
+        moei_columns_of(chain->d, share, job->of, &from, &to);
+        if (to > from) moei_gather(job, chain, from, to);
+        if (job->border != 0) moei_gather_nodes(job, chain, share);
+        return;
+    }
+    if (phase % 2 == 1) {
+        moei_quantise_share(job, chain, stage, job->mask, share);
+        return;
+    }
+    moei_columns_of(moei_stage_width(chain, stage), share, job->of, &from, &to);
+    if (to <= from) return;
+    moei_stage_columns(chain, stage, job->mask, from, to);
+    if (stage == moei_last_stage(chain->expert)) moei_scatter(job, chain, from, to);
+}
+
+static void moei_expert_task(void *work, int index) {
+    const moei_job *job = (const moei_job *)work;
     size_t e;
-    for (e = 0; e < (size_t)layer->config.router.n_experts; e++) {
-        moei_chain chain = moei_expert_chain(layer, p, e);
-        if (chain.n == 0) continue;
-        moei_gather(layer, p, e);
-        moei_gather_nodes(&chain, p, border);
-        moei_chain_forward(&chain, ~there);
-        moei_scatter(&chain, p, y);
+    for (e = job->first; e < job->end; e++) {
+        moei_chain chain = moei_expert_chain(job, e);
+        moei_expert_phase(job, &chain, job->phase, index);
     }
 }
+
+/* The next experts whose rows fit the buffers of `room` rows together: all that do for several threads, else one. 0: none is left. */
+static int moei_next_group(moei_job *job, size_t room) {
+    size_t experts = (size_t)job->layer->config.router.n_experts, rows = 0;
+    job->first = job->end;
+    while (job->first < experts && moei_rows_of(job->p, job->first) == 0) job->first++;
+    if (job->first == experts) return 0;
+    job->base = moei_first_row(job->p, job->first);
+    for (job->end = job->first; job->end < experts; job->end++) {
+        rows += moei_rows_of(job->p, job->end);
+        if (rows > room || (job->of == 1 && job->end > job->first)) break;
+    }
+    return 1;
+}
+
+static void moei_layer_experts(const moe_layer *layer, moe_layer_pass *p, moe_real *y, const moe_parallel *team) {
+    size_t experts = (size_t)layer->config.router.n_experts, room = moei_expert_rows(&layer->config, p->call.n_tokens);
+    moei_job job = moei_job_begin(layer, p, layer->config.expert);
+    int last = 2 * moei_last_stage(job.chain.expert) + 2, step = moei_quantises(&job) ? 1 : 2;
+    job.y = y;
+    job.of = moei_tasks(team, &job.chain, p->routing.plan.rows > 0 ? experts * p->routing.plan.rows : p->routing.plan.offsets[experts], experts);
+    while (moei_next_group(&job, room)) {
+        if (job.of == 1) {
+            moei_chain chain = moei_expert_chain(&job, job.first);
+            for (job.phase = 0; job.phase <= last; job.phase += step) moei_expert_phase(&job, &chain, job.phase, 0);
+        } else
+            for (job.phase = 0; job.phase <= last; job.phase += step) moei_run_phase(team, moei_expert_task, &job);
+    }
+}
+
+/* ---- what is added to y besides ------------------------------------------------------------------------------------------------------------ */
 
 /* 1 - sum of a token's weights: the share of the input itself. */
 static moe_real moei_input_share(const moe_layer *layer, const moe_layer_pass *p, size_t t) {
@@ -3062,27 +3539,47 @@ static void moei_layer_add_input(const moe_layer *layer, const moe_layer_pass *p
         if (moei_is_real(&p->call, t)) moe_axpy(layer->kernels, d, moei_input_share(layer, p, t), p->x + t * d, y + t * d);
 }
 
-static moei_chain moei_shared_chain(const moe_layer *layer, const moe_layer_pass *p) {
-    moei_chain chain = moei_chain_begin(layer, MOEI_SHARED);
+static moei_chain moei_shared_chain(const moei_job *job) {
+    const moe_layer_pass *p = job->p;
+    moei_chain chain = job->chain;
     int node;
     chain.n = p->call.n_tokens;
     chain.x = p->x;
+    moei_quantised_rows(&chain, p, 0);
     for (node = 0; node < MOE_NODE_COUNT; node++) chain.node[node] = p->shared[node], chain.d_node[node] = p->d_shared[node];
     return chain;
 }
 
 /* y_t += shared(x_t), times sigmoid(s . x_t) when there is such a gate; for padding too. */
-static void moei_layer_shared(const moe_layer *layer, const moe_layer_pass *p, moe_real *y) {
-    const moe_real *gate = layer->tensors[MOE_SHARED_SIGMOID];
-    moei_chain chain;
-    size_t t, o = (size_t)layer->config.d_out;
-    if (layer->config.n_shared == 0) return;
-    chain = moei_shared_chain(layer, p);
-    moei_chain_forward(&chain, ~0u);
-    for (t = 0; t < chain.n; t++) {
-        p->shared_factor[t] = gate != NULL ? moe_sigmoid(moe_dot(layer->kernels, chain.d, gate, p->x + t * chain.d)) : MOEI_R(1.0);
-        moe_axpy(layer->kernels, o, p->shared_factor[t], chain.node[MOE_NODE_OUTPUT] + t * o, y + t * o);
+static void moei_shared_task(void *work, int index) {
+    const moei_job *job = (const moei_job *)work;
+    const moe_layer_pass *p = job->p;
+    moei_chain chain = moei_shared_chain(job);
+    size_t o = chain.width[MOE_NODE_OUTPUT], ld = chain.ld[MOE_NODE_OUTPUT], from, to, t;
+    if (job->phase % 2 == 0) {
+        moei_quantise_share(job, &chain, job->phase / 2, job->mask, index);
+        return;
     }
+    moei_columns_of(moei_stage_width(&chain, job->phase / 2), index, job->of, &from, &to);
+    if (to <= from) return;
+    moei_stage_columns(&chain, job->phase / 2, job->mask, from, to);
+    if (job->phase / 2 < moei_last_stage(chain.expert)) return;
+    for (t = 0; t < chain.n; t++)
+        moe_axpy(job->layer->kernels, to - from, p->shared_factor[t], chain.node[MOE_NODE_OUTPUT] + t * ld + from, job->y + t * o + from);
+}
+
+static void moei_layer_shared(const moe_layer *layer, moe_layer_pass *p, moe_real *y, const moe_parallel *team) {
+    const moe_real *gate = layer->tensors[MOE_SHARED_SIGMOID];
+    moei_job job;
+    size_t t;
+    if (layer->config.n_shared == 0) return;
+    job = moei_job_begin(layer, p, MOEI_SHARED);
+    job.y = y;
+    job.of = moei_tasks(team, &job.chain, p->call.n_tokens, 1);
+    for (t = 0; t < p->call.n_tokens; t++)
+        p->shared_factor[t] = gate != NULL ? moe_sigmoid(moe_dot(layer->kernels, job.chain.d, gate, p->x + t * job.chain.d)) : MOEI_R(1.0);
+    for (job.phase = !moei_quantises(&job); job.phase / 2 <= moei_last_stage(job.chain.expert); job.phase += moei_quantises(&job) ? 1 : 2)
+        moei_run_phase(team, moei_shared_task, &job);
 }
 
 /* What must be there before anything is computed; the router checks the rest. */
@@ -3091,13 +3588,15 @@ static moe_status moei_layer_call_check(const moe_layer *layer, const moe_call *
     if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
     if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
     for (place = 0; place < MOE_LAYER_SLOTS; place++)
-        if (!moei_place_is_set(place, layer->places, layer->tensors[place])) return MOE_ERR_ARGUMENT;
+        if (!moei_place_is_set(place, layer->places, layer->tensors[place]) && !(layer->packed[place] != NULL && moei_uses_packed(layer, call)))
+            return MOE_ERR_ARGUMENT;
     return MOE_OK;
 }
 
 moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_real *y, void *work, size_t work_size, moe_layer_pass *pass) {
     moei_layout l = moei_layout_begin(work);
     moe_layer_pass p;
+    moe_parallel team;
     moe_router router;
     moe_status status;
     if (layer == NULL || call == NULL || work == NULL || (call->n_tokens > 0 && y == NULL)) return MOE_ERR_ARGUMENT;
@@ -3108,14 +3607,15 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     if (l.used > work_size) return MOE_ERR_SPACE;
     p.call = *call;
     p.x = call->x;
+    team = moei_team(call);
     router = moei_layer_router(layer);
-    moei_layer_score_experts(layer, &p);
+    moei_layer_score_experts(layer, &p, &team);
     status = moe_route(&router, &p.call, p.route_memory, p.route_size, &p.routing);
     if (status != MOE_OK) return status;
     if (call->n_tokens > 0) memset(y, 0, call->n_tokens * (size_t)layer->config.d_out * sizeof(moe_real));
-    moei_layer_experts(layer, &p, y);
+    moei_layer_experts(layer, &p, y, &team);
     moei_layer_add_input(layer, &p, y);
-    moei_layer_shared(layer, &p, y);
+    moei_layer_shared(layer, &p, y, &team);
     if (pass != NULL) *pass = p;
     return MOE_OK;
 }
@@ -3129,73 +3629,116 @@ typedef struct moei_returned {
     const moe_real *dy, *d_outputs, *d_weights;
 } moei_returned;
 
-/* dO = w dy and dw = dy . O for the rows of one expert. */
-static void moei_scatter_backward(const moei_chain *chain, moe_layer_pass *p, const moei_returned *back) {
-    size_t first = p->routing.plan.offsets[chain->block], o = chain->width[MOE_NODE_OUTPUT], i;
-    const moe_kernels *k = chain->layer->kernels;
-    const moe_real *dy = back->dy;
-    if (dy == NULL) {
-        memcpy(chain->d_node[MOE_NODE_OUTPUT], back->d_outputs + first * o, chain->n * o * sizeof(moe_real));
-        memcpy(p->routing.d_weight_out + first, back->d_weights + first, chain->n * sizeof(moe_real));
-        return;
+/* dO = w dy, columns from .. to, for the rows of one expert. */
+static void moei_scatter_backward(const moei_job *job, const moei_chain *chain, size_t from, size_t to) {
+    size_t first = job->p->routing.plan.offsets[chain->block], o = chain->width[MOE_NODE_OUTPUT], i, bytes = (to - from) * sizeof(moe_real);
+    moe_real *d_output = chain->d_node[MOE_NODE_OUTPUT] + from;
+    const moe_real *dy = job->back->dy;
+    for (i = 0; i < chain->n; i++) {
+        if (dy == NULL) memcpy(d_output + i * o, job->back->d_outputs + (first + i) * o + from, bytes);
+        else memset(d_output + i * o, 0, bytes);
     }
-    for (i = 0; i < moei_entry_count(p, chain->block); i++) {
-        const moe_entry *entry = p->routing.plan.entries + first + i;
-        const moe_real *d = dy + (size_t)entry->token * o;
-        size_t row = moei_row_of(p, entry, i) * o;
-        p->routing.d_weight_out[first + i] = moe_dot(k, o, d, chain->node[MOE_NODE_OUTPUT] + row);
-        moe_axpy(k, o, entry->weight_out, d, chain->d_node[MOE_NODE_OUTPUT] + row);
+    for (i = 0; dy != NULL && i < moei_entry_count(job->p, chain->block); i++) {
+        const moe_entry *entry = job->p->routing.plan.entries + first + i;
+        moe_axpy(chain->layer->kernels, to - from, entry->weight_out, dy + (size_t)entry->token * o + from,
+                 d_output + moei_row_of(job->p, entry, i) * o);
     }
 }
 
-/* dx_t += w_in d_row and dw_in = d_row . x_t. */
-static void moei_gather_backward(const moei_chain *chain, moe_layer_pass *p, moe_real *dx) {
-    size_t first = p->routing.plan.offsets[chain->block], i;
-    const moe_kernels *k = chain->layer->kernels;
-    for (i = 0; i < moei_entry_count(p, chain->block); i++) {
-        const moe_entry *entry = p->routing.plan.entries + first + i;
-        const moe_real *d_row = chain->d_x + moei_row_of(p, entry, i) * chain->d;
-        size_t at = (size_t)entry->token * chain->d;
-        p->routing.d_weight_in[first + i] = moe_dot(k, chain->d, d_row, p->x + at);
-        if (dx != NULL) moe_axpy(k, chain->d, entry->weight_in, d_row, dx + at);
+/* dw = dy . O for the entries from .. to of one expert. */
+static void moei_weights_backward(const moei_job *job, const moei_chain *chain, size_t from, size_t to) {
+    size_t first = job->p->routing.plan.offsets[chain->block], o = chain->width[MOE_NODE_OUTPUT], i;
+    moe_real *d_weight = job->p->routing.d_weight_out + first;
+    for (i = from; i < to; i++) {
+        const moe_entry *entry = job->p->routing.plan.entries + first + i;
+        if (job->back->dy == NULL) d_weight[i] = job->back->d_weights[first + i];
+        else
+            d_weight[i] = moe_dot(chain->layer->kernels, o, job->back->dy + (size_t)entry->token * o,
+                                  chain->node[MOE_NODE_OUTPUT] + moei_row_of(job->p, entry, i) * o);
+    }
+}
+
+/* dx_t += w_in d_row, columns from .. to. */
+static void moei_gather_backward(const moei_job *job, const moei_chain *chain, size_t from, size_t to) {
+    size_t first = job->p->routing.plan.offsets[chain->block], i;
+    for (i = 0; job->dx != NULL && i < moei_entry_count(job->p, chain->block); i++) {
+        const moe_entry *entry = job->p->routing.plan.entries + first + i;
+        moe_axpy(chain->layer->kernels, to - from, entry->weight_in, chain->d_x + moei_row_of(job->p, entry, i) * chain->ld_dx + from,
+                 job->dx + (size_t)entry->token * chain->d + from);
+    }
+}
+
+/* dw_in = d_row . x_t for the entries from .. to. */
+static void moei_input_weights_backward(const moei_job *job, const moei_chain *chain, size_t from, size_t to) {
+    size_t first = job->p->routing.plan.offsets[chain->block], i;
+    for (i = from; i < to; i++) {
+        const moe_entry *entry = job->p->routing.plan.entries + first + i;
+        job->p->routing.d_weight_in[first + i] = moe_dot(chain->layer->kernels, chain->d, chain->d_x + moei_row_of(job->p, entry, i) * chain->ld_dx,
+                                                         job->p->x + (size_t)entry->token * chain->d);
     }
 }
 
 /* Hands the gradients of activations that were taken over to where they came from. */
-static void moei_gather_nodes_backward(const moei_chain *chain, const moe_layer_pass *p, unsigned border) {
+static void moei_gather_nodes_backward(const moei_job *job, const moei_chain *chain, size_t from, size_t to) {
+    const moe_layer_pass *p = job->p;
     const moe_entry *entries = p->routing.plan.entries + p->routing.plan.offsets[chain->block];
     size_t i;
     int node;
-    for (node = 0; node < MOE_NODE_COUNT; node++) {
-        size_t width = chain->width[node];
-        if (!(border >> node & 1u)) continue;
-        for (i = 0; i < chain->n; i++)
-            moe_axpy(chain->layer->kernels, width, MOEI_R(1.0), chain->d_node[node] + i * width,
-                     p->d_all[node] + (chain->block * p->call.n_tokens + (size_t)entries[i].token) * width);
-    }
+    for (node = 0; node < MOE_NODE_COUNT; node++)
+        for (i = from; (job->border >> node & 1u) && i < to; i++)
+            moe_axpy(chain->layer->kernels, chain->width[node], MOEI_R(1.0), chain->d_node[node] + i * chain->ld[node],
+                     p->d_all[node] + (chain->block * p->call.n_tokens + (size_t)entries[i].token) * chain->width[node]);
 }
 
 static void moei_zero_nodes(const moei_chain *chain) {
     int node;
     for (node = 0; node < MOE_NODE_COUNT; node++)
-        if (chain->d_node[node] != NULL) memset(chain->d_node[node], 0, chain->n * chain->width[node] * sizeof(moe_real));
+        if (chain->d_node[node] != NULL) memset(chain->d_node[node], 0, chain->n * chain->ld[node] * sizeof(moe_real));
 }
 
-static void moei_experts_backward(const moe_layer *layer, moe_layer_pass *p, const moei_returned *back, moe_real *dx) {
-    const moei_expert *expert = &moei_experts[layer->config.expert];
-    unsigned there = moei_reuses(layer) ? moei_all_nodes(layer) : 0, border = there != 0 ? moei_border(expert, there) : 0;
+/* One share of a phase: 0 prepares, then the stages from the last to the first, then what reads whole rows. */
+static void moei_expert_back_phase(const moei_job *job, const moei_chain *chain, int phase, int share) {
+    int stages = moei_last_stage(chain->expert) + 1, stage = stages - phase, row;
+    size_t from, to, d_from, d_to;
+    if (chain->n == 0) return;
+    moei_columns_of(chain->d, share, job->of, &d_from, &d_to);
+    if (phase == 0) {
+        moei_columns_of(chain->width[MOE_NODE_OUTPUT], share, job->of, &from, &to);
+        if (d_to > d_from) moei_gather(job, chain, d_from, d_to);
+        if (to > from) moei_scatter_backward(job, chain, from, to);
+        for (row = 0; (size_t)row < chain->n && !moei_begun(chain->expert, MOEI_X, -1, job->mask); row++)
+            memset(chain->d_x + (size_t)row * chain->ld_dx + d_from, 0, (d_to - d_from) * sizeof(moe_real)); /* nobody reads x */
+    }
+    if (phase > 0 && stage >= 0) moei_stage_backward(chain, stage, job->mask, share, job->of);
+    if (stage == 0 && d_to > d_from) moei_gather_backward(job, chain, d_from, d_to);
+    if (stage >= 0) return;
+    moei_columns_of(moei_entry_count(job->p, chain->block), share, job->of, &from, &to);
+    moei_weights_backward(job, chain, from, to);
+    if (!moei_is_plain(job->layer, job->p)) moei_input_weights_backward(job, chain, from, to);
+    moei_gather_nodes_backward(job, chain, from, to);
+}
+
+static void moei_expert_back_task(void *work, int index) {
+    const moei_job *job = (const moei_job *)work;
     size_t e;
-    for (e = 0; e < (size_t)layer->config.router.n_experts; e++) {
-        moei_chain chain = moei_expert_chain(layer, p, e);
-        if (chain.n == 0) continue;
-        chain.d_x = p->d_rows;
-        memset(p->d_rows, 0, chain.n * chain.d * sizeof(moe_real));
-        moei_zero_nodes(&chain);
-        moei_gather(layer, p, e);
-        moei_scatter_backward(&chain, p, back);
-        moei_chain_backward(&chain, ~there);
-        moei_gather_nodes_backward(&chain, p, border);
-        moei_gather_backward(&chain, p, dx);
+    for (e = job->first; e < job->end; e++) {
+        moei_chain chain = moei_expert_chain(job, e);
+        moei_expert_back_phase(job, &chain, job->phase, index);
+    }
+}
+
+static void moei_experts_backward(const moe_layer *layer, moe_layer_pass *p, const moei_returned *back, moe_real *dx, const moe_parallel *team) {
+    size_t experts = (size_t)layer->config.router.n_experts, room = moei_expert_rows(&layer->config, p->call.n_tokens);
+    moei_job job = moei_job_begin(layer, p, layer->config.expert);
+    int last = moei_last_stage(job.chain.expert) + 2;
+    job.back = back, job.dx = dx;
+    job.of = moei_tasks(team, &job.chain, 2 * (p->routing.plan.rows > 0 ? experts * p->routing.plan.rows : p->routing.plan.offsets[experts]), experts);
+    while (moei_next_group(&job, room)) {
+        if (job.of == 1) {
+            moei_chain chain = moei_expert_chain(&job, job.first);
+            for (job.phase = 0; job.phase <= last; job.phase++) moei_expert_back_phase(&job, &chain, job.phase, 0);
+        } else
+            for (job.phase = 0; job.phase <= last; job.phase++) moei_run_phase(team, moei_expert_back_task, &job);
     }
 }
 
@@ -3212,27 +3755,39 @@ static void moei_add_input_backward(const moe_layer *layer, moe_layer_pass *p, c
 }
 
 /* Back through the activations that the score read, for all experts and tokens. */
-static void moei_score_experts_backward(const moe_layer *layer, const moe_layer_pass *p, moe_real *dx) {
+static void moei_score_experts_backward(const moe_layer *layer, moe_layer_pass *p, moe_real *dx) {
+    moei_job job;
     size_t e;
     if (moei_scored_node(&layer->config) < 0) return;
+    job = moei_job_begin(layer, p, layer->config.expert);
     for (e = 0; e < (size_t)layer->config.router.n_experts; e++) {
-        moei_chain chain = moei_all_chain(layer, p, e);
+        moei_chain chain = moei_all_chain(&job, e);
         chain.d_x = dx;
         moei_chain_backward(&chain, moei_all_nodes(layer));
     }
 }
 
+static void moei_shared_back_task(void *work, int index) {
+    const moei_job *job = (const moei_job *)work;
+    moei_chain chain = moei_shared_chain(job);
+    chain.d_x = job->dx;
+    chain.summed = 1u << MOE_NODE_COUNT;
+    moei_stage_backward(&chain, job->phase, job->mask, index, job->of);
+}
+
 /* With s = sigmoid(v . x): dO = s dy, dv += s (1 - s) (dy . O) x, dx += the same times v. */
-static void moei_shared_backward(const moe_layer *layer, const moe_layer_pass *p, const moe_real *dy, moe_real *dx) {
+static void moei_shared_backward(const moe_layer *layer, moe_layer_pass *p, const moe_real *dy, moe_real *dx, const moe_parallel *team) {
     const moe_real *gate = layer->tensors[MOE_SHARED_SIGMOID];
     moe_real *d_gate = layer->gradients[MOE_SHARED_SIGMOID];
     const moe_kernels *k = layer->kernels;
     size_t t, o = (size_t)layer->config.d_out, d = (size_t)layer->config.router.d_model;
+    moei_job job;
     moei_chain chain;
     if (layer->config.n_shared == 0) return;
-    chain = moei_shared_chain(layer, p);
-    chain.d_x = dx;
-    moei_zero_nodes(&chain);
+    job = moei_job_begin(layer, p, MOEI_SHARED);
+    job.dx = dx;
+    chain = moei_shared_chain(&job);
+    memset(chain.d_node[MOE_NODE_OUTPUT], 0, chain.n * o * sizeof(moe_real));
     for (t = 0; t < chain.n; t++) {
         moe_real s = p->shared_factor[t], slope;
         moe_axpy(k, o, s, dy + t * o, chain.d_node[MOE_NODE_OUTPUT] + t * o);
@@ -3241,22 +3796,27 @@ static void moei_shared_backward(const moe_layer *layer, const moe_layer_pass *p
         if (d_gate != NULL) moe_axpy(k, d, slope, p->x + t * d, d_gate);
         if (dx != NULL) moe_axpy(k, d, slope, gate, dx + t * d);
     }
-    moei_chain_backward(&chain, ~0u);
+    job.of = moei_tasks(team, &job.chain, 2 * chain.n, 1);
+    for (job.phase = moei_last_stage(chain.expert); job.phase >= 0; job.phase--) moei_run_phase(team, moei_shared_back_task, &job);
 }
 
 static moe_status moei_layer_backward(const moe_layer *layer, const moei_returned *back, moe_real *dx, moe_real *d_router_x, moe_layer_pass *pass) {
+    moe_parallel team = moei_team(&pass->call);
     moe_router router;
     moe_status status;
     size_t e;
     int scored;
     router = moei_layer_router(layer);
     scored = moei_scored_node(&layer->config);
-    for (e = 0; scored >= 0 && e < (size_t)layer->config.router.n_experts; e++) {
-        moei_chain chain = moei_all_chain(layer, pass, e);
-        moei_zero_nodes(&chain);
+    if (scored >= 0) {
+        moei_job job = moei_job_begin(layer, pass, layer->config.expert);
+        for (e = 0; e < (size_t)layer->config.router.n_experts; e++) {
+            moei_chain chain = moei_all_chain(&job, e);
+            moei_zero_nodes(&chain);
+        }
     }
-    if (back->dy != NULL) moei_shared_backward(layer, pass, back->dy, dx);
-    moei_experts_backward(layer, pass, back, dx);
+    if (back->dy != NULL) moei_shared_backward(layer, pass, back->dy, dx, &team);
+    moei_experts_backward(layer, pass, back, dx, &team);
     if (back->dy != NULL) moei_add_input_backward(layer, pass, back->dy, dx);
     status = moe_route_backward(&router, &pass->call, &pass->routing, layer->gradients, pass->call.router_x != NULL ? d_router_x : dx,
                                 scored < 0 ? NULL : pass->d_all[scored]);

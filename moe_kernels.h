@@ -31,7 +31,8 @@
      MOE_REAL             type of all numbers: float (default) or double; in double every public    yes; a mismatch does not link
                           function's symbol ends in _f64 and only the plain C kernels exist
      MOE_NO_SIMD          compiles the plain C kernels only                                         no: read by the implementation
-     MOE_NO_AVX512        leaves out the AVX-512 kernels                                            no: read by the implementation
+     MOE_NO_AVX512        compiles no kernels for AVX-512                                           no: read by the implementation
+     MOE_NO_QUANT         leaves out int8 and int4 weights                                          yes, or calls do not link
      MOE_NO_TRAIN         leaves out everything that only training needs (the _backward functions); yes, or calls do not link
                           implies the next two unless MOE_STDIO or MOE_MALLOC asks them back
      MOE_NO_STDIO         moe.h: no files by name            (MOE_STDIO: keep them)                 yes, or calls do not link
@@ -154,6 +155,17 @@
 #define moe_kernels_select moe_kernels_select_f64
 #define moe_kernels_name moe_kernels_name_f64
 #define moe_matmul moe_matmul_f64
+#define moe_matmul_packed moe_matmul_packed_f64
+#define moe_panel_size moe_panel_size_f64
+#define moe_pack moe_pack_f64
+#define moe_unpack moe_unpack_f64
+#define moe_pack_q8_0 moe_pack_q8_0_f64
+#define moe_unpack_q8_0 moe_unpack_q8_0_f64
+#define moe_pack_q4_0 moe_pack_q4_0_f64
+#define moe_unpack_q4_0 moe_unpack_q4_0_f64
+#define moe_quant_row_size moe_quant_row_size_f64
+#define moe_quantise_rows moe_quantise_rows_f64
+#define moe_matmul_quant moe_matmul_quant_f64
 #define moe_dot moe_dot_f64
 #define moe_axpy moe_axpy_f64
 #define moe_activate moe_activate_f64
@@ -242,20 +254,33 @@ enum {
     MOE_CPU_AVXVNNI = 16,
     MOE_CPU_NEON = 32,
     MOE_CPU_DOTPROD = 64,
-    MOE_CPU_WASM_SIMD = 128
+    MOE_CPU_WASM_SIMD = 128,
+    MOE_CPU_F16C = 256
 };
 
 /* What this processor and operating system offer, as MOE_CPU_ bits; 0 where nothing is known. Asks the processor each time
    (slow under virtual machines: keep the answer). Thread-safe. */
 MOE_API unsigned moe_cpu_features(void);
 
+/* ---- threads ------------------------------------------------------------------------------------------------------ */
+
+/* The caller's way to run tasks on several threads; the library has no threads of its own. {0} is one thread. */
+typedef struct moe_parallel {
+    void *ctx;
+    int threads; /* that many tasks, at most, are given to run at once; below 2: all is done by the calling thread */
+    int always;  /* 1: even where so little is to be done that starting tasks costs more than it gains [0] */
+    /* Calls task(work, i) once for every i from 0 to count - 1, in any order and on any threads, and returns when all are done. */
+    void (*run)(void *ctx, void (*task)(void *work, int index), void *work, int count);
+} moe_parallel;
+
 /* ---- kernel tables ---------------------------------------------------------------------------------------------- */
 
 /* Instruction sets that a table can be written for. 0 takes the best one that is compiled in and that the machine has. */
 enum { MOE_KERNELS_AUTO = 0, MOE_KERNELS_C = 1, MOE_KERNELS_AVX2 = 2, MOE_KERNELS_AVX512 = 3, MOE_KERNELS_NEON = 4, MOE_KERNELS_WASM = 5, MOE_KERNELS_COUNT = 6 };
 
-/* How the second operand of a product is stored. More types (16-bit floats, int8 and int4 blocks) add columns to the table. */
-enum { MOE_TYPE_REAL = 0, MOE_TYPE_COUNT = 1 };
+/* How weights are stored: as moe_real; in 16-bit floats; in int8 with a scale per output or per block of 32; in 4 bits with a scale
+   per block of 32. See packed weights below. moe_matmul takes MOE_TYPE_REAL only. */
+enum { MOE_TYPE_REAL = 0, MOE_TYPE_F16 = 1, MOE_TYPE_BF16 = 2, MOE_TYPE_Q8 = 3, MOE_TYPE_Q8_BLOCK = 4, MOE_TYPE_Q4 = 5, MOE_TYPE_COUNT = 6 };
 
 /* Orientations of a product, by how the operands lie in memory (row-major, rows lda, ldb, ldc elements apart):
      NT  C[m,n] = A[m,k] . B[n,k]^T    forward:  y  = x W^T
@@ -274,6 +299,14 @@ typedef void moe_matmul_fn(size_t m, size_t n, size_t k, const moe_real *a, size
    element (i,p) of A is a[i * ra + p * ca]. Summed as by moe_matmul: the same bits. */
 typedef void moe_panels_fn(size_t m, size_t n, size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b, size_t panel, moe_real *c,
                            size_t ldc, int accumulate);
+/* C[m][16 panels] = the product of moe_matmul_quant for whole panels, which stand panel_stride bytes apart; rows stand row_size bytes
+   apart. inner > 0. All 16 columns of each panel are written. */
+typedef void moe_quant_fn(size_t m, size_t panels, size_t inner, const void *rows, size_t row_size, const void *packed,
+                          size_t panel_stride, moe_real *c, size_t ldc);
+/* moe_quantise_rows for a type that is quantised. */
+typedef void moe_quantise_fn(int type, size_t m, size_t inner, const moe_real *x, size_t ldx, void *rows);
+/* out[count][16] = the numbers of a piece [count][16] of a panel of MOE_TYPE_F16 or MOE_TYPE_BF16, exactly. packed needs no alignment. */
+typedef void moe_widen_fn(int type, size_t count, const void *packed, moe_real *out);
 
 /* Activations. silu(x) = x sigmoid(x); gelu is the exact x Phi(x). */
 enum { MOE_ACT_RELU = 0, MOE_ACT_SILU = 1, MOE_ACT_GELU = 2, MOE_ACT_TANH = 3, MOE_ACT_SIGMOID = 4, MOE_ACT_IDENTITY = 5, MOE_ACT_COUNT = 6 };
@@ -299,6 +332,9 @@ typedef struct moe_kernels {
     void (*gated)(int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times, size_t ldt, moe_real *y, size_t ldy);
     void (*gated_backward)(int act, size_t n, const moe_real *x, const moe_real *times, const moe_real *dy, moe_real *dx,
                            moe_real *d_times); /* may be NULL with MOE_NO_TRAIN */
+    moe_quant_fn *quant[MOE_TYPE_COUNT]; /* NULL for types that are not quantised; with MOE_NO_QUANT all are, and quantise */
+    moe_quantise_fn *quantise;
+    moe_widen_fn *widen;
 } moe_kernels;
 
 /* The table for want (MOE_KERNELS_...), or NULL when it is not compiled in or the machine cannot run it. MOE_KERNELS_AUTO and
@@ -313,6 +349,10 @@ MOE_API const char *moe_kernels_name(int id);
 /* C (+)= A . B in orientation op with B stored as type; see moe_matmul_fn. */
 MOE_API void moe_matmul(const moe_kernels *k, int op, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda,
                         const void *b, size_t ldb, moe_real *c, size_t ldc, int accumulate);
+/* C[m,n] = A . W^T, W [n,inner] packed with stride 1 as MOE_TYPE_REAL, F16 or BF16; arithmetic and order of summation are those of moe_matmul:
+   the same bits as with the unpacked weights of that precision. Other types: moe_matmul_quant; here they do nothing. */
+MOE_API void moe_matmul_packed(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda,
+                               const void *packed, moe_real *c, size_t ldc);
 /* sum_i a_i b_i; in the plain C table in ascending order in blocks of 256, elsewhere within rounding. */
 MOE_API moe_real moe_dot(const moe_kernels *k, size_t n, const moe_real *a, const moe_real *b);
 /* y_i += alpha x_i. */
@@ -381,6 +421,69 @@ MOE_API void moe_gated_backward(const moe_kernels *k, int act, size_t n, const m
 MOE_API size_t moe_top_k(size_t n, const moe_real *score, size_t k, int32_t *index);
 /* 1 when x is neither infinite nor NaN; looks at the bits, so it holds under -ffast-math too. */
 MOE_API int moe_is_finite(moe_real x);
+
+/* ---- packed weights ----------------------------------------------------------------------------------------------- */
+
+/* The weights W[n,k] of a linear map y = x W^T, re-ordered once so that a kernel reads them in one stream: in panels of 16 outputs
+   (rows of W), the last one filled up with zeros. Consecutive panels stand stride panels apart (1: next to each other), so that two
+   matrices can alternate in one buffer. A panel of
+     MOE_TYPE_REAL             is [k][16] numbers
+     MOE_TYPE_F16, _BF16       is [k][16] floats of 16 bits (IEEE binary16, or the upper half of binary32)
+     MOE_TYPE_Q8               is [k/4][16][4] bytes w + 128, then one float scale for each of the 16 outputs
+     MOE_TYPE_Q8_BLOCK         is the same bytes, then [k/32][16] scales in binary16: one per block of 32 along k
+     MOE_TYPE_Q4               is [k/32][4][16][4] bytes, then scales as in Q8_BLOCK; the byte [b][g][j][t] holds element 32 b + 4 g + t of
+                               output j in its low four bits and the one 16 further on in its high ones, each as w + 8
+   where in the last three k is rounded up to 32 with zero weights, a weight is w * scale, |w| <= 127 or -8 <= w <= 7, and the size
+   is a multiple of 64 bytes. Numbers of more than a byte have the machine's byte order. Without MOE_NO_QUANT all types work in every build;
+   with it the last three give MOE_ERR_UNSUPPORTED. Nothing here needs more alignment than a byte, but panels of MOE_TYPE_REAL; panels run
+   fastest from multiples of 64. */
+
+/* *bytes = the size of one panel. inner is k, and may be 0. MOE_ERR_ARGUMENT for a type that is none or bytes = NULL, MOE_ERR_OVERFLOW.
+   Thread-safe. */
+MOE_API moe_status moe_panel_size(int type, size_t inner, size_t *bytes);
+/* Packs w [n,inner], rows ldw apart, into ceil(n/16) panels. 16-bit floats are rounded to nearest even; NaN stays NaN, what is too large
+   becomes infinite. The other types quantise, by the usual rules but with the scale as it is stored, so that a number is the best one for
+   that scale; other programs, which divide by the scale before its rounding, may differ by one unit:
+     Q8, Q8_BLOCK   scale = max |x| / 127 of a row or block,              w = x / scale, rounded to nearest, ties away from 0
+     Q4             scale = x of the largest |x| (the first) / -8,         w = floor(x / scale + 8.5) - 8, at most 7
+   A scale that underflows makes its weights 0. MOE_ERR_NONFINITE: a weight to be quantised is not finite; MOE_ERR_OVERFLOW: a scale is
+   too large for its type (|x| above 8.3e6, in Q4 above 524000), or a size; MOE_ERR_ARGUMENT: no such type, stride = 0. Then packed is
+   untouched. k is a table or NULL. Thread-safe. */
+MOE_API moe_status moe_pack(const moe_kernels *k, int type, size_t n, size_t inner, const moe_real *w, size_t ldw, void *packed, size_t stride);
+/* w [n,inner] = the weights that packed stands for, in the type of the build. Errors as of moe_pack. Thread-safe. */
+MOE_API moe_status moe_unpack(int type, size_t n, size_t inner, const void *packed, size_t stride, moe_real *w, size_t ldw);
+
+#ifndef MOE_NO_QUANT
+/* To and from the common layouts of quantised rows, bit for bit both ways and the same bytes on every machine. n rows of inner/32 blocks,
+   one after the other:
+     Q8_0   2 bytes scale (binary16, the low byte first), 32 signed bytes                          <-> MOE_TYPE_Q8_BLOCK
+     Q4_0   2 bytes scale, 16 bytes: byte t holds w + 8 of element t (low bits) and of 16 + t      <-> MOE_TYPE_Q4
+   MOE_ERR_SHAPE unless inner is a multiple of 32; MOE_ERR_ARGUMENT: stride = 0; MOE_ERR_OVERFLOW. Thread-safe. */
+MOE_API moe_status moe_pack_q8_0(size_t n, size_t inner, const void *blocks, void *packed, size_t stride);
+MOE_API moe_status moe_unpack_q8_0(size_t n, size_t inner, const void *packed, size_t stride, void *blocks);
+MOE_API moe_status moe_pack_q4_0(size_t n, size_t inner, const void *blocks, void *packed, size_t stride);
+MOE_API moe_status moe_unpack_q4_0(size_t n, size_t inner, const void *packed, size_t stride, void *blocks);
+
+/* Bytes of one row of activations quantised for weights of type: int8 [inner rounded up to 32, zeros behind inner], then the scales
+   (moe_real, one, or for types with blocks one per block of 32), then for each scale (Q8: for each 65536 of inner) the int32 that the
+   sum of a product starts from, which takes the weights' offset off again: -128 or -8 times the sum of the int8. An odd number of cache lines
+   of 64 bytes, so that neighbouring rows do not fall on each other in the cache. 0 for a type that is not quantised, or when the size
+   does not fit. Thread-safe. */
+MOE_API size_t moe_quant_row_size(int type, size_t inner);
+/* rows [m], each moe_quant_row_size(type, inner) bytes, of any alignment (64 runs fastest) = x [m,inner], rows ldx apart, quantised:
+     scale = max |x| / 127,   q = x * (127 / max |x|), rounded to nearest even
+   over the row or each block of 32. A group of which the largest is below 64 times the smallest normal number counts as zeros. A number
+   that is not finite makes the scale of its group NaN, and with it the row of the product. All tables give the same bits. Does nothing
+   for a type that is not quantised. Thread-safe. */
+MOE_API void moe_quantise_rows(const moe_kernels *k, int type, size_t m, size_t inner, const moe_real *x, size_t ldx, void *rows);
+/* C[m,n] = x W^T for m rows of moe_quantise_rows and W packed as type; C is overwritten, columns from n on are not touched.
+     c_ij = sum over groups g of (sum over p in g of q_ip w_jp) * (scale_jg * scale_ig)
+   The inner sums are exact integers; the outer one is in the type of the build in ascending order from 0, each product fused into its
+   addition where the table's instruction set can, so tables agree within rounding. For one table the bits of a row depend neither on m nor on
+   the other rows. inner = 0 gives 0. Does nothing for a type that is not quantised. Thread-safe. */
+MOE_API void moe_matmul_quant(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const void *rows, const void *packed,
+                              size_t stride, moe_real *c, size_t ldc);
+#endif
 
 /* ---- random numbers --------------------------------------------------------------------------------------------- */
 
@@ -724,15 +827,31 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #endif
 #endif
 
+#if defined(__aarch64__) && defined(__linux__) && !defined(__TINYC__)
+#include <sys/auxv.h>
+#endif
+
 /* Compilers and targets whose vectors of four floats are known at compile time. */
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(__TINYC__) && !defined(MOE_NO_SIMD) && !MOE_REAL_IS_DOUBLE
 #if defined(__ARM_NEON)
 #define MOEI_HAVE_V4 1
 #include <arm_neon.h>
+#if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#define MOEI_HAVE_DOTPROD 1
+#define MOEI_DOTPROD
+#elif defined(__aarch64__) && defined(__linux__) && ((defined(__clang__) && __clang_major__ >= 16) || (!defined(__clang__) && __GNUC__ >= 8))
+#define MOEI_HAVE_DOTPROD 1
+#define MOEI_DOTPROD __attribute__((target("arch=armv8.2-a+dotprod")))
+#endif
 #elif defined(__wasm_simd128__)
 #define MOEI_HAVE_V4 1
 #include <wasm_simd128.h>
 #endif
+#endif
+
+/* NEON of 32-bit Arm flushes subnormal numbers and cannot divide: only products are vectors there. */
+#if defined(MOEI_HAVE_V4) && (defined(__aarch64__) || defined(__wasm_simd128__))
+#define MOEI_V4_IEEE 1
 #endif
 
 #if defined(__GNUC__) || defined(__clang__)
@@ -1329,6 +1448,16 @@ moe_real moe_rng_normal(moe_rng *rng) {
 
 /* ==== the plain C table ======================================================================================================= */
 
+/* The last entries of a table. Their functions are written further below, in "packed weights". */
+static moe_widen_fn moei_widen_c;
+#ifndef MOE_NO_QUANT
+static moe_quant_fn moei_q8_c, moei_q8_block_c, moei_q4_c;
+static moe_quantise_fn moei_quantise_c;
+#define MOEI_QUANT_ENTRIES(set, widen) {NULL, NULL, NULL, moei_q8_##set, moei_q8_block_##set, moei_q4_##set}, moei_quantise_##set, widen
+#else
+#define MOEI_QUANT_ENTRIES(set, widen) {NULL}, NULL, widen
+#endif
+
 static const moe_kernels moei_kernels_c = {
     "c",
     MOE_KERNELS_C,
@@ -1354,6 +1483,7 @@ static const moe_kernels moei_kernels_c = {
 #else
     NULL,
 #endif
+    MOEI_QUANT_ENTRIES(c, moei_widen_c),
 };
 
 /* ==== AVX2 and FMA (float) ===================================================================================================
@@ -1384,26 +1514,33 @@ MOEI_AVX2 MOEI_INLINE __m256i moei_mask_avx2(size_t count) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count), lane);
 }
 
-/* What to fetch while a tile is computed, so that the next panel's numbers travel while this one's are used: at each step of k the line at `at`,
-   which then goes on by `step` bytes. An address and not a pointer: it may run past the end. */
+/* What to fetch while tiles are computed, so that the next panel's numbers travel while this one's are used: a line at `at` and one `second` bytes
+   further at every step, from rows of `length` bytes that are `stride` bytes apart. Addresses and not pointers: they may run past the end. */
 typedef struct moei_ahead {
-    uintptr_t at;
-    size_t step;
+    uintptr_t at, end;
+    size_t step, length, stride, second;
 } moei_ahead;
 
-/* The lines of a block of k steps from b on, shared out over so many tiles. */
-static moei_ahead moei_fetch(const float *b, size_t tiles) {
+static moei_ahead moei_fetch(uintptr_t at, size_t length, size_t stride, size_t second) {
     moei_ahead next;
-    next.at = (uintptr_t)b, next.step = 64 / (tiles > 0 ? tiles : 1);
+    next.at = at, next.end = at + length, next.step = 64, next.length = length, next.stride = stride, next.second = second;
     return next;
+}
+
+MOEI_AVX2 MOEI_INLINE void moei_fetch_step(moei_ahead *next, int two) {
+    _mm_prefetch((const char *)next->at, _MM_HINT_T1);
+    if (two) _mm_prefetch((const char *)(next->at + next->second), _MM_HINT_T1);
+    next->at += next->step;
+    if (next->at >= next->end) next->at += next->stride - next->length, next->end += next->stride;
 }
 
 /* rows x 16 (wide) or rows x 8: C = (load ? C : 0) + the sum over one block of k. rows and wide are constants where this is inlined.
    b is a panel, or the operand itself. */
 MOEI_AVX2 MOEI_INLINE void moei_f32_tile_avx2(int rows, int wide, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
-                                              float *c, size_t ldc, int load, moei_ahead next) {
+                                              float *c, size_t ldc, int load, moei_ahead *ahead) {
     const float *a3 = a + (rows > 3 ? 3 * ra : 0);
     const __m256 zero = _mm256_setzero_ps();
+    moei_ahead next = *ahead;
     __m256 s00 = zero, s01 = zero, s10 = zero, s11 = zero, s20 = zero, s21 = zero;
     __m256 s30 = zero, s31 = zero, s40 = zero, s41 = zero, s50 = zero, s51 = zero;
     size_t p;
@@ -1419,9 +1556,10 @@ MOEI_AVX2 MOEI_INLINE void moei_f32_tile_avx2(int rows, int wide, size_t k, cons
         if (wide) _mm256_storeu_ps(c + 8, _mm256_add_ps(load ? _mm256_loadu_ps(c + 8) : zero, s##row##1));           \
         c += ldc;                                                                                                    \
     }
-    for (p = 0; p < k; p++, a += ca, a3 += ca, b += rb, next.at += next.step) {
+    for (p = 0; p < (size_t)rows; p++) _mm_prefetch((const char *)(c + p * ldc), _MM_HINT_T0);
+    for (p = 0; p < k; p++, a += ca, a3 += ca, b += rb) {
         const __m256 y0 = _mm256_loadu_ps(b), y1 = wide ? _mm256_loadu_ps(b + 8) : zero;
-        _mm_prefetch((const char *)next.at, _MM_HINT_T1);
+        moei_fetch_step(&next, 0);
         MOEI_STEP(0, a)
         MOEI_STEP(1, a + ra)
         MOEI_STEP(2, a + 2 * ra)
@@ -1429,6 +1567,7 @@ MOEI_AVX2 MOEI_INLINE void moei_f32_tile_avx2(int rows, int wide, size_t k, cons
         MOEI_STEP(4, a3 + ra)
         MOEI_STEP(5, a3 + 2 * ra)
     }
+    *ahead = next;
     MOEI_STORE(0)
     MOEI_STORE(1)
     MOEI_STORE(2)
@@ -1442,13 +1581,13 @@ MOEI_AVX2 MOEI_INLINE void moei_f32_tile_avx2(int rows, int wide, size_t k, cons
 /* m rows over one panel of 16 or 8 columns. Seven to eleven last rows are split in two even tiles: a tile of one or two rows would
    wait for the latency of its few sums. */
 MOEI_AVX2 static void moei_f32_rows_avx2(int wide, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
-                                         float *c, size_t ldc, int load, const float *ahead) {
-    moei_ahead next = moei_fetch(ahead, (m + MOEI_TILE - 1) / MOEI_TILE);
+                                         float *c, size_t ldc, int load, moei_ahead next) {
 #define MOEI_CASE(rows)                                                                    \
     case rows:                                                                             \
-        if (wide) moei_f32_tile_avx2(rows, 1, k, a, ra, ca, b, rb, c, ldc, load, next);    \
-        else moei_f32_tile_avx2(rows, 0, k, a, ra, ca, b, rb, c, ldc, load, next);         \
+        if (wide) moei_f32_tile_avx2(rows, 1, k, a, ra, ca, b, rb, c, ldc, load, &next);   \
+        else moei_f32_tile_avx2(rows, 0, k, a, ra, ca, b, rb, c, ldc, load, &next);        \
         break;
+    next.step = 64 / ((m + MOEI_TILE - 1) / MOEI_TILE); /* the tiles share the lines */
     while (m > 0) {
         const size_t rows = m <= MOEI_TILE ? m : m < 2 * MOEI_TILE ? (m + 1) / 2 : (size_t)MOEI_TILE;
         switch (rows) {
@@ -1460,20 +1599,20 @@ MOEI_AVX2 static void moei_f32_rows_avx2(int wide, size_t m, size_t k, const flo
         default:
             MOEI_CASE(6)
         }
-        m -= rows, a += rows * ra, c += rows * ldc, next.at += k * next.step;
+        m -= rows, a += rows * ra, c += rows * ldc;
     }
 #undef MOEI_CASE
 }
 
 /* Columns that fill no vector go through a copy of C as wide as the panel, so that no tile touches anything beside the rows. */
 MOEI_AVX2 static void moei_f32_edge_avx2(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *panel,
-                                         float *c, size_t ldc, int load) {
+                                         float *c, size_t ldc, int load, moei_ahead next) {
     float part[MOEI_TILE * MOEI_PANEL] = {0};
     size_t i, done, rows;
     for (done = 0; done < m; done += rows) {
         rows = m - done < MOEI_TILE ? m - done : (size_t)MOEI_TILE;
         for (i = 0; load && i < rows; i++) memcpy(part + i * MOEI_PANEL, c + (done + i) * ldc, columns * sizeof(float));
-        moei_f32_rows_avx2(columns > 8, rows, k, a + done * ra, ra, ca, panel, MOEI_PANEL, part, MOEI_PANEL, load, panel);
+        moei_f32_rows_avx2(columns > 8, rows, k, a + done * ra, ra, ca, panel, MOEI_PANEL, part, MOEI_PANEL, load, next);
         for (i = 0; i < rows; i++) memcpy(c + (done + i) * ldc, part + i * MOEI_PANEL, columns * sizeof(float));
     }
 }
@@ -1555,13 +1694,11 @@ MOEI_AVX2 static void moei_f32_panels_6x16_avx2(size_t m, size_t n, size_t k, co
                     const size_t block = from + chunk - p < MOEI_BLOCK_K ? from + chunk - p : (size_t)MOEI_BLOCK_K;
                     const float *ap = a + i * ra + p * ca, *bp = b + j / MOEI_PANEL * panel + p * MOEI_PANEL;
                     float *cp = c + i * ldc + j;
-                    const float *next = p + MOEI_BLOCK_K < from + chunk ? bp + MOEI_BLOCK_K * MOEI_PANEL
-                                        : j + MOEI_PANEL < n            ? b + (j / MOEI_PANEL + 1) * panel + from * MOEI_PANEL
-                                                                        : bp;
+                    const moei_ahead next = moei_fetch((uintptr_t)(bp + panel), block * 64, block * 64, 0); /* beyond n too: there the caller goes on */
                     if (wide > 0) moei_f32_wide_rows_avx2(wide, rows, block, ap, ra, ca, bp, panel, cp, ldc, accumulate || p > 0);
                     else if (columns % 8 == 0)
                         moei_f32_rows_avx2(columns > 8, rows, block, ap, ra, ca, bp, MOEI_PANEL, cp, ldc, accumulate || p > 0, next);
-                    else moei_f32_edge_avx2(columns, rows, block, ap, ra, ca, bp, cp, ldc, accumulate || p > 0);
+                    else moei_f32_edge_avx2(columns, rows, block, ap, ra, ca, bp, cp, ldc, accumulate || p > 0, next);
                 }
             }
         }
@@ -1724,14 +1861,17 @@ MOEI_AVX2 static void moei_f32_block_avx2(int op, size_t m, size_t n, size_t k, 
     for (; j < n; j += MOEI_PANEL) {
         const size_t columns = n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL;
         const float *bj = op == MOE_MATMUL_NT ? b + j * ldb : b + j;
+        const size_t row = ldb * sizeof(float);
+        const moei_ahead next = op == MOE_MATMUL_NT ? moei_fetch((uintptr_t)bj + MOEI_PANEL * row, k * sizeof(float), row, 0)
+                                                    : moei_fetch((uintptr_t)bj + 64, 64, row, 0);
         if (op != MOE_MATMUL_NT && m <= MOEI_UNPACKED_M && columns % 8 == 0) {
-            moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, bj, ldb, c + j, ldc, load, bj);
+            moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, bj, ldb, c + j, ldc, load, next);
             continue;
         }
         if (op == MOE_MATMUL_NT) moei_f32_pack_turned_avx2(columns, k, bj, ldb, panel);
         else moei_f32_pack_avx2(columns, k, bj, ldb, panel);
-        if (columns % 8 == 0) moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, panel, MOEI_PANEL, c + j, ldc, load, panel);
-        else moei_f32_edge_avx2(columns, m, k, a, ra, ca, panel, c + j, ldc, load);
+        if (columns % 8 == 0) moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, panel, MOEI_PANEL, c + j, ldc, load, next);
+        else moei_f32_edge_avx2(columns, m, k, a, ra, ca, panel, c + j, ldc, load, next);
     }
 }
 
@@ -2159,32 +2299,28 @@ MOEI_AVX2 static float moei_f32_entropy_avx2(size_t n, const float *p) {
     return moei_lanes_sum_avx2(sums);
 }
 
-static const moe_kernels moei_kernels_avx2 = {
-    "avx2",
-    MOE_KERNELS_AVX2,
-    {{moei_f32_nt_6x16_avx2}, {moei_f32_nn_6x16_avx2}, {moei_f32_tn_6x16_avx2}},
-    moei_f32_dot_avx2,
-    moei_f32_axpy_avx2,
-    moei_f32_activate_avx2,
 #ifndef MOE_NO_TRAIN
-    moei_f32_activate_backward_avx2,
+#define MOEI_TRAIN_ONLY(entry) entry
 #else
-    NULL,
+#define MOEI_TRAIN_ONLY(entry) NULL
 #endif
-    moei_f32_softmax_avx2,
-    moei_f32_multiply_avx2,
-    moei_f32_spread_avx2,
-    moei_f32_log_posterior_avx2,
-    moei_f32_exp_sum_avx2,
-    moei_f32_entropy_avx2,
-    moei_f32_panels_6x16_avx2,
-    moei_f32_gated_avx2,
-#ifndef MOE_NO_TRAIN
-    moei_f32_gated_backward_avx2,
-#else
-    NULL,
-#endif
-};
+
+/* The entries of a table that AVX2 and FMA are enough for; what follows them depends on more. */
+#define MOEI_AVX2_ENTRIES                                                     \
+    {{moei_f32_nt_6x16_avx2}, {moei_f32_nn_6x16_avx2}, {moei_f32_tn_6x16_avx2}}, \
+    moei_f32_dot_avx2,                                                        \
+    moei_f32_axpy_avx2,                                                       \
+    moei_f32_activate_avx2,                                                   \
+    MOEI_TRAIN_ONLY(moei_f32_activate_backward_avx2),                         \
+    moei_f32_softmax_avx2,                                                    \
+    moei_f32_multiply_avx2,                                                   \
+    moei_f32_spread_avx2,                                                     \
+    moei_f32_log_posterior_avx2,                                              \
+    moei_f32_exp_sum_avx2,                                                    \
+    moei_f32_entropy_avx2,                                                    \
+    moei_f32_panels_6x16_avx2,                                                \
+    moei_f32_gated_avx2,                                                      \
+    MOEI_TRAIN_ONLY(moei_f32_gated_backward_avx2)
 
 #endif /* MOEI_HAVE_AVX2 */
 
@@ -2195,9 +2331,10 @@ static const moe_kernels moei_kernels_avx2 = {
 
 #ifdef MOEI_HAVE_AVX512
 
-/* g++ takes the operand that its own intrinsics leave open for a mistake. */
+/* g++ takes the operands that its own intrinsics leave open, and their masks of all lanes, for mistakes. */
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wsign-conversion"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
@@ -2228,12 +2365,13 @@ MOEI_AVX512 MOEI_INLINE void moei_add_to_512(float *c, __mmask16 mask, __m512 su
    constants where this is inlined. Rows of the right operand are rb apart; columns beyond columns are not stored. */
 MOEI_AVX512 MOEI_INLINE void moei_f32_tile_avx512(int rows, int panels, size_t columns, size_t k, const float *a, size_t ra, size_t ca,
                                                   const float *b, size_t rb, size_t panel, float *c, size_t ldc, int load,
-                                                  moei_ahead next) {
+                                                  moei_ahead *ahead) {
     const float *a3 = a + (rows > 3 ? 3 * ra : 0), *a6 = a3 + (rows > 6 ? 3 * ra : 0), *a9 = a6 + (rows > 9 ? 3 * ra : 0);
     const float *a12 = a9 + (rows > 12 ? 3 * ra : 0), *b1 = columns > 16 ? b + panel : b;
     const float *b2 = panels > 2 ? b1 + panel : b, *b3 = panels > 2 ? b2 + panel : b;
     const __m512 zero = _mm512_setzero_ps();
     const __mmask16 mask0 = moei_mask_512(columns), mask1 = moei_mask_512(columns > 16 ? columns - 16 : 0);
+    moei_ahead next = *ahead;
     size_t p;
 #define MOEI_SUMS(row, at) __m512 s##row##_0 = zero, s##row##_1 = zero;
 #define MOEI_MORE_SUMS(row, at) __m512 s##row##_2 = zero, s##row##_3 = zero;
@@ -2274,12 +2412,16 @@ MOEI_AVX512 MOEI_INLINE void moei_f32_tile_avx512(int rows, int panels, size_t c
         }
         MOEI_ROWS_7(MOEI_WIDE_STORE)
     } else {
-        for (p = 0; p < k; p++, a += ca, a3 += ca, a6 += ca, a9 += ca, a12 += ca, b += rb, b1 += rb, next.at += next.step) {
+        for (p = 0; p < (size_t)rows; p++) {
+            _mm_prefetch((const char *)(c + p * ldc), _MM_HINT_T0);
+            _mm_prefetch((const char *)(c + p * ldc + (columns > 16 ? 16 : 0)), _MM_HINT_T0);
+        }
+        for (p = 0; p < k; p++, a += ca, a3 += ca, a6 += ca, a9 += ca, a12 += ca, b += rb, b1 += rb) {
             const __m512 y0 = _mm512_loadu_ps(b), y1 = _mm512_loadu_ps(b1);
-            _mm_prefetch((const char *)next.at, _MM_HINT_T1);
-            _mm_prefetch((const char *)(next.at + panel * sizeof(float)), _MM_HINT_T1);
+            moei_fetch_step(&next, 1);
             MOEI_ROWS_14(MOEI_STEP)
         }
+        *ahead = next;
         MOEI_ROWS_14(MOEI_STORE)
     }
 #undef MOEI_SUMS
@@ -2292,14 +2434,14 @@ MOEI_AVX512 MOEI_INLINE void moei_f32_tile_avx512(int rows, int panels, size_t c
 
 /* m rows over columns of two panels, or with wide over the 64 of four (then m is at most 7). The rows are split evenly. */
 MOEI_AVX512 static void moei_f32_rows_avx512(int wide, size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b,
-                                             size_t rb, size_t panel, float *c, size_t ldc, int load, const float *ahead) {
-    moei_ahead next = moei_fetch(ahead, (m + MOEI_TILE_512 - 1) / MOEI_TILE_512);
+                                             size_t rb, size_t panel, float *c, size_t ldc, int load, moei_ahead next) {
     size_t tiles = (m + MOEI_TILE_512 - 1) / MOEI_TILE_512, rows;
 #define MOEI_CASE(rows, panels)                                                                        \
     case rows + 16 * (panels > 2):                                                                     \
-        moei_f32_tile_avx512(rows, panels, columns, k, a, ra, ca, b, rb, panel, c, ldc, load, next);   \
+        moei_f32_tile_avx512(rows, panels, columns, k, a, ra, ca, b, rb, panel, c, ldc, load, &next);  \
         break;
-    for (; m > 0; m -= rows, tiles--, a += rows * ra, c += rows * ldc, next.at += k * next.step) {
+    next.step = 64 / (tiles > 0 ? tiles : 1); /* the tiles share the lines */
+    for (; m > 0; m -= rows, tiles--, a += rows * ra, c += rows * ldc) {
         rows = (m + tiles - 1) / tiles;
         switch (rows + (wide ? 16 : 0)) {
             MOEI_CASE(1, 4)
@@ -2343,9 +2485,7 @@ MOEI_AVX512 static void moei_f32_panels_14x32_avx512(size_t m, size_t n, size_t 
                 for (p = from; p < from + chunk; p += MOEI_BLOCK_K) {
                     const size_t block = from + chunk - p < MOEI_BLOCK_K ? from + chunk - p : (size_t)MOEI_BLOCK_K;
                     const float *bp = b + j / MOEI_PANEL * panel + p * MOEI_PANEL;
-                    const float *next = p + MOEI_BLOCK_K < from + chunk ? bp + MOEI_BLOCK_K * MOEI_PANEL
-                                        : j + columns < n               ? b + (j + columns) / MOEI_PANEL * panel + from * MOEI_PANEL
-                                                                        : bp;
+                    const moei_ahead next = moei_fetch((uintptr_t)bp + 2 * panel * sizeof(float), block * 64, block * 64, panel * sizeof(float));
                     moei_f32_rows_avx512(wide, columns, rows, block, a + i * ra + p * ca, ra, ca, bp, MOEI_PANEL, panel, c + i * ldc + j,
                                          ldc, accumulate || p > 0, next);
                 }
@@ -2357,13 +2497,17 @@ MOEI_AVX512 static void moei_f32_panels_14x32_avx512(size_t m, size_t n, size_t 
 /* One block of k for up to MOEI_BLOCK_M rows with the right operand as it lies: two panels at a time are packed into room. */
 MOEI_AVX512 static void moei_f32_block_avx512(int op, size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
                                               size_t ldb, float *c, size_t ldc, int load, float *room) {
+    const size_t row = ldb * sizeof(float);
     size_t j = 0, half, columns;
+    moei_ahead next;
     if (op == MOE_MATMUL_NT && m <= 4) j = moei_f32_nt_4x16_avx2(m, n, k, a, ra, b, ldb, c, ldc, load);
     for (; j < n; j += columns) {
         const float *bj = op == MOE_MATMUL_NT ? b + j * ldb : b + j;
         columns = n - j < 32 ? n - j : 32;
+        next = op == MOE_MATMUL_NT ? moei_fetch((uintptr_t)bj + 32 * row, k * sizeof(float), row, MOEI_PANEL * row)
+                                   : moei_fetch((uintptr_t)bj + 128, 64, row, 64);
         if (op != MOE_MATMUL_NT && m <= MOEI_UNPACKED_M && columns % MOEI_PANEL == 0) {
-            moei_f32_rows_avx512(0, columns, m, k, a, ra, ca, bj, ldb, MOEI_PANEL, c + j, ldc, load, bj);
+            moei_f32_rows_avx512(0, columns, m, k, a, ra, ca, bj, ldb, MOEI_PANEL, c + j, ldc, load, next);
             continue;
         }
         for (half = 0; half < columns; half += MOEI_PANEL) {
@@ -2372,7 +2516,7 @@ MOEI_AVX512 static void moei_f32_block_avx512(int op, size_t m, size_t n, size_t
             if (op == MOE_MATMUL_NT) moei_f32_pack_turned_avx2(count, k, bj + half * ldb, ldb, panel);
             else moei_f32_pack_avx2(count, k, bj + half, ldb, panel);
         }
-        moei_f32_rows_avx512(0, columns, m, k, a, ra, ca, room, MOEI_PANEL, MOEI_BLOCK_K * MOEI_PANEL, c + j, ldc, load, room);
+        moei_f32_rows_avx512(0, columns, m, k, a, ra, ca, room, MOEI_PANEL, MOEI_BLOCK_K * MOEI_PANEL, c + j, ldc, load, next);
     }
 }
 
@@ -2500,38 +2644,1004 @@ static void moei_f32_activate_backward_avx512(int act, size_t n, const float *x,
 }
 #endif
 
-static const moe_kernels moei_kernels_avx512 = {
-    "avx512",
-    MOE_KERNELS_AVX512,
-    {{moei_f32_nt_14x32_avx512}, {moei_f32_nn_14x32_avx512}, {moei_f32_tn_14x32_avx512}},
-    moei_f32_dot_avx2,
-    moei_f32_axpy_avx2,
-    moei_f32_activate_avx512,
-#ifndef MOE_NO_TRAIN
-    moei_f32_activate_backward_avx512,
-#else
-    NULL,
-#endif
-    moei_f32_softmax_avx2,
-    moei_f32_multiply_avx2,
-    moei_f32_spread_avx2,
-    moei_f32_log_posterior_avx2,
-    moei_f32_exp_sum_avx2,
-    moei_f32_entropy_avx2,
-    moei_f32_panels_14x32_avx512,
-    moei_f32_gated_avx512,
-#ifndef MOE_NO_TRAIN
-    moei_f32_gated_backward_avx512,
-#else
-    NULL,
-#endif
-};
+/* The entries of a table that AVX-512 F is enough for. */
+#define MOEI_AVX512_ENTRIES                                                                \
+    {{moei_f32_nt_14x32_avx512}, {moei_f32_nn_14x32_avx512}, {moei_f32_tn_14x32_avx512}}, \
+    moei_f32_dot_avx2,                                                                     \
+    moei_f32_axpy_avx2,                                                                    \
+    moei_f32_activate_avx512,                                                              \
+    MOEI_TRAIN_ONLY(moei_f32_activate_backward_avx512),                                    \
+    moei_f32_softmax_avx2,                                                                 \
+    moei_f32_multiply_avx2,                                                                \
+    moei_f32_spread_avx2,                                                                  \
+    moei_f32_log_posterior_avx2,                                                           \
+    moei_f32_exp_sum_avx2,                                                                 \
+    moei_f32_entropy_avx2,                                                                 \
+    moei_f32_panels_14x32_avx512,                                                          \
+    moei_f32_gated_avx512,                                                                 \
+    MOEI_TRAIN_ONLY(moei_f32_gated_backward_avx512)
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
 #endif
 
 #endif /* MOEI_HAVE_AVX512 */
+
+/* ==== packed weights =========================================================================================================
+
+   Offsets into panels and rows are in bytes, and numbers there are read and written by memcpy, because a caller's buffer may lie anywhere.
+   First what all builds have: 16-bit floats and packing; then quantised weights: conversions, the rows of activations, the product in plain
+   C, which defines it, and the vector kernels. */
+
+enum {
+    MOEI_GROUP = 32,          /* numbers along k that share a scale in the types with blocks */
+    MOEI_SUM_LIMIT = 65536,   /* so many terms of Q8 fit an int32 sum: 65536 * 128 * 127 < 2^31; longer rows are summed in pieces */
+    MOEI_LINE = 64            /* bytes of a cache line, and of four weights along k for each output */
+};
+
+static uint16_t moei_get_16(const unsigned char *p) {
+    uint16_t bits;
+    memcpy(&bits, p, sizeof bits);
+    return bits;
+}
+
+static void moei_put_16(unsigned char *p, uint16_t bits) {
+    memcpy(p, &bits, sizeof bits);
+}
+
+MOEI_TOOL float moei_get_float(const unsigned char *p) {
+    float x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+MOEI_TOOL void moei_put_float(unsigned char *p, float x) {
+    memcpy(p, &x, sizeof x);
+}
+
+static moe_real moei_get_real(const unsigned char *p) {
+    moe_real x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+/* ---- 16-bit floats ---- */
+
+#if MOE_REAL_IS_DOUBLE
+enum { MOEI_MANTISSA = 52, MOEI_BIAS = 1023 };
+#else
+enum { MOEI_MANTISSA = 23, MOEI_BIAS = 127 };
+#endif
+
+/* x in a sign and the given numbers of bits of exponent and mantissa (5 and 10, or 8 and 7), rounded to nearest even. */
+static uint16_t moei_narrow(moe_real x, int exponent_bits, int mantissa_bits) {
+    const moei_bits bits = moei_real_bits(x), size = bits & ~MOEI_SIGN_BIT, one = (moei_bits)1 << MOEI_MANTISSA;
+    const uint32_t sign = bits != size ? 0x8000u : 0, infinity = ((1u << exponent_bits) - 1) << mantissa_bits;
+    int exponent = (int)(size >> MOEI_MANTISSA), drop = MOEI_MANTISSA - mantissa_bits;
+    moei_bits mantissa = size & (one - 1), rest;
+    uint32_t kept;
+    if (size > MOEI_INFINITY_BITS) return (uint16_t)(sign | infinity | 1u << (mantissa_bits - 1) | (uint32_t)(mantissa >> drop));
+    if (exponent > 0) mantissa |= one;
+    else exponent = 1;
+    exponent += (1 << (exponent_bits - 1)) - 1 - MOEI_BIAS;
+    if (exponent < 1) drop += 1 - exponent; /* subnormal in the narrow type */
+    if (drop > MOEI_MANTISSA + 1) return (uint16_t)sign;
+    kept = (uint32_t)(mantissa >> drop), rest = mantissa & (((moei_bits)1 << drop) - 1);
+    if (rest > (moei_bits)1 << (drop - 1) || (rest == (moei_bits)1 << (drop - 1) && (kept & 1u))) kept++;
+    if (exponent > 1) kept += (uint32_t)(exponent - 1) << mantissa_bits; /* the leading bit counts as one more */
+    return (uint16_t)(sign | (kept < infinity ? kept : infinity));
+}
+
+static float moei_float_of_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static moe_real moei_from_f16(uint16_t half) {
+    const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, exponent = half >> 10 & 31u, mantissa = half & 1023u;
+    if (exponent == 0) return (moe_real)mantissa * (sign ? MOEI_R(-5.9604644775390625e-8) : MOEI_R(5.9604644775390625e-8));
+    return (moe_real)moei_float_of_bits(sign | (exponent == 31 ? 255u : exponent + 112) << 23 | mantissa << 13);
+}
+
+static moe_real moei_from_bf16(uint16_t half) {
+    return (moe_real)moei_float_of_bits((uint32_t)half << 16);
+}
+
+static void moei_widen_c(int type, size_t count, const void *packed, moe_real *out) {
+    const unsigned char *p = (const unsigned char *)packed;
+    size_t i;
+    for (i = 0; i < count * MOEI_PANEL; i++) {
+        const uint16_t half = moei_get_16(p + 2 * i);
+        out[i] = type == MOE_TYPE_F16 ? moei_from_f16(half) : moei_from_bf16(half);
+    }
+}
+
+/* ---- panels ---- */
+
+/* inner in groups of 32, rounded up. */
+MOEI_TOOL size_t moei_groups(size_t inner) {
+    return inner / MOEI_GROUP + (inner % MOEI_GROUP > 0);
+}
+
+static int moei_is_quant(int type) {
+    return type == MOE_TYPE_Q8 || type == MOE_TYPE_Q8_BLOCK || type == MOE_TYPE_Q4;
+}
+
+moe_status moe_panel_size(int type, size_t inner, size_t *bytes) {
+    size_t count = inner, each, more = 0, size;
+    if (type < 0 || type >= MOE_TYPE_COUNT || bytes == NULL) return MOE_ERR_ARGUMENT;
+    if (type == MOE_TYPE_REAL) each = MOEI_PANEL * sizeof(moe_real);
+    else if (!moei_is_quant(type)) each = MOEI_PANEL * 2;
+    else {
+#ifdef MOE_NO_QUANT
+        return MOE_ERR_UNSUPPORTED;
+#else
+        count = moei_groups(inner);
+        each = MOEI_PANEL * (type == MOE_TYPE_Q8 ? MOEI_GROUP : type == MOE_TYPE_Q8_BLOCK ? MOEI_GROUP + 2 : MOEI_GROUP / 2 + 2);
+        more = MOEI_LINE - 1 + (type == MOE_TYPE_Q8 ? MOEI_PANEL * sizeof(float) : 0);
+#endif
+    }
+    if (!moei_mul(count, each, &size) || !moei_add(size, more, &size)) return MOE_ERR_OVERFLOW;
+    *bytes = more > 0 ? size - size % MOEI_LINE : size;
+    return MOE_OK;
+}
+
+/* What every call on whole packed weights checks first; *bytes = the distance between panels. */
+static moe_status moei_check_panels(int type, size_t n, size_t inner, size_t stride, size_t *bytes) {
+    size_t all, size;
+    const moe_status status = moe_panel_size(type, inner, &size);
+    if (status != MOE_OK) return status;
+    if (stride == 0) return MOE_ERR_ARGUMENT;
+    if (!moei_mul(size, stride, bytes) || !moei_mul(n / MOEI_PANEL + 1, *bytes, &all)) return MOE_ERR_OVERFLOW;
+    return MOE_OK;
+}
+
+#ifndef MOE_NO_QUANT
+
+/* Where a panel's scales begin. */
+static size_t moei_panel_scales(int type, size_t inner) {
+    return moei_groups(inner) * MOEI_PANEL * (type == MOE_TYPE_Q4 ? MOEI_GROUP / 2 : MOEI_GROUP);
+}
+
+/* Where the scale of an output's group stands: a block of 32, or in Q8 the whole row. */
+static size_t moei_scale_at(int type, size_t inner, size_t group, size_t output) {
+    const size_t index = group * MOEI_PANEL + output;
+    return moei_panel_scales(type, inner) + (type == MOE_TYPE_Q8 ? sizeof(float) : 2) * index;
+}
+
+static moe_real moei_get_scale(int type, const unsigned char *scale) {
+    return type == MOE_TYPE_Q8 ? (moe_real)moei_get_float(scale) : moei_from_f16(moei_get_16(scale));
+}
+
+/* Where element p of an output stands; in Q4 the byte that holds it, with p % 32 < 16 in its low four bits. */
+static size_t moei_level_at(int type, size_t p, size_t output) {
+    const size_t at = type == MOE_TYPE_Q4 ? p / MOEI_GROUP * (MOEI_GROUP / 2) + p % (MOEI_GROUP / 2) : p;
+    return at / 4 * MOEI_LINE + output * 4 + at % 4;
+}
+
+/* A quantised weight without its scale. */
+static int moei_get_level(int type, const unsigned char *panel, size_t p, size_t output) {
+    const int byte = panel[moei_level_at(type, p, output)];
+    if (type == MOE_TYPE_Q4) return (p % MOEI_GROUP < MOEI_GROUP / 2 ? byte & 15 : byte >> 4) - 8;
+    return byte - 128;
+}
+
+static void moei_put_level(int type, unsigned char *panel, size_t p, size_t output, int level) {
+    unsigned char *byte = panel + moei_level_at(type, p, output);
+    if (type != MOE_TYPE_Q4) *byte = (unsigned char)(level + 128);
+    else if (p % MOEI_GROUP < MOEI_GROUP / 2) *byte = (unsigned char)((*byte & 0xf0) | (level + 8));
+    else *byte = (unsigned char)((*byte & 0x0f) | (level + 8) << 4);
+}
+
+/* A panel of zeros. */
+static void moei_clear_panel(int type, size_t inner, size_t size, unsigned char *panel) {
+    const size_t scales = moei_panel_scales(type, inner);
+    memset(panel, type == MOE_TYPE_Q4 ? 0x88 : 0x80, scales);
+    memset(panel + scales, 0, size - scales);
+}
+
+/* Numbers that share a scale. */
+static size_t moei_group_length(int type, size_t inner, size_t p) {
+    return type == MOE_TYPE_Q8 || inner - p < MOEI_GROUP ? inner - p : (size_t)MOEI_GROUP;
+}
+
+/* The scale of n weights, as it is stored: infinite when the type of scales cannot hold it. */
+static moe_real moei_weight_scale(int type, size_t n, const moe_real *x) {
+    moe_real most = 0;
+    size_t i;
+    for (i = 0; i < n; i++)
+        if (MOEI_F(fabs)(x[i]) > MOEI_F(fabs)(most)) most = x[i];
+    if (type == MOE_TYPE_Q4) return moei_from_f16(moei_narrow(most / -8, 5, 10)) + 0; /* never -0 */
+    most = MOEI_F(fabs)(most) / 127;
+    if (type == MOE_TYPE_Q8_BLOCK) return moei_from_f16(moei_narrow(most, 5, 10));
+    return most > MOEI_R(3.4028234663852886e38) ? (moe_real)HUGE_VAL : (moe_real)(float)most;
+}
+
+/* x to the nearest integer, ties to even or away from 0. |x| below 2^30. */
+static int moei_round(moe_real x, int to_even) {
+    const int whole = (int)x;
+    const moe_real rest = MOEI_F(fabs)(x - (moe_real)whole), half = MOEI_R(0.5);
+    const int more = rest > half || (rest >= half && (!to_even || whole % 2 != 0));
+    return x < 0 ? whole - more : whole + more;
+}
+
+static int moei_level_of(int type, moe_real x, moe_real scale) {
+    const moe_real quotient = x / scale, limit = 128;
+    const moe_real value = quotient > limit ? limit : quotient < -limit ? -limit : quotient;
+    int level;
+    if (type == MOE_TYPE_Q4) {
+        level = (int)(value + MOEI_R(136.5)) - 136; /* positive before it is cut off */
+        return level > 7 ? 7 : level < -8 ? -8 : level;
+    }
+    level = moei_round(value, 0);
+    return level > 127 ? 127 : level < -127 ? -127 : level;
+}
+
+static void moei_quantise_panel(int type, size_t outputs, size_t inner, const moe_real *w, size_t ldw, size_t size, unsigned char *panel) {
+    size_t j, p, i, length;
+    moei_clear_panel(type, inner, size, panel);
+    for (j = 0; j < outputs; j++)
+        for (p = 0; p < inner; p += length) {
+            const moe_real *x = w + j * ldw + p;
+            moe_real scale;
+            unsigned char *at = panel + moei_scale_at(type, inner, type == MOE_TYPE_Q8 ? 0 : p / MOEI_GROUP, j);
+            length = moei_group_length(type, inner, p);
+            scale = moei_weight_scale(type, length, x);
+            if (type == MOE_TYPE_Q8) moei_put_float(at, (float)scale);
+            else moei_put_16(at, moei_narrow(scale, 5, 10));
+            for (i = 0; i < length && (scale > 0 || scale < 0); i++)
+                moei_put_level(type, panel, p + i, j, moei_level_of(type, x[i], scale));
+        }
+}
+
+/* Whether weights can be quantised. */
+static moe_status moei_check_weights(int type, size_t n, size_t inner, const moe_real *w, size_t ldw) {
+    size_t j, p, length;
+    for (j = 0; j < n; j++)
+        for (p = 0; p < inner; p++)
+            if (!moe_is_finite(w[j * ldw + p])) return MOE_ERR_NONFINITE;
+    for (j = 0; j < n; j++)
+        for (p = 0; p < inner; p += length) {
+            length = moei_group_length(type, inner, p);
+            if (!moe_is_finite(moei_weight_scale(type, length, w + j * ldw + p))) return MOE_ERR_OVERFLOW;
+        }
+    return MOE_OK;
+}
+
+#endif /* MOE_NO_QUANT */
+
+/* The number that an element of a panel stands for. */
+static moe_real moei_panel_get(int type, size_t inner, const unsigned char *panel, size_t p, size_t output) {
+    const size_t index = p * MOEI_PANEL + output;
+    if (type == MOE_TYPE_REAL) return moei_get_real(panel + index * sizeof(moe_real));
+    if (type == MOE_TYPE_F16) return moei_from_f16(moei_get_16(panel + 2 * index));
+    if (type == MOE_TYPE_BF16) return moei_from_bf16(moei_get_16(panel + 2 * index));
+#ifndef MOE_NO_QUANT
+    return (moe_real)moei_get_level(type, panel, p, output) *
+           moei_get_scale(type, panel + moei_scale_at(type, inner, type == MOE_TYPE_Q8 ? 0 : p / MOEI_GROUP, output));
+#else
+    (void)inner;
+    return 0;
+#endif
+}
+
+/* A panel of a type that is not quantised. */
+static void moei_copy_panel(int type, size_t outputs, size_t inner, const moe_real *w, size_t ldw, unsigned char *panel) {
+    size_t j, p;
+    for (p = 0; p < inner; p++)
+        for (j = 0; j < MOEI_PANEL; j++) {
+            const moe_real x = j < outputs ? w[j * ldw + p] : 0;
+            const size_t index = p * MOEI_PANEL + j;
+            if (type == MOE_TYPE_REAL) memcpy(panel + index * sizeof x, &x, sizeof x);
+            else moei_put_16(panel + 2 * index, type == MOE_TYPE_F16 ? moei_narrow(x, 5, 10) : moei_narrow(x, 8, 7));
+        }
+}
+
+moe_status moe_pack(const moe_kernels *k, int type, size_t n, size_t inner, const moe_real *w, size_t ldw, void *packed, size_t stride) {
+    unsigned char *panel = (unsigned char *)packed;
+    size_t j, step = 0;
+    moe_status status = moei_check_panels(type, n, inner, stride, &step);
+#ifndef MOE_NO_QUANT
+    if (status == MOE_OK && moei_is_quant(type)) status = moei_check_weights(type, n, inner, w, ldw);
+#endif
+    (void)k;
+    for (j = 0; j < n && status == MOE_OK; j += MOEI_PANEL, panel += step) {
+        const size_t outputs = n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL;
+        if (!moei_is_quant(type)) moei_copy_panel(type, outputs, inner, w + j * ldw, ldw, panel);
+#ifndef MOE_NO_QUANT
+        else moei_quantise_panel(type, outputs, inner, w + j * ldw, ldw, step / stride, panel);
+#endif
+    }
+    return status;
+}
+
+moe_status moe_unpack(int type, size_t n, size_t inner, const void *packed, size_t stride, moe_real *w, size_t ldw) {
+    const unsigned char *panels = (const unsigned char *)packed;
+    size_t j, p, step;
+    const moe_status status = moei_check_panels(type, n, inner, stride, &step);
+    for (j = 0; j < n && status == MOE_OK; j++)
+        for (p = 0; p < inner; p++)
+            w[j * ldw + p] = moei_panel_get(type, inner, panels + j / MOEI_PANEL * step, p, j % MOEI_PANEL);
+    return status;
+}
+
+#ifndef MOE_NO_QUANT
+
+/* ---- the common layouts ----
+
+   The bytes of a block stand in a panel in the same order, four of them in each line; int8 has its sign bit turned. */
+
+enum { MOEI_Q8_0 = 34, MOEI_Q4_0 = 18 }; /* bytes of a block */
+
+static moe_status moei_from_common(int type, size_t n, size_t inner, const unsigned char *block, unsigned char *panel, size_t stride) {
+    const size_t bytes = type == MOE_TYPE_Q4 ? MOEI_Q4_0 - 2 : MOEI_Q8_0 - 2, flip = type == MOE_TYPE_Q4 ? 0 : 0x80;
+    size_t j, b, t, step;
+    const moe_status status = moei_check_panels(type, n, inner, stride, &step);
+    if (status != MOE_OK || inner % MOEI_GROUP != 0) return status != MOE_OK ? status : MOE_ERR_SHAPE;
+    for (j = 0; j < n; j++) {
+        const size_t output = j % MOEI_PANEL;
+        if (j > 0 && output == 0) panel += step;
+        if (output == 0) moei_clear_panel(type, inner, step / stride, panel);
+        for (b = 0; b < inner / MOEI_GROUP; b++, block += 2 + bytes) {
+            moei_put_16(panel + moei_scale_at(type, inner, b, output), (uint16_t)(block[0] | block[1] << 8));
+            for (t = 0; t < bytes; t++)
+                panel[(b * bytes + t) / 4 * MOEI_LINE + output * 4 + t % 4] = (unsigned char)(block[2 + t] ^ flip);
+        }
+    }
+    return MOE_OK;
+}
+
+static moe_status moei_to_common(int type, size_t n, size_t inner, const unsigned char *panel, size_t stride, unsigned char *block) {
+    const size_t bytes = type == MOE_TYPE_Q4 ? MOEI_Q4_0 - 2 : MOEI_Q8_0 - 2, flip = type == MOE_TYPE_Q4 ? 0 : 0x80;
+    size_t j, b, t, step;
+    const moe_status status = moei_check_panels(type, n, inner, stride, &step);
+    if (status != MOE_OK || inner % MOEI_GROUP != 0) return status != MOE_OK ? status : MOE_ERR_SHAPE;
+    for (j = 0; j < n; j++) {
+        const size_t output = j % MOEI_PANEL;
+        if (j > 0 && output == 0) panel += step;
+        for (b = 0; b < inner / MOEI_GROUP; b++, block += 2 + bytes) {
+            const uint16_t scale = moei_get_16(panel + moei_scale_at(type, inner, b, output));
+            block[0] = (unsigned char)(scale & 0xff), block[1] = (unsigned char)(scale >> 8);
+            for (t = 0; t < bytes; t++)
+                block[2 + t] = (unsigned char)(panel[(b * bytes + t) / 4 * MOEI_LINE + output * 4 + t % 4] ^ flip);
+        }
+    }
+    return MOE_OK;
+}
+
+moe_status moe_pack_q8_0(size_t n, size_t inner, const void *blocks, void *packed, size_t stride) {
+    return moei_from_common(MOE_TYPE_Q8_BLOCK, n, inner, (const unsigned char *)blocks, (unsigned char *)packed, stride);
+}
+
+moe_status moe_unpack_q8_0(size_t n, size_t inner, const void *packed, size_t stride, void *blocks) {
+    return moei_to_common(MOE_TYPE_Q8_BLOCK, n, inner, (const unsigned char *)packed, stride, (unsigned char *)blocks);
+}
+
+moe_status moe_pack_q4_0(size_t n, size_t inner, const void *blocks, void *packed, size_t stride) {
+    return moei_from_common(MOE_TYPE_Q4, n, inner, (const unsigned char *)blocks, (unsigned char *)packed, stride);
+}
+
+moe_status moe_unpack_q4_0(size_t n, size_t inner, const void *packed, size_t stride, void *blocks) {
+    return moei_to_common(MOE_TYPE_Q4, n, inner, (const unsigned char *)packed, stride, (unsigned char *)blocks);
+}
+
+/* ---- rows of activations ---- */
+
+/* Where the scales and the starts of the sums begin in a row, and its size. 0 when that does not fit. */
+typedef struct moei_row_shape {
+    size_t levels, scales, starts, size;
+} moei_row_shape;
+
+static int moei_shape_row(int type, size_t inner, moei_row_shape *s) {
+    const size_t groups = moei_groups(inner), scales = type == MOE_TYPE_Q8 ? 1 : groups;
+    const size_t starts = type == MOE_TYPE_Q8 ? inner / MOEI_SUM_LIMIT + 1 : groups;
+    size_t lines;
+    if (!moei_is_quant(type) || inner > (size_t)-1 / 2) return 0;
+    s->levels = s->scales = groups * MOEI_GROUP;
+    if (!moei_add(s->scales, scales * sizeof(moe_real), &s->starts) || !moei_add(s->starts, starts * 4, &s->size)) return 0;
+    lines = s->size / MOEI_LINE + 1; /* behind the row there may be unused bytes, but no second even line */
+    return moei_mul(lines + (lines % 2 == 0), MOEI_LINE, &s->size);
+}
+
+size_t moe_quant_row_size(int type, size_t inner) {
+    moei_row_shape shape;
+    return moei_shape_row(type, inner, &shape) ? shape.size : 0;
+}
+
+/* The bits of the largest |x|: as integers they have the order of the numbers, infinity and NaN above. n is a multiple of 32, as below. */
+typedef moei_bits moei_largest_fn(size_t n, const moe_real *x);
+/* level_i = x_i * factor to the nearest even; returns their sum. */
+typedef int32_t moei_levels_fn(size_t n, const moe_real *x, moe_real factor, signed char *level);
+
+/* The scale of a group, and the factor that goes the other way: 127 / largest would overflow where the largest is too small. */
+static moe_real moei_row_scale(moei_bits largest, moe_real *factor) {
+    const moei_bits least = (moei_bits)7 << MOEI_MANTISSA, nan = MOEI_INFINITY_BITS | MOEI_INFINITY_BITS >> 1;
+    const moei_bits bits = largest < MOEI_INFINITY_BITS ? largest : nan;
+    moe_real most;
+    memcpy(&most, &bits, sizeof most);
+    *factor = 0;
+    if (largest < least) return 0;
+    if (largest < MOEI_INFINITY_BITS) *factor = 127 / most;
+    return most / 127;
+}
+
+/* The rows of a type, for an instruction set's two loops. The last numbers, which fill no group, go through a copy. */
+MOEI_INLINE void moei_quantise(int type, size_t m, size_t inner, const moe_real *x, size_t ldx, unsigned char *row, moei_largest_fn *largest,
+                               moei_levels_fn *levels) {
+    const size_t whole = inner - inner % MOEI_GROUP;
+    const int32_t offset = type == MOE_TYPE_Q4 ? -8 : -128;
+    moei_row_shape shape;
+    size_t i, p, run;
+    if (!moei_shape_row(type, inner, &shape)) return;
+    for (i = 0; i < m; i++, x += ldx, row += shape.size) {
+        moe_real rest[MOEI_GROUP] = {0}, scale = 0, factor = 0;
+        int32_t sum = 0;
+        memcpy(rest, x + whole, (inner - whole) * sizeof *x);
+        if (type == MOE_TYPE_Q8) {
+            const moei_bits front = largest(whole, x), back = largest(MOEI_GROUP, rest);
+            scale = moei_row_scale(front > back ? front : back, &factor);
+            memcpy(row + shape.scales, &scale, sizeof scale);
+        }
+        for (p = 0; p < shape.levels; p += run) {
+            const moe_real *from = p < whole ? x + p : rest;
+            const size_t group = p / (type == MOE_TYPE_Q8 ? MOEI_SUM_LIMIT : MOEI_GROUP), left = MOEI_SUM_LIMIT - p % MOEI_SUM_LIMIT;
+            int32_t start;
+            run = type != MOE_TYPE_Q8 || p >= whole ? (size_t)MOEI_GROUP : whole - p < left ? whole - p : left;
+            if (type != MOE_TYPE_Q8) {
+                scale = moei_row_scale(largest(run, from), &factor);
+                memcpy(row + shape.scales + group * sizeof scale, &scale, sizeof scale);
+            }
+            if (type != MOE_TYPE_Q8 || p % MOEI_SUM_LIMIT == 0) sum = 0;
+            if (factor > 0) sum += levels(run, from, factor, (signed char *)row + p);
+            else memset(row + p, 0, run);
+            start = sum * offset;
+            memcpy(row + shape.starts + group * 4, &start, sizeof start);
+        }
+    }
+}
+
+static moei_bits moei_largest_c(size_t n, const moe_real *x) {
+    moei_bits most = 0;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        const moei_bits size = moei_real_bits(x[i]) & ~MOEI_SIGN_BIT;
+        if (size > most) most = size;
+    }
+    return most;
+}
+
+static int32_t moei_levels_c(size_t n, const moe_real *x, moe_real factor, signed char *level) {
+    int32_t sum = 0;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        level[i] = (signed char)moei_round(x[i] * factor, 1);
+        sum += level[i];
+    }
+    return sum;
+}
+
+static void moei_quantise_c(int type, size_t m, size_t inner, const moe_real *x, size_t ldx, void *rows) {
+    moei_quantise(type, m, inner, x, ldx, (unsigned char *)rows, moei_largest_c, moei_levels_c);
+}
+
+/* ---- the product in plain C ----
+
+   A sum over int8 times the byte w + 128 (or the four bits w + 8) starts from what takes the offset off again. On the way it stays within
+   MOEI_SUM_LIMIT * 128 * 127 too: what is summed already has lost its offset, what is still to come is -128 q. */
+
+/* sum[j] += over count quads of the row: each quad meets a line of 16 x 4 bytes. */
+MOEI_INLINE void moei_sum_c(int q4, size_t count, const signed char *level, const unsigned char *line, int32_t *sum) {
+    size_t p, j;
+    for (p = 0; p < count; p++, level += 4) {
+        const int high = q4 && p % 8 >= 4;
+        const unsigned char *w = line + (q4 ? p / 8 * 4 + p % 4 : p) * MOEI_LINE;
+        for (j = 0; j < MOEI_PANEL; j++, w += 4) {
+            if (!q4) sum[j] += level[0] * w[0] + level[1] * w[1] + level[2] * w[2] + level[3] * w[3];
+            else if (high) sum[j] += level[0] * (w[0] >> 4) + level[1] * (w[1] >> 4) + level[2] * (w[2] >> 4) + level[3] * (w[3] >> 4);
+            else sum[j] += level[0] * (w[0] & 15) + level[1] * (w[1] & 15) + level[2] * (w[2] & 15) + level[3] * (w[3] & 15);
+        }
+    }
+}
+
+/* One row over one panel. */
+MOEI_INLINE void moei_quant_row_c(int type, size_t inner, const moei_row_shape *shape, const unsigned char *row, const unsigned char *panel,
+                                  moe_real *c) {
+    const size_t most = type == MOE_TYPE_Q8 ? MOEI_SUM_LIMIT : MOEI_GROUP;
+    size_t p, j;
+    for (j = 0; j < MOEI_PANEL; j++) c[j] = 0;
+    for (p = 0; p < shape->levels; p += most) {
+        const size_t count = shape->levels - p < most ? shape->levels - p : most, group = p / most, scaled = type == MOE_TYPE_Q8 ? 0 : group;
+        const moe_real scale = moei_get_real(row + shape->scales + scaled * sizeof(moe_real));
+        int32_t sum[MOEI_PANEL], start;
+        memcpy(&start, row + shape->starts + group * 4, sizeof start);
+        for (j = 0; j < MOEI_PANEL; j++) sum[j] = start;
+        moei_sum_c(type == MOE_TYPE_Q4, count / 4, (const signed char *)row + p,
+                   panel + p * (type == MOE_TYPE_Q4 ? MOEI_PANEL / 2 : MOEI_PANEL), sum);
+        for (j = 0; j < MOEI_PANEL; j++)
+            MOEI_ADD_TO(c[j], (moe_real)sum[j], moei_get_scale(type, panel + moei_scale_at(type, inner, scaled, j)) * scale);
+    }
+}
+
+MOEI_INLINE void moei_quant_c(int type, size_t m, size_t panels, size_t inner, const void *rows, size_t row_size, const void *packed,
+                              size_t panel_stride, moe_real *c, size_t ldc) {
+    moei_row_shape shape;
+    size_t i, j;
+    if (!moei_shape_row(type, inner, &shape)) return;
+    for (j = 0; j < panels; j++)
+        for (i = 0; i < m; i++)
+            moei_quant_row_c(type, inner, &shape, (const unsigned char *)rows + i * row_size, (const unsigned char *)packed + j * panel_stride,
+                             c + i * ldc + j * MOEI_PANEL);
+}
+
+/* The three entries of a table from a set's function over all types. */
+#define MOEI_QUANT_FUNCTION(name, set, target, type)                                                                          \
+    target static void moei_##name##_##set(size_t m, size_t panels, size_t inner, const void *rows, size_t row_size,          \
+                                           const void *packed, size_t panel_stride, moe_real *c, size_t ldc) {                \
+        moei_quant_##set(type, m, panels, inner, rows, row_size, packed, panel_stride, c, ldc);                               \
+    }
+#define MOEI_QUANT_FUNCTIONS(set, target)                      \
+    MOEI_QUANT_FUNCTION(q8, set, target, MOE_TYPE_Q8)             \
+    MOEI_QUANT_FUNCTION(q8_block, set, target, MOE_TYPE_Q8_BLOCK) \
+    MOEI_QUANT_FUNCTION(q4, set, target, MOE_TYPE_Q4)
+
+MOEI_QUANT_FUNCTIONS(c, )
+
+#endif /* MOE_NO_QUANT */
+
+#if (defined(MOEI_HAVE_AVX2) || defined(MOEI_V4_IEEE)) && !defined(MOE_NO_QUANT)
+
+/* ---- vector kernels: what they share ---- */
+
+/* What a tile works on: some rows over one or two panels, over the groups of k that begin at a and w. */
+typedef struct moei_quant_tile {
+    const unsigned char *a, *scale, *start; /* of the first row: int8, scales and starts */
+    const unsigned char *w[2], *w_scale[2]; /* of both panels; twice the same one when only one is left, */
+    float *c[2];                            /* and then the second's outputs all go to one spare row */
+    size_t row_size, ldc[2];
+    size_t groups, lines; /* groups with a scale; lines of 64 bytes in a group */
+    int half;             /* the weights' scales are 16-bit floats, else float */
+    int load;             /* adds to C */
+} moei_quant_tile;
+
+typedef void moei_tile_fn(int q4, size_t rows, const moei_quant_tile *t);
+
+/* How many of the last 1 to 11 rows the next tile takes: tiles of 1, 2, 3, 4, 6, 8 and 12 rows exist, up to the set's highest. */
+static const unsigned char moei_tile_rows[12] = {0, 1, 2, 3, 4, 3, 6, 4, 8, 6, 6, 8};
+
+/* All tiles of a product: the weights of wide panels meet row after row while they are in the cache. most: rows of the highest tile. */
+static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *tile, size_t m, size_t panels, size_t inner, const void *rows,
+                             size_t row_size, const void *packed, size_t panel_stride, float *c, size_t ldc) {
+    const size_t piece = type == MOE_TYPE_Q8 ? (size_t)MOEI_SUM_LIMIT : inner;
+    const int q4 = type == MOE_TYPE_Q4;
+    float spare[MOEI_PANEL] = {0};
+    moei_row_shape shape;
+    moei_quant_tile t;
+    size_t p, i, j, count;
+    if (!moei_shape_row(type, inner, &shape)) return;
+    t.row_size = row_size, t.ldc[0] = ldc, t.half = type != MOE_TYPE_Q8;
+    for (p = 0; p < inner; p += piece) { /* more than one only in Q8 beyond MOEI_SUM_LIMIT */
+        const unsigned char *row = (const unsigned char *)rows, *panel = (const unsigned char *)packed;
+        const size_t length = shape.levels - p < piece ? shape.levels - p : piece;
+        t.groups = type == MOE_TYPE_Q8 ? 1 : shape.levels / MOEI_GROUP;
+        t.lines = type == MOE_TYPE_Q8 ? length / 4 : q4 ? 4 : 8;
+        t.load = p > 0;
+        for (j = 0; j < panels; j += wide, panel += wide * panel_stride) {
+            const size_t next = wide > 1 && j + 1 < panels ? 1 : 0;
+            t.ldc[1] = next * ldc;
+            t.w[0] = panel + p * MOEI_PANEL, t.w[1] = t.w[0] + next * panel_stride;
+            t.w_scale[0] = panel + moei_panel_scales(type, inner), t.w_scale[1] = t.w_scale[0] + next * panel_stride;
+            t.c[0] = c + j * MOEI_PANEL, t.c[1] = next ? t.c[0] + MOEI_PANEL : spare;
+            t.a = row + p, t.scale = row + shape.scales, t.start = row + shape.starts + p / MOEI_SUM_LIMIT * (type == MOE_TYPE_Q8 ? 4 : 0);
+            for (i = m; i > 0; i -= count) {
+                count = i < 12 && moei_tile_rows[i] < most ? moei_tile_rows[i] : most;
+                tile(q4, count, &t);
+                t.a += count * row_size, t.scale += count * row_size, t.start += count * row_size;
+                t.c[0] += count * ldc, t.c[1] += count * t.ldc[1];
+            }
+        }
+    }
+}
+
+static int32_t moei_get_32(const unsigned char *p) {
+    int32_t x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+#endif
+
+#ifdef MOEI_HAVE_AVX2
+
+#if defined(__GNUC__) || defined(__clang__)
+#define MOEI_AVX2_F16C __attribute__((target("avx2,fma,f16c")))
+#else
+#define MOEI_AVX2_F16C
+#endif
+
+MOEI_AVX2_F16C static void moei_widen_avx2(int type, size_t count, const void *packed, float *out) {
+    const unsigned char *p = (const unsigned char *)packed;
+    size_t i;
+    for (i = 0; i < 2 * count; i++, p += 16, out += 8) {
+        const __m128i half = _mm_loadu_si128((const __m128i *)(const void *)p);
+        const __m256i upper = _mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
+        _mm256_storeu_ps(out, type == MOE_TYPE_F16 ? _mm256_cvtph_ps(half) : _mm256_castsi256_ps(upper));
+    }
+}
+
+#ifndef MOE_NO_QUANT
+
+/* Vectors through pointers of any alignment. */
+#define MOEI_LOAD_256(p) _mm256_loadu_si256((const __m256i *)(const void *)(p))
+#define MOEI_LOAD_512(p) _mm512_loadu_si512((const void *)(p))
+
+/* Sums of int16 or int32, as the vector types that gcc gives the instructions: kept in a general vector of integers it copies each sum
+   twice. */
+#if defined(__GNUC__) || defined(__clang__)
+typedef uint16_t moei_words_16 __attribute__((vector_size(32)));
+typedef int32_t moei_lanes_8 __attribute__((vector_size(32)));
+typedef int32_t moei_lanes_16 __attribute__((vector_size(64)));
+#define MOEI_AS(type, vector) ((type)(vector))
+#else
+typedef __m256i moei_words_16;
+typedef __m256i moei_lanes_8;
+typedef __m512i moei_lanes_16;
+#define MOEI_AS(type, vector) (vector)
+#endif
+
+/* Rows 0 to 3, 5 or 11 of a tile at a0, three rows to a base pointer, because an address holds a base and one or two strides. */
+#define MOEI_EACH_4(X, set) X(set, 0, a0) X(set, 1, a0 + row) X(set, 2, a0 + 2 * row) X(set, 3, a3)
+#define MOEI_EACH_6(X, set) MOEI_EACH_4(X, set) X(set, 4, a3 + row) X(set, 5, a3 + 2 * row)
+#define MOEI_EACH_12(X, set)                                                \
+    MOEI_EACH_6(X, set) X(set, 6, a6) X(set, 7, a6 + row) X(set, 8, a6 + 2 * row) \
+    X(set, 9, a9) X(set, 10, a9 + row) X(set, 11, a9 + 2 * row)
+
+/* ---- AVX2 ----
+
+   The product of unsigned and signed bytes (maddubs) saturates at 16 bits with bytes of 8 bits, but not with 4: a byte w + 128 is taken
+   as its low and its high four bits, and 8 quads of 2 * 15 * 127 each still fit the 16-bit sums. So int8 and int4 are one kernel: the sums
+   s0 and s1 are those of the low and the high bits, which in int8 count 16 times and in int4 are other elements. One half of a panel at a
+   time, 8 outputs. */
+
+MOEI_AVX2_F16C MOEI_INLINE __m256i moei_all_avx2(const unsigned char *p) { return _mm256_set1_epi32(moei_get_32(p)); }
+
+MOEI_AVX2_F16C MOEI_INLINE __m256 moei_w_scale_avx2(int half, const unsigned char *p) {
+    if (half) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
+    return _mm256_loadu_ps((const float *)(const void *)p);
+}
+
+MOEI_AVX2_F16C MOEI_INLINE moei_words_16 moei_nibble_sum_avx2(moei_words_16 sum, __m256i w, __m256i x) {
+    return MOEI_AS(moei_words_16, _mm256_add_epi16(MOEI_AS(__m256i, sum), _mm256_maddubs_epi16(w, x)));
+}
+
+/* C = (keep ? C : 0) + sum * (w_scale * scale). */
+MOEI_AVX2_F16C MOEI_INLINE void moei_finish_avx2(float *c, __m256i sum, __m256 w_scale, __m256i scale, int keep) {
+    const __m256 product = _mm256_mul_ps(w_scale, _mm256_castsi256_ps(scale)), before = _mm256_maskload_ps(c, _mm256_set1_epi32(-keep));
+    _mm256_storeu_ps(c, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), product, before));
+}
+
+#define MOEI_START(set, r, at) \
+    if (rows > r) total##r = moei_all_avx2(start + r * row);
+#define MOEI_NIBBLES(set, r, at)                                                     \
+    if (rows > r) {                                                                  \
+        const __m256i x0 = moei_all_avx2(at), x1 = q4 ? moei_all_avx2(at + 16) : x0; \
+        s##r##0 = moei_nibble_sum_avx2(s##r##0, y0, x0);                             \
+        s##r##1 = moei_nibble_sum_avx2(s##r##1, y1, x1);                             \
+    }
+#define MOEI_TOTAL(set, r, at)                                                                           \
+    if (rows > r) {                                                                                      \
+        const __m256i v0 = MOEI_AS(__m256i, s##r##0), v1 = MOEI_AS(__m256i, s##r##1);                    \
+        if (q4) total##r = _mm256_add_epi32(total##r, _mm256_madd_epi16(_mm256_add_epi16(v0, v1), one)); \
+        else total##r = _mm256_add_epi32(_mm256_add_epi32(total##r, _mm256_madd_epi16(v0, one)), _mm256_madd_epi16(v1, sixteen)); \
+    }
+#define MOEI_FINISH(set, r, at) \
+    if (rows > r) moei_finish_avx2(c + r * ldc, total##r, w_scales, moei_all_avx2(scale + r * row), keep);
+
+/* rows (1 to 4) x 8. rows and q4 are constants where this is inlined. */
+MOEI_AVX2_F16C MOEI_INLINE void moei_nibble_tile_avx2(int q4, int rows, size_t side, const moei_quant_tile *t) {
+    const __m256i one = _mm256_set1_epi16(1), sixteen = _mm256_set1_epi16(16), mask = _mm256_set1_epi8(15);
+    const moei_words_16 zero = MOEI_AS(moei_words_16, _mm256_setzero_si256());
+    const unsigned char *a0 = t->a, *a3, *w = t->w[0] + 32 * side, *w_scale = t->w_scale[0] + (t->half ? 16 : 32) * side;
+    const unsigned char *start = t->start, *scale = t->scale;
+    const size_t row = t->row_size, ldc = t->ldc[0], groups = t->groups, blocks = q4 || t->half ? 1 : t->lines / 8;
+    float *c = t->c[0] + 8 * side;
+    const int half = t->half;
+    size_t group, block, p;
+    int keep = t->load;
+    for (group = 0; group < groups; group++, w_scale += 2 * MOEI_PANEL, start += 4, scale += 4) {
+        __m256 w_scales;
+        __m256i total0 = moei_all_avx2(start), total1 = total0, total2 = total0, total3 = total0;
+        if (!half) {
+            MOEI_EACH_4(MOEI_START, avx2)
+        }
+        for (block = 0; block < blocks; block++, a0 += q4 ? 16 : 0) {
+            moei_words_16 s00 = zero, s01 = zero, s10 = zero, s11 = zero, s20 = zero, s21 = zero, s30 = zero, s31 = zero;
+            for (p = 0; p < (q4 ? 4 : 8); p++, a0 += 4, w += MOEI_LINE) {
+                const __m256i v = MOEI_LOAD_256(w), y0 = _mm256_and_si256(v, mask), y1 = _mm256_and_si256(_mm256_srli_epi16(v, 4), mask);
+                a3 = a0 + 3 * row;
+                MOEI_EACH_4(MOEI_NIBBLES, avx2)
+            }
+            if (half) {
+                MOEI_EACH_4(MOEI_START, avx2)
+            }
+            MOEI_EACH_4(MOEI_TOTAL, avx2)
+        }
+        w_scales = moei_w_scale_avx2(half, w_scale);
+        MOEI_EACH_4(MOEI_FINISH, avx2)
+        keep = 1;
+    }
+}
+
+MOEI_AVX2_F16C static void moei_quant_rows_avx2(int q4, size_t rows, const moei_quant_tile *t) {
+    size_t side;
+    for (side = 0; side < 2; side++) {
+#define MOEI_CASE(rows) \
+    case rows: q4 ? moei_nibble_tile_avx2(1, rows, side, t) : moei_nibble_tile_avx2(0, rows, side, t); break;
+        switch (rows) {
+            MOEI_CASE(1)
+            MOEI_CASE(2)
+            MOEI_CASE(3)
+            MOEI_CASE(4)
+        }
+#undef MOEI_CASE
+    }
+}
+
+static void moei_quant_avx2(int type, size_t m, size_t panels, size_t inner, const void *rows, size_t row_size, const void *packed,
+                            size_t panel_stride, float *c, size_t ldc) {
+    moei_quant_tiles(type, 1, 4, moei_quant_rows_avx2, m, panels, inner, rows, row_size, packed, panel_stride, c, ldc);
+}
+
+MOEI_QUANT_FUNCTIONS(avx2, )
+
+MOEI_AVX2 MOEI_INLINE moei_bits moei_lanes_largest_avx2(__m256i v) {
+    __m128i m = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+    return (moei_bits)_mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
+}
+
+MOEI_AVX2 MOEI_INLINE int32_t moei_lanes_total_avx2(__m256i v) {
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+}
+
+MOEI_AVX2 MOEI_INLINE moei_bits moei_largest_avx2(size_t n, const float *x) {
+    const __m256i mask = _mm256_set1_epi32(0x7fffffff);
+    __m256i most = _mm256_setzero_si256();
+    size_t i;
+    for (i = 0; i < n; i += 8) most = _mm256_max_epi32(most, _mm256_and_si256(mask, _mm256_castps_si256(_mm256_loadu_ps(x + i))));
+    return moei_lanes_largest_avx2(most);
+}
+
+MOEI_AVX2 MOEI_INLINE int32_t moei_levels_avx2(size_t n, const float *x, float factor, signed char *level) {
+    const __m256 f = _mm256_set1_ps(factor);
+    __m256i sums = _mm256_setzero_si256();
+    size_t i;
+#define MOEI_LEVELS(at) _mm256_cvtps_epi32(_mm256_mul_ps(f, _mm256_loadu_ps(x + i + (at))))
+    for (i = 0; i < n; i += 32) {
+        const __m256i i0 = MOEI_LEVELS(0), i1 = MOEI_LEVELS(8), i2 = MOEI_LEVELS(16), i3 = MOEI_LEVELS(24);
+        const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(i0, i1), _mm256_packs_epi32(i2, i3)); /* fours in the order 0 2 4 6 1 3 5 7 */
+        sums = _mm256_add_epi32(sums, _mm256_add_epi32(_mm256_add_epi32(i0, i1), _mm256_add_epi32(i2, i3)));
+        _mm256_storeu_si256((__m256i *)(void *)(level + i), _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+    }
+#undef MOEI_LEVELS
+    return moei_lanes_total_avx2(sums);
+}
+
+MOEI_AVX2 static void moei_quantise_avx2(int type, size_t m, size_t inner, const float *x, size_t ldx, void *rows) {
+    moei_quantise(type, m, inner, x, ldx, (unsigned char *)rows, moei_largest_avx2, moei_levels_avx2);
+}
+
+/* ---- VNNI ----
+
+   One instruction (vpdpbusd) multiplies four unsigned bytes by four signed ones and adds the products to an int32 in each lane. One
+   description serves vectors of 8 and of 16 outputs: a line of a panel is two of the first or one of the second kind, so a tile is one panel
+   or two wide and has two sums per row, s0 and s1. Tiles of one and two rows have a second pair, u0 and u1, to hide the latency. What differs
+   stands in a set's small functions: all (four bytes to all lanes), dot, low and high (four bits of each byte), finish (C). */
+
+#define MOEI_DOT_SUMS(set, r, at) , s##r##0 = zero, s##r##1 = zero
+#define MOEI_DOT_START(set, r, at) \
+    if (rows > r) s##r##0 = s##r##1 = moei_start_##set(t->start + r * row + 4 * group);
+#define MOEI_DOT(set, sum, r, at)                        \
+    if (rows > r) {                                      \
+        x = moei_all_##set(at);                          \
+        sum##r##0 = moei_dot_##set(sum##r##0, y0, x);    \
+        sum##r##1 = moei_dot_##set(sum##r##1, y1, x);    \
+    }
+#define MOEI_DOT_S(set, r, at) MOEI_DOT(set, s, r, at)
+#define MOEI_DOT_S16(set, r, at) MOEI_DOT(set, s, r, at + 16)
+#define MOEI_DOT_U4(set) MOEI_DOT(set, u, 0, a0 + 4) MOEI_DOT(set, u, 1, a0 + row + 4)
+#define MOEI_DOT_U16(set) MOEI_DOT(set, u, 0, a0 + 16) MOEI_DOT(set, u, 1, a0 + row + 16)
+#define MOEI_DOT_FINISH(set, r, at)                                                                          \
+    if (rows > r) {                                                                                          \
+        x = moei_all_##set(t->scale + r * row + 4 * group);                                                  \
+        moei_finish_##set(c0 + r * ldc0, s##r##0, scale0, x, keep);                                        \
+        moei_finish_##set(c1 + r * ldc1, s##r##1, scale1, x, keep);                                        \
+    }
+
+/* EACH and most: the rows of the largest tile; beside: how far the second vector's weights, scales and outputs lie from the first's, or 0
+   for the tile's second panel. */
+#define MOEI_DOT_TILE(set, target, INTS, SUMS, FLOATS, EACH, beside)                                                               \
+    target MOEI_INLINE void moei_dot_tile_##set(int q4, int rows, const moei_quant_tile *t) {                                \
+        const size_t row = t->row_size, half = beside * (t->half ? 2u : 4u), ldc0 = t->ldc[0], ldc1 = t->ldc[beside ? 0 : 1]; \
+        const unsigned char *a0 = t->a, *a3 = a0 + 3 * row, *a6 = a0 + 6 * row, *a9 = a0 + 9 * row;                            \
+        const unsigned char *w0 = t->w[0], *w1 = beside ? w0 + 4 * beside : t->w[1];                                         \
+        const unsigned char *w_scale0 = t->w_scale[0], *w_scale1 = beside ? w_scale0 + half : t->w_scale[1];                 \
+        float *c0 = t->c[0], *c1 = beside ? c0 + beside : t->c[1];                                                           \
+        const SUMS zero = moei_zero_##set();                                                                                 \
+        SUMS u00, u01, u10, u11 EACH(MOEI_DOT_SUMS, set);                                                                    \
+        INTS x, y0, y1;                                                                                                      \
+        size_t group, p;                                                                                                     \
+        int keep = t->load;                                                                                                  \
+        for (group = 0; group < t->groups; group++) {                                                                        \
+            EACH(MOEI_DOT_START, set)                                                                                        \
+            u00 = u01 = u10 = u11 = zero;                                                                                    \
+            for (p = 0; p < t->lines; p++) {                                                                                 \
+                const INTS v0 = moei_load_##set(w0), v1 = moei_load_##set(w1);                                               \
+                y0 = q4 ? moei_low_##set(v0) : v0, y1 = q4 ? moei_low_##set(v1) : v1;                                        \
+                EACH(MOEI_DOT_S, set)                                                                                        \
+                if (q4) {                                                                                                    \
+                    y0 = moei_high_##set(v0), y1 = moei_high_##set(v1);                                                      \
+                    if (rows <= 2) {                                                                                         \
+                        MOEI_DOT_U16(set)                                                                                    \
+                    } else {                                                                                                 \
+                        EACH(MOEI_DOT_S16, set)                                                                              \
+                    }                                                                                                        \
+                } else if (rows <= 2) {                                                                                      \
+                    y0 = moei_load_##set(w0 + MOEI_LINE), y1 = moei_load_##set(w1 + MOEI_LINE);                              \
+                    MOEI_DOT_U4(set)                                                                                         \
+                    w0 += MOEI_LINE, w1 += MOEI_LINE, a0 += 4, p++;                                                          \
+                }                                                                                                            \
+                w0 += MOEI_LINE, w1 += MOEI_LINE, a0 += 4, a3 += 4, a6 += 4, a9 += 4;                                        \
+            }                                                                                                                \
+            if (q4) a0 += 16, a3 += 16, a6 += 16, a9 += 16;                                                                  \
+            if (rows <= 2) s00 = moei_sum_##set(s00, u00), s01 = moei_sum_##set(s01, u01);                                   \
+            if (rows == 2) s10 = moei_sum_##set(s10, u10), s11 = moei_sum_##set(s11, u11);                                   \
+            {                                                                                                                \
+                const FLOATS scale0 = moei_w_scale_##set(t->half, w_scale0), scale1 = moei_w_scale_##set(t->half, w_scale1); \
+                EACH(MOEI_DOT_FINISH, set)                                                                                   \
+            }                                                                                                                \
+            w_scale0 += 2 * MOEI_PANEL, w_scale1 += 2 * MOEI_PANEL, keep = 1;                                \
+        }                                                                                                                    \
+    }
+
+#define MOEI_CASE(set, rows) \
+    case rows: q4 ? moei_dot_tile_##set(1, rows, t) : moei_dot_tile_##set(0, rows, t); break;
+#define MOEI_CASES_6(set) MOEI_CASE(set, 1) MOEI_CASE(set, 2) MOEI_CASE(set, 3) MOEI_CASE(set, 4) MOEI_CASE(set, 6)
+#define MOEI_CASES_12(set) MOEI_CASES_6(set) MOEI_CASE(set, 8) MOEI_CASE(set, 12)
+
+#define MOEI_DOT_PRODUCT(set, target, wide, most)                                                                            \
+    target static void moei_quant_rows_##set(int q4, size_t rows, const moei_quant_tile *t) {                                \
+        switch (rows) { MOEI_CASES_##most(set) }                                                                             \
+    }                                                                                                                        \
+    static void moei_quant_##set(int type, size_t m, size_t panels, size_t inner, const void *rows, size_t row_size,         \
+                                 const void *packed, size_t panel_stride, float *c, size_t ldc) {                            \
+        moei_quant_tiles(type, wide, most, moei_quant_rows_##set, m, panels, inner, rows, row_size, packed, panel_stride, c, ldc); \
+    }                                                                                                                        \
+    MOEI_QUANT_FUNCTIONS(set, )
+
+/* Vectors of 8: the whole set, for a target and its name of the instruction. */
+#define MOEI_VNNI_256(set, target, DPBUSD)                                                                                   \
+    target MOEI_INLINE __m256i moei_all_##set(const unsigned char *p) { return _mm256_set1_epi32(moei_get_32(p)); }          \
+    target MOEI_INLINE __m256i moei_load_##set(const unsigned char *p) { return MOEI_LOAD_256(p); }                          \
+    target MOEI_INLINE __m256i moei_low_##set(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }               \
+    target MOEI_INLINE __m256i moei_high_##set(__m256i v) { return moei_low_##set(_mm256_srli_epi32(v, 4)); }                \
+    target MOEI_INLINE moei_lanes_8 moei_zero_##set(void) { return MOEI_AS(moei_lanes_8, _mm256_setzero_si256()); }          \
+    target MOEI_INLINE moei_lanes_8 moei_start_##set(const unsigned char *p) { return MOEI_AS(moei_lanes_8, moei_all_##set(p)); } \
+    target MOEI_INLINE moei_lanes_8 moei_dot_##set(moei_lanes_8 sum, __m256i w, __m256i x) {                                 \
+        return MOEI_AS(moei_lanes_8, DPBUSD(MOEI_AS(__m256i, sum), w, x));                                                   \
+    }                                                                                                                        \
+    target MOEI_INLINE moei_lanes_8 moei_sum_##set(moei_lanes_8 a, moei_lanes_8 b) {                                         \
+        return MOEI_AS(moei_lanes_8, _mm256_add_epi32(MOEI_AS(__m256i, a), MOEI_AS(__m256i, b)));                            \
+    }                                                                                                                        \
+    target MOEI_INLINE __m256 moei_w_scale_##set(int half, const unsigned char *p) { return moei_w_scale_avx2(half, p); }    \
+    target MOEI_INLINE void moei_finish_##set(float *c, moei_lanes_8 sum, __m256 w_scale, __m256i scale, int keep) {         \
+        moei_finish_avx2(c, MOEI_AS(__m256i, sum), w_scale, scale, keep);                                                    \
+    }                                                                                                                        \
+    MOEI_DOT_TILE(set, target, __m256i, moei_lanes_8, __m256, MOEI_EACH_6, 8)                                                              \
+    MOEI_DOT_PRODUCT(set, target, 1, 6)
+
+#if defined(__apple_build_version__)
+#define MOEI_COMPILER_HAS_VNNI (__clang_major__ >= 13)
+#elif defined(__clang__)
+#define MOEI_COMPILER_HAS_VNNI (__clang_major__ >= 12)
+#elif defined(__GNUC__)
+#define MOEI_COMPILER_HAS_VNNI (__GNUC__ >= 11)
+#else
+#define MOEI_COMPILER_HAS_VNNI (_MSC_VER >= 1930)
+#endif
+
+#if MOEI_COMPILER_HAS_VNNI
+#if defined(__GNUC__) || defined(__clang__)
+#define MOEI_AVXVNNI __attribute__((target("avx2,fma,f16c,avxvnni")))
+#define MOEI_VNNI512 __attribute__((target("avx2,fma,f16c,avx512f,avx512vnni")))
+#else
+#define MOEI_AVXVNNI
+#define MOEI_VNNI512
+#endif
+
+MOEI_VNNI_256(avxvnni, MOEI_AVXVNNI, _mm256_dpbusd_avx_epi32)
+#define moei_quantise_avxvnni moei_quantise_avx2
+
+#ifndef MOE_NO_AVX512
+/* Masks of all lanes: in the forms without a mask gcc 12 sees an operand that is not initialised. */
+#define MOEI_ALL_16 ((__mmask16)0xffff)
+
+MOEI_VNNI512 MOEI_INLINE __m512i moei_all_vnni512(const unsigned char *p) { return _mm512_set1_epi32(moei_get_32(p)); }
+MOEI_VNNI512 MOEI_INLINE __m512i moei_load_vnni512(const unsigned char *p) { return MOEI_LOAD_512(p); }
+MOEI_VNNI512 MOEI_INLINE __m512i moei_low_vnni512(__m512i v) { return _mm512_and_si512(v, _mm512_set1_epi32(0x0f0f0f0f)); }
+MOEI_VNNI512 MOEI_INLINE __m512i moei_high_vnni512(__m512i v) { return moei_low_vnni512(_mm512_maskz_srli_epi32(MOEI_ALL_16, v, 4)); }
+MOEI_VNNI512 MOEI_INLINE moei_lanes_16 moei_zero_vnni512(void) { return MOEI_AS(moei_lanes_16, _mm512_setzero_si512()); }
+MOEI_VNNI512 MOEI_INLINE moei_lanes_16 moei_start_vnni512(const unsigned char *p) { return MOEI_AS(moei_lanes_16, moei_all_vnni512(p)); }
+
+MOEI_VNNI512 MOEI_INLINE moei_lanes_16 moei_dot_vnni512(moei_lanes_16 sum, __m512i w, __m512i x) {
+    return MOEI_AS(moei_lanes_16, _mm512_dpbusd_epi32(MOEI_AS(__m512i, sum), w, x));
+}
+
+MOEI_VNNI512 MOEI_INLINE moei_lanes_16 moei_sum_vnni512(moei_lanes_16 a, moei_lanes_16 b) {
+    return MOEI_AS(moei_lanes_16, _mm512_add_epi32(MOEI_AS(__m512i, a), MOEI_AS(__m512i, b)));
+}
+
+MOEI_VNNI512 MOEI_INLINE __m512 moei_w_scale_vnni512(int half, const unsigned char *p) {
+    return half ? _mm512_maskz_cvtph_ps(MOEI_ALL_16, MOEI_LOAD_256(p)) : _mm512_loadu_ps((const void *)p);
+}
+
+MOEI_VNNI512 MOEI_INLINE void moei_finish_vnni512(float *c, moei_lanes_16 sum, __m512 w_scale, __m512i scale, int keep) {
+    const __m512 product = _mm512_mul_ps(w_scale, _mm512_castsi512_ps(scale)), before = _mm512_maskz_loadu_ps((__mmask16)-keep, c);
+    _mm512_storeu_ps(c, _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(MOEI_ALL_16, MOEI_AS(__m512i, sum)), product, before));
+}
+
+MOEI_DOT_TILE(vnni512, MOEI_VNNI512, __m512i, moei_lanes_16, __m512, MOEI_EACH_12, 0)
+MOEI_DOT_PRODUCT(vnni512, MOEI_VNNI512, 2, 12)
+
+#define MOEI_HALF_OF(v, half) _mm512_maskz_extracti64x4_epi64((__mmask8)0xff, v, half)
+
+MOEI_VNNI512 MOEI_INLINE moei_bits moei_largest_vnni512(size_t n, const float *x) {
+    const __m512i mask = _mm512_set1_epi32(0x7fffffff);
+    __m512i most = _mm512_setzero_si512();
+    size_t i;
+    for (i = 0; i < n; i += 16) most = _mm512_maskz_max_epi32(MOEI_ALL_16, most, _mm512_and_si512(mask, MOEI_LOAD_512(x + i)));
+    return moei_lanes_largest_avx2(_mm256_max_epi32(MOEI_HALF_OF(most, 0), MOEI_HALF_OF(most, 1)));
+}
+
+MOEI_VNNI512 MOEI_INLINE int32_t moei_levels_vnni512(size_t n, const float *x, float factor, signed char *level) {
+    const __m512 f = _mm512_set1_ps(factor);
+    __m512i sum = _mm512_setzero_si512();
+    size_t i;
+    for (i = 0; i < n; i += 16) {
+        const __m512i whole = _mm512_maskz_cvtps_epi32(MOEI_ALL_16, _mm512_mul_ps(f, _mm512_loadu_ps(x + i)));
+        sum = _mm512_add_epi32(sum, whole);
+        _mm_storeu_si128((__m128i *)(void *)(level + i), _mm512_maskz_cvtsepi32_epi8(MOEI_ALL_16, whole));
+    }
+    return moei_lanes_total_avx2(_mm256_add_epi32(MOEI_HALF_OF(sum, 0), MOEI_HALF_OF(sum, 1)));
+}
+
+MOEI_VNNI512 static void moei_quantise_vnni512(int type, size_t m, size_t inner, const float *x, size_t ldx, void *rows) {
+    moei_quantise(type, m, inner, x, ldx, (unsigned char *)rows, moei_largest_vnni512, moei_levels_vnni512);
+}
+#endif
+#endif /* MOEI_COMPILER_HAS_VNNI */
+#endif /* MOE_NO_QUANT */
+
+/* ---- the tables with AVX2 ---- */
+
+/* Without F16C, which all known processors with AVX2 have, the last entries are plain C. */
+static const moe_kernels moei_kernels_avx2_fma = {"avx2", MOE_KERNELS_AVX2, MOEI_AVX2_ENTRIES, MOEI_QUANT_ENTRIES(c, moei_widen_c)};
+static const moe_kernels moei_kernels_avx2 = {"avx2", MOE_KERNELS_AVX2, MOEI_AVX2_ENTRIES, MOEI_QUANT_ENTRIES(avx2, moei_widen_avx2)};
+#ifdef MOEI_HAVE_AVX512
+static const moe_kernels moei_kernels_avx512 = {"avx512", MOE_KERNELS_AVX512, MOEI_AVX512_ENTRIES, MOEI_QUANT_ENTRIES(avx2, moei_widen_avx2)};
+#endif
+#ifdef MOEI_AVXVNNI
+static const moe_kernels moei_kernels_avx2_vnni = {"avx2", MOE_KERNELS_AVX2, MOEI_AVX2_ENTRIES, MOEI_QUANT_ENTRIES(avxvnni, moei_widen_avx2)};
+#ifdef MOEI_HAVE_AVX512
+static const moe_kernels moei_kernels_avx512_vnni = {"avx512", MOE_KERNELS_AVX512, MOEI_AVX512_ENTRIES,
+                                                     MOEI_QUANT_ENTRIES(vnni512, moei_widen_avx2)};
+#endif
+#endif
+
+#endif /* MOEI_HAVE_AVX2 */
+
 
 /* ==== vectors of four: NEON and WebAssembly SIMD (float) ======================================================================
 
@@ -2759,11 +3869,6 @@ MOEI_INLINE moei_v4_int moei_v4_less(moei_v4_int a, moei_v4_int b) {
 MOEI_INLINE moei_v4 moei_v4_power2(moei_v4_int n) {
     return wasm_i32x4_shl(wasm_i32x4_add(n, wasm_i32x4_splat(127)), 23);
 }
-#endif
-
-/* Activations are vectors where vector arithmetic is IEEE's: NEON of 32-bit Arm flushes subnormal numbers and cannot divide. */
-#if defined(__aarch64__) || defined(__wasm_simd128__)
-#define MOEI_V4_IEEE 1
 #endif
 
 /* Rows of a tile of 16 columns, rows of one of 8 columns, sums that stay in registers beside the operands. */
@@ -3338,32 +4443,328 @@ static float moei_f32_exp_sum_v4(size_t n, float max, float *y) {
 #define moei_f32_gated_backward_v4 moei_real_gated_backward_c
 #endif
 
-static const moe_kernels moei_kernels_v4 = {
-    MOEI_V4_NAME,
-    MOEI_V4_ID,
-    {{moei_f32_nt_v4}, {moei_f32_nn_v4}, {moei_f32_tn_v4}},
-    moei_f32_dot_v4,
-    moei_f32_axpy_v4,
-    moei_f32_activate_v4,
-#ifndef MOE_NO_TRAIN
-    moei_f32_activate_backward_v4,
-#else
-    NULL,
+/* ---- packed weights in vectors of four ----
+
+   Eight outputs at a time: a line gives two vectors of 16 bytes, of four outputs each. Where there is an instruction for it (sdot) the four
+   products of an output go straight to its 32-bit sum, elsewhere in two pairs, which are added at the end. int8 weights lose their offset on
+   the way from memory, so their sums start from 0. */
+
+#if defined(MOEI_V4_IEEE)
+
+#if defined(__aarch64__)
+typedef int8x16_t moei_v16;
+
+MOEI_INLINE moei_v16 moei_v16_load(const unsigned char *p) {
+    return vreinterpretq_s8_u8(vld1q_u8(p));
+}
+
+/* The low or high four bits of each byte, and a byte w + 128 as w. */
+MOEI_INLINE moei_v16 moei_v16_low(moei_v16 v) {
+    return vandq_s8(v, vdupq_n_s8(15));
+}
+
+MOEI_INLINE moei_v16 moei_v16_high(moei_v16 v) {
+    return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(v), 4));
+}
+
+MOEI_INLINE moei_v16 moei_v16_signed(moei_v16 v) {
+    return veorq_s8(v, vreinterpretq_s8_u8(vdupq_n_u8(128)));
+}
+
+MOEI_INLINE moei_v4 moei_v4_as_floats(moei_v16 v) {
+    return vreinterpretq_f32_s8(v);
+}
+
+MOEI_INLINE moei_v4 moei_v4_of_int(moei_v4_int n) {
+    return vcvtq_f32_s32(n);
+}
+
+MOEI_INLINE moei_v4_int moei_v4_int_all(int32_t n) {
+    return vdupq_n_s32(n);
+}
+
+MOEI_INLINE moei_v4_int moei_v4_int_add(moei_v4_int a, moei_v4_int b) {
+    return vaddq_s32(a, b);
+}
+
+/* The larger of each lane of most and of the bits of |x|. */
+MOEI_INLINE moei_v4_int moei_v4_largest(moei_v4_int most, moei_v4 x) {
+    return vmaxq_s32(most, vreinterpretq_s32_f32(vabsq_f32(x)));
+}
+
+MOEI_INLINE void moei_v4_int_store(int32_t *y, moei_v4_int n) {
+    vst1q_s32(y, n);
+}
+
+/* Sixteen whole numbers from -128 to 127 as bytes. */
+MOEI_INLINE void moei_v4_store_bytes(signed char *y, moei_v4_int a, moei_v4_int b, moei_v4_int c, moei_v4_int d) {
+    const int16x8_t low = vcombine_s16(vmovn_s32(a), vmovn_s32(b)), high = vcombine_s16(vmovn_s32(c), vmovn_s32(d));
+    vst1q_s8(y, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
+}
+
+/* Four binary16 numbers, exactly. */
+MOEI_INLINE moei_v4 moei_v4_from_f16(const unsigned char *p) {
+    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
+}
+
+MOEI_INLINE moei_v4 moei_v4_from_bf16(const unsigned char *p) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
+}
+
+/* The sums of four outputs: low of the first two, in pairs, high of the others. */
+typedef struct moei_pairs {
+    moei_v4_int low, high;
+} moei_pairs;
+
+MOEI_INLINE moei_pairs moei_dot_pairs(moei_pairs s, moei_v16 w, moei_v16 x) {
+    s.low = vpadalq_s16(s.low, vmull_s8(vget_low_s8(w), vget_low_s8(x)));
+    s.high = vpadalq_s16(s.high, vmull_s8(vget_high_s8(w), vget_low_s8(x)));
+    return s;
+}
+
+MOEI_INLINE moei_v4_int moei_total_pairs(moei_pairs s) {
+    return vpaddq_s32(s.low, s.high);
+}
+
+/* Quad i of 16 numbers in all lanes. */
+#define MOEI_QUAD(x, i) vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(x), i))
+
+#else /* WebAssembly */
+typedef v128_t moei_v16;
+
+MOEI_INLINE moei_v16 moei_v16_load(const unsigned char *p) {
+    return wasm_v128_load(p);
+}
+
+MOEI_INLINE moei_v16 moei_v16_low(moei_v16 v) {
+    return wasm_v128_and(v, wasm_i8x16_splat(15));
+}
+
+MOEI_INLINE moei_v16 moei_v16_high(moei_v16 v) {
+    return wasm_v128_and(wasm_u16x8_shr(v, 4), wasm_i8x16_splat(15));
+}
+
+MOEI_INLINE moei_v16 moei_v16_signed(moei_v16 v) {
+    return wasm_v128_xor(v, wasm_i8x16_splat(-128));
+}
+
+MOEI_INLINE moei_v4 moei_v4_as_floats(moei_v16 v) {
+    return v;
+}
+
+MOEI_INLINE moei_v4 moei_v4_of_int(moei_v4_int n) {
+    return wasm_f32x4_convert_i32x4(n);
+}
+
+MOEI_INLINE moei_v4_int moei_v4_int_all(int32_t n) {
+    return wasm_i32x4_splat(n);
+}
+
+MOEI_INLINE moei_v4_int moei_v4_int_add(moei_v4_int a, moei_v4_int b) {
+    return wasm_i32x4_add(a, b);
+}
+
+MOEI_INLINE moei_v4_int moei_v4_largest(moei_v4_int most, moei_v4 x) {
+    return wasm_i32x4_max(most, wasm_f32x4_abs(x));
+}
+
+MOEI_INLINE void moei_v4_int_store(int32_t *y, moei_v4_int n) {
+    wasm_v128_store(y, n);
+}
+
+MOEI_INLINE void moei_v4_store_bytes(signed char *y, moei_v4_int a, moei_v4_int b, moei_v4_int c, moei_v4_int d) {
+    wasm_v128_store(y, wasm_i8x16_narrow_i16x8(wasm_i16x8_narrow_i32x4(a, b), wasm_i16x8_narrow_i32x4(c, d)));
+}
+
+/* The bits moved to a float's places are 2^112 times too small, subnormal ones too; infinity and NaN get their exponent. */
+MOEI_INLINE moei_v4 moei_v4_from_f16(const unsigned char *p) {
+    const v128_t bits = wasm_i32x4_extend_low_i16x8(wasm_v128_load64_zero(p)), sign = wasm_v128_and(bits, wasm_f32x4_splat(-0.0f));
+    const v128_t size = wasm_v128_and(wasm_i32x4_shl(bits, 13), wasm_i32x4_splat(0x0fffe000));
+    const v128_t top = wasm_v128_and(wasm_i32x4_gt(size, wasm_i32x4_splat(0x0f7fffff)), wasm_i32x4_splat(0x7f800000));
+    const v128_t value = wasm_f32x4_mul(size, wasm_f32x4_splat(5.192296858534828e+33f));
+    return wasm_v128_or(value, wasm_v128_or(top, sign));
+}
+
+MOEI_INLINE moei_v4 moei_v4_from_bf16(const unsigned char *p) {
+    return wasm_i32x4_shl(wasm_u32x4_extend_low_u16x8(wasm_v128_load64_zero(p)), 16);
+}
+
+typedef struct moei_pairs {
+    moei_v4_int low, high;
+} moei_pairs;
+
+MOEI_INLINE moei_pairs moei_dot_pairs(moei_pairs s, moei_v16 w, moei_v16 x) {
+    const v128_t quads = wasm_i16x8_extend_low_i8x16(x);
+    s.low = wasm_i32x4_add(s.low, wasm_i32x4_dot_i16x8(wasm_i16x8_extend_low_i8x16(w), quads));
+    s.high = wasm_i32x4_add(s.high, wasm_i32x4_dot_i16x8(wasm_i16x8_extend_high_i8x16(w), quads));
+    return s;
+}
+
+MOEI_INLINE moei_v4_int moei_total_pairs(moei_pairs s) {
+    return wasm_i32x4_add(wasm_i32x4_shuffle(s.low, s.high, 0, 2, 4, 6), wasm_i32x4_shuffle(s.low, s.high, 1, 3, 5, 7));
+}
+
+#define MOEI_QUAD(x, i) wasm_i32x4_shuffle(x, x, i, i, i, i)
 #endif
-    moei_f32_softmax_v4,
-    moei_f32_multiply_v4,
-    moei_real_spread_c,
-    moei_real_log_posterior_c,
-    moei_f32_exp_sum_v4,
-    moei_real_entropy_c,
-    moei_f32_panels_v4,
-    moei_f32_gated_v4,
-#ifndef MOE_NO_TRAIN
-    moei_f32_gated_backward_v4,
-#else
-    NULL,
+
+static void moei_widen_v4(int type, size_t count, const void *packed, float *out) {
+    const unsigned char *p = (const unsigned char *)packed;
+    size_t i;
+    for (i = 0; i < 4 * count; i++, p += 8, out += 4) moei_v4_store(out, type == MOE_TYPE_F16 ? moei_v4_from_f16(p) : moei_v4_from_bf16(p));
+}
+
+#ifndef MOE_NO_QUANT
+
+MOEI_INLINE moei_pairs moei_zero_pairs(void) {
+    moei_pairs s;
+    s.low = s.high = moei_v4_int_all(0);
+    return s;
+}
+
+/* C = (keep ? C : 0) + sum * (w_scale * scale). */
+MOEI_INLINE void moei_finish_v4(float *c, moei_v4_int sum, moei_v4 w_scale, const unsigned char *scale, int keep) {
+    const moei_v4 product = moei_v4_mul(w_scale, moei_v4_all(moei_get_float(scale)));
+    moei_v4_store(c, moei_v4_mul_add(moei_v4_of_int(sum), product, keep ? moei_v4_load(c) : moei_v4_all(0.0f)));
+}
+
+/* rows (1 to 4) x 8 outputs. rows and q4 are constants where this is inlined; DOT(sum, w, x, i) adds quad i of x times w. The group's numbers
+   come 16 at a time, with four lines; in int4 the next 16 stand in the same lines' high bits. */
+#define MOEI_QUANT_ROWS(X) X(0) X(1) X(2) X(3)
+#define MOEI_QUANT_SUMS(r) s##r##0 = zero, s##r##1 = zero;
+#define MOEI_QUANT_LOAD(r)                                                             \
+    if (rows > r) x##r = moei_v16_load(a + r * row), z##r = q4 ? moei_v16_load(a + r * row + 16) : x##r;
+#define MOEI_QUANT_STEP(DOT, r, i)                                                     \
+    if (rows > r) {                                                                    \
+        s##r##0 = DOT(s##r##0, y0, x##r, i), s##r##1 = DOT(s##r##1, y1, x##r, i);      \
+        if (q4) s##r##0 = DOT(s##r##0, h0, z##r, i), s##r##1 = DOT(s##r##1, h1, z##r, i); \
+    }
+#define MOEI_QUANT_LINE(DOT, i)                                                                                    \
+    {                                                                                                              \
+        const moei_v16 v0 = moei_v16_load(w + i * MOEI_LINE), v1 = moei_v16_load(w + i * MOEI_LINE + 16);          \
+        const moei_v16 y0 = q4 ? moei_v16_low(v0) : moei_v16_signed(v0), y1 = q4 ? moei_v16_low(v1) : moei_v16_signed(v1); \
+        const moei_v16 h0 = moei_v16_high(v0), h1 = moei_v16_high(v1);                                             \
+        (void)h0, (void)h1;                                                                                        \
+        MOEI_QUANT_STEP(DOT, 0, i)                                                                                 \
+        MOEI_QUANT_STEP(DOT, 1, i)                                                                                 \
+        MOEI_QUANT_STEP(DOT, 2, i)                                                                                 \
+        MOEI_QUANT_STEP(DOT, 3, i)                                                                                 \
+    }
+#define MOEI_QUANT_FINISH(TOTAL, r)                                                                                \
+    if (rows > r) {                                                                                                \
+        const moei_v4_int from = moei_v4_int_all(q4 ? moei_get_32(start + r * row) : 0);                           \
+        moei_finish_v4(c + r * ldc, moei_v4_int_add(TOTAL(s##r##0), from), w_scale0, scale + r * row, keep);       \
+        moei_finish_v4(c + r * ldc + 4, moei_v4_int_add(TOTAL(s##r##1), from), w_scale1, scale + r * row, keep);   \
+    }
+#define MOEI_QUANT_TILE_V4(set, target, SUMS, ZERO, DOT, TOTAL)                                                    \
+    target MOEI_INLINE void moei_quant_tile_##set(int q4, int rows, size_t side, const moei_quant_tile *t) {       \
+        const unsigned char *a = t->a, *w = t->w[0] + 32 * side, *w_scale = t->w_scale[0] + (t->half ? 16 : 32) * side; \
+        const unsigned char *start = t->start, *scale = t->scale;                                                  \
+        const size_t row = t->row_size, ldc = t->ldc[0], lines = t->lines;                                         \
+        float *c = t->c[0] + 8 * side;                                                                             \
+        size_t group, line;                                                                                        \
+        int keep = t->load;                                                                                        \
+        for (group = 0; group < t->groups; group++, w_scale += 2 * MOEI_PANEL, start += 4, scale += 4, keep = 1) { \
+            const SUMS zero = ZERO;                                                                                \
+            const moei_v4 w_scale0 = t->half ? moei_v4_from_f16(w_scale) : moei_v4_as_floats(moei_v16_load(w_scale)); \
+            const moei_v4 w_scale1 = t->half ? moei_v4_from_f16(w_scale + 8) : moei_v4_as_floats(moei_v16_load(w_scale + 16)); \
+            SUMS s00 = zero, s01 = zero, s10 = zero, s11 = zero, s20 = zero, s21 = zero, s30 = zero, s31 = zero;   \
+            for (line = 0; line < lines; line += 4, a += q4 ? 32 : 16, w += 4 * MOEI_LINE) {                       \
+                moei_v16 x0 = moei_v16_load(a), x1 = x0, x2 = x0, x3 = x0, z0 = x0, z1 = x0, z2 = x0, z3 = x0;     \
+                MOEI_QUANT_ROWS(MOEI_QUANT_LOAD)                                                                   \
+                MOEI_QUANT_LINE(DOT, 0)                                                                            \
+                MOEI_QUANT_LINE(DOT, 1)                                                                            \
+                MOEI_QUANT_LINE(DOT, 2)                                                                            \
+                MOEI_QUANT_LINE(DOT, 3)                                                                            \
+                (void)z0, (void)z1, (void)z2, (void)z3;                                                            \
+            }                                                                                                      \
+            MOEI_QUANT_FINISH(TOTAL, 0)                                                                            \
+            MOEI_QUANT_FINISH(TOTAL, 1)                                                                            \
+            MOEI_QUANT_FINISH(TOTAL, 2)                                                                            \
+            MOEI_QUANT_FINISH(TOTAL, 3)                                                                            \
+        }                                                                                                          \
+    }                                                                                                              \
+    target static void moei_quant_rows_##set(int q4, size_t rows, const moei_quant_tile *t) {                      \
+        size_t side;                                                                                               \
+        for (side = 0; side < 2; side++)                                                                           \
+            switch (rows) {                                                                                        \
+            case 1: q4 ? moei_quant_tile_##set(1, 1, side, t) : moei_quant_tile_##set(0, 1, side, t); break;       \
+            case 2: q4 ? moei_quant_tile_##set(1, 2, side, t) : moei_quant_tile_##set(0, 2, side, t); break;       \
+            case 3: q4 ? moei_quant_tile_##set(1, 3, side, t) : moei_quant_tile_##set(0, 3, side, t); break;       \
+            default: q4 ? moei_quant_tile_##set(1, 4, side, t) : moei_quant_tile_##set(0, 4, side, t); break;      \
+            }                                                                                                      \
+    }                                                                                                              \
+    static void moei_quant_##set(int type, size_t m, size_t panels, size_t inner, const void *rows, size_t row_size, \
+                                 const void *packed, size_t panel_stride, float *c, size_t ldc) {                  \
+        moei_quant_tiles(type, 1, 4, moei_quant_rows_##set, m, panels, inner, rows, row_size, packed, panel_stride, c, ldc); \
+    }                                                                                                              \
+    MOEI_QUANT_FUNCTIONS(set, )
+
+#define MOEI_DOT_PAIRS(sum, w, x, i) moei_dot_pairs(sum, w, MOEI_QUAD(x, i))
+MOEI_QUANT_TILE_V4(v4, , moei_pairs, moei_zero_pairs(), MOEI_DOT_PAIRS, moei_total_pairs)
+
+#ifdef MOEI_HAVE_DOTPROD
+#define MOEI_DOT_SDOT(sum, w, x, i) vdotq_laneq_s32(sum, w, x, i)
+#define MOEI_TOTAL_SDOT(sum) (sum)
+MOEI_QUANT_TILE_V4(v4_dot, MOEI_DOTPROD, int32x4_t, vdupq_n_s32(0), MOEI_DOT_SDOT, MOEI_TOTAL_SDOT)
 #endif
-};
+
+MOEI_INLINE moei_bits moei_largest_v4(size_t n, const float *x) {
+    moei_v4_int most = moei_v4_int_all(0);
+    int32_t lane[4], all = 0;
+    size_t i;
+    for (i = 0; i < n; i += 4) most = moei_v4_largest(most, moei_v4_load(x + i));
+    moei_v4_int_store(lane, most);
+    for (i = 0; i < 4; i++)
+        if (lane[i] > all) all = lane[i];
+    return (moei_bits)all;
+}
+
+MOEI_INLINE int32_t moei_levels_v4(size_t n, const float *x, float factor, signed char *level) {
+    const moei_v4 f = moei_v4_all(factor);
+    moei_v4_int sum = moei_v4_int_all(0), a, b, c, d;
+    int32_t lane[4];
+    size_t i;
+    for (i = 0; i < n; i += 16) {
+        (void)moei_v4_nearest(moei_v4_mul(f, moei_v4_load(x + i)), &a);
+        (void)moei_v4_nearest(moei_v4_mul(f, moei_v4_load(x + i + 4)), &b);
+        (void)moei_v4_nearest(moei_v4_mul(f, moei_v4_load(x + i + 8)), &c);
+        (void)moei_v4_nearest(moei_v4_mul(f, moei_v4_load(x + i + 12)), &d);
+        sum = moei_v4_int_add(sum, moei_v4_int_add(moei_v4_int_add(a, b), moei_v4_int_add(c, d)));
+        moei_v4_store_bytes(level + i, a, b, c, d);
+    }
+    moei_v4_int_store(lane, sum);
+    return lane[0] + lane[1] + lane[2] + lane[3];
+}
+
+static void moei_quantise_v4(int type, size_t m, size_t inner, const float *x, size_t ldx, void *rows) {
+    moei_quantise(type, m, inner, x, ldx, (unsigned char *)rows, moei_largest_v4, moei_levels_v4);
+}
+#define moei_quantise_v4_dot moei_quantise_v4
+#define MOEI_QUANT_ENTRIES_V4 MOEI_QUANT_ENTRIES(v4, moei_widen_v4)
+#endif /* MOE_NO_QUANT */
+#endif /* MOEI_V4_IEEE */
+
+/* ---- the tables ---- */
+
+#ifndef MOEI_QUANT_ENTRIES_V4
+#define MOEI_QUANT_ENTRIES_V4 MOEI_QUANT_ENTRIES(c, moei_widen_c)
+#endif
+
+#ifndef MOE_NO_TRAIN
+#define MOEI_V4_BACKWARD(name) name
+#else
+#define MOEI_V4_BACKWARD(name) NULL
+#endif
+#define MOEI_V4_ENTRIES                                                                                                   \
+    {{moei_f32_nt_v4}, {moei_f32_nn_v4}, {moei_f32_tn_v4}}, moei_f32_dot_v4, moei_f32_axpy_v4, moei_f32_activate_v4,      \
+        MOEI_V4_BACKWARD(moei_f32_activate_backward_v4), moei_f32_softmax_v4, moei_f32_multiply_v4, moei_real_spread_c,   \
+        moei_real_log_posterior_c, moei_f32_exp_sum_v4, moei_real_entropy_c, moei_f32_panels_v4, moei_f32_gated_v4,       \
+        MOEI_V4_BACKWARD(moei_f32_gated_backward_v4)
+
+static const moe_kernels moei_kernels_v4 = {MOEI_V4_NAME, MOEI_V4_ID, MOEI_V4_ENTRIES, MOEI_QUANT_ENTRIES_V4};
+#if defined(MOEI_HAVE_DOTPROD) && !defined(MOE_NO_QUANT)
+static const moe_kernels moei_kernels_v4_dot = {MOEI_V4_NAME, MOEI_V4_ID, MOEI_V4_ENTRIES, MOEI_QUANT_ENTRIES(v4_dot, moei_widen_v4)};
+#endif
 
 #endif /* MOEI_HAVE_V4 */
 
@@ -3406,6 +4807,7 @@ unsigned moe_cpu_features(void) {
     saved = moei_saved_registers();
     if ((saved & 0x06) != 0x06) return 0; /* xmm and ymm */
     if (basic >> 12 & 1) features |= MOE_CPU_FMA;
+    if (basic >> 29 & 1) features |= MOE_CPU_F16C;
     moei_cpuid(7, 0, r);
     if (r[1] >> 5 & 1) features |= MOE_CPU_AVX2;
     if ((saved & 0xe6) == 0xe6 && (r[1] >> 16 & 1)) { /* masks and zmm as well */
@@ -3426,6 +4828,8 @@ unsigned moe_cpu_features(void) {
 #endif
 #if defined(__ARM_FEATURE_DOTPROD)
     features |= MOE_CPU_DOTPROD;
+#elif defined(__aarch64__) && defined(__linux__) && !defined(__TINYC__)
+    if (getauxval(16) >> 20 & 1) features |= MOE_CPU_DOTPROD; /* AT_HWCAP, HWCAP_ASIMDDP */
 #endif
 #if defined(__wasm_simd128__)
     features |= MOE_CPU_WASM_SIMD;
@@ -3434,17 +4838,51 @@ unsigned moe_cpu_features(void) {
 }
 #endif
 
+#ifdef MOEI_HAVE_AVX2
+static int moei_has(unsigned features, unsigned wanted) {
+    return (features & wanted) == wanted;
+}
+
+/* The table with AVX2 that these features allow, or NULL. */
+static const moe_kernels *moei_select_avx2(unsigned features) {
+    if (!moei_has(features, MOE_CPU_AVX2 | MOE_CPU_FMA)) return NULL;
+    if (!moei_has(features, MOE_CPU_F16C)) return &moei_kernels_avx2_fma;
+#ifdef MOEI_AVXVNNI
+    if (moei_has(features, MOE_CPU_AVXVNNI)) return &moei_kernels_avx2_vnni;
+#endif
+    return &moei_kernels_avx2;
+}
+
+/* The table with AVX-512 that they allow, or NULL. */
+static const moe_kernels *moei_select_avx512(unsigned features) {
+#ifdef MOEI_HAVE_AVX512
+    const unsigned wanted = MOE_CPU_AVX2 | MOE_CPU_FMA | MOE_CPU_F16C | MOE_CPU_AVX512F;
+#ifdef MOEI_VNNI512
+    if (moei_has(features, wanted | MOE_CPU_AVX512VNNI)) return &moei_kernels_avx512_vnni;
+#endif
+    if (moei_has(features, wanted)) return &moei_kernels_avx512;
+#endif
+    (void)features;
+    return NULL;
+}
+#endif
+
 const moe_kernels *moe_kernels_select(int want) {
 #ifdef MOEI_HAVE_AVX2
-    const unsigned avx2 = MOE_CPU_AVX2 | MOE_CPU_FMA, features = want == MOE_KERNELS_C ? 0 : moe_cpu_features();
-#ifdef MOEI_HAVE_AVX512
-    const unsigned avx512 = avx2 | MOE_CPU_AVX512F;
-    if ((want == MOE_KERNELS_AUTO || want == MOE_KERNELS_AVX512) && (features & avx512) == avx512) return &moei_kernels_avx512;
-#endif
-    if ((want == MOE_KERNELS_AUTO || want == MOE_KERNELS_AVX2) && (features & avx2) == avx2) return &moei_kernels_avx2;
+    if (want == MOE_KERNELS_AUTO || want == MOE_KERNELS_AVX2 || want == MOE_KERNELS_AVX512) {
+        const unsigned features = moe_cpu_features();
+        const moe_kernels *avx512 = want == MOE_KERNELS_AVX2 ? NULL : moei_select_avx512(features);
+        const moe_kernels *avx2 = want == MOE_KERNELS_AVX512 ? NULL : moei_select_avx2(features);
+        if (avx512 != NULL || avx2 != NULL) return avx512 != NULL ? avx512 : avx2;
+    }
 #endif
 #ifdef MOEI_HAVE_V4
-    if (want == MOE_KERNELS_AUTO || want == MOEI_V4_ID) return &moei_kernels_v4;
+    if (want == MOE_KERNELS_AUTO || want == MOEI_V4_ID) {
+#if defined(MOEI_HAVE_DOTPROD) && !defined(MOE_NO_QUANT)
+        if (moe_cpu_features() & MOE_CPU_DOTPROD) return &moei_kernels_v4_dot;
+#endif
+        return &moei_kernels_v4;
+    }
 #endif
     return want == MOE_KERNELS_AUTO || want == MOE_KERNELS_C ? &moei_kernels_c : NULL;
 }
@@ -3462,9 +4900,40 @@ static const moe_kernels *moei_table(const moe_kernels *k) {
 
 void moe_matmul(const moe_kernels *k, int op, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda, const void *b,
                 size_t ldb, moe_real *c, size_t ldc, int accumulate) {
-    if (op < 0 || op >= MOE_MATMUL_COUNT || type < 0 || type >= MOE_TYPE_COUNT) return;
+    if (op < 0 || op >= MOE_MATMUL_COUNT || type != MOE_TYPE_REAL) return;
     moei_table(k)->matmul[op][type](m, n, inner, a, lda, b, ldb, c, ldc, accumulate);
 }
+
+#ifndef MOE_NO_QUANT
+void moe_quantise_rows(const moe_kernels *k, int type, size_t m, size_t inner, const moe_real *x, size_t ldx, void *rows) {
+    if (moei_is_quant(type)) moei_table(k)->quantise(type, m, inner, x, ldx, rows);
+}
+
+/* The last outputs, which fill no panel, go through a copy as wide as a panel. */
+void moe_matmul_quant(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const void *rows, const void *packed,
+                      size_t stride, moe_real *c, size_t ldc) {
+    enum { ROWS = 28 };
+    const size_t whole = n / MOEI_PANEL, rest = n % MOEI_PANEL, row_size = moe_quant_row_size(type, inner);
+    moe_real part[ROWS * MOEI_PANEL];
+    size_t i, j, step;
+    moe_quant_fn *product;
+    if (!moei_is_quant(type) || m == 0 || n == 0 || moe_panel_size(type, inner, &step) != MOE_OK) return;
+    if (inner == 0) {
+        moei_zero_rows(m, n, c, ldc);
+        return;
+    }
+    step *= stride;
+    product = moei_table(k)->quant[type];
+    if (whole > 0) product(m, whole, inner, rows, row_size, packed, step, c, ldc);
+    for (i = 0; i < m && rest > 0; i += ROWS) {
+        const size_t count = m - i < ROWS ? m - i : (size_t)ROWS;
+        product(count, 1, inner, (const unsigned char *)rows + i * row_size, row_size, (const unsigned char *)packed + whole * step, step, part,
+                MOEI_PANEL);
+        for (j = 0; j < count; j++)
+            memcpy(c + (i + j) * ldc + whole * MOEI_PANEL, part + j * MOEI_PANEL, rest * sizeof *c);
+    }
+}
+#endif
 
 moe_real moe_dot(const moe_kernels *k, size_t n, const moe_real *a, const moe_real *b) {
     return moei_table(k)->dot(n, a, b);
@@ -3480,6 +4949,30 @@ void moe_activate(const moe_kernels *k, int act, size_t n, const moe_real *x, mo
 
 void moe_softmax(const moe_kernels *k, size_t n, const moe_real *x, moe_real temperature, moe_real *y) {
     moei_table(k)->softmax(n, x, temperature, y);
+}
+
+/* 16-bit weights: two panels of one block of k at a time become numbers on the stack, for all rows. */
+static void moei_matmul_half(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda,
+                             const unsigned char *packed, moe_real *c, size_t ldc) {
+    moe_real room[2 * MOEI_BLOCK_K * MOEI_PANEL];
+    size_t j, p, half, columns, block;
+    for (j = 0; j < n; j += columns) {
+        columns = n - j < 2 * MOEI_PANEL ? n - j : 2 * (size_t)MOEI_PANEL;
+        for (p = 0; p < inner; p += block) {
+            block = inner - p < MOEI_BLOCK_K ? inner - p : (size_t)MOEI_BLOCK_K;
+            for (half = 0; half < columns; half += MOEI_PANEL)
+                k->widen(type, block, packed + ((j + half) * inner + p * MOEI_PANEL) * 2, room + half * MOEI_BLOCK_K);
+            k->panels(m, columns, block, a + p, lda, 1, room, MOEI_BLOCK_K * MOEI_PANEL, c + j, ldc, p > 0);
+        }
+    }
+    if (inner == 0) moei_zero_rows(m, n, c, ldc);
+}
+
+void moe_matmul_packed(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda, const void *packed,
+                       moe_real *c, size_t ldc) {
+    if (type == MOE_TYPE_REAL) moei_table(k)->panels(m, n, inner, a, lda, 1, (const moe_real *)packed, inner * MOEI_PANEL, c, ldc, 0);
+    else if (type == MOE_TYPE_F16 || type == MOE_TYPE_BF16)
+        moei_matmul_half(moei_table(k), type, m, n, inner, a, lda, (const unsigned char *)packed, c, ldc);
 }
 
 void moe_gated(const moe_kernels *k, int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times, size_t ldt, moe_real *y,

@@ -503,6 +503,7 @@ MOE_API moe_status moe_router_slot(const moe_router_config *config, int slot, mo
 typedef struct moe_call {
     size_t n_tokens;            /* N, padding included; 0 is allowed */
     const moe_real *x;          /* [N,d] */
+    const moe_parallel *parallel; /* threads for the experts, or NULL: OpenMP's where the compiler has it on, else one */
     const moe_real *router_x;   /* [N,d], the router's own input, or NULL: x */
     const unsigned char *mask;  /* [N], 1 real, 0 padding, or NULL: all real. Padding is routed nowhere and takes part in no statistic */
     const int32_t *sequences;   /* [n_sequences+1] ascending offsets from 0 to N, or NULL: one sequence */

@@ -1,0 +1,274 @@
+/* parallel.c - packed weights and threads change no bit: forward and backward of layers of every kind, against the plain call of one thread.
+
+     cc -std=c99 -O2 -I. tests/parallel.c -o parallel -lm && ./parallel      (also with -DMOE_REAL=double, and with -fopenmp)
+
+   Exit status 1 if a check failed. */
+
+#define MOE_IMPLEMENTATION
+#include "../moe.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static long passed, failed;
+static moe_rng rng;
+
+#define CHECK(condition, what) check((condition) != 0, what, __LINE__)
+
+static int check(int good, const char *what, int line) {
+    if (good) passed++;
+    else {
+        failed++;
+        if (failed <= 50) printf("FAILED: parallel.c:%d: %s\n", line, what);
+    }
+    return good;
+}
+
+static void *grab(size_t count, size_t size) {
+    void *p = calloc(count > 0 ? count : 1, size);
+    if (p == NULL) {
+        fprintf(stderr, "parallel: out of memory\n");
+        exit(2);
+    }
+    return p;
+}
+
+static moe_real *normals(size_t count) {
+    moe_real *v = (moe_real *)grab(count, sizeof *v);
+    size_t i;
+    for (i = 0; i < count; i++) v[i] = moe_rng_normal(&rng);
+    return v;
+}
+
+static int below(int n) { return (int)moe_rng_below(&rng, (uint64_t)n); }
+
+/* Tasks one after the other, the last first: what one leaves behind must not matter to another. Counts the calls. */
+static void backwards(void *ctx, void (*task)(void *work, int index), void *work, int count) {
+    int i;
+    *(int *)ctx += 1;
+    for (i = count - 1; i >= 0; i--) task(work, i);
+}
+
+/* ---- one layer and one batch ------------------------------------------------------------------------------------------------------- */
+
+typedef struct scene {
+    moe_layer layer;
+    moe_call call;
+    moe_rng call_rng;
+    moe_real *x, *dy;
+    unsigned char *mask;
+    int32_t *ids, *previous;
+    moe_real *previous_weights, *attention;
+    size_t n, d, o;
+} scene;
+
+/* What a call computes. */
+typedef struct result {
+    moe_status status, back;
+    moe_real *y, *dx, *gradients;
+    size_t count; /* numbers in gradients */
+} result;
+
+static size_t gradient_count(const moe_layer *layer) {
+    moe_tensor t;
+    size_t count = 0, i;
+    for (i = 0; moe_layer_tensor(layer, i, &t) == MOE_OK; i++) count += t.count;
+    return count;
+}
+
+static result run(scene *s, int training, const moe_parallel *team) {
+    result r;
+    moe_layer_pass pass;
+    moe_tensor t;
+    moe_call call = s->call;
+    moe_rng own = s->call_rng;
+    size_t bytes = 0, i, at = 0;
+    void *work;
+    memset(&r, 0, sizeof r);
+    r.count = gradient_count(&s->layer);
+    r.y = (moe_real *)grab(s->n * s->o, sizeof *r.y);
+    r.dx = (moe_real *)grab(s->n * s->d, sizeof *r.dx);
+    r.gradients = (moe_real *)grab(r.count, sizeof *r.gradients);
+    call.training = training, call.parallel = team, call.rng = &own;
+    CHECK(moe_layer_work_size(&s->layer, s->n, training, &bytes) == MOE_OK, "work size");
+    work = malloc(bytes > 0 ? bytes : 1);
+    if (work == NULL) exit(2);
+    memset(work, 0x55, bytes); /* large numbers where something is read that was not written */
+    r.status = moe_layer_forward(&s->layer, &call, r.y, work, bytes, &pass);
+    if (r.status == MOE_OK && training) {
+        for (i = 0; moe_layer_tensor(&s->layer, i, &t) == MOE_OK; i++) memset(t.gradient, 0, t.count * sizeof(moe_real));
+        r.back = moe_layer_backward(&s->layer, s->dy, r.dx, NULL, &pass);
+        for (i = 0; moe_layer_tensor(&s->layer, i, &t) == MOE_OK; at += t.count, i++)
+            memcpy(r.gradients + at, t.gradient, t.count * sizeof(moe_real));
+    }
+    free(work);
+    return r;
+}
+
+static void drop(result *r) { free(r->y), free(r->dx), free(r->gradients); }
+
+static int same(const scene *s, const result *a, const result *b) {
+    return a->status == b->status && a->back == b->back && memcmp(a->y, b->y, s->n * s->o * sizeof(moe_real)) == 0 &&
+           memcmp(a->dx, b->dx, s->n * s->d * sizeof(moe_real)) == 0 && memcmp(a->gradients, b->gradients, a->count * sizeof(moe_real)) == 0;
+}
+
+/* Everything that some router asks for, at random. */
+static int begin(scene *s, const moe_layer_config *config, size_t n) {
+    size_t i, d = (size_t)config->router.d_model;
+    moe_error error;
+    memset(s, 0, sizeof *s);
+    if (moe_layer_create(&s->layer, config, 1, 5, NULL, &error) != MOE_OK) {
+        printf("note: %s\n", error.message);
+        return 0;
+    }
+    s->n = n, s->d = d, s->o = (size_t)s->layer.config.d_out;
+    s->x = normals(n * d), s->dy = normals(n * s->o), s->previous_weights = normals(n);
+    s->mask = (unsigned char *)grab(n, 1);
+    s->ids = (int32_t *)grab(n, sizeof *s->ids);
+    s->previous = (int32_t *)grab(n, sizeof *s->previous);
+    s->attention = (moe_real *)grab(n * n, sizeof *s->attention);
+    for (i = 0; i < n; i++) s->mask[i] = (unsigned char)(below(9) > 0), s->ids[i] = below(8), s->previous[i] = below(config->router.n_experts);
+    for (i = 0; i < n * n; i++) s->attention[i] = (moe_real)1 / (moe_real)n;
+    s->call.n_tokens = n, s->call.x = s->x, s->call.mask = s->mask, s->call.token_ids = s->ids;
+    s->call.previous_input = s->x, s->call.previous_experts = s->previous, s->call.previous_weights = s->previous_weights, s->call.n_previous = 1;
+    s->call.attention_weights = s->attention, s->call.attention_outputs = s->x;
+    moe_rng_seed(&s->call_rng, 99);
+    return 1;
+}
+
+static void end(scene *s) {
+    free(s->x), free(s->dy), free(s->mask), free(s->ids), free(s->previous), free(s->previous_weights), free(s->attention);
+    moe_layer_free(&s->layer);
+}
+
+static void test_threads(scene *s, const char *name) {
+    int calls, threads, training;
+    moe_parallel team;
+    memset(&team, 0, sizeof team);
+    team.ctx = &calls, team.run = backwards, team.always = 1;
+    for (training = 0; training < 2; training++) {
+        moe_parallel one;
+        result plain;
+        memset(&one, 0, sizeof one);
+        plain = run(s, training, &one);
+        for (threads = 2; threads < 7; threads++) {
+            result shared;
+            calls = 0, team.threads = threads;
+            shared = run(s, training, &team);
+            CHECK(same(s, &plain, &shared), name);
+            CHECK(plain.status != MOE_OK || calls > 0, "the tasks went through the caller's function");
+            drop(&shared);
+        }
+        team.threads = 0; /* nothing to share with */
+        {
+            result alone = run(s, training, &team), of_the_build = run(s, training, NULL);
+            CHECK(same(s, &plain, &alone), name);
+            CHECK(same(s, &plain, &of_the_build), name);
+            drop(&alone), drop(&of_the_build);
+        }
+        drop(&plain);
+    }
+}
+
+/* Packed weights give the bits of the tensors, with the tensors gone; training does not read them. */
+static void test_packed(scene *s, const char *name) {
+    const moe_real *kept[MOE_LAYER_SLOTS];
+    result plain = run(s, 0, NULL), packed, trained;
+    unsigned char *memory;
+    size_t bytes = 0, i;
+    moe_error error;
+    int place;
+    CHECK(moe_layer_pack_size(&s->layer, MOE_TYPE_REAL, &bytes) == MOE_OK, "size");
+    memory = (unsigned char *)grab(bytes + 64, 1);
+    memset(memory + bytes, 0xA5, 64);
+    CHECK(moe_layer_pack(&s->layer, MOE_TYPE_REAL, memory, bytes - 1, &error) == MOE_ERR_SPACE && !s->layer.is_packed, "too small");
+    CHECK(moe_layer_pack(&s->layer, MOE_TYPE_REAL, memory, bytes, &error) == MOE_OK, "packs");
+    for (i = 0; i < 64; i++) CHECK(memory[bytes + i] == 0xA5, "nothing behind the memory is written");
+    trained = run(s, 1, NULL);
+    memcpy(kept, s->layer.tensors, sizeof kept);
+    for (place = 0; place < MOE_LAYER_SLOTS; place++)
+        if (s->layer.packed[place] != NULL) s->layer.tensors[place] = NULL;
+    packed = run(s, 0, NULL);
+    CHECK(same(s, &plain, &packed), name);
+    CHECK(packed.status == MOE_OK, name);
+    drop(&packed);
+    packed = run(s, 1, NULL);
+    CHECK(packed.status == MOE_ERR_ARGUMENT, "training needs the tensors");
+    memcpy(s->layer.tensors, kept, sizeof kept);
+    drop(&packed);
+    s->layer.is_packed = 0;
+    packed = run(s, 1, NULL);
+    CHECK(same(s, &trained, &packed), "training reads the tensors");
+    drop(&plain), drop(&packed), drop(&trained);
+    free(memory);
+}
+
+static void test_config(const moe_layer_config *config, size_t n, const char *name) {
+    scene s;
+    if (!CHECK(begin(&s, config, n), name)) return;
+    test_threads(&s, name);
+    test_packed(&s, name);
+    end(&s);
+}
+
+/* Shapes at random, with every kind of expert and every table of kernels. */
+static void test_shapes(void) {
+    static const int widths[] = {1, 3, 8, 15, 16, 17, 31, 33, 48, 64, 70, 130, 300};
+    int i, kernels;
+    for (i = 0; i < 60; i++) {
+        moe_layer_config c;
+        memset(&c, 0, sizeof c);
+        c.router.d_model = widths[below(13)], c.router.n_experts = 1 + below(6);
+        c.router.top_k = 1 + below(c.router.n_experts);
+        c.router.weight = c.router.top_k == 1 ? MOE_WEIGHT_RAW : MOE_WEIGHT_SUM;
+        c.expert = below(MOE_EXPERT_COUNT);
+        if (c.expert != MOE_EXPERT_LINEAR) c.d_ff = widths[below(13)];
+        if (c.expert == MOE_EXPERT_FACTORISED) c.d_low = 1 + below(20);
+        if (c.expert == MOE_EXPERT_MLP) c.act = below(MOE_ACT_COUNT);
+        if (c.expert == MOE_EXPERT_MLP || c.expert == MOE_EXPERT_LINEAR) c.no_expert_bias = below(2);
+        if (below(2)) c.n_shared = 1, c.d_shared = widths[below(10)], c.shared_sigmoid = below(2);
+        if (below(2)) c.d_out = widths[below(13)];
+        c.router.apply_to = below(4) == 0 ? MOE_APPLY_INPUT : MOE_APPLY_OUTPUT;
+        for (kernels = MOE_KERNELS_C; kernels < MOE_KERNELS_COUNT; kernels++) {
+            c.kernels = kernels;
+            if (moe_kernels_select(kernels) != NULL) test_config(&c, (size_t)(1 + below(40)), "a layer at random");
+        }
+    }
+}
+
+static void test_presets(void) {
+    const moe_preset *preset;
+    moe_layer_config c;
+    for (preset = moe_presets(); preset->name != NULL; preset++) {
+        if (moe_layer_preset(preset->name, &c, NULL) != MOE_OK) continue;
+        c.router.d_model = 24, c.d_ff = 20;
+        if (c.router.n_experts == 0 || c.router.n_experts > 8) c.router.n_experts = 8;
+        if (c.router.top_k > 8) c.router.top_k = 8;
+        if (c.router.select == MOE_SELECT_HASH) c.router.table_size = 8;
+        if (c.router.heads > 1) c.router.heads = 1;
+        if (moe_router_check(&c.router, NULL, NULL) != MOE_OK || moe_router_check_training(&c.router, NULL) != MOE_OK) continue;
+        test_config(&c, 12, preset->name);
+    }
+}
+
+/* Scores that read each activation of the experts. */
+static void test_scored(void) {
+    moe_layer_config c;
+    int node;
+    for (node = 0; node < MOE_NODE_COUNT; node++) {
+        memset(&c, 0, sizeof c);
+        c.router.d_model = 20, c.d_ff = 18, c.router.n_experts = 3, c.router.top_k = 2, c.router.score = MOE_SCORE_NORM, c.router.norm_node = node;
+        c.expert = node == MOE_NODE_LOW ? MOE_EXPERT_FACTORISED : MOE_EXPERT_SWIGLU;
+        if (moe_layer_check(&c, NULL, NULL) == MOE_OK) test_config(&c, 11, "a norm as score");
+    }
+}
+
+int main(void) {
+    moe_rng_seed(&rng, 31);
+    test_shapes();
+    test_presets();
+    test_scored();
+    printf("%ld passed, %ld failed\n", passed, failed);
+    return failed > 0;
+}
