@@ -4445,9 +4445,9 @@ static float moei_f32_exp_sum_v4(size_t n, float max, float *y) {
 
 /* ---- packed weights in vectors of four ----
 
-   Eight outputs at a time: a line gives two vectors of 16 bytes, of four outputs each. Where there is an instruction for it (sdot) the four
-   products of an output go straight to its 32-bit sum, elsewhere in two pairs, which are added at the end. int8 weights lose their offset on
-   the way from memory, so their sums start from 0. */
+   Eight outputs at a time: a line gives two vectors of 16 bytes, of four outputs each. Where there is an instruction for it (sdot) the
+   four products of an output go straight to its 32-bit sum, elsewhere in two pairs, which are added at the end. int8 weights lose their
+   offset on the way from memory, so their sums start from 0. */
 
 #if defined(MOEI_V4_IEEE)
 
@@ -4627,8 +4627,8 @@ MOEI_INLINE void moei_finish_v4(float *c, moei_v4_int sum, moei_v4 w_scale, cons
     moei_v4_store(c, moei_v4_mul_add(moei_v4_of_int(sum), product, keep ? moei_v4_load(c) : moei_v4_all(0.0f)));
 }
 
-/* rows (1 to 4) x 8 outputs. rows and q4 are constants where this is inlined; DOT(sum, w, x, i) adds quad i of x times w. The group's numbers
-   come 16 at a time, with four lines; in int4 the next 16 stand in the same lines' high bits. */
+/* rows (1 to 4) x 8 outputs. rows and q4 are constants where this is inlined; DOT(sum, w, x, i) adds quad i of x times w. The group's
+   numbers come 16 at a time, with four lines; in int4 the next 16 stand in the same lines' high bits. */
 #define MOEI_QUANT_ROWS(X) X(0) X(1) X(2) X(3)
 #define MOEI_QUANT_SUMS(r) s##r##0 = zero, s##r##1 = zero;
 #define MOEI_QUANT_LOAD(r)                                                             \
@@ -4740,8 +4740,9 @@ static void moei_quantise_v4(int type, size_t m, size_t inner, const float *x, s
     moei_quantise(type, m, inner, x, ldx, (unsigned char *)rows, moei_largest_v4, moei_levels_v4);
 }
 #define moei_quantise_v4_dot moei_quantise_v4
-#define MOEI_QUANT_ENTRIES_V4 MOEI_QUANT_ENTRIES(v4, moei_widen_v4)
 #endif /* MOE_NO_QUANT */
+
+#define MOEI_QUANT_ENTRIES_V4 MOEI_QUANT_ENTRIES(v4, moei_widen_v4)
 #endif /* MOEI_V4_IEEE */
 
 /* ---- the tables ---- */
