@@ -56,8 +56,9 @@
 
    Choosing a table. moe_kernels_select(MOE_KERNELS_AUTO) asks the processor and the operating system (CPUID and XGETBV on x86) and
    gives the best table that is compiled in. Ask once, keep the pointer, pass it to every call. A NULL table is plain C, so are
-   machines with no other. No compiler switch is needed: the AVX2 kernels carry their own target attribute. They exist for x86 with
-   gcc, clang and MSVC; no table for AVX-512, NEON or WebAssembly is written yet, and select answers NULL when asked for one.
+   machines with no other. On x86 (gcc, clang, MSVC) no compiler switch is needed: the kernels carry their own target attributes. NEON
+   and WebAssembly SIMD are taken where the compiler may use them (gcc and clang: always on 64-bit Arm, else with -mfpu=neon or
+   -msimd128), and on 64-bit Linux the processor is asked for sdot. select answers NULL for a table that is not there.
    A wrong orientation or type makes moe_matmul do nothing; an activation that is none is the identity.
 
    Order of summation. c = accumulate ? c : 0; then for each block of 256 along the inner dimension, in ascending order, c += the
@@ -65,22 +66,23 @@
      - a row of C depends neither on m nor on the other rows, nor an element on n or on the orientation;
      - calls give the same bits whatever the alignment, the strides and the number of threads that share the rows between them.
    It supposes that the compiler keeps IEEE arithmetic in the type's own precision (no -ffast-math, no x87). Between tables, builds
-   and machines results agree within rounding: AVX2 fuses each multiplication into its addition, plain C does so where the target
-   of the build has an instruction for it. The order of moe_dot is fixed in plain C only. Random numbers are the same bits everywhere.
+   and machines results agree within rounding: AVX2 and NEON of 64-bit Arm fuse each multiplication into its addition, WebAssembly does
+   not, plain C and NEON of 32-bit Arm do so where the target of the build has an instruction for it. The order of moe_dot is fixed in plain C only. Random numbers are the same bits everywhere.
 
    Accuracy. Activations have a relative error below 3 epsilon of the type, gelu below 4; in plain C, where gelu goes through libm's
    erfc, its negative tail has up to x^2 more. NaN stays NaN; infinities give the limit of the function. A NaN or +inf in softmax makes
-   all of its outputs NaN.
+   all of its outputs NaN. NEON of 32-bit Arm takes subnormal numbers for 0 in products, moe_dot, moe_axpy and moe_multiply; everything
+   else is plain C there.
 
    Alignment and memory. None is asked of any pointer beyond that of its type, and nothing outside the rows is read or written.
-   Nothing allocates. Stack: below 400 bytes in optimised plain C (and what libm takes), below 20 KiB for a product with AVX2, most of
-   it the panel of 256 x 16.
+   Nothing allocates. Stack: below 400 bytes in optimised plain C (and what libm takes), below 20 KiB for a product with AVX2, NEON or
+   WebAssembly SIMD, most of it the panel of 256 x 16.
 
    Threads. There is no mutable state: any number of threads may call anything at once on their own outputs. A moe_rng belongs to
    one thread at a time.
 
    Names of kernels. moei_<type>_<operation or tile>_<instruction set>: moei_f32_nt_6x16_avx2 is the float product NT with a
-   tile of 6 rows and 16 columns; "real" stands for the type of the build.
+   tile of 6 rows and 16 columns; "real" stands for the type of the build, "v4" for vectors of four (NEON, WebAssembly).
 
    Adding an instruction set. Write the entries that gain from it, put them into a further constant table with plain C entries in
    the other places, give it a MOE_KERNELS_ number and a name, and let moe_kernels_select return it when moe_cpu_features has its
