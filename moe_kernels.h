@@ -4514,17 +4514,17 @@ MOEI_INLINE moei_v4 moei_v4_from_bf16(const unsigned char *p) {
 }
 
 /* The sums of four outputs: low of the first two, in pairs, high of the others. */
-typedef struct moei_pairs {
+typedef struct moei_pair_sums {
     moei_v4_int low, high;
-} moei_pairs;
+} moei_pair_sums;
 
-MOEI_INLINE moei_pairs moei_dot_pairs(moei_pairs s, moei_v16 w, moei_v16 x) {
+MOEI_INLINE moei_pair_sums moei_dot_pair_sums(moei_pair_sums s, moei_v16 w, moei_v16 x) {
     s.low = vpadalq_s16(s.low, vmull_s8(vget_low_s8(w), vget_low_s8(x)));
     s.high = vpadalq_s16(s.high, vmull_s8(vget_high_s8(w), vget_low_s8(x)));
     return s;
 }
 
-MOEI_INLINE moei_v4_int moei_total_pairs(moei_pairs s) {
+MOEI_INLINE moei_v4_int moei_total_pair_sums(moei_pair_sums s) {
     return vpaddq_s32(s.low, s.high);
 }
 
@@ -4591,18 +4591,18 @@ MOEI_INLINE moei_v4 moei_v4_from_bf16(const unsigned char *p) {
     return wasm_i32x4_shl(wasm_u32x4_extend_low_u16x8(wasm_v128_load64_zero(p)), 16);
 }
 
-typedef struct moei_pairs {
+typedef struct moei_pair_sums {
     moei_v4_int low, high;
-} moei_pairs;
+} moei_pair_sums;
 
-MOEI_INLINE moei_pairs moei_dot_pairs(moei_pairs s, moei_v16 w, moei_v16 x) {
+MOEI_INLINE moei_pair_sums moei_dot_pair_sums(moei_pair_sums s, moei_v16 w, moei_v16 x) {
     const v128_t quads = wasm_i16x8_extend_low_i8x16(x);
     s.low = wasm_i32x4_add(s.low, wasm_i32x4_dot_i16x8(wasm_i16x8_extend_low_i8x16(w), quads));
     s.high = wasm_i32x4_add(s.high, wasm_i32x4_dot_i16x8(wasm_i16x8_extend_high_i8x16(w), quads));
     return s;
 }
 
-MOEI_INLINE moei_v4_int moei_total_pairs(moei_pairs s) {
+MOEI_INLINE moei_v4_int moei_total_pair_sums(moei_pair_sums s) {
     return wasm_i32x4_add(wasm_i32x4_shuffle(s.low, s.high, 0, 2, 4, 6), wasm_i32x4_shuffle(s.low, s.high, 1, 3, 5, 7));
 }
 
@@ -4617,8 +4617,8 @@ static void moei_widen_v4(int type, size_t count, const void *packed, float *out
 
 #ifndef MOE_NO_QUANT
 
-MOEI_INLINE moei_pairs moei_zero_pairs(void) {
-    moei_pairs s;
+MOEI_INLINE moei_pair_sums moei_zero_sums(void) {
+    moei_pair_sums s;
     s.low = s.high = moei_v4_int_all(0);
     return s;
 }
@@ -4701,8 +4701,8 @@ MOEI_INLINE void moei_finish_v4(float *c, moei_v4_int sum, moei_v4 w_scale, cons
     }                                                                                                              \
     MOEI_QUANT_FUNCTIONS(set, )
 
-#define MOEI_DOT_PAIRS(sum, w, x, i) moei_dot_pairs(sum, w, MOEI_QUAD(x, i))
-MOEI_QUANT_TILE_V4(v4, , moei_pairs, moei_zero_pairs(), MOEI_DOT_PAIRS, moei_total_pairs)
+#define MOEI_DOT_PAIRS(sum, w, x, i) moei_dot_pair_sums(sum, w, MOEI_QUAD(x, i))
+MOEI_QUANT_TILE_V4(v4, , moei_pair_sums, moei_zero_sums(), MOEI_DOT_PAIRS, moei_total_pair_sums)
 
 #ifdef MOEI_HAVE_DOTPROD
 #define MOEI_DOT_SDOT(sum, w, x, i) vdotq_laneq_s32(sum, w, x, i)
