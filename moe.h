@@ -136,6 +136,8 @@
 #define moe_layer_parameters moe_layer_parameters_f64
 #define moe_layer_pack moe_layer_pack_f64
 #define moe_layer_pack_size moe_layer_pack_size_f64
+#define moe_layer_quantise moe_layer_quantise_f64
+#define moe_layer_quantise_work_size moe_layer_quantise_work_size_f64
 #define moe_layer_work_size moe_layer_work_size_f64
 #define moe_layer_forward moe_layer_forward_f64
 #define moe_layer_backward moe_layer_backward_f64
@@ -439,6 +441,22 @@ MOE_API size_t moe_layer_parameters(const moe_layer *layer, size_t *used_per_tok
 MOE_API moe_status moe_layer_pack(moe_layer *layer, int type, void *memory, size_t size, moe_error *error);
 /* Bytes that moe_layer_pack needs for a type. MOE_ERR_OVERFLOW, MOE_ERR_ARGUMENT. */
 MOE_API moe_status moe_layer_pack_size(const moe_layer *layer, int type, size_t *bytes);
+
+/* How far one expert's packed weights are from its tensors. */
+typedef struct moe_quant_error {
+    size_t rows;     /* tokens of the calibration that the router sends to the expert; 0: it was measured on others, see moe_layer_quantise */
+    moe_real output; /* |f_packed(x) - f(x)| / |f(x)|, over all measured tokens and numbers of the output; 0 where f(x) is 0 */
+} moe_quant_error;
+
+/* moe_layer_pack, which changes no more than the weights' precision and so needs no data, and then a report: errors[E] from running each
+   expert with its tensors and with the packed weights on the tokens of `calibration` that its router sends to it (quantised types: activations are
+   quantised too). An expert that no token visits is measured on the first tokens of the batch instead, at most 64, so that none stays unknown.
+   calibration is a call for inference of at least one token. errors NULL: no report, then calibration and work may be NULL too.
+   work [moe_layer_quantise_work_size]. Errors as of moe_layer_pack and moe_layer_forward; then the layer is as before. */
+MOE_API moe_status moe_layer_quantise(moe_layer *layer, int type, void *memory, size_t size, const moe_call *calibration, void *work, size_t work_size,
+                                      moe_quant_error *errors, moe_error *error);
+/* Bytes of work memory that it takes for so many tokens. MOE_ERR_OVERFLOW, MOE_ERR_ARGUMENT. */
+MOE_API moe_status moe_layer_quantise_work_size(const moe_layer *layer, int type, size_t n_tokens, size_t *bytes);
 
 /* What one forward call leaves behind: the routing for reports, and the intermediate values for the way back. It points into the work memory. */
 typedef struct moe_layer_pass {
@@ -3618,6 +3636,104 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     moei_layer_shared(layer, &p, y, &team);
     if (pass != NULL) *pass = p;
     return MOE_OK;
+}
+
+/* ==== the report on packed weights ================================================================================================== */
+
+enum { MOEI_PROBES = 64 }; /* tokens for an expert that the router leaves out */
+
+moe_status moe_layer_quantise_work_size(const moe_layer *layer, int type, size_t n_tokens, size_t *bytes) {
+    moei_layout l = moei_layout_begin(NULL);
+    moe_layer as_packed;
+    moe_layer_pass p;
+    if (layer == NULL || bytes == NULL || type < 0 || type >= MOE_TYPE_COUNT) return MOE_ERR_ARGUMENT;
+    if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    as_packed = *layer;
+    as_packed.is_packed = 1, as_packed.packed_type = type;
+    moei_layer_layout(&as_packed, n_tokens, 0, 0, &l, &p);
+    (void)moei_take_reals(&l, n_tokens, (size_t)layer->config.d_out);
+    if (l.overflow) return MOE_ERR_OVERFLOW;
+    *bytes = l.used;
+    return MOE_OK;
+}
+
+/* All stages of a chain in this thread. */
+static void moei_chain_forward(const moei_job *job, const moei_chain *chain, unsigned mask) {
+    int stage;
+    for (stage = 0; stage <= moei_last_stage(chain->expert); stage++) {
+        if (chain->packed && moei_quantises(job)) moei_quantise_share(job, chain, stage, mask, 0);
+        moei_stage_columns(chain, stage, mask, 0, moei_stage_width(chain, stage));
+    }
+}
+
+/* Runs expert e with the tensors, into exact [n,o], and with the packed weights. */
+static void moei_measure_expert(moei_job *job, size_t e, moe_real *exact, moe_quant_error *out) {
+    const moe_layer_pass *p = job->p;
+    const moe_entry *entries = p->routing.plan.entries + p->routing.plan.offsets[e];
+    moei_chain chain = job->chain;
+    size_t o = chain.width[MOE_NODE_OUTPUT], ld = chain.ld[MOE_NODE_OUTPUT], i, j;
+    double off = 0.0, all = 0.0;
+    int node;
+    out->rows = p->routing.plan.rows > 0 ? p->call.n_tokens : moei_entry_count(p, e);
+    chain.n = p->routing.plan.rows == 0 && out->rows > 0 ? out->rows : p->call.n_tokens < MOEI_PROBES ? p->call.n_tokens : (size_t)MOEI_PROBES;
+    if (chain.n > moei_expert_rows(&job->layer->config, p->call.n_tokens)) chain.n = moei_expert_rows(&job->layer->config, p->call.n_tokens);
+    chain.block = e, chain.x = p->rows, chain.ldx = moei_stride(job->layer, chain.d);
+    moei_quantised_rows(&chain, p, 0);
+    for (node = 0; node < MOE_NODE_COUNT; node++) chain.node[node] = p->node[node];
+    for (i = 0; i < chain.n; i++)
+        memcpy(p->rows + i * chain.ldx, p->x + (p->routing.plan.rows == 0 && out->rows > 0 ? (size_t)entries[i].token : i) * chain.d, chain.d * sizeof(moe_real));
+    chain.packed = 0;
+    moei_chain_forward(job, &chain, moei_ancestors(chain.expert, MOE_NODE_OUTPUT));
+    for (i = 0; i < chain.n; i++) memcpy(exact + i * o, chain.node[MOE_NODE_OUTPUT] + i * ld, o * sizeof(moe_real));
+    chain.packed = 1;
+    moei_chain_forward(job, &chain, moei_ancestors(chain.expert, MOE_NODE_OUTPUT));
+    for (i = 0; i < chain.n; i++)
+        for (j = 0; j < o; j++) {
+            double is = (double)exact[i * o + j], other = (double)chain.node[MOE_NODE_OUTPUT][i * ld + j] - is;
+            off += other * other, all += is * is;
+        }
+    out->output = all > 0.0 ? (moe_real)sqrt(off / all) : MOEI_R(0.0);
+}
+
+/* The report: packed is the layer with its packed weights. */
+static moe_status moei_measure(const moe_layer *packed, const moe_call *calibration, void *work, size_t work_size, moe_quant_error *errors) {
+    moe_layer plain = *packed;
+    moe_call call = *calibration;
+    moe_layer_pass routed, p;
+    moei_layout l = moei_layout_begin(work);
+    moei_job job;
+    moe_real *y;
+    size_t e;
+    moe_status status;
+    call.training = call.keep = 0;
+    moei_layer_layout(packed, call.n_tokens, call.n_past, 0, &l, &p);
+    y = moei_take_reals(&l, call.n_tokens, (size_t)packed->config.d_out);
+    if (l.overflow) return MOE_ERR_OVERFLOW;
+    if (l.used > work_size) return MOE_ERR_SPACE;
+    plain.is_packed = 0;
+    status = moe_layer_forward(&plain, &call, y, work, work_size, &routed);
+    if (status != MOE_OK) return status;
+    p.call = routed.call, p.x = routed.x, p.routing = routed.routing; /* the routing lies first in both layouts */
+    job = moei_job_begin(packed, &p, packed->config.expert);
+    for (e = 0; e < (size_t)packed->config.router.n_experts; e++) moei_measure_expert(&job, e, y, errors + e);
+    return MOE_OK;
+}
+
+moe_status moe_layer_quantise(moe_layer *layer, int type, void *memory, size_t size, const moe_call *calibration, void *work, size_t work_size,
+                              moe_quant_error *errors, moe_error *error) {
+    moe_layer made;
+    moe_status status;
+    if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    if (errors != NULL && (calibration == NULL || work == NULL || calibration->n_tokens == 0))
+        return moei_error(error, MOE_ERR_ARGUMENT, "a report needs calibration with at least one token, and work");
+    made = *layer;
+    status = moe_layer_pack(&made, type, memory, size, error);
+    if (status == MOE_OK && errors != NULL) {
+        status = moei_measure(&made, calibration, work, work_size, errors);
+        if (status != MOE_OK) return moei_error(error, status, "the calibration batch: %s", moe_status_text(status));
+    }
+    if (status == MOE_OK) *layer = made;
+    return status;
 }
 
 /* ==== one call: backward ============================================================================================================ */
