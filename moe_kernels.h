@@ -415,7 +415,7 @@ MOE_API moe_real moe_rng_normal(moe_rng *rng);
 /* ---- sizes: every product and sum of a caller's or a file's numbers goes through these; 0 on overflow ---------------- */
 
 MOEI_TOOL int moei_mul(size_t a, size_t b, size_t *out) {
-    if (b != 0 && a > (size_t)-1 / b) return 0;
+    if ((a | b) >> sizeof(size_t) * 4 != 0 && b != 0 && a > (size_t)-1 / b) return 0; /* no division where both fit half the bits */
     *out = a * b;
     return 1;
 }
