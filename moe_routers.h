@@ -2279,11 +2279,15 @@ static const moe_real *moei_selection_score(const moei_pass *s, size_t t) {
     return s->m.row;
 }
 
+static size_t moei_top_k(const moei_pass *s, size_t n, const moe_real *score, size_t k, int32_t *index) {
+    return s->router->kernels->top_k(n, score, k, index);
+}
+
 static moe_status moei_select_top_k(moei_pass *s) {
     size_t t;
     for (t = 0; t < s->n; t++)
         if (moei_is_real(s->call, t))
-            s->r->n_choices[t] = (int32_t)moe_top_k(s->experts, moei_selection_score(s, t), (size_t)s->c->top_k, s->r->choices + t * s->r->max_choices);
+            s->r->n_choices[t] = (int32_t)moei_top_k(s, s->experts, moei_selection_score(s, t), (size_t)s->c->top_k, s->r->choices + t * s->r->max_choices);
     return MOE_OK;
 }
 
@@ -2304,13 +2308,13 @@ static void moei_rank_marked(moei_pass *s, size_t t) {
         count += marked[e];
         masked[e] = marked[e] ? score[e] : -MOEI_INFINITY;
     }
-    s->r->n_choices[t] = (int32_t)moe_top_k(s->experts, masked, count, s->r->choices + t * s->r->max_choices);
+    s->r->n_choices[t] = (int32_t)moei_top_k(s, s->experts, masked, count, s->r->choices + t * s->r->max_choices);
 }
 
 /* Marks the K largest of a row of scores. */
 static void moei_mark_largest(moei_pass *s, size_t t, const moe_real *score) {
     int32_t *index = s->r->choices + t * s->r->max_choices;
-    size_t found = moe_top_k(s->experts, score, (size_t)s->c->top_k, index), i;
+    size_t found = moei_top_k(s, s->experts, score, (size_t)s->c->top_k, index), i;
     for (i = 0; i < found; i++) s->r->selected[t * s->experts + (size_t)index[i]] = 1;
 }
 
@@ -2335,7 +2339,7 @@ static moe_status moei_select_given(moei_pass *s) {
 /* What a group of experts is worth: its best p + b, or its two best together. */
 static moe_real moei_group_value(const moei_pass *s, const moe_real *score, size_t size) {
     int32_t best[2];
-    size_t found = moe_top_k(size, score, s->c->group_score == MOE_GROUP_TOP2_SUM ? 2 : 1, best), i;
+    size_t found = moei_top_k(s, size, score, s->c->group_score == MOE_GROUP_TOP2_SUM ? 2 : 1, best), i;
     moe_real sum = found > 0 ? MOEI_R(0.0) : -MOEI_INFINITY;
     for (i = 0; i < found; i++) sum += score[best[i]];
     return sum;
@@ -2350,9 +2354,9 @@ static moe_status moei_select_grouped_top_k(moei_pass *s) {
         moei_biased(s, t, score);
         for (g = 0; g < groups; g++) value[g] = moei_group_value(s, score + g * size, size);
         for (i = 0; i < s->experts; i++) masked[i] = -MOEI_INFINITY;
-        found = moe_top_k(groups, value, (size_t)s->c->groups_kept, s->m.order);
+        found = moei_top_k(s, groups, value, (size_t)s->c->groups_kept, s->m.order);
         for (i = 0; i < found; i++) memcpy(masked + (size_t)s->m.order[i] * size, score + (size_t)s->m.order[i] * size, size * sizeof(moe_real));
-        found = moe_top_k(s->experts, masked, (size_t)s->c->top_k, index);
+        found = moei_top_k(s, s->experts, masked, (size_t)s->c->top_k, index);
         for (i = 0; i < found; i++) s->r->selected[t * s->experts + (size_t)index[i]] = 1;
     }
     return MOE_OK;
@@ -2366,7 +2370,7 @@ static moe_status moei_select_top_p(moei_pass *s) {
         moe_real sum = MOEI_R(0.0);
         size_t found;
         if (!moei_is_real(s->call, t)) continue;
-        found = moe_top_k(s->experts, p, s->experts, index);
+        found = moei_top_k(s, s->experts, p, s->experts, index);
         for (i = 0; i < found && !(sum > s->c->top_p); i++) {
             sum += p[index[i]];
             s->r->selected[t * s->experts + (size_t)index[i]] = 1;
@@ -2391,7 +2395,7 @@ static moe_status moei_select_threshold(moei_pass *s) {
         if (!moei_is_real(s->call, t)) continue;
         for (e = 0; e < s->experts; e++)
             if (p[e] > moei_threshold(s, e)) s->r->selected[t * s->experts + e] = 1, any = 1;
-        if (!any && fallback && moe_top_k(s->experts, p, 1, &best) == 1) s->r->selected[t * s->experts + (size_t)best] = 1;
+        if (!any && fallback && moei_top_k(s, s->experts, p, 1, &best) == 1) s->r->selected[t * s->experts + (size_t)best] = 1;
     }
     return MOE_OK;
 }
@@ -2414,7 +2418,7 @@ static moe_status moei_select_expert_choice(moei_pass *s) {
     size_t capacity = moei_expert_choice_capacity(s), t, e, i, found;
     for (e = 0; e < s->experts; e++) {
         for (t = 0; t < s->n; t++) s->m.column[t] = moei_is_real(s->call, t) ? score[t * s->experts + e] : -MOEI_INFINITY;
-        found = moe_top_k(s->n, s->m.column, capacity, s->m.order);
+        found = moei_top_k(s, s->n, s->m.column, capacity, s->m.order);
         for (i = 0; i < found; i++) s->r->selected[(size_t)s->m.order[i] * s->experts + e] = 1;
     }
     return MOE_OK;
@@ -2436,10 +2440,10 @@ static moe_status moei_select_affinity(moei_pass *s) {
     size_t t, e, i, found;
     for (t = 0; t < s->n; t++) s->r->n_choices[t] = -1; /* here: the token's best expert */
     for (t = 0; t < s->n; t++)
-        if (moei_is_real(s->call, t)) (void)moe_top_k(s->experts, s->r->logits + t * s->experts, 1, &s->r->n_choices[t]);
+        if (moei_is_real(s->call, t)) (void)moei_top_k(s, s->experts, s->r->logits + t * s->experts, 1, &s->r->n_choices[t]);
     for (e = 0; e < s->experts; e++) {
         for (t = 0; t < s->n; t++) s->m.column[t] = s->r->n_choices[t] == (int32_t)e ? s->r->logits[t * s->experts + e] : -MOEI_INFINITY;
-        found = moe_top_k(s->n, s->m.column, s->n, s->m.order);
+        found = moei_top_k(s, s->n, s->m.column, s->n, s->m.order);
         found = moei_affinity_keep(s, found);
         for (i = 0; i < found; i++) s->r->selected[(size_t)s->m.order[i] * s->experts + e] = 1;
     }
@@ -2644,7 +2648,7 @@ static moe_status moei_select_balanced(moei_pass *s) {
     for (t = 0; t < s->n; t++) {
         f.at[t] = -1;
         if (!moei_is_real(s->call, t)) continue;
-        (void)moe_top_k(s->experts, s->r->logits + t * s->experts, 1, &f.at[t]);
+        (void)moei_top_k(s, s->experts, s->r->logits + t * s->experts, 1, &f.at[t]);
         f.load[f.at[t]]++;
         for (e = 0; e < s->experts; e++)
             if (fabs((double)s->r->logits[t * s->experts + e]) > largest) largest = fabs((double)s->r->logits[t * s->experts + e]);
@@ -3990,6 +3994,7 @@ static void moei_common_layout(const moe_router_config *c, size_t n, moei_layout
     if (token > (size_t)-1 || !moei_mul(n, (size_t)token, &bytes) || !moei_add(bytes, index * sizeof(size_t) + 3 * wide * sizeof(moe_real) + 16, &bytes) ||
         !moei_add(bytes, order * sizeof(int32_t), &bytes))
         l->overflow = 1;
+    r->max_choices = choices;
     r->plan.offsets = (size_t *)moei_take(l, bytes, 1);
     if (r->plan.offsets == NULL) return;
     cells = n * experts, pairs = n * choices, whole = (pairs + n + order + 3) / 4 * 4;
@@ -4118,8 +4123,19 @@ moe_status moe_router_init(moe_router *router, const moe_router_config *config, 
     return MOE_OK;
 }
 
+/* A routing of nothing yet, but for the arrays that every call has. Field by field: most of them are set anyway. */
+static void moei_routing_clear(moe_routing *r) {
+    r->n_real = r->n_dropped = r->capacity = r->plan.rows = 0;
+    r->capacity_bound = r->bound_now = MOEI_R(0.0);
+    r->capacity_clamped = 0;
+    r->u = NULL;
+    r->d_weight_in = r->d_weight_out = NULL;
+    memset(r->loss, 0, sizeof r->loss);
+}
+
 /* Lays a routing out in memory; the same function with an empty base counts the bytes. */
 static void moei_route_layout(const moe_router *router, size_t n, int training, moei_layout *l, moe_routing *r, moei_scratch *m) {
+    moei_routing_clear(r);
     moei_common_layout(&router->config, n, l, r, m);
     m->input = moei_take_reals(l, n, (size_t)router->config.d_model);
     if (!training && !(router->parts & MOEI_PART_MEMORY)) return;
@@ -4184,7 +4200,9 @@ static int moei_tensors_fit(const moe_router *router) {
     const uint64_t may_miss = ((uint64_t)2 << MOE_ROUTER_CAPACITY) - ((uint64_t)1 << MOE_ROUTER_STEP);
     uint64_t there = 0;
     int place;
-    for (place = 0; place < MOE_ROUTER_SLOTS; place++) there |= (uint64_t)(router->tensors[place] != NULL) << place;
+    for (place = 0; place + 3 <= MOE_ROUTER_SLOTS; place += 3)
+        there |= (uint64_t)((router->tensors[place] != NULL) | (router->tensors[place + 1] != NULL) << 1 | (router->tensors[place + 2] != NULL) << 2) << place;
+    for (; place < MOE_ROUTER_SLOTS; place++) there |= (uint64_t)(router->tensors[place] != NULL) << place;
     return ((there ^ router->places) & ~(may_miss & router->places)) == 0;
 }
 
@@ -4428,7 +4446,7 @@ static void moei_drop_order(moei_pass *s) {
         for (e = 1; e < s->experts && moei_is_real(s->call, t); e++)
             if (p[e] > s->m.column[t]) s->m.column[t] = p[e];
     }
-    t = moe_top_k(s->n, s->m.column, s->n, s->m.order);
+    t = moei_top_k(s, s->n, s->m.column, s->n, s->m.order);
     for (; t < s->n; t++) s->m.order[t] = -1; /* padding has no place in the order */
 }
 
@@ -4455,7 +4473,7 @@ static void moei_drop_by_score(moei_pass *s, size_t capacity) {
         for (t = 0; t < s->n; t++)
             for (i = 0; i < (size_t)s->r->n_choices[t]; i++)
                 if (moei_pair_expert(s, t, i) == e && s->r->kept[t * s->r->max_choices + i]) s->m.column[t] = s->r->probabilities[t * s->experts + e];
-        found = moe_top_k(s->n, s->m.column, capacity, s->m.order);
+        found = moei_top_k(s, s->n, s->m.column, capacity, s->m.order);
         for (i = 0; i < found; i++) s->m.column[s->m.order[i]] = MOEI_INFINITY;
         for (t = 0; t < s->n; t++)
             for (i = 0; i < (size_t)s->r->n_choices[t]; i++)
@@ -4630,14 +4648,12 @@ moe_status moe_route(const moe_router *router, const moe_call *call, void *memor
     if (router == NULL || call == NULL || memory == NULL || routing == NULL) return MOE_ERR_ARGUMENT;
     status = moei_call_check(router, call);
     if (status != MOE_OK) return status;
-    memset(&r, 0, sizeof r);
     moei_route_layout(router, call->n_past + call->n_tokens, call->training, &l, &r, &s.m);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     if (l.used > size) return MOE_ERR_SPACE;
     moei_pass_begin(&s, router, call, &r);
     r.n_tokens = r.plan.n_tokens = s.n;
     r.n_experts = r.plan.n_experts = s.experts;
-    r.max_choices = moei_max_choices(&router->config);
     r.top_k = s.c->top_k;
     r.memory = memory;
     if (s.n == 0) moei_route_nothing(&r);
