@@ -578,11 +578,10 @@ typedef struct moe_routing {
     int top_k;               /* K of this call, which a schedule may have changed */
     moe_plan plan;
     moe_real loss[MOE_LOSS_COUNT]; /* value of each loss, its factor included; 0 when off or not training */
+    moe_real bound_now; /* private: C_min of this call */
     /* Training only, else NULL. The caller of moe_route_backward fills the gradients of the entries' weights. */
     moe_real *d_weight_in, *d_weight_out; /* [entries of the plan] */
-    /* Private to moe_routers.h. */
-    void *memory;       /* what moe_route was given */
-    moe_real bound_now; /* C_min of this call */
+    void *memory; /* private: what moe_route was given */
 } moe_routing;
 
 struct moe_router;
@@ -1147,13 +1146,15 @@ enum {
 
 /* The arrays that a call keeps to itself, laid out behind those that it shows. Every call has the first five; of the others those that its
    configuration needs. */
+enum { MOEI_COLUMNS = 16 }; /* of a matrix that are turned into rows at a time: a cache line of floats */
+
 typedef struct moei_scratch {
     moe_real *column;       /* [N] */
     moe_real *row;          /* [3, max(E, nodes)] */
     int32_t *order;         /* [max(N, E + 1)] */
     moe_real *base_weights; /* [N,max_choices] section_weights without the expert's own factor */
     moe_real *input;        /* [N,d] */
-    moe_real *input_factor, *clusters, *clean_logits, *clean_gate, *noise_raw, *noise_value, *unit, *keys, *key_terms, *block, *entropy;
+    moe_real *input_factor, *columns, *clusters, *clean_logits, *clean_gate, *noise_raw, *noise_value, *unit, *keys, *key_terms, *block, *entropy;
     moe_real *hidden, *hidden_act, *query, *keyed, *lengths, *student_logits, *past_u, *past_gate;
     double *flow_cost;
     unsigned char *flow_extra;
@@ -1876,8 +1877,9 @@ static void moei_noise_backward(moei_pass *s) {
 /* ---- gate: z -> r, forward for rows of E values, backward for one -------------------------------------------------------------------------------------- */
 
 static void moei_gate_softmax(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) {
+    void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y) = s->router->kernels->softmax;
     size_t t, columns = s->experts;
-    for (t = 0; t < rows; t++) moe_softmax(s->router->kernels, columns, z + t * columns, s->c->gate_temperature, r + t * columns);
+    for (t = 0; t < rows; t++) softmax(columns, z + t * columns, s->c->gate_temperature, r + t * columns);
 }
 
 static void moei_gate_sigmoid(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) {
@@ -2284,10 +2286,14 @@ static size_t moei_top_k(const moei_pass *s, size_t n, const moe_real *score, si
 }
 
 static moe_status moei_select_top_k(moei_pass *s) {
-    size_t t;
-    for (t = 0; t < s->n; t++)
-        if (moei_is_real(s->call, t))
-            s->r->n_choices[t] = (int32_t)moei_top_k(s, s->experts, moei_selection_score(s, t), (size_t)s->c->top_k, s->r->choices + t * s->r->max_choices);
+    size_t (*top_k)(size_t n, const moe_real *score, size_t k, int32_t *index) = s->router->kernels->top_k;
+    const moe_real *score = moei_selection_score(s, 0);
+    size_t t, stride = score == s->m.row ? 0 : s->experts; /* row: p + b is made anew for each token */
+    for (t = 0; t < s->n; t++, score += stride) {
+        if (!moei_is_real(s->call, t)) continue;
+        if (stride == 0) score = moei_selection_score(s, t);
+        s->r->n_choices[t] = (int32_t)top_k(s->experts, score, (size_t)s->c->top_k, s->r->choices + t * s->r->max_choices);
+    }
     return MOE_OK;
 }
 
@@ -2413,13 +2419,28 @@ static size_t moei_expert_choice_capacity(const moei_pass *s) {
     return capacity < 1 ? 1 : capacity;
 }
 
+/* Some columns of z [N,width] for the tokens [from, to), turned into rows of out [MOEI_COLUMNS,N], because columns are slow to walk. The rows hold the real
+   tokens one after another, or with all = 1 every token, padding as -inf. Returns the length of the rows. */
+static size_t moei_turn_columns(const moei_pass *s, const moe_real *z, size_t width, size_t first, size_t columns, size_t from, size_t to, int all, moe_real *out) {
+    size_t t, i, at = 0;
+    for (t = from; t < to; t++) {
+        int real = moei_is_real(s->call, t);
+        for (i = 0; i < columns && (real || all); i++) out[i * s->n + at] = real ? z[t * width + first + i] : -MOEI_INFINITY;
+        at += (size_t)(real || all);
+    }
+    return at;
+}
+
 static moe_status moei_select_expert_choice(moei_pass *s) {
     const moe_real *score = s->c->expert_choice_score == MOE_EXPERT_CHOICE_Z ? s->r->logits : s->r->probabilities;
-    size_t capacity = moei_expert_choice_capacity(s), t, e, i, found;
-    for (e = 0; e < s->experts; e++) {
-        for (t = 0; t < s->n; t++) s->m.column[t] = moei_is_real(s->call, t) ? score[t * s->experts + e] : -MOEI_INFINITY;
-        found = moei_top_k(s, s->n, s->m.column, capacity, s->m.order);
-        for (i = 0; i < found; i++) s->r->selected[(size_t)s->m.order[i] * s->experts + e] = 1;
+    size_t capacity = moei_expert_choice_capacity(s), first, columns, c, i, found;
+    for (first = 0; first < s->experts; first += columns) {
+        columns = s->experts - first < MOEI_COLUMNS ? s->experts - first : (size_t)MOEI_COLUMNS;
+        (void)moei_turn_columns(s, score, s->experts, first, columns, 0, s->n, 1, s->m.columns);
+        for (c = 0; c < columns; c++) {
+            found = moei_top_k(s, s->n, s->m.columns + c * s->n, capacity, s->m.order);
+            for (i = 0; i < found; i++) s->r->selected[(size_t)s->m.order[i] * s->experts + first + c] = 1;
+        }
     }
     return MOE_OK;
 }
@@ -2437,15 +2458,19 @@ static size_t moei_affinity_keep(const moei_pass *s, size_t found) {
 }
 
 static moe_status moei_select_affinity(moei_pass *s) {
-    size_t t, e, i, found;
+    int32_t *tokens = s->r->choices; /* by expert; there are no choices yet, nor a plan */
+    size_t *starts = s->r->plan.offsets, t, e, i, found;
     for (t = 0; t < s->n; t++) s->r->n_choices[t] = -1; /* here: the token's best expert */
     for (t = 0; t < s->n; t++)
         if (moei_is_real(s->call, t)) (void)moei_top_k(s, s->experts, s->r->logits + t * s->experts, 1, &s->r->n_choices[t]);
+    moei_input_sort(s, tokens, starts);
     for (e = 0; e < s->experts; e++) {
-        for (t = 0; t < s->n; t++) s->m.column[t] = s->r->n_choices[t] == (int32_t)e ? s->r->logits[t * s->experts + e] : -MOEI_INFINITY;
-        found = moei_top_k(s, s->n, s->m.column, s->n, s->m.order);
+        const int32_t *own = tokens + starts[e];
+        found = starts[e + 1] - starts[e];
+        for (i = 0; i < found; i++) s->m.column[i] = s->r->logits[(size_t)own[i] * s->experts + e];
+        found = moei_top_k(s, found, s->m.column, found, s->m.order);
         found = moei_affinity_keep(s, found);
-        for (i = 0; i < found; i++) s->r->selected[(size_t)s->m.order[i] * s->experts + e] = 1;
+        for (i = 0; i < found; i++) s->r->selected[(size_t)own[s->m.order[i]] * s->experts + e] = 1;
     }
     return MOE_OK;
 }
@@ -2723,12 +2748,16 @@ static void moei_soft_logits(moei_pass *s) {
 
 /* D: for each slot the softmax of L over the real tokens of [from, to). */
 static void moei_soft_dispatch(const moei_pass *s, size_t from, size_t to) {
-    size_t total = moei_slot_total(s->c), slot, t, count;
-    for (slot = 0; slot < total; slot++) {
-        for (t = from, count = 0; t < to; t++)
-            if (moei_is_real(s->call, t)) s->m.column[count++] = s->r->logits[t * total + slot];
-        moe_softmax(s->router->kernels, count, s->m.column, MOEI_R(1.0), s->m.column);
-        for (t = from, count = 0; t < to; t++) s->r->gate[t * total + slot] = moei_is_real(s->call, t) ? s->m.column[count++] : MOEI_R(0.0);
+    size_t total = moei_slot_total(s->c), first, columns, i, t, count;
+    for (first = 0; first < total; first += columns) {
+        columns = total - first < MOEI_COLUMNS ? total - first : (size_t)MOEI_COLUMNS;
+        count = moei_turn_columns(s, s->r->logits, total, first, columns, from, to, 0, s->m.columns);
+        for (i = 0; i < columns; i++) moe_softmax(s->router->kernels, count, s->m.columns + i * s->n, MOEI_R(1.0), s->m.columns + i * s->n);
+        for (t = from, count = 0; t < to; t++) {
+            int real = moei_is_real(s->call, t);
+            for (i = 0; i < columns; i++) s->r->gate[t * total + first + i] = real ? s->m.columns[i * s->n + count] : MOEI_R(0.0);
+            count += (size_t)real;
+        }
     }
 }
 
@@ -4033,12 +4062,16 @@ static void moei_refine_layout(const moe_router_config *c, size_t n, int trainin
     m->d_keys = moei_take_reals(l, n, d);
 }
 
+/* Whether calls of this configuration may select so. */
+static int moei_has_selection(const moe_router_config *c, int select) { return c->select == select || (c->switch_at > 0 && c->switch_from == select); }
+
 /* The arrays of the stages that only some configurations have, and of training. */
 static void moei_special_layout(const moe_router_config *c, size_t n, int training, moei_layout *l, moe_routing *r, moei_scratch *m) {
     size_t experts = (size_t)c->n_experts, d = (size_t)c->d_model, width = moei_score_width(c), choices = moei_max_choices(c), row = 0;
     int soft = moei_is_soft(c), own = soft || c->refine != MOE_REFINE_NONE; /* probabilities of their own */
     size_t columns = soft ? choices : experts;
     if (own) r->probabilities = moei_take_reals(l, n, columns);
+    if (soft || moei_has_selection(c, MOE_SELECT_EXPERT_CHOICE)) m->columns = moei_take_reals(l, MOEI_COLUMNS, n);
     if (soft && c->soft_normalise) {
         m->unit = moei_take_reals(l, n, d);
         m->keys = moei_take_reals(l, choices, d);
@@ -4064,7 +4097,7 @@ static void moei_special_layout(const moe_router_config *c, size_t n, int traini
         m->d_clean_gate = moei_take_reals(l, n, experts);
         m->d_noise = moei_take_reals(l, n, experts);
     }
-    if (c->select == MOE_SELECT_BALANCED || (c->switch_at > 0 && c->switch_from == MOE_SELECT_BALANCED)) {
+    if (moei_has_selection(c, MOE_SELECT_BALANCED)) {
         m->flow_cost = (double *)moei_take(l, experts + 1, sizeof(double));
         m->flow_extra = (unsigned char *)moei_take(l, experts, 1);
         if (!moei_mul(experts, sizeof(int32_t), &row)) l->overflow = 1;
@@ -4195,15 +4228,19 @@ MOEI_TOOL int moei_place_is_set(int place, uint64_t places, const moe_real *tens
     return tensor != NULL || (place >= MOE_ROUTER_STEP && place <= MOE_ROUTER_CAPACITY);
 }
 
-/* moei_place_is_set of all tensors. */
+/* moei_place_is_set of all tensors: the wanted ones are there, and there are no more than those. Three counts, which need not wait for each other. */
 static int moei_tensors_fit(const moe_router *router) {
-    const uint64_t may_miss = ((uint64_t)2 << MOE_ROUTER_CAPACITY) - ((uint64_t)1 << MOE_ROUTER_STEP);
-    uint64_t there = 0;
-    int place;
+    const moe_real *const *tensors = router->tensors;
+    uint64_t left;
+    int place, wanted = 0, there[3] = {0, 0, 0};
     for (place = 0; place + 3 <= MOE_ROUTER_SLOTS; place += 3)
-        there |= (uint64_t)((router->tensors[place] != NULL) | (router->tensors[place + 1] != NULL) << 1 | (router->tensors[place + 2] != NULL) << 2) << place;
-    for (; place < MOE_ROUTER_SLOTS; place++) there |= (uint64_t)(router->tensors[place] != NULL) << place;
-    return ((there ^ router->places) & ~(may_miss & router->places)) == 0;
+        there[0] += tensors[place] != NULL, there[1] += tensors[place + 1] != NULL, there[2] += tensors[place + 2] != NULL;
+    for (; place < MOE_ROUTER_SLOTS; place++) there[0] += tensors[place] != NULL;
+    for (left = router->places, place = 0; left != 0; left >>= 1, place++) {
+        if (!moei_place_is_set(place, router->places, tensors[place])) return 0;
+        wanted += tensors[place] != NULL;
+    }
+    return there[0] + there[1] + there[2] == wanted;
 }
 
 /* What some configurations ask of a call. */
@@ -4493,7 +4530,7 @@ static moe_real moei_surviving(const moei_pass *s, size_t t) {
 /* capacity: which pairs stay, and the dense matrix of their final weights. */
 static void moei_route_capacity(moei_pass *s) {
     moe_routing *r = s->r;
-    size_t capacity = moei_capacity(s), t, i;
+    size_t capacity = moei_capacity(s), choices = r->max_choices, dropped = 0, t, i;
     memset(r->kept, 1, s->n * r->max_choices);
     r->capacity = capacity;
     moei_drop_by_rule(s);
@@ -4501,73 +4538,89 @@ static void moei_route_capacity(moei_pass *s) {
     else if (capacity > 0) moei_drop_by_rank(s, capacity);
     memset(r->weights, 0, s->n * s->experts * (sizeof(moe_real) + 1)); /* and selected, behind them */
     for (t = 0; t < s->n; t++) {
+        const int32_t *choice = r->choices + t * choices;
+        const moe_real *w = r->section_weights + t * choices;
+        const unsigned char *kept = r->kept + t * choices;
+        size_t n = (size_t)r->n_choices[t], row = t * s->experts;
         moe_real scale = s->c->scale;
         if (s->c->renormalize == MOE_RENORMALIZE_AFTER) scale = moei_ratio(scale, moei_surviving(s, t));
-        for (i = 0; i < (size_t)r->n_choices[t]; i++) {
-            size_t cell = t * s->experts + moei_pair_expert(s, t, i), kept = r->kept[t * r->max_choices + i];
-            if (kept) r->weights[cell] = r->section_weights[t * r->max_choices + i] * scale;
-            r->selected[cell] = (unsigned char)kept;
-            r->n_dropped += 1 - kept;
+        for (i = 0; i < n; i++) {
+            r->weights[row + (size_t)choice[i]] = kept[i] ? w[i] * scale : MOEI_R(0.0);
+            r->selected[row + (size_t)choice[i]] = kept[i];
+            dropped += !kept[i];
         }
     }
+    r->n_dropped = dropped;
 }
 
 /* offsets[e + 1] = where the row of expert e starts: filling the row moves it to its end. */
 static void moei_plan_rows(const moei_pass *s) {
     const moe_routing *r = s->r;
     size_t *start = r->plan.offsets + 1, t, i, e, sum = 0, count;
-    if (r->n_dropped == 0) memcpy(start, r->counts, s->experts * sizeof(size_t));
-    else {
+    const size_t *counts = r->counts;
+    if (r->n_dropped > 0) {
         memset(start, 0, s->experts * sizeof(size_t));
         for (t = 0; t < s->n; t++)
             for (i = 0; i < (size_t)r->n_choices[t]; i++) start[moei_pair_expert(s, t, i)] += r->kept[t * r->max_choices + i];
+        counts = start;
     }
     r->plan.offsets[0] = 0;
-    for (e = 0; e < s->experts; e++) count = start[e], start[e] = sum, sum += count;
+    for (e = 0; e < s->experts; e++) count = counts[e], start[e] = sum, sum += count;
 }
 
 /* The plan: the surviving pairs sorted by expert, then by token. */
 static void moei_route_plan(moei_pass *s) {
-    moe_routing *r = s->r;
-    size_t t, i, e;
+    const moe_routing *r = s->r;
+    size_t *at = r->plan.offsets + 1, t, i, choices = r->max_choices;
     int on_input = s->c->apply_to == MOE_APPLY_INPUT;
     moei_plan_rows(s);
-    for (t = 0; t < s->n; t++)
-        for (i = 0; i < (size_t)r->n_choices[t]; i++) {
+    for (t = 0; t < s->n; t++) {
+        const int32_t *choice = r->choices + t * choices;
+        const moe_real *w = r->weights + t * s->experts;
+        size_t n = (size_t)r->n_choices[t];
+        for (i = 0; i < n; i++) {
             moe_entry *entry;
-            moe_real w;
-            if (!r->kept[t * r->max_choices + i]) continue;
-            e = moei_pair_expert(s, t, i);
-            w = r->weights[t * s->experts + e];
-            entry = r->plan.entries + r->plan.offsets[e + 1]++;
+            if (!r->kept[t * choices + i]) continue;
+            entry = r->plan.entries + at[choice[i]]++;
             entry->token = (int32_t)t;
             entry->rank = (int32_t)i;
-            entry->weight_in = on_input ? w : MOEI_R(1.0);
-            entry->weight_out = on_input ? MOEI_R(1.0) : w;
+            entry->weight_in = on_input ? w[choice[i]] : MOEI_R(1.0);
+            entry->weight_out = on_input ? MOEI_R(1.0) : w[choice[i]];
         }
+    }
 }
 
-/* The soft plan: every real token of a sequence takes part in every slot of it; row = sequence * slots + slot. */
+/* The soft plan: every real token of a sequence takes part in every slot of it; row = sequence * slots + slot. The entries of an expert stand slot after
+   slot; they are made token after token, as D and C lie. */
 static void moei_soft_plan(moei_pass *s) {
-    size_t total = moei_slot_total(s->c), slots = (size_t)s->c->slots, sequences = moei_sequence_count(s->call), e, i, slot, t, from, to;
-    moe_entry *entry = s->r->plan.entries;
+    size_t total = moei_slot_total(s->c), slots = (size_t)s->c->slots, sequences = moei_sequence_count(s->call), e, i, slot, t, from, to, real;
+    moe_entry *entries = s->r->plan.entries;
     s->r->plan.rows = slots * sequences;
     for (e = 0; e < s->experts; e++) {
-        s->r->plan.offsets[e] = (size_t)(entry - s->r->plan.entries);
-        for (i = 0; i < sequences; i++)
-            for (slot = 0, moei_sequence(s->call, i, &from, &to); slot < slots; slot++)
-                for (t = from; t < to; t++) {
-                    size_t cell = t * total + e * slots + slot;
-                    if (!moei_is_real(s->call, t)) continue;
-                    entry->token = (int32_t)t;
-                    entry->rank = (int32_t)(i * slots + slot);
-                    entry->weight_in = s->r->gate[cell];
-                    entry->weight_out = s->r->probabilities[cell];
-                    s->r->weights[t * s->experts + e] += entry->weight_out;
-                    entry++;
+        s->r->plan.offsets[e] = (size_t)(entries - s->r->plan.entries);
+        for (i = 0; i < sequences; i++) {
+            moe_entry *entry = entries;
+            moei_sequence(s->call, i, &from, &to);
+            for (t = from, real = 0; t < to; t++) real += (size_t)moei_is_real(s->call, t);
+            for (t = from; t < to; t++) {
+                const moe_real *d = s->r->gate + t * total + e * slots, *c = s->r->probabilities + t * total + e * slots;
+                moe_real sum = MOEI_R(0.0);
+                if (!moei_is_real(s->call, t)) continue;
+                for (slot = 0; slot < slots; slot++) {
+                    moe_entry *to_slot = entry + slot * real;
+                    to_slot->token = (int32_t)t;
+                    to_slot->rank = (int32_t)(i * slots + slot);
+                    to_slot->weight_in = d[slot];
+                    to_slot->weight_out = c[slot];
+                    sum += c[slot];
                 }
+                s->r->weights[t * s->experts + e] = sum;
+                entry++;
+            }
+            entries += slots * real;
+        }
     }
-    s->r->plan.offsets[s->experts] = (size_t)(entry - s->r->plan.entries);
+    s->r->plan.offsets[s->experts] = (size_t)(entries - s->r->plan.entries);
 }
 
 static void moei_route_soft(moei_pass *s) {
@@ -4658,7 +4711,10 @@ moe_status moe_route(const moe_router *router, const moe_call *call, void *memor
     r.memory = memory;
     if (s.n == 0) moei_route_nothing(&r);
     else status = moei_route_stages(&s);
-    if (status == MOE_OK) *routing = r;
+    if (status == MOE_OK) { /* in two parts: a copy of this size as a whole is a slow instruction with some compilers */
+        memcpy(routing, &r, offsetof(moe_routing, counts));
+        memcpy(&routing->counts, &r.counts, sizeof r - offsetof(moe_routing, counts));
+    }
     return status;
 }
 
