@@ -1144,10 +1144,10 @@ enum {
     MOEI_PART_NO_DECODING = 8
 };
 
-/* The arrays that a call keeps to itself, laid out behind those that it shows. Every call has the first five; of the others those that its
-   configuration needs. */
 enum { MOEI_COLUMNS = 16 }; /* of a matrix that are turned into rows at a time: a cache line of floats */
 
+/* The arrays that a call keeps to itself, laid out behind those that it shows. Every call has the first five; of the others those that its
+   configuration needs. */
 typedef struct moei_scratch {
     moe_real *column;       /* [N] */
     moe_real *row;          /* [3, max(E, nodes)] */
@@ -2419,13 +2419,16 @@ static size_t moei_expert_choice_capacity(const moei_pass *s) {
     return capacity < 1 ? 1 : capacity;
 }
 
-/* Some columns of z [N,width] for the tokens [from, to), turned into rows of out [MOEI_COLUMNS,N], because columns are slow to walk. The rows hold the real
+/* Not a power of two for many a number of tokens that is one: such rows would lie in the same places of the cache. */
+static size_t moei_column_stride(const moei_pass *s) { return s->n + MOEI_COLUMNS; }
+
+/* Some columns of z [N,width] for the tokens [from, to), turned into rows of out [MOEI_COLUMNS,N + 16], because columns are slow to walk. The rows hold the real
    tokens one after another, or with all = 1 every token, padding as -inf. Returns the length of the rows. */
 static size_t moei_turn_columns(const moei_pass *s, const moe_real *z, size_t width, size_t first, size_t columns, size_t from, size_t to, int all, moe_real *out) {
     size_t t, i, at = 0;
     for (t = from; t < to; t++) {
         int real = moei_is_real(s->call, t);
-        for (i = 0; i < columns && (real || all); i++) out[i * s->n + at] = real ? z[t * width + first + i] : -MOEI_INFINITY;
+        for (i = 0; i < columns && (real || all); i++) out[i * moei_column_stride(s) + at] = real ? z[t * width + first + i] : -MOEI_INFINITY;
         at += (size_t)(real || all);
     }
     return at;
@@ -2438,7 +2441,7 @@ static moe_status moei_select_expert_choice(moei_pass *s) {
         columns = s->experts - first < MOEI_COLUMNS ? s->experts - first : (size_t)MOEI_COLUMNS;
         (void)moei_turn_columns(s, score, s->experts, first, columns, 0, s->n, 1, s->m.columns);
         for (c = 0; c < columns; c++) {
-            found = moei_top_k(s, s->n, s->m.columns + c * s->n, capacity, s->m.order);
+            found = moei_top_k(s, s->n, s->m.columns + c * moei_column_stride(s), capacity, s->m.order);
             for (i = 0; i < found; i++) s->r->selected[(size_t)s->m.order[i] * s->experts + first + c] = 1;
         }
     }
@@ -2752,10 +2755,10 @@ static void moei_soft_dispatch(const moei_pass *s, size_t from, size_t to) {
     for (first = 0; first < total; first += columns) {
         columns = total - first < MOEI_COLUMNS ? total - first : (size_t)MOEI_COLUMNS;
         count = moei_turn_columns(s, s->r->logits, total, first, columns, from, to, 0, s->m.columns);
-        for (i = 0; i < columns; i++) moe_softmax(s->router->kernels, count, s->m.columns + i * s->n, MOEI_R(1.0), s->m.columns + i * s->n);
+        for (i = 0; i < columns; i++) moe_softmax(s->router->kernels, count, s->m.columns + i * moei_column_stride(s), MOEI_R(1.0), s->m.columns + i * moei_column_stride(s));
         for (t = from, count = 0; t < to; t++) {
             int real = moei_is_real(s->call, t);
-            for (i = 0; i < columns; i++) s->r->gate[t * total + first + i] = real ? s->m.columns[i * s->n + count] : MOEI_R(0.0);
+            for (i = 0; i < columns; i++) s->r->gate[t * total + first + i] = real ? s->m.columns[i * moei_column_stride(s) + count] : MOEI_R(0.0);
             count += (size_t)real;
         }
     }
@@ -4071,7 +4074,7 @@ static void moei_special_layout(const moe_router_config *c, size_t n, int traini
     int soft = moei_is_soft(c), own = soft || c->refine != MOE_REFINE_NONE; /* probabilities of their own */
     size_t columns = soft ? choices : experts;
     if (own) r->probabilities = moei_take_reals(l, n, columns);
-    if (soft || moei_has_selection(c, MOE_SELECT_EXPERT_CHOICE)) m->columns = moei_take_reals(l, MOEI_COLUMNS, n);
+    if (soft || moei_has_selection(c, MOE_SELECT_EXPERT_CHOICE)) m->columns = moei_take_reals(l, MOEI_COLUMNS, n + MOEI_COLUMNS);
     if (soft && c->soft_normalise) {
         m->unit = moei_take_reals(l, n, d);
         m->keys = moei_take_reals(l, choices, d);
