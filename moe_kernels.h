@@ -1203,7 +1203,9 @@ static size_t moei_top_few(size_t n, const moe_real *score, size_t k, int32_t *i
 }
 
 /* Whether a ranks behind b. */
-static int moei_ranks_behind(const moe_real *score, int32_t a, int32_t b) { return score[a] < score[b] || (!(score[a] > score[b]) && a > b); }
+static int moei_ranks_behind(const moe_real *score, int32_t a, int32_t b) {
+    return score[a] < score[b] || (!(score[a] > score[b]) && a > b);
+}
 
 /* Puts item into the heap [n] at place at or below: no place ranks before one of its two children, 2 at + 1 and 2 at + 2. */
 static void moei_heap_sink(size_t n, const moe_real *score, int32_t *heap, size_t at, int32_t item) {
@@ -1333,8 +1335,7 @@ enum {
     MOEI_PANEL = 16,    /* columns of a panel: two vectors */
     MOEI_TILE = 6,      /* rows of a tile: 12 sums, 2 vectors of the panel and a broadcast fit 16 registers */
     MOEI_BLOCK_M = 192, /* rows that go over all panels before the next rows: 192 x 256 numbers stay in the second-level cache */
-    MOEI_FEW_ROWS = 1,   /* products NT of at most so many rows ... */
-    MOEI_FEW_COLUMNS = 24, /* ... and columns go row by row */
+    MOEI_ROW_COLUMNS = 24, /* up to so many columns one row of an NT product waits for its few chains of sums, not for its data */
     MOEI_UNPACKED_M = 8 /* up to so many rows, packing an operand that could be read as it lies costs more than it gains */
 };
 
@@ -1588,8 +1589,8 @@ MOEI_AVX2 static size_t moei_f32_nt_4x16_avx2(size_t m, size_t n, size_t k, cons
     return j;
 }
 
-/* The sums of one row over one to four blocks of k, whose chains do not wait for each other; at: the eight rows of b. blocks is a constant
-   where this is inlined. */
+/* The sums of one row over one to four blocks of k, whose chains do not wait for each other; at: the eight rows of b. blocks is a
+   constant where this is inlined. */
 MOEI_AVX2 MOEI_INLINE void moei_f32_nt_blocks_avx2(int blocks, size_t k, const float *a, const float *b, const size_t at[8], __m256 s[4]) {
     size_t p;
     __m256 s0 = _mm256_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
@@ -1618,22 +1619,27 @@ MOEI_AVX2 MOEI_INLINE void moei_f32_nt_blocks_avx2(int blocks, size_t k, const f
     s[0] = s0, s[1] = s1, s[2] = s2, s[3] = s3;
 }
 
-/* One row of an NT product with few columns: eight of them at a time, all blocks of k at once as far as there are four. Columns that are not there
-   are copies of the last one, which go nowhere. */
+/* One row of an NT product with few columns: eight of them at a time, all blocks of k at once as far as there are four. Columns that are
+   not there are copies of the last one, which go nowhere. */
 MOEI_AVX2 static void moei_f32_nt_row_avx2(size_t n, size_t k, const float *a, const float *b, size_t ldb, float *c, int load) {
-    size_t j, i, p, at[8];
+    size_t j, p, step;
     for (j = 0; j < n; j += 8) {
         const size_t columns = n - j < 8 ? n - j : 8;
+#define MOEI_AT(i) (j + (i < columns ? i : columns - 1)) * ldb
+        const size_t at[8] = {MOEI_AT(0), MOEI_AT(1), MOEI_AT(2), MOEI_AT(3), MOEI_AT(4), MOEI_AT(5), MOEI_AT(6), MOEI_AT(7)};
+#undef MOEI_AT
         __m256 sum = load ? _mm256_maskload_ps(c + j, moei_mask_avx2(columns)) : _mm256_setzero_ps(), s[4];
-        for (i = 0; i < 8; i++) at[i] = (j + (i < columns ? i : columns - 1)) * ldb;
-        for (p = 0; p < k;) {
-            const size_t left = (k - p) / MOEI_BLOCK_K;
-            if (left >= 4) moei_f32_nt_blocks_avx2(4, MOEI_BLOCK_K, a + p, b + p, at, s);
-            else if (left == 3) moei_f32_nt_blocks_avx2(3, MOEI_BLOCK_K, a + p, b + p, at, s);
-            else if (left == 2) moei_f32_nt_blocks_avx2(2, MOEI_BLOCK_K, a + p, b + p, at, s);
-            else moei_f32_nt_blocks_avx2(1, left == 1 ? (size_t)MOEI_BLOCK_K : k - p, a + p, b + p, at, s);
-            for (i = 0; i < (left > 4 ? 4 : left > 0 ? left : 1); i++) sum = _mm256_add_ps(sum, s[i]);
-            p += left > 4 ? 4 * MOEI_BLOCK_K : left > 0 ? left * MOEI_BLOCK_K : k - p;
+        for (p = 0; p < k; p += step) {
+            const size_t blocks = (k - p) / MOEI_BLOCK_K;
+            step = blocks > 4 ? 4 * (size_t)MOEI_BLOCK_K : blocks > 0 ? blocks * MOEI_BLOCK_K : k - p;
+            if (blocks >= 4) moei_f32_nt_blocks_avx2(4, MOEI_BLOCK_K, a + p, b + p, at, s);
+            else if (blocks == 3) moei_f32_nt_blocks_avx2(3, MOEI_BLOCK_K, a + p, b + p, at, s);
+            else if (blocks == 2) moei_f32_nt_blocks_avx2(2, MOEI_BLOCK_K, a + p, b + p, at, s);
+            else moei_f32_nt_blocks_avx2(1, step, a + p, b + p, at, s);
+            sum = _mm256_add_ps(sum, s[0]);
+            if (blocks > 1) sum = _mm256_add_ps(sum, s[1]);
+            if (blocks > 2) sum = _mm256_add_ps(sum, s[2]);
+            if (blocks > 3) sum = _mm256_add_ps(sum, s[3]);
         }
         moei_store_avx2(columns, c + j, sum);
     }
@@ -1677,10 +1683,11 @@ MOEI_AVX2 static void moei_f32_matmul_avx2(int op, size_t m, size_t n, size_t k,
 
 static void moei_f32_nt_6x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
                                   int accumulate) {
+    const int few = m <= 1 ? n <= MOEI_ROW_COLUMNS : m <= 4 && n < 8;
     size_t i;
-    if (m > MOEI_FEW_ROWS || n > MOEI_FEW_COLUMNS || k == 0) moei_f32_matmul_avx2(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
-    else
+    if (few && k > 0)
         for (i = 0; i < m; i++) moei_f32_nt_row_avx2(n, k, a + i * lda, (const float *)b, ldb, c + i * ldc, accumulate);
+    else moei_f32_matmul_avx2(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
 }
 
 static void moei_f32_nn_6x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
@@ -1918,7 +1925,7 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_load_padded_avx2(size_t count, const float *x)
 
 /* count numbers, at most eight of them, and -inf where there are fewer. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_load_avx2(size_t count, const float *x) {
-    if (count == 4) return _mm256_insertf128_ps(_mm256_set1_ps(-(float)HUGE_VAL), _mm_loadu_ps(x), 0); /* as it was stored: it need not wait */
+    if (count == 4) return _mm256_insertf128_ps(_mm256_set1_ps(-(float)HUGE_VAL), _mm_loadu_ps(x), 0); /* stored so: need not wait */
     return count >= 8 ? _mm256_loadu_ps(x) : moei_load_padded_avx2(count, x);
 }
 
@@ -1985,8 +1992,8 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_set_lane_avx2(__m256 v, int lane, __m256 value
     return _mm256_blendv_ps(v, value, _mm256_castsi256_ps(_mm256_cmpeq_epi32(lanes, _mm256_set1_epi32(lane))));
 }
 
-/* Up to 64 scores: one after another the largest is taken out. Its eight are found by the eights' own largest, then its lane: both times the
-   lowest of equals. max gives its second operand for NaN. */
+/* Up to 64 scores: one after another the largest is taken out. Its eight are found by the eights' own largest, then its lane: both times
+   the lowest of equals. max gives its second operand for NaN. */
 MOEI_AVX2 static size_t moei_f32_top_k_avx2(size_t n, const float *score, size_t k, int32_t *index) {
     const __m256 none = _mm256_set1_ps(-(float)HUGE_VAL);
     __m256 rest[8], largest = none, max;

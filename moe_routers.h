@@ -1136,7 +1136,8 @@ const moe_field *moe_router_fields(void) { return moei_router_fields; }
 
 /* ==== stages: one table row per value of a field ========================================================================== */
 
-/* What a router's configuration asks of every call, known once and for all: moe_router_init sets the bits, and calls pass by what is not asked. */
+/* What a router's configuration asks of every call, known once and for all: moe_router_init sets the bits, and calls pass by what is not
+   asked. */
 enum {
     MOEI_PART_MEMORY = 1,    /* arrays beyond those that every call has */
     MOEI_PART_MOVES = 2,     /* schedules, state or a capacity bound change the configuration from call to call */
@@ -1154,13 +1155,13 @@ typedef struct moei_scratch {
     int32_t *order;         /* [max(N, E + 1)] */
     moe_real *base_weights; /* [N,max_choices] section_weights without the expert's own factor */
     moe_real *input;        /* [N,d] */
-    moe_real *input_factor, *columns, *clusters, *clean_logits, *clean_gate, *noise_raw, *noise_value, *unit, *keys, *key_terms, *block, *entropy;
-    moe_real *hidden, *hidden_act, *query, *keyed, *lengths, *student_logits, *past_u, *past_gate;
+    moe_real *input_factor, *columns, *clusters, *clean_logits, *clean_gate, *noise_raw, *noise_value, *unit, *keys, *key_terms, *block;
+    moe_real *entropy, *hidden, *hidden_act, *query, *keyed, *lengths, *student_logits, *past_u, *past_gate;
     double *flow_cost;
     unsigned char *flow_extra;
     int32_t *flow_mover;
-    moe_real *d_student, *d_logits, *d_gate, *d_probabilities, *d_weights, *d_final, *d_unused, *d_clean, *d_clean_gate, *d_noise, *d_unit, *d_keys;
-    moe_real *d_block, *d_input, *d_hidden, *d_query, *d_keyed;
+    moe_real *d_student, *d_logits, *d_gate, *d_probabilities, *d_weights, *d_final, *d_unused, *d_clean, *d_clean_gate, *d_noise, *d_unit;
+    moe_real *d_keys, *d_block, *d_input, *d_hidden, *d_query, *d_keyed;
 } moei_scratch;
 
 /* All that the stages of one call share. The gradients are there in the backward pass only. */
@@ -1874,7 +1875,7 @@ static void moei_noise_backward(moei_pass *s) {
 }
 #endif
 
-/* ---- gate: z -> r, forward for rows of E values, backward for one -------------------------------------------------------------------------------------- */
+/* ---- gate: z -> r, forward for rows of E values, backward for one ------------------------------------------------------------- */
 
 static void moei_gate_softmax(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) {
     void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y) = s->router->kernels->softmax;
@@ -1898,7 +1899,9 @@ static void moei_gate_relu(const moei_pass *s, size_t rows, const moe_real *z, m
     for (i = 0; i < rows * s->experts; i++) r[i] = z[i] > MOEI_R(0.0) ? z[i] : MOEI_R(0.0);
 }
 
-static void moei_gate_identity(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) { memcpy(r, z, rows * s->experts * sizeof(moe_real)); }
+static void moei_gate_identity(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) {
+    memcpy(r, z, rows * s->experts * sizeof(moe_real));
+}
 
 #ifndef MOE_NO_TRAIN
 
@@ -2419,17 +2422,20 @@ static size_t moei_expert_choice_capacity(const moei_pass *s) {
     return capacity < 1 ? 1 : capacity;
 }
 
-/* Not a power of two for many a number of tokens that is one: such rows would lie in the same places of the cache. */
-static size_t moei_column_stride(const moei_pass *s) { return s->n + MOEI_COLUMNS; }
+/* One of the rows that moei_turn_columns makes. N + 16 apart: rows a power of two apart would crowd the same places of the cache. */
+static moe_real *moei_turned(const moei_pass *s, size_t i) { return s->m.columns + i * (s->n + MOEI_COLUMNS); }
 
-/* Some columns of z [N,width] for the tokens [from, to), turned into rows of out [MOEI_COLUMNS,N + 16], because columns are slow to walk. The rows hold the real
-   tokens one after another, or with all = 1 every token, padding as -inf. Returns the length of the rows. */
-static size_t moei_turn_columns(const moei_pass *s, const moe_real *z, size_t width, size_t first, size_t columns, size_t from, size_t to, int all, moe_real *out) {
+/* Up to MOEI_COLUMNS columns of z [N,width] from `first` on, for the tokens [from, to), turned into rows, because columns are slow to walk. The rows
+   hold the real tokens one after another, or with all = 1 every token, padding as -inf. Returns the length of the rows. */
+static size_t moei_turn_columns(const moei_pass *s, const moe_real *z, size_t width, size_t first, size_t columns, size_t from, size_t to,
+                                int all) {
     size_t t, i, at = 0;
     for (t = from; t < to; t++) {
+        const moe_real *row = z + t * width + first;
         int real = moei_is_real(s->call, t);
-        for (i = 0; i < columns && (real || all); i++) out[i * moei_column_stride(s) + at] = real ? z[t * width + first + i] : -MOEI_INFINITY;
-        at += (size_t)(real || all);
+        if (!real && !all) continue;
+        for (i = 0; i < columns; i++) moei_turned(s, i)[at] = real ? row[i] : -MOEI_INFINITY;
+        at++;
     }
     return at;
 }
@@ -2439,9 +2445,9 @@ static moe_status moei_select_expert_choice(moei_pass *s) {
     size_t capacity = moei_expert_choice_capacity(s), first, columns, c, i, found;
     for (first = 0; first < s->experts; first += columns) {
         columns = s->experts - first < MOEI_COLUMNS ? s->experts - first : (size_t)MOEI_COLUMNS;
-        (void)moei_turn_columns(s, score, s->experts, first, columns, 0, s->n, 1, s->m.columns);
+        (void)moei_turn_columns(s, score, s->experts, first, columns, 0, s->n, 1);
         for (c = 0; c < columns; c++) {
-            found = moei_top_k(s, s->n, s->m.columns + c * moei_column_stride(s), capacity, s->m.order);
+            found = moei_top_k(s, s->n, moei_turned(s, c), capacity, s->m.order);
             for (i = 0; i < found; i++) s->r->selected[(size_t)s->m.order[i] * s->experts + first + c] = 1;
         }
     }
@@ -2754,11 +2760,11 @@ static void moei_soft_dispatch(const moei_pass *s, size_t from, size_t to) {
     size_t total = moei_slot_total(s->c), first, columns, i, t, count;
     for (first = 0; first < total; first += columns) {
         columns = total - first < MOEI_COLUMNS ? total - first : (size_t)MOEI_COLUMNS;
-        count = moei_turn_columns(s, s->r->logits, total, first, columns, from, to, 0, s->m.columns);
-        for (i = 0; i < columns; i++) moe_softmax(s->router->kernels, count, s->m.columns + i * moei_column_stride(s), MOEI_R(1.0), s->m.columns + i * moei_column_stride(s));
+        count = moei_turn_columns(s, s->r->logits, total, first, columns, from, to, 0);
+        for (i = 0; i < columns; i++) moe_softmax(s->router->kernels, count, moei_turned(s, i), MOEI_R(1.0), moei_turned(s, i));
         for (t = from, count = 0; t < to; t++) {
             int real = moei_is_real(s->call, t);
-            for (i = 0; i < columns; i++) s->r->gate[t * total + first + i] = real ? s->m.columns[i * moei_column_stride(s) + count] : MOEI_R(0.0);
+            for (i = 0; i < columns; i++) s->r->gate[t * total + first + i] = real ? moei_turned(s, i)[count] : MOEI_R(0.0);
             count += (size_t)real;
         }
     }
@@ -4016,15 +4022,17 @@ static size_t moei_score_width(const moe_router_config *c) {
     return c->score == MOE_SCORE_COSINE ? (size_t)c->cosine_dim : 0;
 }
 
-/* The arrays that every call has, as one block: whole numbers, then reals, then bytes, so that only two places are filled up to an alignment. */
+/* The arrays that every call has, as one block: whole numbers, then reals, then bytes, so that only two places are filled up to an
+   alignment. */
 static void moei_common_layout(const moe_router_config *c, size_t n, moei_layout *l, moe_routing *r, moei_scratch *m) {
-    size_t experts = (size_t)c->n_experts, choices = moei_max_choices(c), columns = moei_is_soft(c) ? choices : experts; /* of logits and gate */
-    size_t wide = (size_t)c->nodes > experts ? (size_t)c->nodes : experts, order = n > experts ? n : experts + 1, bytes = 0, cells, pairs, index, whole;
+    size_t experts = (size_t)c->n_experts, choices = moei_max_choices(c), columns = moei_is_soft(c) ? choices : experts; /* of logits */
+    size_t wide = (size_t)c->nodes > experts ? (size_t)c->nodes : experts, order = n > experts ? n : experts + 1, bytes = 0;
+    size_t cells, pairs, index, whole;
     uint64_t reals = 2 * (uint64_t)columns + experts + choices + 1; /* per token */
     uint64_t token = reals * sizeof(moe_real) + choices * (sizeof(moe_entry) + sizeof(int32_t) + 1) + sizeof(int32_t) + experts;
     index = (3 * experts + 1 + 7) / 8 * 8;
-    if (token > (size_t)-1 || !moei_mul(n, (size_t)token, &bytes) || !moei_add(bytes, index * sizeof(size_t) + 3 * wide * sizeof(moe_real) + 16, &bytes) ||
-        !moei_add(bytes, order * sizeof(int32_t), &bytes))
+    if (token > (size_t)-1 || !moei_mul(n, (size_t)token, &bytes) || !moei_add(bytes, order * sizeof(int32_t), &bytes) ||
+        !moei_add(bytes, index * sizeof(size_t) + 3 * wide * sizeof(moe_real) + 16, &bytes))
         l->overflow = 1;
     r->max_choices = choices;
     r->plan.offsets = (size_t *)moei_take(l, bytes, 1);
@@ -4066,7 +4074,9 @@ static void moei_refine_layout(const moe_router_config *c, size_t n, int trainin
 }
 
 /* Whether calls of this configuration may select so. */
-static int moei_has_selection(const moe_router_config *c, int select) { return c->select == select || (c->switch_at > 0 && c->switch_from == select); }
+static int moei_has_selection(const moe_router_config *c, int select) {
+    return c->select == select || (c->switch_at > 0 && c->switch_from == select);
+}
 
 /* The arrays of the stages that only some configurations have, and of training. */
 static void moei_special_layout(const moe_router_config *c, size_t n, int training, moei_layout *l, moe_routing *r, moei_scratch *m) {
@@ -4127,7 +4137,8 @@ static void moei_special_layout(const moe_router_config *c, size_t n, int traini
 
 /* MOEI_PART_ bits of a checked configuration. */
 static unsigned moei_router_parts(const moe_router_config *c) {
-    const unsigned supplied = MOE_TRAIT_NEEDS_TOKEN_IDS | MOE_TRAIT_NEEDS_ATTENTION | MOE_TRAIT_NEEDS_PREVIOUS_LAYER | MOE_TRAIT_NEEDS_ALL_EXPERTS | MOE_TRAIT_NEEDS_GIVEN;
+    const unsigned supplied = MOE_TRAIT_NEEDS_TOKEN_IDS | MOE_TRAIT_NEEDS_ATTENTION | MOE_TRAIT_NEEDS_PREVIOUS_LAYER |
+                              MOE_TRAIT_NEEDS_ALL_EXPERTS | MOE_TRAIT_NEEDS_GIVEN;
     unsigned parts = 0;
     moei_layout l = moei_layout_begin(NULL);
     size_t none = l.used;
@@ -4135,7 +4146,8 @@ static unsigned moei_router_parts(const moe_router_config *c) {
     moei_scratch m;
     moei_special_layout(c, 1, 0, &l, &r, &m);
     if (l.used > none || l.overflow) parts |= MOEI_PART_MEMORY;
-    if (c->k_end > 0 || c->tau_schedule != MOE_TAU_NONE || c->switch_at > 0 || c->freeze_at > 0 || c->l1_controller || c->capacity_bound != MOE_BOUND_NONE)
+    if (c->k_end > 0 || c->tau_schedule != MOE_TAU_NONE || c->switch_at > 0 || c->freeze_at > 0 || c->l1_controller ||
+        c->capacity_bound != MOE_BOUND_NONE)
         parts |= MOEI_PART_MOVES;
     if ((moe_router_traits(c) & supplied) || moei_is_soft(c) || c->loss_locality > MOEI_R(0.0)) parts |= MOEI_PART_SUPPLIES;
     if (moei_decoding_obstacle(c).field != NULL) parts |= MOEI_PART_NO_DECODING;
@@ -4231,7 +4243,8 @@ MOEI_TOOL int moei_place_is_set(int place, uint64_t places, const moe_real *tens
     return tensor != NULL || (place >= MOE_ROUTER_STEP && place <= MOE_ROUTER_CAPACITY);
 }
 
-/* moei_place_is_set of all tensors: the wanted ones are there, and there are no more than those. Three counts, which need not wait for each other. */
+/* moei_place_is_set of all tensors: the wanted ones are there, and there are no more than those. Three counts, which need not wait for
+   each other. */
 static int moei_tensors_fit(const moe_router *router) {
     const moe_real *const *tensors = router->tensors;
     uint64_t left;
@@ -4252,7 +4265,8 @@ static moe_status moei_supplies_check(const moe_router_config *c, const moe_call
     if (c->select == MOE_SELECT_HASH && call->given == NULL && call->token_ids == NULL) return MOE_ERR_ARGUMENT;
     if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING && !moei_previous_fits(c, call)) return MOE_ERR_ARGUMENT;
     if (c->refine == MOE_REFINE_ATTENTION &&
-        (call->attention_weights == NULL || call->attention_outputs == NULL || (c->attention_u == MOE_ATTENTION_U_OUTPUT && call->attention_output == NULL)))
+        (call->attention_weights == NULL || call->attention_outputs == NULL ||
+         (c->attention_u == MOE_ATTENTION_U_OUTPUT && call->attention_output == NULL)))
         return MOE_ERR_ARGUMENT;
     if (c->score == MOE_SCORE_ATTENTIVE && call->node_width != moei_router_hidden(c)) return MOE_ERR_SHAPE;
     if ((moe_router_traits(c) & MOE_TRAIT_NEEDS_ALL_EXPERTS) && (call->nodes == NULL || call->node_width == 0)) return MOE_ERR_ARGUMENT;
@@ -4277,7 +4291,8 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
         return MOE_ERR_ARGUMENT;
     if (call->decoding && (call->training || (router->parts & MOEI_PART_NO_DECODING))) return MOE_ERR_UNSUPPORTED;
     if (call->training && call->rng == NULL && moei_needs_rng(c, call)) return MOE_ERR_ARGUMENT;
-    if (call->training && c->loss_distill > MOEI_R(0.0) && !c->student && call->n_tokens > 0 && call->teacher == NULL) return MOE_ERR_ARGUMENT;
+    if (call->training && c->loss_distill > MOEI_R(0.0) && !c->student && call->n_tokens > 0 && call->teacher == NULL)
+        return MOE_ERR_ARGUMENT;
     if (!(router->parts & MOEI_PART_SUPPLIES)) return MOE_OK;
     if (moei_is_soft(c) && (call->given != NULL || moei_sequence_count(call) > (size_t)c->soft_sequences)) return MOE_ERR_ARGUMENT;
     if (c->loss_locality > MOEI_R(0.0) && !moei_nodes_fit(c, call)) return MOE_ERR_ARGUMENT;
@@ -4395,7 +4410,8 @@ static void moei_route_weight(moei_pass *s) {
     for (t = 0; t < s->n; t++, k.choice += choices, k.z += s->experts, k.p += s->experts) {
         k.n = (size_t)s->r->n_choices[t];
         if (k.n > 0) weight->forward(&k, s->m.base_weights + t * choices);
-        for (i = 0; i < k.n && factor != NULL; i++) s->r->section_weights[t * choices + i] = s->m.base_weights[t * choices + i] * factor[k.choice[i]];
+        for (i = 0; i < k.n && factor != NULL; i++)
+            s->r->section_weights[t * choices + i] = s->m.base_weights[t * choices + i] * factor[k.choice[i]];
     }
 }
 
@@ -4593,10 +4609,11 @@ static void moei_route_plan(moei_pass *s) {
     }
 }
 
-/* The soft plan: every real token of a sequence takes part in every slot of it; row = sequence * slots + slot. The entries of an expert stand slot after
-   slot; they are made token after token, as D and C lie. */
+/* The soft plan: every real token of a sequence takes part in every slot of it; row = sequence * slots + slot. The entries of an expert stand
+   slot after slot; they are made token after token, as D and C lie. */
 static void moei_soft_plan(moei_pass *s) {
-    size_t total = moei_slot_total(s->c), slots = (size_t)s->c->slots, sequences = moei_sequence_count(s->call), e, i, slot, t, from, to, real;
+    size_t total = moei_slot_total(s->c), slots = (size_t)s->c->slots, sequences = moei_sequence_count(s->call);
+    size_t e, i, slot, t, from, to, real;
     moe_entry *entries = s->r->plan.entries;
     s->r->plan.rows = slots * sequences;
     for (e = 0; e < s->experts; e++) {
