@@ -2874,7 +2874,7 @@ typedef struct moei_chain {
 
 enum {
     MOEI_PART = 131072, /* so many numbers of a result pass through a stage's steps together: they stay in the second-level cache */
-    MOEI_COLUMNS = 64, /* at least so many columns do */
+    MOEI_STAGE_COLUMNS = 64, /* at least so many columns do */
     MOEI_UNIT = 16     /* numbers that fill a cache line or, in double, two */
 };
 
@@ -2991,9 +2991,9 @@ static void moei_step_columns(const moei_chain *chain, const moei_step *step, si
 
 /* Columns from .. to of one stage, as far as its results are among the nodes of mask (bit per node). */
 static void moei_stage_columns(const moei_chain *chain, int stage, unsigned mask, size_t from, size_t to) {
-    size_t count, part = chain->n > 0 ? MOEI_PART / chain->n / MOEI_COLUMNS * MOEI_COLUMNS : 0;
+    size_t count, part = chain->n > 0 ? MOEI_PART / chain->n / MOEI_STAGE_COLUMNS * MOEI_STAGE_COLUMNS : 0;
     int i;
-    if (part < MOEI_COLUMNS) part = MOEI_COLUMNS;
+    if (part < MOEI_STAGE_COLUMNS) part = MOEI_STAGE_COLUMNS;
     for (; from < to && chain->n > 0; from += count) {
         count = to - from < part ? to - from : part;
         for (i = 0; i < chain->expert->n_steps; i++)
@@ -3061,7 +3061,7 @@ static void moei_elementwise_backward(const moei_chain *chain, const moei_step *
     const moe_kernels *k = chain->layer->kernels;
     size_t ld = chain->ld[step->to], ld_in, i, p;
     const moe_real *in = moei_from(chain, step->from, &ld_in) + j, *d_out = chain->d_node[step->to] + j;
-    moe_real *d_in = chain->d_node[step->from] + j, part[MOEI_COLUMNS];
+    moe_real *d_in = chain->d_node[step->from] + j, part[MOEI_STAGE_COLUMNS];
     for (i = 0; i < chain->n; i++, in += ld_in, d_in += ld_in, d_out += ld) {
         if (step->op == MOEI_STEP_GATED) {
             size_t at = i * chain->ld[step->second] + j;
@@ -3069,8 +3069,8 @@ static void moei_elementwise_backward(const moei_chain *chain, const moei_step *
         } else if (!(chain->summed >> step->from & 1u))
             moe_activate_backward(k, chain->act, count, in, d_out, d_in);
         else
-            for (p = 0; p < count; p += MOEI_COLUMNS) {
-                size_t part_count = count - p < MOEI_COLUMNS ? count - p : (size_t)MOEI_COLUMNS;
+            for (p = 0; p < count; p += MOEI_STAGE_COLUMNS) {
+                size_t part_count = count - p < MOEI_STAGE_COLUMNS ? count - p : (size_t)MOEI_STAGE_COLUMNS;
                 moe_activate_backward(k, chain->act, part_count, in + p, d_out + p, part);
                 moe_axpy(k, part_count, MOEI_R(1.0), part, d_in + p);
             }

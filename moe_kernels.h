@@ -322,6 +322,7 @@ typedef struct moe_kernels {
     void (*activate)(int act, size_t n, const moe_real *x, moe_real *y);
     void (*activate_backward)(int act, size_t n, const moe_real *x, const moe_real *dy, moe_real *dx); /* may be NULL with MOE_NO_TRAIN */
     void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y);
+    size_t (*top_k)(size_t n, const moe_real *score, size_t k, int32_t *index);
     void (*multiply)(size_t n, const moe_real *a, const moe_real *b, moe_real *y);
     void (*spread)(int squared, size_t count, const int32_t *rows, size_t n, const moe_real *x, size_t ldx, const moe_real *mean,
                    moe_real *y);
@@ -538,7 +539,7 @@ MOE_API moe_real moe_rng_normal(moe_rng *rng);
 /* ---- sizes: every product and sum of a caller's or a file's numbers goes through these; 0 on overflow ---------------- */
 
 MOEI_TOOL int moei_mul(size_t a, size_t b, size_t *out) {
-    if (b != 0 && a > (size_t)-1 / b) return 0;
+    if ((a | b) >> sizeof(size_t) * 4 != 0 && b != 0 && a > (size_t)-1 / b) return 0; /* no division where both fit half the bits */
     *out = a * b;
     return 1;
 }
@@ -1352,10 +1353,9 @@ void moe_rms_norm_backward(size_t n, const moe_real *x, const moe_real *gain, mo
 
 /* ==== top-k =================================================================================================================== */
 
-/* An insertion sort of k places. A newcomer moves up only past smaller scores, so of equals the lower index stays in front. */
-size_t moe_top_k(size_t n, const moe_real *score, size_t k, int32_t *index) {
+/* Few places are an insertion sort. A newcomer moves up only past smaller scores, so of equals the lower index stays in front. */
+static size_t moei_top_few(size_t n, const moe_real *score, size_t k, int32_t *index) {
     size_t i, taken = 0;
-    if (k == 0) return 0;
     for (i = 0; i < n; i++) {
         size_t at;
         if (taken == k && !(score[i] > score[index[k - 1]])) continue;
@@ -1365,6 +1365,45 @@ size_t moe_top_k(size_t n, const moe_real *score, size_t k, int32_t *index) {
         index[at] = (int32_t)i;
     }
     return taken;
+}
+
+/* Whether a ranks behind b. */
+static int moei_ranks_behind(const moe_real *score, int32_t a, int32_t b) {
+    return score[a] < score[b] || (!(score[a] > score[b]) && a > b);
+}
+
+/* Puts item into the heap [n] at place at or below: no place ranks before one of its two children, 2 at + 1 and 2 at + 2. */
+static void moei_heap_sink(size_t n, const moe_real *score, int32_t *heap, size_t at, int32_t item) {
+    size_t child;
+    for (; (child = 2 * at + 1) < n; at = child) {
+        if (child + 1 < n && moei_ranks_behind(score, heap[child + 1], heap[child])) child++;
+        if (!moei_ranks_behind(score, heap[child], item)) break;
+        heap[at] = heap[child];
+    }
+    heap[at] = item;
+}
+
+/* Many places are a heap with the last of them in front, which is then taken apart from the back: O(n log k). */
+static size_t moei_top_many(size_t n, const moe_real *score, size_t k, int32_t *index) {
+    size_t i, taken = 0, left;
+    for (i = 0; i < n && taken < k; i++)
+        if (moei_can_rank(score[i])) index[taken++] = (int32_t)i;
+    for (left = taken / 2; left-- > 0;) moei_heap_sink(taken, score, index, left, index[left]);
+    for (; i < n; i++)
+        if (score[i] > score[index[0]]) moei_heap_sink(taken, score, index, 0, (int32_t)i);
+    for (left = taken; left-- > 1;) {
+        const int32_t item = index[left];
+        index[left] = index[0];
+        moei_heap_sink(left, score, index, 0, item);
+    }
+    return taken;
+}
+
+enum { MOEI_TOP_FEW = 12 };
+
+size_t moe_top_k(size_t n, const moe_real *score, size_t k, int32_t *index) {
+    if (k == 0) return 0;
+    return k <= MOEI_TOP_FEW ? moei_top_few(n, score, k, index) : moei_top_many(n, score, k, index);
 }
 
 /* ==== random numbers ========================================================================================================== */
@@ -1444,6 +1483,7 @@ static const moe_kernels moei_kernels_c = {
     NULL,
 #endif
     moei_real_softmax_c,
+    moe_top_k,
     moei_real_multiply_c,
     moei_real_spread_c,
     moei_real_log_posterior_c,
@@ -1478,6 +1518,7 @@ enum {
     MOEI_TILE = 6,      /* rows of a tile: 12 sums, 2 vectors of the panel and a broadcast fit 16 registers */
     MOEI_BLOCK_M = 192, /* rows that go over all panels before the next rows: 192 x 256 numbers stay in the second-level cache */
     MOEI_CACHED = 131072, /* numbers of the left operand that stay in the second-level cache while panels pass: half a MiB */
+    MOEI_ROW_COLUMNS = 24, /* up to so many columns one row of an NT product waits for its few chains of sums, not for its data */
     MOEI_UNPACKED_M = 8 /* up to so many rows, packing an operand that could be read as it lies costs more than it gains */
 };
 
@@ -1505,6 +1546,18 @@ MOEI_AVX2 MOEI_INLINE void moei_fetch_step(moei_ahead *next, int two) {
     if (two) _mm_prefetch((const char *)(next->at + next->second), _MM_HINT_T1);
     next->at += next->step;
     if (next->at >= next->end) next->at += next->stride - next->length, next->end += next->stride;
+}
+
+/* The first count numbers, at most eight. In pieces: some processors take many steps for a store with a mask. */
+MOEI_AVX2 MOEI_INLINE void moei_store_avx2(size_t count, float *y, __m256 value) {
+    __m128 part = _mm256_castps256_ps128(value);
+    if (count >= 8) {
+        _mm256_storeu_ps(y, value);
+        return;
+    }
+    if (count & 4) _mm_storeu_ps(y, part), y += 4, part = _mm256_extractf128_ps(value, 1);
+    if (count & 2) _mm_storel_pi((__m64 *)(void *)y, part), y += 2, part = _mm_movehl_ps(part, part);
+    if (count & 1) _mm_store_ss(y, part);
 }
 
 /* rows x 16 (wide) or rows x 8: C = (load ? C : 0) + the sum over one block of k. rows and wide are constants where this is inlined.
@@ -1678,10 +1731,10 @@ MOEI_AVX2 static void moei_f32_panels_6x16_avx2(size_t m, size_t n, size_t k, co
     }
 }
 
-/* Four steps of p in eight rows of b, turned: y[s] holds step s of rows 0 to 7. */
-MOEI_AVX2 MOEI_INLINE void moei_turn_avx2(const float *b, size_t ldb, __m256 y[4]) {
+/* Four steps of p in eight rows, turned: y[s] holds step s of rows 0 to 7. Row i begins at b + at[i]. */
+MOEI_AVX2 MOEI_INLINE void moei_turn_rows_avx2(const float *b, const size_t at[8], __m256 y[4]) {
 #define MOEI_PAIR(row) \
-    _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(b + (row) * ldb)), _mm_loadu_ps(b + ((row) + 4) * ldb), 1)
+    _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(b + at[row])), _mm_loadu_ps(b + at[(row) + 4]), 1)
     const __m256 r0 = MOEI_PAIR(0), r1 = MOEI_PAIR(1), r2 = MOEI_PAIR(2), r3 = MOEI_PAIR(3);
     const __m256 t0 = _mm256_unpacklo_ps(r0, r1), t1 = _mm256_unpackhi_ps(r0, r1);
     const __m256 t2 = _mm256_unpacklo_ps(r2, r3), t3 = _mm256_unpackhi_ps(r2, r3);
@@ -1690,6 +1743,12 @@ MOEI_AVX2 MOEI_INLINE void moei_turn_avx2(const float *b, size_t ldb, __m256 y[4
     y[2] = _mm256_shuffle_ps(t1, t3, 0x44);
     y[3] = _mm256_shuffle_ps(t1, t3, 0xee);
 #undef MOEI_PAIR
+}
+
+/* The same where row i begins at b + i * ldb. */
+MOEI_AVX2 MOEI_INLINE void moei_turn_avx2(const float *b, size_t ldb, __m256 y[4]) {
+    const size_t at[8] = {0, ldb, 2 * ldb, 3 * ldb, 4 * ldb, 5 * ldb, 6 * ldb, 7 * ldb};
+    moei_turn_rows_avx2(b, at, y);
 }
 
 /* The panel of rows b[0 .. columns) of an NT operand: panel[p][j] = b[j][p]; columns that are not there are 0. */
@@ -1826,6 +1885,62 @@ MOEI_AVX2 static size_t moei_f32_nt_4x16_avx2(size_t m, size_t n, size_t k, cons
     return j;
 }
 
+/* The sums of one row over one to four blocks of k, whose chains do not wait for each other; at: the eight rows of b. blocks is a
+   constant where this is inlined. */
+MOEI_AVX2 MOEI_INLINE void moei_f32_nt_blocks_avx2(int blocks, size_t k, const float *a, const float *b, const size_t at[8], __m256 s[4]) {
+    size_t p;
+    __m256 s0 = _mm256_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
+#define MOEI_FOUR(block)                                                                                                  \
+    if (blocks > block) {                                                                                                 \
+        const float *x = a + (block) * MOEI_BLOCK_K + p;                                                                  \
+        __m256 y[4];                                                                                                      \
+        moei_turn_rows_avx2(b + (block) * MOEI_BLOCK_K + p, at, y);                                                       \
+        s##block = _mm256_fmadd_ps(_mm256_broadcast_ss(x), y[0], s##block);                                               \
+        s##block = _mm256_fmadd_ps(_mm256_broadcast_ss(x + 1), y[1], s##block);                                           \
+        s##block = _mm256_fmadd_ps(_mm256_broadcast_ss(x + 2), y[2], s##block);                                           \
+        s##block = _mm256_fmadd_ps(_mm256_broadcast_ss(x + 3), y[3], s##block);                                           \
+    }
+    for (p = 0; p + 4 <= k; p += 4) {
+        MOEI_FOUR(0)
+        MOEI_FOUR(1)
+        MOEI_FOUR(2)
+        MOEI_FOUR(3)
+    }
+#undef MOEI_FOUR
+    for (; p < k; p++) { /* only a block that is shorter than 256 has such steps, and it is alone */
+        const float *q = b + p;
+        const __m256 y = _mm256_setr_ps(q[at[0]], q[at[1]], q[at[2]], q[at[3]], q[at[4]], q[at[5]], q[at[6]], q[at[7]]);
+        s0 = _mm256_fmadd_ps(_mm256_broadcast_ss(a + p), y, s0);
+    }
+    s[0] = s0, s[1] = s1, s[2] = s2, s[3] = s3;
+}
+
+/* One row of an NT product with few columns: eight of them at a time, all blocks of k at once as far as there are four. Columns that are
+   not there are copies of the last one, which go nowhere. */
+MOEI_AVX2 static void moei_f32_nt_row_avx2(size_t n, size_t k, const float *a, const float *b, size_t ldb, float *c, int load) {
+    size_t j, p, step;
+    for (j = 0; j < n; j += 8) {
+        const size_t columns = n - j < 8 ? n - j : 8;
+#define MOEI_AT(i) (j + (i < columns ? i : columns - 1)) * ldb
+        const size_t at[8] = {MOEI_AT(0), MOEI_AT(1), MOEI_AT(2), MOEI_AT(3), MOEI_AT(4), MOEI_AT(5), MOEI_AT(6), MOEI_AT(7)};
+#undef MOEI_AT
+        __m256 sum = load ? _mm256_maskload_ps(c + j, moei_mask_avx2(columns)) : _mm256_setzero_ps(), s[4];
+        for (p = 0; p < k; p += step) {
+            const size_t blocks = (k - p) / MOEI_BLOCK_K;
+            step = blocks > 4 ? 4 * (size_t)MOEI_BLOCK_K : blocks > 0 ? blocks * MOEI_BLOCK_K : k - p;
+            if (blocks >= 4) moei_f32_nt_blocks_avx2(4, MOEI_BLOCK_K, a + p, b + p, at, s);
+            else if (blocks == 3) moei_f32_nt_blocks_avx2(3, MOEI_BLOCK_K, a + p, b + p, at, s);
+            else if (blocks == 2) moei_f32_nt_blocks_avx2(2, MOEI_BLOCK_K, a + p, b + p, at, s);
+            else moei_f32_nt_blocks_avx2(1, step, a + p, b + p, at, s);
+            sum = _mm256_add_ps(sum, s[0]);
+            if (blocks > 1) sum = _mm256_add_ps(sum, s[1]);
+            if (blocks > 2) sum = _mm256_add_ps(sum, s[2]);
+            if (blocks > 3) sum = _mm256_add_ps(sum, s[3]);
+        }
+        moei_store_avx2(columns, c + j, sum);
+    }
+}
+
 /* One block of k for up to MOEI_BLOCK_M rows. panel holds 256 x 16 numbers. */
 MOEI_AVX2 static void moei_f32_block_avx2(int op, size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
                                           size_t ldb, float *c, size_t ldc, int load, float *panel) {
@@ -1867,7 +1982,11 @@ MOEI_AVX2 static void moei_f32_matmul_avx2(int op, size_t m, size_t n, size_t k,
 
 static void moei_f32_nt_6x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
                                   int accumulate) {
-    moei_f32_matmul_avx2(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+    const int few = m <= 1 ? n <= MOEI_ROW_COLUMNS : m <= 4 && n < 8;
+    size_t i;
+    if (few && k > 0)
+        for (i = 0; i < m; i++) moei_f32_nt_row_avx2(n, k, a + i * lda, (const float *)b, ldb, c + i * ldc, accumulate);
+    else moei_f32_matmul_avx2(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
 }
 
 static void moei_f32_nn_6x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
@@ -2148,26 +2267,39 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_load_padded_avx2(size_t count, const float *x)
 
 /* count numbers, at most eight of them, and -inf where there are fewer. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_load_avx2(size_t count, const float *x) {
+    if (count == 4) return _mm256_insertf128_ps(_mm256_set1_ps(-(float)HUGE_VAL), _mm_loadu_ps(x), 0); /* stored so: need not wait */
     return count >= 8 ? _mm256_loadu_ps(x) : moei_load_padded_avx2(count, x);
 }
 
-MOEI_AVX2 MOEI_INLINE void moei_store_avx2(size_t count, float *y, __m256 value) {
-    if (count >= 8) _mm256_storeu_ps(y, value);
-    else _mm256_maskstore_ps(y, moei_mask_avx2(count), value);
+/* exp((x - shift) / T); a division by 1 is left out. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_exp_over_avx2(__m256 x, __m256 shift, float temperature) {
+    const __m256 z = _mm256_sub_ps(x, shift);
+    return moei_exp_avx2(temperature < 1.0f || temperature > 1.0f ? _mm256_div_ps(z, _mm256_set1_ps(temperature)) : z);
+}
+
+/* Up to eight numbers, in one register. Lanes that are not there take part as 0 in exp, where -inf would be slow by underflow. */
+MOEI_AVX2 MOEI_INLINE void moei_f32_softmax_8_avx2(size_t n, const float *x, float temperature, float *y) {
+    const __m256 there = _mm256_castsi256_ps(moei_mask_avx2(n)), value = moei_load_avx2(n, x);
+    const __m256 shift = _mm256_set1_ps(moei_softmax_shift(moei_lanes_max_avx2(value)));
+    const __m256 e = _mm256_and_ps(moei_exp_over_avx2(_mm256_blendv_ps(shift, value, there), shift, temperature), there);
+    const float sum = moei_lanes_sum_avx2(e);
+    moei_store_avx2(n, y, sum <= 0 ? e : _mm256_div_ps(e, _mm256_set1_ps(sum)));
 }
 
 /* Lanes that are not there hold -inf and add 0. A NaN may get lost in max, but not in the sum. */
 MOEI_AVX2 static void moei_f32_softmax_avx2(size_t n, const float *x, float temperature, float *y) {
-    const __m256 divisor = _mm256_set1_ps(temperature);
     __m256 max, shift, sums = _mm256_setzero_ps();
     float sum;
     size_t i;
-    if (n == 0) return;
-    max = moei_load_avx2(n, x);
+    if (n <= 8) {
+        if (n > 0) moei_f32_softmax_8_avx2(n, x, temperature, y);
+        return;
+    }
+    max = _mm256_loadu_ps(x);
     for (i = 8; i < n; i += 8) max = _mm256_max_ps(max, moei_load_avx2(n - i, x + i));
     shift = _mm256_set1_ps(moei_softmax_shift(moei_lanes_max_avx2(max)));
     for (i = 0; i < n; i += 8) {
-        const __m256 z = _mm256_div_ps(_mm256_sub_ps(moei_load_avx2(n - i, x + i), shift), divisor), e = moei_exp_avx2(z);
+        const __m256 e = moei_exp_over_avx2(moei_load_avx2(n - i, x + i), shift, temperature);
         moei_store_avx2(n - i, y + i, e);
         sums = _mm256_add_ps(sums, e);
     }
@@ -2175,6 +2307,66 @@ MOEI_AVX2 static void moei_f32_softmax_avx2(size_t n, const float *x, float temp
     if (sum <= 0) return;
     for (i = 0; i + 8 <= n; i += 8) _mm256_storeu_ps(y + i, _mm256_div_ps(_mm256_loadu_ps(y + i), _mm256_set1_ps(sum)));
     for (; i < n; i++) y[i] /= sum;
+}
+
+/* The largest of the lanes, in all of them. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_all_max_avx2(__m256 v) {
+    v = _mm256_max_ps(v, _mm256_permute2f128_ps(v, v, 1));
+    v = _mm256_max_ps(v, _mm256_shuffle_ps(v, v, 0x4e));
+    return _mm256_max_ps(v, _mm256_shuffle_ps(v, v, 0xb1));
+}
+
+/* The lowest lane in which v is the value of all lanes of max. There is one. */
+MOEI_AVX2 MOEI_INLINE int moei_lane_of_avx2(__m256 v, __m256 max) {
+    const unsigned lanes = (unsigned)_mm256_movemask_ps(_mm256_cmp_ps(v, max, _CMP_EQ_OQ));
+#if defined(__GNUC__) || defined(__clang__)
+    return __builtin_ctz(lanes | 256);
+#else
+    unsigned long at;
+    _BitScanForward(&at, lanes | 256);
+    return (int)at;
+#endif
+}
+
+/* v with another value in one lane. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_set_lane_avx2(__m256 v, int lane, __m256 value) {
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_blendv_ps(v, value, _mm256_castsi256_ps(_mm256_cmpeq_epi32(lanes, _mm256_set1_epi32(lane))));
+}
+
+/* Up to 64 scores: one after another the largest is taken out. Its eight are found by the eights' own largest, then its lane: both times
+   the lowest of equals. max gives its second operand for NaN. */
+MOEI_AVX2 static size_t moei_f32_top_k_avx2(size_t n, const float *score, size_t k, int32_t *index) {
+    const __m256 none = _mm256_set1_ps(-(float)HUGE_VAL);
+    __m256 rest[8], largest = none, max;
+    size_t i, taken;
+    int eight = 0, lane;
+    if (n > 64) return moe_top_k(n, score, k, index);
+    if (n <= 8) {
+        largest = _mm256_max_ps(moei_load_avx2(n, score), none);
+        for (taken = 0; taken < k; taken++) {
+            max = moei_all_max_avx2(largest);
+            if (!(_mm256_cvtss_f32(max) > -(float)HUGE_VAL)) break;
+            lane = moei_lane_of_avx2(largest, max);
+            index[taken] = lane;
+            largest = moei_set_lane_avx2(largest, lane, none);
+        }
+        return taken;
+    }
+    for (i = 0; i < n; i += 8) {
+        rest[i / 8] = _mm256_max_ps(moei_load_avx2(n - i, score + i), none);
+        largest = moei_set_lane_avx2(largest, (int)(i / 8), moei_all_max_avx2(rest[i / 8]));
+    }
+    for (taken = 0; taken < k; taken++) {
+        max = moei_all_max_avx2(largest);
+        if (!(_mm256_cvtss_f32(max) > -(float)HUGE_VAL)) break;
+        eight = moei_lane_of_avx2(largest, max);
+        lane = moei_lane_of_avx2(rest[eight], max);
+        index[taken] = 8 * eight + lane;
+        rest[eight] = moei_set_lane_avx2(rest[eight], lane, none);
+        largest = moei_set_lane_avx2(largest, eight, moei_all_max_avx2(rest[eight]));
+    }
+    return taken;
 }
 
 /* ln x for normal x > 0: x = 2^n m with m from sqrt(1/2) to sqrt(2), f = m - 1, ln m = f - f^2 / 2 + f^3 Q(f), Q fitted to relative error
@@ -2286,6 +2478,7 @@ MOEI_AVX2 static float moei_f32_entropy_avx2(size_t n, const float *p) {
     moei_f32_activate_avx2,                                                   \
     MOEI_TRAIN_ONLY(moei_f32_activate_backward_avx2),                         \
     moei_f32_softmax_avx2,                                                    \
+    moei_f32_top_k_avx2,                                                      \
     moei_f32_multiply_avx2,                                                   \
     moei_f32_spread_avx2,                                                     \
     moei_f32_log_posterior_avx2,                                              \
@@ -2625,6 +2818,7 @@ static void moei_f32_activate_backward_avx512(int act, size_t n, const float *x,
     moei_f32_activate_avx512,                                                              \
     MOEI_TRAIN_ONLY(moei_f32_activate_backward_avx512),                                    \
     moei_f32_softmax_avx2,                                                                 \
+    moei_f32_top_k_avx2,                                                                   \
     moei_f32_multiply_avx2,                                                                \
     moei_f32_spread_avx2,                                                                  \
     moei_f32_log_posterior_avx2,                                                           \
