@@ -3,7 +3,7 @@
      cc -std=c99 -O2 -I. -pthread tests/bench.c tests/bench_peers.c -o bench -lm && ./bench [NAME...] [OPTION...]      (-h explains)
 
    Times are those of one thread's processor, so that other programs on the machine disturb little; of a clock on the wall where threads
-   share the work. What is compared runs in turn, round by round, and each round gives a ratio of its own: the clock may drift between rounds.
+   share the work. What is compared runs in turn, round by round, and each round gives a ratio of its own: the clock may drift meanwhile.
    The machine's limits, multiply-adds between registers and a read of the weights, are contenders like the others. Other libraries come
    from tests/bench_peers.c, as far as its macros say that they are there. Exit status 1 if a bound was missed that must hold. */
 
@@ -207,14 +207,18 @@ static void *crew_member(void *index) {
     }
 }
 
-/* A parallel for: task(work, 0 .. count-1), on all threads of the crew, the caller's included. */
-static void crew_run(void *ctx, task_fn *task, void *work, int count) {
-    (void)ctx;
+static void crew_start(task_fn *task, void *work, int count) {
     pthread_mutex_lock(&crew.lock);
     crew.task = task, crew.work = work, crew.count = count, crew.next = 0, crew.done = 0;
     __atomic_fetch_add(&crew.job, 1, __ATOMIC_RELEASE);
     if (crew.sleeping > 0) pthread_cond_broadcast(&crew.wake);
     pthread_mutex_unlock(&crew.lock);
+}
+
+/* A parallel for: task(work, 0 .. count-1), on all threads of the crew, the caller's included. */
+static void crew_run(void *ctx, task_fn *task, void *work, int count) {
+    (void)ctx;
+    crew_start(task, work, count);
     crew_work();
     while (__atomic_load_n(&crew.done, __ATOMIC_ACQUIRE) < crew.n) continue;
 }
@@ -222,7 +226,7 @@ static void crew_run(void *ctx, task_fn *task, void *work, int count) {
 static void crew_end(void) {
     int i;
     crew.over = 1;
-    crew_run(NULL, crew.task, NULL, 0);
+    crew_start(NULL, NULL, 0);
     for (i = 0; i < crew.n; i++) pthread_join(crew.workers[i], NULL);
     crew.n = crew.job = crew.over = 0;
 }
@@ -1856,12 +1860,15 @@ int main(int argc, char **argv) {
     int wanted[BENCHES] = {0}, all = 1, i, b, status;
     for (i = 1; i < argc; i++)
         if (strcmp(argv[i], "-h") == 0 || strcmp(argv[i], "--help") == 0) return help(), 0;
-    if (argc == 2 && strcmp(argv[1], "--openblas-speed") == 0) return printf("%f\n", bench_openblas_gflops(seconds)) < 0;
+    if (argc == 2 && strcmp(argv[1], "--openblas-speed") == 0) {
+        bench_peers_begin(MOE_KERNELS_AUTO, seconds);
+        return printf("%f\n", bench_openblas_gflops()) < 0;
+    }
     if ((status = read_arguments(argc, argv, wanted, &all)) != 0) return status;
     if ((kernels = moe_kernels_select(options.kernels)) == NULL)
         return refuse("this machine or build has no kernels", moe_kernels_name(options.kernels));
     restart(argv);
-    bench_peers_hold(kernels->id);
+    bench_peers_begin(kernels->id, seconds);
     find_processors();
     pin(0);
     use_threads(options.threads);

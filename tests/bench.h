@@ -31,12 +31,12 @@ enum { BENCH_OPENBLAS_PEER, BENCH_ONEDNN_PEER, BENCH_ONEDNN_PACKED_PEER, BENCH_L
 
 extern const bench_peer bench_peers[BENCH_PEERS];
 
-/* Holds the libraries that can be held while they run to the instruction set of a kernel table: MOE_KERNELS_AVX2 or MOE_KERNELS_C allow
-   AVX2, the rest everything. Before any other call. */
-void bench_peers_hold(int kernels);
+/* Before any other call. seconds: the clock. Holds the libraries that can be held while they run to the instruction set of a kernel table:
+   MOE_KERNELS_AVX2 and MOE_KERNELS_C allow AVX2, the rest everything. */
+void bench_peers_begin(int kernels, double (*seconds)(void));
 /* One line: versions and the instruction sets that the libraries use, "" for those that are not there. */
 void bench_peers_about(char *text, size_t room);
 /* How fast OpenBLAS multiplies as it was started; 0 where it is not there. Its kernels can be chosen before it is loaded only. */
-double bench_openblas_gflops(double (*seconds)(void));
+double bench_openblas_gflops(void);
 
 #endif
