@@ -23,6 +23,7 @@
 #include <time.h>
 
 #if defined(__unix__) || defined(__APPLE__)
+#include <sys/mman.h>
 #include <unistd.h>
 #define BENCH_UNIX 1
 #else
@@ -49,13 +50,13 @@ typedef struct shape {
 } shape;
 
 static struct options {
-    int rounds, rounds_given, quick, csv, strict, kernels, threads;
+    int rounds, rounds_given, quick, csv, strict, small_pages, kernels, threads;
     int gated[2], n_kinds; /* 1: swiglu, 0: two matrices and relu */
     shape shapes[MOST_CHOICES];
     int n_shapes; /* 0: all */
     size_t tokens[MOST_CHOICES];
     int n_tokens; /* 0: all */
-} options = {21, 0, 0, 0, 0, MOE_KERNELS_AUTO, 1, {1, 0}, 2, {{0, 0, 0, 0}}, 0, {0}, 0};
+} options = {21, 0, 0, 0, 0, 0, MOE_KERNELS_AUTO, 1, {1, 0}, 2, {{0, 0, 0, 0}}, 0, {0}, 0};
 
 static const moe_kernels *kernels; /* the table that options.kernels names */
 
@@ -76,20 +77,42 @@ static double seconds(void) {
     return (double)clock() / (double)CLOCKS_PER_SEC;
 }
 
-/* Zeros; at the start of a cache line where the system can: what lies where by chance is not what is measured. */
-static void *grab(size_t count, size_t size) {
+void *bench_memory(size_t count, size_t size) {
     void *p;
     if (count == 0) count = 1;
+    if (count > (size_t)-1 / size) return NULL;
 #if BENCH_UNIX
-    if (count > (size_t)-1 / size || posix_memalign(&p, 64, count * size) != 0) p = NULL;
-    else memset(p, 0, count * size);
+    {
+        const size_t huge = (size_t)1 << 21, bytes = count * size;
+        const int large = bytes >= huge && !options.small_pages;
+        if (posix_memalign(&p, large ? huge : 64, bytes) != 0) return NULL;
+#if defined(MADV_HUGEPAGE)
+        if (large) (void)madvise(p, bytes, MADV_HUGEPAGE);
+#endif
+        memset(p, 0, bytes);
+    }
 #else
     p = calloc(count, size);
 #endif
+    return p;
+}
+
+static void *grab(size_t count, size_t size) {
+    void *p = bench_memory(count, size);
     if (p == NULL) {
         fprintf(stderr, "bench: out of memory\n");
         exit(2);
     }
+    return p;
+}
+
+/* Such memory for layers that own their tensors. */
+static void *grab_resize(void *ctx, void *block, size_t old_size, size_t new_size) {
+    void *p = new_size > 0 ? bench_memory(new_size, 1) : NULL;
+    (void)ctx;
+    if (new_size > 0 && p == NULL) return NULL;
+    if (p != NULL && block != NULL) memcpy(p, block, old_size < new_size ? old_size : new_size);
+    free(block);
     return p;
 }
 
@@ -1337,11 +1360,12 @@ static void step_run(void *state, moe_real *y) {
 }
 
 static moe_status step_begin(step *s, const bed *b, size_t tokens, moe_error *error) {
+    const moe_allocator memory = {NULL, grab_resize};
     const size_t count = tokens * (size_t)b->layer.config.router.d_model;
     moe_rng rng = {11};
     moe_status status;
     memset(s, 0, sizeof *s);
-    status = moe_layer_create(&s->layer, &b->layer.config, 1, 42, NULL, error);
+    status = moe_layer_create(&s->layer, &b->layer.config, 1, 42, &memory, error);
     if (status == MOE_OK) status = moe_layer_work_size(&s->layer, tokens, 1, &s->work_size);
     if (status != MOE_OK) return status;
     s->x = normals(count, &rng), s->dy = normals(count, &rng), s->y = normals(count, &rng), s->dx = normals(count, &rng);
@@ -1681,6 +1705,7 @@ static void help(void) {
            "  --csv              a line per result with all numbers instead of tables; empty: not measured (not routers)\n"
            "  --quick            fewer rounds; two shapes and swiglu alone, unless they are asked for\n"
            "  --strict           bounds that are not kept are failures\n"
+           "  --small-pages      no huge pages for weights\n"
            "  --kernels NAME     c, avx2, avx512, neon, wasm or auto; other libraries are held to AVX2 with c and avx2\n"
            "  --threads N        threads that share a layer's work, 1 to %d (1; the bench threads: 2); without other libraries\n"
            "  --shapes LIST      D/FF or D/FF/EXPERTS/PER_TOKEN (8 and 2): --shapes 64/256,352/352/64/8\n"
@@ -1762,9 +1787,11 @@ static const struct option {
     int *flag;                      /* set to 1, or */
     int (*read)(const char *value); /* 0: no good value */
 } known_options[] = {
-    {"--csv", &options.csv, NULL},     {"--quick", &options.quick, NULL}, {"--strict", &options.strict, NULL},
-    {"--kernels", NULL, read_kernels}, {"--threads", NULL, read_threads}, {"--shapes", NULL, read_shapes},
-    {"--tokens", NULL, read_tokens},   {"--experts", NULL, read_experts}, {"-n", NULL, read_rounds},
+    {"--csv", &options.csv, NULL},       {"--quick", &options.quick, NULL},
+    {"--strict", &options.strict, NULL}, {"--small-pages", &options.small_pages, NULL},
+    {"--kernels", NULL, read_kernels},   {"--threads", NULL, read_threads},
+    {"--shapes", NULL, read_shapes},     {"--tokens", NULL, read_tokens},
+    {"--experts", NULL, read_experts},   {"-n", NULL, read_rounds},
 };
 
 enum { OPTIONS = sizeof known_options / sizeof known_options[0] };

@@ -34,6 +34,10 @@ extern const bench_peer bench_peers[BENCH_PEERS];
 /* Before any other call. seconds: the clock. Holds the libraries that can be held while they run to the instruction set of a kernel table:
    MOE_KERNELS_AVX2 and MOE_KERNELS_C allow AVX2, the rest everything. */
 void bench_peers_begin(int kernels, double (*seconds)(void));
+/* Zeros at the start of a cache line, or NULL; for free(). Large blocks lie in huge pages where the system gives them (not with
+   --small-pages): which small pages a block happens to get weighs up to a third on how fast it can be read. */
+void *bench_memory(size_t count, size_t size);
+
 /* One line: versions and the instruction sets that the libraries use, "" for those that are not there. */
 void bench_peers_about(char *text, size_t room);
 /* How fast OpenBLAS multiplies as it was started; 0 where it is not there. Its kernels can be chosen before it is loaded only. */

@@ -57,7 +57,7 @@ static const moe_real *group_weights(const group *g, int which, size_t e) {
     return all + e * g->c.d * g->c.f;
 }
 
-static moe_real *reals(size_t count) { return (moe_real *)calloc(count > 0 ? count : 1, sizeof(moe_real)); }
+static moe_real *reals(size_t count) { return (moe_real *)bench_memory(count, sizeof(moe_real)); }
 
 static int group_begin(group *g, const bench_case *c) {
     size_t e;
@@ -171,6 +171,7 @@ static void onednn_run(void *state, moe_real *y) { group_run((const group *)stat
 typedef struct inner {
     dnnl_primitive_t primitive;
     dnnl_memory_t in, weights, out;
+    void *packed;
 } inner;
 
 typedef struct onednn {
@@ -220,7 +221,8 @@ static int onednn_make(onednn *o, int which, size_t e, inner *p) {
            dnnl_memory_create(&p->in, &in, o->engine, from) == dnnl_success &&
            dnnl_memory_create(&p->out, &out, o->engine, to) == dnnl_success;
     packed = good ? dnnl_primitive_desc_query_md(description, dnnl_query_weights_md, 0) : NULL;
-    good = packed != NULL && dnnl_memory_create(&p->weights, packed, o->engine, DNNL_MEMORY_ALLOCATE) == dnnl_success &&
+    good = packed != NULL && (p->packed = bench_memory(dnnl_memory_desc_get_size(packed), 1)) != NULL &&
+           dnnl_memory_create(&p->weights, packed, o->engine, p->packed) == dnnl_success &&
            onednn_pack(o, &plain, packed, group_weights(&o->g, which, e), p->weights);
     dnnl_primitive_desc_destroy(description);
     return good;
@@ -232,6 +234,7 @@ static void onednn_packed_release(void *state) {
     for (i = 0; o->inner != NULL && i < o->g.c.experts * MATRICES; i++) {
         dnnl_primitive_destroy(o->inner[i].primitive);
         dnnl_memory_destroy(o->inner[i].in), dnnl_memory_destroy(o->inner[i].weights), dnnl_memory_destroy(o->inner[i].out);
+        free(o->inner[i].packed);
     }
     dnnl_stream_destroy(o->stream), dnnl_engine_destroy(o->engine);
     group_end(&o->g);
@@ -336,7 +339,7 @@ static int xsmm_make_kernels(xsmm *s) {
 static void xsmm_release(void *state) {
     xsmm *s = (xsmm *)state;
     group_end(&s->g);
-    free(s->memory);
+    free(s->weights);
     free(s);
 }
 
@@ -346,7 +349,7 @@ static xsmm *xsmm_make(const bench_case *c, size_t wide) {
     size_t e;
     int which, good;
     if (s == NULL) return NULL;
-    good = group_begin(&s->g, c) && (s->memory = reals(c->experts * MATRICES * c->d * c->f + 16)) != NULL;
+    good = group_begin(&s->g, c) && (s->weights = reals(c->experts * MATRICES * c->d * c->f)) != NULL;
     for (which = FIRST; which < MATRICES; which++) {
         s->blocks[which].wide = xsmm_divisor(group_outputs(&s->g, which), wide);
         s->blocks[which].deep = xsmm_divisor(group_inputs(&s->g, which), 64);
@@ -356,7 +359,6 @@ static xsmm *xsmm_make(const bench_case *c, size_t wide) {
         xsmm_release(s);
         return NULL;
     }
-    s->weights = s->memory + (64 - (uintptr_t)s->memory % 64) / sizeof(moe_real);
     for (e = 0; e < c->experts; e++)
         for (which = FIRST; which < MATRICES; which++)
             if (which != UP || c->gated)
