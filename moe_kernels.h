@@ -1980,13 +1980,19 @@ MOEI_AVX2 static void moei_f32_matmul_avx2(int op, size_t m, size_t n, size_t k,
     }
 }
 
-static void moei_f32_nt_6x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
-                                  int accumulate) {
+/* Few rows of few columns, row by row; 0: these are not few. */
+static int moei_f32_nt_few_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb, float *c, size_t ldc,
+                                int accumulate) {
     const int few = m <= 1 ? n <= MOEI_ROW_COLUMNS : m <= 4 && n < 8;
     size_t i;
-    if (few && k > 0)
-        for (i = 0; i < m; i++) moei_f32_nt_row_avx2(n, k, a + i * lda, (const float *)b, ldb, c + i * ldc, accumulate);
-    else moei_f32_matmul_avx2(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+    for (i = 0; few && k > 0 && i < m; i++) moei_f32_nt_row_avx2(n, k, a + i * lda, b, ldb, c + i * ldc, accumulate);
+    return few && k > 0;
+}
+
+static void moei_f32_nt_6x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
+                                  int accumulate) {
+    if (!moei_f32_nt_few_avx2(m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate))
+        moei_f32_matmul_avx2(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
 }
 
 static void moei_f32_nn_6x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
@@ -2705,7 +2711,8 @@ MOEI_AVX512 static void moei_f32_matmul_avx512(int op, size_t m, size_t n, size_
 
 static void moei_f32_nt_14x32_avx512(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
                                      size_t ldc, int accumulate) {
-    moei_f32_matmul_avx512(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+    if (!moei_f32_nt_few_avx2(m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate))
+        moei_f32_matmul_avx512(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
 }
 
 static void moei_f32_nn_14x32_avx512(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
