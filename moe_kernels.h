@@ -2616,6 +2616,7 @@ typedef struct moei_quant_tile {
     const unsigned char *a, *scale, *start; /* of the first row: int8, scales and starts */
     const unsigned char *w[2], *w_scale[2]; /* of both panels; twice the same one when only one is left, */
     float *c[2];                            /* and then the second's outputs all go to one spare row */
+    float *part;                            /* 12 x 32 numbers: C until the last group, as its rows may share few places in the cache */
     size_t row_size, ldc[2];
     size_t groups, lines; /* groups with a scale; lines of 64 bytes in a group */
     int half;             /* the weights' scales are 16-bit floats, else float */
@@ -2630,12 +2631,12 @@ static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *t
                              size_t row_size, const void *packed, size_t panel_stride, float *c, size_t ldc) {
     const size_t piece = type == MOE_TYPE_Q8 ? (size_t)MOEI_SUM_LIMIT : inner;
     const int q4 = type == MOE_TYPE_Q4;
-    float spare[MOEI_PANEL_OUTPUTS] = {0};
+    float spare[MOEI_PANEL_OUTPUTS], part[12 * 2 * MOEI_PANEL_OUTPUTS];
     moei_row_shape shape;
     moei_quant_tile t;
     size_t p, i, j, count;
     if (!moei_shape_row(type, inner, &shape)) return;
-    t.row_size = row_size, t.ldc[0] = ldc, t.half = type != MOE_TYPE_Q8;
+    t.part = part, t.row_size = row_size, t.ldc[0] = ldc, t.half = type != MOE_TYPE_Q8;
     for (p = 0; p < inner; p += piece) { /* more than one only in Q8 beyond MOEI_SUM_LIMIT */
         const unsigned char *row = (const unsigned char *)rows, *panel = (const unsigned char *)packed;
         const size_t length = shape.levels - p < piece ? shape.levels - p : piece;
@@ -2708,10 +2709,10 @@ MOEI_AVX2_F16C MOEI_INLINE moei_words_16 moei_nibble_sum_avx2(moei_words_16 sum,
     return MOEI_AS(moei_words_16, _mm256_add_epi16(MOEI_AS(__m256i, sum), _mm256_maddubs_epi16(w, x)));
 }
 
-/* C = (keep ? C : 0) + sum * (w_scale * scale). */
-MOEI_AVX2_F16C MOEI_INLINE void moei_finish_avx2(float *c, __m256i sum, __m256 w_scale, __m256i scale, int keep) {
-    const __m256 product = _mm256_mul_ps(w_scale, _mm256_castsi256_ps(scale)), before = _mm256_maskload_ps(c, _mm256_set1_epi32(-keep));
-    _mm256_storeu_ps(c, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), product, before));
+/* to = (keep ? to : 0) + sum * (w_scale * scale). */
+MOEI_AVX2_F16C MOEI_INLINE void moei_finish_avx2(float *to, __m256i sum, __m256 w_scale, __m256i scale, int keep) {
+    const __m256 product = _mm256_mul_ps(w_scale, _mm256_castsi256_ps(scale)), before = _mm256_maskload_ps(to, _mm256_set1_epi32(-keep));
+    _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), product, before));
 }
 
 #define MOEI_START(set, r, at) \
@@ -2729,7 +2730,7 @@ MOEI_AVX2_F16C MOEI_INLINE void moei_finish_avx2(float *c, __m256i sum, __m256 w
         else total##r = _mm256_add_epi32(_mm256_add_epi32(total##r, _mm256_madd_epi16(v0, one)), _mm256_madd_epi16(v1, sixteen)); \
     }
 #define MOEI_FINISH(set, r, at) \
-    if (rows > r) moei_finish_avx2(c + r * ldc, total##r, w_scales, moei_all_avx2(scale + r * row), keep);
+    if (rows > r) moei_finish_avx2(to + r * ld, total##r, w_scales, moei_all_avx2(scale + r * row), keep);
 
 /* rows (1 to 4) x 8. rows and q4 are constants where this is inlined. */
 MOEI_AVX2_F16C MOEI_INLINE void moei_nibble_tile_avx2(int q4, int rows, size_t side, const moei_quant_tile *t) {
@@ -2738,10 +2739,11 @@ MOEI_AVX2_F16C MOEI_INLINE void moei_nibble_tile_avx2(int q4, int rows, size_t s
     const unsigned char *a0 = t->a, *a3, *w = t->w[0] + 32 * side, *w_scale = t->w_scale[0] + (t->half ? 16 : 32) * side;
     const unsigned char *start = t->start, *scale = t->scale;
     const size_t row = t->row_size, ldc = t->ldc[0], groups = t->groups, blocks = q4 || t->half ? 1 : t->lines / 8;
-    float *c = t->c[0] + 8 * side;
+    const size_t ld = groups > 1 ? 8 : ldc;
+    float *c = t->c[0] + 8 * side, *to = groups > 1 ? t->part : c;
     const int half = t->half;
     size_t group, block, p;
-    int keep = t->load;
+    int keep = t->load, i;
     for (group = 0; group < groups; group++, w_scale += 2 * MOEI_PANEL_OUTPUTS, start += 4, scale += 4) {
         __m256 w_scales;
         __m256i total0 = moei_all_avx2(start), total1 = total0, total2 = total0, total3 = total0;
@@ -2764,6 +2766,7 @@ MOEI_AVX2_F16C MOEI_INLINE void moei_nibble_tile_avx2(int q4, int rows, size_t s
         MOEI_EACH_4(MOEI_FINISH, avx2)
         keep = 1;
     }
+    for (i = 0; i < rows && groups > 1; i++) memcpy(c + (size_t)i * ldc, to + (size_t)i * ld, 8 * sizeof *c);
 }
 
 MOEI_AVX2_F16C static void moei_quant_rows_avx2(int q4, size_t rows, const moei_quant_tile *t) {
@@ -2836,7 +2839,7 @@ MOEI_AVX2 static void moei_quantise_avx2(int type, size_t m, size_t inner, const
 
 #define MOEI_DOT_SUMS(set, r, at) , s##r##0 = zero, s##r##1 = zero
 #define MOEI_DOT_START(set, r, at) \
-    if (rows > r) s##r##0 = s##r##1 = moei_start_##set(t->start + r * row + 4 * group);
+    if (rows > r) s##r##0 = s##r##1 = moei_start_##set(start + r * row);
 #define MOEI_DOT(set, sum, r, at)                        \
     if (rows > r) {                                      \
         x = moei_all_##set(at);                          \
@@ -2847,57 +2850,65 @@ MOEI_AVX2 static void moei_quantise_avx2(int type, size_t m, size_t inner, const
 #define MOEI_DOT_S16(set, r, at) MOEI_DOT(set, s, r, at + 16)
 #define MOEI_DOT_U4(set) MOEI_DOT(set, u, 0, a0 + 4) MOEI_DOT(set, u, 1, a0 + row + 4)
 #define MOEI_DOT_U16(set) MOEI_DOT(set, u, 0, a0 + 16) MOEI_DOT(set, u, 1, a0 + row + 16)
-#define MOEI_DOT_FINISH(set, r, at)                                                                          \
-    if (rows > r) {                                                                                          \
-        x = moei_all_##set(t->scale + r * row + 4 * group);                                                  \
-        moei_finish_##set(c0 + r * ldc0, s##r##0, scale0, x, keep);                                        \
-        moei_finish_##set(c1 + r * ldc1, s##r##1, scale1, x, keep);                                        \
+#define MOEI_DOT_FINISH(set, r, at)                                                                               \
+    if (rows > r) {                                                                                               \
+        x = moei_all_##set(scale + r * row);                                                                      \
+        moei_finish_##set(to0 + r * ld0, s##r##0, scale0, x, keep);                                               \
+        moei_finish_##set(to1 + r * ld1, s##r##1, scale1, x, keep);                                               \
     }
 
 /* EACH and most: the rows of the largest tile; beside: how far the second vector's weights, scales and outputs lie from the first's, or 0
    for the tile's second panel. */
-#define MOEI_DOT_TILE(set, target, INTS, SUMS, FLOATS, EACH, beside)                                                               \
-    target MOEI_INLINE void moei_dot_tile_##set(int q4, int rows, const moei_quant_tile *t) {                                \
-        const size_t row = t->row_size, half = beside * (t->half ? 2u : 4u), ldc0 = t->ldc[0], ldc1 = t->ldc[beside ? 0 : 1]; \
-        const unsigned char *a0 = t->a, *a3 = a0 + 3 * row, *a6 = a0 + 6 * row, *a9 = a0 + 9 * row;                            \
-        const unsigned char *w0 = t->w[0], *w1 = beside ? w0 + 4 * beside : t->w[1];                                         \
-        const unsigned char *w_scale0 = t->w_scale[0], *w_scale1 = beside ? w_scale0 + half : t->w_scale[1];                 \
-        float *c0 = t->c[0], *c1 = beside ? c0 + beside : t->c[1];                                                           \
-        const SUMS zero = moei_zero_##set();                                                                                 \
-        SUMS u00, u01, u10, u11 EACH(MOEI_DOT_SUMS, set);                                                                    \
-        INTS x, y0, y1;                                                                                                      \
-        size_t group, p;                                                                                                     \
-        int keep = t->load;                                                                                                  \
-        for (group = 0; group < t->groups; group++) {                                                                        \
-            EACH(MOEI_DOT_START, set)                                                                                        \
-            u00 = u01 = u10 = u11 = zero;                                                                                    \
-            for (p = 0; p < t->lines; p++) {                                                                                 \
-                const INTS v0 = moei_load_##set(w0), v1 = moei_load_##set(w1);                                               \
-                y0 = q4 ? moei_low_##set(v0) : v0, y1 = q4 ? moei_low_##set(v1) : v1;                                        \
-                EACH(MOEI_DOT_S, set)                                                                                        \
-                if (q4) {                                                                                                    \
-                    y0 = moei_high_##set(v0), y1 = moei_high_##set(v1);                                                      \
-                    if (rows <= 2) {                                                                                         \
-                        MOEI_DOT_U16(set)                                                                                    \
-                    } else {                                                                                                 \
-                        EACH(MOEI_DOT_S16, set)                                                                              \
-                    }                                                                                                        \
-                } else if (rows <= 2) {                                                                                      \
-                    y0 = moei_load_##set(w0 + MOEI_LINE), y1 = moei_load_##set(w1 + MOEI_LINE);                              \
-                    MOEI_DOT_U4(set)                                                                                         \
-                    w0 += MOEI_LINE, w1 += MOEI_LINE, a0 += 4, p++;                                                          \
-                }                                                                                                            \
-                w0 += MOEI_LINE, w1 += MOEI_LINE, a0 += 4, a3 += 4, a6 += 4, a9 += 4;                                        \
-            }                                                                                                                \
-            if (q4) a0 += 16, a3 += 16, a6 += 16, a9 += 16;                                                                  \
-            if (rows <= 2) s00 = moei_sum_##set(s00, u00), s01 = moei_sum_##set(s01, u01);                                   \
-            if (rows == 2) s10 = moei_sum_##set(s10, u10), s11 = moei_sum_##set(s11, u11);                                   \
-            {                                                                                                                \
-                const FLOATS scale0 = moei_w_scale_##set(t->half, w_scale0), scale1 = moei_w_scale_##set(t->half, w_scale1); \
-                EACH(MOEI_DOT_FINISH, set)                                                                                   \
-            }                                                                                                                \
-            w_scale0 += 2 * MOEI_PANEL_OUTPUTS, w_scale1 += 2 * MOEI_PANEL_OUTPUTS, keep = 1;                                \
-        }                                                                                                                    \
+#define MOEI_DOT_TILE(set, target, INTS, SUMS, FLOATS, EACH, beside)                                                                   \
+    target MOEI_INLINE void moei_dot_tile_##set(int q4, int rows, const moei_quant_tile *t) {                                          \
+        const size_t row = t->row_size, groups = t->groups, lines = t->lines, lanes = beside ? 8 : 16;                                 \
+        const size_t ldc0 = t->ldc[0], ldc1 = t->ldc[beside ? 0 : 1], ld0 = groups > 1 ? 2 * lanes : ldc0, ld1 = groups > 1 ? ld0 : ldc1;\
+        const unsigned char *a0 = t->a, *a3 = a0 + 3 * row, *a6 = a0 + 6 * row, *a9 = a0 + 9 * row;                                    \
+        const unsigned char *w0 = t->w[0], *w1 = beside ? w0 + 4 * beside : t->w[1];                                                   \
+        const unsigned char *scale = t->scale, *start = t->start, *w_scale0 = t->w_scale[0];                                           \
+        const unsigned char *w_scale1 = beside ? w_scale0 + beside * (t->half ? 2 : 4) : t->w_scale[1];                                \
+        float *c0 = t->c[0], *c1 = beside ? c0 + beside : t->c[1];                                                                     \
+        float *to0 = groups > 1 ? t->part : c0, *to1 = groups > 1 ? to0 + lanes : c1;                                                  \
+        const SUMS zero = moei_zero_##set();                                                                                           \
+        SUMS u00, u01, u10, u11 EACH(MOEI_DOT_SUMS, set);                                                                              \
+        INTS x, y0, y1;                                                                                                                \
+        size_t group, p;                                                                                                               \
+        const int half = t->half;                                                                                                      \
+        int keep = t->load, i;                                                                                                         \
+        for (group = 0; group < groups; group++, scale += 4, start += 4) {                                                             \
+            EACH(MOEI_DOT_START, set)                                                                                                  \
+            u00 = u01 = u10 = u11 = zero;                                                                                              \
+            for (p = 0; p < lines; p++) {                                                                                              \
+                const INTS v0 = moei_load_##set(w0), v1 = moei_load_##set(w1);                                                         \
+                y0 = q4 ? moei_low_##set(v0) : v0, y1 = q4 ? moei_low_##set(v1) : v1;                                                  \
+                EACH(MOEI_DOT_S, set)                                                                                                  \
+                if (q4) {                                                                                                              \
+                    y0 = moei_high_##set(v0), y1 = moei_high_##set(v1);                                                                \
+                    if (rows <= 2) {                                                                                                   \
+                        MOEI_DOT_U16(set)                                                                                              \
+                    } else {                                                                                                           \
+                        EACH(MOEI_DOT_S16, set)                                                                                        \
+                    }                                                                                                                  \
+                } else if (rows <= 2) {                                                                                                \
+                    y0 = moei_load_##set(w0 + MOEI_LINE), y1 = moei_load_##set(w1 + MOEI_LINE);                                        \
+                    MOEI_DOT_U4(set)                                                                                                   \
+                    w0 += MOEI_LINE, w1 += MOEI_LINE, a0 += 4, p++;                                                                    \
+                }                                                                                                                      \
+                w0 += MOEI_LINE, w1 += MOEI_LINE, a0 += 4, a3 += 4, a6 += 4, a9 += 4;                                                  \
+            }                                                                                                                          \
+            if (q4) a0 += 16, a3 += 16, a6 += 16, a9 += 16;                                                                            \
+            if (rows <= 2) s00 = moei_sum_##set(s00, u00), s01 = moei_sum_##set(s01, u01);                                             \
+            if (rows == 2) s10 = moei_sum_##set(s10, u10), s11 = moei_sum_##set(s11, u11);                                             \
+            {                                                                                                                          \
+                const FLOATS scale0 = moei_w_scale_##set(half, w_scale0), scale1 = moei_w_scale_##set(half, w_scale1);                 \
+                EACH(MOEI_DOT_FINISH, set)                                                                                             \
+            }                                                                                                                          \
+            w_scale0 += 2 * MOEI_PANEL_OUTPUTS, w_scale1 += 2 * MOEI_PANEL_OUTPUTS, keep = 1;                                          \
+        }                                                                                                                              \
+        for (i = 0; i < rows && groups > 1; i++) {                                                                                     \
+            memcpy(c0 + (size_t)i * ldc0, to0 + (size_t)i * ld0, lanes * sizeof *c0);                                                  \
+            memcpy(c1 + (size_t)i * ldc1, to1 + (size_t)i * ld1, lanes * sizeof *c1);                                                  \
+        }                                                                                                                              \
     }
 
 #define MOEI_CASE(set, rows) \
@@ -2931,8 +2942,8 @@ MOEI_AVX2 static void moei_quantise_avx2(int type, size_t m, size_t inner, const
         return MOEI_AS(moei_lanes_8, _mm256_add_epi32(MOEI_AS(__m256i, a), MOEI_AS(__m256i, b)));                            \
     }                                                                                                                        \
     target MOEI_INLINE __m256 moei_w_scale_##set(int half, const unsigned char *p) { return moei_w_scale_avx2(half, p); }    \
-    target MOEI_INLINE void moei_finish_##set(float *c, moei_lanes_8 sum, __m256 w_scale, __m256i scale, int keep) {         \
-        moei_finish_avx2(c, MOEI_AS(__m256i, sum), w_scale, scale, keep);                                                    \
+    target MOEI_INLINE void moei_finish_##set(float *to, moei_lanes_8 sum, __m256 w_scale, __m256i scale, int keep) {        \
+        moei_finish_avx2(to, MOEI_AS(__m256i, sum), w_scale, scale, keep);                                                    \
     }                                                                                                                        \
     MOEI_DOT_TILE(set, target, __m256i, moei_lanes_8, __m256, MOEI_EACH_6, 8)                                                              \
     MOEI_DOT_PRODUCT(set, target, 1, 6)
@@ -2982,9 +2993,9 @@ MOEI_VNNI512 MOEI_INLINE __m512 moei_w_scale_vnni512(int half, const unsigned ch
     return half ? _mm512_maskz_cvtph_ps(MOEI_ALL_16, MOEI_LOAD_256(p)) : _mm512_loadu_ps((const void *)p);
 }
 
-MOEI_VNNI512 MOEI_INLINE void moei_finish_vnni512(float *c, moei_lanes_16 sum, __m512 w_scale, __m512i scale, int keep) {
-    const __m512 product = _mm512_mul_ps(w_scale, _mm512_castsi512_ps(scale)), before = _mm512_maskz_loadu_ps((__mmask16)-keep, c);
-    _mm512_storeu_ps(c, _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(MOEI_ALL_16, MOEI_AS(__m512i, sum)), product, before));
+MOEI_VNNI512 MOEI_INLINE void moei_finish_vnni512(float *to, moei_lanes_16 sum, __m512 w_scale, __m512i scale, int keep) {
+    const __m512 product = _mm512_mul_ps(w_scale, _mm512_castsi512_ps(scale)), before = _mm512_maskz_loadu_ps((__mmask16)-keep, to);
+    _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(MOEI_ALL_16, MOEI_AS(__m512i, sum)), product, before));
 }
 
 MOEI_DOT_TILE(vnni512, MOEI_VNNI512, __m512i, moei_lanes_16, __m512, MOEI_EACH_12, 0)
