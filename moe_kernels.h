@@ -83,7 +83,8 @@
        moe_quantise_rows(t, MOE_TYPE_Q8_BLOCK, m, k, x, k, rows);     // m rows of moe_quant_row_size(MOE_TYPE_Q8_BLOCK, k) bytes
        moe_matmul_quant(t, MOE_TYPE_Q8_BLOCK, m, n, k, rows, packed, 1, y, n);
    On normal random numbers a product is off by 1.1 % (Q8), 0.8 % (Q8_BLOCK) and 9.1 % (Q4), as relative root mean square. The integer
-   part of a product is exact, so tables differ in the last steps of rounding only. Kernels exist for AVX512-VNNI, AVX-VNNI, AVX2 and plain C.
+   part of a product is exact, so tables differ in the last steps of rounding only. Kernels exist for AVX512-VNNI, AVX-VNNI, AVX2 and
+   plain C.
 
    Alignment and memory. None is asked of any pointer beyond that of its type, and nothing outside the rows is read or written.
    Nothing allocates. Stack: below 400 bytes in optimised plain C (and what libm takes), below 20 KiB for a product with AVX2, most of
@@ -2467,8 +2468,8 @@ static moe_real moei_row_scale(moei_bits largest, moe_real *factor) {
 }
 
 /* The rows of a type, for an instruction set's two loops. The last numbers, which fill no group, go through a copy. */
-MOEI_INLINE void moei_quantise(int type, size_t m, size_t inner, const moe_real *x, size_t ldx, unsigned char *row, moei_largest_fn *largest,
-                               moei_levels_fn *levels) {
+MOEI_INLINE void moei_quantise(int type, size_t m, size_t inner, const moe_real *x, size_t ldx, unsigned char *row,
+                               moei_largest_fn *largest, moei_levels_fn *levels) {
     const size_t whole = inner - inner % MOEI_GROUP;
     const int32_t offset = type == MOE_TYPE_Q4 ? -8 : -128;
     moei_row_shape shape;
@@ -2551,7 +2552,8 @@ static void moei_quant_row_c(int type, size_t inner, const moei_row_shape *shape
     size_t p, j;
     for (j = 0; j < MOEI_PANEL_OUTPUTS; j++) c[j] = 0;
     for (p = 0; p < shape->levels; p += most) {
-        const size_t count = shape->levels - p < most ? shape->levels - p : most, group = p / most, scaled = type == MOE_TYPE_Q8 ? 0 : group;
+        const size_t count = shape->levels - p < most ? shape->levels - p : most, group = p / most;
+        const size_t scaled = type == MOE_TYPE_Q8 ? 0 : group;
         const moe_real scale = moei_get_real(row + shape->scales + scaled * sizeof(moe_real));
         int32_t sum[MOEI_PANEL_OUTPUTS], start;
         memcpy(&start, row + shape->starts + group * 4, sizeof start);
@@ -2570,8 +2572,8 @@ static void moei_quant_c(int type, size_t m, size_t panels, size_t inner, const 
     if (!moei_shape_row(type, inner, &shape)) return;
     for (j = 0; j < panels; j++)
         for (i = 0; i < m; i++)
-            moei_quant_row_c(type, inner, &shape, (const unsigned char *)rows + i * row_size, (const unsigned char *)packed + j * panel_stride,
-                             c + i * ldc + j * MOEI_PANEL_OUTPUTS);
+            moei_quant_row_c(type, inner, &shape, (const unsigned char *)rows + i * row_size,
+                             (const unsigned char *)packed + j * panel_stride, c + i * ldc + j * MOEI_PANEL_OUTPUTS);
 }
 
 /* The three entries of a table from a set's function over all types. */
@@ -2627,8 +2629,8 @@ typedef void moei_tile_fn(int q4, size_t rows, const moei_quant_tile *t);
 
 /* All tiles of a product: the weights of wide panels meet row after row while they are in the cache. most: rows of the set's highest tile;
    besides it there are tiles of 1 to 4 rows, and of 8 below one of 12. */
-static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *tile, size_t m, size_t panels, size_t inner, const void *rows,
-                             size_t row_size, const void *packed, size_t panel_stride, float *c, size_t ldc) {
+static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *tile, size_t m, size_t panels, size_t inner,
+                             const void *rows, size_t row_size, const void *packed, size_t panel_stride, float *c, size_t ldc) {
     const size_t piece = type == MOE_TYPE_Q8 ? (size_t)MOEI_SUM_LIMIT : inner;
     const int q4 = type == MOE_TYPE_Q4;
     float spare[MOEI_PANEL_OUTPUTS], part[12 * 2 * MOEI_PANEL_OUTPUTS];
@@ -2818,7 +2820,7 @@ MOEI_AVX2 MOEI_INLINE int32_t moei_levels_avx2(size_t n, const float *x, float f
 #define MOEI_LEVELS(at) _mm256_cvtps_epi32(_mm256_mul_ps(f, _mm256_loadu_ps(x + i + (at))))
     for (i = 0; i < n; i += 32) {
         const __m256i i0 = MOEI_LEVELS(0), i1 = MOEI_LEVELS(8), i2 = MOEI_LEVELS(16), i3 = MOEI_LEVELS(24);
-        const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(i0, i1), _mm256_packs_epi32(i2, i3)); /* fours in the order 0 2 4 6 1 3 5 7 */
+        const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(i0, i1), _mm256_packs_epi32(i2, i3)); /* fours 0 2 4 6 1 3 5 7 */
         sums = _mm256_add_epi32(sums, _mm256_add_epi32(_mm256_add_epi32(i0, i1), _mm256_add_epi32(i2, i3)));
         _mm256_storeu_si256((__m256i *)(void *)(level + i), _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
     }
@@ -2833,9 +2835,9 @@ MOEI_AVX2 static void moei_quantise_avx2(int type, size_t m, size_t inner, const
 /* ---- VNNI ----
 
    One instruction (vpdpbusd) multiplies four unsigned bytes by four signed ones and adds the products to an int32 in each lane. One
-   description serves vectors of 8 and of 16 outputs: a line of a panel is two of the first or one of the second kind, so a tile is one panel
-   or two wide and has two sums per row, s0 and s1. Tiles of one and two rows have a second pair, u0 and u1, to hide the latency. What differs
-   stands in a set's small functions: all (four bytes to all lanes), dot, low and high (four bits of each byte), finish (C). */
+   description serves vectors of 8 and of 16 outputs: a line of a panel is two of the first or one of the second kind, so a tile is one
+   panel or two wide and has two sums per row, s0 and s1. Tiles of one and two rows have a second pair, u0 and u1, to hide the latency.
+   What differs stands in a set's small functions: all (four bytes to all lanes), dot, low and high (four bits of each byte), finish (C). */
 
 #define MOEI_DOT_SUMS(set, r, at) , s##r##0 = zero, s##r##1 = zero
 #define MOEI_DOT_START(set, r, at) \
@@ -3036,7 +3038,8 @@ MOEI_VNNI512 static void moei_quantise_vnni512(int type, size_t m, size_t inner,
 static const moe_kernels moei_kernels_avx2_fma = {"avx2", MOE_KERNELS_AVX2, MOEI_AVX2_ENTRIES, MOEI_QUANT_ENTRIES(c, moei_widen_c)};
 static const moe_kernels moei_kernels_avx2 = {"avx2", MOE_KERNELS_AVX2, MOEI_AVX2_ENTRIES, MOEI_QUANT_ENTRIES(avx2, moei_widen_avx2)};
 #ifdef MOEI_AVXVNNI
-static const moe_kernels moei_kernels_avx2_vnni = {"avx2", MOE_KERNELS_AVX2, MOEI_AVX2_ENTRIES, MOEI_QUANT_ENTRIES(avxvnni, moei_widen_avx2)};
+static const moe_kernels moei_kernels_avx2_vnni = {"avx2", MOE_KERNELS_AVX2, MOEI_AVX2_ENTRIES,
+                                                   MOEI_QUANT_ENTRIES(avxvnni, moei_widen_avx2)};
 #ifndef MOE_NO_AVX512
 static const moe_kernels moei_kernels_avx512_vnni = {"avx512", MOE_KERNELS_AVX512, MOEI_AVX2_ENTRIES,
                                                      MOEI_QUANT_ENTRIES(vnni512, moei_widen_avx2)};
@@ -3190,8 +3193,8 @@ void moe_matmul_quant(const moe_kernels *k, int type, size_t m, size_t n, size_t
     if (whole > 0) product(m, whole, inner, rows, row_size, packed, step, c, ldc);
     for (i = 0; i < m && rest > 0; i += ROWS) {
         const size_t count = m - i < ROWS ? m - i : (size_t)ROWS;
-        product(count, 1, inner, (const unsigned char *)rows + i * row_size, row_size, (const unsigned char *)packed + whole * step, step, part,
-                MOEI_PANEL_OUTPUTS);
+        product(count, 1, inner, (const unsigned char *)rows + i * row_size, row_size, (const unsigned char *)packed + whole * step, step,
+                part, MOEI_PANEL_OUTPUTS);
         for (j = 0; j < count; j++)
             memcpy(c + (i + j) * ldc + whole * MOEI_PANEL_OUTPUTS, part + j * MOEI_PANEL_OUTPUTS, rest * sizeof *c);
     }

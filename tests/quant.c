@@ -761,14 +761,16 @@ static void test_exact(void) {
     size_t k, t, l, i, j, p;
     for (t = 0; t < KINDS; t++)
         for (k = 32; k <= MOST; k += k < 128 ? 32 : 224) {
-            const int type = kinds[t], stored = type == MOE_TYPE_Q8 ? MOE_TYPE_Q8_BLOCK : type;
+            const int type = kinds[t];
             unsigned char *rows = (unsigned char *)borrow(M * moe_quant_row_size(type, k));
             size_t step = 0;
             moe_panel_size(type, k, &step);
             fill_rows(M, k, k, x);
             fill_blocks(type == MOE_TYPE_Q4 ? 18 : 34, N, k / 32, k, blocks);
-            CHECK(from_common(stored, N, k, blocks, type == MOE_TYPE_Q8 ? panels : packed, 1) == MOE_OK);
-            if (type == MOE_TYPE_Q8) to_whole_rows(N, k, panels, packed);
+            if (type == MOE_TYPE_Q8) {
+                CHECK(from_common(MOE_TYPE_Q8_BLOCK, N, k, blocks, panels, 1) == MOE_OK);
+                to_whole_rows(N, k, panels, packed);
+            } else CHECK(from_common(type, N, k, blocks, packed, 1) == MOE_OK);
             for (l = 0; l < n_levels; l++) {
                 size_t wrong = 0;
                 moe_quantise_rows(&levels[l], type, M, k, x, k, rows);
