@@ -2133,7 +2133,7 @@ static uint16_t moei_narrow(moe_real x, int exponent_bits, int mantissa_bits) {
     return (uint16_t)(sign | (kept < infinity ? kept : infinity));
 }
 
-static float moei_float_of_bits(uint32_t bits) {
+static float moei_binary32(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
@@ -2142,11 +2142,11 @@ static float moei_float_of_bits(uint32_t bits) {
 static moe_real moei_from_f16(uint16_t half) {
     const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, exponent = half >> 10 & 31u, mantissa = half & 1023u;
     if (exponent == 0) return (moe_real)mantissa * (sign ? MOEI_R(-5.9604644775390625e-8) : MOEI_R(5.9604644775390625e-8));
-    return (moe_real)moei_float_of_bits(sign | (exponent == 31 ? 255u : exponent + 112) << 23 | mantissa << 13);
+    return (moe_real)moei_binary32(sign | (exponent == 31 ? 255u : exponent + 112) << 23 | mantissa << 13);
 }
 
 static moe_real moei_from_bf16(uint16_t half) {
-    return (moe_real)moei_float_of_bits((uint32_t)half << 16);
+    return (moe_real)moei_binary32((uint32_t)half << 16);
 }
 
 static void moei_widen_c(int type, size_t count, const void *packed, moe_real *out) {
