@@ -843,6 +843,33 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #endif
 #endif
 
+#if defined(__aarch64__) && defined(__linux__) && !defined(__TINYC__)
+#include <sys/auxv.h>
+#endif
+
+/* Compilers and targets whose vectors of four floats are known at compile time. */
+#if (defined(__GNUC__) || defined(__clang__)) && !defined(__TINYC__) && !defined(MOE_NO_SIMD) && !MOE_REAL_IS_DOUBLE
+#if defined(__ARM_NEON)
+#define MOEI_HAVE_V4 1
+#include <arm_neon.h>
+#if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#define MOEI_HAVE_DOTPROD 1
+#define MOEI_DOTPROD
+#elif defined(__aarch64__) && defined(__linux__) && ((defined(__clang__) && __clang_major__ >= 16) || (!defined(__clang__) && __GNUC__ >= 8))
+#define MOEI_HAVE_DOTPROD 1
+#define MOEI_DOTPROD __attribute__((target("arch=armv8.2-a+dotprod")))
+#endif
+#elif defined(__wasm_simd128__)
+#define MOEI_HAVE_V4 1
+#include <wasm_simd128.h>
+#endif
+#endif
+
+/* NEON of 32-bit Arm flushes subnormal numbers and cannot divide: only products are vectors there. */
+#if defined(MOEI_HAVE_V4) && (defined(__aarch64__) || defined(__wasm_simd128__))
+#define MOEI_V4_IEEE 1
+#endif
+
 #if defined(__GNUC__) || defined(__clang__)
 #define MOEI_INLINE static inline __attribute__((always_inline))
 #elif defined(_MSC_VER)
@@ -3379,25 +3406,7 @@ MOEI_QUANT_FUNCTIONS(c, )
 
 #endif /* MOE_NO_QUANT */
 
-#ifdef MOEI_HAVE_AVX2
-
-#if defined(__GNUC__) || defined(__clang__)
-#define MOEI_AVX2_F16C __attribute__((target("avx2,fma,f16c")))
-#else
-#define MOEI_AVX2_F16C
-#endif
-
-MOEI_AVX2_F16C static void moei_widen_avx2(int type, size_t count, const void *packed, float *out) {
-    const unsigned char *p = (const unsigned char *)packed;
-    size_t i;
-    for (i = 0; i < 2 * count; i++, p += 16, out += 8) {
-        const __m128i half = _mm_loadu_si128((const __m128i *)(const void *)p);
-        const __m256i upper = _mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
-        _mm256_storeu_ps(out, type == MOE_TYPE_F16 ? _mm256_cvtph_ps(half) : _mm256_castsi256_ps(upper));
-    }
-}
-
-#ifndef MOE_NO_QUANT
+#if (defined(MOEI_HAVE_AVX2) || defined(MOEI_V4_IEEE)) && !defined(MOE_NO_QUANT)
 
 /* ---- vector kernels: what they share ---- */
 
@@ -3450,15 +3459,37 @@ static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *t
     }
 }
 
-/* Vectors through pointers of any alignment. */
-#define MOEI_LOAD_256(p) _mm256_loadu_si256((const __m256i *)(const void *)(p))
-#define MOEI_LOAD_512(p) _mm512_loadu_si512((const void *)(p))
-
 static int32_t moei_get_32(const unsigned char *p) {
     int32_t x;
     memcpy(&x, p, sizeof x);
     return x;
 }
+
+#endif
+
+#ifdef MOEI_HAVE_AVX2
+
+#if defined(__GNUC__) || defined(__clang__)
+#define MOEI_AVX2_F16C __attribute__((target("avx2,fma,f16c")))
+#else
+#define MOEI_AVX2_F16C
+#endif
+
+MOEI_AVX2_F16C static void moei_widen_avx2(int type, size_t count, const void *packed, float *out) {
+    const unsigned char *p = (const unsigned char *)packed;
+    size_t i;
+    for (i = 0; i < 2 * count; i++, p += 16, out += 8) {
+        const __m128i half = _mm_loadu_si128((const __m128i *)(const void *)p);
+        const __m256i upper = _mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
+        _mm256_storeu_ps(out, type == MOE_TYPE_F16 ? _mm256_cvtph_ps(half) : _mm256_castsi256_ps(upper));
+    }
+}
+
+#ifndef MOE_NO_QUANT
+
+/* Vectors through pointers of any alignment. */
+#define MOEI_LOAD_256(p) _mm256_loadu_si256((const __m256i *)(const void *)(p))
+#define MOEI_LOAD_512(p) _mm512_loadu_si512((const void *)(p))
 
 /* Sums of int16 or int32, as the vector types that gcc gives the instructions: kept in a general vector of integers it copies each sum
    twice. */
@@ -3840,6 +3871,1131 @@ static const moe_kernels moei_kernels_avx512_vnni = {"avx512", MOE_KERNELS_AVX51
 #endif /* MOEI_HAVE_AVX2 */
 
 
+/* ==== vectors of four: NEON and WebAssembly SIMD (float) ======================================================================
+
+   One text for both. What differs between the instruction sets is named here once: moei_v4 is four floats, moei_v4_mask the outcome of a
+   comparison, moei_v4_int four 32-bit integers. As in AVX2, vectors run along the columns of C and every lane is a chain over ascending p.
+   With 32 registers a tile is 6 rows x 16 columns, with 16 it is 2 x 16. */
+
+#ifdef MOEI_HAVE_V4
+
+#if defined(__ARM_NEON)
+#define MOEI_V4_NAME "neon"
+#define MOEI_V4_ID MOE_KERNELS_NEON
+#if defined(__aarch64__) || defined(__ARM_FEATURE_FMA)
+#define MOEI_V4_FUSED 1
+#else
+#define MOEI_V4_FUSED 0
+#endif
+
+typedef float32x4_t moei_v4;
+typedef uint32x4_t moei_v4_mask;
+typedef int32x4_t moei_v4_int;
+
+MOEI_INLINE moei_v4 moei_v4_load(const float *x) {
+    return vld1q_f32(x);
+}
+
+MOEI_INLINE void moei_v4_store(float *y, moei_v4 v) {
+    vst1q_f32(y, v);
+}
+
+MOEI_INLINE moei_v4 moei_v4_spread(const float *x) {
+    return vld1q_dup_f32(x);
+}
+
+MOEI_INLINE moei_v4 moei_v4_all(float x) {
+    return vdupq_n_f32(x);
+}
+
+MOEI_INLINE moei_v4 moei_v4_add(moei_v4 a, moei_v4 b) {
+    return vaddq_f32(a, b);
+}
+
+MOEI_INLINE moei_v4 moei_v4_sub(moei_v4 a, moei_v4 b) {
+    return vsubq_f32(a, b);
+}
+
+MOEI_INLINE moei_v4 moei_v4_mul(moei_v4 a, moei_v4 b) {
+    return vmulq_f32(a, b);
+}
+
+/* a b + c. */
+MOEI_INLINE moei_v4 moei_v4_mul_add(moei_v4 a, moei_v4 b, moei_v4 c) {
+#if MOEI_V4_FUSED
+    return vfmaq_f32(c, a, b);
+#else
+    return vaddq_f32(c, vmulq_f32(a, b));
+#endif
+}
+
+MOEI_INLINE moei_v4 moei_v4_abs(moei_v4 x) {
+    return vabsq_f32(x);
+}
+
+/* Four steps of p in four rows of b, turned: y[s] holds step s of rows 0 to 3. */
+MOEI_INLINE void moei_v4_turn(const float *b, size_t ldb, moei_v4 y[4]) {
+    const float32x4x2_t low = vtrnq_f32(vld1q_f32(b), vld1q_f32(b + ldb));
+    const float32x4x2_t high = vtrnq_f32(vld1q_f32(b + 2 * ldb), vld1q_f32(b + 3 * ldb));
+    y[0] = vcombine_f32(vget_low_f32(low.val[0]), vget_low_f32(high.val[0]));
+    y[1] = vcombine_f32(vget_low_f32(low.val[1]), vget_low_f32(high.val[1]));
+    y[2] = vcombine_f32(vget_high_f32(low.val[0]), vget_high_f32(high.val[0]));
+    y[3] = vcombine_f32(vget_high_f32(low.val[1]), vget_high_f32(high.val[1]));
+}
+
+#if defined(__aarch64__)
+MOEI_INLINE moei_v4 moei_v4_div(moei_v4 a, moei_v4 b) {
+    return vdivq_f32(a, b);
+}
+
+/* The larger or smaller of the two; NaN when x is. */
+MOEI_INLINE moei_v4 moei_v4_at_least(moei_v4 x, float limit) {
+    return vmaxq_f32(x, vdupq_n_f32(limit));
+}
+
+MOEI_INLINE moei_v4 moei_v4_at_most(moei_v4 x, float limit) {
+    return vminq_f32(x, vdupq_n_f32(limit));
+}
+
+MOEI_INLINE moei_v4 moei_v4_max(moei_v4 a, moei_v4 b) {
+    return vmaxq_f32(a, b);
+}
+
+/* x <= 0; not so for NaN. */
+MOEI_INLINE moei_v4_mask moei_v4_not_above_0(moei_v4 x) {
+    return vcleq_f32(x, vdupq_n_f32(0.0f));
+}
+
+/* Where mask is set yes, elsewhere no; bit by bit. */
+MOEI_INLINE moei_v4 moei_v4_select(moei_v4_mask mask, moei_v4 yes, moei_v4 no) {
+    return vbslq_f32(mask, yes, no);
+}
+
+MOEI_INLINE moei_v4_mask moei_v4_sign_bits(void) {
+    return vdupq_n_u32(0x80000000u);
+}
+
+/* The nearest whole number, as a float and as an integer. */
+MOEI_INLINE moei_v4 moei_v4_nearest(moei_v4 x, moei_v4_int *whole) {
+    *whole = vcvtnq_s32_f32(x);
+    return vcvtq_f32_s32(*whole);
+}
+
+MOEI_INLINE moei_v4_int moei_v4_half(moei_v4_int n) {
+    return vshrq_n_s32(n, 1);
+}
+
+MOEI_INLINE moei_v4_int moei_v4_less(moei_v4_int a, moei_v4_int b) {
+    return vsubq_s32(a, b);
+}
+
+/* 2^n for whole n from -126 to 127. */
+MOEI_INLINE moei_v4 moei_v4_power2(moei_v4_int n) {
+    return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23));
+}
+#endif
+
+#else /* WebAssembly */
+#define MOEI_V4_NAME "wasm"
+#define MOEI_V4_ID MOE_KERNELS_WASM
+#define MOEI_V4_FUSED 0
+
+typedef v128_t moei_v4;
+typedef v128_t moei_v4_mask;
+typedef v128_t moei_v4_int;
+
+MOEI_INLINE moei_v4 moei_v4_load(const float *x) {
+    return wasm_v128_load(x);
+}
+
+MOEI_INLINE void moei_v4_store(float *y, moei_v4 v) {
+    wasm_v128_store(y, v);
+}
+
+MOEI_INLINE moei_v4 moei_v4_spread(const float *x) {
+    return wasm_v128_load32_splat(x);
+}
+
+MOEI_INLINE moei_v4 moei_v4_all(float x) {
+    return wasm_f32x4_splat(x);
+}
+
+MOEI_INLINE moei_v4 moei_v4_add(moei_v4 a, moei_v4 b) {
+    return wasm_f32x4_add(a, b);
+}
+
+MOEI_INLINE moei_v4 moei_v4_sub(moei_v4 a, moei_v4 b) {
+    return wasm_f32x4_sub(a, b);
+}
+
+MOEI_INLINE moei_v4 moei_v4_mul(moei_v4 a, moei_v4 b) {
+    return wasm_f32x4_mul(a, b);
+}
+
+MOEI_INLINE moei_v4 moei_v4_mul_add(moei_v4 a, moei_v4 b, moei_v4 c) {
+    return wasm_f32x4_add(c, wasm_f32x4_mul(a, b));
+}
+
+MOEI_INLINE moei_v4 moei_v4_abs(moei_v4 x) {
+    return wasm_f32x4_abs(x);
+}
+
+MOEI_INLINE void moei_v4_turn(const float *b, size_t ldb, moei_v4 y[4]) {
+    const v128_t r0 = wasm_v128_load(b), r1 = wasm_v128_load(b + ldb), r2 = wasm_v128_load(b + 2 * ldb), r3 = wasm_v128_load(b + 3 * ldb);
+    const v128_t t0 = wasm_i32x4_shuffle(r0, r1, 0, 4, 1, 5), t1 = wasm_i32x4_shuffle(r0, r1, 2, 6, 3, 7);
+    const v128_t t2 = wasm_i32x4_shuffle(r2, r3, 0, 4, 1, 5), t3 = wasm_i32x4_shuffle(r2, r3, 2, 6, 3, 7);
+    y[0] = wasm_i32x4_shuffle(t0, t2, 0, 1, 4, 5);
+    y[1] = wasm_i32x4_shuffle(t0, t2, 2, 3, 6, 7);
+    y[2] = wasm_i32x4_shuffle(t1, t3, 0, 1, 4, 5);
+    y[3] = wasm_i32x4_shuffle(t1, t3, 2, 3, 6, 7);
+}
+
+MOEI_INLINE moei_v4 moei_v4_div(moei_v4 a, moei_v4 b) {
+    return wasm_f32x4_div(a, b);
+}
+
+/* pmax and pmin give their first operand when either is NaN. */
+MOEI_INLINE moei_v4 moei_v4_at_least(moei_v4 x, float limit) {
+    return wasm_f32x4_pmax(x, wasm_f32x4_splat(limit));
+}
+
+MOEI_INLINE moei_v4 moei_v4_at_most(moei_v4 x, float limit) {
+    return wasm_f32x4_pmin(x, wasm_f32x4_splat(limit));
+}
+
+MOEI_INLINE moei_v4 moei_v4_max(moei_v4 a, moei_v4 b) {
+    return wasm_f32x4_pmax(a, b);
+}
+
+MOEI_INLINE moei_v4_mask moei_v4_not_above_0(moei_v4 x) {
+    return wasm_f32x4_le(x, wasm_f32x4_splat(0.0f));
+}
+
+MOEI_INLINE moei_v4 moei_v4_select(moei_v4_mask mask, moei_v4 yes, moei_v4 no) {
+    return wasm_v128_bitselect(yes, no, mask);
+}
+
+MOEI_INLINE moei_v4_mask moei_v4_sign_bits(void) {
+    return wasm_f32x4_splat(-0.0f);
+}
+
+/* Added to 1.5 * 2^23 a small whole number stands in the low bits: engines convert to integers slowly. */
+MOEI_INLINE moei_v4 moei_v4_nearest(moei_v4 x, moei_v4_int *whole) {
+    const v128_t n = wasm_f32x4_nearest(x), large = wasm_f32x4_splat(12582912.0f);
+    *whole = wasm_i32x4_sub(wasm_f32x4_add(n, large), large);
+    return n;
+}
+
+MOEI_INLINE moei_v4_int moei_v4_half(moei_v4_int n) {
+    return wasm_i32x4_shr(n, 1);
+}
+
+MOEI_INLINE moei_v4_int moei_v4_less(moei_v4_int a, moei_v4_int b) {
+    return wasm_i32x4_sub(a, b);
+}
+
+MOEI_INLINE moei_v4 moei_v4_power2(moei_v4_int n) {
+    return wasm_i32x4_shl(wasm_i32x4_add(n, wasm_i32x4_splat(127)), 23);
+}
+#endif
+
+/* Rows of a tile of 16 columns, rows of one of 8 columns, sums that stay in registers beside the operands. */
+#if defined(__aarch64__)
+enum { MOEI_TILE_V4 = 6, MOEI_TILE_HALF_V4 = 6, MOEI_SUMS_V4 = 24 };
+#else
+enum { MOEI_TILE_V4 = 2, MOEI_TILE_HALF_V4 = 4, MOEI_SUMS_V4 = 8 };
+#endif
+
+enum {
+    MOEI_BLOCK_M_V4 = 120,   /* rows that go over all panels before the next rows */
+    MOEI_CACHED_V4 = 32768, /* numbers of the left operand that stay in the second-level cache while panels pass */
+    MOEI_UNPACKED_M_V4 = 8  /* up to so many rows, packing an operand that could be read as it lies costs more than it gains */
+};
+
+/* count numbers, at most four of them, and fill where there are fewer. */
+MOEI_INLINE moei_v4 moei_v4_load_part(size_t count, const float *x, float fill) {
+    float part[4];
+    size_t i;
+    if (count >= 4) return moei_v4_load(x);
+    for (i = 0; i < 4; i++) part[i] = i < count ? x[i] : fill;
+    return moei_v4_load(part);
+}
+
+MOEI_INLINE void moei_v4_store_part(size_t count, float *y, moei_v4 v) {
+    float part[4];
+    size_t i;
+    if (count >= 4) {
+        moei_v4_store(y, v);
+        return;
+    }
+    moei_v4_store(part, v);
+    for (i = 0; i < count; i++) y[i] = part[i];
+}
+
+MOEI_INLINE float moei_v4_sum(moei_v4 v) {
+    float lane[4];
+    moei_v4_store(lane, v);
+    return (lane[0] + lane[2]) + (lane[1] + lane[3]);
+}
+
+MOEI_INLINE void moei_v4_add_to(float *c, moei_v4 sum, int load) {
+    moei_v4_store(c, load ? moei_v4_add(moei_v4_load(c), sum) : sum);
+}
+
+/* rows (1 to 6) x 16 columns, or with groups 2 and not 4 x 8: C = (load ? C : 0) + the sum over one block of k. rows and groups are
+   constants where this is inlined. b is a panel, or the operand itself. MOEI_KEEP_ORDER keeps gcc from loading so far ahead that sums leave
+   their registers. */
+MOEI_INLINE void moei_f32_tile_v4(int rows, int groups, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb, float *c,
+                                  size_t ldc, int load) {
+    const float *a3 = a + (rows > 3 ? 3 * ra : 0);
+    const moei_v4 zero = moei_v4_all(0.0f);
+    size_t p;
+#define MOEI_SUMS(row) moei_v4 s##row##0 = zero, s##row##1 = zero, s##row##2 = zero, s##row##3 = zero;
+#define MOEI_STEP(row, at)                                      \
+    if (rows > row) {                                           \
+        const moei_v4 x = moei_v4_spread(at);                   \
+        s##row##0 = moei_v4_mul_add(x, y0, s##row##0);          \
+        s##row##1 = moei_v4_mul_add(x, y1, s##row##1);          \
+        if (groups > 2) {                                       \
+            s##row##2 = moei_v4_mul_add(x, y2, s##row##2);      \
+            s##row##3 = moei_v4_mul_add(x, y3, s##row##3);      \
+        }                                                       \
+    }
+#define MOEI_STORE(row)                                         \
+    if (rows > row) {                                           \
+        moei_v4_add_to(c, s##row##0, load);                     \
+        moei_v4_add_to(c + 4, s##row##1, load);                 \
+        if (groups > 2) {                                       \
+            moei_v4_add_to(c + 8, s##row##2, load);             \
+            moei_v4_add_to(c + 12, s##row##3, load);            \
+        }                                                       \
+        c += ldc;                                               \
+    }
+    MOEI_SUMS(0) MOEI_SUMS(1) MOEI_SUMS(2) MOEI_SUMS(3) MOEI_SUMS(4) MOEI_SUMS(5)
+    for (p = 0; p < k; p++, a += ca, a3 += ca, b += rb) {
+        const moei_v4 y0 = moei_v4_load(b), y1 = moei_v4_load(b + 4);
+        const moei_v4 y2 = groups > 2 ? moei_v4_load(b + 8) : zero, y3 = groups > 2 ? moei_v4_load(b + 12) : zero;
+        MOEI_STEP(0, a)
+        MOEI_STEP(1, a + ra)
+        MOEI_KEEP_ORDER;
+        MOEI_STEP(2, a + 2 * ra)
+        MOEI_STEP(3, a3)
+        MOEI_KEEP_ORDER;
+        MOEI_STEP(4, a3 + ra)
+        MOEI_STEP(5, a3 + 2 * ra)
+    }
+    MOEI_STORE(0)
+    MOEI_STORE(1)
+    MOEI_STORE(2)
+    MOEI_STORE(3)
+    MOEI_STORE(4)
+    MOEI_STORE(5)
+#undef MOEI_SUMS
+#undef MOEI_STEP
+#undef MOEI_STORE
+}
+
+/* m rows over one panel of 16 columns, or over 8 of them. */
+static void moei_f32_rows_v4(int whole, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb, float *c,
+                             size_t ldc, int load) {
+    const size_t most = whole ? MOEI_TILE_V4 : MOEI_TILE_HALF_V4;
+#define MOEI_CASE(rows)                                                                                                          \
+    case rows:                                                                                                                   \
+        if (whole && rows <= MOEI_TILE_V4) moei_f32_tile_v4(rows, 4, k, a, ra, ca, b, rb, c, ldc, load);                         \
+        else if (rows <= MOEI_TILE_HALF_V4) moei_f32_tile_v4(rows, 2, k, a, ra, ca, b, rb, c, ldc, load);                        \
+        break;
+    while (m > 0) {
+        const size_t rows = m <= most ? m : m < 2 * most ? (m + 1) / 2 : most;
+        switch (rows) {
+            MOEI_CASE(1)
+            MOEI_CASE(2)
+            MOEI_CASE(3)
+            MOEI_CASE(4)
+            MOEI_CASE(5)
+        default:
+            MOEI_CASE(6)
+        }
+        m -= rows, a += rows * ra, c += rows * ldc;
+    }
+#undef MOEI_CASE
+}
+
+/* Columns that fill no half panel go through a copy of C as wide as the panel, so that no tile touches anything beside the rows. */
+static void moei_f32_edge_v4(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *panel, float *c,
+                             size_t ldc, int load) {
+    float part[MOEI_TILE_HALF_V4 * MOEI_PANEL] = {0};
+    size_t i, done, rows;
+    for (done = 0; done < m; done += rows) {
+        rows = m - done < MOEI_TILE_HALF_V4 ? m - done : (size_t)MOEI_TILE_HALF_V4;
+        for (i = 0; load && i < rows; i++) memcpy(part + i * MOEI_PANEL, c + (done + i) * ldc, columns * sizeof(float));
+        moei_f32_rows_v4(columns > 8, rows, k, a + done * ra, ra, ca, panel, MOEI_PANEL, part, MOEI_PANEL, load);
+        for (i = 0; i < rows; i++) memcpy(c + (done + i) * ldc, part + i * MOEI_PANEL, columns * sizeof(float));
+    }
+}
+
+/* Few rows over several panels at once, which gives enough sums to hide their latency. rows x panels is 1 x 4, 1 x 2, 2 x 2 or 3 x 2,
+   constants where this is inlined; otherwise as the tile above. */
+MOEI_INLINE void moei_f32_wide_tile_v4(int rows, int panels, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
+                                       size_t panel, float *c, size_t ldc, int load) {
+    const float *b1 = b + panel, *b2 = panels > 2 ? b1 + panel : b, *b3 = panels > 2 ? b2 + panel : b;
+    const moei_v4 zero = moei_v4_all(0.0f);
+    size_t p;
+#define MOEI_SUMS(row, i) moei_v4 s##row##i##0 = zero, s##row##i##1 = zero, s##row##i##2 = zero, s##row##i##3 = zero;
+#define MOEI_STEP(row, i, at)                                                          \
+    s##row##i##0 = moei_v4_mul_add(x##row, moei_v4_load(at), s##row##i##0);            \
+    s##row##i##1 = moei_v4_mul_add(x##row, moei_v4_load((at) + 4), s##row##i##1);      \
+    s##row##i##2 = moei_v4_mul_add(x##row, moei_v4_load((at) + 8), s##row##i##2);      \
+    s##row##i##3 = moei_v4_mul_add(x##row, moei_v4_load((at) + 12), s##row##i##3);
+#define MOEI_STORE(row, i)                                                             \
+    moei_v4_add_to(c + (row) * ldc + (i) * MOEI_PANEL, s##row##i##0, load);            \
+    moei_v4_add_to(c + (row) * ldc + (i) * MOEI_PANEL + 4, s##row##i##1, load);        \
+    moei_v4_add_to(c + (row) * ldc + (i) * MOEI_PANEL + 8, s##row##i##2, load);        \
+    moei_v4_add_to(c + (row) * ldc + (i) * MOEI_PANEL + 12, s##row##i##3, load);
+#define MOEI_ALL(X)                           \
+    X(0, 0, b)                                \
+    if (rows > 1) {                           \
+        X(1, 0, b)                            \
+    }                                         \
+    if (rows > 2) {                           \
+        X(2, 0, b)                            \
+    }                                         \
+    MOEI_KEEP_ORDER;                          \
+    X(0, 1, b1)                               \
+    if (rows > 1) {                           \
+        X(1, 1, b1)                           \
+    }                                         \
+    if (rows > 2) {                           \
+        X(2, 1, b1)                           \
+    }                                         \
+    if (panels > 2) {                         \
+        X(0, 2, b2) X(0, 3, b3)               \
+    }
+    MOEI_SUMS(0, 0) MOEI_SUMS(0, 1) MOEI_SUMS(0, 2) MOEI_SUMS(0, 3)
+    MOEI_SUMS(1, 0) MOEI_SUMS(1, 1) MOEI_SUMS(2, 0) MOEI_SUMS(2, 1)
+    for (p = 0; p < k; p++, a += ca, b += rb, b1 += rb, b2 += rb, b3 += rb) {
+        const moei_v4 x0 = moei_v4_spread(a), x1 = rows > 1 ? moei_v4_spread(a + ra) : zero;
+        const moei_v4 x2 = rows > 2 ? moei_v4_spread(a + 2 * ra) : zero;
+        MOEI_ALL(MOEI_STEP)
+    }
+#define MOEI_STORE_AT(row, i, at) MOEI_STORE(row, i)
+    MOEI_ALL(MOEI_STORE_AT)
+#undef MOEI_SUMS
+#undef MOEI_STEP
+#undef MOEI_STORE
+#undef MOEI_STORE_AT
+#undef MOEI_ALL
+}
+
+/* How many of the n columns one go over few rows takes: 64, 32, or 0 where fewer are left or there are more rows. */
+static size_t moei_wide_columns_v4(size_t m, size_t n) {
+    if (m == 1 && n >= 64 && MOEI_SUMS_V4 >= 16) return 64;
+    return m * 8 <= MOEI_SUMS_V4 && n >= 32 ? 32 : 0;
+}
+
+/* m rows over the first of n columns, as many as one go takes; returns how many. b is panels, or with rb > 16 the operand itself, of which
+   8 columns, 16 or more are left. */
+static size_t moei_f32_columns_v4(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
+                                  size_t panel, float *c, size_t ldc, int load) {
+    const size_t wide = moei_wide_columns_v4(m, n), columns = wide > 0 ? wide : n < MOEI_PANEL ? n : (size_t)MOEI_PANEL;
+    if (wide > 32) moei_f32_wide_tile_v4(1, 4, k, a, ra, ca, b, rb, panel, c, ldc, load);
+    else if (wide > 0 && m == 1) moei_f32_wide_tile_v4(1, 2, k, a, ra, ca, b, rb, panel, c, ldc, load);
+#if defined(__aarch64__)
+    else if (wide > 0 && m == 2) moei_f32_wide_tile_v4(2, 2, k, a, ra, ca, b, rb, panel, c, ldc, load);
+    else if (wide > 0) moei_f32_wide_tile_v4(3, 2, k, a, ra, ca, b, rb, panel, c, ldc, load);
+#endif
+    else if (columns % 8 == 0) moei_f32_rows_v4(columns > 8, m, k, a, ra, ca, b, rb, c, ldc, load);
+    else moei_f32_edge_v4(columns, m, k, a, ra, ca, b, c, ldc, load);
+    return columns;
+}
+
+/* Whole blocks of k, so many that the left operand's part of them stays in the second-level cache while all panels pass. */
+static size_t moei_chunk_v4(size_t rows, size_t k) {
+    const size_t steps = MOEI_CACHED_V4 / rows, chunk = steps > MOEI_BLOCK_K ? steps - steps % MOEI_BLOCK_K : (size_t)MOEI_BLOCK_K;
+    return k < chunk ? k : chunk;
+}
+
+static void moei_f32_panels_v4(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t panel, float *c,
+                               size_t ldc, int accumulate) {
+    size_t i, j, p, from, rows, chunk, columns;
+    if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
+    for (i = 0; i < m; i += rows) {
+        rows = m - i < MOEI_BLOCK_M_V4 ? m - i : (size_t)MOEI_BLOCK_M_V4;
+        for (from = 0; from < k; from += chunk) {
+            chunk = moei_chunk_v4(rows, k - from);
+            for (j = 0, columns = 0; j < n; j += columns)
+                for (p = from; p < from + chunk; p += MOEI_BLOCK_K)
+                    columns = moei_f32_columns_v4(rows, n - j, from + chunk - p < MOEI_BLOCK_K ? from + chunk - p : (size_t)MOEI_BLOCK_K,
+                                                  a + i * ra + p * ca, ra, ca, b + j / MOEI_PANEL * panel + p * MOEI_PANEL, MOEI_PANEL,
+                                                  panel, c + i * ldc + j, ldc, accumulate || p > 0);
+        }
+    }
+}
+
+/* The panel of rows b[0 .. columns) of an NT operand: panel[p][j] = b[j][p]; columns that are not there are 0. */
+static void moei_f32_pack_turned_v4(size_t columns, size_t k, const float *b, size_t ldb, float *panel) {
+    size_t j, p, i;
+    for (j = 0; j < MOEI_PANEL; j += 4, panel += 4) {
+        const size_t there = columns > j ? columns - j : 0;
+        const float *bj = b + (there > 0 ? j * ldb : 0);
+        p = 0;
+        if (there >= 4)
+            for (; p + 4 <= k; p += 4) {
+                moei_v4 y[4];
+                moei_v4_turn(bj + p, ldb, y);
+                moei_v4_store(panel + p * MOEI_PANEL, y[0]);
+                moei_v4_store(panel + (p + 1) * MOEI_PANEL, y[1]);
+                moei_v4_store(panel + (p + 2) * MOEI_PANEL, y[2]);
+                moei_v4_store(panel + (p + 3) * MOEI_PANEL, y[3]);
+            }
+        for (; p < k; p++)
+            for (i = 0; i < 4; i++) panel[p * MOEI_PANEL + i] = i < there ? bj[i * ldb + p] : 0.0f;
+    }
+}
+
+/* The panel of columns b[.][0 .. columns) of an NN or TN operand. */
+static void moei_f32_pack_v4(size_t columns, size_t k, const float *b, size_t ldb, float *panel) {
+    size_t p, j;
+    for (p = 0; p < k; p++, b += ldb, panel += MOEI_PANEL)
+        for (j = 0; j < MOEI_PANEL; j += 4) {
+            const size_t there = columns > j ? columns - j : 0;
+            moei_v4_store(panel + j, moei_v4_load_part(there, b + (there > 0 ? j : 0), 0.0f));
+        }
+}
+
+/* One block of k for up to MOEI_BLOCK_M_V4 rows. panel holds 256 x 16 numbers. */
+static void moei_f32_block_v4(int op, size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t ldb,
+                              float *c, size_t ldc, int load, float *panel) {
+    size_t j = 0, columns;
+    if (op != MOE_MATMUL_NT && m <= MOEI_UNPACKED_M_V4)
+        while (j + 8 <= n) /* the last odd columns are left for a panel */
+            j += moei_f32_columns_v4(m, n - j < MOEI_PANEL ? 8 : n - j, k, a, ra, ca, b + j, ldb, MOEI_PANEL, c + j, ldc, load);
+    for (; j < n; j += columns) {
+        columns = n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL;
+        if (op == MOE_MATMUL_NT) moei_f32_pack_turned_v4(columns, k, b + j * ldb, ldb, panel);
+        else moei_f32_pack_v4(columns, k, b + j, ldb, panel);
+        moei_f32_columns_v4(m, columns, k, a, ra, ca, panel, MOEI_PANEL, 0, c + j, ldc, load);
+    }
+}
+
+static void moei_f32_matmul_v4(int op, size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb, float *c,
+                               size_t ldc, int accumulate) {
+    const size_t ra = op == MOE_MATMUL_TN ? 1 : lda, ca = op == MOE_MATMUL_TN ? lda : 1, rb = op == MOE_MATMUL_NT ? 1 : ldb;
+    float panel[MOEI_BLOCK_K * MOEI_PANEL];
+    size_t i, p;
+    if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
+    for (i = 0; i < m; i += MOEI_BLOCK_M_V4) {
+        const size_t rows = m - i < MOEI_BLOCK_M_V4 ? m - i : (size_t)MOEI_BLOCK_M_V4;
+        for (p = 0; p < k; p += MOEI_BLOCK_K) {
+            moei_f32_block_v4(op, rows, n, k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K, a + i * ra + p * ca, ra, ca, b + p * rb,
+                              ldb, c + i * ldc, ldc, accumulate || p > 0, panel);
+        }
+    }
+}
+
+static void moei_f32_nt_v4(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
+                           int accumulate) {
+    moei_f32_matmul_v4(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+}
+
+static void moei_f32_nn_v4(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
+                           int accumulate) {
+    moei_f32_matmul_v4(MOE_MATMUL_NN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+}
+
+static void moei_f32_tn_v4(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
+                           int accumulate) {
+    moei_f32_matmul_v4(MOE_MATMUL_TN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+}
+
+static float moei_f32_dot_v4(size_t n, const float *a, const float *b) {
+    moei_v4 s0 = moei_v4_all(0.0f), s1 = s0, s2 = s0, s3 = s0;
+    size_t i;
+    for (; n >= 16; n -= 16, a += 16, b += 16) {
+        s0 = moei_v4_mul_add(moei_v4_load(a), moei_v4_load(b), s0);
+        s1 = moei_v4_mul_add(moei_v4_load(a + 4), moei_v4_load(b + 4), s1);
+        s2 = moei_v4_mul_add(moei_v4_load(a + 8), moei_v4_load(b + 8), s2);
+        s3 = moei_v4_mul_add(moei_v4_load(a + 12), moei_v4_load(b + 12), s3);
+    }
+    for (i = 0; i < n; i += 4) s0 = moei_v4_mul_add(moei_v4_load_part(n - i, a + i, 0.0f), moei_v4_load_part(n - i, b + i, 0.0f), s0);
+    return moei_v4_sum(moei_v4_add(moei_v4_add(s0, s1), moei_v4_add(s2, s3)));
+}
+
+static void moei_f32_axpy_v4(size_t n, float alpha, const float *x, float *y) {
+    const moei_v4 factor = moei_v4_all(alpha);
+    for (; n >= 4; n -= 4, x += 4, y += 4) moei_v4_store(y, moei_v4_mul_add(factor, moei_v4_load(x), moei_v4_load(y)));
+    moei_v4_store_part(n, y, moei_v4_mul_add(factor, moei_v4_load_part(n, x, 0.0f), moei_v4_load_part(n, y, 0.0f)));
+}
+
+static void moei_f32_multiply_v4(size_t n, const float *a, const float *b, float *y) {
+    for (; n >= 4; n -= 4, a += 4, b += 4, y += 4) moei_v4_store(y, moei_v4_mul(moei_v4_load(a), moei_v4_load(b)));
+    moei_v4_store_part(n, y, moei_v4_mul(moei_v4_load_part(n, a, 0.0f), moei_v4_load_part(n, b, 0.0f)));
+}
+
+#ifdef MOEI_V4_IEEE
+
+/* ---- exp and what is made of it: AVX2's formulas, see there ------------------------------------------------------------------- */
+
+/* q x + c with constants. */
+#define MOEI_NEXT(q, x, c) q = moei_v4_mul_add(q, x, moei_v4_all(c))
+
+/* x = n log 2 + r with |r| <= log(2) / 2. Returns exp(r) - 1. */
+MOEI_INLINE moei_v4 moei_exp_reduced_v4(moei_v4 x, moei_v4_int *whole) {
+    moei_v4 r, q = moei_v4_all(1.381432057e-03f);
+    const moei_v4 n = moei_v4_nearest(moei_v4_mul(x, moei_v4_all(1.44269504089f)), whole);
+    r = moei_v4_mul_add(n, moei_v4_all(-0.693145751953125f), x);
+    r = moei_v4_mul_add(n, moei_v4_all(-1.42860682e-06f), r);
+    MOEI_NEXT(q, r, 8.368851071e-03f);
+    MOEI_NEXT(q, r, 4.166840108e-02f);
+    MOEI_NEXT(q, r, 1.666651952e-01f);
+    MOEI_NEXT(q, r, 4.999999337e-01f);
+    return moei_v4_mul_add(moei_v4_mul(r, r), q, r);
+}
+
+/* exp(x) for x <= 0 and NaN: 0 below about -104, subnormal results rounded once. */
+MOEI_INLINE moei_v4 moei_exp_v4(moei_v4 x) {
+    moei_v4_int whole, first;
+    const moei_v4 e = moei_exp_reduced_v4(moei_v4_at_least(x, -106.0f), &whole);
+    first = moei_v4_half(whole);
+    return moei_v4_mul(moei_v4_mul(moei_v4_add(e, moei_v4_all(1.0f)), moei_v4_power2(first)), moei_v4_power2(moei_v4_less(whole, first)));
+}
+
+MOEI_INLINE moei_v4 moei_minus_abs_v4(moei_v4 x) {
+    return moei_v4_sub(moei_v4_all(0.0f), moei_v4_abs(x));
+}
+
+/* At 0 both agree within rounding. */
+MOEI_INLINE moei_v4 moei_choose_v4(moei_v4 x, moei_v4 if_negative, moei_v4 otherwise) {
+    return moei_v4_select(moei_v4_not_above_0(x), if_negative, otherwise);
+}
+
+MOEI_INLINE moei_v4 moei_sigmoid_v4(moei_v4 x) {
+    const moei_v4 one = moei_v4_all(1.0f), e = moei_exp_v4(moei_minus_abs_v4(x));
+    return moei_v4_div(moei_choose_v4(x, e, one), moei_v4_add(one, e));
+}
+
+/* tanh|x| = -q / (2 + q) with q = exp(-2|x|) - 1 = (exp(r) - 1) 2^n + (2^n - 1); beyond 10 it is 1. */
+MOEI_INLINE moei_v4 moei_tanh_v4(moei_v4 x) {
+    const moei_v4 z = moei_v4_at_least(moei_minus_abs_v4(x), -10.0f);
+    moei_v4_int whole;
+    const moei_v4 e = moei_exp_reduced_v4(moei_v4_add(z, z), &whole), power = moei_v4_power2(whole);
+    const moei_v4 q = moei_v4_mul_add(e, power, moei_v4_sub(power, moei_v4_all(1.0f)));
+    return moei_v4_select(moei_v4_sign_bits(), x, moei_v4_div(q, moei_v4_add(moei_v4_all(2.0f), q)));
+}
+
+/* The rounding error of z z. */
+MOEI_INLINE moei_v4 moei_square_rest_v4(moei_v4 z, moei_v4 square) {
+#if MOEI_V4_FUSED
+    return moei_v4_mul_add(z, z, moei_v4_sub(moei_v4_all(0.0f), square));
+#else /* by halves of 12 bits, whose products are exact (Dekker 1971) */
+    const moei_v4 c = moei_v4_mul(z, moei_v4_all(4097.0f)), high = moei_v4_sub(c, moei_v4_sub(c, z)), low = moei_v4_sub(z, high);
+    const moei_v4 rest = moei_v4_sub(moei_v4_mul(high, high), square), cross = moei_v4_mul(high, low);
+    return moei_v4_add(moei_v4_add(rest, moei_v4_add(cross, cross)), moei_v4_mul(low, low));
+#endif
+}
+
+/* exp(-x^2 / 2), the rounding error of the square put right. */
+MOEI_INLINE moei_v4 moei_bell_v4(moei_v4 x) {
+    const moei_v4 half = moei_v4_all(-0.5f), z = moei_v4_at_least(moei_minus_abs_v4(x), -15.0f), square = moei_v4_mul(z, z);
+    const moei_v4 e = moei_exp_v4(moei_v4_mul(half, square));
+    return moei_v4_mul_add(moei_v4_mul(half, moei_square_rest_v4(z, square)), e, e);
+}
+
+/* Phi(-|x|) = exp(-x^2/2) t Q(t), t = 1 / (1 + 0.3 |x|). */
+MOEI_INLINE moei_v4 moei_normal_tail_v4(moei_v4 x, moei_v4 bell) {
+    const moei_v4 one = moei_v4_all(1.0f), z = moei_v4_at_least(moei_minus_abs_v4(x), -15.0f);
+    const moei_v4 t = moei_v4_div(one, moei_v4_mul_add(z, moei_v4_all(-0.3f), one));
+    moei_v4 q = moei_v4_all(-2.062863988e-02f);
+    MOEI_NEXT(q, t, 1.124646791e-01f);
+    MOEI_NEXT(q, t, -2.282845255e-01f);
+    MOEI_NEXT(q, t, 1.918829512e-01f);
+    MOEI_NEXT(q, t, -7.950889292e-02f);
+    MOEI_NEXT(q, t, 9.620478702e-02f);
+    MOEI_NEXT(q, t, 7.837226539e-02f);
+    MOEI_NEXT(q, t, 1.102393389e-01f);
+    MOEI_NEXT(q, t, 1.195713183e-01f);
+    MOEI_NEXT(q, t, 1.196867166e-01f);
+    return moei_v4_mul(moei_v4_mul(t, q), bell);
+}
+#undef MOEI_NEXT
+
+MOEI_INLINE moei_v4 moei_normal_below_v4(moei_v4 x, moei_v4 bell) {
+    const moei_v4 tail = moei_normal_tail_v4(x, bell);
+    return moei_choose_v4(x, tail, moei_v4_sub(moei_v4_all(1.0f), tail));
+}
+
+/* act is a constant where this is inlined. */
+MOEI_INLINE moei_v4 moei_act_v4(int act, moei_v4 x) {
+    const moei_v4 low = moei_v4_at_least(x, -1e4f); /* see moei_limit */
+    switch (act) {
+    case MOE_ACT_RELU: return moei_v4_at_least(x, 0.0f);
+    case MOE_ACT_SILU: return moei_v4_mul(low, moei_sigmoid_v4(x));
+    case MOE_ACT_GELU: return moei_v4_mul(low, moei_normal_below_v4(x, moei_bell_v4(x)));
+    case MOE_ACT_TANH: return moei_tanh_v4(x);
+    case MOE_ACT_SIGMOID: return moei_sigmoid_v4(x);
+    default: return x;
+    }
+}
+
+/* act is a constant where this is inlined; times NULL: 1. */
+MOEI_INLINE void moei_gated_rows_v4(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, size_t ldt, float *y,
+                                    size_t ldy) {
+    size_t i, j;
+    for (i = 0; i < m; i++, x += ldx, y += ldy)
+        for (j = 0; j < n; j += 4) {
+            moei_v4 result = moei_act_v4(act, moei_v4_load_part(n - j, x + j, 0.0f));
+            if (times != NULL) result = moei_v4_mul(result, moei_v4_load_part(n - j, times + i * ldt + j, 0.0f));
+            moei_v4_store_part(n - j, y + j, result);
+        }
+}
+
+static void moei_f32_gated_v4(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, size_t ldt, float *y,
+                              size_t ldy) {
+    switch (act) {
+    case MOE_ACT_RELU: moei_gated_rows_v4(MOE_ACT_RELU, m, n, x, ldx, times, ldt, y, ldy); break;
+    case MOE_ACT_SILU: moei_gated_rows_v4(MOE_ACT_SILU, m, n, x, ldx, times, ldt, y, ldy); break;
+    case MOE_ACT_GELU: moei_gated_rows_v4(MOE_ACT_GELU, m, n, x, ldx, times, ldt, y, ldy); break;
+    case MOE_ACT_TANH: moei_gated_rows_v4(MOE_ACT_TANH, m, n, x, ldx, times, ldt, y, ldy); break;
+    case MOE_ACT_SIGMOID: moei_gated_rows_v4(MOE_ACT_SIGMOID, m, n, x, ldx, times, ldt, y, ldy); break;
+    default: moei_gated_rows_v4(MOE_ACT_IDENTITY, m, n, x, ldx, times, ldt, y, ldy); break;
+    }
+}
+
+static void moei_f32_activate_v4(int act, size_t n, const float *x, float *y) {
+    moei_f32_gated_v4(act, 1, n, x, n, NULL, 0, y, n);
+}
+
+#ifndef MOE_NO_TRAIN
+/* e / (1 + e)^2 with e = exp(z), z <= 0. */
+MOEI_INLINE moei_v4 moei_sigmoid_slope_v4(moei_v4 z) {
+    const moei_v4 e = moei_exp_v4(z), d = moei_v4_add(moei_v4_all(1.0f), e);
+    return moei_v4_div(e, moei_v4_mul(d, d));
+}
+
+MOEI_INLINE moei_v4 moei_limit_v4(moei_v4 x) {
+    return moei_v4_at_most(moei_v4_at_least(x, -1e4f), 1e4f);
+}
+
+MOEI_INLINE moei_v4 moei_silu_slope_v4(moei_v4 x) {
+    const moei_v4 one = moei_v4_all(1.0f), e = moei_exp_v4(moei_minus_abs_v4(x));
+    const moei_v4 large = moei_v4_div(one, moei_v4_add(one, e)), small = moei_v4_mul(e, large);
+    const moei_v4 s = moei_choose_v4(x, small, large), other = moei_choose_v4(x, large, small);
+    return moei_v4_mul(s, moei_v4_mul_add(moei_limit_v4(x), other, one));
+}
+
+MOEI_INLINE moei_v4 moei_gelu_slope_v4(moei_v4 x) {
+    const moei_v4 bell = moei_bell_v4(x), scaled = moei_v4_mul(moei_v4_all(0.39894228040f), bell);
+    return moei_v4_mul_add(moei_limit_v4(x), scaled, moei_normal_below_v4(x, bell));
+}
+
+/* dy act'(x); act is a constant where this is inlined. */
+MOEI_INLINE moei_v4 moei_slope_v4(int act, moei_v4 x, moei_v4 dy) {
+    const moei_v4 z = moei_minus_abs_v4(x);
+    switch (act) {
+    case MOE_ACT_RELU: return moei_v4_select(moei_v4_not_above_0(x), moei_v4_all(0.0f), dy);
+    case MOE_ACT_SILU: return moei_v4_mul(dy, moei_silu_slope_v4(x));
+    case MOE_ACT_GELU: return moei_v4_mul(dy, moei_gelu_slope_v4(x));
+    case MOE_ACT_TANH: return moei_v4_mul(dy, moei_v4_mul(moei_v4_all(4.0f), moei_sigmoid_slope_v4(moei_v4_add(z, z))));
+    case MOE_ACT_SIGMOID: return moei_v4_mul(dy, moei_sigmoid_slope_v4(z));
+    default: return dy;
+    }
+}
+
+/* times and d_times NULL: only dx = dy act'(x). */
+MOEI_INLINE void moei_gated_back_v4(int act, size_t n, const float *x, const float *times, const float *dy, float *dx, float *d_times) {
+    size_t j;
+    for (j = 0; j < n; j += 4) {
+        const moei_v4 value = moei_v4_load_part(n - j, x + j, 0.0f), d = moei_v4_load_part(n - j, dy + j, 0.0f);
+        const moei_v4 in = times != NULL ? moei_v4_mul(d, moei_v4_load_part(n - j, times + j, 0.0f)) : d;
+        moei_v4_store_part(n - j, dx + j, moei_slope_v4(act, value, in));
+        if (d_times != NULL) moei_v4_store_part(n - j, d_times + j, moei_v4_mul(d, moei_act_v4(act, value)));
+    }
+}
+
+static void moei_f32_gated_backward_v4(int act, size_t n, const float *x, const float *times, const float *dy, float *dx, float *d_times) {
+    switch (act) {
+    case MOE_ACT_RELU: moei_gated_back_v4(MOE_ACT_RELU, n, x, times, dy, dx, d_times); break;
+    case MOE_ACT_SILU: moei_gated_back_v4(MOE_ACT_SILU, n, x, times, dy, dx, d_times); break;
+    case MOE_ACT_GELU: moei_gated_back_v4(MOE_ACT_GELU, n, x, times, dy, dx, d_times); break;
+    case MOE_ACT_TANH: moei_gated_back_v4(MOE_ACT_TANH, n, x, times, dy, dx, d_times); break;
+    case MOE_ACT_SIGMOID: moei_gated_back_v4(MOE_ACT_SIGMOID, n, x, times, dy, dx, d_times); break;
+    default: moei_gated_back_v4(MOE_ACT_IDENTITY, n, x, times, dy, dx, d_times); break;
+    }
+}
+
+static void moei_f32_activate_backward_v4(int act, size_t n, const float *x, const float *dy, float *dx) {
+    moei_f32_gated_backward_v4(act, n, x, NULL, dy, dx, NULL);
+}
+#endif
+
+/* Lanes that are not there hold -inf and add 0. A NaN may get lost in max, but not in the sum. */
+static void moei_f32_softmax_v4(size_t n, const float *x, float temperature, float *y) {
+    const float low = -(float)HUGE_VAL;
+    const moei_v4 divisor = moei_v4_all(temperature);
+    moei_v4 shift, max, sums = moei_v4_all(0.0f);
+    float lane[4], sum;
+    size_t i;
+    if (n == 0) return;
+    max = moei_v4_load_part(n, x, low);
+    for (i = 4; i < n; i += 4) max = moei_v4_max(max, moei_v4_load_part(n - i, x + i, low));
+    moei_v4_store(lane, max);
+    shift = moei_v4_all(moei_softmax_shift(lane[moei_max_index(4, lane)]));
+    for (i = 0; i < n; i += 4) {
+        const moei_v4 e = moei_exp_v4(moei_v4_div(moei_v4_sub(moei_v4_load_part(n - i, x + i, low), shift), divisor));
+        moei_v4_store_part(n - i, y + i, e);
+        sums = moei_v4_add(sums, e);
+    }
+    sum = moei_v4_sum(sums);
+    if (sum <= 0) return;
+    for (i = 0; i < n; i += 4)
+        moei_v4_store_part(n - i, y + i, moei_v4_div(moei_v4_load_part(n - i, y + i, 0.0f), moei_v4_all(sum)));
+}
+
+static float moei_f32_exp_sum_v4(size_t n, float max, float *y) {
+    const moei_v4 shift = moei_v4_all(max);
+    moei_v4 sums = moei_v4_all(0.0f);
+    size_t i;
+    for (i = 0; i < n; i += 4) {
+        const moei_v4 e = moei_exp_v4(moei_v4_sub(moei_v4_load_part(n - i, y + i, -(float)HUGE_VAL), shift));
+        moei_v4_store_part(n - i, y + i, e);
+        sums = moei_v4_add(sums, e);
+    }
+    return moei_v4_sum(sums);
+}
+
+#else /* plain C where vectors would flush subnormal numbers */
+#define moei_f32_activate_v4 moei_real_activate_c
+#define moei_f32_activate_backward_v4 moei_real_activate_backward_c
+#define moei_f32_softmax_v4 moei_real_softmax_c
+#define moei_f32_exp_sum_v4 moei_real_exp_sum_c
+#define moei_f32_gated_v4 moei_real_gated_c
+#define moei_f32_gated_backward_v4 moei_real_gated_backward_c
+#endif
+
+/* ---- packed weights in vectors of four ----
+
+   Eight outputs at a time: a line gives two vectors of 16 bytes, of four outputs each. Where there is an instruction for it (sdot) the four
+   products of an output go straight to its 32-bit sum, elsewhere in two pairs, which are added at the end. int8 weights lose their offset on
+   the way from memory, so their sums start from 0. */
+
+#if defined(MOEI_V4_IEEE)
+
+#if defined(__aarch64__)
+typedef int8x16_t moei_v16;
+
+MOEI_INLINE moei_v16 moei_v16_load(const unsigned char *p) {
+    return vreinterpretq_s8_u8(vld1q_u8(p));
+}
+
+/* The low or high four bits of each byte, and a byte w + 128 as w. */
+MOEI_INLINE moei_v16 moei_v16_low(moei_v16 v) {
+    return vandq_s8(v, vdupq_n_s8(15));
+}
+
+MOEI_INLINE moei_v16 moei_v16_high(moei_v16 v) {
+    return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(v), 4));
+}
+
+MOEI_INLINE moei_v16 moei_v16_signed(moei_v16 v) {
+    return veorq_s8(v, vreinterpretq_s8_u8(vdupq_n_u8(128)));
+}
+
+MOEI_INLINE moei_v4 moei_v4_as_floats(moei_v16 v) {
+    return vreinterpretq_f32_s8(v);
+}
+
+MOEI_INLINE moei_v4 moei_v4_of_int(moei_v4_int n) {
+    return vcvtq_f32_s32(n);
+}
+
+MOEI_INLINE moei_v4_int moei_v4_int_all(int32_t n) {
+    return vdupq_n_s32(n);
+}
+
+MOEI_INLINE moei_v4_int moei_v4_int_add(moei_v4_int a, moei_v4_int b) {
+    return vaddq_s32(a, b);
+}
+
+/* The larger of each lane of most and of the bits of |x|. */
+MOEI_INLINE moei_v4_int moei_v4_largest(moei_v4_int most, moei_v4 x) {
+    return vmaxq_s32(most, vreinterpretq_s32_f32(vabsq_f32(x)));
+}
+
+MOEI_INLINE void moei_v4_int_store(int32_t *y, moei_v4_int n) {
+    vst1q_s32(y, n);
+}
+
+/* Sixteen whole numbers from -128 to 127 as bytes. */
+MOEI_INLINE void moei_v4_store_bytes(signed char *y, moei_v4_int a, moei_v4_int b, moei_v4_int c, moei_v4_int d) {
+    const int16x8_t low = vcombine_s16(vmovn_s32(a), vmovn_s32(b)), high = vcombine_s16(vmovn_s32(c), vmovn_s32(d));
+    vst1q_s8(y, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
+}
+
+/* Four binary16 numbers, exactly. */
+MOEI_INLINE moei_v4 moei_v4_from_f16(const unsigned char *p) {
+    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
+}
+
+MOEI_INLINE moei_v4 moei_v4_from_bf16(const unsigned char *p) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
+}
+
+/* The sums of four outputs: low of the first two, in pairs, high of the others. */
+typedef struct moei_pairs {
+    moei_v4_int low, high;
+} moei_pairs;
+
+MOEI_INLINE moei_pairs moei_dot_pairs(moei_pairs s, moei_v16 w, moei_v16 x) {
+    s.low = vpadalq_s16(s.low, vmull_s8(vget_low_s8(w), vget_low_s8(x)));
+    s.high = vpadalq_s16(s.high, vmull_s8(vget_high_s8(w), vget_low_s8(x)));
+    return s;
+}
+
+MOEI_INLINE moei_v4_int moei_total_pairs(moei_pairs s) {
+    return vpaddq_s32(s.low, s.high);
+}
+
+/* Quad i of 16 numbers in all lanes. */
+#define MOEI_QUAD(x, i) vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(x), i))
+
+#else /* WebAssembly */
+typedef v128_t moei_v16;
+
+MOEI_INLINE moei_v16 moei_v16_load(const unsigned char *p) {
+    return wasm_v128_load(p);
+}
+
+MOEI_INLINE moei_v16 moei_v16_low(moei_v16 v) {
+    return wasm_v128_and(v, wasm_i8x16_splat(15));
+}
+
+MOEI_INLINE moei_v16 moei_v16_high(moei_v16 v) {
+    return wasm_v128_and(wasm_u16x8_shr(v, 4), wasm_i8x16_splat(15));
+}
+
+MOEI_INLINE moei_v16 moei_v16_signed(moei_v16 v) {
+    return wasm_v128_xor(v, wasm_i8x16_splat(-128));
+}
+
+MOEI_INLINE moei_v4 moei_v4_as_floats(moei_v16 v) {
+    return v;
+}
+
+MOEI_INLINE moei_v4 moei_v4_of_int(moei_v4_int n) {
+    return wasm_f32x4_convert_i32x4(n);
+}
+
+MOEI_INLINE moei_v4_int moei_v4_int_all(int32_t n) {
+    return wasm_i32x4_splat(n);
+}
+
+MOEI_INLINE moei_v4_int moei_v4_int_add(moei_v4_int a, moei_v4_int b) {
+    return wasm_i32x4_add(a, b);
+}
+
+MOEI_INLINE moei_v4_int moei_v4_largest(moei_v4_int most, moei_v4 x) {
+    return wasm_i32x4_max(most, wasm_f32x4_abs(x));
+}
+
+MOEI_INLINE void moei_v4_int_store(int32_t *y, moei_v4_int n) {
+    wasm_v128_store(y, n);
+}
+
+MOEI_INLINE void moei_v4_store_bytes(signed char *y, moei_v4_int a, moei_v4_int b, moei_v4_int c, moei_v4_int d) {
+    wasm_v128_store(y, wasm_i8x16_narrow_i16x8(wasm_i16x8_narrow_i32x4(a, b), wasm_i16x8_narrow_i32x4(c, d)));
+}
+
+/* The bits moved to a float's places are 2^112 times too small, subnormal ones too; infinity and NaN get their exponent. */
+MOEI_INLINE moei_v4 moei_v4_from_f16(const unsigned char *p) {
+    const v128_t bits = wasm_i32x4_extend_low_i16x8(wasm_v128_load64_zero(p)), sign = wasm_v128_and(bits, wasm_f32x4_splat(-0.0f));
+    const v128_t size = wasm_v128_and(wasm_i32x4_shl(bits, 13), wasm_i32x4_splat(0x0fffe000));
+    const v128_t top = wasm_v128_and(wasm_i32x4_gt(size, wasm_i32x4_splat(0x0f7fffff)), wasm_i32x4_splat(0x7f800000));
+    const v128_t value = wasm_f32x4_mul(size, wasm_f32x4_splat(5.192296858534828e+33f));
+    return wasm_v128_or(value, wasm_v128_or(top, sign));
+}
+
+MOEI_INLINE moei_v4 moei_v4_from_bf16(const unsigned char *p) {
+    return wasm_i32x4_shl(wasm_u32x4_extend_low_u16x8(wasm_v128_load64_zero(p)), 16);
+}
+
+typedef struct moei_pairs {
+    moei_v4_int low, high;
+} moei_pairs;
+
+MOEI_INLINE moei_pairs moei_dot_pairs(moei_pairs s, moei_v16 w, moei_v16 x) {
+    const v128_t quads = wasm_i16x8_extend_low_i8x16(x);
+    s.low = wasm_i32x4_add(s.low, wasm_i32x4_dot_i16x8(wasm_i16x8_extend_low_i8x16(w), quads));
+    s.high = wasm_i32x4_add(s.high, wasm_i32x4_dot_i16x8(wasm_i16x8_extend_high_i8x16(w), quads));
+    return s;
+}
+
+MOEI_INLINE moei_v4_int moei_total_pairs(moei_pairs s) {
+    return wasm_i32x4_add(wasm_i32x4_shuffle(s.low, s.high, 0, 2, 4, 6), wasm_i32x4_shuffle(s.low, s.high, 1, 3, 5, 7));
+}
+
+#define MOEI_QUAD(x, i) wasm_i32x4_shuffle(x, x, i, i, i, i)
+#endif
+
+static void moei_widen_v4(int type, size_t count, const void *packed, float *out) {
+    const unsigned char *p = (const unsigned char *)packed;
+    size_t i;
+    for (i = 0; i < 4 * count; i++, p += 8, out += 4) moei_v4_store(out, type == MOE_TYPE_F16 ? moei_v4_from_f16(p) : moei_v4_from_bf16(p));
+}
+
+#ifndef MOE_NO_QUANT
+
+MOEI_INLINE moei_pairs moei_zero_pairs(void) {
+    moei_pairs s;
+    s.low = s.high = moei_v4_int_all(0);
+    return s;
+}
+
+/* C = (keep ? C : 0) + sum * (w_scale * scale). */
+MOEI_INLINE void moei_finish_v4(float *c, moei_v4_int sum, moei_v4 w_scale, const unsigned char *scale, int keep) {
+    const moei_v4 product = moei_v4_mul(w_scale, moei_v4_all(moei_get_float(scale)));
+    moei_v4_store(c, moei_v4_mul_add(moei_v4_of_int(sum), product, keep ? moei_v4_load(c) : moei_v4_all(0.0f)));
+}
+
+/* rows (1 to 4) x 8 outputs. rows and q4 are constants where this is inlined; DOT(sum, w, x, i) adds quad i of x times w. The group's numbers
+   come 16 at a time, with four lines; in int4 the next 16 stand in the same lines' high bits. */
+#define MOEI_QUANT_ROWS(X) X(0) X(1) X(2) X(3)
+#define MOEI_QUANT_SUMS(r) s##r##0 = zero, s##r##1 = zero;
+#define MOEI_QUANT_LOAD(r)                                                             \
+    if (rows > r) x##r = moei_v16_load(a + r * row), z##r = q4 ? moei_v16_load(a + r * row + 16) : x##r;
+#define MOEI_QUANT_STEP(DOT, r, i)                                                     \
+    if (rows > r) {                                                                    \
+        s##r##0 = DOT(s##r##0, y0, x##r, i), s##r##1 = DOT(s##r##1, y1, x##r, i);      \
+        if (q4) s##r##0 = DOT(s##r##0, h0, z##r, i), s##r##1 = DOT(s##r##1, h1, z##r, i); \
+    }
+#define MOEI_QUANT_LINE(DOT, i)                                                                                    \
+    {                                                                                                              \
+        const moei_v16 v0 = moei_v16_load(w + i * MOEI_LINE), v1 = moei_v16_load(w + i * MOEI_LINE + 16);          \
+        const moei_v16 y0 = q4 ? moei_v16_low(v0) : moei_v16_signed(v0), y1 = q4 ? moei_v16_low(v1) : moei_v16_signed(v1); \
+        const moei_v16 h0 = moei_v16_high(v0), h1 = moei_v16_high(v1);                                             \
+        (void)h0, (void)h1;                                                                                        \
+        MOEI_QUANT_STEP(DOT, 0, i)                                                                                 \
+        MOEI_QUANT_STEP(DOT, 1, i)                                                                                 \
+        MOEI_QUANT_STEP(DOT, 2, i)                                                                                 \
+        MOEI_QUANT_STEP(DOT, 3, i)                                                                                 \
+    }
+#define MOEI_QUANT_FINISH(TOTAL, r)                                                                                \
+    if (rows > r) {                                                                                                \
+        const moei_v4_int from = moei_v4_int_all(q4 ? moei_get_32(start + r * row) : 0);                           \
+        moei_finish_v4(c + r * ldc, moei_v4_int_add(TOTAL(s##r##0), from), w_scale0, scale + r * row, keep);       \
+        moei_finish_v4(c + r * ldc + 4, moei_v4_int_add(TOTAL(s##r##1), from), w_scale1, scale + r * row, keep);   \
+    }
+#define MOEI_QUANT_TILE_V4(set, target, SUMS, ZERO, DOT, TOTAL)                                                    \
+    target MOEI_INLINE void moei_quant_tile_##set(int q4, int rows, size_t side, const moei_quant_tile *t) {       \
+        const unsigned char *a = t->a, *w = t->w[0] + 32 * side, *w_scale = t->w_scale[0] + (t->half ? 16 : 32) * side; \
+        const unsigned char *start = t->start, *scale = t->scale;                                                  \
+        const size_t row = t->row_size, ldc = t->ldc[0], lines = t->lines;                                         \
+        float *c = t->c[0] + 8 * side;                                                                             \
+        size_t group, line;                                                                                        \
+        int keep = t->load;                                                                                        \
+        for (group = 0; group < t->groups; group++, w_scale += 2 * MOEI_PANEL, start += 4, scale += 4, keep = 1) { \
+            const SUMS zero = ZERO;                                                                                \
+            const moei_v4 w_scale0 = t->half ? moei_v4_from_f16(w_scale) : moei_v4_as_floats(moei_v16_load(w_scale)); \
+            const moei_v4 w_scale1 = t->half ? moei_v4_from_f16(w_scale + 8) : moei_v4_as_floats(moei_v16_load(w_scale + 16)); \
+            SUMS s00 = zero, s01 = zero, s10 = zero, s11 = zero, s20 = zero, s21 = zero, s30 = zero, s31 = zero;   \
+            for (line = 0; line < lines; line += 4, a += q4 ? 32 : 16, w += 4 * MOEI_LINE) {                       \
+                moei_v16 x0 = moei_v16_load(a), x1 = x0, x2 = x0, x3 = x0, z0 = x0, z1 = x0, z2 = x0, z3 = x0;     \
+                MOEI_QUANT_ROWS(MOEI_QUANT_LOAD)                                                                   \
+                MOEI_QUANT_LINE(DOT, 0)                                                                            \
+                MOEI_QUANT_LINE(DOT, 1)                                                                            \
+                MOEI_QUANT_LINE(DOT, 2)                                                                            \
+                MOEI_QUANT_LINE(DOT, 3)                                                                            \
+                (void)z0, (void)z1, (void)z2, (void)z3;                                                            \
+            }                                                                                                      \
+            MOEI_QUANT_FINISH(TOTAL, 0)                                                                            \
+            MOEI_QUANT_FINISH(TOTAL, 1)                                                                            \
+            MOEI_QUANT_FINISH(TOTAL, 2)                                                                            \
+            MOEI_QUANT_FINISH(TOTAL, 3)                                                                            \
+        }                                                                                                          \
+    }                                                                                                              \
+    target static void moei_quant_rows_##set(int q4, size_t rows, const moei_quant_tile *t) {                      \
+        size_t side;                                                                                               \
+        for (side = 0; side < 2; side++)                                                                           \
+            switch (rows) {                                                                                        \
+            case 1: q4 ? moei_quant_tile_##set(1, 1, side, t) : moei_quant_tile_##set(0, 1, side, t); break;       \
+            case 2: q4 ? moei_quant_tile_##set(1, 2, side, t) : moei_quant_tile_##set(0, 2, side, t); break;       \
+            case 3: q4 ? moei_quant_tile_##set(1, 3, side, t) : moei_quant_tile_##set(0, 3, side, t); break;       \
+            default: q4 ? moei_quant_tile_##set(1, 4, side, t) : moei_quant_tile_##set(0, 4, side, t); break;      \
+            }                                                                                                      \
+    }                                                                                                              \
+    static void moei_quant_##set(int type, size_t m, size_t panels, size_t inner, const void *rows, size_t row_size, \
+                                 const void *packed, size_t panel_stride, float *c, size_t ldc) {                  \
+        moei_quant_tiles(type, 1, 4, moei_quant_rows_##set, m, panels, inner, rows, row_size, packed, panel_stride, c, ldc); \
+    }                                                                                                              \
+    MOEI_QUANT_FUNCTIONS(set, )
+
+#define MOEI_DOT_PAIRS(sum, w, x, i) moei_dot_pairs(sum, w, MOEI_QUAD(x, i))
+MOEI_QUANT_TILE_V4(v4, , moei_pairs, moei_zero_pairs(), MOEI_DOT_PAIRS, moei_total_pairs)
+
+#ifdef MOEI_HAVE_DOTPROD
+#define MOEI_DOT_SDOT(sum, w, x, i) vdotq_laneq_s32(sum, w, x, i)
+#define MOEI_TOTAL_SDOT(sum) (sum)
+MOEI_QUANT_TILE_V4(v4_dot, MOEI_DOTPROD, int32x4_t, vdupq_n_s32(0), MOEI_DOT_SDOT, MOEI_TOTAL_SDOT)
+#endif
+
+MOEI_INLINE moei_bits moei_largest_v4(size_t n, const float *x) {
+    moei_v4_int most = moei_v4_int_all(0);
+    int32_t lane[4], all = 0;
+    size_t i;
+    for (i = 0; i < n; i += 4) most = moei_v4_largest(most, moei_v4_load(x + i));
+    moei_v4_int_store(lane, most);
+    for (i = 0; i < 4; i++)
+        if (lane[i] > all) all = lane[i];
+    return (moei_bits)all;
+}
+
+MOEI_INLINE int32_t moei_levels_v4(size_t n, const float *x, float factor, signed char *level) {
+    const moei_v4 f = moei_v4_all(factor);
+    moei_v4_int sum = moei_v4_int_all(0), a, b, c, d;
+    int32_t lane[4];
+    size_t i;
+    for (i = 0; i < n; i += 16) {
+        (void)moei_v4_nearest(moei_v4_mul(f, moei_v4_load(x + i)), &a);
+        (void)moei_v4_nearest(moei_v4_mul(f, moei_v4_load(x + i + 4)), &b);
+        (void)moei_v4_nearest(moei_v4_mul(f, moei_v4_load(x + i + 8)), &c);
+        (void)moei_v4_nearest(moei_v4_mul(f, moei_v4_load(x + i + 12)), &d);
+        sum = moei_v4_int_add(sum, moei_v4_int_add(moei_v4_int_add(a, b), moei_v4_int_add(c, d)));
+        moei_v4_store_bytes(level + i, a, b, c, d);
+    }
+    moei_v4_int_store(lane, sum);
+    return lane[0] + lane[1] + lane[2] + lane[3];
+}
+
+static void moei_quantise_v4(int type, size_t m, size_t inner, const float *x, size_t ldx, void *rows) {
+    moei_quantise(type, m, inner, x, ldx, (unsigned char *)rows, moei_largest_v4, moei_levels_v4);
+}
+#define moei_quantise_v4_dot moei_quantise_v4
+#define MOEI_QUANT_ENTRIES_V4 MOEI_QUANT_ENTRIES(v4, moei_widen_v4)
+#endif /* MOE_NO_QUANT */
+#endif /* MOEI_V4_IEEE */
+
+/* ---- the tables ---- */
+
+#ifndef MOEI_QUANT_ENTRIES_V4
+#define MOEI_QUANT_ENTRIES_V4 MOEI_QUANT_ENTRIES(c, moei_widen_c)
+#endif
+
+#ifndef MOE_NO_TRAIN
+#define MOEI_V4_BACKWARD(name) name
+#else
+#define MOEI_V4_BACKWARD(name) NULL
+#endif
+#define MOEI_V4_ENTRIES                                                                                                   \
+    {{moei_f32_nt_v4}, {moei_f32_nn_v4}, {moei_f32_tn_v4}}, moei_f32_dot_v4, moei_f32_axpy_v4, moei_f32_activate_v4,      \
+        MOEI_V4_BACKWARD(moei_f32_activate_backward_v4), moei_f32_softmax_v4, moei_f32_multiply_v4, moei_real_spread_c,   \
+        moei_real_log_posterior_c, moei_f32_exp_sum_v4, moei_real_entropy_c, moei_f32_panels_v4, moei_f32_gated_v4,       \
+        MOEI_V4_BACKWARD(moei_f32_gated_backward_v4)
+
+static const moe_kernels moei_kernels_v4 = {MOEI_V4_NAME, MOEI_V4_ID, MOEI_V4_ENTRIES, MOEI_QUANT_ENTRIES_V4};
+#if defined(MOEI_HAVE_DOTPROD) && !defined(MOE_NO_QUANT)
+static const moe_kernels moei_kernels_v4_dot = {MOEI_V4_NAME, MOEI_V4_ID, MOEI_V4_ENTRIES, MOEI_QUANT_ENTRIES(v4_dot, moei_widen_v4)};
+#endif
+
+#endif /* MOEI_HAVE_V4 */
+
 /* ==== the choice ============================================================================================================== */
 
 #if defined(MOEI_X86_GNU) || defined(MOEI_X86_MSVC)
@@ -3900,6 +5056,8 @@ unsigned moe_cpu_features(void) {
 #endif
 #if defined(__ARM_FEATURE_DOTPROD)
     features |= MOE_CPU_DOTPROD;
+#elif defined(__aarch64__) && defined(__linux__) && !defined(__TINYC__)
+    if (getauxval(16) >> 20 & 1) features |= MOE_CPU_DOTPROD; /* AT_HWCAP, HWCAP_ASIMDDP */
 #endif
 #if defined(__wasm_simd128__)
     features |= MOE_CPU_WASM_SIMD;
@@ -3944,6 +5102,14 @@ const moe_kernels *moe_kernels_select(int want) {
         const moe_kernels *avx512 = want == MOE_KERNELS_AVX2 ? NULL : moei_select_avx512(features);
         const moe_kernels *avx2 = want == MOE_KERNELS_AVX512 ? NULL : moei_select_avx2(features);
         if (avx512 != NULL || avx2 != NULL) return avx512 != NULL ? avx512 : avx2;
+    }
+#endif
+#ifdef MOEI_HAVE_V4
+    if (want == MOE_KERNELS_AUTO || want == MOEI_V4_ID) {
+#if defined(MOEI_HAVE_DOTPROD) && !defined(MOE_NO_QUANT)
+        if (moe_cpu_features() & MOE_CPU_DOTPROD) return &moei_kernels_v4_dot;
+#endif
+        return &moei_kernels_v4;
     }
 #endif
     return want == MOE_KERNELS_AUTO || want == MOE_KERNELS_C ? &moei_kernels_c : NULL;

@@ -1,7 +1,8 @@
-/* Tests moe_kernels.h: every kernel table against naive sums in long double over all remainders, strides and misalignments; the
+/* Tests moe_kernels.h: every kernel table against naive sums over all remainders, strides and misalignments; the
    activations, softmax, norms, top-k, random numbers and message tools against their definitions.
        cc -std=c99 -O2 -I. tests/kernels.c -o kernels -lm && ./kernels
-   Also meant to pass with -DMOE_REAL=double, -DMOE_NO_SIMD, -DMOE_STATIC, with the sanitizers on, and as C++11. */
+   Also meant to pass with -DMOE_REAL=double, -DMOE_NO_SIMD, -DMOE_STATIC, with the sanitizers on, and as C++11. With the argument "few" it
+   takes fewer sizes, for emulators. */
 
 #define MOE_IMPLEMENTATION
 #include "moe_kernels.h"
@@ -14,8 +15,9 @@
 #error "tests/kernels.c tests the backward functions too: build it without MOE_NO_TRAIN"
 #endif
 
-/* References are computed in long double; in tcc 0.9.27 that gets differences wrong, so there in double. */
-#ifdef __TINYC__
+/* References are computed in double, and in the double build in long double; tcc 0.9.27 gets differences of those wrong, so there in
+   double too. */
+#if !MOE_REAL_IS_DOUBLE || defined(__TINYC__)
 typedef double wide;
 #define WIDE_EPSILON DBL_EPSILON
 #define W(literal) literal
@@ -38,6 +40,7 @@ typedef long double wide;
 #endif
 
 static long passed, failed;
+static int few; /* the program's argument */
 
 static int check(int good, const char *file, int line, const char *what) {
     if (good) passed++;
@@ -171,12 +174,12 @@ static void check_size(const moe_kernels *table, size_t m, size_t n, size_t k) {
 static void test_products(const moe_kernels *table) {
     static const size_t some_m[] = {1, 2, 3, 4, 5, 13}, some_n[] = {3, 8, 16, 19, 41, 64}, some_k[] = {255, 256, 257, 512, 513, 770};
     size_t m, n, k, i;
-    for (m = 1; m <= 67; m++)
-        for (n = 1; n <= 67; n++) check_size(table, m, n, 1 + (m * 7 + n * 3) % 19);
-    for (k = 0; k <= 67; k++)
-        for (i = 0; i < 36; i++) check_size(table, some_m[i / 6], some_n[i % 6], k);
-    for (i = 0; i < 36; i++) check_size(table, some_m[i / 6], 11 + i, some_k[i % 6]);
-    for (m = 190; m < 400; m += 19) check_size(table, m, 7 + m % 12, 5 + m % 9);
+    for (m = 1; m <= 67; m += few ? 1 + m % 7 : 1)
+        for (n = 1; n <= 67; n += few ? 1 + n % 6 : 1) check_size(table, m, n, 1 + (m * 7 + n * 3) % 19);
+    for (k = 0; k <= 67; k += few ? 7 : 1)
+        for (i = few ? k % 2 : 0; i < 36; i += few ? 2 : 1) check_size(table, some_m[i / 6], some_n[i % 6], k);
+    for (i = 0; i < 36; i += few ? 5 : 1) check_size(table, some_m[i / 6], 11 + i, some_k[i % 6]);
+    for (m = 190; m < 400; m += few ? 71 : 19) check_size(table, m, 7 + m % 12, 5 + m % 9);
 }
 
 /* A row of C has the same bits whatever rows are computed with it. */
@@ -193,18 +196,26 @@ static void test_row_independence(const moe_kernels *table) {
                 moe_real *a = make_matrix(&rng, op == MOE_MATMUL_TN ? k : (size_t)ROWS, lda, lda, 0);
                 moe_real *b = make_matrix(&rng, op == MOE_MATMUL_NT ? n : k, ldb, ldb, 0);
                 const size_t next = op == MOE_MATMUL_TN ? 1 : lda;
-                moe_real *all = borrow(ROWS * n), *few = borrow(ROWS * n);
+                moe_real *all = borrow(ROWS * n), *parts = borrow(ROWS * n);
                 moe_matmul(table, op, MOE_TYPE_REAL, ROWS, n, k, a, lda, b, ldb, all, n, 0);
-                for (r = 1; r <= 15; r++) {
+                for (r = 1; r <= 15; r += few ? 3 : 1) {
                     for (i = 0; i + r <= ROWS; i += r)
-                        moe_matmul(table, op, MOE_TYPE_REAL, r, n, k, a + i * next, lda, b, ldb, few + i * n, n, 0);
-                    CHECK(memcmp(few, all, i * n * sizeof(moe_real)) == 0);
+                        moe_matmul(table, op, MOE_TYPE_REAL, r, n, k, a + i * next, lda, b, ldb, parts + i * n, n, 0);
+                    CHECK(memcmp(parts, all, i * n * sizeof(moe_real)) == 0);
                 }
-                give_back(a), give_back(b), give_back(all), give_back(few);
+                give_back(a), give_back(b), give_back(all), give_back(parts);
             }
 }
 
-/* One element in the documented order, to the bit: blocks of 256 from 0, each then added. AVX2 always fuses. */
+/* Whether a table fuses multiplications into additions; plain C does what the compiler makes of it. */
+static int fuses(const moe_kernels *table) {
+#ifdef MOEI_HAVE_V4
+    if (table->id == MOE_KERNELS_NEON || table->id == MOE_KERNELS_WASM) return MOEI_V4_FUSED;
+#endif
+    return table->id == MOE_KERNELS_AVX2 || table->id == MOE_KERNELS_AVX512;
+}
+
+/* One element in the documented order, to the bit: blocks of 256 from 0, each then added. */
 static moe_real ordered_sum(const moe_kernels *table, size_t k, const moe_real *x, const moe_real *y, moe_real start) {
     moe_real total = start;
     size_t p, q;
@@ -212,8 +223,9 @@ static moe_real ordered_sum(const moe_kernels *table, size_t k, const moe_real *
         moe_real block = 0;
         for (q = p; q < k && q < p + 256; q++) {
             MOEI_KEEP_ORDER;
-            if (table->id == MOE_KERNELS_C) MOEI_ADD_TO(block, x[q], y[q]);
-            else block = MOEI_F(fma)(x[q], y[q], block);
+            if (fuses(table)) block = MOEI_F(fma)(x[q], y[q], block);
+            else if (table->id == MOE_KERNELS_C) MOEI_ADD_TO(block, x[q], y[q]);
+            else block += x[q] * y[q];
         }
         total += block;
     }
@@ -265,6 +277,133 @@ static void test_exact_across_tables(const moe_kernels *table) {
     CHECK(same_bits(plain[0], 1));
 }
 
+/* ---- products with packed weights ------------------------------------------------------------------------------------------- */
+
+/* The rows of w[n,k] in panels of 16, so many numbers from the start of one to the start of the next, in exactly the elements they need.
+   What lies between the panels is NaN. */
+static moe_real *make_panels(size_t n, size_t k, const moe_real *w, size_t panel) {
+    const size_t count = (n - 1) / 16 * panel + k * 16;
+    moe_real *b = borrow(count);
+    size_t i, j, p;
+    for (i = 0; i < count; i++) b[i] = not_a_number();
+    for (j = 0; j < (n + 15) / 16 * 16; j++)
+        for (p = 0; p < k; p++) b[j / 16 * panel + p * 16 + j % 16] = j < n ? w[j * k + p] : 0;
+    return b;
+}
+
+/* Rows from the given one on of a[.,k], or with turned of a^T, in exactly the elements they need. */
+static moe_real *make_left(size_t from, size_t m, size_t k, const moe_real *a, size_t pad, int turned, size_t *ra, size_t *ca) {
+    const size_t length = turned ? m : k, stride = length + pad, rows = turned ? k : m;
+    const size_t count = rows == 0 ? 0 : (rows - 1) * stride + length;
+    moe_real *left = borrow(count);
+    size_t i, p;
+    *ra = turned ? 1 : stride, *ca = turned ? stride : 1;
+    for (i = 0; i < count; i++) left[i] = not_a_number();
+    for (i = 0; i < m; i++)
+        for (p = 0; p < k; p++) left[i * *ra + p * *ca] = a[(from + i) * k + p];
+    return left;
+}
+
+/* Elements that differ from the naive sum by more than rounding. */
+static size_t wrong_sums(size_t m, size_t n, size_t k, const moe_real *a, const moe_real *w, const moe_real *start, const moe_real *c) {
+    const wide terms = (wide)(k < 256 ? k : 256 + k / 256) + 2;
+    size_t i, j, p, wrong = 0;
+    for (i = 0; i < m; i++)
+        for (j = 0; j < n; j++) {
+            wide sum = start != NULL ? (wide)start[i * n + j] : 0, size = absolute(sum);
+            for (p = 0; p < k; p++) {
+                const wide term = (wide)a[i * k + p] * (wide)w[j * k + p];
+                sum += term, size += absolute(term);
+            }
+            if (!(absolute((wide)c[i * n + j] - sum) <= terms * (wide)EPSILON * size)) wrong++;
+        }
+    return wrong;
+}
+
+/* m rows, from the given one on, of the product with panels have the bits of want [.,n], and the numbers between the rows of C stay: they
+   are -0, which even an added 0 would change. start (NULL: overwrite C) [.,n] is what C holds before. */
+static int panels_give(const moe_kernels *table, size_t from, size_t m, size_t n, size_t k, const moe_real *a, const moe_real *b,
+                       size_t panel, const moe_real *start, const moe_real *want, size_t pad, int turned) {
+    const size_t ldc = n + pad, count = (m - 1) * ldc + n;
+    size_t ra, ca, i, wrong = 0;
+    moe_real *left = make_left(from, m, k, a, pad, turned, &ra, &ca), *c = borrow(count);
+    for (i = 0; i < count; i++)
+        c[i] = i % ldc >= n ? MOEI_R(-0.0) : start != NULL ? start[(from + i / ldc) * n + i % ldc] : not_a_number();
+    table->panels(m, n, k, left, ra, ca, b, panel, c, ldc, start != NULL);
+    for (i = 0; i < count; i++) wrong += !same_bits(c[i], i % ldc < n ? want[(from + i / ldc) * n + i % ldc] : MOEI_R(-0.0));
+    give_back(left), give_back(c);
+    if (wrong > 0 && failed <= 40)
+        printf("    table %s m %lu n %lu k %lu panel %lu pad %lu turned %d accumulate %d: %lu wrong\n", table->name, (unsigned long)m,
+               (unsigned long)n, (unsigned long)k, (unsigned long)panel, (unsigned long)pad, turned, start != NULL, (unsigned long)wrong);
+    return wrong == 0;
+}
+
+static void check_panels(const moe_kernels *table, size_t m, size_t n, size_t k, int ways) {
+    moe_rng rng = {m * 1000003 + n * 1009 + k};
+    moe_real *a = make_matrix(&rng, m, k, k > 0 ? k : 1, 0), *w = make_matrix(&rng, n, k, k > 0 ? k : 1, 0);
+    moe_real *start = make_matrix(&rng, m, n, n, 0), *want = borrow(m * n);
+    int way;
+    for (way = 0; way < 4; way++) {
+        const int turned = way % 2, accumulate = way / 2;
+        const size_t pad = (m + n + k) % 3, panel = k * 16 + ((m + k) % 2 ? 0 : (n % 3) * k * 16 + k % 5);
+        moe_real *b;
+        if (!(ways >> way & 1)) continue;
+        b = make_panels(n, k, w, panel);
+        memcpy(want, start, m * n * sizeof *want);
+        moe_matmul(table, MOE_MATMUL_NT, MOE_TYPE_REAL, m, n, k, a, k, w, k, want, n, accumulate);
+        if (!turned || !(ways >> (way - 1) & 1)) CHECK(wrong_sums(m, n, k, a, w, accumulate ? start : NULL, want) == 0);
+        CHECK(panels_give(table, 0, m, n, k, a, b, panel, accumulate ? start : NULL, want, pad, turned));
+        give_back(b);
+    }
+    give_back(a), give_back(w), give_back(start), give_back(want);
+}
+
+static void test_panels(const moe_kernels *table) {
+    static const size_t some_m[] = {1, 2, 3, 4, 7, 13, 15, 40, 200}, some_n[] = {1, 16, 24, 33, 64, 70, 100};
+    static const size_t long_k[] = {255, 256, 257, 300, 520, 1100};
+    size_t m, n, k, i, j;
+    for (m = 1; m <= 40; m += few ? 1 + m % 5 : 1)
+        for (n = 1; n <= 70; n += few ? 1 + n % 7 : 1) check_panels(table, m, n, (m * 7 + n * 3) % 23, 1 << (m + n / 2) % 4);
+    for (n = 71; n <= 300; n += few ? 75 : 13) {
+        check_panels(table, n % 5 + 1, n, n % 41, 1 << n % 4);
+        check_panels(table, n, n, 9, 1 << n % 4);
+    }
+    for (k = 0; k <= 40; k += few ? 4 : 1)
+        for (i = 0; i < 8; i++)
+            for (j = 0; j < 7; j++)
+                if (!few || (i + j + k / 4) % 3 == 0) check_panels(table, some_m[i], some_n[j], k, few ? 1 << (i + j) % 4 : 15);
+    for (k = 0; k < 6; k++)
+        for (i = 0; i < 9; i += few ? 2 : 1)
+            for (j = 0; j < 7; j += few ? 2 : 1)
+                if (!few || some_m[i] * some_n[j] < 1000) check_panels(table, some_m[i], some_n[j], long_k[k], 1 << (i + j + k) % 4);
+    if (!few) check_panels(table, 200, 40, 1100, 15);
+    check_panels(table, few ? 201 : 385, 17, 700, few ? 1 : 15); /* more of the left operand than a second-level cache holds */
+}
+
+/* Whatever rows are computed with it, a row has the same bits; no rows or no columns are nothing to do. */
+static void test_panel_rows(const moe_kernels *table) {
+    static const size_t widths[] = {1, 5, 16, 24, 37, 64, 70, 130}, depths[] = {3, 64, 259, 600};
+    enum { ROWS = 200 };
+    size_t w, d, m, from;
+    for (w = 0; w < 8; w++)
+        for (d = few ? w % 2 * 2 : 0; d < 4; d += few ? 4 : 1) {
+            const size_t n = widths[w], k = depths[d], panel = k * 16;
+            moe_rng rng = {n + k};
+            moe_real *a = make_matrix(&rng, ROWS, k, k, 0), *weights = make_matrix(&rng, n, k, k, 0), *all = borrow(ROWS * n);
+            moe_real *b = make_panels(n, k, weights, panel), *start = make_matrix(&rng, ROWS, n, n, 0);
+            memcpy(all, start, ROWS * n * sizeof *all);
+            table->panels(ROWS, n, k, a, k, 1, b, panel, all, n, 1);
+            table->panels(0, n, k, a, k, 1, b, panel, start, n, 0);
+            table->panels(ROWS, 0, k, a, k, 1, b, panel, start, n, 0);
+            for (m = 1; m <= 40; m += few ? 1 + m % 3 : 1)
+                for (from = m % 11; from + m <= ROWS; from += 61)
+                    CHECK(panels_give(table, from, m, n, k, a, b, panel, start, all, 0, (int)(from % 2)));
+            give_back(a), give_back(weights), give_back(all), give_back(b), give_back(start);
+        }
+}
+
+/* ---- vectors ---------------------------------------------------------------------------------------------------------------- */
+
 static void test_vectors(const moe_kernels *table) {
     size_t n, i;
     for (n = 0; n <= 600; n += n < 70 ? 1 : 53) {
@@ -305,7 +444,7 @@ static wide slope_reference(int act, wide x) {
 /* Relative error in epsilons that an activation may have. Plain C computes gelu through erfc(-x / sqrt 2), which turns the rounding
    of its argument into x^2 epsilons in the negative tail. */
 static wide act_bound(const moe_kernels *table, int act, wide x) {
-    if (act == MOE_ACT_GELU) return x < 0 && table->id == MOE_KERNELS_C ? 4 + x * x : 4;
+    if (act == MOE_ACT_GELU) return x < 0 && table->activate == moe_kernels_select(MOE_KERNELS_C)->activate ? 4 + x * x : 4;
     return act == MOE_ACT_TANH || act == MOE_ACT_SILU || act == MOE_ACT_SIGMOID ? 3 : 0;
 }
 
@@ -364,6 +503,94 @@ static void test_activation_edges(const moe_kernels *table) {
             NEAR(y[lane], act == MOE_ACT_SIGMOID ? 0.5 : 0.0, 0);
             if (act == MOE_ACT_RELU) NEAR(dx[lane], 0, 0);
         }
+}
+
+/* m x n of act(x) times `times`: against the definition, and nothing beside the rows. in_place: 1 y is x, 2 y is times. */
+static void check_gated(const moe_kernels *table, int act, size_t m, size_t n, int with_times, int in_place) {
+    const size_t ldx = n + m % 3, ldt = n + (m + 1) % 3, ldy = in_place == 1 ? ldx : in_place == 2 ? ldt : n + (m + 2) % 3;
+    moe_rng rng = {m * 100 + n};
+    moe_real *x = make_matrix(&rng, m, n, ldx, 0), *times = make_matrix(&rng, m, n, ldt, 0), *alone = borrow(n);
+    const size_t x_count = (m - 1) * ldx + n, t_count = (m - 1) * ldt + n, count = (m - 1) * ldy + n;
+    moe_real *x_before = borrow(x_count), *t_before = borrow(t_count), *y = in_place == 1 ? x : in_place == 2 ? times : borrow(count);
+    size_t i, j, wrong = 0;
+    for (i = 0; i < x_count; i++) x[i] *= i % 5 == 0 ? 30 : 4;
+    if (in_place == 0)
+        for (i = 0; i < count; i++) y[i] = -7;
+    memcpy(x_before, x, x_count * sizeof *x), memcpy(t_before, times, t_count * sizeof *times);
+    moe_gated(table, act, m, n, x, ldx, with_times ? times : NULL, ldt, y, ldy);
+    for (i = 0; i < m; i++) {
+        moe_activate(table, act, n, x_before + i * ldx, alone);
+        for (j = 0; j < n; j++) {
+            const wide value = (wide)x_before[i * ldx + j], factor = with_times ? (wide)t_before[i * ldt + j] : 1;
+            const wide want = act_reference(act, value) * factor;
+            const wide bound = (act_bound(table, act, value) + 1) * (wide)EPSILON * absolute(want) + 70 * (wide)TINIEST;
+            if (!(absolute((wide)y[i * ldy + j] - want) <= bound)) wrong++;
+            if (!with_times && !same_bits(y[i * ldy + j], alone[j])) wrong++;
+        }
+        for (j = n; j < ldy && i + 1 < m; j++) {
+            const moe_real kept = in_place == 1 ? x_before[i * ldx + j] : in_place == 2 ? t_before[i * ldt + j] : -7;
+            if (!same_bits(y[i * ldy + j], kept)) wrong++;
+        }
+    }
+    if (in_place != 1 && memcmp(x, x_before, x_count * sizeof *x) != 0) wrong++;
+    if (in_place != 2 && memcmp(times, t_before, t_count * sizeof *times) != 0) wrong++;
+    if (!CHECK(wrong == 0) && failed <= 40)
+        printf("    table %s act %d m %lu n %lu times %d in place %d: %lu wrong\n", table->name, act, (unsigned long)m, (unsigned long)n,
+               with_times, in_place, (unsigned long)wrong);
+    if (in_place == 0) give_back(y);
+    give_back(x), give_back(times), give_back(alone), give_back(x_before), give_back(t_before);
+}
+
+static void test_gated(const moe_kernels *table) {
+    size_t n, m;
+    int act;
+    for (act = 0; act < MOE_ACT_COUNT; act++) {
+        for (n = 1; n <= 140; n += n < 70 && !few ? 1 : 7)
+            for (m = 1; m <= 4; m++) {
+                check_gated(table, act, m, n, 0, 0), check_gated(table, act, m, n, 0, 1);
+                check_gated(table, act, m, n, 1, 0), check_gated(table, act, m, n, 1, 1), check_gated(table, act, m, n, 1, 2);
+            }
+        for (n = 0; n < 10; n++) { /* NaN in either operand comes through and stays in its place */
+            moe_real x[10] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, times[10] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, y[10], z[10];
+            x[n] = not_a_number(), times[9 - n] = not_a_number();
+            moe_gated(table, act, 2, 5, x, 5, times, 5, y, 5);
+            moe_gated(table, act, 2, 5, x, 5, NULL, 0, z, 5);
+            for (m = 0; m < 10; m++) CHECK(is_nan(y[m]) == (m == n || m == 9 - n) && is_nan(z[m]) == (m == n));
+            y[0] = 5;
+            moe_gated(table, act, 0, 5, x, 5, times, 5, y, 5), moe_gated(table, act, 3, 0, x, 5, times, 5, y, 5);
+            CHECK(same_bits(y[0], 5));
+        }
+    }
+}
+
+/* Against the two backward functions it is made of. over: 1 dx is dy, 2 d_times is dy. */
+static void check_gated_backward(const moe_kernels *table, int act, size_t n, int over) {
+    moe_rng rng = {n};
+    moe_real *x = make_matrix(&rng, 1, n, n + 1, 0), *times = make_matrix(&rng, 1, n, n + 1, 0), *dy = make_matrix(&rng, 1, n, n + 1, 0);
+    moe_real *in = make_matrix(&rng, 1, n, n + 1, 0), *out = borrow(n), *kept = borrow(n);
+    moe_real *dx = over == 1 ? dy : borrow(n), *d_times = over == 2 ? dy : borrow(n);
+    size_t i;
+    for (i = 0; i < n; i++) x[i] *= i % 5 == 0 ? 30 : 4, in[i] = dy[i] * times[i], kept[i] = dy[i];
+    moe_activate_backward(table, act, n, x, in, in);
+    moe_activate(table, act, n, x, out);
+    moe_gated_backward(table, act, n, x, times, dy, dx, d_times);
+    for (i = 0; i < n; i++) {
+        const wide d_in = (wide)in[i], d_out = (wide)out[i] * (wide)kept[i];
+        NEAR(dx[i], d_in, 4 * (wide)EPSILON * absolute(d_in) + 2 * (wide)TINIEST);
+        NEAR(d_times[i], d_out, 3 * (wide)EPSILON * absolute(d_out) + 2 * (wide)TINIEST);
+    }
+    if (over == 0) CHECK(memcmp(dy, kept, n * sizeof *dy) == 0);
+    if (over != 1) give_back(dx);
+    if (over != 2) give_back(d_times);
+    give_back(x), give_back(times), give_back(dy), give_back(in), give_back(out), give_back(kept);
+}
+
+static void test_gated_backward(const moe_kernels *table) {
+    size_t n;
+    int act;
+    for (act = 0; act < MOE_ACT_COUNT; act++)
+        for (n = 0; n <= 200; n += n < 70 ? 1 : 13)
+            check_gated_backward(table, act, n, 0), check_gated_backward(table, act, n, 1), check_gated_backward(table, act, n, 2);
 }
 
 static void test_scalars(void) {
@@ -604,7 +831,7 @@ static void test_log_sum_exp(void) {
 
 /* ---- norms ------------------------------------------------------------------------------------------------------------------- */
 
-/* sum_i dy_i y_i for the layer norm (centred) or the rms norm of x, in long double: its slope is what the backward pass gives. */
+/* sum_i dy_i y_i for the layer norm (centred) or the rms norm of x: its slope is what the backward pass gives. */
 static wide norm_reference(int centred, size_t n, const wide *x, const wide *gain, const moe_real *dy, wide eps, wide *y) {
     wide mean = 0, squares = 0, total = 0, scale;
     size_t i;
@@ -853,13 +1080,18 @@ static void test_constants(void) {
         if (table != NULL) CHECK(table->matmul[0][0] && table->matmul[1][0] && table->matmul[2][0] && table->dot && table->axpy);
         if (table != NULL) CHECK(table->activate && table->activate_backward && table->softmax && table->multiply);
         if (table != NULL) CHECK(table->spread && table->log_posterior && table->exp_sum && table->entropy);
+        if (table != NULL) CHECK(table->panels && table->gated && table->gated_backward);
         if (table != NULL && table->id == MOE_KERNELS_AVX2) CHECK((features & MOE_CPU_AVX2) && (features & MOE_CPU_FMA));
+        if (table != NULL && table->id == MOE_KERNELS_AVX512) CHECK(features & MOE_CPU_AVX512F);
+        if (table != NULL && table->id == MOE_KERNELS_NEON) CHECK(features & MOE_CPU_NEON);
+        if (table != NULL && table->id == MOE_KERNELS_WASM) CHECK(features & MOE_CPU_WASM_SIMD);
     }
     CHECK(moe_kernels_select(MOE_KERNELS_AUTO) == moe_kernels_select(moe_kernels_select(MOE_KERNELS_AUTO)->id));
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     int id;
+    few = argc > 1 && strcmp(argv[1], "few") == 0;
     test_constants();
     for (id = 1; id < MOE_KERNELS_COUNT; id++) {
         const moe_kernels *table = moe_kernels_select(id);
@@ -869,9 +1101,13 @@ int main(void) {
         test_row_independence(table);
         test_order(table);
         test_exact_across_tables(table);
+        test_panels(table);
+        test_panel_rows(table);
         test_vectors(table);
         test_activations(table);
         test_activation_edges(table);
+        test_gated(table);
+        test_gated_backward(table);
         test_softmax(table);
         test_softmax_edges(table);
         test_rows(table);

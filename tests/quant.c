@@ -153,6 +153,12 @@ static void find_levels(void) {
     if ((features & (avx2 | MOE_CPU_AVX512VNNI)) == (avx2 | MOE_CPU_AVX512VNNI)) ADD_LEVEL(vnni512, moei_widen_avx2);
 #endif
 #endif
+#ifdef MOEI_V4_IEEE
+    ADD_LEVEL(v4, moei_widen_v4);
+#ifdef MOEI_HAVE_DOTPROD
+    if (features & MOE_CPU_DOTPROD) ADD_LEVEL(v4_dot, moei_widen_v4);
+#endif
+#endif
 }
 
 /* Each table that can be selected is complete, and its entries are those of a set. */
