@@ -1885,7 +1885,7 @@ static moe_real moei_real_of_bits(uint64_t bits) {
         uint64_t size = bits & UINT64_C(0x7fffffffffffffff), infinite = UINT64_C(0x7ff0000000000000);
         if (size >= UINT64_C(0x47efffffe0000000) && size < infinite) { /* from the largest float on */
             int round_up = size >= UINT64_C(0x47effffff0000000);
-            return moei_float_of_bits((uint32_t)(bits >> 63) << 31 | (round_up ? 0x7f800000u : 0x7f7fffffu));
+            return moei_binary32((uint32_t)(bits >> 63) << 31 | (round_up ? 0x7f800000u : 0x7f7fffffu));
         }
     }
 #endif
@@ -1915,11 +1915,11 @@ MOE_API moe_status moe_file_values(const moe_file_tensor *tensor, size_t first, 
     if (dtype == MOE_DTYPE_F64)
         for (i = 0; i < count; i++) values[i] = moei_real_of_bits(moei_load(p + 8 * i, 8));
     else if (dtype == MOE_DTYPE_F32)
-        for (i = 0; i < count; i++) values[i] = (moe_real)moei_float_of_bits((uint32_t)moei_load(p + 4 * i, 4));
+        for (i = 0; i < count; i++) values[i] = (moe_real)moei_binary32((uint32_t)moei_load(p + 4 * i, 4));
     else if (dtype == MOE_DTYPE_F16)
-        for (i = 0; i < count; i++) values[i] = (moe_real)moei_from_f16((uint16_t)(uint32_t)moei_load(p + 2 * i, 2));
+        for (i = 0; i < count; i++) values[i] = (moe_real)moei_from_f16((uint16_t)moei_load(p + 2 * i, 2));
     else if (dtype == MOE_DTYPE_BF16)
-        for (i = 0; i < count; i++) values[i] = (moe_real)moei_float_of_bits((uint32_t)moei_load(p + 2 * i, 2) << 16);
+        for (i = 0; i < count; i++) values[i] = (moe_real)moei_binary32((uint32_t)moei_load(p + 2 * i, 2) << 16);
     else if (dtype == MOE_DTYPE_BOOL)
         for (i = 0; i < count; i++) values[i] = p[i] != 0 ? MOEI_R(1.0) : MOEI_R(0.0);
     else if (moei_dtype_is_signed(dtype))

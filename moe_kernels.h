@@ -2948,7 +2948,7 @@ static uint16_t moei_narrow(moe_real x, int exponent_bits, int mantissa_bits) {
     return (uint16_t)(sign | (kept < infinity ? kept : infinity));
 }
 
-static float moei_binary32(uint32_t bits) {
+MOEI_TOOL float moei_binary32(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
