@@ -2869,6 +2869,7 @@ typedef struct moei_chain {
     moe_real *d_node[MOE_NODE_COUNT]; /* [n,width] */
     size_t ld_dx;
     unsigned char *quantised[2];      /* rows for quantised weights: of x, of the node that the stage reads */
+    unsigned needed;                  /* bits of the nodes on the way to the output */
     unsigned summed;                  /* bit of a node, MOE_NODE_COUNT for x: its gradient is added to, not overwritten */
 } moei_chain;
 
@@ -2899,7 +2900,9 @@ static moei_chain moei_chain_begin(const moe_layer *layer, int kind) {
     chain.width[MOE_NODE_LOW] = (size_t)c->d_low;
     chain.width[MOE_NODE_GATE] = chain.width[MOE_NODE_UP] = chain.width[MOE_NODE_ACT] = chain.width[MOE_NODE_PRODUCT] = hidden;
     chain.width[MOE_NODE_OUTPUT] = (size_t)c->d_out;
-    for (node = 0; node < MOE_NODE_COUNT; node++) chain.ld[node] = moei_stride(layer, chain.width[node]);
+    chain.needed = moei_ancestors(chain.expert, MOE_NODE_OUTPUT);
+    for (node = 0; node < MOE_NODE_COUNT; node++)
+        if (moei_makes_node(chain.expert, node)) chain.ld[node] = moei_stride(layer, chain.width[node]);
     return chain;
 }
 
@@ -3150,11 +3153,10 @@ static int moei_kept_rows(const moe_layer_config *c, size_t n, size_t *rows) {
 /* Room for the nodes of one chain in work memory; only the output's rows lie without gaps, for whoever reads them. Inference overwrites what the
    activation read. */
 static void moei_take_nodes(const moei_chain *chain, moei_layout *l, size_t rows, int keeps, moe_real **nodes) {
-    unsigned needed = moei_ancestors(chain->expert, MOE_NODE_OUTPUT);
     int node;
     for (node = 0; node < MOE_NODE_COUNT; node++) {
         size_t stride = node == MOE_NODE_OUTPUT && keeps ? chain->width[node] : chain->ld[node];
-        if (!moei_makes_node(chain->expert, node) || !(needed >> node & 1u)) continue;
+        if (!(chain->needed >> node & 1u)) continue;
         if (!keeps && (node == MOE_NODE_ACT || node == MOE_NODE_PRODUCT)) nodes[node] = nodes[MOE_NODE_GATE];
         else nodes[node] = moei_take_reals(l, rows, stride);
     }
@@ -3179,24 +3181,23 @@ static void moei_take_quantised(const moe_layer *layer, moei_layout *l, size_t r
 }
 
 /* Lays a pass out in memory; the same function with an empty base counts the bytes. */
-static void moei_layer_layout(const moe_layer *layer, size_t n, size_t past, int training, moei_layout *l, moe_layer_pass *p) {
+static void moei_layer_layout(const moe_layer *layer, const moei_chain *chain, size_t n, size_t past, int training, moei_layout *l, moe_layer_pass *p) {
     const moe_layer_config *c = &layer->config;
-    moei_chain chain = moei_chain_begin(layer, c->expert), shared;
-    size_t rows = moei_expert_rows(c, n), kept = rows, everywhere = 0, stride = moei_stride(layer, chain.d);
+    moei_chain shared;
+    size_t rows = moei_expert_rows(c, n), kept = rows, everywhere = 0, stride = moei_stride(layer, chain->d);
     unsigned all = moei_all_nodes(layer);
     int node;
     memset(p, 0, sizeof *p);
     if (c->n_shared > 0) shared = moei_chain_begin(layer, MOEI_SHARED);
-    else shared = chain;
     if (past > INT32_MAX - n || moe_route_size(&layer->router, past + n, training, &p->route_size) != MOE_OK) l->overflow = 1;
     p->route_memory = moei_take(l, p->route_size, 1);
     if (training && !moei_kept_rows(c, n, &kept)) l->overflow = 1;
     if (!moei_mul(n, (size_t)c->router.n_experts, &everywhere)) l->overflow = 1;
     p->rows = moei_take_reals(l, rows, stride);
-    p->clean = all != 0 ? moei_take_reals(l, n, chain.d) : NULL;
-    moei_take_nodes(&chain, l, kept, training, p->node);
+    p->clean = all != 0 ? moei_take_reals(l, n, chain->d) : NULL;
+    moei_take_nodes(chain, l, kept, training, p->node);
     for (node = 0; node < MOE_NODE_COUNT; node++)
-        if (all >> node & 1u) p->all[node] = moei_take_reals(l, everywhere, chain.width[node]);
+        if (all >> node & 1u) p->all[node] = moei_take_reals(l, everywhere, chain->width[node]);
     if (c->n_shared > 0) {
         moei_take_nodes(&shared, l, n, training, p->shared);
         p->shared_factor = moei_take_reals(l, n, 1);
@@ -3204,18 +3205,20 @@ static void moei_layer_layout(const moe_layer *layer, size_t n, size_t past, int
     moei_take_quantised(layer, l, rows, n, p);
     if (!training) return;
     p->d_rows = moei_take_reals(l, rows, stride);
-    moei_take_nodes(&chain, l, rows, 1, p->d_node);
+    moei_take_nodes(chain, l, rows, 1, p->d_node);
     for (node = 0; node < MOE_NODE_COUNT; node++)
-        if (all >> node & 1u) p->d_all[node] = moei_take_reals(l, everywhere, chain.width[node]);
+        if (all >> node & 1u) p->d_all[node] = moei_take_reals(l, everywhere, chain->width[node]);
     if (c->n_shared > 0) moei_take_nodes(&shared, l, n, 1, p->d_shared);
 }
 
 moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int training, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
     moe_layer_pass p;
+    moei_chain chain;
     if (layer == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
     if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
-    moei_layer_layout(layer, n_tokens, 0, training, &l, &p);
+    chain = moei_chain_begin(layer, layer->config.expert);
+    moei_layer_layout(layer, &chain, n_tokens, 0, training, &l, &p);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
     return MOE_OK;
@@ -3242,12 +3245,12 @@ static moe_router moei_layer_router(const moe_layer *layer) {
 typedef struct moei_job {
     const moe_layer *layer;
     moe_layer_pass *p;
-    moei_chain chain;          /* what the chains of all experts have in common */
     unsigned there, mask, border;
     size_t first, end, base;   /* experts first to end share the buffers, which begin with row base of the plan */
     int phase, of;             /* of so many tasks */
     moe_real *y, *dx;
     const struct moei_returned *back;
+    moei_chain chain;          /* what the chains of all experts have in common */
 } moei_job;
 
 #ifdef _OPENMP
@@ -3324,17 +3327,16 @@ static void moei_quantise_share(const moei_job *job, const moei_chain *chain, in
 
 /* ---- all experts for all tokens, for scores that read experts ------------------------------------------------------------------------- */
 
-static moei_job moei_job_begin(const moe_layer *layer, moe_layer_pass *p, int kind) {
-    const moei_expert *expert = &moei_experts[kind];
+static moei_job moei_job_begin(const moe_layer *layer, moe_layer_pass *p, const moei_chain *chain) {
     moei_job job;
-    memset(&job, 0, sizeof job);
+    memset(&job, 0, offsetof(moei_job, chain));
     job.layer = layer, job.p = p, job.of = 1;
-    job.chain = moei_chain_begin(layer, kind);
+    job.chain = *chain;
     job.chain.packed = moei_uses_packed(layer, &p->call);
     if (moei_keeps(&p->call)) job.chain.ld[MOE_NODE_OUTPUT] = job.chain.width[MOE_NODE_OUTPUT];
-    job.there = kind != MOEI_SHARED && moei_reuses(layer) ? moei_all_nodes(layer) : 0;
-    job.border = job.there != 0 ? moei_border(expert, job.there) : 0;
-    job.mask = moei_ancestors(expert, MOE_NODE_OUTPUT) & ~job.there;
+    if (chain->expert != &moei_experts[MOEI_SHARED] && moei_reuses(layer)) job.there = moei_all_nodes(layer);
+    if (job.there != 0) job.border = moei_border(chain->expert, job.there);
+    job.mask = chain->needed & ~job.there;
     return job;
 }
 
@@ -3373,12 +3375,12 @@ static void moei_score_task(void *work, int index) {
 }
 
 /* For scores that read experts: the activation of every expert for every token. Padding counts as zeros. */
-static void moei_layer_score_experts(const moe_layer *layer, moe_layer_pass *p, const moe_parallel *team) {
+static void moei_layer_score_experts(const moe_layer *layer, moe_layer_pass *p, const moei_chain *chain, const moe_parallel *team) {
     int scored = moei_scored_node(&layer->config);
     size_t d = (size_t)layer->config.router.d_model, experts = (size_t)layer->config.router.n_experts, t;
     moei_job job;
     if (scored < 0 || p->call.n_tokens == 0) return;
-    job = moei_job_begin(layer, p, layer->config.expert);
+    job = moei_job_begin(layer, p, chain);
     memcpy(p->clean, p->x, p->call.n_tokens * d * sizeof(moe_real));
     for (t = 0; t < p->call.n_tokens; t++)
         if (!moei_is_real(&p->call, t)) memset(p->clean + t * d, 0, d * sizeof(moe_real));
@@ -3525,9 +3527,9 @@ static int moei_next_group(moei_job *job, size_t room) {
     return 1;
 }
 
-static void moei_layer_experts(const moe_layer *layer, moe_layer_pass *p, moe_real *y, const moe_parallel *team) {
+static void moei_layer_experts(const moe_layer *layer, moe_layer_pass *p, const moei_chain *common, moe_real *y, const moe_parallel *team) {
     size_t experts = (size_t)layer->config.router.n_experts, room = moei_expert_rows(&layer->config, p->call.n_tokens);
-    moei_job job = moei_job_begin(layer, p, layer->config.expert);
+    moei_job job = moei_job_begin(layer, p, common);
     int last = 2 * moei_last_stage(job.chain.expert) + 2, step = moei_quantises(&job) ? 1 : 2;
     job.y = y;
     job.of = moei_tasks(team, &job.chain, p->routing.plan.rows > 0 ? experts * p->routing.plan.rows : p->routing.plan.offsets[experts], experts);
@@ -3588,10 +3590,12 @@ static void moei_shared_task(void *work, int index) {
 
 static void moei_layer_shared(const moe_layer *layer, moe_layer_pass *p, moe_real *y, const moe_parallel *team) {
     const moe_real *gate = layer->tensors[MOE_SHARED_SIGMOID];
+    moei_chain common;
     moei_job job;
     size_t t;
     if (layer->config.n_shared == 0) return;
-    job = moei_job_begin(layer, p, MOEI_SHARED);
+    common = moei_chain_begin(layer, MOEI_SHARED);
+    job = moei_job_begin(layer, p, &common);
     job.y = y;
     job.of = moei_tasks(team, &job.chain, p->call.n_tokens, 1);
     for (t = 0; t < p->call.n_tokens; t++)
@@ -3605,7 +3609,7 @@ static moe_status moei_layer_call_check(const moe_layer *layer, const moe_call *
     int place;
     if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
     if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
-    for (place = 0; place < MOE_LAYER_SLOTS; place++)
+    for (place = 0; layer->places >> place != 0; place++)
         if (!moei_place_is_set(place, layer->places, layer->tensors[place]) && !(layer->packed[place] != NULL && moei_uses_packed(layer, call)))
             return MOE_ERR_ARGUMENT;
     return MOE_OK;
@@ -3615,23 +3619,25 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     moei_layout l = moei_layout_begin(work);
     moe_layer_pass p;
     moe_parallel team;
+    moei_chain chain;
     moe_router router;
     moe_status status;
     if (layer == NULL || call == NULL || work == NULL || (call->n_tokens > 0 && y == NULL)) return MOE_ERR_ARGUMENT;
     status = moei_layer_call_check(layer, call);
     if (status != MOE_OK) return status;
-    moei_layer_layout(layer, call->n_tokens, call->n_past, moei_keeps(call), &l, &p);
+    chain = moei_chain_begin(layer, layer->config.expert);
+    moei_layer_layout(layer, &chain, call->n_tokens, call->n_past, moei_keeps(call), &l, &p);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     if (l.used > work_size) return MOE_ERR_SPACE;
     p.call = *call;
     p.x = call->x;
     team = moei_team(call);
     router = moei_layer_router(layer);
-    moei_layer_score_experts(layer, &p, &team);
+    moei_layer_score_experts(layer, &p, &chain, &team);
     status = moe_route(&router, &p.call, p.route_memory, p.route_size, &p.routing);
     if (status != MOE_OK) return status;
     if (call->n_tokens > 0) memset(y, 0, call->n_tokens * (size_t)layer->config.d_out * sizeof(moe_real));
-    moei_layer_experts(layer, &p, y, &team);
+    moei_layer_experts(layer, &p, &chain, y, &team);
     moei_layer_add_input(layer, &p, y);
     moei_layer_shared(layer, &p, y, &team);
     if (pass != NULL) *pass = p;
@@ -3646,11 +3652,13 @@ moe_status moe_layer_quantise_work_size(const moe_layer *layer, int type, size_t
     moei_layout l = moei_layout_begin(NULL);
     moe_layer as_packed;
     moe_layer_pass p;
+    moei_chain chain;
     if (layer == NULL || bytes == NULL || type < 0 || type >= MOE_TYPE_COUNT) return MOE_ERR_ARGUMENT;
     if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
     as_packed = *layer;
     as_packed.is_packed = 1, as_packed.packed_type = type;
-    moei_layer_layout(&as_packed, n_tokens, 0, 0, &l, &p);
+    chain = moei_chain_begin(&as_packed, layer->config.expert);
+    moei_layer_layout(&as_packed, &chain, n_tokens, 0, 0, &l, &p);
     (void)moei_take_reals(&l, n_tokens, (size_t)layer->config.d_out);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
@@ -3701,12 +3709,14 @@ static moe_status moei_measure(const moe_layer *packed, const moe_call *calibrat
     moe_call call = *calibration;
     moe_layer_pass routed, p;
     moei_layout l = moei_layout_begin(work);
+    moei_chain chain;
     moei_job job;
     moe_real *y;
     size_t e;
     moe_status status;
     call.training = call.keep = 0;
-    moei_layer_layout(packed, call.n_tokens, call.n_past, 0, &l, &p);
+    chain = moei_chain_begin(packed, packed->config.expert);
+    moei_layer_layout(packed, &chain, call.n_tokens, call.n_past, 0, &l, &p);
     y = moei_take_reals(&l, call.n_tokens, (size_t)packed->config.d_out);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     if (l.used > work_size) return MOE_ERR_SPACE;
@@ -3714,7 +3724,7 @@ static moe_status moei_measure(const moe_layer *packed, const moe_call *calibrat
     status = moe_layer_forward(&plain, &call, y, work, work_size, &routed);
     if (status != MOE_OK) return status;
     p.call = routed.call, p.x = routed.x, p.routing = routed.routing; /* the routing lies first in both layouts */
-    job = moei_job_begin(packed, &p, packed->config.expert);
+    job = moei_job_begin(packed, &p, &chain);
     for (e = 0; e < (size_t)packed->config.router.n_experts; e++) moei_measure_expert(&job, e, y, errors + e);
     return MOE_OK;
 }
@@ -3845,7 +3855,8 @@ static void moei_expert_back_task(void *work, int index) {
 
 static void moei_experts_backward(const moe_layer *layer, moe_layer_pass *p, const moei_returned *back, moe_real *dx, const moe_parallel *team) {
     size_t experts = (size_t)layer->config.router.n_experts, room = moei_expert_rows(&layer->config, p->call.n_tokens);
-    moei_job job = moei_job_begin(layer, p, layer->config.expert);
+    moei_chain common = moei_chain_begin(layer, layer->config.expert);
+    moei_job job = moei_job_begin(layer, p, &common);
     int last = moei_last_stage(job.chain.expert) + 2;
     job.back = back, job.dx = dx;
     job.of = moei_tasks(team, &job.chain, 2 * (p->routing.plan.rows > 0 ? experts * p->routing.plan.rows : p->routing.plan.offsets[experts]), experts);
@@ -3872,10 +3883,12 @@ static void moei_add_input_backward(const moe_layer *layer, moe_layer_pass *p, c
 
 /* Back through the activations that the score read, for all experts and tokens. */
 static void moei_score_experts_backward(const moe_layer *layer, moe_layer_pass *p, moe_real *dx) {
+    moei_chain common;
     moei_job job;
     size_t e;
     if (moei_scored_node(&layer->config) < 0) return;
-    job = moei_job_begin(layer, p, layer->config.expert);
+    common = moei_chain_begin(layer, layer->config.expert);
+    job = moei_job_begin(layer, p, &common);
     for (e = 0; e < (size_t)layer->config.router.n_experts; e++) {
         moei_chain chain = moei_all_chain(&job, e);
         chain.d_x = dx;
@@ -3897,10 +3910,12 @@ static void moei_shared_backward(const moe_layer *layer, moe_layer_pass *p, cons
     moe_real *d_gate = layer->gradients[MOE_SHARED_SIGMOID];
     const moe_kernels *k = layer->kernels;
     size_t t, o = (size_t)layer->config.d_out, d = (size_t)layer->config.router.d_model;
+    moei_chain common;
     moei_job job;
     moei_chain chain;
     if (layer->config.n_shared == 0) return;
-    job = moei_job_begin(layer, p, MOEI_SHARED);
+    common = moei_chain_begin(layer, MOEI_SHARED);
+    job = moei_job_begin(layer, p, &common);
     job.dx = dx;
     chain = moei_shared_chain(&job);
     memset(chain.d_node[MOE_NODE_OUTPUT], 0, chain.n * o * sizeof(moe_real));
@@ -3925,7 +3940,8 @@ static moe_status moei_layer_backward(const moe_layer *layer, const moei_returne
     router = moei_layer_router(layer);
     scored = moei_scored_node(&layer->config);
     if (scored >= 0) {
-        moei_job job = moei_job_begin(layer, pass, layer->config.expert);
+        moei_chain common = moei_chain_begin(layer, layer->config.expert);
+        moei_job job = moei_job_begin(layer, pass, &common);
         for (e = 0; e < (size_t)layer->config.router.n_experts; e++) {
             moei_chain chain = moei_all_chain(&job, e);
             moei_zero_nodes(&chain);
