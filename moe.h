@@ -46,6 +46,7 @@
      MOE_NO_TRAIN      yes   inference only: no backward pass, no trainer, no writing of files; implies MOE_NO_STDIO and MOE_NO_MALLOC unless asked back
      MOE_NO_STDIO      yes   no function takes a path; files are read from and written to memory. MOE_STDIO asks it back under MOE_NO_TRAIN
      MOE_NO_MALLOC     no    there is no standard heap: what allocates needs a moe_allocator. MOE_MALLOC asks it back under MOE_NO_TRAIN
+     MOE_NO_QUANT      yes   no int8 and int4 weights (see moe_kernels.h)
      MOE_STB_DS_PATH   no    the header's name in quotes, when it is not found as "stb_ds.h" or <stb/stb_ds.h>
 
    Glossary (the words of moe_routers.h, and)
@@ -54,6 +55,7 @@
      work memory  the caller's memory for one call; its exact size can be asked beforehand.
      pass         what one forward call leaves in work memory: the routing for reports, and what the way back needs.
      net          a list of modules built by calls.   trainer: an optimiser at work on one net.
+     packed       weights in the order in which the kernels read them, see moe_layer_pack.
      slot, place  the number under which a tensor of a layer or router is kept; which exist depends on the configuration.
 
    Manual
@@ -73,6 +75,13 @@
        moe_layer_free(&layer);
      Weights in flash or in a mapped file: moe_layer_init makes a layer without memory; set layer.tensors[place] for every place for which
      moe_layer_slot answers MOE_OK. Nothing is copied, and forward allocates nothing.
+
+     Faster inference.   moe_layer_pack re-orders the weights of all experts once, for the kernels; results keep their bits.
+       moe_layer_pack_size(&layer, MOE_TYPE_REAL, &bytes);  packed = malloc(bytes);
+       moe_layer_pack(&layer, MOE_TYPE_REAL, packed, bytes, &error);   then ask for the work size again and call forward as before
+     MOE_TYPE_Q8, Q8_BLOCK and Q4 make them int8 or 4 bits (the router stays as it is), MOE_TYPE_F16 and BF16 16-bit floats;
+     moe_layer_quantise does the same and reports how far every expert is off. Packed weights are not saved. A layer inside a net is
+     net.modules[i].layer.
 
      Experts are data: each kind is a row of steps over named activations (low, gate, up, act, product, output). The score `norm` reads one of them:
      it is then computed for all experts, and the chosen experts go on from there.
@@ -103,6 +112,9 @@
      the same seed gives the same model. Between kernels, results agree within rounding.
 
      Threads.   No globals. Reading one layer or net from several threads is safe with work memory per thread; training is for one thread per net.
+     One call spreads its experts' work over OpenMP's threads where the compiler has OpenMP on (-fopenmp; OMP_NUM_THREADS=1 keeps it to one), else over
+     those of call.parallel, a function of the caller's that runs tasks. Every thread gets the same share of each expert's columns, so nobody waits for
+     a popular expert, and owns what it writes: the bits are the same for any number of threads. Small calls stay in one thread.
 */
 #include "moe_routers.h"
 
@@ -430,12 +442,10 @@ MOE_API moe_status moe_layer_find(const moe_layer *layer, const char *name, moe_
    affinity), and what a score reads of all experts. */
 MOE_API size_t moe_layer_parameters(const moe_layer *layer, size_t *used_per_token);
 
-#define MOE_HAS_PACKING 1
-
 /* Packs the weights of all experts, the shared one included, for inference: panels of 16 outputs as moe_pack makes them, read once and in a row by the
    products. MOE_TYPE_REAL keeps every bit of the results. From then on moe_layer_forward reads the packed weights unless call->training = 1; the
-   tensors that they stand for (those moe_layer_is_packed names) may be set to NULL in layer->tensors and their memory given back. After a
-   change of the tensors pack again. memory [moe_layer_pack_size] belongs to the caller, stays in use, and may have any alignment (64 is best).
+   tensors that they stand for (where layer->packed is not NULL) may be set to NULL in layer->tensors and their memory given back. After a
+   change of the tensors pack again, and ask for the work size again, which may be another. memory [moe_layer_pack_size] belongs to the caller, stays in use, and may have any alignment (64 is best).
    MOE_ERR_SPACE: size is too small; MOE_ERR_ARGUMENT: a tensor is not set or the type is none; MOE_ERR_OVERFLOW, MOE_ERR_UNSUPPORTED,
    MOE_ERR_NONFINITE (quantised types): as moe_pack. On failure the layer is as before. Not thread-safe beside calls on the same layer. */
 MOE_API moe_status moe_layer_pack(moe_layer *layer, int type, void *memory, size_t size, moe_error *error);

@@ -982,12 +982,6 @@ static double framework_ratio(const shape *s, int gated, size_t tokens, int bits
 
 /* ---- how a layer may hold its weights ------------------------------------------------------------------------------------------------ */
 
-#if defined(MOE_HAS_PACKING)
-#define BENCH_TYPE(name) MOE_TYPE_##name
-#else
-#define BENCH_TYPE(name) 0
-#endif
-
 enum { AS_THEY_ARE = -1 };
 
 /* A layer as one contender calls it. It shares the tensors of its bed. */
@@ -1003,27 +997,17 @@ typedef struct entrant {
 /* Packs the experts of a layer as type. THE place that knows the calls for packed and quantised weights.
    MOE_ERR_UNSUPPORTED: this version or machine has none of that type. */
 static moe_status quantised_layer(entrant *e, int type, moe_error *error) {
-#if defined(MOE_HAS_PACKING)
     moe_status status = moe_layer_pack_size(&e->layer, type, &e->packed_size);
     if (status != MOE_OK) return status;
     e->packed = grab(e->packed_size, 1);
     return moe_layer_pack(&e->layer, type, e->packed, e->packed_size, error);
-#else
-    (void)e, (void)type, (void)error;
-    return MOE_ERR_UNSUPPORTED;
-#endif
 }
 
-/* Lets calls run on `threads` threads. MOE_ERR_UNSUPPORTED: layers know of no threads. */
+/* Lets calls run on `threads` threads. */
 static moe_status threaded_call(moe_call *call, int threads) {
-#if defined(MOE_HAS_PACKING)
     static moe_parallel parallel;
     if (threads > 1) parallel.ctx = NULL, parallel.threads = threads, parallel.run = crew_run, call->parallel = &parallel;
     return MOE_OK;
-#else
-    (void)call;
-    return threads > 1 ? MOE_ERR_UNSUPPORTED : MOE_OK;
-#endif
 }
 
 static void entrant_run(void *state, moe_real *y) {
@@ -1120,21 +1104,22 @@ static void cell_end(cell *c) {
     memset(c, 0, sizeof *c);
 }
 
-/* What a read of the weights must pass: the chosen experts' matrices, or their share of the packed memory, experts ascending. */
+/* What a read of the weights must pass: the chosen experts' matrices, as tensors or packed, experts ascending. */
 static size_t cell_blocks(cell *c, const entrant *e, block *blocks) {
     static const int gated_places[] = {MOE_EXPERTS_GATE, MOE_EXPERTS_UP, MOE_EXPERTS_DOWN},
                      plain_places[] = {MOE_EXPERTS_FC1_WEIGHT, MOE_EXPERTS_FC2_WEIGHT};
-    const size_t experts = (size_t)c->s.experts, size = (size_t)c->s.d * (size_t)c->s.d_ff, share = e->packed_size / experts;
-    const int *places = c->gated ? gated_places : plain_places;
-    size_t i, n = 0;
+    const size_t experts = (size_t)c->s.experts, d = (size_t)c->s.d, f = (size_t)c->s.d_ff;
+    const int *places = c->gated ? gated_places : plain_places, last = c->gated ? 2 : 1;
+    size_t i, n = 0, bytes;
     int m;
-    for (i = 0; i < experts; i++) {
-        if (c->offsets[i + 1] == c->offsets[i]) continue;
-        if (e->packed != NULL) blocks[n].at = (const char *)e->packed + i * share, blocks[n].bytes = share, n++;
-        else
-            for (m = 0; m < (c->gated ? 3 : 2); m++)
-                blocks[n].at = e->layer.tensors[places[m]] + i * size, blocks[n].bytes = size * sizeof(moe_real), n++;
-    }
+    for (i = 0; i < experts; i++)
+        for (m = 0; m <= last && c->offsets[i + 1] > c->offsets[i]; m++, n++) {
+            const void *at = e->packed != NULL ? e->layer.packed[places[m]] : e->layer.tensors[places[m]];
+            bytes = d * f * sizeof(moe_real);
+            if (e->packed != NULL && moe_panel_size(e->layer.packed_type, m < last ? d : f, &bytes) == MOE_OK)
+                bytes *= ((m < last ? f : d) + 15) / 16;
+            blocks[n].at = (const char *)at + i * bytes, blocks[n].bytes = bytes;
+        }
     return n;
 }
 
@@ -1280,7 +1265,7 @@ static void layer_row(line *l) {
 static const struct holding {
     const char *name;
     int type;
-} holdings[] = {{"plain", AS_THEY_ARE}, {"packed", BENCH_TYPE(REAL)}};
+} holdings[] = {{"plain", AS_THEY_ARE}, {"packed", MOE_TYPE_REAL}};
 
 /* All that a cell of the bench "layers" measures. */
 static void layer_cell(const bed *b, const shape *s, int gated, size_t tokens) {
@@ -1515,8 +1500,8 @@ static const struct small {
     int type, bits;
     double most_off;
 } smalls[] = {
-    {"f16", BENCH_TYPE(F16), 16, NOTHING},       {"bf16", BENCH_TYPE(BF16), 16, NOTHING}, {"int8", BENCH_TYPE(Q8), 8, 0.03},
-    {"int8/32", BENCH_TYPE(Q8_BLOCK), 8, 0.018}, {"int4/32", BENCH_TYPE(Q4), 4, 0.17},
+    {"f16", MOE_TYPE_F16, 16, NOTHING},       {"bf16", MOE_TYPE_BF16, 16, NOTHING}, {"int8", MOE_TYPE_Q8, 8, 0.03},
+    {"int8/32", MOE_TYPE_Q8_BLOCK, 8, 0.018}, {"int4/32", MOE_TYPE_Q4, 4, 0.17},
 };
 
 enum { SMALLS = sizeof smalls / sizeof smalls[0] };
@@ -1570,7 +1555,7 @@ static void small_cell(const bed *b, const shape *s, int gated, size_t tokens) {
     moe_status status = cell_begin(&c, b, s, gated, tokens);
     int numbers[SMALLS], reference, packed, i, entered = 0;
     if (status == MOE_OK) status = cell_enter(&c, b, AS_THEY_ARE, options.threads, 0, &reference, &error);
-    if (status == MOE_OK && cell_enter(&c, b, BENCH_TYPE(REAL), options.threads, 0, &packed, &error) == MOE_OK) reference = packed;
+    if (status == MOE_OK && cell_enter(&c, b, MOE_TYPE_REAL, options.threads, 0, &packed, &error) == MOE_OK) reference = packed;
     for (i = 0; status == MOE_OK && i < SMALLS; i++) {
         const moe_status added = cell_enter(&c, b, smalls[i].type, options.threads, 1, &numbers[i], &error);
         if (added != MOE_OK) numbers[i] = NOTHING;
@@ -1630,9 +1615,9 @@ static void thread_cell(const bed *b, const shape *s, int gated, size_t tokens) 
     c.fma.threads = options.threads;
     alone = c.fma, alone.threads = 1;
     at = enter(&c.contest, machine_fma, &alone, NULL);
-    if (status == MOE_OK && cell_enter(&c, b, BENCH_TYPE(REAL), 1, 0, &one, &error) != MOE_OK) packed = 0;
+    if (status == MOE_OK && cell_enter(&c, b, MOE_TYPE_REAL, 1, 0, &one, &error) != MOE_OK) packed = 0;
     if (status == MOE_OK && !packed) status = cell_enter(&c, b, AS_THEY_ARE, 1, 0, &one, &error);
-    if (status == MOE_OK) status = cell_enter(&c, b, packed ? BENCH_TYPE(REAL) : AS_THEY_ARE, options.threads, 0, &two, &error);
+    if (status == MOE_OK) status = cell_enter(&c, b, packed ? MOE_TYPE_REAL : AS_THEY_ARE, options.threads, 0, &two, &error);
     if (status == MOE_ERR_UNSUPPORTED && !options.csv) printf("%d/%d, %lu tokens: not available\n", s->d, s->d_ff, (unsigned long)tokens);
     if (status == MOE_ERR_UNSUPPORTED) passed++;
     else if (status != MOE_OK) print_failure("threads", status, &error);
