@@ -46,6 +46,7 @@
      MOE_NO_TRAIN      yes   inference only: no backward pass, no trainer, no writing of files; implies MOE_NO_STDIO and MOE_NO_MALLOC unless asked back
      MOE_NO_STDIO      yes   no function takes a path; files are read from and written to memory. MOE_STDIO asks it back under MOE_NO_TRAIN
      MOE_NO_MALLOC     no    there is no standard heap: what allocates needs a moe_allocator. MOE_MALLOC asks it back under MOE_NO_TRAIN
+     MOE_NO_QUANT      yes   no int8 and int4 weights (see moe_kernels.h)
      MOE_STB_DS_PATH   no    the header's name in quotes, when it is not found as "stb_ds.h" or <stb/stb_ds.h>
 
    Glossary (the words of moe_routers.h, and)
@@ -54,6 +55,7 @@
      work memory  the caller's memory for one call; its exact size can be asked beforehand.
      pass         what one forward call leaves in work memory: the routing for reports, and what the way back needs.
      net          a list of modules built by calls.   trainer: an optimiser at work on one net.
+     packed       weights in the order in which the kernels read them, see moe_layer_pack.
      slot, place  the number under which a tensor of a layer or router is kept; which exist depends on the configuration.
 
    Manual
@@ -73,6 +75,13 @@
        moe_layer_free(&layer);
      Weights in flash or in a mapped file: moe_layer_init makes a layer without memory; set layer.tensors[place] for every place for which
      moe_layer_slot answers MOE_OK. Nothing is copied, and forward allocates nothing.
+
+     Faster inference.   moe_layer_pack re-orders the weights of all experts once, for the kernels; results keep their bits.
+       moe_layer_pack_size(&layer, MOE_TYPE_REAL, &bytes);  packed = malloc(bytes);
+       moe_layer_pack(&layer, MOE_TYPE_REAL, packed, bytes, &error);   then ask for the work size again and call forward as before
+     MOE_TYPE_Q8, Q8_BLOCK and Q4 make them int8 or 4 bits (the router stays as it is), MOE_TYPE_F16 and BF16 16-bit floats;
+     moe_layer_quantise does the same and reports how far every expert is off. Packed weights are not saved. A layer inside a net is
+     net.modules[i].layer.
 
      Experts are data: each kind is a row of steps over named activations (low, gate, up, act, product, output). The score `norm` reads one of them:
      it is then computed for all experts, and the chosen experts go on from there.
@@ -103,6 +112,9 @@
      the same seed gives the same model. Between kernels, results agree within rounding.
 
      Threads.   No globals. Reading one layer or net from several threads is safe with work memory per thread; training is for one thread per net.
+     One call spreads its experts' work over OpenMP's threads where the compiler has OpenMP on (-fopenmp; OMP_NUM_THREADS=1 keeps it to one), else over
+     those of call.parallel, a function of the caller's that runs tasks. Every thread gets the same share of each expert's columns, so nobody waits for
+     a popular expert, and owns what it writes: the bits are the same for any number of threads. Small calls stay in one thread.
 */
 #include "moe_routers.h"
 
@@ -136,6 +148,8 @@
 #define moe_layer_parameters moe_layer_parameters_f64
 #define moe_layer_pack moe_layer_pack_f64
 #define moe_layer_pack_size moe_layer_pack_size_f64
+#define moe_layer_quantise moe_layer_quantise_f64
+#define moe_layer_quantise_work_size moe_layer_quantise_work_size_f64
 #define moe_layer_work_size moe_layer_work_size_f64
 #define moe_layer_forward moe_layer_forward_f64
 #define moe_layer_backward moe_layer_backward_f64
@@ -428,17 +442,31 @@ MOE_API moe_status moe_layer_find(const moe_layer *layer, const char *name, moe_
    affinity), and what a score reads of all experts. */
 MOE_API size_t moe_layer_parameters(const moe_layer *layer, size_t *used_per_token);
 
-#define MOE_HAS_PACKING 1
-
 /* Packs the weights of all experts, the shared one included, for inference: panels of 16 outputs as moe_pack makes them, read once and in a row by the
    products. MOE_TYPE_REAL keeps every bit of the results. From then on moe_layer_forward reads the packed weights unless call->training = 1; the
-   tensors that they stand for (those moe_layer_is_packed names) may be set to NULL in layer->tensors and their memory given back. After a
-   change of the tensors pack again. memory [moe_layer_pack_size] belongs to the caller, stays in use, and may have any alignment (64 is best).
+   tensors that they stand for (where layer->packed is not NULL) may be set to NULL in layer->tensors and their memory given back. After a
+   change of the tensors pack again, and ask for the work size again, which may be another. memory [moe_layer_pack_size] belongs to the caller, stays in use, and may have any alignment (64 is best).
    MOE_ERR_SPACE: size is too small; MOE_ERR_ARGUMENT: a tensor is not set or the type is none; MOE_ERR_OVERFLOW, MOE_ERR_UNSUPPORTED,
    MOE_ERR_NONFINITE (quantised types): as moe_pack. On failure the layer is as before. Not thread-safe beside calls on the same layer. */
 MOE_API moe_status moe_layer_pack(moe_layer *layer, int type, void *memory, size_t size, moe_error *error);
 /* Bytes that moe_layer_pack needs for a type. MOE_ERR_OVERFLOW, MOE_ERR_ARGUMENT. */
 MOE_API moe_status moe_layer_pack_size(const moe_layer *layer, int type, size_t *bytes);
+
+/* How far one expert's packed weights are from its tensors. */
+typedef struct moe_quant_error {
+    size_t rows;     /* tokens of the calibration that the router sends to the expert; 0: it was measured on others, see moe_layer_quantise */
+    moe_real output; /* |f_packed(x) - f(x)| / |f(x)|, over all measured tokens and numbers of the output; 0 where f(x) is 0 */
+} moe_quant_error;
+
+/* moe_layer_pack, which changes no more than the weights' precision and so needs no data, and then a report: errors[E] from running each
+   expert with its tensors and with the packed weights on the tokens of `calibration` that its router sends to it (quantised types: activations are
+   quantised too). An expert that no token visits is measured on the first tokens of the batch instead, at most 64, so that none stays unknown.
+   calibration is a call for inference of at least one token. errors NULL: no report, then calibration and work may be NULL too.
+   work [moe_layer_quantise_work_size]. Errors as of moe_layer_pack and moe_layer_forward; then the layer is as before. */
+MOE_API moe_status moe_layer_quantise(moe_layer *layer, int type, void *memory, size_t size, const moe_call *calibration, void *work, size_t work_size,
+                                      moe_quant_error *errors, moe_error *error);
+/* Bytes of work memory that it takes for so many tokens. MOE_ERR_OVERFLOW, MOE_ERR_ARGUMENT. */
+MOE_API moe_status moe_layer_quantise_work_size(const moe_layer *layer, int type, size_t n_tokens, size_t *bytes);
 
 /* What one forward call leaves behind: the routing for reports, and the intermediate values for the way back. It points into the work memory. */
 typedef struct moe_layer_pass {
@@ -1867,7 +1895,7 @@ static moe_real moei_real_of_bits(uint64_t bits) {
         uint64_t size = bits & UINT64_C(0x7fffffffffffffff), infinite = UINT64_C(0x7ff0000000000000);
         if (size >= UINT64_C(0x47efffffe0000000) && size < infinite) { /* from the largest float on */
             int round_up = size >= UINT64_C(0x47effffff0000000);
-            return moei_float_of_bits((uint32_t)(bits >> 63) << 31 | (round_up ? 0x7f800000u : 0x7f7fffffu));
+            return moei_binary32((uint32_t)(bits >> 63) << 31 | (round_up ? 0x7f800000u : 0x7f7fffffu));
         }
     }
 #endif
@@ -1897,11 +1925,11 @@ MOE_API moe_status moe_file_values(const moe_file_tensor *tensor, size_t first, 
     if (dtype == MOE_DTYPE_F64)
         for (i = 0; i < count; i++) values[i] = moei_real_of_bits(moei_load(p + 8 * i, 8));
     else if (dtype == MOE_DTYPE_F32)
-        for (i = 0; i < count; i++) values[i] = (moe_real)moei_float_of_bits((uint32_t)moei_load(p + 4 * i, 4));
+        for (i = 0; i < count; i++) values[i] = (moe_real)moei_binary32((uint32_t)moei_load(p + 4 * i, 4));
     else if (dtype == MOE_DTYPE_F16)
-        for (i = 0; i < count; i++) values[i] = (moe_real)moei_from_f16((uint16_t)(uint32_t)moei_load(p + 2 * i, 2));
+        for (i = 0; i < count; i++) values[i] = (moe_real)moei_from_f16((uint16_t)moei_load(p + 2 * i, 2));
     else if (dtype == MOE_DTYPE_BF16)
-        for (i = 0; i < count; i++) values[i] = (moe_real)moei_float_of_bits((uint32_t)moei_load(p + 2 * i, 2) << 16);
+        for (i = 0; i < count; i++) values[i] = (moe_real)moei_binary32((uint32_t)moei_load(p + 2 * i, 2) << 16);
     else if (dtype == MOE_DTYPE_BOOL)
         for (i = 0; i < count; i++) values[i] = p[i] != 0 ? MOEI_R(1.0) : MOEI_R(0.0);
     else if (moei_dtype_is_signed(dtype))
@@ -2851,12 +2879,13 @@ typedef struct moei_chain {
     moe_real *d_node[MOE_NODE_COUNT]; /* [n,width] */
     size_t ld_dx;
     unsigned char *quantised[2];      /* rows for quantised weights: of x, of the node that the stage reads */
+    unsigned needed;                  /* bits of the nodes on the way to the output */
     unsigned summed;                  /* bit of a node, MOE_NODE_COUNT for x: its gradient is added to, not overwritten */
 } moei_chain;
 
 enum {
     MOEI_PART = 131072, /* so many numbers of a result pass through a stage's steps together: they stay in the second-level cache */
-    MOEI_COLUMNS = 64, /* at least so many columns do */
+    MOEI_STAGE_COLUMNS = 64, /* at least so many columns do */
     MOEI_UNIT = 16     /* numbers that fill a cache line or, in double, two */
 };
 
@@ -2881,7 +2910,9 @@ static moei_chain moei_chain_begin(const moe_layer *layer, int kind) {
     chain.width[MOE_NODE_LOW] = (size_t)c->d_low;
     chain.width[MOE_NODE_GATE] = chain.width[MOE_NODE_UP] = chain.width[MOE_NODE_ACT] = chain.width[MOE_NODE_PRODUCT] = hidden;
     chain.width[MOE_NODE_OUTPUT] = (size_t)c->d_out;
-    for (node = 0; node < MOE_NODE_COUNT; node++) chain.ld[node] = moei_stride(layer, chain.width[node]);
+    chain.needed = moei_ancestors(chain.expert, MOE_NODE_OUTPUT);
+    for (node = 0; node < MOE_NODE_COUNT; node++)
+        if (moei_makes_node(chain.expert, node)) chain.ld[node] = moei_stride(layer, chain.width[node]);
     return chain;
 }
 
@@ -2973,9 +3004,9 @@ static void moei_step_columns(const moei_chain *chain, const moei_step *step, si
 
 /* Columns from .. to of one stage, as far as its results are among the nodes of mask (bit per node). */
 static void moei_stage_columns(const moei_chain *chain, int stage, unsigned mask, size_t from, size_t to) {
-    size_t count, part = chain->n > 0 ? MOEI_PART / chain->n / MOEI_COLUMNS * MOEI_COLUMNS : 0;
+    size_t count, part = chain->n > 0 ? MOEI_PART / chain->n / MOEI_STAGE_COLUMNS * MOEI_STAGE_COLUMNS : 0;
     int i;
-    if (part < MOEI_COLUMNS) part = MOEI_COLUMNS;
+    if (part < MOEI_STAGE_COLUMNS) part = MOEI_STAGE_COLUMNS;
     for (; from < to && chain->n > 0; from += count) {
         count = to - from < part ? to - from : part;
         for (i = 0; i < chain->expert->n_steps; i++)
@@ -3043,7 +3074,7 @@ static void moei_elementwise_backward(const moei_chain *chain, const moei_step *
     const moe_kernels *k = chain->layer->kernels;
     size_t ld = chain->ld[step->to], ld_in, i, p;
     const moe_real *in = moei_from(chain, step->from, &ld_in) + j, *d_out = chain->d_node[step->to] + j;
-    moe_real *d_in = chain->d_node[step->from] + j, part[MOEI_COLUMNS];
+    moe_real *d_in = chain->d_node[step->from] + j, part[MOEI_STAGE_COLUMNS];
     for (i = 0; i < chain->n; i++, in += ld_in, d_in += ld_in, d_out += ld) {
         if (step->op == MOEI_STEP_GATED) {
             size_t at = i * chain->ld[step->second] + j;
@@ -3051,8 +3082,8 @@ static void moei_elementwise_backward(const moei_chain *chain, const moei_step *
         } else if (!(chain->summed >> step->from & 1u))
             moe_activate_backward(k, chain->act, count, in, d_out, d_in);
         else
-            for (p = 0; p < count; p += MOEI_COLUMNS) {
-                size_t part_count = count - p < MOEI_COLUMNS ? count - p : (size_t)MOEI_COLUMNS;
+            for (p = 0; p < count; p += MOEI_STAGE_COLUMNS) {
+                size_t part_count = count - p < MOEI_STAGE_COLUMNS ? count - p : (size_t)MOEI_STAGE_COLUMNS;
                 moe_activate_backward(k, chain->act, part_count, in + p, d_out + p, part);
                 moe_axpy(k, part_count, MOEI_R(1.0), part, d_in + p);
             }
@@ -3132,11 +3163,10 @@ static int moei_kept_rows(const moe_layer_config *c, size_t n, size_t *rows) {
 /* Room for the nodes of one chain in work memory; only the output's rows lie without gaps, for whoever reads them. Inference overwrites what the
    activation read. */
 static void moei_take_nodes(const moei_chain *chain, moei_layout *l, size_t rows, int keeps, moe_real **nodes) {
-    unsigned needed = moei_ancestors(chain->expert, MOE_NODE_OUTPUT);
     int node;
     for (node = 0; node < MOE_NODE_COUNT; node++) {
         size_t stride = node == MOE_NODE_OUTPUT && keeps ? chain->width[node] : chain->ld[node];
-        if (!moei_makes_node(chain->expert, node) || !(needed >> node & 1u)) continue;
+        if (!(chain->needed >> node & 1u)) continue;
         if (!keeps && (node == MOE_NODE_ACT || node == MOE_NODE_PRODUCT)) nodes[node] = nodes[MOE_NODE_GATE];
         else nodes[node] = moei_take_reals(l, rows, stride);
     }
@@ -3161,24 +3191,23 @@ static void moei_take_quantised(const moe_layer *layer, moei_layout *l, size_t r
 }
 
 /* Lays a pass out in memory; the same function with an empty base counts the bytes. */
-static void moei_layer_layout(const moe_layer *layer, size_t n, size_t past, int training, moei_layout *l, moe_layer_pass *p) {
+static void moei_layer_layout(const moe_layer *layer, const moei_chain *chain, size_t n, size_t past, int training, moei_layout *l, moe_layer_pass *p) {
     const moe_layer_config *c = &layer->config;
-    moei_chain chain = moei_chain_begin(layer, c->expert), shared;
-    size_t rows = moei_expert_rows(c, n), kept = rows, everywhere = 0, stride = moei_stride(layer, chain.d);
+    moei_chain shared;
+    size_t rows = moei_expert_rows(c, n), kept = rows, everywhere = 0, stride = moei_stride(layer, chain->d);
     unsigned all = moei_all_nodes(layer);
     int node;
     memset(p, 0, sizeof *p);
     if (c->n_shared > 0) shared = moei_chain_begin(layer, MOEI_SHARED);
-    else shared = chain;
     if (past > INT32_MAX - n || moe_route_size(&layer->router, past + n, training, &p->route_size) != MOE_OK) l->overflow = 1;
     p->route_memory = moei_take(l, p->route_size, 1);
     if (training && !moei_kept_rows(c, n, &kept)) l->overflow = 1;
     if (!moei_mul(n, (size_t)c->router.n_experts, &everywhere)) l->overflow = 1;
     p->rows = moei_take_reals(l, rows, stride);
-    p->clean = all != 0 ? moei_take_reals(l, n, chain.d) : NULL;
-    moei_take_nodes(&chain, l, kept, training, p->node);
+    p->clean = all != 0 ? moei_take_reals(l, n, chain->d) : NULL;
+    moei_take_nodes(chain, l, kept, training, p->node);
     for (node = 0; node < MOE_NODE_COUNT; node++)
-        if (all >> node & 1u) p->all[node] = moei_take_reals(l, everywhere, chain.width[node]);
+        if (all >> node & 1u) p->all[node] = moei_take_reals(l, everywhere, chain->width[node]);
     if (c->n_shared > 0) {
         moei_take_nodes(&shared, l, n, training, p->shared);
         p->shared_factor = moei_take_reals(l, n, 1);
@@ -3186,18 +3215,20 @@ static void moei_layer_layout(const moe_layer *layer, size_t n, size_t past, int
     moei_take_quantised(layer, l, rows, n, p);
     if (!training) return;
     p->d_rows = moei_take_reals(l, rows, stride);
-    moei_take_nodes(&chain, l, rows, 1, p->d_node);
+    moei_take_nodes(chain, l, rows, 1, p->d_node);
     for (node = 0; node < MOE_NODE_COUNT; node++)
-        if (all >> node & 1u) p->d_all[node] = moei_take_reals(l, everywhere, chain.width[node]);
+        if (all >> node & 1u) p->d_all[node] = moei_take_reals(l, everywhere, chain->width[node]);
     if (c->n_shared > 0) moei_take_nodes(&shared, l, n, 1, p->d_shared);
 }
 
 moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int training, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
     moe_layer_pass p;
+    moei_chain chain;
     if (layer == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
     if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
-    moei_layer_layout(layer, n_tokens, 0, training, &l, &p);
+    chain = moei_chain_begin(layer, layer->config.expert);
+    moei_layer_layout(layer, &chain, n_tokens, 0, training, &l, &p);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
     return MOE_OK;
@@ -3224,12 +3255,12 @@ static moe_router moei_layer_router(const moe_layer *layer) {
 typedef struct moei_job {
     const moe_layer *layer;
     moe_layer_pass *p;
-    moei_chain chain;          /* what the chains of all experts have in common */
     unsigned there, mask, border;
     size_t first, end, base;   /* experts first to end share the buffers, which begin with row base of the plan */
     int phase, of;             /* of so many tasks */
     moe_real *y, *dx;
     const struct moei_returned *back;
+    moei_chain chain;          /* what the chains of all experts have in common */
 } moei_job;
 
 #ifdef _OPENMP
@@ -3306,17 +3337,16 @@ static void moei_quantise_share(const moei_job *job, const moei_chain *chain, in
 
 /* ---- all experts for all tokens, for scores that read experts ------------------------------------------------------------------------- */
 
-static moei_job moei_job_begin(const moe_layer *layer, moe_layer_pass *p, int kind) {
-    const moei_expert *expert = &moei_experts[kind];
+static moei_job moei_job_begin(const moe_layer *layer, moe_layer_pass *p, const moei_chain *chain) {
     moei_job job;
-    memset(&job, 0, sizeof job);
+    memset(&job, 0, offsetof(moei_job, chain));
     job.layer = layer, job.p = p, job.of = 1;
-    job.chain = moei_chain_begin(layer, kind);
+    job.chain = *chain;
     job.chain.packed = moei_uses_packed(layer, &p->call);
     if (moei_keeps(&p->call)) job.chain.ld[MOE_NODE_OUTPUT] = job.chain.width[MOE_NODE_OUTPUT];
-    job.there = kind != MOEI_SHARED && moei_reuses(layer) ? moei_all_nodes(layer) : 0;
-    job.border = job.there != 0 ? moei_border(expert, job.there) : 0;
-    job.mask = moei_ancestors(expert, MOE_NODE_OUTPUT) & ~job.there;
+    if (chain->expert != &moei_experts[MOEI_SHARED] && moei_reuses(layer)) job.there = moei_all_nodes(layer);
+    if (job.there != 0) job.border = moei_border(chain->expert, job.there);
+    job.mask = chain->needed & ~job.there;
     return job;
 }
 
@@ -3355,12 +3385,12 @@ static void moei_score_task(void *work, int index) {
 }
 
 /* For scores that read experts: the activation of every expert for every token. Padding counts as zeros. */
-static void moei_layer_score_experts(const moe_layer *layer, moe_layer_pass *p, const moe_parallel *team) {
+static void moei_layer_score_experts(const moe_layer *layer, moe_layer_pass *p, const moei_chain *chain, const moe_parallel *team) {
     int scored = moei_scored_node(&layer->config);
     size_t d = (size_t)layer->config.router.d_model, experts = (size_t)layer->config.router.n_experts, t;
     moei_job job;
     if (scored < 0 || p->call.n_tokens == 0) return;
-    job = moei_job_begin(layer, p, layer->config.expert);
+    job = moei_job_begin(layer, p, chain);
     memcpy(p->clean, p->x, p->call.n_tokens * d * sizeof(moe_real));
     for (t = 0; t < p->call.n_tokens; t++)
         if (!moei_is_real(&p->call, t)) memset(p->clean + t * d, 0, d * sizeof(moe_real));
@@ -3507,9 +3537,9 @@ static int moei_next_group(moei_job *job, size_t room) {
     return 1;
 }
 
-static void moei_layer_experts(const moe_layer *layer, moe_layer_pass *p, moe_real *y, const moe_parallel *team) {
+static void moei_layer_experts(const moe_layer *layer, moe_layer_pass *p, const moei_chain *common, moe_real *y, const moe_parallel *team) {
     size_t experts = (size_t)layer->config.router.n_experts, room = moei_expert_rows(&layer->config, p->call.n_tokens);
-    moei_job job = moei_job_begin(layer, p, layer->config.expert);
+    moei_job job = moei_job_begin(layer, p, common);
     int last = 2 * moei_last_stage(job.chain.expert) + 2, step = moei_quantises(&job) ? 1 : 2;
     job.y = y;
     job.of = moei_tasks(team, &job.chain, p->routing.plan.rows > 0 ? experts * p->routing.plan.rows : p->routing.plan.offsets[experts], experts);
@@ -3570,10 +3600,12 @@ static void moei_shared_task(void *work, int index) {
 
 static void moei_layer_shared(const moe_layer *layer, moe_layer_pass *p, moe_real *y, const moe_parallel *team) {
     const moe_real *gate = layer->tensors[MOE_SHARED_SIGMOID];
+    moei_chain common;
     moei_job job;
     size_t t;
     if (layer->config.n_shared == 0) return;
-    job = moei_job_begin(layer, p, MOEI_SHARED);
+    common = moei_chain_begin(layer, MOEI_SHARED);
+    job = moei_job_begin(layer, p, &common);
     job.y = y;
     job.of = moei_tasks(team, &job.chain, p->call.n_tokens, 1);
     for (t = 0; t < p->call.n_tokens; t++)
@@ -3587,7 +3619,7 @@ static moe_status moei_layer_call_check(const moe_layer *layer, const moe_call *
     int place;
     if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
     if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
-    for (place = 0; place < MOE_LAYER_SLOTS; place++)
+    for (place = 0; layer->places >> place != 0; place++)
         if (!moei_place_is_set(place, layer->places, layer->tensors[place]) && !(layer->packed[place] != NULL && moei_uses_packed(layer, call)))
             return MOE_ERR_ARGUMENT;
     return MOE_OK;
@@ -3597,27 +3629,131 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     moei_layout l = moei_layout_begin(work);
     moe_layer_pass p;
     moe_parallel team;
+    moei_chain chain;
     moe_router router;
     moe_status status;
     if (layer == NULL || call == NULL || work == NULL || (call->n_tokens > 0 && y == NULL)) return MOE_ERR_ARGUMENT;
     status = moei_layer_call_check(layer, call);
     if (status != MOE_OK) return status;
-    moei_layer_layout(layer, call->n_tokens, call->n_past, moei_keeps(call), &l, &p);
+    chain = moei_chain_begin(layer, layer->config.expert);
+    moei_layer_layout(layer, &chain, call->n_tokens, call->n_past, moei_keeps(call), &l, &p);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     if (l.used > work_size) return MOE_ERR_SPACE;
     p.call = *call;
     p.x = call->x;
     team = moei_team(call);
     router = moei_layer_router(layer);
-    moei_layer_score_experts(layer, &p, &team);
+    moei_layer_score_experts(layer, &p, &chain, &team);
     status = moe_route(&router, &p.call, p.route_memory, p.route_size, &p.routing);
     if (status != MOE_OK) return status;
     if (call->n_tokens > 0) memset(y, 0, call->n_tokens * (size_t)layer->config.d_out * sizeof(moe_real));
-    moei_layer_experts(layer, &p, y, &team);
+    moei_layer_experts(layer, &p, &chain, y, &team);
     moei_layer_add_input(layer, &p, y);
     moei_layer_shared(layer, &p, y, &team);
     if (pass != NULL) *pass = p;
     return MOE_OK;
+}
+
+/* ==== the report on packed weights ================================================================================================== */
+
+enum { MOEI_PROBES = 64 }; /* tokens for an expert that the router leaves out */
+
+moe_status moe_layer_quantise_work_size(const moe_layer *layer, int type, size_t n_tokens, size_t *bytes) {
+    moei_layout l = moei_layout_begin(NULL);
+    moe_layer as_packed;
+    moe_layer_pass p;
+    moei_chain chain;
+    if (layer == NULL || bytes == NULL || type < 0 || type >= MOE_TYPE_COUNT) return MOE_ERR_ARGUMENT;
+    if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    as_packed = *layer;
+    as_packed.is_packed = 1, as_packed.packed_type = type;
+    chain = moei_chain_begin(&as_packed, layer->config.expert);
+    moei_layer_layout(&as_packed, &chain, n_tokens, 0, 0, &l, &p);
+    (void)moei_take_reals(&l, n_tokens, (size_t)layer->config.d_out);
+    if (l.overflow) return MOE_ERR_OVERFLOW;
+    *bytes = l.used;
+    return MOE_OK;
+}
+
+/* All stages of a chain in this thread. */
+static void moei_chain_forward(const moei_job *job, const moei_chain *chain, unsigned mask) {
+    int stage;
+    for (stage = 0; stage <= moei_last_stage(chain->expert); stage++) {
+        if (chain->packed && moei_quantises(job)) moei_quantise_share(job, chain, stage, mask, 0);
+        moei_stage_columns(chain, stage, mask, 0, moei_stage_width(chain, stage));
+    }
+}
+
+/* Runs expert e with the tensors, into exact [n,o], and with the packed weights. */
+static void moei_measure_expert(moei_job *job, size_t e, moe_real *exact, moe_quant_error *out) {
+    const moe_layer_pass *p = job->p;
+    const moe_entry *entries = p->routing.plan.entries + p->routing.plan.offsets[e];
+    moei_chain chain = job->chain;
+    size_t o = chain.width[MOE_NODE_OUTPUT], ld = chain.ld[MOE_NODE_OUTPUT], i, j;
+    double off = 0.0, all = 0.0;
+    int node;
+    out->rows = p->routing.plan.rows > 0 ? p->call.n_tokens : moei_entry_count(p, e);
+    chain.n = p->routing.plan.rows == 0 && out->rows > 0 ? out->rows : p->call.n_tokens < MOEI_PROBES ? p->call.n_tokens : (size_t)MOEI_PROBES;
+    if (chain.n > moei_expert_rows(&job->layer->config, p->call.n_tokens)) chain.n = moei_expert_rows(&job->layer->config, p->call.n_tokens);
+    chain.block = e, chain.x = p->rows, chain.ldx = moei_stride(job->layer, chain.d);
+    moei_quantised_rows(&chain, p, 0);
+    for (node = 0; node < MOE_NODE_COUNT; node++) chain.node[node] = p->node[node];
+    for (i = 0; i < chain.n; i++)
+        memcpy(p->rows + i * chain.ldx, p->x + (p->routing.plan.rows == 0 && out->rows > 0 ? (size_t)entries[i].token : i) * chain.d, chain.d * sizeof(moe_real));
+    chain.packed = 0;
+    moei_chain_forward(job, &chain, moei_ancestors(chain.expert, MOE_NODE_OUTPUT));
+    for (i = 0; i < chain.n; i++) memcpy(exact + i * o, chain.node[MOE_NODE_OUTPUT] + i * ld, o * sizeof(moe_real));
+    chain.packed = 1;
+    moei_chain_forward(job, &chain, moei_ancestors(chain.expert, MOE_NODE_OUTPUT));
+    for (i = 0; i < chain.n; i++)
+        for (j = 0; j < o; j++) {
+            double is = (double)exact[i * o + j], other = (double)chain.node[MOE_NODE_OUTPUT][i * ld + j] - is;
+            off += other * other, all += is * is;
+        }
+    out->output = all > 0.0 ? (moe_real)sqrt(off / all) : MOEI_R(0.0);
+}
+
+/* The report: packed is the layer with its packed weights. */
+static moe_status moei_measure(const moe_layer *packed, const moe_call *calibration, void *work, size_t work_size, moe_quant_error *errors) {
+    moe_layer plain = *packed;
+    moe_call call = *calibration;
+    moe_layer_pass routed, p;
+    moei_layout l = moei_layout_begin(work);
+    moei_chain chain;
+    moei_job job;
+    moe_real *y;
+    size_t e;
+    moe_status status;
+    call.training = call.keep = 0;
+    chain = moei_chain_begin(packed, packed->config.expert);
+    moei_layer_layout(packed, &chain, call.n_tokens, call.n_past, 0, &l, &p);
+    y = moei_take_reals(&l, call.n_tokens, (size_t)packed->config.d_out);
+    if (l.overflow) return MOE_ERR_OVERFLOW;
+    if (l.used > work_size) return MOE_ERR_SPACE;
+    plain.is_packed = 0;
+    status = moe_layer_forward(&plain, &call, y, work, work_size, &routed);
+    if (status != MOE_OK) return status;
+    p.call = routed.call, p.x = routed.x, p.routing = routed.routing; /* the routing lies first in both layouts */
+    job = moei_job_begin(packed, &p, &chain);
+    for (e = 0; e < (size_t)packed->config.router.n_experts; e++) moei_measure_expert(&job, e, y, errors + e);
+    return MOE_OK;
+}
+
+moe_status moe_layer_quantise(moe_layer *layer, int type, void *memory, size_t size, const moe_call *calibration, void *work, size_t work_size,
+                              moe_quant_error *errors, moe_error *error) {
+    moe_layer made;
+    moe_status status;
+    if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    if (errors != NULL && (calibration == NULL || work == NULL || calibration->n_tokens == 0))
+        return moei_error(error, MOE_ERR_ARGUMENT, "a report needs calibration with at least one token, and work");
+    made = *layer;
+    status = moe_layer_pack(&made, type, memory, size, error);
+    if (status == MOE_OK && errors != NULL) {
+        status = moei_measure(&made, calibration, work, work_size, errors);
+        if (status != MOE_OK) return moei_error(error, status, "the calibration batch: %s", moe_status_text(status));
+    }
+    if (status == MOE_OK) *layer = made;
+    return status;
 }
 
 /* ==== one call: backward ============================================================================================================ */
@@ -3729,7 +3865,8 @@ static void moei_expert_back_task(void *work, int index) {
 
 static void moei_experts_backward(const moe_layer *layer, moe_layer_pass *p, const moei_returned *back, moe_real *dx, const moe_parallel *team) {
     size_t experts = (size_t)layer->config.router.n_experts, room = moei_expert_rows(&layer->config, p->call.n_tokens);
-    moei_job job = moei_job_begin(layer, p, layer->config.expert);
+    moei_chain common = moei_chain_begin(layer, layer->config.expert);
+    moei_job job = moei_job_begin(layer, p, &common);
     int last = moei_last_stage(job.chain.expert) + 2;
     job.back = back, job.dx = dx;
     job.of = moei_tasks(team, &job.chain, 2 * (p->routing.plan.rows > 0 ? experts * p->routing.plan.rows : p->routing.plan.offsets[experts]), experts);
@@ -3756,10 +3893,12 @@ static void moei_add_input_backward(const moe_layer *layer, moe_layer_pass *p, c
 
 /* Back through the activations that the score read, for all experts and tokens. */
 static void moei_score_experts_backward(const moe_layer *layer, moe_layer_pass *p, moe_real *dx) {
+    moei_chain common;
     moei_job job;
     size_t e;
     if (moei_scored_node(&layer->config) < 0) return;
-    job = moei_job_begin(layer, p, layer->config.expert);
+    common = moei_chain_begin(layer, layer->config.expert);
+    job = moei_job_begin(layer, p, &common);
     for (e = 0; e < (size_t)layer->config.router.n_experts; e++) {
         moei_chain chain = moei_all_chain(&job, e);
         chain.d_x = dx;
@@ -3781,10 +3920,12 @@ static void moei_shared_backward(const moe_layer *layer, moe_layer_pass *p, cons
     moe_real *d_gate = layer->gradients[MOE_SHARED_SIGMOID];
     const moe_kernels *k = layer->kernels;
     size_t t, o = (size_t)layer->config.d_out, d = (size_t)layer->config.router.d_model;
+    moei_chain common;
     moei_job job;
     moei_chain chain;
     if (layer->config.n_shared == 0) return;
-    job = moei_job_begin(layer, p, MOEI_SHARED);
+    common = moei_chain_begin(layer, MOEI_SHARED);
+    job = moei_job_begin(layer, p, &common);
     job.dx = dx;
     chain = moei_shared_chain(&job);
     memset(chain.d_node[MOE_NODE_OUTPUT], 0, chain.n * o * sizeof(moe_real));
@@ -3809,7 +3950,8 @@ static moe_status moei_layer_backward(const moe_layer *layer, const moei_returne
     router = moei_layer_router(layer);
     scored = moei_scored_node(&layer->config);
     if (scored >= 0) {
-        moei_job job = moei_job_begin(layer, pass, layer->config.expert);
+        moei_chain common = moei_chain_begin(layer, layer->config.expert);
+        moei_job job = moei_job_begin(layer, pass, &common);
         for (e = 0; e < (size_t)layer->config.router.n_experts; e++) {
             moei_chain chain = moei_all_chain(&job, e);
             moei_zero_nodes(&chain);

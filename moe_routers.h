@@ -579,15 +579,10 @@ typedef struct moe_routing {
     int top_k;               /* K of this call, which a schedule may have changed */
     moe_plan plan;
     moe_real loss[MOE_LOSS_COUNT]; /* value of each loss, its factor included; 0 when off or not training */
+    moe_real bound_now; /* private: C_min of this call */
     /* Training only, else NULL. The caller of moe_route_backward fills the gradients of the entries' weights. */
     moe_real *d_weight_in, *d_weight_out; /* [entries of the plan] */
-    /* Private to moe_routers.h. */
-    moe_real *input, *input_factor, *clusters, *clean_logits, *clean_gate, *noise_raw, *noise_value, *unit, *keys, *key_terms, *block, *entropy, *hidden, *hidden_act, *query, *keyed, *lengths, *base_weights, *row, *column;
-    moe_real *student_logits, *d_student, bound_now, *past_u, *past_gate;
-    double *flow_cost;
-    unsigned char *flow_extra;
-    int32_t *order, *flow_mover;
-    moe_real *d_logits, *d_gate, *d_probabilities, *d_weights, *d_final, *d_unused, *d_clean, *d_clean_gate, *d_noise, *d_unit, *d_keys, *d_block, *d_input, *d_hidden, *d_query, *d_keyed;
+    void *memory; /* private: what moe_route was given */
 } moe_routing;
 
 struct moe_router;
@@ -611,6 +606,7 @@ typedef struct moe_router {
     moe_custom custom;        /* set by the caller where score or select is custom */
     const moe_kernels *kernels;
     uint64_t places;          /* private: bit i is set when the configuration has tensor i */
+    unsigned parts;           /* private: what calls of this configuration need beyond the common ones (MOEI_PART_) */
     const moe_real *tensors[MOE_ROUTER_SLOTS]; /* the caller's, by place; NULL where moe_router_slot finds none */
 } moe_router;
 
@@ -1141,20 +1137,49 @@ const moe_field *moe_router_fields(void) { return moei_router_fields; }
 
 /* ==== stages: one table row per value of a field ========================================================================== */
 
+/* What a router's configuration asks of every call, known once and for all: moe_router_init sets the bits, and calls pass by what is not
+   asked. */
+enum {
+    MOEI_PART_MEMORY = 1,    /* arrays beyond those that every call has */
+    MOEI_PART_MOVES = 2,     /* schedules, state or a capacity bound change the configuration from call to call */
+    MOEI_PART_SUPPLIES = 4,  /* the call must bring more than x */
+    MOEI_PART_NO_DECODING = 8
+};
+
+enum { MOEI_COLUMNS = 16 }; /* of a matrix that are turned into rows at a time: a cache line of floats */
+
+/* The arrays that a call keeps to itself, laid out behind those that it shows. Every call has the first five; of the others those that its
+   configuration needs. */
+typedef struct moei_scratch {
+    moe_real *column;       /* [N] */
+    moe_real *row;          /* [3, max(E, nodes)] */
+    int32_t *order;         /* [max(N, E + 1)] */
+    moe_real *base_weights; /* [N,max_choices] section_weights without the expert's own factor */
+    moe_real *input;        /* [N,d] */
+    moe_real *input_factor, *columns, *clusters, *clean_logits, *clean_gate, *noise_raw, *noise_value, *unit, *keys, *key_terms, *block;
+    moe_real *entropy, *hidden, *hidden_act, *query, *keyed, *lengths, *student_logits, *past_u, *past_gate;
+    double *flow_cost;
+    unsigned char *flow_extra;
+    int32_t *flow_mover;
+    moe_real *d_student, *d_logits, *d_gate, *d_probabilities, *d_weights, *d_final, *d_unused, *d_clean, *d_clean_gate, *d_noise, *d_unit;
+    moe_real *d_keys, *d_block, *d_input, *d_hidden, *d_query, *d_keyed;
+} moei_scratch;
+
 /* All that the stages of one call share. The gradients are there in the backward pass only. */
 typedef struct moei_pass {
     const moe_router *router;
-    moe_router_config effective; /* the configuration with what schedules make of it at this step */
-    const moe_router_config *c;  /* = &effective */
-    int frozen;                  /* past freeze_at */
-    moe_status status;           /* of a custom stage */
+    const moe_router_config *c; /* of the router, or effective */
     const moe_call *call;
     moe_routing *r;
     size_t n, experts, d;
-    size_t past, span;           /* refine: tokens before the call's, and with them; u and gate of all of these */
+    moe_status status; /* of a custom stage */
+    int frozen;        /* past freeze_at */
+    size_t past, span; /* refine: tokens before the call's, and with them; u and gate of all of these */
     const moe_real *all_u, *all_gate;
     moe_real *const *d_tensors;
     moe_real *d_nodes;
+    moei_scratch m;
+    moe_router_config effective; /* the configuration with what schedules make of it at this step, where it moves */
 } moei_pass;
 
 static int moei_is_real(const moe_call *call, size_t t) { return call->mask == NULL || call->mask[t] != 0; }
@@ -1196,22 +1221,25 @@ static void moei_freeze(moei_pass *s) {
 static void moei_schedule(moei_pass *s) {
     moe_router_config *c = &s->effective;
     const moe_real *state = moei_tensor(s, MOE_ROUTER_STEP), *l1 = moei_tensor(s, MOE_ROUTER_L1);
-    moe_real step = state != NULL && state[0] > MOEI_R(0.0) ? state[0] : MOEI_R(0.0), way = MOEI_R(0.0), *tau = moei_scheduled_tau(c);
-    int64_t steps = c->schedule_steps, at = step < (moe_real)c->schedule_steps ? (int64_t)step : steps;
+    moe_real step = state != NULL && state[0] > MOEI_R(0.0) ? state[0] : MOEI_R(0.0), way = MOEI_R(0.0), *tau;
+    int64_t steps, at;
+    *c = s->router->config;
+    s->c = c;
+    tau = moei_scheduled_tau(c);
+    steps = c->schedule_steps, at = step < (moe_real)c->schedule_steps ? (int64_t)step : steps;
     if (steps > 0) way = (moe_real)at / (moe_real)steps;
     if (c->k_end > 0) c->top_k = (int)((2 * c->top_k * steps + 2 * (c->k_end - c->top_k) * at + steps) / (2 * steps)); /* rounded */
     if (c->tau_schedule != MOE_TAU_NONE) *tau = *tau * (MOEI_R(1.0) - way) + c->tau_end * way;
     if (c->switch_at > 0 && step < (moe_real)c->switch_at) c->select = c->switch_from;
     if (l1 != NULL) c->loss_l1 = l1[0];
     if (c->freeze_at > 0 && step >= (moe_real)c->freeze_at) moei_freeze(s);
-    s->r->top_k = c->top_k;
 }
 
 /* ---- input: x -> u, one token -------------------------------------------------------------------------------------------- */
 
 /* xi, drawn once per call and kept for the way back. */
 static void moei_input_jitter(const moei_pass *s, size_t t, const moe_real *x, moe_real *u) {
-    moe_real *xi = s->r->input_factor + t * s->d, eps = s->c->jitter_eps;
+    moe_real *xi = s->m.input_factor + t * s->d, eps = s->c->jitter_eps;
     size_t q;
     for (q = 0; q < s->d; q++) {
         if (s->call->jitter != NULL) xi[q] = s->call->jitter[t * s->d + q];
@@ -1223,7 +1251,7 @@ static void moei_input_jitter(const moei_pass *s, size_t t, const moe_real *x, m
 static void moei_input_scaled_rms(const moei_pass *s, size_t t, const moe_real *x, moe_real *u) {
     moe_real shrink = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)s->d);
     size_t q;
-    moe_rms_norm(s->d, x, moei_tensor(s, MOE_ROUTER_INPUT_SCALE), MOEI_R(1e-6), u, s->r->input_factor + t);
+    moe_rms_norm(s->d, x, moei_tensor(s, MOE_ROUTER_INPUT_SCALE), MOEI_R(1e-6), u, s->m.input_factor + t);
     for (q = 0; q < s->d; q++) u[q] *= shrink;
 }
 
@@ -1257,9 +1285,9 @@ static void moei_input_sort(const moei_pass *s, int32_t *order, size_t *starts) 
 static void moei_cluster_sums(const moei_pass *s, const moe_real *h) {
     const int32_t *clusters = moei_clusters_of(s);
     size_t t;
-    memset(s->r->clusters, 0, s->experts * s->d * sizeof(moe_real));
+    memset(s->m.clusters, 0, s->experts * s->d * sizeof(moe_real));
     for (t = 0; t < s->n; t++)
-        if (clusters[t] >= 0) moe_axpy(s->router->kernels, s->d, MOEI_R(1.0), h + t * s->d, s->r->clusters + (size_t)clusters[t] * s->d);
+        if (clusters[t] >= 0) moe_axpy(s->router->kernels, s->d, MOEI_R(1.0), h + t * s->d, s->m.clusters + (size_t)clusters[t] * s->d);
 }
 
 /* s_kq of one cluster of at least two tokens in place of their sum. */
@@ -1304,7 +1332,7 @@ static void moei_paper_weights(moe_real *m, size_t d) {
 
 /* Mode code with mad: clamped to 10 times the mean of all, then divided by the mean over clusters, small clusters left out of both. */
 static void moei_code_weights(const moei_pass *s, const size_t *starts) {
-    moe_real *m = s->r->clusters, mean = MOEI_R(0.0), column;
+    moe_real *m = s->m.clusters, mean = MOEI_R(0.0), column;
     size_t k, q, used = 0;
     for (k = 0; k < s->experts; k++)
         for (q = 0; q < s->d && starts[k + 1] - starts[k] > 1; q++) mean += m[k * s->d + q];
@@ -1343,22 +1371,22 @@ static void moei_input_clusters(const moei_pass *s) {
     const moe_real *h = s->call->previous_input, *state = moei_tensor(s, MOE_ROUTER_AC_RUNNING);
     size_t *starts = s->r->plan.offsets, k, t; /* before there is a plan, its offsets are free */
     for (t = 0; t < s->n; t++) moei_clusters_of(s)[t] = moei_is_real(s->call, t) ? moei_cluster(s, t) : -1;
-    moei_fill(s->r->clusters + s->experts * s->d, s->d, MOEI_R(1.0));
+    moei_fill(s->m.clusters + s->experts * s->d, s->d, MOEI_R(1.0));
     if (state != NULL) {
-        memcpy(s->r->clusters, state, s->experts * s->d * sizeof(moe_real));
+        memcpy(s->m.clusters, state, s->experts * s->d * sizeof(moe_real));
         return;
     }
     if (s->c->ac_mode == MOE_AC_CODE) h = s->call->router_x != NULL ? s->call->router_x : s->call->x;
-    moei_input_sort(s, s->r->order, starts);
+    moei_input_sort(s, s->m.order, starts);
     moei_cluster_sums(s, h);
     for (k = 0; k < s->experts; k++) {
-        moe_real *m = s->r->clusters + k * s->d;
+        moe_real *m = s->m.clusters + k * s->d;
         size_t count = starts[k + 1] - starts[k];
         if (count < 2) {
             moei_fill(m, s->d, MOEI_R(1.0));
             continue;
         }
-        moei_cluster_spread(s, h, s->r->order + starts[k], count, m);
+        moei_cluster_spread(s, h, s->m.order + starts[k], count, m);
         moei_cluster_weights(s, m);
     }
     if (s->c->ac_mode == MOE_AC_CODE && s->c->ac_spread != MOE_SPREAD_VARIANCE && !(s->c->ac_lambda > MOEI_R(0.0))) moei_code_weights(s, starts);
@@ -1379,7 +1407,7 @@ static void moei_input_mix(const moei_pass *s, size_t t, moe_real *m) {
         }
         if (best == s->call->n_previous) break;
         last = weights[best], last_at = best;
-        moe_axpy(s->router->kernels, s->d, weights[best], s->r->clusters + (size_t)experts[best] * s->d, m);
+        moe_axpy(s->router->kernels, s->d, weights[best], s->m.clusters + (size_t)experts[best] * s->d, m);
         sum += weights[best];
     }
     for (q = 0; q < s->d; q++) m[q] = sum > MOEI_R(0.0) ? m[q] / sum : MOEI_R(1.0);
@@ -1387,12 +1415,12 @@ static void moei_input_mix(const moei_pass *s, size_t t, moe_real *m) {
 
 /* u_t = m_t * x_t. Training keeps m_t for the way back. */
 static void moei_input_clustered(const moei_pass *s, size_t t, const moe_real *x, moe_real *u) {
-    moe_real *kept = s->r->input_factor + t * s->d;
+    moe_real *kept = s->m.input_factor + t * s->d;
     const moe_real *m = kept;
     if (s->c->ac_mix > 1) moei_input_mix(s, t, kept);
     else {
         int32_t cluster = moei_clusters_of(s)[t];
-        m = s->r->clusters + (cluster < 0 ? s->experts : (size_t)cluster) * s->d;
+        m = s->m.clusters + (cluster < 0 ? s->experts : (size_t)cluster) * s->d;
         if (s->call->training) memcpy(kept, m, s->d * sizeof *m);
     }
     moe_multiply(s->router->kernels, s->d, x, m, u);
@@ -1400,7 +1428,7 @@ static void moei_input_clustered(const moei_pass *s, size_t t, const moe_real *x
 
 #ifndef MOE_NO_TRAIN
 static void moei_input_factor_backward(const moei_pass *s, size_t t, const moe_real *x, moe_real *du, moe_real *dx) {
-    const moe_real *xi = s->r->input_factor + t * s->d;
+    const moe_real *xi = s->m.input_factor + t * s->d;
     size_t q;
     (void)x;
     for (q = 0; q < s->d; q++) dx[q] += xi[q] * du[q];
@@ -1410,7 +1438,7 @@ static void moei_input_scaled_rms_backward(const moei_pass *s, size_t t, const m
     moe_real shrink = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)s->d);
     size_t q;
     for (q = 0; q < s->d; q++) du[q] *= shrink;
-    moe_rms_norm_backward(s->d, x, moei_tensor(s, MOE_ROUTER_INPUT_SCALE), s->r->input_factor[t], du, dx, moei_gradient(s, MOE_ROUTER_INPUT_SCALE));
+    moe_rms_norm_backward(s->d, x, moei_tensor(s, MOE_ROUTER_INPUT_SCALE), s->m.input_factor[t], du, dx, moei_gradient(s, MOE_ROUTER_INPUT_SCALE));
 }
 #define MOEI_BACKWARD(f) f
 #else
@@ -1457,16 +1485,16 @@ static void moei_score_linear(moei_pass *s) {
 static void moei_score_mlp(moei_pass *s) {
     const moe_kernels *k = s->router->kernels;
     size_t h = moei_router_hidden(s->c);
-    moei_affine(k, s->n, h, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_FC1_WEIGHT), moei_tensor(s, MOE_ROUTER_FC1_BIAS), s->r->hidden);
-    moe_activate(k, s->c->router_act, s->n * h, s->r->hidden, s->r->hidden_act);
-    moei_affine(k, s->n, s->experts, h, s->r->hidden_act, moei_tensor(s, MOE_ROUTER_FC2_WEIGHT), moei_tensor(s, MOE_ROUTER_FC2_BIAS),
+    moei_affine(k, s->n, h, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_FC1_WEIGHT), moei_tensor(s, MOE_ROUTER_FC1_BIAS), s->m.hidden);
+    moe_activate(k, s->c->router_act, s->n * h, s->m.hidden, s->m.hidden_act);
+    moei_affine(k, s->n, s->experts, h, s->m.hidden_act, moei_tensor(s, MOE_ROUTER_FC2_WEIGHT), moei_tensor(s, MOE_ROUTER_FC2_BIAS),
                 s->r->logits);
 }
 
 /* The width in which the cosine score compares, and the projected tokens. */
 static size_t moei_cosine_width(const moei_pass *s) { return s->c->cosine_dim > 0 ? (size_t)s->c->cosine_dim : s->d; }
 
-static const moe_real *moei_cosine_tokens(const moei_pass *s) { return s->c->cosine_dim > 0 ? s->r->hidden : s->r->u; }
+static const moe_real *moei_cosine_tokens(const moei_pass *s) { return s->c->cosine_dim > 0 ? s->m.hidden : s->r->u; }
 
 /* 1/|v|, or 0 for a vector shorter than 1e-12: it then has cosine 0 and passes no gradient. */
 static moe_real moei_inverse_length(const moe_kernels *k, const moe_real *v, size_t n) {
@@ -1492,8 +1520,8 @@ static void moei_score_cosine(moei_pass *s) {
     const moe_kernels *k = s->router->kernels;
     size_t width = moei_cosine_width(s), t, e;
     const moe_real *v = moei_cosine_tokens(s), *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
-    moe_real *token_inverse = s->r->lengths, *expert_inverse = s->r->lengths + s->n, over_tau = MOEI_R(1.0) / moei_tau(s);
-    if (s->c->cosine_dim > 0) moei_affine(k, s->n, width, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_PROJECTION), NULL, s->r->hidden);
+    moe_real *token_inverse = s->m.lengths, *expert_inverse = s->m.lengths + s->n, over_tau = MOEI_R(1.0) / moei_tau(s);
+    if (s->c->cosine_dim > 0) moei_affine(k, s->n, width, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_PROJECTION), NULL, s->m.hidden);
     for (t = 0; t < s->n; t++) token_inverse[t] = s->c->cosine_keep_length ? MOEI_R(1.0) : moei_inverse_length(k, v + t * width, width);
     for (e = 0; e < s->experts; e++) expert_inverse[e] = moei_inverse_length(k, w + e * width, width);
     moei_affine(k, s->n, s->experts, width, v, w, NULL, s->r->logits);
@@ -1544,13 +1572,13 @@ static void moei_score_attentive(moei_pass *s) {
     const moe_kernels *k = s->router->kernels;
     size_t h = s->call->node_width, t, e;
     moe_real scale = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)h);
-    moei_affine(k, s->n, h, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_FC1_WEIGHT), moei_tensor(s, MOE_ROUTER_FC1_BIAS), s->r->hidden);
-    moe_activate(k, s->c->router_act, s->n * h, s->r->hidden, s->r->hidden_act);
-    moei_affine(k, s->n, h, h, s->r->hidden_act, moei_tensor(s, MOE_ROUTER_QUERY), NULL, s->r->query);
-    moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, s->n, h, h, s->r->query, h, moei_tensor(s, MOE_ROUTER_KEY), h, s->r->keyed, h, 0);
+    moei_affine(k, s->n, h, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_FC1_WEIGHT), moei_tensor(s, MOE_ROUTER_FC1_BIAS), s->m.hidden);
+    moe_activate(k, s->c->router_act, s->n * h, s->m.hidden, s->m.hidden_act);
+    moei_affine(k, s->n, h, h, s->m.hidden_act, moei_tensor(s, MOE_ROUTER_QUERY), NULL, s->m.query);
+    moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, s->n, h, h, s->m.query, h, moei_tensor(s, MOE_ROUTER_KEY), h, s->m.keyed, h, 0);
     for (t = 0; t < s->n; t++)
         for (e = 0; e < s->experts; e++)
-            s->r->logits[t * s->experts + e] = scale * moe_dot(k, h, s->r->keyed + t * h, s->call->nodes + (e * s->n + t) * h);
+            s->r->logits[t * s->experts + e] = scale * moe_dot(k, h, s->m.keyed + t * h, s->call->nodes + (e * s->n + t) * h);
 }
 
 static void moei_score_competition(moei_pass *s) {
@@ -1590,15 +1618,15 @@ static moe_real moei_code_product(const moe_real *step, size_t bits, size_t e, s
 /* hidden: the codes [N,K m], then the mixing logits [N,K]; hidden_act: their steps and softmax. */
 static void moei_score_dselect(moei_pass *s) {
     size_t k = (size_t)s->router->config.top_k, bits = moei_code_bits(s->experts), all = s->n * k * bits, t, e, i;
-    moe_real *mix = s->r->hidden_act + all;
-    moei_affine(s->router->kernels, s->n, k * bits, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_CODES), NULL, s->r->hidden);
-    moei_affine(s->router->kernels, s->n, k, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_MIX), NULL, s->r->hidden + all);
-    for (i = 0; i < all; i++) s->r->hidden_act[i] = moei_smooth_step(s->r->hidden[i]);
+    moe_real *mix = s->m.hidden_act + all;
+    moei_affine(s->router->kernels, s->n, k * bits, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_CODES), NULL, s->m.hidden);
+    moei_affine(s->router->kernels, s->n, k, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_MIX), NULL, s->m.hidden + all);
+    for (i = 0; i < all; i++) s->m.hidden_act[i] = moei_smooth_step(s->m.hidden[i]);
     for (t = 0; t < s->n; t++) {
-        moe_softmax(s->router->kernels, k, s->r->hidden + all + t * k, MOEI_R(1.0), mix + t * k);
+        moe_softmax(s->router->kernels, k, s->m.hidden + all + t * k, MOEI_R(1.0), mix + t * k);
         for (e = 0; e < s->experts; e++) {
             moe_real sum = MOEI_R(0.0);
-            for (i = 0; i < k; i++) sum += mix[t * k + i] * moei_code_product(s->r->hidden_act + (t * k + i) * bits, bits, e, bits);
+            for (i = 0; i < k; i++) sum += mix[t * k + i] * moei_code_product(s->m.hidden_act + (t * k + i) * bits, bits, e, bits);
             s->r->logits[t * s->experts + e] = sum;
         }
     }
@@ -1612,7 +1640,7 @@ static void moei_score_custom(moei_pass *s) {
 #ifndef MOE_NO_TRAIN
 
 /* What the score made, before noise. */
-static const moe_real *moei_score_logits(const moei_pass *s) { return moei_is_noisy(s) ? s->r->clean_logits : s->r->logits; }
+static const moe_real *moei_score_logits(const moei_pass *s) { return moei_is_noisy(s) ? s->m.clean_logits : s->r->logits; }
 
 /* The backward pass of moei_affine: d_in += d_out W (d_in may be NULL), dW += d_out^T in, d_bias += column sums. */
 static void moei_affine_backward(const moe_kernels *k, size_t n, size_t m, size_t inner, const moe_real *in, const moe_real *w,
@@ -1625,24 +1653,24 @@ static void moei_affine_backward(const moe_kernels *k, size_t n, size_t m, size_
 }
 
 static void moei_score_linear_backward(moei_pass *s) {
-    moei_affine_backward(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_WEIGHT), s->r->d_logits, s->r->d_input,
+    moei_affine_backward(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_WEIGHT), s->m.d_logits, s->m.d_input,
                          moei_gradient(s, MOE_ROUTER_WEIGHT), moei_gradient(s, MOE_ROUTER_BIAS));
 }
 
 /* Frozen: the gradient passes through to the input and stops at the weights. */
 static void moei_score_random_backward(moei_pass *s) {
-    moei_affine_backward(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_WEIGHT), s->r->d_logits, s->r->d_input,
+    moei_affine_backward(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_WEIGHT), s->m.d_logits, s->m.d_input,
                          NULL, NULL);
 }
 
 static void moei_score_mlp_backward(moei_pass *s) {
     const moe_kernels *k = s->router->kernels;
     size_t h = moei_router_hidden(s->c);
-    memset(s->r->d_hidden, 0, s->n * h * sizeof(moe_real));
-    moei_affine_backward(k, s->n, s->experts, h, s->r->hidden_act, moei_tensor(s, MOE_ROUTER_FC2_WEIGHT), s->r->d_logits, s->r->d_hidden,
+    memset(s->m.d_hidden, 0, s->n * h * sizeof(moe_real));
+    moei_affine_backward(k, s->n, s->experts, h, s->m.hidden_act, moei_tensor(s, MOE_ROUTER_FC2_WEIGHT), s->m.d_logits, s->m.d_hidden,
                          moei_gradient(s, MOE_ROUTER_FC2_WEIGHT), moei_gradient(s, MOE_ROUTER_FC2_BIAS));
-    moe_activate_backward(k, s->c->router_act, s->n * h, s->r->hidden, s->r->d_hidden, s->r->d_hidden);
-    moei_affine_backward(k, s->n, h, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_FC1_WEIGHT), s->r->d_hidden, s->r->d_input,
+    moe_activate_backward(k, s->c->router_act, s->n * h, s->m.hidden, s->m.d_hidden, s->m.d_hidden);
+    moei_affine_backward(k, s->n, h, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_FC1_WEIGHT), s->m.d_hidden, s->m.d_input,
                          moei_gradient(s, MOE_ROUTER_FC1_WEIGHT), moei_gradient(s, MOE_ROUTER_FC1_BIAS));
 }
 
@@ -1653,15 +1681,15 @@ static void moei_score_cosine_backward(moei_pass *s) {
     const moe_kernels *k = s->router->kernels;
     size_t width = moei_cosine_width(s), t, e;
     const moe_real *v = moei_cosine_tokens(s), *w = moei_tensor(s, MOE_ROUTER_WEIGHT);
-    const moe_real *a = s->r->lengths, *b = s->r->lengths + s->n;
-    moe_real tau = moei_tau(s), d_tau = MOEI_R(0.0), *d_v = s->c->cosine_dim > 0 ? s->r->d_hidden : s->r->d_input;
+    const moe_real *a = s->m.lengths, *b = s->m.lengths + s->n;
+    moe_real tau = moei_tau(s), d_tau = MOEI_R(0.0), *d_v = s->c->cosine_dim > 0 ? s->m.d_hidden : s->m.d_input;
     moe_real *d_w = moei_gradient(s, MOE_ROUTER_WEIGHT);
     const moe_real *clean = moei_score_logits(s);
     if (s->c->cosine_dim > 0) memset(d_v, 0, s->n * width * sizeof(moe_real));
     for (t = 0; t < s->n; t++) {
         moe_real along = MOEI_R(0.0);
         for (e = 0; e < s->experts; e++) {
-            moe_real *dz = s->r->d_logits + t * s->experts + e, dz_z = *dz * clean[t * s->experts + e];
+            moe_real *dz = s->m.d_logits + t * s->experts + e, dz_z = *dz * clean[t * s->experts + e];
             if (d_w != NULL) moe_axpy(k, width, -(dz_z * b[e] * b[e]), w + e * width, d_w + e * width);
             along += dz_z;
             *dz *= a[t] * b[e] / tau;
@@ -1669,10 +1697,10 @@ static void moei_score_cosine_backward(moei_pass *s) {
         d_tau -= along / tau;
         if (!s->c->cosine_keep_length) moe_axpy(k, width, -(along * a[t] * a[t]), v + t * width, d_v + t * width);
     }
-    moei_affine_backward(k, s->n, s->experts, width, v, w, s->r->d_logits, d_v, d_w, NULL);
+    moei_affine_backward(k, s->n, s->experts, width, v, w, s->m.d_logits, d_v, d_w, NULL);
     if (s->c->cosine_learn_tau && moei_gradient(s, MOE_ROUTER_TEMPERATURE) != NULL) moei_gradient(s, MOE_ROUTER_TEMPERATURE)[0] += d_tau;
     if (s->c->cosine_dim > 0)
-        moei_affine_backward(k, s->n, width, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_PROJECTION), d_v, s->r->d_input,
+        moei_affine_backward(k, s->n, width, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_PROJECTION), d_v, s->m.d_input,
                              moei_gradient(s, MOE_ROUTER_PROJECTION), NULL);
 }
 
@@ -1696,7 +1724,7 @@ static void moei_score_norm_backward(moei_pass *s) {
         for (t = 0; t < s->n; t++) {
             if (!moei_is_real(s->call, t)) continue;
             row = (e * s->n + t) * width;
-            moei_score_norm_slope(s->c->norm_order, s->call->nodes + row, width, s->r->d_logits[t * s->experts + e], s->d_nodes + row);
+            moei_score_norm_slope(s->c->norm_order, s->call->nodes + row, width, s->m.d_logits[t * s->experts + e], s->d_nodes + row);
         }
 }
 
@@ -1705,8 +1733,8 @@ static void moei_score_grap_backward(moei_pass *s) {
     size_t block = s->d / s->experts, t, e, q;
     moe_real over = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)block);
     for (t = 0; t < s->n; t++) {
-        const moe_real *u = s->r->u + t * s->d, *dz = s->r->d_logits + t * s->experts, *z = moei_score_logits(s) + t * s->experts;
-        moe_real *du = s->r->d_input + t * s->d, inverse = s->c->grap_cosine ? moei_inverse_length(s->router->kernels, u, s->d) : MOEI_R(0.0), along = MOEI_R(0.0);
+        const moe_real *u = s->r->u + t * s->d, *dz = s->m.d_logits + t * s->experts, *z = moei_score_logits(s) + t * s->experts;
+        moe_real *du = s->m.d_input + t * s->d, inverse = s->c->grap_cosine ? moei_inverse_length(s->router->kernels, u, s->d) : MOEI_R(0.0), along = MOEI_R(0.0);
         moe_real share = s->c->grap_cosine ? inverse * over : MOEI_R(1.0) / (moe_real)block;
         for (e = 0; e < s->experts; e++) {
             along += dz[e] * z[e];
@@ -1721,23 +1749,23 @@ static void moei_score_attentive_backward(moei_pass *s) {
     const moe_kernels *k = s->router->kernels;
     size_t h = s->call->node_width, t, e;
     moe_real scale = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)h), *d_key = moei_gradient(s, MOE_ROUTER_KEY);
-    memset(s->r->d_keyed, 0, s->n * h * sizeof(moe_real));
+    memset(s->m.d_keyed, 0, s->n * h * sizeof(moe_real));
     for (t = 0; t < s->n; t++)
         for (e = 0; e < s->experts; e++) {
             size_t node = (e * s->n + t) * h;
-            moe_real dz = s->r->d_logits[t * s->experts + e] * scale;
+            moe_real dz = s->m.d_logits[t * s->experts + e] * scale;
             if (!moei_is_real(s->call, t)) continue;
-            moe_axpy(k, h, dz, s->call->nodes + node, s->r->d_keyed + t * h);
-            if (s->d_nodes != NULL) moe_axpy(k, h, dz, s->r->keyed + t * h, s->d_nodes + node);
+            moe_axpy(k, h, dz, s->call->nodes + node, s->m.d_keyed + t * h);
+            if (s->d_nodes != NULL) moe_axpy(k, h, dz, s->m.keyed + t * h, s->d_nodes + node);
         }
     /* keyed = query W_K */
-    if (d_key != NULL) moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, h, h, s->n, s->r->query, h, s->r->d_keyed, h, d_key, h, 1);
-    moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, s->n, h, h, s->r->d_keyed, h, moei_tensor(s, MOE_ROUTER_KEY), h, s->r->d_query, h, 0);
-    memset(s->r->d_hidden, 0, s->n * h * sizeof(moe_real));
-    moei_affine_backward(k, s->n, h, h, s->r->hidden_act, moei_tensor(s, MOE_ROUTER_QUERY), s->r->d_query, s->r->d_hidden,
+    if (d_key != NULL) moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, h, h, s->n, s->m.query, h, s->m.d_keyed, h, d_key, h, 1);
+    moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, s->n, h, h, s->m.d_keyed, h, moei_tensor(s, MOE_ROUTER_KEY), h, s->m.d_query, h, 0);
+    memset(s->m.d_hidden, 0, s->n * h * sizeof(moe_real));
+    moei_affine_backward(k, s->n, h, h, s->m.hidden_act, moei_tensor(s, MOE_ROUTER_QUERY), s->m.d_query, s->m.d_hidden,
                          moei_gradient(s, MOE_ROUTER_QUERY), NULL);
-    moe_activate_backward(k, s->c->router_act, s->n * h, s->r->hidden, s->r->d_hidden, s->r->d_hidden);
-    moei_affine_backward(k, s->n, h, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_FC1_WEIGHT), s->r->d_hidden, s->r->d_input,
+    moe_activate_backward(k, s->c->router_act, s->n * h, s->m.hidden, s->m.d_hidden, s->m.d_hidden);
+    moei_affine_backward(k, s->n, h, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_FC1_WEIGHT), s->m.d_hidden, s->m.d_input,
                          moei_gradient(s, MOE_ROUTER_FC1_WEIGHT), moei_gradient(s, MOE_ROUTER_FC1_BIAS));
 }
 
@@ -1747,7 +1775,7 @@ static void moei_score_competition_backward(moei_pass *s) {
     for (e = 0; e < s->experts; e++)
         for (t = 0; t < s->n; t++) {
             size_t row = (e * s->n + t) * width;
-            moe_real dz = s->r->d_logits[t * s->experts + e] / (moe_real)width;
+            moe_real dz = s->m.d_logits[t * s->experts + e] / (moe_real)width;
             if (!moei_is_real(s->call, t)) continue;
             for (q = 0; q < width; q++) s->d_nodes[row + q] += dz * moe_sigmoid(s->call->nodes[row + q]);
         }
@@ -1756,27 +1784,27 @@ static void moei_score_competition_backward(moei_pass *s) {
 static void moei_score_dselect_backward(moei_pass *s) {
     const moe_kernels *kernels = s->router->kernels;
     size_t k = (size_t)s->router->config.top_k, bits = moei_code_bits(s->experts), all = s->n * k * bits, t, e, i, j;
-    for (i = 0; i < all + s->n * k; i++) s->r->d_hidden[i] = MOEI_R(0.0);
+    for (i = 0; i < all + s->n * k; i++) s->m.d_hidden[i] = MOEI_R(0.0);
     for (t = 0; t < s->n; t++) {
-        const moe_real *mix = s->r->hidden_act + all + t * k, *dz = s->r->d_logits + t * s->experts;
+        const moe_real *mix = s->m.hidden_act + all + t * k, *dz = s->m.d_logits + t * s->experts;
         for (i = 0; i < k; i++) {
-            const moe_real *step = s->r->hidden_act + (t * k + i) * bits, *code = s->r->hidden + (t * k + i) * bits;
-            moe_real *d_code = s->r->d_hidden + (t * k + i) * bits, *d_mix = s->r->query + t * k + i; /* d softmax */
+            const moe_real *step = s->m.hidden_act + (t * k + i) * bits, *code = s->m.hidden + (t * k + i) * bits;
+            moe_real *d_code = s->m.d_hidden + (t * k + i) * bits, *d_mix = s->m.query + t * k + i; /* d softmax */
             for (e = 0, *d_mix = MOEI_R(0.0); e < s->experts; e++) {
                 *d_mix += dz[e] * moei_code_product(step, bits, e, bits);
                 for (j = 0; j < bits; j++) d_code[j] += (e >> j & 1u ? dz[e] : -dz[e]) * mix[i] * moei_code_product(step, bits, e, j);
             }
             for (j = 0; j < bits; j++) d_code[j] *= MOEI_F(fabs)(code[j]) < MOEI_R(0.5) ? MOEI_R(1.5) - MOEI_R(6.0) * code[j] * code[j] : MOEI_R(0.0);
         }
-        moe_softmax_backward(k, mix, s->r->query + t * k, MOEI_R(1.0), s->r->d_hidden + all + t * k);
+        moe_softmax_backward(k, mix, s->m.query + t * k, MOEI_R(1.0), s->m.d_hidden + all + t * k);
     }
-    moei_affine_backward(kernels, s->n, k * bits, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_CODES), s->r->d_hidden, s->r->d_input, moei_gradient(s, MOE_ROUTER_CODES), NULL);
-    moei_affine_backward(kernels, s->n, k, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_MIX), s->r->d_hidden + all, s->r->d_input, moei_gradient(s, MOE_ROUTER_MIX), NULL);
+    moei_affine_backward(kernels, s->n, k * bits, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_CODES), s->m.d_hidden, s->m.d_input, moei_gradient(s, MOE_ROUTER_CODES), NULL);
+    moei_affine_backward(kernels, s->n, k, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_MIX), s->m.d_hidden + all, s->m.d_input, moei_gradient(s, MOE_ROUTER_MIX), NULL);
 }
 
 static void moei_score_custom_backward(moei_pass *s) {
     if (s->router->custom.score_backward != NULL)
-        s->status = s->router->custom.score_backward(s->router->custom.ctx, s->router, s->call, s->r->u, s->r->d_logits, s->r->d_input);
+        s->status = s->router->custom.score_backward(s->router->custom.ctx, s->router, s->call, s->r->u, s->m.d_logits, s->m.d_input);
 }
 
 #endif
@@ -1804,7 +1832,7 @@ static const moei_score moei_scores[MOE_SCORE_COUNT] = {
 
 /* The scale of the noise at cell i of [N,E]. */
 static moe_real moei_noise_scale(const moei_pass *s, size_t i) {
-    if (s->c->noise == MOE_NOISE_NOISY_TOPK) return moe_softplus(s->r->noise_raw[i]) + s->c->noise_floor;
+    if (s->c->noise == MOE_NOISE_NOISY_TOPK) return moe_softplus(s->m.noise_raw[i]) + s->c->noise_floor;
     return s->c->noise == MOE_NOISE_GAUSSIAN ? s->c->noise_sigma : MOEI_R(1.0);
 }
 
@@ -1821,12 +1849,12 @@ static void moei_route_noise(moei_pass *s) {
     size_t cells = s->n * s->experts, i;
     if (!moei_is_noisy(s)) return;
     if (s->c->noise == MOE_NOISE_NOISY_TOPK)
-        moei_affine(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_NOISE_WEIGHT), NULL, s->r->noise_raw);
-    memcpy(s->r->clean_logits, s->r->logits, cells * sizeof(moe_real));
+        moei_affine(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_NOISE_WEIGHT), NULL, s->m.noise_raw);
+    memcpy(s->m.clean_logits, s->r->logits, cells * sizeof(moe_real));
     for (i = 0; i < cells; i++) {
         moe_real n = s->call->noise != NULL ? s->call->noise[i] : moei_noise_draw(s);
         if (!moei_is_real(s->call, i / s->experts)) n = MOEI_R(0.0);
-        s->r->noise_value[i] = n;
+        s->m.noise_value[i] = n;
         s->r->logits[i] += s->call->noise != NULL && s->c->noise != MOE_NOISE_NOISY_TOPK ? n : n * moei_noise_scale(s, i);
     }
 }
@@ -1837,39 +1865,44 @@ static void moei_noise_backward(moei_pass *s) {
     size_t cells = s->n * s->experts, i;
     if (!moei_is_noisy(s)) return;
     for (i = 0; i < cells; i++) {
-        moe_real d = s->r->d_logits[i];
-        s->r->d_logits[i] += s->r->d_clean[i];
-        s->r->d_noise[i] = (s->r->d_noise[i] + d * s->r->noise_value[i]) * (s->c->noise == MOE_NOISE_NOISY_TOPK ? moe_sigmoid(s->r->noise_raw[i]) : MOEI_R(0.0));
-        if (!moei_is_real(s->call, i / s->experts)) s->r->d_noise[i] = MOEI_R(0.0);
+        moe_real d = s->m.d_logits[i];
+        s->m.d_logits[i] += s->m.d_clean[i];
+        s->m.d_noise[i] = (s->m.d_noise[i] + d * s->m.noise_value[i]) * (s->c->noise == MOE_NOISE_NOISY_TOPK ? moe_sigmoid(s->m.noise_raw[i]) : MOEI_R(0.0));
+        if (!moei_is_real(s->call, i / s->experts)) s->m.d_noise[i] = MOEI_R(0.0);
     }
     if (s->c->noise == MOE_NOISE_NOISY_TOPK)
-        moei_affine_backward(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_NOISE_WEIGHT), s->r->d_noise,
-                             s->r->d_input, moei_gradient(s, MOE_ROUTER_NOISE_WEIGHT), NULL);
+        moei_affine_backward(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_NOISE_WEIGHT), s->m.d_noise,
+                             s->m.d_input, moei_gradient(s, MOE_ROUTER_NOISE_WEIGHT), NULL);
 }
 #endif
 
-/* ---- gate: z -> r, one row of E values -------------------------------------------------------------------------------------- */
+/* ---- gate: z -> r, forward for rows of E values, backward for one ------------------------------------------------------------- */
 
-static void moei_gate_softmax(const moei_pass *s, const moe_real *z, moe_real *r) {
-    moe_softmax(s->router->kernels, s->experts, z, s->c->gate_temperature, r);
+static void moei_gate_softmax(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) {
+    void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y) = s->router->kernels->softmax;
+    size_t t, columns = s->experts;
+    for (t = 0; t < rows; t++) softmax(columns, z + t * columns, s->c->gate_temperature, r + t * columns);
 }
 
-static void moei_gate_sigmoid(const moei_pass *s, const moe_real *z, moe_real *r) {
-    size_t e;
-    for (e = 0; e < s->experts; e++) r[e] = moe_sigmoid(z[e] / s->c->gate_temperature);
+static void moei_gate_sigmoid(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) {
+    size_t i, n = rows * s->experts;
+    for (i = 0; i < n; i++) r[i] = z[i] / s->c->gate_temperature;
+    moe_activate(s->router->kernels, MOE_ACT_SIGMOID, n, r, r);
 }
 
-static void moei_gate_sqrt_softplus(const moei_pass *s, const moe_real *z, moe_real *r) {
-    size_t e;
-    for (e = 0; e < s->experts; e++) r[e] = MOEI_F(sqrt)(moe_softplus(z[e]));
+static void moei_gate_sqrt_softplus(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) {
+    size_t i;
+    for (i = 0; i < rows * s->experts; i++) r[i] = MOEI_F(sqrt)(moe_softplus(z[i]));
 }
 
-static void moei_gate_relu(const moei_pass *s, const moe_real *z, moe_real *r) {
-    size_t e;
-    for (e = 0; e < s->experts; e++) r[e] = z[e] > MOEI_R(0.0) ? z[e] : MOEI_R(0.0);
+static void moei_gate_relu(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) {
+    size_t i;
+    for (i = 0; i < rows * s->experts; i++) r[i] = z[i] > MOEI_R(0.0) ? z[i] : MOEI_R(0.0);
 }
 
-static void moei_gate_identity(const moei_pass *s, const moe_real *z, moe_real *r) { memcpy(r, z, s->experts * sizeof(moe_real)); }
+static void moei_gate_identity(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) {
+    memcpy(r, z, rows * s->experts * sizeof(moe_real));
+}
 
 #ifndef MOE_NO_TRAIN
 
@@ -1905,7 +1938,7 @@ static void moei_gate_identity_backward(const moei_pass *s, const moe_real *z, c
 #endif
 
 typedef struct moei_gate {
-    void (*forward)(const moei_pass *s, const moe_real *z, moe_real *r);
+    void (*forward)(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r);
     void (*backward)(const moei_pass *s, const moe_real *z, const moe_real *r, const moe_real *dr, moe_real *dz);
     int sums_to_one;
     int select_by_logits; /* r rises with z but may saturate: the logits decide, and there are no ties */
@@ -1941,8 +1974,8 @@ static moe_real moei_attention_entropy(const moei_pass *s, size_t h, size_t i, s
     const moe_real *row = moei_attention_row(s, h, i, from);
     size_t seen = (s->c->causal ? i + 1 : to) - from, j;
     if (s->call->mask == NULL) return moe_entropy(s->router->kernels, seen, row);
-    for (j = 0; j < seen; j++) s->r->column[j] = moei_refine_is_real(s, from + j) ? row[j] : MOEI_R(0.0);
-    return moe_entropy(s->router->kernels, seen, s->r->column);
+    for (j = 0; j < seen; j++) s->m.column[j] = moei_refine_is_real(s, from + j) ? row[j] : MOEI_R(0.0);
+    return moe_entropy(s->router->kernels, seen, s->m.column);
 }
 
 /* The heads [first, end) that refine the sequence of tokens [from, to). */
@@ -1962,12 +1995,12 @@ static void moei_refine_heads(const moei_pass *s, size_t from, size_t to, size_t
 }
 
 static const moe_real *moei_refine_queries(const moei_pass *s) {
-    return s->c->refine == MOE_REFINE_SIMILARITY && s->c->similarity_scale == MOE_SIMILARITY_L2 ? s->r->unit : s->all_u;
+    return s->c->refine == MOE_REFINE_SIMILARITY && s->c->similarity_scale == MOE_SIMILARITY_L2 ? s->m.unit : s->all_u;
 }
 
 static const moe_real *moei_refine_keys(const moei_pass *s, size_t head) {
     if (s->c->refine == MOE_REFINE_ATTENTION) return s->call->attention_outputs + head * s->span * s->d;
-    return s->c->similarity_learned ? s->r->keys : moei_refine_queries(s);
+    return s->c->similarity_learned ? s->m.keys : moei_refine_queries(s);
 }
 
 /* What the product of query and key is multiplied by. */
@@ -1983,32 +2016,32 @@ static void moei_refine_gather(moei_pass *s) {
     s->past = s->call->n_past, s->span = s->past + s->n;
     s->all_u = u, s->all_gate = s->r->gate;
     if (s->past == 0) return;
-    memcpy(s->r->past_u, s->call->past_u, s->past * s->d * sizeof(moe_real));
-    memcpy(s->r->past_u + s->past * s->d, u, s->n * s->d * sizeof(moe_real));
-    memcpy(s->r->past_gate, s->call->past_gate, s->past * s->experts * sizeof(moe_real));
-    memcpy(s->r->past_gate + s->past * s->experts, s->r->gate, s->n * s->experts * sizeof(moe_real));
-    s->all_u = s->r->past_u, s->all_gate = s->r->past_gate;
+    memcpy(s->m.past_u, s->call->past_u, s->past * s->d * sizeof(moe_real));
+    memcpy(s->m.past_u + s->past * s->d, u, s->n * s->d * sizeof(moe_real));
+    memcpy(s->m.past_gate, s->call->past_gate, s->past * s->experts * sizeof(moe_real));
+    memcpy(s->m.past_gate + s->past * s->experts, s->r->gate, s->n * s->experts * sizeof(moe_real));
+    s->all_u = s->m.past_u, s->all_gate = s->m.past_gate;
 }
 
 /* Unit vectors, keys and entropies: once per call. */
 static void moei_refine_prepare(const moei_pass *s) {
     const moe_kernels *k = s->router->kernels;
     size_t t, q;
-    for (t = 0; t < s->span && s->r->entropy != NULL; t++) s->r->entropy[t] = moe_entropy(k, s->experts, s->all_gate + t * s->experts);
-    for (t = 0; t < s->span && s->r->unit != NULL; t++) {
+    for (t = 0; t < s->span && s->m.entropy != NULL; t++) s->m.entropy[t] = moe_entropy(k, s->experts, s->all_gate + t * s->experts);
+    for (t = 0; t < s->span && s->m.unit != NULL; t++) {
         moe_real inverse = moei_inverse_length(k, s->all_u + t * s->d, s->d);
-        for (q = 0; q < s->d; q++) s->r->unit[t * s->d + q] = s->all_u[t * s->d + q] * inverse;
+        for (q = 0; q < s->d; q++) s->m.unit[t * s->d + q] = s->all_u[t * s->d + q] * inverse;
     }
-    if (s->r->keys != NULL)
-        moei_affine(k, s->span, s->d, s->d, moei_refine_queries(s), moei_tensor(s, MOE_ROUTER_SIMILARITY), NULL, s->r->keys);
+    if (s->m.keys != NULL)
+        moei_affine(k, s->span, s->d, s->d, moei_refine_queries(s), moei_tensor(s, MOE_ROUTER_SIMILARITY), NULL, s->m.keys);
 }
 
 /* |o|^2 / 2 of the keys of one head in the sequence [from, to). */
 static void moei_refine_key_terms(const moei_pass *s, size_t head, size_t from, size_t to) {
     size_t t;
-    for (t = from; t < to && s->r->key_terms != NULL; t++) {
+    for (t = from; t < to && s->m.key_terms != NULL; t++) {
         const moe_real *o = s->call->attention_outputs + (head * s->span + t) * s->d;
-        s->r->key_terms[head * s->span + t] = moei_refine_is_real(s, t) ? moe_dot(s->router->kernels, s->d, o, o) / MOEI_R(2.0) : MOEI_R(0.0);
+        s->m.key_terms[head * s->span + t] = moei_refine_is_real(s, t) ? moe_dot(s->router->kernels, s->d, o, o) / MOEI_R(2.0) : MOEI_R(0.0);
     }
 }
 
@@ -2034,7 +2067,7 @@ static void moei_refine_hide(const moei_pass *s, size_t i, size_t from, size_t s
     size_t j;
     if (s->call->mask == NULL && !s->c->lower_entropy_only) return;
     for (j = 0; j < seen; j++)
-        if (!moei_refine_is_real(s, from + j) || (s->c->lower_entropy_only && s->r->entropy[from + j] > s->r->entropy[i])) row[j] = -MOEI_INFINITY;
+        if (!moei_refine_is_real(s, from + j) || (s->c->lower_entropy_only && s->m.entropy[from + j] > s->m.entropy[i])) row[j] = -MOEI_INFINITY;
 }
 
 /* E of one row, (end - first) stretches of span numbers; returns Z, 0 when nobody takes part. */
@@ -2046,7 +2079,7 @@ static moe_real moei_refine_row(const moei_pass *s, size_t i, size_t from, size_
         moe_real *a = row + (h - first) * span;
         moei_refine_hide(s, i, from, seen, a);
         if (s->c->refine == MOE_REFINE_SIMILARITY) top = moe_log_posterior(k, seen, scale, NULL, NULL, a);
-        else top = moe_log_posterior(k, seen, scale, s->r->key_terms + h * s->span + from, moei_attention_row(s, h, i, from), a);
+        else top = moe_log_posterior(k, seen, scale, s->m.key_terms + h * s->span + from, moei_attention_row(s, h, i, from), a);
         if (top > max) max = top;
     }
     max = moei_softmax_shift(max);
@@ -2062,11 +2095,11 @@ static moe_real moei_refine_row(const moei_pass *s, size_t i, size_t from, size_
 static void moei_refine_block(const moei_pass *s, size_t at, size_t rows, size_t from, size_t span, size_t first, size_t end, moe_real *sums) {
     size_t width = (end - first) * span, h, i;
     for (h = first; h < end; h++)
-        moei_refine_products(s, at, rows, from, span, moei_refine_keys(s, h), s->r->block + (h - first) * span, width);
+        moei_refine_products(s, at, rows, from, span, moei_refine_keys(s, h), s->m.block + (h - first) * span, width);
     for (i = 0; i < rows; i++) {
         sums[i] = MOEI_R(0.0);
-        if (moei_refine_is_real(s, at + i)) sums[i] = moei_refine_row(s, at + i, from, span, first, end, s->r->block + i * width);
-        else memset(s->r->block + i * width, 0, width * sizeof(moe_real));
+        if (moei_refine_is_real(s, at + i)) sums[i] = moei_refine_row(s, at + i, from, span, first, end, s->m.block + i * width);
+        else memset(s->m.block + i * width, 0, width * sizeof(moe_real));
     }
 }
 
@@ -2081,7 +2114,7 @@ static void moei_refine_sequence(const moei_pass *s, size_t from, size_t to) {
         span = moei_refine_span(s, at, rows, from, to);
         moei_refine_block(s, at, rows, from, span, first, end, sums);
         for (h = first; h < end; h++)
-            moe_matmul(s->router->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, experts, span, s->r->block + (h - first) * span, (end - first) * span,
+            moe_matmul(s->router->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, experts, span, s->m.block + (h - first) * span, (end - first) * span,
                        s->all_gate + from * experts, experts, p, experts, h > first);
         for (i = 0; i < rows; i++, p += experts) {
             if (!(sums[i] > MOEI_R(0.0))) memcpy(p, s->all_gate + (at + i) * experts, experts * sizeof(moe_real));
@@ -2127,7 +2160,7 @@ static void moei_refine_products_backward(const moei_pass *s, size_t at, size_t 
     const moe_kernels *k = s->router->kernels;
     size_t run, length, d = s->d;
     for (run = from; (length = moei_real_run(s, &run, from + span)) > 0; run += length)
-        moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, d, length, d_a + (run - from), width, keys + run * d, d, s->r->d_unit + at * d, d, 1);
+        moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, d, length, d_a + (run - from), width, keys + run * d, d, s->m.d_unit + at * d, d, 1);
     for (run = at; d_keys != NULL && (length = moei_real_run(s, &run, at + rows)) > 0; run += length)
         moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, span, d, length, d_a + (run - at) * width, width, moei_refine_queries(s) + run * d, d, d_keys + from * d, d, 1);
 }
@@ -2136,8 +2169,8 @@ static void moei_refine_products_backward(const moei_pass *s, size_t at, size_t 
 static void moei_refine_block_backward(const moei_pass *s, size_t rows, size_t width, const moe_real *sums) {
     size_t i, j;
     for (i = 0; i < rows; i++) {
-        const moe_real *row = s->r->block + i * width;
-        moe_real *d_row = s->r->d_block + i * width, along, most;
+        const moe_real *row = s->m.block + i * width;
+        moe_real *d_row = s->m.d_block + i * width, along, most;
         for (j = 0; j + 1 < width && row[j] < MOEI_R(1.0);) j++; /* where S is largest */
         for (most = d_row[j], j = 0; j < width; j++) d_row[j] -= most; /* changes nothing but the rounding: a sure row cancels almost all of dS */
         along = moe_dot(s->router->kernels, width, row, d_row) / sums[i];
@@ -2148,7 +2181,7 @@ static void moei_refine_block_backward(const moei_pass *s, size_t rows, size_t w
 /* What da of one head, rows of width apart, means for A and for |o|^2 / 2. */
 static void moei_refine_attention_backward(const moei_pass *s, size_t head, size_t at, size_t rows, size_t from, size_t span, const moe_real *d_a,
                                            size_t width) {
-    moe_real *columns = s->r->column, *d_o = s->call->d_attention_outputs; /* columns: sum over rows of da */
+    moe_real *columns = s->m.column, *d_o = s->call->d_attention_outputs; /* columns: sum over rows of da */
     size_t i, j;
     memset(columns, 0, span * sizeof(moe_real));
     for (i = 0; i < rows; i++, d_a += width) {
@@ -2171,28 +2204,28 @@ static void moei_refine_sequence_backward(const moei_pass *s, size_t from, size_
     moe_real sums[MOEI_REFINE_ROWS], scale = moei_refine_scale(s);
     moei_refine_heads(s, from, to, &first, &end);
     for (at = from; at < to; at += rows) {
-        moe_real *d_p = s->r->d_probabilities + at * experts;
+        moe_real *d_p = s->m.d_probabilities + at * experts;
         rows = to - at < MOEI_REFINE_ROWS ? to - at : (size_t)MOEI_REFINE_ROWS;
         span = moei_refine_span(s, at, rows, from, to);
         width = (end - first) * span;
         moei_refine_block(s, at, rows, from, span, first, end, sums);
         for (i = 0; i < rows; i++) {
-            if (!(sums[i] > MOEI_R(0.0))) moe_axpy(k, experts, MOEI_R(1.0), d_p + i * experts, s->r->d_gate + (at + i) * experts);
+            if (!(sums[i] > MOEI_R(0.0))) moe_axpy(k, experts, MOEI_R(1.0), d_p + i * experts, s->m.d_gate + (at + i) * experts);
             for (e = 0; e < experts && sums[i] > MOEI_R(0.0); e++) d_p[i * experts + e] /= sums[i];
         }
         for (h = 0; h < end - first; h++) {
             moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, rows, span, experts, d_p, experts, s->r->gate + from * experts, experts,
-                       s->r->d_block + h * span, width, 0);
-            moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, span, experts, rows, s->r->block + h * span, width, d_p, experts,
-                       s->r->d_gate + from * experts, experts, 1);
+                       s->m.d_block + h * span, width, 0);
+            moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, span, experts, rows, s->m.block + h * span, width, d_p, experts,
+                       s->m.d_gate + from * experts, experts, 1);
         }
         moei_refine_block_backward(s, rows, width, sums);
         for (h = first; h < end && s->c->refine == MOE_REFINE_ATTENTION; h++)
-            moei_refine_attention_backward(s, h, at, rows, from, span, s->r->d_block + (h - first) * span, width);
-        for (i = 0; i < rows * width; i++) s->r->d_block[i] *= scale;
+            moei_refine_attention_backward(s, h, at, rows, from, span, s->m.d_block + (h - first) * span, width);
+        for (i = 0; i < rows * width; i++) s->m.d_block[i] *= scale;
         for (h = first; h < end; h++) {
-            const moe_real *d_a = s->r->d_block + (h - first) * span;
-            moe_real *d_keys = s->c->refine == MOE_REFINE_SIMILARITY ? s->r->d_keys
+            const moe_real *d_a = s->m.d_block + (h - first) * span;
+            moe_real *d_keys = s->c->refine == MOE_REFINE_SIMILARITY ? s->m.d_keys
                                : s->call->d_attention_outputs != NULL ? s->call->d_attention_outputs + h * s->n * d : NULL;
             moei_refine_products_backward(s, at, rows, from, span, d_a, width, moei_refine_keys(s, h), d_keys);
         }
@@ -2215,25 +2248,25 @@ static void moei_refine_backward(moei_pass *s) {
     size_t i, from, to, t, d = s->d;
     if (s->c->refine == MOE_REFINE_NONE) return;
     for (t = 0; t < s->n; t++)
-        if (!moei_is_real(s->call, t)) memset(s->r->d_probabilities + t * s->experts, 0, s->experts * sizeof(moe_real));
+        if (!moei_is_real(s->call, t)) memset(s->m.d_probabilities + t * s->experts, 0, s->experts * sizeof(moe_real));
     moei_refine_gather(s);
-    memset(s->r->d_unit, 0, s->n * d * sizeof(moe_real));
-    memset(s->r->d_keys, 0, s->n * d * sizeof(moe_real));
+    memset(s->m.d_unit, 0, s->n * d * sizeof(moe_real));
+    memset(s->m.d_keys, 0, s->n * d * sizeof(moe_real));
     for (i = 0; i < moei_sequence_count(s->call); i++) {
         moei_sequence(s->call, i, &from, &to);
         moei_refine_sequence_backward(s, from, to);
     }
     if (s->c->similarity_learned)
-        moei_affine_backward(k, s->n, d, d, moei_refine_queries(s), moei_tensor(s, MOE_ROUTER_SIMILARITY), s->r->d_keys, s->r->d_unit,
+        moei_affine_backward(k, s->n, d, d, moei_refine_queries(s), moei_tensor(s, MOE_ROUTER_SIMILARITY), s->m.d_keys, s->m.d_unit,
                              moei_gradient(s, MOE_ROUTER_SIMILARITY), NULL);
     else
-        moe_axpy(k, s->n * d, MOEI_R(1.0), s->r->d_keys, s->r->d_unit);
+        moe_axpy(k, s->n * d, MOEI_R(1.0), s->m.d_keys, s->m.d_unit);
     if (s->c->refine == MOE_REFINE_ATTENTION && s->c->attention_u == MOE_ATTENTION_U_OUTPUT) {
-        if (s->call->d_attention_output != NULL) moe_axpy(k, s->n * d, MOEI_R(1.0), s->r->d_unit, s->call->d_attention_output);
+        if (s->call->d_attention_output != NULL) moe_axpy(k, s->n * d, MOEI_R(1.0), s->m.d_unit, s->call->d_attention_output);
         return;
     }
-    if (s->r->unit != NULL) moei_unit_backward(s, s->n, s->r->u, s->r->unit, s->r->d_unit, s->r->d_input);
-    else moe_axpy(k, s->n * d, MOEI_R(1.0), s->r->d_unit, s->r->d_input);
+    if (s->m.unit != NULL) moei_unit_backward(s, s->n, s->r->u, s->m.unit, s->m.d_unit, s->m.d_input);
+    else moe_axpy(k, s->n * d, MOEI_R(1.0), s->m.d_unit, s->m.d_input);
 }
 
 #endif
@@ -2245,18 +2278,26 @@ static void moei_refine_backward(moei_pass *s) {
 static const moe_real *moei_selection_score(const moei_pass *s, size_t t) {
     const moe_real *bias = moei_tensor(s, MOE_ROUTER_SELECTION_BIAS), *p = s->r->probabilities + t * s->experts, *z = s->r->logits + t * s->experts;
     size_t e;
-    if (s->frozen && s->c->student) return s->r->student_logits + t * s->experts;
+    if (s->frozen && s->c->student) return s->m.student_logits + t * s->experts;
     if (s->c->weight == MOE_WEIGHT_SPARSEMIXER) return z;
     if (bias == NULL) return moei_gates[s->c->gate].select_by_logits && s->c->refine == MOE_REFINE_NONE ? z : p;
-    for (e = 0; e < s->experts; e++) s->r->row[e] = p[e] + bias[e];
-    return s->r->row;
+    for (e = 0; e < s->experts; e++) s->m.row[e] = p[e] + bias[e];
+    return s->m.row;
+}
+
+static size_t moei_top_k(const moei_pass *s, size_t n, const moe_real *score, size_t k, int32_t *index) {
+    return s->router->kernels->top_k(n, score, k, index);
 }
 
 static moe_status moei_select_top_k(moei_pass *s) {
-    size_t t;
-    for (t = 0; t < s->n; t++)
-        if (moei_is_real(s->call, t))
-            s->r->n_choices[t] = (int32_t)moe_top_k(s->experts, moei_selection_score(s, t), (size_t)s->c->top_k, s->r->choices + t * s->r->max_choices);
+    size_t (*top_k)(size_t n, const moe_real *score, size_t k, int32_t *index) = s->router->kernels->top_k;
+    const moe_real *score = moei_selection_score(s, 0);
+    size_t t, stride = score == s->m.row ? 0 : s->experts; /* row: p + b is made anew for each token */
+    for (t = 0; t < s->n; t++, score += stride) {
+        if (!moei_is_real(s->call, t)) continue;
+        if (stride == 0) score = moei_selection_score(s, t);
+        s->r->n_choices[t] = (int32_t)top_k(s->experts, score, (size_t)s->c->top_k, s->r->choices + t * s->r->max_choices);
+    }
     return MOE_OK;
 }
 
@@ -2271,19 +2312,19 @@ static void moei_biased(const moei_pass *s, size_t t, moe_real *out) {
 static void moei_rank_marked(moei_pass *s, size_t t) {
     const unsigned char *marked = s->r->selected + t * s->experts;
     const moe_real *score = moei_selection_score(s, t);
-    moe_real *masked = s->r->row + s->experts;
+    moe_real *masked = s->m.row + s->experts;
     size_t e, count = 0;
     for (e = 0; e < s->experts; e++) {
         count += marked[e];
         masked[e] = marked[e] ? score[e] : -MOEI_INFINITY;
     }
-    s->r->n_choices[t] = (int32_t)moe_top_k(s->experts, masked, count, s->r->choices + t * s->r->max_choices);
+    s->r->n_choices[t] = (int32_t)moei_top_k(s, s->experts, masked, count, s->r->choices + t * s->r->max_choices);
 }
 
 /* Marks the K largest of a row of scores. */
 static void moei_mark_largest(moei_pass *s, size_t t, const moe_real *score) {
     int32_t *index = s->r->choices + t * s->r->max_choices;
-    size_t found = moe_top_k(s->experts, score, (size_t)s->c->top_k, index), i;
+    size_t found = moei_top_k(s, s->experts, score, (size_t)s->c->top_k, index), i;
     for (i = 0; i < found; i++) s->r->selected[t * s->experts + (size_t)index[i]] = 1;
 }
 
@@ -2308,7 +2349,7 @@ static moe_status moei_select_given(moei_pass *s) {
 /* What a group of experts is worth: its best p + b, or its two best together. */
 static moe_real moei_group_value(const moei_pass *s, const moe_real *score, size_t size) {
     int32_t best[2];
-    size_t found = moe_top_k(size, score, s->c->group_score == MOE_GROUP_TOP2_SUM ? 2 : 1, best), i;
+    size_t found = moei_top_k(s, size, score, s->c->group_score == MOE_GROUP_TOP2_SUM ? 2 : 1, best), i;
     moe_real sum = found > 0 ? MOEI_R(0.0) : -MOEI_INFINITY;
     for (i = 0; i < found; i++) sum += score[best[i]];
     return sum;
@@ -2316,16 +2357,16 @@ static moe_real moei_group_value(const moei_pass *s, const moe_real *score, size
 
 static moe_status moei_select_grouped_top_k(moei_pass *s) {
     size_t groups = (size_t)s->c->groups, size = s->experts / groups, t, g, i, found;
-    moe_real *score = s->r->row, *value = score + s->experts, *masked = value + s->experts;
+    moe_real *score = s->m.row, *value = score + s->experts, *masked = value + s->experts;
     for (t = 0; t < s->n; t++) {
         int32_t *index = s->r->choices + t * s->r->max_choices;
         if (!moei_is_real(s->call, t)) continue;
         moei_biased(s, t, score);
         for (g = 0; g < groups; g++) value[g] = moei_group_value(s, score + g * size, size);
         for (i = 0; i < s->experts; i++) masked[i] = -MOEI_INFINITY;
-        found = moe_top_k(groups, value, (size_t)s->c->groups_kept, s->r->order);
-        for (i = 0; i < found; i++) memcpy(masked + (size_t)s->r->order[i] * size, score + (size_t)s->r->order[i] * size, size * sizeof(moe_real));
-        found = moe_top_k(s->experts, masked, (size_t)s->c->top_k, index);
+        found = moei_top_k(s, groups, value, (size_t)s->c->groups_kept, s->m.order);
+        for (i = 0; i < found; i++) memcpy(masked + (size_t)s->m.order[i] * size, score + (size_t)s->m.order[i] * size, size * sizeof(moe_real));
+        found = moei_top_k(s, s->experts, masked, (size_t)s->c->top_k, index);
         for (i = 0; i < found; i++) s->r->selected[t * s->experts + (size_t)index[i]] = 1;
     }
     return MOE_OK;
@@ -2339,7 +2380,7 @@ static moe_status moei_select_top_p(moei_pass *s) {
         moe_real sum = MOEI_R(0.0);
         size_t found;
         if (!moei_is_real(s->call, t)) continue;
-        found = moe_top_k(s->experts, p, s->experts, index);
+        found = moei_top_k(s, s->experts, p, s->experts, index);
         for (i = 0; i < found && !(sum > s->c->top_p); i++) {
             sum += p[index[i]];
             s->r->selected[t * s->experts + (size_t)index[i]] = 1;
@@ -2364,7 +2405,7 @@ static moe_status moei_select_threshold(moei_pass *s) {
         if (!moei_is_real(s->call, t)) continue;
         for (e = 0; e < s->experts; e++)
             if (p[e] > moei_threshold(s, e)) s->r->selected[t * s->experts + e] = 1, any = 1;
-        if (!any && fallback && moe_top_k(s->experts, p, 1, &best) == 1) s->r->selected[t * s->experts + (size_t)best] = 1;
+        if (!any && fallback && moei_top_k(s, s->experts, p, 1, &best) == 1) s->r->selected[t * s->experts + (size_t)best] = 1;
     }
     return MOE_OK;
 }
@@ -2382,13 +2423,34 @@ static size_t moei_expert_choice_capacity(const moei_pass *s) {
     return capacity < 1 ? 1 : capacity;
 }
 
+/* One of the rows that moei_turn_columns makes. N + 16 apart: rows a power of two apart would crowd the same places of the cache. */
+static moe_real *moei_turned(const moei_pass *s, size_t i) { return s->m.columns + i * (s->n + MOEI_COLUMNS); }
+
+/* Up to MOEI_COLUMNS columns of z [N,width] from `first` on, for the tokens [from, to), turned into rows, because columns are slow to walk. The rows
+   hold the real tokens one after another, or with all = 1 every token, padding as -inf. Returns the length of the rows. */
+static size_t moei_turn_columns(const moei_pass *s, const moe_real *z, size_t width, size_t first, size_t columns, size_t from, size_t to,
+                                int all) {
+    size_t t, i, at = 0;
+    for (t = from; t < to; t++) {
+        const moe_real *row = z + t * width + first;
+        int real = moei_is_real(s->call, t);
+        if (!real && !all) continue;
+        for (i = 0; i < columns; i++) moei_turned(s, i)[at] = real ? row[i] : -MOEI_INFINITY;
+        at++;
+    }
+    return at;
+}
+
 static moe_status moei_select_expert_choice(moei_pass *s) {
     const moe_real *score = s->c->expert_choice_score == MOE_EXPERT_CHOICE_Z ? s->r->logits : s->r->probabilities;
-    size_t capacity = moei_expert_choice_capacity(s), t, e, i, found;
-    for (e = 0; e < s->experts; e++) {
-        for (t = 0; t < s->n; t++) s->r->column[t] = moei_is_real(s->call, t) ? score[t * s->experts + e] : -MOEI_INFINITY;
-        found = moe_top_k(s->n, s->r->column, capacity, s->r->order);
-        for (i = 0; i < found; i++) s->r->selected[(size_t)s->r->order[i] * s->experts + e] = 1;
+    size_t capacity = moei_expert_choice_capacity(s), first, columns, c, i, found;
+    for (first = 0; first < s->experts; first += columns) {
+        columns = s->experts - first < MOEI_COLUMNS ? s->experts - first : (size_t)MOEI_COLUMNS;
+        (void)moei_turn_columns(s, score, s->experts, first, columns, 0, s->n, 1);
+        for (c = 0; c < columns; c++) {
+            found = moei_top_k(s, s->n, moei_turned(s, c), capacity, s->m.order);
+            for (i = 0; i < found; i++) s->r->selected[(size_t)s->m.order[i] * s->experts + first + c] = 1;
+        }
     }
     return MOE_OK;
 }
@@ -2397,24 +2459,28 @@ static moe_status moei_select_expert_choice(moei_pass *s) {
 static size_t moei_affinity_keep(const moei_pass *s, size_t found) {
     moe_real total = MOEI_R(0.0), sum = MOEI_R(0.0), wanted;
     size_t keep = 0, least = (size_t)s->c->capacity_min;
-    for (keep = 0; keep < found; keep++) total += s->r->column[s->r->order[keep]] > MOEI_R(0.0) ? s->r->column[s->r->order[keep]] : MOEI_R(0.0);
+    for (keep = 0; keep < found; keep++) total += s->m.column[s->m.order[keep]] > MOEI_R(0.0) ? s->m.column[s->m.order[keep]] : MOEI_R(0.0);
     wanted = s->c->affinity_sum > MOEI_R(0.0) ? s->c->affinity_sum : s->c->affinity_mass * total;
-    for (keep = 0; keep < found && sum < wanted; keep++) sum += s->r->column[s->r->order[keep]] > MOEI_R(0.0) ? s->r->column[s->r->order[keep]] : MOEI_R(0.0);
+    for (keep = 0; keep < found && sum < wanted; keep++) sum += s->m.column[s->m.order[keep]] > MOEI_R(0.0) ? s->m.column[s->m.order[keep]] : MOEI_R(0.0);
     if (keep < least) keep = least;
     if (s->c->capacity > 0 && keep > (size_t)s->c->capacity) keep = (size_t)s->c->capacity;
     return keep < found ? keep : found;
 }
 
 static moe_status moei_select_affinity(moei_pass *s) {
-    size_t t, e, i, found;
+    int32_t *tokens = s->r->choices; /* by expert; there are no choices yet, nor a plan */
+    size_t *starts = s->r->plan.offsets, t, e, i, found;
     for (t = 0; t < s->n; t++) s->r->n_choices[t] = -1; /* here: the token's best expert */
     for (t = 0; t < s->n; t++)
-        if (moei_is_real(s->call, t)) (void)moe_top_k(s->experts, s->r->logits + t * s->experts, 1, &s->r->n_choices[t]);
+        if (moei_is_real(s->call, t)) (void)moei_top_k(s, s->experts, s->r->logits + t * s->experts, 1, &s->r->n_choices[t]);
+    moei_input_sort(s, tokens, starts);
     for (e = 0; e < s->experts; e++) {
-        for (t = 0; t < s->n; t++) s->r->column[t] = s->r->n_choices[t] == (int32_t)e ? s->r->logits[t * s->experts + e] : -MOEI_INFINITY;
-        found = moe_top_k(s->n, s->r->column, s->n, s->r->order);
+        const int32_t *own = tokens + starts[e];
+        found = starts[e + 1] - starts[e];
+        for (i = 0; i < found; i++) s->m.column[i] = s->r->logits[(size_t)own[i] * s->experts + e];
+        found = moei_top_k(s, found, s->m.column, found, s->m.order);
         found = moei_affinity_keep(s, found);
-        for (i = 0; i < found; i++) s->r->selected[(size_t)s->r->order[i] * s->experts + e] = 1;
+        for (i = 0; i < found; i++) s->r->selected[(size_t)own[s->m.order[i]] * s->experts + e] = 1;
     }
     return MOE_OK;
 }
@@ -2463,7 +2529,7 @@ static moe_real moei_sinkhorn_step(moei_pass *s, const moe_real *q, moe_real *d0
 }
 
 static moe_status moei_select_sinkhorn(moei_pass *s) {
-    moe_real *q = s->r->weights, *d0 = s->r->column, *d1 = s->r->row, *next = d1 + s->experts; /* weights are filled in later */
+    moe_real *q = s->r->weights, *d0 = s->m.column, *d1 = s->m.row, *next = d1 + s->experts; /* weights are filled in later */
     size_t t, e, step;
     if (!s->call->training) return moei_select_by_logits(s);
     for (t = 0; t < s->n; t++) {
@@ -2611,13 +2677,13 @@ static moe_status moei_select_balanced(moei_pass *s) {
     double largest = 0.0;
     if (!s->call->training) return moei_select_by_logits(s);
     f.s = s, f.experts = s->experts, f.own = s->r->n_real / s->experts, f.pool = s->r->n_real % s->experts;
-    f.cost = s->r->flow_cost, f.before = s->r->order, f.mover = s->r->flow_mover, f.at = s->r->n_choices, f.load = s->r->counts;
-    f.stale = s->r->first_counts, f.extra = s->r->flow_extra; /* counts are filled in later */
+    f.cost = s->m.flow_cost, f.before = s->m.order, f.mover = s->m.flow_mover, f.at = s->r->n_choices, f.load = s->r->counts;
+    f.stale = s->r->first_counts, f.extra = s->m.flow_extra; /* counts are filled in later */
     for (e = 0; e < s->experts; e++) f.load[e] = 0, f.extra[e] = 0;
     for (t = 0; t < s->n; t++) {
         f.at[t] = -1;
         if (!moei_is_real(s->call, t)) continue;
-        (void)moe_top_k(s->experts, s->r->logits + t * s->experts, 1, &f.at[t]);
+        (void)moei_top_k(s, s->experts, s->r->logits + t * s->experts, 1, &f.at[t]);
         f.load[f.at[t]]++;
         for (e = 0; e < s->experts; e++)
             if (fabs((double)s->r->logits[t * s->experts + e]) > largest) largest = fabs((double)s->r->logits[t * s->experts + e]);
@@ -2681,10 +2747,10 @@ static void moei_soft_logits(moei_pass *s) {
     if (s->c->soft_normalise) {
         for (i = 0; i < s->n + total; i++) {
             const moe_real *from = i < s->n ? s->r->u + i * s->d : phi + (i - s->n) * s->d;
-            moe_real *to = i < s->n ? s->r->unit + i * s->d : s->r->keys + (i - s->n) * s->d, inverse = moei_inverse_length(s->router->kernels, from, s->d);
+            moe_real *to = i < s->n ? s->m.unit + i * s->d : s->m.keys + (i - s->n) * s->d, inverse = moei_inverse_length(s->router->kernels, from, s->d);
             for (q = 0; q < s->d; q++) to[q] = from[q] * inverse;
         }
-        u = s->r->unit, phi = s->r->keys;
+        u = s->m.unit, phi = s->m.keys;
     }
     moei_affine(s->router->kernels, s->n, total, s->d, u, phi, NULL, s->r->logits);
     for (i = 0; i < cells && s->c->soft_normalise; i++) s->r->logits[i] *= moei_tensor(s, MOE_ROUTER_SLOT_SCALE)[0];
@@ -2692,12 +2758,16 @@ static void moei_soft_logits(moei_pass *s) {
 
 /* D: for each slot the softmax of L over the real tokens of [from, to). */
 static void moei_soft_dispatch(const moei_pass *s, size_t from, size_t to) {
-    size_t total = moei_slot_total(s->c), slot, t, count;
-    for (slot = 0; slot < total; slot++) {
-        for (t = from, count = 0; t < to; t++)
-            if (moei_is_real(s->call, t)) s->r->column[count++] = s->r->logits[t * total + slot];
-        moe_softmax(s->router->kernels, count, s->r->column, MOEI_R(1.0), s->r->column);
-        for (t = from, count = 0; t < to; t++) s->r->gate[t * total + slot] = moei_is_real(s->call, t) ? s->r->column[count++] : MOEI_R(0.0);
+    size_t total = moei_slot_total(s->c), first, columns, i, t, count;
+    for (first = 0; first < total; first += columns) {
+        columns = total - first < MOEI_COLUMNS ? total - first : (size_t)MOEI_COLUMNS;
+        count = moei_turn_columns(s, s->r->logits, total, first, columns, from, to, 0);
+        for (i = 0; i < columns; i++) moe_softmax(s->router->kernels, count, moei_turned(s, i), MOEI_R(1.0), moei_turned(s, i));
+        for (t = from, count = 0; t < to; t++) {
+            int real = moei_is_real(s->call, t);
+            for (i = 0; i < columns; i++) s->r->gate[t * total + first + i] = real ? moei_turned(s, i)[count] : MOEI_R(0.0);
+            count += (size_t)real;
+        }
     }
 }
 
@@ -2883,7 +2953,7 @@ static size_t moei_balance_shares(const moei_pass *s, size_t from, size_t to, mo
 
 /* The balance loss of the tokens [from, to), without its factor; adds factor times its gradient when d_p is there. */
 static moe_real moei_balance_part(const moei_pass *s, size_t from, size_t to, moe_real factor, moe_real *d_p) {
-    moe_real *f = s->r->row, sum = MOEI_R(0.0), scale;
+    moe_real *f = s->m.row, sum = MOEI_R(0.0), scale;
     size_t t, e, real = moei_balance_shares(s, from, to, f);
     if (real == 0) return MOEI_R(0.0);
     scale = (moe_real)s->experts / (moe_real)real;
@@ -2903,7 +2973,7 @@ static moe_real moei_balance_part(const moei_pass *s, size_t from, size_t to, mo
 }
 
 static moe_real moei_loss_balance(moei_pass *s, moe_real factor, int backward) {
-    moe_real *d_p = backward ? s->r->d_probabilities : NULL, sum = MOEI_R(0.0);
+    moe_real *d_p = backward ? s->m.d_probabilities : NULL, sum = MOEI_R(0.0);
     size_t i, from, to, parts = 0, n = moei_sequence_count(s->call), t;
     if (s->c->balance_scope == MOE_SCOPE_BATCH) return factor * moei_balance_part(s, 0, s->n, factor, d_p);
     for (i = 0; i < n; i++) { /* sequences of padding alone do not count */
@@ -2929,7 +2999,7 @@ static moe_real moei_loss_z(moei_pass *s, moe_real factor, int backward) {
         lse = moe_log_sum_exp(s->experts, z);
         sum += lse * lse;
         if (!backward) continue;
-        for (e = 0; e < s->experts; e++) s->r->d_logits[t * s->experts + e] += factor * over_n * MOEI_R(2.0) * lse * MOEI_F(exp)(z[e] - lse);
+        for (e = 0; e < s->experts; e++) s->m.d_logits[t * s->experts + e] += factor * over_n * MOEI_R(2.0) * lse * MOEI_F(exp)(z[e] - lse);
     }
     return factor * sum * over_n;
 }
@@ -2941,13 +3011,13 @@ static moe_real *moei_importance_row(const moei_pass *s, size_t t, moe_real *val
     if (s->c->importance_over != MOE_IMPORTANCE_WEIGHTS) {
         int gate = s->c->importance_over == MOE_IMPORTANCE_GATE;
         int clean = gate && moei_is_noisy(s);
-        memcpy(values, (clean ? r->clean_gate : gate ? r->gate : r->probabilities) + t * s->experts, s->experts * sizeof(moe_real));
-        return clean ? r->d_clean_gate : gate ? r->d_gate : r->d_probabilities;
+        memcpy(values, (clean ? s->m.clean_gate : gate ? r->gate : r->probabilities) + t * s->experts, s->experts * sizeof(moe_real));
+        return clean ? s->m.d_clean_gate : gate ? s->m.d_gate : s->m.d_probabilities;
     }
     for (e = 0; e < s->experts; e++) values[e] = MOEI_R(0.0);
     for (i = 0; i < (size_t)r->n_choices[t]; i++)
         values[r->choices[t * r->max_choices + i]] = r->section_weights[t * r->max_choices + i];
-    return r->d_weights;
+    return s->m.d_weights;
 }
 
 /* CV^2 of the sums I[E]; factor times its slopes take their place. Deviations are taken from I_0 first, so that they are exactly 0 at balance; 0 where the
@@ -2967,7 +3037,7 @@ static moe_real moei_squared_variation(const moei_pass *s, moe_real factor, moe_
 
 /* w CV^2 of I_e = sum_t v_te. */
 static moe_real moei_loss_importance(moei_pass *s, moe_real factor, int backward) {
-    moe_real *sums = s->r->row, *values = sums + s->experts, *target = NULL, value;
+    moe_real *sums = s->m.row, *values = sums + s->experts, *target = NULL, value;
     size_t t, e;
     if (s->experts < 2) return MOEI_R(0.0);
     for (e = 0; e < s->experts; e++) sums[e] = MOEI_R(0.0);
@@ -2993,7 +3063,7 @@ static moe_real moei_loss_entropy(moei_pass *s, moe_real factor, int backward) {
             if (!(p > MOEI_R(0.0))) continue;
             log_p = MOEI_F(log)(p);
             sum -= p * log_p;
-            if (backward) s->r->d_probabilities[t * s->experts + e] -= factor * over_n * (log_p + MOEI_R(1.0));
+            if (backward) s->m.d_probabilities[t * s->experts + e] -= factor * over_n * (log_p + MOEI_R(1.0));
         }
     }
     return factor * sum * over_n;
@@ -3001,7 +3071,7 @@ static moe_real moei_loss_entropy(moei_pass *s, moe_real factor, int backward) {
 
 /* -gamma H(mean_t p_t). */
 static moe_real moei_loss_usage_entropy(moei_pass *s, moe_real factor, int backward) {
-    moe_real *mean = s->r->row, over_n = MOEI_R(1.0) / (moe_real)s->r->n_real, sum = MOEI_R(0.0);
+    moe_real *mean = s->m.row, over_n = MOEI_R(1.0) / (moe_real)s->r->n_real, sum = MOEI_R(0.0);
     size_t t, e;
     for (e = 0; e < s->experts; e++) mean[e] = MOEI_R(0.0);
     for (t = 0; t < s->n; t++)
@@ -3012,7 +3082,7 @@ static moe_real moei_loss_usage_entropy(moei_pass *s, moe_real factor, int backw
         mean[e] = mean[e] > MOEI_R(0.0) ? factor * over_n * (log_m + MOEI_R(1.0)) : MOEI_R(0.0);
     }
     for (t = 0; t < s->n && backward; t++)
-        if (moei_is_real(s->call, t)) moe_axpy(s->router->kernels, s->experts, MOEI_R(1.0), mean, s->r->d_probabilities + t * s->experts);
+        if (moei_is_real(s->call, t)) moe_axpy(s->router->kernels, s->experts, MOEI_R(1.0), mean, s->m.d_probabilities + t * s->experts);
     return factor * sum;
 }
 
@@ -3041,8 +3111,8 @@ static moe_real moei_loss_similarity(moei_pass *s, moe_real factor, int backward
             for (e = 0; e < count; e++) together += p[e] * other[e], mass += p[e], other_mass += other[e];
             value += distance * (same * together - diff * (mass * other_mass - together));
             for (e = 0; e < count && backward; e++) { /* the pair in this order; the other order adds its own half */
-                s->r->d_probabilities[t * count + e] += distance * (same * other[e] - diff * (other_mass - other[e]));
-                s->r->d_probabilities[o * count + e] += distance * (same * p[e] - diff * (mass - p[e]));
+                s->m.d_probabilities[t * count + e] += distance * (same * other[e] - diff * (other_mass - other[e]));
+                s->m.d_probabilities[o * count + e] += distance * (same * p[e] - diff * (mass - p[e]));
             }
         }
     return value;
@@ -3056,7 +3126,7 @@ static size_t moei_expert_node(const moei_pass *s, size_t e) {
 
 /* mu sum_o pi_o KL(q_o || l_o): l_o has 1 - eps on node o and eps / (M - 1) on each other node. */
 static moe_real moei_loss_locality(moei_pass *s, moe_real factor, int backward) {
-    moe_real *q = s->r->row, value = MOEI_R(0.0), eps = MOEI_R(0.01);
+    moe_real *q = s->m.row, value = MOEI_R(0.0), eps = MOEI_R(0.01);
     size_t nodes = (size_t)s->c->nodes, home, j, t, e;
     for (home = 0; home < nodes; home++) {
         size_t count = 0;
@@ -3081,7 +3151,7 @@ static moe_real moei_loss_locality(moei_pass *s, moe_real factor, int backward) 
         for (t = 0; t < s->n && backward; t++)
             for (e = 0; e < s->experts; e++)
                 if (moei_is_real(s->call, t) && moei_home(s, t) == home)
-                    s->r->d_probabilities[t * s->experts + e] += factor / (moe_real)s->r->n_real * q[moei_expert_node(s, e)];
+                    s->m.d_probabilities[t * s->experts + e] += factor / (moe_real)s->r->n_real * q[moei_expert_node(s, e)];
     }
     return factor * value / (moe_real)s->r->n_real;
 }
@@ -3094,7 +3164,7 @@ static moe_real moei_loss_l1(moei_pass *s, moe_real factor, int backward) {
         for (e = 0; e < s->experts; e++) {
             if (!moei_is_real(s->call, t)) continue;
             sum += (moe_real)s->r->counts[e] * s->r->probabilities[t * s->experts + e];
-            if (backward) s->r->d_probabilities[t * s->experts + e] += factor * scale * (moe_real)s->r->counts[e];
+            if (backward) s->m.d_probabilities[t * s->experts + e] += factor * scale * (moe_real)s->r->counts[e];
         }
     return factor * scale * sum;
 }
@@ -3109,7 +3179,7 @@ static size_t moei_rival(const moei_pass *s, const int32_t *best, size_t e) {
 
 /* w CV^2 of load_e = sum_t Phi((clean z_te - the rival's noisy logit) / noise scale). */
 static moe_real moei_loss_load(moei_pass *s, moe_real factor, int backward) {
-    moe_real *load = s->r->row, value = MOEI_R(0.0);
+    moe_real *load = s->m.row, value = MOEI_R(0.0);
     size_t t, e, count = s->experts, k = (size_t)s->c->top_k;
     int round;
     if (k >= count || !moei_is_noisy(s)) return MOEI_R(0.0);
@@ -3117,18 +3187,18 @@ static moe_real moei_loss_load(moei_pass *s, moe_real factor, int backward) {
     for (round = 0; round <= backward; round++) { /* first the loads, then, with dL/dload in load, the gradients */
         for (t = 0; t < s->n; t++) {
             if (!moei_is_real(s->call, t)) continue;
-            (void)moe_top_k(count, s->r->logits + t * count, k + 1, s->r->order);
+            (void)moe_top_k(count, s->r->logits + t * count, k + 1, s->m.order);
             for (e = 0; e < count; e++) {
-                size_t cell = t * count + e, rival = t * count + moei_rival(s, s->r->order, e);
-                moe_real scale = moei_noise_scale(s, cell), a = (s->r->clean_logits[cell] - s->r->logits[rival]) / scale, slope;
+                size_t cell = t * count + e, rival = t * count + moei_rival(s, s->m.order, e);
+                moe_real scale = moei_noise_scale(s, cell), a = (s->m.clean_logits[cell] - s->r->logits[rival]) / scale, slope;
                 if (round == 0) {
                     load[e] += MOEI_F(erfc)(-a * MOEI_R(0.70710678118654752440)) / MOEI_R(2.0);
                     continue;
                 }
                 slope = load[e] * MOEI_R(0.39894228040143267794) * MOEI_F(exp)(-a * a / MOEI_R(2.0)) / scale;
-                s->r->d_clean[cell] += slope;
-                s->r->d_logits[rival] -= slope;
-                s->r->d_noise[cell] -= slope * a;
+                s->m.d_clean[cell] += slope;
+                s->m.d_logits[rival] -= slope;
+                s->m.d_noise[cell] -= slope * a;
             }
         }
         if (round == 0) value = moei_squared_variation(s, factor, load);
@@ -3181,13 +3251,13 @@ static moe_real moei_distill(const moei_pass *s, const moe_real *v, const moe_re
 
 /* factor mean_t of that: between the student and this router, or this router and the caller's teacher. */
 static moe_real moei_loss_distill(moei_pass *s, moe_real factor, int backward) {
-    const moe_real *v = s->c->student ? s->r->student_logits : s->r->logits, *teacher = s->c->student ? s->r->logits : s->call->teacher;
-    moe_real *d_v = s->c->student ? s->r->d_student : s->r->d_logits, sum = MOEI_R(0.0), share = factor / (moe_real)s->r->n_real;
+    const moe_real *v = s->c->student ? s->m.student_logits : s->r->logits, *teacher = s->c->student ? s->r->logits : s->call->teacher;
+    moe_real *d_v = s->c->student ? s->m.d_student : s->m.d_logits, sum = MOEI_R(0.0), share = factor / (moe_real)s->r->n_real;
     size_t t;
     for (t = 0; t < s->n; t++) {
         size_t row = t * s->experts;
         if (!moei_is_real(s->call, t)) continue;
-        sum += moei_distill(s, v + row, teacher + row, s->r->row, s->r->row + s->experts, share, backward ? d_v + row : NULL);
+        sum += moei_distill(s, v + row, teacher + row, s->m.row, s->m.row + s->experts, share, backward ? d_v + row : NULL);
     }
     return share * sum;
 }
@@ -3938,22 +4008,6 @@ moe_status moe_router_slot(const moe_router_config *c, int slot, moe_slot *out) 
     return MOE_OK;
 }
 
-moe_status moe_router_init(moe_router *router, const moe_router_config *config, const moe_kernels *kernels, moe_error *error) {
-    moe_router made;
-    moe_slot slot;
-    moe_status status;
-    int place;
-    if (router == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "router must not be NULL");
-    memset(&made, 0, sizeof made);
-    status = moe_router_check(config, &made.config, error);
-    if (status != MOE_OK) return status;
-    for (place = 0; place < MOE_ROUTER_SLOTS; place++)
-        if (moe_router_slot(&made.config, place, &slot) != MOE_ERR_NOT_FOUND) made.places |= (uint64_t)1 << place;
-    made.kernels = kernels != NULL ? kernels : moe_kernels_select(MOE_KERNELS_C);
-    *router = made;
-    return MOE_OK;
-}
-
 /* ==== one call: forward ======================================================================================================================= */
 
 static size_t moei_max_choices(const moe_router_config *c) {
@@ -3969,108 +4023,189 @@ static size_t moei_score_width(const moe_router_config *c) {
     return c->score == MOE_SCORE_COSINE ? (size_t)c->cosine_dim : 0;
 }
 
+/* The arrays that every call has, as one block: whole numbers, then reals, then bytes, so that only two places are filled up to an
+   alignment. */
+static void moei_common_layout(const moe_router_config *c, size_t n, moei_layout *l, moe_routing *r, moei_scratch *m) {
+    size_t experts = (size_t)c->n_experts, choices = moei_max_choices(c), columns = moei_is_soft(c) ? choices : experts; /* of logits */
+    size_t wide = (size_t)c->nodes > experts ? (size_t)c->nodes : experts, order = n > experts ? n : experts + 1, bytes = 0;
+    size_t cells, pairs, index, whole;
+    uint64_t reals = 2 * (uint64_t)columns + experts + choices + 1; /* per token */
+    uint64_t token = reals * sizeof(moe_real) + choices * (sizeof(moe_entry) + sizeof(int32_t) + 1) + sizeof(int32_t) + experts;
+    index = (3 * experts + 1 + 7) / 8 * 8;
+    if (token > (size_t)-1 || !moei_mul(n, (size_t)token, &bytes) || !moei_add(bytes, order * sizeof(int32_t), &bytes) ||
+        !moei_add(bytes, index * sizeof(size_t) + 3 * wide * sizeof(moe_real) + 16, &bytes))
+        l->overflow = 1;
+    r->max_choices = choices;
+    r->plan.offsets = (size_t *)moei_take(l, bytes, 1);
+    if (r->plan.offsets == NULL) return;
+    cells = n * experts, pairs = n * choices, whole = (pairs + n + order + 3) / 4 * 4;
+    r->counts = r->plan.offsets + experts + 1;
+    r->first_counts = r->counts + experts;
+    r->choices = (int32_t *)(void *)(r->plan.offsets + index);
+    r->n_choices = r->choices + pairs;
+    m->order = r->n_choices + n;
+    r->logits = (moe_real *)(void *)(r->choices + whole);
+    r->probabilities = r->gate = r->logits + n * columns; /* without a refining stage p is r */
+    r->plan.entries = (moe_entry *)(void *)(r->gate + n * columns);
+    m->base_weights = r->section_weights = (moe_real *)(void *)(r->plan.entries + pairs);
+    m->column = r->section_weights + pairs;
+    m->row = m->column + n;
+    r->weights = m->row + 3 * wide;
+    r->selected = (unsigned char *)(void *)(r->weights + cells);
+    r->kept = r->selected + cells;
+}
+
 /* Memory of the refining stage: a block of rows of S, and what its queries and keys are made of. */
-static void moei_refine_layout(const moe_router_config *c, size_t n, int training, moei_layout *l, moe_routing *r) {
+static void moei_refine_layout(const moe_router_config *c, size_t n, int training, moei_layout *l, moei_scratch *m) {
     size_t d = (size_t)c->d_model, heads = (size_t)c->heads, rows = n < MOEI_REFINE_ROWS ? n : (size_t)MOEI_REFINE_ROWS, width = 0;
     int attention = c->refine == MOE_REFINE_ATTENTION;
     if (c->refine == MOE_REFINE_NONE) return;
     if (!moei_mul(n, attention && c->attention_heads == MOE_HEADS_ALL ? heads : 1, &width)) l->overflow = 1;
-    r->block = moei_take_reals(l, rows, width);
-    r->entropy = c->lower_entropy_only ? moei_take_reals(l, n, 1) : NULL;
-    r->unit = !attention && c->similarity_scale == MOE_SIMILARITY_L2 ? moei_take_reals(l, n, d) : NULL;
-    r->keys = c->similarity_learned ? moei_take_reals(l, n, d) : NULL;
-    r->key_terms = attention ? moei_take_reals(l, n, heads) : NULL;
-    r->past_u = c->causal && !training ? moei_take_reals(l, n, d) : NULL;
-    r->past_gate = c->causal && !training ? moei_take_reals(l, n, (size_t)c->n_experts) : NULL;
+    m->block = moei_take_reals(l, rows, width);
+    m->entropy = c->lower_entropy_only ? moei_take_reals(l, n, 1) : NULL;
+    m->unit = !attention && c->similarity_scale == MOE_SIMILARITY_L2 ? moei_take_reals(l, n, d) : NULL;
+    m->keys = c->similarity_learned ? moei_take_reals(l, n, d) : NULL;
+    m->key_terms = attention ? moei_take_reals(l, n, heads) : NULL;
+    m->past_u = c->causal && !training ? moei_take_reals(l, n, d) : NULL;
+    m->past_gate = c->causal && !training ? moei_take_reals(l, n, (size_t)c->n_experts) : NULL;
     if (!training) return;
-    r->d_block = moei_take_reals(l, rows, width);
-    r->d_unit = moei_take_reals(l, n, d);
-    r->d_keys = moei_take_reals(l, n, d);
+    m->d_block = moei_take_reals(l, rows, width);
+    m->d_unit = moei_take_reals(l, n, d);
+    m->d_keys = moei_take_reals(l, n, d);
+}
+
+/* Whether calls of this configuration may select so. */
+static int moei_has_selection(const moe_router_config *c, int select) {
+    return c->select == select || (c->switch_at > 0 && c->switch_from == select);
+}
+
+/* The arrays of the stages that only some configurations have, and of training. */
+static void moei_special_layout(const moe_router_config *c, size_t n, int training, moei_layout *l, moe_routing *r, moei_scratch *m) {
+    size_t experts = (size_t)c->n_experts, d = (size_t)c->d_model, width = moei_score_width(c), choices = moei_max_choices(c), row = 0;
+    int soft = moei_is_soft(c), own = soft || c->refine != MOE_REFINE_NONE; /* probabilities of their own */
+    size_t columns = soft ? choices : experts;
+    if (own) r->probabilities = moei_take_reals(l, n, columns);
+    if (soft || moei_has_selection(c, MOE_SELECT_EXPERT_CHOICE)) m->columns = moei_take_reals(l, MOEI_COLUMNS, n + MOEI_COLUMNS);
+    if (soft && c->soft_normalise) {
+        m->unit = moei_take_reals(l, n, d);
+        m->keys = moei_take_reals(l, choices, d);
+    }
+    moei_refine_layout(c, n, training, l, m);
+    if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING) m->clusters = moei_take_reals(l, experts + 1, d);
+    if (c->expert_scale) m->base_weights = moei_take_reals(l, n, choices);
+    if (c->student) m->student_logits = moei_take_reals(l, n, experts);
+    if (width > 0) m->hidden = moei_take_reals(l, n, width);
+    if (width > 0 && c->score != MOE_SCORE_COSINE) m->hidden_act = moei_take_reals(l, n, width);
+    if (c->score == MOE_SCORE_ATTENTIVE || c->score == MOE_SCORE_DSELECT) m->query = moei_take_reals(l, n, width);
+    if (c->score == MOE_SCORE_ATTENTIVE) m->keyed = moei_take_reals(l, n, width);
+    if (c->score == MOE_SCORE_COSINE) m->lengths = moei_take_reals(l, n + experts, 1);
+    if (c->input == MOE_INPUT_JITTER || c->input == MOE_INPUT_ADAPTIVE_CLUSTERING) m->input_factor = moei_take_reals(l, n, d);
+    if (c->input == MOE_INPUT_SCALED_RMS) m->input_factor = moei_take_reals(l, n, 1);
+    if (!training) return;
+    if (c->noise != MOE_NOISE_NONE) {
+        m->clean_logits = moei_take_reals(l, n, experts);
+        m->clean_gate = moei_take_reals(l, n, experts);
+        m->noise_raw = moei_take_reals(l, n, experts);
+        m->noise_value = moei_take_reals(l, n, experts);
+        m->d_clean = moei_take_reals(l, n, experts);
+        m->d_clean_gate = moei_take_reals(l, n, experts);
+        m->d_noise = moei_take_reals(l, n, experts);
+    }
+    if (moei_has_selection(c, MOE_SELECT_BALANCED)) {
+        m->flow_cost = (double *)moei_take(l, experts + 1, sizeof(double));
+        m->flow_extra = (unsigned char *)moei_take(l, experts, 1);
+        if (!moei_mul(experts, sizeof(int32_t), &row)) l->overflow = 1;
+        m->flow_mover = (int32_t *)moei_take(l, experts, row);
+    }
+    r->d_weight_in = moei_take_reals(l, n, choices);
+    r->d_weight_out = moei_take_reals(l, n, choices);
+    m->d_student = c->student ? moei_take_reals(l, n, experts) : NULL;
+    m->d_logits = moei_take_reals(l, n, columns);
+    m->d_gate = moei_take_reals(l, n, columns);
+    if (soft && c->soft_normalise) {
+        m->d_unit = moei_take_reals(l, n, d);
+        m->d_keys = moei_take_reals(l, choices, d);
+    }
+    m->d_probabilities = own ? moei_take_reals(l, n, columns) : m->d_gate;
+    m->d_weights = moei_take_reals(l, n, experts);
+    m->d_final = moei_take_reals(l, n, experts);
+    m->d_input = moei_take_reals(l, n, d);
+    m->d_unused = moei_take_reals(l, d, 1);
+    m->d_hidden = width > 0 ? moei_take_reals(l, n, width) : NULL;
+    m->d_query = c->score == MOE_SCORE_ATTENTIVE ? moei_take_reals(l, n, width) : NULL;
+    m->d_keyed = c->score == MOE_SCORE_ATTENTIVE ? moei_take_reals(l, n, width) : NULL;
+}
+
+/* MOEI_PART_ bits of a checked configuration. */
+static unsigned moei_router_parts(const moe_router_config *c) {
+    const unsigned supplied = MOE_TRAIT_NEEDS_TOKEN_IDS | MOE_TRAIT_NEEDS_ATTENTION | MOE_TRAIT_NEEDS_PREVIOUS_LAYER |
+                              MOE_TRAIT_NEEDS_ALL_EXPERTS | MOE_TRAIT_NEEDS_GIVEN;
+    unsigned parts = 0;
+    moei_layout l = moei_layout_begin(NULL);
+    size_t none = l.used;
+    moe_routing r;
+    moei_scratch m;
+    moei_special_layout(c, 1, 0, &l, &r, &m);
+    if (l.used > none || l.overflow) parts |= MOEI_PART_MEMORY;
+    if (c->k_end > 0 || c->tau_schedule != MOE_TAU_NONE || c->switch_at > 0 || c->freeze_at > 0 || c->l1_controller ||
+        c->capacity_bound != MOE_BOUND_NONE)
+        parts |= MOEI_PART_MOVES;
+    if ((moe_router_traits(c) & supplied) || moei_is_soft(c) || c->loss_locality > MOEI_R(0.0)) parts |= MOEI_PART_SUPPLIES;
+    if (moei_decoding_obstacle(c).field != NULL) parts |= MOEI_PART_NO_DECODING;
+    return parts;
+}
+
+moe_status moe_router_init(moe_router *router, const moe_router_config *config, const moe_kernels *kernels, moe_error *error) {
+    moe_router made;
+    moe_slot slot;
+    moe_status status;
+    int place;
+    if (router == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "router must not be NULL");
+    memset(&made, 0, sizeof made);
+    status = moe_router_check(config, &made.config, error);
+    if (status != MOE_OK) return status;
+    for (place = 0; place < MOE_ROUTER_SLOTS; place++)
+        if (moe_router_slot(&made.config, place, &slot) != MOE_ERR_NOT_FOUND) made.places |= (uint64_t)1 << place;
+    made.parts = moei_router_parts(&made.config);
+    made.kernels = kernels != NULL ? kernels : moe_kernels_select(MOE_KERNELS_C);
+    *router = made;
+    return MOE_OK;
+}
+
+/* A routing of nothing yet, but for the arrays that every call has. Field by field: most of them are set anyway. */
+static void moei_routing_clear(moe_routing *r) {
+    r->n_real = r->n_dropped = r->capacity = r->plan.rows = 0;
+    r->capacity_bound = r->bound_now = MOEI_R(0.0);
+    r->capacity_clamped = 0;
+    r->u = NULL;
+    r->d_weight_in = r->d_weight_out = NULL;
+    memset(r->loss, 0, sizeof r->loss);
 }
 
 /* Lays a routing out in memory; the same function with an empty base counts the bytes. */
-static void moei_route_layout(const moe_router *router, size_t n, int training, moei_layout *l, moe_routing *r) {
-    const moe_router_config *c = &router->config;
-    size_t experts = (size_t)c->n_experts, d = (size_t)c->d_model, width = moei_score_width(c), choices = moei_max_choices(c), pairs = 0;
-    int soft = moei_is_soft(c);
-    size_t columns = soft ? choices : experts; /* of logits, gate and probabilities */
-    memset(r, 0, sizeof *r);
-    r->n_tokens = n, r->n_experts = experts, r->max_choices = choices;
-    if (soft && c->soft_normalise) {
-        r->unit = moei_take_reals(l, n, d);
-        r->keys = moei_take_reals(l, choices, d);
-    }
-    if (!moei_mul(n, choices, &pairs)) l->overflow = 1;
-    r->logits = moei_take_reals(l, n, columns);
-    r->gate = moei_take_reals(l, n, columns);
-    r->probabilities = soft || c->refine != MOE_REFINE_NONE ? moei_take_reals(l, n, columns) : r->gate; /* without a refining stage p is r */
-    moei_refine_layout(c, n, training, l, r);
-    if (c->noise != MOE_NOISE_NONE && training) {
-        r->clean_logits = moei_take_reals(l, n, experts);
-        r->clean_gate = moei_take_reals(l, n, experts);
-        r->noise_raw = moei_take_reals(l, n, experts);
-        r->noise_value = moei_take_reals(l, n, experts);
-        r->d_clean = moei_take_reals(l, n, experts);
-        r->d_clean_gate = moei_take_reals(l, n, experts);
-        r->d_noise = moei_take_reals(l, n, experts);
-    }
-    r->clusters = c->input == MOE_INPUT_ADAPTIVE_CLUSTERING ? moei_take_reals(l, experts + 1, d) : NULL;
-    r->weights = moei_take_reals(l, n, experts);
-    r->selected = (unsigned char *)moei_take(l, n, experts);
-    r->choices = (int32_t *)moei_take(l, pairs, sizeof(int32_t));
-    r->n_choices = (int32_t *)moei_take(l, n, sizeof(int32_t));
-    r->section_weights = moei_take_reals(l, n, choices);
-    r->base_weights = c->expert_scale ? moei_take_reals(l, n, choices) : r->section_weights;
-    r->counts = (size_t *)moei_take(l, experts, sizeof(size_t));
-    r->first_counts = (size_t *)moei_take(l, experts, sizeof(size_t));
-    r->plan.n_tokens = n, r->plan.n_experts = experts;
-    r->plan.offsets = (size_t *)moei_take(l, experts + 1, sizeof(size_t));
-    r->plan.entries = (moe_entry *)moei_take(l, pairs, sizeof(moe_entry));
-    r->kept = (unsigned char *)moei_take(l, pairs, 1);
-    r->column = moei_take_reals(l, n, 1);
-    r->order = (int32_t *)moei_take(l, n > experts ? n : experts + 1, sizeof(int32_t));
-    r->student_logits = c->student ? moei_take_reals(l, n, experts) : NULL;
-    if (training && (c->select == MOE_SELECT_BALANCED || (c->switch_at > 0 && c->switch_from == MOE_SELECT_BALANCED))) {
-        r->flow_cost = (double *)moei_take(l, experts + 1, sizeof(double));
-        r->flow_extra = (unsigned char *)moei_take(l, experts, 1);
-        if (!moei_mul(experts, sizeof(int32_t), &columns)) l->overflow = 1;
-        r->flow_mover = (int32_t *)moei_take(l, experts, columns);
-        columns = experts;
-    }
-    r->row = moei_take_reals(l, 3, (size_t)c->nodes > experts ? (size_t)c->nodes : experts);
-    r->hidden = width > 0 ? moei_take_reals(l, n, width) : NULL;
-    r->hidden_act = c->score != MOE_SCORE_COSINE && width > 0 ? moei_take_reals(l, n, width) : NULL;
-    r->query = c->score == MOE_SCORE_ATTENTIVE || c->score == MOE_SCORE_DSELECT ? moei_take_reals(l, n, width) : NULL;
-    r->keyed = c->score == MOE_SCORE_ATTENTIVE ? moei_take_reals(l, n, width) : NULL;
-    r->input_factor = c->input == MOE_INPUT_JITTER || c->input == MOE_INPUT_ADAPTIVE_CLUSTERING ? moei_take_reals(l, n, d) : c->input == MOE_INPUT_SCALED_RMS ? moei_take_reals(l, n, 1) : NULL;
-    r->lengths = c->score == MOE_SCORE_COSINE ? moei_take_reals(l, n + experts, 1) : NULL;
-    r->input = moei_take_reals(l, n, d);
-    if (!training) return;
-    r->d_weight_in = moei_take_reals(l, pairs, 1);
-    r->d_weight_out = moei_take_reals(l, pairs, 1);
-    r->d_student = c->student ? moei_take_reals(l, n, experts) : NULL;
-    r->d_logits = moei_take_reals(l, n, columns);
-    r->d_gate = moei_take_reals(l, n, columns);
-    if (soft && c->soft_normalise) {
-        r->d_unit = moei_take_reals(l, n, d);
-        r->d_keys = moei_take_reals(l, choices, d);
-    }
-    r->d_probabilities = soft || c->refine != MOE_REFINE_NONE ? moei_take_reals(l, n, columns) : r->d_gate;
-    r->d_weights = moei_take_reals(l, n, experts);
-    r->d_final = moei_take_reals(l, n, experts);
-    r->d_input = moei_take_reals(l, n, d);
-    r->d_unused = moei_take_reals(l, d, 1);
-    r->d_hidden = width > 0 ? moei_take_reals(l, n, width) : NULL;
-    r->d_query = c->score == MOE_SCORE_ATTENTIVE ? moei_take_reals(l, n, width) : NULL;
-    r->d_keyed = c->score == MOE_SCORE_ATTENTIVE ? moei_take_reals(l, n, width) : NULL;
+static void moei_route_layout(const moe_router *router, size_t n, int training, moei_layout *l, moe_routing *r, moei_scratch *m) {
+    moei_routing_clear(r);
+    moei_common_layout(&router->config, n, l, r, m);
+    m->input = moei_take_reals(l, n, (size_t)router->config.d_model);
+    if (!training && !(router->parts & MOEI_PART_MEMORY)) return;
+    memset(&m->input_factor, 0, sizeof *m - offsetof(moei_scratch, input_factor));
+    moei_special_layout(&router->config, n, training, l, r, m);
+}
+
+/* The private arrays of a routing that moe_route has made. */
+MOEI_TOOL void moei_scratch_again(const moe_router *router, const moe_call *call, const moe_routing *routing, moei_scratch *m) {
+    moei_layout l = moei_layout_begin(routing->memory);
+    moe_routing r;
+    moei_route_layout(router, call->n_past + call->n_tokens, call->training, &l, &r, m);
 }
 
 moe_status moe_route_size(const moe_router *router, size_t n_tokens, int training, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
     moe_routing r;
+    moei_scratch m;
     if (router == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
     if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
-    moei_route_layout(router, n_tokens, training, &l, &r);
+    moei_route_layout(router, n_tokens, training, &l, &r, &m);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
     return MOE_OK;
@@ -4104,20 +4239,48 @@ static int moei_nodes_fit(const moe_router_config *c, const moe_call *call) {
 }
 
 /* Whether a tensor is there exactly when the configuration has it. Routing can do without what the state rules count and schedules have reached. */
-static int moei_place_is_set(int place, uint64_t places, const moe_real *tensor) {
+MOEI_TOOL int moei_place_is_set(int place, uint64_t places, const moe_real *tensor) {
     if (!(places >> place & 1u)) return tensor == NULL;
     return tensor != NULL || (place >= MOE_ROUTER_STEP && place <= MOE_ROUTER_CAPACITY);
+}
+
+/* moei_place_is_set of all tensors: the wanted ones are there, and there are no more than those. Three counts, which need not wait for
+   each other. */
+static int moei_tensors_fit(const moe_router *router) {
+    const moe_real *const *tensors = router->tensors;
+    uint64_t left;
+    int place, wanted = 0, there[3] = {0, 0, 0};
+    for (place = 0; place + 3 <= MOE_ROUTER_SLOTS; place += 3)
+        there[0] += tensors[place] != NULL, there[1] += tensors[place + 1] != NULL, there[2] += tensors[place + 2] != NULL;
+    for (; place < MOE_ROUTER_SLOTS; place++) there[0] += tensors[place] != NULL;
+    for (left = router->places, place = 0; left != 0; left >>= 1, place++) {
+        if (!moei_place_is_set(place, router->places, tensors[place])) return 0;
+        wanted += tensors[place] != NULL;
+    }
+    return there[0] + there[1] + there[2] == wanted;
+}
+
+/* What some configurations ask of a call. */
+static moe_status moei_supplies_check(const moe_router_config *c, const moe_call *call) {
+    if (c->select == MOE_SELECT_GIVEN && call->given == NULL) return MOE_ERR_ARGUMENT;
+    if (c->select == MOE_SELECT_HASH && call->given == NULL && call->token_ids == NULL) return MOE_ERR_ARGUMENT;
+    if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING && !moei_previous_fits(c, call)) return MOE_ERR_ARGUMENT;
+    if (c->refine == MOE_REFINE_ATTENTION &&
+        (call->attention_weights == NULL || call->attention_outputs == NULL ||
+         (c->attention_u == MOE_ATTENTION_U_OUTPUT && call->attention_output == NULL)))
+        return MOE_ERR_ARGUMENT;
+    if (c->score == MOE_SCORE_ATTENTIVE && call->node_width != moei_router_hidden(c)) return MOE_ERR_SHAPE;
+    if ((moe_router_traits(c) & MOE_TRAIT_NEEDS_ALL_EXPERTS) && (call->nodes == NULL || call->node_width == 0)) return MOE_ERR_ARGUMENT;
+    return MOE_OK;
 }
 
 /* Everything that a call can get wrong, before anything is computed. */
 static moe_status moei_call_check(const moe_router *router, const moe_call *call) {
     const moe_router_config *c = &router->config;
     size_t i;
-    int place;
     if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
     if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
-    for (place = 0; place < MOE_ROUTER_SLOTS; place++)
-        if (!moei_place_is_set(place, router->places, router->tensors[place])) return MOE_ERR_ARGUMENT;
+    if (!moei_tensors_fit(router)) return MOE_ERR_ARGUMENT;
     if (call->sequences != NULL) {
         if (call->n_sequences < 1 || call->sequences[0] != 0) return MOE_ERR_ARGUMENT;
         for (i = 0; i < call->n_sequences; i++)
@@ -4127,21 +4290,14 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
     if (call->n_past > 0 && (call->n_past > INT32_MAX - call->n_tokens || c->refine == MOE_REFINE_NONE || !c->causal || call->training ||
                              moei_sequence_count(call) != 1 || call->past_u == NULL || call->past_gate == NULL))
         return MOE_ERR_ARGUMENT;
-    if (call->decoding && (call->training || moei_decoding_obstacle(c).field != NULL)) return MOE_ERR_UNSUPPORTED;
-    if (c->select == MOE_SELECT_GIVEN && call->n_tokens > 0 && call->given == NULL) return MOE_ERR_ARGUMENT;
-    if (moei_is_soft(c) && call->given != NULL) return MOE_ERR_ARGUMENT;
-    if (call->training && c->loss_distill > MOEI_R(0.0) && !c->student && call->n_tokens > 0 && call->teacher == NULL) return MOE_ERR_ARGUMENT;
-    if (c->select == MOE_SELECT_HASH && call->given == NULL && call->n_tokens > 0 && call->token_ids == NULL) return MOE_ERR_ARGUMENT;
+    if (call->decoding && (call->training || (router->parts & MOEI_PART_NO_DECODING))) return MOE_ERR_UNSUPPORTED;
     if (call->training && call->rng == NULL && moei_needs_rng(c, call)) return MOE_ERR_ARGUMENT;
-    if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING && call->n_tokens > 0 && !moei_previous_fits(c, call)) return MOE_ERR_ARGUMENT;
-    if (moei_is_soft(c) && moei_sequence_count(call) > (size_t)c->soft_sequences) return MOE_ERR_ARGUMENT;
-    if (c->refine == MOE_REFINE_ATTENTION && call->n_tokens > 0 &&
-        (call->attention_weights == NULL || call->attention_outputs == NULL || (c->attention_u == MOE_ATTENTION_U_OUTPUT && call->attention_output == NULL)))
+    if (call->training && c->loss_distill > MOEI_R(0.0) && !c->student && call->n_tokens > 0 && call->teacher == NULL)
         return MOE_ERR_ARGUMENT;
-    if (c->score == MOE_SCORE_ATTENTIVE && call->n_tokens > 0 && call->node_width != moei_router_hidden(c)) return MOE_ERR_SHAPE;
+    if (!(router->parts & MOEI_PART_SUPPLIES)) return MOE_OK;
+    if (moei_is_soft(c) && (call->given != NULL || moei_sequence_count(call) > (size_t)c->soft_sequences)) return MOE_ERR_ARGUMENT;
     if (c->loss_locality > MOEI_R(0.0) && !moei_nodes_fit(c, call)) return MOE_ERR_ARGUMENT;
-    if ((moe_router_traits(c) & MOE_TRAIT_NEEDS_ALL_EXPERTS) && call->n_tokens > 0 && (call->nodes == NULL || call->node_width == 0)) return MOE_ERR_ARGUMENT;
-    return MOE_OK;
+    return call->n_tokens > 0 ? moei_supplies_check(c, call) : MOE_OK;
 }
 
 /* input: u. Padding is replaced by zeros, so that whatever stands there cannot reach a gradient. */
@@ -4149,24 +4305,42 @@ static void moei_route_input(moei_pass *s) {
     const moe_real *x = s->call->router_x != NULL ? s->call->router_x : s->call->x;
     const moei_input *stage = moei_input_stage(s);
     size_t t;
-    for (t = 0; t < s->n; t++) s->r->n_real += (size_t)moei_is_real(s->call, t);
+    s->r->n_real = s->call->mask == NULL ? s->n : 0;
+    for (t = 0; t < s->n && s->call->mask != NULL; t++) s->r->n_real += s->call->mask[t] != 0;
     s->r->u = x;
     if (s->call->mask == NULL && stage->forward == NULL) return;
     if (stage->prepare != NULL) stage->prepare(s);
     for (t = 0; t < s->n; t++) {
-        moe_real *u = s->r->input + t * s->d;
+        moe_real *u = s->m.input + t * s->d;
         if (!moei_is_real(s->call, t)) memset(u, 0, s->d * sizeof(moe_real));
         else if (stage->forward != NULL) stage->forward(s, t, x + t * s->d, u);
         else memcpy(u, x + t * s->d, s->d * sizeof(moe_real));
     }
-    s->r->u = s->r->input;
+    s->r->u = s->m.input;
+}
+
+/* Whether n numbers are finite, eight bytes at a time: 1 added to an exponent of all ones carries into the place of the sign. */
+static int moei_all_finite(size_t n, const moe_real *x) {
+#if MOE_REAL_IS_DOUBLE
+    const uint64_t exponents = MOEI_INFINITY_BITS, one = (uint64_t)1 << 52, signs = MOEI_SIGN_BIT;
+#else
+    const uint64_t exponents = UINT64_C(0x7f8000007f800000), one = UINT64_C(0x0080000000800000), signs = UINT64_C(0x8000000080000000);
+#endif
+    const size_t step = sizeof(uint64_t) / sizeof(moe_real);
+    uint64_t carried = 0, word;
+    size_t i;
+    for (i = 0; i + step <= n; i += step) {
+        memcpy(&word, x + i, sizeof word);
+        carried |= (word & exponents) + one;
+    }
+    return (carried & signs) == 0 && (i == n || moe_is_finite(x[i]));
 }
 
 static int moei_finite_logits(const moei_pass *s, const moe_real *logits, size_t columns) {
-    size_t t, e;
+    size_t t;
+    if (s->call->mask == NULL) return moei_all_finite(s->n * columns, logits);
     for (t = 0; t < s->n; t++)
-        for (e = 0; e < columns && moei_is_real(s->call, t); e++)
-            if (!moe_is_finite(logits[t * columns + e])) return 0;
+        if (moei_is_real(s->call, t) && !moei_all_finite(columns, logits + t * columns)) return 0;
     return 1;
 }
 
@@ -4176,37 +4350,43 @@ static moe_status moei_route_score(moei_pass *s) {
     moei_route_noise(s);
     if (!moei_finite_logits(s, s->r->logits, s->experts)) return MOE_ERR_NONFINITE;
     if (!s->c->student) return MOE_OK;
-    moei_affine(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_STUDENT), NULL, s->r->student_logits);
-    return moei_finite_logits(s, s->r->student_logits, s->experts) ? MOE_OK : MOE_ERR_NONFINITE;
+    moei_affine(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_STUDENT), NULL, s->m.student_logits);
+    return moei_finite_logits(s, s->m.student_logits, s->experts) ? MOE_OK : MOE_ERR_NONFINITE;
+}
+
+/* The gate of all real tokens. */
+static void moei_gate_tokens(const moei_pass *s, const moe_real *z, moe_real *r) {
+    const moei_gate *gate = &moei_gates[s->c->gate];
+    size_t t;
+    if (s->call->mask == NULL) gate->forward(s, s->n, z, r);
+    for (t = 0; t < s->n && s->call->mask != NULL; t++)
+        if (moei_is_real(s->call, t)) gate->forward(s, 1, z + t * s->experts, r + t * s->experts);
 }
 
 static void moei_route_gate(moei_pass *s) {
-    size_t t;
-    for (t = 0; t < s->n; t++)
-        if (moei_is_real(s->call, t)) moei_gates[s->c->gate].forward(s, s->r->logits + t * s->experts, s->r->gate + t * s->experts);
-    for (t = 0; t < s->n && moei_is_noisy(s); t++)
-        if (moei_is_real(s->call, t)) moei_gates[s->c->gate].forward(s, s->r->clean_logits + t * s->experts, s->r->clean_gate + t * s->experts);
+    moei_gate_tokens(s, s->r->logits, s->r->gate);
+    if (moei_is_noisy(s)) moei_gate_tokens(s, s->m.clean_logits, s->m.clean_gate);
 }
 
 static moe_status moei_route_select(moei_pass *s) {
     const moei_select *select = &moei_selects[s->call->given != NULL ? (int)MOE_SELECT_GIVEN : s->c->select];
     moe_status status;
     size_t t, i;
-    for (t = 0; t < s->n; t++) s->r->n_choices[t] = 0;
-    memset(s->r->selected, 0, s->n * s->experts);
+    if (!select->ranked || s->call->mask != NULL) memset(s->r->n_choices, 0, s->n * sizeof(int32_t));
+    if (!select->ranked) memset(s->r->selected, 0, s->n * s->experts);
     status = select->choose(s);
     if (status != MOE_OK) return status;
     for (t = 0; t < s->n && !select->ranked; t++) {
         s->r->n_choices[t] = 0;
         if (moei_is_real(s->call, t)) moei_rank_marked(s, t);
     }
-    for (i = 0; i < s->experts; i++) s->r->counts[i] = 0, s->r->first_counts[i] = 0;
-    for (t = 0; t < s->n; t++)
-        for (i = 0; i < (size_t)s->r->n_choices[t]; i++) {
-            size_t e = (size_t)s->r->choices[t * s->r->max_choices + i];
-            s->r->counts[e]++;
-            if (i == 0) s->r->first_counts[e]++;
-        }
+    memset(s->r->counts, 0, 2 * s->experts * sizeof(size_t)); /* and first_counts, behind them */
+    for (t = 0; t < s->n; t++) {
+        const int32_t *choice = s->r->choices + t * s->r->max_choices;
+        size_t n = (size_t)s->r->n_choices[t];
+        if (n > 0) s->r->first_counts[choice[0]]++;
+        for (i = 0; i < n; i++) s->r->counts[choice[i]]++;
+    }
     return MOE_OK;
 }
 
@@ -4225,14 +4405,14 @@ static moei_token moei_token_of(const moei_pass *s, size_t t) {
 /* section_weights: w of the chosen, times the learned factor of the expert. */
 static void moei_route_weight(moei_pass *s) {
     const moe_real *factor = moei_tensor(s, MOE_ROUTER_EXPERT_SCALE);
-    size_t t, i;
-    for (t = 0; t < s->n; t++) {
-        moei_token k = moei_token_of(s, t);
-        moe_real *base = s->r->base_weights + t * s->r->max_choices, *w = s->r->section_weights + t * s->r->max_choices;
-        if (k.n == 0) continue;
-        moei_weights[s->c->weight].forward(&k, base);
-        if (factor != NULL)
-            for (i = 0; i < k.n; i++) w[i] = base[i] * factor[k.choice[i]];
+    const moei_weight *weight = &moei_weights[s->c->weight];
+    moei_token k = moei_token_of(s, 0);
+    size_t t, i, choices = s->r->max_choices;
+    for (t = 0; t < s->n; t++, k.choice += choices, k.z += s->experts, k.p += s->experts) {
+        k.n = (size_t)s->r->n_choices[t];
+        if (k.n > 0) weight->forward(&k, s->m.base_weights + t * choices);
+        for (i = 0; i < k.n && factor != NULL; i++)
+            s->r->section_weights[t * choices + i] = s->m.base_weights[t * choices + i] * factor[k.choice[i]];
     }
 }
 
@@ -4308,23 +4488,23 @@ static void moei_drop_by_rule(moei_pass *s) {
 /* The order in which tokens are placed. */
 static void moei_drop_order(moei_pass *s) {
     size_t t, e, other;
-    for (t = 0; t < s->n; t++) s->r->order[t] = (int32_t)t;
+    for (t = 0; t < s->n; t++) s->m.order[t] = (int32_t)t;
     if (s->c->drop_order == MOE_DROP_RANDOM && s->call->rng != NULL)
         for (t = s->n; t > 1; t--) {
-            int32_t swap = s->r->order[t - 1];
+            int32_t swap = s->m.order[t - 1];
             other = (size_t)moe_rng_below(s->call->rng, t);
-            s->r->order[t - 1] = s->r->order[other];
-            s->r->order[other] = swap;
+            s->m.order[t - 1] = s->m.order[other];
+            s->m.order[other] = swap;
         }
     if (s->c->drop_order != MOE_DROP_PRIORITY) return;
     for (t = 0; t < s->n; t++) {
         const moe_real *p = s->r->probabilities + t * s->experts;
-        s->r->column[t] = moei_is_real(s->call, t) ? p[0] : -MOEI_INFINITY;
+        s->m.column[t] = moei_is_real(s->call, t) ? p[0] : -MOEI_INFINITY;
         for (e = 1; e < s->experts && moei_is_real(s->call, t); e++)
-            if (p[e] > s->r->column[t]) s->r->column[t] = p[e];
+            if (p[e] > s->m.column[t]) s->m.column[t] = p[e];
     }
-    t = moe_top_k(s->n, s->r->column, s->n, s->r->order);
-    for (; t < s->n; t++) s->r->order[t] = -1; /* padding has no place in the order */
+    t = moei_top_k(s, s->n, s->m.column, s->n, s->m.order);
+    for (; t < s->n; t++) s->m.order[t] = -1; /* padding has no place in the order */
 }
 
 /* Places all first choices, then all second ones, in the order of tokens, while there is room. */
@@ -4334,8 +4514,8 @@ static void moei_drop_by_rank(moei_pass *s, size_t capacity) {
     for (e = 0; e < s->experts; e++) s->r->plan.offsets[e] = 0; /* here: how many pairs are placed */
     for (rank = 0; rank < s->r->max_choices; rank++)
         for (i = 0; i < s->n; i++) {
-            size_t t = (size_t)s->r->order[i], at = t * s->r->max_choices + rank;
-            if (s->r->order[i] < 0 || rank >= (size_t)s->r->n_choices[t] || !s->r->kept[at]) continue;
+            size_t t = (size_t)s->m.order[i], at = t * s->r->max_choices + rank;
+            if (s->m.order[i] < 0 || rank >= (size_t)s->r->n_choices[t] || !s->r->kept[at]) continue;
             e = moei_pair_expert(s, t, rank);
             s->r->kept[at] = s->r->plan.offsets[e] < capacity;
             s->r->plan.offsets[e] += s->r->kept[at];
@@ -4346,15 +4526,15 @@ static void moei_drop_by_rank(moei_pass *s, size_t capacity) {
 static void moei_drop_by_score(moei_pass *s, size_t capacity) {
     size_t e, t, i, found;
     for (e = 0; e < s->experts; e++) {
-        for (t = 0; t < s->n; t++) s->r->column[t] = -MOEI_INFINITY;
+        for (t = 0; t < s->n; t++) s->m.column[t] = -MOEI_INFINITY;
         for (t = 0; t < s->n; t++)
             for (i = 0; i < (size_t)s->r->n_choices[t]; i++)
-                if (moei_pair_expert(s, t, i) == e && s->r->kept[t * s->r->max_choices + i]) s->r->column[t] = s->r->probabilities[t * s->experts + e];
-        found = moe_top_k(s->n, s->r->column, capacity, s->r->order);
-        for (i = 0; i < found; i++) s->r->column[s->r->order[i]] = MOEI_INFINITY;
+                if (moei_pair_expert(s, t, i) == e && s->r->kept[t * s->r->max_choices + i]) s->m.column[t] = s->r->probabilities[t * s->experts + e];
+        found = moei_top_k(s, s->n, s->m.column, capacity, s->m.order);
+        for (i = 0; i < found; i++) s->m.column[s->m.order[i]] = MOEI_INFINITY;
         for (t = 0; t < s->n; t++)
             for (i = 0; i < (size_t)s->r->n_choices[t]; i++)
-                if (moei_pair_expert(s, t, i) == e && s->r->column[t] < MOEI_INFINITY) s->r->kept[t * s->r->max_choices + i] = 0;
+                if (moei_pair_expert(s, t, i) == e && s->m.column[t] < MOEI_INFINITY) s->r->kept[t * s->r->max_choices + i] = 0;
     }
 }
 
@@ -4370,76 +4550,98 @@ static moe_real moei_surviving(const moei_pass *s, size_t t) {
 /* capacity: which pairs stay, and the dense matrix of their final weights. */
 static void moei_route_capacity(moei_pass *s) {
     moe_routing *r = s->r;
-    size_t capacity = moei_capacity(s), t, i, cell;
+    size_t capacity = moei_capacity(s), choices = r->max_choices, dropped = 0, t, i;
     memset(r->kept, 1, s->n * r->max_choices);
     r->capacity = capacity;
     moei_drop_by_rule(s);
     if (capacity > 0 && s->c->drop_order == MOE_DROP_SCORE) moei_drop_by_score(s, capacity);
     else if (capacity > 0) moei_drop_by_rank(s, capacity);
-    for (i = 0; i < s->n * s->experts; i++) r->weights[i] = MOEI_R(0.0), r->selected[i] = 0;
+    memset(r->weights, 0, s->n * s->experts * (sizeof(moe_real) + 1)); /* and selected, behind them */
     for (t = 0; t < s->n; t++) {
+        const int32_t *choice = r->choices + t * choices;
+        const moe_real *w = r->section_weights + t * choices;
+        const unsigned char *kept = r->kept + t * choices;
+        size_t n = (size_t)r->n_choices[t], row = t * s->experts;
         moe_real scale = s->c->scale;
         if (s->c->renormalize == MOE_RENORMALIZE_AFTER) scale = moei_ratio(scale, moei_surviving(s, t));
-        for (i = 0; i < (size_t)r->n_choices[t]; i++) {
-            cell = t * s->experts + moei_pair_expert(s, t, i);
-            if (!r->kept[t * r->max_choices + i]) {
-                r->n_dropped++;
-                continue;
-            }
-            r->weights[cell] = r->section_weights[t * r->max_choices + i] * scale;
-            r->selected[cell] = 1;
+        for (i = 0; i < n; i++) {
+            r->weights[row + (size_t)choice[i]] = kept[i] ? w[i] * scale : MOEI_R(0.0);
+            r->selected[row + (size_t)choice[i]] = kept[i];
+            dropped += !kept[i];
         }
     }
+    r->n_dropped = dropped;
+}
+
+/* offsets[e + 1] = where the row of expert e starts: filling the row moves it to its end. */
+static void moei_plan_rows(const moei_pass *s) {
+    const moe_routing *r = s->r;
+    size_t *start = r->plan.offsets + 1, t, i, e, sum = 0, count;
+    const size_t *counts = r->counts;
+    if (r->n_dropped > 0) {
+        memset(start, 0, s->experts * sizeof(size_t));
+        for (t = 0; t < s->n; t++)
+            for (i = 0; i < (size_t)r->n_choices[t]; i++) start[moei_pair_expert(s, t, i)] += r->kept[t * r->max_choices + i];
+        counts = start;
+    }
+    r->plan.offsets[0] = 0;
+    for (e = 0; e < s->experts; e++) count = counts[e], start[e] = sum, sum += count;
 }
 
 /* The plan: the surviving pairs sorted by expert, then by token. */
 static void moei_route_plan(moei_pass *s) {
-    moe_routing *r = s->r;
-    size_t *offsets = r->plan.offsets, t, i, e;
+    const moe_routing *r = s->r;
+    size_t *at = r->plan.offsets + 1, t, i, choices = r->max_choices;
     int on_input = s->c->apply_to == MOE_APPLY_INPUT;
-    for (e = 0; e <= s->experts; e++) offsets[e] = 0;
-    for (t = 0; t < s->n; t++)
-        for (i = 0; i < (size_t)r->n_choices[t]; i++)
-            if (r->kept[t * r->max_choices + i]) offsets[moei_pair_expert(s, t, i) + 1]++;
-    for (e = 0; e < s->experts; e++) offsets[e + 1] += offsets[e];
-    for (t = 0; t < s->n; t++)
-        for (i = 0; i < (size_t)r->n_choices[t]; i++) {
+    moei_plan_rows(s);
+    for (t = 0; t < s->n; t++) {
+        const int32_t *choice = r->choices + t * choices;
+        const moe_real *w = r->weights + t * s->experts;
+        size_t n = (size_t)r->n_choices[t];
+        for (i = 0; i < n; i++) {
             moe_entry *entry;
-            moe_real w;
-            if (!r->kept[t * r->max_choices + i]) continue;
-            e = moei_pair_expert(s, t, i);
-            w = r->weights[t * s->experts + e];
-            entry = r->plan.entries + offsets[e]++;
+            if (!r->kept[t * choices + i]) continue;
+            entry = r->plan.entries + at[choice[i]]++;
             entry->token = (int32_t)t;
             entry->rank = (int32_t)i;
-            entry->weight_in = on_input ? w : MOEI_R(1.0);
-            entry->weight_out = on_input ? MOEI_R(1.0) : w;
+            entry->weight_in = on_input ? w[choice[i]] : MOEI_R(1.0);
+            entry->weight_out = on_input ? MOEI_R(1.0) : w[choice[i]];
         }
-    for (e = s->experts; e > 0; e--) offsets[e] = offsets[e - 1]; /* filling moved each from its row's start to its end */
-    offsets[0] = 0;
+    }
 }
 
-/* The soft plan: every real token of a sequence takes part in every slot of it; row = sequence * slots + slot. */
+/* The soft plan: every real token of a sequence takes part in every slot of it; row = sequence * slots + slot. The entries of an expert stand
+   slot after slot; they are made token after token, as D and C lie. */
 static void moei_soft_plan(moei_pass *s) {
-    size_t total = moei_slot_total(s->c), slots = (size_t)s->c->slots, sequences = moei_sequence_count(s->call), e, i, slot, t, from, to;
-    moe_entry *entry = s->r->plan.entries;
+    size_t total = moei_slot_total(s->c), slots = (size_t)s->c->slots, sequences = moei_sequence_count(s->call);
+    size_t e, i, slot, t, from, to, real;
+    moe_entry *entries = s->r->plan.entries;
     s->r->plan.rows = slots * sequences;
     for (e = 0; e < s->experts; e++) {
-        s->r->plan.offsets[e] = (size_t)(entry - s->r->plan.entries);
-        for (i = 0; i < sequences; i++)
-            for (slot = 0, moei_sequence(s->call, i, &from, &to); slot < slots; slot++)
-                for (t = from; t < to; t++) {
-                    size_t cell = t * total + e * slots + slot;
-                    if (!moei_is_real(s->call, t)) continue;
-                    entry->token = (int32_t)t;
-                    entry->rank = (int32_t)(i * slots + slot);
-                    entry->weight_in = s->r->gate[cell];
-                    entry->weight_out = s->r->probabilities[cell];
-                    s->r->weights[t * s->experts + e] += entry->weight_out;
-                    entry++;
+        s->r->plan.offsets[e] = (size_t)(entries - s->r->plan.entries);
+        for (i = 0; i < sequences; i++) {
+            moe_entry *entry = entries;
+            moei_sequence(s->call, i, &from, &to);
+            for (t = from, real = 0; t < to; t++) real += (size_t)moei_is_real(s->call, t);
+            for (t = from; t < to; t++) {
+                const moe_real *d = s->r->gate + t * total + e * slots, *c = s->r->probabilities + t * total + e * slots;
+                moe_real sum = MOEI_R(0.0);
+                if (!moei_is_real(s->call, t)) continue;
+                for (slot = 0; slot < slots; slot++) {
+                    moe_entry *to_slot = entry + slot * real;
+                    to_slot->token = (int32_t)t;
+                    to_slot->rank = (int32_t)(i * slots + slot);
+                    to_slot->weight_in = d[slot];
+                    to_slot->weight_out = c[slot];
+                    sum += c[slot];
                 }
+                s->r->weights[t * s->experts + e] = sum;
+                entry++;
+            }
+            entries += slots * real;
+        }
     }
-    s->r->plan.offsets[s->experts] = (size_t)(entry - s->r->plan.entries);
+    s->r->plan.offsets[s->experts] = (size_t)(entries - s->r->plan.entries);
 }
 
 static void moei_route_soft(moei_pass *s) {
@@ -4468,17 +4670,17 @@ static void moei_route_losses(moei_pass *s) {
 }
 #endif
 
+/* Everything but the scratch arrays. */
 static void moei_pass_begin(moei_pass *s, const moe_router *router, const moe_call *call, moe_routing *r) {
-    memset(s, 0, sizeof *s);
+    memset(s, 0, offsetof(moei_pass, m));
     s->router = router;
-    s->effective = router->config;
-    s->c = &s->effective;
+    s->c = &router->config;
     s->call = call;
     s->r = r;
     s->n = call->n_tokens;
     s->experts = (size_t)router->config.n_experts;
     s->d = (size_t)router->config.d_model;
-    moei_schedule(s);
+    if (router->parts & MOEI_PART_MOVES) moei_schedule(s);
 }
 
 /* A call without tokens: an empty plan. */
@@ -4486,6 +4688,30 @@ static void moei_route_nothing(moe_routing *r) {
     memset(r->counts, 0, r->n_experts * sizeof(size_t));
     memset(r->first_counts, 0, r->n_experts * sizeof(size_t));
     memset(r->plan.offsets, 0, (r->n_experts + 1) * sizeof(size_t));
+}
+
+/* The stages of the pipeline, in their order. */
+static moe_status moei_route_stages(moei_pass *s) {
+    moe_status status;
+    moei_route_input(s);
+    if (moei_is_soft(s->c)) {
+        moei_route_soft(s);
+        return moei_finite_logits(s, s->r->logits, moei_slot_total(s->c)) ? MOE_OK : MOE_ERR_NONFINITE;
+    }
+    status = moei_route_score(s);
+    if (status != MOE_OK) return status;
+    moei_route_bound(s);
+    moei_route_gate(s);
+    moei_route_refine(s);
+    status = moei_route_select(s);
+    if (status != MOE_OK) return status;
+    moei_route_weight(s);
+    moei_route_capacity(s);
+    moei_route_plan(s);
+#ifndef MOE_NO_TRAIN
+    if (s->call->training) moei_route_losses(s);
+#endif
+    return MOE_OK;
 }
 
 moe_status moe_route(const moe_router *router, const moe_call *call, void *memory, size_t size, moe_routing *routing) {
@@ -4496,38 +4722,21 @@ moe_status moe_route(const moe_router *router, const moe_call *call, void *memor
     if (router == NULL || call == NULL || memory == NULL || routing == NULL) return MOE_ERR_ARGUMENT;
     status = moei_call_check(router, call);
     if (status != MOE_OK) return status;
-    moei_route_layout(router, call->n_past + call->n_tokens, call->training, &l, &r);
+    moei_route_layout(router, call->n_past + call->n_tokens, call->training, &l, &r, &s.m);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     if (l.used > size) return MOE_ERR_SPACE;
-    r.n_tokens = r.plan.n_tokens = call->n_tokens;
     moei_pass_begin(&s, router, call, &r);
-    if (s.n == 0) {
-        moei_route_nothing(&r);
-        *routing = r;
-        return MOE_OK;
+    r.n_tokens = r.plan.n_tokens = s.n;
+    r.n_experts = r.plan.n_experts = s.experts;
+    r.top_k = s.c->top_k;
+    r.memory = memory;
+    if (s.n == 0) moei_route_nothing(&r);
+    else status = moei_route_stages(&s);
+    if (status == MOE_OK) { /* in two parts: a copy of this size as a whole is a slow instruction with some compilers */
+        memcpy(routing, &r, offsetof(moe_routing, counts));
+        memcpy(&routing->counts, &r.counts, sizeof r - offsetof(moe_routing, counts));
     }
-    moei_route_input(&s);
-    if (moei_is_soft(s.c)) {
-        moei_route_soft(&s);
-        if (!moei_finite_logits(&s, s.r->logits, moei_slot_total(s.c))) return MOE_ERR_NONFINITE;
-        *routing = r;
-        return MOE_OK;
-    }
-    status = moei_route_score(&s);
-    if (status != MOE_OK) return status;
-    moei_route_bound(&s);
-    moei_route_gate(&s);
-    moei_route_refine(&s);
-    status = moei_route_select(&s);
-    if (status != MOE_OK) return status;
-    moei_route_weight(&s);
-    moei_route_capacity(&s);
-    moei_route_plan(&s);
-#ifndef MOE_NO_TRAIN
-    if (call->training) moei_route_losses(&s);
-#endif
-    *routing = r;
-    return MOE_OK;
+    return status;
 }
 
 /* ==== one call: backward ======================================================================================================================== */
@@ -4541,17 +4750,17 @@ static void moei_backward_plan(moei_pass *s) {
     size_t e, i, t;
     for (e = 0; e < s->experts; e++)
         for (i = r->plan.offsets[e]; i < r->plan.offsets[e + 1]; i++)
-            r->d_final[(size_t)r->plan.entries[i].token * s->experts + e] = s->c->apply_to == MOE_APPLY_INPUT ? r->d_weight_in[i] : r->d_weight_out[i];
+            s->m.d_final[(size_t)r->plan.entries[i].token * s->experts + e] = s->c->apply_to == MOE_APPLY_INPUT ? r->d_weight_in[i] : r->d_weight_out[i];
     for (t = 0; t < s->n; t++) {
         moe_real scale = s->c->scale, along = MOEI_R(0.0);
         if (s->c->renormalize == MOE_RENORMALIZE_AFTER) {
             scale = moei_ratio(scale, moei_surviving(s, t));
             for (e = 0; e < s->experts; e++) /* w' = s w / sum w: dw = s / sum (d - sum d w' / s) */
-                if (r->selected[t * s->experts + e]) along += r->d_final[t * s->experts + e] * moei_ratio(r->weights[t * s->experts + e], s->c->scale);
+                if (r->selected[t * s->experts + e]) along += s->m.d_final[t * s->experts + e] * moei_ratio(r->weights[t * s->experts + e], s->c->scale);
         }
-        d_final = r->d_final + t * s->experts;
+        d_final = s->m.d_final + t * s->experts;
         for (e = 0; e < s->experts; e++)
-            if (r->selected[t * s->experts + e]) r->d_weights[t * s->experts + e] += scale * (d_final[e] - along);
+            if (r->selected[t * s->experts + e]) s->m.d_weights[t * s->experts + e] += scale * (d_final[e] - along);
     }
 }
 
@@ -4564,30 +4773,30 @@ static void moei_backward_threshold(moei_pass *s, const moei_token *k, size_t t,
         moe_real theta = moei_threshold(s, e), above = (k->p[e] - theta) / kappa, d_factor = d_through[e] * k->p[e];
         if (moei_weights[s->c->weight].counts_choices > 0) d_factor = dw[i] / (s->c->weight == MOE_WEIGHT_UNIFORM ? (moe_real)k->n : MOEI_R(1.0));
         d_factor *= moe_sigmoid(above) * moe_sigmoid(-above) / kappa; /* not s (1 - s), which cancels */
-        s->r->d_probabilities[t * s->experts + e] += d_factor;
+        s->m.d_probabilities[t * s->experts + e] += d_factor;
         if (d_theta != NULL) d_theta[e] -= s->c->threshold_sigmoid ? d_factor * theta * (MOEI_R(1.0) - theta) : d_factor;
     }
 }
 
 static void moei_backward_weight(moei_pass *s) {
     const moe_real *factor = moei_tensor(s, MOE_ROUTER_EXPERT_SCALE);
-    moe_real *d_factor = moei_gradient(s, MOE_ROUTER_EXPERT_SCALE), *dw = s->r->row, *d_p = dw + s->experts;
+    moe_real *d_factor = moei_gradient(s, MOE_ROUTER_EXPERT_SCALE), *dw = s->m.row, *d_p = dw + s->experts;
     size_t t, i, e;
     for (t = 0; t < s->n; t++) {
         moei_token k = moei_token_of(s, t);
-        const moe_real *base = s->r->base_weights + t * s->r->max_choices;
+        const moe_real *base = s->m.base_weights + t * s->r->max_choices;
         if (k.n == 0) continue;
         for (i = 0; i < k.n; i++) {
             e = (size_t)k.choice[i];
-            dw[i] = s->r->d_weights[t * s->experts + e];
+            dw[i] = s->m.d_weights[t * s->experts + e];
             if (factor == NULL) continue;
             if (d_factor != NULL) d_factor[e] += dw[i] * base[i];
             dw[i] *= factor[e];
         }
         for (i = 0; i < k.n; i++) d_p[k.choice[i]] = MOEI_R(0.0);
-        moei_weights[s->c->weight].backward(&k, base, dw, s->r->d_logits + t * s->experts, d_p);
+        moei_weights[s->c->weight].backward(&k, base, dw, s->m.d_logits + t * s->experts, d_p);
         if (s->c->threshold_learned) moei_backward_threshold(s, &k, t, dw, d_p);
-        for (i = 0; i < k.n; i++) s->r->d_probabilities[t * s->experts + (size_t)k.choice[i]] += d_p[k.choice[i]];
+        for (i = 0; i < k.n; i++) s->m.d_probabilities[t * s->experts + (size_t)k.choice[i]] += d_p[k.choice[i]];
     }
 }
 
@@ -4596,11 +4805,11 @@ static void moei_backward_gate(moei_pass *s) {
     for (t = 0; t < s->n; t++) {
         row = t * s->experts;
         if (moei_is_real(s->call, t)) {
-            moei_gates[s->c->gate].backward(s, s->r->logits + row, s->r->gate + row, s->r->d_gate + row, s->r->d_logits + row);
+            moei_gates[s->c->gate].backward(s, s->r->logits + row, s->r->gate + row, s->m.d_gate + row, s->m.d_logits + row);
             if (moei_is_noisy(s))
-                moei_gates[s->c->gate].backward(s, s->r->clean_logits + row, s->r->clean_gate + row, s->r->d_clean_gate + row, s->r->d_clean + row);
+                moei_gates[s->c->gate].backward(s, s->m.clean_logits + row, s->m.clean_gate + row, s->m.d_clean_gate + row, s->m.d_clean + row);
         } else
-            memset(s->r->d_logits + row, 0, s->experts * sizeof(moe_real));
+            memset(s->m.d_logits + row, 0, s->experts * sizeof(moe_real));
     }
 }
 
@@ -4609,10 +4818,10 @@ static void moei_backward_input(moei_pass *s, moe_real *dx) {
     const moei_input *stage = moei_input_stage(s);
     size_t t;
     for (t = 0; t < s->n; t++) {
-        moe_real *to = dx != NULL ? dx + t * s->d : s->r->d_unused;
+        moe_real *to = dx != NULL ? dx + t * s->d : s->m.d_unused;
         if (!moei_is_real(s->call, t)) continue;
-        if (stage->backward != NULL) stage->backward(s, t, x + t * s->d, s->r->d_input + t * s->d, to);
-        else moe_axpy(s->router->kernels, s->d, MOEI_R(1.0), s->r->d_input + t * s->d, to);
+        if (stage->backward != NULL) stage->backward(s, t, x + t * s->d, s->m.d_input + t * s->d, to);
+        else moe_axpy(s->router->kernels, s->d, MOEI_R(1.0), s->m.d_input + t * s->d, to);
     }
 }
 
@@ -4623,16 +4832,16 @@ static void moei_soft_backward_plan(moei_pass *s) {
     for (e = 0; e < s->experts; e++)
         for (i = r->plan.offsets[e]; i < r->plan.offsets[e + 1]; i++) {
             size_t cell = (size_t)r->plan.entries[i].token * total + e * slots + (size_t)r->plan.entries[i].rank % slots;
-            r->d_gate[cell] = r->d_weight_in[i];
-            r->d_probabilities[cell] = r->d_weight_out[i];
+            s->m.d_gate[cell] = r->d_weight_in[i];
+            s->m.d_probabilities[cell] = r->d_weight_out[i];
         }
     for (t = 0; t < s->n; t++)
-        if (moei_is_real(s->call, t)) moe_softmax_backward(total, r->probabilities + t * total, r->d_probabilities + t * total, MOEI_R(1.0), r->d_logits + t * total);
+        if (moei_is_real(s->call, t)) moe_softmax_backward(total, r->probabilities + t * total, s->m.d_probabilities + t * total, MOEI_R(1.0), s->m.d_logits + t * total);
     for (i = 0; i < moei_sequence_count(s->call); i++)
         for (slot = 0, moei_sequence(s->call, i, &from, &to); slot < total; slot++) {
             moe_real along = MOEI_R(0.0);
-            for (t = from; t < to; t++) along += r->gate[t * total + slot] * r->d_gate[t * total + slot];
-            for (t = from; t < to; t++) r->d_logits[t * total + slot] += r->gate[t * total + slot] * (r->d_gate[t * total + slot] - along);
+            for (t = from; t < to; t++) along += r->gate[t * total + slot] * s->m.d_gate[t * total + slot];
+            for (t = from; t < to; t++) s->m.d_logits[t * total + slot] += r->gate[t * total + slot] * (s->m.d_gate[t * total + slot] - along);
         }
 }
 
@@ -4643,17 +4852,17 @@ static void moei_soft_backward(moei_pass *s) {
     size_t total = moei_slot_total(s->c), i, cells = s->n * total;
     moei_soft_backward_plan(s);
     if (!s->c->soft_normalise) {
-        moei_affine_backward(s->router->kernels, s->n, total, s->d, r->u, phi, r->d_logits, r->d_input, d_phi, NULL);
+        moei_affine_backward(s->router->kernels, s->n, total, s->d, r->u, phi, s->m.d_logits, s->m.d_input, d_phi, NULL);
         return;
     }
     scale = moei_tensor(s, MOE_ROUTER_SLOT_SCALE)[0];
-    for (i = 0; i < cells; i++) sum += r->d_logits[i] * r->logits[i], r->d_logits[i] *= scale;
+    for (i = 0; i < cells; i++) sum += s->m.d_logits[i] * r->logits[i], s->m.d_logits[i] *= scale;
     if (d_scale != NULL) d_scale[0] += moei_ratio(sum, scale);
-    memset(r->d_unit, 0, s->n * s->d * sizeof(moe_real));
-    memset(r->d_keys, 0, total * s->d * sizeof(moe_real));
-    moei_affine_backward(s->router->kernels, s->n, total, s->d, r->unit, r->keys, r->d_logits, r->d_unit, r->d_keys, NULL);
-    moei_unit_backward(s, s->n, r->u, r->unit, r->d_unit, r->d_input);
-    if (d_phi != NULL) moei_unit_backward(s, total, phi, r->keys, r->d_keys, d_phi);
+    memset(s->m.d_unit, 0, s->n * s->d * sizeof(moe_real));
+    memset(s->m.d_keys, 0, total * s->d * sizeof(moe_real));
+    moei_affine_backward(s->router->kernels, s->n, total, s->d, s->m.unit, s->m.keys, s->m.d_logits, s->m.d_unit, s->m.d_keys, NULL);
+    moei_unit_backward(s, s->n, r->u, s->m.unit, s->m.d_unit, s->m.d_input);
+    if (d_phi != NULL) moei_unit_backward(s, total, phi, s->m.keys, s->m.d_keys, d_phi);
 }
 
 moe_status moe_route_backward(const moe_router *router, const moe_call *call, moe_routing *routing, moe_real *const *d_tensors, moe_real *dx,
@@ -4662,28 +4871,29 @@ moe_status moe_route_backward(const moe_router *router, const moe_call *call, mo
     size_t cells;
     int loss;
     if (router == NULL || call == NULL || routing == NULL) return MOE_ERR_ARGUMENT;
-    if (routing->d_logits == NULL || !call->training) return MOE_ERR_STATE;
+    if (routing->d_weight_out == NULL || !call->training) return MOE_ERR_STATE;
     if (call->n_tokens == 0) return MOE_OK;
     moei_pass_begin(&s, router, call, routing);
+    moei_scratch_again(router, call, routing, &s.m);
     s.d_tensors = d_tensors;
     s.d_nodes = d_nodes;
     cells = s.n * (moei_is_soft(s.c) ? moei_slot_total(s.c) : s.experts) * sizeof(moe_real);
-    memset(routing->d_logits, 0, cells);
-    memset(routing->d_gate, 0, cells);
-    memset(routing->d_probabilities, 0, cells);
-    memset(routing->d_input, 0, s.n * s.d * sizeof(moe_real));
+    memset(s.m.d_logits, 0, cells);
+    memset(s.m.d_gate, 0, cells);
+    memset(s.m.d_probabilities, 0, cells);
+    memset(s.m.d_input, 0, s.n * s.d * sizeof(moe_real));
     if (moei_is_soft(s.c)) {
         moei_soft_backward(&s);
         moei_backward_input(&s, dx);
         return MOE_OK;
     }
-    memset(routing->d_weights, 0, cells);
-    if (routing->d_clean != NULL) {
-        memset(routing->d_clean, 0, cells);
-        memset(routing->d_clean_gate, 0, cells);
-        memset(routing->d_noise, 0, cells);
+    memset(s.m.d_weights, 0, cells);
+    if (s.m.d_clean != NULL) {
+        memset(s.m.d_clean, 0, cells);
+        memset(s.m.d_clean_gate, 0, cells);
+        memset(s.m.d_noise, 0, cells);
     }
-    if (routing->d_student != NULL) memset(routing->d_student, 0, cells);
+    if (s.m.d_student != NULL) memset(s.m.d_student, 0, cells);
     for (loss = 0; loss < MOE_LOSS_COUNT; loss++) {
         moe_real factor = moei_loss_factor(s.c, loss);
         if (factor > MOEI_R(0.0) && routing->n_real > 0) (void)moei_losses[loss].value(&s, factor, 1);
@@ -4694,8 +4904,8 @@ moe_status moe_route_backward(const moe_router *router, const moe_call *call, mo
     moei_backward_gate(&s);
     moei_noise_backward(&s);
     moei_scores[s.c->score].backward(&s);
-    if (routing->d_student != NULL && !s.frozen)
-        moei_affine_backward(s.router->kernels, s.n, s.experts, s.d, routing->u, moei_tensor(&s, MOE_ROUTER_STUDENT), routing->d_student, routing->d_input,
+    if (s.m.d_student != NULL && !s.frozen)
+        moei_affine_backward(s.router->kernels, s.n, s.experts, s.d, routing->u, moei_tensor(&s, MOE_ROUTER_STUDENT), s.m.d_student, s.m.d_input,
                              moei_gradient(&s, MOE_ROUTER_STUDENT), NULL);
     moei_backward_input(&s, dx);
     return s.status;
@@ -4714,18 +4924,18 @@ static int moei_state_fits(const moe_router *router, moe_real *const *state) {
 
 /* table <- rho table + (1 - rho) M for the clusters of at least two tokens, M as in mode paper. */
 static void moei_observe_clusters(const moei_pass *s, moe_real *table) {
-    moe_real *m = s->r->clusters, rho = s->c->ac_rho; /* its first row is free after the call */
+    moe_real *m = s->m.clusters, rho = s->c->ac_rho; /* its first row is free after the call */
     const moe_real *h = s->call->previous_input;
     size_t k, q, t, count;
     for (k = 0; k < s->experts; k++) {
         moei_fill(m, s->d, MOEI_R(0.0));
         for (t = 0, count = 0; t < s->n; t++) {
             if (!moei_is_real(s->call, t) || moei_cluster(s, t) != (int32_t)k) continue;
-            s->r->order[count++] = (int32_t)t;
+            s->m.order[count++] = (int32_t)t;
             moe_axpy(s->router->kernels, s->d, MOEI_R(1.0), h + t * s->d, m);
         }
         if (count < 2) continue;
-        moei_cluster_spread(s, h, s->r->order, count, m);
+        moei_cluster_spread(s, h, s->m.order, count, m);
         if (s->c->ac_lambda > MOEI_R(0.0)) moei_exact_weights(m, s->d, s->c->ac_lambda);
         else moei_paper_weights(m, s->d);
         for (q = 0; q < s->d; q++) table[k * s->d + q] = rho * table[k * s->d + q] + (MOEI_R(1.0) - rho) * m[q];
@@ -4742,6 +4952,7 @@ moe_status moe_router_observe(const moe_router *router, const moe_call *call, co
     if (call->n_tokens == 0 || routing->n_real == 0) return MOE_OK;
     r = *routing;
     moei_pass_begin(&s, router, call, &r);
+    moei_scratch_again(router, call, routing, &s.m);
     load = state[MOE_ROUTER_LOAD];
     if (router->config.input == MOE_INPUT_ADAPTIVE_CLUSTERING && router->config.ac_mode == MOE_AC_RUNNING) {
         if (call->previous_input == NULL) return MOE_ERR_ARGUMENT;

@@ -264,8 +264,103 @@ static void test_scored(void) {
     }
 }
 
+/* ---- weights of less precision ------------------------------------------------------------------------------------------------------- */
+
+static double distance(const moe_real *a, const moe_real *b, size_t n) {
+    double off = 0.0, all = 0.0;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        off += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
+        all += (double)b[i] * (double)b[i];
+    }
+    return all > 0.0 ? off / all : 0.0;
+}
+
+/* The relative error of a layer's output, squared, on normal weights and inputs; threads change nothing; the report agrees. */
+static void check_type(scene *s, int type, double limit, const char *name) {
+    moe_quant_error *errors = (moe_quant_error *)grab((size_t)s->layer.config.router.n_experts, sizeof *errors);
+    moe_parallel team;
+    moe_error error;
+    result plain, packed, shared;
+    size_t bytes = 0, work_bytes = 0, e, rows = 0;
+    int calls = 0, kept = s->layer.is_packed;
+    void *memory, *work;
+    memset(&team, 0, sizeof team);
+    team.ctx = &calls, team.run = backwards, team.always = 1, team.threads = 3;
+    s->layer.is_packed = 0;
+    plain = run(s, 0, NULL);
+    CHECK(moe_layer_pack_size(&s->layer, type, &bytes) == MOE_OK, name);
+    CHECK(moe_layer_quantise_work_size(&s->layer, type, s->n, &work_bytes) == MOE_OK, name);
+    memory = grab(bytes, 1), work = grab(work_bytes, 1);
+    CHECK(moe_layer_quantise(&s->layer, type, memory, bytes, &s->call, work, work_bytes - 1, errors, &error) == MOE_ERR_SPACE && !s->layer.is_packed,
+          "a byte short");
+    CHECK(moe_layer_quantise(&s->layer, type, memory, bytes, NULL, work, work_bytes, errors, &error) == MOE_ERR_ARGUMENT, "no batch");
+    CHECK(moe_layer_quantise(&s->layer, type, memory, bytes, &s->call, work, work_bytes, errors, &error) == MOE_OK, name);
+    packed = run(s, 0, NULL);
+    shared = run(s, 0, &team);
+    CHECK(packed.status == plain.status && distance(packed.y, plain.y, s->n * s->o) < limit * limit, name);
+    CHECK(type == MOE_TYPE_REAL || distance(packed.y, plain.y, s->n * s->o) > 0.0, "and it is another layer");
+    CHECK(same(s, &packed, &shared) && calls > 0, "threads");
+    for (e = 0; e < (size_t)s->layer.config.router.n_experts; e++) {
+        rows += errors[e].rows;
+        CHECK((double)errors[e].output < 2.0 * limit + 1e-9 && (type == MOE_TYPE_REAL || errors[e].output > 0), "the error of an expert");
+    }
+    CHECK(rows > 0, "the tokens are counted");
+    s->layer.is_packed = kept;
+    drop(&plain), drop(&packed), drop(&shared);
+    free(memory), free(work), free(errors);
+}
+
+static void test_types(void) {
+    static const struct {
+        int type;
+        double swiglu;
+        const char *name;
+    } types[] = {{MOE_TYPE_REAL, 1e-6, "as they are"},
+                 {MOE_TYPE_F16, 1e-3, "binary16"},
+                 {MOE_TYPE_BF16, 8e-3, "bfloat16"},
+#ifndef MOE_NO_QUANT
+                 {MOE_TYPE_Q8, 0.03, "int8"},
+                 {MOE_TYPE_Q8_BLOCK, 0.018, "int8 in blocks"},
+                 {MOE_TYPE_Q4, 0.17, "int4"},
+#endif
+    };
+    static const int shapes[][2] = {{64, 256}, {352, 352}, {40, 70}, {130, 33}};
+    size_t i, k;
+    int kernels;
+    for (kernels = MOE_KERNELS_C; kernels < MOE_KERNELS_COUNT; kernels++)
+        for (k = 0; k < sizeof shapes / sizeof shapes[0] && moe_kernels_select(kernels) != NULL; k++) {
+            moe_layer_config c;
+            scene s;
+            memset(&c, 0, sizeof c);
+            c.router.d_model = shapes[k][0], c.d_ff = shapes[k][1], c.router.n_experts = 8, c.router.top_k = 2, c.kernels = kernels;
+            if (k == 2) c.expert = MOE_EXPERT_FACTORISED;
+            if (k == 3) c.expert = MOE_EXPERT_MLP, c.n_shared = 1;
+            if (!CHECK(begin(&s, &c, k == 2 ? 5 : 40), "begin")) continue; /* five tokens leave experts without any */
+            for (i = 0; i < sizeof types / sizeof types[0]; i++) check_type(&s, types[i].type, types[i].swiglu * (k < 2 ? 1.0 : 1.3), types[i].name);
+            end(&s);
+        }
+}
+
+/* A score that reads all experts reads the packed weights as well. */
+static void test_scored_types(void) {
+    moe_layer_config c;
+    scene s;
+    int type;
+    memset(&c, 0, sizeof c);
+    c.router.d_model = 48, c.d_ff = 64, c.router.n_experts = 4, c.router.top_k = 2, c.router.score = MOE_SCORE_NORM, c.router.norm_node = MOE_NODE_PRODUCT;
+    if (!CHECK(begin(&s, &c, 20), "begin")) return;
+    for (type = MOE_TYPE_REAL; type <= MOE_TYPE_F16; type++) check_type(&s, type, 1e-3, "a norm as score");
+#ifndef MOE_NO_QUANT
+    check_type(&s, MOE_TYPE_Q8_BLOCK, 0.5, "a norm as score, in int8");
+#endif
+    end(&s);
+}
+
 int main(void) {
     moe_rng_seed(&rng, 31);
+    test_types();
+    test_scored_types();
     test_shapes();
     test_presets();
     test_scored();

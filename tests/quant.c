@@ -1,5 +1,5 @@
-/* Tests packed weights in moe_kernels.h: 16-bit floats over all their patterns, packing, the common layouts of blocks, the rows of quantised
-   activations and their products on every instruction set that the machine has, against sums of integers in double.
+/* Tests packed weights in moe_kernels.h: 16-bit floats over all their patterns, packing, the common layouts of blocks, the rows of
+   quantised activations and their products on every instruction set that the machine has, against sums of integers in double.
        cc -std=c99 -O2 -I. tests/quant.c -o quant -lm && ./quant
    Also meant to pass with -DMOE_REAL=double, -DMOE_NO_SIMD, with the sanitizers on, and as C++11. "quant slow" runs fewer sizes. */
 
@@ -183,7 +183,8 @@ static void test_tables(void) {
 static double half_value(int type, unsigned bits) {
     const int wide = type == MOE_TYPE_F16 ? 10 : 7, bias = type == MOE_TYPE_F16 ? 15 : 127;
     const unsigned exponent = (bits & 0x7fffu) >> wide, mantissa = bits & ((1u << wide) - 1), last = type == MOE_TYPE_F16 ? 31 : 255;
-    double size = exponent == 0 ? ldexp((double)mantissa, 1 - bias - wide) : ldexp((double)(mantissa + (1u << wide)), (int)exponent - bias - wide);
+    const unsigned whole = exponent == 0 ? mantissa : mantissa + (1u << wide);
+    double size = ldexp((double)whole, (int)(exponent == 0 ? 1 : exponent) - bias - wide);
     if (exponent == last) size = HUGE_VAL;
     return bits & 0x8000u ? -size : size;
 }
@@ -548,7 +549,9 @@ static moe_real scale_of(row_view v, size_t p) {
 
 /* Bytes of a row that have a meaning. */
 static size_t row_bytes(int type, size_t k) {
-    return (k + 31) / 32 * 32 + (type == MOE_TYPE_Q8 ? sizeof(moe_real) + 4 * (k / 65536 + (k % 65536 > 0)) : (k + 31) / 32 * (sizeof(moe_real) + 4));
+    const size_t blocks = (k + 31) / 32;
+    if (type == MOE_TYPE_Q8) return blocks * 32 + sizeof(moe_real) + 4 * ((k + 65535) / 65536);
+    return blocks * (32 + sizeof(moe_real) + 4);
 }
 
 static size_t wrong_in_row(int type, size_t k, const moe_real *x, const unsigned char *row) {
@@ -683,7 +686,7 @@ static void check_product(int type, size_t m, size_t n, size_t k) {
                 else wrong += !(absolute((double)got - want[i * n + j]) <= terms * (double)EPSILON * size[i * n + j]);
             }
         if (l == 0) memcpy(plain, c, ((m - 1) * ldc + n) * sizeof *c);
-        if (type == MOE_TYPE_Q8 && k <= 65536) wrong += memcmp(plain, c, ((m - 1) * ldc + n) * sizeof *c) != 0; /* one product: the same bits */
+        if (type == MOE_TYPE_Q8 && k <= 65536) wrong += memcmp(plain, c, ((m - 1) * ldc + n) * sizeof *c) != 0; /* one product, same bits */
         { /* the same operands elsewhere in memory, and not a byte more than they need */
             moe_real *again = borrow_reals((m - 1) * ldc + n);
             for (i = 0; i < (m - 1) * ldc + n; i++) again[i] = -77;
@@ -713,48 +716,69 @@ static void test_products(void) {
         for (i = 0; i < 5; i++) check_product(kinds[t], some_m[i], some_n[i], some_k[i]);
         check_product(kinds[t], 61, 40, 100);
     }
-    if (!quick) check_product(MOE_TYPE_Q8, 3, 17, 65536), check_product(MOE_TYPE_Q8, 2, 33, 65600), check_product(MOE_TYPE_Q8, 1, 5, 140000);
+    if (quick) return;
+    check_product(MOE_TYPE_Q8, 3, 17, 65536), check_product(MOE_TYPE_Q8, 2, 33, 65600), check_product(MOE_TYPE_Q8, 1, 5, 140000);
+}
+
+/* Blocks with scales of 1: all levels at the least, at the most, at -1 or 0 in the first outputs, any in the others. */
+static void fill_blocks(size_t each, size_t n, size_t blocks_per_row, uint64_t seed, unsigned char *block) {
+    static const unsigned char ends[4] = {0x80, 0x7f, 0xff, 0x00};
+    moe_rng rng;
+    size_t i, t;
+    moe_rng_seed(&rng, seed);
+    for (i = 0; i < n * blocks_per_row; i++, block += each) {
+        const size_t output = i / blocks_per_row;
+        block[0] = 0, block[1] = 0x3c;
+        for (t = 2; t < each; t++) {
+            const unsigned char any = (unsigned char)moe_rng_below(&rng, 256);
+            block[t] = output < 4 ? ends[output] : any;
+        }
+    }
+}
+
+/* Row 0 is all 127, row 1 all -127, row 2 both in turns, the others are any numbers with one of 127 in each block: scales of 1. */
+static void fill_rows(size_t m, size_t k, uint64_t seed, moe_real *x) {
+    moe_rng rng;
+    size_t i, p;
+    moe_rng_seed(&rng, seed);
+    for (i = 0; i < m; i++)
+        for (p = 0; p < k; p++, x++) {
+            const int any = (int)moe_rng_below(&rng, 255) - 127;
+            *x = (moe_real)(i == 0 ? 127 : i == 1 ? -127 : i == 2 ? (p % 2 == 0 ? 127 : -127) : p % 32 == 0 ? 127 : any);
+        }
+}
+
+/* The levels of Q8_BLOCK's panels with a scale of 1 for each output. */
+static void to_whole_rows(size_t n, size_t k, const unsigned char *blocks, unsigned char *packed) {
+    size_t from = 0, to = 0, j;
+    moe_panel_size(MOE_TYPE_Q8_BLOCK, k, &from), moe_panel_size(MOE_TYPE_Q8, k, &to);
+    for (j = 0; j < n; j++) {
+        const float one = 1;
+        if (j % 16 == 0) memcpy(packed + j / 16 * to, blocks + j / 16 * from, 16 * k);
+        memcpy(packed + j / 16 * to + 16 * k + 4 * (j % 16), &one, 4);
+    }
 }
 
 /* With scales of 1 the sums themselves come out: exact on every set, at the ends of the ranges of both operands. */
 static void test_exact(void) {
     enum { M = 15, N = 48, MOST = 1024 };
     static moe_real x[M * MOST], c[M * N];
-    static unsigned char blocks[N * MOST / 32 * 34], packed[N / 16 * MOST / 32 * 576 + 64];
+    static unsigned char blocks[N * MOST / 32 * 34], panels[N * MOST * 2], packed[N * MOST * 2];
     size_t k, t, l, i, j, p;
     for (t = 0; t < KINDS; t++)
         for (k = 32; k <= MOST; k += k < 128 ? 32 : 224) {
             const int type = kinds[t];
-            const size_t each = type == MOE_TYPE_Q4 ? 18 : 34, size = moe_quant_row_size(type, k);
-            unsigned char *rows = (unsigned char *)borrow(M * size);
-            moe_rng rng = {k};
-            for (i = 0; i < M * k; i++) { /* row 0 is all 127, row 1 all -127, row 2 both in turns */
-                const size_t row = i / k, at = i % k;
-                x[i] = row == 0 || (row == 2 && at % 2 == 0) || at % 32 == 0 ? 127 : row <= 2 ? -127 : (moe_real)((int)moe_rng_below(&rng, 255) - 127);
-                if (row == 1) x[i] = -127;
-            }
-            for (i = 0; i < N * (k / 32); i++) {
-                const size_t output = i / (k / 32);
-                blocks[i * each] = 0, blocks[i * each + 1] = 0x3c; /* 1 */
-                for (p = 2; p < each; p++) {
-                    const unsigned any = (unsigned)moe_rng_below(&rng, 256);
-                    blocks[i * each + p] = (unsigned char)(output == 0 ? 0x80 : output == 1 ? 0x7f : output == 2 ? 0xff : output == 3 ? 0x00 : any);
-                }
-            }
-            CHECK(type == MOE_TYPE_Q8 || from_common(type, N, k, blocks, packed, 1) == MOE_OK);
-            if (type == MOE_TYPE_Q8) { /* the bytes of Q8_BLOCK with other scales */
-                size_t step = 0;
-                moe_panel_size(type, k, &step);
-                for (j = 0; j < N; j++) {
-                    const float one = 1;
-                    memcpy(packed + j / 16 * step + k * 16 + j % 16 * 4, &one, 4);
-                    for (p = 0; p < k; p++)
-                        packed[j / 16 * step + (p / 4 * 16 + j % 16) * 4 + p % 4] = (unsigned char)(blocks[(j * (k / 32) + p / 32) * each + 2 + p % 32] ^ 0x80);
-                }
-            }
+            unsigned char *rows = (unsigned char *)borrow(M * moe_quant_row_size(type, k));
+            size_t step = 0;
+            moe_panel_size(type, k, &step);
+            fill_rows(M, k, k, x);
+            fill_blocks(type == MOE_TYPE_Q4 ? 18 : 34, N, k / 32, k, blocks);
+            if (type == MOE_TYPE_Q8) {
+                CHECK(from_common(MOE_TYPE_Q8_BLOCK, N, k, blocks, panels, 1) == MOE_OK);
+                to_whole_rows(N, k, panels, packed);
+            } else CHECK(from_common(type, N, k, blocks, packed, 1) == MOE_OK);
             for (l = 0; l < n_levels; l++) {
-                size_t wrong = 0, step = 0;
-                moe_panel_size(type, k, &step);
+                size_t wrong = 0;
                 moe_quantise_rows(&levels[l], type, M, k, x, k, rows);
                 moe_matmul_quant(&levels[l], type, M, N, k, rows, packed, 1, c, N);
                 for (i = 0; i < M; i++)
@@ -763,7 +787,8 @@ static void test_exact(void) {
                         for (p = 0; p < k; p++) sum += (double)x[i * k + p] * level_in(type, packed + j / 16 * step, p, j % 16);
                         wrong += absolute((double)c[i * N + j] - sum) > 0;
                     }
-                if (!CHECK(wrong == 0)) printf("    level %s type %d k %lu: %lu wrong\n", levels[l].name, type, (unsigned long)k, (unsigned long)wrong);
+                if (!CHECK(wrong == 0))
+                    printf("    level %s type %d k %lu: %lu wrong\n", levels[l].name, type, (unsigned long)k, (unsigned long)wrong);
             }
             give_back(rows);
         }

@@ -2049,6 +2049,225 @@ static void test_independence(void) {
     }
 }
 
+/* ---- few tokens and many: what is quick must be the same ---------------------------------------------------------------------- */
+
+/* The k best by counting who comes before whom. */
+static size_t naive_top_k(size_t n, const moe_real *score, size_t k, int32_t *index) {
+    size_t e, taken = 0, place;
+    unsigned char *among = (unsigned char *)grab(n, 1);
+    for (e = 0; e < n; e++) among[e] = score[e] > -(moe_real)HUGE_VAL, taken += among[e]; /* neither -inf nor NaN */
+    for (e = 0; e < n; e++) {
+        place = among[e] ? count_before(score, n, e, among) : k;
+        if (place < k) index[place] = (int32_t)e;
+    }
+    free(among);
+    return taken < k ? taken : k;
+}
+
+/* Every table's top-k for all numbers of scores up to 140: ties, zeros of both signs, infinities, NaN; nothing beyond the k places is written. */
+static void test_top_k(void) {
+    const double special[] = {-HUGE_VAL, HUGE_VAL, 0.0, -0.0, 1.0, -1.0};
+    moe_real score[140];
+    int32_t got[141], want[141];
+    size_t n, k, i, found;
+    int table, trial;
+    for (table = 1; table < MOE_KERNELS_COUNT; table++) {
+        const moe_kernels *kernels = moe_kernels_select(table);
+        for (n = 0; n <= 140 && kernels != NULL; n++)
+            for (trial = 0; trial < 12; trial++) {
+                k = trial < 4 ? (size_t)trial : (size_t)below((int)n + 2);
+                for (i = 0; i < n; i++) {
+                    score[i] = trial % 3 == 0 ? moe_rng_normal(&rng) : (moe_real)below(trial % 3 == 1 ? 4 : 40);
+                    if (below(trial % 2 == 0 ? 3 : 50) == 0) score[i] = (moe_real)special[below(6)];
+                    if (trial > 5 && below(5) == 0) score[i] = (moe_real)NAN;
+                }
+                for (i = 0; i < 141; i++) got[i] = want[i] = -7;
+                found = kernels->top_k(n, score, k, got);
+                CHECK(found == naive_top_k(n, score, k, want) && same_bits(got, want, sizeof got), "the k best, the lower index first");
+            }
+    }
+}
+
+static void same_row(const void *a, const void *b, size_t t, size_t columns, size_t size, const char *what) {
+    CHECK(same_bits((const unsigned char *)a, (const unsigned char *)b + t * columns * size, columns * size), what);
+}
+
+/* Token t of b alone, in memory full of ones: a NaN wherever something is not written. */
+static void check_alone(const bench *b, size_t t) {
+    const moe_routing *r = &b->routing;
+    size_t experts = r->n_experts, e, bytes = 0;
+    moe_call one = b->call;
+    moe_routing single;
+    unsigned char *memory;
+    one.n_tokens = 1, one.x = b->call.x + t * (size_t)b->router.config.d_model, one.mask = NULL, one.training = 0;
+    CHECK(moe_route_size(&b->router, 1, 0, &bytes) == MOE_OK, "size");
+    memory = (unsigned char *)grab(bytes, 1);
+    memset(memory, 0xff, bytes);
+    if (CHECK(moe_route(&b->router, &one, memory, bytes, &single) == MOE_OK, "routes")) {
+        same_row(single.logits, r->logits, t, experts, sizeof(moe_real), "a token alone: logits");
+        same_row(single.gate, r->gate, t, experts, sizeof(moe_real), "a token alone: gate");
+        same_row(single.probabilities, r->probabilities, t, experts, sizeof(moe_real), "a token alone: probabilities");
+        same_row(single.weights, r->weights, t, experts, sizeof(moe_real), "a token alone: weights");
+        same_row(single.selected, r->selected, t, experts, 1, "a token alone: selected");
+        CHECK(single.n_choices[0] == r->n_choices[t], "a token alone: how many");
+        CHECK(same_bits(single.choices, r->choices + t * r->max_choices, (size_t)single.n_choices[0] * sizeof(int32_t)), "a token alone: choices");
+        CHECK(same_bits(single.section_weights, r->section_weights + t * r->max_choices, (size_t)single.n_choices[0] * sizeof(moe_real)),
+              "a token alone: section weights");
+        CHECK(single.n_real == 1 && single.n_dropped == 0 && single.top_k == b->router.config.top_k && single.plan.rows == 0, "a token alone: numbers");
+        for (e = 0; e < experts; e++) {
+            size_t from = single.plan.offsets[e], to = single.plan.offsets[e + 1];
+            CHECK(to - from == single.counts[e] && to - from == single.selected[e] && single.first_counts[e] <= single.counts[e], "a token alone: plan");
+            if (to > from) CHECK(same_bits(&single.plan.entries[from].weight_out, &single.weights[e], sizeof(moe_real)), "a token alone: entry");
+        }
+    }
+    free(memory);
+}
+
+/* What the stages one by one make of a token's logits: gate, choices and weights, by the kernels' own functions. */
+static void check_stages(const bench *b, size_t t) {
+    const moe_routing *r = &b->routing;
+    const moe_router_config *c = &b->router.config;
+    const moe_real *z = r->logits + t * r->n_experts, *p = r->gate + t * r->n_experts, *w = r->section_weights + t * r->max_choices, *bias = b->tensors[MOE_ROUTER_SELECTION_BIAS];
+    size_t experts = r->n_experts, e, i, k = (size_t)c->top_k;
+    moe_real *row = (moe_real *)grab(experts, sizeof *row), sum = 0;
+    int32_t *want = (int32_t *)grab(experts + 1, sizeof *want);
+    const int32_t *choice = r->choices + t * r->max_choices;
+    if (c->gate == MOE_GATE_SOFTMAX) moe_softmax(b->router.kernels, experts, z, c->gate_temperature, row);
+    for (e = 0; e < experts && c->gate == MOE_GATE_SIGMOID; e++) row[e] = moe_sigmoid(z[e] / c->gate_temperature);
+    for (e = 0; e < experts && c->gate == MOE_GATE_RELU; e++) row[e] = z[e] > 0 ? z[e] : 0;
+    if (c->gate == MOE_GATE_SIGMOID)
+        for (e = 0; e < experts; e++) CHECK(near((double)p[e], (double)row[e]), "sigmoid");
+    else
+        CHECK(same_bits(row, p, experts * sizeof *row), "the gate is a row's own");
+    for (e = 0; e < experts; e++) row[e] = bias != NULL ? p[e] + bias[e] : c->gate == MOE_GATE_RELU ? p[e] : z[e];
+    CHECK((size_t)r->n_choices[t] == naive_top_k(experts, row, k, want) && same_bits(want, choice, k * sizeof *want), "the K best");
+    for (i = 0; i < k; i++) sum += p[choice[i]], row[i] = z[choice[i]];
+    if (c->weight == MOE_WEIGHT_SOFTMAX) moe_softmax(b->router.kernels, k, row, 1, row);
+    for (i = 0; i < k && c->weight != MOE_WEIGHT_SOFTMAX; i++) {
+        row[i] = p[choice[i]];
+        if (c->weight == MOE_WEIGHT_SUM) row[i] = sum > 0 ? row[i] / sum : 0;
+    }
+    CHECK(same_bits(row, w, k * sizeof *row), "the weights");
+    for (i = 0; i < k; i++) CHECK(same_bits(&w[i], &r->weights[t * experts + (size_t)choice[i]], sizeof *w), "the matrix holds the weights");
+    free(row), free(want);
+}
+
+/* All numbers of experts from 1 to 70: the batch agrees with its stages, with its tokens alone, and with itself under a mask and in training. */
+static void test_few_and_many(void) {
+    static const int gates[] = {MOE_GATE_SOFTMAX, MOE_GATE_SIGMOID, MOE_GATE_RELU}, weights[] = {MOE_WEIGHT_SUM, MOE_WEIGHT_SOFTMAX, MOE_WEIGHT_RAW};
+    static const int widths[] = {1, 3, 16, 64, 255, 256, 257, 511, 512, 700, 1024, 1300};
+    int experts, table, round;
+    size_t t, i;
+    for (experts = 1; experts <= 70; experts++)
+        for (round = 0; round < 3; round++)
+            for (table = 1; table < MOE_KERNELS_COUNT; table++) {
+                moe_router_config c;
+                bench b;
+                if (moe_kernels_select(table) == NULL) continue;
+                memset(&c, 0, sizeof c);
+                c.n_experts = experts, c.d_model = widths[below(12)], c.top_k = round == 0 && experts > 1 ? 2 : 1 + below(experts);
+                c.gate = gates[below(3)], c.weight = weights[below(3)], c.untrained = 1, c.selection_bias = round == 2 && c.weight != MOE_WEIGHT_SPARSEMIXER;
+                if (round == 1) c.gate_temperature = (moe_real)0.7;
+                if (!CHECK(bench_start(&b, &c, moe_kernels_select(table), 11, round == 0 ? 0.0 : 1.0 / sqrt((double)c.d_model)), "routes")) continue;
+                for (i = 0; round == 0 && i < (size_t)experts * (size_t)c.d_model; i++) b.tensors[MOE_ROUTER_WEIGHT][i] = (moe_real)(below(3) - 1);
+                for (i = 0; round == 0 && i < 11 * (size_t)c.d_model; i++) b.x[i] = (moe_real)(below(3) - 1); /* whole numbers: ties */
+                if (table % 2 == 0 && round == 1) mask_some(&b);
+                b.call.training = below(2);
+                bench_route(&b);
+                if (!CHECK(b.status == MOE_OK, "routes")) continue;
+                check_consistent(&b);
+                for (t = 0; t < 11; t++)
+                    if (is_real(&b, t)) check_stages(&b, t), check_alone(&b, t);
+                bench_end(&b);
+            }
+}
+
+/* One number that is not finite, anywhere, is found; in padding it is not. */
+static void test_finite_everywhere(void) {
+    int experts, sign;
+    size_t at, n = 3;
+    for (experts = 1; experts <= 9; experts++)
+        for (sign = 0; sign < 3; sign++) {
+            moe_router_config c = small_config();
+            bench b;
+            c.d_model = 1, c.n_experts = experts, c.top_k = 1, c.untrained = 1, c.router_bias = 1;
+            if (!CHECK(bench_start(&b, &c, NULL, n, 1.0), "routes")) continue;
+            for (at = 0; at < (size_t)experts; at++) {
+                moe_real kept = b.tensors[MOE_ROUTER_BIAS][at];
+                b.tensors[MOE_ROUTER_BIAS][at] = sign == 0 ? (moe_real)NAN : sign == 1 ? (moe_real)HUGE_VAL : -(moe_real)HUGE_VAL;
+                bench_route(&b);
+                CHECK(b.status == MOE_ERR_NONFINITE, "a logit that is not finite");
+                b.tensors[MOE_ROUTER_BIAS][at] = kept;
+            }
+            for (at = 0; at < n; at++) {
+                moe_real kept = b.x[at];
+                b.x[at] = sign == 0 ? (moe_real)NAN : (moe_real)HUGE_VAL;
+                bench_route(&b);
+                CHECK(b.status == MOE_ERR_NONFINITE, "a token that is not finite");
+                b.call.mask = b.mask = (unsigned char *)grab(n, 1);
+                memset(b.mask, 1, n);
+                b.mask[at] = 0;
+                bench_route(&b);
+                CHECK(b.status == MOE_OK && b.routing.n_real == n - 1, "padding may be anything");
+                free(b.mask);
+                b.call.mask = b.mask = NULL;
+                b.x[at] = kept;
+            }
+            bench_end(&b);
+        }
+}
+
+/* Selections and softmaxes over many tokens: more columns than are turned at a time, ties, padding, sequences. */
+static void test_columns(void) {
+    static const int32_t parts[] = {0, 70, 70, 201};
+    const moe_real nothing = 0;
+    int experts, masked, select;
+    size_t i, t, slot, count;
+    for (experts = 1; experts <= 37; experts += 6)
+        for (masked = 0; masked < 2; masked++)
+            for (select = 0; select < 2; select++) {
+                moe_router_config c = small_config();
+                bench b;
+                moe_real *column;
+                size_t total;
+                c.n_experts = experts, c.top_k = 1, c.untrained = 1, c.select = select == 0 ? MOE_SELECT_EXPERT_CHOICE : MOE_SELECT_SOFT;
+                c.capacity_factor = select == 0 ? (moe_real)1.7 : 0, c.slots = select == 0 ? 0 : 3, c.soft_sequences = select == 0 ? 0 : 3;
+                if (!CHECK(bench_start(&b, &c, moe_kernels_select(MOE_KERNELS_AUTO), 201, 1.0), "routes")) continue;
+                for (i = 0; i < 201 * 8 && select == 0; i++) b.x[i] = (moe_real)below(2);
+                for (i = 0; i < (size_t)experts * 8 && select == 0; i++) b.tensors[MOE_ROUTER_WEIGHT][i] = (moe_real)below(3);
+                if (masked) mask_some(&b);
+                if (select == 1) b.call.sequences = parts, b.call.n_sequences = 3;
+                bench_route(&b);
+                if (!CHECK(b.status == MOE_OK, "routes")) continue;
+                if (select == 0) check_consistent(&b), check_expert_choice(&b);
+                else {
+                    check_soft(&b);
+                    total = (size_t)experts * 3;
+                    column = (moe_real *)grab(201, sizeof *column);
+                    for (slot = 0; slot < total; slot++)
+                        for (i = 0; i < 3; i++) {
+                            size_t from = (size_t)parts[i], to = (size_t)parts[i + 1], entry = b.routing.plan.offsets[slot / 3];
+                            int same = 1;
+                            for (t = from, count = 0; t < to; t++)
+                                if (is_real(&b, t)) column[count++] = b.routing.logits[t * total + slot];
+                            moe_softmax(b.router.kernels, count, column, 1, column);
+                            for (t = 0; t < from; t++) entry += is_real(&b, t) ? 3u : 0u;
+                            entry += slot % 3 * count;
+                            for (t = from, count = 0; t < to; t++) {
+                                const moe_entry *of = b.routing.plan.entries + entry + count;
+                                same &= same_bits(&b.routing.gate[t * total + slot], is_real(&b, t) ? &column[count] : &nothing, sizeof(moe_real));
+                                if (!is_real(&b, t)) continue;
+                                same &= of->token == (int32_t)t && of->rank == (int32_t)(i * 3 + slot % 3) && same_bits(&of->weight_in, &column[count], sizeof(moe_real));
+                                count++;
+                            }
+                            CHECK(same, "a slot's dispatch is the softmax of its column, and its entries ascend");
+                        }
+                    free(column);
+                }
+                bench_end(&b);
+            }
+}
+
 /* Sparsemixer at its edge: an expert exactly 2 eps away stays, one a little further does not; picks do not count twice. */
 static void test_sparsemixer(void) {
     static const double logits[][3] = {{2.0, 1.0, -5.0}, {2.0, 0.99, -5.0}, {3.0, 3.0, 3.0}, {-1.0, -2.0, -2.5}};
@@ -2142,6 +2361,10 @@ int main(void) {
     test_memory();
     test_bad_calls();
     test_independence();
+    test_top_k();
+    test_few_and_many();
+    test_finite_everywhere();
+    test_columns();
     test_backward_adds();
     test_sparsemixer();
     test_short_vectors();
