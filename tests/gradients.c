@@ -403,17 +403,25 @@ static void note_choices(notes *n, const moe_routing *r) {
     for (e = 0; e <= r->n_experts; e++) note(n, r->plan.offsets[e]);
 }
 
+/* The arrays of a pass that only the router itself sees. */
+static moei_scratch scratch_of(const layer_case *c) {
+    moei_scratch m;
+    moei_scratch_again(&c->layer.router, &c->pass.call, &c->pass.routing, &m);
+    return m;
+}
+
 /* The kinks of the scores. */
 static void note_score(layer_case *c, notes *n) {
     const moe_router_config *r = &c->layer.config.router;
     const moe_routing *o = &c->pass.routing;
+    const moei_scratch m = scratch_of(c);
     size_t tokens = o->n_tokens, experts = o->n_experts, width = c->pass.call.node_width, i, k;
     if ((r->score == MOE_SCORE_MLP || r->score == MOE_SCORE_ATTENTIVE) && r->router_act == MOE_ACT_RELU)
-        note_signs(n, o->hidden, tokens * (size_t)r->router_hidden);
+        note_signs(n, m.hidden, tokens * (size_t)r->router_hidden);
     if (r->score == MOE_SCORE_DSELECT) {
         size_t bits = 1;
         while ((size_t)1 << bits < experts) bits++;
-        for (i = 0; i < tokens * (size_t)r->top_k * bits; i++) note(n, (size_t)(o->hidden[i] > -0.5) + (size_t)(o->hidden[i] > 0.5));
+        for (i = 0; i < tokens * (size_t)r->top_k * bits; i++) note(n, (size_t)(m.hidden[i] > -0.5) + (size_t)(m.hidden[i] > 0.5));
     }
     if (r->score != MOE_SCORE_NORM || r->norm_order == MOE_NORM_L2) return;
     for (i = 0; i < tokens * experts; i++) {
@@ -474,11 +482,12 @@ static void note_refinement(layer_case *c, notes *n) {
 static void note_gates(layer_case *c, notes *n) {
     const moe_router_config *r = &c->layer.config.router;
     const moe_routing *o = &c->pass.routing;
+    const moei_scratch m = scratch_of(c);
     size_t experts = o->n_experts, t, e, k;
     for (t = 0; t < o->n_tokens; t++) {
         if (!is_real(c, t)) continue;
         if (r->gate == MOE_GATE_RELU) note_signs(n, o->logits + t * experts, experts);
-        if (r->gate == MOE_GATE_RELU && r->noise != MOE_NOISE_NONE) note_signs(n, o->clean_logits + t * experts, experts);
+        if (r->gate == MOE_GATE_RELU && r->noise != MOE_NOISE_NONE) note_signs(n, m.clean_logits + t * experts, experts);
         if (r->gate == MOE_GATE_IDENTITY) note_signs(n, o->probabilities + t * experts, experts);
         if (r->loss_load > 0.0 && o->top_k < r->n_experts) {
             int32_t best[64];
@@ -642,6 +651,7 @@ static int cancels(double v, double size) { return fabs(v) > 0.0 && fabs(v) < 0.
 static int is_well_placed(layer_case *c) {
     const moe_routing *r = &c->pass.routing;
     const moe_router_config *config = &c->layer.config.router;
+    const moei_scratch m = scratch_of(c);
     double importance = 0.0, importance_size = 0.0;
     size_t t, e, i;
     if ((config->gate != MOE_GATE_IDENTITY && config->gate != MOE_GATE_RELU) || config->select == MOE_SELECT_SOFT) return 1;
@@ -659,7 +669,7 @@ static int is_well_placed(layer_case *c) {
         }
         for (e = 0; e < r->n_experts && config->importance_over != MOE_IMPORTANCE_WEIGHTS; e++) {
             double v = config->importance_over == MOE_IMPORTANCE_PROBABILITIES ? p[e]
-                       : config->noise != MOE_NOISE_NONE                       ? r->clean_gate[t * r->n_experts + e]
+                       : config->noise != MOE_NOISE_NONE                       ? m.clean_gate[t * r->n_experts + e]
                                                                                : r->gate[t * r->n_experts + e];
             importance += v, importance_size += fabs(v);
         }
