@@ -18,6 +18,7 @@ static const char help[] = "quantise [options]   trains on four fifths of exampl
 static const char data_path[] = "examples/data/digits.csv";
 static long epochs = 30, first_seed = 1;
 static int checks;
+static const char *doing; /* for what a failure is reported */
 static moe_real x[MAX_ROWS * PIXELS], train_x[COPIES * MAX_ROWS * PIXELS], calibration_x[CALIBRATION * WIDTH];
 static int32_t digits[MAX_ROWS], train_digits[COPIES * MAX_ROWS];
 
@@ -127,6 +128,7 @@ static moe_status calibrate(const moe_net *net, const moe_data *data, moe_call *
     moe_net_pass pass;
     size_t bytes = 0;
     void *work = NULL;
+    doing = "calibration";
     build_front(&front);
     moe_status status = moe_net_build(&front, 0, 1, error);
     for (size_t i = 0; status == MOE_OK && i < front.n_tensors; i++)
@@ -160,7 +162,7 @@ static moe_status measure_time(const moe_net *net, const moe_data *data, double 
     size_t bytes;
     moe_status status = moe_net_work_size(net, 1, 0, &bytes); /* depends on the type of the packed weights */
     void *work = status == MOE_OK ? malloc(bytes) : NULL;
-    if (work == NULL) return status == MOE_OK ? MOE_ERR_MEMORY : status;
+    if (work == NULL) return MOE_ERR_MEMORY;
     *best = 1e30;
     for (int i = 0; i < 20 && status == MOE_OK; i++) {
         clock_t start = clock();
@@ -195,8 +197,9 @@ static moe_status show_table(moe_net *net, const moe_data *test, const moe_call 
     double time = 0, before = 0;
     printf("                           points   error of an expert in %%        experts    us per\n");
     printf("weights      bytes  right %%   lost     least      mean   largest  unvisited     digit\n");
-    for (int r = 0; r < ROWS && status == MOE_OK; r++) {
+    for (int r = 0; r < ROWS; r++) {
         size_t bytes = (size_t)(EXPERTS * 3 * D_FF * WIDTH) * sizeof(moe_real); /* gate, up and down of all experts */
+        doing = rows[r].name;
         if (rows[r].type != UNPACKED) status = pack(layer, rows[r].type, calibration, &memory, &bytes, errors, error);
         if (status == MOE_OK) status = moe_evaluate(net, test, MOE_CRITERION_CROSS_ENTROPY, &found, error);
         if (status == MOE_OK) status = measure_time(net, test, &time);
@@ -221,6 +224,7 @@ static int run(uint64_t seed) {
     moe_error error = {0};
     if (n == 0) return 1;
     moe_data data = training_set(n - n / 5), test = {.n = n / 5, .x = x + (n - n / 5) * PIXELS, .labels = digits + (n - n / 5)};
+    doing = "training";
     moe_status status = train(&net, &data, seed, &error);
     if (status == MOE_OK) status = calibrate(&net, &data, &calibration, &error);
     if (status == MOE_OK) {
@@ -229,7 +233,7 @@ static int run(uint64_t seed) {
         status = show_table(&net, &test, &calibration, &error);
     }
     moe_net_free(&net);
-    return status == MOE_OK ? 0 : fail("a call failed", error.message[0] != '\0' ? error.message : moe_status_text(status));
+    return status == MOE_OK ? 0 : fail(doing, error.message[0] != '\0' ? error.message : moe_status_text(status));
 }
 
 /* The mean over the seeds against the limits. */
