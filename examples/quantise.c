@@ -14,7 +14,7 @@ enum { MAX_ROWS = 5000, COPIES = 5, CALIBRATION = 512 /* digits that errors are 
 static const char help[] = "quantise [options]   trains on four fifths of examples/data/digits.csv, packs the experts, tests on the rest\n"
                            "  --seed N     start of all random choices: rows held out, weights, order (1)\n"
                            "  --epochs N   passes through the training digits (30)\n"
-                           "  --check      seeds N to N + 2; exit status 1 if in the mean int8 loses 0.5 points or more, or int4 2 points\n";
+                           "  --check      seeds N to N + 2; exit status 1 if int8 loses 0.5 points or more in their mean, int4 2\n";
 static const char data_path[] = "examples/data/digits.csv";
 static long epochs = 30, first_seed = 1;
 static int checks;
