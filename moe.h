@@ -443,13 +443,14 @@ MOE_API moe_status moe_layer_find(const moe_layer *layer, const char *name, moe_
 MOE_API size_t moe_layer_parameters(const moe_layer *layer, size_t *used_per_token);
 
 /* Packs the weights of all experts, the shared one included, for inference: panels of 16 outputs as moe_pack makes them, read once and in a row by the
-   products. MOE_TYPE_REAL keeps every bit of the results. From then on moe_layer_forward reads the packed weights unless call->training = 1; the
+   products. MOE_TYPE_REAL keeps every bit of the results. From then on moe_layer_forward reads the packed weights unless call->training or keep = 1; the
    tensors that they stand for (where layer->packed is not NULL) may be set to NULL in layer->tensors and their memory given back. After a
    change of the tensors pack again, and ask for the work size again, which may be another. memory [moe_layer_pack_size] belongs to the caller, stays in use, and may have any alignment (64 is best).
    MOE_ERR_SPACE: size is too small; MOE_ERR_ARGUMENT: a tensor is not set or the type is none; MOE_ERR_OVERFLOW, MOE_ERR_UNSUPPORTED,
-   MOE_ERR_NONFINITE (quantised types): as moe_pack. On failure the layer is as before. Not thread-safe beside calls on the same layer. */
+   MOE_ERR_NONFINITE (quantised types): as moe_pack. On failure the layer is as before, or, where memory holds the weights that it has packed
+   now, no longer packed. layer->is_packed = 0 unpacks a layer that has its tensors; a step of the trainer does that. Not thread-safe beside calls on the same layer. */
 MOE_API moe_status moe_layer_pack(moe_layer *layer, int type, void *memory, size_t size, moe_error *error);
-/* Bytes that moe_layer_pack needs for a type. MOE_ERR_OVERFLOW, MOE_ERR_ARGUMENT. */
+/* Bytes that moe_layer_pack needs for a type. MOE_ERR_OVERFLOW, MOE_ERR_ARGUMENT; MOE_ERR_UNSUPPORTED: the build has MOE_NO_QUANT. */
 MOE_API moe_status moe_layer_pack_size(const moe_layer *layer, int type, size_t *bytes);
 
 /* How far one expert's packed weights are from its tensors. */
@@ -461,8 +462,9 @@ typedef struct moe_quant_error {
 /* moe_layer_pack, which changes no more than the weights' precision and so needs no data, and then a report: errors[E] from running each
    expert with its tensors and with the packed weights on the tokens of `calibration` that its router sends to it (quantised types: activations are
    quantised too). An expert that no token visits is measured on the first tokens of the batch instead, at most 64, so that none stays unknown.
-   calibration is a call for inference of at least one token. errors NULL: no report, then calibration and work may be NULL too.
-   work [moe_layer_quantise_work_size]. Errors as of moe_layer_pack and moe_layer_forward; then the layer is as before. */
+   Soft layers are measured on tokens, not on their mixtures, and rows is then N; the shared expert is packed but not measured. calibration is a
+   call for inference of at least one token. errors NULL: no report, then calibration and work may be NULL too.
+   work [moe_layer_quantise_work_size of n_past + n_tokens]. Errors as of moe_layer_pack and moe_layer_forward; then the layer is as before. */
 MOE_API moe_status moe_layer_quantise(moe_layer *layer, int type, void *memory, size_t size, const moe_call *calibration, void *work, size_t work_size,
                                       moe_quant_error *errors, moe_error *error);
 /* Bytes of work memory that it takes for so many tokens. MOE_ERR_OVERFLOW, MOE_ERR_ARGUMENT. */
@@ -2838,6 +2840,14 @@ static moe_status moei_pack_matrix(const moe_layer *layer, int place, const moe_
     return status;
 }
 
+/* Whether packed weights of the layer begin in the memory. */
+static int moei_overlaps(const moe_layer *layer, const void *memory, size_t size) {
+    int place;
+    for (place = MOE_EXPERTS_GATE; place < MOE_LAYER_SLOTS; place++)
+        if (layer->packed[place] != NULL && (uintptr_t)layer->packed[place] - (uintptr_t)memory < size) return 1;
+    return 0;
+}
+
 moe_status moe_layer_pack(moe_layer *layer, int type, void *memory, size_t size, moe_error *error) {
     const void *packed[MOE_LAYER_SLOTS] = {0};
     unsigned char *at = (unsigned char *)memory;
@@ -2847,9 +2857,10 @@ moe_status moe_layer_pack(moe_layer *layer, int type, void *memory, size_t size,
     int place;
     if (layer == NULL || memory == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL", layer == NULL ? "layer" : "memory");
     status = moe_layer_pack_size(layer, type, &bytes);
-    if (status != MOE_OK) return moei_error(error, status, "type = %d: cannot be packed", type);
+    if (status != MOE_OK) return moei_error(error, status, "type = %d cannot be packed: %s", type, moe_status_text(status));
     if (size < bytes) return moei_error(error, MOE_ERR_SPACE, "size = %z: the packed weights need %z bytes", size, bytes);
     at += (MOEI_PACK_ALIGN - (uintptr_t)at % MOEI_PACK_ALIGN) % MOEI_PACK_ALIGN;
+    if (moei_overlaps(layer, memory, size)) layer->is_packed = 0; /* not read again, even if this call fails half way */
     for (place = MOE_EXPERTS_GATE; place < MOE_LAYER_SLOTS; place++) {
         if (!moei_is_matrix(layer, place, &slot)) continue;
         if (layer->tensors[place] == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "%s is not set", slot.name);
@@ -2933,8 +2944,8 @@ static int moei_runs(const moei_step *step, int stage, unsigned mask) { return s
 
 static int moei_last_stage(const moei_expert *expert) { return expert->steps[expert->n_steps - 1].stage; }
 
-/* Whether inference reads packed weights; training takes the tensors, which it changes. */
-static int moei_uses_packed(const moe_layer *layer, const moe_call *call) { return layer->is_packed && !call->training; }
+/* Whether a call reads packed weights; training takes the tensors, which it changes, and so do calls that keep all rows. */
+static int moei_uses_packed(const moe_layer *layer, const moe_call *call) { return layer->is_packed && !call->training && !call->keep; }
 
 /* The same product with packed weights: what lies behind the last column up to a whole panel is scratch where the row has room for it. */
 static void moei_packed_product(const moei_chain *chain, const moei_step *step, const moe_real *in, size_t ld_in, size_t j, size_t count, moe_real *out,
@@ -3212,8 +3223,10 @@ static void moei_layer_layout(const moe_layer *layer, const moei_chain *chain, s
         moei_take_nodes(&shared, l, n, training, p->shared);
         p->shared_factor = moei_take_reals(l, n, 1);
     }
-    moei_take_quantised(layer, l, rows, n, p);
-    if (!training) return;
+    if (!training) { /* calls that keep rows never quantise */
+        moei_take_quantised(layer, l, rows, n, p);
+        return;
+    }
     p->d_rows = moei_take_reals(l, rows, stride);
     moei_take_nodes(chain, l, rows, 1, p->d_node);
     for (node = 0; node < MOE_NODE_COUNT; node++)
@@ -3663,8 +3676,11 @@ moe_status moe_layer_quantise_work_size(const moe_layer *layer, int type, size_t
     moe_layer as_packed;
     moe_layer_pass p;
     moei_chain chain;
-    if (layer == NULL || bytes == NULL || type < 0 || type >= MOE_TYPE_COUNT) return MOE_ERR_ARGUMENT;
+    moe_status status;
+    if (layer == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
     if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    status = moe_layer_pack_size(layer, type, bytes);
+    if (status != MOE_OK) return status;
     as_packed = *layer;
     as_packed.is_packed = 1, as_packed.packed_type = type;
     chain = moei_chain_begin(&as_packed, layer->config.expert);
@@ -3689,7 +3705,7 @@ static void moei_measure_expert(moei_job *job, size_t e, moe_real *exact, moe_qu
     const moe_layer_pass *p = job->p;
     const moe_entry *entries = p->routing.plan.entries + p->routing.plan.offsets[e];
     moei_chain chain = job->chain;
-    size_t o = chain.width[MOE_NODE_OUTPUT], ld = chain.ld[MOE_NODE_OUTPUT], i, j;
+    size_t o = chain.width[MOE_NODE_OUTPUT], ld = chain.ld[MOE_NODE_OUTPUT], i, j, t;
     double off = 0.0, all = 0.0;
     int node;
     out->rows = p->routing.plan.rows > 0 ? p->call.n_tokens : moei_entry_count(p, e);
@@ -3698,8 +3714,12 @@ static void moei_measure_expert(moei_job *job, size_t e, moe_real *exact, moe_qu
     chain.block = e, chain.x = p->rows, chain.ldx = moei_stride(job->layer, chain.d);
     moei_quantised_rows(&chain, p, 0);
     for (node = 0; node < MOE_NODE_COUNT; node++) chain.node[node] = p->node[node];
-    for (i = 0; i < chain.n; i++)
-        memcpy(p->rows + i * chain.ldx, p->x + (p->routing.plan.rows == 0 && out->rows > 0 ? (size_t)entries[i].token : i) * chain.d, chain.d * sizeof(moe_real));
+    for (i = 0, t = 0; i < chain.n; i++, t++) {
+        while (out->rows == 0 && t < p->call.n_tokens && !moei_is_real(&p->call, t)) t++;
+        if (t >= p->call.n_tokens) t = p->call.n_tokens - 1; /* fewer real tokens than rows: the last one again */
+        memcpy(p->rows + i * chain.ldx, p->x + (p->routing.plan.rows == 0 && out->rows > 0 ? (size_t)entries[i].token : t) * chain.d,
+               chain.d * sizeof(moe_real));
+    }
     chain.packed = 0;
     moei_chain_forward(job, &chain, moei_ancestors(chain.expert, MOE_NODE_OUTPUT));
     for (i = 0; i < chain.n; i++) memcpy(exact + i * o, chain.node[MOE_NODE_OUTPUT] + i * ld, o * sizeof(moe_real));
@@ -3710,7 +3730,7 @@ static void moei_measure_expert(moei_job *job, size_t e, moe_real *exact, moe_qu
             double is = (double)exact[i * o + j], other = (double)chain.node[MOE_NODE_OUTPUT][i * ld + j] - is;
             off += other * other, all += is * is;
         }
-    out->output = all > 0.0 ? (moe_real)sqrt(off / all) : MOEI_R(0.0);
+    out->output = all <= 0.0 ? MOEI_R(0.0) : (moe_real)sqrt(off / all); /* NaN stays */
 }
 
 /* The report: packed is the layer with its packed weights. */
@@ -3743,13 +3763,23 @@ moe_status moe_layer_quantise(moe_layer *layer, int type, void *memory, size_t s
                               moe_quant_error *errors, moe_error *error) {
     moe_layer made;
     moe_status status;
+    size_t bytes;
     if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
     if (errors != NULL && (calibration == NULL || work == NULL || calibration->n_tokens == 0))
         return moei_error(error, MOE_ERR_ARGUMENT, "a report needs calibration with at least one token, and work");
+    if (errors != NULL) {
+        status = calibration->n_past > INT32_MAX - calibration->n_tokens
+                     ? MOE_ERR_OVERFLOW
+                     : moe_layer_quantise_work_size(layer, type, calibration->n_past + calibration->n_tokens, &bytes);
+        if (status != MOE_OK) return moei_error(error, status, "type = %d for this batch: %s", type, moe_status_text(status));
+        if (work_size < bytes) return moei_error(error, MOE_ERR_SPACE, "work_size = %z: the report needs %z bytes", work_size, bytes);
+    }
     made = *layer;
     status = moe_layer_pack(&made, type, memory, size, error);
+    if (status != MOE_OK) layer->is_packed = layer->is_packed && made.is_packed;
     if (status == MOE_OK && errors != NULL) {
         status = moei_measure(&made, calibration, work, work_size, errors);
+        if (status != MOE_OK && layer->is_packed && moei_overlaps(layer, memory, size)) layer->is_packed = 0;
         if (status != MOE_OK) return moei_error(error, status, "the calibration batch: %s", moe_status_text(status));
     }
     if (status == MOE_OK) *layer = made;
@@ -5266,6 +5296,7 @@ moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_ste
     moe_net_pass pass;
     moe_rng rng;
     moe_status status;
+    size_t i;
     if (trainer == NULL || batch == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and batch must not be NULL");
     if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
     if (batch->n < 1 || batch->n > (size_t)trainer->config.batch)
@@ -5287,6 +5318,7 @@ moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_ste
         trainer->rng = rng;
         return status;
     }
+    for (i = 0; i < trainer->net->n_modules; i++) trainer->net->modules[i].layer.is_packed = 0; /* the tensors change */
     moei_trainer_update(trainer, trainer->config.clip > MOEI_R(0.0) && made.gradient_norm > trainer->config.clip
                                      ? trainer->config.clip / made.gradient_norm
                                      : MOEI_R(1.0));

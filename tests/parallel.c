@@ -7,6 +7,7 @@
 #define MOE_IMPLEMENTATION
 #include "../moe.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -357,8 +358,77 @@ static void test_scored_types(void) {
     end(&s);
 }
 
+/* ---- what may go wrong ------------------------------------------------------------------------------------------------------------------ */
+
+/* A report on a layer of which something is not finite, of which only padding comes first, and a failure half way. */
+static void test_mishaps(void) {
+    moe_quant_error errors[4];
+    moe_layer_config c;
+    moe_error error;
+    scene s;
+    size_t bytes = 0, more = 0, work_bytes = 0, e, i;
+    void *memory, *work;
+    moe_real kept, *down;
+    memset(&c, 0, sizeof c);
+    c.router.d_model = 32, c.d_ff = 32, c.router.n_experts = 4, c.router.top_k = 1, c.router.weight = MOE_WEIGHT_RAW;
+    if (!CHECK(begin(&s, &c, 80), "begin")) return;
+    for (i = 0; i < 80; i++) s.mask[i] = i >= 78; /* two real tokens, the last */
+    memset(s.x, 0, 78 * s.d * sizeof *s.x);
+    CHECK(moe_layer_pack_size(&s.layer, MOE_TYPE_REAL, &bytes) == MOE_OK && moe_layer_pack_size(&s.layer, MOE_TYPE_F16, &more) == MOE_OK, "sizes");
+    CHECK(moe_layer_quantise_work_size(&s.layer, MOE_TYPE_F16, 80, &work_bytes) == MOE_OK, "sizes");
+    memory = grab(bytes, 1), work = grab(work_bytes, 1);
+    CHECK(moe_layer_quantise(&s.layer, MOE_TYPE_F16, memory, bytes, &s.call, work, work_bytes, errors, &error) == MOE_OK, "packs");
+    for (e = 0; e < 4; e++) CHECK(errors[e].output > 0, "padding is no probe");
+    memcpy(&down, &s.layer.tensors[MOE_EXPERTS_DOWN], sizeof down);
+    kept = down[3], down[3] = (moe_real)HUGE_VAL - (moe_real)HUGE_VAL;
+    CHECK(moe_layer_quantise(&s.layer, MOE_TYPE_F16, memory, bytes, &s.call, work, work_bytes, errors, &error) == MOE_OK, "packs");
+    CHECK(!moe_is_finite(errors[0].output) && moe_is_finite(errors[1].output), "a weight that is no number shows");
+#ifndef MOE_NO_QUANT
+    CHECK(moe_layer_pack(&s.layer, MOE_TYPE_REAL, memory, bytes, &error) == MOE_OK, "packs");
+    CHECK(moe_layer_pack(&s.layer, MOE_TYPE_Q4, memory, bytes, &error) == MOE_ERR_NONFINITE, "int4 of no number");
+    CHECK(!s.layer.is_packed, "what was overwritten is not read again");
+#endif
+    down[3] = kept;
+    free(memory), free(work);
+    end(&s);
+}
+
+/* A step of a trainer whose net was packed after it was made: the work memory suffices, and the weights that it changes are no longer packed. */
+static void test_trainer(void) {
+    moe_layer_config c;
+    moe_train_config config;
+    moe_trainer trainer;
+    moe_net net;
+    moe_data data;
+    moe_error error;
+    moe_real *x = normals(32 * 24), *target = normals(32 * 24);
+    size_t bytes = 0;
+    void *memory;
+    memset(&c, 0, sizeof c), memset(&config, 0, sizeof config), memset(&data, 0, sizeof data), memset(&net, 0, sizeof net);
+    memset(&trainer, 0, sizeof trainer);
+    c.d_ff = 40, c.router.n_experts = 4, c.router.top_k = 2;
+    config.batch = 32, config.criterion = MOE_CRITERION_SQUARED_ERROR;
+    data.n = 32, data.x = x, data.targets = target;
+    CHECK(moe_net_init(&net, 24, MOE_KERNELS_AUTO, NULL) == MOE_OK && moe_net_mixture(&net, &c) == MOE_OK && moe_net_build(&net, 1, 3, &error) == MOE_OK, "a net");
+    CHECK(moe_trainer_init(&trainer, &net, &config, &error) == MOE_OK, "a trainer");
+#ifndef MOE_NO_QUANT
+    CHECK(moe_layer_pack_size(&net.modules[0].layer, MOE_TYPE_Q4, &bytes) == MOE_OK, "size");
+    memory = grab(bytes, 1);
+    CHECK(moe_layer_pack(&net.modules[0].layer, MOE_TYPE_Q4, memory, bytes, &error) == MOE_OK, "packs");
+#else
+    (void)bytes, memory = NULL;
+#endif
+    CHECK(moe_trainer_step(&trainer, &data, NULL, &error) == MOE_OK, "a step");
+    CHECK(!net.modules[0].layer.is_packed, "unpacked by the step");
+    moe_trainer_free(&trainer);
+    moe_net_free(&net);
+    free(memory), free(x), free(target);
+}
+
 int main(void) {
     moe_rng_seed(&rng, 31);
+    test_mishaps();
+    test_trainer();
     test_types();
     test_scored_types();
     test_shapes();
