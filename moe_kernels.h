@@ -89,10 +89,15 @@
 
    Alignment and memory. None is asked of any pointer beyond that of its type, and nothing outside the rows is read or written.
    Nothing allocates. Stack: below 400 bytes in optimised plain C (and what libm takes), below 20 KiB for a product with AVX2, NEON or
-   WebAssembly SIMD, most of it the panel of 256 x 16.
+   WebAssembly SIMD, most of it the panel of 256 x 16, below 36 KiB with AVX-512, which packs two, and for 16-bit weights, which are widened
+   there. Products with packed weights of other types take next to none.
+
+   Packed weights. A product whose right operand stays the same reads it fastest in panels of 16 columns, in the order in which the tiles want
+   them: moe_pack makes them once, moe_matmul_packed multiplies, with the bits of moe_matmul. While a tile is computed the panel after it is
+   fetched; a left operand of up to 192 rows passes in pieces that stay in the second-level cache (512 KiB are counted on).
 
    Threads. There is no mutable state: any number of threads may call anything at once on their own outputs. A moe_rng belongs to
-   one thread at a time.
+   one thread at a time. moe_parallel is how a caller lends threads to the calls of moe.h.
 
    Names of kernels. moei_<type>_<operation or tile>_<instruction set>: moei_f32_nt_6x16_avx2 is the float product NT with a
    tile of 6 rows and 16 columns; "real" stands for the type of the build, "v4" for vectors of four (NEON, WebAssembly).
