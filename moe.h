@@ -3171,6 +3171,18 @@ static int moei_kept_rows(const moe_layer_config *c, size_t n, size_t *rows) {
     return moei_mul(n, moei_max_choices(&c->router), rows);
 }
 
+/* Rows of work memory that begin with a cache line, for kernels with vectors: no vector then lies in two lines, and no line belongs to two threads. */
+static moe_real *moei_take_lines(const moe_layer *layer, moei_layout *l, size_t rows, size_t stride) {
+    enum { LINE = 64, SLACK = LINE - MOEI_ALIGN };
+    unsigned char *p;
+    size_t bytes = 0;
+    if (layer->kernels->id == MOE_KERNELS_C) return moei_take_reals(l, rows, stride);
+    if (!moei_mul(rows, stride, &bytes) || !moei_mul(bytes, sizeof(moe_real), &bytes) || !moei_add(bytes, SLACK, &bytes)) l->overflow = 1;
+    p = (unsigned char *)moei_take(l, bytes, 1);
+    if (p != NULL) p += (LINE - (uintptr_t)p % LINE) % LINE;
+    return (moe_real *)(void *)p;
+}
+
 /* Room for the nodes of one chain in work memory; only the output's rows lie without gaps, for whoever reads them. Inference overwrites what the
    activation read. */
 static void moei_take_nodes(const moei_chain *chain, moei_layout *l, size_t rows, int keeps, moe_real **nodes) {
@@ -3179,7 +3191,7 @@ static void moei_take_nodes(const moei_chain *chain, moei_layout *l, size_t rows
         size_t stride = node == MOE_NODE_OUTPUT && keeps ? chain->width[node] : chain->ld[node];
         if (!(chain->needed >> node & 1u)) continue;
         if (!keeps && (node == MOE_NODE_ACT || node == MOE_NODE_PRODUCT)) nodes[node] = nodes[MOE_NODE_GATE];
-        else nodes[node] = moei_take_reals(l, rows, stride);
+        else nodes[node] = moei_take_lines(chain->layer, l, rows, stride);
     }
 }
 
@@ -3214,7 +3226,7 @@ static void moei_layer_layout(const moe_layer *layer, const moei_chain *chain, s
     p->route_memory = moei_take(l, p->route_size, 1);
     if (training && !moei_kept_rows(c, n, &kept)) l->overflow = 1;
     if (!moei_mul(n, (size_t)c->router.n_experts, &everywhere)) l->overflow = 1;
-    p->rows = moei_take_reals(l, rows, stride);
+    p->rows = moei_take_lines(layer, l, rows, stride);
     p->clean = all != 0 ? moei_take_reals(l, n, chain->d) : NULL;
     moei_take_nodes(chain, l, kept, training, p->node);
     for (node = 0; node < MOE_NODE_COUNT; node++)
@@ -3227,7 +3239,7 @@ static void moei_layer_layout(const moe_layer *layer, const moei_chain *chain, s
         moei_take_quantised(layer, l, rows, n, p);
         return;
     }
-    p->d_rows = moei_take_reals(l, rows, stride);
+    p->d_rows = moei_take_lines(layer, l, rows, stride);
     moei_take_nodes(chain, l, rows, 1, p->d_node);
     for (node = 0; node < MOE_NODE_COUNT; node++)
         if (all >> node & 1u) p->d_all[node] = moei_take_reals(l, everywhere, chain->width[node]);
