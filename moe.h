@@ -484,7 +484,6 @@ typedef struct moe_layer_pass {
     moe_real *clean;                      /* [N,d] x with zeros for padding */
     moe_real *d_node[MOE_NODE_COUNT], *d_all[MOE_NODE_COUNT];
     moe_real *shared[MOE_NODE_COUNT], *d_shared[MOE_NODE_COUNT], *shared_factor;
-    moe_real *d_y;                        /* [N,o] */
     void *route_memory;
     size_t route_size;
 } moe_layer_pass;
