@@ -194,6 +194,24 @@
 #define moe_modular_step moe_modular_step_f64
 #define moe_trainer_init moe_trainer_init_f64
 #define moe_trainer_step moe_trainer_step_f64
+#define moe_trainer_accumulate moe_trainer_accumulate_f64
+#define moe_trainer_update moe_trainer_update_f64
+#define moe_trainer_write moe_trainer_write_f64
+#define moe_trainer_read moe_trainer_read_f64
+#define moe_trainer_save moe_trainer_save_f64
+#define moe_trainer_load moe_trainer_load_f64
+#define moe_net_embedding moe_net_embedding_f64
+#define moe_net_positions moe_net_positions_f64
+#define moe_net_attention moe_net_attention_f64
+#define moe_net_rms_norm moe_net_rms_norm_f64
+#define moe_net_dropout moe_net_dropout_f64
+#define moe_net_feed_forward moe_net_feed_forward_f64
+#define moe_net_tied moe_net_tied_f64
+#define moe_net_cache_size moe_net_cache_size_f64
+#define moe_net_cache_init moe_net_cache_init_f64
+#define moe_net_decode_work_size moe_net_decode_work_size_f64
+#define moe_net_decode moe_net_decode_f64
+#define moe_sample moe_sample_f64
 #define moe_hme_create moe_hme_create_f64
 #define moe_hme_em moe_hme_em_f64
 #define moe_hme_free moe_hme_free_f64
@@ -533,9 +551,30 @@ MOE_API moe_status moe_layer_load(moe_layer *layer, const char *path, int traina
      activation  y = act(x)
      layer_norm  y = (x - mean)/sqrt(var + 1e-5) * g + b    "I.weight" [d], "I.bias" [d]
      mixture     a moe_layer                    "I.router.weight", "I.experts.gate", ...
-     residual    y = x + what entered the module `span` places before   (span = 1: around the last module) */
-enum { MOE_MODULE_LINEAR = 0, MOE_MODULE_ACTIVATION, MOE_MODULE_LAYER_NORM, MOE_MODULE_MIXTURE, MOE_MODULE_RESIDUAL, MOE_MODULE_COUNT };
+     residual    y = x + what entered the module `span` places before   (span = 1: around the last module)
+     embedding   y_t = W[token_ids[t]]          "I.weight" [V,d]                    the first module of a net with d_in = 0, and no other
+     positions   y_t = x_t + P[place of t]      "I.weight" [L,d]                    the place of a token in its sequence, from 0
+     attention   see moe_attention_config       "I.query", "I.key", "I.value" [h w,d], "I.output" [d,h w]
+     rms_norm    y = x / sqrt(mean x^2 + 1e-5) * g   "I.weight" [d]                 (Zhang, Sennrich 2019, Root mean square layer normalization)
+     dropout     y = x m / (1 - rate) in training, m = 0 with probability rate, else 1; else y = x (Srivastava et al. 2014, Dropout)
+     feed_forward  an expert that every token passes   "I.experts.gate" [1,f,d], ...  as in moe_layer_config, without a router
+     tied        y = E x + b, E the weight [V,d] of the net's embedding   "I.bias" [V] */
+enum {
+    MOE_MODULE_LINEAR = 0, MOE_MODULE_ACTIVATION, MOE_MODULE_LAYER_NORM, MOE_MODULE_MIXTURE, MOE_MODULE_RESIDUAL, MOE_MODULE_EMBEDDING, MOE_MODULE_POSITIONS,
+    MOE_MODULE_ATTENTION, MOE_MODULE_RMS_NORM, MOE_MODULE_DROPOUT, MOE_MODULE_FEED_FORWARD, MOE_MODULE_TIED, MOE_MODULE_COUNT
+};
 enum { MOE_NET_MAX_MODULES = 4096 };
+
+/* Multi-head self-attention within each sequence (Vaswani et al. 2017, Attention is all you need). With q, k, v = W x, and w the width of a head,
+     A_h[i,j] = softmax over j of q_hi . k_hj / sqrt(w)        y_i = output . (sum_j A_0[i,j] v_0j, sum_j A_1[i,j] v_1j, ...)
+   where j runs over the real tokens of i's sequence, j <= i unless full. Padding gets y = 0. {0} is a good one: causal. 0 means the value in brackets. */
+typedef struct moe_attention_config {
+    int heads;            /* h [the largest divisor of d up to d/32, at least 1] */
+    int d_head;           /* w [d / heads, which must be whole] */
+    int full;             /* 1: a token sees the later tokens of its sequence too [0: causal] */
+    int rotary;           /* 1: the halves of q and k are turned against each other by angles place / base^(2 i / w) (Su et al. 2021, RoFormer); w is even [0] */
+    moe_real rotary_base; /* [10000] */
+} moe_attention_config;
 
 /* One module of a net; see the table above. Only the fields of its kind are set. */
 
@@ -567,7 +606,7 @@ typedef struct moe_net {
     moe_error error;      /* the first module call that failed; build returns it again */
 } moe_net;
 
-/* An empty net for inputs of width d_in, 1..MOE_MAX_WIDTH. kernels: MOE_KERNELS_, 0 = the best there is. allocator NULL: the standard
+/* An empty net for inputs of width d_in, 1..MOE_MAX_WIDTH, or 0: it reads token ids, its first module is an embedding. kernels: MOE_KERNELS_, 0 = the best there is. allocator NULL: the standard
    heap. Whatever *net held is overwritten, not freed. On failure (MOE_ERR_CONFIG, MOE_ERR_UNSUPPORTED: these kernels cannot run here,
    MOE_ERR_ARGUMENT: no heap) *net is empty and remembers the failure in net->error, as module calls do. */
 MOE_API moe_status moe_net_init(moe_net *net, int d_in, int kernels, const moe_allocator *allocator);
@@ -584,6 +623,22 @@ MOE_API moe_status moe_net_layer_norm(moe_net *net);
 MOE_API moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config);
 /* y = x + what entered the module `span` places before, 1..modules so far; both must be equally wide. */
 MOE_API moe_status moe_net_residual(moe_net *net, int span);
+/* A row [d] per token id 0..vocabulary-1 (call.token_ids). Only as the first module of a net with d_in = 0. Starts normal with spread 1/sqrt(d). */
+MOE_API moe_status moe_net_embedding(moe_net *net, int vocabulary, int d);
+/* Adds a learned row per place in the sequence. A sequence longer than `most` tokens is refused by forward: MOE_ERR_ARGUMENT. */
+MOE_API moe_status moe_net_positions(moe_net *net, int most);
+/* Attention. config NULL: {0}. Mixtures behind it whose router refines by attention read its matrices, its heads' outputs o_hj = h W_O,h v_hj and its
+   output, up to the next attention: their `heads` may be 0, d_model must be the attention's width. A mixture that refines (similarity or attention) behind
+   causal attention refines causally: its router.causal becomes 1. */
+MOE_API moe_status moe_net_attention(moe_net *net, const moe_attention_config *config);
+MOE_API moe_status moe_net_rms_norm(moe_net *net);
+/* rate in [0,1); draws from call.rng in training, which must then be there unless rate is 0. */
+MOE_API moe_status moe_net_dropout(moe_net *net, moe_real rate);
+/* config: expert, d_ff, d_low, act, no_expert_bias are read, all else must be 0; NULL: {0}, a swiglu of width 4 d. */
+MOE_API moe_status moe_net_feed_forward(moe_net *net, const moe_layer_config *config);
+/* Logits by the embedding's own rows (weight tying; Press, Wolf 2017, Using the output embedding to improve language models). The net begins with an
+   embedding as wide as what arrives. */
+MOE_API moe_status moe_net_tied(moe_net *net);
 /* Registers the names of all tensors, allocates them (and, with trainable = 1, gradients set to 0), and starts them at random from seed:
    the same seed gives the same bits on every machine. A linear weight starts normal with spread 1/sqrt(d_in), sqrt(2) times that before
    relu, silu or gelu; biases 0, gains 1; a mixture as moe_layer_create. Errors: that of the first failed call; MOE_ERR_CONFIG (no
@@ -621,6 +676,43 @@ MOE_API moe_status moe_net_check_decoding(const moe_net *net, moe_error *error);
 /* The routing of module i in a pass, or NULL when module i is not a mixture or not there. */
 MOE_API const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass, size_t i);
 
+/* ---- decoding: a sequence token by token ------------------------------------------------------------------------------------ */
+
+/* What decoding keeps of one sequence's earlier tokens: keys and values of every attention, and what causal refining reads. Lies in the caller's
+   memory. n_tokens may be lowered to go back to an earlier place, 0 begins a new sequence. One thread at a time. */
+typedef struct moe_cache {
+    const moe_net *net;  /* the caller's, must outlive it */
+    size_t n_tokens;     /* tokens so far: the place of the next one */
+    size_t most;         /* room for so many */
+    /* Private to moe.h. */
+    void *memory;
+    size_t size;
+} moe_cache;
+
+/* Exact bytes of a cache for sequences of up to most tokens. MOE_ERR_STATE before build, MOE_ERR_OVERFLOW. */
+MOE_API moe_status moe_net_cache_size(const moe_net *net, size_t most, size_t *bytes);
+/* Makes an empty cache in memory[size] (any alignment). MOE_ERR_UNSUPPORTED: the net cannot decode, as moe_net_check_decoding says; MOE_ERR_SPACE. */
+MOE_API moe_status moe_net_cache_init(moe_cache *cache, const moe_net *net, size_t most, void *memory, size_t size, moe_error *error);
+/* Exact bytes of work memory for moe_net_decode with at most n_tokens new tokens in a cache for `most`. */
+MOE_API moe_status moe_net_decode_work_size(const moe_net *net, size_t most, size_t n_tokens, size_t *bytes);
+/* Runs the call's tokens as the next ones of the sequence; pass->y [N,d_out] is what moe_net_forward on the whole sequence gives for them, within
+   rounding. One token or a whole prompt at once. call: x or token_ids, n_tokens; training, keep, sequences, mask, n_past and the past_ arrays must be
+   0. Adds n_tokens to cache->n_tokens. MOE_ERR_SPACE: no room in the cache or in work; errors of moe_net_forward. On failure the cache is as it was. */
+MOE_API moe_status moe_net_decode(const moe_net *net, moe_cache *cache, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
+
+/* How the next token is chosen. {0}: drawn from softmax(logits). */
+typedef struct moe_sampling {
+    int greedy;           /* 1: the largest logit, the first of equals; nothing is drawn [0] */
+    moe_real temperature; /* logits are divided by it, 1e-6 to 1e6 [1] */
+    int top_k;            /* only the k largest stay [0: all] */
+    moe_real top_p;       /* of these the most probable ones until their sum reaches p, the crossing one included (Holtzman et al. 2020) [1] */
+} moe_sampling;
+
+/* *token = one of 0..n-1 by logits [n]. p [n] receives the probabilities it was drawn from (after greedy, 1 at the token); order [n] is room to
+   work. how NULL: {0}. MOE_ERR_ARGUMENT: NULL, n = 0, rng missing; MOE_ERR_CONFIG: a field out of range; MOE_ERR_NONFINITE: a logit. */
+MOE_API moe_status moe_sample(const moe_sampling *how, size_t n, const moe_real *logits, moe_rng *rng, moe_real *p, int32_t *order, int32_t *token,
+                              moe_error *error);
+
 #ifndef MOE_NO_TRAIN
 /* Adds the gradients of sum(y * dy), dy [N,d_out], and of all router losses to the tensors' gradients, and that of x to dx [N,d_in] (may be
    NULL). The pass must come from a forward with call->training = 1 on the same net, whose tensors and x are as they were then; one
@@ -642,8 +734,8 @@ enum {
     MOE_CRITERION_STOCHASTIC_SQUARED, MOE_CRITERION_JACOBS, MOE_CRITERION_JACOBS_SQUARED, MOE_CRITERION_COUNT
 };
 
-/* Mean over n rows of y [n,classes] of -log softmax(y)[label]; dy [n,classes] (may be NULL, must not be y) receives its gradient. Labels
-   must lie in 0..classes-1 (not checked here). 0 for n = 0. */
+/* Mean over the labelled rows of y [n,classes] of -log softmax(y)[label]; dy [n,classes] (may be NULL, must not be y) receives its gradient. Labels
+   lie in 0..classes-1 (not checked here), or are negative: such a row has none, and gets dy = 0. 0 without labelled rows. */
 MOE_API moe_real moe_cross_entropy(size_t n, size_t classes, const moe_real *y, const int32_t *labels, moe_real *dy);
 /* Mean over n rows of sum_j (y_j - target_j)^2 / 2, y and targets [n,width]; dy [n,width] (may be NULL or y) receives its gradient. */
 MOE_API moe_real moe_squared_error(size_t n, size_t width, const moe_real *y, const moe_real *targets, moe_real *dy);
@@ -663,25 +755,42 @@ typedef struct moe_data {
     const moe_real *targets; /* [n,d_out] for squared error */
     const moe_call *call;    /* moe_trainer_step: what else routers read (token_ids, sequences, given, teacher, attention_weights, ...), for these n rows;
                                 its n_tokens, x, training and rng are not used. NULL: nothing. moe_fit and moe_evaluate take none */
+    const int32_t *token_ids; /* [n] for nets with d_in = 0 and routers that read them */
+    size_t length;           /* samples stand in sequences of this length, one after another; n is a multiple of it. moe_fit then shuffles and cuts
+                                whole sequences [0: every sample for itself in moe_fit and moe_evaluate; one sequence in moe_trainer_step] */
 } moe_data;
 
 /* How good a net is on some samples. */
 typedef struct moe_evaluation {
-    size_t n;
-    moe_real loss;     /* mean of the criterion */
+    size_t n;          /* samples that count: those with a label */
+    moe_real loss;     /* mean of the criterion; exp(loss) is the perplexity of a language model */
     moe_real accuracy; /* share of samples whose largest output is their label; 0 for squared error */
 } moe_evaluation;
 
-/* Handed to the progress callback after every step. */
+/* Handed to the progress callback after every step of the optimiser. */
 typedef struct moe_progress {
     int epoch, epochs;          /* from 1 */
     size_t step, steps;         /* from 1, within the epoch */
     moe_real loss;              /* mean criterion of this epoch so far */
     moe_real router_loss;       /* sum of the router losses, mean of this epoch so far */
     moe_real gradient_norm;     /* of this step, before clipping */
-    int epoch_ended;            /* 1 after the last step of an epoch: then test is filled in, if there is a test set */
-    moe_evaluation test;        /* n = 0: none */
+    int epoch_ended;            /* 1 after the last step of an epoch */
+    moe_evaluation test;        /* filled in at the end of an epoch and every evaluate_every steps, if there is a test set; n = 0: none */
+    moe_real rate;              /* of this step */
+    uint64_t total_step, total_steps; /* over all epochs, from 1; those of a resumed training included */
+    uint64_t samples;           /* seen in this call of moe_fit: with a clock, tokens per second and time left */
 } moe_progress;
+
+/* The shape of the rate after warm-up, from 1 to final_rate: half a cosine, or a straight line. */
+enum { MOE_SCHEDULE_COSINE = 0, MOE_SCHEDULE_LINEAR, MOE_SCHEDULE_COUNT };
+
+/* Tensors that learn differently. The first group whose pattern fits a tensor's name counts. */
+typedef struct moe_param_group {
+    const char *pattern; /* "*.router.*", "0.weight": * stands for any characters; the caller's, must outlive the trainer */
+    moe_real rate;       /* factor on the rate, 0 to 1e6 [1] */
+    moe_real decay;      /* factor on the decay, 0 to 1e6; it also decays biases and gains when given [1, but 0 for biases and gains]; negative: none */
+    int frozen;          /* 1: stays as it is, takes no part in the gradient's norm */
+} moe_param_group;
 
 /* {0} is a good default: AdamW at 0.001, batches of 32, 10 epochs. 0 in a field means the value in brackets. */
 typedef struct moe_train_config {
@@ -699,6 +808,16 @@ typedef struct moe_train_config {
     uint64_t seed;           /* order of the samples and random stages of routers */
     int (*progress)(void *ctx, const moe_progress *progress); /* may be NULL; a result other than 0 stops training */
     void *progress_ctx;
+    int accumulate;          /* batches whose mean gradient makes one step [1] */
+    int schedule;            /* MOE_SCHEDULE_ of final_rate [cosine] */
+    int warmup;              /* steps in which the rate rises on a straight line to its full value [0] */
+    int total_steps;         /* steps of the schedule [moe_fit: all of its steps; moe_trainer_step: no schedule, the trainer's rate stays] */
+    const moe_param_group *groups; /* [n_groups] the caller's, must outlive the trainer */
+    int n_groups;
+    int evaluate_every;      /* moe_fit: steps between evaluations on test [0: at the end of each epoch only] */
+    const char *checkpoint;  /* moe_fit: a file that is replaced every checkpoint_every steps, at the end, and when training stops; NULL: none */
+    int checkpoint_every;    /* [0: at the end of each epoch] */
+    int resume;              /* 1: moe_fit goes on where the checkpoint stopped, if the file exists */
 } moe_train_config;
 
 /* An optimiser at work on one net. Owns its moments and work memory (moe_trainer_free). */
@@ -707,7 +826,9 @@ typedef struct moe_trainer {
     moe_train_config config; /* with defaults filled in */
     uint64_t steps;          /* taken so far */
     moe_rng rng;
-    moe_real rate;           /* of the next step; a schedule may change it */
+    moe_real rate;           /* of the next step; with total_steps the schedule sets it */
+    int n_accumulated;       /* batches since the last step */
+    uint64_t position[4];    /* the caller's: where it stands in its data; saved in checkpoints. moe_fit keeps epoch and step there */
     moe_real *memory;        /* owned: two moments per number */
     size_t memory_size;
     void *work;              /* owned: for one batch */
@@ -729,6 +850,23 @@ MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const mo
    more than x and what batch->call lacks), MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss or gradient is not finite, or the gradient's norm is beyond
    1e19 (1e150 in the double build). After a failure only the gradients have changed. step may be NULL. Allocates nothing. */
 MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
+/* The two halves of a step, for steps of several batches: accumulate runs forward and backward and adds the gradients to those since the last
+   update, update steps on their mean. moe_trainer_step is both. After a failed accumulate the batches since the last update are lost:
+   n_accumulated is 0. update: MOE_ERR_STATE without a batch. In *step loss and router_loss are of this batch (accumulate), gradient_norm is of
+   the mean (update); each leaves the other's fields alone. */
+MOE_API moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
+MOE_API moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error);
+/* A checkpoint: the net's file and in it the optimiser's moments, steps, random state and position; moe_net_load reads it as a net. Between steps
+   only: MOE_ERR_STATE while batches are accumulated. Training that goes on from it has the same bits as training that was not interrupted. */
+MOE_API moe_status moe_trainer_write(const moe_trainer *trainer, moe_stream *stream, moe_error *error);
+/* Sets a trainer, made for a net of the same modules with the same optimiser, and its net to a checkpoint. The file may come from a stranger; errors as
+   moe_net_read, MOE_ERR_CONFIG: other modules or another optimiser. On failure both are as they were. */
+MOE_API moe_status moe_trainer_read(moe_trainer *trainer, const void *bytes, size_t size, moe_error *error);
+#ifndef MOE_NO_STDIO
+/* The same with a file, which a failed save leaves as it was (moe_file_replace). */
+MOE_API moe_status moe_trainer_save(const moe_trainer *trainer, const char *path, moe_error *error);
+MOE_API moe_status moe_trainer_load(moe_trainer *trainer, const char *path, moe_error *error);
+#endif
 /* Gives back what init took; the net stays. {0}, NULL and a second call are harmless. */
 MOE_API void moe_trainer_free(moe_trainer *trainer);
 
@@ -770,7 +908,7 @@ MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch,
    is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle, or
    MOE_ERR_STOPPED when the callback stopped it, leaves the net with what it has learned. The same seed gives the same bits. */
 MOE_API moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error);
-/* Loss and accuracy of net on data, 64 samples at a time, with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an
+/* Loss and accuracy of net on data, 64 samples at a time (data->length > 0: whole sequences, as many as make 512 samples, at least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an
    output is not finite. n = 0 gives zeros. On failure *result is untouched. */
 MOE_API moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result, moe_error *error);
 
