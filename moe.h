@@ -717,11 +717,13 @@ typedef struct moe_sampling {
     int greedy;           /* 1: the largest logit, the first of equals; nothing is drawn [0] */
     moe_real temperature; /* logits are divided by it, 1e-6 to 1e6 [1] */
     int top_k;            /* only the k largest stay [0: all] */
-    moe_real top_p;       /* of these the most probable ones until their sum reaches p, the crossing one included (Holtzman et al. 2020) [1] */
+    moe_real top_p;       /* of these, whose probabilities now sum to 1, the most probable until their sum reaches p, the crossing one included
+                             (Holtzman et al. 2020, The curious case of neural text degeneration) [1] */
 } moe_sampling;
 
 /* *token = one of 0..n-1 by logits [n]. p [n] receives the probabilities it was drawn from (after greedy, 1 at the token); order [n] is room to
-   work. how NULL: {0}. MOE_ERR_ARGUMENT: NULL, n = 0, rng missing; MOE_ERR_CONFIG: a field out of range; MOE_ERR_NONFINITE: a logit. */
+   work. Of equal logits the first ones stay. how NULL: {0}. Takes one draw of rng (may be NULL for greedy). MOE_ERR_ARGUMENT: NULL, n = 0 or above
+   INT32_MAX, rng missing; MOE_ERR_CONFIG: a field out of range; MOE_ERR_NONFINITE: a logit. On failure nothing has changed. Allocates nothing. */
 MOE_API moe_status moe_sample(const moe_sampling *how, size_t n, const moe_real *logits, moe_rng *rng, moe_real *p, int32_t *order, int32_t *token,
                               moe_error *error);
 
@@ -5439,6 +5441,111 @@ const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass,
     if (net == NULL || pass == NULL || pass->modules == NULL || i >= net->n_modules || net->modules[i].kind != MOE_MODULE_MIXTURE)
         return NULL;
     return &pass->modules[i].layer.routing;
+}
+
+/* ---- sampling ------------------------------------------------------------------------------------------------------------------ */
+
+#define MOEI_S moe_sampling
+
+static const moe_field moei_sampling_fields[] = {
+    MOEI_FLAG(MOEI_S, greedy, "the largest logit, without a draw"),
+    MOEI_REAL(MOEI_S, temperature, 1e-6, 1e6, "what the logits are divided by"),
+    MOEI_INT(MOEI_S, top_k, 1, INT32_MAX, "how many of the largest logits stay"),
+    MOEI_REAL(MOEI_S, top_p, 0, 1, "how much of the probability stays"),
+    MOEI_FIELDS_END};
+
+/* One choice among n logits. */
+typedef struct moei_sample {
+    moe_sampling how; /* with defaults filled in */
+    size_t n;
+    const moe_real *logits;
+    int32_t best;
+    int32_t *order; /* [n] the tokens that stay, unless all do */
+} moei_sample;
+
+static moe_status moei_sample_begin(moei_sample *s, const moe_sampling *how, size_t n, const moe_real *logits, moe_error *error) {
+    size_t i;
+    moe_status status;
+    memset(s, 0, sizeof *s);
+    if (how != NULL) s->how = *how;
+    if ((status = moei_fields_check(moei_sampling_fields, &s->how, error)) != MOE_OK) return status;
+    moei_default_real(&s->how.temperature, MOEI_R(1.0));
+    moei_default_real(&s->how.top_p, MOEI_R(1.0));
+    for (i = 0; i < n; i++)
+        if (!moe_is_finite(logits[i])) return moei_error(error, MOE_ERR_NONFINITE, "logits[%z] = %g: must be finite", i, (double)logits[i]);
+    s->n = n;
+    s->logits = logits;
+    moe_top_k(n, logits, 1, &s->best);
+    return MOE_OK;
+}
+
+/* The probability of a token but for a common factor: 1 for the best. */
+static moe_real moei_sample_weight(const moei_sample *s, size_t token) {
+    return MOEI_F(exp)((s->logits[token] - s->logits[s->best]) / s->how.temperature);
+}
+
+/* How many of the first tokens in order, at most count, it takes until their weights reach enough. */
+static size_t moei_sample_reach(const moei_sample *s, size_t count, double enough) {
+    double sum = 0.0;
+    size_t i;
+    for (i = 0; i < count && sum < enough; i++) sum += (double)moei_sample_weight(s, (size_t)s->order[i]);
+    return i;
+}
+
+/* How many tokens top_k and top_p leave; fewer than n stand in order. Mostly the first few reach top_p, so not all are sorted for it. */
+static size_t moei_sample_stay(const moei_sample *s) {
+    size_t most = s->how.top_k > 0 && (size_t)s->how.top_k < s->n ? (size_t)s->how.top_k : s->n, i, sorted, stay;
+    double sum = 0.0, enough;
+    if (most < s->n) moe_top_k(s->n, s->logits, most, s->order);
+    if (!(s->how.top_p < MOEI_R(1.0))) return most;
+    for (i = 0; i < most; i++) sum += (double)moei_sample_weight(s, most < s->n ? (size_t)s->order[i] : i);
+    enough = sum * (double)s->how.top_p;
+    if (most < s->n) return moei_sample_reach(s, most, enough);
+    for (sorted = 64; sorted < s->n / 8; sorted *= 8) {
+        moe_top_k(s->n, s->logits, sorted, s->order);
+        if ((stay = moei_sample_reach(s, sorted, enough)) < sorted) return stay;
+    }
+    moe_top_k(s->n, s->logits, s->n, s->order);
+    return moei_sample_reach(s, s->n, enough);
+}
+
+/* Fills p and draws from it. Sums are double: a float would lose what a large vocabulary has in its small probabilities. */
+static int32_t moei_sample_draw(const moei_sample *s, moe_rng *rng, moe_real *p) {
+    const size_t stay = moei_sample_stay(s);
+    double sum = 0.0, left;
+    size_t i;
+    int32_t token = s->best;
+    if (stay < s->n) memset(p, 0, s->n * sizeof *p);
+    for (i = 0; i < stay; i++) {
+        const size_t at = stay < s->n ? (size_t)s->order[i] : i;
+        p[at] = moei_sample_weight(s, at);
+        sum += (double)p[at];
+    }
+    left = (double)(moe_rng_next(rng) >> 11) * (1.0 / 9007199254740992.0) * sum;
+    for (i = 0; i < s->n && left >= 0.0; i++) { /* where rounding leaves something over, the last possible token is taken */
+        if (p[i] > MOEI_R(0.0)) token = (int32_t)i;
+        left -= (double)p[i];
+    }
+    for (i = 0; i < s->n; i++) p[i] = (moe_real)((double)p[i] / sum);
+    return token;
+}
+
+moe_status moe_sample(const moe_sampling *how, size_t n, const moe_real *logits, moe_rng *rng, moe_real *p, int32_t *order, int32_t *token,
+                      moe_error *error) {
+    moei_sample s;
+    moe_status status;
+    if (logits == NULL || p == NULL || order == NULL || token == NULL)
+        return moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL", logits == NULL ? "logits" : p == NULL ? "p" : order == NULL ? "order" : "token");
+    if (n == 0 || n > INT32_MAX) return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be 1 to %d", n, (int)INT32_MAX);
+    if ((status = moei_sample_begin(&s, how, n, logits, error)) != MOE_OK) return status;
+    if (!s.how.greedy && rng == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "rng must not be NULL: only greedy = 1 draws nothing");
+    s.order = order;
+    if (s.how.greedy) {
+        memset(p, 0, n * sizeof *p);
+        p[s.best] = MOEI_R(1.0);
+        *token = s.best;
+    } else *token = moei_sample_draw(&s, rng, p);
+    return MOE_OK;
 }
 
 /* ---- backward ------------------------------------------------------------------------------------------------------------------ */
