@@ -763,13 +763,14 @@ enum { MOE_OPTIMIZER_ADAMW = 0, MOE_OPTIMIZER_SGD, MOE_OPTIMIZER_COUNT };
 typedef struct moe_data {
     size_t n;                /* samples */
     const moe_real *x;       /* [n,d_in] */
-    const int32_t *labels;   /* [n] for cross-entropy */
+    const int32_t *labels;   /* [n] for cross-entropy; negative: a row without a label, which only moe_mixture_loss does not take */
     const moe_real *targets; /* [n,d_out] for squared error */
     const moe_call *call;    /* moe_trainer_step: what else routers read (token_ids, sequences, given, teacher, attention_weights, ...), for these n rows;
                                 its n_tokens, x, training and rng are not used. NULL: nothing. moe_fit and moe_evaluate take none */
-    const int32_t *token_ids; /* [n] for nets with d_in = 0 and routers that read them */
-    size_t length;           /* samples stand in sequences of this length, one after another; n is a multiple of it. moe_fit then shuffles and cuts
-                                whole sequences [0: every sample for itself in moe_fit and moe_evaluate; one sequence in moe_trainer_step] */
+    const int32_t *token_ids; /* [n] for nets with d_in = 0, which read no x, and for routers that hash them; those of call count before */
+    size_t length;           /* samples stand in sequences of this length, one after another; n is a multiple of it. moe_fit and moe_evaluate then cut and
+                                shuffle whole sequences, and routers see them unless call has others. [0: samples are cut and shuffled one by one, what is
+                                passed at once is one sequence. Nets with attention or positions then need it in moe_fit and moe_evaluate] */
 } moe_data;
 
 /* How good a net is on some samples. */
@@ -895,6 +896,7 @@ typedef struct moe_modular {
     int32_t *candidate;
     double *best, *drawn;
     unsigned char *changed;
+    int32_t *sequences;
     void *net_work;
     size_t net_size;
 } moe_modular;
@@ -920,8 +922,9 @@ MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch,
    is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle, or
    MOE_ERR_STOPPED when the callback stopped it, leaves the net with what it has learned. The same seed gives the same bits. */
 MOE_API moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error);
-/* Loss and accuracy of net on data, 64 samples at a time (data->length > 0: whole sequences, as many as make 512 samples, at least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an
-   output is not finite. n = 0 gives zeros. On failure *result is untouched. */
+/* Loss and accuracy of net on data, 64 samples at a time (data->length > 0: as many whole sequences as fit into 512 samples and soft_sequences, at
+   least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output is not finite. n = 0 gives zeros. On failure
+   *result is untouched. */
 MOE_API moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result, moe_error *error);
 
 /* ---- the classical mixture: losses over plain arrays, the hierarchical mixture of experts --------------------------------- */
@@ -5498,17 +5501,25 @@ void moe_net_zero_gradients(moe_net *net) {
 
 /* ---- losses -------------------------------------------------------------------------------------------------------------------- */
 
-/* l = -log softmax(y)_label,  dl/dy_j = softmax(y)_j - [j = label],  both over n. */
+static size_t moei_count_labelled(size_t n, const int32_t *labels) {
+    size_t t, count = 0;
+    for (t = 0; t < n; t++) count += labels[t] >= 0;
+    return count;
+}
+
+/* l = -log softmax(y)_label,  dl/dy_j = softmax(y)_j - [j = label],  both over the number of labels. */
 moe_real moe_cross_entropy(size_t n, size_t classes, const moe_real *y, const int32_t *labels, moe_real *dy) {
-    moe_real over_n = n > 0 ? MOEI_R(1.0) / (moe_real)n : MOEI_R(0.0), sum = MOEI_R(0.0);
-    size_t t, j;
+    size_t t, j, labelled = moei_count_labelled(n, labels);
+    moe_real over_n = labelled > 0 ? MOEI_R(1.0) / (moe_real)labelled : MOEI_R(0.0), sum = MOEI_R(0.0);
     for (t = 0; t < n; t++, y += classes) {
-        moe_real lse = moe_log_sum_exp(classes, y);
+        moe_real *d = dy != NULL ? dy + t * classes : NULL, lse;
+        if (d != NULL) memset(d, 0, classes * sizeof *d);
+        if (labels[t] < 0) continue;
+        lse = moe_log_sum_exp(classes, y);
         sum += lse - y[labels[t]];
-        if (dy == NULL) continue;
-        for (j = 0; j < classes; j++) dy[j] = over_n * MOEI_F(exp)(y[j] - lse);
-        dy[labels[t]] -= over_n;
-        dy += classes;
+        if (d == NULL) continue;
+        for (j = 0; j < classes; j++) d[j] = over_n * MOEI_F(exp)(y[j] - lse);
+        d[labels[t]] -= over_n;
     }
     return sum * over_n;
 }
@@ -5594,68 +5605,184 @@ static moe_status moei_reals_check(const char *name, const moe_real *v, size_t n
     return MOE_OK;
 }
 
-/* Everything that samples can get wrong. */
-static moe_status moei_data_check(const moe_net *net, const moe_data *data, int criterion, moe_error *error) {
-    moe_status status;
-    size_t t;
-    if (data == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "data must not be NULL");
-    if (data->n == 0) return MOE_OK;
-    if (data->x == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "x must not be NULL");
-    status = moei_reals_check("x", data->x, data->n, (size_t)net->d_in, error);
-    if (status != MOE_OK) return status;
-    if (moei_is_squared(criterion)) {
-        if (data->targets == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "targets must not be NULL for the squared error");
-        return moei_reals_check("targets", data->targets, data->n, (size_t)net->d_out, error);
+/* Token ids of the net lie below this: there are so many rows in its embedding, and in the tables of routers that hash. */
+static size_t moei_token_ids_end(const moe_net *net) {
+    size_t i, end = (size_t)INT32_MAX + 1;
+    if (net->modules[0].kind == MOE_MODULE_EMBEDDING) end = net->tensors[net->modules[0].first_tensor].shape[0];
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_router_config *c = &net->modules[i].layer.config.router;
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && c->select == MOE_SELECT_HASH && (size_t)c->table_size < end) end = (size_t)c->table_size;
     }
+    return end;
+}
+
+static moe_status moei_inputs_check(const moe_net *net, const moe_data *data, moe_error *error) {
+    size_t t, end = moei_token_ids_end(net);
+    int in_call = data->call != NULL && data->call->token_ids != NULL;
+    if (net->d_in == 0 && data->token_ids == NULL && !in_call)
+        return moei_error(error, MOE_ERR_ARGUMENT, "token_ids must not be NULL: the net reads them");
+    for (t = 0; data->token_ids != NULL && t < data->n; t++)
+        if (data->token_ids[t] < 0 || (size_t)data->token_ids[t] >= end)
+            return moei_error(error, MOE_ERR_ARGUMENT, "token_ids[%z] = %d: must be 0 to %z", t, (int)data->token_ids[t], end - 1);
+    if (net->d_in == 0) return MOE_OK;
+    if (data->x == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "x must not be NULL");
+    return moei_reals_check("x", data->x, data->n, (size_t)net->d_in, error);
+}
+
+/* A loss that reads the experts one by one takes no rows without a label. */
+static moe_status moei_labels_check(const moe_net *net, const moe_data *data, int criterion, moe_error *error) {
+    int reads = moei_reads_experts(net, criterion);
+    size_t t;
     if (data->labels == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "labels must not be NULL for the cross-entropy");
     for (t = 0; t < data->n; t++)
-        if (data->labels[t] < 0 || data->labels[t] >= net->d_out)
-            return moei_error(error, MOE_ERR_ARGUMENT, "labels[%z] = %d: must be 0 to %d", t, (int)data->labels[t], net->d_out - 1);
+        if (data->labels[t] >= net->d_out || (reads && data->labels[t] < 0))
+            return moei_error(error, MOE_ERR_ARGUMENT, "labels[%z] = %d: must be 0 to %d%s", t, (int)data->labels[t], net->d_out - 1,
+                              reads ? "" : ", or negative: no label");
     return MOE_OK;
 }
 
-/* Where samples are shuffled or cut into batches, what else routers read would have to be as well. */
-static moe_status moei_samples_alone(const moe_data *data, moe_error *error) {
-    return data->call == NULL ? MOE_OK : moei_error(error, MOE_ERR_ARGUMENT, "call must be NULL here: only moe_trainer_step takes it");
+/* Everything that samples can get wrong. */
+static moe_status moei_data_check(const moe_net *net, const moe_data *data, int criterion, moe_error *error) {
+    moe_status status;
+    if (data == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "data must not be NULL");
+    if (data->n == 0) return MOE_OK;
+    if (data->length > 0 && data->n % data->length != 0)
+        return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be a multiple of length = %z", data->n, data->length);
+    status = moei_inputs_check(net, data, error);
+    if (status != MOE_OK) return status;
+    if (!moei_is_squared(criterion)) return moei_labels_check(net, data, criterion, error);
+    if (data->targets == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "targets must not be NULL for the squared error");
+    return moei_reals_check("targets", data->targets, data->n, (size_t)net->d_out, error);
+}
+
+/* Where samples are shuffled or cut into batches, what else routers read would have to be as well, and nobody else can say where sequences end. */
+static moe_status moei_samples_alone(const moe_net *net, const moe_data *data, moe_error *error) {
+    size_t i;
+    if (data->call != NULL) return moei_error(error, MOE_ERR_ARGUMENT, "call must be NULL here: only moe_trainer_step takes it");
+    for (i = 0; i < net->n_modules; i++)
+        if (data->length == 0 && data->n > 0 && (net->modules[i].kind == MOE_MODULE_ATTENTION || net->modules[i].kind == MOE_MODULE_POSITIONS))
+            return moei_error(error, MOE_ERR_ARGUMENT, "length = 0: module %z needs to know how long the sequences are", i);
+    return MOE_OK;
+}
+
+/* How many sequences length makes of the n samples in one pass. */
+static size_t moei_batch_sequences(const moe_data *data, size_t n) {
+    return data->length > 0 && (data->call == NULL || data->call->sequences == NULL) ? n / data->length : 1;
+}
+
+/* How many sequences one pass may have: soft routers say so. */
+static size_t moei_sequences_most(const moe_net *net) {
+    size_t i, most = (size_t)INT32_MAX;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_router_config *c = &net->modules[i].layer.config.router;
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && moei_is_soft(c) && (size_t)c->soft_sequences < most) most = (size_t)c->soft_sequences;
+    }
+    return most;
+}
+
+/* What router i lacks in the samples, as traits. */
+static unsigned moei_router_lacks(const moe_net *net, size_t i, const moe_data *data) {
+    const moe_call *call = data->call;
+    unsigned lacks = 0;
+    size_t j;
+    int attention = call != NULL && call->attention_weights != NULL && call->attention_outputs != NULL;
+    for (j = 0; j < i; j++) attention |= net->modules[j].kind == MOE_MODULE_ATTENTION;
+    if (data->token_ids == NULL && (call == NULL || call->token_ids == NULL)) lacks |= MOE_TRAIT_NEEDS_TOKEN_IDS;
+    if (!attention) lacks |= MOE_TRAIT_NEEDS_ATTENTION;
+    if (call == NULL || call->given == NULL) lacks |= MOE_TRAIT_NEEDS_GIVEN;
+    return lacks & moe_router_traits(&net->modules[i].layer.config.router);
+}
+
+/* Whether the routers find in the samples what they read beside x, and can take so many sequences in one pass. */
+static moe_status moei_routers_check(const moe_net *net, const moe_data *data, size_t n_sequences, int training, moe_error *error) {
+    size_t i;
+    if (n_sequences > moei_sequences_most(net))
+        return moei_error(error, MOE_ERR_ARGUMENT, "length = %z: a batch has %z sequences, but a router's soft_sequences allows %z", data->length, n_sequences,
+                          moei_sequences_most(net));
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_router_config *c = &net->modules[i].layer.config.router;
+        unsigned lacks;
+        if (net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
+        lacks = moei_router_lacks(net, i, data);
+        if (lacks != 0)
+            return moei_error(error, MOE_ERR_ARGUMENT, "module %z (mixture): its router has the trait %s, but the samples have only x%s", i,
+                              moe_trait_name(lacks & (~lacks + 1u)), data->token_ids != NULL ? " and token_ids" : "");
+        if (training && c->loss_distill > MOEI_R(0.0) && !c->student && (data->call == NULL || data->call->teacher == NULL))
+            return moei_error(error, MOE_ERR_ARGUMENT, "module %z (mixture): loss_distill needs a teacher, but the samples have only x; student = 1 needs none", i);
+    }
+    return MOE_OK;
+}
+
+/* How many samples the loss is the mean of. */
+static size_t moei_counted(int criterion, const moe_data *data) {
+    return moei_is_squared(criterion) ? data->n : moei_count_labelled(data->n, data->labels);
 }
 
 /* Samples from..from+n-1. */
 static moe_data moei_data_part(const moe_net *net, const moe_data *data, size_t from, size_t n) {
     moe_data part = *data;
     part.n = n;
-    part.x += from * (size_t)net->d_in;
+    if (part.x != NULL) part.x += from * (size_t)net->d_in;
+    if (part.token_ids != NULL) part.token_ids += from;
     if (part.labels != NULL) part.labels += from;
     if (part.targets != NULL) part.targets += from * (size_t)net->d_out;
     return part;
 }
 
+/* The call for the rows of data; offsets of its sequences go to sequences [n / length + 1], unless data->call has its own. */
+static moe_call moei_data_call(const moe_data *data, int32_t *sequences) {
+    moe_call call;
+    size_t i;
+    memset(&call, 0, sizeof call);
+    if (data->call != NULL) call = *data->call;
+    call.n_tokens = data->n;
+    call.x = data->x;
+    if (call.token_ids == NULL) call.token_ids = data->token_ids;
+    if (call.sequences != NULL || data->length == 0) return call;
+    call.n_sequences = data->n / data->length;
+    for (i = 0; i <= call.n_sequences; i++) sequences[i] = (int32_t)(i * data->length);
+    call.sequences = sequences;
+    return call;
+}
+
 /* ---- evaluation ---------------------------------------------------------------------------------------------------------------- */
 
-/* How many of the n samples that are left go into the next batch. */
-static size_t moei_evaluate_next(size_t n) { return n < 64 ? n : 64; }
+/* How many samples go into one batch at most. */
+static size_t moei_evaluate_most(const moe_net *net, const moe_data *data) {
+    size_t most = 64, sequences;
+    if (data->length > 0) {
+        sequences = data->length < 512 ? 512 / data->length : 1;
+        if (sequences > moei_sequences_most(net)) sequences = moei_sequences_most(net);
+        most = sequences * data->length;
+    }
+    return data->n < most ? data->n : most;
+}
 
 /* The work memory of an evaluation: the net's, and the answers of a mixture. */
 typedef struct moei_answers {
-    moe_real *answer; /* [64,d_out] */
+    moe_real *answer;   /* [most,d_out] */
+    int32_t *sequences; /* [most / length + 1] */
     void *net_work;
     size_t net_size;
 } moei_answers;
 
-static moe_status moei_answers_layout(const moe_net *net, int criterion, size_t n, moei_layout *l, moei_answers *a) {
+static moe_status moei_answers_layout(const moe_net *net, int criterion, const moe_data *all, moei_layout *l, moei_answers *a) {
     int reads = moei_reads_experts(net, criterion);
-    moe_status status = moe_net_work_size(net, moei_evaluate_next(n), reads, &a->net_size);
+    size_t most = moei_evaluate_most(net, all);
+    moe_status status = moe_net_work_size(net, most, reads, &a->net_size);
     if (status != MOE_OK) return status;
-    a->answer = reads ? moei_take_reals(l, moei_evaluate_next(n), (size_t)net->d_out) : NULL;
+    a->answer = reads ? moei_take_reals(l, most, (size_t)net->d_out) : NULL;
+    a->sequences = all->length > 0 ? (int32_t *)moei_take(l, most / all->length + 1, sizeof(int32_t)) : NULL;
     a->net_work = moei_take(l, a->net_size, 1);
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
-static moe_status moei_evaluate_size(const moe_net *net, int criterion, size_t n, size_t *bytes) {
+static moe_status moei_evaluate_size(const moe_net *net, int criterion, const moe_data *all, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
     moei_answers a;
     moe_status status;
     memset(&a, 0, sizeof a);
-    status = moei_answers_layout(net, criterion, n, &l, &a);
+    status = moei_answers_layout(net, criterion, all, &l, &a);
     *bytes = l.used;
     return status;
 }
@@ -5679,8 +5806,14 @@ static size_t moei_largest(size_t n, const moe_real *v) {
     return best;
 }
 
-/* One batch: adds its loss, times its length, and the number of samples that were right. */
-static moe_status moei_evaluate_batch(const moe_net *net, const moe_data *batch, size_t n_most, int criterion, void *work, double *loss, size_t *right,
+/* Sums over the samples of an evaluation. */
+typedef struct moei_evaluated {
+    double loss;
+    size_t counted, right;
+} moei_evaluated;
+
+/* Adds one batch of all the samples. */
+static moe_status moei_evaluate_batch(const moe_net *net, const moe_data *batch, const moe_data *all, int criterion, void *work, moei_evaluated *sums,
                                       moe_error *error) {
     moei_layout l = moei_layout_begin(work);
     moei_answers a;
@@ -5690,44 +5823,47 @@ static moe_status moei_evaluate_batch(const moe_net *net, const moe_data *batch,
     moe_status status;
     moe_real mean = MOEI_R(0.0);
     const moe_real *answer;
-    size_t t, width = (size_t)net->d_out;
-    memset(&call, 0, sizeof call);
-    call.n_tokens = batch->n;
-    call.x = batch->x;
-    call.keep = moei_reads_experts(net, criterion);
-    status = moei_answers_layout(net, criterion, n_most, &l, &a);
-    if (status == MOE_OK) status = moe_net_forward(net, &call, a.net_work, a.net_size, &pass);
+    size_t t, counted = moei_counted(criterion, batch), width = (size_t)net->d_out;
+    status = moei_answers_layout(net, criterion, all, &l, &a);
+    if (status == MOE_OK) {
+        call = moei_data_call(batch, a.sequences);
+        call.keep = moei_reads_experts(net, criterion);
+        status = moe_net_forward(net, &call, a.net_work, a.net_size, &pass);
+    }
     if (status != MOE_OK) return moei_error(error, status, "the net's forward pass: %s", moe_status_text(status));
     answer = pass.y;
     status = moei_reals_check("the net's output", pass.y, batch->n, width, error);
     if (status != MOE_OK) return status;
-    if (call.keep) {
+    if (moei_reads_experts(net, criterion)) {
         mixture = moei_mixture_of(net, &pass, batch);
         status = moe_mixture_loss(criterion, &mixture, &mean, NULL, NULL, error);
         if (status == MOE_OK) status = moe_mixture_answer(criterion, &mixture, NULL, a.answer, error);
         if (status != MOE_OK) return status;
         answer = a.answer;
     } else mean = moei_criterion(criterion, net, batch, pass.y, NULL);
-    *loss += (double)mean * (double)batch->n;
-    for (t = 0; !moei_is_squared(criterion) && t < batch->n; t++) *right += moei_largest(width, answer + t * width) == (size_t)batch->labels[t];
+    sums->loss += (double)mean * (double)counted;
+    sums->counted += counted;
+    for (t = 0; !moei_is_squared(criterion) && t < batch->n; t++)
+        if (batch->labels[t] >= 0) sums->right += moei_largest(width, answer + t * width) == (size_t)batch->labels[t];
     return MOE_OK;
 }
 
 static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int criterion, void *work, moe_evaluation *result, moe_error *error) {
     moe_evaluation made;
-    double loss = 0.0;
-    size_t from, right = 0;
+    moei_evaluated sums;
+    size_t from, most = moei_evaluate_most(net, data);
+    memset(&sums, 0, sizeof sums);
     for (from = 0; from < data->n;) {
-        moe_data batch = moei_data_part(net, data, from, moei_evaluate_next(data->n - from));
-        moe_status status = moei_evaluate_batch(net, &batch, data->n, criterion, work, &loss, &right, error);
+        moe_data batch = moei_data_part(net, data, from, data->n - from < most ? data->n - from : most);
+        moe_status status = moei_evaluate_batch(net, &batch, data, criterion, work, &sums, error);
         if (status != MOE_OK) return status;
         from += batch.n;
     }
     memset(&made, 0, sizeof made);
-    made.n = data->n;
-    if (data->n > 0) {
-        made.loss = (moe_real)(loss / (double)data->n);
-        made.accuracy = (moe_real)((double)right / (double)data->n);
+    made.n = sums.counted;
+    if (sums.counted > 0) {
+        made.loss = (moe_real)(sums.loss / (double)sums.counted);
+        made.accuracy = (moe_real)((double)sums.right / (double)sums.counted);
     }
     *result = made;
     return MOE_OK;
@@ -5742,10 +5878,11 @@ moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion,
     if (criterion < 0 || criterion >= MOE_CRITERION_COUNT)
         return moei_error(error, MOE_ERR_ARGUMENT, "criterion = %d: there is no such one", criterion);
     status = moei_data_check(net, data, criterion, error);
-    if (status == MOE_OK) status = moei_samples_alone(data, error);
+    if (status == MOE_OK) status = moei_samples_alone(net, data, error);
+    if (status == MOE_OK && data->n > 0) status = moei_routers_check(net, data, 1, 0, error);
     if (status == MOE_OK) status = moei_mixture_fits(net, criterion, error);
     if (status != MOE_OK) return status;
-    status = moei_evaluate_size(net, criterion, data->n, &size);
+    status = moei_evaluate_size(net, criterion, data, &size);
     if (status != MOE_OK) return moei_error(error, status, "work memory: %s", moe_status_text(status));
     work = moei_alloc(&net->allocator, size, 1);
     if (work == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of work", size);
@@ -5795,7 +5932,8 @@ static moe_status moei_train_check(const moe_train_config *config, moe_train_con
 
 /* One batch in the trainer's work memory. */
 typedef struct moei_batch {
-    moe_real *dy; /* [batch,d_out] */
+    moe_real *dy;       /* [batch,d_out] */
+    int32_t *sequences; /* [batch+1] */
     moe_real *expert_p, *d_p, *d_weights, *d_outputs; /* [batch,E], [E,batch], [E,batch,d_out] of a classical mixture */
     void *net_work;
     size_t net_size;
@@ -5806,6 +5944,7 @@ static moe_status moei_batch_layout(const moe_trainer *trainer, moei_layout *l, 
     moe_status status = moe_net_work_size(trainer->net, batch, 1, &b->net_size);
     if (status != MOE_OK) return status;
     b->dy = moei_take_reals(l, batch, (size_t)trainer->net->d_out);
+    b->sequences = (int32_t *)moei_take(l, batch + 1, sizeof(int32_t));
     if (moei_reads_experts(trainer->net, trainer->config.criterion)) {
         size_t cells = 0;
         if (!moei_mul(batch, (size_t)trainer->net->modules[trainer->net->n_modules - 1].layer.config.router.n_experts, &cells)) l->overflow = 1;
@@ -5816,27 +5955,6 @@ static moe_status moei_batch_layout(const moe_trainer *trainer, moei_layout *l, 
     }
     b->net_work = moei_take(l, b->net_size, 1);
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
-}
-
-/* Whether the routers find what they read beside x in call (NULL: nothing). */
-static moe_status moei_routers_check(const moe_net *net, const moe_call *call, moe_error *error) {
-    size_t i;
-    for (i = 0; i < net->n_modules; i++) {
-        const moe_router_config *c = &net->modules[i].layer.config.router;
-        unsigned traits, lacks = 0;
-        if (net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
-        traits = moe_router_traits(c);
-        if (call == NULL || call->token_ids == NULL) lacks |= MOE_TRAIT_NEEDS_TOKEN_IDS;
-        if (call == NULL || call->attention_weights == NULL || call->attention_outputs == NULL) lacks |= MOE_TRAIT_NEEDS_ATTENTION;
-        if (call == NULL || call->given == NULL) lacks |= MOE_TRAIT_NEEDS_GIVEN;
-        lacks &= traits;
-        if (lacks != 0)
-            return moei_error(error, MOE_ERR_ARGUMENT, "module %z (mixture): its router has the trait %s, but the samples have only x", i,
-                              moe_trait_name(lacks & (~lacks + 1u)));
-        if (c->loss_distill > MOEI_R(0.0) && !c->student && (call == NULL || call->teacher == NULL))
-            return moei_error(error, MOE_ERR_ARGUMENT, "module %z (mixture): loss_distill needs a teacher, but the samples have only x; student = 1 needs none", i);
-    }
-    return MOE_OK;
 }
 
 /* The numbers that one moment has. */
@@ -5914,10 +6032,7 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, m
     size_t i;
     int loss, reads = moei_reads_experts(t->net, t->config.criterion);
     moe_status status = moei_batch_layout(t, &l, &batch);
-    memset(&call, 0, sizeof call);
-    if (data->call != NULL) call = *data->call;
-    call.n_tokens = data->n;
-    call.x = data->x;
+    call = moei_data_call(data, batch.sequences);
     call.training = 1;
     call.rng = &t->rng;
     moe_net_zero_gradients(t->net);
@@ -6015,7 +6130,7 @@ moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_ste
     if (!moe_is_finite(trainer->rate))
         return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
     status = moei_data_check(trainer->net, batch, trainer->config.criterion, error);
-    if (status == MOE_OK) status = moei_routers_check(trainer->net, batch->call, error);
+    if (status == MOE_OK) status = moei_routers_check(trainer->net, batch, moei_batch_sequences(batch, batch->n), 1, error);
     if (status != MOE_OK) return status;
     rng = trainer->rng;
     status = moei_trainer_gradients(trainer, batch, &pass, &made, error);
@@ -6052,6 +6167,7 @@ static moe_status moei_modular_layout(moe_modular *m, moei_layout *l) {
     m->best = (double *)moei_take(l, n, sizeof(double));
     m->drawn = (double *)moei_take(l, n, sizeof(double));
     m->changed = (unsigned char *)moei_take(l, n, 1);
+    m->sequences = (int32_t *)moei_take(l, n + 1, sizeof(int32_t));
     m->net_work = moei_take(l, m->net_size, 1);
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
@@ -6098,9 +6214,8 @@ static moe_status moei_modular_pass(moe_modular *m, const moe_data *batch, const
     moe_call call;
     moe_status status;
     size_t i, t, at = 0, width = (size_t)net->d_out;
-    memset(&call, 0, sizeof call);
-    if (batch->call != NULL) call = *batch->call;
-    call.n_tokens = batch->n, call.x = batch->x, call.training = 1, call.rng = &m->trainer->rng;
+    call = moei_data_call(batch, m->sequences);
+    call.training = 1, call.rng = &m->trainer->rng;
     call.given = given, call.teacher = m->teacher;
     status = moe_net_forward(net, &call, m->net_work, m->net_size, &pass);
     if (status != MOE_OK) return status;
@@ -6195,12 +6310,14 @@ typedef struct moei_fit {
     const moe_data *train, *test; /* test NULL: none */
     void *memory;
     size_t memory_size;
-    size_t *order;         /* [train.n] */
+    size_t *order;         /* [units] where samples, or sequences, are taken from */
+    size_t unit, units;    /* samples that stay together, and how many of these there are */
     moe_real *x, *targets; /* one batch, gathered */
-    int32_t *labels;
+    int32_t *labels, *token_ids;
     void *test_work;
     size_t test_size;
-    double loss, router_loss; /* sums over the samples of this epoch */
+    double loss, router_loss; /* sums over the samples of this epoch, the loss over those that count */
+    size_t seen, counted;     /* samples of this epoch so far, and those that count in the loss */
     moe_progress progress;
 } moei_fit;
 
@@ -6208,28 +6325,42 @@ static moe_status moei_fit_layout(moei_fit *f, moei_layout *l) {
     const moe_net *net = f->trainer.net;
     size_t batch = (size_t)f->trainer.config.batch;
     int labels = !moei_is_squared(f->trainer.config.criterion);
-    moe_status status = f->test != NULL ? moei_evaluate_size(net, f->trainer.config.criterion, f->test->n, &f->test_size) : MOE_OK;
+    moe_status status = f->test != NULL ? moei_evaluate_size(net, f->trainer.config.criterion, f->test, &f->test_size) : MOE_OK;
     if (status != MOE_OK) return status;
-    f->order = (size_t *)moei_take(l, f->train->n, sizeof(size_t));
+    f->order = (size_t *)moei_take(l, f->units, sizeof(size_t));
     f->x = moei_take_reals(l, batch, (size_t)net->d_in);
     f->labels = labels ? (int32_t *)moei_take(l, batch, sizeof(int32_t)) : NULL;
     f->targets = labels ? NULL : moei_take_reals(l, batch, (size_t)net->d_out);
+    f->token_ids = f->train->token_ids != NULL ? (int32_t *)moei_take(l, batch, sizeof(int32_t)) : NULL;
     f->test_work = moei_take(l, f->test_size, 1);
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
+}
+
+/* Everything that samples can get wrong, before the first step. */
+static moe_status moei_fit_check(const moei_fit *f, moe_error *error) {
+    const moe_net *net = f->trainer.net;
+    const moe_data *train = f->train;
+    size_t batch = (size_t)f->trainer.config.batch;
+    int criterion = f->trainer.config.criterion;
+    moe_status status = train != NULL ? moei_samples_alone(net, train, error) : moei_error(error, MOE_ERR_ARGUMENT, "data must not be NULL");
+    if (status == MOE_OK) status = moei_routers_check(net, train, moei_batch_sequences(train, train->n < batch ? train->n : batch), 1, error);
+    if (status == MOE_OK) status = moei_data_check(net, train, criterion, error);
+    if (status == MOE_OK && train->n == 0) status = moei_error(error, MOE_ERR_ARGUMENT, "there are no samples to train on");
+    if (status == MOE_OK && train->length > 0 && train->n > batch && batch % train->length != 0)
+        status = moei_error(error, MOE_ERR_ARGUMENT, "batch = %z: must be a multiple of length = %z", batch, train->length);
+    if (status == MOE_OK && f->test != NULL) status = moei_samples_alone(net, f->test, error);
+    if (status == MOE_OK && f->test != NULL) status = moei_routers_check(net, f->test, 1, 0, error);
+    return status == MOE_OK && f->test != NULL ? moei_data_check(net, f->test, criterion, error) : status;
 }
 
 static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_config *config, moe_error *error) {
     moei_layout l = moei_layout_begin(NULL);
     size_t i;
     moe_status status = moe_trainer_init(&f->trainer, net, config, error);
+    if (status == MOE_OK) status = moei_fit_check(f, error);
     if (status != MOE_OK) return status;
-    status = moei_routers_check(net, NULL, error);
-    if (status == MOE_OK) status = moei_data_check(net, f->train, f->trainer.config.criterion, error);
-    if (status == MOE_OK) status = moei_samples_alone(f->train, error);
-    if (status == MOE_OK && f->test != NULL) status = moei_samples_alone(f->test, error);
-    if (status == MOE_OK && f->train->n == 0) status = moei_error(error, MOE_ERR_ARGUMENT, "there are no samples to train on");
-    if (status == MOE_OK && f->test != NULL) status = moei_data_check(net, f->test, f->trainer.config.criterion, error);
-    if (status != MOE_OK) return status;
+    f->unit = f->train->length > 0 ? f->train->length : 1;
+    f->units = f->train->n / f->unit;
     status = moei_fit_layout(f, &l);
     if (status != MOE_OK) return moei_error(error, status, "work memory: %s", moe_status_text(status));
     f->memory = moei_alloc(&net->allocator, l.used, 1);
@@ -6237,14 +6368,14 @@ static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_conf
     f->memory_size = l.used;
     l = moei_layout_begin(f->memory);
     (void)moei_fit_layout(f, &l);
-    for (i = 0; i < f->train->n; i++) f->order[i] = i;
+    for (i = 0; i < f->units; i++) f->order[i] = i;
     return MOE_OK;
 }
 
 /* Fisher and Yates. */
 static void moei_fit_shuffle(moei_fit *f) {
     size_t i, j, kept;
-    for (i = f->train->n; i > 1; i--) {
+    for (i = f->units; i > 1; i--) {
         j = (size_t)moe_rng_below(&f->trainer.rng, i);
         kept = f->order[i - 1];
         f->order[i - 1] = f->order[j];
@@ -6252,19 +6383,21 @@ static void moei_fit_shuffle(moei_fit *f) {
     }
 }
 
+/* The batch that begins with sample `from` of this epoch's order. */
 static moe_data moei_fit_batch(moei_fit *f, size_t from) {
     size_t d = (size_t)f->trainer.net->d_in, o = (size_t)f->trainer.net->d_out, i;
-    moe_data batch;
-    batch.call = NULL;
+    moe_data batch = *f->train;
     batch.n = f->train->n - from;
     if (batch.n > (size_t)f->trainer.config.batch) batch.n = (size_t)f->trainer.config.batch;
     for (i = 0; i < batch.n; i++) {
-        size_t row = f->order[from + i];
-        memcpy(f->x + i * d, f->train->x + row * d, d * sizeof(moe_real));
+        size_t row = f->order[(from + i) / f->unit] * f->unit + (from + i) % f->unit;
+        if (d > 0) memcpy(f->x + i * d, f->train->x + row * d, d * sizeof(moe_real));
+        if (f->token_ids != NULL) f->token_ids[i] = f->train->token_ids[row];
         if (f->labels != NULL) f->labels[i] = f->train->labels[row];
         else memcpy(f->targets + i * o, f->train->targets + row * o, o * sizeof(moe_real));
     }
-    batch.x = f->x;
+    batch.x = d > 0 ? f->x : NULL;
+    batch.token_ids = f->token_ids;
     batch.labels = f->labels;
     batch.targets = f->targets;
     return batch;
@@ -6280,10 +6413,10 @@ static moe_real moei_fit_rate(const moei_fit *f) {
            (c->final_rate + (MOEI_R(1.0) - c->final_rate) * MOEI_R(0.5) * (MOEI_R(1.0) + (moe_real)cos(3.14159265358979324 * at)));
 }
 
-static moe_status moei_fit_report(moei_fit *f, const moe_step *step, size_t seen, moe_error *error) {
+static moe_status moei_fit_report(moei_fit *f, const moe_step *step, moe_error *error) {
     moe_progress *p = &f->progress;
-    p->loss = (moe_real)(f->loss / (double)seen);
-    p->router_loss = (moe_real)(f->router_loss / (double)seen);
+    p->loss = f->counted > 0 ? (moe_real)(f->loss / (double)f->counted) : MOEI_R(0.0);
+    p->router_loss = (moe_real)(f->router_loss / (double)f->seen);
     p->gradient_norm = step->gradient_norm;
     p->epoch_ended = p->step == p->steps;
     if (p->epoch_ended && f->test != NULL) {
@@ -6296,21 +6429,23 @@ static moe_status moei_fit_report(moei_fit *f, const moe_step *step, size_t seen
 }
 
 static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
-    size_t from;
     f->loss = f->router_loss = 0.0;
+    f->seen = f->counted = 0;
     memset(&f->progress.test, 0, sizeof f->progress.test);
     moei_fit_shuffle(f);
-    for (from = 0, f->progress.step = 1; from < f->train->n; f->progress.step++) {
-        moe_data batch = moei_fit_batch(f, from);
+    for (f->progress.step = 1; f->seen < f->train->n; f->progress.step++) {
+        moe_data batch = moei_fit_batch(f, f->seen);
+        size_t counted = moei_counted(f->trainer.config.criterion, &batch);
         moe_step step;
         moe_status status;
         f->trainer.rate = moei_fit_rate(f);
         status = moe_trainer_step(&f->trainer, &batch, &step, error);
         if (status != MOE_OK) return status;
-        f->loss += (double)step.loss * (double)batch.n;
+        f->loss += (double)step.loss * (double)counted;
         f->router_loss += (double)step.router_loss * (double)batch.n;
-        from += batch.n;
-        status = moei_fit_report(f, &step, from, error);
+        f->counted += counted;
+        f->seen += batch.n;
+        status = moei_fit_report(f, &step, error);
         if (status != MOE_OK) return status;
     }
     return MOE_OK;
