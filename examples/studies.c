@@ -101,7 +101,7 @@ typedef struct panel {
     series line[MAX_LINES];
 } panel;
 
-enum { WIDE = 460, HIGH = 300, LEFT = 60, RIGHT = 20, TOP = 36, BOTTOM = 46 }; /* of a panel, in pixels */
+enum { WIDE = 480, HIGH = 320, LEFT = 60, RIGHT = 20, TOP = 64, BOTTOM = 46, IN_A_ROW = 2 }; /* of a panel, in pixels */
 
 static void widen(double value, double *low, double *high) {
     if (value < *low) *low = value;
@@ -127,49 +127,56 @@ static double tick_step(double range) {
     return step * (5 * step <= range / 3 ? 5 : 2 * step <= range / 3 ? 2 : 1);
 }
 
-static void draw_line(FILE *f, const series *s, int number, double left, double top, double x0, double x1, double y0, double y1) {
+static void draw_line(FILE *f, const series *s, int number, double x0, double x1, double y0, double y1) {
     double sx = (WIDE - LEFT - RIGHT) / (x1 - x0), sy = (HIGH - TOP - BOTTOM) / (y1 - y0);
     int i;
     fprintf(f, "<g class=\"c%d\">\n<polygon points=\"", number);
-    for (i = 0; i < s->n; i++) fprintf(f, "%.1f,%.1f ", left + (s->x[i] - x0) * sx, top - (s->high[i] - y0) * sy);
-    for (i = s->n; i-- > 0;) fprintf(f, "%.1f,%.1f ", left + (s->x[i] - x0) * sx, top - (s->low[i] - y0) * sy);
+    for (i = 0; i < s->n; i++) fprintf(f, "%.1f,%.1f ", LEFT + (s->x[i] - x0) * sx, HIGH - BOTTOM - (s->high[i] - y0) * sy);
+    for (i = s->n; i-- > 0;) fprintf(f, "%.1f,%.1f ", LEFT + (s->x[i] - x0) * sx, HIGH - BOTTOM - (s->low[i] - y0) * sy);
     fprintf(f, "\"/>\n<polyline points=\"");
-    for (i = 0; i < s->n; i++) fprintf(f, "%.1f,%.1f ", left + (s->x[i] - x0) * sx, top - (s->y[i] - y0) * sy);
-    fprintf(f, "\"/>\n</g>\n");
+    for (i = 0; i < s->n; i++) fprintf(f, "%.1f,%.1f ", LEFT + (s->x[i] - x0) * sx, HIGH - BOTTOM - (s->y[i] - y0) * sy);
+    fprintf(f, "\"/>\n");
+    for (i = 0; i < s->n && s->n <= 12; i++)
+        fprintf(f, "<circle r=\"3\" cx=\"%.1f\" cy=\"%.1f\"/>\n", LEFT + (s->x[i] - x0) * sx, HIGH - BOTTOM - (s->y[i] - y0) * sy);
+    fprintf(f, "</g>\n");
 }
 
-static void draw_panel(FILE *f, const panel *p, int place) {
-    double left = place * WIDE + LEFT, top = HIGH - BOTTOM, x0, x1, y0, y1, step, tick;
-    int l;
+static void draw_panel(FILE *f, const panel *p) {
+    double x0, x1, y0, y1, step, tick, base = HIGH - BOTTOM;
     limits(p, &x0, &x1, &y0, &y1);
-    fprintf(f, "<text class=\"title\" x=\"%.0f\" y=\"20\">%s</text>\n", left, p->title);
-    fprintf(f, "<text text-anchor=\"end\" x=\"%d\" y=\"%d\">%s</text>\n", (place + 1) * WIDE - RIGHT, HIGH - 8, p->x_label);
+    fprintf(f, "<text class=\"title\" x=\"%d\" y=\"20\">%s</text>\n", LEFT, p->title);
+    fprintf(f, "<text text-anchor=\"end\" x=\"%d\" y=\"%d\">%s</text>\n", WIDE - RIGHT, HIGH - 12, p->x_label);
     for (step = tick_step(y1 - y0), tick = ceil(y0 / step) * step; tick <= y1; tick += step) {
-        double y = top - (tick - y0) * (HIGH - TOP - BOTTOM) / (y1 - y0);
-        fprintf(f, "<path class=\"grid\" d=\"M%.0f %.1fh%d\"/>", left, y, WIDE - LEFT - RIGHT);
-        fprintf(f, "<text text-anchor=\"end\" x=\"%.0f\" y=\"%.1f\">%.4g</text>\n", left - 6, y + 4, fabs(tick) < step / 2 ? 0 : tick);
+        double y = base - (tick - y0) * (HIGH - TOP - BOTTOM) / (y1 - y0);
+        fprintf(f, "<path class=\"grid\" d=\"M%d %.1fh%d\"/>", LEFT, y, WIDE - LEFT - RIGHT);
+        fprintf(f, "<text text-anchor=\"end\" x=\"%d\" y=\"%.1f\">%.4g</text>\n", LEFT - 6, y + 4, fabs(tick) < step / 2 ? 0 : tick);
     }
     for (step = tick_step(x1 - x0), tick = ceil(x0 / step) * step; tick <= x1; tick += step)
-        fprintf(f, "<text text-anchor=\"middle\" x=\"%.1f\" y=\"%d\">%.4g</text>\n", left + (tick - x0) * (WIDE - LEFT - RIGHT) / (x1 - x0),
-                HIGH - BOTTOM + 16, fabs(tick) < step / 2 ? 0 : tick);
-    for (l = 0; l < p->n_lines; l++) {
-        draw_line(f, &p->line[l], l, left, top, x0, x1, y0, y1);
-        fprintf(f, "<text class=\"c%d name\" x=\"%d\" y=\"%d\">%s</text>\n", l, (place + 1) * WIDE - RIGHT - 150, TOP + 14 + 16 * l, p->line[l].name);
+        fprintf(f, "<text text-anchor=\"middle\" x=\"%.1f\" y=\"%.0f\">%.4g</text>\n", LEFT + (tick - x0) * (WIDE - LEFT - RIGHT) / (x1 - x0),
+                base + 16, fabs(tick) < step / 2 ? 0 : tick);
+    for (int l = 0; l < p->n_lines; l++) {
+        draw_line(f, &p->line[l], l, x0, x1, y0, y1);
+        fprintf(f, "<text class=\"c%d name\" x=\"%d\" y=\"%d\">%s</text>\n", l, LEFT + 134 * (l % 3), 38 + 16 * (l / 3), p->line[l].name);
     }
 }
 
-/* Panels side by side in one file that needs no other; its colours follow the reader's light or dark setting. */
+/* Panels, two in a row, in one file that needs no other; its colours follow the reader's light or dark setting. */
 static void draw(const char *path, const panel *panels, int n) {
     FILE *f = fopen(path, "wb");
-    int i;
+    int wide = WIDE * (n < IN_A_ROW ? n : IN_A_ROW), high = HIGH * ((n + IN_A_ROW - 1) / IN_A_ROW);
     if (f == NULL) stop(path, "cannot be written");
-    fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\" font-family=\"sans-serif\" font-size=\"12\">\n", n * WIDE, HIGH);
-    fprintf(f, "<style>svg{background:#fff}text{fill:#222}.title{font-size:14px;font-weight:bold}.name{fill:var(--c)}.grid{stroke:#ddd}\n"
-               "polyline{fill:none;stroke:var(--c);stroke-width:2}polygon{fill:var(--c);opacity:.15}\n"
-               ".c0{--c:#0b62c4}.c1{--c:#c2410c}.c2{--c:#15803d}.c3{--c:#7e22ce}.c4{--c:#a16207}.c5{--c:#0e7490}\n"
-               "@media(prefers-color-scheme:dark){svg{background:#161616}text{fill:#e6e6e6}.grid{stroke:#333}\n"
-               ".c0{--c:#6cb2ff}.c1{--c:#ff9d6b}.c2{--c:#6fdc8c}.c3{--c:#d3a4ff}.c4{--c:#f0cc5a}.c5{--c:#63d8e8}}</style>\n");
-    for (i = 0; i < n; i++) draw_panel(f, &panels[i], i);
+    fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\" font-family=\"sans-serif\" font-size=\"12\">\n", wide, high);
+    fprintf(f, "<style>.paper{fill:#fff}text{fill:#222}.title{font-size:14px;font-weight:bold}.name{fill:currentColor}.grid{stroke:#ddd}\n"
+               "polyline{fill:none;stroke:currentColor;stroke-width:2}circle{fill:currentColor}polygon{fill:currentColor;opacity:.15}\n"
+               ".c0{color:#0b62c4}.c1{color:#c2410c}.c2{color:#15803d}.c3{color:#7e22ce}.c4{color:#a16207}.c5{color:#0e7490}\n"
+               "@media(prefers-color-scheme:dark){.paper{fill:#161616}text{fill:#e6e6e6}.grid{stroke:#333}.name{fill:currentColor}\n"
+               ".c0{color:#6cb2ff}.c1{color:#ff9d6b}.c2{color:#6fdc8c}.c3{color:#d3a4ff}.c4{color:#f0cc5a}.c5{color:#63d8e8}}</style>\n"
+               "<rect class=\"paper\" width=\"%d\" height=\"%d\"/>\n", wide, high);
+    for (int i = 0; i < n; i++) {
+        fprintf(f, "<g transform=\"translate(%d %d)\">\n", i % IN_A_ROW * WIDE, i / IN_A_ROW * HIGH);
+        draw_panel(f, &panels[i]);
+        fprintf(f, "</g>\n");
+    }
     fprintf(f, "</svg>\n");
     if ((ferror(f) != 0) | (fclose(f) != 0)) stop(path, "could not be written");
 }
