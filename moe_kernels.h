@@ -3869,7 +3869,7 @@ static const moe_kernels moei_kernels_avx512 = {"avx512", MOE_KERNELS_AVX512, MO
 static const moe_kernels moei_kernels_avx2_vnni = {"avx2", MOE_KERNELS_AVX2, MOEI_AVX2_ENTRIES,
                                                    MOEI_QUANT_ENTRIES(avxvnni, moei_widen_avx2)};
 #ifndef MOE_NO_AVX512
-static const moe_kernels moei_kernels_avx512_vnni = {"avx512", MOE_KERNELS_AVX512, MOEI_AVX2_ENTRIES,
+static const moe_kernels moei_kernels_avx512_vnni = {"avx512", MOE_KERNELS_AVX512, MOEI_AVX512_ENTRIES,
                                                      MOEI_QUANT_ENTRIES(vnni512, moei_widen_avx2)};
 #endif
 #endif
