@@ -4371,8 +4371,8 @@ static moe_status moei_module_begin(moe_net *net, int kind, moe_module *m) {
     if (net->n_modules >= MOE_NET_MAX_MODULES)
         return moei_module_refuse(net, kind, MOE_ERR_CONFIG, "a net has at most %d modules", (int)MOE_NET_MAX_MODULES);
     if ((net->d_out == 0) != (kind == MOE_MODULE_EMBEDDING))
-        return moei_module_refuse(net, kind, MOE_ERR_CONFIG, net->d_out == 0 ? "d_in = 0, so the first module must be an embedding"
-                                                                             : "only the first module of a net with d_in = 0 can be one");
+        return moei_module_refuse(net, kind, MOE_ERR_CONFIG, net->d_out == 0 ? "d_in = %d, so the first module must be an embedding"
+                                                                             : "d_in = %d: only the first module of a net with d_in = 0 can be one", net->d_in);
     memset(m, 0, sizeof *m);
     m->kind = kind;
     m->d_in = m->d_out = net->d_out;
@@ -4493,10 +4493,13 @@ moe_status moe_net_attention(moe_net *net, const moe_attention_config *config) {
 /* The layer of a feed_forward for width d: its one expert takes every token, whatever the score, which has no parameters. */
 static moe_status moei_feed_forward_config(const moe_layer_config *wanted, int d, moe_layer_config *c, moe_error *error) {
     const moe_field *field;
+    char value[40];
     memset(c, 0, sizeof *c);
     for (field = moe_layer_fields(); wanted != NULL && field->name != NULL; field++)
-        if (moe_field_find(moei_feed_forward_fields, field->name) == NULL && !moei_field_is_zero(field, wanted))
-            return moei_error(error, MOE_ERR_CONFIG, "%s must be 0: a feed_forward has expert, d_ff, d_low, act and no_expert_bias", field->name);
+        if (moe_field_find(moei_feed_forward_fields, field->name) == NULL && !moei_field_is_zero(field, wanted)) {
+            moe_field_text(field, wanted, value, sizeof value);
+            return moei_error(error, MOE_ERR_CONFIG, "%s = %s: must be 0, a feed_forward has expert, d_ff, d_low, act and no_expert_bias", field->name, value);
+        }
     if (wanted != NULL) *c = *wanted;
     c->router.d_model = d;
     c->router.n_experts = c->router.top_k = 1;
@@ -5152,12 +5155,12 @@ static moe_status moei_attention_forward(const moei_run *r) {
 
 /* ---- modules that are layers ------------------------------------------------------------------------------------------------------------- */
 
-/* The call without what is there for routers. */
+/* The call without what is there for routers; the mask is too, for padding passes like any row. */
 static moe_status moei_feed_forward_forward(const moei_run *r) {
     moe_call call;
     memset(&call, 0, sizeof call);
     call.n_tokens = r->n, call.x = r->p->x;
-    call.parallel = r->pass->call.parallel, call.mask = r->pass->call.mask;
+    call.parallel = r->pass->call.parallel;
     call.training = r->pass->call.training, call.keep = r->pass->call.keep;
     return moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
 }
