@@ -669,7 +669,7 @@ typedef struct moe_net_pass {
     const moe_real *y; /* [N,d_out] the net's output */
     /* Private to moe.h. */
     moe_call call;
-    size_t past; /* decoding: tokens before those of the call */
+    size_t past, most; /* decoding: tokens before those of the call, room of the cache (else 0) */
     struct moe_module_pass *modules;
     void *scratch;
     moe_real *d_x;
@@ -3400,17 +3400,21 @@ static void moei_layer_layout(const moe_layer *layer, const moei_chain *chain, s
     if (c->n_shared > 0) moei_take_nodes(&shared, l, n, 1, p->d_shared);
 }
 
-moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int training, size_t *bytes) {
+/* Bytes of work memory for n tokens that follow up to `past` others. */
+static moe_status moei_layer_size(const moe_layer *layer, size_t n, size_t past, int training, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
     moe_layer_pass p;
     moei_chain chain;
-    if (layer == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
-    if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (n > INT32_MAX) return MOE_ERR_OVERFLOW;
     chain = moei_chain_begin(layer, layer->config.expert);
-    moei_layer_layout(layer, &chain, n_tokens, 0, training, &l, &p);
+    moei_layer_layout(layer, &chain, n, past, training, &l, &p);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
     return MOE_OK;
+}
+
+moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int training, size_t *bytes) {
+    return layer == NULL || bytes == NULL ? MOE_ERR_ARGUMENT : moei_layer_size(layer, n_tokens, 0, training, bytes);
 }
 
 /* Whether a call keeps all rows of all experts. */
@@ -4521,13 +4525,17 @@ moe_status moe_net_feed_forward(moe_net *net, const moe_layer_config *config) {
     return moei_module_append(net, &m);
 }
 
-/* The last mixture before module i, or i. */
-static size_t moei_previous_mixture(const moe_net *net, size_t i) {
+/* The last module of a kind before module i, or i. */
+static size_t moei_previous(const moe_net *net, size_t i, int kind) {
     size_t j;
     for (j = i; j-- > 0;)
-        if (net->modules[j].kind == MOE_MODULE_MIXTURE) return j;
+        if (net->modules[j].kind == kind) return j;
     return i;
 }
+
+static size_t moei_previous_mixture(const moe_net *net, size_t i) { return moei_previous(net, i, MOE_MODULE_MIXTURE); }
+
+static size_t moei_previous_attention(const moe_net *net, size_t i) { return moei_previous(net, i, MOE_MODULE_ATTENTION); }
 
 /* Whether a router that reads the previous mixture finds what it needs there; the new module's number is n_modules. */
 static moe_status moei_previous_check(const moe_net *net, const moe_router_config *c, moe_error *error) {
@@ -4547,6 +4555,23 @@ static moe_status moei_previous_check(const moe_net *net, const moe_router_confi
     return MOE_OK;
 }
 
+/* What the attention before the new module, if there is one, says of a router that refines. */
+static moe_status moei_refine_fit(const moe_net *net, moe_router_config *c, moe_error *error) {
+    size_t at = moei_previous_attention(net, net->n_modules);
+    const moe_module *attention = &net->modules[at];
+    if (at == net->n_modules || c->refine == MOE_REFINE_NONE) return MOE_OK;
+    if (!attention->attention.full) c->causal = 1;
+    if (c->refine != MOE_REFINE_ATTENTION) return MOE_OK;
+    if (c->heads == 0) c->heads = attention->attention.heads;
+    if (c->heads != attention->attention.heads)
+        return moei_error(error, MOE_ERR_CONFIG, "heads = %d: the attention that refine = attention reads, module %z, has heads = %d", c->heads, at,
+                          attention->attention.heads);
+    if (c->d_model != attention->d_out)
+        return moei_error(error, MOE_ERR_CONFIG, "d_model = %d: the attention that refine = attention reads, module %z, is %d wide", c->d_model, at,
+                          attention->d_out);
+    return MOE_OK;
+}
+
 moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
     moe_module m;
     moe_layer_config c;
@@ -4559,7 +4584,8 @@ moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
     if (c.router.d_model != m.d_in)
         return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "d_model = %d, but width %d arrives", c.router.d_model, m.d_in);
     if (c.kernels == MOE_KERNELS_AUTO) c.kernels = net->kernels->id;
-    status = moe_layer_init(&m.layer, &c, &why);
+    status = moei_refine_fit(net, &c.router, &why);
+    if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
     if (status == MOE_OK) status = moei_previous_check(net, &m.layer.config.router, &why);
     if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
     m.d_out = m.layer.config.d_out;
@@ -4822,8 +4848,12 @@ struct moe_module_pass {
     moe_real *d_x;         /* [N,d_in] training; NULL for module 0: the caller's */
     moe_real *mean, *rstd; /* [N] norms */
     unsigned char *stays;  /* [N,d_in] dropout in training: 1 where x stays */
-    moe_real *q, *k, *v;   /* [N,heads d_head] attention */
+    moe_real *q, *k, *v;   /* [N,heads d_head] attention; decoding: k and v [most,heads d_head] lie in the cache */
     moe_real *mixed;       /* [N,heads d_head] its heads' outputs */
+    moe_real *weights, *d_weights; /* [heads,N,past+N] attention that a router behind it reads: A, 0 outside of what is seen */
+    moe_real *outputs, *d_outputs; /* [heads,past+N,d_out] and o */
+    moe_real *past_outputs;        /* [heads,most,d_out] decoding: o in the cache */
+    moe_real *past_u, *past_gate;  /* [most,d_in], [most,E] decoding: u and gate of a mixture that refines, in the cache */
     moe_real *turns;       /* [N,d_head] cosines, then sines, of the angles of each place; the first attention with these angles fills them */
     void *work;            /* mixture and feed_forward */
     size_t work_size;
@@ -4850,21 +4880,69 @@ static size_t moei_turns_of(const moe_net *net, size_t i) {
     return i;
 }
 
-static size_t moei_attention_width(const moe_module *m) { return (size_t)m->attention.heads * (size_t)m->attention.d_head; }
-
-static void moei_attention_layout(const moe_net *net, size_t i, size_t n, moei_layout *l, struct moe_module_pass *p) {
+/* The attention that the router of module i reads in this net, or i: none. */
+static size_t moei_attention_read(const moe_net *net, size_t i) {
     const moe_module *m = &net->modules[i];
-    size_t width = moei_attention_width(m);
-    p->q = moei_take_reals(l, n, width);
-    p->k = moei_take_reals(l, n, width);
-    p->v = moei_take_reals(l, n, width);
-    p->mixed = moei_take_reals(l, n, width);
-    if (m->attention.rotary && moei_turns_of(net, i) == i) p->turns = moei_take_reals(l, n, (size_t)m->attention.d_head);
+    return m->kind == MOE_MODULE_MIXTURE && m->layer.config.router.refine == MOE_REFINE_ATTENTION ? moei_previous_attention(net, i) : i;
 }
 
-/* Lays one module's pass out in memory. */
-static moe_status moei_module_layout(const moe_net *net, size_t i, size_t n, int training, moei_layout *l, struct moe_module_pass *p) {
+/* Whether a router reads attention i. */
+static int moei_is_read(const moe_net *net, size_t i) {
+    size_t j;
+    for (j = i + 1; j < net->n_modules && net->modules[j].kind != MOE_MODULE_ATTENTION; j++)
+        if (moei_attention_read(net, j) == i) return 1;
+    return 0;
+}
+
+static size_t moei_attention_width(const moe_module *m) { return (size_t)m->attention.heads * (size_t)m->attention.d_head; }
+
+/* What a pass is laid out for. */
+typedef struct moei_extent {
+    size_t n, past; /* tokens of the call, and the most before them */
+    int training;   /* what the way back needs is kept */
+    int decoding;   /* keys, values and what else is known of earlier tokens lie in a cache */
+} moei_extent;
+
+static moei_extent moei_extent_of(size_t n, int training) {
+    moei_extent e;
+    e.n = n, e.past = 0, e.training = training, e.decoding = 0;
+    return e;
+}
+
+/* n tokens at the end of a cache for most. */
+static moei_extent moei_extent_decoding(size_t n, size_t most) {
+    moei_extent e;
+    e.n = n, e.past = most - n, e.training = 0, e.decoding = 1;
+    return e;
+}
+
+static void moei_attention_layout(const moe_net *net, size_t i, const moei_extent *e, moei_layout *l, struct moe_module_pass *p) {
     const moe_module *m = &net->modules[i];
+    size_t width = moei_attention_width(m), heads = (size_t)m->attention.heads, rows = 0, keys = 0;
+    p->q = moei_take_reals(l, e->n, width);
+    if (!e->decoding) {
+        p->k = moei_take_reals(l, e->n, width);
+        p->v = moei_take_reals(l, e->n, width);
+    }
+    p->mixed = moei_take_reals(l, e->n, width);
+    if (m->attention.rotary && moei_turns_of(net, i) == i) p->turns = moei_take_reals(l, e->n, (size_t)m->attention.d_head);
+    if (!moei_is_read(net, i)) return;
+    if (!moei_mul(e->n, heads, &rows) || !moei_mul(e->past + e->n, heads, &keys)) l->overflow = 1;
+    p->weights = moei_take_reals(l, rows, e->past + e->n);
+    p->outputs = moei_take_reals(l, keys, (size_t)m->d_out);
+    if (!e->training) return;
+    p->d_weights = moei_take_reals(l, rows, e->n);
+    p->d_outputs = moei_take_reals(l, keys, (size_t)m->d_out);
+}
+
+/* Whether a module is a mixture whose router refines, and so reads earlier tokens. */
+static int moei_refines(const moe_module *m) { return m->kind == MOE_MODULE_MIXTURE && m->layer.config.router.refine != MOE_REFINE_NONE; }
+
+/* Lays one module's pass out in memory. */
+static moe_status moei_module_layout(const moe_net *net, size_t i, const moei_extent *e, moei_layout *l, struct moe_module_pass *p) {
+    const moe_module *m = &net->modules[i];
+    size_t n = e->n;
+    int training = e->training;
     moe_status status = MOE_OK;
     memset(p, 0, sizeof *p);
     p->y = moei_take_reals(l, n, (size_t)m->d_out);
@@ -4872,13 +4950,14 @@ static moe_status moei_module_layout(const moe_net *net, size_t i, size_t n, int
     if (m->kind == MOE_MODULE_LAYER_NORM) p->mean = moei_take_reals(l, n, 1);
     if (m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_RMS_NORM) p->rstd = moei_take_reals(l, n, 1);
     if (m->kind == MOE_MODULE_DROPOUT && training) p->stays = (unsigned char *)moei_take(l, n, (size_t)m->d_in);
-    if (m->kind == MOE_MODULE_ATTENTION) moei_attention_layout(net, i, n, l, p);
+    if (m->kind == MOE_MODULE_ATTENTION) moei_attention_layout(net, i, e, l, p);
     if (m->kind == MOE_MODULE_MIXTURE && (moe_router_traits(&m->layer.config.router) & MOE_TRAIT_NEEDS_PREVIOUS_LAYER)) {
         p->n_previous = moei_mixture_choices(net, moei_previous_mixture(net, i));
         p->previous_experts = (int32_t *)moei_take(l, n, p->n_previous * sizeof(int32_t));
         p->previous_weights = moei_take_reals(l, n, p->n_previous);
     }
-    if (moei_is_layer(m) && (status = moe_layer_work_size(&m->layer, n, training, &p->work_size)) == MOE_OK) p->work = moei_take(l, p->work_size, 1);
+    if (moei_is_layer(m)) status = moei_layer_size(&m->layer, n, moei_refines(m) ? e->past : 0, training, &p->work_size);
+    if (moei_is_layer(m) && status == MOE_OK) p->work = moei_take(l, p->work_size, 1);
     return status;
 }
 
@@ -4886,19 +4965,19 @@ enum { MOEI_ATTENTION_ROWS = 64 }; /* queries of a block */
 
 /* What a module needs while it is at work, in memory that all share. */
 typedef struct moei_room {
-    moe_real *a, *d_a;                  /* [MOEI_ATTENTION_ROWS,N] attention: one block of A and its gradient */
+    moe_real *a, *d_a;                   /* [MOEI_ATTENTION_ROWS,past+N] attention: one block of A and its gradient */
     moe_real *d_q, *d_k, *d_v, *d_mixed; /* [N,heads d_head] attention */
-    moe_real *d_act;                    /* [N,d_in] activation */
+    moe_real *d_act;                     /* [N,d_in] activation */
 } moei_room;
 
-static moei_room moei_room_layout(const moe_module *m, size_t n, int training, moei_layout *l) {
-    size_t rows = n < MOEI_ATTENTION_ROWS ? n : (size_t)MOEI_ATTENTION_ROWS, width = moei_attention_width(m);
+static moei_room moei_room_layout(const moe_module *m, const moei_extent *e, moei_layout *l) {
+    size_t n = e->n, rows = n < MOEI_ATTENTION_ROWS ? n : (size_t)MOEI_ATTENTION_ROWS, width = moei_attention_width(m);
     moei_room room;
     memset(&room, 0, sizeof room);
-    if (m->kind == MOE_MODULE_ACTIVATION && training) room.d_act = moei_take_reals(l, n, (size_t)m->d_in);
+    if (m->kind == MOE_MODULE_ACTIVATION && e->training) room.d_act = moei_take_reals(l, n, (size_t)m->d_in);
     if (m->kind != MOE_MODULE_ATTENTION) return room;
-    room.a = moei_take_reals(l, rows, n);
-    if (!training) return room;
+    room.a = moei_take_reals(l, rows, e->past + n);
+    if (!e->training) return room;
     room.d_a = moei_take_reals(l, rows, n);
     room.d_q = moei_take_reals(l, n, width);
     room.d_k = moei_take_reals(l, n, width);
@@ -4909,7 +4988,7 @@ static moei_room moei_room_layout(const moe_module *m, size_t n, int training, m
 
 /* Lays a pass out in memory; the same function with an empty base counts the bytes. Every module keeps its output: any later
    residual or report may read it. */
-static moe_status moei_net_layout(const moe_net *net, size_t n, int training, moei_layout *l, moe_net_pass *pass) {
+static moe_status moei_net_layout(const moe_net *net, const moei_extent *e, moei_layout *l, moe_net_pass *pass) {
     struct moe_module_pass unplaced;
     size_t i, most = 0;
     memset(pass, 0, sizeof *pass);
@@ -4917,9 +4996,9 @@ static moe_status moei_net_layout(const moe_net *net, size_t n, int training, mo
     for (i = 0; i < net->n_modules; i++) {
         moei_layout room = moei_layout_begin(NULL);
         moe_status status =
-            moei_module_layout(net, i, n, training, l, pass->modules != NULL && !l->overflow ? &pass->modules[i] : &unplaced);
+            moei_module_layout(net, i, e, l, pass->modules != NULL && !l->overflow ? &pass->modules[i] : &unplaced);
         if (status != MOE_OK) return status;
-        (void)moei_room_layout(&net->modules[i], n, training, &room);
+        (void)moei_room_layout(&net->modules[i], e, &room);
         if (room.overflow) return MOE_ERR_OVERFLOW;
         if (room.used > most) most = room.used;
     }
@@ -4927,16 +5006,20 @@ static moe_status moei_net_layout(const moe_net *net, size_t n, int training, mo
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
-moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, size_t *bytes) {
+static moe_status moei_net_size(const moe_net *net, const moei_extent *e, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
     moe_net_pass pass;
     moe_status status;
-    if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
-    if (!net->built) return MOE_ERR_STATE;
-    if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
-    status = moei_net_layout(net, n_tokens, training, &l, &pass);
+    if (e->n > INT32_MAX || e->past > INT32_MAX - e->n) return MOE_ERR_OVERFLOW;
+    status = moei_net_layout(net, e, &l, &pass);
     if (status == MOE_OK) *bytes = l.used;
     return status;
+}
+
+moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, size_t *bytes) {
+    moei_extent e = moei_extent_of(n_tokens, training);
+    if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
+    return net->built ? moei_net_size(net, &e, bytes) : MOE_ERR_STATE;
 }
 
 /* One module at work on the n rows of a call. */
@@ -4968,7 +5051,9 @@ static moei_run moei_run_begin(const moe_net *net, moe_net_pass *pass, size_t i)
 
 static moei_room moei_run_room(const moei_run *r) {
     moei_layout l = moei_layout_begin(r->pass->scratch);
-    return moei_room_layout(r->m, r->n, moei_keeps(&r->pass->call), &l);
+    moei_extent e = moei_extent_of(r->n, moei_keeps(&r->pass->call));
+    e.past = r->pass->past;
+    return moei_room_layout(r->m, &e, &l);
 }
 
 /* Of a tied module too, whose weight is the embedding's. */
@@ -5132,24 +5217,48 @@ static void moei_attention_blocks(const moei_run *r, void (*work)(const moei_run
     }
 }
 
+/* Where row i of the block begins in weights or d_weights. */
+static size_t moei_block_cell(const moei_run *r, const moei_queries *b, size_t i) {
+    return (b->head * r->n + b->at + i) * (r->pass->past + r->n) + b->from;
+}
+
 static void moei_block_forward(const moei_run *r, const moei_queries *b) {
-    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head;
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i;
     moe_real *a = moei_run_room(r).a;
     moei_block_weights(r, b, a);
+    for (i = 0; i < b->rows && r->p->weights != NULL; i++)
+        memcpy(r->p->weights + moei_block_cell(r, b, i), a + i * b->span, b->span * sizeof(moe_real));
     moe_matmul(r->net->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, b->rows, w, b->span, a, b->span, moei_head(r, r->p->v, b->head, b->from), width,
                moei_head(r, r->p->mixed, b->head, b->at), width, 0);
 }
 
+/* o of the past tokens from the cache, of the call's heads W_O,h v_h, so that their mean over heads, weighted by A, is y. */
+static void moei_attention_outputs(const moei_run *r) {
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, past = r->pass->past, h, i;
+    for (h = 0; h < (size_t)r->m->attention.heads; h++) {
+        moe_real *o = r->p->outputs + h * (past + r->n) * r->d_out;
+        if (past > 0) memcpy(o, r->p->past_outputs + h * r->pass->most * r->d_out, past * r->d_out * sizeof(moe_real));
+        o += past * r->d_out;
+        moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, r->n, r->d_out, w, moei_head(r, r->p->v, h, past), width,
+                   r->m->tensors[MOE_MODULE_OUTPUT] + h * w, width, o, r->d_out, 0);
+        for (i = 0; i < r->n * r->d_out; i++) o[i] *= (moe_real)r->m->attention.heads;
+        if (r->p->past_outputs != NULL) memcpy(r->p->past_outputs + (h * r->pass->most + past) * r->d_out, o, r->n * r->d_out * sizeof(moe_real));
+    }
+}
+
 static moe_status moei_attention_forward(const moei_run *r) {
     size_t width = moei_attention_width(r->m), past = r->pass->past * width;
+    size_t cells = (size_t)r->m->attention.heads * r->n * (r->pass->past + r->n);
     if (r->p->turns != NULL) moei_turns_fill(r, r->p->turns);
     moei_project(r, MOE_MODULE_QUERY, r->d_in, width, r->p->x, r->p->q);
     moei_project(r, MOE_MODULE_KEY, r->d_in, width, r->p->x, r->p->k + past);
     moei_project(r, MOE_MODULE_VALUE, r->d_in, width, r->p->x, r->p->v + past);
     moei_turn(r, MOEI_R(1.0), r->p->q);
     moei_turn(r, MOEI_R(1.0), r->p->k + past);
+    if (r->p->weights != NULL) memset(r->p->weights, 0, cells * sizeof(moe_real));
     moei_attention_blocks(r, moei_block_forward);
     moei_project(r, MOE_MODULE_OUTPUT, width, r->d_out, r->p->mixed, r->p->y);
+    if (r->p->outputs != NULL) moei_attention_outputs(r);
     return MOE_OK;
 }
 
@@ -5195,12 +5304,46 @@ static void moei_mixture_own(const moei_run *r, moe_call *call) {
     if (moei_is_soft(&r->m->layer.config.router)) call->given = NULL;
 }
 
+/* The arrays of the attention that this router reads; training fills their gradients, that of its output among those of what follows it. */
+static void moei_mixture_attention(const moei_run *r, moe_call *call) {
+    size_t at = moei_attention_read(r->net, r->i);
+    const struct moe_module_pass *p = &r->pass->modules[at];
+    if (at == r->i) return;
+    call->attention_weights = p->weights, call->attention_outputs = p->outputs, call->attention_output = p->y;
+    if (!call->training) return;
+    call->d_attention_weights = p->d_weights, call->d_attention_outputs = p->d_outputs;
+    call->d_attention_output = r->pass->modules[at + 1].d_x;
+}
+
+/* Decoding: what refining reads of earlier tokens. */
+static void moei_mixture_past(const moei_run *r, moe_call *call) {
+    if (r->pass->most == 0) return;
+    call->decoding = 1;
+    if (r->p->past_u == NULL) return;
+    call->n_past = r->pass->past;
+    call->past_u = r->p->past_u, call->past_gate = r->p->past_gate;
+}
+
+/* And of the call's tokens, later on. */
+static void moei_mixture_remember(const moei_run *r) {
+    const moe_routing *routing = &r->p->layer.routing;
+    size_t experts = routing->n_experts;
+    if (r->p->past_u == NULL || r->n == 0) return;
+    memcpy(r->p->past_u + r->pass->past * r->d_in, routing->u, r->n * r->d_in * sizeof(moe_real));
+    memcpy(r->p->past_gate + r->pass->past * experts, routing->gate, r->n * experts * sizeof(moe_real));
+}
+
 static moe_status moei_mixture_forward(const moei_run *r) {
     moe_call call = r->pass->call;
+    moe_status status;
     call.x = r->p->x;
     moei_mixture_own(r, &call);
+    moei_mixture_attention(r, &call);
+    moei_mixture_past(r, &call);
     if (r->p->n_previous > 0) moei_mixture_previous(r, &call);
-    return moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
+    status = moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
+    if (status == MOE_OK) moei_mixture_remember(r);
+    return status;
 }
 
 static moe_status moei_residual_forward(const moei_run *r) {
@@ -5280,7 +5423,21 @@ static void moei_project_backward(const moei_run *r, int place, size_t i, size_t
                              r->m->gradients[place], NULL);
 }
 
-/* With d_a = d_mixed v^T: d_v += A^T d_mixed,  d_score = A (d_a - sum A d_a) / sqrt(w),  d_q = d_score k,  d_k += d_score^T q. */
+/* What routers read of o: v and the output projection. */
+static void moei_attention_outputs_backward(const moei_run *r, moe_real *d_v) {
+    const moe_kernels *k = r->net->kernels;
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, h, i;
+    for (h = 0; h < (size_t)r->m->attention.heads; h++) {
+        moe_real *d_o = r->p->d_outputs + h * r->n * r->d_out;
+        for (i = 0; i < r->n * r->d_out; i++) d_o[i] *= (moe_real)r->m->attention.heads;
+        moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, r->n, w, r->d_out, d_o, r->d_out, r->m->tensors[MOE_MODULE_OUTPUT] + h * w, width,
+                   moei_head(r, d_v, h, 0), width, 1);
+        moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, r->d_out, w, r->n, d_o, r->d_out, moei_head(r, r->p->v, h, 0), width,
+                   r->m->gradients[MOE_MODULE_OUTPUT] + h * w, width, 1);
+    }
+}
+
+/* With d_a = d_mixed v^T, and what routers add: d_v += A^T d_mixed,  d_score = A (d_a - sum A d_a) / sqrt(w),  d_q = d_score k,  d_k += d_score^T q. */
 static void moei_block_backward(const moei_run *r, const moei_queries *b) {
     const moe_kernels *k = r->net->kernels;
     size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i, j;
@@ -5291,7 +5448,9 @@ static void moei_block_backward(const moei_run *r, const moei_queries *b) {
     moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, b->span, w, b->rows, room.a, b->span, d_mixed, width, moei_head(r, room.d_v, b->head, b->from), width, 1);
     for (i = 0; i < b->rows; i++) {
         const moe_real *a = room.a + i * b->span;
-        moe_real *d_a = room.d_a + i * b->span, along = moe_dot(k, b->span, a, d_a);
+        moe_real *d_a = room.d_a + i * b->span, along;
+        if (r->p->d_weights != NULL) moe_axpy(k, b->span, MOEI_R(1.0), r->p->d_weights + moei_block_cell(r, b, i), d_a);
+        along = moe_dot(k, b->span, a, d_a);
         for (j = 0; j < b->span; j++) d_a[j] = a[j] * (d_a[j] - along) * scale;
     }
     moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, b->rows, w, b->span, room.d_a, b->span, moei_head(r, r->p->k, b->head, b->from), width,
@@ -5307,6 +5466,7 @@ static moe_status moei_attention_backward(const moei_run *r) {
     memset(room.d_k, 0, bytes);
     memset(room.d_v, 0, bytes);
     moei_project_backward(r, MOE_MODULE_OUTPUT, width, r->d_out, r->p->mixed, r->dy, room.d_mixed);
+    if (r->p->d_outputs != NULL) moei_attention_outputs_backward(r, room.d_v);
     moei_attention_blocks(r, moei_block_backward);
     moei_turn(r, MOEI_R(-1.0), room.d_q);
     moei_turn(r, MOEI_R(-1.0), room.d_k);
@@ -5381,12 +5541,24 @@ static int moei_places_fit(const moe_module *positions, const moe_call *call, si
     return 1;
 }
 
+/* Whether the caller's arrays of attention have a reader, where the net has some of its own. */
+static int moei_supplied_fit(const moe_net *net, const moe_call *call) {
+    size_t i, own = 0, others = 0;
+    for (i = 0; i < net->n_modules; i++) {
+        if (net->modules[i].kind != MOE_MODULE_MIXTURE || net->modules[i].layer.config.router.refine != MOE_REFINE_ATTENTION) continue;
+        if (moei_attention_read(net, i) < i) own++;
+        else others++;
+    }
+    return own == 0 || others > 0 || (call->attention_weights == NULL && call->attention_outputs == NULL && call->attention_output == NULL);
+}
+
 /* What a net's modules other than mixtures ask of a call, before anything is computed. */
 static moe_status moei_net_call_check(const moe_net *net, const moe_call *call, size_t past) {
     size_t i;
     if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
     if (net->d_in > 0 && call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
-    if (call->router_x != NULL || call->nodes != NULL || call->n_past > 0 || !moei_sequences_fit(call)) return MOE_ERR_ARGUMENT;
+    if (call->router_x != NULL || call->nodes != NULL || call->n_past > 0 || !moei_sequences_fit(call) || !moei_supplied_fit(net, call))
+        return MOE_ERR_ARGUMENT;
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
         if (m->kind == MOE_MODULE_EMBEDDING && !moei_ids_fit(m, call->n_tokens, call->token_ids)) return MOE_ERR_ARGUMENT;
@@ -5414,15 +5586,17 @@ static moe_status moei_net_run(const moe_net *net, const moe_call *call, moe_net
 
 moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
     moei_layout l = moei_layout_begin(work);
+    moei_extent e;
     moe_net_pass p;
     moe_status status;
     size_t size;
     if (net == NULL || call == NULL || work == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
     if (!net->built) return MOE_ERR_STATE;
     if ((status = moei_net_call_check(net, call, 0)) != MOE_OK) return status;
-    if ((status = moe_net_work_size(net, call->n_tokens, moei_keeps(call), &size)) != MOE_OK) return status;
+    e = moei_extent_of(call->n_tokens, moei_keeps(call));
+    if ((status = moei_net_size(net, &e, &size)) != MOE_OK) return status;
     if (size > work_size) return MOE_ERR_SPACE;
-    if ((status = moei_net_layout(net, call->n_tokens, moei_keeps(call), &l, &p)) != MOE_OK) return status;
+    if ((status = moei_net_layout(net, &e, &l, &p)) != MOE_OK) return status;
     status = moei_net_run(net, call, &p);
     if (status == MOE_OK) *pass = p;
     return status;
@@ -5433,10 +5607,101 @@ moe_status moe_net_check_decoding(const moe_net *net, moe_error *error) {
     size_t i;
     if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
     for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
         moe_status status = MOE_OK;
-        if (net->modules[i].kind == MOE_MODULE_MIXTURE) status = moe_router_check_decoding(&net->modules[i].layer.config.router, &why);
+        if (m->kind == MOE_MODULE_ATTENTION && m->attention.full)
+            return moei_error(error, MOE_ERR_UNSUPPORTED, "module %z (attention): full = 1 sees later tokens and cannot decode token by token; full = 0 decodes", i);
+        if (m->kind == MOE_MODULE_MIXTURE) status = moe_router_check_decoding(&m->layer.config.router, &why);
         if (status != MOE_OK) return moei_error(error, status, "module %z (mixture): %s", i, why.message);
     }
+    return MOE_OK;
+}
+
+/* ---- decoding ------------------------------------------------------------------------------------------------------------------- */
+
+/* Tells the modules of a pass where their part of a cache for most tokens lies; modules NULL counts the bytes. */
+static void moei_cache_layout(const moe_net *net, size_t most, moei_layout *l, struct moe_module_pass *modules) {
+    struct moe_module_pass uncounted;
+    size_t i, rows = 0;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
+        struct moe_module_pass *p = modules != NULL ? &modules[i] : &uncounted;
+        if (m->kind == MOE_MODULE_ATTENTION) {
+            p->k = moei_take_reals(l, most, moei_attention_width(m));
+            p->v = moei_take_reals(l, most, moei_attention_width(m));
+            if (!moei_mul(most, (size_t)m->attention.heads, &rows)) l->overflow = 1;
+            if (moei_is_read(net, i)) p->past_outputs = moei_take_reals(l, rows, (size_t)m->d_out);
+        }
+        if (!moei_refines(m)) continue;
+        p->past_u = moei_take_reals(l, most, (size_t)m->d_in);
+        p->past_gate = moei_take_reals(l, most, (size_t)m->layer.config.router.n_experts);
+    }
+}
+
+moe_status moe_net_cache_size(const moe_net *net, size_t most, size_t *bytes) {
+    moei_layout l = moei_layout_begin(NULL);
+    if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
+    if (!net->built) return MOE_ERR_STATE;
+    if (most > INT32_MAX) return MOE_ERR_OVERFLOW;
+    moei_cache_layout(net, most, &l, NULL);
+    if (l.overflow) return MOE_ERR_OVERFLOW;
+    *bytes = l.used;
+    return MOE_OK;
+}
+
+moe_status moe_net_cache_init(moe_cache *cache, const moe_net *net, size_t most, void *memory, size_t size, moe_error *error) {
+    size_t wanted;
+    moe_status status;
+    if (cache == NULL || net == NULL || (memory == NULL && size > 0)) return moei_error(error, MOE_ERR_ARGUMENT, "cache, net and memory must not be NULL");
+    status = moe_net_cache_size(net, most, &wanted);
+    if (status != MOE_OK) return moei_error(error, status, "a cache for %z tokens: %s", most, moe_status_text(status));
+    status = moe_net_check_decoding(net, error);
+    if (status != MOE_OK) return status;
+    if (size < wanted) return moei_error(error, MOE_ERR_SPACE, "size = %z: a cache for %z tokens takes %z bytes", size, most, wanted);
+    cache->net = net;
+    cache->n_tokens = 0;
+    cache->most = most;
+    cache->memory = memory;
+    cache->size = size;
+    return MOE_OK;
+}
+
+moe_status moe_net_decode_work_size(const moe_net *net, size_t most, size_t n_tokens, size_t *bytes) {
+    moei_extent e = moei_extent_decoding(n_tokens < most ? n_tokens : most, most);
+    if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
+    return net->built ? moei_net_size(net, &e, bytes) : MOE_ERR_STATE;
+}
+
+/* What moe_net_decode asks of a call and the cache. */
+static moe_status moei_decode_check(const moe_net *net, const moe_cache *cache, const moe_call *call) {
+    if (!net->built) return MOE_ERR_STATE;
+    if (cache->net != net || cache->n_tokens > cache->most || call->training || call->keep || call->sequences != NULL || call->mask != NULL ||
+        call->past_u != NULL || call->past_gate != NULL)
+        return MOE_ERR_ARGUMENT;
+    if (call->n_tokens > cache->most - cache->n_tokens) return MOE_ERR_SPACE;
+    return moei_net_call_check(net, call, cache->n_tokens);
+}
+
+moe_status moe_net_decode(const moe_net *net, moe_cache *cache, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
+    moei_layout l = moei_layout_begin(work), of_cache;
+    moei_extent e;
+    moe_net_pass p;
+    moe_status status;
+    size_t size;
+    if (net == NULL || cache == NULL || call == NULL || work == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
+    if ((status = moei_decode_check(net, cache, call)) != MOE_OK) return status;
+    e = moei_extent_decoding(call->n_tokens, cache->most);
+    if ((status = moei_net_size(net, &e, &size)) != MOE_OK) return status;
+    if (size > work_size) return MOE_ERR_SPACE;
+    if ((status = moei_net_layout(net, &e, &l, &p)) != MOE_OK) return status;
+    of_cache = moei_layout_begin(cache->memory);
+    moei_cache_layout(net, cache->most, &of_cache, p.modules);
+    p.past = cache->n_tokens;
+    p.most = cache->most;
+    status = moei_net_run(net, call, &p);
+    if (status != MOE_OK) return status;
+    cache->n_tokens += call->n_tokens;
+    *pass = p;
     return MOE_OK;
 }
 
@@ -5555,12 +5820,20 @@ moe_status moe_sample(const moe_sampling *how, size_t n, const moe_real *logits,
 
 #ifndef MOE_NO_TRAIN
 
+/* The gradients to which later modules add. */
+static void moei_module_zero(const moe_module *m, const struct moe_module_pass *p, size_t n) {
+    size_t rows = (size_t)m->attention.heads * n;
+    if (p->d_x != NULL) memset(p->d_x, 0, n * (size_t)m->d_in * sizeof(moe_real));
+    if (p->d_weights != NULL) memset(p->d_weights, 0, rows * n * sizeof(moe_real));
+    if (p->d_outputs != NULL) memset(p->d_outputs, 0, rows * (size_t)m->d_out * sizeof(moe_real));
+}
+
 static moe_status moei_net_backward(const moe_net *net, moe_net_pass *pass, const moei_returned *back, moe_real *dx) {
     moe_status status = MOE_OK;
     size_t i;
     if (net->d_in == 0) dx = NULL;
     pass->d_x = dx;
-    for (i = 1; i < net->n_modules; i++) memset(pass->modules[i].d_x, 0, pass->n_tokens * (size_t)net->modules[i].d_in * sizeof(moe_real));
+    for (i = 0; i < net->n_modules; i++) moei_module_zero(&net->modules[i], &pass->modules[i], pass->n_tokens);
     for (i = net->n_modules; i-- > 0 && status == MOE_OK;) {
         moei_run r = moei_run_begin(net, pass, i);
         r.dy = i + 1 < net->n_modules ? pass->modules[i + 1].d_x : back->dy;
