@@ -7742,6 +7742,8 @@ static moe_status moei_checkpoint_parse(const char *text, moei_checkpoint *c, mo
     return MOE_OK;
 }
 
+#ifndef MOE_NO_STDIO
+
 /* Names the first number that must be the same and is not. */
 static moe_status moei_checkpoint_differs(const moei_checkpoint *has, const moei_checkpoint *wanted, moe_error *error) {
     char is[24], was[24];
@@ -7757,6 +7759,8 @@ static moe_status moei_checkpoint_differs(const moei_checkpoint *has, const moei
     }
     return MOE_OK;
 }
+
+#endif
 
 /* Whether the file's configuration is, letter by letter, what the trainer's net would write. */
 static moe_status moei_checkpoint_same_net(const moe_net *net, const moe_file *file, moe_error *error) {
