@@ -20,7 +20,7 @@
 #define NEAR 2e-5
 #endif
 
-enum { MOST_TOKENS = 40, MOST_WIDTH = 64 };
+enum { MOST_TOKENS = 160, MOST_WIDTH = 64, FEW_TOKENS = 40 };
 
 static long passed, failed;
 static int verbose;
@@ -404,6 +404,9 @@ static attention ref_attention(const moe_net *net, size_t i, const moe_attention
 
 /* ---- modules against the definitions ------------------------------------------------------------------------------------------ */
 
+/* Now and then more than a block of queries. */
+static size_t draw_length(void) { return (size_t)(chance(10) ? MOST_TOKENS - below(60) : 1 + below(FEW_TOKENS)); }
+
 static int draw_with(void) { return (chance(60) ? WITH_MASK : 0) | (chance(60) ? WITH_SEQUENCES : 0); }
 
 /* Inference, and training with other work memory, have the same bits. */
@@ -427,7 +430,7 @@ static moe_attention_config draw_attention(void) {
 static void test_attention(int kernels, int trials) {
     int trial;
     for (trial = 0; trial < trials; trial++) {
-        size_t n = 1 + (size_t)below(MOST_TOKENS), d = 1 + (size_t)below(24), i, k;
+        size_t n = draw_length(), d = 1 + (size_t)below(24), i, k;
         moe_attention_config c = draw_attention(), filled = c;
         int with = draw_with();
         tokens *t = draw_tokens(n, d, 0, with | (chance(30) ? with & WITH_MASK ? WITH_NAN : 0 : 0));
@@ -492,7 +495,7 @@ static void test_attention_defaults(void) {
 static void test_embedding_and_tied(int kernels) {
     int trial;
     for (trial = 0; trial < 20; trial++) {
-        size_t n = 1 + (size_t)below(MOST_TOKENS), d = 1 + (size_t)below(20), v = 1 + (size_t)below(30);
+        size_t n = draw_length(), d = 1 + (size_t)below(20), v = 1 + (size_t)below(30);
         tokens *t = draw_tokens(n, d, (int)v, draw_with());
         double *table, *rows;
         moe_net net;
@@ -543,7 +546,7 @@ static void test_feed_forward(int kernels) {
     for (expert = 0; expert < MOE_EXPERT_COUNT; expert++)
         for (act = 0; act < (expert == MOE_EXPERT_MLP ? (int)MOE_ACT_COUNT : 1); act++)
             for (more = 0; more < 4; more++) {
-                size_t d = 1 + (size_t)below(12), n = 1 + (size_t)below(MOST_TOKENS);
+                size_t d = 1 + (size_t)below(12), n = draw_length();
                 moe_layer_config c, filled;
                 tokens *t = draw_tokens(n, d, 0, draw_with());
                 moe_net net;
@@ -572,7 +575,7 @@ static void test_feed_forward(int kernels) {
 static void test_language_model(int kernels, int trials) {
     int trial;
     for (trial = 0; trial < trials; trial++) {
-        size_t n = 1 + (size_t)below(MOST_TOKENS), h = 1 + (size_t)below(3), w = 2 * (1 + (size_t)below(3)), d = h * w, v = 5 + (size_t)below(20);
+        size_t n = draw_length(), h = 1 + (size_t)below(3), w = 2 * (1 + (size_t)below(3)), d = h * w, v = 5 + (size_t)below(20);
         tokens *t = draw_tokens(n, d, (int)v, draw_with());
         moe_attention_config c;
         moe_layer_config f;
@@ -631,7 +634,7 @@ static size_t count_dropped(const tokens *t, const moe_real *y, double rate) {
 
 static void test_dropout_rate(double rate) {
     enum { WIDE = 64, CALLS = 12 };
-    const double count = (double)(MOST_TOKENS * WIDE * CALLS);
+    const double count = (double)(FEW_TOKENS * WIDE * CALLS);
     size_t dropped = 0, i, k;
     double spread;
     moe_net net;
@@ -641,23 +644,23 @@ static void test_dropout_rate(double rate) {
     if (!built(&net, 1)) return;
     CHECK(net.n_tensors == 0, "nothing to learn");
     for (i = 0; i < CALLS; i++) {
-        tokens *t = draw_tokens(MOST_TOKENS, WIDE, 0, 0);
-        moe_real *dy = normals(MOST_TOKENS * WIDE, 1.0), *dx = reals(MOST_TOKENS * WIDE);
+        tokens *t = draw_tokens(FEW_TOKENS, WIDE, 0, 0);
+        moe_real *dy = normals(FEW_TOKENS * WIDE, 1.0), *dx = reals(FEW_TOKENS * WIDE);
         moe_rng before = rng, again = rng; /* both as rng is now */
         moe_net_pass pass;
         const moe_real *y, *plain = outputs(&net, &t->call);
         size_t wrong = 0;
-        CHECK(same_reals(plain, t->x, MOST_TOKENS * WIDE), "inference changes nothing");
+        CHECK(same_reals(plain, t->x, FEW_TOKENS * WIDE), "inference changes nothing");
         t->call.training = 1, t->call.rng = &rng;
         CHECK(before.state == rng.state, "nor does it draw");
         y = outputs(&net, &t->call);
         CHECK(before.state != rng.state, "it draws");
         t->call.rng = &again;
         if (!CHECK_STATUS(forward(&net, &t->call, &pass), MOE_OK, "forward")) break;
-        CHECK(same_reals(y, pass.y, MOST_TOKENS * WIDE), "the same draws, the same y");
+        CHECK(same_reals(y, pass.y, FEW_TOKENS * WIDE), "the same draws, the same y");
         dropped += count_dropped(t, y, rate);
         CHECK_STATUS(moe_net_backward(&net, &pass, dy, dx), MOE_OK, "backward");
-        for (k = 0; k < MOST_TOKENS * WIDE; k++) {
+        for (k = 0; k < FEW_TOKENS * WIDE; k++) {
             double wanted = y[k] > 0 || y[k] < 0 ? (double)dy[k] / (1.0 - rate) : 0.0;
             wrong += !(fabs((double)dx[k] - wanted) <= NEAR * (1.0 + fabs(wanted)));
         }
@@ -675,12 +678,12 @@ static void test_dropout(void) {
     moe_net net;
     moe_net_pass pass;
     test_dropout_rate(0.1), test_dropout_rate(0.5), test_dropout_rate(0.99);
-    t = draw_tokens(MOST_TOKENS, WIDE, 0, 0);
+    t = draw_tokens(FEW_TOKENS, WIDE, 0, 0);
     say("dropout of nothing");
     t->call.training = 1;
     moe_net_init(&net, WIDE, 0, NULL);
     moe_net_dropout(&net, 0);
-    if (built(&net, 1)) CHECK(same_reals(outputs(&net, &t->call), t->x, MOST_TOKENS * WIDE), "needs no rng");
+    if (built(&net, 1)) CHECK(same_reals(outputs(&net, &t->call), t->x, FEW_TOKENS * WIDE), "needs no rng");
     moe_net_free(&net);
     say("two dropouts");
     moe_net_init(&net, WIDE, 0, NULL);
@@ -688,7 +691,7 @@ static void test_dropout(void) {
     t->call.rng = &rng;
     if (built(&net, 1) && CHECK_STATUS(forward(&net, &t->call, &pass), MOE_OK, "forward")) {
         size_t i, left = 0;
-        for (i = 0; i < MOST_TOKENS * WIDE; i++) left += pass.y[i] > 0 || pass.y[i] < 0;
+        for (i = 0; i < FEW_TOKENS * WIDE; i++) left += pass.y[i] > 0 || pass.y[i] < 0;
         CHECK(left > 100 && left < 220, "each draws by itself"); /* a quarter of 640, 160 +- 11, and not half */
     }
     moe_net_free(&net);
@@ -1131,6 +1134,348 @@ static void test_sampling(void) {
     test_sampling_errors();
 }
 
+/* ---- models: every preset in a language model of two blocks ------------------------------------------------------------------- */
+
+enum { WORDS = 13, WIDTH = 8, HEADS = 2 };
+
+typedef struct model {
+    char name[120];
+    moe_layer_config mixture[2];
+    int clusters; /* 1: the second mixture's gradient takes for a constant what it makes of the modules before it */
+    int estimate; /* 1: the routers' gradient is an estimate: thresholds that are learned straight through */
+} model;
+
+/* Presets in other modes: by the fields, which come after the preset's own. */
+static const char *const variants[][2] = {{"acmoe", "ac_mode=running"},
+                                          {"acmoe", "ac_mode=random"},
+                                          {"acmoe_mix2", "ac_mode=running"},
+                                          {"acmoe_threshold", "ac_mode=random"},
+                                          {"soft_acmoe", "ac_mode=random ac_mix=1"},
+                                          {"dynmoe", "threshold_learned=0 threshold_sigmoid=0"},
+                                          {"attention_smoe", "attention_heads=all"},
+                                          {"attention_smoe", "attention_heads=fixed attention_head=1 heads=2"},
+                                          {"attention_smoe", "attention_u=output"},
+                                          {"attention_smoe", "attention_u=output attention_heads=all attention_sigma=2"},
+                                          {"attention_xmoe", "attention_heads=all lower_entropy_only=1"},
+                                          {"attention_glam", "attention_heads=fixed"},
+                                          {"similarity_smoe", "similarity_learned=1"},
+                                          {"similarity_smoe", "similarity_scale=l2 lower_entropy_only=1"},
+                                          {"gshard", "capacity_factor_eval=4"},
+                                          {"vmoe", "capacity_factor_eval=8"},
+                                          {"smoe", "input=jitter"},
+                                          {"mixtral", "noise=gumbel"}};
+
+/* Sizes that are quick. smooth: without the kinks of relu, where no difference is a gradient. */
+static void reduce(moe_layer_config *c, int smooth) {
+    moe_router_config *r = &c->router;
+    c->d_ff = 6, c->d_low = c->expert == MOE_EXPERT_FACTORISED ? 3 : 0;
+    if (r->n_experts > 8) r->n_experts = 8;
+    if (r->top_k > 3) r->top_k = 3;
+    if (r->groups > 4) r->groups = 4;
+    if (r->groups_kept > 2) r->groups_kept = 2;
+    if (r->cosine_dim > 4) r->cosine_dim = 4;
+    if (r->select == MOE_SELECT_HASH) r->table_size = WORDS;
+    if (r->select == MOE_SELECT_SOFT) r->soft_sequences = 5;
+    if (!smooth) return;
+    if (c->expert == MOE_EXPERT_MLP) c->act = MOE_ACT_GELU;
+    if (r->score == MOE_SCORE_MLP || r->score == MOE_SCORE_ATTENTIVE) r->router_act = MOE_ACT_TANH;
+}
+
+/* Model i; 0 past the last. A router that reads the mixture before it stands behind a plain one. */
+static int get_model(size_t i, int smooth, model *m) {
+    const moe_preset *presets = moe_presets();
+    const char *name, *settings = "";
+    moe_layer_config *c = &m->mixture[1];
+    size_t count = 0;
+    while (presets[count].name != NULL) count++;
+    memset(m, 0, sizeof *m);
+    if (i >= count + sizeof variants / sizeof variants[0]) return 0;
+    name = i < count ? presets[i].name : variants[i - count][0];
+    if (i >= count) settings = variants[i - count][1];
+    sprintf(m->name, "%.40s %.70s", name, settings);
+    CHECK_STATUS(moe_layer_preset(name, c, NULL), MOE_OK, name);
+    CHECK_STATUS(moe_fields_apply(moe_layer_fields(), c, settings, NULL), MOE_OK, settings);
+    reduce(c, smooth);
+    m->mixture[0] = *c;
+    if (moe_router_traits(&c->router) & (unsigned)MOE_TRAIT_NEEDS_PREVIOUS_LAYER) {
+        CHECK_STATUS(moe_layer_preset("mixtral", &m->mixture[0], NULL), MOE_OK, "a plain one");
+        reduce(&m->mixture[0], smooth);
+        m->clusters = c->router.ac_mode == MOE_AC_PAPER || c->router.ac_mode == MOE_AC_CODE || c->router.ac_mix > 1;
+    }
+    m->estimate = c->router.threshold_learned;
+    return 1;
+}
+
+/* Manners of building it. */
+enum { ROTARY = 1, FULL = 2, TIED = 4, LAYER_NORM = 8, DROPOUT = 16 };
+
+static moe_status add_norm(moe_net *net, int manner) { return manner & LAYER_NORM ? moe_net_layer_norm(net) : moe_net_rms_norm(net); }
+
+static moe_status add_model(moe_net *net, const model *m, int manner) {
+    int k, rotary = (manner & ROTARY) != 0;
+    moe_net_embedding(net, WORDS, WIDTH);
+    if (!rotary) moe_net_positions(net, MOST_TOKENS);
+    for (k = 0; k < 2; k++) {
+        add_norm(net, manner);
+        add_attention(net, HEADS, 0, (manner & FULL) != 0, rotary, rotary ? 30 : 0);
+        if (manner & DROPOUT) moe_net_dropout(net, (moe_real)0.2);
+        moe_net_residual(net, manner & DROPOUT ? 3 : 2);
+        add_norm(net, manner);
+        moe_net_mixture(net, &m->mixture[k]);
+        moe_net_residual(net, 2);
+    }
+    add_norm(net, manner);
+    return manner & TIED ? moe_net_tied(net) : moe_net_linear(net, WORDS);
+}
+
+static size_t last_mixture(const moe_net *net) {
+    size_t i = net->n_modules;
+    while (net->modules[--i].kind != MOE_MODULE_MIXTURE) continue;
+    return i;
+}
+
+/* A built model, with state that matters. 0: it could not be made, which is a failure. */
+static int made_model(moe_net *net, const model *m, int manner, int kernels, int trainable) {
+    size_t i, k;
+    moe_net_init(net, 0, kernels, NULL);
+    add_model(net, m, manner);
+    if (!built(net, trainable)) return 0;
+    for (i = 0; i < net->n_tensors; i++) {
+        moe_tensor *t = &net->tensors[i];
+        for (k = 0; k < t->count && strstr(t->name, "selection_bias") != NULL; k++) t->data[k] = (moe_real)0.2 * moe_rng_normal(&rng);
+        for (k = 0; k < t->count && strstr(t->name, "ac_running") != NULL; k++) t->data[k] = (moe_real)0.5 + moe_rng_uniform(&rng);
+    }
+    return 1;
+}
+
+#if MOE_REAL_IS_DOUBLE
+
+/* ---- gradients: central differences ------------------------------------------------------------------------------------------- */
+
+#define BOUND 1e-6
+
+/* L = sum(y * dy) + the losses of all routers, as a function of tensors and x. */
+typedef struct subject {
+    moe_net *net;
+    moe_call call;
+    const double *dy;
+    void *work;
+    size_t bytes;
+    moe_net_pass pass;
+    moe_rng drawn;             /* as it is before each evaluation: the same draws each time */
+    uint64_t decisions, first; /* who was chosen, in the last evaluation and at the start */
+    size_t numbers, skipped;
+    double worst, rounding; /* error so far; what L leaves in a difference */
+    char worst_name[MOE_NAME_SIZE];
+} subject;
+
+static size_t all_numbers, all_skipped;
+static double all_worst;
+
+static void decide(subject *s, size_t what) { s->decisions = (s->decisions ^ what) * UINT64_C(0x100000001b3); }
+
+static void note_choices(subject *s, const moe_routing *r) {
+    size_t t, i, e;
+    for (t = 0; t < r->n_tokens && r->plan.rows == 0; t++) {
+        decide(s, (size_t)r->n_choices[t]);
+        for (i = 0; i < (size_t)r->n_choices[t]; i++)
+            decide(s, 2 * (size_t)r->choices[t * r->max_choices + i] + r->kept[t * r->max_choices + i]);
+    }
+    for (e = 0; e <= r->n_experts; e++) decide(s, r->plan.offsets[e]);
+}
+
+static double evaluate(subject *s) {
+    size_t i, k;
+    double sum = 0.0;
+    moe_rng again = s->drawn;
+    s->call.rng = &again;
+    s->decisions = 1;
+    if (moe_net_forward(s->net, &s->call, s->work, s->bytes, &s->pass) != MOE_OK) return HUGE_VAL;
+    for (i = 0; i < s->call.n_tokens * (size_t)s->net->d_out; i++) sum += s->pass.y[i] * s->dy[i];
+    for (i = 0; i < s->net->n_modules; i++) {
+        const moe_routing *r = moe_net_routing(s->net, &s->pass, i);
+        if (r == NULL) continue;
+        for (k = 0; k < MOE_LOSS_COUNT; k++) sum += r->loss[k];
+        note_choices(s, r);
+    }
+    return sum;
+}
+
+/* A way through numbers: value = base + h direction. */
+typedef struct line {
+    double *value;
+    const double *base, *direction;
+    size_t count;
+} line;
+
+static int evaluate_at(subject *s, const line *way, double h, double *result) {
+    size_t i;
+    for (i = 0; i < way->count; i++) way->value[i] = way->base[i] + h * way->direction[i];
+    *result = evaluate(s);
+    memcpy(way->value, way->base, way->count * sizeof(double));
+    return *result < HUGE_VAL && s->decisions == s->first;
+}
+
+static int central(subject *s, const line *way, double h, double *slope) {
+    double there, back;
+    if (!evaluate_at(s, way, h, &there) || !evaluate_at(s, way, -h, &back)) return 0;
+    *slope = (there - back) / (2.0 * h);
+    return 1;
+}
+
+/* The slope nearest to what is expected, of several steps: kinks and rounding spoil some. 0 when each step changes a decision. */
+static int slope_of(subject *s, const line *way, double expected, double allowed, double *slope) {
+    static const double steps[] = {2e-4, 2e-5, 2e-3, 2e-6, 2e-7};
+    double wide, narrow;
+    size_t k;
+    int found = 0;
+    for (k = 0; k < sizeof steps / sizeof steps[0] && !(found && fabs(*slope - expected) <= allowed); k++) {
+        if (!central(s, way, steps[k], &wide) || !central(s, way, steps[k] / 2.0, &narrow)) continue;
+        narrow = (4.0 * narrow - wide) / 3.0;
+        if (!found || fabs(narrow - expected) < fabs(*slope - expected)) *slope = narrow;
+        found = 1;
+    }
+    return found;
+}
+
+static void check_slope(subject *s, const char *name, const line *way, double expected, double scale) {
+    double slope = 0.0, error;
+    s->numbers++;
+    if (!slope_of(s, way, expected, 0.1 * BOUND * scale, &slope)) {
+        s->skipped++;
+        return;
+    }
+    if (fabs(slope) > scale) scale = fabs(slope);
+    error = fabs(slope - expected) <= s->rounding ? 0.0 : fabs(slope - expected) / scale;
+    if (!(error <= s->worst)) s->worst = error < HUGE_VAL ? error : HUGE_VAL, sprintf(s->worst_name, "%.60s", name);
+}
+
+/* every: each number by itself; else some of them, and a direction through all. */
+static void check_variable(subject *s, const char *name, double *value, const double *gradient, size_t count, int every) {
+    double *base = widened(value, count), *direction = doubles(count), size = 0.0, largest = 0.0, expected = 0.0;
+    size_t i;
+    line way;
+    static const double along = 1.0;
+    for (i = 0; i < count; i++) {
+        direction[i] = 2.0 * moe_rng_uniform(&rng) - 1.0;
+        expected += direction[i] * gradient[i], size += gradient[i] * gradient[i];
+        if (!(fabs(gradient[i]) <= largest)) largest = fabs(gradient[i]);
+    }
+    way.value = value, way.base = base, way.direction = direction, way.count = count;
+    check_slope(s, name, &way, expected, 1e-8 + sqrt(size));
+    for (i = 0; i < (every || count < 3 ? count : 3); i++) {
+        size_t at = every || count < 3 ? i : (size_t)moe_rng_below(&rng, count);
+        way.value = value + at, way.base = base + at, way.direction = &along, way.count = 1;
+        check_slope(s, name, &way, gradient[at], 1e-8 + largest);
+    }
+}
+
+static void check_tensor(subject *s, const moe_tensor *t, int every) {
+    size_t i, off = 0;
+    if ((t->flags & (MOE_PARAM_FROZEN | MOE_PARAM_STATE)) == 0) {
+        check_variable(s, t->name, t->data, t->gradient, t->count, every);
+        return;
+    }
+    for (i = 0; i < t->count && t->gradient != NULL; i++) off += !(t->gradient[i] <= 0.0 && t->gradient[i] >= 0.0);
+    CHECK(off == 0, "nothing reaches what is not trained");
+}
+
+/* Checks tensors of the modules from `from` on but those with `without` in their name, and x when that is 0, for a net that is built trainable. */
+static void check_gradients(moe_net *net, tokens *t, size_t from, const char *without, int every) {
+    subject s;
+    size_t i, n = t->n;
+    double *dx = doubles(n * (size_t)net->d_in + 1), start;
+    memset(&s, 0, sizeof s);
+    s.net = net, s.call = t->call, s.dy = normals(n * (size_t)net->d_out, 0.5), s.drawn = rng;
+    s.call.training = 1;
+    moe_rng_next(&rng);
+    CHECK_STATUS(moe_net_work_size(net, n, 1, &s.bytes), MOE_OK, "work size");
+    s.work = grab(s.bytes, 1);
+    start = evaluate(&s);
+    if (!CHECK(start < HUGE_VAL, "forward")) return;
+    s.first = s.decisions, s.rounding = 1e-10 * (1.0 + fabs(start));
+    moe_net_zero_gradients(net);
+    if (!CHECK_STATUS(moe_net_backward(net, &s.pass, s.dy, net->d_in > 0 ? dx : NULL), MOE_OK, "backward")) return;
+    for (i = 0; i < net->n_tensors; i++)
+        if ((size_t)atoi(net->tensors[i].name) >= from && (without == NULL || strstr(net->tensors[i].name, without) == NULL))
+            check_tensor(&s, &net->tensors[i], every);
+    if (from == 0 && net->d_in > 0) check_variable(&s, "x", t->x, dx, n * (size_t)net->d_in, every);
+    if (!CHECK(s.worst <= BOUND, "gradient")) printf("        off by %.2g at %s\n", s.worst, s.worst_name);
+    all_numbers += s.numbers, all_skipped += s.skipped;
+    if (s.worst > all_worst) all_worst = s.worst;
+    if (verbose && s.skipped > 0) printf("note: %d of %d skipped [%s]\n", (int)s.skipped, (int)s.numbers, doing);
+}
+
+/* Builds, checks every number, frees. */
+static void check_module(moe_net *net, int vocabulary, int with) {
+    size_t n = 1 + (size_t)below(9);
+    if (built(net, 1)) check_gradients(net, draw_tokens(n, (size_t)net->d_in, vocabulary, with), 0, NULL, 1);
+    moe_net_free(net);
+    tidy(0);
+}
+
+static void test_gradients_of_modules(void) {
+    int trial, expert, act;
+    moe_net net;
+    for (trial = 0; trial < 60; trial++) {
+        moe_attention_config c = draw_attention();
+        int d = 1 + below(6), with = draw_with();
+        say("gradients of attention, d %d, %d heads of %d, full %d, rotary %d, with %d", d, c.heads, c.d_head, c.full, c.rotary, with);
+        moe_net_init(&net, d, 0, NULL), moe_net_attention(&net, &c), check_module(&net, 0, with);
+    }
+    for (trial = 0; trial < 8; trial++) {
+        int d = 1 + below(6);
+        say("gradients of a small module, d %d", d);
+        moe_net_init(&net, d, 0, NULL), moe_net_rms_norm(&net), check_module(&net, 0, draw_with());
+        moe_net_init(&net, d, 0, NULL), moe_net_dropout(&net, 0.4), check_module(&net, 0, draw_with());
+        moe_net_init(&net, d, 0, NULL), moe_net_positions(&net, 9), check_module(&net, 0, draw_with());
+        moe_net_init(&net, 0, 0, NULL), moe_net_embedding(&net, 4, d), check_module(&net, 4, draw_with());
+        moe_net_init(&net, 0, 0, NULL), moe_net_embedding(&net, 4, d), moe_net_tied(&net), check_module(&net, 4, draw_with());
+        moe_net_init(&net, 0, 0, NULL), moe_net_embedding(&net, 4, d), moe_net_rms_norm(&net), moe_net_residual(&net, 1), moe_net_tied(&net);
+        check_module(&net, 4, draw_with());
+    }
+    for (expert = 0; expert < MOE_EXPERT_COUNT; expert++)
+        for (act = 0; act < (expert == MOE_EXPERT_MLP ? (int)MOE_ACT_COUNT : 1); act++) {
+            char settings[60];
+            sprintf(settings, "expert=%s d_ff=4 %s", moei_expert_names[expert], expert == MOE_EXPERT_FACTORISED ? "d_low=2" : "");
+            say("gradients of feed_forward, %s, act %d", settings, act);
+            if (expert == MOE_EXPERT_MLP) sprintf(settings, "expert=mlp d_ff=4 act=%s", moei_act_names[act]);
+            moe_net_init(&net, 3, 0, NULL), add_set(&net, moe_net_feed_forward, settings), check_module(&net, 0, draw_with());
+        }
+    for (trial = 0; trial < 4; trial++) { /* more tokens than a block of queries */
+        say("gradients of attention with many tokens, full %d, rotary %d", trial & 1, trial & 2);
+        moe_net_init(&net, 2, 0, NULL);
+        add_attention(&net, 2, 2, trial & 1, (trial & 2) != 0, 0);
+        if (built(&net, 1)) check_gradients(&net, draw_tokens(150, 2, 0, trial > 1 ? WITH_MASK | WITH_SEQUENCES : 0), 0, NULL, 0);
+        moe_net_free(&net);
+        tidy(0);
+    }
+}
+
+static void test_gradients_of_models(void) {
+    size_t i, n = 11;
+    model m;
+    for (i = 0; get_model(i, 1, &m); i++) {
+        int manner = (int)(i & (ROTARY | FULL | TIED | LAYER_NORM)) | (i % 3 == 0 ? DROPOUT : 0), with = draw_with();
+        tokens *t = draw_tokens(n, 0, WORDS, with);
+        moe_net net;
+        double *distances = doubles(n * n);
+        size_t k;
+        for (k = 0; k < n * n; k++) distances[k] = moe_rng_uniform(&rng);
+        t->call.distances = distances; /* those of the inputs would be constants for the gradient, but not for a difference */
+        say("gradients of a model: %s, manner %d, with %d", m.name, manner, with);
+        if (made_model(&net, &m, manner, 0, 1))
+            check_gradients(&net, t, m.clusters || m.estimate ? last_mixture(&net) : 0, m.estimate ? ".router." : NULL, 0);
+        moe_net_free(&net);
+        tidy(0);
+    }
+    say("all models");
+    CHECK(all_skipped * 33 <= all_numbers, "few numbers are skipped");
+    if (verbose) printf("note: gradients: %d numbers and directions, %d skipped, off by %.2g at most\n", (int)all_numbers, (int)all_skipped, all_worst);
+}
+
+#endif
+
 int main(int count, char **words) {
     verbose = count > 1 && strcmp(words[1], "-v") == 0;
     moe_rng_seed(&rng, 20261121);
@@ -1141,6 +1486,10 @@ int main(int count, char **words) {
     test_late_modules();
     test_refinement();
     test_sampling();
+#if MOE_REAL_IS_DOUBLE
+    test_gradients_of_modules();
+    test_gradients_of_models();
+#endif
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed > 0;
 }
