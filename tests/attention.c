@@ -975,7 +975,7 @@ static double *ref_sample(const moe_sampling *how, size_t n, const moe_real *log
         return p;
     }
     for (i = 0; i < stay; i++) sum += p[order[i]] = exp(((double)logits[order[i]] - (double)logits[order[0]]) / (double)how->temperature);
-    for (i = 0; i < stay && reached < sum * (double)how->top_p; i++) reached += p[order[i]];
+    for (i = 0; i < stay && (how->top_p >= 1 || reached < sum * (double)how->top_p); i++) reached += p[order[i]];
     for (stay = i; i < n; i++) p[order[i]] = 0.0;
     for (i = 0, sum = 0.0; i < stay; i++) sum += p[order[i]];
     for (i = 0; i < stay; i++) p[order[i]] /= sum;
@@ -1673,7 +1673,7 @@ static void test_configurations(void) {
     CONFIG(MODULES("0", MODULE("embedding", ",\"vocabulary\":6,\"d\":4") "," ATTENTION("") TAIL), MOE_ERR_SHAPE, "0.weight");
     CONFIG(MODULES("0", MODULE("embedding", ",\"vocabulary\":16777216,\"d\":16777216") "," ATTENTION("") TAIL), MOE_ERR_SHAPE, "0.weight");
     CONFIG(MODULES("0", EMBEDDING "," MODULE("positions", "") TAIL), MOE_ERR_CONFIG, "module 1 (positions)|most = 0");
-    CONFIG(MODULES("0", EMBEDDING "," ATTENTION("") "," MODULE("positions", ",\"most\":7") TAIL), MOE_ERR_NOT_FOUND, "2.weight");
+    CONFIG(MODULES("0", EMBEDDING "," ATTENTION("") "," MODULE("positions", ",\"most\":7") TAIL), MOE_ERR_UNSUPPORTED, "3.bias");
     CONFIG(MODULES("0", EMBEDDING "," MODULE("rms_norm", ",\"eps\":7") TAIL), MOE_ERR_UNSUPPORTED, "unknown key 'eps'");
     CONFIG(MODULES("0", EMBEDDING "," MODULE("feed_forward", ",\"n_experts\":2") TAIL), MOE_ERR_UNSUPPORTED, "module 1|unknown key 'n_experts'");
     CONFIG(MODULES("0", EMBEDDING "," MODULE("feed_forward", ",\"expert\":\"tree\"") TAIL), MOE_ERR_CONFIG, "expert = tree");
