@@ -794,13 +794,15 @@ typedef struct moe_progress {
     uint64_t samples;           /* seen in this call of moe_fit: with a clock, tokens per second and time left */
 } moe_progress;
 
-/* The shape of the rate after warm-up, from 1 to final_rate: half a cosine, or a straight line. */
+/* The rate of step s = 0, 1, ... of T = total_steps, of which W = warmup, with f = final_rate:
+     rate (s + 1) / (W + 1) for s < W, then rate (f + (1 - f) g(a)), a = (s - W) / (T - 1 - W) up to 1, where it stays
+     cosine  g(a) = (1 + cos(pi a)) / 2           linear  g(a) = 1 - a */
 enum { MOE_SCHEDULE_COSINE = 0, MOE_SCHEDULE_LINEAR, MOE_SCHEDULE_COUNT };
 
-/* Tensors that learn differently. The first group whose pattern fits a tensor's name counts. */
+/* Tensors that learn differently. The first group whose pattern fits a tensor's name counts; one that fits no tensor is MOE_ERR_CONFIG. */
 typedef struct moe_param_group {
-    const char *pattern; /* "*.router.*", "0.weight": * stands for any characters; the caller's, must outlive the trainer */
-    moe_real rate;       /* factor on the rate, 0 to 1e6 [1] */
+    const char *pattern; /* "*.router.*", "0.weight": * stands for any characters */
+    moe_real rate;       /* factor on the rate, up to 1e6 [1] */
     moe_real decay;      /* factor on the decay, 0 to 1e6; it also decays biases and gains when given [1, but 0 for biases and gains]; negative: none */
     int frozen;          /* 1: stays as it is, takes no part in the gradient's norm */
 } moe_param_group;
@@ -812,7 +814,7 @@ typedef struct moe_train_config {
     int epochs;              /* [10] */
     int batch;               /* samples per step [32] */
     moe_real rate;           /* learning rate [0.001; sgd 0.01] */
-    moe_real final_rate;     /* the rate falls to this share of it along a cosine, over all steps of fit [1: constant] */
+    moe_real final_rate;     /* the rate falls to this share of it as schedule says [1: constant] */
     moe_real momentum;       /* sgd [0.9]; negative: none */
     moe_real beta1, beta2;   /* adamw [0.9, 0.999] */
     moe_real epsilon;        /* adamw [1e-8] */
@@ -821,16 +823,16 @@ typedef struct moe_train_config {
     uint64_t seed;           /* order of the samples and random stages of routers */
     int (*progress)(void *ctx, const moe_progress *progress); /* may be NULL; a result other than 0 stops training */
     void *progress_ctx;
-    int accumulate;          /* batches whose mean gradient makes one step [1] */
+    int accumulate;          /* moe_fit: batches whose mean gradient makes one step; the last of an epoch may have fewer [1] */
     int schedule;            /* MOE_SCHEDULE_ of final_rate [cosine] */
-    int warmup;              /* steps in which the rate rises on a straight line to its full value [0] */
-    int total_steps;         /* steps of the schedule [moe_fit: all of its steps; moe_trainer_step: no schedule, the trainer's rate stays] */
-    const moe_param_group *groups; /* [n_groups] the caller's, must outlive the trainer */
-    int n_groups;
+    int warmup;              /* steps in which the rate rises on a straight line to its full value; a trainer needs total_steps for it [0] */
+    int total_steps;         /* steps of the schedule [moe_fit: all of its steps; a trainer of your own: no schedule, its rate stays] */
+    const moe_param_group *groups; /* [n_groups] the caller's, read by init (and moe_fit) only */
+    int n_groups;            /* up to 4096 */
     int evaluate_every;      /* moe_fit: steps between evaluations on test [0: at the end of each epoch only] */
-    const char *checkpoint;  /* moe_fit: a file that is replaced every checkpoint_every steps, at the end, and when training stops; NULL: none */
+    const char *checkpoint;  /* moe_fit: a file that is replaced every checkpoint_every steps, at the end, and when progress stops training; NULL: none */
     int checkpoint_every;    /* [0: at the end of each epoch] */
-    int resume;              /* 1: moe_fit goes on where the checkpoint stopped, if the file exists */
+    int resume;              /* 1: moe_fit goes on where the checkpoint ends, if the file exists; the net gets the checkpoint's values */
 } moe_train_config;
 
 /* An optimiser at work on one net. Owns its moments and work memory (moe_trainer_free). */
@@ -839,11 +841,14 @@ typedef struct moe_trainer {
     moe_train_config config; /* with defaults filled in */
     uint64_t steps;          /* taken so far */
     moe_rng rng;
-    moe_real rate;           /* of the next step; with total_steps the schedule sets it */
+    moe_real rate;           /* of the next step; with total_steps the schedule sets it again after each step */
+    uint64_t total_steps;    /* of the schedule; 0: there is none */
     int n_accumulated;       /* batches since the last step */
-    uint64_t position[4];    /* the caller's: where it stands in its data; saved in checkpoints. moe_fit keeps epoch and step there */
-    moe_real *memory;        /* owned: two moments per number */
+    uint64_t position[4];    /* the caller's: where it stands in its data; saved in checkpoints. moe_fit keeps there the epochs that are complete, the steps
+                                in this one, and the bits of its two sums of losses */
+    moe_real *memory;        /* owned: two moments (sgd: one) per number, then the factors */
     size_t memory_size;
+    moe_real *factors;       /* private: [tensors,2] of the groups */
     void *work;              /* owned: for one batch */
     size_t work_size;
 } moe_trainer;
@@ -858,22 +863,26 @@ typedef struct moe_step {
 /* Checks config (NULL: {0}) and makes a trainer for net, which must outlive it and stay where it is. MOE_ERR_STATE: net is not built with
    trainable = 1. MOE_ERR_CONFIG: a field is out of range. MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *trainer is untouched. */
 MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error);
-/* One step on 1..config.batch samples: gradients to 0, forward, loss, backward, clip, state of the routers, optimiser. Frozen tensors stay as they
-   are, and biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and the label, or the router that needs
-   more than x and what batch->call lacks), MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss or gradient is not finite, or the gradient's norm is beyond
-   1e19 (1e150 in the double build). After a failure only the gradients have changed. step may be NULL. Allocates nothing. */
+/* One step on 1..config.batch samples: gradients to 0, forward, loss, backward, clip, state of the routers, optimiser. Tensors that are frozen, by
+   MOE_PARAM_FROZEN or a group, stay as they are; biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and
+   the label, or the router that needs more than x and what batch->call lacks), MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss
+   or gradient is not finite, or the gradient's norm is beyond 1e19 (1e150 in the double build). After a failure only the gradients have changed.
+   step may be NULL. Allocates nothing. */
 MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
-/* The two halves of a step, for steps of several batches: accumulate runs forward and backward and adds the gradients to those since the last
-   update, update steps on their mean. moe_trainer_step is both. After a failed accumulate the batches since the last update are lost:
-   n_accumulated is 0. update: MOE_ERR_STATE without a batch. In *step loss and router_loss are of this batch (accumulate), gradient_norm is of
-   the mean (update); each leaves the other's fields alone. */
+/* The two halves of a step, for steps of several batches: accumulate runs forward and backward, adds the gradients to those since the last update
+   and shows the pass to the routers' state; update steps on the mean of the gradients and advances that state. moe_trainer_step is both. In *step
+   loss and router_loss are of this batch (accumulate), gradient_norm is of the mean (update); each leaves the other's fields alone. Errors as
+   moe_trainer_step. Data that are refused change nothing; when accumulate fails later, the batches since the last update are lost: n_accumulated
+   is 0. update: MOE_ERR_STATE without a batch; a failed one changes nothing. */
 MOE_API moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
 MOE_API moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error);
-/* A checkpoint: the net's file and in it the optimiser's moments, steps, random state and position; moe_net_load reads it as a net. Between steps
-   only: MOE_ERR_STATE while batches are accumulated. Training that goes on from it has the same bits as training that was not interrupted. */
+/* A checkpoint: the net's file, and in it the optimiser's moments ("trainer.first" and, of adamw, "trainer.second": one number for each of the net's,
+   in the order of its tensors), and under the metadata key "moe.trainer" steps, random state, rate and position. moe_net_read takes it as a net.
+   Between steps only: MOE_ERR_STATE while batches are accumulated. Training that goes on from it has the same bits as training that was not interrupted. */
 MOE_API moe_status moe_trainer_write(const moe_trainer *trainer, moe_stream *stream, moe_error *error);
-/* Sets a trainer, made for a net of the same modules with the same optimiser, and its net to a checkpoint. The file may come from a stranger; errors as
-   moe_net_read, MOE_ERR_CONFIG: other modules or another optimiser. On failure both are as they were. */
+/* Sets a trainer, made for a net of the same modules with the same optimiser, and its net to a checkpoint; the rest of its config is its own, also the
+   schedule, which sets the rate again. Accumulated batches are dropped. The file may come from a stranger; errors as moe_net_read, and
+   MOE_ERR_CONFIG: other modules or another optimiser. On failure both are as they were. */
 MOE_API moe_status moe_trainer_read(moe_trainer *trainer, const void *bytes, size_t size, moe_error *error);
 #ifndef MOE_NO_STDIO
 /* The same with a file, which a failed save leaves as it was (moe_file_replace). */
@@ -920,7 +929,12 @@ MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch,
 
 /* Trains net on train for config.epochs, in a new random order each epoch, and evaluates on test (NULL or n = 0: none) after each. All data
    is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle, or
-   MOE_ERR_STOPPED when the callback stopped it, leaves the net with what it has learned. The same seed gives the same bits. */
+   MOE_ERR_STOPPED when the callback stopped it, leaves the net with what it has learned. The same seed gives the same bits: the order of the
+   samples comes from config.seed, random stages of routers from a stream of their own that is made from it.
+   With config.checkpoint the training can be stopped or killed at any time and resumed with the same bits, those of progress included. A resumed
+   one wants the same modules, optimizer, n, length, batch, accumulate and seed (MOE_ERR_CONFIG names what differs); with more epochs a finished one
+   goes on, with the same there is nothing more to do. A checkpoint that cannot be written ends training: MOE_ERR_IO, or MOE_ERR_MEMORY, for it
+   takes memory; the file is then the one before. MOE_ERR_UNSUPPORTED: a checkpoint with MOE_NO_STDIO. */
 MOE_API moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error);
 /* Loss and accuracy of net on data, 64 samples at a time (data->length > 0: as many whole sequences as fit into 512 samples and soft_sequences, at
    least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output is not finite. n = 0 gives zeros. On failure
@@ -1034,7 +1048,8 @@ MOE_API moe_status moe_net_save(const moe_net *net, const char *path, moe_error 
 /* Makes a net from a file in memory; bytes are not needed afterwards. trainable, kernels and allocator as in build and init. Numbers of
    any type are converted. The file may come from a stranger: names and shapes are compared with the configuration before memory for
    tensors is taken. Errors: those of moe_file_open and of the module calls; MOE_ERR_FORMAT (no configuration, or it is malformed, or
-   that of a layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many),
+   that of a layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many, unless its name begins
+   with "trainer.": the file may be a checkpoint),
    MOE_ERR_NOT_FOUND (a tensor too few), MOE_ERR_SHAPE; error names it. On failure *net is untouched. */
 MOE_API moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
                                 moe_error *error);
@@ -6009,8 +6024,10 @@ moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion,
 /* ---- the trainer --------------------------------------------------------------------------------------------------------------- */
 
 static const char *const moei_optimizer_names[] = {"adamw", "sgd", NULL};
+static const char *const moei_schedule_names[] = {"cosine", "linear", NULL};
 
 #define MOEI_T moe_train_config
+#define MOEI_G moe_param_group
 
 static const moe_field moei_train_fields[] = {
     MOEI_CHOICE(MOEI_T, criterion, MOE_CRITERION_COUNT, moei_criterion_names, "what is minimised"),
@@ -6025,6 +6042,20 @@ static const moe_field moei_train_fields[] = {
     MOEI_REAL(MOEI_T, epsilon, 1e-30, 1, "added to the root of the second moment"),
     MOEI_REAL(MOEI_T, decay, 0, 1e3, "weight decay"),
     MOEI_REAL(MOEI_T, clip, 1e-12, 1e12, "largest norm of the gradient"),
+    MOEI_INT(MOEI_T, accumulate, 1, 1000000, "batches per step"),
+    MOEI_CHOICE(MOEI_T, schedule, MOE_SCHEDULE_COUNT, moei_schedule_names, "how the rate falls"),
+    MOEI_INT(MOEI_T, warmup, 1, 2147483647, "steps in which the rate rises"),
+    MOEI_INT(MOEI_T, total_steps, 1, 2147483647, "steps of the schedule"),
+    MOEI_INT(MOEI_T, n_groups, 1, 4096, "groups of tensors"),
+    MOEI_INT(MOEI_T, evaluate_every, 1, 2147483647, "steps between evaluations"),
+    MOEI_INT(MOEI_T, checkpoint_every, 1, 2147483647, "steps between checkpoints"),
+    MOEI_FLAG(MOEI_T, resume, "go on from the checkpoint"),
+    MOEI_FIELDS_END};
+
+static const moe_field moei_group_fields[] = {
+    MOEI_REAL(MOEI_G, rate, 0, 1e6, "factor on the rate"),
+    MOEI_REAL(MOEI_G, decay, -1e6, 1e6, "factor on the decay"),
+    MOEI_FLAG(MOEI_G, frozen, "no learning"),
     MOEI_FIELDS_END};
 
 static moe_status moei_train_check(const moe_train_config *config, moe_train_config *out, moe_error *error) {
@@ -6042,7 +6073,51 @@ static moe_status moei_train_check(const moe_train_config *config, moe_train_con
     moei_default_real(&out->beta1, MOEI_R(0.9));
     moei_default_real(&out->beta2, MOEI_R(0.999));
     moei_default_real(&out->epsilon, MOEI_R(1e-8));
+    moei_default(&out->accumulate, 1);
     return MOE_OK;
+}
+
+/* Whether name fits pattern, in which * stands for any characters: after a mismatch the last * takes one character more. */
+static int moei_fits_pattern(const char *pattern, const char *name) {
+    const char *star = NULL, *from = NULL;
+    while (*name != '\0') {
+        if (*pattern == '*') star = pattern++, from = name;
+        else if (*pattern == *name) pattern++, name++;
+        else if (star != NULL) pattern = star + 1, name = ++from;
+        else return 0;
+    }
+    while (*pattern == '*') pattern++;
+    return *pattern == '\0';
+}
+
+static moe_status moei_groups_check(const moe_net *net, const moe_train_config *config, moe_error *error) {
+    moe_error why;
+    size_t t;
+    int g;
+    if (config->n_groups > 0 && config->groups == NULL)
+        return moei_error(error, MOE_ERR_CONFIG, "groups must not be NULL: n_groups = %d", config->n_groups);
+    for (g = 0; g < config->n_groups; g++) {
+        const moe_param_group *group = &config->groups[g];
+        if (moei_fields_check(moei_group_fields, group, &why) != MOE_OK) return moei_error(error, MOE_ERR_CONFIG, "groups[%d]: %s", g, why.message);
+        if (group->pattern == NULL) return moei_error(error, MOE_ERR_CONFIG, "groups[%d]: pattern must not be NULL", g);
+        for (t = 0; t < net->n_tensors && !moei_fits_pattern(group->pattern, net->tensors[t].name);) t++;
+        if (t == net->n_tensors) return moei_error(error, MOE_ERR_CONFIG, "groups[%d]: pattern = '%s' fits the name of no tensor", g, group->pattern);
+    }
+    return MOE_OK;
+}
+
+/* Two numbers for a tensor: the factor on the rate, 0 when it does not learn, and its weight decay. */
+static void moei_group_factors(const moe_train_config *config, const moe_tensor *t, moe_real *out) {
+    const moe_param_group *group = NULL;
+    int g, none = (t->flags & (unsigned)MOE_PARAM_NO_DECAY) != 0;
+    for (g = 0; g < config->n_groups && group == NULL; g++)
+        if (moei_fits_pattern(config->groups[g].pattern, t->name)) group = &config->groups[g];
+    out[0] = MOEI_R(1.0), out[1] = none ? MOEI_R(0.0) : config->decay;
+    if (group == NULL) return;
+    if (group->rate > MOEI_R(0.0)) out[0] = group->rate;
+    if (group->frozen) out[0] = MOEI_R(0.0);
+    if (group->decay > MOEI_R(0.0)) out[1] = group->decay * config->decay;
+    if (group->decay < MOEI_R(0.0)) out[1] = MOEI_R(0.0);
 }
 
 /* One batch in the trainer's work memory. */
@@ -6072,42 +6147,71 @@ static moe_status moei_batch_layout(const moe_trainer *trainer, moei_layout *l, 
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
-/* The numbers that one moment has. */
+/* The numbers that one moment has, and how many moments there are. */
 static size_t moei_net_numbers(const moe_net *net) { return moe_net_parameters(net, NULL); }
+static size_t moei_moments(const moe_trainer *t) { return t->config.optimizer == MOE_OPTIMIZER_ADAMW ? 2 : 1; }
 
 static moe_status moei_trainer_allocate(moe_trainer *t, moe_error *error) {
     const moe_allocator *a = &t->net->allocator;
     moei_layout l = moei_layout_begin(NULL);
     moei_batch batch;
     moe_status status = moei_batch_layout(t, &l, &batch);
-    size_t moments = t->config.optimizer == MOE_OPTIMIZER_ADAMW ? 2 : 1;
+    size_t moments;
     if (status != MOE_OK) return moei_error(error, status, "batch = %d: %s", t->config.batch, moe_status_text(status));
-    if (!moei_mul(moei_net_numbers(t->net), moments * sizeof(moe_real), &t->memory_size))
+    if (!moei_mul(moei_net_numbers(t->net), moei_moments(t), &moments) || !moei_add(moments, 2 * t->net->n_tensors, &t->memory_size) ||
+        !moei_mul(t->memory_size, sizeof(moe_real), &t->memory_size))
         return moei_error(error, MOE_ERR_OVERFLOW, "the optimiser's moments do not fit this machine's memory");
     t->work_size = l.used;
     t->memory = (moe_real *)moei_alloc(a, t->memory_size, 1);
     t->work = moei_alloc(a, t->work_size, 1);
+    t->factors = t->memory != NULL ? t->memory + moments : NULL;
     if (t->memory != NULL && t->work != NULL) return MOE_OK;
     moei_free(a, t->memory, t->memory_size);
     moei_free(a, t->work, t->work_size);
     return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of moments and %z of work", t->memory_size, t->work_size);
 }
 
-moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error) {
+/* The rate of the next step, as at MOE_SCHEDULE_. */
+static void moei_trainer_rate(moe_trainer *t) {
+    const moe_train_config *c = &t->config;
+    double step = (double)t->steps, warmup = (double)c->warmup, last = (double)t->total_steps - 1.0, at;
+    moe_real left;
+    if (t->total_steps == 0) return;
+    t->rate = c->rate;
+    if (step < warmup) t->rate = c->rate * (moe_real)((step + 1.0) / (warmup + 1.0));
+    if (step < warmup || !(c->final_rate < MOEI_R(1.0))) return;
+    at = step > last ? 1.0 : last > warmup ? (step - warmup) / (last - warmup) : 0.0;
+    left = c->schedule == MOE_SCHEDULE_LINEAR ? (moe_real)(1.0 - at) : MOEI_R(0.5) * (MOEI_R(1.0) + (moe_real)cos(3.14159265358979324 * at));
+    t->rate = c->rate * (c->final_rate + (MOEI_R(1.0) - c->final_rate) * left);
+}
+
+static moe_status moei_trainer_make(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error) {
     moe_trainer made;
     moe_status status;
+    size_t i;
     if (trainer == NULL || net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and net must not be NULL");
     if (!net->built || !net->trainable) return moei_error(error, MOE_ERR_STATE, "the net is not built with trainable = 1");
     memset(&made, 0, sizeof made);
     made.net = net;
     status = moei_train_check(config, &made.config, error);
+    if (status == MOE_OK) status = moei_groups_check(net, &made.config, error);
     if (status == MOE_OK) status = moei_mixture_fits(net, made.config.criterion, error);
     if (status == MOE_OK) status = moei_trainer_allocate(&made, error);
     if (status != MOE_OK) return status;
+    for (i = 0; i < net->n_tensors; i++) moei_group_factors(&made.config, &net->tensors[i], made.factors + 2 * i);
+    made.config.groups = NULL;
     moe_rng_seed(&made.rng, made.config.seed);
     made.rate = made.config.rate;
+    made.total_steps = (uint64_t)made.config.total_steps;
+    moei_trainer_rate(&made);
     *trainer = made;
     return MOE_OK;
+}
+
+moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error) {
+    if (config != NULL && config->warmup > 0 && config->total_steps == 0)
+        return moei_error(error, MOE_ERR_CONFIG, "warmup = %d: a trainer needs total_steps for it, which only moe_fit knows by itself", config->warmup);
+    return moei_trainer_make(trainer, net, config, error);
 }
 
 void moe_trainer_free(moe_trainer *trainer) {
@@ -6117,7 +6221,10 @@ void moe_trainer_free(moe_trainer *trainer) {
     memset(trainer, 0, sizeof *trainer);
 }
 
-static int moei_is_trained(const moe_tensor *t) { return (t->flags & (unsigned)(MOE_PARAM_FROZEN | MOE_PARAM_STATE)) == 0; }
+/* Flags may change between steps, groups do not. */
+static int moei_is_trained(const moe_trainer *trainer, size_t i) {
+    return (trainer->net->tensors[i].flags & (unsigned)(MOE_PARAM_FROZEN | MOE_PARAM_STATE)) == 0 && trainer->factors[2 * i] > MOEI_R(0.0);
+}
 
 /* The loss of a classical mixture, and its gradients in the order of the plan. */
 static moe_status moei_mixture_gradients(const moe_trainer *t, const moe_data *data, const moe_net_pass *pass, const moei_batch *b, moe_real *loss,
@@ -6138,7 +6245,7 @@ static moe_status moei_mixture_gradients(const moe_trainer *t, const moe_data *d
     return status;
 }
 
-/* Forward, loss and backward on one batch. */
+/* Forward, loss and backward on one batch, added to the gradients since the last step. */
 static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, moe_net_pass *pass, moe_step *step, moe_error *error) {
     moei_layout l = moei_layout_begin(t->work);
     moei_batch batch;
@@ -6150,7 +6257,7 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, m
     call = moei_data_call(data, batch.sequences);
     call.training = 1;
     call.rng = &t->rng;
-    moe_net_zero_gradients(t->net);
+    if (t->n_accumulated == 0) moe_net_zero_gradients(t->net);
     if (status == MOE_OK) status = moe_net_forward(t->net, &call, batch.net_work, batch.net_size, pass);
     if (status != MOE_OK) return moei_error(error, status, "the net's forward pass: %s", moe_status_text(status));
     if (!reads) step->loss = moei_criterion(t->config.criterion, t->net, data, pass->y, batch.dy);
@@ -6170,20 +6277,22 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, m
     return status == MOE_OK ? MOE_OK : moei_error(error, status, "the net's backward pass: %s", moe_status_text(status));
 }
 
-/* The norm of all trained gradients together. Beyond 1e19 (float) its square, which AdamW forms, would not be finite. */
-static moe_status moei_trainer_norm(const moe_trainer *trainer, moe_real *norm, moe_error *error) {
-    double sum = 0.0;
+/* The norm of the mean of n batches' gradients, of all trained tensors together. Beyond 1e19 (float) its square, which AdamW forms, would not be
+   finite. */
+static moe_status moei_trainer_norm(const moe_trainer *trainer, int n, moe_real *norm, moe_error *error) {
+    double sum = 0.0, length;
     size_t i, j;
     for (i = 0; i < trainer->net->n_tensors; i++) {
         const moe_tensor *t = &trainer->net->tensors[i];
-        for (j = 0; moei_is_trained(t) && j < t->count; j++) {
+        for (j = 0; moei_is_trained(trainer, i) && j < t->count; j++) {
             if (!moe_is_finite(t->gradient[j]))
                 return moei_error(error, MOE_ERR_NONFINITE, "%s: number %z of the gradient is not finite", t->name, j);
             sum += (double)t->gradient[j] * (double)t->gradient[j];
         }
     }
-    if (sum > (MOE_REAL_IS_DOUBLE ? 1e300 : 1e38)) return moei_error(error, MOE_ERR_NONFINITE, "the gradient is too large to square");
-    *norm = (moe_real)sqrt(sum);
+    length = sqrt(sum) / (double)n;
+    if (!(length <= (MOE_REAL_IS_DOUBLE ? 1e150 : 1e19))) return moei_error(error, MOE_ERR_NONFINITE, "the gradient is too large to square");
+    *norm = (moe_real)length;
     return MOE_OK;
 }
 
@@ -6196,75 +6305,121 @@ static moe_real moei_power(moe_real base, uint64_t n) {
 }
 
 /* v = momentum v + g + decay w,  w -= rate v */
-static void moei_update_sgd(const moe_trainer *trainer, const moe_tensor *t, moe_real scale, moe_real *v) {
-    moe_real decay = (t->flags & (unsigned)MOE_PARAM_NO_DECAY) != 0 ? MOEI_R(0.0) : trainer->config.decay;
+static void moei_sgd(size_t n, moe_real scale, moe_real rate, moe_real decay, moe_real momentum, const moe_real *g, moe_real *w, moe_real *v) {
     size_t i;
-    for (i = 0; i < t->count; i++) {
-        v[i] = trainer->config.momentum * v[i] + scale * t->gradient[i] + decay * t->data[i];
-        t->data[i] -= trainer->rate * v[i];
+    for (i = 0; i < n; i++) {
+        v[i] = momentum * v[i] + scale * g[i] + decay * w[i];
+        w[i] -= rate * v[i];
     }
 }
+
+/* The numbers of one step of AdamW on one tensor; over1 = 1 / (1 - beta1^steps), over2 alike. */
+typedef struct moei_adamw_step {
+    moe_real scale, rate, decay, beta1, beta2, epsilon, over1, over2;
+} moei_adamw_step;
 
 /* m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,  w -= rate (m / (1 - b1^n) / (sqrt(v / (1 - b2^n)) + eps) + decay w) */
-static void moei_update_adamw(const moe_trainer *trainer, const moe_tensor *t, moe_real scale, moe_real *m, moe_real *v) {
-    const moe_train_config *c = &trainer->config;
-    moe_real decay = (t->flags & (unsigned)MOE_PARAM_NO_DECAY) != 0 ? MOEI_R(0.0) : c->decay;
-    moe_real over1 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta1, trainer->steps + 1));
-    moe_real over2 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta2, trainer->steps + 1));
+static void moei_adamw(const moei_adamw_step *a, size_t n, const moe_real *gradient, moe_real *w, moe_real *m, moe_real *v) {
     size_t i;
-    for (i = 0; i < t->count; i++) {
-        moe_real g = scale * t->gradient[i];
-        m[i] = c->beta1 * m[i] + (MOEI_R(1.0) - c->beta1) * g;
-        v[i] = c->beta2 * v[i] + (MOEI_R(1.0) - c->beta2) * g * g;
-        t->data[i] -= trainer->rate * (m[i] * over1 / (MOEI_F(sqrt)(v[i] * over2) + c->epsilon) + decay * t->data[i]);
+    for (i = 0; i < n; i++) {
+        moe_real g = a->scale * gradient[i];
+        m[i] = a->beta1 * m[i] + (MOEI_R(1.0) - a->beta1) * g;
+        v[i] = a->beta2 * v[i] + (MOEI_R(1.0) - a->beta2) * g * g;
+        w[i] -= a->rate * (m[i] * a->over1 / (MOEI_F(sqrt)(v[i] * a->over2) + a->epsilon) + a->decay * w[i]);
     }
 }
 
-static void moei_trainer_update(moe_trainer *trainer, moe_real scale) {
+/* Moves all trained tensors against scale times their gradients. */
+static void moei_trainer_move(moe_trainer *trainer, moe_real scale) {
+    const moe_train_config *c = &trainer->config;
     moe_real *first = trainer->memory, *second = first + moei_net_numbers(trainer->net);
+    moei_adamw_step a;
     size_t i;
+    a.scale = scale, a.beta1 = c->beta1, a.beta2 = c->beta2, a.epsilon = c->epsilon;
+    a.over1 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta1, trainer->steps + 1));
+    a.over2 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta2, trainer->steps + 1));
     for (i = 0; i < trainer->net->n_tensors; i++) {
         const moe_tensor *t = &trainer->net->tensors[i];
-        if (!moei_is_trained(t)) continue;
-        if (trainer->config.optimizer == MOE_OPTIMIZER_SGD) moei_update_sgd(trainer, t, scale, first + (t->data - trainer->net->memory));
-        else moei_update_adamw(trainer, t, scale, first + (t->data - trainer->net->memory), second + (t->data - trainer->net->memory));
+        ptrdiff_t at = t->data - trainer->net->memory;
+        if (!moei_is_trained(trainer, i)) continue;
+        a.rate = trainer->rate * trainer->factors[2 * i], a.decay = trainer->factors[2 * i + 1];
+        if (c->optimizer == MOE_OPTIMIZER_ADAMW) moei_adamw(&a, t->count, t->gradient, t->data, first + at, second + at);
+        else moei_sgd(t->count, scale, a.rate, a.decay, c->momentum, t->gradient, t->data, first + at);
     }
-    trainer->steps++;
 }
 
-moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error) {
-    moe_step made;
-    moe_net_pass pass;
-    moe_rng rng;
+/* Checks a batch; changes nothing. */
+static moe_status moei_trainer_check(const moe_trainer *trainer, const moe_data *batch, moe_error *error) {
     moe_status status;
-    size_t i;
     if (trainer == NULL || batch == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and batch must not be NULL");
     if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+    if (trainer->n_accumulated == INT32_MAX) return moei_error(error, MOE_ERR_STATE, "%d batches since the last update", trainer->n_accumulated);
     if (batch->n < 1 || batch->n > (size_t)trainer->config.batch)
         return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be 1 to batch = %d", batch->n, trainer->config.batch);
     if (!moe_is_finite(trainer->rate))
         return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
     status = moei_data_check(trainer->net, batch, trainer->config.criterion, error);
-    if (status == MOE_OK) status = moei_routers_check(trainer->net, batch, moei_batch_sequences(batch, batch->n), 1, error);
+    if (status != MOE_OK) return status;
+    return moei_routers_check(trainer->net, batch, moei_batch_sequences(batch, batch->n), 1, error);
+}
+
+/* The first half of a step; *norm is that of the mean gradient so far. The routers see the pass last, when nothing can fail any more. */
+static moe_status moei_trainer_add(moe_trainer *trainer, const moe_data *batch, moe_step *made, moe_real *norm, moe_error *error) {
+    moe_net_pass pass;
+    moe_rng rng;
+    moe_status status = moei_trainer_check(trainer, batch, error);
     if (status != MOE_OK) return status;
     rng = trainer->rng;
-    status = moei_trainer_gradients(trainer, batch, &pass, &made, error);
-    if (status == MOE_OK) status = moei_trainer_norm(trainer, &made.gradient_norm, error);
-    if (status == MOE_OK) {
-        status = moe_net_observe(trainer->net, &pass);
-        if (status == MOE_OK) status = moe_net_advance(trainer->net);
-        if (status != MOE_OK) (void)moei_error(error, status, "the routers' state: %s", moe_status_text(status));
-    }
-    if (status != MOE_OK) {
-        trainer->rng = rng;
-        return status;
-    }
+    status = moei_trainer_gradients(trainer, batch, &pass, made, error);
+    if (status == MOE_OK) status = moei_trainer_norm(trainer, trainer->n_accumulated + 1, norm, error);
+    if (status == MOE_OK && (status = moe_net_observe(trainer->net, &pass)) != MOE_OK)
+        (void)moei_error(error, status, "the routers' state: %s", moe_status_text(status));
+    if (status == MOE_OK) trainer->n_accumulated++;
+    else trainer->rng = rng, trainer->n_accumulated = 0;
+    return status;
+}
+
+/* The second half, with the norm of the mean gradient. */
+static moe_status moei_trainer_apply(moe_trainer *trainer, moe_real norm, moe_error *error) {
+    moe_real scale = trainer->config.clip > MOEI_R(0.0) && norm > trainer->config.clip ? trainer->config.clip / norm : MOEI_R(1.0);
+    moe_status status = moe_net_advance(trainer->net);
+    size_t i;
+    if (status != MOE_OK) return moei_error(error, status, "the routers' state: %s", moe_status_text(status));
     for (i = 0; i < trainer->net->n_modules; i++) trainer->net->modules[i].layer.is_packed = 0; /* the tensors change */
-    moei_trainer_update(trainer, trainer->config.clip > MOEI_R(0.0) && made.gradient_norm > trainer->config.clip
-                                     ? trainer->config.clip / made.gradient_norm
-                                     : MOEI_R(1.0));
-    if (step != NULL) *step = made;
+    moei_trainer_move(trainer, scale / (moe_real)trainer->n_accumulated);
+    trainer->n_accumulated = 0;
+    trainer->steps++;
+    moei_trainer_rate(trainer);
     return MOE_OK;
+}
+
+moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error) {
+    moe_step made;
+    moe_real norm;
+    moe_status status = moei_trainer_add(trainer, batch, &made, &norm, error);
+    if (status == MOE_OK && step != NULL) step->loss = made.loss, step->router_loss = made.router_loss;
+    return status;
+}
+
+moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error) {
+    moe_real norm;
+    moe_status status;
+    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must not be NULL");
+    if (trainer->net == NULL || trainer->n_accumulated < 1) return moei_error(error, MOE_ERR_STATE, "no batch since the last update");
+    if (!moe_is_finite(trainer->rate))
+        return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
+    status = moei_trainer_norm(trainer, trainer->n_accumulated, &norm, error);
+    if (status == MOE_OK) status = moei_trainer_apply(trainer, norm, error);
+    if (status == MOE_OK && step != NULL) step->gradient_norm = norm;
+    return status;
+}
+
+moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error) {
+    moe_step made;
+    moe_status status = moei_trainer_add(trainer, batch, &made, &made.gradient_norm, error);
+    if (status == MOE_OK) status = moei_trainer_apply(trainer, made.gradient_norm, error);
+    if (status == MOE_OK && step != NULL) *step = made;
+    return status;
 }
 
 /* ---- modular networks ------------------------------------------------------------------------------------------------------------ */
@@ -6419,6 +6574,15 @@ moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int dra
 
 /* ---- fit ----------------------------------------------------------------------------------------------------------------------- */
 
+/* What a checkpoint says beside its tensors. */
+typedef struct moei_checkpoint {
+    uint64_t format, optimizer, steps, rng, rate, position[4], batch, accumulate, seed;
+    uint64_t n, length; /* the samples of moe_fit; 0: of a trainer alone */
+} moei_checkpoint;
+
+static moei_checkpoint moei_checkpoint_of(const moe_trainer *trainer);
+static moe_status moei_checkpoint_write(const moe_trainer *trainer, const moei_checkpoint *c, moe_stream *stream, moe_error *error);
+
 /* One training from beginning to end; all memory is taken before the first step. */
 typedef struct moei_fit {
     moe_trainer trainer;
@@ -6427,6 +6591,7 @@ typedef struct moei_fit {
     size_t memory_size;
     size_t *order;         /* [units] where samples, or sequences, are taken from */
     size_t unit, units;    /* samples that stay together, and how many of these there are */
+    moe_rng rng;           /* of the order; trainer.rng is for the routers' random stages */
     moe_real *x, *targets; /* one batch, gathered */
     int32_t *labels, *token_ids;
     void *test_work;
@@ -6451,6 +6616,14 @@ static moe_status moei_fit_layout(moei_fit *f, moei_layout *l) {
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
+static moe_status moei_fit_files_check(const moe_train_config *c, moe_error *error) {
+#ifdef MOE_NO_STDIO
+    if (c->checkpoint != NULL) return moei_error(error, MOE_ERR_UNSUPPORTED, "checkpoint = '%s': MOE_NO_STDIO leaves no files", c->checkpoint);
+#endif
+    if (c->resume && c->checkpoint == NULL) return moei_error(error, MOE_ERR_CONFIG, "resume = 1: checkpoint must name the file");
+    return MOE_OK;
+}
+
 /* Everything that samples can get wrong, before the first step. */
 static moe_status moei_fit_check(const moei_fit *f, moe_error *error) {
     const moe_net *net = f->trainer.net;
@@ -6468,10 +6641,26 @@ static moe_status moei_fit_check(const moei_fit *f, moe_error *error) {
     return status == MOE_OK && f->test != NULL ? moei_data_check(net, f->test, criterion, error) : status;
 }
 
+/* Steps of an epoch and of all; two generators, so that the order of the samples can be made again without the random stages of routers. */
+static void moei_fit_count(moei_fit *f) {
+    moe_trainer *t = &f->trainer;
+    size_t batches = (f->train->n - 1) / (size_t)t->config.batch + 1;
+    moe_rng other;
+    f->progress.epochs = t->config.epochs;
+    f->progress.steps = (batches - 1) / (size_t)t->config.accumulate + 1;
+    f->progress.total_steps = (uint64_t)f->progress.steps * (uint64_t)f->progress.epochs;
+    if (t->total_steps == 0) t->total_steps = f->progress.total_steps;
+    moei_trainer_rate(t);
+    moe_rng_seed(&f->rng, t->config.seed);
+    moe_rng_seed(&other, ~t->config.seed);
+    moe_rng_seed(&t->rng, moe_rng_next(&other));
+}
+
 static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_config *config, moe_error *error) {
     moei_layout l = moei_layout_begin(NULL);
     size_t i;
-    moe_status status = moe_trainer_init(&f->trainer, net, config, error);
+    moe_status status = moei_trainer_make(&f->trainer, net, config, error);
+    if (status == MOE_OK) status = moei_fit_files_check(&f->trainer.config, error);
     if (status == MOE_OK) status = moei_fit_check(f, error);
     if (status != MOE_OK) return status;
     f->unit = f->train->length > 0 ? f->train->length : 1;
@@ -6484,6 +6673,7 @@ static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_conf
     l = moei_layout_begin(f->memory);
     (void)moei_fit_layout(f, &l);
     for (i = 0; i < f->units; i++) f->order[i] = i;
+    moei_fit_count(f);
     return MOE_OK;
 }
 
@@ -6491,12 +6681,15 @@ static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_conf
 static void moei_fit_shuffle(moei_fit *f) {
     size_t i, j, kept;
     for (i = f->units; i > 1; i--) {
-        j = (size_t)moe_rng_below(&f->trainer.rng, i);
+        j = (size_t)moe_rng_below(&f->rng, i);
         kept = f->order[i - 1];
         f->order[i - 1] = f->order[j];
         f->order[j] = kept;
     }
 }
+
+/* The sample that stands in place i of this epoch's order. */
+static size_t moei_fit_row(const moei_fit *f, size_t i) { return f->order[i / f->unit] * f->unit + i % f->unit; }
 
 /* The batch that begins with sample `from` of this epoch's order. */
 static moe_data moei_fit_batch(moei_fit *f, size_t from) {
@@ -6505,7 +6698,7 @@ static moe_data moei_fit_batch(moei_fit *f, size_t from) {
     batch.n = f->train->n - from;
     if (batch.n > (size_t)f->trainer.config.batch) batch.n = (size_t)f->trainer.config.batch;
     for (i = 0; i < batch.n; i++) {
-        size_t row = f->order[(from + i) / f->unit] * f->unit + (from + i) % f->unit;
+        size_t row = moei_fit_row(f, from + i);
         if (d > 0) memcpy(f->x + i * d, f->train->x + row * d, d * sizeof(moe_real));
         if (f->token_ids != NULL) f->token_ids[i] = f->train->token_ids[row];
         if (f->labels != NULL) f->labels[i] = f->train->labels[row];
@@ -6518,52 +6711,189 @@ static moe_data moei_fit_batch(moei_fit *f, size_t from) {
     return batch;
 }
 
-/* rate (final + (1 - final) (1 + cos(pi at)) / 2), where at goes from 0 at the first step of all to 1 at the last. */
-static moe_real moei_fit_rate(const moei_fit *f) {
+/* One step of the optimiser, on so many batches as make one. */
+static moe_status moei_fit_step(moei_fit *f, moe_error *error) {
     const moe_train_config *c = &f->trainer.config;
-    double last = (double)f->progress.steps * (double)c->epochs - 1.0;
-    double at = last > 0.0 ? (double)f->trainer.steps / last : 0.0;
-    if (!(c->final_rate < MOEI_R(1.0))) return c->rate;
-    return c->rate *
-           (c->final_rate + (MOEI_R(1.0) - c->final_rate) * MOEI_R(0.5) * (MOEI_R(1.0) + (moe_real)cos(3.14159265358979324 * at)));
-}
-
-static moe_status moei_fit_report(moei_fit *f, const moe_step *step, moe_error *error) {
-    moe_progress *p = &f->progress;
-    p->loss = f->counted > 0 ? (moe_real)(f->loss / (double)f->counted) : MOEI_R(0.0);
-    p->router_loss = (moe_real)(f->router_loss / (double)f->seen);
-    p->gradient_norm = step->gradient_norm;
-    p->epoch_ended = p->step == p->steps;
-    if (p->epoch_ended && f->test != NULL) {
-        moe_status status =
-            moei_evaluate(f->trainer.net, f->test, f->trainer.config.criterion, f->test_work, &p->test, error);
-        if (status != MOE_OK) return status;
-    }
-    if (f->trainer.config.progress == NULL || f->trainer.config.progress(f->trainer.config.progress_ctx, p) == 0) return MOE_OK;
-    return moei_error(error, MOE_ERR_STOPPED, "the progress callback stopped training in epoch %d, step %z", p->epoch, p->step);
-}
-
-static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
-    f->loss = f->router_loss = 0.0;
-    f->seen = f->counted = 0;
-    memset(&f->progress.test, 0, sizeof f->progress.test);
-    moei_fit_shuffle(f);
-    for (f->progress.step = 1; f->seen < f->train->n; f->progress.step++) {
+    int i;
+    for (i = 0; i < c->accumulate && f->seen < f->train->n; i++) {
         moe_data batch = moei_fit_batch(f, f->seen);
-        size_t counted = moei_counted(f->trainer.config.criterion, &batch);
+        size_t counted = moei_counted(c->criterion, &batch);
         moe_step step;
-        moe_status status;
-        f->trainer.rate = moei_fit_rate(f);
-        status = moe_trainer_step(&f->trainer, &batch, &step, error);
+        moe_status status = moei_trainer_add(&f->trainer, &batch, &step, &f->progress.gradient_norm, error);
         if (status != MOE_OK) return status;
         f->loss += (double)step.loss * (double)counted;
         f->router_loss += (double)step.router_loss * (double)batch.n;
         f->counted += counted;
         f->seen += batch.n;
-        status = moei_fit_report(f, &step, error);
+        f->progress.samples += batch.n;
+    }
+    f->progress.rate = f->trainer.rate;
+    return moei_trainer_apply(&f->trainer, f->progress.gradient_norm, error);
+}
+
+static moe_status moei_fit_report(moei_fit *f, moe_error *error) {
+    const moe_train_config *c = &f->trainer.config;
+    moe_progress *p = &f->progress;
+    p->loss = f->counted > 0 ? (moe_real)(f->loss / (double)f->counted) : MOEI_R(0.0);
+    p->router_loss = (moe_real)(f->router_loss / (double)f->seen);
+    p->epoch_ended = p->step == p->steps;
+    p->total_step = f->trainer.steps;
+    memset(&p->test, 0, sizeof p->test);
+    if (f->test != NULL && (p->epoch_ended || (c->evaluate_every > 0 && p->total_step % (uint64_t)c->evaluate_every == 0))) {
+        moe_status status = moei_evaluate(f->trainer.net, f->test, c->criterion, f->test_work, &p->test, error);
         if (status != MOE_OK) return status;
     }
+    if (c->progress == NULL || c->progress(c->progress_ctx, p) == 0) return MOE_OK;
+    return moei_error(error, MOE_ERR_STOPPED, "the progress callback stopped training in epoch %d, step %z", p->epoch, p->step);
+}
+
+/* Where training stands, for the checkpoint: at the end of an epoch, before the first step of the next. */
+static void moei_fit_position(moei_fit *f) {
+    uint64_t *position = f->trainer.position;
+    double sums[2];
+    memset(position, 0, sizeof f->trainer.position);
+    position[0] = (uint64_t)f->progress.epoch - (f->progress.epoch_ended ? 0 : 1);
+    if (f->progress.epoch_ended) return;
+    position[1] = f->progress.step;
+    sums[0] = f->loss, sums[1] = f->router_loss;
+    memcpy(position + 2, sums, sizeof sums);
+}
+
+#ifndef MOE_NO_STDIO
+
+static moei_checkpoint moei_fit_numbers(const moei_fit *f) {
+    moei_checkpoint c = moei_checkpoint_of(&f->trainer);
+    c.n = f->train->n, c.length = f->train->length;
+    return c;
+}
+
+/* What moe_file_replace hands to its callback. */
+typedef struct moei_fit_saved {
+    const moei_fit *fit;
+    moe_error *error;
+} moei_fit_saved;
+
+static moe_status moei_fit_write(void *ctx, moe_stream *stream) {
+    const moei_fit_saved *s = (const moei_fit_saved *)ctx;
+    moei_checkpoint c = moei_fit_numbers(s->fit);
+    return moei_checkpoint_write(&s->fit->trainer, &c, stream, s->error);
+}
+
+/* Writes the checkpoint when it is due, or when training is about to stop. */
+static moe_status moei_fit_keep(moei_fit *f, int stopped, moe_error *error) {
+    const moe_train_config *c = &f->trainer.config;
+    const moe_progress *p = &f->progress;
+    moei_fit_saved s;
+    int due = c->checkpoint_every > 0 ? p->total_step % (uint64_t)c->checkpoint_every == 0 : p->epoch_ended;
+    moei_fit_position(f);
+    s.fit = f, s.error = error;
+    if (c->checkpoint == NULL || (!due && !stopped && p->total_step != p->total_steps)) return MOE_OK;
+    return moe_file_replace(c->checkpoint, moei_fit_write, &s, error);
+}
+
+#else
+
+static moe_status moei_fit_keep(moei_fit *f, int stopped, moe_error *error) {
+    (void)stopped, (void)error;
+    moei_fit_position(f);
     return MOE_OK;
+}
+
+#endif
+
+/* The first samples of an epoch's order that were seen before training stopped. */
+static void moei_fit_seen(moei_fit *f) {
+    const uint64_t *position = f->trainer.position;
+    double sums[2];
+    memcpy(sums, position + 2, sizeof sums);
+    f->loss = sums[0], f->router_loss = sums[1];
+    f->progress.step = (size_t)position[1];
+    f->seen = f->progress.step * (size_t)f->trainer.config.accumulate * (size_t)f->trainer.config.batch;
+    f->counted = 0;
+}
+
+static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
+    moe_status status = MOE_OK, kept;
+    size_t i;
+    moei_fit_shuffle(f);
+    moei_fit_seen(f);
+    for (i = 0; i < f->seen; i++) f->counted += f->labels == NULL || f->train->labels[moei_fit_row(f, i)] >= 0;
+    while (status == MOE_OK && f->seen < f->train->n) {
+        f->progress.step++;
+        status = moei_fit_step(f, error);
+        if (status == MOE_OK) status = moei_fit_report(f, error);
+        if (status != MOE_OK && status != MOE_ERR_STOPPED) return status;
+        kept = moei_fit_keep(f, status == MOE_ERR_STOPPED, error);
+        if (kept != MOE_OK) status = kept;
+    }
+    return status;
+}
+
+#ifndef MOE_NO_STDIO
+
+static moe_status moei_checkpoint_open(const moe_trainer *trainer, const void *bytes, size_t size, moe_file *file, moei_checkpoint *c, moe_error *error);
+static moe_status moei_checkpoint_apply(moe_trainer *trainer, moe_file *file, const moei_checkpoint *c, moe_error *error);
+static moe_status moei_checkpoint_differs(const moei_checkpoint *has, const moei_checkpoint *wanted, moe_error *error);
+
+/* Whether a checkpoint is one of this training. */
+static moe_status moei_fit_continues(const moei_fit *f, const moei_checkpoint *c, moe_error *error) {
+    moei_checkpoint wanted = moei_fit_numbers(f);
+    double sums[2];
+    moe_status status = moei_checkpoint_differs(c, &wanted, error);
+    if (status != MOE_OK || c->position[0] >= (uint64_t)f->progress.epochs) return status;
+    memcpy(sums, c->position + 2, sizeof sums);
+    if (c->position[1] < f->progress.steps && c->steps == c->position[0] * f->progress.steps + c->position[1] && fabs(sums[0]) < HUGE_VAL &&
+        fabs(sums[1]) < HUGE_VAL)
+        return MOE_OK;
+    return moei_error(error, MOE_ERR_FORMAT, "the checkpoint's position is none of this training");
+}
+
+/* Only a file that is not there is no checkpoint; one that cannot be opened is an error. */
+static int moei_file_is_missing(const char *path) {
+    FILE *file;
+    errno = 0;
+    file = fopen(path, "rb");
+    if (file == NULL) return errno == ENOENT;
+    fclose(file);
+    return 0;
+}
+
+static moe_status moei_file_load(const char *path, const moe_allocator *allocator, moe_buffer *buffer, moe_error *error);
+
+static moe_status moei_fit_resume(moei_fit *f, moe_error *error) {
+    const char *path = f->trainer.config.checkpoint;
+    moe_buffer buffer;
+    moei_checkpoint c;
+    moe_file file;
+    moe_status status;
+    if (!f->trainer.config.resume || moei_file_is_missing(path)) return MOE_OK;
+    status = moei_file_load(path, &f->trainer.net->allocator, &buffer, error);
+    if (status == MOE_OK) status = moei_checkpoint_open(&f->trainer, buffer.data, buffer.size, &file, &c, error);
+    if (status == MOE_OK) status = moei_fit_continues(f, &c, error);
+    if (status == MOE_OK) status = moei_checkpoint_apply(&f->trainer, &file, &c, error);
+    moe_buffer_free(&buffer);
+    return status;
+}
+
+#else
+
+static moe_status moei_fit_resume(moei_fit *f, moe_error *error) {
+    (void)f, (void)error;
+    return MOE_OK;
+}
+
+#endif
+
+static moe_status moei_fit_run(moei_fit *f, moe_error *error) {
+    uint64_t from, epoch;
+    moe_status status = moei_fit_resume(f, error);
+    from = f->trainer.position[0];
+    for (epoch = 0; status == MOE_OK && epoch < (uint64_t)f->progress.epochs; epoch++) {
+        f->progress.epoch = (int)epoch + 1;
+        if (epoch < from) moei_fit_shuffle(f); /* seen before training stopped */
+        else status = moei_fit_epoch(f, error);
+    }
+    return status;
 }
 
 moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error) {
@@ -6573,12 +6903,7 @@ moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, co
     f.train = train;
     f.test = test != NULL && test->n > 0 ? test : NULL;
     status = moei_fit_begin(&f, net, config, error);
-    if (status == MOE_OK) {
-        f.progress.epochs = f.trainer.config.epochs;
-        f.progress.steps = (train->n - 1) / (size_t)f.trainer.config.batch + 1;
-    }
-    for (f.progress.epoch = 1; status == MOE_OK && f.progress.epoch <= f.progress.epochs; f.progress.epoch++)
-        status = moei_fit_epoch(&f, error);
+    if (status == MOE_OK) status = moei_fit_run(&f, error);
     if (f.memory != NULL) moei_free(&net->allocator, f.memory, f.memory_size);
     moe_trainer_free(&f.trainer);
     return status;
@@ -7743,6 +8068,18 @@ static moe_status moei_config_read(const moe_file *file, const moei_net_options 
 
 /* ---- reading the tensors ---------------------------------------------------------------------------------------------------------- */
 
+/* Whether a tensor of a file belongs to a trainer, not to the net. */
+static int moei_is_of_trainer(const moe_file_tensor *t) {
+    const char *p = "trainer.";
+    moei_span span;
+    moei_chars chars;
+    span.p = (const unsigned char *)t->name;
+    span.n = t->name_length;
+    for (chars = moei_chars_of(span); *p != '\0'; p++)
+        if (moei_chars_next(&chars) != *p) return 0;
+    return 1;
+}
+
 /* The tensor of a name as it stands in the file; a net without modules is a plain list. */
 static moe_tensor *moei_file_wanted(const moe_net *net, const moe_file_tensor *t) {
     char name[MOE_NAME_SIZE];
@@ -7790,8 +8127,8 @@ static moe_status moei_file_compare(const moe_net *net, const moe_file_tensor *f
     return MOE_OK;
 }
 
-/* Compares names and shapes, before memory for the values is taken: exactly the registered tensors must be in the file. So what a
-   file can ask for is bounded by its size. */
+/* Compares names and shapes, before memory for the values is taken: exactly the registered tensors must be in the file, besides those of a
+   trainer in the file of a net. So what a file can ask for is bounded by its size. */
 static moe_status moei_file_match(const moe_net *net, moe_file *file, moe_error *error) {
     moe_file_tensor found;
     const moe_tensor *wanted = NULL;
@@ -7801,6 +8138,7 @@ static moe_status moei_file_match(const moe_net *net, moe_file *file, moe_error 
     if (seen == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for the list of %z tensors", net->n_tensors);
     moe_file_rewind(file);
     while (status == MOE_OK && moe_file_next(file, &found) == MOE_OK) {
+        if (net->n_modules > 0 && moei_is_of_trainer(&found)) continue;
         status = moei_file_compare(net, &found, &wanted, error);
         if (status == MOE_OK) seen[wanted - net->tensors] = 1;
     }
@@ -7817,6 +8155,7 @@ static moe_status moei_file_fill(const moe_net *net, moe_file *file, moe_error *
     moe_file_rewind(file);
     while (status == MOE_OK && moe_file_next(file, &found) == MOE_OK) {
         const moe_tensor *t = moei_file_wanted(net, &found);
+        if (net->n_modules > 0 && moei_is_of_trainer(&found)) continue;
         status = t != NULL ? moe_file_values(&found, 0, t->count, t->data) : MOE_ERR_FORMAT;
         if (status != MOE_OK) (void)moei_error(error, status, "a tensor's values: %s", moe_status_text(status));
     }
@@ -7910,5 +8249,323 @@ moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, con
 }
 
 #endif
+
+/* ==== checkpoints: files of trainers ========================================================================================== */
+
+#ifndef MOE_NO_TRAIN
+
+#define MOEI_CHECKPOINT_KEY "moe.trainer"
+enum { MOEI_CHECKPOINT_FORMAT = 1, MOEI_CHECKPOINT_TEXT = 800 };
+
+static const char *const moei_moment_names[] = {"trainer.first", "trainer.second"};
+
+/* The text is that of all rows, "name number", with a space between. */
+typedef struct moei_checkpoint_row {
+    const char *name;
+    size_t offset; /* of an uint64_t in moei_checkpoint */
+    int of_fit;    /* moe_fit goes on only with the same */
+} moei_checkpoint_row;
+
+static const moei_checkpoint_row moei_checkpoint_rows[] = {
+    {"format", offsetof(moei_checkpoint, format), 0},
+    {"optimizer", offsetof(moei_checkpoint, optimizer), 0},
+    {"steps", offsetof(moei_checkpoint, steps), 0},
+    {"rng", offsetof(moei_checkpoint, rng), 0},
+    {"rate", offsetof(moei_checkpoint, rate), 0}, /* the bits of a double */
+    {"position0", offsetof(moei_checkpoint, position), 0},
+    {"position1", offsetof(moei_checkpoint, position) + sizeof(uint64_t), 0},
+    {"position2", offsetof(moei_checkpoint, position) + 2 * sizeof(uint64_t), 0},
+    {"position3", offsetof(moei_checkpoint, position) + 3 * sizeof(uint64_t), 0},
+    {"batch", offsetof(moei_checkpoint, batch), 1},
+    {"accumulate", offsetof(moei_checkpoint, accumulate), 1},
+    {"seed", offsetof(moei_checkpoint, seed), 1},
+    {"n", offsetof(moei_checkpoint, n), 1},
+    {"length", offsetof(moei_checkpoint, length), 1}};
+
+enum { MOEI_CHECKPOINT_ROWS = (int)(sizeof moei_checkpoint_rows / sizeof moei_checkpoint_rows[0]) };
+
+static uint64_t moei_checkpoint_get(const moei_checkpoint *c, int row) {
+    uint64_t value;
+    memcpy(&value, (const char *)c + moei_checkpoint_rows[row].offset, sizeof value);
+    return value;
+}
+
+static moei_checkpoint moei_checkpoint_of(const moe_trainer *trainer) {
+    moei_checkpoint c;
+    double rate = (double)trainer->rate;
+    memset(&c, 0, sizeof c);
+    c.format = MOEI_CHECKPOINT_FORMAT;
+    c.optimizer = (uint64_t)trainer->config.optimizer;
+    c.steps = trainer->steps;
+    c.rng = trainer->rng.state;
+    memcpy(&c.rate, &rate, sizeof c.rate);
+    memcpy(c.position, trainer->position, sizeof c.position);
+    c.batch = (uint64_t)trainer->config.batch;
+    c.accumulate = (uint64_t)trainer->config.accumulate;
+    c.seed = trainer->config.seed;
+    return c;
+}
+
+/* ---- writing ---------------------------------------------------------------------------------------------------------------------- */
+
+static void moei_checkpoint_put(const moei_checkpoint *c, char out[MOEI_CHECKPOINT_TEXT]) {
+    moei_text t;
+    int i;
+    t.out = out, t.room = MOEI_CHECKPOINT_TEXT, t.length = 0;
+    for (i = 0; i < MOEI_CHECKPOINT_ROWS; i++) {
+        if (i > 0) moei_put(&t, " ", 1);
+        moei_put(&t, moei_checkpoint_rows[i].name, strlen(moei_checkpoint_rows[i].name));
+        moei_put(&t, " ", 1);
+        moei_put_unsigned(&t, moei_checkpoint_get(c, i));
+    }
+}
+
+/* Moment i as a tensor. */
+static void moei_moment(const moe_trainer *trainer, size_t i, moe_tensor *out) {
+    memset(out, 0, sizeof *out);
+    memcpy(out->name, moei_moment_names[i], strlen(moei_moment_names[i]));
+    out->n_dims = 1;
+    out->shape[0] = out->count = moei_net_numbers(trainer->net);
+    out->data = trainer->memory + i * out->count;
+}
+
+/* The file, with room for the list of its tensors. */
+static moe_status moei_checkpoint_file(const moe_trainer *trainer, const moe_metadata metadata[2], moe_tensor *tensors, moe_stream *stream,
+                                       moe_error *error) {
+    const moe_net *net = trainer->net;
+    size_t i;
+    for (i = 0; i < net->n_tensors; i++) tensors[i] = net->tensors[i];
+    for (i = 0; i < moei_moments(trainer); i++) moei_moment(trainer, i, &tensors[net->n_tensors + i]);
+    return moe_file_write(stream, tensors, net->n_tensors + i, metadata, 2, &net->allocator, error);
+}
+
+/* The configuration of the net as text, terminated; moe_buffer_free. */
+static moe_status moei_checkpoint_config(const moe_net *net, moei_config_text *text, moe_error *error) {
+    memset(text, 0, sizeof *text);
+    text->buffer.allocator = net->allocator;
+    moei_config_put_net(text, net);
+    if (text->status == MOE_OK) text->status = moei_buffer_write(&text->buffer, "", 1);
+    if (text->status == MOE_OK) return MOE_OK;
+    moe_buffer_free(&text->buffer);
+    return moei_error(error, text->status, "the configuration's text: %s", moe_status_text(text->status));
+}
+
+static moe_status moei_checkpoint_write(const moe_trainer *trainer, const moei_checkpoint *c, moe_stream *stream, moe_error *error) {
+    const moe_allocator *a = &trainer->net->allocator;
+    char numbers[MOEI_CHECKPOINT_TEXT];
+    moei_config_text text;
+    moe_metadata metadata[2];
+    moe_tensor *tensors;
+    moe_status status = moei_checkpoint_config(trainer->net, &text, error);
+    if (status != MOE_OK) return status;
+    moei_checkpoint_put(c, numbers);
+    metadata[0].key = MOEI_CONFIG_KEY, metadata[0].value = (const char *)text.buffer.data;
+    metadata[1].key = MOEI_CHECKPOINT_KEY, metadata[1].value = numbers;
+    tensors = (moe_tensor *)moei_alloc(a, trainer->net->n_tensors + 2, sizeof *tensors);
+    if (tensors != NULL) status = moei_checkpoint_file(trainer, metadata, tensors, stream, error);
+    else status = moei_error(error, MOE_ERR_MEMORY, "no memory for the list of %z tensors", trainer->net->n_tensors + 2);
+    moei_free(a, tensors, (trainer->net->n_tensors + 2) * sizeof *tensors);
+    moe_buffer_free(&text.buffer);
+    return status;
+}
+
+static moe_status moei_trainer_between_steps(const moe_trainer *trainer, moe_error *error) {
+    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must not be NULL");
+    if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+    if (trainer->n_accumulated > 0)
+        return moei_error(error, MOE_ERR_STATE, "%d batches are accumulated: a checkpoint is written between steps", trainer->n_accumulated);
+    return MOE_OK;
+}
+
+moe_status moe_trainer_write(const moe_trainer *trainer, moe_stream *stream, moe_error *error) {
+    moei_checkpoint c;
+    moe_status status = moei_trainer_between_steps(trainer, error);
+    if (status != MOE_OK) return status;
+    c = moei_checkpoint_of(trainer);
+    return moei_checkpoint_write(trainer, &c, stream, error);
+}
+
+/* ---- reading ---------------------------------------------------------------------------------------------------------------------- */
+
+/* Takes a word that must be there; 0 when it is not. */
+static int moei_take_word(const char **p, const char *word) {
+    size_t n = strlen(word);
+    if (strncmp(*p, word, n) != 0) return 0;
+    *p += n;
+    return 1;
+}
+
+/* Takes a whole number as the writer puts it: digits alone, no zero in front. */
+static int moei_take_number(const char **p, uint64_t *value) {
+    const char *from = *p;
+    for (*value = 0; **p >= '0' && **p <= '9'; ++*p) {
+        uint64_t digit = (uint64_t)(**p - '0');
+        if (*value > (UINT64_MAX - digit) / 10) return 0;
+        *value = *value * 10 + digit;
+    }
+    return *p > from && (*from != '0' || *p == from + 1);
+}
+
+static moe_status moei_checkpoint_parse(const char *text, moei_checkpoint *c, moe_error *error) {
+    const char *p = text;
+    double rate;
+    int i, good;
+    memset(c, 0, sizeof *c);
+    for (i = 0, good = 1; i < MOEI_CHECKPOINT_ROWS; i++) {
+        uint64_t value;
+        good = (i == 0 || moei_take_word(&p, " ")) && moei_take_word(&p, moei_checkpoint_rows[i].name) && moei_take_word(&p, " ") &&
+               moei_take_number(&p, &value);
+        if (!good) break;
+        memcpy((char *)c + moei_checkpoint_rows[i].offset, &value, sizeof value);
+        if (c->format != MOEI_CHECKPOINT_FORMAT)
+            return moei_error(error, MOE_ERR_UNSUPPORTED, "metadata " MOEI_CHECKPOINT_KEY ": this version reads format %d", (int)MOEI_CHECKPOINT_FORMAT);
+    }
+    if (!good || *p != '\0')
+        return moei_error(error, MOE_ERR_FORMAT, "metadata " MOEI_CHECKPOINT_KEY ", byte %z: %s is expected", (size_t)(p - text),
+                          good ? "the end" : moei_checkpoint_rows[i].name);
+    memcpy(&rate, &c->rate, sizeof rate);
+    if (!(fabs(rate) <= (MOE_REAL_IS_DOUBLE ? 1e308 : 3.4e38)) || c->steps >> 53 != 0)
+        return moei_error(error, MOE_ERR_FORMAT, "metadata " MOEI_CHECKPOINT_KEY ": steps or rate is out of range");
+    return MOE_OK;
+}
+
+#ifndef MOE_NO_STDIO
+
+/* Names the first number that must be the same and is not. */
+static moe_status moei_checkpoint_differs(const moei_checkpoint *has, const moei_checkpoint *wanted, moe_error *error) {
+    char is[24], was[24];
+    moei_text t;
+    int i;
+    for (i = 0; i < MOEI_CHECKPOINT_ROWS; i++) {
+        if (!moei_checkpoint_rows[i].of_fit || moei_checkpoint_get(has, i) == moei_checkpoint_get(wanted, i)) continue;
+        t.out = is, t.room = sizeof is, t.length = 0;
+        moei_put_unsigned(&t, moei_checkpoint_get(wanted, i));
+        t.out = was, t.room = sizeof was, t.length = 0;
+        moei_put_unsigned(&t, moei_checkpoint_get(has, i));
+        return moei_error(error, MOE_ERR_CONFIG, "%s = %s: the training of the checkpoint has %s", moei_checkpoint_rows[i].name, is, was);
+    }
+    return MOE_OK;
+}
+
+#endif
+
+/* Whether the file's configuration is, letter by letter, what the trainer's net would write. */
+static moe_status moei_checkpoint_same_net(const moe_net *net, const moe_file *file, moe_error *error) {
+    moei_config_text text;
+    char *found;
+    size_t length = 0;
+    int same;
+    moe_status status = moe_file_metadata(file, MOEI_CONFIG_KEY, NULL, 0, &length);
+    if (status == MOE_ERR_NOT_FOUND)
+        return moei_error(error, MOE_ERR_FORMAT, "the file has no configuration: no metadata of the key '%s'", MOEI_CONFIG_KEY);
+    status = moei_checkpoint_config(net, &text, error);
+    if (status != MOE_OK) return status;
+    same = length + 1 == text.buffer.size;
+    found = same ? (char *)moei_alloc(&net->allocator, length + 1, 1) : NULL;
+    if (same && found == NULL) status = moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of configuration", length + 1);
+    else same = same && moe_file_metadata(file, MOEI_CONFIG_KEY, found, length + 1, NULL) == MOE_OK && memcmp(found, text.buffer.data, length) == 0;
+    if (status == MOE_OK && !same) status = moei_error(error, MOE_ERR_CONFIG, "the checkpoint is that of a net of other modules");
+    moei_free(&net->allocator, found, length + 1);
+    moe_buffer_free(&text.buffer);
+    return status;
+}
+
+/* Exactly the trainer's moments must be there. */
+static moe_status moei_checkpoint_moments(const moe_trainer *trainer, moe_file *file, moe_error *error) {
+    char have[80];
+    moe_file_tensor found;
+    size_t i, count = 0, numbers = moei_net_numbers(trainer->net);
+    for (i = 0; i < moei_moments(trainer); i++) {
+        if (moe_file_find(file, moei_moment_names[i], &found) != MOE_OK)
+            return moei_error(error, MOE_ERR_NOT_FOUND, "tensor '%s': missing in the file", moei_moment_names[i]);
+        if (found.n_dims != 1 || found.shape[0] != numbers)
+            return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be [%z], the file has %s", moei_moment_names[i], numbers,
+                              moei_shape_text(found.shape, found.n_dims, have));
+    }
+    for (moe_file_rewind(file); moe_file_next(file, &found) == MOE_OK;) count += (size_t)moei_is_of_trainer(&found);
+    if (count == i) return MOE_OK;
+    return moei_error(error, MOE_ERR_UNSUPPORTED, "the file has %z tensors of a trainer, %z are known", count, i);
+}
+
+/* Checks all of a checkpoint; changes nothing. */
+static moe_status moei_checkpoint_open(const moe_trainer *trainer, const void *bytes, size_t size, moe_file *file, moei_checkpoint *c, moe_error *error) {
+    char text[MOEI_CHECKPOINT_TEXT];
+    moe_status status = moe_file_open(file, bytes, size, error);
+    if (status != MOE_OK) return status;
+    status = moe_file_metadata(file, MOEI_CHECKPOINT_KEY, text, sizeof text, NULL);
+    if (status == MOE_ERR_NOT_FOUND)
+        return moei_error(error, MOE_ERR_FORMAT, "the file is no checkpoint: no metadata of the key '" MOEI_CHECKPOINT_KEY "'");
+    if (status != MOE_OK) return moei_error(error, MOE_ERR_FORMAT, "metadata " MOEI_CHECKPOINT_KEY ": the text is too long");
+    status = moei_checkpoint_parse(text, c, error);
+    if (status == MOE_OK) status = moei_checkpoint_same_net(trainer->net, file, error);
+    if (status == MOE_OK && c->optimizer != (uint64_t)trainer->config.optimizer)
+        status = moei_error(error, MOE_ERR_CONFIG, "optimizer = %s: the checkpoint is that of another", moei_optimizer_names[trainer->config.optimizer]);
+    if (status == MOE_OK) status = moei_file_match(trainer->net, file, error);
+    return status == MOE_OK ? moei_checkpoint_moments(trainer, file, error) : status;
+}
+
+/* After open: nothing can fail. */
+static moe_status moei_checkpoint_apply(moe_trainer *trainer, moe_file *file, const moei_checkpoint *c, moe_error *error) {
+    moe_file_tensor found;
+    double rate;
+    size_t i, numbers = moei_net_numbers(trainer->net);
+    moe_status status = moei_file_fill(trainer->net, file, error);
+    for (i = 0; i < moei_moments(trainer) && status == MOE_OK; i++) {
+        status = moe_file_find(file, moei_moment_names[i], &found);
+        if (status == MOE_OK) status = moe_file_values(&found, 0, numbers, trainer->memory + i * numbers);
+    }
+    for (i = 0; i < trainer->net->n_modules; i++) trainer->net->modules[i].layer.is_packed = 0;
+    trainer->steps = c->steps;
+    trainer->rng.state = c->rng;
+    trainer->n_accumulated = 0;
+    memcpy(&rate, &c->rate, sizeof rate);
+    trainer->rate = (moe_real)rate;
+    memcpy(trainer->position, c->position, sizeof trainer->position);
+    moei_trainer_rate(trainer);
+    return status;
+}
+
+moe_status moe_trainer_read(moe_trainer *trainer, const void *bytes, size_t size, moe_error *error) {
+    moei_checkpoint c;
+    moe_file file;
+    moe_status status;
+    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must not be NULL");
+    if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+    status = moei_checkpoint_open(trainer, bytes, size, &file, &c, error);
+    return status == MOE_OK ? moei_checkpoint_apply(trainer, &file, &c, error) : status;
+}
+
+#ifndef MOE_NO_STDIO
+
+/* What moe_file_replace hands to its callback. */
+typedef struct moei_trainer_saved {
+    const moe_trainer *trainer;
+    moe_error *error;
+} moei_trainer_saved;
+
+static moe_status moei_trainer_save(void *ctx, moe_stream *stream) {
+    const moei_trainer_saved *s = (const moei_trainer_saved *)ctx;
+    return moe_trainer_write(s->trainer, stream, s->error);
+}
+
+moe_status moe_trainer_save(const moe_trainer *trainer, const char *path, moe_error *error) {
+    moei_trainer_saved s;
+    moe_status status = moei_trainer_between_steps(trainer, error);
+    s.trainer = trainer, s.error = error;
+    return status == MOE_OK ? moe_file_replace(path, moei_trainer_save, &s, error) : status;
+}
+
+moe_status moe_trainer_load(moe_trainer *trainer, const char *path, moe_error *error) {
+    moe_buffer buffer;
+    moe_status status;
+    if (trainer == NULL || trainer->net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must be one that init has made");
+    status = moei_file_load(path, &trainer->net->allocator, &buffer, error);
+    if (status == MOE_OK) status = moe_trainer_read(trainer, buffer.data, buffer.size, error);
+    moe_buffer_free(&buffer);
+    return status;
+}
+
+#endif
+#endif /* MOE_NO_TRAIN */
 
 #endif /* MOE_IMPLEMENTATION */
