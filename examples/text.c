@@ -379,13 +379,13 @@ static double seconds(void) {
 typedef struct run {
     uint64_t step, steps, first; /* first: steps that were done when it began */
     double started, shown;       /* times */
+    int epoch;
     double loss_sum, loss_steps; /* of the epoch, when the loss was last told */
 } run;
 
 static void show_step(run *r, const moe_progress *p, int keep) {
     double sum = (double)p->loss * (double)p->step, now = seconds(), took = now - r->started + 1e-9;
-    if ((double)p->step <= r->loss_steps) r->loss_sum = r->loss_steps = 0; /* a new epoch */
-    double loss = (sum - r->loss_sum) / ((double)p->step - r->loss_steps);
+    double loss = (double)p->step > r->loss_steps ? (sum - r->loss_sum) / ((double)p->step - r->loss_steps) : (double)p->loss;
     double left = took / (double)(r->step - r->first) * (double)(r->steps - r->step);
     printf("%sstep %5.0f of %.0f: loss %.3f, perplexity %8.2f, %6.0f tokens/s, %2d:%02d left%s", isatty(1) ? "\r" : "", (double)r->step,
            (double)r->steps, loss, exp(loss), (double)p->samples / took, (int)(left / 60), (int)left % 60, keep || !isatty(1) ? "\n" : "");
@@ -398,6 +398,8 @@ static void show_step(run *r, const moe_progress *p, int keep) {
 static int progress(void *ctx, const moe_progress *p) {
     run *r = (run *)ctx;
     uint64_t every = r->steps / 12 + 1;
+    if (p->epoch != r->epoch) /* a new one, or the middle of that in which training stopped: its steps before do not count */
+        r->epoch = p->epoch, r->loss_steps = p->step > 1 ? (double)p->step : 0, r->loss_sum = (double)p->loss * r->loss_steps;
     r->step = p->total_step;
     int last = r->step >= r->steps || stopped_by != 0 || r->step == (uint64_t)set.stop_after, keep = last || r->step % every == 0;
     if (!set.quiet && (keep || (isatty(1) && seconds() - r->shown > 0.25))) show_step(r, p, keep);
