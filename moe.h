@@ -669,7 +669,7 @@ typedef struct moe_net_pass {
     const moe_real *y; /* [N,d_out] the net's output */
     /* Private to moe.h. */
     moe_call call;
-    size_t past; /* decoding: tokens before those of the call */
+    size_t past, most; /* decoding: tokens before those of the call, room of the cache (else 0) */
     struct moe_module_pass *modules;
     void *scratch;
     moe_real *d_x;
@@ -3413,17 +3413,21 @@ static void moei_layer_layout(const moe_layer *layer, const moei_chain *chain, s
     if (c->n_shared > 0) moei_take_nodes(&shared, l, n, 1, p->d_shared);
 }
 
-moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int training, size_t *bytes) {
+/* Bytes of work memory for n tokens that follow up to `past` others. */
+static moe_status moei_layer_size(const moe_layer *layer, size_t n, size_t past, int training, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
     moe_layer_pass p;
     moei_chain chain;
-    if (layer == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
-    if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (n > INT32_MAX) return MOE_ERR_OVERFLOW;
     chain = moei_chain_begin(layer, layer->config.expert);
-    moei_layer_layout(layer, &chain, n_tokens, 0, training, &l, &p);
+    moei_layer_layout(layer, &chain, n, past, training, &l, &p);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
     return MOE_OK;
+}
+
+moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int training, size_t *bytes) {
+    return layer == NULL || bytes == NULL ? MOE_ERR_ARGUMENT : moei_layer_size(layer, n_tokens, 0, training, bytes);
 }
 
 /* Whether a call keeps all rows of all experts. */
@@ -4854,10 +4858,12 @@ struct moe_module_pass {
     moe_real *d_x;         /* [N,d_in] training; NULL for module 0: the caller's */
     moe_real *mean, *rstd; /* [N] norms */
     unsigned char *stays;  /* [N,d_in] dropout in training: 1 where x stays */
-    moe_real *q, *k, *v;   /* [N,heads d_head] attention */
+    moe_real *q, *k, *v;   /* [N,heads d_head] attention; decoding: k and v [most,heads d_head] lie in the cache */
     moe_real *mixed;       /* [N,heads d_head] its heads' outputs */
-    moe_real *weights, *d_weights; /* [heads,N,N] attention that a router behind it reads: A, 0 outside of what is seen */
-    moe_real *outputs, *d_outputs; /* [heads,N,d_out] and o */
+    moe_real *weights, *d_weights; /* [heads,N,past+N] attention that a router behind it reads: A, 0 outside of what is seen */
+    moe_real *outputs, *d_outputs; /* [heads,past+N,d_out] and o */
+    moe_real *past_outputs;        /* [heads,most,d_out] decoding: o in the cache */
+    moe_real *past_u, *past_gate;  /* [most,d_in], [most,E] decoding: u and gate of a mixture that refines, in the cache */
     moe_real *turns;       /* [N,d_head] cosines, then sines, of the angles of each place; the first attention with these angles fills them */
     void *work;            /* mixture and feed_forward */
     size_t work_size;
@@ -4900,26 +4906,53 @@ static int moei_is_read(const moe_net *net, size_t i) {
 
 static size_t moei_attention_width(const moe_module *m) { return (size_t)m->attention.heads * (size_t)m->attention.d_head; }
 
-static void moei_attention_layout(const moe_net *net, size_t i, size_t n, int training, moei_layout *l, struct moe_module_pass *p) {
-    const moe_module *m = &net->modules[i];
-    size_t width = moei_attention_width(m), rows;
-    p->q = moei_take_reals(l, n, width);
-    p->k = moei_take_reals(l, n, width);
-    p->v = moei_take_reals(l, n, width);
-    p->mixed = moei_take_reals(l, n, width);
-    if (m->attention.rotary && moei_turns_of(net, i) == i) p->turns = moei_take_reals(l, n, (size_t)m->attention.d_head);
-    if (!moei_is_read(net, i)) return;
-    if (!moei_mul(n, (size_t)m->attention.heads, &rows)) l->overflow = 1;
-    p->weights = moei_take_reals(l, rows, n);
-    p->outputs = moei_take_reals(l, rows, (size_t)m->d_out);
-    if (!training) return;
-    p->d_weights = moei_take_reals(l, rows, n);
-    p->d_outputs = moei_take_reals(l, rows, (size_t)m->d_out);
+/* What a pass is laid out for. */
+typedef struct moei_extent {
+    size_t n, past; /* tokens of the call, and the most before them */
+    int training;   /* what the way back needs is kept */
+    int decoding;   /* keys, values and what else is known of earlier tokens lie in a cache */
+} moei_extent;
+
+static moei_extent moei_extent_of(size_t n, int training) {
+    moei_extent e;
+    e.n = n, e.past = 0, e.training = training, e.decoding = 0;
+    return e;
 }
 
-/* Lays one module's pass out in memory. */
-static moe_status moei_module_layout(const moe_net *net, size_t i, size_t n, int training, moei_layout *l, struct moe_module_pass *p) {
+/* n tokens at the end of a cache for most. */
+static moei_extent moei_extent_decoding(size_t n, size_t most) {
+    moei_extent e;
+    e.n = n, e.past = most - n, e.training = 0, e.decoding = 1;
+    return e;
+}
+
+static void moei_attention_layout(const moe_net *net, size_t i, const moei_extent *e, moei_layout *l, struct moe_module_pass *p) {
     const moe_module *m = &net->modules[i];
+    size_t width = moei_attention_width(m), heads = (size_t)m->attention.heads, rows = 0, keys = 0;
+    p->q = moei_take_reals(l, e->n, width);
+    if (!e->decoding) {
+        p->k = moei_take_reals(l, e->n, width);
+        p->v = moei_take_reals(l, e->n, width);
+    }
+    p->mixed = moei_take_reals(l, e->n, width);
+    if (m->attention.rotary && moei_turns_of(net, i) == i) p->turns = moei_take_reals(l, e->n, (size_t)m->attention.d_head);
+    if (!moei_is_read(net, i)) return;
+    if (!moei_mul(e->n, heads, &rows) || !moei_mul(e->past + e->n, heads, &keys)) l->overflow = 1;
+    p->weights = moei_take_reals(l, rows, e->past + e->n);
+    p->outputs = moei_take_reals(l, keys, (size_t)m->d_out);
+    if (!e->training) return;
+    p->d_weights = moei_take_reals(l, rows, e->n);
+    p->d_outputs = moei_take_reals(l, keys, (size_t)m->d_out);
+}
+
+/* Whether a module is a mixture whose router refines, and so reads earlier tokens. */
+static int moei_refines(const moe_module *m) { return m->kind == MOE_MODULE_MIXTURE && m->layer.config.router.refine != MOE_REFINE_NONE; }
+
+/* Lays one module's pass out in memory. */
+static moe_status moei_module_layout(const moe_net *net, size_t i, const moei_extent *e, moei_layout *l, struct moe_module_pass *p) {
+    const moe_module *m = &net->modules[i];
+    size_t n = e->n;
+    int training = e->training;
     moe_status status = MOE_OK;
     memset(p, 0, sizeof *p);
     p->y = moei_take_reals(l, n, (size_t)m->d_out);
@@ -4927,13 +4960,14 @@ static moe_status moei_module_layout(const moe_net *net, size_t i, size_t n, int
     if (m->kind == MOE_MODULE_LAYER_NORM) p->mean = moei_take_reals(l, n, 1);
     if (m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_RMS_NORM) p->rstd = moei_take_reals(l, n, 1);
     if (m->kind == MOE_MODULE_DROPOUT && training) p->stays = (unsigned char *)moei_take(l, n, (size_t)m->d_in);
-    if (m->kind == MOE_MODULE_ATTENTION) moei_attention_layout(net, i, n, training, l, p);
+    if (m->kind == MOE_MODULE_ATTENTION) moei_attention_layout(net, i, e, l, p);
     if (m->kind == MOE_MODULE_MIXTURE && (moe_router_traits(&m->layer.config.router) & MOE_TRAIT_NEEDS_PREVIOUS_LAYER)) {
         p->n_previous = moei_mixture_choices(net, moei_previous_mixture(net, i));
         p->previous_experts = (int32_t *)moei_take(l, n, p->n_previous * sizeof(int32_t));
         p->previous_weights = moei_take_reals(l, n, p->n_previous);
     }
-    if (moei_is_layer(m) && (status = moe_layer_work_size(&m->layer, n, training, &p->work_size)) == MOE_OK) p->work = moei_take(l, p->work_size, 1);
+    if (moei_is_layer(m)) status = moei_layer_size(&m->layer, n, moei_refines(m) ? e->past : 0, training, &p->work_size);
+    if (moei_is_layer(m) && status == MOE_OK) p->work = moei_take(l, p->work_size, 1);
     return status;
 }
 
@@ -4941,19 +4975,19 @@ enum { MOEI_ATTENTION_ROWS = 64 }; /* queries of a block */
 
 /* What a module needs while it is at work, in memory that all share. */
 typedef struct moei_room {
-    moe_real *a, *d_a;                  /* [MOEI_ATTENTION_ROWS,N] attention: one block of A and its gradient */
+    moe_real *a, *d_a;                   /* [MOEI_ATTENTION_ROWS,past+N] attention: one block of A and its gradient */
     moe_real *d_q, *d_k, *d_v, *d_mixed; /* [N,heads d_head] attention */
-    moe_real *d_act;                    /* [N,d_in] activation */
+    moe_real *d_act;                     /* [N,d_in] activation */
 } moei_room;
 
-static moei_room moei_room_layout(const moe_module *m, size_t n, int training, moei_layout *l) {
-    size_t rows = n < MOEI_ATTENTION_ROWS ? n : (size_t)MOEI_ATTENTION_ROWS, width = moei_attention_width(m);
+static moei_room moei_room_layout(const moe_module *m, const moei_extent *e, moei_layout *l) {
+    size_t n = e->n, rows = n < MOEI_ATTENTION_ROWS ? n : (size_t)MOEI_ATTENTION_ROWS, width = moei_attention_width(m);
     moei_room room;
     memset(&room, 0, sizeof room);
-    if (m->kind == MOE_MODULE_ACTIVATION && training) room.d_act = moei_take_reals(l, n, (size_t)m->d_in);
+    if (m->kind == MOE_MODULE_ACTIVATION && e->training) room.d_act = moei_take_reals(l, n, (size_t)m->d_in);
     if (m->kind != MOE_MODULE_ATTENTION) return room;
-    room.a = moei_take_reals(l, rows, n);
-    if (!training) return room;
+    room.a = moei_take_reals(l, rows, e->past + n);
+    if (!e->training) return room;
     room.d_a = moei_take_reals(l, rows, n);
     room.d_q = moei_take_reals(l, n, width);
     room.d_k = moei_take_reals(l, n, width);
@@ -4964,7 +4998,7 @@ static moei_room moei_room_layout(const moe_module *m, size_t n, int training, m
 
 /* Lays a pass out in memory; the same function with an empty base counts the bytes. Every module keeps its output: any later
    residual or report may read it. */
-static moe_status moei_net_layout(const moe_net *net, size_t n, int training, moei_layout *l, moe_net_pass *pass) {
+static moe_status moei_net_layout(const moe_net *net, const moei_extent *e, moei_layout *l, moe_net_pass *pass) {
     struct moe_module_pass unplaced;
     size_t i, most = 0;
     memset(pass, 0, sizeof *pass);
@@ -4972,9 +5006,9 @@ static moe_status moei_net_layout(const moe_net *net, size_t n, int training, mo
     for (i = 0; i < net->n_modules; i++) {
         moei_layout room = moei_layout_begin(NULL);
         moe_status status =
-            moei_module_layout(net, i, n, training, l, pass->modules != NULL && !l->overflow ? &pass->modules[i] : &unplaced);
+            moei_module_layout(net, i, e, l, pass->modules != NULL && !l->overflow ? &pass->modules[i] : &unplaced);
         if (status != MOE_OK) return status;
-        (void)moei_room_layout(&net->modules[i], n, training, &room);
+        (void)moei_room_layout(&net->modules[i], e, &room);
         if (room.overflow) return MOE_ERR_OVERFLOW;
         if (room.used > most) most = room.used;
     }
@@ -4982,16 +5016,20 @@ static moe_status moei_net_layout(const moe_net *net, size_t n, int training, mo
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
-moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, size_t *bytes) {
+static moe_status moei_net_size(const moe_net *net, const moei_extent *e, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
     moe_net_pass pass;
     moe_status status;
-    if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
-    if (!net->built) return MOE_ERR_STATE;
-    if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
-    status = moei_net_layout(net, n_tokens, training, &l, &pass);
+    if (e->n > INT32_MAX || e->past > INT32_MAX - e->n) return MOE_ERR_OVERFLOW;
+    status = moei_net_layout(net, e, &l, &pass);
     if (status == MOE_OK) *bytes = l.used;
     return status;
+}
+
+moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, size_t *bytes) {
+    moei_extent e = moei_extent_of(n_tokens, training);
+    if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
+    return net->built ? moei_net_size(net, &e, bytes) : MOE_ERR_STATE;
 }
 
 /* One module at work on the n rows of a call. */
@@ -5023,7 +5061,9 @@ static moei_run moei_run_begin(const moe_net *net, moe_net_pass *pass, size_t i)
 
 static moei_room moei_run_room(const moei_run *r) {
     moei_layout l = moei_layout_begin(r->pass->scratch);
-    return moei_room_layout(r->m, r->n, moei_keeps(&r->pass->call), &l);
+    moei_extent e = moei_extent_of(r->n, moei_keeps(&r->pass->call));
+    e.past = r->pass->past;
+    return moei_room_layout(r->m, &e, &l);
 }
 
 /* Of a tied module too, whose weight is the embedding's. */
@@ -5202,14 +5242,17 @@ static void moei_block_forward(const moei_run *r, const moei_queries *b) {
                moei_head(r, r->p->mixed, b->head, b->at), width, 0);
 }
 
-/* o of the call's tokens: heads W_O,h v_h, so that their mean over heads, weighted by A, is y. */
+/* o of the past tokens from the cache, of the call's heads W_O,h v_h, so that their mean over heads, weighted by A, is y. */
 static void moei_attention_outputs(const moei_run *r) {
-    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, h, i;
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, past = r->pass->past, h, i;
     for (h = 0; h < (size_t)r->m->attention.heads; h++) {
-        moe_real *o = r->p->outputs + (h * (r->pass->past + r->n) + r->pass->past) * r->d_out;
-        moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, r->n, r->d_out, w, moei_head(r, r->p->v, h, r->pass->past), width,
+        moe_real *o = r->p->outputs + h * (past + r->n) * r->d_out;
+        if (past > 0) memcpy(o, r->p->past_outputs + h * r->pass->most * r->d_out, past * r->d_out * sizeof(moe_real));
+        o += past * r->d_out;
+        moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, r->n, r->d_out, w, moei_head(r, r->p->v, h, past), width,
                    r->m->tensors[MOE_MODULE_OUTPUT] + h * w, width, o, r->d_out, 0);
         for (i = 0; i < r->n * r->d_out; i++) o[i] *= (moe_real)r->m->attention.heads;
+        if (r->p->past_outputs != NULL) memcpy(r->p->past_outputs + (h * r->pass->most + past) * r->d_out, o, r->n * r->d_out * sizeof(moe_real));
     }
 }
 
@@ -5282,13 +5325,35 @@ static void moei_mixture_attention(const moei_run *r, moe_call *call) {
     call->d_attention_output = r->pass->modules[at + 1].d_x;
 }
 
+/* Decoding: what refining reads of earlier tokens. */
+static void moei_mixture_past(const moei_run *r, moe_call *call) {
+    if (r->pass->most == 0) return;
+    call->decoding = 1;
+    if (r->p->past_u == NULL) return;
+    call->n_past = r->pass->past;
+    call->past_u = r->p->past_u, call->past_gate = r->p->past_gate;
+}
+
+/* And of the call's tokens, later on. */
+static void moei_mixture_remember(const moei_run *r) {
+    const moe_routing *routing = &r->p->layer.routing;
+    size_t experts = routing->n_experts;
+    if (r->p->past_u == NULL || r->n == 0) return;
+    memcpy(r->p->past_u + r->pass->past * r->d_in, routing->u, r->n * r->d_in * sizeof(moe_real));
+    memcpy(r->p->past_gate + r->pass->past * experts, routing->gate, r->n * experts * sizeof(moe_real));
+}
+
 static moe_status moei_mixture_forward(const moei_run *r) {
     moe_call call = r->pass->call;
+    moe_status status;
     call.x = r->p->x;
     moei_mixture_own(r, &call);
     moei_mixture_attention(r, &call);
+    moei_mixture_past(r, &call);
     if (r->p->n_previous > 0) moei_mixture_previous(r, &call);
-    return moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
+    status = moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
+    if (status == MOE_OK) moei_mixture_remember(r);
+    return status;
 }
 
 static moe_status moei_residual_forward(const moei_run *r) {
@@ -5531,15 +5596,17 @@ static moe_status moei_net_run(const moe_net *net, const moe_call *call, moe_net
 
 moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
     moei_layout l = moei_layout_begin(work);
+    moei_extent e;
     moe_net_pass p;
     moe_status status;
     size_t size;
     if (net == NULL || call == NULL || work == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
     if (!net->built) return MOE_ERR_STATE;
     if ((status = moei_net_call_check(net, call, 0)) != MOE_OK) return status;
-    if ((status = moe_net_work_size(net, call->n_tokens, moei_keeps(call), &size)) != MOE_OK) return status;
+    e = moei_extent_of(call->n_tokens, moei_keeps(call));
+    if ((status = moei_net_size(net, &e, &size)) != MOE_OK) return status;
     if (size > work_size) return MOE_ERR_SPACE;
-    if ((status = moei_net_layout(net, call->n_tokens, moei_keeps(call), &l, &p)) != MOE_OK) return status;
+    if ((status = moei_net_layout(net, &e, &l, &p)) != MOE_OK) return status;
     status = moei_net_run(net, call, &p);
     if (status == MOE_OK) *pass = p;
     return status;
@@ -5550,10 +5617,101 @@ moe_status moe_net_check_decoding(const moe_net *net, moe_error *error) {
     size_t i;
     if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
     for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
         moe_status status = MOE_OK;
-        if (net->modules[i].kind == MOE_MODULE_MIXTURE) status = moe_router_check_decoding(&net->modules[i].layer.config.router, &why);
+        if (m->kind == MOE_MODULE_ATTENTION && m->attention.full)
+            return moei_error(error, MOE_ERR_UNSUPPORTED, "module %z (attention): full = 1 sees later tokens and cannot decode token by token; full = 0 decodes", i);
+        if (m->kind == MOE_MODULE_MIXTURE) status = moe_router_check_decoding(&m->layer.config.router, &why);
         if (status != MOE_OK) return moei_error(error, status, "module %z (mixture): %s", i, why.message);
     }
+    return MOE_OK;
+}
+
+/* ---- decoding ------------------------------------------------------------------------------------------------------------------- */
+
+/* Tells the modules of a pass where their part of a cache for most tokens lies; modules NULL counts the bytes. */
+static void moei_cache_layout(const moe_net *net, size_t most, moei_layout *l, struct moe_module_pass *modules) {
+    struct moe_module_pass uncounted;
+    size_t i, rows = 0;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
+        struct moe_module_pass *p = modules != NULL ? &modules[i] : &uncounted;
+        if (m->kind == MOE_MODULE_ATTENTION) {
+            p->k = moei_take_reals(l, most, moei_attention_width(m));
+            p->v = moei_take_reals(l, most, moei_attention_width(m));
+            if (!moei_mul(most, (size_t)m->attention.heads, &rows)) l->overflow = 1;
+            if (moei_is_read(net, i)) p->past_outputs = moei_take_reals(l, rows, (size_t)m->d_out);
+        }
+        if (!moei_refines(m)) continue;
+        p->past_u = moei_take_reals(l, most, (size_t)m->d_in);
+        p->past_gate = moei_take_reals(l, most, (size_t)m->layer.config.router.n_experts);
+    }
+}
+
+moe_status moe_net_cache_size(const moe_net *net, size_t most, size_t *bytes) {
+    moei_layout l = moei_layout_begin(NULL);
+    if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
+    if (!net->built) return MOE_ERR_STATE;
+    if (most > INT32_MAX) return MOE_ERR_OVERFLOW;
+    moei_cache_layout(net, most, &l, NULL);
+    if (l.overflow) return MOE_ERR_OVERFLOW;
+    *bytes = l.used;
+    return MOE_OK;
+}
+
+moe_status moe_net_cache_init(moe_cache *cache, const moe_net *net, size_t most, void *memory, size_t size, moe_error *error) {
+    size_t wanted;
+    moe_status status;
+    if (cache == NULL || net == NULL || (memory == NULL && size > 0)) return moei_error(error, MOE_ERR_ARGUMENT, "cache, net and memory must not be NULL");
+    status = moe_net_cache_size(net, most, &wanted);
+    if (status != MOE_OK) return moei_error(error, status, "a cache for %z tokens: %s", most, moe_status_text(status));
+    status = moe_net_check_decoding(net, error);
+    if (status != MOE_OK) return status;
+    if (size < wanted) return moei_error(error, MOE_ERR_SPACE, "size = %z: a cache for %z tokens takes %z bytes", size, most, wanted);
+    cache->net = net;
+    cache->n_tokens = 0;
+    cache->most = most;
+    cache->memory = memory;
+    cache->size = size;
+    return MOE_OK;
+}
+
+moe_status moe_net_decode_work_size(const moe_net *net, size_t most, size_t n_tokens, size_t *bytes) {
+    moei_extent e = moei_extent_decoding(n_tokens < most ? n_tokens : most, most);
+    if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
+    return net->built ? moei_net_size(net, &e, bytes) : MOE_ERR_STATE;
+}
+
+/* What moe_net_decode asks of a call and the cache. */
+static moe_status moei_decode_check(const moe_net *net, const moe_cache *cache, const moe_call *call) {
+    if (!net->built) return MOE_ERR_STATE;
+    if (cache->net != net || cache->n_tokens > cache->most || call->training || call->keep || call->sequences != NULL || call->mask != NULL ||
+        call->past_u != NULL || call->past_gate != NULL)
+        return MOE_ERR_ARGUMENT;
+    if (call->n_tokens > cache->most - cache->n_tokens) return MOE_ERR_SPACE;
+    return moei_net_call_check(net, call, cache->n_tokens);
+}
+
+moe_status moe_net_decode(const moe_net *net, moe_cache *cache, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
+    moei_layout l = moei_layout_begin(work), of_cache;
+    moei_extent e;
+    moe_net_pass p;
+    moe_status status;
+    size_t size;
+    if (net == NULL || cache == NULL || call == NULL || work == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
+    if ((status = moei_decode_check(net, cache, call)) != MOE_OK) return status;
+    e = moei_extent_decoding(call->n_tokens, cache->most);
+    if ((status = moei_net_size(net, &e, &size)) != MOE_OK) return status;
+    if (size > work_size) return MOE_ERR_SPACE;
+    if ((status = moei_net_layout(net, &e, &l, &p)) != MOE_OK) return status;
+    of_cache = moei_layout_begin(cache->memory);
+    moei_cache_layout(net, cache->most, &of_cache, p.modules);
+    p.past = cache->n_tokens;
+    p.most = cache->most;
+    status = moei_net_run(net, call, &p);
+    if (status != MOE_OK) return status;
+    cache->n_tokens += call->n_tokens;
+    *pass = p;
     return MOE_OK;
 }
 
