@@ -19,20 +19,17 @@
 #include <unistd.h>
 #endif
 
-enum { LAYER_MODULES = 6, LONGEST = 48 /* bytes of a token */, KINDS = 7, COLUMNS = 100, MAX_LAYERS = 64, PATH_SIZE = 1000 };
+enum { LONGEST = 48 /* bytes of a token */, KINDS = 7, COLUMNS = 100, MAX_LAYERS = 64, PATH_SIZE = 1000 };
 
 /* ---- what can be set -------------------------------------------------------------------------------------------------------- */
 
-typedef struct settings {
+static struct {
     const char *text, *test, *output, *checkpoint, *router, *kernels, *prompt, *route;
     double rate, temperature, top_p;
     long words, vocabulary, width, layers, heads, experts, top_k, d_ff, context, batch, steps, epochs, warmup, seed, resume, stop_after;
-    long generate, sample_k, only_generate, check;
-} settings;
-
-static settings set = {.output = "text.safetensors", .prompt = "", .kernels = "auto", .rate = 7e-4, .temperature = 0.8, .top_p = 0.95,
-                       .vocabulary = 4096, .width = 64, .layers = 3, .experts = 16, .context = 128, .batch = 16, .steps = 600,
-                       .warmup = 50, .seed = 1, .generate = 400};
+    long generate, sample_k, only_generate, check, quiet;
+} set = {.output = "text.safetensors", .prompt = "", .kernels = "auto", .rate = 7e-4, .temperature = 0.8, .top_p = 0.95, .vocabulary = 4096,
+         .width = 64, .layers = 3, .experts = 16, .context = 128, .batch = 16, .steps = 1000, .warmup = 50, .seed = 1, .generate = 400};
 static int kernels;
 
 enum { FLAG, WHOLE, REAL, TEXT };
@@ -75,7 +72,10 @@ static const struct option {
     {"--check", "", FLAG, &set.check, 0, 0, "tests this program on a small model"}};
 enum { OPTIONS = sizeof options / sizeof *options };
 
-static int fail(const char *what, const char *why) { return fprintf(stderr, "text: %s: %s\n", what, why), 1; }
+static int fail(const char *what, const char *why) {
+    if (!set.quiet) fprintf(stderr, "text: %s: %s\n", what, why);
+    return 1;
+}
 
 static int show_help(void) {
     printf("text [options] [FILE]   trains on nine tenths of FILE, tests on the rest; without FILE: moe.h, moe_routers.h, moe_kernels.h\n");
@@ -180,7 +180,8 @@ static size_t word_length(const unsigned char *s, size_t n) {
     size_t i = 0, first;
     if (n > LONGEST) n = LONGEST;
     while (i < n && s[i] == ' ') i++;
-    if (i > 1 || i == n || (i == 1 && s[i] == '\n')) return i > 1 && i < n && s[i] != '\n' ? i - 1 : i; /* one space belongs to what follows */
+    if (i == n || (i > 0 && s[i] == '\n')) return i;
+    if (i > 1) return i - 1; /* the last space belongs to what follows */
     if (n - i >= 5 && memcmp(s + i, "<unk>", 5) == 0) return i + 5;
     for (first = i++; i < n && (is_letter(s[first]) || is_digit(s[first])); i++) {
         int number = is_digit(s[first]), next = i + 1 < n ? s[i + 1] : ' '; /* 3.14 and 1,000 and don't are one word */
@@ -238,10 +239,12 @@ static int read_words(model *m, const char *name) {
         w->p = p, w->n = line_end > p ? (size_t)(line_end - p) : 1, p = line_end + 1;
         if (w->n > LONGEST) wrong = "the word is longer than 48 bytes";
         if (w == m->words && (w->n != 5 || !is_unknown(w))) wrong = "the first word must be <unk>";
-        if (wrong == NULL && w > m->words + 1 && compare_words(w - 1, w) >= 0) wrong = "the word must come after the one before, in the order of bytes";
+        if (wrong == NULL && w > m->words + 1 && compare_words(w - 1, w) >= 0) wrong = "the word must come after the one above";
     }
     if (wrong == NULL && m->n_words < 2) wrong = "there are no words";
-    return wrong == NULL ? 0 : (fprintf(stderr, "text: %s:%d: %s\n", name, (int)m->n_words, wrong), 1);
+    if (wrong == NULL) return 0;
+    char line[PATH_SIZE];
+    return snprintf(line, sizeof line, "%s:%d", name, (int)m->n_words), fail(line, wrong);
 }
 
 /* The words of a model's file: those listed beside it, or bytes. */
@@ -262,7 +265,10 @@ static int find_words(model *m, const unsigned char *text, size_t n) {
     size_t i, at, found = 0;
     for (i = at = 0; at < n; i++) at += word_length(text + at, n - at);
     word *all = most.words = (word *)grab(i + 1, sizeof *all);
-    for (i = 1, at = 0; at < n; i += !is_unknown(all + i), at += all[0].n) all[0].n = word_length(text + at, n - at), all[i] = (word){text + at, all[0].n, 1};
+    for (i = 1, at = 0; at < n; i += !is_unknown(all + i)) {
+        all[i] = (word){text + at, word_length(text + at, n - at), 1};
+        at += all[i].n;
+    }
     qsort(all + 1, i - 1, sizeof *all, compare_words);
     for (at = 1; at < i; at++)
         if (found > 0 && compare_words(all + found, all + at) == 0) all[found].count++;
@@ -343,21 +349,22 @@ static int save_model(const model *m, const char *path) {
 
 static int load_model(model *m, const char *path) {
     moe_error error;
-    const moe_tensor *embedding;
-    if (moe_net_load(&m->net, path, 0, kernels, NULL, &error) || moe_net_check_decoding(&m->net, &error)) return fail("model", error.message);
-    embedding = moe_net_find(&m->net, "0.weight");
+    moe_status status = moe_net_load(&m->net, path, 0, kernels, NULL, &error);
+    if (status == MOE_OK) status = moe_net_check_decoding(&m->net, &error);
+    if (status != MOE_OK) return fail("model", error.message);
+    const moe_tensor *embedding = moe_net_find(&m->net, "0.weight");
     if (m->net.d_in != 0 || embedding == NULL) return fail(path, "is not a net that reads tokens");
     if (load_words(m, path)) return 1;
-    if (m->n_words != (size_t)m->net.d_out || m->n_words != embedding->shape[0])
-        return fprintf(stderr, "text: %s has %d tokens, %s %d\n", path, m->net.d_out, beside(path, m->bytes ? ": bytes" : ".words"), (int)m->n_words), 1;
-    return 0;
+    if (m->n_words == (size_t)m->net.d_out && m->n_words == embedding->shape[0]) return 0;
+    return fail(path, m->bytes ? "its tokens are no bytes, and their list is not beside it" : "the words beside it are of another model");
 }
 
 /* ---- training --------------------------------------------------------------------------------------------------------------- */
 
 static volatile sig_atomic_t stopped_by;
 
-static void stop(int signal_number) { stopped_by = signal_number; }
+/* Training ends after its step; a second signal ends the program at once. */
+static void stop(int signal_number) { stopped_by = signal_number, signal(signal_number, SIG_DFL); }
 
 static double seconds(void) {
 #ifdef _WIN32
@@ -372,14 +379,14 @@ static double seconds(void) {
 typedef struct run {
     uint64_t step, steps, first; /* first: steps that were done when it began */
     double started, shown;       /* times */
+    int epoch;
     double loss_sum, loss_steps; /* of the epoch, when the loss was last told */
-    int quiet;
 } run;
 
 static void show_step(run *r, const moe_progress *p, int keep) {
     double sum = (double)p->loss * (double)p->step, now = seconds(), took = now - r->started + 1e-9;
-    if ((double)p->step <= r->loss_steps) r->loss_sum = r->loss_steps = 0; /* a new epoch */
-    double loss = (sum - r->loss_sum) / ((double)p->step - r->loss_steps), left = took / (double)(r->step - r->first) * (double)(r->steps - r->step);
+    double loss = (double)p->step > r->loss_steps ? (sum - r->loss_sum) / ((double)p->step - r->loss_steps) : (double)p->loss;
+    double left = took / (double)(r->step - r->first) * (double)(r->steps - r->step);
     printf("%sstep %5.0f of %.0f: loss %.3f, perplexity %8.2f, %6.0f tokens/s, %2d:%02d left%s", isatty(1) ? "\r" : "", (double)r->step,
            (double)r->steps, loss, exp(loss), (double)p->samples / took, (int)(left / 60), (int)left % 60, keep || !isatty(1) ? "\n" : "");
     fflush(stdout);
@@ -391,9 +398,11 @@ static void show_step(run *r, const moe_progress *p, int keep) {
 static int progress(void *ctx, const moe_progress *p) {
     run *r = (run *)ctx;
     uint64_t every = r->steps / 12 + 1;
+    if (p->epoch != r->epoch) /* a new one, or the middle of that in which training stopped: its steps before do not count */
+        r->epoch = p->epoch, r->loss_steps = p->step > 1 ? (double)p->step : 0, r->loss_sum = (double)p->loss * r->loss_steps;
     r->step = p->total_step;
     int last = r->step >= r->steps || stopped_by != 0 || r->step == (uint64_t)set.stop_after, keep = last || r->step % every == 0;
-    if (!r->quiet && (keep || (isatty(1) && seconds() - r->shown > 0.25))) show_step(r, p, keep);
+    if (!set.quiet && (keep || (isatty(1) && seconds() - r->shown > 0.25))) show_step(r, p, keep);
     return last;
 }
 
@@ -417,8 +426,8 @@ static moe_status read_checkpoint(model *m, const moe_train_config *config, uint
 
 enum { DONE, FAILED, STOPPED };
 
-static int train(model *m, const moe_data *data, int quiet) {
-    run r = {.quiet = quiet};
+static int train(model *m, const moe_data *data) {
+    run r = {.step = 0};
     moe_error error = {0};
     moe_train_config t = {.progress = progress, .progress_ctx = &r, .checkpoint = set.checkpoint, .resume = (int)set.resume};
     uint64_t per_epoch = (data->n / data->length + (uint64_t)set.batch - 1) / (uint64_t)set.batch;
@@ -428,11 +437,13 @@ static int train(model *m, const moe_data *data, int quiet) {
     t.batch = (int)(set.batch * set.context), t.seed = (uint64_t)set.seed, t.checkpoint_every = 100;
     t.rate = (moe_real)set.rate, t.final_rate = (moe_real)0.1, t.warmup = (int)set.warmup, t.decay = (moe_real)0.1, t.clip = 1;
     if (set.resume && read_checkpoint(m, &t, &r.first, &error)) return fail("--resume", error.message), FAILED;
-    if (r.first > 0 && !quiet) printf("%s: goes on after step %.0f of %.0f\n", set.checkpoint, (double)r.first, (double)r.steps);
+    if (r.first > 0 && !set.quiet) printf("%s: goes on after step %.0f of %.0f\n", set.checkpoint, (double)r.first, (double)r.steps);
     r.step = r.first, r.started = seconds();
+    signal(SIGINT, stop), signal(SIGTERM, stop);
     moe_status status = r.first < r.steps ? moe_fit(&m->net, data, NULL, &t, &error) : MOE_OK;
+    signal(SIGINT, SIG_DFL), signal(SIGTERM, SIG_DFL);
     if (r.step >= r.steps) return DONE;
-    if (status == MOE_ERR_STOPPED && !quiet)
+    if (status == MOE_ERR_STOPPED && !set.quiet)
         printf("stopped; %s holds all that is learned: the same command with --resume goes on\n", set.checkpoint);
     else if (status != MOE_ERR_STOPPED) fail("training", error.message);
     if (status == MOE_ERR_IO && exists(set.checkpoint))
@@ -520,11 +531,10 @@ static moe_status take_census(const model *m, const moe_data *data, census *of) 
 }
 
 /* A row of the table: the shares of the kinds in count, then the most frequent words. */
-static void show_row(const model *m, const char *name, const double *count, double total, const double *words) {
+static void show_row(const model *m, const char *name, const double *count, double total, const double *words, moe_real *score) {
     char text[LONGEST + 1];
     int32_t best[12];
     double sum = 0;
-    moe_real *score = (moe_real *)grab(m->n_words, sizeof *score);
     for (int k = 0; k < KINDS; k++) sum += count[k];
     int column = printf("%6s %6.1f%%", name, total > 0 ? 100.0 * sum / total : 0);
     for (int k = 0; k < KINDS; k++) column += printf("%8.1f", sum > 0 ? 100.0 * count[k] / sum : 0.0);
@@ -532,13 +542,14 @@ static void show_row(const model *m, const char *name, const double *count, doub
     size_t n = moe_top_k(m->n_words, score, 12, best);
     for (size_t i = 0; i < n && words[best[i]] > 0; i++) {
         const char *next = shown(m->words + best[i], text);
-        if (column + 2 + (int)strlen(next) <= COLUMNS) column += printf("  %s" + (i > 0), next);
+        if (column + 2 + (int)strlen(next) <= COLUMNS) column += printf("%*s%s", i > 0 ? 1 : 2, "", next);
     }
     printf("\n");
 }
 
 static void show_layer(const model *m, int layer, census *c) {
     double all[KINDS] = {0}, *words = (double *)grab(m->n_words, sizeof *words);
+    moe_real *score = (moe_real *)grab(m->n_words, sizeof *score); /* room for show_row */
     char name[16];
     moe_report r;
     if (moe_metrics_report(&c->kinds, &r) != MOE_OK) return;
@@ -549,9 +560,9 @@ static void show_layer(const model *m, int layer, census *c) {
         for (size_t k = 0; k < KINDS; k++) all[k] += r.classes[e * KINDS + k];
         for (size_t i = 0; i < m->n_words; i++) words[i] += c->words.classes[e * m->n_words + i];
         sprintf(name, "%d", (int)e);
-        show_row(m, name, r.classes + e * KINDS, r.n_pairs, c->words.classes + e * m->n_words);
+        show_row(m, name, r.classes + e * KINDS, r.n_pairs, c->words.classes + e * m->n_words, score);
     }
-    show_row(m, "all", all, r.n_pairs, words);
+    show_row(m, "all", all, r.n_pairs, words, score);
     printf("I(expert;kind) = %.3f nats: what the expert tells of the kind (by chance %.3f)\n", r.information, r.information_chance);
 }
 
@@ -575,6 +586,7 @@ static int show_route(const model *m, const char *text) {
     moe_call call = {0};
     moe_net_pass pass;
     size_t bytes, i, t, from, to;
+    int layer;
     int32_t *ids = encode(m, text, strlen(text), &call.n_tokens);
     moe_status status = moe_net_work_size(&m->net, call.n_tokens, 0, &bytes);
     void *work = grab(status == MOE_OK ? bytes : 1, 1);
@@ -584,10 +596,10 @@ static int show_route(const model *m, const char *text) {
     for (from = 0; from < call.n_tokens; from = to) {
         int column = printf("\n%-8s", "");
         for (to = from; to < call.n_tokens && column < COLUMNS - 12; to++) column += printf(" %3s", shown(m->words + ids[to], cell));
-        for (i = 0; i < m->net.n_modules; i++) {
+        for (i = 0, layer = 1; i < m->net.n_modules; i++) {
             const moe_routing *r = moe_net_routing(&m->net, &pass, i);
-            if (r == NULL) continue;
-            printf("\nlayer %-2d", (int)(i + 1) / LAYER_MODULES);
+            if (r == NULL) continue; /* no mixture */
+            printf("\nlayer %-2d", layer++);
             for (t = from; t < to; t++) {
                 int width = (int)strlen(shown(m->words + ids[t], cell));
                 printf(" %*d", width > 3 ? width : 3, r->n_choices[t] > 0 ? r->choices[t * r->max_choices] : -1);
@@ -606,7 +618,7 @@ static void write_out(const word *w) {
 }
 
 /* Chooses n tokens to follow those that are in ids, at least one. A full cache begins anew with the later half of its tokens. */
-static moe_status go_on(const model *m, int32_t *ids, size_t given, size_t n, int quiet, moe_error *error) {
+static moe_status go_on(const model *m, int32_t *ids, size_t given, size_t n, moe_error *error) {
     moe_sampling how = {.temperature = (moe_real)set.temperature, .top_k = (int)set.sample_k, .top_p = (moe_real)set.top_p};
     size_t most = (size_t)set.context, bytes, work_bytes, read = 0 /* tokens that the cache has seen */, total;
     moe_real *p = (moe_real *)grab(m->n_words, sizeof *p);
@@ -620,28 +632,28 @@ static moe_status go_on(const model *m, int32_t *ids, size_t given, size_t n, in
     void *work = grab(work_bytes, 1);
     status = moe_net_cache_init(&cache, &m->net, most, grab(bytes, 1), bytes, error);
     moe_rng_seed(&rng, (uint64_t)set.seed);
-    for (total = given; total < given + n && status == MOE_OK && stopped_by == 0; total++) {
+    for (total = given; total < given + n && status == MOE_OK; total++) {
         if (total - read > most - cache.n_tokens) cache.n_tokens = 0, read = total - most / 2;
         moe_call call = {.n_tokens = total - read, .token_ids = ids + read};
         status = moe_net_decode(&m->net, &cache, &call, work, work_bytes, &pass);
         if (status != MOE_OK) return sprintf(error->message, "%s", moe_status_text(status)), status;
         status = moe_sample(&how, m->n_words, pass.y + (call.n_tokens - 1) * m->n_words, &rng, p, order, &ids[total], error);
-        if (status == MOE_OK && !quiet) write_out(m->words + ids[total]);
+        if (status == MOE_OK && !set.quiet) write_out(m->words + ids[total]);
         read += call.n_tokens;
     }
     return status;
 }
 
 /* The tokens of --prompt, by default a line break, and those that the net finds for them; NULL: failed. */
-static int32_t *generate(const model *m, int quiet, size_t *n) {
+static int32_t *generate(const model *m, size_t *n) {
     moe_error error;
     const char *prompt = *set.prompt != '\0' ? set.prompt : "\n";
     size_t given;
     int32_t *start = encode(m, prompt, strlen(prompt), &given), *ids = (int32_t *)grab(given + (size_t)set.generate, sizeof *ids);
     memcpy(ids, start, given * sizeof *ids);
-    for (size_t i = 0; i < given && !quiet && *set.prompt != '\0'; i++) write_out(m->words + ids[i]);
-    moe_status status = go_on(m, ids, given, (size_t)set.generate, quiet, &error);
-    if (!quiet) printf("\n");
+    for (size_t i = 0; i < given && !set.quiet && *set.prompt != '\0'; i++) write_out(m->words + ids[i]);
+    moe_status status = go_on(m, ids, given, (size_t)set.generate, &error);
+    if (!set.quiet) printf("\n");
     return *n = given + (size_t)set.generate, status == MOE_OK ? ids : (fail("generating", error.message), (int32_t *)NULL);
 }
 
@@ -656,13 +668,13 @@ typedef struct corpus {
 
 static int prepare(model *m, corpus *c) {
     int failed = read_text(set.text, &c->text);
-    if (!failed && set.words && !set.resume) failed = find_words(m, c->text.data, c->text.size);
+    if (!failed && set.words && !set.resume) failed = find_words(m, c->text.data, c->text.size - c->text.size / 10);
     else if (!failed) failed = load_words(m, set.resume ? set.checkpoint : "");
     if (failed) return 1;
     c->ids = encode(m, c->text.data, c->text.size, &c->n);
     c->n_held_out = c->n / 10, c->held_out = c->ids + (c->n - c->n_held_out);
-    if (data_of(c->held_out, c->n_held_out).n == 0) return fail("the text", "is too short: a tenth of its tokens must be more than --context");
-    return 0;
+    if (data_of(c->held_out, c->n_held_out).n > 0) return 0;
+    return fail("the text", "is too short: a tenth of its tokens must be more than --context");
 }
 
 /* What would fail after training fails before it. */
@@ -672,26 +684,29 @@ static int check_files(void) {
     if (f == NULL) return fail(part, strerror(errno));
     fclose(f), remove(part);
     if (set.resume && !exists(set.checkpoint)) return fail(set.checkpoint, "is not there: nothing to resume");
-    if (!set.resume && exists(set.checkpoint)) return fail(set.checkpoint, "holds training that was stopped: --resume goes on; remove it to begin anew");
+    if (!set.resume && exists(set.checkpoint))
+        return fail(set.checkpoint, "holds training that was stopped: --resume goes on; remove it to begin anew");
     return 0;
 }
 
 /* Trains and saves; FAILED and STOPPED as train says. */
-static int learn(model *m, corpus *c, int quiet) {
+static int learn(model *m, corpus *c) {
     moe_error error = {0};
     size_t used, all;
     if (check_files() || prepare(m, c)) return FAILED;
     if (build(m, &error) != MOE_OK) return fail("this net", error.message), FAILED;
-    if (!m->bytes && !set.resume && moe_file_replace(beside(set.checkpoint, ".words"), write_words, m, &error)) return fail("words", error.message), FAILED;
+    if (!m->bytes && !set.resume && moe_file_replace(beside(set.checkpoint, ".words"), write_words, m, &error))
+        return fail("words", error.message), FAILED;
     all = moe_net_parameters(&m->net, &used);
-    if (!quiet) printf("%.0f tokens of %d kinds, %.0f held out; %d parameters, of which a token uses %d; kernels %s\n", (double)c->n, (int)m->n_words,
-                       (double)c->n_held_out, (int)all, (int)used, m->net.kernels->name);
+    if (!set.quiet)
+        printf("%.0f tokens, %.0f held out, vocabulary %d; %d parameters, of which a token uses %d; kernels %s\n", (double)c->n,
+               (double)c->n_held_out, (int)m->n_words, (int)all, (int)used, m->net.kernels->name);
     moe_data data = data_of(c->ids, c->n - c->n_held_out);
-    int result = train(m, &data, quiet);
+    int result = train(m, &data);
     if (result != DONE) return result;
     if (save_model(m, set.output)) return FAILED;
     remove(set.checkpoint), remove(beside(set.checkpoint, ".words"));
-    if (!quiet) printf("saved as %s%s\n", set.output, m->bytes ? "" : ", its words beside it");
+    if (!set.quiet) printf("saved as %s%s\n", set.output, m->bytes ? "" : ", its words beside it");
     return DONE;
 }
 
@@ -707,14 +722,14 @@ static int run_all(void) {
     model m = {.n_words = 0};
     corpus c = {.n = 0};
     size_t n;
-    int result = set.only_generate ? (load_model(&m, set.output) ? FAILED : DONE) : learn(&m, &c, 0), good = result == DONE;
+    int result = set.only_generate ? (load_model(&m, set.output) ? FAILED : DONE) : learn(&m, &c), good = result == DONE;
     if (good && !set.only_generate) {
         moe_data held_out = data_of(c.held_out, c.n_held_out);
         good = !tell_perplexity(&m, "held out", c.held_out, c.n_held_out) && !show_experts(&m, &held_out);
     }
     if (good && set.test != NULL) good = !test_on(&m, set.test);
     if (good && set.route != NULL) good = !show_route(&m, set.route);
-    if (good && set.generate > 0) good = printf("\n") > 0 && generate(&m, 0, &n) != NULL;
+    if (good && set.generate > 0) good = printf("\n") > 0 && generate(&m, &n) != NULL;
     moe_buffer_free(&c.text), free_model(&m), release();
     return stopped_by != 0 ? 128 + (int)stopped_by : !good && result != STOPPED;
 }
@@ -731,7 +746,8 @@ static void check(int good, const char *what) {
 /* Whether two files have the same bytes, at least one. */
 static int same_files(const char *one, const char *other) {
     moe_buffer a = {0}, b = {0};
-    int same = !moe_file_read(one, &a, NULL) && !moe_file_read(other, &b, NULL) && a.size > 0 && a.size == b.size && !memcmp(a.data, b.data, a.size);
+    int same = !moe_file_read(one, &a, NULL) && !moe_file_read(other, &b, NULL) && a.size > 0 && a.size == b.size;
+    same = same && !memcmp(a.data, b.data, a.size);
     return moe_buffer_free(&a), moe_buffer_free(&b), same;
 }
 
@@ -746,10 +762,10 @@ typedef struct sample {
 static int try_out(sample *s) {
     model m = {.n_words = 0};
     corpus c = {.n = 0};
-    int result = learn(&m, &c, 1);
+    int result = learn(&m, &c);
     if (result == DONE) {
         moe_data held_out = data_of(c.held_out, 4001);
-        s->ids = generate(&m, 1, &s->n);
+        s->ids = generate(&m, &s->n);
         if (s->ids == NULL || moe_evaluate(&m.net, &held_out, MOE_CRITERION_CROSS_ENTROPY, &s->result, NULL)) result = FAILED;
     }
     return moe_buffer_free(&c.text), free_model(&m), result;
@@ -773,7 +789,7 @@ static void check_training(double bound) {
     check(!set.words || same_files(beside(first, ".words"), beside(second, ".words")), "resumed training: the same words");
     check(try_out(&two) == FAILED, "finished training cannot be resumed");
     set.resume = 0;
-    two.ids = load_model(&m, second) ? NULL : generate(&m, 1, &n);
+    two.ids = load_model(&m, second) ? NULL : generate(&m, &n);
     check(one.ids != NULL && two.ids != NULL && !memcmp(one.ids, two.ids, n * sizeof *one.ids), "a loaded model writes the same text");
     remove(first), remove(beside(first, ".words")), remove(second), remove(beside(second, ".words")), free_model(&m);
 }
@@ -806,7 +822,8 @@ static int check_all(void) {
     model m = {.n_words = 256};
     moe_error error = {0};
     set.output = "text-check.safetensors", set.checkpoint = "text-check.checkpoint";
-    set.width = 32, set.layers = 2, set.experts = 4, set.context = 32, set.steps = 60, set.warmup = 5, set.rate = 0.005, set.generate = 100;
+    set.width = 32, set.layers = 2, set.experts = 4, set.context = 32, set.generate = 100, set.quiet = 1;
+    set.steps = 60, set.warmup = 5, set.rate = 0.005;
     check_training(3.0);
     set.words = 1, set.vocabulary = 500, set.steps = 20;
     check_training(5.5);
@@ -824,7 +841,5 @@ int main(int count, char **words) {
     if (read_options(count, words)) return 1;
     snprintf(checkpoint, sizeof checkpoint, "%s", beside(set.output, ".checkpoint"));
     if (set.checkpoint == NULL) set.checkpoint = checkpoint;
-    signal(SIGINT, stop);
-    signal(SIGTERM, stop);
     return set.check ? check_all() : run_all();
 }
