@@ -4516,13 +4516,17 @@ moe_status moe_net_feed_forward(moe_net *net, const moe_layer_config *config) {
     return moei_module_append(net, &m);
 }
 
-/* The last mixture before module i, or i. */
-static size_t moei_previous_mixture(const moe_net *net, size_t i) {
+/* The last module of a kind before module i, or i. */
+static size_t moei_previous(const moe_net *net, size_t i, int kind) {
     size_t j;
     for (j = i; j-- > 0;)
-        if (net->modules[j].kind == MOE_MODULE_MIXTURE) return j;
+        if (net->modules[j].kind == kind) return j;
     return i;
 }
+
+static size_t moei_previous_mixture(const moe_net *net, size_t i) { return moei_previous(net, i, MOE_MODULE_MIXTURE); }
+
+static size_t moei_previous_attention(const moe_net *net, size_t i) { return moei_previous(net, i, MOE_MODULE_ATTENTION); }
 
 /* Whether a router that reads the previous mixture finds what it needs there; the new module's number is n_modules. */
 static moe_status moei_previous_check(const moe_net *net, const moe_router_config *c, moe_error *error) {
@@ -4542,6 +4546,23 @@ static moe_status moei_previous_check(const moe_net *net, const moe_router_confi
     return MOE_OK;
 }
 
+/* What the attention before the new module, if there is one, says of a router that refines. */
+static moe_status moei_refine_fit(const moe_net *net, moe_router_config *c, moe_error *error) {
+    size_t at = moei_previous_attention(net, net->n_modules);
+    const moe_module *attention = &net->modules[at];
+    if (at == net->n_modules || c->refine == MOE_REFINE_NONE) return MOE_OK;
+    if (!attention->attention.full) c->causal = 1;
+    if (c->refine != MOE_REFINE_ATTENTION) return MOE_OK;
+    if (c->heads == 0) c->heads = attention->attention.heads;
+    if (c->heads != attention->attention.heads)
+        return moei_error(error, MOE_ERR_CONFIG, "heads = %d: the attention that refine = attention reads, module %z, has heads = %d", c->heads, at,
+                          attention->attention.heads);
+    if (c->d_model != attention->d_out)
+        return moei_error(error, MOE_ERR_CONFIG, "d_model = %d: the attention that refine = attention reads, module %z, is %d wide", c->d_model, at,
+                          attention->d_out);
+    return MOE_OK;
+}
+
 moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
     moe_module m;
     moe_layer_config c;
@@ -4554,7 +4575,8 @@ moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
     if (c.router.d_model != m.d_in)
         return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "d_model = %d, but width %d arrives", c.router.d_model, m.d_in);
     if (c.kernels == MOE_KERNELS_AUTO) c.kernels = net->kernels->id;
-    status = moe_layer_init(&m.layer, &c, &why);
+    status = moei_refine_fit(net, &c.router, &why);
+    if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
     if (status == MOE_OK) status = moei_previous_check(net, &m.layer.config.router, &why);
     if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
     m.d_out = m.layer.config.d_out;
@@ -4819,6 +4841,8 @@ struct moe_module_pass {
     unsigned char *stays;  /* [N,d_in] dropout in training: 1 where x stays */
     moe_real *q, *k, *v;   /* [N,heads d_head] attention */
     moe_real *mixed;       /* [N,heads d_head] its heads' outputs */
+    moe_real *weights, *d_weights; /* [heads,N,N] attention that a router behind it reads: A, 0 outside of what is seen */
+    moe_real *outputs, *d_outputs; /* [heads,N,d_out] and o */
     moe_real *turns;       /* [N,d_head] cosines, then sines, of the angles of each place; the first attention with these angles fills them */
     void *work;            /* mixture and feed_forward */
     size_t work_size;
@@ -4845,16 +4869,37 @@ static size_t moei_turns_of(const moe_net *net, size_t i) {
     return i;
 }
 
+/* The attention that the router of module i reads in this net, or i: none. */
+static size_t moei_attention_read(const moe_net *net, size_t i) {
+    const moe_module *m = &net->modules[i];
+    return m->kind == MOE_MODULE_MIXTURE && m->layer.config.router.refine == MOE_REFINE_ATTENTION ? moei_previous_attention(net, i) : i;
+}
+
+/* Whether a router reads attention i. */
+static int moei_is_read(const moe_net *net, size_t i) {
+    size_t j;
+    for (j = i + 1; j < net->n_modules && net->modules[j].kind != MOE_MODULE_ATTENTION; j++)
+        if (moei_attention_read(net, j) == i) return 1;
+    return 0;
+}
+
 static size_t moei_attention_width(const moe_module *m) { return (size_t)m->attention.heads * (size_t)m->attention.d_head; }
 
-static void moei_attention_layout(const moe_net *net, size_t i, size_t n, moei_layout *l, struct moe_module_pass *p) {
+static void moei_attention_layout(const moe_net *net, size_t i, size_t n, int training, moei_layout *l, struct moe_module_pass *p) {
     const moe_module *m = &net->modules[i];
-    size_t width = moei_attention_width(m);
+    size_t width = moei_attention_width(m), rows;
     p->q = moei_take_reals(l, n, width);
     p->k = moei_take_reals(l, n, width);
     p->v = moei_take_reals(l, n, width);
     p->mixed = moei_take_reals(l, n, width);
     if (m->attention.rotary && moei_turns_of(net, i) == i) p->turns = moei_take_reals(l, n, (size_t)m->attention.d_head);
+    if (!moei_is_read(net, i)) return;
+    if (!moei_mul(n, (size_t)m->attention.heads, &rows)) l->overflow = 1;
+    p->weights = moei_take_reals(l, rows, n);
+    p->outputs = moei_take_reals(l, rows, (size_t)m->d_out);
+    if (!training) return;
+    p->d_weights = moei_take_reals(l, rows, n);
+    p->d_outputs = moei_take_reals(l, rows, (size_t)m->d_out);
 }
 
 /* Lays one module's pass out in memory. */
@@ -4867,7 +4912,7 @@ static moe_status moei_module_layout(const moe_net *net, size_t i, size_t n, int
     if (m->kind == MOE_MODULE_LAYER_NORM) p->mean = moei_take_reals(l, n, 1);
     if (m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_RMS_NORM) p->rstd = moei_take_reals(l, n, 1);
     if (m->kind == MOE_MODULE_DROPOUT && training) p->stays = (unsigned char *)moei_take(l, n, (size_t)m->d_in);
-    if (m->kind == MOE_MODULE_ATTENTION) moei_attention_layout(net, i, n, l, p);
+    if (m->kind == MOE_MODULE_ATTENTION) moei_attention_layout(net, i, n, training, l, p);
     if (m->kind == MOE_MODULE_MIXTURE && (moe_router_traits(&m->layer.config.router) & MOE_TRAIT_NEEDS_PREVIOUS_LAYER)) {
         p->n_previous = moei_mixture_choices(net, moei_previous_mixture(net, i));
         p->previous_experts = (int32_t *)moei_take(l, n, p->n_previous * sizeof(int32_t));
@@ -5127,24 +5172,45 @@ static void moei_attention_blocks(const moei_run *r, void (*work)(const moei_run
     }
 }
 
+/* Where row i of the block begins in weights or d_weights. */
+static size_t moei_block_cell(const moei_run *r, const moei_queries *b, size_t i) {
+    return (b->head * r->n + b->at + i) * (r->pass->past + r->n) + b->from;
+}
+
 static void moei_block_forward(const moei_run *r, const moei_queries *b) {
-    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head;
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i;
     moe_real *a = moei_run_room(r).a;
     moei_block_weights(r, b, a);
+    for (i = 0; i < b->rows && r->p->weights != NULL; i++)
+        memcpy(r->p->weights + moei_block_cell(r, b, i), a + i * b->span, b->span * sizeof(moe_real));
     moe_matmul(r->net->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, b->rows, w, b->span, a, b->span, moei_head(r, r->p->v, b->head, b->from), width,
                moei_head(r, r->p->mixed, b->head, b->at), width, 0);
 }
 
+/* o of the call's tokens: heads W_O,h v_h, so that their mean over heads, weighted by A, is y. */
+static void moei_attention_outputs(const moei_run *r) {
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, h, i;
+    for (h = 0; h < (size_t)r->m->attention.heads; h++) {
+        moe_real *o = r->p->outputs + (h * (r->pass->past + r->n) + r->pass->past) * r->d_out;
+        moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, r->n, r->d_out, w, moei_head(r, r->p->v, h, r->pass->past), width,
+                   r->m->tensors[MOE_MODULE_OUTPUT] + h * w, width, o, r->d_out, 0);
+        for (i = 0; i < r->n * r->d_out; i++) o[i] *= (moe_real)r->m->attention.heads;
+    }
+}
+
 static moe_status moei_attention_forward(const moei_run *r) {
     size_t width = moei_attention_width(r->m), past = r->pass->past * width;
+    size_t cells = (size_t)r->m->attention.heads * r->n * (r->pass->past + r->n);
     if (r->p->turns != NULL) moei_turns_fill(r, r->p->turns);
     moei_project(r, MOE_MODULE_QUERY, r->d_in, width, r->p->x, r->p->q);
     moei_project(r, MOE_MODULE_KEY, r->d_in, width, r->p->x, r->p->k + past);
     moei_project(r, MOE_MODULE_VALUE, r->d_in, width, r->p->x, r->p->v + past);
     moei_turn(r, MOEI_R(1.0), r->p->q);
     moei_turn(r, MOEI_R(1.0), r->p->k + past);
+    if (r->p->weights != NULL) memset(r->p->weights, 0, cells * sizeof(moe_real));
     moei_attention_blocks(r, moei_block_forward);
     moei_project(r, MOE_MODULE_OUTPUT, width, r->d_out, r->p->mixed, r->p->y);
+    if (r->p->outputs != NULL) moei_attention_outputs(r);
     return MOE_OK;
 }
 
@@ -5190,10 +5256,22 @@ static void moei_mixture_own(const moei_run *r, moe_call *call) {
     if (moei_is_soft(&r->m->layer.config.router)) call->given = NULL;
 }
 
+/* The arrays of the attention that this router reads; training fills their gradients, that of its output among those of what follows it. */
+static void moei_mixture_attention(const moei_run *r, moe_call *call) {
+    size_t at = moei_attention_read(r->net, r->i);
+    const struct moe_module_pass *p = &r->pass->modules[at];
+    if (at == r->i) return;
+    call->attention_weights = p->weights, call->attention_outputs = p->outputs, call->attention_output = p->y;
+    if (!call->training) return;
+    call->d_attention_weights = p->d_weights, call->d_attention_outputs = p->d_outputs;
+    call->d_attention_output = r->pass->modules[at + 1].d_x;
+}
+
 static moe_status moei_mixture_forward(const moei_run *r) {
     moe_call call = r->pass->call;
     call.x = r->p->x;
     moei_mixture_own(r, &call);
+    moei_mixture_attention(r, &call);
     if (r->p->n_previous > 0) moei_mixture_previous(r, &call);
     return moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
 }
@@ -5275,7 +5353,21 @@ static void moei_project_backward(const moei_run *r, int place, size_t i, size_t
                              r->m->gradients[place], NULL);
 }
 
-/* With d_a = d_mixed v^T: d_v += A^T d_mixed,  d_score = A (d_a - sum A d_a) / sqrt(w),  d_q = d_score k,  d_k += d_score^T q. */
+/* What routers read of o: v and the output projection. */
+static void moei_attention_outputs_backward(const moei_run *r, moe_real *d_v) {
+    const moe_kernels *k = r->net->kernels;
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, h, i;
+    for (h = 0; h < (size_t)r->m->attention.heads; h++) {
+        moe_real *d_o = r->p->d_outputs + h * r->n * r->d_out;
+        for (i = 0; i < r->n * r->d_out; i++) d_o[i] *= (moe_real)r->m->attention.heads;
+        moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, r->n, w, r->d_out, d_o, r->d_out, r->m->tensors[MOE_MODULE_OUTPUT] + h * w, width,
+                   moei_head(r, d_v, h, 0), width, 1);
+        moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, r->d_out, w, r->n, d_o, r->d_out, moei_head(r, r->p->v, h, 0), width,
+                   r->m->gradients[MOE_MODULE_OUTPUT] + h * w, width, 1);
+    }
+}
+
+/* With d_a = d_mixed v^T, and what routers add: d_v += A^T d_mixed,  d_score = A (d_a - sum A d_a) / sqrt(w),  d_q = d_score k,  d_k += d_score^T q. */
 static void moei_block_backward(const moei_run *r, const moei_queries *b) {
     const moe_kernels *k = r->net->kernels;
     size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i, j;
@@ -5286,7 +5378,9 @@ static void moei_block_backward(const moei_run *r, const moei_queries *b) {
     moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, b->span, w, b->rows, room.a, b->span, d_mixed, width, moei_head(r, room.d_v, b->head, b->from), width, 1);
     for (i = 0; i < b->rows; i++) {
         const moe_real *a = room.a + i * b->span;
-        moe_real *d_a = room.d_a + i * b->span, along = moe_dot(k, b->span, a, d_a);
+        moe_real *d_a = room.d_a + i * b->span, along;
+        if (r->p->d_weights != NULL) moe_axpy(k, b->span, MOEI_R(1.0), r->p->d_weights + moei_block_cell(r, b, i), d_a);
+        along = moe_dot(k, b->span, a, d_a);
         for (j = 0; j < b->span; j++) d_a[j] = a[j] * (d_a[j] - along) * scale;
     }
     moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, b->rows, w, b->span, room.d_a, b->span, moei_head(r, r->p->k, b->head, b->from), width,
@@ -5302,6 +5396,7 @@ static moe_status moei_attention_backward(const moei_run *r) {
     memset(room.d_k, 0, bytes);
     memset(room.d_v, 0, bytes);
     moei_project_backward(r, MOE_MODULE_OUTPUT, width, r->d_out, r->p->mixed, r->dy, room.d_mixed);
+    if (r->p->d_outputs != NULL) moei_attention_outputs_backward(r, room.d_v);
     moei_attention_blocks(r, moei_block_backward);
     moei_turn(r, MOEI_R(-1.0), room.d_q);
     moei_turn(r, MOEI_R(-1.0), room.d_k);
@@ -5376,12 +5471,24 @@ static int moei_places_fit(const moe_module *positions, const moe_call *call, si
     return 1;
 }
 
+/* Whether the caller's arrays of attention have a reader, where the net has some of its own. */
+static int moei_supplied_fit(const moe_net *net, const moe_call *call) {
+    size_t i, own = 0, others = 0;
+    for (i = 0; i < net->n_modules; i++) {
+        if (net->modules[i].kind != MOE_MODULE_MIXTURE || net->modules[i].layer.config.router.refine != MOE_REFINE_ATTENTION) continue;
+        if (moei_attention_read(net, i) < i) own++;
+        else others++;
+    }
+    return own == 0 || others > 0 || (call->attention_weights == NULL && call->attention_outputs == NULL && call->attention_output == NULL);
+}
+
 /* What a net's modules other than mixtures ask of a call, before anything is computed. */
 static moe_status moei_net_call_check(const moe_net *net, const moe_call *call, size_t past) {
     size_t i;
     if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
     if (net->d_in > 0 && call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
-    if (call->router_x != NULL || call->nodes != NULL || call->n_past > 0 || !moei_sequences_fit(call)) return MOE_ERR_ARGUMENT;
+    if (call->router_x != NULL || call->nodes != NULL || call->n_past > 0 || !moei_sequences_fit(call) || !moei_supplied_fit(net, call))
+        return MOE_ERR_ARGUMENT;
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
         if (m->kind == MOE_MODULE_EMBEDDING && !moei_ids_fit(m, call->n_tokens, call->token_ids)) return MOE_ERR_ARGUMENT;
@@ -5445,12 +5552,20 @@ const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass,
 
 #ifndef MOE_NO_TRAIN
 
+/* The gradients to which later modules add. */
+static void moei_module_zero(const moe_module *m, const struct moe_module_pass *p, size_t n) {
+    size_t rows = (size_t)m->attention.heads * n;
+    if (p->d_x != NULL) memset(p->d_x, 0, n * (size_t)m->d_in * sizeof(moe_real));
+    if (p->d_weights != NULL) memset(p->d_weights, 0, rows * n * sizeof(moe_real));
+    if (p->d_outputs != NULL) memset(p->d_outputs, 0, rows * (size_t)m->d_out * sizeof(moe_real));
+}
+
 static moe_status moei_net_backward(const moe_net *net, moe_net_pass *pass, const moei_returned *back, moe_real *dx) {
     moe_status status = MOE_OK;
     size_t i;
     if (net->d_in == 0) dx = NULL;
     pass->d_x = dx;
-    for (i = 1; i < net->n_modules; i++) memset(pass->modules[i].d_x, 0, pass->n_tokens * (size_t)net->modules[i].d_in * sizeof(moe_real));
+    for (i = 0; i < net->n_modules; i++) moei_module_zero(&net->modules[i], &pass->modules[i], pass->n_tokens);
     for (i = net->n_modules; i-- > 0 && status == MOE_OK;) {
         moei_run r = moei_run_begin(net, pass, i);
         r.dy = i + 1 < net->n_modules ? pass->modules[i + 1].d_x : back->dy;
