@@ -794,13 +794,15 @@ typedef struct moe_progress {
     uint64_t samples;           /* seen in this call of moe_fit: with a clock, tokens per second and time left */
 } moe_progress;
 
-/* The shape of the rate after warm-up, from 1 to final_rate: half a cosine, or a straight line. */
+/* The rate of step s = 0, 1, ... of T = total_steps, of which W = warmup, with f = final_rate:
+     rate (s + 1) / (W + 1) for s < W, then rate (f + (1 - f) g(a)), a = (s - W) / (T - 1 - W) up to 1, where it stays
+     cosine  g(a) = (1 + cos(pi a)) / 2           linear  g(a) = 1 - a */
 enum { MOE_SCHEDULE_COSINE = 0, MOE_SCHEDULE_LINEAR, MOE_SCHEDULE_COUNT };
 
-/* Tensors that learn differently. The first group whose pattern fits a tensor's name counts. */
+/* Tensors that learn differently. The first group whose pattern fits a tensor's name counts; one that fits no tensor is MOE_ERR_CONFIG. */
 typedef struct moe_param_group {
-    const char *pattern; /* "*.router.*", "0.weight": * stands for any characters; the caller's, must outlive the trainer */
-    moe_real rate;       /* factor on the rate, 0 to 1e6 [1] */
+    const char *pattern; /* "*.router.*", "0.weight": * stands for any characters */
+    moe_real rate;       /* factor on the rate, up to 1e6 [1] */
     moe_real decay;      /* factor on the decay, 0 to 1e6; it also decays biases and gains when given [1, but 0 for biases and gains]; negative: none */
     int frozen;          /* 1: stays as it is, takes no part in the gradient's norm */
 } moe_param_group;
@@ -812,7 +814,7 @@ typedef struct moe_train_config {
     int epochs;              /* [10] */
     int batch;               /* samples per step [32] */
     moe_real rate;           /* learning rate [0.001; sgd 0.01] */
-    moe_real final_rate;     /* the rate falls to this share of it along a cosine, over all steps of fit [1: constant] */
+    moe_real final_rate;     /* the rate falls to this share of it as schedule says [1: constant] */
     moe_real momentum;       /* sgd [0.9]; negative: none */
     moe_real beta1, beta2;   /* adamw [0.9, 0.999] */
     moe_real epsilon;        /* adamw [1e-8] */
@@ -821,12 +823,12 @@ typedef struct moe_train_config {
     uint64_t seed;           /* order of the samples and random stages of routers */
     int (*progress)(void *ctx, const moe_progress *progress); /* may be NULL; a result other than 0 stops training */
     void *progress_ctx;
-    int accumulate;          /* batches whose mean gradient makes one step [1] */
+    int accumulate;          /* moe_fit: batches whose mean gradient makes one step; the last of an epoch may have fewer [1] */
     int schedule;            /* MOE_SCHEDULE_ of final_rate [cosine] */
-    int warmup;              /* steps in which the rate rises on a straight line to its full value [0] */
-    int total_steps;         /* steps of the schedule [moe_fit: all of its steps; moe_trainer_step: no schedule, the trainer's rate stays] */
-    const moe_param_group *groups; /* [n_groups] the caller's, must outlive the trainer */
-    int n_groups;
+    int warmup;              /* steps in which the rate rises on a straight line to its full value; a trainer needs total_steps for it [0] */
+    int total_steps;         /* steps of the schedule [moe_fit: all of its steps; a trainer of your own: no schedule, its rate stays] */
+    const moe_param_group *groups; /* [n_groups] the caller's, read by init (and moe_fit) only */
+    int n_groups;            /* up to 4096 */
     int evaluate_every;      /* moe_fit: steps between evaluations on test [0: at the end of each epoch only] */
     const char *checkpoint;  /* moe_fit: a file that is replaced every checkpoint_every steps, at the end, and when training stops; NULL: none */
     int checkpoint_every;    /* [0: at the end of each epoch] */
@@ -839,11 +841,13 @@ typedef struct moe_trainer {
     moe_train_config config; /* with defaults filled in */
     uint64_t steps;          /* taken so far */
     moe_rng rng;
-    moe_real rate;           /* of the next step; with total_steps the schedule sets it */
+    moe_real rate;           /* of the next step; with total_steps the schedule sets it again after each step */
+    uint64_t total_steps;    /* of the schedule; 0: there is none */
     int n_accumulated;       /* batches since the last step */
     uint64_t position[4];    /* the caller's: where it stands in its data; saved in checkpoints. moe_fit keeps epoch and step there */
-    moe_real *memory;        /* owned: two moments per number */
+    moe_real *memory;        /* owned: two moments (sgd: one) per number, then the factors */
     size_t memory_size;
+    moe_real *factors;       /* private: [tensors,2] of the groups */
     void *work;              /* owned: for one batch */
     size_t work_size;
 } moe_trainer;
@@ -858,15 +862,17 @@ typedef struct moe_step {
 /* Checks config (NULL: {0}) and makes a trainer for net, which must outlive it and stay where it is. MOE_ERR_STATE: net is not built with
    trainable = 1. MOE_ERR_CONFIG: a field is out of range. MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *trainer is untouched. */
 MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error);
-/* One step on 1..config.batch samples: gradients to 0, forward, loss, backward, clip, state of the routers, optimiser. Frozen tensors stay as they
-   are, and biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and the label, or the router that needs
-   more than x and what batch->call lacks), MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss or gradient is not finite, or the gradient's norm is beyond
-   1e19 (1e150 in the double build). After a failure only the gradients have changed. step may be NULL. Allocates nothing. */
+/* One step on 1..config.batch samples: gradients to 0, forward, loss, backward, clip, state of the routers, optimiser. Tensors that are frozen, by
+   MOE_PARAM_FROZEN or a group, stay as they are; biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and
+   the label, or the router that needs more than x and what batch->call lacks), MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss
+   or gradient is not finite, or the gradient's norm is beyond 1e19 (1e150 in the double build). After a failure only the gradients have changed.
+   step may be NULL. Allocates nothing. */
 MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
-/* The two halves of a step, for steps of several batches: accumulate runs forward and backward and adds the gradients to those since the last
-   update, update steps on their mean. moe_trainer_step is both. After a failed accumulate the batches since the last update are lost:
-   n_accumulated is 0. update: MOE_ERR_STATE without a batch. In *step loss and router_loss are of this batch (accumulate), gradient_norm is of
-   the mean (update); each leaves the other's fields alone. */
+/* The two halves of a step, for steps of several batches: accumulate runs forward and backward, adds the gradients to those since the last update
+   and shows the pass to the routers' state; update steps on the mean of the gradients and advances that state. moe_trainer_step is both. In *step
+   loss and router_loss are of this batch (accumulate), gradient_norm is of the mean (update); each leaves the other's fields alone. Errors as
+   moe_trainer_step. Data that are refused change nothing; when accumulate fails later, the batches since the last update are lost: n_accumulated
+   is 0. update: MOE_ERR_STATE without a batch; a failed one changes nothing. */
 MOE_API moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
 MOE_API moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error);
 /* A checkpoint: the net's file and in it the optimiser's moments, steps, random state and position; moe_net_load reads it as a net. Between steps
@@ -920,7 +926,8 @@ MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch,
 
 /* Trains net on train for config.epochs, in a new random order each epoch, and evaluates on test (NULL or n = 0: none) after each. All data
    is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle, or
-   MOE_ERR_STOPPED when the callback stopped it, leaves the net with what it has learned. The same seed gives the same bits. */
+   MOE_ERR_STOPPED when the callback stopped it, leaves the net with what it has learned. The same seed gives the same bits: the order of the
+   samples comes from config.seed, random stages of routers from a stream of their own that is made from it. */
 MOE_API moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error);
 /* Loss and accuracy of net on data, 64 samples at a time (data->length > 0: as many whole sequences as fit into 512 samples and soft_sequences, at
    least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output is not finite. n = 0 gives zeros. On failure
@@ -6009,8 +6016,10 @@ moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion,
 /* ---- the trainer --------------------------------------------------------------------------------------------------------------- */
 
 static const char *const moei_optimizer_names[] = {"adamw", "sgd", NULL};
+static const char *const moei_schedule_names[] = {"cosine", "linear", NULL};
 
 #define MOEI_T moe_train_config
+#define MOEI_G moe_param_group
 
 static const moe_field moei_train_fields[] = {
     MOEI_CHOICE(MOEI_T, criterion, MOE_CRITERION_COUNT, moei_criterion_names, "what is minimised"),
@@ -6025,6 +6034,20 @@ static const moe_field moei_train_fields[] = {
     MOEI_REAL(MOEI_T, epsilon, 1e-30, 1, "added to the root of the second moment"),
     MOEI_REAL(MOEI_T, decay, 0, 1e3, "weight decay"),
     MOEI_REAL(MOEI_T, clip, 1e-12, 1e12, "largest norm of the gradient"),
+    MOEI_INT(MOEI_T, accumulate, 1, 1000000, "batches per step"),
+    MOEI_CHOICE(MOEI_T, schedule, MOE_SCHEDULE_COUNT, moei_schedule_names, "how the rate falls"),
+    MOEI_INT(MOEI_T, warmup, 1, 2147483647, "steps in which the rate rises"),
+    MOEI_INT(MOEI_T, total_steps, 1, 2147483647, "steps of the schedule"),
+    MOEI_INT(MOEI_T, n_groups, 1, 4096, "groups of tensors"),
+    MOEI_INT(MOEI_T, evaluate_every, 1, 2147483647, "steps between evaluations"),
+    MOEI_INT(MOEI_T, checkpoint_every, 1, 2147483647, "steps between checkpoints"),
+    MOEI_FLAG(MOEI_T, resume, "go on from the checkpoint"),
+    MOEI_FIELDS_END};
+
+static const moe_field moei_group_fields[] = {
+    MOEI_REAL(MOEI_G, rate, 0, 1e6, "factor on the rate"),
+    MOEI_REAL(MOEI_G, decay, -1e6, 1e6, "factor on the decay"),
+    MOEI_FLAG(MOEI_G, frozen, "no learning"),
     MOEI_FIELDS_END};
 
 static moe_status moei_train_check(const moe_train_config *config, moe_train_config *out, moe_error *error) {
@@ -6042,7 +6065,51 @@ static moe_status moei_train_check(const moe_train_config *config, moe_train_con
     moei_default_real(&out->beta1, MOEI_R(0.9));
     moei_default_real(&out->beta2, MOEI_R(0.999));
     moei_default_real(&out->epsilon, MOEI_R(1e-8));
+    moei_default(&out->accumulate, 1);
     return MOE_OK;
+}
+
+/* Whether name fits pattern, in which * stands for any characters: after a mismatch the last * takes one character more. */
+static int moei_fits_pattern(const char *pattern, const char *name) {
+    const char *star = NULL, *from = NULL;
+    while (*name != '\0') {
+        if (*pattern == '*') star = pattern++, from = name;
+        else if (*pattern == *name) pattern++, name++;
+        else if (star != NULL) pattern = star + 1, name = ++from;
+        else return 0;
+    }
+    while (*pattern == '*') pattern++;
+    return *pattern == '\0';
+}
+
+static moe_status moei_groups_check(const moe_net *net, const moe_train_config *config, moe_error *error) {
+    moe_error why;
+    size_t t;
+    int g;
+    if (config->n_groups > 0 && config->groups == NULL)
+        return moei_error(error, MOE_ERR_CONFIG, "groups must not be NULL: n_groups = %d", config->n_groups);
+    for (g = 0; g < config->n_groups; g++) {
+        const moe_param_group *group = &config->groups[g];
+        if (moei_fields_check(moei_group_fields, group, &why) != MOE_OK) return moei_error(error, MOE_ERR_CONFIG, "groups[%d]: %s", g, why.message);
+        if (group->pattern == NULL) return moei_error(error, MOE_ERR_CONFIG, "groups[%d]: pattern must not be NULL", g);
+        for (t = 0; t < net->n_tensors && !moei_fits_pattern(group->pattern, net->tensors[t].name);) t++;
+        if (t == net->n_tensors) return moei_error(error, MOE_ERR_CONFIG, "groups[%d]: pattern = '%s' fits the name of no tensor", g, group->pattern);
+    }
+    return MOE_OK;
+}
+
+/* Two numbers for a tensor: the factor on the rate, 0 when it does not learn, and its weight decay. */
+static void moei_group_factors(const moe_train_config *config, const moe_tensor *t, moe_real *out) {
+    const moe_param_group *group = NULL;
+    int g, none = (t->flags & (unsigned)MOE_PARAM_NO_DECAY) != 0;
+    for (g = 0; g < config->n_groups && group == NULL; g++)
+        if (moei_fits_pattern(config->groups[g].pattern, t->name)) group = &config->groups[g];
+    out[0] = MOEI_R(1.0), out[1] = none ? MOEI_R(0.0) : config->decay;
+    if (group == NULL) return;
+    if (group->rate > MOEI_R(0.0)) out[0] = group->rate;
+    if (group->frozen) out[0] = MOEI_R(0.0);
+    if (group->decay > MOEI_R(0.0)) out[1] = group->decay * config->decay;
+    if (group->decay < MOEI_R(0.0)) out[1] = MOEI_R(0.0);
 }
 
 /* One batch in the trainer's work memory. */
@@ -6072,42 +6139,71 @@ static moe_status moei_batch_layout(const moe_trainer *trainer, moei_layout *l, 
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
-/* The numbers that one moment has. */
+/* The numbers that one moment has, and how many moments there are. */
 static size_t moei_net_numbers(const moe_net *net) { return moe_net_parameters(net, NULL); }
+static size_t moei_moments(const moe_trainer *t) { return t->config.optimizer == MOE_OPTIMIZER_ADAMW ? 2 : 1; }
 
 static moe_status moei_trainer_allocate(moe_trainer *t, moe_error *error) {
     const moe_allocator *a = &t->net->allocator;
     moei_layout l = moei_layout_begin(NULL);
     moei_batch batch;
     moe_status status = moei_batch_layout(t, &l, &batch);
-    size_t moments = t->config.optimizer == MOE_OPTIMIZER_ADAMW ? 2 : 1;
+    size_t moments;
     if (status != MOE_OK) return moei_error(error, status, "batch = %d: %s", t->config.batch, moe_status_text(status));
-    if (!moei_mul(moei_net_numbers(t->net), moments * sizeof(moe_real), &t->memory_size))
+    if (!moei_mul(moei_net_numbers(t->net), moei_moments(t), &moments) || !moei_add(moments, 2 * t->net->n_tensors, &t->memory_size) ||
+        !moei_mul(t->memory_size, sizeof(moe_real), &t->memory_size))
         return moei_error(error, MOE_ERR_OVERFLOW, "the optimiser's moments do not fit this machine's memory");
     t->work_size = l.used;
     t->memory = (moe_real *)moei_alloc(a, t->memory_size, 1);
     t->work = moei_alloc(a, t->work_size, 1);
+    t->factors = t->memory != NULL ? t->memory + moments : NULL;
     if (t->memory != NULL && t->work != NULL) return MOE_OK;
     moei_free(a, t->memory, t->memory_size);
     moei_free(a, t->work, t->work_size);
     return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of moments and %z of work", t->memory_size, t->work_size);
 }
 
-moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error) {
+/* The rate of the next step, as at MOE_SCHEDULE_. */
+static void moei_trainer_rate(moe_trainer *t) {
+    const moe_train_config *c = &t->config;
+    double step = (double)t->steps, warmup = (double)c->warmup, last = (double)t->total_steps - 1.0, at;
+    moe_real left;
+    if (t->total_steps == 0) return;
+    t->rate = c->rate;
+    if (step < warmup) t->rate = c->rate * (moe_real)((step + 1.0) / (warmup + 1.0));
+    if (step < warmup || !(c->final_rate < MOEI_R(1.0))) return;
+    at = step > last ? 1.0 : last > warmup ? (step - warmup) / (last - warmup) : 0.0;
+    left = c->schedule == MOE_SCHEDULE_LINEAR ? (moe_real)(1.0 - at) : MOEI_R(0.5) * (MOEI_R(1.0) + (moe_real)cos(3.14159265358979324 * at));
+    t->rate = c->rate * (c->final_rate + (MOEI_R(1.0) - c->final_rate) * left);
+}
+
+static moe_status moei_trainer_make(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error) {
     moe_trainer made;
     moe_status status;
+    size_t i;
     if (trainer == NULL || net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and net must not be NULL");
     if (!net->built || !net->trainable) return moei_error(error, MOE_ERR_STATE, "the net is not built with trainable = 1");
     memset(&made, 0, sizeof made);
     made.net = net;
     status = moei_train_check(config, &made.config, error);
+    if (status == MOE_OK) status = moei_groups_check(net, &made.config, error);
     if (status == MOE_OK) status = moei_mixture_fits(net, made.config.criterion, error);
     if (status == MOE_OK) status = moei_trainer_allocate(&made, error);
     if (status != MOE_OK) return status;
+    for (i = 0; i < net->n_tensors; i++) moei_group_factors(&made.config, &net->tensors[i], made.factors + 2 * i);
+    made.config.groups = NULL;
     moe_rng_seed(&made.rng, made.config.seed);
     made.rate = made.config.rate;
+    made.total_steps = (uint64_t)made.config.total_steps;
+    moei_trainer_rate(&made);
     *trainer = made;
     return MOE_OK;
+}
+
+moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error) {
+    if (config != NULL && config->warmup > 0 && config->total_steps == 0)
+        return moei_error(error, MOE_ERR_CONFIG, "warmup = %d: a trainer needs total_steps for it, which only moe_fit knows by itself", config->warmup);
+    return moei_trainer_make(trainer, net, config, error);
 }
 
 void moe_trainer_free(moe_trainer *trainer) {
@@ -6117,7 +6213,10 @@ void moe_trainer_free(moe_trainer *trainer) {
     memset(trainer, 0, sizeof *trainer);
 }
 
-static int moei_is_trained(const moe_tensor *t) { return (t->flags & (unsigned)(MOE_PARAM_FROZEN | MOE_PARAM_STATE)) == 0; }
+/* Flags may change between steps, groups do not. */
+static int moei_is_trained(const moe_trainer *trainer, size_t i) {
+    return (trainer->net->tensors[i].flags & (unsigned)(MOE_PARAM_FROZEN | MOE_PARAM_STATE)) == 0 && trainer->factors[2 * i] > MOEI_R(0.0);
+}
 
 /* The loss of a classical mixture, and its gradients in the order of the plan. */
 static moe_status moei_mixture_gradients(const moe_trainer *t, const moe_data *data, const moe_net_pass *pass, const moei_batch *b, moe_real *loss,
@@ -6138,7 +6237,7 @@ static moe_status moei_mixture_gradients(const moe_trainer *t, const moe_data *d
     return status;
 }
 
-/* Forward, loss and backward on one batch. */
+/* Forward, loss and backward on one batch, added to the gradients since the last step. */
 static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, moe_net_pass *pass, moe_step *step, moe_error *error) {
     moei_layout l = moei_layout_begin(t->work);
     moei_batch batch;
@@ -6150,7 +6249,7 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, m
     call = moei_data_call(data, batch.sequences);
     call.training = 1;
     call.rng = &t->rng;
-    moe_net_zero_gradients(t->net);
+    if (t->n_accumulated == 0) moe_net_zero_gradients(t->net);
     if (status == MOE_OK) status = moe_net_forward(t->net, &call, batch.net_work, batch.net_size, pass);
     if (status != MOE_OK) return moei_error(error, status, "the net's forward pass: %s", moe_status_text(status));
     if (!reads) step->loss = moei_criterion(t->config.criterion, t->net, data, pass->y, batch.dy);
@@ -6170,20 +6269,22 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, m
     return status == MOE_OK ? MOE_OK : moei_error(error, status, "the net's backward pass: %s", moe_status_text(status));
 }
 
-/* The norm of all trained gradients together. Beyond 1e19 (float) its square, which AdamW forms, would not be finite. */
-static moe_status moei_trainer_norm(const moe_trainer *trainer, moe_real *norm, moe_error *error) {
-    double sum = 0.0;
+/* The norm of the mean of n batches' gradients, of all trained tensors together. Beyond 1e19 (float) its square, which AdamW forms, would not be
+   finite. */
+static moe_status moei_trainer_norm(const moe_trainer *trainer, int n, moe_real *norm, moe_error *error) {
+    double sum = 0.0, length;
     size_t i, j;
     for (i = 0; i < trainer->net->n_tensors; i++) {
         const moe_tensor *t = &trainer->net->tensors[i];
-        for (j = 0; moei_is_trained(t) && j < t->count; j++) {
+        for (j = 0; moei_is_trained(trainer, i) && j < t->count; j++) {
             if (!moe_is_finite(t->gradient[j]))
                 return moei_error(error, MOE_ERR_NONFINITE, "%s: number %z of the gradient is not finite", t->name, j);
             sum += (double)t->gradient[j] * (double)t->gradient[j];
         }
     }
-    if (sum > (MOE_REAL_IS_DOUBLE ? 1e300 : 1e38)) return moei_error(error, MOE_ERR_NONFINITE, "the gradient is too large to square");
-    *norm = (moe_real)sqrt(sum);
+    length = sqrt(sum) / (double)n;
+    if (!(length <= (MOE_REAL_IS_DOUBLE ? 1e150 : 1e19))) return moei_error(error, MOE_ERR_NONFINITE, "the gradient is too large to square");
+    *norm = (moe_real)length;
     return MOE_OK;
 }
 
@@ -6196,75 +6297,121 @@ static moe_real moei_power(moe_real base, uint64_t n) {
 }
 
 /* v = momentum v + g + decay w,  w -= rate v */
-static void moei_update_sgd(const moe_trainer *trainer, const moe_tensor *t, moe_real scale, moe_real *v) {
-    moe_real decay = (t->flags & (unsigned)MOE_PARAM_NO_DECAY) != 0 ? MOEI_R(0.0) : trainer->config.decay;
+static void moei_sgd(size_t n, moe_real scale, moe_real rate, moe_real decay, moe_real momentum, const moe_real *g, moe_real *w, moe_real *v) {
     size_t i;
-    for (i = 0; i < t->count; i++) {
-        v[i] = trainer->config.momentum * v[i] + scale * t->gradient[i] + decay * t->data[i];
-        t->data[i] -= trainer->rate * v[i];
+    for (i = 0; i < n; i++) {
+        v[i] = momentum * v[i] + scale * g[i] + decay * w[i];
+        w[i] -= rate * v[i];
     }
 }
+
+/* The numbers of one step of AdamW on one tensor; over1 = 1 / (1 - beta1^steps), over2 alike. */
+typedef struct moei_adamw_step {
+    moe_real scale, rate, decay, beta1, beta2, epsilon, over1, over2;
+} moei_adamw_step;
 
 /* m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,  w -= rate (m / (1 - b1^n) / (sqrt(v / (1 - b2^n)) + eps) + decay w) */
-static void moei_update_adamw(const moe_trainer *trainer, const moe_tensor *t, moe_real scale, moe_real *m, moe_real *v) {
-    const moe_train_config *c = &trainer->config;
-    moe_real decay = (t->flags & (unsigned)MOE_PARAM_NO_DECAY) != 0 ? MOEI_R(0.0) : c->decay;
-    moe_real over1 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta1, trainer->steps + 1));
-    moe_real over2 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta2, trainer->steps + 1));
+static void moei_adamw(const moei_adamw_step *a, size_t n, const moe_real *gradient, moe_real *w, moe_real *m, moe_real *v) {
     size_t i;
-    for (i = 0; i < t->count; i++) {
-        moe_real g = scale * t->gradient[i];
-        m[i] = c->beta1 * m[i] + (MOEI_R(1.0) - c->beta1) * g;
-        v[i] = c->beta2 * v[i] + (MOEI_R(1.0) - c->beta2) * g * g;
-        t->data[i] -= trainer->rate * (m[i] * over1 / (MOEI_F(sqrt)(v[i] * over2) + c->epsilon) + decay * t->data[i]);
+    for (i = 0; i < n; i++) {
+        moe_real g = a->scale * gradient[i];
+        m[i] = a->beta1 * m[i] + (MOEI_R(1.0) - a->beta1) * g;
+        v[i] = a->beta2 * v[i] + (MOEI_R(1.0) - a->beta2) * g * g;
+        w[i] -= a->rate * (m[i] * a->over1 / (MOEI_F(sqrt)(v[i] * a->over2) + a->epsilon) + a->decay * w[i]);
     }
 }
 
-static void moei_trainer_update(moe_trainer *trainer, moe_real scale) {
+/* Moves all trained tensors against scale times their gradients. */
+static void moei_trainer_move(moe_trainer *trainer, moe_real scale) {
+    const moe_train_config *c = &trainer->config;
     moe_real *first = trainer->memory, *second = first + moei_net_numbers(trainer->net);
+    moei_adamw_step a;
     size_t i;
+    a.scale = scale, a.beta1 = c->beta1, a.beta2 = c->beta2, a.epsilon = c->epsilon;
+    a.over1 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta1, trainer->steps + 1));
+    a.over2 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta2, trainer->steps + 1));
     for (i = 0; i < trainer->net->n_tensors; i++) {
         const moe_tensor *t = &trainer->net->tensors[i];
-        if (!moei_is_trained(t)) continue;
-        if (trainer->config.optimizer == MOE_OPTIMIZER_SGD) moei_update_sgd(trainer, t, scale, first + (t->data - trainer->net->memory));
-        else moei_update_adamw(trainer, t, scale, first + (t->data - trainer->net->memory), second + (t->data - trainer->net->memory));
+        ptrdiff_t at = t->data - trainer->net->memory;
+        if (!moei_is_trained(trainer, i)) continue;
+        a.rate = trainer->rate * trainer->factors[2 * i], a.decay = trainer->factors[2 * i + 1];
+        if (c->optimizer == MOE_OPTIMIZER_ADAMW) moei_adamw(&a, t->count, t->gradient, t->data, first + at, second + at);
+        else moei_sgd(t->count, scale, a.rate, a.decay, c->momentum, t->gradient, t->data, first + at);
     }
-    trainer->steps++;
 }
 
-moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error) {
-    moe_step made;
-    moe_net_pass pass;
-    moe_rng rng;
+/* Checks a batch; changes nothing. */
+static moe_status moei_trainer_check(const moe_trainer *trainer, const moe_data *batch, moe_error *error) {
     moe_status status;
-    size_t i;
     if (trainer == NULL || batch == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and batch must not be NULL");
     if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+    if (trainer->n_accumulated == INT32_MAX) return moei_error(error, MOE_ERR_STATE, "%d batches since the last update", trainer->n_accumulated);
     if (batch->n < 1 || batch->n > (size_t)trainer->config.batch)
         return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be 1 to batch = %d", batch->n, trainer->config.batch);
     if (!moe_is_finite(trainer->rate))
         return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
     status = moei_data_check(trainer->net, batch, trainer->config.criterion, error);
-    if (status == MOE_OK) status = moei_routers_check(trainer->net, batch, moei_batch_sequences(batch, batch->n), 1, error);
+    if (status != MOE_OK) return status;
+    return moei_routers_check(trainer->net, batch, moei_batch_sequences(batch, batch->n), 1, error);
+}
+
+/* The first half of a step; *norm is that of the mean gradient so far. The routers see the pass last, when nothing can fail any more. */
+static moe_status moei_trainer_add(moe_trainer *trainer, const moe_data *batch, moe_step *made, moe_real *norm, moe_error *error) {
+    moe_net_pass pass;
+    moe_rng rng;
+    moe_status status = moei_trainer_check(trainer, batch, error);
     if (status != MOE_OK) return status;
     rng = trainer->rng;
-    status = moei_trainer_gradients(trainer, batch, &pass, &made, error);
-    if (status == MOE_OK) status = moei_trainer_norm(trainer, &made.gradient_norm, error);
-    if (status == MOE_OK) {
-        status = moe_net_observe(trainer->net, &pass);
-        if (status == MOE_OK) status = moe_net_advance(trainer->net);
-        if (status != MOE_OK) (void)moei_error(error, status, "the routers' state: %s", moe_status_text(status));
-    }
-    if (status != MOE_OK) {
-        trainer->rng = rng;
-        return status;
-    }
+    status = moei_trainer_gradients(trainer, batch, &pass, made, error);
+    if (status == MOE_OK) status = moei_trainer_norm(trainer, trainer->n_accumulated + 1, norm, error);
+    if (status == MOE_OK && (status = moe_net_observe(trainer->net, &pass)) != MOE_OK)
+        (void)moei_error(error, status, "the routers' state: %s", moe_status_text(status));
+    if (status == MOE_OK) trainer->n_accumulated++;
+    else trainer->rng = rng, trainer->n_accumulated = 0;
+    return status;
+}
+
+/* The second half, with the norm of the mean gradient. */
+static moe_status moei_trainer_apply(moe_trainer *trainer, moe_real norm, moe_error *error) {
+    moe_real scale = trainer->config.clip > MOEI_R(0.0) && norm > trainer->config.clip ? trainer->config.clip / norm : MOEI_R(1.0);
+    moe_status status = moe_net_advance(trainer->net);
+    size_t i;
+    if (status != MOE_OK) return moei_error(error, status, "the routers' state: %s", moe_status_text(status));
     for (i = 0; i < trainer->net->n_modules; i++) trainer->net->modules[i].layer.is_packed = 0; /* the tensors change */
-    moei_trainer_update(trainer, trainer->config.clip > MOEI_R(0.0) && made.gradient_norm > trainer->config.clip
-                                     ? trainer->config.clip / made.gradient_norm
-                                     : MOEI_R(1.0));
-    if (step != NULL) *step = made;
+    moei_trainer_move(trainer, scale / (moe_real)trainer->n_accumulated);
+    trainer->n_accumulated = 0;
+    trainer->steps++;
+    moei_trainer_rate(trainer);
     return MOE_OK;
+}
+
+moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error) {
+    moe_step made;
+    moe_real norm;
+    moe_status status = moei_trainer_add(trainer, batch, &made, &norm, error);
+    if (status == MOE_OK && step != NULL) step->loss = made.loss, step->router_loss = made.router_loss;
+    return status;
+}
+
+moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error) {
+    moe_real norm;
+    moe_status status;
+    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must not be NULL");
+    if (trainer->net == NULL || trainer->n_accumulated < 1) return moei_error(error, MOE_ERR_STATE, "no batch since the last update");
+    if (!moe_is_finite(trainer->rate))
+        return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
+    status = moei_trainer_norm(trainer, trainer->n_accumulated, &norm, error);
+    if (status == MOE_OK) status = moei_trainer_apply(trainer, norm, error);
+    if (status == MOE_OK && step != NULL) step->gradient_norm = norm;
+    return status;
+}
+
+moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error) {
+    moe_step made;
+    moe_status status = moei_trainer_add(trainer, batch, &made, &made.gradient_norm, error);
+    if (status == MOE_OK) status = moei_trainer_apply(trainer, made.gradient_norm, error);
+    if (status == MOE_OK && step != NULL) *step = made;
+    return status;
 }
 
 /* ---- modular networks ------------------------------------------------------------------------------------------------------------ */
@@ -6427,6 +6574,7 @@ typedef struct moei_fit {
     size_t memory_size;
     size_t *order;         /* [units] where samples, or sequences, are taken from */
     size_t unit, units;    /* samples that stay together, and how many of these there are */
+    moe_rng rng;           /* of the order; trainer.rng is for the routers' random stages */
     moe_real *x, *targets; /* one batch, gathered */
     int32_t *labels, *token_ids;
     void *test_work;
@@ -6468,10 +6616,25 @@ static moe_status moei_fit_check(const moei_fit *f, moe_error *error) {
     return status == MOE_OK && f->test != NULL ? moei_data_check(net, f->test, criterion, error) : status;
 }
 
+/* Steps of an epoch and of all; two generators, so that the order of the samples can be made again without the random stages of routers. */
+static void moei_fit_count(moei_fit *f) {
+    moe_trainer *t = &f->trainer;
+    size_t batches = (f->train->n - 1) / (size_t)t->config.batch + 1;
+    moe_rng other;
+    f->progress.epochs = t->config.epochs;
+    f->progress.steps = (batches - 1) / (size_t)t->config.accumulate + 1;
+    f->progress.total_steps = (uint64_t)f->progress.steps * (uint64_t)f->progress.epochs;
+    if (t->total_steps == 0) t->total_steps = f->progress.total_steps;
+    moei_trainer_rate(t);
+    moe_rng_seed(&f->rng, t->config.seed);
+    moe_rng_seed(&other, ~t->config.seed);
+    moe_rng_seed(&t->rng, moe_rng_next(&other));
+}
+
 static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_config *config, moe_error *error) {
     moei_layout l = moei_layout_begin(NULL);
     size_t i;
-    moe_status status = moe_trainer_init(&f->trainer, net, config, error);
+    moe_status status = moei_trainer_make(&f->trainer, net, config, error);
     if (status == MOE_OK) status = moei_fit_check(f, error);
     if (status != MOE_OK) return status;
     f->unit = f->train->length > 0 ? f->train->length : 1;
@@ -6484,6 +6647,7 @@ static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_conf
     l = moei_layout_begin(f->memory);
     (void)moei_fit_layout(f, &l);
     for (i = 0; i < f->units; i++) f->order[i] = i;
+    moei_fit_count(f);
     return MOE_OK;
 }
 
@@ -6491,7 +6655,7 @@ static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_conf
 static void moei_fit_shuffle(moei_fit *f) {
     size_t i, j, kept;
     for (i = f->units; i > 1; i--) {
-        j = (size_t)moe_rng_below(&f->trainer.rng, i);
+        j = (size_t)moe_rng_below(&f->rng, i);
         kept = f->order[i - 1];
         f->order[i - 1] = f->order[j];
         f->order[j] = kept;
@@ -6518,52 +6682,52 @@ static moe_data moei_fit_batch(moei_fit *f, size_t from) {
     return batch;
 }
 
-/* rate (final + (1 - final) (1 + cos(pi at)) / 2), where at goes from 0 at the first step of all to 1 at the last. */
-static moe_real moei_fit_rate(const moei_fit *f) {
+/* One step of the optimiser, on so many batches as make one. */
+static moe_status moei_fit_step(moei_fit *f, moe_error *error) {
     const moe_train_config *c = &f->trainer.config;
-    double last = (double)f->progress.steps * (double)c->epochs - 1.0;
-    double at = last > 0.0 ? (double)f->trainer.steps / last : 0.0;
-    if (!(c->final_rate < MOEI_R(1.0))) return c->rate;
-    return c->rate *
-           (c->final_rate + (MOEI_R(1.0) - c->final_rate) * MOEI_R(0.5) * (MOEI_R(1.0) + (moe_real)cos(3.14159265358979324 * at)));
-}
-
-static moe_status moei_fit_report(moei_fit *f, const moe_step *step, moe_error *error) {
-    moe_progress *p = &f->progress;
-    p->loss = f->counted > 0 ? (moe_real)(f->loss / (double)f->counted) : MOEI_R(0.0);
-    p->router_loss = (moe_real)(f->router_loss / (double)f->seen);
-    p->gradient_norm = step->gradient_norm;
-    p->epoch_ended = p->step == p->steps;
-    if (p->epoch_ended && f->test != NULL) {
-        moe_status status =
-            moei_evaluate(f->trainer.net, f->test, f->trainer.config.criterion, f->test_work, &p->test, error);
-        if (status != MOE_OK) return status;
-    }
-    if (f->trainer.config.progress == NULL || f->trainer.config.progress(f->trainer.config.progress_ctx, p) == 0) return MOE_OK;
-    return moei_error(error, MOE_ERR_STOPPED, "the progress callback stopped training in epoch %d, step %z", p->epoch, p->step);
-}
-
-static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
-    f->loss = f->router_loss = 0.0;
-    f->seen = f->counted = 0;
-    memset(&f->progress.test, 0, sizeof f->progress.test);
-    moei_fit_shuffle(f);
-    for (f->progress.step = 1; f->seen < f->train->n; f->progress.step++) {
+    int i;
+    for (i = 0; i < c->accumulate && f->seen < f->train->n; i++) {
         moe_data batch = moei_fit_batch(f, f->seen);
-        size_t counted = moei_counted(f->trainer.config.criterion, &batch);
+        size_t counted = moei_counted(c->criterion, &batch);
         moe_step step;
-        moe_status status;
-        f->trainer.rate = moei_fit_rate(f);
-        status = moe_trainer_step(&f->trainer, &batch, &step, error);
+        moe_status status = moei_trainer_add(&f->trainer, &batch, &step, &f->progress.gradient_norm, error);
         if (status != MOE_OK) return status;
         f->loss += (double)step.loss * (double)counted;
         f->router_loss += (double)step.router_loss * (double)batch.n;
         f->counted += counted;
         f->seen += batch.n;
-        status = moei_fit_report(f, &step, error);
+        f->progress.samples += batch.n;
+    }
+    f->progress.rate = f->trainer.rate;
+    return moei_trainer_apply(&f->trainer, f->progress.gradient_norm, error);
+}
+
+static moe_status moei_fit_report(moei_fit *f, moe_error *error) {
+    const moe_train_config *c = &f->trainer.config;
+    moe_progress *p = &f->progress;
+    p->loss = f->counted > 0 ? (moe_real)(f->loss / (double)f->counted) : MOEI_R(0.0);
+    p->router_loss = (moe_real)(f->router_loss / (double)f->seen);
+    p->epoch_ended = p->step == p->steps;
+    p->total_step = f->trainer.steps;
+    memset(&p->test, 0, sizeof p->test);
+    if (f->test != NULL && (p->epoch_ended || (c->evaluate_every > 0 && p->total_step % (uint64_t)c->evaluate_every == 0))) {
+        moe_status status = moei_evaluate(f->trainer.net, f->test, c->criterion, f->test_work, &p->test, error);
         if (status != MOE_OK) return status;
     }
-    return MOE_OK;
+    if (c->progress == NULL || c->progress(c->progress_ctx, p) == 0) return MOE_OK;
+    return moei_error(error, MOE_ERR_STOPPED, "the progress callback stopped training in epoch %d, step %z", p->epoch, p->step);
+}
+
+static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
+    moe_status status = MOE_OK;
+    f->loss = f->router_loss = 0.0;
+    f->seen = f->counted = 0;
+    moei_fit_shuffle(f);
+    for (f->progress.step = 1; status == MOE_OK && f->seen < f->train->n; f->progress.step++) {
+        status = moei_fit_step(f, error);
+        if (status == MOE_OK) status = moei_fit_report(f, error);
+    }
+    return status;
 }
 
 moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error) {
@@ -6573,10 +6737,6 @@ moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, co
     f.train = train;
     f.test = test != NULL && test->n > 0 ? test : NULL;
     status = moei_fit_begin(&f, net, config, error);
-    if (status == MOE_OK) {
-        f.progress.epochs = f.trainer.config.epochs;
-        f.progress.steps = (train->n - 1) / (size_t)f.trainer.config.batch + 1;
-    }
     for (f.progress.epoch = 1; status == MOE_OK && f.progress.epoch <= f.progress.epochs; f.progress.epoch++)
         status = moei_fit_epoch(&f, error);
     if (f.memory != NULL) moei_free(&net->allocator, f.memory, f.memory_size);
