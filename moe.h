@@ -576,15 +576,25 @@ typedef struct moe_attention_config {
     moe_real rotary_base; /* [10000] */
 } moe_attention_config;
 
-/* One module of a net; see the table above. Only the fields of its kind are set. */
+/* The tensors of modules that are no moe_layer, by place. */
+enum {
+    MOE_MODULE_WEIGHT = 0, MOE_MODULE_BIAS = 1,
+    MOE_MODULE_QUERY = 0, MOE_MODULE_KEY = 1, MOE_MODULE_VALUE = 2, MOE_MODULE_OUTPUT = 3, /* attention */
+    MOE_MODULE_SLOTS = 4
+};
 
+/* One module of a net; see the table above. Only the fields of its kind are set. */
 typedef struct moe_module {
     int kind;        /* MOE_MODULE_ */
     int d_in, d_out; /* widths */
     int act;         /* activation: MOE_ACT_ */
     int span;        /* residual */
-    moe_real *weight, *bias, *d_weight, *d_bias; /* linear and layer_norm; in the net's memory */
-    moe_layer layer; /* mixture; its tensors lie in the net's memory */
+    int n_rows;      /* embedding: V; positions: L */
+    moe_real rate;   /* dropout */
+    moe_attention_config attention; /* with defaults filled in */
+    moe_layer layer; /* mixture and feed_forward; its tensors lie in the net's memory */
+    moe_real *tensors[MOE_MODULE_SLOTS];   /* the other kinds, by place, in the net's memory; tied: MOE_MODULE_WEIGHT is the embedding's */
+    moe_real *gradients[MOE_MODULE_SLOTS]; /* by place; NULL: not built trainable */
     size_t first_tensor; /* private: where its tensors begin in the net's list */
 } moe_module;
 
@@ -659,8 +669,10 @@ typedef struct moe_net_pass {
     const moe_real *y; /* [N,d_out] the net's output */
     /* Private to moe.h. */
     moe_call call;
+    size_t past; /* decoding: tokens before those of the call */
     struct moe_module_pass *modules;
-    moe_real *scratch, *d_x;
+    void *scratch;
+    moe_real *d_x;
 } moe_net_pass;
 
 /* Exact bytes of work memory for n_tokens: every module keeps its output (so residuals and reports may look back), and with training = 1
@@ -751,13 +763,14 @@ enum { MOE_OPTIMIZER_ADAMW = 0, MOE_OPTIMIZER_SGD, MOE_OPTIMIZER_COUNT };
 typedef struct moe_data {
     size_t n;                /* samples */
     const moe_real *x;       /* [n,d_in] */
-    const int32_t *labels;   /* [n] for cross-entropy */
+    const int32_t *labels;   /* [n] for cross-entropy; negative: a row without a label, which only moe_mixture_loss does not take */
     const moe_real *targets; /* [n,d_out] for squared error */
     const moe_call *call;    /* moe_trainer_step: what else routers read (token_ids, sequences, given, teacher, attention_weights, ...), for these n rows;
                                 its n_tokens, x, training and rng are not used. NULL: nothing. moe_fit and moe_evaluate take none */
-    const int32_t *token_ids; /* [n] for nets with d_in = 0 and routers that read them */
-    size_t length;           /* samples stand in sequences of this length, one after another; n is a multiple of it. moe_fit then shuffles and cuts
-                                whole sequences [0: every sample for itself in moe_fit and moe_evaluate; one sequence in moe_trainer_step] */
+    const int32_t *token_ids; /* [n] for nets with d_in = 0, which read no x, and for routers that hash them; those of call count before */
+    size_t length;           /* samples stand in sequences of this length, one after another; n is a multiple of it. moe_fit and moe_evaluate then cut and
+                                shuffle whole sequences, and routers see them unless call has others. [0: samples are cut and shuffled one by one, what is
+                                passed at once is one sequence. Nets with attention or positions then need it in moe_fit and moe_evaluate] */
 } moe_data;
 
 /* How good a net is on some samples. */
@@ -781,13 +794,15 @@ typedef struct moe_progress {
     uint64_t samples;           /* seen in this call of moe_fit: with a clock, tokens per second and time left */
 } moe_progress;
 
-/* The shape of the rate after warm-up, from 1 to final_rate: half a cosine, or a straight line. */
+/* The rate of step s = 0, 1, ... of T = total_steps, of which W = warmup, with f = final_rate:
+     rate (s + 1) / (W + 1) for s < W, then rate (f + (1 - f) g(a)), a = (s - W) / (T - 1 - W) up to 1, where it stays
+     cosine  g(a) = (1 + cos(pi a)) / 2           linear  g(a) = 1 - a */
 enum { MOE_SCHEDULE_COSINE = 0, MOE_SCHEDULE_LINEAR, MOE_SCHEDULE_COUNT };
 
-/* Tensors that learn differently. The first group whose pattern fits a tensor's name counts. */
+/* Tensors that learn differently. The first group whose pattern fits a tensor's name counts; one that fits no tensor is MOE_ERR_CONFIG. */
 typedef struct moe_param_group {
-    const char *pattern; /* "*.router.*", "0.weight": * stands for any characters; the caller's, must outlive the trainer */
-    moe_real rate;       /* factor on the rate, 0 to 1e6 [1] */
+    const char *pattern; /* "*.router.*", "0.weight": * stands for any characters */
+    moe_real rate;       /* factor on the rate, up to 1e6 [1] */
     moe_real decay;      /* factor on the decay, 0 to 1e6; it also decays biases and gains when given [1, but 0 for biases and gains]; negative: none */
     int frozen;          /* 1: stays as it is, takes no part in the gradient's norm */
 } moe_param_group;
@@ -799,7 +814,7 @@ typedef struct moe_train_config {
     int epochs;              /* [10] */
     int batch;               /* samples per step [32] */
     moe_real rate;           /* learning rate [0.001; sgd 0.01] */
-    moe_real final_rate;     /* the rate falls to this share of it along a cosine, over all steps of fit [1: constant] */
+    moe_real final_rate;     /* the rate falls to this share of it as schedule says [1: constant] */
     moe_real momentum;       /* sgd [0.9]; negative: none */
     moe_real beta1, beta2;   /* adamw [0.9, 0.999] */
     moe_real epsilon;        /* adamw [1e-8] */
@@ -808,12 +823,12 @@ typedef struct moe_train_config {
     uint64_t seed;           /* order of the samples and random stages of routers */
     int (*progress)(void *ctx, const moe_progress *progress); /* may be NULL; a result other than 0 stops training */
     void *progress_ctx;
-    int accumulate;          /* batches whose mean gradient makes one step [1] */
+    int accumulate;          /* moe_fit: batches whose mean gradient makes one step; the last of an epoch may have fewer [1] */
     int schedule;            /* MOE_SCHEDULE_ of final_rate [cosine] */
-    int warmup;              /* steps in which the rate rises on a straight line to its full value [0] */
-    int total_steps;         /* steps of the schedule [moe_fit: all of its steps; moe_trainer_step: no schedule, the trainer's rate stays] */
-    const moe_param_group *groups; /* [n_groups] the caller's, must outlive the trainer */
-    int n_groups;
+    int warmup;              /* steps in which the rate rises on a straight line to its full value; a trainer needs total_steps for it [0] */
+    int total_steps;         /* steps of the schedule [moe_fit: all of its steps; a trainer of your own: no schedule, its rate stays] */
+    const moe_param_group *groups; /* [n_groups] the caller's, read by init (and moe_fit) only */
+    int n_groups;            /* up to 4096 */
     int evaluate_every;      /* moe_fit: steps between evaluations on test [0: at the end of each epoch only] */
     const char *checkpoint;  /* moe_fit: a file that is replaced every checkpoint_every steps, at the end, and when training stops; NULL: none */
     int checkpoint_every;    /* [0: at the end of each epoch] */
@@ -826,11 +841,13 @@ typedef struct moe_trainer {
     moe_train_config config; /* with defaults filled in */
     uint64_t steps;          /* taken so far */
     moe_rng rng;
-    moe_real rate;           /* of the next step; with total_steps the schedule sets it */
+    moe_real rate;           /* of the next step; with total_steps the schedule sets it again after each step */
+    uint64_t total_steps;    /* of the schedule; 0: there is none */
     int n_accumulated;       /* batches since the last step */
     uint64_t position[4];    /* the caller's: where it stands in its data; saved in checkpoints. moe_fit keeps epoch and step there */
-    moe_real *memory;        /* owned: two moments per number */
+    moe_real *memory;        /* owned: two moments (sgd: one) per number, then the factors */
     size_t memory_size;
+    moe_real *factors;       /* private: [tensors,2] of the groups */
     void *work;              /* owned: for one batch */
     size_t work_size;
 } moe_trainer;
@@ -845,15 +862,17 @@ typedef struct moe_step {
 /* Checks config (NULL: {0}) and makes a trainer for net, which must outlive it and stay where it is. MOE_ERR_STATE: net is not built with
    trainable = 1. MOE_ERR_CONFIG: a field is out of range. MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *trainer is untouched. */
 MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error);
-/* One step on 1..config.batch samples: gradients to 0, forward, loss, backward, clip, state of the routers, optimiser. Frozen tensors stay as they
-   are, and biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and the label, or the router that needs
-   more than x and what batch->call lacks), MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss or gradient is not finite, or the gradient's norm is beyond
-   1e19 (1e150 in the double build). After a failure only the gradients have changed. step may be NULL. Allocates nothing. */
+/* One step on 1..config.batch samples: gradients to 0, forward, loss, backward, clip, state of the routers, optimiser. Tensors that are frozen, by
+   MOE_PARAM_FROZEN or a group, stay as they are; biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and
+   the label, or the router that needs more than x and what batch->call lacks), MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss
+   or gradient is not finite, or the gradient's norm is beyond 1e19 (1e150 in the double build). After a failure only the gradients have changed.
+   step may be NULL. Allocates nothing. */
 MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
-/* The two halves of a step, for steps of several batches: accumulate runs forward and backward and adds the gradients to those since the last
-   update, update steps on their mean. moe_trainer_step is both. After a failed accumulate the batches since the last update are lost:
-   n_accumulated is 0. update: MOE_ERR_STATE without a batch. In *step loss and router_loss are of this batch (accumulate), gradient_norm is of
-   the mean (update); each leaves the other's fields alone. */
+/* The two halves of a step, for steps of several batches: accumulate runs forward and backward, adds the gradients to those since the last update
+   and shows the pass to the routers' state; update steps on the mean of the gradients and advances that state. moe_trainer_step is both. In *step
+   loss and router_loss are of this batch (accumulate), gradient_norm is of the mean (update); each leaves the other's fields alone. Errors as
+   moe_trainer_step. Data that are refused change nothing; when accumulate fails later, the batches since the last update are lost: n_accumulated
+   is 0. update: MOE_ERR_STATE without a batch; a failed one changes nothing. */
 MOE_API moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
 MOE_API moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error);
 /* A checkpoint: the net's file and in it the optimiser's moments, steps, random state and position; moe_net_load reads it as a net. Between steps
@@ -883,6 +902,7 @@ typedef struct moe_modular {
     int32_t *candidate;
     double *best, *drawn;
     unsigned char *changed;
+    int32_t *sequences;
     void *net_work;
     size_t net_size;
 } moe_modular;
@@ -906,10 +926,12 @@ MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch,
 
 /* Trains net on train for config.epochs, in a new random order each epoch, and evaluates on test (NULL or n = 0: none) after each. All data
    is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle, or
-   MOE_ERR_STOPPED when the callback stopped it, leaves the net with what it has learned. The same seed gives the same bits. */
+   MOE_ERR_STOPPED when the callback stopped it, leaves the net with what it has learned. The same seed gives the same bits: the order of the
+   samples comes from config.seed, random stages of routers from a stream of their own that is made from it. */
 MOE_API moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error);
-/* Loss and accuracy of net on data, 64 samples at a time (data->length > 0: whole sequences, as many as make 512 samples, at least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an
-   output is not finite. n = 0 gives zeros. On failure *result is untouched. */
+/* Loss and accuracy of net on data, 64 samples at a time (data->length > 0: as many whole sequences as fit into 512 samples and soft_sequences, at
+   least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output is not finite. n = 0 gives zeros. On failure
+   *result is untouched. */
 MOE_API moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result, moe_error *error);
 
 /* ---- the classical mixture: losses over plain arrays, the hierarchical mixture of experts --------------------------------- */
@@ -4252,31 +4274,66 @@ static void moei_net_drop(const moe_allocator *a, void *list, size_t element_siz
 
 /* ---- kinds of modules as data ------------------------------------------------------------------------------------------------- */
 
-/* The settings of the small modules, as files name them; those of a mixture are moe_layer_fields. */
+/* The settings of modules, as files name them. */
 typedef struct moei_module_config {
     int d_in; /* of the net itself */
-    int d_out, act, span;
+    int d_out, act, span, vocabulary, d, most;
+    moe_real rate;
+    moe_attention_config attention;
+    moe_layer_config layer;
 } moei_module_config;
 
 #define MOEI_M moei_module_config
+#define MOEI_A moe_attention_config
 
-static const moe_field moei_net_fields[] = {MOEI_INT(MOEI_M, d_in, 1, MOE_MAX_WIDTH, "width of the net's input"), MOEI_FIELDS_END};
+static const moe_field moei_net_fields[] = {MOEI_INT(MOEI_M, d_in, 0, MOE_MAX_WIDTH, "width of the net's input; 0: token ids"), MOEI_FIELDS_END};
 static const moe_field moei_linear_fields[] = {MOEI_INT(MOEI_M, d_out, 1, MOE_MAX_WIDTH, "width that leaves"), MOEI_FIELDS_END};
 static const moe_field moei_activation_fields[] = {MOEI_CHOICE(MOEI_M, act, MOE_ACT_COUNT, moei_act_names, "activation"), MOEI_FIELDS_END};
-static const moe_field moei_layer_norm_fields[] = {MOEI_FIELDS_END};
+static const moe_field moei_no_fields[] = {MOEI_FIELDS_END};
 static const moe_field moei_residual_fields[] = {MOEI_INT(MOEI_M, span, 1, MOE_NET_MAX_MODULES, "modules it goes around"), MOEI_FIELDS_END};
+static const moe_field moei_embedding_fields[] = {MOEI_INT(MOEI_M, vocabulary, 1, MOE_MAX_WIDTH, "number of token ids"),
+                                                  MOEI_INT(MOEI_M, d, 1, MOE_MAX_WIDTH, "width that leaves"), MOEI_FIELDS_END};
+static const moe_field moei_positions_fields[] = {MOEI_INT(MOEI_M, most, 1, MOE_MAX_WIDTH, "tokens of the longest sequence"), MOEI_FIELDS_END};
+static const moe_field moei_attention_fields[] = {MOEI_INT(MOEI_A, heads, 1, 4096, "heads"),
+                                                  MOEI_INT(MOEI_A, d_head, 1, MOE_MAX_WIDTH, "width of a head"),
+                                                  MOEI_FLAG(MOEI_A, full, "tokens see later ones"),
+                                                  MOEI_FLAG(MOEI_A, rotary, "queries and keys are turned by their places"),
+                                                  MOEI_REAL(MOEI_A, rotary_base, 1, 1e9, "base of the angles"),
+                                                  MOEI_FIELDS_END};
+static const moe_field moei_dropout_fields[] = {MOEI_REAL(MOEI_M, rate, 0, 1, "probability of a zero"), MOEI_FIELDS_END};
+static const moe_field moei_feed_forward_fields[] = {MOEI_CHOICE(MOEI_L, expert, MOE_EXPERT_COUNT, moei_expert_names, "kind of expert"),
+                                                     MOEI_INT(MOEI_L, d_ff, 1, MOE_MAX_WIDTH, "hidden width"),
+                                                     MOEI_INT(MOEI_L, d_low, 1, MOE_MAX_WIDTH, "rows of reduce in a factorised expert"),
+                                                     MOEI_CHOICE(MOEI_L, act, MOE_ACT_COUNT, moei_act_names, "activation of an mlp expert"),
+                                                     MOEI_FLAG(MOEI_L, no_expert_bias, "mlp and linear experts have no biases"),
+                                                     MOEI_FIELDS_END};
 
-static const char *const moei_module_names[] = {"linear", "activation", "layer_norm", "mixture", "residual", NULL};
+static const char *const moei_module_names[] = {"linear",    "activation", "layer_norm", "mixture", "residual",     "embedding",
+                                                "positions", "attention",  "rms_norm",   "dropout", "feed_forward", "tied",      NULL};
 
 static const moe_field *moei_module_fields(int kind) {
     switch (kind) {
     case MOE_MODULE_LINEAR: return moei_linear_fields;
     case MOE_MODULE_ACTIVATION: return moei_activation_fields;
-    case MOE_MODULE_LAYER_NORM: return moei_layer_norm_fields;
     case MOE_MODULE_MIXTURE: return moe_layer_fields();
-    default: return moei_residual_fields;
+    case MOE_MODULE_RESIDUAL: return moei_residual_fields;
+    case MOE_MODULE_EMBEDDING: return moei_embedding_fields;
+    case MOE_MODULE_POSITIONS: return moei_positions_fields;
+    case MOE_MODULE_ATTENTION: return moei_attention_fields;
+    case MOE_MODULE_DROPOUT: return moei_dropout_fields;
+    case MOE_MODULE_FEED_FORWARD: return moei_feed_forward_fields;
+    default: return moei_no_fields;
     }
 }
+
+/* What moei_module_fields describes. */
+static void *moei_module_settings(moei_module_config *config, int kind) {
+    if (kind == MOE_MODULE_MIXTURE || kind == MOE_MODULE_FEED_FORWARD) return &config->layer;
+    return kind == MOE_MODULE_ATTENTION ? (void *)&config->attention : (void *)config;
+}
+
+/* Whether a module is a moe_layer. Only a mixture's has a router to speak of. */
+static int moei_is_layer(const moe_module *m) { return m->kind == MOE_MODULE_MIXTURE || m->kind == MOE_MODULE_FEED_FORWARD; }
 
 /* ---- building ------------------------------------------------------------------------------------------------------------------ */
 
@@ -4286,8 +4343,8 @@ moe_status moe_net_init(moe_net *net, int d_in, int kernels, const moe_allocator
     if (!moei_can_allocate(allocator))
         return moei_error(&net->error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
     if (allocator != NULL) net->allocator = *allocator;
-    if (d_in < 1 || d_in > MOE_MAX_WIDTH)
-        return moei_error(&net->error, MOE_ERR_CONFIG, "d_in = %d: must be 1 to %d", d_in, (int)MOE_MAX_WIDTH);
+    if (d_in < 0 || d_in > MOE_MAX_WIDTH)
+        return moei_error(&net->error, MOE_ERR_CONFIG, "d_in = %d: must be 1 to %d, or 0 for token ids", d_in, (int)MOE_MAX_WIDTH);
     if (moe_kernels_name(kernels) == NULL) return moei_error(&net->error, MOE_ERR_CONFIG, "kernels = %d: there are no such ones", kernels);
     net->kernels = moe_kernels_select(kernels);
     if (net->kernels == NULL)
@@ -4318,6 +4375,9 @@ static moe_status moei_module_begin(moe_net *net, int kind, moe_module *m) {
     if (net->built || net->kernels == NULL) return MOE_ERR_STATE;
     if (net->n_modules >= MOE_NET_MAX_MODULES)
         return moei_module_refuse(net, kind, MOE_ERR_CONFIG, "a net has at most %d modules", (int)MOE_NET_MAX_MODULES);
+    if ((net->d_out == 0) != (kind == MOE_MODULE_EMBEDDING))
+        return moei_module_refuse(net, kind, MOE_ERR_CONFIG, net->d_out == 0 ? "d_in = 0, so the first module must be an embedding"
+                                                                             : "only the first module of a net with d_in = 0 can be one");
     memset(m, 0, sizeof *m);
     m->kind = kind;
     m->d_in = m->d_out = net->d_out;
@@ -4352,19 +4412,128 @@ moe_status moe_net_activation(moe_net *net, int act) {
     return moei_module_append(net, &m);
 }
 
-moe_status moe_net_layer_norm(moe_net *net) {
+/* A module without settings. */
+static moe_status moei_module_plain(moe_net *net, int kind) {
     moe_module m;
-    moe_status status = moei_module_begin(net, MOE_MODULE_LAYER_NORM, &m);
+    moe_status status = moei_module_begin(net, kind, &m);
     return status == MOE_OK ? moei_module_append(net, &m) : status;
 }
 
-/* The last mixture before module i, or i. */
-static size_t moei_previous_mixture(const moe_net *net, size_t i) {
+moe_status moe_net_layer_norm(moe_net *net) { return moei_module_plain(net, MOE_MODULE_LAYER_NORM); }
+
+moe_status moe_net_rms_norm(moe_net *net) { return moei_module_plain(net, MOE_MODULE_RMS_NORM); }
+
+moe_status moe_net_embedding(moe_net *net, int vocabulary, int d) {
+    moe_module m;
+    moe_status status = moei_module_begin(net, MOE_MODULE_EMBEDDING, &m);
+    if (status != MOE_OK) return status;
+    if (vocabulary < 1 || vocabulary > MOE_MAX_WIDTH)
+        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "vocabulary = %d: must be 1 to %d", vocabulary, (int)MOE_MAX_WIDTH);
+    if (d < 1 || d > MOE_MAX_WIDTH) return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "d = %d: must be 1 to %d", d, (int)MOE_MAX_WIDTH);
+    m.n_rows = vocabulary;
+    m.d_out = d;
+    return moei_module_append(net, &m);
+}
+
+moe_status moe_net_positions(moe_net *net, int most) {
+    moe_module m;
+    moe_status status = moei_module_begin(net, MOE_MODULE_POSITIONS, &m);
+    if (status != MOE_OK) return status;
+    if (most < 1 || most > MOE_MAX_WIDTH)
+        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "most = %d: must be 1 to %d", most, (int)MOE_MAX_WIDTH);
+    m.n_rows = most;
+    return moei_module_append(net, &m);
+}
+
+moe_status moe_net_dropout(moe_net *net, moe_real rate) {
+    moe_module m;
+    moe_status status = moei_module_begin(net, MOE_MODULE_DROPOUT, &m);
+    if (status != MOE_OK) return status;
+    if (!moe_is_finite(rate) || rate < MOEI_R(0.0) || rate >= MOEI_R(1.0))
+        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "rate = %g: must be at least 0 and below 1", (double)rate);
+    m.rate = rate;
+    return moei_module_append(net, &m);
+}
+
+moe_status moe_net_tied(moe_net *net) {
+    moe_module m;
+    moe_status status = moei_module_begin(net, MOE_MODULE_TIED, &m);
+    if (status != MOE_OK) return status;
+    if (net->d_in != 0) return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "the net has no embedding: its d_in is %d", net->d_in);
+    if (net->modules[0].d_out != m.d_in)
+        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "the embedding is %d wide, but width %d arrives", net->modules[0].d_out, m.d_in);
+    m.d_out = net->modules[0].n_rows;
+    return moei_module_append(net, &m);
+}
+
+/* Fills in the defaults for width d. */
+static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error *error) {
+    moe_status status = moei_fields_check(moei_attention_fields, c, error);
+    if (status != MOE_OK) return status;
+    if (c->heads == 0)
+        for (c->heads = d < 32 ? 1 : d / 32; d % c->heads != 0 || c->heads > 4096;) c->heads--;
+    if (c->d_head == 0 && d % c->heads != 0)
+        return moei_error(error, MOE_ERR_CONFIG, "heads = %d: must divide the width that arrives, %d, or d_head be given", c->heads, d);
+    moei_default(&c->d_head, d / c->heads);
+    if (c->d_head > MOE_MAX_WIDTH / c->heads)
+        return moei_error(error, MOE_ERR_CONFIG, "d_head = %d: heads = %d of them are wider than %d", c->d_head, c->heads, (int)MOE_MAX_WIDTH);
+    if (c->rotary && c->d_head % 2 != 0) return moei_error(error, MOE_ERR_CONFIG, "d_head = %d: must be even for rotary = 1", c->d_head);
+    if (!c->rotary && !moei_field_is_zero(moe_field_find(moei_attention_fields, "rotary_base"), c))
+        return moei_error(error, MOE_ERR_CONFIG, "rotary_base = %g does not go with rotary = 0", (double)c->rotary_base);
+    if (c->rotary) moei_default_real(&c->rotary_base, MOEI_R(10000.0));
+    return MOE_OK;
+}
+
+moe_status moe_net_attention(moe_net *net, const moe_attention_config *config) {
+    moe_module m;
+    moe_error why;
+    moe_status status = moei_module_begin(net, MOE_MODULE_ATTENTION, &m);
+    if (status != MOE_OK) return status;
+    if (config != NULL) m.attention = *config;
+    status = moei_attention_check(&m.attention, m.d_in, &why);
+    if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
+    return moei_module_append(net, &m);
+}
+
+/* The layer of a feed_forward for width d: its one expert takes every token, whatever the score, which has no parameters. */
+static moe_status moei_feed_forward_config(const moe_layer_config *wanted, int d, moe_layer_config *c, moe_error *error) {
+    const moe_field *field;
+    memset(c, 0, sizeof *c);
+    for (field = moe_layer_fields(); wanted != NULL && field->name != NULL; field++)
+        if (moe_field_find(moei_feed_forward_fields, field->name) == NULL && !moei_field_is_zero(field, wanted))
+            return moei_error(error, MOE_ERR_CONFIG, "%s must be 0: a feed_forward has expert, d_ff, d_low, act and no_expert_bias", field->name);
+    if (wanted != NULL) *c = *wanted;
+    c->router.d_model = d;
+    c->router.n_experts = c->router.top_k = 1;
+    c->router.score = MOE_SCORE_GRAP;
+    c->router.weight = MOE_WEIGHT_ONE;
+    return MOE_OK;
+}
+
+moe_status moe_net_feed_forward(moe_net *net, const moe_layer_config *config) {
+    moe_module m;
+    moe_layer_config c;
+    moe_error why;
+    moe_status status = moei_module_begin(net, MOE_MODULE_FEED_FORWARD, &m);
+    if (status != MOE_OK) return status;
+    status = moei_feed_forward_config(config, m.d_in, &c, &why);
+    c.kernels = net->kernels->id;
+    if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
+    if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
+    return moei_module_append(net, &m);
+}
+
+/* The last module of a kind before module i, or i. */
+static size_t moei_previous(const moe_net *net, size_t i, int kind) {
     size_t j;
     for (j = i; j-- > 0;)
-        if (net->modules[j].kind == MOE_MODULE_MIXTURE) return j;
+        if (net->modules[j].kind == kind) return j;
     return i;
 }
+
+static size_t moei_previous_mixture(const moe_net *net, size_t i) { return moei_previous(net, i, MOE_MODULE_MIXTURE); }
+
+static size_t moei_previous_attention(const moe_net *net, size_t i) { return moei_previous(net, i, MOE_MODULE_ATTENTION); }
 
 /* Whether a router that reads the previous mixture finds what it needs there; the new module's number is n_modules. */
 static moe_status moei_previous_check(const moe_net *net, const moe_router_config *c, moe_error *error) {
@@ -4384,6 +4553,23 @@ static moe_status moei_previous_check(const moe_net *net, const moe_router_confi
     return MOE_OK;
 }
 
+/* What the attention before the new module, if there is one, says of a router that refines. */
+static moe_status moei_refine_fit(const moe_net *net, moe_router_config *c, moe_error *error) {
+    size_t at = moei_previous_attention(net, net->n_modules);
+    const moe_module *attention = &net->modules[at];
+    if (at == net->n_modules || c->refine == MOE_REFINE_NONE) return MOE_OK;
+    if (!attention->attention.full) c->causal = 1;
+    if (c->refine != MOE_REFINE_ATTENTION) return MOE_OK;
+    if (c->heads == 0) c->heads = attention->attention.heads;
+    if (c->heads != attention->attention.heads)
+        return moei_error(error, MOE_ERR_CONFIG, "heads = %d: the attention that refine = attention reads, module %z, has heads = %d", c->heads, at,
+                          attention->attention.heads);
+    if (c->d_model != attention->d_out)
+        return moei_error(error, MOE_ERR_CONFIG, "d_model = %d: the attention that refine = attention reads, module %z, is %d wide", c->d_model, at,
+                          attention->d_out);
+    return MOE_OK;
+}
+
 moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
     moe_module m;
     moe_layer_config c;
@@ -4396,7 +4582,8 @@ moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
     if (c.router.d_model != m.d_in)
         return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "d_model = %d, but width %d arrives", c.router.d_model, m.d_in);
     if (c.kernels == MOE_KERNELS_AUTO) c.kernels = net->kernels->id;
-    status = moe_layer_init(&m.layer, &c, &why);
+    status = moei_refine_fit(net, &c.router, &why);
+    if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
     if (status == MOE_OK) status = moei_previous_check(net, &m.layer.config.router, &why);
     if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
     m.d_out = m.layer.config.d_out;
@@ -4422,20 +4609,48 @@ static int moei_feeds_relu(const moe_net *net, size_t i) {
     return i + 1 < net->n_modules && next->kind == MOE_MODULE_ACTIVATION && next->act <= MOE_ACT_GELU;
 }
 
-enum { MOEI_WEIGHT_PLACE = 0, MOEI_BIAS_PLACE = 1 };
+/* A matrix of a module, or with columns = 0 a vector that starts at value. */
+typedef struct moei_module_tensor {
+    const char *name; /* NULL: there is none */
+    int rows, columns;
+    moe_real value;
+} moei_module_tensor;
+
+static moei_module_tensor moei_tensor_of(const char *name, int rows, int columns, moe_real value) {
+    moei_module_tensor t;
+    t.name = name, t.rows = rows, t.columns = columns, t.value = value;
+    return t;
+}
+
+/* Tensor `place` of a module that is no layer. */
+static moei_module_tensor moei_module_place(const moe_module *m, int place) {
+    static const char *const of_attention[MOE_MODULE_SLOTS] = {"query", "key", "value", "output"};
+    int inner = m->attention.heads * m->attention.d_head, bias = place == MOE_MODULE_BIAS;
+    if (place < MOE_MODULE_SLOTS && m->kind == MOE_MODULE_ATTENTION)
+        return place == MOE_MODULE_OUTPUT ? moei_tensor_of(of_attention[place], m->d_out, inner, MOEI_R(0.0))
+                                          : moei_tensor_of(of_attention[place], inner, m->d_in, MOEI_R(0.0));
+    if (bias && (m->kind == MOE_MODULE_LINEAR || m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_TIED))
+        return moei_tensor_of("bias", m->d_out, 0, MOEI_R(0.0));
+    if (place == MOE_MODULE_WEIGHT && (m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_RMS_NORM))
+        return moei_tensor_of("weight", m->d_out, 0, MOEI_R(1.0));
+    if (place == MOE_MODULE_WEIGHT && m->kind == MOE_MODULE_LINEAR) return moei_tensor_of("weight", m->d_out, m->d_in, MOEI_R(0.0));
+    if (place == MOE_MODULE_WEIGHT && m->n_rows > 0) return moei_tensor_of("weight", m->n_rows, m->d_out, MOEI_R(0.0));
+    return moei_tensor_of(NULL, 0, 0, MOEI_R(0.0));
+}
 
 /* Describes tensor `place` of module i, name without the module's number; MOE_ERR_NOT_FOUND where it has none. */
 static moe_status moei_module_slot(const moe_net *net, size_t i, int place, moe_slot *out) {
     const moe_module *m = &net->modules[i];
-    int norm = m->kind == MOE_MODULE_LAYER_NORM, fits;
-    if (m->kind == MOE_MODULE_MIXTURE) return moe_layer_slot(&m->layer.config, place, out);
-    if ((m->kind != MOE_MODULE_LINEAR && !norm) || place > MOEI_BIAS_PLACE) return MOE_ERR_NOT_FOUND;
+    moei_module_tensor t;
+    int fits;
+    if (moei_is_layer(m)) return moe_layer_slot(&m->layer.config, place, out);
+    t = moei_module_place(m, place);
+    if (t.name == NULL) return MOE_ERR_NOT_FOUND;
     memset(out, 0, sizeof *out);
-    if (norm || place == MOEI_BIAS_PLACE)
-        fits = moei_slot_vector(out, (size_t)m->d_out, MOE_PARAM_TRAINED, norm && place == MOEI_WEIGHT_PLACE ? MOEI_R(1.0) : MOEI_R(0.0));
-    else fits = moei_slot_matrix(out, (size_t)m->d_out, (size_t)m->d_in, MOE_PARAM_TRAINED);
-    if (moei_feeds_relu(net, i)) out->init_spread *= MOEI_R(1.4142135623730951);
-    out->name = place == MOEI_WEIGHT_PLACE ? "weight" : "bias";
+    if (t.columns == 0) fits = moei_slot_vector(out, (size_t)t.rows, MOE_PARAM_TRAINED, t.value);
+    else fits = moei_slot_matrix(out, (size_t)t.rows, (size_t)t.columns, MOE_PARAM_TRAINED);
+    if (m->kind == MOE_MODULE_LINEAR && moei_feeds_relu(net, i)) out->init_spread *= MOEI_R(1.4142135623730951);
+    out->name = t.name;
     return fits ? MOE_OK : MOE_ERR_OVERFLOW;
 }
 
@@ -4505,19 +4720,23 @@ static size_t moei_last_tensor(const moe_net *net, size_t i) {
 /* Gives the registered tensors their places in values and gradients (NULL: none), one after another, and tells the modules. */
 static void moei_net_bind(moe_net *net, moe_real *values, moe_real *gradients) {
     size_t i, t, at = 0;
+    int place;
     for (i = 0; i < net->n_modules; i++) {
         moe_module *m = &net->modules[i];
-        const moe_tensor *first;
-        if (m->kind == MOE_MODULE_MIXTURE) moei_layer_bind(&m->layer, values + at, gradients != NULL ? gradients + at : NULL);
+        if (moei_is_layer(m)) moei_layer_bind(&m->layer, values + at, gradients != NULL ? gradients + at : NULL);
         for (t = m->first_tensor; t < moei_last_tensor(net, i); t++) {
             net->tensors[t].data = values + at;
             net->tensors[t].gradient = gradients != NULL ? gradients + at : NULL;
             at += net->tensors[t].count;
         }
-        if (m->kind != MOE_MODULE_LINEAR && m->kind != MOE_MODULE_LAYER_NORM) continue;
-        first = &net->tensors[m->first_tensor];
-        m->weight = first[MOEI_WEIGHT_PLACE].data, m->d_weight = first[MOEI_WEIGHT_PLACE].gradient;
-        m->bias = first[MOEI_BIAS_PLACE].data, m->d_bias = first[MOEI_BIAS_PLACE].gradient;
+        for (t = m->first_tensor, place = 0; place < MOE_MODULE_SLOTS && !moei_is_layer(m); place++) {
+            const moe_tensor *tensor = moei_module_place(m, place).name != NULL ? &net->tensors[t++] : NULL;
+            m->tensors[place] = tensor != NULL ? tensor->data : NULL;
+            m->gradients[place] = tensor != NULL ? tensor->gradient : NULL;
+        }
+        if (m->kind != MOE_MODULE_TIED) continue;
+        m->tensors[MOE_MODULE_WEIGHT] = net->modules[0].tensors[MOE_MODULE_WEIGHT];
+        m->gradients[MOE_MODULE_WEIGHT] = net->modules[0].gradients[MOE_MODULE_WEIGHT];
     }
 }
 
@@ -4564,12 +4783,9 @@ static void moei_net_start(moe_net *net, uint64_t seed) {
     moe_rng_seed(&rng, seed);
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
-        if (m->kind == MOE_MODULE_MIXTURE) {
-            moei_layer_fill(&m->layer.config, net->tensors[m->first_tensor].data, &rng);
-            continue;
-        }
-        for (place = 0; moei_module_slot(net, i, place, &slot) == MOE_OK; place++)
-            moei_slot_fill(&slot, net->tensors[m->first_tensor + (size_t)place].data, &rng);
+        if (moei_is_layer(m)) moei_layer_fill(&m->layer.config, net->tensors[m->first_tensor].data, &rng);
+        for (place = 0; place < MOE_MODULE_SLOTS && !moei_is_layer(m); place++)
+            if (moei_module_slot(net, i, place, &slot) == MOE_OK) moei_slot_fill(&slot, m->tensors[place], &rng);
     }
 }
 
@@ -4606,13 +4822,16 @@ moe_tensor *moe_net_find(const moe_net *net, const char *name) {
 }
 
 size_t moe_net_parameters(const moe_net *net, size_t *used_per_token) {
-    size_t i, t, count = 0, used = 0, of_layer;
+    size_t i, t, count = 0, used = 0, by_token;
     for (i = 0; net != NULL && net->built && i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
         size_t before = count;
-        for (t = net->modules[i].first_tensor; t < moei_last_tensor(net, i); t++) count += net->tensors[t].count;
-        of_layer = count - before;
-        if (net->modules[i].kind == MOE_MODULE_MIXTURE) (void)moe_layer_parameters(&net->modules[i].layer, &of_layer);
-        used += of_layer;
+        for (t = m->first_tensor; t < moei_last_tensor(net, i); t++) count += net->tensors[t].count;
+        by_token = count - before;
+        if (moei_is_layer(m)) (void)moe_layer_parameters(&m->layer, &by_token);
+        if (m->n_rows > 0) by_token = (size_t)m->d_out;
+        if (m->kind == MOE_MODULE_TIED) by_token += (size_t)m->d_in * (size_t)m->d_out;
+        used += by_token;
     }
     if (used_per_token != NULL) *used_per_token = used;
     return count;
@@ -4625,8 +4844,14 @@ struct moe_module_pass {
     const moe_real *x;     /* [N,d_in] */
     moe_real *y;           /* [N,d_out] */
     moe_real *d_x;         /* [N,d_in] training; NULL for module 0: the caller's */
-    moe_real *mean, *rstd; /* [N] layer norm */
-    void *work;            /* mixture */
+    moe_real *mean, *rstd; /* [N] norms */
+    unsigned char *stays;  /* [N,d_in] dropout in training: 1 where x stays */
+    moe_real *q, *k, *v;   /* [N,heads d_head] attention */
+    moe_real *mixed;       /* [N,heads d_head] its heads' outputs */
+    moe_real *weights, *d_weights; /* [heads,N,N] attention that a router behind it reads: A, 0 outside of what is seen */
+    moe_real *outputs, *d_outputs; /* [heads,N,d_out] and o */
+    moe_real *turns;       /* [N,d_head] cosines, then sines, of the angles of each place; the first attention with these angles fills them */
+    void *work;            /* mixture and feed_forward */
     size_t work_size;
     size_t n_previous;     /* mixture that reads the one before it: how many of its experts a token has */
     int32_t *previous_experts;  /* [N,n_previous] */
@@ -4640,40 +4865,112 @@ static size_t moei_mixture_choices(const moe_net *net, size_t i) {
     return moei_is_soft(c) ? (size_t)c->n_experts : moei_max_choices(c);
 }
 
+/* The first attention that turns by the same angles as module i does, or i when that does not turn at all. */
+static size_t moei_turns_of(const moe_net *net, size_t i) {
+    const moe_attention_config *c = &net->modules[i].attention, *other;
+    size_t j;
+    for (j = 0; c->rotary && j < i; j++) {
+        other = &net->modules[j].attention;
+        if (other->rotary && other->d_head == c->d_head && other->rotary_base >= c->rotary_base && other->rotary_base <= c->rotary_base) return j;
+    }
+    return i;
+}
+
+/* The attention that the router of module i reads in this net, or i: none. */
+static size_t moei_attention_read(const moe_net *net, size_t i) {
+    const moe_module *m = &net->modules[i];
+    return m->kind == MOE_MODULE_MIXTURE && m->layer.config.router.refine == MOE_REFINE_ATTENTION ? moei_previous_attention(net, i) : i;
+}
+
+/* Whether a router reads attention i. */
+static int moei_is_read(const moe_net *net, size_t i) {
+    size_t j;
+    for (j = i + 1; j < net->n_modules && net->modules[j].kind != MOE_MODULE_ATTENTION; j++)
+        if (moei_attention_read(net, j) == i) return 1;
+    return 0;
+}
+
+static size_t moei_attention_width(const moe_module *m) { return (size_t)m->attention.heads * (size_t)m->attention.d_head; }
+
+static void moei_attention_layout(const moe_net *net, size_t i, size_t n, int training, moei_layout *l, struct moe_module_pass *p) {
+    const moe_module *m = &net->modules[i];
+    size_t width = moei_attention_width(m), rows;
+    p->q = moei_take_reals(l, n, width);
+    p->k = moei_take_reals(l, n, width);
+    p->v = moei_take_reals(l, n, width);
+    p->mixed = moei_take_reals(l, n, width);
+    if (m->attention.rotary && moei_turns_of(net, i) == i) p->turns = moei_take_reals(l, n, (size_t)m->attention.d_head);
+    if (!moei_is_read(net, i)) return;
+    if (!moei_mul(n, (size_t)m->attention.heads, &rows)) l->overflow = 1;
+    p->weights = moei_take_reals(l, rows, n);
+    p->outputs = moei_take_reals(l, rows, (size_t)m->d_out);
+    if (!training) return;
+    p->d_weights = moei_take_reals(l, rows, n);
+    p->d_outputs = moei_take_reals(l, rows, (size_t)m->d_out);
+}
+
 /* Lays one module's pass out in memory. */
 static moe_status moei_module_layout(const moe_net *net, size_t i, size_t n, int training, moei_layout *l, struct moe_module_pass *p) {
     const moe_module *m = &net->modules[i];
     moe_status status = MOE_OK;
+    memset(p, 0, sizeof *p);
     p->y = moei_take_reals(l, n, (size_t)m->d_out);
-    p->d_x = training && i > 0 ? moei_take_reals(l, n, (size_t)m->d_in) : NULL;
-    p->mean = m->kind == MOE_MODULE_LAYER_NORM ? moei_take_reals(l, n, 1) : NULL;
-    p->rstd = m->kind == MOE_MODULE_LAYER_NORM ? moei_take_reals(l, n, 1) : NULL;
-    p->work = NULL;
-    p->work_size = p->n_previous = 0;
+    if (training && i > 0) p->d_x = moei_take_reals(l, n, (size_t)m->d_in);
+    if (m->kind == MOE_MODULE_LAYER_NORM) p->mean = moei_take_reals(l, n, 1);
+    if (m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_RMS_NORM) p->rstd = moei_take_reals(l, n, 1);
+    if (m->kind == MOE_MODULE_DROPOUT && training) p->stays = (unsigned char *)moei_take(l, n, (size_t)m->d_in);
+    if (m->kind == MOE_MODULE_ATTENTION) moei_attention_layout(net, i, n, training, l, p);
     if (m->kind == MOE_MODULE_MIXTURE && (moe_router_traits(&m->layer.config.router) & MOE_TRAIT_NEEDS_PREVIOUS_LAYER)) {
         p->n_previous = moei_mixture_choices(net, moei_previous_mixture(net, i));
         p->previous_experts = (int32_t *)moei_take(l, n, p->n_previous * sizeof(int32_t));
         p->previous_weights = moei_take_reals(l, n, p->n_previous);
     }
-    if (m->kind == MOE_MODULE_MIXTURE && (status = moe_layer_work_size(&m->layer, n, training, &p->work_size)) == MOE_OK)
-        p->work = moei_take(l, p->work_size, 1);
+    if (moei_is_layer(m) && (status = moe_layer_work_size(&m->layer, n, training, &p->work_size)) == MOE_OK) p->work = moei_take(l, p->work_size, 1);
     return status;
+}
+
+enum { MOEI_ATTENTION_ROWS = 64 }; /* queries of a block */
+
+/* What a module needs while it is at work, in memory that all share. */
+typedef struct moei_room {
+    moe_real *a, *d_a;                  /* [MOEI_ATTENTION_ROWS,N] attention: one block of A and its gradient */
+    moe_real *d_q, *d_k, *d_v, *d_mixed; /* [N,heads d_head] attention */
+    moe_real *d_act;                    /* [N,d_in] activation */
+} moei_room;
+
+static moei_room moei_room_layout(const moe_module *m, size_t n, int training, moei_layout *l) {
+    size_t rows = n < MOEI_ATTENTION_ROWS ? n : (size_t)MOEI_ATTENTION_ROWS, width = moei_attention_width(m);
+    moei_room room;
+    memset(&room, 0, sizeof room);
+    if (m->kind == MOE_MODULE_ACTIVATION && training) room.d_act = moei_take_reals(l, n, (size_t)m->d_in);
+    if (m->kind != MOE_MODULE_ATTENTION) return room;
+    room.a = moei_take_reals(l, rows, n);
+    if (!training) return room;
+    room.d_a = moei_take_reals(l, rows, n);
+    room.d_q = moei_take_reals(l, n, width);
+    room.d_k = moei_take_reals(l, n, width);
+    room.d_v = moei_take_reals(l, n, width);
+    room.d_mixed = moei_take_reals(l, n, width);
+    return room;
 }
 
 /* Lays a pass out in memory; the same function with an empty base counts the bytes. Every module keeps its output: any later
    residual or report may read it. */
 static moe_status moei_net_layout(const moe_net *net, size_t n, int training, moei_layout *l, moe_net_pass *pass) {
     struct moe_module_pass unplaced;
-    size_t i, widest = 0;
+    size_t i, most = 0;
     memset(pass, 0, sizeof *pass);
     pass->modules = (struct moe_module_pass *)moei_take(l, net->n_modules, sizeof *pass->modules);
     for (i = 0; i < net->n_modules; i++) {
+        moei_layout room = moei_layout_begin(NULL);
         moe_status status =
             moei_module_layout(net, i, n, training, l, pass->modules != NULL && !l->overflow ? &pass->modules[i] : &unplaced);
         if (status != MOE_OK) return status;
-        if (net->modules[i].kind == MOE_MODULE_ACTIVATION && (size_t)net->modules[i].d_in > widest) widest = (size_t)net->modules[i].d_in;
+        (void)moei_room_layout(&net->modules[i], n, training, &room);
+        if (room.overflow) return MOE_ERR_OVERFLOW;
+        if (room.used > most) most = room.used;
     }
-    pass->scratch = training ? moei_take_reals(l, n, widest) : NULL;
+    pass->scratch = moei_take(l, most, 1);
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
@@ -4716,8 +5013,14 @@ static moei_run moei_run_begin(const moe_net *net, moe_net_pass *pass, size_t i)
     return r;
 }
 
+static moei_room moei_run_room(const moei_run *r) {
+    moei_layout l = moei_layout_begin(r->pass->scratch);
+    return moei_room_layout(r->m, r->n, moei_keeps(&r->pass->call), &l);
+}
+
+/* Of a tied module too, whose weight is the embedding's. */
 static moe_status moei_linear_forward(const moei_run *r) {
-    moei_affine(r->net->kernels, r->n, r->d_out, r->d_in, r->p->x, r->m->weight, r->m->bias, r->p->y);
+    moei_affine(r->net->kernels, r->n, r->d_out, r->d_in, r->p->x, r->m->tensors[MOE_MODULE_WEIGHT], r->m->tensors[MOE_MODULE_BIAS], r->p->y);
     return MOE_OK;
 }
 
@@ -4731,9 +5034,203 @@ static moe_status moei_activation_forward(const moei_run *r) {
 static moe_status moei_layer_norm_forward(const moei_run *r) {
     size_t t;
     for (t = 0; t < r->n; t++)
-        moe_layer_norm(r->d_in, r->p->x + t * r->d_in, r->m->weight, r->m->bias, MOEI_NORM_EPS, r->p->y + t * r->d_in, r->p->mean + t,
-                       r->p->rstd + t);
+        moe_layer_norm(r->d_in, r->p->x + t * r->d_in, r->m->tensors[MOE_MODULE_WEIGHT], r->m->tensors[MOE_MODULE_BIAS], MOEI_NORM_EPS,
+                       r->p->y + t * r->d_in, r->p->mean + t, r->p->rstd + t);
     return MOE_OK;
+}
+
+static moe_status moei_rms_norm_forward(const moei_run *r) {
+    size_t t;
+    for (t = 0; t < r->n; t++)
+        moe_rms_norm(r->d_in, r->p->x + t * r->d_in, r->m->tensors[MOE_MODULE_WEIGHT], MOEI_NORM_EPS, r->p->y + t * r->d_in, r->p->rstd + t);
+    return MOE_OK;
+}
+
+static moe_status moei_embedding_forward(const moei_run *r) {
+    size_t t;
+    for (t = 0; t < r->n; t++)
+        memcpy(r->p->y + t * r->d_out, r->m->tensors[MOE_MODULE_WEIGHT] + (size_t)r->pass->call.token_ids[t] * r->d_out, r->d_out * sizeof(moe_real));
+    return MOE_OK;
+}
+
+static moe_status moei_positions_forward(const moei_run *r) {
+    size_t i, from, to;
+    memcpy(r->p->y, r->p->x, r->n * r->d_in * sizeof(moe_real));
+    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
+        moei_sequence(&r->pass->call, i, &from, &to);
+        moe_axpy(r->net->kernels, (to - from) * r->d_in, MOEI_R(1.0), r->m->tensors[MOE_MODULE_WEIGHT] + r->pass->past * r->d_in, r->p->y + from * r->d_in);
+    }
+    return MOE_OK;
+}
+
+/* y = x where it stays, times 1 / (1 - rate). */
+static moe_status moei_dropout_forward(const moei_run *r) {
+    moe_real factor = MOEI_R(1.0) / (MOEI_R(1.0) - r->m->rate);
+    size_t i;
+    memcpy(r->p->y, r->p->x, r->n * r->d_in * sizeof(moe_real));
+    for (i = 0; r->pass->training && i < r->n * r->d_in; i++) {
+        r->p->stays[i] = !(r->m->rate > MOEI_R(0.0)) || moe_rng_uniform(r->pass->call.rng) >= r->m->rate;
+        r->p->y[i] = r->p->stays[i] ? r->p->x[i] * factor : MOEI_R(0.0);
+    }
+    return MOE_OK;
+}
+
+/* ---- attention: worked off in blocks of queries of one head, whose part of A is made again in the backward pass instead of kept ------------- */
+
+/* Queries [at, at + rows) of the call and the keys that they may see, [from, from + span); keys are counted from the first past one. What one row sums
+   over, and in which order, depends on its place alone, so blocks leave no trace in the bits. */
+typedef struct moei_queries {
+    size_t head, at, rows, from, span;
+} moei_queries;
+
+/* The numbers of one head in row `at` of an array [N,heads d_head]. */
+static moe_real *moei_head(const moei_run *r, moe_real *rows, size_t head, size_t at) {
+    return rows + at * moei_attention_width(r->m) + head * (size_t)r->m->attention.d_head;
+}
+
+/* The next run of real tokens at or after *start; 0 when there is none. Padding is left out of products, for what stands there times 0 need not be 0. */
+static size_t moei_run_of_real(const moei_run *r, size_t *start) {
+    size_t length = 0;
+    while (*start < r->n && !moei_is_real(&r->pass->call, *start)) ++*start;
+    if (r->pass->call.mask == NULL) return r->n - *start;
+    while (*start + length < r->n && moei_is_real(&r->pass->call, *start + length)) length++;
+    return length;
+}
+
+/* out [N,o] = in [N,i] W^T, W the tensor [o,i] at a place; 0 for padding. */
+static void moei_project(const moei_run *r, int place, size_t i, size_t o, const moe_real *in, moe_real *out) {
+    size_t run, length;
+    if (r->pass->call.mask != NULL) memset(out, 0, r->n * o * sizeof(moe_real));
+    for (run = 0; (length = moei_run_of_real(r, &run)) > 0; run += length)
+        moei_affine(r->net->kernels, length, o, i, in + run * i, r->m->tensors[place], NULL, out + run * o);
+}
+
+/* Cosines and sines for the places of this call, in double: float angles of late places would be off. */
+static void moei_turns_fill(const moei_run *r, moe_real *turns) {
+    size_t half = (size_t)r->m->attention.d_head / 2, i, t, from, to, longest = 0;
+    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
+        moei_sequence(&r->pass->call, i, &from, &to);
+        if (to - from > longest) longest = to - from;
+    }
+    for (i = 0; i < half; i++) {
+        double step = pow((double)r->m->attention.rotary_base, -(double)i / (double)half);
+        for (t = 0; t < longest; t++) {
+            turns[2 * t * half + i] = (moe_real)cos((double)(r->pass->past + t) * step);
+            turns[(2 * t + 1) * half + i] = (moe_real)sin((double)(r->pass->past + t) * step);
+        }
+    }
+}
+
+/* (a, b) -> (a cos - b sin, a sin + b cos), a and b the halves of a head; way = -1 turns back. */
+static void moei_turn_row(size_t half, const moe_real *turns, moe_real way, moe_real *row) {
+    size_t i;
+    for (i = 0; i < half; i++) {
+        moe_real a = row[i], b = row[half + i], c = turns[i], s = way * turns[half + i];
+        row[i] = a * c - b * s;
+        row[half + i] = a * s + b * c;
+    }
+}
+
+/* Turns all heads of rows [N,heads d_head] by their places. */
+static void moei_turn(const moei_run *r, moe_real way, moe_real *rows) {
+    const moe_real *turns = r->pass->modules[moei_turns_of(r->net, r->i)].turns;
+    size_t width = (size_t)r->m->attention.d_head, i, t, from, to, h;
+    if (!r->m->attention.rotary) return;
+    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
+        moei_sequence(&r->pass->call, i, &from, &to);
+        for (t = from; t < to; t++)
+            for (h = 0; h < (size_t)r->m->attention.heads; h++) moei_turn_row(width / 2, turns + (t - from) * width, way, moei_head(r, rows, h, t));
+    }
+}
+
+/* How many keys of its block row i of it sees; none for padding. */
+static size_t moei_block_seen(const moei_run *r, const moei_queries *b, size_t i) {
+    if (!moei_is_real(&r->pass->call, b->at + i)) return 0;
+    return r->m->attention.full ? b->span : r->pass->past + b->at + i + 1 - b->from;
+}
+
+/* a [rows,span] = the block's part of A. */
+static void moei_block_weights(const moei_run *r, const moei_queries *b, moe_real *a) {
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i, j, seen;
+    moe_real root = MOEI_F(sqrt)((moe_real)w);
+    moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, b->rows, b->span, w, moei_head(r, r->p->q, b->head, b->at), width,
+               moei_head(r, r->p->k, b->head, b->from), width, a, b->span, 0);
+    for (i = 0; i < b->rows; i++, a += b->span) {
+        seen = moei_block_seen(r, b, i);
+        for (j = 0; j < seen && r->pass->call.mask != NULL; j++) /* without past ones: a key is a token of the call */
+            if (!moei_is_real(&r->pass->call, b->from + j)) a[j] = -MOEI_INFINITY;
+        moe_softmax(r->net->kernels, seen, a, root, a);
+        memset(a + seen, 0, (b->span - seen) * sizeof(moe_real));
+    }
+}
+
+/* work(r, block) for all blocks. */
+static void moei_attention_blocks(const moei_run *r, void (*work)(const moei_run *r, const moei_queries *b)) {
+    moei_queries b;
+    size_t i, to;
+    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
+        moei_sequence(&r->pass->call, i, &b.from, &to);
+        for (b.head = 0; b.head < (size_t)r->m->attention.heads; b.head++)
+            for (b.at = b.from; b.at < to; b.at += b.rows) {
+                b.rows = to - b.at < MOEI_ATTENTION_ROWS ? to - b.at : (size_t)MOEI_ATTENTION_ROWS;
+                b.span = r->pass->past + (r->m->attention.full ? to : b.at + b.rows) - b.from;
+                work(r, &b);
+            }
+    }
+}
+
+/* Where row i of the block begins in weights or d_weights. */
+static size_t moei_block_cell(const moei_run *r, const moei_queries *b, size_t i) {
+    return (b->head * r->n + b->at + i) * (r->pass->past + r->n) + b->from;
+}
+
+static void moei_block_forward(const moei_run *r, const moei_queries *b) {
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i;
+    moe_real *a = moei_run_room(r).a;
+    moei_block_weights(r, b, a);
+    for (i = 0; i < b->rows && r->p->weights != NULL; i++)
+        memcpy(r->p->weights + moei_block_cell(r, b, i), a + i * b->span, b->span * sizeof(moe_real));
+    moe_matmul(r->net->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, b->rows, w, b->span, a, b->span, moei_head(r, r->p->v, b->head, b->from), width,
+               moei_head(r, r->p->mixed, b->head, b->at), width, 0);
+}
+
+/* o of the call's tokens: heads W_O,h v_h, so that their mean over heads, weighted by A, is y. */
+static void moei_attention_outputs(const moei_run *r) {
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, h, i;
+    for (h = 0; h < (size_t)r->m->attention.heads; h++) {
+        moe_real *o = r->p->outputs + (h * (r->pass->past + r->n) + r->pass->past) * r->d_out;
+        moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, r->n, r->d_out, w, moei_head(r, r->p->v, h, r->pass->past), width,
+                   r->m->tensors[MOE_MODULE_OUTPUT] + h * w, width, o, r->d_out, 0);
+        for (i = 0; i < r->n * r->d_out; i++) o[i] *= (moe_real)r->m->attention.heads;
+    }
+}
+
+static moe_status moei_attention_forward(const moei_run *r) {
+    size_t width = moei_attention_width(r->m), past = r->pass->past * width;
+    size_t cells = (size_t)r->m->attention.heads * r->n * (r->pass->past + r->n);
+    if (r->p->turns != NULL) moei_turns_fill(r, r->p->turns);
+    moei_project(r, MOE_MODULE_QUERY, r->d_in, width, r->p->x, r->p->q);
+    moei_project(r, MOE_MODULE_KEY, r->d_in, width, r->p->x, r->p->k + past);
+    moei_project(r, MOE_MODULE_VALUE, r->d_in, width, r->p->x, r->p->v + past);
+    moei_turn(r, MOEI_R(1.0), r->p->q);
+    moei_turn(r, MOEI_R(1.0), r->p->k + past);
+    if (r->p->weights != NULL) memset(r->p->weights, 0, cells * sizeof(moe_real));
+    moei_attention_blocks(r, moei_block_forward);
+    moei_project(r, MOE_MODULE_OUTPUT, width, r->d_out, r->p->mixed, r->p->y);
+    if (r->p->outputs != NULL) moei_attention_outputs(r);
+    return MOE_OK;
+}
+
+/* ---- modules that are layers ------------------------------------------------------------------------------------------------------------- */
+
+/* The call without what is there for routers. */
+static moe_status moei_feed_forward_forward(const moei_run *r) {
+    moe_call call;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = r->n, call.x = r->p->x;
+    call.parallel = r->pass->call.parallel, call.mask = r->pass->call.mask;
+    call.training = r->pass->call.training, call.keep = r->pass->call.keep;
+    return moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
 }
 
 /* The experts that have a token after capacity, and their weights, for the next mixture. */
@@ -4766,10 +5263,22 @@ static void moei_mixture_own(const moei_run *r, moe_call *call) {
     if (moei_is_soft(&r->m->layer.config.router)) call->given = NULL;
 }
 
+/* The arrays of the attention that this router reads; training fills their gradients, that of its output among those of what follows it. */
+static void moei_mixture_attention(const moei_run *r, moe_call *call) {
+    size_t at = moei_attention_read(r->net, r->i);
+    const struct moe_module_pass *p = &r->pass->modules[at];
+    if (at == r->i) return;
+    call->attention_weights = p->weights, call->attention_outputs = p->outputs, call->attention_output = p->y;
+    if (!call->training) return;
+    call->d_attention_weights = p->d_weights, call->d_attention_outputs = p->d_outputs;
+    call->d_attention_output = r->pass->modules[at + 1].d_x;
+}
+
 static moe_status moei_mixture_forward(const moei_run *r) {
     moe_call call = r->pass->call;
     call.x = r->p->x;
     moei_mixture_own(r, &call);
+    moei_mixture_attention(r, &call);
     if (r->p->n_previous > 0) moei_mixture_previous(r, &call);
     return moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
 }
@@ -4784,14 +5293,16 @@ static moe_status moei_residual_forward(const moei_run *r) {
 #ifndef MOE_NO_TRAIN
 
 static moe_status moei_linear_backward(const moei_run *r) {
-    moei_affine_backward(r->net->kernels, r->n, r->d_out, r->d_in, r->p->x, r->m->weight, r->dy, r->dx, r->m->d_weight, r->m->d_bias);
+    moei_affine_backward(r->net->kernels, r->n, r->d_out, r->d_in, r->p->x, r->m->tensors[MOE_MODULE_WEIGHT], r->dy, r->dx,
+                         r->m->gradients[MOE_MODULE_WEIGHT], r->m->gradients[MOE_MODULE_BIAS]);
     return MOE_OK;
 }
 
 static moe_status moei_activation_backward(const moei_run *r) {
+    moe_real *d_act = moei_run_room(r).d_act;
     if (r->dx == NULL) return MOE_OK;
-    moe_activate_backward(r->net->kernels, r->m->act, r->n * r->d_in, r->p->x, r->dy, r->pass->scratch);
-    moe_axpy(r->net->kernels, r->n * r->d_in, MOEI_R(1.0), r->pass->scratch, r->dx);
+    moe_activate_backward(r->net->kernels, r->m->act, r->n * r->d_in, r->p->x, r->dy, d_act);
+    moe_axpy(r->net->kernels, r->n * r->d_in, MOEI_R(1.0), d_act, r->dx);
     return MOE_OK;
 }
 
@@ -4799,11 +5310,110 @@ static moe_status moei_layer_norm_backward(const moei_run *r) {
     size_t t, at;
     for (t = 0; t < r->n; t++) {
         at = t * r->d_in;
-        moe_layer_norm_backward(r->d_in, r->p->x + at, r->m->weight, r->p->mean[t], r->p->rstd[t], r->dy + at,
-                                r->dx != NULL ? r->dx + at : NULL, r->m->d_weight, r->m->d_bias);
+        moe_layer_norm_backward(r->d_in, r->p->x + at, r->m->tensors[MOE_MODULE_WEIGHT], r->p->mean[t], r->p->rstd[t], r->dy + at,
+                                r->dx != NULL ? r->dx + at : NULL, r->m->gradients[MOE_MODULE_WEIGHT], r->m->gradients[MOE_MODULE_BIAS]);
     }
     return MOE_OK;
 }
+
+static moe_status moei_rms_norm_backward(const moei_run *r) {
+    size_t t, at;
+    for (t = 0; t < r->n; t++) {
+        at = t * r->d_in;
+        moe_rms_norm_backward(r->d_in, r->p->x + at, r->m->tensors[MOE_MODULE_WEIGHT], r->p->rstd[t], r->dy + at, r->dx != NULL ? r->dx + at : NULL,
+                              r->m->gradients[MOE_MODULE_WEIGHT]);
+    }
+    return MOE_OK;
+}
+
+static moe_status moei_embedding_backward(const moei_run *r) {
+    size_t t;
+    for (t = 0; t < r->n; t++)
+        moe_axpy(r->net->kernels, r->d_out, MOEI_R(1.0), r->dy + t * r->d_out,
+                 r->m->gradients[MOE_MODULE_WEIGHT] + (size_t)r->pass->call.token_ids[t] * r->d_out);
+    return MOE_OK;
+}
+
+static moe_status moei_positions_backward(const moei_run *r) {
+    size_t i, from, to;
+    if (r->dx != NULL) moe_axpy(r->net->kernels, r->n * r->d_in, MOEI_R(1.0), r->dy, r->dx);
+    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
+        moei_sequence(&r->pass->call, i, &from, &to);
+        moe_axpy(r->net->kernels, (to - from) * r->d_in, MOEI_R(1.0), r->dy + from * r->d_in, r->m->gradients[MOE_MODULE_WEIGHT]);
+    }
+    return MOE_OK;
+}
+
+static moe_status moei_dropout_backward(const moei_run *r) {
+    moe_real factor = MOEI_R(1.0) / (MOEI_R(1.0) - r->m->rate);
+    size_t i;
+    for (i = 0; r->dx != NULL && i < r->n * r->d_in; i++)
+        if (r->p->stays[i]) r->dx[i] += r->dy[i] * factor;
+    return MOE_OK;
+}
+
+/* The way back of moei_project: d_in += d_out W (d_in may be NULL), dW += d_out^T in. */
+static void moei_project_backward(const moei_run *r, int place, size_t i, size_t o, const moe_real *in, const moe_real *d_out, moe_real *d_in) {
+    size_t run, length;
+    for (run = 0; (length = moei_run_of_real(r, &run)) > 0; run += length)
+        moei_affine_backward(r->net->kernels, length, o, i, in + run * i, r->m->tensors[place], d_out + run * o, d_in != NULL ? d_in + run * i : NULL,
+                             r->m->gradients[place], NULL);
+}
+
+/* What routers read of o: v and the output projection. */
+static void moei_attention_outputs_backward(const moei_run *r, moe_real *d_v) {
+    const moe_kernels *k = r->net->kernels;
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, h, i;
+    for (h = 0; h < (size_t)r->m->attention.heads; h++) {
+        moe_real *d_o = r->p->d_outputs + h * r->n * r->d_out;
+        for (i = 0; i < r->n * r->d_out; i++) d_o[i] *= (moe_real)r->m->attention.heads;
+        moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, r->n, w, r->d_out, d_o, r->d_out, r->m->tensors[MOE_MODULE_OUTPUT] + h * w, width,
+                   moei_head(r, d_v, h, 0), width, 1);
+        moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, r->d_out, w, r->n, d_o, r->d_out, moei_head(r, r->p->v, h, 0), width,
+                   r->m->gradients[MOE_MODULE_OUTPUT] + h * w, width, 1);
+    }
+}
+
+/* With d_a = d_mixed v^T, and what routers add: d_v += A^T d_mixed,  d_score = A (d_a - sum A d_a) / sqrt(w),  d_q = d_score k,  d_k += d_score^T q. */
+static void moei_block_backward(const moei_run *r, const moei_queries *b) {
+    const moe_kernels *k = r->net->kernels;
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i, j;
+    moei_room room = moei_run_room(r);
+    moe_real *d_mixed = moei_head(r, room.d_mixed, b->head, b->at), scale = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)w);
+    moei_block_weights(r, b, room.a);
+    moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, b->rows, b->span, w, d_mixed, width, moei_head(r, r->p->v, b->head, b->from), width, room.d_a, b->span, 0);
+    moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, b->span, w, b->rows, room.a, b->span, d_mixed, width, moei_head(r, room.d_v, b->head, b->from), width, 1);
+    for (i = 0; i < b->rows; i++) {
+        const moe_real *a = room.a + i * b->span;
+        moe_real *d_a = room.d_a + i * b->span, along;
+        if (r->p->d_weights != NULL) moe_axpy(k, b->span, MOEI_R(1.0), r->p->d_weights + moei_block_cell(r, b, i), d_a);
+        along = moe_dot(k, b->span, a, d_a);
+        for (j = 0; j < b->span; j++) d_a[j] = a[j] * (d_a[j] - along) * scale;
+    }
+    moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, b->rows, w, b->span, room.d_a, b->span, moei_head(r, r->p->k, b->head, b->from), width,
+               moei_head(r, room.d_q, b->head, b->at), width, 0);
+    moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, b->span, w, b->rows, room.d_a, b->span, moei_head(r, r->p->q, b->head, b->at), width,
+               moei_head(r, room.d_k, b->head, b->from), width, 1);
+}
+
+static moe_status moei_attention_backward(const moei_run *r) {
+    size_t width = moei_attention_width(r->m), bytes = r->n * width * sizeof(moe_real);
+    moei_room room = moei_run_room(r);
+    memset(room.d_mixed, 0, bytes);
+    memset(room.d_k, 0, bytes);
+    memset(room.d_v, 0, bytes);
+    moei_project_backward(r, MOE_MODULE_OUTPUT, width, r->d_out, r->p->mixed, r->dy, room.d_mixed);
+    if (r->p->d_outputs != NULL) moei_attention_outputs_backward(r, room.d_v);
+    moei_attention_blocks(r, moei_block_backward);
+    moei_turn(r, MOEI_R(-1.0), room.d_q);
+    moei_turn(r, MOEI_R(-1.0), room.d_k);
+    moei_project_backward(r, MOE_MODULE_QUERY, r->d_in, width, r->p->x, room.d_q, r->dx);
+    moei_project_backward(r, MOE_MODULE_KEY, r->d_in, width, r->p->x, room.d_k, r->dx);
+    moei_project_backward(r, MOE_MODULE_VALUE, r->d_in, width, r->p->x, room.d_v, r->dx);
+    return MOE_OK;
+}
+
+static moe_status moei_feed_forward_backward(const moei_run *r) { return moe_layer_backward(&r->m->layer, r->dy, r->dx, NULL, &r->p->layer); }
 
 static moe_status moei_mixture_backward(const moei_run *r) {
     if (r->dy == NULL) return moe_layer_backward_experts(&r->m->layer, r->d_outputs, r->d_weights, r->dx, NULL, &r->p->layer);
@@ -4827,36 +5437,104 @@ typedef struct moei_module_kind {
 } moei_module_kind;
 
 static const moei_module_kind moei_module_kinds[MOE_MODULE_COUNT] = {
-    /* linear     */ {moei_linear_forward, MOEI_BACKWARD(moei_linear_backward)},
-    /* activation */ {moei_activation_forward, MOEI_BACKWARD(moei_activation_backward)},
-    /* layer_norm */ {moei_layer_norm_forward, MOEI_BACKWARD(moei_layer_norm_backward)},
-    /* mixture    */ {moei_mixture_forward, MOEI_BACKWARD(moei_mixture_backward)},
-    /* residual   */ {moei_residual_forward, MOEI_BACKWARD(moei_residual_backward)}};
+    /* linear       */ {moei_linear_forward, MOEI_BACKWARD(moei_linear_backward)},
+    /* activation   */ {moei_activation_forward, MOEI_BACKWARD(moei_activation_backward)},
+    /* layer_norm   */ {moei_layer_norm_forward, MOEI_BACKWARD(moei_layer_norm_backward)},
+    /* mixture      */ {moei_mixture_forward, MOEI_BACKWARD(moei_mixture_backward)},
+    /* residual     */ {moei_residual_forward, MOEI_BACKWARD(moei_residual_backward)},
+    /* embedding    */ {moei_embedding_forward, MOEI_BACKWARD(moei_embedding_backward)},
+    /* positions    */ {moei_positions_forward, MOEI_BACKWARD(moei_positions_backward)},
+    /* attention    */ {moei_attention_forward, MOEI_BACKWARD(moei_attention_backward)},
+    /* rms_norm     */ {moei_rms_norm_forward, MOEI_BACKWARD(moei_rms_norm_backward)},
+    /* dropout      */ {moei_dropout_forward, MOEI_BACKWARD(moei_dropout_backward)},
+    /* feed_forward */ {moei_feed_forward_forward, MOEI_BACKWARD(moei_feed_forward_backward)},
+    /* tied         */ {moei_linear_forward, MOEI_BACKWARD(moei_linear_backward)}};
+
+/* Whether the sequences are what moe_call says. */
+static int moei_sequences_fit(const moe_call *call) {
+    size_t i;
+    if (call->sequences == NULL) return 1;
+    if (call->n_sequences < 1 || call->sequences[0] != 0) return 0;
+    for (i = 0; i < call->n_sequences; i++)
+        if (call->sequences[i + 1] < call->sequences[i]) return 0;
+    return (size_t)call->sequences[call->n_sequences] == call->n_tokens;
+}
+
+/* Whether each of the n token ids has a row in the embedding. */
+static int moei_ids_fit(const moe_module *embedding, size_t n, const int32_t *ids) {
+    size_t t;
+    for (t = 0; t < n; t++)
+        if (ids == NULL || ids[t] < 0 || ids[t] >= embedding->n_rows) return 0;
+    return 1;
+}
+
+/* Whether every token after `past` others has a row in positions. */
+static int moei_places_fit(const moe_module *positions, const moe_call *call, size_t past) {
+    size_t i, from, to;
+    for (i = 0; i < moei_sequence_count(call); i++) {
+        moei_sequence(call, i, &from, &to);
+        if (to > from && past + (to - from) > (size_t)positions->n_rows) return 0;
+    }
+    return 1;
+}
+
+/* Whether the caller's arrays of attention have a reader, where the net has some of its own. */
+static int moei_supplied_fit(const moe_net *net, const moe_call *call) {
+    size_t i, own = 0, others = 0;
+    for (i = 0; i < net->n_modules; i++) {
+        if (net->modules[i].kind != MOE_MODULE_MIXTURE || net->modules[i].layer.config.router.refine != MOE_REFINE_ATTENTION) continue;
+        if (moei_attention_read(net, i) < i) own++;
+        else others++;
+    }
+    return own == 0 || others > 0 || (call->attention_weights == NULL && call->attention_outputs == NULL && call->attention_output == NULL);
+}
+
+/* What a net's modules other than mixtures ask of a call, before anything is computed. */
+static moe_status moei_net_call_check(const moe_net *net, const moe_call *call, size_t past) {
+    size_t i;
+    if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (net->d_in > 0 && call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
+    if (call->router_x != NULL || call->nodes != NULL || call->n_past > 0 || !moei_sequences_fit(call) || !moei_supplied_fit(net, call))
+        return MOE_ERR_ARGUMENT;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
+        if (m->kind == MOE_MODULE_EMBEDDING && !moei_ids_fit(m, call->n_tokens, call->token_ids)) return MOE_ERR_ARGUMENT;
+        if (m->kind == MOE_MODULE_POSITIONS && !moei_places_fit(m, call, past)) return MOE_ERR_ARGUMENT;
+        if (m->kind == MOE_MODULE_DROPOUT && call->training && m->rate > MOEI_R(0.0) && call->rng == NULL) return MOE_ERR_ARGUMENT;
+    }
+    return MOE_OK;
+}
+
+/* Runs all modules of a pass that is laid out. */
+static moe_status moei_net_run(const moe_net *net, const moe_call *call, moe_net_pass *p) {
+    moe_status status = MOE_OK;
+    size_t i;
+    p->n_tokens = call->n_tokens;
+    p->training = call->training;
+    p->call = *call;
+    for (i = 0; i < net->n_modules && status == MOE_OK; i++) {
+        moei_run r = moei_run_begin(net, p, i);
+        r.p->x = i > 0 ? p->modules[i - 1].y : net->d_in > 0 && call->x != NULL ? call->x : r.p->y; /* there is nothing to read: any address will do */
+        status = moei_module_kinds[net->modules[i].kind].forward(&r);
+    }
+    p->y = p->modules[net->n_modules - 1].y;
+    return status;
+}
 
 moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
     moei_layout l = moei_layout_begin(work);
     moe_net_pass p;
     moe_status status;
-    size_t i;
+    size_t size;
     if (net == NULL || call == NULL || work == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
     if (!net->built) return MOE_ERR_STATE;
-    if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
-    if ((call->n_tokens > 0 && call->x == NULL) || call->router_x != NULL || call->nodes != NULL || call->n_past > 0) return MOE_ERR_ARGUMENT;
-    if ((status = moe_net_work_size(net, call->n_tokens, moei_keeps(call), &i)) != MOE_OK) return status;
-    if (i > work_size) return MOE_ERR_SPACE;
+    if ((status = moei_net_call_check(net, call, 0)) != MOE_OK) return status;
+    if ((status = moe_net_work_size(net, call->n_tokens, moei_keeps(call), &size)) != MOE_OK) return status;
+    if (size > work_size) return MOE_ERR_SPACE;
     if ((status = moei_net_layout(net, call->n_tokens, moei_keeps(call), &l, &p)) != MOE_OK) return status;
-    p.n_tokens = call->n_tokens;
-    p.training = call->training;
-    p.call = *call;
-    for (i = 0; i < net->n_modules; i++) {
-        moei_run r = moei_run_begin(net, &p, i);
-        r.p->x = i > 0 ? p.modules[i - 1].y : call->x != NULL ? call->x : r.p->y; /* NULL: there are no rows; any address will do */
-        status = moei_module_kinds[net->modules[i].kind].forward(&r);
-        if (status != MOE_OK) return status;
-    }
-    p.y = p.modules[net->n_modules - 1].y;
-    *pass = p;
-    return MOE_OK;
+    status = moei_net_run(net, call, &p);
+    if (status == MOE_OK) *pass = p;
+    return status;
 }
 
 moe_status moe_net_check_decoding(const moe_net *net, moe_error *error) {
@@ -4881,11 +5559,20 @@ const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass,
 
 #ifndef MOE_NO_TRAIN
 
+/* The gradients to which later modules add. */
+static void moei_module_zero(const moe_module *m, const struct moe_module_pass *p, size_t n) {
+    size_t rows = (size_t)m->attention.heads * n;
+    if (p->d_x != NULL) memset(p->d_x, 0, n * (size_t)m->d_in * sizeof(moe_real));
+    if (p->d_weights != NULL) memset(p->d_weights, 0, rows * n * sizeof(moe_real));
+    if (p->d_outputs != NULL) memset(p->d_outputs, 0, rows * (size_t)m->d_out * sizeof(moe_real));
+}
+
 static moe_status moei_net_backward(const moe_net *net, moe_net_pass *pass, const moei_returned *back, moe_real *dx) {
     moe_status status = MOE_OK;
     size_t i;
+    if (net->d_in == 0) dx = NULL;
     pass->d_x = dx;
-    for (i = 1; i < net->n_modules; i++) memset(pass->modules[i].d_x, 0, pass->n_tokens * (size_t)net->modules[i].d_in * sizeof(moe_real));
+    for (i = 0; i < net->n_modules; i++) moei_module_zero(&net->modules[i], &pass->modules[i], pass->n_tokens);
     for (i = net->n_modules; i-- > 0 && status == MOE_OK;) {
         moei_run r = moei_run_begin(net, pass, i);
         r.dy = i + 1 < net->n_modules ? pass->modules[i + 1].d_x : back->dy;
@@ -4936,17 +5623,25 @@ void moe_net_zero_gradients(moe_net *net) {
 
 /* ---- losses -------------------------------------------------------------------------------------------------------------------- */
 
-/* l = -log softmax(y)_label,  dl/dy_j = softmax(y)_j - [j = label],  both over n. */
+static size_t moei_count_labelled(size_t n, const int32_t *labels) {
+    size_t t, count = 0;
+    for (t = 0; t < n; t++) count += labels[t] >= 0;
+    return count;
+}
+
+/* l = -log softmax(y)_label,  dl/dy_j = softmax(y)_j - [j = label],  both over the number of labels. */
 moe_real moe_cross_entropy(size_t n, size_t classes, const moe_real *y, const int32_t *labels, moe_real *dy) {
-    moe_real over_n = n > 0 ? MOEI_R(1.0) / (moe_real)n : MOEI_R(0.0), sum = MOEI_R(0.0);
-    size_t t, j;
+    size_t t, j, labelled = moei_count_labelled(n, labels);
+    moe_real over_n = labelled > 0 ? MOEI_R(1.0) / (moe_real)labelled : MOEI_R(0.0), sum = MOEI_R(0.0);
     for (t = 0; t < n; t++, y += classes) {
-        moe_real lse = moe_log_sum_exp(classes, y);
+        moe_real *d = dy != NULL ? dy + t * classes : NULL, lse;
+        if (d != NULL) memset(d, 0, classes * sizeof *d);
+        if (labels[t] < 0) continue;
+        lse = moe_log_sum_exp(classes, y);
         sum += lse - y[labels[t]];
-        if (dy == NULL) continue;
-        for (j = 0; j < classes; j++) dy[j] = over_n * MOEI_F(exp)(y[j] - lse);
-        dy[labels[t]] -= over_n;
-        dy += classes;
+        if (d == NULL) continue;
+        for (j = 0; j < classes; j++) d[j] = over_n * MOEI_F(exp)(y[j] - lse);
+        d[labels[t]] -= over_n;
     }
     return sum * over_n;
 }
@@ -5032,68 +5727,184 @@ static moe_status moei_reals_check(const char *name, const moe_real *v, size_t n
     return MOE_OK;
 }
 
-/* Everything that samples can get wrong. */
-static moe_status moei_data_check(const moe_net *net, const moe_data *data, int criterion, moe_error *error) {
-    moe_status status;
-    size_t t;
-    if (data == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "data must not be NULL");
-    if (data->n == 0) return MOE_OK;
-    if (data->x == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "x must not be NULL");
-    status = moei_reals_check("x", data->x, data->n, (size_t)net->d_in, error);
-    if (status != MOE_OK) return status;
-    if (moei_is_squared(criterion)) {
-        if (data->targets == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "targets must not be NULL for the squared error");
-        return moei_reals_check("targets", data->targets, data->n, (size_t)net->d_out, error);
+/* Token ids of the net lie below this: there are so many rows in its embedding, and in the tables of routers that hash. */
+static size_t moei_token_ids_end(const moe_net *net) {
+    size_t i, end = (size_t)INT32_MAX + 1;
+    if (net->modules[0].kind == MOE_MODULE_EMBEDDING) end = net->tensors[net->modules[0].first_tensor].shape[0];
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_router_config *c = &net->modules[i].layer.config.router;
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && c->select == MOE_SELECT_HASH && (size_t)c->table_size < end) end = (size_t)c->table_size;
     }
+    return end;
+}
+
+static moe_status moei_inputs_check(const moe_net *net, const moe_data *data, moe_error *error) {
+    size_t t, end = moei_token_ids_end(net);
+    int in_call = data->call != NULL && data->call->token_ids != NULL;
+    if (net->d_in == 0 && data->token_ids == NULL && !in_call)
+        return moei_error(error, MOE_ERR_ARGUMENT, "token_ids must not be NULL: the net reads them");
+    for (t = 0; data->token_ids != NULL && t < data->n; t++)
+        if (data->token_ids[t] < 0 || (size_t)data->token_ids[t] >= end)
+            return moei_error(error, MOE_ERR_ARGUMENT, "token_ids[%z] = %d: must be 0 to %z", t, (int)data->token_ids[t], end - 1);
+    if (net->d_in == 0) return MOE_OK;
+    if (data->x == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "x must not be NULL");
+    return moei_reals_check("x", data->x, data->n, (size_t)net->d_in, error);
+}
+
+/* A loss that reads the experts one by one takes no rows without a label. */
+static moe_status moei_labels_check(const moe_net *net, const moe_data *data, int criterion, moe_error *error) {
+    int reads = moei_reads_experts(net, criterion);
+    size_t t;
     if (data->labels == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "labels must not be NULL for the cross-entropy");
     for (t = 0; t < data->n; t++)
-        if (data->labels[t] < 0 || data->labels[t] >= net->d_out)
-            return moei_error(error, MOE_ERR_ARGUMENT, "labels[%z] = %d: must be 0 to %d", t, (int)data->labels[t], net->d_out - 1);
+        if (data->labels[t] >= net->d_out || (reads && data->labels[t] < 0))
+            return moei_error(error, MOE_ERR_ARGUMENT, "labels[%z] = %d: must be 0 to %d%s", t, (int)data->labels[t], net->d_out - 1,
+                              reads ? "" : ", or negative: no label");
     return MOE_OK;
 }
 
-/* Where samples are shuffled or cut into batches, what else routers read would have to be as well. */
-static moe_status moei_samples_alone(const moe_data *data, moe_error *error) {
-    return data->call == NULL ? MOE_OK : moei_error(error, MOE_ERR_ARGUMENT, "call must be NULL here: only moe_trainer_step takes it");
+/* Everything that samples can get wrong. */
+static moe_status moei_data_check(const moe_net *net, const moe_data *data, int criterion, moe_error *error) {
+    moe_status status;
+    if (data == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "data must not be NULL");
+    if (data->n == 0) return MOE_OK;
+    if (data->length > 0 && data->n % data->length != 0)
+        return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be a multiple of length = %z", data->n, data->length);
+    status = moei_inputs_check(net, data, error);
+    if (status != MOE_OK) return status;
+    if (!moei_is_squared(criterion)) return moei_labels_check(net, data, criterion, error);
+    if (data->targets == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "targets must not be NULL for the squared error");
+    return moei_reals_check("targets", data->targets, data->n, (size_t)net->d_out, error);
+}
+
+/* Where samples are shuffled or cut into batches, what else routers read would have to be as well, and nobody else can say where sequences end. */
+static moe_status moei_samples_alone(const moe_net *net, const moe_data *data, moe_error *error) {
+    size_t i;
+    if (data->call != NULL) return moei_error(error, MOE_ERR_ARGUMENT, "call must be NULL here: only moe_trainer_step takes it");
+    for (i = 0; i < net->n_modules; i++)
+        if (data->length == 0 && data->n > 0 && (net->modules[i].kind == MOE_MODULE_ATTENTION || net->modules[i].kind == MOE_MODULE_POSITIONS))
+            return moei_error(error, MOE_ERR_ARGUMENT, "length = 0: module %z needs to know how long the sequences are", i);
+    return MOE_OK;
+}
+
+/* How many sequences length makes of the n samples in one pass. */
+static size_t moei_batch_sequences(const moe_data *data, size_t n) {
+    return data->length > 0 && (data->call == NULL || data->call->sequences == NULL) ? n / data->length : 1;
+}
+
+/* How many sequences one pass may have: soft routers say so. */
+static size_t moei_sequences_most(const moe_net *net) {
+    size_t i, most = (size_t)INT32_MAX;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_router_config *c = &net->modules[i].layer.config.router;
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && moei_is_soft(c) && (size_t)c->soft_sequences < most) most = (size_t)c->soft_sequences;
+    }
+    return most;
+}
+
+/* What router i lacks in the samples, as traits. */
+static unsigned moei_router_lacks(const moe_net *net, size_t i, const moe_data *data) {
+    const moe_call *call = data->call;
+    unsigned lacks = 0;
+    size_t j;
+    int attention = call != NULL && call->attention_weights != NULL && call->attention_outputs != NULL;
+    for (j = 0; j < i; j++) attention |= net->modules[j].kind == MOE_MODULE_ATTENTION;
+    if (data->token_ids == NULL && (call == NULL || call->token_ids == NULL)) lacks |= MOE_TRAIT_NEEDS_TOKEN_IDS;
+    if (!attention) lacks |= MOE_TRAIT_NEEDS_ATTENTION;
+    if (call == NULL || call->given == NULL) lacks |= MOE_TRAIT_NEEDS_GIVEN;
+    return lacks & moe_router_traits(&net->modules[i].layer.config.router);
+}
+
+/* Whether the routers find in the samples what they read beside x, and can take so many sequences in one pass. */
+static moe_status moei_routers_check(const moe_net *net, const moe_data *data, size_t n_sequences, int training, moe_error *error) {
+    size_t i;
+    if (n_sequences > moei_sequences_most(net))
+        return moei_error(error, MOE_ERR_ARGUMENT, "length = %z: a batch has %z sequences, but a router's soft_sequences allows %z", data->length, n_sequences,
+                          moei_sequences_most(net));
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_router_config *c = &net->modules[i].layer.config.router;
+        unsigned lacks;
+        if (net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
+        lacks = moei_router_lacks(net, i, data);
+        if (lacks != 0)
+            return moei_error(error, MOE_ERR_ARGUMENT, "module %z (mixture): its router has the trait %s, but the samples have only x%s", i,
+                              moe_trait_name(lacks & (~lacks + 1u)), data->token_ids != NULL ? " and token_ids" : "");
+        if (training && c->loss_distill > MOEI_R(0.0) && !c->student && (data->call == NULL || data->call->teacher == NULL))
+            return moei_error(error, MOE_ERR_ARGUMENT, "module %z (mixture): loss_distill needs a teacher, but the samples have only x; student = 1 needs none", i);
+    }
+    return MOE_OK;
+}
+
+/* How many samples the loss is the mean of. */
+static size_t moei_counted(int criterion, const moe_data *data) {
+    return moei_is_squared(criterion) ? data->n : moei_count_labelled(data->n, data->labels);
 }
 
 /* Samples from..from+n-1. */
 static moe_data moei_data_part(const moe_net *net, const moe_data *data, size_t from, size_t n) {
     moe_data part = *data;
     part.n = n;
-    part.x += from * (size_t)net->d_in;
+    if (part.x != NULL) part.x += from * (size_t)net->d_in;
+    if (part.token_ids != NULL) part.token_ids += from;
     if (part.labels != NULL) part.labels += from;
     if (part.targets != NULL) part.targets += from * (size_t)net->d_out;
     return part;
 }
 
+/* The call for the rows of data; offsets of its sequences go to sequences [n / length + 1], unless data->call has its own. */
+static moe_call moei_data_call(const moe_data *data, int32_t *sequences) {
+    moe_call call;
+    size_t i;
+    memset(&call, 0, sizeof call);
+    if (data->call != NULL) call = *data->call;
+    call.n_tokens = data->n;
+    call.x = data->x;
+    if (call.token_ids == NULL) call.token_ids = data->token_ids;
+    if (call.sequences != NULL || data->length == 0) return call;
+    call.n_sequences = data->n / data->length;
+    for (i = 0; i <= call.n_sequences; i++) sequences[i] = (int32_t)(i * data->length);
+    call.sequences = sequences;
+    return call;
+}
+
 /* ---- evaluation ---------------------------------------------------------------------------------------------------------------- */
 
-/* How many of the n samples that are left go into the next batch. */
-static size_t moei_evaluate_next(size_t n) { return n < 64 ? n : 64; }
+/* How many samples go into one batch at most. */
+static size_t moei_evaluate_most(const moe_net *net, const moe_data *data) {
+    size_t most = 64, sequences;
+    if (data->length > 0) {
+        sequences = data->length < 512 ? 512 / data->length : 1;
+        if (sequences > moei_sequences_most(net)) sequences = moei_sequences_most(net);
+        most = sequences * data->length;
+    }
+    return data->n < most ? data->n : most;
+}
 
 /* The work memory of an evaluation: the net's, and the answers of a mixture. */
 typedef struct moei_answers {
-    moe_real *answer; /* [64,d_out] */
+    moe_real *answer;   /* [most,d_out] */
+    int32_t *sequences; /* [most / length + 1] */
     void *net_work;
     size_t net_size;
 } moei_answers;
 
-static moe_status moei_answers_layout(const moe_net *net, int criterion, size_t n, moei_layout *l, moei_answers *a) {
+static moe_status moei_answers_layout(const moe_net *net, int criterion, const moe_data *all, moei_layout *l, moei_answers *a) {
     int reads = moei_reads_experts(net, criterion);
-    moe_status status = moe_net_work_size(net, moei_evaluate_next(n), reads, &a->net_size);
+    size_t most = moei_evaluate_most(net, all);
+    moe_status status = moe_net_work_size(net, most, reads, &a->net_size);
     if (status != MOE_OK) return status;
-    a->answer = reads ? moei_take_reals(l, moei_evaluate_next(n), (size_t)net->d_out) : NULL;
+    a->answer = reads ? moei_take_reals(l, most, (size_t)net->d_out) : NULL;
+    a->sequences = all->length > 0 ? (int32_t *)moei_take(l, most / all->length + 1, sizeof(int32_t)) : NULL;
     a->net_work = moei_take(l, a->net_size, 1);
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
-static moe_status moei_evaluate_size(const moe_net *net, int criterion, size_t n, size_t *bytes) {
+static moe_status moei_evaluate_size(const moe_net *net, int criterion, const moe_data *all, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
     moei_answers a;
     moe_status status;
     memset(&a, 0, sizeof a);
-    status = moei_answers_layout(net, criterion, n, &l, &a);
+    status = moei_answers_layout(net, criterion, all, &l, &a);
     *bytes = l.used;
     return status;
 }
@@ -5117,8 +5928,14 @@ static size_t moei_largest(size_t n, const moe_real *v) {
     return best;
 }
 
-/* One batch: adds its loss, times its length, and the number of samples that were right. */
-static moe_status moei_evaluate_batch(const moe_net *net, const moe_data *batch, size_t n_most, int criterion, void *work, double *loss, size_t *right,
+/* Sums over the samples of an evaluation. */
+typedef struct moei_evaluated {
+    double loss;
+    size_t counted, right;
+} moei_evaluated;
+
+/* Adds one batch of all the samples. */
+static moe_status moei_evaluate_batch(const moe_net *net, const moe_data *batch, const moe_data *all, int criterion, void *work, moei_evaluated *sums,
                                       moe_error *error) {
     moei_layout l = moei_layout_begin(work);
     moei_answers a;
@@ -5128,44 +5945,47 @@ static moe_status moei_evaluate_batch(const moe_net *net, const moe_data *batch,
     moe_status status;
     moe_real mean = MOEI_R(0.0);
     const moe_real *answer;
-    size_t t, width = (size_t)net->d_out;
-    memset(&call, 0, sizeof call);
-    call.n_tokens = batch->n;
-    call.x = batch->x;
-    call.keep = moei_reads_experts(net, criterion);
-    status = moei_answers_layout(net, criterion, n_most, &l, &a);
-    if (status == MOE_OK) status = moe_net_forward(net, &call, a.net_work, a.net_size, &pass);
+    size_t t, counted = moei_counted(criterion, batch), width = (size_t)net->d_out;
+    status = moei_answers_layout(net, criterion, all, &l, &a);
+    if (status == MOE_OK) {
+        call = moei_data_call(batch, a.sequences);
+        call.keep = moei_reads_experts(net, criterion);
+        status = moe_net_forward(net, &call, a.net_work, a.net_size, &pass);
+    }
     if (status != MOE_OK) return moei_error(error, status, "the net's forward pass: %s", moe_status_text(status));
     answer = pass.y;
     status = moei_reals_check("the net's output", pass.y, batch->n, width, error);
     if (status != MOE_OK) return status;
-    if (call.keep) {
+    if (moei_reads_experts(net, criterion)) {
         mixture = moei_mixture_of(net, &pass, batch);
         status = moe_mixture_loss(criterion, &mixture, &mean, NULL, NULL, error);
         if (status == MOE_OK) status = moe_mixture_answer(criterion, &mixture, NULL, a.answer, error);
         if (status != MOE_OK) return status;
         answer = a.answer;
     } else mean = moei_criterion(criterion, net, batch, pass.y, NULL);
-    *loss += (double)mean * (double)batch->n;
-    for (t = 0; !moei_is_squared(criterion) && t < batch->n; t++) *right += moei_largest(width, answer + t * width) == (size_t)batch->labels[t];
+    sums->loss += (double)mean * (double)counted;
+    sums->counted += counted;
+    for (t = 0; !moei_is_squared(criterion) && t < batch->n; t++)
+        if (batch->labels[t] >= 0) sums->right += moei_largest(width, answer + t * width) == (size_t)batch->labels[t];
     return MOE_OK;
 }
 
 static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int criterion, void *work, moe_evaluation *result, moe_error *error) {
     moe_evaluation made;
-    double loss = 0.0;
-    size_t from, right = 0;
+    moei_evaluated sums;
+    size_t from, most = moei_evaluate_most(net, data);
+    memset(&sums, 0, sizeof sums);
     for (from = 0; from < data->n;) {
-        moe_data batch = moei_data_part(net, data, from, moei_evaluate_next(data->n - from));
-        moe_status status = moei_evaluate_batch(net, &batch, data->n, criterion, work, &loss, &right, error);
+        moe_data batch = moei_data_part(net, data, from, data->n - from < most ? data->n - from : most);
+        moe_status status = moei_evaluate_batch(net, &batch, data, criterion, work, &sums, error);
         if (status != MOE_OK) return status;
         from += batch.n;
     }
     memset(&made, 0, sizeof made);
-    made.n = data->n;
-    if (data->n > 0) {
-        made.loss = (moe_real)(loss / (double)data->n);
-        made.accuracy = (moe_real)((double)right / (double)data->n);
+    made.n = sums.counted;
+    if (sums.counted > 0) {
+        made.loss = (moe_real)(sums.loss / (double)sums.counted);
+        made.accuracy = (moe_real)((double)sums.right / (double)sums.counted);
     }
     *result = made;
     return MOE_OK;
@@ -5180,10 +6000,11 @@ moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion,
     if (criterion < 0 || criterion >= MOE_CRITERION_COUNT)
         return moei_error(error, MOE_ERR_ARGUMENT, "criterion = %d: there is no such one", criterion);
     status = moei_data_check(net, data, criterion, error);
-    if (status == MOE_OK) status = moei_samples_alone(data, error);
+    if (status == MOE_OK) status = moei_samples_alone(net, data, error);
+    if (status == MOE_OK && data->n > 0) status = moei_routers_check(net, data, 1, 0, error);
     if (status == MOE_OK) status = moei_mixture_fits(net, criterion, error);
     if (status != MOE_OK) return status;
-    status = moei_evaluate_size(net, criterion, data->n, &size);
+    status = moei_evaluate_size(net, criterion, data, &size);
     if (status != MOE_OK) return moei_error(error, status, "work memory: %s", moe_status_text(status));
     work = moei_alloc(&net->allocator, size, 1);
     if (work == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of work", size);
@@ -5195,8 +6016,10 @@ moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion,
 /* ---- the trainer --------------------------------------------------------------------------------------------------------------- */
 
 static const char *const moei_optimizer_names[] = {"adamw", "sgd", NULL};
+static const char *const moei_schedule_names[] = {"cosine", "linear", NULL};
 
 #define MOEI_T moe_train_config
+#define MOEI_G moe_param_group
 
 static const moe_field moei_train_fields[] = {
     MOEI_CHOICE(MOEI_T, criterion, MOE_CRITERION_COUNT, moei_criterion_names, "what is minimised"),
@@ -5211,6 +6034,20 @@ static const moe_field moei_train_fields[] = {
     MOEI_REAL(MOEI_T, epsilon, 1e-30, 1, "added to the root of the second moment"),
     MOEI_REAL(MOEI_T, decay, 0, 1e3, "weight decay"),
     MOEI_REAL(MOEI_T, clip, 1e-12, 1e12, "largest norm of the gradient"),
+    MOEI_INT(MOEI_T, accumulate, 1, 1000000, "batches per step"),
+    MOEI_CHOICE(MOEI_T, schedule, MOE_SCHEDULE_COUNT, moei_schedule_names, "how the rate falls"),
+    MOEI_INT(MOEI_T, warmup, 1, 2147483647, "steps in which the rate rises"),
+    MOEI_INT(MOEI_T, total_steps, 1, 2147483647, "steps of the schedule"),
+    MOEI_INT(MOEI_T, n_groups, 1, 4096, "groups of tensors"),
+    MOEI_INT(MOEI_T, evaluate_every, 1, 2147483647, "steps between evaluations"),
+    MOEI_INT(MOEI_T, checkpoint_every, 1, 2147483647, "steps between checkpoints"),
+    MOEI_FLAG(MOEI_T, resume, "go on from the checkpoint"),
+    MOEI_FIELDS_END};
+
+static const moe_field moei_group_fields[] = {
+    MOEI_REAL(MOEI_G, rate, 0, 1e6, "factor on the rate"),
+    MOEI_REAL(MOEI_G, decay, -1e6, 1e6, "factor on the decay"),
+    MOEI_FLAG(MOEI_G, frozen, "no learning"),
     MOEI_FIELDS_END};
 
 static moe_status moei_train_check(const moe_train_config *config, moe_train_config *out, moe_error *error) {
@@ -5228,12 +6065,57 @@ static moe_status moei_train_check(const moe_train_config *config, moe_train_con
     moei_default_real(&out->beta1, MOEI_R(0.9));
     moei_default_real(&out->beta2, MOEI_R(0.999));
     moei_default_real(&out->epsilon, MOEI_R(1e-8));
+    moei_default(&out->accumulate, 1);
     return MOE_OK;
+}
+
+/* Whether name fits pattern, in which * stands for any characters: after a mismatch the last * takes one character more. */
+static int moei_fits_pattern(const char *pattern, const char *name) {
+    const char *star = NULL, *from = NULL;
+    while (*name != '\0') {
+        if (*pattern == '*') star = pattern++, from = name;
+        else if (*pattern == *name) pattern++, name++;
+        else if (star != NULL) pattern = star + 1, name = ++from;
+        else return 0;
+    }
+    while (*pattern == '*') pattern++;
+    return *pattern == '\0';
+}
+
+static moe_status moei_groups_check(const moe_net *net, const moe_train_config *config, moe_error *error) {
+    moe_error why;
+    size_t t;
+    int g;
+    if (config->n_groups > 0 && config->groups == NULL)
+        return moei_error(error, MOE_ERR_CONFIG, "groups must not be NULL: n_groups = %d", config->n_groups);
+    for (g = 0; g < config->n_groups; g++) {
+        const moe_param_group *group = &config->groups[g];
+        if (moei_fields_check(moei_group_fields, group, &why) != MOE_OK) return moei_error(error, MOE_ERR_CONFIG, "groups[%d]: %s", g, why.message);
+        if (group->pattern == NULL) return moei_error(error, MOE_ERR_CONFIG, "groups[%d]: pattern must not be NULL", g);
+        for (t = 0; t < net->n_tensors && !moei_fits_pattern(group->pattern, net->tensors[t].name);) t++;
+        if (t == net->n_tensors) return moei_error(error, MOE_ERR_CONFIG, "groups[%d]: pattern = '%s' fits the name of no tensor", g, group->pattern);
+    }
+    return MOE_OK;
+}
+
+/* Two numbers for a tensor: the factor on the rate, 0 when it does not learn, and its weight decay. */
+static void moei_group_factors(const moe_train_config *config, const moe_tensor *t, moe_real *out) {
+    const moe_param_group *group = NULL;
+    int g, none = (t->flags & (unsigned)MOE_PARAM_NO_DECAY) != 0;
+    for (g = 0; g < config->n_groups && group == NULL; g++)
+        if (moei_fits_pattern(config->groups[g].pattern, t->name)) group = &config->groups[g];
+    out[0] = MOEI_R(1.0), out[1] = none ? MOEI_R(0.0) : config->decay;
+    if (group == NULL) return;
+    if (group->rate > MOEI_R(0.0)) out[0] = group->rate;
+    if (group->frozen) out[0] = MOEI_R(0.0);
+    if (group->decay > MOEI_R(0.0)) out[1] = group->decay * config->decay;
+    if (group->decay < MOEI_R(0.0)) out[1] = MOEI_R(0.0);
 }
 
 /* One batch in the trainer's work memory. */
 typedef struct moei_batch {
-    moe_real *dy; /* [batch,d_out] */
+    moe_real *dy;       /* [batch,d_out] */
+    int32_t *sequences; /* [batch+1] */
     moe_real *expert_p, *d_p, *d_weights, *d_outputs; /* [batch,E], [E,batch], [E,batch,d_out] of a classical mixture */
     void *net_work;
     size_t net_size;
@@ -5244,6 +6126,7 @@ static moe_status moei_batch_layout(const moe_trainer *trainer, moei_layout *l, 
     moe_status status = moe_net_work_size(trainer->net, batch, 1, &b->net_size);
     if (status != MOE_OK) return status;
     b->dy = moei_take_reals(l, batch, (size_t)trainer->net->d_out);
+    b->sequences = (int32_t *)moei_take(l, batch + 1, sizeof(int32_t));
     if (moei_reads_experts(trainer->net, trainer->config.criterion)) {
         size_t cells = 0;
         if (!moei_mul(batch, (size_t)trainer->net->modules[trainer->net->n_modules - 1].layer.config.router.n_experts, &cells)) l->overflow = 1;
@@ -5256,63 +6139,71 @@ static moe_status moei_batch_layout(const moe_trainer *trainer, moei_layout *l, 
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
-/* Whether the routers find what they read beside x in call (NULL: nothing). */
-static moe_status moei_routers_check(const moe_net *net, const moe_call *call, moe_error *error) {
-    size_t i;
-    for (i = 0; i < net->n_modules; i++) {
-        const moe_router_config *c = &net->modules[i].layer.config.router;
-        unsigned traits, lacks = 0;
-        if (net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
-        traits = moe_router_traits(c);
-        if (call == NULL || call->token_ids == NULL) lacks |= MOE_TRAIT_NEEDS_TOKEN_IDS;
-        if (call == NULL || call->attention_weights == NULL || call->attention_outputs == NULL) lacks |= MOE_TRAIT_NEEDS_ATTENTION;
-        if (call == NULL || call->given == NULL) lacks |= MOE_TRAIT_NEEDS_GIVEN;
-        lacks &= traits;
-        if (lacks != 0)
-            return moei_error(error, MOE_ERR_ARGUMENT, "module %z (mixture): its router has the trait %s, but the samples have only x", i,
-                              moe_trait_name(lacks & (~lacks + 1u)));
-        if (c->loss_distill > MOEI_R(0.0) && !c->student && (call == NULL || call->teacher == NULL))
-            return moei_error(error, MOE_ERR_ARGUMENT, "module %z (mixture): loss_distill needs a teacher, but the samples have only x; student = 1 needs none", i);
-    }
-    return MOE_OK;
-}
-
-/* The numbers that one moment has. */
+/* The numbers that one moment has, and how many moments there are. */
 static size_t moei_net_numbers(const moe_net *net) { return moe_net_parameters(net, NULL); }
+static size_t moei_moments(const moe_trainer *t) { return t->config.optimizer == MOE_OPTIMIZER_ADAMW ? 2 : 1; }
 
 static moe_status moei_trainer_allocate(moe_trainer *t, moe_error *error) {
     const moe_allocator *a = &t->net->allocator;
     moei_layout l = moei_layout_begin(NULL);
     moei_batch batch;
     moe_status status = moei_batch_layout(t, &l, &batch);
-    size_t moments = t->config.optimizer == MOE_OPTIMIZER_ADAMW ? 2 : 1;
+    size_t moments;
     if (status != MOE_OK) return moei_error(error, status, "batch = %d: %s", t->config.batch, moe_status_text(status));
-    if (!moei_mul(moei_net_numbers(t->net), moments * sizeof(moe_real), &t->memory_size))
+    if (!moei_mul(moei_net_numbers(t->net), moei_moments(t), &moments) || !moei_add(moments, 2 * t->net->n_tensors, &t->memory_size) ||
+        !moei_mul(t->memory_size, sizeof(moe_real), &t->memory_size))
         return moei_error(error, MOE_ERR_OVERFLOW, "the optimiser's moments do not fit this machine's memory");
     t->work_size = l.used;
     t->memory = (moe_real *)moei_alloc(a, t->memory_size, 1);
     t->work = moei_alloc(a, t->work_size, 1);
+    t->factors = t->memory != NULL ? t->memory + moments : NULL;
     if (t->memory != NULL && t->work != NULL) return MOE_OK;
     moei_free(a, t->memory, t->memory_size);
     moei_free(a, t->work, t->work_size);
     return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of moments and %z of work", t->memory_size, t->work_size);
 }
 
-moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error) {
+/* The rate of the next step, as at MOE_SCHEDULE_. */
+static void moei_trainer_rate(moe_trainer *t) {
+    const moe_train_config *c = &t->config;
+    double step = (double)t->steps, warmup = (double)c->warmup, last = (double)t->total_steps - 1.0, at;
+    moe_real left;
+    if (t->total_steps == 0) return;
+    t->rate = c->rate;
+    if (step < warmup) t->rate = c->rate * (moe_real)((step + 1.0) / (warmup + 1.0));
+    if (step < warmup || !(c->final_rate < MOEI_R(1.0))) return;
+    at = step > last ? 1.0 : last > warmup ? (step - warmup) / (last - warmup) : 0.0;
+    left = c->schedule == MOE_SCHEDULE_LINEAR ? (moe_real)(1.0 - at) : MOEI_R(0.5) * (MOEI_R(1.0) + (moe_real)cos(3.14159265358979324 * at));
+    t->rate = c->rate * (c->final_rate + (MOEI_R(1.0) - c->final_rate) * left);
+}
+
+static moe_status moei_trainer_make(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error) {
     moe_trainer made;
     moe_status status;
+    size_t i;
     if (trainer == NULL || net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and net must not be NULL");
     if (!net->built || !net->trainable) return moei_error(error, MOE_ERR_STATE, "the net is not built with trainable = 1");
     memset(&made, 0, sizeof made);
     made.net = net;
     status = moei_train_check(config, &made.config, error);
+    if (status == MOE_OK) status = moei_groups_check(net, &made.config, error);
     if (status == MOE_OK) status = moei_mixture_fits(net, made.config.criterion, error);
     if (status == MOE_OK) status = moei_trainer_allocate(&made, error);
     if (status != MOE_OK) return status;
+    for (i = 0; i < net->n_tensors; i++) moei_group_factors(&made.config, &net->tensors[i], made.factors + 2 * i);
+    made.config.groups = NULL;
     moe_rng_seed(&made.rng, made.config.seed);
     made.rate = made.config.rate;
+    made.total_steps = (uint64_t)made.config.total_steps;
+    moei_trainer_rate(&made);
     *trainer = made;
     return MOE_OK;
+}
+
+moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error) {
+    if (config != NULL && config->warmup > 0 && config->total_steps == 0)
+        return moei_error(error, MOE_ERR_CONFIG, "warmup = %d: a trainer needs total_steps for it, which only moe_fit knows by itself", config->warmup);
+    return moei_trainer_make(trainer, net, config, error);
 }
 
 void moe_trainer_free(moe_trainer *trainer) {
@@ -5322,7 +6213,10 @@ void moe_trainer_free(moe_trainer *trainer) {
     memset(trainer, 0, sizeof *trainer);
 }
 
-static int moei_is_trained(const moe_tensor *t) { return (t->flags & (unsigned)(MOE_PARAM_FROZEN | MOE_PARAM_STATE)) == 0; }
+/* Flags may change between steps, groups do not. */
+static int moei_is_trained(const moe_trainer *trainer, size_t i) {
+    return (trainer->net->tensors[i].flags & (unsigned)(MOE_PARAM_FROZEN | MOE_PARAM_STATE)) == 0 && trainer->factors[2 * i] > MOEI_R(0.0);
+}
 
 /* The loss of a classical mixture, and its gradients in the order of the plan. */
 static moe_status moei_mixture_gradients(const moe_trainer *t, const moe_data *data, const moe_net_pass *pass, const moei_batch *b, moe_real *loss,
@@ -5343,7 +6237,7 @@ static moe_status moei_mixture_gradients(const moe_trainer *t, const moe_data *d
     return status;
 }
 
-/* Forward, loss and backward on one batch. */
+/* Forward, loss and backward on one batch, added to the gradients since the last step. */
 static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, moe_net_pass *pass, moe_step *step, moe_error *error) {
     moei_layout l = moei_layout_begin(t->work);
     moei_batch batch;
@@ -5352,13 +6246,10 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, m
     size_t i;
     int loss, reads = moei_reads_experts(t->net, t->config.criterion);
     moe_status status = moei_batch_layout(t, &l, &batch);
-    memset(&call, 0, sizeof call);
-    if (data->call != NULL) call = *data->call;
-    call.n_tokens = data->n;
-    call.x = data->x;
+    call = moei_data_call(data, batch.sequences);
     call.training = 1;
     call.rng = &t->rng;
-    moe_net_zero_gradients(t->net);
+    if (t->n_accumulated == 0) moe_net_zero_gradients(t->net);
     if (status == MOE_OK) status = moe_net_forward(t->net, &call, batch.net_work, batch.net_size, pass);
     if (status != MOE_OK) return moei_error(error, status, "the net's forward pass: %s", moe_status_text(status));
     if (!reads) step->loss = moei_criterion(t->config.criterion, t->net, data, pass->y, batch.dy);
@@ -5378,20 +6269,22 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, m
     return status == MOE_OK ? MOE_OK : moei_error(error, status, "the net's backward pass: %s", moe_status_text(status));
 }
 
-/* The norm of all trained gradients together. Beyond 1e19 (float) its square, which AdamW forms, would not be finite. */
-static moe_status moei_trainer_norm(const moe_trainer *trainer, moe_real *norm, moe_error *error) {
-    double sum = 0.0;
+/* The norm of the mean of n batches' gradients, of all trained tensors together. Beyond 1e19 (float) its square, which AdamW forms, would not be
+   finite. */
+static moe_status moei_trainer_norm(const moe_trainer *trainer, int n, moe_real *norm, moe_error *error) {
+    double sum = 0.0, length;
     size_t i, j;
     for (i = 0; i < trainer->net->n_tensors; i++) {
         const moe_tensor *t = &trainer->net->tensors[i];
-        for (j = 0; moei_is_trained(t) && j < t->count; j++) {
+        for (j = 0; moei_is_trained(trainer, i) && j < t->count; j++) {
             if (!moe_is_finite(t->gradient[j]))
                 return moei_error(error, MOE_ERR_NONFINITE, "%s: number %z of the gradient is not finite", t->name, j);
             sum += (double)t->gradient[j] * (double)t->gradient[j];
         }
     }
-    if (sum > (MOE_REAL_IS_DOUBLE ? 1e300 : 1e38)) return moei_error(error, MOE_ERR_NONFINITE, "the gradient is too large to square");
-    *norm = (moe_real)sqrt(sum);
+    length = sqrt(sum) / (double)n;
+    if (!(length <= (MOE_REAL_IS_DOUBLE ? 1e150 : 1e19))) return moei_error(error, MOE_ERR_NONFINITE, "the gradient is too large to square");
+    *norm = (moe_real)length;
     return MOE_OK;
 }
 
@@ -5404,75 +6297,121 @@ static moe_real moei_power(moe_real base, uint64_t n) {
 }
 
 /* v = momentum v + g + decay w,  w -= rate v */
-static void moei_update_sgd(const moe_trainer *trainer, const moe_tensor *t, moe_real scale, moe_real *v) {
-    moe_real decay = (t->flags & (unsigned)MOE_PARAM_NO_DECAY) != 0 ? MOEI_R(0.0) : trainer->config.decay;
+static void moei_sgd(size_t n, moe_real scale, moe_real rate, moe_real decay, moe_real momentum, const moe_real *g, moe_real *w, moe_real *v) {
     size_t i;
-    for (i = 0; i < t->count; i++) {
-        v[i] = trainer->config.momentum * v[i] + scale * t->gradient[i] + decay * t->data[i];
-        t->data[i] -= trainer->rate * v[i];
+    for (i = 0; i < n; i++) {
+        v[i] = momentum * v[i] + scale * g[i] + decay * w[i];
+        w[i] -= rate * v[i];
     }
 }
+
+/* The numbers of one step of AdamW on one tensor; over1 = 1 / (1 - beta1^steps), over2 alike. */
+typedef struct moei_adamw_step {
+    moe_real scale, rate, decay, beta1, beta2, epsilon, over1, over2;
+} moei_adamw_step;
 
 /* m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,  w -= rate (m / (1 - b1^n) / (sqrt(v / (1 - b2^n)) + eps) + decay w) */
-static void moei_update_adamw(const moe_trainer *trainer, const moe_tensor *t, moe_real scale, moe_real *m, moe_real *v) {
-    const moe_train_config *c = &trainer->config;
-    moe_real decay = (t->flags & (unsigned)MOE_PARAM_NO_DECAY) != 0 ? MOEI_R(0.0) : c->decay;
-    moe_real over1 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta1, trainer->steps + 1));
-    moe_real over2 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta2, trainer->steps + 1));
+static void moei_adamw(const moei_adamw_step *a, size_t n, const moe_real *gradient, moe_real *w, moe_real *m, moe_real *v) {
     size_t i;
-    for (i = 0; i < t->count; i++) {
-        moe_real g = scale * t->gradient[i];
-        m[i] = c->beta1 * m[i] + (MOEI_R(1.0) - c->beta1) * g;
-        v[i] = c->beta2 * v[i] + (MOEI_R(1.0) - c->beta2) * g * g;
-        t->data[i] -= trainer->rate * (m[i] * over1 / (MOEI_F(sqrt)(v[i] * over2) + c->epsilon) + decay * t->data[i]);
+    for (i = 0; i < n; i++) {
+        moe_real g = a->scale * gradient[i];
+        m[i] = a->beta1 * m[i] + (MOEI_R(1.0) - a->beta1) * g;
+        v[i] = a->beta2 * v[i] + (MOEI_R(1.0) - a->beta2) * g * g;
+        w[i] -= a->rate * (m[i] * a->over1 / (MOEI_F(sqrt)(v[i] * a->over2) + a->epsilon) + a->decay * w[i]);
     }
 }
 
-static void moei_trainer_update(moe_trainer *trainer, moe_real scale) {
+/* Moves all trained tensors against scale times their gradients. */
+static void moei_trainer_move(moe_trainer *trainer, moe_real scale) {
+    const moe_train_config *c = &trainer->config;
     moe_real *first = trainer->memory, *second = first + moei_net_numbers(trainer->net);
+    moei_adamw_step a;
     size_t i;
+    a.scale = scale, a.beta1 = c->beta1, a.beta2 = c->beta2, a.epsilon = c->epsilon;
+    a.over1 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta1, trainer->steps + 1));
+    a.over2 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta2, trainer->steps + 1));
     for (i = 0; i < trainer->net->n_tensors; i++) {
         const moe_tensor *t = &trainer->net->tensors[i];
-        if (!moei_is_trained(t)) continue;
-        if (trainer->config.optimizer == MOE_OPTIMIZER_SGD) moei_update_sgd(trainer, t, scale, first + (t->data - trainer->net->memory));
-        else moei_update_adamw(trainer, t, scale, first + (t->data - trainer->net->memory), second + (t->data - trainer->net->memory));
+        ptrdiff_t at = t->data - trainer->net->memory;
+        if (!moei_is_trained(trainer, i)) continue;
+        a.rate = trainer->rate * trainer->factors[2 * i], a.decay = trainer->factors[2 * i + 1];
+        if (c->optimizer == MOE_OPTIMIZER_ADAMW) moei_adamw(&a, t->count, t->gradient, t->data, first + at, second + at);
+        else moei_sgd(t->count, scale, a.rate, a.decay, c->momentum, t->gradient, t->data, first + at);
     }
-    trainer->steps++;
 }
 
-moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error) {
-    moe_step made;
-    moe_net_pass pass;
-    moe_rng rng;
+/* Checks a batch; changes nothing. */
+static moe_status moei_trainer_check(const moe_trainer *trainer, const moe_data *batch, moe_error *error) {
     moe_status status;
-    size_t i;
     if (trainer == NULL || batch == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and batch must not be NULL");
     if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+    if (trainer->n_accumulated == INT32_MAX) return moei_error(error, MOE_ERR_STATE, "%d batches since the last update", trainer->n_accumulated);
     if (batch->n < 1 || batch->n > (size_t)trainer->config.batch)
         return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be 1 to batch = %d", batch->n, trainer->config.batch);
     if (!moe_is_finite(trainer->rate))
         return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
     status = moei_data_check(trainer->net, batch, trainer->config.criterion, error);
-    if (status == MOE_OK) status = moei_routers_check(trainer->net, batch->call, error);
+    if (status != MOE_OK) return status;
+    return moei_routers_check(trainer->net, batch, moei_batch_sequences(batch, batch->n), 1, error);
+}
+
+/* The first half of a step; *norm is that of the mean gradient so far. The routers see the pass last, when nothing can fail any more. */
+static moe_status moei_trainer_add(moe_trainer *trainer, const moe_data *batch, moe_step *made, moe_real *norm, moe_error *error) {
+    moe_net_pass pass;
+    moe_rng rng;
+    moe_status status = moei_trainer_check(trainer, batch, error);
     if (status != MOE_OK) return status;
     rng = trainer->rng;
-    status = moei_trainer_gradients(trainer, batch, &pass, &made, error);
-    if (status == MOE_OK) status = moei_trainer_norm(trainer, &made.gradient_norm, error);
-    if (status == MOE_OK) {
-        status = moe_net_observe(trainer->net, &pass);
-        if (status == MOE_OK) status = moe_net_advance(trainer->net);
-        if (status != MOE_OK) (void)moei_error(error, status, "the routers' state: %s", moe_status_text(status));
-    }
-    if (status != MOE_OK) {
-        trainer->rng = rng;
-        return status;
-    }
+    status = moei_trainer_gradients(trainer, batch, &pass, made, error);
+    if (status == MOE_OK) status = moei_trainer_norm(trainer, trainer->n_accumulated + 1, norm, error);
+    if (status == MOE_OK && (status = moe_net_observe(trainer->net, &pass)) != MOE_OK)
+        (void)moei_error(error, status, "the routers' state: %s", moe_status_text(status));
+    if (status == MOE_OK) trainer->n_accumulated++;
+    else trainer->rng = rng, trainer->n_accumulated = 0;
+    return status;
+}
+
+/* The second half, with the norm of the mean gradient. */
+static moe_status moei_trainer_apply(moe_trainer *trainer, moe_real norm, moe_error *error) {
+    moe_real scale = trainer->config.clip > MOEI_R(0.0) && norm > trainer->config.clip ? trainer->config.clip / norm : MOEI_R(1.0);
+    moe_status status = moe_net_advance(trainer->net);
+    size_t i;
+    if (status != MOE_OK) return moei_error(error, status, "the routers' state: %s", moe_status_text(status));
     for (i = 0; i < trainer->net->n_modules; i++) trainer->net->modules[i].layer.is_packed = 0; /* the tensors change */
-    moei_trainer_update(trainer, trainer->config.clip > MOEI_R(0.0) && made.gradient_norm > trainer->config.clip
-                                     ? trainer->config.clip / made.gradient_norm
-                                     : MOEI_R(1.0));
-    if (step != NULL) *step = made;
+    moei_trainer_move(trainer, scale / (moe_real)trainer->n_accumulated);
+    trainer->n_accumulated = 0;
+    trainer->steps++;
+    moei_trainer_rate(trainer);
     return MOE_OK;
+}
+
+moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error) {
+    moe_step made;
+    moe_real norm;
+    moe_status status = moei_trainer_add(trainer, batch, &made, &norm, error);
+    if (status == MOE_OK && step != NULL) step->loss = made.loss, step->router_loss = made.router_loss;
+    return status;
+}
+
+moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error) {
+    moe_real norm;
+    moe_status status;
+    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must not be NULL");
+    if (trainer->net == NULL || trainer->n_accumulated < 1) return moei_error(error, MOE_ERR_STATE, "no batch since the last update");
+    if (!moe_is_finite(trainer->rate))
+        return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
+    status = moei_trainer_norm(trainer, trainer->n_accumulated, &norm, error);
+    if (status == MOE_OK) status = moei_trainer_apply(trainer, norm, error);
+    if (status == MOE_OK && step != NULL) step->gradient_norm = norm;
+    return status;
+}
+
+moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error) {
+    moe_step made;
+    moe_status status = moei_trainer_add(trainer, batch, &made, &made.gradient_norm, error);
+    if (status == MOE_OK) status = moei_trainer_apply(trainer, made.gradient_norm, error);
+    if (status == MOE_OK && step != NULL) *step = made;
+    return status;
 }
 
 /* ---- modular networks ------------------------------------------------------------------------------------------------------------ */
@@ -5490,6 +6429,7 @@ static moe_status moei_modular_layout(moe_modular *m, moei_layout *l) {
     m->best = (double *)moei_take(l, n, sizeof(double));
     m->drawn = (double *)moei_take(l, n, sizeof(double));
     m->changed = (unsigned char *)moei_take(l, n, 1);
+    m->sequences = (int32_t *)moei_take(l, n + 1, sizeof(int32_t));
     m->net_work = moei_take(l, m->net_size, 1);
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
@@ -5536,9 +6476,8 @@ static moe_status moei_modular_pass(moe_modular *m, const moe_data *batch, const
     moe_call call;
     moe_status status;
     size_t i, t, at = 0, width = (size_t)net->d_out;
-    memset(&call, 0, sizeof call);
-    if (batch->call != NULL) call = *batch->call;
-    call.n_tokens = batch->n, call.x = batch->x, call.training = 1, call.rng = &m->trainer->rng;
+    call = moei_data_call(batch, m->sequences);
+    call.training = 1, call.rng = &m->trainer->rng;
     call.given = given, call.teacher = m->teacher;
     status = moe_net_forward(net, &call, m->net_work, m->net_size, &pass);
     if (status != MOE_OK) return status;
@@ -5633,12 +6572,15 @@ typedef struct moei_fit {
     const moe_data *train, *test; /* test NULL: none */
     void *memory;
     size_t memory_size;
-    size_t *order;         /* [train.n] */
+    size_t *order;         /* [units] where samples, or sequences, are taken from */
+    size_t unit, units;    /* samples that stay together, and how many of these there are */
+    moe_rng rng;           /* of the order; trainer.rng is for the routers' random stages */
     moe_real *x, *targets; /* one batch, gathered */
-    int32_t *labels;
+    int32_t *labels, *token_ids;
     void *test_work;
     size_t test_size;
-    double loss, router_loss; /* sums over the samples of this epoch */
+    double loss, router_loss; /* sums over the samples of this epoch, the loss over those that count */
+    size_t seen, counted;     /* samples of this epoch so far, and those that count in the loss */
     moe_progress progress;
 } moei_fit;
 
@@ -5646,28 +6588,57 @@ static moe_status moei_fit_layout(moei_fit *f, moei_layout *l) {
     const moe_net *net = f->trainer.net;
     size_t batch = (size_t)f->trainer.config.batch;
     int labels = !moei_is_squared(f->trainer.config.criterion);
-    moe_status status = f->test != NULL ? moei_evaluate_size(net, f->trainer.config.criterion, f->test->n, &f->test_size) : MOE_OK;
+    moe_status status = f->test != NULL ? moei_evaluate_size(net, f->trainer.config.criterion, f->test, &f->test_size) : MOE_OK;
     if (status != MOE_OK) return status;
-    f->order = (size_t *)moei_take(l, f->train->n, sizeof(size_t));
+    f->order = (size_t *)moei_take(l, f->units, sizeof(size_t));
     f->x = moei_take_reals(l, batch, (size_t)net->d_in);
     f->labels = labels ? (int32_t *)moei_take(l, batch, sizeof(int32_t)) : NULL;
     f->targets = labels ? NULL : moei_take_reals(l, batch, (size_t)net->d_out);
+    f->token_ids = f->train->token_ids != NULL ? (int32_t *)moei_take(l, batch, sizeof(int32_t)) : NULL;
     f->test_work = moei_take(l, f->test_size, 1);
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
+}
+
+/* Everything that samples can get wrong, before the first step. */
+static moe_status moei_fit_check(const moei_fit *f, moe_error *error) {
+    const moe_net *net = f->trainer.net;
+    const moe_data *train = f->train;
+    size_t batch = (size_t)f->trainer.config.batch;
+    int criterion = f->trainer.config.criterion;
+    moe_status status = train != NULL ? moei_samples_alone(net, train, error) : moei_error(error, MOE_ERR_ARGUMENT, "data must not be NULL");
+    if (status == MOE_OK) status = moei_routers_check(net, train, moei_batch_sequences(train, train->n < batch ? train->n : batch), 1, error);
+    if (status == MOE_OK) status = moei_data_check(net, train, criterion, error);
+    if (status == MOE_OK && train->n == 0) status = moei_error(error, MOE_ERR_ARGUMENT, "there are no samples to train on");
+    if (status == MOE_OK && train->length > 0 && train->n > batch && batch % train->length != 0)
+        status = moei_error(error, MOE_ERR_ARGUMENT, "batch = %z: must be a multiple of length = %z", batch, train->length);
+    if (status == MOE_OK && f->test != NULL) status = moei_samples_alone(net, f->test, error);
+    if (status == MOE_OK && f->test != NULL) status = moei_routers_check(net, f->test, 1, 0, error);
+    return status == MOE_OK && f->test != NULL ? moei_data_check(net, f->test, criterion, error) : status;
+}
+
+/* Steps of an epoch and of all; two generators, so that the order of the samples can be made again without the random stages of routers. */
+static void moei_fit_count(moei_fit *f) {
+    moe_trainer *t = &f->trainer;
+    size_t batches = (f->train->n - 1) / (size_t)t->config.batch + 1;
+    moe_rng other;
+    f->progress.epochs = t->config.epochs;
+    f->progress.steps = (batches - 1) / (size_t)t->config.accumulate + 1;
+    f->progress.total_steps = (uint64_t)f->progress.steps * (uint64_t)f->progress.epochs;
+    if (t->total_steps == 0) t->total_steps = f->progress.total_steps;
+    moei_trainer_rate(t);
+    moe_rng_seed(&f->rng, t->config.seed);
+    moe_rng_seed(&other, ~t->config.seed);
+    moe_rng_seed(&t->rng, moe_rng_next(&other));
 }
 
 static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_config *config, moe_error *error) {
     moei_layout l = moei_layout_begin(NULL);
     size_t i;
-    moe_status status = moe_trainer_init(&f->trainer, net, config, error);
+    moe_status status = moei_trainer_make(&f->trainer, net, config, error);
+    if (status == MOE_OK) status = moei_fit_check(f, error);
     if (status != MOE_OK) return status;
-    status = moei_routers_check(net, NULL, error);
-    if (status == MOE_OK) status = moei_data_check(net, f->train, f->trainer.config.criterion, error);
-    if (status == MOE_OK) status = moei_samples_alone(f->train, error);
-    if (status == MOE_OK && f->test != NULL) status = moei_samples_alone(f->test, error);
-    if (status == MOE_OK && f->train->n == 0) status = moei_error(error, MOE_ERR_ARGUMENT, "there are no samples to train on");
-    if (status == MOE_OK && f->test != NULL) status = moei_data_check(net, f->test, f->trainer.config.criterion, error);
-    if (status != MOE_OK) return status;
+    f->unit = f->train->length > 0 ? f->train->length : 1;
+    f->units = f->train->n / f->unit;
     status = moei_fit_layout(f, &l);
     if (status != MOE_OK) return moei_error(error, status, "work memory: %s", moe_status_text(status));
     f->memory = moei_alloc(&net->allocator, l.used, 1);
@@ -5675,83 +6646,88 @@ static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_conf
     f->memory_size = l.used;
     l = moei_layout_begin(f->memory);
     (void)moei_fit_layout(f, &l);
-    for (i = 0; i < f->train->n; i++) f->order[i] = i;
+    for (i = 0; i < f->units; i++) f->order[i] = i;
+    moei_fit_count(f);
     return MOE_OK;
 }
 
 /* Fisher and Yates. */
 static void moei_fit_shuffle(moei_fit *f) {
     size_t i, j, kept;
-    for (i = f->train->n; i > 1; i--) {
-        j = (size_t)moe_rng_below(&f->trainer.rng, i);
+    for (i = f->units; i > 1; i--) {
+        j = (size_t)moe_rng_below(&f->rng, i);
         kept = f->order[i - 1];
         f->order[i - 1] = f->order[j];
         f->order[j] = kept;
     }
 }
 
+/* The batch that begins with sample `from` of this epoch's order. */
 static moe_data moei_fit_batch(moei_fit *f, size_t from) {
     size_t d = (size_t)f->trainer.net->d_in, o = (size_t)f->trainer.net->d_out, i;
-    moe_data batch;
-    batch.call = NULL;
+    moe_data batch = *f->train;
     batch.n = f->train->n - from;
     if (batch.n > (size_t)f->trainer.config.batch) batch.n = (size_t)f->trainer.config.batch;
     for (i = 0; i < batch.n; i++) {
-        size_t row = f->order[from + i];
-        memcpy(f->x + i * d, f->train->x + row * d, d * sizeof(moe_real));
+        size_t row = f->order[(from + i) / f->unit] * f->unit + (from + i) % f->unit;
+        if (d > 0) memcpy(f->x + i * d, f->train->x + row * d, d * sizeof(moe_real));
+        if (f->token_ids != NULL) f->token_ids[i] = f->train->token_ids[row];
         if (f->labels != NULL) f->labels[i] = f->train->labels[row];
         else memcpy(f->targets + i * o, f->train->targets + row * o, o * sizeof(moe_real));
     }
-    batch.x = f->x;
+    batch.x = d > 0 ? f->x : NULL;
+    batch.token_ids = f->token_ids;
     batch.labels = f->labels;
     batch.targets = f->targets;
     return batch;
 }
 
-/* rate (final + (1 - final) (1 + cos(pi at)) / 2), where at goes from 0 at the first step of all to 1 at the last. */
-static moe_real moei_fit_rate(const moei_fit *f) {
+/* One step of the optimiser, on so many batches as make one. */
+static moe_status moei_fit_step(moei_fit *f, moe_error *error) {
     const moe_train_config *c = &f->trainer.config;
-    double last = (double)f->progress.steps * (double)c->epochs - 1.0;
-    double at = last > 0.0 ? (double)f->trainer.steps / last : 0.0;
-    if (!(c->final_rate < MOEI_R(1.0))) return c->rate;
-    return c->rate *
-           (c->final_rate + (MOEI_R(1.0) - c->final_rate) * MOEI_R(0.5) * (MOEI_R(1.0) + (moe_real)cos(3.14159265358979324 * at)));
+    int i;
+    for (i = 0; i < c->accumulate && f->seen < f->train->n; i++) {
+        moe_data batch = moei_fit_batch(f, f->seen);
+        size_t counted = moei_counted(c->criterion, &batch);
+        moe_step step;
+        moe_status status = moei_trainer_add(&f->trainer, &batch, &step, &f->progress.gradient_norm, error);
+        if (status != MOE_OK) return status;
+        f->loss += (double)step.loss * (double)counted;
+        f->router_loss += (double)step.router_loss * (double)batch.n;
+        f->counted += counted;
+        f->seen += batch.n;
+        f->progress.samples += batch.n;
+    }
+    f->progress.rate = f->trainer.rate;
+    return moei_trainer_apply(&f->trainer, f->progress.gradient_norm, error);
 }
 
-static moe_status moei_fit_report(moei_fit *f, const moe_step *step, size_t seen, moe_error *error) {
+static moe_status moei_fit_report(moei_fit *f, moe_error *error) {
+    const moe_train_config *c = &f->trainer.config;
     moe_progress *p = &f->progress;
-    p->loss = (moe_real)(f->loss / (double)seen);
-    p->router_loss = (moe_real)(f->router_loss / (double)seen);
-    p->gradient_norm = step->gradient_norm;
+    p->loss = f->counted > 0 ? (moe_real)(f->loss / (double)f->counted) : MOEI_R(0.0);
+    p->router_loss = (moe_real)(f->router_loss / (double)f->seen);
     p->epoch_ended = p->step == p->steps;
-    if (p->epoch_ended && f->test != NULL) {
-        moe_status status =
-            moei_evaluate(f->trainer.net, f->test, f->trainer.config.criterion, f->test_work, &p->test, error);
+    p->total_step = f->trainer.steps;
+    memset(&p->test, 0, sizeof p->test);
+    if (f->test != NULL && (p->epoch_ended || (c->evaluate_every > 0 && p->total_step % (uint64_t)c->evaluate_every == 0))) {
+        moe_status status = moei_evaluate(f->trainer.net, f->test, c->criterion, f->test_work, &p->test, error);
         if (status != MOE_OK) return status;
     }
-    if (f->trainer.config.progress == NULL || f->trainer.config.progress(f->trainer.config.progress_ctx, p) == 0) return MOE_OK;
+    if (c->progress == NULL || c->progress(c->progress_ctx, p) == 0) return MOE_OK;
     return moei_error(error, MOE_ERR_STOPPED, "the progress callback stopped training in epoch %d, step %z", p->epoch, p->step);
 }
 
 static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
-    size_t from;
+    moe_status status = MOE_OK;
     f->loss = f->router_loss = 0.0;
-    memset(&f->progress.test, 0, sizeof f->progress.test);
+    f->seen = f->counted = 0;
     moei_fit_shuffle(f);
-    for (from = 0, f->progress.step = 1; from < f->train->n; f->progress.step++) {
-        moe_data batch = moei_fit_batch(f, from);
-        moe_step step;
-        moe_status status;
-        f->trainer.rate = moei_fit_rate(f);
-        status = moe_trainer_step(&f->trainer, &batch, &step, error);
-        if (status != MOE_OK) return status;
-        f->loss += (double)step.loss * (double)batch.n;
-        f->router_loss += (double)step.router_loss * (double)batch.n;
-        from += batch.n;
-        status = moei_fit_report(f, &step, from, error);
-        if (status != MOE_OK) return status;
+    for (f->progress.step = 1; status == MOE_OK && f->seen < f->train->n; f->progress.step++) {
+        status = moei_fit_step(f, error);
+        if (status == MOE_OK) status = moei_fit_report(f, error);
     }
-    return MOE_OK;
+    return status;
 }
 
 moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error) {
@@ -5761,10 +6737,6 @@ moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, co
     f.train = train;
     f.test = test != NULL && test->n > 0 ? test : NULL;
     status = moei_fit_begin(&f, net, config, error);
-    if (status == MOE_OK) {
-        f.progress.epochs = f.trainer.config.epochs;
-        f.progress.steps = (train->n - 1) / (size_t)f.trainer.config.batch + 1;
-    }
     for (f.progress.epoch = 1; status == MOE_OK && f.progress.epoch <= f.progress.epochs; f.progress.epoch++)
         status = moei_fit_epoch(&f, error);
     if (f.memory != NULL) moei_free(&net->allocator, f.memory, f.memory_size);
@@ -6526,14 +7498,16 @@ static void moei_config_put_fields(moei_config_text *c, const moe_field *fields,
 }
 
 static void moei_config_put_module(moei_config_text *c, const moe_module *m) {
-    moei_module_config small;
-    memset(&small, 0, sizeof small);
-    small.d_out = m->d_out, small.act = m->act, small.span = m->span;
+    moei_module_config config;
+    memset(&config, 0, sizeof config);
+    config.d_out = config.d = m->d_out, config.act = m->act, config.span = m->span;
+    config.vocabulary = config.most = m->n_rows, config.rate = m->rate;
+    config.attention = m->attention;
+    config.layer = m->layer.config;
     moei_config_put(c, "{\"module\":\"");
     moei_config_put(c, moei_module_names[m->kind]);
     moei_config_put(c, "\"");
-    if (m->kind == MOE_MODULE_MIXTURE) moei_config_put_fields(c, moe_layer_fields(), &m->layer.config, 0, 1);
-    else moei_config_put_fields(c, moei_module_fields(m->kind), &small, 1, 1);
+    moei_config_put_fields(c, moei_module_fields(m->kind), moei_module_settings(&config, m->kind), !moei_is_layer(m) && m->kind != MOE_MODULE_ATTENTION, 1);
     moei_config_put(c, "}");
 }
 
@@ -6797,10 +7771,25 @@ static moe_status moei_config_kind(moei_json *j, const char *place, int *kind) {
     return status;
 }
 
+static moe_status moei_module_add(moe_net *net, int kind, const moei_module_config *c) {
+    switch (kind) {
+    case MOE_MODULE_LINEAR: return moe_net_linear(net, c->d_out);
+    case MOE_MODULE_ACTIVATION: return moe_net_activation(net, c->act);
+    case MOE_MODULE_MIXTURE: return moe_net_mixture(net, &c->layer);
+    case MOE_MODULE_RESIDUAL: return moe_net_residual(net, c->span);
+    case MOE_MODULE_EMBEDDING: return moe_net_embedding(net, c->vocabulary, c->d);
+    case MOE_MODULE_POSITIONS: return moe_net_positions(net, c->most);
+    case MOE_MODULE_ATTENTION: return moe_net_attention(net, &c->attention);
+    case MOE_MODULE_DROPOUT: return moe_net_dropout(net, c->rate);
+    case MOE_MODULE_FEED_FORWARD: return moe_net_feed_forward(net, &c->layer);
+    case MOE_MODULE_TIED: return moe_net_tied(net);
+    default: return moei_module_plain(net, kind);
+    }
+}
+
 /* One element of "modules", added to the net. */
 static moe_status moei_config_module(moei_json *j, moe_net *net) {
-    moei_module_config small;
-    moe_layer_config layer;
+    moei_module_config config;
     moei_text t;
     char place[32];
     int kind;
@@ -6809,20 +7798,13 @@ static moe_status moei_config_module(moei_json *j, moe_net *net) {
     t.out = place, t.room = sizeof place, t.length = 0;
     moei_put(&t, "module ", 7);
     moei_put_integer(&t, (int64_t)net->n_modules);
-    memset(&small, 0, sizeof small);
-    memset(&layer, 0, sizeof layer);
+    memset(&config, 0, sizeof config);
     (void)moei_json_peek(j);
     at = j->at;
     status = moei_config_kind(j, place, &kind);
+    if (status == MOE_OK) status = moei_config_fields(j, place, moei_module_fields(kind), moei_module_settings(&config, kind), 1);
     if (status != MOE_OK) return status;
-    if (kind == MOE_MODULE_MIXTURE) status = moei_config_fields(j, place, moe_layer_fields(), &layer, 1);
-    else status = moei_config_fields(j, place, moei_module_fields(kind), &small, 1);
-    if (status != MOE_OK) return status;
-    if (kind == MOE_MODULE_LINEAR) status = moe_net_linear(net, small.d_out);
-    else if (kind == MOE_MODULE_ACTIVATION) status = moe_net_activation(net, small.act);
-    else if (kind == MOE_MODULE_LAYER_NORM) status = moe_net_layer_norm(net);
-    else if (kind == MOE_MODULE_MIXTURE) status = moe_net_mixture(net, &layer);
-    else status = moe_net_residual(net, small.span);
+    status = moei_module_add(net, kind, &config);
     return status == MOE_OK ? MOE_OK : moei_json_refuse(j, at, status, "%s", net->error.message);
 }
 
