@@ -576,15 +576,25 @@ typedef struct moe_attention_config {
     moe_real rotary_base; /* [10000] */
 } moe_attention_config;
 
-/* One module of a net; see the table above. Only the fields of its kind are set. */
+/* The tensors of modules that are no moe_layer, by place. */
+enum {
+    MOE_MODULE_WEIGHT = 0, MOE_MODULE_BIAS = 1,
+    MOE_MODULE_QUERY = 0, MOE_MODULE_KEY = 1, MOE_MODULE_VALUE = 2, MOE_MODULE_OUTPUT = 3, /* attention */
+    MOE_MODULE_SLOTS = 4
+};
 
+/* One module of a net; see the table above. Only the fields of its kind are set. */
 typedef struct moe_module {
     int kind;        /* MOE_MODULE_ */
     int d_in, d_out; /* widths */
     int act;         /* activation: MOE_ACT_ */
     int span;        /* residual */
-    moe_real *weight, *bias, *d_weight, *d_bias; /* linear and layer_norm; in the net's memory */
-    moe_layer layer; /* mixture; its tensors lie in the net's memory */
+    int n_rows;      /* embedding: V; positions: L */
+    moe_real rate;   /* dropout */
+    moe_attention_config attention; /* with defaults filled in */
+    moe_layer layer; /* mixture and feed_forward; its tensors lie in the net's memory */
+    moe_real *tensors[MOE_MODULE_SLOTS];   /* the other kinds, by place, in the net's memory; tied: MOE_MODULE_WEIGHT is the embedding's */
+    moe_real *gradients[MOE_MODULE_SLOTS]; /* by place; NULL: not built trainable */
     size_t first_tensor; /* private: where its tensors begin in the net's list */
 } moe_module;
 
@@ -659,8 +669,10 @@ typedef struct moe_net_pass {
     const moe_real *y; /* [N,d_out] the net's output */
     /* Private to moe.h. */
     moe_call call;
+    size_t past; /* decoding: tokens before those of the call */
     struct moe_module_pass *modules;
-    moe_real *scratch, *d_x;
+    void *scratch;
+    moe_real *d_x;
 } moe_net_pass;
 
 /* Exact bytes of work memory for n_tokens: every module keeps its output (so residuals and reports may look back), and with training = 1
@@ -4252,31 +4264,66 @@ static void moei_net_drop(const moe_allocator *a, void *list, size_t element_siz
 
 /* ---- kinds of modules as data ------------------------------------------------------------------------------------------------- */
 
-/* The settings of the small modules, as files name them; those of a mixture are moe_layer_fields. */
+/* The settings of modules, as files name them. */
 typedef struct moei_module_config {
     int d_in; /* of the net itself */
-    int d_out, act, span;
+    int d_out, act, span, vocabulary, d, most;
+    moe_real rate;
+    moe_attention_config attention;
+    moe_layer_config layer;
 } moei_module_config;
 
 #define MOEI_M moei_module_config
+#define MOEI_A moe_attention_config
 
-static const moe_field moei_net_fields[] = {MOEI_INT(MOEI_M, d_in, 1, MOE_MAX_WIDTH, "width of the net's input"), MOEI_FIELDS_END};
+static const moe_field moei_net_fields[] = {MOEI_INT(MOEI_M, d_in, 0, MOE_MAX_WIDTH, "width of the net's input; 0: token ids"), MOEI_FIELDS_END};
 static const moe_field moei_linear_fields[] = {MOEI_INT(MOEI_M, d_out, 1, MOE_MAX_WIDTH, "width that leaves"), MOEI_FIELDS_END};
 static const moe_field moei_activation_fields[] = {MOEI_CHOICE(MOEI_M, act, MOE_ACT_COUNT, moei_act_names, "activation"), MOEI_FIELDS_END};
-static const moe_field moei_layer_norm_fields[] = {MOEI_FIELDS_END};
+static const moe_field moei_no_fields[] = {MOEI_FIELDS_END};
 static const moe_field moei_residual_fields[] = {MOEI_INT(MOEI_M, span, 1, MOE_NET_MAX_MODULES, "modules it goes around"), MOEI_FIELDS_END};
+static const moe_field moei_embedding_fields[] = {MOEI_INT(MOEI_M, vocabulary, 1, MOE_MAX_WIDTH, "number of token ids"),
+                                                  MOEI_INT(MOEI_M, d, 1, MOE_MAX_WIDTH, "width that leaves"), MOEI_FIELDS_END};
+static const moe_field moei_positions_fields[] = {MOEI_INT(MOEI_M, most, 1, MOE_MAX_WIDTH, "tokens of the longest sequence"), MOEI_FIELDS_END};
+static const moe_field moei_attention_fields[] = {MOEI_INT(MOEI_A, heads, 1, 4096, "heads"),
+                                                  MOEI_INT(MOEI_A, d_head, 1, MOE_MAX_WIDTH, "width of a head"),
+                                                  MOEI_FLAG(MOEI_A, full, "tokens see later ones"),
+                                                  MOEI_FLAG(MOEI_A, rotary, "queries and keys are turned by their places"),
+                                                  MOEI_REAL(MOEI_A, rotary_base, 1, 1e9, "base of the angles"),
+                                                  MOEI_FIELDS_END};
+static const moe_field moei_dropout_fields[] = {MOEI_REAL(MOEI_M, rate, 0, 1, "probability of a zero"), MOEI_FIELDS_END};
+static const moe_field moei_feed_forward_fields[] = {MOEI_CHOICE(MOEI_L, expert, MOE_EXPERT_COUNT, moei_expert_names, "kind of expert"),
+                                                     MOEI_INT(MOEI_L, d_ff, 1, MOE_MAX_WIDTH, "hidden width"),
+                                                     MOEI_INT(MOEI_L, d_low, 1, MOE_MAX_WIDTH, "rows of reduce in a factorised expert"),
+                                                     MOEI_CHOICE(MOEI_L, act, MOE_ACT_COUNT, moei_act_names, "activation of an mlp expert"),
+                                                     MOEI_FLAG(MOEI_L, no_expert_bias, "mlp and linear experts have no biases"),
+                                                     MOEI_FIELDS_END};
 
-static const char *const moei_module_names[] = {"linear", "activation", "layer_norm", "mixture", "residual", NULL};
+static const char *const moei_module_names[] = {"linear",    "activation", "layer_norm", "mixture", "residual",     "embedding",
+                                                "positions", "attention",  "rms_norm",   "dropout", "feed_forward", "tied",      NULL};
 
 static const moe_field *moei_module_fields(int kind) {
     switch (kind) {
     case MOE_MODULE_LINEAR: return moei_linear_fields;
     case MOE_MODULE_ACTIVATION: return moei_activation_fields;
-    case MOE_MODULE_LAYER_NORM: return moei_layer_norm_fields;
     case MOE_MODULE_MIXTURE: return moe_layer_fields();
-    default: return moei_residual_fields;
+    case MOE_MODULE_RESIDUAL: return moei_residual_fields;
+    case MOE_MODULE_EMBEDDING: return moei_embedding_fields;
+    case MOE_MODULE_POSITIONS: return moei_positions_fields;
+    case MOE_MODULE_ATTENTION: return moei_attention_fields;
+    case MOE_MODULE_DROPOUT: return moei_dropout_fields;
+    case MOE_MODULE_FEED_FORWARD: return moei_feed_forward_fields;
+    default: return moei_no_fields;
     }
 }
+
+/* What moei_module_fields describes. */
+static void *moei_module_settings(moei_module_config *config, int kind) {
+    if (kind == MOE_MODULE_MIXTURE || kind == MOE_MODULE_FEED_FORWARD) return &config->layer;
+    return kind == MOE_MODULE_ATTENTION ? (void *)&config->attention : (void *)config;
+}
+
+/* Whether a module is a moe_layer. Only a mixture's has a router to speak of. */
+static int moei_is_layer(const moe_module *m) { return m->kind == MOE_MODULE_MIXTURE || m->kind == MOE_MODULE_FEED_FORWARD; }
 
 /* ---- building ------------------------------------------------------------------------------------------------------------------ */
 
@@ -4286,8 +4333,8 @@ moe_status moe_net_init(moe_net *net, int d_in, int kernels, const moe_allocator
     if (!moei_can_allocate(allocator))
         return moei_error(&net->error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
     if (allocator != NULL) net->allocator = *allocator;
-    if (d_in < 1 || d_in > MOE_MAX_WIDTH)
-        return moei_error(&net->error, MOE_ERR_CONFIG, "d_in = %d: must be 1 to %d", d_in, (int)MOE_MAX_WIDTH);
+    if (d_in < 0 || d_in > MOE_MAX_WIDTH)
+        return moei_error(&net->error, MOE_ERR_CONFIG, "d_in = %d: must be 1 to %d, or 0 for token ids", d_in, (int)MOE_MAX_WIDTH);
     if (moe_kernels_name(kernels) == NULL) return moei_error(&net->error, MOE_ERR_CONFIG, "kernels = %d: there are no such ones", kernels);
     net->kernels = moe_kernels_select(kernels);
     if (net->kernels == NULL)
@@ -4318,6 +4365,9 @@ static moe_status moei_module_begin(moe_net *net, int kind, moe_module *m) {
     if (net->built || net->kernels == NULL) return MOE_ERR_STATE;
     if (net->n_modules >= MOE_NET_MAX_MODULES)
         return moei_module_refuse(net, kind, MOE_ERR_CONFIG, "a net has at most %d modules", (int)MOE_NET_MAX_MODULES);
+    if ((net->d_out == 0) != (kind == MOE_MODULE_EMBEDDING))
+        return moei_module_refuse(net, kind, MOE_ERR_CONFIG, net->d_out == 0 ? "d_in = 0, so the first module must be an embedding"
+                                                                             : "only the first module of a net with d_in = 0 can be one");
     memset(m, 0, sizeof *m);
     m->kind = kind;
     m->d_in = m->d_out = net->d_out;
@@ -4352,19 +4402,128 @@ moe_status moe_net_activation(moe_net *net, int act) {
     return moei_module_append(net, &m);
 }
 
-moe_status moe_net_layer_norm(moe_net *net) {
+/* A module without settings. */
+static moe_status moei_module_plain(moe_net *net, int kind) {
     moe_module m;
-    moe_status status = moei_module_begin(net, MOE_MODULE_LAYER_NORM, &m);
+    moe_status status = moei_module_begin(net, kind, &m);
     return status == MOE_OK ? moei_module_append(net, &m) : status;
 }
 
-/* The last mixture before module i, or i. */
-static size_t moei_previous_mixture(const moe_net *net, size_t i) {
+moe_status moe_net_layer_norm(moe_net *net) { return moei_module_plain(net, MOE_MODULE_LAYER_NORM); }
+
+moe_status moe_net_rms_norm(moe_net *net) { return moei_module_plain(net, MOE_MODULE_RMS_NORM); }
+
+moe_status moe_net_embedding(moe_net *net, int vocabulary, int d) {
+    moe_module m;
+    moe_status status = moei_module_begin(net, MOE_MODULE_EMBEDDING, &m);
+    if (status != MOE_OK) return status;
+    if (vocabulary < 1 || vocabulary > MOE_MAX_WIDTH)
+        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "vocabulary = %d: must be 1 to %d", vocabulary, (int)MOE_MAX_WIDTH);
+    if (d < 1 || d > MOE_MAX_WIDTH) return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "d = %d: must be 1 to %d", d, (int)MOE_MAX_WIDTH);
+    m.n_rows = vocabulary;
+    m.d_out = d;
+    return moei_module_append(net, &m);
+}
+
+moe_status moe_net_positions(moe_net *net, int most) {
+    moe_module m;
+    moe_status status = moei_module_begin(net, MOE_MODULE_POSITIONS, &m);
+    if (status != MOE_OK) return status;
+    if (most < 1 || most > MOE_MAX_WIDTH)
+        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "most = %d: must be 1 to %d", most, (int)MOE_MAX_WIDTH);
+    m.n_rows = most;
+    return moei_module_append(net, &m);
+}
+
+moe_status moe_net_dropout(moe_net *net, moe_real rate) {
+    moe_module m;
+    moe_status status = moei_module_begin(net, MOE_MODULE_DROPOUT, &m);
+    if (status != MOE_OK) return status;
+    if (!moe_is_finite(rate) || rate < MOEI_R(0.0) || rate >= MOEI_R(1.0))
+        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "rate = %g: must be at least 0 and below 1", (double)rate);
+    m.rate = rate;
+    return moei_module_append(net, &m);
+}
+
+moe_status moe_net_tied(moe_net *net) {
+    moe_module m;
+    moe_status status = moei_module_begin(net, MOE_MODULE_TIED, &m);
+    if (status != MOE_OK) return status;
+    if (net->d_in != 0) return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "the net has no embedding: its d_in is %d", net->d_in);
+    if (net->modules[0].d_out != m.d_in)
+        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "the embedding is %d wide, but width %d arrives", net->modules[0].d_out, m.d_in);
+    m.d_out = net->modules[0].n_rows;
+    return moei_module_append(net, &m);
+}
+
+/* Fills in the defaults for width d. */
+static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error *error) {
+    moe_status status = moei_fields_check(moei_attention_fields, c, error);
+    if (status != MOE_OK) return status;
+    if (c->heads == 0)
+        for (c->heads = d < 32 ? 1 : d / 32; d % c->heads != 0 || c->heads > 4096;) c->heads--;
+    if (c->d_head == 0 && d % c->heads != 0)
+        return moei_error(error, MOE_ERR_CONFIG, "heads = %d: must divide the width that arrives, %d, or d_head be given", c->heads, d);
+    moei_default(&c->d_head, d / c->heads);
+    if (c->d_head > MOE_MAX_WIDTH / c->heads)
+        return moei_error(error, MOE_ERR_CONFIG, "d_head = %d: heads = %d of them are wider than %d", c->d_head, c->heads, (int)MOE_MAX_WIDTH);
+    if (c->rotary && c->d_head % 2 != 0) return moei_error(error, MOE_ERR_CONFIG, "d_head = %d: must be even for rotary = 1", c->d_head);
+    if (!c->rotary && !moei_field_is_zero(moe_field_find(moei_attention_fields, "rotary_base"), c))
+        return moei_error(error, MOE_ERR_CONFIG, "rotary_base = %g does not go with rotary = 0", (double)c->rotary_base);
+    if (c->rotary) moei_default_real(&c->rotary_base, MOEI_R(10000.0));
+    return MOE_OK;
+}
+
+moe_status moe_net_attention(moe_net *net, const moe_attention_config *config) {
+    moe_module m;
+    moe_error why;
+    moe_status status = moei_module_begin(net, MOE_MODULE_ATTENTION, &m);
+    if (status != MOE_OK) return status;
+    if (config != NULL) m.attention = *config;
+    status = moei_attention_check(&m.attention, m.d_in, &why);
+    if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
+    return moei_module_append(net, &m);
+}
+
+/* The layer of a feed_forward for width d: its one expert takes every token, whatever the score, which has no parameters. */
+static moe_status moei_feed_forward_config(const moe_layer_config *wanted, int d, moe_layer_config *c, moe_error *error) {
+    const moe_field *field;
+    memset(c, 0, sizeof *c);
+    for (field = moe_layer_fields(); wanted != NULL && field->name != NULL; field++)
+        if (moe_field_find(moei_feed_forward_fields, field->name) == NULL && !moei_field_is_zero(field, wanted))
+            return moei_error(error, MOE_ERR_CONFIG, "%s must be 0: a feed_forward has expert, d_ff, d_low, act and no_expert_bias", field->name);
+    if (wanted != NULL) *c = *wanted;
+    c->router.d_model = d;
+    c->router.n_experts = c->router.top_k = 1;
+    c->router.score = MOE_SCORE_GRAP;
+    c->router.weight = MOE_WEIGHT_ONE;
+    return MOE_OK;
+}
+
+moe_status moe_net_feed_forward(moe_net *net, const moe_layer_config *config) {
+    moe_module m;
+    moe_layer_config c;
+    moe_error why;
+    moe_status status = moei_module_begin(net, MOE_MODULE_FEED_FORWARD, &m);
+    if (status != MOE_OK) return status;
+    status = moei_feed_forward_config(config, m.d_in, &c, &why);
+    c.kernels = net->kernels->id;
+    if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
+    if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
+    return moei_module_append(net, &m);
+}
+
+/* The last module of a kind before module i, or i. */
+static size_t moei_previous(const moe_net *net, size_t i, int kind) {
     size_t j;
     for (j = i; j-- > 0;)
-        if (net->modules[j].kind == MOE_MODULE_MIXTURE) return j;
+        if (net->modules[j].kind == kind) return j;
     return i;
 }
+
+static size_t moei_previous_mixture(const moe_net *net, size_t i) { return moei_previous(net, i, MOE_MODULE_MIXTURE); }
+
+static size_t moei_previous_attention(const moe_net *net, size_t i) { return moei_previous(net, i, MOE_MODULE_ATTENTION); }
 
 /* Whether a router that reads the previous mixture finds what it needs there; the new module's number is n_modules. */
 static moe_status moei_previous_check(const moe_net *net, const moe_router_config *c, moe_error *error) {
@@ -4384,6 +4543,23 @@ static moe_status moei_previous_check(const moe_net *net, const moe_router_confi
     return MOE_OK;
 }
 
+/* What the attention before the new module, if there is one, says of a router that refines. */
+static moe_status moei_refine_fit(const moe_net *net, moe_router_config *c, moe_error *error) {
+    size_t at = moei_previous_attention(net, net->n_modules);
+    const moe_module *attention = &net->modules[at];
+    if (at == net->n_modules || c->refine == MOE_REFINE_NONE) return MOE_OK;
+    if (!attention->attention.full) c->causal = 1;
+    if (c->refine != MOE_REFINE_ATTENTION) return MOE_OK;
+    if (c->heads == 0) c->heads = attention->attention.heads;
+    if (c->heads != attention->attention.heads)
+        return moei_error(error, MOE_ERR_CONFIG, "heads = %d: the attention that refine = attention reads, module %z, has heads = %d", c->heads, at,
+                          attention->attention.heads);
+    if (c->d_model != attention->d_out)
+        return moei_error(error, MOE_ERR_CONFIG, "d_model = %d: the attention that refine = attention reads, module %z, is %d wide", c->d_model, at,
+                          attention->d_out);
+    return MOE_OK;
+}
+
 moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
     moe_module m;
     moe_layer_config c;
@@ -4396,7 +4572,8 @@ moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
     if (c.router.d_model != m.d_in)
         return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "d_model = %d, but width %d arrives", c.router.d_model, m.d_in);
     if (c.kernels == MOE_KERNELS_AUTO) c.kernels = net->kernels->id;
-    status = moe_layer_init(&m.layer, &c, &why);
+    status = moei_refine_fit(net, &c.router, &why);
+    if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
     if (status == MOE_OK) status = moei_previous_check(net, &m.layer.config.router, &why);
     if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
     m.d_out = m.layer.config.d_out;
@@ -4422,20 +4599,48 @@ static int moei_feeds_relu(const moe_net *net, size_t i) {
     return i + 1 < net->n_modules && next->kind == MOE_MODULE_ACTIVATION && next->act <= MOE_ACT_GELU;
 }
 
-enum { MOEI_WEIGHT_PLACE = 0, MOEI_BIAS_PLACE = 1 };
+/* A matrix of a module, or with columns = 0 a vector that starts at value. */
+typedef struct moei_module_tensor {
+    const char *name; /* NULL: there is none */
+    int rows, columns;
+    moe_real value;
+} moei_module_tensor;
+
+static moei_module_tensor moei_tensor_of(const char *name, int rows, int columns, moe_real value) {
+    moei_module_tensor t;
+    t.name = name, t.rows = rows, t.columns = columns, t.value = value;
+    return t;
+}
+
+/* Tensor `place` of a module that is no layer. */
+static moei_module_tensor moei_module_place(const moe_module *m, int place) {
+    static const char *const of_attention[MOE_MODULE_SLOTS] = {"query", "key", "value", "output"};
+    int inner = m->attention.heads * m->attention.d_head, bias = place == MOE_MODULE_BIAS;
+    if (place < MOE_MODULE_SLOTS && m->kind == MOE_MODULE_ATTENTION)
+        return place == MOE_MODULE_OUTPUT ? moei_tensor_of(of_attention[place], m->d_out, inner, MOEI_R(0.0))
+                                          : moei_tensor_of(of_attention[place], inner, m->d_in, MOEI_R(0.0));
+    if (bias && (m->kind == MOE_MODULE_LINEAR || m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_TIED))
+        return moei_tensor_of("bias", m->d_out, 0, MOEI_R(0.0));
+    if (place == MOE_MODULE_WEIGHT && (m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_RMS_NORM))
+        return moei_tensor_of("weight", m->d_out, 0, MOEI_R(1.0));
+    if (place == MOE_MODULE_WEIGHT && m->kind == MOE_MODULE_LINEAR) return moei_tensor_of("weight", m->d_out, m->d_in, MOEI_R(0.0));
+    if (place == MOE_MODULE_WEIGHT && m->n_rows > 0) return moei_tensor_of("weight", m->n_rows, m->d_out, MOEI_R(0.0));
+    return moei_tensor_of(NULL, 0, 0, MOEI_R(0.0));
+}
 
 /* Describes tensor `place` of module i, name without the module's number; MOE_ERR_NOT_FOUND where it has none. */
 static moe_status moei_module_slot(const moe_net *net, size_t i, int place, moe_slot *out) {
     const moe_module *m = &net->modules[i];
-    int norm = m->kind == MOE_MODULE_LAYER_NORM, fits;
-    if (m->kind == MOE_MODULE_MIXTURE) return moe_layer_slot(&m->layer.config, place, out);
-    if ((m->kind != MOE_MODULE_LINEAR && !norm) || place > MOEI_BIAS_PLACE) return MOE_ERR_NOT_FOUND;
+    moei_module_tensor t;
+    int fits;
+    if (moei_is_layer(m)) return moe_layer_slot(&m->layer.config, place, out);
+    t = moei_module_place(m, place);
+    if (t.name == NULL) return MOE_ERR_NOT_FOUND;
     memset(out, 0, sizeof *out);
-    if (norm || place == MOEI_BIAS_PLACE)
-        fits = moei_slot_vector(out, (size_t)m->d_out, MOE_PARAM_TRAINED, norm && place == MOEI_WEIGHT_PLACE ? MOEI_R(1.0) : MOEI_R(0.0));
-    else fits = moei_slot_matrix(out, (size_t)m->d_out, (size_t)m->d_in, MOE_PARAM_TRAINED);
-    if (moei_feeds_relu(net, i)) out->init_spread *= MOEI_R(1.4142135623730951);
-    out->name = place == MOEI_WEIGHT_PLACE ? "weight" : "bias";
+    if (t.columns == 0) fits = moei_slot_vector(out, (size_t)t.rows, MOE_PARAM_TRAINED, t.value);
+    else fits = moei_slot_matrix(out, (size_t)t.rows, (size_t)t.columns, MOE_PARAM_TRAINED);
+    if (m->kind == MOE_MODULE_LINEAR && moei_feeds_relu(net, i)) out->init_spread *= MOEI_R(1.4142135623730951);
+    out->name = t.name;
     return fits ? MOE_OK : MOE_ERR_OVERFLOW;
 }
 
@@ -4505,19 +4710,23 @@ static size_t moei_last_tensor(const moe_net *net, size_t i) {
 /* Gives the registered tensors their places in values and gradients (NULL: none), one after another, and tells the modules. */
 static void moei_net_bind(moe_net *net, moe_real *values, moe_real *gradients) {
     size_t i, t, at = 0;
+    int place;
     for (i = 0; i < net->n_modules; i++) {
         moe_module *m = &net->modules[i];
-        const moe_tensor *first;
-        if (m->kind == MOE_MODULE_MIXTURE) moei_layer_bind(&m->layer, values + at, gradients != NULL ? gradients + at : NULL);
+        if (moei_is_layer(m)) moei_layer_bind(&m->layer, values + at, gradients != NULL ? gradients + at : NULL);
         for (t = m->first_tensor; t < moei_last_tensor(net, i); t++) {
             net->tensors[t].data = values + at;
             net->tensors[t].gradient = gradients != NULL ? gradients + at : NULL;
             at += net->tensors[t].count;
         }
-        if (m->kind != MOE_MODULE_LINEAR && m->kind != MOE_MODULE_LAYER_NORM) continue;
-        first = &net->tensors[m->first_tensor];
-        m->weight = first[MOEI_WEIGHT_PLACE].data, m->d_weight = first[MOEI_WEIGHT_PLACE].gradient;
-        m->bias = first[MOEI_BIAS_PLACE].data, m->d_bias = first[MOEI_BIAS_PLACE].gradient;
+        for (t = m->first_tensor, place = 0; place < MOE_MODULE_SLOTS && !moei_is_layer(m); place++) {
+            const moe_tensor *tensor = moei_module_place(m, place).name != NULL ? &net->tensors[t++] : NULL;
+            m->tensors[place] = tensor != NULL ? tensor->data : NULL;
+            m->gradients[place] = tensor != NULL ? tensor->gradient : NULL;
+        }
+        if (m->kind != MOE_MODULE_TIED) continue;
+        m->tensors[MOE_MODULE_WEIGHT] = net->modules[0].tensors[MOE_MODULE_WEIGHT];
+        m->gradients[MOE_MODULE_WEIGHT] = net->modules[0].gradients[MOE_MODULE_WEIGHT];
     }
 }
 
@@ -4564,12 +4773,9 @@ static void moei_net_start(moe_net *net, uint64_t seed) {
     moe_rng_seed(&rng, seed);
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
-        if (m->kind == MOE_MODULE_MIXTURE) {
-            moei_layer_fill(&m->layer.config, net->tensors[m->first_tensor].data, &rng);
-            continue;
-        }
-        for (place = 0; moei_module_slot(net, i, place, &slot) == MOE_OK; place++)
-            moei_slot_fill(&slot, net->tensors[m->first_tensor + (size_t)place].data, &rng);
+        if (moei_is_layer(m)) moei_layer_fill(&m->layer.config, net->tensors[m->first_tensor].data, &rng);
+        for (place = 0; place < MOE_MODULE_SLOTS && !moei_is_layer(m); place++)
+            if (moei_module_slot(net, i, place, &slot) == MOE_OK) moei_slot_fill(&slot, m->tensors[place], &rng);
     }
 }
 
@@ -4606,13 +4812,16 @@ moe_tensor *moe_net_find(const moe_net *net, const char *name) {
 }
 
 size_t moe_net_parameters(const moe_net *net, size_t *used_per_token) {
-    size_t i, t, count = 0, used = 0, of_layer;
+    size_t i, t, count = 0, used = 0, by_token;
     for (i = 0; net != NULL && net->built && i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
         size_t before = count;
-        for (t = net->modules[i].first_tensor; t < moei_last_tensor(net, i); t++) count += net->tensors[t].count;
-        of_layer = count - before;
-        if (net->modules[i].kind == MOE_MODULE_MIXTURE) (void)moe_layer_parameters(&net->modules[i].layer, &of_layer);
-        used += of_layer;
+        for (t = m->first_tensor; t < moei_last_tensor(net, i); t++) count += net->tensors[t].count;
+        by_token = count - before;
+        if (moei_is_layer(m)) (void)moe_layer_parameters(&m->layer, &by_token);
+        if (m->n_rows > 0) by_token = (size_t)m->d_out;
+        if (m->kind == MOE_MODULE_TIED) by_token += (size_t)m->d_in * (size_t)m->d_out;
+        used += by_token;
     }
     if (used_per_token != NULL) *used_per_token = used;
     return count;
@@ -4625,8 +4834,14 @@ struct moe_module_pass {
     const moe_real *x;     /* [N,d_in] */
     moe_real *y;           /* [N,d_out] */
     moe_real *d_x;         /* [N,d_in] training; NULL for module 0: the caller's */
-    moe_real *mean, *rstd; /* [N] layer norm */
-    void *work;            /* mixture */
+    moe_real *mean, *rstd; /* [N] norms */
+    unsigned char *stays;  /* [N,d_in] dropout in training: 1 where x stays */
+    moe_real *q, *k, *v;   /* [N,heads d_head] attention */
+    moe_real *mixed;       /* [N,heads d_head] its heads' outputs */
+    moe_real *weights, *d_weights; /* [heads,N,N] attention that a router behind it reads: A, 0 outside of what is seen */
+    moe_real *outputs, *d_outputs; /* [heads,N,d_out] and o */
+    moe_real *turns;       /* [N,d_head] cosines, then sines, of the angles of each place; the first attention with these angles fills them */
+    void *work;            /* mixture and feed_forward */
     size_t work_size;
     size_t n_previous;     /* mixture that reads the one before it: how many of its experts a token has */
     int32_t *previous_experts;  /* [N,n_previous] */
@@ -4640,40 +4855,112 @@ static size_t moei_mixture_choices(const moe_net *net, size_t i) {
     return moei_is_soft(c) ? (size_t)c->n_experts : moei_max_choices(c);
 }
 
+/* The first attention that turns by the same angles as module i does, or i when that does not turn at all. */
+static size_t moei_turns_of(const moe_net *net, size_t i) {
+    const moe_attention_config *c = &net->modules[i].attention, *other;
+    size_t j;
+    for (j = 0; c->rotary && j < i; j++) {
+        other = &net->modules[j].attention;
+        if (other->rotary && other->d_head == c->d_head && other->rotary_base >= c->rotary_base && other->rotary_base <= c->rotary_base) return j;
+    }
+    return i;
+}
+
+/* The attention that the router of module i reads in this net, or i: none. */
+static size_t moei_attention_read(const moe_net *net, size_t i) {
+    const moe_module *m = &net->modules[i];
+    return m->kind == MOE_MODULE_MIXTURE && m->layer.config.router.refine == MOE_REFINE_ATTENTION ? moei_previous_attention(net, i) : i;
+}
+
+/* Whether a router reads attention i. */
+static int moei_is_read(const moe_net *net, size_t i) {
+    size_t j;
+    for (j = i + 1; j < net->n_modules && net->modules[j].kind != MOE_MODULE_ATTENTION; j++)
+        if (moei_attention_read(net, j) == i) return 1;
+    return 0;
+}
+
+static size_t moei_attention_width(const moe_module *m) { return (size_t)m->attention.heads * (size_t)m->attention.d_head; }
+
+static void moei_attention_layout(const moe_net *net, size_t i, size_t n, int training, moei_layout *l, struct moe_module_pass *p) {
+    const moe_module *m = &net->modules[i];
+    size_t width = moei_attention_width(m), rows;
+    p->q = moei_take_reals(l, n, width);
+    p->k = moei_take_reals(l, n, width);
+    p->v = moei_take_reals(l, n, width);
+    p->mixed = moei_take_reals(l, n, width);
+    if (m->attention.rotary && moei_turns_of(net, i) == i) p->turns = moei_take_reals(l, n, (size_t)m->attention.d_head);
+    if (!moei_is_read(net, i)) return;
+    if (!moei_mul(n, (size_t)m->attention.heads, &rows)) l->overflow = 1;
+    p->weights = moei_take_reals(l, rows, n);
+    p->outputs = moei_take_reals(l, rows, (size_t)m->d_out);
+    if (!training) return;
+    p->d_weights = moei_take_reals(l, rows, n);
+    p->d_outputs = moei_take_reals(l, rows, (size_t)m->d_out);
+}
+
 /* Lays one module's pass out in memory. */
 static moe_status moei_module_layout(const moe_net *net, size_t i, size_t n, int training, moei_layout *l, struct moe_module_pass *p) {
     const moe_module *m = &net->modules[i];
     moe_status status = MOE_OK;
+    memset(p, 0, sizeof *p);
     p->y = moei_take_reals(l, n, (size_t)m->d_out);
-    p->d_x = training && i > 0 ? moei_take_reals(l, n, (size_t)m->d_in) : NULL;
-    p->mean = m->kind == MOE_MODULE_LAYER_NORM ? moei_take_reals(l, n, 1) : NULL;
-    p->rstd = m->kind == MOE_MODULE_LAYER_NORM ? moei_take_reals(l, n, 1) : NULL;
-    p->work = NULL;
-    p->work_size = p->n_previous = 0;
+    if (training && i > 0) p->d_x = moei_take_reals(l, n, (size_t)m->d_in);
+    if (m->kind == MOE_MODULE_LAYER_NORM) p->mean = moei_take_reals(l, n, 1);
+    if (m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_RMS_NORM) p->rstd = moei_take_reals(l, n, 1);
+    if (m->kind == MOE_MODULE_DROPOUT && training) p->stays = (unsigned char *)moei_take(l, n, (size_t)m->d_in);
+    if (m->kind == MOE_MODULE_ATTENTION) moei_attention_layout(net, i, n, training, l, p);
     if (m->kind == MOE_MODULE_MIXTURE && (moe_router_traits(&m->layer.config.router) & MOE_TRAIT_NEEDS_PREVIOUS_LAYER)) {
         p->n_previous = moei_mixture_choices(net, moei_previous_mixture(net, i));
         p->previous_experts = (int32_t *)moei_take(l, n, p->n_previous * sizeof(int32_t));
         p->previous_weights = moei_take_reals(l, n, p->n_previous);
     }
-    if (m->kind == MOE_MODULE_MIXTURE && (status = moe_layer_work_size(&m->layer, n, training, &p->work_size)) == MOE_OK)
-        p->work = moei_take(l, p->work_size, 1);
+    if (moei_is_layer(m) && (status = moe_layer_work_size(&m->layer, n, training, &p->work_size)) == MOE_OK) p->work = moei_take(l, p->work_size, 1);
     return status;
+}
+
+enum { MOEI_ATTENTION_ROWS = 64 }; /* queries of a block */
+
+/* What a module needs while it is at work, in memory that all share. */
+typedef struct moei_room {
+    moe_real *a, *d_a;                  /* [MOEI_ATTENTION_ROWS,N] attention: one block of A and its gradient */
+    moe_real *d_q, *d_k, *d_v, *d_mixed; /* [N,heads d_head] attention */
+    moe_real *d_act;                    /* [N,d_in] activation */
+} moei_room;
+
+static moei_room moei_room_layout(const moe_module *m, size_t n, int training, moei_layout *l) {
+    size_t rows = n < MOEI_ATTENTION_ROWS ? n : (size_t)MOEI_ATTENTION_ROWS, width = moei_attention_width(m);
+    moei_room room;
+    memset(&room, 0, sizeof room);
+    if (m->kind == MOE_MODULE_ACTIVATION && training) room.d_act = moei_take_reals(l, n, (size_t)m->d_in);
+    if (m->kind != MOE_MODULE_ATTENTION) return room;
+    room.a = moei_take_reals(l, rows, n);
+    if (!training) return room;
+    room.d_a = moei_take_reals(l, rows, n);
+    room.d_q = moei_take_reals(l, n, width);
+    room.d_k = moei_take_reals(l, n, width);
+    room.d_v = moei_take_reals(l, n, width);
+    room.d_mixed = moei_take_reals(l, n, width);
+    return room;
 }
 
 /* Lays a pass out in memory; the same function with an empty base counts the bytes. Every module keeps its output: any later
    residual or report may read it. */
 static moe_status moei_net_layout(const moe_net *net, size_t n, int training, moei_layout *l, moe_net_pass *pass) {
     struct moe_module_pass unplaced;
-    size_t i, widest = 0;
+    size_t i, most = 0;
     memset(pass, 0, sizeof *pass);
     pass->modules = (struct moe_module_pass *)moei_take(l, net->n_modules, sizeof *pass->modules);
     for (i = 0; i < net->n_modules; i++) {
+        moei_layout room = moei_layout_begin(NULL);
         moe_status status =
             moei_module_layout(net, i, n, training, l, pass->modules != NULL && !l->overflow ? &pass->modules[i] : &unplaced);
         if (status != MOE_OK) return status;
-        if (net->modules[i].kind == MOE_MODULE_ACTIVATION && (size_t)net->modules[i].d_in > widest) widest = (size_t)net->modules[i].d_in;
+        (void)moei_room_layout(&net->modules[i], n, training, &room);
+        if (room.overflow) return MOE_ERR_OVERFLOW;
+        if (room.used > most) most = room.used;
     }
-    pass->scratch = training ? moei_take_reals(l, n, widest) : NULL;
+    pass->scratch = moei_take(l, most, 1);
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
@@ -4716,8 +5003,14 @@ static moei_run moei_run_begin(const moe_net *net, moe_net_pass *pass, size_t i)
     return r;
 }
 
+static moei_room moei_run_room(const moei_run *r) {
+    moei_layout l = moei_layout_begin(r->pass->scratch);
+    return moei_room_layout(r->m, r->n, moei_keeps(&r->pass->call), &l);
+}
+
+/* Of a tied module too, whose weight is the embedding's. */
 static moe_status moei_linear_forward(const moei_run *r) {
-    moei_affine(r->net->kernels, r->n, r->d_out, r->d_in, r->p->x, r->m->weight, r->m->bias, r->p->y);
+    moei_affine(r->net->kernels, r->n, r->d_out, r->d_in, r->p->x, r->m->tensors[MOE_MODULE_WEIGHT], r->m->tensors[MOE_MODULE_BIAS], r->p->y);
     return MOE_OK;
 }
 
@@ -4731,9 +5024,203 @@ static moe_status moei_activation_forward(const moei_run *r) {
 static moe_status moei_layer_norm_forward(const moei_run *r) {
     size_t t;
     for (t = 0; t < r->n; t++)
-        moe_layer_norm(r->d_in, r->p->x + t * r->d_in, r->m->weight, r->m->bias, MOEI_NORM_EPS, r->p->y + t * r->d_in, r->p->mean + t,
-                       r->p->rstd + t);
+        moe_layer_norm(r->d_in, r->p->x + t * r->d_in, r->m->tensors[MOE_MODULE_WEIGHT], r->m->tensors[MOE_MODULE_BIAS], MOEI_NORM_EPS,
+                       r->p->y + t * r->d_in, r->p->mean + t, r->p->rstd + t);
     return MOE_OK;
+}
+
+static moe_status moei_rms_norm_forward(const moei_run *r) {
+    size_t t;
+    for (t = 0; t < r->n; t++)
+        moe_rms_norm(r->d_in, r->p->x + t * r->d_in, r->m->tensors[MOE_MODULE_WEIGHT], MOEI_NORM_EPS, r->p->y + t * r->d_in, r->p->rstd + t);
+    return MOE_OK;
+}
+
+static moe_status moei_embedding_forward(const moei_run *r) {
+    size_t t;
+    for (t = 0; t < r->n; t++)
+        memcpy(r->p->y + t * r->d_out, r->m->tensors[MOE_MODULE_WEIGHT] + (size_t)r->pass->call.token_ids[t] * r->d_out, r->d_out * sizeof(moe_real));
+    return MOE_OK;
+}
+
+static moe_status moei_positions_forward(const moei_run *r) {
+    size_t i, from, to;
+    memcpy(r->p->y, r->p->x, r->n * r->d_in * sizeof(moe_real));
+    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
+        moei_sequence(&r->pass->call, i, &from, &to);
+        moe_axpy(r->net->kernels, (to - from) * r->d_in, MOEI_R(1.0), r->m->tensors[MOE_MODULE_WEIGHT] + r->pass->past * r->d_in, r->p->y + from * r->d_in);
+    }
+    return MOE_OK;
+}
+
+/* y = x where it stays, times 1 / (1 - rate). */
+static moe_status moei_dropout_forward(const moei_run *r) {
+    moe_real factor = MOEI_R(1.0) / (MOEI_R(1.0) - r->m->rate);
+    size_t i;
+    memcpy(r->p->y, r->p->x, r->n * r->d_in * sizeof(moe_real));
+    for (i = 0; r->pass->training && i < r->n * r->d_in; i++) {
+        r->p->stays[i] = !(r->m->rate > MOEI_R(0.0)) || moe_rng_uniform(r->pass->call.rng) >= r->m->rate;
+        r->p->y[i] = r->p->stays[i] ? r->p->x[i] * factor : MOEI_R(0.0);
+    }
+    return MOE_OK;
+}
+
+/* ---- attention: worked off in blocks of queries of one head, whose part of A is made again in the backward pass instead of kept ------------- */
+
+/* Queries [at, at + rows) of the call and the keys that they may see, [from, from + span); keys are counted from the first past one. What one row sums
+   over, and in which order, depends on its place alone, so blocks leave no trace in the bits. */
+typedef struct moei_queries {
+    size_t head, at, rows, from, span;
+} moei_queries;
+
+/* The numbers of one head in row `at` of an array [N,heads d_head]. */
+static moe_real *moei_head(const moei_run *r, moe_real *rows, size_t head, size_t at) {
+    return rows + at * moei_attention_width(r->m) + head * (size_t)r->m->attention.d_head;
+}
+
+/* The next run of real tokens at or after *start; 0 when there is none. Padding is left out of products, for what stands there times 0 need not be 0. */
+static size_t moei_run_of_real(const moei_run *r, size_t *start) {
+    size_t length = 0;
+    while (*start < r->n && !moei_is_real(&r->pass->call, *start)) ++*start;
+    if (r->pass->call.mask == NULL) return r->n - *start;
+    while (*start + length < r->n && moei_is_real(&r->pass->call, *start + length)) length++;
+    return length;
+}
+
+/* out [N,o] = in [N,i] W^T, W the tensor [o,i] at a place; 0 for padding. */
+static void moei_project(const moei_run *r, int place, size_t i, size_t o, const moe_real *in, moe_real *out) {
+    size_t run, length;
+    if (r->pass->call.mask != NULL) memset(out, 0, r->n * o * sizeof(moe_real));
+    for (run = 0; (length = moei_run_of_real(r, &run)) > 0; run += length)
+        moei_affine(r->net->kernels, length, o, i, in + run * i, r->m->tensors[place], NULL, out + run * o);
+}
+
+/* Cosines and sines for the places of this call, in double: float angles of late places would be off. */
+static void moei_turns_fill(const moei_run *r, moe_real *turns) {
+    size_t half = (size_t)r->m->attention.d_head / 2, i, t, from, to, longest = 0;
+    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
+        moei_sequence(&r->pass->call, i, &from, &to);
+        if (to - from > longest) longest = to - from;
+    }
+    for (i = 0; i < half; i++) {
+        double step = pow((double)r->m->attention.rotary_base, -(double)i / (double)half);
+        for (t = 0; t < longest; t++) {
+            turns[2 * t * half + i] = (moe_real)cos((double)(r->pass->past + t) * step);
+            turns[(2 * t + 1) * half + i] = (moe_real)sin((double)(r->pass->past + t) * step);
+        }
+    }
+}
+
+/* (a, b) -> (a cos - b sin, a sin + b cos), a and b the halves of a head; way = -1 turns back. */
+static void moei_turn_row(size_t half, const moe_real *turns, moe_real way, moe_real *row) {
+    size_t i;
+    for (i = 0; i < half; i++) {
+        moe_real a = row[i], b = row[half + i], c = turns[i], s = way * turns[half + i];
+        row[i] = a * c - b * s;
+        row[half + i] = a * s + b * c;
+    }
+}
+
+/* Turns all heads of rows [N,heads d_head] by their places. */
+static void moei_turn(const moei_run *r, moe_real way, moe_real *rows) {
+    const moe_real *turns = r->pass->modules[moei_turns_of(r->net, r->i)].turns;
+    size_t width = (size_t)r->m->attention.d_head, i, t, from, to, h;
+    if (!r->m->attention.rotary) return;
+    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
+        moei_sequence(&r->pass->call, i, &from, &to);
+        for (t = from; t < to; t++)
+            for (h = 0; h < (size_t)r->m->attention.heads; h++) moei_turn_row(width / 2, turns + (t - from) * width, way, moei_head(r, rows, h, t));
+    }
+}
+
+/* How many keys of its block row i of it sees; none for padding. */
+static size_t moei_block_seen(const moei_run *r, const moei_queries *b, size_t i) {
+    if (!moei_is_real(&r->pass->call, b->at + i)) return 0;
+    return r->m->attention.full ? b->span : r->pass->past + b->at + i + 1 - b->from;
+}
+
+/* a [rows,span] = the block's part of A. */
+static void moei_block_weights(const moei_run *r, const moei_queries *b, moe_real *a) {
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i, j, seen;
+    moe_real root = MOEI_F(sqrt)((moe_real)w);
+    moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, b->rows, b->span, w, moei_head(r, r->p->q, b->head, b->at), width,
+               moei_head(r, r->p->k, b->head, b->from), width, a, b->span, 0);
+    for (i = 0; i < b->rows; i++, a += b->span) {
+        seen = moei_block_seen(r, b, i);
+        for (j = 0; j < seen && r->pass->call.mask != NULL; j++) /* without past ones: a key is a token of the call */
+            if (!moei_is_real(&r->pass->call, b->from + j)) a[j] = -MOEI_INFINITY;
+        moe_softmax(r->net->kernels, seen, a, root, a);
+        memset(a + seen, 0, (b->span - seen) * sizeof(moe_real));
+    }
+}
+
+/* work(r, block) for all blocks. */
+static void moei_attention_blocks(const moei_run *r, void (*work)(const moei_run *r, const moei_queries *b)) {
+    moei_queries b;
+    size_t i, to;
+    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
+        moei_sequence(&r->pass->call, i, &b.from, &to);
+        for (b.head = 0; b.head < (size_t)r->m->attention.heads; b.head++)
+            for (b.at = b.from; b.at < to; b.at += b.rows) {
+                b.rows = to - b.at < MOEI_ATTENTION_ROWS ? to - b.at : (size_t)MOEI_ATTENTION_ROWS;
+                b.span = r->pass->past + (r->m->attention.full ? to : b.at + b.rows) - b.from;
+                work(r, &b);
+            }
+    }
+}
+
+/* Where row i of the block begins in weights or d_weights. */
+static size_t moei_block_cell(const moei_run *r, const moei_queries *b, size_t i) {
+    return (b->head * r->n + b->at + i) * (r->pass->past + r->n) + b->from;
+}
+
+static void moei_block_forward(const moei_run *r, const moei_queries *b) {
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i;
+    moe_real *a = moei_run_room(r).a;
+    moei_block_weights(r, b, a);
+    for (i = 0; i < b->rows && r->p->weights != NULL; i++)
+        memcpy(r->p->weights + moei_block_cell(r, b, i), a + i * b->span, b->span * sizeof(moe_real));
+    moe_matmul(r->net->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, b->rows, w, b->span, a, b->span, moei_head(r, r->p->v, b->head, b->from), width,
+               moei_head(r, r->p->mixed, b->head, b->at), width, 0);
+}
+
+/* o of the call's tokens: heads W_O,h v_h, so that their mean over heads, weighted by A, is y. */
+static void moei_attention_outputs(const moei_run *r) {
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, h, i;
+    for (h = 0; h < (size_t)r->m->attention.heads; h++) {
+        moe_real *o = r->p->outputs + (h * (r->pass->past + r->n) + r->pass->past) * r->d_out;
+        moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, r->n, r->d_out, w, moei_head(r, r->p->v, h, r->pass->past), width,
+                   r->m->tensors[MOE_MODULE_OUTPUT] + h * w, width, o, r->d_out, 0);
+        for (i = 0; i < r->n * r->d_out; i++) o[i] *= (moe_real)r->m->attention.heads;
+    }
+}
+
+static moe_status moei_attention_forward(const moei_run *r) {
+    size_t width = moei_attention_width(r->m), past = r->pass->past * width;
+    size_t cells = (size_t)r->m->attention.heads * r->n * (r->pass->past + r->n);
+    if (r->p->turns != NULL) moei_turns_fill(r, r->p->turns);
+    moei_project(r, MOE_MODULE_QUERY, r->d_in, width, r->p->x, r->p->q);
+    moei_project(r, MOE_MODULE_KEY, r->d_in, width, r->p->x, r->p->k + past);
+    moei_project(r, MOE_MODULE_VALUE, r->d_in, width, r->p->x, r->p->v + past);
+    moei_turn(r, MOEI_R(1.0), r->p->q);
+    moei_turn(r, MOEI_R(1.0), r->p->k + past);
+    if (r->p->weights != NULL) memset(r->p->weights, 0, cells * sizeof(moe_real));
+    moei_attention_blocks(r, moei_block_forward);
+    moei_project(r, MOE_MODULE_OUTPUT, width, r->d_out, r->p->mixed, r->p->y);
+    if (r->p->outputs != NULL) moei_attention_outputs(r);
+    return MOE_OK;
+}
+
+/* ---- modules that are layers ------------------------------------------------------------------------------------------------------------- */
+
+/* The call without what is there for routers. */
+static moe_status moei_feed_forward_forward(const moei_run *r) {
+    moe_call call;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = r->n, call.x = r->p->x;
+    call.parallel = r->pass->call.parallel, call.mask = r->pass->call.mask;
+    call.training = r->pass->call.training, call.keep = r->pass->call.keep;
+    return moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
 }
 
 /* The experts that have a token after capacity, and their weights, for the next mixture. */
@@ -4766,10 +5253,22 @@ static void moei_mixture_own(const moei_run *r, moe_call *call) {
     if (moei_is_soft(&r->m->layer.config.router)) call->given = NULL;
 }
 
+/* The arrays of the attention that this router reads; training fills their gradients, that of its output among those of what follows it. */
+static void moei_mixture_attention(const moei_run *r, moe_call *call) {
+    size_t at = moei_attention_read(r->net, r->i);
+    const struct moe_module_pass *p = &r->pass->modules[at];
+    if (at == r->i) return;
+    call->attention_weights = p->weights, call->attention_outputs = p->outputs, call->attention_output = p->y;
+    if (!call->training) return;
+    call->d_attention_weights = p->d_weights, call->d_attention_outputs = p->d_outputs;
+    call->d_attention_output = r->pass->modules[at + 1].d_x;
+}
+
 static moe_status moei_mixture_forward(const moei_run *r) {
     moe_call call = r->pass->call;
     call.x = r->p->x;
     moei_mixture_own(r, &call);
+    moei_mixture_attention(r, &call);
     if (r->p->n_previous > 0) moei_mixture_previous(r, &call);
     return moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
 }
@@ -4784,14 +5283,16 @@ static moe_status moei_residual_forward(const moei_run *r) {
 #ifndef MOE_NO_TRAIN
 
 static moe_status moei_linear_backward(const moei_run *r) {
-    moei_affine_backward(r->net->kernels, r->n, r->d_out, r->d_in, r->p->x, r->m->weight, r->dy, r->dx, r->m->d_weight, r->m->d_bias);
+    moei_affine_backward(r->net->kernels, r->n, r->d_out, r->d_in, r->p->x, r->m->tensors[MOE_MODULE_WEIGHT], r->dy, r->dx,
+                         r->m->gradients[MOE_MODULE_WEIGHT], r->m->gradients[MOE_MODULE_BIAS]);
     return MOE_OK;
 }
 
 static moe_status moei_activation_backward(const moei_run *r) {
+    moe_real *d_act = moei_run_room(r).d_act;
     if (r->dx == NULL) return MOE_OK;
-    moe_activate_backward(r->net->kernels, r->m->act, r->n * r->d_in, r->p->x, r->dy, r->pass->scratch);
-    moe_axpy(r->net->kernels, r->n * r->d_in, MOEI_R(1.0), r->pass->scratch, r->dx);
+    moe_activate_backward(r->net->kernels, r->m->act, r->n * r->d_in, r->p->x, r->dy, d_act);
+    moe_axpy(r->net->kernels, r->n * r->d_in, MOEI_R(1.0), d_act, r->dx);
     return MOE_OK;
 }
 
@@ -4799,11 +5300,110 @@ static moe_status moei_layer_norm_backward(const moei_run *r) {
     size_t t, at;
     for (t = 0; t < r->n; t++) {
         at = t * r->d_in;
-        moe_layer_norm_backward(r->d_in, r->p->x + at, r->m->weight, r->p->mean[t], r->p->rstd[t], r->dy + at,
-                                r->dx != NULL ? r->dx + at : NULL, r->m->d_weight, r->m->d_bias);
+        moe_layer_norm_backward(r->d_in, r->p->x + at, r->m->tensors[MOE_MODULE_WEIGHT], r->p->mean[t], r->p->rstd[t], r->dy + at,
+                                r->dx != NULL ? r->dx + at : NULL, r->m->gradients[MOE_MODULE_WEIGHT], r->m->gradients[MOE_MODULE_BIAS]);
     }
     return MOE_OK;
 }
+
+static moe_status moei_rms_norm_backward(const moei_run *r) {
+    size_t t, at;
+    for (t = 0; t < r->n; t++) {
+        at = t * r->d_in;
+        moe_rms_norm_backward(r->d_in, r->p->x + at, r->m->tensors[MOE_MODULE_WEIGHT], r->p->rstd[t], r->dy + at, r->dx != NULL ? r->dx + at : NULL,
+                              r->m->gradients[MOE_MODULE_WEIGHT]);
+    }
+    return MOE_OK;
+}
+
+static moe_status moei_embedding_backward(const moei_run *r) {
+    size_t t;
+    for (t = 0; t < r->n; t++)
+        moe_axpy(r->net->kernels, r->d_out, MOEI_R(1.0), r->dy + t * r->d_out,
+                 r->m->gradients[MOE_MODULE_WEIGHT] + (size_t)r->pass->call.token_ids[t] * r->d_out);
+    return MOE_OK;
+}
+
+static moe_status moei_positions_backward(const moei_run *r) {
+    size_t i, from, to;
+    if (r->dx != NULL) moe_axpy(r->net->kernels, r->n * r->d_in, MOEI_R(1.0), r->dy, r->dx);
+    for (i = 0; i < moei_sequence_count(&r->pass->call); i++) {
+        moei_sequence(&r->pass->call, i, &from, &to);
+        moe_axpy(r->net->kernels, (to - from) * r->d_in, MOEI_R(1.0), r->dy + from * r->d_in, r->m->gradients[MOE_MODULE_WEIGHT]);
+    }
+    return MOE_OK;
+}
+
+static moe_status moei_dropout_backward(const moei_run *r) {
+    moe_real factor = MOEI_R(1.0) / (MOEI_R(1.0) - r->m->rate);
+    size_t i;
+    for (i = 0; r->dx != NULL && i < r->n * r->d_in; i++)
+        if (r->p->stays[i]) r->dx[i] += r->dy[i] * factor;
+    return MOE_OK;
+}
+
+/* The way back of moei_project: d_in += d_out W (d_in may be NULL), dW += d_out^T in. */
+static void moei_project_backward(const moei_run *r, int place, size_t i, size_t o, const moe_real *in, const moe_real *d_out, moe_real *d_in) {
+    size_t run, length;
+    for (run = 0; (length = moei_run_of_real(r, &run)) > 0; run += length)
+        moei_affine_backward(r->net->kernels, length, o, i, in + run * i, r->m->tensors[place], d_out + run * o, d_in != NULL ? d_in + run * i : NULL,
+                             r->m->gradients[place], NULL);
+}
+
+/* What routers read of o: v and the output projection. */
+static void moei_attention_outputs_backward(const moei_run *r, moe_real *d_v) {
+    const moe_kernels *k = r->net->kernels;
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, h, i;
+    for (h = 0; h < (size_t)r->m->attention.heads; h++) {
+        moe_real *d_o = r->p->d_outputs + h * r->n * r->d_out;
+        for (i = 0; i < r->n * r->d_out; i++) d_o[i] *= (moe_real)r->m->attention.heads;
+        moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, r->n, w, r->d_out, d_o, r->d_out, r->m->tensors[MOE_MODULE_OUTPUT] + h * w, width,
+                   moei_head(r, d_v, h, 0), width, 1);
+        moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, r->d_out, w, r->n, d_o, r->d_out, moei_head(r, r->p->v, h, 0), width,
+                   r->m->gradients[MOE_MODULE_OUTPUT] + h * w, width, 1);
+    }
+}
+
+/* With d_a = d_mixed v^T, and what routers add: d_v += A^T d_mixed,  d_score = A (d_a - sum A d_a) / sqrt(w),  d_q = d_score k,  d_k += d_score^T q. */
+static void moei_block_backward(const moei_run *r, const moei_queries *b) {
+    const moe_kernels *k = r->net->kernels;
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i, j;
+    moei_room room = moei_run_room(r);
+    moe_real *d_mixed = moei_head(r, room.d_mixed, b->head, b->at), scale = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)w);
+    moei_block_weights(r, b, room.a);
+    moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, b->rows, b->span, w, d_mixed, width, moei_head(r, r->p->v, b->head, b->from), width, room.d_a, b->span, 0);
+    moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, b->span, w, b->rows, room.a, b->span, d_mixed, width, moei_head(r, room.d_v, b->head, b->from), width, 1);
+    for (i = 0; i < b->rows; i++) {
+        const moe_real *a = room.a + i * b->span;
+        moe_real *d_a = room.d_a + i * b->span, along;
+        if (r->p->d_weights != NULL) moe_axpy(k, b->span, MOEI_R(1.0), r->p->d_weights + moei_block_cell(r, b, i), d_a);
+        along = moe_dot(k, b->span, a, d_a);
+        for (j = 0; j < b->span; j++) d_a[j] = a[j] * (d_a[j] - along) * scale;
+    }
+    moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, b->rows, w, b->span, room.d_a, b->span, moei_head(r, r->p->k, b->head, b->from), width,
+               moei_head(r, room.d_q, b->head, b->at), width, 0);
+    moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, b->span, w, b->rows, room.d_a, b->span, moei_head(r, r->p->q, b->head, b->at), width,
+               moei_head(r, room.d_k, b->head, b->from), width, 1);
+}
+
+static moe_status moei_attention_backward(const moei_run *r) {
+    size_t width = moei_attention_width(r->m), bytes = r->n * width * sizeof(moe_real);
+    moei_room room = moei_run_room(r);
+    memset(room.d_mixed, 0, bytes);
+    memset(room.d_k, 0, bytes);
+    memset(room.d_v, 0, bytes);
+    moei_project_backward(r, MOE_MODULE_OUTPUT, width, r->d_out, r->p->mixed, r->dy, room.d_mixed);
+    if (r->p->d_outputs != NULL) moei_attention_outputs_backward(r, room.d_v);
+    moei_attention_blocks(r, moei_block_backward);
+    moei_turn(r, MOEI_R(-1.0), room.d_q);
+    moei_turn(r, MOEI_R(-1.0), room.d_k);
+    moei_project_backward(r, MOE_MODULE_QUERY, r->d_in, width, r->p->x, room.d_q, r->dx);
+    moei_project_backward(r, MOE_MODULE_KEY, r->d_in, width, r->p->x, room.d_k, r->dx);
+    moei_project_backward(r, MOE_MODULE_VALUE, r->d_in, width, r->p->x, room.d_v, r->dx);
+    return MOE_OK;
+}
+
+static moe_status moei_feed_forward_backward(const moei_run *r) { return moe_layer_backward(&r->m->layer, r->dy, r->dx, NULL, &r->p->layer); }
 
 static moe_status moei_mixture_backward(const moei_run *r) {
     if (r->dy == NULL) return moe_layer_backward_experts(&r->m->layer, r->d_outputs, r->d_weights, r->dx, NULL, &r->p->layer);
@@ -4827,36 +5427,104 @@ typedef struct moei_module_kind {
 } moei_module_kind;
 
 static const moei_module_kind moei_module_kinds[MOE_MODULE_COUNT] = {
-    /* linear     */ {moei_linear_forward, MOEI_BACKWARD(moei_linear_backward)},
-    /* activation */ {moei_activation_forward, MOEI_BACKWARD(moei_activation_backward)},
-    /* layer_norm */ {moei_layer_norm_forward, MOEI_BACKWARD(moei_layer_norm_backward)},
-    /* mixture    */ {moei_mixture_forward, MOEI_BACKWARD(moei_mixture_backward)},
-    /* residual   */ {moei_residual_forward, MOEI_BACKWARD(moei_residual_backward)}};
+    /* linear       */ {moei_linear_forward, MOEI_BACKWARD(moei_linear_backward)},
+    /* activation   */ {moei_activation_forward, MOEI_BACKWARD(moei_activation_backward)},
+    /* layer_norm   */ {moei_layer_norm_forward, MOEI_BACKWARD(moei_layer_norm_backward)},
+    /* mixture      */ {moei_mixture_forward, MOEI_BACKWARD(moei_mixture_backward)},
+    /* residual     */ {moei_residual_forward, MOEI_BACKWARD(moei_residual_backward)},
+    /* embedding    */ {moei_embedding_forward, MOEI_BACKWARD(moei_embedding_backward)},
+    /* positions    */ {moei_positions_forward, MOEI_BACKWARD(moei_positions_backward)},
+    /* attention    */ {moei_attention_forward, MOEI_BACKWARD(moei_attention_backward)},
+    /* rms_norm     */ {moei_rms_norm_forward, MOEI_BACKWARD(moei_rms_norm_backward)},
+    /* dropout      */ {moei_dropout_forward, MOEI_BACKWARD(moei_dropout_backward)},
+    /* feed_forward */ {moei_feed_forward_forward, MOEI_BACKWARD(moei_feed_forward_backward)},
+    /* tied         */ {moei_linear_forward, MOEI_BACKWARD(moei_linear_backward)}};
+
+/* Whether the sequences are what moe_call says. */
+static int moei_sequences_fit(const moe_call *call) {
+    size_t i;
+    if (call->sequences == NULL) return 1;
+    if (call->n_sequences < 1 || call->sequences[0] != 0) return 0;
+    for (i = 0; i < call->n_sequences; i++)
+        if (call->sequences[i + 1] < call->sequences[i]) return 0;
+    return (size_t)call->sequences[call->n_sequences] == call->n_tokens;
+}
+
+/* Whether each of the n token ids has a row in the embedding. */
+static int moei_ids_fit(const moe_module *embedding, size_t n, const int32_t *ids) {
+    size_t t;
+    for (t = 0; t < n; t++)
+        if (ids == NULL || ids[t] < 0 || ids[t] >= embedding->n_rows) return 0;
+    return 1;
+}
+
+/* Whether every token after `past` others has a row in positions. */
+static int moei_places_fit(const moe_module *positions, const moe_call *call, size_t past) {
+    size_t i, from, to;
+    for (i = 0; i < moei_sequence_count(call); i++) {
+        moei_sequence(call, i, &from, &to);
+        if (to > from && past + (to - from) > (size_t)positions->n_rows) return 0;
+    }
+    return 1;
+}
+
+/* Whether the caller's arrays of attention have a reader, where the net has some of its own. */
+static int moei_supplied_fit(const moe_net *net, const moe_call *call) {
+    size_t i, own = 0, others = 0;
+    for (i = 0; i < net->n_modules; i++) {
+        if (net->modules[i].kind != MOE_MODULE_MIXTURE || net->modules[i].layer.config.router.refine != MOE_REFINE_ATTENTION) continue;
+        if (moei_attention_read(net, i) < i) own++;
+        else others++;
+    }
+    return own == 0 || others > 0 || (call->attention_weights == NULL && call->attention_outputs == NULL && call->attention_output == NULL);
+}
+
+/* What a net's modules other than mixtures ask of a call, before anything is computed. */
+static moe_status moei_net_call_check(const moe_net *net, const moe_call *call, size_t past) {
+    size_t i;
+    if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (net->d_in > 0 && call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
+    if (call->router_x != NULL || call->nodes != NULL || call->n_past > 0 || !moei_sequences_fit(call) || !moei_supplied_fit(net, call))
+        return MOE_ERR_ARGUMENT;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
+        if (m->kind == MOE_MODULE_EMBEDDING && !moei_ids_fit(m, call->n_tokens, call->token_ids)) return MOE_ERR_ARGUMENT;
+        if (m->kind == MOE_MODULE_POSITIONS && !moei_places_fit(m, call, past)) return MOE_ERR_ARGUMENT;
+        if (m->kind == MOE_MODULE_DROPOUT && call->training && m->rate > MOEI_R(0.0) && call->rng == NULL) return MOE_ERR_ARGUMENT;
+    }
+    return MOE_OK;
+}
+
+/* Runs all modules of a pass that is laid out. */
+static moe_status moei_net_run(const moe_net *net, const moe_call *call, moe_net_pass *p) {
+    moe_status status = MOE_OK;
+    size_t i;
+    p->n_tokens = call->n_tokens;
+    p->training = call->training;
+    p->call = *call;
+    for (i = 0; i < net->n_modules && status == MOE_OK; i++) {
+        moei_run r = moei_run_begin(net, p, i);
+        r.p->x = i > 0 ? p->modules[i - 1].y : net->d_in > 0 && call->x != NULL ? call->x : r.p->y; /* there is nothing to read: any address will do */
+        status = moei_module_kinds[net->modules[i].kind].forward(&r);
+    }
+    p->y = p->modules[net->n_modules - 1].y;
+    return status;
+}
 
 moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
     moei_layout l = moei_layout_begin(work);
     moe_net_pass p;
     moe_status status;
-    size_t i;
+    size_t size;
     if (net == NULL || call == NULL || work == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
     if (!net->built) return MOE_ERR_STATE;
-    if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
-    if ((call->n_tokens > 0 && call->x == NULL) || call->router_x != NULL || call->nodes != NULL || call->n_past > 0) return MOE_ERR_ARGUMENT;
-    if ((status = moe_net_work_size(net, call->n_tokens, moei_keeps(call), &i)) != MOE_OK) return status;
-    if (i > work_size) return MOE_ERR_SPACE;
+    if ((status = moei_net_call_check(net, call, 0)) != MOE_OK) return status;
+    if ((status = moe_net_work_size(net, call->n_tokens, moei_keeps(call), &size)) != MOE_OK) return status;
+    if (size > work_size) return MOE_ERR_SPACE;
     if ((status = moei_net_layout(net, call->n_tokens, moei_keeps(call), &l, &p)) != MOE_OK) return status;
-    p.n_tokens = call->n_tokens;
-    p.training = call->training;
-    p.call = *call;
-    for (i = 0; i < net->n_modules; i++) {
-        moei_run r = moei_run_begin(net, &p, i);
-        r.p->x = i > 0 ? p.modules[i - 1].y : call->x != NULL ? call->x : r.p->y; /* NULL: there are no rows; any address will do */
-        status = moei_module_kinds[net->modules[i].kind].forward(&r);
-        if (status != MOE_OK) return status;
-    }
-    p.y = p.modules[net->n_modules - 1].y;
-    *pass = p;
-    return MOE_OK;
+    status = moei_net_run(net, call, &p);
+    if (status == MOE_OK) *pass = p;
+    return status;
 }
 
 moe_status moe_net_check_decoding(const moe_net *net, moe_error *error) {
@@ -4881,11 +5549,20 @@ const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass,
 
 #ifndef MOE_NO_TRAIN
 
+/* The gradients to which later modules add. */
+static void moei_module_zero(const moe_module *m, const struct moe_module_pass *p, size_t n) {
+    size_t rows = (size_t)m->attention.heads * n;
+    if (p->d_x != NULL) memset(p->d_x, 0, n * (size_t)m->d_in * sizeof(moe_real));
+    if (p->d_weights != NULL) memset(p->d_weights, 0, rows * n * sizeof(moe_real));
+    if (p->d_outputs != NULL) memset(p->d_outputs, 0, rows * (size_t)m->d_out * sizeof(moe_real));
+}
+
 static moe_status moei_net_backward(const moe_net *net, moe_net_pass *pass, const moei_returned *back, moe_real *dx) {
     moe_status status = MOE_OK;
     size_t i;
+    if (net->d_in == 0) dx = NULL;
     pass->d_x = dx;
-    for (i = 1; i < net->n_modules; i++) memset(pass->modules[i].d_x, 0, pass->n_tokens * (size_t)net->modules[i].d_in * sizeof(moe_real));
+    for (i = 0; i < net->n_modules; i++) moei_module_zero(&net->modules[i], &pass->modules[i], pass->n_tokens);
     for (i = net->n_modules; i-- > 0 && status == MOE_OK;) {
         moei_run r = moei_run_begin(net, pass, i);
         r.dy = i + 1 < net->n_modules ? pass->modules[i + 1].d_x : back->dy;
@@ -6526,14 +7203,16 @@ static void moei_config_put_fields(moei_config_text *c, const moe_field *fields,
 }
 
 static void moei_config_put_module(moei_config_text *c, const moe_module *m) {
-    moei_module_config small;
-    memset(&small, 0, sizeof small);
-    small.d_out = m->d_out, small.act = m->act, small.span = m->span;
+    moei_module_config config;
+    memset(&config, 0, sizeof config);
+    config.d_out = config.d = m->d_out, config.act = m->act, config.span = m->span;
+    config.vocabulary = config.most = m->n_rows, config.rate = m->rate;
+    config.attention = m->attention;
+    config.layer = m->layer.config;
     moei_config_put(c, "{\"module\":\"");
     moei_config_put(c, moei_module_names[m->kind]);
     moei_config_put(c, "\"");
-    if (m->kind == MOE_MODULE_MIXTURE) moei_config_put_fields(c, moe_layer_fields(), &m->layer.config, 0, 1);
-    else moei_config_put_fields(c, moei_module_fields(m->kind), &small, 1, 1);
+    moei_config_put_fields(c, moei_module_fields(m->kind), moei_module_settings(&config, m->kind), !moei_is_layer(m) && m->kind != MOE_MODULE_ATTENTION, 1);
     moei_config_put(c, "}");
 }
 
@@ -6797,10 +7476,25 @@ static moe_status moei_config_kind(moei_json *j, const char *place, int *kind) {
     return status;
 }
 
+static moe_status moei_module_add(moe_net *net, int kind, const moei_module_config *c) {
+    switch (kind) {
+    case MOE_MODULE_LINEAR: return moe_net_linear(net, c->d_out);
+    case MOE_MODULE_ACTIVATION: return moe_net_activation(net, c->act);
+    case MOE_MODULE_MIXTURE: return moe_net_mixture(net, &c->layer);
+    case MOE_MODULE_RESIDUAL: return moe_net_residual(net, c->span);
+    case MOE_MODULE_EMBEDDING: return moe_net_embedding(net, c->vocabulary, c->d);
+    case MOE_MODULE_POSITIONS: return moe_net_positions(net, c->most);
+    case MOE_MODULE_ATTENTION: return moe_net_attention(net, &c->attention);
+    case MOE_MODULE_DROPOUT: return moe_net_dropout(net, c->rate);
+    case MOE_MODULE_FEED_FORWARD: return moe_net_feed_forward(net, &c->layer);
+    case MOE_MODULE_TIED: return moe_net_tied(net);
+    default: return moei_module_plain(net, kind);
+    }
+}
+
 /* One element of "modules", added to the net. */
 static moe_status moei_config_module(moei_json *j, moe_net *net) {
-    moei_module_config small;
-    moe_layer_config layer;
+    moei_module_config config;
     moei_text t;
     char place[32];
     int kind;
@@ -6809,20 +7503,13 @@ static moe_status moei_config_module(moei_json *j, moe_net *net) {
     t.out = place, t.room = sizeof place, t.length = 0;
     moei_put(&t, "module ", 7);
     moei_put_integer(&t, (int64_t)net->n_modules);
-    memset(&small, 0, sizeof small);
-    memset(&layer, 0, sizeof layer);
+    memset(&config, 0, sizeof config);
     (void)moei_json_peek(j);
     at = j->at;
     status = moei_config_kind(j, place, &kind);
+    if (status == MOE_OK) status = moei_config_fields(j, place, moei_module_fields(kind), moei_module_settings(&config, kind), 1);
     if (status != MOE_OK) return status;
-    if (kind == MOE_MODULE_MIXTURE) status = moei_config_fields(j, place, moe_layer_fields(), &layer, 1);
-    else status = moei_config_fields(j, place, moei_module_fields(kind), &small, 1);
-    if (status != MOE_OK) return status;
-    if (kind == MOE_MODULE_LINEAR) status = moe_net_linear(net, small.d_out);
-    else if (kind == MOE_MODULE_ACTIVATION) status = moe_net_activation(net, small.act);
-    else if (kind == MOE_MODULE_LAYER_NORM) status = moe_net_layer_norm(net);
-    else if (kind == MOE_MODULE_MIXTURE) status = moe_net_mixture(net, &layer);
-    else status = moe_net_residual(net, small.span);
+    status = moei_module_add(net, kind, &config);
     return status == MOE_OK ? MOE_OK : moei_json_refuse(j, at, status, "%s", net->error.message);
 }
 

@@ -236,12 +236,13 @@ static void test_modules(void) {
     for (i = 0; i < 4; i++)
         CHECK(strcmp(net.tensors[i].name, names[i]) == 0 && moe_net_find(&net, names[i]) == &net.tensors[i], "names in order");
     for (i = 0; i < 4; i++)
-        net.modules[0].bias[i] = (moe_real)i, net.modules[2].weight[i] = (moe_real)(1 + i), net.modules[2].bias[i] = (moe_real)0.5;
+        net.modules[0].tensors[MOE_MODULE_BIAS][i] = (moe_real)i, net.modules[2].tensors[MOE_MODULE_WEIGHT][i] = (moe_real)(1 + i),
+        net.modules[2].tensors[MOE_MODULE_BIAS][i] = (moe_real)0.5;
     y = outputs(&net, x, 5);
     for (t = 0; t < 5; t++) {
         double h[4], r[4], mean = 0, var = 0;
         for (j = 0; j < 4; j++) {
-            for (h[j] = (double)j, i = 0; i < D; i++) h[j] += (double)net.modules[0].weight[j * D + i] * (double)x[t * D + i];
+            for (h[j] = (double)j, i = 0; i < D; i++) h[j] += (double)net.modules[0].tensors[MOE_MODULE_WEIGHT][j * D + i] * (double)x[t * D + i];
             r[j] = h[j] > 0 ? h[j] : 0;
             mean += r[j] / 4;
         }
@@ -388,10 +389,14 @@ static void test_chain(void) {
     CHECK(strstr(net.error.message, "top_k = 5") != NULL && strstr(net.error.message, "module 0") != NULL, "the field is named");
     moe_net_free(&net);
 
-    CHECK_STATUS(moe_net_init(&net, 0, 0, NULL), MOE_ERR_CONFIG, "d_in = 0");
+    CHECK_STATUS(moe_net_init(&net, -1, 0, NULL), MOE_ERR_CONFIG, "d_in = -1");
     CHECK_STATUS(moe_net_linear(&net, 3), MOE_ERR_CONFIG, "a chain that init began badly");
     CHECK_STATUS(moe_net_build(&net, 0, 1, &error), MOE_ERR_CONFIG, "build reports init's failure");
-    CHECK(strstr(error.message, "d_in = 0") != NULL, "by name");
+    CHECK(strstr(error.message, "d_in = -1") != NULL, "by name");
+    moe_net_free(&net);
+    CHECK_STATUS(moe_net_init(&net, 0, 0, NULL), MOE_OK, "d_in = 0: token ids");
+    CHECK_STATUS(moe_net_linear(&net, 3), MOE_ERR_CONFIG, "but no embedding");
+    CHECK(strstr(net.error.message, "module 0 (linear)") != NULL, "by name");
     moe_net_free(&net);
     CHECK_STATUS(moe_net_init(&net, 3, MOE_KERNELS_COUNT, NULL), MOE_ERR_CONFIG, "no such kernels");
     CHECK_STATUS(moe_net_init(&net, 3, moe_kernels_select(MOE_KERNELS_WASM) == NULL ? MOE_KERNELS_WASM : MOE_KERNELS_NEON, NULL),
@@ -745,7 +750,7 @@ static void test_refused_training(void) {
     part.n = 0;
     CHECK_STATUS(moe_trainer_step(&trainer, &part, &step, &error), MOE_ERR_ARGUMENT, "nothing");
     part.n = 16;
-    net.modules[9].weight[0] = (moe_real)(MOE_REAL_IS_DOUBLE ? 1e200 : 1e30);
+    net.modules[9].tensors[MOE_MODULE_WEIGHT][0] = (moe_real)(MOE_REAL_IS_DOUBLE ? 1e200 : 1e30);
     before = fingerprint(&net);
     memcpy(x, part.x, 16 * D * sizeof *x);
     part.x = x;
@@ -986,7 +991,7 @@ static void test_configurations(void) {
     CONFIG(MODULES(LINEAR ","), MOE_ERR_FORMAT, NULL);
     CONFIG(MODULES("3"), MOE_ERR_FORMAT, "{ is expected");
     CONFIG(MODULES("{}"), MOE_ERR_FORMAT, "module 0: the key 'module' is missing");
-    CONFIG(MODULES("{\"module\":\"attention\"}"), MOE_ERR_UNSUPPORTED, "module 0: unknown module 'attention'");
+    CONFIG(MODULES("{\"module\":\"convolution\"}"), MOE_ERR_UNSUPPORTED, "module 0: unknown module 'convolution'");
     CONFIG(MODULES("{\"module\":\"linear\",\"module\":\"linear\",\"d_out\":4}"), MOE_ERR_FORMAT, "'module' occurs twice");
     CONFIG(MODULES("{\"module\":\"linear\",\"d_out\":4,\"d_out\":4}"), MOE_ERR_FORMAT, "'d_out' occurs twice");
     CONFIG(MODULES("{\"module\":\"linear\",\"d_out\":4,\"d_\\u006fut\":4}"), MOE_ERR_FORMAT, "occurs twice");
