@@ -763,13 +763,14 @@ enum { MOE_OPTIMIZER_ADAMW = 0, MOE_OPTIMIZER_SGD, MOE_OPTIMIZER_COUNT };
 typedef struct moe_data {
     size_t n;                /* samples */
     const moe_real *x;       /* [n,d_in] */
-    const int32_t *labels;   /* [n] for cross-entropy */
+    const int32_t *labels;   /* [n] for cross-entropy; negative: a row without a label, which only moe_mixture_loss does not take */
     const moe_real *targets; /* [n,d_out] for squared error */
     const moe_call *call;    /* moe_trainer_step: what else routers read (token_ids, sequences, given, teacher, attention_weights, ...), for these n rows;
                                 its n_tokens, x, training and rng are not used. NULL: nothing. moe_fit and moe_evaluate take none */
-    const int32_t *token_ids; /* [n] for nets with d_in = 0 and routers that read them */
-    size_t length;           /* samples stand in sequences of this length, one after another; n is a multiple of it. moe_fit then shuffles and cuts
-                                whole sequences [0: every sample for itself in moe_fit and moe_evaluate; one sequence in moe_trainer_step] */
+    const int32_t *token_ids; /* [n] for nets with d_in = 0, which read no x, and for routers that hash them; those of call count before */
+    size_t length;           /* samples stand in sequences of this length, one after another; n is a multiple of it. moe_fit and moe_evaluate then cut and
+                                shuffle whole sequences, and routers see them unless call has others. [0: samples are cut and shuffled one by one, what is
+                                passed at once is one sequence. Nets with attention or positions then need it in moe_fit and moe_evaluate] */
 } moe_data;
 
 /* How good a net is on some samples. */
@@ -793,13 +794,15 @@ typedef struct moe_progress {
     uint64_t samples;           /* seen in this call of moe_fit: with a clock, tokens per second and time left */
 } moe_progress;
 
-/* The shape of the rate after warm-up, from 1 to final_rate: half a cosine, or a straight line. */
+/* The rate of step s = 0, 1, ... of T = total_steps, of which W = warmup, with f = final_rate:
+     rate (s + 1) / (W + 1) for s < W, then rate (f + (1 - f) g(a)), a = (s - W) / (T - 1 - W) up to 1, where it stays
+     cosine  g(a) = (1 + cos(pi a)) / 2           linear  g(a) = 1 - a */
 enum { MOE_SCHEDULE_COSINE = 0, MOE_SCHEDULE_LINEAR, MOE_SCHEDULE_COUNT };
 
-/* Tensors that learn differently. The first group whose pattern fits a tensor's name counts. */
+/* Tensors that learn differently. The first group whose pattern fits a tensor's name counts; one that fits no tensor is MOE_ERR_CONFIG. */
 typedef struct moe_param_group {
-    const char *pattern; /* "*.router.*", "0.weight": * stands for any characters; the caller's, must outlive the trainer */
-    moe_real rate;       /* factor on the rate, 0 to 1e6 [1] */
+    const char *pattern; /* "*.router.*", "0.weight": * stands for any characters */
+    moe_real rate;       /* factor on the rate, up to 1e6 [1] */
     moe_real decay;      /* factor on the decay, 0 to 1e6; it also decays biases and gains when given [1, but 0 for biases and gains]; negative: none */
     int frozen;          /* 1: stays as it is, takes no part in the gradient's norm */
 } moe_param_group;
@@ -811,7 +814,7 @@ typedef struct moe_train_config {
     int epochs;              /* [10] */
     int batch;               /* samples per step [32] */
     moe_real rate;           /* learning rate [0.001; sgd 0.01] */
-    moe_real final_rate;     /* the rate falls to this share of it along a cosine, over all steps of fit [1: constant] */
+    moe_real final_rate;     /* the rate falls to this share of it as schedule says [1: constant] */
     moe_real momentum;       /* sgd [0.9]; negative: none */
     moe_real beta1, beta2;   /* adamw [0.9, 0.999] */
     moe_real epsilon;        /* adamw [1e-8] */
@@ -820,12 +823,12 @@ typedef struct moe_train_config {
     uint64_t seed;           /* order of the samples and random stages of routers */
     int (*progress)(void *ctx, const moe_progress *progress); /* may be NULL; a result other than 0 stops training */
     void *progress_ctx;
-    int accumulate;          /* batches whose mean gradient makes one step [1] */
+    int accumulate;          /* moe_fit: batches whose mean gradient makes one step; the last of an epoch may have fewer [1] */
     int schedule;            /* MOE_SCHEDULE_ of final_rate [cosine] */
-    int warmup;              /* steps in which the rate rises on a straight line to its full value [0] */
-    int total_steps;         /* steps of the schedule [moe_fit: all of its steps; moe_trainer_step: no schedule, the trainer's rate stays] */
-    const moe_param_group *groups; /* [n_groups] the caller's, must outlive the trainer */
-    int n_groups;
+    int warmup;              /* steps in which the rate rises on a straight line to its full value; a trainer needs total_steps for it [0] */
+    int total_steps;         /* steps of the schedule [moe_fit: all of its steps; a trainer of your own: no schedule, its rate stays] */
+    const moe_param_group *groups; /* [n_groups] the caller's, read by init (and moe_fit) only */
+    int n_groups;            /* up to 4096 */
     int evaluate_every;      /* moe_fit: steps between evaluations on test [0: at the end of each epoch only] */
     const char *checkpoint;  /* moe_fit: a file that is replaced every checkpoint_every steps, at the end, and when training stops; NULL: none */
     int checkpoint_every;    /* [0: at the end of each epoch] */
@@ -838,11 +841,13 @@ typedef struct moe_trainer {
     moe_train_config config; /* with defaults filled in */
     uint64_t steps;          /* taken so far */
     moe_rng rng;
-    moe_real rate;           /* of the next step; with total_steps the schedule sets it */
+    moe_real rate;           /* of the next step; with total_steps the schedule sets it again after each step */
+    uint64_t total_steps;    /* of the schedule; 0: there is none */
     int n_accumulated;       /* batches since the last step */
     uint64_t position[4];    /* the caller's: where it stands in its data; saved in checkpoints. moe_fit keeps epoch and step there */
-    moe_real *memory;        /* owned: two moments per number */
+    moe_real *memory;        /* owned: two moments (sgd: one) per number, then the factors */
     size_t memory_size;
+    moe_real *factors;       /* private: [tensors,2] of the groups */
     void *work;              /* owned: for one batch */
     size_t work_size;
 } moe_trainer;
@@ -857,15 +862,17 @@ typedef struct moe_step {
 /* Checks config (NULL: {0}) and makes a trainer for net, which must outlive it and stay where it is. MOE_ERR_STATE: net is not built with
    trainable = 1. MOE_ERR_CONFIG: a field is out of range. MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *trainer is untouched. */
 MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error);
-/* One step on 1..config.batch samples: gradients to 0, forward, loss, backward, clip, state of the routers, optimiser. Frozen tensors stay as they
-   are, and biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and the label, or the router that needs
-   more than x and what batch->call lacks), MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss or gradient is not finite, or the gradient's norm is beyond
-   1e19 (1e150 in the double build). After a failure only the gradients have changed. step may be NULL. Allocates nothing. */
+/* One step on 1..config.batch samples: gradients to 0, forward, loss, backward, clip, state of the routers, optimiser. Tensors that are frozen, by
+   MOE_PARAM_FROZEN or a group, stay as they are; biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and
+   the label, or the router that needs more than x and what batch->call lacks), MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss
+   or gradient is not finite, or the gradient's norm is beyond 1e19 (1e150 in the double build). After a failure only the gradients have changed.
+   step may be NULL. Allocates nothing. */
 MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
-/* The two halves of a step, for steps of several batches: accumulate runs forward and backward and adds the gradients to those since the last
-   update, update steps on their mean. moe_trainer_step is both. After a failed accumulate the batches since the last update are lost:
-   n_accumulated is 0. update: MOE_ERR_STATE without a batch. In *step loss and router_loss are of this batch (accumulate), gradient_norm is of
-   the mean (update); each leaves the other's fields alone. */
+/* The two halves of a step, for steps of several batches: accumulate runs forward and backward, adds the gradients to those since the last update
+   and shows the pass to the routers' state; update steps on the mean of the gradients and advances that state. moe_trainer_step is both. In *step
+   loss and router_loss are of this batch (accumulate), gradient_norm is of the mean (update); each leaves the other's fields alone. Errors as
+   moe_trainer_step. Data that are refused change nothing; when accumulate fails later, the batches since the last update are lost: n_accumulated
+   is 0. update: MOE_ERR_STATE without a batch; a failed one changes nothing. */
 MOE_API moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
 MOE_API moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error);
 /* A checkpoint: the net's file and in it the optimiser's moments, steps, random state and position; moe_net_load reads it as a net. Between steps
@@ -895,6 +902,7 @@ typedef struct moe_modular {
     int32_t *candidate;
     double *best, *drawn;
     unsigned char *changed;
+    int32_t *sequences;
     void *net_work;
     size_t net_size;
 } moe_modular;
@@ -918,10 +926,12 @@ MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch,
 
 /* Trains net on train for config.epochs, in a new random order each epoch, and evaluates on test (NULL or n = 0: none) after each. All data
    is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle, or
-   MOE_ERR_STOPPED when the callback stopped it, leaves the net with what it has learned. The same seed gives the same bits. */
+   MOE_ERR_STOPPED when the callback stopped it, leaves the net with what it has learned. The same seed gives the same bits: the order of the
+   samples comes from config.seed, random stages of routers from a stream of their own that is made from it. */
 MOE_API moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error);
-/* Loss and accuracy of net on data, 64 samples at a time (data->length > 0: whole sequences, as many as make 512 samples, at least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an
-   output is not finite. n = 0 gives zeros. On failure *result is untouched. */
+/* Loss and accuracy of net on data, 64 samples at a time (data->length > 0: as many whole sequences as fit into 512 samples and soft_sequences, at
+   least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output is not finite. n = 0 gives zeros. On failure
+   *result is untouched. */
 MOE_API moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result, moe_error *error);
 
 /* ---- the classical mixture: losses over plain arrays, the hierarchical mixture of experts --------------------------------- */
@@ -5613,17 +5623,25 @@ void moe_net_zero_gradients(moe_net *net) {
 
 /* ---- losses -------------------------------------------------------------------------------------------------------------------- */
 
-/* l = -log softmax(y)_label,  dl/dy_j = softmax(y)_j - [j = label],  both over n. */
+static size_t moei_count_labelled(size_t n, const int32_t *labels) {
+    size_t t, count = 0;
+    for (t = 0; t < n; t++) count += labels[t] >= 0;
+    return count;
+}
+
+/* l = -log softmax(y)_label,  dl/dy_j = softmax(y)_j - [j = label],  both over the number of labels. */
 moe_real moe_cross_entropy(size_t n, size_t classes, const moe_real *y, const int32_t *labels, moe_real *dy) {
-    moe_real over_n = n > 0 ? MOEI_R(1.0) / (moe_real)n : MOEI_R(0.0), sum = MOEI_R(0.0);
-    size_t t, j;
+    size_t t, j, labelled = moei_count_labelled(n, labels);
+    moe_real over_n = labelled > 0 ? MOEI_R(1.0) / (moe_real)labelled : MOEI_R(0.0), sum = MOEI_R(0.0);
     for (t = 0; t < n; t++, y += classes) {
-        moe_real lse = moe_log_sum_exp(classes, y);
+        moe_real *d = dy != NULL ? dy + t * classes : NULL, lse;
+        if (d != NULL) memset(d, 0, classes * sizeof *d);
+        if (labels[t] < 0) continue;
+        lse = moe_log_sum_exp(classes, y);
         sum += lse - y[labels[t]];
-        if (dy == NULL) continue;
-        for (j = 0; j < classes; j++) dy[j] = over_n * MOEI_F(exp)(y[j] - lse);
-        dy[labels[t]] -= over_n;
-        dy += classes;
+        if (d == NULL) continue;
+        for (j = 0; j < classes; j++) d[j] = over_n * MOEI_F(exp)(y[j] - lse);
+        d[labels[t]] -= over_n;
     }
     return sum * over_n;
 }
@@ -5709,68 +5727,184 @@ static moe_status moei_reals_check(const char *name, const moe_real *v, size_t n
     return MOE_OK;
 }
 
-/* Everything that samples can get wrong. */
-static moe_status moei_data_check(const moe_net *net, const moe_data *data, int criterion, moe_error *error) {
-    moe_status status;
-    size_t t;
-    if (data == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "data must not be NULL");
-    if (data->n == 0) return MOE_OK;
-    if (data->x == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "x must not be NULL");
-    status = moei_reals_check("x", data->x, data->n, (size_t)net->d_in, error);
-    if (status != MOE_OK) return status;
-    if (moei_is_squared(criterion)) {
-        if (data->targets == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "targets must not be NULL for the squared error");
-        return moei_reals_check("targets", data->targets, data->n, (size_t)net->d_out, error);
+/* Token ids of the net lie below this: there are so many rows in its embedding, and in the tables of routers that hash. */
+static size_t moei_token_ids_end(const moe_net *net) {
+    size_t i, end = (size_t)INT32_MAX + 1;
+    if (net->modules[0].kind == MOE_MODULE_EMBEDDING) end = net->tensors[net->modules[0].first_tensor].shape[0];
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_router_config *c = &net->modules[i].layer.config.router;
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && c->select == MOE_SELECT_HASH && (size_t)c->table_size < end) end = (size_t)c->table_size;
     }
+    return end;
+}
+
+static moe_status moei_inputs_check(const moe_net *net, const moe_data *data, moe_error *error) {
+    size_t t, end = moei_token_ids_end(net);
+    int in_call = data->call != NULL && data->call->token_ids != NULL;
+    if (net->d_in == 0 && data->token_ids == NULL && !in_call)
+        return moei_error(error, MOE_ERR_ARGUMENT, "token_ids must not be NULL: the net reads them");
+    for (t = 0; data->token_ids != NULL && t < data->n; t++)
+        if (data->token_ids[t] < 0 || (size_t)data->token_ids[t] >= end)
+            return moei_error(error, MOE_ERR_ARGUMENT, "token_ids[%z] = %d: must be 0 to %z", t, (int)data->token_ids[t], end - 1);
+    if (net->d_in == 0) return MOE_OK;
+    if (data->x == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "x must not be NULL");
+    return moei_reals_check("x", data->x, data->n, (size_t)net->d_in, error);
+}
+
+/* A loss that reads the experts one by one takes no rows without a label. */
+static moe_status moei_labels_check(const moe_net *net, const moe_data *data, int criterion, moe_error *error) {
+    int reads = moei_reads_experts(net, criterion);
+    size_t t;
     if (data->labels == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "labels must not be NULL for the cross-entropy");
     for (t = 0; t < data->n; t++)
-        if (data->labels[t] < 0 || data->labels[t] >= net->d_out)
-            return moei_error(error, MOE_ERR_ARGUMENT, "labels[%z] = %d: must be 0 to %d", t, (int)data->labels[t], net->d_out - 1);
+        if (data->labels[t] >= net->d_out || (reads && data->labels[t] < 0))
+            return moei_error(error, MOE_ERR_ARGUMENT, "labels[%z] = %d: must be 0 to %d%s", t, (int)data->labels[t], net->d_out - 1,
+                              reads ? "" : ", or negative: no label");
     return MOE_OK;
 }
 
-/* Where samples are shuffled or cut into batches, what else routers read would have to be as well. */
-static moe_status moei_samples_alone(const moe_data *data, moe_error *error) {
-    return data->call == NULL ? MOE_OK : moei_error(error, MOE_ERR_ARGUMENT, "call must be NULL here: only moe_trainer_step takes it");
+/* Everything that samples can get wrong. */
+static moe_status moei_data_check(const moe_net *net, const moe_data *data, int criterion, moe_error *error) {
+    moe_status status;
+    if (data == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "data must not be NULL");
+    if (data->n == 0) return MOE_OK;
+    if (data->length > 0 && data->n % data->length != 0)
+        return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be a multiple of length = %z", data->n, data->length);
+    status = moei_inputs_check(net, data, error);
+    if (status != MOE_OK) return status;
+    if (!moei_is_squared(criterion)) return moei_labels_check(net, data, criterion, error);
+    if (data->targets == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "targets must not be NULL for the squared error");
+    return moei_reals_check("targets", data->targets, data->n, (size_t)net->d_out, error);
+}
+
+/* Where samples are shuffled or cut into batches, what else routers read would have to be as well, and nobody else can say where sequences end. */
+static moe_status moei_samples_alone(const moe_net *net, const moe_data *data, moe_error *error) {
+    size_t i;
+    if (data->call != NULL) return moei_error(error, MOE_ERR_ARGUMENT, "call must be NULL here: only moe_trainer_step takes it");
+    for (i = 0; i < net->n_modules; i++)
+        if (data->length == 0 && data->n > 0 && (net->modules[i].kind == MOE_MODULE_ATTENTION || net->modules[i].kind == MOE_MODULE_POSITIONS))
+            return moei_error(error, MOE_ERR_ARGUMENT, "length = 0: module %z needs to know how long the sequences are", i);
+    return MOE_OK;
+}
+
+/* How many sequences length makes of the n samples in one pass. */
+static size_t moei_batch_sequences(const moe_data *data, size_t n) {
+    return data->length > 0 && (data->call == NULL || data->call->sequences == NULL) ? n / data->length : 1;
+}
+
+/* How many sequences one pass may have: soft routers say so. */
+static size_t moei_sequences_most(const moe_net *net) {
+    size_t i, most = (size_t)INT32_MAX;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_router_config *c = &net->modules[i].layer.config.router;
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && moei_is_soft(c) && (size_t)c->soft_sequences < most) most = (size_t)c->soft_sequences;
+    }
+    return most;
+}
+
+/* What router i lacks in the samples, as traits. */
+static unsigned moei_router_lacks(const moe_net *net, size_t i, const moe_data *data) {
+    const moe_call *call = data->call;
+    unsigned lacks = 0;
+    size_t j;
+    int attention = call != NULL && call->attention_weights != NULL && call->attention_outputs != NULL;
+    for (j = 0; j < i; j++) attention |= net->modules[j].kind == MOE_MODULE_ATTENTION;
+    if (data->token_ids == NULL && (call == NULL || call->token_ids == NULL)) lacks |= MOE_TRAIT_NEEDS_TOKEN_IDS;
+    if (!attention) lacks |= MOE_TRAIT_NEEDS_ATTENTION;
+    if (call == NULL || call->given == NULL) lacks |= MOE_TRAIT_NEEDS_GIVEN;
+    return lacks & moe_router_traits(&net->modules[i].layer.config.router);
+}
+
+/* Whether the routers find in the samples what they read beside x, and can take so many sequences in one pass. */
+static moe_status moei_routers_check(const moe_net *net, const moe_data *data, size_t n_sequences, int training, moe_error *error) {
+    size_t i;
+    if (n_sequences > moei_sequences_most(net))
+        return moei_error(error, MOE_ERR_ARGUMENT, "length = %z: a batch has %z sequences, but a router's soft_sequences allows %z", data->length, n_sequences,
+                          moei_sequences_most(net));
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_router_config *c = &net->modules[i].layer.config.router;
+        unsigned lacks;
+        if (net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
+        lacks = moei_router_lacks(net, i, data);
+        if (lacks != 0)
+            return moei_error(error, MOE_ERR_ARGUMENT, "module %z (mixture): its router has the trait %s, but the samples have only x%s", i,
+                              moe_trait_name(lacks & (~lacks + 1u)), data->token_ids != NULL ? " and token_ids" : "");
+        if (training && c->loss_distill > MOEI_R(0.0) && !c->student && (data->call == NULL || data->call->teacher == NULL))
+            return moei_error(error, MOE_ERR_ARGUMENT, "module %z (mixture): loss_distill needs a teacher, but the samples have only x; student = 1 needs none", i);
+    }
+    return MOE_OK;
+}
+
+/* How many samples the loss is the mean of. */
+static size_t moei_counted(int criterion, const moe_data *data) {
+    return moei_is_squared(criterion) ? data->n : moei_count_labelled(data->n, data->labels);
 }
 
 /* Samples from..from+n-1. */
 static moe_data moei_data_part(const moe_net *net, const moe_data *data, size_t from, size_t n) {
     moe_data part = *data;
     part.n = n;
-    part.x += from * (size_t)net->d_in;
+    if (part.x != NULL) part.x += from * (size_t)net->d_in;
+    if (part.token_ids != NULL) part.token_ids += from;
     if (part.labels != NULL) part.labels += from;
     if (part.targets != NULL) part.targets += from * (size_t)net->d_out;
     return part;
 }
 
+/* The call for the rows of data; offsets of its sequences go to sequences [n / length + 1], unless data->call has its own. */
+static moe_call moei_data_call(const moe_data *data, int32_t *sequences) {
+    moe_call call;
+    size_t i;
+    memset(&call, 0, sizeof call);
+    if (data->call != NULL) call = *data->call;
+    call.n_tokens = data->n;
+    call.x = data->x;
+    if (call.token_ids == NULL) call.token_ids = data->token_ids;
+    if (call.sequences != NULL || data->length == 0) return call;
+    call.n_sequences = data->n / data->length;
+    for (i = 0; i <= call.n_sequences; i++) sequences[i] = (int32_t)(i * data->length);
+    call.sequences = sequences;
+    return call;
+}
+
 /* ---- evaluation ---------------------------------------------------------------------------------------------------------------- */
 
-/* How many of the n samples that are left go into the next batch. */
-static size_t moei_evaluate_next(size_t n) { return n < 64 ? n : 64; }
+/* How many samples go into one batch at most. */
+static size_t moei_evaluate_most(const moe_net *net, const moe_data *data) {
+    size_t most = 64, sequences;
+    if (data->length > 0) {
+        sequences = data->length < 512 ? 512 / data->length : 1;
+        if (sequences > moei_sequences_most(net)) sequences = moei_sequences_most(net);
+        most = sequences * data->length;
+    }
+    return data->n < most ? data->n : most;
+}
 
 /* The work memory of an evaluation: the net's, and the answers of a mixture. */
 typedef struct moei_answers {
-    moe_real *answer; /* [64,d_out] */
+    moe_real *answer;   /* [most,d_out] */
+    int32_t *sequences; /* [most / length + 1] */
     void *net_work;
     size_t net_size;
 } moei_answers;
 
-static moe_status moei_answers_layout(const moe_net *net, int criterion, size_t n, moei_layout *l, moei_answers *a) {
+static moe_status moei_answers_layout(const moe_net *net, int criterion, const moe_data *all, moei_layout *l, moei_answers *a) {
     int reads = moei_reads_experts(net, criterion);
-    moe_status status = moe_net_work_size(net, moei_evaluate_next(n), reads, &a->net_size);
+    size_t most = moei_evaluate_most(net, all);
+    moe_status status = moe_net_work_size(net, most, reads, &a->net_size);
     if (status != MOE_OK) return status;
-    a->answer = reads ? moei_take_reals(l, moei_evaluate_next(n), (size_t)net->d_out) : NULL;
+    a->answer = reads ? moei_take_reals(l, most, (size_t)net->d_out) : NULL;
+    a->sequences = all->length > 0 ? (int32_t *)moei_take(l, most / all->length + 1, sizeof(int32_t)) : NULL;
     a->net_work = moei_take(l, a->net_size, 1);
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
-static moe_status moei_evaluate_size(const moe_net *net, int criterion, size_t n, size_t *bytes) {
+static moe_status moei_evaluate_size(const moe_net *net, int criterion, const moe_data *all, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
     moei_answers a;
     moe_status status;
     memset(&a, 0, sizeof a);
-    status = moei_answers_layout(net, criterion, n, &l, &a);
+    status = moei_answers_layout(net, criterion, all, &l, &a);
     *bytes = l.used;
     return status;
 }
@@ -5794,8 +5928,14 @@ static size_t moei_largest(size_t n, const moe_real *v) {
     return best;
 }
 
-/* One batch: adds its loss, times its length, and the number of samples that were right. */
-static moe_status moei_evaluate_batch(const moe_net *net, const moe_data *batch, size_t n_most, int criterion, void *work, double *loss, size_t *right,
+/* Sums over the samples of an evaluation. */
+typedef struct moei_evaluated {
+    double loss;
+    size_t counted, right;
+} moei_evaluated;
+
+/* Adds one batch of all the samples. */
+static moe_status moei_evaluate_batch(const moe_net *net, const moe_data *batch, const moe_data *all, int criterion, void *work, moei_evaluated *sums,
                                       moe_error *error) {
     moei_layout l = moei_layout_begin(work);
     moei_answers a;
@@ -5805,44 +5945,47 @@ static moe_status moei_evaluate_batch(const moe_net *net, const moe_data *batch,
     moe_status status;
     moe_real mean = MOEI_R(0.0);
     const moe_real *answer;
-    size_t t, width = (size_t)net->d_out;
-    memset(&call, 0, sizeof call);
-    call.n_tokens = batch->n;
-    call.x = batch->x;
-    call.keep = moei_reads_experts(net, criterion);
-    status = moei_answers_layout(net, criterion, n_most, &l, &a);
-    if (status == MOE_OK) status = moe_net_forward(net, &call, a.net_work, a.net_size, &pass);
+    size_t t, counted = moei_counted(criterion, batch), width = (size_t)net->d_out;
+    status = moei_answers_layout(net, criterion, all, &l, &a);
+    if (status == MOE_OK) {
+        call = moei_data_call(batch, a.sequences);
+        call.keep = moei_reads_experts(net, criterion);
+        status = moe_net_forward(net, &call, a.net_work, a.net_size, &pass);
+    }
     if (status != MOE_OK) return moei_error(error, status, "the net's forward pass: %s", moe_status_text(status));
     answer = pass.y;
     status = moei_reals_check("the net's output", pass.y, batch->n, width, error);
     if (status != MOE_OK) return status;
-    if (call.keep) {
+    if (moei_reads_experts(net, criterion)) {
         mixture = moei_mixture_of(net, &pass, batch);
         status = moe_mixture_loss(criterion, &mixture, &mean, NULL, NULL, error);
         if (status == MOE_OK) status = moe_mixture_answer(criterion, &mixture, NULL, a.answer, error);
         if (status != MOE_OK) return status;
         answer = a.answer;
     } else mean = moei_criterion(criterion, net, batch, pass.y, NULL);
-    *loss += (double)mean * (double)batch->n;
-    for (t = 0; !moei_is_squared(criterion) && t < batch->n; t++) *right += moei_largest(width, answer + t * width) == (size_t)batch->labels[t];
+    sums->loss += (double)mean * (double)counted;
+    sums->counted += counted;
+    for (t = 0; !moei_is_squared(criterion) && t < batch->n; t++)
+        if (batch->labels[t] >= 0) sums->right += moei_largest(width, answer + t * width) == (size_t)batch->labels[t];
     return MOE_OK;
 }
 
 static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int criterion, void *work, moe_evaluation *result, moe_error *error) {
     moe_evaluation made;
-    double loss = 0.0;
-    size_t from, right = 0;
+    moei_evaluated sums;
+    size_t from, most = moei_evaluate_most(net, data);
+    memset(&sums, 0, sizeof sums);
     for (from = 0; from < data->n;) {
-        moe_data batch = moei_data_part(net, data, from, moei_evaluate_next(data->n - from));
-        moe_status status = moei_evaluate_batch(net, &batch, data->n, criterion, work, &loss, &right, error);
+        moe_data batch = moei_data_part(net, data, from, data->n - from < most ? data->n - from : most);
+        moe_status status = moei_evaluate_batch(net, &batch, data, criterion, work, &sums, error);
         if (status != MOE_OK) return status;
         from += batch.n;
     }
     memset(&made, 0, sizeof made);
-    made.n = data->n;
-    if (data->n > 0) {
-        made.loss = (moe_real)(loss / (double)data->n);
-        made.accuracy = (moe_real)((double)right / (double)data->n);
+    made.n = sums.counted;
+    if (sums.counted > 0) {
+        made.loss = (moe_real)(sums.loss / (double)sums.counted);
+        made.accuracy = (moe_real)((double)sums.right / (double)sums.counted);
     }
     *result = made;
     return MOE_OK;
@@ -5857,10 +6000,11 @@ moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion,
     if (criterion < 0 || criterion >= MOE_CRITERION_COUNT)
         return moei_error(error, MOE_ERR_ARGUMENT, "criterion = %d: there is no such one", criterion);
     status = moei_data_check(net, data, criterion, error);
-    if (status == MOE_OK) status = moei_samples_alone(data, error);
+    if (status == MOE_OK) status = moei_samples_alone(net, data, error);
+    if (status == MOE_OK && data->n > 0) status = moei_routers_check(net, data, 1, 0, error);
     if (status == MOE_OK) status = moei_mixture_fits(net, criterion, error);
     if (status != MOE_OK) return status;
-    status = moei_evaluate_size(net, criterion, data->n, &size);
+    status = moei_evaluate_size(net, criterion, data, &size);
     if (status != MOE_OK) return moei_error(error, status, "work memory: %s", moe_status_text(status));
     work = moei_alloc(&net->allocator, size, 1);
     if (work == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of work", size);
@@ -5872,8 +6016,10 @@ moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion,
 /* ---- the trainer --------------------------------------------------------------------------------------------------------------- */
 
 static const char *const moei_optimizer_names[] = {"adamw", "sgd", NULL};
+static const char *const moei_schedule_names[] = {"cosine", "linear", NULL};
 
 #define MOEI_T moe_train_config
+#define MOEI_G moe_param_group
 
 static const moe_field moei_train_fields[] = {
     MOEI_CHOICE(MOEI_T, criterion, MOE_CRITERION_COUNT, moei_criterion_names, "what is minimised"),
@@ -5888,6 +6034,20 @@ static const moe_field moei_train_fields[] = {
     MOEI_REAL(MOEI_T, epsilon, 1e-30, 1, "added to the root of the second moment"),
     MOEI_REAL(MOEI_T, decay, 0, 1e3, "weight decay"),
     MOEI_REAL(MOEI_T, clip, 1e-12, 1e12, "largest norm of the gradient"),
+    MOEI_INT(MOEI_T, accumulate, 1, 1000000, "batches per step"),
+    MOEI_CHOICE(MOEI_T, schedule, MOE_SCHEDULE_COUNT, moei_schedule_names, "how the rate falls"),
+    MOEI_INT(MOEI_T, warmup, 1, 2147483647, "steps in which the rate rises"),
+    MOEI_INT(MOEI_T, total_steps, 1, 2147483647, "steps of the schedule"),
+    MOEI_INT(MOEI_T, n_groups, 1, 4096, "groups of tensors"),
+    MOEI_INT(MOEI_T, evaluate_every, 1, 2147483647, "steps between evaluations"),
+    MOEI_INT(MOEI_T, checkpoint_every, 1, 2147483647, "steps between checkpoints"),
+    MOEI_FLAG(MOEI_T, resume, "go on from the checkpoint"),
+    MOEI_FIELDS_END};
+
+static const moe_field moei_group_fields[] = {
+    MOEI_REAL(MOEI_G, rate, 0, 1e6, "factor on the rate"),
+    MOEI_REAL(MOEI_G, decay, -1e6, 1e6, "factor on the decay"),
+    MOEI_FLAG(MOEI_G, frozen, "no learning"),
     MOEI_FIELDS_END};
 
 static moe_status moei_train_check(const moe_train_config *config, moe_train_config *out, moe_error *error) {
@@ -5905,12 +6065,57 @@ static moe_status moei_train_check(const moe_train_config *config, moe_train_con
     moei_default_real(&out->beta1, MOEI_R(0.9));
     moei_default_real(&out->beta2, MOEI_R(0.999));
     moei_default_real(&out->epsilon, MOEI_R(1e-8));
+    moei_default(&out->accumulate, 1);
     return MOE_OK;
+}
+
+/* Whether name fits pattern, in which * stands for any characters: after a mismatch the last * takes one character more. */
+static int moei_fits_pattern(const char *pattern, const char *name) {
+    const char *star = NULL, *from = NULL;
+    while (*name != '\0') {
+        if (*pattern == '*') star = pattern++, from = name;
+        else if (*pattern == *name) pattern++, name++;
+        else if (star != NULL) pattern = star + 1, name = ++from;
+        else return 0;
+    }
+    while (*pattern == '*') pattern++;
+    return *pattern == '\0';
+}
+
+static moe_status moei_groups_check(const moe_net *net, const moe_train_config *config, moe_error *error) {
+    moe_error why;
+    size_t t;
+    int g;
+    if (config->n_groups > 0 && config->groups == NULL)
+        return moei_error(error, MOE_ERR_CONFIG, "groups must not be NULL: n_groups = %d", config->n_groups);
+    for (g = 0; g < config->n_groups; g++) {
+        const moe_param_group *group = &config->groups[g];
+        if (moei_fields_check(moei_group_fields, group, &why) != MOE_OK) return moei_error(error, MOE_ERR_CONFIG, "groups[%d]: %s", g, why.message);
+        if (group->pattern == NULL) return moei_error(error, MOE_ERR_CONFIG, "groups[%d]: pattern must not be NULL", g);
+        for (t = 0; t < net->n_tensors && !moei_fits_pattern(group->pattern, net->tensors[t].name);) t++;
+        if (t == net->n_tensors) return moei_error(error, MOE_ERR_CONFIG, "groups[%d]: pattern = '%s' fits the name of no tensor", g, group->pattern);
+    }
+    return MOE_OK;
+}
+
+/* Two numbers for a tensor: the factor on the rate, 0 when it does not learn, and its weight decay. */
+static void moei_group_factors(const moe_train_config *config, const moe_tensor *t, moe_real *out) {
+    const moe_param_group *group = NULL;
+    int g, none = (t->flags & (unsigned)MOE_PARAM_NO_DECAY) != 0;
+    for (g = 0; g < config->n_groups && group == NULL; g++)
+        if (moei_fits_pattern(config->groups[g].pattern, t->name)) group = &config->groups[g];
+    out[0] = MOEI_R(1.0), out[1] = none ? MOEI_R(0.0) : config->decay;
+    if (group == NULL) return;
+    if (group->rate > MOEI_R(0.0)) out[0] = group->rate;
+    if (group->frozen) out[0] = MOEI_R(0.0);
+    if (group->decay > MOEI_R(0.0)) out[1] = group->decay * config->decay;
+    if (group->decay < MOEI_R(0.0)) out[1] = MOEI_R(0.0);
 }
 
 /* One batch in the trainer's work memory. */
 typedef struct moei_batch {
-    moe_real *dy; /* [batch,d_out] */
+    moe_real *dy;       /* [batch,d_out] */
+    int32_t *sequences; /* [batch+1] */
     moe_real *expert_p, *d_p, *d_weights, *d_outputs; /* [batch,E], [E,batch], [E,batch,d_out] of a classical mixture */
     void *net_work;
     size_t net_size;
@@ -5921,6 +6126,7 @@ static moe_status moei_batch_layout(const moe_trainer *trainer, moei_layout *l, 
     moe_status status = moe_net_work_size(trainer->net, batch, 1, &b->net_size);
     if (status != MOE_OK) return status;
     b->dy = moei_take_reals(l, batch, (size_t)trainer->net->d_out);
+    b->sequences = (int32_t *)moei_take(l, batch + 1, sizeof(int32_t));
     if (moei_reads_experts(trainer->net, trainer->config.criterion)) {
         size_t cells = 0;
         if (!moei_mul(batch, (size_t)trainer->net->modules[trainer->net->n_modules - 1].layer.config.router.n_experts, &cells)) l->overflow = 1;
@@ -5933,63 +6139,71 @@ static moe_status moei_batch_layout(const moe_trainer *trainer, moei_layout *l, 
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
-/* Whether the routers find what they read beside x in call (NULL: nothing). */
-static moe_status moei_routers_check(const moe_net *net, const moe_call *call, moe_error *error) {
-    size_t i;
-    for (i = 0; i < net->n_modules; i++) {
-        const moe_router_config *c = &net->modules[i].layer.config.router;
-        unsigned traits, lacks = 0;
-        if (net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
-        traits = moe_router_traits(c);
-        if (call == NULL || call->token_ids == NULL) lacks |= MOE_TRAIT_NEEDS_TOKEN_IDS;
-        if (call == NULL || call->attention_weights == NULL || call->attention_outputs == NULL) lacks |= MOE_TRAIT_NEEDS_ATTENTION;
-        if (call == NULL || call->given == NULL) lacks |= MOE_TRAIT_NEEDS_GIVEN;
-        lacks &= traits;
-        if (lacks != 0)
-            return moei_error(error, MOE_ERR_ARGUMENT, "module %z (mixture): its router has the trait %s, but the samples have only x", i,
-                              moe_trait_name(lacks & (~lacks + 1u)));
-        if (c->loss_distill > MOEI_R(0.0) && !c->student && (call == NULL || call->teacher == NULL))
-            return moei_error(error, MOE_ERR_ARGUMENT, "module %z (mixture): loss_distill needs a teacher, but the samples have only x; student = 1 needs none", i);
-    }
-    return MOE_OK;
-}
-
-/* The numbers that one moment has. */
+/* The numbers that one moment has, and how many moments there are. */
 static size_t moei_net_numbers(const moe_net *net) { return moe_net_parameters(net, NULL); }
+static size_t moei_moments(const moe_trainer *t) { return t->config.optimizer == MOE_OPTIMIZER_ADAMW ? 2 : 1; }
 
 static moe_status moei_trainer_allocate(moe_trainer *t, moe_error *error) {
     const moe_allocator *a = &t->net->allocator;
     moei_layout l = moei_layout_begin(NULL);
     moei_batch batch;
     moe_status status = moei_batch_layout(t, &l, &batch);
-    size_t moments = t->config.optimizer == MOE_OPTIMIZER_ADAMW ? 2 : 1;
+    size_t moments;
     if (status != MOE_OK) return moei_error(error, status, "batch = %d: %s", t->config.batch, moe_status_text(status));
-    if (!moei_mul(moei_net_numbers(t->net), moments * sizeof(moe_real), &t->memory_size))
+    if (!moei_mul(moei_net_numbers(t->net), moei_moments(t), &moments) || !moei_add(moments, 2 * t->net->n_tensors, &t->memory_size) ||
+        !moei_mul(t->memory_size, sizeof(moe_real), &t->memory_size))
         return moei_error(error, MOE_ERR_OVERFLOW, "the optimiser's moments do not fit this machine's memory");
     t->work_size = l.used;
     t->memory = (moe_real *)moei_alloc(a, t->memory_size, 1);
     t->work = moei_alloc(a, t->work_size, 1);
+    t->factors = t->memory != NULL ? t->memory + moments : NULL;
     if (t->memory != NULL && t->work != NULL) return MOE_OK;
     moei_free(a, t->memory, t->memory_size);
     moei_free(a, t->work, t->work_size);
     return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of moments and %z of work", t->memory_size, t->work_size);
 }
 
-moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error) {
+/* The rate of the next step, as at MOE_SCHEDULE_. */
+static void moei_trainer_rate(moe_trainer *t) {
+    const moe_train_config *c = &t->config;
+    double step = (double)t->steps, warmup = (double)c->warmup, last = (double)t->total_steps - 1.0, at;
+    moe_real left;
+    if (t->total_steps == 0) return;
+    t->rate = c->rate;
+    if (step < warmup) t->rate = c->rate * (moe_real)((step + 1.0) / (warmup + 1.0));
+    if (step < warmup || !(c->final_rate < MOEI_R(1.0))) return;
+    at = step > last ? 1.0 : last > warmup ? (step - warmup) / (last - warmup) : 0.0;
+    left = c->schedule == MOE_SCHEDULE_LINEAR ? (moe_real)(1.0 - at) : MOEI_R(0.5) * (MOEI_R(1.0) + (moe_real)cos(3.14159265358979324 * at));
+    t->rate = c->rate * (c->final_rate + (MOEI_R(1.0) - c->final_rate) * left);
+}
+
+static moe_status moei_trainer_make(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error) {
     moe_trainer made;
     moe_status status;
+    size_t i;
     if (trainer == NULL || net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and net must not be NULL");
     if (!net->built || !net->trainable) return moei_error(error, MOE_ERR_STATE, "the net is not built with trainable = 1");
     memset(&made, 0, sizeof made);
     made.net = net;
     status = moei_train_check(config, &made.config, error);
+    if (status == MOE_OK) status = moei_groups_check(net, &made.config, error);
     if (status == MOE_OK) status = moei_mixture_fits(net, made.config.criterion, error);
     if (status == MOE_OK) status = moei_trainer_allocate(&made, error);
     if (status != MOE_OK) return status;
+    for (i = 0; i < net->n_tensors; i++) moei_group_factors(&made.config, &net->tensors[i], made.factors + 2 * i);
+    made.config.groups = NULL;
     moe_rng_seed(&made.rng, made.config.seed);
     made.rate = made.config.rate;
+    made.total_steps = (uint64_t)made.config.total_steps;
+    moei_trainer_rate(&made);
     *trainer = made;
     return MOE_OK;
+}
+
+moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error) {
+    if (config != NULL && config->warmup > 0 && config->total_steps == 0)
+        return moei_error(error, MOE_ERR_CONFIG, "warmup = %d: a trainer needs total_steps for it, which only moe_fit knows by itself", config->warmup);
+    return moei_trainer_make(trainer, net, config, error);
 }
 
 void moe_trainer_free(moe_trainer *trainer) {
@@ -5999,7 +6213,10 @@ void moe_trainer_free(moe_trainer *trainer) {
     memset(trainer, 0, sizeof *trainer);
 }
 
-static int moei_is_trained(const moe_tensor *t) { return (t->flags & (unsigned)(MOE_PARAM_FROZEN | MOE_PARAM_STATE)) == 0; }
+/* Flags may change between steps, groups do not. */
+static int moei_is_trained(const moe_trainer *trainer, size_t i) {
+    return (trainer->net->tensors[i].flags & (unsigned)(MOE_PARAM_FROZEN | MOE_PARAM_STATE)) == 0 && trainer->factors[2 * i] > MOEI_R(0.0);
+}
 
 /* The loss of a classical mixture, and its gradients in the order of the plan. */
 static moe_status moei_mixture_gradients(const moe_trainer *t, const moe_data *data, const moe_net_pass *pass, const moei_batch *b, moe_real *loss,
@@ -6020,7 +6237,7 @@ static moe_status moei_mixture_gradients(const moe_trainer *t, const moe_data *d
     return status;
 }
 
-/* Forward, loss and backward on one batch. */
+/* Forward, loss and backward on one batch, added to the gradients since the last step. */
 static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, moe_net_pass *pass, moe_step *step, moe_error *error) {
     moei_layout l = moei_layout_begin(t->work);
     moei_batch batch;
@@ -6029,13 +6246,10 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, m
     size_t i;
     int loss, reads = moei_reads_experts(t->net, t->config.criterion);
     moe_status status = moei_batch_layout(t, &l, &batch);
-    memset(&call, 0, sizeof call);
-    if (data->call != NULL) call = *data->call;
-    call.n_tokens = data->n;
-    call.x = data->x;
+    call = moei_data_call(data, batch.sequences);
     call.training = 1;
     call.rng = &t->rng;
-    moe_net_zero_gradients(t->net);
+    if (t->n_accumulated == 0) moe_net_zero_gradients(t->net);
     if (status == MOE_OK) status = moe_net_forward(t->net, &call, batch.net_work, batch.net_size, pass);
     if (status != MOE_OK) return moei_error(error, status, "the net's forward pass: %s", moe_status_text(status));
     if (!reads) step->loss = moei_criterion(t->config.criterion, t->net, data, pass->y, batch.dy);
@@ -6055,20 +6269,22 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, m
     return status == MOE_OK ? MOE_OK : moei_error(error, status, "the net's backward pass: %s", moe_status_text(status));
 }
 
-/* The norm of all trained gradients together. Beyond 1e19 (float) its square, which AdamW forms, would not be finite. */
-static moe_status moei_trainer_norm(const moe_trainer *trainer, moe_real *norm, moe_error *error) {
-    double sum = 0.0;
+/* The norm of the mean of n batches' gradients, of all trained tensors together. Beyond 1e19 (float) its square, which AdamW forms, would not be
+   finite. */
+static moe_status moei_trainer_norm(const moe_trainer *trainer, int n, moe_real *norm, moe_error *error) {
+    double sum = 0.0, length;
     size_t i, j;
     for (i = 0; i < trainer->net->n_tensors; i++) {
         const moe_tensor *t = &trainer->net->tensors[i];
-        for (j = 0; moei_is_trained(t) && j < t->count; j++) {
+        for (j = 0; moei_is_trained(trainer, i) && j < t->count; j++) {
             if (!moe_is_finite(t->gradient[j]))
                 return moei_error(error, MOE_ERR_NONFINITE, "%s: number %z of the gradient is not finite", t->name, j);
             sum += (double)t->gradient[j] * (double)t->gradient[j];
         }
     }
-    if (sum > (MOE_REAL_IS_DOUBLE ? 1e300 : 1e38)) return moei_error(error, MOE_ERR_NONFINITE, "the gradient is too large to square");
-    *norm = (moe_real)sqrt(sum);
+    length = sqrt(sum) / (double)n;
+    if (!(length <= (MOE_REAL_IS_DOUBLE ? 1e150 : 1e19))) return moei_error(error, MOE_ERR_NONFINITE, "the gradient is too large to square");
+    *norm = (moe_real)length;
     return MOE_OK;
 }
 
@@ -6081,75 +6297,121 @@ static moe_real moei_power(moe_real base, uint64_t n) {
 }
 
 /* v = momentum v + g + decay w,  w -= rate v */
-static void moei_update_sgd(const moe_trainer *trainer, const moe_tensor *t, moe_real scale, moe_real *v) {
-    moe_real decay = (t->flags & (unsigned)MOE_PARAM_NO_DECAY) != 0 ? MOEI_R(0.0) : trainer->config.decay;
+static void moei_sgd(size_t n, moe_real scale, moe_real rate, moe_real decay, moe_real momentum, const moe_real *g, moe_real *w, moe_real *v) {
     size_t i;
-    for (i = 0; i < t->count; i++) {
-        v[i] = trainer->config.momentum * v[i] + scale * t->gradient[i] + decay * t->data[i];
-        t->data[i] -= trainer->rate * v[i];
+    for (i = 0; i < n; i++) {
+        v[i] = momentum * v[i] + scale * g[i] + decay * w[i];
+        w[i] -= rate * v[i];
     }
 }
+
+/* The numbers of one step of AdamW on one tensor; over1 = 1 / (1 - beta1^steps), over2 alike. */
+typedef struct moei_adamw_step {
+    moe_real scale, rate, decay, beta1, beta2, epsilon, over1, over2;
+} moei_adamw_step;
 
 /* m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,  w -= rate (m / (1 - b1^n) / (sqrt(v / (1 - b2^n)) + eps) + decay w) */
-static void moei_update_adamw(const moe_trainer *trainer, const moe_tensor *t, moe_real scale, moe_real *m, moe_real *v) {
-    const moe_train_config *c = &trainer->config;
-    moe_real decay = (t->flags & (unsigned)MOE_PARAM_NO_DECAY) != 0 ? MOEI_R(0.0) : c->decay;
-    moe_real over1 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta1, trainer->steps + 1));
-    moe_real over2 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta2, trainer->steps + 1));
+static void moei_adamw(const moei_adamw_step *a, size_t n, const moe_real *gradient, moe_real *w, moe_real *m, moe_real *v) {
     size_t i;
-    for (i = 0; i < t->count; i++) {
-        moe_real g = scale * t->gradient[i];
-        m[i] = c->beta1 * m[i] + (MOEI_R(1.0) - c->beta1) * g;
-        v[i] = c->beta2 * v[i] + (MOEI_R(1.0) - c->beta2) * g * g;
-        t->data[i] -= trainer->rate * (m[i] * over1 / (MOEI_F(sqrt)(v[i] * over2) + c->epsilon) + decay * t->data[i]);
+    for (i = 0; i < n; i++) {
+        moe_real g = a->scale * gradient[i];
+        m[i] = a->beta1 * m[i] + (MOEI_R(1.0) - a->beta1) * g;
+        v[i] = a->beta2 * v[i] + (MOEI_R(1.0) - a->beta2) * g * g;
+        w[i] -= a->rate * (m[i] * a->over1 / (MOEI_F(sqrt)(v[i] * a->over2) + a->epsilon) + a->decay * w[i]);
     }
 }
 
-static void moei_trainer_update(moe_trainer *trainer, moe_real scale) {
+/* Moves all trained tensors against scale times their gradients. */
+static void moei_trainer_move(moe_trainer *trainer, moe_real scale) {
+    const moe_train_config *c = &trainer->config;
     moe_real *first = trainer->memory, *second = first + moei_net_numbers(trainer->net);
+    moei_adamw_step a;
     size_t i;
+    a.scale = scale, a.beta1 = c->beta1, a.beta2 = c->beta2, a.epsilon = c->epsilon;
+    a.over1 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta1, trainer->steps + 1));
+    a.over2 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta2, trainer->steps + 1));
     for (i = 0; i < trainer->net->n_tensors; i++) {
         const moe_tensor *t = &trainer->net->tensors[i];
-        if (!moei_is_trained(t)) continue;
-        if (trainer->config.optimizer == MOE_OPTIMIZER_SGD) moei_update_sgd(trainer, t, scale, first + (t->data - trainer->net->memory));
-        else moei_update_adamw(trainer, t, scale, first + (t->data - trainer->net->memory), second + (t->data - trainer->net->memory));
+        ptrdiff_t at = t->data - trainer->net->memory;
+        if (!moei_is_trained(trainer, i)) continue;
+        a.rate = trainer->rate * trainer->factors[2 * i], a.decay = trainer->factors[2 * i + 1];
+        if (c->optimizer == MOE_OPTIMIZER_ADAMW) moei_adamw(&a, t->count, t->gradient, t->data, first + at, second + at);
+        else moei_sgd(t->count, scale, a.rate, a.decay, c->momentum, t->gradient, t->data, first + at);
     }
-    trainer->steps++;
 }
 
-moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error) {
-    moe_step made;
-    moe_net_pass pass;
-    moe_rng rng;
+/* Checks a batch; changes nothing. */
+static moe_status moei_trainer_check(const moe_trainer *trainer, const moe_data *batch, moe_error *error) {
     moe_status status;
-    size_t i;
     if (trainer == NULL || batch == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and batch must not be NULL");
     if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+    if (trainer->n_accumulated == INT32_MAX) return moei_error(error, MOE_ERR_STATE, "%d batches since the last update", trainer->n_accumulated);
     if (batch->n < 1 || batch->n > (size_t)trainer->config.batch)
         return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be 1 to batch = %d", batch->n, trainer->config.batch);
     if (!moe_is_finite(trainer->rate))
         return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
     status = moei_data_check(trainer->net, batch, trainer->config.criterion, error);
-    if (status == MOE_OK) status = moei_routers_check(trainer->net, batch->call, error);
+    if (status != MOE_OK) return status;
+    return moei_routers_check(trainer->net, batch, moei_batch_sequences(batch, batch->n), 1, error);
+}
+
+/* The first half of a step; *norm is that of the mean gradient so far. The routers see the pass last, when nothing can fail any more. */
+static moe_status moei_trainer_add(moe_trainer *trainer, const moe_data *batch, moe_step *made, moe_real *norm, moe_error *error) {
+    moe_net_pass pass;
+    moe_rng rng;
+    moe_status status = moei_trainer_check(trainer, batch, error);
     if (status != MOE_OK) return status;
     rng = trainer->rng;
-    status = moei_trainer_gradients(trainer, batch, &pass, &made, error);
-    if (status == MOE_OK) status = moei_trainer_norm(trainer, &made.gradient_norm, error);
-    if (status == MOE_OK) {
-        status = moe_net_observe(trainer->net, &pass);
-        if (status == MOE_OK) status = moe_net_advance(trainer->net);
-        if (status != MOE_OK) (void)moei_error(error, status, "the routers' state: %s", moe_status_text(status));
-    }
-    if (status != MOE_OK) {
-        trainer->rng = rng;
-        return status;
-    }
+    status = moei_trainer_gradients(trainer, batch, &pass, made, error);
+    if (status == MOE_OK) status = moei_trainer_norm(trainer, trainer->n_accumulated + 1, norm, error);
+    if (status == MOE_OK && (status = moe_net_observe(trainer->net, &pass)) != MOE_OK)
+        (void)moei_error(error, status, "the routers' state: %s", moe_status_text(status));
+    if (status == MOE_OK) trainer->n_accumulated++;
+    else trainer->rng = rng, trainer->n_accumulated = 0;
+    return status;
+}
+
+/* The second half, with the norm of the mean gradient. */
+static moe_status moei_trainer_apply(moe_trainer *trainer, moe_real norm, moe_error *error) {
+    moe_real scale = trainer->config.clip > MOEI_R(0.0) && norm > trainer->config.clip ? trainer->config.clip / norm : MOEI_R(1.0);
+    moe_status status = moe_net_advance(trainer->net);
+    size_t i;
+    if (status != MOE_OK) return moei_error(error, status, "the routers' state: %s", moe_status_text(status));
     for (i = 0; i < trainer->net->n_modules; i++) trainer->net->modules[i].layer.is_packed = 0; /* the tensors change */
-    moei_trainer_update(trainer, trainer->config.clip > MOEI_R(0.0) && made.gradient_norm > trainer->config.clip
-                                     ? trainer->config.clip / made.gradient_norm
-                                     : MOEI_R(1.0));
-    if (step != NULL) *step = made;
+    moei_trainer_move(trainer, scale / (moe_real)trainer->n_accumulated);
+    trainer->n_accumulated = 0;
+    trainer->steps++;
+    moei_trainer_rate(trainer);
     return MOE_OK;
+}
+
+moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error) {
+    moe_step made;
+    moe_real norm;
+    moe_status status = moei_trainer_add(trainer, batch, &made, &norm, error);
+    if (status == MOE_OK && step != NULL) step->loss = made.loss, step->router_loss = made.router_loss;
+    return status;
+}
+
+moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error) {
+    moe_real norm;
+    moe_status status;
+    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must not be NULL");
+    if (trainer->net == NULL || trainer->n_accumulated < 1) return moei_error(error, MOE_ERR_STATE, "no batch since the last update");
+    if (!moe_is_finite(trainer->rate))
+        return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
+    status = moei_trainer_norm(trainer, trainer->n_accumulated, &norm, error);
+    if (status == MOE_OK) status = moei_trainer_apply(trainer, norm, error);
+    if (status == MOE_OK && step != NULL) step->gradient_norm = norm;
+    return status;
+}
+
+moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error) {
+    moe_step made;
+    moe_status status = moei_trainer_add(trainer, batch, &made, &made.gradient_norm, error);
+    if (status == MOE_OK) status = moei_trainer_apply(trainer, made.gradient_norm, error);
+    if (status == MOE_OK && step != NULL) *step = made;
+    return status;
 }
 
 /* ---- modular networks ------------------------------------------------------------------------------------------------------------ */
@@ -6167,6 +6429,7 @@ static moe_status moei_modular_layout(moe_modular *m, moei_layout *l) {
     m->best = (double *)moei_take(l, n, sizeof(double));
     m->drawn = (double *)moei_take(l, n, sizeof(double));
     m->changed = (unsigned char *)moei_take(l, n, 1);
+    m->sequences = (int32_t *)moei_take(l, n + 1, sizeof(int32_t));
     m->net_work = moei_take(l, m->net_size, 1);
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
@@ -6213,9 +6476,8 @@ static moe_status moei_modular_pass(moe_modular *m, const moe_data *batch, const
     moe_call call;
     moe_status status;
     size_t i, t, at = 0, width = (size_t)net->d_out;
-    memset(&call, 0, sizeof call);
-    if (batch->call != NULL) call = *batch->call;
-    call.n_tokens = batch->n, call.x = batch->x, call.training = 1, call.rng = &m->trainer->rng;
+    call = moei_data_call(batch, m->sequences);
+    call.training = 1, call.rng = &m->trainer->rng;
     call.given = given, call.teacher = m->teacher;
     status = moe_net_forward(net, &call, m->net_work, m->net_size, &pass);
     if (status != MOE_OK) return status;
@@ -6310,12 +6572,15 @@ typedef struct moei_fit {
     const moe_data *train, *test; /* test NULL: none */
     void *memory;
     size_t memory_size;
-    size_t *order;         /* [train.n] */
+    size_t *order;         /* [units] where samples, or sequences, are taken from */
+    size_t unit, units;    /* samples that stay together, and how many of these there are */
+    moe_rng rng;           /* of the order; trainer.rng is for the routers' random stages */
     moe_real *x, *targets; /* one batch, gathered */
-    int32_t *labels;
+    int32_t *labels, *token_ids;
     void *test_work;
     size_t test_size;
-    double loss, router_loss; /* sums over the samples of this epoch */
+    double loss, router_loss; /* sums over the samples of this epoch, the loss over those that count */
+    size_t seen, counted;     /* samples of this epoch so far, and those that count in the loss */
     moe_progress progress;
 } moei_fit;
 
@@ -6323,28 +6588,57 @@ static moe_status moei_fit_layout(moei_fit *f, moei_layout *l) {
     const moe_net *net = f->trainer.net;
     size_t batch = (size_t)f->trainer.config.batch;
     int labels = !moei_is_squared(f->trainer.config.criterion);
-    moe_status status = f->test != NULL ? moei_evaluate_size(net, f->trainer.config.criterion, f->test->n, &f->test_size) : MOE_OK;
+    moe_status status = f->test != NULL ? moei_evaluate_size(net, f->trainer.config.criterion, f->test, &f->test_size) : MOE_OK;
     if (status != MOE_OK) return status;
-    f->order = (size_t *)moei_take(l, f->train->n, sizeof(size_t));
+    f->order = (size_t *)moei_take(l, f->units, sizeof(size_t));
     f->x = moei_take_reals(l, batch, (size_t)net->d_in);
     f->labels = labels ? (int32_t *)moei_take(l, batch, sizeof(int32_t)) : NULL;
     f->targets = labels ? NULL : moei_take_reals(l, batch, (size_t)net->d_out);
+    f->token_ids = f->train->token_ids != NULL ? (int32_t *)moei_take(l, batch, sizeof(int32_t)) : NULL;
     f->test_work = moei_take(l, f->test_size, 1);
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
+}
+
+/* Everything that samples can get wrong, before the first step. */
+static moe_status moei_fit_check(const moei_fit *f, moe_error *error) {
+    const moe_net *net = f->trainer.net;
+    const moe_data *train = f->train;
+    size_t batch = (size_t)f->trainer.config.batch;
+    int criterion = f->trainer.config.criterion;
+    moe_status status = train != NULL ? moei_samples_alone(net, train, error) : moei_error(error, MOE_ERR_ARGUMENT, "data must not be NULL");
+    if (status == MOE_OK) status = moei_routers_check(net, train, moei_batch_sequences(train, train->n < batch ? train->n : batch), 1, error);
+    if (status == MOE_OK) status = moei_data_check(net, train, criterion, error);
+    if (status == MOE_OK && train->n == 0) status = moei_error(error, MOE_ERR_ARGUMENT, "there are no samples to train on");
+    if (status == MOE_OK && train->length > 0 && train->n > batch && batch % train->length != 0)
+        status = moei_error(error, MOE_ERR_ARGUMENT, "batch = %z: must be a multiple of length = %z", batch, train->length);
+    if (status == MOE_OK && f->test != NULL) status = moei_samples_alone(net, f->test, error);
+    if (status == MOE_OK && f->test != NULL) status = moei_routers_check(net, f->test, 1, 0, error);
+    return status == MOE_OK && f->test != NULL ? moei_data_check(net, f->test, criterion, error) : status;
+}
+
+/* Steps of an epoch and of all; two generators, so that the order of the samples can be made again without the random stages of routers. */
+static void moei_fit_count(moei_fit *f) {
+    moe_trainer *t = &f->trainer;
+    size_t batches = (f->train->n - 1) / (size_t)t->config.batch + 1;
+    moe_rng other;
+    f->progress.epochs = t->config.epochs;
+    f->progress.steps = (batches - 1) / (size_t)t->config.accumulate + 1;
+    f->progress.total_steps = (uint64_t)f->progress.steps * (uint64_t)f->progress.epochs;
+    if (t->total_steps == 0) t->total_steps = f->progress.total_steps;
+    moei_trainer_rate(t);
+    moe_rng_seed(&f->rng, t->config.seed);
+    moe_rng_seed(&other, ~t->config.seed);
+    moe_rng_seed(&t->rng, moe_rng_next(&other));
 }
 
 static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_config *config, moe_error *error) {
     moei_layout l = moei_layout_begin(NULL);
     size_t i;
-    moe_status status = moe_trainer_init(&f->trainer, net, config, error);
+    moe_status status = moei_trainer_make(&f->trainer, net, config, error);
+    if (status == MOE_OK) status = moei_fit_check(f, error);
     if (status != MOE_OK) return status;
-    status = moei_routers_check(net, NULL, error);
-    if (status == MOE_OK) status = moei_data_check(net, f->train, f->trainer.config.criterion, error);
-    if (status == MOE_OK) status = moei_samples_alone(f->train, error);
-    if (status == MOE_OK && f->test != NULL) status = moei_samples_alone(f->test, error);
-    if (status == MOE_OK && f->train->n == 0) status = moei_error(error, MOE_ERR_ARGUMENT, "there are no samples to train on");
-    if (status == MOE_OK && f->test != NULL) status = moei_data_check(net, f->test, f->trainer.config.criterion, error);
-    if (status != MOE_OK) return status;
+    f->unit = f->train->length > 0 ? f->train->length : 1;
+    f->units = f->train->n / f->unit;
     status = moei_fit_layout(f, &l);
     if (status != MOE_OK) return moei_error(error, status, "work memory: %s", moe_status_text(status));
     f->memory = moei_alloc(&net->allocator, l.used, 1);
@@ -6352,83 +6646,88 @@ static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_conf
     f->memory_size = l.used;
     l = moei_layout_begin(f->memory);
     (void)moei_fit_layout(f, &l);
-    for (i = 0; i < f->train->n; i++) f->order[i] = i;
+    for (i = 0; i < f->units; i++) f->order[i] = i;
+    moei_fit_count(f);
     return MOE_OK;
 }
 
 /* Fisher and Yates. */
 static void moei_fit_shuffle(moei_fit *f) {
     size_t i, j, kept;
-    for (i = f->train->n; i > 1; i--) {
-        j = (size_t)moe_rng_below(&f->trainer.rng, i);
+    for (i = f->units; i > 1; i--) {
+        j = (size_t)moe_rng_below(&f->rng, i);
         kept = f->order[i - 1];
         f->order[i - 1] = f->order[j];
         f->order[j] = kept;
     }
 }
 
+/* The batch that begins with sample `from` of this epoch's order. */
 static moe_data moei_fit_batch(moei_fit *f, size_t from) {
     size_t d = (size_t)f->trainer.net->d_in, o = (size_t)f->trainer.net->d_out, i;
-    moe_data batch;
-    batch.call = NULL;
+    moe_data batch = *f->train;
     batch.n = f->train->n - from;
     if (batch.n > (size_t)f->trainer.config.batch) batch.n = (size_t)f->trainer.config.batch;
     for (i = 0; i < batch.n; i++) {
-        size_t row = f->order[from + i];
-        memcpy(f->x + i * d, f->train->x + row * d, d * sizeof(moe_real));
+        size_t row = f->order[(from + i) / f->unit] * f->unit + (from + i) % f->unit;
+        if (d > 0) memcpy(f->x + i * d, f->train->x + row * d, d * sizeof(moe_real));
+        if (f->token_ids != NULL) f->token_ids[i] = f->train->token_ids[row];
         if (f->labels != NULL) f->labels[i] = f->train->labels[row];
         else memcpy(f->targets + i * o, f->train->targets + row * o, o * sizeof(moe_real));
     }
-    batch.x = f->x;
+    batch.x = d > 0 ? f->x : NULL;
+    batch.token_ids = f->token_ids;
     batch.labels = f->labels;
     batch.targets = f->targets;
     return batch;
 }
 
-/* rate (final + (1 - final) (1 + cos(pi at)) / 2), where at goes from 0 at the first step of all to 1 at the last. */
-static moe_real moei_fit_rate(const moei_fit *f) {
+/* One step of the optimiser, on so many batches as make one. */
+static moe_status moei_fit_step(moei_fit *f, moe_error *error) {
     const moe_train_config *c = &f->trainer.config;
-    double last = (double)f->progress.steps * (double)c->epochs - 1.0;
-    double at = last > 0.0 ? (double)f->trainer.steps / last : 0.0;
-    if (!(c->final_rate < MOEI_R(1.0))) return c->rate;
-    return c->rate *
-           (c->final_rate + (MOEI_R(1.0) - c->final_rate) * MOEI_R(0.5) * (MOEI_R(1.0) + (moe_real)cos(3.14159265358979324 * at)));
+    int i;
+    for (i = 0; i < c->accumulate && f->seen < f->train->n; i++) {
+        moe_data batch = moei_fit_batch(f, f->seen);
+        size_t counted = moei_counted(c->criterion, &batch);
+        moe_step step;
+        moe_status status = moei_trainer_add(&f->trainer, &batch, &step, &f->progress.gradient_norm, error);
+        if (status != MOE_OK) return status;
+        f->loss += (double)step.loss * (double)counted;
+        f->router_loss += (double)step.router_loss * (double)batch.n;
+        f->counted += counted;
+        f->seen += batch.n;
+        f->progress.samples += batch.n;
+    }
+    f->progress.rate = f->trainer.rate;
+    return moei_trainer_apply(&f->trainer, f->progress.gradient_norm, error);
 }
 
-static moe_status moei_fit_report(moei_fit *f, const moe_step *step, size_t seen, moe_error *error) {
+static moe_status moei_fit_report(moei_fit *f, moe_error *error) {
+    const moe_train_config *c = &f->trainer.config;
     moe_progress *p = &f->progress;
-    p->loss = (moe_real)(f->loss / (double)seen);
-    p->router_loss = (moe_real)(f->router_loss / (double)seen);
-    p->gradient_norm = step->gradient_norm;
+    p->loss = f->counted > 0 ? (moe_real)(f->loss / (double)f->counted) : MOEI_R(0.0);
+    p->router_loss = (moe_real)(f->router_loss / (double)f->seen);
     p->epoch_ended = p->step == p->steps;
-    if (p->epoch_ended && f->test != NULL) {
-        moe_status status =
-            moei_evaluate(f->trainer.net, f->test, f->trainer.config.criterion, f->test_work, &p->test, error);
+    p->total_step = f->trainer.steps;
+    memset(&p->test, 0, sizeof p->test);
+    if (f->test != NULL && (p->epoch_ended || (c->evaluate_every > 0 && p->total_step % (uint64_t)c->evaluate_every == 0))) {
+        moe_status status = moei_evaluate(f->trainer.net, f->test, c->criterion, f->test_work, &p->test, error);
         if (status != MOE_OK) return status;
     }
-    if (f->trainer.config.progress == NULL || f->trainer.config.progress(f->trainer.config.progress_ctx, p) == 0) return MOE_OK;
+    if (c->progress == NULL || c->progress(c->progress_ctx, p) == 0) return MOE_OK;
     return moei_error(error, MOE_ERR_STOPPED, "the progress callback stopped training in epoch %d, step %z", p->epoch, p->step);
 }
 
 static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
-    size_t from;
+    moe_status status = MOE_OK;
     f->loss = f->router_loss = 0.0;
-    memset(&f->progress.test, 0, sizeof f->progress.test);
+    f->seen = f->counted = 0;
     moei_fit_shuffle(f);
-    for (from = 0, f->progress.step = 1; from < f->train->n; f->progress.step++) {
-        moe_data batch = moei_fit_batch(f, from);
-        moe_step step;
-        moe_status status;
-        f->trainer.rate = moei_fit_rate(f);
-        status = moe_trainer_step(&f->trainer, &batch, &step, error);
-        if (status != MOE_OK) return status;
-        f->loss += (double)step.loss * (double)batch.n;
-        f->router_loss += (double)step.router_loss * (double)batch.n;
-        from += batch.n;
-        status = moei_fit_report(f, &step, from, error);
-        if (status != MOE_OK) return status;
+    for (f->progress.step = 1; status == MOE_OK && f->seen < f->train->n; f->progress.step++) {
+        status = moei_fit_step(f, error);
+        if (status == MOE_OK) status = moei_fit_report(f, error);
     }
-    return MOE_OK;
+    return status;
 }
 
 moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error) {
@@ -6438,10 +6737,6 @@ moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, co
     f.train = train;
     f.test = test != NULL && test->n > 0 ? test : NULL;
     status = moei_fit_begin(&f, net, config, error);
-    if (status == MOE_OK) {
-        f.progress.epochs = f.trainer.config.epochs;
-        f.progress.steps = (train->n - 1) / (size_t)f.trainer.config.batch + 1;
-    }
     for (f.progress.epoch = 1; status == MOE_OK && f.progress.epoch <= f.progress.epochs; f.progress.epoch++)
         status = moei_fit_epoch(&f, error);
     if (f.memory != NULL) moei_free(&net->allocator, f.memory, f.memory_size);

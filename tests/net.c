@@ -704,7 +704,8 @@ static void test_refused_training(void) {
     CHECK_STATUS(moe_evaluate(&net, &wrong, 0, &e, &error), MOE_ERR_ARGUMENT, "in evaluation too");
     CHECK_STATUS(moe_fit(&net, &data, &wrong, &c, &error), MOE_ERR_ARGUMENT, "and in the test set");
     labels[17] = -1;
-    CHECK_STATUS(moe_fit(&net, &wrong, NULL, &c, &error), MOE_ERR_ARGUMENT, "label below 0");
+    bad = c, bad.criterion = MOE_CRITERION_STOCHASTIC;
+    CHECK(moe_fit(&net, &wrong, NULL, &bad, &error) != MOE_OK && fingerprint(&net) == before, "no label, where experts are read one by one");
     labels[17] = 0;
     kept = x[5 * D + 2], x[5 * D + 2] = (moe_real)HUGE_VAL;
     CHECK_STATUS(moe_fit(&net, &wrong, NULL, &c, &error), MOE_ERR_NONFINITE, "infinite x");
