@@ -16,15 +16,15 @@
 #endif
 
 enum {
-    DRAWS = 5,           /* contaminated copies of the held-out text */
-    PARTS = 20,          /* the text is split in so many parts, each with a stretch that is held out */
-    MAX_LAYERS = 16, MAX_SEEDS = 100, MAX_ENTRIES = 256, MAX_FILES = 8, MAX_CLAIMS = 64,
-    KEY = 400, NAME = 40, CURVE = 2048, LINE = 8192,
-    VERDICT_SEEDS = 3,   /* a verdict needs so many */
-    CLAIM_SEEDS = 5, TABLE_SEEDS = 3
+    DRAWS = 5,         /* contaminated copies of the held-out text */
+    PARTS = 20,        /* the text is split in so many parts, each with a stretch that is held out */
+    VERDICT_SEEDS = 3, /* a verdict needs so many */
+    TABLE_SEEDS = 3, CLAIM_SEEDS = 5, /* unless --seeds */
+    MAX_LAYERS = 16, MAX_SEEDS = 100, MAX_ENTRIES = 256, MAX_FILES = 8,
+    KEY = 400, NAME = 40, CURVE = 2048, LINE = 8192
 };
-#define HELD_SHARE 0.1       /* of the text is held out */
-#define CONTAMINATION 0.025  /* of its tokens are replaced by one that training has not seen */
+#define HELD_SHARE 0.1      /* of the text is held out */
+#define CONTAMINATION 0.025 /* of its tokens are replaced by one that training has not seen */
 
 static const char help[] =
     "compare [options]   trains routers on one text with the same seeds and budget; two tables tell how well they predict\n"
@@ -44,7 +44,10 @@ static const char help[] =
 
 /* ---- settings: what must be the same for two runs to be compared --------------------------------------------------------------------- */
 
-enum { WIDTH, LAYERS, CONTEXT, BATCH, EXPERTS, TOP_K, D_FF, STEPS, EVALUATIONS, HELD, WORDS, VOCABULARY, AC_FIRST, AOE_RECIPE, RATE, BALANCE, N_SETTINGS };
+enum {
+    WIDTH, LAYERS, CONTEXT, BATCH, EXPERTS, TOP_K, D_FF, STEPS, EVALUATIONS, HELD, WORDS, VOCABULARY, AC_FIRST, AOE_RECIPE, RATE, BALANCE,
+    N_SETTINGS
+};
 
 typedef struct setting {
     const char *name; /* --name; a switch where most is 1 */
@@ -85,27 +88,30 @@ static int int_of(const settings *s, int i) { return (int)s->value[i]; }
 
 /* ---- routers ------------------------------------------------------------------------------------------------------------------------- */
 
-/* A row per router that is more than a preset of moe_presets; presets need none. Settings are those of moe_layer_fields on top of the preset's, where @name
-   stands for a number (filled_in). where: x for a layer that has this router, . for one that has `others`; the last letter goes on. */
+/* A row per router that is more than a preset of moe_presets; presets need none. */
 typedef struct variant {
-    const char *name, *preset; /* preset "": no router, a feed-forward as wide as the experts of a token */
-    const char *settings, *where, *others;
-    const char *takes; /* not trained: takes the tensors of this one, trained */
+    const char *name;
+    const char *preset;   /* "": no router, a feed-forward as wide as the experts of a token */
+    const char *settings; /* of moe_layer_fields, on top of the preset's; @name stands for a number, see filled_in */
+    const char *where;    /* a letter per layer: x this router, . the one called others; the last letter goes on */
+    const char *others;
+    const char *takes;    /* "", or it is not trained but takes the tensors of this one, trained */
     const char *about;
 } variant;
 
 #define ALL "x", ""
-#define CLUSTERED "ac", "smoe" /* from layer --ac-first on */
-#define TWO ".x.x.x.x.x.x.x.x"
+#define CLUSTERED "ac", "smoe" /* x from layer --ac-first on */
+#define EVERY_OTHER ".x.x.x.x.x.x.x.x", "dense"
 
 static const variant variants[] = {
     {"dense", "", "", ALL, "", "no router: one feed-forward as wide as the experts that a token visits"},
-    {"glam", "glam", "", TWO, "dense", "", "smoe on every other layer"},
-    {"similarity_glam", "similarity_glam", "", TWO, "dense", "", "similarity-aware on every other layer"},
+    {"glam", "glam", "", EVERY_OTHER, "", "smoe on every other layer"},
+    {"similarity_glam", "similarity_glam", "", EVERY_OTHER, "", "similarity-aware on every other layer"},
     {"attention_smoe_fixed", "attention_smoe", "attention_heads=fixed", ALL, "", "attention-aware by the first head"},
     {"attention_smoe_all", "attention_smoe", "attention_heads=all", ALL, "", "attention-aware by all heads"},
     {"attention_xmoe_fixed", "attention_xmoe", "attention_heads=fixed", ALL, "", "attention-aware xmoe by the first head"},
-    {"attention_dropout_fixed", "attention_smoe_dropout", "attention_heads=fixed", ALL, "", "attention-aware smoe_dropout by the first head"},
+    {"attention_dropout_fixed", "attention_smoe_dropout", "attention_heads=fixed", ALL, "",
+     "attention-aware smoe_dropout by the first head"},
     {"acmoe", "acmoe", "router_bias=1", CLUSTERED, "", "adaptive clustering over the call, as in the paper"},
     {"acmoe_code", "acmoe_code", "", CLUSTERED, "", "adaptive clustering over the call, as in its authors' program"},
     {"acmoe_threshold", "acmoe_threshold", "router_bias=1", CLUSTERED, "", "adaptive clustering, all experts above a threshold"},
@@ -124,10 +130,10 @@ static const variant variants[] = {
     {"similarity_tau_0.1", "similarity_smoe", "similarity_tau=0.1", ALL, "", "tau 0.1"},
     {"similarity_tau_2", "similarity_smoe", "similarity_tau=2", ALL, "", "tau 2"},
     {"similarity_tau_sqrt_d", "similarity_smoe", "similarity_tau=@sqrt_width", ALL, "", "tau sqrt(d)"},
-    {"similarity_tau_falls", "similarity_smoe", "similarity_tau=@sqrt_width tau_schedule=similarity_tau tau_end=1 schedule_steps=@steps", ALL, "",
-     "tau from sqrt(d) to 1"},
-    {"similarity_tau_rises", "similarity_smoe", "similarity_tau=1 tau_schedule=similarity_tau tau_end=@sqrt_width schedule_steps=@steps", ALL, "",
-     "tau from 1 to sqrt(d)"},
+    {"similarity_tau_falls", "similarity_smoe", "similarity_tau=@sqrt_width tau_schedule=similarity_tau tau_end=1 "
+     "schedule_steps=@steps", ALL, "", "tau from sqrt(d) to 1"},
+    {"similarity_tau_rises", "similarity_smoe", "similarity_tau=1 tau_schedule=similarity_tau tau_end=@sqrt_width "
+     "schedule_steps=@steps", ALL, "", "tau from 1 to sqrt(d)"},
     {"similarity_learned", "similarity_smoe", "similarity_tau=@sqrt_width similarity_learned=1", ALL, "", "tau sqrt(d), W_s learned"},
     {"similarity_first", "similarity_smoe", "", "x.", "smoe", "", "similarity-aware in the first layer alone"},
     {"similarity_later", "similarity_smoe", "", ".x", "smoe", "", "similarity-aware from the second layer on"},
@@ -160,7 +166,8 @@ static const variant variants[] = {
     {"norm_product", "smoe", "score=norm norm_node=product router_bias=0", ALL, "smoe", "smoe, trained, then routed by |product|"},
     {"norm_output", "smoe", "score=norm norm_node=output router_bias=0", ALL, "smoe", "smoe, trained, then routed by |output|"},
     {"norm_output_l1", "smoe", "score=norm norm_node=output norm_order=l1 router_bias=0", ALL, "smoe", "the same by the sum of |output_i|"},
-    {"norm_output_linf", "smoe", "score=norm norm_node=output norm_order=linf router_bias=0", ALL, "smoe", "the same by the largest |output_i|"},
+    {"norm_output_linf", "smoe", "score=norm norm_node=output norm_order=linf router_bias=0", ALL, "smoe",
+     "the same by the largest |output_i|"},
     {"norm_control", "smoe", "score=grap router_bias=0", ALL, "smoe", "smoe, trained, then routed by features: no knowledge of experts"},
     {NULL, NULL, NULL, NULL, NULL, NULL, NULL},
 };
@@ -169,19 +176,24 @@ static const variant variants[] = {
 static const struct {
     const char *name, *routers, *about;
 } studies[] = {
-    {"tau", "smoe,similarity_smoe,similarity_tau_0.1,similarity_tau_2,similarity_tau_sqrt_d,similarity_tau_falls,similarity_tau_rises,similarity_learned",
+    {"tau", "smoe,similarity_smoe,similarity_tau_0.1,similarity_tau_2,similarity_tau_sqrt_d,similarity_tau_falls,similarity_tau_rises,"
+     "similarity_learned",
      "similarity-aware routing: tau 1, 0.1, 2, sqrt(d), schedules"},
-    {"sigma", "smoe,attention_smoe_fixed,attention_sigma_0.1,attention_sigma_2,attention_sigma_sqrt_d,attention_sigma_falls,attention_sigma_rises",
+    {"sigma", "smoe,attention_smoe_fixed,attention_sigma_0.1,attention_sigma_2,attention_sigma_sqrt_d,attention_sigma_falls,"
+     "attention_sigma_rises",
      "attention-aware routing: sigma 1, 0.1, 2, sqrt(d), schedules"},
     {"heads", "smoe,attention_smoe_fixed,attention_smoe_all", "attention-aware routing: the first head, all heads"},
-    {"choices", "smoe_2_of_16,smoe_1_of_16,smoe_8_of_16,smoe_2_of_32,similarity_1_of_16,similarity_2_of_16,similarity_8_of_16,similarity_2_of_32",
+    {"choices", "smoe_2_of_16,smoe_1_of_16,smoe_8_of_16,smoe_2_of_32,similarity_1_of_16,similarity_2_of_16,similarity_8_of_16,"
+     "similarity_2_of_32",
      "experts per token and experts: (2,16), (1,16), (8,16), (2,32)"},
     {"experts", "smoe_2_of_16,smoe_2_of_4,smoe_2_of_8,smoe_2_of_32", "number of experts"},
     {"spread", "smoe,acmoe_running,acmoe_variance,acmoe_random", "adaptive clustering: mad, variance, random scaling"},
     {"mixing", "smoe,acmoe_running,acmoe_mix2", "adaptive clustering: mixed over 1 and 2 experts"},
-    {"placement", "smoe,acmoe_running,acmoe_from_2,acmoe_only_2,similarity_smoe,similarity_first,similarity_later", "which layers have the router"},
+    {"placement", "smoe,acmoe_running,acmoe_from_2,acmoe_only_2,similarity_smoe,similarity_first,similarity_later",
+     "which layers have the router"},
     {"d_low", "aoe,aoe_low_8,aoe_low_16,aoe_low_32,aoe_low_48", "autonomy of experts: d_low (d/3, 8, 16, 32, 48), equal parameters"},
-    {"affinity", "locmoe_plus_all,locmoe_plus,locmoe_plus_0.4,locmoe_plus_0.8", "share of its affinity that an expert keeps: 1, 0.6, 0.4, 0.8"},
+    {"affinity", "locmoe_plus_all,locmoe_plus,locmoe_plus_0.4,locmoe_plus_0.8",
+     "share of its affinity that an expert keeps: 1, 0.6, 0.4, 0.8"},
     {"autonomy", "smoe,aoe,smoe_factorised,smoe_mlp_router", "what makes it better: the experts' shape, a large router?"},
     {"norms", "smoe,norm_gate,norm_up,norm_act,norm_product,norm_output,norm_output_l1,norm_output_linf,norm_control",
      "the router of a trained net replaced by a norm inside the experts"},
@@ -190,9 +202,11 @@ enum { N_STUDIES = sizeof studies / sizeof studies[0] };
 
 /* ---- metrics ------------------------------------------------------------------------------------------------------------------------- */
 
-/* What a row of the CSV holds besides names, in its order; SAVED and RELATIVE are computed from others. Of the routers, means over layers. */
-enum { LOSS, FINAL, TRAIN, CONTAMINATED, CLEAN, TEST, FLUCTUATION, ENTROPY, LOAD_ENTROPY, LOAD_MAX, INSTABILITY, CHANCE, DROPPED, SERVED, OFF_DIAGONAL,
-       PARAMETERS, ACTIVE, MS, N_METRICS, SAVED = N_METRICS, RELATIVE, N_MEASURES };
+/* What a row of the CSV holds besides names, in its order; of the routers, means over layers. SAVED and RELATIVE are made of others. */
+enum {
+    LOSS, FINAL, TRAIN, CONTAMINATED, CLEAN, TEST, FLUCTUATION, ENTROPY, LOAD_ENTROPY, LOAD_MAX, INSTABILITY, CHANCE, DROPPED, SERVED,
+    OFF_DIAGONAL, PARAMETERS, ACTIVE, MS, N_METRICS, SAVED = N_METRICS, RELATIVE, N_MEASURES
+};
 
 static const struct {
     const char *name, *label;
@@ -209,7 +223,7 @@ static const struct {
     {"gate_entropy", "entropy", 4, 0, "mean H(p), p normalised"},
     {"load_entropy", "load entropy", 4, 0, "H of the experts' shares"},
     {"load_max", "max/mean", 3, 0, "largest load / mean load"},
-    {"instability", "instability", 4, 0, "share of token pairs that share an expert in one of two neighbouring layers and not in the other"},
+    {"instability", "instability", 4, 0, "share of the token pairs that have an expert in common at one of two layers and not at the next"},
     {"chance", "by chance", 4, 0, "instability of layers that have nothing to do with each other"},
     {"dropped", "dropped", 4, 0, "share of the chosen pairs that a capacity dropped"},
     {"served", "served", 4, 0, "share of the tokens that some expert worked on"},
@@ -217,7 +231,8 @@ static const struct {
     {"parameters", "parameters", 0, 0, "numbers that are learned"},
     {"active", "per token", 0, 0, "of these, used by a token"},
     {"ms_per_step", "ms/step", 1, 0, "processor time of a training step"},
-    {"", "steps saved", 0, 1, "steps by which the baseline's final loss is reached sooner; where it is not, minus those by which the baseline reaches that one's"},
+    {"", "steps saved", 0, 1,
+     "steps by which it comes sooner to the baseline's final loss; if it never does, minus the baseline's lead to its own"},
     {"", "rel. instab.", 4, 0, "instability divided by its chance level"},
 };
 
@@ -229,9 +244,11 @@ static const struct {
     {"similarity", "Similarity-aware routing lowers perplexity, fluctuation and entropy.", "Nguyen et al. 2025, graph of tokens"},
     {"attention", "Attention-aware routing lowers perplexity, fluctuation and entropy.", "Nguyen et al. 2025, graph of tokens"},
     {"bases", "Both do so over X-MoE and over frozen routers.", "Nguyen et al. 2025, graph of tokens"},
-    {"clustering", "Adaptive clustering lowers perplexity, also contaminated, and instability; it needs fewer steps.", "Nielsen et al. 2025, tight clusters"},
+    {"clustering", "Adaptive clustering lowers perplexity, also contaminated, and instability; it needs fewer steps.",
+     "Nielsen et al. 2025, tight clusters"},
     {"spread", "Scaling by mean absolute deviation beats variance and random scaling.", "Nielsen et al. 2025, tight clusters"},
-    {"autonomy", "Autonomy of experts lowers the loss at equal parameters, balances load, is surer of its choice.", "Lv et al. 2025, autonomy of experts"},
+    {"autonomy", "Autonomy of experts lowers the loss at equal parameters, balances load, is surer of its choice.",
+     "Lv et al. 2025, autonomy of experts"},
     {"locality", "LocMoE+ keeps the loss (within 0.01 nats) while it serves fewer tokens.", "Li et al. 2024, LocMoE+"},
     {"sparsity", "A mixture is better than a dense net of equal active size at equal steps.", "Shazeer et al. 2017, Fedus et al. 2022"},
 };
@@ -251,13 +268,17 @@ static const claim claims[] = {
     {"similarity", "similarity_tau_sqrt_d", "smoe", ENTROPY, -1, 0},
     {"attention", "attention_smoe_fixed", "smoe", LOSS, -1, 0}, {"attention", "attention_smoe_fixed", "smoe", FLUCTUATION, -1, 0},
     {"attention", "attention_smoe_fixed", "smoe", ENTROPY, -1, 0},
-    {"bases", "similarity_xmoe", "xmoe", LOSS, -1, 0}, {"bases", "similarity_xmoe", "xmoe", FLUCTUATION, -1, 0},
+    {"bases", "similarity_xmoe", "xmoe", LOSS, -1, 0},
+    {"bases", "similarity_xmoe", "xmoe", FLUCTUATION, -1, 0},
     {"bases", "similarity_xmoe", "xmoe", ENTROPY, -1, 0},
-    {"bases", "attention_xmoe_fixed", "xmoe", LOSS, -1, 0}, {"bases", "attention_xmoe_fixed", "xmoe", FLUCTUATION, -1, 0},
+    {"bases", "attention_xmoe_fixed", "xmoe", LOSS, -1, 0},
+    {"bases", "attention_xmoe_fixed", "xmoe", FLUCTUATION, -1, 0},
     {"bases", "attention_xmoe_fixed", "xmoe", ENTROPY, -1, 0},
-    {"bases", "similarity_smoe_dropout", "smoe_dropout", LOSS, -1, 0}, {"bases", "similarity_smoe_dropout", "smoe_dropout", FLUCTUATION, -1, 0},
+    {"bases", "similarity_smoe_dropout", "smoe_dropout", LOSS, -1, 0},
+    {"bases", "similarity_smoe_dropout", "smoe_dropout", FLUCTUATION, -1, 0},
     {"bases", "similarity_smoe_dropout", "smoe_dropout", ENTROPY, -1, 0},
-    {"bases", "attention_dropout_fixed", "smoe_dropout", LOSS, -1, 0}, {"bases", "attention_dropout_fixed", "smoe_dropout", FLUCTUATION, -1, 0},
+    {"bases", "attention_dropout_fixed", "smoe_dropout", LOSS, -1, 0},
+    {"bases", "attention_dropout_fixed", "smoe_dropout", FLUCTUATION, -1, 0},
     {"bases", "attention_dropout_fixed", "smoe_dropout", ENTROPY, -1, 0},
     {"clustering", "acmoe_running", "smoe", LOSS, -1, 0}, {"clustering", "acmoe_running", "smoe", CONTAMINATED, -1, 0},
     {"clustering", "acmoe_running", "smoe", RELATIVE, -1, 0}, {"clustering", "acmoe_running", "smoe", SAVED, 1, 0},
@@ -367,7 +388,8 @@ static int fair_width(const moe_layer_config *c, int d, int f) {
 
 /* Whether a balance loss is added: p is a softmax by which tokens choose, and no loss of its own spreads them. */
 static int wants_balance(const moe_router_config *c) {
-    int by_tokens = c->select == MOE_SELECT_TOP_K || c->select == MOE_SELECT_TOP_P || c->select == MOE_SELECT_THRESHOLD || c->select == MOE_SELECT_GROUPED_TOP_K;
+    int by_tokens = c->select == MOE_SELECT_TOP_K || c->select == MOE_SELECT_TOP_P || c->select == MOE_SELECT_THRESHOLD ||
+                    c->select == MOE_SELECT_GROUPED_TOP_K;
     return by_tokens && c->gate == MOE_GATE_SOFTMAX && c->loss_balance <= 0 && c->loss_importance <= 0 && c->bias_rate <= 0;
 }
 
@@ -397,7 +419,8 @@ static moe_status build(const entry *e, int seed, moe_net *net, moe_error *error
         has |= v == e->v;
         status = configure(&e->s, v, &experts[l], error);
     }
-    if (status == MOE_OK && !has) return language_error(error, MOE_ERR_CONFIG, "no layer would have it: more --layers, or an earlier --ac-first");
+    if (status == MOE_OK && !has)
+        return language_error(error, MOE_ERR_CONFIG, "no layer would have it: more --layers, or an earlier --ac-first");
     return status == MOE_OK ? language_net(net, &shape, experts, (uint64_t)seed, error) : status;
 }
 
@@ -422,7 +445,8 @@ static void make_key(entry *e) {
     }
     for (int i = 0; i < N_SETTINGS; i++)
         n += (size_t)snprintf(e->key + n, sizeof e->key - n, "%s=%.6g ", setting_rows[i].name, e->s.value[i]);
-    snprintf(e->key + n, sizeof e->key - n, "texts=%08lx router=%08lx", (unsigned long)(data.fingerprint & 0xffffffffu), (unsigned long)(router & 0xffffffffu));
+    snprintf(e->key + n, sizeof e->key - n, "texts=%08lx router=%08lx", (unsigned long)(data.fingerprint & 0xffffffffu),
+             (unsigned long)(router & 0xffffffffu));
 }
 
 static const row *find_row(const entry *e, int seed) {
@@ -575,7 +599,8 @@ static moe_status find_absent(const language_text *texts, int n, moe_error *erro
     return MOE_OK;
 }
 
-static moe_status read_data(const char *const *train, size_t n_train, const char *valid, const char *test, const settings *s, moe_error *error) {
+static moe_status read_data(const char *const *train, size_t n_train, const char *valid, const char *test, const settings *s,
+                            moe_error *error) {
     static const char *const headers[] = {"moe.h", "moe_routers.h", "moe_kernels.h"};
     moe_buffer held = {0}, final = {0};
     language_text texts[3] = {{0}};
@@ -587,13 +612,15 @@ static moe_status read_data(const char *const *train, size_t n_train, const char
     if (status == MOE_OK) status = language_encode(&data.language, &data.kept, &texts[0], error);
     if (status == MOE_OK) status = language_encode(&data.language, &held, &texts[1], error);
     if (status == MOE_OK) status = language_encode(&data.language, &final, &texts[2], error);
-    if (status == MOE_OK && texts[0].n <= size_of(s, CONTEXT)) status = language_error(error, MOE_ERR_ARGUMENT, "the training text is shorter than a sequence");
+    if (status == MOE_OK && texts[0].n <= size_of(s, CONTEXT))
+        status = language_error(error, MOE_ERR_ARGUMENT, "the training text is shorter than a sequence");
     if (status == MOE_OK) status = find_absent(texts, 3, error);
     if (status == MOE_OK) status = make_sample(&texts[1], s, size_of(s, HELD), "held-out", &data.held, error);
     if (status == MOE_OK && test != NULL) status = make_sample(&texts[2], s, 8 * size_of(s, HELD), "test", &data.test, error);
     for (uint64_t d = 0; d < DRAWS && status == MOE_OK; d++) status = contaminate(s, d + 1, &data.draws[d], error);
     data.fingerprint = 14695981039346656037u;
-    for (int t = 0; t < 3 && status == MOE_OK; t++) data.fingerprint = fingerprint(data.fingerprint, texts[t].ids, texts[t].n * sizeof *texts[t].ids);
+    for (int t = 0; t < 3 && status == MOE_OK; t++)
+        data.fingerprint = fingerprint(data.fingerprint, texts[t].ids, texts[t].n * sizeof *texts[t].ids);
     data.train = texts[0];
     free(texts[1].ids), free(texts[2].ids), moe_buffer_free(&held), moe_buffer_free(&final);
     return status;
@@ -615,17 +642,19 @@ static void free_data(void) {
 typedef struct watch {
     int layers, context;
     size_t n_tokens;
-    int routed[MAX_LAYERS];                          /* the layer has a router whose choices can be compared */
-    int32_t *now[MAX_LAYERS], *before[MAX_LAYERS];   /* [n_tokens] first choices */
+    int routed[MAX_LAYERS];                        /* the layer has a router whose choices can be compared */
+    int32_t *now[MAX_LAYERS], *before[MAX_LAYERS]; /* [n_tokens] first choices */
     moe_metrics metrics[MAX_LAYERS];
     void *memory[MAX_LAYERS];
     size_t size[MAX_LAYERS];
     double served[MAX_LAYERS], off_diagonal[MAX_LAYERS]; /* off_diagonal: NONE without a similarity matrix */
-    double fluctuation[MAX_LAYERS];                  /* sum over comparisons */
+    double fluctuation[MAX_LAYERS];                      /* sum over comparisons */
     int n_evaluations;
 } watch;
 
-static const moe_router_config *router_of(const moe_net *net, int layer) { return &net->modules[language_module((size_t)layer)].layer.config.router; }
+static const moe_router_config *router_of(const moe_net *net, int layer) {
+    return &net->modules[language_module((size_t)layer)].layer.config.router;
+}
 
 static void watch_free(watch *w) {
     for (int l = 0; l < MAX_LAYERS; l++) free(w->now[l]), free(w->before[l]), free(w->memory[l]);
@@ -655,7 +684,7 @@ static double similarity(const moe_router_config *c, const moe_real *ui, const m
     return product / tau;
 }
 
-/* Mean over the tokens of a causal similarity matrix S of 1 - S_ii, from the routers' input at the end of training; NONE where S is another. */
+/* Mean over tokens of 1 - S_ii, S the causal similarity matrix at the end of training, from the router's input; NONE where S is another. */
 static double off_diagonal(const moe_router_config *c, const moe_routing *r, size_t context) {
     double sum = 0;
     size_t d = (size_t)c->d_model;
@@ -701,7 +730,8 @@ static moe_status read_pass(void *ctx, const moe_net_pass *pass, size_t first) {
         if (label != data.absent) r->clean += loss, r->n_clean++;
     }
     for (int l = 0; r->w != NULL && l < r->w->layers && status == MOE_OK; l++)
-        if (r->w->routed[l]) status = watch_layer(r->w, l, router_of(r->net, l), moe_net_routing(r->net, pass, language_module((size_t)l)), first);
+        if (r->w->routed[l])
+            status = watch_layer(r->w, l, router_of(r->net, l), moe_net_routing(r->net, pass, language_module((size_t)l)), first);
     return status;
 }
 
@@ -749,8 +779,9 @@ static void tell(const entry *e, int seed, int step, double loss, int over) {
     if (quiet || !isatty(2) || (now == progress.told && !over)) return;
     progress.told = now;
     if (over) fprintf(stderr, "\r%*s\r", 99, "");
-    else fprintf(stderr, "\rrun %d of %d: %s, seed %d, step %d of %d, loss %.3f, %.0f tokens/s, %d:%02d left   ", progress.run, progress.runs, e->v->name, seed,
-                 step, int_of(&e->s, STEPS), loss, speed, (int)left / 60, (int)left % 60);
+    else
+        fprintf(stderr, "\rrun %d of %d: %s, seed %d, step %d of %d, loss %.3f, %.0f tokens/s, %d:%02d left   ", progress.run,
+                progress.runs, e->v->name, seed, step, int_of(&e->s, STEPS), loss, speed, (int)left / 60, (int)left % 60);
 }
 
 static double seconds_since(clock_t start) { return (double)(clock() - start) / CLOCKS_PER_SEC; }
@@ -858,7 +889,8 @@ static moe_status finish_row(const moe_net *net, const settings *s, watch *w, ro
         all += one.sum / DRAWS, clean += one.clean / DRAWS;
     }
     if (status == MOE_OK) r->value[CONTAMINATED] = all, r->value[CLEAN] = clean;
-    if (status == MOE_OK && data.test.sequences > 0 && (status = read_sample(net, &data.test, s, NULL, &one, error)) == MOE_OK) r->value[TEST] = one.sum;
+    if (status == MOE_OK && data.test.sequences > 0 && (status = read_sample(net, &data.test, s, NULL, &one, error)) == MOE_OK)
+        r->value[TEST] = one.sum;
     r->value[PARAMETERS] = (double)moe_net_parameters(net, &used), r->value[ACTIVE] = (double)used;
     r->causal = moe_net_check_decoding(net, NULL) == MOE_OK;
     return status;
@@ -958,7 +990,8 @@ static int check_entries(void) {
     moe_error error;
     for (int i = 0; i < n_entries; i++) {
         make_key(&entries[i]);
-        if (build(&entries[i], 1, &net, &error) != MOE_OK) return fprintf(stderr, "compare: %s: %s\n", entries[i].v->name, error.message), 1;
+        if (build(&entries[i], 1, &net, &error) != MOE_OK)
+            return fprintf(stderr, "compare: %s: %s\n", entries[i].v->name, error.message), 1;
         moe_net_free(&net);
     }
     return 0;
@@ -977,14 +1010,15 @@ static int run_one(const entry *e, int seed) {
     return append(line) || keep_row(&r);
 }
 
-/* Every router with every seed, seeds outermost: a run that is stopped has pairs to compare. *ran: how many were not there yet. A router that fails does
-   not stop the others. */
+/* Every router with every seed, seeds outermost: what is stopped has pairs to compare. *ran: how many were not there yet. A router that
+   fails does not stop the others. */
 static int run_entries(int *ran) {
     int failed = 0;
     memset(&progress, 0, sizeof progress);
     for (int s = 0; s < n_seeds; s++)
         for (int i = 0; i < n_entries; i++)
-            if (find_row(&entries[i], seeds[s]) == NULL) progress.runs++, progress.steps_left += *entries[i].v->takes != '\0' ? 0 : entries[i].s.value[STEPS];
+            if (find_row(&entries[i], seeds[s]) == NULL)
+                progress.runs++, progress.steps_left += *entries[i].v->takes != '\0' ? 0 : entries[i].s.value[STEPS];
     for (int s = 0; s < n_seeds && !stopped; s++)
         for (int i = 0; i < n_entries && !stopped; i++) {
             if (find_row(&entries[i], seeds[s]) != NULL) continue;
@@ -992,8 +1026,9 @@ static int run_entries(int *ran) {
             failed |= run_one(&entries[i], seeds[s]);
         }
     *ran = progress.run;
-    if (stopped) fprintf(stderr, "compare: stopped in run %d of %d%s%s\n", progress.run, progress.runs, csv_path != NULL ? "; the same command goes on from " : "",
-                         csv_path != NULL ? csv_path : "");
+    if (stopped)
+        fprintf(stderr, "compare: stopped in run %d of %d%s%s\n", progress.run, progress.runs,
+                csv_path != NULL ? "; the same command goes on from " : "", csv_path != NULL ? csv_path : "");
     moe_net_free(&donor.net);
     memset(&donor, 0, sizeof donor);
     return failed;
@@ -1012,7 +1047,7 @@ static double reach(const char *curve, double loss) {
     return NONE;
 }
 
-/* Steps that r needs less than the baseline to come where that ended; or, if it never gets there, minus those that the baseline needs less. */
+/* Steps by which r comes sooner than the baseline to where that ends; if it never does, minus the baseline's lead to r's own end. */
 static double steps_saved(const row *r, const row *baseline) {
     double reached = reach(r->curve, baseline->value[FINAL]), other = reach(baseline->curve, r->value[FINAL]);
     double own_end = reach(baseline->curve, baseline->value[FINAL]), end = reach(r->curve, r->value[FINAL]);
@@ -1095,10 +1130,11 @@ static void put_prediction(const entry *e) {
 static void print_predictions(void) {
     int marked = 0;
     for (int i = 0; i < n_entries; i++) marked |= !is_causal(&entries[i]);
-    printf("How well they predict: nats per token of held-out text and 95 %% t-intervals, %d seed%s; differs: from the first one,\n"
-           "paired by seed; ppl: perplexity; contam.: 2.5 %% of the tokens replaced by one unseen in training, clean: there, where\n"
-           "the target is not; steps: to the first one's final loss%s.\n\n", n_seeds, n_seeds == 1 ? "" : "s",
-           marked ? "; *: sees later tokens, so its loss is no language model's" : "");
+    printf("How well they predict: nats per token of held-out text with 95 %% t-intervals, %d seed%s. differs: from\n"
+           "the first one, paired by seed; ppl: perplexity; contam.: 2.5 %% of the tokens are replaced by one that\n"
+           "training has not seen, clean: there, where the target is not replaced; steps: to the loss where the\n"
+           "first one ends, mean and number of seeds that come there.\n%s\n",
+           n_seeds, n_seeds == 1 ? "" : "s", marked ? "*: sees later tokens, so that its loss is no language model's.\n" : "");
     table_new(1);
     table_heads("router|loss|+-|differs|+-|ppl|contam.|clean|test|steps");
     for (int i = 0; i < n_entries; i++) put_prediction(&entries[i]);
@@ -1113,11 +1149,13 @@ static void print_routing(void) {
     for (int i = 0; i < n_entries; i++) {
         table_row();
         table_put("%s%s", entries[i].v->name, is_causal(&entries[i]) ? "" : " *");
-        for (int c = 0; c < N; c++) table_number(level_of(&entries[i], columns[c]).mean, metrics[columns[c]].decimals > 3 ? 3 : metrics[columns[c]].decimals);
+        for (int c = 0; c < N; c++)
+            table_number(level_of(&entries[i], columns[c]).mean, metrics[columns[c]].decimals > 3 ? 3 : metrics[columns[c]].decimals);
     }
-    printf("How they route: fluct.: share of first choices that change between evaluations; entropy: H(p); load: largest / mean;\n"
-           "instab.: between layers, chance: of layers that have nothing to do with each other; shares of choices dropped and of\n"
-           "tokens served; params: numbers learned, active: used by a token; ms: processor time of a step.\n\n");
+    printf("How they route, mean over layers. fluct.: share of first choices that change between evaluations;\n"
+           "entropy: H(p); load: largest / mean; instab.: between layers, chance: of layers that have nothing to do\n"
+           "with each other; shares of choices dropped and of tokens served; params: numbers learned, active: used\n"
+           "by a token; ms: processor time of a step.\n\n");
     table_print();
 }
 
@@ -1127,7 +1165,8 @@ static void print_notes(void) {
         const entry *e = &entries[i];
         estimate mass = level_of(e, OFF_DIAGONAL);
         if (mass.n > 0) printf("%s: mass of the similarity matrix off its diagonal %.4f\n", e->v->name, mass.mean);
-        if (is_causal(e) && !isnan(level_of(e, LOSS).mean) && (best == NULL || level_of(e, LOSS).mean < level_of(best, LOSS).mean)) best = e;
+        if (is_causal(e) && !isnan(level_of(e, LOSS).mean) && (best == NULL || level_of(e, LOSS).mean < level_of(best, LOSS).mean))
+            best = e;
     }
     if (best != NULL) printf("least held-out loss: %s\n\n", best->v->name);
 }
@@ -1181,8 +1220,10 @@ static void print_claims(const char *asked) {
         if (may_judge[i] && d[i].n >= VERDICT_SEEDS) p[i] = d[i].p, judged++;
     }
     holm(p, N_CLAIMS);
-    printf("What papers claim and what %d seeds show at this size: treatment - baseline, paired by seed, with its own 95 %%\n"
-           "t-interval; p by Holm over the %d comparisons judged here; reproduced or opposite where it is below 0.05.\n\n", n_seeds, judged);
+    printf("What papers claim and what %d seeds show at this size: treatment - baseline, paired by seed, with its\n"
+           "own 95 %% t-interval; p by Holm over the %d comparisons that are judged here; reproduced or opposite\n"
+           "where it is below 0.05.\n\n",
+           n_seeds, judged);
     table_new(3);
     table_heads("treatment|baseline|claimed|differs by|+-|p|verdict");
     for (int i = 0; i < N_PAPERS; i++) {
@@ -1286,7 +1327,9 @@ static void print_claim_names(void) {
         for (int c = 0; c < N_CLAIMS; c++)
             if (strcmp(claims[c].paper, papers[i].name) == 0)
                 printf("  %-26s  %s against %s: %s %s\n", "", claims[c].treatment, claims[c].baseline, metrics[claims[c].metric].label,
-                       claims[c].margin > 0 ? "kept" : claims[c].sign < 0 ? "lower" : "higher");
+                       claims[c].margin > 0 ? "kept"
+                       : claims[c].sign < 0 ? "lower"
+                                            : "higher");
     }
 }
 
@@ -1301,20 +1344,21 @@ static void print_list(void) {
     for (int m = 0; m < N_METRICS; m++) print_about(metrics[m].name, metrics[m].about);
 }
 
+static void take_seeds(int n) {
+    for (n_seeds = 0; n_seeds < n; n_seeds++) seeds[n_seeds] = n_seeds + 1;
+}
+
 static int read_seeds(const char *text) {
-    char *end;
     int is_list = strchr(text, ',') != NULL;
-    n_seeds = 0;
-    while (*text != '\0' && n_seeds < MAX_SEEDS) {
+    char *end;
+    for (n_seeds = 0; *text != '\0' && n_seeds < MAX_SEEDS; text = end + (*end == ',')) {
         long seed = strtol(text, &end, 10);
-        if (end == text || (*end != '\0' && *end != ',') || seed < 0 || seed > 1000000000) return complain("--seeds: not a number, or a list like 1,2,3");
-        seeds[n_seeds++] = (int)seed, text = end + (*end == ',');
+        if (end == text || (*end != '\0' && *end != ',') || seed < 0 || seed > 1000000000) return 1;
+        seeds[n_seeds++] = (int)seed;
     }
-    if (!is_list) {
-        if (n_seeds != 1 || seeds[0] < 1 || seeds[0] > MAX_SEEDS) return complain("--seeds goes from 1 to 100");
-        for (n_seeds = seeds[0]; seeds[0] > 0; seeds[0]--) seeds[seeds[0] - 1] = seeds[0];
-        for (int i = 0; i < n_seeds; i++) seeds[i] = i + 1;
-    }
+    if (is_list) return *text != '\0';
+    if (n_seeds != 1 || seeds[0] < 1 || seeds[0] > MAX_SEEDS) return 1;
+    take_seeds(seeds[0]);
     return 0;
 }
 
@@ -1342,9 +1386,10 @@ static int read_options(int count, char **words) {
         const char *name;
         int *flag;
         const char **text;
-    } plain[] = {{"--markdown", &table.markdown, NULL}, {"--sweep", &options.sweep, NULL}, {"--list", &options.list, NULL}, {"--claims", &options.claims, NULL}, {"--check", &options.check, NULL},
-                 {"--routers", NULL, &options.routers}, {"--claim", NULL, &options.claim}, {"--ablate", NULL, &options.study},
-                 {"--csv", NULL, &csv_path}, {"--valid", NULL, &options.valid}, {"--test", NULL, &options.test}};
+    } plain[] = {{"--markdown", &table.markdown, NULL}, {"--sweep", &options.sweep, NULL},  {"--list", &options.list, NULL},
+                 {"--claims", &options.claims, NULL},   {"--check", &options.check, NULL},  {"--routers", NULL, &options.routers},
+                 {"--claim", NULL, &options.claim},     {"--ablate", NULL, &options.study}, {"--csv", NULL, &csv_path},
+                 {"--valid", NULL, &options.valid},     {"--test", NULL, &options.test}};
     for (int i = 1, used; i < count; i += 1 + used) {
         const char *word = words[i], *value = i + 1 < count ? words[i + 1] : "";
         size_t p = 0;
@@ -1364,7 +1409,8 @@ static int read_options(int count, char **words) {
         if (read < 0) return fprintf(stderr, "compare: %s: no such option; -h explains\n", word), 1;
         if (read > 0) return fprintf(stderr, "compare: %s: its value is missing or no good; -h explains\n", word), 1;
     }
-    if ((options.claim != NULL) + (options.study != NULL) + options.sweep > 1) return complain("--claim, --ablate and --sweep go one at a time");
+    if ((options.claim != NULL) + (options.study != NULL) + options.sweep > 1)
+        return complain("--claim, --ablate and --sweep go one at a time");
     return 0;
 }
 
@@ -1386,8 +1432,9 @@ static int add_asked(void) {
 }
 
 static void print_all(void) {
-    printf("%d bytes or words of training text; %d layers of width %d, context %d, batch %d, %d experts; %d steps\n\n", (int)data.train.n, int_of(&options.s, LAYERS),
-           int_of(&options.s, WIDTH), int_of(&options.s, CONTEXT), int_of(&options.s, BATCH), int_of(&options.s, EXPERTS), int_of(&options.s, STEPS));
+    printf("%d bytes or words of training text; %d layers of width %d, context %d, batch %d, %d experts; %d steps\n\n", (int)data.train.n,
+           int_of(&options.s, LAYERS), int_of(&options.s, WIDTH), int_of(&options.s, CONTEXT), int_of(&options.s, BATCH),
+           int_of(&options.s, EXPERTS), int_of(&options.s, STEPS));
     if (options.sweep) {
         print_sweep(&options.s);
         return;
@@ -1401,7 +1448,8 @@ static void print_all(void) {
 static int perform(void) {
     moe_error error;
     int ran, failed;
-    if (read_data(options.train, options.n_train, options.valid, options.test, &options.s, &error) != MOE_OK) return complain(error.message);
+    if (read_data(options.train, options.n_train, options.valid, options.test, &options.s, &error) != MOE_OK)
+        return complain(error.message);
     if (add_asked() || check_entries() || read_csv()) return 1;
     failed = run_entries(&ran);
     print_all();
@@ -1409,7 +1457,7 @@ static int perform(void) {
     return fflush(stdout) == 0 && !ferror(stdout) ? failed : complain("the output could not be written");
 }
 
-/* ---- compare --check --------------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- compare --check ----------------------------------------------------------------------------------------------------------------- */
 
 static int n_passed, n_failed;
 
@@ -1439,13 +1487,15 @@ static void check_statistics(void) {
     near(with_margin.p, student_p((7.0 / 3 - 2.5) / 0.881917103688, 2), "p against a margin");
     check(estimate_of(same, 2, 0).p == 0 && estimate_of(same, 2, 2).p == 1, "p without variance");
     holm(p, 5);
-    near(p[0], 0.04, "Holm, the least"), near(p[3], 0.09, "Holm, the second"), near(p[1], 0.09, "Holm, not below the second"), near(p[4], 0.9, "Holm, the largest");
+    near(p[0], 0.04, "Holm, the least"), near(p[3], 0.09, "Holm, the second"), near(p[1], 0.09, "Holm, not below the second"),
+        near(p[4], 0.9, "Holm, the largest");
     check(isnan(p[2]), "Holm leaves out what is not judged");
     near(reach("10:3 20:2 30:1 ", 1.5), 25, "steps to reach a loss"), near(reach("10:3 20:2 ", 3.5), 10, "reached at the first evaluation");
     check(isnan(reach("10:3 20:2 ", 1)), "a loss that is never reached");
     check(strcmp(verdict(&c, e, 0.01, 1), "opposite") == 0, "verdict: opposite");
     c.sign = 1;
-    check(strcmp(verdict(&c, e, 0.01, 1), "reproduced") == 0 && strncmp(verdict(&c, e, 0.06, 1), "undecided", 9) == 0, "verdict: reproduced, undecided");
+    check(strcmp(verdict(&c, e, 0.01, 1), "reproduced") == 0 && strncmp(verdict(&c, e, 0.06, 1), "undecided", 9) == 0,
+          "verdict: reproduced, undecided");
     check(strcmp(verdict(&c, e, 0.01, 0), "later tokens") == 0, "no verdict for a router that sees later tokens");
     e.n = 2;
     check(strcmp(verdict(&c, e, 0.01, 1), "too few seeds") == 0, "no verdict from two seeds");
@@ -1456,7 +1506,8 @@ static void check_saved(void) {
     memset(&fast, 0, sizeof fast), memset(&slow, 0, sizeof slow);
     strcpy(fast.curve, "10:3 20:2 30:1 "), strcpy(slow.curve, "10:4 20:3 30:2 ");
     fast.value[FINAL] = 1, slow.value[FINAL] = 2;
-    near(steps_saved(&fast, &slow), 10, "steps saved"), near(steps_saved(&slow, &fast), -10, "steps lost"), near(steps_saved(&fast, &fast), 0, "no steps saved");
+    near(steps_saved(&fast, &slow), 10, "steps saved"), near(steps_saved(&slow, &fast), -10, "steps lost"),
+        near(steps_saved(&fast, &fast), 0, "no steps saved");
 }
 
 static void check_tables(void) {
@@ -1473,11 +1524,32 @@ static void check_tables(void) {
         if (good) moe_net_free(&net);
         else printf("  %s\n", error.message);
     }
-    for (int i = 0; i < N_CLAIMS; i++) check(find_variant(claims[i].treatment) != NULL && find_variant(claims[i].baseline) != NULL, claims[i].treatment);
+    for (int i = 0; i < N_CLAIMS; i++)
+        check(find_variant(claims[i].treatment) != NULL && find_variant(claims[i].baseline) != NULL, claims[i].treatment);
     for (int i = 0; i < N_STUDIES; i++) {
         n_entries = 0;
         check(add_entries(&options.s, studies[i].routers) == 0, studies[i].name);
     }
+}
+
+static size_t parameters_of(const char *name) {
+    entry e = {.s = options.s, .v = find_variant(name)};
+    moe_net net;
+    size_t n = build(&e, 1, &net, NULL) == MOE_OK ? moe_net_parameters(&net, NULL) : 0;
+    moe_net_free(&net);
+    return n;
+}
+
+static void check_measures(void) {
+    static const moe_real u[] = {1, 0, 0, 0, 0, 0};
+    moe_router_config c = {.d_model = 2, .refine = MOE_REFINE_SIMILARITY, .causal = 1, .similarity_tau = 1};
+    moe_routing r = {.n_tokens = 3, .u = u};
+    double aoe = (double)parameters_of("aoe"), smoe = (double)parameters_of("smoe");
+    near(off_diagonal(&c, &r, 3), (0 + 1.0 / 2 + 2.0 / 3) / 3, "mass off the diagonal of even rows");
+    near(off_diagonal(&c, &r, 1), 0, "mass off the diagonal of single tokens");
+    r.n_tokens = 1, c.causal = 0;
+    check(isnan(off_diagonal(&c, &r, 1)), "no causal matrix, no mass");
+    check(smoe > 0 && fabs(aoe - smoe) < 0.03 * smoe, "autonomy of experts has as many parameters as smoe");
 }
 
 static void check_contamination(void) {
@@ -1525,9 +1597,11 @@ static void check_file(void) {
     after = rows[3];
     before.value[MS] = after.value[MS] = 0;
     check(before.seed == after.seed && strcmp(before.router, after.router) == 0 && strcmp(before.curve, after.curve) == 0 &&
-              fabs(before.value[CONTAMINATED] - after.value[CONTAMINATED]) < 1e-8, "with the same result");
+              fabs(before.value[CONTAMINATED] - after.value[CONTAMINATED]) < 1e-8,
+          "with the same result");
     check(run_from_file() == 0, "and stands in the file");
-    check(before.causal && before.value[LOSS] < log(256.0) && before.value[FLUCTUATION] >= 0 && before.value[SERVED] >= 1, "a row makes sense");
+    check(before.causal && before.value[LOSS] < log(256.0) && before.value[FLUCTUATION] >= 0 && before.value[SERVED] >= 1,
+          "a row makes sense");
     runs = n_rows;
     entries[0].s.value[STEPS]++, make_key(&entries[0]);
     check(run_from_file() == 2 && n_rows == runs + 2, "other settings are other rows");
@@ -1540,15 +1614,16 @@ static int check_all(void) {
     static const struct {
         int setting;
         double value;
-    } small[] = {{WIDTH, 16}, {CONTEXT, 16}, {BATCH, 4}, {EXPERTS, 4}, {D_FF, 16}, {STEPS, 12}, {EVALUATIONS, 4}, {HELD, 1024}, {RATE, 0.005}};
+    } small[] = {{WIDTH, 16}, {CONTEXT, 16},    {BATCH, 4},   {EXPERTS, 4}, {D_FF, 16},
+                 {STEPS, 12}, {EVALUATIONS, 4}, {HELD, 1024}, {RATE, 0.005}};
     moe_error error;
     csv_path = name, quiet = 1;
     for (size_t i = 0; i < sizeof small / sizeof small[0]; i++) options.s.value[small[i].setting] = small[i].value;
     check_statistics(), check_saved();
     if (read_data(options.train, options.n_train, NULL, NULL, &options.s, &error) != MOE_OK) return complain(error.message);
-    check_contamination(), check_tables();
+    check_contamination(), check_measures(), check_tables();
     remove(name);
-    n_entries = 0, read_seeds("2");
+    n_entries = 0, take_seeds(2);
     if (add_entries(&options.s, "smoe,acmoe_running") || check_entries()) n_failed++;
     else check_file();
     remove(name);
@@ -1560,7 +1635,7 @@ int main(int count, char **words) {
     int failed;
     usual_settings();
     if (read_options(count, words)) return 1;
-    if (n_seeds == 0) read_seeds(options.claim != NULL ? "5" : "3");
+    if (n_seeds == 0) take_seeds(options.claim != NULL ? CLAIM_SEEDS : TABLE_SEEDS);
     if (options.list) return print_list(), 0;
     if (options.claims) return print_claim_names(), 0;
     signal(SIGINT, stop), signal(SIGTERM, stop);

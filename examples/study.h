@@ -1,5 +1,5 @@
-/* What the examples that judge experiments share: t-intervals and tests for means of few runs, tables. Include it behind language.h, or the standard headers
-   that it names. A number that is not there is NONE. */
+/* What the examples that judge experiments share: means of few runs with t-intervals and tests, tables. A number that is not
+   there is NONE. */
 #ifndef STUDY_H
 #define STUDY_H
 
@@ -25,7 +25,8 @@ static inline double incomplete_beta(double a, double b, double x) {
     d = 1 - (a + b) * x / (a + 1);
     d = 1 / (fabs(d) < tiny ? tiny : d), f = d;
     for (int i = 1; i < 500; i++) {
-        double m = i, even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)), odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1));
+        double m = i, even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+               odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1));
         d = 1 + even * d, c = 1 + even / c;
         d = 1 / (fabs(d) < tiny ? tiny : d), c = fabs(c) < tiny ? tiny : c, f *= d * c;
         d = 1 + odd * d, c = 1 + odd / c;
@@ -142,7 +143,8 @@ static inline void table_print(void) {
     for (int i = 0; i < table.n_rows; i++) {
         if (i > 0 && table.n_cells[i] == 1 && !table.markdown) printf("\n");
         table_print_row(i, columns, width);
-        for (int c = 0; i == 0 && table.markdown && c < columns; c++) printf("|---%s%s", c < table.left ? "" : ":", c + 1 == columns ? "|\n" : "");
+        for (int c = 0; i == 0 && table.markdown && c < columns; c++)
+            printf("|---%s%s", c < table.left ? "" : ":", c + 1 == columns ? "|\n" : "");
     }
     printf("\n");
 }
