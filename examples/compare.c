@@ -21,7 +21,7 @@ enum {
     VERDICT_SEEDS = 3, /* a verdict needs so many */
     TABLE_SEEDS = 3, CLAIM_SEEDS = 5, /* unless --seeds */
     MAX_LAYERS = 16, MAX_SEEDS = 100, MAX_ENTRIES = 256, MAX_FILES = 8,
-    KEY = 400, NAME = 40, CURVE = 2048, LINE = 8192
+    KEY = 600, NAME = 40, CURVE = 2048, LINE = 8192
 };
 #define HELD_SHARE 0.1      /* of the text is held out */
 #define CONTAMINATION 0.025 /* of its tokens are replaced by one that training has not seen */
@@ -327,6 +327,7 @@ static int n_entries, seeds[MAX_SEEDS], n_seeds, quiet;
 static row *rows;
 static size_t n_rows;
 static const char *csv_path;
+static int csv_failed;
 static volatile sig_atomic_t stopped;
 
 static void stop(int signal_number) { stopped = signal_number; }
@@ -503,7 +504,7 @@ static int read_row(const char *line, row *r) {
     return read_field(&line, ',', r->curve, sizeof r->curve) && read_field(&line, '\n', r->layers, sizeof r->layers);
 }
 
-/* Adds a line to the file in one write. */
+/* Adds a line to the file in one write. After a failure nothing more is written: half a line at the end is left out by the next run. */
 static int append(const char *line) {
     static char buffer[LINE];
     FILE *f = csv_path != NULL ? fopen(csv_path, "ab") : NULL;
@@ -512,7 +513,9 @@ static int append(const char *line) {
     if (f != NULL) setvbuf(f, buffer, _IOFBF, sizeof buffer);
     if (f != NULL) good = fputs(line, f) >= 0;
     if (f != NULL) good = fclose(f) == 0 && good;
-    return good ? 0 : (fprintf(stderr, "compare: %s cannot be written: %s\n", csv_path, strerror(errno)), 1);
+    if (good) return 0;
+    csv_failed = 1;
+    return fprintf(stderr, "compare: %s cannot be written: %s\n", csv_path, strerror(errno)), 1;
 }
 
 static moe_status write_again(void *ctx, moe_stream *stream) {
@@ -767,21 +770,22 @@ static moe_status evaluate(const moe_net *net, const settings *s, watch *w, doub
 
 /* Where all runs together stand, for the line that tells the time left. */
 static struct {
-    double steps_left, steps, seconds; /* steps that all runs still have; those of this program so far and their time */
+    double steps_left, steps; /* steps that all runs still have; those since started */
     int run, runs;
-    time_t told;
+    time_t started, told;
 } progress;
 
 static void tell(const entry *e, int seed, int step, double loss, int over) {
     time_t now = time(NULL);
-    double left = progress.steps > 0 ? progress.seconds / progress.steps * progress.steps_left : 0;
-    double speed = progress.seconds > 0 ? progress.steps / progress.seconds * e->s.value[BATCH] * e->s.value[CONTEXT] : 0;
+    double seconds = difftime(now, progress.started), speed = seconds > 0 ? progress.steps / seconds : 0;
+    int left = speed > 0 ? (int)(progress.steps_left / speed) : 0;
     if (quiet || !isatty(2) || (now == progress.told && !over)) return;
     progress.told = now;
-    if (over) fprintf(stderr, "\r%*s\r", 99, "");
+    if (over) fprintf(stderr, "\r%*s\r", 110, "");
     else
         fprintf(stderr, "\rrun %d of %d: %s, seed %d, step %d of %d, loss %.3f, %.0f tokens/s, %d:%02d left   ", progress.run,
-                progress.runs, e->v->name, seed, step, int_of(&e->s, STEPS), loss, speed, (int)left / 60, (int)left % 60);
+                progress.runs, e->v->name, seed, step, int_of(&e->s, STEPS), loss, speed * e->s.value[BATCH] * e->s.value[CONTEXT],
+                left / 60, left % 60);
 }
 
 static double seconds_since(clock_t start) { return (double)(clock() - start) / CLOCKS_PER_SEC; }
@@ -834,7 +838,7 @@ static moe_status train(moe_trainer *trainer, const entry *e, int seed, watch *w
         seconds += seconds_since(start);
         if (i > steps - (steps + 9) / 10) late_loss += (double)step.loss, late++;
         if ((long)i * evaluations / steps != (long)(i - 1) * evaluations / steps) status = record(trainer->net, e, i, w, r, error);
-        progress.steps++, progress.steps_left--, progress.seconds += seconds_since(start);
+        progress.steps++, progress.steps_left--;
         tell(e, seed, i, (double)step.loss, 0);
         if (stopped) status = MOE_ERR_STOPPED;
     }
@@ -843,37 +847,45 @@ static moe_status train(moe_trainer *trainer, const entry *e, int seed, watch *w
     return status;
 }
 
+/* Instability between two layers, from the latest first choices. */
+static moe_status compare_layers(const moe_net *net, const watch *w, int l1, int l2, moe_instability_report *between) {
+    size_t e1 = (size_t)router_of(net, l1)->n_experts, e2 = (size_t)router_of(net, l2)->n_experts;
+    double *scratch = (double *)malloc(moe_instability_scratch(e1, e2) * sizeof *scratch);
+    moe_status status = MOE_ERR_MEMORY;
+    if (scratch != NULL) status = moe_instability(w->n_tokens, w->before[l1], e1, w->before[l2], e2, NULL, scratch, between);
+    free(scratch);
+    return status;
+}
+
+typedef struct mean {
+    double sum[N_METRICS];
+    int n[N_METRICS];
+} mean;
+
+static void add(mean *m, int metric, double value) {
+    if (!isnan(value)) m->sum[metric] += value, m->n[metric]++;
+}
+
 /* Means over the layers that have a router. */
 static moe_status report_layers(const moe_net *net, watch *w, row *r) {
-    double sum[N_METRICS] = {0}, layers = 0, pairs = 0, *scratch;
-    int count[N_METRICS] = {0}, last = -1;
     moe_status status = MOE_OK;
-    for (int l = 0; l < w->layers && status == MOE_OK; l++) {
+    mean m = {{0}, {0}};
+    for (int l = 0, last = -1; l < w->layers && status == MOE_OK; l++) {
         moe_report report;
         moe_instability_report between;
-        size_t e1, e2;
+        double fluctuation = w->n_evaluations > 1 ? w->fluctuation[l] / (w->n_evaluations - 1) : NONE;
         if (!w->routed[l]) continue;
         if ((status = moe_metrics_report(&w->metrics[l], &report)) != MOE_OK) break;
-        sum[ENTROPY] += report.confidence_entropy, sum[LOAD_ENTROPY] += report.load_entropy, sum[LOAD_MAX] += report.load_max_over_mean;
-        sum[DROPPED] += report.dropped_share, sum[SERVED] += w->served[l], layers++;
-        if (!isnan(w->off_diagonal[l])) sum[OFF_DIAGONAL] += w->off_diagonal[l], count[OFF_DIAGONAL]++;
-        if (w->n_evaluations > 1) {
-            sum[FLUCTUATION] += w->fluctuation[l] / (w->n_evaluations - 1), count[FLUCTUATION]++;
-            note(r->layers, "%.0f:%.4f ", l + 1, w->fluctuation[l] / (w->n_evaluations - 1));
-        }
-        if (last >= 0) {
-            e1 = (size_t)router_of(net, last)->n_experts, e2 = (size_t)router_of(net, l)->n_experts;
-            if ((scratch = (double *)malloc(moe_instability_scratch(e1, e2) * sizeof *scratch)) == NULL) return MOE_ERR_MEMORY;
-            status = moe_instability(w->n_tokens, w->before[last], e1, w->before[l], e2, NULL, scratch, &between);
-            free(scratch);
-            sum[INSTABILITY] += between.instability, sum[CHANCE] += between.chance, pairs++;
-        }
+        add(&m, ENTROPY, report.confidence_entropy), add(&m, DROPPED, report.dropped_share);
+        add(&m, LOAD_ENTROPY, report.load_entropy), add(&m, LOAD_MAX, report.load_max_over_mean);
+        add(&m, SERVED, w->served[l]), add(&m, OFF_DIAGONAL, w->off_diagonal[l]), add(&m, FLUCTUATION, fluctuation);
+        if (!isnan(fluctuation)) note(r->layers, "%.0f:%.4f ", l + 1, fluctuation);
+        if (last >= 0 && (status = compare_layers(net, w, last, l, &between)) == MOE_OK)
+            add(&m, INSTABILITY, between.instability), add(&m, CHANCE, between.chance);
         last = l;
     }
-    for (int m = FLUCTUATION; m <= OFF_DIAGONAL; m++) {
-        double n = m == OFF_DIAGONAL || m == FLUCTUATION ? count[m] : m == INSTABILITY || m == CHANCE ? pairs : layers;
-        if (n > 0) r->value[m] = sum[m] / n;
-    }
+    for (int i = FLUCTUATION; i <= OFF_DIAGONAL; i++)
+        if (m.n[i] > 0) r->value[i] = m.sum[i] / m.n[i];
     return status;
 }
 
@@ -1007,7 +1019,7 @@ static int run_one(const entry *e, int seed) {
     if (status != MOE_OK) return fprintf(stderr, "compare: %s, seed %d: %s\n", e->v->name, seed, error.message), 1;
     write_row(line, &r);
     if (!quiet && isatty(2) == 0) fprintf(stderr, "%s, seed %d: loss %.4f, %.1f ms per step\n", r.router, seed, r.value[LOSS], r.value[MS]);
-    return append(line) || keep_row(&r);
+    return keep_row(&r) || append(line);
 }
 
 /* Every router with every seed, seeds outermost: what is stopped has pairs to compare. *ran: how many were not there yet. A router that
@@ -1015,12 +1027,13 @@ static int run_one(const entry *e, int seed) {
 static int run_entries(int *ran) {
     int failed = 0;
     memset(&progress, 0, sizeof progress);
+    progress.started = time(NULL);
     for (int s = 0; s < n_seeds; s++)
         for (int i = 0; i < n_entries; i++)
             if (find_row(&entries[i], seeds[s]) == NULL)
                 progress.runs++, progress.steps_left += *entries[i].v->takes != '\0' ? 0 : entries[i].s.value[STEPS];
-    for (int s = 0; s < n_seeds && !stopped; s++)
-        for (int i = 0; i < n_entries && !stopped; i++) {
+    for (int s = 0; s < n_seeds; s++)
+        for (int i = 0; i < n_entries && !stopped && !csv_failed; i++) {
             if (find_row(&entries[i], seeds[s]) != NULL) continue;
             progress.run++;
             failed |= run_one(&entries[i], seeds[s]);
@@ -1534,7 +1547,7 @@ static void check_tables(void) {
 
 static size_t parameters_of(const char *name) {
     entry e = {.s = options.s, .v = find_variant(name)};
-    moe_net net;
+    moe_net net = {0};
     size_t n = build(&e, 1, &net, NULL) == MOE_OK ? moe_net_parameters(&net, NULL) : 0;
     moe_net_free(&net);
     return n;
