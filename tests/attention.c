@@ -1415,6 +1415,40 @@ static void check_not_decoding(const moe_net *net, const char *words) {
     CHECK(same_bits(&cache, &untouched, sizeof cache), "the cache is untouched");
 }
 
+/* keep = 1 changes no bits, and more tokens never take less memory. */
+static void check_sizes(const moe_net *net) {
+    tokens *t = draw_tokens(30, 0, WORDS, draw_with());
+    const moe_real *y = outputs(net, &t->call);
+    size_t n, last[3] = {0, 0, 0}, now[3] = {0, 0, 0}, k, less = 0;
+    t->call.keep = 1;
+    CHECK(same_reals(y, outputs(net, &t->call), 30 * WORDS), "keep changes no bits");
+    for (n = 0; n < 140; n++) {
+        int good = moe_net_work_size(net, n, 0, &now[0]) == MOE_OK && moe_net_work_size(net, n, 1, &now[1]) == MOE_OK;
+        if (moe_net_check_decoding(net, NULL) == MOE_OK) good = good && moe_net_decode_work_size(net, 140, n, &now[2]) == MOE_OK;
+        for (k = 0; k < 3; k++) less += !good || now[k] < last[k], last[k] = now[k];
+    }
+    CHECK(less == 0, "more tokens, no less memory");
+}
+
+/* The pass of decoding tells who took the tokens, as that of forward does. */
+static void check_decoded_routing(const moe_net *net, const tokens *t) {
+    const size_t at = last_mixture(net), n = t->n;
+    moe_net_pass pass, last;
+    moe_cache cache = cache_of(net, n);
+    moe_call call = part_of(&t->call, n - 1, n);
+    const moe_routing *all, *one;
+    size_t bytes = 0;
+    moe_real *y = reals(n * (size_t)net->d_out);
+    decode_rows(net, &cache, t, 0, n - 1, AT_ONCE, y);
+    CHECK_STATUS(moe_net_decode_work_size(net, n, 1, &bytes), MOE_OK, "work size");
+    if (!CHECK_STATUS(moe_net_decode(net, &cache, &call, grab(bytes, 1), bytes, &last), MOE_OK, "decode")) return;
+    if (!CHECK_STATUS(forward(net, &t->call, &pass), MOE_OK, "forward")) return;
+    all = moe_net_routing(net, &pass, at), one = moe_net_routing(net, &last, at);
+    CHECK(one->n_tokens == 1 && last.n_tokens == 1 && one->n_choices[0] == all->n_choices[n - 1], "one token's choices");
+    CHECK(same_bits(one->choices, all->choices + (n - 1) * all->max_choices, (size_t)one->n_choices[0] * sizeof(int32_t)), "are those of forward");
+    CHECK(moe_net_routing(net, &last, at - 1) == NULL, "only mixtures have a routing");
+}
+
 static void test_models(int kernels) {
     size_t i, accepted = 0, refused = 0;
     model m;
@@ -1427,12 +1461,14 @@ static void test_models(int kernels) {
                 accepted++;
                 for (trial = 0; trial < 3; trial++) check_causal(&net);
                 check_decoded(&net, draw_tokens((size_t)(20 + below(20)), 0, WORDS, 0));
+                check_decoded_routing(&net, draw_tokens((size_t)(1 + below(20)), 0, WORDS, 0));
                 if (i % 4 == 0) check_decoded(&net, draw_tokens(MOST_TOKENS, 0, WORDS, 0));
                 check_rewound(&net, draw_tokens((size_t)(1 + below(20)), 0, WORDS, 0));
             } else {
                 refused++;
                 check_not_decoding(&net, "module |(mixture)|cannot decode");
             }
+            check_sizes(&net);
         }
         moe_net_free(&net);
         tidy(0);
@@ -2040,6 +2076,27 @@ static void test_gradients_of_modules(void) {
     }
 }
 
+/* Several routers read one attention, and another one behind it. */
+static void test_gradients_of_readers(void) {
+    static const char *const heads[] = {"attention_heads=all", "attention_heads=min_entropy", "attention_heads=fixed attention_head=1 heads=2"};
+    int trial;
+    for (trial = 0; trial < 12; trial++) {
+        int full = trial & 1, with = draw_with();
+        char first[120], second[120];
+        moe_net net;
+        sprintf(first, "refine=attention %s loss_balance=0.1 n_experts=5 d_ff=3", heads[trial % 3]);
+        sprintf(second, "refine=attention attention_u=output %s loss_balance=0.1 n_experts=4 d_ff=3", heads[trial / 2 % 3]);
+        say("gradients of mixtures that read one attention: %s, full %d, with %d", second, full, with);
+        moe_net_init(&net, 6, 0, NULL);
+        add_attention(&net, 2, 3 + (trial & 1), full, 0, 0), add_set(&net, moe_net_mixture, first), moe_net_residual(&net, 1);
+        add_set(&net, moe_net_mixture, second), moe_net_residual(&net, 1), add_attention(&net, 2, 0, full, 0, 0), moe_net_residual(&net, 1);
+        add_set(&net, moe_net_mixture, second), moe_net_residual(&net, 1);
+        if (built(&net, 1)) check_gradients(&net, draw_tokens(9, 6, 0, with), 0, NULL, 0);
+        moe_net_free(&net);
+        tidy(0);
+    }
+}
+
 static void test_gradients_of_models(void) {
     size_t i, n = 11;
     model m;
@@ -2083,6 +2140,7 @@ int main(int count, char **words) {
     test_sampling();
 #if MOE_REAL_IS_DOUBLE
     test_gradients_of_modules();
+    test_gradients_of_readers();
     test_gradients_of_models();
 #endif
     printf("%ld passed, %ld failed\n", passed, failed);
