@@ -247,12 +247,12 @@ static int read_words(model *m, const char *name) {
     return snprintf(line, sizeof line, "%s:%d", name, (int)m->n_words), fail(line, wrong);
 }
 
-/* The words of a model's file: those listed beside it, or bytes. */
+/* The words of a model's file: those listed beside it, or bytes. path NULL: bytes. */
 static int load_words(model *m, const char *path) {
     static unsigned char all[256];
     moe_error error;
-    const char *name = beside(path, ".words");
-    if (exists(name)) return moe_file_read(name, &m->list, &error) ? fail("words", error.message) : read_words(m, name);
+    const char *name = beside(path != NULL ? path : "", ".words");
+    if (path != NULL && exists(name)) return moe_file_read(name, &m->list, &error) ? fail("words", error.message) : read_words(m, name);
     m->bytes = 1, m->n_words = 256, m->words = (word *)grab(256, sizeof *m->words);
     for (int i = 0; i < 256; i++) all[i] = (unsigned char)i, m->words[i] = (word){all + i, 1, 0};
     return 0;
@@ -654,7 +654,10 @@ static int32_t *generate(const model *m, size_t *n) {
     for (size_t i = 0; i < given && !set.quiet && *set.prompt != '\0'; i++) write_out(m->words + ids[i]);
     moe_status status = go_on(m, ids, given, (size_t)set.generate, &error);
     if (!set.quiet) printf("\n");
-    return *n = given + (size_t)set.generate, status == MOE_OK ? ids : (fail("generating", error.message), (int32_t *)NULL);
+    *n = given + (size_t)set.generate;
+    if (status == MOE_OK) return ids;
+    fail("generating", error.message);
+    return NULL;
 }
 
 /* ---- the whole way ---------------------------------------------------------------------------------------------------------- */
@@ -669,7 +672,7 @@ typedef struct corpus {
 static int prepare(model *m, corpus *c) {
     int failed = read_text(set.text, &c->text);
     if (!failed && set.words && !set.resume) failed = find_words(m, c->text.data, c->text.size - c->text.size / 10);
-    else if (!failed) failed = load_words(m, set.resume ? set.checkpoint : "");
+    else if (!failed) failed = load_words(m, set.resume ? set.checkpoint : NULL);
     if (failed) return 1;
     c->ids = encode(m, c->text.data, c->text.size, &c->n);
     c->n_held_out = c->n / 10, c->held_out = c->ids + (c->n - c->n_held_out);
