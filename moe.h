@@ -90,6 +90,13 @@
      Every tensor has a name, "2.router.weight", and is reached by it: moe_net_find.
 
      Training.   moe_fit does it all; moe_trainer_step does one step, for loops of your own. Both change the routers' state, after each step.
+     Samples that stand in sequences say how long these are (data.length); a negative label is none.
+       config.warmup = 100;  config.final_rate = 0.1;                  the rate rises, then falls along a cosine (or schedule = linear)
+       moe_param_group groups[] = {{"*.router.*", 0.1, 0, 0}, {"0.*", 0, 0, 1}};     routers learn slowly, module 0 is frozen
+       config.groups = groups;  config.n_groups = 2;  config.accumulate = 4;         the mean gradient of four batches is a step
+       config.checkpoint = "run.safetensors";  config.checkpoint_every = 500;  config.resume = 1;
+     Stopped or killed, and called again with the same settings, moe_fit goes on to the bits that it would have had. Loops of your own have
+     moe_trainer_accumulate and _update, and moe_trainer_save and _load.
 
      The classical mixture.   A mixture layer with select = dense and weight = raw as the last module, whole small networks as experts: the criteria
      beyond the first two read its experts one by one (moe_mixture_loss does it for arrays of your own). moe_modular_* are modular networks by hard
