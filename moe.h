@@ -807,7 +807,7 @@ typedef struct moe_train_config {
     int criterion;           /* MOE_CRITERION_ [cross entropy] */
     int optimizer;           /* MOE_OPTIMIZER_ [adamw] */
     int epochs;              /* [10] */
-    int batch;               /* samples per step [32] */
+    int batch;               /* samples at a time: a step, unless accumulate says more [32] */
     moe_real rate;           /* learning rate [0.001; sgd 0.01] */
     moe_real final_rate;     /* the rate falls to this share of it as schedule says [1: constant] */
     moe_real momentum;       /* sgd [0.9]; negative: none */

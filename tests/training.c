@@ -154,7 +154,7 @@ static moe_net net_of(int which, uint64_t seed, const moe_allocator *allocator) 
     moe_net net;
     moe_error error;
     int i;
-    moe_net_init(&net, D, MOE_KERNELS_C, allocator);
+    moe_net_init(&net, D, MOE_KERNELS_AUTO, allocator);
     moe_net_linear(&net, 6);
     for (i = 0; i < 3 && kinds[which].mixtures[i] != NULL; i++) {
         moe_layer_config c = layer_of(kinds[which].mixtures[i]);
