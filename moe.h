@@ -105,6 +105,13 @@
        moe_sample(NULL, 256, pass.y + (n - 1) * 256, ...);        was drawn from the logits of the one before it, n = 1
 
      Training.   moe_fit does it all; moe_trainer_step does one step, for loops of your own. Both change the routers' state, after each step.
+     Samples that stand in sequences say how long these are (data.length); a negative label is none.
+       config.warmup = 100;  config.final_rate = 0.1;                  the rate rises, then falls along a cosine (or schedule = linear)
+       moe_param_group groups[] = {{"*.router.*", 0.1, 0, 0}, {"0.*", 0, 0, 1}};     routers learn slowly, module 0 is frozen
+       config.groups = groups;  config.n_groups = 2;  config.accumulate = 4;         the mean gradient of four batches is a step
+       config.checkpoint = "run.safetensors";  config.checkpoint_every = 500;  config.resume = 1;
+     Stopped or killed, and called again with the same settings, moe_fit goes on to the bits that it would have had. Loops of your own have
+     moe_trainer_accumulate and _update, and moe_trainer_save and _load.
 
      The classical mixture.   A mixture layer with select = dense and weight = raw as the last module, whole small networks as experts: the criteria
      beyond the first two read its experts one by one (moe_mixture_loss does it for arrays of your own). moe_modular_* are modular networks by hard
@@ -838,7 +845,7 @@ typedef struct moe_train_config {
     int criterion;           /* MOE_CRITERION_ [cross entropy] */
     int optimizer;           /* MOE_OPTIMIZER_ [adamw] */
     int epochs;              /* [10] */
-    int batch;               /* samples per step [32] */
+    int batch;               /* samples at a time: a step, unless accumulate says more [32] */
     moe_real rate;           /* learning rate [0.001; sgd 0.01] */
     moe_real final_rate;     /* the rate falls to this share of it as schedule says [1: constant] */
     moe_real momentum;       /* sgd [0.9]; negative: none */

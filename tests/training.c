@@ -154,7 +154,7 @@ static moe_net net_of(int which, uint64_t seed, const moe_allocator *allocator) 
     moe_net net;
     moe_error error;
     int i;
-    moe_net_init(&net, D, MOE_KERNELS_C, allocator);
+    moe_net_init(&net, D, MOE_KERNELS_AUTO, allocator);
     moe_net_linear(&net, 6);
     for (i = 0; i < 3 && kinds[which].mixtures[i] != NULL; i++) {
         moe_layer_config c = layer_of(kinds[which].mixtures[i]);
@@ -333,6 +333,7 @@ static void test_accumulation(void) {
     STATUS(moe_trainer_update(&b, NULL, &error), MOE_ERR_ARGUMENT, "no such rate");
     b.rate = c.rate;
     CHECK(trainer_print(&b) == before, "a refused update changes nothing");
+    STATUS(moe_trainer_accumulate(&a, &s.data, NULL, &error), MOE_OK, "accumulate");
     one.tensors[0].data[0] = (moe_real)(MOE_REAL_IS_DOUBLE ? 1e300 : 1e38), one.tensors[0].data[1] = one.tensors[0].data[0];
     STATUS(moe_trainer_accumulate(&a, &s.data, NULL, &error), MOE_ERR_NONFINITE, "no number");
     CHECK(a.n_accumulated == 0 && a.steps == 10, "the batches are lost");
@@ -1091,6 +1092,8 @@ static void resume_everywhere(int which, const moe_train_config *base, samples *
     wanted = contents(path[0]);
     total = whole.calls;
     CHECK(total >= 4 && (uint64_t)total == whole.told[0].total_steps, "steps");
+    for (i = 0; i < total; i++)
+        CHECK((whole.told[i].test.n > 0) == (test != NULL && (whole.told[i].epoch_ended || (i + 1) % c.evaluate_every == 0)), "evaluated when it is due");
     c.checkpoint = NULL;
     fit_fresh(which, 20, &s->data, test, &c, &part, MOE_OK, &again);
     CHECK(again == print, "checkpoints change nothing");
