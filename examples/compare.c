@@ -27,8 +27,8 @@ enum {
 #define CONTAMINATION 0.025 /* of its tokens are replaced by one that training has not seen */
 
 static const char help[] =
-    "compare [options]   trains routers on one text with the same seeds and budget; two tables tell how well they predict\n"
-    "                    text that was held out, and how they route it\n"
+    "compare [options]   trains routers on one text with the same seeds and budget; two tables tell how well\n"
+    "                    they predict text that was held out, and how they route it\n"
     "compare --claim NAME[,NAME...]    tests claims of papers, 5 seeds unless --seeds; --claim all: every one\n"
     "compare --ablate NAME[,NAME...]   runs a study: variants of a router\n"
     "compare --sweep     the first router at several widths, numbers of experts and steps\n"
@@ -68,7 +68,7 @@ static const setting setting_rows[N_SETTINGS] = {
     {"held", 8192, 64, 1e8, "most tokens that an evaluation reads; of the test text 8 times as many"},
     {"words", 0, 0, 1, "words between white space instead of bytes"},
     {"vocabulary", 4096, 2, 1e6, "most different words; the others are <unk>"},
-    {"ac-first", 3, 2, MAX_LAYERS, "adaptive clustering begins at this layer, as in its paper; those before are smoe"},
+    {"ac-first", 3, 2, MAX_LAYERS, "first layer with adaptive clustering, as in its paper; those before are smoe"},
     {"aoe-recipe", 0, 0, 1, "optimiser of Autonomy-of-Experts: betas 0.9, 0.95, decay 0.1, clip 1, cosine to 1/16"},
     {"rate", 7e-4, 1e-6, 1, "learning rate; warm-up over a tenth of the steps, then cosine to a tenth"},
     {"balance", 0.01, 0, 10, "balance loss, of routers without one whose gates are a softmax"},
@@ -1248,16 +1248,34 @@ static void print_claims(const char *asked) {
     table_print();
 }
 
+static const char *paper_name(int i) { return i < N_PAPERS ? papers[i].name : NULL; }
+static const char *study_name(int i) { return i < N_STUDIES ? studies[i].name : NULL; }
+
+/* Whether every name in a list is there; says which is not. */
+static int are_known(const char *list, const char *(*name_of)(int i)) {
+    size_t length;
+    for (; *list != '\0'; list += length + (list[length] == ',')) {
+        int i = 0;
+        length = strcspn(list, ",");
+        while (name_of(i) != NULL && (strlen(name_of(i)) != length || strncmp(name_of(i), list, length) != 0)) i++;
+        if (name_of(i) == NULL && (length != 3 || strncmp(list, "all", 3) != 0))
+            return fprintf(stderr, "compare: there is no %.*s; --list shows claims and studies\n", (int)length, list), 0;
+    }
+    return 1;
+}
+
 static int add_claims(const settings *s, const char *asked) {
+    if (!are_known(asked, paper_name)) return 1;
     for (int i = 0; i < N_CLAIMS; i++)
         if (is_asked(asked, claims[i].paper) && (add_entry(s, claims[i].baseline) || add_entry(s, claims[i].treatment))) return 1;
-    return n_entries > 0 ? 0 : complain("no such claim; --list shows them all");
+    return 0;
 }
 
 static int add_studies(const settings *s, const char *asked) {
+    if (!are_known(asked, study_name)) return 1;
     for (int i = 0; i < N_STUDIES; i++)
         if (is_asked(asked, studies[i].name) && add_entries(s, studies[i].routers)) return 1;
-    return n_entries > 0 ? 0 : complain("no such study; --list shows them all");
+    return 0;
 }
 
 /* ---- sweep --------------------------------------------------------------------------------------------------------------------------- */
@@ -1266,7 +1284,7 @@ static int add_studies(const settings *s, const char *asked) {
 static const struct {
     int setting;
     double factor;
-} sweeps[] = {{WIDTH, 0.5}, {WIDTH, 1}, {WIDTH, 2}, {EXPERTS, 0.25}, {EXPERTS, 1}, {EXPERTS, 4}, {STEPS, 0.25}, {STEPS, 0.5}, {STEPS, 1}};
+} sweeps[] = {{WIDTH, 0.5}, {WIDTH, 1}, {WIDTH, 2}, {EXPERTS, 0.25}, {EXPERTS, 0.5}, {EXPERTS, 1}, {STEPS, 0.25}, {STEPS, 0.5}, {STEPS, 1}};
 enum { N_SWEEPS = sizeof sweeps / sizeof sweeps[0] };
 
 static settings swept(const settings *s, int i) {
