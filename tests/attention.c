@@ -572,33 +572,37 @@ static void test_feed_forward(int kernels) {
             }
 }
 
-/* A whole small language model, module by module. */
+/* A whole small language model, module by module; its two attentions turn by angles of their own. */
 static void test_language_model(int kernels, int trials) {
-    int trial;
+    int trial, k;
     for (trial = 0; trial < trials; trial++) {
         size_t n = draw_length(), h = 1 + (size_t)below(3), w = 2 * (1 + (size_t)below(3)), d = h * w, v = 5 + (size_t)below(20);
         tokens *t = draw_tokens(n, d, (int)v, draw_with());
-        moe_attention_config c;
+        moe_attention_config c[2];
         moe_layer_config f;
         double *x, *y;
         moe_net net;
         say("language model, kernels %s, %d tokens, d %d", moe_kernels_name(kernels), (int)n, (int)d);
-        memset(&c, 0, sizeof c), memset(&f, 0, sizeof f);
-        c.heads = (int)h, c.full = chance(30), c.rotary = chance(50), c.rotary_base = (moe_real)(c.rotary ? 100 : 0);
+        memset(c, 0, sizeof c), memset(&f, 0, sizeof f);
         f.d_ff = 7;
         moe_net_init(&net, 0, kernels, NULL);
         moe_net_embedding(&net, (int)v, (int)d), moe_net_positions(&net, MOST_TOKENS);
-        moe_net_rms_norm(&net), moe_net_attention(&net, &c), moe_net_dropout(&net, (moe_real)0.5), moe_net_residual(&net, 3);
+        for (k = 0; k < 2; k++) {
+            c[k].heads = (int)h, c[k].full = chance(30), c[k].rotary = chance(70), c[k].rotary_base = (moe_real)(c[k].rotary ? 100 * (1 + below(2)) : 0);
+            moe_net_rms_norm(&net), moe_net_attention(&net, &c[k]), moe_net_dropout(&net, (moe_real)0.5), moe_net_residual(&net, 3);
+            c[k].d_head = (int)w;
+        }
         moe_net_layer_norm(&net), moe_net_feed_forward(&net, &f), moe_net_residual(&net, 2);
         moe_net_rms_norm(&net), moe_net_tied(&net);
         if (built(&net, 0)) {
             x = ref_positions(&t->call, d, ref_embedding(n, d, t->ids, weights(&net, 0, "weight")), weights(&net, 1, "weight"));
-            c.d_head = (int)w;
-            y = ref_attention(&net, 3, &c, &t->call, ref_rms_norm(n, d, x, weights(&net, 2, "weight"))).y;
-            x = ref_sum(x, y, n * d);
-            y = ref_expert(&net, 7, &f, n, d, ref_layer_norm(n, d, x, weights(&net, 6, "weight"), weights(&net, 6, "bias")));
-            x = ref_rms_norm(n, d, ref_sum(x, y, n * d), weights(&net, 9, "weight"));
-            CHECK_NEAR(outputs(&net, &t->call), ref_affine(n, v, d, x, weights(&net, 0, "weight"), weights(&net, 10, "bias")), n * v, "logits");
+            for (k = 0; k < 2; k++) {
+                size_t norm = 2 + 4 * (size_t)k;
+                x = ref_sum(x, ref_attention(&net, norm + 1, &c[k], &t->call, ref_rms_norm(n, d, x, weights(&net, norm, "weight"))).y, n * d);
+            }
+            y = ref_expert(&net, 11, &f, n, d, ref_layer_norm(n, d, x, weights(&net, 10, "weight"), weights(&net, 10, "bias")));
+            x = ref_rms_norm(n, d, ref_sum(x, y, n * d), weights(&net, 13, "weight"));
+            CHECK_NEAR(outputs(&net, &t->call), ref_affine(n, v, d, x, weights(&net, 0, "weight"), weights(&net, 14, "bias")), n * v, "logits");
         }
         moe_net_free(&net);
         tidy(0);
@@ -2015,6 +2019,7 @@ static void check_gradients(moe_net *net, tokens *t, size_t from, const char *wi
     moe_rng_next(&rng);
     CHECK_STATUS(moe_net_work_size(net, n, 1, &s.bytes), MOE_OK, "work size");
     s.work = grab(s.bytes, 1);
+    memset(s.work, 0xff, s.bytes);
     start = evaluate(&s);
     if (!CHECK(start < HUGE_VAL, "forward")) return;
     s.first = s.decisions, s.rounding = 1e-10 * (1.0 + fabs(start));
