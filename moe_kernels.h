@@ -206,6 +206,7 @@
 #define moe_rms_norm_backward moe_rms_norm_backward_f64
 #define moe_gated moe_gated_f64
 #define moe_gated_backward moe_gated_backward_f64
+#define moe_adamw moe_adamw_f64
 #define moe_top_k moe_top_k_f64
 #define moe_rng_seed moe_rng_seed_f64
 #define moe_rng_next moe_rng_next_f64
@@ -331,6 +332,13 @@ typedef void moe_widen_fn(int type, size_t count, const void *packed, moe_real *
 /* Activations. silu(x) = x sigmoid(x); gelu is the exact x Phi(x). */
 enum { MOE_ACT_RELU = 0, MOE_ACT_SILU = 1, MOE_ACT_GELU = 2, MOE_ACT_TANH = 3, MOE_ACT_SIGMOID = 4, MOE_ACT_IDENTITY = 5, MOE_ACT_COUNT = 6 };
 
+/* The numbers of one AdamW step number n; see moe_adamw. */
+typedef struct moe_adamw_step {
+    moe_real scale; /* of the gradient */
+    moe_real rate, beta1, beta2, epsilon, decay;
+    moe_real over1, over2; /* 1 / (1 - beta1^n), 1 / (1 - beta2^n): what the moments' start from 0 takes away */
+} moe_adamw_step;
+
 /* One constant, complete table per instruction set; where no faster kernel exists it holds the plain C one. The functions
    below say what each entry computes. Tables never change and are shared by all threads. */
 typedef struct moe_kernels {
@@ -353,6 +361,7 @@ typedef struct moe_kernels {
     void (*gated)(int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times, size_t ldt, moe_real *y, size_t ldy);
     void (*gated_backward)(int act, size_t n, const moe_real *x, const moe_real *times, const moe_real *dy, moe_real *dx,
                            moe_real *d_times); /* may be NULL with MOE_NO_TRAIN */
+    void (*adamw)(const moe_adamw_step *step, size_t n, const moe_real *gradient, moe_real *m, moe_real *v, moe_real *w); /* the same */
     moe_quant_fn *quant[MOE_TYPE_COUNT]; /* NULL for types that are not quantised; with MOE_NO_QUANT all are, and quantise */
     moe_quantise_fn *quantise;
     moe_widen_fn *widen;
@@ -436,6 +445,11 @@ MOE_API void moe_gated(const moe_kernels *k, int act, size_t m, size_t n, const 
 /* The way back of one row of moe_gated: dx = dy times act'(x), d_times = dy act(x). dx and d_times may be dy, but not each other. */
 MOE_API void moe_gated_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *times, const moe_real *dy,
                                 moe_real *dx, moe_real *d_times);
+/* One step of AdamW (Loshchilov, Hutter 2019, Decoupled weight decay regularization) on n weights w and their moments m, v, which start at 0:
+       g = scale gradient_i                       m_i = beta1 m_i + (1 - beta1) g            v_i = beta2 v_i + (1 - beta2) g^2
+       w_i -= rate (m_i over1 / (sqrt(v_i over2) + epsilon) + decay w_i)
+   A weight's bits depend neither on n nor on its place. */
+MOE_API void moe_adamw(const moe_kernels *k, const moe_adamw_step *step, size_t n, const moe_real *gradient, moe_real *m, moe_real *v, moe_real *w);
 #endif
 /* The k largest of score[n] in descending order into index[k]; of equal scores the lower index comes first. -inf and NaN are
    never taken. Returns how many were written, at most min(k, n). */
@@ -1245,6 +1259,17 @@ static void moei_real_gated_backward_c(int act, size_t n, const moe_real *x, con
         memcpy(d_times + done, value, count * sizeof(moe_real));
     }
 }
+
+static void moei_real_adamw_c(const moe_adamw_step *step, size_t n, const moe_real *gradient, moe_real *m, moe_real *v, moe_real *w) {
+    const moe_adamw_step s = *step;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        const moe_real g = s.scale * gradient[i];
+        m[i] = s.beta1 * m[i] + (MOEI_R(1.0) - s.beta1) * g;
+        v[i] = s.beta2 * v[i] + (MOEI_R(1.0) - s.beta2) * g * g;
+        w[i] -= s.rate * (m[i] * s.over1 / (MOEI_F(sqrt)(v[i] * s.over2) + s.epsilon) + s.decay * w[i]);
+    }
+}
 #endif
 
 /* ==== plain C: softmax and its relatives ==================================================================================== */
@@ -1541,7 +1566,9 @@ static const moe_kernels moei_kernels_c = {
     moei_real_gated_c,
 #ifndef MOE_NO_TRAIN
     moei_real_gated_backward_c,
+    moei_real_adamw_c,
 #else
+    NULL,
     NULL,
 #endif
     MOEI_QUANT_ENTRIES(c, moei_widen_c),
@@ -2519,6 +2546,24 @@ MOEI_AVX2 static float moei_f32_entropy_avx2(size_t n, const float *p) {
 }
 
 #ifndef MOE_NO_TRAIN
+MOEI_AVX2 static void moei_f32_adamw_avx2(const moe_adamw_step *step, size_t n, const float *gradient, float *m, float *v, float *w) {
+    const __m256 scale = _mm256_set1_ps(step->scale), rate = _mm256_set1_ps(step->rate), decay = _mm256_set1_ps(step->decay);
+    const __m256 keep1 = _mm256_set1_ps(step->beta1), take1 = _mm256_set1_ps(1.0f - step->beta1), over1 = _mm256_set1_ps(step->over1);
+    const __m256 keep2 = _mm256_set1_ps(step->beta2), take2 = _mm256_set1_ps(1.0f - step->beta2), over2 = _mm256_set1_ps(step->over2);
+    const __m256 epsilon = _mm256_set1_ps(step->epsilon);
+    size_t i;
+    for (i = 0; i < n; i += 8) {
+        const __m256 g = _mm256_mul_ps(scale, moei_load_avx2(n - i, gradient + i)), at = moei_load_avx2(n - i, w + i);
+        const __m256 first = _mm256_fmadd_ps(keep1, moei_load_avx2(n - i, m + i), _mm256_mul_ps(take1, g));
+        const __m256 second = _mm256_fmadd_ps(keep2, moei_load_avx2(n - i, v + i), _mm256_mul_ps(_mm256_mul_ps(take2, g), g));
+        const __m256 divisor = _mm256_add_ps(_mm256_sqrt_ps(_mm256_mul_ps(second, over2)), epsilon);
+        const __m256 way = _mm256_fmadd_ps(decay, at, _mm256_div_ps(_mm256_mul_ps(first, over1), divisor));
+        moei_store_avx2(n - i, m + i, first);
+        moei_store_avx2(n - i, v + i, second);
+        moei_store_avx2(n - i, w + i, _mm256_fnmadd_ps(rate, way, at));
+    }
+}
+
 #define MOEI_TRAIN_ONLY(entry) entry
 #else
 #define MOEI_TRAIN_ONLY(entry) NULL
@@ -2540,7 +2585,8 @@ MOEI_AVX2 static float moei_f32_entropy_avx2(size_t n, const float *p) {
     moei_f32_entropy_avx2,                                                    \
     moei_f32_panels_6x16_avx2,                                                \
     moei_f32_gated_avx2,                                                      \
-    MOEI_TRAIN_ONLY(moei_f32_gated_backward_avx2)
+    MOEI_TRAIN_ONLY(moei_f32_gated_backward_avx2),                            \
+    MOEI_TRAIN_ONLY(moei_f32_adamw_avx2)
 
 #endif /* MOEI_HAVE_AVX2 */
 
@@ -2863,6 +2909,25 @@ static void moei_f32_activate_backward_avx512(int act, size_t n, const float *x,
     if (act == MOE_ACT_SILU) moei_f32_silu_backward_avx512(n, x, NULL, dy, dx, NULL);
     else moei_f32_activate_backward_avx2(act, n, x, dy, dx);
 }
+
+MOEI_AVX512 static void moei_f32_adamw_avx512(const moe_adamw_step *step, size_t n, const float *gradient, float *m, float *v, float *w) {
+    const __m512 scale = _mm512_set1_ps(step->scale), rate = _mm512_set1_ps(step->rate), decay = _mm512_set1_ps(step->decay);
+    const __m512 keep1 = _mm512_set1_ps(step->beta1), take1 = _mm512_set1_ps(1.0f - step->beta1), over1 = _mm512_set1_ps(step->over1);
+    const __m512 keep2 = _mm512_set1_ps(step->beta2), take2 = _mm512_set1_ps(1.0f - step->beta2), over2 = _mm512_set1_ps(step->over2);
+    const __m512 epsilon = _mm512_set1_ps(step->epsilon);
+    size_t i;
+    for (i = 0; i < n; i += 16) {
+        const __mmask16 mask = moei_mask_512(n - i);
+        const __m512 g = _mm512_mul_ps(scale, _mm512_maskz_loadu_ps(mask, gradient + i)), at = _mm512_maskz_loadu_ps(mask, w + i);
+        const __m512 first = _mm512_fmadd_ps(keep1, _mm512_maskz_loadu_ps(mask, m + i), _mm512_mul_ps(take1, g));
+        const __m512 second = _mm512_fmadd_ps(keep2, _mm512_maskz_loadu_ps(mask, v + i), _mm512_mul_ps(_mm512_mul_ps(take2, g), g));
+        const __m512 divisor = _mm512_add_ps(_mm512_sqrt_ps(_mm512_mul_ps(second, over2)), epsilon);
+        const __m512 way = _mm512_fmadd_ps(decay, at, _mm512_div_ps(_mm512_mul_ps(first, over1), divisor));
+        _mm512_mask_storeu_ps(m + i, mask, first);
+        _mm512_mask_storeu_ps(v + i, mask, second);
+        _mm512_mask_storeu_ps(w + i, mask, _mm512_fnmadd_ps(rate, way, at));
+    }
+}
 #endif
 
 /* The entries of a table that AVX-512 F is enough for. */
@@ -2881,7 +2946,8 @@ static void moei_f32_activate_backward_avx512(int act, size_t n, const float *x,
     moei_f32_entropy_avx2,                                                                 \
     moei_f32_panels_14x32_avx512,                                                          \
     moei_f32_gated_avx512,                                                                 \
-    MOEI_TRAIN_ONLY(moei_f32_gated_backward_avx512)
+    MOEI_TRAIN_ONLY(moei_f32_gated_backward_avx512),                                       \
+    MOEI_TRAIN_ONLY(moei_f32_adamw_avx512)
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -3869,7 +3935,7 @@ static const moe_kernels moei_kernels_avx512 = {"avx512", MOE_KERNELS_AVX512, MO
 static const moe_kernels moei_kernels_avx2_vnni = {"avx2", MOE_KERNELS_AVX2, MOEI_AVX2_ENTRIES,
                                                    MOEI_QUANT_ENTRIES(avxvnni, moei_widen_avx2)};
 #ifndef MOE_NO_AVX512
-static const moe_kernels moei_kernels_avx512_vnni = {"avx512", MOE_KERNELS_AVX512, MOEI_AVX2_ENTRIES,
+static const moe_kernels moei_kernels_avx512_vnni = {"avx512", MOE_KERNELS_AVX512, MOEI_AVX512_ENTRIES,
                                                      MOEI_QUANT_ENTRIES(vnni512, moei_widen_avx2)};
 #endif
 #endif
@@ -3952,6 +4018,10 @@ MOEI_INLINE void moei_v4_turn(const float *b, size_t ldb, moei_v4 y[4]) {
 #if defined(__aarch64__)
 MOEI_INLINE moei_v4 moei_v4_div(moei_v4 a, moei_v4 b) {
     return vdivq_f32(a, b);
+}
+
+MOEI_INLINE moei_v4 moei_v4_sqrt(moei_v4 x) {
+    return vsqrtq_f32(x);
 }
 
 /* The larger or smaller of the two; NaN when x is. */
@@ -4058,6 +4128,10 @@ MOEI_INLINE void moei_v4_turn(const float *b, size_t ldb, moei_v4 y[4]) {
 
 MOEI_INLINE moei_v4 moei_v4_div(moei_v4 a, moei_v4 b) {
     return wasm_f32x4_div(a, b);
+}
+
+MOEI_INLINE moei_v4 moei_v4_sqrt(moei_v4 x) {
+    return wasm_f32x4_sqrt(x);
 }
 
 /* pmax and pmin give their first operand when either is NaN. */
@@ -4631,6 +4705,24 @@ static void moei_f32_gated_backward_v4(int act, size_t n, const float *x, const 
 static void moei_f32_activate_backward_v4(int act, size_t n, const float *x, const float *dy, float *dx) {
     moei_f32_gated_backward_v4(act, n, x, NULL, dy, dx, NULL);
 }
+
+static void moei_f32_adamw_v4(const moe_adamw_step *step, size_t n, const float *gradient, float *m, float *v, float *w) {
+    const moei_v4 scale = moei_v4_all(step->scale), rate = moei_v4_all(-step->rate), decay = moei_v4_all(step->decay);
+    const moei_v4 keep1 = moei_v4_all(step->beta1), take1 = moei_v4_all(1.0f - step->beta1), over1 = moei_v4_all(step->over1);
+    const moei_v4 keep2 = moei_v4_all(step->beta2), take2 = moei_v4_all(1.0f - step->beta2), over2 = moei_v4_all(step->over2);
+    const moei_v4 epsilon = moei_v4_all(step->epsilon);
+    size_t i;
+    for (i = 0; i < n; i += 4) {
+        const moei_v4 g = moei_v4_mul(scale, moei_v4_load_part(n - i, gradient + i, 0.0f)), at = moei_v4_load_part(n - i, w + i, 0.0f);
+        const moei_v4 first = moei_v4_mul_add(keep1, moei_v4_load_part(n - i, m + i, 0.0f), moei_v4_mul(take1, g));
+        const moei_v4 second = moei_v4_mul_add(keep2, moei_v4_load_part(n - i, v + i, 0.0f), moei_v4_mul(moei_v4_mul(take2, g), g));
+        const moei_v4 divisor = moei_v4_add(moei_v4_sqrt(moei_v4_mul(second, over2)), epsilon);
+        const moei_v4 way = moei_v4_mul_add(decay, at, moei_v4_div(moei_v4_mul(first, over1), divisor));
+        moei_v4_store_part(n - i, m + i, first);
+        moei_v4_store_part(n - i, v + i, second);
+        moei_v4_store_part(n - i, w + i, moei_v4_mul_add(rate, way, at));
+    }
+}
 #endif
 
 /* Lanes that are not there hold -inf and add 0. A NaN may get lost in max, but not in the sum. */
@@ -4675,6 +4767,7 @@ static float moei_f32_exp_sum_v4(size_t n, float max, float *y) {
 #define moei_f32_exp_sum_v4 moei_real_exp_sum_c
 #define moei_f32_gated_v4 moei_real_gated_c
 #define moei_f32_gated_backward_v4 moei_real_gated_backward_c
+#define moei_f32_adamw_v4 moei_real_adamw_c
 #endif
 
 /* ---- packed weights in vectors of four ----
@@ -4994,7 +5087,7 @@ static void moei_quantise_v4(int type, size_t m, size_t inner, const float *x, s
     {{moei_f32_nt_v4}, {moei_f32_nn_v4}, {moei_f32_tn_v4}}, moei_f32_dot_v4, moei_f32_axpy_v4, moei_f32_activate_v4,      \
         MOEI_V4_BACKWARD(moei_f32_activate_backward_v4), moei_f32_softmax_v4, moe_top_k, moei_f32_multiply_v4,            \
         moei_real_spread_c, moei_real_log_posterior_c, moei_f32_exp_sum_v4, moei_real_entropy_c, moei_f32_panels_v4,      \
-        moei_f32_gated_v4, MOEI_V4_BACKWARD(moei_f32_gated_backward_v4)
+        moei_f32_gated_v4, MOEI_V4_BACKWARD(moei_f32_gated_backward_v4), MOEI_V4_BACKWARD(moei_f32_adamw_v4)
 
 static const moe_kernels moei_kernels_v4 = {MOEI_V4_NAME, MOEI_V4_ID, MOEI_V4_ENTRIES, MOEI_QUANT_ENTRIES_V4};
 #if defined(MOEI_HAVE_DOTPROD) && !defined(MOE_NO_QUANT)
@@ -5219,6 +5312,10 @@ void moe_gated(const moe_kernels *k, int act, size_t m, size_t n, const moe_real
 void moe_gated_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *times, const moe_real *dy, moe_real *dx,
                         moe_real *d_times) {
     moei_table(k)->gated_backward(act, n, x, times, dy, dx, d_times);
+}
+
+void moe_adamw(const moe_kernels *k, const moe_adamw_step *step, size_t n, const moe_real *gradient, moe_real *m, moe_real *v, moe_real *w) {
+    moei_table(k)->adamw(step, n, gradient, m, v, w);
 }
 #endif
 

@@ -23,7 +23,9 @@
 #include <time.h>
 
 #if defined(__unix__) || defined(__APPLE__)
+#include <signal.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 #define BENCH_UNIX 1
 #else
@@ -447,6 +449,7 @@ enum { MOST_CONTENDERS = 24, MOST_ROUNDS = 1000 };
 
 typedef struct contender {
     void (*run)(void *state, moe_real *y);
+    double (*clock)(const void *state); /* of another process; NULL: seconds */
     void *state;
     moe_real *y;
     long calls;    /* that are timed in one go */
@@ -469,13 +472,15 @@ static int enter(contest *c, void (*run)(void *state, moe_real *y), void *state,
     return c->n++;
 }
 
+static double clock_of(const contender *p) { return p->clock != NULL ? p->clock(p->state) : seconds(); }
+
 static double time_calls(contender *p, long calls) {
     double start;
     long i;
     if (p->again) p->run(p->state, p->y);
-    start = seconds();
+    start = clock_of(p);
     for (i = 0; i < calls; i++) p->run(p->state, p->y);
-    return (seconds() - start) / (double)calls;
+    return (clock_of(p) - start) / (double)calls;
 }
 
 /* So many calls that the clock's steps do not show. Returns the time of a round. */
@@ -1437,6 +1442,251 @@ static void bench_training(void) {
     for_all_layers(training_heading, training_shape);
 }
 
+/* ---- text: training a byte language model, against PyTorch ---------------------------------------------------------------------------- */
+
+/* tests/peers/train_torch.py has the same numbers, and the same pieces of the same text. */
+enum { TEXT_D = 128, TEXT_D_FF = 512, TEXT_LAYERS = 4, TEXT_HEADS = 4, TEXT_VOCABULARY = 256, TEXT_LENGTH = 128, TEXT_BATCH = 16 };
+enum { TEXT_TOKENS = TEXT_LENGTH * TEXT_BATCH };
+static const shape text_shape = {TEXT_D, TEXT_D_FF, 8, 2};
+static const char *const text_file = "moe.h";
+
+typedef struct student {
+    moe_net net;
+    moe_trainer trainer;
+    moe_call call; /* for its threads */
+    unsigned char *text;
+    size_t size;
+    int32_t tokens[TEXT_TOKENS], labels[TEXT_TOKENS];
+    moe_step step;
+    moe_status status;
+    moe_error error;
+} student;
+
+static unsigned char *read_text(size_t *size) {
+    enum { MOST = 1 << 24 };
+    FILE *file = fopen(text_file, "rb");
+    unsigned char *text;
+    if (file == NULL) return NULL;
+    text = (unsigned char *)grab(MOST, 1);
+    *size = fread(text, 1, MOST, file);
+    fclose(file);
+    return text;
+}
+
+/* Sequence number s of all that are trained on starts at 9973 s, around the end. */
+static void next_batch(student *s) {
+    const size_t room = s->size - TEXT_LENGTH - 1;
+    size_t i, t;
+    for (i = 0; i < TEXT_BATCH; i++) {
+        const unsigned char *from = s->text + ((size_t)s->trainer.steps * TEXT_BATCH + i) * 9973 % room;
+        for (t = 0; t < TEXT_LENGTH; t++) s->tokens[i * TEXT_LENGTH + t] = from[t], s->labels[i * TEXT_LENGTH + t] = from[t + 1];
+    }
+}
+
+static void student_run(void *state, moe_real *y) {
+    student *s = (student *)state;
+    moe_data batch;
+    (void)y;
+    if (s->status != MOE_OK) return;
+    memset(&batch, 0, sizeof batch);
+    next_batch(s);
+    batch.n = TEXT_TOKENS, batch.length = TEXT_LENGTH, batch.token_ids = s->tokens, batch.labels = s->labels, batch.call = &s->call;
+    s->status = moe_trainer_step(&s->trainer, &batch, &s->step, &s->error);
+}
+
+static void student_modules(moe_net *net) {
+    moe_attention_config attention;
+    moe_layer_config mixture;
+    int i;
+    memset(&attention, 0, sizeof attention), memset(&mixture, 0, sizeof mixture);
+    attention.heads = TEXT_HEADS, attention.rotary = 1;
+    mixture.d_ff = TEXT_D_FF, mixture.router.n_experts = text_shape.experts, mixture.router.top_k = text_shape.top_k;
+    mixture.router.loss_balance = (moe_real)0.01;
+    (void)moe_net_embedding(net, TEXT_VOCABULARY, TEXT_D);
+    for (i = 0; i < TEXT_LAYERS; i++) {
+        (void)moe_net_rms_norm(net), (void)moe_net_attention(net, &attention), (void)moe_net_residual(net, 2);
+        (void)moe_net_rms_norm(net), (void)moe_net_mixture(net, &mixture), (void)moe_net_residual(net, 2);
+    }
+    (void)moe_net_rms_norm(net), (void)moe_net_tied(net);
+}
+
+/* On the standard heap, as PyTorch. */
+static moe_status student_begin(student *s) {
+    moe_train_config config;
+    memset(s, 0, sizeof *s);
+    memset(&config, 0, sizeof config);
+    config.batch = TEXT_TOKENS, config.clip = (moe_real)1.0;
+    s->text = read_text(&s->size);
+    if (s->text == NULL || s->size < TEXT_LENGTH + 2) {
+        (void)snprintf(s->error.message, sizeof s->error.message, "%s cannot be read; start in the folder where it lies", text_file);
+        return MOE_ERR_IO;
+    }
+    if (moe_net_init(&s->net, 0, kernels->id, NULL) == MOE_OK) student_modules(&s->net);
+    s->status = moe_net_build(&s->net, 1, 42, &s->error);
+    if (s->status == MOE_OK) s->status = moe_trainer_init(&s->trainer, &s->net, &config, &s->error);
+    if (s->status == MOE_OK) s->status = threaded_call(&s->call, options.threads);
+    if (s->status == MOE_OK) student_run(s, NULL);
+    return s->status;
+}
+
+static void student_end(student *s) {
+    moe_trainer_free(&s->trainer);
+    moe_net_free(&s->net);
+    free(s->text);
+}
+
+/* Multiply-adds of forward are two operations each, backward takes twice as many. A token sees half of its sequence. */
+static double text_flops(void) {
+    const double d = TEXT_D, f = TEXT_D_FF;
+    const double layer = 4 * d * d + d * (TEXT_LENGTH + 1) + d * text_shape.experts + 3 * d * f * text_shape.top_k;
+    return 3.0 * 2.0 * TEXT_TOKENS * (TEXT_LAYERS * layer + d * TEXT_VOCABULARY);
+}
+
+/* tests/peers/train_torch.py, a process that takes a step whenever it is sent a line. */
+typedef struct torch {
+    FILE *ask, *answer;
+    long process;
+    double seconds, loss; /* of all steps so far; of the last one */
+    int ended;
+} torch;
+
+/* How it may run: OpenBLAS's kernels, how the experts are computed. AVX2 kernels are compared with the first ones. */
+static const struct torch_way {
+    const char *core, *form;
+} torch_ways[] = {{"Haswell", "loop"}, {"Haswell", "padded"}, {"SkylakeX", "loop"}, {"SkylakeX", "padded"}};
+
+static void torch_run(void *state, moe_real *y) {
+    torch *p = (torch *)state;
+    char text[256];
+    double taken;
+    (void)y;
+    if (p->ended) return;
+    p->ended = fputs("step\n", p->ask) == EOF || fflush(p->ask) == EOF || fgets(text, sizeof text, p->answer) == NULL ||
+               sscanf(text, "seconds %lf tokens_per_second %*f loss %lf", &taken, &p->loss) != 2;
+    if (!p->ended) p->seconds += taken;
+}
+
+static double torch_clock(const void *state) { return ((const torch *)state)->seconds; }
+
+#if BENCH_UNIX
+/* BENCH_PYTHON is a Python that has PyTorch. Returns whether it took a step. */
+static int torch_begin(torch *p, const struct torch_way *way) {
+    static const char script[] = "tests/peers/train_torch.py";
+    const char *python = getenv("BENCH_PYTHON");
+    int to[2], from[2];
+    memset(p, 0, sizeof *p);
+    p->ended = 1;
+    if (python == NULL || python[0] == '\0' || access(script, R_OK) != 0 || pipe(to) != 0) return 0;
+    if (pipe(from) != 0) return close(to[0]), close(to[1]), 0;
+    (void)signal(SIGPIPE, SIG_IGN);
+    fflush(stdout);
+    if ((p->process = (long)fork()) == 0) {
+        (void)dup2(to[0], 0), (void)dup2(from[1], 1);
+        (void)close(to[0]), (void)close(to[1]), (void)close(from[0]), (void)close(from[1]);
+        (void)setenv("OMP_NUM_THREADS", "1", 1), (void)setenv("OPENBLAS_NUM_THREADS", "1", 1), (void)setenv("OPENBLAS_CORETYPE", way->core, 1);
+        (void)execlp(python, python, script, text_file, way->form, (char *)NULL);
+        _exit(127);
+    }
+    (void)close(to[0]), (void)close(from[1]);
+    p->ask = fdopen(to[1], "w"), p->answer = fdopen(from[0], "r");
+    p->ended = p->process < 0 || p->ask == NULL || p->answer == NULL;
+    torch_run(p, NULL);
+    return !p->ended;
+}
+
+static void torch_end(torch *p) {
+    if (p->ask != NULL) fclose(p->ask);
+    if (p->answer != NULL) fclose(p->answer);
+    if (p->process > 0) (void)waitpid((pid_t)p->process, NULL, 0);
+    memset(p, 0, sizeof *p);
+}
+#else
+static int torch_begin(torch *p, const struct torch_way *way) {
+    (void)way;
+    memset(p, 0, sizeof *p);
+    return 0;
+}
+static void torch_end(torch *p) { (void)p; }
+#endif
+
+/* The fastest way of three steps each, or NULL where there is no PyTorch. */
+static const struct torch_way *torch_choose(void) {
+    const size_t all = sizeof torch_ways / sizeof torch_ways[0], n = kernels->id == MOE_KERNELS_AVX512 ? all : all / 2;
+    const struct torch_way *best = NULL;
+    double fastest = 0.0;
+    torch p;
+    size_t i;
+    int k;
+    for (i = 0; i < n && options.threads == 1; i++) {
+        double start = 0.0;
+        if (torch_begin(&p, &torch_ways[i])) start = p.seconds;
+        for (k = 0; k < 3; k++) torch_run(&p, NULL);
+        if (!p.ended && (best == NULL || p.seconds - start < fastest)) fastest = p.seconds - start, best = &torch_ways[i];
+        torch_end(&p);
+    }
+    return best;
+}
+
+static void text_print(const line *l, const student *s, const struct torch_way *way, double torch_seconds, double torch_loss) {
+    printf("d %d, %d layers, %d experts (top %d), context %d, batch %d, %.1f million parameters, kernels %s, %d thread%s\n\n", TEXT_D, TEXT_LAYERS,
+           text_shape.experts, text_shape.top_k, TEXT_LENGTH, TEXT_BATCH, 1e-6 * (double)moe_net_parameters(&s->net, NULL), kernels->name,
+           options.threads, options.threads > 1 ? "s" : "");
+    printf("%-10s %9s %7s %9s %8s %6s %9s\n%-10s %9.1f %7.2f %9.0f %8.1f", "", "ms/step", "p90/p10", "tokens/s", "GFLOP/s", "peak", "loss", "this",
+           1e-3 * l->us, l->p90 / l->p10, 1e6 * TEXT_TOKENS / l->us, l->gflops);
+    if (l->peak > 0.0) printf(" %4.0f %%", l->peak_percent);
+    else printf(" %6s", "-");
+    printf(" %9.3f\n", (double)s->step.loss);
+    if (way == NULL) {
+        printf("PyTorch: %s\n\n", options.threads > 1 ? "compared on one thread only" : "not installed (Debian: python3-torch libopenblas0-pthread)");
+        return;
+    }
+    printf("%-10s %9.1f %7s %9.0f %8.1f %6s %9.3f\n", "PyTorch", 1e3 * torch_seconds, "", TEXT_TOKENS / torch_seconds, 1e-9 * text_flops() / torch_seconds, "",
+           torch_loss);
+    printf("ratio %.2f, bound %.1f: %s (experts: %s; OpenBLAS: %s)\n\n", l->framework, l->bound, verdict(l->holds), way->form, way->core);
+}
+
+static void text_contest(student *s, const struct torch_way *way) {
+    static contest c;
+    machine fma = {FORM_NONE, 1, 0.0, NULL, 0};
+    torch p;
+    line l = line_begin("text", "plain", &text_shape, 1, TEXT_TOKENS);
+    const int ours = enter(&c, student_run, s, NULL);
+    int theirs = NOTHING, limit = NOTHING, r;
+    fma.form = machine_form(), fma.threads = options.threads;
+    if (fma.form != FORM_NONE) limit = enter(&c, machine_fma, &fma, NULL);
+    memset(&p, 0, sizeof p);
+    if (way != NULL && torch_begin(&p, way)) theirs = enter(&c, torch_run, &p, NULL), c.list[theirs].clock = torch_clock;
+    hold(&c);
+    l.rounds = c.rounds, l.used = (size_t)text_shape.experts;
+    l.us = 1e6 * time_of(&c, ours, 0.5), l.p10 = 1e6 * time_of(&c, ours, 0.1), l.p90 = 1e6 * time_of(&c, ours, 0.9);
+    l.gflops = 1e-3 * text_flops() / l.us;
+    if (limit != NOTHING) {
+        l.peak = 1e-9 * fma.flops * fma.threads / time_of(&c, limit, 0.5);
+        for (r = 0; r < c.rounds; r++)
+            c.values[r] = 100.0 * text_flops() / (c.list[ours].times[r] * fma.flops * fma.threads / c.list[limit].times[r]);
+        l.peak_percent = median(c.values, c.rounds);
+    }
+    if (theirs != NOTHING && !p.ended) l.framework = ratio_of(&c, theirs, ours), l.bound = 1.6, l.holds = l.framework >= l.bound;
+    if (options.csv) {
+        csv_line(&l);
+        if (l.holds != NOTHING) (void)verdict(l.holds);
+    } else text_print(&l, s, l.holds == NOTHING ? NULL : way, theirs == NOTHING ? 0.0 : time_of(&c, theirs, 0.5), p.loss);
+    torch_end(&p);
+    contest_end(&c);
+}
+
+static void bench_text(void) {
+    static student s;
+    moe_status status = student_begin(&s);
+    if (!options.csv)
+        printf("Text: training steps of a byte language model (forward, backward, clipping, AdamW) on the bytes of %s.\n"
+               "  peak: percent of the multiply-adds between registers; ratio: PyTorch's time as a multiple of this, measured in turns\n\n", text_file);
+    if (status == MOE_OK) text_contest(&s, torch_choose());
+    if (s.status == MOE_OK && status == MOE_OK) passed++;
+    else print_failure("text", status != MOE_OK ? status : s.status, &s.error);
+    student_end(&s);
+}
+
 /* ---- tiny: one token through next to nothing ----------------------------------------------------------------------------------------- */
 
 static void bench_tiny(void) {
@@ -1665,6 +1915,7 @@ static const struct bench {
 } benches[] = {
     {"layers", bench_layers, "forward passes against the machine's limits and other libraries"},
     {"training", bench_training, "forward and backward against the machine's limit"},
+    {"text", bench_text, "training steps of a language model, against PyTorch"},
     {"tiny", bench_tiny, "one token through a tiny layer"},
     {"quant", bench_quant, "16-bit, int8 and int4 weights against floats"},
     {"threads", bench_threads, "two threads against one"},
