@@ -446,6 +446,8 @@ typedef struct corpus {
     int classes;
 } corpus;
 
+static const char *text_name(void) { return data_path != NULL ? data_path : "the headers"; }
+
 typedef struct section {
     size_t from, size;
 } section;
@@ -507,7 +509,7 @@ static void corpus_read(corpus *c, int words) {
     n = read_sections(&c->text, sections);
     must(language_learn(&c->language, &c->text, words, VOCABULARY, &error), &error);
     deal(c, sections, n, &c->train, &c->held);
-    if (c->held.n < 100 * CONTEXT) stop(data_path, "too short");
+    if (c->held.n < 100 * CONTEXT) stop(text_name(), "too short");
     qsort(sections, n, sizeof *sections, larger_first);
     for (size_t i = 0; i < n && i < MAX_CLASSES; i++, c->classes++) {
         deal(c, &sections[i], 1, &c->class_train[i], &c->class_held[i]);
@@ -923,7 +925,7 @@ static void finetune(void) {
     static corpus c;
     double mean_loss[TUNE_ROUTERS], mean_error[TUNE_ROUTERS];
     corpus_read(&c, 1);
-    if (c.classes < 2) stop(data_path, "fewer than two long articles; one begins at a line \" = Title = \"");
+    if (c.classes < 2) stop(text_name(), "fewer than two long articles; one begins at a line \" = Title = \"");
     printf("A language model of words (%d layers, width %d, %d experts, 2 per token) learns %d steps of %d tokens; then, with a new head, to tell from\n"
            "%d words which of %d articles they come from, in %d steps of %d windows. Tested on text that it has not seen; error by guessing: %.3f.\n"
            "Test: Kendall's tau between loss and error over the %d routers, within each seed; ranks are kept if its mean over seeds is above 0.\n\n",
@@ -1034,8 +1036,8 @@ static void check_finetune(void) {
     tune_layers("smoe", layers), build_net(&net, &c, layers, c.classes, 3);
     untrained = task_error(&net, &c);
     moe_net_free(&net);
-    tune_one(&c, "acmoe", 20, 40, 7, &loss, &error);
-    check(loss < 5 && error < untrained, "finetune: loss and error fall");
+    tune_one(&c, "acmoe", 40, 60, 7, &loss, &error);
+    check(loss < 5 && error < untrained - 0.05, "finetune: loss and error fall");
     corpus_free(&c);
 }
 
