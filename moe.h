@@ -669,7 +669,7 @@ typedef struct moe_net_pass {
     const moe_real *y; /* [N,d_out] the net's output */
     /* Private to moe.h. */
     moe_call call;
-    size_t past; /* decoding: tokens before those of the call */
+    size_t past, most; /* decoding: tokens before those of the call, room of the cache (else 0) */
     struct moe_module_pass *modules;
     void *scratch;
     moe_real *d_x;
@@ -717,11 +717,13 @@ typedef struct moe_sampling {
     int greedy;           /* 1: the largest logit, the first of equals; nothing is drawn [0] */
     moe_real temperature; /* logits are divided by it, 1e-6 to 1e6 [1] */
     int top_k;            /* only the k largest stay [0: all] */
-    moe_real top_p;       /* of these the most probable ones until their sum reaches p, the crossing one included (Holtzman et al. 2020) [1] */
+    moe_real top_p;       /* of these, whose probabilities now sum to 1, the most probable until their sum reaches p, the crossing one included
+                             (Holtzman et al. 2020, The curious case of neural text degeneration) [1] */
 } moe_sampling;
 
 /* *token = one of 0..n-1 by logits [n]. p [n] receives the probabilities it was drawn from (after greedy, 1 at the token); order [n] is room to
-   work. how NULL: {0}. MOE_ERR_ARGUMENT: NULL, n = 0, rng missing; MOE_ERR_CONFIG: a field out of range; MOE_ERR_NONFINITE: a logit. */
+   work. Of equal logits the first ones stay. how NULL: {0}. Takes one draw of rng (may be NULL for greedy). MOE_ERR_ARGUMENT: NULL, n = 0 or above
+   INT32_MAX, rng missing; MOE_ERR_CONFIG: a field out of range; MOE_ERR_NONFINITE: a logit. On failure nothing has changed. Allocates nothing. */
 MOE_API moe_status moe_sample(const moe_sampling *how, size_t n, const moe_real *logits, moe_rng *rng, moe_real *p, int32_t *order, int32_t *token,
                               moe_error *error);
 
@@ -830,9 +832,9 @@ typedef struct moe_train_config {
     const moe_param_group *groups; /* [n_groups] the caller's, read by init (and moe_fit) only */
     int n_groups;            /* up to 4096 */
     int evaluate_every;      /* moe_fit: steps between evaluations on test [0: at the end of each epoch only] */
-    const char *checkpoint;  /* moe_fit: a file that is replaced every checkpoint_every steps, at the end, and when training stops; NULL: none */
+    const char *checkpoint;  /* moe_fit: a file that is replaced every checkpoint_every steps, at the end, and when progress stops training; NULL: none */
     int checkpoint_every;    /* [0: at the end of each epoch] */
-    int resume;              /* 1: moe_fit goes on where the checkpoint stopped, if the file exists */
+    int resume;              /* 1: moe_fit goes on where the checkpoint ends, if the file exists; the net gets the checkpoint's values */
 } moe_train_config;
 
 /* An optimiser at work on one net. Owns its moments and work memory (moe_trainer_free). */
@@ -844,7 +846,8 @@ typedef struct moe_trainer {
     moe_real rate;           /* of the next step; with total_steps the schedule sets it again after each step */
     uint64_t total_steps;    /* of the schedule; 0: there is none */
     int n_accumulated;       /* batches since the last step */
-    uint64_t position[4];    /* the caller's: where it stands in its data; saved in checkpoints. moe_fit keeps epoch and step there */
+    uint64_t position[4];    /* the caller's: where it stands in its data; saved in checkpoints. moe_fit keeps there the epochs that are complete, the steps
+                                in this one, and the bits of its two sums of losses */
     moe_real *memory;        /* owned: two moments (sgd: one) per number, then the factors */
     size_t memory_size;
     moe_real *factors;       /* private: [tensors,2] of the groups */
@@ -875,11 +878,13 @@ MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch,
    is 0. update: MOE_ERR_STATE without a batch; a failed one changes nothing. */
 MOE_API moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
 MOE_API moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error);
-/* A checkpoint: the net's file and in it the optimiser's moments, steps, random state and position; moe_net_load reads it as a net. Between steps
-   only: MOE_ERR_STATE while batches are accumulated. Training that goes on from it has the same bits as training that was not interrupted. */
+/* A checkpoint: the net's file, and in it the optimiser's moments ("trainer.first" and, of adamw, "trainer.second": one number for each of the net's,
+   in the order of its tensors), and under the metadata key "moe.trainer" steps, random state, rate and position. moe_net_read takes it as a net.
+   Between steps only: MOE_ERR_STATE while batches are accumulated. Training that goes on from it has the same bits as training that was not interrupted. */
 MOE_API moe_status moe_trainer_write(const moe_trainer *trainer, moe_stream *stream, moe_error *error);
-/* Sets a trainer, made for a net of the same modules with the same optimiser, and its net to a checkpoint. The file may come from a stranger; errors as
-   moe_net_read, MOE_ERR_CONFIG: other modules or another optimiser. On failure both are as they were. */
+/* Sets a trainer, made for a net of the same modules with the same optimiser, and its net to a checkpoint; the rest of its config is its own, also the
+   schedule, which sets the rate again. Accumulated batches are dropped. The file may come from a stranger; errors as moe_net_read, and
+   MOE_ERR_CONFIG: other modules or another optimiser. On failure both are as they were. */
 MOE_API moe_status moe_trainer_read(moe_trainer *trainer, const void *bytes, size_t size, moe_error *error);
 #ifndef MOE_NO_STDIO
 /* The same with a file, which a failed save leaves as it was (moe_file_replace). */
@@ -927,7 +932,11 @@ MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch,
 /* Trains net on train for config.epochs, in a new random order each epoch, and evaluates on test (NULL or n = 0: none) after each. All data
    is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle, or
    MOE_ERR_STOPPED when the callback stopped it, leaves the net with what it has learned. The same seed gives the same bits: the order of the
-   samples comes from config.seed, random stages of routers from a stream of their own that is made from it. */
+   samples comes from config.seed, random stages of routers from a stream of their own that is made from it.
+   With config.checkpoint the training can be stopped or killed at any time and resumed with the same bits, those of progress included. A resumed
+   one wants the same modules, optimizer, n, length, batch, accumulate and seed (MOE_ERR_CONFIG names what differs); with more epochs a finished one
+   goes on, with the same there is nothing more to do. A checkpoint that cannot be written ends training: MOE_ERR_IO, or MOE_ERR_MEMORY, for it
+   takes memory; the file is then the one before. MOE_ERR_UNSUPPORTED: a checkpoint with MOE_NO_STDIO. */
 MOE_API moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error);
 /* Loss and accuracy of net on data, 64 samples at a time (data->length > 0: as many whole sequences as fit into 512 samples and soft_sequences, at
    least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output is not finite. n = 0 gives zeros. On failure
@@ -1041,7 +1050,8 @@ MOE_API moe_status moe_net_save(const moe_net *net, const char *path, moe_error 
 /* Makes a net from a file in memory; bytes are not needed afterwards. trainable, kernels and allocator as in build and init. Numbers of
    any type are converted. The file may come from a stranger: names and shapes are compared with the configuration before memory for
    tensors is taken. Errors: those of moe_file_open and of the module calls; MOE_ERR_FORMAT (no configuration, or it is malformed, or
-   that of a layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many),
+   that of a layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many, unless its name begins
+   with "trainer.": the file may be a checkpoint),
    MOE_ERR_NOT_FOUND (a tensor too few), MOE_ERR_SHAPE; error names it. On failure *net is untouched. */
 MOE_API moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
                                 moe_error *error);
@@ -3405,17 +3415,21 @@ static void moei_layer_layout(const moe_layer *layer, const moei_chain *chain, s
     if (c->n_shared > 0) moei_take_nodes(&shared, l, n, 1, p->d_shared);
 }
 
-moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int training, size_t *bytes) {
+/* Bytes of work memory for n tokens that follow up to `past` others. */
+static moe_status moei_layer_size(const moe_layer *layer, size_t n, size_t past, int training, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
     moe_layer_pass p;
     moei_chain chain;
-    if (layer == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
-    if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (n > INT32_MAX) return MOE_ERR_OVERFLOW;
     chain = moei_chain_begin(layer, layer->config.expert);
-    moei_layer_layout(layer, &chain, n_tokens, 0, training, &l, &p);
+    moei_layer_layout(layer, &chain, n, past, training, &l, &p);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
     return MOE_OK;
+}
+
+moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int training, size_t *bytes) {
+    return layer == NULL || bytes == NULL ? MOE_ERR_ARGUMENT : moei_layer_size(layer, n_tokens, 0, training, bytes);
 }
 
 /* Whether a call keeps all rows of all experts. */
@@ -4376,8 +4390,8 @@ static moe_status moei_module_begin(moe_net *net, int kind, moe_module *m) {
     if (net->n_modules >= MOE_NET_MAX_MODULES)
         return moei_module_refuse(net, kind, MOE_ERR_CONFIG, "a net has at most %d modules", (int)MOE_NET_MAX_MODULES);
     if ((net->d_out == 0) != (kind == MOE_MODULE_EMBEDDING))
-        return moei_module_refuse(net, kind, MOE_ERR_CONFIG, net->d_out == 0 ? "d_in = 0, so the first module must be an embedding"
-                                                                             : "only the first module of a net with d_in = 0 can be one");
+        return moei_module_refuse(net, kind, MOE_ERR_CONFIG, net->d_out == 0 ? "d_in = %d, so the first module must be an embedding"
+                                                                             : "d_in = %d: only the first module of a net with d_in = 0 can be one", net->d_in);
     memset(m, 0, sizeof *m);
     m->kind = kind;
     m->d_in = m->d_out = net->d_out;
@@ -4498,10 +4512,13 @@ moe_status moe_net_attention(moe_net *net, const moe_attention_config *config) {
 /* The layer of a feed_forward for width d: its one expert takes every token, whatever the score, which has no parameters. */
 static moe_status moei_feed_forward_config(const moe_layer_config *wanted, int d, moe_layer_config *c, moe_error *error) {
     const moe_field *field;
+    char value[40];
     memset(c, 0, sizeof *c);
     for (field = moe_layer_fields(); wanted != NULL && field->name != NULL; field++)
-        if (moe_field_find(moei_feed_forward_fields, field->name) == NULL && !moei_field_is_zero(field, wanted))
-            return moei_error(error, MOE_ERR_CONFIG, "%s must be 0: a feed_forward has expert, d_ff, d_low, act and no_expert_bias", field->name);
+        if (moe_field_find(moei_feed_forward_fields, field->name) == NULL && !moei_field_is_zero(field, wanted)) {
+            moe_field_text(field, wanted, value, sizeof value);
+            return moei_error(error, MOE_ERR_CONFIG, "%s = %s: must be 0, a feed_forward has expert, d_ff, d_low, act and no_expert_bias", field->name, value);
+        }
     if (wanted != NULL) *c = *wanted;
     c->router.d_model = d;
     c->router.n_experts = c->router.top_k = 1;
@@ -4846,10 +4863,12 @@ struct moe_module_pass {
     moe_real *d_x;         /* [N,d_in] training; NULL for module 0: the caller's */
     moe_real *mean, *rstd; /* [N] norms */
     unsigned char *stays;  /* [N,d_in] dropout in training: 1 where x stays */
-    moe_real *q, *k, *v;   /* [N,heads d_head] attention */
+    moe_real *q, *k, *v;   /* [N,heads d_head] attention; decoding: k and v [most,heads d_head] lie in the cache */
     moe_real *mixed;       /* [N,heads d_head] its heads' outputs */
-    moe_real *weights, *d_weights; /* [heads,N,N] attention that a router behind it reads: A, 0 outside of what is seen */
-    moe_real *outputs, *d_outputs; /* [heads,N,d_out] and o */
+    moe_real *weights, *d_weights; /* [heads,N,past+N] attention that a router behind it reads: A, 0 outside of what is seen */
+    moe_real *outputs, *d_outputs; /* [heads,past+N,d_out] and o */
+    moe_real *past_outputs;        /* [heads,most,d_out] decoding: o in the cache */
+    moe_real *past_u, *past_gate;  /* [most,d_in], [most,E] decoding: u and gate of a mixture that refines, in the cache */
     moe_real *turns;       /* [N,d_head] cosines, then sines, of the angles of each place; the first attention with these angles fills them */
     void *work;            /* mixture and feed_forward */
     size_t work_size;
@@ -4892,26 +4911,53 @@ static int moei_is_read(const moe_net *net, size_t i) {
 
 static size_t moei_attention_width(const moe_module *m) { return (size_t)m->attention.heads * (size_t)m->attention.d_head; }
 
-static void moei_attention_layout(const moe_net *net, size_t i, size_t n, int training, moei_layout *l, struct moe_module_pass *p) {
-    const moe_module *m = &net->modules[i];
-    size_t width = moei_attention_width(m), rows;
-    p->q = moei_take_reals(l, n, width);
-    p->k = moei_take_reals(l, n, width);
-    p->v = moei_take_reals(l, n, width);
-    p->mixed = moei_take_reals(l, n, width);
-    if (m->attention.rotary && moei_turns_of(net, i) == i) p->turns = moei_take_reals(l, n, (size_t)m->attention.d_head);
-    if (!moei_is_read(net, i)) return;
-    if (!moei_mul(n, (size_t)m->attention.heads, &rows)) l->overflow = 1;
-    p->weights = moei_take_reals(l, rows, n);
-    p->outputs = moei_take_reals(l, rows, (size_t)m->d_out);
-    if (!training) return;
-    p->d_weights = moei_take_reals(l, rows, n);
-    p->d_outputs = moei_take_reals(l, rows, (size_t)m->d_out);
+/* What a pass is laid out for. */
+typedef struct moei_extent {
+    size_t n, past; /* tokens of the call, and the most before them */
+    int training;   /* what the way back needs is kept */
+    int decoding;   /* keys, values and what else is known of earlier tokens lie in a cache */
+} moei_extent;
+
+static moei_extent moei_extent_of(size_t n, int training) {
+    moei_extent e;
+    e.n = n, e.past = 0, e.training = training, e.decoding = 0;
+    return e;
 }
 
-/* Lays one module's pass out in memory. */
-static moe_status moei_module_layout(const moe_net *net, size_t i, size_t n, int training, moei_layout *l, struct moe_module_pass *p) {
+/* n tokens at the end of a cache for most. */
+static moei_extent moei_extent_decoding(size_t n, size_t most) {
+    moei_extent e;
+    e.n = n, e.past = most - n, e.training = 0, e.decoding = 1;
+    return e;
+}
+
+static void moei_attention_layout(const moe_net *net, size_t i, const moei_extent *e, moei_layout *l, struct moe_module_pass *p) {
     const moe_module *m = &net->modules[i];
+    size_t width = moei_attention_width(m), heads = (size_t)m->attention.heads, rows = 0, keys = 0;
+    p->q = moei_take_reals(l, e->n, width);
+    if (!e->decoding) {
+        p->k = moei_take_reals(l, e->n, width);
+        p->v = moei_take_reals(l, e->n, width);
+    }
+    p->mixed = moei_take_reals(l, e->n, width);
+    if (m->attention.rotary && moei_turns_of(net, i) == i) p->turns = moei_take_reals(l, e->n, (size_t)m->attention.d_head);
+    if (!moei_is_read(net, i)) return;
+    if (!moei_mul(e->n, heads, &rows) || !moei_mul(e->past + e->n, heads, &keys)) l->overflow = 1;
+    p->weights = moei_take_reals(l, rows, e->past + e->n);
+    p->outputs = moei_take_reals(l, keys, (size_t)m->d_out);
+    if (!e->training) return;
+    p->d_weights = moei_take_reals(l, rows, e->n);
+    p->d_outputs = moei_take_reals(l, keys, (size_t)m->d_out);
+}
+
+/* Whether a module is a mixture whose router refines, and so reads earlier tokens. */
+static int moei_refines(const moe_module *m) { return m->kind == MOE_MODULE_MIXTURE && m->layer.config.router.refine != MOE_REFINE_NONE; }
+
+/* Lays one module's pass out in memory. */
+static moe_status moei_module_layout(const moe_net *net, size_t i, const moei_extent *e, moei_layout *l, struct moe_module_pass *p) {
+    const moe_module *m = &net->modules[i];
+    size_t n = e->n;
+    int training = e->training;
     moe_status status = MOE_OK;
     memset(p, 0, sizeof *p);
     p->y = moei_take_reals(l, n, (size_t)m->d_out);
@@ -4919,13 +4965,14 @@ static moe_status moei_module_layout(const moe_net *net, size_t i, size_t n, int
     if (m->kind == MOE_MODULE_LAYER_NORM) p->mean = moei_take_reals(l, n, 1);
     if (m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_RMS_NORM) p->rstd = moei_take_reals(l, n, 1);
     if (m->kind == MOE_MODULE_DROPOUT && training) p->stays = (unsigned char *)moei_take(l, n, (size_t)m->d_in);
-    if (m->kind == MOE_MODULE_ATTENTION) moei_attention_layout(net, i, n, training, l, p);
+    if (m->kind == MOE_MODULE_ATTENTION) moei_attention_layout(net, i, e, l, p);
     if (m->kind == MOE_MODULE_MIXTURE && (moe_router_traits(&m->layer.config.router) & MOE_TRAIT_NEEDS_PREVIOUS_LAYER)) {
         p->n_previous = moei_mixture_choices(net, moei_previous_mixture(net, i));
         p->previous_experts = (int32_t *)moei_take(l, n, p->n_previous * sizeof(int32_t));
         p->previous_weights = moei_take_reals(l, n, p->n_previous);
     }
-    if (moei_is_layer(m) && (status = moe_layer_work_size(&m->layer, n, training, &p->work_size)) == MOE_OK) p->work = moei_take(l, p->work_size, 1);
+    if (moei_is_layer(m)) status = moei_layer_size(&m->layer, n, moei_refines(m) ? e->past : 0, training, &p->work_size);
+    if (moei_is_layer(m) && status == MOE_OK) p->work = moei_take(l, p->work_size, 1);
     return status;
 }
 
@@ -4933,19 +4980,19 @@ enum { MOEI_ATTENTION_ROWS = 64 }; /* queries of a block */
 
 /* What a module needs while it is at work, in memory that all share. */
 typedef struct moei_room {
-    moe_real *a, *d_a;                  /* [MOEI_ATTENTION_ROWS,N] attention: one block of A and its gradient */
+    moe_real *a, *d_a;                   /* [MOEI_ATTENTION_ROWS,past+N] attention: one block of A and its gradient */
     moe_real *d_q, *d_k, *d_v, *d_mixed; /* [N,heads d_head] attention */
-    moe_real *d_act;                    /* [N,d_in] activation */
+    moe_real *d_act;                     /* [N,d_in] activation */
 } moei_room;
 
-static moei_room moei_room_layout(const moe_module *m, size_t n, int training, moei_layout *l) {
-    size_t rows = n < MOEI_ATTENTION_ROWS ? n : (size_t)MOEI_ATTENTION_ROWS, width = moei_attention_width(m);
+static moei_room moei_room_layout(const moe_module *m, const moei_extent *e, moei_layout *l) {
+    size_t n = e->n, rows = n < MOEI_ATTENTION_ROWS ? n : (size_t)MOEI_ATTENTION_ROWS, width = moei_attention_width(m);
     moei_room room;
     memset(&room, 0, sizeof room);
-    if (m->kind == MOE_MODULE_ACTIVATION && training) room.d_act = moei_take_reals(l, n, (size_t)m->d_in);
+    if (m->kind == MOE_MODULE_ACTIVATION && e->training) room.d_act = moei_take_reals(l, n, (size_t)m->d_in);
     if (m->kind != MOE_MODULE_ATTENTION) return room;
-    room.a = moei_take_reals(l, rows, n);
-    if (!training) return room;
+    room.a = moei_take_reals(l, rows, e->past + n);
+    if (!e->training) return room;
     room.d_a = moei_take_reals(l, rows, n);
     room.d_q = moei_take_reals(l, n, width);
     room.d_k = moei_take_reals(l, n, width);
@@ -4956,7 +5003,7 @@ static moei_room moei_room_layout(const moe_module *m, size_t n, int training, m
 
 /* Lays a pass out in memory; the same function with an empty base counts the bytes. Every module keeps its output: any later
    residual or report may read it. */
-static moe_status moei_net_layout(const moe_net *net, size_t n, int training, moei_layout *l, moe_net_pass *pass) {
+static moe_status moei_net_layout(const moe_net *net, const moei_extent *e, moei_layout *l, moe_net_pass *pass) {
     struct moe_module_pass unplaced;
     size_t i, most = 0;
     memset(pass, 0, sizeof *pass);
@@ -4964,9 +5011,9 @@ static moe_status moei_net_layout(const moe_net *net, size_t n, int training, mo
     for (i = 0; i < net->n_modules; i++) {
         moei_layout room = moei_layout_begin(NULL);
         moe_status status =
-            moei_module_layout(net, i, n, training, l, pass->modules != NULL && !l->overflow ? &pass->modules[i] : &unplaced);
+            moei_module_layout(net, i, e, l, pass->modules != NULL && !l->overflow ? &pass->modules[i] : &unplaced);
         if (status != MOE_OK) return status;
-        (void)moei_room_layout(&net->modules[i], n, training, &room);
+        (void)moei_room_layout(&net->modules[i], e, &room);
         if (room.overflow) return MOE_ERR_OVERFLOW;
         if (room.used > most) most = room.used;
     }
@@ -4974,16 +5021,20 @@ static moe_status moei_net_layout(const moe_net *net, size_t n, int training, mo
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
-moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, size_t *bytes) {
+static moe_status moei_net_size(const moe_net *net, const moei_extent *e, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
     moe_net_pass pass;
     moe_status status;
-    if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
-    if (!net->built) return MOE_ERR_STATE;
-    if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
-    status = moei_net_layout(net, n_tokens, training, &l, &pass);
+    if (e->n > INT32_MAX || e->past > INT32_MAX - e->n) return MOE_ERR_OVERFLOW;
+    status = moei_net_layout(net, e, &l, &pass);
     if (status == MOE_OK) *bytes = l.used;
     return status;
+}
+
+moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, size_t *bytes) {
+    moei_extent e = moei_extent_of(n_tokens, training);
+    if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
+    return net->built ? moei_net_size(net, &e, bytes) : MOE_ERR_STATE;
 }
 
 /* One module at work on the n rows of a call. */
@@ -5015,7 +5066,9 @@ static moei_run moei_run_begin(const moe_net *net, moe_net_pass *pass, size_t i)
 
 static moei_room moei_run_room(const moei_run *r) {
     moei_layout l = moei_layout_begin(r->pass->scratch);
-    return moei_room_layout(r->m, r->n, moei_keeps(&r->pass->call), &l);
+    moei_extent e = moei_extent_of(r->n, moei_keeps(&r->pass->call));
+    e.past = r->pass->past;
+    return moei_room_layout(r->m, &e, &l);
 }
 
 /* Of a tied module too, whose weight is the embedding's. */
@@ -5194,14 +5247,17 @@ static void moei_block_forward(const moei_run *r, const moei_queries *b) {
                moei_head(r, r->p->mixed, b->head, b->at), width, 0);
 }
 
-/* o of the call's tokens: heads W_O,h v_h, so that their mean over heads, weighted by A, is y. */
+/* o of the past tokens from the cache, of the call's heads W_O,h v_h, so that their mean over heads, weighted by A, is y. */
 static void moei_attention_outputs(const moei_run *r) {
-    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, h, i;
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, past = r->pass->past, h, i;
     for (h = 0; h < (size_t)r->m->attention.heads; h++) {
-        moe_real *o = r->p->outputs + (h * (r->pass->past + r->n) + r->pass->past) * r->d_out;
-        moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, r->n, r->d_out, w, moei_head(r, r->p->v, h, r->pass->past), width,
+        moe_real *o = r->p->outputs + h * (past + r->n) * r->d_out;
+        if (past > 0) memcpy(o, r->p->past_outputs + h * r->pass->most * r->d_out, past * r->d_out * sizeof(moe_real));
+        o += past * r->d_out;
+        moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, r->n, r->d_out, w, moei_head(r, r->p->v, h, past), width,
                    r->m->tensors[MOE_MODULE_OUTPUT] + h * w, width, o, r->d_out, 0);
         for (i = 0; i < r->n * r->d_out; i++) o[i] *= (moe_real)r->m->attention.heads;
+        if (r->p->past_outputs != NULL) memcpy(r->p->past_outputs + (h * r->pass->most + past) * r->d_out, o, r->n * r->d_out * sizeof(moe_real));
     }
 }
 
@@ -5223,12 +5279,12 @@ static moe_status moei_attention_forward(const moei_run *r) {
 
 /* ---- modules that are layers ------------------------------------------------------------------------------------------------------------- */
 
-/* The call without what is there for routers. */
+/* The call without what is there for routers; the mask is too, for padding passes like any row. */
 static moe_status moei_feed_forward_forward(const moei_run *r) {
     moe_call call;
     memset(&call, 0, sizeof call);
     call.n_tokens = r->n, call.x = r->p->x;
-    call.parallel = r->pass->call.parallel, call.mask = r->pass->call.mask;
+    call.parallel = r->pass->call.parallel;
     call.training = r->pass->call.training, call.keep = r->pass->call.keep;
     return moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
 }
@@ -5274,13 +5330,35 @@ static void moei_mixture_attention(const moei_run *r, moe_call *call) {
     call->d_attention_output = r->pass->modules[at + 1].d_x;
 }
 
+/* Decoding: what refining reads of earlier tokens. */
+static void moei_mixture_past(const moei_run *r, moe_call *call) {
+    if (r->pass->most == 0) return;
+    call->decoding = 1;
+    if (r->p->past_u == NULL) return;
+    call->n_past = r->pass->past;
+    call->past_u = r->p->past_u, call->past_gate = r->p->past_gate;
+}
+
+/* And of the call's tokens, later on. */
+static void moei_mixture_remember(const moei_run *r) {
+    const moe_routing *routing = &r->p->layer.routing;
+    size_t experts = routing->n_experts;
+    if (r->p->past_u == NULL || r->n == 0) return;
+    memcpy(r->p->past_u + r->pass->past * r->d_in, routing->u, r->n * r->d_in * sizeof(moe_real));
+    memcpy(r->p->past_gate + r->pass->past * experts, routing->gate, r->n * experts * sizeof(moe_real));
+}
+
 static moe_status moei_mixture_forward(const moei_run *r) {
     moe_call call = r->pass->call;
+    moe_status status;
     call.x = r->p->x;
     moei_mixture_own(r, &call);
     moei_mixture_attention(r, &call);
+    moei_mixture_past(r, &call);
     if (r->p->n_previous > 0) moei_mixture_previous(r, &call);
-    return moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
+    status = moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
+    if (status == MOE_OK) moei_mixture_remember(r);
+    return status;
 }
 
 static moe_status moei_residual_forward(const moei_run *r) {
@@ -5523,15 +5601,17 @@ static moe_status moei_net_run(const moe_net *net, const moe_call *call, moe_net
 
 moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
     moei_layout l = moei_layout_begin(work);
+    moei_extent e;
     moe_net_pass p;
     moe_status status;
     size_t size;
     if (net == NULL || call == NULL || work == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
     if (!net->built) return MOE_ERR_STATE;
     if ((status = moei_net_call_check(net, call, 0)) != MOE_OK) return status;
-    if ((status = moe_net_work_size(net, call->n_tokens, moei_keeps(call), &size)) != MOE_OK) return status;
+    e = moei_extent_of(call->n_tokens, moei_keeps(call));
+    if ((status = moei_net_size(net, &e, &size)) != MOE_OK) return status;
     if (size > work_size) return MOE_ERR_SPACE;
-    if ((status = moei_net_layout(net, call->n_tokens, moei_keeps(call), &l, &p)) != MOE_OK) return status;
+    if ((status = moei_net_layout(net, &e, &l, &p)) != MOE_OK) return status;
     status = moei_net_run(net, call, &p);
     if (status == MOE_OK) *pass = p;
     return status;
@@ -5542,10 +5622,101 @@ moe_status moe_net_check_decoding(const moe_net *net, moe_error *error) {
     size_t i;
     if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
     for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
         moe_status status = MOE_OK;
-        if (net->modules[i].kind == MOE_MODULE_MIXTURE) status = moe_router_check_decoding(&net->modules[i].layer.config.router, &why);
+        if (m->kind == MOE_MODULE_ATTENTION && m->attention.full)
+            return moei_error(error, MOE_ERR_UNSUPPORTED, "module %z (attention): full = 1 sees later tokens and cannot decode token by token; full = 0 decodes", i);
+        if (m->kind == MOE_MODULE_MIXTURE) status = moe_router_check_decoding(&m->layer.config.router, &why);
         if (status != MOE_OK) return moei_error(error, status, "module %z (mixture): %s", i, why.message);
     }
+    return MOE_OK;
+}
+
+/* ---- decoding ------------------------------------------------------------------------------------------------------------------- */
+
+/* Tells the modules of a pass where their part of a cache for most tokens lies; modules NULL counts the bytes. */
+static void moei_cache_layout(const moe_net *net, size_t most, moei_layout *l, struct moe_module_pass *modules) {
+    struct moe_module_pass uncounted;
+    size_t i, rows = 0;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
+        struct moe_module_pass *p = modules != NULL ? &modules[i] : &uncounted;
+        if (m->kind == MOE_MODULE_ATTENTION) {
+            p->k = moei_take_reals(l, most, moei_attention_width(m));
+            p->v = moei_take_reals(l, most, moei_attention_width(m));
+            if (!moei_mul(most, (size_t)m->attention.heads, &rows)) l->overflow = 1;
+            if (moei_is_read(net, i)) p->past_outputs = moei_take_reals(l, rows, (size_t)m->d_out);
+        }
+        if (!moei_refines(m)) continue;
+        p->past_u = moei_take_reals(l, most, (size_t)m->d_in);
+        p->past_gate = moei_take_reals(l, most, (size_t)m->layer.config.router.n_experts);
+    }
+}
+
+moe_status moe_net_cache_size(const moe_net *net, size_t most, size_t *bytes) {
+    moei_layout l = moei_layout_begin(NULL);
+    if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
+    if (!net->built) return MOE_ERR_STATE;
+    if (most > INT32_MAX) return MOE_ERR_OVERFLOW;
+    moei_cache_layout(net, most, &l, NULL);
+    if (l.overflow) return MOE_ERR_OVERFLOW;
+    *bytes = l.used;
+    return MOE_OK;
+}
+
+moe_status moe_net_cache_init(moe_cache *cache, const moe_net *net, size_t most, void *memory, size_t size, moe_error *error) {
+    size_t wanted;
+    moe_status status;
+    if (cache == NULL || net == NULL || (memory == NULL && size > 0)) return moei_error(error, MOE_ERR_ARGUMENT, "cache, net and memory must not be NULL");
+    status = moe_net_cache_size(net, most, &wanted);
+    if (status != MOE_OK) return moei_error(error, status, "a cache for %z tokens: %s", most, moe_status_text(status));
+    status = moe_net_check_decoding(net, error);
+    if (status != MOE_OK) return status;
+    if (size < wanted) return moei_error(error, MOE_ERR_SPACE, "size = %z: a cache for %z tokens takes %z bytes", size, most, wanted);
+    cache->net = net;
+    cache->n_tokens = 0;
+    cache->most = most;
+    cache->memory = memory;
+    cache->size = size;
+    return MOE_OK;
+}
+
+moe_status moe_net_decode_work_size(const moe_net *net, size_t most, size_t n_tokens, size_t *bytes) {
+    moei_extent e = moei_extent_decoding(n_tokens < most ? n_tokens : most, most);
+    if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
+    return net->built ? moei_net_size(net, &e, bytes) : MOE_ERR_STATE;
+}
+
+/* What moe_net_decode asks of a call and the cache. */
+static moe_status moei_decode_check(const moe_net *net, const moe_cache *cache, const moe_call *call) {
+    if (!net->built) return MOE_ERR_STATE;
+    if (cache->net != net || cache->n_tokens > cache->most || call->training || call->keep || call->sequences != NULL || call->mask != NULL ||
+        call->past_u != NULL || call->past_gate != NULL)
+        return MOE_ERR_ARGUMENT;
+    if (call->n_tokens > cache->most - cache->n_tokens) return MOE_ERR_SPACE;
+    return moei_net_call_check(net, call, cache->n_tokens);
+}
+
+moe_status moe_net_decode(const moe_net *net, moe_cache *cache, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
+    moei_layout l = moei_layout_begin(work), of_cache;
+    moei_extent e;
+    moe_net_pass p;
+    moe_status status;
+    size_t size;
+    if (net == NULL || cache == NULL || call == NULL || work == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
+    if ((status = moei_decode_check(net, cache, call)) != MOE_OK) return status;
+    e = moei_extent_decoding(call->n_tokens, cache->most);
+    if ((status = moei_net_size(net, &e, &size)) != MOE_OK) return status;
+    if (size > work_size) return MOE_ERR_SPACE;
+    if ((status = moei_net_layout(net, &e, &l, &p)) != MOE_OK) return status;
+    of_cache = moei_layout_begin(cache->memory);
+    moei_cache_layout(net, cache->most, &of_cache, p.modules);
+    p.past = cache->n_tokens;
+    p.most = cache->most;
+    status = moei_net_run(net, call, &p);
+    if (status != MOE_OK) return status;
+    cache->n_tokens += call->n_tokens;
+    *pass = p;
     return MOE_OK;
 }
 
@@ -5553,6 +5724,111 @@ const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass,
     if (net == NULL || pass == NULL || pass->modules == NULL || i >= net->n_modules || net->modules[i].kind != MOE_MODULE_MIXTURE)
         return NULL;
     return &pass->modules[i].layer.routing;
+}
+
+/* ---- sampling ------------------------------------------------------------------------------------------------------------------ */
+
+#define MOEI_S moe_sampling
+
+static const moe_field moei_sampling_fields[] = {
+    MOEI_FLAG(MOEI_S, greedy, "the largest logit, without a draw"),
+    MOEI_REAL(MOEI_S, temperature, 1e-6, 1e6, "what the logits are divided by"),
+    MOEI_INT(MOEI_S, top_k, 1, INT32_MAX, "how many of the largest logits stay"),
+    MOEI_REAL(MOEI_S, top_p, 0, 1, "how much of the probability stays"),
+    MOEI_FIELDS_END};
+
+/* One choice among n logits. */
+typedef struct moei_sample {
+    moe_sampling how; /* with defaults filled in */
+    size_t n;
+    const moe_real *logits;
+    int32_t best;
+    int32_t *order; /* [n] the tokens that stay, unless all do */
+} moei_sample;
+
+static moe_status moei_sample_begin(moei_sample *s, const moe_sampling *how, size_t n, const moe_real *logits, moe_error *error) {
+    size_t i;
+    moe_status status;
+    memset(s, 0, sizeof *s);
+    if (how != NULL) s->how = *how;
+    if ((status = moei_fields_check(moei_sampling_fields, &s->how, error)) != MOE_OK) return status;
+    moei_default_real(&s->how.temperature, MOEI_R(1.0));
+    moei_default_real(&s->how.top_p, MOEI_R(1.0));
+    for (i = 0; i < n; i++)
+        if (!moe_is_finite(logits[i])) return moei_error(error, MOE_ERR_NONFINITE, "logits[%z] = %g: must be finite", i, (double)logits[i]);
+    s->n = n;
+    s->logits = logits;
+    moe_top_k(n, logits, 1, &s->best);
+    return MOE_OK;
+}
+
+/* The probability of a token but for a common factor: 1 for the best. */
+static moe_real moei_sample_weight(const moei_sample *s, size_t token) {
+    return MOEI_F(exp)((s->logits[token] - s->logits[s->best]) / s->how.temperature);
+}
+
+/* How many of the first tokens in order, at most count, it takes until their weights reach enough. */
+static size_t moei_sample_reach(const moei_sample *s, size_t count, double enough) {
+    double sum = 0.0;
+    size_t i;
+    for (i = 0; i < count && sum < enough; i++) sum += (double)moei_sample_weight(s, (size_t)s->order[i]);
+    return i;
+}
+
+/* How many tokens top_k and top_p leave; fewer than n stand in order. Mostly the first few reach top_p, so not all are sorted for it. */
+static size_t moei_sample_stay(const moei_sample *s) {
+    size_t most = s->how.top_k > 0 && (size_t)s->how.top_k < s->n ? (size_t)s->how.top_k : s->n, i, sorted, stay;
+    double sum = 0.0, enough;
+    if (most < s->n) moe_top_k(s->n, s->logits, most, s->order);
+    if (!(s->how.top_p < MOEI_R(1.0))) return most;
+    for (i = 0; i < most; i++) sum += (double)moei_sample_weight(s, most < s->n ? (size_t)s->order[i] : i);
+    enough = sum * (double)s->how.top_p;
+    if (most < s->n) return moei_sample_reach(s, most, enough);
+    for (sorted = 64; sorted < s->n / 8; sorted *= 8) {
+        moe_top_k(s->n, s->logits, sorted, s->order);
+        if ((stay = moei_sample_reach(s, sorted, enough)) < sorted) return stay;
+    }
+    moe_top_k(s->n, s->logits, s->n, s->order);
+    return moei_sample_reach(s, s->n, enough);
+}
+
+/* Fills p and draws from it. Sums are double: a float would lose what a large vocabulary has in its small probabilities. */
+static int32_t moei_sample_draw(const moei_sample *s, moe_rng *rng, moe_real *p) {
+    const size_t stay = moei_sample_stay(s);
+    double sum = 0.0, left;
+    size_t i;
+    int32_t token = s->best;
+    if (stay < s->n) memset(p, 0, s->n * sizeof *p);
+    for (i = 0; i < stay; i++) {
+        const size_t at = stay < s->n ? (size_t)s->order[i] : i;
+        p[at] = moei_sample_weight(s, at);
+        sum += (double)p[at];
+    }
+    left = (double)(moe_rng_next(rng) >> 11) * (1.0 / 9007199254740992.0) * sum;
+    for (i = 0; i < s->n && left >= 0.0; i++) { /* where rounding leaves something over, the last possible token is taken */
+        if (p[i] > MOEI_R(0.0)) token = (int32_t)i;
+        left -= (double)p[i];
+    }
+    for (i = 0; i < s->n; i++) p[i] = (moe_real)((double)p[i] / sum);
+    return token;
+}
+
+moe_status moe_sample(const moe_sampling *how, size_t n, const moe_real *logits, moe_rng *rng, moe_real *p, int32_t *order, int32_t *token,
+                      moe_error *error) {
+    moei_sample s;
+    moe_status status;
+    if (logits == NULL || p == NULL || order == NULL || token == NULL)
+        return moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL", logits == NULL ? "logits" : p == NULL ? "p" : order == NULL ? "order" : "token");
+    if (n == 0 || n > INT32_MAX) return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be 1 to %d", n, (int)INT32_MAX);
+    if ((status = moei_sample_begin(&s, how, n, logits, error)) != MOE_OK) return status;
+    if (!s.how.greedy && rng == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "rng must not be NULL: only greedy = 1 draws nothing");
+    s.order = order;
+    if (s.how.greedy) {
+        memset(p, 0, n * sizeof *p);
+        p[s.best] = MOEI_R(1.0);
+        *token = s.best;
+    } else *token = moei_sample_draw(&s, rng, p);
+    return MOE_OK;
 }
 
 /* ---- backward ------------------------------------------------------------------------------------------------------------------ */
@@ -6595,6 +6871,15 @@ moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int dra
 
 /* ---- fit ----------------------------------------------------------------------------------------------------------------------- */
 
+/* What a checkpoint says beside its tensors. */
+typedef struct moei_checkpoint {
+    uint64_t format, optimizer, steps, rng, rate, position[4], batch, accumulate, seed;
+    uint64_t n, length; /* the samples of moe_fit; 0: of a trainer alone */
+} moei_checkpoint;
+
+static moei_checkpoint moei_checkpoint_of(const moe_trainer *trainer);
+static moe_status moei_checkpoint_write(const moe_trainer *trainer, const moei_checkpoint *c, moe_stream *stream, moe_error *error);
+
 /* One training from beginning to end; all memory is taken before the first step. */
 typedef struct moei_fit {
     moe_trainer trainer;
@@ -6626,6 +6911,14 @@ static moe_status moei_fit_layout(moei_fit *f, moei_layout *l) {
     f->token_ids = f->train->token_ids != NULL ? (int32_t *)moei_take(l, batch, sizeof(int32_t)) : NULL;
     f->test_work = moei_take(l, f->test_size, 1);
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
+}
+
+static moe_status moei_fit_files_check(const moe_train_config *c, moe_error *error) {
+#ifdef MOE_NO_STDIO
+    if (c->checkpoint != NULL) return moei_error(error, MOE_ERR_UNSUPPORTED, "checkpoint = '%s': MOE_NO_STDIO leaves no files", c->checkpoint);
+#endif
+    if (c->resume && c->checkpoint == NULL) return moei_error(error, MOE_ERR_CONFIG, "resume = 1: checkpoint must name the file");
+    return MOE_OK;
 }
 
 /* Everything that samples can get wrong, before the first step. */
@@ -6664,6 +6957,7 @@ static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_conf
     moei_layout l = moei_layout_begin(NULL);
     size_t i;
     moe_status status = moei_trainer_make(&f->trainer, net, config, error);
+    if (status == MOE_OK) status = moei_fit_files_check(&f->trainer.config, error);
     if (status == MOE_OK) status = moei_fit_check(f, error);
     if (status != MOE_OK) return status;
     f->unit = f->train->length > 0 ? f->train->length : 1;
@@ -6691,6 +6985,9 @@ static void moei_fit_shuffle(moei_fit *f) {
     }
 }
 
+/* The sample that stands in place i of this epoch's order. */
+static size_t moei_fit_row(const moei_fit *f, size_t i) { return f->order[i / f->unit] * f->unit + i % f->unit; }
+
 /* The batch that begins with sample `from` of this epoch's order. */
 static moe_data moei_fit_batch(moei_fit *f, size_t from) {
     size_t d = (size_t)f->trainer.net->d_in, o = (size_t)f->trainer.net->d_out, i;
@@ -6698,7 +6995,7 @@ static moe_data moei_fit_batch(moei_fit *f, size_t from) {
     batch.n = f->train->n - from;
     if (batch.n > (size_t)f->trainer.config.batch) batch.n = (size_t)f->trainer.config.batch;
     for (i = 0; i < batch.n; i++) {
-        size_t row = f->order[(from + i) / f->unit] * f->unit + (from + i) % f->unit;
+        size_t row = moei_fit_row(f, from + i);
         if (d > 0) memcpy(f->x + i * d, f->train->x + row * d, d * sizeof(moe_real));
         if (f->token_ids != NULL) f->token_ids[i] = f->train->token_ids[row];
         if (f->labels != NULL) f->labels[i] = f->train->labels[row];
@@ -6747,14 +7044,151 @@ static moe_status moei_fit_report(moei_fit *f, moe_error *error) {
     return moei_error(error, MOE_ERR_STOPPED, "the progress callback stopped training in epoch %d, step %z", p->epoch, p->step);
 }
 
+/* Where training stands, for the checkpoint: at the end of an epoch, before the first step of the next. */
+static void moei_fit_position(moei_fit *f) {
+    uint64_t *position = f->trainer.position;
+    double sums[2];
+    memset(position, 0, sizeof f->trainer.position);
+    position[0] = (uint64_t)f->progress.epoch - (f->progress.epoch_ended ? 0 : 1);
+    if (f->progress.epoch_ended) return;
+    position[1] = f->progress.step;
+    sums[0] = f->loss, sums[1] = f->router_loss;
+    memcpy(position + 2, sums, sizeof sums);
+}
+
+#ifndef MOE_NO_STDIO
+
+static moei_checkpoint moei_fit_numbers(const moei_fit *f) {
+    moei_checkpoint c = moei_checkpoint_of(&f->trainer);
+    c.n = f->train->n, c.length = f->train->length;
+    return c;
+}
+
+/* What moe_file_replace hands to its callback. */
+typedef struct moei_fit_saved {
+    const moei_fit *fit;
+    moe_error *error;
+} moei_fit_saved;
+
+static moe_status moei_fit_write(void *ctx, moe_stream *stream) {
+    const moei_fit_saved *s = (const moei_fit_saved *)ctx;
+    moei_checkpoint c = moei_fit_numbers(s->fit);
+    return moei_checkpoint_write(&s->fit->trainer, &c, stream, s->error);
+}
+
+/* Writes the checkpoint when it is due, or when training is about to stop. */
+static moe_status moei_fit_keep(moei_fit *f, int stopped, moe_error *error) {
+    const moe_train_config *c = &f->trainer.config;
+    const moe_progress *p = &f->progress;
+    moei_fit_saved s;
+    int due = c->checkpoint_every > 0 ? p->total_step % (uint64_t)c->checkpoint_every == 0 : p->epoch_ended;
+    moei_fit_position(f);
+    s.fit = f, s.error = error;
+    if (c->checkpoint == NULL || (!due && !stopped && p->total_step != p->total_steps)) return MOE_OK;
+    return moe_file_replace(c->checkpoint, moei_fit_write, &s, error);
+}
+
+#else
+
+static moe_status moei_fit_keep(moei_fit *f, int stopped, moe_error *error) {
+    (void)stopped, (void)error;
+    moei_fit_position(f);
+    return MOE_OK;
+}
+
+#endif
+
+/* The first samples of an epoch's order that were seen before training stopped. */
+static void moei_fit_seen(moei_fit *f) {
+    const uint64_t *position = f->trainer.position;
+    double sums[2];
+    memcpy(sums, position + 2, sizeof sums);
+    f->loss = sums[0], f->router_loss = sums[1];
+    f->progress.step = (size_t)position[1];
+    f->seen = f->progress.step * (size_t)f->trainer.config.accumulate * (size_t)f->trainer.config.batch;
+    f->counted = 0;
+}
+
 static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
-    moe_status status = MOE_OK;
-    f->loss = f->router_loss = 0.0;
-    f->seen = f->counted = 0;
+    moe_status status = MOE_OK, kept;
+    size_t i;
     moei_fit_shuffle(f);
-    for (f->progress.step = 1; status == MOE_OK && f->seen < f->train->n; f->progress.step++) {
+    moei_fit_seen(f);
+    for (i = 0; i < f->seen; i++) f->counted += f->labels == NULL || f->train->labels[moei_fit_row(f, i)] >= 0;
+    while (status == MOE_OK && f->seen < f->train->n) {
+        f->progress.step++;
         status = moei_fit_step(f, error);
         if (status == MOE_OK) status = moei_fit_report(f, error);
+        if (status != MOE_OK && status != MOE_ERR_STOPPED) return status;
+        kept = moei_fit_keep(f, status == MOE_ERR_STOPPED, error);
+        if (kept != MOE_OK) status = kept;
+    }
+    return status;
+}
+
+#ifndef MOE_NO_STDIO
+
+static moe_status moei_checkpoint_open(const moe_trainer *trainer, const void *bytes, size_t size, moe_file *file, moei_checkpoint *c, moe_error *error);
+static moe_status moei_checkpoint_apply(moe_trainer *trainer, moe_file *file, const moei_checkpoint *c, moe_error *error);
+static moe_status moei_checkpoint_differs(const moei_checkpoint *has, const moei_checkpoint *wanted, moe_error *error);
+
+/* Whether a checkpoint is one of this training. */
+static moe_status moei_fit_continues(const moei_fit *f, const moei_checkpoint *c, moe_error *error) {
+    moei_checkpoint wanted = moei_fit_numbers(f);
+    double sums[2];
+    moe_status status = moei_checkpoint_differs(c, &wanted, error);
+    if (status != MOE_OK || c->position[0] >= (uint64_t)f->progress.epochs) return status;
+    memcpy(sums, c->position + 2, sizeof sums);
+    if (c->position[1] < f->progress.steps && c->steps == c->position[0] * f->progress.steps + c->position[1] && fabs(sums[0]) < HUGE_VAL &&
+        fabs(sums[1]) < HUGE_VAL)
+        return MOE_OK;
+    return moei_error(error, MOE_ERR_FORMAT, "the checkpoint's position is none of this training");
+}
+
+/* Only a file that is not there is no checkpoint; one that cannot be opened is an error. */
+static int moei_file_is_missing(const char *path) {
+    FILE *file;
+    errno = 0;
+    file = fopen(path, "rb");
+    if (file == NULL) return errno == ENOENT;
+    fclose(file);
+    return 0;
+}
+
+static moe_status moei_file_load(const char *path, const moe_allocator *allocator, moe_buffer *buffer, moe_error *error);
+
+static moe_status moei_fit_resume(moei_fit *f, moe_error *error) {
+    const char *path = f->trainer.config.checkpoint;
+    moe_buffer buffer;
+    moei_checkpoint c;
+    moe_file file;
+    moe_status status;
+    if (!f->trainer.config.resume || moei_file_is_missing(path)) return MOE_OK;
+    status = moei_file_load(path, &f->trainer.net->allocator, &buffer, error);
+    if (status == MOE_OK) status = moei_checkpoint_open(&f->trainer, buffer.data, buffer.size, &file, &c, error);
+    if (status == MOE_OK) status = moei_fit_continues(f, &c, error);
+    if (status == MOE_OK) status = moei_checkpoint_apply(&f->trainer, &file, &c, error);
+    moe_buffer_free(&buffer);
+    return status;
+}
+
+#else
+
+static moe_status moei_fit_resume(moei_fit *f, moe_error *error) {
+    (void)f, (void)error;
+    return MOE_OK;
+}
+
+#endif
+
+static moe_status moei_fit_run(moei_fit *f, moe_error *error) {
+    uint64_t from, epoch;
+    moe_status status = moei_fit_resume(f, error);
+    from = f->trainer.position[0];
+    for (epoch = 0; status == MOE_OK && epoch < (uint64_t)f->progress.epochs; epoch++) {
+        f->progress.epoch = (int)epoch + 1;
+        if (epoch < from) moei_fit_shuffle(f); /* seen before training stopped */
+        else status = moei_fit_epoch(f, error);
     }
     return status;
 }
@@ -6766,8 +7200,7 @@ moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, co
     f.train = train;
     f.test = test != NULL && test->n > 0 ? test : NULL;
     status = moei_fit_begin(&f, net, config, error);
-    for (f.progress.epoch = 1; status == MOE_OK && f.progress.epoch <= f.progress.epochs; f.progress.epoch++)
-        status = moei_fit_epoch(&f, error);
+    if (status == MOE_OK) status = moei_fit_run(&f, error);
     if (f.memory != NULL) moei_free(&net->allocator, f.memory, f.memory_size);
     moe_trainer_free(&f.trainer);
     return status;
@@ -7932,6 +8365,18 @@ static moe_status moei_config_read(const moe_file *file, const moei_net_options 
 
 /* ---- reading the tensors ---------------------------------------------------------------------------------------------------------- */
 
+/* Whether a tensor of a file belongs to a trainer, not to the net. */
+static int moei_is_of_trainer(const moe_file_tensor *t) {
+    const char *p = "trainer.";
+    moei_span span;
+    moei_chars chars;
+    span.p = (const unsigned char *)t->name;
+    span.n = t->name_length;
+    for (chars = moei_chars_of(span); *p != '\0'; p++)
+        if (moei_chars_next(&chars) != *p) return 0;
+    return 1;
+}
+
 /* The tensor of a name as it stands in the file; a net without modules is a plain list. */
 static moe_tensor *moei_file_wanted(const moe_net *net, const moe_file_tensor *t) {
     char name[MOE_NAME_SIZE];
@@ -7979,8 +8424,8 @@ static moe_status moei_file_compare(const moe_net *net, const moe_file_tensor *f
     return MOE_OK;
 }
 
-/* Compares names and shapes, before memory for the values is taken: exactly the registered tensors must be in the file. So what a
-   file can ask for is bounded by its size. */
+/* Compares names and shapes, before memory for the values is taken: exactly the registered tensors must be in the file, besides those of a
+   trainer in the file of a net. So what a file can ask for is bounded by its size. */
 static moe_status moei_file_match(const moe_net *net, moe_file *file, moe_error *error) {
     moe_file_tensor found;
     const moe_tensor *wanted = NULL;
@@ -7990,6 +8435,7 @@ static moe_status moei_file_match(const moe_net *net, moe_file *file, moe_error 
     if (seen == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for the list of %z tensors", net->n_tensors);
     moe_file_rewind(file);
     while (status == MOE_OK && moe_file_next(file, &found) == MOE_OK) {
+        if (net->n_modules > 0 && moei_is_of_trainer(&found)) continue;
         status = moei_file_compare(net, &found, &wanted, error);
         if (status == MOE_OK) seen[wanted - net->tensors] = 1;
     }
@@ -8006,6 +8452,7 @@ static moe_status moei_file_fill(const moe_net *net, moe_file *file, moe_error *
     moe_file_rewind(file);
     while (status == MOE_OK && moe_file_next(file, &found) == MOE_OK) {
         const moe_tensor *t = moei_file_wanted(net, &found);
+        if (net->n_modules > 0 && moei_is_of_trainer(&found)) continue;
         status = t != NULL ? moe_file_values(&found, 0, t->count, t->data) : MOE_ERR_FORMAT;
         if (status != MOE_OK) (void)moei_error(error, status, "a tensor's values: %s", moe_status_text(status));
     }
@@ -8099,5 +8546,323 @@ moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, con
 }
 
 #endif
+
+/* ==== checkpoints: files of trainers ========================================================================================== */
+
+#ifndef MOE_NO_TRAIN
+
+#define MOEI_CHECKPOINT_KEY "moe.trainer"
+enum { MOEI_CHECKPOINT_FORMAT = 1, MOEI_CHECKPOINT_TEXT = 800 };
+
+static const char *const moei_moment_names[] = {"trainer.first", "trainer.second"};
+
+/* The text is that of all rows, "name number", with a space between. */
+typedef struct moei_checkpoint_row {
+    const char *name;
+    size_t offset; /* of an uint64_t in moei_checkpoint */
+    int of_fit;    /* moe_fit goes on only with the same */
+} moei_checkpoint_row;
+
+static const moei_checkpoint_row moei_checkpoint_rows[] = {
+    {"format", offsetof(moei_checkpoint, format), 0},
+    {"optimizer", offsetof(moei_checkpoint, optimizer), 0},
+    {"steps", offsetof(moei_checkpoint, steps), 0},
+    {"rng", offsetof(moei_checkpoint, rng), 0},
+    {"rate", offsetof(moei_checkpoint, rate), 0}, /* the bits of a double */
+    {"position0", offsetof(moei_checkpoint, position), 0},
+    {"position1", offsetof(moei_checkpoint, position) + sizeof(uint64_t), 0},
+    {"position2", offsetof(moei_checkpoint, position) + 2 * sizeof(uint64_t), 0},
+    {"position3", offsetof(moei_checkpoint, position) + 3 * sizeof(uint64_t), 0},
+    {"batch", offsetof(moei_checkpoint, batch), 1},
+    {"accumulate", offsetof(moei_checkpoint, accumulate), 1},
+    {"seed", offsetof(moei_checkpoint, seed), 1},
+    {"n", offsetof(moei_checkpoint, n), 1},
+    {"length", offsetof(moei_checkpoint, length), 1}};
+
+enum { MOEI_CHECKPOINT_ROWS = (int)(sizeof moei_checkpoint_rows / sizeof moei_checkpoint_rows[0]) };
+
+static uint64_t moei_checkpoint_get(const moei_checkpoint *c, int row) {
+    uint64_t value;
+    memcpy(&value, (const char *)c + moei_checkpoint_rows[row].offset, sizeof value);
+    return value;
+}
+
+static moei_checkpoint moei_checkpoint_of(const moe_trainer *trainer) {
+    moei_checkpoint c;
+    double rate = (double)trainer->rate;
+    memset(&c, 0, sizeof c);
+    c.format = MOEI_CHECKPOINT_FORMAT;
+    c.optimizer = (uint64_t)trainer->config.optimizer;
+    c.steps = trainer->steps;
+    c.rng = trainer->rng.state;
+    memcpy(&c.rate, &rate, sizeof c.rate);
+    memcpy(c.position, trainer->position, sizeof c.position);
+    c.batch = (uint64_t)trainer->config.batch;
+    c.accumulate = (uint64_t)trainer->config.accumulate;
+    c.seed = trainer->config.seed;
+    return c;
+}
+
+/* ---- writing ---------------------------------------------------------------------------------------------------------------------- */
+
+static void moei_checkpoint_put(const moei_checkpoint *c, char out[MOEI_CHECKPOINT_TEXT]) {
+    moei_text t;
+    int i;
+    t.out = out, t.room = MOEI_CHECKPOINT_TEXT, t.length = 0;
+    for (i = 0; i < MOEI_CHECKPOINT_ROWS; i++) {
+        if (i > 0) moei_put(&t, " ", 1);
+        moei_put(&t, moei_checkpoint_rows[i].name, strlen(moei_checkpoint_rows[i].name));
+        moei_put(&t, " ", 1);
+        moei_put_unsigned(&t, moei_checkpoint_get(c, i));
+    }
+}
+
+/* Moment i as a tensor. */
+static void moei_moment(const moe_trainer *trainer, size_t i, moe_tensor *out) {
+    memset(out, 0, sizeof *out);
+    memcpy(out->name, moei_moment_names[i], strlen(moei_moment_names[i]));
+    out->n_dims = 1;
+    out->shape[0] = out->count = moei_net_numbers(trainer->net);
+    out->data = trainer->memory + i * out->count;
+}
+
+/* The file, with room for the list of its tensors. */
+static moe_status moei_checkpoint_file(const moe_trainer *trainer, const moe_metadata metadata[2], moe_tensor *tensors, moe_stream *stream,
+                                       moe_error *error) {
+    const moe_net *net = trainer->net;
+    size_t i;
+    for (i = 0; i < net->n_tensors; i++) tensors[i] = net->tensors[i];
+    for (i = 0; i < moei_moments(trainer); i++) moei_moment(trainer, i, &tensors[net->n_tensors + i]);
+    return moe_file_write(stream, tensors, net->n_tensors + i, metadata, 2, &net->allocator, error);
+}
+
+/* The configuration of the net as text, terminated; moe_buffer_free. */
+static moe_status moei_checkpoint_config(const moe_net *net, moei_config_text *text, moe_error *error) {
+    memset(text, 0, sizeof *text);
+    text->buffer.allocator = net->allocator;
+    moei_config_put_net(text, net);
+    if (text->status == MOE_OK) text->status = moei_buffer_write(&text->buffer, "", 1);
+    if (text->status == MOE_OK) return MOE_OK;
+    moe_buffer_free(&text->buffer);
+    return moei_error(error, text->status, "the configuration's text: %s", moe_status_text(text->status));
+}
+
+static moe_status moei_checkpoint_write(const moe_trainer *trainer, const moei_checkpoint *c, moe_stream *stream, moe_error *error) {
+    const moe_allocator *a = &trainer->net->allocator;
+    char numbers[MOEI_CHECKPOINT_TEXT];
+    moei_config_text text;
+    moe_metadata metadata[2];
+    moe_tensor *tensors;
+    moe_status status = moei_checkpoint_config(trainer->net, &text, error);
+    if (status != MOE_OK) return status;
+    moei_checkpoint_put(c, numbers);
+    metadata[0].key = MOEI_CONFIG_KEY, metadata[0].value = (const char *)text.buffer.data;
+    metadata[1].key = MOEI_CHECKPOINT_KEY, metadata[1].value = numbers;
+    tensors = (moe_tensor *)moei_alloc(a, trainer->net->n_tensors + 2, sizeof *tensors);
+    if (tensors != NULL) status = moei_checkpoint_file(trainer, metadata, tensors, stream, error);
+    else status = moei_error(error, MOE_ERR_MEMORY, "no memory for the list of %z tensors", trainer->net->n_tensors + 2);
+    moei_free(a, tensors, (trainer->net->n_tensors + 2) * sizeof *tensors);
+    moe_buffer_free(&text.buffer);
+    return status;
+}
+
+static moe_status moei_trainer_between_steps(const moe_trainer *trainer, moe_error *error) {
+    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must not be NULL");
+    if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+    if (trainer->n_accumulated > 0)
+        return moei_error(error, MOE_ERR_STATE, "%d batches are accumulated: a checkpoint is written between steps", trainer->n_accumulated);
+    return MOE_OK;
+}
+
+moe_status moe_trainer_write(const moe_trainer *trainer, moe_stream *stream, moe_error *error) {
+    moei_checkpoint c;
+    moe_status status = moei_trainer_between_steps(trainer, error);
+    if (status != MOE_OK) return status;
+    c = moei_checkpoint_of(trainer);
+    return moei_checkpoint_write(trainer, &c, stream, error);
+}
+
+/* ---- reading ---------------------------------------------------------------------------------------------------------------------- */
+
+/* Takes a word that must be there; 0 when it is not. */
+static int moei_take_word(const char **p, const char *word) {
+    size_t n = strlen(word);
+    if (strncmp(*p, word, n) != 0) return 0;
+    *p += n;
+    return 1;
+}
+
+/* Takes a whole number as the writer puts it: digits alone, no zero in front. */
+static int moei_take_number(const char **p, uint64_t *value) {
+    const char *from = *p;
+    for (*value = 0; **p >= '0' && **p <= '9'; ++*p) {
+        uint64_t digit = (uint64_t)(**p - '0');
+        if (*value > (UINT64_MAX - digit) / 10) return 0;
+        *value = *value * 10 + digit;
+    }
+    return *p > from && (*from != '0' || *p == from + 1);
+}
+
+static moe_status moei_checkpoint_parse(const char *text, moei_checkpoint *c, moe_error *error) {
+    const char *p = text;
+    double rate;
+    int i, good;
+    memset(c, 0, sizeof *c);
+    for (i = 0, good = 1; i < MOEI_CHECKPOINT_ROWS; i++) {
+        uint64_t value;
+        good = (i == 0 || moei_take_word(&p, " ")) && moei_take_word(&p, moei_checkpoint_rows[i].name) && moei_take_word(&p, " ") &&
+               moei_take_number(&p, &value);
+        if (!good) break;
+        memcpy((char *)c + moei_checkpoint_rows[i].offset, &value, sizeof value);
+        if (c->format != MOEI_CHECKPOINT_FORMAT)
+            return moei_error(error, MOE_ERR_UNSUPPORTED, "metadata " MOEI_CHECKPOINT_KEY ": this version reads format %d", (int)MOEI_CHECKPOINT_FORMAT);
+    }
+    if (!good || *p != '\0')
+        return moei_error(error, MOE_ERR_FORMAT, "metadata " MOEI_CHECKPOINT_KEY ", byte %z: %s is expected", (size_t)(p - text),
+                          good ? "the end" : moei_checkpoint_rows[i].name);
+    memcpy(&rate, &c->rate, sizeof rate);
+    if (!(fabs(rate) <= (MOE_REAL_IS_DOUBLE ? 1e308 : 3.4e38)) || c->steps >> 53 != 0)
+        return moei_error(error, MOE_ERR_FORMAT, "metadata " MOEI_CHECKPOINT_KEY ": steps or rate is out of range");
+    return MOE_OK;
+}
+
+#ifndef MOE_NO_STDIO
+
+/* Names the first number that must be the same and is not. */
+static moe_status moei_checkpoint_differs(const moei_checkpoint *has, const moei_checkpoint *wanted, moe_error *error) {
+    char is[24], was[24];
+    moei_text t;
+    int i;
+    for (i = 0; i < MOEI_CHECKPOINT_ROWS; i++) {
+        if (!moei_checkpoint_rows[i].of_fit || moei_checkpoint_get(has, i) == moei_checkpoint_get(wanted, i)) continue;
+        t.out = is, t.room = sizeof is, t.length = 0;
+        moei_put_unsigned(&t, moei_checkpoint_get(wanted, i));
+        t.out = was, t.room = sizeof was, t.length = 0;
+        moei_put_unsigned(&t, moei_checkpoint_get(has, i));
+        return moei_error(error, MOE_ERR_CONFIG, "%s = %s: the training of the checkpoint has %s", moei_checkpoint_rows[i].name, is, was);
+    }
+    return MOE_OK;
+}
+
+#endif
+
+/* Whether the file's configuration is, letter by letter, what the trainer's net would write. */
+static moe_status moei_checkpoint_same_net(const moe_net *net, const moe_file *file, moe_error *error) {
+    moei_config_text text;
+    char *found;
+    size_t length = 0;
+    int same;
+    moe_status status = moe_file_metadata(file, MOEI_CONFIG_KEY, NULL, 0, &length);
+    if (status == MOE_ERR_NOT_FOUND)
+        return moei_error(error, MOE_ERR_FORMAT, "the file has no configuration: no metadata of the key '%s'", MOEI_CONFIG_KEY);
+    status = moei_checkpoint_config(net, &text, error);
+    if (status != MOE_OK) return status;
+    same = length + 1 == text.buffer.size;
+    found = same ? (char *)moei_alloc(&net->allocator, length + 1, 1) : NULL;
+    if (same && found == NULL) status = moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of configuration", length + 1);
+    else same = same && moe_file_metadata(file, MOEI_CONFIG_KEY, found, length + 1, NULL) == MOE_OK && memcmp(found, text.buffer.data, length) == 0;
+    if (status == MOE_OK && !same) status = moei_error(error, MOE_ERR_CONFIG, "the checkpoint is that of a net of other modules");
+    moei_free(&net->allocator, found, length + 1);
+    moe_buffer_free(&text.buffer);
+    return status;
+}
+
+/* Exactly the trainer's moments must be there. */
+static moe_status moei_checkpoint_moments(const moe_trainer *trainer, moe_file *file, moe_error *error) {
+    char have[80];
+    moe_file_tensor found;
+    size_t i, count = 0, numbers = moei_net_numbers(trainer->net);
+    for (i = 0; i < moei_moments(trainer); i++) {
+        if (moe_file_find(file, moei_moment_names[i], &found) != MOE_OK)
+            return moei_error(error, MOE_ERR_NOT_FOUND, "tensor '%s': missing in the file", moei_moment_names[i]);
+        if (found.n_dims != 1 || found.shape[0] != numbers)
+            return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be [%z], the file has %s", moei_moment_names[i], numbers,
+                              moei_shape_text(found.shape, found.n_dims, have));
+    }
+    for (moe_file_rewind(file); moe_file_next(file, &found) == MOE_OK;) count += (size_t)moei_is_of_trainer(&found);
+    if (count == i) return MOE_OK;
+    return moei_error(error, MOE_ERR_UNSUPPORTED, "the file has %z tensors of a trainer, %z are known", count, i);
+}
+
+/* Checks all of a checkpoint; changes nothing. */
+static moe_status moei_checkpoint_open(const moe_trainer *trainer, const void *bytes, size_t size, moe_file *file, moei_checkpoint *c, moe_error *error) {
+    char text[MOEI_CHECKPOINT_TEXT];
+    moe_status status = moe_file_open(file, bytes, size, error);
+    if (status != MOE_OK) return status;
+    status = moe_file_metadata(file, MOEI_CHECKPOINT_KEY, text, sizeof text, NULL);
+    if (status == MOE_ERR_NOT_FOUND)
+        return moei_error(error, MOE_ERR_FORMAT, "the file is no checkpoint: no metadata of the key '" MOEI_CHECKPOINT_KEY "'");
+    if (status != MOE_OK) return moei_error(error, MOE_ERR_FORMAT, "metadata " MOEI_CHECKPOINT_KEY ": the text is too long");
+    status = moei_checkpoint_parse(text, c, error);
+    if (status == MOE_OK) status = moei_checkpoint_same_net(trainer->net, file, error);
+    if (status == MOE_OK && c->optimizer != (uint64_t)trainer->config.optimizer)
+        status = moei_error(error, MOE_ERR_CONFIG, "optimizer = %s: the checkpoint is that of another", moei_optimizer_names[trainer->config.optimizer]);
+    if (status == MOE_OK) status = moei_file_match(trainer->net, file, error);
+    return status == MOE_OK ? moei_checkpoint_moments(trainer, file, error) : status;
+}
+
+/* After open: nothing can fail. */
+static moe_status moei_checkpoint_apply(moe_trainer *trainer, moe_file *file, const moei_checkpoint *c, moe_error *error) {
+    moe_file_tensor found;
+    double rate;
+    size_t i, numbers = moei_net_numbers(trainer->net);
+    moe_status status = moei_file_fill(trainer->net, file, error);
+    for (i = 0; i < moei_moments(trainer) && status == MOE_OK; i++) {
+        status = moe_file_find(file, moei_moment_names[i], &found);
+        if (status == MOE_OK) status = moe_file_values(&found, 0, numbers, trainer->memory + i * numbers);
+    }
+    for (i = 0; i < trainer->net->n_modules; i++) trainer->net->modules[i].layer.is_packed = 0;
+    trainer->steps = c->steps;
+    trainer->rng.state = c->rng;
+    trainer->n_accumulated = 0;
+    memcpy(&rate, &c->rate, sizeof rate);
+    trainer->rate = (moe_real)rate;
+    memcpy(trainer->position, c->position, sizeof trainer->position);
+    moei_trainer_rate(trainer);
+    return status;
+}
+
+moe_status moe_trainer_read(moe_trainer *trainer, const void *bytes, size_t size, moe_error *error) {
+    moei_checkpoint c;
+    moe_file file;
+    moe_status status;
+    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must not be NULL");
+    if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+    status = moei_checkpoint_open(trainer, bytes, size, &file, &c, error);
+    return status == MOE_OK ? moei_checkpoint_apply(trainer, &file, &c, error) : status;
+}
+
+#ifndef MOE_NO_STDIO
+
+/* What moe_file_replace hands to its callback. */
+typedef struct moei_trainer_saved {
+    const moe_trainer *trainer;
+    moe_error *error;
+} moei_trainer_saved;
+
+static moe_status moei_trainer_save(void *ctx, moe_stream *stream) {
+    const moei_trainer_saved *s = (const moei_trainer_saved *)ctx;
+    return moe_trainer_write(s->trainer, stream, s->error);
+}
+
+moe_status moe_trainer_save(const moe_trainer *trainer, const char *path, moe_error *error) {
+    moei_trainer_saved s;
+    moe_status status = moei_trainer_between_steps(trainer, error);
+    s.trainer = trainer, s.error = error;
+    return status == MOE_OK ? moe_file_replace(path, moei_trainer_save, &s, error) : status;
+}
+
+moe_status moe_trainer_load(moe_trainer *trainer, const char *path, moe_error *error) {
+    moe_buffer buffer;
+    moe_status status;
+    if (trainer == NULL || trainer->net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must be one that init has made");
+    status = moei_file_load(path, &trainer->net->allocator, &buffer, error);
+    if (status == MOE_OK) status = moe_trainer_read(trainer, buffer.data, buffer.size, error);
+    moe_buffer_free(&buffer);
+    return status;
+}
+
+#endif
+#endif /* MOE_NO_TRAIN */
 
 #endif /* MOE_IMPLEMENTATION */

@@ -1,0 +1,845 @@
+/* Trains a language model with mixtures of experts on any text, tells its perplexity and which expert takes what, and writes text.
+     cc -std=c99 -O2 -I. examples/text.c -o text -lm && ./text          (or: sh examples/run text) */
+
+#ifndef _WIN32
+#define _POSIX_C_SOURCE 200112L /* clock_gettime, isatty */
+#endif
+#define MOE_IMPLEMENTATION
+#include "moe.h"
+#include <errno.h>
+#include <math.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#ifdef _WIN32
+#include <io.h>
+#else
+#include <unistd.h>
+#endif
+
+enum { LONGEST = 48 /* bytes of a token */, KINDS = 7, COLUMNS = 100, MAX_LAYERS = 64, PATH_SIZE = 1000 };
+
+/* ---- what can be set -------------------------------------------------------------------------------------------------------- */
+
+static struct {
+    const char *text, *test, *output, *checkpoint, *router, *kernels, *prompt, *route;
+    double rate, temperature, top_p;
+    long words, vocabulary, width, layers, heads, experts, top_k, d_ff, context, batch, steps, epochs, warmup, seed, resume, stop_after;
+    long generate, sample_k, only_generate, check, quiet;
+} set = {.output = "text.safetensors", .prompt = "", .kernels = "auto", .rate = 7e-4, .temperature = 0.8, .top_p = 0.95, .vocabulary = 4096,
+         .width = 64, .layers = 3, .experts = 16, .context = 128, .batch = 16, .steps = 1000, .warmup = 50, .seed = 1, .generate = 400};
+static int kernels;
+
+enum { FLAG, WHOLE, REAL, TEXT };
+static const struct option {
+    const char *name, *value;
+    int kind;
+    void *at;
+    double least, most;
+    const char *help;
+} options[] = {
+    {"--words", "", FLAG, &set.words, 0, 0, "tokens are words, numbers, punctuation and line breaks instead of bytes"},
+    {"--vocabulary", "N", WHOLE, &set.vocabulary, 2, 1e6, "so many different words, the most frequent; the others are <unk>"},
+    {"--width", "N", WHOLE, &set.width, 2, 4096, "numbers per token"},
+    {"--layers", "N", WHOLE, &set.layers, 1, MAX_LAYERS, "attention and experts, so many times"},
+    {"--heads", "N", WHOLE, &set.heads, 0, 256, "heads of attention; 0: one per 32 of the width"},
+    {"--experts", "N", WHOLE, &set.experts, 1, 1024, "experts in a layer"},
+    {"--top-k", "N", WHOLE, &set.top_k, 0, 1024, "experts that a token goes to; 0: 2, or as --router says, but at most 2"},
+    {"--d-ff", "N", WHOLE, &set.d_ff, 0, 65536, "hidden numbers of an expert; 0: twice the width"},
+    {"--router", "PRESET", TEXT, &set.router, 0, 0, "how tokens find experts: a name that `sh examples/run routers` lists"},
+    {"--context", "N", WHOLE, &set.context, 2, 65536, "tokens of a sequence"},
+    {"--batch", "N", WHOLE, &set.batch, 1, 4096, "sequences per step"},
+    {"--steps", "N", WHOLE, &set.steps, 1, 1e9, "steps of training"},
+    {"--epochs", "N", WHOLE, &set.epochs, 0, 1e4, "instead: so many times through the text"},
+    {"--rate", "X", REAL, &set.rate, 1e-9, 10, "learning rate; it falls along a cosine"},
+    {"--warmup", "N", WHOLE, &set.warmup, 0, 1e6, "steps in which the rate rises"},
+    {"--seed", "N", WHOLE, &set.seed, 0, 1e9, "start of all random choices"},
+    {"-o", "FILE", TEXT, &set.output, 0, 0, "the model; of words also FILE.words, their list"},
+    {"--checkpoint", "FILE", TEXT, &set.checkpoint, 0, 0, "the training that is not finished (beside the model, with .checkpoint)"},
+    {"--resume", "", FLAG, &set.resume, 0, 0, "goes on where training stopped; the other options as they were"},
+    {"--stop-after", "N", WHOLE, &set.stop_after, 0, 1e9, "stops after so many steps, as Ctrl-C does; 0: not"},
+    {"--test", "FILE", TEXT, &set.test, 0, 0, "another text to tell the perplexity of"},
+    {"--only-generate", "", FLAG, &set.only_generate, 0, 0, "no training: reads the model"},
+    {"--generate", "N", WHOLE, &set.generate, 0, 1e6, "tokens to write"},
+    {"--prompt", "TEXT", TEXT, &set.prompt, 0, 0, "what to go on from"},
+    {"--temperature", "X", REAL, &set.temperature, 1e-6, 1e6, "less: more probable tokens"},
+    {"--top-p", "X", REAL, &set.top_p, 1e-6, 1, "only the most probable tokens, with this sum"},
+    {"--top-k-sample", "N", WHOLE, &set.sample_k, 0, 1e6, "only so many of the most probable tokens; 0: all"},
+    {"--route", "TEXT", TEXT, &set.route, 0, 0, "shows the expert of each token of this text"},
+    {"--kernels", "NAME", TEXT, &set.kernels, 0, 0, "instruction set: auto, c, avx2, ..."},
+    {"--check", "", FLAG, &set.check, 0, 0, "tests this program on a small model"}};
+enum { OPTIONS = sizeof options / sizeof *options };
+
+static int fail(const char *what, const char *why) {
+    if (!set.quiet) fprintf(stderr, "text: %s: %s\n", what, why);
+    return 1;
+}
+
+static int show_help(void) {
+    printf("text [options] [FILE]   trains on nine tenths of FILE, tests on the rest; without FILE: moe.h, moe_routers.h, moe_kernels.h\n");
+    for (const struct option *o = options; o < options + OPTIONS; o++) {
+        printf("  %-14s %-6s  %s", o->name, o->value, o->help);
+        if (o->kind == WHOLE) printf(" (%ld)", *(const long *)o->at);
+        if (o->kind == REAL) printf(" (%g)", *(const double *)o->at);
+        if (o->kind == TEXT && *(const char **)o->at != NULL && **(const char **)o->at != '\0') printf(" (%s)", *(const char **)o->at);
+        printf("\n");
+    }
+    return printf("Exit status: 0 done, 1 failed, 130 stopped by Ctrl-C, 143 by a TERM signal; then --resume goes on.\n") < 0;
+}
+
+static int set_option(const struct option *o, const char *value) {
+    char *end = NULL;
+    double number = o->kind == TEXT ? 0 : strtod(value, &end);
+    if (o->kind == TEXT) return *(const char **)o->at = value, 0;
+    if (end == value || *end != '\0' || !(number >= o->least && number <= o->most) || (o->kind == WHOLE && floor(number) < number))
+        return fprintf(stderr, "text: %s %s: not a value from %g to %g; -h explains\n", o->name, value, o->least, o->most), 1;
+    if (o->kind == WHOLE) *(long *)o->at = (long)number;
+    else *(double *)o->at = number;
+    return 0;
+}
+
+static int read_options(int count, char **words) {
+    while (--count > 0) {
+        const char *word = *++words;
+        const struct option *o = options;
+        if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(show_help());
+        while (o < options + OPTIONS && strcmp(word, o->name) != 0) o++;
+        if (*word != '-' && set.text == NULL) set.text = word;
+        else if (o == options + OPTIONS) return fail(word, "no such option, or a second text; -h explains");
+        else if (o->kind == FLAG) *(long *)o->at = 1;
+        else if (--count == 0) return fail(word, "its value is missing; -h explains");
+        else if (set_option(o, *++words)) return 1;
+    }
+    for (kernels = 0; moe_kernels_name(kernels) != NULL && strcmp(moe_kernels_name(kernels), set.kernels) != 0;) kernels++;
+    if (moe_kernels_name(kernels) == NULL) return fail(set.kernels, "no such kernels");
+    return strlen(set.output) > PATH_SIZE - 40 ? fail("-o", "the name is too long") : 0;
+}
+
+/* ---- texts and tokens ------------------------------------------------------------------------------------------------------- */
+
+typedef struct word {
+    const unsigned char *p; /* n bytes */
+    size_t n, count;
+} word;
+
+typedef union block {
+    union block *next;
+    char aligned[64];
+} block;
+static block *blocks;
+
+/* A net and what its token numbers mean: the 256 bytes, or <unk> and then words in ascending order. */
+typedef struct model {
+    moe_net net;
+    word *words;
+    size_t n_words;
+    moe_buffer list; /* the words' file, of which they are parts */
+    int bytes;
+} model;
+
+/* Zeros, until release is called. */
+static void *grab(size_t count, size_t size) {
+    block *b = count < SIZE_MAX / 2 / size ? (block *)calloc(1, sizeof *b + count * size) : NULL;
+    if (b == NULL) exit(fail("memory", "there is not enough"));
+    b->next = blocks, blocks = b;
+    return b + 1;
+}
+
+static void release(void) {
+    for (block *b; (b = blocks) != NULL; free(b)) blocks = b->next;
+}
+
+static void free_model(model *m) {
+    moe_net_free(&m->net), moe_buffer_free(&m->list);
+    memset(m, 0, sizeof *m);
+}
+
+/* path with something behind it; the last four answers stay good. */
+static const char *beside(const char *path, const char *extension) {
+    static char ring[4][PATH_SIZE];
+    static int turn;
+    char *s = ring[turn = (turn + 1) % 4];
+    return snprintf(s, PATH_SIZE, "%s%s", path, extension), s;
+}
+
+static int exists(const char *path) {
+    FILE *f = fopen(path, "rb");
+    if (f != NULL) fclose(f);
+    return f != NULL || errno != ENOENT;
+}
+
+static int is_digit(int c) { return c >= '0' && c <= '9'; }
+static int is_upper(int c) { return c >= 'A' && c <= 'Z'; }
+static int is_letter(int c) { return is_upper(c) || (c >= 'a' && c <= 'z') || c == '_' || c >= 128; }
+static int is_unknown(const word *w) { return w->n >= 5 && memcmp(w->p + w->n - 5, "<unk>", 5) == 0; }
+
+/* Bytes of the word that text begins with: a line break; spaces; or, with one space before it, letters, a number or any other byte. */
+static size_t word_length(const unsigned char *s, size_t n) {
+    size_t i = 0, first;
+    if (n > LONGEST) n = LONGEST;
+    while (i < n && s[i] == ' ') i++;
+    if (i == n || (i > 0 && s[i] == '\n')) return i;
+    if (i > 1) return i - 1; /* the last space belongs to what follows */
+    if (n - i >= 5 && memcmp(s + i, "<unk>", 5) == 0) return i + 5;
+    for (first = i++; i < n && (is_letter(s[first]) || is_digit(s[first])); i++) {
+        int number = is_digit(s[first]), next = i + 1 < n ? s[i + 1] : ' '; /* 3.14 and 1,000 and don't are one word */
+        int joins = number ? (s[i] == '.' || s[i] == ',') && is_digit(next) : s[i] == '\'' && is_letter(next);
+        if (!is_letter(s[i]) && !is_digit(s[i]) && !joins) break;
+    }
+    return i;
+}
+
+static int compare_words(const void *a, const void *b) {
+    const word *v = (const word *)a, *w = (const word *)b;
+    int order = memcmp(v->p, w->p, v->n < w->n ? v->n : w->n);
+    return order != 0 ? order : (v->n > w->n) - (v->n < w->n);
+}
+
+static int compare_counts(const void *a, const void *b) {
+    const word *v = (const word *)a, *w = (const word *)b;
+    return v->count != w->count ? (v->count < w->count) - (v->count > w->count) : compare_words(a, b);
+}
+
+/* The numbers of all tokens of a text. */
+static int32_t *encode(const model *m, const void *text, size_t n, size_t *count) {
+    const unsigned char *p = (const unsigned char *)text, *end = p + n;
+    int32_t *ids = (int32_t *)grab(n, sizeof *ids);
+    for (*count = 0; p < end; ++*count) {
+        word next = {p, m->bytes ? 1 : word_length(p, (size_t)(end - p)), 0};
+        const word *found = m->bytes ? m->words + *p : is_unknown(&next) ? NULL :
+                            (const word *)bsearch(&next, m->words + 1, m->n_words - 1, sizeof next, compare_words);
+        ids[*count] = found != NULL ? (int32_t)(found - m->words) : 0;
+        p += next.n;
+    }
+    return ids;
+}
+
+/* The list of words as it stands in a file: one per line; an empty line is the line break. */
+static moe_status write_words(void *ctx, moe_stream *stream) {
+    const model *m = (const model *)ctx;
+    moe_status status = MOE_OK;
+    for (const word *w = m->words; w < m->words + m->n_words && status == MOE_OK; w++) {
+        if (*w->p != '\n') status = stream->write(stream->ctx, w->p, w->n);
+        if (status == MOE_OK) status = stream->write(stream->ctx, "\n", 1);
+    }
+    return status;
+}
+
+/* Makes the words of m->list, which was read from a file of this name, perhaps a stranger's: any bytes may be in it. */
+static int read_words(model *m, const char *name) {
+    const unsigned char *p = m->list.data, *end = p + m->list.size;
+    const char *wrong = NULL;
+    m->words = (word *)grab(m->list.size, sizeof *m->words);
+    for (m->n_words = 0; p < end && wrong == NULL; m->n_words++) {
+        word *w = m->words + m->n_words;
+        const unsigned char *line_end = (const unsigned char *)memchr(p, '\n', (size_t)(end - p));
+        if (line_end == NULL) wrong = "the line does not end", line_end = end;
+        w->p = p, w->n = line_end > p ? (size_t)(line_end - p) : 1, p = line_end + 1;
+        if (w->n > LONGEST) wrong = "the word is longer than 48 bytes";
+        if (w == m->words && (w->n != 5 || !is_unknown(w))) wrong = "the first word must be <unk>";
+        if (wrong == NULL && w > m->words + 1 && compare_words(w - 1, w) >= 0) wrong = "the word must come after the one above";
+    }
+    if (wrong == NULL && m->n_words < 2) wrong = "there are no words";
+    if (wrong == NULL) return 0;
+    char line[PATH_SIZE];
+    return snprintf(line, sizeof line, "%s:%d", name, (int)m->n_words), fail(line, wrong);
+}
+
+/* The words of a model's file: those listed beside it, or bytes. */
+static int load_words(model *m, const char *path) {
+    static unsigned char all[256];
+    moe_error error;
+    const char *name = beside(path, ".words");
+    if (exists(name)) return moe_file_read(name, &m->list, &error) ? fail("words", error.message) : read_words(m, name);
+    m->bytes = 1, m->n_words = 256, m->words = (word *)grab(256, sizeof *m->words);
+    for (int i = 0; i < 256; i++) all[i] = (unsigned char)i, m->words[i] = (word){all + i, 1, 0};
+    return 0;
+}
+
+/* The most frequent words of a text, made into a list and read back from it. */
+static int find_words(model *m, const unsigned char *text, size_t n) {
+    model most = {.n_words = 0};
+    moe_stream list = moe_buffer_stream(&m->list);
+    size_t i, at, found = 0;
+    for (i = at = 0; at < n; i++) at += word_length(text + at, n - at);
+    word *all = most.words = (word *)grab(i + 1, sizeof *all);
+    for (i = 1, at = 0; at < n; i += !is_unknown(all + i)) {
+        all[i] = (word){text + at, word_length(text + at, n - at), 1};
+        at += all[i].n;
+    }
+    qsort(all + 1, i - 1, sizeof *all, compare_words);
+    for (at = 1; at < i; at++)
+        if (found > 0 && compare_words(all + found, all + at) == 0) all[found].count++;
+        else all[++found] = all[at];
+    qsort(all + 1, found, sizeof *all, compare_counts);
+    most.n_words = found < (size_t)set.vocabulary ? found + 1 : (size_t)set.vocabulary;
+    qsort(all + 1, most.n_words - 1, sizeof *all, compare_words);
+    all[0] = (word){(const unsigned char *)"<unk>", 5, 0};
+    moe_status status = write_words(&most, &list);
+    return status != MOE_OK ? fail("words", moe_status_text(status)) : read_words(m, "the text's words");
+}
+
+static int read_text(const char *path, moe_buffer *text) {
+    static const char *const headers[] = {"moe.h", "moe_routers.h", "moe_kernels.h"};
+    moe_stream all = moe_buffer_stream(text);
+    moe_error error = {0};
+    if (path != NULL) return moe_file_read(path, text, &error) ? fail("text", error.message) : 0;
+    for (int i = 0; i < 3; i++) {
+        moe_buffer one = {0};
+        int failed = moe_file_read(headers[i], &one, &error) != MOE_OK || all.write(all.ctx, one.data, one.size) != MOE_OK;
+        moe_buffer_free(&one);
+        if (failed) return fail("without FILE, in the folder of the library", error.message);
+    }
+    return 0;
+}
+
+/* ---- the net ---------------------------------------------------------------------------------------------------------------- */
+
+static moe_status configure(moe_layer_config *c, size_t vocabulary, moe_error *error) {
+    moe_router_config *r = &c->router;
+    memset(c, 0, sizeof *c);
+    r->loss_balance = (moe_real)0.01; /* or a few experts would take all; presets have losses of their own */
+    if (set.router != NULL && moe_layer_preset(set.router, c, error)) return error->code;
+    r->n_experts = (int)set.experts;
+    if (set.top_k > 0) r->top_k = (int)set.top_k;
+    else if (r->top_k > 2) r->top_k = 2;
+    if (r->select == MOE_SELECT_HASH) r->table_size = (int)vocabulary;
+    c->d_ff = (int)(set.d_ff > 0 ? set.d_ff : 2 * set.width);
+    return MOE_OK;
+}
+
+static moe_status build(model *m, moe_error *error) {
+    moe_attention_config attention = {.heads = (int)set.heads, .rotary = 1};
+    moe_layer_config experts;
+    moe_net *net = &m->net;
+    moe_status status = configure(&experts, m->n_words, error);
+    if (status != MOE_OK) return status;
+    moe_net_init(net, 0, kernels, NULL);
+    moe_net_embedding(net, (int)m->n_words, (int)set.width);
+    for (long i = 0; i < set.layers; i++) {
+        moe_net_rms_norm(net);
+        moe_net_attention(net, &attention);
+        moe_net_residual(net, 2); /* what entered the norm is added to what leaves attention */
+        moe_net_rms_norm(net);
+        moe_net_mixture(net, &experts);
+        moe_net_residual(net, 2);
+    }
+    moe_net_rms_norm(net);
+    moe_net_tied(net); /* logits of the next token, by the rows of the embedding */
+    status = moe_net_build(net, 1, (uint64_t)set.seed, error);
+    return status == MOE_OK ? moe_net_check_decoding(net, error) : status;
+}
+
+/* Renames over a file that is there, too. */
+static int put(const char *from, const char *to) { return rename(from, to) != 0 && (remove(to), rename(from, to) != 0); }
+
+/* Saves net and words. Both are whole before one takes the place of an old file, so a full disk spoils none. */
+static int save_model(const model *m, const char *path) {
+    const char *part = beside(path, ".part"), *words = beside(path, ".words"), *words_part = beside(path, ".words.part");
+    moe_error error;
+    moe_status status = moe_net_save(&m->net, part, &error);
+    if (status == MOE_OK && !m->bytes) status = moe_file_replace(words_part, write_words, (void *)m, &error);
+    if (status != MOE_OK) return remove(part), fail("the model is not saved", error.message);
+    if (m->bytes) remove(words); /* of a model that is replaced */
+    if (put(part, path) || (!m->bytes && put(words_part, words))) return fail(path, strerror(errno));
+    return 0;
+}
+
+static int load_model(model *m, const char *path) {
+    moe_error error;
+    moe_status status = moe_net_load(&m->net, path, 0, kernels, NULL, &error);
+    if (status == MOE_OK) status = moe_net_check_decoding(&m->net, &error);
+    if (status != MOE_OK) return fail("model", error.message);
+    const moe_tensor *embedding = moe_net_find(&m->net, "0.weight");
+    if (m->net.d_in != 0 || embedding == NULL) return fail(path, "is not a net that reads tokens");
+    if (load_words(m, path)) return 1;
+    if (m->n_words == (size_t)m->net.d_out && m->n_words == embedding->shape[0]) return 0;
+    return fail(path, m->bytes ? "its tokens are no bytes, and their list is not beside it" : "the words beside it are of another model");
+}
+
+/* ---- training --------------------------------------------------------------------------------------------------------------- */
+
+static volatile sig_atomic_t stopped_by;
+
+/* Training ends after its step; a second signal ends the program at once. */
+static void stop(int signal_number) { stopped_by = signal_number, signal(signal_number, SIG_DFL); }
+
+static double seconds(void) {
+#ifdef _WIN32
+    return (double)clock() / CLOCKS_PER_SEC;
+#else
+    struct timespec t;
+    return clock_gettime(CLOCK_MONOTONIC, &t), (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+#endif
+}
+
+/* What is known of the training that runs. */
+typedef struct run {
+    uint64_t step, steps, first; /* first: steps that were done when it began */
+    double started, shown;       /* times */
+    int epoch;
+    double loss_sum, loss_steps; /* of the epoch, when the loss was last told */
+} run;
+
+static void show_step(run *r, const moe_progress *p, int keep) {
+    double sum = (double)p->loss * (double)p->step, now = seconds(), took = now - r->started + 1e-9;
+    double loss = (double)p->step > r->loss_steps ? (sum - r->loss_sum) / ((double)p->step - r->loss_steps) : (double)p->loss;
+    double left = took / (double)(r->step - r->first) * (double)(r->steps - r->step);
+    printf("%sstep %5.0f of %.0f: loss %.3f, perplexity %8.2f, %6.0f tokens/s, %2d:%02d left%s", isatty(1) ? "\r" : "", (double)r->step,
+           (double)r->steps, loss, exp(loss), (double)p->samples / took, (int)(left / 60), (int)left % 60, keep || !isatty(1) ? "\n" : "");
+    fflush(stdout);
+    r->shown = now;
+    if (keep) r->loss_sum = sum, r->loss_steps = (double)p->step;
+}
+
+/* After every step. On a terminal the line is renewed in place; twelve of them stay. */
+static int progress(void *ctx, const moe_progress *p) {
+    run *r = (run *)ctx;
+    uint64_t every = r->steps / 12 + 1;
+    if (p->epoch != r->epoch) /* a new one, or the middle of that in which training stopped: its steps before do not count */
+        r->epoch = p->epoch, r->loss_steps = p->step > 1 ? (double)p->step : 0, r->loss_sum = (double)p->loss * r->loss_steps;
+    r->step = p->total_step;
+    int last = r->step >= r->steps || stopped_by != 0 || r->step == (uint64_t)set.stop_after, keep = last || r->step % every == 0;
+    if (!set.quiet && (keep || (isatty(1) && seconds() - r->shown > 0.25))) show_step(r, p, keep);
+    return last;
+}
+
+/* Sequences of --context tokens, one after another; the label of a token is the next one. */
+static moe_data data_of(const int32_t *ids, size_t n) {
+    size_t length = (size_t)set.context;
+    moe_data data = {.n = n > length ? (n - 1) / length * length : 0, .token_ids = ids, .labels = ids + 1, .length = length};
+    return data;
+}
+
+/* Sets *done to the steps that a checkpoint holds, and the net to them. */
+static moe_status read_checkpoint(model *m, const moe_train_config *config, uint64_t *done, moe_error *error) {
+    moe_trainer trainer;
+    moe_status status = moe_trainer_init(&trainer, &m->net, config, error);
+    if (status != MOE_OK) return status;
+    status = moe_trainer_load(&trainer, config->checkpoint, error);
+    *done = trainer.steps;
+    moe_trainer_free(&trainer);
+    return status;
+}
+
+enum { DONE, FAILED, STOPPED };
+
+static int train(model *m, const moe_data *data) {
+    run r = {.step = 0};
+    moe_error error = {0};
+    moe_train_config t = {.progress = progress, .progress_ctx = &r, .checkpoint = set.checkpoint, .resume = (int)set.resume};
+    uint64_t per_epoch = (data->n / data->length + (uint64_t)set.batch - 1) / (uint64_t)set.batch;
+    r.steps = set.epochs > 0 ? per_epoch * (uint64_t)set.epochs : (uint64_t)set.steps;
+    if (r.steps > 1000000000) return fail("--epochs", "more than 1000000000 steps"), FAILED;
+    t.epochs = (int)((r.steps + per_epoch - 1) / per_epoch), t.total_steps = (int)r.steps; /* the callback stops within the last epoch */
+    t.batch = (int)(set.batch * set.context), t.seed = (uint64_t)set.seed, t.checkpoint_every = 100;
+    t.rate = (moe_real)set.rate, t.final_rate = (moe_real)0.1, t.warmup = (int)set.warmup, t.decay = (moe_real)0.1, t.clip = 1;
+    if (set.resume && read_checkpoint(m, &t, &r.first, &error)) return fail("--resume", error.message), FAILED;
+    if (r.first > 0 && !set.quiet) printf("%s: goes on after step %.0f of %.0f\n", set.checkpoint, (double)r.first, (double)r.steps);
+    r.step = r.first, r.started = seconds();
+    signal(SIGINT, stop), signal(SIGTERM, stop);
+    moe_status status = r.first < r.steps ? moe_fit(&m->net, data, NULL, &t, &error) : MOE_OK;
+    signal(SIGINT, SIG_DFL), signal(SIGTERM, SIG_DFL);
+    if (r.step >= r.steps) return DONE;
+    if (status == MOE_ERR_STOPPED && !set.quiet)
+        printf("stopped; %s holds all that is learned: the same command with --resume goes on\n", set.checkpoint);
+    else if (status != MOE_ERR_STOPPED) fail("training", error.message);
+    if (status == MOE_ERR_IO && exists(set.checkpoint))
+        fprintf(stderr, "text: %s holds an earlier step: the same command with --resume goes on from it\n", set.checkpoint);
+    return status == MOE_ERR_STOPPED ? STOPPED : FAILED;
+}
+
+/* ---- what was learned ------------------------------------------------------------------------------------------------------- */
+
+static const char *const kinds[2][KINDS] = {{"word", "Capital", "number", "name", "punct", "blank", "<unk>"},
+                                            {"lower", "upper", "digit", "space", "newline", "punct", "other"}};
+
+static int32_t kind_of_byte(int c) {
+    if (is_letter(c) && c != '_') return c >= 128 ? 6 : is_upper(c);
+    return is_digit(c) ? 2 : c == ' ' || c == '\t' ? 3 : c == '\n' ? 4 : c > ' ' && c < 127 ? 5 : 6;
+}
+
+/* name: as programs have them, with _, a digit, or a capital behind a small letter. */
+static int32_t kind_of_word(const word *w) {
+    size_t i = *w->p == ' ' && w->n > 1, first = i;
+    int c = w->p[i];
+    if (!is_letter(c)) return is_digit(c) ? 2 : c == '\n' || c == ' ' ? 5 : is_unknown(w) ? 6 : 4;
+    for (; i < w->n; i++)
+        if (w->p[i] == '_' || is_digit(w->p[i]) || (i > first && is_upper(w->p[i]) && !is_upper(w->p[i - 1]))) return 3;
+    return is_upper(c);
+}
+
+/* A word for the eye: _ for a space before it, \s4 for four spaces, \n for a line break, ? for what cannot be shown. */
+static const char *shown(const word *w, char out[LONGEST + 1]) {
+    if (*w->p == '\n') return "\\n";
+    if (*w->p == ' ' && w->p[w->n - 1] == ' ') return sprintf(out, w->n > 1 ? "\\s%d" : "\\s", (int)w->n), out;
+    for (size_t i = 0; i < w->n; i++) out[i] = (char)(w->p[i] < ' ' || w->p[i] == 127 || (w->p[i] >= 128 && w->n == 1) ? '?' : w->p[i]);
+    if (*w->p == ' ') *out = '_';
+    return out[w->n] = '\0', out;
+}
+
+/* How good the net is on n tokens that it has not learned from. */
+static int tell_perplexity(const model *m, const char *name, const int32_t *ids, size_t n) {
+    moe_data data = data_of(ids, n);
+    moe_evaluation result;
+    moe_error error;
+    size_t unknown = 0;
+    if (data.n == 0) return fail(name, "is shorter than --context");
+    if (moe_evaluate(&m->net, &data, MOE_CRITERION_CROSS_ENTROPY, &result, &error)) return fail(name, error.message);
+    for (size_t i = 0; i < data.n; i++) unknown += data.labels[i] == 0;
+    printf("%s: perplexity %.3f, loss %.9g", name, exp((double)result.loss), (double)result.loss);
+    if (m->bytes) printf(", %.3f bits per byte", (double)result.loss / log(2.0));
+    else printf(", %.1f %% <unk>", 100.0 * (double)unknown / (double)result.n);
+    return printf(", %.1f %% of %.0f tokens right\n", 100.0 * (double)result.accuracy, (double)result.n), 0;
+}
+
+/* What the experts of one layer took. */
+typedef struct census {
+    moe_metrics kinds, words;
+} census;
+
+static moe_status start_metrics(moe_metrics *metrics, const moe_layer *layer, size_t classes) {
+    size_t bytes, experts = (size_t)layer->config.router.n_experts;
+    moe_status status = moe_metrics_size(experts, classes, &bytes);
+    return status == MOE_OK ? moe_metrics_init(metrics, experts, classes, grab(bytes, 1), bytes) : status;
+}
+
+/* Runs data through the net, a sequence at a time, and counts in every layer. */
+static moe_status take_census(const model *m, const moe_data *data, census *of) {
+    moe_call call = {.n_tokens = data->length};
+    moe_net_pass pass;
+    int32_t *kind = (int32_t *)grab(m->n_words, sizeof *kind), *row = (int32_t *)grab(data->length, sizeof *row);
+    size_t bytes, at, i;
+    moe_status status = moe_net_work_size(&m->net, data->length, 0, &bytes);
+    void *work = grab(status == MOE_OK ? bytes : 1, 1);
+    for (i = 0; i < m->n_words; i++) kind[i] = m->bytes ? kind_of_byte((int)i) : kind_of_word(m->words + i);
+    for (at = 0; at < data->n && status == MOE_OK; at += data->length) {
+        census *c = of;
+        call.token_ids = data->token_ids + at;
+        for (i = 0; i < data->length; i++) row[i] = kind[call.token_ids[i]];
+        status = moe_net_forward(&m->net, &call, work, bytes, &pass);
+        for (i = 0; i < m->net.n_modules && status == MOE_OK; i++) {
+            const moe_routing *r = moe_net_routing(&m->net, &pass, i);
+            if (r == NULL) continue; /* no mixture */
+            status = moe_metrics_add(&c->kinds, r, NULL, row);
+            if (status == MOE_OK) status = moe_metrics_add(&c++->words, r, NULL, call.token_ids);
+        }
+    }
+    return status;
+}
+
+/* A row of the table: the shares of the kinds in count, then the most frequent words. */
+static void show_row(const model *m, const char *name, const double *count, double total, const double *words, moe_real *score) {
+    char text[LONGEST + 1];
+    int32_t best[12];
+    double sum = 0;
+    for (int k = 0; k < KINDS; k++) sum += count[k];
+    int column = printf("%6s %6.1f%%", name, total > 0 ? 100.0 * sum / total : 0);
+    for (int k = 0; k < KINDS; k++) column += printf("%8.1f", sum > 0 ? 100.0 * count[k] / sum : 0.0);
+    for (size_t i = 0; i < m->n_words; i++) score[i] = (moe_real)words[i];
+    size_t n = moe_top_k(m->n_words, score, 12, best);
+    for (size_t i = 0; i < n && words[best[i]] > 0; i++) {
+        const char *next = shown(m->words + best[i], text);
+        if (column + 2 + (int)strlen(next) <= COLUMNS) column += printf("%*s%s", i > 0 ? 1 : 2, "", next);
+    }
+    printf("\n");
+}
+
+static void show_layer(const model *m, int layer, census *c) {
+    double all[KINDS] = {0}, *words = (double *)grab(m->n_words, sizeof *words);
+    moe_real *score = (moe_real *)grab(m->n_words, sizeof *score); /* room for show_row */
+    char name[16];
+    moe_report r;
+    if (moe_metrics_report(&c->kinds, &r) != MOE_OK) return;
+    printf("\nLayer %d: what each expert takes, in %% of its tokens\nexpert   share", layer);
+    for (size_t k = 0; k < KINDS; k++) printf("%8s", kinds[m->bytes][k]);
+    printf("  the most frequent\n");
+    for (size_t e = 0; e < r.n_experts; e++) {
+        for (size_t k = 0; k < KINDS; k++) all[k] += r.classes[e * KINDS + k];
+        for (size_t i = 0; i < m->n_words; i++) words[i] += c->words.classes[e * m->n_words + i];
+        sprintf(name, "%d", (int)e);
+        show_row(m, name, r.classes + e * KINDS, r.n_pairs, c->words.classes + e * m->n_words, score);
+    }
+    show_row(m, "all", all, r.n_pairs, words, score);
+    printf("I(expert;kind) = %.3f nats: what the expert tells of the kind (by chance %.3f)\n", r.information, r.information_chance);
+}
+
+static int show_experts(const model *m, const moe_data *data) {
+    census of[MAX_LAYERS];
+    int layers = 0;
+    moe_status status = MOE_OK;
+    for (size_t i = 0; i < m->net.n_modules && status == MOE_OK; i++) {
+        if (m->net.modules[i].kind != MOE_MODULE_MIXTURE) continue;
+        status = start_metrics(&of[layers].kinds, &m->net.modules[i].layer, KINDS);
+        if (status == MOE_OK) status = start_metrics(&of[layers++].words, &m->net.modules[i].layer, m->n_words);
+    }
+    if (status == MOE_OK) status = take_census(m, data, of);
+    for (int i = 0; i < layers && status == MOE_OK; i++) show_layer(m, i + 1, &of[i]);
+    return status == MOE_OK ? 0 : fail("counting experts", moe_status_text(status));
+}
+
+/* Shows a text, below each token the expert that it goes to first in each layer. */
+static int show_route(const model *m, const char *text) {
+    char cell[LONGEST + 1];
+    moe_call call = {0};
+    moe_net_pass pass;
+    size_t bytes, i, t, from, to;
+    int layer;
+    int32_t *ids = encode(m, text, strlen(text), &call.n_tokens);
+    moe_status status = moe_net_work_size(&m->net, call.n_tokens, 0, &bytes);
+    void *work = grab(status == MOE_OK ? bytes : 1, 1);
+    call.token_ids = ids;
+    if (status == MOE_OK) status = moe_net_forward(&m->net, &call, work, bytes, &pass);
+    if (status != MOE_OK) return fail("--route", moe_status_text(status));
+    for (from = 0; from < call.n_tokens; from = to) {
+        int column = printf("\n%-8s", "");
+        for (to = from; to < call.n_tokens && column < COLUMNS - 12; to++) column += printf(" %3s", shown(m->words + ids[to], cell));
+        for (i = 0, layer = 1; i < m->net.n_modules; i++) {
+            const moe_routing *r = moe_net_routing(&m->net, &pass, i);
+            if (r == NULL) continue; /* no mixture */
+            printf("\nlayer %-2d", layer++);
+            for (t = from; t < to; t++) {
+                int width = (int)strlen(shown(m->words + ids[t], cell));
+                printf(" %*d", width > 3 ? width : 3, r->n_choices[t] > 0 ? r->choices[t * r->max_choices] : -1);
+            }
+        }
+        printf("\n");
+    }
+    return 0;
+}
+
+/* ---- writing text ----------------------------------------------------------------------------------------------------------- */
+
+static void write_out(const word *w) {
+    for (size_t i = 0; i < w->n; i++) putchar((w->p[i] < ' ' && w->p[i] != '\n' && w->p[i] != '\t') || w->p[i] == 127 ? '?' : w->p[i]);
+    fflush(stdout);
+}
+
+/* Chooses n tokens to follow those that are in ids, at least one. A full cache begins anew with the later half of its tokens. */
+static moe_status go_on(const model *m, int32_t *ids, size_t given, size_t n, moe_error *error) {
+    moe_sampling how = {.temperature = (moe_real)set.temperature, .top_k = (int)set.sample_k, .top_p = (moe_real)set.top_p};
+    size_t most = (size_t)set.context, bytes, work_bytes, read = 0 /* tokens that the cache has seen */, total;
+    moe_real *p = (moe_real *)grab(m->n_words, sizeof *p);
+    int32_t *order = (int32_t *)grab(m->n_words, sizeof *order);
+    moe_cache cache;
+    moe_net_pass pass;
+    moe_rng rng;
+    moe_status status = moe_net_cache_size(&m->net, most, &bytes);
+    if (status == MOE_OK) status = moe_net_decode_work_size(&m->net, most, most, &work_bytes);
+    if (status != MOE_OK) return sprintf(error->message, "%s", moe_status_text(status)), status;
+    void *work = grab(work_bytes, 1);
+    status = moe_net_cache_init(&cache, &m->net, most, grab(bytes, 1), bytes, error);
+    moe_rng_seed(&rng, (uint64_t)set.seed);
+    for (total = given; total < given + n && status == MOE_OK; total++) {
+        if (total - read > most - cache.n_tokens) cache.n_tokens = 0, read = total - most / 2;
+        moe_call call = {.n_tokens = total - read, .token_ids = ids + read};
+        status = moe_net_decode(&m->net, &cache, &call, work, work_bytes, &pass);
+        if (status != MOE_OK) return sprintf(error->message, "%s", moe_status_text(status)), status;
+        status = moe_sample(&how, m->n_words, pass.y + (call.n_tokens - 1) * m->n_words, &rng, p, order, &ids[total], error);
+        if (status == MOE_OK && !set.quiet) write_out(m->words + ids[total]);
+        read += call.n_tokens;
+    }
+    return status;
+}
+
+/* The tokens of --prompt, by default a line break, and those that the net finds for them; NULL: failed. */
+static int32_t *generate(const model *m, size_t *n) {
+    moe_error error;
+    const char *prompt = *set.prompt != '\0' ? set.prompt : "\n";
+    size_t given;
+    int32_t *start = encode(m, prompt, strlen(prompt), &given), *ids = (int32_t *)grab(given + (size_t)set.generate, sizeof *ids);
+    memcpy(ids, start, given * sizeof *ids);
+    for (size_t i = 0; i < given && !set.quiet && *set.prompt != '\0'; i++) write_out(m->words + ids[i]);
+    moe_status status = go_on(m, ids, given, (size_t)set.generate, &error);
+    if (!set.quiet) printf("\n");
+    return *n = given + (size_t)set.generate, status == MOE_OK ? ids : (fail("generating", error.message), (int32_t *)NULL);
+}
+
+/* ---- the whole way ---------------------------------------------------------------------------------------------------------- */
+
+/* Text and tokens: nine tenths to learn from, the rest held out. */
+typedef struct corpus {
+    moe_buffer text;
+    int32_t *ids, *held_out;
+    size_t n, n_held_out;
+} corpus;
+
+static int prepare(model *m, corpus *c) {
+    int failed = read_text(set.text, &c->text);
+    if (!failed && set.words && !set.resume) failed = find_words(m, c->text.data, c->text.size - c->text.size / 10);
+    else if (!failed) failed = load_words(m, set.resume ? set.checkpoint : "");
+    if (failed) return 1;
+    c->ids = encode(m, c->text.data, c->text.size, &c->n);
+    c->n_held_out = c->n / 10, c->held_out = c->ids + (c->n - c->n_held_out);
+    if (data_of(c->held_out, c->n_held_out).n > 0) return 0;
+    return fail("the text", "is too short: a tenth of its tokens must be more than --context");
+}
+
+/* What would fail after training fails before it. */
+static int check_files(void) {
+    const char *part = beside(set.output, ".part");
+    FILE *f = fopen(part, "wb");
+    if (f == NULL) return fail(part, strerror(errno));
+    fclose(f), remove(part);
+    if (set.resume && !exists(set.checkpoint)) return fail(set.checkpoint, "is not there: nothing to resume");
+    if (!set.resume && exists(set.checkpoint))
+        return fail(set.checkpoint, "holds training that was stopped: --resume goes on; remove it to begin anew");
+    return 0;
+}
+
+/* Trains and saves; FAILED and STOPPED as train says. */
+static int learn(model *m, corpus *c) {
+    moe_error error = {0};
+    size_t used, all;
+    if (check_files() || prepare(m, c)) return FAILED;
+    if (build(m, &error) != MOE_OK) return fail("this net", error.message), FAILED;
+    if (!m->bytes && !set.resume && moe_file_replace(beside(set.checkpoint, ".words"), write_words, m, &error))
+        return fail("words", error.message), FAILED;
+    all = moe_net_parameters(&m->net, &used);
+    if (!set.quiet)
+        printf("%.0f tokens, %.0f held out, vocabulary %d; %d parameters, of which a token uses %d; kernels %s\n", (double)c->n,
+               (double)c->n_held_out, (int)m->n_words, (int)all, (int)used, m->net.kernels->name);
+    moe_data data = data_of(c->ids, c->n - c->n_held_out);
+    int result = train(m, &data);
+    if (result != DONE) return result;
+    if (save_model(m, set.output)) return FAILED;
+    remove(set.checkpoint), remove(beside(set.checkpoint, ".words"));
+    if (!set.quiet) printf("saved as %s%s\n", set.output, m->bytes ? "" : ", its words beside it");
+    return DONE;
+}
+
+static int test_on(const model *m, const char *path) {
+    moe_buffer text = {0};
+    size_t n;
+    int failed = read_text(path, &text);
+    int32_t *ids = failed ? NULL : encode(m, text.data, text.size, &n);
+    return moe_buffer_free(&text), failed || tell_perplexity(m, path, ids, n);
+}
+
+static int run_all(void) {
+    model m = {.n_words = 0};
+    corpus c = {.n = 0};
+    size_t n;
+    int result = set.only_generate ? (load_model(&m, set.output) ? FAILED : DONE) : learn(&m, &c), good = result == DONE;
+    if (good && !set.only_generate) {
+        moe_data held_out = data_of(c.held_out, c.n_held_out);
+        good = !tell_perplexity(&m, "held out", c.held_out, c.n_held_out) && !show_experts(&m, &held_out);
+    }
+    if (good && set.test != NULL) good = !test_on(&m, set.test);
+    if (good && set.route != NULL) good = !show_route(&m, set.route);
+    if (good && set.generate > 0) good = printf("\n") > 0 && generate(&m, &n) != NULL;
+    moe_buffer_free(&c.text), free_model(&m), release();
+    return stopped_by != 0 ? 128 + (int)stopped_by : !good && result != STOPPED;
+}
+
+/* ---- --check ---------------------------------------------------------------------------------------------------------------- */
+
+static long passed, failed;
+
+static void check(int good, const char *what) {
+    if (good) passed++;
+    else failed++, printf("FAILED: %s\n", what);
+}
+
+/* Whether two files have the same bytes, at least one. */
+static int same_files(const char *one, const char *other) {
+    moe_buffer a = {0}, b = {0};
+    int same = !moe_file_read(one, &a, NULL) && !moe_file_read(other, &b, NULL) && a.size > 0 && a.size == b.size;
+    same = same && !memcmp(a.data, b.data, a.size);
+    return moe_buffer_free(&a), moe_buffer_free(&b), same;
+}
+
+/* What a model is: its loss on held-out text, and the tokens that it writes. */
+typedef struct sample {
+    moe_evaluation result;
+    int32_t *ids;
+    size_t n;
+} sample;
+
+/* Trains by the settings; fails and stops as learn does. */
+static int try_out(sample *s) {
+    model m = {.n_words = 0};
+    corpus c = {.n = 0};
+    int result = learn(&m, &c);
+    if (result == DONE) {
+        moe_data held_out = data_of(c.held_out, 4001);
+        s->ids = generate(&m, &s->n);
+        if (s->ids == NULL || moe_evaluate(&m.net, &held_out, MOE_CRITERION_CROSS_ENTROPY, &s->result, NULL)) result = FAILED;
+    }
+    return moe_buffer_free(&c.text), free_model(&m), result;
+}
+
+/* Training in one go, and stopped and resumed: the same loss, the same files, and from those the same text. */
+static void check_training(double bound) {
+    const char *second = set.output, *first = "text-check-1.safetensors";
+    sample one = {.n = 0}, two = {.n = 0};
+    model m = {.n_words = 0};
+    size_t n;
+    set.output = first;
+    check(try_out(&one) == DONE && (double)one.result.loss < bound, "the loss falls");
+    set.output = second, set.stop_after = set.steps / 2;
+    check(try_out(&two) == STOPPED && exists(set.checkpoint) && !exists(second), "training stops");
+    set.stop_after = 0;
+    check(try_out(&two) == FAILED, "a checkpoint is not overwritten by new training");
+    set.resume = 1;
+    check(try_out(&two) == DONE && !memcmp(&one.result.loss, &two.result.loss, sizeof one.result.loss), "resumed training: the same loss");
+    check(same_files(first, second), "resumed training: the same file");
+    check(!set.words || same_files(beside(first, ".words"), beside(second, ".words")), "resumed training: the same words");
+    check(try_out(&two) == FAILED, "finished training cannot be resumed");
+    set.resume = 0;
+    two.ids = load_model(&m, second) ? NULL : generate(&m, &n);
+    check(one.ids != NULL && two.ids != NULL && !memcmp(one.ids, two.ids, n * sizeof *one.ids), "a loaded model writes the same text");
+    remove(first), remove(beside(first, ".words")), remove(second), remove(beside(second, ".words")), free_model(&m);
+}
+
+static int read_lines(const char *lines, size_t n) {
+    model m = {.n_words = 0};
+    moe_stream stream = moe_buffer_stream(&m.list);
+    int result = stream.write(stream.ctx, lines, n) != MOE_OK || read_words(&m, "list");
+    return free_model(&m), result;
+}
+
+static void check_words(void) {
+    static const char *const bad[] = {"", "<unk>\n", "a\nb\n", "<unk>\na", "<unk>\nb\na\n", "<unk>\na\na\n", "<unk>\na\n\n",
+                                      "<unk>\n1234567890123456789012345678901234567890123456789\n"};
+    model m = {.n_words = 0};
+    moe_buffer text = {0};
+    size_t n = 0, i, at = 0, same = 0;
+    for (i = 0; i < sizeof bad / sizeof *bad; i++) check(read_lines(bad[i], strlen(bad[i])), "a bad list of words is refused");
+    check(!read_lines("<unk>\n\na\0b\n\xff\n", 14), "a list may have any bytes");
+    set.vocabulary = 1000000;
+    int read = !read_text(NULL, &text) && !find_words(&m, text.data, text.size);
+    int32_t *ids = encode(&m, text.data, text.size, &n);
+    for (i = 0; i < n; at += m.words[ids[i++]].n) same += !memcmp(m.words[ids[i]].p, text.data + at, m.words[ids[i]].n);
+    check(read && same == n && at == text.size, "words make up the text");
+    moe_buffer_free(&text), free_model(&m);
+}
+
+static int check_all(void) {
+    moe_buffer none = {0};
+    model m = {.n_words = 256};
+    moe_error error = {0};
+    set.output = "text-check.safetensors", set.checkpoint = "text-check.checkpoint";
+    set.width = 32, set.layers = 2, set.experts = 4, set.context = 32, set.generate = 100, set.quiet = 1;
+    set.steps = 60, set.warmup = 5, set.rate = 0.005;
+    check_training(3.0);
+    set.words = 1, set.vocabulary = 500, set.steps = 20;
+    check_training(5.5);
+    check_words();
+    check(read_text("no/such/file", &none), "a file that is not there is an error");
+    set.router = "expert_choice";
+    check(build(&m, &error) == MOE_ERR_UNSUPPORTED && *error.message != '\0', "a router that sees later tokens is refused");
+    moe_net_free(&m.net), release();
+    printf("%ld passed, %ld failed\n", passed, failed);
+    return failed > 0;
+}
+
+int main(int count, char **words) {
+    char checkpoint[PATH_SIZE];
+    if (read_options(count, words)) return 1;
+    snprintf(checkpoint, sizeof checkpoint, "%s", beside(set.output, ".checkpoint"));
+    if (set.checkpoint == NULL) set.checkpoint = checkpoint;
+    return set.check ? check_all() : run_all();
+}
