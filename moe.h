@@ -5941,20 +5941,50 @@ static size_t moei_count_labelled(size_t n, const int32_t *labels) {
 }
 
 /* l = -log softmax(y)_label,  dl/dy_j = softmax(y)_j - [j = label],  both over the number of labels. */
-moe_real moe_cross_entropy(size_t n, size_t classes, const moe_real *y, const int32_t *labels, moe_real *dy) {
-    size_t t, j, labelled = moei_count_labelled(n, labels);
+/* The sum of exp(y_j - max) over all j but best, the first largest one; they go to d as well, with 1 at best, where d is not NULL. */
+static moe_real moei_exp_others(const moe_kernels *kernels, size_t n, const moe_real *y, size_t best, moe_real *d) {
+    enum { PART = 64 };
+    moe_real room[PART], sum = MOEI_R(0.0);
+    size_t from, count;
+    for (from = 0; from < n; from += count) {
+        moe_real *part = d != NULL ? d + from : room;
+        count = n - from < PART ? n - from : (size_t)PART;
+        memcpy(part, y + from, count * sizeof *part);
+        if (best - from < count) part[best - from] = -(moe_real)HUGE_VAL;
+        sum += moe_exp_sum(kernels, count, y[best], part);
+    }
+    if (d != NULL) d[best] = MOEI_R(1.0);
+    return sum;
+}
+
+/* One row: -log softmax(y)[label], and in d (may be NULL) factor times its gradient. log1p keeps small losses exact. */
+static moe_real moei_cross_entropy_row(const moe_kernels *kernels, size_t n, const moe_real *y, size_t label, moe_real factor, moe_real *d) {
+    size_t best = moei_max_index(n, y), j;
+    moe_real others, share;
+    if (!moe_is_finite(y[best])) { /* there is no gradient */
+        for (j = 0; d != NULL && j < n; j++) d[j] = y[best] - y[best];
+        return moe_log_sum_exp(n, y) - y[label];
+    }
+    others = moei_exp_others(kernels, n, y, best, d);
+    share = factor / (MOEI_R(1.0) + others);
+    for (j = 0; d != NULL && j < n; j++) d[j] *= share;
+    if (d != NULL) d[label] -= factor;
+    return y[best] - y[label] + MOEI_F(log1p)(others);
+}
+
+static moe_real moei_cross_entropy(const moe_kernels *kernels, size_t n, size_t classes, const moe_real *y, const int32_t *labels, moe_real *dy) {
+    size_t t, labelled = moei_count_labelled(n, labels);
     moe_real over_n = labelled > 0 ? MOEI_R(1.0) / (moe_real)labelled : MOEI_R(0.0), sum = MOEI_R(0.0);
     for (t = 0; t < n; t++, y += classes) {
-        moe_real *d = dy != NULL ? dy + t * classes : NULL, lse;
-        if (d != NULL) memset(d, 0, classes * sizeof *d);
-        if (labels[t] < 0) continue;
-        lse = moe_log_sum_exp(classes, y);
-        sum += lse - y[labels[t]];
-        if (d == NULL) continue;
-        for (j = 0; j < classes; j++) d[j] = over_n * MOEI_F(exp)(y[j] - lse);
-        d[labels[t]] -= over_n;
+        moe_real *d = dy != NULL ? dy + t * classes : NULL;
+        if (labels[t] >= 0) sum += moei_cross_entropy_row(kernels, classes, y, (size_t)labels[t], over_n, d);
+        else if (d != NULL) memset(d, 0, classes * sizeof *d);
     }
     return sum * over_n;
+}
+
+moe_real moe_cross_entropy(size_t n, size_t classes, const moe_real *y, const int32_t *labels, moe_real *dy) {
+    return moei_cross_entropy(NULL, n, classes, y, labels, dy);
 }
 
 moe_real moe_squared_error(size_t n, size_t width, const moe_real *y, const moe_real *targets, moe_real *dy) {
@@ -6022,7 +6052,7 @@ static moe_status moei_mixture_fits(const moe_net *net, int criterion, moe_error
 
 static moe_real moei_criterion(int criterion, const moe_net *net, const moe_data *data, const moe_real *y, moe_real *dy) {
     size_t width = (size_t)net->d_out;
-    if (criterion == MOE_CRITERION_CROSS_ENTROPY) return moe_cross_entropy(data->n, width, y, data->labels, dy);
+    if (criterion == MOE_CRITERION_CROSS_ENTROPY) return moei_cross_entropy(net->kernels, data->n, width, y, data->labels, dy);
     return moe_squared_error(data->n, width, y, data->targets, dy);
 }
 
@@ -6580,19 +6610,34 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, m
     return status == MOE_OK ? MOE_OK : moei_error(error, status, "the net's backward pass: %s", moe_status_text(status));
 }
 
+/* *sum += the squares of numbers first..first+n-1 of a tensor's gradient: in doubles where the kernels' sum of them is not to be trusted. */
+static moe_status moei_add_squares(const moe_kernels *kernels, const moe_tensor *t, size_t first, size_t n, double *sum, moe_error *error) {
+    const moe_real *g = t->gradient + first, fast = moe_dot(kernels, n, g, g);
+    size_t i;
+    if (fast > MOEI_R(1e-30) && moe_is_finite(fast)) {
+        *sum += (double)fast;
+        return MOE_OK;
+    }
+    for (i = 0; i < n; i++) {
+        if (!moe_is_finite(g[i])) return moei_error(error, MOE_ERR_NONFINITE, "%s: number %z of the gradient is not finite", t->name, first + i);
+        *sum += (double)g[i] * (double)g[i];
+    }
+    return MOE_OK;
+}
+
 /* The norm of the mean of n batches' gradients, of all trained tensors together. Beyond 1e19 (float) its square, which AdamW forms, would not be
    finite. */
 static moe_status moei_trainer_norm(const moe_trainer *trainer, int n, moe_real *norm, moe_error *error) {
+    enum { PART = 1024 };
     double sum = 0.0, length;
+    moe_status status = MOE_OK;
     size_t i, j;
     for (i = 0; i < trainer->net->n_tensors; i++) {
         const moe_tensor *t = &trainer->net->tensors[i];
-        for (j = 0; moei_is_trained(trainer, i) && j < t->count; j++) {
-            if (!moe_is_finite(t->gradient[j]))
-                return moei_error(error, MOE_ERR_NONFINITE, "%s: number %z of the gradient is not finite", t->name, j);
-            sum += (double)t->gradient[j] * (double)t->gradient[j];
-        }
+        for (j = 0; moei_is_trained(trainer, i) && j < t->count && status == MOE_OK; j += PART)
+            status = moei_add_squares(trainer->net->kernels, t, j, t->count - j < PART ? t->count - j : (size_t)PART, &sum, error);
     }
+    if (status != MOE_OK) return status;
     length = sqrt(sum) / (double)n;
     if (!(length <= (MOE_REAL_IS_DOUBLE ? 1e150 : 1e19))) return moei_error(error, MOE_ERR_NONFINITE, "the gradient is too large to square");
     *norm = (moe_real)length;
@@ -6616,27 +6661,11 @@ static void moei_sgd(size_t n, moe_real scale, moe_real rate, moe_real decay, mo
     }
 }
 
-/* The numbers of one step of AdamW on one tensor; over1 = 1 / (1 - beta1^steps), over2 alike. */
-typedef struct moei_adamw_step {
-    moe_real scale, rate, decay, beta1, beta2, epsilon, over1, over2;
-} moei_adamw_step;
-
-/* m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,  w -= rate (m / (1 - b1^n) / (sqrt(v / (1 - b2^n)) + eps) + decay w) */
-static void moei_adamw(const moei_adamw_step *a, size_t n, const moe_real *gradient, moe_real *w, moe_real *m, moe_real *v) {
-    size_t i;
-    for (i = 0; i < n; i++) {
-        moe_real g = a->scale * gradient[i];
-        m[i] = a->beta1 * m[i] + (MOEI_R(1.0) - a->beta1) * g;
-        v[i] = a->beta2 * v[i] + (MOEI_R(1.0) - a->beta2) * g * g;
-        w[i] -= a->rate * (m[i] * a->over1 / (MOEI_F(sqrt)(v[i] * a->over2) + a->epsilon) + a->decay * w[i]);
-    }
-}
-
 /* Moves all trained tensors against scale times their gradients. */
 static void moei_trainer_move(moe_trainer *trainer, moe_real scale) {
     const moe_train_config *c = &trainer->config;
     moe_real *first = trainer->memory, *second = first + moei_net_numbers(trainer->net);
-    moei_adamw_step a;
+    moe_adamw_step a;
     size_t i;
     a.scale = scale, a.beta1 = c->beta1, a.beta2 = c->beta2, a.epsilon = c->epsilon;
     a.over1 = MOEI_R(1.0) / (MOEI_R(1.0) - moei_power(c->beta1, trainer->steps + 1));
@@ -6646,7 +6675,7 @@ static void moei_trainer_move(moe_trainer *trainer, moe_real scale) {
         ptrdiff_t at = t->data - trainer->net->memory;
         if (!moei_is_trained(trainer, i)) continue;
         a.rate = trainer->rate * trainer->factors[2 * i], a.decay = trainer->factors[2 * i + 1];
-        if (c->optimizer == MOE_OPTIMIZER_ADAMW) moei_adamw(&a, t->count, t->gradient, t->data, first + at, second + at);
+        if (c->optimizer == MOE_OPTIMIZER_ADAMW) moe_adamw(trainer->net->kernels, &a, t->count, t->gradient, first + at, second + at, t->data);
         else moei_sgd(t->count, scale, a.rate, a.decay, c->momentum, t->gradient, t->data, first + at);
     }
 }
