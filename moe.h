@@ -56,6 +56,7 @@
      pass         what one forward call leaves in work memory: the routing for reports, and what the way back needs.
      net          a list of modules built by calls.   trainer: an optimiser at work on one net.
      packed       weights in the order in which the kernels read them, see moe_layer_pack.
+     cache        what decoding keeps of a sequence's earlier tokens, in the caller's memory.
      slot, place  the number under which a tensor of a layer or router is kept; which exist depends on the configuration.
 
    Manual
@@ -684,7 +685,8 @@ MOE_API moe_status moe_net_build(moe_net *net, int trainable, uint64_t seed, moe
 MOE_API void moe_net_free(moe_net *net);
 /* The tensor of a name ("2.router.weight"), or NULL (also before build). It belongs to the net; its values may be changed. */
 MOE_API moe_tensor *moe_net_find(const moe_net *net, const char *name);
-/* Numbers in all tensors, and those that one token uses (may be NULL), as moe_layer_parameters counts; 0 before build. */
+/* Numbers in all tensors, and those that one token uses (may be NULL), as moe_layer_parameters counts: one row of an embedding or of positions, all of
+   it for tied. 0 before build. */
 MOE_API size_t moe_net_parameters(const moe_net *net, size_t *used_per_token);
 
 /* What one forward call leaves behind; points into the work memory, which must stay until backward and reports are done. */
@@ -4516,7 +4518,7 @@ static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error
     moe_status status = moei_fields_check(moei_attention_fields, c, error);
     if (status != MOE_OK) return status;
     if (c->heads == 0)
-        for (c->heads = d < 32 ? 1 : d / 32; d % c->heads != 0 || c->heads > 4096;) c->heads--;
+        for (c->heads = d < 64 ? 1 : d / 32 < 4096 ? d / 32 : 4096; d % c->heads != 0;) c->heads--;
     if (c->d_head == 0 && d % c->heads != 0)
         return moei_error(error, MOE_ERR_CONFIG, "heads = %d: must divide the width that arrives, %d, or d_head be given", c->heads, d);
     moei_default(&c->d_head, d / c->heads);
