@@ -580,7 +580,7 @@ MOE_API moe_status moe_layer_load(moe_layer *layer, const char *path, int traina
      attention   see moe_attention_config       "I.query", "I.key", "I.value" [h w,d], "I.output" [d,h w]
      rms_norm    y = x / sqrt(mean x^2 + 1e-5) * g   "I.weight" [d]                 (Zhang, Sennrich 2019, Root mean square layer normalization)
      dropout     y = x m / (1 - rate) in training, m = 0 with probability rate, else 1; else y = x (Srivastava et al. 2014, Dropout)
-     feed_forward  an expert that every token passes   "I.experts.gate" [1,f,d], ...  as in moe_layer_config, without a router; padding gets y = 0
+     feed_forward  an expert that every token passes   "I.experts.gate" [1,f,d], ...  as in moe_layer_config, without a router
      tied        y = E x + b, E the weight [V,d] of the net's embedding   "I.bias" [V] */
 enum {
     MOE_MODULE_LINEAR = 0, MOE_MODULE_ACTIVATION, MOE_MODULE_LAYER_NORM, MOE_MODULE_MIXTURE, MOE_MODULE_RESIDUAL, MOE_MODULE_EMBEDDING, MOE_MODULE_POSITIONS,
@@ -708,8 +708,8 @@ MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int tr
 /* Runs all modules on call->x [N,d_in], or with d_in = 0 on call->token_ids [N], each below the embedding's V; pass->y is the output, in
    work[work_size] (any alignment). Everything in call but x reaches every mixture layer as it is: mask, sequences, rng, training, ...; attention
    and positions follow mask and sequences too. router_x and nodes must be NULL, n_past 0; attention_* too when every router that reads them has an
-   attention before it. given and teacher hold those of all mixture layers (soft ones have none) one after another. Padding gets y = 0 from attention and
-   feed_forward, and passes the other modules but mixtures like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE,
+   attention before it. given and teacher hold those of all mixture layers (soft ones have none) one after another. Padding gets y = 0 from attention,
+   and passes the other modules but mixtures like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE,
    MOE_ERR_ARGUMENT, else as moe_route. On failure *pass is untouched. Thread-safe for different work. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
 /* Whether the net can decode token by token: no attention is full, and all mixture layers pass moe_router_check_decoding; error names the first
