@@ -1325,7 +1325,6 @@ static void print_sweep(const settings *s) {
 
 static struct {
     settings s;
-    int given[N_SETTINGS]; /* said on the command line */
     const char *routers, *claim, *study, *train[MAX_FILES], *valid, *test;
     size_t n_train;
     int sweep, list, claims, check;
@@ -1399,7 +1398,6 @@ static int read_setting(const char *word, const char *value, int *used) {
         const setting *s = &setting_rows[i];
         char *end = NULL;
         if (strcmp(word + 2, s->name) != 0) continue;
-        options.given[i] = 1;
         *used = !(s->most <= 1 && s->least <= 0);
         if (!*used) return options.s.value[i] = 1, 0;
         options.s.value[i] = strtod(value, &end);
@@ -1463,9 +1461,10 @@ static int add_asked(void) {
 }
 
 static void print_all(void) {
-    printf("%d bytes or words of training text; %d layers of width %d, context %d, batch %d, %d experts; %d steps\n\n", (int)data.train.n,
-           int_of(&options.s, LAYERS), int_of(&options.s, WIDTH), int_of(&options.s, CONTEXT), int_of(&options.s, BATCH),
-           int_of(&options.s, EXPERTS), int_of(&options.s, STEPS));
+    const settings *s = &options.s;
+    printf("%d %s of training text; %d layers of width %d, context %d, batch %d, %d experts; %d steps\n\n", (int)data.train.n,
+           data.language.words ? "words" : "bytes", int_of(s, LAYERS), int_of(s, WIDTH), int_of(s, CONTEXT), int_of(s, BATCH),
+           int_of(s, EXPERTS), int_of(s, STEPS));
     if (options.sweep) {
         print_sweep(&options.s);
         return;
