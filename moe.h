@@ -56,6 +56,7 @@
      pass         what one forward call leaves in work memory: the routing for reports, and what the way back needs.
      net          a list of modules built by calls.   trainer: an optimiser at work on one net.
      packed       weights in the order in which the kernels read them, see moe_layer_pack.
+     cache        what decoding keeps of a sequence's earlier tokens, in the caller's memory.
      slot, place  the number under which a tensor of a layer or router is kept; which exist depends on the configuration.
 
    Manual
@@ -88,6 +89,21 @@
 
      A net.   moe_net_init, module calls, moe_net_build; a failed module call is remembered and returned by build, so one check is enough.
      Every tensor has a name, "2.router.weight", and is reached by it: moe_net_find.
+
+     A language model is a net of token ids (d_in = 0): here one block with a mixture, 256 tokens, width 64, sequences of up to 128.
+       moe_net_init(&net, 0, MOE_KERNELS_AUTO, NULL);
+       moe_net_embedding(&net, 256, 64);  moe_net_positions(&net, 128);
+       moe_net_rms_norm(&net);  moe_net_attention(&net, NULL);    moe_net_residual(&net, 2);
+       moe_net_rms_norm(&net);  moe_net_mixture(&net, &config);   moe_net_residual(&net, 2);
+       moe_net_rms_norm(&net);  moe_net_tied(&net);  moe_net_build(&net, 1, seed, &error);
+     In a call, token_ids [N] takes the place of x, and sequences says where each begins; y [N,256] are the logits of the tokens that follow. Attention
+     with rotary = 1 needs no positions. A router behind attention may refine by it (refine = attention); the net hands it what it reads.
+
+     Decoding continues a sequence with what a cache keeps of its earlier tokens, in the caller's memory:
+       moe_net_cache_size(&net, 128, &bytes);               moe_net_cache_init(&cache, &net, 128, malloc(bytes), bytes, &error);
+       moe_net_decode_work_size(&net, 128, 128, &bytes);    work = malloc(bytes);
+       moe_net_decode(&net, &cache, &call, work, bytes, &pass);   the prompt, n_tokens and token_ids in call; then each token that
+       moe_sample(NULL, 256, pass.y + (n - 1) * 256, ...);        was drawn from the logits of the one before it, n = 1
 
      Training.   moe_fit does it all; moe_trainer_step does one step, for loops of your own. Both change the routers' state, after each step.
 
@@ -553,11 +569,11 @@ MOE_API moe_status moe_layer_load(moe_layer *layer, const char *path, int traina
      mixture     a moe_layer                    "I.router.weight", "I.experts.gate", ...
      residual    y = x + what entered the module `span` places before   (span = 1: around the last module)
      embedding   y_t = W[token_ids[t]]          "I.weight" [V,d]                    the first module of a net with d_in = 0, and no other
-     positions   y_t = x_t + P[place of t]      "I.weight" [L,d]                    the place of a token in its sequence, from 0
+     positions   y_t = x_t + P[place of t]      "I.weight" [L,d]                    a token's place in its sequence, from 0, padding counted
      attention   see moe_attention_config       "I.query", "I.key", "I.value" [h w,d], "I.output" [d,h w]
      rms_norm    y = x / sqrt(mean x^2 + 1e-5) * g   "I.weight" [d]                 (Zhang, Sennrich 2019, Root mean square layer normalization)
      dropout     y = x m / (1 - rate) in training, m = 0 with probability rate, else 1; else y = x (Srivastava et al. 2014, Dropout)
-     feed_forward  an expert that every token passes   "I.experts.gate" [1,f,d], ...  as in moe_layer_config, without a router
+     feed_forward  an expert that every token passes   "I.experts.gate" [1,f,d], ...  as in moe_layer_config, without a router; padding gets y = 0
      tied        y = E x + b, E the weight [V,d] of the net's embedding   "I.bias" [V] */
 enum {
     MOE_MODULE_LINEAR = 0, MOE_MODULE_ACTIVATION, MOE_MODULE_LAYER_NORM, MOE_MODULE_MIXTURE, MOE_MODULE_RESIDUAL, MOE_MODULE_EMBEDDING, MOE_MODULE_POSITIONS,
@@ -616,11 +632,11 @@ typedef struct moe_net {
     moe_error error;      /* the first module call that failed; build returns it again */
 } moe_net;
 
-/* An empty net for inputs of width d_in, 1..MOE_MAX_WIDTH, or 0: it reads token ids, its first module is an embedding. kernels: MOE_KERNELS_, 0 = the best there is. allocator NULL: the standard
-   heap. Whatever *net held is overwritten, not freed. On failure (MOE_ERR_CONFIG, MOE_ERR_UNSUPPORTED: these kernels cannot run here,
+/* An empty net for inputs of width d_in, 1..MOE_MAX_WIDTH, or 0: it reads token ids, and its first module is an embedding. kernels: MOE_KERNELS_, 0 = the
+   best there is. allocator NULL: the standard heap. Whatever *net held is overwritten, not freed. On failure (MOE_ERR_CONFIG, MOE_ERR_UNSUPPORTED: these kernels cannot run here,
    MOE_ERR_ARGUMENT: no heap) *net is empty and remembers the failure in net->error, as module calls do. */
 MOE_API moe_status moe_net_init(moe_net *net, int d_in, int kernels, const moe_allocator *allocator);
-/* y = W x + b, d_out wide (1..MOE_MAX_WIDTH). This and the next four append one module each. On failure (MOE_ERR_CONFIG, MOE_ERR_MEMORY,
+/* y = W x + b, d_out wide (1..MOE_MAX_WIDTH). This and the next calls, up to moe_net_tied, append one module each. On failure (MOE_ERR_CONFIG, MOE_ERR_MEMORY,
    MOE_ERR_OVERFLOW) the list stays as it was; net->error remembers the first failure, and later calls only return its code: so a
    chain of calls needs one check, that of build. After build they return MOE_ERR_STATE and change nothing. */
 MOE_API moe_status moe_net_linear(moe_net *net, int d_out);
@@ -635,12 +651,15 @@ MOE_API moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config)
 MOE_API moe_status moe_net_residual(moe_net *net, int span);
 /* A row [d] per token id 0..vocabulary-1 (call.token_ids). Only as the first module of a net with d_in = 0. Starts normal with spread 1/sqrt(d). */
 MOE_API moe_status moe_net_embedding(moe_net *net, int vocabulary, int d);
-/* Adds a learned row per place in the sequence. A sequence longer than `most` tokens is refused by forward: MOE_ERR_ARGUMENT. */
+/* Adds a learned row per place in the sequence, which starts as those of an embedding. A sequence longer than `most` tokens is refused by forward:
+   MOE_ERR_ARGUMENT. */
 MOE_API moe_status moe_net_positions(moe_net *net, int most);
-/* Attention. config NULL: {0}. Mixtures behind it whose router refines by attention read its matrices, its heads' outputs o_hj = h W_O,h v_hj and its
-   output, up to the next attention: their `heads` may be 0, d_model must be the attention's width. A mixture that refines (similarity or attention) behind
-   causal attention refines causally: its router.causal becomes 1. */
+/* Attention. config NULL: {0}. Mixtures behind it whose router refines by attention read its matrices A, its heads' outputs o_hj = h output_h v_hj (h the
+   number of heads, output_h the columns of `output` for one) and its output y, up to the next attention: their `heads` may be 0, their d_model must be
+   the attention's width. These arrays take heads N (N + d) numbers of work memory, twice that in training. A mixture that refines (similarity or
+   attention) behind causal attention refines causally: its router.causal becomes 1. */
 MOE_API moe_status moe_net_attention(moe_net *net, const moe_attention_config *config);
+/* y = x / sqrt(mean x^2 + 1e-5) * g, each row by itself. */
 MOE_API moe_status moe_net_rms_norm(moe_net *net);
 /* rate in [0,1); draws from call.rng in training, which must then be there unless rate is 0. */
 MOE_API moe_status moe_net_dropout(moe_net *net, moe_real rate);
@@ -659,7 +678,8 @@ MOE_API moe_status moe_net_build(moe_net *net, int trainable, uint64_t seed, moe
 MOE_API void moe_net_free(moe_net *net);
 /* The tensor of a name ("2.router.weight"), or NULL (also before build). It belongs to the net; its values may be changed. */
 MOE_API moe_tensor *moe_net_find(const moe_net *net, const char *name);
-/* Numbers in all tensors, and those that one token uses (may be NULL), as moe_layer_parameters counts; 0 before build. */
+/* Numbers in all tensors, and those that one token uses (may be NULL), as moe_layer_parameters counts: one row of an embedding or of positions, all of
+   it for tied. 0 before build. */
 MOE_API size_t moe_net_parameters(const moe_net *net, size_t *used_per_token);
 
 /* What one forward call leaves behind; points into the work memory, which must stay until backward and reports are done. */
@@ -669,7 +689,7 @@ typedef struct moe_net_pass {
     const moe_real *y; /* [N,d_out] the net's output */
     /* Private to moe.h. */
     moe_call call;
-    size_t past; /* decoding: tokens before those of the call */
+    size_t past, most; /* decoding: tokens before those of the call, room of the cache (else 0) */
     struct moe_module_pass *modules;
     void *scratch;
     moe_real *d_x;
@@ -678,12 +698,15 @@ typedef struct moe_net_pass {
 /* Exact bytes of work memory for n_tokens: every module keeps its output (so residuals and reports may look back), and with training = 1
    its gradient. Never less for more tokens. MOE_ERR_STATE before build, MOE_ERR_OVERFLOW. */
 MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, size_t *bytes);
-/* Runs all modules on call->x [N,d_in]; pass->y is the output, in work[work_size] (any alignment). Everything in call but x reaches every
-   mixture layer as it is: mask, sequences, rng, training, ...; router_x and nodes must be NULL, n_past 0. given and teacher hold those of all mixture
-   layers (soft ones have none) one after another. Padding passes the other modules like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE, MOE_ERR_ARGUMENT, else as moe_route. On failure
-   *pass is untouched. Thread-safe for different work. */
+/* Runs all modules on call->x [N,d_in], or with d_in = 0 on call->token_ids [N], each below the embedding's V; pass->y is the output, in
+   work[work_size] (any alignment). Everything in call but x reaches every mixture layer as it is: mask, sequences, rng, training, ...; attention
+   and positions follow mask and sequences too. router_x and nodes must be NULL, n_past 0; attention_* too when every router that reads them has an
+   attention before it. given and teacher hold those of all mixture layers (soft ones have none) one after another. Padding gets y = 0 from attention and
+   feed_forward, and passes the other modules but mixtures like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE,
+   MOE_ERR_ARGUMENT, else as moe_route. On failure *pass is untouched. Thread-safe for different work. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
-/* Whether all mixture layers can decode token by token: see moe_router_check_decoding; error names the first that cannot. */
+/* Whether the net can decode token by token: no attention is full, and all mixture layers pass moe_router_check_decoding; error names the first
+   module that cannot. */
 MOE_API moe_status moe_net_check_decoding(const moe_net *net, moe_error *error);
 /* The routing of module i in a pass, or NULL when module i is not a mixture or not there. */
 MOE_API const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass, size_t i);
@@ -691,7 +714,8 @@ MOE_API const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pas
 /* ---- decoding: a sequence token by token ------------------------------------------------------------------------------------ */
 
 /* What decoding keeps of one sequence's earlier tokens: keys and values of every attention, and what causal refining reads. Lies in the caller's
-   memory. n_tokens may be lowered to go back to an earlier place, 0 begins a new sequence. One thread at a time. */
+   memory. n_tokens may be lowered to go back to an earlier place, 0 begins a new sequence. One thread at a time. After a change of the net's
+   tensors what it holds is of the old ones. */
 typedef struct moe_cache {
     const moe_net *net;  /* the caller's, must outlive it */
     size_t n_tokens;     /* tokens so far: the place of the next one */
@@ -705,11 +729,13 @@ typedef struct moe_cache {
 MOE_API moe_status moe_net_cache_size(const moe_net *net, size_t most, size_t *bytes);
 /* Makes an empty cache in memory[size] (any alignment). MOE_ERR_UNSUPPORTED: the net cannot decode, as moe_net_check_decoding says; MOE_ERR_SPACE. */
 MOE_API moe_status moe_net_cache_init(moe_cache *cache, const moe_net *net, size_t most, void *memory, size_t size, moe_error *error);
-/* Exact bytes of work memory for moe_net_decode with at most n_tokens new tokens in a cache for `most`. */
+/* Exact bytes of work memory for moe_net_decode with at most n_tokens new tokens in a cache for `most`; more tokens than that count as most.
+   MOE_ERR_STATE before build, MOE_ERR_OVERFLOW. */
 MOE_API moe_status moe_net_decode_work_size(const moe_net *net, size_t most, size_t n_tokens, size_t *bytes);
-/* Runs the call's tokens as the next ones of the sequence; pass->y [N,d_out] is what moe_net_forward on the whole sequence gives for them, within
-   rounding. One token or a whole prompt at once. call: x or token_ids, n_tokens; training, keep, sequences, mask, n_past and the past_ arrays must be
-   0. Adds n_tokens to cache->n_tokens. MOE_ERR_SPACE: no room in the cache or in work; errors of moe_net_forward. On failure the cache is as it was. */
+/* Runs the call's tokens as the next ones of the sequence; pass->y [N,d_out] is what moe_net_forward on the whole sequence gives for them: the same bits
+   for the same build and kernels. One token or a whole prompt at once. call: x or token_ids, n_tokens; training, keep, sequences, mask, n_past and the
+   past_ arrays must be 0. Adds n_tokens to cache->n_tokens. MOE_ERR_SPACE: no room in the cache or in work; errors of moe_net_forward. On failure the
+   cache is as it was. */
 MOE_API moe_status moe_net_decode(const moe_net *net, moe_cache *cache, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
 
 /* How the next token is chosen. {0}: drawn from softmax(logits). */
@@ -727,7 +753,7 @@ MOE_API moe_status moe_sample(const moe_sampling *how, size_t n, const moe_real 
 
 #ifndef MOE_NO_TRAIN
 /* Adds the gradients of sum(y * dy), dy [N,d_out], and of all router losses to the tensors' gradients, and that of x to dx [N,d_in] (may be
-   NULL). The pass must come from a forward with call->training = 1 on the same net, whose tensors and x are as they were then; one
+   NULL; not touched with d_in = 0). The pass must come from a forward with call->training = 1 on the same net, whose tensors and x are as they were then; one
    backward per forward. MOE_ERR_STATE otherwise, or when the net was not built trainable. */
 MOE_API moe_status moe_net_backward(const moe_net *net, moe_net_pass *pass, const moe_real *dy, moe_real *dx);
 /* moe_layer_observe and moe_layer_advance of all mixture layers. MOE_ERR_STATE: not built with trainable = 1, or the pass is not one of training. */
@@ -3405,17 +3431,21 @@ static void moei_layer_layout(const moe_layer *layer, const moei_chain *chain, s
     if (c->n_shared > 0) moei_take_nodes(&shared, l, n, 1, p->d_shared);
 }
 
-moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int training, size_t *bytes) {
+/* Bytes of work memory for n tokens that follow up to `past` others. */
+static moe_status moei_layer_size(const moe_layer *layer, size_t n, size_t past, int training, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
     moe_layer_pass p;
     moei_chain chain;
-    if (layer == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
-    if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (n > INT32_MAX) return MOE_ERR_OVERFLOW;
     chain = moei_chain_begin(layer, layer->config.expert);
-    moei_layer_layout(layer, &chain, n_tokens, 0, training, &l, &p);
+    moei_layer_layout(layer, &chain, n, past, training, &l, &p);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
     return MOE_OK;
+}
+
+moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int training, size_t *bytes) {
+    return layer == NULL || bytes == NULL ? MOE_ERR_ARGUMENT : moei_layer_size(layer, n_tokens, 0, training, bytes);
 }
 
 /* Whether a call keeps all rows of all experts. */
@@ -4471,7 +4501,7 @@ static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error
     moe_status status = moei_fields_check(moei_attention_fields, c, error);
     if (status != MOE_OK) return status;
     if (c->heads == 0)
-        for (c->heads = d < 32 ? 1 : d / 32; d % c->heads != 0 || c->heads > 4096;) c->heads--;
+        for (c->heads = d < 64 ? 1 : d / 32 < 4096 ? d / 32 : 4096; d % c->heads != 0;) c->heads--;
     if (c->d_head == 0 && d % c->heads != 0)
         return moei_error(error, MOE_ERR_CONFIG, "heads = %d: must divide the width that arrives, %d, or d_head be given", c->heads, d);
     moei_default(&c->d_head, d / c->heads);
@@ -4846,10 +4876,12 @@ struct moe_module_pass {
     moe_real *d_x;         /* [N,d_in] training; NULL for module 0: the caller's */
     moe_real *mean, *rstd; /* [N] norms */
     unsigned char *stays;  /* [N,d_in] dropout in training: 1 where x stays */
-    moe_real *q, *k, *v;   /* [N,heads d_head] attention */
+    moe_real *q, *k, *v;   /* [N,heads d_head] attention; decoding: k and v [most,heads d_head] lie in the cache */
     moe_real *mixed;       /* [N,heads d_head] its heads' outputs */
-    moe_real *weights, *d_weights; /* [heads,N,N] attention that a router behind it reads: A, 0 outside of what is seen */
-    moe_real *outputs, *d_outputs; /* [heads,N,d_out] and o */
+    moe_real *weights, *d_weights; /* [heads,N,past+N] attention that a router behind it reads: A, 0 outside of what is seen */
+    moe_real *outputs, *d_outputs; /* [heads,past+N,d_out] and o */
+    moe_real *past_outputs;        /* [heads,most,d_out] decoding: o in the cache */
+    moe_real *past_u, *past_gate;  /* [most,d_in], [most,E] decoding: u and gate of a mixture that refines, in the cache */
     moe_real *turns;       /* [N,d_head] cosines, then sines, of the angles of each place; the first attention with these angles fills them */
     void *work;            /* mixture and feed_forward */
     size_t work_size;
@@ -4892,26 +4924,53 @@ static int moei_is_read(const moe_net *net, size_t i) {
 
 static size_t moei_attention_width(const moe_module *m) { return (size_t)m->attention.heads * (size_t)m->attention.d_head; }
 
-static void moei_attention_layout(const moe_net *net, size_t i, size_t n, int training, moei_layout *l, struct moe_module_pass *p) {
-    const moe_module *m = &net->modules[i];
-    size_t width = moei_attention_width(m), rows;
-    p->q = moei_take_reals(l, n, width);
-    p->k = moei_take_reals(l, n, width);
-    p->v = moei_take_reals(l, n, width);
-    p->mixed = moei_take_reals(l, n, width);
-    if (m->attention.rotary && moei_turns_of(net, i) == i) p->turns = moei_take_reals(l, n, (size_t)m->attention.d_head);
-    if (!moei_is_read(net, i)) return;
-    if (!moei_mul(n, (size_t)m->attention.heads, &rows)) l->overflow = 1;
-    p->weights = moei_take_reals(l, rows, n);
-    p->outputs = moei_take_reals(l, rows, (size_t)m->d_out);
-    if (!training) return;
-    p->d_weights = moei_take_reals(l, rows, n);
-    p->d_outputs = moei_take_reals(l, rows, (size_t)m->d_out);
+/* What a pass is laid out for. */
+typedef struct moei_extent {
+    size_t n, past; /* tokens of the call, and the most before them */
+    int training;   /* what the way back needs is kept */
+    int decoding;   /* keys, values and what else is known of earlier tokens lie in a cache */
+} moei_extent;
+
+static moei_extent moei_extent_of(size_t n, int training) {
+    moei_extent e;
+    e.n = n, e.past = 0, e.training = training, e.decoding = 0;
+    return e;
 }
 
-/* Lays one module's pass out in memory. */
-static moe_status moei_module_layout(const moe_net *net, size_t i, size_t n, int training, moei_layout *l, struct moe_module_pass *p) {
+/* n tokens at the end of a cache for most. */
+static moei_extent moei_extent_decoding(size_t n, size_t most) {
+    moei_extent e;
+    e.n = n, e.past = most - n, e.training = 0, e.decoding = 1;
+    return e;
+}
+
+static void moei_attention_layout(const moe_net *net, size_t i, const moei_extent *e, moei_layout *l, struct moe_module_pass *p) {
     const moe_module *m = &net->modules[i];
+    size_t width = moei_attention_width(m), heads = (size_t)m->attention.heads, rows = 0, keys = 0;
+    p->q = moei_take_reals(l, e->n, width);
+    if (!e->decoding) {
+        p->k = moei_take_reals(l, e->n, width);
+        p->v = moei_take_reals(l, e->n, width);
+    }
+    p->mixed = moei_take_reals(l, e->n, width);
+    if (m->attention.rotary && moei_turns_of(net, i) == i) p->turns = moei_take_reals(l, e->n, (size_t)m->attention.d_head);
+    if (!moei_is_read(net, i)) return;
+    if (!moei_mul(e->n, heads, &rows) || !moei_mul(e->past + e->n, heads, &keys)) l->overflow = 1;
+    p->weights = moei_take_reals(l, rows, e->past + e->n);
+    p->outputs = moei_take_reals(l, keys, (size_t)m->d_out);
+    if (!e->training) return;
+    p->d_weights = moei_take_reals(l, rows, e->n);
+    p->d_outputs = moei_take_reals(l, keys, (size_t)m->d_out);
+}
+
+/* Whether a module is a mixture whose router refines, and so reads earlier tokens. */
+static int moei_refines(const moe_module *m) { return m->kind == MOE_MODULE_MIXTURE && m->layer.config.router.refine != MOE_REFINE_NONE; }
+
+/* Lays one module's pass out in memory. */
+static moe_status moei_module_layout(const moe_net *net, size_t i, const moei_extent *e, moei_layout *l, struct moe_module_pass *p) {
+    const moe_module *m = &net->modules[i];
+    size_t n = e->n;
+    int training = e->training;
     moe_status status = MOE_OK;
     memset(p, 0, sizeof *p);
     p->y = moei_take_reals(l, n, (size_t)m->d_out);
@@ -4919,13 +4978,14 @@ static moe_status moei_module_layout(const moe_net *net, size_t i, size_t n, int
     if (m->kind == MOE_MODULE_LAYER_NORM) p->mean = moei_take_reals(l, n, 1);
     if (m->kind == MOE_MODULE_LAYER_NORM || m->kind == MOE_MODULE_RMS_NORM) p->rstd = moei_take_reals(l, n, 1);
     if (m->kind == MOE_MODULE_DROPOUT && training) p->stays = (unsigned char *)moei_take(l, n, (size_t)m->d_in);
-    if (m->kind == MOE_MODULE_ATTENTION) moei_attention_layout(net, i, n, training, l, p);
+    if (m->kind == MOE_MODULE_ATTENTION) moei_attention_layout(net, i, e, l, p);
     if (m->kind == MOE_MODULE_MIXTURE && (moe_router_traits(&m->layer.config.router) & MOE_TRAIT_NEEDS_PREVIOUS_LAYER)) {
         p->n_previous = moei_mixture_choices(net, moei_previous_mixture(net, i));
         p->previous_experts = (int32_t *)moei_take(l, n, p->n_previous * sizeof(int32_t));
         p->previous_weights = moei_take_reals(l, n, p->n_previous);
     }
-    if (moei_is_layer(m) && (status = moe_layer_work_size(&m->layer, n, training, &p->work_size)) == MOE_OK) p->work = moei_take(l, p->work_size, 1);
+    if (moei_is_layer(m)) status = moei_layer_size(&m->layer, n, moei_refines(m) ? e->past : 0, training, &p->work_size);
+    if (moei_is_layer(m) && status == MOE_OK) p->work = moei_take(l, p->work_size, 1);
     return status;
 }
 
@@ -4933,19 +4993,19 @@ enum { MOEI_ATTENTION_ROWS = 64 }; /* queries of a block */
 
 /* What a module needs while it is at work, in memory that all share. */
 typedef struct moei_room {
-    moe_real *a, *d_a;                  /* [MOEI_ATTENTION_ROWS,N] attention: one block of A and its gradient */
+    moe_real *a, *d_a;                   /* [MOEI_ATTENTION_ROWS,past+N] attention: one block of A and its gradient */
     moe_real *d_q, *d_k, *d_v, *d_mixed; /* [N,heads d_head] attention */
-    moe_real *d_act;                    /* [N,d_in] activation */
+    moe_real *d_act;                     /* [N,d_in] activation */
 } moei_room;
 
-static moei_room moei_room_layout(const moe_module *m, size_t n, int training, moei_layout *l) {
-    size_t rows = n < MOEI_ATTENTION_ROWS ? n : (size_t)MOEI_ATTENTION_ROWS, width = moei_attention_width(m);
+static moei_room moei_room_layout(const moe_module *m, const moei_extent *e, moei_layout *l) {
+    size_t n = e->n, rows = n < MOEI_ATTENTION_ROWS ? n : (size_t)MOEI_ATTENTION_ROWS, width = moei_attention_width(m);
     moei_room room;
     memset(&room, 0, sizeof room);
-    if (m->kind == MOE_MODULE_ACTIVATION && training) room.d_act = moei_take_reals(l, n, (size_t)m->d_in);
+    if (m->kind == MOE_MODULE_ACTIVATION && e->training) room.d_act = moei_take_reals(l, n, (size_t)m->d_in);
     if (m->kind != MOE_MODULE_ATTENTION) return room;
-    room.a = moei_take_reals(l, rows, n);
-    if (!training) return room;
+    room.a = moei_take_reals(l, rows, e->past + n);
+    if (!e->training) return room;
     room.d_a = moei_take_reals(l, rows, n);
     room.d_q = moei_take_reals(l, n, width);
     room.d_k = moei_take_reals(l, n, width);
@@ -4956,7 +5016,7 @@ static moei_room moei_room_layout(const moe_module *m, size_t n, int training, m
 
 /* Lays a pass out in memory; the same function with an empty base counts the bytes. Every module keeps its output: any later
    residual or report may read it. */
-static moe_status moei_net_layout(const moe_net *net, size_t n, int training, moei_layout *l, moe_net_pass *pass) {
+static moe_status moei_net_layout(const moe_net *net, const moei_extent *e, moei_layout *l, moe_net_pass *pass) {
     struct moe_module_pass unplaced;
     size_t i, most = 0;
     memset(pass, 0, sizeof *pass);
@@ -4964,9 +5024,9 @@ static moe_status moei_net_layout(const moe_net *net, size_t n, int training, mo
     for (i = 0; i < net->n_modules; i++) {
         moei_layout room = moei_layout_begin(NULL);
         moe_status status =
-            moei_module_layout(net, i, n, training, l, pass->modules != NULL && !l->overflow ? &pass->modules[i] : &unplaced);
+            moei_module_layout(net, i, e, l, pass->modules != NULL && !l->overflow ? &pass->modules[i] : &unplaced);
         if (status != MOE_OK) return status;
-        (void)moei_room_layout(&net->modules[i], n, training, &room);
+        (void)moei_room_layout(&net->modules[i], e, &room);
         if (room.overflow) return MOE_ERR_OVERFLOW;
         if (room.used > most) most = room.used;
     }
@@ -4974,16 +5034,20 @@ static moe_status moei_net_layout(const moe_net *net, size_t n, int training, mo
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
 }
 
-moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, size_t *bytes) {
+static moe_status moei_net_size(const moe_net *net, const moei_extent *e, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
     moe_net_pass pass;
     moe_status status;
-    if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
-    if (!net->built) return MOE_ERR_STATE;
-    if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
-    status = moei_net_layout(net, n_tokens, training, &l, &pass);
+    if (e->n > INT32_MAX || e->past > INT32_MAX - e->n) return MOE_ERR_OVERFLOW;
+    status = moei_net_layout(net, e, &l, &pass);
     if (status == MOE_OK) *bytes = l.used;
     return status;
+}
+
+moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, size_t *bytes) {
+    moei_extent e = moei_extent_of(n_tokens, training);
+    if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
+    return net->built ? moei_net_size(net, &e, bytes) : MOE_ERR_STATE;
 }
 
 /* One module at work on the n rows of a call. */
@@ -5015,7 +5079,9 @@ static moei_run moei_run_begin(const moe_net *net, moe_net_pass *pass, size_t i)
 
 static moei_room moei_run_room(const moei_run *r) {
     moei_layout l = moei_layout_begin(r->pass->scratch);
-    return moei_room_layout(r->m, r->n, moei_keeps(&r->pass->call), &l);
+    moei_extent e = moei_extent_of(r->n, moei_keeps(&r->pass->call));
+    e.past = r->pass->past;
+    return moei_room_layout(r->m, &e, &l);
 }
 
 /* Of a tied module too, whose weight is the embedding's. */
@@ -5194,14 +5260,17 @@ static void moei_block_forward(const moei_run *r, const moei_queries *b) {
                moei_head(r, r->p->mixed, b->head, b->at), width, 0);
 }
 
-/* o of the call's tokens: heads W_O,h v_h, so that their mean over heads, weighted by A, is y. */
+/* o of the past tokens from the cache, of the call's heads W_O,h v_h, so that their mean over heads, weighted by A, is y. */
 static void moei_attention_outputs(const moei_run *r) {
-    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, h, i;
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, past = r->pass->past, h, i;
     for (h = 0; h < (size_t)r->m->attention.heads; h++) {
-        moe_real *o = r->p->outputs + (h * (r->pass->past + r->n) + r->pass->past) * r->d_out;
-        moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, r->n, r->d_out, w, moei_head(r, r->p->v, h, r->pass->past), width,
+        moe_real *o = r->p->outputs + h * (past + r->n) * r->d_out;
+        if (past > 0) memcpy(o, r->p->past_outputs + h * r->pass->most * r->d_out, past * r->d_out * sizeof(moe_real));
+        o += past * r->d_out;
+        moe_matmul(r->net->kernels, MOE_MATMUL_NT, MOE_TYPE_REAL, r->n, r->d_out, w, moei_head(r, r->p->v, h, past), width,
                    r->m->tensors[MOE_MODULE_OUTPUT] + h * w, width, o, r->d_out, 0);
         for (i = 0; i < r->n * r->d_out; i++) o[i] *= (moe_real)r->m->attention.heads;
+        if (r->p->past_outputs != NULL) memcpy(r->p->past_outputs + (h * r->pass->most + past) * r->d_out, o, r->n * r->d_out * sizeof(moe_real));
     }
 }
 
@@ -5274,13 +5343,35 @@ static void moei_mixture_attention(const moei_run *r, moe_call *call) {
     call->d_attention_output = r->pass->modules[at + 1].d_x;
 }
 
+/* Decoding: what refining reads of earlier tokens. */
+static void moei_mixture_past(const moei_run *r, moe_call *call) {
+    if (r->pass->most == 0) return;
+    call->decoding = 1;
+    if (r->p->past_u == NULL) return;
+    call->n_past = r->pass->past;
+    call->past_u = r->p->past_u, call->past_gate = r->p->past_gate;
+}
+
+/* And of the call's tokens, later on. */
+static void moei_mixture_remember(const moei_run *r) {
+    const moe_routing *routing = &r->p->layer.routing;
+    size_t experts = routing->n_experts;
+    if (r->p->past_u == NULL || r->n == 0) return;
+    memcpy(r->p->past_u + r->pass->past * r->d_in, routing->u, r->n * r->d_in * sizeof(moe_real));
+    memcpy(r->p->past_gate + r->pass->past * experts, routing->gate, r->n * experts * sizeof(moe_real));
+}
+
 static moe_status moei_mixture_forward(const moei_run *r) {
     moe_call call = r->pass->call;
+    moe_status status;
     call.x = r->p->x;
     moei_mixture_own(r, &call);
     moei_mixture_attention(r, &call);
+    moei_mixture_past(r, &call);
     if (r->p->n_previous > 0) moei_mixture_previous(r, &call);
-    return moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
+    status = moe_layer_forward(&r->m->layer, &call, r->p->y, r->p->work, r->p->work_size, &r->p->layer);
+    if (status == MOE_OK) moei_mixture_remember(r);
+    return status;
 }
 
 static moe_status moei_residual_forward(const moei_run *r) {
@@ -5374,12 +5465,13 @@ static void moei_attention_outputs_backward(const moei_run *r, moe_real *d_v) {
     }
 }
 
-/* With d_a = d_mixed v^T, and what routers add: d_v += A^T d_mixed,  d_score = A (d_a - sum A d_a) / sqrt(w),  d_q = d_score k,  d_k += d_score^T q. */
+/* With d_a = d_mixed v^T, and what routers add: d_v += A^T d_mixed,  d_score = A d_a - A sum A d_a,  d_q = d_score k,  d_k += d_score^T q, where d_q and
+   d_k lack the factor of scores, 1 / sqrt(w). */
 static void moei_block_backward(const moei_run *r, const moei_queries *b) {
     const moe_kernels *k = r->net->kernels;
-    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i, j;
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i;
     moei_room room = moei_run_room(r);
-    moe_real *d_mixed = moei_head(r, room.d_mixed, b->head, b->at), scale = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)w);
+    moe_real *d_mixed = moei_head(r, room.d_mixed, b->head, b->at);
     moei_block_weights(r, b, room.a);
     moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, b->rows, b->span, w, d_mixed, width, moei_head(r, r->p->v, b->head, b->from), width, room.d_a, b->span, 0);
     moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, b->span, w, b->rows, room.a, b->span, d_mixed, width, moei_head(r, room.d_v, b->head, b->from), width, 1);
@@ -5388,7 +5480,8 @@ static void moei_block_backward(const moei_run *r, const moei_queries *b) {
         moe_real *d_a = room.d_a + i * b->span, along;
         if (r->p->d_weights != NULL) moe_axpy(k, b->span, MOEI_R(1.0), r->p->d_weights + moei_block_cell(r, b, i), d_a);
         along = moe_dot(k, b->span, a, d_a);
-        for (j = 0; j < b->span; j++) d_a[j] = a[j] * (d_a[j] - along) * scale;
+        moe_multiply(k, b->span, a, d_a, d_a);
+        moe_axpy(k, b->span, -along, a, d_a);
     }
     moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, b->rows, w, b->span, room.d_a, b->span, moei_head(r, r->p->k, b->head, b->from), width,
                moei_head(r, room.d_q, b->head, b->at), width, 0);
@@ -5397,7 +5490,8 @@ static void moei_block_backward(const moei_run *r, const moei_queries *b) {
 }
 
 static moe_status moei_attention_backward(const moei_run *r) {
-    size_t width = moei_attention_width(r->m), bytes = r->n * width * sizeof(moe_real);
+    size_t width = moei_attention_width(r->m), bytes = r->n * width * sizeof(moe_real), i;
+    moe_real scale = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)r->m->attention.d_head);
     moei_room room = moei_run_room(r);
     memset(room.d_mixed, 0, bytes);
     memset(room.d_k, 0, bytes);
@@ -5405,6 +5499,7 @@ static moe_status moei_attention_backward(const moei_run *r) {
     moei_project_backward(r, MOE_MODULE_OUTPUT, width, r->d_out, r->p->mixed, r->dy, room.d_mixed);
     if (r->p->d_outputs != NULL) moei_attention_outputs_backward(r, room.d_v);
     moei_attention_blocks(r, moei_block_backward);
+    for (i = 0; i < r->n * width; i++) room.d_q[i] *= scale, room.d_k[i] *= scale;
     moei_turn(r, MOEI_R(-1.0), room.d_q);
     moei_turn(r, MOEI_R(-1.0), room.d_k);
     moei_project_backward(r, MOE_MODULE_QUERY, r->d_in, width, r->p->x, room.d_q, r->dx);
@@ -5523,15 +5618,17 @@ static moe_status moei_net_run(const moe_net *net, const moe_call *call, moe_net
 
 moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
     moei_layout l = moei_layout_begin(work);
+    moei_extent e;
     moe_net_pass p;
     moe_status status;
     size_t size;
     if (net == NULL || call == NULL || work == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
     if (!net->built) return MOE_ERR_STATE;
     if ((status = moei_net_call_check(net, call, 0)) != MOE_OK) return status;
-    if ((status = moe_net_work_size(net, call->n_tokens, moei_keeps(call), &size)) != MOE_OK) return status;
+    e = moei_extent_of(call->n_tokens, moei_keeps(call));
+    if ((status = moei_net_size(net, &e, &size)) != MOE_OK) return status;
     if (size > work_size) return MOE_ERR_SPACE;
-    if ((status = moei_net_layout(net, call->n_tokens, moei_keeps(call), &l, &p)) != MOE_OK) return status;
+    if ((status = moei_net_layout(net, &e, &l, &p)) != MOE_OK) return status;
     status = moei_net_run(net, call, &p);
     if (status == MOE_OK) *pass = p;
     return status;
@@ -5542,10 +5639,101 @@ moe_status moe_net_check_decoding(const moe_net *net, moe_error *error) {
     size_t i;
     if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
     for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
         moe_status status = MOE_OK;
-        if (net->modules[i].kind == MOE_MODULE_MIXTURE) status = moe_router_check_decoding(&net->modules[i].layer.config.router, &why);
+        if (m->kind == MOE_MODULE_ATTENTION && m->attention.full)
+            return moei_error(error, MOE_ERR_UNSUPPORTED, "module %z (attention): full = 1 sees later tokens and cannot decode token by token; full = 0 decodes", i);
+        if (m->kind == MOE_MODULE_MIXTURE) status = moe_router_check_decoding(&m->layer.config.router, &why);
         if (status != MOE_OK) return moei_error(error, status, "module %z (mixture): %s", i, why.message);
     }
+    return MOE_OK;
+}
+
+/* ---- decoding ------------------------------------------------------------------------------------------------------------------- */
+
+/* Tells the modules of a pass where their part of a cache for most tokens lies; modules NULL counts the bytes. */
+static void moei_cache_layout(const moe_net *net, size_t most, moei_layout *l, struct moe_module_pass *modules) {
+    struct moe_module_pass uncounted;
+    size_t i, rows = 0;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
+        struct moe_module_pass *p = modules != NULL ? &modules[i] : &uncounted;
+        if (m->kind == MOE_MODULE_ATTENTION) {
+            p->k = moei_take_reals(l, most, moei_attention_width(m));
+            p->v = moei_take_reals(l, most, moei_attention_width(m));
+            if (!moei_mul(most, (size_t)m->attention.heads, &rows)) l->overflow = 1;
+            if (moei_is_read(net, i)) p->past_outputs = moei_take_reals(l, rows, (size_t)m->d_out);
+        }
+        if (!moei_refines(m)) continue;
+        p->past_u = moei_take_reals(l, most, (size_t)m->d_in);
+        p->past_gate = moei_take_reals(l, most, (size_t)m->layer.config.router.n_experts);
+    }
+}
+
+moe_status moe_net_cache_size(const moe_net *net, size_t most, size_t *bytes) {
+    moei_layout l = moei_layout_begin(NULL);
+    if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
+    if (!net->built) return MOE_ERR_STATE;
+    if (most > INT32_MAX) return MOE_ERR_OVERFLOW;
+    moei_cache_layout(net, most, &l, NULL);
+    if (l.overflow) return MOE_ERR_OVERFLOW;
+    *bytes = l.used;
+    return MOE_OK;
+}
+
+moe_status moe_net_cache_init(moe_cache *cache, const moe_net *net, size_t most, void *memory, size_t size, moe_error *error) {
+    size_t wanted;
+    moe_status status;
+    if (cache == NULL || net == NULL || (memory == NULL && size > 0)) return moei_error(error, MOE_ERR_ARGUMENT, "cache, net and memory must not be NULL");
+    status = moe_net_cache_size(net, most, &wanted);
+    if (status != MOE_OK) return moei_error(error, status, "a cache for %z tokens: %s", most, moe_status_text(status));
+    status = moe_net_check_decoding(net, error);
+    if (status != MOE_OK) return status;
+    if (size < wanted) return moei_error(error, MOE_ERR_SPACE, "size = %z: a cache for %z tokens takes %z bytes", size, most, wanted);
+    cache->net = net;
+    cache->n_tokens = 0;
+    cache->most = most;
+    cache->memory = memory;
+    cache->size = size;
+    return MOE_OK;
+}
+
+moe_status moe_net_decode_work_size(const moe_net *net, size_t most, size_t n_tokens, size_t *bytes) {
+    moei_extent e = moei_extent_decoding(n_tokens < most ? n_tokens : most, most);
+    if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
+    return net->built ? moei_net_size(net, &e, bytes) : MOE_ERR_STATE;
+}
+
+/* What moe_net_decode asks of a call and the cache. */
+static moe_status moei_decode_check(const moe_net *net, const moe_cache *cache, const moe_call *call) {
+    if (!net->built) return MOE_ERR_STATE;
+    if (cache->net != net || cache->n_tokens > cache->most || call->training || call->keep || call->sequences != NULL || call->mask != NULL ||
+        call->past_u != NULL || call->past_gate != NULL)
+        return MOE_ERR_ARGUMENT;
+    if (call->n_tokens > cache->most - cache->n_tokens) return MOE_ERR_SPACE;
+    return moei_net_call_check(net, call, cache->n_tokens);
+}
+
+moe_status moe_net_decode(const moe_net *net, moe_cache *cache, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
+    moei_layout l = moei_layout_begin(work), of_cache;
+    moei_extent e;
+    moe_net_pass p;
+    moe_status status;
+    size_t size;
+    if (net == NULL || cache == NULL || call == NULL || work == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
+    if ((status = moei_decode_check(net, cache, call)) != MOE_OK) return status;
+    e = moei_extent_decoding(call->n_tokens, cache->most);
+    if ((status = moei_net_size(net, &e, &size)) != MOE_OK) return status;
+    if (size > work_size) return MOE_ERR_SPACE;
+    if ((status = moei_net_layout(net, &e, &l, &p)) != MOE_OK) return status;
+    of_cache = moei_layout_begin(cache->memory);
+    moei_cache_layout(net, cache->most, &of_cache, p.modules);
+    p.past = cache->n_tokens;
+    p.most = cache->most;
+    status = moei_net_run(net, call, &p);
+    if (status != MOE_OK) return status;
+    cache->n_tokens += call->n_tokens;
+    *pass = p;
     return MOE_OK;
 }
 
