@@ -106,6 +106,13 @@
        moe_sample(NULL, 256, pass.y + (n - 1) * 256, ...);        was drawn from the logits of the one before it, n = 1
 
      Training.   moe_fit does it all; moe_trainer_step does one step, for loops of your own. Both change the routers' state, after each step.
+     Samples that stand in sequences say how long these are (data.length); a negative label is none.
+       config.warmup = 100;  config.final_rate = 0.1;                  the rate rises, then falls along a cosine (or schedule = linear)
+       moe_param_group groups[] = {{"*.router.*", 0.1, 0, 0}, {"0.*", 0, 0, 1}};     routers learn slowly, module 0 is frozen
+       config.groups = groups;  config.n_groups = 2;  config.accumulate = 4;         the mean gradient of four batches is a step
+       config.checkpoint = "run.safetensors";  config.checkpoint_every = 500;  config.resume = 1;
+     Stopped or killed, and called again with the same settings, moe_fit goes on to the bits that it would have had. Loops of your own have
+     moe_trainer_accumulate and _update, and moe_trainer_save and _load.
 
      The classical mixture.   A mixture layer with select = dense and weight = raw as the last module, whole small networks as experts: the criteria
      beyond the first two read its experts one by one (moe_mixture_loss does it for arrays of your own). moe_modular_* are modular networks by hard
@@ -838,7 +845,7 @@ typedef struct moe_train_config {
     int criterion;           /* MOE_CRITERION_ [cross entropy] */
     int optimizer;           /* MOE_OPTIMIZER_ [adamw] */
     int epochs;              /* [10] */
-    int batch;               /* samples per step [32] */
+    int batch;               /* samples at a time: a step, unless accumulate says more [32] */
     moe_real rate;           /* learning rate [0.001; sgd 0.01] */
     moe_real final_rate;     /* the rate falls to this share of it as schedule says [1: constant] */
     moe_real momentum;       /* sgd [0.9]; negative: none */
@@ -856,9 +863,9 @@ typedef struct moe_train_config {
     const moe_param_group *groups; /* [n_groups] the caller's, read by init (and moe_fit) only */
     int n_groups;            /* up to 4096 */
     int evaluate_every;      /* moe_fit: steps between evaluations on test [0: at the end of each epoch only] */
-    const char *checkpoint;  /* moe_fit: a file that is replaced every checkpoint_every steps, at the end, and when training stops; NULL: none */
+    const char *checkpoint;  /* moe_fit: a file that is replaced every checkpoint_every steps, at the end, and when progress stops training; NULL: none */
     int checkpoint_every;    /* [0: at the end of each epoch] */
-    int resume;              /* 1: moe_fit goes on where the checkpoint stopped, if the file exists */
+    int resume;              /* 1: moe_fit goes on where the checkpoint ends, if the file exists; the net gets the checkpoint's values */
 } moe_train_config;
 
 /* An optimiser at work on one net. Owns its moments and work memory (moe_trainer_free). */
@@ -870,7 +877,8 @@ typedef struct moe_trainer {
     moe_real rate;           /* of the next step; with total_steps the schedule sets it again after each step */
     uint64_t total_steps;    /* of the schedule; 0: there is none */
     int n_accumulated;       /* batches since the last step */
-    uint64_t position[4];    /* the caller's: where it stands in its data; saved in checkpoints. moe_fit keeps epoch and step there */
+    uint64_t position[4];    /* the caller's: where it stands in its data; saved in checkpoints. moe_fit keeps there the epochs that are complete, the steps
+                                in this one, and the bits of its two sums of losses */
     moe_real *memory;        /* owned: two moments (sgd: one) per number, then the factors */
     size_t memory_size;
     moe_real *factors;       /* private: [tensors,2] of the groups */
@@ -901,11 +909,13 @@ MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch,
    is 0. update: MOE_ERR_STATE without a batch; a failed one changes nothing. */
 MOE_API moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
 MOE_API moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error);
-/* A checkpoint: the net's file and in it the optimiser's moments, steps, random state and position; moe_net_load reads it as a net. Between steps
-   only: MOE_ERR_STATE while batches are accumulated. Training that goes on from it has the same bits as training that was not interrupted. */
+/* A checkpoint: the net's file, and in it the optimiser's moments ("trainer.first" and, of adamw, "trainer.second": one number for each of the net's,
+   in the order of its tensors), and under the metadata key "moe.trainer" steps, random state, rate and position. moe_net_read takes it as a net.
+   Between steps only: MOE_ERR_STATE while batches are accumulated. Training that goes on from it has the same bits as training that was not interrupted. */
 MOE_API moe_status moe_trainer_write(const moe_trainer *trainer, moe_stream *stream, moe_error *error);
-/* Sets a trainer, made for a net of the same modules with the same optimiser, and its net to a checkpoint. The file may come from a stranger; errors as
-   moe_net_read, MOE_ERR_CONFIG: other modules or another optimiser. On failure both are as they were. */
+/* Sets a trainer, made for a net of the same modules with the same optimiser, and its net to a checkpoint; the rest of its config is its own, also the
+   schedule, which sets the rate again. Accumulated batches are dropped. The file may come from a stranger; errors as moe_net_read, and
+   MOE_ERR_CONFIG: other modules or another optimiser. On failure both are as they were. */
 MOE_API moe_status moe_trainer_read(moe_trainer *trainer, const void *bytes, size_t size, moe_error *error);
 #ifndef MOE_NO_STDIO
 /* The same with a file, which a failed save leaves as it was (moe_file_replace). */
@@ -953,7 +963,11 @@ MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch,
 /* Trains net on train for config.epochs, in a new random order each epoch, and evaluates on test (NULL or n = 0: none) after each. All data
    is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle, or
    MOE_ERR_STOPPED when the callback stopped it, leaves the net with what it has learned. The same seed gives the same bits: the order of the
-   samples comes from config.seed, random stages of routers from a stream of their own that is made from it. */
+   samples comes from config.seed, random stages of routers from a stream of their own that is made from it.
+   With config.checkpoint the training can be stopped or killed at any time and resumed with the same bits, those of progress included. A resumed
+   one wants the same modules, optimizer, n, length, batch, accumulate and seed (MOE_ERR_CONFIG names what differs); with more epochs a finished one
+   goes on, with the same there is nothing more to do. A checkpoint that cannot be written ends training: MOE_ERR_IO, or MOE_ERR_MEMORY, for it
+   takes memory; the file is then the one before. MOE_ERR_UNSUPPORTED: a checkpoint with MOE_NO_STDIO. */
 MOE_API moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error);
 /* Loss and accuracy of net on data, 64 samples at a time (data->length > 0: as many whole sequences as fit into 512 samples and soft_sequences, at
    least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output is not finite. n = 0 gives zeros. On failure
@@ -1067,7 +1081,8 @@ MOE_API moe_status moe_net_save(const moe_net *net, const char *path, moe_error 
 /* Makes a net from a file in memory; bytes are not needed afterwards. trainable, kernels and allocator as in build and init. Numbers of
    any type are converted. The file may come from a stranger: names and shapes are compared with the configuration before memory for
    tensors is taken. Errors: those of moe_file_open and of the module calls; MOE_ERR_FORMAT (no configuration, or it is malformed, or
-   that of a layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many),
+   that of a layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many, unless its name begins
+   with "trainer.": the file may be a checkpoint),
    MOE_ERR_NOT_FOUND (a tensor too few), MOE_ERR_SHAPE; error names it. On failure *net is untouched. */
 MOE_API moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
                                 moe_error *error);
@@ -6754,6 +6769,15 @@ moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int dra
 
 /* ---- fit ----------------------------------------------------------------------------------------------------------------------- */
 
+/* What a checkpoint says beside its tensors. */
+typedef struct moei_checkpoint {
+    uint64_t format, optimizer, steps, rng, rate, position[4], batch, accumulate, seed;
+    uint64_t n, length; /* the samples of moe_fit; 0: of a trainer alone */
+} moei_checkpoint;
+
+static moei_checkpoint moei_checkpoint_of(const moe_trainer *trainer);
+static moe_status moei_checkpoint_write(const moe_trainer *trainer, const moei_checkpoint *c, moe_stream *stream, moe_error *error);
+
 /* One training from beginning to end; all memory is taken before the first step. */
 typedef struct moei_fit {
     moe_trainer trainer;
@@ -6785,6 +6809,14 @@ static moe_status moei_fit_layout(moei_fit *f, moei_layout *l) {
     f->token_ids = f->train->token_ids != NULL ? (int32_t *)moei_take(l, batch, sizeof(int32_t)) : NULL;
     f->test_work = moei_take(l, f->test_size, 1);
     return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
+}
+
+static moe_status moei_fit_files_check(const moe_train_config *c, moe_error *error) {
+#ifdef MOE_NO_STDIO
+    if (c->checkpoint != NULL) return moei_error(error, MOE_ERR_UNSUPPORTED, "checkpoint = '%s': MOE_NO_STDIO leaves no files", c->checkpoint);
+#endif
+    if (c->resume && c->checkpoint == NULL) return moei_error(error, MOE_ERR_CONFIG, "resume = 1: checkpoint must name the file");
+    return MOE_OK;
 }
 
 /* Everything that samples can get wrong, before the first step. */
@@ -6823,6 +6855,7 @@ static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_conf
     moei_layout l = moei_layout_begin(NULL);
     size_t i;
     moe_status status = moei_trainer_make(&f->trainer, net, config, error);
+    if (status == MOE_OK) status = moei_fit_files_check(&f->trainer.config, error);
     if (status == MOE_OK) status = moei_fit_check(f, error);
     if (status != MOE_OK) return status;
     f->unit = f->train->length > 0 ? f->train->length : 1;
@@ -6850,6 +6883,9 @@ static void moei_fit_shuffle(moei_fit *f) {
     }
 }
 
+/* The sample that stands in place i of this epoch's order. */
+static size_t moei_fit_row(const moei_fit *f, size_t i) { return f->order[i / f->unit] * f->unit + i % f->unit; }
+
 /* The batch that begins with sample `from` of this epoch's order. */
 static moe_data moei_fit_batch(moei_fit *f, size_t from) {
     size_t d = (size_t)f->trainer.net->d_in, o = (size_t)f->trainer.net->d_out, i;
@@ -6857,7 +6893,7 @@ static moe_data moei_fit_batch(moei_fit *f, size_t from) {
     batch.n = f->train->n - from;
     if (batch.n > (size_t)f->trainer.config.batch) batch.n = (size_t)f->trainer.config.batch;
     for (i = 0; i < batch.n; i++) {
-        size_t row = f->order[(from + i) / f->unit] * f->unit + (from + i) % f->unit;
+        size_t row = moei_fit_row(f, from + i);
         if (d > 0) memcpy(f->x + i * d, f->train->x + row * d, d * sizeof(moe_real));
         if (f->token_ids != NULL) f->token_ids[i] = f->train->token_ids[row];
         if (f->labels != NULL) f->labels[i] = f->train->labels[row];
@@ -6906,14 +6942,151 @@ static moe_status moei_fit_report(moei_fit *f, moe_error *error) {
     return moei_error(error, MOE_ERR_STOPPED, "the progress callback stopped training in epoch %d, step %z", p->epoch, p->step);
 }
 
+/* Where training stands, for the checkpoint: at the end of an epoch, before the first step of the next. */
+static void moei_fit_position(moei_fit *f) {
+    uint64_t *position = f->trainer.position;
+    double sums[2];
+    memset(position, 0, sizeof f->trainer.position);
+    position[0] = (uint64_t)f->progress.epoch - (f->progress.epoch_ended ? 0 : 1);
+    if (f->progress.epoch_ended) return;
+    position[1] = f->progress.step;
+    sums[0] = f->loss, sums[1] = f->router_loss;
+    memcpy(position + 2, sums, sizeof sums);
+}
+
+#ifndef MOE_NO_STDIO
+
+static moei_checkpoint moei_fit_numbers(const moei_fit *f) {
+    moei_checkpoint c = moei_checkpoint_of(&f->trainer);
+    c.n = f->train->n, c.length = f->train->length;
+    return c;
+}
+
+/* What moe_file_replace hands to its callback. */
+typedef struct moei_fit_saved {
+    const moei_fit *fit;
+    moe_error *error;
+} moei_fit_saved;
+
+static moe_status moei_fit_write(void *ctx, moe_stream *stream) {
+    const moei_fit_saved *s = (const moei_fit_saved *)ctx;
+    moei_checkpoint c = moei_fit_numbers(s->fit);
+    return moei_checkpoint_write(&s->fit->trainer, &c, stream, s->error);
+}
+
+/* Writes the checkpoint when it is due, or when training is about to stop. */
+static moe_status moei_fit_keep(moei_fit *f, int stopped, moe_error *error) {
+    const moe_train_config *c = &f->trainer.config;
+    const moe_progress *p = &f->progress;
+    moei_fit_saved s;
+    int due = c->checkpoint_every > 0 ? p->total_step % (uint64_t)c->checkpoint_every == 0 : p->epoch_ended;
+    moei_fit_position(f);
+    s.fit = f, s.error = error;
+    if (c->checkpoint == NULL || (!due && !stopped && p->total_step != p->total_steps)) return MOE_OK;
+    return moe_file_replace(c->checkpoint, moei_fit_write, &s, error);
+}
+
+#else
+
+static moe_status moei_fit_keep(moei_fit *f, int stopped, moe_error *error) {
+    (void)stopped, (void)error;
+    moei_fit_position(f);
+    return MOE_OK;
+}
+
+#endif
+
+/* The first samples of an epoch's order that were seen before training stopped. */
+static void moei_fit_seen(moei_fit *f) {
+    const uint64_t *position = f->trainer.position;
+    double sums[2];
+    memcpy(sums, position + 2, sizeof sums);
+    f->loss = sums[0], f->router_loss = sums[1];
+    f->progress.step = (size_t)position[1];
+    f->seen = f->progress.step * (size_t)f->trainer.config.accumulate * (size_t)f->trainer.config.batch;
+    f->counted = 0;
+}
+
 static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
-    moe_status status = MOE_OK;
-    f->loss = f->router_loss = 0.0;
-    f->seen = f->counted = 0;
+    moe_status status = MOE_OK, kept;
+    size_t i;
     moei_fit_shuffle(f);
-    for (f->progress.step = 1; status == MOE_OK && f->seen < f->train->n; f->progress.step++) {
+    moei_fit_seen(f);
+    for (i = 0; i < f->seen; i++) f->counted += f->labels == NULL || f->train->labels[moei_fit_row(f, i)] >= 0;
+    while (status == MOE_OK && f->seen < f->train->n) {
+        f->progress.step++;
         status = moei_fit_step(f, error);
         if (status == MOE_OK) status = moei_fit_report(f, error);
+        if (status != MOE_OK && status != MOE_ERR_STOPPED) return status;
+        kept = moei_fit_keep(f, status == MOE_ERR_STOPPED, error);
+        if (kept != MOE_OK) status = kept;
+    }
+    return status;
+}
+
+#ifndef MOE_NO_STDIO
+
+static moe_status moei_checkpoint_open(const moe_trainer *trainer, const void *bytes, size_t size, moe_file *file, moei_checkpoint *c, moe_error *error);
+static moe_status moei_checkpoint_apply(moe_trainer *trainer, moe_file *file, const moei_checkpoint *c, moe_error *error);
+static moe_status moei_checkpoint_differs(const moei_checkpoint *has, const moei_checkpoint *wanted, moe_error *error);
+
+/* Whether a checkpoint is one of this training. */
+static moe_status moei_fit_continues(const moei_fit *f, const moei_checkpoint *c, moe_error *error) {
+    moei_checkpoint wanted = moei_fit_numbers(f);
+    double sums[2];
+    moe_status status = moei_checkpoint_differs(c, &wanted, error);
+    if (status != MOE_OK || c->position[0] >= (uint64_t)f->progress.epochs) return status;
+    memcpy(sums, c->position + 2, sizeof sums);
+    if (c->position[1] < f->progress.steps && c->steps == c->position[0] * f->progress.steps + c->position[1] && fabs(sums[0]) < HUGE_VAL &&
+        fabs(sums[1]) < HUGE_VAL)
+        return MOE_OK;
+    return moei_error(error, MOE_ERR_FORMAT, "the checkpoint's position is none of this training");
+}
+
+/* Only a file that is not there is no checkpoint; one that cannot be opened is an error. */
+static int moei_file_is_missing(const char *path) {
+    FILE *file;
+    errno = 0;
+    file = fopen(path, "rb");
+    if (file == NULL) return errno == ENOENT;
+    fclose(file);
+    return 0;
+}
+
+static moe_status moei_file_load(const char *path, const moe_allocator *allocator, moe_buffer *buffer, moe_error *error);
+
+static moe_status moei_fit_resume(moei_fit *f, moe_error *error) {
+    const char *path = f->trainer.config.checkpoint;
+    moe_buffer buffer;
+    moei_checkpoint c;
+    moe_file file;
+    moe_status status;
+    if (!f->trainer.config.resume || moei_file_is_missing(path)) return MOE_OK;
+    status = moei_file_load(path, &f->trainer.net->allocator, &buffer, error);
+    if (status == MOE_OK) status = moei_checkpoint_open(&f->trainer, buffer.data, buffer.size, &file, &c, error);
+    if (status == MOE_OK) status = moei_fit_continues(f, &c, error);
+    if (status == MOE_OK) status = moei_checkpoint_apply(&f->trainer, &file, &c, error);
+    moe_buffer_free(&buffer);
+    return status;
+}
+
+#else
+
+static moe_status moei_fit_resume(moei_fit *f, moe_error *error) {
+    (void)f, (void)error;
+    return MOE_OK;
+}
+
+#endif
+
+static moe_status moei_fit_run(moei_fit *f, moe_error *error) {
+    uint64_t from, epoch;
+    moe_status status = moei_fit_resume(f, error);
+    from = f->trainer.position[0];
+    for (epoch = 0; status == MOE_OK && epoch < (uint64_t)f->progress.epochs; epoch++) {
+        f->progress.epoch = (int)epoch + 1;
+        if (epoch < from) moei_fit_shuffle(f); /* seen before training stopped */
+        else status = moei_fit_epoch(f, error);
     }
     return status;
 }
@@ -6925,8 +7098,7 @@ moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, co
     f.train = train;
     f.test = test != NULL && test->n > 0 ? test : NULL;
     status = moei_fit_begin(&f, net, config, error);
-    for (f.progress.epoch = 1; status == MOE_OK && f.progress.epoch <= f.progress.epochs; f.progress.epoch++)
-        status = moei_fit_epoch(&f, error);
+    if (status == MOE_OK) status = moei_fit_run(&f, error);
     if (f.memory != NULL) moei_free(&net->allocator, f.memory, f.memory_size);
     moe_trainer_free(&f.trainer);
     return status;
@@ -8091,6 +8263,18 @@ static moe_status moei_config_read(const moe_file *file, const moei_net_options 
 
 /* ---- reading the tensors ---------------------------------------------------------------------------------------------------------- */
 
+/* Whether a tensor of a file belongs to a trainer, not to the net. */
+static int moei_is_of_trainer(const moe_file_tensor *t) {
+    const char *p = "trainer.";
+    moei_span span;
+    moei_chars chars;
+    span.p = (const unsigned char *)t->name;
+    span.n = t->name_length;
+    for (chars = moei_chars_of(span); *p != '\0'; p++)
+        if (moei_chars_next(&chars) != *p) return 0;
+    return 1;
+}
+
 /* The tensor of a name as it stands in the file; a net without modules is a plain list. */
 static moe_tensor *moei_file_wanted(const moe_net *net, const moe_file_tensor *t) {
     char name[MOE_NAME_SIZE];
@@ -8138,8 +8322,8 @@ static moe_status moei_file_compare(const moe_net *net, const moe_file_tensor *f
     return MOE_OK;
 }
 
-/* Compares names and shapes, before memory for the values is taken: exactly the registered tensors must be in the file. So what a
-   file can ask for is bounded by its size. */
+/* Compares names and shapes, before memory for the values is taken: exactly the registered tensors must be in the file, besides those of a
+   trainer in the file of a net. So what a file can ask for is bounded by its size. */
 static moe_status moei_file_match(const moe_net *net, moe_file *file, moe_error *error) {
     moe_file_tensor found;
     const moe_tensor *wanted = NULL;
@@ -8149,6 +8333,7 @@ static moe_status moei_file_match(const moe_net *net, moe_file *file, moe_error 
     if (seen == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for the list of %z tensors", net->n_tensors);
     moe_file_rewind(file);
     while (status == MOE_OK && moe_file_next(file, &found) == MOE_OK) {
+        if (net->n_modules > 0 && moei_is_of_trainer(&found)) continue;
         status = moei_file_compare(net, &found, &wanted, error);
         if (status == MOE_OK) seen[wanted - net->tensors] = 1;
     }
@@ -8165,6 +8350,7 @@ static moe_status moei_file_fill(const moe_net *net, moe_file *file, moe_error *
     moe_file_rewind(file);
     while (status == MOE_OK && moe_file_next(file, &found) == MOE_OK) {
         const moe_tensor *t = moei_file_wanted(net, &found);
+        if (net->n_modules > 0 && moei_is_of_trainer(&found)) continue;
         status = t != NULL ? moe_file_values(&found, 0, t->count, t->data) : MOE_ERR_FORMAT;
         if (status != MOE_OK) (void)moei_error(error, status, "a tensor's values: %s", moe_status_text(status));
     }
@@ -8258,5 +8444,323 @@ moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, con
 }
 
 #endif
+
+/* ==== checkpoints: files of trainers ========================================================================================== */
+
+#ifndef MOE_NO_TRAIN
+
+#define MOEI_CHECKPOINT_KEY "moe.trainer"
+enum { MOEI_CHECKPOINT_FORMAT = 1, MOEI_CHECKPOINT_TEXT = 800 };
+
+static const char *const moei_moment_names[] = {"trainer.first", "trainer.second"};
+
+/* The text is that of all rows, "name number", with a space between. */
+typedef struct moei_checkpoint_row {
+    const char *name;
+    size_t offset; /* of an uint64_t in moei_checkpoint */
+    int of_fit;    /* moe_fit goes on only with the same */
+} moei_checkpoint_row;
+
+static const moei_checkpoint_row moei_checkpoint_rows[] = {
+    {"format", offsetof(moei_checkpoint, format), 0},
+    {"optimizer", offsetof(moei_checkpoint, optimizer), 0},
+    {"steps", offsetof(moei_checkpoint, steps), 0},
+    {"rng", offsetof(moei_checkpoint, rng), 0},
+    {"rate", offsetof(moei_checkpoint, rate), 0}, /* the bits of a double */
+    {"position0", offsetof(moei_checkpoint, position), 0},
+    {"position1", offsetof(moei_checkpoint, position) + sizeof(uint64_t), 0},
+    {"position2", offsetof(moei_checkpoint, position) + 2 * sizeof(uint64_t), 0},
+    {"position3", offsetof(moei_checkpoint, position) + 3 * sizeof(uint64_t), 0},
+    {"batch", offsetof(moei_checkpoint, batch), 1},
+    {"accumulate", offsetof(moei_checkpoint, accumulate), 1},
+    {"seed", offsetof(moei_checkpoint, seed), 1},
+    {"n", offsetof(moei_checkpoint, n), 1},
+    {"length", offsetof(moei_checkpoint, length), 1}};
+
+enum { MOEI_CHECKPOINT_ROWS = (int)(sizeof moei_checkpoint_rows / sizeof moei_checkpoint_rows[0]) };
+
+static uint64_t moei_checkpoint_get(const moei_checkpoint *c, int row) {
+    uint64_t value;
+    memcpy(&value, (const char *)c + moei_checkpoint_rows[row].offset, sizeof value);
+    return value;
+}
+
+static moei_checkpoint moei_checkpoint_of(const moe_trainer *trainer) {
+    moei_checkpoint c;
+    double rate = (double)trainer->rate;
+    memset(&c, 0, sizeof c);
+    c.format = MOEI_CHECKPOINT_FORMAT;
+    c.optimizer = (uint64_t)trainer->config.optimizer;
+    c.steps = trainer->steps;
+    c.rng = trainer->rng.state;
+    memcpy(&c.rate, &rate, sizeof c.rate);
+    memcpy(c.position, trainer->position, sizeof c.position);
+    c.batch = (uint64_t)trainer->config.batch;
+    c.accumulate = (uint64_t)trainer->config.accumulate;
+    c.seed = trainer->config.seed;
+    return c;
+}
+
+/* ---- writing ---------------------------------------------------------------------------------------------------------------------- */
+
+static void moei_checkpoint_put(const moei_checkpoint *c, char out[MOEI_CHECKPOINT_TEXT]) {
+    moei_text t;
+    int i;
+    t.out = out, t.room = MOEI_CHECKPOINT_TEXT, t.length = 0;
+    for (i = 0; i < MOEI_CHECKPOINT_ROWS; i++) {
+        if (i > 0) moei_put(&t, " ", 1);
+        moei_put(&t, moei_checkpoint_rows[i].name, strlen(moei_checkpoint_rows[i].name));
+        moei_put(&t, " ", 1);
+        moei_put_unsigned(&t, moei_checkpoint_get(c, i));
+    }
+}
+
+/* Moment i as a tensor. */
+static void moei_moment(const moe_trainer *trainer, size_t i, moe_tensor *out) {
+    memset(out, 0, sizeof *out);
+    memcpy(out->name, moei_moment_names[i], strlen(moei_moment_names[i]));
+    out->n_dims = 1;
+    out->shape[0] = out->count = moei_net_numbers(trainer->net);
+    out->data = trainer->memory + i * out->count;
+}
+
+/* The file, with room for the list of its tensors. */
+static moe_status moei_checkpoint_file(const moe_trainer *trainer, const moe_metadata metadata[2], moe_tensor *tensors, moe_stream *stream,
+                                       moe_error *error) {
+    const moe_net *net = trainer->net;
+    size_t i;
+    for (i = 0; i < net->n_tensors; i++) tensors[i] = net->tensors[i];
+    for (i = 0; i < moei_moments(trainer); i++) moei_moment(trainer, i, &tensors[net->n_tensors + i]);
+    return moe_file_write(stream, tensors, net->n_tensors + i, metadata, 2, &net->allocator, error);
+}
+
+/* The configuration of the net as text, terminated; moe_buffer_free. */
+static moe_status moei_checkpoint_config(const moe_net *net, moei_config_text *text, moe_error *error) {
+    memset(text, 0, sizeof *text);
+    text->buffer.allocator = net->allocator;
+    moei_config_put_net(text, net);
+    if (text->status == MOE_OK) text->status = moei_buffer_write(&text->buffer, "", 1);
+    if (text->status == MOE_OK) return MOE_OK;
+    moe_buffer_free(&text->buffer);
+    return moei_error(error, text->status, "the configuration's text: %s", moe_status_text(text->status));
+}
+
+static moe_status moei_checkpoint_write(const moe_trainer *trainer, const moei_checkpoint *c, moe_stream *stream, moe_error *error) {
+    const moe_allocator *a = &trainer->net->allocator;
+    char numbers[MOEI_CHECKPOINT_TEXT];
+    moei_config_text text;
+    moe_metadata metadata[2];
+    moe_tensor *tensors;
+    moe_status status = moei_checkpoint_config(trainer->net, &text, error);
+    if (status != MOE_OK) return status;
+    moei_checkpoint_put(c, numbers);
+    metadata[0].key = MOEI_CONFIG_KEY, metadata[0].value = (const char *)text.buffer.data;
+    metadata[1].key = MOEI_CHECKPOINT_KEY, metadata[1].value = numbers;
+    tensors = (moe_tensor *)moei_alloc(a, trainer->net->n_tensors + 2, sizeof *tensors);
+    if (tensors != NULL) status = moei_checkpoint_file(trainer, metadata, tensors, stream, error);
+    else status = moei_error(error, MOE_ERR_MEMORY, "no memory for the list of %z tensors", trainer->net->n_tensors + 2);
+    moei_free(a, tensors, (trainer->net->n_tensors + 2) * sizeof *tensors);
+    moe_buffer_free(&text.buffer);
+    return status;
+}
+
+static moe_status moei_trainer_between_steps(const moe_trainer *trainer, moe_error *error) {
+    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must not be NULL");
+    if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+    if (trainer->n_accumulated > 0)
+        return moei_error(error, MOE_ERR_STATE, "%d batches are accumulated: a checkpoint is written between steps", trainer->n_accumulated);
+    return MOE_OK;
+}
+
+moe_status moe_trainer_write(const moe_trainer *trainer, moe_stream *stream, moe_error *error) {
+    moei_checkpoint c;
+    moe_status status = moei_trainer_between_steps(trainer, error);
+    if (status != MOE_OK) return status;
+    c = moei_checkpoint_of(trainer);
+    return moei_checkpoint_write(trainer, &c, stream, error);
+}
+
+/* ---- reading ---------------------------------------------------------------------------------------------------------------------- */
+
+/* Takes a word that must be there; 0 when it is not. */
+static int moei_take_word(const char **p, const char *word) {
+    size_t n = strlen(word);
+    if (strncmp(*p, word, n) != 0) return 0;
+    *p += n;
+    return 1;
+}
+
+/* Takes a whole number as the writer puts it: digits alone, no zero in front. */
+static int moei_take_number(const char **p, uint64_t *value) {
+    const char *from = *p;
+    for (*value = 0; **p >= '0' && **p <= '9'; ++*p) {
+        uint64_t digit = (uint64_t)(**p - '0');
+        if (*value > (UINT64_MAX - digit) / 10) return 0;
+        *value = *value * 10 + digit;
+    }
+    return *p > from && (*from != '0' || *p == from + 1);
+}
+
+static moe_status moei_checkpoint_parse(const char *text, moei_checkpoint *c, moe_error *error) {
+    const char *p = text;
+    double rate;
+    int i, good;
+    memset(c, 0, sizeof *c);
+    for (i = 0, good = 1; i < MOEI_CHECKPOINT_ROWS; i++) {
+        uint64_t value;
+        good = (i == 0 || moei_take_word(&p, " ")) && moei_take_word(&p, moei_checkpoint_rows[i].name) && moei_take_word(&p, " ") &&
+               moei_take_number(&p, &value);
+        if (!good) break;
+        memcpy((char *)c + moei_checkpoint_rows[i].offset, &value, sizeof value);
+        if (c->format != MOEI_CHECKPOINT_FORMAT)
+            return moei_error(error, MOE_ERR_UNSUPPORTED, "metadata " MOEI_CHECKPOINT_KEY ": this version reads format %d", (int)MOEI_CHECKPOINT_FORMAT);
+    }
+    if (!good || *p != '\0')
+        return moei_error(error, MOE_ERR_FORMAT, "metadata " MOEI_CHECKPOINT_KEY ", byte %z: %s is expected", (size_t)(p - text),
+                          good ? "the end" : moei_checkpoint_rows[i].name);
+    memcpy(&rate, &c->rate, sizeof rate);
+    if (!(fabs(rate) <= (MOE_REAL_IS_DOUBLE ? 1e308 : 3.4e38)) || c->steps >> 53 != 0)
+        return moei_error(error, MOE_ERR_FORMAT, "metadata " MOEI_CHECKPOINT_KEY ": steps or rate is out of range");
+    return MOE_OK;
+}
+
+#ifndef MOE_NO_STDIO
+
+/* Names the first number that must be the same and is not. */
+static moe_status moei_checkpoint_differs(const moei_checkpoint *has, const moei_checkpoint *wanted, moe_error *error) {
+    char is[24], was[24];
+    moei_text t;
+    int i;
+    for (i = 0; i < MOEI_CHECKPOINT_ROWS; i++) {
+        if (!moei_checkpoint_rows[i].of_fit || moei_checkpoint_get(has, i) == moei_checkpoint_get(wanted, i)) continue;
+        t.out = is, t.room = sizeof is, t.length = 0;
+        moei_put_unsigned(&t, moei_checkpoint_get(wanted, i));
+        t.out = was, t.room = sizeof was, t.length = 0;
+        moei_put_unsigned(&t, moei_checkpoint_get(has, i));
+        return moei_error(error, MOE_ERR_CONFIG, "%s = %s: the training of the checkpoint has %s", moei_checkpoint_rows[i].name, is, was);
+    }
+    return MOE_OK;
+}
+
+#endif
+
+/* Whether the file's configuration is, letter by letter, what the trainer's net would write. */
+static moe_status moei_checkpoint_same_net(const moe_net *net, const moe_file *file, moe_error *error) {
+    moei_config_text text;
+    char *found;
+    size_t length = 0;
+    int same;
+    moe_status status = moe_file_metadata(file, MOEI_CONFIG_KEY, NULL, 0, &length);
+    if (status == MOE_ERR_NOT_FOUND)
+        return moei_error(error, MOE_ERR_FORMAT, "the file has no configuration: no metadata of the key '%s'", MOEI_CONFIG_KEY);
+    status = moei_checkpoint_config(net, &text, error);
+    if (status != MOE_OK) return status;
+    same = length + 1 == text.buffer.size;
+    found = same ? (char *)moei_alloc(&net->allocator, length + 1, 1) : NULL;
+    if (same && found == NULL) status = moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of configuration", length + 1);
+    else same = same && moe_file_metadata(file, MOEI_CONFIG_KEY, found, length + 1, NULL) == MOE_OK && memcmp(found, text.buffer.data, length) == 0;
+    if (status == MOE_OK && !same) status = moei_error(error, MOE_ERR_CONFIG, "the checkpoint is that of a net of other modules");
+    moei_free(&net->allocator, found, length + 1);
+    moe_buffer_free(&text.buffer);
+    return status;
+}
+
+/* Exactly the trainer's moments must be there. */
+static moe_status moei_checkpoint_moments(const moe_trainer *trainer, moe_file *file, moe_error *error) {
+    char have[80];
+    moe_file_tensor found;
+    size_t i, count = 0, numbers = moei_net_numbers(trainer->net);
+    for (i = 0; i < moei_moments(trainer); i++) {
+        if (moe_file_find(file, moei_moment_names[i], &found) != MOE_OK)
+            return moei_error(error, MOE_ERR_NOT_FOUND, "tensor '%s': missing in the file", moei_moment_names[i]);
+        if (found.n_dims != 1 || found.shape[0] != numbers)
+            return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be [%z], the file has %s", moei_moment_names[i], numbers,
+                              moei_shape_text(found.shape, found.n_dims, have));
+    }
+    for (moe_file_rewind(file); moe_file_next(file, &found) == MOE_OK;) count += (size_t)moei_is_of_trainer(&found);
+    if (count == i) return MOE_OK;
+    return moei_error(error, MOE_ERR_UNSUPPORTED, "the file has %z tensors of a trainer, %z are known", count, i);
+}
+
+/* Checks all of a checkpoint; changes nothing. */
+static moe_status moei_checkpoint_open(const moe_trainer *trainer, const void *bytes, size_t size, moe_file *file, moei_checkpoint *c, moe_error *error) {
+    char text[MOEI_CHECKPOINT_TEXT];
+    moe_status status = moe_file_open(file, bytes, size, error);
+    if (status != MOE_OK) return status;
+    status = moe_file_metadata(file, MOEI_CHECKPOINT_KEY, text, sizeof text, NULL);
+    if (status == MOE_ERR_NOT_FOUND)
+        return moei_error(error, MOE_ERR_FORMAT, "the file is no checkpoint: no metadata of the key '" MOEI_CHECKPOINT_KEY "'");
+    if (status != MOE_OK) return moei_error(error, MOE_ERR_FORMAT, "metadata " MOEI_CHECKPOINT_KEY ": the text is too long");
+    status = moei_checkpoint_parse(text, c, error);
+    if (status == MOE_OK) status = moei_checkpoint_same_net(trainer->net, file, error);
+    if (status == MOE_OK && c->optimizer != (uint64_t)trainer->config.optimizer)
+        status = moei_error(error, MOE_ERR_CONFIG, "optimizer = %s: the checkpoint is that of another", moei_optimizer_names[trainer->config.optimizer]);
+    if (status == MOE_OK) status = moei_file_match(trainer->net, file, error);
+    return status == MOE_OK ? moei_checkpoint_moments(trainer, file, error) : status;
+}
+
+/* After open: nothing can fail. */
+static moe_status moei_checkpoint_apply(moe_trainer *trainer, moe_file *file, const moei_checkpoint *c, moe_error *error) {
+    moe_file_tensor found;
+    double rate;
+    size_t i, numbers = moei_net_numbers(trainer->net);
+    moe_status status = moei_file_fill(trainer->net, file, error);
+    for (i = 0; i < moei_moments(trainer) && status == MOE_OK; i++) {
+        status = moe_file_find(file, moei_moment_names[i], &found);
+        if (status == MOE_OK) status = moe_file_values(&found, 0, numbers, trainer->memory + i * numbers);
+    }
+    for (i = 0; i < trainer->net->n_modules; i++) trainer->net->modules[i].layer.is_packed = 0;
+    trainer->steps = c->steps;
+    trainer->rng.state = c->rng;
+    trainer->n_accumulated = 0;
+    memcpy(&rate, &c->rate, sizeof rate);
+    trainer->rate = (moe_real)rate;
+    memcpy(trainer->position, c->position, sizeof trainer->position);
+    moei_trainer_rate(trainer);
+    return status;
+}
+
+moe_status moe_trainer_read(moe_trainer *trainer, const void *bytes, size_t size, moe_error *error) {
+    moei_checkpoint c;
+    moe_file file;
+    moe_status status;
+    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must not be NULL");
+    if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+    status = moei_checkpoint_open(trainer, bytes, size, &file, &c, error);
+    return status == MOE_OK ? moei_checkpoint_apply(trainer, &file, &c, error) : status;
+}
+
+#ifndef MOE_NO_STDIO
+
+/* What moe_file_replace hands to its callback. */
+typedef struct moei_trainer_saved {
+    const moe_trainer *trainer;
+    moe_error *error;
+} moei_trainer_saved;
+
+static moe_status moei_trainer_save(void *ctx, moe_stream *stream) {
+    const moei_trainer_saved *s = (const moei_trainer_saved *)ctx;
+    return moe_trainer_write(s->trainer, stream, s->error);
+}
+
+moe_status moe_trainer_save(const moe_trainer *trainer, const char *path, moe_error *error) {
+    moei_trainer_saved s;
+    moe_status status = moei_trainer_between_steps(trainer, error);
+    s.trainer = trainer, s.error = error;
+    return status == MOE_OK ? moe_file_replace(path, moei_trainer_save, &s, error) : status;
+}
+
+moe_status moe_trainer_load(moe_trainer *trainer, const char *path, moe_error *error) {
+    moe_buffer buffer;
+    moe_status status;
+    if (trainer == NULL || trainer->net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must be one that init has made");
+    status = moei_file_load(path, &trainer->net->allocator, &buffer, error);
+    if (status == MOE_OK) status = moe_trainer_read(trainer, buffer.data, buffer.size, error);
+    moe_buffer_free(&buffer);
+    return status;
+}
+
+#endif
+#endif /* MOE_NO_TRAIN */
 
 #endif /* MOE_IMPLEMENTATION */
