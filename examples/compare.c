@@ -1330,11 +1330,13 @@ static struct {
     int sweep, list, claims, check;
 } options;
 
+static int is_switch(const setting *s) { return s->least <= 0 && s->most <= 1; }
+
 static void print_help(void) {
     fputs(help, stdout);
     for (int i = 0; i < N_SETTINGS; i++) {
         const setting *s = &setting_rows[i];
-        if (s->most <= 1 && s->least <= 0) printf("  --%-15s %s\n", s->name, s->about);
+        if (is_switch(s)) printf("  --%-15s %s\n", s->name, s->about);
         else printf("  --%-12s N  %s (%.6g)\n", s->name, s->about, s->usual);
     }
 }
@@ -1370,8 +1372,8 @@ static void print_list(void) {
     for (int i = 0; i < N_STUDIES; i++) print_about(studies[i].name, studies[i].about);
     printf("claims, for --claim:\n");
     print_claim_names();
-    printf("a row of --csv:\n");
-    for (int m = 0; m < N_METRICS; m++) print_about(metrics[m].name, metrics[m].about);
+    printf("a row of --csv; and what claims make of it:\n");
+    for (int m = 0; m < N_MEASURES; m++) print_about(m < N_METRICS ? metrics[m].name : metrics[m].label, metrics[m].about);
 }
 
 static void take_seeds(int n) {
@@ -1384,6 +1386,8 @@ static int read_seeds(const char *text) {
     for (n_seeds = 0; *text != '\0' && n_seeds < MAX_SEEDS; text = end + (*end == ',')) {
         long seed = strtol(text, &end, 10);
         if (end == text || (*end != '\0' && *end != ',') || seed < 0 || seed > 1000000000) return 1;
+        for (int i = 0; i < n_seeds; i++)
+            if (seeds[i] == (int)seed) return 1; /* would count twice */
         seeds[n_seeds++] = (int)seed;
     }
     if (is_list) return *text != '\0';
@@ -1392,20 +1396,20 @@ static int read_seeds(const char *text) {
     return 0;
 }
 
-/* Sets one of setting_rows; *used: it had a value. -1: no such setting. */
+/* Sets one of setting_rows; *used: it had a value. -1: no such setting; 2: a wrong value, which was told. */
 static int read_setting(const char *word, const char *value, int *used) {
     for (int i = 0; i < N_SETTINGS; i++) {
         const setting *s = &setting_rows[i];
         char *end = NULL;
         if (strcmp(word + 2, s->name) != 0) continue;
-        *used = !(s->most <= 1 && s->least <= 0);
+        *used = !is_switch(s);
         if (!*used) return options.s.value[i] = 1, 0;
         options.s.value[i] = strtod(value, &end);
         if (end != value && *end == '\0' && options.s.value[i] >= s->least && options.s.value[i] <= s->most) {
             if (i != RATE && i != BALANCE) options.s.value[i] = floor(options.s.value[i]);
             return 0;
         }
-        return fprintf(stderr, "compare: %s %s: goes from %g to %g\n", word, value, s->least, s->most), 1;
+        return fprintf(stderr, "compare: %s %s: goes from %g to %g\n", word, value, s->least, s->most), 2;
     }
     return -1;
 }
@@ -1436,7 +1440,8 @@ static int read_options(int count, char **words) {
             if (!read) options.train[options.n_train++] = value;
         } else read = strncmp(word, "--", 2) == 0 ? read_setting(word, value, &used) : -1;
         if (read < 0) return fprintf(stderr, "compare: %s: no such option; -h explains\n", word), 1;
-        if (read > 0) return fprintf(stderr, "compare: %s: its value is missing or no good; -h explains\n", word), 1;
+        if (read == 1) fprintf(stderr, "compare: %s: its value is missing or no good; -h explains\n", word);
+        if (read > 0) return 1;
     }
     if ((options.claim != NULL) + (options.study != NULL) + options.sweep > 1)
         return complain("--claim, --ablate and --sweep go one at a time");
@@ -1447,7 +1452,6 @@ static void usual_settings(void) {
     memset(&options, 0, sizeof options);
     for (int i = 0; i < N_SETTINGS; i++) options.s.value[i] = setting_rows[i].usual;
     options.routers = "smoe,similarity_smoe,acmoe_running";
-    options.sweep = 0;
 }
 
 static int add_asked(void) {
@@ -1649,6 +1653,7 @@ static int check_all(void) {
     moe_error error;
     csv_path = name, quiet = 1;
     for (size_t i = 0; i < sizeof small / sizeof small[0]; i++) options.s.value[small[i].setting] = small[i].value;
+    check(read_seeds("3,5,3") && read_seeds("3,x") && read_seeds("0") && !read_seeds("3,5") && !read_seeds("2"), "seeds");
     check_statistics(), check_saved();
     if (read_data(options.train, options.n_train, NULL, NULL, &options.s, &error) != MOE_OK) return complain(error.message);
     check_contamination(), check_measures(), check_tables();
