@@ -906,7 +906,7 @@ MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch,
    and shows the pass to the routers' state; update steps on the mean of the gradients and advances that state. moe_trainer_step is both. In *step
    loss and router_loss are of this batch (accumulate), gradient_norm is of the mean (update); each leaves the other's fields alone. Errors as
    moe_trainer_step. Data that are refused change nothing; when accumulate fails later, the batches since the last update are lost: n_accumulated
-   is 0. update: MOE_ERR_STATE without a batch; a failed one changes nothing. */
+   is 0 (what the routers' state has seen of them stays). update: MOE_ERR_STATE without a batch; a failed one changes nothing. */
 MOE_API moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
 MOE_API moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error);
 /* A checkpoint: the net's file, and in it the optimiser's moments ("trainer.first" and, of adamw, "trainer.second": one number for each of the net's,

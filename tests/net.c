@@ -166,6 +166,7 @@ static moe_data toy_data(size_t n, uint64_t seed) {
     moe_real *x = normals(n * D, 0.6, seed), *targets = (moe_real *)grab(n * CLASSES, sizeof *targets);
     int32_t *labels = (int32_t *)grab(n, sizeof *labels);
     size_t i;
+    memset(&data, 0, sizeof data);
     for (i = 0; i < n; i++) {
         labels[i] = (int32_t)(i % CLASSES);
         x[i * D + i % CLASSES] += (moe_real)2.0;

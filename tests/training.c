@@ -897,6 +897,27 @@ static void test_refused_checkpoints(void) {
         CHECK(strstr(error.message, "'trainers'") != NULL, error.message);
         moe_buffer_free(&file);
     }
+    { /* the file of a layer has no such tensors */
+        moe_layer_config config = layer_of("d_model=5 n_experts=2 d_ff=3");
+        moe_layer layer, read;
+        moe_tensor tensors[20];
+        moe_metadata metadata;
+        moe_stream stream;
+        size_t n = 0;
+        memset(&file, 0, sizeof file), memset(tensors, 0, sizeof tensors);
+        stream = moe_buffer_stream(&file);
+        STATUS(moe_layer_create(&layer, &config, 0, 1, NULL, &error), MOE_OK, "layer");
+        while (n < 19 && moe_layer_tensor(&layer, n, &tensors[n]) == MOE_OK) n++;
+        tensors[n] = tensors[0];
+        strcpy(tensors[n].name, "trainer.first");
+        metadata.key = "moe", metadata.value = "{\"format\":1,\"layer\":{\"d_model\":5,\"n_experts\":2,\"d_ff\":3}}";
+        STATUS(moe_file_write(&stream, tensors, n, &metadata, 1, NULL, &error), MOE_OK, "write");
+        STATUS(moe_layer_read(&read, file.data, file.size, 0, NULL, &error), MOE_OK, "read");
+        moe_layer_free(&read), moe_buffer_free(&file);
+        STATUS(moe_file_write(&stream, tensors, n + 1, &metadata, 1, NULL, &error), MOE_OK, "write");
+        STATUS(moe_layer_read(&read, file.data, file.size, 0, NULL, &error), MOE_ERR_UNSUPPORTED, "a layer passes over nothing");
+        moe_layer_free(&layer), moe_buffer_free(&file);
+    }
     STATUS(moe_trainer_read(NULL, good, 1, &error), MOE_ERR_ARGUMENT, "no trainer");
     STATUS(moe_trainer_load(&t, path[1], &error), MOE_ERR_IO, "no file");
     moe_trainer_free(&t), moe_trainer_free(&second), moe_trainer_free(&third);
