@@ -1051,7 +1051,7 @@ static int run_entries(int *ran) {
 
 /* The step at which a curve first is at or below loss, on straight lines between evaluations; NONE: never. */
 static double reach(const char *curve, double loss) {
-    double step, value, last_step = 0, last = INFINITY;
+    double step, value, last_step = 0, last = (double)INFINITY;
     int used;
     for (; sscanf(curve, "%lf:%lf %n", &step, &value, &used) == 2; curve += used, last_step = step, last = value) {
         if (value > loss) continue;
