@@ -1051,7 +1051,7 @@ static int run_entries(int *ran) {
 
 /* The step at which a curve first is at or below loss, on straight lines between evaluations; NONE: never. */
 static double reach(const char *curve, double loss) {
-    double step, value, last_step = 0, last = INFINITY;
+    double step, value, last_step = 0, last = (double)INFINITY;
     int used;
     for (; sscanf(curve, "%lf:%lf %n", &step, &value, &used) == 2; curve += used, last_step = step, last = value) {
         if (value > loss) continue;
@@ -1325,17 +1325,18 @@ static void print_sweep(const settings *s) {
 
 static struct {
     settings s;
-    int given[N_SETTINGS]; /* said on the command line */
     const char *routers, *claim, *study, *train[MAX_FILES], *valid, *test;
     size_t n_train;
     int sweep, list, claims, check;
 } options;
 
+static int is_switch(const setting *s) { return s->least <= 0 && s->most <= 1; }
+
 static void print_help(void) {
     fputs(help, stdout);
     for (int i = 0; i < N_SETTINGS; i++) {
         const setting *s = &setting_rows[i];
-        if (s->most <= 1 && s->least <= 0) printf("  --%-15s %s\n", s->name, s->about);
+        if (is_switch(s)) printf("  --%-15s %s\n", s->name, s->about);
         else printf("  --%-12s N  %s (%.6g)\n", s->name, s->about, s->usual);
     }
 }
@@ -1371,8 +1372,8 @@ static void print_list(void) {
     for (int i = 0; i < N_STUDIES; i++) print_about(studies[i].name, studies[i].about);
     printf("claims, for --claim:\n");
     print_claim_names();
-    printf("a row of --csv:\n");
-    for (int m = 0; m < N_METRICS; m++) print_about(metrics[m].name, metrics[m].about);
+    printf("a row of --csv; and what claims make of it:\n");
+    for (int m = 0; m < N_MEASURES; m++) print_about(m < N_METRICS ? metrics[m].name : metrics[m].label, metrics[m].about);
 }
 
 static void take_seeds(int n) {
@@ -1385,6 +1386,8 @@ static int read_seeds(const char *text) {
     for (n_seeds = 0; *text != '\0' && n_seeds < MAX_SEEDS; text = end + (*end == ',')) {
         long seed = strtol(text, &end, 10);
         if (end == text || (*end != '\0' && *end != ',') || seed < 0 || seed > 1000000000) return 1;
+        for (int i = 0; i < n_seeds; i++)
+            if (seeds[i] == (int)seed) return 1; /* would count twice */
         seeds[n_seeds++] = (int)seed;
     }
     if (is_list) return *text != '\0';
@@ -1393,21 +1396,20 @@ static int read_seeds(const char *text) {
     return 0;
 }
 
-/* Sets one of setting_rows; *used: it had a value. -1: no such setting. */
+/* Sets one of setting_rows; *used: it had a value. -1: no such setting; 2: a wrong value, which was told. */
 static int read_setting(const char *word, const char *value, int *used) {
     for (int i = 0; i < N_SETTINGS; i++) {
         const setting *s = &setting_rows[i];
         char *end = NULL;
         if (strcmp(word + 2, s->name) != 0) continue;
-        options.given[i] = 1;
-        *used = !(s->most <= 1 && s->least <= 0);
+        *used = !is_switch(s);
         if (!*used) return options.s.value[i] = 1, 0;
         options.s.value[i] = strtod(value, &end);
         if (end != value && *end == '\0' && options.s.value[i] >= s->least && options.s.value[i] <= s->most) {
             if (i != RATE && i != BALANCE) options.s.value[i] = floor(options.s.value[i]);
             return 0;
         }
-        return fprintf(stderr, "compare: %s %s: goes from %g to %g\n", word, value, s->least, s->most), 1;
+        return fprintf(stderr, "compare: %s %s: goes from %g to %g\n", word, value, s->least, s->most), 2;
     }
     return -1;
 }
@@ -1438,7 +1440,8 @@ static int read_options(int count, char **words) {
             if (!read) options.train[options.n_train++] = value;
         } else read = strncmp(word, "--", 2) == 0 ? read_setting(word, value, &used) : -1;
         if (read < 0) return fprintf(stderr, "compare: %s: no such option; -h explains\n", word), 1;
-        if (read > 0) return fprintf(stderr, "compare: %s: its value is missing or no good; -h explains\n", word), 1;
+        if (read == 1) fprintf(stderr, "compare: %s: its value is missing or no good; -h explains\n", word);
+        if (read > 0) return 1;
     }
     if ((options.claim != NULL) + (options.study != NULL) + options.sweep > 1)
         return complain("--claim, --ablate and --sweep go one at a time");
@@ -1449,7 +1452,6 @@ static void usual_settings(void) {
     memset(&options, 0, sizeof options);
     for (int i = 0; i < N_SETTINGS; i++) options.s.value[i] = setting_rows[i].usual;
     options.routers = "smoe,similarity_smoe,acmoe_running";
-    options.sweep = 0;
 }
 
 static int add_asked(void) {
@@ -1463,9 +1465,10 @@ static int add_asked(void) {
 }
 
 static void print_all(void) {
-    printf("%d bytes or words of training text; %d layers of width %d, context %d, batch %d, %d experts; %d steps\n\n", (int)data.train.n,
-           int_of(&options.s, LAYERS), int_of(&options.s, WIDTH), int_of(&options.s, CONTEXT), int_of(&options.s, BATCH),
-           int_of(&options.s, EXPERTS), int_of(&options.s, STEPS));
+    const settings *s = &options.s;
+    printf("%d %s of training text; %d layers of width %d, context %d, batch %d, %d experts; %d steps\n\n", (int)data.train.n,
+           data.language.words ? "words" : "bytes", int_of(s, LAYERS), int_of(s, WIDTH), int_of(s, CONTEXT), int_of(s, BATCH),
+           int_of(s, EXPERTS), int_of(s, STEPS));
     if (options.sweep) {
         print_sweep(&options.s);
         return;
@@ -1650,6 +1653,7 @@ static int check_all(void) {
     moe_error error;
     csv_path = name, quiet = 1;
     for (size_t i = 0; i < sizeof small / sizeof small[0]; i++) options.s.value[small[i].setting] = small[i].value;
+    check(read_seeds("3,5,3") && read_seeds("3,x") && read_seeds("0") && !read_seeds("3,5") && !read_seeds("2"), "seeds");
     check_statistics(), check_saved();
     if (read_data(options.train, options.n_train, NULL, NULL, &options.s, &error) != MOE_OK) return complain(error.message);
     check_contamination(), check_measures(), check_tables();
