@@ -204,7 +204,7 @@ static void draw_panel(FILE *f, const panel *p) {
 /* Panels, two in a row, in one file that needs no other; its colours follow the reader's light or dark setting. */
 static void draw(const char *path, const panel *panels, int n) {
     FILE *f = fopen(path, "wb");
-    int wide = WIDE * (n < IN_A_ROW ? n : IN_A_ROW), high = HIGH * ((n + IN_A_ROW - 1) / IN_A_ROW);
+    int failed, wide = WIDE * (n < IN_A_ROW ? n : IN_A_ROW), high = HIGH * ((n + IN_A_ROW - 1) / IN_A_ROW);
     if (f == NULL) stop(path, "cannot be written");
     fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\" ", wide, high);
     fprintf(f, "font-family=\"sans-serif\" font-size=\"12\">\n");
@@ -220,7 +220,8 @@ static void draw(const char *path, const panel *panels, int n) {
         fprintf(f, "</g>\n");
     }
     fprintf(f, "</svg>\n");
-    if ((ferror(f) != 0) | (fclose(f) != 0)) stop(path, "could not be written");
+    failed = ferror(f);
+    if (fclose(f) != 0 || failed) stop(path, "could not be written");
 }
 
 /* Appends to s the mean over seeds of values [n], with its interval. */
@@ -517,9 +518,9 @@ static void deal(const corpus *c, const section *sections, size_t n, language_te
     moe_buffer to_learn = {0}, to_test = {0};
     moe_error error;
     for (size_t i = 0; i < n; i++) {
-        moe_buffer part = {0};
-        part.data = c->text.data + sections[i].from, part.size = sections[i].size;
-        must(language_split(&part, 4, 0.2, &to_learn, &to_test, &error), &error);
+        moe_buffer piece = {0};
+        piece.data = c->text.data + sections[i].from, piece.size = sections[i].size;
+        must(language_split(&piece, 4, 0.2, &to_learn, &to_test, &error), &error);
     }
     must(language_encode(&c->language, &to_learn, train, &error), &error);
     must(language_encode(&c->language, &to_test, held, &error), &error);
@@ -535,7 +536,7 @@ static void corpus_read(corpus *c, int words) {
     n = read_sections(&c->text, sections);
     must(language_learn(&c->language, &c->text, words, VOCABULARY, &error), &error);
     deal(c, sections, n, &c->train, &c->held);
-    if (c->held.n < 100 * CONTEXT) stop(text_name(), "too short");
+    if (c->held.n < 2 * TOKENS) stop(text_name(), "too short");
     qsort(sections, n, sizeof *sections, larger_first);
     for (size_t i = 0; i < n && i < MAX_CLASSES; i++, c->classes++) {
         deal(c, &sections[i], 1, &c->class_train[i], &c->class_held[i]);
@@ -1108,8 +1109,8 @@ static const struct study {
 } studies[] = {
     {"aoe_toy", "experts without a router first behave alike, then specialise", "Lv et al. 2025, Autonomy-of-experts models", aoe_toy,
      check_aoe_toy},
-    {"locmoe", "experts that keep only the tokens nearest to them keep the loss", "Li et al. 2024, LocMoE+", locmoe, check_locmoe},
-    {"finetune", "fine-tuning keeps the ranking of the routers", "Nielsen et al. 2025; Lv et al. 2025", finetune, check_finetune},
+    {"locmoe", "experts that keep only the tokens nearest to them keep the loss", "Li et al. 2024, LocMoE+: enhanced router", locmoe, check_locmoe},
+    {"finetune", "fine-tuning keeps the ranking of the routers", "as in Nielsen et al. 2025, Tight clusters make specialized experts", finetune, check_finetune},
 };
 enum { STUDIES = sizeof studies / sizeof studies[0] };
 
