@@ -790,14 +790,14 @@ static void loc_parts(double (*loss)[LOC_ROWS][MAX_SEEDS], double (*capacity)[MA
     parts[0].text = "loss: mass 0.5 - all tokens - 0.02";
     parts[1].text = "loss: mass 0.5 - as many tokens by lot";
     parts[2].text = "capacity, sum 12: last eighth of training - first";
-    parts[3].text = "part of that fall in the second half - 1/4";
+    parts[3].text = "its fall in the second half - 1/4 of all its fall";
     for (size_t s = 0; s < seeds; s++) {
         double first = loc_mean(capacity, 0, LOC_LOOKS / 8, s), middle = loc_mean(capacity, LOC_LOOKS / 2 - 2, LOC_LOOKS / 2 + 2, s);
         double last = loc_mean(capacity, LOC_LOOKS - LOC_LOOKS / 8, LOC_LOOKS, s);
         parts[0].value[s] = loss[0][LOC_PRIMARY][s] - loss[0][LOC_ALL][s] - LOC_MARGIN;
         parts[1].value[s] = loss[0][LOC_PRIMARY][s] - loss[1][LOC_PRIMARY][s];
         parts[2].value[s] = last - first;
-        parts[3].value[s] = first - last > 1 ? (middle - last) / (first - last) - 0.25 : 0.75; /* no fall: nothing that could settle */
+        parts[3].value[s] = (middle - last) - (first - last) / 4;
     }
 }
 
@@ -1109,8 +1109,10 @@ static const struct study {
 } studies[] = {
     {"aoe_toy", "experts without a router first behave alike, then specialise", "Lv et al. 2025, Autonomy-of-experts models", aoe_toy,
      check_aoe_toy},
-    {"locmoe", "experts that keep only the tokens nearest to them keep the loss", "Li et al. 2024, LocMoE+: enhanced router", locmoe, check_locmoe},
-    {"finetune", "fine-tuning keeps the ranking of the routers", "as in Nielsen et al. 2025, Tight clusters make specialized experts", finetune, check_finetune},
+    {"locmoe", "experts that keep only the tokens nearest to them keep the loss", "Li et al. 2024, LocMoE+",
+     locmoe, check_locmoe},
+    {"finetune", "fine-tuning keeps the ranking of the routers", "as in Nielsen et al. 2025, Tight clusters make specialized experts", finetune,
+     check_finetune},
 };
 enum { STUDIES = sizeof studies / sizeof studies[0] };
 
