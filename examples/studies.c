@@ -20,12 +20,12 @@
 enum { MAX_SEEDS = 64, MAX_POINTS = 64, MAX_LINES = 6, MAX_PANELS = 4 };
 
 static const char help[] = "studies                  lists the studies\n"
-                           "studies NAME [options]   runs one: what is claimed and how it is tested, numbers with 95 % intervals, verdict\n"
+                           "studies NAME [options]   runs one: claim, test, numbers with 95 % intervals, verdict\n"
                            "  --seeds N    how often all is repeated with other data and weights, 2 to 64 (5)\n"
                            "  --first N    the first seed (1)\n"
+                           "  --data FILE  the text of locmoe and finetune; an article begins at a line \" = Title = \"\n"
+                           "               as in WikiText (the library's own three headers, each an article)\n"
                            "  --svg FILE   draws the curves\n"
-                           "  --data FILE  the text of locmoe and finetune (the library's own three headers, each an article); an article begins at a\n"
-                           "               line \" = Title = \", as in WikiText\n"
                            "studies --check          tests the parts of the studies, in seconds\n";
 static const char *svg_path, *data_path;
 static size_t seeds = 5, first_seed = 1;
@@ -67,6 +67,8 @@ static void pause_for_user(void) {
     exit(130);
 }
 
+static double mean_of(const double *values, size_t n) { return statistics_paired(n, values, NULL).mean; }
+
 /* "0.123 +-0.004": mean over seeds and half of its 95 % interval. Each of eight calls has its own text. */
 static const char *plus_minus(const double *values, size_t n) {
     static char texts[8][40];
@@ -87,34 +89,43 @@ static const char *difference(const double *a, const double *b, size_t n) {
 enum { REFUTED = -1, UNDECIDED, CONFIRMED };
 static const char *const outcomes[] = {"refuted", "undecided", "confirmed"};
 
-/* A part of what is claimed, as a number of each seed that the claim says is below 0 in the mean. */
-typedef struct claim {
-    const char *text;
+/* A part of a claim, as a number of each seed that is below 0 in the mean if it holds. */
+typedef struct part {
+    const char *claim, *text; /* what it is a part of */
     double value[MAX_SEEDS];
-} claim;
+} part;
 
-/* Student's t for each part, Holm's correction for there being m. All parts must hold; one that fails refutes. */
-static int judge(const claim *claims, size_t m, size_t n, int loud) {
-    double p[8], adjusted[8];
+enum { MAX_PARTS = 8 };
+
+/* outcome [m] by Student's t, with Holm's correction for there being m parts; p [m] receives the corrected p-values. */
+static void judge(const part *parts, size_t m, size_t n, int *outcome, double *p) {
+    double plain[MAX_PARTS];
+    for (size_t i = 0; i < m; i++) plain[i] = statistics_paired(n, parts[i].value, NULL).p;
+    statistics_holm(m, plain, p);
+    for (size_t i = 0; i < m; i++) outcome[i] = p[i] >= 0.05 ? UNDECIDED : mean_of(parts[i].value, n) < 0 ? CONFIRMED : REFUTED;
+}
+
+/* A claim is confirmed when all of its parts are, refuted when one of them is. */
+static int verdict_on(const char *claim, const part *parts, size_t m, const int *outcome) {
     int verdict = CONFIRMED;
-    for (size_t i = 0; i < m; i++) p[i] = statistics_paired(n, claims[i].value, NULL).p;
-    statistics_holm(m, p, adjusted);
-    for (size_t i = 0; i < m; i++) {
-        statistics_result r = statistics_paired(n, claims[i].value, NULL);
-        int outcome = adjusted[i] >= 0.05 ? UNDECIDED : r.mean < 0 ? CONFIRMED : REFUTED;
-        if (loud) printf("  %-64s %7.3f [%.3f, %.3f]  p %.2g  %s\n", claims[i].text, r.mean, r.low, r.high, adjusted[i], outcomes[outcome + 1]);
-        if (outcome < verdict) verdict = outcome;
-    }
+    for (size_t i = 0; i < m; i++)
+        if (strcmp(parts[i].claim, claim) == 0 && outcome[i] < verdict) verdict = outcome[i];
     return verdict;
 }
 
 /* Prints the parts and what follows from them. */
-static int conclude(const claim *claims, size_t m) {
-    int verdict;
-    printf("\nClaimed to be below 0 in the mean (mean over %d seeds, its 95 %% interval, p after Holm):\n", (int)seeds);
-    verdict = judge(claims, m, seeds, 1);
-    printf("Verdict: %s.\n", outcomes[verdict + 1]);
-    return verdict;
+static void conclude(const part *parts, size_t m) {
+    int outcome[MAX_PARTS];
+    double p[MAX_PARTS];
+    judge(parts, m, seeds, outcome, p);
+    printf("\nClaimed to be below 0 (mean over %d seeds, its 95 %% interval, p after Holm's correction):\n", (int)seeds);
+    for (size_t i = 0; i < m; i++) {
+        statistics_result r = statistics_paired(seeds, parts[i].value, NULL);
+        printf("  %-50s %7.3f [%.3f, %.3f]  p %.2g  %s\n", parts[i].text, r.mean, r.low, r.high, p[i], outcomes[outcome[i] + 1]);
+    }
+    for (size_t i = 0; i < m; i++)
+        if (i == 0 || strcmp(parts[i].claim, parts[i - 1].claim) != 0)
+            printf("Verdict: %s: %s.\n", parts[i].claim, outcomes[verdict_on(parts[i].claim, parts, m, outcome) + 1]);
 }
 
 /* ---- pictures ------------------------------------------------------------------------------------------------------------------------ */
@@ -182,8 +193,8 @@ static void draw_panel(FILE *f, const panel *p) {
         fprintf(f, "<text text-anchor=\"end\" x=\"%d\" y=\"%.1f\">%.4g</text>\n", LEFT - 6, y + 4, fabs(tick) < step / 2 ? 0 : tick);
     }
     for (step = tick_step(x1 - x0), tick = ceil(x0 / step) * step; tick <= x1; tick += step)
-        fprintf(f, "<text text-anchor=\"middle\" x=\"%.1f\" y=\"%.0f\">%.4g</text>\n", LEFT + (tick - x0) * (WIDE - LEFT - RIGHT) / (x1 - x0),
-                base + 16, fabs(tick) < step / 2 ? 0 : tick);
+        fprintf(f, "<text text-anchor=\"middle\" x=\"%.1f\" y=\"%.0f\">%.4g</text>\n",
+                LEFT + (tick - x0) * (WIDE - LEFT - RIGHT) / (x1 - x0), base + 16, fabs(tick) < step / 2 ? 0 : tick);
     for (int l = 0; l < p->n_lines; l++) {
         draw_line(f, &p->line[l], l, x0, x1, y0, y1);
         fprintf(f, "<text class=\"c%d name\" x=\"%d\" y=\"%d\">%s</text>\n", l, LEFT + 134 * (l % 3), 38 + 16 * (l / 3), p->line[l].name);
@@ -193,9 +204,10 @@ static void draw_panel(FILE *f, const panel *p) {
 /* Panels, two in a row, in one file that needs no other; its colours follow the reader's light or dark setting. */
 static void draw(const char *path, const panel *panels, int n) {
     FILE *f = fopen(path, "wb");
-    int wide = WIDE * (n < IN_A_ROW ? n : IN_A_ROW), high = HIGH * ((n + IN_A_ROW - 1) / IN_A_ROW);
+    int failed, wide = WIDE * (n < IN_A_ROW ? n : IN_A_ROW), high = HIGH * ((n + IN_A_ROW - 1) / IN_A_ROW);
     if (f == NULL) stop(path, "cannot be written");
-    fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\" font-family=\"sans-serif\" font-size=\"12\">\n", wide, high);
+    fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\" ", wide, high);
+    fprintf(f, "font-family=\"sans-serif\" font-size=\"12\">\n");
     fprintf(f, "<style>.paper{fill:#fff}text{fill:#222}.title{font-size:14px;font-weight:bold}.name{fill:currentColor}.grid{stroke:#ddd}\n"
                "polyline{fill:none;stroke:currentColor;stroke-width:2}circle{fill:currentColor}polygon{fill:currentColor;opacity:.15}\n"
                ".c0{color:#0b62c4}.c1{color:#c2410c}.c2{color:#15803d}.c3{color:#7e22ce}.c4{color:#a16207}.c5{color:#0e7490}\n"
@@ -208,7 +220,8 @@ static void draw(const char *path, const panel *panels, int n) {
         fprintf(f, "</g>\n");
     }
     fprintf(f, "</svg>\n");
-    if ((ferror(f) != 0) | (fclose(f) != 0)) stop(path, "could not be written");
+    failed = ferror(f);
+    if (fclose(f) != 0 || failed) stop(path, "could not be written");
 }
 
 /* Appends to s the mean over seeds of values [n], with its interval. */
@@ -221,10 +234,11 @@ static void add_point(series *s, double x, const double *values, size_t n) {
 }
 
 /* ---- aoe_toy: experts without a router, on three Gaussians ------------------------------------------------------------------------------
-   Tokens come from three overlapping Gaussians c, and each has a linear map of its own to learn: y = A_c x. One layer of six factorised experts, two per
-   token, sees a new batch in every step. With clear means the random start would tell the clusters apart, and there would be nothing to learn. */
+   Tokens come from three overlapping Gaussians c, and each has a linear map of its own to learn: y = A_c x. One layer of six factorised
+   experts, two per token, sees a new batch in every step. Gaussians far apart would be told apart by random experts from the start. */
 
-enum { CLUSTERS = 3, TOY_IN = 16, TOY_OUT = 8, TOY_EXPERTS = 6, TOY_FF = 32, TOY_STEPS = 2000, TOY_BATCH = 64, TOY_TEST = 1500, TOY_TIMES = 41 };
+enum { CLUSTERS = 3, TOY_IN = 16, TOY_OUT = 8, TOY_EXPERTS = 6, TOY_FF = 32, TOY_STEPS = 2000, TOY_BATCH = 64, TOY_TEST = 1500 };
+enum { TOY_TIMES = 41 /* at which it is tested */ };
 enum { TOY_AOE, TOY_LINEAR, TOY_KINDS };
 enum { TOY_LOSS, TOY_GATE, TOY_INFORMATION, TOY_USAGE, TOY_APART, TOY_NUMBERS };
 
@@ -339,18 +353,19 @@ static void toy_train(int kind, uint64_t seed, int times, double (*numbers)[TOY_
     moe_net_free(&net);
 }
 
-/* Which share of the change of b, from first to last, is done when a has done half of its own; 1 when b changes by less than `least`. */
-static double done_at_half(int n, const double *a, const double *b, double least) {
-    double half = (a[0] + a[n - 1]) / 2, between;
-    int i = 1;
-    if (fabs(b[n - 1] - b[0]) < least) return 1;
-    while (i < n - 1 && (a[i] > half) == (a[0] > half)) i++;
-    between = (half - a[i - 1]) / (a[i] - a[i - 1]);
-    return (b[i - 1] + between * (b[i] - b[i - 1]) - b[0]) / (b[n - 1] - b[0]);
+/* b when a has first done such a part of its change from first to last; between two times on a straight line. */
+static double when(int n, const double *a, double part_of_a, const double *b) {
+    double before = 0, now = 0;
+    int i = 0;
+    if (part_of_a <= 0 || part_of_a >= 1) return b[part_of_a <= 0 ? 0 : n - 1];
+    while (now < part_of_a && i < n - 1) before = now, i++, now = (a[i] - a[0]) / (a[n - 1] - a[0]);
+    return b[i - 1] + (part_of_a - before) / (now - before) * (b[i] - b[i - 1]);
 }
 
-/* As values of the time when the loss has fallen by half. */
-static double at_half(int n, const double *a, const double *b) { return b[0] + done_at_half(n, a, b, 0) * (b[n - 1] - b[0]); }
+/* Which part of b's change is done when half of a's is; 1 when b changes by less than `least`. */
+static double done_at_half(int n, const double *a, const double *b, double least) {
+    return fabs(b[n - 1] - b[0]) < least ? 1 : (when(n, a, 0.5, b) - b[0]) / (b[n - 1] - b[0]);
+}
 
 static const char *const toy_kinds[TOY_KINDS] = {"AoE", "linear router"};
 static const char *const toy_numbers[TOY_NUMBERS] = {"loss", "H_b", "I - chance", "H_e", "norms apart"};
@@ -370,50 +385,63 @@ static void toy_picture(double (*found)[TOY_NUMBERS][TOY_TIMES][MAX_SEEDS]) {
 }
 
 /* The curve of one seed, in out. */
-static const double *curve(double (*values)[MAX_SEEDS], size_t seed, double *out) {
+static void curve(double (*values)[MAX_SEEDS], size_t seed, double *out) {
     for (int i = 0; i < TOY_TIMES; i++) out[i] = values[i][seed];
-    return out;
 }
 
 static void toy_table(double (*found)[TOY_NUMBERS][TOY_TIMES][MAX_SEEDS]) {
-    static const char *const rows[] = {"start", "half of the loss gone", "end"};
+    static const struct {
+        const char *name;
+        double part_of_loss;
+    } places[] = {{"start", 0}, {"half of the loss gone", 0.5}, {"nine tenths gone", 0.9}, {"end", 1}};
+    enum { PLACES = sizeof places / sizeof places[0] };
     double values[MAX_SEEDS], loss[TOY_TIMES], other[TOY_TIMES];
-    printf("%-13s %-22s", "", "");
-    for (int q = 0; q < TOY_NUMBERS; q++) printf("%16s", toy_numbers[q]);
-    for (int row = 0; row < 3 * TOY_KINDS; row++) {
-        int kind = row / 3, place = row % 3;
-        printf("\n%-13s %-22s", place == 0 ? toy_kinds[kind] : "", rows[place]);
-        for (int q = 0; q < (kind == TOY_AOE ? TOY_NUMBERS : TOY_APART); q++) {
-            for (size_t s = 0; s < seeds; s++)
-                values[s] = place == 1 ? at_half(TOY_TIMES, curve(found[kind][TOY_LOSS], s, loss), curve(found[kind][q], s, other))
-                                       : found[kind][q][place == 0 ? 0 : TOY_TIMES - 1][s];
-            printf("%16s", plus_minus(values, seeds));
+    printf("%-23s", "");
+    for (int q = 0; q < TOY_NUMBERS; q++) printf("%15s", toy_numbers[q]);
+    for (int kind = 0; kind < TOY_KINDS; kind++) {
+        printf("\n%s\n", toy_kinds[kind]);
+        for (int place = 0; place < PLACES; place++) {
+            printf("%s%-23s", place > 0 ? "\n" : "", places[place].name);
+            for (int q = 0; q < (kind == TOY_AOE ? TOY_NUMBERS : TOY_APART); q++) {
+                for (size_t s = 0; s < seeds; s++) {
+                    curve(found[kind][TOY_LOSS], s, loss), curve(found[kind][q], s, other);
+                    values[s] = when(TOY_TIMES, loss, places[place].part_of_loss, other);
+                }
+                printf("%15s", plus_minus(values, seeds));
+            }
         }
     }
     printf("\n");
+    printf("%-23s", "AoE - linear, at end");
+    for (int q = 0; q < TOY_APART; q++)
+        printf("%15s", difference(found[TOY_AOE][q][TOY_TIMES - 1], found[TOY_LINEAR][q][TOY_TIMES - 1], seeds));
+    printf("\n");
 }
 
-/* The three parts of the claim for one kind of layer. */
-static void toy_claims(double (*found)[TOY_TIMES][MAX_SEEDS], claim *claims) {
-    claims[0].text = "I: share of its rise that is done at half of the loss's fall - 1/2";
-    claims[1].text = "H_b: share of its fall that is done at half of the loss's - 1/2";
-    claims[2].text = "0.05 nats - rise of I(expert; cluster) from start to end";
+/* The claim for one kind of layer. */
+static void toy_parts(double (*found)[TOY_TIMES][MAX_SEEDS], part *parts) {
+    parts[0].claim = parts[1].claim = parts[2].claim = "first alike, then specialised";
+    parts[0].text = "part of I's rise done at half of the loss - 1/2";
+    parts[1].text = "part of H_b's fall done at half of the loss - 1/2";
+    parts[2].text = "0.05 nats - rise of I from start to end";
     for (size_t s = 0; s < seeds; s++) {
         double loss[TOY_TIMES], information[TOY_TIMES], gate[TOY_TIMES];
         curve(found[TOY_LOSS], s, loss), curve(found[TOY_INFORMATION], s, information), curve(found[TOY_GATE], s, gate);
-        claims[0].value[s] = done_at_half(TOY_TIMES, loss, information, 0.05) - 0.5;
-        claims[1].value[s] = done_at_half(TOY_TIMES, loss, gate, 0.05) - 0.5;
-        claims[2].value[s] = 0.05 - (information[TOY_TIMES - 1] - information[0]);
+        parts[0].value[s] = done_at_half(TOY_TIMES, loss, information, 0.05) - 0.5;
+        parts[1].value[s] = done_at_half(TOY_TIMES, loss, gate, 0.05) - 0.5;
+        parts[2].value[s] = 0.05 - (information[TOY_TIMES - 1] - information[0]);
     }
 }
 
 static void aoe_toy(void) {
     static double found[TOY_KINDS][TOY_NUMBERS][TOY_TIMES][MAX_SEEDS], numbers[TOY_TIMES][TOY_NUMBERS];
-    static claim claims[3];
-    printf("Tokens: three Gaussians c in %d directions. To learn: y = A_c x. %d factorised experts, 2 per token; %d steps of %d new tokens; test on %d.\n"
-           "Test: when the loss has done half of its fall, how much of the specialising is done: the rise of I(expert; cluster), the fall of H_b?\n"
-           "About 1/2 if all went together, less if there are two stages.\n\n",
-           TOY_IN, TOY_EXPERTS, TOY_STEPS, TOY_BATCH, TOY_TEST);
+    static part parts[3];
+    int outcome[3];
+    double p[3];
+    printf("Tokens from three Gaussians c in %d directions; to learn: y = A_c x. %d factorised experts, 2 per\n"
+           "token; %d steps of %d new tokens; test on %d. When the loss has done half of its fall, how much\n"
+           "of the specialising is done: the rise of I(expert; cluster), the fall of H_b? About 1/2 if all\n"
+           "went together, less if there are two stages.\n\n", TOY_IN, TOY_EXPERTS, TOY_STEPS, TOY_BATCH, TOY_TEST);
     for (size_t s = 0; s < seeds; s++)
         for (int kind = 0; kind < TOY_KINDS; kind++) {
             progress("seed %d of %d: %s", (int)s + 1, (int)seeds, toy_kinds[kind]);
@@ -423,20 +451,19 @@ static void aoe_toy(void) {
         }
     progress("");
     toy_table(found);
-    for (int q = 0; q < TOY_USAGE; q++)
-        printf("%s%s %s", q == 0 ? "AoE - linear router at the end: " : ", ", toy_numbers[q],
-               difference(found[TOY_AOE][q][TOY_TIMES - 1], found[TOY_LINEAR][q][TOY_TIMES - 1], seeds));
-    printf("\n");
     if (svg_path != NULL) toy_picture(found);
-    toy_claims(found[TOY_LINEAR], claims);
-    printf("The linear router by the same test (not part of the claim): two stages %s.\n", outcomes[judge(claims, 3, seeds, 0) + 1]);
-    toy_claims(found[TOY_AOE], claims);
-    conclude(claims, 3);
+    toy_parts(found[TOY_LINEAR], parts);
+    judge(parts, 3, seeds, outcome, p);
+    printf("\nThe linear router by the same test, which is no part of the claim: two stages %s.\n",
+           outcomes[verdict_on(parts[0].claim, parts, 3, outcome) + 1]);
+    toy_parts(found[TOY_AOE], parts);
+    conclude(parts, 3);
 }
 
-/* ---- the text and the language model of the other studies ------------------------------------------------------------------------------ */
+/* ---- the text and the language model of the other studies ---------------------------------------------------------------------------- */
 
-enum { MAX_SECTIONS = 1000, MAX_CLASSES = 8, VOCABULARY = 512, WIDTH = 64, FF = 64, LAYERS = 2, EXPERTS = 8, CONTEXT = 64, SEQUENCES = 8, TOKENS = SEQUENCES * CONTEXT };
+enum { MAX_SECTIONS = 1000, MAX_CLASSES = 8, VOCABULARY = 512 };
+enum { WIDTH = 64, FF = 64, LAYERS = 2, EXPERTS = 8, CONTEXT = 64, SEQUENCES = 8, TOKENS = SEQUENCES * CONTEXT };
 
 /* A text, dealt into a part to learn from and one to test on; the largest articles also one by one, as the classes of a task. */
 typedef struct corpus {
@@ -491,9 +518,9 @@ static void deal(const corpus *c, const section *sections, size_t n, language_te
     moe_buffer to_learn = {0}, to_test = {0};
     moe_error error;
     for (size_t i = 0; i < n; i++) {
-        moe_buffer part = {0};
-        part.data = c->text.data + sections[i].from, part.size = sections[i].size;
-        must(language_split(&part, 4, 0.2, &to_learn, &to_test, &error), &error);
+        moe_buffer piece = {0};
+        piece.data = c->text.data + sections[i].from, piece.size = sections[i].size;
+        must(language_split(&piece, 4, 0.2, &to_learn, &to_test, &error), &error);
     }
     must(language_encode(&c->language, &to_learn, train, &error), &error);
     must(language_encode(&c->language, &to_test, held, &error), &error);
@@ -509,7 +536,7 @@ static void corpus_read(corpus *c, int words) {
     n = read_sections(&c->text, sections);
     must(language_learn(&c->language, &c->text, words, VOCABULARY, &error), &error);
     deal(c, sections, n, &c->train, &c->held);
-    if (c->held.n < 100 * CONTEXT) stop(text_name(), "too short");
+    if (c->held.n < 2 * TOKENS) stop(text_name(), "too short");
     qsort(sections, n, sizeof *sections, larger_first);
     for (size_t i = 0; i < n && i < MAX_CLASSES; i++, c->classes++) {
         deal(c, &sections[i], 1, &c->class_train[i], &c->class_held[i]);
@@ -549,7 +576,9 @@ typedef struct text_batch {
     int32_t ids[TOKENS], labels[TOKENS];
 } text_batch;
 
-static void draw_text(const corpus *c, moe_rng *rng, text_batch *b) { language_draw(&c->train, SEQUENCES, CONTEXT, rng, b->ids, b->labels); }
+static void draw_text(const corpus *c, moe_rng *rng, text_batch *b) {
+    language_draw(&c->train, SEQUENCES, CONTEXT, rng, b->ids, b->labels);
+}
 
 /* Steps of a net on batches that draw_batch makes; look (or NULL) is called before each step and after the last. */
 static void train(moe_net *net, const corpus *c, void (*draw_batch)(const corpus *, moe_rng *, text_batch *), int steps, uint64_t seed,
@@ -561,8 +590,8 @@ static void train(moe_net *net, const corpus *c, void (*draw_batch)(const corpus
     moe_error error;
     moe_rng rng;
     moe_rng_seed(&rng, ~seed);
-    config.batch = TOKENS, config.rate = (moe_real)0.004, config.final_rate = (moe_real)0.1, config.warmup = steps / 20, config.total_steps = steps;
-    config.clip = 1, config.seed = seed;
+    config.batch = TOKENS, config.clip = 1, config.seed = seed;
+    config.rate = (moe_real)0.004, config.final_rate = (moe_real)0.1, config.warmup = steps / 20, config.total_steps = steps;
     must(moe_trainer_init(&trainer, net, &config, &error), &error);
     for (int step = 0; step < steps; step++) {
         if (look != NULL) look(ctx, step);
@@ -574,8 +603,9 @@ static void train(moe_net *net, const corpus *c, void (*draw_batch)(const corpus
     moe_trainer_free(&trainer);
 }
 
-/* Runs SEQUENCES sequences through net; what each call found is handed to found. */
-static void run_text(const moe_net *net, const int32_t *ids, size_t sequences, void (*found)(void *ctx, const moe_net_pass *pass, size_t first), void *ctx) {
+/* Runs sequences through net, SEQUENCES in a call; after each call found(ctx, pass, first), first the place in ids where it began. */
+static void run_text(const moe_net *net, const int32_t *ids, size_t sequences, void (*found)(void *, const moe_net_pass *, size_t),
+                     void *ctx) {
     int32_t offsets[SEQUENCES + 1];
     moe_call call = {0};
     moe_net_pass pass;
@@ -616,9 +646,9 @@ static double text_loss(const moe_net *net, const corpus *c) {
     return t.loss / (double)(t.sequences * CONTEXT);
 }
 
-/* ---- locmoe: fewer tokens served, the same loss? ------------------------------------------------------------------------------------------
-   LocMoE+ sends a token to its nearest expert, and an expert keeps its nearest tokens only; the others go by on the residual. The twin of each such
-   net serves as many tokens, but whom it drops is drawn by lot: an expert takes C of its tokens, C such that as many are served in all. */
+/* ---- locmoe: fewer tokens served, the same loss? ----------------------------------------------------------------------------------------
+   LocMoE+ sends a token to its nearest expert, and an expert keeps its nearest tokens only; the others go by on the residual. The twin of
+   each such net serves as many tokens, but drops by lot: an expert takes C of its tokens, C such that as many are served in all. */
 
 enum { LOC_STEPS = 400, LOC_LOOKS = 33, LOC_ALL = 0, LOC_PRIMARY = 2, LOC_SUM = 4 };
 #define LOC_MARGIN 0.02
@@ -631,7 +661,8 @@ static const struct loc_row {
 };
 enum { LOC_ROWS = sizeof loc_rows / sizeof loc_rows[0] };
 
-/* What one net showed: at each look the share of the tokens that is served and the mean affinity of tokens to their experts; over all looks and in the end. */
+/* What one net showed: at each look the share of the tokens that is served and their mean affinity to their experts; the mean share; the
+   loss in the end. */
 typedef struct loc_result {
     double served[LOC_LOOKS], affinity[LOC_LOOKS], mean, loss;
 } loc_result;
@@ -679,7 +710,7 @@ static int loc_capacity(const loc_watch *w, int l) {
     while (served < kept && capacity < TOKENS) {
         capacity++, before = served, served = 0;
         for (int i = 0; i < w->looks; i++)
-            for (int e = 0; e < EXPERTS; e++) served += (double)(w->counts[l][i][e] < (size_t)capacity ? w->counts[l][i][e] : (size_t)capacity);
+            for (int e = 0; e < EXPERTS; e++) served += fmin((double)w->counts[l][i][e], capacity);
     }
     return capacity > 1 && kept - before < served - kept ? capacity - 1 : capacity;
 }
@@ -696,7 +727,8 @@ static void loc_config(moe_layer_config *c, const struct loc_row *row, int capac
 }
 
 /* Trains one net; capacity NULL: by affinity, else its layers' capacities. w keeps what was seen. */
-static void loc_train(const corpus *c, const struct loc_row *row, const int *capacity, uint64_t seed, int steps, loc_watch *w, loc_result *result) {
+static void loc_train(const corpus *c, const struct loc_row *row, const int *capacity, uint64_t seed, int steps, loc_watch *w,
+                      loc_result *result) {
     moe_layer_config layers[LAYERS];
     moe_net net;
     for (int l = 0; l < LAYERS; l++) loc_config(&layers[l], row, capacity != NULL ? capacity[l] : 0);
@@ -707,7 +739,10 @@ static void loc_train(const corpus *c, const struct loc_row *row, const int *cap
     result->loss = text_loss(&net, c), result->mean = 0;
     for (int i = 0; i < w->looks; i++) {
         result->served[i] = result->affinity[i] = 0;
-        for (int l = 0; l < LAYERS; l++) result->served[i] += w->kept[l][i] / (LAYERS * TOKENS), result->affinity[i] += w->affinity[l][i] / LAYERS;
+        for (int l = 0; l < LAYERS; l++) {
+            result->served[i] += w->kept[l][i] / (LAYERS * TOKENS);
+            result->affinity[i] += w->affinity[l][i] / LAYERS;
+        }
         result->mean += result->served[i] / w->looks;
     }
     moe_net_free(&net);
@@ -722,13 +757,13 @@ static void loc_picture(double (*share)[LOC_ROWS][MAX_SEEDS], double (*loss)[LOC
         int order[LOC_ROWS];
         for (int row = 0; row < LOC_ROWS; row++) { /* by share */
             int at = row;
-            double x = statistics_paired(seeds, share[kind][row], NULL).mean;
-            for (; at > 0 && statistics_paired(seeds, share[kind][order[at - 1]], NULL).mean > x; at--) order[at] = order[at - 1];
+            double x = mean_of(share[kind][row], seeds);
+            for (; at > 0 && mean_of(share[kind][order[at - 1]], seeds) > x; at--) order[at] = order[at - 1];
             order[at] = row;
         }
         panels[0].line[kind].name = names[kind];
         for (int i = 0; i < LOC_ROWS; i++)
-            add_point(&panels[0].line[kind], statistics_paired(seeds, share[kind][order[i]], NULL).mean, loss[kind][order[i]], seeds);
+            add_point(&panels[0].line[kind], mean_of(share[kind][order[i]], seeds), loss[kind][order[i]], seeds);
     }
     panels[1].title = "LocMoE+: share of the tokens that is served", panels[1].x_label = "steps", panels[1].n_lines = LOC_ROWS;
     for (int row = 0; row < LOC_ROWS; row++) {
@@ -748,51 +783,60 @@ static double loc_mean(double (*values)[MAX_SEEDS], int from, int to, size_t see
     return sum;
 }
 
-static void loc_claims(double (*loss)[LOC_ROWS][MAX_SEEDS], double (*capacity)[MAX_SEEDS], claim *claims) {
-    claims[0].text = "loss: mass 0.5 - all tokens - 0.02";
-    claims[1].text = "loss: mass 0.5 - as many tokens drawn by lot";
-    claims[2].text = "capacity with sum 12: last eighth of training - first eighth";
-    claims[3].text = "part of that fall that is in the second half of training - 1/4";
+static void loc_parts(double (*loss)[LOC_ROWS][MAX_SEEDS], double (*capacity)[MAX_SEEDS], part *parts) {
+    parts[0].claim = "serving fewer tokens keeps the loss";
+    parts[1].claim = "the nearest tokens are better ones to serve than any";
+    parts[2].claim = parts[3].claim = "capacity falls, then settles";
+    parts[0].text = "loss: mass 0.5 - all tokens - 0.02";
+    parts[1].text = "loss: mass 0.5 - as many tokens by lot";
+    parts[2].text = "capacity, sum 12: last eighth of training - first";
+    parts[3].text = "its fall in the second half - 1/4 of all its fall";
     for (size_t s = 0; s < seeds; s++) {
         double first = loc_mean(capacity, 0, LOC_LOOKS / 8, s), middle = loc_mean(capacity, LOC_LOOKS / 2 - 2, LOC_LOOKS / 2 + 2, s);
         double last = loc_mean(capacity, LOC_LOOKS - LOC_LOOKS / 8, LOC_LOOKS, s);
-        claims[0].value[s] = loss[0][LOC_PRIMARY][s] - loss[0][LOC_ALL][s] - LOC_MARGIN;
-        claims[1].value[s] = loss[0][LOC_PRIMARY][s] - loss[1][LOC_PRIMARY][s];
-        claims[2].value[s] = last - first;
-        claims[3].value[s] = first - last > 1 ? (middle - last) / (first - last) - 0.25 : 0.75; /* no fall: nothing that could settle */
+        parts[0].value[s] = loss[0][LOC_PRIMARY][s] - loss[0][LOC_ALL][s] - LOC_MARGIN;
+        parts[1].value[s] = loss[0][LOC_PRIMARY][s] - loss[1][LOC_PRIMARY][s];
+        parts[2].value[s] = last - first;
+        parts[3].value[s] = (middle - last) - (first - last) / 4;
     }
 }
 
 static void loc_tables(double (*share)[LOC_ROWS][MAX_SEEDS], double (*loss)[LOC_ROWS][MAX_SEEDS], double (*served)[LOC_LOOKS][MAX_SEEDS],
                        double (*capacity)[MAX_SEEDS]) {
-    printf("%-20s%16s%17s%17s%19s%17s%20s\n", "", "served", "loss", "- all tokens", "by lot: served", "loss", "LocMoE+ - by lot");
+    printf("%-10s%15s%15s%15s%15s%15s%15s\n", "", "", "", "loss - that of", "by lot:", "", "LocMoE+");
+    printf("%-10s%15s%15s%15s%15s%15s%15s\n", "", "served", "loss", "all tokens", "served", "loss", "- by lot");
     for (int row = 0; row < LOC_ROWS; row++) {
-        printf("%-20s%16s%17s", loc_rows[row].name, plus_minus(share[0][row], seeds), plus_minus(loss[0][row], seeds));
-        if (row != LOC_ALL) printf("%17s%19s", difference(loss[0][row], loss[0][LOC_ALL], seeds), plus_minus(share[1][row], seeds));
-        if (row != LOC_ALL) printf("%17s%20s", plus_minus(loss[1][row], seeds), difference(loss[0][row], loss[1][row], seeds));
+        printf("%-10s%15s%15s", loc_rows[row].name, plus_minus(share[0][row], seeds), plus_minus(loss[0][row], seeds));
+        if (row != LOC_ALL) printf("%15s%15s", difference(loss[0][row], loss[0][LOC_ALL], seeds), plus_minus(share[1][row], seeds));
+        if (row != LOC_ALL) printf("%15s%15s", plus_minus(loss[1][row], seeds), difference(loss[0][row], loss[1][row], seeds));
         printf("\n");
     }
     printf("\n%-20s", "after so many steps");
-    for (int i = 0; i < LOC_LOOKS; i += 8) printf("%18d", loc_time(i));
+    for (int i = 0; i < LOC_LOOKS; i += 8) printf("%15d", loc_time(i));
     for (int row = 1; row < LOC_ROWS; row++) {
         printf("\nserved, %-12s", loc_rows[row].name);
-        for (int i = 0; i < LOC_LOOKS; i += 8) printf("%18s", plus_minus(served[row][i], seeds));
+        for (int i = 0; i < LOC_LOOKS; i += 8) printf("%15s", plus_minus(served[row][i], seeds));
     }
     printf("\ncapacity, %-10s", loc_rows[LOC_SUM].name);
-    for (int i = 0; i < LOC_LOOKS; i += 8) printf("%18s", plus_minus(capacity[i], seeds));
+    for (int i = 0; i < LOC_LOOKS; i += 8) {
+        statistics_result r = statistics_paired(seeds, capacity[i], NULL);
+        printf("%7.1f +-%5.1f", r.mean, (r.high - r.low) / 2);
+    }
     printf("\n");
 }
 
 static void locmoe(void) {
-    static double share[2][LOC_ROWS][MAX_SEEDS], loss[2][LOC_ROWS][MAX_SEEDS], served[LOC_ROWS][LOC_LOOKS][MAX_SEEDS], capacity[LOC_LOOKS][MAX_SEEDS];
+    static double share[2][LOC_ROWS][MAX_SEEDS], loss[2][LOC_ROWS][MAX_SEEDS]; /* by affinity, by lot */
+    static double served[LOC_ROWS][LOC_LOOKS][MAX_SEEDS], capacity[LOC_LOOKS][MAX_SEEDS];
     static loc_watch watch;
-    static claim claims[4];
+    static part parts[4];
     static corpus c;
     corpus_read(&c, 0);
-    printf("A language model of bytes: %d layers, width %d, %d experts, 1 per token; %d steps of %d tokens. An expert keeps its nearest tokens up to a\n"
-           "mass (part of the sum of all its tokens' affinities) or a sum of affinity; the others go by. This selection sees the whole batch, later\n"
-           "tokens too: it is not causal. By lot: an expert takes C tokens at most, whoever they are, C such that as many are served as with LocMoE+\n"
-           "(mean over training). Capacity: how many tokens of the mean affinity make up the sum.\n\n",
+    printf("A language model of bytes: %d layers, width %d, %d experts, 1 per token; %d steps of %d tokens. An\n"
+           "expert keeps its nearest tokens, up to a mass (part of the sum of its tokens' affinities) or a sum\n"
+           "of affinity; the others go by. This selection sees the whole batch, later tokens too: it is not\n"
+           "causal. By lot: an expert takes C tokens at most, whoever they are, C such that as many are served\n"
+           "as with LocMoE+ (mean over training). Capacity: how many tokens of mean affinity make up the sum.\n\n",
            LAYERS, WIDTH, EXPERTS, LOC_STEPS, TOKENS);
     for (size_t s = 0; s < seeds; s++)
         for (int row = 0; row < LOC_ROWS; row++) {
@@ -812,12 +856,12 @@ static void locmoe(void) {
     progress("");
     loc_tables(share, loss, served, capacity);
     if (svg_path != NULL) loc_picture(share, loss, served, capacity);
-    loc_claims(loss, capacity, claims);
-    conclude(claims, 4);
+    loc_parts(loss, capacity, parts);
+    conclude(parts, 4);
     corpus_free(&c);
 }
 
-/* ---- finetune: does fine-tuning keep the ranking? ------------------------------------------------------------------------------------------ */
+/* ---- finetune: does fine-tuning keep the ranking? ------------------------------------------------------------------------------------ */
 
 enum { TUNE_PRE = 250, TUNE_STEPS = 250, TUNE_WINDOWS = 1024 };
 
@@ -921,14 +965,15 @@ static void tune_one(const corpus *c, const char *name, int pre_steps, int steps
 
 static void finetune(void) {
     static double loss[TUNE_ROUTERS + 1][MAX_SEEDS], error[TUNE_ROUTERS + 1][MAX_SEEDS], tau[MAX_SEEDS];
-    static claim claims[1];
+    static part parts[1];
     static corpus c;
-    double mean_loss[TUNE_ROUTERS], mean_error[TUNE_ROUTERS];
+    double means[2][TUNE_ROUTERS];
     corpus_read(&c, 1);
     if (c.classes < 2) stop(text_name(), "fewer than two long articles; one begins at a line \" = Title = \"");
-    printf("A language model of words (%d layers, width %d, %d experts, 2 per token) learns %d steps of %d tokens; then, with a new head, to tell from\n"
-           "%d words which of %d articles they come from, in %d steps of %d windows. Tested on text that it has not seen; error by guessing: %.3f.\n"
-           "Test: Kendall's tau between loss and error over the %d routers, within each seed; ranks are kept if its mean over seeds is above 0.\n\n",
+    printf("A language model of words (%d layers, width %d, %d experts, 2 per token) learns %d steps of %d\n"
+           "tokens; then, with a new head, to tell from %d words which of %d articles they come from, in %d\n"
+           "steps of %d windows. Tested on text that it has not seen; error by guessing: %.3f. Kendall's tau\n"
+           "between loss and error over the %d routers, within each seed: above 0 if ranks are kept.\n\n",
            LAYERS, WIDTH, EXPERTS, TUNE_PRE, TOKENS, CONTEXT, c.classes, TUNE_STEPS, SEQUENCES, 1 - 1.0 / c.classes, TUNE_ROUTERS);
     for (size_t s = 0; s < seeds; s++) {
         double x[TUNE_ROUTERS], y[TUNE_ROUTERS];
@@ -939,18 +984,21 @@ static void finetune(void) {
             if (r < TUNE_ROUTERS) x[r] = loss[r][s], y[r] = error[r][s];
         }
         tau[s] = kendall(TUNE_ROUTERS, x, y);
-        claims[0].value[s] = -tau[s];
+        parts[0].value[s] = -tau[s];
     }
     progress("");
-    printf("%-22s%20s%20s%24s\n", "", "loss before", "error after", "- not pre-trained");
+    printf("%-22s%20s%20s%20s\n", "", "loss before", "error after", "- not pre-trained");
     for (int r = 0; r <= TUNE_ROUTERS; r++) {
-        printf("%-22s%20s%20s", r < TUNE_ROUTERS ? tune_routers[r] : "smoe, not pre-trained", plus_minus(loss[r], seeds), plus_minus(error[r], seeds));
-        printf("%24s\n", r < TUNE_ROUTERS ? difference(error[r], error[TUNE_ROUTERS], seeds) : "");
-        if (r < TUNE_ROUTERS) mean_loss[r] = statistics_paired(seeds, loss[r], NULL).mean, mean_error[r] = statistics_paired(seeds, error[r], NULL).mean;
+        const char *name = r < TUNE_ROUTERS ? tune_routers[r] : "smoe, not pre-trained";
+        printf("%-22s%20s%20s", name, plus_minus(loss[r], seeds), plus_minus(error[r], seeds));
+        if (r < TUNE_ROUTERS) printf("%20s", difference(error[r], error[TUNE_ROUTERS], seeds));
+        printf("\n");
+        if (r < TUNE_ROUTERS) means[0][r] = mean_of(loss[r], seeds), means[1][r] = mean_of(error[r], seeds);
     }
-    printf("\nKendall's tau within seeds %s, of the routers' means %.3f\n", plus_minus(tau, seeds), kendall(TUNE_ROUTERS, mean_loss, mean_error));
-    claims[0].text = "- Kendall's tau of loss before and error after, within a seed";
-    conclude(claims, 1);
+    printf("\nKendall's tau within a seed %s", plus_minus(tau, seeds));
+    printf("; of the routers' means %.3f\n", kendall(TUNE_ROUTERS, means[0], means[1]));
+    parts[0].claim = "fine-tuning keeps the ranking", parts[0].text = "- Kendall's tau of loss and error, within a seed";
+    conclude(parts, 1);
     corpus_free(&c);
 }
 
@@ -968,19 +1016,27 @@ static int near(double a, double b) { return fabs(a - b) < 1e-9; }
 static void check_parts(void) {
     static const double fall[] = {8, 6, 2, 0}, late[] = {0, 0, 0.5, 2}, with[] = {0, 1, 3, 4}, flat[] = {1, 1, 1, 1.01};
     static const double a[] = {1, 2, 3, 4}, b[] = {1, 3, 2, 4}, back[] = {4, 3, 2, 1}, tied[] = {1, 1, 2, 2};
-    static const claim below = {"", {-0.1, -0.2, -0.15, -0.1}}, above = {"", {0.1, 0.2, 0.15, 0.1}}, around = {"", {-0.1, 0.2, 0.1, -0.3}};
-    claim claims[2];
+    static const part below = {"a", "", {-0.1, -0.2, -0.15, -0.1}}, above = {"a", "", {0.1, 0.2, 0.15, 0.1}};
+    static const part around = {"b", "", {-0.1, 0.2, 0.1, -0.3}};
+    part parts[2];
+    int outcome[2];
+    double p[2];
     check(near(done_at_half(4, fall, late, 0.05), 0.125), "late: an eighth is done when half of the loss is gone");
     check(near(done_at_half(4, fall, with, 0.05), 0.5), "together: half is done");
     check(near(done_at_half(4, fall, flat, 0.05), 1), "no change counts as against");
-    check(near(at_half(4, fall, late), 0.25), "the value at half");
+    check(near(when(4, fall, 0.5, late), 0.25) && near(when(4, fall, 0, late), 0) && near(when(4, fall, 1, late), 2), "the value at half");
     check(near(kendall(4, a, b), 2.0 / 3) && near(kendall(4, a, back), -1) && near(kendall(4, a, tied), 4 / sqrt(24)), "Kendall's tau");
-    claims[0] = claims[1] = below;
-    check(judge(claims, 2, 4, 0) == CONFIRMED, "two parts that hold confirm");
-    claims[1] = around;
-    check(judge(claims, 2, 4, 0) == UNDECIDED, "one that may go either way leaves it open");
-    claims[1] = above;
-    check(judge(claims, 2, 4, 0) == REFUTED, "one that fails refutes");
+    parts[0] = parts[1] = below;
+    judge(parts, 2, 4, outcome, p);
+    check(verdict_on("a", parts, 2, outcome) == CONFIRMED, "two parts that hold confirm");
+    check(p[0] > 1.9 * statistics_paired(4, below.value, NULL).p, "p is corrected");
+    parts[1] = around;
+    judge(parts, 2, 4, outcome, p);
+    check(verdict_on("b", parts, 2, outcome) == UNDECIDED, "what may go either way is left open");
+    check(verdict_on("a", parts, 2, outcome) == CONFIRMED, "which is nothing to another claim");
+    parts[1] = above;
+    judge(parts, 2, 4, outcome, p);
+    check(verdict_on("a", parts, 2, outcome) == REFUTED, "a part that fails refutes");
     check(near(tick_step(10), 2) && near(tick_step(0.9), 0.2) && near(tick_step(3), 1), "ticks");
 }
 
@@ -1020,13 +1076,16 @@ static void check_finetune(void) {
     moe_net pre, net;
     moe_rng rng = {1};
     double loss, error, untrained;
+    int labels = 0, none = 0;
     corpus_read(&c, 1);
     check(c.classes >= 2, "finetune: there are articles");
     draw_windows(&c, &rng, &batch);
-    check(batch.labels[0] == -1 && batch.labels[CONTEXT - 1] >= 0 && batch.labels[TOKENS - 1] < c.classes, "finetune: only the last token has a label");
+    for (int t = 0; t < TOKENS; t++) labels += batch.labels[t] >= 0 && batch.labels[t] < c.classes, none += batch.labels[t] == -1;
+    check(labels == SEQUENCES && none == TOKENS - SEQUENCES && batch.labels[CONTEXT - 1] >= 0, "finetune: only the last token has a label");
     for (int r = 0; r < TUNE_ROUTERS; r++) {
         size_t parameters, smoe;
-        tune_layers("smoe", layers), build_net(&pre, &c, layers, c.language.size, 1), smoe = moe_net_parameters(&pre, NULL), moe_net_free(&pre);
+        tune_layers("smoe", layers), build_net(&pre, &c, layers, c.language.size, 1);
+        smoe = moe_net_parameters(&pre, NULL), moe_net_free(&pre);
         tune_layers(tune_routers[r], layers), build_net(&pre, &c, layers, c.language.size, 1), build_net(&net, &c, layers, c.classes, 2);
         parameters = moe_net_parameters(&pre, NULL);
         check(parameters < smoe + smoe / 50 && parameters > smoe - smoe / 50, "finetune: as many parameters as smoe");
@@ -1048,9 +1107,12 @@ static const struct study {
     void (*run)(void);
     void (*check)(void);
 } studies[] = {
-    {"aoe_toy", "experts without a router first behave alike, then specialise", "Lv et al. 2025, Autonomy-of-experts models", aoe_toy, check_aoe_toy},
-    {"locmoe", "experts that keep only the tokens nearest to them keep the loss", "Li et al. 2024, LocMoE+", locmoe, check_locmoe},
-    {"finetune", "fine-tuning keeps the ranking of the routers", "Nielsen et al. 2025; Lv et al. 2025", finetune, check_finetune},
+    {"aoe_toy", "experts without a router first behave alike, then specialise", "Lv et al. 2025, Autonomy-of-experts models", aoe_toy,
+     check_aoe_toy},
+    {"locmoe", "experts that keep only the tokens nearest to them keep the loss", "Li et al. 2024, LocMoE+",
+     locmoe, check_locmoe},
+    {"finetune", "fine-tuning keeps the ranking of the routers", "as in Nielsen et al. 2025, Tight clusters make specialized experts", finetune,
+     check_finetune},
 };
 enum { STUDIES = sizeof studies / sizeof studies[0] };
 
