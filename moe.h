@@ -56,6 +56,7 @@
      pass         what one forward call leaves in work memory: the routing for reports, and what the way back needs.
      net          a list of modules built by calls.   trainer: an optimiser at work on one net.
      packed       weights in the order in which the kernels read them, see moe_layer_pack.
+     cache        what decoding keeps of a sequence's earlier tokens, in the caller's memory.
      slot, place  the number under which a tensor of a layer or router is kept; which exist depends on the configuration.
 
    Manual
@@ -89,7 +90,29 @@
      A net.   moe_net_init, module calls, moe_net_build; a failed module call is remembered and returned by build, so one check is enough.
      Every tensor has a name, "2.router.weight", and is reached by it: moe_net_find.
 
+     A language model is a net of token ids (d_in = 0): here one block with a mixture, 256 tokens, width 64, sequences of up to 128.
+       moe_net_init(&net, 0, MOE_KERNELS_AUTO, NULL);
+       moe_net_embedding(&net, 256, 64);  moe_net_positions(&net, 128);
+       moe_net_rms_norm(&net);  moe_net_attention(&net, NULL);    moe_net_residual(&net, 2);
+       moe_net_rms_norm(&net);  moe_net_mixture(&net, &config);   moe_net_residual(&net, 2);
+       moe_net_rms_norm(&net);  moe_net_tied(&net);  moe_net_build(&net, 1, seed, &error);
+     In a call, token_ids [N] takes the place of x, and sequences says where each begins; y [N,256] are the logits of the tokens that follow. Attention
+     with rotary = 1 needs no positions. A router behind attention may refine by it (refine = attention); the net hands it what it reads.
+
+     Decoding continues a sequence with what a cache keeps of its earlier tokens, in the caller's memory:
+       moe_net_cache_size(&net, 128, &bytes);               moe_net_cache_init(&cache, &net, 128, malloc(bytes), bytes, &error);
+       moe_net_decode_work_size(&net, 128, 128, &bytes);    work = malloc(bytes);
+       moe_net_decode(&net, &cache, &call, work, bytes, &pass);   the prompt, n_tokens and token_ids in call; then each token that
+       moe_sample(NULL, 256, pass.y + (n - 1) * 256, ...);        was drawn from the logits of the one before it, n = 1
+
      Training.   moe_fit does it all; moe_trainer_step does one step, for loops of your own. Both change the routers' state, after each step.
+     Samples that stand in sequences say how long these are (data.length); a negative label is none.
+       config.warmup = 100;  config.final_rate = 0.1;                  the rate rises, then falls along a cosine (or schedule = linear)
+       moe_param_group groups[] = {{"*.router.*", 0.1, 0, 0}, {"0.*", 0, 0, 1}};     routers learn slowly, module 0 is frozen
+       config.groups = groups;  config.n_groups = 2;  config.accumulate = 4;         the mean gradient of four batches is a step
+       config.checkpoint = "run.safetensors";  config.checkpoint_every = 500;  config.resume = 1;
+     Stopped or killed, and called again with the same settings, moe_fit goes on to the bits that it would have had. Loops of your own have
+     moe_trainer_accumulate and _update, and moe_trainer_save and _load.
 
      The classical mixture.   A mixture layer with select = dense and weight = raw as the last module, whole small networks as experts: the criteria
      beyond the first two read its experts one by one (moe_mixture_loss does it for arrays of your own). moe_modular_* are modular networks by hard
@@ -553,7 +576,7 @@ MOE_API moe_status moe_layer_load(moe_layer *layer, const char *path, int traina
      mixture     a moe_layer                    "I.router.weight", "I.experts.gate", ...
      residual    y = x + what entered the module `span` places before   (span = 1: around the last module)
      embedding   y_t = W[token_ids[t]]          "I.weight" [V,d]                    the first module of a net with d_in = 0, and no other
-     positions   y_t = x_t + P[place of t]      "I.weight" [L,d]                    the place of a token in its sequence, from 0
+     positions   y_t = x_t + P[place of t]      "I.weight" [L,d]                    a token's place in its sequence, from 0, padding counted
      attention   see moe_attention_config       "I.query", "I.key", "I.value" [h w,d], "I.output" [d,h w]
      rms_norm    y = x / sqrt(mean x^2 + 1e-5) * g   "I.weight" [d]                 (Zhang, Sennrich 2019, Root mean square layer normalization)
      dropout     y = x m / (1 - rate) in training, m = 0 with probability rate, else 1; else y = x (Srivastava et al. 2014, Dropout)
@@ -616,11 +639,11 @@ typedef struct moe_net {
     moe_error error;      /* the first module call that failed; build returns it again */
 } moe_net;
 
-/* An empty net for inputs of width d_in, 1..MOE_MAX_WIDTH, or 0: it reads token ids, its first module is an embedding. kernels: MOE_KERNELS_, 0 = the best there is. allocator NULL: the standard
-   heap. Whatever *net held is overwritten, not freed. On failure (MOE_ERR_CONFIG, MOE_ERR_UNSUPPORTED: these kernels cannot run here,
+/* An empty net for inputs of width d_in, 1..MOE_MAX_WIDTH, or 0: it reads token ids, and its first module is an embedding. kernels: MOE_KERNELS_, 0 = the
+   best there is. allocator NULL: the standard heap. Whatever *net held is overwritten, not freed. On failure (MOE_ERR_CONFIG, MOE_ERR_UNSUPPORTED: these kernels cannot run here,
    MOE_ERR_ARGUMENT: no heap) *net is empty and remembers the failure in net->error, as module calls do. */
 MOE_API moe_status moe_net_init(moe_net *net, int d_in, int kernels, const moe_allocator *allocator);
-/* y = W x + b, d_out wide (1..MOE_MAX_WIDTH). This and the next four append one module each. On failure (MOE_ERR_CONFIG, MOE_ERR_MEMORY,
+/* y = W x + b, d_out wide (1..MOE_MAX_WIDTH). This and the next calls, up to moe_net_tied, append one module each. On failure (MOE_ERR_CONFIG, MOE_ERR_MEMORY,
    MOE_ERR_OVERFLOW) the list stays as it was; net->error remembers the first failure, and later calls only return its code: so a
    chain of calls needs one check, that of build. After build they return MOE_ERR_STATE and change nothing. */
 MOE_API moe_status moe_net_linear(moe_net *net, int d_out);
@@ -635,12 +658,15 @@ MOE_API moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config)
 MOE_API moe_status moe_net_residual(moe_net *net, int span);
 /* A row [d] per token id 0..vocabulary-1 (call.token_ids). Only as the first module of a net with d_in = 0. Starts normal with spread 1/sqrt(d). */
 MOE_API moe_status moe_net_embedding(moe_net *net, int vocabulary, int d);
-/* Adds a learned row per place in the sequence. A sequence longer than `most` tokens is refused by forward: MOE_ERR_ARGUMENT. */
+/* Adds a learned row per place in the sequence, which starts as those of an embedding. A sequence longer than `most` tokens is refused by forward:
+   MOE_ERR_ARGUMENT. */
 MOE_API moe_status moe_net_positions(moe_net *net, int most);
-/* Attention. config NULL: {0}. Mixtures behind it whose router refines by attention read its matrices, its heads' outputs o_hj = h W_O,h v_hj and its
-   output, up to the next attention: their `heads` may be 0, d_model must be the attention's width. A mixture that refines (similarity or attention) behind
-   causal attention refines causally: its router.causal becomes 1. */
+/* Attention. config NULL: {0}. Mixtures behind it whose router refines by attention read its matrices A, its heads' outputs o_hj = h output_h v_hj (h the
+   number of heads, output_h the columns of `output` for one) and its output y, up to the next attention: their `heads` may be 0, their d_model must be
+   the attention's width. These arrays take heads N (N + d) numbers of work memory, twice that in training. A mixture that refines (similarity or
+   attention) behind causal attention refines causally: its router.causal becomes 1. */
 MOE_API moe_status moe_net_attention(moe_net *net, const moe_attention_config *config);
+/* y = x / sqrt(mean x^2 + 1e-5) * g, each row by itself. */
 MOE_API moe_status moe_net_rms_norm(moe_net *net);
 /* rate in [0,1); draws from call.rng in training, which must then be there unless rate is 0. */
 MOE_API moe_status moe_net_dropout(moe_net *net, moe_real rate);
@@ -659,7 +685,8 @@ MOE_API moe_status moe_net_build(moe_net *net, int trainable, uint64_t seed, moe
 MOE_API void moe_net_free(moe_net *net);
 /* The tensor of a name ("2.router.weight"), or NULL (also before build). It belongs to the net; its values may be changed. */
 MOE_API moe_tensor *moe_net_find(const moe_net *net, const char *name);
-/* Numbers in all tensors, and those that one token uses (may be NULL), as moe_layer_parameters counts; 0 before build. */
+/* Numbers in all tensors, and those that one token uses (may be NULL), as moe_layer_parameters counts: one row of an embedding or of positions, all of
+   it for tied. 0 before build. */
 MOE_API size_t moe_net_parameters(const moe_net *net, size_t *used_per_token);
 
 /* What one forward call leaves behind; points into the work memory, which must stay until backward and reports are done. */
@@ -678,12 +705,15 @@ typedef struct moe_net_pass {
 /* Exact bytes of work memory for n_tokens: every module keeps its output (so residuals and reports may look back), and with training = 1
    its gradient. Never less for more tokens. MOE_ERR_STATE before build, MOE_ERR_OVERFLOW. */
 MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, size_t *bytes);
-/* Runs all modules on call->x [N,d_in]; pass->y is the output, in work[work_size] (any alignment). Everything in call but x reaches every
-   mixture layer as it is: mask, sequences, rng, training, ...; router_x and nodes must be NULL, n_past 0. given and teacher hold those of all mixture
-   layers (soft ones have none) one after another. Padding passes the other modules like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE, MOE_ERR_ARGUMENT, else as moe_route. On failure
-   *pass is untouched. Thread-safe for different work. */
+/* Runs all modules on call->x [N,d_in], or with d_in = 0 on call->token_ids [N], each below the embedding's V; pass->y is the output, in
+   work[work_size] (any alignment). Everything in call but x reaches every mixture layer as it is: mask, sequences, rng, training, ...; attention
+   and positions follow mask and sequences too. router_x and nodes must be NULL, n_past 0; attention_* too when every router that reads them has an
+   attention before it. given and teacher hold those of all mixture layers (soft ones have none) one after another. Padding gets y = 0 from attention,
+   and passes the other modules but mixtures like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE,
+   MOE_ERR_ARGUMENT, else as moe_route. On failure *pass is untouched. Thread-safe for different work. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
-/* Whether all mixture layers can decode token by token: see moe_router_check_decoding; error names the first that cannot. */
+/* Whether the net can decode token by token: no attention is full, and all mixture layers pass moe_router_check_decoding; error names the first
+   module that cannot. */
 MOE_API moe_status moe_net_check_decoding(const moe_net *net, moe_error *error);
 /* The routing of module i in a pass, or NULL when module i is not a mixture or not there. */
 MOE_API const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass, size_t i);
@@ -691,7 +721,8 @@ MOE_API const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pas
 /* ---- decoding: a sequence token by token ------------------------------------------------------------------------------------ */
 
 /* What decoding keeps of one sequence's earlier tokens: keys and values of every attention, and what causal refining reads. Lies in the caller's
-   memory. n_tokens may be lowered to go back to an earlier place, 0 begins a new sequence. One thread at a time. */
+   memory. n_tokens may be lowered to go back to an earlier place, 0 begins a new sequence. One thread at a time. After a change of the net's
+   tensors what it holds is of the old ones. */
 typedef struct moe_cache {
     const moe_net *net;  /* the caller's, must outlive it */
     size_t n_tokens;     /* tokens so far: the place of the next one */
@@ -705,11 +736,13 @@ typedef struct moe_cache {
 MOE_API moe_status moe_net_cache_size(const moe_net *net, size_t most, size_t *bytes);
 /* Makes an empty cache in memory[size] (any alignment). MOE_ERR_UNSUPPORTED: the net cannot decode, as moe_net_check_decoding says; MOE_ERR_SPACE. */
 MOE_API moe_status moe_net_cache_init(moe_cache *cache, const moe_net *net, size_t most, void *memory, size_t size, moe_error *error);
-/* Exact bytes of work memory for moe_net_decode with at most n_tokens new tokens in a cache for `most`. */
+/* Exact bytes of work memory for moe_net_decode with at most n_tokens new tokens in a cache for `most`; more tokens than that count as most.
+   MOE_ERR_STATE before build, MOE_ERR_OVERFLOW. */
 MOE_API moe_status moe_net_decode_work_size(const moe_net *net, size_t most, size_t n_tokens, size_t *bytes);
-/* Runs the call's tokens as the next ones of the sequence; pass->y [N,d_out] is what moe_net_forward on the whole sequence gives for them, within
-   rounding. One token or a whole prompt at once. call: x or token_ids, n_tokens; training, keep, sequences, mask, n_past and the past_ arrays must be
-   0. Adds n_tokens to cache->n_tokens. MOE_ERR_SPACE: no room in the cache or in work; errors of moe_net_forward. On failure the cache is as it was. */
+/* Runs the call's tokens as the next ones of the sequence; pass->y [N,d_out] is what moe_net_forward on the whole sequence gives for them: the same bits
+   for the same build and kernels. One token or a whole prompt at once. call: x or token_ids, n_tokens; training, keep, sequences, mask, n_past and the
+   past_ arrays must be 0. Adds n_tokens to cache->n_tokens. MOE_ERR_SPACE: no room in the cache or in work; errors of moe_net_forward. On failure the
+   cache is as it was. */
 MOE_API moe_status moe_net_decode(const moe_net *net, moe_cache *cache, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
 
 /* How the next token is chosen. {0}: drawn from softmax(logits). */
@@ -729,7 +762,7 @@ MOE_API moe_status moe_sample(const moe_sampling *how, size_t n, const moe_real 
 
 #ifndef MOE_NO_TRAIN
 /* Adds the gradients of sum(y * dy), dy [N,d_out], and of all router losses to the tensors' gradients, and that of x to dx [N,d_in] (may be
-   NULL). The pass must come from a forward with call->training = 1 on the same net, whose tensors and x are as they were then; one
+   NULL; not touched with d_in = 0). The pass must come from a forward with call->training = 1 on the same net, whose tensors and x are as they were then; one
    backward per forward. MOE_ERR_STATE otherwise, or when the net was not built trainable. */
 MOE_API moe_status moe_net_backward(const moe_net *net, moe_net_pass *pass, const moe_real *dy, moe_real *dx);
 /* moe_layer_observe and moe_layer_advance of all mixture layers. MOE_ERR_STATE: not built with trainable = 1, or the pass is not one of training. */
@@ -814,7 +847,7 @@ typedef struct moe_train_config {
     int criterion;           /* MOE_CRITERION_ [cross entropy] */
     int optimizer;           /* MOE_OPTIMIZER_ [adamw] */
     int epochs;              /* [10] */
-    int batch;               /* samples per step [32] */
+    int batch;               /* samples at a time: a step, unless accumulate says more [32] */
     moe_real rate;           /* learning rate [0.001; sgd 0.01] */
     moe_real final_rate;     /* the rate falls to this share of it as schedule says [1: constant] */
     moe_real momentum;       /* sgd [0.9]; negative: none */
@@ -875,7 +908,7 @@ MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch,
    and shows the pass to the routers' state; update steps on the mean of the gradients and advances that state. moe_trainer_step is both. In *step
    loss and router_loss are of this batch (accumulate), gradient_norm is of the mean (update); each leaves the other's fields alone. Errors as
    moe_trainer_step. Data that are refused change nothing; when accumulate fails later, the batches since the last update are lost: n_accumulated
-   is 0. update: MOE_ERR_STATE without a batch; a failed one changes nothing. */
+   is 0 (what the routers' state has seen of them stays). update: MOE_ERR_STATE without a batch; a failed one changes nothing. */
 MOE_API moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
 MOE_API moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error);
 /* A checkpoint: the net's file, and in it the optimiser's moments ("trainer.first" and, of adamw, "trainer.second": one number for each of the net's,
@@ -4485,7 +4518,7 @@ static moe_status moei_attention_check(moe_attention_config *c, int d, moe_error
     moe_status status = moei_fields_check(moei_attention_fields, c, error);
     if (status != MOE_OK) return status;
     if (c->heads == 0)
-        for (c->heads = d < 32 ? 1 : d / 32; d % c->heads != 0 || c->heads > 4096;) c->heads--;
+        for (c->heads = d < 64 ? 1 : d / 32 < 4096 ? d / 32 : 4096; d % c->heads != 0;) c->heads--;
     if (c->d_head == 0 && d % c->heads != 0)
         return moei_error(error, MOE_ERR_CONFIG, "heads = %d: must divide the width that arrives, %d, or d_head be given", c->heads, d);
     moei_default(&c->d_head, d / c->heads);
@@ -5453,12 +5486,13 @@ static void moei_attention_outputs_backward(const moei_run *r, moe_real *d_v) {
     }
 }
 
-/* With d_a = d_mixed v^T, and what routers add: d_v += A^T d_mixed,  d_score = A (d_a - sum A d_a) / sqrt(w),  d_q = d_score k,  d_k += d_score^T q. */
+/* With d_a = d_mixed v^T, and what routers add: d_v += A^T d_mixed,  d_score = A d_a - A sum A d_a,  d_q = d_score k,  d_k += d_score^T q, where d_q and
+   d_k lack the factor of scores, 1 / sqrt(w). */
 static void moei_block_backward(const moei_run *r, const moei_queries *b) {
     const moe_kernels *k = r->net->kernels;
-    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i, j;
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i;
     moei_room room = moei_run_room(r);
-    moe_real *d_mixed = moei_head(r, room.d_mixed, b->head, b->at), scale = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)w);
+    moe_real *d_mixed = moei_head(r, room.d_mixed, b->head, b->at);
     moei_block_weights(r, b, room.a);
     moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, b->rows, b->span, w, d_mixed, width, moei_head(r, r->p->v, b->head, b->from), width, room.d_a, b->span, 0);
     moe_matmul(k, MOE_MATMUL_TN, MOE_TYPE_REAL, b->span, w, b->rows, room.a, b->span, d_mixed, width, moei_head(r, room.d_v, b->head, b->from), width, 1);
@@ -5467,7 +5501,8 @@ static void moei_block_backward(const moei_run *r, const moei_queries *b) {
         moe_real *d_a = room.d_a + i * b->span, along;
         if (r->p->d_weights != NULL) moe_axpy(k, b->span, MOEI_R(1.0), r->p->d_weights + moei_block_cell(r, b, i), d_a);
         along = moe_dot(k, b->span, a, d_a);
-        for (j = 0; j < b->span; j++) d_a[j] = a[j] * (d_a[j] - along) * scale;
+        moe_multiply(k, b->span, a, d_a, d_a);
+        moe_axpy(k, b->span, -along, a, d_a);
     }
     moe_matmul(k, MOE_MATMUL_NN, MOE_TYPE_REAL, b->rows, w, b->span, room.d_a, b->span, moei_head(r, r->p->k, b->head, b->from), width,
                moei_head(r, room.d_q, b->head, b->at), width, 0);
@@ -5476,7 +5511,8 @@ static void moei_block_backward(const moei_run *r, const moei_queries *b) {
 }
 
 static moe_status moei_attention_backward(const moei_run *r) {
-    size_t width = moei_attention_width(r->m), bytes = r->n * width * sizeof(moe_real);
+    size_t width = moei_attention_width(r->m), bytes = r->n * width * sizeof(moe_real), i;
+    moe_real scale = MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)r->m->attention.d_head);
     moei_room room = moei_run_room(r);
     memset(room.d_mixed, 0, bytes);
     memset(room.d_k, 0, bytes);
@@ -5484,6 +5520,7 @@ static moe_status moei_attention_backward(const moei_run *r) {
     moei_project_backward(r, MOE_MODULE_OUTPUT, width, r->d_out, r->p->mixed, r->dy, room.d_mixed);
     if (r->p->d_outputs != NULL) moei_attention_outputs_backward(r, room.d_v);
     moei_attention_blocks(r, moei_block_backward);
+    for (i = 0; i < r->n * width; i++) room.d_q[i] *= scale, room.d_k[i] *= scale;
     moei_turn(r, MOEI_R(-1.0), room.d_q);
     moei_turn(r, MOEI_R(-1.0), room.d_k);
     moei_project_backward(r, MOE_MODULE_QUERY, r->d_in, width, r->p->x, room.d_q, r->dx);

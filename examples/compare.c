@@ -16,23 +16,23 @@
 #endif
 
 enum {
-    DRAWS = 5,           /* contaminated copies of the held-out text */
-    PARTS = 20,          /* the text is split in so many parts, each with a stretch that is held out */
-    MAX_LAYERS = 16, MAX_SEEDS = 100, MAX_ENTRIES = 256, MAX_FILES = 8, MAX_CLAIMS = 64,
-    KEY = 400, NAME = 40, CURVE = 2048, LINE = 8192,
-    VERDICT_SEEDS = 3,   /* a verdict needs so many */
-    CLAIM_SEEDS = 5, TABLE_SEEDS = 3
+    DRAWS = 5,         /* contaminated copies of the held-out text */
+    PARTS = 20,        /* the text is split in so many parts, each with a stretch that is held out */
+    VERDICT_SEEDS = 3, /* a verdict needs so many */
+    TABLE_SEEDS = 3, CLAIM_SEEDS = 5, /* unless --seeds */
+    MAX_LAYERS = 16, MAX_SEEDS = 100, MAX_ENTRIES = 256, MAX_FILES = 8,
+    KEY = 600, NAME = 40, CURVE = 2048, LINE = 8192
 };
-#define HELD_SHARE 0.1       /* of the text is held out */
-#define CONTAMINATION 0.025  /* of its tokens are replaced by one that training has not seen */
+#define HELD_SHARE 0.1      /* of the text is held out */
+#define CONTAMINATION 0.025 /* of its tokens are replaced by one that training has not seen */
 
 static const char help[] =
-    "compare [options]   trains routers on one text with the same seeds and budget; two tables tell how well they predict\n"
-    "                    text that was held out, and how they route it\n"
+    "compare [options]   trains routers on one text with the same seeds and budget; two tables tell how well\n"
+    "                    they predict text that was held out, and how they route it\n"
     "compare --claim NAME[,NAME...]    tests claims of papers, 5 seeds unless --seeds; --claim all: every one\n"
     "compare --ablate NAME[,NAME...]   runs a study: variants of a router\n"
     "compare --sweep     the first router at several widths, numbers of experts and steps\n"
-    "compare --list      all routers, studies and claims\n"
+    "compare --claims    lists the claims; compare --list: routers, studies and claims\n"
     "compare --check     tests itself in seconds\n"
     "  --routers A,B,C   what is compared; the first is the baseline (smoe,similarity_smoe,acmoe_running)\n"
     "  --seeds N         seeds 1 to N; --seeds 3,7,9: these (3)\n"
@@ -44,7 +44,10 @@ static const char help[] =
 
 /* ---- settings: what must be the same for two runs to be compared --------------------------------------------------------------------- */
 
-enum { WIDTH, LAYERS, CONTEXT, BATCH, EXPERTS, TOP_K, D_FF, STEPS, EVALUATIONS, HELD, WORDS, VOCABULARY, AC_FIRST, AOE_RECIPE, RATE, BALANCE, N_SETTINGS };
+enum {
+    WIDTH, LAYERS, CONTEXT, BATCH, EXPERTS, TOP_K, D_FF, STEPS, EVALUATIONS, HELD, WORDS, VOCABULARY, AC_FIRST, AOE_RECIPE, RATE, BALANCE,
+    N_SETTINGS
+};
 
 typedef struct setting {
     const char *name; /* --name; a switch where most is 1 */
@@ -56,16 +59,16 @@ static const setting setting_rows[N_SETTINGS] = {
     {"width", 64, 8, 4096, "d, numbers per token"},
     {"layers", 3, 1, MAX_LAYERS, "layers of attention and experts"},
     {"context", 128, 4, 4096, "tokens in a sequence"},
-    {"batch", 8, 1, 1024, "sequences in a step"},
+    {"batch", 4, 1, 1024, "sequences in a step"},
     {"experts", 16, 2, 1024, "experts in a layer"},
     {"top-k", 2, 1, 64, "experts per token, of routers that take more than one"},
     {"d-ff", 128, 2, 65536, "hidden width of a swiglu expert; other kinds get as many parameters"},
-    {"steps", 500, 1, 1e7, "of the optimiser"},
+    {"steps", 800, 1, 1e7, "of the optimiser"},
     {"evaluations", 10, 2, 100, "in a run, on the held-out text"},
     {"held", 8192, 64, 1e8, "most tokens that an evaluation reads; of the test text 8 times as many"},
     {"words", 0, 0, 1, "words between white space instead of bytes"},
     {"vocabulary", 4096, 2, 1e6, "most different words; the others are <unk>"},
-    {"ac-first", 3, 2, MAX_LAYERS, "adaptive clustering begins at this layer, as in its paper; those before are smoe"},
+    {"ac-first", 3, 2, MAX_LAYERS, "first layer with adaptive clustering, as in its paper; those before are smoe"},
     {"aoe-recipe", 0, 0, 1, "optimiser of Autonomy-of-Experts: betas 0.9, 0.95, decay 0.1, clip 1, cosine to 1/16"},
     {"rate", 7e-4, 1e-6, 1, "learning rate; warm-up over a tenth of the steps, then cosine to a tenth"},
     {"balance", 0.01, 0, 10, "balance loss, of routers without one whose gates are a softmax"},
@@ -85,27 +88,30 @@ static int int_of(const settings *s, int i) { return (int)s->value[i]; }
 
 /* ---- routers ------------------------------------------------------------------------------------------------------------------------- */
 
-/* A row per router that is more than a preset of moe_presets; presets need none. Settings are those of moe_layer_fields on top of the preset's, where @name
-   stands for a number (filled_in). where: x for a layer that has this router, . for one that has `others`; the last letter goes on. */
+/* A row per router that is more than a preset of moe_presets; presets need none. */
 typedef struct variant {
-    const char *name, *preset; /* preset "": no router, a feed-forward as wide as the experts of a token */
-    const char *settings, *where, *others;
-    const char *takes; /* not trained: takes the tensors of this one, trained */
+    const char *name;
+    const char *preset;   /* "": no router, a feed-forward as wide as the experts of a token */
+    const char *settings; /* of moe_layer_fields, on top of the preset's; @name stands for a number, see filled_in */
+    const char *where;    /* a letter per layer: x this router, . the one called others; the last letter goes on */
+    const char *others;
+    const char *takes;    /* "", or it is not trained but takes the tensors of this one, trained */
     const char *about;
 } variant;
 
 #define ALL "x", ""
-#define CLUSTERED "ac", "smoe" /* from layer --ac-first on */
-#define TWO ".x.x.x.x.x.x.x.x"
+#define CLUSTERED "ac", "smoe" /* x from layer --ac-first on */
+#define EVERY_OTHER ".x.x.x.x.x.x.x.x", "dense"
 
 static const variant variants[] = {
     {"dense", "", "", ALL, "", "no router: one feed-forward as wide as the experts that a token visits"},
-    {"glam", "glam", "", TWO, "dense", "", "smoe on every other layer"},
-    {"similarity_glam", "similarity_glam", "", TWO, "dense", "", "similarity-aware on every other layer"},
+    {"glam", "glam", "", EVERY_OTHER, "", "smoe on every other layer"},
+    {"similarity_glam", "similarity_glam", "", EVERY_OTHER, "", "similarity-aware on every other layer"},
     {"attention_smoe_fixed", "attention_smoe", "attention_heads=fixed", ALL, "", "attention-aware by the first head"},
     {"attention_smoe_all", "attention_smoe", "attention_heads=all", ALL, "", "attention-aware by all heads"},
     {"attention_xmoe_fixed", "attention_xmoe", "attention_heads=fixed", ALL, "", "attention-aware xmoe by the first head"},
-    {"attention_dropout_fixed", "attention_smoe_dropout", "attention_heads=fixed", ALL, "", "attention-aware smoe_dropout by the first head"},
+    {"attention_dropout_fixed", "attention_smoe_dropout", "attention_heads=fixed", ALL, "",
+     "attention-aware smoe_dropout by the first head"},
     {"acmoe", "acmoe", "router_bias=1", CLUSTERED, "", "adaptive clustering over the call, as in the paper"},
     {"acmoe_code", "acmoe_code", "", CLUSTERED, "", "adaptive clustering over the call, as in its authors' program"},
     {"acmoe_threshold", "acmoe_threshold", "router_bias=1", CLUSTERED, "", "adaptive clustering, all experts above a threshold"},
@@ -119,13 +125,15 @@ static const variant variants[] = {
     {"hash", "hash", "table_size=@ids", ALL, "", "experts by a table of token ids"},
     {"soft_moe", "soft_moe", "soft_sequences=@batch", ALL, "", "soft mixtures of tokens"},
     {"locmoe_plus_all", "locmoe_plus", "affinity_mass=1", ALL, "", "locmoe_plus that serves every token"},
+    {"locmoe_plus_0.4", "locmoe_plus", "affinity_mass=0.4", ALL, "", "locmoe_plus, affinity_mass 0.4"},
+    {"locmoe_plus_0.8", "locmoe_plus", "affinity_mass=0.8", ALL, "", "locmoe_plus, affinity_mass 0.8"},
     {"similarity_tau_0.1", "similarity_smoe", "similarity_tau=0.1", ALL, "", "tau 0.1"},
     {"similarity_tau_2", "similarity_smoe", "similarity_tau=2", ALL, "", "tau 2"},
     {"similarity_tau_sqrt_d", "similarity_smoe", "similarity_tau=@sqrt_width", ALL, "", "tau sqrt(d)"},
-    {"similarity_tau_falls", "similarity_smoe", "similarity_tau=@sqrt_width tau_schedule=similarity_tau tau_end=1 schedule_steps=@steps", ALL, "",
-     "tau from sqrt(d) to 1"},
-    {"similarity_tau_rises", "similarity_smoe", "similarity_tau=1 tau_schedule=similarity_tau tau_end=@sqrt_width schedule_steps=@steps", ALL, "",
-     "tau from 1 to sqrt(d)"},
+    {"similarity_tau_falls", "similarity_smoe", "similarity_tau=@sqrt_width tau_schedule=similarity_tau tau_end=1 "
+     "schedule_steps=@steps", ALL, "", "tau from sqrt(d) to 1"},
+    {"similarity_tau_rises", "similarity_smoe", "similarity_tau=1 tau_schedule=similarity_tau tau_end=@sqrt_width "
+     "schedule_steps=@steps", ALL, "", "tau from 1 to sqrt(d)"},
     {"similarity_learned", "similarity_smoe", "similarity_tau=@sqrt_width similarity_learned=1", ALL, "", "tau sqrt(d), W_s learned"},
     {"similarity_first", "similarity_smoe", "", "x.", "smoe", "", "similarity-aware in the first layer alone"},
     {"similarity_later", "similarity_smoe", "", ".x", "smoe", "", "similarity-aware from the second layer on"},
@@ -158,7 +166,8 @@ static const variant variants[] = {
     {"norm_product", "smoe", "score=norm norm_node=product router_bias=0", ALL, "smoe", "smoe, trained, then routed by |product|"},
     {"norm_output", "smoe", "score=norm norm_node=output router_bias=0", ALL, "smoe", "smoe, trained, then routed by |output|"},
     {"norm_output_l1", "smoe", "score=norm norm_node=output norm_order=l1 router_bias=0", ALL, "smoe", "the same by the sum of |output_i|"},
-    {"norm_output_linf", "smoe", "score=norm norm_node=output norm_order=linf router_bias=0", ALL, "smoe", "the same by the largest |output_i|"},
+    {"norm_output_linf", "smoe", "score=norm norm_node=output norm_order=linf router_bias=0", ALL, "smoe",
+     "the same by the largest |output_i|"},
     {"norm_control", "smoe", "score=grap router_bias=0", ALL, "smoe", "smoe, trained, then routed by features: no knowledge of experts"},
     {NULL, NULL, NULL, NULL, NULL, NULL, NULL},
 };
@@ -167,18 +176,24 @@ static const variant variants[] = {
 static const struct {
     const char *name, *routers, *about;
 } studies[] = {
-    {"tau", "smoe,similarity_smoe,similarity_tau_0.1,similarity_tau_2,similarity_tau_sqrt_d,similarity_tau_falls,similarity_tau_rises,similarity_learned",
+    {"tau", "smoe,similarity_smoe,similarity_tau_0.1,similarity_tau_2,similarity_tau_sqrt_d,similarity_tau_falls,similarity_tau_rises,"
+     "similarity_learned",
      "similarity-aware routing: tau 1, 0.1, 2, sqrt(d), schedules"},
-    {"sigma", "smoe,attention_smoe_fixed,attention_sigma_0.1,attention_sigma_2,attention_sigma_sqrt_d,attention_sigma_falls,attention_sigma_rises",
+    {"sigma", "smoe,attention_smoe_fixed,attention_sigma_0.1,attention_sigma_2,attention_sigma_sqrt_d,attention_sigma_falls,"
+     "attention_sigma_rises",
      "attention-aware routing: sigma 1, 0.1, 2, sqrt(d), schedules"},
     {"heads", "smoe,attention_smoe_fixed,attention_smoe_all", "attention-aware routing: the first head, all heads"},
-    {"choices", "smoe_2_of_16,smoe_1_of_16,smoe_8_of_16,smoe_2_of_32,similarity_1_of_16,similarity_2_of_16,similarity_8_of_16,similarity_2_of_32",
+    {"choices", "smoe_2_of_16,smoe_1_of_16,smoe_8_of_16,smoe_2_of_32,similarity_1_of_16,similarity_2_of_16,similarity_8_of_16,"
+     "similarity_2_of_32",
      "experts per token and experts: (2,16), (1,16), (8,16), (2,32)"},
     {"experts", "smoe_2_of_16,smoe_2_of_4,smoe_2_of_8,smoe_2_of_32", "number of experts"},
     {"spread", "smoe,acmoe_running,acmoe_variance,acmoe_random", "adaptive clustering: mad, variance, random scaling"},
     {"mixing", "smoe,acmoe_running,acmoe_mix2", "adaptive clustering: mixed over 1 and 2 experts"},
-    {"placement", "smoe,acmoe_running,acmoe_from_2,acmoe_only_2,similarity_smoe,similarity_first,similarity_later", "which layers have the router"},
+    {"placement", "smoe,acmoe_running,acmoe_from_2,acmoe_only_2,similarity_smoe,similarity_first,similarity_later",
+     "which layers have the router"},
     {"d_low", "aoe,aoe_low_8,aoe_low_16,aoe_low_32,aoe_low_48", "autonomy of experts: d_low (d/3, 8, 16, 32, 48), equal parameters"},
+    {"affinity", "locmoe_plus_all,locmoe_plus,locmoe_plus_0.4,locmoe_plus_0.8",
+     "share of its affinity that an expert keeps: 1, 0.6, 0.4, 0.8"},
     {"autonomy", "smoe,aoe,smoe_factorised,smoe_mlp_router", "what makes it better: the experts' shape, a large router?"},
     {"norms", "smoe,norm_gate,norm_up,norm_act,norm_product,norm_output,norm_output_l1,norm_output_linf,norm_control",
      "the router of a trained net replaced by a norm inside the experts"},
@@ -187,9 +202,11 @@ enum { N_STUDIES = sizeof studies / sizeof studies[0] };
 
 /* ---- metrics ------------------------------------------------------------------------------------------------------------------------- */
 
-/* What a row of the CSV holds besides names, in its order; SAVED and RELATIVE are computed from others. Of the routers, means over layers. */
-enum { LOSS, FINAL, TRAIN, CONTAMINATED, CLEAN, TEST, FLUCTUATION, ENTROPY, LOAD_ENTROPY, LOAD_MAX, INSTABILITY, CHANCE, DROPPED, SERVED, OFF_DIAGONAL,
-       PARAMETERS, ACTIVE, MS, N_METRICS, SAVED = N_METRICS, RELATIVE, N_MEASURES };
+/* What a row of the CSV holds besides names, in its order; of the routers, means over layers. SAVED and RELATIVE are made of others. */
+enum {
+    LOSS, FINAL, TRAIN, CONTAMINATED, CLEAN, TEST, FLUCTUATION, ENTROPY, LOAD_ENTROPY, LOAD_MAX, INSTABILITY, CHANCE, DROPPED, SERVED,
+    OFF_DIAGONAL, PARAMETERS, ACTIVE, MS, N_METRICS, SAVED = N_METRICS, RELATIVE, N_MEASURES
+};
 
 static const struct {
     const char *name, *label;
@@ -206,7 +223,7 @@ static const struct {
     {"gate_entropy", "entropy", 4, 0, "mean H(p), p normalised"},
     {"load_entropy", "load entropy", 4, 0, "H of the experts' shares"},
     {"load_max", "max/mean", 3, 0, "largest load / mean load"},
-    {"instability", "instability", 4, 0, "share of token pairs that share an expert in one of two neighbouring layers and not in the other"},
+    {"instability", "instability", 4, 0, "share of the token pairs that have an expert in common at one of two layers and not at the next"},
     {"chance", "by chance", 4, 0, "instability of layers that have nothing to do with each other"},
     {"dropped", "dropped", 4, 0, "share of the chosen pairs that a capacity dropped"},
     {"served", "served", 4, 0, "share of the tokens that some expert worked on"},
@@ -214,8 +231,9 @@ static const struct {
     {"parameters", "parameters", 0, 0, "numbers that are learned"},
     {"active", "per token", 0, 0, "of these, used by a token"},
     {"ms_per_step", "ms/step", 1, 0, "processor time of a training step"},
-    {"", "steps saved", 0, 1, "steps by which the baseline's final loss is reached sooner; where it is not, minus those by which the baseline reaches that one's"},
-    {"", "instability / chance", 4, 0, "instability divided by its chance level"},
+    {"", "steps saved", 0, 1,
+     "steps by which it comes sooner to the baseline's final loss; if it never does, minus the baseline's lead to its own"},
+    {"", "rel. instab.", 4, 0, "instability divided by its chance level"},
 };
 
 /* ---- claims -------------------------------------------------------------------------------------------------------------------------- */
@@ -226,9 +244,11 @@ static const struct {
     {"similarity", "Similarity-aware routing lowers perplexity, fluctuation and entropy.", "Nguyen et al. 2025, graph of tokens"},
     {"attention", "Attention-aware routing lowers perplexity, fluctuation and entropy.", "Nguyen et al. 2025, graph of tokens"},
     {"bases", "Both do so over X-MoE and over frozen routers.", "Nguyen et al. 2025, graph of tokens"},
-    {"clustering", "Adaptive clustering lowers perplexity, also contaminated, and instability; it needs fewer steps.", "Nielsen et al. 2025, tight clusters"},
+    {"clustering", "Adaptive clustering lowers perplexity, also contaminated, and instability; it needs fewer steps.",
+     "Nielsen et al. 2025, tight clusters"},
     {"spread", "Scaling by mean absolute deviation beats variance and random scaling.", "Nielsen et al. 2025, tight clusters"},
-    {"autonomy", "Autonomy of experts lowers the loss at equal parameters, balances load, is surer of its choice.", "Lv et al. 2025, autonomy of experts"},
+    {"autonomy", "Autonomy of experts lowers the loss at equal parameters, balances load, is surer of its choice.",
+     "Lv et al. 2025, autonomy of experts"},
     {"locality", "LocMoE+ keeps the loss (within 0.01 nats) while it serves fewer tokens.", "Li et al. 2024, LocMoE+"},
     {"sparsity", "A mixture is better than a dense net of equal active size at equal steps.", "Shazeer et al. 2017, Fedus et al. 2022"},
 };
@@ -248,8 +268,18 @@ static const claim claims[] = {
     {"similarity", "similarity_tau_sqrt_d", "smoe", ENTROPY, -1, 0},
     {"attention", "attention_smoe_fixed", "smoe", LOSS, -1, 0}, {"attention", "attention_smoe_fixed", "smoe", FLUCTUATION, -1, 0},
     {"attention", "attention_smoe_fixed", "smoe", ENTROPY, -1, 0},
-    {"bases", "similarity_xmoe", "xmoe", LOSS, -1, 0}, {"bases", "attention_xmoe_fixed", "xmoe", LOSS, -1, 0},
-    {"bases", "similarity_smoe_dropout", "smoe_dropout", LOSS, -1, 0}, {"bases", "attention_dropout_fixed", "smoe_dropout", LOSS, -1, 0},
+    {"bases", "similarity_xmoe", "xmoe", LOSS, -1, 0},
+    {"bases", "similarity_xmoe", "xmoe", FLUCTUATION, -1, 0},
+    {"bases", "similarity_xmoe", "xmoe", ENTROPY, -1, 0},
+    {"bases", "attention_xmoe_fixed", "xmoe", LOSS, -1, 0},
+    {"bases", "attention_xmoe_fixed", "xmoe", FLUCTUATION, -1, 0},
+    {"bases", "attention_xmoe_fixed", "xmoe", ENTROPY, -1, 0},
+    {"bases", "similarity_smoe_dropout", "smoe_dropout", LOSS, -1, 0},
+    {"bases", "similarity_smoe_dropout", "smoe_dropout", FLUCTUATION, -1, 0},
+    {"bases", "similarity_smoe_dropout", "smoe_dropout", ENTROPY, -1, 0},
+    {"bases", "attention_dropout_fixed", "smoe_dropout", LOSS, -1, 0},
+    {"bases", "attention_dropout_fixed", "smoe_dropout", FLUCTUATION, -1, 0},
+    {"bases", "attention_dropout_fixed", "smoe_dropout", ENTROPY, -1, 0},
     {"clustering", "acmoe_running", "smoe", LOSS, -1, 0}, {"clustering", "acmoe_running", "smoe", CONTAMINATED, -1, 0},
     {"clustering", "acmoe_running", "smoe", RELATIVE, -1, 0}, {"clustering", "acmoe_running", "smoe", SAVED, 1, 0},
     {"spread", "acmoe_running", "acmoe_variance", LOSS, -1, 0}, {"spread", "acmoe_running", "acmoe_random", LOSS, -1, 0},
@@ -297,6 +327,7 @@ static int n_entries, seeds[MAX_SEEDS], n_seeds, quiet;
 static row *rows;
 static size_t n_rows;
 static const char *csv_path;
+static int csv_failed;
 static volatile sig_atomic_t stopped;
 
 static void stop(int signal_number) { stopped = signal_number; }
@@ -358,7 +389,8 @@ static int fair_width(const moe_layer_config *c, int d, int f) {
 
 /* Whether a balance loss is added: p is a softmax by which tokens choose, and no loss of its own spreads them. */
 static int wants_balance(const moe_router_config *c) {
-    int by_tokens = c->select == MOE_SELECT_TOP_K || c->select == MOE_SELECT_TOP_P || c->select == MOE_SELECT_THRESHOLD || c->select == MOE_SELECT_GROUPED_TOP_K;
+    int by_tokens = c->select == MOE_SELECT_TOP_K || c->select == MOE_SELECT_TOP_P || c->select == MOE_SELECT_THRESHOLD ||
+                    c->select == MOE_SELECT_GROUPED_TOP_K;
     return by_tokens && c->gate == MOE_GATE_SOFTMAX && c->loss_balance <= 0 && c->loss_importance <= 0 && c->bias_rate <= 0;
 }
 
@@ -388,7 +420,8 @@ static moe_status build(const entry *e, int seed, moe_net *net, moe_error *error
         has |= v == e->v;
         status = configure(&e->s, v, &experts[l], error);
     }
-    if (status == MOE_OK && !has) return language_error(error, MOE_ERR_CONFIG, "no layer would have it: more --layers, or an earlier --ac-first");
+    if (status == MOE_OK && !has)
+        return language_error(error, MOE_ERR_CONFIG, "no layer would have it: more --layers, or an earlier --ac-first");
     return status == MOE_OK ? language_net(net, &shape, experts, (uint64_t)seed, error) : status;
 }
 
@@ -413,7 +446,8 @@ static void make_key(entry *e) {
     }
     for (int i = 0; i < N_SETTINGS; i++)
         n += (size_t)snprintf(e->key + n, sizeof e->key - n, "%s=%.6g ", setting_rows[i].name, e->s.value[i]);
-    snprintf(e->key + n, sizeof e->key - n, "texts=%08lx router=%08lx", (unsigned long)(data.fingerprint & 0xffffffffu), (unsigned long)(router & 0xffffffffu));
+    snprintf(e->key + n, sizeof e->key - n, "texts=%08lx router=%08lx", (unsigned long)(data.fingerprint & 0xffffffffu),
+             (unsigned long)(router & 0xffffffffu));
 }
 
 static const row *find_row(const entry *e, int seed) {
@@ -470,7 +504,7 @@ static int read_row(const char *line, row *r) {
     return read_field(&line, ',', r->curve, sizeof r->curve) && read_field(&line, '\n', r->layers, sizeof r->layers);
 }
 
-/* Adds a line to the file in one write. */
+/* Adds a line to the file in one write. After a failure nothing more is written: half a line at the end is left out by the next run. */
 static int append(const char *line) {
     static char buffer[LINE];
     FILE *f = csv_path != NULL ? fopen(csv_path, "ab") : NULL;
@@ -479,7 +513,9 @@ static int append(const char *line) {
     if (f != NULL) setvbuf(f, buffer, _IOFBF, sizeof buffer);
     if (f != NULL) good = fputs(line, f) >= 0;
     if (f != NULL) good = fclose(f) == 0 && good;
-    return good ? 0 : (fprintf(stderr, "compare: %s cannot be written: %s\n", csv_path, strerror(errno)), 1);
+    if (good) return 0;
+    csv_failed = 1;
+    return fprintf(stderr, "compare: %s cannot be written: %s\n", csv_path, strerror(errno)), 1;
 }
 
 static moe_status write_again(void *ctx, moe_stream *stream) {
@@ -566,7 +602,8 @@ static moe_status find_absent(const language_text *texts, int n, moe_error *erro
     return MOE_OK;
 }
 
-static moe_status read_data(const char *const *train, size_t n_train, const char *valid, const char *test, const settings *s, moe_error *error) {
+static moe_status read_data(const char *const *train, size_t n_train, const char *valid, const char *test, const settings *s,
+                            moe_error *error) {
     static const char *const headers[] = {"moe.h", "moe_routers.h", "moe_kernels.h"};
     moe_buffer held = {0}, final = {0};
     language_text texts[3] = {{0}};
@@ -578,13 +615,15 @@ static moe_status read_data(const char *const *train, size_t n_train, const char
     if (status == MOE_OK) status = language_encode(&data.language, &data.kept, &texts[0], error);
     if (status == MOE_OK) status = language_encode(&data.language, &held, &texts[1], error);
     if (status == MOE_OK) status = language_encode(&data.language, &final, &texts[2], error);
-    if (status == MOE_OK && texts[0].n <= size_of(s, CONTEXT)) status = language_error(error, MOE_ERR_ARGUMENT, "the training text is shorter than a sequence");
+    if (status == MOE_OK && texts[0].n <= size_of(s, CONTEXT))
+        status = language_error(error, MOE_ERR_ARGUMENT, "the training text is shorter than a sequence");
     if (status == MOE_OK) status = find_absent(texts, 3, error);
     if (status == MOE_OK) status = make_sample(&texts[1], s, size_of(s, HELD), "held-out", &data.held, error);
     if (status == MOE_OK && test != NULL) status = make_sample(&texts[2], s, 8 * size_of(s, HELD), "test", &data.test, error);
     for (uint64_t d = 0; d < DRAWS && status == MOE_OK; d++) status = contaminate(s, d + 1, &data.draws[d], error);
     data.fingerprint = 14695981039346656037u;
-    for (int t = 0; t < 3 && status == MOE_OK; t++) data.fingerprint = fingerprint(data.fingerprint, texts[t].ids, texts[t].n * sizeof *texts[t].ids);
+    for (int t = 0; t < 3 && status == MOE_OK; t++)
+        data.fingerprint = fingerprint(data.fingerprint, texts[t].ids, texts[t].n * sizeof *texts[t].ids);
     data.train = texts[0];
     free(texts[1].ids), free(texts[2].ids), moe_buffer_free(&held), moe_buffer_free(&final);
     return status;
@@ -606,17 +645,19 @@ static void free_data(void) {
 typedef struct watch {
     int layers, context;
     size_t n_tokens;
-    int routed[MAX_LAYERS];                          /* the layer has a router whose choices can be compared */
-    int32_t *now[MAX_LAYERS], *before[MAX_LAYERS];   /* [n_tokens] first choices */
+    int routed[MAX_LAYERS];                        /* the layer has a router whose choices can be compared */
+    int32_t *now[MAX_LAYERS], *before[MAX_LAYERS]; /* [n_tokens] first choices */
     moe_metrics metrics[MAX_LAYERS];
     void *memory[MAX_LAYERS];
     size_t size[MAX_LAYERS];
     double served[MAX_LAYERS], off_diagonal[MAX_LAYERS]; /* off_diagonal: NONE without a similarity matrix */
-    double fluctuation[MAX_LAYERS];                  /* sum over comparisons */
+    double fluctuation[MAX_LAYERS];                      /* sum over comparisons */
     int n_evaluations;
 } watch;
 
-static const moe_router_config *router_of(const moe_net *net, int layer) { return &net->modules[language_module((size_t)layer)].layer.config.router; }
+static const moe_router_config *router_of(const moe_net *net, int layer) {
+    return &net->modules[language_module((size_t)layer)].layer.config.router;
+}
 
 static void watch_free(watch *w) {
     for (int l = 0; l < MAX_LAYERS; l++) free(w->now[l]), free(w->before[l]), free(w->memory[l]);
@@ -646,7 +687,7 @@ static double similarity(const moe_router_config *c, const moe_real *ui, const m
     return product / tau;
 }
 
-/* Mean over the tokens of a causal similarity matrix S of 1 - S_ii, from the routers' input at the end of training; NONE where S is another. */
+/* Mean over tokens of 1 - S_ii, S the causal similarity matrix at the end of training, from the router's input; NONE where S is another. */
 static double off_diagonal(const moe_router_config *c, const moe_routing *r, size_t context) {
     double sum = 0;
     size_t d = (size_t)c->d_model;
@@ -692,7 +733,8 @@ static moe_status read_pass(void *ctx, const moe_net_pass *pass, size_t first) {
         if (label != data.absent) r->clean += loss, r->n_clean++;
     }
     for (int l = 0; r->w != NULL && l < r->w->layers && status == MOE_OK; l++)
-        if (r->w->routed[l]) status = watch_layer(r->w, l, router_of(r->net, l), moe_net_routing(r->net, pass, language_module((size_t)l)), first);
+        if (r->w->routed[l])
+            status = watch_layer(r->w, l, router_of(r->net, l), moe_net_routing(r->net, pass, language_module((size_t)l)), first);
     return status;
 }
 
@@ -728,20 +770,22 @@ static moe_status evaluate(const moe_net *net, const settings *s, watch *w, doub
 
 /* Where all runs together stand, for the line that tells the time left. */
 static struct {
-    double steps_left, steps, seconds; /* steps that all runs still have; those of this program so far and their time */
+    double steps_left, steps; /* steps that all runs still have; those since started */
     int run, runs;
-    time_t told;
+    time_t started, told;
 } progress;
 
 static void tell(const entry *e, int seed, int step, double loss, int over) {
     time_t now = time(NULL);
-    double left = progress.steps > 0 ? progress.seconds / progress.steps * progress.steps_left : 0;
-    double speed = progress.seconds > 0 ? progress.steps / progress.seconds * e->s.value[BATCH] * e->s.value[CONTEXT] : 0;
+    double seconds = difftime(now, progress.started), speed = seconds > 0 ? progress.steps / seconds : 0;
+    int left = speed > 0 ? (int)(progress.steps_left / speed) : 0;
     if (quiet || !isatty(2) || (now == progress.told && !over)) return;
     progress.told = now;
-    if (over) fprintf(stderr, "\r%*s\r", 99, "");
-    else fprintf(stderr, "\rrun %d of %d: %s, seed %d, step %d of %d, loss %.3f, %.0f tokens/s, %d:%02d left   ", progress.run, progress.runs, e->v->name, seed,
-                 step, int_of(&e->s, STEPS), loss, speed, (int)left / 60, (int)left % 60);
+    if (over) fprintf(stderr, "\r%*s\r", 110, "");
+    else
+        fprintf(stderr, "\rrun %d of %d: %s, seed %d, step %d of %d, loss %.3f, %.0f tokens/s, %d:%02d left   ", progress.run,
+                progress.runs, e->v->name, seed, step, int_of(&e->s, STEPS), loss, speed * e->s.value[BATCH] * e->s.value[CONTEXT],
+                left / 60, left % 60);
 }
 
 static double seconds_since(clock_t start) { return (double)(clock() - start) / CLOCKS_PER_SEC; }
@@ -767,6 +811,7 @@ static moe_status record(const moe_net *net, const entry *e, int step, watch *w,
     double loss = 0;
     moe_status status = evaluate(net, &e->s, w, &loss, error);
     if (status != MOE_OK) return status;
+    loss = rint(loss * 1e5) / 1e5; /* as the curve has it */
     if (!(r->value[LOSS] <= loss)) r->value[LOSS] = loss;
     r->value[FINAL] = loss;
     note(r->curve, "%.0f:%.5f ", step, loss);
@@ -793,7 +838,7 @@ static moe_status train(moe_trainer *trainer, const entry *e, int seed, watch *w
         seconds += seconds_since(start);
         if (i > steps - (steps + 9) / 10) late_loss += (double)step.loss, late++;
         if ((long)i * evaluations / steps != (long)(i - 1) * evaluations / steps) status = record(trainer->net, e, i, w, r, error);
-        progress.steps++, progress.steps_left--, progress.seconds += seconds_since(start);
+        progress.steps++, progress.steps_left--;
         tell(e, seed, i, (double)step.loss, 0);
         if (stopped) status = MOE_ERR_STOPPED;
     }
@@ -802,37 +847,45 @@ static moe_status train(moe_trainer *trainer, const entry *e, int seed, watch *w
     return status;
 }
 
+/* Instability between two layers, from the latest first choices. */
+static moe_status compare_layers(const moe_net *net, const watch *w, int l1, int l2, moe_instability_report *between) {
+    size_t e1 = (size_t)router_of(net, l1)->n_experts, e2 = (size_t)router_of(net, l2)->n_experts;
+    double *scratch = (double *)malloc(moe_instability_scratch(e1, e2) * sizeof *scratch);
+    moe_status status = MOE_ERR_MEMORY;
+    if (scratch != NULL) status = moe_instability(w->n_tokens, w->before[l1], e1, w->before[l2], e2, NULL, scratch, between);
+    free(scratch);
+    return status;
+}
+
+typedef struct mean {
+    double sum[N_METRICS];
+    int n[N_METRICS];
+} mean;
+
+static void add(mean *m, int metric, double value) {
+    if (!isnan(value)) m->sum[metric] += value, m->n[metric]++;
+}
+
 /* Means over the layers that have a router. */
 static moe_status report_layers(const moe_net *net, watch *w, row *r) {
-    double sum[N_METRICS] = {0}, layers = 0, pairs = 0, *scratch;
-    int count[N_METRICS] = {0}, last = -1;
     moe_status status = MOE_OK;
-    for (int l = 0; l < w->layers && status == MOE_OK; l++) {
+    mean m = {{0}, {0}};
+    for (int l = 0, last = -1; l < w->layers && status == MOE_OK; l++) {
         moe_report report;
         moe_instability_report between;
-        size_t e1, e2;
+        double fluctuation = w->n_evaluations > 1 ? w->fluctuation[l] / (w->n_evaluations - 1) : NONE;
         if (!w->routed[l]) continue;
         if ((status = moe_metrics_report(&w->metrics[l], &report)) != MOE_OK) break;
-        sum[ENTROPY] += report.confidence_entropy, sum[LOAD_ENTROPY] += report.load_entropy, sum[LOAD_MAX] += report.load_max_over_mean;
-        sum[DROPPED] += report.dropped_share, sum[SERVED] += w->served[l], layers++;
-        if (!isnan(w->off_diagonal[l])) sum[OFF_DIAGONAL] += w->off_diagonal[l], count[OFF_DIAGONAL]++;
-        if (w->n_evaluations > 1) {
-            sum[FLUCTUATION] += w->fluctuation[l] / (w->n_evaluations - 1), count[FLUCTUATION]++;
-            note(r->layers, "%.0f:%.4f ", l + 1, w->fluctuation[l] / (w->n_evaluations - 1));
-        }
-        if (last >= 0) {
-            e1 = (size_t)router_of(net, last)->n_experts, e2 = (size_t)router_of(net, l)->n_experts;
-            if ((scratch = (double *)malloc(moe_instability_scratch(e1, e2) * sizeof *scratch)) == NULL) return MOE_ERR_MEMORY;
-            status = moe_instability(w->n_tokens, w->before[last], e1, w->before[l], e2, NULL, scratch, &between);
-            free(scratch);
-            sum[INSTABILITY] += between.instability, sum[CHANCE] += between.chance, pairs++;
-        }
+        add(&m, ENTROPY, report.confidence_entropy), add(&m, DROPPED, report.dropped_share);
+        add(&m, LOAD_ENTROPY, report.load_entropy), add(&m, LOAD_MAX, report.load_max_over_mean);
+        add(&m, SERVED, w->served[l]), add(&m, OFF_DIAGONAL, w->off_diagonal[l]), add(&m, FLUCTUATION, fluctuation);
+        if (!isnan(fluctuation)) note(r->layers, "%.0f:%.4f ", l + 1, fluctuation);
+        if (last >= 0 && (status = compare_layers(net, w, last, l, &between)) == MOE_OK)
+            add(&m, INSTABILITY, between.instability), add(&m, CHANCE, between.chance);
         last = l;
     }
-    for (int m = FLUCTUATION; m <= OFF_DIAGONAL; m++) {
-        double n = m == OFF_DIAGONAL || m == FLUCTUATION ? count[m] : m == INSTABILITY || m == CHANCE ? pairs : layers;
-        if (n > 0) r->value[m] = sum[m] / n;
-    }
+    for (int i = FLUCTUATION; i <= OFF_DIAGONAL; i++)
+        if (m.n[i] > 0) r->value[i] = m.sum[i] / m.n[i];
     return status;
 }
 
@@ -848,7 +901,8 @@ static moe_status finish_row(const moe_net *net, const settings *s, watch *w, ro
         all += one.sum / DRAWS, clean += one.clean / DRAWS;
     }
     if (status == MOE_OK) r->value[CONTAMINATED] = all, r->value[CLEAN] = clean;
-    if (status == MOE_OK && data.test.sequences > 0 && (status = read_sample(net, &data.test, s, NULL, &one, error)) == MOE_OK) r->value[TEST] = one.sum;
+    if (status == MOE_OK && data.test.sequences > 0 && (status = read_sample(net, &data.test, s, NULL, &one, error)) == MOE_OK)
+        r->value[TEST] = one.sum;
     r->value[PARAMETERS] = (double)moe_net_parameters(net, &used), r->value[ACTIVE] = (double)used;
     r->causal = moe_net_check_decoding(net, NULL) == MOE_OK;
     return status;
@@ -948,7 +1002,8 @@ static int check_entries(void) {
     moe_error error;
     for (int i = 0; i < n_entries; i++) {
         make_key(&entries[i]);
-        if (build(&entries[i], 1, &net, &error) != MOE_OK) return fprintf(stderr, "compare: %s: %s\n", entries[i].v->name, error.message), 1;
+        if (build(&entries[i], 1, &net, &error) != MOE_OK)
+            return fprintf(stderr, "compare: %s: %s\n", entries[i].v->name, error.message), 1;
         moe_net_free(&net);
     }
     return 0;
@@ -964,26 +1019,29 @@ static int run_one(const entry *e, int seed) {
     if (status != MOE_OK) return fprintf(stderr, "compare: %s, seed %d: %s\n", e->v->name, seed, error.message), 1;
     write_row(line, &r);
     if (!quiet && isatty(2) == 0) fprintf(stderr, "%s, seed %d: loss %.4f, %.1f ms per step\n", r.router, seed, r.value[LOSS], r.value[MS]);
-    return append(line) || keep_row(&r);
+    return keep_row(&r) || append(line);
 }
 
-/* Every router with every seed, seeds outermost: a run that is stopped has pairs to compare. *ran: how many were not there yet. A router that fails does
-   not stop the others. */
+/* Every router with every seed, seeds outermost: what is stopped has pairs to compare. *ran: how many were not there yet. A router that
+   fails does not stop the others. */
 static int run_entries(int *ran) {
     int failed = 0;
     memset(&progress, 0, sizeof progress);
+    progress.started = time(NULL);
     for (int s = 0; s < n_seeds; s++)
         for (int i = 0; i < n_entries; i++)
-            if (find_row(&entries[i], seeds[s]) == NULL) progress.runs++, progress.steps_left += *entries[i].v->takes != '\0' ? 0 : entries[i].s.value[STEPS];
-    for (int s = 0; s < n_seeds && !stopped; s++)
-        for (int i = 0; i < n_entries && !stopped; i++) {
+            if (find_row(&entries[i], seeds[s]) == NULL)
+                progress.runs++, progress.steps_left += *entries[i].v->takes != '\0' ? 0 : entries[i].s.value[STEPS];
+    for (int s = 0; s < n_seeds; s++)
+        for (int i = 0; i < n_entries && !stopped && !csv_failed; i++) {
             if (find_row(&entries[i], seeds[s]) != NULL) continue;
             progress.run++;
             failed |= run_one(&entries[i], seeds[s]);
         }
     *ran = progress.run;
-    if (stopped) fprintf(stderr, "compare: stopped in run %d of %d%s%s\n", progress.run, progress.runs, csv_path != NULL ? "; the same command goes on from " : "",
-                         csv_path != NULL ? csv_path : "");
+    if (stopped)
+        fprintf(stderr, "compare: stopped in run %d of %d%s%s\n", progress.run, progress.runs,
+                csv_path != NULL ? "; the same command goes on from " : "", csv_path != NULL ? csv_path : "");
     moe_net_free(&donor.net);
     memset(&donor, 0, sizeof donor);
     return failed;
@@ -1002,7 +1060,7 @@ static double reach(const char *curve, double loss) {
     return NONE;
 }
 
-/* Steps that r needs less than the baseline to come where that ended; or, if it never gets there, minus those that the baseline needs less. */
+/* Steps by which r comes sooner than the baseline to where that ends; if it never does, minus the baseline's lead to r's own end. */
 static double steps_saved(const row *r, const row *baseline) {
     double reached = reach(r->curve, baseline->value[FINAL]), other = reach(baseline->curve, r->value[FINAL]);
     double own_end = reach(baseline->curve, baseline->value[FINAL]), end = reach(r->curve, r->value[FINAL]);
@@ -1061,31 +1119,38 @@ static int is_causal(const entry *e) {
 /* exp(loss) of the mean loss */
 static double perplexity(estimate loss) { return exp(loss.mean); }
 
+/* Where the first one's final loss was reached: mean step, and by how many seeds if not by all. */
+static void put_steps(const entry *e, int n) {
+    int reached;
+    double step = mean_reach(e, &entries[0], &reached);
+    if (reached == 0 && n > 0) table_put("> %d", int_of(&e->s, STEPS));
+    else if (reached < n) table_put("%.0f %d/%d", step, reached, n);
+    else table_number(step, 0);
+}
+
+static void put_prediction(const entry *e) {
+    estimate loss = level_of(e, LOSS), difference = difference_of(e, &entries[0], LOSS, 0);
+    int comparable = e != &entries[0] && is_causal(e) && is_causal(&entries[0]);
+    table_row();
+    table_put("%s%s", e->v->name, is_causal(e) ? "" : " *");
+    table_number(loss.mean, 4), table_number(loss.half, 4);
+    table_signed(comparable ? difference.mean : NONE, 4), table_number(comparable ? difference.half : NONE, 4);
+    table_number(perplexity(loss), 3);
+    table_number(level_of(e, CONTAMINATED).mean, 4), table_number(level_of(e, CLEAN).mean, 4), table_number(level_of(e, TEST).mean, 4);
+    put_steps(e, loss.n);
+}
+
 static void print_predictions(void) {
-    const entry *first = &entries[0];
     int marked = 0;
+    for (int i = 0; i < n_entries; i++) marked |= !is_causal(&entries[i]);
+    printf("How well they predict: nats per token of held-out text with 95 %% t-intervals, %d seed%s. differs: from\n"
+           "the first one, paired by seed; ppl: perplexity; contam.: 2.5 %% of the tokens are replaced by one that\n"
+           "training has not seen, clean: there, where the target is not replaced; steps: to the loss where the\n"
+           "first one ends, mean and number of seeds that come there.\n%s\n",
+           n_seeds, n_seeds == 1 ? "" : "s", marked ? "*: sees later tokens, so that its loss is no language model's.\n" : "");
     table_new(1);
-    table_heads("router|loss|+-|vs first|+-|perplexity|contam.|clean|test|steps");
-    for (int i = 0; i < n_entries; i++) {
-        const entry *e = &entries[i];
-        estimate loss = level_of(e, LOSS), difference = difference_of(e, first, LOSS, 0);
-        int reached, causal = is_causal(e);
-        double step = mean_reach(e, first, &reached);
-        table_row();
-        table_put("%s%s", e->v->name, causal ? "" : " *"), marked |= !causal;
-        table_number(loss.mean, 4), table_number(loss.half, 4);
-        if (i == 0 || !causal || !is_causal(first)) table_put("-"), table_put("-");
-        else table_signed(difference.mean, 4), table_number(difference.half, 4);
-        table_number(perplexity(loss), 3);
-        table_number(level_of(e, CONTAMINATED).mean, 4), table_number(level_of(e, CLEAN).mean, 4), table_number(level_of(e, TEST).mean, 4);
-        if (isnan(step) && loss.n > 0) table_put("> %d", int_of(&e->s, STEPS));
-        else if (reached < loss.n) table_put("%.0f (%d/%d)", step, reached, loss.n);
-        else table_number(step, 0);
-    }
-    printf("How well they predict, in nats per token; %d seed%s, 95 %% t-intervals. vs first: paired by seed. contam.: with 2.5 %%\n"
-           "of the tokens unseen in training, clean: where the target is not. steps: to reach the first one's final loss.\n", n_seeds, n_seeds == 1 ? "" : "s");
-    if (marked) printf("* sees later tokens of the text: its loss is no language model's, and takes no part in verdicts.\n");
-    printf("\n");
+    table_heads("router|loss|+-|differs|+-|ppl|contam.|clean|test|steps");
+    for (int i = 0; i < n_entries; i++) put_prediction(&entries[i]);
     table_print();
 }
 
@@ -1093,23 +1158,30 @@ static void print_routing(void) {
     static const int columns[] = {FLUCTUATION, ENTROPY, LOAD_MAX, INSTABILITY, CHANCE, DROPPED, SERVED, PARAMETERS, ACTIVE, MS};
     enum { N = sizeof columns / sizeof columns[0] };
     table_new(1);
-    table_heads("router|fluct.|entropy|load|instab.|chance|dropped|served|params|active|ms/step");
+    table_heads("router|fluct.|entropy|load|instab.|chance|dropped|served|params|active|ms");
     for (int i = 0; i < n_entries; i++) {
         table_row();
         table_put("%s%s", entries[i].v->name, is_causal(&entries[i]) ? "" : " *");
-        for (int c = 0; c < N; c++) table_number(level_of(&entries[i], columns[c]).mean, metrics[columns[c]].decimals);
+        for (int c = 0; c < N; c++)
+            table_number(level_of(&entries[i], columns[c]).mean, metrics[columns[c]].decimals > 3 ? 3 : metrics[columns[c]].decimals);
     }
-    printf("How they route: share of first choices that change between evaluations, H(p), largest load / mean load, instability\n"
-           "between layers and its chance level, shares of pairs dropped and of tokens served; numbers learned, and used by a token.\n\n");
+    printf("How they route, mean over layers. fluct.: share of first choices that change between evaluations;\n"
+           "entropy: H(p); load: largest / mean; instab.: between layers, chance: of layers that have nothing to do\n"
+           "with each other; shares of choices dropped and of tokens served; params: numbers learned, active: used\n"
+           "by a token; ms: processor time of a step.\n\n");
     table_print();
 }
 
-static void print_off_diagonal(void) {
+static void print_notes(void) {
+    const entry *best = NULL;
     for (int i = 0; i < n_entries; i++) {
-        estimate mass = level_of(&entries[i], OFF_DIAGONAL);
-        if (mass.n > 0) printf("%s: mass of the similarity matrix off its diagonal %.6f\n", entries[i].v->name, mass.mean);
+        const entry *e = &entries[i];
+        estimate mass = level_of(e, OFF_DIAGONAL);
+        if (mass.n > 0) printf("%s: mass of the similarity matrix off its diagonal %.4f\n", e->v->name, mass.mean);
+        if (is_causal(e) && !isnan(level_of(e, LOSS).mean) && (best == NULL || level_of(e, LOSS).mean < level_of(best, LOSS).mean))
+            best = e;
     }
-    printf("\n");
+    if (best != NULL) printf("least held-out loss: %s\n\n", best->v->name);
 }
 
 /* ---- claims -------------------------------------------------------------------------------------------------------------------------- */
@@ -1122,9 +1194,9 @@ static const entry *entry_named(const char *name) {
 
 /* p: adjusted. */
 static const char *verdict(const claim *c, estimate d, double p, int may_judge) {
-    if (!may_judge) return "none: sees later tokens";
-    if (d.n < VERDICT_SEEDS) return "none: fewer than 3 seeds";
-    if (!(p < LEVEL)) return "undecided at this size";
+    if (!may_judge) return "later tokens";
+    if (d.n < VERDICT_SEEDS) return "too few seeds";
+    if (!(p < LEVEL)) return "undecided";
     return (d.mean - c->margin) * c->sign > 0 ? "reproduced" : "opposite";
 }
 
@@ -1137,13 +1209,13 @@ static int is_asked(const char *list, const char *name) {
     return 0;
 }
 
-static void print_claim(const claim *c, estimate d, double p, int may_judge) {
+static void put_claim(const claim *c, estimate d, double p, int may_judge) {
     table_row();
-    table_put("%s", c->paper), table_put("%s", c->treatment), table_put("%s", c->baseline), table_put("%s %s", metrics[c->metric].label, c->sign < 0 ? "lower" : "higher");
+    table_put("%s", c->treatment), table_put("%s", c->baseline);
+    table_put("%s %s", metrics[c->metric].label, c->margin > 0 ? "kept" : c->sign < 0 ? "lower" : "higher");
     table_signed(d.mean, metrics[c->metric].decimals), table_number(d.half, metrics[c->metric].decimals);
-    if (isnan(p)) table_put("-");
-    else if (p < 0.0001) table_put("<.0001");
-    else table_put("%.4f", p);
+    if (p < 0.0001) table_put("<.0001");
+    else table_number(p, 4);
     table_put("%s", verdict(c, d, p, may_judge));
 }
 
@@ -1161,28 +1233,49 @@ static void print_claims(const char *asked) {
         if (may_judge[i] && d[i].n >= VERDICT_SEEDS) p[i] = d[i].p, judged++;
     }
     holm(p, N_CLAIMS);
-    printf("What the papers claim, %d seeds. Difference treatment - baseline, paired by seed, its 95 %% t-interval (of one, not of all\n"
-           "together), p by Holm over the %d comparisons that are judged.\n\n", n_seeds, judged);
-    for (int i = 0; i < N_PAPERS; i++)
-        if (is_asked(asked, papers[i].name)) printf("%s%s: %s (%s)\n", table.markdown ? "- " : "", papers[i].name, papers[i].text, papers[i].source);
-    printf("\n");
-    table_new(4);
-    table_heads("claim|treatment|baseline|claimed|diff.|+-|p|verdict");
-    for (int i = 0; i < N_CLAIMS; i++)
-        if (is_asked(asked, claims[i].paper)) print_claim(&claims[i], d[i], p[i], may_judge[i]);
+    printf("What papers claim and what %d seeds show at this size: treatment - baseline, paired by seed, with its\n"
+           "own 95 %% t-interval; p by Holm over the %d comparisons that are judged here; reproduced or opposite\n"
+           "where it is below 0.05.\n\n",
+           n_seeds, judged);
+    table_new(3);
+    table_heads("treatment|baseline|claimed|differs by|+-|p|verdict");
+    for (int i = 0; i < N_PAPERS; i++) {
+        if (!is_asked(asked, papers[i].name)) continue;
+        table_row(), table_put("%s (%s)", papers[i].text, papers[i].source);
+        for (int c = 0; c < N_CLAIMS; c++)
+            if (strcmp(claims[c].paper, papers[i].name) == 0) put_claim(&claims[c], d[c], p[c], may_judge[c]);
+    }
     table_print();
 }
 
+static const char *paper_name(int i) { return i < N_PAPERS ? papers[i].name : NULL; }
+static const char *study_name(int i) { return i < N_STUDIES ? studies[i].name : NULL; }
+
+/* Whether every name in a list is there; says which is not. */
+static int are_known(const char *list, const char *(*name_of)(int i)) {
+    size_t length;
+    for (; *list != '\0'; list += length + (list[length] == ',')) {
+        int i = 0;
+        length = strcspn(list, ",");
+        while (name_of(i) != NULL && (strlen(name_of(i)) != length || strncmp(name_of(i), list, length) != 0)) i++;
+        if (name_of(i) == NULL && (length != 3 || strncmp(list, "all", 3) != 0))
+            return fprintf(stderr, "compare: there is no %.*s; --list shows claims and studies\n", (int)length, list), 0;
+    }
+    return 1;
+}
+
 static int add_claims(const settings *s, const char *asked) {
+    if (!are_known(asked, paper_name)) return 1;
     for (int i = 0; i < N_CLAIMS; i++)
         if (is_asked(asked, claims[i].paper) && (add_entry(s, claims[i].baseline) || add_entry(s, claims[i].treatment))) return 1;
-    return n_entries > 0 ? 0 : complain("no such claim; --list shows them all");
+    return 0;
 }
 
 static int add_studies(const settings *s, const char *asked) {
+    if (!are_known(asked, study_name)) return 1;
     for (int i = 0; i < N_STUDIES; i++)
         if (is_asked(asked, studies[i].name) && add_entries(s, studies[i].routers)) return 1;
-    return n_entries > 0 ? 0 : complain("no such study; --list shows them all");
+    return 0;
 }
 
 /* ---- sweep --------------------------------------------------------------------------------------------------------------------------- */
@@ -1191,7 +1284,7 @@ static int add_studies(const settings *s, const char *asked) {
 static const struct {
     int setting;
     double factor;
-} sweeps[] = {{WIDTH, 0.5}, {WIDTH, 1}, {WIDTH, 2}, {EXPERTS, 0.25}, {EXPERTS, 1}, {EXPERTS, 4}, {STEPS, 0.25}, {STEPS, 0.5}, {STEPS, 1}};
+} sweeps[] = {{WIDTH, 0.5}, {WIDTH, 1}, {WIDTH, 2}, {EXPERTS, 0.25}, {EXPERTS, 0.5}, {EXPERTS, 1}, {STEPS, 0.25}, {STEPS, 0.5}, {STEPS, 1}};
 enum { N_SWEEPS = sizeof sweeps / sizeof sweeps[0] };
 
 static settings swept(const settings *s, int i) {
@@ -1235,7 +1328,7 @@ static struct {
     int given[N_SETTINGS]; /* said on the command line */
     const char *routers, *claim, *study, *train[MAX_FILES], *valid, *test;
     size_t n_train;
-    int sweep, list, check;
+    int sweep, list, claims, check;
 } options;
 
 static void print_help(void) {
@@ -1247,37 +1340,56 @@ static void print_help(void) {
     }
 }
 
-static void print_wrapped(const char *name, const char *text) {
-    printf("  %-26s%.*s\n", name, 160, text);
+/* A name and its text, which goes on below itself where 100 columns are full. */
+static void print_about(const char *name, const char *text) {
+    enum { FROM = 28, ROOM = 72 };
+    printf("  %-*s", FROM - 2, name);
+    while (strlen(text) > ROOM) {
+        int n = ROOM;
+        while (n > 0 && text[n] != ' ') n--;
+        printf("%.*s\n%*s", n, text, FROM, ""), text += n + 1;
+    }
+    printf("%s\n", text);
+}
+
+static void print_claim_names(void) {
+    for (int i = 0; i < N_PAPERS; i++) {
+        print_about(papers[i].name, papers[i].text);
+        for (int c = 0; c < N_CLAIMS; c++)
+            if (strcmp(claims[c].paper, papers[i].name) == 0)
+                printf("  %-26s  %s against %s: %s %s\n", "", claims[c].treatment, claims[c].baseline, metrics[claims[c].metric].label,
+                       claims[c].margin > 0 ? "kept"
+                       : claims[c].sign < 0 ? "lower"
+                                            : "higher");
+    }
 }
 
 static void print_list(void) {
-    printf("routers:\n");
-    for (const variant *v = variants; v->name != NULL; v++) print_wrapped(v->name, v->about);
-    for (const moe_preset *p = moe_presets(); p->name != NULL; p++)
-        if (find_variant(p->name) != NULL && strcmp(find_variant(p->name)->about, p->formula) == 0) print_wrapped(p->name, p->formula);
+    printf("routers, besides the presets of moe_presets (examples/routers.c lists them):\n");
+    for (const variant *v = variants; v->name != NULL; v++) print_about(v->name, v->about);
     printf("studies, for --ablate:\n");
-    for (int i = 0; i < N_STUDIES; i++) print_wrapped(studies[i].name, studies[i].about);
+    for (int i = 0; i < N_STUDIES; i++) print_about(studies[i].name, studies[i].about);
     printf("claims, for --claim:\n");
-    for (int i = 0; i < N_PAPERS; i++) print_wrapped(papers[i].name, papers[i].text);
-    printf("what a row of --csv holds:\n");
-    for (int m = 0; m < N_METRICS; m++) print_wrapped(metrics[m].name, metrics[m].about);
+    print_claim_names();
+    printf("a row of --csv:\n");
+    for (int m = 0; m < N_METRICS; m++) print_about(metrics[m].name, metrics[m].about);
+}
+
+static void take_seeds(int n) {
+    for (n_seeds = 0; n_seeds < n; n_seeds++) seeds[n_seeds] = n_seeds + 1;
 }
 
 static int read_seeds(const char *text) {
-    char *end;
     int is_list = strchr(text, ',') != NULL;
-    n_seeds = 0;
-    while (*text != '\0' && n_seeds < MAX_SEEDS) {
+    char *end;
+    for (n_seeds = 0; *text != '\0' && n_seeds < MAX_SEEDS; text = end + (*end == ',')) {
         long seed = strtol(text, &end, 10);
-        if (end == text || (*end != '\0' && *end != ',') || seed < 0 || seed > 1000000000) return complain("--seeds: not a number, or a list like 1,2,3");
-        seeds[n_seeds++] = (int)seed, text = end + (*end == ',');
+        if (end == text || (*end != '\0' && *end != ',') || seed < 0 || seed > 1000000000) return 1;
+        seeds[n_seeds++] = (int)seed;
     }
-    if (!is_list) {
-        if (n_seeds != 1 || seeds[0] < 1 || seeds[0] > MAX_SEEDS) return complain("--seeds goes from 1 to 100");
-        for (n_seeds = seeds[0]; seeds[0] > 0; seeds[0]--) seeds[seeds[0] - 1] = seeds[0];
-        for (int i = 0; i < n_seeds; i++) seeds[i] = i + 1;
-    }
+    if (is_list) return *text != '\0';
+    if (n_seeds != 1 || seeds[0] < 1 || seeds[0] > MAX_SEEDS) return 1;
+    take_seeds(seeds[0]);
     return 0;
 }
 
@@ -1305,9 +1417,10 @@ static int read_options(int count, char **words) {
         const char *name;
         int *flag;
         const char **text;
-    } plain[] = {{"--markdown", &table.markdown, NULL}, {"--sweep", &options.sweep, NULL}, {"--list", &options.list, NULL}, {"--check", &options.check, NULL},
-                 {"--routers", NULL, &options.routers}, {"--claim", NULL, &options.claim}, {"--ablate", NULL, &options.study},
-                 {"--csv", NULL, &csv_path}, {"--valid", NULL, &options.valid}, {"--test", NULL, &options.test}};
+    } plain[] = {{"--markdown", &table.markdown, NULL}, {"--sweep", &options.sweep, NULL},  {"--list", &options.list, NULL},
+                 {"--claims", &options.claims, NULL},   {"--check", &options.check, NULL},  {"--routers", NULL, &options.routers},
+                 {"--claim", NULL, &options.claim},     {"--ablate", NULL, &options.study}, {"--csv", NULL, &csv_path},
+                 {"--valid", NULL, &options.valid},     {"--test", NULL, &options.test}};
     for (int i = 1, used; i < count; i += 1 + used) {
         const char *word = words[i], *value = i + 1 < count ? words[i + 1] : "";
         size_t p = 0;
@@ -1327,7 +1440,8 @@ static int read_options(int count, char **words) {
         if (read < 0) return fprintf(stderr, "compare: %s: no such option; -h explains\n", word), 1;
         if (read > 0) return fprintf(stderr, "compare: %s: its value is missing or no good; -h explains\n", word), 1;
     }
-    if ((options.claim != NULL) + (options.study != NULL) + options.sweep > 1) return complain("--claim, --ablate and --sweep go one at a time");
+    if ((options.claim != NULL) + (options.study != NULL) + options.sweep > 1)
+        return complain("--claim, --ablate and --sweep go one at a time");
     return 0;
 }
 
@@ -1349,22 +1463,24 @@ static int add_asked(void) {
 }
 
 static void print_all(void) {
-    printf("%d bytes or words of training text; %d layers of width %d, context %d, batch %d, %d experts; %d steps\n\n", (int)data.train.n, int_of(&options.s, LAYERS),
-           int_of(&options.s, WIDTH), int_of(&options.s, CONTEXT), int_of(&options.s, BATCH), int_of(&options.s, EXPERTS), int_of(&options.s, STEPS));
+    printf("%d bytes or words of training text; %d layers of width %d, context %d, batch %d, %d experts; %d steps\n\n", (int)data.train.n,
+           int_of(&options.s, LAYERS), int_of(&options.s, WIDTH), int_of(&options.s, CONTEXT), int_of(&options.s, BATCH),
+           int_of(&options.s, EXPERTS), int_of(&options.s, STEPS));
     if (options.sweep) {
         print_sweep(&options.s);
         return;
     }
     print_predictions();
     print_routing();
-    print_off_diagonal();
+    print_notes();
     if (options.claim != NULL) print_claims(options.claim);
 }
 
 static int perform(void) {
     moe_error error;
     int ran, failed;
-    if (read_data(options.train, options.n_train, options.valid, options.test, &options.s, &error) != MOE_OK) return complain(error.message);
+    if (read_data(options.train, options.n_train, options.valid, options.test, &options.s, &error) != MOE_OK)
+        return complain(error.message);
     if (add_asked() || check_entries() || read_csv()) return 1;
     failed = run_entries(&ran);
     print_all();
@@ -1372,7 +1488,7 @@ static int perform(void) {
     return fflush(stdout) == 0 && !ferror(stdout) ? failed : complain("the output could not be written");
 }
 
-/* ---- compare --check --------------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- compare --check ----------------------------------------------------------------------------------------------------------------- */
 
 static int n_passed, n_failed;
 
@@ -1402,16 +1518,18 @@ static void check_statistics(void) {
     near(with_margin.p, student_p((7.0 / 3 - 2.5) / 0.881917103688, 2), "p against a margin");
     check(estimate_of(same, 2, 0).p == 0 && estimate_of(same, 2, 2).p == 1, "p without variance");
     holm(p, 5);
-    near(p[0], 0.04, "Holm, the least"), near(p[3], 0.09, "Holm, the second"), near(p[1], 0.09, "Holm, not below the second"), near(p[4], 0.9, "Holm, the largest");
+    near(p[0], 0.04, "Holm, the least"), near(p[3], 0.09, "Holm, the second"), near(p[1], 0.09, "Holm, not below the second"),
+        near(p[4], 0.9, "Holm, the largest");
     check(isnan(p[2]), "Holm leaves out what is not judged");
     near(reach("10:3 20:2 30:1 ", 1.5), 25, "steps to reach a loss"), near(reach("10:3 20:2 ", 3.5), 10, "reached at the first evaluation");
     check(isnan(reach("10:3 20:2 ", 1)), "a loss that is never reached");
     check(strcmp(verdict(&c, e, 0.01, 1), "opposite") == 0, "verdict: opposite");
     c.sign = 1;
-    check(strcmp(verdict(&c, e, 0.01, 1), "reproduced") == 0 && strncmp(verdict(&c, e, 0.06, 1), "undecided", 9) == 0, "verdict: reproduced, undecided");
-    check(strncmp(verdict(&c, e, 0.01, 0), "none", 4) == 0, "no verdict for a router that sees later tokens");
+    check(strcmp(verdict(&c, e, 0.01, 1), "reproduced") == 0 && strncmp(verdict(&c, e, 0.06, 1), "undecided", 9) == 0,
+          "verdict: reproduced, undecided");
+    check(strcmp(verdict(&c, e, 0.01, 0), "later tokens") == 0, "no verdict for a router that sees later tokens");
     e.n = 2;
-    check(strncmp(verdict(&c, e, 0.01, 1), "none", 4) == 0, "no verdict from two seeds");
+    check(strcmp(verdict(&c, e, 0.01, 1), "too few seeds") == 0, "no verdict from two seeds");
 }
 
 static void check_saved(void) {
@@ -1419,7 +1537,8 @@ static void check_saved(void) {
     memset(&fast, 0, sizeof fast), memset(&slow, 0, sizeof slow);
     strcpy(fast.curve, "10:3 20:2 30:1 "), strcpy(slow.curve, "10:4 20:3 30:2 ");
     fast.value[FINAL] = 1, slow.value[FINAL] = 2;
-    near(steps_saved(&fast, &slow), 10, "steps saved"), near(steps_saved(&slow, &fast), -10, "steps lost"), near(steps_saved(&fast, &fast), 0, "no steps saved");
+    near(steps_saved(&fast, &slow), 10, "steps saved"), near(steps_saved(&slow, &fast), -10, "steps lost"),
+        near(steps_saved(&fast, &fast), 0, "no steps saved");
 }
 
 static void check_tables(void) {
@@ -1436,11 +1555,32 @@ static void check_tables(void) {
         if (good) moe_net_free(&net);
         else printf("  %s\n", error.message);
     }
-    for (int i = 0; i < N_CLAIMS; i++) check(find_variant(claims[i].treatment) != NULL && find_variant(claims[i].baseline) != NULL, claims[i].treatment);
+    for (int i = 0; i < N_CLAIMS; i++)
+        check(find_variant(claims[i].treatment) != NULL && find_variant(claims[i].baseline) != NULL, claims[i].treatment);
     for (int i = 0; i < N_STUDIES; i++) {
         n_entries = 0;
         check(add_entries(&options.s, studies[i].routers) == 0, studies[i].name);
     }
+}
+
+static size_t parameters_of(const char *name) {
+    entry e = {.s = options.s, .v = find_variant(name)};
+    moe_net net = {0};
+    size_t n = build(&e, 1, &net, NULL) == MOE_OK ? moe_net_parameters(&net, NULL) : 0;
+    moe_net_free(&net);
+    return n;
+}
+
+static void check_measures(void) {
+    static const moe_real u[] = {1, 0, 0, 0, 0, 0};
+    moe_router_config c = {.d_model = 2, .refine = MOE_REFINE_SIMILARITY, .causal = 1, .similarity_tau = 1};
+    moe_routing r = {.n_tokens = 3, .u = u};
+    double aoe = (double)parameters_of("aoe"), smoe = (double)parameters_of("smoe");
+    near(off_diagonal(&c, &r, 3), (0 + 1.0 / 2 + 2.0 / 3) / 3, "mass off the diagonal of even rows");
+    near(off_diagonal(&c, &r, 1), 0, "mass off the diagonal of single tokens");
+    r.n_tokens = 1, c.causal = 0;
+    check(isnan(off_diagonal(&c, &r, 1)), "no causal matrix, no mass");
+    check(smoe > 0 && fabs(aoe - smoe) < 0.03 * smoe, "autonomy of experts has as many parameters as smoe");
 }
 
 static void check_contamination(void) {
@@ -1488,9 +1628,11 @@ static void check_file(void) {
     after = rows[3];
     before.value[MS] = after.value[MS] = 0;
     check(before.seed == after.seed && strcmp(before.router, after.router) == 0 && strcmp(before.curve, after.curve) == 0 &&
-              fabs(before.value[CONTAMINATED] - after.value[CONTAMINATED]) < 1e-8, "with the same result");
+              fabs(before.value[CONTAMINATED] - after.value[CONTAMINATED]) < 1e-8,
+          "with the same result");
     check(run_from_file() == 0, "and stands in the file");
-    check(before.causal && before.value[LOSS] < log(256.0) && before.value[FLUCTUATION] >= 0 && before.value[SERVED] >= 1, "a row makes sense");
+    check(before.causal && before.value[LOSS] < log(256.0) && before.value[FLUCTUATION] >= 0 && before.value[SERVED] >= 1,
+          "a row makes sense");
     runs = n_rows;
     entries[0].s.value[STEPS]++, make_key(&entries[0]);
     check(run_from_file() == 2 && n_rows == runs + 2, "other settings are other rows");
@@ -1503,15 +1645,16 @@ static int check_all(void) {
     static const struct {
         int setting;
         double value;
-    } small[] = {{WIDTH, 16}, {CONTEXT, 16}, {BATCH, 4}, {EXPERTS, 4}, {D_FF, 16}, {STEPS, 12}, {EVALUATIONS, 4}, {HELD, 1024}, {RATE, 0.005}};
+    } small[] = {{WIDTH, 16}, {CONTEXT, 16},    {BATCH, 4},   {EXPERTS, 4}, {D_FF, 16},
+                 {STEPS, 12}, {EVALUATIONS, 4}, {HELD, 1024}, {RATE, 0.005}};
     moe_error error;
     csv_path = name, quiet = 1;
     for (size_t i = 0; i < sizeof small / sizeof small[0]; i++) options.s.value[small[i].setting] = small[i].value;
     check_statistics(), check_saved();
     if (read_data(options.train, options.n_train, NULL, NULL, &options.s, &error) != MOE_OK) return complain(error.message);
-    check_contamination(), check_tables();
+    check_contamination(), check_measures(), check_tables();
     remove(name);
-    n_entries = 0, read_seeds("2");
+    n_entries = 0, take_seeds(2);
     if (add_entries(&options.s, "smoe,acmoe_running") || check_entries()) n_failed++;
     else check_file();
     remove(name);
@@ -1523,8 +1666,9 @@ int main(int count, char **words) {
     int failed;
     usual_settings();
     if (read_options(count, words)) return 1;
-    if (n_seeds == 0) read_seeds(options.claim != NULL ? "5" : "3");
+    if (n_seeds == 0) take_seeds(options.claim != NULL ? CLAIM_SEEDS : TABLE_SEEDS);
     if (options.list) return print_list(), 0;
+    if (options.claims) return print_claim_names(), 0;
     signal(SIGINT, stop), signal(SIGTERM, stop);
     failed = options.check ? check_all() : perform();
     free(rows), free_data();

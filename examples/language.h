@@ -1,8 +1,9 @@
-/* What the examples that train language models share: texts as token ids, a net from a few numbers, batches, losses. Include it behind moe.h.
+/* What the examples that train language models share: texts as token ids, a net from a few numbers, batches, losses.
+   Include it behind moe.h.
 
-   A text is a row of token ids: bytes, or words between white space. language_learn takes the vocabulary from training text; other texts are
-   read with it. The net is embedding, layers of [rms_norm, attention, residual, rms_norm, mixture, residual], rms_norm, linear. Everything that can
-   fail returns a moe_status and fills error. */
+   A text is a row of token ids: bytes, or words between white space. language_learn takes the vocabulary from training text;
+   other texts are read with it. The net is embedding, layers of [rms_norm, attention, residual, rms_norm, mixture, residual],
+   rms_norm, linear. What can fail returns a moe_status and fills error. */
 #ifndef LANGUAGE_H
 #define LANGUAGE_H
 
@@ -23,7 +24,7 @@ static inline moe_status language_error(moe_error *error, moe_status status, con
 
 static inline moe_status language_no_memory(moe_error *error) { return language_error(error, MOE_ERR_MEMORY, "out of memory"); }
 
-/* ---- texts ------------------------------------------------------------------------------------------------------------------------- */
+/* ---- texts --------------------------------------------------------------------------------------------------------------------------- */
 
 typedef struct language_word {
     const char *text; /* points into what the vocabulary was learned from; not terminated */
@@ -58,7 +59,8 @@ static inline moe_status language_read(const char *const *paths, size_t n, moe_b
 }
 
 /* Deals text out in stretches, cut at white space: of each of `parts` parts the last `share` goes to held, the rest to train. */
-static inline moe_status language_split(const moe_buffer *text, size_t parts, double share, moe_buffer *train, moe_buffer *held, moe_error *error) {
+static inline moe_status language_split(const moe_buffer *text, size_t parts, double share, moe_buffer *train, moe_buffer *held,
+                                        moe_error *error) {
     moe_stream to[2] = {moe_buffer_stream(train), moe_buffer_stream(held)};
     size_t from = 0;
     for (size_t i = 0; i < 2 * parts; i++) {
@@ -135,7 +137,7 @@ static inline moe_status language_encode(const language *l, const moe_buffer *te
     return MOE_OK;
 }
 
-/* ---- batches: sequences of `context` ids, one after another, and the id that follows each ---------------------------------------------- */
+/* ---- batches: sequences of `context` ids, one after another, and the id that follows each -------------------------------------------- */
 
 static inline void language_sequence(const language_text *text, size_t from, size_t context, int32_t *ids, int32_t *labels) {
     memcpy(ids, text->ids + from, context * sizeof *ids);
@@ -155,7 +157,7 @@ static inline size_t language_spread(const language_text *text, size_t most, siz
     return n;
 }
 
-/* ---- nets -------------------------------------------------------------------------------------------------------------------------- */
+/* ---- nets ---------------------------------------------------------------------------------------------------------------------------- */
 
 enum { LANGUAGE_MODULES = 6 /* of a layer */, LANGUAGE_MIXTURE = 5 /* the first layer's mixture among the net's modules */ };
 
@@ -177,7 +179,8 @@ static inline moe_status language_experts(moe_net *net, const moe_layer_config *
 }
 
 /* Makes and builds *net, layer l with the experts of experts[l]. */
-static inline moe_status language_net(moe_net *net, const language_shape *shape, const moe_layer_config *experts, uint64_t seed, moe_error *error) {
+static inline moe_status language_net(moe_net *net, const language_shape *shape, const moe_layer_config *experts, uint64_t seed,
+                                      moe_error *error) {
     moe_attention_config attention;
     moe_status status;
     memset(&attention, 0, sizeof attention);
@@ -198,7 +201,7 @@ static inline moe_status language_net(moe_net *net, const language_shape *shape,
     return status;
 }
 
-/* ---- running a net over sequences ------------------------------------------------------------------------------------------------------ */
+/* ---- running a net over sequences ---------------------------------------------------------------------------------------------------- */
 
 /* -log softmax(logits)[label] */
 static inline double language_loss(size_t vocabulary, const moe_real *logits, int32_t label) {
@@ -209,7 +212,7 @@ static inline double language_loss(size_t vocabulary, const moe_real *logits, in
     return log(sum) + (double)(most - logits[label]);
 }
 
-/* Runs sequences of ids, `together` of them in a call; after each call each(ctx, pass, first), first the place in ids where the call began. */
+/* Runs sequences of ids, `together` of them in a call. After each call: each(ctx, pass, first), first the place in ids where it began. */
 static inline moe_status language_run(const moe_net *net, const int32_t *ids, size_t sequences, size_t context, size_t together,
                                       moe_status (*each)(void *ctx, const moe_net_pass *pass, size_t first), void *ctx, moe_error *error) {
     int32_t *offsets = (int32_t *)malloc((together + 1) * sizeof *offsets);

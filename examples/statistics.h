@@ -1,8 +1,8 @@
 /* statistics.h - paired comparisons for the examples: Student's t, intervals, equivalence, Holm's correction. Plain C99, needs <math.h>.
 
    Two methods run with the same seeds; d_i is the difference that seed i shows. statistics_paired gives mean and 95 % interval of d and the
-   two-sided p-value of "the mean is 0"; statistics_equivalence the p-value of "the mean is not within +-margin"; statistics_holm corrects the
-   p-values of several claims that are judged together, so that any false one among them has 5 % chance at most. */
+   two-sided p-value of "the mean is 0"; statistics_equivalence the p-value of "the mean is not within +-margin"; statistics_holm corrects
+   the p-values of several claims that are judged together: the chance that any of them is accepted wrongly is then 5 % at most. */
 #ifndef STATISTICS_H
 #define STATISTICS_H
 
@@ -26,7 +26,8 @@ static inline double statistics_beta_fraction(double a, double b, double x) {
     d = 1 / (fabs(d) < tiny ? tiny : d);
     value = d;
     for (m = 1; m <= 10000; m++) {
-        double even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)), odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)), before = value;
+        double even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)), before = value;
+        double odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1));
         d = 1 + even * d, c = 1 + even / c;
         d = 1 / (fabs(d) < tiny ? tiny : d), c = fabs(c) < tiny ? tiny : c;
         value *= c * d;
@@ -80,8 +81,8 @@ static inline statistics_result statistics_paired(size_t n, const double *a, con
     return r;
 }
 
-/* The p-value against equivalence, by two one-sided tests: below 0.05 exactly when the 95 % interval lies within +-margin. (Usual is the 90 % interval;
-   this is stricter, and says the same as the interval that is shown.) */
+/* The p-value against equivalence, by two one-sided tests: below 0.05 exactly when the 95 % interval lies within +-margin. (Usual is the
+   90 % interval; this is stricter, and says the same as the interval that is shown.) */
 static inline double statistics_equivalence(const statistics_result *r, double margin) {
     double room = margin - fabs(r->mean), p;
     if (r->n < 2) return 1;
@@ -90,8 +91,8 @@ static inline double statistics_equivalence(const statistics_result *r, double m
     return room > 0 ? p : 1;
 }
 
-/* adjusted [m] receives Holm's step-down p-values of p [m]: in ascending order the i-th, from 0, is multiplied by m - i, none falls below the one before, none
-   exceeds 1 (Holm 1979, A simple sequentially rejective multiple test procedure). adjusted must not be p. */
+/* adjusted [m] receives Holm's step-down p-values of p [m]: in ascending order the i-th, from 0, is multiplied by m - i, none falls below
+   the one before, none exceeds 1 (Holm 1979, A simple sequentially rejective multiple test procedure). adjusted must not be p. */
 static inline void statistics_holm(size_t m, const double *p, double *adjusted) {
     size_t i, j;
     for (i = 0; i < m; i++) {

@@ -1,5 +1,5 @@
-/* What the examples that judge experiments share: t-intervals and tests for means of few runs, tables. Include it behind language.h, or the standard headers
-   that it names. A number that is not there is NONE. */
+/* What the examples that judge experiments share: means of few runs with t-intervals and tests, tables. A number that is not
+   there is NONE. */
 #ifndef STUDY_H
 #define STUDY_H
 
@@ -11,7 +11,7 @@
 #define LEVEL 0.05         /* intervals cover 95 %, verdicts have p below 5 % */
 #define NONE ((double)NAN) /* a number that is not there */
 
-enum { COLUMNS = 14, CELL = 48, TABLE_ROWS = 300 };
+enum { COLUMNS = 14, CELL = 160, TABLE_ROWS = 300 };
 
 /* ---- statistics ---------------------------------------------------------------------------------------------------------------------- */
 
@@ -25,7 +25,8 @@ static inline double incomplete_beta(double a, double b, double x) {
     d = 1 - (a + b) * x / (a + 1);
     d = 1 / (fabs(d) < tiny ? tiny : d), f = d;
     for (int i = 1; i < 500; i++) {
-        double m = i, even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)), odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1));
+        double m = i, even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+               odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1));
         d = 1 + even * d, c = 1 + even / c;
         d = 1 / (fabs(d) < tiny ? tiny : d), c = fabs(c) < tiny ? tiny : c, f *= d * c;
         d = 1 + odd * d, c = 1 + odd / c;
@@ -87,18 +88,19 @@ static inline void holm(double *p, int n) {
 
 static struct {
     char cell[TABLE_ROWS][COLUMNS][CELL];
-    int n_rows, n_columns, left; /* left: so many columns stand at the left */
-    int markdown;                /* 1: for a README */
+    int n_cells[TABLE_ROWS]; /* of a row; a single one is a heading across the table */
+    int n_rows, left;        /* left: so many columns stand at the left */
+    int markdown;            /* 1: for a README */
 } table;
 
-static inline void table_new(int left) { table.n_rows = table.n_columns = 0, table.left = left; }
+static inline void table_new(int left) { table.n_rows = 0, table.left = left; }
 
-static inline void table_row(void) { table.n_columns = 0, table.n_rows++; }
+static inline void table_row(void) { table.n_cells[table.n_rows++] = 0; }
 
 static inline void table_put(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(table.cell[table.n_rows - 1][table.n_columns++], CELL, format, arguments);
+    vsnprintf(table.cell[table.n_rows - 1][table.n_cells[table.n_rows - 1]++], CELL, format, arguments);
     va_end(arguments);
 }
 
@@ -121,18 +123,28 @@ static inline void table_heads(const char *names) {
     }
 }
 
-/* Columns as wide as they must be, two spaces between them; or a table in Markdown. */
+static inline void table_print_row(int row, int columns, const int *width) {
+    const char *open = table.markdown ? "| " : "", *next = table.markdown ? " | " : "  ", *close = table.markdown ? " |" : "";
+    int heading = table.n_cells[row] == 1;
+    for (int c = 0; c < columns; c++) {
+        int pad = table.markdown || heading || (c < table.left && c + 1 == columns) ? 0 : width[c];
+        if (heading && c > 0 && !table.markdown) break;
+        printf("%s%*s", c > 0 ? next : open, c < table.left ? -pad : pad, c < table.n_cells[row] ? table.cell[row][c] : "");
+    }
+    printf("%s\n", close);
+}
+
+/* Columns as wide as they must be, two spaces between them; or a table in Markdown. The first row holds the columns' names. */
 static inline void table_print(void) {
-    int width[COLUMNS] = {0};
+    int width[COLUMNS] = {0}, columns = table.n_cells[0];
     for (int i = 0; i < table.n_rows; i++)
-        for (int c = 0; c < table.n_columns; c++) width[c] = (int)fmax(width[c], (double)strlen(table.cell[i][c]));
+        for (int c = 0; c < columns && table.n_cells[i] > 1; c++)
+            if ((int)strlen(table.cell[i][c]) > width[c]) width[c] = (int)strlen(table.cell[i][c]);
     for (int i = 0; i < table.n_rows; i++) {
-        for (int c = 0; c < table.n_columns; c++) {
-            int pad = table.markdown || (c < table.left && c + 1 == table.n_columns) ? 0 : width[c];
-            printf("%s%*s", table.markdown ? c > 0 ? " | " : "| " : c > 0 ? "  " : "", c < table.left ? -pad : pad, table.cell[i][c]);
-        }
-        printf(table.markdown ? " |\n" : "\n");
-        for (int c = 0; i == 0 && table.markdown && c < table.n_columns; c++) printf("|---%s%s", c < table.left ? "" : ":", c + 1 == table.n_columns ? "|\n" : "");
+        if (i > 0 && table.n_cells[i] == 1 && !table.markdown) printf("\n");
+        table_print_row(i, columns, width);
+        for (int c = 0; i == 0 && table.markdown && c < columns; c++)
+            printf("|---%s%s", c < table.left ? "" : ":", c + 1 == columns ? "|\n" : "");
     }
     printf("\n");
 }

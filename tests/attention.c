@@ -572,33 +572,37 @@ static void test_feed_forward(int kernels) {
             }
 }
 
-/* A whole small language model, module by module. */
+/* A whole small language model, module by module; its two attentions turn by angles of their own. */
 static void test_language_model(int kernels, int trials) {
-    int trial;
+    int trial, k;
     for (trial = 0; trial < trials; trial++) {
         size_t n = draw_length(), h = 1 + (size_t)below(3), w = 2 * (1 + (size_t)below(3)), d = h * w, v = 5 + (size_t)below(20);
         tokens *t = draw_tokens(n, d, (int)v, draw_with());
-        moe_attention_config c;
+        moe_attention_config c[2];
         moe_layer_config f;
         double *x, *y;
         moe_net net;
         say("language model, kernels %s, %d tokens, d %d", moe_kernels_name(kernels), (int)n, (int)d);
-        memset(&c, 0, sizeof c), memset(&f, 0, sizeof f);
-        c.heads = (int)h, c.full = chance(30), c.rotary = chance(50), c.rotary_base = (moe_real)(c.rotary ? 100 : 0);
+        memset(c, 0, sizeof c), memset(&f, 0, sizeof f);
         f.d_ff = 7;
         moe_net_init(&net, 0, kernels, NULL);
         moe_net_embedding(&net, (int)v, (int)d), moe_net_positions(&net, MOST_TOKENS);
-        moe_net_rms_norm(&net), moe_net_attention(&net, &c), moe_net_dropout(&net, (moe_real)0.5), moe_net_residual(&net, 3);
+        for (k = 0; k < 2; k++) {
+            c[k].heads = (int)h, c[k].full = chance(30), c[k].rotary = chance(70), c[k].rotary_base = (moe_real)(c[k].rotary ? 100 * (1 + below(2)) : 0);
+            moe_net_rms_norm(&net), moe_net_attention(&net, &c[k]), moe_net_dropout(&net, (moe_real)0.5), moe_net_residual(&net, 3);
+            c[k].d_head = (int)w;
+        }
         moe_net_layer_norm(&net), moe_net_feed_forward(&net, &f), moe_net_residual(&net, 2);
         moe_net_rms_norm(&net), moe_net_tied(&net);
         if (built(&net, 0)) {
             x = ref_positions(&t->call, d, ref_embedding(n, d, t->ids, weights(&net, 0, "weight")), weights(&net, 1, "weight"));
-            c.d_head = (int)w;
-            y = ref_attention(&net, 3, &c, &t->call, ref_rms_norm(n, d, x, weights(&net, 2, "weight"))).y;
-            x = ref_sum(x, y, n * d);
-            y = ref_expert(&net, 7, &f, n, d, ref_layer_norm(n, d, x, weights(&net, 6, "weight"), weights(&net, 6, "bias")));
-            x = ref_rms_norm(n, d, ref_sum(x, y, n * d), weights(&net, 9, "weight"));
-            CHECK_NEAR(outputs(&net, &t->call), ref_affine(n, v, d, x, weights(&net, 0, "weight"), weights(&net, 10, "bias")), n * v, "logits");
+            for (k = 0; k < 2; k++) {
+                size_t norm = 2 + 4 * (size_t)k;
+                x = ref_sum(x, ref_attention(&net, norm + 1, &c[k], &t->call, ref_rms_norm(n, d, x, weights(&net, norm, "weight"))).y, n * d);
+            }
+            y = ref_expert(&net, 11, &f, n, d, ref_layer_norm(n, d, x, weights(&net, 10, "weight"), weights(&net, 10, "bias")));
+            x = ref_rms_norm(n, d, ref_sum(x, y, n * d), weights(&net, 13, "weight"));
+            CHECK_NEAR(outputs(&net, &t->call), ref_affine(n, v, d, x, weights(&net, 0, "weight"), weights(&net, 14, "bias")), n * v, "logits");
         }
         moe_net_free(&net);
         tidy(0);
@@ -616,6 +620,39 @@ static void test_modules(void) {
         test_language_model(kernels, 40);
     }
     test_attention_defaults();
+}
+
+/* ---- padding ------------------------------------------------------------------------------------------------------------------ */
+
+/* Whatever stands in the rows of padding, attention passes none of it on, forward or backward. */
+static void test_padding(void) {
+    int trial, k;
+    for (trial = 0; trial < 20; trial++) {
+        size_t n = 1 + (size_t)below(FEW_TOKENS), d = 1 + (size_t)below(8), i, g;
+        moe_attention_config c = draw_attention();
+        tokens *t = draw_tokens(n, d, 0, WITH_MASK | (chance(50) ? WITH_SEQUENCES : 0));
+        moe_real *dy = normals(n * d, 1.0), *dx[2], *gradients[2][4];
+        moe_net net;
+        say("padding, %d tokens, d %d, full %d, rotary %d", (int)n, (int)d, c.full, c.rotary);
+        moe_net_init(&net, (int)d, 0, NULL);
+        moe_net_attention(&net, &c);
+        if (!built(&net, 1)) return;
+        t->call.training = 1;
+        for (k = 0; k < 2; k++) {
+            moe_net_pass pass;
+            for (i = 0; i < n * d; i++)
+                if (!t->mask[i / d]) t->x[i] = k ? (moe_real)NAN : 0;
+            dx[k] = reals(n * d);
+            moe_net_zero_gradients(&net);
+            if (!CHECK_STATUS(forward(&net, &t->call, &pass), MOE_OK, "forward")) return;
+            CHECK_STATUS(moe_net_backward(&net, &pass, dy, dx[k]), MOE_OK, "backward");
+            for (g = 0; g < 4; g++) gradients[k][g] = copied(net.tensors[g].gradient, net.tensors[g].count);
+        }
+        CHECK(same_reals(dx[0], dx[1], n * d), "dx");
+        for (g = 0; g < 4; g++) CHECK(same_reals(gradients[0][g], gradients[1][g], net.tensors[g].count), net.tensors[g].name);
+        moe_net_free(&net);
+        tidy(0);
+    }
 }
 
 /* ---- dropout ------------------------------------------------------------------------------------------------------------------ */
@@ -1382,6 +1419,40 @@ static void check_not_decoding(const moe_net *net, const char *words) {
     CHECK(same_bits(&cache, &untouched, sizeof cache), "the cache is untouched");
 }
 
+/* keep = 1 changes no bits, and more tokens never take less memory. */
+static void check_sizes(const moe_net *net) {
+    tokens *t = draw_tokens(30, 0, WORDS, draw_with());
+    const moe_real *y = outputs(net, &t->call);
+    size_t n, last[3] = {0, 0, 0}, now[3] = {0, 0, 0}, k, less = 0;
+    t->call.keep = 1;
+    CHECK(same_reals(y, outputs(net, &t->call), 30 * WORDS), "keep changes no bits");
+    for (n = 0; n < 140; n++) {
+        int good = moe_net_work_size(net, n, 0, &now[0]) == MOE_OK && moe_net_work_size(net, n, 1, &now[1]) == MOE_OK;
+        if (moe_net_check_decoding(net, NULL) == MOE_OK) good = good && moe_net_decode_work_size(net, 140, n, &now[2]) == MOE_OK;
+        for (k = 0; k < 3; k++) less += !good || now[k] < last[k], last[k] = now[k];
+    }
+    CHECK(less == 0, "more tokens, no less memory");
+}
+
+/* The pass of decoding tells who took the tokens, as that of forward does. */
+static void check_decoded_routing(const moe_net *net, const tokens *t) {
+    const size_t at = last_mixture(net), n = t->n;
+    moe_net_pass pass, last;
+    moe_cache cache = cache_of(net, n);
+    moe_call call = part_of(&t->call, n - 1, n);
+    const moe_routing *all, *one;
+    size_t bytes = 0;
+    moe_real *y = reals(n * (size_t)net->d_out);
+    decode_rows(net, &cache, t, 0, n - 1, AT_ONCE, y);
+    CHECK_STATUS(moe_net_decode_work_size(net, n, 1, &bytes), MOE_OK, "work size");
+    if (!CHECK_STATUS(moe_net_decode(net, &cache, &call, grab(bytes, 1), bytes, &last), MOE_OK, "decode")) return;
+    if (!CHECK_STATUS(forward(net, &t->call, &pass), MOE_OK, "forward")) return;
+    all = moe_net_routing(net, &pass, at), one = moe_net_routing(net, &last, at);
+    CHECK(one->n_tokens == 1 && last.n_tokens == 1 && one->n_choices[0] == all->n_choices[n - 1], "one token's choices");
+    CHECK(same_bits(one->choices, all->choices + (n - 1) * all->max_choices, (size_t)one->n_choices[0] * sizeof(int32_t)), "are those of forward");
+    CHECK(moe_net_routing(net, &last, at - 1) == NULL, "only mixtures have a routing");
+}
+
 static void test_models(int kernels) {
     size_t i, accepted = 0, refused = 0;
     model m;
@@ -1394,12 +1465,14 @@ static void test_models(int kernels) {
                 accepted++;
                 for (trial = 0; trial < 3; trial++) check_causal(&net);
                 check_decoded(&net, draw_tokens((size_t)(20 + below(20)), 0, WORDS, 0));
+                check_decoded_routing(&net, draw_tokens((size_t)(1 + below(20)), 0, WORDS, 0));
                 if (i % 4 == 0) check_decoded(&net, draw_tokens(MOST_TOKENS, 0, WORDS, 0));
                 check_rewound(&net, draw_tokens((size_t)(1 + below(20)), 0, WORDS, 0));
             } else {
                 refused++;
                 check_not_decoding(&net, "module |(mixture)|cannot decode");
             }
+            check_sizes(&net);
         }
         moe_net_free(&net);
         tidy(0);
@@ -1407,6 +1480,134 @@ static void test_models(int kernels) {
     say("all models");
     CHECK(accepted >= 40 && refused >= 10, "many decode, some do not");
     if (verbose) printf("note: kernels %s: %d models decode, %d do not\n", moe_kernels_name(kernels), (int)accepted, (int)refused);
+}
+
+static moe_buffer written(const moe_net *net) {
+    moe_buffer b;
+    moe_stream s;
+    memset(&b, 0, sizeof b);
+    s = moe_buffer_stream(&b);
+    CHECK_STATUS(moe_net_write(net, &s, NULL), MOE_OK, "write");
+    return b;
+}
+
+/* ---- threads, memory, counts -------------------------------------------------------------------------------------------------- */
+
+/* Tasks one after another, the last first. */
+static void run_backwards(void *ctx, void (*task)(void *work, int index), void *work, int count) {
+    ++*(int *)ctx;
+    while (count-- > 0) task(work, count);
+}
+
+static void test_threads(void) {
+    int runs = 0;
+    moe_parallel parallel;
+    moe_net net;
+    model m;
+    tokens *t = draw_tokens(60, 0, WORDS, WITH_SEQUENCES);
+    const moe_real *y;
+    say("threads");
+    parallel.ctx = &runs, parallel.threads = 3, parallel.always = 1, parallel.run = run_backwards;
+    get_model(0, 0, &m);
+    moe_net_init(&net, 0, 0, NULL);
+    add_model(&net, &m, ROTARY);
+    moe_net_feed_forward(&net, NULL);
+    if (built(&net, 0)) {
+        y = outputs(&net, &t->call);
+        t->call.parallel = &parallel;
+        CHECK(same_reals(y, outputs(&net, &t->call), 60 * WORDS), "any number of threads gives the same bits");
+#ifndef _OPENMP
+        CHECK(runs > 0, "they were asked");
+#endif
+    }
+    moe_net_free(&net);
+    tidy(0);
+}
+
+static void test_parameters(void) {
+    moe_net net;
+    size_t used = 0, all = 0, i;
+    say("parameters");
+    moe_net_init(&net, 0, 0, NULL);
+    moe_net_embedding(&net, 10, 8), moe_net_positions(&net, 20), add_attention(&net, 2, 3, 0, 0, 0), moe_net_rms_norm(&net);
+    add_set(&net, moe_net_feed_forward, "d_ff=5"), moe_net_tied(&net);
+    if (built(&net, 0)) {
+        for (i = 0; i < net.n_tensors; i++) all += net.tensors[i].count;
+        CHECK(all == 10 * 8 + 20 * 8 + 4 * 6 * 8 + 8 + 3 * 5 * 8 + 10, "all numbers");
+        CHECK(moe_net_parameters(&net, &used) == all, "are counted");
+        CHECK(used == 8 + 8 + 4 * 6 * 8 + 8 + 3 * 5 * 8 + 10 * 8 + 10, "a token uses a row of embedding and positions, and all rows for its logits");
+    }
+    moe_net_free(&net);
+}
+
+/* A heap that fails at a given call; every block begins with its size. */
+typedef struct heap {
+    long calls, fail_at, blocks;
+} heap;
+
+static void *heap_resize(void *ctx, void *block, size_t old_size, size_t new_size) {
+    heap *h = (heap *)ctx;
+    void *made;
+    if (new_size == 0) {
+        h->blocks -= block != NULL;
+        free(block);
+        return NULL;
+    }
+    if (++h->calls == h->fail_at) return NULL;
+    made = malloc(new_size);
+    if (made == NULL) return NULL;
+    if (block != NULL) memcpy(made, block, old_size < new_size ? old_size : new_size);
+    h->blocks += block == NULL;
+    free(block);
+    return made;
+}
+
+static moe_status add_all_kinds(moe_net *net) {
+    moe_net_embedding(net, WORDS, 6), moe_net_positions(net, FEW_TOKENS), add_attention(net, 3, 0, 0, 1, 0), moe_net_rms_norm(net);
+    moe_net_dropout(net, (moe_real)0.3), add_set(net, moe_net_feed_forward, "d_ff=5"), moe_net_residual(net, 2);
+    add_set(net, moe_net_mixture, "refine=attention attention_heads=all d_ff=4");
+    return moe_net_tied(net);
+}
+
+/* Each allocation fails once, in building and in reading. */
+static void test_no_memory(void) {
+    moe_net net, back;
+    moe_buffer file;
+    moe_allocator allocator;
+    heap h;
+    long at, failures = 0;
+    say("allocations that fail");
+    memset(&h, 0, sizeof h);
+    allocator.ctx = &h, allocator.resize = heap_resize;
+    for (at = 1; at < 100; at++) {
+        moe_status status;
+        h.calls = 0, h.fail_at = at;
+        moe_net_init(&net, 0, 0, &allocator);
+        add_all_kinds(&net);
+        status = moe_net_build(&net, 1, 1, NULL);
+        moe_net_free(&net);
+        CHECK(h.blocks == 0, "nothing leaks");
+        if (status == MOE_OK) break;
+        CHECK_STATUS(status, MOE_ERR_MEMORY, "no memory to build");
+        failures++;
+    }
+    CHECK(failures > 3 && at < 100, "allocations failed, then none");
+    moe_net_init(&net, 0, 0, NULL);
+    add_all_kinds(&net);
+    if (!built(&net, 1)) return;
+    file = written(&net);
+    for (at = 1; at < 200; at++) {
+        moe_status status;
+        h.calls = 0, h.fail_at = at;
+        status = moe_net_read(&back, file.data, file.size, 1, 0, &allocator, NULL);
+        if (status == MOE_OK) moe_net_free(&back);
+        CHECK(h.blocks == 0, "nothing leaks");
+        if (status == MOE_OK) break;
+        CHECK_STATUS(status, MOE_ERR_MEMORY, "no memory to read");
+    }
+    CHECK(at > 3 && at < 200, "allocations failed, then none");
+    moe_buffer_free(&file);
+    moe_net_free(&net);
 }
 
 /* ---- the edges of decoding ---------------------------------------------------------------------------------------------------- */
@@ -1543,15 +1744,6 @@ static void test_decoding(void) {
 }
 
 /* ---- files -------------------------------------------------------------------------------------------------------------------- */
-
-static moe_buffer written(const moe_net *net) {
-    moe_buffer b;
-    moe_stream s;
-    memset(&b, 0, sizeof b);
-    s = moe_buffer_stream(&b);
-    CHECK_STATUS(moe_net_write(net, &s, NULL), MOE_OK, "write");
-    return b;
-}
 
 /* What is read has the same tensors, the same settings and the same results, in training too. */
 static void check_file(const moe_net *net, tokens *t) {
@@ -1827,6 +2019,7 @@ static void check_gradients(moe_net *net, tokens *t, size_t from, const char *wi
     moe_rng_next(&rng);
     CHECK_STATUS(moe_net_work_size(net, n, 1, &s.bytes), MOE_OK, "work size");
     s.work = grab(s.bytes, 1);
+    memset(s.work, 0xff, s.bytes);
     start = evaluate(&s);
     if (!CHECK(start < HUGE_VAL, "forward")) return;
     s.first = s.decisions, s.rounding = 1e-10 * (1.0 + fabs(start));
@@ -1888,6 +2081,27 @@ static void test_gradients_of_modules(void) {
     }
 }
 
+/* Several routers read one attention, and another one behind it. */
+static void test_gradients_of_readers(void) {
+    static const char *const heads[] = {"attention_heads=all", "attention_heads=min_entropy", "attention_heads=fixed attention_head=1 heads=2"};
+    int trial;
+    for (trial = 0; trial < 12; trial++) {
+        int full = trial & 1, with = draw_with();
+        char first[120], second[120];
+        moe_net net;
+        sprintf(first, "refine=attention %s loss_balance=0.1 n_experts=5 d_ff=3", heads[trial % 3]);
+        sprintf(second, "refine=attention attention_u=output %s loss_balance=0.1 n_experts=4 d_ff=3", heads[trial / 2 % 3]);
+        say("gradients of mixtures that read one attention: %s, full %d, with %d", second, full, with);
+        moe_net_init(&net, 6, 0, NULL);
+        add_attention(&net, 2, 3 + (trial & 1), full, 0, 0), add_set(&net, moe_net_mixture, first), moe_net_residual(&net, 1);
+        add_set(&net, moe_net_mixture, second), moe_net_residual(&net, 1), add_attention(&net, 2, 0, full, 0, 0), moe_net_residual(&net, 1);
+        add_set(&net, moe_net_mixture, second), moe_net_residual(&net, 1);
+        if (built(&net, 1)) check_gradients(&net, draw_tokens(9, 6, 0, with), 0, NULL, 0);
+        moe_net_free(&net);
+        tidy(0);
+    }
+}
+
 static void test_gradients_of_models(void) {
     size_t i, n = 11;
     model m;
@@ -1916,17 +2130,22 @@ int main(int count, char **words) {
     verbose = count > 1 && strcmp(words[1], "-v") == 0;
     moe_rng_seed(&rng, 20261121);
     test_modules();
+    test_padding();
     test_dropout();
     test_forward_errors();
     test_refused_modules();
     test_late_modules();
     test_refinement();
+    test_threads();
+    test_parameters();
+    test_no_memory();
     test_files();
     test_configurations();
     test_decoding();
     test_sampling();
 #if MOE_REAL_IS_DOUBLE
     test_gradients_of_modules();
+    test_gradients_of_readers();
     test_gradients_of_models();
 #endif
     printf("%ld passed, %ld failed\n", passed, failed);

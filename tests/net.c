@@ -166,6 +166,7 @@ static moe_data toy_data(size_t n, uint64_t seed) {
     moe_real *x = normals(n * D, 0.6, seed), *targets = (moe_real *)grab(n * CLASSES, sizeof *targets);
     int32_t *labels = (int32_t *)grab(n, sizeof *labels);
     size_t i;
+    memset(&data, 0, sizeof data);
     for (i = 0; i < n; i++) {
         labels[i] = (int32_t)(i % CLASSES);
         x[i * D + i % CLASSES] += (moe_real)2.0;
@@ -1019,6 +1020,20 @@ static void test_configurations(void) {
     CONFIG(MODULES(LINEAR "," MIXTURE(",\"loss_z\":nan")), MOE_ERR_FORMAT, "a value is expected");
     CONFIG(MODULES(LINEAR "," MIXTURE(",\"top_k\":1")), MOE_ERR_CONFIG, "module 1 (mixture): top_k = 1"); /* read for training */
 
+    /* the modules of language models */
+    CONFIG(MODULES("{\"module\":\"attention\",\"heads\":2}"), MOE_ERR_CONFIG, "module 0 (attention): heads = 2");
+    CONFIG(MODULES("{\"module\":\"attention\",\"heads\":-1}"), MOE_ERR_CONFIG, "heads = -1");
+    CONFIG(MODULES("{\"module\":\"attention\",\"rotary\":1}"), MOE_ERR_CONFIG, "d_head = 3");
+    CONFIG(MODULES("{\"module\":\"attention\",\"d_out\":3}"), MOE_ERR_UNSUPPORTED, "unknown key 'd_out'");
+    CONFIG(MODULES("{\"module\":\"dropout\",\"rate\":1}"), MOE_ERR_CONFIG, "rate = 1");
+    CONFIG(MODULES("{\"module\":\"positions\"}"), MOE_ERR_CONFIG, "most = 0");
+    CONFIG(MODULES("{\"module\":\"tied\"}"), MOE_ERR_CONFIG, "module 0 (tied)");
+    CONFIG(MODULES("{\"module\":\"embedding\",\"vocabulary\":4,\"d\":3}"), MOE_ERR_CONFIG, "module 0 (embedding)");
+    CONFIG(MODULES("{\"module\":\"feed_forward\",\"n_experts\":2}"), MOE_ERR_UNSUPPORTED, "unknown key 'n_experts'");
+    CONFIG("{\"format\":1,\"net\":{\"d_in\":0,\"modules\":[{\"module\":\"embedding\",\"vocabulary\":16777216,\"d\":4}]}}", MOE_ERR_SHAPE,
+           "[16777216,4]");
+    CONFIG("{\"format\":1,\"net\":{\"d_in\":0,\"modules\":[{\"module\":\"embedding\",\"vocabulary\":0,\"d\":4}]}}", MOE_ERR_CONFIG, "vocabulary = 0");
+
     /* sizes that no file could fill: refused before memory is asked for */
     CONFIG(MODULES("{\"module\":\"linear\",\"d_out\":16777216}," LINEAR), MOE_ERR_SHAPE, "[16777216,3]");
     CONFIG(MODULES(LINEAR ",{\"module\":\"mixture\",\"n_experts\":65536,\"d_ff\":16777216}"), MOE_ERR_SHAPE, NULL);
@@ -1383,6 +1398,69 @@ static void test_presets(void) {
     free(x), free(targets);
 }
 
+/* ---- a language model: every module of one comes back from a file ------------------------------------------------------------------- */
+
+static void build_language_model(moe_net *net) {
+    moe_attention_config a;
+    moe_layer_config c;
+    moe_error error;
+    memset(&a, 0, sizeof a);
+    memset(&c, 0, sizeof c);
+    moe_net_init(net, 0, MOE_KERNELS_C, NULL);
+    moe_net_embedding(net, 11, 8);
+    moe_net_positions(net, 9);
+    moe_net_dropout(net, (moe_real)0.25);
+    moe_net_rms_norm(net);
+    a.heads = 2, a.d_head = 6, a.rotary = 1, a.rotary_base = 500;
+    moe_net_attention(net, &a);
+    c.router.n_experts = 4, c.router.top_k = 2, c.router.refine = MOE_REFINE_ATTENTION, c.d_ff = 6;
+    moe_net_mixture(net, &c);
+    memset(&c, 0, sizeof c);
+    c.expert = MOE_EXPERT_MLP, c.act = MOE_ACT_GELU, c.d_ff = 5, c.no_expert_bias = 1;
+    moe_net_feed_forward(net, &c);
+    memset(&a, 0, sizeof a);
+    a.full = 1;
+    moe_net_attention(net, &a);
+    moe_net_tied(net);
+    if (moe_net_build(net, 1, 5, &error) != MOE_OK) printf("        %s\n", error.message);
+}
+
+static void test_language_model_files(void) {
+    static const char *const names[] = {"0.weight",       "1.weight", "3.weight",             "4.query",              "4.key",   "4.value", "4.output",
+                                        "5.router.weight", "5.experts.gate", "5.experts.up",  "5.experts.down",       "6.experts.fc1.weight",
+                                        "6.experts.fc2.weight", "7.query", "7.key",           "7.value",              "7.output", "8.bias"};
+    static const int32_t ids[7] = {3, 1, 4, 1, 10, 0, 2};
+    moe_net net, back;
+    moe_buffer first, second;
+    moe_net_pass pass[2];
+    moe_call call;
+    moe_error error;
+    void *work[2];
+    size_t i, size, used;
+    build_language_model(&net);
+    if (!CHECK(net.built && net.n_tensors == sizeof names / sizeof names[0], "built")) return;
+    for (i = 0; i < net.n_tensors; i++) CHECK(strcmp(net.tensors[i].name, names[i]) == 0, names[i]);
+    CHECK(moe_net_parameters(&net, &used) == 11 * 8 + 9 * 8 + 8 + 4 * 12 * 8 + 4 * 8 + 3 * 4 * 6 * 8 + 2 * 5 * 8 + 4 * 8 * 8 + 11, "numbers");
+    CHECK(used == 8 + 8 + 8 + 4 * 12 * 8 + 4 * 8 + 3 * 2 * 6 * 8 + 2 * 5 * 8 + 4 * 8 * 8 + 11 + 11 * 8, "those of one token");
+    memset(&call, 0, sizeof call);
+    call.n_tokens = 7, call.token_ids = ids;
+    CHECK_STATUS(moe_net_work_size(&net, 7, 0, &size), MOE_OK, "size");
+    work[0] = grab(size, 1), work[1] = grab(size, 1);
+    CHECK_STATUS(moe_net_forward(&net, &call, work[0], size, &pass[0]), MOE_OK, "forward");
+    first = written(&net);
+    if (CHECK_STATUS(moe_net_read(&back, first.data, first.size, 0, MOE_KERNELS_C, NULL, &error), MOE_OK, "read")) {
+        second = written(&back);
+        CHECK(first.size == second.size && same_bits(first.data, second.data, first.size), "the same bytes");
+        CHECK_STATUS(moe_net_forward(&back, &call, work[1], size, &pass[1]), MOE_OK, "forward");
+        CHECK(same_bits(pass[0].y, pass[1].y, 7 * 11 * sizeof(moe_real)), "the same logits");
+        moe_buffer_free(&second);
+        moe_net_free(&back);
+    } else printf("        %s\n", error.message);
+    moe_buffer_free(&first);
+    moe_net_free(&net);
+    free(work[0]), free(work[1]);
+}
+
 int main(int count, char **words) {
     const char *folder = count > 1 ? words[1] : ".";
     if (strlen(folder) > 500) return fprintf(stderr, "net: the folder's name is too long\n"), 2;
@@ -1408,6 +1486,7 @@ int main(int count, char **words) {
     test_many_modules();
     test_layer_files();
     test_presets();
+    test_language_model_files();
     test_build_without_memory();
     test_training_without_memory();
     test_files_without_memory();
