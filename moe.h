@@ -5128,7 +5128,8 @@ static moe_status moei_layer_norm_forward(const moei_run *r) {
 static moe_status moei_rms_norm_forward(const moei_run *r) {
     size_t t;
     for (t = 0; t < r->n; t++)
-        moe_rms_norm(r->d_in, r->p->x + t * r->d_in, r->m->tensors[MOE_MODULE_WEIGHT], MOEI_NORM_EPS, r->p->y + t * r->d_in, r->p->rstd + t);
+        moei_rms_norm_row(r->net->kernels, r->d_in, r->p->x + t * r->d_in, r->m->tensors[MOE_MODULE_WEIGHT], MOEI_NORM_EPS, r->p->y + t * r->d_in,
+                          r->p->rstd + t);
     return MOE_OK;
 }
 
@@ -5431,8 +5432,8 @@ static moe_status moei_rms_norm_backward(const moei_run *r) {
     size_t t, at;
     for (t = 0; t < r->n; t++) {
         at = t * r->d_in;
-        moe_rms_norm_backward(r->d_in, r->p->x + at, r->m->tensors[MOE_MODULE_WEIGHT], r->p->rstd[t], r->dy + at, r->dx != NULL ? r->dx + at : NULL,
-                              r->m->gradients[MOE_MODULE_WEIGHT]);
+        moei_rms_norm_row_backward(r->net->kernels, r->d_in, r->p->x + at, r->m->tensors[MOE_MODULE_WEIGHT], r->p->rstd[t], r->dy + at,
+                                   r->dx != NULL ? r->dx + at : NULL, r->m->gradients[MOE_MODULE_WEIGHT]);
     }
     return MOE_OK;
 }

@@ -1378,20 +1378,9 @@ void moe_layer_norm(size_t n, const moe_real *x, const moe_real *gain, const moe
     if (rstd != NULL) *rstd = scale;
 }
 
-void moe_rms_norm(size_t n, const moe_real *x, const moe_real *gain, moe_real eps, moe_real *y, moe_real *rrms) {
-    moe_real squares = 0, scale = 0;
-    size_t i;
-    for (i = 0; i < n; i++) squares += x[i] * x[i];
-    if (n > 0) scale = MOEI_R(1.0) / MOEI_F(sqrt)(squares / (moe_real)n + eps);
-    for (i = 0; i < n; i++) y[i] = gain != NULL ? x[i] * scale * gain[i] : x[i] * scale;
-    if (rrms != NULL) *rrms = scale;
-}
-
 #ifndef MOE_NO_TRAIN
-/* With h = (x - mean) scale and g = dy gain: dx += scale (g - mean(g) - h mean(g h)); mean(g) is left out for rms norm, where the
-   forward pass subtracts none. */
-static void moei_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real mean, moe_real scale, int centred,
-                               const moe_real *dy, moe_real *dx) {
+/* With h = (x - mean) scale and g = dy gain: dx += scale (g - mean(g) - h mean(g h)). */
+static void moei_layer_norm_input(size_t n, const moe_real *x, const moe_real *gain, moe_real mean, moe_real scale, const moe_real *dy, moe_real *dx) {
     moe_real sum_g = 0, sum_gh = 0;
     size_t i;
     for (i = 0; i < n; i++) {
@@ -1399,7 +1388,7 @@ static void moei_norm_backward(size_t n, const moe_real *x, const moe_real *gain
         sum_g += g;
         sum_gh += g * ((x[i] - mean) * scale);
     }
-    if (n > 0) sum_g = centred ? sum_g / (moe_real)n : 0, sum_gh /= (moe_real)n;
+    if (n > 0) sum_g /= (moe_real)n, sum_gh /= (moe_real)n;
     for (i = 0; i < n; i++) {
         const moe_real g = gain != NULL ? dy[i] * gain[i] : dy[i];
         dx[i] += scale * (g - sum_g - (x[i] - mean) * scale * sum_gh);
@@ -1409,18 +1398,11 @@ static void moei_norm_backward(size_t n, const moe_real *x, const moe_real *gain
 void moe_layer_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real mean, moe_real rstd, const moe_real *dy,
                              moe_real *dx, moe_real *dgain, moe_real *dbias) {
     size_t i;
-    if (dx != NULL) moei_norm_backward(n, x, gain, mean, rstd, 1, dy, dx);
+    if (dx != NULL) moei_layer_norm_input(n, x, gain, mean, rstd, dy, dx);
     for (i = 0; i < n; i++) {
         if (dgain != NULL) dgain[i] += dy[i] * ((x[i] - mean) * rstd);
         if (dbias != NULL) dbias[i] += dy[i];
     }
-}
-
-void moe_rms_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real rrms, const moe_real *dy, moe_real *dx,
-                           moe_real *dgain) {
-    size_t i;
-    if (dx != NULL) moei_norm_backward(n, x, gain, 0, rrms, 0, dy, dx);
-    for (i = 0; dgain != NULL && i < n; i++) dgain[i] += dy[i] * (x[i] * rrms);
 }
 #endif
 
@@ -1592,6 +1574,7 @@ static const moe_kernels moei_kernels_c = {
 enum {
     MOEI_TILE = 6,      /* rows of a tile: 12 sums, 2 vectors of the panel and a broadcast fit 16 registers */
     MOEI_BLOCK_M = 192, /* rows that go over all panels before the next rows: 192 x 256 numbers stay in the second-level cache */
+    MOEI_PACKING_M = 384, /* the same where each panel is packed for these rows alone: the more of them, the less of it */
     MOEI_CACHED = 131072, /* numbers of the left operand that stay in the second-level cache while panels pass: half a MiB */
     MOEI_ROW_COLUMNS = 24, /* up to so many columns one row of an NT product waits for its few chains of sums, not for its data */
     MOEI_UNPACKED_M = 8 /* up to so many rows, packing an operand that could be read as it lies costs more than it gains */
@@ -2016,7 +1999,7 @@ MOEI_AVX2 static void moei_f32_nt_row_avx2(size_t n, size_t k, const float *a, c
     }
 }
 
-/* One block of k for up to MOEI_BLOCK_M rows. panel holds 256 x 16 numbers. */
+/* One block of k for up to MOEI_PACKING_M rows. panel holds 256 x 16 numbers. */
 MOEI_AVX2 static void moei_f32_block_avx2(int op, size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
                                           size_t ldb, float *c, size_t ldc, int load, float *panel) {
     size_t j = 0;
@@ -2045,8 +2028,8 @@ MOEI_AVX2 static void moei_f32_matmul_avx2(int op, size_t m, size_t n, size_t k,
     float *panel = room + (64 - (uintptr_t)room % 64) % 64 / sizeof(float); /* whole cache lines */
     size_t i, p;
     if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
-    for (i = 0; i < m; i += MOEI_BLOCK_M) {
-        const size_t rows = m - i < MOEI_BLOCK_M ? m - i : (size_t)MOEI_BLOCK_M;
+    for (i = 0; i < m; i += MOEI_PACKING_M) {
+        const size_t rows = m - i < MOEI_PACKING_M ? m - i : (size_t)MOEI_PACKING_M;
         for (p = 0; p < k; p += MOEI_BLOCK_K) {
             const size_t block = k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K;
             moei_f32_block_avx2(op, rows, n, block, a + i * ra + p * ca, ra, ca, b + p * rb, ldb, c + i * ldc, ldc, accumulate || p > 0,
@@ -2760,7 +2743,7 @@ MOEI_AVX512 static void moei_f32_panels_14x32_avx512(size_t m, size_t n, size_t 
     }
 }
 
-/* One block of k for up to MOEI_BLOCK_M rows with the right operand as it lies: two panels at a time are packed into room. */
+/* One block of k for up to MOEI_PACKING_M rows with the right operand as it lies: two panels at a time are packed into room. */
 MOEI_AVX512 static void moei_f32_block_avx512(int op, size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
                                               size_t ldb, float *c, size_t ldc, int load, float *room) {
     const size_t row = ldb * sizeof(float);
@@ -2793,8 +2776,8 @@ MOEI_AVX512 static void moei_f32_matmul_avx512(int op, size_t m, size_t n, size_
     float *room = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(float);
     size_t i, p;
     if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
-    for (i = 0; i < m; i += MOEI_BLOCK_M) {
-        const size_t rows = m - i < MOEI_BLOCK_M ? m - i : (size_t)MOEI_BLOCK_M;
+    for (i = 0; i < m; i += MOEI_PACKING_M) {
+        const size_t rows = m - i < MOEI_PACKING_M ? m - i : (size_t)MOEI_PACKING_M;
         for (p = 0; p < k; p += MOEI_BLOCK_K) {
             const size_t block = k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K;
             moei_f32_block_avx512(op, rows, n, block, a + i * ra + p * ca, ra, ca, b + p * rb, ldb, c + i * ldc, ldc, accumulate || p > 0,
@@ -2819,7 +2802,7 @@ static void moei_f32_tn_14x32_avx512(size_t m, size_t n, size_t k, const float *
     moei_f32_matmul_avx512(MOE_MATMUL_TN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
 }
 
-/* ---- silu in vectors of 16; the other activations are AVX2's ------------------------------------------------------------------------ */
+/* ---- silu and softmax in vectors of 16; the other activations are AVX2's ------------------------------------------------------------------------ */
 
 /* As moei_exp_avx2; scalef rounds subnormal results once. */
 MOEI_AVX512 MOEI_INLINE __m512 moei_exp_512(__m512 x) {
@@ -2930,6 +2913,37 @@ MOEI_AVX512 static void moei_f32_adamw_avx512(const moe_adamw_step *step, size_t
 }
 #endif
 
+/* Lanes that are not there hold -inf, which exp makes 0. */
+MOEI_AVX512 static void moei_f32_softmax_avx512(size_t n, const float *x, float temperature, float *y) {
+    const __m512 none = _mm512_set1_ps(-(float)HUGE_VAL), over = _mm512_set1_ps(temperature);
+    __m512 max = none, shift, sums = _mm512_setzero_ps(), all;
+    float lane[16], sum;
+    size_t i;
+    if (n <= 16) {
+        moei_f32_softmax_avx2(n, x, temperature, y);
+        return;
+    }
+    for (i = 0; i < n; i += 16) max = _mm512_max_ps(max, _mm512_mask_loadu_ps(none, moei_mask_512(n - i), x + i));
+    _mm512_storeu_ps(lane, max);
+    shift = _mm512_set1_ps(moei_softmax_shift(moei_lanes_max_avx2(_mm256_max_ps(_mm256_loadu_ps(lane), _mm256_loadu_ps(lane + 8)))));
+    for (i = 0; i < n; i += 16) {
+        const __mmask16 mask = moei_mask_512(n - i);
+        __m512 e = _mm512_sub_ps(_mm512_mask_loadu_ps(none, mask, x + i), shift);
+        if (temperature < 1.0f || temperature > 1.0f) e = _mm512_div_ps(e, over);
+        e = moei_exp_512(e);
+        _mm512_mask_storeu_ps(y + i, mask, e);
+        sums = _mm512_add_ps(sums, e);
+    }
+    _mm512_storeu_ps(lane, sums);
+    sum = moei_lanes_sum_avx2(_mm256_add_ps(_mm256_loadu_ps(lane), _mm256_loadu_ps(lane + 8)));
+    if (sum <= 0) return;
+    all = _mm512_set1_ps(sum);
+    for (i = 0; i < n; i += 16) {
+        const __mmask16 mask = moei_mask_512(n - i);
+        _mm512_mask_storeu_ps(y + i, mask, _mm512_div_ps(_mm512_maskz_loadu_ps(mask, y + i), all));
+    }
+}
+
 /* The entries of a table that AVX-512 F is enough for. */
 #define MOEI_AVX512_ENTRIES                                                                \
     {{moei_f32_nt_14x32_avx512}, {moei_f32_nn_14x32_avx512}, {moei_f32_tn_14x32_avx512}}, \
@@ -2937,7 +2951,7 @@ MOEI_AVX512 static void moei_f32_adamw_avx512(const moe_adamw_step *step, size_t
     moei_f32_axpy_avx2,                                                                    \
     moei_f32_activate_avx512,                                                              \
     MOEI_TRAIN_ONLY(moei_f32_activate_backward_avx512),                                    \
-    moei_f32_softmax_avx2,                                                                 \
+    moei_f32_softmax_avx512,                                                               \
     moei_f32_top_k_avx2,                                                                   \
     moei_f32_multiply_avx2,                                                                \
     moei_f32_spread_avx2,                                                                  \
@@ -5302,6 +5316,44 @@ void moe_matmul_packed(const moe_kernels *k, int type, size_t m, size_t n, size_
     else if (type == MOE_TYPE_F16 || type == MOE_TYPE_BF16)
         moei_matmul_half(moei_table(k), type, m, n, inner, a, lda, (const unsigned char *)packed, c, ldc);
 }
+
+/* moe_rms_norm with the kernels of a table. */
+static void moei_rms_norm_row(const moe_kernels *k, size_t n, const moe_real *x, const moe_real *gain, moe_real eps, moe_real *y, moe_real *rrms) {
+    moe_real scale = 0;
+    size_t i;
+    if (n > 0) scale = MOEI_R(1.0) / MOEI_F(sqrt)(moe_dot(k, n, x, x) / (moe_real)n + eps);
+    for (i = 0; i < n; i++) y[i] = x[i] * scale;
+    if (gain != NULL) moe_multiply(k, n, y, gain, y);
+    if (rrms != NULL) *rrms = scale;
+}
+
+void moe_rms_norm(size_t n, const moe_real *x, const moe_real *gain, moe_real eps, moe_real *y, moe_real *rrms) {
+    moei_rms_norm_row(NULL, n, x, gain, eps, y, rrms);
+}
+
+#ifndef MOE_NO_TRAIN
+/* With h = x rrms and g = dy gain: dx += rrms (g - h mean(g h)), dgain += dy h. */
+static void moei_rms_norm_row_backward(const moe_kernels *k, size_t n, const moe_real *x, const moe_real *gain, moe_real rrms, const moe_real *dy,
+                                       moe_real *dx, moe_real *dgain) {
+    enum { PART = 256 };
+    moe_real room[PART], sum = 0;
+    size_t from, count;
+    for (from = 0; from < n; from += count) {
+        const moe_real *g = dy + from;
+        count = n - from < PART ? n - from : (size_t)PART;
+        if (gain != NULL) moe_multiply(k, count, g, gain + from, room), g = room;
+        if (dx != NULL) sum += rrms * moe_dot(k, count, g, x + from), moe_axpy(k, count, rrms, g, dx + from);
+        if (dgain == NULL) continue;
+        moe_multiply(k, count, dy + from, x + from, room);
+        moe_axpy(k, count, rrms, room, dgain + from);
+    }
+    if (dx != NULL && n > 0) moe_axpy(k, n, -(rrms * rrms) * (sum / (moe_real)n), x, dx);
+}
+
+void moe_rms_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real rrms, const moe_real *dy, moe_real *dx, moe_real *dgain) {
+    moei_rms_norm_row_backward(NULL, n, x, gain, rrms, dy, dx, dgain);
+}
+#endif
 
 void moe_gated(const moe_kernels *k, int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times, size_t ldt, moe_real *y,
                size_t ldy) {

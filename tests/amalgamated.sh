@@ -47,15 +47,15 @@ plan() {
 }
 
 # Each check starts in an empty folder. This puts the file there; nothing else of the repository is in reach of the compiler.
-bring() { cp "$scratch/one/moe.h" moe.h; }
+bring() { cp "$prepared/one/moe.h" moe.h; }
 
 quick=-DMOE_NO_SIMD # where the vector kernels are not the matter: they take most of the compile time
 
-prepare() { mkdir "$scratch/one" && sh "$root/amalgamate" >"$scratch/one/moe.h"; }
+prepare() { mkdir "$prepared/one" && sh "$root/amalgamate" >"$prepared/one/moe.h"; }
 
 # Once more, from another folder.
 same_bytes() {
-    (cd / && sh "$root/amalgamate") >again.h && run cmp again.h "$scratch/one/moe.h"
+    (cd / && sh "$root/amalgamate") >again.h && run cmp again.h "$prepared/one/moe.h"
 }
 
 licences() {

@@ -1,5 +1,5 @@
-# Sourced by tests/headers.sh and tests/amalgamated.sh after tests/setup.sh: runs a list of checks on all processors and counts them. The
-# script brings prepare(), called once, and plan(), which prints one check per line: a function's name and its arguments. Each check runs
+# Sourced by tests/headers.sh, tests/amalgamated.sh and tests/readme.sh after tests/setup.sh: runs a list of checks on all processors and counts them. The
+# script brings prepare(), called once, which may put files into $prepared, and plan(), which prints one check per line: a function's name and its arguments. Each check runs
 # in an empty folder of its own, its standard output and error are shown when it fails.
 
 strict_flags() { # compiler
@@ -91,19 +91,41 @@ cut_first_program() { # header
 
 # ---- running them ----
 
+. tests/jobs.sh
+
 # A check that measures time waits until the others have ended.
 alone() { "$@"; }
 
 # Check functions take their words as they come from the line; set -f keeps the shell from expanding patterns.
-run_lane() { # file: lines "number function arguments..."
+job_work() { # number, line: a function and its arguments
     set -f
-    while read -r number line; do
-        mkdir "$scratch/$number"
-        # shellcheck disable=SC2086
-        (cd "$scratch/$number" && set -- $line && "$@") >"$scratch/$number.out" 2>&1 </dev/null
-        echo $? >"$scratch/$number.status"
-        rm -rf "${scratch:?}/$number"
-    done <"$1"
+    mkdir "$jobs/$1.folder"
+    # shellcheck disable=SC2086
+    (cd "$jobs/$1.folder" && set -- $2 && "$@") >"$jobs/$1.out" 2>&1 </dev/null
+    echo $? >"$jobs/$1.status"
+    rm -rf "$jobs/$1.folder"
+}
+
+job_show() { # number line
+    case $(cat "$jobs/$1.status" 2>/dev/null) in
+    0)
+        passed=$((passed + 1))
+        [ "$verbose" = 0 ] || echo "ok: $2"
+        grep '^note: ' "$jobs/$1.out"
+        ;;
+    77)
+        skipped=$((skipped + 1))
+        [ "$verbose" = 0 ] || echo "skipped: $2"
+        cat "$jobs/$1.out" >>"$scratch/skips"
+        ;;
+    *)
+        failed=$((failed + 1))
+        echo "failed: $2"
+        awk -v most="${word:-20}" -v again="sh $0 '$2'" '
+            NR <= most || most !~ /^[0-9]+$/ { print "    " $0 }
+            END { if (NR > most && most ~ /^[0-9]+$/) print "    ... all " NR " lines: " again }' "$jobs/$1.out"
+        ;;
+    esac
 }
 
 run_checks() { # [-v] [word]
@@ -116,42 +138,17 @@ run_checks() { # [-v] [word]
     setup_scratch
     setup_compiler
     setup_stb
+    prepared=$scratch # checks have a $scratch of their own
     prepare || setup_die 'preparing the tests failed'
-    plan | awk -v word="$word" 'word == "" || index($0, word) { print ++n, $0 }' >"$scratch/plan"
-    lanes=$(getconf _NPROCESSORS_ONLN 2>/dev/null) || lanes=2
-    lane=0
-    while [ "$lane" -lt "$lanes" ]; do
-        awk -v lane="$lane" -v lanes="$lanes" 'NR % lanes == lane && $2 != "alone"' "$scratch/plan" >"$scratch/lane$lane"
-        run_lane "$scratch/lane$lane" &
-        lane=$((lane + 1))
-    done
-    wait
-    awk '$2 == "alone"' "$scratch/plan" >"$scratch/alone"
-    run_lane "$scratch/alone"
+    plan | awk -v word="$word" 'word == "" || index($0, word)' >"$scratch/plan"
+    grep -v '^alone ' "$scratch/plan" >"$scratch/together"
+    grep '^alone ' "$scratch/plan" >"$scratch/alone"
     passed=0
     failed=0
     skipped=0
-    while read -r number line; do
-        case $(cat "$scratch/$number.status" 2>/dev/null) in
-        0)
-            passed=$((passed + 1))
-            [ "$verbose" = 0 ] || echo "ok: $line"
-            grep '^note: ' "$scratch/$number.out"
-            ;;
-        77)
-            skipped=$((skipped + 1))
-            [ "$verbose" = 0 ] || echo "skipped: $line"
-            cat "$scratch/$number.out" >>"$scratch/skips"
-            ;;
-        *)
-            failed=$((failed + 1))
-            echo "failed: $line"
-            awk -v most="${word:-20}" -v again="sh $0 '$line'" '
-                NR <= most || most !~ /^[0-9]+$/ { print "    " $0 }
-                END { if (NR > most && most ~ /^[0-9]+$/) print "    ... all " NR " lines: " again }' "$scratch/$number.out"
-            ;;
-        esac
-    done <"$scratch/plan"
+    jobs_run "$scratch/together"
+    JOBS=1
+    jobs_run "$scratch/alone"
     [ ! -f "$scratch/skips" ] || sort "$scratch/skips" | uniq -c | sed 's/^ *\([0-9]*\) \(.*\)/\2 (checks skipped: \1)/'
     echo "$passed passed, $failed failed, $skipped skipped"
     [ "$failed" -eq 0 ] && [ $((passed + skipped)) -gt 0 ]

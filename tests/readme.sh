@@ -18,7 +18,7 @@ prepare() {
         echo 'README.md is not there'
         return 1
     }
-    awk -v folder="$scratch" '
+    awk -v folder="$prepared" '
         inside && /^[ \t]*```/ { close(file); inside = 0; next }
         inside { print > file; next }
         /^[ \t]*```c[ \t]*$/ { file = sprintf("%s/block%d.c", folder, NR); inside = 1; next }
@@ -26,7 +26,7 @@ prepare() {
 }
 
 plan() {
-    for block in "$scratch"/block*.c; do
+    for block in "$prepared"/block*.c; do
         [ -f "$block" ] || continue
         grep -qE '(^|[^a-z_])main *\(' "$block" || continue
         number=${block##*/block}
@@ -38,7 +38,7 @@ plan() {
 c_block() { # line-number compiler
     cp "$root"/moe.h "$root"/moe_routers.h "$root"/moe_kernels.h .
     cp "$root"/examples/data/* . 2>/dev/null
-    cp "$scratch/block$1.c" program.c
+    cp "$prepared/block$1.c" program.c
     setup_stb_flag "$2"
     run "$2" -std=c99 -pedantic -Wall -Wextra -Werror -O2 ${stb_flag:+-I"$stb_flag"} program.c -o program -lm && run ./program
 }
