@@ -1,9 +1,9 @@
-/* attention.c - nets that read token ids and attend (embedding, positions, attention, rms_norm, dropout, feed_forward, tied), decoding with a cache, and
-   the choice of the next token, against the definitions in moe.h written out as loops over double.
+/* attention.c - nets that read token ids and attend (embedding, positions, attention, rms_norm, dropout, feed_forward, tied), decoding with a
+   cache, and the choice of the next token, against the definitions in moe.h written out as loops over double.
 
-     cc -std=c99 -O2 -I. tests/attention.c -o attention -lm && ./attention [-v]   (also as C++, and with -DMOE_REAL=double, which checks gradients)
+     cc -std=c99 -O2 -I. tests/attention.c -o attention -lm && ./attention [-v]      (also with -DMOE_REAL=double, and as C++)
 
-   -v prints what was measured. Exit status 1 if a check failed. */
+   The double build checks gradients. -v prints what was measured. Exit status 1 if a check failed. */
 
 #define MOE_IMPLEMENTATION
 #include "../moe.h"
@@ -62,7 +62,8 @@ static void check_words(const char *message, const char *words, int line) {
     while (*words != '\0') {
         size_t n = strcspn(words, "|");
         sprintf(word, "%.*s", (int)n, words);
-        if (!check(strstr(message, word) != NULL, "the message names it", line) && failed <= 50) printf("        '%s' is not in: %s\n", word, message);
+        if (!check(strstr(message, word) != NULL, "the message names it", line) && failed <= 50)
+            printf("        '%s' is not in: %s\n", word, message);
         words += n + (words[n] == '|');
     }
 }
@@ -189,7 +190,9 @@ static tokens *draw_tokens(size_t n, size_t d, int vocabulary, int with) {
 
 static size_t sequence_count(const moe_call *call) { return call->sequences != NULL ? call->n_sequences : 1; }
 static size_t sequence_start(const moe_call *call, size_t s) { return call->sequences != NULL ? (size_t)call->sequences[s] : 0; }
-static size_t sequence_end(const moe_call *call, size_t s) { return call->sequences != NULL ? (size_t)call->sequences[s + 1] : call->n_tokens; }
+static size_t sequence_end(const moe_call *call, size_t s) {
+    return call->sequences != NULL ? (size_t)call->sequences[s + 1] : call->n_tokens;
+}
 static int is_real(const moe_call *call, size_t t) { return call->mask == NULL || call->mask[t]; }
 
 static size_t sequence_of(const moe_call *call, size_t t) {
@@ -331,13 +334,16 @@ static double *ref_expert(const moe_net *net, size_t i, const moe_layer_config *
     if (c->expert == MOE_EXPERT_LINEAR)
         return ref_affine(rows, o, d, x, weights(net, i, "experts.weight"), c->no_expert_bias ? NULL : weights(net, i, "experts.bias"));
     if (c->expert == MOE_EXPERT_MLP) {
-        gate = ref_affine(rows, f, d, x, weights(net, i, "experts.fc1.weight"), c->no_expert_bias ? NULL : weights(net, i, "experts.fc1.bias"));
+        gate = ref_affine(rows, f, d, x, weights(net, i, "experts.fc1.weight"),
+                          c->no_expert_bias ? NULL : weights(net, i, "experts.fc1.bias"));
         for (k = 0; k < rows * f; k++) gate[k] = ref_act(c->act, gate[k]);
-        return ref_affine(rows, o, f, gate, weights(net, i, "experts.fc2.weight"), c->no_expert_bias ? NULL : weights(net, i, "experts.fc2.bias"));
+        return ref_affine(rows, o, f, gate, weights(net, i, "experts.fc2.weight"),
+                          c->no_expert_bias ? NULL : weights(net, i, "experts.fc2.bias"));
     }
     if (c->expert == MOE_EXPERT_FACTORISED) {
         size_t low = (size_t)c->d_low;
-        gate = ref_affine(rows, f, low, ref_affine(rows, low, d, x, weights(net, i, "experts.reduce"), NULL), weights(net, i, "experts.expand"), NULL);
+        gate = ref_affine(rows, f, low, ref_affine(rows, low, d, x, weights(net, i, "experts.reduce"), NULL),
+                          weights(net, i, "experts.expand"), NULL);
     } else gate = ref_affine(rows, f, d, x, weights(net, i, "experts.gate"), NULL);
     up = ref_affine(rows, f, d, x, weights(net, i, "experts.up"), NULL);
     for (k = 0; k < rows * f; k++) gate[k] = ref_act(MOE_ACT_SILU, gate[k]) * up[k];
@@ -358,14 +364,16 @@ static void ref_rotate(const moe_call *call, const moe_attention_config *c, doub
         for (head = 0; head < h; head++)
             for (i = 0; i < w / 2; i++) {
                 double *a = q + (t * h + head) * w + i, *b = a + w / 2, was = *a;
-                double angle = (double)(t - sequence_start(call, sequence_of(call, t))) / pow((double)c->rotary_base, 2.0 * (double)i / (double)w);
+                double angle =
+                    (double)(t - sequence_start(call, sequence_of(call, t))) / pow((double)c->rotary_base, 2.0 * (double)i / (double)w);
                 *a = was * cos(angle) - *b * sin(angle);
                 *b = *b * cos(angle) + was * sin(angle);
             }
 }
 
 /* One row of A: query i of a head over its sequence. */
-static void ref_attention_row(const moe_call *call, const moe_attention_config *c, const double *q, const double *k, size_t head, size_t i, double *row) {
+static void ref_attention_row(const moe_call *call, const moe_attention_config *c, const double *q, const double *k, size_t head, size_t i,
+                              double *row) {
     size_t s = sequence_of(call, i), h = (size_t)c->heads, w = (size_t)c->d_head, j, e;
     size_t from = sequence_start(call, s), to = c->full ? sequence_end(call, s) : i + 1;
     double sum = 0.0, most = -HUGE_VAL;
@@ -393,7 +401,8 @@ static attention ref_attention(const moe_net *net, size_t i, const moe_attention
             if (!is_real(call, t)) continue;
             ref_attention_row(call, c, q, key, head, t, row);
             for (k = 0; k < d; k++)
-                for (e = 0; e < w; e++) a.heads[(head * n + t) * d + k] += (double)h * output[k * h * w + head * w + e] * v[(t * h + head) * w + e];
+                for (e = 0; e < w; e++)
+                    a.heads[(head * n + t) * d + k] += (double)h * output[k * h * w + head * w + e] * v[(t * h + head) * w + e];
         }
     for (head = 0; head < h; head++) /* y is the mean over heads of sum_j A_hij o_hj */
         for (t = 0; t < n; t++)
@@ -437,13 +446,15 @@ static void test_attention(int kernels, int trials) {
         tokens *t = draw_tokens(n, d, 0, with | (chance(30) ? with & WITH_MASK ? WITH_NAN : 0 : 0));
         const moe_real *y;
         moe_net net;
-        say("attention, kernels %s, %d tokens, d %d, %d heads of %d, full %d, rotary %d, with %d", moe_kernels_name(kernels), (int)n, (int)d, c.heads,
-            c.d_head, c.full, c.rotary, with);
+        say("attention, kernels %s, %d tokens, d %d, %d heads of %d, full %d, rotary %d, with %d", moe_kernels_name(kernels), (int)n,
+            (int)d, c.heads, c.d_head, c.full, c.rotary, with);
         if (c.rotary && c.rotary_base <= (moe_real)0) filled.rotary_base = (moe_real)10000;
         moe_net_init(&net, (int)d, kernels, NULL);
         moe_net_attention(&net, &c);
         if (built(&net, 1)) {
-            CHECK(has_shape(&net, "0.query", (size_t)(c.heads * c.d_head), d, 0) && has_shape(&net, "0.output", d, (size_t)(c.heads * c.d_head), 0), "shapes");
+            CHECK(has_shape(&net, "0.query", (size_t)(c.heads * c.d_head), d, 0) &&
+                      has_shape(&net, "0.output", d, (size_t)(c.heads * c.d_head), 0),
+                  "shapes");
             y = checked_outputs(&net, &t->call);
             CHECK_NEAR(y, ref_attention(&net, 0, &filled, &t->call, widened(t->x, n * d)).y, n * d, "attention");
             for (i = 0; i < n; i++)
@@ -469,7 +480,8 @@ static void test_attention_defaults(void) {
         c.heads = widths[i][1], c.d_head = (int)d / c.heads;
         moe_net_init(&net, (int)d, 0, NULL);
         moe_net_attention(&net, NULL);
-        if (built(&net, 0)) CHECK_NEAR(outputs(&net, &t->call), ref_attention(&net, 0, &c, &t->call, widened(t->x, n * d)).y, n * d, "as many heads");
+        if (built(&net, 0))
+            CHECK_NEAR(outputs(&net, &t->call), ref_attention(&net, 0, &c, &t->call, widened(t->x, n * d)).y, n * d, "as many heads");
         moe_net_free(&net);
         tidy(0);
     }
@@ -535,7 +547,8 @@ static void test_rms_norm(int kernels) {
         moe_net_rms_norm(&net);
         if (built(&net, 1)) {
             CHECK(has_shape(&net, "0.weight", d, 0, 0) && net.n_tensors == 1, "shape");
-            CHECK_NEAR(checked_outputs(&net, &t->call), ref_rms_norm(n, d, widened(t->x, n * d), weights(&net, 0, "weight")), n * d, "rms_norm");
+            CHECK_NEAR(checked_outputs(&net, &t->call), ref_rms_norm(n, d, widened(t->x, n * d), weights(&net, 0, "weight")), n * d,
+                       "rms_norm");
         }
         moe_net_free(&net);
         tidy(0);
@@ -559,13 +572,15 @@ static void test_feed_forward(int kernels) {
                 filled = c;
                 if (filled.d_ff == 0) filled.d_ff = 4 * (int)d;
                 if (filled.d_low == 0) filled.d_low = ((int)d + 2) / 3;
-                say("feed_forward, kernels %s, expert %d, act %d, d %d, d_ff %d, no_expert_bias %d", moe_kernels_name(kernels), expert, act, (int)d, c.d_ff,
-                    c.no_expert_bias);
+                say("feed_forward, kernels %s, expert %d, act %d, d %d, d_ff %d, no_expert_bias %d", moe_kernels_name(kernels), expert, act,
+                    (int)d, c.d_ff, c.no_expert_bias);
                 moe_net_init(&net, (int)d, kernels, NULL);
                 moe_net_feed_forward(&net, expert == 0 && more == 0 ? NULL : &c);
                 if (built(&net, 1)) {
-                    if (expert == MOE_EXPERT_SWIGLU) CHECK(has_shape(&net, "0.experts.gate", 1, (size_t)filled.d_ff, d) && net.n_tensors == 3, "shapes");
-                    CHECK_NEAR(checked_outputs(&net, &t->call), ref_expert(&net, 0, &filled, n, d, widened(t->x, n * d)), n * d, "feed_forward");
+                    if (expert == MOE_EXPERT_SWIGLU)
+                        CHECK(has_shape(&net, "0.experts.gate", 1, (size_t)filled.d_ff, d) && net.n_tensors == 3, "shapes");
+                    CHECK_NEAR(checked_outputs(&net, &t->call), ref_expert(&net, 0, &filled, n, d, widened(t->x, n * d)), n * d,
+                               "feed_forward");
                 }
                 moe_net_free(&net);
                 tidy(0);
@@ -588,7 +603,8 @@ static void test_language_model(int kernels, int trials) {
         moe_net_init(&net, 0, kernels, NULL);
         moe_net_embedding(&net, (int)v, (int)d), moe_net_positions(&net, MOST_TOKENS);
         for (k = 0; k < 2; k++) {
-            c[k].heads = (int)h, c[k].full = chance(30), c[k].rotary = chance(70), c[k].rotary_base = (moe_real)(c[k].rotary ? 100 * (1 + below(2)) : 0);
+            c[k].heads = (int)h, c[k].full = chance(30), c[k].rotary = chance(70),
+            c[k].rotary_base = (moe_real)(c[k].rotary ? 100 * (1 + below(2)) : 0);
             moe_net_rms_norm(&net), moe_net_attention(&net, &c[k]), moe_net_dropout(&net, (moe_real)0.5), moe_net_residual(&net, 3);
             c[k].d_head = (int)w;
         }
@@ -598,11 +614,13 @@ static void test_language_model(int kernels, int trials) {
             x = ref_positions(&t->call, d, ref_embedding(n, d, t->ids, weights(&net, 0, "weight")), weights(&net, 1, "weight"));
             for (k = 0; k < 2; k++) {
                 size_t norm = 2 + 4 * (size_t)k;
-                x = ref_sum(x, ref_attention(&net, norm + 1, &c[k], &t->call, ref_rms_norm(n, d, x, weights(&net, norm, "weight"))).y, n * d);
+                x = ref_sum(x, ref_attention(&net, norm + 1, &c[k], &t->call, ref_rms_norm(n, d, x, weights(&net, norm, "weight"))).y,
+                            n * d);
             }
             y = ref_expert(&net, 11, &f, n, d, ref_layer_norm(n, d, x, weights(&net, 10, "weight"), weights(&net, 10, "bias")));
             x = ref_rms_norm(n, d, ref_sum(x, y, n * d), weights(&net, 13, "weight"));
-            CHECK_NEAR(outputs(&net, &t->call), ref_affine(n, v, d, x, weights(&net, 0, "weight"), weights(&net, 14, "bias")), n * v, "logits");
+            CHECK_NEAR(outputs(&net, &t->call), ref_affine(n, v, d, x, weights(&net, 0, "weight"), weights(&net, 14, "bias")), n * v,
+                       "logits");
         }
         moe_net_free(&net);
         tidy(0);
@@ -686,10 +704,12 @@ static void test_dropout_rate(double rate) {
         moe_real *dy = normals(FEW_TOKENS * WIDE, 1.0), *dx = reals(FEW_TOKENS * WIDE);
         moe_rng before = rng, again = rng; /* both as rng is now */
         moe_net_pass pass;
-        const moe_real *y, *plain = outputs(&net, &t->call);
+        const moe_real *y, *plain;
         size_t wrong = 0;
+        t->call.rng = &rng;
+        plain = outputs(&net, &t->call);
         CHECK(same_reals(plain, t->x, FEW_TOKENS * WIDE), "inference changes nothing");
-        t->call.training = 1, t->call.rng = &rng;
+        t->call.training = 1;
         CHECK(before.state == rng.state, "nor does it draw");
         y = outputs(&net, &t->call);
         CHECK(before.state != rng.state, "it draws");
@@ -829,7 +849,8 @@ static void check_refused(moe_net *net, size_t modules, moe_status status, const
     check(net->n_modules == modules, "the list is as it was", line);
     check_words(net->error.message, words, line);
     error.message[0] = '\0';
-    check(moe_net_build(net, 1, 1, &error) == MOE_ERR_CONFIG && strcmp(error.message, net->error.message) == 0, "build says the same", line);
+    check(moe_net_build(net, 1, 1, &error) == MOE_ERR_CONFIG && strcmp(error.message, net->error.message) == 0, "build says the same",
+          line);
     moe_net_free(net);
     moe_net_init(net, 4, 0, NULL);
     moe_net_rms_norm(net);
@@ -837,12 +858,12 @@ static void check_refused(moe_net *net, size_t modules, moe_status status, const
     moe_net_free(net);
 }
 
-#define REFUSED(d_in, before, call, words)                  \
-    do {                                                    \
-        size_t modules_;                                    \
-        moe_net_init(&net, d_in, 0, NULL);                  \
-        before;                                             \
-        modules_ = net.n_modules;                           \
+#define REFUSED(d_in, before, call, words) \
+    do { \
+        size_t modules_; \
+        moe_net_init(&net, d_in, 0, NULL); \
+        before; \
+        modules_ = net.n_modules; \
         check_refused(&net, modules_, call, words, __LINE__); \
     } while (0)
 
@@ -898,7 +919,8 @@ static void test_refused_modules(void) {
     REFUSED(8, (void)0, add_set(&net, moe_net_feed_forward, "d_ff=-1"), "d_ff = -1");
     REFUSED(6, (void)0, moe_net_tied(&net), "module 0 (tied)|embedding");
     REFUSED(0, (moe_net_embedding(&net, 5, 6), moe_net_linear(&net, 7)), moe_net_tied(&net), "module 2 (tied)|6|7");
-    REFUSED(8, add_attention(&net, 2, 0, 0, 0, 0), add_set(&net, moe_net_mixture, "refine=attention heads=3"), "module 1 (mixture)|heads = 3");
+    REFUSED(8, add_attention(&net, 2, 0, 0, 0, 0), add_set(&net, moe_net_mixture, "refine=attention heads=3"),
+            "module 1 (mixture)|heads = 3");
     REFUSED(8, (add_attention(&net, 2, 0, 0, 0, 0), moe_net_linear(&net, 9)), add_set(&net, moe_net_mixture, "refine=attention"),
             "module 2 (mixture)|8|9");
     say("d_in");
@@ -982,7 +1004,8 @@ static void test_refinement(void) {
             check_refinement("refine=attention attention_heads=all d_ff=4", heads, full, draw_with());
             check_refinement("refine=attention attention_heads=all attention_u=output attention_sigma=2 d_ff=4", heads, full, draw_with());
             check_refinement("refine=attention d_ff=4", heads, full, draw_with());
-            if (heads == 3) check_refinement("refine=attention attention_heads=fixed attention_head=2 heads=3 d_ff=4", heads, full, draw_with());
+            if (heads == 3)
+                check_refinement("refine=attention attention_heads=fixed attention_head=2 heads=3 d_ff=4", heads, full, draw_with());
             check_refinement("refine=similarity d_ff=4", heads, full, draw_with());
         }
 }
@@ -1062,7 +1085,8 @@ static void test_sampling_choices(void) {
         moe_real *logits = normals(n, 3.0);
         int ks[5];
         ks[0] = 0, ks[1] = 1, ks[2] = 3, ks[3] = (int)n, ks[4] = INT32_MAX;
-        if (n == 1000) for (k = 0; k < n; k++) logits[k] = (moe_real)below(4); /* ties */
+        if (n == 1000)
+            for (k = 0; k < n; k++) logits[k] = (moe_real)below(4); /* ties */
         check_sample(NULL, n, logits);
         for (a = 0; a < 6; a++)
             for (b = 0; b < 6; b++)
@@ -1086,7 +1110,8 @@ static void test_sampling_by_hand(void) {
     moe_real p[4];
     int32_t order[4], token = -1;
     say("sampling by hand");
-    CHECK(moe_sample(&s, 4, two, NULL, p, order, &token, NULL) == MOE_OK && token == 1 && p[1] >= 1 && p[2] <= 0, "greedy: the first of equals, without rng");
+    CHECK(moe_sample(&s, 4, two, NULL, p, order, &token, NULL) == MOE_OK && token == 1 && p[1] >= 1 && p[2] <= 0,
+          "greedy: the first of equals, without rng");
     s = sampling_of(0, 0, 0, 0.5);
     CHECK(moe_sample(&s, 4, equal, &rng, p, order, &token, NULL) == MOE_OK && p[1] > 0 && p[2] <= 0 && p[3] <= 0, "0.25 + 0.25 reach 0.5");
     s = sampling_of(0, 0, 0, 0.51);
@@ -1096,7 +1121,8 @@ static void test_sampling_by_hand(void) {
     s = sampling_of(0, 0, 2, 0.5);
     CHECK(moe_sample(&s, 4, equal, &rng, p, order, &token, NULL) == MOE_OK && p[0] >= 1 && p[1] <= 0, "top_p counts what top_k left as 1");
     s = sampling_of(0, 1e-6, 0, 0);
-    CHECK(moe_sample(&s, 3, far, &rng, p, order, &token, NULL) == MOE_OK && token == 1 && p[1] >= 1 && p[0] <= 0, "logits at the ends of the range");
+    CHECK(moe_sample(&s, 3, far, &rng, p, order, &token, NULL) == MOE_OK && token == 1 && p[1] >= 1 && p[0] <= 0,
+          "logits at the ends of the range");
 }
 
 /* How often each token comes, against p: chi-square with 6 degrees of freedom is above 30 in one of 25000 fair trials. */
@@ -1382,7 +1408,8 @@ static void check_decoded(const moe_net *net, const tokens *t) {
         off = distance(y, wanted, count);
         decoded++, decoded_same += same_reals(y, bits, count);
         if (off > decoded_worst) decoded_worst = off;
-        if (!CHECK(off <= DECODED, way == ONE_BY_ONE ? "one by one" : way == IN_PIECES ? "in pieces" : "at once")) printf("        off by %.2g\n", off);
+        if (!CHECK(off <= DECODED, way == ONE_BY_ONE ? "one by one" : way == IN_PIECES ? "in pieces" : "at once"))
+            printf("        off by %.2g\n", off);
     }
 }
 
@@ -1397,7 +1424,8 @@ static void check_rewound(const moe_net *net, tokens *t) {
     decode_rows(net, &cache, t, at, t->n, ONE_BY_ONE, y);
     decode_rows(net, &fresh, t, 0, at, AT_ONCE, again);
     decode_rows(net, &fresh, t, at, t->n, ONE_BY_ONE, again);
-    CHECK(same_reals(y + at * (size_t)net->d_out, again + at * (size_t)net->d_out, (t->n - at) * (size_t)net->d_out), "rewound, the bits of a new cache");
+    CHECK(same_reals(y + at * (size_t)net->d_out, again + at * (size_t)net->d_out, (t->n - at) * (size_t)net->d_out),
+          "rewound, the bits of a new cache");
     cache.n_tokens = 0;
     decode_rows(net, &cache, t, 0, at, AT_ONCE, y);
     CHECK(same_reals(y, again, at * (size_t)net->d_out), "begun again");
@@ -1449,7 +1477,8 @@ static void check_decoded_routing(const moe_net *net, const tokens *t) {
     if (!CHECK_STATUS(forward(net, &t->call, &pass), MOE_OK, "forward")) return;
     all = moe_net_routing(net, &pass, at), one = moe_net_routing(net, &last, at);
     CHECK(one->n_tokens == 1 && last.n_tokens == 1 && one->n_choices[0] == all->n_choices[n - 1], "one token's choices");
-    CHECK(same_bits(one->choices, all->choices + (n - 1) * all->max_choices, (size_t)one->n_choices[0] * sizeof(int32_t)), "are those of forward");
+    CHECK(same_bits(one->choices, all->choices + (n - 1) * all->max_choices, (size_t)one->n_choices[0] * sizeof(int32_t)),
+          "are those of forward");
     CHECK(moe_net_routing(net, &last, at - 1) == NULL, "only mixtures have a routing");
 }
 
@@ -1535,7 +1564,8 @@ static void test_parameters(void) {
         for (i = 0; i < net.n_tensors; i++) all += net.tensors[i].count;
         CHECK(all == 10 * 8 + 20 * 8 + 4 * 6 * 8 + 8 + 3 * 5 * 8 + 10, "all numbers");
         CHECK(moe_net_parameters(&net, &used) == all, "are counted");
-        CHECK(used == 8 + 8 + 4 * 6 * 8 + 8 + 3 * 5 * 8 + 10 * 8 + 10, "a token uses a row of embedding and positions, and all rows for its logits");
+        CHECK(used == 8 + 8 + 4 * 6 * 8 + 8 + 3 * 5 * 8 + 10 * 8 + 10,
+              "a token uses a row of embedding and positions, and all rows for its logits");
     }
     moe_net_free(&net);
 }
@@ -1615,8 +1645,8 @@ static void test_no_memory(void) {
 #define DECODE_FAILS(call, work, bytes, status, what) check_decode_fails(&net, &cache, call, work, bytes, status, what, __LINE__)
 
 /* On failure the cache is as it was, its memory included. */
-static void check_decode_fails(const moe_net *net, moe_cache *cache, const moe_call *call, void *work, size_t bytes, moe_status wanted, const char *what,
-                               int line) {
+static void check_decode_fails(const moe_net *net, moe_cache *cache, const moe_call *call, void *work, size_t bytes, moe_status wanted,
+                               const char *what, int line) {
     moe_cache before = *cache;
     unsigned char *memory = (unsigned char *)grab(cache->size, 1);
     moe_net_pass pass;
@@ -1740,7 +1770,9 @@ static void test_decoding(void) {
         if (moe_kernels_select(kernels) != NULL) test_models(kernels);
     test_decoding_errors();
     test_other_decoding();
-    if (verbose) printf("note: decoding: off by %.2g of the largest logit at most, %ld of %ld have the bits of forward\n", decoded_worst, decoded_same, decoded);
+    if (verbose)
+        printf("note: decoding: off by %.2g of the largest logit at most, %ld of %ld have the bits of forward\n", decoded_worst,
+               decoded_same, decoded);
 }
 
 /* ---- files -------------------------------------------------------------------------------------------------------------------- */
@@ -1757,7 +1789,8 @@ static void check_file(const moe_net *net, tokens *t) {
         CHECK(first.size == second.size && same_bits(first.data, second.data, first.size), "the same bytes");
         CHECK(back.n_tensors == net->n_tensors && back.n_modules == net->n_modules, "as many tensors and modules");
         for (i = 0; i < net->n_tensors && i < back.n_tensors; i++)
-            CHECK(strcmp(net->tensors[i].name, back.tensors[i].name) == 0 && same_reals(net->tensors[i].data, back.tensors[i].data, net->tensors[i].count),
+            CHECK(strcmp(net->tensors[i].name, back.tensors[i].name) == 0 &&
+                      same_reals(net->tensors[i].data, back.tensors[i].data, net->tensors[i].count),
                   net->tensors[i].name);
         for (i = 0; i < 2; i++) {
             moe_rng start = rng, again = rng;
@@ -1784,8 +1817,10 @@ static void test_files(void) {
         moe_net_embedding(&net, WORDS, 6), moe_net_positions(&net, FEW_TOKENS);
         add_attention(&net, i & 1 ? 3 : 0, i & 2 ? 4 : 0, i & 4 ? 1 : 0, (int)(i & 1), i & 2 && i & 1 ? 123.25 : 0);
         moe_net_rms_norm(&net), moe_net_dropout(&net, (moe_real)(i & 1 ? 0.3 : 0));
-        add_set(&net, moe_net_feed_forward, experts[i % 4]), moe_net_residual(&net, 2), moe_net_linear(&net, 6), moe_net_activation(&net, MOE_ACT_SILU);
-        moe_net_layer_norm(&net), add_set(&net, moe_net_mixture, i & 2 ? "refine=attention attention_heads=all d_ff=4" : "refine=similarity d_ff=4");
+        add_set(&net, moe_net_feed_forward, experts[i % 4]), moe_net_residual(&net, 2), moe_net_linear(&net, 6),
+            moe_net_activation(&net, MOE_ACT_SILU);
+        moe_net_layer_norm(&net),
+            add_set(&net, moe_net_mixture, i & 2 ? "refine=attention attention_heads=all d_ff=4" : "refine=similarity d_ff=4");
         moe_net_tied(&net);
         if (built(&net, 1)) check_file(&net, draw_tokens(20, 0, WORDS, draw_with()));
         moe_net_free(&net);
@@ -1850,9 +1885,12 @@ static void test_configurations(void) {
     CONFIG(MODULES("0", EMBEDDING "," ATTENTION(",\"d_head\":8388608") TAIL), MOE_ERR_SHAPE, "1.query");
     CONFIG(MODULES("0", EMBEDDING "," ATTENTION(",\"full\":2") TAIL), MOE_ERR_CONFIG, "full = 2");
     CONFIG(MODULES("0", EMBEDDING "," ATTENTION(",\"rotary\":1,\"rotary_base\":-1") TAIL), MOE_ERR_CONFIG, "rotary_base = -1");
-    CONFIG(MODULES("0", EMBEDDING "," ATTENTION("") "," MODULE("dropout", ",\"rate\":1") "," TIED_ROWS), MOE_ERR_CONFIG, "module 2 (dropout)|rate = 1");
-    CONFIG(MODULES("0", EMBEDDING "," ATTENTION("") "," MODULE("dropout", ",\"rate\":-0.25") "," TIED_ROWS), MOE_ERR_CONFIG, "rate = -0.25");
-    CONFIG(MODULES("0", EMBEDDING "," ATTENTION("") "," MODULE("dropout", ",\"p\":0.5") "," TIED_ROWS), MOE_ERR_UNSUPPORTED, "unknown key 'p'");
+    CONFIG(MODULES("0", EMBEDDING "," ATTENTION("") "," MODULE("dropout", ",\"rate\":1") "," TIED_ROWS), MOE_ERR_CONFIG,
+           "module 2 (dropout)|rate = 1");
+    CONFIG(MODULES("0", EMBEDDING "," ATTENTION("") "," MODULE("dropout", ",\"rate\":-0.25") "," TIED_ROWS), MOE_ERR_CONFIG,
+           "rate = -0.25");
+    CONFIG(MODULES("0", EMBEDDING "," ATTENTION("") "," MODULE("dropout", ",\"p\":0.5") "," TIED_ROWS), MOE_ERR_UNSUPPORTED,
+           "unknown key 'p'");
     CONFIG(MODULES("0", ATTENTION("") TAIL), MOE_ERR_CONFIG, "module 0 (attention)|embedding");
     CONFIG(MODULES("4", EMBEDDING "," ATTENTION("") TAIL), MOE_ERR_CONFIG, "module 0 (embedding)");
     CONFIG(MODULES("4", ATTENTION("") TAIL), MOE_ERR_CONFIG, "module 2 (tied)|embedding");
@@ -1867,7 +1905,8 @@ static void test_configurations(void) {
     CONFIG(MODULES("0", EMBEDDING "," MODULE("positions", "") TAIL), MOE_ERR_CONFIG, "module 1 (positions)|most = 0");
     CONFIG(MODULES("0", EMBEDDING "," ATTENTION("") "," MODULE("positions", ",\"most\":7") TAIL), MOE_ERR_UNSUPPORTED, "3.bias");
     CONFIG(MODULES("0", EMBEDDING "," MODULE("rms_norm", ",\"eps\":7") TAIL), MOE_ERR_UNSUPPORTED, "unknown key 'eps'");
-    CONFIG(MODULES("0", EMBEDDING "," MODULE("feed_forward", ",\"n_experts\":2") TAIL), MOE_ERR_UNSUPPORTED, "module 1|unknown key 'n_experts'");
+    CONFIG(MODULES("0", EMBEDDING "," MODULE("feed_forward", ",\"n_experts\":2") TAIL), MOE_ERR_UNSUPPORTED,
+           "module 1|unknown key 'n_experts'");
     CONFIG(MODULES("0", EMBEDDING "," MODULE("feed_forward", ",\"expert\":\"tree\"") TAIL), MOE_ERR_CONFIG, "expert = tree");
     CONFIG(MODULES("0", EMBEDDING "," MODULE("feed_forward", ",\"d_ff\":-3") TAIL), MOE_ERR_CONFIG, "d_ff = -3");
     CONFIG(MODULES("0", EMBEDDING "," MODULE("attend", "") TAIL), MOE_ERR_UNSUPPORTED, "module 1: unknown module 'attend'");
@@ -2008,7 +2047,7 @@ static void check_tensor(subject *s, const moe_tensor *t, int every) {
     CHECK(off == 0, "nothing reaches what is not trained");
 }
 
-/* Checks tensors of the modules from `from` on but those with `without` in their name, and x when that is 0, for a net that is built trainable. */
+/* Checks the tensors of a trainable net's modules from `from` on, but those with `without` in their name, and x when from is 0. */
 static void check_gradients(moe_net *net, tokens *t, size_t from, const char *without, int every) {
     subject s;
     size_t i, n = t->n;
@@ -2060,7 +2099,8 @@ static void test_gradients_of_modules(void) {
         moe_net_init(&net, d, 0, NULL), moe_net_positions(&net, 9), check_module(&net, 0, draw_with());
         moe_net_init(&net, 0, 0, NULL), moe_net_embedding(&net, 4, d), check_module(&net, 4, draw_with());
         moe_net_init(&net, 0, 0, NULL), moe_net_embedding(&net, 4, d), moe_net_tied(&net), check_module(&net, 4, draw_with());
-        moe_net_init(&net, 0, 0, NULL), moe_net_embedding(&net, 4, d), moe_net_rms_norm(&net), moe_net_residual(&net, 1), moe_net_tied(&net);
+        moe_net_init(&net, 0, 0, NULL), moe_net_embedding(&net, 4, d), moe_net_rms_norm(&net), moe_net_residual(&net, 1),
+            moe_net_tied(&net);
         check_module(&net, 4, draw_with());
     }
     for (expert = 0; expert < MOE_EXPERT_COUNT; expert++)
@@ -2083,7 +2123,8 @@ static void test_gradients_of_modules(void) {
 
 /* Several routers read one attention, and another one behind it. */
 static void test_gradients_of_readers(void) {
-    static const char *const heads[] = {"attention_heads=all", "attention_heads=min_entropy", "attention_heads=fixed attention_head=1 heads=2"};
+    static const char *const heads[] = {"attention_heads=all", "attention_heads=min_entropy",
+                                        "attention_heads=fixed attention_head=1 heads=2"};
     int trial;
     for (trial = 0; trial < 12; trial++) {
         int full = trial & 1, with = draw_with();
@@ -2121,7 +2162,9 @@ static void test_gradients_of_models(void) {
     }
     say("all models");
     CHECK(all_skipped * 33 <= all_numbers, "few numbers are skipped");
-    if (verbose) printf("note: gradients: %d numbers and directions, %d skipped, off by %.2g at most\n", (int)all_numbers, (int)all_skipped, all_worst);
+    if (verbose)
+        printf("note: gradients: %d numbers and directions, %d skipped, off by %.2g at most\n", (int)all_numbers, (int)all_skipped,
+               all_worst);
 }
 
 #endif
