@@ -28,8 +28,9 @@ static struct {
     double rate, temperature, top_p;
     long words, vocabulary, width, layers, heads, experts, top_k, d_ff, context, batch, steps, epochs, warmup, seed, resume, stop_after;
     long generate, sample_k, only_generate, check, quiet;
-} set = {.output = "text.safetensors", .prompt = "", .kernels = "auto", .rate = 0.002, .temperature = 0.8, .top_p = 0.95, .vocabulary = 4096,
-         .width = 64, .layers = 3, .experts = 16, .context = 128, .batch = 16, .steps = 1000, .warmup = 50, .seed = 1, .generate = 400};
+} set = {.output = "text.safetensors", .prompt = "", .kernels = "auto", .rate = 0.002, .temperature = 0.8, .top_p = 0.95,
+         .vocabulary = 4096, .width = 64, .layers = 3, .experts = 16, .context = 128, .batch = 16, .steps = 1000, .warmup = 50,
+         .seed = 1, .generate = 400};
 static int kernels;
 
 enum { FLAG, WHOLE, REAL, TEXT };
@@ -735,7 +736,7 @@ static int run_all(void) {
     if (good && set.route != NULL) good = !show_route(&m, set.route);
     if (good && set.generate > 0) good = printf("\n") > 0 && generate(&m, &n) != NULL;
     moe_buffer_free(&c.text), free_model(&m), release();
-    return stopped_by != 0 ? 128 + (int)stopped_by : !good && result != STOPPED;
+    return result == STOPPED ? (stopped_by != 0 ? 128 + (int)stopped_by : 0) : !good;
 }
 
 /* ---- --check ---------------------------------------------------------------------------------------------------------------- */
@@ -781,7 +782,7 @@ static void check_training(double bound) {
     sample one = {.n = 0}, two = {.n = 0};
     model m = {.n_words = 0};
     size_t n;
-    set.output = first;
+    set.output = first, remove(set.checkpoint); /* of a check that was stopped */
     check(try_out(&one) == DONE && (double)one.result.loss < bound, "the loss falls");
     set.output = second, set.stop_after = set.steps / 2;
     check(try_out(&two) == STOPPED && exists(set.checkpoint) && !exists(second), "training stops");
