@@ -1510,15 +1510,15 @@ static void check_statistics(void) {
     double p[] = {0.01, 0.04, NONE, 0.03, 0.9}, x[] = {1, 2, 4}, same[] = {2, 2};
     estimate e = estimate_of(x, 3, 0), with_margin = estimate_of(x, 3, 2.5);
     claim c = {"", "", "", LOSS, -1, 0};
-    near(student_t(0.05, 1), 12.7062047362, "t quantile, 1 degree of freedom");
-    near(student_t(0.05, 4), 2.77644510520, "t quantile, 4 degrees of freedom");
-    near(student_t(0.01, 9), 3.24983554402, "t quantile, 9 degrees of freedom");
-    near(student_p(2.04227245630, 30), 0.05, "t probability, 30 degrees of freedom");
-    near(student_p(0, 7), 1, "t probability of 0");
+    near(statistics_t_quantile(0.975, 1), 12.7062047362, "t quantile, 1 degree of freedom");
+    near(statistics_t_quantile(0.975, 4), 2.77644510520, "t quantile, 4 degrees of freedom");
+    near(statistics_t_quantile(0.995, 9), 3.24983554402, "t quantile, 9 degrees of freedom");
+    near(statistics_t_p(2.04227245630, 30), 0.05, "t probability, 30 degrees of freedom");
+    near(statistics_t_p(0, 7), 1, "t probability of 0");
     near(e.mean, 7.0 / 3, "mean");
     near(e.half, 4.30265272991 * 0.881917103688, "half of the interval");
     near(e.p, 1 - sqrt(7.0) / 3, "p of a mean");
-    near(with_margin.p, student_p((7.0 / 3 - 2.5) / 0.881917103688, 2), "p against a margin");
+    near(with_margin.p, statistics_t_p((7.0 / 3 - 2.5) / 0.881917103688, 2), "p against a margin");
     check(estimate_of(same, 2, 0).p == 0 && estimate_of(same, 2, 2).p == 1, "p without variance");
     holm(p, 5);
     near(p[0], 0.04, "Holm, the least"), near(p[3], 0.09, "Holm, the second"), near(p[1], 0.09, "Holm, not below the second"),

@@ -3,7 +3,7 @@
 #ifndef STUDY_H
 #define STUDY_H
 
-#include <math.h>
+#include "statistics.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -15,42 +15,6 @@ enum { COLUMNS = 14, CELL = 160, TABLE_ROWS = 300 };
 
 /* ---- statistics ---------------------------------------------------------------------------------------------------------------------- */
 
-/* The regularised incomplete beta function I_x(a, b), by its continued fraction (Lentz's method). */
-static inline double incomplete_beta(double a, double b, double x) {
-    const double tiny = 1e-300;
-    double front, c = 1, d, f, step;
-    if (x <= 0 || x >= 1) return x <= 0 ? 0 : 1;
-    if (x > (a + 1) / (a + b + 2)) return 1 - incomplete_beta(b, a, 1 - x);
-    front = exp(lgamma(a + b) - lgamma(a) - lgamma(b) + a * log(x) + b * log1p(-x)) / a;
-    d = 1 - (a + b) * x / (a + 1);
-    d = 1 / (fabs(d) < tiny ? tiny : d), f = d;
-    for (int i = 1; i < 500; i++) {
-        double m = i, even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-               odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1));
-        d = 1 + even * d, c = 1 + even / c;
-        d = 1 / (fabs(d) < tiny ? tiny : d), c = fabs(c) < tiny ? tiny : c, f *= d * c;
-        d = 1 + odd * d, c = 1 + odd / c;
-        d = 1 / (fabs(d) < tiny ? tiny : d), c = fabs(c) < tiny ? tiny : c, f *= step = d * c;
-        if (fabs(step - 1) < 1e-15) break;
-    }
-    return front * f;
-}
-
-/* Probability that |T| > |t| for Student's T with so many degrees of freedom. */
-static inline double student_p(double t, double freedom) { return incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t)); }
-
-/* t with student_p(t) = p. */
-static inline double student_t(double p, double freedom) {
-    double low = 0, high = 1;
-    while (student_p(high, freedom) > p && high < 1e12) high *= 2;
-    for (int i = 0; i < 200; i++) {
-        double middle = (low + high) / 2;
-        if (student_p(middle, freedom) > p) low = middle;
-        else high = middle;
-    }
-    return (low + high) / 2;
-}
-
 /* Mean of n numbers, half the width of its interval, and p of the mean being `null`. */
 typedef struct estimate {
     int n;
@@ -58,30 +22,24 @@ typedef struct estimate {
 } estimate;
 
 static inline estimate estimate_of(const double *x, int n, double null) {
-    estimate e = {n, NONE, NONE, NONE};
-    double sum = 0, squares = 0, error;
-    for (int i = 0; i < n; i++) sum += x[i];
-    if (n > 0) e.mean = sum / n;
+    statistics_result r = statistics_paired((size_t)n, x, NULL);
+    estimate e = {n, n > 0 ? r.mean : NONE, NONE, NONE};
     if (n < 2) return e;
-    for (int i = 0; i < n; i++) squares += (x[i] - e.mean) * (x[i] - e.mean);
-    error = sqrt(squares / (n - 1) / n);
-    e.half = student_t(LEVEL, n - 1) * error;
-    e.p = error > 0 ? student_p((e.mean - null) / error, n - 1) : e.mean - null < 0 || e.mean - null > 0 ? 0 : 1;
+    e.half = r.high - r.mean;
+    e.p = r.error > 0 ? statistics_t_p((r.mean - null) / r.error, n - 1) : fabs(r.mean - null) > 0 ? 0 : 1;
     return e;
 }
 
-/* Replaces p values by those that hold for all of them together (Holm 1979). NONE stays and is not counted. */
+/* Replaces p values by those that hold for all of them together. NONE stays and is not counted. */
 static inline void holm(double *p, int n) {
-    int left = 0, done[TABLE_ROWS] = {0};
-    double least = 0;
-    for (int i = 0; i < n; i++) left += !isnan(p[i]);
-    for (; left > 0; left--) {
-        int best = -1;
-        for (int i = 0; i < n; i++)
-            if (!done[i] && !isnan(p[i]) && (best < 0 || p[i] < p[best])) best = i;
-        least = fmax(least, fmin(1, left * p[best]));
-        p[best] = least, done[best] = 1;
-    }
+    double there[TABLE_ROWS], adjusted[TABLE_ROWS];
+    size_t m = 0;
+    for (int i = 0; i < n; i++)
+        if (!isnan(p[i])) there[m++] = p[i];
+    statistics_holm(m, there, adjusted);
+    m = 0;
+    for (int i = 0; i < n; i++)
+        if (!isnan(p[i])) p[i] = adjusted[m++];
 }
 
 /* ---- tables -------------------------------------------------------------------------------------------------------------------------- */
