@@ -997,6 +997,8 @@ static void finetune(void) {
     }
     printf("\nKendall's tau within a seed %s", plus_minus(tau, seeds));
     printf("; of the routers' means %.3f\n", kendall(TUNE_ROUTERS, means[0], means[1]));
+    if (statistics_paired(seeds, error[0], error[TUNE_ROUTERS]).high >= 0)
+        printf("Pre-training is not shown to lower the error: at this size the task cannot say much about it.\n");
     parts[0].claim = "fine-tuning keeps the ranking", parts[0].text = "- Kendall's tau of loss and error, within a seed";
     conclude(parts, 1);
     corpus_free(&c);
