@@ -624,6 +624,7 @@ static moe_status go_on(const model *m, int32_t *ids, size_t given, size_t n, mo
     moe_sampling how = {.temperature = (moe_real)set.temperature, .top_k = (int)set.sample_k, .top_p = (moe_real)set.top_p};
     size_t most = (size_t)set.context, bytes, work_bytes, read = 0 /* tokens that the cache has seen */, total;
     moe_real *p = (moe_real *)grab(m->n_words, sizeof *p);
+    size_t first = !m->bytes; /* <unk> is never written */
     int32_t *order = (int32_t *)grab(m->n_words, sizeof *order);
     moe_cache cache;
     moe_net_pass pass;
@@ -639,9 +640,11 @@ static moe_status go_on(const model *m, int32_t *ids, size_t given, size_t n, mo
         moe_call call = {.n_tokens = total - read, .token_ids = ids + read};
         status = moe_net_decode(&m->net, &cache, &call, work, work_bytes, &pass);
         if (status != MOE_OK) return sprintf(error->message, "%s", moe_status_text(status)), status;
-        status = moe_sample(&how, m->n_words, pass.y + (call.n_tokens - 1) * m->n_words, &rng, p, order, &ids[total], error);
-        if (status == MOE_OK && !set.quiet) write_out(m->words + ids[total]);
         read += call.n_tokens;
+        const moe_real *logits = pass.y + (call.n_tokens - 1) * m->n_words;
+        status = moe_sample(&how, m->n_words - first, logits + first, &rng, p, order, &ids[total], error);
+        ids[total] += (int32_t)first;
+        if (status == MOE_OK && !set.quiet) write_out(m->words + ids[total]);
     }
     return status;
 }
