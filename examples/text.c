@@ -64,7 +64,7 @@ static const struct option {
     {"--test", "FILE", TEXT, &set.test, 0, 0, "another text to tell the perplexity of"},
     {"--only-generate", "", FLAG, &set.only_generate, 0, 0, "no training: reads the model"},
     {"--generate", "N", WHOLE, &set.generate, 0, 1e6, "tokens to write"},
-    {"--prompt", "TEXT", TEXT, &set.prompt, 0, 0, "what to go on from"},
+    {"--prompt", "TEXT", TEXT, &set.prompt, 0, 0, "what to go on from; with --words the space before a word counts"},
     {"--temperature", "X", REAL, &set.temperature, 1e-6, 1e6, "less: more probable tokens"},
     {"--top-p", "X", REAL, &set.top_p, 1e-6, 1, "only the most probable tokens, with this sum"},
     {"--top-k-sample", "N", WHOLE, &set.sample_k, 0, 1e6, "only so many of the most probable tokens; 0: all"},
