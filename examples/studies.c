@@ -25,7 +25,7 @@ static const char help[] = "studies                  lists the studies\n"
                            "  --first N    the first seed (1)\n"
                            "  --data FILE  the text of locmoe and finetune; an article begins at a line \" = Title = \"\n"
                            "               as in WikiText (the library's own three headers, each an article)\n"
-                           "  --svg FILE   draws the curves\n"
+                           "  --svg FILE   draws the curves (aoe_toy, locmoe)\n"
                            "studies --check          tests the parts of the studies, in seconds\n";
 static const char *svg_path, *data_path;
 static size_t seeds = 5, first_seed = 1;
@@ -1108,13 +1108,14 @@ static const struct study {
     const char *name, *claim, *source;
     void (*run)(void);
     void (*check)(void);
+    int picture; /* whether it draws one */
 } studies[] = {
     {"aoe_toy", "experts without a router first behave alike, then specialise", "Lv et al. 2025, Autonomy-of-experts models", aoe_toy,
-     check_aoe_toy},
+     check_aoe_toy, 1},
     {"locmoe", "experts that keep only the tokens nearest to them keep the loss", "Li et al. 2024, LocMoE+",
-     locmoe, check_locmoe},
+     locmoe, check_locmoe, 1},
     {"finetune", "fine-tuning keeps the ranking of the routers", "as in Nielsen et al. 2025, Tight clusters make specialized experts", finetune,
-     check_finetune},
+     check_finetune, 0},
 };
 enum { STUDIES = sizeof studies / sizeof studies[0] };
 
@@ -1153,6 +1154,7 @@ int main(int count, char **words) {
         for (int k = 0; k < STUDIES; k++) printf("  %-10s %s (%s)\n", studies[k].name, studies[k].claim, studies[k].source);
         return 0;
     }
+    if (svg_path != NULL && !study->picture) stop(study->name, "this study has no picture for --svg");
     signal(SIGINT, on_interrupt);
     printf("Claim: %s (%s)\n", study->claim, study->source);
     study->run();
