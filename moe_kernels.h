@@ -2668,6 +2668,7 @@ MOEI_AVX512 MOEI_INLINE void moei_f32_tile_avx512(int rows, int panels, size_t c
         for (p = 0; p < k; p++, a += ca, a3 += ca, a6 += ca, a9 += ca, a12 += ca, b += rb, b1 += rb) {
             const __m512 y0 = _mm512_loadu_ps(b), y1 = _mm512_loadu_ps(b1);
             moei_fetch_step(&next, 1);
+            if (ca != 1) _mm_prefetch((const char *)((uintptr_t)a + 2 * MOEI_TILE_512 * sizeof(float)), _MM_HINT_T0); /* TN: for later tiles */
             MOEI_ROWS_14(MOEI_STEP)
         }
         *ahead = next;
