@@ -268,6 +268,8 @@ static const claim claims[] = {
     {"similarity", "similarity_tau_sqrt_d", "smoe", ENTROPY, -1, 0},
     {"attention", "attention_smoe_fixed", "smoe", LOSS, -1, 0}, {"attention", "attention_smoe_fixed", "smoe", FLUCTUATION, -1, 0},
     {"attention", "attention_smoe_fixed", "smoe", ENTROPY, -1, 0},
+    {"attention", "attention_sigma_sqrt_d", "smoe", LOSS, -1, 0}, {"attention", "attention_sigma_sqrt_d", "smoe", FLUCTUATION, -1, 0},
+    {"attention", "attention_sigma_sqrt_d", "smoe", ENTROPY, -1, 0},
     {"bases", "similarity_xmoe", "xmoe", LOSS, -1, 0},
     {"bases", "similarity_xmoe", "xmoe", FLUCTUATION, -1, 0},
     {"bases", "similarity_xmoe", "xmoe", ENTROPY, -1, 0},
