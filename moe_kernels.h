@@ -2668,7 +2668,10 @@ MOEI_AVX512 MOEI_INLINE void moei_f32_tile_avx512(int rows, int panels, size_t c
         for (p = 0; p < k; p++, a += ca, a3 += ca, a6 += ca, a9 += ca, a12 += ca, b += rb, b1 += rb) {
             const __m512 y0 = _mm512_loadu_ps(b), y1 = _mm512_loadu_ps(b1);
             moei_fetch_step(&next, 1);
-            if (ca != 1) _mm_prefetch((const char *)((uintptr_t)a + 2 * MOEI_TILE_512 * sizeof(float)), _MM_HINT_T0); /* TN: for later tiles */
+            if (ca != 1) { /* TN, rows far apart: a later tile's part of this row, this tile's of a later one */
+                _mm_prefetch((const char *)((uintptr_t)a + 2 * MOEI_TILE_512 * sizeof(float)), _MM_HINT_T1);
+                _mm_prefetch((const char *)((uintptr_t)a + 8 * ca * sizeof(float)), _MM_HINT_T0);
+            }
             MOEI_ROWS_14(MOEI_STEP)
         }
         *ahead = next;
@@ -2917,7 +2920,7 @@ MOEI_AVX512 static void moei_f32_adamw_avx512(const moe_adamw_step *step, size_t
 /* Lanes that are not there hold -inf, which exp makes 0. */
 MOEI_AVX512 static void moei_f32_softmax_avx512(size_t n, const float *x, float temperature, float *y) {
     const __m512 none = _mm512_set1_ps(-(float)HUGE_VAL), over = _mm512_set1_ps(temperature);
-    __m512 max = none, shift, sums = _mm512_setzero_ps(), all;
+    __m512 max = none, shift, sums = _mm512_setzero_ps(), part;
     float lane[16], sum;
     size_t i;
     if (n <= 16) {
@@ -2938,10 +2941,10 @@ MOEI_AVX512 static void moei_f32_softmax_avx512(size_t n, const float *x, float 
     _mm512_storeu_ps(lane, sums);
     sum = moei_lanes_sum_avx2(_mm256_add_ps(_mm256_loadu_ps(lane), _mm256_loadu_ps(lane + 8)));
     if (sum <= 0) return;
-    all = _mm512_set1_ps(sum);
+    part = _mm512_set1_ps(1.0f / sum);
     for (i = 0; i < n; i += 16) {
         const __mmask16 mask = moei_mask_512(n - i);
-        _mm512_mask_storeu_ps(y + i, mask, _mm512_div_ps(_mm512_maskz_loadu_ps(mask, y + i), all));
+        _mm512_mask_storeu_ps(y + i, mask, _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, y + i), part));
     }
 }
 
