@@ -688,6 +688,7 @@ static int prepare(model *m, corpus *c) {
 /* What would fail after training fails before it. */
 static int check_files(void) {
     const char *part = beside(set.output, ".part");
+    if (strcmp(set.output, set.checkpoint) == 0) return fail("--checkpoint", "must be another file than -o: it is removed in the end");
     FILE *f = fopen(part, "wb");
     if (f == NULL) return fail(part, strerror(errno));
     fclose(f), remove(part);
@@ -705,6 +706,7 @@ static int learn(model *m, corpus *c) {
     if (build(m, &error) != MOE_OK) return fail("this net", error.message), FAILED;
     if (!m->bytes && !set.resume && moe_file_replace(beside(set.checkpoint, ".words"), write_words, m, &error))
         return fail("words", error.message), FAILED;
+    if (m->bytes && !set.resume) remove(beside(set.checkpoint, ".words")); /* of words, killed before there was a checkpoint */
     all = moe_net_parameters(&m->net, &used);
     if (!set.quiet)
         printf("%.0f tokens, %.0f held out, vocabulary %d; %d parameters, of which a token uses %d; kernels %s\n", (double)c->n,
@@ -779,6 +781,9 @@ static int try_out(sample *s) {
     return moe_buffer_free(&c.text), free_model(&m), result;
 }
 
+/* What training with words leaves beside its checkpoint when it is killed before there is one. */
+static moe_status write_killed(void *ctx, moe_stream *stream) { return (void)ctx, stream->write(stream->ctx, "<unk>\na\n", 8); }
+
 /* Training in one go, and stopped and resumed: the same loss, the same files, and from those the same text. */
 static void check_training(double bound) {
     const char *second = set.output, *first = "text-check-1.safetensors";
@@ -788,6 +793,7 @@ static void check_training(double bound) {
     set.output = first, remove(set.checkpoint); /* of a check that was stopped */
     check(try_out(&one) == DONE && (double)one.result.loss < bound, "the loss falls");
     set.output = second, set.stop_after = set.steps / 2;
+    check(moe_file_replace(beside(set.checkpoint, ".words"), write_killed, NULL, NULL) == MOE_OK, "a file is written");
     check(try_out(&two) == STOPPED && exists(set.checkpoint) && !exists(second), "training stops");
     set.stop_after = 0;
     check(try_out(&two) == FAILED, "a checkpoint is not overwritten by new training");
@@ -833,7 +839,10 @@ static int check_all(void) {
     set.width = 32, set.layers = 2, set.experts = 4, set.context = 32, set.generate = 100, set.quiet = 1;
     set.steps = 90, set.warmup = 5, set.rate = 0.005;
     check_training(3.2);
-    set.words = 1, set.vocabulary = 500, set.steps = 24;
+    const char *other = set.checkpoint;
+    set.checkpoint = set.output;
+    check(check_files() == 1, "a checkpoint in the place of the model is refused");
+    set.checkpoint = other, set.words = 1, set.vocabulary = 500, set.steps = 24;
     check_training(5.5);
     check_words();
     check(read_text("no/such/file", &none), "a file that is not there is an error");
