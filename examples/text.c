@@ -64,7 +64,7 @@ static const struct option {
     {"--test", "FILE", TEXT, &set.test, 0, 0, "another text to tell the perplexity of"},
     {"--only-generate", "", FLAG, &set.only_generate, 0, 0, "no training: reads the model"},
     {"--generate", "N", WHOLE, &set.generate, 0, 1e6, "tokens to write"},
-    {"--prompt", "TEXT", TEXT, &set.prompt, 0, 0, "what to go on from; with --words the space before a word counts"},
+    {"--prompt", "TEXT", TEXT, &set.prompt, 0, 0, "what to go on from"},
     {"--temperature", "X", REAL, &set.temperature, 1e-6, 1e6, "less: more probable tokens"},
     {"--top-p", "X", REAL, &set.top_p, 1e-6, 1, "only the most probable tokens, with this sum"},
     {"--top-k-sample", "N", WHOLE, &set.sample_k, 0, 1e6, "only so many of the most probable tokens; 0: all"},
@@ -688,7 +688,7 @@ static int prepare(model *m, corpus *c) {
 /* What would fail after training fails before it. */
 static int check_files(void) {
     const char *part = beside(set.output, ".part");
-    if (strcmp(set.output, set.checkpoint) == 0) return fail("--checkpoint", "must be another file than that of -o: it is removed in the end");
+    if (strcmp(set.output, set.checkpoint) == 0) return fail("--checkpoint", "must be another file than -o: it is removed in the end");
     FILE *f = fopen(part, "wb");
     if (f == NULL) return fail(part, strerror(errno));
     fclose(f), remove(part);
@@ -791,9 +791,9 @@ static void check_training(double bound) {
     model m = {.n_words = 0};
     size_t n;
     set.output = first, remove(set.checkpoint); /* of a check that was stopped */
-    check(moe_file_replace(beside(set.checkpoint, ".words"), write_killed, NULL, NULL) == MOE_OK, "a file is written");
     check(try_out(&one) == DONE && (double)one.result.loss < bound, "the loss falls");
     set.output = second, set.stop_after = set.steps / 2;
+    check(moe_file_replace(beside(set.checkpoint, ".words"), write_killed, NULL, NULL) == MOE_OK, "a file is written");
     check(try_out(&two) == STOPPED && exists(set.checkpoint) && !exists(second), "training stops");
     set.stop_after = 0;
     check(try_out(&two) == FAILED, "a checkpoint is not overwritten by new training");
