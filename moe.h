@@ -6107,6 +6107,17 @@ static moe_status moei_labels_check(const moe_net *net, const moe_data *data, in
     return MOE_OK;
 }
 
+/* Whether sequences are no longer than positions allow. */
+static moe_status moei_length_check(const moe_net *net, const moe_data *data, moe_error *error) {
+    size_t i;
+    if (data->call != NULL && data->call->sequences != NULL) return MOE_OK; /* these say how long they are */
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_POSITIONS && data->length > (size_t)net->modules[i].n_rows)
+            return moei_error(error, MOE_ERR_ARGUMENT, "length = %z: module %z (positions) has most = %d", data->length, i,
+                              net->modules[i].n_rows);
+    return MOE_OK;
+}
+
 /* Everything that samples can get wrong. */
 static moe_status moei_data_check(const moe_net *net, const moe_data *data, int criterion, moe_error *error) {
     moe_status status;
@@ -6114,7 +6125,8 @@ static moe_status moei_data_check(const moe_net *net, const moe_data *data, int 
     if (data->n == 0) return MOE_OK;
     if (data->length > 0 && data->n % data->length != 0)
         return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be a multiple of length = %z", data->n, data->length);
-    status = moei_inputs_check(net, data, error);
+    status = moei_length_check(net, data, error);
+    if (status == MOE_OK) status = moei_inputs_check(net, data, error);
     if (status != MOE_OK) return status;
     if (!moei_is_squared(criterion)) return moei_labels_check(net, data, criterion, error);
     if (data->targets == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "targets must not be NULL for the squared error");

@@ -732,6 +732,33 @@ static void test_needs(void) {
     moe_net_free(&net);
 }
 
+/* Sequences longer than a net has places for are found before the first step, in the test set too. */
+static void test_too_long(void) {
+    samples s = samples_of(24, 81);
+    moe_train_config c = descent(8);
+    moe_evaluation e;
+    moe_data longer;
+    moe_net net;
+    moe_error error;
+    uint64_t print;
+    c.epochs = 1;
+    moe_net_init(&net, D, MOE_KERNELS_C, NULL);
+    moe_net_positions(&net, 4);
+    moe_net_linear(&net, CLASSES);
+    STATUS(moe_net_build(&net, 1, 1, &error), MOE_OK, "build");
+    place(&s)->length = 4;
+    longer = s.data, longer.length = 6;
+    print = net_print(&net);
+    STATUS(moe_fit(&net, &s.data, &longer, &c, &error), MOE_ERR_ARGUMENT, "a test set of longer sequences");
+    CHECK(strstr(error.message, "length = 6: module 0 (positions) has most = 4") != NULL, error.message);
+    CHECK(net_print(&net) == print, "refused before the first step");
+    STATUS(moe_evaluate(&net, &longer, 0, &e, &error), MOE_ERR_ARGUMENT, "longer sequences");
+    CHECK(strstr(error.message, "length = 6: ") != NULL, error.message);
+    longer.length = 2;
+    STATUS(moe_fit(&net, &s.data, &longer, &c, &error), MOE_OK, "a test set of shorter ones");
+    moe_net_free(&net);
+}
+
 /* ---- checkpoints -------------------------------------------------------------------------------------------------------------------------- */
 
 static moe_buffer written(const moe_trainer *t) {
@@ -1345,6 +1372,7 @@ int main(int count, char **words) {
     test_unlabelled();
     test_sequences();
     test_needs();
+    test_too_long();
     test_checkpoints();
     test_refused_checkpoints();
     test_damaged_checkpoints();
