@@ -1583,7 +1583,8 @@ static int torch_begin(torch *p, const struct torch_way *way) {
     if ((p->process = (long)fork()) == 0) {
         (void)dup2(to[0], 0), (void)dup2(from[1], 1);
         (void)close(to[0]), (void)close(to[1]), (void)close(from[0]), (void)close(from[1]);
-        (void)setenv("OMP_NUM_THREADS", "1", 1), (void)setenv("OPENBLAS_NUM_THREADS", "1", 1), (void)setenv("OPENBLAS_CORETYPE", way->core, 1);
+        (void)setenv("OMP_NUM_THREADS", "1", 1), (void)setenv("OPENBLAS_NUM_THREADS", "1", 1);
+        (void)setenv("OPENBLAS_CORETYPE", way->core, 1);
         (void)execlp(python, python, script, text_file, way->form, (char *)NULL);
         _exit(127);
     }
@@ -1628,20 +1629,22 @@ static const struct torch_way *torch_choose(void) {
 }
 
 static void text_print(const line *l, const student *s, const struct torch_way *way, double torch_seconds, double torch_loss) {
-    printf("d %d, %d layers, %d experts (top %d), context %d, batch %d, %.1f million parameters, kernels %s, %d thread%s\n\n", TEXT_D, TEXT_LAYERS,
-           text_shape.experts, text_shape.top_k, TEXT_LENGTH, TEXT_BATCH, 1e-6 * (double)moe_net_parameters(&s->net, NULL), kernels->name,
-           options.threads, options.threads > 1 ? "s" : "");
-    printf("%-10s %9s %7s %9s %8s %6s %9s\n%-10s %9.1f %7.2f %9.0f %8.1f", "", "ms/step", "p90/p10", "tokens/s", "GFLOP/s", "peak", "loss", "this",
-           1e-3 * l->us, l->p90 / l->p10, 1e6 * TEXT_TOKENS / l->us, l->gflops);
+    const double millions = 1e-6 * (double)moe_net_parameters(&s->net, NULL);
+    printf("d %d, %d layers, %d experts (top %d), context %d, batch %d, %.1f million parameters, kernels %s, %d thread%s\n\n", TEXT_D,
+           TEXT_LAYERS, text_shape.experts, text_shape.top_k, TEXT_LENGTH, TEXT_BATCH, millions, kernels->name, options.threads,
+           options.threads > 1 ? "s" : "");
+    printf("%-10s %9s %7s %9s %8s %6s %9s\n", "", "ms/step", "p90/p10", "tokens/s", "GFLOP/s", "peak", "loss");
+    printf("%-10s %9.1f %7.2f %9.0f %8.1f", "this", 1e-3 * l->us, l->p90 / l->p10, 1e6 * TEXT_TOKENS / l->us, l->gflops);
     if (l->peak > 0.0) printf(" %4.0f %%", l->peak_percent);
     else printf(" %6s", "-");
     printf(" %9.3f\n", (double)s->step.loss);
     if (way == NULL) {
-        printf("PyTorch: %s\n\n", options.threads > 1 ? "compared on one thread only" : "not installed (Debian: python3-torch libopenblas0-pthread)");
+        printf("PyTorch: %s\n\n",
+               options.threads > 1 ? "compared on one thread only" : "not installed (Debian: python3-torch libopenblas0-pthread)");
         return;
     }
-    printf("%-10s %9.1f %7s %9.0f %8.1f %6s %9.3f\n", "PyTorch", 1e3 * torch_seconds, "", TEXT_TOKENS / torch_seconds, 1e-9 * text_flops() / torch_seconds, "",
-           torch_loss);
+    printf("%-10s %9.1f %7s %9.0f %8.1f %6s %9.3f\n", "PyTorch", 1e3 * torch_seconds, "", TEXT_TOKENS / torch_seconds,
+           1e-9 * text_flops() / torch_seconds, "", torch_loss);
     printf("ratio %.2f, bound %.1f: %s (experts: %s; OpenBLAS: %s)\n\n", l->framework, l->bound, verdict(l->holds), way->form, way->core);
 }
 
@@ -1680,7 +1683,8 @@ static void bench_text(void) {
     moe_status status = student_begin(&s);
     if (!options.csv)
         printf("Text: training steps of a byte language model (forward, backward, clipping, AdamW) on the bytes of %s.\n"
-               "  peak: percent of the multiply-adds between registers; ratio: PyTorch's time as a multiple of this, measured in turns\n\n", text_file);
+               "  peak: percent of the multiply-adds between registers; ratio: PyTorch's time as a multiple of this, measured in turns\n\n",
+               text_file);
     if (status == MOE_OK) text_contest(&s, torch_choose());
     if (s.status == MOE_OK && status == MOE_OK) passed++;
     else print_failure("text", status != MOE_OK ? status : s.status, &s.error);

@@ -1,6 +1,6 @@
-# Sourced by tests/headers.sh, tests/amalgamated.sh and tests/readme.sh after tests/setup.sh: runs a list of checks on all processors and counts them. The
-# script brings prepare(), called once, which may put files into $prepared, and plan(), which prints one check per line: a function's name and its arguments. Each check runs
-# in an empty folder of its own, its standard output and error are shown when it fails.
+# Sourced by tests/headers.sh, tests/amalgamated.sh and tests/readme.sh after tests/setup.sh: runs a list of checks on all processors and
+# counts them. The script brings prepare(), called once, which may put files into $prepared, and plan(), which prints one check per line: a
+# function's name and its arguments. Each check runs in an empty folder of its own, its standard output and error are shown when it fails.
 
 strict_flags() { # compiler
     case $1 in

@@ -1,7 +1,8 @@
 # Sourced after tests/setup.sh by tests/run, tests/checks.sh and .ci/run: work that the processors share. POSIX sh.
 #
-#   jobs_run FILE    for each line of FILE: job_work NUMBER LINE on one of $JOBS lanes, and then, in the order of the lines and as soon as all
-#                    before it have ended, job_show NUMBER LINE in the calling shell. LINE is one word. JOBS: a number [that of the processors]
+#   jobs_run FILE    for each line of FILE: job_work NUMBER LINE on one of $JOBS lanes, and then, in the order of the lines and as soon as
+#                    all before it have ended, job_show NUMBER LINE in the calling shell. LINE is one word.
+#   JOBS             a number [that of the processors]
 #
 # The caller brings both functions. job_work leaves what job_show wants in files $jobs/NUMBER.*, and has a folder $scratch of its lane's own;
 # what it prints is lost. NUMBER.ended is there when it came to its end: job_show is called for all lines, also when a lane was killed.
