@@ -4606,8 +4606,9 @@ static moe_status moei_previous_check(const moe_net *net, const moe_router_confi
 /* What the attention before the new module, if there is one, says of a router that refines. */
 static moe_status moei_refine_fit(const moe_net *net, moe_router_config *c, moe_error *error) {
     size_t at = moei_previous_attention(net, net->n_modules);
-    const moe_module *attention = &net->modules[at];
+    const moe_module *attention;
     if (at == net->n_modules || c->refine == MOE_REFINE_NONE) return MOE_OK;
+    attention = &net->modules[at];
     if (!attention->attention.full) c->causal = 1;
     if (c->refine != MOE_REFINE_ATTENTION) return MOE_OK;
     if (c->heads == 0) c->heads = attention->attention.heads;
