@@ -1097,8 +1097,8 @@ static void check_finetune(void) {
     tune_layers("smoe", layers), build_net(&net, &c, layers, c.classes, 3);
     untrained = task_error(&net, &c);
     moe_net_free(&net);
-    tune_one(&c, "acmoe", 40, 60, 7, &loss, &error);
-    check(loss < 5 && error < untrained - 0.05, "finetune: loss and error fall");
+    tune_one(&c, "acmoe", 40, 180, 7, &loss, &error); /* long enough that seeds and kernels make no difference: 0.35 to 0.41 against 0.67 */
+    check(loss < 5 && error < untrained - 0.1, "finetune: loss and error fall");
     corpus_free(&c);
 }
 
