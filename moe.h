@@ -332,7 +332,7 @@ enum {
 enum { MOE_FILE_MAX_DIMS = 8 };
 
 /* The most tensors, and the most metadata entries, that a file may have: it bounds the time that a hostile file can take. */
-#define MOE_FILE_MAX_TENSORS 65536u
+#define MOE_FILE_MAX_TENSORS (SIZE_MAX > 65535 ? 65536u : 1024u)
 
 /* One tensor of an opened file; everything points into the file's bytes. */
 typedef struct moe_file_tensor {
@@ -1242,7 +1242,7 @@ enum { MOEI_PATH_SIZE = 4096, MOEI_READ_SIZE = 4096 };
 
 /* "what path: reason"; of a long path only the end, so that the reason fits the message. */
 static moe_status moei_file_failed(moe_error *error, const char *what, const char *path, int reason) {
-    size_t length = strlen(path), cut = length > 120 ? length - 117 : 0;
+    size_t length = moei_strlen(path), cut = length > 120 ? length - 117 : 0;
     return moei_error(error, MOE_ERR_IO, "%s %s%s: %s", what, cut > 0 ? "..." : "", path + cut,
                       reason != 0 ? strerror(reason) : "the system gives no reason");
 }
@@ -1331,7 +1331,7 @@ static FILE *moei_file_create_beside(const char *path, char *name) {
         moei_text t;
         FILE *f;
         t.out = name, t.room = MOEI_PATH_SIZE, t.length = 0;
-        moei_put(&t, path, strlen(path));
+        moei_put(&t, path, moei_strlen(path));
         moei_put(&t, ".tmp", 4);
         moei_put_integer(&t, i);
         f = fopen(name, "rb");
@@ -1389,7 +1389,7 @@ MOE_API moe_status moe_file_replace(const char *path, moe_status (*write_content
     moe_error before;
     moe_status status;
     if (path == NULL || write_contents == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "path or write_contents is NULL");
-    if (strlen(path) + 8 > MOEI_PATH_SIZE)
+    if (moei_strlen(path) + 8 > MOEI_PATH_SIZE)
         return moei_error(error, MOE_ERR_ARGUMENT, "the path is longer than %d bytes", (int)MOEI_PATH_SIZE - 8);
     errno = 0;
     out.file = moei_file_create_beside(path, name);
@@ -1448,7 +1448,7 @@ static moe_status moei_json_refuse(moei_json *j, size_t at, moe_status code, con
     if (j->error == NULL) return code;
     (void)moei_error(j->error, code, j->name.p != NULL ? "tensor '%s', byte %z: " : "%sbyte %z: ",
                      j->name.p != NULL ? moei_span_text(j->name, shown) : "", at);
-    t.out = j->error->message, t.room = sizeof j->error->message, t.length = strlen(t.out);
+    t.out = j->error->message, t.room = sizeof j->error->message, t.length = moei_strlen(t.out);
     va_start(arguments, format);
     moei_put_format(&t, format, arguments);
     va_end(arguments);
@@ -1781,7 +1781,7 @@ static moei_names moei_names_of(const moe_file *file, int metadata) {
 
 /* Moves behind the next byte c; 0 when there is none. */
 static int moei_names_seek(moei_names *w, int c) {
-    const void *found = w->at < w->end ? memchr(w->bytes + w->at, c, w->end - w->at) : NULL;
+    const void *found = w->at < w->end ? moei_memchr(w->bytes + w->at, c, w->end - w->at) : NULL;
     if (found == NULL) return 0;
     w->at = (size_t)((const unsigned char *)found - w->bytes) + 1;
     return 1;
@@ -2309,7 +2309,7 @@ static void moei_header_put(moei_header *h, const char *s, size_t n) {
     if (!h->failed && !moei_list_append(h->allocator, &h->text, s, n)) h->failed = 1;
 }
 
-static void moei_header_put_text(moei_header *h, const char *s) { moei_header_put(h, s, strlen(s)); }
+static void moei_header_put_text(moei_header *h, const char *s) { moei_header_put(h, s, moei_strlen(s)); }
 
 static void moei_header_put_size(moei_header *h, size_t value) {
     char digits[24];
@@ -2362,10 +2362,10 @@ static int moei_is_utf8(const char *s) {
 static moe_status moei_write_check(const moe_tensor *t, size_t index, size_t *bytes, moe_error *error) {
     size_t count = 1;
     int i;
-    if (memchr(t->name, '\0', MOE_NAME_SIZE) == NULL)
+    if (moei_memchr(t->name, '\0', MOE_NAME_SIZE) == NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "tensor %z: the name is not terminated", index);
     if (!moei_is_utf8(t->name)) return moei_error(error, MOE_ERR_ARGUMENT, "tensor %z: the name is not UTF-8", index);
-    if (strcmp(t->name, "__metadata__") == 0)
+    if (moei_strcmp(t->name, "__metadata__") == 0)
         return moei_error(error, MOE_ERR_ARGUMENT, "tensor %z: the name __metadata__ is reserved", index);
     if (t->n_dims < 0 || t->n_dims > MOE_MAX_DIMS)
         return moei_error(error, MOE_ERR_ARGUMENT, "tensor %z, %s: n_dims = %d, allowed are 0 to %d", index, t->name, t->n_dims,
@@ -2449,7 +2449,7 @@ static moe_status moei_header_build(moei_header *h, const moe_tensor *tensors, s
     moei_header_put(h, "        {", 9);
     outer.at = 9;
     if (n_metadata > 0) {
-        inner.at = outer.skip_at = 9 + strlen("\"__metadata__\":");
+        inner.at = outer.skip_at = 9 + moei_strlen("\"__metadata__\":");
         if ((status = moei_header_metadata(h, metadata, n_metadata, error)) != MOE_OK) return status;
         inner.end = outer.skip_end = moei_header_length(h);
     }
@@ -2925,7 +2925,7 @@ void moe_layer_free(moe_layer *layer) {
 static void moei_layer_describe(const moe_layer *layer, int place, const moe_slot *slot, moe_tensor *out) {
     int i;
     memset(out, 0, sizeof *out);
-    memcpy(out->name, slot->name, strlen(slot->name) + 1);
+    memcpy(out->name, slot->name, moei_strlen(slot->name) + 1);
     out->n_dims = slot->n_dims;
     for (i = 0; i < MOE_MAX_DIMS; i++) out->shape[i] = slot->shape[i];
     out->count = slot->count;
@@ -2952,7 +2952,7 @@ moe_status moe_layer_find(const moe_layer *layer, const char *name, moe_tensor *
     int place;
     if (layer == NULL || name == NULL || out == NULL) return MOE_ERR_ARGUMENT;
     for (place = 0; place < MOE_LAYER_SLOTS; place++) {
-        if (!(layer->places >> place & 1u) || moe_layer_slot(&layer->config, place, &slot) != MOE_OK || strcmp(slot.name, name) != 0) continue;
+        if (!(layer->places >> place & 1u) || moe_layer_slot(&layer->config, place, &slot) != MOE_OK || moei_strcmp(slot.name, name) != 0) continue;
         moei_layer_describe(layer, place, &slot, out);
         return MOE_OK;
     }
@@ -3097,10 +3097,16 @@ typedef struct moei_chain {
 } moei_chain;
 
 enum {
-    MOEI_PART = 131072, /* so many numbers of a result pass through a stage's steps together: they stay in the second-level cache */
     MOEI_STAGE_COLUMNS = 64, /* at least so many columns do */
     MOEI_UNIT = 16     /* numbers that fill a cache line or, in double, two */
 };
+
+/* So many numbers of a result pass through a stage's steps together: they stay in the second-level cache. */
+#if SIZE_MAX > 65535
+#define MOEI_PART ((size_t)131072)
+#else
+#define MOEI_PART ((size_t)16384)
+#endif
 
 /* The distance of rows in work memory: whole cache lines, an odd number of them, so that rows do not fall onto the same places of a cache. Plain C
    takes the width itself: it serves machines whose memory is dear. */
@@ -3424,7 +3430,7 @@ static void moei_layer_layout(const moe_layer *layer, const moei_chain *chain, s
     int node;
     memset(p, 0, sizeof *p);
     if (c->n_shared > 0) shared = moei_chain_begin(layer, MOEI_SHARED);
-    if (past > INT32_MAX - n || moe_route_size(&layer->router, past + n, training, &p->route_size) != MOE_OK) l->overflow = 1;
+    if (!moei_fit_int32(past, n) || moe_route_size(&layer->router, past + n, training, &p->route_size) != MOE_OK) l->overflow = 1;
     p->route_memory = moei_take(l, p->route_size, 1);
     if (training && !moei_kept_rows(c, n, &kept)) l->overflow = 1;
     if (!moei_mul(n, (size_t)c->router.n_experts, &everywhere)) l->overflow = 1;
@@ -3453,7 +3459,7 @@ static moe_status moei_layer_size(const moe_layer *layer, size_t n, size_t past,
     moei_layout l = moei_layout_begin(NULL);
     moe_layer_pass p;
     moei_chain chain;
-    if (n > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (!MOEI_FITS_INT32(n)) return MOE_ERR_OVERFLOW;
     chain = moei_chain_begin(layer, layer->config.expert);
     moei_layer_layout(layer, &chain, n, past, training, &l, &p);
     if (l.overflow) return MOE_ERR_OVERFLOW;
@@ -3848,7 +3854,7 @@ static void moei_layer_shared(const moe_layer *layer, moe_layer_pass *p, moe_rea
 /* What must be there before anything is computed; the router checks the rest. */
 static moe_status moei_layer_call_check(const moe_layer *layer, const moe_call *call) {
     int place;
-    if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (!MOEI_FITS_INT32(call->n_tokens)) return MOE_ERR_OVERFLOW;
     if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
     for (place = 0; layer->places >> place != 0; place++)
         if (!moei_place_is_set(place, layer->places, layer->tensors[place]) && !(layer->packed[place] != NULL && moei_uses_packed(layer, call)))
@@ -3896,7 +3902,7 @@ moe_status moe_layer_quantise_work_size(const moe_layer *layer, int type, size_t
     moei_chain chain;
     moe_status status;
     if (layer == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
-    if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (!MOEI_FITS_INT32(n_tokens)) return MOE_ERR_OVERFLOW;
     status = moe_layer_pack_size(layer, type, bytes);
     if (status != MOE_OK) return status;
     as_packed = *layer;
@@ -3948,7 +3954,7 @@ static void moei_measure_expert(moei_job *job, size_t e, moe_real *exact, moe_qu
             double is = (double)exact[i * o + j], other = (double)chain.node[MOE_NODE_OUTPUT][i * ld + j] - is;
             off += other * other, all += is * is;
         }
-    out->output = all <= 0.0 ? MOEI_R(0.0) : (moe_real)sqrt(off / all); /* NaN stays */
+    out->output = all <= 0.0 ? MOEI_R(0.0) : (moe_real)MOEI_D(sqrt)(off / all); /* NaN stays */
 }
 
 /* The report: packed is the layer with its packed weights. */
@@ -3986,7 +3992,7 @@ moe_status moe_layer_quantise(moe_layer *layer, int type, void *memory, size_t s
     if (errors != NULL && (calibration == NULL || work == NULL || calibration->n_tokens == 0))
         return moei_error(error, MOE_ERR_ARGUMENT, "a report needs calibration with at least one token, and work");
     if (errors != NULL) {
-        status = calibration->n_past > INT32_MAX - calibration->n_tokens
+        status = !moei_fit_int32(calibration->n_past, calibration->n_tokens)
                      ? MOE_ERR_OVERFLOW
                      : moe_layer_quantise_work_size(layer, type, calibration->n_past + calibration->n_tokens, &bytes);
         if (status != MOE_OK) return moei_error(error, status, "type = %d for this batch: %s", type, moe_status_text(status));
@@ -4730,7 +4736,7 @@ static void moei_tensor_describe(size_t module, const moe_slot *slot, moe_tensor
     t.out = out->name, t.room = sizeof out->name, t.length = 0;
     moei_put_integer(&t, (int64_t)module);
     moei_put(&t, ".", 1);
-    moei_put(&t, slot->name, strlen(slot->name));
+    moei_put(&t, slot->name, moei_strlen(slot->name));
     out->n_dims = slot->n_dims;
     for (i = 0; i < MOE_MAX_DIMS; i++) out->shape[i] = slot->shape[i];
     out->count = slot->count;
@@ -4868,7 +4874,7 @@ moe_tensor *moe_net_find(const moe_net *net, const char *name) {
     for (; *p >= '0' && *p <= '9' && i < net->n_modules; p++) i = i * 10 + (size_t)(*p - '0');
     if (*p != '.' || i >= net->n_modules) return NULL;
     for (t = net->modules[i].first_tensor; t < moei_last_tensor(net, i); t++)
-        if (strcmp(net->tensors[t].name, name) == 0) return &net->tensors[t];
+        if (moei_strcmp(net->tensors[t].name, name) == 0) return &net->tensors[t];
     return NULL;
 }
 
@@ -5059,7 +5065,7 @@ static moe_status moei_net_size(const moe_net *net, const moei_extent *e, size_t
     moei_layout l = moei_layout_begin(NULL);
     moe_net_pass pass;
     moe_status status;
-    if (e->n > INT32_MAX || e->past > INT32_MAX - e->n) return MOE_ERR_OVERFLOW;
+    if (!moei_fit_int32(e->past, e->n)) return MOE_ERR_OVERFLOW;
     status = moei_net_layout(net, e, &l, &pass);
     if (status == MOE_OK) *bytes = l.used;
     return status;
@@ -5201,10 +5207,10 @@ static void moei_turns_fill(const moei_run *r, moe_real *turns) {
         if (to - from > longest) longest = to - from;
     }
     for (i = 0; i < half; i++) {
-        double step = pow((double)r->m->attention.rotary_base, -(double)i / (double)half);
+        double step = MOEI_D(pow)((double)r->m->attention.rotary_base, -(double)i / (double)half);
         for (t = 0; t < longest; t++) {
-            turns[2 * t * half + i] = (moe_real)cos((double)(r->pass->past + t) * step);
-            turns[(2 * t + 1) * half + i] = (moe_real)sin((double)(r->pass->past + t) * step);
+            turns[2 * t * half + i] = (moe_real)MOEI_D(cos)((double)(r->pass->past + t) * step);
+            turns[(2 * t + 1) * half + i] = (moe_real)MOEI_D(sin)((double)(r->pass->past + t) * step);
         }
     }
 }
@@ -5609,7 +5615,7 @@ static int moei_supplied_fit(const moe_net *net, const moe_call *call) {
 /* What a net's modules other than mixtures ask of a call, before anything is computed. */
 static moe_status moei_net_call_check(const moe_net *net, const moe_call *call, size_t past) {
     size_t i;
-    if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (!MOEI_FITS_INT32(call->n_tokens)) return MOE_ERR_OVERFLOW;
     if (net->d_in > 0 && call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
     if (call->router_x != NULL || call->nodes != NULL || call->n_past > 0 || !moei_sequences_fit(call) || !moei_supplied_fit(net, call))
         return MOE_ERR_ARGUMENT;
@@ -5696,7 +5702,7 @@ moe_status moe_net_cache_size(const moe_net *net, size_t most, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
     if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
     if (!net->built) return MOE_ERR_STATE;
-    if (most > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (!MOEI_FITS_INT32(most)) return MOE_ERR_OVERFLOW;
     moei_cache_layout(net, most, &l, NULL);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
@@ -5772,7 +5778,7 @@ const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass,
 static const moe_field moei_sampling_fields[] = {
     MOEI_FLAG(MOEI_S, greedy, "the largest logit, without a draw"),
     MOEI_REAL(MOEI_S, temperature, 1e-6, 1e6, "what the logits are divided by"),
-    MOEI_INT(MOEI_S, top_k, 1, INT32_MAX, "how many of the largest logits stay"),
+    MOEI_INT(MOEI_S, top_k, 1, (int)((unsigned)-1 / 2), "how many of the largest logits stay"),
     MOEI_REAL(MOEI_S, top_p, 0, 1, "how much of the probability stays"),
     MOEI_FIELDS_END};
 
@@ -5858,7 +5864,7 @@ moe_status moe_sample(const moe_sampling *how, size_t n, const moe_real *logits,
     moe_status status;
     if (logits == NULL || p == NULL || order == NULL || token == NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL", logits == NULL ? "logits" : p == NULL ? "p" : order == NULL ? "order" : "token");
-    if (n == 0 || n > INT32_MAX) return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be 1 to %d", n, (int)INT32_MAX);
+    if (n == 0 || !MOEI_FITS_INT32(n)) return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be 1 to 2147483647", n);
     if ((status = moei_sample_begin(&s, how, n, logits, error)) != MOE_OK) return status;
     if (!s.how.greedy && rng == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "rng must not be NULL: only greedy = 1 draws nothing");
     s.order = order;
@@ -5954,7 +5960,7 @@ static moe_real moei_exp_others(const moe_kernels *kernels, size_t n, const moe_
         moe_real *part = d != NULL ? d + from : room;
         count = n - from < PART ? n - from : (size_t)PART;
         memcpy(part, y + from, count * sizeof *part);
-        if (best - from < count) part[best - from] = -(moe_real)HUGE_VAL;
+        if (best - from < count) part[best - from] = -MOEI_INFINITY;
         sum += moe_exp_sum(kernels, count, y[best], part);
     }
     if (d != NULL) d[best] = MOEI_R(1.0);
@@ -6840,7 +6846,7 @@ static moe_status moei_modular_pass(moe_modular *m, const moe_data *batch, const
     for (t = 0; t < batch->n; t++) {
         moe_data row = moei_data_part(net, batch, t, 1);
         scores[t] = -(double)moei_criterion(m->trainer->config.criterion, net, &row, pass.y + t * width, NULL);
-        if (!(scores[t] > -HUGE_VAL)) return MOE_ERR_NONFINITE;
+        if (!(scores[t] > -MOEI_HUGE)) return MOE_ERR_NONFINITE;
     }
     for (i = 0; i < net->n_modules; i++) {
         const moe_routing *r = moe_net_routing(net, &pass, i);
@@ -6861,7 +6867,7 @@ static moe_status moei_modular_expect(moe_modular *m, const moe_data *batch, int
     for (i = 0; i < m->n_teacher; i++) m->teacher[i] = MOEI_R(0.0); /* its loss is not used here */
     for (i = 0; i < n * m->n_mixtures; i++) known &= choices[i] >= 0;
     if (!known && draws < 1) return MOE_ERR_ARGUMENT;
-    for (t = 0; t < n; t++) m->best[t] = -HUGE_VAL, m->changed[t] = 0;
+    for (t = 0; t < n; t++) m->best[t] = -MOEI_HUGE, m->changed[t] = 0;
     if (known && (status = moei_modular_pass(m, batch, choices, m->best)) != MOE_OK) return status;
     for (draw = 0; draw < draws; draw++) {
         status = moei_modular_pass(m, batch, NULL, m->drawn);
@@ -7190,8 +7196,8 @@ static moe_status moei_fit_continues(const moei_fit *f, const moei_checkpoint *c
     moe_status status = moei_checkpoint_differs(c, &wanted, error);
     if (status != MOE_OK || c->position[0] >= (uint64_t)f->progress.epochs) return status;
     memcpy(sums, c->position + 2, sizeof sums);
-    if (c->position[1] < f->progress.steps && c->steps == c->position[0] * f->progress.steps + c->position[1] && fabs(sums[0]) < HUGE_VAL &&
-        fabs(sums[1]) < HUGE_VAL)
+    if (c->position[1] < f->progress.steps && c->steps == c->position[0] * f->progress.steps + c->position[1] && fabs(sums[0]) < MOEI_HUGE &&
+        fabs(sums[1]) < MOEI_HUGE)
         return MOE_OK;
     return moei_error(error, MOE_ERR_FORMAT, "the checkpoint's position is none of this training");
 }
@@ -7976,7 +7982,7 @@ moe_status moe_hme_gradient(moe_hme *hme, const moe_data *data, moe_real rate, d
 enum { MOEI_CONFIG_FORMAT = 1 };
 
 /* Rows that say how something is run, not what it is: never in files. */
-static int moei_is_saved(const moe_field *field) { return strcmp(field->name, "kernels") != 0; }
+static int moei_is_saved(const moe_field *field) { return moei_strcmp(field->name, "kernels") != 0; }
 
 /* ---- writing the configuration ------------------------------------------------------------------------------------------------- */
 
@@ -7989,7 +7995,7 @@ typedef struct moei_config_text {
 } moei_config_text;
 
 static void moei_config_put(moei_config_text *c, const char *s) {
-    if (c->status == MOE_OK) c->status = moei_buffer_write(&c->buffer, s, strlen(s));
+    if (c->status == MOE_OK) c->status = moei_buffer_write(&c->buffer, s, moei_strlen(s));
 }
 
 /* "name":value for every field that is not 0, or for every field; comma: there are members before. */
@@ -8233,7 +8239,7 @@ static moe_status moei_config_value(moei_json *j, const char *place, const moe_f
         if (!moei_is_json_number(s)) return moei_json_refuse(j, at, MOE_ERR_FORMAT, "%s: %s must be a number", place, field->name);
         value = (const char *)s.p;
     }
-    status = moei_field_set_n(field, config, value, field->kind == MOE_FIELD_CHOICE ? strlen(value) : s.n, &why);
+    status = moei_field_set_n(field, config, value, field->kind == MOE_FIELD_CHOICE ? moei_strlen(value) : s.n, &why);
     return status == MOE_OK ? MOE_OK : moei_json_refuse(j, at, status, "%s: %s", place, why.message);
 }
 
@@ -8328,7 +8334,7 @@ static moe_status moei_config_top(moei_json *j, const char *wanted, size_t *valu
     size_t at[3];
     moei_span format;
     moe_real number;
-    int layer = strcmp(wanted, "layer") == 0;
+    int layer = moei_strcmp(wanted, "layer") == 0;
     moe_status status = moei_config_members(j, "the top", names, at);
     if (status != MOE_OK) return status;
     if (moei_json_peek(j) >= 0) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "nothing may follow the object");
@@ -8442,7 +8448,7 @@ static moe_tensor *moei_file_wanted(const moe_net *net, const moe_file_tensor *t
     name[n] = '\0';
     if (net->n_modules > 0) return moe_net_find(net, name);
     for (n = 0; n < net->n_tensors; n++)
-        if (strcmp(net->tensors[n].name, name) == 0) return &net->tensors[n];
+        if (moei_strcmp(net->tensors[n].name, name) == 0) return &net->tensors[n];
     return NULL;
 }
 
@@ -8468,7 +8474,7 @@ static moe_status moei_file_compare(const moe_net *net, const moe_file_tensor *f
     name.n = found->name_length;
     if (t == NULL)
         return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': the configuration has none of this name", moei_span_text(name, shown));
-    if (t->n_dims != found->n_dims || memcmp(t->shape, found->shape, (size_t)t->n_dims * sizeof t->shape[0]) != 0)
+    if (t->n_dims != found->n_dims || moei_memcmp(t->shape, found->shape, (size_t)t->n_dims * sizeof t->shape[0]) != 0)
         return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be %s, the file has %s", t->name,
                           moei_shape_text(t->shape, t->n_dims, want), moei_shape_text(found->shape, found->n_dims, have));
     *wanted = t;
@@ -8662,7 +8668,7 @@ static void moei_checkpoint_put(const moei_checkpoint *c, char out[MOEI_CHECKPOI
     t.out = out, t.room = MOEI_CHECKPOINT_TEXT, t.length = 0;
     for (i = 0; i < MOEI_CHECKPOINT_ROWS; i++) {
         if (i > 0) moei_put(&t, " ", 1);
-        moei_put(&t, moei_checkpoint_rows[i].name, strlen(moei_checkpoint_rows[i].name));
+        moei_put(&t, moei_checkpoint_rows[i].name, moei_strlen(moei_checkpoint_rows[i].name));
         moei_put(&t, " ", 1);
         moei_put_unsigned(&t, moei_checkpoint_get(c, i));
     }
@@ -8671,7 +8677,7 @@ static void moei_checkpoint_put(const moei_checkpoint *c, char out[MOEI_CHECKPOI
 /* Moment i as a tensor. */
 static void moei_moment(const moe_trainer *trainer, size_t i, moe_tensor *out) {
     memset(out, 0, sizeof *out);
-    memcpy(out->name, moei_moment_names[i], strlen(moei_moment_names[i]));
+    memcpy(out->name, moei_moment_names[i], moei_strlen(moei_moment_names[i]));
     out->n_dims = 1;
     out->shape[0] = out->count = moei_net_numbers(trainer->net);
     out->data = trainer->memory + i * out->count;
@@ -8737,7 +8743,7 @@ moe_status moe_trainer_write(const moe_trainer *trainer, moe_stream *stream, moe
 
 /* Takes a word that must be there; 0 when it is not. */
 static int moei_take_word(const char **p, const char *word) {
-    size_t n = strlen(word);
+    size_t n = moei_strlen(word);
     if (strncmp(*p, word, n) != 0) return 0;
     *p += n;
     return 1;
@@ -8811,7 +8817,7 @@ static moe_status moei_checkpoint_same_net(const moe_net *net, const moe_file *f
     same = length + 1 == text.buffer.size;
     found = same ? (char *)moei_alloc(&net->allocator, length + 1, 1) : NULL;
     if (same && found == NULL) status = moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of configuration", length + 1);
-    else same = same && moe_file_metadata(file, MOEI_CONFIG_KEY, found, length + 1, NULL) == MOE_OK && memcmp(found, text.buffer.data, length) == 0;
+    else same = same && moe_file_metadata(file, MOEI_CONFIG_KEY, found, length + 1, NULL) == MOE_OK && moei_memcmp(found, text.buffer.data, length) == 0;
     if (status == MOE_OK && !same) status = moei_error(error, MOE_ERR_CONFIG, "the checkpoint is that of a net of other modules");
     moei_free(&net->allocator, found, length + 1);
     moe_buffer_free(&text.buffer);
