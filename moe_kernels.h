@@ -64,7 +64,7 @@
    FREESTANDING BUILDS (__STDC_HOSTED__ == 0, as with -ffreestanding) include <stddef.h>, <stdint.h>, <float.h> and <stdarg.h> only, if MOE_NO_TRAIN
    is defined. There must be memcpy, memmove and memset, which compilers want of any program anyway, and the compiler's own runtime library.
    The largest error of the functions that MOE_NO_LIBM brings, in units in the last place of float (tests/small.c holds them to it):
-   exp 1.5, log 1.5, log1p 2, tanh 2.5, erfc 6, sqrt 0.5, pow 1 (pow for bases >= 0). Subnormal results are rounded once more.
+   exp 1.5, log 1.5, log1p 2, tanh 3, erfc 8, sqrt 0.5, pow 1 (for bases >= 0). Subnormal results are rounded once more.
 
    MANUAL
 
@@ -861,7 +861,7 @@ MOEI_TOOL float moei_own_tanh(float x) {
     q = moei_own_exp_reduced(-2.0f * z, &n);
     power = moei_power2(n);
     q = q * power + (power - 1.0f);
-    return moei_float_of(moei_float_bits(q / (2.0f + q)) ^ (moei_float_bits(x) & 0x80000000u) ^ 0x80000000u);
+    return moei_float_of((moei_float_bits(q / (2.0f + q)) & 0x7fffffffu) | (moei_float_bits(x) & 0x80000000u));
 }
 
 /* erfc|x| = 2 exp(-x^2) t Q(t), t = 1 / (1 + 0.3 sqrt(2) |x|), the polynomial of the kernels' normal distribution. */
@@ -957,8 +957,11 @@ MOEI_TOOL double moei_fine_pow(double x, double y) {
 MOEI_TOOL float moei_own_pow(float x, float y) { return (float)moei_fine_pow((double)x, (double)y); }
 
 MOEI_TOOL double moei_fine_sqrt(double x) {
-    double root = (double)moei_own_sqrt((float)x);
+    double root;
     int i;
+    if (x > 0.0 && x < 1e-30) return moei_fine_sqrt(x * 1.2676506002282294e30) * 8.8817841970012523e-16; /* 2^100, 2^-50 */
+    if (x > 1e30 && x < MOEI_HUGE) return moei_fine_sqrt(x * 7.8886090522101181e-31) * 1125899906842624.0;
+    root = (double)moei_own_sqrt((float)x);
     if (!(root > 0.0) || moei_float_is_huge((float)root)) return root;
     for (i = 0; i < 2; i++) root = 0.5 * (root + x / root);
     return root;
