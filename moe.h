@@ -252,6 +252,7 @@ extern "C" {
 
 
 
+#ifndef MOE_NO_FLOAT
 /* ---- memory ------------------------------------------------------------------------------------------------------------ */
 
 /* Where objects that own memory get it from. resize(ctx, NULL, 0, n) allocates, resize(ctx, p, old, n) grows or shrinks and keeps
@@ -1094,6 +1095,8 @@ MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, i
                                 moe_error *error);
 #endif
 
+#endif /* MOE_NO_FLOAT */
+
 /* ---- models for small machines: constants in flash, no heap, no initialisation ------------------------------------------------- */
 
 /* How a model's weights are stored and computed with. FLOAT: as in the net, in floating point. INT8, INT4: whole numbers of 8 or 4 bits, and no
@@ -1256,6 +1259,7 @@ MOE_API moe_status moe_export_experts(const moe_built_model *built, moe_stream *
 #if defined(MOE_IMPLEMENTATION) && !defined(MOEI_MOE_IMPLEMENTED)
 #define MOEI_MOE_IMPLEMENTED
 
+#ifndef MOE_NO_FLOAT
 /* ==== memory, streams and files ======================================================================================== */
 
 #ifndef MOE_NO_MALLOC
@@ -9076,6 +9080,8 @@ moe_status moe_trainer_load(moe_trainer *trainer, const char *path, moe_error *e
 #endif
 #endif /* MOE_NO_TRAIN */
 
+#endif /* MOE_NO_FLOAT */
+
 /* ==== models for small machines: inference ==================================================================================== */
 
 /* Scratch memory is laid out from a multiple of 4. */
@@ -9793,7 +9799,7 @@ static moe_status moe_int_router_plan_make(const moe_router_config *c, double lo
         return moei_error(error, MOE_ERR_UNSUPPORTED, "router: only softmax, top_k and sum have an integer form");
     while (bits > 0 && ldexp(logit_most * 1.4426950408889634, bits) > 32767) bits--;
     plan->router.gate = moe_int_gate_logits, plan->router.select = moe_int_select_top_k;
-    plan->router.values = moe_int_gate_softmax, plan->router.weight = moe_int_weight_sum;
+    plan->router.values = moe_int_gate_softmax, plan->router.weight = moe_int_weight_raw, plan->router.weight_shift = 5;
     plan->router.n_experts = plan->router.scratch = (uint16_t)c->n_experts;
     plan->router.top_k = plan->router.most = (uint16_t)c->top_k;
     plan->router.z_bits = (uint8_t)bits;
