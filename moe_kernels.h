@@ -35,6 +35,10 @@
      MOE_NO_QUANT         leaves out int8 and int4 weights                                          yes, or calls do not link
      MOE_NO_TRAIN         leaves out everything that only training needs (the _backward functions); yes, or calls do not link
                           implies the next two unless MOE_STDIO or MOE_MALLOC asks them back
+     MOE_NO_FLOAT         only integers: leaves out everything that computes in floating point;     yes, or calls do not link
+                          needs neither libm nor math.h; implies MOE_NO_TRAIN
+     MOE_NO_DSP           integers: no instructions of the DSP and Helium extensions of Arm         no: read by the implementation
+     MOE_NO_PROGMEM       AVR: constants of integer models stay in RAM                              yes
      MOE_NO_STDIO         moe.h: no files by name            (MOE_STDIO: keep them)                 yes, or calls do not link
      MOE_NO_MALLOC        moe.h: no use of the heap          (MOE_MALLOC: keep it)                  no: read by the implementation
 
@@ -140,6 +144,9 @@
 #error "moe: MOE_REAL must be float or double"
 #endif
 
+#if defined(MOE_NO_FLOAT) && !defined(MOE_NO_TRAIN)
+#define MOE_NO_TRAIN
+#endif
 #if defined(MOE_NO_TRAIN) && !defined(MOE_STDIO) && !defined(MOE_NO_STDIO)
 #define MOE_NO_STDIO
 #endif
@@ -213,6 +220,22 @@
 #define moe_rng_below moe_rng_below_f64
 #define moe_rng_uniform moe_rng_uniform_f64
 #define moe_rng_normal moe_rng_normal_f64
+#define moe_int8_size moe_int8_size_f64
+#define moe_int4_size moe_int4_size_f64
+#define moe_int8_pack moe_int8_pack_f64
+#define moe_int4_pack moe_int4_pack_f64
+#define moe_int8_product moe_int8_product_f64
+#define moe_int8_product_add moe_int8_product_add_f64
+#define moe_int4_product moe_int4_product_f64
+#define moe_int4_product_add moe_int4_product_add_f64
+#define moe_int_store moe_int_store_f64
+#define moe_int_curve moe_int_curve_f64
+#define moe_int_multiply moe_int_multiply_f64
+#define moe_int_add moe_int_add_f64
+#define moe_int_exp2 moe_int_exp2_f64
+#define moe_int_sqrt moe_int_sqrt_f64
+#define moe_int_softmax moe_int_softmax_f64
+#define moe_int_top_k moe_int_top_k_f64
 #endif
 
 #ifdef __cplusplus
@@ -264,6 +287,7 @@ typedef struct moe_error {
     char message[228];
 } moe_error;
 
+#ifndef MOE_NO_FLOAT
 /* ---- the machine ------------------------------------------------------------------------------------------------ */
 
 /* Bits of moe_cpu_features. A bit is set only when the processor has the feature and the operating system saves its registers. */
@@ -540,6 +564,84 @@ MOE_API moe_real moe_rng_uniform(moe_rng *rng);
 /* Standard normal, by Teichroew's polynomial on a sum of twelve uniforms (Abramowitz and Stegun 1964, 26.8.6) in fixed-point
    arithmetic: no libm, the same bits on every machine; |x| < 8.7. Six draws of the stream. */
 MOE_API moe_real moe_rng_normal(moe_rng *rng);
+#endif /* MOE_NO_FLOAT */
+
+/* ---- integers: what a model with int8 or int4 weights needs on a machine without floating point -------------------- */
+
+/* Everything here is exact: the same numbers on every machine. >> on a negative number rounds down (an arithmetic shift, as every compiler
+   makes it), clamp(v) holds v between a shape's low and high, round = 1 << (shift - 1), or 0 for shift = 0.
+     vector   int16_t[width rounded up to 4], aligned to 4 bytes, zeros behind its width; number = level * scale, the scale is the caller's
+     narrow   levels within +-127: what a product reads;  wide: within +-32767
+   Constants are bytes, little-endian on every machine, aligned to 4 bytes and declared with MOE_FLASH behind the name:
+       static const unsigned char weights[140] MOE_FLASH = {...};
+   which keeps them in program memory on AVR (in its first 64 KiB). Vectors and constants that are not aligned fault on some Arm processors.
+   All calls are thread-safe: they write only what they are given, and take below 150 bytes of stack. */
+#if defined(__AVR__) && !defined(MOE_NO_PROGMEM)
+#define MOE_FLASH __attribute__((__progmem__, __aligned__(4)))
+#elif defined(__GNUC__) || defined(__clang__) || defined(__TINYC__)
+#define MOE_FLASH __attribute__((__aligned__(4)))
+#else
+#define MOE_FLASH
+#endif
+
+/* Of a result: its width n; of a product also the inputs k, both at most 65532; shift at most 30. */
+typedef struct moe_int_shape {
+    uint16_t n, k;
+    int16_t low, high;
+    uint8_t shift;
+} moe_int_shape;
+
+/* The constants of a product, for each pair of outputs a = 2 i, b = 2 i + 1 (a missing b is all zero), k4 = k rounded up to 4:
+     int32 bias_a, int32 bias_b, int16 factor_a, int16 factor_b, then
+     int8   k4 times: byte w_a + 128, byte w_b (two's complement);     |w| <= 127
+     int4   for each block of 32 inputs, the last one shorter: uint16 block_a, uint16 block_b, then for each 4 inputs the 4 bytes
+            a0 | b0 << 4,  a2 | b2 << 4,  a1 | b1 << 4,  a3 | b3 << 4, each as w + 8;     -8 <= w <= 7
+   Two outputs in a word of bytes because Arm's DSP instructions multiply halfwords: read as such the word is 256 w_b + (w_a + 128) of two
+   inputs, and one instruction takes its even bytes out. Below, block_jp is the block scale of output j at input p, and 1 for int8. */
+
+/* Bytes of a product's constants, a multiple of 4. 0: n or k is beyond 65532, or the size does not fit size_t. */
+MOE_API size_t moe_int8_size(size_t n, size_t k);
+MOE_API size_t moe_int4_size(size_t n, size_t k);
+#ifndef MOE_NO_TRAIN
+/* Packs levels [n,k], rows ld apart, bias [n], factor [n] within 0..32767 and (int4) block [n][ceil(k/32)] into out [moe_int8_size or
+   moe_int4_size bytes]. bias NULL: 0. MOE_ERR_ARGUMENT: a level or factor out of range, a pointer missing, ld < k. MOE_ERR_OVERFLOW: no such
+   size, or |bias_j| + 127 sum_p |w_jp| block_jp reaches 2^30. Then out is untouched. */
+MOE_API moe_status moe_int8_pack(size_t n, size_t k, const signed char *levels, size_t ld, const int32_t *bias, const int16_t *factor,
+                                 unsigned char *out);
+MOE_API moe_status moe_int4_pack(size_t n, size_t k, const signed char *levels, size_t ld, const int32_t *bias, const int16_t *factor,
+                                 const uint16_t *block, unsigned char *out);
+#endif
+/* With sum_j = bias_j + sum_p w_jp block_jp x_p and t_j = (sum_j * factor_j) >> 16 (all bits of the product), x narrow [k]:
+     product       y_j = clamp((t_j + round) >> shift), zeros behind n
+     product_add   y_j += (t_j * weight) >> 16, 32767 being a weight of 1; y [n rounded up to 2], each |y_j| < 2^31 by the caller's care;
+                   low, high and shift are not looked at
+   y overlaps neither x nor data. n = 0 or k = 0 is allowed. */
+MOE_API void moe_int8_product(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y);
+MOE_API void moe_int8_product_add(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t weight, int32_t *y);
+MOE_API void moe_int4_product(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y);
+MOE_API void moe_int4_product_add(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t weight, int32_t *y);
+
+/* The rest goes along vectors of n, each with zeros behind n in y; y may be x, a or b. */
+
+/* y_j = clamp((sum_j + round) >> shift); |sum_j| < 2^30. y does not overlap sum. */
+MOE_API void moe_int_store(const moe_int_shape *shape, const int32_t *sum, int16_t *y);
+/* Straight lines between 65 points c_0..c_64 (int16, constants as above) over wide x: with u = x + 32768, i = u >> 10, f = u & 1023
+   y = clamp((c_i + (((c_{i+1} - c_i) * f) >> 10) + round) >> shift). */
+MOE_API void moe_int_curve(const moe_int_shape *shape, const unsigned char *points, const int16_t *x, int16_t *y);
+/* y = clamp((a * b + round) >> shift), a and b wide. */
+MOE_API void moe_int_multiply(const moe_int_shape *shape, const int16_t *a, const int16_t *b, int16_t *y);
+/* y = clamp((a * factor + b * factor2 + round) >> shift), a and b wide, factors within 0..16383; b may be NULL: 0. */
+MOE_API void moe_int_add(const moe_int_shape *shape, const int16_t *a, int16_t factor, const int16_t *b, int16_t factor2, int16_t *y);
+
+/* 2^(-d / 2^bits) in units of 1/32768, bits within 0..31: exactly 32768 for d = 0, never rising with d, off by less than a unit and by
+   less than 2^-12 of itself while it is above 4096. */
+MOE_API uint32_t moe_int_exp2(uint32_t d, int bits);
+/* The square root, rounded down. */
+MOE_API uint32_t moe_int_sqrt(uint32_t x);
+/* e_i = moe_int_exp2(max z - z_i, bits): the numerators of a softmax whose logits z count 2^bits to an octave. Returns their sum. n <= 65532. */
+MOE_API uint32_t moe_int_softmax(size_t n, const int16_t *z, int bits, uint16_t *e);
+/* The k largest of key[n] in descending order into index[k]; of equal keys the lower index comes first. n <= 32767. Returns min(k, n). */
+MOE_API size_t moe_int_top_k(size_t n, const int32_t *key, size_t k, int16_t *index);
 
 #ifdef __cplusplus
 }
@@ -551,7 +653,9 @@ MOE_API moe_real moe_rng_normal(moe_rng *rng);
 
 /* ==== private tools of the implementation; moe_routers.h and moe.h use them too ====================================== */
 
+#ifndef MOE_NO_FLOAT
 #include <math.h>
+#endif
 #include <stdarg.h>
 #include <string.h>
 
@@ -569,6 +673,14 @@ MOE_API moe_real moe_rng_normal(moe_rng *rng);
 #define MOEI_TOOL static __attribute__((unused))
 #else
 #define MOEI_TOOL static
+#endif
+
+#if defined(__GNUC__) || defined(__clang__)
+#define MOEI_INLINE static inline __attribute__((always_inline))
+#elif defined(_MSC_VER)
+#define MOEI_INLINE static __forceinline
+#else
+#define MOEI_INLINE static inline
 #endif
 
 /* ---- sizes: every product and sum of a caller's or a file's numbers goes through these; 0 on overflow ---------------- */
@@ -647,6 +759,7 @@ MOEI_TOOL void moei_put_integer(moei_text *t, int64_t value) {
     moei_put_unsigned(t, value < 0 ? (uint64_t)0 - (uint64_t)value : (uint64_t)value);
 }
 
+#ifndef MOE_NO_FLOAT
 /* A sum of two doubles, hi + lo, with about 106 bits: decimal conversions must not round on the way (Dekker 1971, A floating-point technique for
    extending the available precision). */
 typedef struct moei_pair {
@@ -805,6 +918,8 @@ MOEI_TOOL void moei_put_real(moei_text *t, moe_real value) {
     }
 }
 
+#endif /* MOE_NO_FLOAT */
+
 /* A small printf: %s text (NULL prints nothing), %d int, %z size_t, %g double, %% itself. */
 MOEI_TOOL void moei_put_format(moei_text *t, const char *format, va_list arguments) {
     const char *p = format;
@@ -821,8 +936,10 @@ MOEI_TOOL void moei_put_format(moei_text *t, const char *format, va_list argumen
             moei_put_integer(t, va_arg(arguments, int));
         else if (*p == 'z')
             moei_put_unsigned(t, va_arg(arguments, size_t));
+#ifndef MOE_NO_FLOAT
         else if (*p == 'g')
             moei_put_real(t, (moe_real)va_arg(arguments, double));
+#endif
         else if (*p == '%')
             moei_put(t, "%", 1);
         else
@@ -845,6 +962,7 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
     return code;
 }
 
+#ifndef MOE_NO_FLOAT
 /* ==== what the compiler and the machine offer ========================================================================== */
 
 #if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__)) && !defined(__PCC__) && !defined(__TINYC__)
@@ -890,14 +1008,6 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #define MOEI_V4_IEEE 1
 #endif
 
-#if defined(__GNUC__) || defined(__clang__)
-#define MOEI_INLINE static inline __attribute__((always_inline))
-#elif defined(_MSC_VER)
-#define MOEI_INLINE static __forceinline
-#else
-#define MOEI_INLINE static inline
-#endif
-
 /* Stands in the loop of an ordered sum. gcc -O3 would vectorise such a loop along the sum and then add the lanes one by one, which
    is three times slower than leaving it alone; an empty asm keeps it from trying and costs no instruction. */
 #if defined(__GNUC__) && !defined(__TINYC__)
@@ -914,6 +1024,18 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #else
 #define MOEI_ADD_TO(s, a, b) s += (a) * (b)
 #endif
+#endif /* MOE_NO_FLOAT */
+
+/* How integer constants are read: by words where these have the bytes' order, by instructions of their own from AVR's program memory. */
+#if defined(__AVR__) && !defined(MOE_NO_PROGMEM)
+#define MOEI_FLASH_AVR 1
+#include <avr/pgmspace.h>
+#elif defined(__GNUC__) && !defined(__PCC__) && !defined(__TINYC__) && defined(__BYTE_ORDER__)
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#define MOEI_FLASH_WORDS 1
+#endif
+#endif
+
 
 #ifdef __cplusplus
 extern "C" {
@@ -935,6 +1057,7 @@ const char *moe_status_text(moe_status status) {
     }
 }
 
+#ifndef MOE_NO_FLOAT
 #if MOE_REAL_IS_DOUBLE
 typedef uint64_t moei_bits;
 #define MOEI_SIGN_BIT ((uint64_t)1 << 63)
@@ -5401,6 +5524,427 @@ void moe_activate_backward(const moe_kernels *k, int act, size_t n, const moe_re
     moei_table(k)->activate_backward(act, n, x, dy, dx);
 }
 #endif
+
+#endif /* MOE_NO_FLOAT */
+
+/* ==== integers ================================================================================================================
+   Constants are read through these three; 16 and 32 bits lie on multiples of 2 and 4. */
+
+#if defined(MOEI_FLASH_AVR)
+MOEI_INLINE unsigned moei_flash_8(const unsigned char *at) {
+    return pgm_read_byte(at);
+}
+MOEI_INLINE int16_t moei_flash_16(const unsigned char *at) {
+    return (int16_t)pgm_read_word(at);
+}
+MOEI_INLINE int32_t moei_flash_32(const unsigned char *at) {
+    return (int32_t)pgm_read_dword(at);
+}
+#elif defined(MOEI_FLASH_WORDS)
+typedef int16_t __attribute__((__may_alias__)) moei_flash_half;
+typedef int32_t __attribute__((__may_alias__)) moei_flash_word;
+MOEI_INLINE unsigned moei_flash_8(const unsigned char *at) {
+    return *at;
+}
+MOEI_INLINE int16_t moei_flash_16(const unsigned char *at) {
+    return *(const moei_flash_half *)(const void *)at;
+}
+MOEI_INLINE int32_t moei_flash_32(const unsigned char *at) {
+    return *(const moei_flash_word *)(const void *)at;
+}
+#else
+MOEI_INLINE unsigned moei_flash_8(const unsigned char *at) {
+    return *at;
+}
+MOEI_INLINE int16_t moei_flash_16(const unsigned char *at) {
+    return (int16_t)(at[0] | (unsigned)at[1] << 8);
+}
+MOEI_INLINE int32_t moei_flash_32(const unsigned char *at) {
+    return (int32_t)(at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24);
+}
+#endif
+
+/* ---- sizes and packing ---- */
+
+enum { MOEI_INT_HEAD = 12, MOEI_INT_BLOCK = 32 };
+#define MOEI_INT_WIDEST 65532u
+
+/* Bytes of one pair of outputs. */
+MOEI_TOOL size_t moei_int8_pair_size(size_t k) {
+    return MOEI_INT_HEAD + 2 * ((k + 3) & ~(size_t)3);
+}
+
+MOEI_TOOL size_t moei_int4_pair_size(size_t k) {
+    return MOEI_INT_HEAD + ((k + 3) & ~(size_t)3) + (k + MOEI_INT_BLOCK - 1) / MOEI_INT_BLOCK * 4;
+}
+
+/* No size of a pair overflows where size_t has 32 bits or more; with 16 the largest do. */
+MOEI_TOOL size_t moei_int_size(size_t n, size_t k, size_t pair, size_t bytes_per_input) {
+    size_t bytes;
+    if (n > MOEI_INT_WIDEST || k > MOEI_INT_WIDEST || k > ((size_t)-1 - 64) / (bytes_per_input + 1)) return 0;
+    return moei_mul((n + 1) / 2, pair, &bytes) ? bytes : 0;
+}
+
+size_t moe_int8_size(size_t n, size_t k) {
+    return moei_int_size(n, k, moei_int8_pair_size(k), 2);
+}
+
+size_t moe_int4_size(size_t n, size_t k) {
+    return moei_int_size(n, k, moei_int4_pair_size(k), 1);
+}
+
+#ifndef MOE_NO_TRAIN
+/* What a product is packed from. */
+typedef struct moei_int_source {
+    size_t n, k, ld;
+    const signed char *levels;
+    const int32_t *bias;
+    const int16_t *factor;
+    const uint16_t *block; /* NULL: int8 */
+} moei_int_source;
+
+static uint64_t moei_int_block_of(const moei_int_source *s, size_t j, size_t p) {
+    return s->block != NULL ? s->block[j * ((s->k + MOEI_INT_BLOCK - 1) / MOEI_INT_BLOCK) + p / MOEI_INT_BLOCK] : 1;
+}
+
+static moe_status moei_int_check(const moei_int_source *s) {
+    const int lowest = s->block != NULL ? -8 : -127, highest = s->block != NULL ? 7 : 127;
+    size_t j, p;
+    if (s->n > 0 && (s->factor == NULL || (s->k > 0 && s->levels == NULL) || s->ld < s->k)) return MOE_ERR_ARGUMENT;
+    for (j = 0; j < s->n; j++) {
+        const int64_t bias = s->bias != NULL ? s->bias[j] : 0;
+        uint64_t bound = (uint64_t)(bias < 0 ? -bias : bias);
+        if (s->factor[j] < 0) return MOE_ERR_ARGUMENT;
+        for (p = 0; p < s->k; p++) {
+            const int w = s->levels[j * s->ld + p];
+            if (w < lowest || w > highest) return MOE_ERR_ARGUMENT;
+            bound += 127 * (uint64_t)(w < 0 ? -w : w) * moei_int_block_of(s, j, p);
+        }
+        if (bound >= (uint64_t)1 << 30) return MOE_ERR_OVERFLOW;
+    }
+    return MOE_OK;
+}
+
+static unsigned char *moei_int_put(unsigned char *out, uint32_t value, int bytes) {
+    for (; bytes > 0; bytes--, value >>= 8) *out++ = (unsigned char)(value & 255u);
+    return out;
+}
+
+/* The level of output j at input p, 0 where there is none. */
+static int moei_int_level(const moei_int_source *s, size_t j, size_t p) {
+    return j < s->n && p < s->k ? s->levels[j * s->ld + p] : 0;
+}
+
+static unsigned char *moei_int_put_head(const moei_int_source *s, size_t j, unsigned char *out) {
+    const size_t count = s->n - j < 2 ? s->n - j : 2;
+    size_t i;
+    for (i = 0; i < 2; i++) out = moei_int_put(out, i < count && s->bias != NULL ? (uint32_t)s->bias[j + i] : 0, 4);
+    for (i = 0; i < 2; i++) out = moei_int_put(out, i < count ? (uint32_t)s->factor[j + i] : 0, 2);
+    return out;
+}
+
+static unsigned char *moei_int8_put_inputs(const moei_int_source *s, size_t j, unsigned char *out) {
+    size_t p;
+    for (p = 0; p < ((s->k + 3) & ~(size_t)3); p++) {
+        out = moei_int_put(out, (uint32_t)(moei_int_level(s, j, p) + 128), 1);
+        out = moei_int_put(out, (uint32_t)moei_int_level(s, j + 1, p), 1);
+    }
+    return out;
+}
+
+static unsigned char *moei_int4_put_inputs(const moei_int_source *s, size_t j, unsigned char *out) {
+    static const unsigned char order[4] = {0, 2, 1, 3};
+    size_t p, i;
+    for (p = 0; p < s->k; p += 4) {
+        if (p % MOEI_INT_BLOCK == 0)
+            for (i = 0; i < 2; i++) out = moei_int_put(out, j + i < s->n ? (uint32_t)moei_int_block_of(s, j + i, p) : 0, 2);
+        for (i = 0; i < 4; i++) {
+            const int a = moei_int_level(s, j, p + order[i]) + 8, b = moei_int_level(s, j + 1, p + order[i]) + 8;
+            out = moei_int_put(out, (uint32_t)(a + 16 * b), 1);
+        }
+    }
+    return out;
+}
+
+static moe_status moei_int_pack(const moei_int_source *s, size_t size, unsigned char *out) {
+    size_t j;
+    moe_status status;
+    if (s->n == 0) return MOE_OK;
+    if (size == 0) return MOE_ERR_OVERFLOW;
+    if (out == NULL) return MOE_ERR_ARGUMENT;
+    status = moei_int_check(s);
+    if (status != MOE_OK) return status;
+    for (j = 0; j < s->n; j += 2) {
+        out = moei_int_put_head(s, j, out);
+        out = s->block != NULL ? moei_int4_put_inputs(s, j, out) : moei_int8_put_inputs(s, j, out);
+    }
+    return MOE_OK;
+}
+
+moe_status moe_int8_pack(size_t n, size_t k, const signed char *levels, size_t ld, const int32_t *bias, const int16_t *factor,
+                         unsigned char *out) {
+    moei_int_source s;
+    s.n = n, s.k = k, s.ld = ld, s.levels = levels, s.bias = bias, s.factor = factor, s.block = NULL;
+    return moei_int_pack(&s, moe_int8_size(n, k), out);
+}
+
+moe_status moe_int4_pack(size_t n, size_t k, const signed char *levels, size_t ld, const int32_t *bias, const int16_t *factor,
+                         const uint16_t *block, unsigned char *out) {
+    moei_int_source s;
+    s.n = n, s.k = k, s.ld = ld, s.levels = levels, s.bias = bias, s.factor = factor, s.block = block;
+    if (block == NULL) return MOE_ERR_ARGUMENT;
+    return moei_int_pack(&s, moe_int4_size(n, k), out);
+}
+#endif
+
+/* ---- results ---- */
+
+/* (sum * factor) >> 16. Where a 64-bit product is a call it is made of two that fit 32 bits. */
+MOEI_INLINE int32_t moei_int_scale(int32_t sum, int16_t factor) {
+#if defined(__AVR__) || defined(__ARM_ARCH_6M__) || defined(__ARM_ARCH_8M_BASE__)
+    return (sum >> 16) * factor + (int32_t)((uint32_t)(sum & 0xffff) * (uint32_t)factor >> 16);
+#else
+    return (int32_t)((int64_t)sum * factor >> 16);
+#endif
+}
+
+MOEI_INLINE int32_t moei_int_round(const moe_int_shape *shape) {
+    return shape->shift > 0 ? (int32_t)1 << (shape->shift - 1) : 0;
+}
+
+MOEI_INLINE int16_t moei_int_clamp(const moe_int_shape *shape, int32_t value) {
+    return value < shape->low ? shape->low : value > shape->high ? shape->high : (int16_t)value;
+}
+
+MOEI_INLINE void moei_int_put_zeros(unsigned n, int16_t *y) {
+    for (; (n & 3u) != 0; n++) y[n] = 0;
+}
+
+/* Where the outputs of a product go: y, or sum where that is not NULL. Each product is compiled once for either. */
+typedef struct moei_int_ending {
+    int16_t *y;
+    int32_t *sum;
+    int32_t round;
+    int16_t weight;
+} moei_int_ending;
+
+MOEI_INLINE void moei_int_end_one(const moe_int_shape *shape, const moei_int_ending *e, unsigned j, int32_t sum, int16_t factor) {
+    const int32_t t = moei_int_scale(sum, factor);
+    if (e->sum != NULL) e->sum[j] += moei_int_scale(t, e->weight);
+    else e->y[j] = moei_int_clamp(shape, (t + e->round) >> shape->shift);
+}
+
+MOEI_INLINE void moei_int_end_pair(const moe_int_shape *shape, const moei_int_ending *e, unsigned j, int32_t a, int32_t b, int16_t factor_a,
+                                   int16_t factor_b) {
+    moei_int_end_one(shape, e, j, a, factor_a);
+    moei_int_end_one(shape, e, j + 1, b, factor_b);
+}
+
+/* ---- inner products of a pair of outputs ---- */
+
+/* A vector is narrow where it is multiplied: its low byte is enough, which is what AVR multiplies. */
+#if defined(__AVR__)
+#define MOEI_INT_X(x) ((signed char)(x))
+#else
+#define MOEI_INT_X(x) (x)
+#endif
+
+MOEI_INLINE int32_t moei_int_sum(unsigned k, const int16_t *x) {
+    int32_t sum = 0;
+    unsigned p;
+    for (p = 0; p < k; p++) sum += x[p];
+    return sum;
+}
+
+/* *a += (w_a + 128) . x, *b += w_b . x; returns the end of the weights. */
+MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
+    const int16_t *end = x + k;
+    int32_t sum_a = *a, sum_b = *b;
+    for (; x != end; x++, w += 2) {
+        sum_a += (int)moei_flash_8(w) * MOEI_INT_X(*x);
+        sum_b += (signed char)moei_flash_8(w + 1) * MOEI_INT_X(*x);
+    }
+    *a = sum_a, *b = sum_b;
+    return w;
+}
+
+/* *a = (w_a + 8) . x, *b = (w_b + 8) . x, of a block. The byte is w_a + 8 + 16 (w_b + 8), so its sum has both. */
+MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
+    const int16_t *end = x + k;
+    int32_t both = 0, sum_b = 0;
+    for (; x != end; x += 4, w += 4) {
+        const unsigned v0 = moei_flash_8(w), v2 = moei_flash_8(w + 1), v1 = moei_flash_8(w + 2), v3 = moei_flash_8(w + 3);
+        both += (int)v0 * MOEI_INT_X(x[0]), sum_b += (int)(v0 >> 4) * MOEI_INT_X(x[0]);
+        both += (int)v1 * MOEI_INT_X(x[1]), sum_b += (int)(v1 >> 4) * MOEI_INT_X(x[1]);
+        both += (int)v2 * MOEI_INT_X(x[2]), sum_b += (int)(v2 >> 4) * MOEI_INT_X(x[2]);
+        both += (int)v3 * MOEI_INT_X(x[3]), sum_b += (int)(v3 >> 4) * MOEI_INT_X(x[3]);
+    }
+    *a = both - 16 * sum_b, *b = sum_b;
+    return w;
+}
+
+/* ---- products ---- */
+
+MOEI_INLINE void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, const moei_int_ending *e) {
+    const unsigned n = shape->n, k = (shape->k + 3u) & ~3u;
+    const int32_t offset = 128 * moei_int_sum(k, x);
+    unsigned j;
+    for (j = 0; j < n; j += 2) {
+        int32_t a = moei_flash_32(data) - offset, b = moei_flash_32(data + 4);
+        const int16_t factor_a = moei_flash_16(data + 8), factor_b = moei_flash_16(data + 10);
+        data = moei_int8_dot(k, data + MOEI_INT_HEAD, x, &a, &b);
+        moei_int_end_pair(shape, e, j, a, b, factor_a, factor_b);
+    }
+    if (e->sum == NULL) moei_int_put_zeros(n, e->y);
+}
+
+MOEI_INLINE void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, const moei_int_ending *e) {
+    enum { KEPT = 32 }; /* blocks whose sums are made once and not for every pair */
+    int16_t offset[KEPT];
+    const unsigned n = shape->n, k = (shape->k + 3u) & ~3u;
+    unsigned j, p, count, i;
+    for (p = i = 0; p < k && i < KEPT; p += count, i++) {
+        count = k - p < MOEI_INT_BLOCK ? k - p : (unsigned)MOEI_INT_BLOCK;
+        offset[i] = (int16_t)(8 * moei_int_sum(count, x + p));
+    }
+    for (j = 0; j < n; j += 2) {
+        uint32_t a = (uint32_t)moei_flash_32(data), b = (uint32_t)moei_flash_32(data + 4);
+        const int16_t factor_a = moei_flash_16(data + 8), factor_b = moei_flash_16(data + 10);
+        data += MOEI_INT_HEAD;
+        for (p = i = 0; p < k; p += count, i++) {
+            const uint16_t block_a = (uint16_t)moei_flash_16(data), block_b = (uint16_t)moei_flash_16(data + 2);
+            int32_t part_a, part_b, off;
+            count = k - p < MOEI_INT_BLOCK ? k - p : (unsigned)MOEI_INT_BLOCK;
+            off = i < KEPT ? offset[i] : 8 * moei_int_sum(count, x + p);
+            data = moei_int4_dot(count, data + 4, x + p, &part_a, &part_b);
+            a += (uint32_t)(part_a - off) * block_a;
+            b += (uint32_t)(part_b - off) * block_b;
+        }
+        moei_int_end_pair(shape, e, j, (int32_t)a, (int32_t)b, factor_a, factor_b);
+    }
+    if (e->sum == NULL) moei_int_put_zeros(n, e->y);
+}
+
+MOEI_INLINE moei_int_ending moei_int_storing(const moe_int_shape *shape, int16_t *y) {
+    moei_int_ending e;
+    e.y = y, e.sum = NULL, e.round = moei_int_round(shape), e.weight = 0;
+    return e;
+}
+
+MOEI_INLINE moei_int_ending moei_int_adding(int16_t weight, int32_t *sum) {
+    moei_int_ending e;
+    e.y = NULL, e.sum = sum, e.round = 0, e.weight = weight;
+    return e;
+}
+
+void moe_int8_product(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y) {
+    const moei_int_ending e = moei_int_storing(shape, y);
+    moei_int8_pairs(shape, data, x, &e);
+}
+
+void moe_int8_product_add(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t weight, int32_t *y) {
+    const moei_int_ending e = moei_int_adding(weight, y);
+    moei_int8_pairs(shape, data, x, &e);
+}
+
+void moe_int4_product(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y) {
+    const moei_int_ending e = moei_int_storing(shape, y);
+    moei_int4_pairs(shape, data, x, &e);
+}
+
+void moe_int4_product_add(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t weight, int32_t *y) {
+    const moei_int_ending e = moei_int_adding(weight, y);
+    moei_int4_pairs(shape, data, x, &e);
+}
+
+/* ---- along vectors ---- */
+
+void moe_int_store(const moe_int_shape *shape, const int32_t *sum, int16_t *y) {
+    const int32_t round = moei_int_round(shape);
+    unsigned i;
+    for (i = 0; i < shape->n; i++) y[i] = moei_int_clamp(shape, (sum[i] + round) >> shape->shift);
+    moei_int_put_zeros(i, y);
+}
+
+void moe_int_curve(const moe_int_shape *shape, const unsigned char *points, const int16_t *x, int16_t *y) {
+    const int32_t round = moei_int_round(shape);
+    unsigned i;
+    for (i = 0; i < shape->n; i++) {
+        const unsigned u = (unsigned)(uint16_t)x[i] ^ 0x8000u;
+        const unsigned char *c = points + (u >> 10) * 2;
+        const int32_t from = moei_flash_16(c), rise = moei_flash_16(c + 2) - from;
+        y[i] = moei_int_clamp(shape, (from + (rise * (int32_t)(u & 1023u) >> 10) + round) >> shape->shift);
+    }
+    moei_int_put_zeros(i, y);
+}
+
+void moe_int_multiply(const moe_int_shape *shape, const int16_t *a, const int16_t *b, int16_t *y) {
+    const int32_t round = moei_int_round(shape);
+    unsigned i;
+    for (i = 0; i < shape->n; i++) y[i] = moei_int_clamp(shape, ((int32_t)a[i] * b[i] + round) >> shape->shift);
+    moei_int_put_zeros(i, y);
+}
+
+void moe_int_add(const moe_int_shape *shape, const int16_t *a, int16_t factor, const int16_t *b, int16_t factor2, int16_t *y) {
+    const int32_t round = moei_int_round(shape);
+    unsigned i;
+    if (b == NULL) b = a, factor2 = 0;
+    for (i = 0; i < shape->n; i++)
+        y[i] = moei_int_clamp(shape, ((int32_t)a[i] * factor + (int32_t)b[i] * factor2 + round) >> shape->shift);
+    moei_int_put_zeros(i, y);
+}
+
+/* ---- single numbers and routers ---- */
+
+/* 2^-t = 1 - t p(t) for t in [0, 1), p the cubic that fits at four Chebyshev nodes. t has 14 bits behind the point, p 17, so t p has 31: no
+   product leaves 32 bits, and rounding in p (a unit times t < 2^14) stays below what a step of t takes off (0.34 * 2^17): it cannot rise. */
+uint32_t moe_int_exp2(uint32_t d, int bits) {
+    const uint32_t whole = d >> bits, rest = d & (((uint32_t)1 << bits) - 1);
+    const uint32_t t = bits <= 14 ? rest << (14 - bits) : rest >> (bits - 14);
+    uint32_t p;
+    if (whole > 16) return 0;
+    p = 7097 - (961 * t >> 14);
+    p = 31452 - (p * t >> 14);
+    p = 90851 - (p * t >> 14);
+    return (((((uint32_t)1 << 31) - p * t) >> 15 >> whole) + 1) >> 1;
+}
+
+/* Digit by digit, as by hand but in base 2: at each step 2 root bit + bit^2 is taken off where it can be. */
+uint32_t moe_int_sqrt(uint32_t x) {
+    uint32_t root = 0, bit = (uint32_t)1 << 30;
+    for (; bit != 0; bit >>= 2) {
+        const uint32_t trial = root + bit;
+        root >>= 1;
+        if (x >= trial) x -= trial, root += bit;
+    }
+    return root;
+}
+
+uint32_t moe_int_softmax(size_t n, const int16_t *z, int bits, uint16_t *e) {
+    int16_t max = INT16_MIN;
+    uint32_t sum = 0;
+    size_t i;
+    for (i = 0; i < n; i++)
+        if (z[i] > max) max = z[i];
+    for (i = 0; i < n; i++) {
+        e[i] = (uint16_t)moe_int_exp2((uint32_t)((int32_t)max - z[i]), bits);
+        sum += e[i];
+    }
+    return sum;
+}
+
+/* An insertion sort. A newcomer moves up only past smaller keys, so of equals the lower index stays in front. */
+size_t moe_int_top_k(size_t n, const int32_t *key, size_t k, int16_t *index) {
+    size_t i, taken = 0;
+    for (i = 0; i < n && k > 0; i++) {
+        size_t at;
+        if (taken == k && key[i] <= key[index[k - 1]]) continue;
+        at = taken < k ? taken++ : k - 1;
+        for (; at > 0 && key[i] > key[index[at - 1]]; at--) index[at] = index[at - 1];
+        index[at] = (int16_t)i;
+    }
+    return taken;
+}
 
 #ifdef __cplusplus
 }
