@@ -29,7 +29,7 @@ avr      avr   atmega2560  -           -           -mmcu=atmega2560
 TABLE
 }
 
-# Where ordinary programs run: name, compiler | what runs it.
+# Where ordinary programs run: name, compiler | what runs them.
 hosts() {
     cat <<'TABLE'
 clang    clang                                 |
@@ -39,8 +39,18 @@ armv7    arm-linux-gnueabihf-gcc -static       | qemu-arm
 riscv64  riscv64-linux-gnu-gcc -static         | qemu-riscv64
 s390x    s390x-linux-gnu-gcc -static           | qemu-s390x
 wasm     clang --target=wasm32-wasi            | node --no-warnings tests/wasi.mjs
-windows  x86_64-w64-mingw32-gcc                | windows
 TABLE
+}
+
+# The models, and test programs that say as "hash ..." what they computed.
+things='int8 int4 float'
+for thing in integers int_routers; do [ ! -f "tests/$thing.c" ] || things="$things $thing"; done
+
+is_model() {
+    case $1 in
+    int8 | int4 | float) ;;
+    *) return 1 ;;
+    esac
 }
 
 # ---- the checks: a line is a function and its arguments ----
@@ -65,8 +75,14 @@ plan() {
     echo 'by_clang m4 int8'
     echo 'by_clang m0 int8'
     echo 'by_cpp m4 int8'
+    echo "windows $things"
     for host in $(hosts | awk '{ print $1 }'); do
-        for model in int8 int4 float; do echo "hosted $host $model"; done
+        for thing in $things; do echo "hosted $host $thing"; done
+    done
+    for device in $(devices | awk '{ print $1 }'); do
+        for thing in $things; do
+            is_model "$thing" || echo "program $device $thing"
+        done
     done
     for device in m3 rv32 avr; do
         echo "control $device wrong"
@@ -79,20 +95,29 @@ plan() {
     echo 'controls_of_figures'
 }
 
-# What only a float model needs stays out of the others: they compile in a quarter of the time.
 prepare() {
     mkdir -p "$prepared/figures" "$prepared/gnu"
     : >"$prepared/gnu/stubs-ilp32.h" # all that glibc's headers lack for 32-bit RISC-V
     run $CC -std=c99 -O1 -I"$root" tests/devices/export.c -o "$prepared/export" -lm &&
         run "$prepared/export" examples/data/digits.csv "$prepared" || return 1
-    for model in int8 int4 float; do
-        run $CC -std=c99 -O2 $(model_options "$model") tests/device.c tests/devices/model.c -o "$prepared/$model" -lm &&
-            "$prepared/$model" >"$prepared/$model.lines" || return 1
+    for thing in $things; do
+        run $CC -std=c99 -O2 $(sources "$thing") -o "$prepared/$thing" -lm && "$prepared/$thing" >"$prepared/$thing.lines" || return 1
     done
     ! setup_tool gcc || gcc -O2 -shared -fPIC tests/devices/count.c -o "$prepared/count.so"
     ! setup_tool simavr || gcc -O2 tests/devices/avr.c -o "$prepared/avr" -lsimavr -l:libelf.so.1 >"$prepared/avr.log" 2>&1
     return 0
 }
+
+# An ordinary program's sources and their options.
+sources() { # thing
+    if is_model "$1"; then
+        echo "$(model_options "$1") $root/tests/device.c $root/tests/devices/model.c"
+    else
+        echo "$program_options $root/tests/$1.c"
+    fi
+}
+
+program_options="-DMOE_TEST_SMALL -DMOE_NO_FLOAT -I$root"
 
 model_options() { # model
     case $1 in
@@ -117,7 +142,7 @@ device() { # name
         cross=arm-none-eabi-
         needs qemu-system-arm
         needs "${cross}gcc"
-        needs_file picolibc "$(${cross}gcc -print-sysroot)/../picolibc/arm-none-eabi/picolibc.specs" /usr/lib/picolibc/arm-none-eabi/picolibc.specs
+        needs_file picolibc-arm-none-eabi "$(${cross}gcc -print-file-name=picolibc.specs)"
         options="--specs=picolibc.specs -mthumb $options"
         linking="$linking --crt0=minimal $(memory)"
         ;;
@@ -140,11 +165,8 @@ memory() {
     echo "-Wl,-z,noexecstack -Wl,--defsym=__flash=$flash -Wl,--defsym=__flash_size=0x40000 -Wl,--defsym=__ram=$ram -Wl,--defsym=__ram_size=0x4000"
 }
 
-needs_file() { # package, files of which one is enough
-    package=$1
-    shift
-    for file in "$@"; do [ ! -e "$file" ] || return 0; done
-    needs "$package"
+needs_file() { # package file
+    [ -e "$2" ] || needs "$1"
 }
 
 # Makes firmware.elf with the options given for the model's unit.
@@ -197,8 +219,24 @@ address() { # function in firmware.elf
 
 # ---- what it answered ----
 
-# The lines are those of this machine, but for the stack.
-same_lines() { # model lines
+# The lines are those of this machine.
+same_lines() { # thing lines
+    if is_model "$1"; then same_answers "$@"; else same_hashes "$@"; fi
+}
+
+# A test program has failed nothing and computed the same.
+same_hashes() { # program lines
+    tail -n 1 "$2" | tr -d '\r' | grep -qE '^[1-9][0-9]* passed, 0 failed$' || {
+        tail -n 20 "$2"
+        return 1
+    }
+    grep '^hash ' "$prepared/$1.lines" >expected
+    tr -d '\r' <"$2" | grep '^hash ' >found
+    run test -s expected && run diff expected found
+}
+
+# All but the bytes of stack.
+same_answers() { # model lines
     if [ "$(tail -n 1 "$2" | tr -d '\r')" != end ]; then
         echo 'the last line is not "end"'
         tail -n 2 "$2"
@@ -267,7 +305,7 @@ measure() { # device model
         "$(sed -n 's/^products //p' lines | tr -d '\r')" $(sed -n 's/^count //p' counted)
     echo "$@" | awk '
         NF < 15 || $11 != 50 || $9 == 0 { print "no figures: " $0; exit 1 }
-        { printf "%s %s %d %d %d %d %d %.0f %d %.2f %s\n", $1, $2, $3 - $5, $7, $3 - $5 - $7, $4 - $6, $8, $13 / $11, $15, $13 / $11 / $9, NF > 16 ? int($17 / $11) : "-" }'
+        { printf "%s %s %d %d %d %d %d %.0f %d %.2f %s\n", $1, $2, $3 - $5, $7, $3 - $5 - $7, $4 - $6, $8, $13 / $11, $15, $13 / $11 / $9, (NF > 16 ? int($17 / $11) : "-") }'
 }
 
 # Compares a line of figures with its ceilings.
@@ -360,8 +398,13 @@ by_clang() { # device model
     model=$1
     shift
     run clang --target=arm-none-eabi -mthumb "$@" -ffunction-sections -fdata-sections -Os -fshort-enums $(strict_flags clang) $(model_options "$model") \
-        -isystem "$(dirname "$(${cross}gcc $options -print-file-name=picolibc.specs)")/include" -c "$root/tests/devices/model.c" -o model.o &&
+        -isystem "$(include_folder)" -c "$root/tests/devices/model.c" -o model.o &&
         link_firmware firmware.elf model.o && run_firmware && same_lines "$model" lines
+}
+
+# Where the C library's headers are: the first folder that gcc looks into.
+include_folder() {
+    "${cross}gcc" $options -E -v -x c /dev/null 2>&1 | awk 'found { print $1; exit } /^#include <...>/ { found = 1 }'
 }
 
 by_cpp() { # device model
@@ -373,20 +416,69 @@ by_cpp() { # device model
 }
 
 # An ordinary program on another processor.
-hosted() { # host model
+hosted() { # host thing
+    thing=$2
     row=$(hosts | awk -v name="$1" '$1 == name { $1 = ""; print }')
-    compiler=${row%%|*} runner=${row#*|}
+    runner=${row#*|}
     # shellcheck disable=SC2086
-    set -- "$2" $compiler
-    needs "$2"
+    set -- ${row%%|*}
+    needs_to_link "$@"
     # shellcheck disable=SC2086
-    [ -z "${runner# }" ] || [ $runner = windows ] || needs ${runner%% -*}
-    run $compiler -std=c99 -O2 $(model_options "$1") "$root/tests/device.c" "$root/tests/devices/model.c" -o program -lm || return 1
-    (cd "$root" && timeout 60 $runner "$OLDPWD/program") >lines || {
-        echo "exit status $?: $runner program"
+    [ -z "$runner" ] || needs ${runner%% -*}
+    run "$@" -std=c99 -O2 $(sources "$thing") -o program.exe -lm && run_program "$thing" "$runner"
+}
+
+# A compiler that lacks what it needs to make a program is missing too.
+needs_to_link() { # compiler options...
+    needs "$1"
+    printf '#include <stdio.h>\nint main(void) { return puts("") < 0; }\n' >empty.c
+    "$@" empty.c -o empty >empty.log 2>&1 && return 0
+    [ "${REQUIRE_TOOLS:-0}" = 1 ] || missing "what $* needs to make a program"
+    cat empty.log
+    exit 1
+}
+
+run_program() { # thing runner
+    here=$PWD
+    # shellcheck disable=SC2086
+    (cd "$root" && timeout 60 $2 "$here/program.exe") >lines || {
+        echo "exit status $?: $2 program"
         return 1
     }
     same_lines "$1" lines
+}
+
+# Wine's folder takes 700 MB and five seconds, so that one folder must do for all programs.
+windows() { # things...
+    needs_to_link x86_64-w64-mingw32-gcc
+    wine=$(dpkg -L wine64 2>/dev/null | grep '/wine64$' | sed -n 1p)
+    wine=${wine:-$(command -v wine64)}
+    needs "${wine:-wine64}"
+    WINEPREFIX=$PWD/wine WINEDEBUG=-all WINEDLLOVERRIDES='mscoree,mshtml='
+    export WINEPREFIX WINEDEBUG WINEDLLOVERRIDES
+    unset DISPLAY
+    failures=0
+    for thing in "$@"; do
+        run x86_64-w64-mingw32-gcc -std=c99 -O2 $(sources "$thing") -o program.exe -lm && run_program "$thing" "$wine" || failures=$((failures + 1))
+    done
+    timeout 20 "${wine%/*}/wineserver" -k -w
+    [ "$failures" -eq 0 ]
+}
+
+# A test program under picolibc, whose standard output goes the same way as the firmware's.
+program() { # device program
+    device "$1"
+    case $kind in
+    rv32) missing 'a C library for 32-bit RISC-V' ;;
+    avr) set -- "$2" -std=gnu99 "-DPROGRAM=\"$2.c\"" -I"$root/tests" "$root/tests/devices/avr_main.c" ;;
+    arm)
+        linking=$(echo "$linking" | sed 's/--crt0=minimal/--crt0=semihost --oslib=semihost/')
+        set -- "$2" -std=c99 "$root/tests/$2.c"
+        ;;
+    esac
+    program=$1
+    shift
+    run "${cross}gcc" $options $linking -Os $program_options "$@" -o firmware.elf && run_firmware 60 && same_lines "$program" lines
 }
 
 # ---- controls: what must fail does ----
