@@ -34,25 +34,10 @@ void arm_hardfault_isr(void);
 #elif defined(__riscv) && __riscv_xlen == 32
 #define BOARD_SEMIHOSTING
 
-/* The start of a program without a C library. QEMU has loaded data and cleared the rest. */
-__asm__(".section .text.start, \"ax\", @progbits\n"
-        ".globl _start\n"
-        "_start:\n"
-        ".option push\n"
-        ".option norelax\n"
-        "    la gp, __global_pointer$\n"
-        ".option pop\n"
-        ".option arch, +zicsr\n"
-        "    la sp, device_stack\n"
-        "    la t0, device_fault\n"
-        "    csrw mtvec, t0\n"
-        "    call main\n"
-        ".previous\n");
-
 static int semihost(int operation, const void *argument) {
     register int a0 __asm__("a0") = operation;
     register const void *a1 __asm__("a1") = argument;
-    /* These three together are the call, and no one of them may be compressed or lie on another page. */
+    /* These three together are the call: see tests/devices/rv32.c, which starts the program. */
     __asm__ volatile(".option push\n"
                      ".option norvc\n"
                      ".balign 16\n"
@@ -70,30 +55,6 @@ static uintptr_t board_stack(void) {
     uintptr_t sp;
     __asm__ volatile("mv %0, sp" : "=r"(sp));
     return sp;
-}
-
-/* What compilers call even where there is no library. */
-void *memcpy(void *to, const void *from, __SIZE_TYPE__ size);
-void *memset(void *to, int value, __SIZE_TYPE__ size);
-void device_fault(void);
-
-void *memcpy(void *to, const void *from, __SIZE_TYPE__ size) {
-    unsigned char *t = (unsigned char *)to;
-    const unsigned char *f = (const unsigned char *)from;
-    while (size-- > 0) {
-        *t++ = *f++;
-        __asm__ volatile(""); /* else the compiler sees a memcpy here and calls it */
-    }
-    return to;
-}
-
-void *memset(void *to, int value, __SIZE_TYPE__ size) {
-    unsigned char *t = (unsigned char *)to;
-    while (size-- > 0) {
-        *t++ = (unsigned char)value;
-        __asm__ volatile("");
-    }
-    return to;
 }
 
 #elif defined(__AVR__)
@@ -138,15 +99,11 @@ static void board_end(int status) {
     for (;;) semihost(SYS_EXIT, (const void *)(uintptr_t)(status == 0 ? EXIT_GOOD : EXIT_BAD));
 }
 
-static void fault(void) {
+#ifdef __arm__
+void arm_hardfault_isr(void) {
     board_write("fault\n");
     board_end(1);
 }
-
-#ifdef __arm__
-void arm_hardfault_isr(void) { fault(); }
-#else
-void __attribute__((aligned(4))) device_fault(void) { fault(); }
 #endif
 #endif
 
