@@ -252,6 +252,7 @@ extern "C" {
 
 
 
+#ifndef MOE_NO_FLOAT
 /* ---- memory ------------------------------------------------------------------------------------------------------------ */
 
 /* Where objects that own memory get it from. resize(ctx, NULL, 0, n) allocates, resize(ctx, p, old, n) grows or shrinks and keeps
@@ -1094,6 +1095,8 @@ MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, i
                                 moe_error *error);
 #endif
 
+#endif /* MOE_NO_FLOAT */
+
 /* ---- models for small machines: constants in flash, no heap, no initialisation ------------------------------------------------- */
 
 /* How a model's weights are stored and computed with. FLOAT: as in the net, in floating point. INT8, INT4: whole numbers of 8 or 4 bits, and no
@@ -1256,6 +1259,7 @@ MOE_API moe_status moe_export_experts(const moe_built_model *built, moe_stream *
 #if defined(MOE_IMPLEMENTATION) && !defined(MOEI_MOE_IMPLEMENTED)
 #define MOEI_MOE_IMPLEMENTED
 
+#ifndef MOE_NO_FLOAT
 /* ==== memory, streams and files ======================================================================================== */
 
 #ifndef MOE_NO_MALLOC
@@ -9076,6 +9080,8 @@ moe_status moe_trainer_load(moe_trainer *trainer, const char *path, moe_error *e
 #endif
 #endif /* MOE_NO_TRAIN */
 
+#endif /* MOE_NO_FLOAT */
+
 /* ==== models for small machines: inference ==================================================================================== */
 
 /* Scratch memory is laid out from a multiple of 4. */
@@ -9146,6 +9152,16 @@ static int moei_int_next(const int16_t *experts, int count, int last) {
     return next;
 }
 
+/* A loop, for memset of small C libraries writes bytes; the empty asm keeps gcc from calling it. */
+static void moei_int_clear(int32_t *sum, const int32_t *end) {
+    while (sum < end) {
+        *sum++ = 0;
+#if defined(__GNUC__) && !defined(__TINYC__)
+        __asm__ volatile("");
+#endif
+    }
+}
+
 void moe_int_op_mixture(const moe_int_op *op, moe_int_run *run) {
     const moe_int_mixture *m = run->model->mixtures + op->index;
     const unsigned char *base = run->base;
@@ -9156,7 +9172,7 @@ void moe_int_op_mixture(const moe_int_op *op, moe_int_run *run) {
     if (run->status == MOE_OK)
         run->status = moe_int_route(&m->router, run->model->weights, run->token, moei_int_vector(run, m->z), moei_int_wide(run, m->p), experts, weights, &count);
     choices[0] = (int16_t)count;
-    memset(moei_int_vector(run, m->sum), 0, (size_t)(op->shape.n + 1) / 2 * 2 * sizeof(int32_t));
+    moei_int_clear(moei_int_wide(run, m->sum), moei_int_wide(run, m->sum) + (op->shape.n + 1) / 2 * 2);
     while (run->status == MOE_OK && (i = moei_int_next(experts, (int)count, last)) >= 0) {
         last = experts[i];
         run->weight = weights[i];
@@ -9169,12 +9185,18 @@ void moe_int_op_mixture(const moe_int_op *op, moe_int_run *run) {
     moe_int_store(&op->shape, moei_int_wide(run, m->sum), moei_int_vector(run, op->out));
 }
 
+/* The input as a vector. */
+static void moei_int_enter(int16_t *x, const signed char *input, size_t n) {
+    const signed char *end = input + n;
+    while (input < end) *x++ = *input++;
+    for (; n % 4 != 0; n++) *x++ = 0;
+}
+
 /* The run function of integer models. */
 moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch) {
     unsigned char *memory = moei_int_scratch(scratch);
     const moe_int_op *last = model->ops + model->n_main - 1;
     moe_int_run run;
-    size_t i;
     run.model = model, run.loader = loader, run.base = model->weights, run.state = memory;
     run.vectors = (int16_t *)(void *)(memory + model->state_size);
     run.place = 0, run.weight = 32767, run.status = MOE_OK, run.token = 0;
@@ -9183,8 +9205,7 @@ moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, c
         if (run.place >= model->length) return MOE_ERR_STATE;
     }
     if (model->d_in == 0) run.token = *(const int32_t *)input;
-    for (i = 0; i < model->d_in; i++) run.vectors[i] = ((const signed char *)input)[i];
-    for (; i % 4 != 0; i++) run.vectors[i] = 0;
+    else moei_int_enter(run.vectors, (const signed char *)input, model->d_in);
     moei_int_ops(&run, 0, model->n_main);
     if (run.status != MOE_OK) return run.status;
     memcpy(output, moei_int_vector(&run, last->out), model->d_out * sizeof(int16_t));
@@ -9793,7 +9814,7 @@ static moe_status moe_int_router_plan_make(const moe_router_config *c, double lo
         return moei_error(error, MOE_ERR_UNSUPPORTED, "router: only softmax, top_k and sum have an integer form");
     while (bits > 0 && ldexp(logit_most * 1.4426950408889634, bits) > 32767) bits--;
     plan->router.gate = moe_int_gate_logits, plan->router.select = moe_int_select_top_k;
-    plan->router.values = moe_int_gate_softmax, plan->router.weight = moe_int_weight_sum;
+    plan->router.values = moe_int_gate_softmax, plan->router.weight = moe_int_weight_raw, plan->router.weight_shift = 5;
     plan->router.n_experts = plan->router.scratch = (uint16_t)c->n_experts;
     plan->router.top_k = plan->router.most = (uint16_t)c->top_k;
     plan->router.z_bits = (uint8_t)bits;
