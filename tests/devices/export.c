@@ -58,7 +58,7 @@ static int write_digits(const char *folder) {
 
 static moe_status train(moe_net *net, moe_error *error) {
     const moe_data data = {.n = TRAINED, .x = x, .labels = labels};
-    moe_train_config training = {.epochs = 12, .batch = 32, .rate = (moe_real)0.006, .final_rate = (moe_real)0.05, .seed = 1};
+    moe_train_config training = {.epochs = 20, .batch = 32, .rate = (moe_real)0.006, .final_rate = (moe_real)0.05, .seed = 1};
     moe_layer_config experts = {.d_ff = 20};
     moe_status status;
     experts.router.n_experts = 8, experts.router.top_k = 2;
