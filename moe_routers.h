@@ -5765,10 +5765,11 @@ size_t moe_int_select_grouped(const moe_int_router *r, const unsigned char *base
     (void)token, (void)z;
     (void)moei_ir_best(r, base, 0, p, experts);
     for (g = 0; g < r->groups; g++) {
+        const int32_t *own = p + g * size;
         int16_t best[2];
-        found = moe_int_top_k(size, p + g * size, wanted, best);
-        value[g] = p[g * size + (size_t)best[0]];
-        if (found > 1) value[g] += p[g * size + (size_t)best[1]];
+        found = moe_int_top_k(size, own, wanted, best);
+        value[g] = own[best[0]];
+        if (found > 1) value[g] += own[best[1]];
     }
     found = moe_int_top_k(r->groups, value, r->groups_kept, experts);
     for (i = 0; i < found; i++) value[experts[i]] = INT32_MAX;
