@@ -6204,7 +6204,7 @@ static moe_status moei_ir_put_hash(moei_ir_planner *s) {
     for (i = 0; i < count; i++) {
         int good = table[i] >= MOEI_R(0.0) && table[i] < (moe_real)c->n_experts && moei_ir_is(table[i], floor((double)table[i]));
         for (other = i - i % k; other < i && good; other++) good = !moei_ir_is(table[i], (double)table[other]);
-        if (!good) return moei_error(s->error, MOE_ERR_ARGUMENT, "router.table[%ld] = %g: not an expert, or one twice", (long)i, (double)table[i]);
+        if (!good) return moei_error(s->error, MOE_ERR_ARGUMENT, "router.table[%z] = %g: not an expert, or one twice", (size_t)i, (double)table[i]);
         if (to != NULL) (void)moei_int_put(to + i, (uint32_t)table[i], 1);
     }
     return MOE_OK;
@@ -6330,7 +6330,7 @@ moe_status moe_int_router_plan_make(const moe_router_config *config, const moe_r
     if (status == MOE_OK) status = moei_ir_plan(&s, (double)logit_most);
     if (status == MOE_OK && table != NULL) {
         if (room < s.made.table_size)
-            return moei_error(error, MOE_ERR_SPACE, "the table needs %ld bytes", (long)s.made.table_size);
+            return moei_error(error, MOE_ERR_SPACE, "the table needs %z bytes", s.made.table_size);
         s.table = table;
         memset(table, 0, s.made.table_size);
         status = moei_ir_plan(&s, (double)logit_most);
