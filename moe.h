@@ -252,6 +252,7 @@ extern "C" {
 
 
 
+#ifndef MOE_NO_FLOAT
 /* ---- memory ------------------------------------------------------------------------------------------------------------ */
 
 /* Where objects that own memory get it from. resize(ctx, NULL, 0, n) allocates, resize(ctx, p, old, n) grows or shrinks and keeps
@@ -1094,6 +1095,162 @@ MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, i
                                 moe_error *error);
 #endif
 
+#endif /* MOE_NO_FLOAT */
+
+/* ---- models for small machines: constants in flash, no heap, no initialisation ------------------------------------------------- */
+
+/* How a model's weights are stored and computed with. FLOAT: as in the net, in floating point. INT8, INT4: whole numbers of 8 or 4 bits, and no
+   floating point at all in moe_infer: the same bits on every machine. */
+enum { MOE_WEIGHTS_FLOAT = 0, MOE_WEIGHTS_INT8, MOE_WEIGHTS_INT4, MOE_WEIGHTS_COUNT };
+
+struct moe_model;
+struct moe_net;
+struct moe_int_run;
+
+/* Brings experts' weights from where the processor cannot read them in place (flash behind a serial bus, a card): copies size bytes from place `at`
+   of the bytes that moe_export_experts wrote to `to`. What it returns other than MOE_OK ends moe_infer, which returns it. */
+typedef struct moe_loader {
+    void *ctx;
+    moe_status (*fetch)(void *ctx, size_t at, size_t size, void *to);
+} moe_loader;
+
+/* One operation on vectors in scratch memory. A vector is int16 [width rounded up to 4], zeros behind its width; a real number is level * scale, and the
+   scales are known to moe_model_create alone. Operations name their function, so a linker drops those that no model uses. */
+typedef struct moe_int_op {
+    void (*run)(const struct moe_int_op *op, struct moe_int_run *run);
+    moe_int_shape shape;     /* width of the result, of what is read; limits and shift of the result */
+    uint32_t at;             /* its constants: bytes from the base, which is the model's weights or, in an expert, its block */
+    uint32_t in, other, out; /* its vectors: int16 from the start of the vectors */
+    int16_t factor, factor2;
+    uint16_t index;          /* mixture, attention: its number in the model */
+} moe_int_op;
+
+/* A mixture: the operations that make the logits z, the router, the operations of one expert, which run for each chosen one in ascending order and add
+   to sum, those of the shared expert. Operations are numbers in the model's list; places are int16 from the start of the vectors. */
+typedef struct moe_int_mixture {
+    moe_int_router router;
+    uint32_t score, n_score;    /* operations */
+    uint32_t expert, n_expert;
+    uint32_t shared, n_shared;
+    uint32_t experts, stride;   /* block of expert 0 in the model's experts, and bytes of a block, a multiple of 4 */
+    uint32_t z, p, sum;         /* logits int16 [E]; gate int32 [E]; sum of the experts int32 [d_out] */
+    uint32_t choices;           /* int16: how many, the experts in the order of choice [router.most], their weights [router.most] */
+    uint32_t block;             /* room for one block; MOE_INT_NONE: experts are read in place */
+    int16_t weight_bits;        /* a weight is level * 2^(weight_bits - 15) */
+} moe_int_mixture;
+
+/* Attention over the tokens of a sequence so far. */
+typedef struct moe_int_attention {
+    uint16_t heads, d_head;
+    uint32_t keys, values; /* in the state: int8 [length, heads d_head] each */
+    uint32_t room;         /* int16 from the start of the vectors: int16 [length] for weights */
+} moe_int_attention;
+
+/* A model: what moe_export_c writes as a constant, and moe_model_create makes in memory. Read-only; used by any number of threads with scratch memory of
+   their own. Its fields are for reading: they change with the version, which moe_infer checks. */
+typedef struct moe_model {
+    uint32_t version;         /* MOE_MODEL_VERSION */
+    int weights_are;          /* MOE_WEIGHTS_ */
+    moe_status (*run)(const struct moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+    size_t d_in, d_out;       /* widths; d_in = 0: it reads token ids */
+    size_t length;            /* most tokens of a sequence; 0: every call stands for itself */
+    size_t scratch_size;      /* bytes of scratch memory, any alignment */
+    size_t state_size;        /* bytes at its start that stay from call to call of a sequence */
+    float input_scale, output_scale; /* integer models: real = level * scale */
+    const unsigned char *weights;    /* constants but those of experts */
+    size_t weights_size;
+    const unsigned char *experts;    /* blocks of experts, NULL: they are behind a loader */
+    size_t experts_size;
+    const moe_int_op *ops;    /* first the model's own, then those of its mixtures */
+    uint32_t n_ops, n_main;
+    const moe_int_mixture *mixtures;
+    uint32_t n_mixtures;
+    const moe_int_attention *attentions;
+    uint32_t n_attentions;
+    const struct moe_net *net; /* float models */
+    size_t multiplications;   /* multiply-accumulates of one call at most */
+} moe_model;
+
+#define MOE_MODEL_VERSION 1
+
+/* One call of a model at work; on the stack of moe_infer. */
+typedef struct moe_int_run {
+    const moe_model *model;
+    const moe_loader *loader;
+    const unsigned char *base; /* of the operations' constants */
+    int16_t *vectors;
+    unsigned char *state;
+    int32_t token;             /* id, where the model reads ids */
+    uint32_t place;            /* of the token in its sequence */
+    int16_t weight;            /* of the expert at work: 32767 stands for 1 */
+    moe_status status;
+} moe_int_run;
+
+/* The functions of operations. They belong to models: nothing else calls them.
+     int8, int4          out = W in + b          int8_add, int4_add   sum out += weight (W in + b)      curve   out = c(in), a curve of 65 points
+     multiply            out = in * other        add   out = in * factor + other * factor2              rescale   out = in * factor
+     mixture             out = a mixture's output */
+#define MOE_INT_OPS(X) X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture)
+#define MOEI_OP_DECLARE(name) MOE_API void moe_int_op_##name(const moe_int_op *op, moe_int_run *run);
+MOE_INT_OPS(MOEI_OP_DECLARE)
+/* The run function of integer models, for moe_model.run. */
+MOE_API moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+
+/* output = what the net says to one input. Integer models: input int8_t [d_in] levels within +-127, output int16_t [d_out] levels. Float models: moe_real
+   [d_in], [d_out]. d_in = 0: input is one id, int32_t. scratch [model->scratch_size], any alignment, holds all that is computed. A model of sequences
+   (length > 0) takes one token in each call, and its scratch memory stays the caller's but unchanged in between; zeroed memory begins a sequence, as does
+   moe_infer_restart. Errors: MOE_ERR_ARGUMENT (NULL, an id beyond the vocabulary), MOE_ERR_SPACE (scratch_size too small), MOE_ERR_STATE (the sequence is longer than
+   length), MOE_ERR_UNSUPPORTED (a model of another version; experts behind a loader). After an error output is unspecified, and the sequence is where it was. */
+MOE_API moe_status moe_infer(const moe_model *model, const void *input, void *output, void *scratch, size_t scratch_size);
+/* The same for a model whose experts are behind a loader. loader NULL: as moe_infer. */
+MOE_API moe_status moe_infer_loading(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch, size_t scratch_size);
+/* Begins a new sequence in scratch. NULL is allowed. */
+MOE_API void moe_infer_restart(const moe_model *model, void *scratch, size_t scratch_size);
+
+/* A chosen expert and its weight in units of 2^-15. */
+typedef struct moe_choice {
+    int32_t expert, weight;
+} moe_choice;
+
+/* Who was chosen in mixture number `mixture` (from 0) in the last call with this scratch memory: up to room choices in the order of choice, *count how
+   many there are. MOE_ERR_NOT_FOUND: no such mixture; MOE_ERR_ARGUMENT: NULL. */
+MOE_API moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count);
+
+#ifndef MOE_NO_TRAIN
+/* How a net becomes a model. {0}: float weights. */
+typedef struct moe_model_config {
+    int weights;                 /* MOE_WEIGHTS_ [float] */
+    const moe_data *calibration; /* integers: inputs like those that will come (n, x or token_ids, length); some hundred rows. Not read for float */
+    size_t length;               /* most tokens of a sequence, where the net has attention or positions [128] */
+    int loader;                  /* integers: 1: experts' weights come through a loader (moe_export_experts writes them) [0] */
+    moe_allocator allocator;     /* {0}: the standard heap */
+} moe_model_config;
+
+/* A model with the memory that it owns. */
+typedef struct moe_built_model {
+    moe_model model;             /* points into what follows */
+    moe_buffer weights, experts;
+    moe_int_op *ops;
+    moe_int_mixture *mixtures;
+    moe_int_attention *attentions;
+    int external;                /* 1: experts come through a loader */
+    moe_allocator allocator;
+} moe_built_model;
+
+/* Makes a model of a net, which stays the caller's; a float model points to it, an integer model keeps nothing of it. Integers: every vector gets a scale
+   from the largest number that calibration shows there; weights get one per output (INT4: per 32 inputs), by the rules of moe_pack.
+   MOE_ERR_UNSUPPORTED: names the module or option that has no such form; MOE_ERR_CONFIG; MOE_ERR_NONFINITE; MOE_ERR_MEMORY; MOE_ERR_OVERFLOW. On failure
+   *built is untouched. */
+MOE_API moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config, moe_error *error);
+/* Gives everything back; {0} and NULL are harmless. */
+MOE_API void moe_model_free(moe_built_model *built);
+/* Writes a C header (C99 and C++11) that holds the model as a constant: NAME, and macros NAME_SCRATCH, NAME_INPUTS, NAME_OUTPUTS, ... in capitals; its comment tells
+   what it takes. name is a C identifier. MOE_ERR_ARGUMENT, MOE_ERR_IO as the stream says. */
+MOE_API moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stream *stream, moe_error *error);
+/* Writes the blocks of all experts as bytes, for a loader; MOE_ERR_STATE: they are part of the model. */
+MOE_API moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, moe_error *error);
+#endif
+
 #ifdef __cplusplus
 }
 #endif
@@ -1102,6 +1259,7 @@ MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, i
 #if defined(MOE_IMPLEMENTATION) && !defined(MOEI_MOE_IMPLEMENTED)
 #define MOEI_MOE_IMPLEMENTED
 
+#ifndef MOE_NO_FLOAT
 /* ==== memory, streams and files ======================================================================================== */
 
 #ifndef MOE_NO_MALLOC
@@ -9241,6 +9399,1389 @@ moe_status moe_trainer_load(moe_trainer *trainer, const char *path, moe_error *e
 }
 
 #endif
+#endif /* MOE_NO_TRAIN */
+
+#endif /* MOE_NO_FLOAT */
+
+/* ==== models for small machines: inference ==================================================================================== */
+
+/* Scratch memory is laid out from a multiple of 4. */
+enum { MOEI_INT_ALIGN = 4 };
+
+MOEI_TOOL unsigned char *moei_int_scratch(void *scratch) {
+    unsigned char *p = (unsigned char *)scratch;
+    return p + (MOEI_INT_ALIGN - (uintptr_t)p % MOEI_INT_ALIGN) % MOEI_INT_ALIGN;
+}
+
+static int16_t *moei_int_vector(const moe_int_run *run, uint32_t at) { return run->vectors + at; }
+
+static int32_t *moei_int_wide(const moe_int_run *run, uint32_t at) { return (int32_t *)(void *)(run->vectors + at); }
+
+void moe_int_op_int8(const moe_int_op *op, moe_int_run *run) {
+    moe_int8_product(&op->shape, run->base + op->at, moei_int_vector(run, op->in), moei_int_vector(run, op->out));
+}
+
+void moe_int_op_int4(const moe_int_op *op, moe_int_run *run) {
+    moe_int4_product(&op->shape, run->base + op->at, moei_int_vector(run, op->in), moei_int_vector(run, op->out));
+}
+
+void moe_int_op_int8_add(const moe_int_op *op, moe_int_run *run) {
+    moe_int8_product_add(&op->shape, run->base + op->at, moei_int_vector(run, op->in), run->weight, moei_int_wide(run, op->out));
+}
+
+void moe_int_op_int4_add(const moe_int_op *op, moe_int_run *run) {
+    moe_int4_product_add(&op->shape, run->base + op->at, moei_int_vector(run, op->in), run->weight, moei_int_wide(run, op->out));
+}
+
+/* Curves are the same for all experts: they lie among the model's own constants. */
+void moe_int_op_curve(const moe_int_op *op, moe_int_run *run) {
+    moe_int_curve(&op->shape, run->model->weights + op->at, moei_int_vector(run, op->in), moei_int_vector(run, op->out));
+}
+
+void moe_int_op_multiply(const moe_int_op *op, moe_int_run *run) {
+    moe_int_multiply(&op->shape, moei_int_vector(run, op->in), moei_int_vector(run, op->other), moei_int_vector(run, op->out));
+}
+
+void moe_int_op_add(const moe_int_op *op, moe_int_run *run) {
+    moe_int_add(&op->shape, moei_int_vector(run, op->in), op->factor, moei_int_vector(run, op->other), op->factor2, moei_int_vector(run, op->out));
+}
+
+void moe_int_op_rescale(const moe_int_op *op, moe_int_run *run) {
+    moe_int_add(&op->shape, moei_int_vector(run, op->in), op->factor, NULL, 0, moei_int_vector(run, op->out));
+}
+
+static void moei_int_ops(moe_int_run *run, uint32_t first, uint32_t n) {
+    const moe_int_op *op = run->model->ops + first, *end = op + n;
+    for (; op < end && run->status == MOE_OK; op++) op->run(op, run);
+}
+
+/* Where the constants of an expert are: in place, or fetched into scratch memory. */
+static const unsigned char *moei_int_block(const moe_int_mixture *m, moe_int_run *run, uint32_t expert) {
+    const size_t at = (size_t)m->experts + (size_t)expert * m->stride;
+    void *block;
+    if (m->block == MOE_INT_NONE) return run->model->experts + at;
+    block = moei_int_vector(run, m->block);
+    run->status = run->loader->fetch(run->loader->ctx, at, m->stride, block);
+    return (const unsigned char *)block;
+}
+
+/* The choice with the lowest expert of those above `last`; -1: none. */
+static int moei_int_next(const int16_t *experts, int count, int last) {
+    int i, next = -1;
+    for (i = 0; i < count; i++)
+        if (experts[i] > last && (next < 0 || experts[i] < experts[next])) next = i;
+    return next;
+}
+
+/* A loop, for memset of small C libraries writes bytes; the empty asm keeps gcc from calling it. */
+static void moei_int_clear(int32_t *sum, const int32_t *end) {
+    while (sum < end) {
+        *sum++ = 0;
+#if defined(__GNUC__) && !defined(__TINYC__)
+        __asm__ volatile("");
+#endif
+    }
+}
+
+void moe_int_op_mixture(const moe_int_op *op, moe_int_run *run) {
+    const moe_int_mixture *m = run->model->mixtures + op->index;
+    const unsigned char *base = run->base;
+    int16_t *choices = moei_int_vector(run, m->choices), *experts = choices + 1, *weights = experts + m->router.most;
+    size_t count = 0;
+    int i, last = -1;
+    moei_int_ops(run, m->score, m->n_score);
+    if (run->status == MOE_OK)
+        run->status = moe_int_route(&m->router, run->model->weights, run->token, moei_int_vector(run, m->z), moei_int_wide(run, m->p), experts, weights, &count);
+    choices[0] = (int16_t)count;
+    moei_int_clear(moei_int_wide(run, m->sum), moei_int_wide(run, m->sum) + (op->shape.n + 1) / 2 * 2);
+    while (run->status == MOE_OK && (i = moei_int_next(experts, (int)count, last)) >= 0) {
+        last = experts[i];
+        run->weight = weights[i];
+        run->base = moei_int_block(m, run, (uint32_t)last);
+        moei_int_ops(run, m->expert, m->n_expert);
+    }
+    run->base = base;
+    run->weight = 32767;
+    moei_int_ops(run, m->shared, m->n_shared);
+    moe_int_store(&op->shape, moei_int_wide(run, m->sum), moei_int_vector(run, op->out));
+}
+
+/* The input as a vector. */
+static void moei_int_enter(int16_t *x, const signed char *input, size_t n) {
+    const signed char *end = input + n;
+    while (input < end) *x++ = *input++;
+    for (; n % 4 != 0; n++) *x++ = 0;
+}
+
+/* The run function of integer models. */
+moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch) {
+    unsigned char *memory = moei_int_scratch(scratch);
+    const moe_int_op *last = model->ops + model->n_main - 1;
+    moe_int_run run;
+    run.model = model, run.loader = loader, run.base = model->weights, run.state = memory;
+    run.vectors = (int16_t *)(void *)(memory + model->state_size);
+    run.place = 0, run.weight = 32767, run.status = MOE_OK, run.token = 0;
+    if (model->length > 0) {
+        memcpy(&run.place, memory, sizeof run.place);
+        if (run.place >= model->length) return MOE_ERR_STATE;
+    }
+    if (model->d_in == 0) run.token = *(const int32_t *)input;
+    else moei_int_enter(run.vectors, (const signed char *)input, model->d_in);
+    moei_int_ops(&run, 0, model->n_main);
+    if (run.status != MOE_OK) return run.status;
+    memcpy(output, moei_int_vector(&run, last->out), model->d_out * sizeof(int16_t));
+    run.place++;
+    if (model->length > 0) memcpy(memory, &run.place, sizeof run.place);
+    return MOE_OK;
+}
+
+moe_status moe_infer_loading(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch, size_t scratch_size) {
+    if (model == NULL || input == NULL || output == NULL || scratch == NULL) return MOE_ERR_ARGUMENT;
+    if (model->version != MOE_MODEL_VERSION) return MOE_ERR_UNSUPPORTED;
+    if (model->experts == NULL && model->n_mixtures > 0 && model->weights_are != MOE_WEIGHTS_FLOAT && (loader == NULL || loader->fetch == NULL))
+        return MOE_ERR_UNSUPPORTED;
+    if (scratch_size < model->scratch_size) return MOE_ERR_SPACE;
+    return model->run(model, loader, input, output, scratch);
+}
+
+moe_status moe_infer(const moe_model *model, const void *input, void *output, void *scratch, size_t scratch_size) {
+    return moe_infer_loading(model, NULL, input, output, scratch, scratch_size);
+}
+
+void moe_infer_restart(const moe_model *model, void *scratch, size_t scratch_size) {
+    if (model == NULL || scratch == NULL || scratch_size < model->scratch_size || model->length == 0) return;
+    memset(moei_int_scratch(scratch), 0, sizeof(uint32_t));
+}
+
+moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
+    const moe_int_mixture *m;
+    const int16_t *made;
+    size_t i;
+    if (model == NULL || scratch == NULL || count == NULL || (choices == NULL && room > 0)) return MOE_ERR_ARGUMENT;
+    if (mixture >= model->n_mixtures) return MOE_ERR_NOT_FOUND;
+    m = model->mixtures + mixture;
+    made = (const int16_t *)(const void *)(moei_int_scratch((void *)(uintptr_t)scratch) + model->state_size) + m->choices;
+    *count = (size_t)made[0];
+    for (i = 0; i < *count && i < room; i++) {
+        choices[i].expert = made[1 + i];
+        choices[i].weight = m->weight_bits < 0 ? made[1 + m->router.most + i] >> -m->weight_bits : (int32_t)made[1 + m->router.most + i] * ((int32_t)1 << m->weight_bits);
+    }
+    return MOE_OK;
+}
+
+#ifndef MOE_NO_TRAIN
+
+/* ==== models for small machines: making one from a net ========================================================================
+
+   moe_model_create looks at the calibration's numbers, then walks through the modules: each appends operations on vectors, which have numbers while the
+   list grows. At the end every vector, known by then from its first to its last use, gets its place in scratch memory. */
+
+#ifndef MOE_NO_QUANT
+
+/* What calibration saw in one module: the largest size of a number. */
+typedef struct moei_int_range {
+    double y;                                          /* the module's output */
+    double u, z;                                       /* mixture: the router's input and logits */
+    double node[MOE_NODE_COUNT], shared[MOE_NODE_COUNT]; /* layers: activations of experts, of the shared expert */
+    double q, k, v, mixed;                             /* attention */
+} moei_int_range;
+
+/* A vector. */
+typedef struct moei_int_value {
+    size_t width;
+    int wide32;      /* int32 instead of int16 */
+    int limit;       /* levels are within +-limit: 127 is narrow */
+    double scale;    /* a real number is level * scale */
+    double range;    /* the largest number seen in calibration */
+    uint32_t narrow; /* the same numbers in a narrow vector, MOE_INT_NONE: not made yet */
+    uint32_t made, last; /* operations, by the clock: first and last use */
+    uint32_t at;     /* its place */
+} moei_int_value;
+
+#define MOEI_INT_MAX_WIDTH 65532
+
+enum { MOEI_NARROW = 127, MOEI_WIDE = 32767, MOEI_INT_PIECES = 16 };
+
+typedef struct moei_maker {
+    moe_built_model made;
+    const moe_net *net;
+    const moe_model_config *config;
+    moe_error *error;
+    moe_status status;      /* the first failure; after it nothing is appended */
+    moei_int_range *ranges; /* [modules] */
+    moei_int_value *values;
+    moe_int_op *main_ops, *inner_ops; /* operations name vectors by number until all are placed */
+    int inner;              /* appends to the inner operations: those of a mixture */
+    uint32_t clock;
+    uint32_t *entering;     /* [modules + 1] the vector that enters each module */
+    size_t module, fused;   /* the module at work; the activation that a product has taken over, 0: none */
+    moe_buffer pieces;      /* constants of a mixture's experts: all experts' first product, then all their second, ... */
+    size_t piece[MOEI_INT_PIECES], n_pieces; /* bytes of one expert's */
+    size_t multiplications, counted; /* of the model; those of operations since `counted` was set to 0 */
+} moei_maker;
+
+static void moei_maker_fail(moei_maker *m, moe_status status) {
+    if (m->status == MOE_OK) m->status = moei_error(m->error, status, "%s", moe_status_text(status));
+}
+
+#define MOEI_MAKER_REFUSE(m, code, ...) \
+    do { \
+        if ((m)->status == MOE_OK) (m)->status = moei_error((m)->error, code, __VA_ARGS__); \
+    } while (0)
+
+/* Appends to a list; the number of the new element, 0 after a failure. */
+static uint32_t moei_maker_push(moei_maker *m, void *list, const void *element, size_t size) {
+    unsigned char *elements;
+    size_t n;
+    memcpy(&elements, list, sizeof elements);
+    n = moei_list_length(elements);
+    if (m->status != MOE_OK) return 0;
+    if (n >= UINT16_MAX || !moei_list_reserve(&m->made.allocator, list, size, n + 1)) {
+        moei_maker_fail(m, n >= UINT16_MAX ? MOE_ERR_OVERFLOW : MOE_ERR_MEMORY);
+        return 0;
+    }
+    memcpy(&elements, list, sizeof elements);
+    memcpy(elements + n * size, element, size);
+    moei_list_header(elements)->length++;
+    return (uint32_t)n;
+}
+
+/* A new vector. scale 0 (nothing but zeros was seen) becomes 1. */
+static uint32_t moei_value_new(moei_maker *m, size_t width, int limit, double scale, double range) {
+    moei_int_value v;
+    memset(&v, 0, sizeof v);
+    v.width = width, v.limit = limit, v.scale = scale > 0 ? scale : 1, v.range = range;
+    v.narrow = MOE_INT_NONE, v.made = v.last = m->clock;
+    return moei_maker_push(m, &m->values, &v, sizeof v);
+}
+
+static uint32_t moei_value_wide32(moei_maker *m, size_t width) {
+    uint32_t v = moei_value_new(m, width, MOEI_WIDE, 1, 0);
+    if (m->status == MOE_OK) m->values[v].wide32 = 1;
+    return v;
+}
+
+static void moei_value_use(moei_maker *m, uint32_t v) {
+    if (m->status == MOE_OK && m->values[v].last < m->clock) m->values[v].last = m->clock;
+}
+
+static moe_int_op moei_op(void (*run)(const moe_int_op *op, moe_int_run *run), size_t n, size_t k, int low, int high, int shift) {
+    moe_int_op op;
+    memset(&op, 0, sizeof op);
+    op.run = run;
+    op.shape.n = (uint16_t)n, op.shape.k = (uint16_t)k;
+    op.shape.low = (int16_t)low, op.shape.high = (int16_t)high, op.shape.shift = (uint8_t)shift;
+    return op;
+}
+
+/* Appends an operation. in, other, out: vectors. */
+static void moei_op_append(moei_maker *m, moe_int_op op, uint32_t in, uint32_t other, uint32_t out) {
+    op.in = in, op.other = other, op.out = out;
+    m->clock++;
+    moei_value_use(m, in), moei_value_use(m, other), moei_value_use(m, out);
+    (void)moei_maker_push(m, m->inner ? &m->inner_ops : &m->main_ops, &op, sizeof op);
+}
+
+/* Appends constants to a buffer, whose size stays a multiple of 4; where they begin. */
+static uint32_t moei_constants(moei_maker *m, moe_buffer *buffer, const void *bytes, size_t size) {
+    static const unsigned char zeros[4];
+    const size_t at = buffer->size;
+    moe_status status = m->status;
+    if (status == MOE_OK) status = moei_buffer_write(buffer, bytes, size);
+    if (status == MOE_OK) status = moei_buffer_write(buffer, zeros, (4 - size % 4) % 4);
+    if (status == MOE_OK && buffer->size > INT32_MAX) status = MOE_ERR_OVERFLOW;
+    if (status != MOE_OK) moei_maker_fail(m, status);
+    return (uint32_t)at;
+}
+
+static void moei_put_16_le(unsigned char *p, int32_t v) {
+    p[0] = (unsigned char)((uint32_t)v & 255u), p[1] = (unsigned char)((uint32_t)v >> 8 & 255u);
+}
+
+/* The nearest integer, within +-limit. */
+static int32_t moei_nearest(double x, double limit) {
+    if (!(x > -limit)) return (int32_t)-limit;
+    return (int32_t)(x < limit ? floor(x + 0.5) : limit);
+}
+
+/* The largest shift up to `most` for which multiplier * 2^(bits + shift) still is a factor, -1: none. */
+static int moei_shift_for(double multiplier, int bits, int most) {
+    int shift = most;
+    while (shift >= 0 && multiplier * ldexp(1.0, bits + shift) > 32767.0) shift--;
+    return shift;
+}
+
+/* ---- vectors in other forms ---- */
+
+/* y = x in another scale. */
+static uint32_t moei_rescale(moei_maker *m, uint32_t x, int limit, double scale) {
+    const moei_int_value *v;
+    uint32_t y;
+    double ratio;
+    int shift;
+    moe_int_op op;
+    if (m->status != MOE_OK) return 0;
+    v = &m->values[x];
+    ratio = v->scale / (scale > 0 ? scale : 1);
+    shift = moei_shift_for(ratio, 0, 22);
+    if (shift < 0) {
+        moei_maker_fail(m, MOE_ERR_OVERFLOW);
+        return 0;
+    }
+    y = moei_value_new(m, v->width, limit, scale, v->range);
+    op = moei_op(moe_int_op_rescale, m->values[x].width, 0, -limit, limit, shift);
+    op.factor = (int16_t)moei_nearest(ratio * ldexp(1.0, shift), 32767);
+    moei_op_append(m, op, x, x, y);
+    return y;
+}
+
+/* The vector itself when it is narrow, else a narrow one of the same numbers. */
+static uint32_t moei_narrowed(moei_maker *m, uint32_t x) {
+    uint32_t y;
+    if (m->status != MOE_OK || m->values[x].limit == MOEI_NARROW) return x;
+    if (!m->inner && m->values[x].narrow != MOE_INT_NONE) return m->values[x].narrow;
+    y = moei_rescale(m, x, MOEI_NARROW, m->values[x].range / MOEI_NARROW);
+    if (m->status == MOE_OK && !m->inner) m->values[x].narrow = y;
+    return y;
+}
+
+/* And a wide one, with finer levels. */
+static uint32_t moei_widened(moei_maker *m, uint32_t x) {
+    if (m->status != MOE_OK || m->values[x].limit == MOEI_WIDE) return x;
+    return moei_rescale(m, x, MOEI_WIDE, m->values[x].scale / 128);
+}
+
+/* ---- products ---- */
+
+/* Weights [count][n,k], biases [count][n] or NULL; count matrices with one operation: experts. */
+typedef struct moei_int_matrix {
+    const moe_real *w, *bias;
+    size_t count, n, k;
+} moei_int_matrix;
+
+static moei_int_matrix moei_int_matrix_of(const moe_real *w, const moe_real *bias, size_t count, size_t n, size_t k) {
+    moei_int_matrix x;
+    x.w = w, x.bias = bias, x.count = count, x.n = n, x.k = k;
+    return x;
+}
+
+/* A matrix in integers; one row's real weight is level * (int4: block *) row. */
+typedef struct moei_int_levels {
+    double *row;           /* [count][n] */
+    signed char *level;    /* [n][k] of one matrix */
+    uint16_t *block;       /* [n][blocks], int4 */
+    int32_t *bias;         /* [n] */
+    int16_t *factor;       /* [n] */
+    size_t blocks;
+    double most;           /* the largest row scale */
+} moei_int_levels;
+
+/* int4: the scale with the least squared error over some candidates between 1/7 and 2/17 of the largest. */
+static double moei_int4_scale(size_t n, const moe_real *w) {
+    double most = 0, best = 0, least = -1;
+    size_t i;
+    int step;
+    for (i = 0; i < n; i++)
+        if (fabs((double)w[i]) > most) most = fabs((double)w[i]);
+    if (!(most > 0)) return 0;
+    for (step = 0; step <= 6; step++) {
+        const double scale = most / (7.0 + 0.25 * step);
+        double error = 0;
+        for (i = 0; i < n; i++) {
+            double level = floor((double)w[i] / scale + 0.5), off;
+            if (level > 7) level = 7;
+            if (level < -8) level = -8;
+            off = level * scale - (double)w[i];
+            error += off * off;
+        }
+        if (least < 0 || error < least) least = error, best = scale;
+    }
+    return best;
+}
+
+/* The largest multiplier of a block: sums of k terms stay below 2^29. */
+static double moei_int4_most(size_t k) {
+    const double most = 536870912.0 / (127.0 * 8.0 * (double)(k + 1));
+    return most < 4095 ? floor(most) : 4095;
+}
+
+/* The scale of a row: what its largest weight needs, and enough for its bias to fit. */
+static double moei_int_row(const moei_maker *m, const moe_real *w, size_t k, double bias, double in_scale) {
+    double scale = 0, least = fabs(bias) / (in_scale * 268435456.0);
+    size_t p;
+    if (m->config->weights == MOE_WEIGHTS_INT8) scale = (double)moei_weight_scale(MOE_TYPE_Q8, k, w);
+    else {
+        for (p = 0; p < k; p += MOEI_INT_BLOCK) {
+            const double block = moei_int4_scale(k - p < MOEI_INT_BLOCK ? k - p : (size_t)MOEI_INT_BLOCK, w + p);
+            if (block > scale) scale = block;
+        }
+        scale /= moei_int4_most(k);
+    }
+    if (!(scale > 0)) scale = fabs(bias) / (in_scale * 65536.0);
+    return scale > least ? scale : least;
+}
+
+static void moei_int_levels_free(moei_maker *m, const moei_int_matrix *x, moei_int_levels *l) {
+    const moe_allocator *a = &m->made.allocator;
+    moei_free(a, l->row, x->count * x->n * sizeof *l->row);
+    moei_free(a, l->level, x->n * x->k);
+    moei_free(a, l->block, x->n * l->blocks * sizeof *l->block);
+    moei_free(a, l->bias, x->n * sizeof *l->bias);
+    moei_free(a, l->factor, x->n * sizeof *l->factor);
+}
+
+/* The scales of all rows, and room for one matrix. */
+static void moei_int_levels_begin(moei_maker *m, const moei_int_matrix *x, double in_scale, moei_int_levels *l) {
+    const moe_allocator *a = &m->made.allocator;
+    size_t i;
+    memset(l, 0, sizeof *l);
+    l->blocks = x->k / MOEI_INT_BLOCK + (x->k % MOEI_INT_BLOCK > 0);
+    if (m->status != MOE_OK) return;
+    if (x->n > MOEI_INT_MAX_WIDTH || x->k > MOEI_INT_MAX_WIDTH) {
+        moei_maker_fail(m, MOE_ERR_OVERFLOW);
+        return;
+    }
+    l->row = (double *)moei_alloc(a, x->count * x->n, sizeof *l->row);
+    l->level = (signed char *)moei_alloc(a, x->n, x->k);
+    l->block = (uint16_t *)moei_alloc(a, x->n, l->blocks * sizeof *l->block);
+    l->bias = (int32_t *)moei_alloc(a, x->n, sizeof *l->bias);
+    l->factor = (int16_t *)moei_alloc(a, x->n, sizeof *l->factor);
+    if (l->row == NULL || l->level == NULL || l->block == NULL || l->bias == NULL || l->factor == NULL) {
+        moei_maker_fail(m, MOE_ERR_MEMORY);
+        return;
+    }
+    for (i = 0; i < x->count * x->n; i++) {
+        l->row[i] = moei_int_row(m, x->w + i * x->k, x->k, x->bias != NULL ? (double)x->bias[i] : 0, in_scale);
+        if (l->row[i] > l->most) l->most = l->row[i];
+    }
+}
+
+/* Levels of one row; int4 also its blocks' multipliers. */
+static void moei_int_row_levels(const moei_maker *m, const moei_int_matrix *x, const moe_real *w, double row, moei_int_levels *l, size_t j) {
+    size_t p, b;
+    for (b = 0; b < l->blocks; b++) {
+        const size_t from = b * MOEI_INT_BLOCK, end = from + MOEI_INT_BLOCK < x->k ? from + MOEI_INT_BLOCK : x->k;
+        double scale = row;
+        if (m->config->weights == MOE_WEIGHTS_INT4) {
+            l->block[j * l->blocks + b] = (uint16_t)moei_nearest(row > 0 ? moei_int4_scale(end - from, w + from) / row : 0, 65535);
+            scale = row * l->block[j * l->blocks + b];
+        }
+        for (p = from; p < end; p++) {
+            double level = scale > 0 ? (double)w[p] / scale : 0;
+            if (m->config->weights == MOE_WEIGHTS_INT8) l->level[j * x->k + p] = (signed char)(scale > 0 ? moei_level_of(MOE_TYPE_Q8, w[p], (moe_real)scale) : 0);
+            else l->level[j * x->k + p] = (signed char)(level < -8 ? -8 : moei_nearest(level < 7 ? level : 7, 8));
+        }
+    }
+}
+
+/* Packs all matrices into buffer, one after the other: sum * factor stands for real * unit, where unit is 2^bits / the result's scale. Returns where they
+   begin, and *size the bytes of one. */
+static uint32_t moei_matrix_pack(moei_maker *m, const moei_int_matrix *x, moei_int_levels *l, double in_scale, double unit, moe_buffer *buffer, size_t *size) {
+    const int int8 = m->config->weights == MOE_WEIGHTS_INT8;
+    const uint32_t at = (uint32_t)buffer->size;
+    unsigned char *bytes;
+    size_t e, j;
+    *size = int8 ? moe_int8_size(x->n, x->k) : moe_int4_size(x->n, x->k);
+    if (*size == 0) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    if (m->status != MOE_OK) return 0;
+    bytes = (unsigned char *)moei_alloc(&m->made.allocator, *size, 1);
+    if (bytes == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    for (e = 0; e < x->count && m->status == MOE_OK; e++) {
+        moe_status status;
+        for (j = 0; j < x->n; j++) {
+            const size_t i = e * x->n + j;
+            const double one = in_scale * l->row[i];
+            moei_int_row_levels(m, x, x->w + i * x->k, l->row[i], l, j);
+            l->bias[j] = x->bias != NULL && one > 0 ? moei_nearest((double)x->bias[i] / one, 536870911) : 0;
+            l->factor[j] = (int16_t)moei_nearest(one * unit, 32767);
+        }
+        status = int8 ? moe_int8_pack(x->n, x->k, l->level, x->k, l->bias, l->factor, bytes)
+                      : moe_int4_pack(x->n, x->k, l->level, x->k, l->bias, l->factor, l->block, bytes);
+        if (status != MOE_OK) moei_maker_fail(m, status);
+        (void)moei_constants(m, buffer, bytes, *size);
+    }
+    moei_free(&m->made.allocator, bytes, *size);
+    return at;
+}
+
+/* Where a product's constants go: the model's, or for experts a new piece of their blocks. */
+static uint32_t moei_product_constants(moei_maker *m, const moei_int_matrix *x, moei_int_levels *l, double in_scale, double unit) {
+    size_t size, at = 0, i;
+    m->counted += x->n * x->k;
+    if (!m->inner || x->count == 1) return moei_matrix_pack(m, x, l, in_scale, unit, &m->made.weights, &size);
+    (void)moei_matrix_pack(m, x, l, in_scale, unit, &m->pieces, &size);
+    for (i = 0; i < m->n_pieces; i++) at += m->piece[i];
+    m->piece[m->n_pieces++] = size;
+    return (uint32_t)at;
+}
+
+/* y = W x + b of a narrow vector. range: the largest |y|; limit: of its levels; relu: y = max(y, 0); scale: that of y, 0: what range asks for. */
+static uint32_t moei_product(moei_maker *m, const moei_int_matrix *x, uint32_t in, int limit, int relu, double range, double scale) {
+    moei_int_levels l;
+    moe_int_op op;
+    uint32_t out;
+    double in_scale;
+    int shift;
+    if (m->status != MOE_OK) return 0;
+    in_scale = m->values[in].scale;
+    moei_int_levels_begin(m, x, in_scale, &l);
+    /* a wide vector has room above what calibration saw; its levels need not be finer than the sums */
+    if (!(scale > 0)) {
+        scale = limit == MOEI_NARROW ? range / limit : range * 1.25 / limit;
+        if (scale < in_scale * l.most / 0.49) scale = in_scale * l.most / 0.49;
+        if (!(scale > 0)) scale = 1;
+    }
+    shift = moei_shift_for(in_scale * l.most / scale, 16, 15);
+    out = moei_value_new(m, x->n, limit, scale, range);
+    op = moei_op(m->config->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8 : moe_int_op_int4, x->n, x->k, relu ? 0 : -limit, limit, shift < 0 ? 0 : shift);
+    op.at = moei_product_constants(m, x, &l, in_scale, ldexp(1.0, 16 + op.shape.shift) / scale);
+    moei_int_levels_free(m, x, &l);
+    moei_op_append(m, op, in, in, out);
+    return out;
+}
+
+/* sum += weight (W x + b): the last product of an expert. A sum's unit is a level of the mixture's output over 2^shift; a weight's is 2^(bits - 15). */
+static void moei_product_add(moei_maker *m, const moei_int_matrix *x, uint32_t in, int bits, double scale, int shift, uint32_t sum) {
+    moei_int_levels l;
+    moe_int_op op;
+    if (m->status != MOE_OK) return;
+    moei_int_levels_begin(m, x, m->values[in].scale, &l);
+    op = moei_op(m->config->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8_add : moe_int_op_int4_add, x->n, x->k, 0, 0, 0);
+    op.at = moei_product_constants(m, x, &l, m->values[in].scale, ldexp(1.0, 17 + bits + shift) / scale);
+    moei_int_levels_free(m, x, &l);
+    moei_op_append(m, op, in, in, sum);
+}
+
+/* The largest scale of a row of a matrix: what decides the units of a sum. */
+static double moei_matrix_most(moei_maker *m, const moei_int_matrix *x, double in_scale) {
+    double most = 0, row;
+    size_t i;
+    for (i = 0; i < x->count * x->n; i++) {
+        row = moei_int_row(m, x->w + i * x->k, x->k, x->bias != NULL ? (double)x->bias[i] : 0, in_scale);
+        if (row > most) most = row;
+    }
+    return most * in_scale;
+}
+
+/* ---- elementwise operations ---- */
+
+/* y = act(x), x wide. The curve's points are act at 65 places. */
+static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, double scale, double range) {
+    const double fine = limit == MOEI_NARROW ? 256 : 1;
+    unsigned char points[65 * 2];
+    moe_int_op op;
+    uint32_t out;
+    int i;
+    if (m->status != MOE_OK) return 0;
+    for (i = 0; i <= 64; i++) {
+        moe_real x = (moe_real)((double)(i * 1024 - 32768) * m->values[in].scale), y;
+        moe_activate(NULL, act, 1, &x, &y);
+        moei_put_16_le(points + 2 * i, moei_nearest((double)y / (scale > 0 ? scale : 1) * fine, 32767));
+    }
+    out = moei_value_new(m, m->values[in].width, limit, scale, range);
+    op = moei_op(moe_int_op_curve, m->values[in].width, 0, -limit, limit, limit == MOEI_NARROW ? 8 : 0);
+    op.at = moei_constants(m, &m->made.weights, points, sizeof points);
+    moei_op_append(m, op, in, in, out);
+    return out;
+}
+
+/* y = act(gate) * up, narrow. The curve's scale is free, and makes y's what it shall be. */
+static uint32_t moei_gated_product(moei_maker *m, int act, uint32_t gate, uint32_t up, double act_range, double range) {
+    double scale = range / MOEI_NARROW, finest, fine;
+    int shift = 0;
+    uint32_t curved, out;
+    if (m->status != MOE_OK) return 0;
+    if (!(scale > 0)) scale = 1;
+    finest = (act_range > 0 ? act_range : 1) * 1.1 / MOEI_WIDE * m->values[up].scale;
+    while (shift < 30 && ldexp(finest, shift + 1) <= scale) shift++;
+    fine = scale / ldexp(m->values[up].scale, shift);
+    curved = moei_curve(m, act, gate, MOEI_WIDE, fine, act_range);
+    if (m->status != MOE_OK) return 0;
+    out = moei_value_new(m, m->values[up].width, MOEI_NARROW, scale, range);
+    moei_op_append(m, moei_op(moe_int_op_multiply, m->values[up].width, 0, -MOEI_NARROW, MOEI_NARROW, shift), curved, up, out);
+    return out;
+}
+
+/* y = a + b, wide. */
+static uint32_t moei_added(moei_maker *m, uint32_t a, uint32_t b, double range) {
+    double scale, most;
+    uint32_t out;
+    moe_int_op op;
+    int shift = 14;
+    a = moei_widened(m, a), b = moei_widened(m, b);
+    if (m->status != MOE_OK) return 0;
+    scale = range * 1.25 / MOEI_WIDE;
+    most = m->values[a].scale > m->values[b].scale ? m->values[a].scale : m->values[b].scale;
+    if (!(scale > most / 64)) scale = most / 64;
+    while (shift > 0 && ldexp(most / scale, shift) > 16383) shift--;
+    out = moei_value_new(m, m->values[a].width, MOEI_WIDE, scale, range);
+    op = moei_op(moe_int_op_add, m->values[out].width, 0, -MOEI_WIDE, MOEI_WIDE, shift);
+    op.factor = (int16_t)moei_nearest(ldexp(m->values[a].scale / scale, shift), 16383);
+    op.factor2 = (int16_t)moei_nearest(ldexp(m->values[b].scale / scale, shift), 16383);
+    moei_op_append(m, op, a, b, out);
+    return out;
+}
+
+/* ---- experts ---- */
+
+/* Where the last product of an expert goes: into a sum, or, with sum = MOE_INT_NONE, into a vector of its own. */
+typedef struct moei_int_target {
+    uint32_t sum;
+    int bits, shift, limit;
+    double scale, range;
+} moei_int_target;
+
+/* What the last product of a kind of experts reads, and its matrix. */
+static moei_int_matrix moei_last_matrix(const moei_chain *chain, size_t count) {
+    const moei_step *step = &chain->expert->steps[chain->expert->n_steps - 1];
+    return moei_int_matrix_of(chain->layer->tensors[step->weight], step->bias < 0 ? NULL : chain->layer->tensors[step->bias], count,
+                              chain->width[MOE_NODE_OUTPUT], moei_from_width(chain, step->from));
+}
+
+/* Whether the activation of this product is relu and nothing else reads the product. */
+static int moei_step_is_relu(const moei_chain *chain, const moei_step *step) {
+    return chain->act == MOE_ACT_RELU && step[1].op == MOEI_STEP_ACT && step[1].from == step->to && step + 1 < chain->expert->steps + chain->expert->n_steps;
+}
+
+/* The operations of one kind of experts but the last; what that reads. x is narrow. */
+static uint32_t moei_expert_hidden(moei_maker *m, const moei_chain *chain, size_t count, uint32_t x, const double *range) {
+    uint32_t node[MOE_NODE_COUNT], from = x;
+    int i, j;
+    for (i = 0; i < MOE_NODE_COUNT; i++) node[i] = MOE_INT_NONE;
+    for (i = 0; i < chain->expert->n_steps - 1; i++) {
+        const moei_step *step = &chain->expert->steps[i];
+        moei_int_matrix w;
+        if (!(chain->needed >> step->to & 1u) || node[step->to] != MOE_INT_NONE) continue;
+        from = step->from == MOEI_X ? x : node[step->from];
+        if (step->op == MOEI_STEP_ACT) node[step->to] = moei_curve(m, chain->act, from, MOEI_NARROW, range[step->to] / MOEI_NARROW, range[step->to]);
+        else if (step->op == MOEI_STEP_GATED)
+            node[step->to] = moei_gated_product(m, chain->act, from, node[step->second], range[step->from], range[step->to]);
+        else {
+            w = moei_int_matrix_of(chain->layer->tensors[step->weight], step->bias < 0 ? NULL : chain->layer->tensors[step->bias], count,
+                                   chain->width[step->to], moei_from_width(chain, step->from));
+            if (moei_step_is_relu(chain, step)) node[step[1].to] = moei_product(m, &w, from, MOEI_NARROW, 1, range[step[1].to], 0);
+            else node[step->to] = moei_product(m, &w, from, step->to == MOE_NODE_LOW ? MOEI_NARROW : MOEI_WIDE, 0, range[step->to], 0);
+        }
+    }
+    j = chain->expert->steps[chain->expert->n_steps - 1].from;
+    return j == MOEI_X ? x : node[j];
+}
+
+/* All operations of one kind of experts. */
+static uint32_t moei_expert_ops(moei_maker *m, const moei_chain *chain, size_t count, uint32_t hidden, const moei_int_target *to) {
+    moei_int_matrix last = moei_last_matrix(chain, count);
+    if (to->sum == MOE_INT_NONE) return moei_product(m, &last, hidden, to->limit, 0, to->range, 0);
+    moei_product_add(m, &last, hidden, to->bits, to->scale, to->shift, to->sum);
+    return to->sum;
+}
+
+/* The largest number that a matrix can make of a narrow vector. */
+static double moei_matrix_bound(const moei_int_matrix *x, double in_scale) {
+    double most = 0;
+    size_t i, p;
+    for (i = 0; i < x->count * x->n; i++) {
+        double sum = x->bias != NULL ? fabs((double)x->bias[i]) : 0;
+        for (p = 0; p < x->k; p++) sum += 127.0 * in_scale * fabs((double)x->w[i * x->k + p]);
+        if (sum > most) most = sum;
+    }
+    return most;
+}
+
+/* ---- mixtures ---- */
+
+/* Whether a residual reads what enters module i. */
+static int moei_is_around(const moe_net *net, size_t i) {
+    size_t j;
+    for (j = i; j < net->n_modules; j++)
+        if (net->modules[j].kind == MOE_MODULE_RESIDUAL && j - (size_t)net->modules[j].span == i) return 1;
+    return 0;
+}
+
+/* Whether what enters module i is read as a narrow vector only: by products, and by no residual. */
+static int moei_reads_narrow(const moe_net *net, size_t i) {
+    int kind;
+    if (i >= net->n_modules || moei_is_around(net, i)) return 0;
+    kind = net->modules[i].kind;
+    return kind == MOE_MODULE_LINEAR || kind == MOE_MODULE_MIXTURE || kind == MOE_MODULE_FEED_FORWARD || kind == MOE_MODULE_ATTENTION ||
+           kind == MOE_MODULE_TIED;
+}
+
+/* What the integers cannot say. */
+static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c) {
+    const size_t i = m->module;
+    static const char hint[] = "has no integer form; MOE_WEIGHTS_FLOAT takes it";
+    if (c->add_input) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: add_input = 1 %s", i, hint);
+    if (c->shared_sigmoid) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: shared_sigmoid = 1 %s", i, hint);
+    if (c->router.apply_to != MOE_APPLY_OUTPUT) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: apply_to = input %s", i, hint);
+    if (c->router.input != MOE_INPUT_PLAIN && c->router.input != MOE_INPUT_JITTER)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: input = %s %s", i, moei_input_names[c->router.input], hint);
+    if (c->router.score != MOE_SCORE_LINEAR && c->router.score != MOE_SCORE_RANDOM)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: score = %s %s", i, moei_score_names[c->router.score], hint);
+    if (m->net->d_in > 0 && c->router.select == MOE_SELECT_HASH)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: select = hash: moe_infer knows ids only where the net reads them (d_in = 0)", i);
+}
+
+/* The integer router of a configuration; a first form: softmax, top_k and sum. */
+typedef struct moe_int_router_plan {
+    moe_int_router router;
+    double z_scale;
+    int weight_bits;
+} moe_int_router_plan;
+
+static moe_status moe_int_router_plan_make(const moe_router_config *c, double logit_most, moe_int_router_plan *plan, moe_error *error) {
+    int bits = 14;
+    memset(plan, 0, sizeof *plan);
+    if (c->gate != MOE_GATE_SOFTMAX || c->select != MOE_SELECT_TOP_K || c->weight != MOE_WEIGHT_SUM || c->selection_bias || c->expert_scale || c->scale > 1 || c->scale < 1)
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "router: only softmax, top_k and sum have an integer form");
+    while (bits > 0 && ldexp(logit_most * 1.4426950408889634, bits) > 32767) bits--;
+    plan->router.gate = moe_int_gate_logits, plan->router.select = moe_int_select_top_k;
+    plan->router.values = moe_int_gate_softmax, plan->router.weight = moe_int_weight_raw, plan->router.weight_shift = 5;
+    plan->router.n_experts = plan->router.scratch = (uint16_t)c->n_experts;
+    plan->router.top_k = plan->router.most = (uint16_t)c->top_k;
+    plan->router.z_bits = (uint8_t)bits;
+    plan->router.bias = plan->router.thresholds = plan->router.scales = plan->router.table = MOE_INT_NONE;
+    plan->z_scale = ldexp(0.6931471805599453, -bits) * (double)c->gate_temperature;
+    return MOE_OK;
+}
+
+/* The logits, in the units that the router wants of them. */
+static uint32_t moei_mixture_logits(moei_maker *m, const moe_layer *layer, uint32_t x, double range, moe_int_router_plan *plan) {
+    const moe_layer_config *c = &layer->config;
+    moei_int_matrix w = moei_int_matrix_of(layer->tensors[MOE_ROUTER_WEIGHT], c->router.router_bias ? layer->tensors[MOE_ROUTER_BIAS] : NULL, 1,
+                                           (size_t)c->router.n_experts, (size_t)c->router.d_model);
+    double most = range > 0 ? range * 1.5 : 1, finest = moei_matrix_most(m, &w, m->values[x].scale) / 0.49;
+    moe_status status = MOE_OK;
+    int tries;
+    for (tries = 0; tries < 64 && m->status == MOE_OK; tries++, most *= 2) {
+        status = moe_int_router_plan_make(&c->router, most, plan, m->error);
+        if (status != MOE_OK) m->status = status;
+        else if ((double)plan->z_scale >= finest) break;
+    }
+    return moei_product(m, &w, x, MOEI_WIDE, 0, range, m->status == MOE_OK ? (double)plan->z_scale : 1);
+}
+
+/* The units of the sum: fine, but factors must fit 15 bits and the sum 32. */
+static moei_int_target moei_mixture_target(moei_maker *m, const moei_chain *chain, uint32_t hidden, const moei_chain *shared, double shared_scale, int bits,
+                                           size_t most, int limit, double range) {
+    moei_int_matrix last = moei_last_matrix(chain, (size_t)chain->layer->config.router.n_experts), also;
+    moei_int_target to;
+    double factor = 0, bound = 0;
+    memset(&to, 0, sizeof to);
+    to.bits = bits, to.limit = limit, to.range = range;
+    to.scale = limit == MOEI_NARROW ? range / limit : range * 1.25 / limit;
+    if (!(to.scale > 0)) to.scale = 1;
+    if (m->status != MOE_OK) return to;
+    factor = ldexp(moei_matrix_most(m, &last, m->values[hidden].scale), 17 + bits);
+    bound = ldexp(moei_matrix_bound(&last, m->values[hidden].scale), bits) * (double)most;
+    if (shared != NULL) {
+        also = moei_last_matrix(shared, 1);
+        if (ldexp(moei_matrix_most(m, &also, shared_scale), 17) > factor) factor = ldexp(moei_matrix_most(m, &also, shared_scale), 17);
+        bound += moei_matrix_bound(&also, shared_scale);
+    }
+    if (to.scale < factor / 32767) to.scale = factor / 32767;
+    if (to.scale < bound / 5e8) to.scale = bound / 5e8;
+    to.shift = 15;
+    while (to.shift > 0 && (ldexp(factor / to.scale, to.shift) > 32767 || ldexp(bound / to.scale, to.shift) > 1e9)) to.shift--;
+    return to;
+}
+
+/* The blocks of all experts, from the pieces. */
+static void moei_mixture_blocks(moei_maker *m, moe_int_mixture *mixture, size_t experts) {
+    size_t e, i, from, size;
+    mixture->experts = (uint32_t)m->made.experts.size;
+    for (e = 0; e < experts; e++)
+        for (i = 0, from = 0; i < m->n_pieces && m->status == MOE_OK; i++) {
+            size = m->piece[i];
+            (void)moei_constants(m, &m->made.experts, m->pieces.data + from + e * size, size);
+            from += size * experts;
+        }
+    if (m->made.experts.size > INT32_MAX) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    for (i = 0, size = 0; i < m->n_pieces; i++) size += m->piece[i];
+    mixture->stride = (uint32_t)size;
+    m->n_pieces = 0, m->pieces.size = 0;
+}
+
+static uint32_t moei_ops_count(const moei_maker *m) { return (uint32_t)moei_list_length(m->inner_ops); }
+
+static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const moe_layer *layer = &module->layer;
+    const moe_layer_config *c = &layer->config;
+    const size_t experts = (size_t)c->router.n_experts;
+    moei_chain chain = moei_chain_begin(layer, c->expert), shared;
+    moe_int_router_plan plan;
+    moe_int_mixture mixture;
+    moei_int_target to;
+    moe_int_op op;
+    uint32_t x = moei_narrowed(m, m->entering[m->module]), begun = m->clock, hidden, out, index;
+    size_t score, expert, most;
+    memset(&mixture, 0, sizeof mixture);
+    memset(&plan, 0, sizeof plan);
+    memset(&shared, 0, sizeof shared);
+    moei_mixture_supported(m, c);
+    if (m->status != MOE_OK) return 0;
+    m->inner = 1, m->counted = 0;
+    mixture.score = moei_ops_count(m);
+    mixture.z = moei_mixture_logits(m, layer, x, range->z, &plan);
+    mixture.n_score = moei_ops_count(m) - mixture.score;
+    mixture.router = plan.router;
+    most = mixture.router.most;
+    mixture.p = moei_value_wide32(m, mixture.router.scratch);
+    mixture.sum = moei_value_wide32(m, (size_t)c->d_out);
+    mixture.choices = moei_value_new(m, 1 + 2 * most, MOEI_WIDE, 1, 0);
+    if (m->status == MOE_OK) m->values[mixture.choices].last = UINT32_MAX;
+    mixture.weight_bits = (int16_t)plan.weight_bits;
+    score = m->counted, m->counted = 0;
+    mixture.expert = moei_ops_count(m);
+    hidden = moei_expert_hidden(m, &chain, experts, x, range->node);
+    if (c->n_shared > 0) shared = moei_chain_begin(layer, MOEI_SHARED);
+    to = moei_mixture_target(m, &chain, hidden, c->n_shared > 0 ? &shared : NULL, range->shared[MOE_NODE_PRODUCT] / MOEI_NARROW, mixture.weight_bits, most, limit, range->y);
+    to.sum = mixture.sum;
+    (void)moei_expert_ops(m, &chain, experts, hidden, &to);
+    mixture.n_expert = moei_ops_count(m) - mixture.expert;
+    moei_mixture_blocks(m, &mixture, experts);
+    expert = m->counted, m->counted = 0;
+    mixture.shared = moei_ops_count(m);
+    if (c->n_shared > 0) {
+        to.bits = 0;
+        (void)moei_expert_ops(m, &shared, 1, moei_expert_hidden(m, &shared, 1, x, range->shared), &to);
+    }
+    mixture.n_shared = moei_ops_count(m) - mixture.shared;
+    m->multiplications += score + most * expert + m->counted;
+    mixture.block = MOE_INT_NONE;
+    if (m->config->loader) mixture.block = moei_value_new(m, mixture.stride / 2, MOEI_WIDE, 1, 0);
+    m->inner = 0;
+    out = moei_value_new(m, (size_t)c->d_out, limit, to.scale, range->y);
+    m->clock++;
+    moei_value_use(m, x), moei_value_use(m, mixture.z), moei_value_use(m, mixture.p), moei_value_use(m, mixture.sum);
+    if (m->config->loader && m->status == MOE_OK) m->values[mixture.block].made = begun;
+    index = moei_maker_push(m, &m->made.mixtures, &mixture, sizeof mixture);
+    op = moei_op(moe_int_op_mixture, (size_t)c->d_out, 0, -limit, limit, to.shift);
+    op.index = (uint16_t)index;
+    m->counted = 0;
+    moei_op_append(m, op, x, x, out);
+    return out;
+}
+
+/* ---- modules: what each appends; the vector that it makes ---- */
+
+static uint32_t moei_module_linear(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const size_t i = m->module;
+    const moei_int_matrix w = moei_int_matrix_of(module->tensors[MOE_MODULE_WEIGHT], module->tensors[MOE_MODULE_BIAS], 1, (size_t)module->d_out,
+                                                 (size_t)module->d_in);
+    const moe_module *next = i + 1 < m->net->n_modules ? module + 1 : NULL;
+    /* A relu that alone reads this module is part of the product. */
+    if (next != NULL && next->kind == MOE_MODULE_ACTIVATION && next->act == MOE_ACT_RELU && !moei_is_around(m->net, i + 1)) {
+        m->fused = i + 1;
+        return moei_product(m, &w, moei_narrowed(m, m->entering[i]), moei_reads_narrow(m->net, i + 2) ? MOEI_NARROW : MOEI_WIDE, 1, range[1].y, 0);
+    }
+    return moei_product(m, &w, moei_narrowed(m, m->entering[i]), limit, 0, range->y, 0);
+}
+
+static uint32_t moei_module_activation(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const double scale = limit == MOEI_NARROW ? range->y / limit : range->y * 1.1 / limit;
+    if (m->fused == m->module) return m->entering[m->module];
+    return moei_curve(m, module->act, moei_widened(m, m->entering[m->module]), limit, scale, range->y);
+}
+
+static uint32_t moei_module_feed_forward(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const moei_chain chain = moei_chain_begin(&module->layer, module->layer.config.expert);
+    moei_int_target to;
+    memset(&to, 0, sizeof to);
+    to.sum = MOE_INT_NONE, to.limit = limit, to.range = range->y;
+    return moei_expert_ops(m, &chain, 1, moei_expert_hidden(m, &chain, 1, moei_narrowed(m, m->entering[m->module]), range->node), &to);
+}
+
+static uint32_t moei_module_residual(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    (void)limit;
+    return moei_added(m, m->entering[m->module], m->entering[m->module - (size_t)module->span], range->y);
+}
+
+static uint32_t moei_module_dropout(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    (void)module, (void)range, (void)limit;
+    return m->entering[m->module];
+}
+
+/* By kind of module; NULL: it has no integer form. limit: what its result shall be. */
+static uint32_t (*const moei_int_modules[MOE_MODULE_COUNT])(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) = {
+    /* linear, activation, layer_norm, mixture, residual, embedding */
+    moei_module_linear, moei_module_activation, NULL, moei_module_mixture, moei_module_residual, NULL,
+    /* positions, attention, rms_norm, dropout, feed_forward, tied */
+    NULL, NULL, NULL, moei_module_dropout, moei_module_feed_forward, moei_module_linear};
+
+/* ---- calibration ---- */
+
+static void moei_range_add(double *range, const moe_real *x, size_t rows, size_t width, size_t ld) {
+    size_t i, j;
+    for (i = 0; i < rows && x != NULL; i++)
+        for (j = 0; j < width; j++)
+            if (fabs((double)x[i * ld + j]) > *range) *range = fabs((double)x[i * ld + j]);
+}
+
+static void moei_range_layer(const moe_layer *layer, const moe_layer_pass *p, moei_int_range *range) {
+    const moei_chain chain = moei_chain_begin(layer, layer->config.expert);
+    const size_t n = p->call.n_tokens, experts = (size_t)layer->config.router.n_experts;
+    int node;
+    for (node = 0; node < MOE_NODE_COUNT; node++) {
+        if (chain.needed >> node & 1u)
+            moei_range_add(&range->node[node], p->node[node], p->routing.plan.offsets[experts], chain.width[node], chain.ld[node]);
+        moei_range_add(&range->node[node], p->all[node], n * experts, chain.width[node], chain.width[node]);
+    }
+    moei_range_add(&range->z, p->routing.logits, n, experts, experts);
+    moei_range_add(&range->u, p->routing.u, n, (size_t)layer->config.router.d_model, (size_t)layer->config.router.d_model);
+    if (layer->config.n_shared > 0) {
+        const moei_chain shared = moei_chain_begin(layer, MOEI_SHARED);
+        for (node = 0; node < MOE_NODE_COUNT; node++)
+            if (shared.needed >> node & 1u) moei_range_add(&range->shared[node], p->shared[node], n, shared.width[node], shared.ld[node]);
+    }
+}
+
+static void moei_range_batch(const moei_maker *m, const moe_net_pass *pass, double *input) {
+    size_t i, n = pass->n_tokens;
+    if (m->net->d_in > 0) moei_range_add(input, pass->call.x, n, (size_t)m->net->d_in, (size_t)m->net->d_in);
+    for (i = 0; i < m->net->n_modules; i++) {
+        const moe_module *module = &m->net->modules[i];
+        const struct moe_module_pass *p = &pass->modules[i];
+        moei_int_range *range = &m->ranges[i];
+        moei_range_add(&range->y, p->y, n, (size_t)module->d_out, (size_t)module->d_out);
+        if (moei_is_layer(module)) moei_range_layer(&module->layer, &p->layer, range);
+        if (module->kind != MOE_MODULE_ATTENTION) continue;
+        moei_range_add(&range->q, p->q, n, moei_attention_width(module), moei_attention_width(module));
+        moei_range_add(&range->k, p->k, n, moei_attention_width(module), moei_attention_width(module));
+        moei_range_add(&range->v, p->v, n, moei_attention_width(module), moei_attention_width(module));
+        moei_range_add(&range->mixed, p->mixed, n, moei_attention_width(module), moei_attention_width(module));
+    }
+}
+
+enum { MOEI_CALIBRATION_ROWS = 256 };
+
+/* Runs the net over the calibration's rows, some at a time. */
+static void moei_calibrate(moei_maker *m, double *input) {
+    const moe_data *data = m->config->calibration;
+    const size_t length = data->length > 0 ? data->length : 1;
+    const size_t batch = length >= MOEI_CALIBRATION_ROWS ? length : MOEI_CALIBRATION_ROWS / length * length;
+    int32_t starts[MOEI_CALIBRATION_ROWS + 1];
+    moe_net_pass pass;
+    moe_call call;
+    void *work = NULL;
+    size_t at, i, bytes = 0;
+    moe_status status = moe_net_work_size(m->net, batch, 1, &bytes);
+    if (status == MOE_OK && (work = moei_alloc(&m->made.allocator, bytes, 1)) == NULL) status = MOE_ERR_MEMORY;
+    for (at = 0; at < data->n && status == MOE_OK; at += call.n_tokens) {
+        memset(&call, 0, sizeof call);
+        call.n_tokens = data->n - at < batch ? data->n - at : batch;
+        call.keep = 1;
+        if (m->net->d_in > 0) call.x = data->x + at * (size_t)m->net->d_in;
+        if (data->token_ids != NULL) call.token_ids = data->token_ids + at;
+        call.n_sequences = call.n_tokens / length;
+        for (i = 0; i <= call.n_sequences && i <= MOEI_CALIBRATION_ROWS; i++) starts[i] = (int32_t)(i * length);
+        call.sequences = starts;
+        status = moe_net_forward(m->net, &call, work, bytes, &pass);
+        if (status == MOE_OK) moei_range_batch(m, &pass, input);
+    }
+    moei_free(&m->made.allocator, work, bytes);
+    if (status != MOE_OK) MOEI_MAKER_REFUSE(m, status, "calibration: %s", moe_status_text(status));
+}
+
+/* ---- places in scratch memory ---- */
+
+/* int16 of a vector: a multiple of 4. */
+static size_t moei_value_room(const moei_int_value *v) { return ((v->wide32 ? 2 * v->width : v->width) + 3) / 4 * 4; }
+
+/* The lowest place that no vector of an overlapping time has. */
+static void moei_value_place(moei_maker *m, size_t i, size_t *most) {
+    moei_int_value *v = &m->values[i];
+    size_t at = 0, j;
+    for (j = 0; j < i; j++) {
+        const moei_int_value *w = &m->values[j];
+        if (w->made > v->last || v->made > w->last) continue;
+        if (w->at < at + moei_value_room(v) && at < w->at + moei_value_room(w)) at = w->at + moei_value_room(w), j = (size_t)-1;
+    }
+    if (at + moei_value_room(v) > INT32_MAX) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    v->at = (uint32_t)at;
+    if (at + moei_value_room(v) > *most) *most = at + moei_value_room(v);
+}
+
+static uint32_t moei_value_at(const moei_maker *m, uint32_t v) { return v == MOE_INT_NONE ? v : m->values[v].at; }
+
+static void moei_ops_place(moei_maker *m, moe_int_op *ops) {
+    size_t i;
+    for (i = 0; i < moei_list_length(ops); i++) {
+        ops[i].in = moei_value_at(m, ops[i].in);
+        ops[i].other = moei_value_at(m, ops[i].other);
+        ops[i].out = moei_value_at(m, ops[i].out);
+    }
+}
+
+/* Vectors get their places, and the two lists become one. */
+static void moei_maker_finish(moei_maker *m) {
+    moe_model *model = &m->made.model;
+    const size_t n_main = moei_list_length(m->main_ops);
+    size_t i, most = 0;
+    for (i = 0; i < moei_list_length(m->values) && m->status == MOE_OK; i++) moei_value_place(m, i, &most);
+    if (m->status != MOE_OK) return;
+    moei_ops_place(m, m->main_ops), moei_ops_place(m, m->inner_ops);
+    for (i = 0; i < moei_list_length(m->made.mixtures); i++) {
+        moe_int_mixture *x = &m->made.mixtures[i];
+        x->score += (uint32_t)n_main, x->expert += (uint32_t)n_main, x->shared += (uint32_t)n_main;
+        x->z = moei_value_at(m, x->z), x->p = moei_value_at(m, x->p), x->sum = moei_value_at(m, x->sum);
+        x->choices = moei_value_at(m, x->choices), x->block = moei_value_at(m, x->block);
+    }
+    for (i = 0; i < moei_list_length(m->inner_ops); i++) (void)moei_maker_push(m, &m->main_ops, &m->inner_ops[i], sizeof *m->inner_ops);
+    m->made.ops = m->main_ops, m->main_ops = NULL;
+    model->n_main = (uint32_t)n_main, model->n_ops = (uint32_t)moei_list_length(m->made.ops);
+    model->n_mixtures = (uint32_t)moei_list_length(m->made.mixtures);
+    model->scratch_size = MOEI_INT_ALIGN - 1 + model->state_size + most * sizeof(int16_t);
+}
+
+/* ---- the model ---- */
+
+/* How long a sequence of this net may be; 0: no module looks at earlier tokens. */
+static size_t moei_model_length(const moe_net *net, size_t wanted) {
+    size_t i, length = 0;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
+        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS) continue;
+        if (length == 0) length = wanted > 0 ? wanted : 128;
+        if (m->kind == MOE_MODULE_POSITIONS && length > (size_t)m->n_rows) length = (size_t)m->n_rows;
+    }
+    return length;
+}
+
+/* The widths of all modules become those of 16 bits. */
+static void moei_maker_check(moei_maker *m) {
+    const moe_data *data = m->config->calibration;
+    size_t i, j;
+    if (data == NULL || data->n == 0)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_ARGUMENT, "calibration: integer weights need some rows of inputs, to see how large numbers become");
+    else if (data->length > 0 && data->n % data->length != 0)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_ARGUMENT, "calibration: n = %z: must be a multiple of length = %z", data->n, data->length);
+    else if (m->status == MOE_OK) m->status = moei_inputs_check(m->net, data, m->error);
+    for (i = 0; i < m->net->n_tensors; i++)
+        for (j = 0; j < m->net->tensors[i].count; j++)
+            if (!moe_is_finite(m->net->tensors[i].data[j]))
+                MOEI_MAKER_REFUSE(m, MOE_ERR_NONFINITE, "%s[%z] = %g: must be a finite number", m->net->tensors[i].name, j, (double)m->net->tensors[i].data[j]);
+    for (i = 0; i < m->net->n_modules; i++)
+        if (m->net->modules[i].d_in > MOEI_INT_MAX_WIDTH || m->net->modules[i].d_out > MOEI_INT_MAX_WIDTH)
+            MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: wider than %d has no integer form; MOE_WEIGHTS_FLOAT takes it", i, (int)MOEI_INT_MAX_WIDTH);
+}
+
+static void moei_maker_modules(moei_maker *m) {
+    size_t i;
+    for (i = 0; i < m->net->n_modules && m->status == MOE_OK; i++) {
+        const moe_module *module = &m->net->modules[i];
+        m->module = i;
+        if (moei_int_modules[module->kind] == NULL) {
+            MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s has no integer form; MOE_WEIGHTS_FLOAT takes it", i, moei_module_names[module->kind]);
+            return;
+        }
+        m->entering[i + 1] = moei_int_modules[module->kind](m, module, &m->ranges[i], moei_reads_narrow(m->net, i + 1) ? MOEI_NARROW : MOEI_WIDE);
+        if (m->fused != i + 1) m->fused = 0;
+    }
+}
+
+/* Makes an integer model; what it took for the way is given back in any case. */
+static void moei_maker_run(moei_maker *m) {
+    const moe_allocator *a = &m->made.allocator;
+    const size_t n = m->net->n_modules;
+    moe_model *model = &m->made.model;
+    double input = 0;
+    uint32_t last;
+    m->ranges = (moei_int_range *)moei_alloc(a, n, sizeof *m->ranges);
+    m->entering = (uint32_t *)moei_alloc(a, n + 1, sizeof *m->entering);
+    if (m->ranges == NULL || m->entering == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    moei_maker_check(m);
+    if (m->status == MOE_OK) {
+        memset(m->ranges, 0, n * sizeof *m->ranges);
+        moei_calibrate(m, &input);
+    }
+    if (m->status == MOE_OK) {
+        m->entering[0] = model->d_in > 0 ? moei_value_new(m, model->d_in, MOEI_NARROW, input / MOEI_NARROW, input) : 0;
+        moei_maker_modules(m);
+    }
+    if (m->status == MOE_OK) { /* the output is what the last operation makes, wide */
+        last = moei_widened(m, m->entering[n]);
+        if (m->status == MOE_OK && (moei_list_length(m->main_ops) == 0 || m->main_ops[moei_list_length(m->main_ops) - 1].out != last))
+            last = moei_rescale(m, last, MOEI_WIDE, m->values[last].scale);
+    }
+    if (m->status == MOE_OK) {
+        model->input_scale = model->d_in > 0 ? (float)m->values[0].scale : 1;
+        model->output_scale = (float)m->values[last].scale;
+        m->multiplications += m->counted;
+        model->multiplications = m->multiplications;
+        moei_maker_finish(m);
+    }
+    moei_free(a, m->ranges, n * sizeof *m->ranges);
+    moei_free(a, m->entering, (n + 1) * sizeof *m->entering);
+    moei_list_free(a, &m->values, sizeof *m->values);
+    moei_list_free(a, &m->main_ops, sizeof *m->main_ops);
+    moei_list_free(a, &m->inner_ops, sizeof *m->inner_ops);
+    moe_buffer_free(&m->pieces);
+}
+#endif /* MOE_NO_QUANT */
+
+static moe_status moei_model_config_check(const moe_net *net, const moe_model_config *config, moe_error *error) {
+    if (net == NULL || !net->built) return moei_error(error, net == NULL ? MOE_ERR_ARGUMENT : MOE_ERR_STATE, "net: must be one that moe_net_build or moe_net_load has made");
+    if (config->weights < 0 || config->weights >= MOE_WEIGHTS_COUNT)
+        return moei_error(error, MOE_ERR_CONFIG, "weights = %d: must be one of MOE_WEIGHTS_", config->weights);
+    if (config->loader != 0 && config->loader != 1) return moei_error(error, MOE_ERR_CONFIG, "loader = %d: must be 0 or 1", config->loader);
+    if (config->loader && config->weights == MOE_WEIGHTS_FLOAT)
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "loader = 1: only integer models fetch experts");
+    if (!moei_can_allocate(&config->allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator: missing, and MOE_NO_MALLOC leaves no other");
+    return moe_net_check_decoding(net, error);
+}
+
+/* What points into the built model; again after it was moved. */
+static void moei_model_link(moe_built_model *b) {
+    b->model.weights = b->weights.data, b->model.weights_size = b->weights.size;
+    b->model.experts = b->external ? NULL : b->experts.data, b->model.experts_size = b->experts.size;
+    b->model.ops = b->ops;
+    b->model.mixtures = b->mixtures;
+    b->model.attentions = b->attentions;
+}
+
+moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config, moe_error *error) {
+    static const moe_model_config none;
+    moe_built_model made;
+    moe_status status;
+    if (built == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "built must not be NULL");
+    if (config == NULL) config = &none;
+    status = moei_model_config_check(net, config, error);
+    if (status != MOE_OK) return status;
+    memset(&made, 0, sizeof made);
+    made.allocator = made.weights.allocator = made.experts.allocator = config->allocator;
+    made.model.version = MOE_MODEL_VERSION, made.model.weights_are = config->weights;
+    made.model.d_in = (size_t)net->d_in, made.model.d_out = (size_t)net->d_out;
+    made.model.length = moei_model_length(net, config->length);
+    made.external = config->loader;
+    if (config->weights == MOE_WEIGHTS_FLOAT) status = moei_error(error, MOE_ERR_UNSUPPORTED, "weights = float: not yet");
+    else {
+#ifndef MOE_NO_QUANT
+        moei_maker m;
+        memset(&m, 0, sizeof m);
+        made.model.run = moe_int_model_run;
+        made.model.state_size = made.model.length > 0 ? sizeof(uint32_t) : 0;
+        m.made = made, m.net = net, m.config = config, m.error = error;
+        m.pieces.allocator = config->allocator;
+        moei_maker_run(&m);
+        made = m.made, status = m.status;
+#else
+        status = moei_error(error, MOE_ERR_UNSUPPORTED, "weights = %d: the build has MOE_NO_QUANT", config->weights);
+#endif
+    }
+    moei_model_link(&made);
+    if (status != MOE_OK) moe_model_free(&made);
+    else *built = made;
+    return status;
+}
+
+void moe_model_free(moe_built_model *built) {
+    if (built == NULL) return;
+    moe_buffer_free(&built->weights);
+    moe_buffer_free(&built->experts);
+    moei_list_free(&built->allocator, &built->ops, sizeof *built->ops);
+    moei_list_free(&built->allocator, &built->mixtures, sizeof *built->mixtures);
+    moei_list_free(&built->allocator, &built->attentions, sizeof *built->attentions);
+    memset(built, 0, sizeof *built);
+}
+
+/* ---- printing ---- */
+
+/* A text on its way to a stream; after a failure all else is ignored. */
+typedef struct moei_printer {
+    moe_stream *stream;
+    const char *name;
+    char capitals[MOE_NAME_SIZE]; /* the name in capitals */
+    moe_status status;
+} moei_printer;
+
+static void moei_print(moei_printer *p, const char *format, ...) {
+    char line[512];
+    moei_text t;
+    va_list arguments;
+    t.out = line, t.room = sizeof line, t.length = 0;
+    line[0] = '\0';
+    va_start(arguments, format);
+    moei_put_format(&t, format, arguments);
+    va_end(arguments);
+    if (p->status == MOE_OK) p->status = p->stream->write(p->stream->ctx, line, strlen(line));
+}
+
+static void moei_print_bytes(moei_printer *p, const char *what, const unsigned char *bytes, size_t n) {
+    size_t i;
+    if (n == 0) return;
+    moei_print(p, "static const unsigned char %s_%s[%z] MOE_FLASH = {", p->name, what, n);
+    for (i = 0; i < n; i++) moei_print(p, i % 24 == 0 ? "\n    %d%s" : "%d%s", (int)bytes[i], i + 1 < n ? "," : "");
+    moei_print(p, "};\n\n");
+}
+
+static void moei_print_place(moei_printer *p, uint32_t at, const char *end) {
+    if (at == MOE_INT_NONE) moei_print(p, "MOE_INT_NONE%s", end);
+    else moei_print(p, "%z%s", (size_t)at, end);
+}
+
+/* The functions of operations by name. */
+static const struct moei_op_name {
+    void (*run)(const moe_int_op *op, moe_int_run *run);
+    const char *name;
+} moei_op_names[] = {
+#define MOEI_OP_NAME(name) {moe_int_op_##name, #name},
+    MOE_INT_OPS(MOEI_OP_NAME)
+#undef MOEI_OP_NAME
+};
+
+static void moei_print_ops(moei_printer *p, const moe_model *model) {
+    size_t i, j;
+    moei_print(p, "/* function, {width, width read, least, most, shift}, constants, in, other, out, factors, index */\n");
+    moei_print(p, "static const moe_int_op %s_ops[%z] = {\n", p->name, (size_t)model->n_ops);
+    for (i = 0; i < model->n_ops; i++) {
+        const moe_int_op *op = &model->ops[i];
+        for (j = 0; j + 1 < sizeof moei_op_names / sizeof *moei_op_names && moei_op_names[j].run != op->run;) j++;
+        moei_print(p, "    {moe_int_op_%s, {%d, %d, %d, %d, %d}, %z, ", moei_op_names[j].name, (int)op->shape.n, (int)op->shape.k, (int)op->shape.low,
+                   (int)op->shape.high, (int)op->shape.shift, (size_t)op->at);
+        moei_print_place(p, op->in, ", "), moei_print_place(p, op->other, ", "), moei_print_place(p, op->out, ", ");
+        moei_print(p, "%d, %d, %d}%s\n", (int)op->factor, (int)op->factor2, (int)op->index, i + 1 < model->n_ops ? "," : "};\n");
+    }
+}
+
+/* The functions of routers by name. */
+typedef void moei_any_function(void);
+
+static const struct moei_router_name {
+    moei_any_function *function;
+    const char *name;
+} moei_router_names[] = {
+#define MOEI_ROUTER_NAME(name) {(moei_any_function *)moe_int_##name, "moe_int_" #name}
+    MOEI_ROUTER_NAME(gate_logits),       MOEI_ROUTER_NAME(gate_relu),        MOEI_ROUTER_NAME(gate_softmax),   MOEI_ROUTER_NAME(gate_sigmoid),
+    MOEI_ROUTER_NAME(gate_sqrt_softplus), MOEI_ROUTER_NAME(select_top_k),    MOEI_ROUTER_NAME(select_grouped), MOEI_ROUTER_NAME(select_top_p),
+    MOEI_ROUTER_NAME(select_threshold),  MOEI_ROUTER_NAME(select_hash),      MOEI_ROUTER_NAME(weight_raw),     MOEI_ROUTER_NAME(weight_sum),
+    MOEI_ROUTER_NAME(weight_norm),       MOEI_ROUTER_NAME(weight_uniform),   MOEI_ROUTER_NAME(weight_one),     MOEI_ROUTER_NAME(weight_sparsemixer),
+    MOEI_ROUTER_NAME(scale)};
+#undef MOEI_ROUTER_NAME
+
+static void moei_print_function(moei_printer *p, moei_any_function *function) {
+    size_t i;
+    for (i = 0; function != NULL && i < sizeof moei_router_names / sizeof *moei_router_names; i++)
+        if (moei_router_names[i].function == function) {
+            moei_print(p, "%s, ", moei_router_names[i].name);
+            return;
+        }
+    moei_print(p, "NULL, ");
+}
+
+static void moei_print_int_router(moei_printer *p, const moe_int_router *r) {
+    moei_print(p, "{");
+    moei_print_function(p, (moei_any_function *)r->gate), moei_print_function(p, (moei_any_function *)r->select);
+    moei_print_function(p, (moei_any_function *)r->values), moei_print_function(p, (moei_any_function *)r->weight);
+    moei_print_function(p, (moei_any_function *)r->scale);
+    moei_print(p, "\n      %d, %d, %d, %d, %d, %d, %d, %d, %d, %d, %d, %d, ", (int)r->n_experts, (int)r->top_k, (int)r->most, (int)r->scratch, (int)r->groups,
+               (int)r->groups_kept, (int)r->factor, (int)r->z_bits, (int)r->weight_shift, (int)r->flags, (int)r->threshold, (int)r->tokens);
+    moei_print_place(p, r->bias, ", "), moei_print_place(p, r->thresholds, ", "), moei_print_place(p, r->scales, ", "), moei_print_place(p, r->table, "}");
+}
+
+static void moei_print_attentions(moei_printer *p, const moe_model *model) {
+    (void)p, (void)model;
+}
+
+static void moei_print_mixtures(moei_printer *p, const moe_model *model) {
+    size_t i;
+    if (model->n_mixtures == 0) return;
+    moei_print(p, "static const moe_int_mixture %s_mixtures[%z] = {\n", p->name, (size_t)model->n_mixtures);
+    for (i = 0; i < model->n_mixtures; i++) {
+        const moe_int_mixture *m = &model->mixtures[i];
+        moei_print(p, "    {");
+        moei_print_int_router(p, &m->router);
+        moei_print(p, ",\n     %z, %z, %z, %z, %z, %z, ", (size_t)m->score, (size_t)m->n_score, (size_t)m->expert, (size_t)m->n_expert, (size_t)m->shared,
+                   (size_t)m->n_shared);
+        moei_print(p, "%z, %z, %z, %z, %z, %z, ", (size_t)m->experts, (size_t)m->stride, (size_t)m->z, (size_t)m->p, (size_t)m->sum, (size_t)m->choices);
+        moei_print_place(p, m->block, ", ");
+        moei_print(p, "%d}%s\n", (int)m->weight_bits, i + 1 < model->n_mixtures ? "," : "};\n");
+    }
+}
+
+/* What a reader of the header wants to know first. */
+static void moei_print_comment(moei_printer *p, const moe_model *model) {
+    static const char *const kinds[MOE_WEIGHTS_COUNT] = {"float", "int8", "int4"};
+    size_t i;
+    moei_print(p, "/* %s: a model for moe_infer, written by moe_export_c of moe %s. Weights: %s.\n\n", p->name, moe_version(), kinds[model->weights_are]);
+    moei_print(p, "     constants   %z bytes of weights", model->weights_size + model->experts_size);
+    if (model->experts_size > 0) moei_print(p, ", of which %z are experts'%s", model->experts_size, model->experts == NULL ? " and come through a loader" : "");
+    moei_print(p, "\n     scratch     %z bytes\n     work        %z multiplications per call at most\n", model->scratch_size, model->multiplications);
+    for (i = 0; i < model->n_mixtures; i++)
+        moei_print(p, "     mixture %z   %d experts of %z bytes, at most %d for one input\n", i, (int)model->mixtures[i].router.n_experts,
+                   (size_t)model->mixtures[i].stride, (int)model->mixtures[i].router.most);
+    if (model->length > 0) moei_print(p, "     sequences   of up to %z tokens, one per call; %z bytes of scratch stay from call to call\n", model->length, model->state_size);
+    moei_print(p, "\n   In ONE source file: #define MOE_IMPLEMENTATION before this header is included. MOE_NO_TRAIN leaves out all but inference%s.\n",
+               model->weights_are == MOE_WEIGHTS_FLOAT ? "" : ",\n   MOE_NO_FLOAT all but models in integers");
+    moei_print(p, "     static unsigned char scratch[%s_SCRATCH];\n     %s input[%s], output[%s_OUTPUTS];\n", p->capitals,
+               model->d_in == 0 ? "int32_t token; or" : model->weights_are == MOE_WEIGHTS_FLOAT ? "float" : "int8_t", model->d_in == 0 ? "..." : "...", p->capitals);
+    moei_print(p, "     moe_status status = moe_infer(&%s, input, output, scratch, sizeof scratch); */\n", p->name);
+}
+
+static void moei_print_model(moei_printer *p, const moe_model *model) {
+    const char *big = p->capitals;
+    moei_print(p, "#define %s_INPUTS %z\n#define %s_OUTPUTS %z\n#define %s_SCRATCH %z\n", big, model->d_in, big, model->d_out, big, model->scratch_size);
+    if (model->length > 0) moei_print(p, "#define %s_LENGTH %z\n", big, model->length);
+    moei_print(p, "#define %s_INPUT_SCALE %gf\n#define %s_OUTPUT_SCALE %gf\n\n", big, (double)model->input_scale, big, (double)model->output_scale);
+}
+
+static void moei_print_int_model(moei_printer *p, const moe_model *model) {
+    const char *name = p->name;
+    moei_print_bytes(p, "weights", model->weights, model->weights_size);
+    if (model->experts != NULL) moei_print_bytes(p, "experts", model->experts, model->experts_size);
+    moei_print_ops(p, model);
+    moei_print_mixtures(p, model);
+    moei_print_attentions(p, model);
+    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, %s, moe_int_model_run,\n    %z, %z, %z, %z, %z, %gf, %gf,\n    ", name,
+               model->weights_are == MOE_WEIGHTS_INT8 ? "MOE_WEIGHTS_INT8" : "MOE_WEIGHTS_INT4", model->d_in, model->d_out, model->length, model->scratch_size,
+               model->state_size, (double)model->input_scale, (double)model->output_scale);
+    moei_print(p, "%s%s, %z, %s%s, %z, %s_ops, %z, %z,\n    ", name, "_weights", model->weights_size, model->experts != NULL ? name : "NULL",
+               model->experts != NULL ? "_experts" : "", model->experts_size, name, (size_t)model->n_ops, (size_t)model->n_main);
+    moei_print(p, "%s%s, %z, %s%s, %z, NULL, %z};\n\n", model->n_mixtures > 0 ? name : "NULL", model->n_mixtures > 0 ? "_mixtures" : "", (size_t)model->n_mixtures,
+               model->n_attentions > 0 ? name : "NULL", model->n_attentions > 0 ? "_attentions" : "", (size_t)model->n_attentions, model->multiplications);
+}
+
+static int moei_is_identifier(const char *name) {
+    size_t i;
+    for (i = 0; name[i] != '\0'; i++)
+        if (!(name[i] == '_' || (name[i] >= 'a' && name[i] <= 'z') || (name[i] >= 'A' && name[i] <= 'Z') || (i > 0 && name[i] >= '0' && name[i] <= '9'))) return 0;
+    return i > 0 && i < MOE_NAME_SIZE - 16;
+}
+
+static moe_status moei_printer_begin(moei_printer *p, const moe_built_model *built, const char *name, moe_stream *stream, moe_error *error) {
+    size_t i;
+    if (built == NULL || name == NULL || stream == NULL || stream->write == NULL)
+        return moei_error(error, MOE_ERR_ARGUMENT, "built, name and a stream that can be written must be there");
+    if (!moei_is_identifier(name)) return moei_error(error, MOE_ERR_ARGUMENT, "name = \"%s\": must be a short C identifier", name);
+    memset(p, 0, sizeof *p);
+    p->stream = stream, p->name = name;
+    for (i = 0; name[i] != '\0'; i++) p->capitals[i] = (char)(name[i] >= 'a' && name[i] <= 'z' ? name[i] - 'a' + 'A' : name[i]);
+    return MOE_OK;
+}
+
+moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stream *stream, moe_error *error) {
+    moei_printer p;
+    moe_built_model moved;
+    moe_status status = moei_printer_begin(&p, built, name, stream, error);
+    if (status != MOE_OK) return status;
+    moved = *built;
+    moei_model_link(&moved);
+    moei_print_comment(&p, &moved.model);
+    moei_print(&p, "#ifndef %s_MODEL_H\n#define %s_MODEL_H\n\n", p.capitals, p.capitals);
+    moei_print(&p, "#include \"moe.h\"\n\n#if MOE_MODEL_VERSION != %d\n#error \"%s: export this model again with the moe.h at hand\"\n#endif\n\n", (int)MOE_MODEL_VERSION, name);
+    moei_print_model(&p, &moved.model);
+    moei_print_int_model(&p, &moved.model);
+    moei_print(&p, "#endif\n");
+    return p.status == MOE_OK ? MOE_OK : moei_error(error, p.status, "the stream failed: %s", moe_status_text(p.status));
+}
+
+moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, moe_error *error) {
+    moe_status status;
+    if (built == NULL || stream == NULL || stream->write == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "built and a stream that can be written must be there");
+    if (!built->external) return moei_error(error, MOE_ERR_STATE, "the experts are part of the model: it was not made with loader = 1");
+    status = stream->write(stream->ctx, built->experts.data, built->experts.size);
+    return status == MOE_OK ? MOE_OK : moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+}
+
 #endif /* MOE_NO_TRAIN */
 
 #endif /* MOE_IMPLEMENTATION */
