@@ -3276,7 +3276,7 @@ enum {
    takes the width itself: it serves machines whose memory is dear. */
 static size_t moei_stride(const moe_layer *layer, size_t width) {
     size_t lines = width / MOEI_UNIT + (width % MOEI_UNIT > 0);
-    return layer->kernels->id == MOE_KERNELS_C ? width : (lines | 1) * MOEI_UNIT;
+    return moei_table(layer->kernels)->id == MOE_KERNELS_C ? width : (lines | 1) * MOEI_UNIT;
 }
 
 static moei_chain moei_chain_begin(const moe_layer *layer, int kind) {
@@ -3548,7 +3548,7 @@ static moe_real *moei_take_lines(const moe_layer *layer, moei_layout *l, size_t 
     enum { LINE = 64, SLACK = LINE - MOEI_ALIGN };
     unsigned char *p;
     size_t bytes = 0;
-    if (layer->kernels->id == MOE_KERNELS_C) return moei_take_reals(l, rows, stride);
+    if (moei_table(layer->kernels)->id == MOE_KERNELS_C) return moei_take_reals(l, rows, stride);
     if (!moei_mul(rows, stride, &bytes) || !moei_mul(bytes, sizeof(moe_real), &bytes) || !moei_add(bytes, SLACK, &bytes)) l->overflow = 1;
     p = (unsigned char *)moei_take(l, bytes, 1);
     if (p != NULL) p += (LINE - (uintptr_t)p % LINE) % LINE;
@@ -4737,7 +4737,7 @@ moe_status moe_net_feed_forward(moe_net *net, const moe_layer_config *config) {
     moe_status status = moei_module_begin(net, MOE_MODULE_FEED_FORWARD, &m);
     if (status != MOE_OK) return status;
     status = moei_feed_forward_config(config, m.d_in, &c, &why);
-    c.kernels = net->kernels->id;
+    c.kernels = moei_table(net->kernels)->id;
     if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
     if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
     return moei_module_append(net, &m);
@@ -4802,7 +4802,7 @@ moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
     if (c.router.d_model == 0) c.router.d_model = m.d_in;
     if (c.router.d_model != m.d_in)
         return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "d_model = %d, but width %d arrives", c.router.d_model, m.d_in);
-    if (c.kernels == MOE_KERNELS_AUTO) c.kernels = net->kernels->id;
+    if (c.kernels == MOE_KERNELS_AUTO) c.kernels = moei_table(net->kernels)->id;
     status = moei_refine_fit(net, &c.router, &why);
     if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
     if (status == MOE_OK) status = moei_previous_check(net, &m.layer.config.router, &why);
@@ -5934,6 +5934,327 @@ const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass,
         return NULL;
     return &pass->modules[i].layer.routing;
 }
+
+/* ==== float models: a net as constants, one token at a time ====================================================================
+
+   A net's struct can be a constant: kernels NULL mean plain C, and nothing is written to it in inference. The printer writes configurations by the tables of
+   their fields, in the order of their places, and refuses a table that leaves a gap. */
+
+/* What a model of a net keeps in scratch memory. Nets of sequences begin with the number of tokens so far and their cache. */
+typedef struct moei_float_room {
+    unsigned char *place; /* size_t */
+    void *cache, *work;   /* and what moe_net_forward or moe_net_decode take */
+    size_t cache_size, work_size;
+    size_t state_size;    /* bytes from the start of scratch that stay from call to call */
+} moei_float_room;
+
+/* Whether what the net says to a token depends on the tokens before it. */
+MOEI_TOOL int moei_net_is_sequence(const moe_net *net) {
+    size_t i;
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_ATTENTION || net->modules[i].kind == MOE_MODULE_POSITIONS || moei_refines(&net->modules[i])) return 1;
+    return 0;
+}
+
+/* Lays scratch memory out for sequences of up to length tokens, 0 for a net that is none; scratch NULL counts bytes into l->used. */
+MOEI_TOOL moe_status moei_float_layout(const moe_net *net, size_t length, moei_layout *l, moei_float_room *room) {
+    moe_status status = MOE_OK;
+    memset(room, 0, sizeof *room);
+    if (length > 0) {
+        room->place = (unsigned char *)moei_take(l, 1, sizeof(size_t));
+        status = moe_net_cache_size(net, length, &room->cache_size);
+        if (status != MOE_OK) return status;
+        room->cache = moei_take(l, room->cache_size, 1);
+        room->state_size = l->used;
+        status = moe_net_decode_work_size(net, length, 1, &room->work_size);
+    } else status = moe_net_work_size(net, 1, 0, &room->work_size);
+    if (status != MOE_OK) return status;
+    room->work = moei_take(l, room->work_size, 1);
+    return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
+}
+
+/* Bytes of scratch memory that moei_float_infer takes, and how many at its start stay from call to call (may be NULL). */
+MOEI_TOOL moe_status moei_float_size(const moe_net *net, size_t length, size_t *scratch_size, size_t *state_size) {
+    moei_layout l = moei_layout_begin(NULL);
+    moei_float_room room;
+    moe_status status = moei_float_layout(net, length, &l, &room);
+    if (status == MOE_OK) *scratch_size = l.used;
+    if (status == MOE_OK && state_size != NULL) *state_size = room.state_size;
+    return status;
+}
+
+/* One token through a net: input [d_in], or with d_in = 0 one id, int32_t. The bits are those of moe_net_forward, or moe_net_decode where length > 0.
+   MOE_ERR_SPACE: scratch is too small; MOE_ERR_STATE: the sequence is length long; else as those. After an error the sequence is where it was. */
+MOEI_TOOL moe_status moei_float_infer(const moe_net *net, size_t length, const void *input, moe_real *output, void *scratch, size_t scratch_size) {
+    moei_layout l = moei_layout_begin(scratch);
+    moei_float_room room;
+    moe_net_pass pass;
+    moe_cache cache;
+    moe_call call;
+    moe_status status = moei_float_layout(net, length, &l, &room);
+    if (status != MOE_OK) return status;
+    if (l.used > scratch_size) return MOE_ERR_SPACE;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = 1;
+    if (net->d_in > 0) call.x = (const moe_real *)input;
+    else call.token_ids = (const int32_t *)input;
+    if (length > 0) {
+        memcpy(&cache.n_tokens, room.place, sizeof cache.n_tokens);
+        if (cache.n_tokens >= length) return MOE_ERR_STATE;
+        cache.net = net, cache.most = length, cache.memory = room.cache, cache.size = room.cache_size;
+        status = moe_net_decode(net, &cache, &call, room.work, room.work_size, &pass);
+        if (status == MOE_OK) memcpy(room.place, &cache.n_tokens, sizeof cache.n_tokens);
+    } else status = moe_net_forward(net, &call, room.work, room.work_size, &pass);
+    if (status == MOE_OK) memcpy(output, pass.y, (size_t)net->d_out * sizeof(moe_real));
+    return status;
+}
+
+/* The routing of mixture number `mixture` in the last call of moei_float_infer with this scratch memory, or NULL. */
+MOEI_TOOL const moe_routing *moei_float_routing(const moe_net *net, size_t length, size_t mixture, void *scratch) {
+    moei_layout l = moei_layout_begin(scratch), of_work;
+    moei_float_room room;
+    const struct moe_module_pass *modules;
+    size_t i;
+    if (moei_float_layout(net, length, &l, &room) != MOE_OK) return NULL;
+    of_work = moei_layout_begin(room.work); /* a pass begins with its modules, see moei_net_layout */
+    modules = (const struct moe_module_pass *)moei_take(&of_work, net->n_modules, sizeof *modules);
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && mixture-- == 0) return &modules[i].layer.routing;
+    return NULL;
+}
+
+#ifndef MOE_NO_TRAIN
+
+/* Why a mixture cannot be part of a constant net that gets one token and nothing else; NULL: it can. */
+static const char *moei_float_obstacle(const moe_net *net, size_t i) {
+    const moe_router_config *c = &net->modules[i].layer.config.router;
+    int switches = c->switch_at > 0;
+    if (c->score == MOE_SCORE_CUSTOM) return "score = custom: a model cannot hold functions of the caller";
+    if (c->select == MOE_SELECT_CUSTOM || (switches && c->switch_from == MOE_SELECT_CUSTOM))
+        return "select = custom: a model cannot hold functions of the caller";
+    if (net->d_in > 0 && (c->select == MOE_SELECT_HASH || (switches && c->switch_from == MOE_SELECT_HASH)))
+        return "select = hash: a model with d_in > 0 gets no token ids";
+    if (c->refine == MOE_REFINE_ATTENTION && moei_attention_read(net, i) == i) return "refine = attention: there is no attention before it in the net";
+    return NULL;
+}
+
+/* The values of tensor `place` of module i; NULL: not set. */
+static const moe_real *moei_float_values(const moe_net *net, size_t i, int place) {
+    const moe_module *m = &net->modules[i];
+    return moei_is_layer(m) ? m->layer.tensors[place] : m->tensors[place];
+}
+
+/* Whether a net can be a float model. */
+static moe_status moei_float_check(const moe_net *net, moe_error *error) {
+    moe_slot slot;
+    size_t i, j;
+    int place;
+    if (MOE_REAL_IS_DOUBLE) return moei_error(error, MOE_ERR_UNSUPPORTED, "MOE_REAL is double: models are float");
+    if (!net->built) return moei_error(error, MOE_ERR_STATE, "the net is not built");
+    if (moe_net_check_decoding(net, error) != MOE_OK) return MOE_ERR_UNSUPPORTED;
+    for (i = 0; i < net->n_modules; i++) {
+        const char *obstacle = net->modules[i].kind == MOE_MODULE_MIXTURE ? moei_float_obstacle(net, i) : NULL;
+        if (obstacle != NULL) return moei_error(error, MOE_ERR_UNSUPPORTED, "module %z (mixture): %s", i, obstacle);
+        for (place = 0; place < MOE_LAYER_SLOTS; place++) {
+            const moe_real *values;
+            if (moei_module_slot(net, i, place, &slot) != MOE_OK) continue;
+            values = moei_float_values(net, i, place);
+            if (values == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "module %z: tensor %s is not set", i, slot.name);
+            for (j = 0; j < slot.count; j++)
+                if (!moe_is_finite(values[j])) return moei_error(error, MOE_ERR_NONFINITE, "module %z: tensor %s holds %g", i, slot.name, (double)values[j]);
+        }
+    }
+    return MOE_OK;
+}
+
+/* A printer of constants: a line at a time. */
+typedef struct moei_lines {
+    moe_stream *out;
+    moe_status status;
+    const char *name; /* of the net: the names of its parts begin with it */
+    moei_text line;
+    char room[200];
+} moei_lines;
+
+static void moei_line_begin(moei_lines *p, moe_stream *out, const char *name) {
+    p->out = out, p->status = MOE_OK, p->name = name;
+    p->line.out = p->room, p->line.room = sizeof p->room, p->line.length = 0;
+}
+
+static void moei_line_end(moei_lines *p) {
+    moei_put(&p->line, "\n", 1);
+    if (p->status == MOE_OK) p->status = p->out->write(p->out->ctx, p->line.out, p->line.length);
+    p->line.length = 0;
+}
+
+/* Pieces of up to 63 characters; a line that has grown long enough ends behind one. Names are pieces of their own and longer: see moei_line_name. */
+static void moei_line(moei_lines *p, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    moei_put_format(&p->line, format, arguments);
+    va_end(arguments);
+    if (p->line.length > 110) moei_line_end(p);
+}
+
+/* The name of an array; it may have any length. */
+static void moei_line_name(moei_lines *p, const char *part, size_t module) {
+    char number[24];
+    moei_text t;
+    const char *pieces[4];
+    int i;
+    t.out = number, t.room = sizeof number, t.length = 0;
+    moei_put_unsigned(&t, module);
+    pieces[0] = p->name, pieces[1] = "_", pieces[2] = number, pieces[3] = part;
+    if (p->line.length > 0 && p->status == MOE_OK) p->status = p->out->write(p->out->ctx, p->line.out, p->line.length);
+    p->line.length = 0;
+    for (i = 0; i < (part != NULL ? 4 : 1); i++) {
+        const char *s = pieces[i];
+        if (i == 3 && p->status == MOE_OK) p->status = p->out->write(p->out->ctx, "_", 1);
+        for (; *s != '\0' && p->status == MOE_OK; s++) p->status = p->out->write(p->out->ctx, *s == '.' ? "_" : s, 1);
+    }
+}
+
+/* 9 digits tell all floats apart. */
+static void moei_line_real(moei_lines *p, moe_real value, const char *behind) {
+    char digits[40];
+    moei_text t;
+    size_t i;
+    int whole = 1;
+    t.out = digits, t.room = sizeof digits, t.length = 0;
+    if (moei_real_bits(value) == MOEI_SIGN_BIT) moei_put(&t, "-0", 2);
+    else moei_put_digits(&t, (double)value, 9);
+    for (i = 0; i < t.length; i++) whole = whole && digits[i] != '.' && digits[i] != 'e';
+    moei_line(p, "%s%sf%s", digits, whole ? "." : "", behind);
+}
+
+static void moei_line_array(moei_lines *p, const char *part, size_t module, size_t count, const moe_real *values) {
+    size_t i;
+    moei_line(p, "static const float ");
+    moei_line_name(p, part, module);
+    moei_line(p, "[%z] MOE_FLASH = {", count);
+    moei_line_end(p);
+    for (i = 0; i < count; i++) moei_line_real(p, values[i], i + 1 < count ? "," : "};");
+    moei_line_end(p);
+}
+
+static size_t moei_field_size(const moe_field *field) { return field->kind == MOE_FIELD_REAL ? sizeof(moe_real) : sizeof(int); }
+
+/* The members of config from byte `from` to `to`, one after another: the row of a table that begins where the last one ended. */
+static void moei_line_fields(moei_lines *p, const moe_field *fields, const void *config, size_t from, size_t to) {
+    while (from < to) {
+        const moe_field *field = fields;
+        const unsigned char *at = (const unsigned char *)config + from;
+        int whole;
+        moe_real real;
+        while (field->name != NULL && field->offset != from) field++;
+        if (field->name == NULL) {
+            if (p->status == MOE_OK) p->status = MOE_ERR_STATE; /* a member without a row: the test of all presets finds it */
+            return;
+        }
+        from += moei_field_size(field);
+        if (field->kind == MOE_FIELD_REAL) memcpy(&real, at, sizeof real), moei_line_real(p, real, from < to ? ", " : "");
+        else memcpy(&whole, at, sizeof whole), moei_line(p, "%d%s", whole, from < to ? ", " : "");
+    }
+}
+
+static void moei_line_router_config(moei_lines *p, const moe_router_config *config) {
+    moei_line(p, "{");
+    moei_line_fields(p, moe_router_fields(), config, 0, sizeof *config);
+    moei_line(p, "}");
+}
+
+/* NULL for tensors that a module does not have; a tied module's weight is the embedding's. The cast is for members that training writes to. */
+static void moei_line_tensors(moei_lines *p, const moe_net *net, size_t i, int from, int to, const char *cast) {
+    const moe_module *m = &net->modules[i];
+    moe_slot slot;
+    int place;
+    moei_line(p, "{");
+    for (place = from; place < to; place++) {
+        size_t owner = m->kind == MOE_MODULE_TIED && place == MOE_MODULE_WEIGHT && from == 0 ? 0 : i;
+        if (place > from) moei_line(p, ", ");
+        if (moei_module_slot(net, owner, place, &slot) == MOE_OK) moei_line(p, "%s", cast), moei_line_name(p, slot.name, owner);
+        else moei_line(p, "NULL");
+    }
+    moei_line(p, "}");
+}
+
+/* All places of a layer that is none are NULL. */
+static void moei_line_layer_tensors(moei_lines *p, const moe_net *net, size_t i, int to) {
+    if (moei_is_layer(&net->modules[i])) moei_line_tensors(p, net, i, 0, to, "");
+    else moei_line(p, "{NULL}");
+}
+
+static void moei_line_bits(moei_lines *p, uint64_t bits) {
+    char digits[24];
+    moei_text t;
+    t.out = digits, t.room = sizeof digits, t.length = 0;
+    moei_put_unsigned(&t, bits);
+    moei_line(p, "%su", digits);
+    if (bits >> 32 != 0) moei_line(p, "ll");
+}
+
+/* In the order of moe_layer's members; its router's own tensors stay empty. */
+static void moei_line_layer(moei_lines *p, const moe_net *net, size_t i) {
+    const moe_layer *layer = &net->modules[i].layer;
+    moei_line(p, "{{");
+    moei_line_router_config(p, &layer->config.router);
+    moei_line(p, ", ");
+    moei_line_fields(p, moe_layer_fields(), &layer->config, sizeof layer->config.router, sizeof layer->config);
+    moei_line(p, "}, {");
+    moei_line_router_config(p, &layer->router.config);
+    moei_line(p, ", {NULL, NULL, NULL, NULL}, NULL, ");
+    moei_line_bits(p, layer->router.places);
+    moei_line(p, ", ");
+    moei_line_bits(p, layer->router.parts);
+    moei_line(p, ", {NULL}}, NULL, ");
+    moei_line_bits(p, layer->places);
+    moei_line(p, ", ");
+    moei_line_layer_tensors(p, net, i, MOE_LAYER_SLOTS);
+    moei_line(p, ", {NULL}, {NULL}, 0, 0, NULL, 0, {NULL, NULL}}");
+}
+
+/* In the order of moe_module's members. */
+static void moei_line_module(moei_lines *p, const moe_net *net, size_t i) {
+    const moe_module *m = &net->modules[i];
+    moei_line(p, "{%d, %d, %d, %d, %d, %d, ", m->kind, m->d_in, m->d_out, m->act, m->span, m->n_rows);
+    moei_line_real(p, m->rate, ", {");
+    moei_line_fields(p, moei_attention_fields, &m->attention, 0, sizeof m->attention);
+    moei_line(p, "}, ");
+    moei_line_layer(p, net, i);
+    moei_line(p, ", ");
+    if (moei_is_layer(m)) moei_line(p, "{NULL}");
+    else moei_line_tensors(p, net, i, 0, MOE_MODULE_SLOTS, "(moe_real *)");
+    moei_line(p, ", {NULL}, 0}%s", i + 1 < net->n_modules ? "," : "};");
+    moei_line_end(p);
+}
+
+/* Writes `static const moe_net NAME` and what it points to. No heap, no initialisation: the struct serves moe_net_forward and moe_net_decode as it is,
+   with plain C kernels, but has no list of named tensors. Errors of moei_float_check before the first byte, then those of the stream. */
+MOEI_TOOL moe_status moei_print_net(moe_stream *out, const char *name, const moe_net *net, moe_error *error) {
+    moei_lines p;
+    moe_slot slot;
+    size_t i;
+    int place;
+    moe_status status = moei_float_check(net, error);
+    if (status != MOE_OK) return status;
+    moei_line_begin(&p, out, name);
+    for (i = 0; i < net->n_modules; i++)
+        for (place = 0; place < MOE_LAYER_SLOTS; place++)
+            if (moei_module_slot(net, i, place, &slot) == MOE_OK) moei_line_array(&p, slot.name, i, slot.count, moei_float_values(net, i, place));
+    moei_line(&p, "static const moe_module ");
+    moei_line_name(&p, NULL, 0);
+    moei_line(&p, "_modules[%z] = {", net->n_modules);
+    moei_line_end(&p);
+    for (i = 0; i < net->n_modules; i++) moei_line_module(&p, net, i);
+    moei_line(&p, "static const moe_net ");
+    moei_line_name(&p, NULL, 0);
+    moei_line(&p, " = {%d, %d, %z, (moe_module *)", net->d_in, net->d_out, net->n_modules);
+    moei_line_name(&p, NULL, 0);
+    moei_line(&p, "_modules, 0, NULL, MOE_KERNELS_C, NULL, {NULL, NULL}, NULL, 0, 1, 0, {MOE_OK, \"\"}};");
+    moei_line_end(&p);
+    return p.status == MOE_OK ? MOE_OK : moei_error(error, p.status, "writing net %s: %s", name, moe_status_text(p.status));
+}
+#endif /* MOE_NO_TRAIN */
 
 /* ---- sampling ------------------------------------------------------------------------------------------------------------------ */
 
