@@ -1195,6 +1195,10 @@ typedef struct moe_int_run {
 MOE_INT_OPS(MOEI_OP_DECLARE)
 /* The run function of integer models, for moe_model.run. */
 MOE_API moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+#ifndef MOE_NO_FLOAT
+/* The same of float models: plain C kernels, the bits of moe_net_forward, or of moe_net_decode where the model has a length. */
+MOE_API moe_status moe_float_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+#endif
 
 /* output = what the net says to one input. Integer models: input int8_t [d_in] levels within +-127, output int16_t [d_out] levels. Float models: moe_real
    [d_in], [d_out]. d_in = 0: input is one id, int32_t. scratch [model->scratch_size], any alignment, holds all that is computed. A model of sequences
@@ -1240,6 +1244,7 @@ typedef struct moe_built_model {
     moe_int_router_names *router_names;
     moe_int_attention *attentions;
     int external;                /* 1: experts come through a loader */
+    moe_net *net;                /* float models: the net with plain C kernels; its tensors are those of the net that it was made of */
     moe_allocator allocator;
 } moe_built_model;
 
@@ -5940,13 +5945,16 @@ const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass,
    A net's struct can be a constant: kernels NULL mean plain C, and nothing is written to it in inference. The printer writes configurations by the tables of
    their fields, in the order of their places, and refuses a table that leaves a gap. */
 
-/* What a model of a net keeps in scratch memory. Nets of sequences begin with the number of tokens so far and their cache. */
+/* What a model of a net keeps in scratch memory. It begins with the number of tokens so far and the cache, for nets of sequences. */
 typedef struct moei_float_room {
-    unsigned char *place; /* size_t */
+    unsigned char *place; /* uint32_t where integer models have it too: see moe_infer_restart */
     void *cache, *work;   /* and what moe_net_forward or moe_net_decode take */
     size_t cache_size, work_size;
     size_t state_size;    /* bytes from the start of scratch that stay from call to call */
+    size_t size;          /* of all */
 } moei_float_room;
+
+enum { MOEI_FLOAT_HEAD = 2 * sizeof(uint32_t) }; /* the place, from a multiple of 4 */
 
 /* Whether what the net says to a token depends on the tokens before it. */
 MOEI_TOOL int moei_net_is_sequence(const moe_net *net) {
@@ -5956,54 +5964,52 @@ MOEI_TOOL int moei_net_is_sequence(const moe_net *net) {
     return 0;
 }
 
-/* Lays scratch memory out for sequences of up to length tokens, 0 for a net that is none; scratch NULL counts bytes into l->used. */
-MOEI_TOOL moe_status moei_float_layout(const moe_net *net, size_t length, moei_layout *l, moei_float_room *room) {
+/* Lays scratch memory out for sequences of up to length tokens, 0 for a net that is none; scratch NULL counts. */
+MOEI_TOOL moe_status moei_float_layout(const moe_net *net, size_t length, void *scratch, moei_float_room *room) {
+    unsigned char *memory = (unsigned char *)scratch;
+    moei_layout l;
     moe_status status = MOE_OK;
     memset(room, 0, sizeof *room);
+    if (memory != NULL) {
+        room->place = memory + (sizeof(uint32_t) - (uintptr_t)memory % sizeof(uint32_t)) % sizeof(uint32_t);
+        memory += MOEI_FLOAT_HEAD;
+    }
+    l = moei_layout_begin(memory);
     if (length > 0) {
-        room->place = (unsigned char *)moei_take(l, 1, sizeof(size_t));
         status = moe_net_cache_size(net, length, &room->cache_size);
         if (status != MOE_OK) return status;
-        room->cache = moei_take(l, room->cache_size, 1);
-        room->state_size = l->used;
+        room->cache = moei_take(&l, room->cache_size, 1);
+        room->state_size = l.used + MOEI_FLOAT_HEAD;
         status = moe_net_decode_work_size(net, length, 1, &room->work_size);
     } else status = moe_net_work_size(net, 1, 0, &room->work_size);
     if (status != MOE_OK) return status;
-    room->work = moei_take(l, room->work_size, 1);
-    return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
-}
-
-/* Bytes of scratch memory that moei_float_infer takes, and how many at its start stay from call to call (may be NULL). */
-MOEI_TOOL moe_status moei_float_size(const moe_net *net, size_t length, size_t *scratch_size, size_t *state_size) {
-    moei_layout l = moei_layout_begin(NULL);
-    moei_float_room room;
-    moe_status status = moei_float_layout(net, length, &l, &room);
-    if (status == MOE_OK) *scratch_size = l.used;
-    if (status == MOE_OK && state_size != NULL) *state_size = room.state_size;
-    return status;
+    room->work = moei_take(&l, room->work_size, 1);
+    if (l.overflow || !moei_add(l.used, MOEI_FLOAT_HEAD, &room->size)) return MOE_ERR_OVERFLOW;
+    return MOE_OK;
 }
 
 /* One token through a net: input [d_in], or with d_in = 0 one id, int32_t. The bits are those of moe_net_forward, or moe_net_decode where length > 0.
    MOE_ERR_SPACE: scratch is too small; MOE_ERR_STATE: the sequence is length long; else as those. After an error the sequence is where it was. */
 MOEI_TOOL moe_status moei_float_infer(const moe_net *net, size_t length, const void *input, moe_real *output, void *scratch, size_t scratch_size) {
-    moei_layout l = moei_layout_begin(scratch);
     moei_float_room room;
     moe_net_pass pass;
     moe_cache cache;
     moe_call call;
-    moe_status status = moei_float_layout(net, length, &l, &room);
+    uint32_t place;
+    moe_status status = moei_float_layout(net, length, scratch, &room);
     if (status != MOE_OK) return status;
-    if (l.used > scratch_size) return MOE_ERR_SPACE;
+    if (room.size > scratch_size) return MOE_ERR_SPACE;
     memset(&call, 0, sizeof call);
     call.n_tokens = 1;
     if (net->d_in > 0) call.x = (const moe_real *)input;
     else call.token_ids = (const int32_t *)input;
     if (length > 0) {
-        memcpy(&cache.n_tokens, room.place, sizeof cache.n_tokens);
-        if (cache.n_tokens >= length) return MOE_ERR_STATE;
-        cache.net = net, cache.most = length, cache.memory = room.cache, cache.size = room.cache_size;
+        memcpy(&place, room.place, sizeof place);
+        if (place >= length) return MOE_ERR_STATE;
+        cache.net = net, cache.n_tokens = (size_t)place, cache.most = length, cache.memory = room.cache, cache.size = room.cache_size;
         status = moe_net_decode(net, &cache, &call, room.work, room.work_size, &pass);
-        if (status == MOE_OK) memcpy(room.place, &cache.n_tokens, sizeof cache.n_tokens);
+        place++;
+        if (status == MOE_OK) memcpy(room.place, &place, sizeof place);
     } else status = moe_net_forward(net, &call, room.work, room.work_size, &pass);
     if (status == MOE_OK) memcpy(output, pass.y, (size_t)net->d_out * sizeof(moe_real));
     return status;
@@ -6011,16 +6017,32 @@ MOEI_TOOL moe_status moei_float_infer(const moe_net *net, size_t length, const v
 
 /* The routing of mixture number `mixture` in the last call of moei_float_infer with this scratch memory, or NULL. */
 MOEI_TOOL const moe_routing *moei_float_routing(const moe_net *net, size_t length, size_t mixture, void *scratch) {
-    moei_layout l = moei_layout_begin(scratch), of_work;
+    moei_layout of_work;
     moei_float_room room;
     const struct moe_module_pass *modules;
     size_t i;
-    if (moei_float_layout(net, length, &l, &room) != MOE_OK) return NULL;
+    if (moei_float_layout(net, length, scratch, &room) != MOE_OK) return NULL;
     of_work = moei_layout_begin(room.work); /* a pass begins with its modules, see moei_net_layout */
     modules = (const struct moe_module_pass *)moei_take(&of_work, net->n_modules, sizeof *modules);
     for (i = 0; i < net->n_modules; i++)
         if (net->modules[i].kind == MOE_MODULE_MIXTURE && mixture-- == 0) return &modules[i].layer.routing;
     return NULL;
+}
+
+/* The choices and weights of one token, as moe_infer_choices gives them. A model takes top_k experts or, where their number varies, up to all. */
+static void moei_float_choices(const moe_routing *r, moe_choice *choices, size_t room, size_t *count) {
+    size_t i;
+    *count = (size_t)r->n_choices[0];
+    for (i = 0; i < *count && i < room; i++) {
+        const moe_real weight = r->weights[r->choices[i]] * MOEI_R(32768.0), most = MOEI_R(2147483520.0);
+        choices[i].expert = r->choices[i];
+        choices[i].weight = (int32_t)(weight > most ? most : weight < -most ? -most : weight < MOEI_R(0.0) ? weight - MOEI_R(0.5) : weight + MOEI_R(0.5));
+    }
+}
+
+moe_status moe_float_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch) {
+    (void)loader;
+    return moei_float_infer(model->net, model->length, input, (moe_real *)output, scratch, model->scratch_size);
 }
 
 #ifndef MOE_NO_TRAIN
@@ -6226,6 +6248,30 @@ static void moei_line_module(moei_lines *p, const moe_net *net, size_t i) {
     else moei_line_tensors(p, net, i, 0, MOE_MODULE_SLOTS, "(moe_real *)");
     moei_line(p, ", {NULL}, 0}%s", i + 1 < net->n_modules ? "," : "};");
     moei_line_end(p);
+}
+
+/* A float model's own view of a net: with plain C kernels, so that it gives the bits of the exported constants. Its tensors stay the net's. */
+static moe_status moei_float_view(const moe_net *net, const moe_allocator *allocator, moe_net **out, moe_error *error) {
+    size_t bytes = 0, i;
+    moe_module *modules;
+    moe_net *view = NULL;
+    if (moei_mul(net->n_modules, sizeof *modules, &bytes) && moei_add(bytes, sizeof *view, &bytes)) view = (moe_net *)moei_alloc(allocator, bytes, 1);
+    if (view == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for a list of %z modules", net->n_modules);
+    modules = (moe_module *)(void *)(view + 1);
+    *view = *net;
+    view->modules = modules, view->kernels = NULL, view->tensors = NULL, view->n_tensors = 0, view->memory = NULL, view->memory_size = bytes;
+    for (i = 0; i < net->n_modules; i++) {
+        modules[i] = net->modules[i];
+        modules[i].layer.kernels = modules[i].layer.router.kernels = NULL;
+        modules[i].layer.is_packed = 0;
+        modules[i].first_tensor = 0;
+    }
+    *out = view;
+    return MOE_OK;
+}
+
+static void moei_float_view_free(const moe_allocator *allocator, moe_net *view) {
+    if (view != NULL) moei_free(allocator, view, view->memory_size);
 }
 
 /* Writes `static const moe_net NAME` and what it points to. No heap, no initialisation: the struct serves moe_net_forward and moe_net_decode as it is,
@@ -9463,11 +9509,11 @@ static void moei_int_ops(moe_int_run *run, uint32_t first, uint32_t n) {
 
 /* Where the constants of an expert are: in place, or fetched into scratch memory. */
 static const unsigned char *moei_int_block(const moe_int_mixture *m, moe_int_run *run, uint32_t expert) {
-    const size_t at = (size_t)m->experts + (size_t)expert * m->stride;
+    const size_t at = (size_t)m->experts + (size_t)expert * (size_t)m->stride;
     void *block;
     if (m->block == MOE_INT_NONE) return run->model->experts + at;
     block = moei_int_vector(run, m->block);
-    run->status = run->loader->fetch(run->loader->ctx, at, m->stride, block);
+    run->status = run->loader->fetch(run->loader->ctx, at, (size_t)m->stride, block);
     return (const unsigned char *)block;
 }
 
@@ -9564,6 +9610,14 @@ moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void 
     const int16_t *made;
     size_t i;
     if (model == NULL || scratch == NULL || count == NULL || (choices == NULL && room > 0)) return MOE_ERR_ARGUMENT;
+#ifndef MOE_NO_FLOAT
+    if (model->net != NULL) {
+        const moe_routing *routing = moei_float_routing(model->net, model->length, mixture, (void *)(uintptr_t)scratch);
+        if (routing == NULL) return MOE_ERR_NOT_FOUND;
+        moei_float_choices(routing, choices, room, count);
+        return MOE_OK;
+    }
+#endif
     if (mixture >= model->n_mixtures) return MOE_ERR_NOT_FOUND;
     m = model->mixtures + mixture;
     made = (const int16_t *)(const void *)(moei_int_scratch((void *)(uintptr_t)scratch) + model->state_size) + m->choices;
@@ -10446,7 +10500,7 @@ static size_t moei_model_length(const moe_net *net, size_t wanted) {
     size_t i, length = 0;
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
-        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS) continue;
+        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS && !moei_refines(m)) continue;
         if (length == 0) length = wanted > 0 ? wanted : 128;
         if (m->kind == MOE_MODULE_POSITIONS && length > (size_t)m->n_rows) length = (size_t)m->n_rows;
     }
@@ -10543,6 +10597,30 @@ static void moei_model_link(moe_built_model *b) {
     b->model.ops = b->ops;
     b->model.mixtures = b->mixtures;
     b->model.attentions = b->attentions;
+    b->model.net = b->net;
+}
+
+/* Multiply-accumulates of one token: those of all products with weights, and of attention to a full sequence. */
+static size_t moei_float_multiplications(const moe_net *net, size_t length) {
+    size_t used, i;
+    (void)moe_net_parameters(net, &used);
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_ATTENTION) used += 2 * length * moei_attention_width(&net->modules[i]);
+    return used;
+}
+
+static moe_status moei_float_create(moe_built_model *made, const moe_net *net, moe_error *error) {
+    moei_float_room room;
+    moe_status status = moei_float_check(net, error);
+    if (status == MOE_OK) status = moei_float_view(net, &made->allocator, &made->net, error);
+    if (status != MOE_OK) return status;
+    status = moei_float_layout(made->net, made->model.length, NULL, &room);
+    if (status != MOE_OK) return moei_error(error, status, "scratch memory: %s", moe_status_text(status));
+    made->model.run = moe_float_model_run;
+    made->model.scratch_size = room.size, made->model.state_size = room.state_size;
+    made->model.input_scale = made->model.output_scale = 1;
+    made->model.weights_size = 0, made->model.multiplications = moei_float_multiplications(net, made->model.length);
+    return MOE_OK;
 }
 
 moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config, moe_error *error) {
@@ -10559,7 +10637,7 @@ moe_status moe_model_create(moe_built_model *built, const moe_net *net, const mo
     made.model.d_in = (size_t)net->d_in, made.model.d_out = (size_t)net->d_out;
     made.model.length = moei_model_length(net, config->length);
     made.external = config->loader;
-    if (config->weights == MOE_WEIGHTS_FLOAT) status = moei_error(error, MOE_ERR_UNSUPPORTED, "weights = float: not yet");
+    if (config->weights == MOE_WEIGHTS_FLOAT) status = moei_float_create(&made, net, error);
     else {
 #ifndef MOE_NO_QUANT
         moei_maker m;
@@ -10588,6 +10666,7 @@ void moe_model_free(moe_built_model *built) {
     moei_list_free(&built->allocator, &built->mixtures, sizeof *built->mixtures);
     moei_list_free(&built->allocator, &built->router_names, sizeof *built->router_names);
     moei_list_free(&built->allocator, &built->attentions, sizeof *built->attentions);
+    moei_float_view_free(&built->allocator, built->net);
     memset(built, 0, sizeof *built);
 }
 
@@ -10723,6 +10802,21 @@ static void moei_print_int_model(moei_printer *p, const moe_built_model *built) 
                model->n_attentions > 0 ? name : "NULL", model->n_attentions > 0 ? "_attentions" : "", (size_t)model->n_attentions, model->multiplications);
 }
 
+static moe_status moei_print_float_model(moei_printer *p, const moe_model *model, moe_error *error) {
+    moe_status status;
+    char net[MOE_NAME_SIZE + 8];
+    moei_text t;
+    t.out = net, t.room = sizeof net, t.length = 0;
+    moei_put(&t, p->name, moei_strlen(p->name));
+    moei_put(&t, "_net", 4);
+    moei_print(p, "#ifdef __AVR__\n#error \"%s: float models need a machine that reads constants in flash like memory\"\n#endif\n\n", p->name);
+    status = p->status == MOE_OK ? moei_print_net(p->stream, net, model->net, error) : p->status;
+    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, MOE_WEIGHTS_FLOAT, moe_float_model_run,\n    %z, %z, %z, %z, %z, 1.f, 1.f,\n    ", p->name,
+               model->d_in, model->d_out, model->length, model->scratch_size, model->state_size);
+    moei_print(p, "NULL, 0, NULL, 0, NULL, 0, 0,\n    NULL, 0, NULL, 0, &%s, %z};\n\n", net, model->multiplications);
+    return status;
+}
+
 static int moei_is_identifier(const char *name) {
     size_t i;
     for (i = 0; name[i] != '\0'; i++)
@@ -10752,7 +10846,9 @@ moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stre
     moei_print(&p, "#ifndef %s_MODEL_H\n#define %s_MODEL_H\n\n", p.capitals, p.capitals);
     moei_print(&p, "#include \"moe.h\"\n\n#if MOE_MODEL_VERSION != %d\n#error \"%s: export this model again with the moe.h at hand\"\n#endif\n\n", (int)MOE_MODEL_VERSION, name);
     moei_print_model(&p, &moved.model);
-    moei_print_int_model(&p, &moved);
+    if (moved.model.net != NULL) status = moei_print_float_model(&p, &moved.model, error);
+    else moei_print_int_model(&p, &moved);
+    if (status != MOE_OK) return status;
     moei_print(&p, "#endif\n");
     return p.status == MOE_OK ? MOE_OK : moei_error(error, p.status, "the stream failed: %s", moe_status_text(p.status));
 }
