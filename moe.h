@@ -1103,9 +1103,9 @@ MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, i
    floating point at all in moe_infer: the same bits on every machine. */
 enum { MOE_WEIGHTS_FLOAT = 0, MOE_WEIGHTS_INT8, MOE_WEIGHTS_INT4, MOE_WEIGHTS_COUNT };
 
-struct moe_model;
 struct moe_net;
 struct moe_int_run;
+struct moe_choice;
 
 /* Brings experts' weights from where the processor cannot read them in place (flash behind a serial bus, a card): copies size bytes from place `at`
    of the bytes that moe_export_experts wrote to `to`. What it returns other than MOE_OK ends moe_infer, which returns it. */
@@ -1152,6 +1152,7 @@ typedef struct moe_model {
     uint32_t version;         /* MOE_MODEL_VERSION */
     int weights_are;          /* MOE_WEIGHTS_ */
     moe_status (*run)(const struct moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+    moe_status (*choices)(const struct moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
     size_t d_in, d_out;       /* widths; d_in = 0: it reads token ids */
     size_t length;            /* most tokens of a sequence; 0: every call stands for itself */
     size_t scratch_size;      /* bytes of scratch memory, any alignment */
@@ -1193,8 +1194,13 @@ typedef struct moe_int_run {
 #define MOE_INT_OPS(X) X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture)
 #define MOEI_OP_DECLARE(name) MOE_API void moe_int_op_##name(const moe_int_op *op, moe_int_run *run);
 MOE_INT_OPS(MOEI_OP_DECLARE)
-/* The run function of integer models, for moe_model.run. */
+/* What moe_model.run and moe_model.choices are: integer and float models. */
 MOE_API moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+MOE_API moe_status moe_int_model_choices(const moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
+#ifndef MOE_NO_FLOAT
+MOE_API moe_status moe_float_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+MOE_API moe_status moe_float_model_choices(const moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
+#endif
 
 /* output = what the net says to one input. Integer models: input int8_t [d_in] levels within +-127, output int16_t [d_out] levels. Float models: moe_real
    [d_in], [d_out]. d_in = 0: input is one id, int32_t. scratch [model->scratch_size], any alignment, holds all that is computed. A model of sequences
@@ -1231,15 +1237,16 @@ typedef struct moe_int_router_names {
     const char *name[5];
 } moe_int_router_names;
 
-/* A model with the memory that it owns. */
+/* A model with the memory that it owns. model points into the struct, which therefore stays where it was made. */
 typedef struct moe_built_model {
-    moe_model model;             /* points into what follows */
+    moe_model model;
     moe_buffer weights, experts;
     moe_int_op *ops;
     moe_int_mixture *mixtures;
     moe_int_router_names *router_names;
     moe_int_attention *attentions;
     int external;                /* 1: experts come through a loader */
+    moe_net net;                 /* float models: the net's modules with plain C kernels; the tensors stay the net's */
     moe_allocator allocator;
 } moe_built_model;
 
@@ -9555,25 +9562,50 @@ moe_status moe_infer(const moe_model *model, const void *input, void *output, vo
 }
 
 void moe_infer_restart(const moe_model *model, void *scratch, size_t scratch_size) {
+    enum { BEGIN = 32 }; /* the number of tokens so far lies in these bytes, whatever the alignment */
     if (model == NULL || scratch == NULL || scratch_size < model->scratch_size || model->length == 0) return;
-    memset(moei_int_scratch(scratch), 0, sizeof(uint32_t));
+    memset(scratch, 0, scratch_size < BEGIN ? scratch_size : (size_t)BEGIN);
 }
 
-moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
-    const moe_int_mixture *m;
+moe_status moe_int_model_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
+    const moe_int_mixture *m = model->mixtures + mixture;
     const int16_t *made;
     size_t i;
-    if (model == NULL || scratch == NULL || count == NULL || (choices == NULL && room > 0)) return MOE_ERR_ARGUMENT;
     if (mixture >= model->n_mixtures) return MOE_ERR_NOT_FOUND;
-    m = model->mixtures + mixture;
     made = (const int16_t *)(const void *)(moei_int_scratch((void *)(uintptr_t)scratch) + model->state_size) + m->choices;
     *count = (size_t)made[0];
     for (i = 0; i < *count && i < room; i++) {
+        const int32_t level = made[1 + m->router.most + i];
         choices[i].expert = made[1 + i];
-        choices[i].weight = m->weight_bits < 0 ? made[1 + m->router.most + i] >> -m->weight_bits : (int32_t)made[1 + m->router.most + i] * ((int32_t)1 << m->weight_bits);
+        choices[i].weight = m->weight_bits < 0 ? level >> -m->weight_bits : level * ((int32_t)1 << m->weight_bits);
     }
     return MOE_OK;
 }
+
+moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
+    if (model == NULL || scratch == NULL || count == NULL || (choices == NULL && room > 0)) return MOE_ERR_ARGUMENT;
+    return model->choices(model, mixture, scratch, choices, room, count);
+}
+
+#ifndef MOE_NO_FLOAT
+moe_status moe_float_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch) {
+    (void)loader;
+    return moei_float_infer(model->net, model->length, input, (moe_real *)output, scratch, model->scratch_size);
+}
+
+moe_status moe_float_model_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
+    const moe_routing *routing = moei_float_routing(model->net, model->length, mixture, (void *)(uintptr_t)scratch);
+    size_t i;
+    if (routing == NULL) return MOE_ERR_NOT_FOUND;
+    *count = (size_t)routing->n_choices[0];
+    for (i = 0; i < *count && i < room; i++) {
+        const moe_real weight = routing->weights[routing->choices[i]] * MOEI_R(32768.0);
+        choices[i].expert = routing->choices[i];
+        choices[i].weight = weight > MOEI_R(2e9) ? INT32_MAX : weight < MOEI_R(-2e9) ? -INT32_MAX : (int32_t)(weight + (weight < 0 ? MOEI_R(-0.5) : MOEI_R(0.5)));
+    }
+    return MOE_OK;
+}
+#endif
 
 #ifndef MOE_NO_TRAIN
 
@@ -10525,6 +10557,31 @@ static void moei_maker_run(moei_maker *m) {
 }
 #endif /* MOE_NO_QUANT */
 
+/* A copy of the net's list of modules with the plain C kernels that an exported model has. */
+static moe_status moei_float_model(moe_built_model *made, const moe_net *net, moe_error *error) {
+    moe_model *model = &made->model;
+    moe_status status = moei_float_check(net, error);
+    size_t i;
+    if (status != MOE_OK) return status;
+    made->net = *net;
+    made->net.modules = (moe_module *)moei_alloc(&made->allocator, net->n_modules, sizeof *net->modules);
+    if (made->net.modules == NULL) {
+        made->net.n_modules = 0;
+        return moei_error(error, MOE_ERR_MEMORY, "%s", moe_status_text(MOE_ERR_MEMORY));
+    }
+    memcpy(made->net.modules, net->modules, net->n_modules * sizeof *net->modules);
+    for (i = 0; i < net->n_modules; i++) {
+        made->net.modules[i].layer.kernels = made->net.modules[i].layer.router.kernels = NULL;
+        made->net.modules[i].layer.is_packed = 0;
+    }
+    made->net.kernels = NULL, made->net.trainable = 0;
+    model->run = moe_float_model_run, model->choices = moe_float_model_choices;
+    model->input_scale = model->output_scale = 1;
+    model->weights_size = moe_net_parameters(net, &model->multiplications) * sizeof(moe_real);
+    status = moei_float_size(&made->net, model->length, &model->scratch_size, &model->state_size);
+    return status == MOE_OK ? MOE_OK : moei_error(error, status, "the net: %s", moe_status_text(status));
+}
+
 static moe_status moei_model_config_check(const moe_net *net, const moe_model_config *config, moe_error *error) {
     if (net == NULL || !net->built) return moei_error(error, net == NULL ? MOE_ERR_ARGUMENT : MOE_ERR_STATE, "net: must be one that moe_net_build or moe_net_load has made");
     if (config->weights < 0 || config->weights >= MOE_WEIGHTS_COUNT)
@@ -10543,6 +10600,7 @@ static void moei_model_link(moe_built_model *b) {
     b->model.ops = b->ops;
     b->model.mixtures = b->mixtures;
     b->model.attentions = b->attentions;
+    b->model.net = b->net.modules != NULL ? &b->net : NULL;
 }
 
 moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config, moe_error *error) {
@@ -10559,12 +10617,12 @@ moe_status moe_model_create(moe_built_model *built, const moe_net *net, const mo
     made.model.d_in = (size_t)net->d_in, made.model.d_out = (size_t)net->d_out;
     made.model.length = moei_model_length(net, config->length);
     made.external = config->loader;
-    if (config->weights == MOE_WEIGHTS_FLOAT) status = moei_error(error, MOE_ERR_UNSUPPORTED, "weights = float: not yet");
+    if (config->weights == MOE_WEIGHTS_FLOAT) status = moei_float_model(&made, net, error);
     else {
 #ifndef MOE_NO_QUANT
         moei_maker m;
         memset(&m, 0, sizeof m);
-        made.model.run = moe_int_model_run;
+        made.model.run = moe_int_model_run, made.model.choices = moe_int_model_choices;
         made.model.state_size = made.model.length > 0 ? sizeof(uint32_t) : 0;
         m.made = made, m.net = net, m.config = config, m.error = error;
         m.pieces.allocator = config->allocator;
@@ -10574,10 +10632,13 @@ moe_status moe_model_create(moe_built_model *built, const moe_net *net, const mo
         status = moei_error(error, MOE_ERR_UNSUPPORTED, "weights = %d: the build has MOE_NO_QUANT", config->weights);
 #endif
     }
-    moei_model_link(&made);
-    if (status != MOE_OK) moe_model_free(&made);
-    else *built = made;
-    return status;
+    if (status != MOE_OK) {
+        moe_model_free(&made);
+        return status;
+    }
+    *built = made;
+    moei_model_link(built);
+    return MOE_OK;
 }
 
 void moe_model_free(moe_built_model *built) {
@@ -10588,6 +10649,7 @@ void moe_model_free(moe_built_model *built) {
     moei_list_free(&built->allocator, &built->mixtures, sizeof *built->mixtures);
     moei_list_free(&built->allocator, &built->router_names, sizeof *built->router_names);
     moei_list_free(&built->allocator, &built->attentions, sizeof *built->attentions);
+    moei_free(&built->allocator, built->net.modules, built->net.n_modules * sizeof *built->net.modules);
     memset(built, 0, sizeof *built);
 }
 
@@ -10714,13 +10776,25 @@ static void moei_print_int_model(moei_printer *p, const moe_built_model *built) 
     moei_print_ops(p, model);
     moei_print_mixtures(p, built);
     moei_print_attentions(p, model);
-    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, %s, moe_int_model_run,\n    %z, %z, %z, %z, %z, %gf, %gf,\n    ", name,
+    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, %s, moe_int_model_run, moe_int_model_choices,\n    %z, %z, %z, %z, %z, %gf, %gf,\n    ", name,
                model->weights_are == MOE_WEIGHTS_INT8 ? "MOE_WEIGHTS_INT8" : "MOE_WEIGHTS_INT4", model->d_in, model->d_out, model->length, model->scratch_size,
                model->state_size, (double)model->input_scale, (double)model->output_scale);
     moei_print(p, "%s%s, %z, %s%s, %z, %s_ops, %z, %z,\n    ", name, "_weights", model->weights_size, model->experts != NULL ? name : "NULL",
                model->experts != NULL ? "_experts" : "", model->experts_size, name, (size_t)model->n_ops, (size_t)model->n_main);
     moei_print(p, "%s%s, %z, %s%s, %z, NULL, %z};\n\n", model->n_mixtures > 0 ? name : "NULL", model->n_mixtures > 0 ? "_mixtures" : "", (size_t)model->n_mixtures,
                model->n_attentions > 0 ? name : "NULL", model->n_attentions > 0 ? "_attentions" : "", (size_t)model->n_attentions, model->multiplications);
+}
+
+static void moei_print_float_model(moei_printer *p, const moe_built_model *built, moe_error *error) {
+    const moe_model *model = &built->model;
+    char name[MOE_NAME_SIZE];
+    moei_text t;
+    t.out = name, t.room = sizeof name, t.length = 0;
+    moei_put(&t, p->name, strlen(p->name)), moei_put(&t, "_net", 4);
+    if (p->status == MOE_OK) p->status = moei_print_net(p->stream, name, &built->net, error);
+    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, MOE_WEIGHTS_FLOAT, moe_float_model_run, moe_float_model_choices,\n", p->name);
+    moei_print(p, "    %z, %z, %z, %z, %z, 1, 1, NULL, %z, NULL, 0, NULL, 0, 0, NULL, 0, NULL, 0, &%s, %z};\n\n", model->d_in, model->d_out, model->length,
+               model->scratch_size, model->state_size, model->weights_size, name, model->multiplications);
 }
 
 static int moei_is_identifier(const char *name) {
@@ -10752,7 +10826,8 @@ moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stre
     moei_print(&p, "#ifndef %s_MODEL_H\n#define %s_MODEL_H\n\n", p.capitals, p.capitals);
     moei_print(&p, "#include \"moe.h\"\n\n#if MOE_MODEL_VERSION != %d\n#error \"%s: export this model again with the moe.h at hand\"\n#endif\n\n", (int)MOE_MODEL_VERSION, name);
     moei_print_model(&p, &moved.model);
-    moei_print_int_model(&p, &moved);
+    if (moved.model.weights_are == MOE_WEIGHTS_FLOAT) moei_print_float_model(&p, &moved, error);
+    else moei_print_int_model(&p, &moved);
     moei_print(&p, "#endif\n");
     return p.status == MOE_OK ? MOE_OK : moei_error(error, p.status, "the stream failed: %s", moe_status_text(p.status));
 }
