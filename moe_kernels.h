@@ -5712,14 +5712,14 @@ moe_status moe_int4_pack(size_t n, size_t k, const signed char *levels, size_t l
 /* (sum * factor) >> 16. Where a 64-bit product is a call it is made of two that fit 32 bits. */
 MOEI_INLINE int32_t moei_int_scale(int32_t sum, int32_t factor) {
 #if defined(__AVR__) || defined(MOEI_INT_THUMB1)
-    return (sum >> 16) * factor + (int32_t)((uint32_t)(sum & 0xffff) * (uint32_t)factor >> 16);
+    return (sum >> 16) * factor + ((sum & 0xffff) * factor >> 16);
 #else
     return (int32_t)((int64_t)sum * factor >> 16);
 #endif
 }
 
 MOEI_INLINE int32_t moei_int_round(const moe_int_shape *shape) {
-    return shape->shift > 0 ? (int32_t)1 << (shape->shift - 1) : 0;
+    return (int32_t)((uint32_t)1 << shape->shift >> 1);
 }
 
 MOEI_INLINE int16_t moei_int_clamp(const moe_int_shape *shape, int32_t value) {
