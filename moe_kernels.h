@@ -5717,7 +5717,11 @@ MOEI_INLINE int32_t moei_int_scale(int32_t sum, int32_t factor) {
 #if defined(__AVR__) || defined(MOEI_INT_THUMB1)
     return (sum >> 16) * factor + ((sum & 0xffff) * factor >> 16);
 #else
-    return (int32_t)((int64_t)sum * factor >> 16);
+    sum = (int32_t)((int64_t)sum * factor >> 16);
+#if defined(__arm__) && defined(__GNUC__)
+    __asm__("" : "+r"(sum)); /* else gcc keeps 64 bits, and a second product of them takes four instructions */
+#endif
+    return sum;
 #endif
 }
 
@@ -5733,41 +5737,24 @@ MOEI_INLINE void moei_int_put_zeros(unsigned n, int16_t *y) {
     for (; (n & 3u) != 0; n++) y[n] = 0;
 }
 
-/* Where a product's outputs go: to y, or when adding into sum. Both kinds share the code, which is most of what a model of integers needs. */
-typedef struct moei_int_ending {
-    int adding;
-    int16_t *y;
-    int32_t *sum;
-    int32_t weight, round, shift, low, high;
-} moei_int_ending;
+/* In place of a weight: outputs are stored and not added. Both endings share the code, which is most of what a model of integers needs. */
+#define MOEI_INT_NO_WEIGHT ((int32_t)1 << 16)
 
-#define MOEI_INT_NO_WEIGHT ((int32_t)1 << 16) /* store, do not add */
-
-MOEI_INLINE int16_t moei_int_stored(const moei_int_ending *e, int32_t t) {
-    t = (t + e->round) >> e->shift;
-    return (int16_t)(t < e->low ? e->low : t > e->high ? e->high : t);
-}
-
-/* Takes the sums a and b of the pair of outputs whose constants begin at head. */
-MOEI_INLINE void moei_int_end_pair(moei_int_ending *e, const unsigned char *head, int32_t a, int32_t b) {
+/* Takes the sums a and b of the pair of outputs whose constants begin at head; returns the place of the next pair's. */
+MOEI_INLINE void *moei_int_end_pair(const moe_int_shape *shape, int32_t weight, const unsigned char *head, int32_t a, int32_t b, void *at) {
+    int32_t *sum = (int32_t *)at;
+    int16_t *y = (int16_t *)at;
     a = moei_int_scale(a, moei_flash_16(head + 8));
     b = moei_int_scale(b, moei_flash_16(head + 10));
-    if (e->adding) {
-        e->sum[0] += moei_int_scale(a, e->weight);
-        e->sum[1] += moei_int_scale(b, e->weight);
-        e->sum += 2;
-    } else {
-        e->y[0] = moei_int_stored(e, a);
-        e->y[1] = moei_int_stored(e, b);
-        e->y += 2;
+    if (weight != MOEI_INT_NO_WEIGHT) {
+        sum[0] += moei_int_scale(a, weight);
+        sum[1] += moei_int_scale(b, weight);
+        return sum + 2;
     }
-}
-
-MOEI_INLINE moei_int_ending moei_int_ending_of(const moe_int_shape *shape, int32_t weight, void *y) {
-    moei_int_ending e;
-    e.adding = weight != MOEI_INT_NO_WEIGHT, e.y = (int16_t *)y, e.sum = (int32_t *)y, e.weight = weight;
-    e.round = moei_int_round(shape), e.shift = shape->shift, e.low = shape->low, e.high = shape->high;
-    return e;
+    a = moei_int_clamp(shape, (a + moei_int_round(shape)) >> shape->shift);
+    b = moei_int_clamp(shape, (b + moei_int_round(shape)) >> shape->shift);
+    y[0] = (int16_t)a, y[1] = (int16_t)b;
+    return y + 2;
 }
 
 /* ---- inner products of a pair of outputs: k is a multiple of 4 ---- */
@@ -6064,7 +6051,6 @@ MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *
 #undef MOEI_INT_END_PAIR
 #else
 MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
-    moei_int_ending e = moei_int_ending_of(shape, weight, y);
     const unsigned k = (shape->k + 3u) & ~3u;
     const int32_t offset = 128 * moei_int_sum(k, x);
     unsigned left = (shape->n + 1u) / 2;
@@ -6072,12 +6058,11 @@ MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *
         const unsigned char *head = data;
         int32_t a = moei_flash_32(head) - offset, b = moei_flash_32(head + 4);
         data = moei_int8_dot(k, head + MOEI_INT_HEAD, x, &a, &b);
-        moei_int_end_pair(&e, head, a, b);
+        y = moei_int_end_pair(shape, weight, head, a, b, y);
     }
 }
 
 MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
-    moei_int_ending e = moei_int_ending_of(shape, weight, y);
     int16_t kept[MOEI_INT_KEPT];
     const unsigned k = (shape->k + 3u) & ~3u;
     unsigned left = (shape->n + 1u) / 2;
@@ -6097,7 +6082,7 @@ MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *
             a += (uint32_t)part_a * (blocks & 0xffffu);
             b += (uint32_t)part_b * (blocks >> 16);
         }
-        moei_int_end_pair(&e, head, (int32_t)a, (int32_t)b);
+        y = moei_int_end_pair(shape, weight, head, (int32_t)a, (int32_t)b, y);
     }
 }
 #endif
