@@ -1103,9 +1103,9 @@ MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, i
    floating point at all in moe_infer: the same bits on every machine. */
 enum { MOE_WEIGHTS_FLOAT = 0, MOE_WEIGHTS_INT8, MOE_WEIGHTS_INT4, MOE_WEIGHTS_COUNT };
 
-struct moe_model;
 struct moe_net;
 struct moe_int_run;
+struct moe_choice;
 
 /* Brings experts' weights from where the processor cannot read them in place (flash behind a serial bus, a card): copies size bytes from place `at`
    of the bytes that moe_export_experts wrote to `to`. What it returns other than MOE_OK ends moe_infer, which returns it. */
@@ -1152,6 +1152,7 @@ typedef struct moe_model {
     uint32_t version;         /* MOE_MODEL_VERSION */
     int weights_are;          /* MOE_WEIGHTS_ */
     moe_status (*run)(const struct moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+    moe_status (*choices)(const struct moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
     size_t d_in, d_out;       /* widths; d_in = 0: it reads token ids */
     size_t length;            /* most tokens of a sequence; 0: every call stands for itself */
     size_t scratch_size;      /* bytes of scratch memory, any alignment */
@@ -1193,11 +1194,12 @@ typedef struct moe_int_run {
 #define MOE_INT_OPS(X) X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture)
 #define MOEI_OP_DECLARE(name) MOE_API void moe_int_op_##name(const moe_int_op *op, moe_int_run *run);
 MOE_INT_OPS(MOEI_OP_DECLARE)
-/* The run function of integer models, for moe_model.run. */
+/* What moe_model.run and moe_model.choices are: integer and float models. */
 MOE_API moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+MOE_API moe_status moe_int_model_choices(const moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
 #ifndef MOE_NO_FLOAT
-/* The same of float models: plain C kernels, the bits of moe_net_forward, or of moe_net_decode where the model has a length. */
 MOE_API moe_status moe_float_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+MOE_API moe_status moe_float_model_choices(const moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
 #endif
 
 /* output = what the net says to one input. Integer models: input int8_t [d_in] levels within +-127, output int16_t [d_out] levels. Float models: moe_real
@@ -1235,16 +1237,16 @@ typedef struct moe_int_router_names {
     const char *name[5];
 } moe_int_router_names;
 
-/* A model with the memory that it owns. */
+/* A model with the memory that it owns. model points into the struct, which therefore stays where it was made. */
 typedef struct moe_built_model {
-    moe_model model;             /* points into what follows */
+    moe_model model;
     moe_buffer weights, experts;
     moe_int_op *ops;
     moe_int_mixture *mixtures;
     moe_int_router_names *router_names;
     moe_int_attention *attentions;
     int external;                /* 1: experts come through a loader */
-    moe_net *net;                /* float models: the net with plain C kernels; its tensors are those of the net that it was made of */
+    moe_net net;                 /* float models: the net's modules with plain C kernels; the tensors stay the net's */
     moe_allocator allocator;
 } moe_built_model;
 
@@ -5945,16 +5947,13 @@ const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass,
    A net's struct can be a constant: kernels NULL mean plain C, and nothing is written to it in inference. The printer writes configurations by the tables of
    their fields, in the order of their places, and refuses a table that leaves a gap. */
 
-/* What a model of a net keeps in scratch memory. It begins with the number of tokens so far and the cache, for nets of sequences. */
+/* What a model of a net keeps in scratch memory. Nets of sequences begin with the number of tokens so far and their cache. */
 typedef struct moei_float_room {
-    unsigned char *place; /* uint32_t where integer models have it too: see moe_infer_restart */
+    unsigned char *place; /* size_t */
     void *cache, *work;   /* and what moe_net_forward or moe_net_decode take */
     size_t cache_size, work_size;
     size_t state_size;    /* bytes from the start of scratch that stay from call to call */
-    size_t size;          /* of all */
 } moei_float_room;
-
-enum { MOEI_FLOAT_HEAD = 2 * sizeof(uint32_t) }; /* the place, from a multiple of 4 */
 
 /* Whether what the net says to a token depends on the tokens before it. */
 MOEI_TOOL int moei_net_is_sequence(const moe_net *net) {
@@ -5964,52 +5963,54 @@ MOEI_TOOL int moei_net_is_sequence(const moe_net *net) {
     return 0;
 }
 
-/* Lays scratch memory out for sequences of up to length tokens, 0 for a net that is none; scratch NULL counts. */
-MOEI_TOOL moe_status moei_float_layout(const moe_net *net, size_t length, void *scratch, moei_float_room *room) {
-    unsigned char *memory = (unsigned char *)scratch;
-    moei_layout l;
+/* Lays scratch memory out for sequences of up to length tokens, 0 for a net that is none; scratch NULL counts bytes into l->used. */
+MOEI_TOOL moe_status moei_float_layout(const moe_net *net, size_t length, moei_layout *l, moei_float_room *room) {
     moe_status status = MOE_OK;
     memset(room, 0, sizeof *room);
-    if (memory != NULL) {
-        room->place = memory + (sizeof(uint32_t) - (uintptr_t)memory % sizeof(uint32_t)) % sizeof(uint32_t);
-        memory += MOEI_FLOAT_HEAD;
-    }
-    l = moei_layout_begin(memory);
     if (length > 0) {
+        room->place = (unsigned char *)moei_take(l, 1, sizeof(size_t));
         status = moe_net_cache_size(net, length, &room->cache_size);
         if (status != MOE_OK) return status;
-        room->cache = moei_take(&l, room->cache_size, 1);
-        room->state_size = l.used + MOEI_FLOAT_HEAD;
+        room->cache = moei_take(l, room->cache_size, 1);
+        room->state_size = l->used;
         status = moe_net_decode_work_size(net, length, 1, &room->work_size);
     } else status = moe_net_work_size(net, 1, 0, &room->work_size);
     if (status != MOE_OK) return status;
-    room->work = moei_take(&l, room->work_size, 1);
-    if (l.overflow || !moei_add(l.used, MOEI_FLOAT_HEAD, &room->size)) return MOE_ERR_OVERFLOW;
-    return MOE_OK;
+    room->work = moei_take(l, room->work_size, 1);
+    return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
+}
+
+/* Bytes of scratch memory that moei_float_infer takes, and how many at its start stay from call to call (may be NULL). */
+MOEI_TOOL moe_status moei_float_size(const moe_net *net, size_t length, size_t *scratch_size, size_t *state_size) {
+    moei_layout l = moei_layout_begin(NULL);
+    moei_float_room room;
+    moe_status status = moei_float_layout(net, length, &l, &room);
+    if (status == MOE_OK) *scratch_size = l.used;
+    if (status == MOE_OK && state_size != NULL) *state_size = room.state_size;
+    return status;
 }
 
 /* One token through a net: input [d_in], or with d_in = 0 one id, int32_t. The bits are those of moe_net_forward, or moe_net_decode where length > 0.
    MOE_ERR_SPACE: scratch is too small; MOE_ERR_STATE: the sequence is length long; else as those. After an error the sequence is where it was. */
 MOEI_TOOL moe_status moei_float_infer(const moe_net *net, size_t length, const void *input, moe_real *output, void *scratch, size_t scratch_size) {
+    moei_layout l = moei_layout_begin(scratch);
     moei_float_room room;
     moe_net_pass pass;
     moe_cache cache;
     moe_call call;
-    uint32_t place;
-    moe_status status = moei_float_layout(net, length, scratch, &room);
+    moe_status status = moei_float_layout(net, length, &l, &room);
     if (status != MOE_OK) return status;
-    if (room.size > scratch_size) return MOE_ERR_SPACE;
+    if (l.used > scratch_size) return MOE_ERR_SPACE;
     memset(&call, 0, sizeof call);
     call.n_tokens = 1;
     if (net->d_in > 0) call.x = (const moe_real *)input;
     else call.token_ids = (const int32_t *)input;
     if (length > 0) {
-        memcpy(&place, room.place, sizeof place);
-        if (place >= length) return MOE_ERR_STATE;
-        cache.net = net, cache.n_tokens = (size_t)place, cache.most = length, cache.memory = room.cache, cache.size = room.cache_size;
+        memcpy(&cache.n_tokens, room.place, sizeof cache.n_tokens);
+        if (cache.n_tokens >= length) return MOE_ERR_STATE;
+        cache.net = net, cache.most = length, cache.memory = room.cache, cache.size = room.cache_size;
         status = moe_net_decode(net, &cache, &call, room.work, room.work_size, &pass);
-        place++;
-        if (status == MOE_OK) memcpy(room.place, &place, sizeof place);
+        if (status == MOE_OK) memcpy(room.place, &cache.n_tokens, sizeof cache.n_tokens);
     } else status = moe_net_forward(net, &call, room.work, room.work_size, &pass);
     if (status == MOE_OK) memcpy(output, pass.y, (size_t)net->d_out * sizeof(moe_real));
     return status;
@@ -6017,32 +6018,16 @@ MOEI_TOOL moe_status moei_float_infer(const moe_net *net, size_t length, const v
 
 /* The routing of mixture number `mixture` in the last call of moei_float_infer with this scratch memory, or NULL. */
 MOEI_TOOL const moe_routing *moei_float_routing(const moe_net *net, size_t length, size_t mixture, void *scratch) {
-    moei_layout of_work;
+    moei_layout l = moei_layout_begin(scratch), of_work;
     moei_float_room room;
     const struct moe_module_pass *modules;
     size_t i;
-    if (moei_float_layout(net, length, scratch, &room) != MOE_OK) return NULL;
+    if (moei_float_layout(net, length, &l, &room) != MOE_OK) return NULL;
     of_work = moei_layout_begin(room.work); /* a pass begins with its modules, see moei_net_layout */
     modules = (const struct moe_module_pass *)moei_take(&of_work, net->n_modules, sizeof *modules);
     for (i = 0; i < net->n_modules; i++)
         if (net->modules[i].kind == MOE_MODULE_MIXTURE && mixture-- == 0) return &modules[i].layer.routing;
     return NULL;
-}
-
-/* The choices and weights of one token, as moe_infer_choices gives them. A model takes top_k experts or, where their number varies, up to all. */
-static void moei_float_choices(const moe_routing *r, moe_choice *choices, size_t room, size_t *count) {
-    size_t i;
-    *count = (size_t)r->n_choices[0];
-    for (i = 0; i < *count && i < room; i++) {
-        const moe_real weight = r->weights[r->choices[i]] * MOEI_R(32768.0), most = MOEI_R(2147483520.0);
-        choices[i].expert = r->choices[i];
-        choices[i].weight = (int32_t)(weight > most ? most : weight < -most ? -most : weight < MOEI_R(0.0) ? weight - MOEI_R(0.5) : weight + MOEI_R(0.5));
-    }
-}
-
-moe_status moe_float_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch) {
-    (void)loader;
-    return moei_float_infer(model->net, model->length, input, (moe_real *)output, scratch, model->scratch_size);
 }
 
 #ifndef MOE_NO_TRAIN
@@ -6248,30 +6233,6 @@ static void moei_line_module(moei_lines *p, const moe_net *net, size_t i) {
     else moei_line_tensors(p, net, i, 0, MOE_MODULE_SLOTS, "(moe_real *)");
     moei_line(p, ", {NULL}, 0}%s", i + 1 < net->n_modules ? "," : "};");
     moei_line_end(p);
-}
-
-/* A float model's own view of a net: with plain C kernels, so that it gives the bits of the exported constants. Its tensors stay the net's. */
-static moe_status moei_float_view(const moe_net *net, const moe_allocator *allocator, moe_net **out, moe_error *error) {
-    size_t bytes = 0, i;
-    moe_module *modules;
-    moe_net *view = NULL;
-    if (moei_mul(net->n_modules, sizeof *modules, &bytes) && moei_add(bytes, sizeof *view, &bytes)) view = (moe_net *)moei_alloc(allocator, bytes, 1);
-    if (view == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for a list of %z modules", net->n_modules);
-    modules = (moe_module *)(void *)(view + 1);
-    *view = *net;
-    view->modules = modules, view->kernels = NULL, view->tensors = NULL, view->n_tensors = 0, view->memory = NULL, view->memory_size = bytes;
-    for (i = 0; i < net->n_modules; i++) {
-        modules[i] = net->modules[i];
-        modules[i].layer.kernels = modules[i].layer.router.kernels = NULL;
-        modules[i].layer.is_packed = 0;
-        modules[i].first_tensor = 0;
-    }
-    *out = view;
-    return MOE_OK;
-}
-
-static void moei_float_view_free(const moe_allocator *allocator, moe_net *view) {
-    if (view != NULL) moei_free(allocator, view, view->memory_size);
 }
 
 /* Writes `static const moe_net NAME` and what it points to. No heap, no initialisation: the struct serves moe_net_forward and moe_net_decode as it is,
@@ -9601,33 +9562,50 @@ moe_status moe_infer(const moe_model *model, const void *input, void *output, vo
 }
 
 void moe_infer_restart(const moe_model *model, void *scratch, size_t scratch_size) {
+    enum { BEGIN = 32 }; /* the number of tokens so far lies in these bytes, whatever the alignment */
     if (model == NULL || scratch == NULL || scratch_size < model->scratch_size || model->length == 0) return;
-    memset(moei_int_scratch(scratch), 0, sizeof(uint32_t));
+    memset(scratch, 0, scratch_size < BEGIN ? scratch_size : (size_t)BEGIN);
 }
 
-moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
-    const moe_int_mixture *m;
+moe_status moe_int_model_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
+    const moe_int_mixture *m = model->mixtures + mixture;
     const int16_t *made;
     size_t i;
-    if (model == NULL || scratch == NULL || count == NULL || (choices == NULL && room > 0)) return MOE_ERR_ARGUMENT;
-#ifndef MOE_NO_FLOAT
-    if (model->net != NULL) {
-        const moe_routing *routing = moei_float_routing(model->net, model->length, mixture, (void *)(uintptr_t)scratch);
-        if (routing == NULL) return MOE_ERR_NOT_FOUND;
-        moei_float_choices(routing, choices, room, count);
-        return MOE_OK;
-    }
-#endif
     if (mixture >= model->n_mixtures) return MOE_ERR_NOT_FOUND;
-    m = model->mixtures + mixture;
     made = (const int16_t *)(const void *)(moei_int_scratch((void *)(uintptr_t)scratch) + model->state_size) + m->choices;
     *count = (size_t)made[0];
     for (i = 0; i < *count && i < room; i++) {
+        const int32_t level = made[1 + m->router.most + i];
         choices[i].expert = made[1 + i];
-        choices[i].weight = m->weight_bits < 0 ? made[1 + m->router.most + i] >> -m->weight_bits : (int32_t)made[1 + m->router.most + i] * ((int32_t)1 << m->weight_bits);
+        choices[i].weight = m->weight_bits < 0 ? level >> -m->weight_bits : level * ((int32_t)1 << m->weight_bits);
     }
     return MOE_OK;
 }
+
+moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
+    if (model == NULL || scratch == NULL || count == NULL || (choices == NULL && room > 0)) return MOE_ERR_ARGUMENT;
+    return model->choices(model, mixture, scratch, choices, room, count);
+}
+
+#ifndef MOE_NO_FLOAT
+moe_status moe_float_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch) {
+    (void)loader;
+    return moei_float_infer(model->net, model->length, input, (moe_real *)output, scratch, model->scratch_size);
+}
+
+moe_status moe_float_model_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
+    const moe_routing *routing = moei_float_routing(model->net, model->length, mixture, (void *)(uintptr_t)scratch);
+    size_t i;
+    if (routing == NULL) return MOE_ERR_NOT_FOUND;
+    *count = (size_t)routing->n_choices[0];
+    for (i = 0; i < *count && i < room; i++) {
+        const moe_real weight = routing->weights[routing->choices[i]] * MOEI_R(32768.0);
+        choices[i].expert = routing->choices[i];
+        choices[i].weight = weight > MOEI_R(2e9) ? INT32_MAX : weight < MOEI_R(-2e9) ? -INT32_MAX : (int32_t)(weight + (weight < 0 ? MOEI_R(-0.5) : MOEI_R(0.5)));
+    }
+    return MOE_OK;
+}
+#endif
 
 #ifndef MOE_NO_TRAIN
 
@@ -10579,6 +10557,35 @@ static void moei_maker_run(moei_maker *m) {
 }
 #endif /* MOE_NO_QUANT */
 
+/* A copy of the net's list of modules with the plain C kernels that an exported model has. */
+static moe_status moei_float_model(moe_built_model *made, const moe_net *net, moe_error *error) {
+    moe_model *model = &made->model;
+    moe_status status = moei_float_check(net, error);
+    size_t i;
+    if (status != MOE_OK) return status;
+    made->net = *net;
+    made->net.modules = (moe_module *)moei_alloc(&made->allocator, net->n_modules, sizeof *net->modules);
+    if (made->net.modules == NULL) {
+        made->net.n_modules = 0;
+        return moei_error(error, MOE_ERR_MEMORY, "%s", moe_status_text(MOE_ERR_MEMORY));
+    }
+    memcpy(made->net.modules, net->modules, net->n_modules * sizeof *net->modules);
+    for (i = 0; i < net->n_modules; i++) {
+        made->net.modules[i].layer.kernels = made->net.modules[i].layer.router.kernels = NULL;
+        made->net.modules[i].layer.is_packed = 0;
+        made->net.modules[i].first_tensor = 0;
+    }
+    made->net.kernels = NULL, made->net.trainable = 0;
+    made->net.tensors = NULL, made->net.n_tensors = 0, made->net.memory = NULL; /* the net's own */
+    model->run = moe_float_model_run, model->choices = moe_float_model_choices;
+    model->input_scale = model->output_scale = 1;
+    model->weights_size = moe_net_parameters(net, &model->multiplications) * sizeof(moe_real);
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_ATTENTION) model->multiplications += 2 * model->length * moei_attention_width(&net->modules[i]);
+    status = moei_float_size(&made->net, model->length, &model->scratch_size, &model->state_size);
+    return status == MOE_OK ? MOE_OK : moei_error(error, status, "the net: %s", moe_status_text(status));
+}
+
 static moe_status moei_model_config_check(const moe_net *net, const moe_model_config *config, moe_error *error) {
     if (net == NULL || !net->built) return moei_error(error, net == NULL ? MOE_ERR_ARGUMENT : MOE_ERR_STATE, "net: must be one that moe_net_build or moe_net_load has made");
     if (config->weights < 0 || config->weights >= MOE_WEIGHTS_COUNT)
@@ -10597,30 +10604,7 @@ static void moei_model_link(moe_built_model *b) {
     b->model.ops = b->ops;
     b->model.mixtures = b->mixtures;
     b->model.attentions = b->attentions;
-    b->model.net = b->net;
-}
-
-/* Multiply-accumulates of one token: those of all products with weights, and of attention to a full sequence. */
-static size_t moei_float_multiplications(const moe_net *net, size_t length) {
-    size_t used, i;
-    (void)moe_net_parameters(net, &used);
-    for (i = 0; i < net->n_modules; i++)
-        if (net->modules[i].kind == MOE_MODULE_ATTENTION) used += 2 * length * moei_attention_width(&net->modules[i]);
-    return used;
-}
-
-static moe_status moei_float_create(moe_built_model *made, const moe_net *net, moe_error *error) {
-    moei_float_room room;
-    moe_status status = moei_float_check(net, error);
-    if (status == MOE_OK) status = moei_float_view(net, &made->allocator, &made->net, error);
-    if (status != MOE_OK) return status;
-    status = moei_float_layout(made->net, made->model.length, NULL, &room);
-    if (status != MOE_OK) return moei_error(error, status, "scratch memory: %s", moe_status_text(status));
-    made->model.run = moe_float_model_run;
-    made->model.scratch_size = room.size, made->model.state_size = room.state_size;
-    made->model.input_scale = made->model.output_scale = 1;
-    made->model.weights_size = 0, made->model.multiplications = moei_float_multiplications(net, made->model.length);
-    return MOE_OK;
+    b->model.net = b->net.modules != NULL ? &b->net : NULL;
 }
 
 moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config, moe_error *error) {
@@ -10637,12 +10621,12 @@ moe_status moe_model_create(moe_built_model *built, const moe_net *net, const mo
     made.model.d_in = (size_t)net->d_in, made.model.d_out = (size_t)net->d_out;
     made.model.length = moei_model_length(net, config->length);
     made.external = config->loader;
-    if (config->weights == MOE_WEIGHTS_FLOAT) status = moei_float_create(&made, net, error);
+    if (config->weights == MOE_WEIGHTS_FLOAT) status = moei_float_model(&made, net, error);
     else {
 #ifndef MOE_NO_QUANT
         moei_maker m;
         memset(&m, 0, sizeof m);
-        made.model.run = moe_int_model_run;
+        made.model.run = moe_int_model_run, made.model.choices = moe_int_model_choices;
         made.model.state_size = made.model.length > 0 ? sizeof(uint32_t) : 0;
         m.made = made, m.net = net, m.config = config, m.error = error;
         m.pieces.allocator = config->allocator;
@@ -10652,10 +10636,13 @@ moe_status moe_model_create(moe_built_model *built, const moe_net *net, const mo
         status = moei_error(error, MOE_ERR_UNSUPPORTED, "weights = %d: the build has MOE_NO_QUANT", config->weights);
 #endif
     }
-    moei_model_link(&made);
-    if (status != MOE_OK) moe_model_free(&made);
-    else *built = made;
-    return status;
+    if (status != MOE_OK) {
+        moe_model_free(&made);
+        return status;
+    }
+    *built = made;
+    moei_model_link(built);
+    return MOE_OK;
 }
 
 void moe_model_free(moe_built_model *built) {
@@ -10666,7 +10653,7 @@ void moe_model_free(moe_built_model *built) {
     moei_list_free(&built->allocator, &built->mixtures, sizeof *built->mixtures);
     moei_list_free(&built->allocator, &built->router_names, sizeof *built->router_names);
     moei_list_free(&built->allocator, &built->attentions, sizeof *built->attentions);
-    moei_float_view_free(&built->allocator, built->net);
+    moei_free(&built->allocator, built->net.modules, built->net.n_modules * sizeof *built->net.modules);
     memset(built, 0, sizeof *built);
 }
 
@@ -10793,7 +10780,7 @@ static void moei_print_int_model(moei_printer *p, const moe_built_model *built) 
     moei_print_ops(p, model);
     moei_print_mixtures(p, built);
     moei_print_attentions(p, model);
-    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, %s, moe_int_model_run,\n    %z, %z, %z, %z, %z, %gf, %gf,\n    ", name,
+    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, %s, moe_int_model_run, moe_int_model_choices,\n    %z, %z, %z, %z, %z, %gf, %gf,\n    ", name,
                model->weights_are == MOE_WEIGHTS_INT8 ? "MOE_WEIGHTS_INT8" : "MOE_WEIGHTS_INT4", model->d_in, model->d_out, model->length, model->scratch_size,
                model->state_size, (double)model->input_scale, (double)model->output_scale);
     moei_print(p, "%s%s, %z, %s%s, %z, %s_ops, %z, %z,\n    ", name, "_weights", model->weights_size, model->experts != NULL ? name : "NULL",
@@ -10802,19 +10789,17 @@ static void moei_print_int_model(moei_printer *p, const moe_built_model *built) 
                model->n_attentions > 0 ? name : "NULL", model->n_attentions > 0 ? "_attentions" : "", (size_t)model->n_attentions, model->multiplications);
 }
 
-static moe_status moei_print_float_model(moei_printer *p, const moe_model *model, moe_error *error) {
-    moe_status status;
-    char net[MOE_NAME_SIZE + 8];
+static void moei_print_float_model(moei_printer *p, const moe_built_model *built, moe_error *error) {
+    const moe_model *model = &built->model;
+    char name[MOE_NAME_SIZE];
     moei_text t;
-    t.out = net, t.room = sizeof net, t.length = 0;
-    moei_put(&t, p->name, moei_strlen(p->name));
-    moei_put(&t, "_net", 4);
+    t.out = name, t.room = sizeof name, t.length = 0;
+    moei_put(&t, p->name, moei_strlen(p->name)), moei_put(&t, "_net", 4);
     moei_print(p, "#ifdef __AVR__\n#error \"%s: float models need a machine that reads constants in flash like memory\"\n#endif\n\n", p->name);
-    status = p->status == MOE_OK ? moei_print_net(p->stream, net, model->net, error) : p->status;
-    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, MOE_WEIGHTS_FLOAT, moe_float_model_run,\n    %z, %z, %z, %z, %z, 1.f, 1.f,\n    ", p->name,
-               model->d_in, model->d_out, model->length, model->scratch_size, model->state_size);
-    moei_print(p, "NULL, 0, NULL, 0, NULL, 0, 0,\n    NULL, 0, NULL, 0, &%s, %z};\n\n", net, model->multiplications);
-    return status;
+    if (p->status == MOE_OK) p->status = moei_print_net(p->stream, name, &built->net, error);
+    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, MOE_WEIGHTS_FLOAT, moe_float_model_run, moe_float_model_choices,\n", p->name);
+    moei_print(p, "    %z, %z, %z, %z, %z, 1, 1, NULL, %z, NULL, 0, NULL, 0, 0, NULL, 0, NULL, 0, &%s, %z};\n\n", model->d_in, model->d_out, model->length,
+               model->scratch_size, model->state_size, model->weights_size, name, model->multiplications);
 }
 
 static int moei_is_identifier(const char *name) {
@@ -10846,9 +10831,8 @@ moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stre
     moei_print(&p, "#ifndef %s_MODEL_H\n#define %s_MODEL_H\n\n", p.capitals, p.capitals);
     moei_print(&p, "#include \"moe.h\"\n\n#if MOE_MODEL_VERSION != %d\n#error \"%s: export this model again with the moe.h at hand\"\n#endif\n\n", (int)MOE_MODEL_VERSION, name);
     moei_print_model(&p, &moved.model);
-    if (moved.model.net != NULL) status = moei_print_float_model(&p, &moved.model, error);
+    if (moved.model.weights_are == MOE_WEIGHTS_FLOAT) moei_print_float_model(&p, &moved, error);
     else moei_print_int_model(&p, &moved);
-    if (status != MOE_OK) return status;
     moei_print(&p, "#endif\n");
     return p.status == MOE_OK ? MOE_OK : moei_error(error, p.status, "the stream failed: %s", moe_status_text(p.status));
 }

@@ -320,17 +320,16 @@ static void compare_results(const moe_model *model, const moe_net *b, const char
     const void *input;
     moe_real x[300], *y = (moe_real *)take((size_t)b->d_out * sizeof *y), *first = (moe_real *)take((size_t)b->d_out * sizeof *y);
     place p;
-    moei_float_room room;
     moe_call call;
     moe_net_pass pass;
     moe_rng rng;
-    size_t t, i;
+    size_t t, i, size = 0, state = 0;
     memset(&call, 0, sizeof call);
     memset(&p, 0, sizeof p);
     moe_rng_seed(&rng, 5);
     CHECK((length > 0) == moei_net_is_sequence(b) && (length == 0 || length == TOKENS), net);
-    CHECK(moei_float_layout(model->net, length, NULL, &room) == MOE_OK && room.size <= model->scratch_size && room.state_size <= model->state_size, net);
-    CHECK((room.size == model->scratch_size && room.state_size == model->state_size) || sizeof(void *) < 8, net); /* printed where pointers have 8 bytes */
+    CHECK(moei_float_size(model->net, length, &size, &state) == MOE_OK && size <= model->scratch_size && state <= model->state_size, net);
+    CHECK((size == model->scratch_size && state == model->state_size) || sizeof(void *) < 8, net); /* printed where pointers have 8 bytes */
     CHECK(model->d_in == (size_t)b->d_in && model->d_out == (size_t)b->d_out && model->version == MOE_MODEL_VERSION, net);
     p.scratch_size = model->scratch_size;
     p.scratch = take(p.scratch_size);
