@@ -252,6 +252,7 @@ extern "C" {
 
 
 
+#ifndef MOE_NO_FLOAT
 /* ---- memory ------------------------------------------------------------------------------------------------------------ */
 
 /* Where objects that own memory get it from. resize(ctx, NULL, 0, n) allocates, resize(ctx, p, old, n) grows or shrinks and keeps
@@ -1094,6 +1095,8 @@ MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, i
                                 moe_error *error);
 #endif
 
+#endif /* MOE_NO_FLOAT */
+
 /* ---- models for small machines: constants in flash, no heap, no initialisation ------------------------------------------------- */
 
 /* How a model's weights are stored and computed with. FLOAT: as in the net, in floating point. INT8, INT4: whole numbers of 8 or 4 bits, and no
@@ -1230,12 +1233,18 @@ typedef struct moe_model_config {
     moe_allocator allocator;     /* {0}: the standard heap */
 } moe_model_config;
 
+/* The functions that a moe_int_router names, for printing; NULL: none. */
+typedef struct moe_int_router_names {
+    const char *name[5];
+} moe_int_router_names;
+
 /* A model with the memory that it owns. */
 typedef struct moe_built_model {
     moe_model model;             /* points into what follows */
     moe_buffer weights, experts;
     moe_int_op *ops;
     moe_int_mixture *mixtures;
+    moe_int_router_names *router_names;
     moe_int_attention *attentions;
     int external;                /* 1: experts come through a loader */
     moe_allocator allocator;
@@ -1263,6 +1272,7 @@ MOE_API moe_status moe_export_experts(const moe_built_model *built, moe_stream *
 #if defined(MOE_IMPLEMENTATION) && !defined(MOEI_MOE_IMPLEMENTED)
 #define MOEI_MOE_IMPLEMENTED
 
+#ifndef MOE_NO_FLOAT
 /* ==== memory, streams and files ======================================================================================== */
 
 #ifndef MOE_NO_MALLOC
@@ -9083,6 +9093,8 @@ moe_status moe_trainer_load(moe_trainer *trainer, const char *path, moe_error *e
 #endif
 #endif /* MOE_NO_TRAIN */
 
+#endif /* MOE_NO_FLOAT */
+
 /* ==== models for small machines: inference ==================================================================================== */
 
 /* Scratch memory is laid out from a multiple of 4. */
@@ -9323,6 +9335,16 @@ static int moei_int_next(const int16_t *experts, int count, int last) {
     return next;
 }
 
+/* A loop, for memset of small C libraries writes bytes; the empty asm keeps gcc from calling it. */
+static void moei_int_clear(int32_t *sum, const int32_t *end) {
+    while (sum < end) {
+        *sum++ = 0;
+#if defined(__GNUC__) && !defined(__TINYC__)
+        __asm__ volatile("");
+#endif
+    }
+}
+
 void moe_int_op_mixture(const moe_int_op *op, moe_int_run *run) {
     const moe_int_mixture *m = run->model->mixtures + op->index;
     const unsigned char *base = run->base;
@@ -9333,7 +9355,7 @@ void moe_int_op_mixture(const moe_int_op *op, moe_int_run *run) {
     if (run->status == MOE_OK)
         run->status = moe_int_route(&m->router, run->model->weights, run->token, moei_int_vector(run, m->z), moei_int_wide(run, m->p), experts, weights, &count);
     choices[0] = (int16_t)count;
-    memset(moei_int_vector(run, m->sum), 0, (size_t)(op->shape.n + 1) / 2 * 2 * sizeof(int32_t));
+    moei_int_clear(moei_int_wide(run, m->sum), moei_int_wide(run, m->sum) + (op->shape.n + 1) / 2 * 2);
     while (run->status == MOE_OK && (i = moei_int_next(experts, (int)count, last)) >= 0) {
         last = experts[i];
         run->weight = weights[i];
@@ -9346,12 +9368,18 @@ void moe_int_op_mixture(const moe_int_op *op, moe_int_run *run) {
     moe_int_store(&op->shape, moei_int_wide(run, m->sum), moei_int_vector(run, op->out));
 }
 
+/* The input as a vector. */
+static void moei_int_enter(int16_t *x, const signed char *input, size_t n) {
+    const signed char *end = input + n;
+    while (input < end) *x++ = *input++;
+    for (; n % 4 != 0; n++) *x++ = 0;
+}
+
 /* The run function of integer models. */
 moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch) {
     unsigned char *memory = moei_int_scratch(scratch);
     const moe_int_op *last = model->ops + model->n_main - 1;
     moe_int_run run;
-    size_t i;
     run.model = model, run.loader = loader, run.base = model->weights, run.state = memory;
     run.vectors = (int16_t *)(void *)(memory + model->state_size);
     run.place = 0, run.weight = 32767, run.status = MOE_OK, run.token = 0;
@@ -9360,8 +9388,7 @@ moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, c
         if (run.place >= model->length) return MOE_ERR_STATE;
     }
     if (model->d_in == 0) run.token = *(const int32_t *)input;
-    for (i = 0; i < model->d_in; i++) run.vectors[i] = ((const signed char *)input)[i];
-    for (; i % 4 != 0; i++) run.vectors[i] = 0;
+    else moei_int_enter(run.vectors, (const signed char *)input, model->d_in);
     moei_int_ops(&run, 0, model->n_main);
     if (run.status != MOE_OK) return run.status;
     memcpy(output, moei_int_vector(&run, last->out), model->d_out * sizeof(int16_t));
@@ -9964,42 +9991,32 @@ static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c) {
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: select = hash: moe_infer knows ids only where the net reads them (d_in = 0)", i);
 }
 
-/* The integer router of a configuration; a first form: softmax, top_k and sum. */
-typedef struct moe_int_router_plan {
-    moe_int_router router;
-    double z_scale;
-    int weight_bits;
-} moe_int_router_plan;
-
-static moe_status moe_int_router_plan_make(const moe_router_config *c, double logit_most, moe_int_router_plan *plan, moe_error *error) {
-    int bits = 14;
-    memset(plan, 0, sizeof *plan);
-    if (c->gate != MOE_GATE_SOFTMAX || c->select != MOE_SELECT_TOP_K || c->weight != MOE_WEIGHT_SUM || c->selection_bias || c->expert_scale || c->scale > 1 || c->scale < 1)
-        return moei_error(error, MOE_ERR_UNSUPPORTED, "router: only softmax, top_k and sum have an integer form");
-    while (bits > 0 && ldexp(logit_most * 1.4426950408889634, bits) > 32767) bits--;
-    plan->router.gate = moe_int_gate_logits, plan->router.select = moe_int_select_top_k;
-    plan->router.values = moe_int_gate_softmax, plan->router.weight = moe_int_weight_sum;
-    plan->router.n_experts = plan->router.scratch = (uint16_t)c->n_experts;
-    plan->router.top_k = plan->router.most = (uint16_t)c->top_k;
-    plan->router.z_bits = (uint8_t)bits;
-    plan->router.bias = plan->router.thresholds = plan->router.scales = plan->router.table = MOE_INT_NONE;
-    plan->z_scale = ldexp(0.6931471805599453, -bits) * (double)c->gate_temperature;
-    return MOE_OK;
+/* The router's constants among those of the model. */
+static void moei_mixture_table(moei_maker *m, const moe_layer *layer, double most, moe_int_router_plan *plan) {
+    const moe_allocator *a = &m->made.allocator;
+    unsigned char *table;
+    if (m->status != MOE_OK || plan->table_size == 0) return;
+    table = (unsigned char *)moei_alloc(a, plan->table_size, 1);
+    if (table == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    else m->status = moe_int_router_plan_make(&layer->config.router, layer->tensors, (moe_real)most, table, plan->table_size, plan, m->error);
+    if (m->status == MOE_OK) moe_int_router_move(&plan->router, moei_constants(m, &m->made.weights, table, plan->table_size));
+    moei_free(a, table, plan->table_size);
 }
 
-/* The logits, in the units that the router wants of them. */
+/* The router, and the logits in the units that it wants of them. */
 static uint32_t moei_mixture_logits(moei_maker *m, const moe_layer *layer, uint32_t x, double range, moe_int_router_plan *plan) {
     const moe_layer_config *c = &layer->config;
     moei_int_matrix w = moei_int_matrix_of(layer->tensors[MOE_ROUTER_WEIGHT], c->router.router_bias ? layer->tensors[MOE_ROUTER_BIAS] : NULL, 1,
                                            (size_t)c->router.n_experts, (size_t)c->router.d_model);
-    double most = range > 0 ? range * 1.5 : 1, finest = moei_matrix_most(m, &w, m->values[x].scale) / 0.49;
-    moe_status status = MOE_OK;
+    double most = range > 0 ? range : 1, finest;
     int tries;
+    if (m->status != MOE_OK) return 0;
+    finest = moei_matrix_most(m, &w, m->values[x].scale) / 0.49;
     for (tries = 0; tries < 64 && m->status == MOE_OK; tries++, most *= 2) {
-        status = moe_int_router_plan_make(&c->router, most, plan, m->error);
-        if (status != MOE_OK) m->status = status;
-        else if ((double)plan->z_scale >= finest) break;
+        m->status = moe_int_router_plan_make(&c->router, layer->tensors, (moe_real)most, NULL, 0, plan, m->error);
+        if (m->status == MOE_OK && (double)plan->z_scale >= finest) break;
     }
+    moei_mixture_table(m, layer, most, plan);
     return moei_product(m, &w, x, MOEI_WIDE, 0, range, m->status == MOE_OK ? (double)plan->z_scale : 1);
 }
 
@@ -10044,6 +10061,13 @@ static void moei_mixture_blocks(moei_maker *m, moe_int_mixture *mixture, size_t 
     m->n_pieces = 0, m->pieces.size = 0;
 }
 
+/* The exponent of a power of two. */
+static int moei_exponent(double power) {
+    int exponent;
+    (void)frexp(power, &exponent);
+    return exponent - 1;
+}
+
 static uint32_t moei_ops_count(const moei_maker *m) { return (uint32_t)moei_list_length(m->inner_ops); }
 
 static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
@@ -10052,6 +10076,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     const size_t experts = (size_t)c->router.n_experts;
     moei_chain chain = moei_chain_begin(layer, c->expert), shared;
     moe_int_router_plan plan;
+    moe_int_router_names names;
     moe_int_mixture mixture;
     moei_int_target to;
     moe_int_op op;
@@ -10073,7 +10098,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     mixture.sum = moei_value_wide32(m, (size_t)c->d_out);
     mixture.choices = moei_value_new(m, 1 + 2 * most, MOEI_WIDE, 1, 0);
     if (m->status == MOE_OK) m->values[mixture.choices].last = UINT32_MAX;
-    mixture.weight_bits = (int16_t)plan.weight_bits;
+    mixture.weight_bits = (int16_t)moei_exponent((double)plan.weight_scale);
     score = m->counted, m->counted = 0;
     mixture.expert = moei_ops_count(m);
     hidden = moei_expert_hidden(m, &chain, experts, x, range->node);
@@ -10099,6 +10124,8 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     moei_value_use(m, x), moei_value_use(m, mixture.z), moei_value_use(m, mixture.p), moei_value_use(m, mixture.sum);
     if (m->config->loader && m->status == MOE_OK) m->values[mixture.block].made = begun;
     index = moei_maker_push(m, &m->made.mixtures, &mixture, sizeof mixture);
+    names.name[0] = plan.gate, names.name[1] = plan.select, names.name[2] = plan.values, names.name[3] = plan.weight, names.name[4] = plan.scale;
+    (void)moei_maker_push(m, &m->made.router_names, &names, sizeof names);
     op = moei_op(moe_int_op_mixture, (size_t)c->d_out, 0, -limit, limit, to.shift);
     op.index = (uint16_t)index;
     m->counted = 0;
@@ -10654,6 +10681,7 @@ void moe_model_free(moe_built_model *built) {
     moe_buffer_free(&built->experts);
     moei_list_free(&built->allocator, &built->ops, sizeof *built->ops);
     moei_list_free(&built->allocator, &built->mixtures, sizeof *built->mixtures);
+    moei_list_free(&built->allocator, &built->router_names, sizeof *built->router_names);
     moei_list_free(&built->allocator, &built->attentions, sizeof *built->attentions);
     memset(built, 0, sizeof *built);
 }
@@ -10717,36 +10745,10 @@ static void moei_print_ops(moei_printer *p, const moe_model *model) {
     }
 }
 
-/* The functions of routers by name. */
-typedef void moei_any_function(void);
-
-static const struct moei_router_name {
-    moei_any_function *function;
-    const char *name;
-} moei_router_names[] = {
-#define MOEI_ROUTER_NAME(name) {(moei_any_function *)moe_int_##name, "moe_int_" #name}
-    MOEI_ROUTER_NAME(gate_logits),       MOEI_ROUTER_NAME(gate_relu),        MOEI_ROUTER_NAME(gate_softmax),   MOEI_ROUTER_NAME(gate_sigmoid),
-    MOEI_ROUTER_NAME(gate_sqrt_softplus), MOEI_ROUTER_NAME(select_top_k),    MOEI_ROUTER_NAME(select_grouped), MOEI_ROUTER_NAME(select_top_p),
-    MOEI_ROUTER_NAME(select_threshold),  MOEI_ROUTER_NAME(select_hash),      MOEI_ROUTER_NAME(weight_raw),     MOEI_ROUTER_NAME(weight_sum),
-    MOEI_ROUTER_NAME(weight_norm),       MOEI_ROUTER_NAME(weight_uniform),   MOEI_ROUTER_NAME(weight_one),     MOEI_ROUTER_NAME(weight_sparsemixer),
-    MOEI_ROUTER_NAME(scale)};
-#undef MOEI_ROUTER_NAME
-
-static void moei_print_function(moei_printer *p, moei_any_function *function) {
+static void moei_print_int_router(moei_printer *p, const moe_int_router *r, const moe_int_router_names *names) {
     size_t i;
-    for (i = 0; function != NULL && i < sizeof moei_router_names / sizeof *moei_router_names; i++)
-        if (moei_router_names[i].function == function) {
-            moei_print(p, "%s, ", moei_router_names[i].name);
-            return;
-        }
-    moei_print(p, "NULL, ");
-}
-
-static void moei_print_int_router(moei_printer *p, const moe_int_router *r) {
     moei_print(p, "{");
-    moei_print_function(p, (moei_any_function *)r->gate), moei_print_function(p, (moei_any_function *)r->select);
-    moei_print_function(p, (moei_any_function *)r->values), moei_print_function(p, (moei_any_function *)r->weight);
-    moei_print_function(p, (moei_any_function *)r->scale);
+    for (i = 0; i < sizeof names->name / sizeof *names->name; i++) moei_print(p, "%s, ", names->name[i] != NULL ? names->name[i] : "NULL");
     moei_print(p, "\n      %d, %d, %d, %d, %d, %d, %d, %d, %d, %d, %d, %d, ", (int)r->n_experts, (int)r->top_k, (int)r->most, (int)r->scratch, (int)r->groups,
                (int)r->groups_kept, (int)r->factor, (int)r->z_bits, (int)r->weight_shift, (int)r->flags, (int)r->threshold, (int)r->tokens);
     moei_print_place(p, r->bias, ", "), moei_print_place(p, r->thresholds, ", "), moei_print_place(p, r->scales, ", "), moei_print_place(p, r->table, "}");
@@ -10763,14 +10765,15 @@ static void moei_print_attentions(moei_printer *p, const moe_model *model) {
     }
 }
 
-static void moei_print_mixtures(moei_printer *p, const moe_model *model) {
+static void moei_print_mixtures(moei_printer *p, const moe_built_model *built) {
+    const moe_model *model = &built->model;
     size_t i;
     if (model->n_mixtures == 0) return;
     moei_print(p, "static const moe_int_mixture %s_mixtures[%z] = {\n", p->name, (size_t)model->n_mixtures);
     for (i = 0; i < model->n_mixtures; i++) {
         const moe_int_mixture *m = &model->mixtures[i];
         moei_print(p, "    {");
-        moei_print_int_router(p, &m->router);
+        moei_print_int_router(p, &m->router, &built->router_names[i]);
         moei_print(p, ",\n     %z, %z, %z, %z, %z, %z, ", (size_t)m->score, (size_t)m->n_score, (size_t)m->expert, (size_t)m->n_expert, (size_t)m->shared,
                    (size_t)m->n_shared);
         moei_print(p, "%z, %z, %z, %z, %z, %z, ", (size_t)m->experts, (size_t)m->stride, (size_t)m->z, (size_t)m->p, (size_t)m->sum, (size_t)m->choices);
@@ -10805,12 +10808,13 @@ static void moei_print_model(moei_printer *p, const moe_model *model) {
     moei_print(p, "#define %s_INPUT_SCALE %gf\n#define %s_OUTPUT_SCALE %gf\n\n", big, (double)model->input_scale, big, (double)model->output_scale);
 }
 
-static void moei_print_int_model(moei_printer *p, const moe_model *model) {
+static void moei_print_int_model(moei_printer *p, const moe_built_model *built) {
+    const moe_model *model = &built->model;
     const char *name = p->name;
     moei_print_bytes(p, "weights", model->weights, model->weights_size);
     if (model->experts != NULL) moei_print_bytes(p, "experts", model->experts, model->experts_size);
     moei_print_ops(p, model);
-    moei_print_mixtures(p, model);
+    moei_print_mixtures(p, built);
     moei_print_attentions(p, model);
     moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, %s, moe_int_model_run,\n    %z, %z, %z, %z, %z, %gf, %gf,\n    ", name,
                model->weights_are == MOE_WEIGHTS_INT8 ? "MOE_WEIGHTS_INT8" : "MOE_WEIGHTS_INT4", model->d_in, model->d_out, model->length, model->scratch_size,
@@ -10850,7 +10854,7 @@ moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stre
     moei_print(&p, "#ifndef %s_MODEL_H\n#define %s_MODEL_H\n\n", p.capitals, p.capitals);
     moei_print(&p, "#include \"moe.h\"\n\n#if MOE_MODEL_VERSION != %d\n#error \"%s: export this model again with the moe.h at hand\"\n#endif\n\n", (int)MOE_MODEL_VERSION, name);
     moei_print_model(&p, &moved.model);
-    moei_print_int_model(&p, &moved.model);
+    moei_print_int_model(&p, &moved);
     moei_print(&p, "#endif\n");
     return p.status == MOE_OK ? MOE_OK : moei_error(error, p.status, "the stream failed: %s", moe_status_text(p.status));
 }
