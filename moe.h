@@ -9291,6 +9291,7 @@ typedef struct moei_maker {
     moei_int_value *values;
     moe_int_op *main_ops, *inner_ops; /* operations name vectors by number until all are placed */
     int inner;              /* appends to the inner operations: those of a mixture */
+    int expert;             /* constants go to the blocks of a mixture's experts */
     uint32_t clock;
     uint32_t *entering;     /* [modules + 1] the vector that enters each module */
     size_t module, fused;   /* the module at work; the activation that a product has taken over, 0: none */
@@ -9587,7 +9588,7 @@ static uint32_t moei_matrix_pack(moei_maker *m, const moei_int_matrix *x, moei_i
 static uint32_t moei_product_constants(moei_maker *m, const moei_int_matrix *x, moei_int_levels *l, double in_scale, double unit) {
     size_t size, at = 0, i;
     m->counted += x->n * x->k;
-    if (!m->inner || x->count == 1) return moei_matrix_pack(m, x, l, in_scale, unit, &m->made.weights, &size);
+    if (!m->expert) return moei_matrix_pack(m, x, l, in_scale, unit, &m->made.weights, &size);
     (void)moei_matrix_pack(m, x, l, in_scale, unit, &m->pieces, &size);
     for (i = 0; i < m->n_pieces; i++) at += m->piece[i];
     m->piece[m->n_pieces++] = size;
@@ -9823,18 +9824,25 @@ static moe_status moe_int_router_plan_make(const moe_router_config *c, double lo
     return MOE_OK;
 }
 
+/* The plan of this module's router for logits up to `most`; a refusal names the module. */
+static void moei_mixture_plan(moei_maker *m, const moe_layer *layer, double most, moe_int_router_plan *plan) {
+    moe_error why;
+    moe_status status;
+    if (m->status != MOE_OK) return;
+    status = moe_int_router_plan_make(&layer->config.router, most, plan, &why);
+    if (status != MOE_OK) MOEI_MAKER_REFUSE(m, status, "module %z: %s", m->module, why.message);
+}
+
 /* The logits, in the units that the router wants of them. */
 static uint32_t moei_mixture_logits(moei_maker *m, const moe_layer *layer, uint32_t x, double range, moe_int_router_plan *plan) {
     const moe_layer_config *c = &layer->config;
     moei_int_matrix w = moei_int_matrix_of(layer->tensors[MOE_ROUTER_WEIGHT], c->router.router_bias ? layer->tensors[MOE_ROUTER_BIAS] : NULL, 1,
                                            (size_t)c->router.n_experts, (size_t)c->router.d_model);
     double most = range > 0 ? range * 1.5 : 1, finest = moei_matrix_most(m, &w, m->values[x].scale) / 0.49;
-    moe_status status = MOE_OK;
     int tries;
     for (tries = 0; tries < 64 && m->status == MOE_OK; tries++, most *= 2) {
-        status = moe_int_router_plan_make(&c->router, most, plan, m->error);
-        if (status != MOE_OK) m->status = status;
-        else if ((double)plan->z_scale >= finest) break;
+        moei_mixture_plan(m, layer, most, plan);
+        if (m->status == MOE_OK && (double)plan->z_scale >= finest) break;
     }
     return moei_product(m, &w, x, MOEI_WIDE, 0, range, m->status == MOE_OK ? (double)plan->z_scale : 1);
 }
@@ -9896,9 +9904,8 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     memset(&mixture, 0, sizeof mixture);
     memset(&plan, 0, sizeof plan);
     memset(&shared, 0, sizeof shared);
-    moei_mixture_supported(m, c);
     if (m->status != MOE_OK) return 0;
-    m->inner = 1, m->counted = 0;
+    m->inner = 1, m->multiplications += m->counted, m->counted = 0;
     mixture.score = moei_ops_count(m);
     mixture.z = moei_mixture_logits(m, layer, x, range->z, &plan);
     mixture.n_score = moei_ops_count(m) - mixture.score;
@@ -9911,11 +9918,13 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     mixture.weight_bits = (int16_t)plan.weight_bits;
     score = m->counted, m->counted = 0;
     mixture.expert = moei_ops_count(m);
+    m->expert = 1;
     hidden = moei_expert_hidden(m, &chain, experts, x, range->node);
     if (c->n_shared > 0) shared = moei_chain_begin(layer, MOEI_SHARED);
     to = moei_mixture_target(m, &chain, hidden, c->n_shared > 0 ? &shared : NULL, range->shared[MOE_NODE_PRODUCT] / MOEI_NARROW, mixture.weight_bits, most, limit, range->y);
     to.sum = mixture.sum;
     (void)moei_expert_ops(m, &chain, experts, hidden, &to);
+    m->expert = 0;
     mixture.n_expert = moei_ops_count(m) - mixture.expert;
     moei_mixture_blocks(m, &mixture, experts);
     expert = m->counted, m->counted = 0;
@@ -10139,6 +10148,14 @@ static void moei_maker_check(moei_maker *m) {
         for (j = 0; j < m->net->tensors[i].count; j++)
             if (!moe_is_finite(m->net->tensors[i].data[j]))
                 MOEI_MAKER_REFUSE(m, MOE_ERR_NONFINITE, "%s[%z] = %g: must be a finite number", m->net->tensors[i].name, j, (double)m->net->tensors[i].data[j]);
+    /* what a router needs beyond x must be refused before calibration fails for want of it */
+    for (i = 0; i < m->net->n_modules; i++) {
+        moe_int_router_plan plan;
+        m->module = i;
+        if (m->net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
+        moei_mixture_supported(m, &m->net->modules[i].layer.config);
+        moei_mixture_plan(m, &m->net->modules[i].layer, 1, &plan);
+    }
     for (i = 0; i < m->net->n_modules; i++)
         if (m->net->modules[i].d_in > MOEI_INT_MAX_WIDTH || m->net->modules[i].d_out > MOEI_INT_MAX_WIDTH)
             MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: wider than %d has no integer form; MOE_WEIGHTS_FLOAT takes it", i, (int)MOEI_INT_MAX_WIDTH);
@@ -10164,7 +10181,7 @@ static void moei_maker_run(moei_maker *m) {
     const size_t n = m->net->n_modules;
     moe_model *model = &m->made.model;
     double input = 0;
-    uint32_t last;
+    uint32_t last = 0;
     m->ranges = (moei_int_range *)moei_alloc(a, n, sizeof *m->ranges);
     m->entering = (uint32_t *)moei_alloc(a, n + 1, sizeof *m->entering);
     if (m->ranges == NULL || m->entering == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
