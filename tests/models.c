@@ -10,7 +10,7 @@
 #include <stdlib.h>
 
 static long passed, failed;
-static int few;
+static int few, verbose;
 
 static int check(int good, const char *file, int line, const char *what) {
     if (good) passed++;
@@ -395,7 +395,7 @@ static size_t machine_choices(machine *m, size_t mixture, moe_choice *choices) {
 
 /* ---- nets ------------------------------------------------------------------------------------------------------------------- */
 
-enum { ROWS = 200, WIDEST = 70, MOST_EXPERTS = 16 };
+enum { ROWS = 2000, WIDEST = 70, MOST_EXPERTS = 16 };
 
 static size_t below(moe_rng *rng, size_t n) { return (size_t)moe_rng_below(rng, n); }
 
@@ -681,9 +681,176 @@ static void test_random_nets(void) {
     printf("note: %ld random models, %ld calls agree in every bit; %ld nets refused\n", all.models, all.calls, all.refused);
 }
 
+/* ---- integers against the net in floating point ------------------------------------------------------------------------------ */
+
+/* The net's outputs, and with routing the experts of its mixture `module`. */
+typedef struct floats {
+    void *work;
+    moe_net_pass pass;
+} floats;
+
+static floats floats_of(const moe_net *net, const moe_data *rows) {
+    floats f;
+    moe_call call;
+    size_t size = 0;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = rows->n, call.x = rows->x;
+    CHECK_STATUS(moe_net_work_size(net, rows->n, 0, &size), MOE_OK, "work size");
+    f.work = grab(size, 1);
+    CHECK_STATUS(moe_net_forward(net, &call, f.work, size, &f.pass), MOE_OK, "forward");
+    return f;
+}
+
+static void levels_of(const moe_model *model, const moe_real *x, signed char *levels_in) {
+    size_t i;
+    for (i = 0; i < model->d_in; i++) {
+        const double level = floor((double)x[i] / (double)model->input_scale + 0.5);
+        levels_in[i] = (signed char)(level > 127 ? 127 : level < -127 ? -127 : level);
+    }
+}
+
+/* Whether a row went to the same experts in all mixtures. */
+static int same_experts(const moe_net *net, const floats *f, size_t row, const moe_model *model, const void *scratch) {
+    moe_choice chosen[MOST_EXPERTS];
+    size_t i, j, k, count, mixture = 0;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_routing *r = moe_net_routing(net, &f->pass, i);
+        if (r == NULL) continue;
+        if (moe_infer_choices(model, mixture++, scratch, chosen, MOST_EXPERTS, &count) != MOE_OK || (int32_t)count != r->n_choices[row]) return 0;
+        for (j = 0; j < count; j++) {
+            for (k = 0; k < count && r->choices[row * r->max_choices + k] != chosen[j].expert;) k++;
+            if (k == count) return 0;
+        }
+    }
+    return 1;
+}
+
+typedef struct closeness {
+    double error;     /* of the rows that went to the same experts: sqrt(sum of squared differences / sum of squares) */
+    double elsewhere; /* share of rows that did not */
+    double accuracy, exact_accuracy; /* where the rows have labels */
+} closeness;
+
+static size_t largest(size_t n, const double *y) {
+    size_t i, best = 0;
+    for (i = 1; i < n; i++)
+        if (y[i] > y[best]) best = i;
+    return best;
+}
+
+static closeness compare_with_floats(const moe_net *net, const moe_model *model, const moe_data *rows) {
+    floats f = floats_of(net, rows);
+    void *scratch = grab(model->scratch_size, 1);
+    signed char *x = (signed char *)grab(model->d_in, 1);
+    int16_t *y = (int16_t *)grab(model->d_out, sizeof *y);
+    double *ours = (double *)grab(model->d_out, sizeof *ours), *exact = (double *)grab(model->d_out, sizeof *exact), off = 0, all = 0;
+    closeness c;
+    size_t i, j, wrong = 0, elsewhere = 0, right = 0, exact_right = 0;
+    memset(&c, 0, sizeof c);
+    for (i = 0; i < rows->n; i++) {
+        levels_of(model, rows->x + i * model->d_in, x);
+        wrong += moe_infer(model, x, y, scratch, model->scratch_size) != MOE_OK;
+        for (j = 0; j < model->d_out; j++) ours[j] = y[j] * (double)model->output_scale, exact[j] = (double)f.pass.y[i * model->d_out + j];
+        if (rows->labels != NULL) {
+            right += largest(model->d_out, ours) == (size_t)rows->labels[i];
+            exact_right += largest(model->d_out, exact) == (size_t)rows->labels[i];
+        }
+        if (!same_experts(net, &f, i, model, scratch)) {
+            elsewhere++;
+            continue;
+        }
+        for (j = 0; j < model->d_out; j++) off += (ours[j] - exact[j]) * (ours[j] - exact[j]), all += exact[j] * exact[j];
+    }
+    CHECK(wrong == 0, "moe_infer");
+    c.error = sqrt(off / all), c.elsewhere = (double)elsewhere / (double)rows->n;
+    c.accuracy = (double)right / (double)rows->n, c.exact_accuracy = (double)exact_right / (double)rows->n;
+    free(f.work), free(scratch), free(x), free(y), free(ours), free(exact);
+    return c;
+}
+
+/* What stands between a linear module and another. error8, error4: the most that int8 and int4 may be off; elsewhere8, elsewhere4: the largest share of
+   rows that may go to other experts. All are some 1.2 times what was measured: a wrong scale is off by more. */
+typedef struct kind {
+    const char *name;
+    int module, expert, act;
+    int shared, gate, select, weight;
+    double error8, error4, elsewhere8, elsewhere4;
+} kind;
+
+static const kind kinds[] = {
+    {"dropout", MOE_MODULE_DROPOUT, 0, 0, 0, 0, 0, 0, 0.018, 0.132, 0, 0},
+    {"residual", MOE_MODULE_RESIDUAL, 0, 0, 0, 0, 0, 0, 0.023, 0.155, 0, 0},
+    {"relu", MOE_MODULE_ACTIVATION, 0, MOE_ACT_RELU, 0, 0, 0, 0, 0.019, 0.144, 0, 0},
+    {"silu", MOE_MODULE_ACTIVATION, 0, MOE_ACT_SILU, 0, 0, 0, 0, 0.026, 0.141, 0, 0},
+    {"gelu", MOE_MODULE_ACTIVATION, 0, MOE_ACT_GELU, 0, 0, 0, 0, 0.027, 0.145, 0, 0},
+    {"tanh", MOE_MODULE_ACTIVATION, 0, MOE_ACT_TANH, 0, 0, 0, 0, 0.018, 0.138, 0, 0},
+    {"sigmoid", MOE_MODULE_ACTIVATION, 0, MOE_ACT_SIGMOID, 0, 0, 0, 0, 0.01, 0.125, 0, 0},
+    {"identity", MOE_MODULE_ACTIVATION, 0, MOE_ACT_IDENTITY, 0, 0, 0, 0, 0.018, 0.132, 0, 0},
+    {"feed_forward swiglu", MOE_MODULE_FEED_FORWARD, MOE_EXPERT_SWIGLU, 0, 0, 0, 0, 0, 0.071, 0.243, 0, 0},
+    {"feed_forward gelu", MOE_MODULE_FEED_FORWARD, MOE_EXPERT_MLP, MOE_ACT_GELU, 0, 0, 0, 0, 0.037, 0.18, 0, 0},
+    {"feed_forward factorised", MOE_MODULE_FEED_FORWARD, MOE_EXPERT_FACTORISED, 0, 0, 0, 0, 0, 0.084, 0.285, 0, 0},
+    {"swiglu experts", MOE_MODULE_MIXTURE, MOE_EXPERT_SWIGLU, 0, 0, 0, 0, 0, 0.071, 0.265, 0.025, 0.157},
+    {"relu experts", MOE_MODULE_MIXTURE, MOE_EXPERT_MLP, MOE_ACT_RELU, 0, 0, 0, 0, 0.031, 0.195, 0.022, 0.154},
+    {"linear experts", MOE_MODULE_MIXTURE, MOE_EXPERT_LINEAR, 0, 0, 0, 0, 0, 0.029, 0.183, 0.021, 0.16},
+    {"factorised experts", MOE_MODULE_MIXTURE, MOE_EXPERT_FACTORISED, 0, 0, 0, 0, 0, 0.089, 0.284, 0.016, 0.161},
+    {"shared experts", MOE_MODULE_MIXTURE, MOE_EXPERT_SWIGLU, 0, 1, 0, 0, 0, 0.075, 0.247, 0.016, 0.159},
+};
+
+static int kind_net(const kind *k, moe_net *net) {
+    moe_layer_config c;
+    moe_error error;
+    memset(&c, 0, sizeof c);
+    c.expert = k->expert, c.act = k->act, c.d_ff = k->expert == MOE_EXPERT_LINEAR ? 0 : 32;
+    (void)moe_net_init(net, 20, MOE_KERNELS_C, NULL);
+    (void)moe_net_linear(net, 24);
+    if (k->module == MOE_MODULE_DROPOUT) (void)moe_net_dropout(net, (moe_real)0.5);
+    else if (k->module == MOE_MODULE_ACTIVATION) (void)moe_net_activation(net, k->act);
+    else if (k->module == MOE_MODULE_FEED_FORWARD) (void)moe_net_feed_forward(net, &c);
+    else if (k->module == MOE_MODULE_MIXTURE) {
+        c.router.n_experts = 8, c.router.top_k = 2, c.router.gate = k->gate, c.router.select = k->select, c.router.weight = k->weight;
+        if (k->shared) c.n_shared = 1, c.d_shared = 16;
+        (void)moe_net_mixture(net, &c);
+    } else (void)moe_net_linear(net, 24), (void)moe_net_residual(net, 1);
+    (void)moe_net_linear(net, 10);
+    if (!CHECK_SAYS(moe_net_build(net, 0, 11, &error), MOE_OK, k->name, error)) return 0;
+    return 1;
+}
+
+static void test_accuracy(void) {
+    moe_rng rng;
+    size_t i;
+    int weights;
+    moe_rng_seed(&rng, 5);
+    for (i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        moe_net net;
+        moe_data rows = random_rows(&rng, ROWS, 20, 1), fresh = random_rows(&rng, ROWS, 20, 1);
+        for (weights = MOE_WEIGHTS_INT8; weights <= MOE_WEIGHTS_INT4 && kind_net(&kinds[i], &net); weights++) {
+            const double most = weights == MOE_WEIGHTS_INT8 ? kinds[i].error8 : kinds[i].error4;
+            const double elsewhere = weights == MOE_WEIGHTS_INT8 ? kinds[i].elsewhere8 : kinds[i].elsewhere4;
+            moe_model_config config;
+            moe_built_model built;
+            moe_error error;
+            closeness c;
+            memset(&config, 0, sizeof config), memset(&error, 0, sizeof error);
+            config.weights = weights, config.calibration = &rows;
+            if (CHECK_SAYS(moe_model_create(&built, &net, &config, &error), MOE_OK, kinds[i].name, error)) {
+                c = compare_with_floats(&net, &built.model, &fresh);
+                if (!CHECK(c.error <= most && c.elsewhere <= elsewhere, kinds[i].name) || verbose)
+                    printf("    %s int%d: error %.4f, at most %.4f; %.4f of the rows to other experts, at most %.4f\n", kinds[i].name,
+                           weights == MOE_WEIGHTS_INT8 ? 8 : 4, c.error, most, c.elsewhere, elsewhere);
+                moe_model_free(&built);
+            }
+            moe_net_free(&net);
+        }
+        drop_data(&rows), drop_data(&fresh);
+    }
+}
+
 int main(int argc, char **argv) {
     few = argc > 1 && strcmp(argv[1], "few") == 0;
+    verbose = argc > 1 && strcmp(argv[1], "verbose") == 0;
     test_random_nets();
+    test_accuracy();
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed > 0;
 }
