@@ -10564,21 +10564,28 @@ static moe_real *moei_router_matrix(moei_maker *m, const moe_real *w, const moe_
 
 static void moei_router_matrix_free(moei_maker *m, moe_real *w, size_t n, size_t k) { moei_free(&m->made.allocator, w, n * k * sizeof *w); }
 
-/* The router's plan for logits as large as calibration saw, in units of at least `finest`. */
+/* The plan of this module's router for logits up to `most`, and its constants into table where that is not NULL; a refusal names the module. */
+static void moei_mixture_plan_for(moei_maker *m, moei_scoring *s, double most, unsigned char *table) {
+    moe_error why;
+    const moe_status status = moe_int_router_plan_make(&s->layer->config.router, s->layer->tensors, (moe_real)most, table,
+                                                       table != NULL ? s->plan.table_size : 0, &s->plan, &why);
+    if (status != MOE_OK) MOEI_MAKER_REFUSE(m, status, "module %z: %s", m->module, why.message);
+}
+
+/* The router's plan for logits as large as calibration saw, in units of at least `finest`, and its constants among those of the model. */
 static void moei_mixture_plan(moei_maker *m, moei_scoring *s, double finest) {
-    const moe_router_config *c = &s->layer->config.router;
     double most = s->range->z > 0 ? s->range->z : 1;
     unsigned char *table;
     int tries;
     for (tries = 0; tries < 64 && m->status == MOE_OK; tries++, most *= 2) {
-        m->status = moe_int_router_plan_make(c, s->layer->tensors, (moe_real)most, NULL, 0, &s->plan, m->error);
+        moei_mixture_plan_for(m, s, most, NULL);
         if ((double)s->plan.z_scale >= finest) break;
     }
     if (m->status == MOE_OK && (double)s->plan.z_scale < finest) moei_maker_fail(m, MOE_ERR_OVERFLOW);
     if (m->status != MOE_OK || s->plan.table_size == 0) return;
     table = (unsigned char *)moei_alloc(&m->made.allocator, s->plan.table_size, 1);
     if (table == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
-    else m->status = moe_int_router_plan_make(c, s->layer->tensors, (moe_real)most, table, s->plan.table_size, &s->plan, m->error);
+    else moei_mixture_plan_for(m, s, most, table);
     if (m->status == MOE_OK) moe_int_router_move(&s->plan.router, moei_constants(m, &m->made.weights, table, s->plan.table_size));
     moei_free(&m->made.allocator, table, s->plan.table_size);
 }
@@ -11591,6 +11598,18 @@ static void moei_maker_check(moei_maker *m) {
         for (j = 0; j < m->net->tensors[i].count; j++)
             if (!moe_is_finite(m->net->tensors[i].data[j]))
                 MOEI_MAKER_REFUSE(m, MOE_ERR_NONFINITE, "%s[%z] = %g: must be a finite number", m->net->tensors[i].name, j, (double)m->net->tensors[i].data[j]);
+    /* what a router needs beyond x must be refused before calibration fails for want of it */
+    for (i = 0; i < m->net->n_modules; i++) {
+        moei_scoring s;
+        int frozen = 0;
+        m->module = i;
+        if (m->net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
+        memset(&s, 0, sizeof s);
+        s.layer = &m->net->modules[i].layer;
+        (void)moei_router_now(s.layer, &frozen);
+        moei_mixture_supported(m, &s.layer->config, frozen);
+        if (m->status == MOE_OK) moei_mixture_plan_for(m, &s, 1, NULL);
+    }
     for (i = 0; i < m->net->n_modules; i++)
         if (m->net->modules[i].d_in > MOEI_INT_MAX_WIDTH || m->net->modules[i].d_out > MOEI_INT_MAX_WIDTH)
             MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: wider than %d has no integer form; MOE_WEIGHTS_FLOAT takes it", i, (int)MOEI_INT_MAX_WIDTH);
@@ -11616,7 +11635,7 @@ static void moei_maker_run(moei_maker *m) {
     const size_t n = m->net->n_modules;
     moe_model *model = &m->made.model;
     double input = 0;
-    uint32_t last;
+    uint32_t last = 0;
     size_t i;
     m->ranges = (moei_int_range *)moei_alloc(a, n, sizeof *m->ranges);
     m->entering = (uint32_t *)moei_alloc(a, n + 1, sizeof *m->entering);
