@@ -22,7 +22,7 @@ m3       arm   mps2-an385  0x00000000  0x20000000  -mcpu=cortex-m3
 m4       arm   mps2-an386  0x00000000  0x20000000  -mcpu=cortex-m4 -mfloat-abi=hard -mfpu=fpv4-sp-d16
 m7       arm   mps2-an500  0x00000000  0x20000000  -mcpu=cortex-m7 -mfloat-abi=hard -mfpu=fpv5-d16
 m33      arm   mps2-an505  0x10000000  0x38000000  -mcpu=cortex-m33 -mfloat-abi=hard -mfpu=fpv5-sp-d16
-m33nofp  arm   mps2-an521  0x10000000  0x38000000  -mcpu=cortex-m33+nofp -mfloat-abi=soft
+m33nofp  arm   mps2-an521  0x10000000  0x38000000  -mcpu=cortex-m33+nodsp+nofp -mfloat-abi=soft
 m55      arm   mps3-an547  0x00000000  0x20000000  -mcpu=cortex-m55 -mfloat-abi=hard
 rv32     rv32  virt        -           -           -march=rv32imac -mabi=ilp32
 avr      avr   atmega2560  -           -           -mmcu=atmega2560
