@@ -56,7 +56,7 @@ is_model() {
 # ---- the checks: a line is a function and its arguments ----
 
 plan() {
-    for model in int8 int4; do echo "reference $model"; done
+    for thing in $things; do echo "reference $thing"; done
     for device in $(devices | awk '{ print $1 }'); do
         for model in int8 int4; do echo "figures $device $model"; done
     done
@@ -100,7 +100,8 @@ prepare() {
         $CC -std=c99 -O0 -DMOE_NO_SIMD -I"$root" tests/devices/export.c -o "$prepared/export" -lm &&
             "$prepared/export" examples/data/digits.csv "$prepared" &&
             for thing in $things; do
-                $CC -std=c99 -O2 $(sources "$thing") -o "$prepared/$thing" -lm && "$prepared/$thing" >"$prepared/$thing.lines" || exit 1
+                $CC -std=c99 -O2 $(sources "$thing") -o "$prepared/$thing" -lm || exit 1
+                "$prepared/$thing" >"$prepared/$thing.lines" || echo "exit status $?" >>"$prepared/$thing.lines"
             done
     ) >"$prepared/log" 2>&1 || {
         head -n 20 "$prepared/log"
@@ -235,8 +236,8 @@ same_hashes() { # program lines
         tail -n 20 "$2"
         return 1
     }
-    grep '^hash ' "$prepared/$1.lines" >expected
-    tr -d '\r' <"$2" | grep '^hash ' >found
+    grep 'hash ' "$prepared/$1.lines" >expected
+    tr -d '\r' <"$2" | grep 'hash ' >found
     run test -s expected && run diff expected found
 }
 
@@ -338,8 +339,12 @@ forbidden='malloc|calloc|realloc|free|_?sbrk(_r)?|_?v?[fs]?n?i?printf(_r)?|_?f?p
 # ---- check functions: 0 passed, 77 skipped, else failed; what they print is shown when they fail ----
 
 # This machine's own answers are worth comparing with.
-reference() { # model
-    awk '
+reference() { # thing
+    is_model "$1" || {
+        same_hashes "$1" "$prepared/$1.lines"
+        return
+    }
+    same_answers "$1" "$prepared/$1.lines" && awk '
         $1 == "digit" { n++; right += $4 == $6; for (i = 19; i <= NF; i++) used[substr($i, 1, 1)]++ }
         END {
             for (e in used) experts++
