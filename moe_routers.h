@@ -2010,7 +2010,7 @@ static void moei_noise_backward(moei_pass *s) {
 /* ---- gate: z -> r, forward for rows of E values, backward for one ------------------------------------------------------------- */
 
 static void moei_gate_softmax(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) {
-    void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y) = s->router->kernels->softmax;
+    void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y) = moei_table(s->router->kernels)->softmax;
     size_t t, columns = s->experts;
     for (t = 0; t < rows; t++) softmax(columns, z + t * columns, s->c->gate_temperature, r + t * columns);
 }
@@ -2417,11 +2417,11 @@ static const moe_real *moei_selection_score(const moei_pass *s, size_t t) {
 }
 
 static size_t moei_top_k(const moei_pass *s, size_t n, const moe_real *score, size_t k, int32_t *index) {
-    return s->router->kernels->top_k(n, score, k, index);
+    return moei_table(s->router->kernels)->top_k(n, score, k, index);
 }
 
 static moe_status moei_select_top_k(moei_pass *s) {
-    size_t (*top_k)(size_t n, const moe_real *score, size_t k, int32_t *index) = s->router->kernels->top_k;
+    size_t (*top_k)(size_t n, const moe_real *score, size_t k, int32_t *index) = moei_table(s->router->kernels)->top_k;
     const moe_real *score = moei_selection_score(s, 0);
     size_t t, stride = score == s->m.row ? 0 : s->experts; /* row: p + b is made anew for each token */
     for (t = 0; t < s->n; t++, score += stride) {
@@ -6204,7 +6204,7 @@ static moe_status moei_ir_put_hash(moei_ir_planner *s) {
     for (i = 0; i < count; i++) {
         int good = table[i] >= MOEI_R(0.0) && table[i] < (moe_real)c->n_experts && moei_ir_is(table[i], floor((double)table[i]));
         for (other = i - i % k; other < i && good; other++) good = !moei_ir_is(table[i], (double)table[other]);
-        if (!good) return moei_error(s->error, MOE_ERR_ARGUMENT, "router.table[%ld] = %g: not an expert, or one twice", (long)i, (double)table[i]);
+        if (!good) return moei_error(s->error, MOE_ERR_ARGUMENT, "router.table[%z] = %g: not an expert, or one twice", (size_t)i, (double)table[i]);
         if (to != NULL) (void)moei_int_put(to + i, (uint32_t)table[i], 1);
     }
     return MOE_OK;
@@ -6330,7 +6330,7 @@ moe_status moe_int_router_plan_make(const moe_router_config *config, const moe_r
     if (status == MOE_OK) status = moei_ir_plan(&s, (double)logit_most);
     if (status == MOE_OK && table != NULL) {
         if (room < s.made.table_size)
-            return moei_error(error, MOE_ERR_SPACE, "the table needs %ld bytes", (long)s.made.table_size);
+            return moei_error(error, MOE_ERR_SPACE, "the table needs %z bytes", s.made.table_size);
         s.table = table;
         memset(table, 0, s.made.table_size);
         status = moei_ir_plan(&s, (double)logit_most);
