@@ -37,7 +37,8 @@
                           implies the next two unless MOE_STDIO or MOE_MALLOC asks them back
      MOE_NO_FLOAT         only integers: leaves out everything that computes in floating point;     yes, or calls do not link
                           needs neither libm nor math.h; implies MOE_NO_TRAIN
-     MOE_NO_DSP           integers: no instructions of the DSP and Helium extensions of Arm         no: read by the implementation
+     MOE_NO_DSP           integers in plain C: no DSP instructions or Helium of Arm, nothing        no: read by the implementation
+                          in assembly for ARMv6-M and AVR
      MOE_NO_PROGMEM       AVR: constants of integer models stay in RAM                              yes
      MOE_NO_STDIO         moe.h: no files by name            (MOE_STDIO: keep them)                 yes, or calls do not link
      MOE_NO_MALLOC        moe.h: no use of the heap          (MOE_MALLOC: keep it)                  no: read by the implementation
@@ -1034,6 +1035,10 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 #define MOEI_FLASH_WORDS 1
 #endif
+#endif
+
+#if defined(__AVR_HAVE_MUL__) && defined(__GNUC__) && !defined(MOE_NO_DSP)
+#define MOEI_INT_AVR 1
 #endif
 
 /* Arm's instructions for integers of 16 bits: Helium (MVE), those of the DSP extension (Cortex-M4, M7, M33; also ARMv6 and ARMv7-A), or none. */
@@ -5714,7 +5719,9 @@ moe_status moe_int4_pack(size_t n, size_t k, const signed char *levels, size_t l
 
 /* (sum * factor) >> 16. Where a 64-bit product is a call it is made of two that fit 32 bits. */
 MOEI_INLINE int32_t moei_int_scale(int32_t sum, int32_t factor) {
-#if defined(__AVR__) || defined(MOEI_INT_THUMB1)
+#if defined(__AVR__)
+    return (int32_t)(int16_t)(sum >> 16) * (int16_t)factor + ((int32_t)(uint16_t)sum * (int16_t)factor >> 16);
+#elif defined(MOEI_INT_THUMB1)
     return (sum >> 16) * factor + ((sum & 0xffff) * factor >> 16);
 #else
     sum = (int32_t)((int64_t)sum * factor >> 16);
@@ -5797,13 +5804,6 @@ MOEI_TOOL int32_t moei_int_sum(unsigned k, const int16_t *x) {
 }
 #endif
 
-/* A vector is narrow where it is multiplied: its low byte is enough, which is what AVR multiplies. */
-#if defined(__AVR__)
-#define MOEI_INT_X(x) ((signed char)(x))
-#else
-#define MOEI_INT_X(x) (x)
-#endif
-
 #if defined(MOEI_INT_THUMB1)
 /* *a += (w_a + 128) . x and *both += (256 w_b + w_a + 128) . x from x to end > x. The sums stand in upper registers, which can be added to and
    no more; the lower ones that they came in are free then. */
@@ -5822,6 +5822,31 @@ MOEI_INLINE const int16_t *moei_int8_strip(const unsigned char **w, const int16_
 }
 #endif
 
+#if defined(MOEI_INT_AVR)
+#if defined(MOEI_FLASH_AVR)
+#define MOEI_LOAD "lpm"
+#else
+#define MOEI_LOAD "ld"
+#endif
+/* *a += (w_a + 128) . x, *b += (w_b + 128) . x: with weights above 0 a product has the sign of x, whose upper byte is that of the sum's upper bytes. */
+MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
+#define MOEI_INPUT                                                                                                       \
+    MOEI_LOAD " %5, Z+\n\t" MOEI_LOAD " %6, Z+\n\tld %7, X+\n\tld %8, X+\n\tsubi %6, 128\n\t"                            \
+    "mulsu %7, %5\n\tadd %A2, r0\n\tadc %B2, r1\n\tadc %C2, %8\n\tadc %D2, %8\n\t"                                       \
+    "mulsu %7, %6\n\tadd %A3, r0\n\tadc %B3, r1\n\tadc %C3, %8\n\tadc %D3, %8\n\t"
+    int32_t sum_a = *a, sum_b = *b;
+    unsigned count = k / 4;
+    unsigned char byte_a, byte_b, level, sign;
+    if (k == 0) return w;
+    __asm__ volatile("1:\t" MOEI_INPUT MOEI_INPUT MOEI_INPUT MOEI_INPUT "sbiw %4, 1\n\tbreq 2f\n\trjmp 1b\n2:\tclr __zero_reg__"
+                     : "+z"(w), "+x"(x), "+r"(sum_a), "+r"(sum_b), "+w"(count), "=&a"(byte_a), "=&a"(byte_b), "=&a"(level), "=&r"(sign)
+                     :
+                     : "memory");
+#undef MOEI_INPUT
+    *a = sum_a, *b = sum_b;
+    return w;
+}
+#else
 /* *a += (w_a + 128) . x, *b += w_b . x; returns the end of the weights. */
 #if defined(MOEI_INT_THUMB1)
 /* both - a = 256 w_b . x, which the 32 bits hold for up to 512 inputs. */
@@ -5842,17 +5867,38 @@ MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *
     const int16_t *end = x + k;
     int32_t sum_a = *a, sum_b = *b;
     for (; x != end; x += 4, w += 8) {
-        sum_a += (int)moei_flash_8(w) * MOEI_INT_X(x[0]), sum_b += (signed char)moei_flash_8(w + 1) * MOEI_INT_X(x[0]);
-        sum_a += (int)moei_flash_8(w + 2) * MOEI_INT_X(x[1]), sum_b += (signed char)moei_flash_8(w + 3) * MOEI_INT_X(x[1]);
-        sum_a += (int)moei_flash_8(w + 4) * MOEI_INT_X(x[2]), sum_b += (signed char)moei_flash_8(w + 5) * MOEI_INT_X(x[2]);
-        sum_a += (int)moei_flash_8(w + 6) * MOEI_INT_X(x[3]), sum_b += (signed char)moei_flash_8(w + 7) * MOEI_INT_X(x[3]);
+        sum_a += (int32_t)moei_flash_8(w) * x[0], sum_b += (int32_t)(signed char)moei_flash_8(w + 1) * x[0];
+        sum_a += (int32_t)moei_flash_8(w + 2) * x[1], sum_b += (int32_t)(signed char)moei_flash_8(w + 3) * x[1];
+        sum_a += (int32_t)moei_flash_8(w + 4) * x[2], sum_b += (int32_t)(signed char)moei_flash_8(w + 5) * x[2];
+        sum_a += (int32_t)moei_flash_8(w + 6) * x[3], sum_b += (int32_t)(signed char)moei_flash_8(w + 7) * x[3];
     }
     *a = sum_a, *b = sum_b;
     return w;
 }
 #endif
+#endif
 
 /* *a += (w_a + 8) . x, *b += (w_b + 8) . x over the k > 0 inputs of a block; returns the end of its weights. */
+#if defined(MOEI_INT_AVR)
+/* The block's sum itself fits 16 bits (8 * 127 * 32 < 32768), so what it is made of may wrap. */
+MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
+#define MOEI_INPUT(x)                                                                                            \
+    MOEI_LOAD " r18, Z+\n\tmov r19, r18\n\tandi r18, 15\n\tmulsu " x ", r18\n\tadd %A2, r0\n\tadc %B2, r1\n\t"    \
+    "swap r19\n\tandi r19, 15\n\tmulsu " x ", r19\n\tadd %A3, r0\n\tadc %B3, r1\n\t"
+    uint16_t sum_a = (uint16_t)*a, sum_b = (uint16_t)*b;
+    unsigned char count = (unsigned char)(k / 4);
+    __asm__ volatile("1:\tld r20, X+\n\tadiw r26, 1\n\tld r21, X+\n\tadiw r26, 1\n\tld r22, X+\n\tadiw r26, 1\n\tld r23, X+\n\tadiw r26, 1\n\t"
+                     MOEI_INPUT("r20") MOEI_INPUT("r22") MOEI_INPUT("r21") MOEI_INPUT("r23")
+                     "dec %4\n\tbreq 2f\n\trjmp 1b\n2:\tclr __zero_reg__"
+                     : "+z"(w), "+x"(x), "+r"(sum_a), "+r"(sum_b), "+r"(count)
+                     :
+                     : "r18", "r19", "r20", "r21", "r22", "r23", "memory");
+#undef MOEI_INPUT
+    *a = (int16_t)sum_a, *b = (int16_t)sum_b;
+    return w;
+}
+#undef MOEI_LOAD
+#else
 /* The byte is w_a + 8 + 16 (w_b + 8), so its sum has both. */
 MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
     int32_t both = 0, sum_b = 0;
@@ -5873,19 +5919,20 @@ MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *
     const int16_t *end = x + k;
     do {
         unsigned v = moei_flash_8(w);
-        both += (int)v * MOEI_INT_X(x[0]), sum_b += (int)(v >> 4) * MOEI_INT_X(x[0]);
+        both += (int32_t)v * x[0], sum_b += (int32_t)(v >> 4) * x[0];
         v = moei_flash_8(w + 2);
-        both += (int)v * MOEI_INT_X(x[1]), sum_b += (int)(v >> 4) * MOEI_INT_X(x[1]);
+        both += (int32_t)v * x[1], sum_b += (int32_t)(v >> 4) * x[1];
         v = moei_flash_8(w + 1);
-        both += (int)v * MOEI_INT_X(x[2]), sum_b += (int)(v >> 4) * MOEI_INT_X(x[2]);
+        both += (int32_t)v * x[2], sum_b += (int32_t)(v >> 4) * x[2];
         v = moei_flash_8(w + 3);
-        both += (int)v * MOEI_INT_X(x[3]), sum_b += (int)(v >> 4) * MOEI_INT_X(x[3]);
+        both += (int32_t)v * x[3], sum_b += (int32_t)(v >> 4) * x[3];
         x += 4, w += 4;
     } while (x != end);
 #endif
     *a += both - 16 * sum_b, *b += sum_b;
     return w;
 }
+#endif
 
 /* ---- products ---- */
 
@@ -6057,6 +6104,9 @@ MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *
     for (; left > 0; left--) {
         const unsigned char *head = data;
         int32_t a = moei_flash_32(head) - offset, b = moei_flash_32(head + 4);
+#if defined(MOEI_INT_AVR)
+        b -= offset;
+#endif
         data = moei_int8_dot(k, head + MOEI_INT_HEAD, x, &a, &b);
         y = moei_int_end_pair(shape, weight, head, a, b, y);
     }
