@@ -1037,7 +1037,7 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #endif
 #endif
 
-#if defined(__AVR_HAVE_MUL__) && defined(__GNUC__) && !defined(MOE_NO_DSP)
+#if defined(__AVR_HAVE_MUL__) && defined(__OPTIMIZE__) && !defined(MOE_NO_DSP) /* without optimisation gcc does not find the registers */
 #define MOEI_INT_AVR 1
 #endif
 
