@@ -42,6 +42,9 @@
      MOE_NO_PROGMEM       AVR: constants of integer models stay in RAM                              yes
      MOE_NO_STDIO         moe.h: no files by name            (MOE_STDIO: keep them)                 yes, or calls do not link
      MOE_NO_MALLOC        moe.h: no use of the heap          (MOE_MALLOC: keep it)                  no: read by the implementation
+     MOE_NO_LIBM          no function of <math.h>: small ones of our own, within a few units in     no: read by the implementation
+                          the last place (list below). Needs MOE_NO_TRAIN and float. MOE_NO_TRAIN
+                          implies it in freestanding builds and on AVR, unless MOE_LIBM is defined
 
    No option changes the layout of a struct except MOE_REAL. This header itself uses neither heap nor files, whatever the options.
 
@@ -58,6 +61,11 @@
      quad            four numbers next to each other along k; line: the 64 bytes of a panel with a quad of each of its 16 outputs
      level           the integer that stands for a quantised number; number = level * scale
      feature         an ability of the processor, a bit of moe_cpu_features
+
+   FREESTANDING BUILDS (__STDC_HOSTED__ == 0, as with -ffreestanding) include <stddef.h>, <stdint.h>, <float.h> and <stdarg.h> only, if MOE_NO_TRAIN
+   is defined. There must be memcpy, memmove and memset, which compilers want of any program anyway, and the compiler's own runtime library.
+   The largest error of the functions that MOE_NO_LIBM brings, in units in the last place of float (tests/small.c holds them to it):
+   exp 1.5, log 1.5, log1p 2, tanh 3, erfc 8, sqrt 0.5, pow 1 (for bases >= 0). Subnormal results are rounded once more.
 
    MANUAL
 
@@ -159,6 +167,15 @@
 #endif
 #if defined(MOE_MALLOC) && defined(MOE_NO_MALLOC)
 #error "moe: MOE_MALLOC and MOE_NO_MALLOC contradict each other"
+#endif
+#if defined(MOE_NO_TRAIN) && !MOE_REAL_IS_DOUBLE && !defined(MOE_LIBM) && !defined(MOE_NO_LIBM) && (defined(__AVR__) || __STDC_HOSTED__ == 0)
+#define MOE_NO_LIBM
+#endif
+#if defined(MOE_LIBM) && defined(MOE_NO_LIBM)
+#error "moe: MOE_LIBM and MOE_NO_LIBM contradict each other"
+#endif
+#if defined(MOE_NO_LIBM) && (!defined(MOE_NO_TRAIN) || MOE_REAL_IS_DOUBLE)
+#error "moe: MOE_NO_LIBM needs MOE_NO_TRAIN and MOE_REAL float"
 #endif
 
 #if defined(MOE_STATIC)
@@ -654,19 +671,10 @@ MOE_API size_t moe_int_top_k(size_t n, const int32_t *key, size_t k, int16_t *in
 
 /* ==== private tools of the implementation; moe_routers.h and moe.h use them too ====================================== */
 
-#ifndef MOE_NO_FLOAT
-#include <math.h>
-#endif
+#include <float.h>
 #include <stdarg.h>
-#include <string.h>
-
-/* Literals and functions of libm, in the real type. */
-#if MOE_REAL_IS_DOUBLE
-#define MOEI_R(x) x
-#define MOEI_F(name) name
-#else
-#define MOEI_R(x) x##f
-#define MOEI_F(name) name##f
+#if !defined(MOE_NO_LIBM) && !defined(MOE_NO_FLOAT)
+#include <math.h>
 #endif
 
 /* A private function that some combinations of headers and options leave unused. */
@@ -684,6 +692,304 @@ MOE_API size_t moe_int_top_k(size_t n, const int32_t *key, size_t k, int16_t *in
 #define MOEI_INLINE static inline
 #endif
 
+/* <string.h> is no header of a freestanding compiler. */
+#if __STDC_HOSTED__ != 0 || !defined(MOE_NO_TRAIN)
+#include <string.h>
+#define moei_strlen strlen
+#define moei_strcmp strcmp
+#define moei_memchr memchr
+#define moei_memcmp memcmp
+#else
+#ifdef __cplusplus
+extern "C" {
+#endif
+void *memcpy(void *to, const void *from, size_t n);
+void *memmove(void *to, const void *from, size_t n);
+void *memset(void *to, int value, size_t n);
+#ifdef __cplusplus
+}
+#endif
+
+MOEI_TOOL size_t moei_strlen(const char *s) {
+    size_t n = 0;
+    while (s[n] != '\0') n++;
+    return n;
+}
+
+MOEI_TOOL int moei_strcmp(const char *a, const char *b) {
+    for (; *a == *b; a++, b++)
+        if (*a == '\0') return 0;
+    return (unsigned char)*a < (unsigned char)*b ? -1 : 1;
+}
+
+MOEI_TOOL int moei_memcmp(const void *a, const void *b, size_t n) {
+    const unsigned char *p = (const unsigned char *)a, *q = (const unsigned char *)b;
+    for (; n > 0; n--, p++, q++)
+        if (*p != *q) return *p < *q ? -1 : 1;
+    return 0;
+}
+
+MOEI_TOOL const void *moei_memchr(const void *s, int c, size_t n) {
+    const unsigned char *p = (const unsigned char *)s;
+    for (; n > 0; n--, p++)
+        if (*p == (unsigned char)c) return p;
+    return NULL;
+}
+#endif
+
+/* Literals and functions of libm, in the real type and in double. */
+#if MOE_REAL_IS_DOUBLE
+#define MOEI_R(x) x
+#define MOEI_F(name) name
+#define MOEI_D(name) name
+#elif defined(MOE_NO_LIBM)
+#define MOEI_R(x) x##f
+#define MOEI_F(name) moei_own_##name
+#define MOEI_D(name) moei_fine_##name
+#else
+#define MOEI_R(x) x##f
+#define MOEI_F(name) name##f
+#define MOEI_D(name) name
+#endif
+
+/* Infinity, without the warnings that INFINITY gives under fast mathematics. */
+#if !defined(MOE_NO_LIBM)
+#define MOEI_INFINITY ((moe_real)HUGE_VAL)
+#define MOEI_HUGE HUGE_VAL
+#elif defined(__GNUC__)
+#define MOEI_INFINITY __builtin_inff()
+#define MOEI_HUGE __builtin_inf()
+#else
+#define MOEI_INFINITY ((moe_real)(1e300 * 1e300))
+#define MOEI_HUGE (1e300 * 1e300)
+#endif
+
+/* Whether a size fits int32_t; no comparison where every size does. */
+#if SIZE_MAX > 0x7fffffff
+#define MOEI_FITS_INT32(n) ((n) <= INT32_MAX)
+#else
+#define MOEI_FITS_INT32(n) ((void)(n), 1)
+#endif
+
+#if defined(MOE_NO_LIBM) && !defined(MOE_NO_FLOAT)
+/* ---- our own mathematics for builds without libm; accuracy: see the top of this file ------------------------------------- */
+
+MOEI_TOOL uint32_t moei_float_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+MOEI_TOOL float moei_float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* x without its sign is infinite or NaN. */
+MOEI_TOOL int moei_float_is_huge(float x) { return (moei_float_bits(x) >> 23 & 255u) == 255u; }
+
+MOEI_TOOL float moei_own_fabs(float x) { return moei_float_of(moei_float_bits(x) & 0x7fffffffu); }
+
+/* 2^n for n from -126 to 127. */
+MOEI_TOOL float moei_power2(int n) { return moei_float_of((uint32_t)(n + 127) << 23); }
+
+/* x 2^n, n from -252 to 254, in two steps: the first is exact. */
+MOEI_TOOL float moei_times_power2(float x, int n) { return x * moei_power2(n / 2) * moei_power2(n - n / 2); }
+
+/* x = n log 2 + r with |r| <= log(2) / 2, |x| <= 106. Returns exp(r) - 1, by the polynomial of the kernels. */
+MOEI_TOOL float moei_own_exp_reduced(float x, int *n) {
+    float r, q = 1.381432057e-03f, k;
+    *n = (int)(x * 1.44269504089f + (x < 0.0f ? -0.5f : 0.5f));
+    k = (float)*n;
+    r = x - k * 0.693145751953125f; /* log 2 in two parts, the first with few bits */
+    r -= k * 1.42860682e-06f;
+    q = q * r + 8.368851071e-03f;
+    q = q * r + 4.166840108e-02f;
+    q = q * r + 1.666651952e-01f;
+    q = q * r + 4.999999337e-01f;
+    return r * r * q + r;
+}
+
+MOEI_TOOL float moei_own_exp(float x) {
+    float e;
+    int n;
+    if (!(x > -104.0f)) return x < 0.0f ? 0.0f : x; /* NaN */
+    if (x > 88.7228394f) return MOEI_INFINITY;
+    e = moei_own_exp_reduced(x, &n);
+    return moei_times_power2(1.0f + e, n);
+}
+
+/* ln x: x = 2^n m with m from sqrt(1/2) to sqrt(2), f = m - 1, ln m = f - f^2 / 2 + f^3 Q(f), the polynomial of the kernels. */
+MOEI_TOOL float moei_own_log(float x) {
+    float f, q = -7.634419459e-02f, k = 0.0f;
+    uint32_t bits = moei_float_bits(x), whole;
+    if (!(x > 0.0f)) return x < 0.0f ? MOEI_INFINITY - MOEI_INFINITY : bits << 1 == 0 ? -MOEI_INFINITY : x;
+    if (moei_float_is_huge(x)) return x;
+    if (bits < 0x00800000u) { /* subnormal: made larger by 2^24 */
+        bits = moei_float_bits(x * 16777216.0f);
+        k = -24.0f;
+    }
+    whole = (bits + (0x3f800000u - 0x3f3504f3u)) >> 23; /* n + 127 */
+    k += (float)((int)whole - 127);
+    f = moei_float_of(bits - (whole << 23) + 0x3f800000u) - 1.0f;
+    q = q * f + 1.276155052e-01f;
+    q = q * f - 1.316019287e-01f;
+    q = q * f + 1.420176137e-01f;
+    q = q * f - 1.662335736e-01f;
+    q = q * f + 2.000122679e-01f;
+    q = q * f - 2.500082099e-01f;
+    q = q * f + 3.333333171e-01f;
+    q = f * f * (q * f - 0.5f) + k * 1.42860682e-06f; /* log 2 in two parts, as in exp */
+    return k * 0.693145751953125f + (f + q);
+}
+
+/* ln(1 + x): what 1 + x loses is given back, to first order. */
+MOEI_TOOL float moei_own_log1p(float x) {
+    float u = 1.0f + x, lost;
+    if (!(u > 0.0f) || moei_float_is_huge(u)) return moei_own_log(u);
+    if (u - 1.0f >= x && u - 1.0f <= x) lost = 0.0f;
+    else lost = x < 1.0f ? x - (u - 1.0f) : 1.0f - (u - x);
+    if (x < 1e-4f && x > -1e-4f) return x - 0.5f * x * x + x * x * x * 0.333333333f;
+    return moei_own_log(u) + lost / u;
+}
+
+/* tanh|x| = -q / (2 + q) with q = exp(-2|x|) - 1; beyond 10 it is 1. */
+MOEI_TOOL float moei_own_tanh(float x) {
+    float q, z = moei_own_fabs(x), power;
+    int n;
+    if (!(z <= 10.0f)) return x < 0.0f ? -1.0f : x > 0.0f ? 1.0f : x;
+    q = moei_own_exp_reduced(-2.0f * z, &n);
+    power = moei_power2(n);
+    q = q * power + (power - 1.0f);
+    return moei_float_of((moei_float_bits(q / (2.0f + q)) & 0x7fffffffu) | (moei_float_bits(x) & 0x80000000u));
+}
+
+/* erfc|x| = 2 exp(-x^2) t Q(t), t = 1 / (1 + 0.3 sqrt(2) |x|), the polynomial of the kernels' normal distribution. */
+MOEI_TOOL float moei_own_erfc(float x) {
+    float z = moei_own_fabs(x), t, q = -2.062863988e-02f, high, square, lost;
+    if (!(z <= 10.5f)) return x < 0.0f ? 2.0f : x > 0.0f ? 0.0f : x;
+    t = 1.0f / (1.0f + 0.424264069f * z);
+    q = q * t + 1.124646791e-01f;
+    q = q * t - 2.282845255e-01f;
+    q = q * t + 1.918829512e-01f;
+    q = q * t - 7.950889292e-02f;
+    q = q * t + 9.620478702e-02f;
+    q = q * t + 7.837226539e-02f;
+    q = q * t + 1.102393389e-01f;
+    q = q * t + 1.195713183e-01f;
+    q = q * t + 1.196867166e-01f;
+    square = z * z;
+    high = moei_float_of(moei_float_bits(z) & 0xfffff000u); /* few bits, so that high * high is exact */
+    lost = (high * high - square) + (z - high) * (z + high);
+    q = (t * q - t * q * lost) * 2.0f * moei_own_exp(-square);
+    return x < 0.0f ? 2.0f - q : q;
+}
+
+/* The exact root, rounded: digit by digit, in integers. */
+MOEI_TOOL float moei_own_sqrt(float x) {
+    uint32_t bits = moei_float_bits(x), rest = 0, root = 0, m;
+    int exponent, i;
+    if (!(x > 0.0f)) return x < 0.0f ? MOEI_INFINITY - MOEI_INFINITY : x;
+    if (moei_float_is_huge(x)) return x;
+    if (bits < 0x00800000u) return moei_own_sqrt(x * 16777216.0f) * (1.0f / 4096.0f);
+    exponent = (int)(bits >> 23) - 127;
+    m = ((bits & 0x007fffffu) | 0x00800000u) << (exponent & 1); /* x = m 2^(2 half - 23) */
+    for (i = 0; i < 25; i++) { /* 24 bits and one to round by: of m 2^25, two bits a time */
+        rest = rest << 2 | (i < 12 ? m >> (23 - 2 * i) & 3u : i == 12 ? (m & 1u) << 1 : 0u);
+        root <<= 1;
+        if (rest > root << 1) {
+            rest -= root << 1 | 1u;
+            root |= 1u;
+        }
+    }
+    root = (root + 1u) >> 1; /* never a tie: a root of 25 bits would have a square of more bits than x */
+    return moei_times_power2((float)root, ((exponent & 1) != 0 ? exponent - 1 : exponent) / 2 - 23);
+}
+
+/* The functions below work in double and want arguments within the range of float; where double is float, so is their accuracy. */
+
+MOEI_TOOL double moei_fine_fabs(double x) { return x < 0.0 ? -x : x; }
+
+MOEI_TOOL double moei_fine_floor(double x) {
+    double whole;
+    if (!(moei_fine_fabs(x) < 4503599627370496.0)) return x; /* whole already, infinite or NaN */
+    whole = (double)(int64_t)x;
+    return whole > x ? whole - 1.0 : whole;
+}
+
+MOEI_TOOL float moei_own_ceil(float x) { return -(float)moei_fine_floor(-(double)x); }
+
+MOEI_TOOL double moei_fine_exp(double x) {
+    double k, r, sum = 1.0;
+    int n, i;
+    if (!(x > -104.0)) return x < 0.0 ? 0.0 : x;
+    if (x > 89.0) return MOEI_HUGE;
+    n = (int)(x * 1.4426950408889634 + (x < 0.0 ? -0.5 : 0.5));
+    k = (double)n;
+    r = x - k * 0.693147180369123816490 - k * 1.90821492927058770002e-10; /* log 2 in two parts, the first with 33 bits */
+    for (i = 14; i > 0; i--) sum = 1.0 + sum * r / (double)i;
+    return sum * (double)moei_power2(n / 2) * (double)moei_power2(n - n / 2);
+}
+
+/* ln x = n log 2 + 2 artanh s, s = (m - 1) / (m + 1), as a series. */
+MOEI_TOOL double moei_fine_log(double x) {
+    float rough = (float)x;
+    uint32_t whole;
+    double s, square, sum = 0.0, k;
+    int i;
+    if (!(rough > 0.0f) || moei_float_is_huge(rough)) return (double)moei_own_log(rough);
+    if (rough < 1.17549435e-38f) return moei_fine_log(x * 16777216.0) - 16.635532333438687;
+    whole = (moei_float_bits(rough) + (0x3f800000u - 0x3f3504f3u)) >> 23;
+    k = (double)((int)whole - 127);
+    x *= (double)moei_power2((127 - (int)whole) / 2) * (double)moei_power2(127 - (int)whole - (127 - (int)whole) / 2);
+    s = (x - 1.0) / (x + 1.0);
+    square = s * s;
+    for (i = 21; i > 1; i -= 2) sum = (sum + 1.0 / (double)i) * square;
+    return k * 0.693147180369123816490 + (k * 1.90821492927058770002e-10 + 2.0 * s * (1.0 + sum));
+}
+
+/* x^y for x >= 0. */
+MOEI_TOOL double moei_fine_pow(double x, double y) {
+    if ((y <= 0.0 && y >= 0.0) || (x <= 1.0 && x >= 1.0)) return 1.0;
+    return moei_fine_exp(y * moei_fine_log(x));
+}
+
+MOEI_TOOL float moei_own_pow(float x, float y) { return (float)moei_fine_pow((double)x, (double)y); }
+
+MOEI_TOOL double moei_fine_sqrt(double x) {
+    double root;
+    int i;
+    if (x > 0.0 && x < 1e-30) return moei_fine_sqrt(x * 1.2676506002282294e30) * 8.8817841970012523e-16; /* 2^100, 2^-50 */
+    if (x > 1e30 && x < MOEI_HUGE) return moei_fine_sqrt(x * 7.8886090522101181e-31) * 1125899906842624.0;
+    root = (double)moei_own_sqrt((float)x);
+    if (!(root > 0.0) || moei_float_is_huge((float)root)) return root;
+    for (i = 0; i < 2; i++) root = 0.5 * (root + x / root);
+    return root;
+}
+
+/* sin (odd 1) or cos (odd 0) of |x| <= pi / 4, by the series. */
+MOEI_TOOL double moei_fine_wave(double x, int odd) {
+    double sum = 1.0, square = x * x;
+    int i;
+    for (i = 18 + odd; i > 1 + odd; i -= 2) sum = 1.0 - sum * square / (double)(i * (i - 1));
+    return odd ? sum * x : sum;
+}
+
+/* cos(x - quarter pi / 2) for |x| < 2^31: sin for quarter 1. */
+MOEI_TOOL double moei_fine_turned(double x, int quarter) {
+    double turns = moei_fine_floor(x * 0.63661977236758134 + 0.5), value;
+    int at = (int)((int64_t)turns & 3);
+    x = x - turns * 1.57079632673412561417 - turns * 6.07710050650619224932e-11; /* pi / 2 in two parts, the first with 33 bits */
+    at = (at + 4 - quarter) & 3; /* cos(x + at pi / 2) */
+    value = moei_fine_wave(x, at & 1);
+    return at == 1 || at == 2 ? -value : value;
+}
+
+MOEI_TOOL double moei_fine_cos(double x) { return moei_fine_turned(x, 0); }
+MOEI_TOOL double moei_fine_sin(double x) { return moei_fine_turned(x, 1); }
+#endif /* MOE_NO_LIBM */
+
 /* ---- sizes: every product and sum of a caller's or a file's numbers goes through these; 0 on overflow ---------------- */
 
 MOEI_TOOL int moei_mul(size_t a, size_t b, size_t *out) {
@@ -696,6 +1002,12 @@ MOEI_TOOL int moei_add(size_t a, size_t b, size_t *out) {
     if (a > (size_t)-1 - b) return 0;
     *out = a + b;
     return 1;
+}
+
+/* Whether a + b is a number of tokens. */
+MOEI_TOOL int moei_fit_int32(size_t a, size_t b) {
+    size_t sum = 0;
+    return moei_add(a, b, &sum) && MOEI_FITS_INT32(sum);
 }
 
 /* ---- layout: one function describes an object's memory; with base NULL it only counts ------------------------------- */
@@ -761,6 +1073,20 @@ MOEI_TOOL void moei_put_integer(moei_text *t, int64_t value) {
 }
 
 #ifndef MOE_NO_FLOAT
+/* What the decimal conversions need to know of double, which has 32 bits on AVR: powers of ten that leave room, steps towards them, digits
+   that tell all reals apart, digits that are read, the bits of these that the second number of a pair takes. */
+#if DBL_MANT_DIG > 24
+enum { MOEI_TENS = 290, MOEI_TENS_STEP = 60, MOEI_TENS_FAR = 200, MOEI_DIGITS = 17, MOEI_DIGITS_READ = 18, MOEI_LOW_BITS = 11, MOEI_SLACK = 16 };
+#define MOEI_SPLITTER 134217729.0
+#define MOEI_SMALL 1e-270
+#define MOEI_LARGE 1e230
+#else
+enum { MOEI_TENS = 30, MOEI_TENS_STEP = 10, MOEI_TENS_FAR = 20, MOEI_DIGITS = 9, MOEI_DIGITS_READ = 14, MOEI_LOW_BITS = 24, MOEI_SLACK = 64 };
+#define MOEI_SPLITTER 4097.0
+#define MOEI_SMALL 1e-20
+#define MOEI_LARGE 1e25
+#endif
+
 /* A sum of two doubles, hi + lo, with about 106 bits: decimal conversions must not round on the way (Dekker 1971, A floating-point technique for
    extending the available precision). */
 typedef struct moei_pair {
@@ -775,14 +1101,14 @@ MOEI_TOOL moei_pair moei_pair_of(double big, double small) {
 }
 
 MOEI_TOOL moei_pair moei_pair_product(moei_pair a, moei_pair b) {
-    double splitter = 134217729.0, a1, a2, b1, b2, product = a.hi * b.hi, rest;
+    double splitter = MOEI_SPLITTER, a1, a2, b1, b2, product = a.hi * b.hi, rest;
     a1 = a.hi * splitter, a1 = a1 - (a1 - a.hi), a2 = a.hi - a1;
     b1 = b.hi * splitter, b1 = b1 - (b1 - b.hi), b2 = b.hi - b1;
     rest = ((a1 * b1 - product) + a1 * b2 + a2 * b1) + a2 * b2;
     return moei_pair_of(product, rest + (a.hi * b.lo + a.lo * b.hi));
 }
 
-/* x times 10^n, |n| <= 290. */
+/* x times 10^n, |n| <= MOEI_TENS. */
 MOEI_TOOL moei_pair moei_scale10(moei_pair x, int n) {
     moei_pair power = {1.0, 0.0}, base = {10.0, 0.0}, back;
     unsigned left = n < 0 ? (unsigned)-n : (unsigned)n;
@@ -810,7 +1136,7 @@ MOEI_TOOL int moei_parse_real(const char *s, size_t n, moe_real *out) {
             continue;
         }
         digits = 1;
-        if (kept < 18) {
+        if (kept < MOEI_DIGITS_READ) {
             mantissa = mantissa * 10 + (uint64_t)(s[i] - '0');
             if (mantissa > 0) kept++;
             if (point && exponent > -1000) exponent--;
@@ -828,22 +1154,22 @@ MOEI_TOOL int moei_parse_real(const char *s, size_t n, moe_real *out) {
         exponent += sign * e;
     }
     if (i != n) return 0;
-    value = moei_pair_of((double)(mantissa & ~(uint64_t)2047), (double)(mantissa & 2047));
-    if (exponent < -290) { /* in two steps, so that the power of ten stays finite */
-        value = moei_scale10(value, -290);
-        exponent = exponent + 290 < -290 ? -290 : exponent + 290;
+    value = moei_pair_of((double)(mantissa >> MOEI_LOW_BITS << MOEI_LOW_BITS), (double)(mantissa & (((uint64_t)1 << MOEI_LOW_BITS) - 1)));
+    if (exponent < -MOEI_TENS) { /* in two steps, so that the power of ten stays finite */
+        value = moei_scale10(value, -MOEI_TENS);
+        exponent = exponent + MOEI_TENS < -MOEI_TENS ? -MOEI_TENS : exponent + MOEI_TENS;
     }
-    if (mantissa > 0 && exponent > 310) return 0;
-    if (exponent > 200) { /* in sixteenths for the last step, as in moei_put_digits */
-        value = moei_scale10(value, exponent > 310 ? 0 : exponent - 60);
-        value = moei_pair_product(moei_pair_of(value.hi / 16.0, value.lo / 16.0), moei_scale10(moei_pair_of(1.0, 0.0), 60));
+    if (mantissa > 0 && exponent > DBL_MAX_10_EXP + 2) return 0;
+    if (exponent > MOEI_TENS_FAR) { /* in sixteenths for the last step, as in moei_put_digits */
+        value = moei_scale10(value, exponent > DBL_MAX_10_EXP + 2 ? 0 : exponent - MOEI_TENS_STEP);
+        value = moei_pair_product(moei_pair_of(value.hi / 16.0, value.lo / 16.0), moei_scale10(moei_pair_of(1.0, 0.0), MOEI_TENS_STEP));
         value.hi *= 16.0;
     } else value = moei_scale10(value, exponent);
     *out = (moe_real)(negative ? -value.hi : value.hi);
     return moe_is_finite(*out);
 }
 
-/* value with the given number of significant digits, shortest form: 0.01, 12, 1e-08. */
+/* value with the given number of significant digits, at most MOEI_DIGITS, shortest form: 0.01, 12, 1e-08. */
 MOEI_TOOL void moei_put_digits(moei_text *t, double value, int significant) {
     char digits[20];
     int exponent = 0, shifted = 0, i, count = significant;
@@ -854,21 +1180,21 @@ MOEI_TOOL void moei_put_digits(moei_text *t, double value, int significant) {
         value = -value;
     }
     exact = moei_pair_of(value, 0.0);
-    while (value < 1e-270 && value > 0.0) { /* where powers of ten would leave the range */
-        exact = moei_scale10(exact, 60);
+    while (value < MOEI_SMALL && value > 0.0) { /* where powers of ten would leave the range */
+        exact = moei_scale10(exact, MOEI_TENS_STEP);
         value = exact.hi;
-        shifted -= 60;
+        shifted -= MOEI_TENS_STEP;
     }
-    if (value > 1e230) { /* a sixteenth, so that no product on the way leaves the range */
-        exact = moei_scale10(moei_pair_of(value / 16.0, 0.0), -60);
+    if (value > MOEI_LARGE) { /* a sixteenth, so that no product on the way leaves the range */
+        exact = moei_scale10(moei_pair_of(value / 16.0, 0.0), -MOEI_TENS_STEP);
         exact.hi *= 16.0, exact.lo *= 16.0;
-        shifted += 60;
+        shifted += MOEI_TENS_STEP;
     }
-    while (exponent < 290 && moei_scale10(exact, -exponent).hi >= 10.0) exponent++;
-    while (exponent > -290 && moei_scale10(exact, -exponent).hi < 1.0) exponent--;
+    while (exponent < MOEI_TENS && moei_scale10(exact, -exponent).hi >= 10.0) exponent++;
+    while (exponent > -MOEI_TENS && moei_scale10(exact, -exponent).hi < 1.0) exponent--;
     exact = moei_scale10(exact, significant - 1 - exponent);
-    whole = (uint64_t)exact.hi - 16; /* 17 digits exceed 53 bits, so lo reaches 8 in size */
-    whole += (uint64_t)((exact.hi - (double)(whole + 16)) + exact.lo + 16.5);
+    whole = (uint64_t)exact.hi - MOEI_SLACK; /* 17 digits exceed 53 bits, so lo reaches 8 in size; 9 exceed 24 bits, and lo reaches 32 */
+    whole += (uint64_t)((exact.hi - (double)(whole + MOEI_SLACK)) + exact.lo + (double)MOEI_SLACK + 0.5);
     exponent += shifted;
     for (i = significant - 1; i >= 0; i--, whole /= 10) digits[i] = (char)('0' + (int)(whole % 10));
     if (whole > 0) { /* rounding carried into a new digit: 9.99 became 10.0 */
@@ -893,7 +1219,7 @@ MOEI_TOOL void moei_put_digits(moei_text *t, double value, int significant) {
     }
 }
 
-/* The shortest decimal text that moei_parse_real turns back into value; 17 digits are always enough. */
+/* The shortest decimal text that moei_parse_real turns back into value; MOEI_DIGITS are always enough. */
 MOEI_TOOL void moei_put_real(moei_text *t, moe_real value) {
     int significant;
     if (!moe_is_finite(value)) {
@@ -906,13 +1232,13 @@ MOEI_TOOL void moei_put_real(moei_text *t, moe_real value) {
         moei_put(t, "0", 1);
         return;
     }
-    for (significant = 1; significant <= 17; significant++) {
+    for (significant = 1; significant <= MOEI_DIGITS; significant++) {
         char digits[48];
         moei_text trial;
         moe_real back;
         trial.out = digits, trial.room = sizeof digits, trial.length = 0;
         moei_put_digits(&trial, (double)value, significant);
-        if (significant == 17 || (moei_parse_real(digits, trial.length, &back) && !(back < value) && !(back > value))) {
+        if (significant == MOEI_DIGITS || (moei_parse_real(digits, trial.length, &back) && !(back < value) && !(back > value))) {
             moei_put(t, digits, trial.length);
             return;
         }
@@ -932,7 +1258,7 @@ MOEI_TOOL void moei_put_format(moei_text *t, const char *format, va_list argumen
         p++;
         if (*p == 's') {
             const char *s = va_arg(arguments, const char *);
-            if (s != NULL) moei_put(t, s, strlen(s));
+            if (s != NULL) moei_put(t, s, moei_strlen(s));
         } else if (*p == 'd')
             moei_put_integer(t, va_arg(arguments, int));
         else if (*p == 'z')
@@ -1444,11 +1770,11 @@ static void moei_real_softmax_c(size_t n, const moe_real *x, moe_real temperatur
 }
 
 static moe_real moei_real_log_posterior_c(size_t n, moe_real scale, const moe_real *shift, const moe_real *prior, moe_real *y) {
-    moe_real max = -(moe_real)HUGE_VAL;
+    moe_real max = -MOEI_INFINITY;
     size_t i;
     for (i = 0; i < n; i++) {
         moe_real value = scale * (shift != NULL ? y[i] - shift[i] : y[i]);
-        if (prior != NULL) value = prior[i] > 0 ? value + MOEI_F(log)(prior[i]) : -(moe_real)HUGE_VAL;
+        if (prior != NULL) value = prior[i] > 0 ? value + MOEI_F(log)(prior[i]) : -MOEI_INFINITY;
         if (value > max) max = value;
         y[i] = value;
     }
@@ -1477,7 +1803,7 @@ static moe_real moei_real_entropy_c(size_t n, const moe_real *p) {
 moe_real moe_log_sum_exp(size_t n, const moe_real *x) {
     moe_real max, rest = 0;
     size_t i, best;
-    if (n == 0) return -(moe_real)HUGE_VAL;
+    if (n == 0) return -MOEI_INFINITY;
     best = moei_max_index(n, x);
     max = x[best];
     if (!moe_is_finite(max)) {
@@ -2467,12 +2793,12 @@ MOEI_AVX2 static void moei_f32_activate_backward_avx2(int act, size_t n, const f
 /* Eight numbers, or count < 8 of them followed by -inf. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_load_padded_avx2(size_t count, const float *x) {
     const __m256i mask = moei_mask_avx2(count < 8 ? count : 8);
-    return _mm256_blendv_ps(_mm256_set1_ps(-(float)HUGE_VAL), _mm256_maskload_ps(x, mask), _mm256_castsi256_ps(mask));
+    return _mm256_blendv_ps(_mm256_set1_ps(-MOEI_INFINITY), _mm256_maskload_ps(x, mask), _mm256_castsi256_ps(mask));
 }
 
 /* count numbers, at most eight of them, and -inf where there are fewer. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_load_avx2(size_t count, const float *x) {
-    if (count == 4) return _mm256_insertf128_ps(_mm256_set1_ps(-(float)HUGE_VAL), _mm_loadu_ps(x), 0); /* stored so: need not wait */
+    if (count == 4) return _mm256_insertf128_ps(_mm256_set1_ps(-MOEI_INFINITY), _mm_loadu_ps(x), 0); /* stored so: need not wait */
     return count >= 8 ? _mm256_loadu_ps(x) : moei_load_padded_avx2(count, x);
 }
 
@@ -2542,7 +2868,7 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_set_lane_avx2(__m256 v, int lane, __m256 value
 /* Up to 64 scores: one after another the largest is taken out. Its eight are found by the eights' own largest, then its lane: both times
    the lowest of equals. max gives its second operand for NaN. */
 MOEI_AVX2 static size_t moei_f32_top_k_avx2(size_t n, const float *score, size_t k, int32_t *index) {
-    const __m256 none = _mm256_set1_ps(-(float)HUGE_VAL);
+    const __m256 none = _mm256_set1_ps(-MOEI_INFINITY);
     __m256 rest[8], largest = none, max;
     size_t i, taken;
     int eight = 0, lane;
@@ -2551,7 +2877,7 @@ MOEI_AVX2 static size_t moei_f32_top_k_avx2(size_t n, const float *score, size_t
         largest = _mm256_max_ps(moei_load_avx2(n, score), none);
         for (taken = 0; taken < k; taken++) {
             max = moei_all_max_avx2(largest);
-            if (!(_mm256_cvtss_f32(max) > -(float)HUGE_VAL)) break;
+            if (!(_mm256_cvtss_f32(max) > -MOEI_INFINITY)) break;
             lane = moei_lane_of_avx2(largest, max);
             index[taken] = lane;
             largest = moei_set_lane_avx2(largest, lane, none);
@@ -2564,7 +2890,7 @@ MOEI_AVX2 static size_t moei_f32_top_k_avx2(size_t n, const float *score, size_t
     }
     for (taken = 0; taken < k; taken++) {
         max = moei_all_max_avx2(largest);
-        if (!(_mm256_cvtss_f32(max) > -(float)HUGE_VAL)) break;
+        if (!(_mm256_cvtss_f32(max) > -MOEI_INFINITY)) break;
         eight = moei_lane_of_avx2(largest, max);
         lane = moei_lane_of_avx2(rest[eight], max);
         index[taken] = 8 * eight + lane;
@@ -2598,7 +2924,7 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_log_avx2(__m256 x) {
     const __m256 small = _mm256_cmp_ps(x, _mm256_set1_ps(1.17549435e-38f), _CMP_LT_OQ); /* subnormal: made larger by 2^24 */
     const __m256 value = moei_log_normal_avx2(_mm256_blendv_ps(x, _mm256_mul_ps(x, _mm256_set1_ps(16777216.0f)), small));
     const __m256 back = _mm256_sub_ps(value, _mm256_and_ps(small, _mm256_set1_ps(16.635532333f)));
-    return _mm256_blendv_ps(back, x, _mm256_cmp_ps(x, _mm256_set1_ps((float)HUGE_VAL), _CMP_EQ_OQ));
+    return _mm256_blendv_ps(back, x, _mm256_cmp_ps(x, _mm256_set1_ps(MOEI_INFINITY), _CMP_EQ_OQ));
 }
 
 MOEI_AVX2 static void moei_f32_multiply_avx2(size_t n, const float *a, const float *b, float *y) {
@@ -2629,7 +2955,7 @@ MOEI_AVX2 static void moei_f32_spread_avx2(int squared, size_t count, const int3
 
 /* Lanes that are not there hold -inf or NaN; max gives its second operand for NaN. */
 MOEI_AVX2 static float moei_f32_log_posterior_avx2(size_t n, float scale, const float *shift, const float *prior, float *y) {
-    const __m256 factor = _mm256_set1_ps(scale), none = _mm256_set1_ps(-(float)HUGE_VAL);
+    const __m256 factor = _mm256_set1_ps(scale), none = _mm256_set1_ps(-MOEI_INFINITY);
     __m256 max = none;
     size_t i;
     for (i = 0; i < n; i += 8) {
@@ -3060,7 +3386,7 @@ MOEI_AVX512 static void moei_f32_adamw_avx512(const moe_adamw_step *step, size_t
 
 /* Lanes that are not there hold -inf, which exp makes 0. */
 MOEI_AVX512 static void moei_f32_softmax_avx512(size_t n, const float *x, float temperature, float *y) {
-    const __m512 none = _mm512_set1_ps(-(float)HUGE_VAL), over = _mm512_set1_ps(temperature);
+    const __m512 none = _mm512_set1_ps(-MOEI_INFINITY), over = _mm512_set1_ps(temperature);
     __m512 max = none, shift, sums = _mm512_setzero_ps(), part;
     float lane[16], sum;
     size_t i;
@@ -3122,9 +3448,15 @@ MOEI_AVX512 static void moei_f32_softmax_avx512(size_t n, const float *x, float 
 
 enum {
     MOEI_GROUP = 32,          /* numbers along k that share a scale in the types with blocks */
-    MOEI_SUM_LIMIT = 65536,   /* so many terms of Q8 fit an int32 sum: 65536 * 128 * 127 < 2^31; longer rows are summed in pieces */
     MOEI_LINE = 64            /* bytes of a cache line, and of four weights along k for each output */
 };
+
+/* So many terms of Q8 fit an int32 sum: 65536 * 128 * 127 < 2^31; longer rows are summed in pieces. Where sizes have 16 bits, no row is longer. */
+#if SIZE_MAX > 65535
+#define MOEI_SUM_LIMIT ((size_t)65536)
+#else
+#define MOEI_SUM_LIMIT ((size_t)32768)
+#endif
 
 static uint16_t moei_get_16(const unsigned char *p) {
     uint16_t bits;
@@ -3302,10 +3634,10 @@ static moe_real moei_weight_scale(int type, size_t n, const moe_real *x) {
     if (type == MOE_TYPE_Q4) return moei_from_f16(moei_narrow(most / -8, 5, 10)) + 0; /* never -0 */
     most = MOEI_F(fabs)(most) / 127;
     if (type == MOE_TYPE_Q8_BLOCK) return moei_from_f16(moei_narrow(most, 5, 10));
-    return most > MOEI_R(3.4028234663852886e38) ? (moe_real)HUGE_VAL : (moe_real)(float)most;
+    return most > MOEI_R(3.4028234663852886e38) ? MOEI_INFINITY : (moe_real)(float)most;
 }
 
-/* x to the nearest integer, ties to even or away from 0. |x| below 2^30. */
+/* x to the nearest integer, ties to even or away from 0. |x| below 2^14. */
 static int moei_round(moe_real x, int to_even) {
     const int whole = (int)x;
     const moe_real rest = MOEI_F(fabs)(x - (moe_real)whole), half = MOEI_R(0.5);
@@ -3484,7 +3816,7 @@ static int moei_shape_row(int type, size_t inner, moei_row_shape *s) {
     const size_t groups = moei_groups(inner), scales = type == MOE_TYPE_Q8 ? 1 : groups;
     const size_t starts = type == MOE_TYPE_Q8 ? inner / MOEI_SUM_LIMIT + 1 : groups;
     size_t lines;
-    if (!moei_is_quant(type) || inner > (size_t)-1 / 2) return 0;
+    if (!moei_is_quant(type) || inner > (size_t)-1 / 2 - MOEI_GROUP) return 0;
     s->levels = s->scales = groups * MOEI_GROUP;
     if (!moei_add(s->scales, scales * sizeof(moe_real), &s->starts) || !moei_add(s->starts, starts * 4, &s->size)) return 0;
     lines = s->size / MOEI_LINE + 1; /* behind the row there may be unused bytes, but no second even line */
@@ -3532,7 +3864,7 @@ MOEI_INLINE void moei_quantise(int type, size_t m, size_t inner, const moe_real 
         }
         for (p = 0; p < shape.levels; p += run) {
             const moe_real *from = p < whole ? x + p : rest;
-            const size_t group = p / (type == MOE_TYPE_Q8 ? MOEI_SUM_LIMIT : MOEI_GROUP), left = MOEI_SUM_LIMIT - p % MOEI_SUM_LIMIT;
+            const size_t group = p / (type == MOE_TYPE_Q8 ? MOEI_SUM_LIMIT : (size_t)MOEI_GROUP), left = MOEI_SUM_LIMIT - p % MOEI_SUM_LIMIT;
             int32_t start;
             run = type != MOE_TYPE_Q8 || p >= whole ? (size_t)MOEI_GROUP : whole - p < left ? whole - p : left;
             if (type != MOE_TYPE_Q8) {
@@ -3594,7 +3926,7 @@ MOEI_INLINE void moei_sum_c(int q4, size_t count, const signed char *level, cons
 /* One row over one panel. */
 static void moei_quant_row_c(int type, size_t inner, const moei_row_shape *shape, const unsigned char *row, const unsigned char *panel,
                                   moe_real *c) {
-    const size_t most = type == MOE_TYPE_Q8 ? MOEI_SUM_LIMIT : MOEI_GROUP;
+    const size_t most = type == MOE_TYPE_Q8 ? MOEI_SUM_LIMIT : (size_t)MOEI_GROUP;
     size_t p, j;
     for (j = 0; j < MOEI_PANEL; j++) c[j] = 0;
     for (p = 0; p < shape->levels; p += most) {
@@ -4886,7 +5218,7 @@ static void moei_f32_adamw_v4(const moe_adamw_step *step, size_t n, const float 
 
 /* Lanes that are not there hold -inf and add 0. A NaN may get lost in max, but not in the sum. */
 static void moei_f32_softmax_v4(size_t n, const float *x, float temperature, float *y) {
-    const float low = -(float)HUGE_VAL;
+    const float low = -MOEI_INFINITY;
     const moei_v4 divisor = moei_v4_all(temperature);
     moei_v4 shift, max, sums = moei_v4_all(0.0f);
     float lane[4], sum;
@@ -4912,7 +5244,7 @@ static float moei_f32_exp_sum_v4(size_t n, float max, float *y) {
     moei_v4 sums = moei_v4_all(0.0f);
     size_t i;
     for (i = 0; i < n; i += 4) {
-        const moei_v4 e = moei_exp_v4(moei_v4_sub(moei_v4_load_part(n - i, y + i, -(float)HUGE_VAL), shift));
+        const moei_v4 e = moei_exp_v4(moei_v4_sub(moei_v4_load_part(n - i, y + i, -MOEI_INFINITY), shift));
         moei_v4_store_part(n - i, y + i, e);
         sums = moei_v4_add(sums, e);
     }
@@ -5438,18 +5770,21 @@ void moe_softmax(const moe_kernels *k, size_t n, const moe_real *x, moe_real tem
     moei_table(k)->softmax(n, x, temperature, y);
 }
 
+/* A block of k for 16-bit weights. Where sizes have 16 bits there is no room for a whole one: sums longer than this are then rounded differently. */
+enum { MOEI_HALF_K = SIZE_MAX > 65535 ? (int)MOEI_BLOCK_K : 16 };
+
 /* 16-bit weights: two panels of one block of k at a time become numbers on the stack, for all rows. */
 static void moei_matmul_half(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda,
                              const unsigned char *packed, moe_real *c, size_t ldc) {
-    moe_real room[2 * MOEI_BLOCK_K * MOEI_PANEL];
+    moe_real room[2 * MOEI_HALF_K * MOEI_PANEL];
     size_t j, p, half, columns, block;
     for (j = 0; j < n; j += columns) {
         columns = n - j < 2 * MOEI_PANEL ? n - j : 2 * (size_t)MOEI_PANEL;
         for (p = 0; p < inner; p += block) {
-            block = inner - p < MOEI_BLOCK_K ? inner - p : (size_t)MOEI_BLOCK_K;
+            block = inner - p < MOEI_HALF_K ? inner - p : (size_t)MOEI_HALF_K;
             for (half = 0; half < columns; half += MOEI_PANEL)
-                k->widen(type, block, packed + ((j + half) * inner + p * MOEI_PANEL) * 2, room + half * MOEI_BLOCK_K);
-            k->panels(m, columns, block, a + p, lda, 1, room, MOEI_BLOCK_K * MOEI_PANEL, c + j, ldc, p > 0);
+                k->widen(type, block, packed + ((j + half) * inner + p * MOEI_PANEL) * 2, room + half * MOEI_HALF_K);
+            k->panels(m, columns, block, a + p, lda, 1, room, MOEI_HALF_K * MOEI_PANEL, c + j, ldc, p > 0);
         }
     }
     if (inner == 0) moei_zero_rows(m, n, c, ldc);
