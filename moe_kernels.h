@@ -6306,10 +6306,9 @@ MOEI_INLINE moei_int_work moei_int_work_of(const moe_int_shape *shape, const uns
     "smlawb " #a ", " #a ", " #factors ", r2\n\tsmlawt " #b ", " #b ", " #factors ", r2\n\t"                                          \
     "asr " #a ", " #a ", r4\n\tasr " #b ", " #b ", r4\n\tssat " #a ", #16, " #a "\n\tssat " #b ", #16, " #b "\n\t"                    \
     "pkhbt " #a ", " #a ", " #b ", lsl #16\n\tssub16 r2, " #a ", r5\n\tsel " #a ", " #a ", r5\n\tssub16 r2, r6, " #a "\n\t"           \
-    "sel " #a ", " #a ", r6\n\tstr " #a ", [r11], #4\n\tb 7f\n"                                                                       \
+    "sel " #a ", " #a ", r6\n\tstr " #a ", [r11], #4\n\tstr r11, [r0, #-8]\n\tcmp r1, r12\n\tbne 0b\n\tb 9f\n"                        \
     "6:\tsmulwb " #a ", " #a ", " #factors "\n\tsmulwt " #b ", " #b ", " #factors "\n\tldm r11, {r4, r5}\n\t"                         \
-    "smlawb r4, " #a ", r2, r4\n\tsmlawb r5, " #b ", r2, r5\n\tstm r11!, {r4, r5}\n"                                                  \
-    "7:\tstr r11, [r0, #-8]\n\tcmp r1, r12\n\tbne 0b\n\tb 9f\n"
+    "smlawb r4, " #a ", r2, r4\n\tsmlawb r5, " #b ", r2, r5\n\tstm r11!, {r4, r5}\n\tstr r11, [r0, #-8]\n\tcmp r1, r12\n\tbne 0b\n\tb 9f\n"
 
 #if defined(MOEI_INT_MVE)
 typedef struct moei_int8_work {
@@ -6352,7 +6351,7 @@ typedef struct moei_int8_work {
 
 /* a = sum (w_a + 128) x in r3 and both = sum (256 w_b + w_a + 128) x in r11, so that both - a = 256 w_b . x, which 32 bits hold for up to 512
    inputs. The two sums, two pointers, a counter and two times four words take the 13 registers that there are besides a frame pointer, so the
-   rest of what a pair needs is pushed. Executed instructions: 30 for 16 inputs (32 products), and 33 (adding: 26) for the pair. */
+   rest of what a pair needs is pushed. Executed instructions: 30 for 16 inputs (32 products), and 32 (adding: 26) for the pair. */
 #define MOEI_STEP(w, x) "smlad r11, " #w ", " #x ", r11\n\tuxtb16 " #w ", " #w "\n\tsmlad r3, " #w ", " #x ", r3\n\t"
 #define MOEI_8_INPUTS                                                                                   \
     "ldm r1!, {r4, r5, r6, r8}\n\tldm r0!, {r9, r10, r12, lr}\n\t" MOEI_STEP(r4, r9) MOEI_STEP(r5, r10) \
@@ -6385,6 +6384,39 @@ MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *
 #undef MOEI_STEP
 #endif
 
+#if defined(MOEI_INT_MVE)
+typedef struct moei_int4_work {
+    moei_int_work ends;
+    const int16_t *x;
+    uint32_t k;
+} moei_int4_work;
+
+/* Lower bytes of x in the order of the weights, w_a and w_b in q0 and q1; what is behind the last input of a short block is left out by predication. The
+   sums of a block are in r8 and r10, those of the pair in r9 and r11. */
+MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
+    static const unsigned char order[16] = {0, 4, 2, 6, 8, 12, 10, 14, 16, 20, 18, 22, 24, 28, 26, 30};
+    moei_int4_work work;
+    const unsigned k = (shape->k + 3u) & ~3u;
+    register const int16_t **at __asm__("r0");
+    register const unsigned char *w __asm__("r1");
+    register const unsigned char *places __asm__("r2");
+    if (shape->n == 0) return;
+    work.ends = moei_int_work_of(shape, data, moei_int4_pair_size(k), weight, y);
+    work.x = x, work.k = k;
+    w = data, at = &work.x, places = order;
+    __asm__ volatile(".syntax unified\n\tvldrb.u8 q3, [r2]\n\tvmov.i8 q4, #15\n\tvmov.i8 q5, #8\n"
+                     "0:\tldrd r9, r11, [r1], #8\n\tldr r6, [r1], #4\n\tldm r0, {r3, r4}\n\tcmp r4, #0\n\tbeq 3f\n"
+                     "1:\tldr r5, [r1], #4\n\tmov r2, #32\n\tcmp r4, #32\n\tit lt\n\tmovlt r2, r4\n\tadd r12, r1, r2\n\t"
+                     "mov r8, #0\n\tmov r10, #0\n\tdlstp.8 lr, r2\n"
+                     "2:\tvldrb.u8 q0, [r1], #16\n\tvldrb.u8 q2, [r3, q3]\n\tvshr.u8 q1, q0, #4\n\tvand q0, q0, q4\n\tvsub.i8 q0, q0, q5\n\t"
+                     "vsub.i8 q1, q1, q5\n\tadd r3, r3, #32\n\tvmladava.s8 r8, q0, q2\n\tvmladava.s8 r10, q1, q2\n\tletp lr, 2b\n\t"
+                     "mov r1, r12\n\tuxth r12, r5\n\tmla r9, r8, r12, r9\n\tlsr r5, r5, #16\n\tmla r11, r10, r5, r11\n\tsubs r4, #32\n\tbgt 1b\n"
+                     "3:\tmov r8, r6\n\tmov r10, r11\n\t" MOEI_INT_END_PAIR(r9, r10, r8) "9:"
+                     : "+r"(at), "+r"(w), "+r"(places)
+                     :
+                     : "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "q0", "q1", "q2", "q3", "q4", "q5", "cc", "memory");
+}
+#else
 typedef struct moei_int4_work {
     moei_int_work ends;
     const int16_t *x;
@@ -6430,6 +6462,7 @@ MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *
 }
 #undef MOEI_8_INPUTS
 #undef MOEI_STEP
+#endif
 #undef MOEI_INT_END_PAIR
 #else
 MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
