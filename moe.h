@@ -252,6 +252,7 @@ extern "C" {
 
 
 
+#ifndef MOE_NO_FLOAT
 /* ---- memory ------------------------------------------------------------------------------------------------------------ */
 
 /* Where objects that own memory get it from. resize(ctx, NULL, 0, n) allocates, resize(ctx, p, old, n) grows or shrinks and keeps
@@ -332,7 +333,7 @@ enum {
 enum { MOE_FILE_MAX_DIMS = 8 };
 
 /* The most tensors, and the most metadata entries, that a file may have: it bounds the time that a hostile file can take. */
-#define MOE_FILE_MAX_TENSORS 65536u
+#define MOE_FILE_MAX_TENSORS (SIZE_MAX > 65535 ? 65536u : 1024u)
 
 /* One tensor of an opened file; everything points into the file's bytes. */
 typedef struct moe_file_tensor {
@@ -1094,6 +1095,183 @@ MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, i
                                 moe_error *error);
 #endif
 
+#endif /* MOE_NO_FLOAT */
+
+/* ---- models for small machines: constants in flash, no heap, no initialisation ------------------------------------------------- */
+
+/* How a model's weights are stored and computed with. FLOAT: as in the net, in floating point. INT8, INT4: whole numbers of 8 or 4 bits, and no
+   floating point at all in moe_infer: the same bits on every machine. */
+enum { MOE_WEIGHTS_FLOAT = 0, MOE_WEIGHTS_INT8, MOE_WEIGHTS_INT4, MOE_WEIGHTS_COUNT };
+
+struct moe_net;
+struct moe_int_run;
+struct moe_choice;
+
+/* Brings experts' weights from where the processor cannot read them in place (flash behind a serial bus, a card): copies size bytes from place `at`
+   of the bytes that moe_export_experts wrote to `to`. What it returns other than MOE_OK ends moe_infer, which returns it. */
+typedef struct moe_loader {
+    void *ctx;
+    moe_status (*fetch)(void *ctx, size_t at, size_t size, void *to);
+} moe_loader;
+
+/* One operation on vectors in scratch memory. A vector is int16 [width rounded up to 4], zeros behind its width; a real number is level * scale, and the
+   scales are known to moe_model_create alone. Operations name their function, so a linker drops those that no model uses. */
+typedef struct moe_int_op {
+    void (*run)(const struct moe_int_op *op, struct moe_int_run *run);
+    moe_int_shape shape;     /* width of the result, of what is read; limits and shift of the result */
+    uint32_t at;             /* its constants: bytes from the base, which is the model's weights or, in an expert, its block */
+    uint32_t in, other, out; /* its vectors: int16 from the start of the vectors */
+    int16_t factor, factor2;
+    uint16_t index;          /* mixture, attention: its number in the model */
+} moe_int_op;
+
+/* A mixture: the operations that make the logits z, the router, the operations of one expert, which run for each chosen one in ascending order and add
+   to sum, those of the shared expert. Operations are numbers in the model's list; places are int16 from the start of the vectors. */
+typedef struct moe_int_mixture {
+    moe_int_router router;
+    uint32_t score, n_score;    /* operations */
+    uint32_t expert, n_expert;
+    uint32_t shared, n_shared;
+    uint32_t experts, stride;   /* block of expert 0 in the model's experts, and bytes of a block, a multiple of 4 */
+    uint32_t z, p, sum;         /* logits int16 [E]; gate int32 [E]; sum of the experts int32 [d_out] */
+    uint32_t choices;           /* int16: how many, the experts in the order of choice [router.most], their weights [router.most] */
+    uint32_t block;             /* room for one block; MOE_INT_NONE: experts are read in place */
+    int16_t weight_bits;        /* a weight is level * 2^(weight_bits - 15) */
+} moe_int_mixture;
+
+/* Attention over the tokens of a sequence so far. */
+typedef struct moe_int_attention {
+    uint16_t heads, d_head;
+    uint32_t keys, values; /* in the state: int8 [length, heads d_head] each */
+    uint32_t room;         /* int16 from the start of the vectors: int16 [length] for weights */
+} moe_int_attention;
+
+/* A model: what moe_export_c writes as a constant, and moe_model_create makes in memory. Read-only; used by any number of threads with scratch memory of
+   their own. Its fields are for reading: they change with the version, which moe_infer checks. */
+typedef struct moe_model {
+    uint32_t version;         /* MOE_MODEL_VERSION */
+    int weights_are;          /* MOE_WEIGHTS_ */
+    moe_status (*run)(const struct moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+    moe_status (*choices)(const struct moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
+    size_t d_in, d_out;       /* widths; d_in = 0: it reads token ids */
+    size_t length;            /* most tokens of a sequence; 0: every call stands for itself */
+    size_t scratch_size;      /* bytes of scratch memory, any alignment */
+    size_t state_size;        /* bytes at its start that stay from call to call of a sequence */
+    float input_scale, output_scale; /* integer models: real = level * scale */
+    const unsigned char *weights;    /* constants but those of experts */
+    size_t weights_size;
+    const unsigned char *experts;    /* blocks of experts, NULL: they are behind a loader */
+    size_t experts_size;
+    const moe_int_op *ops;    /* first the model's own, then those of its mixtures */
+    uint32_t n_ops, n_main;
+    const moe_int_mixture *mixtures;
+    uint32_t n_mixtures;
+    const moe_int_attention *attentions;
+    uint32_t n_attentions;
+    const struct moe_net *net; /* float models */
+    size_t multiplications;   /* multiply-accumulates of one call at most */
+} moe_model;
+
+#define MOE_MODEL_VERSION 1
+
+/* One call of a model at work; on the stack of moe_infer. */
+typedef struct moe_int_run {
+    const moe_model *model;
+    const moe_loader *loader;
+    const unsigned char *base; /* of the operations' constants */
+    int16_t *vectors;
+    unsigned char *state;
+    int32_t token;             /* id, where the model reads ids */
+    uint32_t place;            /* of the token in its sequence */
+    int16_t weight;            /* of the expert at work: 32767 stands for 1 */
+    moe_status status;
+} moe_int_run;
+
+/* The functions of operations. They belong to models: nothing else calls them.
+     int8, int4          out = W in + b          int8_add, int4_add   sum out += weight (W in + b)      curve   out = c(in), a curve of 65 points
+     multiply            out = in * other        add   out = in * factor + other * factor2              rescale   out = in * factor
+     mixture             out = a mixture's output
+   of routers:
+     unit                out = in / |in|      cluster   out = in * the row of a table that the previous mixture's choices mean
+     norm_l1, norm_l2, norm_linf, match       out_e = a norm of in, or in . other, where the next k operations have made in of expert e
+   of a mixture's experts and shared expert:
+     weigh               out = weight * in; what follows has weight 1                weight   what follows has the weight in_0
+     rest                sum out += (1 - the sum of the chosen experts' weights) * in
+   Their code says to the bit what they do. */
+#define MOE_INT_OPS(X) X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture) X(unit) X(cluster) X(norm_l1) \
+    X(norm_l2) X(norm_linf) X(match) X(weigh) X(weight) X(rest)
+#define MOEI_OP_DECLARE(name) MOE_API void moe_int_op_##name(const moe_int_op *op, moe_int_run *run);
+MOE_INT_OPS(MOEI_OP_DECLARE)
+/* What moe_model.run and moe_model.choices are: integer and float models. */
+MOE_API moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+MOE_API moe_status moe_int_model_choices(const moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
+#ifndef MOE_NO_FLOAT
+MOE_API moe_status moe_float_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+MOE_API moe_status moe_float_model_choices(const moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
+#endif
+
+/* output = what the net says to one input. Integer models: input int8_t [d_in] levels within +-127, output int16_t [d_out] levels. Float models: moe_real
+   [d_in], [d_out]. d_in = 0: input is one id, int32_t. scratch [model->scratch_size], any alignment, holds all that is computed. A model of sequences
+   (length > 0) takes one token in each call, and its scratch memory stays the caller's but unchanged in between; zeroed memory begins a sequence, as does
+   moe_infer_restart. Errors: MOE_ERR_ARGUMENT (NULL, an id beyond the vocabulary), MOE_ERR_SPACE (scratch_size too small), MOE_ERR_STATE (the sequence is longer than
+   length), MOE_ERR_UNSUPPORTED (a model of another version; experts behind a loader). After an error output is unspecified, and the sequence is where it was. */
+MOE_API moe_status moe_infer(const moe_model *model, const void *input, void *output, void *scratch, size_t scratch_size);
+/* The same for a model whose experts are behind a loader. loader NULL: as moe_infer. */
+MOE_API moe_status moe_infer_loading(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch, size_t scratch_size);
+/* Begins a new sequence in scratch. NULL is allowed. */
+MOE_API void moe_infer_restart(const moe_model *model, void *scratch, size_t scratch_size);
+
+/* A chosen expert and its weight in units of 2^-15. */
+typedef struct moe_choice {
+    int32_t expert, weight;
+} moe_choice;
+
+/* Who was chosen in mixture number `mixture` (from 0) in the last call with this scratch memory: up to room choices in the order of choice, *count how
+   many there are. MOE_ERR_NOT_FOUND: no such mixture; MOE_ERR_ARGUMENT: NULL. */
+MOE_API moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count);
+
+#ifndef MOE_NO_TRAIN
+/* How a net becomes a model. {0}: float weights. */
+typedef struct moe_model_config {
+    int weights;                 /* MOE_WEIGHTS_ [float] */
+    const moe_data *calibration; /* integers: inputs like those that will come (n, x or token_ids, length); some hundred rows. Not read for float */
+    size_t length;               /* most tokens of a sequence, where the net has attention or positions [128] */
+    int loader;                  /* integers: 1: experts' weights come through a loader (moe_export_experts writes them) [0] */
+    moe_allocator allocator;     /* {0}: the standard heap */
+} moe_model_config;
+
+/* The functions that a moe_int_router names, for printing; NULL: none. */
+typedef struct moe_int_router_names {
+    const char *name[5];
+} moe_int_router_names;
+
+/* A model with the memory that it owns. model points into the struct, which therefore stays where it was made. */
+typedef struct moe_built_model {
+    moe_model model;
+    moe_buffer weights, experts;
+    moe_int_op *ops;
+    moe_int_mixture *mixtures;
+    moe_int_router_names *router_names;
+    moe_int_attention *attentions;
+    int external;                /* 1: experts come through a loader */
+    moe_net net;                 /* float models: the net's modules with plain C kernels; the tensors stay the net's */
+    moe_allocator allocator;
+} moe_built_model;
+
+/* Makes a model of a net, which stays the caller's; a float model points to it, an integer model keeps nothing of it. Integers: every vector gets a scale
+   from the largest number that calibration shows there; weights get one per output (INT4: per 32 inputs), by the rules of moe_pack.
+   MOE_ERR_UNSUPPORTED: names the module or option that has no such form; MOE_ERR_CONFIG; MOE_ERR_NONFINITE; MOE_ERR_MEMORY; MOE_ERR_OVERFLOW. On failure
+   *built is untouched. */
+MOE_API moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config, moe_error *error);
+/* Gives everything back; {0} and NULL are harmless. */
+MOE_API void moe_model_free(moe_built_model *built);
+/* Writes a C header (C99 and C++11) that holds the model as a constant: NAME, and macros NAME_SCRATCH, NAME_INPUTS, NAME_OUTPUTS, ... in capitals; its comment tells
+   what it takes. name is a C identifier. MOE_ERR_ARGUMENT, MOE_ERR_IO as the stream says. */
+MOE_API moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stream *stream, moe_error *error);
+/* Writes the blocks of all experts as bytes, for a loader; MOE_ERR_STATE: they are part of the model. */
+MOE_API moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, moe_error *error);
+#endif
+
 #ifdef __cplusplus
 }
 #endif
@@ -1102,6 +1280,7 @@ MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, i
 #if defined(MOE_IMPLEMENTATION) && !defined(MOEI_MOE_IMPLEMENTED)
 #define MOEI_MOE_IMPLEMENTED
 
+#ifndef MOE_NO_FLOAT
 /* ==== memory, streams and files ======================================================================================== */
 
 #ifndef MOE_NO_MALLOC
@@ -1242,7 +1421,7 @@ enum { MOEI_PATH_SIZE = 4096, MOEI_READ_SIZE = 4096 };
 
 /* "what path: reason"; of a long path only the end, so that the reason fits the message. */
 static moe_status moei_file_failed(moe_error *error, const char *what, const char *path, int reason) {
-    size_t length = strlen(path), cut = length > 120 ? length - 117 : 0;
+    size_t length = moei_strlen(path), cut = length > 120 ? length - 117 : 0;
     return moei_error(error, MOE_ERR_IO, "%s %s%s: %s", what, cut > 0 ? "..." : "", path + cut,
                       reason != 0 ? strerror(reason) : "the system gives no reason");
 }
@@ -1331,7 +1510,7 @@ static FILE *moei_file_create_beside(const char *path, char *name) {
         moei_text t;
         FILE *f;
         t.out = name, t.room = MOEI_PATH_SIZE, t.length = 0;
-        moei_put(&t, path, strlen(path));
+        moei_put(&t, path, moei_strlen(path));
         moei_put(&t, ".tmp", 4);
         moei_put_integer(&t, i);
         f = fopen(name, "rb");
@@ -1389,7 +1568,7 @@ MOE_API moe_status moe_file_replace(const char *path, moe_status (*write_content
     moe_error before;
     moe_status status;
     if (path == NULL || write_contents == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "path or write_contents is NULL");
-    if (strlen(path) + 8 > MOEI_PATH_SIZE)
+    if (moei_strlen(path) + 8 > MOEI_PATH_SIZE)
         return moei_error(error, MOE_ERR_ARGUMENT, "the path is longer than %d bytes", (int)MOEI_PATH_SIZE - 8);
     errno = 0;
     out.file = moei_file_create_beside(path, name);
@@ -1448,7 +1627,7 @@ static moe_status moei_json_refuse(moei_json *j, size_t at, moe_status code, con
     if (j->error == NULL) return code;
     (void)moei_error(j->error, code, j->name.p != NULL ? "tensor '%s', byte %z: " : "%sbyte %z: ",
                      j->name.p != NULL ? moei_span_text(j->name, shown) : "", at);
-    t.out = j->error->message, t.room = sizeof j->error->message, t.length = strlen(t.out);
+    t.out = j->error->message, t.room = sizeof j->error->message, t.length = moei_strlen(t.out);
     va_start(arguments, format);
     moei_put_format(&t, format, arguments);
     va_end(arguments);
@@ -1781,7 +1960,7 @@ static moei_names moei_names_of(const moe_file *file, int metadata) {
 
 /* Moves behind the next byte c; 0 when there is none. */
 static int moei_names_seek(moei_names *w, int c) {
-    const void *found = w->at < w->end ? memchr(w->bytes + w->at, c, w->end - w->at) : NULL;
+    const void *found = w->at < w->end ? moei_memchr(w->bytes + w->at, c, w->end - w->at) : NULL;
     if (found == NULL) return 0;
     w->at = (size_t)((const unsigned char *)found - w->bytes) + 1;
     return 1;
@@ -2309,7 +2488,7 @@ static void moei_header_put(moei_header *h, const char *s, size_t n) {
     if (!h->failed && !moei_list_append(h->allocator, &h->text, s, n)) h->failed = 1;
 }
 
-static void moei_header_put_text(moei_header *h, const char *s) { moei_header_put(h, s, strlen(s)); }
+static void moei_header_put_text(moei_header *h, const char *s) { moei_header_put(h, s, moei_strlen(s)); }
 
 static void moei_header_put_size(moei_header *h, size_t value) {
     char digits[24];
@@ -2362,10 +2541,10 @@ static int moei_is_utf8(const char *s) {
 static moe_status moei_write_check(const moe_tensor *t, size_t index, size_t *bytes, moe_error *error) {
     size_t count = 1;
     int i;
-    if (memchr(t->name, '\0', MOE_NAME_SIZE) == NULL)
+    if (moei_memchr(t->name, '\0', MOE_NAME_SIZE) == NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "tensor %z: the name is not terminated", index);
     if (!moei_is_utf8(t->name)) return moei_error(error, MOE_ERR_ARGUMENT, "tensor %z: the name is not UTF-8", index);
-    if (strcmp(t->name, "__metadata__") == 0)
+    if (moei_strcmp(t->name, "__metadata__") == 0)
         return moei_error(error, MOE_ERR_ARGUMENT, "tensor %z: the name __metadata__ is reserved", index);
     if (t->n_dims < 0 || t->n_dims > MOE_MAX_DIMS)
         return moei_error(error, MOE_ERR_ARGUMENT, "tensor %z, %s: n_dims = %d, allowed are 0 to %d", index, t->name, t->n_dims,
@@ -2449,7 +2628,7 @@ static moe_status moei_header_build(moei_header *h, const moe_tensor *tensors, s
     moei_header_put(h, "        {", 9);
     outer.at = 9;
     if (n_metadata > 0) {
-        inner.at = outer.skip_at = 9 + strlen("\"__metadata__\":");
+        inner.at = outer.skip_at = 9 + moei_strlen("\"__metadata__\":");
         if ((status = moei_header_metadata(h, metadata, n_metadata, error)) != MOE_OK) return status;
         inner.end = outer.skip_end = moei_header_length(h);
     }
@@ -2925,7 +3104,7 @@ void moe_layer_free(moe_layer *layer) {
 static void moei_layer_describe(const moe_layer *layer, int place, const moe_slot *slot, moe_tensor *out) {
     int i;
     memset(out, 0, sizeof *out);
-    memcpy(out->name, slot->name, strlen(slot->name) + 1);
+    memcpy(out->name, slot->name, moei_strlen(slot->name) + 1);
     out->n_dims = slot->n_dims;
     for (i = 0; i < MOE_MAX_DIMS; i++) out->shape[i] = slot->shape[i];
     out->count = slot->count;
@@ -2952,7 +3131,7 @@ moe_status moe_layer_find(const moe_layer *layer, const char *name, moe_tensor *
     int place;
     if (layer == NULL || name == NULL || out == NULL) return MOE_ERR_ARGUMENT;
     for (place = 0; place < MOE_LAYER_SLOTS; place++) {
-        if (!(layer->places >> place & 1u) || moe_layer_slot(&layer->config, place, &slot) != MOE_OK || strcmp(slot.name, name) != 0) continue;
+        if (!(layer->places >> place & 1u) || moe_layer_slot(&layer->config, place, &slot) != MOE_OK || moei_strcmp(slot.name, name) != 0) continue;
         moei_layer_describe(layer, place, &slot, out);
         return MOE_OK;
     }
@@ -3097,16 +3276,22 @@ typedef struct moei_chain {
 } moei_chain;
 
 enum {
-    MOEI_PART = 131072, /* so many numbers of a result pass through a stage's steps together: they stay in the second-level cache */
     MOEI_STAGE_COLUMNS = 64, /* at least so many columns do */
     MOEI_UNIT = 16     /* numbers that fill a cache line or, in double, two */
 };
+
+/* So many numbers of a result pass through a stage's steps together: they stay in the second-level cache. */
+#if SIZE_MAX > 65535
+#define MOEI_PART ((size_t)131072)
+#else
+#define MOEI_PART ((size_t)16384)
+#endif
 
 /* The distance of rows in work memory: whole cache lines, an odd number of them, so that rows do not fall onto the same places of a cache. Plain C
    takes the width itself: it serves machines whose memory is dear. */
 static size_t moei_stride(const moe_layer *layer, size_t width) {
     size_t lines = width / MOEI_UNIT + (width % MOEI_UNIT > 0);
-    return layer->kernels->id == MOE_KERNELS_C ? width : (lines | 1) * MOEI_UNIT;
+    return moei_table(layer->kernels)->id == MOE_KERNELS_C ? width : (lines | 1) * MOEI_UNIT;
 }
 
 static moei_chain moei_chain_begin(const moe_layer *layer, int kind) {
@@ -3378,7 +3563,7 @@ static moe_real *moei_take_lines(const moe_layer *layer, moei_layout *l, size_t 
     enum { LINE = 64, SLACK = LINE - MOEI_ALIGN };
     unsigned char *p;
     size_t bytes = 0;
-    if (layer->kernels->id == MOE_KERNELS_C) return moei_take_reals(l, rows, stride);
+    if (moei_table(layer->kernels)->id == MOE_KERNELS_C) return moei_take_reals(l, rows, stride);
     if (!moei_mul(rows, stride, &bytes) || !moei_mul(bytes, sizeof(moe_real), &bytes) || !moei_add(bytes, SLACK, &bytes)) l->overflow = 1;
     p = (unsigned char *)moei_take(l, bytes, 1);
     if (p != NULL) p += (LINE - (uintptr_t)p % LINE) % LINE;
@@ -3424,7 +3609,7 @@ static void moei_layer_layout(const moe_layer *layer, const moei_chain *chain, s
     int node;
     memset(p, 0, sizeof *p);
     if (c->n_shared > 0) shared = moei_chain_begin(layer, MOEI_SHARED);
-    if (past > INT32_MAX - n || moe_route_size(&layer->router, past + n, training, &p->route_size) != MOE_OK) l->overflow = 1;
+    if (!moei_fit_int32(past, n) || moe_route_size(&layer->router, past + n, training, &p->route_size) != MOE_OK) l->overflow = 1;
     p->route_memory = moei_take(l, p->route_size, 1);
     if (training && !moei_kept_rows(c, n, &kept)) l->overflow = 1;
     if (!moei_mul(n, (size_t)c->router.n_experts, &everywhere)) l->overflow = 1;
@@ -3453,7 +3638,7 @@ static moe_status moei_layer_size(const moe_layer *layer, size_t n, size_t past,
     moei_layout l = moei_layout_begin(NULL);
     moe_layer_pass p;
     moei_chain chain;
-    if (n > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (!MOEI_FITS_INT32(n)) return MOE_ERR_OVERFLOW;
     chain = moei_chain_begin(layer, layer->config.expert);
     moei_layer_layout(layer, &chain, n, past, training, &l, &p);
     if (l.overflow) return MOE_ERR_OVERFLOW;
@@ -3848,7 +4033,7 @@ static void moei_layer_shared(const moe_layer *layer, moe_layer_pass *p, moe_rea
 /* What must be there before anything is computed; the router checks the rest. */
 static moe_status moei_layer_call_check(const moe_layer *layer, const moe_call *call) {
     int place;
-    if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (!MOEI_FITS_INT32(call->n_tokens)) return MOE_ERR_OVERFLOW;
     if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
     for (place = 0; layer->places >> place != 0; place++)
         if (!moei_place_is_set(place, layer->places, layer->tensors[place]) && !(layer->packed[place] != NULL && moei_uses_packed(layer, call)))
@@ -3896,7 +4081,7 @@ moe_status moe_layer_quantise_work_size(const moe_layer *layer, int type, size_t
     moei_chain chain;
     moe_status status;
     if (layer == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
-    if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (!MOEI_FITS_INT32(n_tokens)) return MOE_ERR_OVERFLOW;
     status = moe_layer_pack_size(layer, type, bytes);
     if (status != MOE_OK) return status;
     as_packed = *layer;
@@ -3948,7 +4133,7 @@ static void moei_measure_expert(moei_job *job, size_t e, moe_real *exact, moe_qu
             double is = (double)exact[i * o + j], other = (double)chain.node[MOE_NODE_OUTPUT][i * ld + j] - is;
             off += other * other, all += is * is;
         }
-    out->output = all <= 0.0 ? MOEI_R(0.0) : (moe_real)sqrt(off / all); /* NaN stays */
+    out->output = all <= 0.0 ? MOEI_R(0.0) : (moe_real)MOEI_D(sqrt)(off / all); /* NaN stays */
 }
 
 /* The report: packed is the layer with its packed weights. */
@@ -3986,7 +4171,7 @@ moe_status moe_layer_quantise(moe_layer *layer, int type, void *memory, size_t s
     if (errors != NULL && (calibration == NULL || work == NULL || calibration->n_tokens == 0))
         return moei_error(error, MOE_ERR_ARGUMENT, "a report needs calibration with at least one token, and work");
     if (errors != NULL) {
-        status = calibration->n_past > INT32_MAX - calibration->n_tokens
+        status = !moei_fit_int32(calibration->n_past, calibration->n_tokens)
                      ? MOE_ERR_OVERFLOW
                      : moe_layer_quantise_work_size(layer, type, calibration->n_past + calibration->n_tokens, &bytes);
         if (status != MOE_OK) return moei_error(error, status, "type = %d for this batch: %s", type, moe_status_text(status));
@@ -4567,7 +4752,7 @@ moe_status moe_net_feed_forward(moe_net *net, const moe_layer_config *config) {
     moe_status status = moei_module_begin(net, MOE_MODULE_FEED_FORWARD, &m);
     if (status != MOE_OK) return status;
     status = moei_feed_forward_config(config, m.d_in, &c, &why);
-    c.kernels = net->kernels->id;
+    c.kernels = moei_table(net->kernels)->id;
     if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
     if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
     return moei_module_append(net, &m);
@@ -4632,7 +4817,7 @@ moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
     if (c.router.d_model == 0) c.router.d_model = m.d_in;
     if (c.router.d_model != m.d_in)
         return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "d_model = %d, but width %d arrives", c.router.d_model, m.d_in);
-    if (c.kernels == MOE_KERNELS_AUTO) c.kernels = net->kernels->id;
+    if (c.kernels == MOE_KERNELS_AUTO) c.kernels = moei_table(net->kernels)->id;
     status = moei_refine_fit(net, &c.router, &why);
     if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
     if (status == MOE_OK) status = moei_previous_check(net, &m.layer.config.router, &why);
@@ -4730,7 +4915,7 @@ static void moei_tensor_describe(size_t module, const moe_slot *slot, moe_tensor
     t.out = out->name, t.room = sizeof out->name, t.length = 0;
     moei_put_integer(&t, (int64_t)module);
     moei_put(&t, ".", 1);
-    moei_put(&t, slot->name, strlen(slot->name));
+    moei_put(&t, slot->name, moei_strlen(slot->name));
     out->n_dims = slot->n_dims;
     for (i = 0; i < MOE_MAX_DIMS; i++) out->shape[i] = slot->shape[i];
     out->count = slot->count;
@@ -4868,7 +5053,7 @@ moe_tensor *moe_net_find(const moe_net *net, const char *name) {
     for (; *p >= '0' && *p <= '9' && i < net->n_modules; p++) i = i * 10 + (size_t)(*p - '0');
     if (*p != '.' || i >= net->n_modules) return NULL;
     for (t = net->modules[i].first_tensor; t < moei_last_tensor(net, i); t++)
-        if (strcmp(net->tensors[t].name, name) == 0) return &net->tensors[t];
+        if (moei_strcmp(net->tensors[t].name, name) == 0) return &net->tensors[t];
     return NULL;
 }
 
@@ -5059,7 +5244,7 @@ static moe_status moei_net_size(const moe_net *net, const moei_extent *e, size_t
     moei_layout l = moei_layout_begin(NULL);
     moe_net_pass pass;
     moe_status status;
-    if (e->n > INT32_MAX || e->past > INT32_MAX - e->n) return MOE_ERR_OVERFLOW;
+    if (!moei_fit_int32(e->past, e->n)) return MOE_ERR_OVERFLOW;
     status = moei_net_layout(net, e, &l, &pass);
     if (status == MOE_OK) *bytes = l.used;
     return status;
@@ -5201,10 +5386,10 @@ static void moei_turns_fill(const moei_run *r, moe_real *turns) {
         if (to - from > longest) longest = to - from;
     }
     for (i = 0; i < half; i++) {
-        double step = pow((double)r->m->attention.rotary_base, -(double)i / (double)half);
+        double step = MOEI_D(pow)((double)r->m->attention.rotary_base, -(double)i / (double)half);
         for (t = 0; t < longest; t++) {
-            turns[2 * t * half + i] = (moe_real)cos((double)(r->pass->past + t) * step);
-            turns[(2 * t + 1) * half + i] = (moe_real)sin((double)(r->pass->past + t) * step);
+            turns[2 * t * half + i] = (moe_real)MOEI_D(cos)((double)(r->pass->past + t) * step);
+            turns[(2 * t + 1) * half + i] = (moe_real)MOEI_D(sin)((double)(r->pass->past + t) * step);
         }
     }
 }
@@ -5609,7 +5794,7 @@ static int moei_supplied_fit(const moe_net *net, const moe_call *call) {
 /* What a net's modules other than mixtures ask of a call, before anything is computed. */
 static moe_status moei_net_call_check(const moe_net *net, const moe_call *call, size_t past) {
     size_t i;
-    if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (!MOEI_FITS_INT32(call->n_tokens)) return MOE_ERR_OVERFLOW;
     if (net->d_in > 0 && call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
     if (call->router_x != NULL || call->nodes != NULL || call->n_past > 0 || !moei_sequences_fit(call) || !moei_supplied_fit(net, call))
         return MOE_ERR_ARGUMENT;
@@ -5696,7 +5881,7 @@ moe_status moe_net_cache_size(const moe_net *net, size_t most, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
     if (net == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
     if (!net->built) return MOE_ERR_STATE;
-    if (most > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (!MOEI_FITS_INT32(most)) return MOE_ERR_OVERFLOW;
     moei_cache_layout(net, most, &l, NULL);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
@@ -5765,6 +5950,327 @@ const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass,
     return &pass->modules[i].layer.routing;
 }
 
+/* ==== float models: a net as constants, one token at a time ====================================================================
+
+   A net's struct can be a constant: kernels NULL mean plain C, and nothing is written to it in inference. The printer writes configurations by the tables of
+   their fields, in the order of their places, and refuses a table that leaves a gap. */
+
+/* What a model of a net keeps in scratch memory. Nets of sequences begin with the number of tokens so far and their cache. */
+typedef struct moei_float_room {
+    unsigned char *place; /* size_t */
+    void *cache, *work;   /* and what moe_net_forward or moe_net_decode take */
+    size_t cache_size, work_size;
+    size_t state_size;    /* bytes from the start of scratch that stay from call to call */
+} moei_float_room;
+
+/* Whether what the net says to a token depends on the tokens before it. */
+MOEI_TOOL int moei_net_is_sequence(const moe_net *net) {
+    size_t i;
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_ATTENTION || net->modules[i].kind == MOE_MODULE_POSITIONS || moei_refines(&net->modules[i])) return 1;
+    return 0;
+}
+
+/* Lays scratch memory out for sequences of up to length tokens, 0 for a net that is none; scratch NULL counts bytes into l->used. */
+MOEI_TOOL moe_status moei_float_layout(const moe_net *net, size_t length, moei_layout *l, moei_float_room *room) {
+    moe_status status = MOE_OK;
+    memset(room, 0, sizeof *room);
+    if (length > 0) {
+        room->place = (unsigned char *)moei_take(l, 1, sizeof(size_t));
+        status = moe_net_cache_size(net, length, &room->cache_size);
+        if (status != MOE_OK) return status;
+        room->cache = moei_take(l, room->cache_size, 1);
+        room->state_size = l->used;
+        status = moe_net_decode_work_size(net, length, 1, &room->work_size);
+    } else status = moe_net_work_size(net, 1, 0, &room->work_size);
+    if (status != MOE_OK) return status;
+    room->work = moei_take(l, room->work_size, 1);
+    return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
+}
+
+/* Bytes of scratch memory that moei_float_infer takes, and how many at its start stay from call to call (may be NULL). */
+MOEI_TOOL moe_status moei_float_size(const moe_net *net, size_t length, size_t *scratch_size, size_t *state_size) {
+    moei_layout l = moei_layout_begin(NULL);
+    moei_float_room room;
+    moe_status status = moei_float_layout(net, length, &l, &room);
+    if (status == MOE_OK) *scratch_size = l.used;
+    if (status == MOE_OK && state_size != NULL) *state_size = room.state_size;
+    return status;
+}
+
+/* One token through a net: input [d_in], or with d_in = 0 one id, int32_t. The bits are those of moe_net_forward, or moe_net_decode where length > 0.
+   MOE_ERR_SPACE: scratch is too small; MOE_ERR_STATE: the sequence is length long; else as those. After an error the sequence is where it was. */
+MOEI_TOOL moe_status moei_float_infer(const moe_net *net, size_t length, const void *input, moe_real *output, void *scratch, size_t scratch_size) {
+    moei_layout l = moei_layout_begin(scratch);
+    moei_float_room room;
+    moe_net_pass pass;
+    moe_cache cache;
+    moe_call call;
+    moe_status status = moei_float_layout(net, length, &l, &room);
+    if (status != MOE_OK) return status;
+    if (l.used > scratch_size) return MOE_ERR_SPACE;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = 1;
+    if (net->d_in > 0) call.x = (const moe_real *)input;
+    else call.token_ids = (const int32_t *)input;
+    if (length > 0) {
+        memcpy(&cache.n_tokens, room.place, sizeof cache.n_tokens);
+        if (cache.n_tokens >= length) return MOE_ERR_STATE;
+        cache.net = net, cache.most = length, cache.memory = room.cache, cache.size = room.cache_size;
+        status = moe_net_decode(net, &cache, &call, room.work, room.work_size, &pass);
+        if (status == MOE_OK) memcpy(room.place, &cache.n_tokens, sizeof cache.n_tokens);
+    } else status = moe_net_forward(net, &call, room.work, room.work_size, &pass);
+    if (status == MOE_OK) memcpy(output, pass.y, (size_t)net->d_out * sizeof(moe_real));
+    return status;
+}
+
+/* The routing of mixture number `mixture` in the last call of moei_float_infer with this scratch memory, or NULL. */
+MOEI_TOOL const moe_routing *moei_float_routing(const moe_net *net, size_t length, size_t mixture, void *scratch) {
+    moei_layout l = moei_layout_begin(scratch), of_work;
+    moei_float_room room;
+    const struct moe_module_pass *modules;
+    size_t i;
+    if (moei_float_layout(net, length, &l, &room) != MOE_OK) return NULL;
+    of_work = moei_layout_begin(room.work); /* a pass begins with its modules, see moei_net_layout */
+    modules = (const struct moe_module_pass *)moei_take(&of_work, net->n_modules, sizeof *modules);
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && mixture-- == 0) return &modules[i].layer.routing;
+    return NULL;
+}
+
+#ifndef MOE_NO_TRAIN
+
+/* Why a mixture cannot be part of a constant net that gets one token and nothing else; NULL: it can. */
+static const char *moei_float_obstacle(const moe_net *net, size_t i) {
+    const moe_router_config *c = &net->modules[i].layer.config.router;
+    int switches = c->switch_at > 0;
+    if (c->score == MOE_SCORE_CUSTOM) return "score = custom: a model cannot hold functions of the caller";
+    if (c->select == MOE_SELECT_CUSTOM || (switches && c->switch_from == MOE_SELECT_CUSTOM))
+        return "select = custom: a model cannot hold functions of the caller";
+    if (net->d_in > 0 && (c->select == MOE_SELECT_HASH || (switches && c->switch_from == MOE_SELECT_HASH)))
+        return "select = hash: a model with d_in > 0 gets no token ids";
+    if (c->refine == MOE_REFINE_ATTENTION && moei_attention_read(net, i) == i) return "refine = attention: there is no attention before it in the net";
+    return NULL;
+}
+
+/* The values of tensor `place` of module i; NULL: not set. */
+static const moe_real *moei_float_values(const moe_net *net, size_t i, int place) {
+    const moe_module *m = &net->modules[i];
+    return moei_is_layer(m) ? m->layer.tensors[place] : m->tensors[place];
+}
+
+/* Whether a net can be a float model. */
+static moe_status moei_float_check(const moe_net *net, moe_error *error) {
+    moe_slot slot;
+    size_t i, j;
+    int place;
+    if (MOE_REAL_IS_DOUBLE) return moei_error(error, MOE_ERR_UNSUPPORTED, "MOE_REAL is double: models are float");
+    if (!net->built) return moei_error(error, MOE_ERR_STATE, "the net is not built");
+    if (moe_net_check_decoding(net, error) != MOE_OK) return MOE_ERR_UNSUPPORTED;
+    for (i = 0; i < net->n_modules; i++) {
+        const char *obstacle = net->modules[i].kind == MOE_MODULE_MIXTURE ? moei_float_obstacle(net, i) : NULL;
+        if (obstacle != NULL) return moei_error(error, MOE_ERR_UNSUPPORTED, "module %z (mixture): %s", i, obstacle);
+        for (place = 0; place < MOE_LAYER_SLOTS; place++) {
+            const moe_real *values;
+            if (moei_module_slot(net, i, place, &slot) != MOE_OK) continue;
+            values = moei_float_values(net, i, place);
+            if (values == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "module %z: tensor %s is not set", i, slot.name);
+            for (j = 0; j < slot.count; j++)
+                if (!moe_is_finite(values[j])) return moei_error(error, MOE_ERR_NONFINITE, "module %z: tensor %s holds %g", i, slot.name, (double)values[j]);
+        }
+    }
+    return MOE_OK;
+}
+
+/* A printer of constants: a line at a time. */
+typedef struct moei_lines {
+    moe_stream *out;
+    moe_status status;
+    const char *name; /* of the net: the names of its parts begin with it */
+    moei_text line;
+    char room[200];
+} moei_lines;
+
+static void moei_line_begin(moei_lines *p, moe_stream *out, const char *name) {
+    p->out = out, p->status = MOE_OK, p->name = name;
+    p->line.out = p->room, p->line.room = sizeof p->room, p->line.length = 0;
+}
+
+static void moei_line_end(moei_lines *p) {
+    moei_put(&p->line, "\n", 1);
+    if (p->status == MOE_OK) p->status = p->out->write(p->out->ctx, p->line.out, p->line.length);
+    p->line.length = 0;
+}
+
+/* Pieces of up to 63 characters; a line that has grown long enough ends behind one. Names are pieces of their own and longer: see moei_line_name. */
+static void moei_line(moei_lines *p, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    moei_put_format(&p->line, format, arguments);
+    va_end(arguments);
+    if (p->line.length > 110) moei_line_end(p);
+}
+
+/* The name of an array; it may have any length. */
+static void moei_line_name(moei_lines *p, const char *part, size_t module) {
+    char number[24];
+    moei_text t;
+    const char *pieces[4];
+    int i;
+    t.out = number, t.room = sizeof number, t.length = 0;
+    moei_put_unsigned(&t, module);
+    pieces[0] = p->name, pieces[1] = "_", pieces[2] = number, pieces[3] = part;
+    if (p->line.length > 0 && p->status == MOE_OK) p->status = p->out->write(p->out->ctx, p->line.out, p->line.length);
+    p->line.length = 0;
+    for (i = 0; i < (part != NULL ? 4 : 1); i++) {
+        const char *s = pieces[i];
+        if (i == 3 && p->status == MOE_OK) p->status = p->out->write(p->out->ctx, "_", 1);
+        for (; *s != '\0' && p->status == MOE_OK; s++) p->status = p->out->write(p->out->ctx, *s == '.' ? "_" : s, 1);
+    }
+}
+
+/* 9 digits tell all floats apart. */
+static void moei_line_real(moei_lines *p, moe_real value, const char *behind) {
+    char digits[40];
+    moei_text t;
+    size_t i;
+    int whole = 1;
+    t.out = digits, t.room = sizeof digits, t.length = 0;
+    if (moei_real_bits(value) == MOEI_SIGN_BIT) moei_put(&t, "-0", 2);
+    else moei_put_digits(&t, (double)value, 9);
+    for (i = 0; i < t.length; i++) whole = whole && digits[i] != '.' && digits[i] != 'e';
+    moei_line(p, "%s%sf%s", digits, whole ? "." : "", behind);
+}
+
+static void moei_line_array(moei_lines *p, const char *part, size_t module, size_t count, const moe_real *values) {
+    size_t i;
+    moei_line(p, "static const float ");
+    moei_line_name(p, part, module);
+    moei_line(p, "[%z] MOE_FLASH = {", count);
+    moei_line_end(p);
+    for (i = 0; i < count; i++) moei_line_real(p, values[i], i + 1 < count ? "," : "};");
+    moei_line_end(p);
+}
+
+static size_t moei_field_size(const moe_field *field) { return field->kind == MOE_FIELD_REAL ? sizeof(moe_real) : sizeof(int); }
+
+/* The members of config from byte `from` to `to`, one after another: the row of a table that begins where the last one ended. */
+static void moei_line_fields(moei_lines *p, const moe_field *fields, const void *config, size_t from, size_t to) {
+    while (from < to) {
+        const moe_field *field = fields;
+        const unsigned char *at = (const unsigned char *)config + from;
+        int whole;
+        moe_real real;
+        while (field->name != NULL && field->offset != from) field++;
+        if (field->name == NULL) {
+            if (p->status == MOE_OK) p->status = MOE_ERR_STATE; /* a member without a row: the test of all presets finds it */
+            return;
+        }
+        from += moei_field_size(field);
+        if (field->kind == MOE_FIELD_REAL) memcpy(&real, at, sizeof real), moei_line_real(p, real, from < to ? ", " : "");
+        else memcpy(&whole, at, sizeof whole), moei_line(p, "%d%s", whole, from < to ? ", " : "");
+    }
+}
+
+static void moei_line_router_config(moei_lines *p, const moe_router_config *config) {
+    moei_line(p, "{");
+    moei_line_fields(p, moe_router_fields(), config, 0, sizeof *config);
+    moei_line(p, "}");
+}
+
+/* NULL for tensors that a module does not have; a tied module's weight is the embedding's. The cast is for members that training writes to. */
+static void moei_line_tensors(moei_lines *p, const moe_net *net, size_t i, int from, int to, const char *cast) {
+    const moe_module *m = &net->modules[i];
+    moe_slot slot;
+    int place;
+    moei_line(p, "{");
+    for (place = from; place < to; place++) {
+        size_t owner = m->kind == MOE_MODULE_TIED && place == MOE_MODULE_WEIGHT && from == 0 ? 0 : i;
+        if (place > from) moei_line(p, ", ");
+        if (moei_module_slot(net, owner, place, &slot) == MOE_OK) moei_line(p, "%s", cast), moei_line_name(p, slot.name, owner);
+        else moei_line(p, "NULL");
+    }
+    moei_line(p, "}");
+}
+
+/* All places of a layer that is none are NULL. */
+static void moei_line_layer_tensors(moei_lines *p, const moe_net *net, size_t i, int to) {
+    if (moei_is_layer(&net->modules[i])) moei_line_tensors(p, net, i, 0, to, "");
+    else moei_line(p, "{NULL}");
+}
+
+static void moei_line_bits(moei_lines *p, uint64_t bits) {
+    char digits[24];
+    moei_text t;
+    t.out = digits, t.room = sizeof digits, t.length = 0;
+    moei_put_unsigned(&t, bits);
+    moei_line(p, "%su", digits);
+    if (bits >> 32 != 0) moei_line(p, "ll");
+}
+
+/* In the order of moe_layer's members; its router's own tensors stay empty. */
+static void moei_line_layer(moei_lines *p, const moe_net *net, size_t i) {
+    const moe_layer *layer = &net->modules[i].layer;
+    moei_line(p, "{{");
+    moei_line_router_config(p, &layer->config.router);
+    moei_line(p, ", ");
+    moei_line_fields(p, moe_layer_fields(), &layer->config, sizeof layer->config.router, sizeof layer->config);
+    moei_line(p, "}, {");
+    moei_line_router_config(p, &layer->router.config);
+    moei_line(p, ", {NULL, NULL, NULL, NULL}, NULL, ");
+    moei_line_bits(p, layer->router.places);
+    moei_line(p, ", ");
+    moei_line_bits(p, layer->router.parts);
+    moei_line(p, ", {NULL}}, NULL, ");
+    moei_line_bits(p, layer->places);
+    moei_line(p, ", ");
+    moei_line_layer_tensors(p, net, i, MOE_LAYER_SLOTS);
+    moei_line(p, ", {NULL}, {NULL}, 0, 0, NULL, 0, {NULL, NULL}}");
+}
+
+/* In the order of moe_module's members. */
+static void moei_line_module(moei_lines *p, const moe_net *net, size_t i) {
+    const moe_module *m = &net->modules[i];
+    moei_line(p, "{%d, %d, %d, %d, %d, %d, ", m->kind, m->d_in, m->d_out, m->act, m->span, m->n_rows);
+    moei_line_real(p, m->rate, ", {");
+    moei_line_fields(p, moei_attention_fields, &m->attention, 0, sizeof m->attention);
+    moei_line(p, "}, ");
+    moei_line_layer(p, net, i);
+    moei_line(p, ", ");
+    if (moei_is_layer(m)) moei_line(p, "{NULL}");
+    else moei_line_tensors(p, net, i, 0, MOE_MODULE_SLOTS, "(moe_real *)");
+    moei_line(p, ", {NULL}, 0}%s", i + 1 < net->n_modules ? "," : "};");
+    moei_line_end(p);
+}
+
+/* Writes `static const moe_net NAME` and what it points to. No heap, no initialisation: the struct serves moe_net_forward and moe_net_decode as it is,
+   with plain C kernels, but has no list of named tensors. Errors of moei_float_check before the first byte, then those of the stream. */
+MOEI_TOOL moe_status moei_print_net(moe_stream *out, const char *name, const moe_net *net, moe_error *error) {
+    moei_lines p;
+    moe_slot slot;
+    size_t i;
+    int place;
+    moe_status status = moei_float_check(net, error);
+    if (status != MOE_OK) return status;
+    moei_line_begin(&p, out, name);
+    for (i = 0; i < net->n_modules; i++)
+        for (place = 0; place < MOE_LAYER_SLOTS; place++)
+            if (moei_module_slot(net, i, place, &slot) == MOE_OK) moei_line_array(&p, slot.name, i, slot.count, moei_float_values(net, i, place));
+    moei_line(&p, "static const moe_module ");
+    moei_line_name(&p, NULL, 0);
+    moei_line(&p, "_modules[%z] = {", net->n_modules);
+    moei_line_end(&p);
+    for (i = 0; i < net->n_modules; i++) moei_line_module(&p, net, i);
+    moei_line(&p, "static const moe_net ");
+    moei_line_name(&p, NULL, 0);
+    moei_line(&p, " = {%d, %d, %z, (moe_module *)", net->d_in, net->d_out, net->n_modules);
+    moei_line_name(&p, NULL, 0);
+    moei_line(&p, "_modules, 0, NULL, MOE_KERNELS_C, NULL, {NULL, NULL}, NULL, 0, 1, 0, {MOE_OK, \"\"}};");
+    moei_line_end(&p);
+    return p.status == MOE_OK ? MOE_OK : moei_error(error, p.status, "writing net %s: %s", name, moe_status_text(p.status));
+}
+#endif /* MOE_NO_TRAIN */
+
 /* ---- sampling ------------------------------------------------------------------------------------------------------------------ */
 
 #define MOEI_S moe_sampling
@@ -5772,7 +6278,7 @@ const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass,
 static const moe_field moei_sampling_fields[] = {
     MOEI_FLAG(MOEI_S, greedy, "the largest logit, without a draw"),
     MOEI_REAL(MOEI_S, temperature, 1e-6, 1e6, "what the logits are divided by"),
-    MOEI_INT(MOEI_S, top_k, 1, INT32_MAX, "how many of the largest logits stay"),
+    MOEI_INT(MOEI_S, top_k, 1, (int)((unsigned)-1 / 2), "how many of the largest logits stay"),
     MOEI_REAL(MOEI_S, top_p, 0, 1, "how much of the probability stays"),
     MOEI_FIELDS_END};
 
@@ -5858,7 +6364,7 @@ moe_status moe_sample(const moe_sampling *how, size_t n, const moe_real *logits,
     moe_status status;
     if (logits == NULL || p == NULL || order == NULL || token == NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "%s must not be NULL", logits == NULL ? "logits" : p == NULL ? "p" : order == NULL ? "order" : "token");
-    if (n == 0 || n > INT32_MAX) return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be 1 to %d", n, (int)INT32_MAX);
+    if (n == 0 || !MOEI_FITS_INT32(n)) return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be 1 to 2147483647", n);
     if ((status = moei_sample_begin(&s, how, n, logits, error)) != MOE_OK) return status;
     if (!s.how.greedy && rng == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "rng must not be NULL: only greedy = 1 draws nothing");
     s.order = order;
@@ -5954,7 +6460,7 @@ static moe_real moei_exp_others(const moe_kernels *kernels, size_t n, const moe_
         moe_real *part = d != NULL ? d + from : room;
         count = n - from < PART ? n - from : (size_t)PART;
         memcpy(part, y + from, count * sizeof *part);
-        if (best - from < count) part[best - from] = -(moe_real)HUGE_VAL;
+        if (best - from < count) part[best - from] = -MOEI_INFINITY;
         sum += moe_exp_sum(kernels, count, y[best], part);
     }
     if (d != NULL) d[best] = MOEI_R(1.0);
@@ -6840,7 +7346,7 @@ static moe_status moei_modular_pass(moe_modular *m, const moe_data *batch, const
     for (t = 0; t < batch->n; t++) {
         moe_data row = moei_data_part(net, batch, t, 1);
         scores[t] = -(double)moei_criterion(m->trainer->config.criterion, net, &row, pass.y + t * width, NULL);
-        if (!(scores[t] > -HUGE_VAL)) return MOE_ERR_NONFINITE;
+        if (!(scores[t] > -MOEI_HUGE)) return MOE_ERR_NONFINITE;
     }
     for (i = 0; i < net->n_modules; i++) {
         const moe_routing *r = moe_net_routing(net, &pass, i);
@@ -6861,7 +7367,7 @@ static moe_status moei_modular_expect(moe_modular *m, const moe_data *batch, int
     for (i = 0; i < m->n_teacher; i++) m->teacher[i] = MOEI_R(0.0); /* its loss is not used here */
     for (i = 0; i < n * m->n_mixtures; i++) known &= choices[i] >= 0;
     if (!known && draws < 1) return MOE_ERR_ARGUMENT;
-    for (t = 0; t < n; t++) m->best[t] = -HUGE_VAL, m->changed[t] = 0;
+    for (t = 0; t < n; t++) m->best[t] = -MOEI_HUGE, m->changed[t] = 0;
     if (known && (status = moei_modular_pass(m, batch, choices, m->best)) != MOE_OK) return status;
     for (draw = 0; draw < draws; draw++) {
         status = moei_modular_pass(m, batch, NULL, m->drawn);
@@ -7190,8 +7696,8 @@ static moe_status moei_fit_continues(const moei_fit *f, const moei_checkpoint *c
     moe_status status = moei_checkpoint_differs(c, &wanted, error);
     if (status != MOE_OK || c->position[0] >= (uint64_t)f->progress.epochs) return status;
     memcpy(sums, c->position + 2, sizeof sums);
-    if (c->position[1] < f->progress.steps && c->steps == c->position[0] * f->progress.steps + c->position[1] && fabs(sums[0]) < HUGE_VAL &&
-        fabs(sums[1]) < HUGE_VAL)
+    if (c->position[1] < f->progress.steps && c->steps == c->position[0] * f->progress.steps + c->position[1] && fabs(sums[0]) < MOEI_HUGE &&
+        fabs(sums[1]) < MOEI_HUGE)
         return MOE_OK;
     return moei_error(error, MOE_ERR_FORMAT, "the checkpoint's position is none of this training");
 }
@@ -7976,7 +8482,7 @@ moe_status moe_hme_gradient(moe_hme *hme, const moe_data *data, moe_real rate, d
 enum { MOEI_CONFIG_FORMAT = 1 };
 
 /* Rows that say how something is run, not what it is: never in files. */
-static int moei_is_saved(const moe_field *field) { return strcmp(field->name, "kernels") != 0; }
+static int moei_is_saved(const moe_field *field) { return moei_strcmp(field->name, "kernels") != 0; }
 
 /* ---- writing the configuration ------------------------------------------------------------------------------------------------- */
 
@@ -7989,7 +8495,7 @@ typedef struct moei_config_text {
 } moei_config_text;
 
 static void moei_config_put(moei_config_text *c, const char *s) {
-    if (c->status == MOE_OK) c->status = moei_buffer_write(&c->buffer, s, strlen(s));
+    if (c->status == MOE_OK) c->status = moei_buffer_write(&c->buffer, s, moei_strlen(s));
 }
 
 /* "name":value for every field that is not 0, or for every field; comma: there are members before. */
@@ -8233,7 +8739,7 @@ static moe_status moei_config_value(moei_json *j, const char *place, const moe_f
         if (!moei_is_json_number(s)) return moei_json_refuse(j, at, MOE_ERR_FORMAT, "%s: %s must be a number", place, field->name);
         value = (const char *)s.p;
     }
-    status = moei_field_set_n(field, config, value, field->kind == MOE_FIELD_CHOICE ? strlen(value) : s.n, &why);
+    status = moei_field_set_n(field, config, value, field->kind == MOE_FIELD_CHOICE ? moei_strlen(value) : s.n, &why);
     return status == MOE_OK ? MOE_OK : moei_json_refuse(j, at, status, "%s: %s", place, why.message);
 }
 
@@ -8328,7 +8834,7 @@ static moe_status moei_config_top(moei_json *j, const char *wanted, size_t *valu
     size_t at[3];
     moei_span format;
     moe_real number;
-    int layer = strcmp(wanted, "layer") == 0;
+    int layer = moei_strcmp(wanted, "layer") == 0;
     moe_status status = moei_config_members(j, "the top", names, at);
     if (status != MOE_OK) return status;
     if (moei_json_peek(j) >= 0) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "nothing may follow the object");
@@ -8442,7 +8948,7 @@ static moe_tensor *moei_file_wanted(const moe_net *net, const moe_file_tensor *t
     name[n] = '\0';
     if (net->n_modules > 0) return moe_net_find(net, name);
     for (n = 0; n < net->n_tensors; n++)
-        if (strcmp(net->tensors[n].name, name) == 0) return &net->tensors[n];
+        if (moei_strcmp(net->tensors[n].name, name) == 0) return &net->tensors[n];
     return NULL;
 }
 
@@ -8468,7 +8974,7 @@ static moe_status moei_file_compare(const moe_net *net, const moe_file_tensor *f
     name.n = found->name_length;
     if (t == NULL)
         return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': the configuration has none of this name", moei_span_text(name, shown));
-    if (t->n_dims != found->n_dims || memcmp(t->shape, found->shape, (size_t)t->n_dims * sizeof t->shape[0]) != 0)
+    if (t->n_dims != found->n_dims || moei_memcmp(t->shape, found->shape, (size_t)t->n_dims * sizeof t->shape[0]) != 0)
         return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be %s, the file has %s", t->name,
                           moei_shape_text(t->shape, t->n_dims, want), moei_shape_text(found->shape, found->n_dims, have));
     *wanted = t;
@@ -8662,7 +9168,7 @@ static void moei_checkpoint_put(const moei_checkpoint *c, char out[MOEI_CHECKPOI
     t.out = out, t.room = MOEI_CHECKPOINT_TEXT, t.length = 0;
     for (i = 0; i < MOEI_CHECKPOINT_ROWS; i++) {
         if (i > 0) moei_put(&t, " ", 1);
-        moei_put(&t, moei_checkpoint_rows[i].name, strlen(moei_checkpoint_rows[i].name));
+        moei_put(&t, moei_checkpoint_rows[i].name, moei_strlen(moei_checkpoint_rows[i].name));
         moei_put(&t, " ", 1);
         moei_put_unsigned(&t, moei_checkpoint_get(c, i));
     }
@@ -8671,7 +9177,7 @@ static void moei_checkpoint_put(const moei_checkpoint *c, char out[MOEI_CHECKPOI
 /* Moment i as a tensor. */
 static void moei_moment(const moe_trainer *trainer, size_t i, moe_tensor *out) {
     memset(out, 0, sizeof *out);
-    memcpy(out->name, moei_moment_names[i], strlen(moei_moment_names[i]));
+    memcpy(out->name, moei_moment_names[i], moei_strlen(moei_moment_names[i]));
     out->n_dims = 1;
     out->shape[0] = out->count = moei_net_numbers(trainer->net);
     out->data = trainer->memory + i * out->count;
@@ -8737,7 +9243,7 @@ moe_status moe_trainer_write(const moe_trainer *trainer, moe_stream *stream, moe
 
 /* Takes a word that must be there; 0 when it is not. */
 static int moei_take_word(const char **p, const char *word) {
-    size_t n = strlen(word);
+    size_t n = moei_strlen(word);
     if (strncmp(*p, word, n) != 0) return 0;
     *p += n;
     return 1;
@@ -8811,7 +9317,7 @@ static moe_status moei_checkpoint_same_net(const moe_net *net, const moe_file *f
     same = length + 1 == text.buffer.size;
     found = same ? (char *)moei_alloc(&net->allocator, length + 1, 1) : NULL;
     if (same && found == NULL) status = moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of configuration", length + 1);
-    else same = same && moe_file_metadata(file, MOEI_CONFIG_KEY, found, length + 1, NULL) == MOE_OK && memcmp(found, text.buffer.data, length) == 0;
+    else same = same && moe_file_metadata(file, MOEI_CONFIG_KEY, found, length + 1, NULL) == MOE_OK && moei_memcmp(found, text.buffer.data, length) == 0;
     if (status == MOE_OK && !same) status = moei_error(error, MOE_ERR_CONFIG, "the checkpoint is that of a net of other modules");
     moei_free(&net->allocator, found, length + 1);
     moe_buffer_free(&text.buffer);
@@ -8914,6 +9420,2106 @@ moe_status moe_trainer_load(moe_trainer *trainer, const char *path, moe_error *e
 }
 
 #endif
+#endif /* MOE_NO_TRAIN */
+
+#endif /* MOE_NO_FLOAT */
+
+/* ==== models for small machines: inference ==================================================================================== */
+
+/* Scratch memory is laid out from a multiple of 4. */
+enum { MOEI_INT_ALIGN = 4 };
+
+MOEI_TOOL unsigned char *moei_int_scratch(void *scratch) {
+    unsigned char *p = (unsigned char *)scratch;
+    return p + (MOEI_INT_ALIGN - (uintptr_t)p % MOEI_INT_ALIGN) % MOEI_INT_ALIGN;
+}
+
+static int16_t *moei_int_vector(const moe_int_run *run, uint32_t at) { return run->vectors + at; }
+
+static int32_t *moei_int_wide(const moe_int_run *run, uint32_t at) { return (int32_t *)(void *)(run->vectors + at); }
+
+void moe_int_op_int8(const moe_int_op *op, moe_int_run *run) {
+    moe_int8_product(&op->shape, run->base + op->at, moei_int_vector(run, op->in), moei_int_vector(run, op->out));
+}
+
+void moe_int_op_int4(const moe_int_op *op, moe_int_run *run) {
+    moe_int4_product(&op->shape, run->base + op->at, moei_int_vector(run, op->in), moei_int_vector(run, op->out));
+}
+
+void moe_int_op_int8_add(const moe_int_op *op, moe_int_run *run) {
+    moe_int8_product_add(&op->shape, run->base + op->at, moei_int_vector(run, op->in), run->weight, moei_int_wide(run, op->out));
+}
+
+void moe_int_op_int4_add(const moe_int_op *op, moe_int_run *run) {
+    moe_int4_product_add(&op->shape, run->base + op->at, moei_int_vector(run, op->in), run->weight, moei_int_wide(run, op->out));
+}
+
+/* Curves are the same for all experts: they lie among the model's own constants. */
+void moe_int_op_curve(const moe_int_op *op, moe_int_run *run) {
+    moe_int_curve(&op->shape, run->model->weights + op->at, moei_int_vector(run, op->in), moei_int_vector(run, op->out));
+}
+
+void moe_int_op_multiply(const moe_int_op *op, moe_int_run *run) {
+    moe_int_multiply(&op->shape, moei_int_vector(run, op->in), moei_int_vector(run, op->other), moei_int_vector(run, op->out));
+}
+
+void moe_int_op_add(const moe_int_op *op, moe_int_run *run) {
+    moe_int_add(&op->shape, moei_int_vector(run, op->in), op->factor, moei_int_vector(run, op->other), op->factor2, moei_int_vector(run, op->out));
+}
+
+void moe_int_op_rescale(const moe_int_op *op, moe_int_run *run) {
+    moe_int_add(&op->shape, moei_int_vector(run, op->in), op->factor, NULL, 0, moei_int_vector(run, op->out));
+}
+
+static void moei_int_ops(moe_int_run *run, uint32_t first, uint32_t n) {
+    const moe_int_op *op = run->model->ops + first, *end = op + n;
+    for (; op < end && run->status == MOE_OK; op++) op->run(op, run);
+}
+
+/* Where the constants of an expert are: in place, or the first size bytes of them fetched into scratch memory. */
+static const unsigned char *moei_int_block(const moe_int_mixture *m, moe_int_run *run, uint32_t expert, uint32_t size) {
+    const size_t at = (size_t)m->experts + (size_t)expert * m->stride;
+    void *block;
+    if (m->block == MOE_INT_NONE) return run->model->experts + at;
+    block = moei_int_vector(run, m->block);
+    run->status = run->loader->fetch(run->loader->ctx, at, size, block);
+    return (const unsigned char *)block;
+}
+
+/* The choice with the lowest expert of those above `last`; -1: none. */
+static int moei_int_next(const int16_t *experts, int count, int last) {
+    int i, next = -1;
+    for (i = 0; i < count; i++)
+        if (experts[i] > last && (next < 0 || experts[i] < experts[next])) next = i;
+    return next;
+}
+
+/* A loop, for memset of small C libraries writes bytes; the empty asm keeps gcc from calling it. */
+static void moei_int_clear(int32_t *sum, const int32_t *end) {
+    while (sum < end) {
+        *sum++ = 0;
+#if defined(__GNUC__) && !defined(__TINYC__)
+        __asm__ volatile("");
+#endif
+    }
+}
+
+void moe_int_op_mixture(const moe_int_op *op, moe_int_run *run) {
+    const moe_int_mixture *m = run->model->mixtures + op->index;
+    const unsigned char *base = run->base;
+    int16_t *choices = moei_int_vector(run, m->choices), *experts = choices + 1, *weights = experts + m->router.most;
+    size_t count = 0;
+    int i, last = -1;
+    moei_int_ops(run, m->score, m->n_score);
+    if (run->status == MOE_OK)
+        run->status = moe_int_route(&m->router, run->model->weights, run->token, moei_int_vector(run, m->z), moei_int_wide(run, m->p), experts, weights, &count);
+    choices[0] = (int16_t)count;
+    moei_int_clear(moei_int_wide(run, m->sum), moei_int_wide(run, m->sum) + (op->shape.n + 1) / 2 * 2);
+    while (run->status == MOE_OK && (i = moei_int_next(experts, (int)count, last)) >= 0) {
+        last = experts[i];
+        run->weight = weights[i];
+        run->base = moei_int_block(m, run, (uint32_t)last, m->stride);
+        moei_int_ops(run, m->expert, m->n_expert);
+    }
+    run->base = base;
+    run->weight = 32767;
+    moei_int_ops(run, m->shared, m->n_shared);
+    moe_int_store(&op->shape, moei_int_wide(run, m->sum), moei_int_vector(run, op->out));
+}
+
+/* ---- operations of routers ---- */
+
+/* also + sum x_i^2 = result * 2^*power, rounded down, with 2^30 <= result unless it is 0; *power is even. Exact in two halves of 16 and 32 bits. */
+static uint32_t moei_int_squares(unsigned n, const int16_t *x, uint32_t also, int *power) {
+    uint32_t high = also >> 16, low = also & 0xffffu;
+    for (; n > 0; n--, x++) {
+        const uint32_t square = (uint32_t)((int32_t)*x * *x);
+        high += square >> 16;
+        low += square & 0xffffu;
+    }
+    high += low >> 16, low &= 0xffffu;
+    for (*power = 0; high > 0xffffu; high >>= 2, *power += 2) low = low >> 2 | (high & 3u) << 14;
+    low |= high << 16;
+    for (; low != 0 && low < (uint32_t)1 << 30; low <<= 2) *power -= 2;
+    return low;
+}
+
+/* out = clamp((in * m + round) >> s): with r * 2^power = in . in + at as moei_int_squares gives it, root = floor(sqrt(r)), m = floor(factor * 2^15 / root)
+   and s = 15 + shift + power / 2. All 0 where r is 0. */
+void moe_int_op_unit(const moe_int_op *op, moe_int_run *run) {
+    const int16_t *x = moei_int_vector(run, op->in);
+    int16_t *y = moei_int_vector(run, op->out);
+    moe_int_shape shape = op->shape;
+    int power;
+    const uint32_t square = moei_int_squares(shape.n, x, op->at, &power);
+    const int32_t m = square > 0 ? (int32_t)(((uint32_t)op->factor << 15) / moe_int_sqrt(square)) : 0;
+    int32_t round;
+    unsigned i;
+    shape.shift = (uint8_t)(15 + shape.shift + power / 2);
+    round = moei_int_round(&shape);
+    for (i = 0; i < shape.n; i++) y[i] = m > 0 ? moei_int_clamp(&shape, (x[i] * m + round) >> shape.shift) : 0;
+    moei_int_put_zeros(i, y);
+}
+
+/* The choice that comes after choice `last` (-1: the first) by falling weight, of equal ones the one listed first; -1: none. */
+static int moei_int_lighter(const int16_t *weights, int count, int last) {
+    int i, next = -1;
+    for (i = 0; i < count; i++) {
+        if (last >= 0 && (weights[i] > weights[last] || (weights[i] == weights[last] && i <= last))) continue;
+        if (next < 0 || weights[i] > weights[next]) next = i;
+    }
+    return next;
+}
+
+/* out = clamp((in * c + round) >> shift). The factor2 heaviest choices of mixture number `index`, whose choices are in other, have shares a_j =
+   floor(w_j * 32767 / sum w), or 32767 for a single one, and c = sum_j (a_j * row_j + 2^14) >> 15 with the rows int16 [n rounded up to 4] at `at`, one
+   per expert. c = factor where nobody was chosen, or the weights of several are all 0. */
+void moe_int_op_cluster(const moe_int_op *op, moe_int_run *run) {
+    const int16_t *choices = moei_int_vector(run, op->other), *experts = choices + 1, *weights, *x = moei_int_vector(run, op->in);
+    const int32_t round = moei_int_round(&op->shape);
+    const unsigned width = (op->shape.n + 3u) & ~3u;
+    int16_t *y = moei_int_vector(run, op->out);
+    int32_t sum = 0;
+    int j, i;
+    unsigned q;
+    weights = experts + run->model->mixtures[op->index].router.most;
+    for (i = 0, j = -1; i < op->factor2 && (j = moei_int_lighter(weights, choices[0], j)) >= 0; i++) sum += op->factor2 > 1 ? weights[j] : 1;
+    for (q = 0; q < width; q++) y[q] = (int16_t)(sum > 0 ? 0 : op->factor);
+    for (i = 0, j = -1; sum > 0 && i < op->factor2 && (j = moei_int_lighter(weights, choices[0], j)) >= 0; i++) {
+        const unsigned char *row = run->model->weights + op->at + (size_t)experts[j] * width * 2;
+        const int32_t a = op->factor2 > 1 ? weights[j] * (int32_t)32767 / sum : 32767;
+        for (q = 0; q < width; q++) y[q] = (int16_t)(y[q] + ((a * moei_flash_16(row + 2 * q) + 16384) >> 15));
+    }
+    for (q = 0; q < op->shape.n; q++) y[q] = moei_int_clamp(&op->shape, ((int32_t)x[q] * y[q] + round) >> op->shape.shift);
+    moei_int_put_zeros(q, y);
+}
+
+/* out_e = clamp((t + round) >> shift) with t = (measure * factor) >> 16, for each expert e of mixture number `index`: the next shape.k operations make
+   `in` [shape.n] from the first `at` bytes of its block, measure makes one number of it. */
+static void moei_int_each(const moe_int_op *op, moe_int_run *run, int32_t (*measure)(const moe_int_op *op, const int16_t *v, const int16_t *other)) {
+    const moe_int_mixture *m = run->model->mixtures + op->index;
+    const unsigned char *base = run->base;
+    const int32_t round = moei_int_round(&op->shape);
+    int16_t *z = moei_int_vector(run, op->out);
+    unsigned e;
+    for (e = 0; e < m->router.n_experts && run->status == MOE_OK; e++) {
+        run->base = moei_int_block(m, run, e, op->at);
+        moei_int_ops(run, (uint32_t)(op - run->model->ops) + 1, op->shape.k);
+        z[e] = moei_int_clamp(&op->shape, (moei_int_scale(measure(op, moei_int_vector(run, op->in), moei_int_vector(run, op->other)), op->factor) + round) >>
+                                              op->shape.shift);
+    }
+    moei_int_put_zeros(e, z);
+    run->base = base;
+}
+
+/* Measures, in units of 2^-factor2 of a level. sum |v_i|; */
+static int32_t moei_int_l1(const moe_int_op *op, const int16_t *v, const int16_t *other) {
+    int32_t sum = 0;
+    unsigned i;
+    (void)other;
+    for (i = 0; i < op->shape.n; i++) sum += v[i] < 0 ? -v[i] : v[i];
+    return sum * ((int32_t)1 << op->factor2);
+}
+
+/* the largest |v_i|; */
+static int32_t moei_int_linf(const moe_int_op *op, const int16_t *v, const int16_t *other) {
+    int32_t most = 0;
+    unsigned i;
+    (void)other;
+    for (i = 0; i < op->shape.n; i++) {
+        const int32_t a = v[i] < 0 ? -v[i] : v[i];
+        if (a > most) most = a;
+    }
+    return most * ((int32_t)1 << op->factor2);
+}
+
+/* the root of moei_int_squares, shifted by power / 2 + factor2; */
+static int32_t moei_int_l2(const moe_int_op *op, const int16_t *v, const int16_t *other) {
+    int power, up;
+    const uint32_t root = moe_int_sqrt(moei_int_squares(op->shape.n, v, 0, &power));
+    (void)other;
+    up = power / 2 + op->factor2;
+    return (int32_t)(up >= 0 ? root << up : up > -32 ? root >> -up : 0);
+}
+
+/* sum v_i other_i, both narrow. */
+static int32_t moei_int_dot(const moe_int_op *op, const int16_t *v, const int16_t *other) {
+    int32_t sum = 0;
+    unsigned i;
+    for (i = 0; i < op->shape.n; i++) sum += (int32_t)v[i] * other[i];
+    return sum * ((int32_t)1 << op->factor2);
+}
+
+void moe_int_op_norm_l1(const moe_int_op *op, moe_int_run *run) { moei_int_each(op, run, moei_int_l1); }
+void moe_int_op_norm_l2(const moe_int_op *op, moe_int_run *run) { moei_int_each(op, run, moei_int_l2); }
+void moe_int_op_norm_linf(const moe_int_op *op, moe_int_run *run) { moei_int_each(op, run, moei_int_linf); }
+void moe_int_op_match(const moe_int_op *op, moe_int_run *run) { moei_int_each(op, run, moei_int_dot); }
+
+/* ---- operations on weights ---- */
+
+/* out = clamp((in * m + round) >> shift), m = (weight * factor + 2^14) >> 15; then the weight is 32767. */
+void moe_int_op_weigh(const moe_int_op *op, moe_int_run *run) {
+    const int16_t *x = moei_int_vector(run, op->in);
+    int16_t *y = moei_int_vector(run, op->out);
+    const int32_t m = ((int32_t)run->weight * op->factor + 16384) >> 15, round = moei_int_round(&op->shape);
+    unsigned i;
+    for (i = 0; i < op->shape.n; i++) y[i] = moei_int_clamp(&op->shape, (x[i] * m + round) >> op->shape.shift);
+    moei_int_put_zeros(i, y);
+    run->weight = 32767;
+}
+
+void moe_int_op_weight(const moe_int_op *op, moe_int_run *run) { run->weight = *moei_int_vector(run, op->in); }
+
+/* sum out_i += (((in_i * factor + round) >> shift) * rest) >> 16 with rest = at - ((sum of the weights of choices, which are in other) >> factor2) within
+   int16. */
+void moe_int_op_rest(const moe_int_op *op, moe_int_run *run) {
+    const int16_t *choices = moei_int_vector(run, op->other), *weights = choices + 1 + run->model->mixtures[op->index].router.most;
+    const int16_t *x = moei_int_vector(run, op->in);
+    const int32_t round = moei_int_round(&op->shape);
+    int32_t *sum = moei_int_wide(run, op->out), taken = 0, rest;
+    int i;
+    unsigned q;
+    for (i = 0; i < choices[0]; i++) taken += weights[i];
+    rest = (int32_t)op->at - (taken >> op->factor2);
+    rest = rest > 32767 ? 32767 : rest < -32767 ? -32767 : rest;
+    for (q = 0; q < op->shape.n; q++) sum[q] += moei_int_scale(((int32_t)x[q] * op->factor + round) >> op->shape.shift, (int16_t)rest);
+}
+
+/* The input as a vector. */
+static void moei_int_enter(int16_t *x, const signed char *input, size_t n) {
+    const signed char *end = input + n;
+    while (input < end) *x++ = *input++;
+    for (; n % 4 != 0; n++) *x++ = 0;
+}
+
+/* The run function of integer models. */
+moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch) {
+    unsigned char *memory = moei_int_scratch(scratch);
+    const moe_int_op *last = model->ops + model->n_main - 1;
+    moe_int_run run;
+    run.model = model, run.loader = loader, run.base = model->weights, run.state = memory;
+    run.vectors = (int16_t *)(void *)(memory + model->state_size);
+    run.place = 0, run.weight = 32767, run.status = MOE_OK, run.token = 0;
+    if (model->length > 0) {
+        memcpy(&run.place, memory, sizeof run.place);
+        if (run.place >= model->length) return MOE_ERR_STATE;
+    }
+    if (model->d_in == 0) run.token = *(const int32_t *)input;
+    else moei_int_enter(run.vectors, (const signed char *)input, model->d_in);
+    moei_int_ops(&run, 0, model->n_main);
+    if (run.status != MOE_OK) return run.status;
+    memcpy(output, moei_int_vector(&run, last->out), model->d_out * sizeof(int16_t));
+    run.place++;
+    if (model->length > 0) memcpy(memory, &run.place, sizeof run.place);
+    return MOE_OK;
+}
+
+moe_status moe_infer_loading(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch, size_t scratch_size) {
+    if (model == NULL || input == NULL || output == NULL || scratch == NULL) return MOE_ERR_ARGUMENT;
+    if (model->version != MOE_MODEL_VERSION) return MOE_ERR_UNSUPPORTED;
+    if (model->experts == NULL && model->n_mixtures > 0 && model->weights_are != MOE_WEIGHTS_FLOAT && (loader == NULL || loader->fetch == NULL))
+        return MOE_ERR_UNSUPPORTED;
+    if (scratch_size < model->scratch_size) return MOE_ERR_SPACE;
+    return model->run(model, loader, input, output, scratch);
+}
+
+moe_status moe_infer(const moe_model *model, const void *input, void *output, void *scratch, size_t scratch_size) {
+    return moe_infer_loading(model, NULL, input, output, scratch, scratch_size);
+}
+
+void moe_infer_restart(const moe_model *model, void *scratch, size_t scratch_size) {
+    enum { BEGIN = 32 }; /* the number of tokens so far lies in these bytes, whatever the alignment */
+    if (model == NULL || scratch == NULL || scratch_size < model->scratch_size || model->length == 0) return;
+    memset(scratch, 0, scratch_size < BEGIN ? scratch_size : (size_t)BEGIN);
+}
+
+moe_status moe_int_model_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
+    const moe_int_mixture *m = model->mixtures + mixture;
+    const int16_t *made;
+    size_t i;
+    if (mixture >= model->n_mixtures) return MOE_ERR_NOT_FOUND;
+    made = (const int16_t *)(const void *)(moei_int_scratch((void *)(uintptr_t)scratch) + model->state_size) + m->choices;
+    *count = (size_t)made[0];
+    for (i = 0; i < *count && i < room; i++) {
+        const int32_t level = made[1 + m->router.most + i];
+        choices[i].expert = made[1 + i];
+        choices[i].weight = m->weight_bits < 0 ? level >> -m->weight_bits : level * ((int32_t)1 << m->weight_bits);
+    }
+    return MOE_OK;
+}
+
+moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
+    if (model == NULL || scratch == NULL || count == NULL || (choices == NULL && room > 0)) return MOE_ERR_ARGUMENT;
+    return model->choices(model, mixture, scratch, choices, room, count);
+}
+
+#ifndef MOE_NO_FLOAT
+moe_status moe_float_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch) {
+    (void)loader;
+    return moei_float_infer(model->net, model->length, input, (moe_real *)output, scratch, model->scratch_size);
+}
+
+moe_status moe_float_model_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
+    const moe_routing *routing = moei_float_routing(model->net, model->length, mixture, (void *)(uintptr_t)scratch);
+    size_t i;
+    if (routing == NULL) return MOE_ERR_NOT_FOUND;
+    *count = (size_t)routing->n_choices[0];
+    for (i = 0; i < *count && i < room; i++) {
+        const moe_real weight = routing->weights[routing->choices[i]] * MOEI_R(32768.0);
+        choices[i].expert = routing->choices[i];
+        choices[i].weight = weight > MOEI_R(2e9) ? INT32_MAX : weight < MOEI_R(-2e9) ? -INT32_MAX : (int32_t)(weight + (weight < 0 ? MOEI_R(-0.5) : MOEI_R(0.5)));
+    }
+    return MOE_OK;
+}
+#endif
+
+#ifndef MOE_NO_TRAIN
+
+/* ==== models for small machines: making one from a net ========================================================================
+
+   moe_model_create looks at the calibration's numbers, then walks through the modules: each appends operations on vectors, which have numbers while the
+   list grows. At the end every vector, known by then from its first to its last use, gets its place in scratch memory. */
+
+#ifndef MOE_NO_QUANT
+
+/* What calibration saw in one module: the largest size of a number. */
+typedef struct moei_int_range {
+    double y;                                          /* the module's output */
+    double u, z;                                       /* mixture: the router's input and logits */
+    double unit;                                       /* of the components of what the router makes a unit vector */
+    double projected, hidden, hidden_act, key;         /* inside scores: cosine's projection, hidden layers, what attentive compares */
+    double weighed, sigmoid;                           /* experts' inputs times their weights; the argument of the shared expert's sigmoid */
+    double node[MOE_NODE_COUNT], shared[MOE_NODE_COUNT]; /* layers: activations of experts, of the shared expert */
+    double q, k, v, mixed;                             /* attention */
+} moei_int_range;
+
+/* A vector. */
+typedef struct moei_int_value {
+    size_t width;
+    int wide32;      /* int32 instead of int16 */
+    int limit;       /* levels are within +-limit: 127 is narrow */
+    double scale;    /* a real number is level * scale */
+    double range;    /* the largest number seen in calibration */
+    uint32_t narrow; /* the same numbers in a narrow vector, MOE_INT_NONE: not made yet */
+    uint32_t made, last; /* operations, by the clock: first and last use */
+    uint32_t at;     /* its place */
+} moei_int_value;
+
+#define MOEI_INT_MAX_WIDTH 65532
+
+enum { MOEI_NARROW = 127, MOEI_WIDE = 32767, MOEI_INT_PIECES = 16 };
+
+typedef struct moei_maker {
+    moe_built_model made;
+    const moe_net *net;
+    const moe_model_config *config;
+    moe_error *error;
+    moe_status status;      /* the first failure; after it nothing is appended */
+    moei_int_range *ranges; /* [modules] */
+    moei_int_value *values;
+    moe_int_op *main_ops, *inner_ops; /* operations name vectors by number until all are placed */
+    int inner;              /* appends to the inner operations: those of a mixture */
+    int in_block;           /* constants are of experts: they go to the blocks */
+    uint32_t clock;
+    uint32_t *entering;     /* [modules + 1] the vector that enters each module */
+    size_t module, fused;   /* the module at work; the activation that a product has taken over, 0: none */
+    moe_buffer pieces;      /* constants of a mixture's experts: all experts' first product, then all their second, ... */
+    size_t piece[MOEI_INT_PIECES], n_pieces; /* bytes of one expert's */
+    size_t multiplications, counted; /* of the model; those of operations since `counted` was set to 0 */
+} moei_maker;
+
+static void moei_maker_fail(moei_maker *m, moe_status status) {
+    if (m->status == MOE_OK) m->status = moei_error(m->error, status, "%s", moe_status_text(status));
+}
+
+#define MOEI_MAKER_REFUSE(m, code, ...) \
+    do { \
+        if ((m)->status == MOE_OK) (m)->status = moei_error((m)->error, code, __VA_ARGS__); \
+    } while (0)
+
+/* Appends to a list; the number of the new element, 0 after a failure. */
+static uint32_t moei_maker_push(moei_maker *m, void *list, const void *element, size_t size) {
+    unsigned char *elements;
+    size_t n;
+    memcpy(&elements, list, sizeof elements);
+    n = moei_list_length(elements);
+    if (m->status != MOE_OK) return 0;
+    if (n >= UINT16_MAX || !moei_list_reserve(&m->made.allocator, list, size, n + 1)) {
+        moei_maker_fail(m, n >= UINT16_MAX ? MOE_ERR_OVERFLOW : MOE_ERR_MEMORY);
+        return 0;
+    }
+    memcpy(&elements, list, sizeof elements);
+    memcpy(elements + n * size, element, size);
+    moei_list_header(elements)->length++;
+    return (uint32_t)n;
+}
+
+/* A new vector. scale 0 (nothing but zeros was seen) becomes 1. */
+static uint32_t moei_value_new(moei_maker *m, size_t width, int limit, double scale, double range) {
+    moei_int_value v;
+    memset(&v, 0, sizeof v);
+    v.width = width, v.limit = limit, v.scale = scale > 0 ? scale : 1, v.range = range;
+    v.narrow = MOE_INT_NONE, v.made = v.last = m->clock;
+    return moei_maker_push(m, &m->values, &v, sizeof v);
+}
+
+static uint32_t moei_value_wide32(moei_maker *m, size_t width) {
+    uint32_t v = moei_value_new(m, width, MOEI_WIDE, 1, 0);
+    if (m->status == MOE_OK) m->values[v].wide32 = 1;
+    return v;
+}
+
+static void moei_value_use(moei_maker *m, uint32_t v) {
+    if (m->status == MOE_OK && m->values[v].last < m->clock) m->values[v].last = m->clock;
+}
+
+/* A vector that has its place since an earlier time: experts' operations run again and again, so what lies beside them must not share with any of them. */
+static void moei_value_spans(moei_maker *m, uint32_t v, uint32_t since) {
+    if (m->status == MOE_OK && m->values[v].made > since) m->values[v].made = since;
+}
+
+static moe_int_op moei_op(void (*run)(const moe_int_op *op, moe_int_run *run), size_t n, size_t k, int low, int high, int shift) {
+    moe_int_op op;
+    memset(&op, 0, sizeof op);
+    op.run = run;
+    op.shape.n = (uint16_t)n, op.shape.k = (uint16_t)k;
+    op.shape.low = (int16_t)low, op.shape.high = (int16_t)high, op.shape.shift = (uint8_t)shift;
+    return op;
+}
+
+/* Appends an operation. in, other, out: vectors. */
+static void moei_op_append(moei_maker *m, moe_int_op op, uint32_t in, uint32_t other, uint32_t out) {
+    op.in = in, op.other = other, op.out = out;
+    m->clock++;
+    moei_value_use(m, in), moei_value_use(m, other), moei_value_use(m, out);
+    (void)moei_maker_push(m, m->inner ? &m->inner_ops : &m->main_ops, &op, sizeof op);
+}
+
+/* Appends constants to a buffer, whose size stays a multiple of 4; where they begin. */
+static uint32_t moei_constants(moei_maker *m, moe_buffer *buffer, const void *bytes, size_t size) {
+    static const unsigned char zeros[4];
+    const size_t at = buffer->size;
+    moe_status status = m->status;
+    if (status == MOE_OK) status = moei_buffer_write(buffer, bytes, size);
+    if (status == MOE_OK) status = moei_buffer_write(buffer, zeros, (4 - size % 4) % 4);
+    if (status == MOE_OK && buffer->size > INT32_MAX) status = MOE_ERR_OVERFLOW;
+    if (status != MOE_OK) moei_maker_fail(m, status);
+    return (uint32_t)at;
+}
+
+static void moei_put_16_le(unsigned char *p, int32_t v) {
+    p[0] = (unsigned char)((uint32_t)v & 255u), p[1] = (unsigned char)((uint32_t)v >> 8 & 255u);
+}
+
+/* The nearest integer, within +-limit. */
+static int32_t moei_nearest(double x, double limit) {
+    if (!(x > -limit)) return (int32_t)-limit;
+    return (int32_t)(x < limit ? floor(x + 0.5) : limit);
+}
+
+/* The largest shift up to `most` for which multiplier * 2^(bits + shift) still is a factor, -1: none. */
+static int moei_shift_for(double multiplier, int bits, int most) {
+    int shift = most;
+    while (shift >= 0 && multiplier * ldexp(1.0, bits + shift) > 32767.0) shift--;
+    return shift;
+}
+
+/* ---- vectors in other forms ---- */
+
+/* y = x in another scale. */
+static uint32_t moei_rescale(moei_maker *m, uint32_t x, int limit, double scale) {
+    const moei_int_value *v;
+    uint32_t y;
+    double ratio;
+    int shift;
+    moe_int_op op;
+    if (m->status != MOE_OK) return 0;
+    v = &m->values[x];
+    ratio = v->scale / (scale > 0 ? scale : 1);
+    shift = moei_shift_for(ratio, 0, 22);
+    if (shift < 0) {
+        moei_maker_fail(m, MOE_ERR_OVERFLOW);
+        return 0;
+    }
+    y = moei_value_new(m, v->width, limit, scale, v->range);
+    op = moei_op(moe_int_op_rescale, m->values[x].width, 0, -limit, limit, shift);
+    op.factor = (int16_t)moei_nearest(ratio * ldexp(1.0, shift), 32767);
+    moei_op_append(m, op, x, x, y);
+    return y;
+}
+
+/* The vector itself when it is narrow, else a narrow one of the same numbers. */
+static uint32_t moei_narrowed(moei_maker *m, uint32_t x) {
+    uint32_t y;
+    if (m->status != MOE_OK || m->values[x].limit == MOEI_NARROW) return x;
+    if (!m->inner && m->values[x].narrow != MOE_INT_NONE) return m->values[x].narrow;
+    y = moei_rescale(m, x, MOEI_NARROW, m->values[x].range / MOEI_NARROW);
+    if (m->status == MOE_OK && !m->inner) m->values[x].narrow = y;
+    return y;
+}
+
+/* And a wide one, with finer levels. */
+static uint32_t moei_widened(moei_maker *m, uint32_t x) {
+    if (m->status != MOE_OK || m->values[x].limit == MOEI_WIDE) return x;
+    return moei_rescale(m, x, MOEI_WIDE, m->values[x].scale / 128);
+}
+
+/* ---- products ---- */
+
+/* Weights [count][n,k], biases [count][n] or NULL; count matrices with one operation: experts. */
+typedef struct moei_int_matrix {
+    const moe_real *w, *bias;
+    size_t count, n, k;
+} moei_int_matrix;
+
+static moei_int_matrix moei_int_matrix_of(const moe_real *w, const moe_real *bias, size_t count, size_t n, size_t k) {
+    moei_int_matrix x;
+    x.w = w, x.bias = bias, x.count = count, x.n = n, x.k = k;
+    return x;
+}
+
+/* A matrix in integers; one row's real weight is level * (int4: block *) row. */
+typedef struct moei_int_levels {
+    double *row;           /* [count][n] */
+    signed char *level;    /* [n][k] of one matrix */
+    uint16_t *block;       /* [n][blocks], int4 */
+    int32_t *bias;         /* [n] */
+    int16_t *factor;       /* [n] */
+    size_t blocks;
+    double most;           /* the largest row scale */
+} moei_int_levels;
+
+/* int4: the scale with the least squared error over some candidates between 1/7 and 2/17 of the largest. */
+static double moei_int4_scale(size_t n, const moe_real *w) {
+    double most = 0, best = 0, least = -1;
+    size_t i;
+    int step;
+    for (i = 0; i < n; i++)
+        if (fabs((double)w[i]) > most) most = fabs((double)w[i]);
+    if (!(most > 0)) return 0;
+    for (step = 0; step <= 6; step++) {
+        const double scale = most / (7.0 + 0.25 * step);
+        double error = 0;
+        for (i = 0; i < n; i++) {
+            double level = floor((double)w[i] / scale + 0.5), off;
+            if (level > 7) level = 7;
+            if (level < -8) level = -8;
+            off = level * scale - (double)w[i];
+            error += off * off;
+        }
+        if (least < 0 || error < least) least = error, best = scale;
+    }
+    return best;
+}
+
+/* The largest multiplier of a block: sums of k terms stay below 2^29. */
+static double moei_int4_most(size_t k) {
+    const double most = 536870912.0 / (127.0 * 8.0 * (double)(k + 1));
+    return most < 4095 ? floor(most) : 4095;
+}
+
+/* The scale of a row: what its largest weight needs, and enough for its bias to fit. */
+static double moei_int_row(const moei_maker *m, const moe_real *w, size_t k, double bias, double in_scale) {
+    double scale = 0, least = fabs(bias) / (in_scale * 268435456.0);
+    size_t p;
+    if (m->config->weights == MOE_WEIGHTS_INT8) scale = (double)moei_weight_scale(MOE_TYPE_Q8, k, w);
+    else {
+        for (p = 0; p < k; p += MOEI_INT_BLOCK) {
+            const double block = moei_int4_scale(k - p < MOEI_INT_BLOCK ? k - p : (size_t)MOEI_INT_BLOCK, w + p);
+            if (block > scale) scale = block;
+        }
+        scale /= moei_int4_most(k);
+    }
+    if (!(scale > 0)) scale = fabs(bias) / (in_scale * 65536.0);
+    return scale > least ? scale : least;
+}
+
+static void moei_int_levels_free(moei_maker *m, const moei_int_matrix *x, moei_int_levels *l) {
+    const moe_allocator *a = &m->made.allocator;
+    moei_free(a, l->row, x->count * x->n * sizeof *l->row);
+    moei_free(a, l->level, x->n * x->k);
+    moei_free(a, l->block, x->n * l->blocks * sizeof *l->block);
+    moei_free(a, l->bias, x->n * sizeof *l->bias);
+    moei_free(a, l->factor, x->n * sizeof *l->factor);
+}
+
+/* The scales of all rows, and room for one matrix. */
+static void moei_int_levels_begin(moei_maker *m, const moei_int_matrix *x, double in_scale, moei_int_levels *l) {
+    const moe_allocator *a = &m->made.allocator;
+    size_t i;
+    memset(l, 0, sizeof *l);
+    l->blocks = x->k / MOEI_INT_BLOCK + (x->k % MOEI_INT_BLOCK > 0);
+    if (m->status != MOE_OK) return;
+    if (x->n > MOEI_INT_MAX_WIDTH || x->k > MOEI_INT_MAX_WIDTH) {
+        moei_maker_fail(m, MOE_ERR_OVERFLOW);
+        return;
+    }
+    l->row = (double *)moei_alloc(a, x->count * x->n, sizeof *l->row);
+    l->level = (signed char *)moei_alloc(a, x->n, x->k);
+    l->block = (uint16_t *)moei_alloc(a, x->n, l->blocks * sizeof *l->block);
+    l->bias = (int32_t *)moei_alloc(a, x->n, sizeof *l->bias);
+    l->factor = (int16_t *)moei_alloc(a, x->n, sizeof *l->factor);
+    if (l->row == NULL || l->level == NULL || l->block == NULL || l->bias == NULL || l->factor == NULL) {
+        moei_maker_fail(m, MOE_ERR_MEMORY);
+        return;
+    }
+    for (i = 0; i < x->count * x->n; i++) {
+        l->row[i] = moei_int_row(m, x->w + i * x->k, x->k, x->bias != NULL ? (double)x->bias[i] : 0, in_scale);
+        if (l->row[i] > l->most) l->most = l->row[i];
+    }
+}
+
+/* Levels of one row; int4 also its blocks' multipliers. */
+static void moei_int_row_levels(const moei_maker *m, const moei_int_matrix *x, const moe_real *w, double row, moei_int_levels *l, size_t j) {
+    size_t p, b;
+    for (b = 0; b < l->blocks; b++) {
+        const size_t from = b * MOEI_INT_BLOCK, end = from + MOEI_INT_BLOCK < x->k ? from + MOEI_INT_BLOCK : x->k;
+        double scale = row;
+        if (m->config->weights == MOE_WEIGHTS_INT4) {
+            l->block[j * l->blocks + b] = (uint16_t)moei_nearest(row > 0 ? moei_int4_scale(end - from, w + from) / row : 0, 65535);
+            scale = row * l->block[j * l->blocks + b];
+        }
+        for (p = from; p < end; p++) {
+            double level = scale > 0 ? (double)w[p] / scale : 0;
+            if (m->config->weights == MOE_WEIGHTS_INT8) l->level[j * x->k + p] = (signed char)(scale > 0 ? moei_level_of(MOE_TYPE_Q8, w[p], (moe_real)scale) : 0);
+            else l->level[j * x->k + p] = (signed char)(level < -8 ? -8 : moei_nearest(level < 7 ? level : 7, 8));
+        }
+    }
+}
+
+/* Packs all matrices into buffer, one after the other: sum * factor stands for real * unit, where unit is 2^bits / the result's scale. Returns where they
+   begin, and *size the bytes of one. */
+static uint32_t moei_matrix_pack(moei_maker *m, const moei_int_matrix *x, moei_int_levels *l, double in_scale, double unit, moe_buffer *buffer, size_t *size) {
+    const int int8 = m->config->weights == MOE_WEIGHTS_INT8;
+    const uint32_t at = (uint32_t)buffer->size;
+    unsigned char *bytes;
+    size_t e, j;
+    *size = int8 ? moe_int8_size(x->n, x->k) : moe_int4_size(x->n, x->k);
+    if (*size == 0) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    if (m->status != MOE_OK) return 0;
+    bytes = (unsigned char *)moei_alloc(&m->made.allocator, *size, 1);
+    if (bytes == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    for (e = 0; e < x->count && m->status == MOE_OK; e++) {
+        moe_status status;
+        for (j = 0; j < x->n; j++) {
+            const size_t i = e * x->n + j;
+            const double one = in_scale * l->row[i];
+            moei_int_row_levels(m, x, x->w + i * x->k, l->row[i], l, j);
+            l->bias[j] = x->bias != NULL && one > 0 ? moei_nearest((double)x->bias[i] / one, 536870911) : 0;
+            l->factor[j] = (int16_t)moei_nearest(one * unit, 32767);
+        }
+        status = int8 ? moe_int8_pack(x->n, x->k, l->level, x->k, l->bias, l->factor, bytes)
+                      : moe_int4_pack(x->n, x->k, l->level, x->k, l->bias, l->factor, l->block, bytes);
+        if (status != MOE_OK) moei_maker_fail(m, status);
+        (void)moei_constants(m, buffer, bytes, *size);
+    }
+    moei_free(&m->made.allocator, bytes, *size);
+    return at;
+}
+
+/* Where a product's constants go: the model's, or for experts a new piece of their blocks. */
+static uint32_t moei_product_constants(moei_maker *m, const moei_int_matrix *x, moei_int_levels *l, double in_scale, double unit) {
+    size_t size, at = 0, i;
+    m->counted += x->n * x->k;
+    if (!m->in_block) return moei_matrix_pack(m, x, l, in_scale, unit, &m->made.weights, &size);
+    (void)moei_matrix_pack(m, x, l, in_scale, unit, &m->pieces, &size);
+    for (i = 0; i < m->n_pieces; i++) at += m->piece[i];
+    m->piece[m->n_pieces++] = size;
+    return (uint32_t)at;
+}
+
+/* y = W x + b of a narrow vector. range: the largest |y|; limit: of its levels; relu: y = max(y, 0); scale: that of y, 0: what range asks for. */
+static uint32_t moei_product(moei_maker *m, const moei_int_matrix *x, uint32_t in, int limit, int relu, double range, double scale) {
+    moei_int_levels l;
+    moe_int_op op;
+    uint32_t out;
+    double in_scale;
+    int shift;
+    if (m->status != MOE_OK) return 0;
+    in_scale = m->values[in].scale;
+    moei_int_levels_begin(m, x, in_scale, &l);
+    /* a wide vector has room above what calibration saw; its levels need not be finer than the sums */
+    if (!(scale > 0)) {
+        scale = limit == MOEI_NARROW ? range / limit : range * 1.25 / limit;
+        if (scale < in_scale * l.most / 0.49) scale = in_scale * l.most / 0.49;
+        if (!(scale > 0)) scale = 1;
+    }
+    shift = moei_shift_for(in_scale * l.most / scale, 16, 15);
+    out = moei_value_new(m, x->n, limit, scale, range);
+    op = moei_op(m->config->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8 : moe_int_op_int4, x->n, x->k, relu ? 0 : -limit, limit, shift < 0 ? 0 : shift);
+    op.at = moei_product_constants(m, x, &l, in_scale, ldexp(1.0, 16 + op.shape.shift) / scale);
+    moei_int_levels_free(m, x, &l);
+    moei_op_append(m, op, in, in, out);
+    return out;
+}
+
+/* sum += weight (W x + b): the last product of an expert. A sum's unit is a level of the mixture's output over 2^shift; a weight's is 2^(bits - 15). */
+static void moei_product_add(moei_maker *m, const moei_int_matrix *x, uint32_t in, int bits, double scale, int shift, uint32_t sum) {
+    moei_int_levels l;
+    moe_int_op op;
+    if (m->status != MOE_OK) return;
+    moei_int_levels_begin(m, x, m->values[in].scale, &l);
+    op = moei_op(m->config->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8_add : moe_int_op_int4_add, x->n, x->k, 0, 0, 0);
+    op.at = moei_product_constants(m, x, &l, m->values[in].scale, ldexp(1.0, 17 + bits + shift) / scale);
+    moei_int_levels_free(m, x, &l);
+    moei_op_append(m, op, in, in, sum);
+}
+
+/* The largest scale of a row of a matrix: what decides the units of a sum. */
+static double moei_matrix_most(moei_maker *m, const moei_int_matrix *x, double in_scale) {
+    double most = 0, row;
+    size_t i;
+    for (i = 0; i < x->count * x->n; i++) {
+        row = moei_int_row(m, x->w + i * x->k, x->k, x->bias != NULL ? (double)x->bias[i] : 0, in_scale);
+        if (row > most) most = row;
+    }
+    return most * in_scale;
+}
+
+/* ---- elementwise operations ---- */
+
+enum { MOEI_SOFTPLUS = MOE_ACT_COUNT }; /* one more that curves can be */
+
+/* y = act(x), x wide. The curve's points are act at 65 places. */
+static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, double scale, double range) {
+    const double fine = limit == MOEI_NARROW ? 256 : 1;
+    unsigned char points[65 * 2];
+    moe_int_op op;
+    uint32_t out;
+    int i;
+    if (m->status != MOE_OK) return 0;
+    for (i = 0; i <= 64; i++) {
+        moe_real x = (moe_real)((double)(i * 1024 - 32768) * m->values[in].scale), y;
+        if (act == MOEI_SOFTPLUS) y = moe_softplus(x);
+        else moe_activate(NULL, act, 1, &x, &y);
+        moei_put_16_le(points + 2 * i, moei_nearest((double)y / (scale > 0 ? scale : 1) * fine, 32767));
+    }
+    out = moei_value_new(m, m->values[in].width, limit, scale, range);
+    op = moei_op(moe_int_op_curve, m->values[in].width, 0, -limit, limit, limit == MOEI_NARROW ? 8 : 0);
+    op.at = moei_constants(m, &m->made.weights, points, sizeof points);
+    moei_op_append(m, op, in, in, out);
+    return out;
+}
+
+/* y = act(gate) * up, narrow. The curve's scale is free, and makes y's what it shall be. */
+static uint32_t moei_gated_product(moei_maker *m, int act, uint32_t gate, uint32_t up, double act_range, double range) {
+    double scale = range / MOEI_NARROW, finest, fine;
+    int shift = 0;
+    uint32_t curved, out;
+    if (m->status != MOE_OK) return 0;
+    if (!(scale > 0)) scale = 1;
+    finest = (act_range > 0 ? act_range : 1) * 1.1 / MOEI_WIDE * m->values[up].scale;
+    while (shift < 30 && ldexp(finest, shift + 1) <= scale) shift++;
+    fine = scale / ldexp(m->values[up].scale, shift);
+    curved = moei_curve(m, act, gate, MOEI_WIDE, fine, act_range);
+    if (m->status != MOE_OK) return 0;
+    out = moei_value_new(m, m->values[up].width, MOEI_NARROW, scale, range);
+    moei_op_append(m, moei_op(moe_int_op_multiply, m->values[up].width, 0, -MOEI_NARROW, MOEI_NARROW, shift), curved, up, out);
+    return out;
+}
+
+/* y = a + b, wide. */
+static uint32_t moei_added(moei_maker *m, uint32_t a, uint32_t b, double range) {
+    double scale, most;
+    uint32_t out;
+    moe_int_op op;
+    int shift = 14;
+    a = moei_widened(m, a), b = moei_widened(m, b);
+    if (m->status != MOE_OK) return 0;
+    scale = range * 1.25 / MOEI_WIDE;
+    most = m->values[a].scale > m->values[b].scale ? m->values[a].scale : m->values[b].scale;
+    if (!(scale > most / 64)) scale = most / 64;
+    while (shift > 0 && ldexp(most / scale, shift) > 16383) shift--;
+    out = moei_value_new(m, m->values[a].width, MOEI_WIDE, scale, range);
+    op = moei_op(moe_int_op_add, m->values[out].width, 0, -MOEI_WIDE, MOEI_WIDE, shift);
+    op.factor = (int16_t)moei_nearest(ldexp(m->values[a].scale / scale, shift), 16383);
+    op.factor2 = (int16_t)moei_nearest(ldexp(m->values[b].scale / scale, shift), 16383);
+    moei_op_append(m, op, a, b, out);
+    return out;
+}
+
+/* ---- experts ---- */
+
+/* Where the last product of an expert goes: into a sum, or, with sum = MOE_INT_NONE, into a vector of its own. */
+typedef struct moei_int_target {
+    uint32_t sum;
+    int bits, shift, limit;
+    double scale, range;
+} moei_int_target;
+
+/* What the last product of a kind of experts reads, and its matrix. */
+static moei_int_matrix moei_last_matrix(const moei_chain *chain, size_t count) {
+    const moei_step *step = &chain->expert->steps[chain->expert->n_steps - 1];
+    return moei_int_matrix_of(chain->layer->tensors[step->weight], step->bias < 0 ? NULL : chain->layer->tensors[step->bias], count,
+                              chain->width[MOE_NODE_OUTPUT], moei_from_width(chain, step->from));
+}
+
+/* Whether the activation of this product is relu and nothing else reads the product. */
+static int moei_step_is_relu(const moei_chain *chain, const moei_step *step) {
+    return chain->act == MOE_ACT_RELU && step[1].op == MOEI_STEP_ACT && step[1].from == step->to && step + 1 < chain->expert->steps + chain->expert->n_steps;
+}
+
+/* The operations of one kind of experts but the last; what that reads. x is narrow. node receives the vectors of all activations; chain->needed names
+   those that must be there. */
+static uint32_t moei_expert_hidden(moei_maker *m, const moei_chain *chain, size_t count, uint32_t x, const double *range, uint32_t *node) {
+    const int fuses = moei_scored_node(&chain->layer->config) != MOE_NODE_GATE; /* the product itself is not looked at */
+    uint32_t from = x;
+    int i, j;
+    for (i = 0; i < MOE_NODE_COUNT; i++) node[i] = MOE_INT_NONE;
+    for (i = 0; i < chain->expert->n_steps - 1; i++) {
+        const moei_step *step = &chain->expert->steps[i];
+        moei_int_matrix w;
+        if (!(chain->needed >> step->to & 1u) || node[step->to] != MOE_INT_NONE) continue;
+        from = step->from == MOEI_X ? x : node[step->from];
+        if (step->op == MOEI_STEP_ACT) node[step->to] = moei_curve(m, chain->act, from, MOEI_NARROW, range[step->to] / MOEI_NARROW, range[step->to]);
+        else if (step->op == MOEI_STEP_GATED)
+            node[step->to] = moei_gated_product(m, chain->act, from, node[step->second], range[step->from], range[step->to]);
+        else {
+            w = moei_int_matrix_of(chain->layer->tensors[step->weight], step->bias < 0 ? NULL : chain->layer->tensors[step->bias], count,
+                                   chain->width[step->to], moei_from_width(chain, step->from));
+            if (fuses && moei_step_is_relu(chain, step)) node[step[1].to] = moei_product(m, &w, from, MOEI_NARROW, 1, range[step[1].to], 0);
+            else node[step->to] = moei_product(m, &w, from, step->to == MOE_NODE_LOW ? MOEI_NARROW : MOEI_WIDE, 0, range[step->to], 0);
+        }
+    }
+    j = chain->expert->steps[chain->expert->n_steps - 1].from;
+    return j == MOEI_X ? x : node[j];
+}
+
+/* All operations of one kind of experts. */
+static uint32_t moei_expert_ops(moei_maker *m, const moei_chain *chain, size_t count, uint32_t hidden, const moei_int_target *to) {
+    moei_int_matrix last = moei_last_matrix(chain, count);
+    if (to->sum == MOE_INT_NONE) return moei_product(m, &last, hidden, to->limit, 0, to->range, 0);
+    moei_product_add(m, &last, hidden, to->bits, to->scale, to->shift, to->sum);
+    return to->sum;
+}
+
+/* The largest number that a matrix can make of a narrow vector. */
+static double moei_matrix_bound(const moei_int_matrix *x, double in_scale) {
+    double most = 0;
+    size_t i, p;
+    for (i = 0; i < x->count * x->n; i++) {
+        double sum = x->bias != NULL ? fabs((double)x->bias[i]) : 0;
+        for (p = 0; p < x->k; p++) sum += 127.0 * in_scale * fabs((double)x->w[i * x->k + p]);
+        if (sum > most) most = sum;
+    }
+    return most;
+}
+
+/* ---- mixtures ---- */
+
+/* Whether a residual reads what enters module i. */
+static int moei_is_around(const moe_net *net, size_t i) {
+    size_t j;
+    for (j = i; j < net->n_modules; j++)
+        if (net->modules[j].kind == MOE_MODULE_RESIDUAL && j - (size_t)net->modules[j].span == i) return 1;
+    return 0;
+}
+
+/* Whether a mixture reads more of its input than products do. */
+static int moei_mixture_reads_wide(const moe_layer_config *c) {
+    return c->router.input == MOE_INPUT_SCALED_RMS || c->router.input == MOE_INPUT_ADAPTIVE_CLUSTERING || c->router.grap_cosine ||
+           (c->router.score == MOE_SCORE_COSINE && c->router.cosine_dim == 0 && !c->router.cosine_keep_length) || c->router.apply_to == MOE_APPLY_INPUT ||
+           c->add_input;
+}
+
+/* Whether what enters module i is read as a narrow vector only: by products, and by no residual. */
+static int moei_reads_narrow(const moe_net *net, size_t i) {
+    int kind;
+    if (i >= net->n_modules || moei_is_around(net, i)) return 0;
+    kind = net->modules[i].kind;
+    if (kind == MOE_MODULE_MIXTURE && moei_mixture_reads_wide(&net->modules[i].layer.config)) return 0;
+    return kind == MOE_MODULE_LINEAR || kind == MOE_MODULE_MIXTURE || kind == MOE_MODULE_FEED_FORWARD || kind == MOE_MODULE_ATTENTION ||
+           kind == MOE_MODULE_TIED;
+}
+
+/* The exponent of a power of two. */
+static int moei_exponent(double power) {
+    int exponent;
+    (void)frexp(power, &exponent);
+    return exponent - 1;
+}
+
+/* ---- scores ---- */
+
+/* What scores are made of. */
+typedef struct moei_scoring {
+    const moe_layer *layer;
+    moe_router_config now;      /* at the step of its state */
+    const moei_int_range *range;
+    moe_int_router_plan plan;
+    uint32_t entering;          /* the module's input as it is, wide or narrow */
+    uint32_t expert, n_expert;  /* scores that read experts: the operations of one, and its activations */
+    uint32_t node[MOE_NODE_COUNT];
+    double output_scale, output_unit; /* the last product's t: real = t * output_unit; what a wide vector of it wants */
+    uint32_t n_list;            /* operations that follow the list: those that run for each expert */
+} moei_scoring;
+
+/* The router's configuration at the step of its state: K, temperatures and selection may have schedules. */
+static moe_router_config moei_router_now(const moe_layer *layer, int *frozen) {
+    const moe_router router = moei_layer_router(layer);
+    moei_pass pass;
+    memset(&pass, 0, sizeof pass);
+    pass.router = &router, pass.c = &router.config;
+    moei_schedule(&pass);
+    *frozen = pass.frozen;
+    return pass.effective;
+}
+
+/* A copy [n,k] of a matrix, its columns times gain (NULL: 1), for scores to work on; w NULL: zeros. NULL after a failure. */
+static moe_real *moei_router_matrix(moei_maker *m, const moe_real *w, const moe_real *gain, size_t n, size_t k) {
+    moe_real *copy;
+    size_t i, p;
+    if (m->status != MOE_OK) return NULL;
+    copy = (moe_real *)moei_alloc(&m->made.allocator, n * k, sizeof *copy);
+    if (copy == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    for (i = 0; i < n && w != NULL && copy != NULL; i++)
+        for (p = 0; p < k; p++) copy[i * k + p] = w[i * k + p] * (gain != NULL ? gain[p] : MOEI_R(1.0));
+    return copy;
+}
+
+static void moei_router_matrix_free(moei_maker *m, moe_real *w, size_t n, size_t k) { moei_free(&m->made.allocator, w, n * k * sizeof *w); }
+
+/* The router's plan for logits as large as calibration saw, in units of at least `finest`. */
+static void moei_mixture_plan(moei_maker *m, moei_scoring *s, double finest) {
+    const moe_router_config *c = &s->layer->config.router;
+    double most = s->range->z > 0 ? s->range->z : 1;
+    unsigned char *table;
+    int tries;
+    for (tries = 0; tries < 64 && m->status == MOE_OK; tries++, most *= 2) {
+        m->status = moe_int_router_plan_make(c, s->layer->tensors, (moe_real)most, NULL, 0, &s->plan, m->error);
+        if ((double)s->plan.z_scale >= finest) break;
+    }
+    if (m->status == MOE_OK && (double)s->plan.z_scale < finest) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    if (m->status != MOE_OK || s->plan.table_size == 0) return;
+    table = (unsigned char *)moei_alloc(&m->made.allocator, s->plan.table_size, 1);
+    if (table == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    else m->status = moe_int_router_plan_make(c, s->layer->tensors, (moe_real)most, table, s->plan.table_size, &s->plan, m->error);
+    if (m->status == MOE_OK) moe_int_router_move(&s->plan.router, moei_constants(m, &m->made.weights, table, s->plan.table_size));
+    moei_free(&m->made.allocator, table, s->plan.table_size);
+}
+
+/* z = W v + b in the units that the router wants; w [E,k]. */
+static uint32_t moei_logits_product(moei_maker *m, moei_scoring *s, const moe_real *w, const moe_real *bias, size_t k, uint32_t in) {
+    const moei_int_matrix x = moei_int_matrix_of(w, bias, 1, (size_t)s->now.n_experts, k);
+    if (m->status != MOE_OK) return 0;
+    moei_mixture_plan(m, s, moei_matrix_most(m, &x, m->values[in].scale) / 0.49);
+    return moei_product(m, &x, in, MOEI_WIDE, 0, s->range->z, m->status == MOE_OK ? (double)s->plan.z_scale : 1);
+}
+
+/* y = x / sqrt(x . x + least), narrow; range: the largest component. x is made coarser where `least` would not fit its levels. */
+static uint32_t moei_unit(moei_maker *m, uint32_t x, double least, double range) {
+    double scale = (range > 0.01 && range < 0.9 ? range * 1.1 : range < 0.9 ? 0.01 : 1) / MOEI_NARROW;
+    moe_int_op op;
+    uint32_t y;
+    int shift = 0;
+    if (m->status == MOE_OK && least / 4e9 > m->values[x].scale * m->values[x].scale) x = moei_rescale(m, x, MOEI_WIDE, sqrt(least / 4e9));
+    if (m->status != MOE_OK) return 0;
+    while (ldexp(1 / scale, shift + 1) <= 32767) shift++;
+    y = moei_value_new(m, m->values[x].width, MOEI_NARROW, scale, range);
+    op = moei_op(moe_int_op_unit, m->values[x].width, 0, -MOEI_NARROW, MOEI_NARROW, shift);
+    op.factor = (int16_t)moei_nearest(ldexp(1 / scale, shift), 32767);
+    op.at = (uint32_t)floor(least / (m->values[x].scale * m->values[x].scale) + 0.5);
+    moei_op_append(m, op, x, x, y);
+    return y;
+}
+
+/* Rows of numbers as int16 of that unit, each padded to a multiple of 4; where they begin. */
+static uint32_t moei_int16_rows(moei_maker *m, const moe_real *w, size_t n, size_t k, double unit) {
+    const size_t width = (k + 3) / 4 * 4;
+    unsigned char *bytes;
+    uint32_t at;
+    size_t i, p;
+    if (m->status != MOE_OK) return 0;
+    bytes = (unsigned char *)moei_alloc(&m->made.allocator, n, width * 2);
+    if (bytes == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    for (i = 0; i < n && bytes != NULL; i++)
+        for (p = 0; p < k; p++) moei_put_16_le(bytes + (i * width + p) * 2, moei_nearest((double)w[i * k + p] / unit, 32000));
+    at = moei_constants(m, &m->made.weights, bytes, n * width * 2);
+    moei_free(&m->made.allocator, bytes, n * width * 2);
+    return at;
+}
+
+/* u = m_k * x with the table of running (or random) weights, whose unit is free: it gives u the scale that u shall have. */
+static uint32_t moei_clustered(moei_maker *m, const moei_scoring *s, int limit) {
+    const size_t previous = moei_previous_mixture(m->net, m->module), d = (size_t)s->now.d_model, n = (size_t)s->now.n_experts;
+    const moe_real *table = s->layer->tensors[MOE_ROUTER_AC_RUNNING];
+    double scale = s->range->u / (limit == MOEI_NARROW ? limit : limit / 1.25), most = 1, unit, in_scale;
+    size_t index = 0, i;
+    uint32_t u;
+    moe_int_op op = moei_op(moe_int_op_cluster, d, 0, -limit, limit, 0);
+    if (m->status != MOE_OK) return 0;
+    in_scale = m->values[s->entering].scale;
+    for (i = 0; i < n * d; i++)
+        if (fabs((double)table[i]) > most) most = fabs((double)table[i]);
+    if (!(scale > in_scale * most / 32000)) scale = in_scale * most / 32000;
+    while (op.shape.shift < 30 && scale / ldexp(in_scale, op.shape.shift + 1) >= most / 32000) op.shape.shift++;
+    unit = scale / ldexp(in_scale, op.shape.shift);
+    op.at = moei_int16_rows(m, table, n, d, unit);
+    for (i = 0; i < previous; i++) index += m->net->modules[i].kind == MOE_MODULE_MIXTURE;
+    u = moei_value_new(m, d, limit, scale, s->range->u);
+    op.factor = (int16_t)moei_nearest(1 / unit, 32000), op.factor2 = (int16_t)s->now.ac_mix, op.index = (uint16_t)index;
+    moei_op_append(m, op, s->entering, m->made.mixtures[index].choices, u);
+    return u;
+}
+
+/* The router's input. It may lack a gain on each feature, which is then the next matrix's matter. limit WIDE: as fine as it is to be had. */
+static uint32_t moei_router_input(moei_maker *m, const moei_scoring *s, int limit, const moe_real **gain) {
+    *gain = NULL;
+    if (s->now.input == MOE_INPUT_ADAPTIVE_CLUSTERING) return moei_clustered(m, s, limit);
+    if (s->now.input == MOE_INPUT_SCALED_RMS) {
+        *gain = s->layer->tensors[MOE_ROUTER_INPUT_SCALE];
+        return moei_unit(m, s->entering, 1e-6 * (double)s->now.d_model, s->range->unit);
+    }
+    return limit == MOEI_NARROW ? moei_narrowed(m, s->entering) : s->entering;
+}
+
+/* linear, random */
+static uint32_t moei_logits_linear(moei_maker *m, moei_scoring *s) {
+    const size_t n = (size_t)s->now.n_experts, d = (size_t)s->now.d_model;
+    const moe_real *gain;
+    const uint32_t u = moei_router_input(m, s, MOEI_NARROW, &gain);
+    moe_real *w = moei_router_matrix(m, s->layer->tensors[MOE_ROUTER_WEIGHT], gain, n, d);
+    const uint32_t z = moei_logits_product(m, s, w, s->layer->tensors[MOE_ROUTER_BIAS], d, u);
+    moei_router_matrix_free(m, w, n, d);
+    return z;
+}
+
+/* act(W1 u + b1), narrow */
+static uint32_t moei_router_hidden_ops(moei_maker *m, moei_scoring *s, size_t h) {
+    const size_t d = (size_t)s->now.d_model;
+    const int relu = s->now.router_act == MOE_ACT_RELU;
+    const moe_real *gain;
+    const uint32_t u = moei_router_input(m, s, MOEI_NARROW, &gain);
+    moe_real *w = moei_router_matrix(m, s->layer->tensors[MOE_ROUTER_FC1_WEIGHT], gain, h, d);
+    const moei_int_matrix x = moei_int_matrix_of(w, s->layer->tensors[MOE_ROUTER_FC1_BIAS], 1, h, d);
+    uint32_t v = moei_product(m, &x, u, relu ? MOEI_NARROW : MOEI_WIDE, relu, relu ? s->range->hidden_act : s->range->hidden, 0);
+    moei_router_matrix_free(m, w, h, d);
+    if (!relu) v = moei_curve(m, s->now.router_act, v, MOEI_NARROW, s->range->hidden_act / MOEI_NARROW, s->range->hidden_act);
+    return v;
+}
+
+static uint32_t moei_logits_mlp(moei_maker *m, moei_scoring *s) {
+    const size_t h = moei_router_hidden(&s->now);
+    const uint32_t v = moei_router_hidden_ops(m, s, h);
+    return moei_logits_product(m, s, s->layer->tensors[MOE_ROUTER_FC2_WEIGHT], s->layer->tensors[MOE_ROUTER_FC2_BIAS], h, v);
+}
+
+/* What cosines compare: u, or its projection. */
+static uint32_t moei_compared(moei_maker *m, const moei_scoring *s, int limit, size_t r) {
+    const size_t d = (size_t)s->now.d_model;
+    const int projects = s->now.score == MOE_SCORE_COSINE && s->now.cosine_dim > 0;
+    const moe_real *gain;
+    uint32_t u = moei_router_input(m, s, projects ? MOEI_NARROW : limit, &gain), v;
+    moe_real *w;
+    moei_int_matrix x;
+    size_t q;
+    if (!projects && gain == NULL) return u;
+    w = moei_router_matrix(m, projects ? s->layer->tensors[MOE_ROUTER_PROJECTION] : NULL, gain, r, d);
+    for (q = 0; q < d && !projects && w != NULL; q++) w[q * d + q] = gain[q];
+    x = moei_int_matrix_of(w, NULL, 1, r, d);
+    v = moei_product(m, &x, u, limit, 0, s->range->projected, 0);
+    moei_router_matrix_free(m, w, r, d);
+    return v;
+}
+
+static uint32_t moei_logits_cosine(moei_maker *m, moei_scoring *s) {
+    const size_t n = (size_t)s->now.n_experts, r = (size_t)(s->now.cosine_dim > 0 ? s->now.cosine_dim : s->now.d_model);
+    const double tau = (double)(s->now.cosine_learn_tau ? s->layer->tensors[MOE_ROUTER_TEMPERATURE][0] : s->now.cosine_tau);
+    uint32_t v = moei_compared(m, s, s->now.cosine_keep_length ? MOEI_NARROW : MOEI_WIDE, r), z;
+    moe_real *w;
+    size_t e, q;
+    if (!s->now.cosine_keep_length) v = moei_unit(m, v, 0, s->range->unit);
+    w = moei_router_matrix(m, s->layer->tensors[MOE_ROUTER_WEIGHT], NULL, n, r);
+    for (e = 0; e < n && w != NULL; e++) {
+        const moe_real inverse = moei_inverse_length(s->layer->kernels, w + e * r, r);
+        for (q = 0; q < r; q++) w[e * r + q] = (moe_real)((double)(w[e * r + q] * inverse) / tau);
+    }
+    z = moei_logits_product(m, s, w, NULL, r, v);
+    moei_router_matrix_free(m, w, n, r);
+    return z;
+}
+
+/* Sums of blocks, as a matrix. */
+static uint32_t moei_logits_grap(moei_maker *m, moei_scoring *s) {
+    const size_t n = (size_t)s->now.n_experts, d = (size_t)s->now.d_model, block = d / n;
+    const moe_real *gain = NULL, share = (moe_real)(s->now.grap_cosine ? 1 / sqrt((double)block) : 1 / (double)block);
+    uint32_t v = s->now.grap_cosine ? moei_compared(m, s, MOEI_WIDE, d) : moei_router_input(m, s, MOEI_NARROW, &gain), z;
+    moe_real *w = moei_router_matrix(m, NULL, NULL, n, d);
+    size_t q;
+    if (s->now.grap_cosine) v = moei_unit(m, v, 0, s->range->unit);
+    for (q = 0; q < d && w != NULL; q++) w[q / block * d + q] = share * (gain != NULL ? gain[q] : MOEI_R(1.0));
+    z = moei_logits_product(m, s, w, NULL, d, v);
+    moei_router_matrix_free(m, w, n, d);
+    return z;
+}
+
+/* Appends a copy of operation i of the inner ones; it reads and makes the same vectors. */
+static void moei_op_again(moei_maker *m, uint32_t i) {
+    const moe_int_op op = m->inner_ops[i];
+    moei_op_append(m, op, op.in, op.other, op.out);
+}
+
+/* Bytes of a block up to the end of this operation's constants, if it is a product. */
+static size_t moei_op_end(const moei_maker *m, const moe_int_op *op) {
+    if (op->run == moe_int_op_curve || op->run == moe_int_op_multiply) return 0;
+    return op->at + (m->config->weights == MOE_WEIGHTS_INT8 ? moe_int8_size(op->shape.n, op->shape.k) : moe_int4_size(op->shape.n, op->shape.k));
+}
+
+/* The last product of an expert, whose constants are in the units of a sum, into a vector of its own. */
+static uint32_t moei_output_again(moei_maker *m, const moei_scoring *s, uint32_t i) {
+    moe_int_op op = m->inner_ops[i];
+    uint32_t v;
+    op.run = m->config->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8 : moe_int_op_int4;
+    op.shape.low = -MOEI_WIDE, op.shape.high = MOEI_WIDE;
+    while (op.shape.shift < 30 && ldexp(s->output_unit, op.shape.shift) < s->output_scale) op.shape.shift++;
+    v = moei_value_new(m, op.shape.n, MOEI_WIDE, ldexp(s->output_unit, op.shape.shift), s->range->node[MOE_NODE_OUTPUT]);
+    moei_op_append(m, op, op.in, op.in, v);
+    return v;
+}
+
+/* The operations that make a scored activation, again behind the list; its vector. *bytes: how much of a block they read. */
+static uint32_t moei_node_again(moei_maker *m, const moei_scoring *s, int scored, size_t *bytes) {
+    const int output = scored == MOE_NODE_OUTPUT;
+    const uint32_t last = s->expert + s->n_expert - 1;
+    uint32_t wanted[2 * MOEI_MAX_STEPS], n_wanted = 0, i, j, v = MOE_INT_NONE;
+    unsigned run = 0;
+    if (m->status != MOE_OK) return 0;
+    wanted[n_wanted++] = output ? m->inner_ops[last].in : s->node[scored];
+    for (i = last; i-- > s->expert;)
+        for (j = 0; j < n_wanted; j++) {
+            if (m->inner_ops[i].out != wanted[j] || (run >> (i - s->expert) & 1u)) continue;
+            run |= 1u << (i - s->expert);
+            wanted[n_wanted++] = m->inner_ops[i].in;
+            if (m->inner_ops[i].run == moe_int_op_multiply) wanted[n_wanted++] = m->inner_ops[i].other;
+        }
+    for (i = s->expert; i < last && m->status == MOE_OK; i++) {
+        if (!(run >> (i - s->expert) & 1u)) continue;
+        if (moei_op_end(m, &m->inner_ops[i]) > *bytes) *bytes = moei_op_end(m, &m->inner_ops[i]);
+        moei_op_again(m, i);
+    }
+    if (!output) return s->node[scored];
+    if (m->status == MOE_OK && moei_op_end(m, &m->inner_ops[last]) > *bytes) *bytes = moei_op_end(m, &m->inner_ops[last]);
+    v = m->status == MOE_OK ? moei_output_again(m, s, last) : 0;
+    return v;
+}
+
+/* z_e = factor * measure of an activation of every expert. other: what match compares it with. */
+static uint32_t moei_logits_measured(moei_maker *m, moei_scoring *s, void (*measure)(const moe_int_op *op, moe_int_run *run), double most_levels, double factor,
+                                     uint32_t other) {
+    const int scored = moei_scored_node(&s->layer->config);
+    const uint32_t at = (uint32_t)moei_list_length(m->inner_ops);
+    const uint32_t z = moei_value_new(m, (size_t)s->now.n_experts, MOEI_WIDE, (double)s->plan.z_scale, s->range->z);
+    moe_int_op op = moei_op(measure, 0, 0, -MOEI_WIDE, MOEI_WIDE, 0), *made;
+    size_t bytes = 0, i;
+    uint32_t v;
+    int shift;
+    moei_op_append(m, op, z, z, z); /* what it reads is known further down */
+    v = moei_node_again(m, s, scored, &bytes);
+    if (s->now.score == MOE_SCORE_COMPETITION && m->status == MOE_OK) {
+        const double most = (double)moe_softplus((moe_real)s->range->node[MOE_NODE_OUTPUT]);
+        v = moei_curve(m, MOEI_SOFTPLUS, v, MOEI_WIDE, most * 1.1 / MOEI_WIDE, most);
+    }
+    if (m->status != MOE_OK) return 0;
+    made = &m->inner_ops[at];
+    made->in = v, made->other = other != MOE_INT_NONE ? other : v;
+    moei_value_use(m, v), moei_value_use(m, made->other), moei_value_use(m, z);
+    while (made->factor2 < 14 && ldexp(most_levels, made->factor2 + 1) < 2147483000.0) made->factor2++;
+    factor *= ldexp(m->values[v].scale, -made->factor2) / (double)s->plan.z_scale;
+    shift = moei_shift_for(factor, 16, 14);
+    if (shift < 0) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    made->factor = (int16_t)moei_nearest(ldexp(factor, 16 + shift), 32767);
+    made->shape.n = (uint16_t)m->values[v].width, made->shape.shift = (uint8_t)(shift < 0 ? 0 : shift);
+    s->n_list = (uint32_t)moei_list_length(m->inner_ops) - at - 1;
+    for (i = at + 1; i < moei_list_length(m->inner_ops); i++)
+        if (moei_op_end(m, &m->inner_ops[i]) > 0) m->counted += (size_t)s->now.n_experts * m->inner_ops[i].shape.n * m->inner_ops[i].shape.k;
+    made->shape.k = (uint16_t)s->n_list, made->at = (uint32_t)bytes, made->index = (uint16_t)moei_list_length(m->made.mixtures);
+    return z;
+}
+
+static uint32_t moei_logits_norm(moei_maker *m, moei_scoring *s) {
+    const int scored = moei_scored_node(&s->layer->config);
+    const double limit = m->status != MOE_OK || scored == MOE_NODE_OUTPUT ? MOEI_WIDE : m->values[s->node[scored]].limit;
+    const double n = (double)(scored == MOE_NODE_OUTPUT ? s->layer->config.d_out : scored == MOE_NODE_LOW ? s->layer->config.d_low : s->layer->config.d_ff);
+    if (s->now.norm_order == MOE_NORM_L1) return moei_logits_measured(m, s, moe_int_op_norm_l1, n * limit, 1, MOE_INT_NONE);
+    if (s->now.norm_order == MOE_NORM_LINF) return moei_logits_measured(m, s, moe_int_op_norm_linf, limit, 1, MOE_INT_NONE);
+    return moei_logits_measured(m, s, moe_int_op_norm_l2, sqrt(n) * limit, 1, MOE_INT_NONE);
+}
+
+static uint32_t moei_logits_competition(moei_maker *m, moei_scoring *s) {
+    const double n = (double)s->layer->config.d_out;
+    return moei_logits_measured(m, s, moe_int_op_norm_l1, n * MOEI_WIDE, 1 / n, MOE_INT_NONE);
+}
+
+/* (W_K^T W_Q h_g) . h_e / sqrt(h): the two matrices are one. */
+static uint32_t moei_logits_attentive(moei_maker *m, moei_scoring *s) {
+    const size_t h = moei_router_hidden(&s->now);
+    const uint32_t v = moei_router_hidden_ops(m, s, h);
+    moe_real *w = moei_router_matrix(m, NULL, NULL, h, h);
+    moei_int_matrix x;
+    uint32_t key;
+    size_t i;
+    if (w != NULL)
+        moe_matmul(s->layer->kernels, MOE_MATMUL_TN, MOE_TYPE_REAL, h, h, h, s->layer->tensors[MOE_ROUTER_KEY], h, s->layer->tensors[MOE_ROUTER_QUERY], h, w, h, 0);
+    for (i = 0; i < h * h && w != NULL; i++) w[i] = (moe_real)((double)w[i] / sqrt((double)h));
+    x = moei_int_matrix_of(w, NULL, 1, h, h);
+    key = moei_product(m, &x, v, MOEI_NARROW, 0, s->range->key, 0);
+    moei_router_matrix_free(m, w, h, h);
+    if (m->status != MOE_OK) return 0;
+    return moei_logits_measured(m, s, moe_int_op_match, (double)h * MOEI_NARROW * MOEI_NARROW, m->values[key].scale, key);
+}
+
+/* By score: appends what makes the logits. NULL: it has no integer form. */
+static uint32_t (*const moei_scores_ints[MOE_SCORE_COUNT])(moei_maker *m, moei_scoring *s) = {
+    /* linear, random, mlp, cosine, norm */
+    moei_logits_linear, moei_logits_linear, moei_logits_mlp, moei_logits_cosine, moei_logits_norm,
+    /* grap, attentive, competition, dselect, custom */
+    moei_logits_grap, moei_logits_attentive, moei_logits_competition, NULL, NULL};
+
+/* What the integers cannot say; what the router refuses comes on top. */
+static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int frozen) {
+    const size_t i = m->module;
+    const moe_router_config *r = &c->router;
+    static const char hint[] = "has no integer form; MOE_WEIGHTS_FLOAT takes it";
+    if (moei_scores_ints[r->score] == NULL) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: score = %s %s", i, moei_score_names[r->score], hint);
+    if (r->refine != MOE_REFINE_NONE) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: refine = %s %s", i, moei_refine_names[r->refine], hint);
+    if (r->apply_to == MOE_APPLY_INPUT && moei_scored_node(c) >= 0)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: apply_to = input with score = %s %s", i, moei_score_names[r->score], hint);
+    if (r->student && frozen)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: student = 1, past freeze_at, %s", i, hint);
+    if (r->input == MOE_INPUT_ADAPTIVE_CLUSTERING && r->ac_mix > 1) {
+        const moe_router_config *previous = &m->net->modules[moei_previous_mixture(m->net, i)].layer.config.router;
+        if (previous->gate == MOE_GATE_IDENTITY || previous->expert_scale || previous->scale < 0)
+            MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: ac_mix = %d of weights that may be negative %s", i, r->ac_mix, hint);
+    }
+    if (m->net->d_in > 0 && r->select == MOE_SELECT_HASH)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: select = hash: moe_infer knows ids only where the net reads them (d_in = 0)", i);
+}
+
+/* The units of the sum: fine, but factors must fit 15 bits and the sum 32. rest_scale: that of an input which is added with a weight up to 1; 0: none is. */
+static moei_int_target moei_mixture_target(moei_maker *m, const moei_chain *chain, uint32_t hidden, const moei_chain *shared, double shared_scale, int bits,
+                                           size_t most, int limit, double range, double rest_scale) {
+    moei_int_matrix last = moei_last_matrix(chain, (size_t)chain->layer->config.router.n_experts), also;
+    moei_int_target to;
+    double factor = 0, bound = 0;
+    memset(&to, 0, sizeof to);
+    to.bits = bits, to.limit = limit, to.range = range;
+    to.scale = limit == MOEI_NARROW ? range / limit : range * 1.25 / limit;
+    if (!(to.scale > 0)) to.scale = 1;
+    if (m->status != MOE_OK) return to;
+    factor = ldexp(moei_matrix_most(m, &last, m->values[hidden].scale), 17 + bits);
+    bound = ldexp(moei_matrix_bound(&last, m->values[hidden].scale), bits) * (double)most;
+    if (shared != NULL) {
+        also = moei_last_matrix(shared, 1);
+        if (ldexp(moei_matrix_most(m, &also, shared_scale), 17) > factor) factor = ldexp(moei_matrix_most(m, &also, shared_scale), 17);
+        bound += moei_matrix_bound(&also, shared_scale);
+    }
+    if (2 * rest_scale > factor) factor = 2 * rest_scale;
+    bound += rest_scale * MOEI_WIDE;
+    if (to.scale < factor / 32767) to.scale = factor / 32767;
+    if (to.scale < bound / 5e8) to.scale = bound / 5e8;
+    to.shift = 15;
+    while (to.shift > 0 && (ldexp(factor / to.scale, to.shift) > 32767 || ldexp(bound / to.scale, to.shift) > 1e9)) to.shift--;
+    return to;
+}
+
+/* The blocks of all experts, from the pieces. */
+static void moei_mixture_blocks(moei_maker *m, moe_int_mixture *mixture, size_t experts) {
+    size_t e, i, from, size;
+    mixture->experts = (uint32_t)m->made.experts.size;
+    for (e = 0; e < experts; e++)
+        for (i = 0, from = 0; i < m->n_pieces && m->status == MOE_OK; i++) {
+            size = m->piece[i];
+            (void)moei_constants(m, &m->made.experts, m->pieces.data + from + e * size, size);
+            from += size * experts;
+        }
+    if (m->made.experts.size > INT32_MAX) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    for (i = 0, size = 0; i < m->n_pieces; i++) size += m->piece[i];
+    mixture->stride = (uint32_t)size;
+    m->n_pieces = 0, m->pieces.size = 0;
+}
+
+static uint32_t moei_ops_count(const moei_maker *m) { return (uint32_t)moei_list_length(m->inner_ops); }
+
+/* w x for an expert's input, narrow. */
+static uint32_t moei_weighed(moei_maker *m, uint32_t x, int bits, double range) {
+    moe_int_op op;
+    uint32_t y;
+    double scale = range / MOEI_NARROW, ratio;
+    int shift;
+    if (m->status != MOE_OK) return 0;
+    if (!(scale > ldexp(m->values[x].scale, bits) / 32767)) scale = ldexp(m->values[x].scale, bits) / 32767;
+    ratio = m->values[x].scale / scale;
+    shift = moei_shift_for(ratio, bits, 22);
+    y = moei_value_new(m, m->values[x].width, MOEI_NARROW, scale, range);
+    op = moei_op(moe_int_op_weigh, m->values[x].width, 0, -MOEI_NARROW, MOEI_NARROW, shift < 0 ? 0 : shift);
+    op.factor = (int16_t)moei_nearest(ldexp(ratio, bits + op.shape.shift), 32767);
+    moei_op_append(m, op, x, x, y);
+    return y;
+}
+
+/* 2^bits bounds what add_input leaves for the input: |1 - sum w|. */
+static int moei_rest_bits(const moe_int_mixture *mixture) {
+    const double most = ldexp(mixture->router.most, mixture->weight_bits) - 1;
+    int bits = mixture->weight_bits > 0 ? mixture->weight_bits : 0;
+    while (ldexp(1.0, bits) < most) bits++;
+    return bits;
+}
+
+/* sum += (1 - sum w) x. */
+static void moei_rest(moei_maker *m, const moe_int_mixture *mixture, const moei_int_target *to, uint32_t x) {
+    const int bits = moei_rest_bits(mixture);
+    double ratio;
+    int shift;
+    moe_int_op op;
+    if (m->status != MOE_OK) return;
+    ratio = ldexp(m->values[x].scale, 1 + bits + to->shift) / to->scale;
+    shift = moei_shift_for(ratio, 0, 30);
+    op = moei_op(moe_int_op_rest, m->values[x].width, 0, 0, 0, shift < 0 ? 0 : shift);
+    op.factor = (int16_t)moei_nearest(ldexp(ratio, op.shape.shift), 32767), op.factor2 = (int16_t)(bits - mixture->weight_bits);
+    op.at = (uint32_t)32768 >> bits, op.index = (uint16_t)moei_list_length(m->made.mixtures);
+    moei_op_append(m, op, x, mixture->choices, to->sum);
+}
+
+/* What follows is weighed by sigmoid(v . x). */
+static void moei_shared_sigmoid(moei_maker *m, const moe_layer *layer, uint32_t x, double range) {
+    const moei_int_matrix v = moei_int_matrix_of(layer->tensors[MOE_SHARED_SIGMOID], NULL, 1, 1, (size_t)layer->config.router.d_model);
+    const uint32_t share = moei_curve(m, MOE_ACT_SIGMOID, moei_product(m, &v, x, MOEI_WIDE, 0, range, 0), MOEI_WIDE, 1.0 / 32768, 1);
+    if (m->status == MOE_OK) moei_op_append(m, moei_op(moe_int_op_weight, 1, 0, 0, 0, 0), share, share, share);
+}
+
+/* The operations for the shared expert and for the input that add_input adds. */
+static void moei_mixture_rest(moei_maker *m, const moei_scoring *s, const moei_chain *shared, uint32_t x, moei_int_target to, moe_int_mixture *mixture) {
+    const moe_layer_config *c = &s->layer->config;
+    uint32_t node[MOE_NODE_COUNT];
+    mixture->shared = moei_ops_count(m);
+    to.bits = 0;
+    if (c->n_shared > 0) {
+        const uint32_t hidden = moei_expert_hidden(m, shared, 1, x, s->range->shared, node);
+        if (c->shared_sigmoid) moei_shared_sigmoid(m, s->layer, x, s->range->sigmoid);
+        (void)moei_expert_ops(m, shared, 1, hidden, &to);
+    }
+    if (c->add_input) moei_rest(m, mixture, &to, s->entering);
+    mixture->n_shared = moei_ops_count(m) - mixture->shared;
+}
+
+/* The logits, and where their operations are; those that run for each expert are not counted. */
+static void moei_mixture_logits(moei_maker *m, moei_scoring *s, moe_int_mixture *mixture) {
+    mixture->score = moei_ops_count(m);
+    mixture->z = moei_scores_ints[s->now.score](m, s);
+    mixture->n_score = moei_ops_count(m) - mixture->score - s->n_list;
+}
+
+/* The router, and the vectors that it works on. */
+static void moei_mixture_router(moei_maker *m, moei_scoring *s, moe_int_mixture *mixture) {
+    mixture->router = s->plan.router;
+    mixture->weight_bits = (int16_t)moei_exponent((double)s->plan.weight_scale);
+    mixture->p = moei_value_wide32(m, mixture->router.scratch);
+    mixture->sum = moei_value_wide32(m, (size_t)s->layer->config.d_out);
+    mixture->choices = moei_value_new(m, 1 + 2 * (size_t)mixture->router.most, MOEI_WIDE, 1, 0);
+    if (m->status == MOE_OK) m->values[mixture->choices].last = UINT32_MAX;
+}
+
+/* The operations of one expert, and with a score that reads experts the router, which is planned between them. */
+static moei_int_target moei_mixture_experts(moei_maker *m, moei_scoring *s, const moei_chain *shared, uint32_t x, int limit, moe_int_mixture *mixture) {
+    const moe_layer_config *c = &s->layer->config;
+    const int scored = moei_scored_node(c), inputs = c->router.apply_to == MOE_APPLY_INPUT;
+    const size_t experts = (size_t)c->router.n_experts;
+    moei_chain chain = moei_chain_begin(s->layer, c->expert);
+    moei_int_target to;
+    uint32_t hidden;
+    mixture->expert = s->expert = moei_ops_count(m);
+    m->in_block = 1;
+    chain.needed |= moei_ancestors(chain.expert, scored);
+    hidden = moei_expert_hidden(m, &chain, experts, inputs ? moei_weighed(m, s->entering, mixture->weight_bits, s->range->weighed) : x, s->range->node, s->node);
+    if (scored >= 0) {
+        moei_mixture_plan(m, s, 0);
+        moei_mixture_router(m, s, mixture);
+    }
+    to = moei_mixture_target(m, &chain, hidden, c->n_shared > 0 ? shared : NULL, s->range->shared[MOE_NODE_PRODUCT] / MOEI_NARROW,
+                             inputs ? 0 : mixture->weight_bits, mixture->router.most, limit, s->range->y,
+                             c->add_input && m->status == MOE_OK ? ldexp(m->values[s->entering].scale, moei_rest_bits(mixture)) : 0);
+    to.sum = mixture->sum;
+    (void)moei_expert_ops(m, &chain, experts, hidden, &to);
+    mixture->n_expert = s->n_expert = moei_ops_count(m) - mixture->expert;
+    moei_mixture_blocks(m, mixture, experts);
+    m->in_block = 0;
+    s->output_unit = ldexp(to.scale, -(1 + to.bits + to.shift)), s->output_scale = s->range->node[MOE_NODE_OUTPUT] * 1.25 / MOEI_WIDE;
+    return to;
+}
+
+static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const moe_layer_config *c = &module->layer.config;
+    const int reads_experts = moei_scored_node(c) >= 0;
+    int frozen = 0;
+    moei_chain shared;
+    moei_scoring s;
+    moe_int_mixture mixture;
+    moe_int_router_names names;
+    moei_int_target to;
+    moe_int_op op;
+    uint32_t x = moei_narrowed(m, m->entering[m->module]), begun = m->clock, out, index;
+    size_t expert;
+    memset(&mixture, 0, sizeof mixture);
+    memset(&s, 0, sizeof s);
+    memset(&shared, 0, sizeof shared);
+    s.layer = &module->layer, s.range = range, s.entering = m->entering[m->module];
+    s.now = moei_router_now(s.layer, &frozen);
+    moei_mixture_supported(m, c, frozen);
+    if (m->status != MOE_OK) return 0;
+    if (c->n_shared > 0) shared = moei_chain_begin(s.layer, MOEI_SHARED);
+    m->inner = 1, m->counted = 0;
+    if (!reads_experts) {
+        moei_mixture_logits(m, &s, &mixture);
+        moei_mixture_router(m, &s, &mixture);
+    }
+    m->multiplications += m->counted, m->counted = 0;
+    to = moei_mixture_experts(m, &s, &shared, x, limit, &mixture);
+    expert = m->counted, m->counted = 0;
+    if (reads_experts) moei_mixture_logits(m, &s, &mixture);
+    moei_mixture_rest(m, &s, &shared, x, to, &mixture);
+    m->multiplications += mixture.router.most * expert + m->counted;
+    mixture.block = MOE_INT_NONE;
+    if (m->config->loader) mixture.block = moei_value_new(m, mixture.stride / 2, MOEI_WIDE, 1, 0);
+    m->inner = 0;
+    out = moei_value_new(m, (size_t)c->d_out, limit, to.scale, range->y);
+    m->clock++;
+    moei_value_use(m, x), moei_value_use(m, s.entering), moei_value_use(m, mixture.z), moei_value_use(m, mixture.p), moei_value_use(m, mixture.sum);
+    moei_value_spans(m, mixture.z, begun), moei_value_spans(m, mixture.p, begun), moei_value_spans(m, mixture.sum, begun);
+    moei_value_spans(m, mixture.choices, begun);
+    if (m->config->loader) moei_value_spans(m, mixture.block, begun);
+    index = moei_maker_push(m, &m->made.mixtures, &mixture, sizeof mixture);
+    names.name[0] = s.plan.gate, names.name[1] = s.plan.select, names.name[2] = s.plan.values, names.name[3] = s.plan.weight, names.name[4] = s.plan.scale;
+    (void)moei_maker_push(m, &m->made.router_names, &names, sizeof names);
+    op = moei_op(moe_int_op_mixture, (size_t)c->d_out, 0, -limit, limit, to.shift);
+    op.index = (uint16_t)index;
+    m->counted = 0;
+    moei_op_append(m, op, x, x, out);
+    return out;
+}
+
+/* ---- modules: what each appends; the vector that it makes ---- */
+
+static uint32_t moei_module_linear(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const size_t i = m->module;
+    const moei_int_matrix w = moei_int_matrix_of(module->tensors[MOE_MODULE_WEIGHT], module->tensors[MOE_MODULE_BIAS], 1, (size_t)module->d_out,
+                                                 (size_t)module->d_in);
+    const moe_module *next = i + 1 < m->net->n_modules ? module + 1 : NULL;
+    /* A relu that alone reads this module is part of the product. */
+    if (next != NULL && next->kind == MOE_MODULE_ACTIVATION && next->act == MOE_ACT_RELU && !moei_is_around(m->net, i + 1)) {
+        m->fused = i + 1;
+        return moei_product(m, &w, moei_narrowed(m, m->entering[i]), moei_reads_narrow(m->net, i + 2) ? MOEI_NARROW : MOEI_WIDE, 1, range[1].y, 0);
+    }
+    return moei_product(m, &w, moei_narrowed(m, m->entering[i]), limit, 0, range->y, 0);
+}
+
+static uint32_t moei_module_activation(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const double scale = limit == MOEI_NARROW ? range->y / limit : range->y * 1.1 / limit;
+    if (m->fused == m->module) return m->entering[m->module];
+    return moei_curve(m, module->act, moei_widened(m, m->entering[m->module]), limit, scale, range->y);
+}
+
+static uint32_t moei_module_feed_forward(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const moei_chain chain = moei_chain_begin(&module->layer, module->layer.config.expert);
+    moei_int_target to;
+    uint32_t node[MOE_NODE_COUNT];
+    memset(&to, 0, sizeof to);
+    to.sum = MOE_INT_NONE, to.limit = limit, to.range = range->y;
+    return moei_expert_ops(m, &chain, 1, moei_expert_hidden(m, &chain, 1, moei_narrowed(m, m->entering[m->module]), range->node, node), &to);
+}
+
+static uint32_t moei_module_residual(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    (void)limit;
+    return moei_added(m, m->entering[m->module], m->entering[m->module - (size_t)module->span], range->y);
+}
+
+static uint32_t moei_module_dropout(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    (void)module, (void)range, (void)limit;
+    return m->entering[m->module];
+}
+
+/* By kind of module; NULL: it has no integer form. limit: what its result shall be. */
+static uint32_t (*const moei_int_modules[MOE_MODULE_COUNT])(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) = {
+    /* linear, activation, layer_norm, mixture, residual, embedding */
+    moei_module_linear, moei_module_activation, NULL, moei_module_mixture, moei_module_residual, NULL,
+    /* positions, attention, rms_norm, dropout, feed_forward, tied */
+    NULL, NULL, NULL, moei_module_dropout, moei_module_feed_forward, moei_module_linear};
+
+/* ---- calibration ---- */
+
+static void moei_range_add(double *range, const moe_real *x, size_t rows, size_t width, size_t ld) {
+    size_t i, j;
+    for (i = 0; i < rows && x != NULL; i++)
+        for (j = 0; j < width; j++)
+            if (fabs((double)x[i * ld + j]) > *range) *range = fabs((double)x[i * ld + j]);
+}
+
+static double moei_range_row(const moe_real *w, const moe_real *bias, size_t i, size_t k, const double *x) {
+    double sum = bias != NULL ? (double)bias[i] : 0;
+    size_t p;
+    for (p = 0; p < k; p++) sum += (double)w[i * k + p] * x[p];
+    return sum;
+}
+
+static void moei_range_most(double *range, double x) {
+    if (fabs(x) > *range) *range = fabs(x);
+}
+
+/* The largest component of v / sqrt(v . v + least). */
+static void moei_range_unit(double *range, const double *v, size_t n, double least) {
+    double sum = least;
+    size_t i;
+    for (i = 0; i < n; i++) sum += v[i] * v[i];
+    for (i = 0; i < n && sum > 0; i++) moei_range_most(range, v[i] / sqrt(sum));
+}
+
+/* Inside the score of one token, of which a layer's pass keeps nothing; room: d + 2 times the widest vector. */
+static void moei_range_score(const moe_layer *layer, const moe_router_config *c, const moe_real *x, const moe_real *u, double *room, moei_int_range *range) {
+    const moe_real *const *t = (const moe_real *const *)layer->tensors;
+    const size_t d = (size_t)c->d_model, h = moei_router_hidden(c), r = (size_t)c->cosine_dim;
+    double *in = room, *act = room + d, *query = act + (h > r ? h : r);
+    size_t i, p;
+    for (i = 0; i < d; i++) in[i] = (double)x[i];
+    if (c->input == MOE_INPUT_SCALED_RMS) moei_range_unit(&range->unit, in, d, 1e-6 * (double)d);
+    for (i = 0; i < d; i++) in[i] = (double)u[i];
+    if (c->score == MOE_SCORE_COSINE || c->score == MOE_SCORE_GRAP) {
+        const int projects = c->score == MOE_SCORE_COSINE && r > 0;
+        for (i = 0; i < r && projects; i++) moei_range_most(&range->projected, act[i] = moei_range_row(t[MOE_ROUTER_PROJECTION], NULL, i, d, in));
+        for (i = 0; i < d && !projects; i++) moei_range_most(&range->projected, in[i]);
+        moei_range_unit(&range->unit, projects ? act : in, projects ? r : d, 0);
+    }
+    if (c->score != MOE_SCORE_MLP && c->score != MOE_SCORE_ATTENTIVE) return;
+    for (i = 0; i < h; i++) {
+        moe_real v = (moe_real)moei_range_row(t[MOE_ROUTER_FC1_WEIGHT], t[MOE_ROUTER_FC1_BIAS], i, d, in);
+        moei_range_most(&range->hidden, (double)v);
+        moe_activate(NULL, c->router_act, 1, &v, &v);
+        moei_range_most(&range->hidden_act, act[i] = (double)v);
+    }
+    if (c->score != MOE_SCORE_ATTENTIVE) return;
+    for (i = 0; i < h; i++) query[i] = moei_range_row(t[MOE_ROUTER_QUERY], NULL, i, h, act) / sqrt((double)h);
+    for (i = 0; i < h; i++) {
+        double key = 0;
+        for (p = 0; p < h; p++) key += query[p] * (double)t[MOE_ROUTER_KEY][p * h + i];
+        moei_range_most(&range->key, key);
+    }
+}
+
+/* What else a mixture computes of a token's numbers and weights. */
+static void moei_range_weights(const moe_layer *layer, const moe_layer_pass *p, moei_int_range *range) {
+    const moe_layer_config *c = &layer->config;
+    const size_t d = (size_t)c->router.d_model, pairs = p->routing.plan.offsets[c->router.n_experts];
+    size_t i, q;
+    for (i = 0; i < pairs && c->router.apply_to == MOE_APPLY_INPUT; i++)
+        for (q = 0; q < d; q++) {
+            const moe_entry *entry = &p->routing.plan.entries[i];
+            moei_range_most(&range->weighed, (double)(entry->weight_in * p->x[(size_t)entry->token * d + q]));
+        }
+    for (i = 0; i < p->call.n_tokens && c->shared_sigmoid; i++)
+        moei_range_most(&range->sigmoid, (double)moe_dot(layer->kernels, d, layer->tensors[MOE_SHARED_SIGMOID], p->x + i * d));
+}
+
+/* What the router computes of each token. */
+static moe_status moei_range_router(const moei_maker *m, const moe_layer *layer, const moe_layer_pass *p, moei_int_range *range) {
+    const moe_router_config *c = &layer->config.router;
+    const size_t d = (size_t)c->d_model, h = moei_router_hidden(c), r = (size_t)c->cosine_dim, numbers = d + 2 * (h > r ? h : r);
+    double *room = (double *)moei_alloc(&m->made.allocator, numbers, sizeof *room);
+    size_t i;
+    if (room == NULL) return MOE_ERR_MEMORY;
+    for (i = 0; i < p->call.n_tokens; i++) moei_range_score(layer, c, p->x + i * d, p->routing.u + i * d, room, range);
+    moei_free(&m->made.allocator, room, numbers * sizeof *room);
+    return MOE_OK;
+}
+
+static void moei_range_layer(const moe_layer *layer, const moe_layer_pass *p, moei_int_range *range) {
+    const moei_chain chain = moei_chain_begin(layer, layer->config.expert);
+    const size_t n = p->call.n_tokens, experts = (size_t)layer->config.router.n_experts;
+    int node;
+    for (node = 0; node < MOE_NODE_COUNT; node++) {
+        if (chain.needed >> node & 1u)
+            moei_range_add(&range->node[node], p->node[node], p->routing.plan.offsets[experts], chain.width[node], chain.ld[node]);
+        moei_range_add(&range->node[node], p->all[node], n * experts, chain.width[node], chain.width[node]);
+    }
+    moei_range_add(&range->z, p->routing.logits, n, experts, experts);
+    moei_range_add(&range->u, p->routing.u, n, (size_t)layer->config.router.d_model, (size_t)layer->config.router.d_model);
+    if (layer->config.n_shared > 0) {
+        const moei_chain shared = moei_chain_begin(layer, MOEI_SHARED);
+        for (node = 0; node < MOE_NODE_COUNT; node++)
+            if (shared.needed >> node & 1u) moei_range_add(&range->shared[node], p->shared[node], n, shared.width[node], shared.ld[node]);
+    }
+}
+
+static moe_status moei_range_batch(const moei_maker *m, const moe_net_pass *pass, double *input) {
+    size_t i, n = pass->n_tokens;
+    moe_status status = MOE_OK;
+    if (m->net->d_in > 0) moei_range_add(input, pass->call.x, n, (size_t)m->net->d_in, (size_t)m->net->d_in);
+    for (i = 0; i < m->net->n_modules; i++) {
+        const moe_module *module = &m->net->modules[i];
+        const struct moe_module_pass *p = &pass->modules[i];
+        moei_int_range *range = &m->ranges[i];
+        moei_range_add(&range->y, p->y, n, (size_t)module->d_out, (size_t)module->d_out);
+        if (moei_is_layer(module)) moei_range_layer(&module->layer, &p->layer, range);
+        if (module->kind == MOE_MODULE_MIXTURE) {
+            moei_range_weights(&module->layer, &p->layer, range);
+            if (status == MOE_OK) status = moei_range_router(m, &module->layer, &p->layer, range);
+        }
+        if (module->kind != MOE_MODULE_ATTENTION) continue;
+        moei_range_add(&range->q, p->q, n, moei_attention_width(module), moei_attention_width(module));
+        moei_range_add(&range->k, p->k, n, moei_attention_width(module), moei_attention_width(module));
+        moei_range_add(&range->v, p->v, n, moei_attention_width(module), moei_attention_width(module));
+        moei_range_add(&range->mixed, p->mixed, n, moei_attention_width(module), moei_attention_width(module));
+    }
+    return status;
+}
+
+enum { MOEI_CALIBRATION_ROWS = 256 };
+
+/* Runs the net over the calibration's rows, some at a time. */
+static void moei_calibrate(moei_maker *m, double *input) {
+    const moe_data *data = m->config->calibration;
+    const size_t length = data->length > 0 ? data->length : 1;
+    const size_t batch = length >= MOEI_CALIBRATION_ROWS ? length : MOEI_CALIBRATION_ROWS / length * length;
+    int32_t starts[MOEI_CALIBRATION_ROWS + 1];
+    moe_net_pass pass;
+    moe_call call;
+    void *work = NULL;
+    size_t at, i, bytes = 0;
+    moe_status status = moe_net_work_size(m->net, batch, 1, &bytes);
+    if (status == MOE_OK && (work = moei_alloc(&m->made.allocator, bytes, 1)) == NULL) status = MOE_ERR_MEMORY;
+    for (at = 0; at < data->n && status == MOE_OK; at += call.n_tokens) {
+        memset(&call, 0, sizeof call);
+        call.n_tokens = data->n - at < batch ? data->n - at : batch;
+        call.keep = 1;
+        if (m->net->d_in > 0) call.x = data->x + at * (size_t)m->net->d_in;
+        if (data->token_ids != NULL) call.token_ids = data->token_ids + at;
+        call.n_sequences = call.n_tokens / length;
+        for (i = 0; i <= call.n_sequences && i <= MOEI_CALIBRATION_ROWS; i++) starts[i] = (int32_t)(i * length);
+        call.sequences = starts;
+        status = moe_net_forward(m->net, &call, work, bytes, &pass);
+        if (status == MOE_OK) status = moei_range_batch(m, &pass, input);
+    }
+    moei_free(&m->made.allocator, work, bytes);
+    if (status != MOE_OK) MOEI_MAKER_REFUSE(m, status, "calibration: %s", moe_status_text(status));
+}
+
+/* ---- places in scratch memory ---- */
+
+/* int16 of a vector: a multiple of 4. */
+static size_t moei_value_room(const moei_int_value *v) { return ((v->wide32 ? 2 * v->width : v->width) + 3) / 4 * 4; }
+
+/* The lowest place that no vector of an overlapping time has. */
+static void moei_value_place(moei_maker *m, size_t i, size_t *most) {
+    moei_int_value *v = &m->values[i];
+    size_t at = 0, j;
+    for (j = 0; j < i; j++) {
+        const moei_int_value *w = &m->values[j];
+        if (w->made > v->last || v->made > w->last) continue;
+        if (w->at < at + moei_value_room(v) && at < w->at + moei_value_room(w)) at = w->at + moei_value_room(w), j = (size_t)-1;
+    }
+    if (at + moei_value_room(v) > INT32_MAX) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    v->at = (uint32_t)at;
+    if (at + moei_value_room(v) > *most) *most = at + moei_value_room(v);
+}
+
+static uint32_t moei_value_at(const moei_maker *m, uint32_t v) { return v == MOE_INT_NONE ? v : m->values[v].at; }
+
+static void moei_ops_place(moei_maker *m, moe_int_op *ops) {
+    size_t i;
+    for (i = 0; i < moei_list_length(ops); i++) {
+        ops[i].in = moei_value_at(m, ops[i].in);
+        ops[i].other = moei_value_at(m, ops[i].other);
+        ops[i].out = moei_value_at(m, ops[i].out);
+    }
+}
+
+/* Vectors get their places, and the two lists become one. */
+static void moei_maker_finish(moei_maker *m) {
+    moe_model *model = &m->made.model;
+    const size_t n_main = moei_list_length(m->main_ops);
+    size_t i, most = 0;
+    for (i = 0; i < moei_list_length(m->values) && m->status == MOE_OK; i++) moei_value_place(m, i, &most);
+    if (m->status != MOE_OK) return;
+    moei_ops_place(m, m->main_ops), moei_ops_place(m, m->inner_ops);
+    for (i = 0; i < moei_list_length(m->made.mixtures); i++) {
+        moe_int_mixture *x = &m->made.mixtures[i];
+        x->score += (uint32_t)n_main, x->expert += (uint32_t)n_main, x->shared += (uint32_t)n_main;
+        x->z = moei_value_at(m, x->z), x->p = moei_value_at(m, x->p), x->sum = moei_value_at(m, x->sum);
+        x->choices = moei_value_at(m, x->choices), x->block = moei_value_at(m, x->block);
+    }
+    for (i = 0; i < moei_list_length(m->inner_ops); i++) (void)moei_maker_push(m, &m->main_ops, &m->inner_ops[i], sizeof *m->inner_ops);
+    m->made.ops = m->main_ops, m->main_ops = NULL;
+    model->n_main = (uint32_t)n_main, model->n_ops = (uint32_t)moei_list_length(m->made.ops);
+    model->n_mixtures = (uint32_t)moei_list_length(m->made.mixtures);
+    model->scratch_size = MOEI_INT_ALIGN - 1 + model->state_size + most * sizeof(int16_t);
+}
+
+/* ---- the model ---- */
+
+/* How long a sequence of this net may be; 0: no module looks at earlier tokens. */
+static size_t moei_model_length(const moe_net *net, size_t wanted) {
+    size_t i, length = 0;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
+        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS) continue;
+        if (length == 0) length = wanted > 0 ? wanted : 128;
+        if (m->kind == MOE_MODULE_POSITIONS && length > (size_t)m->n_rows) length = (size_t)m->n_rows;
+    }
+    return length;
+}
+
+/* The widths of all modules become those of 16 bits. */
+static void moei_maker_check(moei_maker *m) {
+    const moe_data *data = m->config->calibration;
+    size_t i, j;
+    if (data == NULL || data->n == 0)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_ARGUMENT, "calibration: integer weights need some rows of inputs, to see how large numbers become");
+    else if (data->length > 0 && data->n % data->length != 0)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_ARGUMENT, "calibration: n = %z: must be a multiple of length = %z", data->n, data->length);
+    else if (m->status == MOE_OK) m->status = moei_inputs_check(m->net, data, m->error);
+    for (i = 0; i < m->net->n_tensors; i++)
+        for (j = 0; j < m->net->tensors[i].count; j++)
+            if (!moe_is_finite(m->net->tensors[i].data[j]))
+                MOEI_MAKER_REFUSE(m, MOE_ERR_NONFINITE, "%s[%z] = %g: must be a finite number", m->net->tensors[i].name, j, (double)m->net->tensors[i].data[j]);
+    for (i = 0; i < m->net->n_modules; i++)
+        if (m->net->modules[i].d_in > MOEI_INT_MAX_WIDTH || m->net->modules[i].d_out > MOEI_INT_MAX_WIDTH)
+            MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: wider than %d has no integer form; MOE_WEIGHTS_FLOAT takes it", i, (int)MOEI_INT_MAX_WIDTH);
+}
+
+static void moei_maker_modules(moei_maker *m) {
+    size_t i;
+    for (i = 0; i < m->net->n_modules && m->status == MOE_OK; i++) {
+        const moe_module *module = &m->net->modules[i];
+        m->module = i;
+        if (moei_int_modules[module->kind] == NULL) {
+            MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s has no integer form; MOE_WEIGHTS_FLOAT takes it", i, moei_module_names[module->kind]);
+            return;
+        }
+        m->entering[i + 1] = moei_int_modules[module->kind](m, module, &m->ranges[i], moei_reads_narrow(m->net, i + 1) ? MOEI_NARROW : MOEI_WIDE);
+        if (m->fused != i + 1) m->fused = 0;
+    }
+}
+
+/* Makes an integer model; what it took for the way is given back in any case. */
+static void moei_maker_run(moei_maker *m) {
+    const moe_allocator *a = &m->made.allocator;
+    const size_t n = m->net->n_modules;
+    moe_model *model = &m->made.model;
+    double input = 0;
+    uint32_t last;
+    m->ranges = (moei_int_range *)moei_alloc(a, n, sizeof *m->ranges);
+    m->entering = (uint32_t *)moei_alloc(a, n + 1, sizeof *m->entering);
+    if (m->ranges == NULL || m->entering == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    moei_maker_check(m);
+    if (m->status == MOE_OK) {
+        memset(m->ranges, 0, n * sizeof *m->ranges);
+        moei_calibrate(m, &input);
+    }
+    if (m->status == MOE_OK) {
+        m->entering[0] = model->d_in > 0 ? moei_value_new(m, model->d_in, MOEI_NARROW, input / MOEI_NARROW, input) : 0;
+        moei_maker_modules(m);
+    }
+    if (m->status == MOE_OK) { /* the output is what the last operation makes, wide */
+        last = moei_widened(m, m->entering[n]);
+        if (m->status == MOE_OK && (moei_list_length(m->main_ops) == 0 || m->main_ops[moei_list_length(m->main_ops) - 1].out != last))
+            last = moei_rescale(m, last, MOEI_WIDE, m->values[last].scale);
+    }
+    if (m->status == MOE_OK) {
+        model->input_scale = model->d_in > 0 ? (float)m->values[0].scale : 1;
+        model->output_scale = (float)m->values[last].scale;
+        m->multiplications += m->counted;
+        model->multiplications = m->multiplications;
+        moei_maker_finish(m);
+    }
+    moei_free(a, m->ranges, n * sizeof *m->ranges);
+    moei_free(a, m->entering, (n + 1) * sizeof *m->entering);
+    moei_list_free(a, &m->values, sizeof *m->values);
+    moei_list_free(a, &m->main_ops, sizeof *m->main_ops);
+    moei_list_free(a, &m->inner_ops, sizeof *m->inner_ops);
+    moe_buffer_free(&m->pieces);
+}
+#endif /* MOE_NO_QUANT */
+
+/* A copy of the net's list of modules with the plain C kernels that an exported model has. */
+static moe_status moei_float_model(moe_built_model *made, const moe_net *net, moe_error *error) {
+    moe_model *model = &made->model;
+    moe_status status = moei_float_check(net, error);
+    size_t i;
+    if (status != MOE_OK) return status;
+    made->net = *net;
+    made->net.modules = (moe_module *)moei_alloc(&made->allocator, net->n_modules, sizeof *net->modules);
+    if (made->net.modules == NULL) {
+        made->net.n_modules = 0;
+        return moei_error(error, MOE_ERR_MEMORY, "%s", moe_status_text(MOE_ERR_MEMORY));
+    }
+    memcpy(made->net.modules, net->modules, net->n_modules * sizeof *net->modules);
+    for (i = 0; i < net->n_modules; i++) {
+        made->net.modules[i].layer.kernels = made->net.modules[i].layer.router.kernels = NULL;
+        made->net.modules[i].layer.is_packed = 0;
+    }
+    made->net.kernels = NULL, made->net.trainable = 0;
+    model->run = moe_float_model_run, model->choices = moe_float_model_choices;
+    model->input_scale = model->output_scale = 1;
+    model->weights_size = moe_net_parameters(net, &model->multiplications) * sizeof(moe_real);
+    status = moei_float_size(&made->net, model->length, &model->scratch_size, &model->state_size);
+    return status == MOE_OK ? MOE_OK : moei_error(error, status, "the net: %s", moe_status_text(status));
+}
+
+static moe_status moei_model_config_check(const moe_net *net, const moe_model_config *config, moe_error *error) {
+    if (net == NULL || !net->built) return moei_error(error, net == NULL ? MOE_ERR_ARGUMENT : MOE_ERR_STATE, "net: must be one that moe_net_build or moe_net_load has made");
+    if (config->weights < 0 || config->weights >= MOE_WEIGHTS_COUNT)
+        return moei_error(error, MOE_ERR_CONFIG, "weights = %d: must be one of MOE_WEIGHTS_", config->weights);
+    if (config->loader != 0 && config->loader != 1) return moei_error(error, MOE_ERR_CONFIG, "loader = %d: must be 0 or 1", config->loader);
+    if (config->loader && config->weights == MOE_WEIGHTS_FLOAT)
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "loader = 1: only integer models fetch experts");
+    if (!moei_can_allocate(&config->allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator: missing, and MOE_NO_MALLOC leaves no other");
+    return moe_net_check_decoding(net, error);
+}
+
+/* What points into the built model; again after it was moved. */
+static void moei_model_link(moe_built_model *b) {
+    b->model.weights = b->weights.data, b->model.weights_size = b->weights.size;
+    b->model.experts = b->external ? NULL : b->experts.data, b->model.experts_size = b->experts.size;
+    b->model.ops = b->ops;
+    b->model.mixtures = b->mixtures;
+    b->model.attentions = b->attentions;
+    b->model.net = b->net.modules != NULL ? &b->net : NULL;
+}
+
+moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config, moe_error *error) {
+    static const moe_model_config none;
+    moe_built_model made;
+    moe_status status;
+    if (built == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "built must not be NULL");
+    if (config == NULL) config = &none;
+    status = moei_model_config_check(net, config, error);
+    if (status != MOE_OK) return status;
+    memset(&made, 0, sizeof made);
+    made.allocator = made.weights.allocator = made.experts.allocator = config->allocator;
+    made.model.version = MOE_MODEL_VERSION, made.model.weights_are = config->weights;
+    made.model.d_in = (size_t)net->d_in, made.model.d_out = (size_t)net->d_out;
+    made.model.length = moei_model_length(net, config->length);
+    made.external = config->loader;
+    if (config->weights == MOE_WEIGHTS_FLOAT) status = moei_float_model(&made, net, error);
+    else {
+#ifndef MOE_NO_QUANT
+        moei_maker m;
+        memset(&m, 0, sizeof m);
+        made.model.run = moe_int_model_run, made.model.choices = moe_int_model_choices;
+        made.model.state_size = made.model.length > 0 ? sizeof(uint32_t) : 0;
+        m.made = made, m.net = net, m.config = config, m.error = error;
+        m.pieces.allocator = config->allocator;
+        moei_maker_run(&m);
+        made = m.made, status = m.status;
+#else
+        status = moei_error(error, MOE_ERR_UNSUPPORTED, "weights = %d: the build has MOE_NO_QUANT", config->weights);
+#endif
+    }
+    if (status != MOE_OK) {
+        moe_model_free(&made);
+        return status;
+    }
+    *built = made;
+    moei_model_link(built);
+    return MOE_OK;
+}
+
+void moe_model_free(moe_built_model *built) {
+    if (built == NULL) return;
+    moe_buffer_free(&built->weights);
+    moe_buffer_free(&built->experts);
+    moei_list_free(&built->allocator, &built->ops, sizeof *built->ops);
+    moei_list_free(&built->allocator, &built->mixtures, sizeof *built->mixtures);
+    moei_list_free(&built->allocator, &built->router_names, sizeof *built->router_names);
+    moei_list_free(&built->allocator, &built->attentions, sizeof *built->attentions);
+    moei_free(&built->allocator, built->net.modules, built->net.n_modules * sizeof *built->net.modules);
+    memset(built, 0, sizeof *built);
+}
+
+/* ---- printing ---- */
+
+/* A text on its way to a stream; after a failure all else is ignored. */
+typedef struct moei_printer {
+    moe_stream *stream;
+    const char *name;
+    char capitals[MOE_NAME_SIZE]; /* the name in capitals */
+    moe_status status;
+} moei_printer;
+
+static void moei_print(moei_printer *p, const char *format, ...) {
+    char line[512];
+    moei_text t;
+    va_list arguments;
+    t.out = line, t.room = sizeof line, t.length = 0;
+    line[0] = '\0';
+    va_start(arguments, format);
+    moei_put_format(&t, format, arguments);
+    va_end(arguments);
+    if (p->status == MOE_OK) p->status = p->stream->write(p->stream->ctx, line, strlen(line));
+}
+
+static void moei_print_bytes(moei_printer *p, const char *what, const unsigned char *bytes, size_t n) {
+    size_t i;
+    if (n == 0) return;
+    moei_print(p, "static const unsigned char %s_%s[%z] MOE_FLASH = {", p->name, what, n);
+    for (i = 0; i < n; i++) moei_print(p, i % 24 == 0 ? "\n    %d%s" : "%d%s", (int)bytes[i], i + 1 < n ? "," : "");
+    moei_print(p, "};\n\n");
+}
+
+static void moei_print_place(moei_printer *p, uint32_t at, const char *end) {
+    if (at == MOE_INT_NONE) moei_print(p, "MOE_INT_NONE%s", end);
+    else moei_print(p, "%z%s", (size_t)at, end);
+}
+
+/* The functions of operations by name. */
+static const struct moei_op_name {
+    void (*run)(const moe_int_op *op, moe_int_run *run);
+    const char *name;
+} moei_op_names[] = {
+#define MOEI_OP_NAME(name) {moe_int_op_##name, #name},
+    MOE_INT_OPS(MOEI_OP_NAME)
+#undef MOEI_OP_NAME
+};
+
+static void moei_print_ops(moei_printer *p, const moe_model *model) {
+    size_t i, j;
+    moei_print(p, "/* function, {width, width read, least, most, shift}, constants, in, other, out, factors, index */\n");
+    moei_print(p, "static const moe_int_op %s_ops[%z] = {\n", p->name, (size_t)model->n_ops);
+    for (i = 0; i < model->n_ops; i++) {
+        const moe_int_op *op = &model->ops[i];
+        for (j = 0; j + 1 < sizeof moei_op_names / sizeof *moei_op_names && moei_op_names[j].run != op->run;) j++;
+        moei_print(p, "    {moe_int_op_%s, {%d, %d, %d, %d, %d}, %z, ", moei_op_names[j].name, (int)op->shape.n, (int)op->shape.k, (int)op->shape.low,
+                   (int)op->shape.high, (int)op->shape.shift, (size_t)op->at);
+        moei_print_place(p, op->in, ", "), moei_print_place(p, op->other, ", "), moei_print_place(p, op->out, ", ");
+        moei_print(p, "%d, %d, %d}%s\n", (int)op->factor, (int)op->factor2, (int)op->index, i + 1 < model->n_ops ? "," : "};\n");
+    }
+}
+
+static void moei_print_int_router(moei_printer *p, const moe_int_router *r, const moe_int_router_names *names) {
+    size_t i;
+    moei_print(p, "{");
+    for (i = 0; i < sizeof names->name / sizeof *names->name; i++) moei_print(p, "%s, ", names->name[i] != NULL ? names->name[i] : "NULL");
+    moei_print(p, "\n      %d, %d, %d, %d, %d, %d, %d, %d, %d, %d, %d, %d, ", (int)r->n_experts, (int)r->top_k, (int)r->most, (int)r->scratch, (int)r->groups,
+               (int)r->groups_kept, (int)r->factor, (int)r->z_bits, (int)r->weight_shift, (int)r->flags, (int)r->threshold, (int)r->tokens);
+    moei_print_place(p, r->bias, ", "), moei_print_place(p, r->thresholds, ", "), moei_print_place(p, r->scales, ", "), moei_print_place(p, r->table, "}");
+}
+
+static void moei_print_attentions(moei_printer *p, const moe_model *model) {
+    (void)p, (void)model;
+}
+
+static void moei_print_mixtures(moei_printer *p, const moe_built_model *built) {
+    const moe_model *model = &built->model;
+    size_t i;
+    if (model->n_mixtures == 0) return;
+    moei_print(p, "static const moe_int_mixture %s_mixtures[%z] = {\n", p->name, (size_t)model->n_mixtures);
+    for (i = 0; i < model->n_mixtures; i++) {
+        const moe_int_mixture *m = &model->mixtures[i];
+        moei_print(p, "    {");
+        moei_print_int_router(p, &m->router, &built->router_names[i]);
+        moei_print(p, ",\n     %z, %z, %z, %z, %z, %z, ", (size_t)m->score, (size_t)m->n_score, (size_t)m->expert, (size_t)m->n_expert, (size_t)m->shared,
+                   (size_t)m->n_shared);
+        moei_print(p, "%z, %z, %z, %z, %z, %z, ", (size_t)m->experts, (size_t)m->stride, (size_t)m->z, (size_t)m->p, (size_t)m->sum, (size_t)m->choices);
+        moei_print_place(p, m->block, ", ");
+        moei_print(p, "%d}%s\n", (int)m->weight_bits, i + 1 < model->n_mixtures ? "," : "};\n");
+    }
+}
+
+/* What a reader of the header wants to know first. */
+static void moei_print_comment(moei_printer *p, const moe_model *model) {
+    static const char *const kinds[MOE_WEIGHTS_COUNT] = {"float", "int8", "int4"};
+    size_t i;
+    moei_print(p, "/* %s: a model for moe_infer, written by moe_export_c of moe %s. Weights: %s.\n\n", p->name, moe_version(), kinds[model->weights_are]);
+    moei_print(p, "     constants   %z bytes of weights", model->weights_size + model->experts_size);
+    if (model->experts_size > 0) moei_print(p, ", of which %z are experts'%s", model->experts_size, model->experts == NULL ? " and come through a loader" : "");
+    moei_print(p, "\n     scratch     %z bytes\n     work        %z multiplications per call at most\n", model->scratch_size, model->multiplications);
+    for (i = 0; i < model->n_mixtures; i++)
+        moei_print(p, "     mixture %z   %d experts of %z bytes, at most %d for one input\n", i, (int)model->mixtures[i].router.n_experts,
+                   (size_t)model->mixtures[i].stride, (int)model->mixtures[i].router.most);
+    if (model->length > 0) moei_print(p, "     sequences   of up to %z tokens, one per call; %z bytes of scratch stay from call to call\n", model->length, model->state_size);
+    moei_print(p, "\n   In ONE source file: #define MOE_IMPLEMENTATION before this header is included. MOE_NO_TRAIN leaves out all but inference%s.\n",
+               model->weights_are == MOE_WEIGHTS_FLOAT ? "" : ",\n   MOE_NO_FLOAT all but models in integers");
+    moei_print(p, "     static unsigned char scratch[%s_SCRATCH];\n     %s input[%s], output[%s_OUTPUTS];\n", p->capitals,
+               model->d_in == 0 ? "int32_t token; or" : model->weights_are == MOE_WEIGHTS_FLOAT ? "float" : "int8_t", model->d_in == 0 ? "..." : "...", p->capitals);
+    moei_print(p, "     moe_status status = moe_infer(&%s, input, output, scratch, sizeof scratch); */\n", p->name);
+}
+
+static void moei_print_model(moei_printer *p, const moe_model *model) {
+    const char *big = p->capitals;
+    moei_print(p, "#define %s_INPUTS %z\n#define %s_OUTPUTS %z\n#define %s_SCRATCH %z\n", big, model->d_in, big, model->d_out, big, model->scratch_size);
+    if (model->length > 0) moei_print(p, "#define %s_LENGTH %z\n", big, model->length);
+    moei_print(p, "#define %s_INPUT_SCALE %gf\n#define %s_OUTPUT_SCALE %gf\n\n", big, (double)model->input_scale, big, (double)model->output_scale);
+}
+
+static void moei_print_int_model(moei_printer *p, const moe_built_model *built) {
+    const moe_model *model = &built->model;
+    const char *name = p->name;
+    moei_print_bytes(p, "weights", model->weights, model->weights_size);
+    if (model->experts != NULL) moei_print_bytes(p, "experts", model->experts, model->experts_size);
+    moei_print_ops(p, model);
+    moei_print_mixtures(p, built);
+    moei_print_attentions(p, model);
+    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, %s, moe_int_model_run, moe_int_model_choices,\n    %z, %z, %z, %z, %z, %gf, %gf,\n    ", name,
+               model->weights_are == MOE_WEIGHTS_INT8 ? "MOE_WEIGHTS_INT8" : "MOE_WEIGHTS_INT4", model->d_in, model->d_out, model->length, model->scratch_size,
+               model->state_size, (double)model->input_scale, (double)model->output_scale);
+    moei_print(p, "%s%s, %z, %s%s, %z, %s_ops, %z, %z,\n    ", name, "_weights", model->weights_size, model->experts != NULL ? name : "NULL",
+               model->experts != NULL ? "_experts" : "", model->experts_size, name, (size_t)model->n_ops, (size_t)model->n_main);
+    moei_print(p, "%s%s, %z, %s%s, %z, NULL, %z};\n\n", model->n_mixtures > 0 ? name : "NULL", model->n_mixtures > 0 ? "_mixtures" : "", (size_t)model->n_mixtures,
+               model->n_attentions > 0 ? name : "NULL", model->n_attentions > 0 ? "_attentions" : "", (size_t)model->n_attentions, model->multiplications);
+}
+
+static void moei_print_float_model(moei_printer *p, const moe_built_model *built, moe_error *error) {
+    const moe_model *model = &built->model;
+    char name[MOE_NAME_SIZE];
+    moei_text t;
+    t.out = name, t.room = sizeof name, t.length = 0;
+    moei_put(&t, p->name, strlen(p->name)), moei_put(&t, "_net", 4);
+    if (p->status == MOE_OK) p->status = moei_print_net(p->stream, name, &built->net, error);
+    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, MOE_WEIGHTS_FLOAT, moe_float_model_run, moe_float_model_choices,\n", p->name);
+    moei_print(p, "    %z, %z, %z, %z, %z, 1, 1, NULL, %z, NULL, 0, NULL, 0, 0, NULL, 0, NULL, 0, &%s, %z};\n\n", model->d_in, model->d_out, model->length,
+               model->scratch_size, model->state_size, model->weights_size, name, model->multiplications);
+}
+
+static int moei_is_identifier(const char *name) {
+    size_t i;
+    for (i = 0; name[i] != '\0'; i++)
+        if (!(name[i] == '_' || (name[i] >= 'a' && name[i] <= 'z') || (name[i] >= 'A' && name[i] <= 'Z') || (i > 0 && name[i] >= '0' && name[i] <= '9'))) return 0;
+    return i > 0 && i < MOE_NAME_SIZE - 16;
+}
+
+static moe_status moei_printer_begin(moei_printer *p, const moe_built_model *built, const char *name, moe_stream *stream, moe_error *error) {
+    size_t i;
+    if (built == NULL || name == NULL || stream == NULL || stream->write == NULL)
+        return moei_error(error, MOE_ERR_ARGUMENT, "built, name and a stream that can be written must be there");
+    if (!moei_is_identifier(name)) return moei_error(error, MOE_ERR_ARGUMENT, "name = \"%s\": must be a short C identifier", name);
+    memset(p, 0, sizeof *p);
+    p->stream = stream, p->name = name;
+    for (i = 0; name[i] != '\0'; i++) p->capitals[i] = (char)(name[i] >= 'a' && name[i] <= 'z' ? name[i] - 'a' + 'A' : name[i]);
+    return MOE_OK;
+}
+
+moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stream *stream, moe_error *error) {
+    moei_printer p;
+    moe_built_model moved;
+    moe_status status = moei_printer_begin(&p, built, name, stream, error);
+    if (status != MOE_OK) return status;
+    moved = *built;
+    moei_model_link(&moved);
+    moei_print_comment(&p, &moved.model);
+    moei_print(&p, "#ifndef %s_MODEL_H\n#define %s_MODEL_H\n\n", p.capitals, p.capitals);
+    moei_print(&p, "#include \"moe.h\"\n\n#if MOE_MODEL_VERSION != %d\n#error \"%s: export this model again with the moe.h at hand\"\n#endif\n\n", (int)MOE_MODEL_VERSION, name);
+    moei_print_model(&p, &moved.model);
+    if (moved.model.weights_are == MOE_WEIGHTS_FLOAT) moei_print_float_model(&p, &moved, error);
+    else moei_print_int_model(&p, &moved);
+    moei_print(&p, "#endif\n");
+    return p.status == MOE_OK ? MOE_OK : moei_error(error, p.status, "the stream failed: %s", moe_status_text(p.status));
+}
+
+moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, moe_error *error) {
+    moe_status status;
+    if (built == NULL || stream == NULL || stream->write == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "built and a stream that can be written must be there");
+    if (!built->external) return moei_error(error, MOE_ERR_STATE, "the experts are part of the model: it was not made with loader = 1");
+    status = stream->write(stream->ctx, built->experts.data, built->experts.size);
+    return status == MOE_OK ? MOE_OK : moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+}
+
 #endif /* MOE_NO_TRAIN */
 
 #endif /* MOE_IMPLEMENTATION */

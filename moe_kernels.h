@@ -41,6 +41,9 @@
      MOE_NO_PROGMEM       AVR: constants of integer models stay in RAM                              yes
      MOE_NO_STDIO         moe.h: no files by name            (MOE_STDIO: keep them)                 yes, or calls do not link
      MOE_NO_MALLOC        moe.h: no use of the heap          (MOE_MALLOC: keep it)                  no: read by the implementation
+     MOE_NO_LIBM          no function of <math.h>: small ones of our own, within a few units in     no: read by the implementation
+                          the last place (list below). Needs MOE_NO_TRAIN and float. MOE_NO_TRAIN
+                          implies it in freestanding builds and on AVR, unless MOE_LIBM is defined
 
    No option changes the layout of a struct except MOE_REAL. This header itself uses neither heap nor files, whatever the options.
 
@@ -57,6 +60,11 @@
      quad            four numbers next to each other along k; line: the 64 bytes of a panel with a quad of each of its 16 outputs
      level           the integer that stands for a quantised number; number = level * scale
      feature         an ability of the processor, a bit of moe_cpu_features
+
+   FREESTANDING BUILDS (__STDC_HOSTED__ == 0, as with -ffreestanding) include <stddef.h>, <stdint.h>, <float.h> and <stdarg.h> only, if MOE_NO_TRAIN
+   is defined. There must be memcpy, memmove and memset, which compilers want of any program anyway, and the compiler's own runtime library.
+   The largest error of the functions that MOE_NO_LIBM brings, in units in the last place of float (tests/small.c holds them to it):
+   exp 1.5, log 1.5, log1p 2, tanh 3, erfc 8, sqrt 0.5, pow 1 (for bases >= 0). Subnormal results are rounded once more.
 
    MANUAL
 
@@ -158,6 +166,15 @@
 #endif
 #if defined(MOE_MALLOC) && defined(MOE_NO_MALLOC)
 #error "moe: MOE_MALLOC and MOE_NO_MALLOC contradict each other"
+#endif
+#if defined(MOE_NO_TRAIN) && !MOE_REAL_IS_DOUBLE && !defined(MOE_LIBM) && !defined(MOE_NO_LIBM) && (defined(__AVR__) || __STDC_HOSTED__ == 0)
+#define MOE_NO_LIBM
+#endif
+#if defined(MOE_LIBM) && defined(MOE_NO_LIBM)
+#error "moe: MOE_LIBM and MOE_NO_LIBM contradict each other"
+#endif
+#if defined(MOE_NO_LIBM) && (!defined(MOE_NO_TRAIN) || MOE_REAL_IS_DOUBLE)
+#error "moe: MOE_NO_LIBM needs MOE_NO_TRAIN and MOE_REAL float"
 #endif
 
 #if defined(MOE_STATIC)
@@ -653,19 +670,10 @@ MOE_API size_t moe_int_top_k(size_t n, const int32_t *key, size_t k, int16_t *in
 
 /* ==== private tools of the implementation; moe_routers.h and moe.h use them too ====================================== */
 
-#ifndef MOE_NO_FLOAT
-#include <math.h>
-#endif
+#include <float.h>
 #include <stdarg.h>
-#include <string.h>
-
-/* Literals and functions of libm, in the real type. */
-#if MOE_REAL_IS_DOUBLE
-#define MOEI_R(x) x
-#define MOEI_F(name) name
-#else
-#define MOEI_R(x) x##f
-#define MOEI_F(name) name##f
+#if !defined(MOE_NO_LIBM) && !defined(MOE_NO_FLOAT)
+#include <math.h>
 #endif
 
 /* A private function that some combinations of headers and options leave unused. */
@@ -683,6 +691,304 @@ MOE_API size_t moe_int_top_k(size_t n, const int32_t *key, size_t k, int16_t *in
 #define MOEI_INLINE static inline
 #endif
 
+/* <string.h> is no header of a freestanding compiler. */
+#if __STDC_HOSTED__ != 0 || !defined(MOE_NO_TRAIN)
+#include <string.h>
+#define moei_strlen strlen
+#define moei_strcmp strcmp
+#define moei_memchr memchr
+#define moei_memcmp memcmp
+#else
+#ifdef __cplusplus
+extern "C" {
+#endif
+void *memcpy(void *to, const void *from, size_t n);
+void *memmove(void *to, const void *from, size_t n);
+void *memset(void *to, int value, size_t n);
+#ifdef __cplusplus
+}
+#endif
+
+MOEI_TOOL size_t moei_strlen(const char *s) {
+    size_t n = 0;
+    while (s[n] != '\0') n++;
+    return n;
+}
+
+MOEI_TOOL int moei_strcmp(const char *a, const char *b) {
+    for (; *a == *b; a++, b++)
+        if (*a == '\0') return 0;
+    return (unsigned char)*a < (unsigned char)*b ? -1 : 1;
+}
+
+MOEI_TOOL int moei_memcmp(const void *a, const void *b, size_t n) {
+    const unsigned char *p = (const unsigned char *)a, *q = (const unsigned char *)b;
+    for (; n > 0; n--, p++, q++)
+        if (*p != *q) return *p < *q ? -1 : 1;
+    return 0;
+}
+
+MOEI_TOOL const void *moei_memchr(const void *s, int c, size_t n) {
+    const unsigned char *p = (const unsigned char *)s;
+    for (; n > 0; n--, p++)
+        if (*p == (unsigned char)c) return p;
+    return NULL;
+}
+#endif
+
+/* Literals and functions of libm, in the real type and in double. */
+#if MOE_REAL_IS_DOUBLE
+#define MOEI_R(x) x
+#define MOEI_F(name) name
+#define MOEI_D(name) name
+#elif defined(MOE_NO_LIBM)
+#define MOEI_R(x) x##f
+#define MOEI_F(name) moei_own_##name
+#define MOEI_D(name) moei_fine_##name
+#else
+#define MOEI_R(x) x##f
+#define MOEI_F(name) name##f
+#define MOEI_D(name) name
+#endif
+
+/* Infinity, without the warnings that INFINITY gives under fast mathematics. */
+#if !defined(MOE_NO_LIBM)
+#define MOEI_INFINITY ((moe_real)HUGE_VAL)
+#define MOEI_HUGE HUGE_VAL
+#elif defined(__GNUC__)
+#define MOEI_INFINITY __builtin_inff()
+#define MOEI_HUGE __builtin_inf()
+#else
+#define MOEI_INFINITY ((moe_real)(1e300 * 1e300))
+#define MOEI_HUGE (1e300 * 1e300)
+#endif
+
+/* Whether a size fits int32_t; no comparison where every size does. */
+#if SIZE_MAX > 0x7fffffff
+#define MOEI_FITS_INT32(n) ((n) <= INT32_MAX)
+#else
+#define MOEI_FITS_INT32(n) ((void)(n), 1)
+#endif
+
+#if defined(MOE_NO_LIBM) && !defined(MOE_NO_FLOAT)
+/* ---- our own mathematics for builds without libm; accuracy: see the top of this file ------------------------------------- */
+
+MOEI_TOOL uint32_t moei_float_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+MOEI_TOOL float moei_float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* x without its sign is infinite or NaN. */
+MOEI_TOOL int moei_float_is_huge(float x) { return (moei_float_bits(x) >> 23 & 255u) == 255u; }
+
+MOEI_TOOL float moei_own_fabs(float x) { return moei_float_of(moei_float_bits(x) & 0x7fffffffu); }
+
+/* 2^n for n from -126 to 127. */
+MOEI_TOOL float moei_power2(int n) { return moei_float_of((uint32_t)(n + 127) << 23); }
+
+/* x 2^n, n from -252 to 254, in two steps: the first is exact. */
+MOEI_TOOL float moei_times_power2(float x, int n) { return x * moei_power2(n / 2) * moei_power2(n - n / 2); }
+
+/* x = n log 2 + r with |r| <= log(2) / 2, |x| <= 106. Returns exp(r) - 1, by the polynomial of the kernels. */
+MOEI_TOOL float moei_own_exp_reduced(float x, int *n) {
+    float r, q = 1.381432057e-03f, k;
+    *n = (int)(x * 1.44269504089f + (x < 0.0f ? -0.5f : 0.5f));
+    k = (float)*n;
+    r = x - k * 0.693145751953125f; /* log 2 in two parts, the first with few bits */
+    r -= k * 1.42860682e-06f;
+    q = q * r + 8.368851071e-03f;
+    q = q * r + 4.166840108e-02f;
+    q = q * r + 1.666651952e-01f;
+    q = q * r + 4.999999337e-01f;
+    return r * r * q + r;
+}
+
+MOEI_TOOL float moei_own_exp(float x) {
+    float e;
+    int n;
+    if (!(x > -104.0f)) return x < 0.0f ? 0.0f : x; /* NaN */
+    if (x > 88.7228394f) return MOEI_INFINITY;
+    e = moei_own_exp_reduced(x, &n);
+    return moei_times_power2(1.0f + e, n);
+}
+
+/* ln x: x = 2^n m with m from sqrt(1/2) to sqrt(2), f = m - 1, ln m = f - f^2 / 2 + f^3 Q(f), the polynomial of the kernels. */
+MOEI_TOOL float moei_own_log(float x) {
+    float f, q = -7.634419459e-02f, k = 0.0f;
+    uint32_t bits = moei_float_bits(x), whole;
+    if (!(x > 0.0f)) return x < 0.0f ? MOEI_INFINITY - MOEI_INFINITY : bits << 1 == 0 ? -MOEI_INFINITY : x;
+    if (moei_float_is_huge(x)) return x;
+    if (bits < 0x00800000u) { /* subnormal: made larger by 2^24 */
+        bits = moei_float_bits(x * 16777216.0f);
+        k = -24.0f;
+    }
+    whole = (bits + (0x3f800000u - 0x3f3504f3u)) >> 23; /* n + 127 */
+    k += (float)((int)whole - 127);
+    f = moei_float_of(bits - (whole << 23) + 0x3f800000u) - 1.0f;
+    q = q * f + 1.276155052e-01f;
+    q = q * f - 1.316019287e-01f;
+    q = q * f + 1.420176137e-01f;
+    q = q * f - 1.662335736e-01f;
+    q = q * f + 2.000122679e-01f;
+    q = q * f - 2.500082099e-01f;
+    q = q * f + 3.333333171e-01f;
+    q = f * f * (q * f - 0.5f) + k * 1.42860682e-06f; /* log 2 in two parts, as in exp */
+    return k * 0.693145751953125f + (f + q);
+}
+
+/* ln(1 + x): what 1 + x loses is given back, to first order. */
+MOEI_TOOL float moei_own_log1p(float x) {
+    float u = 1.0f + x, lost;
+    if (!(u > 0.0f) || moei_float_is_huge(u)) return moei_own_log(u);
+    if (u - 1.0f >= x && u - 1.0f <= x) lost = 0.0f;
+    else lost = x < 1.0f ? x - (u - 1.0f) : 1.0f - (u - x);
+    if (x < 1e-4f && x > -1e-4f) return x - 0.5f * x * x + x * x * x * 0.333333333f;
+    return moei_own_log(u) + lost / u;
+}
+
+/* tanh|x| = -q / (2 + q) with q = exp(-2|x|) - 1; beyond 10 it is 1. */
+MOEI_TOOL float moei_own_tanh(float x) {
+    float q, z = moei_own_fabs(x), power;
+    int n;
+    if (!(z <= 10.0f)) return x < 0.0f ? -1.0f : x > 0.0f ? 1.0f : x;
+    q = moei_own_exp_reduced(-2.0f * z, &n);
+    power = moei_power2(n);
+    q = q * power + (power - 1.0f);
+    return moei_float_of((moei_float_bits(q / (2.0f + q)) & 0x7fffffffu) | (moei_float_bits(x) & 0x80000000u));
+}
+
+/* erfc|x| = 2 exp(-x^2) t Q(t), t = 1 / (1 + 0.3 sqrt(2) |x|), the polynomial of the kernels' normal distribution. */
+MOEI_TOOL float moei_own_erfc(float x) {
+    float z = moei_own_fabs(x), t, q = -2.062863988e-02f, high, square, lost;
+    if (!(z <= 10.5f)) return x < 0.0f ? 2.0f : x > 0.0f ? 0.0f : x;
+    t = 1.0f / (1.0f + 0.424264069f * z);
+    q = q * t + 1.124646791e-01f;
+    q = q * t - 2.282845255e-01f;
+    q = q * t + 1.918829512e-01f;
+    q = q * t - 7.950889292e-02f;
+    q = q * t + 9.620478702e-02f;
+    q = q * t + 7.837226539e-02f;
+    q = q * t + 1.102393389e-01f;
+    q = q * t + 1.195713183e-01f;
+    q = q * t + 1.196867166e-01f;
+    square = z * z;
+    high = moei_float_of(moei_float_bits(z) & 0xfffff000u); /* few bits, so that high * high is exact */
+    lost = (high * high - square) + (z - high) * (z + high);
+    q = (t * q - t * q * lost) * 2.0f * moei_own_exp(-square);
+    return x < 0.0f ? 2.0f - q : q;
+}
+
+/* The exact root, rounded: digit by digit, in integers. */
+MOEI_TOOL float moei_own_sqrt(float x) {
+    uint32_t bits = moei_float_bits(x), rest = 0, root = 0, m;
+    int exponent, i;
+    if (!(x > 0.0f)) return x < 0.0f ? MOEI_INFINITY - MOEI_INFINITY : x;
+    if (moei_float_is_huge(x)) return x;
+    if (bits < 0x00800000u) return moei_own_sqrt(x * 16777216.0f) * (1.0f / 4096.0f);
+    exponent = (int)(bits >> 23) - 127;
+    m = ((bits & 0x007fffffu) | 0x00800000u) << (exponent & 1); /* x = m 2^(2 half - 23) */
+    for (i = 0; i < 25; i++) { /* 24 bits and one to round by: of m 2^25, two bits a time */
+        rest = rest << 2 | (i < 12 ? m >> (23 - 2 * i) & 3u : i == 12 ? (m & 1u) << 1 : 0u);
+        root <<= 1;
+        if (rest > root << 1) {
+            rest -= root << 1 | 1u;
+            root |= 1u;
+        }
+    }
+    root = (root + 1u) >> 1; /* never a tie: a root of 25 bits would have a square of more bits than x */
+    return moei_times_power2((float)root, ((exponent & 1) != 0 ? exponent - 1 : exponent) / 2 - 23);
+}
+
+/* The functions below work in double and want arguments within the range of float; where double is float, so is their accuracy. */
+
+MOEI_TOOL double moei_fine_fabs(double x) { return x < 0.0 ? -x : x; }
+
+MOEI_TOOL double moei_fine_floor(double x) {
+    double whole;
+    if (!(moei_fine_fabs(x) < 4503599627370496.0)) return x; /* whole already, infinite or NaN */
+    whole = (double)(int64_t)x;
+    return whole > x ? whole - 1.0 : whole;
+}
+
+MOEI_TOOL float moei_own_ceil(float x) { return -(float)moei_fine_floor(-(double)x); }
+
+MOEI_TOOL double moei_fine_exp(double x) {
+    double k, r, sum = 1.0;
+    int n, i;
+    if (!(x > -104.0)) return x < 0.0 ? 0.0 : x;
+    if (x > 89.0) return MOEI_HUGE;
+    n = (int)(x * 1.4426950408889634 + (x < 0.0 ? -0.5 : 0.5));
+    k = (double)n;
+    r = x - k * 0.693147180369123816490 - k * 1.90821492927058770002e-10; /* log 2 in two parts, the first with 33 bits */
+    for (i = 14; i > 0; i--) sum = 1.0 + sum * r / (double)i;
+    return sum * (double)moei_power2(n / 2) * (double)moei_power2(n - n / 2);
+}
+
+/* ln x = n log 2 + 2 artanh s, s = (m - 1) / (m + 1), as a series. */
+MOEI_TOOL double moei_fine_log(double x) {
+    float rough = (float)x;
+    uint32_t whole;
+    double s, square, sum = 0.0, k;
+    int i;
+    if (!(rough > 0.0f) || moei_float_is_huge(rough)) return (double)moei_own_log(rough);
+    if (rough < 1.17549435e-38f) return moei_fine_log(x * 16777216.0) - 16.635532333438687;
+    whole = (moei_float_bits(rough) + (0x3f800000u - 0x3f3504f3u)) >> 23;
+    k = (double)((int)whole - 127);
+    x *= (double)moei_power2((127 - (int)whole) / 2) * (double)moei_power2(127 - (int)whole - (127 - (int)whole) / 2);
+    s = (x - 1.0) / (x + 1.0);
+    square = s * s;
+    for (i = 21; i > 1; i -= 2) sum = (sum + 1.0 / (double)i) * square;
+    return k * 0.693147180369123816490 + (k * 1.90821492927058770002e-10 + 2.0 * s * (1.0 + sum));
+}
+
+/* x^y for x >= 0. */
+MOEI_TOOL double moei_fine_pow(double x, double y) {
+    if ((y <= 0.0 && y >= 0.0) || (x <= 1.0 && x >= 1.0)) return 1.0;
+    return moei_fine_exp(y * moei_fine_log(x));
+}
+
+MOEI_TOOL float moei_own_pow(float x, float y) { return (float)moei_fine_pow((double)x, (double)y); }
+
+MOEI_TOOL double moei_fine_sqrt(double x) {
+    double root;
+    int i;
+    if (x > 0.0 && x < 1e-30) return moei_fine_sqrt(x * 1.2676506002282294e30) * 8.8817841970012523e-16; /* 2^100, 2^-50 */
+    if (x > 1e30 && x < MOEI_HUGE) return moei_fine_sqrt(x * 7.8886090522101181e-31) * 1125899906842624.0;
+    root = (double)moei_own_sqrt((float)x);
+    if (!(root > 0.0) || moei_float_is_huge((float)root)) return root;
+    for (i = 0; i < 2; i++) root = 0.5 * (root + x / root);
+    return root;
+}
+
+/* sin (odd 1) or cos (odd 0) of |x| <= pi / 4, by the series. */
+MOEI_TOOL double moei_fine_wave(double x, int odd) {
+    double sum = 1.0, square = x * x;
+    int i;
+    for (i = 18 + odd; i > 1 + odd; i -= 2) sum = 1.0 - sum * square / (double)(i * (i - 1));
+    return odd ? sum * x : sum;
+}
+
+/* cos(x - quarter pi / 2) for |x| < 2^31: sin for quarter 1. */
+MOEI_TOOL double moei_fine_turned(double x, int quarter) {
+    double turns = moei_fine_floor(x * 0.63661977236758134 + 0.5), value;
+    int at = (int)((int64_t)turns & 3);
+    x = x - turns * 1.57079632673412561417 - turns * 6.07710050650619224932e-11; /* pi / 2 in two parts, the first with 33 bits */
+    at = (at + 4 - quarter) & 3; /* cos(x + at pi / 2) */
+    value = moei_fine_wave(x, at & 1);
+    return at == 1 || at == 2 ? -value : value;
+}
+
+MOEI_TOOL double moei_fine_cos(double x) { return moei_fine_turned(x, 0); }
+MOEI_TOOL double moei_fine_sin(double x) { return moei_fine_turned(x, 1); }
+#endif /* MOE_NO_LIBM */
+
 /* ---- sizes: every product and sum of a caller's or a file's numbers goes through these; 0 on overflow ---------------- */
 
 MOEI_TOOL int moei_mul(size_t a, size_t b, size_t *out) {
@@ -695,6 +1001,12 @@ MOEI_TOOL int moei_add(size_t a, size_t b, size_t *out) {
     if (a > (size_t)-1 - b) return 0;
     *out = a + b;
     return 1;
+}
+
+/* Whether a + b is a number of tokens. */
+MOEI_TOOL int moei_fit_int32(size_t a, size_t b) {
+    size_t sum = 0;
+    return moei_add(a, b, &sum) && MOEI_FITS_INT32(sum);
 }
 
 /* ---- layout: one function describes an object's memory; with base NULL it only counts ------------------------------- */
@@ -760,6 +1072,20 @@ MOEI_TOOL void moei_put_integer(moei_text *t, int64_t value) {
 }
 
 #ifndef MOE_NO_FLOAT
+/* What the decimal conversions need to know of double, which has 32 bits on AVR: powers of ten that leave room, steps towards them, digits
+   that tell all reals apart, digits that are read, the bits of these that the second number of a pair takes. */
+#if DBL_MANT_DIG > 24
+enum { MOEI_TENS = 290, MOEI_TENS_STEP = 60, MOEI_TENS_FAR = 200, MOEI_DIGITS = 17, MOEI_DIGITS_READ = 18, MOEI_LOW_BITS = 11, MOEI_SLACK = 16 };
+#define MOEI_SPLITTER 134217729.0
+#define MOEI_SMALL 1e-270
+#define MOEI_LARGE 1e230
+#else
+enum { MOEI_TENS = 30, MOEI_TENS_STEP = 10, MOEI_TENS_FAR = 20, MOEI_DIGITS = 9, MOEI_DIGITS_READ = 14, MOEI_LOW_BITS = 24, MOEI_SLACK = 64 };
+#define MOEI_SPLITTER 4097.0
+#define MOEI_SMALL 1e-20
+#define MOEI_LARGE 1e25
+#endif
+
 /* A sum of two doubles, hi + lo, with about 106 bits: decimal conversions must not round on the way (Dekker 1971, A floating-point technique for
    extending the available precision). */
 typedef struct moei_pair {
@@ -774,14 +1100,14 @@ MOEI_TOOL moei_pair moei_pair_of(double big, double small) {
 }
 
 MOEI_TOOL moei_pair moei_pair_product(moei_pair a, moei_pair b) {
-    double splitter = 134217729.0, a1, a2, b1, b2, product = a.hi * b.hi, rest;
+    double splitter = MOEI_SPLITTER, a1, a2, b1, b2, product = a.hi * b.hi, rest;
     a1 = a.hi * splitter, a1 = a1 - (a1 - a.hi), a2 = a.hi - a1;
     b1 = b.hi * splitter, b1 = b1 - (b1 - b.hi), b2 = b.hi - b1;
     rest = ((a1 * b1 - product) + a1 * b2 + a2 * b1) + a2 * b2;
     return moei_pair_of(product, rest + (a.hi * b.lo + a.lo * b.hi));
 }
 
-/* x times 10^n, |n| <= 290. */
+/* x times 10^n, |n| <= MOEI_TENS. */
 MOEI_TOOL moei_pair moei_scale10(moei_pair x, int n) {
     moei_pair power = {1.0, 0.0}, base = {10.0, 0.0}, back;
     unsigned left = n < 0 ? (unsigned)-n : (unsigned)n;
@@ -809,7 +1135,7 @@ MOEI_TOOL int moei_parse_real(const char *s, size_t n, moe_real *out) {
             continue;
         }
         digits = 1;
-        if (kept < 18) {
+        if (kept < MOEI_DIGITS_READ) {
             mantissa = mantissa * 10 + (uint64_t)(s[i] - '0');
             if (mantissa > 0) kept++;
             if (point && exponent > -1000) exponent--;
@@ -827,22 +1153,22 @@ MOEI_TOOL int moei_parse_real(const char *s, size_t n, moe_real *out) {
         exponent += sign * e;
     }
     if (i != n) return 0;
-    value = moei_pair_of((double)(mantissa & ~(uint64_t)2047), (double)(mantissa & 2047));
-    if (exponent < -290) { /* in two steps, so that the power of ten stays finite */
-        value = moei_scale10(value, -290);
-        exponent = exponent + 290 < -290 ? -290 : exponent + 290;
+    value = moei_pair_of((double)(mantissa >> MOEI_LOW_BITS << MOEI_LOW_BITS), (double)(mantissa & (((uint64_t)1 << MOEI_LOW_BITS) - 1)));
+    if (exponent < -MOEI_TENS) { /* in two steps, so that the power of ten stays finite */
+        value = moei_scale10(value, -MOEI_TENS);
+        exponent = exponent + MOEI_TENS < -MOEI_TENS ? -MOEI_TENS : exponent + MOEI_TENS;
     }
-    if (mantissa > 0 && exponent > 310) return 0;
-    if (exponent > 200) { /* in sixteenths for the last step, as in moei_put_digits */
-        value = moei_scale10(value, exponent > 310 ? 0 : exponent - 60);
-        value = moei_pair_product(moei_pair_of(value.hi / 16.0, value.lo / 16.0), moei_scale10(moei_pair_of(1.0, 0.0), 60));
+    if (mantissa > 0 && exponent > DBL_MAX_10_EXP + 2) return 0;
+    if (exponent > MOEI_TENS_FAR) { /* in sixteenths for the last step, as in moei_put_digits */
+        value = moei_scale10(value, exponent > DBL_MAX_10_EXP + 2 ? 0 : exponent - MOEI_TENS_STEP);
+        value = moei_pair_product(moei_pair_of(value.hi / 16.0, value.lo / 16.0), moei_scale10(moei_pair_of(1.0, 0.0), MOEI_TENS_STEP));
         value.hi *= 16.0;
     } else value = moei_scale10(value, exponent);
     *out = (moe_real)(negative ? -value.hi : value.hi);
     return moe_is_finite(*out);
 }
 
-/* value with the given number of significant digits, shortest form: 0.01, 12, 1e-08. */
+/* value with the given number of significant digits, at most MOEI_DIGITS, shortest form: 0.01, 12, 1e-08. */
 MOEI_TOOL void moei_put_digits(moei_text *t, double value, int significant) {
     char digits[20];
     int exponent = 0, shifted = 0, i, count = significant;
@@ -853,21 +1179,21 @@ MOEI_TOOL void moei_put_digits(moei_text *t, double value, int significant) {
         value = -value;
     }
     exact = moei_pair_of(value, 0.0);
-    while (value < 1e-270 && value > 0.0) { /* where powers of ten would leave the range */
-        exact = moei_scale10(exact, 60);
+    while (value < MOEI_SMALL && value > 0.0) { /* where powers of ten would leave the range */
+        exact = moei_scale10(exact, MOEI_TENS_STEP);
         value = exact.hi;
-        shifted -= 60;
+        shifted -= MOEI_TENS_STEP;
     }
-    if (value > 1e230) { /* a sixteenth, so that no product on the way leaves the range */
-        exact = moei_scale10(moei_pair_of(value / 16.0, 0.0), -60);
+    if (value > MOEI_LARGE) { /* a sixteenth, so that no product on the way leaves the range */
+        exact = moei_scale10(moei_pair_of(value / 16.0, 0.0), -MOEI_TENS_STEP);
         exact.hi *= 16.0, exact.lo *= 16.0;
-        shifted += 60;
+        shifted += MOEI_TENS_STEP;
     }
-    while (exponent < 290 && moei_scale10(exact, -exponent).hi >= 10.0) exponent++;
-    while (exponent > -290 && moei_scale10(exact, -exponent).hi < 1.0) exponent--;
+    while (exponent < MOEI_TENS && moei_scale10(exact, -exponent).hi >= 10.0) exponent++;
+    while (exponent > -MOEI_TENS && moei_scale10(exact, -exponent).hi < 1.0) exponent--;
     exact = moei_scale10(exact, significant - 1 - exponent);
-    whole = (uint64_t)exact.hi - 16; /* 17 digits exceed 53 bits, so lo reaches 8 in size */
-    whole += (uint64_t)((exact.hi - (double)(whole + 16)) + exact.lo + 16.5);
+    whole = (uint64_t)exact.hi - MOEI_SLACK; /* 17 digits exceed 53 bits, so lo reaches 8 in size; 9 exceed 24 bits, and lo reaches 32 */
+    whole += (uint64_t)((exact.hi - (double)(whole + MOEI_SLACK)) + exact.lo + (double)MOEI_SLACK + 0.5);
     exponent += shifted;
     for (i = significant - 1; i >= 0; i--, whole /= 10) digits[i] = (char)('0' + (int)(whole % 10));
     if (whole > 0) { /* rounding carried into a new digit: 9.99 became 10.0 */
@@ -892,7 +1218,7 @@ MOEI_TOOL void moei_put_digits(moei_text *t, double value, int significant) {
     }
 }
 
-/* The shortest decimal text that moei_parse_real turns back into value; 17 digits are always enough. */
+/* The shortest decimal text that moei_parse_real turns back into value; MOEI_DIGITS are always enough. */
 MOEI_TOOL void moei_put_real(moei_text *t, moe_real value) {
     int significant;
     if (!moe_is_finite(value)) {
@@ -905,13 +1231,13 @@ MOEI_TOOL void moei_put_real(moei_text *t, moe_real value) {
         moei_put(t, "0", 1);
         return;
     }
-    for (significant = 1; significant <= 17; significant++) {
+    for (significant = 1; significant <= MOEI_DIGITS; significant++) {
         char digits[48];
         moei_text trial;
         moe_real back;
         trial.out = digits, trial.room = sizeof digits, trial.length = 0;
         moei_put_digits(&trial, (double)value, significant);
-        if (significant == 17 || (moei_parse_real(digits, trial.length, &back) && !(back < value) && !(back > value))) {
+        if (significant == MOEI_DIGITS || (moei_parse_real(digits, trial.length, &back) && !(back < value) && !(back > value))) {
             moei_put(t, digits, trial.length);
             return;
         }
@@ -931,7 +1257,7 @@ MOEI_TOOL void moei_put_format(moei_text *t, const char *format, va_list argumen
         p++;
         if (*p == 's') {
             const char *s = va_arg(arguments, const char *);
-            if (s != NULL) moei_put(t, s, strlen(s));
+            if (s != NULL) moei_put(t, s, moei_strlen(s));
         } else if (*p == 'd')
             moei_put_integer(t, va_arg(arguments, int));
         else if (*p == 'z')
@@ -1033,6 +1359,19 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #elif defined(__GNUC__) && !defined(__PCC__) && !defined(__TINYC__) && defined(__BYTE_ORDER__)
 #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 #define MOEI_FLASH_WORDS 1
+#endif
+#endif
+
+/* Arm's instructions for integers of 16 bits: Helium (MVE), those of the DSP extension (Cortex-M4, M7, M33; also ARMv6 and ARMv7-A), or none. */
+#if defined(__arm__) && defined(MOEI_FLASH_WORDS) && !defined(MOE_NO_DSP)
+#if defined(__ARM_FEATURE_DSP) && defined(__ARM_FEATURE_SIMD32) && defined(__thumb2__)
+#define MOEI_INT_DSP 1
+#if defined(__ARM_FEATURE_MVE)
+#define MOEI_INT_MVE 1
+#endif
+#endif
+#if defined(__thumb__) && !defined(__thumb2__) && (defined(__ARM_ARCH_6M__) || defined(__ARM_ARCH_8M_BASE__))
+#define MOEI_INT_THUMB1 1
 #endif
 #endif
 
@@ -1426,11 +1765,11 @@ static void moei_real_softmax_c(size_t n, const moe_real *x, moe_real temperatur
 }
 
 static moe_real moei_real_log_posterior_c(size_t n, moe_real scale, const moe_real *shift, const moe_real *prior, moe_real *y) {
-    moe_real max = -(moe_real)HUGE_VAL;
+    moe_real max = -MOEI_INFINITY;
     size_t i;
     for (i = 0; i < n; i++) {
         moe_real value = scale * (shift != NULL ? y[i] - shift[i] : y[i]);
-        if (prior != NULL) value = prior[i] > 0 ? value + MOEI_F(log)(prior[i]) : -(moe_real)HUGE_VAL;
+        if (prior != NULL) value = prior[i] > 0 ? value + MOEI_F(log)(prior[i]) : -MOEI_INFINITY;
         if (value > max) max = value;
         y[i] = value;
     }
@@ -1459,7 +1798,7 @@ static moe_real moei_real_entropy_c(size_t n, const moe_real *p) {
 moe_real moe_log_sum_exp(size_t n, const moe_real *x) {
     moe_real max, rest = 0;
     size_t i, best;
-    if (n == 0) return -(moe_real)HUGE_VAL;
+    if (n == 0) return -MOEI_INFINITY;
     best = moei_max_index(n, x);
     max = x[best];
     if (!moe_is_finite(max)) {
@@ -2449,12 +2788,12 @@ MOEI_AVX2 static void moei_f32_activate_backward_avx2(int act, size_t n, const f
 /* Eight numbers, or count < 8 of them followed by -inf. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_load_padded_avx2(size_t count, const float *x) {
     const __m256i mask = moei_mask_avx2(count < 8 ? count : 8);
-    return _mm256_blendv_ps(_mm256_set1_ps(-(float)HUGE_VAL), _mm256_maskload_ps(x, mask), _mm256_castsi256_ps(mask));
+    return _mm256_blendv_ps(_mm256_set1_ps(-MOEI_INFINITY), _mm256_maskload_ps(x, mask), _mm256_castsi256_ps(mask));
 }
 
 /* count numbers, at most eight of them, and -inf where there are fewer. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_load_avx2(size_t count, const float *x) {
-    if (count == 4) return _mm256_insertf128_ps(_mm256_set1_ps(-(float)HUGE_VAL), _mm_loadu_ps(x), 0); /* stored so: need not wait */
+    if (count == 4) return _mm256_insertf128_ps(_mm256_set1_ps(-MOEI_INFINITY), _mm_loadu_ps(x), 0); /* stored so: need not wait */
     return count >= 8 ? _mm256_loadu_ps(x) : moei_load_padded_avx2(count, x);
 }
 
@@ -2524,7 +2863,7 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_set_lane_avx2(__m256 v, int lane, __m256 value
 /* Up to 64 scores: one after another the largest is taken out. Its eight are found by the eights' own largest, then its lane: both times
    the lowest of equals. max gives its second operand for NaN. */
 MOEI_AVX2 static size_t moei_f32_top_k_avx2(size_t n, const float *score, size_t k, int32_t *index) {
-    const __m256 none = _mm256_set1_ps(-(float)HUGE_VAL);
+    const __m256 none = _mm256_set1_ps(-MOEI_INFINITY);
     __m256 rest[8], largest = none, max;
     size_t i, taken;
     int eight = 0, lane;
@@ -2533,7 +2872,7 @@ MOEI_AVX2 static size_t moei_f32_top_k_avx2(size_t n, const float *score, size_t
         largest = _mm256_max_ps(moei_load_avx2(n, score), none);
         for (taken = 0; taken < k; taken++) {
             max = moei_all_max_avx2(largest);
-            if (!(_mm256_cvtss_f32(max) > -(float)HUGE_VAL)) break;
+            if (!(_mm256_cvtss_f32(max) > -MOEI_INFINITY)) break;
             lane = moei_lane_of_avx2(largest, max);
             index[taken] = lane;
             largest = moei_set_lane_avx2(largest, lane, none);
@@ -2546,7 +2885,7 @@ MOEI_AVX2 static size_t moei_f32_top_k_avx2(size_t n, const float *score, size_t
     }
     for (taken = 0; taken < k; taken++) {
         max = moei_all_max_avx2(largest);
-        if (!(_mm256_cvtss_f32(max) > -(float)HUGE_VAL)) break;
+        if (!(_mm256_cvtss_f32(max) > -MOEI_INFINITY)) break;
         eight = moei_lane_of_avx2(largest, max);
         lane = moei_lane_of_avx2(rest[eight], max);
         index[taken] = 8 * eight + lane;
@@ -2580,7 +2919,7 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_log_avx2(__m256 x) {
     const __m256 small = _mm256_cmp_ps(x, _mm256_set1_ps(1.17549435e-38f), _CMP_LT_OQ); /* subnormal: made larger by 2^24 */
     const __m256 value = moei_log_normal_avx2(_mm256_blendv_ps(x, _mm256_mul_ps(x, _mm256_set1_ps(16777216.0f)), small));
     const __m256 back = _mm256_sub_ps(value, _mm256_and_ps(small, _mm256_set1_ps(16.635532333f)));
-    return _mm256_blendv_ps(back, x, _mm256_cmp_ps(x, _mm256_set1_ps((float)HUGE_VAL), _CMP_EQ_OQ));
+    return _mm256_blendv_ps(back, x, _mm256_cmp_ps(x, _mm256_set1_ps(MOEI_INFINITY), _CMP_EQ_OQ));
 }
 
 MOEI_AVX2 static void moei_f32_multiply_avx2(size_t n, const float *a, const float *b, float *y) {
@@ -2611,7 +2950,7 @@ MOEI_AVX2 static void moei_f32_spread_avx2(int squared, size_t count, const int3
 
 /* Lanes that are not there hold -inf or NaN; max gives its second operand for NaN. */
 MOEI_AVX2 static float moei_f32_log_posterior_avx2(size_t n, float scale, const float *shift, const float *prior, float *y) {
-    const __m256 factor = _mm256_set1_ps(scale), none = _mm256_set1_ps(-(float)HUGE_VAL);
+    const __m256 factor = _mm256_set1_ps(scale), none = _mm256_set1_ps(-MOEI_INFINITY);
     __m256 max = none;
     size_t i;
     for (i = 0; i < n; i += 8) {
@@ -3042,7 +3381,7 @@ MOEI_AVX512 static void moei_f32_adamw_avx512(const moe_adamw_step *step, size_t
 
 /* Lanes that are not there hold -inf, which exp makes 0. */
 MOEI_AVX512 static void moei_f32_softmax_avx512(size_t n, const float *x, float temperature, float *y) {
-    const __m512 none = _mm512_set1_ps(-(float)HUGE_VAL), over = _mm512_set1_ps(temperature);
+    const __m512 none = _mm512_set1_ps(-MOEI_INFINITY), over = _mm512_set1_ps(temperature);
     __m512 max = none, shift, sums = _mm512_setzero_ps(), part;
     float lane[16], sum;
     size_t i;
@@ -3104,9 +3443,15 @@ MOEI_AVX512 static void moei_f32_softmax_avx512(size_t n, const float *x, float 
 
 enum {
     MOEI_GROUP = 32,          /* numbers along k that share a scale in the types with blocks */
-    MOEI_SUM_LIMIT = 65536,   /* so many terms of Q8 fit an int32 sum: 65536 * 128 * 127 < 2^31; longer rows are summed in pieces */
     MOEI_LINE = 64            /* bytes of a cache line, and of four weights along k for each output */
 };
+
+/* So many terms of Q8 fit an int32 sum: 65536 * 128 * 127 < 2^31; longer rows are summed in pieces. Where sizes have 16 bits, no row is longer. */
+#if SIZE_MAX > 65535
+#define MOEI_SUM_LIMIT ((size_t)65536)
+#else
+#define MOEI_SUM_LIMIT ((size_t)32768)
+#endif
 
 static uint16_t moei_get_16(const unsigned char *p) {
     uint16_t bits;
@@ -3284,10 +3629,10 @@ static moe_real moei_weight_scale(int type, size_t n, const moe_real *x) {
     if (type == MOE_TYPE_Q4) return moei_from_f16(moei_narrow(most / -8, 5, 10)) + 0; /* never -0 */
     most = MOEI_F(fabs)(most) / 127;
     if (type == MOE_TYPE_Q8_BLOCK) return moei_from_f16(moei_narrow(most, 5, 10));
-    return most > MOEI_R(3.4028234663852886e38) ? (moe_real)HUGE_VAL : (moe_real)(float)most;
+    return most > MOEI_R(3.4028234663852886e38) ? MOEI_INFINITY : (moe_real)(float)most;
 }
 
-/* x to the nearest integer, ties to even or away from 0. |x| below 2^30. */
+/* x to the nearest integer, ties to even or away from 0. |x| below 2^14. */
 static int moei_round(moe_real x, int to_even) {
     const int whole = (int)x;
     const moe_real rest = MOEI_F(fabs)(x - (moe_real)whole), half = MOEI_R(0.5);
@@ -3466,7 +3811,7 @@ static int moei_shape_row(int type, size_t inner, moei_row_shape *s) {
     const size_t groups = moei_groups(inner), scales = type == MOE_TYPE_Q8 ? 1 : groups;
     const size_t starts = type == MOE_TYPE_Q8 ? inner / MOEI_SUM_LIMIT + 1 : groups;
     size_t lines;
-    if (!moei_is_quant(type) || inner > (size_t)-1 / 2) return 0;
+    if (!moei_is_quant(type) || inner > (size_t)-1 / 2 - MOEI_GROUP) return 0;
     s->levels = s->scales = groups * MOEI_GROUP;
     if (!moei_add(s->scales, scales * sizeof(moe_real), &s->starts) || !moei_add(s->starts, starts * 4, &s->size)) return 0;
     lines = s->size / MOEI_LINE + 1; /* behind the row there may be unused bytes, but no second even line */
@@ -3514,7 +3859,7 @@ MOEI_INLINE void moei_quantise(int type, size_t m, size_t inner, const moe_real 
         }
         for (p = 0; p < shape.levels; p += run) {
             const moe_real *from = p < whole ? x + p : rest;
-            const size_t group = p / (type == MOE_TYPE_Q8 ? MOEI_SUM_LIMIT : MOEI_GROUP), left = MOEI_SUM_LIMIT - p % MOEI_SUM_LIMIT;
+            const size_t group = p / (type == MOE_TYPE_Q8 ? MOEI_SUM_LIMIT : (size_t)MOEI_GROUP), left = MOEI_SUM_LIMIT - p % MOEI_SUM_LIMIT;
             int32_t start;
             run = type != MOE_TYPE_Q8 || p >= whole ? (size_t)MOEI_GROUP : whole - p < left ? whole - p : left;
             if (type != MOE_TYPE_Q8) {
@@ -3576,7 +3921,7 @@ MOEI_INLINE void moei_sum_c(int q4, size_t count, const signed char *level, cons
 /* One row over one panel. */
 static void moei_quant_row_c(int type, size_t inner, const moei_row_shape *shape, const unsigned char *row, const unsigned char *panel,
                                   moe_real *c) {
-    const size_t most = type == MOE_TYPE_Q8 ? MOEI_SUM_LIMIT : MOEI_GROUP;
+    const size_t most = type == MOE_TYPE_Q8 ? MOEI_SUM_LIMIT : (size_t)MOEI_GROUP;
     size_t p, j;
     for (j = 0; j < MOEI_PANEL; j++) c[j] = 0;
     for (p = 0; p < shape->levels; p += most) {
@@ -4868,7 +5213,7 @@ static void moei_f32_adamw_v4(const moe_adamw_step *step, size_t n, const float 
 
 /* Lanes that are not there hold -inf and add 0. A NaN may get lost in max, but not in the sum. */
 static void moei_f32_softmax_v4(size_t n, const float *x, float temperature, float *y) {
-    const float low = -(float)HUGE_VAL;
+    const float low = -MOEI_INFINITY;
     const moei_v4 divisor = moei_v4_all(temperature);
     moei_v4 shift, max, sums = moei_v4_all(0.0f);
     float lane[4], sum;
@@ -4894,7 +5239,7 @@ static float moei_f32_exp_sum_v4(size_t n, float max, float *y) {
     moei_v4 sums = moei_v4_all(0.0f);
     size_t i;
     for (i = 0; i < n; i += 4) {
-        const moei_v4 e = moei_exp_v4(moei_v4_sub(moei_v4_load_part(n - i, y + i, -(float)HUGE_VAL), shift));
+        const moei_v4 e = moei_exp_v4(moei_v4_sub(moei_v4_load_part(n - i, y + i, -MOEI_INFINITY), shift));
         moei_v4_store_part(n - i, y + i, e);
         sums = moei_v4_add(sums, e);
     }
@@ -5420,18 +5765,21 @@ void moe_softmax(const moe_kernels *k, size_t n, const moe_real *x, moe_real tem
     moei_table(k)->softmax(n, x, temperature, y);
 }
 
+/* A block of k for 16-bit weights. Where sizes have 16 bits there is no room for a whole one: sums longer than this are then rounded differently. */
+enum { MOEI_HALF_K = SIZE_MAX > 65535 ? (int)MOEI_BLOCK_K : 16 };
+
 /* 16-bit weights: two panels of one block of k at a time become numbers on the stack, for all rows. */
 static void moei_matmul_half(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda,
                              const unsigned char *packed, moe_real *c, size_t ldc) {
-    moe_real room[2 * MOEI_BLOCK_K * MOEI_PANEL];
+    moe_real room[2 * MOEI_HALF_K * MOEI_PANEL];
     size_t j, p, half, columns, block;
     for (j = 0; j < n; j += columns) {
         columns = n - j < 2 * MOEI_PANEL ? n - j : 2 * (size_t)MOEI_PANEL;
         for (p = 0; p < inner; p += block) {
-            block = inner - p < MOEI_BLOCK_K ? inner - p : (size_t)MOEI_BLOCK_K;
+            block = inner - p < MOEI_HALF_K ? inner - p : (size_t)MOEI_HALF_K;
             for (half = 0; half < columns; half += MOEI_PANEL)
-                k->widen(type, block, packed + ((j + half) * inner + p * MOEI_PANEL) * 2, room + half * MOEI_BLOCK_K);
-            k->panels(m, columns, block, a + p, lda, 1, room, MOEI_BLOCK_K * MOEI_PANEL, c + j, ldc, p > 0);
+                k->widen(type, block, packed + ((j + half) * inner + p * MOEI_PANEL) * 2, room + half * MOEI_HALF_K);
+            k->panels(m, columns, block, a + p, lda, 1, room, MOEI_HALF_K * MOEI_PANEL, c + j, ldc, p > 0);
         }
     }
     if (inner == 0) moei_zero_rows(m, n, c, ldc);
@@ -5700,16 +6048,20 @@ moe_status moe_int4_pack(size_t n, size_t k, const signed char *levels, size_t l
 /* ---- results ---- */
 
 /* (sum * factor) >> 16. Where a 64-bit product is a call it is made of two that fit 32 bits. */
-MOEI_INLINE int32_t moei_int_scale(int32_t sum, int16_t factor) {
-#if defined(__AVR__) || defined(__ARM_ARCH_6M__) || defined(__ARM_ARCH_8M_BASE__)
-    return (sum >> 16) * factor + (int32_t)((uint32_t)(sum & 0xffff) * (uint32_t)factor >> 16);
+MOEI_INLINE int32_t moei_int_scale(int32_t sum, int32_t factor) {
+#if defined(__AVR__) || defined(MOEI_INT_THUMB1)
+    return (sum >> 16) * factor + ((sum & 0xffff) * factor >> 16);
 #else
-    return (int32_t)((int64_t)sum * factor >> 16);
+    sum = (int32_t)((int64_t)sum * factor >> 16);
+#if defined(__arm__) && defined(__GNUC__)
+    __asm__("" : "+r"(sum)); /* else gcc keeps 64 bits, and a second product of them takes four instructions */
+#endif
+    return sum;
 #endif
 }
 
 MOEI_INLINE int32_t moei_int_round(const moe_int_shape *shape) {
-    return shape->shift > 0 ? (int32_t)1 << (shape->shift - 1) : 0;
+    return (int32_t)((uint32_t)1 << shape->shift >> 1);
 }
 
 MOEI_INLINE int16_t moei_int_clamp(const moe_int_shape *shape, int32_t value) {
@@ -5720,27 +6072,65 @@ MOEI_INLINE void moei_int_put_zeros(unsigned n, int16_t *y) {
     for (; (n & 3u) != 0; n++) y[n] = 0;
 }
 
-/* Where the outputs of a product go: y, or sum where that is not NULL. Each product is compiled once for either. */
-typedef struct moei_int_ending {
-    int16_t *y;
-    int32_t *sum;
-    int32_t round;
-    int16_t weight;
-} moei_int_ending;
+/* In place of a weight: outputs are stored and not added. Both endings share the code, which is most of what a model of integers needs. */
+#define MOEI_INT_NO_WEIGHT ((int32_t)1 << 16)
 
-MOEI_INLINE void moei_int_end_one(const moe_int_shape *shape, const moei_int_ending *e, unsigned j, int32_t sum, int16_t factor) {
-    const int32_t t = moei_int_scale(sum, factor);
-    if (e->sum != NULL) e->sum[j] += moei_int_scale(t, e->weight);
-    else e->y[j] = moei_int_clamp(shape, (t + e->round) >> shape->shift);
+/* Takes the sums a and b of the pair of outputs whose constants begin at head; returns the place of the next pair's. */
+MOEI_INLINE void *moei_int_end_pair(const moe_int_shape *shape, int32_t weight, const unsigned char *head, int32_t a, int32_t b, void *at) {
+    int32_t *sum = (int32_t *)at;
+    int16_t *y = (int16_t *)at;
+    a = moei_int_scale(a, moei_flash_16(head + 8));
+    b = moei_int_scale(b, moei_flash_16(head + 10));
+    if (weight != MOEI_INT_NO_WEIGHT) {
+        sum[0] += moei_int_scale(a, weight);
+        sum[1] += moei_int_scale(b, weight);
+        return sum + 2;
+    }
+    a = moei_int_clamp(shape, (a + moei_int_round(shape)) >> shape->shift);
+    b = moei_int_clamp(shape, (b + moei_int_round(shape)) >> shape->shift);
+    y[0] = (int16_t)a, y[1] = (int16_t)b;
+    return y + 2;
 }
 
-MOEI_INLINE void moei_int_end_pair(const moe_int_shape *shape, const moei_int_ending *e, unsigned j, int32_t a, int32_t b, int16_t factor_a,
-                                   int16_t factor_b) {
-    moei_int_end_one(shape, e, j, a, factor_a);
-    moei_int_end_one(shape, e, j + 1, b, factor_b);
-}
+/* ---- inner products of a pair of outputs: k is a multiple of 4 ---- */
 
-/* ---- inner products of a pair of outputs ---- */
+#if defined(MOEI_INT_DSP)
+MOEI_TOOL int32_t moei_int_sum(unsigned k, const int16_t *x) {
+    int32_t sum = 0;
+    __asm__ volatile(".syntax unified\n\tsubs %1, #8\n\tblt 2f\n"
+                     "1:\tldm %2!, {r3, r4, r5, r6}\n\tsmlad %0, r3, %3, %0\n\tsmlad %0, r4, %3, %0\n\t"
+                     "smlad %0, r5, %3, %0\n\tsmlad %0, r6, %3, %0\n\tsubs %1, #8\n\tbge 1b\n"
+                     "2:\tadds %1, #8\n\tbeq 3f\n\tldm %2!, {r3, r4}\n\tsmlad %0, r3, %3, %0\n\tsmlad %0, r4, %3, %0\n3:"
+                     : "+r"(sum), "+r"(k), "+r"(x)
+                     : "r"(0x10001)
+                     : "r3", "r4", "r5", "r6", "cc", "memory");
+    return sum;
+}
+#elif defined(MOEI_FLASH_WORDS)
+/* Two inputs at a time: the lower halves of the words' sum are the sum of their lower halves while that fits 16 bits, as 256 of them do. */
+MOEI_TOOL int32_t moei_int_sum(unsigned k, const int16_t *x) {
+    int32_t sum = 0;
+    unsigned count;
+    for (; k > 0; k -= count) {
+        const int16_t *end;
+        uint32_t words = 0;
+        count = k < 512 ? k : 512;
+        for (end = x + count; x != end; x += 4) {
+            const int32_t first = ((const moei_flash_word *)(const void *)x)[0], second = ((const moei_flash_word *)(const void *)x)[1];
+            words += (uint32_t)first + (uint32_t)second;
+            sum += (first >> 16) + (second >> 16);
+        }
+        sum += (int16_t)(words & 0xffffu);
+    }
+    return sum;
+}
+#else
+MOEI_TOOL int32_t moei_int_sum(unsigned k, const int16_t *x) {
+    int32_t sum = 0;
+    for (; k > 0; k--) sum += *x++;
+    return sum;
+}
+#endif
 
 /* A vector is narrow where it is multiplied: its low byte is enough, which is what AVR multiplies. */
 #if defined(__AVR__)
@@ -5749,112 +6139,305 @@ MOEI_INLINE void moei_int_end_pair(const moe_int_shape *shape, const moei_int_en
 #define MOEI_INT_X(x) (x)
 #endif
 
-MOEI_INLINE int32_t moei_int_sum(unsigned k, const int16_t *x) {
-    int32_t sum = 0;
-    unsigned p;
-    for (p = 0; p < k; p++) sum += x[p];
-    return sum;
+#if defined(MOEI_INT_THUMB1)
+/* *a += (w_a + 128) . x and *both += (256 w_b + w_a + 128) . x from x to end > x. The sums stand in upper registers, which can be added to and
+   no more; the lower ones that they came in are free then. */
+MOEI_INLINE const int16_t *moei_int8_strip(const unsigned char **w, const int16_t *x, const int16_t *end, uint32_t *a, uint32_t *both) {
+#define MOEI_WORD(w)                                                                                                             \
+    "ldm %1!, {%2}\n\tsxth %3, %2\n\tuxtb %4, " #w "\n\tmuls %4, %3, %4\n\tadd r8, %4\n\tsxth %4, " #w "\n\tmuls %4, %3, %4\n\t" \
+    "add r9, %4\n\tasrs %2, %2, #16\n\tasrs " #w ", " #w ", #16\n\tuxtb %4, " #w "\n\tmuls %4, %2, %4\n\tadd r8, %4\n\t"         \
+    "muls " #w ", %2, " #w "\n\tadd r9, " #w "\n\t"
+    __asm__ volatile(".syntax unified\n\tmov r8, %2\n\tmov r9, %3\n\tmov r10, %4\n"
+                     "1:\tldm %0!, {r4, r5}\n\t" MOEI_WORD(r4) MOEI_WORD(r5) "cmp %1, r10\n\tbne 1b\n\tmov %2, r8\n\tmov %3, r9"
+                     : "+l"(*w), "+l"(x), "+l"(*a), "+l"(*both), "+l"(end)
+                     :
+                     : "r4", "r5", "r8", "r9", "r10", "cc", "memory");
+#undef MOEI_WORD
+    return x;
 }
+#endif
 
 /* *a += (w_a + 128) . x, *b += w_b . x; returns the end of the weights. */
+#if defined(MOEI_INT_THUMB1)
+/* both - a = 256 w_b . x, which the 32 bits hold for up to 512 inputs. */
+MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
+    const int16_t *end = x + k;
+    uint32_t sum_a = (uint32_t)*a;
+    int32_t sum_b = *b;
+    while (x != end) {
+        uint32_t both = sum_a;
+        x = moei_int8_strip(&w, x, end - x > 512 ? x + 512 : end, &sum_a, &both);
+        sum_b += (int32_t)(both - sum_a) >> 8;
+    }
+    *a = (int32_t)sum_a, *b = sum_b;
+    return w;
+}
+#else
 MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
     const int16_t *end = x + k;
     int32_t sum_a = *a, sum_b = *b;
-    for (; x != end; x++, w += 2) {
-        sum_a += (int)moei_flash_8(w) * MOEI_INT_X(*x);
-        sum_b += (signed char)moei_flash_8(w + 1) * MOEI_INT_X(*x);
+    for (; x != end; x += 4, w += 8) {
+        sum_a += (int)moei_flash_8(w) * MOEI_INT_X(x[0]), sum_b += (signed char)moei_flash_8(w + 1) * MOEI_INT_X(x[0]);
+        sum_a += (int)moei_flash_8(w + 2) * MOEI_INT_X(x[1]), sum_b += (signed char)moei_flash_8(w + 3) * MOEI_INT_X(x[1]);
+        sum_a += (int)moei_flash_8(w + 4) * MOEI_INT_X(x[2]), sum_b += (signed char)moei_flash_8(w + 5) * MOEI_INT_X(x[2]);
+        sum_a += (int)moei_flash_8(w + 6) * MOEI_INT_X(x[3]), sum_b += (signed char)moei_flash_8(w + 7) * MOEI_INT_X(x[3]);
     }
     *a = sum_a, *b = sum_b;
     return w;
 }
+#endif
 
-/* *a = (w_a + 8) . x, *b = (w_b + 8) . x, of a block. The byte is w_a + 8 + 16 (w_b + 8), so its sum has both. */
+/* *a += (w_a + 8) . x, *b += (w_b + 8) . x over the k > 0 inputs of a block; returns the end of its weights. */
+/* The byte is w_a + 8 + 16 (w_b + 8), so its sum has both. */
 MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
-    const int16_t *end = x + k;
     int32_t both = 0, sum_b = 0;
-    for (; x != end; x += 4, w += 4) {
-        const unsigned v0 = moei_flash_8(w), v2 = moei_flash_8(w + 1), v1 = moei_flash_8(w + 2), v3 = moei_flash_8(w + 3);
-        both += (int)v0 * MOEI_INT_X(x[0]), sum_b += (int)(v0 >> 4) * MOEI_INT_X(x[0]);
-        both += (int)v1 * MOEI_INT_X(x[1]), sum_b += (int)(v1 >> 4) * MOEI_INT_X(x[1]);
-        both += (int)v2 * MOEI_INT_X(x[2]), sum_b += (int)(v2 >> 4) * MOEI_INT_X(x[2]);
-        both += (int)v3 * MOEI_INT_X(x[3]), sum_b += (int)(v3 >> 4) * MOEI_INT_X(x[3]);
-    }
-    *a = both - 16 * sum_b, *b = sum_b;
+#if defined(MOEI_INT_THUMB1)
+#define MOEI_BYTE(place, x) "ldrb %4, [%0, " place "]\n\tlsrs %5, %4, #4\n\tmuls %4, " x ", %4\n\tadd r8, %4\n\tmuls %5, " x ", %5\n\tadd r9, %5\n\t"
+    uint32_t first, second, byte = 0, product = 0;
+    const int16_t *end = x + k;
+    __asm__ volatile(".syntax unified\n\tmov r8, %4\n\tmov r9, %5\n"
+                     "1:\tldm %1!, {%3}\n\tsxth %2, %3\n\tasrs %3, %3, #16\n\t" MOEI_BYTE("#0", "%2") MOEI_BYTE("#2", "%3")
+                     "ldm %1!, {%3}\n\tsxth %2, %3\n\tasrs %3, %3, #16\n\t" MOEI_BYTE("#1", "%2") MOEI_BYTE("#3", "%3")
+                     "adds %0, #4\n\tcmp %1, %6\n\tbne 1b\n\tmov %4, r8\n\tmov %5, r9"
+                     : "+l"(w), "+l"(x), "=&l"(first), "=&l"(second), "+l"(byte), "+l"(product)
+                     : "r"(end)
+                     : "r8", "r9", "cc", "memory");
+    both = (int32_t)byte, sum_b = (int32_t)product;
+#undef MOEI_BYTE
+#else
+    const int16_t *end = x + k;
+    do {
+        unsigned v = moei_flash_8(w);
+        both += (int)v * MOEI_INT_X(x[0]), sum_b += (int)(v >> 4) * MOEI_INT_X(x[0]);
+        v = moei_flash_8(w + 2);
+        both += (int)v * MOEI_INT_X(x[1]), sum_b += (int)(v >> 4) * MOEI_INT_X(x[1]);
+        v = moei_flash_8(w + 1);
+        both += (int)v * MOEI_INT_X(x[2]), sum_b += (int)(v >> 4) * MOEI_INT_X(x[2]);
+        v = moei_flash_8(w + 3);
+        both += (int)v * MOEI_INT_X(x[3]), sum_b += (int)(v >> 4) * MOEI_INT_X(x[3]);
+        x += 4, w += 4;
+    } while (x != end);
+#endif
+    *a += both - 16 * sum_b, *b += sum_b;
     return w;
 }
 
 /* ---- products ---- */
 
-MOEI_INLINE void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, const moei_int_ending *e) {
-    const unsigned n = shape->n, k = (shape->k + 3u) & ~3u;
+enum { MOEI_INT_KEPT = 32 };
+
+/* kept[i] = -8 times the sum of block i: what takes the weights' offset off. Made once for all pairs, of the first blocks. */
+MOEI_TOOL void moei_int4_offsets(unsigned k, const int16_t *x, int16_t *kept) {
+    unsigned i, count;
+    for (i = 0; k > 0 && i < MOEI_INT_KEPT; i++, k -= count, x += count) {
+        count = k < MOEI_INT_BLOCK ? k : (unsigned)MOEI_INT_BLOCK;
+        kept[i] = (int16_t)(-8 * moei_int_sum(count, x));
+    }
+}
+
+#if defined(MOEI_INT_DSP)
+/* What the loops over pairs keep in memory, in the order in which they load it. */
+typedef struct moei_int_work {
+    int32_t round, shift, low, high; /* low and high in both halves; when adding: the weight, -1 */
+    void *y;
+    const unsigned char *data_end;
+} moei_int_work;
+
+MOEI_INLINE moei_int_work moei_int_work_of(const moe_int_shape *shape, const unsigned char *data, size_t pair, int32_t weight, void *y) {
+    moei_int_work w;
+    const int adding = weight != MOEI_INT_NO_WEIGHT;
+    w.round = adding ? weight : moei_int_round(shape), w.shift = adding ? -1 : shape->shift;
+    w.low = (int32_t)((uint32_t)(uint16_t)shape->low * 0x10001u), w.high = (int32_t)((uint32_t)(uint16_t)shape->high * 0x10001u);
+    w.y = y, w.data_end = data + (shape->n + 1u) / 2 * pair;
+    return w;
+}
+
+/* The end of a pair. Registers: the sums a, b, their factors in one, r0 behind the work above, r1 the constants, r2, r4, r5, r6, r11, r12 free; label 0
+   is the next pair, 9 the end. 16 times 32 bits is one instruction, and both outputs are clamped at once. */
+#define MOEI_INT_END_PAIR(a, b, factors)                                                                                              \
+    "ldmdb r0, {r2, r4, r5, r6, r11, r12}\n\tcmp r4, #0\n\tblt 6f\n\t"                                                                \
+    "smlawb " #a ", " #a ", " #factors ", r2\n\tsmlawt " #b ", " #b ", " #factors ", r2\n\t"                                          \
+    "asr " #a ", " #a ", r4\n\tasr " #b ", " #b ", r4\n\tssat " #a ", #16, " #a "\n\tssat " #b ", #16, " #b "\n\t"                    \
+    "pkhbt " #a ", " #a ", " #b ", lsl #16\n\tssub16 r2, " #a ", r5\n\tsel " #a ", " #a ", r5\n\tssub16 r2, r6, " #a "\n\t"           \
+    "sel " #a ", " #a ", r6\n\tstr " #a ", [r11], #4\n\tb 7f\n"                                                                       \
+    "6:\tsmulwb " #a ", " #a ", " #factors "\n\tsmulwt " #b ", " #b ", " #factors "\n\tldm r11, {r4, r5}\n\t"                         \
+    "smlawb r4, " #a ", r2, r4\n\tsmlawb r5, " #b ", r2, r5\n\tstm r11!, {r4, r5}\n"                                                  \
+    "7:\tstr r11, [r0, #-8]\n\tcmp r1, r12\n\tbne 0b\n\tb 9f\n"
+
+#if defined(MOEI_INT_MVE)
+typedef struct moei_int8_work {
+    moei_int_work ends;
+    const int16_t *x;
+    uint32_t steps, last_steps; /* of 16 and of 4 inputs */
+} moei_int8_work;
+
+/* The loads take even and odd bytes apart: w_a + 128 in q0 and w_b in q1, the levels of x in q2. The sums are in r8 and r10. */
+MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
+    moei_int8_work work;
+    const unsigned k = (shape->k + 3u) & ~3u;
+    register const int16_t **at __asm__("r0");
+    register const unsigned char *w __asm__("r1");
+    if (shape->n == 0) return;
+    work.ends = moei_int_work_of(shape, data, MOEI_INT_HEAD + 2 * k, weight, y);
+    work.x = x, work.steps = k / 16, work.last_steps = k % 16 / 4;
+    w = data, at = &work.x;
+    __asm__ volatile(".syntax unified\n"
+                     "0:\tldm r0, {r3, r4, r5}\n\tldrd r8, r10, [r1], #8\n\tldr r9, [r1], #4\n\tmov r2, #128\n\twls lr, r4, 2f\n"
+                     "1:\tvld20.8 {q0, q1}, [r1]\n\tvld21.8 {q0, q1}, [r1]!\n\tvld20.8 {q2, q3}, [r3]\n\tvld21.8 {q2, q3}, [r3]!\n\t"
+                     "vadd.i8 q0, q0, r2\n\tvmladava.s8 r8, q0, q2\n\tvmladava.s8 r10, q1, q2\n\tle lr, 1b\n"
+                     "2:\twls lr, r5, 4f\n"
+                     "3:\tvldrh.u32 q0, [r1], #8\n\tvldrh.s32 q2, [r3], #8\n\tvmovlb.u8 q1, q0\n\tvmovlt.s8 q0, q0\n\t"
+                     "vsub.i32 q1, q1, r2\n\tvmladava.s32 r8, q1, q2\n\tvmladava.s16 r10, q0, q2\n\tle lr, 3b\n"
+                     "4:\t" MOEI_INT_END_PAIR(r8, r10, r9) "9:"
+                     : "+r"(at), "+r"(w)
+                     :
+                     : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "q0", "q1", "q2", "q3", "cc", "memory");
+}
+#else
+typedef struct moei_int8_work {
+    moei_int_work ends;
+    uint32_t first; /* inputs before the rest, which is a multiple of 512 */
+    int32_t offset;
+    const int16_t *x;
+    uint32_t rest;
+    const int16_t *x_end;
+} moei_int8_work;
+
+/* a = sum (w_a + 128) x in r3 and both = sum (256 w_b + w_a + 128) x in r11, so that both - a = 256 w_b . x, which 32 bits hold for up to 512
+   inputs. The two sums, two pointers, a counter and two times four words take the 13 registers that there are besides a frame pointer, so the
+   rest of what a pair needs is pushed. Executed instructions: 30 for 16 inputs (32 products), and 33 (adding: 26) for the pair. */
+#define MOEI_STEP(w, x) "smlad r11, " #w ", " #x ", r11\n\tuxtb16 " #w ", " #w "\n\tsmlad r3, " #w ", " #x ", r3\n\t"
+#define MOEI_8_INPUTS                                                                                   \
+    "ldm r1!, {r4, r5, r6, r8}\n\tldm r0!, {r9, r10, r12, lr}\n\t" MOEI_STEP(r4, r9) MOEI_STEP(r5, r10) \
+        MOEI_STEP(r6, r12) MOEI_STEP(r8, lr)
+
+MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
+    moei_int8_work work;
+    const unsigned k = (shape->k + 3u) & ~3u;
+    register const uint32_t *at __asm__("r0");
+    register const unsigned char *w __asm__("r1");
+    if (shape->n == 0) return;
+    work.ends = moei_int_work_of(shape, data, MOEI_INT_HEAD + 2 * k, weight, y);
+    work.first = k & 511u, work.rest = k - work.first, work.x = x, work.x_end = x + k;
+    work.offset = 128 * moei_int_sum(k, x);
+    w = data, at = &work.first;
+    __asm__ volatile(".syntax unified\n"
+                     "0:\tldm r0, {r2, r3, r4, r5}\n\tldm r1!, {r6, r8, r9}\n\tsub r3, r6, r3\n"
+                     "1:\tpush {r0, r5, r8, r9}\n\tmov r0, r4\n\tmov r11, r3\n\tsubs r2, #16\n\tblt 3f\n"
+                     "2:\t" MOEI_8_INPUTS MOEI_8_INPUTS "subs r2, #16\n\tbge 2b\n"
+                     "3:\tadds r2, #16\n\tbeq 5f\n"
+                     "4:\tldm r1!, {r4, r5}\n\tldm r0!, {r9, r10}\n\t" MOEI_STEP(r4, r9) MOEI_STEP(r5, r10) "subs r2, #4\n\tbne 4b\n"
+                     "5:\tpop {r0, r5, r8, r9}\n\tsub r11, r11, r3\n\tadd r8, r8, r11, asr #8\n\tcbnz r5, 8f\n\t"
+                     MOEI_INT_END_PAIR(r3, r8, r9)
+                     "8:\tldr r4, [r0, #16]\n\tsub r4, r4, r5, lsl #1\n\tsub r5, r5, #512\n\tmov r2, #512\n\tb 1b\n9:"
+                     : "+r"(at), "+r"(w)
+                     :
+                     : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "cc", "memory");
+}
+#undef MOEI_8_INPUTS
+#undef MOEI_STEP
+#endif
+
+typedef struct moei_int4_work {
+    moei_int_work ends;
+    const int16_t *x;
+    uint32_t k;
+    const int16_t *kept;
+} moei_int4_work;
+
+/* A mask takes halves with a level from 0 to 15 each out of a word: in turn inputs 0 and 1 of a, the same of b, inputs 2 and 3 of a, of b. The sums of a
+   block are in r3 and r11, those of the pair in r8 and r9, the mask in lr. Behind the kept offsets stands a number that none of them can be. */
+#define MOEI_STEP(w, x, x2)                                                                                                      \
+    "and r12, lr, " #w "\n\tsmlad r3, r12, " #x ", r3\n\tand r12, lr, " #w ", lsr #4\n\tsmlad r11, r12, " #x ", r11\n\t"         \
+    "and r12, lr, " #w ", lsr #8\n\tsmlad r3, r12, " #x2 ", r3\n\tand r12, lr, " #w ", lsr #12\n\tsmlad r11, r12, " #x2 ", r11\n\t"
+#define MOEI_8_INPUTS "ldm r1!, {r4, r5}\n\tldm r0!, {r6, r8, r9, r10}\n\t" MOEI_STEP(r4, r6, r8) MOEI_STEP(r5, r9, r10)
+
+MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
+    int16_t kept[MOEI_INT_KEPT + 1];
+    moei_int4_work work;
+    const unsigned k = (shape->k + 3u) & ~3u;
+    register const int16_t **at __asm__("r0");
+    register const unsigned char *w __asm__("r1");
+    if (shape->n == 0) return;
+    work.ends = moei_int_work_of(shape, data, moei_int4_pair_size(k), weight, y);
+    work.x = x, work.k = k, work.kept = kept;
+    moei_int4_offsets(k, x, kept);
+    kept[MOEI_INT_KEPT] = INT16_MIN;
+    w = data, at = &work.x;
+    __asm__ volatile(".syntax unified\n\tmov lr, #0x000f000f\n"
+                     "0:\tldm r1!, {r8, r9, r10}\n\tpush {r0, r10}\n\tldm r0, {r0, r4, r6}\n\tcmp r4, #0\n\tbeq 5f\n"
+                     "1:\tldr r5, [r1], #4\n\tldrsh r3, [r6], #2\n\tcmn r3, #0x8000\n\tbeq 8f\n"
+                     "2:\tmov r2, #32\n\tsubs r4, #32\n\tit lt\n\taddlt r2, r4\n\tpush {r4, r5, r6, r8, r9}\n\tmov r11, r3\n\t"
+                     "subs r2, #16\n\tblt 4f\n"
+                     "3:\t" MOEI_8_INPUTS MOEI_8_INPUTS "subs r2, #16\n\tbge 3b\n"
+                     "4:\tadds r2, #16\n\tbeq 4f\n"
+                     "3:\tldr r4, [r1], #4\n\tldm r0!, {r6, r8}\n\t" MOEI_STEP(r4, r6, r8) "subs r2, #4\n\tbne 3b\n"
+                     "4:\tpop {r4, r5, r6, r8, r9}\n\tuxth r12, r5\n\tmla r8, r3, r12, r8\n\tlsr r5, r5, #16\n\tmla r9, r11, r5, r9\n\t"
+                     "cmp r4, #0\n\tbgt 1b\n"
+                     "5:\tpop {r0, r3}\n\t" MOEI_INT_END_PAIR(r8, r9, r3)
+                     "8:\tsub r6, #2\n\tmov r2, #32\n\tcmp r4, #32\n\tit lt\n\tmovlt r2, r4\n\tmov r3, #0\n\tmov r10, #0x00010001\n\tmov r11, r0\n"
+                     "3:\tldr r12, [r11], #4\n\tsmlad r3, r12, r10, r3\n\tsubs r2, #2\n\tbne 3b\n\tlsl r3, r3, #3\n\tneg r3, r3\n\tb 2b\n9:"
+                     : "+r"(at), "+r"(w)
+                     :
+                     : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "cc", "memory");
+}
+#undef MOEI_8_INPUTS
+#undef MOEI_STEP
+#undef MOEI_INT_END_PAIR
+#else
+MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
+    const unsigned k = (shape->k + 3u) & ~3u;
     const int32_t offset = 128 * moei_int_sum(k, x);
-    unsigned j;
-    for (j = 0; j < n; j += 2) {
-        int32_t a = moei_flash_32(data) - offset, b = moei_flash_32(data + 4);
-        const int16_t factor_a = moei_flash_16(data + 8), factor_b = moei_flash_16(data + 10);
-        data = moei_int8_dot(k, data + MOEI_INT_HEAD, x, &a, &b);
-        moei_int_end_pair(shape, e, j, a, b, factor_a, factor_b);
+    unsigned left = (shape->n + 1u) / 2;
+    for (; left > 0; left--) {
+        const unsigned char *head = data;
+        int32_t a = moei_flash_32(head) - offset, b = moei_flash_32(head + 4);
+        data = moei_int8_dot(k, head + MOEI_INT_HEAD, x, &a, &b);
+        y = moei_int_end_pair(shape, weight, head, a, b, y);
     }
-    if (e->sum == NULL) moei_int_put_zeros(n, e->y);
 }
 
-MOEI_INLINE void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, const moei_int_ending *e) {
-    enum { KEPT = 32 }; /* blocks whose sums are made once and not for every pair */
-    int16_t offset[KEPT];
-    const unsigned n = shape->n, k = (shape->k + 3u) & ~3u;
-    unsigned j, p, count, i;
-    for (p = i = 0; p < k && i < KEPT; p += count, i++) {
-        count = k - p < MOEI_INT_BLOCK ? k - p : (unsigned)MOEI_INT_BLOCK;
-        offset[i] = (int16_t)(8 * moei_int_sum(count, x + p));
-    }
-    for (j = 0; j < n; j += 2) {
-        uint32_t a = (uint32_t)moei_flash_32(data), b = (uint32_t)moei_flash_32(data + 4);
-        const int16_t factor_a = moei_flash_16(data + 8), factor_b = moei_flash_16(data + 10);
+MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
+    int16_t kept[MOEI_INT_KEPT];
+    const unsigned k = (shape->k + 3u) & ~3u;
+    unsigned left = (shape->n + 1u) / 2;
+    moei_int4_offsets(k, x, kept);
+    for (; left > 0; left--) {
+        const unsigned char *head = data;
+        const int16_t *at = x, *offset = kept;
+        uint32_t a = (uint32_t)moei_flash_32(head), b = (uint32_t)moei_flash_32(head + 4);
+        unsigned rest, count;
         data += MOEI_INT_HEAD;
-        for (p = i = 0; p < k; p += count, i++) {
-            const uint16_t block_a = (uint16_t)moei_flash_16(data), block_b = (uint16_t)moei_flash_16(data + 2);
-            int32_t part_a, part_b, off;
-            count = k - p < MOEI_INT_BLOCK ? k - p : (unsigned)MOEI_INT_BLOCK;
-            off = i < KEPT ? offset[i] : 8 * moei_int_sum(count, x + p);
-            data = moei_int4_dot(count, data + 4, x + p, &part_a, &part_b);
-            a += (uint32_t)(part_a - off) * block_a;
-            b += (uint32_t)(part_b - off) * block_b;
+        for (rest = k; rest > 0; rest -= count, at += count) {
+            const uint32_t blocks = (uint32_t)moei_flash_32(data);
+            int32_t part_a, part_b;
+            count = rest < MOEI_INT_BLOCK ? rest : (unsigned)MOEI_INT_BLOCK;
+            part_a = part_b = offset != kept + MOEI_INT_KEPT ? *offset++ : -8 * moei_int_sum(count, at);
+            data = moei_int4_dot(count, data + 4, at, &part_a, &part_b);
+            a += (uint32_t)part_a * (blocks & 0xffffu);
+            b += (uint32_t)part_b * (blocks >> 16);
         }
-        moei_int_end_pair(shape, e, j, (int32_t)a, (int32_t)b, factor_a, factor_b);
+        y = moei_int_end_pair(shape, weight, head, (int32_t)a, (int32_t)b, y);
     }
-    if (e->sum == NULL) moei_int_put_zeros(n, e->y);
 }
-
-MOEI_INLINE moei_int_ending moei_int_storing(const moe_int_shape *shape, int16_t *y) {
-    moei_int_ending e;
-    e.y = y, e.sum = NULL, e.round = moei_int_round(shape), e.weight = 0;
-    return e;
-}
-
-MOEI_INLINE moei_int_ending moei_int_adding(int16_t weight, int32_t *sum) {
-    moei_int_ending e;
-    e.y = NULL, e.sum = sum, e.round = 0, e.weight = weight;
-    return e;
-}
+#endif
 
 void moe_int8_product(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y) {
-    const moei_int_ending e = moei_int_storing(shape, y);
-    moei_int8_pairs(shape, data, x, &e);
+    moei_int8_pairs(shape, data, x, MOEI_INT_NO_WEIGHT, y);
+    moei_int_put_zeros(shape->n, y);
 }
 
 void moe_int8_product_add(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t weight, int32_t *y) {
-    const moei_int_ending e = moei_int_adding(weight, y);
-    moei_int8_pairs(shape, data, x, &e);
+    moei_int8_pairs(shape, data, x, weight, y);
 }
 
 void moe_int4_product(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y) {
-    const moei_int_ending e = moei_int_storing(shape, y);
-    moei_int4_pairs(shape, data, x, &e);
+    moei_int4_pairs(shape, data, x, MOEI_INT_NO_WEIGHT, y);
+    moei_int_put_zeros(shape->n, y);
 }
 
 void moe_int4_product_add(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t weight, int32_t *y) {
-    const moei_int_ending e = moei_int_adding(weight, y);
-    moei_int4_pairs(shape, data, x, &e);
+    moei_int4_pairs(shape, data, x, weight, y);
 }
 
 /* ---- along vectors ---- */

@@ -312,7 +312,8 @@ enum {
 
 /* ---- the router's configuration ---------------------------------------------------------------------------------------- */
 
-enum { MOE_MAX_EXPERTS = 65536, MOE_MAX_WIDTH = 1 << 24 };
+/* 65536 and 2^24; less where an int has 16 bits. */
+enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof(int) > 2 ? 16777216 : 32767 };
 
 /* {0} with d_model set is a good router: 8 experts, the 2 best of a linear score, softmax over all, weights p / sum p. A 0 in
    any field means its default, given here in brackets. */
@@ -959,15 +960,12 @@ extern "C" {
 #ifndef MOE_NO_FLOAT
 enum { MOEI_FIELD_NAME = 32 };
 
-/* Infinity, without the warnings that INFINITY gives under fast mathematics. */
-#define MOEI_INFINITY ((moe_real)HUGE_VAL)
-
 /* ==== configuration as data ============================================================================================= */
 
 const moe_field *moe_field_find(const moe_field *fields, const char *name) {
     if (fields == NULL || name == NULL) return NULL;
     for (; fields->name != NULL; fields++)
-        if (strcmp(fields->name, name) == 0) return fields;
+        if (moei_strcmp(fields->name, name) == 0) return fields;
     return NULL;
 }
 
@@ -995,7 +993,7 @@ static moe_real moei_field_get_real(const moe_field *field, const void *config) 
 static int moei_choice_find(const char *const *choices, const char *value, size_t n) {
     int i;
     for (i = 0; choices[i] != NULL; i++)
-        if (strlen(choices[i]) == n && memcmp(choices[i], value, n) == 0) return i;
+        if (moei_strlen(choices[i]) == n && moei_memcmp(choices[i], value, n) == 0) return i;
     return -1;
 }
 
@@ -1007,7 +1005,7 @@ static const char *moei_choices_text(const moe_field *field, char *out, size_t r
     out[0] = '\0';
     for (i = 0; field->choices[i] != NULL; i++) {
         if (i > 0) moei_put(&t, ", ", 2);
-        moei_put(&t, field->choices[i], strlen(field->choices[i]));
+        moei_put(&t, field->choices[i], moei_strlen(field->choices[i]));
     }
     return out;
 }
@@ -1051,7 +1049,7 @@ moe_status moe_field_set(const moe_field *fields, void *config, const char *name
     const moe_field *field = moe_field_find(fields, name);
     if (config == NULL || value == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "config and value must not be NULL");
     if (field == NULL) return moei_error(error, MOE_ERR_NOT_FOUND, "%s: there is no such field", name);
-    return moei_field_set_n(field, config, value, strlen(value), error);
+    return moei_field_set_n(field, config, value, moei_strlen(value), error);
 }
 
 void moe_field_text(const moe_field *field, const void *config, char *text, size_t room) {
@@ -1065,7 +1063,7 @@ void moe_field_text(const moe_field *field, const void *config, char *text, size
     }
     value = moei_field_get_int(field, config);
     if (field->kind == MOE_FIELD_CHOICE && value >= 0 && value <= (int)field->max)
-        moei_put(&t, field->choices[value], strlen(field->choices[value]));
+        moei_put(&t, field->choices[value], moei_strlen(field->choices[value]));
     else
         moei_put_integer(&t, value);
 }
@@ -2014,7 +2012,7 @@ static void moei_noise_backward(moei_pass *s) {
 /* ---- gate: z -> r, forward for rows of E values, backward for one ------------------------------------------------------------- */
 
 static void moei_gate_softmax(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) {
-    void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y) = s->router->kernels->softmax;
+    void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y) = moei_table(s->router->kernels)->softmax;
     size_t t, columns = s->experts;
     for (t = 0; t < rows; t++) softmax(columns, z + t * columns, s->c->gate_temperature, r + t * columns);
 }
@@ -2421,11 +2419,11 @@ static const moe_real *moei_selection_score(const moei_pass *s, size_t t) {
 }
 
 static size_t moei_top_k(const moei_pass *s, size_t n, const moe_real *score, size_t k, int32_t *index) {
-    return s->router->kernels->top_k(n, score, k, index);
+    return moei_table(s->router->kernels)->top_k(n, score, k, index);
 }
 
 static moe_status moei_select_top_k(moei_pass *s) {
-    size_t (*top_k)(size_t n, const moe_real *score, size_t k, int32_t *index) = s->router->kernels->top_k;
+    size_t (*top_k)(size_t n, const moe_real *score, size_t k, int32_t *index) = moei_table(s->router->kernels)->top_k;
     const moe_real *score = moei_selection_score(s, 0);
     size_t t, stride = score == s->m.row ? 0 : s->experts; /* row: p + b is made anew for each token */
     for (t = 0; t < s->n; t++, score += stride) {
@@ -2718,7 +2716,7 @@ static moe_status moei_select_sample(moei_pass *s) {
 typedef struct moei_flow {
     moei_pass *s;
     size_t experts, own, pool; /* own: places of each expert; pool: places left in the pool */
-    double *cost;              /* [E+1] of the cheapest chain to this node; HUGE_VAL: none */
+    double *cost;              /* [E+1] of the cheapest chain to this node; MOEI_HUGE: none */
     int32_t *before;           /* [E+1] the node before it; -1: the chain begins here */
     int32_t *mover;            /* [E,E] the token of a that is cheapest to move to b; -1: a is empty */
     int32_t *at;               /* [N] the expert of a token; -1: padding */
@@ -2737,7 +2735,7 @@ static void moei_flow_movers(const moei_flow *f, size_t a, int32_t gone) {
     int32_t *mover = f->mover + a * f->experts;
     size_t t, e, i, count = 0;
     for (e = 0; e < f->experts; e++)
-        if (mover[e] == gone) mover[e] = -1, f->cost[e] = HUGE_VAL, f->stale[count++] = e;
+        if (mover[e] == gone) mover[e] = -1, f->cost[e] = MOEI_HUGE, f->stale[count++] = e;
     for (t = 0; t < f->s->n && count > 0; t++) {
         if (f->at[t] != (int32_t)a) continue;
         for (i = 0; i < count; i++) {
@@ -2752,7 +2750,7 @@ static void moei_flow_offer(const moei_flow *f, int32_t token) {
     size_t a = (size_t)f->at[token], e;
     int32_t *mover = f->mover + a * f->experts;
     for (e = 0; e < f->experts; e++) {
-        double gain = mover[e] < 0 ? HUGE_VAL : moei_flow_price(f, mover[e], a, e) - moei_flow_price(f, token, a, e);
+        double gain = mover[e] < 0 ? MOEI_HUGE : moei_flow_price(f, mover[e], a, e) - moei_flow_price(f, token, a, e);
         if (gain > 0.0 || (!(gain < 0.0) && token < mover[e])) mover[e] = token;
     }
 }
@@ -2777,14 +2775,14 @@ static size_t moei_flow_path(const moei_flow *f, double least) {
     int changed = 1;
     for (a = 0; a <= f->experts; a++) {
         f->before[a] = -1;
-        f->cost[a] = a < f->experts && moei_flow_surplus(f, a) > 0 ? 0.0 : HUGE_VAL;
+        f->cost[a] = a < f->experts && moei_flow_surplus(f, a) > 0 ? 0.0 : MOEI_HUGE;
     }
     for (round = 0; changed && round <= f->experts; round++)
         for (changed = 0, a = 0; a <= f->experts; a++)
-            for (b = 0; b <= f->experts && f->cost[a] < HUGE_VAL; b++)
+            for (b = 0; b <= f->experts && f->cost[a] < MOEI_HUGE; b++)
                 if (moei_flow_arc(f, a, b, &price) && f->cost[a] + price < f->cost[b] - least) f->cost[b] = f->cost[a] + price, f->before[b] = (int32_t)a, changed = 1;
     for (a = 0; a <= f->experts; a++)
-        if ((a < f->experts ? f->load[a] < f->own : f->pool > 0) && f->cost[a] < HUGE_VAL && (best > f->experts || f->cost[a] < f->cost[best])) best = a;
+        if ((a < f->experts ? f->load[a] < f->own : f->pool > 0) && f->cost[a] < MOEI_HUGE && (best > f->experts || f->cost[a] < f->cost[best])) best = a;
     return best;
 }
 
@@ -2821,7 +2819,7 @@ static moe_status moei_select_balanced(moei_pass *s) {
         (void)moei_top_k(s, s->experts, s->r->logits + t * s->experts, 1, &f.at[t]);
         f.load[f.at[t]]++;
         for (e = 0; e < s->experts; e++)
-            if (fabs((double)s->r->logits[t * s->experts + e]) > largest) largest = fabs((double)s->r->logits[t * s->experts + e]);
+            if (MOEI_D(fabs)((double)s->r->logits[t * s->experts + e]) > largest) largest = MOEI_D(fabs)((double)s->r->logits[t * s->experts + e]);
     }
     for (e = 0; e < s->experts * s->experts; e++) f.mover[e] = -1;
     for (e = 0; e < s->experts; e++) moei_flow_movers(&f, e, -1), surplus += moei_flow_surplus(&f, e);
@@ -3979,11 +3977,11 @@ const moe_preset *moe_presets(void) { return moei_presets; }
 
 /* Whether name is one of the words of a list separated by spaces. */
 static int moei_is_word_of(const char *name, const char *list) {
-    size_t n = strlen(name);
+    size_t n = moei_strlen(name);
     while (*list != '\0') {
         size_t length = 0;
         while (list[length] != '\0' && list[length] != ' ') length++;
-        if (length == n && n > 0 && memcmp(list, name, n) == 0) return 1;
+        if (length == n && n > 0 && moei_memcmp(list, name, n) == 0) return 1;
         list += length + (list[length] == ' ');
     }
     return 0;
@@ -3993,7 +3991,7 @@ const moe_preset *moe_preset_find(const char *name) {
     const moe_preset *preset;
     if (name == NULL) return NULL;
     for (preset = moei_presets; preset->name != NULL; preset++)
-        if (strcmp(preset->name, name) == 0 || moei_is_word_of(name, preset->aliases)) return preset;
+        if (moei_strcmp(preset->name, name) == 0 || moei_is_word_of(name, preset->aliases)) return preset;
     return NULL;
 }
 
@@ -4339,7 +4337,7 @@ moe_status moe_route_size(const moe_router *router, size_t n_tokens, int trainin
     moe_routing r;
     moei_scratch m;
     if (router == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
-    if (n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (!MOEI_FITS_INT32(n_tokens)) return MOE_ERR_OVERFLOW;
     moei_route_layout(router, n_tokens, training, &l, &r, &m);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
@@ -4413,7 +4411,7 @@ static moe_status moei_supplies_check(const moe_router_config *c, const moe_call
 static moe_status moei_call_check(const moe_router *router, const moe_call *call) {
     const moe_router_config *c = &router->config;
     size_t i;
-    if (call->n_tokens > INT32_MAX) return MOE_ERR_OVERFLOW;
+    if (!MOEI_FITS_INT32(call->n_tokens)) return MOE_ERR_OVERFLOW;
     if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
     if (!moei_tensors_fit(router)) return MOE_ERR_ARGUMENT;
     if (call->sequences != NULL) {
@@ -4422,7 +4420,7 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
             if (call->sequences[i + 1] < call->sequences[i]) return MOE_ERR_ARGUMENT;
         if ((size_t)call->sequences[call->n_sequences] != call->n_tokens) return MOE_ERR_ARGUMENT;
     }
-    if (call->n_past > 0 && (call->n_past > INT32_MAX - call->n_tokens || c->refine == MOE_REFINE_NONE || !c->causal || call->training ||
+    if (call->n_past > 0 && (!moei_fit_int32(call->n_past, call->n_tokens) || c->refine == MOE_REFINE_NONE || !c->causal || call->training ||
                              moei_sequence_count(call) != 1 || call->past_u == NULL || call->past_gate == NULL))
         return MOE_ERR_ARGUMENT;
     if (call->decoding && (call->training || (router->parts & MOEI_PART_NO_DECODING))) return MOE_ERR_UNSUPPORTED;
@@ -5156,7 +5154,7 @@ static int moei_unmasked(const unsigned char *mask, size_t t) { return mask == N
 static double moei_share(double part, double whole) { return whole > 0.0 ? part / whole : 0.0; }
 
 /* x ln x, continued by 0. */
-static double moei_x_ln_x(double x) { return x > 0.0 ? x * log(x) : 0.0; }
+static double moei_x_ln_x(double x) { return x > 0.0 ? x * MOEI_D(log)(x) : 0.0; }
 
 /* H(v / over). */
 static double moei_entropy(size_t n, const double *v, double over) {
@@ -5216,7 +5214,7 @@ static void moei_zeros(size_t n, double *v) {
 moe_status moe_metrics_size(size_t n_experts, size_t n_classes, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
     moe_metrics m;
-    if (bytes == NULL || n_experts < 1 || n_experts > MOE_MAX_EXPERTS || n_classes > INT32_MAX) return MOE_ERR_ARGUMENT;
+    if (bytes == NULL || n_experts < 1 || n_experts > MOE_MAX_EXPERTS || !MOEI_FITS_INT32(n_classes)) return MOE_ERR_ARGUMENT;
     moei_metrics_layout(n_experts, n_classes, &l, &m);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
@@ -5286,7 +5284,7 @@ static void moei_metrics_add_gate(moe_metrics *m, const moe_real *z, const moe_r
         mass += v;
     }
     m->entropy -= x_ln_x;
-    if (mass > 0.0) m->entropy_normalised += log(mass) - x_ln_x / mass; /* H(p / mass) */
+    if (mass > 0.0) m->entropy_normalised += MOEI_D(log)(mass) - x_ln_x / mass; /* H(p / mass) */
 }
 
 /* One token's choices; label -1: it has no class. */
@@ -5348,7 +5346,7 @@ static double moei_row_sum(size_t columns, const double *row) {
 static double moei_information(double total, double rows, double columns, double cells) {
     double value;
     if (!(total > 0.0)) return 0.0;
-    value = log(total) + (cells - rows - columns) / total;
+    value = MOEI_D(log)(total) + (cells - rows - columns) / total;
     return value > 0.0 ? value : 0.0;
 }
 
@@ -5359,11 +5357,11 @@ moe_status moe_mutual_information(size_t rows, size_t columns, const double *tab
     if (information == NULL || (cells > 0 && table == NULL)) return MOE_ERR_ARGUMENT;
     for (i = 0; i < cells; i++) {
         if (table[i] < 0.0) return MOE_ERR_ARGUMENT;
-        if (!(table[i] < HUGE_VAL)) return MOE_ERR_NONFINITE;
+        if (!(table[i] < MOEI_HUGE)) return MOE_ERR_NONFINITE;
         total += table[i];
         of_cells += moei_x_ln_x(table[i]);
     }
-    if (!(moei_x_ln_x(total) < HUGE_VAL)) return MOE_ERR_NONFINITE;
+    if (!(moei_x_ln_x(total) < MOEI_HUGE)) return MOE_ERR_NONFINITE;
     if (cells > 0) {
         for (i = 0; i < rows; i++) of_rows += moei_x_ln_x(moei_row_sum(columns, table + i * columns));
         for (j = 0; j < columns; j++) of_columns += moei_x_ln_x(moei_column_sum(rows, columns, table, j));
@@ -5376,7 +5374,7 @@ moe_status moe_mutual_information(size_t rows, size_t columns, const double *tab
    likely n by the ratio of neighbours, without factorials, until they are below rounding. */
 static double moei_chance_x_ln_x(double all, double marked, double drawn) {
     double low = marked + drawn > all ? marked + drawn - all : 0.0, high = marked < drawn ? marked : drawn;
-    double start = floor((marked + 1.0) * ((drawn + 1.0) / (all + 2.0))), n, weight, weights = 1.0, sum;
+    double start = MOEI_D(floor)((marked + 1.0) * ((drawn + 1.0) / (all + 2.0))), n, weight, weights = 1.0, sum;
     if (start < low) start = low;
     if (start > high) start = high;
     sum = moei_x_ln_x(start);
@@ -5439,7 +5437,7 @@ static void moei_report_load(const moe_metrics *m, moe_report *r) {
     moei_spread load = moei_spread_of(m->n_experts, m->load), first = moei_spread_of(m->n_experts, m->first);
     moei_spread kept = moei_spread_of(m->n_experts, m->kept);
     r->load_entropy = moei_entropy(m->n_experts, m->load, load.sum);
-    r->load_balance_score = moei_share(100.0 * sqrt(load.variance), m->n_tokens);
+    r->load_balance_score = moei_share(100.0 * MOEI_D(sqrt)(load.variance), m->n_tokens);
     r->load_cv2 = moei_cv2(&load);
     r->load_max_over_mean = moei_share(load.max, load.mean);
     r->load_max_minus_min = moei_share(load.max - load.min, load.sum);
@@ -5539,10 +5537,10 @@ static double moei_add_unit(size_t d, const moe_real *x, double *sum) {
     double largest = 0.0, squares = 0.0, length, own = 0.0;
     size_t i;
     for (i = 0; i < d; i++)
-        if (fabs((double)x[i]) > largest) largest = fabs((double)x[i]);
+        if (MOEI_D(fabs)((double)x[i]) > largest) largest = MOEI_D(fabs)((double)x[i]);
     if (!(largest > 0.0)) return 0.0;
     for (i = 0; i < d; i++) squares += (double)x[i] / largest * ((double)x[i] / largest);
-    length = sqrt(squares);
+    length = MOEI_D(sqrt)(squares);
     for (i = 0; i < d; i++) {
         double v = (double)x[i] / largest / length;
         sum[i] += v;
@@ -5784,10 +5782,11 @@ size_t moe_int_select_grouped(const moe_int_router *r, const unsigned char *base
     (void)token, (void)z;
     (void)moei_ir_best(r, base, 0, p, experts);
     for (g = 0; g < r->groups; g++) {
+        const int32_t *own = p + g * size;
         int16_t best[2];
-        found = moe_int_top_k(size, p + g * size, wanted, best);
-        value[g] = p[g * size + (size_t)best[0]];
-        if (found > 1) value[g] += p[g * size + (size_t)best[1]];
+        found = moe_int_top_k(size, own, wanted, best);
+        value[g] = own[best[0]];
+        if (found > 1) value[g] += own[best[1]];
     }
     found = moe_int_top_k(r->groups, value, r->groups_kept, experts);
     for (i = 0; i < found; i++) value[experts[i]] = INT32_MAX;
