@@ -161,6 +161,9 @@ static void by_hand(void) {
     r.threshold = (int32_t)1024 * 256 - 1;
     (void)moe_int_route(&r, NULL, 0, z, p, experts, weights, &count);
     CHECK(count == 2, "above a threshold by one");
+    r.gate = moe_int_gate_softmax, r.values = NULL, r.weight = moe_int_weight_softmax, r.threshold = (int32_t)1 << 20;
+    (void)moe_int_route(&r, NULL, 0, z, p, experts, weights, &count);
+    CHECK(count == 1 && experts[0] == 2 && weights[0] > 3852 && weights[0] < 3857, "what a threshold left out has its p again as the best one"); /* 1 / 8.501 */
     r.select = moe_int_select_hash, r.tokens = 4, r.table = 160, r.gate = NULL, r.values = NULL, r.weight = moe_int_weight_uniform, r.scratch = 0;
     count = 99;
     CHECK(moe_int_route(&r, constants, 4, NULL, NULL, experts, weights, &count) == MOE_ERR_ARGUMENT && count == 99, "no such token id");
