@@ -1103,9 +1103,9 @@ MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, i
    floating point at all in moe_infer: the same bits on every machine. */
 enum { MOE_WEIGHTS_FLOAT = 0, MOE_WEIGHTS_INT8, MOE_WEIGHTS_INT4, MOE_WEIGHTS_COUNT };
 
-struct moe_model;
 struct moe_net;
 struct moe_int_run;
+struct moe_choice;
 
 /* Brings experts' weights from where the processor cannot read them in place (flash behind a serial bus, a card): copies size bytes from place `at`
    of the bytes that moe_export_experts wrote to `to`. What it returns other than MOE_OK ends moe_infer, which returns it. */
@@ -1154,6 +1154,7 @@ typedef struct moe_model {
     uint32_t version;         /* MOE_MODEL_VERSION */
     int weights_are;          /* MOE_WEIGHTS_ */
     moe_status (*run)(const struct moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+    moe_status (*choices)(const struct moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
     size_t d_in, d_out;       /* widths; d_in = 0: it reads token ids */
     size_t length;            /* most tokens of a sequence; 0: every call stands for itself */
     size_t scratch_size;      /* bytes of scratch memory, any alignment */
@@ -1192,16 +1193,30 @@ typedef struct moe_int_run {
      int8, int4          out = W in + b          int8_add, int4_add   sum out += weight (W in + b)      curve   out = c(in), a curve of 65 points
      multiply            out = in * other        add   out = in * factor + other * factor2              rescale   out = in * factor
      mixture             out = a mixture's output
+   of sequences:
      row                 out = a row of a table: the token's (embedding) or the place's (positions)
      norm                out = in / its root mean square * gain, or (in - mean) / its standard deviation * gain + bias
      turn                out = the halves of each head of in turned against each other by the place's angles
-     attention           out = the values of the tokens so far, weighted by softmax(in . their keys); appends other, the token's key, and its value */
+     attention           out = the values of the tokens so far, weighted by softmax(in . their keys); appends other, the token's key, and its value
+   of routers:
+     unit                out = in / |in|      cluster   out = in * the row of a table that the previous mixture's choices mean
+     norm_l1, norm_l2, norm_linf, match       out_e = a norm of in, or in . other, where the next k operations have made in of expert e
+   of a mixture's experts and shared expert:
+     weigh               out = weight * in; what follows has weight 1                weight   what follows has the weight in_0
+     rest                sum out += (1 - the sum of the chosen experts' weights) * in
+   Their code says to the bit what they do. */
 #define MOE_INT_OPS(X) \
-    X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture) X(row) X(norm) X(turn) X(attention)
+    X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture) X(row) X(norm) X(turn) X(attention) \
+    X(unit) X(cluster) X(norm_l1) X(norm_l2) X(norm_linf) X(match) X(weigh) X(weight) X(rest)
 #define MOEI_OP_DECLARE(name) MOE_API void moe_int_op_##name(const moe_int_op *op, moe_int_run *run);
 MOE_INT_OPS(MOEI_OP_DECLARE)
-/* The run function of integer models, for moe_model.run. */
+/* What moe_model.run and moe_model.choices are: integer and float models. */
 MOE_API moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+MOE_API moe_status moe_int_model_choices(const moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
+#ifndef MOE_NO_FLOAT
+MOE_API moe_status moe_float_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+MOE_API moe_status moe_float_model_choices(const moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
+#endif
 
 /* output = what the net says to one input. Integer models: input int8_t [d_in] levels within +-127, output int16_t [d_out] levels. Float models: moe_real
    [d_in], [d_out]. d_in = 0: input is one id, int32_t. scratch [model->scratch_size], any alignment, holds all that is computed. A model of sequences
@@ -1238,15 +1253,16 @@ typedef struct moe_int_router_names {
     const char *name[5];
 } moe_int_router_names;
 
-/* A model with the memory that it owns. */
+/* A model with the memory that it owns. model points into the struct, which therefore stays where it was made. */
 typedef struct moe_built_model {
-    moe_model model;             /* points into what follows */
+    moe_model model;
     moe_buffer weights, experts;
     moe_int_op *ops;
     moe_int_mixture *mixtures;
     moe_int_router_names *router_names;
     moe_int_attention *attentions;
     int external;                /* 1: experts come through a loader */
+    moe_net net;                 /* float models: the net's modules with plain C kernels; the tensors stay the net's */
     moe_allocator allocator;
 } moe_built_model;
 
@@ -3283,7 +3299,7 @@ enum {
    takes the width itself: it serves machines whose memory is dear. */
 static size_t moei_stride(const moe_layer *layer, size_t width) {
     size_t lines = width / MOEI_UNIT + (width % MOEI_UNIT > 0);
-    return layer->kernels->id == MOE_KERNELS_C ? width : (lines | 1) * MOEI_UNIT;
+    return moei_table(layer->kernels)->id == MOE_KERNELS_C ? width : (lines | 1) * MOEI_UNIT;
 }
 
 static moei_chain moei_chain_begin(const moe_layer *layer, int kind) {
@@ -3555,7 +3571,7 @@ static moe_real *moei_take_lines(const moe_layer *layer, moei_layout *l, size_t 
     enum { LINE = 64, SLACK = LINE - MOEI_ALIGN };
     unsigned char *p;
     size_t bytes = 0;
-    if (layer->kernels->id == MOE_KERNELS_C) return moei_take_reals(l, rows, stride);
+    if (moei_table(layer->kernels)->id == MOE_KERNELS_C) return moei_take_reals(l, rows, stride);
     if (!moei_mul(rows, stride, &bytes) || !moei_mul(bytes, sizeof(moe_real), &bytes) || !moei_add(bytes, SLACK, &bytes)) l->overflow = 1;
     p = (unsigned char *)moei_take(l, bytes, 1);
     if (p != NULL) p += (LINE - (uintptr_t)p % LINE) % LINE;
@@ -4744,7 +4760,7 @@ moe_status moe_net_feed_forward(moe_net *net, const moe_layer_config *config) {
     moe_status status = moei_module_begin(net, MOE_MODULE_FEED_FORWARD, &m);
     if (status != MOE_OK) return status;
     status = moei_feed_forward_config(config, m.d_in, &c, &why);
-    c.kernels = net->kernels->id;
+    c.kernels = moei_table(net->kernels)->id;
     if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
     if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
     return moei_module_append(net, &m);
@@ -4809,7 +4825,7 @@ moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
     if (c.router.d_model == 0) c.router.d_model = m.d_in;
     if (c.router.d_model != m.d_in)
         return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "d_model = %d, but width %d arrives", c.router.d_model, m.d_in);
-    if (c.kernels == MOE_KERNELS_AUTO) c.kernels = net->kernels->id;
+    if (c.kernels == MOE_KERNELS_AUTO) c.kernels = moei_table(net->kernels)->id;
     status = moei_refine_fit(net, &c.router, &why);
     if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
     if (status == MOE_OK) status = moei_previous_check(net, &m.layer.config.router, &why);
@@ -5941,6 +5957,327 @@ const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass,
         return NULL;
     return &pass->modules[i].layer.routing;
 }
+
+/* ==== float models: a net as constants, one token at a time ====================================================================
+
+   A net's struct can be a constant: kernels NULL mean plain C, and nothing is written to it in inference. The printer writes configurations by the tables of
+   their fields, in the order of their places, and refuses a table that leaves a gap. */
+
+/* What a model of a net keeps in scratch memory. Nets of sequences begin with the number of tokens so far and their cache. */
+typedef struct moei_float_room {
+    unsigned char *place; /* size_t */
+    void *cache, *work;   /* and what moe_net_forward or moe_net_decode take */
+    size_t cache_size, work_size;
+    size_t state_size;    /* bytes from the start of scratch that stay from call to call */
+} moei_float_room;
+
+/* Whether what the net says to a token depends on the tokens before it. */
+MOEI_TOOL int moei_net_is_sequence(const moe_net *net) {
+    size_t i;
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_ATTENTION || net->modules[i].kind == MOE_MODULE_POSITIONS || moei_refines(&net->modules[i])) return 1;
+    return 0;
+}
+
+/* Lays scratch memory out for sequences of up to length tokens, 0 for a net that is none; scratch NULL counts bytes into l->used. */
+MOEI_TOOL moe_status moei_float_layout(const moe_net *net, size_t length, moei_layout *l, moei_float_room *room) {
+    moe_status status = MOE_OK;
+    memset(room, 0, sizeof *room);
+    if (length > 0) {
+        room->place = (unsigned char *)moei_take(l, 1, sizeof(size_t));
+        status = moe_net_cache_size(net, length, &room->cache_size);
+        if (status != MOE_OK) return status;
+        room->cache = moei_take(l, room->cache_size, 1);
+        room->state_size = l->used;
+        status = moe_net_decode_work_size(net, length, 1, &room->work_size);
+    } else status = moe_net_work_size(net, 1, 0, &room->work_size);
+    if (status != MOE_OK) return status;
+    room->work = moei_take(l, room->work_size, 1);
+    return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
+}
+
+/* Bytes of scratch memory that moei_float_infer takes, and how many at its start stay from call to call (may be NULL). */
+MOEI_TOOL moe_status moei_float_size(const moe_net *net, size_t length, size_t *scratch_size, size_t *state_size) {
+    moei_layout l = moei_layout_begin(NULL);
+    moei_float_room room;
+    moe_status status = moei_float_layout(net, length, &l, &room);
+    if (status == MOE_OK) *scratch_size = l.used;
+    if (status == MOE_OK && state_size != NULL) *state_size = room.state_size;
+    return status;
+}
+
+/* One token through a net: input [d_in], or with d_in = 0 one id, int32_t. The bits are those of moe_net_forward, or moe_net_decode where length > 0.
+   MOE_ERR_SPACE: scratch is too small; MOE_ERR_STATE: the sequence is length long; else as those. After an error the sequence is where it was. */
+MOEI_TOOL moe_status moei_float_infer(const moe_net *net, size_t length, const void *input, moe_real *output, void *scratch, size_t scratch_size) {
+    moei_layout l = moei_layout_begin(scratch);
+    moei_float_room room;
+    moe_net_pass pass;
+    moe_cache cache;
+    moe_call call;
+    moe_status status = moei_float_layout(net, length, &l, &room);
+    if (status != MOE_OK) return status;
+    if (l.used > scratch_size) return MOE_ERR_SPACE;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = 1;
+    if (net->d_in > 0) call.x = (const moe_real *)input;
+    else call.token_ids = (const int32_t *)input;
+    if (length > 0) {
+        memcpy(&cache.n_tokens, room.place, sizeof cache.n_tokens);
+        if (cache.n_tokens >= length) return MOE_ERR_STATE;
+        cache.net = net, cache.most = length, cache.memory = room.cache, cache.size = room.cache_size;
+        status = moe_net_decode(net, &cache, &call, room.work, room.work_size, &pass);
+        if (status == MOE_OK) memcpy(room.place, &cache.n_tokens, sizeof cache.n_tokens);
+    } else status = moe_net_forward(net, &call, room.work, room.work_size, &pass);
+    if (status == MOE_OK) memcpy(output, pass.y, (size_t)net->d_out * sizeof(moe_real));
+    return status;
+}
+
+/* The routing of mixture number `mixture` in the last call of moei_float_infer with this scratch memory, or NULL. */
+MOEI_TOOL const moe_routing *moei_float_routing(const moe_net *net, size_t length, size_t mixture, void *scratch) {
+    moei_layout l = moei_layout_begin(scratch), of_work;
+    moei_float_room room;
+    const struct moe_module_pass *modules;
+    size_t i;
+    if (moei_float_layout(net, length, &l, &room) != MOE_OK) return NULL;
+    of_work = moei_layout_begin(room.work); /* a pass begins with its modules, see moei_net_layout */
+    modules = (const struct moe_module_pass *)moei_take(&of_work, net->n_modules, sizeof *modules);
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && mixture-- == 0) return &modules[i].layer.routing;
+    return NULL;
+}
+
+#ifndef MOE_NO_TRAIN
+
+/* Why a mixture cannot be part of a constant net that gets one token and nothing else; NULL: it can. */
+static const char *moei_float_obstacle(const moe_net *net, size_t i) {
+    const moe_router_config *c = &net->modules[i].layer.config.router;
+    int switches = c->switch_at > 0;
+    if (c->score == MOE_SCORE_CUSTOM) return "score = custom: a model cannot hold functions of the caller";
+    if (c->select == MOE_SELECT_CUSTOM || (switches && c->switch_from == MOE_SELECT_CUSTOM))
+        return "select = custom: a model cannot hold functions of the caller";
+    if (net->d_in > 0 && (c->select == MOE_SELECT_HASH || (switches && c->switch_from == MOE_SELECT_HASH)))
+        return "select = hash: a model with d_in > 0 gets no token ids";
+    if (c->refine == MOE_REFINE_ATTENTION && moei_attention_read(net, i) == i) return "refine = attention: there is no attention before it in the net";
+    return NULL;
+}
+
+/* The values of tensor `place` of module i; NULL: not set. */
+static const moe_real *moei_float_values(const moe_net *net, size_t i, int place) {
+    const moe_module *m = &net->modules[i];
+    return moei_is_layer(m) ? m->layer.tensors[place] : m->tensors[place];
+}
+
+/* Whether a net can be a float model. */
+static moe_status moei_float_check(const moe_net *net, moe_error *error) {
+    moe_slot slot;
+    size_t i, j;
+    int place;
+    if (MOE_REAL_IS_DOUBLE) return moei_error(error, MOE_ERR_UNSUPPORTED, "MOE_REAL is double: models are float");
+    if (!net->built) return moei_error(error, MOE_ERR_STATE, "the net is not built");
+    if (moe_net_check_decoding(net, error) != MOE_OK) return MOE_ERR_UNSUPPORTED;
+    for (i = 0; i < net->n_modules; i++) {
+        const char *obstacle = net->modules[i].kind == MOE_MODULE_MIXTURE ? moei_float_obstacle(net, i) : NULL;
+        if (obstacle != NULL) return moei_error(error, MOE_ERR_UNSUPPORTED, "module %z (mixture): %s", i, obstacle);
+        for (place = 0; place < MOE_LAYER_SLOTS; place++) {
+            const moe_real *values;
+            if (moei_module_slot(net, i, place, &slot) != MOE_OK) continue;
+            values = moei_float_values(net, i, place);
+            if (values == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "module %z: tensor %s is not set", i, slot.name);
+            for (j = 0; j < slot.count; j++)
+                if (!moe_is_finite(values[j])) return moei_error(error, MOE_ERR_NONFINITE, "module %z: tensor %s holds %g", i, slot.name, (double)values[j]);
+        }
+    }
+    return MOE_OK;
+}
+
+/* A printer of constants: a line at a time. */
+typedef struct moei_lines {
+    moe_stream *out;
+    moe_status status;
+    const char *name; /* of the net: the names of its parts begin with it */
+    moei_text line;
+    char room[200];
+} moei_lines;
+
+static void moei_line_begin(moei_lines *p, moe_stream *out, const char *name) {
+    p->out = out, p->status = MOE_OK, p->name = name;
+    p->line.out = p->room, p->line.room = sizeof p->room, p->line.length = 0;
+}
+
+static void moei_line_end(moei_lines *p) {
+    moei_put(&p->line, "\n", 1);
+    if (p->status == MOE_OK) p->status = p->out->write(p->out->ctx, p->line.out, p->line.length);
+    p->line.length = 0;
+}
+
+/* Pieces of up to 63 characters; a line that has grown long enough ends behind one. Names are pieces of their own and longer: see moei_line_name. */
+static void moei_line(moei_lines *p, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    moei_put_format(&p->line, format, arguments);
+    va_end(arguments);
+    if (p->line.length > 110) moei_line_end(p);
+}
+
+/* The name of an array; it may have any length. */
+static void moei_line_name(moei_lines *p, const char *part, size_t module) {
+    char number[24];
+    moei_text t;
+    const char *pieces[4];
+    int i;
+    t.out = number, t.room = sizeof number, t.length = 0;
+    moei_put_unsigned(&t, module);
+    pieces[0] = p->name, pieces[1] = "_", pieces[2] = number, pieces[3] = part;
+    if (p->line.length > 0 && p->status == MOE_OK) p->status = p->out->write(p->out->ctx, p->line.out, p->line.length);
+    p->line.length = 0;
+    for (i = 0; i < (part != NULL ? 4 : 1); i++) {
+        const char *s = pieces[i];
+        if (i == 3 && p->status == MOE_OK) p->status = p->out->write(p->out->ctx, "_", 1);
+        for (; *s != '\0' && p->status == MOE_OK; s++) p->status = p->out->write(p->out->ctx, *s == '.' ? "_" : s, 1);
+    }
+}
+
+/* 9 digits tell all floats apart. */
+static void moei_line_real(moei_lines *p, moe_real value, const char *behind) {
+    char digits[40];
+    moei_text t;
+    size_t i;
+    int whole = 1;
+    t.out = digits, t.room = sizeof digits, t.length = 0;
+    if (moei_real_bits(value) == MOEI_SIGN_BIT) moei_put(&t, "-0", 2);
+    else moei_put_digits(&t, (double)value, 9);
+    for (i = 0; i < t.length; i++) whole = whole && digits[i] != '.' && digits[i] != 'e';
+    moei_line(p, "%s%sf%s", digits, whole ? "." : "", behind);
+}
+
+static void moei_line_array(moei_lines *p, const char *part, size_t module, size_t count, const moe_real *values) {
+    size_t i;
+    moei_line(p, "static const float ");
+    moei_line_name(p, part, module);
+    moei_line(p, "[%z] MOE_FLASH = {", count);
+    moei_line_end(p);
+    for (i = 0; i < count; i++) moei_line_real(p, values[i], i + 1 < count ? "," : "};");
+    moei_line_end(p);
+}
+
+static size_t moei_field_size(const moe_field *field) { return field->kind == MOE_FIELD_REAL ? sizeof(moe_real) : sizeof(int); }
+
+/* The members of config from byte `from` to `to`, one after another: the row of a table that begins where the last one ended. */
+static void moei_line_fields(moei_lines *p, const moe_field *fields, const void *config, size_t from, size_t to) {
+    while (from < to) {
+        const moe_field *field = fields;
+        const unsigned char *at = (const unsigned char *)config + from;
+        int whole;
+        moe_real real;
+        while (field->name != NULL && field->offset != from) field++;
+        if (field->name == NULL) {
+            if (p->status == MOE_OK) p->status = MOE_ERR_STATE; /* a member without a row: the test of all presets finds it */
+            return;
+        }
+        from += moei_field_size(field);
+        if (field->kind == MOE_FIELD_REAL) memcpy(&real, at, sizeof real), moei_line_real(p, real, from < to ? ", " : "");
+        else memcpy(&whole, at, sizeof whole), moei_line(p, "%d%s", whole, from < to ? ", " : "");
+    }
+}
+
+static void moei_line_router_config(moei_lines *p, const moe_router_config *config) {
+    moei_line(p, "{");
+    moei_line_fields(p, moe_router_fields(), config, 0, sizeof *config);
+    moei_line(p, "}");
+}
+
+/* NULL for tensors that a module does not have; a tied module's weight is the embedding's. The cast is for members that training writes to. */
+static void moei_line_tensors(moei_lines *p, const moe_net *net, size_t i, int from, int to, const char *cast) {
+    const moe_module *m = &net->modules[i];
+    moe_slot slot;
+    int place;
+    moei_line(p, "{");
+    for (place = from; place < to; place++) {
+        size_t owner = m->kind == MOE_MODULE_TIED && place == MOE_MODULE_WEIGHT && from == 0 ? 0 : i;
+        if (place > from) moei_line(p, ", ");
+        if (moei_module_slot(net, owner, place, &slot) == MOE_OK) moei_line(p, "%s", cast), moei_line_name(p, slot.name, owner);
+        else moei_line(p, "NULL");
+    }
+    moei_line(p, "}");
+}
+
+/* All places of a layer that is none are NULL. */
+static void moei_line_layer_tensors(moei_lines *p, const moe_net *net, size_t i, int to) {
+    if (moei_is_layer(&net->modules[i])) moei_line_tensors(p, net, i, 0, to, "");
+    else moei_line(p, "{NULL}");
+}
+
+static void moei_line_bits(moei_lines *p, uint64_t bits) {
+    char digits[24];
+    moei_text t;
+    t.out = digits, t.room = sizeof digits, t.length = 0;
+    moei_put_unsigned(&t, bits);
+    moei_line(p, "%su", digits);
+    if (bits >> 32 != 0) moei_line(p, "ll");
+}
+
+/* In the order of moe_layer's members; its router's own tensors stay empty. */
+static void moei_line_layer(moei_lines *p, const moe_net *net, size_t i) {
+    const moe_layer *layer = &net->modules[i].layer;
+    moei_line(p, "{{");
+    moei_line_router_config(p, &layer->config.router);
+    moei_line(p, ", ");
+    moei_line_fields(p, moe_layer_fields(), &layer->config, sizeof layer->config.router, sizeof layer->config);
+    moei_line(p, "}, {");
+    moei_line_router_config(p, &layer->router.config);
+    moei_line(p, ", {NULL, NULL, NULL, NULL}, NULL, ");
+    moei_line_bits(p, layer->router.places);
+    moei_line(p, ", ");
+    moei_line_bits(p, layer->router.parts);
+    moei_line(p, ", {NULL}}, NULL, ");
+    moei_line_bits(p, layer->places);
+    moei_line(p, ", ");
+    moei_line_layer_tensors(p, net, i, MOE_LAYER_SLOTS);
+    moei_line(p, ", {NULL}, {NULL}, 0, 0, NULL, 0, {NULL, NULL}}");
+}
+
+/* In the order of moe_module's members. */
+static void moei_line_module(moei_lines *p, const moe_net *net, size_t i) {
+    const moe_module *m = &net->modules[i];
+    moei_line(p, "{%d, %d, %d, %d, %d, %d, ", m->kind, m->d_in, m->d_out, m->act, m->span, m->n_rows);
+    moei_line_real(p, m->rate, ", {");
+    moei_line_fields(p, moei_attention_fields, &m->attention, 0, sizeof m->attention);
+    moei_line(p, "}, ");
+    moei_line_layer(p, net, i);
+    moei_line(p, ", ");
+    if (moei_is_layer(m)) moei_line(p, "{NULL}");
+    else moei_line_tensors(p, net, i, 0, MOE_MODULE_SLOTS, "(moe_real *)");
+    moei_line(p, ", {NULL}, 0}%s", i + 1 < net->n_modules ? "," : "};");
+    moei_line_end(p);
+}
+
+/* Writes `static const moe_net NAME` and what it points to. No heap, no initialisation: the struct serves moe_net_forward and moe_net_decode as it is,
+   with plain C kernels, but has no list of named tensors. Errors of moei_float_check before the first byte, then those of the stream. */
+MOEI_TOOL moe_status moei_print_net(moe_stream *out, const char *name, const moe_net *net, moe_error *error) {
+    moei_lines p;
+    moe_slot slot;
+    size_t i;
+    int place;
+    moe_status status = moei_float_check(net, error);
+    if (status != MOE_OK) return status;
+    moei_line_begin(&p, out, name);
+    for (i = 0; i < net->n_modules; i++)
+        for (place = 0; place < MOE_LAYER_SLOTS; place++)
+            if (moei_module_slot(net, i, place, &slot) == MOE_OK) moei_line_array(&p, slot.name, i, slot.count, moei_float_values(net, i, place));
+    moei_line(&p, "static const moe_module ");
+    moei_line_name(&p, NULL, 0);
+    moei_line(&p, "_modules[%z] = {", net->n_modules);
+    moei_line_end(&p);
+    for (i = 0; i < net->n_modules; i++) moei_line_module(&p, net, i);
+    moei_line(&p, "static const moe_net ");
+    moei_line_name(&p, NULL, 0);
+    moei_line(&p, " = {%d, %d, %z, (moe_module *)", net->d_in, net->d_out, net->n_modules);
+    moei_line_name(&p, NULL, 0);
+    moei_line(&p, "_modules, 0, NULL, MOE_KERNELS_C, NULL, {NULL, NULL}, NULL, 0, 1, 0, {MOE_OK, \"\"}};");
+    moei_line_end(&p);
+    return p.status == MOE_OK ? MOE_OK : moei_error(error, p.status, "writing net %s: %s", name, moe_status_text(p.status));
+}
+#endif /* MOE_NO_TRAIN */
 
 /* ---- sampling ------------------------------------------------------------------------------------------------------------------ */
 
@@ -9320,13 +9657,13 @@ static void moei_int_ops(moe_int_run *run, uint32_t first, uint32_t n) {
     for (; op < end && run->status == MOE_OK; op++) op->run(op, run);
 }
 
-/* Where the constants of an expert are: in place, or fetched into scratch memory. */
-static const unsigned char *moei_int_block(const moe_int_mixture *m, moe_int_run *run, uint32_t expert) {
+/* Where the constants of an expert are: in place, or the first size bytes of them fetched into scratch memory. */
+static const unsigned char *moei_int_block(const moe_int_mixture *m, moe_int_run *run, uint32_t expert, uint32_t size) {
     const size_t at = (size_t)m->experts + (size_t)expert * m->stride;
     void *block;
     if (m->block == MOE_INT_NONE) return run->model->experts + at;
     block = moei_int_vector(run, m->block);
-    run->status = run->loader->fetch(run->loader->ctx, at, m->stride, block);
+    run->status = run->loader->fetch(run->loader->ctx, at, size, block);
     return (const unsigned char *)block;
 }
 
@@ -9362,13 +9699,171 @@ void moe_int_op_mixture(const moe_int_op *op, moe_int_run *run) {
     while (run->status == MOE_OK && (i = moei_int_next(experts, (int)count, last)) >= 0) {
         last = experts[i];
         run->weight = weights[i];
-        run->base = moei_int_block(m, run, (uint32_t)last);
+        run->base = moei_int_block(m, run, (uint32_t)last, m->stride);
         moei_int_ops(run, m->expert, m->n_expert);
     }
     run->base = base;
     run->weight = 32767;
     moei_int_ops(run, m->shared, m->n_shared);
     moe_int_store(&op->shape, moei_int_wide(run, m->sum), moei_int_vector(run, op->out));
+}
+
+/* ---- operations of routers ---- */
+
+/* also + sum x_i^2 = result * 2^*power, rounded down, with 2^30 <= result unless it is 0; *power is even. Exact in two halves of 16 and 32 bits. */
+static uint32_t moei_int_squares(unsigned n, const int16_t *x, uint32_t also, int *power) {
+    uint32_t high = also >> 16, low = also & 0xffffu;
+    for (; n > 0; n--, x++) {
+        const uint32_t square = (uint32_t)((int32_t)*x * *x);
+        high += square >> 16;
+        low += square & 0xffffu;
+    }
+    high += low >> 16, low &= 0xffffu;
+    for (*power = 0; high > 0xffffu; high >>= 2, *power += 2) low = low >> 2 | (high & 3u) << 14;
+    low |= high << 16;
+    for (; low != 0 && low < (uint32_t)1 << 30; low <<= 2) *power -= 2;
+    return low;
+}
+
+/* out = clamp((in * m + round) >> s): with r * 2^power = in . in + at as moei_int_squares gives it, root = floor(sqrt(r)), m = floor(factor * 2^15 / root)
+   and s = 15 + shift + power / 2. All 0 where r is 0. */
+void moe_int_op_unit(const moe_int_op *op, moe_int_run *run) {
+    const int16_t *x = moei_int_vector(run, op->in);
+    int16_t *y = moei_int_vector(run, op->out);
+    moe_int_shape shape = op->shape;
+    int power;
+    const uint32_t square = moei_int_squares(shape.n, x, op->at, &power);
+    const int32_t m = square > 0 ? (int32_t)(((uint32_t)op->factor << 15) / moe_int_sqrt(square)) : 0;
+    int32_t round;
+    unsigned i;
+    shape.shift = (uint8_t)(15 + shape.shift + power / 2);
+    round = moei_int_round(&shape);
+    for (i = 0; i < shape.n; i++) y[i] = m > 0 ? moei_int_clamp(&shape, (x[i] * m + round) >> shape.shift) : 0;
+    moei_int_put_zeros(i, y);
+}
+
+/* The choice that comes after choice `last` (-1: the first) by falling weight, of equal ones the one listed first; -1: none. */
+static int moei_int_lighter(const int16_t *weights, int count, int last) {
+    int i, next = -1;
+    for (i = 0; i < count; i++) {
+        if (last >= 0 && (weights[i] > weights[last] || (weights[i] == weights[last] && i <= last))) continue;
+        if (next < 0 || weights[i] > weights[next]) next = i;
+    }
+    return next;
+}
+
+/* out = clamp((in * c + round) >> shift). The factor2 heaviest choices of mixture number `index`, whose choices are in other, have shares a_j =
+   floor(w_j * 32767 / sum w), or 32767 for a single one, and c = sum_j (a_j * row_j + 2^14) >> 15 with the rows int16 [n rounded up to 4] at `at`, one
+   per expert. c = factor where nobody was chosen, or the weights of several are all 0. */
+void moe_int_op_cluster(const moe_int_op *op, moe_int_run *run) {
+    const int16_t *choices = moei_int_vector(run, op->other), *experts = choices + 1, *weights, *x = moei_int_vector(run, op->in);
+    const int32_t round = moei_int_round(&op->shape);
+    const unsigned width = (op->shape.n + 3u) & ~3u;
+    int16_t *y = moei_int_vector(run, op->out);
+    int32_t sum = 0;
+    int j, i;
+    unsigned q;
+    weights = experts + run->model->mixtures[op->index].router.most;
+    for (i = 0, j = -1; i < op->factor2 && (j = moei_int_lighter(weights, choices[0], j)) >= 0; i++) sum += op->factor2 > 1 ? weights[j] : 1;
+    for (q = 0; q < width; q++) y[q] = (int16_t)(sum > 0 ? 0 : op->factor);
+    for (i = 0, j = -1; sum > 0 && i < op->factor2 && (j = moei_int_lighter(weights, choices[0], j)) >= 0; i++) {
+        const unsigned char *row = run->model->weights + op->at + (size_t)experts[j] * width * 2;
+        const int32_t a = op->factor2 > 1 ? weights[j] * (int32_t)32767 / sum : 32767;
+        for (q = 0; q < width; q++) y[q] = (int16_t)(y[q] + ((a * moei_flash_16(row + 2 * q) + 16384) >> 15));
+    }
+    for (q = 0; q < op->shape.n; q++) y[q] = moei_int_clamp(&op->shape, ((int32_t)x[q] * y[q] + round) >> op->shape.shift);
+    moei_int_put_zeros(q, y);
+}
+
+/* out_e = clamp((t + round) >> shift) with t = (measure * factor) >> 16, for each expert e of mixture number `index`: the next shape.k operations make
+   `in` [shape.n] from the first `at` bytes of its block, measure makes one number of it. */
+static void moei_int_each(const moe_int_op *op, moe_int_run *run, int32_t (*measure)(const moe_int_op *op, const int16_t *v, const int16_t *other)) {
+    const moe_int_mixture *m = run->model->mixtures + op->index;
+    const unsigned char *base = run->base;
+    const int32_t round = moei_int_round(&op->shape);
+    int16_t *z = moei_int_vector(run, op->out);
+    unsigned e;
+    for (e = 0; e < m->router.n_experts && run->status == MOE_OK; e++) {
+        run->base = moei_int_block(m, run, e, op->at);
+        moei_int_ops(run, (uint32_t)(op - run->model->ops) + 1, op->shape.k);
+        z[e] = moei_int_clamp(&op->shape, (moei_int_scale(measure(op, moei_int_vector(run, op->in), moei_int_vector(run, op->other)), op->factor) + round) >>
+                                              op->shape.shift);
+    }
+    moei_int_put_zeros(e, z);
+    run->base = base;
+}
+
+/* Measures, in units of 2^-factor2 of a level. sum |v_i|; */
+static int32_t moei_int_l1(const moe_int_op *op, const int16_t *v, const int16_t *other) {
+    int32_t sum = 0;
+    unsigned i;
+    (void)other;
+    for (i = 0; i < op->shape.n; i++) sum += v[i] < 0 ? -v[i] : v[i];
+    return sum * ((int32_t)1 << op->factor2);
+}
+
+/* the largest |v_i|; */
+static int32_t moei_int_linf(const moe_int_op *op, const int16_t *v, const int16_t *other) {
+    int32_t most = 0;
+    unsigned i;
+    (void)other;
+    for (i = 0; i < op->shape.n; i++) {
+        const int32_t a = v[i] < 0 ? -v[i] : v[i];
+        if (a > most) most = a;
+    }
+    return most * ((int32_t)1 << op->factor2);
+}
+
+/* the root of moei_int_squares, shifted by power / 2 + factor2; */
+static int32_t moei_int_l2(const moe_int_op *op, const int16_t *v, const int16_t *other) {
+    int power, up;
+    const uint32_t root = moe_int_sqrt(moei_int_squares(op->shape.n, v, 0, &power));
+    (void)other;
+    up = power / 2 + op->factor2;
+    return (int32_t)(up >= 0 ? root << up : up > -32 ? root >> -up : 0);
+}
+
+/* sum v_i other_i, both narrow. */
+static int32_t moei_int_dot(const moe_int_op *op, const int16_t *v, const int16_t *other) {
+    int32_t sum = 0;
+    unsigned i;
+    for (i = 0; i < op->shape.n; i++) sum += (int32_t)v[i] * other[i];
+    return sum * ((int32_t)1 << op->factor2);
+}
+
+void moe_int_op_norm_l1(const moe_int_op *op, moe_int_run *run) { moei_int_each(op, run, moei_int_l1); }
+void moe_int_op_norm_l2(const moe_int_op *op, moe_int_run *run) { moei_int_each(op, run, moei_int_l2); }
+void moe_int_op_norm_linf(const moe_int_op *op, moe_int_run *run) { moei_int_each(op, run, moei_int_linf); }
+void moe_int_op_match(const moe_int_op *op, moe_int_run *run) { moei_int_each(op, run, moei_int_dot); }
+
+/* ---- operations on weights ---- */
+
+/* out = clamp((in * m + round) >> shift), m = (weight * factor + 2^14) >> 15; then the weight is 32767. */
+void moe_int_op_weigh(const moe_int_op *op, moe_int_run *run) {
+    const int16_t *x = moei_int_vector(run, op->in);
+    int16_t *y = moei_int_vector(run, op->out);
+    const int32_t m = ((int32_t)run->weight * op->factor + 16384) >> 15, round = moei_int_round(&op->shape);
+    unsigned i;
+    for (i = 0; i < op->shape.n; i++) y[i] = moei_int_clamp(&op->shape, (x[i] * m + round) >> op->shape.shift);
+    moei_int_put_zeros(i, y);
+    run->weight = 32767;
+}
+
+void moe_int_op_weight(const moe_int_op *op, moe_int_run *run) { run->weight = *moei_int_vector(run, op->in); }
+
+/* sum out_i += (((in_i * factor + round) >> shift) * rest) >> 16 with rest = at - ((sum of the weights of choices, which are in other) >> factor2) within
+   int16. */
+void moe_int_op_rest(const moe_int_op *op, moe_int_run *run) {
+    const int16_t *choices = moei_int_vector(run, op->other), *weights = choices + 1 + run->model->mixtures[op->index].router.most;
+    const int16_t *x = moei_int_vector(run, op->in);
+    const int32_t round = moei_int_round(&op->shape);
+    int32_t *sum = moei_int_wide(run, op->out), taken = 0, rest;
+    int i;
+    unsigned q;
+    for (i = 0; i < choices[0]; i++) taken += weights[i];
+    rest = (int32_t)op->at - (taken >> op->factor2);
+    rest = rest > 32767 ? 32767 : rest < -32767 ? -32767 : rest;
+    for (q = 0; q < op->shape.n; q++) sum[q] += moei_int_scale(((int32_t)x[q] * op->factor + round) >> op->shape.shift, (int16_t)rest);
 }
 
 /* The input as a vector. */
@@ -9414,25 +9909,50 @@ moe_status moe_infer(const moe_model *model, const void *input, void *output, vo
 }
 
 void moe_infer_restart(const moe_model *model, void *scratch, size_t scratch_size) {
+    enum { BEGIN = 32 }; /* the number of tokens so far lies in these bytes, whatever the alignment */
     if (model == NULL || scratch == NULL || scratch_size < model->scratch_size || model->length == 0) return;
-    memset(moei_int_scratch(scratch), 0, sizeof(uint32_t));
+    memset(scratch, 0, scratch_size < BEGIN ? scratch_size : (size_t)BEGIN);
 }
 
-moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
-    const moe_int_mixture *m;
+moe_status moe_int_model_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
+    const moe_int_mixture *m = model->mixtures + mixture;
     const int16_t *made;
     size_t i;
-    if (model == NULL || scratch == NULL || count == NULL || (choices == NULL && room > 0)) return MOE_ERR_ARGUMENT;
     if (mixture >= model->n_mixtures) return MOE_ERR_NOT_FOUND;
-    m = model->mixtures + mixture;
     made = (const int16_t *)(const void *)(moei_int_scratch((void *)(uintptr_t)scratch) + model->state_size) + m->choices;
     *count = (size_t)made[0];
     for (i = 0; i < *count && i < room; i++) {
+        const int32_t level = made[1 + m->router.most + i];
         choices[i].expert = made[1 + i];
-        choices[i].weight = m->weight_bits < 0 ? made[1 + m->router.most + i] >> -m->weight_bits : (int32_t)made[1 + m->router.most + i] * ((int32_t)1 << m->weight_bits);
+        choices[i].weight = m->weight_bits < 0 ? level >> -m->weight_bits : level * ((int32_t)1 << m->weight_bits);
     }
     return MOE_OK;
 }
+
+moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
+    if (model == NULL || scratch == NULL || count == NULL || (choices == NULL && room > 0)) return MOE_ERR_ARGUMENT;
+    return model->choices(model, mixture, scratch, choices, room, count);
+}
+
+#ifndef MOE_NO_FLOAT
+moe_status moe_float_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch) {
+    (void)loader;
+    return moei_float_infer(model->net, model->length, input, (moe_real *)output, scratch, model->scratch_size);
+}
+
+moe_status moe_float_model_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
+    const moe_routing *routing = moei_float_routing(model->net, model->length, mixture, (void *)(uintptr_t)scratch);
+    size_t i;
+    if (routing == NULL) return MOE_ERR_NOT_FOUND;
+    *count = (size_t)routing->n_choices[0];
+    for (i = 0; i < *count && i < room; i++) {
+        const moe_real weight = routing->weights[routing->choices[i]] * MOEI_R(32768.0);
+        choices[i].expert = routing->choices[i];
+        choices[i].weight = weight > MOEI_R(2e9) ? INT32_MAX : weight < MOEI_R(-2e9) ? -INT32_MAX : (int32_t)(weight + (weight < 0 ? MOEI_R(-0.5) : MOEI_R(0.5)));
+    }
+    return MOE_OK;
+}
+#endif
 
 #ifndef MOE_NO_TRAIN
 
@@ -9447,6 +9967,9 @@ moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void 
 typedef struct moei_int_range {
     double y;                                          /* the module's output */
     double u, z;                                       /* mixture: the router's input and logits */
+    double unit;                                       /* of the components of what the router makes a unit vector */
+    double projected, hidden, hidden_act, key;         /* inside scores: cosine's projection, hidden layers, what attentive compares */
+    double weighed, sigmoid;                           /* experts' inputs times their weights; the argument of the shared expert's sigmoid */
     double node[MOE_NODE_COUNT], shared[MOE_NODE_COUNT]; /* layers: activations of experts, of the shared expert */
     double q, k, v, mixed;                             /* attention */
     uint32_t turns;                                    /* and not seen, but kept here: where its table of turns is, MOE_INT_NONE: nowhere yet */
@@ -9478,6 +10001,7 @@ typedef struct moei_maker {
     moei_int_value *values;
     moe_int_op *main_ops, *inner_ops; /* operations name vectors by number until all are placed */
     int inner;              /* appends to the inner operations: those of a mixture */
+    int in_block;           /* constants are of experts: they go to the blocks */
     uint32_t clock;
     uint32_t *entering;     /* [modules + 1] the vector that enters each module */
     size_t module, fused;   /* the module at work; the activation that a product has taken over, 0: none */
@@ -9532,6 +10056,11 @@ static uint32_t moei_value_wide32(moei_maker *m, size_t width) {
 
 static void moei_value_use(moei_maker *m, uint32_t v) {
     if (m->status == MOE_OK && m->values[v].last < m->clock) m->values[v].last = m->clock;
+}
+
+/* A vector that has its place since an earlier time: experts' operations run again and again, so what lies beside them must not share with any of them. */
+static void moei_value_spans(moei_maker *m, uint32_t v, uint32_t since) {
+    if (m->status == MOE_OK && m->values[v].made > since) m->values[v].made = since;
 }
 
 static moe_int_op moei_op(void (*run)(const moe_int_op *op, moe_int_run *run), size_t n, size_t k, int low, int high, int shift) {
@@ -9781,7 +10310,7 @@ static uint32_t moei_matrix_pack(moei_maker *m, const moei_int_matrix *x, moei_i
 static uint32_t moei_product_constants(moei_maker *m, const moei_int_matrix *x, moei_int_levels *l, double in_scale, double unit) {
     size_t size, at = 0, i;
     m->counted += x->n * x->k;
-    if (!m->inner || x->count == 1) return moei_matrix_pack(m, x, l, in_scale, unit, &m->made.weights, &size);
+    if (!m->in_block) return moei_matrix_pack(m, x, l, in_scale, unit, &m->made.weights, &size);
     (void)moei_matrix_pack(m, x, l, in_scale, unit, &m->pieces, &size);
     for (i = 0; i < m->n_pieces; i++) at += m->piece[i];
     m->piece[m->n_pieces++] = size;
@@ -9838,6 +10367,8 @@ static double moei_matrix_most(moei_maker *m, const moei_int_matrix *x, double i
 
 /* ---- elementwise operations ---- */
 
+enum { MOEI_SOFTPLUS = MOE_ACT_COUNT }; /* one more that curves can be */
+
 /* y = act(x), x wide. The curve's points are act at 65 places. */
 static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, double scale, double range) {
     const double fine = limit == MOEI_NARROW ? 256 : 1;
@@ -9848,7 +10379,8 @@ static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, doubl
     if (m->status != MOE_OK) return 0;
     for (i = 0; i <= 64; i++) {
         moe_real x = (moe_real)((double)(i * 1024 - 32768) * m->values[in].scale), y;
-        moe_activate(NULL, act, 1, &x, &y);
+        if (act == MOEI_SOFTPLUS) y = moe_softplus(x);
+        else moe_activate(NULL, act, 1, &x, &y);
         moei_put_16_le(points + 2 * i, moei_nearest((double)y / (scale > 0 ? scale : 1) * fine, 32767));
     }
     out = moei_value_new(m, m->values[in].width, limit, scale, range);
@@ -9916,9 +10448,11 @@ static int moei_step_is_relu(const moei_chain *chain, const moei_step *step) {
     return chain->act == MOE_ACT_RELU && step[1].op == MOEI_STEP_ACT && step[1].from == step->to && step + 1 < chain->expert->steps + chain->expert->n_steps;
 }
 
-/* The operations of one kind of experts but the last; what that reads. x is narrow. */
-static uint32_t moei_expert_hidden(moei_maker *m, const moei_chain *chain, size_t count, uint32_t x, const double *range) {
-    uint32_t node[MOE_NODE_COUNT], from = x;
+/* The operations of one kind of experts but the last; what that reads. x is narrow. node receives the vectors of all activations; chain->needed names
+   those that must be there. */
+static uint32_t moei_expert_hidden(moei_maker *m, const moei_chain *chain, size_t count, uint32_t x, const double *range, uint32_t *node) {
+    const int fuses = moei_scored_node(&chain->layer->config) != MOE_NODE_GATE; /* the product itself is not looked at */
+    uint32_t from = x;
     int i, j;
     for (i = 0; i < MOE_NODE_COUNT; i++) node[i] = MOE_INT_NONE;
     for (i = 0; i < chain->expert->n_steps - 1; i++) {
@@ -9932,7 +10466,7 @@ static uint32_t moei_expert_hidden(moei_maker *m, const moei_chain *chain, size_
         else {
             w = moei_int_matrix_of(chain->layer->tensors[step->weight], step->bias < 0 ? NULL : chain->layer->tensors[step->bias], count,
                                    chain->width[step->to], moei_from_width(chain, step->from));
-            if (moei_step_is_relu(chain, step)) node[step[1].to] = moei_product(m, &w, from, MOEI_NARROW, 1, range[step[1].to], 0);
+            if (fuses && moei_step_is_relu(chain, step)) node[step[1].to] = moei_product(m, &w, from, MOEI_NARROW, 1, range[step[1].to], 0);
             else node[step->to] = moei_product(m, &w, from, step->to == MOE_NODE_LOW ? MOEI_NARROW : MOEI_WIDE, 0, range[step->to], 0);
         }
     }
@@ -9970,62 +10504,389 @@ static int moei_is_around(const moe_net *net, size_t i) {
     return 0;
 }
 
+/* Whether a mixture reads more of its input than products do. */
+static int moei_mixture_reads_wide(const moe_layer_config *c) {
+    return c->router.input == MOE_INPUT_SCALED_RMS || c->router.input == MOE_INPUT_ADAPTIVE_CLUSTERING || c->router.grap_cosine ||
+           (c->router.score == MOE_SCORE_COSINE && c->router.cosine_dim == 0 && !c->router.cosine_keep_length) || c->router.apply_to == MOE_APPLY_INPUT ||
+           c->add_input;
+}
+
 /* Whether what enters module i is read as a narrow vector only: by products, and by no residual. */
 static int moei_reads_narrow(const moe_net *net, size_t i) {
     int kind;
     if (i >= net->n_modules || moei_is_around(net, i)) return 0;
     kind = net->modules[i].kind;
+    if (kind == MOE_MODULE_MIXTURE && moei_mixture_reads_wide(&net->modules[i].layer.config)) return 0;
     return kind == MOE_MODULE_LINEAR || kind == MOE_MODULE_MIXTURE || kind == MOE_MODULE_FEED_FORWARD || kind == MOE_MODULE_ATTENTION ||
            kind == MOE_MODULE_TIED;
 }
 
-/* What the integers cannot say. */
-static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c) {
+/* The exponent of a power of two. */
+static int moei_exponent(double power) {
+    int exponent;
+    (void)frexp(power, &exponent);
+    return exponent - 1;
+}
+
+/* ---- scores ---- */
+
+/* What scores are made of. */
+typedef struct moei_scoring {
+    const moe_layer *layer;
+    moe_router_config now;      /* at the step of its state */
+    const moei_int_range *range;
+    moe_int_router_plan plan;
+    uint32_t entering;          /* the module's input as it is, wide or narrow */
+    uint32_t expert, n_expert;  /* scores that read experts: the operations of one, and its activations */
+    uint32_t node[MOE_NODE_COUNT];
+    double output_scale, output_unit; /* the last product's t: real = t * output_unit; what a wide vector of it wants */
+    uint32_t n_list;            /* operations that follow the list: those that run for each expert */
+} moei_scoring;
+
+/* The router's configuration at the step of its state: K, temperatures and selection may have schedules. */
+static moe_router_config moei_router_now(const moe_layer *layer, int *frozen) {
+    const moe_router router = moei_layer_router(layer);
+    moei_pass pass;
+    memset(&pass, 0, sizeof pass);
+    pass.router = &router, pass.c = &router.config;
+    moei_schedule(&pass);
+    *frozen = pass.frozen;
+    return pass.effective;
+}
+
+/* A copy [n,k] of a matrix, its columns times gain (NULL: 1), for scores to work on; w NULL: zeros. NULL after a failure. */
+static moe_real *moei_router_matrix(moei_maker *m, const moe_real *w, const moe_real *gain, size_t n, size_t k) {
+    moe_real *copy;
+    size_t i, p;
+    if (m->status != MOE_OK) return NULL;
+    copy = (moe_real *)moei_alloc(&m->made.allocator, n * k, sizeof *copy);
+    if (copy == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    for (i = 0; i < n && w != NULL && copy != NULL; i++)
+        for (p = 0; p < k; p++) copy[i * k + p] = w[i * k + p] * (gain != NULL ? gain[p] : MOEI_R(1.0));
+    return copy;
+}
+
+static void moei_router_matrix_free(moei_maker *m, moe_real *w, size_t n, size_t k) { moei_free(&m->made.allocator, w, n * k * sizeof *w); }
+
+/* The router's plan for logits as large as calibration saw, in units of at least `finest`. */
+static void moei_mixture_plan(moei_maker *m, moei_scoring *s, double finest) {
+    const moe_router_config *c = &s->layer->config.router;
+    double most = s->range->z > 0 ? s->range->z : 1;
+    unsigned char *table;
+    int tries;
+    for (tries = 0; tries < 64 && m->status == MOE_OK; tries++, most *= 2) {
+        m->status = moe_int_router_plan_make(c, s->layer->tensors, (moe_real)most, NULL, 0, &s->plan, m->error);
+        if ((double)s->plan.z_scale >= finest) break;
+    }
+    if (m->status == MOE_OK && (double)s->plan.z_scale < finest) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    if (m->status != MOE_OK || s->plan.table_size == 0) return;
+    table = (unsigned char *)moei_alloc(&m->made.allocator, s->plan.table_size, 1);
+    if (table == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    else m->status = moe_int_router_plan_make(c, s->layer->tensors, (moe_real)most, table, s->plan.table_size, &s->plan, m->error);
+    if (m->status == MOE_OK) moe_int_router_move(&s->plan.router, moei_constants(m, &m->made.weights, table, s->plan.table_size));
+    moei_free(&m->made.allocator, table, s->plan.table_size);
+}
+
+/* z = W v + b in the units that the router wants; w [E,k]. */
+static uint32_t moei_logits_product(moei_maker *m, moei_scoring *s, const moe_real *w, const moe_real *bias, size_t k, uint32_t in) {
+    const moei_int_matrix x = moei_int_matrix_of(w, bias, 1, (size_t)s->now.n_experts, k);
+    if (m->status != MOE_OK) return 0;
+    moei_mixture_plan(m, s, moei_matrix_most(m, &x, m->values[in].scale) / 0.49);
+    return moei_product(m, &x, in, MOEI_WIDE, 0, s->range->z, m->status == MOE_OK ? (double)s->plan.z_scale : 1);
+}
+
+/* y = x / sqrt(x . x + least), narrow; range: the largest component. x is made coarser where `least` would not fit its levels. */
+static uint32_t moei_unit(moei_maker *m, uint32_t x, double least, double range) {
+    double scale = (range > 0.01 && range < 0.9 ? range * 1.1 : range < 0.9 ? 0.01 : 1) / MOEI_NARROW;
+    moe_int_op op;
+    uint32_t y;
+    int shift = 0;
+    if (m->status == MOE_OK && least / 4e9 > m->values[x].scale * m->values[x].scale) x = moei_rescale(m, x, MOEI_WIDE, sqrt(least / 4e9));
+    if (m->status != MOE_OK) return 0;
+    while (ldexp(1 / scale, shift + 1) <= 32767) shift++;
+    y = moei_value_new(m, m->values[x].width, MOEI_NARROW, scale, range);
+    op = moei_op(moe_int_op_unit, m->values[x].width, 0, -MOEI_NARROW, MOEI_NARROW, shift);
+    op.factor = (int16_t)moei_nearest(ldexp(1 / scale, shift), 32767);
+    op.at = (uint32_t)floor(least / (m->values[x].scale * m->values[x].scale) + 0.5);
+    moei_op_append(m, op, x, x, y);
+    return y;
+}
+
+/* Rows of numbers as int16 of that unit, each padded to a multiple of 4; where they begin. */
+static uint32_t moei_int16_rows(moei_maker *m, const moe_real *w, size_t n, size_t k, double unit) {
+    const size_t width = (k + 3) / 4 * 4;
+    unsigned char *bytes;
+    uint32_t at;
+    size_t i, p;
+    if (m->status != MOE_OK) return 0;
+    bytes = (unsigned char *)moei_alloc(&m->made.allocator, n, width * 2);
+    if (bytes == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    for (i = 0; i < n && bytes != NULL; i++)
+        for (p = 0; p < k; p++) moei_put_16_le(bytes + (i * width + p) * 2, moei_nearest((double)w[i * k + p] / unit, 32000));
+    at = moei_constants(m, &m->made.weights, bytes, n * width * 2);
+    moei_free(&m->made.allocator, bytes, n * width * 2);
+    return at;
+}
+
+/* u = m_k * x with the table of running (or random) weights, whose unit is free: it gives u the scale that u shall have. */
+static uint32_t moei_clustered(moei_maker *m, const moei_scoring *s, int limit) {
+    const size_t previous = moei_previous_mixture(m->net, m->module), d = (size_t)s->now.d_model, n = (size_t)s->now.n_experts;
+    const moe_real *table = s->layer->tensors[MOE_ROUTER_AC_RUNNING];
+    double scale = s->range->u / (limit == MOEI_NARROW ? limit : limit / 1.25), most = 1, unit, in_scale;
+    size_t index = 0, i;
+    uint32_t u;
+    moe_int_op op = moei_op(moe_int_op_cluster, d, 0, -limit, limit, 0);
+    if (m->status != MOE_OK) return 0;
+    in_scale = m->values[s->entering].scale;
+    for (i = 0; i < n * d; i++)
+        if (fabs((double)table[i]) > most) most = fabs((double)table[i]);
+    if (!(scale > in_scale * most / 32000)) scale = in_scale * most / 32000;
+    while (op.shape.shift < 30 && scale / ldexp(in_scale, op.shape.shift + 1) >= most / 32000) op.shape.shift++;
+    unit = scale / ldexp(in_scale, op.shape.shift);
+    op.at = moei_int16_rows(m, table, n, d, unit);
+    for (i = 0; i < previous; i++) index += m->net->modules[i].kind == MOE_MODULE_MIXTURE;
+    u = moei_value_new(m, d, limit, scale, s->range->u);
+    op.factor = (int16_t)moei_nearest(1 / unit, 32000), op.factor2 = (int16_t)s->now.ac_mix, op.index = (uint16_t)index;
+    moei_op_append(m, op, s->entering, m->made.mixtures[index].choices, u);
+    return u;
+}
+
+/* The router's input. It may lack a gain on each feature, which is then the next matrix's matter. limit WIDE: as fine as it is to be had. */
+static uint32_t moei_router_input(moei_maker *m, const moei_scoring *s, int limit, const moe_real **gain) {
+    *gain = NULL;
+    if (s->now.input == MOE_INPUT_ADAPTIVE_CLUSTERING) return moei_clustered(m, s, limit);
+    if (s->now.input == MOE_INPUT_SCALED_RMS) {
+        *gain = s->layer->tensors[MOE_ROUTER_INPUT_SCALE];
+        return moei_unit(m, s->entering, 1e-6 * (double)s->now.d_model, s->range->unit);
+    }
+    return limit == MOEI_NARROW ? moei_narrowed(m, s->entering) : s->entering;
+}
+
+/* linear, random */
+static uint32_t moei_logits_linear(moei_maker *m, moei_scoring *s) {
+    const size_t n = (size_t)s->now.n_experts, d = (size_t)s->now.d_model;
+    const moe_real *gain;
+    const uint32_t u = moei_router_input(m, s, MOEI_NARROW, &gain);
+    moe_real *w = moei_router_matrix(m, s->layer->tensors[MOE_ROUTER_WEIGHT], gain, n, d);
+    const uint32_t z = moei_logits_product(m, s, w, s->layer->tensors[MOE_ROUTER_BIAS], d, u);
+    moei_router_matrix_free(m, w, n, d);
+    return z;
+}
+
+/* act(W1 u + b1), narrow */
+static uint32_t moei_router_hidden_ops(moei_maker *m, moei_scoring *s, size_t h) {
+    const size_t d = (size_t)s->now.d_model;
+    const int relu = s->now.router_act == MOE_ACT_RELU;
+    const moe_real *gain;
+    const uint32_t u = moei_router_input(m, s, MOEI_NARROW, &gain);
+    moe_real *w = moei_router_matrix(m, s->layer->tensors[MOE_ROUTER_FC1_WEIGHT], gain, h, d);
+    const moei_int_matrix x = moei_int_matrix_of(w, s->layer->tensors[MOE_ROUTER_FC1_BIAS], 1, h, d);
+    uint32_t v = moei_product(m, &x, u, relu ? MOEI_NARROW : MOEI_WIDE, relu, relu ? s->range->hidden_act : s->range->hidden, 0);
+    moei_router_matrix_free(m, w, h, d);
+    if (!relu) v = moei_curve(m, s->now.router_act, v, MOEI_NARROW, s->range->hidden_act / MOEI_NARROW, s->range->hidden_act);
+    return v;
+}
+
+static uint32_t moei_logits_mlp(moei_maker *m, moei_scoring *s) {
+    const size_t h = moei_router_hidden(&s->now);
+    const uint32_t v = moei_router_hidden_ops(m, s, h);
+    return moei_logits_product(m, s, s->layer->tensors[MOE_ROUTER_FC2_WEIGHT], s->layer->tensors[MOE_ROUTER_FC2_BIAS], h, v);
+}
+
+/* What cosines compare: u, or its projection. */
+static uint32_t moei_compared(moei_maker *m, const moei_scoring *s, int limit, size_t r) {
+    const size_t d = (size_t)s->now.d_model;
+    const int projects = s->now.score == MOE_SCORE_COSINE && s->now.cosine_dim > 0;
+    const moe_real *gain;
+    uint32_t u = moei_router_input(m, s, projects ? MOEI_NARROW : limit, &gain), v;
+    moe_real *w;
+    moei_int_matrix x;
+    size_t q;
+    if (!projects && gain == NULL) return u;
+    w = moei_router_matrix(m, projects ? s->layer->tensors[MOE_ROUTER_PROJECTION] : NULL, gain, r, d);
+    for (q = 0; q < d && !projects && w != NULL; q++) w[q * d + q] = gain[q];
+    x = moei_int_matrix_of(w, NULL, 1, r, d);
+    v = moei_product(m, &x, u, limit, 0, s->range->projected, 0);
+    moei_router_matrix_free(m, w, r, d);
+    return v;
+}
+
+static uint32_t moei_logits_cosine(moei_maker *m, moei_scoring *s) {
+    const size_t n = (size_t)s->now.n_experts, r = (size_t)(s->now.cosine_dim > 0 ? s->now.cosine_dim : s->now.d_model);
+    const double tau = (double)(s->now.cosine_learn_tau ? s->layer->tensors[MOE_ROUTER_TEMPERATURE][0] : s->now.cosine_tau);
+    uint32_t v = moei_compared(m, s, s->now.cosine_keep_length ? MOEI_NARROW : MOEI_WIDE, r), z;
+    moe_real *w;
+    size_t e, q;
+    if (!s->now.cosine_keep_length) v = moei_unit(m, v, 0, s->range->unit);
+    w = moei_router_matrix(m, s->layer->tensors[MOE_ROUTER_WEIGHT], NULL, n, r);
+    for (e = 0; e < n && w != NULL; e++) {
+        const moe_real inverse = moei_inverse_length(s->layer->kernels, w + e * r, r);
+        for (q = 0; q < r; q++) w[e * r + q] = (moe_real)((double)(w[e * r + q] * inverse) / tau);
+    }
+    z = moei_logits_product(m, s, w, NULL, r, v);
+    moei_router_matrix_free(m, w, n, r);
+    return z;
+}
+
+/* Sums of blocks, as a matrix. */
+static uint32_t moei_logits_grap(moei_maker *m, moei_scoring *s) {
+    const size_t n = (size_t)s->now.n_experts, d = (size_t)s->now.d_model, block = d / n;
+    const moe_real *gain = NULL, share = (moe_real)(s->now.grap_cosine ? 1 / sqrt((double)block) : 1 / (double)block);
+    uint32_t v = s->now.grap_cosine ? moei_compared(m, s, MOEI_WIDE, d) : moei_router_input(m, s, MOEI_NARROW, &gain), z;
+    moe_real *w = moei_router_matrix(m, NULL, NULL, n, d);
+    size_t q;
+    if (s->now.grap_cosine) v = moei_unit(m, v, 0, s->range->unit);
+    for (q = 0; q < d && w != NULL; q++) w[q / block * d + q] = share * (gain != NULL ? gain[q] : MOEI_R(1.0));
+    z = moei_logits_product(m, s, w, NULL, d, v);
+    moei_router_matrix_free(m, w, n, d);
+    return z;
+}
+
+/* Appends a copy of operation i of the inner ones; it reads and makes the same vectors. */
+static void moei_op_again(moei_maker *m, uint32_t i) {
+    const moe_int_op op = m->inner_ops[i];
+    moei_op_append(m, op, op.in, op.other, op.out);
+}
+
+/* Bytes of a block up to the end of this operation's constants, if it is a product. */
+static size_t moei_op_end(const moei_maker *m, const moe_int_op *op) {
+    if (op->run == moe_int_op_curve || op->run == moe_int_op_multiply) return 0;
+    return op->at + (m->config->weights == MOE_WEIGHTS_INT8 ? moe_int8_size(op->shape.n, op->shape.k) : moe_int4_size(op->shape.n, op->shape.k));
+}
+
+/* The last product of an expert, whose constants are in the units of a sum, into a vector of its own. */
+static uint32_t moei_output_again(moei_maker *m, const moei_scoring *s, uint32_t i) {
+    moe_int_op op = m->inner_ops[i];
+    uint32_t v;
+    op.run = m->config->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8 : moe_int_op_int4;
+    op.shape.low = -MOEI_WIDE, op.shape.high = MOEI_WIDE;
+    while (op.shape.shift < 30 && ldexp(s->output_unit, op.shape.shift) < s->output_scale) op.shape.shift++;
+    v = moei_value_new(m, op.shape.n, MOEI_WIDE, ldexp(s->output_unit, op.shape.shift), s->range->node[MOE_NODE_OUTPUT]);
+    moei_op_append(m, op, op.in, op.in, v);
+    return v;
+}
+
+/* The operations that make a scored activation, again behind the list; its vector. *bytes: how much of a block they read. */
+static uint32_t moei_node_again(moei_maker *m, const moei_scoring *s, int scored, size_t *bytes) {
+    const int output = scored == MOE_NODE_OUTPUT;
+    const uint32_t last = s->expert + s->n_expert - 1;
+    uint32_t wanted[2 * MOEI_MAX_STEPS], n_wanted = 0, i, j, v = MOE_INT_NONE;
+    unsigned run = 0;
+    if (m->status != MOE_OK) return 0;
+    wanted[n_wanted++] = output ? m->inner_ops[last].in : s->node[scored];
+    for (i = last; i-- > s->expert;)
+        for (j = 0; j < n_wanted; j++) {
+            if (m->inner_ops[i].out != wanted[j] || (run >> (i - s->expert) & 1u)) continue;
+            run |= 1u << (i - s->expert);
+            wanted[n_wanted++] = m->inner_ops[i].in;
+            if (m->inner_ops[i].run == moe_int_op_multiply) wanted[n_wanted++] = m->inner_ops[i].other;
+        }
+    for (i = s->expert; i < last && m->status == MOE_OK; i++) {
+        if (!(run >> (i - s->expert) & 1u)) continue;
+        if (moei_op_end(m, &m->inner_ops[i]) > *bytes) *bytes = moei_op_end(m, &m->inner_ops[i]);
+        moei_op_again(m, i);
+    }
+    if (!output) return s->node[scored];
+    if (m->status == MOE_OK && moei_op_end(m, &m->inner_ops[last]) > *bytes) *bytes = moei_op_end(m, &m->inner_ops[last]);
+    v = m->status == MOE_OK ? moei_output_again(m, s, last) : 0;
+    return v;
+}
+
+/* z_e = factor * measure of an activation of every expert. other: what match compares it with. */
+static uint32_t moei_logits_measured(moei_maker *m, moei_scoring *s, void (*measure)(const moe_int_op *op, moe_int_run *run), double most_levels, double factor,
+                                     uint32_t other) {
+    const int scored = moei_scored_node(&s->layer->config);
+    const uint32_t at = (uint32_t)moei_list_length(m->inner_ops);
+    const uint32_t z = moei_value_new(m, (size_t)s->now.n_experts, MOEI_WIDE, (double)s->plan.z_scale, s->range->z);
+    moe_int_op op = moei_op(measure, 0, 0, -MOEI_WIDE, MOEI_WIDE, 0), *made;
+    size_t bytes = 0, i;
+    uint32_t v;
+    int shift;
+    moei_op_append(m, op, z, z, z); /* what it reads is known further down */
+    v = moei_node_again(m, s, scored, &bytes);
+    if (s->now.score == MOE_SCORE_COMPETITION && m->status == MOE_OK) {
+        const double most = (double)moe_softplus((moe_real)s->range->node[MOE_NODE_OUTPUT]);
+        v = moei_curve(m, MOEI_SOFTPLUS, v, MOEI_WIDE, most * 1.1 / MOEI_WIDE, most);
+    }
+    if (m->status != MOE_OK) return 0;
+    made = &m->inner_ops[at];
+    made->in = v, made->other = other != MOE_INT_NONE ? other : v;
+    moei_value_use(m, v), moei_value_use(m, made->other), moei_value_use(m, z);
+    while (made->factor2 < 14 && ldexp(most_levels, made->factor2 + 1) < 2147483000.0) made->factor2++;
+    factor *= ldexp(m->values[v].scale, -made->factor2) / (double)s->plan.z_scale;
+    shift = moei_shift_for(factor, 16, 14);
+    if (shift < 0) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    made->factor = (int16_t)moei_nearest(ldexp(factor, 16 + shift), 32767);
+    made->shape.n = (uint16_t)m->values[v].width, made->shape.shift = (uint8_t)(shift < 0 ? 0 : shift);
+    s->n_list = (uint32_t)moei_list_length(m->inner_ops) - at - 1;
+    for (i = at + 1; i < moei_list_length(m->inner_ops); i++)
+        if (moei_op_end(m, &m->inner_ops[i]) > 0) m->counted += (size_t)s->now.n_experts * m->inner_ops[i].shape.n * m->inner_ops[i].shape.k;
+    made->shape.k = (uint16_t)s->n_list, made->at = (uint32_t)bytes, made->index = (uint16_t)moei_list_length(m->made.mixtures);
+    return z;
+}
+
+static uint32_t moei_logits_norm(moei_maker *m, moei_scoring *s) {
+    const int scored = moei_scored_node(&s->layer->config);
+    const double limit = m->status != MOE_OK || scored == MOE_NODE_OUTPUT ? MOEI_WIDE : m->values[s->node[scored]].limit;
+    const double n = (double)(scored == MOE_NODE_OUTPUT ? s->layer->config.d_out : scored == MOE_NODE_LOW ? s->layer->config.d_low : s->layer->config.d_ff);
+    if (s->now.norm_order == MOE_NORM_L1) return moei_logits_measured(m, s, moe_int_op_norm_l1, n * limit, 1, MOE_INT_NONE);
+    if (s->now.norm_order == MOE_NORM_LINF) return moei_logits_measured(m, s, moe_int_op_norm_linf, limit, 1, MOE_INT_NONE);
+    return moei_logits_measured(m, s, moe_int_op_norm_l2, sqrt(n) * limit, 1, MOE_INT_NONE);
+}
+
+static uint32_t moei_logits_competition(moei_maker *m, moei_scoring *s) {
+    const double n = (double)s->layer->config.d_out;
+    return moei_logits_measured(m, s, moe_int_op_norm_l1, n * MOEI_WIDE, 1 / n, MOE_INT_NONE);
+}
+
+/* (W_K^T W_Q h_g) . h_e / sqrt(h): the two matrices are one. */
+static uint32_t moei_logits_attentive(moei_maker *m, moei_scoring *s) {
+    const size_t h = moei_router_hidden(&s->now);
+    const uint32_t v = moei_router_hidden_ops(m, s, h);
+    moe_real *w = moei_router_matrix(m, NULL, NULL, h, h);
+    moei_int_matrix x;
+    uint32_t key;
+    size_t i;
+    if (w != NULL)
+        moe_matmul(s->layer->kernels, MOE_MATMUL_TN, MOE_TYPE_REAL, h, h, h, s->layer->tensors[MOE_ROUTER_KEY], h, s->layer->tensors[MOE_ROUTER_QUERY], h, w, h, 0);
+    for (i = 0; i < h * h && w != NULL; i++) w[i] = (moe_real)((double)w[i] / sqrt((double)h));
+    x = moei_int_matrix_of(w, NULL, 1, h, h);
+    key = moei_product(m, &x, v, MOEI_NARROW, 0, s->range->key, 0);
+    moei_router_matrix_free(m, w, h, h);
+    if (m->status != MOE_OK) return 0;
+    return moei_logits_measured(m, s, moe_int_op_match, (double)h * MOEI_NARROW * MOEI_NARROW, m->values[key].scale, key);
+}
+
+/* By score: appends what makes the logits. NULL: it has no integer form. */
+static uint32_t (*const moei_scores_ints[MOE_SCORE_COUNT])(moei_maker *m, moei_scoring *s) = {
+    /* linear, random, mlp, cosine, norm */
+    moei_logits_linear, moei_logits_linear, moei_logits_mlp, moei_logits_cosine, moei_logits_norm,
+    /* grap, attentive, competition, dselect, custom */
+    moei_logits_grap, moei_logits_attentive, moei_logits_competition, NULL, NULL};
+
+/* What the integers cannot say; what the router refuses comes on top. */
+static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int frozen) {
     const size_t i = m->module;
+    const moe_router_config *r = &c->router;
     static const char hint[] = "has no integer form; MOE_WEIGHTS_FLOAT takes it";
-    if (c->add_input) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: add_input = 1 %s", i, hint);
-    if (c->shared_sigmoid) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: shared_sigmoid = 1 %s", i, hint);
-    if (c->router.apply_to != MOE_APPLY_OUTPUT) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: apply_to = input %s", i, hint);
-    if (c->router.input != MOE_INPUT_PLAIN && c->router.input != MOE_INPUT_JITTER)
-        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: input = %s %s", i, moei_input_names[c->router.input], hint);
-    if (c->router.score != MOE_SCORE_LINEAR && c->router.score != MOE_SCORE_RANDOM)
-        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: score = %s %s", i, moei_score_names[c->router.score], hint);
-    if (m->net->d_in > 0 && c->router.select == MOE_SELECT_HASH)
+    if (moei_scores_ints[r->score] == NULL) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: score = %s %s", i, moei_score_names[r->score], hint);
+    if (r->refine != MOE_REFINE_NONE) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: refine = %s %s", i, moei_refine_names[r->refine], hint);
+    if (r->apply_to == MOE_APPLY_INPUT && moei_scored_node(c) >= 0)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: apply_to = input with score = %s %s", i, moei_score_names[r->score], hint);
+    if (r->student && frozen)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: student = 1, past freeze_at, %s", i, hint);
+    if (r->input == MOE_INPUT_ADAPTIVE_CLUSTERING && r->ac_mix > 1) {
+        const moe_router_config *previous = &m->net->modules[moei_previous_mixture(m->net, i)].layer.config.router;
+        if (previous->gate == MOE_GATE_IDENTITY || previous->expert_scale || previous->scale < 0)
+            MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: ac_mix = %d of weights that may be negative %s", i, r->ac_mix, hint);
+    }
+    if (m->net->d_in > 0 && r->select == MOE_SELECT_HASH)
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: select = hash: moe_infer knows ids only where the net reads them (d_in = 0)", i);
 }
 
-/* The router's constants among those of the model. */
-static void moei_mixture_table(moei_maker *m, const moe_layer *layer, double most, moe_int_router_plan *plan) {
-    const moe_allocator *a = &m->made.allocator;
-    unsigned char *table;
-    if (m->status != MOE_OK || plan->table_size == 0) return;
-    table = (unsigned char *)moei_alloc(a, plan->table_size, 1);
-    if (table == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
-    else m->status = moe_int_router_plan_make(&layer->config.router, layer->tensors, (moe_real)most, table, plan->table_size, plan, m->error);
-    if (m->status == MOE_OK) moe_int_router_move(&plan->router, moei_constants(m, &m->made.weights, table, plan->table_size));
-    moei_free(a, table, plan->table_size);
-}
-
-/* The router, and the logits in the units that it wants of them. */
-static uint32_t moei_mixture_logits(moei_maker *m, const moe_layer *layer, uint32_t x, double range, moe_int_router_plan *plan) {
-    const moe_layer_config *c = &layer->config;
-    moei_int_matrix w = moei_int_matrix_of(layer->tensors[MOE_ROUTER_WEIGHT], c->router.router_bias ? layer->tensors[MOE_ROUTER_BIAS] : NULL, 1,
-                                           (size_t)c->router.n_experts, (size_t)c->router.d_model);
-    double most = range > 0 ? range : 1, finest;
-    int tries;
-    if (m->status != MOE_OK) return 0;
-    finest = moei_matrix_most(m, &w, m->values[x].scale) / 0.49;
-    for (tries = 0; tries < 64 && m->status == MOE_OK; tries++, most *= 2) {
-        m->status = moe_int_router_plan_make(&c->router, layer->tensors, (moe_real)most, NULL, 0, plan, m->error);
-        if (m->status == MOE_OK && (double)plan->z_scale >= finest) break;
-    }
-    moei_mixture_table(m, layer, most, plan);
-    return moei_product(m, &w, x, MOEI_WIDE, 0, range, m->status == MOE_OK ? (double)plan->z_scale : 1);
-}
-
-/* The units of the sum: fine, but factors must fit 15 bits and the sum 32. */
+/* The units of the sum: fine, but factors must fit 15 bits and the sum 32. rest_scale: that of an input which is added with a weight up to 1; 0: none is. */
 static moei_int_target moei_mixture_target(moei_maker *m, const moei_chain *chain, uint32_t hidden, const moei_chain *shared, double shared_scale, int bits,
-                                           size_t most, int limit, double range) {
+                                           size_t most, int limit, double range, double rest_scale) {
     moei_int_matrix last = moei_last_matrix(chain, (size_t)chain->layer->config.router.n_experts), also;
     moei_int_target to;
     double factor = 0, bound = 0;
@@ -10041,6 +10902,8 @@ static moei_int_target moei_mixture_target(moei_maker *m, const moei_chain *chai
         if (ldexp(moei_matrix_most(m, &also, shared_scale), 17) > factor) factor = ldexp(moei_matrix_most(m, &also, shared_scale), 17);
         bound += moei_matrix_bound(&also, shared_scale);
     }
+    if (2 * rest_scale > factor) factor = 2 * rest_scale;
+    bound += rest_scale * MOEI_WIDE;
     if (to.scale < factor / 32767) to.scale = factor / 32767;
     if (to.scale < bound / 5e8) to.scale = bound / 5e8;
     to.shift = 15;
@@ -10064,70 +10927,158 @@ static void moei_mixture_blocks(moei_maker *m, moe_int_mixture *mixture, size_t 
     m->n_pieces = 0, m->pieces.size = 0;
 }
 
-/* The exponent of a power of two. */
-static int moei_exponent(double power) {
-    int exponent;
-    (void)frexp(power, &exponent);
-    return exponent - 1;
-}
-
 static uint32_t moei_ops_count(const moei_maker *m) { return (uint32_t)moei_list_length(m->inner_ops); }
 
-static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
-    const moe_layer *layer = &module->layer;
-    const moe_layer_config *c = &layer->config;
+/* w x for an expert's input, narrow. */
+static uint32_t moei_weighed(moei_maker *m, uint32_t x, int bits, double range) {
+    moe_int_op op;
+    uint32_t y;
+    double scale = range / MOEI_NARROW, ratio;
+    int shift;
+    if (m->status != MOE_OK) return 0;
+    if (!(scale > ldexp(m->values[x].scale, bits) / 32767)) scale = ldexp(m->values[x].scale, bits) / 32767;
+    ratio = m->values[x].scale / scale;
+    shift = moei_shift_for(ratio, bits, 22);
+    y = moei_value_new(m, m->values[x].width, MOEI_NARROW, scale, range);
+    op = moei_op(moe_int_op_weigh, m->values[x].width, 0, -MOEI_NARROW, MOEI_NARROW, shift < 0 ? 0 : shift);
+    op.factor = (int16_t)moei_nearest(ldexp(ratio, bits + op.shape.shift), 32767);
+    moei_op_append(m, op, x, x, y);
+    return y;
+}
+
+/* 2^bits bounds what add_input leaves for the input: |1 - sum w|. */
+static int moei_rest_bits(const moe_int_mixture *mixture) {
+    const double most = ldexp(mixture->router.most, mixture->weight_bits) - 1;
+    int bits = mixture->weight_bits > 0 ? mixture->weight_bits : 0;
+    while (ldexp(1.0, bits) < most) bits++;
+    return bits;
+}
+
+/* sum += (1 - sum w) x. */
+static void moei_rest(moei_maker *m, const moe_int_mixture *mixture, const moei_int_target *to, uint32_t x) {
+    const int bits = moei_rest_bits(mixture);
+    double ratio;
+    int shift;
+    moe_int_op op;
+    if (m->status != MOE_OK) return;
+    ratio = ldexp(m->values[x].scale, 1 + bits + to->shift) / to->scale;
+    shift = moei_shift_for(ratio, 0, 30);
+    op = moei_op(moe_int_op_rest, m->values[x].width, 0, 0, 0, shift < 0 ? 0 : shift);
+    op.factor = (int16_t)moei_nearest(ldexp(ratio, op.shape.shift), 32767), op.factor2 = (int16_t)(bits - mixture->weight_bits);
+    op.at = (uint32_t)32768 >> bits, op.index = (uint16_t)moei_list_length(m->made.mixtures);
+    moei_op_append(m, op, x, mixture->choices, to->sum);
+}
+
+/* What follows is weighed by sigmoid(v . x). */
+static void moei_shared_sigmoid(moei_maker *m, const moe_layer *layer, uint32_t x, double range) {
+    const moei_int_matrix v = moei_int_matrix_of(layer->tensors[MOE_SHARED_SIGMOID], NULL, 1, 1, (size_t)layer->config.router.d_model);
+    const uint32_t share = moei_curve(m, MOE_ACT_SIGMOID, moei_product(m, &v, x, MOEI_WIDE, 0, range, 0), MOEI_WIDE, 1.0 / 32768, 1);
+    if (m->status == MOE_OK) moei_op_append(m, moei_op(moe_int_op_weight, 1, 0, 0, 0, 0), share, share, share);
+}
+
+/* The operations for the shared expert and for the input that add_input adds. */
+static void moei_mixture_rest(moei_maker *m, const moei_scoring *s, const moei_chain *shared, uint32_t x, moei_int_target to, moe_int_mixture *mixture) {
+    const moe_layer_config *c = &s->layer->config;
+    uint32_t node[MOE_NODE_COUNT];
+    mixture->shared = moei_ops_count(m);
+    to.bits = 0;
+    if (c->n_shared > 0) {
+        const uint32_t hidden = moei_expert_hidden(m, shared, 1, x, s->range->shared, node);
+        if (c->shared_sigmoid) moei_shared_sigmoid(m, s->layer, x, s->range->sigmoid);
+        (void)moei_expert_ops(m, shared, 1, hidden, &to);
+    }
+    if (c->add_input) moei_rest(m, mixture, &to, s->entering);
+    mixture->n_shared = moei_ops_count(m) - mixture->shared;
+}
+
+/* The logits, and where their operations are; those that run for each expert are not counted. */
+static void moei_mixture_logits(moei_maker *m, moei_scoring *s, moe_int_mixture *mixture) {
+    mixture->score = moei_ops_count(m);
+    mixture->z = moei_scores_ints[s->now.score](m, s);
+    mixture->n_score = moei_ops_count(m) - mixture->score - s->n_list;
+}
+
+/* The router, and the vectors that it works on. */
+static void moei_mixture_router(moei_maker *m, moei_scoring *s, moe_int_mixture *mixture) {
+    mixture->router = s->plan.router;
+    mixture->weight_bits = (int16_t)moei_exponent((double)s->plan.weight_scale);
+    mixture->p = moei_value_wide32(m, mixture->router.scratch);
+    mixture->sum = moei_value_wide32(m, (size_t)s->layer->config.d_out);
+    mixture->choices = moei_value_new(m, 1 + 2 * (size_t)mixture->router.most, MOEI_WIDE, 1, 0);
+    if (m->status == MOE_OK) m->values[mixture->choices].last = UINT32_MAX;
+}
+
+/* The operations of one expert, and with a score that reads experts the router, which is planned between them. */
+static moei_int_target moei_mixture_experts(moei_maker *m, moei_scoring *s, const moei_chain *shared, uint32_t x, int limit, moe_int_mixture *mixture) {
+    const moe_layer_config *c = &s->layer->config;
+    const int scored = moei_scored_node(c), inputs = c->router.apply_to == MOE_APPLY_INPUT;
     const size_t experts = (size_t)c->router.n_experts;
-    moei_chain chain = moei_chain_begin(layer, c->expert), shared;
-    moe_int_router_plan plan;
-    moe_int_router_names names;
+    moei_chain chain = moei_chain_begin(s->layer, c->expert);
+    moei_int_target to;
+    uint32_t hidden;
+    mixture->expert = s->expert = moei_ops_count(m);
+    m->in_block = 1;
+    chain.needed |= moei_ancestors(chain.expert, scored);
+    hidden = moei_expert_hidden(m, &chain, experts, inputs ? moei_weighed(m, s->entering, mixture->weight_bits, s->range->weighed) : x, s->range->node, s->node);
+    if (scored >= 0) {
+        moei_mixture_plan(m, s, 0);
+        moei_mixture_router(m, s, mixture);
+    }
+    to = moei_mixture_target(m, &chain, hidden, c->n_shared > 0 ? shared : NULL, s->range->shared[MOE_NODE_PRODUCT] / MOEI_NARROW,
+                             inputs ? 0 : mixture->weight_bits, mixture->router.most, limit, s->range->y,
+                             c->add_input && m->status == MOE_OK ? ldexp(m->values[s->entering].scale, moei_rest_bits(mixture)) : 0);
+    to.sum = mixture->sum;
+    (void)moei_expert_ops(m, &chain, experts, hidden, &to);
+    mixture->n_expert = s->n_expert = moei_ops_count(m) - mixture->expert;
+    moei_mixture_blocks(m, mixture, experts);
+    m->in_block = 0;
+    s->output_unit = ldexp(to.scale, -(1 + to.bits + to.shift)), s->output_scale = s->range->node[MOE_NODE_OUTPUT] * 1.25 / MOEI_WIDE;
+    return to;
+}
+
+static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const moe_layer_config *c = &module->layer.config;
+    const int reads_experts = moei_scored_node(c) >= 0;
+    int frozen = 0;
+    moei_chain shared;
+    moei_scoring s;
     moe_int_mixture mixture;
+    moe_int_router_names names;
     moei_int_target to;
     moe_int_op op;
-    uint32_t x = moei_narrowed(m, m->entering[m->module]), begun = m->clock, hidden, out, index;
-    size_t score, expert, most;
+    uint32_t x = moei_narrowed(m, m->entering[m->module]), begun = m->clock, out, index;
+    size_t expert;
     memset(&mixture, 0, sizeof mixture);
-    memset(&plan, 0, sizeof plan);
+    memset(&s, 0, sizeof s);
     memset(&shared, 0, sizeof shared);
-    moei_mixture_supported(m, c);
+    s.layer = &module->layer, s.range = range, s.entering = m->entering[m->module];
+    s.now = moei_router_now(s.layer, &frozen);
+    moei_mixture_supported(m, c, frozen);
     if (m->status != MOE_OK) return 0;
+    if (c->n_shared > 0) shared = moei_chain_begin(s.layer, MOEI_SHARED);
     m->multiplications += m->counted;
     m->inner = 1, m->counted = 0;
-    mixture.score = moei_ops_count(m);
-    mixture.z = moei_mixture_logits(m, layer, x, range->z, &plan);
-    mixture.n_score = moei_ops_count(m) - mixture.score;
-    mixture.router = plan.router;
-    most = mixture.router.most;
-    mixture.p = moei_value_wide32(m, mixture.router.scratch);
-    mixture.sum = moei_value_wide32(m, (size_t)c->d_out);
-    mixture.choices = moei_value_new(m, 1 + 2 * most, MOEI_WIDE, 1, 0);
-    if (m->status == MOE_OK) m->values[mixture.choices].last = UINT32_MAX;
-    mixture.weight_bits = (int16_t)moei_exponent((double)plan.weight_scale);
-    score = m->counted, m->counted = 0;
-    mixture.expert = moei_ops_count(m);
-    hidden = moei_expert_hidden(m, &chain, experts, x, range->node);
-    if (c->n_shared > 0) shared = moei_chain_begin(layer, MOEI_SHARED);
-    to = moei_mixture_target(m, &chain, hidden, c->n_shared > 0 ? &shared : NULL, range->shared[MOE_NODE_PRODUCT] / MOEI_NARROW, mixture.weight_bits, most, limit, range->y);
-    to.sum = mixture.sum;
-    (void)moei_expert_ops(m, &chain, experts, hidden, &to);
-    mixture.n_expert = moei_ops_count(m) - mixture.expert;
-    moei_mixture_blocks(m, &mixture, experts);
-    expert = m->counted, m->counted = 0;
-    mixture.shared = moei_ops_count(m);
-    if (c->n_shared > 0) {
-        to.bits = 0;
-        (void)moei_expert_ops(m, &shared, 1, moei_expert_hidden(m, &shared, 1, x, range->shared), &to);
+    if (!reads_experts) {
+        moei_mixture_logits(m, &s, &mixture);
+        moei_mixture_router(m, &s, &mixture);
     }
-    mixture.n_shared = moei_ops_count(m) - mixture.shared;
-    m->multiplications += score + most * expert + m->counted;
+    m->multiplications += m->counted, m->counted = 0;
+    to = moei_mixture_experts(m, &s, &shared, x, limit, &mixture);
+    expert = m->counted, m->counted = 0;
+    if (reads_experts) moei_mixture_logits(m, &s, &mixture);
+    moei_mixture_rest(m, &s, &shared, x, to, &mixture);
+    m->multiplications += mixture.router.most * expert + m->counted;
     mixture.block = MOE_INT_NONE;
     if (m->config->loader) mixture.block = moei_value_new(m, mixture.stride / 2, MOEI_WIDE, 1, 0);
     m->inner = 0;
     out = moei_value_new(m, (size_t)c->d_out, limit, to.scale, range->y);
     m->clock++;
-    moei_value_use(m, x), moei_value_use(m, mixture.z), moei_value_use(m, mixture.p), moei_value_use(m, mixture.sum);
-    if (m->config->loader && m->status == MOE_OK) m->values[mixture.block].made = begun;
+    moei_value_use(m, x), moei_value_use(m, s.entering), moei_value_use(m, mixture.z), moei_value_use(m, mixture.p), moei_value_use(m, mixture.sum);
+    moei_value_spans(m, mixture.z, begun), moei_value_spans(m, mixture.p, begun), moei_value_spans(m, mixture.sum, begun);
+    moei_value_spans(m, mixture.choices, begun);
+    if (m->config->loader) moei_value_spans(m, mixture.block, begun);
     index = moei_maker_push(m, &m->made.mixtures, &mixture, sizeof mixture);
-    names.name[0] = plan.gate, names.name[1] = plan.select, names.name[2] = plan.values, names.name[3] = plan.weight, names.name[4] = plan.scale;
+    names.name[0] = s.plan.gate, names.name[1] = s.plan.select, names.name[2] = s.plan.values, names.name[3] = s.plan.weight, names.name[4] = s.plan.scale;
     (void)moei_maker_push(m, &m->made.router_names, &names, sizeof names);
     op = moei_op(moe_int_op_mixture, (size_t)c->d_out, 0, -limit, limit, to.shift);
     op.index = (uint16_t)index;
@@ -10160,9 +11111,10 @@ static uint32_t moei_module_activation(moei_maker *m, const moe_module *module, 
 static uint32_t moei_module_feed_forward(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
     const moei_chain chain = moei_chain_begin(&module->layer, module->layer.config.expert);
     moei_int_target to;
+    uint32_t node[MOE_NODE_COUNT];
     memset(&to, 0, sizeof to);
     to.sum = MOE_INT_NONE, to.limit = limit, to.range = range->y;
-    return moei_expert_ops(m, &chain, 1, moei_expert_hidden(m, &chain, 1, moei_narrowed(m, m->entering[m->module]), range->node), &to);
+    return moei_expert_ops(m, &chain, 1, moei_expert_hidden(m, &chain, 1, moei_narrowed(m, m->entering[m->module]), range->node, node), &to);
 }
 
 static uint32_t moei_module_residual(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
@@ -10416,6 +11368,82 @@ static void moei_range_add(double *range, const moe_real *x, size_t rows, size_t
             if (fabs((double)x[i * ld + j]) > *range) *range = fabs((double)x[i * ld + j]);
 }
 
+static double moei_range_row(const moe_real *w, const moe_real *bias, size_t i, size_t k, const double *x) {
+    double sum = bias != NULL ? (double)bias[i] : 0;
+    size_t p;
+    for (p = 0; p < k; p++) sum += (double)w[i * k + p] * x[p];
+    return sum;
+}
+
+static void moei_range_most(double *range, double x) {
+    if (fabs(x) > *range) *range = fabs(x);
+}
+
+/* The largest component of v / sqrt(v . v + least). */
+static void moei_range_unit(double *range, const double *v, size_t n, double least) {
+    double sum = least;
+    size_t i;
+    for (i = 0; i < n; i++) sum += v[i] * v[i];
+    for (i = 0; i < n && sum > 0; i++) moei_range_most(range, v[i] / sqrt(sum));
+}
+
+/* Inside the score of one token, of which a layer's pass keeps nothing; room: d + 2 times the widest vector. */
+static void moei_range_score(const moe_layer *layer, const moe_router_config *c, const moe_real *x, const moe_real *u, double *room, moei_int_range *range) {
+    const moe_real *const *t = (const moe_real *const *)layer->tensors;
+    const size_t d = (size_t)c->d_model, h = moei_router_hidden(c), r = (size_t)c->cosine_dim;
+    double *in = room, *act = room + d, *query = act + (h > r ? h : r);
+    size_t i, p;
+    for (i = 0; i < d; i++) in[i] = (double)x[i];
+    if (c->input == MOE_INPUT_SCALED_RMS) moei_range_unit(&range->unit, in, d, 1e-6 * (double)d);
+    for (i = 0; i < d; i++) in[i] = (double)u[i];
+    if (c->score == MOE_SCORE_COSINE || c->score == MOE_SCORE_GRAP) {
+        const int projects = c->score == MOE_SCORE_COSINE && r > 0;
+        for (i = 0; i < r && projects; i++) moei_range_most(&range->projected, act[i] = moei_range_row(t[MOE_ROUTER_PROJECTION], NULL, i, d, in));
+        for (i = 0; i < d && !projects; i++) moei_range_most(&range->projected, in[i]);
+        moei_range_unit(&range->unit, projects ? act : in, projects ? r : d, 0);
+    }
+    if (c->score != MOE_SCORE_MLP && c->score != MOE_SCORE_ATTENTIVE) return;
+    for (i = 0; i < h; i++) {
+        moe_real v = (moe_real)moei_range_row(t[MOE_ROUTER_FC1_WEIGHT], t[MOE_ROUTER_FC1_BIAS], i, d, in);
+        moei_range_most(&range->hidden, (double)v);
+        moe_activate(NULL, c->router_act, 1, &v, &v);
+        moei_range_most(&range->hidden_act, act[i] = (double)v);
+    }
+    if (c->score != MOE_SCORE_ATTENTIVE) return;
+    for (i = 0; i < h; i++) query[i] = moei_range_row(t[MOE_ROUTER_QUERY], NULL, i, h, act) / sqrt((double)h);
+    for (i = 0; i < h; i++) {
+        double key = 0;
+        for (p = 0; p < h; p++) key += query[p] * (double)t[MOE_ROUTER_KEY][p * h + i];
+        moei_range_most(&range->key, key);
+    }
+}
+
+/* What else a mixture computes of a token's numbers and weights. */
+static void moei_range_weights(const moe_layer *layer, const moe_layer_pass *p, moei_int_range *range) {
+    const moe_layer_config *c = &layer->config;
+    const size_t d = (size_t)c->router.d_model, pairs = p->routing.plan.offsets[c->router.n_experts];
+    size_t i, q;
+    for (i = 0; i < pairs && c->router.apply_to == MOE_APPLY_INPUT; i++)
+        for (q = 0; q < d; q++) {
+            const moe_entry *entry = &p->routing.plan.entries[i];
+            moei_range_most(&range->weighed, (double)(entry->weight_in * p->x[(size_t)entry->token * d + q]));
+        }
+    for (i = 0; i < p->call.n_tokens && c->shared_sigmoid; i++)
+        moei_range_most(&range->sigmoid, (double)moe_dot(layer->kernels, d, layer->tensors[MOE_SHARED_SIGMOID], p->x + i * d));
+}
+
+/* What the router computes of each token. */
+static moe_status moei_range_router(const moei_maker *m, const moe_layer *layer, const moe_layer_pass *p, moei_int_range *range) {
+    const moe_router_config *c = &layer->config.router;
+    const size_t d = (size_t)c->d_model, h = moei_router_hidden(c), r = (size_t)c->cosine_dim, numbers = d + 2 * (h > r ? h : r);
+    double *room = (double *)moei_alloc(&m->made.allocator, numbers, sizeof *room);
+    size_t i;
+    if (room == NULL) return MOE_ERR_MEMORY;
+    for (i = 0; i < p->call.n_tokens; i++) moei_range_score(layer, c, p->x + i * d, p->routing.u + i * d, room, range);
+    moei_free(&m->made.allocator, room, numbers * sizeof *room);
+    return MOE_OK;
+}
+
 static void moei_range_layer(const moe_layer *layer, const moe_layer_pass *p, moei_int_range *range) {
     const moei_chain chain = moei_chain_begin(layer, layer->config.expert);
     const size_t n = p->call.n_tokens, experts = (size_t)layer->config.router.n_experts;
@@ -10434,8 +11462,9 @@ static void moei_range_layer(const moe_layer *layer, const moe_layer_pass *p, mo
     }
 }
 
-static void moei_range_batch(const moei_maker *m, const moe_net_pass *pass, double *input) {
+static moe_status moei_range_batch(const moei_maker *m, const moe_net_pass *pass, double *input) {
     size_t i, n = pass->n_tokens;
+    moe_status status = MOE_OK;
     if (m->net->d_in > 0) moei_range_add(input, pass->call.x, n, (size_t)m->net->d_in, (size_t)m->net->d_in);
     for (i = 0; i < m->net->n_modules; i++) {
         const moe_module *module = &m->net->modules[i];
@@ -10443,12 +11472,17 @@ static void moei_range_batch(const moei_maker *m, const moe_net_pass *pass, doub
         moei_int_range *range = &m->ranges[i];
         moei_range_add(&range->y, p->y, n, (size_t)module->d_out, (size_t)module->d_out);
         if (moei_is_layer(module)) moei_range_layer(&module->layer, &p->layer, range);
+        if (module->kind == MOE_MODULE_MIXTURE) {
+            moei_range_weights(&module->layer, &p->layer, range);
+            if (status == MOE_OK) status = moei_range_router(m, &module->layer, &p->layer, range);
+        }
         if (module->kind != MOE_MODULE_ATTENTION) continue;
         moei_range_add(&range->q, p->q, n, moei_attention_width(module), moei_attention_width(module));
         moei_range_add(&range->k, p->k, n, moei_attention_width(module), moei_attention_width(module));
         moei_range_add(&range->v, p->v, n, moei_attention_width(module), moei_attention_width(module));
         moei_range_add(&range->mixed, p->mixed, n, moei_attention_width(module), moei_attention_width(module));
     }
+    return status;
 }
 
 enum { MOEI_CALIBRATION_ROWS = 256 };
@@ -10475,7 +11509,7 @@ static void moei_calibrate(moei_maker *m, double *input) {
         for (i = 0; i <= call.n_sequences && i <= MOEI_CALIBRATION_ROWS; i++) starts[i] = (int32_t)(i * length);
         call.sequences = starts;
         status = moe_net_forward(m->net, &call, work, bytes, &pass);
-        if (status == MOE_OK) moei_range_batch(m, &pass, input);
+        if (status == MOE_OK) status = moei_range_batch(m, &pass, input);
     }
     moei_free(&m->made.allocator, work, bytes);
     if (status != MOE_OK) MOEI_MAKER_REFUSE(m, status, "calibration: %s", moe_status_text(status));
@@ -10626,6 +11660,31 @@ static void moei_maker_run(moei_maker *m) {
 }
 #endif /* MOE_NO_QUANT */
 
+/* A copy of the net's list of modules with the plain C kernels that an exported model has. */
+static moe_status moei_float_model(moe_built_model *made, const moe_net *net, moe_error *error) {
+    moe_model *model = &made->model;
+    moe_status status = moei_float_check(net, error);
+    size_t i;
+    if (status != MOE_OK) return status;
+    made->net = *net;
+    made->net.modules = (moe_module *)moei_alloc(&made->allocator, net->n_modules, sizeof *net->modules);
+    if (made->net.modules == NULL) {
+        made->net.n_modules = 0;
+        return moei_error(error, MOE_ERR_MEMORY, "%s", moe_status_text(MOE_ERR_MEMORY));
+    }
+    memcpy(made->net.modules, net->modules, net->n_modules * sizeof *net->modules);
+    for (i = 0; i < net->n_modules; i++) {
+        made->net.modules[i].layer.kernels = made->net.modules[i].layer.router.kernels = NULL;
+        made->net.modules[i].layer.is_packed = 0;
+    }
+    made->net.kernels = NULL, made->net.trainable = 0;
+    model->run = moe_float_model_run, model->choices = moe_float_model_choices;
+    model->input_scale = model->output_scale = 1;
+    model->weights_size = moe_net_parameters(net, &model->multiplications) * sizeof(moe_real);
+    status = moei_float_size(&made->net, model->length, &model->scratch_size, &model->state_size);
+    return status == MOE_OK ? MOE_OK : moei_error(error, status, "the net: %s", moe_status_text(status));
+}
+
 static moe_status moei_model_config_check(const moe_net *net, const moe_model_config *config, moe_error *error) {
     if (net == NULL || !net->built) return moei_error(error, net == NULL ? MOE_ERR_ARGUMENT : MOE_ERR_STATE, "net: must be one that moe_net_build or moe_net_load has made");
     if (config->weights < 0 || config->weights >= MOE_WEIGHTS_COUNT)
@@ -10644,6 +11703,7 @@ static void moei_model_link(moe_built_model *b) {
     b->model.ops = b->ops;
     b->model.mixtures = b->mixtures;
     b->model.attentions = b->attentions;
+    b->model.net = b->net.modules != NULL ? &b->net : NULL;
 }
 
 moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config, moe_error *error) {
@@ -10660,12 +11720,12 @@ moe_status moe_model_create(moe_built_model *built, const moe_net *net, const mo
     made.model.d_in = (size_t)net->d_in, made.model.d_out = (size_t)net->d_out;
     made.model.length = moei_model_length(net, config->length);
     made.external = config->loader;
-    if (config->weights == MOE_WEIGHTS_FLOAT) status = moei_error(error, MOE_ERR_UNSUPPORTED, "weights = float: not yet");
+    if (config->weights == MOE_WEIGHTS_FLOAT) status = moei_float_model(&made, net, error);
     else {
 #ifndef MOE_NO_QUANT
         moei_maker m;
         memset(&m, 0, sizeof m);
-        made.model.run = moe_int_model_run;
+        made.model.run = moe_int_model_run, made.model.choices = moe_int_model_choices;
         made.model.state_size = made.model.length > 0 ? sizeof(uint32_t) : 0;
         m.made = made, m.net = net, m.config = config, m.error = error;
         m.pieces.allocator = config->allocator;
@@ -10675,10 +11735,13 @@ moe_status moe_model_create(moe_built_model *built, const moe_net *net, const mo
         status = moei_error(error, MOE_ERR_UNSUPPORTED, "weights = %d: the build has MOE_NO_QUANT", config->weights);
 #endif
     }
-    moei_model_link(&made);
-    if (status != MOE_OK) moe_model_free(&made);
-    else *built = made;
-    return status;
+    if (status != MOE_OK) {
+        moe_model_free(&made);
+        return status;
+    }
+    *built = made;
+    moei_model_link(built);
+    return MOE_OK;
 }
 
 void moe_model_free(moe_built_model *built) {
@@ -10689,6 +11752,7 @@ void moe_model_free(moe_built_model *built) {
     moei_list_free(&built->allocator, &built->mixtures, sizeof *built->mixtures);
     moei_list_free(&built->allocator, &built->router_names, sizeof *built->router_names);
     moei_list_free(&built->allocator, &built->attentions, sizeof *built->attentions);
+    moei_free(&built->allocator, built->net.modules, built->net.n_modules * sizeof *built->net.modules);
     memset(built, 0, sizeof *built);
 }
 
@@ -10822,13 +11886,25 @@ static void moei_print_int_model(moei_printer *p, const moe_built_model *built) 
     moei_print_ops(p, model);
     moei_print_mixtures(p, built);
     moei_print_attentions(p, model);
-    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, %s, moe_int_model_run,\n    %z, %z, %z, %z, %z, %gf, %gf,\n    ", name,
+    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, %s, moe_int_model_run, moe_int_model_choices,\n    %z, %z, %z, %z, %z, %gf, %gf,\n    ", name,
                model->weights_are == MOE_WEIGHTS_INT8 ? "MOE_WEIGHTS_INT8" : "MOE_WEIGHTS_INT4", model->d_in, model->d_out, model->length, model->scratch_size,
                model->state_size, (double)model->input_scale, (double)model->output_scale);
     moei_print(p, "%s%s, %z, %s%s, %z, %s_ops, %z, %z,\n    ", name, "_weights", model->weights_size, model->experts != NULL ? name : "NULL",
                model->experts != NULL ? "_experts" : "", model->experts_size, name, (size_t)model->n_ops, (size_t)model->n_main);
     moei_print(p, "%s%s, %z, %s%s, %z, NULL, %z};\n\n", model->n_mixtures > 0 ? name : "NULL", model->n_mixtures > 0 ? "_mixtures" : "", (size_t)model->n_mixtures,
                model->n_attentions > 0 ? name : "NULL", model->n_attentions > 0 ? "_attentions" : "", (size_t)model->n_attentions, model->multiplications);
+}
+
+static void moei_print_float_model(moei_printer *p, const moe_built_model *built, moe_error *error) {
+    const moe_model *model = &built->model;
+    char name[MOE_NAME_SIZE];
+    moei_text t;
+    t.out = name, t.room = sizeof name, t.length = 0;
+    moei_put(&t, p->name, strlen(p->name)), moei_put(&t, "_net", 4);
+    if (p->status == MOE_OK) p->status = moei_print_net(p->stream, name, &built->net, error);
+    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, MOE_WEIGHTS_FLOAT, moe_float_model_run, moe_float_model_choices,\n", p->name);
+    moei_print(p, "    %z, %z, %z, %z, %z, 1, 1, NULL, %z, NULL, 0, NULL, 0, 0, NULL, 0, NULL, 0, &%s, %z};\n\n", model->d_in, model->d_out, model->length,
+               model->scratch_size, model->state_size, model->weights_size, name, model->multiplications);
 }
 
 static int moei_is_identifier(const char *name) {
@@ -10860,7 +11936,8 @@ moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stre
     moei_print(&p, "#ifndef %s_MODEL_H\n#define %s_MODEL_H\n\n", p.capitals, p.capitals);
     moei_print(&p, "#include \"moe.h\"\n\n#if MOE_MODEL_VERSION != %d\n#error \"%s: export this model again with the moe.h at hand\"\n#endif\n\n", (int)MOE_MODEL_VERSION, name);
     moei_print_model(&p, &moved.model);
-    moei_print_int_model(&p, &moved);
+    if (moved.model.weights_are == MOE_WEIGHTS_FLOAT) moei_print_float_model(&p, &moved, error);
+    else moei_print_int_model(&p, &moved);
     moei_print(&p, "#endif\n");
     return p.status == MOE_OK ? MOE_OK : moei_error(error, p.status, "the stream failed: %s", moe_status_text(p.status));
 }

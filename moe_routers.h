@@ -2010,7 +2010,7 @@ static void moei_noise_backward(moei_pass *s) {
 /* ---- gate: z -> r, forward for rows of E values, backward for one ------------------------------------------------------------- */
 
 static void moei_gate_softmax(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) {
-    void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y) = s->router->kernels->softmax;
+    void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y) = moei_table(s->router->kernels)->softmax;
     size_t t, columns = s->experts;
     for (t = 0; t < rows; t++) softmax(columns, z + t * columns, s->c->gate_temperature, r + t * columns);
 }
@@ -2417,11 +2417,11 @@ static const moe_real *moei_selection_score(const moei_pass *s, size_t t) {
 }
 
 static size_t moei_top_k(const moei_pass *s, size_t n, const moe_real *score, size_t k, int32_t *index) {
-    return s->router->kernels->top_k(n, score, k, index);
+    return moei_table(s->router->kernels)->top_k(n, score, k, index);
 }
 
 static moe_status moei_select_top_k(moei_pass *s) {
-    size_t (*top_k)(size_t n, const moe_real *score, size_t k, int32_t *index) = s->router->kernels->top_k;
+    size_t (*top_k)(size_t n, const moe_real *score, size_t k, int32_t *index) = moei_table(s->router->kernels)->top_k;
     const moe_real *score = moei_selection_score(s, 0);
     size_t t, stride = score == s->m.row ? 0 : s->experts; /* row: p + b is made anew for each token */
     for (t = 0; t < s->n; t++, score += stride) {
