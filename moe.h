@@ -9511,11 +9511,13 @@ static int16_t moei_int_inverse_root(uint64_t d, int *e) {
 }
 
 /* Both norms are the same but for a sum that one leaves out: with s = sum_p x_p for a layer norm (index = 1), 0 for a root mean square norm (index = 0),
-     d = n sum_p x_p^2 - s^2 + eps    all of its bits; 0 counts as 1        v_p = n x_p - s
-   a number in units of its spread is v_p / sqrt(d): with m, e and quotient r as in moei_int_inverse_root (|v_p| < sqrt(n d), so nothing overflows)
-     t_p = ((v_p * 2^(7 - e)) * r) >> 16        in units of 2^-21; 2^(7 - e) is a shift, rounding down where e > 7
+     d = (n sum_p x_p^2 - s^2) 4^factor + eps    all of its bits; 0 counts as 1        v_p = n x_p - s
+   a number in units of its spread is 2^factor v_p / sqrt(d): with m, e and quotient r as in moei_int_inverse_root (2^factor |v_p| < sqrt(n d), so nothing
+   overflows)
+     t_p = ((v_p * 2^(7 + factor - e)) * r) >> 16        in units of 2^-21; a negative power is a shift, rounding down
      out_p = clamp((((t_p sign_p * |gain_p|) >> 16) + bias_p + round) >> shift), zeros behind n; sign_p that of the gain
-   Constants: eps uint32 low, uint32 high; gain int16 [n rounded up to 2]; layer norm: bias int32 [n]. n <= 32767, d < 2^62. */
+   Constants: eps uint32 low, uint32 high; gain int16 [n rounded up to 2]; layer norm: bias int32 [n]. n <= 32767, d < 2^62,
+   factor, which gives a small eps its digits, within 0..8. */
 void moe_int_op_norm(const moe_int_op *op, moe_int_run *run) {
     const unsigned n = op->shape.n;
     const unsigned char *eps = run->base + op->at, *gain = eps + 8, *bias = gain + (n + 1u) / 2 * 4;
@@ -9533,12 +9535,13 @@ void moe_int_op_norm(const moe_int_op *op, moe_int_run *run) {
         sum += x[p];
     }
     if (op->index == 0) sum = 0;
-    d = (((uint64_t)high << 16) + low) * n - (uint64_t)((int64_t)sum * sum);
+    d = ((((uint64_t)high << 16) + low) * n - (uint64_t)((int64_t)sum * sum)) << 2 * op->factor;
     d += (uint64_t)(uint32_t)moei_flash_32(eps + 4) << 32 | (uint32_t)moei_flash_32(eps);
     inverse = moei_int_inverse_root(d > 0 ? d : 1, &e);
+    e -= 7 + op->factor;
     for (p = 0; p < n; p++) {
         const int32_t v = (int32_t)n * x[p] - sum;
-        const int32_t t = moei_int_scale(e > 7 ? v >> (e - 7) : v * ((int32_t)1 << (7 - e)), inverse);
+        const int32_t t = moei_int_scale(e > 0 ? v >> e : v * ((int32_t)1 << -e), inverse);
         const int16_t g = moei_flash_16(gain + 2 * p);
         const int32_t scaled = g < 0 ? moei_int_scale(-t, (int16_t)-g) : moei_int_scale(t, g);
         y[p] = moei_int_clamp(&op->shape, (scaled + (op->index != 0 ? moei_flash_32(bias + 4 * p) : 0) + round) >> op->shape.shift);
@@ -11232,7 +11235,8 @@ static uint32_t moei_module_norm(moei_maker *m, const moe_module *module, const 
     bits = moei_shift_for(most / scale, 0, 25);
     out = moei_value_new(m, n, limit, scale, range->y);
     op = moei_op(moe_int_op_norm, n, 0, -limit, limit, bits + 5);
-    eps = (double)MOEI_NORM_EPS * (double)n * (double)n / m->values[x].scale / m->values[x].scale;
+    for (op.factor = 8; ldexp((double)n * (double)n, 30 + 2 * op.factor) > ldexp(1, 60); op.factor--) {}
+    eps = ldexp((double)MOEI_NORM_EPS * (double)n * (double)n, 2 * op.factor) / m->values[x].scale / m->values[x].scale;
     eps = eps < ldexp(1, 60) ? floor(eps + 0.5) : ldexp(1, 60);
     moei_put_32_le(bytes, (int32_t)(uint32_t)((uint64_t)eps & 0xffffffffu)), moei_put_32_le(bytes + 4, (int32_t)(uint32_t)((uint64_t)eps >> 32));
     op.at = moei_constants(m, &m->made.weights, bytes, 8);
@@ -11327,6 +11331,8 @@ static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, c
     uint32_t out;
     double octaves, scale;
     int bits;
+    if (m->made.model.length > UINT16_MAX)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: attention over a length of more than %d has no integer form", m->module, (int)UINT16_MAX);
     memset(&a, 0, sizeof a);
     a.heads = (uint16_t)module->attention.heads, a.d_head = (uint16_t)module->attention.d_head;
     a.value = moei_product(m, &value, x, MOEI_NARROW, 0, range->v, 0);
