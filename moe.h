@@ -10549,7 +10549,7 @@ static moe_router_config moei_router_now(const moe_layer *layer, int *frozen) {
     memset(&pass, 0, sizeof pass);
     pass.router = &router, pass.c = &router.config;
     moei_schedule(&pass);
-    *frozen = pass.frozen;
+    if (frozen != NULL) *frozen = pass.frozen;
     return pass.effective;
 }
 
@@ -10567,28 +10567,29 @@ static moe_real *moei_router_matrix(moei_maker *m, const moe_real *w, const moe_
 
 static void moei_router_matrix_free(moei_maker *m, moe_real *w, size_t n, size_t k) { moei_free(&m->made.allocator, w, n * k * sizeof *w); }
 
-/* The plan of this module's router for logits up to `most`, and its constants into table where that is not NULL; a refusal names the module. */
-static void moei_mixture_plan_for(moei_maker *m, moei_scoring *s, double most, unsigned char *table) {
+/* The plan of a router for logits up to `most`, its constants to table where that is not NULL; a refusal names the module. */
+static void moei_router_plan(moei_maker *m, const moe_layer *layer, double most, unsigned char *table, moe_int_router_plan *plan) {
     moe_error why;
-    const moe_status status = moe_int_router_plan_make(&s->layer->config.router, s->layer->tensors, (moe_real)most, table,
-                                                       table != NULL ? s->plan.table_size : 0, &s->plan, &why);
+    moe_status status;
+    if (m->status != MOE_OK) return;
+    status = moe_int_router_plan_make(&layer->config.router, layer->tensors, (moe_real)most, table, table != NULL ? plan->table_size : 0, plan, &why);
     if (status != MOE_OK) MOEI_MAKER_REFUSE(m, status, "module %z: %s", m->module, why.message);
 }
 
-/* The router's plan for logits as large as calibration saw, in units of at least `finest`, and its constants among those of the model. */
+/* The router's plan for logits as large as calibration saw, in units of at least `finest`. */
 static void moei_mixture_plan(moei_maker *m, moei_scoring *s, double finest) {
     double most = s->range->z > 0 ? s->range->z : 1;
     unsigned char *table;
     int tries;
     for (tries = 0; tries < 64 && m->status == MOE_OK; tries++, most *= 2) {
-        moei_mixture_plan_for(m, s, most, NULL);
+        moei_router_plan(m, s->layer, most, NULL, &s->plan);
         if ((double)s->plan.z_scale >= finest) break;
     }
     if (m->status == MOE_OK && (double)s->plan.z_scale < finest) moei_maker_fail(m, MOE_ERR_OVERFLOW);
     if (m->status != MOE_OK || s->plan.table_size == 0) return;
     table = (unsigned char *)moei_alloc(&m->made.allocator, s->plan.table_size, 1);
     if (table == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
-    else moei_mixture_plan_for(m, s, most, table);
+    else moei_router_plan(m, s->layer, most, table, &s->plan);
     if (m->status == MOE_OK) moe_int_router_move(&s->plan.router, moei_constants(m, &m->made.weights, table, s->plan.table_size));
     moei_free(&m->made.allocator, table, s->plan.table_size);
 }
@@ -11045,7 +11046,6 @@ static moei_int_target moei_mixture_experts(moei_maker *m, moei_scoring *s, cons
 static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
     const moe_layer_config *c = &module->layer.config;
     const int reads_experts = moei_scored_node(c) >= 0;
-    int frozen = 0;
     moei_chain shared;
     moei_scoring s;
     moe_int_mixture mixture;
@@ -11058,8 +11058,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     memset(&s, 0, sizeof s);
     memset(&shared, 0, sizeof shared);
     s.layer = &module->layer, s.range = range, s.entering = m->entering[m->module];
-    s.now = moei_router_now(s.layer, &frozen);
-    moei_mixture_supported(m, c, frozen);
+    s.now = moei_router_now(s.layer, NULL);
     if (m->status != MOE_OK) return 0;
     if (c->n_shared > 0) shared = moei_chain_begin(s.layer, MOEI_SHARED);
     m->multiplications += m->counted;
@@ -11591,6 +11590,15 @@ static size_t moei_model_length(const moe_net *net, size_t wanted) {
     return length;
 }
 
+/* Refuses what a mixture's router needs and integers cannot have, before calibration fails for want of it. */
+static void moei_mixture_refuse(moei_maker *m, const moe_layer *layer) {
+    moe_int_router_plan plan;
+    int frozen;
+    (void)moei_router_now(layer, &frozen);
+    moei_mixture_supported(m, &layer->config, frozen);
+    moei_router_plan(m, layer, 1, NULL, &plan);
+}
+
 /* The widths of all modules become those of 16 bits. */
 static void moei_maker_check(moei_maker *m) {
     const moe_data *data = m->config->calibration;
@@ -11604,18 +11612,8 @@ static void moei_maker_check(moei_maker *m) {
         for (j = 0; j < m->net->tensors[i].count; j++)
             if (!moe_is_finite(m->net->tensors[i].data[j]))
                 MOEI_MAKER_REFUSE(m, MOE_ERR_NONFINITE, "%s[%z] = %g: must be a finite number", m->net->tensors[i].name, j, (double)m->net->tensors[i].data[j]);
-    /* what a router needs beyond x must be refused before calibration fails for want of it */
-    for (i = 0; i < m->net->n_modules; i++) {
-        moei_scoring s;
-        int frozen = 0;
-        m->module = i;
-        if (m->net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
-        memset(&s, 0, sizeof s);
-        s.layer = &m->net->modules[i].layer;
-        (void)moei_router_now(s.layer, &frozen);
-        moei_mixture_supported(m, &s.layer->config, frozen);
-        if (m->status == MOE_OK) moei_mixture_plan_for(m, &s, 1, NULL);
-    }
+    for (m->module = 0; m->module < m->net->n_modules; m->module++)
+        if (m->net->modules[m->module].kind == MOE_MODULE_MIXTURE) moei_mixture_refuse(m, &m->net->modules[m->module].layer);
     for (i = 0; i < m->net->n_modules; i++)
         if (m->net->modules[i].d_in > MOEI_INT_MAX_WIDTH || m->net->modules[i].d_out > MOEI_INT_MAX_WIDTH)
             MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: wider than %d has no integer form; MOE_WEIGHTS_FLOAT takes it", i, (int)MOEI_INT_MAX_WIDTH);

@@ -43,6 +43,7 @@ static void *grab(size_t count, size_t size) {
 typedef struct memory {
     long blocks;         /* handed out and not given back */
     long calls, fail_at; /* fail_at: number of the call that fails, 0: none */
+    int once;            /* those after it do not fail */
     int wrong_size;      /* an old size was not what the block has */
 } memory;
 
@@ -58,7 +59,7 @@ static void *memory_resize(void *ctx, void *block, size_t old_size, size_t new_s
         free(base);
         return NULL;
     }
-    if (++m->calls == m->fail_at) return NULL;
+    if (++m->calls == m->fail_at || (m->fail_at > 0 && m->calls > m->fail_at && !m->once)) return NULL;
     made = (unsigned char *)grab(new_size + 16, 1);
     memcpy(made, &new_size, sizeof new_size);
     if (base != NULL) memcpy(made + 16, block, had < new_size ? had : new_size);
@@ -531,28 +532,28 @@ static void random_levels(moe_rng *rng, size_t kind, size_t n, signed char *x) {
 
 /* ---- both interpreters on one model ------------------------------------------------------------------------------------------ */
 
-/* Scratch memory of exactly the model's size at any address, with guards on both sides. */
+/* Scratch memory of exactly the model's size at any address, with guards on both sides, or none behind it, where the sanitizers look. */
 enum { GUARD = 32, FILL = 0xa5 };
 
 typedef struct place {
     unsigned char *block;
-    size_t size, shift;
+    size_t size, before, behind;
 } place;
 
-static place place_of(size_t size, size_t shift) {
+static place place_of(size_t size, size_t turn) {
     place p;
-    p.size = size, p.shift = shift;
-    p.block = (unsigned char *)grab(size + 2 * GUARD + shift, 1);
-    memset(p.block, FILL, size + 2 * GUARD + shift);
+    p.size = size, p.before = GUARD + turn % 8, p.behind = turn / 8 % 2 * GUARD;
+    p.block = (unsigned char *)grab(p.before + size + p.behind, 1);
+    memset(p.block, FILL, p.before + size + p.behind);
     return p;
 }
 
-static void *place_memory(const place *p) { return p->block + GUARD + p->shift; }
+static void *place_memory(const place *p) { return p->block + p->before; }
 
 static int place_free(place *p) {
     size_t i, wrong = 0;
-    for (i = 0; i < GUARD + p->shift; i++) wrong += p->block[i] != FILL;
-    for (i = 0; i < GUARD; i++) wrong += p->block[GUARD + p->shift + p->size + i] != FILL;
+    for (i = 0; i < p->before; i++) wrong += p->block[i] != FILL;
+    for (i = 0; i < p->behind; i++) wrong += p->block[p->before + p->size + i] != FILL;
     free(p->block);
     return wrong == 0;
 }
@@ -604,7 +605,7 @@ static void compare_interpreters(moe_rng *rng, const moe_built_model *built, siz
     s.bytes = built->experts.data, s.size = built->experts.size;
     loader.ctx = &s, loader.fetch = shelf_fetch;
     for (i = 0; i < n && status == MOE_OK && m.wrong == NULL; i++) {
-        place scratch = place_of(model->scratch_size, i % 8);
+        place scratch = place_of(model->scratch_size, i);
         random_levels(rng, i, model->d_in, x);
         machine_infer(&m, x, ours);
         memset(theirs, 0x55, model->d_out * sizeof *theirs);
@@ -846,11 +847,481 @@ static void test_accuracy(void) {
     }
 }
 
+/* ---- handwritten digits -------------------------------------------------------------------------------------------------------- */
+
+enum { PIXELS = 64, CLASSES = 10, MOST_DIGITS = 5000 };
+
+/* examples/data/digits.csv; no rows where it is not to be found. */
+static moe_data read_digits(void) {
+    moe_data data;
+    moe_real *x = (moe_real *)grab((size_t)MOST_DIGITS * PIXELS, sizeof *x);
+    int32_t *labels = (int32_t *)grab(MOST_DIGITS, sizeof *labels);
+    FILE *f = fopen("examples/data/digits.csv", "r");
+    char line[1024];
+    int i;
+    memset(&data, 0, sizeof data);
+    data.x = x, data.labels = labels;
+    for (; f != NULL && data.n < MOST_DIGITS && fgets(line, sizeof line, f) != NULL; data.n++) {
+        char *at = line;
+        for (i = 0; i < PIXELS; i++, at += *at == ',') x[data.n * PIXELS + (size_t)i] = (moe_real)((double)strtol(at, &at, 10) / 16.0);
+        labels[data.n] = (int32_t)strtol(at, NULL, 10);
+    }
+    if (f != NULL) fclose(f);
+    return data;
+}
+
+static void digits_mixture(moe_net *net) {
+    moe_layer_config c;
+    memset(&c, 0, sizeof c);
+    c.router.n_experts = 8, c.router.top_k = 2, c.router.loss_balance = (moe_real)0.05;
+    c.expert = MOE_EXPERT_MLP, c.d_ff = 16, c.d_out = 32;
+    (void)moe_net_mixture(net, &c);
+    (void)moe_net_linear(net, CLASSES);
+}
+
+static void digits_mlp(moe_net *net) {
+    (void)moe_net_linear(net, 32), (void)moe_net_activation(net, MOE_ACT_RELU);
+    (void)moe_net_linear(net, 16), (void)moe_net_activation(net, MOE_ACT_RELU);
+    (void)moe_net_linear(net, CLASSES);
+}
+
+static const struct digits_net {
+    const char *name;
+    void (*add)(moe_net *net);
+    double less8, less4; /* the most that accuracy may fall */
+} digits_nets[] = {{"digits: relu", digits_mlp, 0.005, 0.03}, {"digits: mixture", digits_mixture, 0.005, 0.03}};
+
+/* Trains one net on three rows of five, and judges its models by the other two. */
+static void test_digits_net(const struct digits_net *row, const moe_data *train, const moe_data *test) {
+    moe_net net;
+    moe_error error;
+    moe_train_config c;
+    int weights;
+    memset(&c, 0, sizeof c), memset(&error, 0, sizeof error);
+    c.epochs = 20, c.batch = 32, c.rate = (moe_real)0.004, c.seed = 1;
+    (void)moe_net_init(&net, PIXELS, MOE_KERNELS_C, NULL);
+    row->add(&net);
+    if (!CHECK_SAYS(moe_net_build(&net, 1, 1, &error), MOE_OK, row->name, error)) return;
+    CHECK_SAYS(moe_fit(&net, train, NULL, &c, &error), MOE_OK, row->name, error);
+    for (weights = MOE_WEIGHTS_INT8; weights <= MOE_WEIGHTS_INT4; weights++) {
+        moe_model_config config;
+        moe_built_model built;
+        closeness close;
+        memset(&config, 0, sizeof config);
+        config.weights = weights, config.calibration = train;
+        if (!CHECK_SAYS(moe_model_create(&built, &net, &config, &error), MOE_OK, row->name, error)) continue;
+        close = compare_with_floats(&net, &built.model, test);
+        if (!CHECK(close.accuracy >= close.exact_accuracy - (weights == MOE_WEIGHTS_INT8 ? row->less8 : row->less4), row->name) ||
+            !CHECK(close.exact_accuracy > 0.9, "the net has learned") || verbose)
+            printf("    %s int%d: accuracy %.4f, in floating point %.4f; error %.4f; %.4f of the rows to other experts; %u bytes, scratch %u\n", row->name,
+                   weights == MOE_WEIGHTS_INT8 ? 8 : 4, close.accuracy, close.exact_accuracy, close.error, close.elsewhere,
+                   (unsigned)(built.model.weights_size + built.model.experts_size), (unsigned)built.model.scratch_size);
+        moe_model_free(&built);
+    }
+    moe_net_free(&net);
+}
+
+static void test_digits(void) {
+    moe_data all = read_digits(), train = all, test = all;
+    size_t i;
+    train.n = all.n / 5 * 3, test.n = all.n - train.n;
+    test.x += train.n * PIXELS, test.labels += train.n;
+    if (CHECK(all.n > 1000, "examples/data/digits.csv"))
+        for (i = 0; i < sizeof digits_nets / sizeof *digits_nets; i++) test_digits_net(&digits_nets[i], &train, &test);
+    free((void *)(uintptr_t)all.labels);
+    drop_data(&all);
+}
+
+/* ---- failures ------------------------------------------------------------------------------------------------------------------ */
+
+/* All that takes memory: products of both kinds of constants, a router with a table, a shared expert, a residual. */
+static int rich_net(moe_net *net) {
+    moe_layer_config c;
+    moe_error error;
+    memset(&c, 0, sizeof c);
+    c.router.n_experts = 4, c.router.top_k = 2, c.router.expert_scale = 1, c.router.router_bias = 1;
+    c.d_ff = 7, c.n_shared = 1, c.d_shared = 5;
+    (void)moe_net_init(net, 9, MOE_KERNELS_C, NULL);
+    (void)moe_net_linear(net, 6), (void)moe_net_activation(net, MOE_ACT_GELU);
+    (void)moe_net_mixture(net, &c), (void)moe_net_residual(net, 1);
+    c.router.expert_scale = 0, c.expert = MOE_EXPERT_MLP, c.n_shared = c.d_shared = 0;
+    (void)moe_net_mixture(net, &c);
+    (void)moe_net_linear(net, 3);
+    return CHECK_SAYS(moe_net_build(net, 0, 3, &error), MOE_OK, "rich net", error);
+}
+
+static moe_model_config int8_config(const moe_data *rows) {
+    moe_model_config c;
+    memset(&c, 0, sizeof c);
+    c.weights = MOE_WEIGHTS_INT8, c.calibration = rows;
+    return c;
+}
+
+/* A built model of the rich net, and what it was made of. */
+typedef struct rich {
+    moe_net net;
+    moe_data rows;
+    moe_model_config config;
+    moe_built_model built;
+} rich;
+
+static int rich_begin(rich *r, int loader) {
+    moe_rng rng;
+    moe_error error;
+    moe_rng_seed(&rng, 8);
+    memset(&r->built, 0, sizeof r->built);
+    r->rows = random_rows(&rng, 50, 9, 1);
+    if (!rich_net(&r->net)) return 0;
+    r->config = int8_config(&r->rows), r->config.loader = loader;
+    return CHECK_SAYS(moe_model_create(&r->built, &r->net, &r->config, &error), MOE_OK, "model of the rich net", error);
+}
+
+static void rich_end(rich *r) { moe_model_free(&r->built), moe_net_free(&r->net), drop_data(&r->rows); }
+
+static void untouched_begin(moe_built_model *built) { memset(built, FILL, sizeof *built); }
+
+static int untouched(const moe_built_model *built) {
+    const unsigned char *p = (const unsigned char *)built;
+    size_t i;
+    for (i = 0; i < sizeof *built; i++)
+        if (p[i] != FILL) return 0;
+    return 1;
+}
+
+static void test_allocations(void) {
+    rich r;
+    int turn;
+    if (!rich_begin(&r, 0)) return;
+    for (turn = 0; turn < 2 * MOE_WEIGHTS_COUNT; turn++) {
+        const int weights = turn / 2, once = turn % 2;
+        long at = 0, calls = 1;
+        for (r.config.weights = weights; at < calls && at < 2000; ) {
+            moe_built_model built;
+            moe_status status;
+            moe_error error;
+            memory heap;
+            untouched_begin(&built);
+            r.config.allocator = memory_allocator(&heap, ++at), heap.once = once;
+            status = moe_model_create(&built, &r.net, &r.config, &error);
+            calls = heap.calls;
+            if (status == MOE_OK) {
+                CHECK(calls < at || once, "an allocation that fails is seen"); /* a buffer that cannot double tries less */
+                moe_model_free(&built);
+                moe_model_free(&built);
+            } else CHECK(status == MOE_ERR_MEMORY && error.code == MOE_ERR_MEMORY && error.message[0] != '\0' && untouched(&built), "an allocation that fails");
+            CHECK(heap.blocks == 0 && !heap.wrong_size, "all memory is given back, by its size");
+            if (status != MOE_OK && calls == at) calls++;
+        }
+        CHECK(at < 2000 && (weights == MOE_WEIGHTS_FLOAT || at > 20), "all allocations have failed once");
+    }
+    memset(&r.config.allocator, 0, sizeof r.config.allocator);
+    rich_end(&r);
+}
+
+/* A stream whose fail_at-th write fails. */
+typedef struct sink {
+    long writes, fail_at;
+    size_t size;
+} sink;
+
+static moe_status sink_write(void *ctx, const void *from, size_t size) {
+    sink *s = (sink *)ctx;
+    (void)from;
+    if (++s->writes == s->fail_at) return MOE_ERR_IO;
+    if (s->fail_at > 0 && s->writes > s->fail_at) return MOE_ERR_STATE; /* nobody writes after a failure */
+    s->size += size;
+    return MOE_OK;
+}
+
+static void test_streams(void) {
+    int experts;
+    for (experts = 0; experts < 2; experts++) {
+        rich r;
+        moe_status status = MOE_ERR_IO;
+        long at;
+        if (!rich_begin(&r, experts)) continue;
+        for (at = 1; status != MOE_OK && at < 100000; at++) {
+            moe_error error;
+            moe_stream stream;
+            sink s;
+            memset(&s, 0, sizeof s), memset(&stream, 0, sizeof stream);
+            s.fail_at = at, stream.ctx = &s, stream.write = sink_write;
+            status = experts ? moe_export_experts(&r.built, &stream, &error) : moe_export_c(&r.built, "rich", &stream, &error);
+            if (status == MOE_OK) CHECK(s.writes < at && s.size > 100, "all writes have failed once");
+            else if (status != MOE_ERR_IO || error.code != MOE_ERR_IO || s.writes != at) break;
+        }
+        CHECK_STATUS(status, MOE_OK, "each write that fails ends the export at once");
+        rich_end(&r);
+    }
+}
+
+#define REFUSED(wanted, word, net)                                                                                          \
+    do {                                                                                                                    \
+        moe_built_model not_built;                                                                                          \
+        moe_error why;                                                                                                      \
+        memset(&why, 0, sizeof why);                                                                                        \
+        untouched_begin(&not_built);                                                                                        \
+        if (CHECK_SAYS(moe_model_create(&not_built, net, &config, &why), wanted, word, why) && strstr(why.message, word) == NULL) \
+            failed++, printf("%s:%d: \"%s\" does not say %s\n", __FILE__, __LINE__, why.message, word);                     \
+        CHECK(untouched(&not_built), "a failed call changes nothing");                                                      \
+        CHECK_STATUS(moe_model_create(&not_built, net, &config, NULL), wanted, "error may be NULL");                        \
+    } while (0)
+
+static void test_refused_configs(void) {
+    const moe_real infinity_real = (moe_real)HUGE_VAL;
+    rich r;
+    moe_model_config config;
+    moe_data rows;
+    moe_net empty;
+    moe_real *x, kept;
+    if (!rich_begin(&r, 0)) return;
+    config = r.config;
+    CHECK_STATUS(moe_model_create(NULL, &r.net, &config, NULL), MOE_ERR_ARGUMENT, "built NULL");
+    REFUSED(MOE_ERR_ARGUMENT, "net", NULL);
+    (void)moe_net_init(&empty, 3, MOE_KERNELS_C, NULL);
+    REFUSED(MOE_ERR_STATE, "net", &empty);
+    moe_net_free(&empty);
+    config.weights = MOE_WEIGHTS_COUNT;
+    REFUSED(MOE_ERR_CONFIG, "weights = 3", &r.net);
+    config.weights = -1;
+    REFUSED(MOE_ERR_CONFIG, "weights = -1", &r.net);
+    config.weights = MOE_WEIGHTS_INT4, config.loader = 2;
+    REFUSED(MOE_ERR_CONFIG, "loader = 2", &r.net);
+    config.weights = MOE_WEIGHTS_FLOAT, config.loader = 1;
+    REFUSED(MOE_ERR_UNSUPPORTED, "loader = 1", &r.net);
+    config = r.config, config.calibration = NULL;
+    REFUSED(MOE_ERR_ARGUMENT, "calibration", &r.net);
+    rows = r.rows, rows.n = 0, config.calibration = &rows;
+    REFUSED(MOE_ERR_ARGUMENT, "calibration", &r.net);
+    rows = r.rows, rows.x = NULL;
+    REFUSED(MOE_ERR_ARGUMENT, "x", &r.net);
+    rows = r.rows, rows.length = 7;
+    REFUSED(MOE_ERR_ARGUMENT, "length = 7", &r.net);
+    rows = r.rows, x = (moe_real *)(uintptr_t)r.rows.x, kept = x[17], x[17] = infinity_real;
+    REFUSED(MOE_ERR_NONFINITE, "x[1][8]", &r.net);
+    x[17] = infinity_real - infinity_real;
+    REFUSED(MOE_ERR_NONFINITE, "x[1][8]", &r.net);
+    x[17] = kept;
+    x = moe_net_find(&r.net, "0.weight")->data, kept = x[3], x[3] = infinity_real;
+    REFUSED(MOE_ERR_NONFINITE, "0.weight[3]", &r.net);
+    x[3] = infinity_real - infinity_real;
+    REFUSED(MOE_ERR_NONFINITE, "0.weight[3]", &r.net);
+    x[3] = (moe_real)(MOE_REAL_IS_DOUBLE ? 1e300 : 1e37), x = moe_net_find(&r.net, "5.weight")->data, x[0] = (moe_real)(MOE_REAL_IS_DOUBLE ? 1e300 : 1e37);
+    REFUSED(MOE_ERR_NONFINITE, "calibration", &r.net);
+    rich_end(&r);
+}
+
+/* Modules and options without an integer form. */
+static void test_refused_modules(void) {
+    moe_rng rng;
+    moe_data rows;
+    moe_net net;
+    moe_error error;
+    moe_model_config config;
+    moe_layer_config c;
+    int i;
+    moe_rng_seed(&rng, 4);
+    rows = random_rows(&rng, 10, 6, 1);
+    config = int8_config(&rows);
+    for (i = 0; i < 6; i++) {
+        static const char *const words[6] = {"add_input", "shared_sigmoid", "apply_to", "input", "select", "expert_choice"};
+        memset(&c, 0, sizeof c);
+        c.router.n_experts = 4;
+        if (i == 0) c.add_input = 1, c.router.weight = MOE_WEIGHT_SOFTMAX;
+        if (i == 1) c.n_shared = 1, c.shared_sigmoid = 1;
+        if (i == 2) c.router.apply_to = MOE_APPLY_INPUT;
+        if (i == 3) c.router.input = MOE_INPUT_SCALED_RMS;
+        if (i == 4) c.router.select = MOE_SELECT_HASH, c.router.table_size = 10;
+        if (i == 5) c.router.select = MOE_SELECT_EXPERT_CHOICE, c.router.weight = MOE_WEIGHT_RAW;
+        (void)moe_net_init(&net, 6, MOE_KERNELS_C, NULL);
+        (void)moe_net_linear(&net, 6), (void)moe_net_mixture(&net, &c);
+        if (CHECK_SAYS(moe_net_build(&net, 0, 1, &error), MOE_OK, words[i], error)) {
+            REFUSED(MOE_ERR_UNSUPPORTED, words[i], &net);
+            REFUSED(MOE_ERR_UNSUPPORTED, "module 1", &net);
+        }
+        moe_net_free(&net);
+    }
+    drop_data(&rows);
+}
+
+/* Widths at the end of what an operation can say. */
+static void test_widths(void) {
+    static const struct {
+        int d_in, d_out;
+        moe_status status;
+    } widths[] = {{65532, 1, MOE_OK}, {1, 65532, MOE_OK}, {65533, 1, MOE_ERR_UNSUPPORTED}, {1, 65533, MOE_ERR_UNSUPPORTED}};
+    moe_rng rng;
+    size_t i;
+    moe_rng_seed(&rng, 4);
+    for (i = 0; i < sizeof widths / sizeof *widths; i++) {
+        moe_data rows = random_rows(&rng, 2, (size_t)widths[i].d_in, 1);
+        moe_model_config config = int8_config(&rows);
+        moe_net net;
+        moe_error error;
+        (void)moe_net_init(&net, widths[i].d_in, MOE_KERNELS_C, NULL);
+        (void)moe_net_linear(&net, widths[i].d_out);
+        if (!CHECK_SAYS(moe_net_build(&net, 0, 1, &error), MOE_OK, "a wide net", error)) continue;
+        if (widths[i].status == MOE_OK) {
+            agreement all;
+            moe_built_model built;
+            memset(&all, 0, sizeof all);
+            if (CHECK_SAYS(moe_model_create(&built, &net, &config, &error), MOE_OK, "the widest model", error)) compare_interpreters(&rng, &built, 4, &all), moe_model_free(&built);
+        } else REFUSED(widths[i].status, "module 0", &net);
+        moe_net_free(&net), drop_data(&rows);
+    }
+}
+
+static void test_refused_calls(void) {
+    static const char *const names[] = {"", "1a", "a b", "a-b", "a.b", "n\xc3\xa4me", "a\n", "a_name_that_is_much_longer_than_any_name_that_somebody_would_type_into_a_program_by_hand_and_then_some"};
+    rich r, behind;
+    moe_model model;
+    moe_choice choices[4];
+    moe_stream stream, deaf;
+    moe_loader loader;
+    moe_error error;
+    sink s;
+    shelf books;
+    signed char in[9];
+    int16_t out[3];
+    unsigned char *room;
+    size_t size, count = 77, i;
+    memset(in, 1, sizeof in), memset(&s, 0, sizeof s), memset(&stream, 0, sizeof stream), memset(&deaf, 0, sizeof deaf), memset(&books, 0, sizeof books);
+    stream.ctx = &s, stream.write = sink_write;
+    moe_model_free(NULL);
+    if (!rich_begin(&r, 0) || !rich_begin(&behind, 1)) return;
+    size = r.built.model.scratch_size, room = (unsigned char *)grab(size, 1);
+    CHECK_STATUS(moe_infer(NULL, in, out, room, size), MOE_ERR_ARGUMENT, "model NULL");
+    CHECK_STATUS(moe_infer(&r.built.model, NULL, out, room, size), MOE_ERR_ARGUMENT, "input NULL");
+    CHECK_STATUS(moe_infer(&r.built.model, in, NULL, room, size), MOE_ERR_ARGUMENT, "output NULL");
+    CHECK_STATUS(moe_infer(&r.built.model, in, out, NULL, size), MOE_ERR_ARGUMENT, "scratch NULL");
+    CHECK_STATUS(moe_infer(&r.built.model, in, out, room, size - 1), MOE_ERR_SPACE, "a byte too few");
+    CHECK_STATUS(moe_infer(&r.built.model, in, out, room, 0), MOE_ERR_SPACE, "no scratch room");
+    CHECK_STATUS(moe_infer(&r.built.model, in, out, room, size), MOE_OK, "exact scratch room");
+    CHECK_STATUS(moe_infer_loading(&r.built.model, NULL, in, out, room, size), MOE_OK, "no loader where none is needed");
+    model = r.built.model, model.version++;
+    CHECK_STATUS(moe_infer(&model, in, out, room, size), MOE_ERR_UNSUPPORTED, "another version");
+    CHECK_STATUS(moe_infer_choices(NULL, 0, room, choices, 4, &count), MOE_ERR_ARGUMENT, "choices: model NULL");
+    CHECK_STATUS(moe_infer_choices(&model, 0, room, NULL, 4, &count), MOE_ERR_ARGUMENT, "choices NULL");
+    CHECK_STATUS(moe_infer_choices(&model, 0, NULL, choices, 4, &count), MOE_ERR_ARGUMENT, "choices: scratch NULL");
+    CHECK_STATUS(moe_infer_choices(&model, 0, room, choices, 4, NULL), MOE_ERR_ARGUMENT, "count NULL");
+    CHECK_STATUS(moe_infer_choices(&model, 2, room, choices, 4, &count), MOE_ERR_NOT_FOUND, "no such mixture");
+    CHECK(count == 77, "a failed call changes nothing");
+    CHECK_STATUS(moe_infer_choices(&model, 1, room, NULL, 0, &count), MOE_OK, "how many were chosen");
+    CHECK(count == 2, "two were chosen");
+    choices[1].expert = 77;
+    CHECK_STATUS(moe_infer_choices(&model, 1, room, choices, 1, &count), MOE_OK, "the first choice");
+    CHECK(count == 2 && choices[1].expert == 77, "no more than there is room for");
+    moe_infer_restart(NULL, room, size), moe_infer_restart(&r.built.model, NULL, size), moe_infer_restart(&r.built.model, room, 0);
+    for (i = 0; i < sizeof names / sizeof *names; i++)
+        CHECK(moe_export_c(&r.built, names[i], &stream, &error) == MOE_ERR_ARGUMENT && strstr(error.message, "name") != NULL, "a name that is no identifier");
+    CHECK_STATUS(moe_export_c(NULL, "a", &stream, NULL), MOE_ERR_ARGUMENT, "export: built NULL");
+    CHECK_STATUS(moe_export_c(&r.built, NULL, &stream, NULL), MOE_ERR_ARGUMENT, "name NULL");
+    CHECK_STATUS(moe_export_c(&r.built, "a", NULL, NULL), MOE_ERR_ARGUMENT, "stream NULL");
+    CHECK_STATUS(moe_export_c(&r.built, "a", &deaf, NULL), MOE_ERR_ARGUMENT, "a stream that does not write");
+    CHECK_STATUS(moe_export_experts(NULL, &stream, NULL), MOE_ERR_ARGUMENT, "experts: built NULL");
+    CHECK_STATUS(moe_export_experts(&behind.built, NULL, NULL), MOE_ERR_ARGUMENT, "experts: stream NULL");
+    CHECK_STATUS(moe_export_experts(&behind.built, &deaf, NULL), MOE_ERR_ARGUMENT, "experts: a stream that does not write");
+    CHECK_STATUS(moe_export_experts(&r.built, &stream, NULL), MOE_ERR_STATE, "experts that are part of the model");
+    CHECK(s.writes == 0, "a refused export writes nothing");
+    free(room);
+    size = behind.built.model.scratch_size, room = (unsigned char *)grab(size, 1);
+    CHECK_STATUS(moe_infer(&behind.built.model, in, out, room, size), MOE_ERR_UNSUPPORTED, "a loader is needed");
+    loader.ctx = &books, loader.fetch = NULL;
+    CHECK_STATUS(moe_infer_loading(&behind.built.model, &loader, in, out, room, size), MOE_ERR_UNSUPPORTED, "a loader that does nothing");
+    loader.fetch = shelf_fetch, books.bytes = behind.built.experts.data, books.size = behind.built.experts.size;
+    for (books.fail_at = 1; books.fail_at <= 4; books.fail_at++, books.fetched = 0)
+        CHECK_STATUS(moe_infer_loading(&behind.built.model, &loader, in, out, room, size), MOE_ERR_IO, "a loader that fails");
+    CHECK_STATUS(moe_infer_loading(&behind.built.model, &loader, in, out, room, size), MOE_OK, "a loader that does not");
+    CHECK(books.fetched == 4 && !books.wrong, "an expert is fetched once");
+    free(room);
+    rich_end(&r), rich_end(&behind);
+}
+
+/* A built model may be copied to another place; the old one is then nobody's. */
+static void test_moved(void) {
+    rich r;
+    moe_built_model moved;
+    moe_rng rng;
+    agreement all;
+    moe_stream stream;
+    sink s;
+    memset(&all, 0, sizeof all), memset(&s, 0, sizeof s), memset(&stream, 0, sizeof stream);
+    stream.ctx = &s, stream.write = sink_write;
+    moe_rng_seed(&rng, 6);
+    if (!rich_begin(&r, 0)) return;
+    moved = r.built;
+    memset(&r.built, 0x5a, sizeof r.built);
+    compare_interpreters(&rng, &moved, 4, &all);
+    CHECK_STATUS(moe_export_c(&moved, "moved", &stream, NULL), MOE_OK, "export of a moved model");
+    moe_model_free(&moved);
+    memset(&r.built, 0, sizeof r.built);
+    rich_end(&r);
+}
+
+/* Calibration that says little: one row, the same row again, zeros, tiny and large numbers. */
+static void test_poor_calibration(void) {
+    moe_rng rng;
+    size_t i, j;
+    int turn;
+    moe_rng_seed(&rng, 21);
+    for (turn = 0; turn < 12; turn++) {
+        moe_data rows = random_rows(&rng, 50, 9, 1);
+        moe_real *x = (moe_real *)(uintptr_t)rows.x;
+        moe_model_config config = int8_config(&rows);
+        moe_built_model built;
+        moe_error error;
+        moe_net net;
+        agreement all;
+        memset(&all, 0, sizeof all), memset(&error, 0, sizeof error);
+        config.weights = turn % 2 ? MOE_WEIGHTS_INT4 : MOE_WEIGHTS_INT8;
+        for (i = 0; i < 50 * 9; i++) {
+            if (turn / 2 == 1) x[i] = x[i % 9];
+            if (turn / 2 == 2) x[i] = 0;
+            if (turn / 2 == 3) x[i] *= (moe_real)1e-20;
+            if (turn / 2 == 4) x[i] *= (moe_real)10;
+        }
+        if (turn / 2 == 0) rows.n = 1;
+        if (!rich_net(&net)) return;
+        for (i = 0; i < net.n_tensors && turn / 2 == 5; i++)
+            for (j = 0; j < net.tensors[i].count; j++) net.tensors[i].data[j] = 0;
+        if (CHECK_SAYS(moe_model_create(&built, &net, &config, &error), MOE_OK, "poor calibration", error)) {
+            CHECK(built.model.input_scale > 0 && built.model.input_scale < 1e6f && built.model.output_scale > 0 && built.model.output_scale < 1e6f, "scales are positive numbers");
+            compare_interpreters(&rng, &built, 8, &all);
+            moe_model_free(&built);
+        }
+        moe_net_free(&net), drop_data(&rows);
+    }
+}
+
+/* The same net gives the same bytes. */
+static void test_determinism(void) {
+    rich a, b;
+    moe_buffer first, second;
+    moe_stream stream;
+    memset(&first, 0, sizeof first), memset(&second, 0, sizeof second);
+    if (!rich_begin(&a, 0) || !rich_begin(&b, 0)) return;
+    stream = moe_buffer_stream(&first), CHECK_STATUS(moe_export_c(&a.built, "twice", &stream, NULL), MOE_OK, "export");
+    stream = moe_buffer_stream(&second), CHECK_STATUS(moe_export_c(&b.built, "twice", &stream, NULL), MOE_OK, "export");
+    CHECK(first.size > 0 && first.size == second.size && memcmp(first.data, second.data, first.size) == 0, "the same net is the same model");
+    moe_buffer_free(&first), moe_buffer_free(&second);
+    rich_end(&a), rich_end(&b);
+}
+
 int main(int argc, char **argv) {
     few = argc > 1 && strcmp(argv[1], "few") == 0;
     verbose = argc > 1 && strcmp(argv[1], "verbose") == 0;
     test_random_nets();
     test_accuracy();
+    test_allocations();
+    test_streams();
+    test_refused_configs();
+    test_refused_modules();
+    test_widths();
+    test_refused_calls();
+    test_moved();
+    test_poor_calibration();
+    test_determinism();
+    if (!few) test_digits();
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed > 0;
 }
