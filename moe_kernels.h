@@ -593,7 +593,7 @@ MOE_API moe_real moe_rng_normal(moe_rng *rng);
    Constants are bytes, little-endian on every machine, aligned to 4 bytes and declared with MOE_FLASH behind the name:
        static const unsigned char weights[140] MOE_FLASH = {...};
    which keeps them in program memory on AVR (in its first 64 KiB). Vectors and constants that are not aligned fault on some Arm processors.
-   All calls are thread-safe: they write only what they are given, and take below 150 bytes of stack. */
+   All calls are thread-safe: they write only what they are given, and take below 250 bytes of stack. */
 #if defined(__AVR__) && !defined(MOE_NO_PROGMEM)
 #define MOE_FLASH __attribute__((__progmem__, __aligned__(4)))
 #elif defined(__GNUC__) || defined(__clang__) || defined(__TINYC__)
