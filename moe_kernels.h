@@ -593,7 +593,7 @@ MOE_API moe_real moe_rng_normal(moe_rng *rng);
    Constants are bytes, little-endian on every machine, aligned to 4 bytes and declared with MOE_FLASH behind the name:
        static const unsigned char weights[140] MOE_FLASH = {...};
    which keeps them in program memory on AVR (in its first 64 KiB). Vectors and constants that are not aligned fault on some Arm processors.
-   All calls are thread-safe: they write only what they are given, and take below 150 bytes of stack. */
+   All calls are thread-safe: they write only what they are given, and take below 250 bytes of stack. */
 #if defined(__AVR__) && !defined(MOE_NO_PROGMEM)
 #define MOE_FLASH __attribute__((__progmem__, __aligned__(4)))
 #elif defined(__GNUC__) || defined(__clang__) || defined(__TINYC__)
@@ -6071,8 +6071,12 @@ MOEI_INLINE int32_t moei_int_round(const moe_int_shape *shape) {
     return (int32_t)((uint32_t)1 << shape->shift >> 1);
 }
 
+MOEI_INLINE int16_t moei_int_held(int32_t low, int32_t high, int32_t value) {
+    return (int16_t)(value < low ? low : value > high ? high : value);
+}
+
 MOEI_INLINE int16_t moei_int_clamp(const moe_int_shape *shape, int32_t value) {
-    return value < shape->low ? shape->low : value > shape->high ? shape->high : (int16_t)value;
+    return moei_int_held(shape->low, shape->high, value);
 }
 
 MOEI_INLINE void moei_int_put_zeros(unsigned n, int16_t *y) {
@@ -6525,39 +6529,54 @@ void moe_int4_product_add(const moe_int_shape *shape, const unsigned char *data,
 
 /* ---- along vectors ---- */
 
+/* Copied from a shape, which the compiler would read anew for every number: what is written could be part of it. */
+typedef struct moei_int_limits {
+    int32_t round, low, high;
+    unsigned shift;
+} moei_int_limits;
+
+MOEI_INLINE moei_int_limits moei_int_limits_of(const moe_int_shape *shape) {
+    moei_int_limits l;
+    l.round = moei_int_round(shape), l.low = shape->low, l.high = shape->high, l.shift = shape->shift;
+    return l;
+}
+
+MOEI_INLINE int16_t moei_int_limited(moei_int_limits l, int32_t value) {
+    return moei_int_held(l.low, l.high, (value + l.round) >> l.shift);
+}
+
 void moe_int_store(const moe_int_shape *shape, const int32_t *sum, int16_t *y) {
-    const int32_t round = moei_int_round(shape);
-    unsigned i;
-    for (i = 0; i < shape->n; i++) y[i] = moei_int_clamp(shape, (sum[i] + round) >> shape->shift);
-    moei_int_put_zeros(i, y);
+    const moei_int_limits l = moei_int_limits_of(shape);
+    const int16_t *end = y + shape->n;
+    while (y != end) *y++ = moei_int_limited(l, *sum++);
+    moei_int_put_zeros(shape->n, y - shape->n);
 }
 
 void moe_int_curve(const moe_int_shape *shape, const unsigned char *points, const int16_t *x, int16_t *y) {
-    const int32_t round = moei_int_round(shape);
-    unsigned i;
-    for (i = 0; i < shape->n; i++) {
-        const unsigned u = (unsigned)(uint16_t)x[i] ^ 0x8000u;
+    const moei_int_limits l = moei_int_limits_of(shape);
+    const int16_t *end = y + shape->n;
+    while (y != end) {
+        const unsigned u = (uint16_t)*x++ ^ 0x8000u;
         const unsigned char *c = points + (u >> 10) * 2;
         const int32_t from = moei_flash_16(c), rise = moei_flash_16(c + 2) - from;
-        y[i] = moei_int_clamp(shape, (from + (rise * (int32_t)(u & 1023u) >> 10) + round) >> shape->shift);
+        *y++ = moei_int_limited(l, from + (rise * (int32_t)(u & 1023u) >> 10));
     }
-    moei_int_put_zeros(i, y);
+    moei_int_put_zeros(shape->n, y - shape->n);
 }
 
 void moe_int_multiply(const moe_int_shape *shape, const int16_t *a, const int16_t *b, int16_t *y) {
-    const int32_t round = moei_int_round(shape);
-    unsigned i;
-    for (i = 0; i < shape->n; i++) y[i] = moei_int_clamp(shape, ((int32_t)a[i] * b[i] + round) >> shape->shift);
-    moei_int_put_zeros(i, y);
+    const moei_int_limits l = moei_int_limits_of(shape);
+    const int16_t *end = y + shape->n;
+    while (y != end) *y++ = moei_int_limited(l, (int32_t)*a++ * *b++);
+    moei_int_put_zeros(shape->n, y - shape->n);
 }
 
 void moe_int_add(const moe_int_shape *shape, const int16_t *a, int16_t factor, const int16_t *b, int16_t factor2, int16_t *y) {
-    const int32_t round = moei_int_round(shape);
-    unsigned i;
+    const moei_int_limits l = moei_int_limits_of(shape);
+    const int16_t *end = y + shape->n;
     if (b == NULL) b = a, factor2 = 0;
-    for (i = 0; i < shape->n; i++)
-        y[i] = moei_int_clamp(shape, ((int32_t)a[i] * factor + (int32_t)b[i] * factor2 + round) >> shape->shift);
-    moei_int_put_zeros(i, y);
+    while (y != end) *y++ = moei_int_limited(l, (int32_t)*a++ * factor + (int32_t)*b++ * factor2);
+    moei_int_put_zeros(shape->n, y - shape->n);
 }
 
 /* ---- single numbers and routers ---- */
