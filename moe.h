@@ -1122,7 +1122,7 @@ typedef struct moe_int_op {
     uint32_t at;             /* its constants: bytes from the base, which is the model's weights or, in an expert, its block */
     uint32_t in, other, out; /* its vectors: int16 from the start of the vectors */
     int16_t factor, factor2;
-    uint16_t index;          /* mixture, attention: its number in the model */
+    uint16_t index;          /* mixture, attention: its number in the model; row: whose row; norm: 1 centres */
 } moe_int_op;
 
 /* A mixture: the operations that make the logits z, the router, the operations of one expert, which run for each chosen one in ascending order and add
@@ -1142,8 +1142,10 @@ typedef struct moe_int_mixture {
 /* Attention over the tokens of a sequence so far. */
 typedef struct moe_int_attention {
     uint16_t heads, d_head;
-    uint32_t keys, values; /* in the state: int8 [length, heads d_head] each */
-    uint32_t room;         /* int16 from the start of the vectors: int16 [length] for weights */
+    uint32_t keys, values; /* bytes from the start of the state: int8 [length, heads d_head] each */
+    uint32_t value;        /* vector: the token's own v */
+    uint32_t room;         /* int16 from the start of the vectors: int32 [length] for scores */
+    uint16_t bits;         /* 2^bits to an octave, in which scores are compared */
 } moe_int_attention;
 
 /* A model: what moe_export_c writes as a constant, and moe_model_create makes in memory. Read-only; used by any number of threads with scratch memory of
@@ -1191,6 +1193,11 @@ typedef struct moe_int_run {
      int8, int4          out = W in + b          int8_add, int4_add   sum out += weight (W in + b)      curve   out = c(in), a curve of 65 points
      multiply            out = in * other        add   out = in * factor + other * factor2              rescale   out = in * factor
      mixture             out = a mixture's output
+   of sequences:
+     row                 out = a row of a table: the token's (embedding) or the place's (positions)
+     norm                out = in / its root mean square * gain, or (in - mean) / its standard deviation * gain + bias
+     turn                out = the halves of each head of in turned against each other by the place's angles
+     attention           out = the values of the tokens so far, weighted by softmax(in . their keys); appends other, the token's key, and its value
    of routers:
      unit                out = in / |in|      cluster   out = in * the row of a table that the previous mixture's choices mean
      norm_l1, norm_l2, norm_linf, match       out_e = a norm of in, or in . other, where the next k operations have made in of expert e
@@ -1199,7 +1206,7 @@ typedef struct moe_int_run {
      rest                sum out += (1 - the sum of the chosen experts' weights) * in
    Their code says to the bit what they do. */
 #define MOE_INT_OPS(X) X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture) X(unit) X(cluster) X(norm_l1) \
-    X(norm_l2) X(norm_linf) X(match) X(weigh) X(weight) X(rest)
+    X(norm_l2) X(norm_linf) X(match) X(weigh) X(weight) X(rest) X(row) X(norm) X(turn) X(attention)
 #define MOEI_OP_DECLARE(name) MOE_API void moe_int_op_##name(const moe_int_op *op, moe_int_run *run);
 MOE_INT_OPS(MOEI_OP_DECLARE)
 /* What moe_model.run and moe_model.choices are: integer and float models. */
@@ -9471,6 +9478,179 @@ void moe_int_op_rescale(const moe_int_op *op, moe_int_run *run) {
     moe_int_add(&op->shape, moei_int_vector(run, op->in), op->factor, NULL, 0, moei_int_vector(run, op->out));
 }
 
+/* ---- sequences and norms ---- */
+
+/* out_p = clamp(((((w_p << 15) * factor) >> 16) + round) >> shift) for n numbers, zeros behind them, where w_p and factor are those of output r of an
+   int8 product with k outputs and n inputs (moe_kernels.h), which is how rows lie, so that a tied module may have the same. r is the token (index = 0) or
+   its place (1). A row that is not there is MOE_ERR_ARGUMENT. */
+void moe_int_op_row(const moe_int_op *op, moe_int_run *run) {
+    const unsigned n = op->shape.n;
+    const uint32_t r = op->index == 0 ? (uint32_t)run->token : run->place;
+    const unsigned char *pair = run->base + op->at + (size_t)(r / 2) * moei_int8_pair_size(n), *w = pair + MOEI_INT_HEAD + r % 2;
+    const int32_t round = moei_int_round(&op->shape);
+    int16_t *y = moei_int_vector(run, op->out), factor;
+    unsigned p;
+    if (r >= op->shape.k) {
+        run->status = MOE_ERR_ARGUMENT;
+        return;
+    }
+    factor = moei_flash_16(pair + 8 + r % 2 * 2);
+    for (p = 0; p < n; p++, w += 2) {
+        const int32_t level = r % 2 == 0 ? (int32_t)moei_flash_8(w) - 128 : (signed char)moei_flash_8(w);
+        y[p] = moei_int_clamp(&op->shape, (moei_int_scale(level * 32768, factor) + round) >> op->shape.shift);
+    }
+    moei_int_put_zeros(n, y);
+}
+
+/* 1 / sqrt(d): d = m 4^e with m in [2^30, 2^32), and the inverse is (2^30 - 1) / floor(sqrt(m)) * 2^-(30 + e), the quotient in 2^14..2^15 - 1. */
+static int16_t moei_int_inverse_root(uint64_t d, int *e) {
+    uint32_t m;
+    for (*e = 0; d >> 32 != 0; d >>= 2) ++*e;
+    for (m = (uint32_t)d; m < (uint32_t)1 << 30; m *= 4) --*e;
+    return (int16_t)((((uint32_t)1 << 30) - 1) / moe_int_sqrt(m));
+}
+
+/* Both norms are the same but for a sum that one leaves out: with s = sum_p x_p for a layer norm (index = 1), 0 for a root mean square norm (index = 0),
+     d = (n sum_p x_p^2 - s^2) 4^factor + eps    all of its bits; 0 counts as 1        v_p = n x_p - s
+   a number in units of its spread is 2^factor v_p / sqrt(d): with m, e and quotient r as in moei_int_inverse_root (2^factor |v_p| < sqrt(n d), so nothing
+   overflows)
+     t_p = ((v_p * 2^(7 + factor - e)) * r) >> 16        in units of 2^-21; a negative power is a shift, rounding down
+     out_p = clamp((((t_p sign_p * |gain_p|) >> 16) + bias_p + round) >> shift), zeros behind n; sign_p that of the gain
+   Constants: eps uint32 low, uint32 high; gain int16 [n rounded up to 2]; layer norm: bias int32 [n]. n <= 32767, d < 2^62,
+   factor, which gives a small eps its digits, within 0..8. */
+void moe_int_op_norm(const moe_int_op *op, moe_int_run *run) {
+    const unsigned n = op->shape.n;
+    const unsigned char *eps = run->base + op->at, *gain = eps + 8, *bias = gain + (n + 1u) / 2 * 4;
+    const int32_t round = moei_int_round(&op->shape);
+    const int16_t *x = moei_int_vector(run, op->in);
+    int16_t *y = moei_int_vector(run, op->out), inverse;
+    uint32_t low = 0, high = 0;
+    int32_t sum = 0;
+    uint64_t d;
+    unsigned p;
+    int e;
+    for (p = 0; p < n; p++) {
+        const uint32_t square = (uint32_t)((int32_t)x[p] * x[p]);
+        low += square & 0xffffu, high += square >> 16;
+        sum += x[p];
+    }
+    if (op->index == 0) sum = 0;
+    d = ((((uint64_t)high << 16) + low) * n - (uint64_t)((int64_t)sum * sum)) << 2 * op->factor;
+    d += (uint64_t)(uint32_t)moei_flash_32(eps + 4) << 32 | (uint32_t)moei_flash_32(eps);
+    inverse = moei_int_inverse_root(d > 0 ? d : 1, &e);
+    e -= 7 + op->factor;
+    for (p = 0; p < n; p++) {
+        const int32_t v = (int32_t)n * x[p] - sum;
+        const int32_t t = moei_int_scale(e > 0 ? v >> e : v * ((int32_t)1 << -e), inverse);
+        const int16_t g = moei_flash_16(gain + 2 * p);
+        const int32_t scaled = g < 0 ? moei_int_scale(-t, (int16_t)-g) : moei_int_scale(t, g);
+        y[p] = moei_int_clamp(&op->shape, (scaled + (op->index != 0 ? moei_flash_32(bias + 4 * p) : 0) + round) >> op->shape.shift);
+    }
+    moei_int_put_zeros(n, y);
+}
+
+/* Turns n / k heads of k numbers, (a, b) being numbers i and k/2 + i of one:
+     c = (c1 c2 - s1 s2) >> 15, s = (s1 c2 + c1 s2) >> 15        a' = clamp((a c - b s + round) >> shift), b' = clamp((a s + b c + round) >> shift)
+   where (c1, s1) are cosine and sine, in 1/32767, of angle i of place modulo 16, and (c2, s2) those of the rest of the place: so a table of
+   16 + length/16 rows is enough. Constants: int16 c, s for each i of each row. Zeros behind n; in and out may be one vector; |a|, |b| <= MOEI_INT_TURNED. */
+enum { MOEI_INT_TURNS = 16, MOEI_INT_TURNED = 23169 };
+
+void moe_int_op_turn(const moe_int_op *op, moe_int_run *run) {
+    const unsigned n = op->shape.n, half = op->shape.k / 2u;
+    const unsigned char *near = run->base + op->at + (size_t)(run->place % MOEI_INT_TURNS) * half * 4;
+    const unsigned char *far = run->base + op->at + (size_t)(MOEI_INT_TURNS + run->place / MOEI_INT_TURNS) * half * 4;
+    const int32_t round = moei_int_round(&op->shape);
+    const int16_t *x = moei_int_vector(run, op->in);
+    int16_t *y = moei_int_vector(run, op->out);
+    unsigned i, j;
+    for (i = 0; i < half; i++, near += 4, far += 4) {
+        const int32_t c1 = moei_flash_16(near), s1 = moei_flash_16(near + 2), c2 = moei_flash_16(far), s2 = moei_flash_16(far + 2);
+        const int32_t c = (c1 * c2 - s1 * s2) >> 15, s = (s1 * c2 + c1 * s2) >> 15;
+        for (j = i; j < n; j += 2 * half) {
+            const int32_t a = x[j], b = x[j + half];
+            y[j] = moei_int_clamp(&op->shape, (a * c - b * s + round) >> op->shape.shift);
+            y[j + half] = moei_int_clamp(&op->shape, (a * s + b * c + round) >> op->shape.shift);
+        }
+    }
+    moei_int_put_zeros(n, y);
+}
+
+/* One head of attention over n tokens: q, keys, values and y are at its first number, rows of keys and values `width` apart. */
+typedef struct moei_int_head {
+    const moe_int_op *op;
+    const int16_t *q;
+    const signed char *keys, *values;
+    int32_t *scores;
+    int16_t *y;
+    unsigned n, width, d_head, bits;
+} moei_int_head;
+
+/* The scores become weights, 32768 >> less for the largest; returns their sum. */
+static uint32_t moei_int_weigh(const moei_int_head *h, unsigned less) {
+    const signed char *key = h->keys;
+    uint32_t total = 0;
+    int32_t most = INT32_MIN;
+    unsigned j, p;
+    for (j = 0; j < h->n; j++, key += h->width) {
+        int32_t score = 0;
+        for (p = 0; p < h->d_head; p++) score += (int32_t)h->q[p] * key[p];
+        h->scores[j] = score;
+        if (score > most) most = score;
+    }
+    for (j = 0; j < h->n; j++) {
+        h->scores[j] = (int32_t)(moe_int_exp2((uint32_t)moei_int_scale(most - h->scores[j], h->op->factor), (int)h->bits) >> less);
+        total += (uint32_t)h->scores[j];
+    }
+    return total;
+}
+
+static void moei_int_mix(const moei_int_head *h) {
+    moe_int_shape shape = h->op->shape;
+    unsigned less = 0, j, p, down = 0;
+    uint32_t total;
+    int16_t factor;
+    int32_t round;
+    while ((h->n - 1) >> 9 >> less != 0) less++;
+    shape.shift = (uint8_t)(shape.shift - less);
+    round = moei_int_round(&shape);
+    total = moei_int_weigh(h, less);
+    while (total >> down > 0xffffu) down++;
+    factor = (int16_t)(((uint32_t)h->op->factor2 << 15 >> less) / (total >> down));
+    for (p = 0; p < h->d_head; p++) {
+        const signed char *value = h->values + p;
+        int32_t sum = 0;
+        for (j = 0; j < h->n; j++, value += h->width) sum += h->scores[j] * *value;
+        h->y[p] = moei_int_clamp(&shape, (moei_int_scale(sum >> down, factor) + round) >> shape.shift);
+    }
+}
+
+/* Attention of one token. in: q, wide; other: its key, attention.value: its value, both narrow, which are appended to those in the state first. With
+   n = place + 1 tokens, less = the bits of place >> 9, and for each head
+     s_j = sum_p q_p key_jp            w_j = moe_int_exp2(((max s - s_j) * factor) >> 16, bits) >> less            total = sum_j w_j
+     down: the least with total >> down < 2^16            r = ((factor2 << 15) >> less) / (total >> down), rounded down
+     out_p = clamp((((sum_j w_j value_jp >> down) * r >> 16) + round) >> (shift - less))            round is that of shift - less; zeros behind the heads
+   The maker sees to |s_j| < 2^30; 7 <= shift; n <= 65535, so that total <= 2^24 and less <= 7. */
+void moe_int_op_attention(const moe_int_op *op, moe_int_run *run) {
+    const moe_int_attention *a = run->model->attentions + op->index;
+    const unsigned width = (unsigned)a->heads * a->d_head;
+    const int16_t *key = moei_int_vector(run, op->other), *value = moei_int_vector(run, a->value);
+    signed char *keys = (signed char *)run->state + a->keys, *values = (signed char *)run->state + a->values;
+    moei_int_head h;
+    unsigned i;
+    for (i = 0; i < width; i++) {
+        keys[(size_t)run->place * width + i] = (signed char)key[i];
+        values[(size_t)run->place * width + i] = (signed char)value[i];
+    }
+    h.op = op, h.scores = moei_int_wide(run, a->room);
+    h.n = (unsigned)run->place + 1, h.width = width, h.d_head = a->d_head, h.bits = a->bits;
+    for (i = 0; i < width; i += a->d_head) {
+        h.q = moei_int_vector(run, op->in) + i, h.y = moei_int_vector(run, op->out) + i;
+        h.keys = keys + i, h.values = values + i;
+        moei_int_mix(&h);
+    }
+    moei_int_put_zeros(width, moei_int_vector(run, op->out));
+}
+
 static void moei_int_ops(moe_int_run *run, uint32_t first, uint32_t n) {
     const moe_int_op *op = run->model->ops + first, *end = op + n;
     for (; op < end && run->status == MOE_OK; op++) op->run(op, run);
@@ -9478,11 +9658,11 @@ static void moei_int_ops(moe_int_run *run, uint32_t first, uint32_t n) {
 
 /* Where the constants of an expert are: in place, or the first size bytes of them fetched into scratch memory. */
 static const unsigned char *moei_int_block(const moe_int_mixture *m, moe_int_run *run, uint32_t expert, uint32_t size) {
-    const size_t at = (size_t)m->experts + (size_t)expert * m->stride;
+    const size_t at = (size_t)m->experts + (size_t)expert * (size_t)m->stride;
     void *block;
     if (m->block == MOE_INT_NONE) return run->model->experts + at;
     block = moei_int_vector(run, m->block);
-    run->status = run->loader->fetch(run->loader->ctx, at, size, block);
+    run->status = run->loader->fetch(run->loader->ctx, at, (size_t)size, block);
     return (const unsigned char *)block;
 }
 
@@ -9791,6 +9971,7 @@ typedef struct moei_int_range {
     double weighed, sigmoid;                           /* experts' inputs times their weights; the argument of the shared expert's sigmoid */
     double node[MOE_NODE_COUNT], shared[MOE_NODE_COUNT]; /* layers: activations of experts, of the shared expert */
     double q, k, v, mixed;                             /* attention */
+    uint32_t turns;                                    /* and not seen, but kept here: where its table of turns is, MOE_INT_NONE: nowhere yet */
 } moei_int_range;
 
 /* A vector. */
@@ -9826,6 +10007,9 @@ typedef struct moei_maker {
     moe_buffer pieces;      /* constants of a mixture's experts: all experts' first product, then all their second, ... */
     size_t piece[MOEI_INT_PIECES], n_pieces; /* bytes of one expert's */
     size_t multiplications, counted; /* of the model; those of operations since `counted` was set to 0 */
+    int weights;            /* MOE_WEIGHTS_ of the matrix at work */
+    uint32_t rows;          /* constants of the embedding; what a row's scale is multiplied by to give its factor */
+    double rows_unit;
 } moei_maker;
 
 static void moei_maker_fail(moei_maker *m, moe_status status) {
@@ -9909,6 +10093,10 @@ static uint32_t moei_constants(moei_maker *m, moe_buffer *buffer, const void *by
 
 static void moei_put_16_le(unsigned char *p, int32_t v) {
     p[0] = (unsigned char)((uint32_t)v & 255u), p[1] = (unsigned char)((uint32_t)v >> 8 & 255u);
+}
+
+static void moei_put_32_le(unsigned char *p, int32_t v) {
+    moei_put_16_le(p, v), moei_put_16_le(p + 2, (int32_t)((uint32_t)v >> 16));
 }
 
 /* The nearest integer, within +-limit. */
@@ -10022,7 +10210,7 @@ static double moei_int4_most(size_t k) {
 static double moei_int_row(const moei_maker *m, const moe_real *w, size_t k, double bias, double in_scale) {
     double scale = 0, least = fabs(bias) / (in_scale * 268435456.0);
     size_t p;
-    if (m->config->weights == MOE_WEIGHTS_INT8) scale = (double)moei_weight_scale(MOE_TYPE_Q8, k, w);
+    if (m->weights == MOE_WEIGHTS_INT8) scale = (double)moei_weight_scale(MOE_TYPE_Q8, k, w);
     else {
         for (p = 0; p < k; p += MOEI_INT_BLOCK) {
             const double block = moei_int4_scale(k - p < MOEI_INT_BLOCK ? k - p : (size_t)MOEI_INT_BLOCK, w + p);
@@ -10075,13 +10263,13 @@ static void moei_int_row_levels(const moei_maker *m, const moei_int_matrix *x, c
     for (b = 0; b < l->blocks; b++) {
         const size_t from = b * MOEI_INT_BLOCK, end = from + MOEI_INT_BLOCK < x->k ? from + MOEI_INT_BLOCK : x->k;
         double scale = row;
-        if (m->config->weights == MOE_WEIGHTS_INT4) {
+        if (m->weights == MOE_WEIGHTS_INT4) {
             l->block[j * l->blocks + b] = (uint16_t)moei_nearest(row > 0 ? moei_int4_scale(end - from, w + from) / row : 0, 65535);
             scale = row * l->block[j * l->blocks + b];
         }
         for (p = from; p < end; p++) {
             double level = scale > 0 ? (double)w[p] / scale : 0;
-            if (m->config->weights == MOE_WEIGHTS_INT8) l->level[j * x->k + p] = (signed char)(scale > 0 ? moei_level_of(MOE_TYPE_Q8, w[p], (moe_real)scale) : 0);
+            if (m->weights == MOE_WEIGHTS_INT8) l->level[j * x->k + p] = (signed char)(scale > 0 ? moei_level_of(MOE_TYPE_Q8, w[p], (moe_real)scale) : 0);
             else l->level[j * x->k + p] = (signed char)(level < -8 ? -8 : moei_nearest(level < 7 ? level : 7, 8));
         }
     }
@@ -10090,7 +10278,7 @@ static void moei_int_row_levels(const moei_maker *m, const moei_int_matrix *x, c
 /* Packs all matrices into buffer, one after the other: sum * factor stands for real * unit, where unit is 2^bits / the result's scale. Returns where they
    begin, and *size the bytes of one. */
 static uint32_t moei_matrix_pack(moei_maker *m, const moei_int_matrix *x, moei_int_levels *l, double in_scale, double unit, moe_buffer *buffer, size_t *size) {
-    const int int8 = m->config->weights == MOE_WEIGHTS_INT8;
+    const int int8 = m->weights == MOE_WEIGHTS_INT8;
     const uint32_t at = (uint32_t)buffer->size;
     unsigned char *bytes;
     size_t e, j;
@@ -10146,7 +10334,7 @@ static uint32_t moei_product(moei_maker *m, const moei_int_matrix *x, uint32_t i
     }
     shift = moei_shift_for(in_scale * l.most / scale, 16, 15);
     out = moei_value_new(m, x->n, limit, scale, range);
-    op = moei_op(m->config->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8 : moe_int_op_int4, x->n, x->k, relu ? 0 : -limit, limit, shift < 0 ? 0 : shift);
+    op = moei_op(m->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8 : moe_int_op_int4, x->n, x->k, relu ? 0 : -limit, limit, shift < 0 ? 0 : shift);
     op.at = moei_product_constants(m, x, &l, in_scale, ldexp(1.0, 16 + op.shape.shift) / scale);
     moei_int_levels_free(m, x, &l);
     moei_op_append(m, op, in, in, out);
@@ -10159,7 +10347,7 @@ static void moei_product_add(moei_maker *m, const moei_int_matrix *x, uint32_t i
     moe_int_op op;
     if (m->status != MOE_OK) return;
     moei_int_levels_begin(m, x, m->values[in].scale, &l);
-    op = moei_op(m->config->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8_add : moe_int_op_int4_add, x->n, x->k, 0, 0, 0);
+    op = moei_op(m->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8_add : moe_int_op_int4_add, x->n, x->k, 0, 0, 0);
     op.at = moei_product_constants(m, x, &l, m->values[in].scale, ldexp(1.0, 17 + bits + shift) / scale);
     moei_int_levels_free(m, x, &l);
     moei_op_append(m, op, in, in, sum);
@@ -10361,7 +10549,7 @@ static moe_router_config moei_router_now(const moe_layer *layer, int *frozen) {
     memset(&pass, 0, sizeof pass);
     pass.router = &router, pass.c = &router.config;
     moei_schedule(&pass);
-    *frozen = pass.frozen;
+    if (frozen != NULL) *frozen = pass.frozen;
     return pass.effective;
 }
 
@@ -10379,21 +10567,29 @@ static moe_real *moei_router_matrix(moei_maker *m, const moe_real *w, const moe_
 
 static void moei_router_matrix_free(moei_maker *m, moe_real *w, size_t n, size_t k) { moei_free(&m->made.allocator, w, n * k * sizeof *w); }
 
+/* The plan of a router for logits up to `most`, its constants to table where that is not NULL; a refusal names the module. */
+static void moei_router_plan(moei_maker *m, const moe_layer *layer, double most, unsigned char *table, moe_int_router_plan *plan) {
+    moe_error why;
+    moe_status status;
+    if (m->status != MOE_OK) return;
+    status = moe_int_router_plan_make(&layer->config.router, layer->tensors, (moe_real)most, table, table != NULL ? plan->table_size : 0, plan, &why);
+    if (status != MOE_OK) MOEI_MAKER_REFUSE(m, status, "module %z: %s", m->module, why.message);
+}
+
 /* The router's plan for logits as large as calibration saw, in units of at least `finest`. */
 static void moei_mixture_plan(moei_maker *m, moei_scoring *s, double finest) {
-    const moe_router_config *c = &s->layer->config.router;
     double most = s->range->z > 0 ? s->range->z : 1;
     unsigned char *table;
     int tries;
     for (tries = 0; tries < 64 && m->status == MOE_OK; tries++, most *= 2) {
-        m->status = moe_int_router_plan_make(c, s->layer->tensors, (moe_real)most, NULL, 0, &s->plan, m->error);
+        moei_router_plan(m, s->layer, most, NULL, &s->plan);
         if ((double)s->plan.z_scale >= finest) break;
     }
     if (m->status == MOE_OK && (double)s->plan.z_scale < finest) moei_maker_fail(m, MOE_ERR_OVERFLOW);
     if (m->status != MOE_OK || s->plan.table_size == 0) return;
     table = (unsigned char *)moei_alloc(&m->made.allocator, s->plan.table_size, 1);
     if (table == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
-    else m->status = moe_int_router_plan_make(c, s->layer->tensors, (moe_real)most, table, s->plan.table_size, &s->plan, m->error);
+    else moei_router_plan(m, s->layer, most, table, &s->plan);
     if (m->status == MOE_OK) moe_int_router_move(&s->plan.router, moei_constants(m, &m->made.weights, table, s->plan.table_size));
     moei_free(&m->made.allocator, table, s->plan.table_size);
 }
@@ -10850,7 +11046,6 @@ static moei_int_target moei_mixture_experts(moei_maker *m, moei_scoring *s, cons
 static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
     const moe_layer_config *c = &module->layer.config;
     const int reads_experts = moei_scored_node(c) >= 0;
-    int frozen = 0;
     moei_chain shared;
     moei_scoring s;
     moe_int_mixture mixture;
@@ -10863,10 +11058,10 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     memset(&s, 0, sizeof s);
     memset(&shared, 0, sizeof shared);
     s.layer = &module->layer, s.range = range, s.entering = m->entering[m->module];
-    s.now = moei_router_now(s.layer, &frozen);
-    moei_mixture_supported(m, c, frozen);
+    s.now = moei_router_now(s.layer, NULL);
     if (m->status != MOE_OK) return 0;
     if (c->n_shared > 0) shared = moei_chain_begin(s.layer, MOEI_SHARED);
+    m->multiplications += m->counted;
     m->inner = 1, m->counted = 0;
     if (!reads_experts) {
         moei_mixture_logits(m, &s, &mixture);
@@ -10937,12 +11132,237 @@ static uint32_t moei_module_dropout(moei_maker *m, const moe_module *module, con
     return m->entering[m->module];
 }
 
+/* An embedding's or positions' rows as constants of a product, in 8 bits whatever the weights are. No row's scale is far below the others', so that a tied
+   module's biases find room beside every row. */
+static uint32_t moei_rows_pack(moei_maker *m, const moei_int_matrix *x, double *unit) {
+    const int weights = m->weights;
+    moei_int_levels l;
+    uint32_t at;
+    size_t i, size;
+    m->weights = MOE_WEIGHTS_INT8;
+    moei_int_levels_begin(m, x, 1, &l);
+    if (!(l.most > 0)) l.most = 1;
+    for (i = 0; i < x->n && m->status == MOE_OK; i++)
+        if (l.row[i] < l.most / 1024) l.row[i] = l.most / 1024;
+    *unit = 32767 / l.most;
+    at = moei_matrix_pack(m, x, &l, 1, *unit, &m->made.weights, &size);
+    moei_int_levels_free(m, x, &l);
+    m->weights = weights;
+    return at;
+}
+
+/* Row number token (which = 0) or place (1) of the rows at `at`. The largest possible level is 127 * 32767 / 2 before the shift. */
+static uint32_t moei_row(moei_maker *m, const moei_int_matrix *x, uint32_t at, double unit, int which, int limit) {
+    const int shift = limit == MOEI_NARROW ? 14 : 6;
+    const double scale = ldexp(2.0, shift) / unit;
+    const uint32_t out = moei_value_new(m, x->k, limit, scale, scale * limit);
+    moe_int_op op = moei_op(moe_int_op_row, x->k, x->n, -limit, limit, shift);
+    op.at = at, op.index = (uint16_t)which;
+    moei_op_append(m, op, out, out, out);
+    return out;
+}
+
+static int moei_rows_fit(moei_maker *m, size_t n) {
+    if (n > MOEI_INT_MAX_WIDTH)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: more than %d rows have no integer form; MOE_WEIGHTS_FLOAT takes them", m->module, (int)MOEI_INT_MAX_WIDTH);
+    return m->status == MOE_OK;
+}
+
+static uint32_t moei_module_embedding(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const moei_int_matrix x = moei_int_matrix_of(module->tensors[MOE_MODULE_WEIGHT], NULL, 1, (size_t)module->n_rows, (size_t)module->d_out);
+    (void)range;
+    if (!moei_rows_fit(m, x.n)) return 0;
+    m->rows = moei_rows_pack(m, &x, &m->rows_unit);
+    return moei_row(m, &x, m->rows, m->rows_unit, 0, limit);
+}
+
+static uint32_t moei_module_positions(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const moei_int_matrix x = moei_int_matrix_of(module->tensors[MOE_MODULE_WEIGHT], NULL, 1, m->made.model.length, (size_t)module->d_out);
+    double unit;
+    uint32_t at;
+    (void)limit;
+    if (!moei_rows_fit(m, x.n)) return 0;
+    at = moei_rows_pack(m, &x, &unit);
+    return moei_added(m, m->entering[m->module], moei_row(m, &x, at, unit, 1, MOEI_WIDE), range->y);
+}
+
+/* A tied module is a product with the rows of the embedding, which are there already: only its biases, which wait for the scale of what it reads, are put
+   beside them. Its own scale is what the factors make it, and a power of two. A second tied module has weights of its own. */
+static uint32_t moei_module_tied(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const size_t n = (size_t)module->d_out, k = (size_t)module->d_in, pair = moei_int8_pair_size(k);
+    const uint32_t x = moei_narrowed(m, m->entering[m->module]);
+    double scale;
+    size_t j;
+    uint32_t out;
+    moe_int_op op;
+    int shift = 0;
+    if (m->status != MOE_OK) return 0;
+    if (m->rows == MOE_INT_NONE) return moei_module_linear(m, module, range, limit);
+    scale = ldexp(m->values[x].scale / m->rows_unit, 16);
+    for (; shift < 30 && scale < range->y * 1.25 / MOEI_WIDE; shift++) scale *= 2;
+    for (j = 0; j < n; j++) {
+        unsigned char *head = m->made.weights.data + m->rows + j / 2 * pair;
+        const double row = moei_flash_16(head + 8 + j % 2 * 2) / m->rows_unit;
+        moei_put_32_le(head + j % 2 * 4, moei_nearest((double)module->tensors[MOE_MODULE_BIAS][j] / (row * m->values[x].scale), 536870911));
+    }
+    op = moei_op(moe_int_op_int8, n, k, -MOEI_WIDE, MOEI_WIDE, shift);
+    op.at = m->rows, m->rows = MOE_INT_NONE;
+    out = moei_value_new(m, n, MOEI_WIDE, scale, range->y);
+    m->counted += n * k;
+    moei_op_append(m, op, x, x, out);
+    return out;
+}
+
+/* gain / scale * 2^bits in 16 bits, the spread's 2^-21 after a product's >> 16 make the shift bits + 5. eps lies in the units of d of moe_int_op_norm. */
+static uint32_t moei_module_norm(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const size_t n = (size_t)module->d_in;
+    const moe_real *gain = module->tensors[MOE_MODULE_WEIGHT], *bias = module->kind == MOE_MODULE_LAYER_NORM ? module->tensors[MOE_MODULE_BIAS] : NULL;
+    const uint32_t x = m->entering[m->module];
+    double scale = limit == MOEI_NARROW ? range->y / limit : range->y * 1.25 / limit, most = 0, eps;
+    unsigned char bytes[8];
+    moe_int_op op;
+    uint32_t out;
+    size_t i;
+    int bits;
+    if (n > INT16_MAX)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: norms wider than %d have no integer form; MOE_WEIGHTS_FLOAT takes them", m->module, (int)INT16_MAX);
+    if (m->status != MOE_OK) return 0;
+    for (i = 0; i < n; i++)
+        if (fabs((double)gain[i]) > most) most = fabs((double)gain[i]);
+    if (scale < most / 32000) scale = most / 32000;
+    if (!(scale > 0)) scale = 1;
+    bits = moei_shift_for(most / scale, 0, 25);
+    out = moei_value_new(m, n, limit, scale, range->y);
+    op = moei_op(moe_int_op_norm, n, 0, -limit, limit, bits + 5);
+    for (op.factor = 8; ldexp((double)n * (double)n, 30 + 2 * op.factor) > ldexp(1, 60); op.factor--) {}
+    eps = ldexp((double)MOEI_NORM_EPS * (double)n * (double)n, 2 * op.factor) / m->values[x].scale / m->values[x].scale;
+    eps = eps < ldexp(1, 60) ? floor(eps + 0.5) : ldexp(1, 60);
+    moei_put_32_le(bytes, (int32_t)(uint32_t)((uint64_t)eps & 0xffffffffu)), moei_put_32_le(bytes + 4, (int32_t)(uint32_t)((uint64_t)eps >> 32));
+    op.at = moei_constants(m, &m->made.weights, bytes, 8);
+    for (i = 0; i < n + n % 2; i += 2) {
+        moei_put_16_le(bytes, moei_nearest(ldexp((double)gain[i] / scale, bits), 32767));
+        moei_put_16_le(bytes + 2, i + 1 < n ? moei_nearest(ldexp((double)gain[i + 1] / scale, bits), 32767) : 0);
+        (void)moei_constants(m, &m->made.weights, bytes, 4);
+    }
+    for (i = 0; bias != NULL && i < n; i++) {
+        moei_put_32_le(bytes, moei_nearest(ldexp((double)bias[i] / scale, bits + 5), 1073741823));
+        (void)moei_constants(m, &m->made.weights, bytes, 4);
+    }
+    op.index = bias != NULL;
+    moei_op_append(m, op, x, x, out);
+    return out;
+}
+
+/* ---- attention ---- */
+
+/* The table of moe_int_op_turn. Attentions with the same angles have one. */
+static uint32_t moei_turns(moei_maker *m, const moe_module *module) {
+    const size_t half = (size_t)module->attention.d_head / 2, rows = MOEI_INT_TURNS + (m->made.model.length - 1) / MOEI_INT_TURNS + 1;
+    uint32_t *at = &m->ranges[moei_turns_of(m->net, m->module)].turns;
+    unsigned char bytes[4];
+    size_t r, i;
+    if (*at != MOE_INT_NONE) return *at;
+    *at = (uint32_t)m->made.weights.size;
+    for (r = 0; r < rows; r++)
+        for (i = 0; i < half; i++) {
+            const double place = (double)(r < MOEI_INT_TURNS ? r : (r - MOEI_INT_TURNS) * MOEI_INT_TURNS);
+            const double angle = place * pow((double)module->attention.rotary_base, -(double)i / (double)half);
+            moei_put_16_le(bytes, moei_nearest(32767 * cos(angle), 32767)), moei_put_16_le(bytes + 2, moei_nearest(32767 * sin(angle), 32767));
+            (void)moei_constants(m, &m->made.weights, bytes, 4);
+        }
+    return *at;
+}
+
+/* A query or key of rotary attention: x, which has finer levels, by 2^shift, turned. */
+static uint32_t moei_int_turned(moei_maker *m, const moe_module *module, uint32_t x, int limit, int shift) {
+    uint32_t out;
+    moe_int_op op;
+    if (m->status != MOE_OK) return 0;
+    out = moei_value_new(m, m->values[x].width, limit, ldexp(m->values[x].scale, shift), m->values[x].range);
+    op = moei_op(moe_int_op_turn, m->values[out].width, (size_t)module->attention.d_head, -limit, limit, 15 + shift);
+    op.at = moei_turns(m, module);
+    moei_op_append(m, op, x, x, out);
+    return out;
+}
+
+static moei_int_matrix moei_attention_matrix(const moe_module *module, int slot) {
+    return moei_int_matrix_of(module->tensors[slot], NULL, 1, moei_attention_width(module), (size_t)module->d_in);
+}
+
+/* The query: as many levels as leave scores below 2^30. Turned numbers may be larger than what they were by sqrt 2. */
+static uint32_t moei_query(moei_maker *m, const moe_module *module, uint32_t x, double range) {
+    const moei_int_matrix w = moei_attention_matrix(module, MOE_MODULE_QUERY);
+    const double most = 1073741823.0 / (127.0 * 1.4143 * (double)module->attention.d_head);
+    const int limit = most < MOEI_INT_TURNED ? (int)most : (int)MOEI_INT_TURNED;
+    if (!module->attention.rotary) return moei_product(m, &w, x, limit, 0, range, 0);
+    return moei_int_turned(m, module, moei_product(m, &w, x, limit, 0, range * 1.4143, 0), MOEI_WIDE, 0);
+}
+
+/* The key: narrow, and rounded only after its turn. */
+static uint32_t moei_key(moei_maker *m, const moe_module *module, uint32_t x, double range) {
+    const moei_int_matrix w = moei_attention_matrix(module, MOE_MODULE_KEY);
+    double finest, scale = range > 0 ? range / MOEI_NARROW : 1;
+    int shift = 7;
+    if (!module->attention.rotary || m->status != MOE_OK) return moei_product(m, &w, x, MOEI_NARROW, 0, range, 0);
+    finest = moei_matrix_most(m, &w, m->values[x].scale) / 0.49;
+    while (shift > 0 && ldexp(scale, -shift) < finest) shift--;
+    if (scale < finest) scale = finest;
+    return moei_int_turned(m, module, moei_product(m, &w, x, MOEI_INT_TURNED, 0, range * 1.4143, ldexp(scale, -shift)), MOEI_NARROW, shift);
+}
+
+/* Room in the state: int8 [length, width]. */
+static uint32_t moei_state(moei_maker *m, size_t width) {
+    const size_t at = m->made.model.state_size;
+    size_t bytes;
+    if (!moei_mul(m->made.model.length, width, &bytes) || bytes > INT32_MAX / 2 || at > INT32_MAX / 2) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    else m->made.model.state_size = at + (bytes + 3) / 4 * 4;
+    return (uint32_t)at;
+}
+
+static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const size_t width = moei_attention_width(module);
+    const moei_int_matrix value = moei_attention_matrix(module, MOE_MODULE_VALUE);
+    const moei_int_matrix output = moei_int_matrix_of(module->tensors[MOE_MODULE_OUTPUT], NULL, 1, (size_t)module->d_out, width);
+    const uint32_t x = moei_narrowed(m, m->entering[m->module]);
+    const uint32_t q = moei_query(m, module, x, range->q), k = moei_key(m, module, x, range->k);
+    moe_int_attention a;
+    moe_int_op op;
+    uint32_t out;
+    double octaves, scale;
+    int bits;
+    if (m->made.model.length > UINT16_MAX)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: attention over a length of more than %d has no integer form", m->module, (int)UINT16_MAX);
+    memset(&a, 0, sizeof a);
+    a.heads = (uint16_t)module->attention.heads, a.d_head = (uint16_t)module->attention.d_head;
+    a.value = moei_product(m, &value, x, MOEI_NARROW, 0, range->v, 0);
+    a.keys = moei_state(m, width), a.values = moei_state(m, width);
+    a.room = moei_value_wide32(m, m->made.model.length);
+    if (m->status != MOE_OK) return 0;
+    octaves = m->values[q].scale * m->values[k].scale * 1.4426950408889634 / sqrt((double)a.d_head);
+    bits = moei_shift_for(octaves, 16, 31);
+    a.bits = (uint16_t)(bits < 0 ? 0 : bits);
+    /* values are averaged: their range is never larger after it, and 64 times smaller is as good as nothing */
+    scale = range->mixed / MOEI_NARROW;
+    if (scale > m->values[a.value].scale) scale = m->values[a.value].scale;
+    if (scale < m->values[a.value].scale / 64) scale = m->values[a.value].scale / 64;
+    out = moei_value_new(m, width, MOEI_NARROW, scale, scale * MOEI_NARROW);
+    bits = moei_shift_for(m->values[a.value].scale / scale, 0, 14);
+    op = moei_op(moe_int_op_attention, width, width, -MOEI_NARROW, MOEI_NARROW, bits - 1);
+    op.factor = (int16_t)moei_nearest(ldexp(octaves, 16 + a.bits), 32767);
+    op.factor2 = (int16_t)moei_nearest(ldexp(m->values[a.value].scale / scale, bits), 32767);
+    op.index = (uint16_t)moei_maker_push(m, &m->made.attentions, &a, sizeof a);
+    m->counted += 2 * width * m->made.model.length;
+    moei_op_append(m, op, q, k, out);
+    moei_value_use(m, a.value), moei_value_use(m, a.room);
+    return moei_product(m, &output, out, limit, 0, range->y, 0);
+}
+
 /* By kind of module; NULL: it has no integer form. limit: what its result shall be. */
 static uint32_t (*const moei_int_modules[MOE_MODULE_COUNT])(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) = {
     /* linear, activation, layer_norm, mixture, residual, embedding */
-    moei_module_linear, moei_module_activation, NULL, moei_module_mixture, moei_module_residual, NULL,
+    moei_module_linear, moei_module_activation, moei_module_norm, moei_module_mixture, moei_module_residual, moei_module_embedding,
     /* positions, attention, rms_norm, dropout, feed_forward, tied */
-    NULL, NULL, NULL, moei_module_dropout, moei_module_feed_forward, moei_module_linear};
+    moei_module_positions, moei_module_attention, moei_module_norm, moei_module_dropout, moei_module_feed_forward, moei_module_tied};
 
 /* ---- calibration ---- */
 
@@ -11144,10 +11564,15 @@ static void moei_maker_finish(moei_maker *m) {
         x->z = moei_value_at(m, x->z), x->p = moei_value_at(m, x->p), x->sum = moei_value_at(m, x->sum);
         x->choices = moei_value_at(m, x->choices), x->block = moei_value_at(m, x->block);
     }
+    for (i = 0; i < moei_list_length(m->made.attentions); i++) {
+        moe_int_attention *x = &m->made.attentions[i];
+        x->value = moei_value_at(m, x->value), x->room = moei_value_at(m, x->room);
+    }
     for (i = 0; i < moei_list_length(m->inner_ops); i++) (void)moei_maker_push(m, &m->main_ops, &m->inner_ops[i], sizeof *m->inner_ops);
     m->made.ops = m->main_ops, m->main_ops = NULL;
     model->n_main = (uint32_t)n_main, model->n_ops = (uint32_t)moei_list_length(m->made.ops);
     model->n_mixtures = (uint32_t)moei_list_length(m->made.mixtures);
+    model->n_attentions = (uint32_t)moei_list_length(m->made.attentions);
     model->scratch_size = MOEI_INT_ALIGN - 1 + model->state_size + most * sizeof(int16_t);
 }
 
@@ -11158,11 +11583,20 @@ static size_t moei_model_length(const moe_net *net, size_t wanted) {
     size_t i, length = 0;
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
-        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS) continue;
+        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS && !moei_refines(m)) continue;
         if (length == 0) length = wanted > 0 ? wanted : 128;
         if (m->kind == MOE_MODULE_POSITIONS && length > (size_t)m->n_rows) length = (size_t)m->n_rows;
     }
     return length;
+}
+
+/* Refuses what a mixture's router needs and integers cannot have, before calibration fails for want of it. */
+static void moei_mixture_refuse(moei_maker *m, const moe_layer *layer) {
+    moe_int_router_plan plan;
+    int frozen;
+    (void)moei_router_now(layer, &frozen);
+    moei_mixture_supported(m, &layer->config, frozen);
+    moei_router_plan(m, layer, 1, NULL, &plan);
 }
 
 /* The widths of all modules become those of 16 bits. */
@@ -11178,6 +11612,8 @@ static void moei_maker_check(moei_maker *m) {
         for (j = 0; j < m->net->tensors[i].count; j++)
             if (!moe_is_finite(m->net->tensors[i].data[j]))
                 MOEI_MAKER_REFUSE(m, MOE_ERR_NONFINITE, "%s[%z] = %g: must be a finite number", m->net->tensors[i].name, j, (double)m->net->tensors[i].data[j]);
+    for (m->module = 0; m->module < m->net->n_modules; m->module++)
+        if (m->net->modules[m->module].kind == MOE_MODULE_MIXTURE) moei_mixture_refuse(m, &m->net->modules[m->module].layer);
     for (i = 0; i < m->net->n_modules; i++)
         if (m->net->modules[i].d_in > MOEI_INT_MAX_WIDTH || m->net->modules[i].d_out > MOEI_INT_MAX_WIDTH)
             MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: wider than %d has no integer form; MOE_WEIGHTS_FLOAT takes it", i, (int)MOEI_INT_MAX_WIDTH);
@@ -11203,13 +11639,16 @@ static void moei_maker_run(moei_maker *m) {
     const size_t n = m->net->n_modules;
     moe_model *model = &m->made.model;
     double input = 0;
-    uint32_t last;
+    uint32_t last = 0;
+    size_t i;
     m->ranges = (moei_int_range *)moei_alloc(a, n, sizeof *m->ranges);
     m->entering = (uint32_t *)moei_alloc(a, n + 1, sizeof *m->entering);
     if (m->ranges == NULL || m->entering == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
     moei_maker_check(m);
     if (m->status == MOE_OK) {
         memset(m->ranges, 0, n * sizeof *m->ranges);
+        for (i = 0; i < n; i++) m->ranges[i].turns = MOE_INT_NONE;
+        m->weights = m->config->weights, m->rows = MOE_INT_NONE;
         moei_calibrate(m, &input);
     }
     if (m->status == MOE_OK) {
@@ -11253,11 +11692,15 @@ static moe_status moei_float_model(moe_built_model *made, const moe_net *net, mo
     for (i = 0; i < net->n_modules; i++) {
         made->net.modules[i].layer.kernels = made->net.modules[i].layer.router.kernels = NULL;
         made->net.modules[i].layer.is_packed = 0;
+        made->net.modules[i].first_tensor = 0;
     }
     made->net.kernels = NULL, made->net.trainable = 0;
+    made->net.tensors = NULL, made->net.n_tensors = 0, made->net.memory = NULL; /* the net's own */
     model->run = moe_float_model_run, model->choices = moe_float_model_choices;
     model->input_scale = model->output_scale = 1;
     model->weights_size = moe_net_parameters(net, &model->multiplications) * sizeof(moe_real);
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_ATTENTION) model->multiplications += 2 * model->length * moei_attention_width(&net->modules[i]);
     status = moei_float_size(&made->net, model->length, &model->scratch_size, &model->state_size);
     return status == MOE_OK ? MOE_OK : moei_error(error, status, "the net: %s", moe_status_text(status));
 }
@@ -11402,7 +11845,14 @@ static void moei_print_int_router(moei_printer *p, const moe_int_router *r, cons
 }
 
 static void moei_print_attentions(moei_printer *p, const moe_model *model) {
-    (void)p, (void)model;
+    size_t i;
+    if (model->n_attentions == 0) return;
+    moei_print(p, "static const moe_int_attention %s_attentions[%z] = {\n", p->name, (size_t)model->n_attentions);
+    for (i = 0; i < model->n_attentions; i++) {
+        const moe_int_attention *a = &model->attentions[i];
+        moei_print(p, "    {%d, %d, %z, %z, %z, %z, %d}%s\n", (int)a->heads, (int)a->d_head, (size_t)a->keys, (size_t)a->values, (size_t)a->value, (size_t)a->room,
+                   (int)a->bits, i + 1 < model->n_attentions ? "," : "};\n");
+    }
 }
 
 static void moei_print_mixtures(moei_printer *p, const moe_built_model *built) {
@@ -11470,7 +11920,8 @@ static void moei_print_float_model(moei_printer *p, const moe_built_model *built
     char name[MOE_NAME_SIZE];
     moei_text t;
     t.out = name, t.room = sizeof name, t.length = 0;
-    moei_put(&t, p->name, strlen(p->name)), moei_put(&t, "_net", 4);
+    moei_put(&t, p->name, moei_strlen(p->name)), moei_put(&t, "_net", 4);
+    moei_print(p, "#ifdef __AVR__\n#error \"%s: float models need a machine that reads constants in flash like memory\"\n#endif\n\n", p->name);
     if (p->status == MOE_OK) p->status = moei_print_net(p->stream, name, &built->net, error);
     moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, MOE_WEIGHTS_FLOAT, moe_float_model_run, moe_float_model_choices,\n", p->name);
     moei_print(p, "    %z, %z, %z, %z, %z, 1, 1, NULL, %z, NULL, 0, NULL, 0, 0, NULL, 0, NULL, 0, &%s, %z};\n\n", model->d_in, model->d_out, model->length,
