@@ -81,6 +81,7 @@
      Causal refining reads earlier tokens from past_u and past_gate. What needs a batch in training alone (sinkhorn, balanced, drop rules) decodes.
      Soft selection goes another way after u: every expert works on mixtures of tokens; score, gate, weight and losses take no part.
      Metrics. moe_metrics_add after each moe_route, moe_metrics_report when wanted: entropies, load, capacity, expert and class, in double.
+     Integers. moe_int_route routes one token without floating point; moe_int_router_plan_make says how, from a configuration.
      Threads. No function keeps anything to itself. Calls with different memory may run at the same time; a moe_rng belongs to one call at a time.
 */
 #include "moe_kernels.h"
@@ -936,6 +937,7 @@ typedef struct moe_int_router_plan {
      tensors     [MOE_ROUTER_SLOTS] by place, as in moe_router; only selection_bias, expert_scale, threshold, table and the state are read
      logit_most  the largest |logit| seen in calibration, finite; z has room for 5/4 of it, larger ones saturate. 0: 1
      table       receives the constants, little-endian; room bytes, aligned to 4. NULL: *plan is made and nothing is written, to ask for table_size
+   sinkhorn, balanced and sample choose as they do outside training; their order of choice is by the logits, hash with equal weights keeps its table's.
    MOE_ERR_UNSUPPORTED: a setting that has no form in integers or that looks at other tokens, error names it; MOE_ERR_CONFIG as moe_router_check;
    MOE_ERR_ARGUMENT: NULL, a tensor is missing or holds what it may not; MOE_ERR_SPACE: room is below table_size. On failure *plan is untouched and
    table's content is unspecified. */
