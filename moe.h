@@ -4040,6 +4040,9 @@ static void moei_layer_shared(const moe_layer *layer, moe_layer_pass *p, moe_rea
 /* What must be there before anything is computed; the router checks the rest. */
 static moe_status moei_layer_call_check(const moe_layer *layer, const moe_call *call) {
     int place;
+    if (!MOEI_KEPT(ACTS, layer->config.expert == MOE_EXPERT_MLP ? layer->config.act : (int)MOE_ACT_SILU) && layer->config.expert != MOE_EXPERT_LINEAR)
+        return MOE_ERR_UNSUPPORTED;
+    if (layer->config.n_shared > 0 && !MOEI_KEPT(ACTS, MOE_ACT_SILU)) return MOE_ERR_UNSUPPORTED;
     if (!MOEI_FITS_INT32(call->n_tokens)) return MOE_ERR_OVERFLOW;
     if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
     for (place = 0; layer->places >> place != 0; place++)
@@ -5746,18 +5749,18 @@ typedef struct moei_module_kind {
 } moei_module_kind;
 
 static const moei_module_kind moei_module_kinds[MOE_MODULE_COUNT] = {
-    /* linear       */ {moei_linear_forward, MOEI_BACKWARD(moei_linear_backward)},
-    /* activation   */ {moei_activation_forward, MOEI_BACKWARD(moei_activation_backward)},
-    /* layer_norm   */ {moei_layer_norm_forward, MOEI_BACKWARD(moei_layer_norm_backward)},
-    /* mixture      */ {moei_mixture_forward, MOEI_BACKWARD(moei_mixture_backward)},
-    /* residual     */ {moei_residual_forward, MOEI_BACKWARD(moei_residual_backward)},
-    /* embedding    */ {moei_embedding_forward, MOEI_BACKWARD(moei_embedding_backward)},
-    /* positions    */ {moei_positions_forward, MOEI_BACKWARD(moei_positions_backward)},
-    /* attention    */ {moei_attention_forward, MOEI_BACKWARD(moei_attention_backward)},
-    /* rms_norm     */ {moei_rms_norm_forward, MOEI_BACKWARD(moei_rms_norm_backward)},
-    /* dropout      */ {moei_dropout_forward, MOEI_BACKWARD(moei_dropout_backward)},
-    /* feed_forward */ {moei_feed_forward_forward, MOEI_BACKWARD(moei_feed_forward_backward)},
-    /* tied         */ {moei_linear_forward, MOEI_BACKWARD(moei_linear_backward)}};
+    /* linear       */ {MOEI_KEEP(MODULES, MOE_MODULE_LINEAR, moei_linear_forward), MOEI_BACKWARD(moei_linear_backward)},
+    /* activation   */ {MOEI_KEEP(MODULES, MOE_MODULE_ACTIVATION, moei_activation_forward), MOEI_BACKWARD(moei_activation_backward)},
+    /* layer_norm   */ {MOEI_KEEP(MODULES, MOE_MODULE_LAYER_NORM, moei_layer_norm_forward), MOEI_BACKWARD(moei_layer_norm_backward)},
+    /* mixture      */ {MOEI_KEEP(MODULES, MOE_MODULE_MIXTURE, moei_mixture_forward), MOEI_BACKWARD(moei_mixture_backward)},
+    /* residual     */ {MOEI_KEEP(MODULES, MOE_MODULE_RESIDUAL, moei_residual_forward), MOEI_BACKWARD(moei_residual_backward)},
+    /* embedding    */ {MOEI_KEEP(MODULES, MOE_MODULE_EMBEDDING, moei_embedding_forward), MOEI_BACKWARD(moei_embedding_backward)},
+    /* positions    */ {MOEI_KEEP(MODULES, MOE_MODULE_POSITIONS, moei_positions_forward), MOEI_BACKWARD(moei_positions_backward)},
+    /* attention    */ {MOEI_KEEP(MODULES, MOE_MODULE_ATTENTION, moei_attention_forward), MOEI_BACKWARD(moei_attention_backward)},
+    /* rms_norm     */ {MOEI_KEEP(MODULES, MOE_MODULE_RMS_NORM, moei_rms_norm_forward), MOEI_BACKWARD(moei_rms_norm_backward)},
+    /* dropout      */ {MOEI_KEEP(MODULES, MOE_MODULE_DROPOUT, moei_dropout_forward), MOEI_BACKWARD(moei_dropout_backward)},
+    /* feed_forward */ {MOEI_KEEP(MODULES, MOE_MODULE_FEED_FORWARD, moei_feed_forward_forward), MOEI_BACKWARD(moei_feed_forward_backward)},
+    /* tied         */ {MOEI_KEEP(MODULES, MOE_MODULE_TIED, moei_linear_forward), MOEI_BACKWARD(moei_linear_backward)}};
 
 /* Whether the sequences are what moe_call says. */
 static int moei_sequences_fit(const moe_call *call) {
@@ -5807,6 +5810,7 @@ static moe_status moei_net_call_check(const moe_net *net, const moe_call *call, 
         return MOE_ERR_ARGUMENT;
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
+        if (!MOEI_KEPT(MODULES, m->kind) || (m->kind == MOE_MODULE_ACTIVATION && !MOEI_KEPT(ACTS, m->act))) return MOE_ERR_UNSUPPORTED;
         if (m->kind == MOE_MODULE_EMBEDDING && !moei_ids_fit(m, call->n_tokens, call->token_ids)) return MOE_ERR_ARGUMENT;
         if (m->kind == MOE_MODULE_POSITIONS && !moei_places_fit(m, call, past)) return MOE_ERR_ARGUMENT;
         if (m->kind == MOE_MODULE_DROPOUT && call->training && m->rate > MOEI_R(0.0) && call->rng == NULL) return MOE_ERR_ARGUMENT;
@@ -11915,6 +11919,58 @@ static void moei_print_int_model(moei_printer *p, const moe_built_model *built) 
                model->n_attentions > 0 ? name : "NULL", model->n_attentions > 0 ? "_attentions" : "", (size_t)model->n_attentions, model->multiplications);
 }
 
+/* What the modules of a net use of the sets that MOE_KEEP_ masks cut down. */
+typedef struct moei_masks {
+    uint32_t acts, scores, gates, selects, weights, inputs, refines, modules, extras;
+} moei_masks;
+
+static uint32_t moei_mask_bit(int i) { return (uint32_t)1 << i; }
+
+static void moei_mask_router(moei_masks *m, const moe_router_config *c) {
+    m->scores |= moei_mask_bit(c->score), m->gates |= moei_mask_bit(c->gate), m->selects |= moei_mask_bit(c->select);
+    m->weights |= moei_mask_bit(c->weight), m->inputs |= moei_mask_bit(c->input), m->refines |= moei_mask_bit(c->refine);
+    if (c->switch_at > 0) m->selects |= moei_mask_bit(c->switch_from);
+    if (c->student) m->selects |= moei_mask_bit(MOE_SELECT_TOP_K);
+    if (c->score == MOE_SCORE_MLP || c->score == MOE_SCORE_ATTENTIVE) m->acts |= moei_mask_bit(c->router_act);
+    if (c->gate == MOE_GATE_SIGMOID) m->acts |= moei_mask_bit(MOE_ACT_SIGMOID);
+    if (c->schedule_steps > 0 || c->freeze_at > 0 || c->switch_at > 0 || c->l1_controller) m->extras |= moei_mask_bit(MOE_EXTRA_SCHEDULE);
+    if (c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0) || c->drop_capacity > 0 || c->capacity_bound != MOE_BOUND_NONE ||
+        c->drop_rule != MOE_DROP_RULE_NONE)
+        m->extras |= moei_mask_bit(MOE_EXTRA_CAPACITY);
+}
+
+static moei_masks moei_masks_of(const moe_net *net) {
+    moei_masks m;
+    size_t i;
+    memset(&m, 0, sizeof m);
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *module = &net->modules[i];
+        const moe_layer_config *c = &module->layer.config;
+        m.modules |= moei_mask_bit(module->kind);
+        if (module->kind == MOE_MODULE_ACTIVATION) m.acts |= moei_mask_bit(module->act);
+        if (module->kind == MOE_MODULE_MIXTURE) moei_mask_router(&m, &c->router);
+        if (!moei_is_layer(module)) continue;
+        if (c->expert == MOE_EXPERT_MLP) m.acts |= moei_mask_bit(c->act);
+        if (c->expert == MOE_EXPERT_SWIGLU || c->expert == MOE_EXPERT_FACTORISED || c->n_shared > 0) m.acts |= moei_mask_bit(MOE_ACT_SILU);
+    }
+    return m;
+}
+
+/* Where this header compiles an implementation for inference, it keeps what the model uses and nothing else. behind: 1 checks it, after moe.h. */
+static void moei_print_masks(moei_printer *p, const moe_net *net, int behind) {
+    static const char *const names[] = {"ACTS", "SCORES", "GATES", "SELECTS", "WEIGHTS", "INPUTS", "REFINES", "MODULES", "EXTRAS"};
+    const moei_masks m = moei_masks_of(net);
+    const uint32_t masks[] = {m.acts, m.scores, m.gates, m.selects, m.weights, m.inputs, m.refines, m.modules, m.extras};
+    size_t i;
+    moei_print(p, behind ? "#if defined(MOE_IMPLEMENTATION) && (0" :
+                           "#if defined(MOE_IMPLEMENTATION) && defined(MOE_NO_TRAIN) && !defined(MOE_H) && !defined(MOE_KEEP_ALL)\n");
+    for (i = 0; i < sizeof masks / sizeof *masks; i++)
+        if (behind) moei_print(p, " || ((MOE_KEEP_%s) & %z) != %z", names[i], (size_t)masks[i], (size_t)masks[i]);
+        else moei_print(p, "#define MOE_KEEP_%s %z\n", names[i], (size_t)masks[i]);
+    if (behind) moei_print(p, ")\n#error \"%s needs what another model's header has left out: define MOE_KEEP_ALL before both\"\n", p->name);
+    moei_print(p, "#endif\n\n");
+}
+
 static void moei_print_float_model(moei_printer *p, const moe_built_model *built, moe_error *error) {
     const moe_model *model = &built->model;
     char name[MOE_NAME_SIZE];
@@ -11955,8 +12011,10 @@ moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stre
     moei_model_link(&moved);
     moei_print_comment(&p, &moved.model);
     moei_print(&p, "#ifndef %s_MODEL_H\n#define %s_MODEL_H\n\n", p.capitals, p.capitals);
+    if (moved.model.net != NULL) moei_print_masks(&p, moved.model.net, 0);
     moei_print(&p, "#include \"moe.h\"\n\n#if MOE_MODEL_VERSION != %d\n#error \"%s: export this model again with the moe.h at hand\"\n#endif\n\n", (int)MOE_MODEL_VERSION, name);
     moei_print_model(&p, &moved.model);
+    if (moved.model.net != NULL) moei_print_masks(&p, moved.model.net, 1);
     if (moved.model.weights_are == MOE_WEIGHTS_FLOAT) moei_print_float_model(&p, &moved, error);
     else moei_print_int_model(&p, &moved);
     moei_print(&p, "#endif\n");

@@ -62,6 +62,12 @@
      level           the integer that stands for a quantised number; number = level * scale
      feature         an ability of the processor, a bit of moe_cpu_features
 
+   LEAVING STAGES OUT. Small builds may keep only what their models use: each of these is a mask with bit i for value i of an enumeration, default all.
+     MOE_KEEP_ACTS MOE_ACT_    MOE_KEEP_SCORES MOE_SCORE_    MOE_KEEP_GATES MOE_GATE_      MOE_KEEP_SELECTS MOE_SELECT_    MOE_KEEP_WEIGHTS MOE_WEIGHT_
+     MOE_KEEP_INPUTS MOE_INPUT_    MOE_KEEP_REFINES MOE_REFINE_    MOE_KEEP_MODULES MOE_MODULE_    MOE_KEEP_EXTRAS MOE_EXTRA_
+   They are read by the implementation. A call that needs what was left out is refused with MOE_ERR_UNSUPPORTED, and moe_router_check names it; an
+   activation that was left out and is called by itself (moe_activate, moe_gated) copies. Headers of moe_export_c set them for float models.
+
    FREESTANDING BUILDS (__STDC_HOSTED__ == 0, as with -ffreestanding) include <stddef.h>, <stdint.h>, <float.h> and <stdarg.h> only, if MOE_NO_TRAIN
    is defined. There must be memcpy, memmove and memset, which compilers want of any program anyway, and the compiler's own runtime library.
    The largest error of the functions that MOE_NO_LIBM brings, in units in the last place of float (tests/small.c holds them to it):
@@ -737,6 +743,39 @@ MOEI_TOOL const void *moei_memchr(const void *s, int c, size_t n) {
 }
 #endif
 
+/* What is compiled in: see the top of this file. */
+#ifndef MOE_KEEP_ACTS
+#define MOE_KEEP_ACTS 0xffffffff
+#endif
+#ifndef MOE_KEEP_SCORES
+#define MOE_KEEP_SCORES 0xffffffff
+#endif
+#ifndef MOE_KEEP_GATES
+#define MOE_KEEP_GATES 0xffffffff
+#endif
+#ifndef MOE_KEEP_SELECTS
+#define MOE_KEEP_SELECTS 0xffffffff
+#endif
+#ifndef MOE_KEEP_WEIGHTS
+#define MOE_KEEP_WEIGHTS 0xffffffff
+#endif
+#ifndef MOE_KEEP_INPUTS
+#define MOE_KEEP_INPUTS 0xffffffff
+#endif
+#ifndef MOE_KEEP_REFINES
+#define MOE_KEEP_REFINES 0xffffffff
+#endif
+#ifndef MOE_KEEP_MODULES
+#define MOE_KEEP_MODULES 0xffffffff
+#endif
+#ifndef MOE_KEEP_EXTRAS
+#define MOE_KEEP_EXTRAS 0xffffffff
+#endif
+
+/* 1 where value i of a set is compiled in; a function of it, or NULL, as a constant. */
+#define MOEI_KEPT(set, i) (((uint32_t)MOE_KEEP_##set >> (i) & 1u) != 0)
+#define MOEI_KEEP(set, i, function) (MOEI_KEPT(set, i) ? (function) : NULL)
+
 /* Literals and functions of libm, in the real type and in double. */
 #if MOE_REAL_IS_DOUBLE
 #define MOEI_R(x) x
@@ -772,6 +811,7 @@ MOEI_TOOL const void *moei_memchr(const void *s, int c, size_t n) {
 #endif
 
 #if defined(MOE_NO_LIBM) && !defined(MOE_NO_FLOAT)
+#define moei_own_fma(a, b, c) __builtin_fmaf(a, b, c) /* only compilers that have it say that it is fast: see MOEI_ADD_TO */
 /* ---- our own mathematics for builds without libm; accuracy: see the top of this file ------------------------------------- */
 
 MOEI_TOOL uint32_t moei_float_bits(float x) {
@@ -1631,19 +1671,19 @@ static void moei_real_activate_c(int act, size_t n, const moe_real *x, moe_real 
     size_t i;
     switch (act) {
     case MOE_ACT_RELU: /* written so that NaN stays NaN */
-        for (i = 0; i < n; i++) y[i] = x[i] < 0 ? 0 : x[i];
+        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_RELU) && x[i] < 0 ? 0 : x[i];
         break;
     case MOE_ACT_SILU:
-        for (i = 0; i < n; i++) y[i] = moei_silu(x[i]);
+        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_SILU) ? moei_silu(x[i]) : x[i];
         break;
     case MOE_ACT_GELU:
-        for (i = 0; i < n; i++) y[i] = moei_gelu(x[i]);
+        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_GELU) ? moei_gelu(x[i]) : x[i];
         break;
     case MOE_ACT_TANH:
-        for (i = 0; i < n; i++) y[i] = MOEI_F(tanh)(x[i]);
+        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_TANH) ? MOEI_F(tanh)(x[i]) : x[i];
         break;
     case MOE_ACT_SIGMOID:
-        for (i = 0; i < n; i++) y[i] = moe_sigmoid(x[i]);
+        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_SIGMOID) ? moe_sigmoid(x[i]) : x[i];
         break;
     default:
         for (i = 0; i < n; i++) y[i] = x[i];
@@ -1992,8 +2032,11 @@ static moe_quantise_fn moei_quantise_c;
 #define MOEI_QUANT_ENTRIES(set, widen) {NULL}, NULL, widen
 #endif
 
+/* An array of its own: a linker keeps all the texts of a program where one is used. */
+static const char moei_name_c[] = "c";
+
 static const moe_kernels moei_kernels_c = {
-    "c",
+    moei_name_c,
     MOE_KERNELS_C,
     {{moei_real_nt_c}, {moei_real_nn_c}, {moei_real_tn_c}},
     moei_real_dot_c,
