@@ -11899,7 +11899,7 @@ static void moei_print_model(moei_printer *p, const moe_model *model) {
     const char *big = p->capitals;
     moei_print(p, "#define %s_INPUTS %z\n#define %s_OUTPUTS %z\n#define %s_SCRATCH %z\n", big, model->d_in, big, model->d_out, big, model->scratch_size);
     if (model->length > 0) moei_print(p, "#define %s_LENGTH %z\n", big, model->length);
-    moei_print(p, "#define %s_INPUT_SCALE %gf\n#define %s_OUTPUT_SCALE %gf\n\n", big, (double)model->input_scale, big, (double)model->output_scale);
+    moei_print(p, "#define %s_INPUT_SCALE ((float)%g)\n#define %s_OUTPUT_SCALE ((float)%g)\n\n", big, (double)model->input_scale, big, (double)model->output_scale);
 }
 
 static void moei_print_int_model(moei_printer *p, const moe_built_model *built) {
@@ -11910,7 +11910,7 @@ static void moei_print_int_model(moei_printer *p, const moe_built_model *built) 
     moei_print_ops(p, model);
     moei_print_mixtures(p, built);
     moei_print_attentions(p, model);
-    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, %s, moe_int_model_run, moe_int_model_choices,\n    %z, %z, %z, %z, %z, %gf, %gf,\n    ", name,
+    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, %s, moe_int_model_run, moe_int_model_choices,\n    %z, %z, %z, %z, %z, (float)%g, (float)%g,\n    ", name,
                model->weights_are == MOE_WEIGHTS_INT8 ? "MOE_WEIGHTS_INT8" : "MOE_WEIGHTS_INT4", model->d_in, model->d_out, model->length, model->scratch_size,
                model->state_size, (double)model->input_scale, (double)model->output_scale);
     moei_print(p, "%s%s, %z, %s%s, %z, %s_ops, %z, %z,\n    ", name, "_weights", model->weights_size, model->experts != NULL ? name : "NULL",
