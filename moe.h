@@ -1234,12 +1234,18 @@ typedef struct moe_model_config {
     moe_allocator allocator;     /* {0}: the standard heap */
 } moe_model_config;
 
+/* The functions that a moe_int_router names, for printing; NULL: none. */
+typedef struct moe_int_router_names {
+    const char *name[5];
+} moe_int_router_names;
+
 /* A model with the memory that it owns. */
 typedef struct moe_built_model {
     moe_model model;             /* points into what follows */
     moe_buffer weights, experts;
     moe_int_op *ops;
     moe_int_mixture *mixtures;
+    moe_int_router_names *router_names;
     moe_int_attention *attentions;
     int external;                /* 1: experts come through a loader */
     moe_allocator allocator;
@@ -3278,7 +3284,7 @@ enum {
    takes the width itself: it serves machines whose memory is dear. */
 static size_t moei_stride(const moe_layer *layer, size_t width) {
     size_t lines = width / MOEI_UNIT + (width % MOEI_UNIT > 0);
-    return layer->kernels->id == MOE_KERNELS_C ? width : (lines | 1) * MOEI_UNIT;
+    return moei_table(layer->kernels)->id == MOE_KERNELS_C ? width : (lines | 1) * MOEI_UNIT;
 }
 
 static moei_chain moei_chain_begin(const moe_layer *layer, int kind) {
@@ -3550,7 +3556,7 @@ static moe_real *moei_take_lines(const moe_layer *layer, moei_layout *l, size_t 
     enum { LINE = 64, SLACK = LINE - MOEI_ALIGN };
     unsigned char *p;
     size_t bytes = 0;
-    if (layer->kernels->id == MOE_KERNELS_C) return moei_take_reals(l, rows, stride);
+    if (moei_table(layer->kernels)->id == MOE_KERNELS_C) return moei_take_reals(l, rows, stride);
     if (!moei_mul(rows, stride, &bytes) || !moei_mul(bytes, sizeof(moe_real), &bytes) || !moei_add(bytes, SLACK, &bytes)) l->overflow = 1;
     p = (unsigned char *)moei_take(l, bytes, 1);
     if (p != NULL) p += (LINE - (uintptr_t)p % LINE) % LINE;
@@ -4739,7 +4745,7 @@ moe_status moe_net_feed_forward(moe_net *net, const moe_layer_config *config) {
     moe_status status = moei_module_begin(net, MOE_MODULE_FEED_FORWARD, &m);
     if (status != MOE_OK) return status;
     status = moei_feed_forward_config(config, m.d_in, &c, &why);
-    c.kernels = net->kernels->id;
+    c.kernels = moei_table(net->kernels)->id;
     if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
     if (status != MOE_OK) return moei_module_refuse(net, m.kind, status, "%s", why.message);
     return moei_module_append(net, &m);
@@ -4804,7 +4810,7 @@ moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
     if (c.router.d_model == 0) c.router.d_model = m.d_in;
     if (c.router.d_model != m.d_in)
         return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "d_model = %d, but width %d arrives", c.router.d_model, m.d_in);
-    if (c.kernels == MOE_KERNELS_AUTO) c.kernels = net->kernels->id;
+    if (c.kernels == MOE_KERNELS_AUTO) c.kernels = moei_table(net->kernels)->id;
     status = moei_refine_fit(net, &c.router, &why);
     if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
     if (status == MOE_OK) status = moei_previous_check(net, &m.layer.config.router, &why);
@@ -5936,6 +5942,327 @@ const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass,
         return NULL;
     return &pass->modules[i].layer.routing;
 }
+
+/* ==== float models: a net as constants, one token at a time ====================================================================
+
+   A net's struct can be a constant: kernels NULL mean plain C, and nothing is written to it in inference. The printer writes configurations by the tables of
+   their fields, in the order of their places, and refuses a table that leaves a gap. */
+
+/* What a model of a net keeps in scratch memory. Nets of sequences begin with the number of tokens so far and their cache. */
+typedef struct moei_float_room {
+    unsigned char *place; /* size_t */
+    void *cache, *work;   /* and what moe_net_forward or moe_net_decode take */
+    size_t cache_size, work_size;
+    size_t state_size;    /* bytes from the start of scratch that stay from call to call */
+} moei_float_room;
+
+/* Whether what the net says to a token depends on the tokens before it. */
+MOEI_TOOL int moei_net_is_sequence(const moe_net *net) {
+    size_t i;
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_ATTENTION || net->modules[i].kind == MOE_MODULE_POSITIONS || moei_refines(&net->modules[i])) return 1;
+    return 0;
+}
+
+/* Lays scratch memory out for sequences of up to length tokens, 0 for a net that is none; scratch NULL counts bytes into l->used. */
+MOEI_TOOL moe_status moei_float_layout(const moe_net *net, size_t length, moei_layout *l, moei_float_room *room) {
+    moe_status status = MOE_OK;
+    memset(room, 0, sizeof *room);
+    if (length > 0) {
+        room->place = (unsigned char *)moei_take(l, 1, sizeof(size_t));
+        status = moe_net_cache_size(net, length, &room->cache_size);
+        if (status != MOE_OK) return status;
+        room->cache = moei_take(l, room->cache_size, 1);
+        room->state_size = l->used;
+        status = moe_net_decode_work_size(net, length, 1, &room->work_size);
+    } else status = moe_net_work_size(net, 1, 0, &room->work_size);
+    if (status != MOE_OK) return status;
+    room->work = moei_take(l, room->work_size, 1);
+    return l->overflow ? MOE_ERR_OVERFLOW : MOE_OK;
+}
+
+/* Bytes of scratch memory that moei_float_infer takes, and how many at its start stay from call to call (may be NULL). */
+MOEI_TOOL moe_status moei_float_size(const moe_net *net, size_t length, size_t *scratch_size, size_t *state_size) {
+    moei_layout l = moei_layout_begin(NULL);
+    moei_float_room room;
+    moe_status status = moei_float_layout(net, length, &l, &room);
+    if (status == MOE_OK) *scratch_size = l.used;
+    if (status == MOE_OK && state_size != NULL) *state_size = room.state_size;
+    return status;
+}
+
+/* One token through a net: input [d_in], or with d_in = 0 one id, int32_t. The bits are those of moe_net_forward, or moe_net_decode where length > 0.
+   MOE_ERR_SPACE: scratch is too small; MOE_ERR_STATE: the sequence is length long; else as those. After an error the sequence is where it was. */
+MOEI_TOOL moe_status moei_float_infer(const moe_net *net, size_t length, const void *input, moe_real *output, void *scratch, size_t scratch_size) {
+    moei_layout l = moei_layout_begin(scratch);
+    moei_float_room room;
+    moe_net_pass pass;
+    moe_cache cache;
+    moe_call call;
+    moe_status status = moei_float_layout(net, length, &l, &room);
+    if (status != MOE_OK) return status;
+    if (l.used > scratch_size) return MOE_ERR_SPACE;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = 1;
+    if (net->d_in > 0) call.x = (const moe_real *)input;
+    else call.token_ids = (const int32_t *)input;
+    if (length > 0) {
+        memcpy(&cache.n_tokens, room.place, sizeof cache.n_tokens);
+        if (cache.n_tokens >= length) return MOE_ERR_STATE;
+        cache.net = net, cache.most = length, cache.memory = room.cache, cache.size = room.cache_size;
+        status = moe_net_decode(net, &cache, &call, room.work, room.work_size, &pass);
+        if (status == MOE_OK) memcpy(room.place, &cache.n_tokens, sizeof cache.n_tokens);
+    } else status = moe_net_forward(net, &call, room.work, room.work_size, &pass);
+    if (status == MOE_OK) memcpy(output, pass.y, (size_t)net->d_out * sizeof(moe_real));
+    return status;
+}
+
+/* The routing of mixture number `mixture` in the last call of moei_float_infer with this scratch memory, or NULL. */
+MOEI_TOOL const moe_routing *moei_float_routing(const moe_net *net, size_t length, size_t mixture, void *scratch) {
+    moei_layout l = moei_layout_begin(scratch), of_work;
+    moei_float_room room;
+    const struct moe_module_pass *modules;
+    size_t i;
+    if (moei_float_layout(net, length, &l, &room) != MOE_OK) return NULL;
+    of_work = moei_layout_begin(room.work); /* a pass begins with its modules, see moei_net_layout */
+    modules = (const struct moe_module_pass *)moei_take(&of_work, net->n_modules, sizeof *modules);
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && mixture-- == 0) return &modules[i].layer.routing;
+    return NULL;
+}
+
+#ifndef MOE_NO_TRAIN
+
+/* Why a mixture cannot be part of a constant net that gets one token and nothing else; NULL: it can. */
+static const char *moei_float_obstacle(const moe_net *net, size_t i) {
+    const moe_router_config *c = &net->modules[i].layer.config.router;
+    int switches = c->switch_at > 0;
+    if (c->score == MOE_SCORE_CUSTOM) return "score = custom: a model cannot hold functions of the caller";
+    if (c->select == MOE_SELECT_CUSTOM || (switches && c->switch_from == MOE_SELECT_CUSTOM))
+        return "select = custom: a model cannot hold functions of the caller";
+    if (net->d_in > 0 && (c->select == MOE_SELECT_HASH || (switches && c->switch_from == MOE_SELECT_HASH)))
+        return "select = hash: a model with d_in > 0 gets no token ids";
+    if (c->refine == MOE_REFINE_ATTENTION && moei_attention_read(net, i) == i) return "refine = attention: there is no attention before it in the net";
+    return NULL;
+}
+
+/* The values of tensor `place` of module i; NULL: not set. */
+static const moe_real *moei_float_values(const moe_net *net, size_t i, int place) {
+    const moe_module *m = &net->modules[i];
+    return moei_is_layer(m) ? m->layer.tensors[place] : m->tensors[place];
+}
+
+/* Whether a net can be a float model. */
+static moe_status moei_float_check(const moe_net *net, moe_error *error) {
+    moe_slot slot;
+    size_t i, j;
+    int place;
+    if (MOE_REAL_IS_DOUBLE) return moei_error(error, MOE_ERR_UNSUPPORTED, "MOE_REAL is double: models are float");
+    if (!net->built) return moei_error(error, MOE_ERR_STATE, "the net is not built");
+    if (moe_net_check_decoding(net, error) != MOE_OK) return MOE_ERR_UNSUPPORTED;
+    for (i = 0; i < net->n_modules; i++) {
+        const char *obstacle = net->modules[i].kind == MOE_MODULE_MIXTURE ? moei_float_obstacle(net, i) : NULL;
+        if (obstacle != NULL) return moei_error(error, MOE_ERR_UNSUPPORTED, "module %z (mixture): %s", i, obstacle);
+        for (place = 0; place < MOE_LAYER_SLOTS; place++) {
+            const moe_real *values;
+            if (moei_module_slot(net, i, place, &slot) != MOE_OK) continue;
+            values = moei_float_values(net, i, place);
+            if (values == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "module %z: tensor %s is not set", i, slot.name);
+            for (j = 0; j < slot.count; j++)
+                if (!moe_is_finite(values[j])) return moei_error(error, MOE_ERR_NONFINITE, "module %z: tensor %s holds %g", i, slot.name, (double)values[j]);
+        }
+    }
+    return MOE_OK;
+}
+
+/* A printer of constants: a line at a time. */
+typedef struct moei_lines {
+    moe_stream *out;
+    moe_status status;
+    const char *name; /* of the net: the names of its parts begin with it */
+    moei_text line;
+    char room[200];
+} moei_lines;
+
+static void moei_line_begin(moei_lines *p, moe_stream *out, const char *name) {
+    p->out = out, p->status = MOE_OK, p->name = name;
+    p->line.out = p->room, p->line.room = sizeof p->room, p->line.length = 0;
+}
+
+static void moei_line_end(moei_lines *p) {
+    moei_put(&p->line, "\n", 1);
+    if (p->status == MOE_OK) p->status = p->out->write(p->out->ctx, p->line.out, p->line.length);
+    p->line.length = 0;
+}
+
+/* Pieces of up to 63 characters; a line that has grown long enough ends behind one. Names are pieces of their own and longer: see moei_line_name. */
+static void moei_line(moei_lines *p, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    moei_put_format(&p->line, format, arguments);
+    va_end(arguments);
+    if (p->line.length > 110) moei_line_end(p);
+}
+
+/* The name of an array; it may have any length. */
+static void moei_line_name(moei_lines *p, const char *part, size_t module) {
+    char number[24];
+    moei_text t;
+    const char *pieces[4];
+    int i;
+    t.out = number, t.room = sizeof number, t.length = 0;
+    moei_put_unsigned(&t, module);
+    pieces[0] = p->name, pieces[1] = "_", pieces[2] = number, pieces[3] = part;
+    if (p->line.length > 0 && p->status == MOE_OK) p->status = p->out->write(p->out->ctx, p->line.out, p->line.length);
+    p->line.length = 0;
+    for (i = 0; i < (part != NULL ? 4 : 1); i++) {
+        const char *s = pieces[i];
+        if (i == 3 && p->status == MOE_OK) p->status = p->out->write(p->out->ctx, "_", 1);
+        for (; *s != '\0' && p->status == MOE_OK; s++) p->status = p->out->write(p->out->ctx, *s == '.' ? "_" : s, 1);
+    }
+}
+
+/* 9 digits tell all floats apart. */
+static void moei_line_real(moei_lines *p, moe_real value, const char *behind) {
+    char digits[40];
+    moei_text t;
+    size_t i;
+    int whole = 1;
+    t.out = digits, t.room = sizeof digits, t.length = 0;
+    if (moei_real_bits(value) == MOEI_SIGN_BIT) moei_put(&t, "-0", 2);
+    else moei_put_digits(&t, (double)value, 9);
+    for (i = 0; i < t.length; i++) whole = whole && digits[i] != '.' && digits[i] != 'e';
+    moei_line(p, "%s%sf%s", digits, whole ? "." : "", behind);
+}
+
+static void moei_line_array(moei_lines *p, const char *part, size_t module, size_t count, const moe_real *values) {
+    size_t i;
+    moei_line(p, "static const float ");
+    moei_line_name(p, part, module);
+    moei_line(p, "[%z] MOE_FLASH = {", count);
+    moei_line_end(p);
+    for (i = 0; i < count; i++) moei_line_real(p, values[i], i + 1 < count ? "," : "};");
+    moei_line_end(p);
+}
+
+static size_t moei_field_size(const moe_field *field) { return field->kind == MOE_FIELD_REAL ? sizeof(moe_real) : sizeof(int); }
+
+/* The members of config from byte `from` to `to`, one after another: the row of a table that begins where the last one ended. */
+static void moei_line_fields(moei_lines *p, const moe_field *fields, const void *config, size_t from, size_t to) {
+    while (from < to) {
+        const moe_field *field = fields;
+        const unsigned char *at = (const unsigned char *)config + from;
+        int whole;
+        moe_real real;
+        while (field->name != NULL && field->offset != from) field++;
+        if (field->name == NULL) {
+            if (p->status == MOE_OK) p->status = MOE_ERR_STATE; /* a member without a row: the test of all presets finds it */
+            return;
+        }
+        from += moei_field_size(field);
+        if (field->kind == MOE_FIELD_REAL) memcpy(&real, at, sizeof real), moei_line_real(p, real, from < to ? ", " : "");
+        else memcpy(&whole, at, sizeof whole), moei_line(p, "%d%s", whole, from < to ? ", " : "");
+    }
+}
+
+static void moei_line_router_config(moei_lines *p, const moe_router_config *config) {
+    moei_line(p, "{");
+    moei_line_fields(p, moe_router_fields(), config, 0, sizeof *config);
+    moei_line(p, "}");
+}
+
+/* NULL for tensors that a module does not have; a tied module's weight is the embedding's. The cast is for members that training writes to. */
+static void moei_line_tensors(moei_lines *p, const moe_net *net, size_t i, int from, int to, const char *cast) {
+    const moe_module *m = &net->modules[i];
+    moe_slot slot;
+    int place;
+    moei_line(p, "{");
+    for (place = from; place < to; place++) {
+        size_t owner = m->kind == MOE_MODULE_TIED && place == MOE_MODULE_WEIGHT && from == 0 ? 0 : i;
+        if (place > from) moei_line(p, ", ");
+        if (moei_module_slot(net, owner, place, &slot) == MOE_OK) moei_line(p, "%s", cast), moei_line_name(p, slot.name, owner);
+        else moei_line(p, "NULL");
+    }
+    moei_line(p, "}");
+}
+
+/* All places of a layer that is none are NULL. */
+static void moei_line_layer_tensors(moei_lines *p, const moe_net *net, size_t i, int to) {
+    if (moei_is_layer(&net->modules[i])) moei_line_tensors(p, net, i, 0, to, "");
+    else moei_line(p, "{NULL}");
+}
+
+static void moei_line_bits(moei_lines *p, uint64_t bits) {
+    char digits[24];
+    moei_text t;
+    t.out = digits, t.room = sizeof digits, t.length = 0;
+    moei_put_unsigned(&t, bits);
+    moei_line(p, "%su", digits);
+    if (bits >> 32 != 0) moei_line(p, "ll");
+}
+
+/* In the order of moe_layer's members; its router's own tensors stay empty. */
+static void moei_line_layer(moei_lines *p, const moe_net *net, size_t i) {
+    const moe_layer *layer = &net->modules[i].layer;
+    moei_line(p, "{{");
+    moei_line_router_config(p, &layer->config.router);
+    moei_line(p, ", ");
+    moei_line_fields(p, moe_layer_fields(), &layer->config, sizeof layer->config.router, sizeof layer->config);
+    moei_line(p, "}, {");
+    moei_line_router_config(p, &layer->router.config);
+    moei_line(p, ", {NULL, NULL, NULL, NULL}, NULL, ");
+    moei_line_bits(p, layer->router.places);
+    moei_line(p, ", ");
+    moei_line_bits(p, layer->router.parts);
+    moei_line(p, ", {NULL}}, NULL, ");
+    moei_line_bits(p, layer->places);
+    moei_line(p, ", ");
+    moei_line_layer_tensors(p, net, i, MOE_LAYER_SLOTS);
+    moei_line(p, ", {NULL}, {NULL}, 0, 0, NULL, 0, {NULL, NULL}}");
+}
+
+/* In the order of moe_module's members. */
+static void moei_line_module(moei_lines *p, const moe_net *net, size_t i) {
+    const moe_module *m = &net->modules[i];
+    moei_line(p, "{%d, %d, %d, %d, %d, %d, ", m->kind, m->d_in, m->d_out, m->act, m->span, m->n_rows);
+    moei_line_real(p, m->rate, ", {");
+    moei_line_fields(p, moei_attention_fields, &m->attention, 0, sizeof m->attention);
+    moei_line(p, "}, ");
+    moei_line_layer(p, net, i);
+    moei_line(p, ", ");
+    if (moei_is_layer(m)) moei_line(p, "{NULL}");
+    else moei_line_tensors(p, net, i, 0, MOE_MODULE_SLOTS, "(moe_real *)");
+    moei_line(p, ", {NULL}, 0}%s", i + 1 < net->n_modules ? "," : "};");
+    moei_line_end(p);
+}
+
+/* Writes `static const moe_net NAME` and what it points to. No heap, no initialisation: the struct serves moe_net_forward and moe_net_decode as it is,
+   with plain C kernels, but has no list of named tensors. Errors of moei_float_check before the first byte, then those of the stream. */
+MOEI_TOOL moe_status moei_print_net(moe_stream *out, const char *name, const moe_net *net, moe_error *error) {
+    moei_lines p;
+    moe_slot slot;
+    size_t i;
+    int place;
+    moe_status status = moei_float_check(net, error);
+    if (status != MOE_OK) return status;
+    moei_line_begin(&p, out, name);
+    for (i = 0; i < net->n_modules; i++)
+        for (place = 0; place < MOE_LAYER_SLOTS; place++)
+            if (moei_module_slot(net, i, place, &slot) == MOE_OK) moei_line_array(&p, slot.name, i, slot.count, moei_float_values(net, i, place));
+    moei_line(&p, "static const moe_module ");
+    moei_line_name(&p, NULL, 0);
+    moei_line(&p, "_modules[%z] = {", net->n_modules);
+    moei_line_end(&p);
+    for (i = 0; i < net->n_modules; i++) moei_line_module(&p, net, i);
+    moei_line(&p, "static const moe_net ");
+    moei_line_name(&p, NULL, 0);
+    moei_line(&p, " = {%d, %d, %z, (moe_module *)", net->d_in, net->d_out, net->n_modules);
+    moei_line_name(&p, NULL, 0);
+    moei_line(&p, "_modules, 0, NULL, MOE_KERNELS_C, NULL, {NULL, NULL}, NULL, 0, 1, 0, {MOE_OK, \"\"}};");
+    moei_line_end(&p);
+    return p.status == MOE_OK ? MOE_OK : moei_error(error, p.status, "writing net %s: %s", name, moe_status_text(p.status));
+}
+#endif /* MOE_NO_TRAIN */
 
 /* ---- sampling ------------------------------------------------------------------------------------------------------------------ */
 
@@ -9160,6 +9487,16 @@ static int moei_int_next(const int16_t *experts, int count, int last) {
     return next;
 }
 
+/* A loop, for memset of small C libraries writes bytes; the empty asm keeps gcc from calling it. */
+static void moei_int_clear(int32_t *sum, const int32_t *end) {
+    while (sum < end) {
+        *sum++ = 0;
+#if defined(__GNUC__) && !defined(__TINYC__)
+        __asm__ volatile("");
+#endif
+    }
+}
+
 void moe_int_op_mixture(const moe_int_op *op, moe_int_run *run) {
     const moe_int_mixture *m = run->model->mixtures + op->index;
     const unsigned char *base = run->base;
@@ -9170,7 +9507,7 @@ void moe_int_op_mixture(const moe_int_op *op, moe_int_run *run) {
     if (run->status == MOE_OK)
         run->status = moe_int_route(&m->router, run->model->weights, run->token, moei_int_vector(run, m->z), moei_int_wide(run, m->p), experts, weights, &count);
     choices[0] = (int16_t)count;
-    memset(moei_int_vector(run, m->sum), 0, (size_t)(op->shape.n + 1) / 2 * 2 * sizeof(int32_t));
+    moei_int_clear(moei_int_wide(run, m->sum), moei_int_wide(run, m->sum) + (op->shape.n + 1) / 2 * 2);
     while (run->status == MOE_OK && (i = moei_int_next(experts, (int)count, last)) >= 0) {
         last = experts[i];
         run->weight = weights[i];
@@ -9341,12 +9678,18 @@ void moe_int_op_rest(const moe_int_op *op, moe_int_run *run) {
     for (q = 0; q < op->shape.n; q++) sum[q] += moei_int_scale(((int32_t)x[q] * op->factor + round) >> op->shape.shift, (int16_t)rest);
 }
 
+/* The input as a vector. */
+static void moei_int_enter(int16_t *x, const signed char *input, size_t n) {
+    const signed char *end = input + n;
+    while (input < end) *x++ = *input++;
+    for (; n % 4 != 0; n++) *x++ = 0;
+}
+
 /* The run function of integer models. */
 moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch) {
     unsigned char *memory = moei_int_scratch(scratch);
     const moe_int_op *last = model->ops + model->n_main - 1;
     moe_int_run run;
-    size_t i;
     run.model = model, run.loader = loader, run.base = model->weights, run.state = memory;
     run.vectors = (int16_t *)(void *)(memory + model->state_size);
     run.place = 0, run.weight = 32767, run.status = MOE_OK, run.token = 0;
@@ -9355,8 +9698,7 @@ moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, c
         if (run.place >= model->length) return MOE_ERR_STATE;
     }
     if (model->d_in == 0) run.token = *(const int32_t *)input;
-    for (i = 0; i < model->d_in; i++) run.vectors[i] = ((const signed char *)input)[i];
-    for (; i % 4 != 0; i++) run.vectors[i] = 0;
+    else moei_int_enter(run.vectors, (const signed char *)input, model->d_in);
     moei_int_ops(&run, 0, model->n_main);
     if (run.status != MOE_OK) return run.status;
     memcpy(output, moei_int_vector(&run, last->out), model->d_out * sizeof(int16_t));
@@ -9953,29 +10295,6 @@ static int moei_reads_narrow(const moe_net *net, size_t i) {
            kind == MOE_MODULE_TIED;
 }
 
-/* The integer router of a configuration; a first form: softmax, top_k and sum. */
-typedef struct moe_int_router_plan {
-    moe_int_router router;
-    double z_scale;
-    int weight_bits;
-} moe_int_router_plan;
-
-static moe_status moe_int_router_plan_make(const moe_router_config *c, double logit_most, moe_int_router_plan *plan, moe_error *error) {
-    int bits = 14;
-    memset(plan, 0, sizeof *plan);
-    if (c->gate != MOE_GATE_SOFTMAX || c->select != MOE_SELECT_TOP_K || c->weight != MOE_WEIGHT_SUM || c->selection_bias || c->expert_scale || c->scale > 1 || c->scale < 1)
-        return moei_error(error, MOE_ERR_UNSUPPORTED, "router: only softmax, top_k and sum have an integer form");
-    while (bits > 0 && ldexp(logit_most * 1.4426950408889634, bits) > 32767) bits--;
-    plan->router.gate = moe_int_gate_logits, plan->router.select = moe_int_select_top_k;
-    plan->router.values = moe_int_gate_softmax, plan->router.weight = moe_int_weight_raw, plan->router.weight_shift = 5;
-    plan->router.n_experts = plan->router.scratch = (uint16_t)c->n_experts;
-    plan->router.top_k = plan->router.most = (uint16_t)c->top_k;
-    plan->router.z_bits = (uint8_t)bits;
-    plan->router.bias = plan->router.thresholds = plan->router.scales = plan->router.table = MOE_INT_NONE;
-    plan->z_scale = ldexp(0.6931471805599453, -bits) * (double)c->gate_temperature;
-    return MOE_OK;
-}
-
 /* ---- scores ---- */
 
 /* What scores are made of. */
@@ -9988,6 +10307,7 @@ typedef struct moei_scoring {
     uint32_t expert, n_expert;  /* scores that read experts: the operations of one, and its activations */
     uint32_t node[MOE_NODE_COUNT];
     double output_scale, output_unit; /* the last product's t: real = t * output_unit; what a wide vector of it wants */
+    uint32_t begun;             /* the clock at the mixture's beginning */
     uint32_t n_list;            /* operations that follow the list: those that run for each expert */
 } moei_scoring;
 
@@ -10016,16 +10336,28 @@ static moe_real *moei_router_matrix(moei_maker *m, const moe_real *w, const moe_
 
 static void moei_router_matrix_free(moei_maker *m, moe_real *w, size_t n, size_t k) { moei_free(&m->made.allocator, w, n * k * sizeof *w); }
 
+/* The router's constants among those of the model. */
+static void moei_mixture_table(moei_maker *m, const moe_layer *layer, double most, moe_int_router_plan *plan) {
+    const moe_allocator *a = &m->made.allocator;
+    unsigned char *table;
+    if (m->status != MOE_OK || plan->table_size == 0) return;
+    table = (unsigned char *)moei_alloc(a, plan->table_size, 1);
+    if (table == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    else m->status = moe_int_router_plan_make(&layer->config.router, layer->tensors, (moe_real)most, table, plan->table_size, plan, m->error);
+    if (m->status == MOE_OK) moe_int_router_move(&plan->router, moei_constants(m, &m->made.weights, table, plan->table_size));
+    moei_free(a, table, plan->table_size);
+}
+
 /* The router's plan for logits as large as calibration saw, in units of at least `finest`. */
 static void moei_mixture_plan(moei_maker *m, moei_scoring *s, double finest) {
-    double most = s->range->z > 0 ? s->range->z * 1.5 : 1;
+    double most = s->range->z > 0 ? s->range->z : 1;
     int tries;
     for (tries = 0; tries < 64 && m->status == MOE_OK; tries++, most *= 2) {
-        const moe_status status = moe_int_router_plan_make(&s->layer->config.router, most, &s->plan, m->error);
-        if (status != MOE_OK) m->status = status;
-        else if ((double)s->plan.z_scale >= finest) break;
+        m->status = moe_int_router_plan_make(&s->layer->config.router, s->layer->tensors, (moe_real)most, NULL, 0, &s->plan, m->error);
+        if (m->status == MOE_OK && (double)s->plan.z_scale >= finest) break;
     }
     if (m->status == MOE_OK && (double)s->plan.z_scale < finest) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    moei_mixture_table(m, s->layer, most, &s->plan);
 }
 
 /* z = W v + b in the units that the router wants; w [E,k]. */
@@ -10368,6 +10700,13 @@ static void moei_mixture_blocks(moei_maker *m, moe_int_mixture *mixture, size_t 
     m->n_pieces = 0, m->pieces.size = 0;
 }
 
+/* The exponent of a power of two. */
+static int moei_exponent(double power) {
+    int exponent;
+    (void)frexp(power, &exponent);
+    return exponent - 1;
+}
+
 static uint32_t moei_ops_count(const moei_maker *m) { return (uint32_t)moei_list_length(m->inner_ops); }
 
 /* w x for an expert's input, narrow. */
@@ -10439,14 +10778,17 @@ static void moei_mixture_logits(moei_maker *m, moei_scoring *s, moe_int_mixture 
     mixture->n_score = moei_ops_count(m) - mixture->score - s->n_list;
 }
 
-/* The router, and the vectors that it works on. */
+/* The router, and the vectors that it works on. They are there from the beginning: with some scores experts' operations come first in the list, but run
+   again afterwards. */
 static void moei_mixture_router(moei_maker *m, moei_scoring *s, moe_int_mixture *mixture) {
     mixture->router = s->plan.router;
-    mixture->weight_bits = (int16_t)s->plan.weight_bits;
+    mixture->weight_bits = (int16_t)moei_exponent((double)s->plan.weight_scale);
     mixture->p = moei_value_wide32(m, mixture->router.scratch);
     mixture->sum = moei_value_wide32(m, (size_t)s->layer->config.d_out);
     mixture->choices = moei_value_new(m, 1 + 2 * (size_t)mixture->router.most, MOEI_WIDE, 1, 0);
-    if (m->status == MOE_OK) m->values[mixture->choices].last = UINT32_MAX;
+    if (m->status != MOE_OK) return;
+    m->values[mixture->choices].last = UINT32_MAX;
+    m->values[mixture->p].made = m->values[mixture->sum].made = m->values[mixture->choices].made = s->begun;
 }
 
 /* The operations of one expert, and with a score that reads experts the router, which is planned between them. */
@@ -10484,6 +10826,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     moei_chain shared;
     moei_scoring s;
     moe_int_mixture mixture;
+    moe_int_router_names names;
     moei_int_target to;
     moe_int_op op;
     uint32_t x = moei_narrowed(m, m->entering[m->module]), begun = m->clock, out, index;
@@ -10491,7 +10834,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     memset(&mixture, 0, sizeof mixture);
     memset(&s, 0, sizeof s);
     memset(&shared, 0, sizeof shared);
-    s.layer = &module->layer, s.range = range, s.entering = m->entering[m->module];
+    s.begun = begun, s.layer = &module->layer, s.range = range, s.entering = m->entering[m->module];
     s.now = moei_router_now(s.layer, &frozen);
     moei_mixture_supported(m, c, frozen);
     if (m->status != MOE_OK) return 0;
@@ -10515,6 +10858,8 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     moei_value_use(m, x), moei_value_use(m, s.entering), moei_value_use(m, mixture.z), moei_value_use(m, mixture.p), moei_value_use(m, mixture.sum);
     if (m->config->loader && m->status == MOE_OK) m->values[mixture.block].made = begun;
     index = moei_maker_push(m, &m->made.mixtures, &mixture, sizeof mixture);
+    names.name[0] = s.plan.gate, names.name[1] = s.plan.select, names.name[2] = s.plan.values, names.name[3] = s.plan.weight, names.name[4] = s.plan.scale;
+    (void)moei_maker_push(m, &m->made.router_names, &names, sizeof names);
     op = moei_op(moe_int_op_mixture, (size_t)c->d_out, 0, -limit, limit, to.shift);
     op.index = (uint16_t)index;
     m->counted = 0;
@@ -10923,6 +11268,7 @@ void moe_model_free(moe_built_model *built) {
     moe_buffer_free(&built->experts);
     moei_list_free(&built->allocator, &built->ops, sizeof *built->ops);
     moei_list_free(&built->allocator, &built->mixtures, sizeof *built->mixtures);
+    moei_list_free(&built->allocator, &built->router_names, sizeof *built->router_names);
     moei_list_free(&built->allocator, &built->attentions, sizeof *built->attentions);
     memset(built, 0, sizeof *built);
 }
@@ -10986,36 +11332,10 @@ static void moei_print_ops(moei_printer *p, const moe_model *model) {
     }
 }
 
-/* The functions of routers by name. */
-typedef void moei_any_function(void);
-
-static const struct moei_router_name {
-    moei_any_function *function;
-    const char *name;
-} moei_router_names[] = {
-#define MOEI_ROUTER_NAME(name) {(moei_any_function *)moe_int_##name, "moe_int_" #name}
-    MOEI_ROUTER_NAME(gate_logits),       MOEI_ROUTER_NAME(gate_relu),        MOEI_ROUTER_NAME(gate_softmax),   MOEI_ROUTER_NAME(gate_sigmoid),
-    MOEI_ROUTER_NAME(gate_sqrt_softplus), MOEI_ROUTER_NAME(select_top_k),    MOEI_ROUTER_NAME(select_grouped), MOEI_ROUTER_NAME(select_top_p),
-    MOEI_ROUTER_NAME(select_threshold),  MOEI_ROUTER_NAME(select_hash),      MOEI_ROUTER_NAME(weight_raw),     MOEI_ROUTER_NAME(weight_sum),
-    MOEI_ROUTER_NAME(weight_norm),       MOEI_ROUTER_NAME(weight_uniform),   MOEI_ROUTER_NAME(weight_one),     MOEI_ROUTER_NAME(weight_sparsemixer),
-    MOEI_ROUTER_NAME(scale)};
-#undef MOEI_ROUTER_NAME
-
-static void moei_print_function(moei_printer *p, moei_any_function *function) {
+static void moei_print_int_router(moei_printer *p, const moe_int_router *r, const moe_int_router_names *names) {
     size_t i;
-    for (i = 0; function != NULL && i < sizeof moei_router_names / sizeof *moei_router_names; i++)
-        if (moei_router_names[i].function == function) {
-            moei_print(p, "%s, ", moei_router_names[i].name);
-            return;
-        }
-    moei_print(p, "NULL, ");
-}
-
-static void moei_print_int_router(moei_printer *p, const moe_int_router *r) {
     moei_print(p, "{");
-    moei_print_function(p, (moei_any_function *)r->gate), moei_print_function(p, (moei_any_function *)r->select);
-    moei_print_function(p, (moei_any_function *)r->values), moei_print_function(p, (moei_any_function *)r->weight);
-    moei_print_function(p, (moei_any_function *)r->scale);
+    for (i = 0; i < sizeof names->name / sizeof *names->name; i++) moei_print(p, "%s, ", names->name[i] != NULL ? names->name[i] : "NULL");
     moei_print(p, "\n      %d, %d, %d, %d, %d, %d, %d, %d, %d, %d, %d, %d, ", (int)r->n_experts, (int)r->top_k, (int)r->most, (int)r->scratch, (int)r->groups,
                (int)r->groups_kept, (int)r->factor, (int)r->z_bits, (int)r->weight_shift, (int)r->flags, (int)r->threshold, (int)r->tokens);
     moei_print_place(p, r->bias, ", "), moei_print_place(p, r->thresholds, ", "), moei_print_place(p, r->scales, ", "), moei_print_place(p, r->table, "}");
@@ -11025,14 +11345,15 @@ static void moei_print_attentions(moei_printer *p, const moe_model *model) {
     (void)p, (void)model;
 }
 
-static void moei_print_mixtures(moei_printer *p, const moe_model *model) {
+static void moei_print_mixtures(moei_printer *p, const moe_built_model *built) {
+    const moe_model *model = &built->model;
     size_t i;
     if (model->n_mixtures == 0) return;
     moei_print(p, "static const moe_int_mixture %s_mixtures[%z] = {\n", p->name, (size_t)model->n_mixtures);
     for (i = 0; i < model->n_mixtures; i++) {
         const moe_int_mixture *m = &model->mixtures[i];
         moei_print(p, "    {");
-        moei_print_int_router(p, &m->router);
+        moei_print_int_router(p, &m->router, &built->router_names[i]);
         moei_print(p, ",\n     %z, %z, %z, %z, %z, %z, ", (size_t)m->score, (size_t)m->n_score, (size_t)m->expert, (size_t)m->n_expert, (size_t)m->shared,
                    (size_t)m->n_shared);
         moei_print(p, "%z, %z, %z, %z, %z, %z, ", (size_t)m->experts, (size_t)m->stride, (size_t)m->z, (size_t)m->p, (size_t)m->sum, (size_t)m->choices);
@@ -11067,12 +11388,13 @@ static void moei_print_model(moei_printer *p, const moe_model *model) {
     moei_print(p, "#define %s_INPUT_SCALE %gf\n#define %s_OUTPUT_SCALE %gf\n\n", big, (double)model->input_scale, big, (double)model->output_scale);
 }
 
-static void moei_print_int_model(moei_printer *p, const moe_model *model) {
+static void moei_print_int_model(moei_printer *p, const moe_built_model *built) {
+    const moe_model *model = &built->model;
     const char *name = p->name;
     moei_print_bytes(p, "weights", model->weights, model->weights_size);
     if (model->experts != NULL) moei_print_bytes(p, "experts", model->experts, model->experts_size);
     moei_print_ops(p, model);
-    moei_print_mixtures(p, model);
+    moei_print_mixtures(p, built);
     moei_print_attentions(p, model);
     moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, %s, moe_int_model_run,\n    %z, %z, %z, %z, %z, %gf, %gf,\n    ", name,
                model->weights_are == MOE_WEIGHTS_INT8 ? "MOE_WEIGHTS_INT8" : "MOE_WEIGHTS_INT4", model->d_in, model->d_out, model->length, model->scratch_size,
@@ -11112,7 +11434,7 @@ moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stre
     moei_print(&p, "#ifndef %s_MODEL_H\n#define %s_MODEL_H\n\n", p.capitals, p.capitals);
     moei_print(&p, "#include \"moe.h\"\n\n#if MOE_MODEL_VERSION != %d\n#error \"%s: export this model again with the moe.h at hand\"\n#endif\n\n", (int)MOE_MODEL_VERSION, name);
     moei_print_model(&p, &moved.model);
-    moei_print_int_model(&p, &moved.model);
+    moei_print_int_model(&p, &moved);
     moei_print(&p, "#endif\n");
     return p.status == MOE_OK ? MOE_OK : moei_error(error, p.status, "the stream failed: %s", moe_status_text(p.status));
 }

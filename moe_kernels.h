@@ -1362,6 +1362,16 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #endif
 #endif
 
+/* Arm's instructions for integers of 16 bits: Helium (MVE), those of the DSP extension (Cortex-M4, M7, M33; also ARMv6 and ARMv7-A), or none. */
+#if defined(__arm__) && defined(MOEI_FLASH_WORDS) && !defined(MOE_NO_DSP)
+#if defined(__ARM_FEATURE_DSP) && defined(__ARM_FEATURE_SIMD32) && defined(__thumb2__)
+#define MOEI_INT_DSP 1
+#endif
+#if defined(__thumb__) && !defined(__thumb2__) && (defined(__ARM_ARCH_6M__) || defined(__ARM_ARCH_8M_BASE__))
+#define MOEI_INT_THUMB1 1
+#endif
+#endif
+
 
 #ifdef __cplusplus
 extern "C" {
@@ -6035,8 +6045,8 @@ moe_status moe_int4_pack(size_t n, size_t k, const signed char *levels, size_t l
 /* ---- results ---- */
 
 /* (sum * factor) >> 16. Where a 64-bit product is a call it is made of two that fit 32 bits. */
-MOEI_INLINE int32_t moei_int_scale(int32_t sum, int16_t factor) {
-#if defined(__AVR__) || defined(__ARM_ARCH_6M__) || defined(__ARM_ARCH_8M_BASE__)
+MOEI_INLINE int32_t moei_int_scale(int32_t sum, int32_t factor) {
+#if defined(__AVR__) || defined(MOEI_INT_THUMB1)
     return (sum >> 16) * factor + (int32_t)((uint32_t)(sum & 0xffff) * (uint32_t)factor >> 16);
 #else
     return (int32_t)((int64_t)sum * factor >> 16);
@@ -6055,27 +6065,82 @@ MOEI_INLINE void moei_int_put_zeros(unsigned n, int16_t *y) {
     for (; (n & 3u) != 0; n++) y[n] = 0;
 }
 
-/* Where the outputs of a product go: y, or sum where that is not NULL. Each product is compiled once for either. */
+/* Where a product's outputs go: to y, or when adding into sum. Both kinds share the code, which is most of what a model of integers needs. */
 typedef struct moei_int_ending {
+    int adding;
     int16_t *y;
     int32_t *sum;
-    int32_t round;
-    int16_t weight;
+    int32_t weight, round, shift, low, high;
 } moei_int_ending;
 
-MOEI_INLINE void moei_int_end_one(const moe_int_shape *shape, const moei_int_ending *e, unsigned j, int32_t sum, int16_t factor) {
-    const int32_t t = moei_int_scale(sum, factor);
-    if (e->sum != NULL) e->sum[j] += moei_int_scale(t, e->weight);
-    else e->y[j] = moei_int_clamp(shape, (t + e->round) >> shape->shift);
+#define MOEI_INT_NO_WEIGHT ((int32_t)1 << 16) /* store, do not add */
+
+MOEI_INLINE int16_t moei_int_stored(const moei_int_ending *e, int32_t t) {
+    t = (t + e->round) >> e->shift;
+    return (int16_t)(t < e->low ? e->low : t > e->high ? e->high : t);
 }
 
-MOEI_INLINE void moei_int_end_pair(const moe_int_shape *shape, const moei_int_ending *e, unsigned j, int32_t a, int32_t b, int16_t factor_a,
-                                   int16_t factor_b) {
-    moei_int_end_one(shape, e, j, a, factor_a);
-    moei_int_end_one(shape, e, j + 1, b, factor_b);
+/* Takes the sums a and b of the pair of outputs whose constants begin at head. */
+MOEI_INLINE void moei_int_end_pair(moei_int_ending *e, const unsigned char *head, int32_t a, int32_t b) {
+    a = moei_int_scale(a, moei_flash_16(head + 8));
+    b = moei_int_scale(b, moei_flash_16(head + 10));
+    if (e->adding) {
+        e->sum[0] += moei_int_scale(a, e->weight);
+        e->sum[1] += moei_int_scale(b, e->weight);
+        e->sum += 2;
+    } else {
+        e->y[0] = moei_int_stored(e, a);
+        e->y[1] = moei_int_stored(e, b);
+        e->y += 2;
+    }
 }
 
-/* ---- inner products of a pair of outputs ---- */
+MOEI_INLINE moei_int_ending moei_int_ending_of(const moe_int_shape *shape, int32_t weight, void *y) {
+    moei_int_ending e;
+    e.adding = weight != MOEI_INT_NO_WEIGHT, e.y = (int16_t *)y, e.sum = (int32_t *)y, e.weight = weight;
+    e.round = moei_int_round(shape), e.shift = shape->shift, e.low = shape->low, e.high = shape->high;
+    return e;
+}
+
+/* ---- inner products of a pair of outputs: k is a multiple of 4 ---- */
+
+#if defined(MOEI_INT_DSP)
+MOEI_TOOL int32_t moei_int_sum(unsigned k, const int16_t *x) {
+    int32_t sum = 0;
+    __asm__ volatile(".syntax unified\n\tsubs %1, #8\n\tblt 2f\n"
+                     "1:\tldm %2!, {r3, r4, r5, r6}\n\tsmlad %0, r3, %3, %0\n\tsmlad %0, r4, %3, %0\n\t"
+                     "smlad %0, r5, %3, %0\n\tsmlad %0, r6, %3, %0\n\tsubs %1, #8\n\tbge 1b\n"
+                     "2:\tadds %1, #8\n\tbeq 3f\n\tldm %2!, {r3, r4}\n\tsmlad %0, r3, %3, %0\n\tsmlad %0, r4, %3, %0\n3:"
+                     : "+r"(sum), "+r"(k), "+r"(x)
+                     : "r"(0x10001)
+                     : "r3", "r4", "r5", "r6", "cc", "memory");
+    return sum;
+}
+#elif defined(MOEI_FLASH_WORDS)
+/* Two inputs at a time: the lower halves of the words' sum are the sum of their lower halves while that fits 16 bits, as 256 of them do. */
+MOEI_TOOL int32_t moei_int_sum(unsigned k, const int16_t *x) {
+    int32_t sum = 0;
+    unsigned count;
+    for (; k > 0; k -= count) {
+        const int16_t *end;
+        uint32_t words = 0;
+        count = k < 512 ? k : 512;
+        for (end = x + count; x != end; x += 4) {
+            const int32_t first = ((const moei_flash_word *)(const void *)x)[0], second = ((const moei_flash_word *)(const void *)x)[1];
+            words += (uint32_t)first + (uint32_t)second;
+            sum += (first >> 16) + (second >> 16);
+        }
+        sum += (int16_t)(words & 0xffffu);
+    }
+    return sum;
+}
+#else
+MOEI_TOOL int32_t moei_int_sum(unsigned k, const int16_t *x) {
+    int32_t sum = 0;
+    for (; k > 0; k--) sum += *x++;
+    return sum;
+}
+#endif
 
 /* A vector is narrow where it is multiplied: its low byte is enough, which is what AVR multiplies. */
 #if defined(__AVR__)
@@ -6084,112 +6149,276 @@ MOEI_INLINE void moei_int_end_pair(const moe_int_shape *shape, const moei_int_en
 #define MOEI_INT_X(x) (x)
 #endif
 
-MOEI_INLINE int32_t moei_int_sum(unsigned k, const int16_t *x) {
-    int32_t sum = 0;
-    unsigned p;
-    for (p = 0; p < k; p++) sum += x[p];
-    return sum;
+#if defined(MOEI_INT_THUMB1)
+/* *a += (w_a + 128) . x and *both += (256 w_b + w_a + 128) . x from x to end > x. The sums stand in upper registers, which can be added to and
+   no more; the lower ones that they came in are free then. */
+MOEI_INLINE const int16_t *moei_int8_strip(const unsigned char **w, const int16_t *x, const int16_t *end, uint32_t *a, uint32_t *both) {
+#define MOEI_WORD(w)                                                                                                             \
+    "ldm %1!, {%2}\n\tsxth %3, %2\n\tuxtb %4, " #w "\n\tmuls %4, %3, %4\n\tadd r8, %4\n\tsxth %4, " #w "\n\tmuls %4, %3, %4\n\t" \
+    "add r9, %4\n\tasrs %2, %2, #16\n\tasrs " #w ", " #w ", #16\n\tuxtb %4, " #w "\n\tmuls %4, %2, %4\n\tadd r8, %4\n\t"         \
+    "muls " #w ", %2, " #w "\n\tadd r9, " #w "\n\t"
+    __asm__ volatile(".syntax unified\n\tmov r8, %2\n\tmov r9, %3\n\tmov r10, %4\n"
+                     "1:\tldm %0!, {r4, r5}\n\t" MOEI_WORD(r4) MOEI_WORD(r5) "cmp %1, r10\n\tbne 1b\n\tmov %2, r8\n\tmov %3, r9"
+                     : "+l"(*w), "+l"(x), "+l"(*a), "+l"(*both), "+l"(end)
+                     :
+                     : "r4", "r5", "r8", "r9", "r10", "cc", "memory");
+#undef MOEI_WORD
+    return x;
 }
+#endif
 
 /* *a += (w_a + 128) . x, *b += w_b . x; returns the end of the weights. */
+#if defined(MOEI_INT_THUMB1)
+/* both - a = 256 w_b . x, which the 32 bits hold for up to 512 inputs. */
+MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
+    const int16_t *end = x + k;
+    uint32_t sum_a = (uint32_t)*a;
+    int32_t sum_b = *b;
+    while (x != end) {
+        uint32_t both = sum_a;
+        x = moei_int8_strip(&w, x, end - x > 512 ? x + 512 : end, &sum_a, &both);
+        sum_b += (int32_t)(both - sum_a) >> 8;
+    }
+    *a = (int32_t)sum_a, *b = sum_b;
+    return w;
+}
+#else
 MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
     const int16_t *end = x + k;
     int32_t sum_a = *a, sum_b = *b;
-    for (; x != end; x++, w += 2) {
-        sum_a += (int)moei_flash_8(w) * MOEI_INT_X(*x);
-        sum_b += (signed char)moei_flash_8(w + 1) * MOEI_INT_X(*x);
+    for (; x != end; x += 4, w += 8) {
+        sum_a += (int)moei_flash_8(w) * MOEI_INT_X(x[0]), sum_b += (signed char)moei_flash_8(w + 1) * MOEI_INT_X(x[0]);
+        sum_a += (int)moei_flash_8(w + 2) * MOEI_INT_X(x[1]), sum_b += (signed char)moei_flash_8(w + 3) * MOEI_INT_X(x[1]);
+        sum_a += (int)moei_flash_8(w + 4) * MOEI_INT_X(x[2]), sum_b += (signed char)moei_flash_8(w + 5) * MOEI_INT_X(x[2]);
+        sum_a += (int)moei_flash_8(w + 6) * MOEI_INT_X(x[3]), sum_b += (signed char)moei_flash_8(w + 7) * MOEI_INT_X(x[3]);
     }
     *a = sum_a, *b = sum_b;
     return w;
 }
+#endif
 
-/* *a = (w_a + 8) . x, *b = (w_b + 8) . x, of a block. The byte is w_a + 8 + 16 (w_b + 8), so its sum has both. */
+/* *a += (w_a + 8) . x, *b += (w_b + 8) . x over the k > 0 inputs of a block; returns the end of its weights. */
+/* The byte is w_a + 8 + 16 (w_b + 8), so its sum has both. */
 MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
-    const int16_t *end = x + k;
     int32_t both = 0, sum_b = 0;
-    for (; x != end; x += 4, w += 4) {
-        const unsigned v0 = moei_flash_8(w), v2 = moei_flash_8(w + 1), v1 = moei_flash_8(w + 2), v3 = moei_flash_8(w + 3);
-        both += (int)v0 * MOEI_INT_X(x[0]), sum_b += (int)(v0 >> 4) * MOEI_INT_X(x[0]);
-        both += (int)v1 * MOEI_INT_X(x[1]), sum_b += (int)(v1 >> 4) * MOEI_INT_X(x[1]);
-        both += (int)v2 * MOEI_INT_X(x[2]), sum_b += (int)(v2 >> 4) * MOEI_INT_X(x[2]);
-        both += (int)v3 * MOEI_INT_X(x[3]), sum_b += (int)(v3 >> 4) * MOEI_INT_X(x[3]);
-    }
-    *a = both - 16 * sum_b, *b = sum_b;
+#if defined(MOEI_INT_THUMB1)
+#define MOEI_BYTE(place, x) "ldrb %4, [%0, " place "]\n\tlsrs %5, %4, #4\n\tmuls %4, " x ", %4\n\tadd r8, %4\n\tmuls %5, " x ", %5\n\tadd r9, %5\n\t"
+    uint32_t first, second, byte = 0, product = 0;
+    const int16_t *end = x + k;
+    __asm__ volatile(".syntax unified\n\tmov r8, %4\n\tmov r9, %5\n"
+                     "1:\tldm %1!, {%3}\n\tsxth %2, %3\n\tasrs %3, %3, #16\n\t" MOEI_BYTE("#0", "%2") MOEI_BYTE("#2", "%3")
+                     "ldm %1!, {%3}\n\tsxth %2, %3\n\tasrs %3, %3, #16\n\t" MOEI_BYTE("#1", "%2") MOEI_BYTE("#3", "%3")
+                     "adds %0, #4\n\tcmp %1, %6\n\tbne 1b\n\tmov %4, r8\n\tmov %5, r9"
+                     : "+l"(w), "+l"(x), "=&l"(first), "=&l"(second), "+l"(byte), "+l"(product)
+                     : "r"(end)
+                     : "r8", "r9", "cc", "memory");
+    both = (int32_t)byte, sum_b = (int32_t)product;
+#undef MOEI_BYTE
+#else
+    const int16_t *end = x + k;
+    do {
+        unsigned v = moei_flash_8(w);
+        both += (int)v * MOEI_INT_X(x[0]), sum_b += (int)(v >> 4) * MOEI_INT_X(x[0]);
+        v = moei_flash_8(w + 2);
+        both += (int)v * MOEI_INT_X(x[1]), sum_b += (int)(v >> 4) * MOEI_INT_X(x[1]);
+        v = moei_flash_8(w + 1);
+        both += (int)v * MOEI_INT_X(x[2]), sum_b += (int)(v >> 4) * MOEI_INT_X(x[2]);
+        v = moei_flash_8(w + 3);
+        both += (int)v * MOEI_INT_X(x[3]), sum_b += (int)(v >> 4) * MOEI_INT_X(x[3]);
+        x += 4, w += 4;
+    } while (x != end);
+#endif
+    *a += both - 16 * sum_b, *b += sum_b;
     return w;
 }
 
 /* ---- products ---- */
 
-MOEI_INLINE void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, const moei_int_ending *e) {
-    const unsigned n = shape->n, k = (shape->k + 3u) & ~3u;
+enum { MOEI_INT_KEPT = 32 };
+
+/* kept[i] = -8 times the sum of block i: what takes the weights' offset off. Made once for all pairs, of the first blocks. */
+MOEI_TOOL void moei_int4_offsets(unsigned k, const int16_t *x, int16_t *kept) {
+    unsigned i, count;
+    for (i = 0; k > 0 && i < MOEI_INT_KEPT; i++, k -= count, x += count) {
+        count = k < MOEI_INT_BLOCK ? k : (unsigned)MOEI_INT_BLOCK;
+        kept[i] = (int16_t)(-8 * moei_int_sum(count, x));
+    }
+}
+
+#if defined(MOEI_INT_DSP)
+/* What the loops over pairs keep in memory, in the order in which they load it. */
+typedef struct moei_int_work {
+    int32_t round, shift, low, high; /* low and high in both halves; when adding: the weight, -1 */
+    void *y;
+    const unsigned char *data_end;
+} moei_int_work;
+
+MOEI_INLINE moei_int_work moei_int_work_of(const moe_int_shape *shape, const unsigned char *data, size_t pair, int32_t weight, void *y) {
+    moei_int_work w;
+    const int adding = weight != MOEI_INT_NO_WEIGHT;
+    w.round = adding ? weight : moei_int_round(shape), w.shift = adding ? -1 : shape->shift;
+    w.low = (int32_t)((uint32_t)(uint16_t)shape->low * 0x10001u), w.high = (int32_t)((uint32_t)(uint16_t)shape->high * 0x10001u);
+    w.y = y, w.data_end = data + (shape->n + 1u) / 2 * pair;
+    return w;
+}
+
+/* The end of a pair. Registers: the sums a, b, their factors in one, r0 behind the work above, r1 the constants, r2, r4, r5, r6, r10, r12 free; label 0
+   is the next pair, 9 the end. 16 times 32 bits is one instruction, and both outputs are clamped at once. */
+#define MOEI_INT_END_PAIR(a, b, factors)                                                                                              \
+    "ldmdb r0, {r2, r4, r5, r6, r10, r12}\n\tcmp r4, #0\n\tblt 6f\n\t"                                                                \
+    "smlawb " #a ", " #a ", " #factors ", r2\n\tsmlawt " #b ", " #b ", " #factors ", r2\n\t"                                          \
+    "asr " #a ", " #a ", r4\n\tasr " #b ", " #b ", r4\n\tssat " #a ", #16, " #a "\n\tssat " #b ", #16, " #b "\n\t"                    \
+    "pkhbt " #a ", " #a ", " #b ", lsl #16\n\tssub16 r2, " #a ", r5\n\tsel " #a ", " #a ", r5\n\tssub16 r2, r6, " #a "\n\t"           \
+    "sel " #a ", " #a ", r6\n\tstr " #a ", [r10], #4\n\tb 7f\n"                                                                       \
+    "6:\tsmulwb " #a ", " #a ", " #factors "\n\tsmulwt " #b ", " #b ", " #factors "\n\tldm r10, {r4, r5}\n\t"                         \
+    "smlawb r4, " #a ", r2, r4\n\tsmlawb r5, " #b ", r2, r5\n\tstm r10!, {r4, r5}\n"                                                  \
+    "7:\tstr r10, [r0, #-8]\n\tcmp r1, r12\n\tbne 0b\n\tb 9f\n"
+
+typedef struct moei_int8_work {
+    moei_int_work ends;
+    uint32_t first; /* inputs before the rest, which is a multiple of 512 */
+    int32_t offset;
+    const int16_t *x;
+    uint32_t rest;
+    const int16_t *x_end;
+} moei_int8_work;
+
+/* a = sum (w_a + 128) x in r3 and both = sum (256 w_b + w_a + 128) x in r11, so that both - a = 256 w_b . x, which 32 bits hold for up to 512
+   inputs. The two sums, two pointers, a counter and two times four words take the 13 registers that there are besides a frame pointer, so the
+   rest of what a pair needs is pushed. Executed instructions: 30 for 16 inputs (32 products), and 33 (adding: 26) for the pair. */
+#define MOEI_STEP(w, x) "smlad r11, " #w ", " #x ", r11\n\tuxtb16 " #w ", " #w "\n\tsmlad r3, " #w ", " #x ", r3\n\t"
+#define MOEI_8_INPUTS                                                                                   \
+    "ldm r1!, {r4, r5, r6, r8}\n\tldm r0!, {r9, r10, r12, lr}\n\t" MOEI_STEP(r4, r9) MOEI_STEP(r5, r10) \
+        MOEI_STEP(r6, r12) MOEI_STEP(r8, lr)
+
+MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
+    moei_int8_work work;
+    const unsigned k = (shape->k + 3u) & ~3u;
+    register const uint32_t *at __asm__("r0");
+    register const unsigned char *w __asm__("r1");
+    if (shape->n == 0) return;
+    work.ends = moei_int_work_of(shape, data, MOEI_INT_HEAD + 2 * k, weight, y);
+    work.first = k & 511u, work.rest = k - work.first, work.x = x, work.x_end = x + k;
+    work.offset = 128 * moei_int_sum(k, x);
+    w = data, at = &work.first;
+    __asm__ volatile(".syntax unified\n"
+                     "0:\tldm r0, {r2, r3, r4, r5}\n\tldm r1!, {r6, r8, r9}\n\tsub r3, r6, r3\n"
+                     "1:\tpush {r0, r5, r8, r9}\n\tmov r0, r4\n\tmov r11, r3\n\tsubs r2, #16\n\tblt 3f\n"
+                     "2:\t" MOEI_8_INPUTS MOEI_8_INPUTS "subs r2, #16\n\tbge 2b\n"
+                     "3:\tadds r2, #16\n\tbeq 5f\n"
+                     "4:\tldm r1!, {r4, r5}\n\tldm r0!, {r9, r10}\n\t" MOEI_STEP(r4, r9) MOEI_STEP(r5, r10) "subs r2, #4\n\tbne 4b\n"
+                     "5:\tpop {r0, r5, r8, r9}\n\tsub r11, r11, r3\n\tadd r8, r8, r11, asr #8\n\tcbnz r5, 8f\n\t"
+                     MOEI_INT_END_PAIR(r3, r8, r9)
+                     "8:\tldr r4, [r0, #16]\n\tsub r4, r4, r5, lsl #1\n\tsub r5, r5, #512\n\tmov r2, #512\n\tb 1b\n9:"
+                     : "+r"(at), "+r"(w)
+                     :
+                     : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "cc", "memory");
+}
+#undef MOEI_8_INPUTS
+#undef MOEI_STEP
+
+typedef struct moei_int4_work {
+    moei_int_work ends;
+    const int16_t *x;
+    uint32_t k;
+    const int16_t *kept;
+} moei_int4_work;
+
+/* A mask takes halves with a level from 0 to 15 each out of a word: in turn inputs 0 and 1 of a, the same of b, inputs 2 and 3 of a, of b. The sums of a
+   block are in r3 and r11, those of the pair in r8 and r9, the mask in lr. Behind the kept offsets stands a number that none of them can be. */
+#define MOEI_STEP(w, x, x2)                                                                                                      \
+    "and r12, lr, " #w "\n\tsmlad r3, r12, " #x ", r3\n\tand r12, lr, " #w ", lsr #4\n\tsmlad r11, r12, " #x ", r11\n\t"         \
+    "and r12, lr, " #w ", lsr #8\n\tsmlad r3, r12, " #x2 ", r3\n\tand r12, lr, " #w ", lsr #12\n\tsmlad r11, r12, " #x2 ", r11\n\t"
+#define MOEI_8_INPUTS "ldm r1!, {r4, r5}\n\tldm r0!, {r6, r8, r9, r10}\n\t" MOEI_STEP(r4, r6, r8) MOEI_STEP(r5, r9, r10)
+
+MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
+    int16_t kept[MOEI_INT_KEPT + 1];
+    moei_int4_work work;
+    const unsigned k = (shape->k + 3u) & ~3u;
+    register const int16_t **at __asm__("r0");
+    register const unsigned char *w __asm__("r1");
+    if (shape->n == 0) return;
+    work.ends = moei_int_work_of(shape, data, moei_int4_pair_size(k), weight, y);
+    work.x = x, work.k = k, work.kept = kept;
+    moei_int4_offsets(k, x, kept);
+    kept[MOEI_INT_KEPT] = INT16_MIN;
+    w = data, at = &work.x;
+    __asm__ volatile(".syntax unified\n\tmov lr, #0x000f000f\n"
+                     "0:\tldm r1!, {r8, r9, r10}\n\tpush {r0, r10}\n\tldm r0, {r0, r4, r6}\n\tcmp r4, #0\n\tbeq 5f\n"
+                     "1:\tldr r5, [r1], #4\n\tldrsh r3, [r6], #2\n\tcmn r3, #0x8000\n\tbeq 8f\n"
+                     "2:\tmov r2, #32\n\tsubs r4, #32\n\tit lt\n\taddlt r2, r4\n\tpush {r4, r5, r6, r8, r9}\n\tmov r11, r3\n\t"
+                     "subs r2, #16\n\tblt 4f\n"
+                     "3:\t" MOEI_8_INPUTS MOEI_8_INPUTS "subs r2, #16\n\tbge 3b\n"
+                     "4:\tadds r2, #16\n\tbeq 4f\n"
+                     "3:\tldr r4, [r1], #4\n\tldm r0!, {r6, r8}\n\t" MOEI_STEP(r4, r6, r8) "subs r2, #4\n\tbne 3b\n"
+                     "4:\tpop {r4, r5, r6, r8, r9}\n\tuxth r12, r5\n\tmla r8, r3, r12, r8\n\tlsr r5, r5, #16\n\tmla r9, r11, r5, r9\n\t"
+                     "cmp r4, #0\n\tbgt 1b\n"
+                     "5:\tpop {r0, r3}\n\t" MOEI_INT_END_PAIR(r8, r9, r3)
+                     "8:\tsub r6, #2\n\tmov r2, #32\n\tcmp r4, #32\n\tit lt\n\tmovlt r2, r4\n\tmov r3, #0\n\tmov r10, #0x00010001\n\tmov r11, r0\n"
+                     "3:\tldr r12, [r11], #4\n\tsmlad r3, r12, r10, r3\n\tsubs r2, #2\n\tbne 3b\n\tlsl r3, r3, #3\n\tneg r3, r3\n\tb 2b\n9:"
+                     : "+r"(at), "+r"(w)
+                     :
+                     : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "cc", "memory");
+}
+#undef MOEI_8_INPUTS
+#undef MOEI_STEP
+#undef MOEI_INT_END_PAIR
+#else
+MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
+    moei_int_ending e = moei_int_ending_of(shape, weight, y);
+    const unsigned k = (shape->k + 3u) & ~3u;
     const int32_t offset = 128 * moei_int_sum(k, x);
-    unsigned j;
-    for (j = 0; j < n; j += 2) {
-        int32_t a = moei_flash_32(data) - offset, b = moei_flash_32(data + 4);
-        const int16_t factor_a = moei_flash_16(data + 8), factor_b = moei_flash_16(data + 10);
-        data = moei_int8_dot(k, data + MOEI_INT_HEAD, x, &a, &b);
-        moei_int_end_pair(shape, e, j, a, b, factor_a, factor_b);
+    unsigned left = (shape->n + 1u) / 2;
+    for (; left > 0; left--) {
+        const unsigned char *head = data;
+        int32_t a = moei_flash_32(head) - offset, b = moei_flash_32(head + 4);
+        data = moei_int8_dot(k, head + MOEI_INT_HEAD, x, &a, &b);
+        moei_int_end_pair(&e, head, a, b);
     }
-    if (e->sum == NULL) moei_int_put_zeros(n, e->y);
 }
 
-MOEI_INLINE void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, const moei_int_ending *e) {
-    enum { KEPT = 32 }; /* blocks whose sums are made once and not for every pair */
-    int16_t offset[KEPT];
-    const unsigned n = shape->n, k = (shape->k + 3u) & ~3u;
-    unsigned j, p, count, i;
-    for (p = i = 0; p < k && i < KEPT; p += count, i++) {
-        count = k - p < MOEI_INT_BLOCK ? k - p : (unsigned)MOEI_INT_BLOCK;
-        offset[i] = (int16_t)(8 * moei_int_sum(count, x + p));
-    }
-    for (j = 0; j < n; j += 2) {
-        uint32_t a = (uint32_t)moei_flash_32(data), b = (uint32_t)moei_flash_32(data + 4);
-        const int16_t factor_a = moei_flash_16(data + 8), factor_b = moei_flash_16(data + 10);
+MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
+    moei_int_ending e = moei_int_ending_of(shape, weight, y);
+    int16_t kept[MOEI_INT_KEPT];
+    const unsigned k = (shape->k + 3u) & ~3u;
+    unsigned left = (shape->n + 1u) / 2;
+    moei_int4_offsets(k, x, kept);
+    for (; left > 0; left--) {
+        const unsigned char *head = data;
+        const int16_t *at = x, *offset = kept;
+        uint32_t a = (uint32_t)moei_flash_32(head), b = (uint32_t)moei_flash_32(head + 4);
+        unsigned rest, count;
         data += MOEI_INT_HEAD;
-        for (p = i = 0; p < k; p += count, i++) {
-            const uint16_t block_a = (uint16_t)moei_flash_16(data), block_b = (uint16_t)moei_flash_16(data + 2);
-            int32_t part_a, part_b, off;
-            count = k - p < MOEI_INT_BLOCK ? k - p : (unsigned)MOEI_INT_BLOCK;
-            off = i < KEPT ? offset[i] : 8 * moei_int_sum(count, x + p);
-            data = moei_int4_dot(count, data + 4, x + p, &part_a, &part_b);
-            a += (uint32_t)(part_a - off) * block_a;
-            b += (uint32_t)(part_b - off) * block_b;
+        for (rest = k; rest > 0; rest -= count, at += count) {
+            const uint32_t blocks = (uint32_t)moei_flash_32(data);
+            int32_t part_a, part_b;
+            count = rest < MOEI_INT_BLOCK ? rest : (unsigned)MOEI_INT_BLOCK;
+            part_a = part_b = offset != kept + MOEI_INT_KEPT ? *offset++ : -8 * moei_int_sum(count, at);
+            data = moei_int4_dot(count, data + 4, at, &part_a, &part_b);
+            a += (uint32_t)part_a * (blocks & 0xffffu);
+            b += (uint32_t)part_b * (blocks >> 16);
         }
-        moei_int_end_pair(shape, e, j, (int32_t)a, (int32_t)b, factor_a, factor_b);
+        moei_int_end_pair(&e, head, (int32_t)a, (int32_t)b);
     }
-    if (e->sum == NULL) moei_int_put_zeros(n, e->y);
 }
-
-MOEI_INLINE moei_int_ending moei_int_storing(const moe_int_shape *shape, int16_t *y) {
-    moei_int_ending e;
-    e.y = y, e.sum = NULL, e.round = moei_int_round(shape), e.weight = 0;
-    return e;
-}
-
-MOEI_INLINE moei_int_ending moei_int_adding(int16_t weight, int32_t *sum) {
-    moei_int_ending e;
-    e.y = NULL, e.sum = sum, e.round = 0, e.weight = weight;
-    return e;
-}
+#endif
 
 void moe_int8_product(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y) {
-    const moei_int_ending e = moei_int_storing(shape, y);
-    moei_int8_pairs(shape, data, x, &e);
+    moei_int8_pairs(shape, data, x, MOEI_INT_NO_WEIGHT, y);
+    moei_int_put_zeros(shape->n, y);
 }
 
 void moe_int8_product_add(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t weight, int32_t *y) {
-    const moei_int_ending e = moei_int_adding(weight, y);
-    moei_int8_pairs(shape, data, x, &e);
+    moei_int8_pairs(shape, data, x, weight, y);
 }
 
 void moe_int4_product(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y) {
-    const moei_int_ending e = moei_int_storing(shape, y);
-    moei_int4_pairs(shape, data, x, &e);
+    moei_int4_pairs(shape, data, x, MOEI_INT_NO_WEIGHT, y);
+    moei_int_put_zeros(shape->n, y);
 }
 
 void moe_int4_product_add(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t weight, int32_t *y) {
-    const moei_int_ending e = moei_int_adding(weight, y);
-    moei_int4_pairs(shape, data, x, &e);
+    moei_int4_pairs(shape, data, x, weight, y);
 }
 
 /* ---- along vectors ---- */

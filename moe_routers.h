@@ -133,6 +133,8 @@
 #define moe_int_weight_one moe_int_weight_one_f64
 #define moe_int_weight_sparsemixer moe_int_weight_sparsemixer_f64
 #define moe_int_scale moe_int_scale_f64
+#define moe_int_router_plan_make moe_int_router_plan_make_f64
+#define moe_int_router_move moe_int_router_move_f64
 #endif
 
 #ifdef __cplusplus
@@ -915,6 +917,31 @@ MOE_API void moe_int_weight_one(const moe_int_router *r, const int16_t *z, int32
 MOE_API void moe_int_weight_sparsemixer(const moe_int_router *r, const int16_t *z, int32_t *p, size_t count, const int16_t *experts, int16_t *weights);
 /* For scale: weights * factor, or each expert's own factor of the table scales. */
 MOE_API void moe_int_scale(const moe_int_router *r, const unsigned char *base, size_t count, const int16_t *experts, int16_t *weights);
+
+#ifndef MOE_NO_TRAIN
+/* What an exporter prints. The functions' names stand beside the router as text, "NULL" for none; all else in router is numbers. */
+typedef struct moe_int_router_plan {
+    moe_int_router router;  /* its offsets count from the start of the table: see moe_int_router_move */
+    const char *gate, *select, *values, *weight, *scale;
+    moe_real z_scale;       /* logit = z * z_scale, rounded and held within +-32767. Temperature and log2(e) are in it where a stage wants octaves, else it is a power of two */
+    moe_real weight_scale;  /* weight = level / 32768 * weight_scale, a power of two; the configuration's scale is in it */
+    size_t table_size;      /* bytes of the table, a multiple of 4; 0: none */
+    int needs_logits;       /* 0: no stage reads z */
+} moe_int_router_plan;
+
+/* Plans the integer form of a router at the step of its state: K, temperature and selection of schedules are those of router.step, noise and jitter are
+   none. Scores, the experts and where weights apply (apply_to) are not its matter: logits arrive as z.
+     tensors     [MOE_ROUTER_SLOTS] by place, as in moe_router; only selection_bias, expert_scale, threshold, table and the state are read
+     logit_most  the largest |logit| seen in calibration, finite; z has room for 5/4 of it, larger ones saturate. 0: 1
+     table       receives the constants, little-endian; room bytes, aligned to 4. NULL: *plan is made and nothing is written, to ask for table_size
+   MOE_ERR_UNSUPPORTED: a setting that has no form in integers or that looks at other tokens, error names it; MOE_ERR_CONFIG as moe_router_check;
+   MOE_ERR_ARGUMENT: NULL, a tensor is missing or holds what it may not; MOE_ERR_SPACE: room is below table_size. On failure *plan is untouched and
+   table's content is unspecified. */
+MOE_API moe_status moe_int_router_plan_make(const moe_router_config *config, const moe_real *const *tensors, moe_real logit_most, unsigned char *table,
+                                            size_t room, moe_int_router_plan *plan, moe_error *error);
+/* Adds by to all offsets: the table is now that far behind base. */
+MOE_API void moe_int_router_move(moe_int_router *router, uint32_t by);
+#endif
 
 #ifdef __cplusplus
 }
@@ -1983,7 +2010,7 @@ static void moei_noise_backward(moei_pass *s) {
 /* ---- gate: z -> r, forward for rows of E values, backward for one ------------------------------------------------------------- */
 
 static void moei_gate_softmax(const moei_pass *s, size_t rows, const moe_real *z, moe_real *r) {
-    void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y) = s->router->kernels->softmax;
+    void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y) = moei_table(s->router->kernels)->softmax;
     size_t t, columns = s->experts;
     for (t = 0; t < rows; t++) softmax(columns, z + t * columns, s->c->gate_temperature, r + t * columns);
 }
@@ -2390,11 +2417,11 @@ static const moe_real *moei_selection_score(const moei_pass *s, size_t t) {
 }
 
 static size_t moei_top_k(const moei_pass *s, size_t n, const moe_real *score, size_t k, int32_t *index) {
-    return s->router->kernels->top_k(n, score, k, index);
+    return moei_table(s->router->kernels)->top_k(n, score, k, index);
 }
 
 static moe_status moei_select_top_k(moei_pass *s) {
-    size_t (*top_k)(size_t n, const moe_real *score, size_t k, int32_t *index) = s->router->kernels->top_k;
+    size_t (*top_k)(size_t n, const moe_real *score, size_t k, int32_t *index) = moei_table(s->router->kernels)->top_k;
     const moe_real *score = moei_selection_score(s, 0);
     size_t t, stride = score == s->m.row ? 0 : s->experts; /* row: p + b is made anew for each token */
     for (t = 0; t < s->n; t++, score += stride) {
@@ -5616,7 +5643,7 @@ void moe_int_gate_relu(const moe_int_router *r, size_t n, const int16_t *z, int3
     for (i = 0; i < n; i++) p[i] = z[i] > 0 ? z[i] : 0;
 }
 
-static int32_t moei_int_largest(size_t n, const int16_t *z) {
+static int32_t moei_ir_largest(size_t n, const int16_t *z) {
     int32_t largest = z[0];
     size_t i;
     for (i = 1; i < n; i++)
@@ -5626,7 +5653,7 @@ static int32_t moei_int_largest(size_t n, const int16_t *z) {
 
 /* e = 2^(z - largest) is summed in units of 2^-23: a hundred far logits can outweigh a unit of 2^-15. Then p = e / sum by one division. */
 void moe_int_gate_softmax(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) {
-    const int32_t largest = moei_int_largest(n, z), far = (int32_t)8 << r->z_bits;
+    const int32_t largest = moei_ir_largest(n, z), far = (int32_t)8 << r->z_bits;
     uint32_t sum = 0, share;
     int shift = 11;
     size_t i;
@@ -5643,13 +5670,13 @@ void moe_int_gate_softmax(const moe_int_router *r, size_t n, const int16_t *z, i
 }
 
 /* What a share leaves out of every p: 2^largest where that is below 1. */
-static int32_t moei_int_common(size_t n, const int16_t *z) {
-    const int32_t largest = moei_int_largest(n, z);
+static int32_t moei_ir_common(size_t n, const int16_t *z) {
+    const int32_t largest = moei_ir_largest(n, z);
     return largest < 0 ? largest : 0;
 }
 
 /* z <= 0: 2^z / (1 + 2^z), else 1 / (1 + 2^-z), z in octaves */
-static void moei_int_sigmoid(const moe_int_router *r, int32_t common, size_t n, const int16_t *z, int32_t *p) {
+static void moei_ir_sigmoid(const moe_int_router *r, int32_t common, size_t n, const int16_t *z, int32_t *p) {
     size_t i;
     for (i = 0; i < n; i++) {
         const int32_t v = z[i];
@@ -5659,32 +5686,32 @@ static void moei_int_sigmoid(const moe_int_router *r, int32_t common, size_t n, 
     }
 }
 
-void moe_int_gate_sigmoid(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) { moei_int_sigmoid(r, 0, n, z, p); }
-void moe_int_share_sigmoid(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) { moei_int_sigmoid(r, moei_int_common(n, z), n, z, p); }
+void moe_int_gate_sigmoid(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) { moei_ir_sigmoid(r, 0, n, z, p); }
+void moe_int_share_sigmoid(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) { moei_ir_sigmoid(r, moei_ir_common(n, z), n, z, p); }
 
 /* g(t) = sqrt(log2(1 + t) / t) in 1/16384 at t = i/64: smooth and near 1, where the softplus itself spans all magnitudes. */
-static const unsigned char moei_int_softplus[130] MOE_FLASH = {
+static const unsigned char moei_ir_softplus[130] MOE_FLASH = {
     223, 76, 147, 76, 72, 76, 254, 75, 182, 75, 110, 75, 40, 75, 227, 74, 159, 74, 92, 74, 25, 74, 216, 73, 152, 73, 89, 73, 26, 73, 221,
     72, 160, 72, 100, 72, 41, 72, 239, 71, 182, 71, 125, 71, 69, 71, 13, 71, 215, 70, 161, 70, 108, 70, 55, 70, 3, 70, 208, 69, 157, 69,
     107, 69, 57, 69, 8, 69, 216, 68, 168, 68, 121, 68, 74, 68, 28, 68, 238, 67, 193, 67, 148, 67, 103, 67, 60, 67, 16, 67, 229, 66, 187,
     66, 145, 66, 103, 66, 62, 66, 21, 66, 236, 65, 196, 65, 157, 65, 117, 65, 78, 65, 40, 65, 2, 65, 220, 64, 182, 64, 145, 64, 108, 64,
     72, 64, 36, 64, 0, 64};
 
-static uint32_t moei_int_g(uint32_t t) {
+static uint32_t moei_ir_g(uint32_t t) {
     const moe_int_shape one = {1, 0, -32767, 32767, 0};
     int16_t x[4] = {0, 0, 0, 0};
     x[0] = (int16_t)(t < 32768u ? (int32_t)(2 * t) - 32768 : 32767);
-    moe_int_curve(&one, moei_int_softplus, x, x);
+    moe_int_curve(&one, moei_ir_softplus, x, x);
     return (uint32_t)x[0];
 }
 
 /* The square root of softplus / ln 2 = log2(1 + 2^z): with t = 2^-|z| it is 2^(z/2) g(t) for z <= 0, else sqrt(z + t g(t)^2). */
-static void moei_int_sqrt_softplus(const moe_int_router *r, int32_t common, size_t n, const int16_t *z, int32_t *p) {
+static void moei_ir_sqrt_softplus(const moe_int_router *r, int32_t common, size_t n, const int16_t *z, int32_t *p) {
     const int shift = common < 0 ? 13 : 21 - r->z_bits / 2;
     size_t i;
     for (i = 0; i < n; i++) {
         const int32_t v = z[i];
-        const uint32_t t = moe_int_exp2((uint32_t)(v < 0 ? -v : v), r->z_bits), g = moei_int_g(t);
+        const uint32_t t = moe_int_exp2((uint32_t)(v < 0 ? -v : v), r->z_bits), g = moei_ir_g(t);
         if (v > 0) {
             const uint32_t square = ((uint32_t)v << 16) + ((t * (g * g >> 13) >> 15) << (r->z_bits + 1)), root = moe_int_sqrt(square);
             p[i] = (int32_t)(root + (square - root * root > root));
@@ -5692,9 +5719,9 @@ static void moei_int_sqrt_softplus(const moe_int_router *r, int32_t common, size
     }
 }
 
-void moe_int_gate_sqrt_softplus(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) { moei_int_sqrt_softplus(r, 0, n, z, p); }
+void moe_int_gate_sqrt_softplus(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) { moei_ir_sqrt_softplus(r, 0, n, z, p); }
 void moe_int_share_sqrt_softplus(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) {
-    moei_int_sqrt_softplus(r, moei_int_common(n, z), n, z, p);
+    moei_ir_sqrt_softplus(r, moei_ir_common(n, z), n, z, p);
 }
 
 /* ---- select ---- */
@@ -5716,10 +5743,10 @@ size_t moe_int_select_logits(const moe_int_router *r, const unsigned char *base,
 }
 
 /* p of what is not chosen: below every p + bias, with and without a bias. */
-#define MOEI_INT_OUT (INT32_MIN / 2)
+#define MOEI_IR_OUT (INT32_MIN / 2)
 
 /* The k best by p + bias, which stays in p. */
-static size_t moei_int_best(const moe_int_router *r, const unsigned char *base, size_t k, int32_t *p, int16_t *experts) {
+static size_t moei_ir_best(const moe_int_router *r, const unsigned char *base, size_t k, int32_t *p, int16_t *experts) {
     size_t e;
     for (e = 0; e < r->n_experts && r->bias != MOE_INT_NONE; e++) p[e] += moei_flash_32(base + r->bias + 4 * e);
     return moe_int_top_k(r->n_experts, p, k, experts);
@@ -5727,7 +5754,7 @@ static size_t moei_int_best(const moe_int_router *r, const unsigned char *base, 
 
 size_t moe_int_select_top_k(const moe_int_router *r, const unsigned char *base, int32_t token, const int16_t *z, int32_t *p, int16_t *experts) {
     (void)token, (void)z;
-    return moei_int_best(r, base, r->top_k, p, experts);
+    return moei_ir_best(r, base, r->top_k, p, experts);
 }
 
 /* The value of each group stands behind p + bias; then those of the groups kept become INT32_MAX. */
@@ -5736,17 +5763,18 @@ size_t moe_int_select_grouped(const moe_int_router *r, const unsigned char *base
     int32_t *value = p + n;
     size_t g, i, found;
     (void)token, (void)z;
-    (void)moei_int_best(r, base, 0, p, experts);
+    (void)moei_ir_best(r, base, 0, p, experts);
     for (g = 0; g < r->groups; g++) {
+        const int32_t *own = p + g * size;
         int16_t best[2];
-        found = moe_int_top_k(size, p + g * size, wanted, best);
-        value[g] = p[g * size + (size_t)best[0]];
-        if (found > 1) value[g] += p[g * size + (size_t)best[1]];
+        found = moe_int_top_k(size, own, wanted, best);
+        value[g] = own[best[0]];
+        if (found > 1) value[g] += own[best[1]];
     }
     found = moe_int_top_k(r->groups, value, r->groups_kept, experts);
     for (i = 0; i < found; i++) value[experts[i]] = INT32_MAX;
     for (g = 0; g < r->groups; g++)
-        for (i = g * size; i < (g + 1) * size && value[g] != INT32_MAX; i++) p[i] = MOEI_INT_OUT;
+        for (i = g * size; i < (g + 1) * size && value[g] != INT32_MAX; i++) p[i] = MOEI_IR_OUT;
     return moe_int_top_k(n, p, r->top_k, experts);
 }
 
@@ -5757,8 +5785,8 @@ size_t moe_int_select_top_p(const moe_int_router *r, const unsigned char *base, 
     (void)token, (void)z;
     while (count < n && sum <= r->threshold) sum += p[experts[count++]];
     if (r->bias == MOE_INT_NONE) return count;
-    for (i = count; i < n; i++) p[experts[i]] = MOEI_INT_OUT;
-    return moei_int_best(r, base, count, p, experts);
+    for (i = count; i < n; i++) p[experts[i]] = MOEI_IR_OUT;
+    return moei_ir_best(r, base, count, p, experts);
 }
 
 size_t moe_int_select_threshold(const moe_int_router *r, const unsigned char *base, int32_t token, const int16_t *z, int32_t *p, int16_t *experts) {
@@ -5770,9 +5798,9 @@ size_t moe_int_select_threshold(const moe_int_router *r, const unsigned char *ba
     for (e = 0; e < r->n_experts; e++) {
         const int32_t least = r->thresholds != MOE_INT_NONE ? moei_flash_32(base + r->thresholds + 4 * e) : r->threshold;
         if (p[e] > least) count++;
-        else p[e] = MOEI_INT_OUT;
+        else p[e] = MOEI_IR_OUT;
     }
-    if (count > 0) return moei_int_best(r, base, count, p, experts);
+    if (count > 0) return moei_ir_best(r, base, count, p, experts);
     p[experts[0]] = best;
     return (r->flags & MOE_INT_FALLBACK) != 0;
 }
@@ -5782,7 +5810,7 @@ size_t moe_int_select_hash(const moe_int_router *r, const unsigned char *base, i
     const unsigned char *row = base + r->table + (uint32_t)token * r->top_k;
     size_t i, at;
     (void)z;
-    if (r->gate != NULL) (void)moei_int_best(r, base, 0, p, experts);
+    if (r->gate != NULL) (void)moei_ir_best(r, base, 0, p, experts);
     for (i = 0; i < r->top_k; i++) {
         const int16_t e = (int16_t)moei_flash_8(row + i);
         for (at = i; at > 0 && r->gate != NULL; at--) {
@@ -5797,17 +5825,17 @@ size_t moe_int_select_hash(const moe_int_router *r, const unsigned char *base, i
 
 /* ---- weight ---- */
 
-static int16_t moei_int_clip(int32_t w) { return (int16_t)(w > 32767 ? 32767 : w < -32767 ? -32767 : w); }
+static int16_t moei_ir_clip(int32_t w) { return (int16_t)(w > 32767 ? 32767 : w < -32767 ? -32767 : w); }
 
 void moe_int_weight_raw(const moe_int_router *r, const int16_t *z, int32_t *p, size_t count, const int16_t *experts, int16_t *weights) {
     const int32_t round = ((int32_t)1 << r->weight_shift) >> 1;
     size_t i;
     (void)z, (void)experts;
-    for (i = 0; i < count; i++) weights[i] = moei_int_clip((p[i] + round) >> r->weight_shift);
+    for (i = 0; i < count; i++) weights[i] = moei_ir_clip((p[i] + round) >> r->weight_shift);
 }
 
 /* above / below in units of 2^-15; above < 2^17 */
-static int16_t moei_int_ratio(uint32_t above, uint32_t below) { return moei_int_clip((int32_t)(((above << 15) + below / 2) / below)); }
+static int16_t moei_ir_ratio(uint32_t above, uint32_t below) { return moei_ir_clip((int32_t)(((above << 15) + below / 2) / below)); }
 
 /* Only the fallback of a threshold has a negative p, and it stands alone: its quotient is 1. */
 void moe_int_weight_sum(const moe_int_router *r, const int16_t *z, int32_t *p, size_t count, const int16_t *experts, int16_t *weights) {
@@ -5815,7 +5843,7 @@ void moe_int_weight_sum(const moe_int_router *r, const int16_t *z, int32_t *p, s
     size_t i;
     (void)r, (void)z, (void)experts;
     for (i = 0; i < count; i++) sum += p[i];
-    for (i = 0; i < count; i++) weights[i] = sum > 0 ? moei_int_ratio((uint32_t)p[i], (uint32_t)sum) : (int16_t)(sum < 0 ? 32767 : 0);
+    for (i = 0; i < count; i++) weights[i] = sum > 0 ? moei_ir_ratio((uint32_t)p[i], (uint32_t)sum) : (int16_t)(sum < 0 ? 32767 : 0);
 }
 
 /* p is moved to 16 bits, so that the sum of squares / 256 fits; that is moved up to 32 bits, so that its root has 16. */
@@ -5836,7 +5864,7 @@ void moe_int_weight_norm(const moe_int_router *r, const int16_t *z, int32_t *p, 
     for (i = 0; i < count; i++) {
         const uint32_t v = (uint32_t)(p[i] < 0 ? -p[i] : p[i]) << up >> down;
         const int32_t w = sum != 0 ? (int32_t)(((v << more) + sum / 2) / sum) : 0;
-        weights[i] = moei_int_clip(p[i] < 0 ? -w : w);
+        weights[i] = moei_ir_clip(p[i] < 0 ? -w : w);
     }
 }
 
@@ -5844,7 +5872,7 @@ void moe_int_weight_norm(const moe_int_router *r, const int16_t *z, int32_t *p, 
 void moe_int_weight_softmax(const moe_int_router *r, const int16_t *z, int32_t *p, size_t count, const int16_t *experts, int16_t *weights) {
     size_t i;
     if (r->gate != moe_int_gate_softmax || r->bias != MOE_INT_NONE) moe_int_gate_softmax(r, r->n_experts, z, p);
-    for (i = 0; i < count; i++) weights[i] = moei_int_clip((p[experts[i]] + 16) >> 5);
+    for (i = 0; i < count; i++) weights[i] = moei_ir_clip((p[experts[i]] + 16) >> 5);
 }
 
 void moe_int_weight_one(const moe_int_router *r, const int16_t *z, int32_t *p, size_t count, const int16_t *experts, int16_t *weights) {
@@ -5854,7 +5882,7 @@ void moe_int_weight_one(const moe_int_router *r, const int16_t *z, int32_t *p, s
 }
 
 void moe_int_weight_uniform(const moe_int_router *r, const int16_t *z, int32_t *p, size_t count, const int16_t *experts, int16_t *weights) {
-    const int16_t w = moei_int_ratio(1, (uint32_t)count);
+    const int16_t w = moei_ir_ratio(1, (uint32_t)count);
     size_t i;
     (void)r, (void)z, (void)p, (void)experts;
     for (i = 0; i < count; i++) weights[i] = w;
@@ -5873,7 +5901,7 @@ void moe_int_weight_sparsemixer(const moe_int_router *r, const int16_t *z, int32
             if (picked < i || (uint32_t)(best - v) > (uint32_t)size * (uint32_t)r->threshold >> 16) continue;
             sum += moe_int_exp2((uint32_t)(best - v), r->z_bits);
         }
-        weights[i] = moei_int_clip((int32_t)((((uint32_t)1 << 30) + sum / 2) / sum));
+        weights[i] = moei_ir_clip((int32_t)((((uint32_t)1 << 30) + sum / 2) / sum));
     }
 }
 
@@ -5900,6 +5928,425 @@ moe_status moe_int_route(const moe_int_router *r, const unsigned char *base, int
     if (r->scale != NULL) r->scale(r, base, n, experts, weights);
     return MOE_OK;
 }
+
+#ifndef MOE_NO_TRAIN
+/* ---- the plan of a router, made where floating point is at hand ---- */
+
+typedef struct moei_ir_gate_row {
+    moe_int_gate *gate, *share; /* share: for quotients */
+    const char *gate_name, *share_name;
+} moei_ir_gate_row;
+typedef struct moei_ir_select_row {
+    moe_int_select *select;
+    const char *name;
+    int to_most; /* 1: up to E experts, else K */
+} moei_ir_select_row;
+typedef struct moei_ir_weight_row {
+    moe_int_weight *weight;
+    const char *name;
+    int reads; /* 0 nothing, 1 z alone, 2 values of the gate, 3 quotients of them */
+} moei_ir_weight_row;
+
+#define MOEI_IR_GATE(gate, share) {gate, share, #gate, #share}
+#define MOEI_IR_SELECT(select, to_most) {select, #select, to_most}
+#define MOEI_IR_WEIGHT(weight, reads) {weight, #weight, reads}
+#define MOEI_IR_NO_SELECT {NULL, NULL, 0}
+
+static const moei_ir_gate_row moei_ir_gates[MOE_GATE_COUNT] = {
+    /* softmax       */ MOEI_IR_GATE(moe_int_gate_softmax, moe_int_gate_softmax),
+    /* sigmoid       */ MOEI_IR_GATE(moe_int_gate_sigmoid, moe_int_share_sigmoid),
+    /* sqrt_softplus */ MOEI_IR_GATE(moe_int_gate_sqrt_softplus, moe_int_share_sqrt_softplus),
+    /* relu          */ MOEI_IR_GATE(moe_int_gate_relu, moe_int_gate_relu),
+    /* identity      */ MOEI_IR_GATE(moe_int_gate_logits, moe_int_gate_logits)};
+
+/* What a selection does with one token outside training. */
+static const moei_ir_select_row moei_ir_selects[MOE_SELECT_COUNT] = {
+    /* top_k         */ MOEI_IR_SELECT(moe_int_select_top_k, 0),
+    /* dense         */ MOEI_IR_SELECT(moe_int_select_top_k, 1),
+    /* given         */ MOEI_IR_NO_SELECT,
+    /* grouped_top_k */ MOEI_IR_SELECT(moe_int_select_grouped, 0),
+    /* top_p         */ MOEI_IR_SELECT(moe_int_select_top_p, 1),
+    /* threshold     */ MOEI_IR_SELECT(moe_int_select_threshold, 1),
+    /* positive      */ MOEI_IR_SELECT(moe_int_select_threshold, 1),
+    /* expert_choice */ MOEI_IR_NO_SELECT,
+    /* affinity      */ MOEI_IR_NO_SELECT,
+    /* hash          */ MOEI_IR_SELECT(moe_int_select_hash, 0),
+    /* soft          */ MOEI_IR_NO_SELECT,
+    /* sinkhorn      */ MOEI_IR_SELECT(moe_int_select_top_k, 0),
+    /* sample        */ MOEI_IR_SELECT(moe_int_select_top_k, 0),
+    /* balanced      */ MOEI_IR_SELECT(moe_int_select_top_k, 0),
+    /* custom        */ MOEI_IR_NO_SELECT};
+
+static const moei_ir_weight_row moei_ir_weights[MOE_WEIGHT_COUNT] = {
+    /* sum         */ MOEI_IR_WEIGHT(moe_int_weight_sum, 3),
+    /* softmax     */ MOEI_IR_WEIGHT(moe_int_weight_raw, 1),
+    /* raw         */ MOEI_IR_WEIGHT(moe_int_weight_raw, 2),
+    /* p_norm      */ MOEI_IR_WEIGHT(moe_int_weight_norm, 3),
+    /* uniform     */ MOEI_IR_WEIGHT(moe_int_weight_uniform, 0),
+    /* one         */ MOEI_IR_WEIGHT(moe_int_weight_one, 0),
+    /* sparsemixer */ MOEI_IR_WEIGHT(moe_int_weight_sparsemixer, 1)};
+
+/* One plan in the making. */
+typedef struct moei_ir_planner {
+    const moe_router_config *c; /* at the present step */
+    const moe_real *const *tensors;
+    moe_error *error;
+    moe_int_router_plan made;
+    unsigned char *table; /* NULL: only counted */
+    int weight;           /* MOE_WEIGHT_ of a single token */
+    int by_logits;        /* selection reads z */
+    int biased;
+    int most;             /* experts that a token may take */
+    double z_unit, p_unit; /* real value of a unit of z, and of what selection reads */
+} moei_ir_planner;
+
+static moe_status moei_ir_refuse(const moei_ir_planner *s, const char *name, const char *why) {
+    char value[40];
+    moe_field_text(moe_field_find(moei_router_fields, name), s->c, value, sizeof value);
+    return moei_error(s->error, MOE_ERR_UNSUPPORTED, "%s = %s has no form in integers%s; weights = float takes it", name, value, why);
+}
+
+static int moei_ir_is(moe_real a, double b) { return !((double)a < b) && !((double)a > b); }
+
+static moe_status moei_ir_supported(const moei_ir_planner *s, int frozen) {
+    const moe_router_config *c = s->c;
+    if (c->n_experts > MOE_INT_EXPERTS) return moei_ir_refuse(s, "n_experts", ": at most 256");
+    if (moei_ir_selects[c->select].select == NULL) return moei_ir_refuse(s, "select", "");
+    if (c->refine != MOE_REFINE_NONE) return moei_ir_refuse(s, "refine", "");
+    if (c->student && frozen) return moei_ir_refuse(s, "student", "");
+    if (c->weight == MOE_WEIGHT_P_NORM && !moei_ir_is(c->weight_p, 1.0) && !moei_ir_is(c->weight_p, 2.0)) return moei_ir_refuse(s, "weight_p", ": only 1 and 2 have");
+    if (c->renormalize == MOE_RENORMALIZE_AFTER && (c->expert_scale || c->weight == MOE_WEIGHT_SPARSEMIXER)) return moei_ir_refuse(s, "renormalize", " with these weights");
+    return MOE_OK;
+}
+
+/* A single token loses nothing to a capacity, so renormalize = after divides by the sum of all its weights. */
+static int moei_ir_weight_of(const moe_router_config *c) {
+    int after = c->renormalize == MOE_RENORMALIZE_AFTER;
+    if (c->weight == MOE_WEIGHT_P_NORM && (after || moei_ir_is(c->weight_p, 1.0))) return MOE_WEIGHT_SUM;
+    if (c->weight == MOE_WEIGHT_RAW && after) return MOE_WEIGHT_SUM;
+    if (c->weight == MOE_WEIGHT_ONE && after) return MOE_WEIGHT_UNIFORM;
+    return c->weight;
+}
+
+/* z orders the experts as p does, and finer; where p is z that is no matter. Sums of p, the softmax against a threshold, and a bias need p. */
+static int moei_ir_selects_by_logits(const moei_ir_planner *s) {
+    const moe_router_config *c = s->c;
+    if (c->weight == MOE_WEIGHT_SPARSEMIXER || c->select == MOE_SELECT_SINKHORN || c->select == MOE_SELECT_BALANCED) return 1;
+    if (s->biased) return 0;
+    if (c->gate == MOE_GATE_IDENTITY) return 1;
+    if (!moei_gates[c->gate].select_by_logits || c->select == MOE_SELECT_TOP_P) return 0;
+    if (c->select == MOE_SELECT_GROUPED_TOP_K) return c->group_score == MOE_GROUP_MAX;
+    return c->select != MOE_SELECT_THRESHOLD || c->gate != MOE_GATE_SOFTMAX;
+}
+
+/* Temperature of the octaves that a stage with this gate wants; 0: none, any scale will do. */
+static double moei_ir_temperature(const moe_router_config *c, int gate) {
+    if (gate == MOE_GATE_SQRT_SOFTPLUS) return 1.0;
+    return gate == MOE_GATE_SOFTMAX || gate == MOE_GATE_SIGMOID ? (double)c->gate_temperature : 0.0;
+}
+
+/* z_unit and z_bits: as fine as 5/4 of the largest logit allow. */
+static moe_status moei_ir_scale_z(moei_ir_planner *s, double logit_most) {
+    const moe_router_config *c = s->c;
+    const int reads = moei_ir_weights[s->weight].reads;
+    double keys = s->by_logits || s->made.router.gate == NULL ? 0.0 : moei_ir_temperature(c, c->gate), octaves;
+    double weights = reads == 0 ? 0.0 : reads == 1 ? 1.0 : moei_ir_temperature(c, c->gate), room = 32767.0 / (1.25 * (logit_most > 0.0 ? logit_most : 1.0));
+    int bits = 0, most = c->gate == MOE_GATE_SQRT_SOFTPLUS ? 14 : 27;
+    if (keys > 0.0 && weights > 0.0 && (keys < weights || keys > weights)) return moei_ir_refuse(s, "gate_temperature", " where the weights take logits without it: z would need two scales");
+    octaves = (keys > 0.0 ? keys : weights) * 0.69314718055994531;
+    if (octaves > 0.0) {
+        if (room * octaves < 1.0)
+            return moei_error(s->error, MOE_ERR_UNSUPPORTED, "gate_temperature = %g: logits up to %g have no form in integers; weights = float takes it",
+                              (double)c->gate_temperature, logit_most);
+        while (bits < most && ldexp(1.0, bits + 1) <= room * octaves) bits++;
+        if (c->gate == MOE_GATE_SQRT_SOFTPLUS) bits -= bits % 2;
+        s->made.router.z_bits = (uint8_t)bits;
+        s->z_unit = ldexp(octaves, -bits);
+        return MOE_OK;
+    }
+    for (bits = -100; bits < 100 && ldexp(1.0, bits + 1) <= room; bits++) {}
+    s->z_unit = ldexp(1.0, -bits);
+    return MOE_OK;
+}
+
+/* Real value of a unit of p. */
+static double moei_ir_unit(const moei_ir_planner *s, int gate) {
+    switch (gate) {
+    case MOE_GATE_SOFTMAX: return ldexp(1.0, -20);
+    case MOE_GATE_SIGMOID: return ldexp(1.0, -16);
+    case MOE_GATE_SQRT_SOFTPLUS: return ldexp(0.83255461115769776, -(8 + s->made.router.z_bits / 2)); /* sqrt(ln 2) */
+    default: return s->z_unit;
+    }
+}
+
+/* The logit at which a gate has the value p: what p is compared with, seen from z. */
+static double moei_ir_inverse(const moe_router_config *c, double p) {
+    switch (c->gate) {
+    case MOE_GATE_SIGMOID: return p <= 0.0 ? -1e300 : p >= 1.0 ? 1e300 : log(p / (1.0 - p)) * (double)c->gate_temperature;
+    case MOE_GATE_SQRT_SOFTPLUS: return p < 0.0 ? -1e300 : p > 6.0 ? p * p : log(exp(p * p) - 1.0);
+    default: return p;
+    }
+}
+
+static int32_t moei_ir_floor(double v) {
+    const double most = 1073741823.0;
+    return (int32_t)(v > most ? most : v > -most ? floor(v) : -most);
+}
+
+/* A new piece of the table; NULL where nothing is written. */
+static unsigned char *moei_ir_piece(moei_ir_planner *s, size_t bytes, uint32_t *offset) {
+    *offset = (uint32_t)s->made.table_size;
+    s->made.table_size += (bytes + 3) & ~(size_t)3;
+    return s->table != NULL ? s->table + *offset : NULL;
+}
+
+static moe_status moei_ir_missing(const moei_ir_planner *s, const char *name) {
+    return moei_error(s->error, MOE_ERR_ARGUMENT, "%s is missing or not finite", name);
+}
+
+static int moei_ir_has(const moei_ir_planner *s, int slot, size_t count) {
+    size_t i;
+    for (i = 0; i < count && s->tensors[slot] != NULL; i++)
+        if (!moe_is_finite(s->tensors[slot][i])) return 0;
+    return s->tensors[slot] != NULL;
+}
+
+static moe_status moei_ir_put_bias(moei_ir_planner *s) {
+    const size_t n = (size_t)s->c->n_experts;
+    const moe_real *bias = s->tensors[MOE_ROUTER_SELECTION_BIAS];
+    unsigned char *to;
+    size_t e;
+    if (!s->biased) return MOE_OK;
+    if (!moei_ir_has(s, MOE_ROUTER_SELECTION_BIAS, n)) return moei_ir_missing(s, "router.selection_bias");
+    to = moei_ir_piece(s, 4 * n, &s->made.router.bias);
+    for (e = 0; e < n; e++) {
+        const double v = floor((double)bias[e] / s->p_unit + 0.5);
+        if (fabs(v) > 268435456.0) /* 2^28: sums stay within 32 bits, and above what is not chosen */
+            return moei_error(s->error, MOE_ERR_UNSUPPORTED, "selection_bias = 1: router.selection_bias[%d] = %g is too large for integers; weights = float takes it",
+                              (int)e, (double)bias[e]);
+        if (to != NULL) (void)moei_int_put(to + 4 * e, (uint32_t)(int32_t)v, 4);
+    }
+    return MOE_OK;
+}
+
+/* theta of expert e in units of what selection reads. */
+static int32_t moei_ir_theta(const moei_ir_planner *s, size_t e) {
+    const moe_router_config *c = s->c;
+    const double raw = c->threshold_learned ? (double)s->tensors[MOE_ROUTER_THRESHOLD][e] : (double)c->threshold;
+    if (s->by_logits && c->threshold_sigmoid && c->gate == MOE_GATE_SIGMOID) return moei_ir_floor(raw * (double)c->gate_temperature / s->z_unit);
+    if (s->by_logits) return moei_ir_floor(moei_ir_inverse(c, c->threshold_sigmoid ? 1.0 / (1.0 + exp(-raw)) : raw) / s->z_unit);
+    return moei_ir_floor((c->threshold_sigmoid ? 1.0 / (1.0 + exp(-raw)) : raw) / s->p_unit);
+}
+
+static moe_status moei_ir_put_thresholds(moei_ir_planner *s) {
+    const moe_router_config *c = s->c;
+    moe_int_router *r = &s->made.router;
+    const size_t n = (size_t)c->n_experts;
+    unsigned char *to;
+    size_t e;
+    if (c->select == MOE_SELECT_TOP_P) r->threshold = moei_ir_floor((double)c->top_p / s->p_unit);
+    if (s->weight == MOE_WEIGHT_SPARSEMIXER) r->threshold = moei_ir_floor((double)c->sparsemixer_eps < 1.0 ? (double)c->sparsemixer_eps * 131072.0 + 0.5 : 131072.0);
+    if (c->select != MOE_SELECT_THRESHOLD) return MOE_OK;
+    if (c->threshold_fallback != MOE_FALLBACK_NEVER) r->flags |= (uint8_t)MOE_INT_FALLBACK;
+    if (!c->threshold_learned) {
+        r->threshold = moei_ir_theta(s, 0);
+        return MOE_OK;
+    }
+    if (!moei_ir_has(s, MOE_ROUTER_THRESHOLD, n)) return moei_ir_missing(s, "router.threshold");
+    to = moei_ir_piece(s, 4 * n, &r->thresholds);
+    for (e = 0; e < n && to != NULL; e++) (void)moei_int_put(to + 4 * e, (uint32_t)moei_ir_theta(s, e), 4);
+    return MOE_OK;
+}
+
+/* weight_scale and what is left for moe_int_scale: a weight of 32768 means unit, which with the configuration's factors is unit * scale * expert_scale. */
+static moe_status moei_ir_put_scales(moei_ir_planner *s, double unit) {
+    const moe_router_config *c = s->c;
+    moe_int_router *r = &s->made.router;
+    const size_t n = c->expert_scale ? (size_t)c->n_experts : 1;
+    const moe_real *own = s->tensors[MOE_ROUTER_EXPERT_SCALE];
+    unsigned char *to = NULL;
+    double most = 0.0, factor;
+    int power;
+    size_t e;
+    if (c->expert_scale && !moei_ir_has(s, MOE_ROUTER_EXPERT_SCALE, n)) return moei_ir_missing(s, "router.expert_scale");
+    unit *= (double)c->scale;
+    for (e = 0; e < n; e++) {
+        factor = fabs(c->expert_scale ? unit * (double)own[e] : unit);
+        if (factor > most) most = factor;
+    }
+    factor = frexp(most, &power); /* in [1/2, 1), or 0 */
+    if (factor <= 0.5) power--;
+    s->made.weight_scale = (moe_real)ldexp(1.0, most > 0.0 ? power : 0);
+    if (!c->expert_scale && unit > 0.0 && factor <= 0.5) return MOE_OK;
+    r->scale = moe_int_scale, s->made.scale = "moe_int_scale";
+    if (c->expert_scale) to = moei_ir_piece(s, 2 * n, &r->scales);
+    for (e = 0; e < n; e++) {
+        const double v = floor((c->expert_scale ? unit * (double)own[e] : unit) / (double)s->made.weight_scale * 32768.0 + 0.5);
+        const int32_t level = (int32_t)(v > 32767.0 ? 32767.0 : v < -32767.0 ? -32767.0 : v);
+        if (!c->expert_scale) r->factor = (int16_t)level;
+        else if (to != NULL) (void)moei_int_put(to + 2 * e, (uint32_t)level, 2);
+    }
+    return MOE_OK;
+}
+
+static moe_status moei_ir_put_hash(moei_ir_planner *s) {
+    const moe_router_config *c = s->c;
+    const moe_real *table = s->tensors[MOE_ROUTER_TABLE];
+    const size_t k = (size_t)c->top_k;
+    unsigned char *to;
+    size_t i, other, count = 0;
+    if (c->select != MOE_SELECT_HASH) return MOE_OK;
+    if (!moei_mul((size_t)c->table_size, k, &count) || count > INT32_MAX / 2)
+        return moei_error(s->error, MOE_ERR_OVERFLOW, "table_size = %d: a table of %d experts for each token id is too large", c->table_size, c->top_k);
+    if (!moei_ir_has(s, MOE_ROUTER_TABLE, count)) return moei_ir_missing(s, "router.table");
+    s->made.router.tokens = c->table_size;
+    to = moei_ir_piece(s, count, &s->made.router.table);
+    for (i = 0; i < count; i++) {
+        int good = table[i] >= MOEI_R(0.0) && table[i] < (moe_real)c->n_experts && moei_ir_is(table[i], floor((double)table[i]));
+        for (other = i - i % k; other < i && good; other++) good = !moei_ir_is(table[i], (double)table[other]);
+        if (!good) return moei_error(s->error, MOE_ERR_ARGUMENT, "router.table[%z] = %g: not an expert, or one twice", (size_t)i, (double)table[i]);
+        if (to != NULL) (void)moei_int_put(to + i, (uint32_t)table[i], 1);
+    }
+    return MOE_OK;
+}
+
+static void moei_ir_plan_select(moei_ir_planner *s) {
+    const moe_router_config *c = s->c;
+    const moei_ir_select_row *row = &moei_ir_selects[c->select];
+    const moei_ir_gate_row *gate = &moei_ir_gates[s->by_logits ? (int)MOE_GATE_IDENTITY : c->gate];
+    const int monotone = moei_gates[c->gate].select_by_logits;
+    moe_int_router *r = &s->made.router;
+    if (c->select == MOE_SELECT_POSITIVE && monotone) row = &moei_ir_selects[MOE_SELECT_DENSE]; /* these gates are positive everywhere */
+    r->gate = gate->gate, s->made.gate = gate->gate_name;
+    r->select = row->select, s->made.select = row->name;
+    s->most = row->to_most ? c->n_experts : c->top_k;
+    r->top_k = (uint16_t)s->most;
+    if (r->select == moe_int_select_top_k && s->by_logits) {
+        r->select = moe_int_select_logits, s->made.select = "moe_int_select_logits";
+        r->gate = NULL, s->made.gate = "NULL";
+    }
+    if (c->select == MOE_SELECT_HASH && moei_ir_weights[s->weight].reads == 0) r->gate = NULL, s->made.gate = "NULL"; /* the order is no matter */
+    if (c->select == MOE_SELECT_GROUPED_TOP_K) {
+        r->groups = (uint16_t)c->groups;
+        r->groups_kept = (uint16_t)c->groups_kept;
+        if (c->group_score == MOE_GROUP_TOP2_SUM) r->flags |= (uint8_t)MOE_INT_TOP2_SUM;
+        if (c->groups_kept > s->most) s->most = c->groups_kept;
+    }
+}
+
+/* Returns what a weight of 32768 means. */
+static double moei_ir_plan_weight(moei_ir_planner *s) {
+    const moe_router_config *c = s->c;
+    const moei_ir_weight_row *row = &moei_ir_weights[s->weight];
+    const moei_ir_gate_row *gate = &moei_ir_gates[s->weight == MOE_WEIGHT_SOFTMAX ? (int)MOE_GATE_SOFTMAX : c->gate];
+    moe_int_router *r = &s->made.router;
+    r->weight = row->weight, s->made.weight = row->name;
+    if (s->weight == MOE_WEIGHT_RAW && c->gate == MOE_GATE_SOFTMAX) {
+        r->weight = moe_int_weight_softmax, s->made.weight = "moe_int_weight_softmax";
+        return 1.0;
+    }
+    if (s->weight == MOE_WEIGHT_SUM && c->gate == MOE_GATE_SOFTMAX) row = &moei_ir_weights[MOE_WEIGHT_SOFTMAX]; /* of z / T, which z_unit knows */
+    r->weight = row->weight, s->made.weight = row->name;
+    if (s->weight == MOE_WEIGHT_SPARSEMIXER || row->reads == 0) return 1.0;
+    r->values = row->reads == 3 ? gate->share : gate->gate;
+    s->made.values = row->reads == 3 ? gate->share_name : gate->gate_name;
+    if (row->reads == 1) r->weight_shift = 5;
+    if (row->reads != 2) return 1.0;
+    if (c->gate == MOE_GATE_SIGMOID || c->gate == MOE_GATE_SQRT_SOFTPLUS) r->weight_shift = 1;
+    return ldexp(moei_ir_unit(s, c->gate), 15 + r->weight_shift);
+}
+
+/* A sum of p with both signs can be 0 or nearly so, and weights without a bound have no levels. */
+static int moei_ir_signs_mix(const moei_ir_planner *s) {
+    const moe_router_config *c = s->c;
+    size_t e;
+    if (c->gate != MOE_GATE_IDENTITY || s->weight != MOE_WEIGHT_SUM || c->select == MOE_SELECT_POSITIVE) return 0;
+    if (c->score == MOE_SCORE_NORM || c->score == MOE_SCORE_COMPETITION || c->score == MOE_SCORE_DSELECT) return 0;
+    if (c->select != MOE_SELECT_THRESHOLD) return s->most > 1;
+    for (e = 0; e < (size_t)c->n_experts && c->threshold_learned && !c->threshold_sigmoid && s->tensors[MOE_ROUTER_THRESHOLD] != NULL; e++)
+        if (s->tensors[MOE_ROUTER_THRESHOLD][e] < MOEI_R(0.0)) return 1;
+    return !c->threshold_learned && c->threshold < MOEI_R(0.0);
+}
+
+static void moei_ir_plan_room(moei_ir_planner *s) {
+    moe_int_router *r = &s->made.router;
+    int all = r->gate != NULL || r->weight == moe_int_weight_softmax;
+    r->most = (uint16_t)s->most;
+    r->scratch = (uint16_t)(all ? s->c->n_experts + r->groups : r->values != NULL ? s->most : 0);
+    s->made.needs_logits = all || r->values != NULL || r->weight == moe_int_weight_sparsemixer || r->select == moe_int_select_logits;
+}
+
+static moe_status moei_ir_plan_stages(moei_ir_planner *s, double logit_most) {
+    const int select = s->c->select;
+    double unit;
+    moe_status status;
+    s->weight = moei_ir_weight_of(s->c);
+    s->biased = s->c->selection_bias && select != MOE_SELECT_SINKHORN && select != MOE_SELECT_BALANCED && select != MOE_SELECT_SAMPLE;
+    s->by_logits = moei_ir_selects_by_logits(s);
+    moei_ir_plan_select(s);
+    if (s->made.router.gate == NULL) s->biased = 0;
+    if (moei_ir_signs_mix(s)) return moei_ir_refuse(s, "gate", " with weights that are divided by a sum of both signs");
+    status = moei_ir_scale_z(s, logit_most);
+    if (status != MOE_OK) return status;
+    unit = moei_ir_plan_weight(s);
+    s->p_unit = s->by_logits ? s->z_unit : moei_ir_unit(s, s->c->gate);
+    moei_ir_plan_room(s);
+    status = moei_ir_put_bias(s);
+    if (status == MOE_OK) status = moei_ir_put_thresholds(s);
+    if (status == MOE_OK) status = moei_ir_put_scales(s, unit);
+    if (status == MOE_OK) status = moei_ir_put_hash(s);
+    s->made.z_scale = (moe_real)s->z_unit;
+    return status;
+}
+
+/* The plan from its beginning; with s->table the second time, when the size is known. */
+static moe_status moei_ir_plan(moei_ir_planner *s, double logit_most) {
+    memset(&s->made, 0, sizeof s->made);
+    s->made.gate = s->made.select = s->made.values = s->made.weight = s->made.scale = "NULL";
+    s->made.router.n_experts = (uint16_t)s->c->n_experts;
+    s->made.router.bias = s->made.router.thresholds = s->made.router.scales = s->made.router.table = MOE_INT_NONE;
+    return moei_ir_plan_stages(s, logit_most);
+}
+
+moe_status moe_int_router_plan_make(const moe_router_config *config, const moe_real *const *tensors, moe_real logit_most, unsigned char *table,
+                                    size_t room, moe_int_router_plan *plan, moe_error *error) {
+    moei_ir_planner s;
+    moe_router router;
+    moei_pass pass;
+    moe_status status = moe_router_check_decoding(config, error);
+    if (status != MOE_OK) return status;
+    if (tensors == NULL || plan == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "tensors and plan must not be NULL");
+    if (!moe_is_finite(logit_most) || logit_most < MOEI_R(0.0))
+        return moei_error(error, MOE_ERR_ARGUMENT, "logit_most = %g: must be finite and not negative", (double)logit_most);
+    memset(&router, 0, sizeof router);
+    memset(&pass, 0, sizeof pass);
+    memset(&s, 0, sizeof s);
+    (void)moe_router_check(config, &router.config, NULL);
+    memcpy(router.tensors, tensors, sizeof router.tensors);
+    pass.router = &router;
+    moei_schedule(&pass);
+    s.c = &pass.effective, s.tensors = tensors, s.error = error;
+    status = moei_ir_supported(&s, pass.frozen);
+    if (status == MOE_OK) status = moei_ir_plan(&s, (double)logit_most);
+    if (status == MOE_OK && table != NULL) {
+        if (room < s.made.table_size)
+            return moei_error(error, MOE_ERR_SPACE, "the table needs %z bytes", s.made.table_size);
+        s.table = table;
+        memset(table, 0, s.made.table_size);
+        status = moei_ir_plan(&s, (double)logit_most);
+    }
+    if (status == MOE_OK) *plan = s.made;
+    return status;
+}
+
+void moe_int_router_move(moe_int_router *router, uint32_t by) {
+    uint32_t *offset[4];
+    int i;
+    offset[0] = &router->bias, offset[1] = &router->thresholds, offset[2] = &router->scales, offset[3] = &router->table;
+    for (i = 0; i < 4; i++)
+        if (*offset[i] != MOE_INT_NONE) *offset[i] += by;
+}
+#endif
 
 #ifdef __cplusplus
 }

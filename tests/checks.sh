@@ -1,6 +1,6 @@
 # Sourced by tests/headers.sh, tests/amalgamated.sh and tests/readme.sh after tests/setup.sh: runs a list of checks on all processors and
 # counts them. The script brings prepare(), called once, which may put files into $prepared, and plan(), which prints one check per line: a
-# function's name and its arguments. Each check runs in an empty folder of its own, its standard output and error are shown when it fails.
+# function's name and its arguments. It may bring closing(), which prints what is to be shown before the last line. Each check runs in an empty folder of its own, its standard output and error are shown when it fails.
 
 strict_flags() { # compiler
     case $1 in
@@ -128,6 +128,8 @@ job_show() { # number line
     esac
 }
 
+closing() { :; }
+
 run_checks() { # [-v] [word]
     verbose=0
     if [ "${1:-}" = -v ]; then
@@ -150,6 +152,7 @@ run_checks() { # [-v] [word]
     JOBS=1
     jobs_run "$scratch/alone"
     [ ! -f "$scratch/skips" ] || sort "$scratch/skips" | uniq -c | sed 's/^ *\([0-9]*\) \(.*\)/\2 (checks skipped: \1)/'
+    closing
     echo "$passed passed, $failed failed, $skipped skipped"
     [ "$failed" -eq 0 ] && [ $((passed + skipped)) -gt 0 ]
 }

@@ -1,0 +1,94 @@
+/* The exported model in the firmware (tests/device.c): DEVICE_MODEL is the header, DEVICE_FLOAT 1 for a model with float weights. With
+   DEVICE_NO_MODEL nothing of the library, with DEVICE_hang or DEVICE_fault what must be noticed. DEVICE_WHOLE: all that the library
+   has for inference is compiled, as a firmware with several kinds of models would. */
+
+#include "device.h"
+
+#ifdef DEVICE_NO_MODEL
+
+void device_pixel(unsigned place, unsigned grey) {
+    (void)place;
+    (void)grey;
+}
+
+int device_infer(void) {
+#if defined(DEVICE_hang)
+    static volatile int forever = 1;
+    while (forever) {
+    }
+#elif defined(DEVICE_fault)
+    __builtin_trap();
+#endif
+    return 0;
+}
+
+void device_read(device_answer *answer) {
+    answer->best = answer->chosen = 0;
+    answer->width = 4;
+}
+
+unsigned long device_products(void) { return 0; }
+
+#else
+
+#define MOE_IMPLEMENTATION
+#if DEVICE_FLOAT || defined(DEVICE_WHOLE)
+#define MOE_NO_TRAIN
+#define MOE_NO_STDIO
+#define MOE_NO_MALLOC
+#else
+#define MOE_NO_FLOAT
+#endif
+#include DEVICE_MODEL
+
+#if DEVICE_FLOAT
+typedef float device_level;
+typedef float device_value;
+#define GREY(value) ((value) / 16.0f)
+#else
+typedef int8_t device_level;
+typedef int16_t device_value;
+/* Computed by the compiler. */
+#define GREY(value) ((int8_t)((value) / (16 * DIGITS_INPUT_SCALE) + 0.5f))
+#endif
+
+static const device_level levels[17] = {GREY(0), GREY(1), GREY(2),  GREY(3),  GREY(4),  GREY(5),  GREY(6),  GREY(7), GREY(8),
+                                        GREY(9), GREY(10), GREY(11), GREY(12), GREY(13), GREY(14), GREY(15), GREY(16)};
+static device_level input[DIGITS_INPUTS];
+static device_value output[DIGITS_OUTPUTS];
+static unsigned char scratch[DIGITS_SCRATCH];
+
+void device_pixel(unsigned place, unsigned grey) { input[place] = levels[grey]; }
+
+int device_infer(void) { return (int)moe_infer(&digits, input, output, scratch, sizeof scratch); }
+
+static uint32_t bits(device_value value) {
+#if DEVICE_FLOAT
+    uint32_t all;
+    memcpy(&all, &value, sizeof all);
+    return all;
+#else
+    return (uint16_t)value;
+#endif
+}
+
+void device_read(device_answer *answer) {
+    moe_choice choices[DEVICE_MOST_CHOSEN];
+    size_t i, count = 0;
+    answer->best = 0;
+    answer->width = 2 * sizeof(device_value);
+    for (i = 0; i < DEVICE_OUTPUTS; i++) {
+        answer->outputs[i] = bits(output[i]);
+        if (output[i] > output[answer->best]) answer->best = (uint8_t)i;
+    }
+    if (moe_infer_choices(&digits, 0, scratch, choices, DEVICE_MOST_CHOSEN, &count) != MOE_OK) count = 0;
+    answer->chosen = (uint8_t)count;
+    for (i = 0; i < count && i < DEVICE_MOST_CHOSEN; i++) {
+        answer->experts[i] = (uint8_t)choices[i].expert;
+        answer->weights[i] = (uint16_t)choices[i].weight;
+    }
+}
+
+unsigned long device_products(void) { return (unsigned long)digits.multiplications; }
+
+#endif
