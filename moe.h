@@ -1103,9 +1103,9 @@ MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, i
    floating point at all in moe_infer: the same bits on every machine. */
 enum { MOE_WEIGHTS_FLOAT = 0, MOE_WEIGHTS_INT8, MOE_WEIGHTS_INT4, MOE_WEIGHTS_COUNT };
 
-struct moe_model;
 struct moe_net;
 struct moe_int_run;
+struct moe_choice;
 
 /* Brings experts' weights from where the processor cannot read them in place (flash behind a serial bus, a card): copies size bytes from place `at`
    of the bytes that moe_export_experts wrote to `to`. What it returns other than MOE_OK ends moe_infer, which returns it. */
@@ -1122,7 +1122,7 @@ typedef struct moe_int_op {
     uint32_t at;             /* its constants: bytes from the base, which is the model's weights or, in an expert, its block */
     uint32_t in, other, out; /* its vectors: int16 from the start of the vectors */
     int16_t factor, factor2;
-    uint16_t index;          /* mixture, attention: its number in the model */
+    uint16_t index;          /* mixture, attention: its number in the model; row: whose row; norm: 1 centres */
 } moe_int_op;
 
 /* A mixture: the operations that make the logits z, the router, the operations of one expert, which run for each chosen one in ascending order and add
@@ -1142,8 +1142,10 @@ typedef struct moe_int_mixture {
 /* Attention over the tokens of a sequence so far. */
 typedef struct moe_int_attention {
     uint16_t heads, d_head;
-    uint32_t keys, values; /* in the state: int8 [length, heads d_head] each */
-    uint32_t room;         /* int16 from the start of the vectors: int16 [length] for weights */
+    uint32_t keys, values; /* bytes from the start of the state: int8 [length, heads d_head] each */
+    uint32_t value;        /* vector: the token's own v */
+    uint32_t room;         /* int16 from the start of the vectors: int32 [length] for scores */
+    uint16_t bits;         /* 2^bits to an octave, in which scores are compared */
 } moe_int_attention;
 
 /* A model: what moe_export_c writes as a constant, and moe_model_create makes in memory. Read-only; used by any number of threads with scratch memory of
@@ -1152,6 +1154,7 @@ typedef struct moe_model {
     uint32_t version;         /* MOE_MODEL_VERSION */
     int weights_are;          /* MOE_WEIGHTS_ */
     moe_status (*run)(const struct moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+    moe_status (*choices)(const struct moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
     size_t d_in, d_out;       /* widths; d_in = 0: it reads token ids */
     size_t length;            /* most tokens of a sequence; 0: every call stands for itself */
     size_t scratch_size;      /* bytes of scratch memory, any alignment */
@@ -1190,19 +1193,30 @@ typedef struct moe_int_run {
      int8, int4          out = W in + b          int8_add, int4_add   sum out += weight (W in + b)      curve   out = c(in), a curve of 65 points
      multiply            out = in * other        add   out = in * factor + other * factor2              rescale   out = in * factor
      mixture             out = a mixture's output
+   of sequences:
+     row                 out = a row of a table: the token's (embedding) or the place's (positions)
+     norm                out = in / its root mean square * gain, or (in - mean) / its standard deviation * gain + bias
+     turn                out = the halves of each head of in turned against each other by the place's angles
+     attention           out = the values of the tokens so far, weighted by softmax(in . their keys); appends other, the token's key, and its value
    of routers:
      unit                out = in / |in|      cluster   out = in * the row of a table that the previous mixture's choices mean
      norm_l1, norm_l2, norm_linf, match       out_e = a norm of in, or in . other, where the next k operations have made in of expert e
    of a mixture's experts and shared expert:
      weigh               out = weight * in; what follows has weight 1                weight   what follows has the weight in_0
+     accumulate          sum out += weight * in
      rest                sum out += (1 - the sum of the chosen experts' weights) * in
    Their code says to the bit what they do. */
 #define MOE_INT_OPS(X) X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture) X(unit) X(cluster) X(norm_l1) \
-    X(norm_l2) X(norm_linf) X(match) X(weigh) X(weight) X(rest)
+    X(norm_l2) X(norm_linf) X(match) X(weigh) X(weight) X(accumulate) X(rest) X(row) X(norm) X(turn) X(attention)
 #define MOEI_OP_DECLARE(name) MOE_API void moe_int_op_##name(const moe_int_op *op, moe_int_run *run);
 MOE_INT_OPS(MOEI_OP_DECLARE)
-/* The run function of integer models, for moe_model.run. */
+/* What moe_model.run and moe_model.choices are: integer and float models. */
 MOE_API moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+MOE_API moe_status moe_int_model_choices(const moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
+#ifndef MOE_NO_FLOAT
+MOE_API moe_status moe_float_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
+MOE_API moe_status moe_float_model_choices(const moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
+#endif
 
 /* output = what the net says to one input. Integer models: input int8_t [d_in] levels within +-127, output int16_t [d_out] levels. Float models: moe_real
    [d_in], [d_out]. d_in = 0: input is one id, int32_t. scratch [model->scratch_size], any alignment, holds all that is computed. A model of sequences
@@ -1239,15 +1253,16 @@ typedef struct moe_int_router_names {
     const char *name[5];
 } moe_int_router_names;
 
-/* A model with the memory that it owns. */
+/* A model with the memory that it owns. model points into the struct, which therefore stays where it was made. */
 typedef struct moe_built_model {
-    moe_model model;             /* points into what follows */
+    moe_model model;
     moe_buffer weights, experts;
     moe_int_op *ops;
     moe_int_mixture *mixtures;
     moe_int_router_names *router_names;
     moe_int_attention *attentions;
     int external;                /* 1: experts come through a loader */
+    moe_net net;                 /* float models: the net's modules with plain C kernels; the tensors stay the net's */
     moe_allocator allocator;
 } moe_built_model;
 
@@ -9464,6 +9479,176 @@ void moe_int_op_rescale(const moe_int_op *op, moe_int_run *run) {
     moe_int_add(&op->shape, moei_int_vector(run, op->in), op->factor, NULL, 0, moei_int_vector(run, op->out));
 }
 
+/* ---- sequences and norms ---- */
+
+/* out_p = clamp(((((w_p << 15) * factor) >> 16) + round) >> shift) for n numbers, zeros behind them, where w_p and factor are those of output r of an
+   int8 product with k outputs and n inputs (moe_kernels.h), which is how rows lie, so that a tied module may have the same. r is the token (index = 0) or
+   its place (1). A row that is not there is MOE_ERR_ARGUMENT. */
+void moe_int_op_row(const moe_int_op *op, moe_int_run *run) {
+    const unsigned n = op->shape.n;
+    const uint32_t r = op->index == 0 ? (uint32_t)run->token : run->place;
+    const unsigned char *pair = run->base + op->at + (size_t)(r / 2) * moei_int8_pair_size(n), *w = pair + MOEI_INT_HEAD + r % 2;
+    const int32_t round = moei_int_round(&op->shape);
+    int16_t *y = moei_int_vector(run, op->out), factor;
+    unsigned p;
+    if (r >= op->shape.k) {
+        run->status = MOE_ERR_ARGUMENT;
+        return;
+    }
+    factor = moei_flash_16(pair + 8 + r % 2 * 2);
+    for (p = 0; p < n; p++, w += 2) {
+        const int32_t level = r % 2 == 0 ? (int32_t)moei_flash_8(w) - 128 : (signed char)moei_flash_8(w);
+        y[p] = moei_int_clamp(&op->shape, (moei_int_scale(level * 32768, factor) + round) >> op->shape.shift);
+    }
+    moei_int_put_zeros(n, y);
+}
+
+/* 1 / sqrt(d): d = m 4^e with m in [2^30, 2^32), and the inverse is (2^30 - 1) / floor(sqrt(m)) * 2^-(30 + e), the quotient in 2^14..2^15 - 1. */
+static int16_t moei_int_inverse_root(uint64_t d, int *e) {
+    uint32_t m;
+    for (*e = 0; d >> 32 != 0; d >>= 2) ++*e;
+    for (m = (uint32_t)d; m < (uint32_t)1 << 30; m *= 4) --*e;
+    return (int16_t)((((uint32_t)1 << 30) - 1) / moe_int_sqrt(m));
+}
+
+/* Both norms are the same but for a sum that one leaves out: with s = sum_p x_p for a layer norm (index = 1), 0 for a root mean square norm (index = 0),
+     d = n sum_p x_p^2 - s^2 + eps    all of its bits; 0 counts as 1        v_p = n x_p - s
+   a number in units of its spread is v_p / sqrt(d): with m, e and quotient r as in moei_int_inverse_root (|v_p| < sqrt(n d), so nothing overflows)
+     t_p = ((v_p * 2^(7 - e)) * r) >> 16        in units of 2^-21; 2^(7 - e) is a shift, rounding down where e > 7
+     out_p = clamp((((t_p sign_p * |gain_p|) >> 16) + bias_p + round) >> shift), zeros behind n; sign_p that of the gain
+   Constants: eps uint32 low, uint32 high; gain int16 [n rounded up to 2]; layer norm: bias int32 [n]. n <= 32767, d < 2^62. */
+void moe_int_op_norm(const moe_int_op *op, moe_int_run *run) {
+    const unsigned n = op->shape.n;
+    const unsigned char *eps = run->base + op->at, *gain = eps + 8, *bias = gain + (n + 1u) / 2 * 4;
+    const int32_t round = moei_int_round(&op->shape);
+    const int16_t *x = moei_int_vector(run, op->in);
+    int16_t *y = moei_int_vector(run, op->out), inverse;
+    uint32_t low = 0, high = 0;
+    int32_t sum = 0;
+    uint64_t d;
+    unsigned p;
+    int e;
+    for (p = 0; p < n; p++) {
+        const uint32_t square = (uint32_t)((int32_t)x[p] * x[p]);
+        low += square & 0xffffu, high += square >> 16;
+        sum += x[p];
+    }
+    if (op->index == 0) sum = 0;
+    d = (((uint64_t)high << 16) + low) * n - (uint64_t)((int64_t)sum * sum);
+    d += (uint64_t)(uint32_t)moei_flash_32(eps + 4) << 32 | (uint32_t)moei_flash_32(eps);
+    inverse = moei_int_inverse_root(d > 0 ? d : 1, &e);
+    for (p = 0; p < n; p++) {
+        const int32_t v = (int32_t)n * x[p] - sum;
+        const int32_t t = moei_int_scale(e > 7 ? v >> (e - 7) : v * ((int32_t)1 << (7 - e)), inverse);
+        const int16_t g = moei_flash_16(gain + 2 * p);
+        const int32_t scaled = g < 0 ? moei_int_scale(-t, (int16_t)-g) : moei_int_scale(t, g);
+        y[p] = moei_int_clamp(&op->shape, (scaled + (op->index != 0 ? moei_flash_32(bias + 4 * p) : 0) + round) >> op->shape.shift);
+    }
+    moei_int_put_zeros(n, y);
+}
+
+/* Turns n / k heads of k numbers, (a, b) being numbers i and k/2 + i of one:
+     c = (c1 c2 - s1 s2) >> 15, s = (s1 c2 + c1 s2) >> 15        a' = clamp((a c - b s + round) >> shift), b' = clamp((a s + b c + round) >> shift)
+   where (c1, s1) are cosine and sine, in 1/32767, of angle i of place modulo 16, and (c2, s2) those of the rest of the place: so a table of
+   16 + length/16 rows is enough. Constants: int16 c, s for each i of each row. Zeros behind n; in and out may be one vector; |a|, |b| <= MOEI_INT_TURNED. */
+enum { MOEI_INT_TURNS = 16, MOEI_INT_TURNED = 23169 };
+
+void moe_int_op_turn(const moe_int_op *op, moe_int_run *run) {
+    const unsigned n = op->shape.n, half = op->shape.k / 2u;
+    const unsigned char *near = run->base + op->at + (size_t)(run->place % MOEI_INT_TURNS) * half * 4;
+    const unsigned char *far = run->base + op->at + (size_t)(MOEI_INT_TURNS + run->place / MOEI_INT_TURNS) * half * 4;
+    const int32_t round = moei_int_round(&op->shape);
+    const int16_t *x = moei_int_vector(run, op->in);
+    int16_t *y = moei_int_vector(run, op->out);
+    unsigned i, j;
+    for (i = 0; i < half; i++, near += 4, far += 4) {
+        const int32_t c1 = moei_flash_16(near), s1 = moei_flash_16(near + 2), c2 = moei_flash_16(far), s2 = moei_flash_16(far + 2);
+        const int32_t c = (c1 * c2 - s1 * s2) >> 15, s = (s1 * c2 + c1 * s2) >> 15;
+        for (j = i; j < n; j += 2 * half) {
+            const int32_t a = x[j], b = x[j + half];
+            y[j] = moei_int_clamp(&op->shape, (a * c - b * s + round) >> op->shape.shift);
+            y[j + half] = moei_int_clamp(&op->shape, (a * s + b * c + round) >> op->shape.shift);
+        }
+    }
+    moei_int_put_zeros(n, y);
+}
+
+/* One head of attention over n tokens: q, keys, values and y are at its first number, rows of keys and values `width` apart. */
+typedef struct moei_int_head {
+    const moe_int_op *op;
+    const int16_t *q;
+    const signed char *keys, *values;
+    int32_t *scores;
+    int16_t *y;
+    unsigned n, width, d_head, bits;
+} moei_int_head;
+
+/* The scores become weights, 32768 >> less for the largest; returns their sum. */
+static uint32_t moei_int_weigh(const moei_int_head *h, unsigned less) {
+    const signed char *key = h->keys;
+    uint32_t total = 0;
+    int32_t most = INT32_MIN;
+    unsigned j, p;
+    for (j = 0; j < h->n; j++, key += h->width) {
+        int32_t score = 0;
+        for (p = 0; p < h->d_head; p++) score += (int32_t)h->q[p] * key[p];
+        h->scores[j] = score;
+        if (score > most) most = score;
+    }
+    for (j = 0; j < h->n; j++) {
+        h->scores[j] = (int32_t)(moe_int_exp2((uint32_t)moei_int_scale(most - h->scores[j], h->op->factor), (int)h->bits) >> less);
+        total += (uint32_t)h->scores[j];
+    }
+    return total;
+}
+
+static void moei_int_mix(const moei_int_head *h) {
+    moe_int_shape shape = h->op->shape;
+    unsigned less = 0, j, p, down = 0;
+    uint32_t total;
+    int16_t factor;
+    int32_t round;
+    while ((h->n - 1) >> 9 >> less != 0) less++;
+    shape.shift = (uint8_t)(shape.shift - less);
+    round = moei_int_round(&shape);
+    total = moei_int_weigh(h, less);
+    while (total >> down > 0xffffu) down++;
+    factor = (int16_t)(((uint32_t)h->op->factor2 << 15 >> less) / (total >> down));
+    for (p = 0; p < h->d_head; p++) {
+        const signed char *value = h->values + p;
+        int32_t sum = 0;
+        for (j = 0; j < h->n; j++, value += h->width) sum += h->scores[j] * *value;
+        h->y[p] = moei_int_clamp(&shape, (moei_int_scale(sum >> down, factor) + round) >> shape.shift);
+    }
+}
+
+/* Attention of one token. in: q, wide; other: its key, attention.value: its value, both narrow, which are appended to those in the state first. With
+   n = place + 1 tokens, less = the bits of place >> 9, and for each head
+     s_j = sum_p q_p key_jp            w_j = moe_int_exp2(((max s - s_j) * factor) >> 16, bits) >> less            total = sum_j w_j
+     down: the least with total >> down < 2^16            r = ((factor2 << 15) >> less) / (total >> down), rounded down
+     out_p = clamp((((sum_j w_j value_jp >> down) * r >> 16) + round) >> (shift - less))            round is that of shift - less; zeros behind the heads
+   The maker sees to |s_j| < 2^30; 7 <= shift; n <= 65535, so that total <= 2^24 and less <= 7. */
+void moe_int_op_attention(const moe_int_op *op, moe_int_run *run) {
+    const moe_int_attention *a = run->model->attentions + op->index;
+    const unsigned width = (unsigned)a->heads * a->d_head;
+    const int16_t *key = moei_int_vector(run, op->other), *value = moei_int_vector(run, a->value);
+    signed char *keys = (signed char *)run->state + a->keys, *values = (signed char *)run->state + a->values;
+    moei_int_head h;
+    unsigned i;
+    for (i = 0; i < width; i++) {
+        keys[(size_t)run->place * width + i] = (signed char)key[i];
+        values[(size_t)run->place * width + i] = (signed char)value[i];
+    }
+    h.op = op, h.scores = moei_int_wide(run, a->room);
+    h.n = (unsigned)run->place + 1, h.width = width, h.d_head = a->d_head, h.bits = a->bits;
+    for (i = 0; i < width; i += a->d_head) {
+        h.q = moei_int_vector(run, op->in) + i, h.y = moei_int_vector(run, op->out) + i;
+        h.keys = keys + i, h.values = values + i;
+        moei_int_mix(&h);
+    }
+    moei_int_put_zeros(width, moei_int_vector(run, op->out));
+}
+
 static void moei_int_ops(moe_int_run *run, uint32_t first, uint32_t n) {
     const moe_int_op *op = run->model->ops + first, *end = op + n;
     for (; op < end && run->status == MOE_OK; op++) op->run(op, run);
@@ -9663,6 +9848,15 @@ void moe_int_op_weigh(const moe_int_op *op, moe_int_run *run) {
 
 void moe_int_op_weight(const moe_int_op *op, moe_int_run *run) { run->weight = *moei_int_vector(run, op->in); }
 
+/* sum out_i += (in_i * weight + round) >> shift. */
+void moe_int_op_accumulate(const moe_int_op *op, moe_int_run *run) {
+    const int16_t *x = moei_int_vector(run, op->in);
+    int32_t *sum = moei_int_wide(run, op->out);
+    const int32_t round = moei_int_round(&op->shape), weight = run->weight;
+    unsigned i;
+    for (i = 0; i < op->shape.n; i++) sum[i] += (x[i] * weight + round) >> op->shape.shift;
+}
+
 /* sum out_i += (((in_i * factor + round) >> shift) * rest) >> 16 with rest = at - ((sum of the weights of choices, which are in other) >> factor2) within
    int16. */
 void moe_int_op_rest(const moe_int_op *op, moe_int_run *run) {
@@ -9721,25 +9915,50 @@ moe_status moe_infer(const moe_model *model, const void *input, void *output, vo
 }
 
 void moe_infer_restart(const moe_model *model, void *scratch, size_t scratch_size) {
+    enum { BEGIN = 32 }; /* the number of tokens so far lies in these bytes, whatever the alignment */
     if (model == NULL || scratch == NULL || scratch_size < model->scratch_size || model->length == 0) return;
-    memset(moei_int_scratch(scratch), 0, sizeof(uint32_t));
+    memset(scratch, 0, scratch_size < BEGIN ? scratch_size : (size_t)BEGIN);
 }
 
-moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
-    const moe_int_mixture *m;
+moe_status moe_int_model_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
+    const moe_int_mixture *m = model->mixtures + mixture;
     const int16_t *made;
     size_t i;
-    if (model == NULL || scratch == NULL || count == NULL || (choices == NULL && room > 0)) return MOE_ERR_ARGUMENT;
     if (mixture >= model->n_mixtures) return MOE_ERR_NOT_FOUND;
-    m = model->mixtures + mixture;
     made = (const int16_t *)(const void *)(moei_int_scratch((void *)(uintptr_t)scratch) + model->state_size) + m->choices;
     *count = (size_t)made[0];
     for (i = 0; i < *count && i < room; i++) {
+        const int32_t level = made[1 + m->router.most + i];
         choices[i].expert = made[1 + i];
-        choices[i].weight = m->weight_bits < 0 ? made[1 + m->router.most + i] >> -m->weight_bits : (int32_t)made[1 + m->router.most + i] * ((int32_t)1 << m->weight_bits);
+        choices[i].weight = m->weight_bits < 0 ? level >> -m->weight_bits : level * ((int32_t)1 << m->weight_bits);
     }
     return MOE_OK;
 }
+
+moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
+    if (model == NULL || scratch == NULL || count == NULL || (choices == NULL && room > 0)) return MOE_ERR_ARGUMENT;
+    return model->choices(model, mixture, scratch, choices, room, count);
+}
+
+#ifndef MOE_NO_FLOAT
+moe_status moe_float_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch) {
+    (void)loader;
+    return moei_float_infer(model->net, model->length, input, (moe_real *)output, scratch, model->scratch_size);
+}
+
+moe_status moe_float_model_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
+    const moe_routing *routing = moei_float_routing(model->net, model->length, mixture, (void *)(uintptr_t)scratch);
+    size_t i;
+    if (routing == NULL) return MOE_ERR_NOT_FOUND;
+    *count = (size_t)routing->n_choices[0];
+    for (i = 0; i < *count && i < room; i++) {
+        const moe_real weight = routing->weights[routing->choices[i]] * MOEI_R(32768.0);
+        choices[i].expert = routing->choices[i];
+        choices[i].weight = weight > MOEI_R(2e9) ? INT32_MAX : weight < MOEI_R(-2e9) ? -INT32_MAX : (int32_t)(weight + (weight < 0 ? MOEI_R(-0.5) : MOEI_R(0.5)));
+    }
+    return MOE_OK;
+}
+#endif
 
 #ifndef MOE_NO_TRAIN
 
@@ -9759,6 +9978,7 @@ typedef struct moei_int_range {
     double weighed, sigmoid;                           /* experts' inputs times their weights; the argument of the shared expert's sigmoid */
     double node[MOE_NODE_COUNT], shared[MOE_NODE_COUNT]; /* layers: activations of experts, of the shared expert */
     double q, k, v, mixed;                             /* attention */
+    uint32_t turns;                                    /* and not seen, but kept here: where its table of turns is, MOE_INT_NONE: nowhere yet */
 } moei_int_range;
 
 /* A vector. */
@@ -9794,6 +10014,9 @@ typedef struct moei_maker {
     moe_buffer pieces;      /* constants of a mixture's experts: all experts' first product, then all their second, ... */
     size_t piece[MOEI_INT_PIECES], n_pieces; /* bytes of one expert's */
     size_t multiplications, counted; /* of the model; those of operations since `counted` was set to 0 */
+    int weights;            /* MOE_WEIGHTS_ of the matrix at work */
+    uint32_t rows;          /* constants of the embedding; what a row's scale is multiplied by to give its factor */
+    double rows_unit;
 } moei_maker;
 
 static void moei_maker_fail(moei_maker *m, moe_status status) {
@@ -9841,6 +10064,11 @@ static void moei_value_use(moei_maker *m, uint32_t v) {
     if (m->status == MOE_OK && m->values[v].last < m->clock) m->values[v].last = m->clock;
 }
 
+/* A vector that has its place since an earlier time: experts' operations run again and again, so what lies beside them must not share with any of them. */
+static void moei_value_spans(moei_maker *m, uint32_t v, uint32_t since) {
+    if (m->status == MOE_OK && m->values[v].made > since) m->values[v].made = since;
+}
+
 static moe_int_op moei_op(void (*run)(const moe_int_op *op, moe_int_run *run), size_t n, size_t k, int low, int high, int shift) {
     moe_int_op op;
     memset(&op, 0, sizeof op);
@@ -9872,6 +10100,10 @@ static uint32_t moei_constants(moei_maker *m, moe_buffer *buffer, const void *by
 
 static void moei_put_16_le(unsigned char *p, int32_t v) {
     p[0] = (unsigned char)((uint32_t)v & 255u), p[1] = (unsigned char)((uint32_t)v >> 8 & 255u);
+}
+
+static void moei_put_32_le(unsigned char *p, int32_t v) {
+    moei_put_16_le(p, v), moei_put_16_le(p + 2, (int32_t)((uint32_t)v >> 16));
 }
 
 /* The nearest integer, within +-limit. */
@@ -9985,7 +10217,7 @@ static double moei_int4_most(size_t k) {
 static double moei_int_row(const moei_maker *m, const moe_real *w, size_t k, double bias, double in_scale) {
     double scale = 0, least = fabs(bias) / (in_scale * 268435456.0);
     size_t p;
-    if (m->config->weights == MOE_WEIGHTS_INT8) scale = (double)moei_weight_scale(MOE_TYPE_Q8, k, w);
+    if (m->weights == MOE_WEIGHTS_INT8) scale = (double)moei_weight_scale(MOE_TYPE_Q8, k, w);
     else {
         for (p = 0; p < k; p += MOEI_INT_BLOCK) {
             const double block = moei_int4_scale(k - p < MOEI_INT_BLOCK ? k - p : (size_t)MOEI_INT_BLOCK, w + p);
@@ -10038,13 +10270,13 @@ static void moei_int_row_levels(const moei_maker *m, const moei_int_matrix *x, c
     for (b = 0; b < l->blocks; b++) {
         const size_t from = b * MOEI_INT_BLOCK, end = from + MOEI_INT_BLOCK < x->k ? from + MOEI_INT_BLOCK : x->k;
         double scale = row;
-        if (m->config->weights == MOE_WEIGHTS_INT4) {
+        if (m->weights == MOE_WEIGHTS_INT4) {
             l->block[j * l->blocks + b] = (uint16_t)moei_nearest(row > 0 ? moei_int4_scale(end - from, w + from) / row : 0, 65535);
             scale = row * l->block[j * l->blocks + b];
         }
         for (p = from; p < end; p++) {
             double level = scale > 0 ? (double)w[p] / scale : 0;
-            if (m->config->weights == MOE_WEIGHTS_INT8) l->level[j * x->k + p] = (signed char)(scale > 0 ? moei_level_of(MOE_TYPE_Q8, w[p], (moe_real)scale) : 0);
+            if (m->weights == MOE_WEIGHTS_INT8) l->level[j * x->k + p] = (signed char)(scale > 0 ? moei_level_of(MOE_TYPE_Q8, w[p], (moe_real)scale) : 0);
             else l->level[j * x->k + p] = (signed char)(level < -8 ? -8 : moei_nearest(level < 7 ? level : 7, 8));
         }
     }
@@ -10053,7 +10285,7 @@ static void moei_int_row_levels(const moei_maker *m, const moei_int_matrix *x, c
 /* Packs all matrices into buffer, one after the other: sum * factor stands for real * unit, where unit is 2^bits / the result's scale. Returns where they
    begin, and *size the bytes of one. */
 static uint32_t moei_matrix_pack(moei_maker *m, const moei_int_matrix *x, moei_int_levels *l, double in_scale, double unit, moe_buffer *buffer, size_t *size) {
-    const int int8 = m->config->weights == MOE_WEIGHTS_INT8;
+    const int int8 = m->weights == MOE_WEIGHTS_INT8;
     const uint32_t at = (uint32_t)buffer->size;
     unsigned char *bytes;
     size_t e, j;
@@ -10070,6 +10302,7 @@ static uint32_t moei_matrix_pack(moei_maker *m, const moei_int_matrix *x, moei_i
             moei_int_row_levels(m, x, x->w + i * x->k, l->row[i], l, j);
             l->bias[j] = x->bias != NULL && one > 0 ? moei_nearest((double)x->bias[i] / one, 536870911) : 0;
             l->factor[j] = (int16_t)moei_nearest(one * unit, 32767);
+            if (l->factor[j] > 0) l->bias[j] += 32768 / l->factor[j]; /* what >> 16 drops is rounded, not cut off */
         }
         status = int8 ? moe_int8_pack(x->n, x->k, l->level, x->k, l->bias, l->factor, bytes)
                       : moe_int4_pack(x->n, x->k, l->level, x->k, l->bias, l->factor, l->block, bytes);
@@ -10109,7 +10342,7 @@ static uint32_t moei_product(moei_maker *m, const moei_int_matrix *x, uint32_t i
     }
     shift = moei_shift_for(in_scale * l.most / scale, 16, 15);
     out = moei_value_new(m, x->n, limit, scale, range);
-    op = moei_op(m->config->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8 : moe_int_op_int4, x->n, x->k, relu ? 0 : -limit, limit, shift < 0 ? 0 : shift);
+    op = moei_op(m->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8 : moe_int_op_int4, x->n, x->k, relu ? 0 : -limit, limit, shift < 0 ? 0 : shift);
     op.at = moei_product_constants(m, x, &l, in_scale, ldexp(1.0, 16 + op.shape.shift) / scale);
     moei_int_levels_free(m, x, &l);
     moei_op_append(m, op, in, in, out);
@@ -10122,7 +10355,7 @@ static void moei_product_add(moei_maker *m, const moei_int_matrix *x, uint32_t i
     moe_int_op op;
     if (m->status != MOE_OK) return;
     moei_int_levels_begin(m, x, m->values[in].scale, &l);
-    op = moei_op(m->config->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8_add : moe_int_op_int4_add, x->n, x->k, 0, 0, 0);
+    op = moei_op(m->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8_add : moe_int_op_int4_add, x->n, x->k, 0, 0, 0);
     op.at = moei_product_constants(m, x, &l, m->values[in].scale, ldexp(1.0, 17 + bits + shift) / scale);
     moei_int_levels_free(m, x, &l);
     moei_op_append(m, op, in, in, sum);
@@ -10206,6 +10439,7 @@ static uint32_t moei_added(moei_maker *m, uint32_t a, uint32_t b, double range) 
 /* Where the last product of an expert goes: into a sum, or, with sum = MOE_INT_NONE, into a vector of its own. */
 typedef struct moei_int_target {
     uint32_t sum;
+    int finely; /* by way of a vector, whose levels are finer than what a product can add */
     int bits, shift, limit;
     double scale, range;
 } moei_int_target;
@@ -10248,10 +10482,38 @@ static uint32_t moei_expert_hidden(moei_maker *m, const moei_chain *chain, size_
     return j == MOEI_X ? x : node[j];
 }
 
-/* All operations of one kind of experts. */
-static uint32_t moei_expert_ops(moei_maker *m, const moei_chain *chain, size_t count, uint32_t hidden, const moei_int_target *to) {
+/* The least scale of a wide vector for W x + b with results up to range. */
+static double moei_wide_scale(moei_maker *m, const moei_int_matrix *x, double in_scale, double range) {
+    const double scale = range * 1.25 / MOEI_WIDE, finest = moei_matrix_most(m, x, in_scale) / 0.49;
+    return scale > finest ? scale : finest > 0 ? finest : 1;
+}
+
+/* How far weight * level of a vector whose scale is at least `least` is shifted to be in the sum's units; negative: these are too fine. */
+static int moei_sum_shift(const moei_int_target *to, int bits, double least) {
+    const int shift = (int)floor(log(ldexp(to->scale, 15 - bits - to->shift) / least) / log(2.0));
+    return shift < 30 ? shift : 30;
+}
+
+/* sum += weight (W x + b), by way of a wide vector, which is returned. */
+static uint32_t moei_product_finely(moei_maker *m, const moei_int_matrix *x, uint32_t in, const moei_int_target *to, double range) {
+    uint32_t y;
+    int shift;
+    if (m->status != MOE_OK) return 0;
+    shift = moei_sum_shift(to, to->bits, moei_wide_scale(m, x, m->values[in].scale, range));
+    if (shift < 0) {
+        moei_maker_fail(m, MOE_ERR_OVERFLOW);
+        return 0;
+    }
+    y = moei_product(m, x, in, MOEI_WIDE, 0, range, ldexp(to->scale, 15 - to->bits - to->shift - shift));
+    moei_op_append(m, moei_op(moe_int_op_accumulate, x->n, 0, 0, 0, shift), y, y, to->sum);
+    return y;
+}
+
+/* All operations of one kind of experts. range: of their outputs. */
+static uint32_t moei_expert_ops(moei_maker *m, const moei_chain *chain, size_t count, uint32_t hidden, const moei_int_target *to, double range) {
     moei_int_matrix last = moei_last_matrix(chain, count);
     if (to->sum == MOE_INT_NONE) return moei_product(m, &last, hidden, to->limit, 0, to->range, 0);
+    if (to->finely) return moei_product_finely(m, &last, hidden, to, range);
     moei_product_add(m, &last, hidden, to->bits, to->scale, to->shift, to->sum);
     return to->sum;
 }
@@ -10295,6 +10557,13 @@ static int moei_reads_narrow(const moe_net *net, size_t i) {
            kind == MOE_MODULE_TIED;
 }
 
+/* The exponent of a power of two. */
+static int moei_exponent(double power) {
+    int exponent;
+    (void)frexp(power, &exponent);
+    return exponent - 1;
+}
+
 /* ---- scores ---- */
 
 /* What scores are made of. */
@@ -10336,28 +10605,23 @@ static moe_real *moei_router_matrix(moei_maker *m, const moe_real *w, const moe_
 
 static void moei_router_matrix_free(moei_maker *m, moe_real *w, size_t n, size_t k) { moei_free(&m->made.allocator, w, n * k * sizeof *w); }
 
-/* The router's constants among those of the model. */
-static void moei_mixture_table(moei_maker *m, const moe_layer *layer, double most, moe_int_router_plan *plan) {
-    const moe_allocator *a = &m->made.allocator;
-    unsigned char *table;
-    if (m->status != MOE_OK || plan->table_size == 0) return;
-    table = (unsigned char *)moei_alloc(a, plan->table_size, 1);
-    if (table == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
-    else m->status = moe_int_router_plan_make(&layer->config.router, layer->tensors, (moe_real)most, table, plan->table_size, plan, m->error);
-    if (m->status == MOE_OK) moe_int_router_move(&plan->router, moei_constants(m, &m->made.weights, table, plan->table_size));
-    moei_free(a, table, plan->table_size);
-}
-
 /* The router's plan for logits as large as calibration saw, in units of at least `finest`. */
 static void moei_mixture_plan(moei_maker *m, moei_scoring *s, double finest) {
+    const moe_router_config *c = &s->layer->config.router;
     double most = s->range->z > 0 ? s->range->z : 1;
+    unsigned char *table;
     int tries;
     for (tries = 0; tries < 64 && m->status == MOE_OK; tries++, most *= 2) {
-        m->status = moe_int_router_plan_make(&s->layer->config.router, s->layer->tensors, (moe_real)most, NULL, 0, &s->plan, m->error);
-        if (m->status == MOE_OK && (double)s->plan.z_scale >= finest) break;
+        m->status = moe_int_router_plan_make(c, s->layer->tensors, (moe_real)most, NULL, 0, &s->plan, m->error);
+        if ((double)s->plan.z_scale >= finest) break;
     }
     if (m->status == MOE_OK && (double)s->plan.z_scale < finest) moei_maker_fail(m, MOE_ERR_OVERFLOW);
-    moei_mixture_table(m, s->layer, most, &s->plan);
+    if (m->status != MOE_OK || s->plan.table_size == 0) return;
+    table = (unsigned char *)moei_alloc(&m->made.allocator, s->plan.table_size, 1);
+    if (table == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    else m->status = moe_int_router_plan_make(c, s->layer->tensors, (moe_real)most, table, s->plan.table_size, &s->plan, m->error);
+    if (m->status == MOE_OK) moe_int_router_move(&s->plan.router, moei_constants(m, &m->made.weights, table, s->plan.table_size));
+    moei_free(&m->made.allocator, table, s->plan.table_size);
 }
 
 /* z = W v + b in the units that the router wants; w [E,k]. */
@@ -10541,7 +10805,7 @@ static uint32_t moei_output_again(moei_maker *m, const moei_scoring *s, uint32_t
 
 /* The operations that make a scored activation, again behind the list; its vector. *bytes: how much of a block they read. */
 static uint32_t moei_node_again(moei_maker *m, const moei_scoring *s, int scored, size_t *bytes) {
-    const int output = scored == MOE_NODE_OUTPUT;
+    const int output = s->node[scored] == MOE_INT_NONE;
     const uint32_t last = s->expert + s->n_expert - 1;
     uint32_t wanted[2 * MOEI_MAX_STEPS], n_wanted = 0, i, j, v = MOE_INT_NONE;
     unsigned run = 0;
@@ -10657,31 +10921,64 @@ static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: select = hash: moe_infer knows ids only where the net reads them (d_in = 0)", i);
 }
 
-/* The units of the sum: fine, but factors must fit 15 bits and the sum 32. rest_scale: that of an input which is added with a weight up to 1; 0: none is. */
-static moei_int_target moei_mixture_target(moei_maker *m, const moei_chain *chain, uint32_t hidden, const moei_chain *shared, double shared_scale, int bits,
-                                           size_t most, int limit, double range, double rest_scale) {
-    moei_int_matrix last = moei_last_matrix(chain, (size_t)chain->layer->config.router.n_experts), also;
-    moei_int_target to;
-    double factor = 0, bound = 0;
+/* A vector that goes into the sum: the matrix that makes it of what, its largest number, and the power of two of its weight. */
+typedef struct moei_int_part {
+    moei_int_matrix w;
+    double in_scale, range;
+    int bits;
+    size_t most; /* so many of it */
+} moei_int_part;
+
+/* The units of a sum of products, to which an input of scale rest_scale (0: none) is added with a weight up to 1: fine, but factors must fit 15 bits and
+   the sum 32. */
+static void moei_target_coarse(moei_maker *m, const moei_int_part *part, size_t n, double rest_scale, moei_int_target *to) {
+    double factor = 2 * rest_scale, bound = rest_scale * MOEI_WIDE;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        const double one = ldexp(moei_matrix_most(m, &part[i].w, part[i].in_scale), 17 + part[i].bits);
+        if (one > factor) factor = one;
+        bound += ldexp(moei_matrix_bound(&part[i].w, part[i].in_scale), part[i].bits) * (double)part[i].most;
+    }
+    if (to->scale < factor / 32767) to->scale = factor / 32767;
+    if (to->scale < bound / 5e8) to->scale = bound / 5e8;
+    to->shift = 15;
+    while (to->shift > 0 && (ldexp(factor / to->scale, to->shift) > 32767 || ldexp(bound / to->scale, to->shift) > 1e9)) to->shift--;
+}
+
+/* The units of a sum of wide vectors. */
+static void moei_target_fine(moei_maker *m, const moei_int_part *part, size_t n, double rest_scale, moei_int_target *to) {
+    double bound = rest_scale * MOEI_WIDE, least[2];
+    size_t i;
+    int fits = 0;
+    for (i = 0; i < n; i++) {
+        least[i] = moei_wide_scale(m, &part[i].w, part[i].in_scale, part[i].range);
+        bound += ldexp(least[i] * 2 * MOEI_WIDE, part[i].bits) * (double)part[i].most;
+    }
+    if (to->scale < bound / 5e8) to->scale = bound / 5e8;
+    for (to->shift = 16; to->shift > 0 && !fits;) {
+        to->shift--;
+        fits = ldexp(bound / to->scale, to->shift) <= 1e9 && ldexp(2 * rest_scale / to->scale, to->shift) <= 32767;
+        for (i = 0; i < n; i++) fits &= moei_sum_shift(to, part[i].bits, least[i]) >= 0;
+    }
+    to->finely = fits;
+}
+
+enum { MOEI_SUM_LEVELS = 512 };
+
+/* The units of a mixture's sum. Products add their results to it themselves unless it would have too few levels, the largest result being that many for
+   each expert: all of them round down. */
+static moei_int_target moei_mixture_target(moei_maker *m, const moei_int_part *part, size_t n, int limit, double range, double rest_scale) {
+    moei_int_target to, fine;
     memset(&to, 0, sizeof to);
-    to.bits = bits, to.limit = limit, to.range = range;
+    to.bits = part->bits, to.limit = limit, to.range = range;
     to.scale = limit == MOEI_NARROW ? range / limit : range * 1.25 / limit;
     if (!(to.scale > 0)) to.scale = 1;
+    fine = to;
     if (m->status != MOE_OK) return to;
-    factor = ldexp(moei_matrix_most(m, &last, m->values[hidden].scale), 17 + bits);
-    bound = ldexp(moei_matrix_bound(&last, m->values[hidden].scale), bits) * (double)most;
-    if (shared != NULL) {
-        also = moei_last_matrix(shared, 1);
-        if (ldexp(moei_matrix_most(m, &also, shared_scale), 17) > factor) factor = ldexp(moei_matrix_most(m, &also, shared_scale), 17);
-        bound += moei_matrix_bound(&also, shared_scale);
-    }
-    if (2 * rest_scale > factor) factor = 2 * rest_scale;
-    bound += rest_scale * MOEI_WIDE;
-    if (to.scale < factor / 32767) to.scale = factor / 32767;
-    if (to.scale < bound / 5e8) to.scale = bound / 5e8;
-    to.shift = 15;
-    while (to.shift > 0 && (ldexp(factor / to.scale, to.shift) > 32767 || ldexp(bound / to.scale, to.shift) > 1e9)) to.shift--;
-    return to;
+    moei_target_coarse(m, part, n, rest_scale, &to);
+    if (!(range > 0) || ldexp(range / to.scale, to.shift) >= (double)MOEI_SUM_LEVELS * (double)part->most) return to;
+    moei_target_fine(m, part, n, rest_scale, &fine);
+    return fine.finely ? fine : to;
 }
 
 /* The blocks of all experts, from the pieces. */
@@ -10698,13 +10995,6 @@ static void moei_mixture_blocks(moei_maker *m, moe_int_mixture *mixture, size_t 
     for (i = 0, size = 0; i < m->n_pieces; i++) size += m->piece[i];
     mixture->stride = (uint32_t)size;
     m->n_pieces = 0, m->pieces.size = 0;
-}
-
-/* The exponent of a power of two. */
-static int moei_exponent(double power) {
-    int exponent;
-    (void)frexp(power, &exponent);
-    return exponent - 1;
 }
 
 static uint32_t moei_ops_count(const moei_maker *m) { return (uint32_t)moei_list_length(m->inner_ops); }
@@ -10765,7 +11055,7 @@ static void moei_mixture_rest(moei_maker *m, const moei_scoring *s, const moei_c
     if (c->n_shared > 0) {
         const uint32_t hidden = moei_expert_hidden(m, shared, 1, x, s->range->shared, node);
         if (c->shared_sigmoid) moei_shared_sigmoid(m, s->layer, x, s->range->sigmoid);
-        (void)moei_expert_ops(m, shared, 1, hidden, &to);
+        (void)moei_expert_ops(m, shared, 1, hidden, &to, s->range->shared[MOE_NODE_OUTPUT]);
     }
     if (c->add_input) moei_rest(m, mixture, &to, s->entering);
     mixture->n_shared = moei_ops_count(m) - mixture->shared;
@@ -10797,8 +11087,10 @@ static moei_int_target moei_mixture_experts(moei_maker *m, moei_scoring *s, cons
     const int scored = moei_scored_node(c), inputs = c->router.apply_to == MOE_APPLY_INPUT;
     const size_t experts = (size_t)c->router.n_experts;
     moei_chain chain = moei_chain_begin(s->layer, c->expert);
+    moei_int_part part[2];
     moei_int_target to;
-    uint32_t hidden;
+    double rest = 0;
+    uint32_t hidden, out;
     mixture->expert = s->expert = moei_ops_count(m);
     m->in_block = 1;
     chain.needed |= moei_ancestors(chain.expert, scored);
@@ -10807,11 +11099,16 @@ static moei_int_target moei_mixture_experts(moei_maker *m, moei_scoring *s, cons
         moei_mixture_plan(m, s, 0);
         moei_mixture_router(m, s, mixture);
     }
-    to = moei_mixture_target(m, &chain, hidden, c->n_shared > 0 ? shared : NULL, s->range->shared[MOE_NODE_PRODUCT] / MOEI_NARROW,
-                             inputs ? 0 : mixture->weight_bits, mixture->router.most, limit, s->range->y,
-                             c->add_input && m->status == MOE_OK ? ldexp(m->values[s->entering].scale, moei_rest_bits(mixture)) : 0);
+    memset(part, 0, sizeof part);
+    part[0].w = moei_last_matrix(&chain, experts), part[0].range = s->range->node[MOE_NODE_OUTPUT];
+    part[0].bits = inputs ? 0 : mixture->weight_bits, part[0].most = mixture->router.most;
+    if (c->n_shared > 0) part[1].w = moei_last_matrix(shared, 1), part[1].range = s->range->shared[MOE_NODE_OUTPUT], part[1].most = 1;
+    if (m->status == MOE_OK) part[0].in_scale = m->values[hidden].scale, rest = c->add_input ? ldexp(m->values[s->entering].scale, moei_rest_bits(mixture)) : 0;
+    part[1].in_scale = s->range->shared[MOE_NODE_PRODUCT] / MOEI_NARROW;
+    to = moei_mixture_target(m, part, c->n_shared > 0 ? 2 : 1, limit, s->range->y, rest);
     to.sum = mixture->sum;
-    (void)moei_expert_ops(m, &chain, experts, hidden, &to);
+    out = moei_expert_ops(m, &chain, experts, hidden, &to, part[0].range);
+    if (to.finely) s->node[MOE_NODE_OUTPUT] = out;
     mixture->n_expert = s->n_expert = moei_ops_count(m) - mixture->expert;
     moei_mixture_blocks(m, mixture, experts);
     m->in_block = 0;
@@ -10839,6 +11136,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     moei_mixture_supported(m, c, frozen);
     if (m->status != MOE_OK) return 0;
     if (c->n_shared > 0) shared = moei_chain_begin(s.layer, MOEI_SHARED);
+    m->multiplications += m->counted;
     m->inner = 1, m->counted = 0;
     if (!reads_experts) {
         moei_mixture_logits(m, &s, &mixture);
@@ -10856,7 +11154,9 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     out = moei_value_new(m, (size_t)c->d_out, limit, to.scale, range->y);
     m->clock++;
     moei_value_use(m, x), moei_value_use(m, s.entering), moei_value_use(m, mixture.z), moei_value_use(m, mixture.p), moei_value_use(m, mixture.sum);
-    if (m->config->loader && m->status == MOE_OK) m->values[mixture.block].made = begun;
+    moei_value_spans(m, mixture.z, begun), moei_value_spans(m, mixture.p, begun), moei_value_spans(m, mixture.sum, begun);
+    moei_value_spans(m, mixture.choices, begun);
+    if (m->config->loader) moei_value_spans(m, mixture.block, begun);
     index = moei_maker_push(m, &m->made.mixtures, &mixture, sizeof mixture);
     names.name[0] = s.plan.gate, names.name[1] = s.plan.select, names.name[2] = s.plan.values, names.name[3] = s.plan.weight, names.name[4] = s.plan.scale;
     (void)moei_maker_push(m, &m->made.router_names, &names, sizeof names);
@@ -10894,7 +11194,7 @@ static uint32_t moei_module_feed_forward(moei_maker *m, const moe_module *module
     uint32_t node[MOE_NODE_COUNT];
     memset(&to, 0, sizeof to);
     to.sum = MOE_INT_NONE, to.limit = limit, to.range = range->y;
-    return moei_expert_ops(m, &chain, 1, moei_expert_hidden(m, &chain, 1, moei_narrowed(m, m->entering[m->module]), range->node, node), &to);
+    return moei_expert_ops(m, &chain, 1, moei_expert_hidden(m, &chain, 1, moei_narrowed(m, m->entering[m->module]), range->node, node), &to, 0);
 }
 
 static uint32_t moei_module_residual(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
@@ -10907,12 +11207,234 @@ static uint32_t moei_module_dropout(moei_maker *m, const moe_module *module, con
     return m->entering[m->module];
 }
 
+/* An embedding's or positions' rows as constants of a product, in 8 bits whatever the weights are. No row's scale is far below the others', so that a tied
+   module's biases find room beside every row. */
+static uint32_t moei_rows_pack(moei_maker *m, const moei_int_matrix *x, double *unit) {
+    const int weights = m->weights;
+    moei_int_levels l;
+    uint32_t at;
+    size_t i, size;
+    m->weights = MOE_WEIGHTS_INT8;
+    moei_int_levels_begin(m, x, 1, &l);
+    if (!(l.most > 0)) l.most = 1;
+    for (i = 0; i < x->n && m->status == MOE_OK; i++)
+        if (l.row[i] < l.most / 1024) l.row[i] = l.most / 1024;
+    *unit = 32767 / l.most;
+    at = moei_matrix_pack(m, x, &l, 1, *unit, &m->made.weights, &size);
+    moei_int_levels_free(m, x, &l);
+    m->weights = weights;
+    return at;
+}
+
+/* Row number token (which = 0) or place (1) of the rows at `at`. The largest possible level is 127 * 32767 / 2 before the shift. */
+static uint32_t moei_row(moei_maker *m, const moei_int_matrix *x, uint32_t at, double unit, int which, int limit) {
+    const int shift = limit == MOEI_NARROW ? 14 : 6;
+    const double scale = ldexp(2.0, shift) / unit;
+    const uint32_t out = moei_value_new(m, x->k, limit, scale, scale * limit);
+    moe_int_op op = moei_op(moe_int_op_row, x->k, x->n, -limit, limit, shift);
+    op.at = at, op.index = (uint16_t)which;
+    moei_op_append(m, op, out, out, out);
+    return out;
+}
+
+static int moei_rows_fit(moei_maker *m, size_t n) {
+    if (n > MOEI_INT_MAX_WIDTH)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: more than %d rows have no integer form; MOE_WEIGHTS_FLOAT takes them", m->module, (int)MOEI_INT_MAX_WIDTH);
+    return m->status == MOE_OK;
+}
+
+static uint32_t moei_module_embedding(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const moei_int_matrix x = moei_int_matrix_of(module->tensors[MOE_MODULE_WEIGHT], NULL, 1, (size_t)module->n_rows, (size_t)module->d_out);
+    (void)range;
+    if (!moei_rows_fit(m, x.n)) return 0;
+    m->rows = moei_rows_pack(m, &x, &m->rows_unit);
+    return moei_row(m, &x, m->rows, m->rows_unit, 0, limit);
+}
+
+static uint32_t moei_module_positions(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const moei_int_matrix x = moei_int_matrix_of(module->tensors[MOE_MODULE_WEIGHT], NULL, 1, m->made.model.length, (size_t)module->d_out);
+    double unit;
+    uint32_t at;
+    (void)limit;
+    if (!moei_rows_fit(m, x.n)) return 0;
+    at = moei_rows_pack(m, &x, &unit);
+    return moei_added(m, m->entering[m->module], moei_row(m, &x, at, unit, 1, MOEI_WIDE), range->y);
+}
+
+/* A tied module is a product with the rows of the embedding, which are there already: only its biases, which wait for the scale of what it reads, are put
+   beside them. Its own scale is what the factors make it, and a power of two. A second tied module has weights of its own. */
+static uint32_t moei_module_tied(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const size_t n = (size_t)module->d_out, k = (size_t)module->d_in, pair = moei_int8_pair_size(k);
+    const uint32_t x = moei_narrowed(m, m->entering[m->module]);
+    double scale;
+    size_t j;
+    uint32_t out;
+    moe_int_op op;
+    int shift = 0;
+    if (m->status != MOE_OK) return 0;
+    if (m->rows == MOE_INT_NONE) return moei_module_linear(m, module, range, limit);
+    scale = ldexp(m->values[x].scale / m->rows_unit, 16);
+    for (; shift < 30 && scale < range->y * 1.25 / MOEI_WIDE; shift++) scale *= 2;
+    for (j = 0; j < n; j++) {
+        unsigned char *head = m->made.weights.data + m->rows + j / 2 * pair;
+        const double row = moei_flash_16(head + 8 + j % 2 * 2) / m->rows_unit;
+        moei_put_32_le(head + j % 2 * 4, moei_nearest((double)module->tensors[MOE_MODULE_BIAS][j] / (row * m->values[x].scale), 536870911));
+    }
+    op = moei_op(moe_int_op_int8, n, k, -MOEI_WIDE, MOEI_WIDE, shift);
+    op.at = m->rows, m->rows = MOE_INT_NONE;
+    out = moei_value_new(m, n, MOEI_WIDE, scale, range->y);
+    m->counted += n * k;
+    moei_op_append(m, op, x, x, out);
+    return out;
+}
+
+/* gain / scale * 2^bits in 16 bits, the spread's 2^-21 after a product's >> 16 make the shift bits + 5. eps lies in the units of d of moe_int_op_norm. */
+static uint32_t moei_module_norm(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const size_t n = (size_t)module->d_in;
+    const moe_real *gain = module->tensors[MOE_MODULE_WEIGHT], *bias = module->kind == MOE_MODULE_LAYER_NORM ? module->tensors[MOE_MODULE_BIAS] : NULL;
+    const uint32_t x = m->entering[m->module];
+    double scale = limit == MOEI_NARROW ? range->y / limit : range->y * 1.25 / limit, most = 0, eps;
+    unsigned char bytes[8];
+    moe_int_op op;
+    uint32_t out;
+    size_t i;
+    int bits;
+    if (n > INT16_MAX)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: norms wider than %d have no integer form; MOE_WEIGHTS_FLOAT takes them", m->module, (int)INT16_MAX);
+    if (m->status != MOE_OK) return 0;
+    for (i = 0; i < n; i++)
+        if (fabs((double)gain[i]) > most) most = fabs((double)gain[i]);
+    if (scale < most / 32000) scale = most / 32000;
+    if (!(scale > 0)) scale = 1;
+    bits = moei_shift_for(most / scale, 0, 25);
+    out = moei_value_new(m, n, limit, scale, range->y);
+    op = moei_op(moe_int_op_norm, n, 0, -limit, limit, bits + 5);
+    eps = (double)MOEI_NORM_EPS * (double)n * (double)n / m->values[x].scale / m->values[x].scale;
+    eps = eps < ldexp(1, 60) ? floor(eps + 0.5) : ldexp(1, 60);
+    moei_put_32_le(bytes, (int32_t)(uint32_t)((uint64_t)eps & 0xffffffffu)), moei_put_32_le(bytes + 4, (int32_t)(uint32_t)((uint64_t)eps >> 32));
+    op.at = moei_constants(m, &m->made.weights, bytes, 8);
+    for (i = 0; i < n + n % 2; i += 2) {
+        moei_put_16_le(bytes, moei_nearest(ldexp((double)gain[i] / scale, bits), 32767));
+        moei_put_16_le(bytes + 2, i + 1 < n ? moei_nearest(ldexp((double)gain[i + 1] / scale, bits), 32767) : 0);
+        (void)moei_constants(m, &m->made.weights, bytes, 4);
+    }
+    for (i = 0; bias != NULL && i < n; i++) {
+        moei_put_32_le(bytes, moei_nearest(ldexp((double)bias[i] / scale, bits + 5), 1073741823));
+        (void)moei_constants(m, &m->made.weights, bytes, 4);
+    }
+    op.index = bias != NULL;
+    moei_op_append(m, op, x, x, out);
+    return out;
+}
+
+/* ---- attention ---- */
+
+/* The table of moe_int_op_turn. Attentions with the same angles have one. */
+static uint32_t moei_turns(moei_maker *m, const moe_module *module) {
+    const size_t half = (size_t)module->attention.d_head / 2, rows = MOEI_INT_TURNS + (m->made.model.length - 1) / MOEI_INT_TURNS + 1;
+    uint32_t *at = &m->ranges[moei_turns_of(m->net, m->module)].turns;
+    unsigned char bytes[4];
+    size_t r, i;
+    if (*at != MOE_INT_NONE) return *at;
+    *at = (uint32_t)m->made.weights.size;
+    for (r = 0; r < rows; r++)
+        for (i = 0; i < half; i++) {
+            const double place = (double)(r < MOEI_INT_TURNS ? r : (r - MOEI_INT_TURNS) * MOEI_INT_TURNS);
+            const double angle = place * pow((double)module->attention.rotary_base, -(double)i / (double)half);
+            moei_put_16_le(bytes, moei_nearest(32767 * cos(angle), 32767)), moei_put_16_le(bytes + 2, moei_nearest(32767 * sin(angle), 32767));
+            (void)moei_constants(m, &m->made.weights, bytes, 4);
+        }
+    return *at;
+}
+
+/* A query or key of rotary attention: x, which has finer levels, by 2^shift, turned. */
+static uint32_t moei_int_turned(moei_maker *m, const moe_module *module, uint32_t x, int limit, int shift) {
+    uint32_t out;
+    moe_int_op op;
+    if (m->status != MOE_OK) return 0;
+    out = moei_value_new(m, m->values[x].width, limit, ldexp(m->values[x].scale, shift), m->values[x].range);
+    op = moei_op(moe_int_op_turn, m->values[out].width, (size_t)module->attention.d_head, -limit, limit, 15 + shift);
+    op.at = moei_turns(m, module);
+    moei_op_append(m, op, x, x, out);
+    return out;
+}
+
+static moei_int_matrix moei_attention_matrix(const moe_module *module, int slot) {
+    return moei_int_matrix_of(module->tensors[slot], NULL, 1, moei_attention_width(module), (size_t)module->d_in);
+}
+
+/* The query: as many levels as leave scores below 2^30. Turned numbers may be larger than what they were by sqrt 2. */
+static uint32_t moei_query(moei_maker *m, const moe_module *module, uint32_t x, double range) {
+    const moei_int_matrix w = moei_attention_matrix(module, MOE_MODULE_QUERY);
+    const double most = 1073741823.0 / (127.0 * 1.4143 * (double)module->attention.d_head);
+    const int limit = most < MOEI_INT_TURNED ? (int)most : (int)MOEI_INT_TURNED;
+    if (!module->attention.rotary) return moei_product(m, &w, x, limit, 0, range, 0);
+    return moei_int_turned(m, module, moei_product(m, &w, x, limit, 0, range * 1.4143, 0), MOEI_WIDE, 0);
+}
+
+/* The key: narrow, and rounded only after its turn. */
+static uint32_t moei_key(moei_maker *m, const moe_module *module, uint32_t x, double range) {
+    const moei_int_matrix w = moei_attention_matrix(module, MOE_MODULE_KEY);
+    double finest, scale = range > 0 ? range / MOEI_NARROW : 1;
+    int shift = 7;
+    if (!module->attention.rotary || m->status != MOE_OK) return moei_product(m, &w, x, MOEI_NARROW, 0, range, 0);
+    finest = moei_matrix_most(m, &w, m->values[x].scale) / 0.49;
+    while (shift > 0 && ldexp(scale, -shift) < finest) shift--;
+    if (scale < finest) scale = finest;
+    return moei_int_turned(m, module, moei_product(m, &w, x, MOEI_INT_TURNED, 0, range * 1.4143, ldexp(scale, -shift)), MOEI_NARROW, shift);
+}
+
+/* Room in the state: int8 [length, width]. */
+static uint32_t moei_state(moei_maker *m, size_t width) {
+    const size_t at = m->made.model.state_size;
+    size_t bytes;
+    if (!moei_mul(m->made.model.length, width, &bytes) || bytes > INT32_MAX / 2 || at > INT32_MAX / 2) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    else m->made.model.state_size = at + (bytes + 3) / 4 * 4;
+    return (uint32_t)at;
+}
+
+static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const size_t width = moei_attention_width(module);
+    const moei_int_matrix value = moei_attention_matrix(module, MOE_MODULE_VALUE);
+    const moei_int_matrix output = moei_int_matrix_of(module->tensors[MOE_MODULE_OUTPUT], NULL, 1, (size_t)module->d_out, width);
+    const uint32_t x = moei_narrowed(m, m->entering[m->module]);
+    const uint32_t q = moei_query(m, module, x, range->q), k = moei_key(m, module, x, range->k);
+    moe_int_attention a;
+    moe_int_op op;
+    uint32_t out;
+    double octaves, scale;
+    int bits;
+    memset(&a, 0, sizeof a);
+    a.heads = (uint16_t)module->attention.heads, a.d_head = (uint16_t)module->attention.d_head;
+    a.value = moei_product(m, &value, x, MOEI_NARROW, 0, range->v, 0);
+    a.keys = moei_state(m, width), a.values = moei_state(m, width);
+    a.room = moei_value_wide32(m, m->made.model.length);
+    if (m->status != MOE_OK) return 0;
+    octaves = m->values[q].scale * m->values[k].scale * 1.4426950408889634 / sqrt((double)a.d_head);
+    bits = moei_shift_for(octaves, 16, 31);
+    a.bits = (uint16_t)(bits < 0 ? 0 : bits);
+    /* values are averaged: their range is never larger after it, and 64 times smaller is as good as nothing */
+    scale = range->mixed / MOEI_NARROW;
+    if (scale > m->values[a.value].scale) scale = m->values[a.value].scale;
+    if (scale < m->values[a.value].scale / 64) scale = m->values[a.value].scale / 64;
+    out = moei_value_new(m, width, MOEI_NARROW, scale, scale * MOEI_NARROW);
+    bits = moei_shift_for(m->values[a.value].scale / scale, 0, 14);
+    op = moei_op(moe_int_op_attention, width, width, -MOEI_NARROW, MOEI_NARROW, bits - 1);
+    op.factor = (int16_t)moei_nearest(ldexp(octaves, 16 + a.bits), 32767);
+    op.factor2 = (int16_t)moei_nearest(ldexp(m->values[a.value].scale / scale, bits), 32767);
+    op.index = (uint16_t)moei_maker_push(m, &m->made.attentions, &a, sizeof a);
+    m->counted += 2 * width * m->made.model.length;
+    moei_op_append(m, op, q, k, out);
+    moei_value_use(m, a.value), moei_value_use(m, a.room);
+    return moei_product(m, &output, out, limit, 0, range->y, 0);
+}
+
 /* By kind of module; NULL: it has no integer form. limit: what its result shall be. */
 static uint32_t (*const moei_int_modules[MOE_MODULE_COUNT])(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) = {
     /* linear, activation, layer_norm, mixture, residual, embedding */
-    moei_module_linear, moei_module_activation, NULL, moei_module_mixture, moei_module_residual, NULL,
+    moei_module_linear, moei_module_activation, moei_module_norm, moei_module_mixture, moei_module_residual, moei_module_embedding,
     /* positions, attention, rms_norm, dropout, feed_forward, tied */
-    NULL, NULL, NULL, moei_module_dropout, moei_module_feed_forward, moei_module_linear};
+    moei_module_positions, moei_module_attention, moei_module_norm, moei_module_dropout, moei_module_feed_forward, moei_module_tied};
 
 /* ---- calibration ---- */
 
@@ -11114,10 +11636,15 @@ static void moei_maker_finish(moei_maker *m) {
         x->z = moei_value_at(m, x->z), x->p = moei_value_at(m, x->p), x->sum = moei_value_at(m, x->sum);
         x->choices = moei_value_at(m, x->choices), x->block = moei_value_at(m, x->block);
     }
+    for (i = 0; i < moei_list_length(m->made.attentions); i++) {
+        moe_int_attention *x = &m->made.attentions[i];
+        x->value = moei_value_at(m, x->value), x->room = moei_value_at(m, x->room);
+    }
     for (i = 0; i < moei_list_length(m->inner_ops); i++) (void)moei_maker_push(m, &m->main_ops, &m->inner_ops[i], sizeof *m->inner_ops);
     m->made.ops = m->main_ops, m->main_ops = NULL;
     model->n_main = (uint32_t)n_main, model->n_ops = (uint32_t)moei_list_length(m->made.ops);
     model->n_mixtures = (uint32_t)moei_list_length(m->made.mixtures);
+    model->n_attentions = (uint32_t)moei_list_length(m->made.attentions);
     model->scratch_size = MOEI_INT_ALIGN - 1 + model->state_size + most * sizeof(int16_t);
 }
 
@@ -11174,12 +11701,15 @@ static void moei_maker_run(moei_maker *m) {
     moe_model *model = &m->made.model;
     double input = 0;
     uint32_t last;
+    size_t i;
     m->ranges = (moei_int_range *)moei_alloc(a, n, sizeof *m->ranges);
     m->entering = (uint32_t *)moei_alloc(a, n + 1, sizeof *m->entering);
     if (m->ranges == NULL || m->entering == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
     moei_maker_check(m);
     if (m->status == MOE_OK) {
         memset(m->ranges, 0, n * sizeof *m->ranges);
+        for (i = 0; i < n; i++) m->ranges[i].turns = MOE_INT_NONE;
+        m->weights = m->config->weights, m->rows = MOE_INT_NONE;
         moei_calibrate(m, &input);
     }
     if (m->status == MOE_OK) {
@@ -11207,6 +11737,31 @@ static void moei_maker_run(moei_maker *m) {
 }
 #endif /* MOE_NO_QUANT */
 
+/* A copy of the net's list of modules with the plain C kernels that an exported model has. */
+static moe_status moei_float_model(moe_built_model *made, const moe_net *net, moe_error *error) {
+    moe_model *model = &made->model;
+    moe_status status = moei_float_check(net, error);
+    size_t i;
+    if (status != MOE_OK) return status;
+    made->net = *net;
+    made->net.modules = (moe_module *)moei_alloc(&made->allocator, net->n_modules, sizeof *net->modules);
+    if (made->net.modules == NULL) {
+        made->net.n_modules = 0;
+        return moei_error(error, MOE_ERR_MEMORY, "%s", moe_status_text(MOE_ERR_MEMORY));
+    }
+    memcpy(made->net.modules, net->modules, net->n_modules * sizeof *net->modules);
+    for (i = 0; i < net->n_modules; i++) {
+        made->net.modules[i].layer.kernels = made->net.modules[i].layer.router.kernels = NULL;
+        made->net.modules[i].layer.is_packed = 0;
+    }
+    made->net.kernels = NULL, made->net.trainable = 0;
+    model->run = moe_float_model_run, model->choices = moe_float_model_choices;
+    model->input_scale = model->output_scale = 1;
+    model->weights_size = moe_net_parameters(net, &model->multiplications) * sizeof(moe_real);
+    status = moei_float_size(&made->net, model->length, &model->scratch_size, &model->state_size);
+    return status == MOE_OK ? MOE_OK : moei_error(error, status, "the net: %s", moe_status_text(status));
+}
+
 static moe_status moei_model_config_check(const moe_net *net, const moe_model_config *config, moe_error *error) {
     if (net == NULL || !net->built) return moei_error(error, net == NULL ? MOE_ERR_ARGUMENT : MOE_ERR_STATE, "net: must be one that moe_net_build or moe_net_load has made");
     if (config->weights < 0 || config->weights >= MOE_WEIGHTS_COUNT)
@@ -11225,6 +11780,7 @@ static void moei_model_link(moe_built_model *b) {
     b->model.ops = b->ops;
     b->model.mixtures = b->mixtures;
     b->model.attentions = b->attentions;
+    b->model.net = b->net.modules != NULL ? &b->net : NULL;
 }
 
 moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config, moe_error *error) {
@@ -11241,12 +11797,12 @@ moe_status moe_model_create(moe_built_model *built, const moe_net *net, const mo
     made.model.d_in = (size_t)net->d_in, made.model.d_out = (size_t)net->d_out;
     made.model.length = moei_model_length(net, config->length);
     made.external = config->loader;
-    if (config->weights == MOE_WEIGHTS_FLOAT) status = moei_error(error, MOE_ERR_UNSUPPORTED, "weights = float: not yet");
+    if (config->weights == MOE_WEIGHTS_FLOAT) status = moei_float_model(&made, net, error);
     else {
 #ifndef MOE_NO_QUANT
         moei_maker m;
         memset(&m, 0, sizeof m);
-        made.model.run = moe_int_model_run;
+        made.model.run = moe_int_model_run, made.model.choices = moe_int_model_choices;
         made.model.state_size = made.model.length > 0 ? sizeof(uint32_t) : 0;
         m.made = made, m.net = net, m.config = config, m.error = error;
         m.pieces.allocator = config->allocator;
@@ -11256,10 +11812,13 @@ moe_status moe_model_create(moe_built_model *built, const moe_net *net, const mo
         status = moei_error(error, MOE_ERR_UNSUPPORTED, "weights = %d: the build has MOE_NO_QUANT", config->weights);
 #endif
     }
-    moei_model_link(&made);
-    if (status != MOE_OK) moe_model_free(&made);
-    else *built = made;
-    return status;
+    if (status != MOE_OK) {
+        moe_model_free(&made);
+        return status;
+    }
+    *built = made;
+    moei_model_link(built);
+    return MOE_OK;
 }
 
 void moe_model_free(moe_built_model *built) {
@@ -11270,6 +11829,7 @@ void moe_model_free(moe_built_model *built) {
     moei_list_free(&built->allocator, &built->mixtures, sizeof *built->mixtures);
     moei_list_free(&built->allocator, &built->router_names, sizeof *built->router_names);
     moei_list_free(&built->allocator, &built->attentions, sizeof *built->attentions);
+    moei_free(&built->allocator, built->net.modules, built->net.n_modules * sizeof *built->net.modules);
     memset(built, 0, sizeof *built);
 }
 
@@ -11342,7 +11902,14 @@ static void moei_print_int_router(moei_printer *p, const moe_int_router *r, cons
 }
 
 static void moei_print_attentions(moei_printer *p, const moe_model *model) {
-    (void)p, (void)model;
+    size_t i;
+    if (model->n_attentions == 0) return;
+    moei_print(p, "static const moe_int_attention %s_attentions[%z] = {\n", p->name, (size_t)model->n_attentions);
+    for (i = 0; i < model->n_attentions; i++) {
+        const moe_int_attention *a = &model->attentions[i];
+        moei_print(p, "    {%d, %d, %z, %z, %z, %z, %d}%s\n", (int)a->heads, (int)a->d_head, (size_t)a->keys, (size_t)a->values, (size_t)a->value, (size_t)a->room,
+                   (int)a->bits, i + 1 < model->n_attentions ? "," : "};\n");
+    }
 }
 
 static void moei_print_mixtures(moei_printer *p, const moe_built_model *built) {
@@ -11396,13 +11963,25 @@ static void moei_print_int_model(moei_printer *p, const moe_built_model *built) 
     moei_print_ops(p, model);
     moei_print_mixtures(p, built);
     moei_print_attentions(p, model);
-    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, %s, moe_int_model_run,\n    %z, %z, %z, %z, %z, %gf, %gf,\n    ", name,
+    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, %s, moe_int_model_run, moe_int_model_choices,\n    %z, %z, %z, %z, %z, %gf, %gf,\n    ", name,
                model->weights_are == MOE_WEIGHTS_INT8 ? "MOE_WEIGHTS_INT8" : "MOE_WEIGHTS_INT4", model->d_in, model->d_out, model->length, model->scratch_size,
                model->state_size, (double)model->input_scale, (double)model->output_scale);
     moei_print(p, "%s%s, %z, %s%s, %z, %s_ops, %z, %z,\n    ", name, "_weights", model->weights_size, model->experts != NULL ? name : "NULL",
                model->experts != NULL ? "_experts" : "", model->experts_size, name, (size_t)model->n_ops, (size_t)model->n_main);
     moei_print(p, "%s%s, %z, %s%s, %z, NULL, %z};\n\n", model->n_mixtures > 0 ? name : "NULL", model->n_mixtures > 0 ? "_mixtures" : "", (size_t)model->n_mixtures,
                model->n_attentions > 0 ? name : "NULL", model->n_attentions > 0 ? "_attentions" : "", (size_t)model->n_attentions, model->multiplications);
+}
+
+static void moei_print_float_model(moei_printer *p, const moe_built_model *built, moe_error *error) {
+    const moe_model *model = &built->model;
+    char name[MOE_NAME_SIZE];
+    moei_text t;
+    t.out = name, t.room = sizeof name, t.length = 0;
+    moei_put(&t, p->name, strlen(p->name)), moei_put(&t, "_net", 4);
+    if (p->status == MOE_OK) p->status = moei_print_net(p->stream, name, &built->net, error);
+    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, MOE_WEIGHTS_FLOAT, moe_float_model_run, moe_float_model_choices,\n", p->name);
+    moei_print(p, "    %z, %z, %z, %z, %z, 1, 1, NULL, %z, NULL, 0, NULL, 0, 0, NULL, 0, NULL, 0, &%s, %z};\n\n", model->d_in, model->d_out, model->length,
+               model->scratch_size, model->state_size, model->weights_size, name, model->multiplications);
 }
 
 static int moei_is_identifier(const char *name) {
@@ -11434,7 +12013,8 @@ moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stre
     moei_print(&p, "#ifndef %s_MODEL_H\n#define %s_MODEL_H\n\n", p.capitals, p.capitals);
     moei_print(&p, "#include \"moe.h\"\n\n#if MOE_MODEL_VERSION != %d\n#error \"%s: export this model again with the moe.h at hand\"\n#endif\n\n", (int)MOE_MODEL_VERSION, name);
     moei_print_model(&p, &moved.model);
-    moei_print_int_model(&p, &moved);
+    if (moved.model.weights_are == MOE_WEIGHTS_FLOAT) moei_print_float_model(&p, &moved, error);
+    else moei_print_int_model(&p, &moved);
     moei_print(&p, "#endif\n");
     return p.status == MOE_OK ? MOE_OK : moei_error(error, p.status, "the stream failed: %s", moe_status_text(p.status));
 }

@@ -1366,6 +1366,9 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #if defined(__arm__) && defined(MOEI_FLASH_WORDS) && !defined(MOE_NO_DSP)
 #if defined(__ARM_FEATURE_DSP) && defined(__ARM_FEATURE_SIMD32) && defined(__thumb2__)
 #define MOEI_INT_DSP 1
+#if defined(__ARM_FEATURE_MVE)
+#define MOEI_INT_MVE 1
+#endif
 #endif
 #if defined(__thumb__) && !defined(__thumb2__) && (defined(__ARM_ARCH_6M__) || defined(__ARM_ARCH_8M_BASE__))
 #define MOEI_INT_THUMB1 1
@@ -6047,14 +6050,18 @@ moe_status moe_int4_pack(size_t n, size_t k, const signed char *levels, size_t l
 /* (sum * factor) >> 16. Where a 64-bit product is a call it is made of two that fit 32 bits. */
 MOEI_INLINE int32_t moei_int_scale(int32_t sum, int32_t factor) {
 #if defined(__AVR__) || defined(MOEI_INT_THUMB1)
-    return (sum >> 16) * factor + (int32_t)((uint32_t)(sum & 0xffff) * (uint32_t)factor >> 16);
+    return (sum >> 16) * factor + ((sum & 0xffff) * factor >> 16);
 #else
-    return (int32_t)((int64_t)sum * factor >> 16);
+    sum = (int32_t)((int64_t)sum * factor >> 16);
+#if defined(__arm__) && defined(__GNUC__)
+    __asm__("" : "+r"(sum)); /* else gcc keeps 64 bits, and a second product of them takes four instructions */
+#endif
+    return sum;
 #endif
 }
 
 MOEI_INLINE int32_t moei_int_round(const moe_int_shape *shape) {
-    return shape->shift > 0 ? (int32_t)1 << (shape->shift - 1) : 0;
+    return (int32_t)((uint32_t)1 << shape->shift >> 1);
 }
 
 MOEI_INLINE int16_t moei_int_clamp(const moe_int_shape *shape, int32_t value) {
@@ -6065,41 +6072,24 @@ MOEI_INLINE void moei_int_put_zeros(unsigned n, int16_t *y) {
     for (; (n & 3u) != 0; n++) y[n] = 0;
 }
 
-/* Where a product's outputs go: to y, or when adding into sum. Both kinds share the code, which is most of what a model of integers needs. */
-typedef struct moei_int_ending {
-    int adding;
-    int16_t *y;
-    int32_t *sum;
-    int32_t weight, round, shift, low, high;
-} moei_int_ending;
+/* In place of a weight: outputs are stored and not added. Both endings share the code, which is most of what a model of integers needs. */
+#define MOEI_INT_NO_WEIGHT ((int32_t)1 << 16)
 
-#define MOEI_INT_NO_WEIGHT ((int32_t)1 << 16) /* store, do not add */
-
-MOEI_INLINE int16_t moei_int_stored(const moei_int_ending *e, int32_t t) {
-    t = (t + e->round) >> e->shift;
-    return (int16_t)(t < e->low ? e->low : t > e->high ? e->high : t);
-}
-
-/* Takes the sums a and b of the pair of outputs whose constants begin at head. */
-MOEI_INLINE void moei_int_end_pair(moei_int_ending *e, const unsigned char *head, int32_t a, int32_t b) {
+/* Takes the sums a and b of the pair of outputs whose constants begin at head; returns the place of the next pair's. */
+MOEI_INLINE void *moei_int_end_pair(const moe_int_shape *shape, int32_t weight, const unsigned char *head, int32_t a, int32_t b, void *at) {
+    int32_t *sum = (int32_t *)at;
+    int16_t *y = (int16_t *)at;
     a = moei_int_scale(a, moei_flash_16(head + 8));
     b = moei_int_scale(b, moei_flash_16(head + 10));
-    if (e->adding) {
-        e->sum[0] += moei_int_scale(a, e->weight);
-        e->sum[1] += moei_int_scale(b, e->weight);
-        e->sum += 2;
-    } else {
-        e->y[0] = moei_int_stored(e, a);
-        e->y[1] = moei_int_stored(e, b);
-        e->y += 2;
+    if (weight != MOEI_INT_NO_WEIGHT) {
+        sum[0] += moei_int_scale(a, weight);
+        sum[1] += moei_int_scale(b, weight);
+        return sum + 2;
     }
-}
-
-MOEI_INLINE moei_int_ending moei_int_ending_of(const moe_int_shape *shape, int32_t weight, void *y) {
-    moei_int_ending e;
-    e.adding = weight != MOEI_INT_NO_WEIGHT, e.y = (int16_t *)y, e.sum = (int32_t *)y, e.weight = weight;
-    e.round = moei_int_round(shape), e.shift = shape->shift, e.low = shape->low, e.high = shape->high;
-    return e;
+    a = moei_int_clamp(shape, (a + moei_int_round(shape)) >> shape->shift);
+    b = moei_int_clamp(shape, (b + moei_int_round(shape)) >> shape->shift);
+    y[0] = (int16_t)a, y[1] = (int16_t)b;
+    return y + 2;
 }
 
 /* ---- inner products of a pair of outputs: k is a multiple of 4 ---- */
@@ -6262,18 +6252,48 @@ MOEI_INLINE moei_int_work moei_int_work_of(const moe_int_shape *shape, const uns
     return w;
 }
 
-/* The end of a pair. Registers: the sums a, b, their factors in one, r0 behind the work above, r1 the constants, r2, r4, r5, r6, r10, r12 free; label 0
+/* The end of a pair. Registers: the sums a, b, their factors in one, r0 behind the work above, r1 the constants, r2, r4, r5, r6, r11, r12 free; label 0
    is the next pair, 9 the end. 16 times 32 bits is one instruction, and both outputs are clamped at once. */
 #define MOEI_INT_END_PAIR(a, b, factors)                                                                                              \
-    "ldmdb r0, {r2, r4, r5, r6, r10, r12}\n\tcmp r4, #0\n\tblt 6f\n\t"                                                                \
+    "ldmdb r0, {r2, r4, r5, r6, r11, r12}\n\tcmp r4, #0\n\tblt 6f\n\t"                                                                \
     "smlawb " #a ", " #a ", " #factors ", r2\n\tsmlawt " #b ", " #b ", " #factors ", r2\n\t"                                          \
     "asr " #a ", " #a ", r4\n\tasr " #b ", " #b ", r4\n\tssat " #a ", #16, " #a "\n\tssat " #b ", #16, " #b "\n\t"                    \
     "pkhbt " #a ", " #a ", " #b ", lsl #16\n\tssub16 r2, " #a ", r5\n\tsel " #a ", " #a ", r5\n\tssub16 r2, r6, " #a "\n\t"           \
-    "sel " #a ", " #a ", r6\n\tstr " #a ", [r10], #4\n\tb 7f\n"                                                                       \
-    "6:\tsmulwb " #a ", " #a ", " #factors "\n\tsmulwt " #b ", " #b ", " #factors "\n\tldm r10, {r4, r5}\n\t"                         \
-    "smlawb r4, " #a ", r2, r4\n\tsmlawb r5, " #b ", r2, r5\n\tstm r10!, {r4, r5}\n"                                                  \
-    "7:\tstr r10, [r0, #-8]\n\tcmp r1, r12\n\tbne 0b\n\tb 9f\n"
+    "sel " #a ", " #a ", r6\n\tstr " #a ", [r11], #4\n\tb 7f\n"                                                                       \
+    "6:\tsmulwb " #a ", " #a ", " #factors "\n\tsmulwt " #b ", " #b ", " #factors "\n\tldm r11, {r4, r5}\n\t"                         \
+    "smlawb r4, " #a ", r2, r4\n\tsmlawb r5, " #b ", r2, r5\n\tstm r11!, {r4, r5}\n"                                                  \
+    "7:\tstr r11, [r0, #-8]\n\tcmp r1, r12\n\tbne 0b\n\tb 9f\n"
 
+#if defined(MOEI_INT_MVE)
+typedef struct moei_int8_work {
+    moei_int_work ends;
+    const int16_t *x;
+    uint32_t steps, last_steps; /* of 16 and of 4 inputs */
+} moei_int8_work;
+
+/* The loads take even and odd bytes apart: w_a + 128 in q0 and w_b in q1, the levels of x in q2. The sums are in r8 and r10. */
+MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
+    moei_int8_work work;
+    const unsigned k = (shape->k + 3u) & ~3u;
+    register const int16_t **at __asm__("r0");
+    register const unsigned char *w __asm__("r1");
+    if (shape->n == 0) return;
+    work.ends = moei_int_work_of(shape, data, MOEI_INT_HEAD + 2 * k, weight, y);
+    work.x = x, work.steps = k / 16, work.last_steps = k % 16 / 4;
+    w = data, at = &work.x;
+    __asm__ volatile(".syntax unified\n"
+                     "0:\tldm r0, {r3, r4, r5}\n\tldrd r8, r10, [r1], #8\n\tldr r9, [r1], #4\n\tmov r2, #128\n\twls lr, r4, 2f\n"
+                     "1:\tvld20.8 {q0, q1}, [r1]\n\tvld21.8 {q0, q1}, [r1]!\n\tvld20.8 {q2, q3}, [r3]\n\tvld21.8 {q2, q3}, [r3]!\n\t"
+                     "vadd.i8 q0, q0, r2\n\tvmladava.s8 r8, q0, q2\n\tvmladava.s8 r10, q1, q2\n\tle lr, 1b\n"
+                     "2:\twls lr, r5, 4f\n"
+                     "3:\tvldrh.u32 q0, [r1], #8\n\tvldrh.s32 q2, [r3], #8\n\tvmovlb.u8 q1, q0\n\tvmovlt.s8 q0, q0\n\t"
+                     "vsub.i32 q1, q1, r2\n\tvmladava.s32 r8, q1, q2\n\tvmladava.s16 r10, q0, q2\n\tle lr, 3b\n"
+                     "4:\t" MOEI_INT_END_PAIR(r8, r10, r9) "9:"
+                     : "+r"(at), "+r"(w)
+                     :
+                     : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "q0", "q1", "q2", "q3", "cc", "memory");
+}
+#else
 typedef struct moei_int8_work {
     moei_int_work ends;
     uint32_t first; /* inputs before the rest, which is a multiple of 512 */
@@ -6316,6 +6336,7 @@ MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *
 }
 #undef MOEI_8_INPUTS
 #undef MOEI_STEP
+#endif
 
 typedef struct moei_int4_work {
     moei_int_work ends;
@@ -6365,7 +6386,6 @@ MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *
 #undef MOEI_INT_END_PAIR
 #else
 MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
-    moei_int_ending e = moei_int_ending_of(shape, weight, y);
     const unsigned k = (shape->k + 3u) & ~3u;
     const int32_t offset = 128 * moei_int_sum(k, x);
     unsigned left = (shape->n + 1u) / 2;
@@ -6373,12 +6393,11 @@ MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *
         const unsigned char *head = data;
         int32_t a = moei_flash_32(head) - offset, b = moei_flash_32(head + 4);
         data = moei_int8_dot(k, head + MOEI_INT_HEAD, x, &a, &b);
-        moei_int_end_pair(&e, head, a, b);
+        y = moei_int_end_pair(shape, weight, head, a, b, y);
     }
 }
 
 MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
-    moei_int_ending e = moei_int_ending_of(shape, weight, y);
     int16_t kept[MOEI_INT_KEPT];
     const unsigned k = (shape->k + 3u) & ~3u;
     unsigned left = (shape->n + 1u) / 2;
@@ -6398,7 +6417,7 @@ MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *
             a += (uint32_t)part_a * (blocks & 0xffffu);
             b += (uint32_t)part_b * (blocks >> 16);
         }
-        moei_int_end_pair(&e, head, (int32_t)a, (int32_t)b);
+        y = moei_int_end_pair(shape, weight, head, (int32_t)a, (int32_t)b, y);
     }
 }
 #endif

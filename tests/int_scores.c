@@ -21,7 +21,7 @@ static int check(int good, const char *file, int line, const char *what, const c
 
 #define CHECK(condition, of) check((condition) ? 1 : 0, __FILE__, __LINE__, #condition, of)
 
-enum { ROWS = 256, FRESH = 160, WIDEST = 80, MOST_EXPERTS = 256 };
+enum { ROWS = 1024, FRESH = 160, WIDEST = 80, MOST_EXPERTS = 256 };
 
 static moe_rng rng;
 
