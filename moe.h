@@ -1205,9 +1205,8 @@ typedef struct moe_int_run {
      weigh               out = weight * in; what follows has weight 1                weight   what follows has the weight in_0
      rest                sum out += (1 - the sum of the chosen experts' weights) * in
    Their code says to the bit what they do. */
-#define MOE_INT_OPS(X) \
-    X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture) X(row) X(norm) X(turn) X(attention) \
-    X(unit) X(cluster) X(norm_l1) X(norm_l2) X(norm_linf) X(match) X(weigh) X(weight) X(rest)
+#define MOE_INT_OPS(X) X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture) X(unit) X(cluster) X(norm_l1) \
+    X(norm_l2) X(norm_linf) X(match) X(weigh) X(weight) X(rest) X(row) X(norm) X(turn) X(attention)
 #define MOEI_OP_DECLARE(name) MOE_API void moe_int_op_##name(const moe_int_op *op, moe_int_run *run);
 MOE_INT_OPS(MOEI_OP_DECLARE)
 /* What moe_model.run and moe_model.choices are: integer and float models. */
@@ -9659,11 +9658,11 @@ static void moei_int_ops(moe_int_run *run, uint32_t first, uint32_t n) {
 
 /* Where the constants of an expert are: in place, or the first size bytes of them fetched into scratch memory. */
 static const unsigned char *moei_int_block(const moe_int_mixture *m, moe_int_run *run, uint32_t expert, uint32_t size) {
-    const size_t at = (size_t)m->experts + (size_t)expert * m->stride;
+    const size_t at = (size_t)m->experts + (size_t)expert * (size_t)m->stride;
     void *block;
     if (m->block == MOE_INT_NONE) return run->model->experts + at;
     block = moei_int_vector(run, m->block);
-    run->status = run->loader->fetch(run->loader->ctx, at, size, block);
+    run->status = run->loader->fetch(run->loader->ctx, at, (size_t)size, block);
     return (const unsigned char *)block;
 }
 
@@ -10550,7 +10549,7 @@ static moe_router_config moei_router_now(const moe_layer *layer, int *frozen) {
     memset(&pass, 0, sizeof pass);
     pass.router = &router, pass.c = &router.config;
     moei_schedule(&pass);
-    *frozen = pass.frozen;
+    if (frozen != NULL) *frozen = pass.frozen;
     return pass.effective;
 }
 
@@ -10568,21 +10567,29 @@ static moe_real *moei_router_matrix(moei_maker *m, const moe_real *w, const moe_
 
 static void moei_router_matrix_free(moei_maker *m, moe_real *w, size_t n, size_t k) { moei_free(&m->made.allocator, w, n * k * sizeof *w); }
 
+/* The plan of a router for logits up to `most`, its constants to table where that is not NULL; a refusal names the module. */
+static void moei_router_plan(moei_maker *m, const moe_layer *layer, double most, unsigned char *table, moe_int_router_plan *plan) {
+    moe_error why;
+    moe_status status;
+    if (m->status != MOE_OK) return;
+    status = moe_int_router_plan_make(&layer->config.router, layer->tensors, (moe_real)most, table, table != NULL ? plan->table_size : 0, plan, &why);
+    if (status != MOE_OK) MOEI_MAKER_REFUSE(m, status, "module %z: %s", m->module, why.message);
+}
+
 /* The router's plan for logits as large as calibration saw, in units of at least `finest`. */
 static void moei_mixture_plan(moei_maker *m, moei_scoring *s, double finest) {
-    const moe_router_config *c = &s->layer->config.router;
     double most = s->range->z > 0 ? s->range->z : 1;
     unsigned char *table;
     int tries;
     for (tries = 0; tries < 64 && m->status == MOE_OK; tries++, most *= 2) {
-        m->status = moe_int_router_plan_make(c, s->layer->tensors, (moe_real)most, NULL, 0, &s->plan, m->error);
+        moei_router_plan(m, s->layer, most, NULL, &s->plan);
         if ((double)s->plan.z_scale >= finest) break;
     }
     if (m->status == MOE_OK && (double)s->plan.z_scale < finest) moei_maker_fail(m, MOE_ERR_OVERFLOW);
     if (m->status != MOE_OK || s->plan.table_size == 0) return;
     table = (unsigned char *)moei_alloc(&m->made.allocator, s->plan.table_size, 1);
     if (table == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
-    else m->status = moe_int_router_plan_make(c, s->layer->tensors, (moe_real)most, table, s->plan.table_size, &s->plan, m->error);
+    else moei_router_plan(m, s->layer, most, table, &s->plan);
     if (m->status == MOE_OK) moe_int_router_move(&s->plan.router, moei_constants(m, &m->made.weights, table, s->plan.table_size));
     moei_free(&m->made.allocator, table, s->plan.table_size);
 }
@@ -11039,7 +11046,6 @@ static moei_int_target moei_mixture_experts(moei_maker *m, moei_scoring *s, cons
 static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
     const moe_layer_config *c = &module->layer.config;
     const int reads_experts = moei_scored_node(c) >= 0;
-    int frozen = 0;
     moei_chain shared;
     moei_scoring s;
     moe_int_mixture mixture;
@@ -11052,8 +11058,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     memset(&s, 0, sizeof s);
     memset(&shared, 0, sizeof shared);
     s.layer = &module->layer, s.range = range, s.entering = m->entering[m->module];
-    s.now = moei_router_now(s.layer, &frozen);
-    moei_mixture_supported(m, c, frozen);
+    s.now = moei_router_now(s.layer, NULL);
     if (m->status != MOE_OK) return 0;
     if (c->n_shared > 0) shared = moei_chain_begin(s.layer, MOEI_SHARED);
     m->multiplications += m->counted;
@@ -11578,11 +11583,20 @@ static size_t moei_model_length(const moe_net *net, size_t wanted) {
     size_t i, length = 0;
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
-        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS) continue;
+        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS && !moei_refines(m)) continue;
         if (length == 0) length = wanted > 0 ? wanted : 128;
         if (m->kind == MOE_MODULE_POSITIONS && length > (size_t)m->n_rows) length = (size_t)m->n_rows;
     }
     return length;
+}
+
+/* Refuses what a mixture's router needs and integers cannot have, before calibration fails for want of it. */
+static void moei_mixture_refuse(moei_maker *m, const moe_layer *layer) {
+    moe_int_router_plan plan;
+    int frozen;
+    (void)moei_router_now(layer, &frozen);
+    moei_mixture_supported(m, &layer->config, frozen);
+    moei_router_plan(m, layer, 1, NULL, &plan);
 }
 
 /* The widths of all modules become those of 16 bits. */
@@ -11598,6 +11612,8 @@ static void moei_maker_check(moei_maker *m) {
         for (j = 0; j < m->net->tensors[i].count; j++)
             if (!moe_is_finite(m->net->tensors[i].data[j]))
                 MOEI_MAKER_REFUSE(m, MOE_ERR_NONFINITE, "%s[%z] = %g: must be a finite number", m->net->tensors[i].name, j, (double)m->net->tensors[i].data[j]);
+    for (m->module = 0; m->module < m->net->n_modules; m->module++)
+        if (m->net->modules[m->module].kind == MOE_MODULE_MIXTURE) moei_mixture_refuse(m, &m->net->modules[m->module].layer);
     for (i = 0; i < m->net->n_modules; i++)
         if (m->net->modules[i].d_in > MOEI_INT_MAX_WIDTH || m->net->modules[i].d_out > MOEI_INT_MAX_WIDTH)
             MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: wider than %d has no integer form; MOE_WEIGHTS_FLOAT takes it", i, (int)MOEI_INT_MAX_WIDTH);
@@ -11676,11 +11692,15 @@ static moe_status moei_float_model(moe_built_model *made, const moe_net *net, mo
     for (i = 0; i < net->n_modules; i++) {
         made->net.modules[i].layer.kernels = made->net.modules[i].layer.router.kernels = NULL;
         made->net.modules[i].layer.is_packed = 0;
+        made->net.modules[i].first_tensor = 0;
     }
     made->net.kernels = NULL, made->net.trainable = 0;
+    made->net.tensors = NULL, made->net.n_tensors = 0, made->net.memory = NULL; /* the net's own */
     model->run = moe_float_model_run, model->choices = moe_float_model_choices;
     model->input_scale = model->output_scale = 1;
     model->weights_size = moe_net_parameters(net, &model->multiplications) * sizeof(moe_real);
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_ATTENTION) model->multiplications += 2 * model->length * moei_attention_width(&net->modules[i]);
     status = moei_float_size(&made->net, model->length, &model->scratch_size, &model->state_size);
     return status == MOE_OK ? MOE_OK : moei_error(error, status, "the net: %s", moe_status_text(status));
 }
@@ -11900,7 +11920,8 @@ static void moei_print_float_model(moei_printer *p, const moe_built_model *built
     char name[MOE_NAME_SIZE];
     moei_text t;
     t.out = name, t.room = sizeof name, t.length = 0;
-    moei_put(&t, p->name, strlen(p->name)), moei_put(&t, "_net", 4);
+    moei_put(&t, p->name, moei_strlen(p->name)), moei_put(&t, "_net", 4);
+    moei_print(p, "#ifdef __AVR__\n#error \"%s: float models need a machine that reads constants in flash like memory\"\n#endif\n\n", p->name);
     if (p->status == MOE_OK) p->status = moei_print_net(p->stream, name, &built->net, error);
     moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, MOE_WEIGHTS_FLOAT, moe_float_model_run, moe_float_model_choices,\n", p->name);
     moei_print(p, "    %z, %z, %z, %z, %z, 1, 1, NULL, %z, NULL, 0, NULL, 0, 0, NULL, 0, NULL, 0, &%s, %z};\n\n", model->d_in, model->d_out, model->length,
