@@ -9540,7 +9540,7 @@ void moe_int_op_norm(const moe_int_op *op, moe_int_run *run) {
         sum += x[p];
     }
     if (op->index == 0) sum = 0;
-    d = ((((uint64_t)high << 16) + low) * n - (uint64_t)((int64_t)sum * sum)) << 2 * op->factor;
+    d = ((((uint64_t)high << 16) + low) * n - (uint64_t)((int64_t)sum * sum)) * ((uint32_t)1 << 2 * op->factor);
     d += (uint64_t)(uint32_t)moei_flash_32(eps + 4) << 32 | (uint32_t)moei_flash_32(eps);
     inverse = moei_int_inverse_root(d > 0 ? d : 1, &e);
     e -= 7 + op->factor;
