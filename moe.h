@@ -10078,7 +10078,7 @@ static void moei_op_append(moei_maker *m, moe_int_op op, uint32_t in, uint32_t o
 
 /* Appends constants to a buffer, whose size stays a multiple of 4; where they begin. */
 static uint32_t moei_constants(moei_maker *m, moe_buffer *buffer, const void *bytes, size_t size) {
-    static const unsigned char zeros[4];
+    static const unsigned char zeros[4] = {0, 0, 0, 0};
     const size_t at = buffer->size;
     moe_status status = m->status;
     if (status == MOE_OK) status = moei_buffer_write(buffer, bytes, size);
@@ -11585,7 +11585,7 @@ static size_t moei_model_length(const moe_net *net, size_t wanted) {
 }
 
 /* Refuses what a mixture's router needs and integers cannot have, before calibration fails for want of it. */
-static void moei_mixture_check(moei_maker *m, const moe_layer *layer) {
+static void moei_mixture_can(moei_maker *m, const moe_layer *layer) {
     moe_int_router_plan plan;
     int frozen;
     (void)moei_router_now(layer, &frozen);
@@ -11607,7 +11607,7 @@ static void moei_maker_check(moei_maker *m) {
             if (!moe_is_finite(m->net->tensors[i].data[j]))
                 MOEI_MAKER_REFUSE(m, MOE_ERR_NONFINITE, "%s[%z] = %g: must be a finite number", m->net->tensors[i].name, j, (double)m->net->tensors[i].data[j]);
     for (m->module = 0; m->module < m->net->n_modules; m->module++)
-        if (m->net->modules[m->module].kind == MOE_MODULE_MIXTURE) moei_mixture_check(m, &m->net->modules[m->module].layer);
+        if (m->net->modules[m->module].kind == MOE_MODULE_MIXTURE) moei_mixture_can(m, &m->net->modules[m->module].layer);
     for (i = 0; i < m->net->n_modules; i++)
         if (m->net->modules[i].d_in > MOEI_INT_MAX_WIDTH || m->net->modules[i].d_out > MOEI_INT_MAX_WIDTH)
             MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: wider than %d has no integer form; MOE_WEIGHTS_FLOAT takes it", i, (int)MOEI_INT_MAX_WIDTH);
@@ -11717,7 +11717,7 @@ static void moei_model_link(moe_built_model *b) {
 }
 
 moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config, moe_error *error) {
-    static const moe_model_config none;
+    const moe_model_config none = {MOE_WEIGHTS_FLOAT, NULL, 0, 0, {NULL, NULL}};
     moe_built_model made;
     moe_status status;
     if (built == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "built must not be NULL");
