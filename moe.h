@@ -9511,11 +9511,13 @@ static int16_t moei_int_inverse_root(uint64_t d, int *e) {
 }
 
 /* Both norms are the same but for a sum that one leaves out: with s = sum_p x_p for a layer norm (index = 1), 0 for a root mean square norm (index = 0),
-     d = n sum_p x_p^2 - s^2 + eps    all of its bits; 0 counts as 1        v_p = n x_p - s
-   a number in units of its spread is v_p / sqrt(d): with m, e and quotient r as in moei_int_inverse_root (|v_p| < sqrt(n d), so nothing overflows)
-     t_p = ((v_p * 2^(7 - e)) * r) >> 16        in units of 2^-21; 2^(7 - e) is a shift, rounding down where e > 7
+     d = (n sum_p x_p^2 - s^2) 4^factor + eps    all of its bits; 0 counts as 1        v_p = n x_p - s
+   a number in units of its spread is 2^factor v_p / sqrt(d): with m, e and quotient r as in moei_int_inverse_root (2^factor |v_p| < sqrt(n d), so nothing
+   overflows)
+     t_p = ((v_p * 2^(7 + factor - e)) * r) >> 16        in units of 2^-21; a negative power is a shift, rounding down
      out_p = clamp((((t_p sign_p * |gain_p|) >> 16) + bias_p + round) >> shift), zeros behind n; sign_p that of the gain
-   Constants: eps uint32 low, uint32 high; gain int16 [n rounded up to 2]; layer norm: bias int32 [n]. n <= 32767, d < 2^62. */
+   Constants: eps uint32 low, uint32 high; gain int16 [n rounded up to 2]; layer norm: bias int32 [n]. n <= 32767, d < 2^62,
+   factor, which gives a small eps its digits, within 0..8. */
 void moe_int_op_norm(const moe_int_op *op, moe_int_run *run) {
     const unsigned n = op->shape.n;
     const unsigned char *eps = run->base + op->at, *gain = eps + 8, *bias = gain + (n + 1u) / 2 * 4;
@@ -9533,12 +9535,13 @@ void moe_int_op_norm(const moe_int_op *op, moe_int_run *run) {
         sum += x[p];
     }
     if (op->index == 0) sum = 0;
-    d = (((uint64_t)high << 16) + low) * n - (uint64_t)((int64_t)sum * sum);
+    d = ((((uint64_t)high << 16) + low) * n - (uint64_t)((int64_t)sum * sum)) << 2 * op->factor;
     d += (uint64_t)(uint32_t)moei_flash_32(eps + 4) << 32 | (uint32_t)moei_flash_32(eps);
     inverse = moei_int_inverse_root(d > 0 ? d : 1, &e);
+    e -= 7 + op->factor;
     for (p = 0; p < n; p++) {
         const int32_t v = (int32_t)n * x[p] - sum;
-        const int32_t t = moei_int_scale(e > 7 ? v >> (e - 7) : v * ((int32_t)1 << (7 - e)), inverse);
+        const int32_t t = moei_int_scale(e > 0 ? v >> e : v * ((int32_t)1 << -e), inverse);
         const int16_t g = moei_flash_16(gain + 2 * p);
         const int32_t scaled = g < 0 ? moei_int_scale(-t, (int16_t)-g) : moei_int_scale(t, g);
         y[p] = moei_int_clamp(&op->shape, (scaled + (op->index != 0 ? moei_flash_32(bias + 4 * p) : 0) + round) >> op->shape.shift);
@@ -9655,11 +9658,11 @@ static void moei_int_ops(moe_int_run *run, uint32_t first, uint32_t n) {
 
 /* Where the constants of an expert are: in place, or the first size bytes of them fetched into scratch memory. */
 static const unsigned char *moei_int_block(const moe_int_mixture *m, moe_int_run *run, uint32_t expert, uint32_t size) {
-    const size_t at = (size_t)m->experts + (size_t)expert * m->stride;
+    const size_t at = (size_t)m->experts + (size_t)expert * (size_t)m->stride;
     void *block;
     if (m->block == MOE_INT_NONE) return run->model->experts + at;
     block = moei_int_vector(run, m->block);
-    run->status = run->loader->fetch(run->loader->ctx, at, size, block);
+    run->status = run->loader->fetch(run->loader->ctx, at, (size_t)size, block);
     return (const unsigned char *)block;
 }
 
@@ -11231,7 +11234,8 @@ static uint32_t moei_module_norm(moei_maker *m, const moe_module *module, const 
     bits = moei_shift_for(most / scale, 0, 25);
     out = moei_value_new(m, n, limit, scale, range->y);
     op = moei_op(moe_int_op_norm, n, 0, -limit, limit, bits + 5);
-    eps = (double)MOEI_NORM_EPS * (double)n * (double)n / m->values[x].scale / m->values[x].scale;
+    for (op.factor = 8; ldexp((double)n * (double)n, 30 + 2 * op.factor) > ldexp(1, 60); op.factor--) {}
+    eps = ldexp((double)MOEI_NORM_EPS * (double)n * (double)n, 2 * op.factor) / m->values[x].scale / m->values[x].scale;
     eps = eps < ldexp(1, 60) ? floor(eps + 0.5) : ldexp(1, 60);
     moei_put_32_le(bytes, (int32_t)(uint32_t)((uint64_t)eps & 0xffffffffu)), moei_put_32_le(bytes + 4, (int32_t)(uint32_t)((uint64_t)eps >> 32));
     op.at = moei_constants(m, &m->made.weights, bytes, 8);
@@ -11326,6 +11330,8 @@ static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, c
     uint32_t out;
     double octaves, scale;
     int bits;
+    if (m->made.model.length > UINT16_MAX)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: attention over a length of more than %d has no integer form", m->module, (int)UINT16_MAX);
     memset(&a, 0, sizeof a);
     a.heads = (uint16_t)module->attention.heads, a.d_head = (uint16_t)module->attention.d_head;
     a.value = moei_product(m, &value, x, MOEI_NARROW, 0, range->v, 0);
@@ -11577,7 +11583,7 @@ static size_t moei_model_length(const moe_net *net, size_t wanted) {
     size_t i, length = 0;
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
-        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS) continue;
+        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS && !moei_refines(m)) continue;
         if (length == 0) length = wanted > 0 ? wanted : 128;
         if (m->kind == MOE_MODULE_POSITIONS && length > (size_t)m->n_rows) length = (size_t)m->n_rows;
     }
@@ -11585,7 +11591,7 @@ static size_t moei_model_length(const moe_net *net, size_t wanted) {
 }
 
 /* Refuses what a mixture's router needs and integers cannot have, before calibration fails for want of it. */
-static void moei_mixture_can(moei_maker *m, const moe_layer *layer) {
+static void moei_mixture_refuse(moei_maker *m, const moe_layer *layer) {
     moe_int_router_plan plan;
     int frozen;
     (void)moei_router_now(layer, &frozen);
@@ -11607,7 +11613,7 @@ static void moei_maker_check(moei_maker *m) {
             if (!moe_is_finite(m->net->tensors[i].data[j]))
                 MOEI_MAKER_REFUSE(m, MOE_ERR_NONFINITE, "%s[%z] = %g: must be a finite number", m->net->tensors[i].name, j, (double)m->net->tensors[i].data[j]);
     for (m->module = 0; m->module < m->net->n_modules; m->module++)
-        if (m->net->modules[m->module].kind == MOE_MODULE_MIXTURE) moei_mixture_can(m, &m->net->modules[m->module].layer);
+        if (m->net->modules[m->module].kind == MOE_MODULE_MIXTURE) moei_mixture_refuse(m, &m->net->modules[m->module].layer);
     for (i = 0; i < m->net->n_modules; i++)
         if (m->net->modules[i].d_in > MOEI_INT_MAX_WIDTH || m->net->modules[i].d_out > MOEI_INT_MAX_WIDTH)
             MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: wider than %d has no integer form; MOE_WEIGHTS_FLOAT takes it", i, (int)MOEI_INT_MAX_WIDTH);
@@ -11686,11 +11692,15 @@ static moe_status moei_float_model(moe_built_model *made, const moe_net *net, mo
     for (i = 0; i < net->n_modules; i++) {
         made->net.modules[i].layer.kernels = made->net.modules[i].layer.router.kernels = NULL;
         made->net.modules[i].layer.is_packed = 0;
+        made->net.modules[i].first_tensor = 0;
     }
     made->net.kernels = NULL, made->net.trainable = 0;
+    made->net.tensors = NULL, made->net.n_tensors = 0, made->net.memory = NULL; /* the net's own */
     model->run = moe_float_model_run, model->choices = moe_float_model_choices;
     model->input_scale = model->output_scale = 1;
     model->weights_size = moe_net_parameters(net, &model->multiplications) * sizeof(moe_real);
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_ATTENTION) model->multiplications += 2 * model->length * moei_attention_width(&net->modules[i]);
     status = moei_float_size(&made->net, model->length, &model->scratch_size, &model->state_size);
     return status == MOE_OK ? MOE_OK : moei_error(error, status, "the net: %s", moe_status_text(status));
 }
@@ -11910,7 +11920,8 @@ static void moei_print_float_model(moei_printer *p, const moe_built_model *built
     char name[MOE_NAME_SIZE];
     moei_text t;
     t.out = name, t.room = sizeof name, t.length = 0;
-    moei_put(&t, p->name, strlen(p->name)), moei_put(&t, "_net", 4);
+    moei_put(&t, p->name, moei_strlen(p->name)), moei_put(&t, "_net", 4);
+    moei_print(p, "#ifdef __AVR__\n#error \"%s: float models need a machine that reads constants in flash like memory\"\n#endif\n\n", p->name);
     if (p->status == MOE_OK) p->status = moei_print_net(p->stream, name, &built->net, error);
     moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, MOE_WEIGHTS_FLOAT, moe_float_model_run, moe_float_model_choices,\n", p->name);
     moei_print(p, "    %z, %z, %z, %z, %z, 1, 1, NULL, %z, NULL, 0, NULL, 0, 0, NULL, 0, NULL, 0, &%s, %z};\n\n", model->d_in, model->d_out, model->length,

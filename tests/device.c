@@ -28,6 +28,11 @@ static uintptr_t board_stack(void) {
     return sp;
 }
 
+#ifdef DEVICE_ALIGNED
+/* Configuration and control register: an access that is not aligned is a fault from now on. */
+#define BOARD_BEGIN() (*(volatile uint32_t *)0xe000ed14u |= 1u << 3)
+#endif
+
 /* picolibc's vector table leads here; without it a fault would be a hang. */
 void arm_hardfault_isr(void);
 
@@ -215,6 +220,9 @@ static void put_number(const char *name, unsigned long value) {
 
 int main(void) {
     unsigned digit;
+#ifdef BOARD_BEGIN
+    BOARD_BEGIN();
+#endif
     for (digit = 0; digit < DEVICE_DIGITS; digit++) {
         int status;
         load(digit);
