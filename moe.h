@@ -10095,7 +10095,7 @@ static void moei_op_append(moei_maker *m, moe_int_op op, uint32_t in, uint32_t o
 
 /* Appends constants to a buffer, whose size stays a multiple of 4; where they begin. */
 static uint32_t moei_constants(moei_maker *m, moe_buffer *buffer, const void *bytes, size_t size) {
-    static const unsigned char zeros[4];
+    static const unsigned char zeros[4] = {0, 0, 0, 0};
     const size_t at = buffer->size;
     moe_status status = m->status;
     if (status == MOE_OK) status = moei_buffer_write(buffer, bytes, size);
@@ -11815,7 +11815,7 @@ static void moei_model_link(moe_built_model *b) {
 }
 
 moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config, moe_error *error) {
-    static const moe_model_config none;
+    const moe_model_config none = {MOE_WEIGHTS_FLOAT, NULL, 0, 0, {NULL, NULL}};
     moe_built_model made;
     moe_status status;
     if (built == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "built must not be NULL");
