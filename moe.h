@@ -10071,11 +10071,6 @@ static void moei_value_use(moei_maker *m, uint32_t v) {
     if (m->status == MOE_OK && m->values[v].last < m->clock) m->values[v].last = m->clock;
 }
 
-/* A vector that has its place since an earlier time: experts' operations run again and again, so what lies beside them must not share with any of them. */
-static void moei_value_spans(moei_maker *m, uint32_t v, uint32_t since) {
-    if (m->status == MOE_OK && m->values[v].made > since) m->values[v].made = since;
-}
-
 static moe_int_op moei_op(void (*run)(const moe_int_op *op, moe_int_run *run), size_t n, size_t k, int low, int high, int shift) {
     moe_int_op op;
     memset(&op, 0, sizeof op);
@@ -11167,9 +11162,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     out = moei_value_new(m, (size_t)c->d_out, limit, to.scale, range->y);
     m->clock++;
     moei_value_use(m, x), moei_value_use(m, s.entering), moei_value_use(m, mixture.z), moei_value_use(m, mixture.p), moei_value_use(m, mixture.sum);
-    moei_value_spans(m, mixture.z, begun), moei_value_spans(m, mixture.p, begun), moei_value_spans(m, mixture.sum, begun);
-    moei_value_spans(m, mixture.choices, begun);
-    if (m->config->loader) moei_value_spans(m, mixture.block, begun);
+    if (m->config->loader && m->status == MOE_OK) m->values[mixture.block].made = begun;
     index = moei_maker_push(m, &m->made.mixtures, &mixture, sizeof mixture);
     names.name[0] = s.plan.gate, names.name[1] = s.plan.select, names.name[2] = s.plan.values, names.name[3] = s.plan.weight, names.name[4] = s.plan.scale;
     (void)moei_maker_push(m, &m->made.router_names, &names, sizeof names);
