@@ -1122,7 +1122,7 @@ typedef struct moe_int_op {
     uint32_t at;             /* its constants: bytes from the base, which is the model's weights or, in an expert, its block */
     uint32_t in, other, out; /* its vectors: int16 from the start of the vectors */
     int16_t factor, factor2;
-    uint16_t index;          /* mixture, attention: its number in the model */
+    uint16_t index;          /* mixture, attention: its number in the model; row: whose row; norm: 1 centres */
 } moe_int_op;
 
 /* A mixture: the operations that make the logits z, the router, the operations of one expert, which run for each chosen one in ascending order and add
@@ -1142,8 +1142,10 @@ typedef struct moe_int_mixture {
 /* Attention over the tokens of a sequence so far. */
 typedef struct moe_int_attention {
     uint16_t heads, d_head;
-    uint32_t keys, values; /* in the state: int8 [length, heads d_head] each */
-    uint32_t room;         /* int16 from the start of the vectors: int16 [length] for weights */
+    uint32_t keys, values; /* bytes from the start of the state: int8 [length, heads d_head] each */
+    uint32_t value;        /* vector: the token's own v */
+    uint32_t room;         /* int16 from the start of the vectors: int32 [length] for scores */
+    uint16_t bits;         /* 2^bits to an octave, in which scores are compared */
 } moe_int_attention;
 
 /* A model: what moe_export_c writes as a constant, and moe_model_create makes in memory. Read-only; used by any number of threads with scratch memory of
@@ -1190,8 +1192,22 @@ typedef struct moe_int_run {
 /* The functions of operations. They belong to models: nothing else calls them.
      int8, int4          out = W in + b          int8_add, int4_add   sum out += weight (W in + b)      curve   out = c(in), a curve of 65 points
      multiply            out = in * other        add   out = in * factor + other * factor2              rescale   out = in * factor
-     mixture             out = a mixture's output */
-#define MOE_INT_OPS(X) X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture)
+     mixture             out = a mixture's output
+   of sequences:
+     row                 out = a row of a table: the token's (embedding) or the place's (positions)
+     norm                out = in / its root mean square * gain, or (in - mean) / its standard deviation * gain + bias
+     turn                out = the halves of each head of in turned against each other by the place's angles
+     attention           out = the values of the tokens so far, weighted by softmax(in . their keys); appends other, the token's key, and its value
+   of routers:
+     unit                out = in / |in|      cluster   out = in * the row of a table that the previous mixture's choices mean
+     norm_l1, norm_l2, norm_linf, match       out_e = a norm of in, or in . other, where the next k operations have made in of expert e
+   of a mixture's experts and shared expert:
+     weigh               out = weight * in; what follows has weight 1                weight   what follows has the weight in_0
+     accumulate          sum out += weight * in
+     rest                sum out += (1 - the sum of the chosen experts' weights) * in
+   Their code says to the bit what they do. */
+#define MOE_INT_OPS(X) X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture) X(unit) X(cluster) X(norm_l1) \
+    X(norm_l2) X(norm_linf) X(match) X(weigh) X(weight) X(accumulate) X(rest) X(row) X(norm) X(turn) X(attention)
 #define MOEI_OP_DECLARE(name) MOE_API void moe_int_op_##name(const moe_int_op *op, moe_int_run *run);
 MOE_INT_OPS(MOEI_OP_DECLARE)
 /* What moe_model.run and moe_model.choices are: integer and float models. */
@@ -9467,18 +9483,191 @@ void moe_int_op_rescale(const moe_int_op *op, moe_int_run *run) {
     moe_int_add(&op->shape, moei_int_vector(run, op->in), op->factor, NULL, 0, moei_int_vector(run, op->out));
 }
 
+/* ---- sequences and norms ---- */
+
+/* out_p = clamp(((((w_p << 15) * factor) >> 16) + round) >> shift) for n numbers, zeros behind them, where w_p and factor are those of output r of an
+   int8 product with k outputs and n inputs (moe_kernels.h), which is how rows lie, so that a tied module may have the same. r is the token (index = 0) or
+   its place (1). A row that is not there is MOE_ERR_ARGUMENT. */
+void moe_int_op_row(const moe_int_op *op, moe_int_run *run) {
+    const unsigned n = op->shape.n;
+    const uint32_t r = op->index == 0 ? (uint32_t)run->token : run->place;
+    const unsigned char *pair = run->base + op->at + (size_t)(r / 2) * moei_int8_pair_size(n), *w = pair + MOEI_INT_HEAD + r % 2;
+    const int32_t round = moei_int_round(&op->shape);
+    int16_t *y = moei_int_vector(run, op->out), factor;
+    unsigned p;
+    if (r >= op->shape.k) {
+        run->status = MOE_ERR_ARGUMENT;
+        return;
+    }
+    factor = moei_flash_16(pair + 8 + r % 2 * 2);
+    for (p = 0; p < n; p++, w += 2) {
+        const int32_t level = r % 2 == 0 ? (int32_t)moei_flash_8(w) - 128 : (signed char)moei_flash_8(w);
+        y[p] = moei_int_clamp(&op->shape, (moei_int_scale(level * 32768, factor) + round) >> op->shape.shift);
+    }
+    moei_int_put_zeros(n, y);
+}
+
+/* 1 / sqrt(d): d = m 4^e with m in [2^30, 2^32), and the inverse is (2^30 - 1) / floor(sqrt(m)) * 2^-(30 + e), the quotient in 2^14..2^15 - 1. */
+static int16_t moei_int_inverse_root(uint64_t d, int *e) {
+    uint32_t m;
+    for (*e = 0; d >> 32 != 0; d >>= 2) ++*e;
+    for (m = (uint32_t)d; m < (uint32_t)1 << 30; m *= 4) --*e;
+    return (int16_t)((((uint32_t)1 << 30) - 1) / moe_int_sqrt(m));
+}
+
+/* Both norms are the same but for a sum that one leaves out: with s = sum_p x_p for a layer norm (index = 1), 0 for a root mean square norm (index = 0),
+     d = (n sum_p x_p^2 - s^2) 4^factor + eps    all of its bits; 0 counts as 1        v_p = n x_p - s
+   a number in units of its spread is 2^factor v_p / sqrt(d): with m, e and quotient r as in moei_int_inverse_root (2^factor |v_p| < sqrt(n d), so nothing
+   overflows)
+     t_p = ((v_p * 2^(7 + factor - e)) * r) >> 16        in units of 2^-21; a negative power is a shift, rounding down
+     out_p = clamp((((t_p sign_p * |gain_p|) >> 16) + bias_p + round) >> shift), zeros behind n; sign_p that of the gain
+   Constants: eps uint32 low, uint32 high; gain int16 [n rounded up to 2]; layer norm: bias int32 [n]. n <= 32767, d < 2^62,
+   factor, which gives a small eps its digits, within 0..8. */
+void moe_int_op_norm(const moe_int_op *op, moe_int_run *run) {
+    const unsigned n = op->shape.n;
+    const unsigned char *eps = run->base + op->at, *gain = eps + 8, *bias = gain + (n + 1u) / 2 * 4;
+    const int32_t round = moei_int_round(&op->shape);
+    const int16_t *x = moei_int_vector(run, op->in);
+    int16_t *y = moei_int_vector(run, op->out), inverse;
+    uint32_t low = 0, high = 0;
+    int32_t sum = 0;
+    uint64_t d;
+    unsigned p;
+    int e;
+    for (p = 0; p < n; p++) {
+        const uint32_t square = (uint32_t)((int32_t)x[p] * x[p]);
+        low += square & 0xffffu, high += square >> 16;
+        sum += x[p];
+    }
+    if (op->index == 0) sum = 0;
+    d = ((((uint64_t)high << 16) + low) * n - (uint64_t)((int64_t)sum * sum)) * ((uint32_t)1 << 2 * op->factor);
+    d += (uint64_t)(uint32_t)moei_flash_32(eps + 4) << 32 | (uint32_t)moei_flash_32(eps);
+    inverse = moei_int_inverse_root(d > 0 ? d : 1, &e);
+    e -= 7 + op->factor;
+    for (p = 0; p < n; p++) {
+        const int32_t v = (int32_t)n * x[p] - sum;
+        const int32_t t = moei_int_scale(e > 0 ? v >> e : v * ((int32_t)1 << -e), inverse);
+        const int16_t g = moei_flash_16(gain + 2 * p);
+        const int32_t scaled = g < 0 ? moei_int_scale(-t, (int16_t)-g) : moei_int_scale(t, g);
+        y[p] = moei_int_clamp(&op->shape, (scaled + (op->index != 0 ? moei_flash_32(bias + 4 * p) : 0) + round) >> op->shape.shift);
+    }
+    moei_int_put_zeros(n, y);
+}
+
+/* Turns n / k heads of k numbers, (a, b) being numbers i and k/2 + i of one:
+     c = (c1 c2 - s1 s2) >> 15, s = (s1 c2 + c1 s2) >> 15        a' = clamp((a c - b s + round) >> shift), b' = clamp((a s + b c + round) >> shift)
+   where (c1, s1) are cosine and sine, in 1/32767, of angle i of place modulo 16, and (c2, s2) those of the rest of the place: so a table of
+   16 + length/16 rows is enough. Constants: int16 c, s for each i of each row. Zeros behind n; in and out may be one vector; |a|, |b| <= MOEI_INT_TURNED. */
+enum { MOEI_INT_TURNS = 16, MOEI_INT_TURNED = 23169 };
+
+void moe_int_op_turn(const moe_int_op *op, moe_int_run *run) {
+    const unsigned n = op->shape.n, half = op->shape.k / 2u;
+    const unsigned char *near = run->base + op->at + (size_t)(run->place % MOEI_INT_TURNS) * half * 4;
+    const unsigned char *far = run->base + op->at + (size_t)(MOEI_INT_TURNS + run->place / MOEI_INT_TURNS) * half * 4;
+    const int32_t round = moei_int_round(&op->shape);
+    const int16_t *x = moei_int_vector(run, op->in);
+    int16_t *y = moei_int_vector(run, op->out);
+    unsigned i, j;
+    for (i = 0; i < half; i++, near += 4, far += 4) {
+        const int32_t c1 = moei_flash_16(near), s1 = moei_flash_16(near + 2), c2 = moei_flash_16(far), s2 = moei_flash_16(far + 2);
+        const int32_t c = (c1 * c2 - s1 * s2) >> 15, s = (s1 * c2 + c1 * s2) >> 15;
+        for (j = i; j < n; j += 2 * half) {
+            const int32_t a = x[j], b = x[j + half];
+            y[j] = moei_int_clamp(&op->shape, (a * c - b * s + round) >> op->shape.shift);
+            y[j + half] = moei_int_clamp(&op->shape, (a * s + b * c + round) >> op->shape.shift);
+        }
+    }
+    moei_int_put_zeros(n, y);
+}
+
+/* One head of attention over n tokens: q, keys, values and y are at its first number, rows of keys and values `width` apart. */
+typedef struct moei_int_head {
+    const moe_int_op *op;
+    const int16_t *q;
+    const signed char *keys, *values;
+    int32_t *scores;
+    int16_t *y;
+    unsigned n, width, d_head, bits;
+} moei_int_head;
+
+/* The scores become weights, 32768 >> less for the largest; returns their sum. */
+static uint32_t moei_int_weigh(const moei_int_head *h, unsigned less) {
+    const signed char *key = h->keys;
+    uint32_t total = 0;
+    int32_t most = INT32_MIN;
+    unsigned j, p;
+    for (j = 0; j < h->n; j++, key += h->width) {
+        int32_t score = 0;
+        for (p = 0; p < h->d_head; p++) score += (int32_t)h->q[p] * key[p];
+        h->scores[j] = score;
+        if (score > most) most = score;
+    }
+    for (j = 0; j < h->n; j++) {
+        h->scores[j] = (int32_t)(moe_int_exp2((uint32_t)moei_int_scale(most - h->scores[j], h->op->factor), (int)h->bits) >> less);
+        total += (uint32_t)h->scores[j];
+    }
+    return total;
+}
+
+static void moei_int_mix(const moei_int_head *h) {
+    moe_int_shape shape = h->op->shape;
+    unsigned less = 0, j, p, down = 0;
+    uint32_t total;
+    int16_t factor;
+    int32_t round;
+    while ((h->n - 1) >> 9 >> less != 0) less++;
+    shape.shift = (uint8_t)(shape.shift - less);
+    round = moei_int_round(&shape);
+    total = moei_int_weigh(h, less);
+    while (total >> down > 0xffffu) down++;
+    factor = (int16_t)(((uint32_t)h->op->factor2 << 15 >> less) / (total >> down));
+    for (p = 0; p < h->d_head; p++) {
+        const signed char *value = h->values + p;
+        int32_t sum = 0;
+        for (j = 0; j < h->n; j++, value += h->width) sum += h->scores[j] * *value;
+        h->y[p] = moei_int_clamp(&shape, (moei_int_scale(sum >> down, factor) + round) >> shape.shift);
+    }
+}
+
+/* Attention of one token. in: q, wide; other: its key, attention.value: its value, both narrow, which are appended to those in the state first. With
+   n = place + 1 tokens, less = the bits of place >> 9, and for each head
+     s_j = sum_p q_p key_jp            w_j = moe_int_exp2(((max s - s_j) * factor) >> 16, bits) >> less            total = sum_j w_j
+     down: the least with total >> down < 2^16            r = ((factor2 << 15) >> less) / (total >> down), rounded down
+     out_p = clamp((((sum_j w_j value_jp >> down) * r >> 16) + round) >> (shift - less))            round is that of shift - less; zeros behind the heads
+   The maker sees to |s_j| < 2^30; 7 <= shift; n <= 65535, so that total <= 2^24 and less <= 7. */
+void moe_int_op_attention(const moe_int_op *op, moe_int_run *run) {
+    const moe_int_attention *a = run->model->attentions + op->index;
+    const unsigned width = (unsigned)a->heads * a->d_head;
+    const int16_t *key = moei_int_vector(run, op->other), *value = moei_int_vector(run, a->value);
+    signed char *keys = (signed char *)run->state + a->keys, *values = (signed char *)run->state + a->values;
+    moei_int_head h;
+    unsigned i;
+    for (i = 0; i < width; i++) {
+        keys[(size_t)run->place * width + i] = (signed char)key[i];
+        values[(size_t)run->place * width + i] = (signed char)value[i];
+    }
+    h.op = op, h.scores = moei_int_wide(run, a->room);
+    h.n = (unsigned)run->place + 1, h.width = width, h.d_head = a->d_head, h.bits = a->bits;
+    for (i = 0; i < width; i += a->d_head) {
+        h.q = moei_int_vector(run, op->in) + i, h.y = moei_int_vector(run, op->out) + i;
+        h.keys = keys + i, h.values = values + i;
+        moei_int_mix(&h);
+    }
+    moei_int_put_zeros(width, moei_int_vector(run, op->out));
+}
+
 static void moei_int_ops(moe_int_run *run, uint32_t first, uint32_t n) {
     const moe_int_op *op = run->model->ops + first, *end = op + n;
     for (; op < end && run->status == MOE_OK; op++) op->run(op, run);
 }
 
-/* Where the constants of an expert are: in place, or fetched into scratch memory. */
-static const unsigned char *moei_int_block(const moe_int_mixture *m, moe_int_run *run, uint32_t expert) {
+/* Where the constants of an expert are: in place, or the first size bytes of them fetched into scratch memory. */
+static const unsigned char *moei_int_block(const moe_int_mixture *m, moe_int_run *run, uint32_t expert, uint32_t size) {
     const size_t at = (size_t)m->experts + (size_t)expert * (size_t)m->stride;
     void *block;
     if (m->block == MOE_INT_NONE) return run->model->experts + at;
     block = moei_int_vector(run, m->block);
-    run->status = run->loader->fetch(run->loader->ctx, at, (size_t)m->stride, block);
+    run->status = run->loader->fetch(run->loader->ctx, at, (size_t)size, block);
     return (const unsigned char *)block;
 }
 
@@ -9514,13 +9703,180 @@ void moe_int_op_mixture(const moe_int_op *op, moe_int_run *run) {
     while (run->status == MOE_OK && (i = moei_int_next(experts, (int)count, last)) >= 0) {
         last = experts[i];
         run->weight = weights[i];
-        run->base = moei_int_block(m, run, (uint32_t)last);
+        run->base = moei_int_block(m, run, (uint32_t)last, m->stride);
         moei_int_ops(run, m->expert, m->n_expert);
     }
     run->base = base;
     run->weight = 32767;
     moei_int_ops(run, m->shared, m->n_shared);
     moe_int_store(&op->shape, moei_int_wide(run, m->sum), moei_int_vector(run, op->out));
+}
+
+/* ---- operations of routers ---- */
+
+/* also + sum x_i^2 = result * 2^*power, rounded down, with 2^30 <= result unless it is 0; *power is even. Exact in two halves of 16 and 32 bits. */
+static uint32_t moei_int_squares(unsigned n, const int16_t *x, uint32_t also, int *power) {
+    uint32_t high = also >> 16, low = also & 0xffffu;
+    for (; n > 0; n--, x++) {
+        const uint32_t square = (uint32_t)((int32_t)*x * *x);
+        high += square >> 16;
+        low += square & 0xffffu;
+    }
+    high += low >> 16, low &= 0xffffu;
+    for (*power = 0; high > 0xffffu; high >>= 2, *power += 2) low = low >> 2 | (high & 3u) << 14;
+    low |= high << 16;
+    for (; low != 0 && low < (uint32_t)1 << 30; low <<= 2) *power -= 2;
+    return low;
+}
+
+/* out = clamp((in * m + round) >> s): with r * 2^power = in . in + at as moei_int_squares gives it, root = floor(sqrt(r)), m = floor(factor * 2^15 / root)
+   and s = 15 + shift + power / 2. All 0 where r is 0. */
+void moe_int_op_unit(const moe_int_op *op, moe_int_run *run) {
+    const int16_t *x = moei_int_vector(run, op->in);
+    int16_t *y = moei_int_vector(run, op->out);
+    moe_int_shape shape = op->shape;
+    int power;
+    const uint32_t square = moei_int_squares(shape.n, x, op->at, &power);
+    const int32_t m = square > 0 ? (int32_t)(((uint32_t)op->factor << 15) / moe_int_sqrt(square)) : 0;
+    int32_t round;
+    unsigned i;
+    shape.shift = (uint8_t)(15 + shape.shift + power / 2);
+    round = moei_int_round(&shape);
+    for (i = 0; i < shape.n; i++) y[i] = m > 0 ? moei_int_clamp(&shape, (x[i] * m + round) >> shape.shift) : 0;
+    moei_int_put_zeros(i, y);
+}
+
+/* The choice that comes after choice `last` (-1: the first) by falling weight, of equal ones the one listed first; -1: none. */
+static int moei_int_lighter(const int16_t *weights, int count, int last) {
+    int i, next = -1;
+    for (i = 0; i < count; i++) {
+        if (last >= 0 && (weights[i] > weights[last] || (weights[i] == weights[last] && i <= last))) continue;
+        if (next < 0 || weights[i] > weights[next]) next = i;
+    }
+    return next;
+}
+
+/* out = clamp((in * c + round) >> shift). The factor2 heaviest choices of mixture number `index`, whose choices are in other, have shares a_j =
+   floor(w_j * 32767 / sum w), or 32767 for a single one, and c = sum_j (a_j * row_j + 2^14) >> 15 with the rows int16 [n rounded up to 4] at `at`, one
+   per expert. c = factor where nobody was chosen, or the weights of several are all 0. */
+void moe_int_op_cluster(const moe_int_op *op, moe_int_run *run) {
+    const int16_t *choices = moei_int_vector(run, op->other), *experts = choices + 1, *weights, *x = moei_int_vector(run, op->in);
+    const int32_t round = moei_int_round(&op->shape);
+    const unsigned width = (op->shape.n + 3u) & ~3u;
+    int16_t *y = moei_int_vector(run, op->out);
+    int32_t sum = 0;
+    int j, i;
+    unsigned q;
+    weights = experts + run->model->mixtures[op->index].router.most;
+    for (i = 0, j = -1; i < op->factor2 && (j = moei_int_lighter(weights, choices[0], j)) >= 0; i++) sum += op->factor2 > 1 ? weights[j] : 1;
+    for (q = 0; q < width; q++) y[q] = (int16_t)(sum > 0 ? 0 : op->factor);
+    for (i = 0, j = -1; sum > 0 && i < op->factor2 && (j = moei_int_lighter(weights, choices[0], j)) >= 0; i++) {
+        const unsigned char *row = run->model->weights + op->at + (size_t)experts[j] * width * 2;
+        const int32_t a = op->factor2 > 1 ? weights[j] * (int32_t)32767 / sum : 32767;
+        for (q = 0; q < width; q++) y[q] = (int16_t)(y[q] + ((a * moei_flash_16(row + 2 * q) + 16384) >> 15));
+    }
+    for (q = 0; q < op->shape.n; q++) y[q] = moei_int_clamp(&op->shape, ((int32_t)x[q] * y[q] + round) >> op->shape.shift);
+    moei_int_put_zeros(q, y);
+}
+
+/* out_e = clamp((t + round) >> shift) with t = (measure * factor) >> 16, for each expert e of mixture number `index`: the next shape.k operations make
+   `in` [shape.n] from the first `at` bytes of its block, measure makes one number of it. */
+static void moei_int_each(const moe_int_op *op, moe_int_run *run, int32_t (*measure)(const moe_int_op *op, const int16_t *v, const int16_t *other)) {
+    const moe_int_mixture *m = run->model->mixtures + op->index;
+    const unsigned char *base = run->base;
+    const int32_t round = moei_int_round(&op->shape);
+    int16_t *z = moei_int_vector(run, op->out);
+    unsigned e;
+    for (e = 0; e < m->router.n_experts && run->status == MOE_OK; e++) {
+        run->base = moei_int_block(m, run, e, op->at);
+        moei_int_ops(run, (uint32_t)(op - run->model->ops) + 1, op->shape.k);
+        z[e] = moei_int_clamp(&op->shape, (moei_int_scale(measure(op, moei_int_vector(run, op->in), moei_int_vector(run, op->other)), op->factor) + round) >>
+                                              op->shape.shift);
+    }
+    moei_int_put_zeros(e, z);
+    run->base = base;
+}
+
+/* Measures, in units of 2^-factor2 of a level. sum |v_i|; */
+static int32_t moei_int_l1(const moe_int_op *op, const int16_t *v, const int16_t *other) {
+    int32_t sum = 0;
+    unsigned i;
+    (void)other;
+    for (i = 0; i < op->shape.n; i++) sum += v[i] < 0 ? -v[i] : v[i];
+    return sum * ((int32_t)1 << op->factor2);
+}
+
+/* the largest |v_i|; */
+static int32_t moei_int_linf(const moe_int_op *op, const int16_t *v, const int16_t *other) {
+    int32_t most = 0;
+    unsigned i;
+    (void)other;
+    for (i = 0; i < op->shape.n; i++) {
+        const int32_t a = v[i] < 0 ? -v[i] : v[i];
+        if (a > most) most = a;
+    }
+    return most * ((int32_t)1 << op->factor2);
+}
+
+/* the root of moei_int_squares, shifted by power / 2 + factor2; */
+static int32_t moei_int_l2(const moe_int_op *op, const int16_t *v, const int16_t *other) {
+    int power, up;
+    const uint32_t root = moe_int_sqrt(moei_int_squares(op->shape.n, v, 0, &power));
+    (void)other;
+    up = power / 2 + op->factor2;
+    return (int32_t)(up >= 0 ? root << up : up > -32 ? root >> -up : 0);
+}
+
+/* sum v_i other_i, both narrow. */
+static int32_t moei_int_dot(const moe_int_op *op, const int16_t *v, const int16_t *other) {
+    int32_t sum = 0;
+    unsigned i;
+    for (i = 0; i < op->shape.n; i++) sum += (int32_t)v[i] * other[i];
+    return sum * ((int32_t)1 << op->factor2);
+}
+
+void moe_int_op_norm_l1(const moe_int_op *op, moe_int_run *run) { moei_int_each(op, run, moei_int_l1); }
+void moe_int_op_norm_l2(const moe_int_op *op, moe_int_run *run) { moei_int_each(op, run, moei_int_l2); }
+void moe_int_op_norm_linf(const moe_int_op *op, moe_int_run *run) { moei_int_each(op, run, moei_int_linf); }
+void moe_int_op_match(const moe_int_op *op, moe_int_run *run) { moei_int_each(op, run, moei_int_dot); }
+
+/* ---- operations on weights ---- */
+
+/* out = clamp((in * m + round) >> shift), m = (weight * factor + 2^14) >> 15; then the weight is 32767. */
+void moe_int_op_weigh(const moe_int_op *op, moe_int_run *run) {
+    const int16_t *x = moei_int_vector(run, op->in);
+    int16_t *y = moei_int_vector(run, op->out);
+    const int32_t m = ((int32_t)run->weight * op->factor + 16384) >> 15, round = moei_int_round(&op->shape);
+    unsigned i;
+    for (i = 0; i < op->shape.n; i++) y[i] = moei_int_clamp(&op->shape, (x[i] * m + round) >> op->shape.shift);
+    moei_int_put_zeros(i, y);
+    run->weight = 32767;
+}
+
+void moe_int_op_weight(const moe_int_op *op, moe_int_run *run) { run->weight = *moei_int_vector(run, op->in); }
+
+/* sum out_i += (in_i * weight + round) >> shift. */
+void moe_int_op_accumulate(const moe_int_op *op, moe_int_run *run) {
+    const int16_t *x = moei_int_vector(run, op->in);
+    int32_t *sum = moei_int_wide(run, op->out);
+    const int32_t round = moei_int_round(&op->shape), weight = run->weight;
+    unsigned i;
+    for (i = 0; i < op->shape.n; i++) sum[i] += (x[i] * weight + round) >> op->shape.shift;
+}
+
+/* sum out_i += (((in_i * factor + round) >> shift) * rest) >> 16 with rest = at - ((sum of the weights of choices, which are in other) >> factor2) within
+   int16. */
+void moe_int_op_rest(const moe_int_op *op, moe_int_run *run) {
+    const int16_t *choices = moei_int_vector(run, op->other), *weights = choices + 1 + run->model->mixtures[op->index].router.most;
+    const int16_t *x = moei_int_vector(run, op->in);
+    const int32_t round = moei_int_round(&op->shape);
+    int32_t *sum = moei_int_wide(run, op->out), taken = 0, rest;
+    int i;
+    unsigned q;
+    for (i = 0; i < choices[0]; i++) taken += weights[i];
+    rest = (int32_t)op->at - (taken >> op->factor2);
+    rest = rest > 32767 ? 32767 : rest < -32767 ? -32767 : rest;
+    for (q = 0; q < op->shape.n; q++) sum[q] += moei_int_scale(((int32_t)x[q] * op->factor + round) >> op->shape.shift, (int16_t)rest);
 }
 
 /* The input as a vector. */
@@ -9624,8 +9980,12 @@ moe_status moe_float_model_choices(const moe_model *model, size_t mixture, const
 typedef struct moei_int_range {
     double y;                                          /* the module's output */
     double u, z;                                       /* mixture: the router's input and logits */
+    double unit;                                       /* of the components of what the router makes a unit vector */
+    double projected, hidden, hidden_act, key;         /* inside scores: cosine's projection, hidden layers, what attentive compares */
+    double weighed, sigmoid;                           /* experts' inputs times their weights; the argument of the shared expert's sigmoid */
     double node[MOE_NODE_COUNT], shared[MOE_NODE_COUNT]; /* layers: activations of experts, of the shared expert */
     double q, k, v, mixed;                             /* attention */
+    uint32_t turns;                                    /* and not seen, but kept here: where its table of turns is, MOE_INT_NONE: nowhere yet */
 } moei_int_range;
 
 /* A vector. */
@@ -9654,12 +10014,16 @@ typedef struct moei_maker {
     moei_int_value *values;
     moe_int_op *main_ops, *inner_ops; /* operations name vectors by number until all are placed */
     int inner;              /* appends to the inner operations: those of a mixture */
+    int in_block;           /* constants are of experts: they go to the blocks */
     uint32_t clock;
     uint32_t *entering;     /* [modules + 1] the vector that enters each module */
     size_t module, fused;   /* the module at work; the activation that a product has taken over, 0: none */
     moe_buffer pieces;      /* constants of a mixture's experts: all experts' first product, then all their second, ... */
     size_t piece[MOEI_INT_PIECES], n_pieces; /* bytes of one expert's */
     size_t multiplications, counted; /* of the model; those of operations since `counted` was set to 0 */
+    int weights;            /* MOE_WEIGHTS_ of the matrix at work */
+    uint32_t rows;          /* constants of the embedding; what a row's scale is multiplied by to give its factor */
+    double rows_unit;
 } moei_maker;
 
 static void moei_maker_fail(moei_maker *m, moe_status status) {
@@ -9726,7 +10090,7 @@ static void moei_op_append(moei_maker *m, moe_int_op op, uint32_t in, uint32_t o
 
 /* Appends constants to a buffer, whose size stays a multiple of 4; where they begin. */
 static uint32_t moei_constants(moei_maker *m, moe_buffer *buffer, const void *bytes, size_t size) {
-    static const unsigned char zeros[4];
+    static const unsigned char zeros[4] = {0, 0, 0, 0};
     const size_t at = buffer->size;
     moe_status status = m->status;
     if (status == MOE_OK) status = moei_buffer_write(buffer, bytes, size);
@@ -9738,6 +10102,10 @@ static uint32_t moei_constants(moei_maker *m, moe_buffer *buffer, const void *by
 
 static void moei_put_16_le(unsigned char *p, int32_t v) {
     p[0] = (unsigned char)((uint32_t)v & 255u), p[1] = (unsigned char)((uint32_t)v >> 8 & 255u);
+}
+
+static void moei_put_32_le(unsigned char *p, int32_t v) {
+    moei_put_16_le(p, v), moei_put_16_le(p + 2, (int32_t)((uint32_t)v >> 16));
 }
 
 /* The nearest integer, within +-limit. */
@@ -9851,7 +10219,7 @@ static double moei_int4_most(size_t k) {
 static double moei_int_row(const moei_maker *m, const moe_real *w, size_t k, double bias, double in_scale) {
     double scale = 0, least = fabs(bias) / (in_scale * 268435456.0);
     size_t p;
-    if (m->config->weights == MOE_WEIGHTS_INT8) scale = (double)moei_weight_scale(MOE_TYPE_Q8, k, w);
+    if (m->weights == MOE_WEIGHTS_INT8) scale = (double)moei_weight_scale(MOE_TYPE_Q8, k, w);
     else {
         for (p = 0; p < k; p += MOEI_INT_BLOCK) {
             const double block = moei_int4_scale(k - p < MOEI_INT_BLOCK ? k - p : (size_t)MOEI_INT_BLOCK, w + p);
@@ -9904,13 +10272,13 @@ static void moei_int_row_levels(const moei_maker *m, const moei_int_matrix *x, c
     for (b = 0; b < l->blocks; b++) {
         const size_t from = b * MOEI_INT_BLOCK, end = from + MOEI_INT_BLOCK < x->k ? from + MOEI_INT_BLOCK : x->k;
         double scale = row;
-        if (m->config->weights == MOE_WEIGHTS_INT4) {
+        if (m->weights == MOE_WEIGHTS_INT4) {
             l->block[j * l->blocks + b] = (uint16_t)moei_nearest(row > 0 ? moei_int4_scale(end - from, w + from) / row : 0, 65535);
             scale = row * l->block[j * l->blocks + b];
         }
         for (p = from; p < end; p++) {
             double level = scale > 0 ? (double)w[p] / scale : 0;
-            if (m->config->weights == MOE_WEIGHTS_INT8) l->level[j * x->k + p] = (signed char)(scale > 0 ? moei_level_of(MOE_TYPE_Q8, w[p], (moe_real)scale) : 0);
+            if (m->weights == MOE_WEIGHTS_INT8) l->level[j * x->k + p] = (signed char)(scale > 0 ? moei_level_of(MOE_TYPE_Q8, w[p], (moe_real)scale) : 0);
             else l->level[j * x->k + p] = (signed char)(level < -8 ? -8 : moei_nearest(level < 7 ? level : 7, 8));
         }
     }
@@ -9919,7 +10287,7 @@ static void moei_int_row_levels(const moei_maker *m, const moei_int_matrix *x, c
 /* Packs all matrices into buffer, one after the other: sum * factor stands for real * unit, where unit is 2^bits / the result's scale. Returns where they
    begin, and *size the bytes of one. */
 static uint32_t moei_matrix_pack(moei_maker *m, const moei_int_matrix *x, moei_int_levels *l, double in_scale, double unit, moe_buffer *buffer, size_t *size) {
-    const int int8 = m->config->weights == MOE_WEIGHTS_INT8;
+    const int int8 = m->weights == MOE_WEIGHTS_INT8;
     const uint32_t at = (uint32_t)buffer->size;
     unsigned char *bytes;
     size_t e, j;
@@ -9936,6 +10304,7 @@ static uint32_t moei_matrix_pack(moei_maker *m, const moei_int_matrix *x, moei_i
             moei_int_row_levels(m, x, x->w + i * x->k, l->row[i], l, j);
             l->bias[j] = x->bias != NULL && one > 0 ? moei_nearest((double)x->bias[i] / one, 536870911) : 0;
             l->factor[j] = (int16_t)moei_nearest(one * unit, 32767);
+            if (l->factor[j] > 0) l->bias[j] += 32768 / l->factor[j]; /* what >> 16 drops is rounded, not cut off */
         }
         status = int8 ? moe_int8_pack(x->n, x->k, l->level, x->k, l->bias, l->factor, bytes)
                       : moe_int4_pack(x->n, x->k, l->level, x->k, l->bias, l->factor, l->block, bytes);
@@ -9950,7 +10319,7 @@ static uint32_t moei_matrix_pack(moei_maker *m, const moei_int_matrix *x, moei_i
 static uint32_t moei_product_constants(moei_maker *m, const moei_int_matrix *x, moei_int_levels *l, double in_scale, double unit) {
     size_t size, at = 0, i;
     m->counted += x->n * x->k;
-    if (!m->inner || x->count == 1) return moei_matrix_pack(m, x, l, in_scale, unit, &m->made.weights, &size);
+    if (!m->in_block) return moei_matrix_pack(m, x, l, in_scale, unit, &m->made.weights, &size);
     (void)moei_matrix_pack(m, x, l, in_scale, unit, &m->pieces, &size);
     for (i = 0; i < m->n_pieces; i++) at += m->piece[i];
     m->piece[m->n_pieces++] = size;
@@ -9975,7 +10344,7 @@ static uint32_t moei_product(moei_maker *m, const moei_int_matrix *x, uint32_t i
     }
     shift = moei_shift_for(in_scale * l.most / scale, 16, 15);
     out = moei_value_new(m, x->n, limit, scale, range);
-    op = moei_op(m->config->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8 : moe_int_op_int4, x->n, x->k, relu ? 0 : -limit, limit, shift < 0 ? 0 : shift);
+    op = moei_op(m->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8 : moe_int_op_int4, x->n, x->k, relu ? 0 : -limit, limit, shift < 0 ? 0 : shift);
     op.at = moei_product_constants(m, x, &l, in_scale, ldexp(1.0, 16 + op.shape.shift) / scale);
     moei_int_levels_free(m, x, &l);
     moei_op_append(m, op, in, in, out);
@@ -9988,7 +10357,7 @@ static void moei_product_add(moei_maker *m, const moei_int_matrix *x, uint32_t i
     moe_int_op op;
     if (m->status != MOE_OK) return;
     moei_int_levels_begin(m, x, m->values[in].scale, &l);
-    op = moei_op(m->config->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8_add : moe_int_op_int4_add, x->n, x->k, 0, 0, 0);
+    op = moei_op(m->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8_add : moe_int_op_int4_add, x->n, x->k, 0, 0, 0);
     op.at = moei_product_constants(m, x, &l, m->values[in].scale, ldexp(1.0, 17 + bits + shift) / scale);
     moei_int_levels_free(m, x, &l);
     moei_op_append(m, op, in, in, sum);
@@ -10007,6 +10376,8 @@ static double moei_matrix_most(moei_maker *m, const moei_int_matrix *x, double i
 
 /* ---- elementwise operations ---- */
 
+enum { MOEI_SOFTPLUS = MOE_ACT_COUNT }; /* one more that curves can be */
+
 /* y = act(x), x wide. The curve's points are act at 65 places. */
 static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, double scale, double range) {
     const double fine = limit == MOEI_NARROW ? 256 : 1;
@@ -10017,7 +10388,8 @@ static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, doubl
     if (m->status != MOE_OK) return 0;
     for (i = 0; i <= 64; i++) {
         moe_real x = (moe_real)((double)(i * 1024 - 32768) * m->values[in].scale), y;
-        moe_activate(NULL, act, 1, &x, &y);
+        if (act == MOEI_SOFTPLUS) y = moe_softplus(x);
+        else moe_activate(NULL, act, 1, &x, &y);
         moei_put_16_le(points + 2 * i, moei_nearest((double)y / (scale > 0 ? scale : 1) * fine, 32767));
     }
     out = moei_value_new(m, m->values[in].width, limit, scale, range);
@@ -10069,6 +10441,7 @@ static uint32_t moei_added(moei_maker *m, uint32_t a, uint32_t b, double range) 
 /* Where the last product of an expert goes: into a sum, or, with sum = MOE_INT_NONE, into a vector of its own. */
 typedef struct moei_int_target {
     uint32_t sum;
+    int finely; /* by way of a vector, whose levels are finer than what a product can add */
     int bits, shift, limit;
     double scale, range;
 } moei_int_target;
@@ -10085,9 +10458,11 @@ static int moei_step_is_relu(const moei_chain *chain, const moei_step *step) {
     return chain->act == MOE_ACT_RELU && step[1].op == MOEI_STEP_ACT && step[1].from == step->to && step + 1 < chain->expert->steps + chain->expert->n_steps;
 }
 
-/* The operations of one kind of experts but the last; what that reads. x is narrow. */
-static uint32_t moei_expert_hidden(moei_maker *m, const moei_chain *chain, size_t count, uint32_t x, const double *range) {
-    uint32_t node[MOE_NODE_COUNT], from = x;
+/* The operations of one kind of experts but the last; what that reads. x is narrow. node receives the vectors of all activations; chain->needed names
+   those that must be there. */
+static uint32_t moei_expert_hidden(moei_maker *m, const moei_chain *chain, size_t count, uint32_t x, const double *range, uint32_t *node) {
+    const int fuses = moei_scored_node(&chain->layer->config) != MOE_NODE_GATE; /* the product itself is not looked at */
+    uint32_t from = x;
     int i, j;
     for (i = 0; i < MOE_NODE_COUNT; i++) node[i] = MOE_INT_NONE;
     for (i = 0; i < chain->expert->n_steps - 1; i++) {
@@ -10101,7 +10476,7 @@ static uint32_t moei_expert_hidden(moei_maker *m, const moei_chain *chain, size_
         else {
             w = moei_int_matrix_of(chain->layer->tensors[step->weight], step->bias < 0 ? NULL : chain->layer->tensors[step->bias], count,
                                    chain->width[step->to], moei_from_width(chain, step->from));
-            if (moei_step_is_relu(chain, step)) node[step[1].to] = moei_product(m, &w, from, MOEI_NARROW, 1, range[step[1].to], 0);
+            if (fuses && moei_step_is_relu(chain, step)) node[step[1].to] = moei_product(m, &w, from, MOEI_NARROW, 1, range[step[1].to], 0);
             else node[step->to] = moei_product(m, &w, from, step->to == MOE_NODE_LOW ? MOEI_NARROW : MOEI_WIDE, 0, range[step->to], 0);
         }
     }
@@ -10109,10 +10484,38 @@ static uint32_t moei_expert_hidden(moei_maker *m, const moei_chain *chain, size_
     return j == MOEI_X ? x : node[j];
 }
 
-/* All operations of one kind of experts. */
-static uint32_t moei_expert_ops(moei_maker *m, const moei_chain *chain, size_t count, uint32_t hidden, const moei_int_target *to) {
+/* The least scale of a wide vector for W x + b with results up to range. */
+static double moei_wide_scale(moei_maker *m, const moei_int_matrix *x, double in_scale, double range) {
+    const double scale = range * 1.25 / MOEI_WIDE, finest = moei_matrix_most(m, x, in_scale) / 0.49;
+    return scale > finest ? scale : finest > 0 ? finest : 1;
+}
+
+/* How far weight * level of a vector whose scale is at least `least` is shifted to be in the sum's units; negative: these are too fine. */
+static int moei_sum_shift(const moei_int_target *to, int bits, double least) {
+    const int shift = (int)floor(log(ldexp(to->scale, 15 - bits - to->shift) / least) / log(2.0));
+    return shift < 30 ? shift : 30;
+}
+
+/* sum += weight (W x + b), by way of a wide vector, which is returned. */
+static uint32_t moei_product_finely(moei_maker *m, const moei_int_matrix *x, uint32_t in, const moei_int_target *to, double range) {
+    uint32_t y;
+    int shift;
+    if (m->status != MOE_OK) return 0;
+    shift = moei_sum_shift(to, to->bits, moei_wide_scale(m, x, m->values[in].scale, range));
+    if (shift < 0) {
+        moei_maker_fail(m, MOE_ERR_OVERFLOW);
+        return 0;
+    }
+    y = moei_product(m, x, in, MOEI_WIDE, 0, range, ldexp(to->scale, 15 - to->bits - to->shift - shift));
+    moei_op_append(m, moei_op(moe_int_op_accumulate, x->n, 0, 0, 0, shift), y, y, to->sum);
+    return y;
+}
+
+/* All operations of one kind of experts. range: of their outputs. */
+static uint32_t moei_expert_ops(moei_maker *m, const moei_chain *chain, size_t count, uint32_t hidden, const moei_int_target *to, double range) {
     moei_int_matrix last = moei_last_matrix(chain, count);
     if (to->sum == MOE_INT_NONE) return moei_product(m, &last, hidden, to->limit, 0, to->range, 0);
+    if (to->finely) return moei_product_finely(m, &last, hidden, to, range);
     moei_product_add(m, &last, hidden, to->bits, to->scale, to->shift, to->sum);
     return to->sum;
 }
@@ -10139,82 +10542,453 @@ static int moei_is_around(const moe_net *net, size_t i) {
     return 0;
 }
 
+/* Whether a mixture reads more of its input than products do. */
+static int moei_mixture_reads_wide(const moe_layer_config *c) {
+    return c->router.input == MOE_INPUT_SCALED_RMS || c->router.input == MOE_INPUT_ADAPTIVE_CLUSTERING || c->router.grap_cosine ||
+           (c->router.score == MOE_SCORE_COSINE && c->router.cosine_dim == 0 && !c->router.cosine_keep_length) || c->router.apply_to == MOE_APPLY_INPUT ||
+           c->add_input;
+}
+
 /* Whether what enters module i is read as a narrow vector only: by products, and by no residual. */
 static int moei_reads_narrow(const moe_net *net, size_t i) {
     int kind;
     if (i >= net->n_modules || moei_is_around(net, i)) return 0;
     kind = net->modules[i].kind;
+    if (kind == MOE_MODULE_MIXTURE && moei_mixture_reads_wide(&net->modules[i].layer.config)) return 0;
     return kind == MOE_MODULE_LINEAR || kind == MOE_MODULE_MIXTURE || kind == MOE_MODULE_FEED_FORWARD || kind == MOE_MODULE_ATTENTION ||
            kind == MOE_MODULE_TIED;
 }
 
-/* What the integers cannot say. */
-static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c) {
+/* The exponent of a power of two. */
+static int moei_exponent(double power) {
+    int exponent;
+    (void)frexp(power, &exponent);
+    return exponent - 1;
+}
+
+/* ---- scores ---- */
+
+/* What scores are made of. */
+typedef struct moei_scoring {
+    const moe_layer *layer;
+    moe_router_config now;      /* at the step of its state */
+    const moei_int_range *range;
+    moe_int_router_plan plan;
+    uint32_t entering;          /* the module's input as it is, wide or narrow */
+    uint32_t expert, n_expert;  /* scores that read experts: the operations of one, and its activations */
+    uint32_t node[MOE_NODE_COUNT];
+    double output_scale, output_unit; /* the last product's t: real = t * output_unit; what a wide vector of it wants */
+    uint32_t begun;             /* the clock at the mixture's beginning */
+    uint32_t n_list;            /* operations that follow the list: those that run for each expert */
+} moei_scoring;
+
+/* The router's configuration at the step of its state: K, temperatures and selection may have schedules. */
+static moe_router_config moei_router_now(const moe_layer *layer, int *frozen) {
+    const moe_router router = moei_layer_router(layer);
+    moei_pass pass;
+    memset(&pass, 0, sizeof pass);
+    pass.router = &router, pass.c = &router.config;
+    moei_schedule(&pass);
+    if (frozen != NULL) *frozen = pass.frozen;
+    return pass.effective;
+}
+
+/* A copy [n,k] of a matrix, its columns times gain (NULL: 1), for scores to work on; w NULL: zeros. NULL after a failure. */
+static moe_real *moei_router_matrix(moei_maker *m, const moe_real *w, const moe_real *gain, size_t n, size_t k) {
+    moe_real *copy;
+    size_t i, p;
+    if (m->status != MOE_OK) return NULL;
+    copy = (moe_real *)moei_alloc(&m->made.allocator, n * k, sizeof *copy);
+    if (copy == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    for (i = 0; i < n && w != NULL && copy != NULL; i++)
+        for (p = 0; p < k; p++) copy[i * k + p] = w[i * k + p] * (gain != NULL ? gain[p] : MOEI_R(1.0));
+    return copy;
+}
+
+static void moei_router_matrix_free(moei_maker *m, moe_real *w, size_t n, size_t k) { moei_free(&m->made.allocator, w, n * k * sizeof *w); }
+
+/* The plan of a router for logits up to `most`, its constants to table where that is not NULL; a refusal names the module. */
+static void moei_router_plan(moei_maker *m, const moe_layer *layer, double most, unsigned char *table, moe_int_router_plan *plan) {
+    moe_error why;
+    moe_status status;
+    if (m->status != MOE_OK) return;
+    status = moe_int_router_plan_make(&layer->config.router, layer->tensors, (moe_real)most, table, table != NULL ? plan->table_size : 0, plan, &why);
+    if (status != MOE_OK) MOEI_MAKER_REFUSE(m, status, "module %z: %s", m->module, why.message);
+}
+
+/* The router's plan for logits as large as calibration saw, in units of at least `finest`. */
+static void moei_mixture_plan(moei_maker *m, moei_scoring *s, double finest) {
+    double most = s->range->z > 0 ? s->range->z : 1;
+    unsigned char *table;
+    int tries;
+    for (tries = 0; tries < 64 && m->status == MOE_OK; tries++, most *= 2) {
+        moei_router_plan(m, s->layer, most, NULL, &s->plan);
+        if ((double)s->plan.z_scale >= finest) break;
+    }
+    if (m->status == MOE_OK && (double)s->plan.z_scale < finest) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    if (m->status != MOE_OK || s->plan.table_size == 0) return;
+    table = (unsigned char *)moei_alloc(&m->made.allocator, s->plan.table_size, 1);
+    if (table == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    else moei_router_plan(m, s->layer, most, table, &s->plan);
+    if (m->status == MOE_OK) moe_int_router_move(&s->plan.router, moei_constants(m, &m->made.weights, table, s->plan.table_size));
+    moei_free(&m->made.allocator, table, s->plan.table_size);
+}
+
+/* z = W v + b in the units that the router wants; w [E,k]. */
+static uint32_t moei_logits_product(moei_maker *m, moei_scoring *s, const moe_real *w, const moe_real *bias, size_t k, uint32_t in) {
+    const moei_int_matrix x = moei_int_matrix_of(w, bias, 1, (size_t)s->now.n_experts, k);
+    if (m->status != MOE_OK) return 0;
+    moei_mixture_plan(m, s, moei_matrix_most(m, &x, m->values[in].scale) / 0.49);
+    return moei_product(m, &x, in, MOEI_WIDE, 0, s->range->z, m->status == MOE_OK ? (double)s->plan.z_scale : 1);
+}
+
+/* y = x / sqrt(x . x + least), narrow; range: the largest component. x is made coarser where `least` would not fit its levels. */
+static uint32_t moei_unit(moei_maker *m, uint32_t x, double least, double range) {
+    double scale = (range > 0.01 && range < 0.9 ? range * 1.1 : range < 0.9 ? 0.01 : 1) / MOEI_NARROW;
+    moe_int_op op;
+    uint32_t y;
+    int shift = 0;
+    if (m->status == MOE_OK && least / 4e9 > m->values[x].scale * m->values[x].scale) x = moei_rescale(m, x, MOEI_WIDE, sqrt(least / 4e9));
+    if (m->status != MOE_OK) return 0;
+    while (ldexp(1 / scale, shift + 1) <= 32767) shift++;
+    y = moei_value_new(m, m->values[x].width, MOEI_NARROW, scale, range);
+    op = moei_op(moe_int_op_unit, m->values[x].width, 0, -MOEI_NARROW, MOEI_NARROW, shift);
+    op.factor = (int16_t)moei_nearest(ldexp(1 / scale, shift), 32767);
+    op.at = (uint32_t)floor(least / (m->values[x].scale * m->values[x].scale) + 0.5);
+    moei_op_append(m, op, x, x, y);
+    return y;
+}
+
+/* Rows of numbers as int16 of that unit, each padded to a multiple of 4; where they begin. */
+static uint32_t moei_int16_rows(moei_maker *m, const moe_real *w, size_t n, size_t k, double unit) {
+    const size_t width = (k + 3) / 4 * 4;
+    unsigned char *bytes;
+    uint32_t at;
+    size_t i, p;
+    if (m->status != MOE_OK) return 0;
+    bytes = (unsigned char *)moei_alloc(&m->made.allocator, n, width * 2);
+    if (bytes == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    for (i = 0; i < n && bytes != NULL; i++)
+        for (p = 0; p < k; p++) moei_put_16_le(bytes + (i * width + p) * 2, moei_nearest((double)w[i * k + p] / unit, 32000));
+    at = moei_constants(m, &m->made.weights, bytes, n * width * 2);
+    moei_free(&m->made.allocator, bytes, n * width * 2);
+    return at;
+}
+
+/* u = m_k * x with the table of running (or random) weights, whose unit is free: it gives u the scale that u shall have. */
+static uint32_t moei_clustered(moei_maker *m, const moei_scoring *s, int limit) {
+    const size_t previous = moei_previous_mixture(m->net, m->module), d = (size_t)s->now.d_model, n = (size_t)s->now.n_experts;
+    const moe_real *table = s->layer->tensors[MOE_ROUTER_AC_RUNNING];
+    double scale = s->range->u / (limit == MOEI_NARROW ? limit : limit / 1.25), most = 1, unit, in_scale;
+    size_t index = 0, i;
+    uint32_t u;
+    moe_int_op op = moei_op(moe_int_op_cluster, d, 0, -limit, limit, 0);
+    if (m->status != MOE_OK) return 0;
+    in_scale = m->values[s->entering].scale;
+    for (i = 0; i < n * d; i++)
+        if (fabs((double)table[i]) > most) most = fabs((double)table[i]);
+    if (!(scale > in_scale * most / 32000)) scale = in_scale * most / 32000;
+    while (op.shape.shift < 30 && scale / ldexp(in_scale, op.shape.shift + 1) >= most / 32000) op.shape.shift++;
+    unit = scale / ldexp(in_scale, op.shape.shift);
+    op.at = moei_int16_rows(m, table, n, d, unit);
+    for (i = 0; i < previous; i++) index += m->net->modules[i].kind == MOE_MODULE_MIXTURE;
+    u = moei_value_new(m, d, limit, scale, s->range->u);
+    op.factor = (int16_t)moei_nearest(1 / unit, 32000), op.factor2 = (int16_t)s->now.ac_mix, op.index = (uint16_t)index;
+    moei_op_append(m, op, s->entering, m->made.mixtures[index].choices, u);
+    return u;
+}
+
+/* The router's input. It may lack a gain on each feature, which is then the next matrix's matter. limit WIDE: as fine as it is to be had. */
+static uint32_t moei_router_input(moei_maker *m, const moei_scoring *s, int limit, const moe_real **gain) {
+    *gain = NULL;
+    if (s->now.input == MOE_INPUT_ADAPTIVE_CLUSTERING) return moei_clustered(m, s, limit);
+    if (s->now.input == MOE_INPUT_SCALED_RMS) {
+        *gain = s->layer->tensors[MOE_ROUTER_INPUT_SCALE];
+        return moei_unit(m, s->entering, 1e-6 * (double)s->now.d_model, s->range->unit);
+    }
+    return limit == MOEI_NARROW ? moei_narrowed(m, s->entering) : s->entering;
+}
+
+/* linear, random */
+static uint32_t moei_logits_linear(moei_maker *m, moei_scoring *s) {
+    const size_t n = (size_t)s->now.n_experts, d = (size_t)s->now.d_model;
+    const moe_real *gain;
+    const uint32_t u = moei_router_input(m, s, MOEI_NARROW, &gain);
+    moe_real *w = moei_router_matrix(m, s->layer->tensors[MOE_ROUTER_WEIGHT], gain, n, d);
+    const uint32_t z = moei_logits_product(m, s, w, s->layer->tensors[MOE_ROUTER_BIAS], d, u);
+    moei_router_matrix_free(m, w, n, d);
+    return z;
+}
+
+/* act(W1 u + b1), narrow */
+static uint32_t moei_router_hidden_ops(moei_maker *m, moei_scoring *s, size_t h) {
+    const size_t d = (size_t)s->now.d_model;
+    const int relu = s->now.router_act == MOE_ACT_RELU;
+    const moe_real *gain;
+    const uint32_t u = moei_router_input(m, s, MOEI_NARROW, &gain);
+    moe_real *w = moei_router_matrix(m, s->layer->tensors[MOE_ROUTER_FC1_WEIGHT], gain, h, d);
+    const moei_int_matrix x = moei_int_matrix_of(w, s->layer->tensors[MOE_ROUTER_FC1_BIAS], 1, h, d);
+    uint32_t v = moei_product(m, &x, u, relu ? MOEI_NARROW : MOEI_WIDE, relu, relu ? s->range->hidden_act : s->range->hidden, 0);
+    moei_router_matrix_free(m, w, h, d);
+    if (!relu) v = moei_curve(m, s->now.router_act, v, MOEI_NARROW, s->range->hidden_act / MOEI_NARROW, s->range->hidden_act);
+    return v;
+}
+
+static uint32_t moei_logits_mlp(moei_maker *m, moei_scoring *s) {
+    const size_t h = moei_router_hidden(&s->now);
+    const uint32_t v = moei_router_hidden_ops(m, s, h);
+    return moei_logits_product(m, s, s->layer->tensors[MOE_ROUTER_FC2_WEIGHT], s->layer->tensors[MOE_ROUTER_FC2_BIAS], h, v);
+}
+
+/* What cosines compare: u, or its projection. */
+static uint32_t moei_compared(moei_maker *m, const moei_scoring *s, int limit, size_t r) {
+    const size_t d = (size_t)s->now.d_model;
+    const int projects = s->now.score == MOE_SCORE_COSINE && s->now.cosine_dim > 0;
+    const moe_real *gain;
+    uint32_t u = moei_router_input(m, s, projects ? MOEI_NARROW : limit, &gain), v;
+    moe_real *w;
+    moei_int_matrix x;
+    size_t q;
+    if (!projects && gain == NULL) return u;
+    w = moei_router_matrix(m, projects ? s->layer->tensors[MOE_ROUTER_PROJECTION] : NULL, gain, r, d);
+    for (q = 0; q < d && !projects && w != NULL; q++) w[q * d + q] = gain[q];
+    x = moei_int_matrix_of(w, NULL, 1, r, d);
+    v = moei_product(m, &x, u, limit, 0, s->range->projected, 0);
+    moei_router_matrix_free(m, w, r, d);
+    return v;
+}
+
+static uint32_t moei_logits_cosine(moei_maker *m, moei_scoring *s) {
+    const size_t n = (size_t)s->now.n_experts, r = (size_t)(s->now.cosine_dim > 0 ? s->now.cosine_dim : s->now.d_model);
+    const double tau = (double)(s->now.cosine_learn_tau ? s->layer->tensors[MOE_ROUTER_TEMPERATURE][0] : s->now.cosine_tau);
+    uint32_t v = moei_compared(m, s, s->now.cosine_keep_length ? MOEI_NARROW : MOEI_WIDE, r), z;
+    moe_real *w;
+    size_t e, q;
+    if (!s->now.cosine_keep_length) v = moei_unit(m, v, 0, s->range->unit);
+    w = moei_router_matrix(m, s->layer->tensors[MOE_ROUTER_WEIGHT], NULL, n, r);
+    for (e = 0; e < n && w != NULL; e++) {
+        const moe_real inverse = moei_inverse_length(s->layer->kernels, w + e * r, r);
+        for (q = 0; q < r; q++) w[e * r + q] = (moe_real)((double)(w[e * r + q] * inverse) / tau);
+    }
+    z = moei_logits_product(m, s, w, NULL, r, v);
+    moei_router_matrix_free(m, w, n, r);
+    return z;
+}
+
+/* Sums of blocks, as a matrix. */
+static uint32_t moei_logits_grap(moei_maker *m, moei_scoring *s) {
+    const size_t n = (size_t)s->now.n_experts, d = (size_t)s->now.d_model, block = d / n;
+    const moe_real *gain = NULL, share = (moe_real)(s->now.grap_cosine ? 1 / sqrt((double)block) : 1 / (double)block);
+    uint32_t v = s->now.grap_cosine ? moei_compared(m, s, MOEI_WIDE, d) : moei_router_input(m, s, MOEI_NARROW, &gain), z;
+    moe_real *w = moei_router_matrix(m, NULL, NULL, n, d);
+    size_t q;
+    if (s->now.grap_cosine) v = moei_unit(m, v, 0, s->range->unit);
+    for (q = 0; q < d && w != NULL; q++) w[q / block * d + q] = share * (gain != NULL ? gain[q] : MOEI_R(1.0));
+    z = moei_logits_product(m, s, w, NULL, d, v);
+    moei_router_matrix_free(m, w, n, d);
+    return z;
+}
+
+/* Appends a copy of operation i of the inner ones; it reads and makes the same vectors. */
+static void moei_op_again(moei_maker *m, uint32_t i) {
+    const moe_int_op op = m->inner_ops[i];
+    moei_op_append(m, op, op.in, op.other, op.out);
+}
+
+/* Bytes of a block up to the end of this operation's constants, if it is a product. */
+static size_t moei_op_end(const moei_maker *m, const moe_int_op *op) {
+    if (op->run == moe_int_op_curve || op->run == moe_int_op_multiply) return 0;
+    return op->at + (m->config->weights == MOE_WEIGHTS_INT8 ? moe_int8_size(op->shape.n, op->shape.k) : moe_int4_size(op->shape.n, op->shape.k));
+}
+
+/* The last product of an expert, whose constants are in the units of a sum, into a vector of its own. */
+static uint32_t moei_output_again(moei_maker *m, const moei_scoring *s, uint32_t i) {
+    moe_int_op op = m->inner_ops[i];
+    uint32_t v;
+    op.run = m->config->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8 : moe_int_op_int4;
+    op.shape.low = -MOEI_WIDE, op.shape.high = MOEI_WIDE;
+    while (op.shape.shift < 30 && ldexp(s->output_unit, op.shape.shift) < s->output_scale) op.shape.shift++;
+    v = moei_value_new(m, op.shape.n, MOEI_WIDE, ldexp(s->output_unit, op.shape.shift), s->range->node[MOE_NODE_OUTPUT]);
+    moei_op_append(m, op, op.in, op.in, v);
+    return v;
+}
+
+/* The operations that make a scored activation, again behind the list; its vector. *bytes: how much of a block they read. */
+static uint32_t moei_node_again(moei_maker *m, const moei_scoring *s, int scored, size_t *bytes) {
+    const int output = s->node[scored] == MOE_INT_NONE;
+    const uint32_t last = s->expert + s->n_expert - 1;
+    uint32_t wanted[2 * MOEI_MAX_STEPS], n_wanted = 0, i, j, v = MOE_INT_NONE;
+    unsigned run = 0;
+    if (m->status != MOE_OK) return 0;
+    wanted[n_wanted++] = output ? m->inner_ops[last].in : s->node[scored];
+    for (i = last; i-- > s->expert;)
+        for (j = 0; j < n_wanted; j++) {
+            if (m->inner_ops[i].out != wanted[j] || (run >> (i - s->expert) & 1u)) continue;
+            run |= 1u << (i - s->expert);
+            wanted[n_wanted++] = m->inner_ops[i].in;
+            if (m->inner_ops[i].run == moe_int_op_multiply) wanted[n_wanted++] = m->inner_ops[i].other;
+        }
+    for (i = s->expert; i < last && m->status == MOE_OK; i++) {
+        if (!(run >> (i - s->expert) & 1u)) continue;
+        if (moei_op_end(m, &m->inner_ops[i]) > *bytes) *bytes = moei_op_end(m, &m->inner_ops[i]);
+        moei_op_again(m, i);
+    }
+    if (!output) return s->node[scored];
+    if (m->status == MOE_OK && moei_op_end(m, &m->inner_ops[last]) > *bytes) *bytes = moei_op_end(m, &m->inner_ops[last]);
+    v = m->status == MOE_OK ? moei_output_again(m, s, last) : 0;
+    return v;
+}
+
+/* z_e = factor * measure of an activation of every expert. other: what match compares it with. */
+static uint32_t moei_logits_measured(moei_maker *m, moei_scoring *s, void (*measure)(const moe_int_op *op, moe_int_run *run), double most_levels, double factor,
+                                     uint32_t other) {
+    const int scored = moei_scored_node(&s->layer->config);
+    const uint32_t at = (uint32_t)moei_list_length(m->inner_ops);
+    const uint32_t z = moei_value_new(m, (size_t)s->now.n_experts, MOEI_WIDE, (double)s->plan.z_scale, s->range->z);
+    moe_int_op op = moei_op(measure, 0, 0, -MOEI_WIDE, MOEI_WIDE, 0), *made;
+    size_t bytes = 0, i;
+    uint32_t v;
+    int shift;
+    moei_op_append(m, op, z, z, z); /* what it reads is known further down */
+    v = moei_node_again(m, s, scored, &bytes);
+    if (s->now.score == MOE_SCORE_COMPETITION && m->status == MOE_OK) {
+        const double most = (double)moe_softplus((moe_real)s->range->node[MOE_NODE_OUTPUT]);
+        v = moei_curve(m, MOEI_SOFTPLUS, v, MOEI_WIDE, most * 1.1 / MOEI_WIDE, most);
+    }
+    if (m->status != MOE_OK) return 0;
+    made = &m->inner_ops[at];
+    made->in = v, made->other = other != MOE_INT_NONE ? other : v;
+    moei_value_use(m, v), moei_value_use(m, made->other), moei_value_use(m, z);
+    while (made->factor2 < 14 && ldexp(most_levels, made->factor2 + 1) < 2147483000.0) made->factor2++;
+    factor *= ldexp(m->values[v].scale, -made->factor2) / (double)s->plan.z_scale;
+    shift = moei_shift_for(factor, 16, 14);
+    if (shift < 0) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    made->factor = (int16_t)moei_nearest(ldexp(factor, 16 + shift), 32767);
+    made->shape.n = (uint16_t)m->values[v].width, made->shape.shift = (uint8_t)(shift < 0 ? 0 : shift);
+    s->n_list = (uint32_t)moei_list_length(m->inner_ops) - at - 1;
+    for (i = at + 1; i < moei_list_length(m->inner_ops); i++)
+        if (moei_op_end(m, &m->inner_ops[i]) > 0) m->counted += (size_t)s->now.n_experts * m->inner_ops[i].shape.n * m->inner_ops[i].shape.k;
+    made->shape.k = (uint16_t)s->n_list, made->at = (uint32_t)bytes, made->index = (uint16_t)moei_list_length(m->made.mixtures);
+    return z;
+}
+
+static uint32_t moei_logits_norm(moei_maker *m, moei_scoring *s) {
+    const int scored = moei_scored_node(&s->layer->config);
+    const double limit = m->status != MOE_OK || scored == MOE_NODE_OUTPUT ? MOEI_WIDE : m->values[s->node[scored]].limit;
+    const double n = (double)(scored == MOE_NODE_OUTPUT ? s->layer->config.d_out : scored == MOE_NODE_LOW ? s->layer->config.d_low : s->layer->config.d_ff);
+    if (s->now.norm_order == MOE_NORM_L1) return moei_logits_measured(m, s, moe_int_op_norm_l1, n * limit, 1, MOE_INT_NONE);
+    if (s->now.norm_order == MOE_NORM_LINF) return moei_logits_measured(m, s, moe_int_op_norm_linf, limit, 1, MOE_INT_NONE);
+    return moei_logits_measured(m, s, moe_int_op_norm_l2, sqrt(n) * limit, 1, MOE_INT_NONE);
+}
+
+static uint32_t moei_logits_competition(moei_maker *m, moei_scoring *s) {
+    const double n = (double)s->layer->config.d_out;
+    return moei_logits_measured(m, s, moe_int_op_norm_l1, n * MOEI_WIDE, 1 / n, MOE_INT_NONE);
+}
+
+/* (W_K^T W_Q h_g) . h_e / sqrt(h): the two matrices are one. */
+static uint32_t moei_logits_attentive(moei_maker *m, moei_scoring *s) {
+    const size_t h = moei_router_hidden(&s->now);
+    const uint32_t v = moei_router_hidden_ops(m, s, h);
+    moe_real *w = moei_router_matrix(m, NULL, NULL, h, h);
+    moei_int_matrix x;
+    uint32_t key;
+    size_t i;
+    if (w != NULL)
+        moe_matmul(s->layer->kernels, MOE_MATMUL_TN, MOE_TYPE_REAL, h, h, h, s->layer->tensors[MOE_ROUTER_KEY], h, s->layer->tensors[MOE_ROUTER_QUERY], h, w, h, 0);
+    for (i = 0; i < h * h && w != NULL; i++) w[i] = (moe_real)((double)w[i] / sqrt((double)h));
+    x = moei_int_matrix_of(w, NULL, 1, h, h);
+    key = moei_product(m, &x, v, MOEI_NARROW, 0, s->range->key, 0);
+    moei_router_matrix_free(m, w, h, h);
+    if (m->status != MOE_OK) return 0;
+    return moei_logits_measured(m, s, moe_int_op_match, (double)h * MOEI_NARROW * MOEI_NARROW, m->values[key].scale, key);
+}
+
+/* By score: appends what makes the logits. NULL: it has no integer form. */
+static uint32_t (*const moei_scores_ints[MOE_SCORE_COUNT])(moei_maker *m, moei_scoring *s) = {
+    /* linear, random, mlp, cosine, norm */
+    moei_logits_linear, moei_logits_linear, moei_logits_mlp, moei_logits_cosine, moei_logits_norm,
+    /* grap, attentive, competition, dselect, custom */
+    moei_logits_grap, moei_logits_attentive, moei_logits_competition, NULL, NULL};
+
+/* What the integers cannot say; what the router refuses comes on top. */
+static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int frozen) {
     const size_t i = m->module;
+    const moe_router_config *r = &c->router;
     static const char hint[] = "has no integer form; MOE_WEIGHTS_FLOAT takes it";
-    if (c->add_input) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: add_input = 1 %s", i, hint);
-    if (c->shared_sigmoid) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: shared_sigmoid = 1 %s", i, hint);
-    if (c->router.apply_to != MOE_APPLY_OUTPUT) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: apply_to = input %s", i, hint);
-    if (c->router.input != MOE_INPUT_PLAIN && c->router.input != MOE_INPUT_JITTER)
-        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: input = %s %s", i, moei_input_names[c->router.input], hint);
-    if (c->router.score != MOE_SCORE_LINEAR && c->router.score != MOE_SCORE_RANDOM)
-        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: score = %s %s", i, moei_score_names[c->router.score], hint);
-    if (m->net->d_in > 0 && c->router.select == MOE_SELECT_HASH)
+    if (moei_scores_ints[r->score] == NULL) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: score = %s %s", i, moei_score_names[r->score], hint);
+    if (r->refine != MOE_REFINE_NONE) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: refine = %s %s", i, moei_refine_names[r->refine], hint);
+    if (r->apply_to == MOE_APPLY_INPUT && moei_scored_node(c) >= 0)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: apply_to = input with score = %s %s", i, moei_score_names[r->score], hint);
+    if (r->student && frozen)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: student = 1, past freeze_at, %s", i, hint);
+    if (r->input == MOE_INPUT_ADAPTIVE_CLUSTERING && r->ac_mix > 1) {
+        const moe_router_config *previous = &m->net->modules[moei_previous_mixture(m->net, i)].layer.config.router;
+        if (previous->gate == MOE_GATE_IDENTITY || previous->expert_scale || previous->scale < 0)
+            MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: ac_mix = %d of weights that may be negative %s", i, r->ac_mix, hint);
+    }
+    if (m->net->d_in > 0 && r->select == MOE_SELECT_HASH)
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: select = hash: moe_infer knows ids only where the net reads them (d_in = 0)", i);
 }
 
-/* The router's constants among those of the model. */
-static void moei_mixture_table(moei_maker *m, const moe_layer *layer, double most, moe_int_router_plan *plan) {
-    const moe_allocator *a = &m->made.allocator;
-    unsigned char *table;
-    if (m->status != MOE_OK || plan->table_size == 0) return;
-    table = (unsigned char *)moei_alloc(a, plan->table_size, 1);
-    if (table == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
-    else m->status = moe_int_router_plan_make(&layer->config.router, layer->tensors, (moe_real)most, table, plan->table_size, plan, m->error);
-    if (m->status == MOE_OK) moe_int_router_move(&plan->router, moei_constants(m, &m->made.weights, table, plan->table_size));
-    moei_free(a, table, plan->table_size);
-}
+/* A vector that goes into the sum: the matrix that makes it of what, its largest number, and the power of two of its weight. */
+typedef struct moei_int_part {
+    moei_int_matrix w;
+    double in_scale, range;
+    int bits;
+    size_t most; /* so many of it */
+} moei_int_part;
 
-/* The router, and the logits in the units that it wants of them. */
-static uint32_t moei_mixture_logits(moei_maker *m, const moe_layer *layer, uint32_t x, double range, moe_int_router_plan *plan) {
-    const moe_layer_config *c = &layer->config;
-    moei_int_matrix w = moei_int_matrix_of(layer->tensors[MOE_ROUTER_WEIGHT], c->router.router_bias ? layer->tensors[MOE_ROUTER_BIAS] : NULL, 1,
-                                           (size_t)c->router.n_experts, (size_t)c->router.d_model);
-    double most = range > 0 ? range : 1, finest;
-    int tries;
-    if (m->status != MOE_OK) return 0;
-    finest = moei_matrix_most(m, &w, m->values[x].scale) / 0.49;
-    for (tries = 0; tries < 64 && m->status == MOE_OK; tries++, most *= 2) {
-        m->status = moe_int_router_plan_make(&c->router, layer->tensors, (moe_real)most, NULL, 0, plan, m->error);
-        if (m->status == MOE_OK && (double)plan->z_scale >= finest) break;
+/* The units of a sum of products, to which an input of scale rest_scale (0: none) is added with a weight up to 1: fine, but factors must fit 15 bits and
+   the sum 32. */
+static void moei_target_coarse(moei_maker *m, const moei_int_part *part, size_t n, double rest_scale, moei_int_target *to) {
+    double factor = 2 * rest_scale, bound = rest_scale * MOEI_WIDE;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        const double one = ldexp(moei_matrix_most(m, &part[i].w, part[i].in_scale), 17 + part[i].bits);
+        if (one > factor) factor = one;
+        bound += ldexp(moei_matrix_bound(&part[i].w, part[i].in_scale), part[i].bits) * (double)part[i].most;
     }
-    moei_mixture_table(m, layer, most, plan);
-    return moei_product(m, &w, x, MOEI_WIDE, 0, range, m->status == MOE_OK ? (double)plan->z_scale : 1);
+    if (to->scale < factor / 32767) to->scale = factor / 32767;
+    if (to->scale < bound / 5e8) to->scale = bound / 5e8;
+    to->shift = 15;
+    while (to->shift > 0 && (ldexp(factor / to->scale, to->shift) > 32767 || ldexp(bound / to->scale, to->shift) > 1e9)) to->shift--;
 }
 
-/* The units of the sum: fine, but factors must fit 15 bits and the sum 32. */
-static moei_int_target moei_mixture_target(moei_maker *m, const moei_chain *chain, uint32_t hidden, const moei_chain *shared, double shared_scale, int bits,
-                                           size_t most, int limit, double range) {
-    moei_int_matrix last = moei_last_matrix(chain, (size_t)chain->layer->config.router.n_experts), also;
-    moei_int_target to;
-    double factor = 0, bound = 0;
+/* The units of a sum of wide vectors. */
+static void moei_target_fine(moei_maker *m, const moei_int_part *part, size_t n, double rest_scale, moei_int_target *to) {
+    double bound = rest_scale * MOEI_WIDE, least[2];
+    size_t i;
+    int fits = 0;
+    for (i = 0; i < n; i++) {
+        least[i] = moei_wide_scale(m, &part[i].w, part[i].in_scale, part[i].range);
+        bound += ldexp(least[i] * 2 * MOEI_WIDE, part[i].bits) * (double)part[i].most;
+    }
+    if (to->scale < bound / 5e8) to->scale = bound / 5e8;
+    for (to->shift = 16; to->shift > 0 && !fits;) {
+        to->shift--;
+        fits = ldexp(bound / to->scale, to->shift) <= 1e9 && ldexp(2 * rest_scale / to->scale, to->shift) <= 32767;
+        for (i = 0; i < n; i++) fits &= moei_sum_shift(to, part[i].bits, least[i]) >= 0;
+    }
+    to->finely = fits;
+}
+
+enum { MOEI_SUM_LEVELS = 512 };
+
+/* The units of a mixture's sum. Products add their results to it themselves unless it would have too few levels, the largest result being that many for
+   each expert: all of them round down. */
+static moei_int_target moei_mixture_target(moei_maker *m, const moei_int_part *part, size_t n, int limit, double range, double rest_scale) {
+    moei_int_target to, fine;
     memset(&to, 0, sizeof to);
-    to.bits = bits, to.limit = limit, to.range = range;
+    to.bits = part->bits, to.limit = limit, to.range = range;
     to.scale = limit == MOEI_NARROW ? range / limit : range * 1.25 / limit;
     if (!(to.scale > 0)) to.scale = 1;
+    fine = to;
     if (m->status != MOE_OK) return to;
-    factor = ldexp(moei_matrix_most(m, &last, m->values[hidden].scale), 17 + bits);
-    bound = ldexp(moei_matrix_bound(&last, m->values[hidden].scale), bits) * (double)most;
-    if (shared != NULL) {
-        also = moei_last_matrix(shared, 1);
-        if (ldexp(moei_matrix_most(m, &also, shared_scale), 17) > factor) factor = ldexp(moei_matrix_most(m, &also, shared_scale), 17);
-        bound += moei_matrix_bound(&also, shared_scale);
-    }
-    if (to.scale < factor / 32767) to.scale = factor / 32767;
-    if (to.scale < bound / 5e8) to.scale = bound / 5e8;
-    to.shift = 15;
-    while (to.shift > 0 && (ldexp(factor / to.scale, to.shift) > 32767 || ldexp(bound / to.scale, to.shift) > 1e9)) to.shift--;
-    return to;
+    moei_target_coarse(m, part, n, rest_scale, &to);
+    if (!(range > 0) || ldexp(range / to.scale, to.shift) >= (double)MOEI_SUM_LEVELS * (double)part->most) return to;
+    moei_target_fine(m, part, n, rest_scale, &fine);
+    return fine.finely ? fine : to;
 }
 
 /* The blocks of all experts, from the pieces. */
@@ -10233,69 +11007,164 @@ static void moei_mixture_blocks(moei_maker *m, moe_int_mixture *mixture, size_t 
     m->n_pieces = 0, m->pieces.size = 0;
 }
 
-/* The exponent of a power of two. */
-static int moei_exponent(double power) {
-    int exponent;
-    (void)frexp(power, &exponent);
-    return exponent - 1;
-}
-
 static uint32_t moei_ops_count(const moei_maker *m) { return (uint32_t)moei_list_length(m->inner_ops); }
 
-static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
-    const moe_layer *layer = &module->layer;
-    const moe_layer_config *c = &layer->config;
+/* w x for an expert's input, narrow. */
+static uint32_t moei_weighed(moei_maker *m, uint32_t x, int bits, double range) {
+    moe_int_op op;
+    uint32_t y;
+    double scale = range / MOEI_NARROW, ratio;
+    int shift;
+    if (m->status != MOE_OK) return 0;
+    if (!(scale > ldexp(m->values[x].scale, bits) / 32767)) scale = ldexp(m->values[x].scale, bits) / 32767;
+    ratio = m->values[x].scale / scale;
+    shift = moei_shift_for(ratio, bits, 22);
+    y = moei_value_new(m, m->values[x].width, MOEI_NARROW, scale, range);
+    op = moei_op(moe_int_op_weigh, m->values[x].width, 0, -MOEI_NARROW, MOEI_NARROW, shift < 0 ? 0 : shift);
+    op.factor = (int16_t)moei_nearest(ldexp(ratio, bits + op.shape.shift), 32767);
+    moei_op_append(m, op, x, x, y);
+    return y;
+}
+
+/* 2^bits bounds what add_input leaves for the input: |1 - sum w|. */
+static int moei_rest_bits(const moe_int_mixture *mixture) {
+    const double most = ldexp(mixture->router.most, mixture->weight_bits) - 1;
+    int bits = mixture->weight_bits > 0 ? mixture->weight_bits : 0;
+    while (ldexp(1.0, bits) < most) bits++;
+    return bits;
+}
+
+/* sum += (1 - sum w) x. */
+static void moei_rest(moei_maker *m, const moe_int_mixture *mixture, const moei_int_target *to, uint32_t x) {
+    const int bits = moei_rest_bits(mixture);
+    double ratio;
+    int shift;
+    moe_int_op op;
+    if (m->status != MOE_OK) return;
+    ratio = ldexp(m->values[x].scale, 1 + bits + to->shift) / to->scale;
+    shift = moei_shift_for(ratio, 0, 30);
+    op = moei_op(moe_int_op_rest, m->values[x].width, 0, 0, 0, shift < 0 ? 0 : shift);
+    op.factor = (int16_t)moei_nearest(ldexp(ratio, op.shape.shift), 32767), op.factor2 = (int16_t)(bits - mixture->weight_bits);
+    op.at = (uint32_t)32768 >> bits, op.index = (uint16_t)moei_list_length(m->made.mixtures);
+    moei_op_append(m, op, x, mixture->choices, to->sum);
+}
+
+/* What follows is weighed by sigmoid(v . x). */
+static void moei_shared_sigmoid(moei_maker *m, const moe_layer *layer, uint32_t x, double range) {
+    const moei_int_matrix v = moei_int_matrix_of(layer->tensors[MOE_SHARED_SIGMOID], NULL, 1, 1, (size_t)layer->config.router.d_model);
+    const uint32_t share = moei_curve(m, MOE_ACT_SIGMOID, moei_product(m, &v, x, MOEI_WIDE, 0, range, 0), MOEI_WIDE, 1.0 / 32768, 1);
+    if (m->status == MOE_OK) moei_op_append(m, moei_op(moe_int_op_weight, 1, 0, 0, 0, 0), share, share, share);
+}
+
+/* The operations for the shared expert and for the input that add_input adds. */
+static void moei_mixture_rest(moei_maker *m, const moei_scoring *s, const moei_chain *shared, uint32_t x, moei_int_target to, moe_int_mixture *mixture) {
+    const moe_layer_config *c = &s->layer->config;
+    uint32_t node[MOE_NODE_COUNT];
+    mixture->shared = moei_ops_count(m);
+    to.bits = 0;
+    if (c->n_shared > 0) {
+        const uint32_t hidden = moei_expert_hidden(m, shared, 1, x, s->range->shared, node);
+        if (c->shared_sigmoid) moei_shared_sigmoid(m, s->layer, x, s->range->sigmoid);
+        (void)moei_expert_ops(m, shared, 1, hidden, &to, s->range->shared[MOE_NODE_OUTPUT]);
+    }
+    if (c->add_input) moei_rest(m, mixture, &to, s->entering);
+    mixture->n_shared = moei_ops_count(m) - mixture->shared;
+}
+
+/* The logits, and where their operations are; those that run for each expert are not counted. */
+static void moei_mixture_logits(moei_maker *m, moei_scoring *s, moe_int_mixture *mixture) {
+    mixture->score = moei_ops_count(m);
+    mixture->z = moei_scores_ints[s->now.score](m, s);
+    mixture->n_score = moei_ops_count(m) - mixture->score - s->n_list;
+}
+
+/* The router, and the vectors that it works on. They are there from the beginning: with some scores experts' operations come first in the list, but run
+   again afterwards. */
+static void moei_mixture_router(moei_maker *m, moei_scoring *s, moe_int_mixture *mixture) {
+    mixture->router = s->plan.router;
+    mixture->weight_bits = (int16_t)moei_exponent((double)s->plan.weight_scale);
+    mixture->p = moei_value_wide32(m, mixture->router.scratch);
+    mixture->sum = moei_value_wide32(m, (size_t)s->layer->config.d_out);
+    mixture->choices = moei_value_new(m, 1 + 2 * (size_t)mixture->router.most, MOEI_WIDE, 1, 0);
+    if (m->status != MOE_OK) return;
+    m->values[mixture->choices].last = UINT32_MAX;
+    m->values[mixture->p].made = m->values[mixture->sum].made = m->values[mixture->choices].made = s->begun;
+}
+
+/* The operations of one expert, and with a score that reads experts the router, which is planned between them. */
+static moei_int_target moei_mixture_experts(moei_maker *m, moei_scoring *s, const moei_chain *shared, uint32_t x, int limit, moe_int_mixture *mixture) {
+    const moe_layer_config *c = &s->layer->config;
+    const int scored = moei_scored_node(c), inputs = c->router.apply_to == MOE_APPLY_INPUT;
     const size_t experts = (size_t)c->router.n_experts;
-    moei_chain chain = moei_chain_begin(layer, c->expert), shared;
-    moe_int_router_plan plan;
-    moe_int_router_names names;
+    moei_chain chain = moei_chain_begin(s->layer, c->expert);
+    moei_int_part part[2];
+    moei_int_target to;
+    double rest = 0;
+    uint32_t hidden, out;
+    mixture->expert = s->expert = moei_ops_count(m);
+    m->in_block = 1;
+    chain.needed |= moei_ancestors(chain.expert, scored);
+    hidden = moei_expert_hidden(m, &chain, experts, inputs ? moei_weighed(m, s->entering, mixture->weight_bits, s->range->weighed) : x, s->range->node, s->node);
+    if (scored >= 0) {
+        moei_mixture_plan(m, s, 0);
+        moei_mixture_router(m, s, mixture);
+    }
+    memset(part, 0, sizeof part);
+    part[0].w = moei_last_matrix(&chain, experts), part[0].range = s->range->node[MOE_NODE_OUTPUT];
+    part[0].bits = inputs ? 0 : mixture->weight_bits, part[0].most = mixture->router.most;
+    if (c->n_shared > 0) part[1].w = moei_last_matrix(shared, 1), part[1].range = s->range->shared[MOE_NODE_OUTPUT], part[1].most = 1;
+    if (m->status == MOE_OK) part[0].in_scale = m->values[hidden].scale, rest = c->add_input ? ldexp(m->values[s->entering].scale, moei_rest_bits(mixture)) : 0;
+    part[1].in_scale = s->range->shared[MOE_NODE_PRODUCT] / MOEI_NARROW;
+    to = moei_mixture_target(m, part, c->n_shared > 0 ? 2 : 1, limit, s->range->y, rest);
+    to.sum = mixture->sum;
+    out = moei_expert_ops(m, &chain, experts, hidden, &to, part[0].range);
+    if (to.finely) s->node[MOE_NODE_OUTPUT] = out;
+    mixture->n_expert = s->n_expert = moei_ops_count(m) - mixture->expert;
+    moei_mixture_blocks(m, mixture, experts);
+    m->in_block = 0;
+    s->output_unit = ldexp(to.scale, -(1 + to.bits + to.shift)), s->output_scale = s->range->node[MOE_NODE_OUTPUT] * 1.25 / MOEI_WIDE;
+    return to;
+}
+
+static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const moe_layer_config *c = &module->layer.config;
+    const int reads_experts = moei_scored_node(c) >= 0;
+    moei_chain shared;
+    moei_scoring s;
     moe_int_mixture mixture;
+    moe_int_router_names names;
     moei_int_target to;
     moe_int_op op;
-    uint32_t x = moei_narrowed(m, m->entering[m->module]), begun = m->clock, hidden, out, index;
-    size_t score, expert, most;
+    uint32_t x = moei_narrowed(m, m->entering[m->module]), begun = m->clock, out, index;
+    size_t expert;
     memset(&mixture, 0, sizeof mixture);
-    memset(&plan, 0, sizeof plan);
+    memset(&s, 0, sizeof s);
     memset(&shared, 0, sizeof shared);
-    moei_mixture_supported(m, c);
+    s.begun = begun, s.layer = &module->layer, s.range = range, s.entering = m->entering[m->module];
+    s.now = moei_router_now(s.layer, NULL);
     if (m->status != MOE_OK) return 0;
+    if (c->n_shared > 0) shared = moei_chain_begin(s.layer, MOEI_SHARED);
+    m->multiplications += m->counted;
     m->inner = 1, m->counted = 0;
-    mixture.score = moei_ops_count(m);
-    mixture.z = moei_mixture_logits(m, layer, x, range->z, &plan);
-    mixture.n_score = moei_ops_count(m) - mixture.score;
-    mixture.router = plan.router;
-    most = mixture.router.most;
-    mixture.p = moei_value_wide32(m, mixture.router.scratch);
-    mixture.sum = moei_value_wide32(m, (size_t)c->d_out);
-    mixture.choices = moei_value_new(m, 1 + 2 * most, MOEI_WIDE, 1, 0);
-    if (m->status == MOE_OK) m->values[mixture.choices].last = UINT32_MAX;
-    mixture.weight_bits = (int16_t)moei_exponent((double)plan.weight_scale);
-    score = m->counted, m->counted = 0;
-    mixture.expert = moei_ops_count(m);
-    hidden = moei_expert_hidden(m, &chain, experts, x, range->node);
-    if (c->n_shared > 0) shared = moei_chain_begin(layer, MOEI_SHARED);
-    to = moei_mixture_target(m, &chain, hidden, c->n_shared > 0 ? &shared : NULL, range->shared[MOE_NODE_PRODUCT] / MOEI_NARROW, mixture.weight_bits, most, limit, range->y);
-    to.sum = mixture.sum;
-    (void)moei_expert_ops(m, &chain, experts, hidden, &to);
-    mixture.n_expert = moei_ops_count(m) - mixture.expert;
-    moei_mixture_blocks(m, &mixture, experts);
-    expert = m->counted, m->counted = 0;
-    mixture.shared = moei_ops_count(m);
-    if (c->n_shared > 0) {
-        to.bits = 0;
-        (void)moei_expert_ops(m, &shared, 1, moei_expert_hidden(m, &shared, 1, x, range->shared), &to);
+    if (!reads_experts) {
+        moei_mixture_logits(m, &s, &mixture);
+        moei_mixture_router(m, &s, &mixture);
     }
-    mixture.n_shared = moei_ops_count(m) - mixture.shared;
-    m->multiplications += score + most * expert + m->counted;
+    m->multiplications += m->counted, m->counted = 0;
+    to = moei_mixture_experts(m, &s, &shared, x, limit, &mixture);
+    expert = m->counted, m->counted = 0;
+    if (reads_experts) moei_mixture_logits(m, &s, &mixture);
+    moei_mixture_rest(m, &s, &shared, x, to, &mixture);
+    m->multiplications += mixture.router.most * expert + m->counted;
     mixture.block = MOE_INT_NONE;
     if (m->config->loader) mixture.block = moei_value_new(m, mixture.stride / 2, MOEI_WIDE, 1, 0);
     m->inner = 0;
     out = moei_value_new(m, (size_t)c->d_out, limit, to.scale, range->y);
     m->clock++;
-    moei_value_use(m, x), moei_value_use(m, mixture.z), moei_value_use(m, mixture.p), moei_value_use(m, mixture.sum);
+    moei_value_use(m, x), moei_value_use(m, s.entering), moei_value_use(m, mixture.z), moei_value_use(m, mixture.p), moei_value_use(m, mixture.sum);
     if (m->config->loader && m->status == MOE_OK) m->values[mixture.block].made = begun;
     index = moei_maker_push(m, &m->made.mixtures, &mixture, sizeof mixture);
-    names.name[0] = plan.gate, names.name[1] = plan.select, names.name[2] = plan.values, names.name[3] = plan.weight, names.name[4] = plan.scale;
+    names.name[0] = s.plan.gate, names.name[1] = s.plan.select, names.name[2] = s.plan.values, names.name[3] = s.plan.weight, names.name[4] = s.plan.scale;
     (void)moei_maker_push(m, &m->made.router_names, &names, sizeof names);
     op = moei_op(moe_int_op_mixture, (size_t)c->d_out, 0, -limit, limit, to.shift);
     op.index = (uint16_t)index;
@@ -10328,9 +11197,10 @@ static uint32_t moei_module_activation(moei_maker *m, const moe_module *module, 
 static uint32_t moei_module_feed_forward(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
     const moei_chain chain = moei_chain_begin(&module->layer, module->layer.config.expert);
     moei_int_target to;
+    uint32_t node[MOE_NODE_COUNT];
     memset(&to, 0, sizeof to);
     to.sum = MOE_INT_NONE, to.limit = limit, to.range = range->y;
-    return moei_expert_ops(m, &chain, 1, moei_expert_hidden(m, &chain, 1, moei_narrowed(m, m->entering[m->module]), range->node), &to);
+    return moei_expert_ops(m, &chain, 1, moei_expert_hidden(m, &chain, 1, moei_narrowed(m, m->entering[m->module]), range->node, node), &to, 0);
 }
 
 static uint32_t moei_module_residual(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
@@ -10343,12 +11213,237 @@ static uint32_t moei_module_dropout(moei_maker *m, const moe_module *module, con
     return m->entering[m->module];
 }
 
+/* An embedding's or positions' rows as constants of a product, in 8 bits whatever the weights are. No row's scale is far below the others', so that a tied
+   module's biases find room beside every row. */
+static uint32_t moei_rows_pack(moei_maker *m, const moei_int_matrix *x, double *unit) {
+    const int weights = m->weights;
+    moei_int_levels l;
+    uint32_t at;
+    size_t i, size;
+    m->weights = MOE_WEIGHTS_INT8;
+    moei_int_levels_begin(m, x, 1, &l);
+    if (!(l.most > 0)) l.most = 1;
+    for (i = 0; i < x->n && m->status == MOE_OK; i++)
+        if (l.row[i] < l.most / 1024) l.row[i] = l.most / 1024;
+    *unit = 32767 / l.most;
+    at = moei_matrix_pack(m, x, &l, 1, *unit, &m->made.weights, &size);
+    moei_int_levels_free(m, x, &l);
+    m->weights = weights;
+    return at;
+}
+
+/* Row number token (which = 0) or place (1) of the rows at `at`. The largest possible level is 127 * 32767 / 2 before the shift. */
+static uint32_t moei_row(moei_maker *m, const moei_int_matrix *x, uint32_t at, double unit, int which, int limit) {
+    const int shift = limit == MOEI_NARROW ? 14 : 6;
+    const double scale = ldexp(2.0, shift) / unit;
+    const uint32_t out = moei_value_new(m, x->k, limit, scale, scale * limit);
+    moe_int_op op = moei_op(moe_int_op_row, x->k, x->n, -limit, limit, shift);
+    op.at = at, op.index = (uint16_t)which;
+    moei_op_append(m, op, out, out, out);
+    return out;
+}
+
+static int moei_rows_fit(moei_maker *m, size_t n) {
+    if (n > MOEI_INT_MAX_WIDTH)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: more than %d rows have no integer form; MOE_WEIGHTS_FLOAT takes them", m->module, (int)MOEI_INT_MAX_WIDTH);
+    return m->status == MOE_OK;
+}
+
+static uint32_t moei_module_embedding(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const moei_int_matrix x = moei_int_matrix_of(module->tensors[MOE_MODULE_WEIGHT], NULL, 1, (size_t)module->n_rows, (size_t)module->d_out);
+    (void)range;
+    if (!moei_rows_fit(m, x.n)) return 0;
+    m->rows = moei_rows_pack(m, &x, &m->rows_unit);
+    return moei_row(m, &x, m->rows, m->rows_unit, 0, limit);
+}
+
+static uint32_t moei_module_positions(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const moei_int_matrix x = moei_int_matrix_of(module->tensors[MOE_MODULE_WEIGHT], NULL, 1, m->made.model.length, (size_t)module->d_out);
+    double unit;
+    uint32_t at;
+    (void)limit;
+    if (!moei_rows_fit(m, x.n)) return 0;
+    at = moei_rows_pack(m, &x, &unit);
+    return moei_added(m, m->entering[m->module], moei_row(m, &x, at, unit, 1, MOEI_WIDE), range->y);
+}
+
+/* A tied module is a product with the rows of the embedding, which are there already: only its biases, which wait for the scale of what it reads, are put
+   beside them. Its own scale is what the factors make it, and a power of two. A second tied module has weights of its own. */
+static uint32_t moei_module_tied(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const size_t n = (size_t)module->d_out, k = (size_t)module->d_in, pair = moei_int8_pair_size(k);
+    const uint32_t x = moei_narrowed(m, m->entering[m->module]);
+    double scale;
+    size_t j;
+    uint32_t out;
+    moe_int_op op;
+    int shift = 0;
+    if (m->status != MOE_OK) return 0;
+    if (m->rows == MOE_INT_NONE) return moei_module_linear(m, module, range, limit);
+    scale = ldexp(m->values[x].scale / m->rows_unit, 16);
+    for (; shift < 30 && scale < range->y * 1.25 / MOEI_WIDE; shift++) scale *= 2;
+    for (j = 0; j < n; j++) {
+        unsigned char *head = m->made.weights.data + m->rows + j / 2 * pair;
+        const double row = moei_flash_16(head + 8 + j % 2 * 2) / m->rows_unit;
+        moei_put_32_le(head + j % 2 * 4, moei_nearest((double)module->tensors[MOE_MODULE_BIAS][j] / (row * m->values[x].scale), 536870911));
+    }
+    op = moei_op(moe_int_op_int8, n, k, -MOEI_WIDE, MOEI_WIDE, shift);
+    op.at = m->rows, m->rows = MOE_INT_NONE;
+    out = moei_value_new(m, n, MOEI_WIDE, scale, range->y);
+    m->counted += n * k;
+    moei_op_append(m, op, x, x, out);
+    return out;
+}
+
+/* gain / scale * 2^bits in 16 bits, the spread's 2^-21 after a product's >> 16 make the shift bits + 5. eps lies in the units of d of moe_int_op_norm. */
+static uint32_t moei_module_norm(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const size_t n = (size_t)module->d_in;
+    const moe_real *gain = module->tensors[MOE_MODULE_WEIGHT], *bias = module->kind == MOE_MODULE_LAYER_NORM ? module->tensors[MOE_MODULE_BIAS] : NULL;
+    const uint32_t x = m->entering[m->module];
+    double scale = limit == MOEI_NARROW ? range->y / limit : range->y * 1.25 / limit, most = 0, eps;
+    unsigned char bytes[8];
+    moe_int_op op;
+    uint32_t out;
+    size_t i;
+    int bits;
+    if (n > INT16_MAX)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: norms wider than %d have no integer form; MOE_WEIGHTS_FLOAT takes them", m->module, (int)INT16_MAX);
+    if (m->status != MOE_OK) return 0;
+    for (i = 0; i < n; i++)
+        if (fabs((double)gain[i]) > most) most = fabs((double)gain[i]);
+    if (scale < most / 32000) scale = most / 32000;
+    if (!(scale > 0)) scale = 1;
+    bits = moei_shift_for(most / scale, 0, 25);
+    out = moei_value_new(m, n, limit, scale, range->y);
+    op = moei_op(moe_int_op_norm, n, 0, -limit, limit, bits + 5);
+    for (op.factor = 8; ldexp((double)n * (double)n, 30 + 2 * op.factor) > ldexp(1, 60); op.factor--) {}
+    eps = ldexp((double)MOEI_NORM_EPS * (double)n * (double)n, 2 * op.factor) / m->values[x].scale / m->values[x].scale;
+    eps = eps < ldexp(1, 60) ? floor(eps + 0.5) : ldexp(1, 60);
+    moei_put_32_le(bytes, (int32_t)(uint32_t)((uint64_t)eps & 0xffffffffu)), moei_put_32_le(bytes + 4, (int32_t)(uint32_t)((uint64_t)eps >> 32));
+    op.at = moei_constants(m, &m->made.weights, bytes, 8);
+    for (i = 0; i < n + n % 2; i += 2) {
+        moei_put_16_le(bytes, moei_nearest(ldexp((double)gain[i] / scale, bits), 32767));
+        moei_put_16_le(bytes + 2, i + 1 < n ? moei_nearest(ldexp((double)gain[i + 1] / scale, bits), 32767) : 0);
+        (void)moei_constants(m, &m->made.weights, bytes, 4);
+    }
+    for (i = 0; bias != NULL && i < n; i++) {
+        moei_put_32_le(bytes, moei_nearest(ldexp((double)bias[i] / scale, bits + 5), 1073741823));
+        (void)moei_constants(m, &m->made.weights, bytes, 4);
+    }
+    op.index = bias != NULL;
+    moei_op_append(m, op, x, x, out);
+    return out;
+}
+
+/* ---- attention ---- */
+
+/* The table of moe_int_op_turn. Attentions with the same angles have one. */
+static uint32_t moei_turns(moei_maker *m, const moe_module *module) {
+    const size_t half = (size_t)module->attention.d_head / 2, rows = MOEI_INT_TURNS + (m->made.model.length - 1) / MOEI_INT_TURNS + 1;
+    uint32_t *at = &m->ranges[moei_turns_of(m->net, m->module)].turns;
+    unsigned char bytes[4];
+    size_t r, i;
+    if (*at != MOE_INT_NONE) return *at;
+    *at = (uint32_t)m->made.weights.size;
+    for (r = 0; r < rows; r++)
+        for (i = 0; i < half; i++) {
+            const double place = (double)(r < MOEI_INT_TURNS ? r : (r - MOEI_INT_TURNS) * MOEI_INT_TURNS);
+            const double angle = place * pow((double)module->attention.rotary_base, -(double)i / (double)half);
+            moei_put_16_le(bytes, moei_nearest(32767 * cos(angle), 32767)), moei_put_16_le(bytes + 2, moei_nearest(32767 * sin(angle), 32767));
+            (void)moei_constants(m, &m->made.weights, bytes, 4);
+        }
+    return *at;
+}
+
+/* A query or key of rotary attention: x, which has finer levels, by 2^shift, turned. */
+static uint32_t moei_int_turned(moei_maker *m, const moe_module *module, uint32_t x, int limit, int shift) {
+    uint32_t out;
+    moe_int_op op;
+    if (m->status != MOE_OK) return 0;
+    out = moei_value_new(m, m->values[x].width, limit, ldexp(m->values[x].scale, shift), m->values[x].range);
+    op = moei_op(moe_int_op_turn, m->values[out].width, (size_t)module->attention.d_head, -limit, limit, 15 + shift);
+    op.at = moei_turns(m, module);
+    moei_op_append(m, op, x, x, out);
+    return out;
+}
+
+static moei_int_matrix moei_attention_matrix(const moe_module *module, int slot) {
+    return moei_int_matrix_of(module->tensors[slot], NULL, 1, moei_attention_width(module), (size_t)module->d_in);
+}
+
+/* The query: as many levels as leave scores below 2^30. Turned numbers may be larger than what they were by sqrt 2. */
+static uint32_t moei_query(moei_maker *m, const moe_module *module, uint32_t x, double range) {
+    const moei_int_matrix w = moei_attention_matrix(module, MOE_MODULE_QUERY);
+    const double most = 1073741823.0 / (127.0 * 1.4143 * (double)module->attention.d_head);
+    const int limit = most < MOEI_INT_TURNED ? (int)most : (int)MOEI_INT_TURNED;
+    if (!module->attention.rotary) return moei_product(m, &w, x, limit, 0, range, 0);
+    return moei_int_turned(m, module, moei_product(m, &w, x, limit, 0, range * 1.4143, 0), MOEI_WIDE, 0);
+}
+
+/* The key: narrow, and rounded only after its turn. */
+static uint32_t moei_key(moei_maker *m, const moe_module *module, uint32_t x, double range) {
+    const moei_int_matrix w = moei_attention_matrix(module, MOE_MODULE_KEY);
+    double finest, scale = range > 0 ? range / MOEI_NARROW : 1;
+    int shift = 7;
+    if (!module->attention.rotary || m->status != MOE_OK) return moei_product(m, &w, x, MOEI_NARROW, 0, range, 0);
+    finest = moei_matrix_most(m, &w, m->values[x].scale) / 0.49;
+    while (shift > 0 && ldexp(scale, -shift) < finest) shift--;
+    if (scale < finest) scale = finest;
+    return moei_int_turned(m, module, moei_product(m, &w, x, MOEI_INT_TURNED, 0, range * 1.4143, ldexp(scale, -shift)), MOEI_NARROW, shift);
+}
+
+/* Room in the state: int8 [length, width]. */
+static uint32_t moei_state(moei_maker *m, size_t width) {
+    const size_t at = m->made.model.state_size;
+    size_t bytes;
+    if (!moei_mul(m->made.model.length, width, &bytes) || bytes > INT32_MAX / 2 || at > INT32_MAX / 2) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    else m->made.model.state_size = at + (bytes + 3) / 4 * 4;
+    return (uint32_t)at;
+}
+
+static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
+    const size_t width = moei_attention_width(module);
+    const moei_int_matrix value = moei_attention_matrix(module, MOE_MODULE_VALUE);
+    const moei_int_matrix output = moei_int_matrix_of(module->tensors[MOE_MODULE_OUTPUT], NULL, 1, (size_t)module->d_out, width);
+    const uint32_t x = moei_narrowed(m, m->entering[m->module]);
+    const uint32_t q = moei_query(m, module, x, range->q), k = moei_key(m, module, x, range->k);
+    moe_int_attention a;
+    moe_int_op op;
+    uint32_t out;
+    double octaves, scale;
+    int bits;
+    if (m->made.model.length > UINT16_MAX)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: attention over a length of more than %d has no integer form", m->module, (int)UINT16_MAX);
+    memset(&a, 0, sizeof a);
+    a.heads = (uint16_t)module->attention.heads, a.d_head = (uint16_t)module->attention.d_head;
+    a.value = moei_product(m, &value, x, MOEI_NARROW, 0, range->v, 0);
+    a.keys = moei_state(m, width), a.values = moei_state(m, width);
+    a.room = moei_value_wide32(m, m->made.model.length);
+    if (m->status != MOE_OK) return 0;
+    octaves = m->values[q].scale * m->values[k].scale * 1.4426950408889634 / sqrt((double)a.d_head);
+    bits = moei_shift_for(octaves, 16, 31);
+    a.bits = (uint16_t)(bits < 0 ? 0 : bits);
+    /* values are averaged: their range is never larger after it, and 64 times smaller is as good as nothing */
+    scale = range->mixed / MOEI_NARROW;
+    if (scale > m->values[a.value].scale) scale = m->values[a.value].scale;
+    if (scale < m->values[a.value].scale / 64) scale = m->values[a.value].scale / 64;
+    out = moei_value_new(m, width, MOEI_NARROW, scale, scale * MOEI_NARROW);
+    bits = moei_shift_for(m->values[a.value].scale / scale, 0, 14);
+    op = moei_op(moe_int_op_attention, width, width, -MOEI_NARROW, MOEI_NARROW, bits - 1);
+    op.factor = (int16_t)moei_nearest(ldexp(octaves, 16 + a.bits), 32767);
+    op.factor2 = (int16_t)moei_nearest(ldexp(m->values[a.value].scale / scale, bits), 32767);
+    op.index = (uint16_t)moei_maker_push(m, &m->made.attentions, &a, sizeof a);
+    m->counted += 2 * width * m->made.model.length;
+    moei_op_append(m, op, q, k, out);
+    moei_value_use(m, a.value), moei_value_use(m, a.room);
+    return moei_product(m, &output, out, limit, 0, range->y, 0);
+}
+
 /* By kind of module; NULL: it has no integer form. limit: what its result shall be. */
 static uint32_t (*const moei_int_modules[MOE_MODULE_COUNT])(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) = {
     /* linear, activation, layer_norm, mixture, residual, embedding */
-    moei_module_linear, moei_module_activation, NULL, moei_module_mixture, moei_module_residual, NULL,
+    moei_module_linear, moei_module_activation, moei_module_norm, moei_module_mixture, moei_module_residual, moei_module_embedding,
     /* positions, attention, rms_norm, dropout, feed_forward, tied */
-    NULL, NULL, NULL, moei_module_dropout, moei_module_feed_forward, moei_module_linear};
+    moei_module_positions, moei_module_attention, moei_module_norm, moei_module_dropout, moei_module_feed_forward, moei_module_tied};
 
 /* ---- calibration ---- */
 
@@ -10357,6 +11452,82 @@ static void moei_range_add(double *range, const moe_real *x, size_t rows, size_t
     for (i = 0; i < rows && x != NULL; i++)
         for (j = 0; j < width; j++)
             if (fabs((double)x[i * ld + j]) > *range) *range = fabs((double)x[i * ld + j]);
+}
+
+static double moei_range_row(const moe_real *w, const moe_real *bias, size_t i, size_t k, const double *x) {
+    double sum = bias != NULL ? (double)bias[i] : 0;
+    size_t p;
+    for (p = 0; p < k; p++) sum += (double)w[i * k + p] * x[p];
+    return sum;
+}
+
+static void moei_range_most(double *range, double x) {
+    if (fabs(x) > *range) *range = fabs(x);
+}
+
+/* The largest component of v / sqrt(v . v + least). */
+static void moei_range_unit(double *range, const double *v, size_t n, double least) {
+    double sum = least;
+    size_t i;
+    for (i = 0; i < n; i++) sum += v[i] * v[i];
+    for (i = 0; i < n && sum > 0; i++) moei_range_most(range, v[i] / sqrt(sum));
+}
+
+/* Inside the score of one token, of which a layer's pass keeps nothing; room: d + 2 times the widest vector. */
+static void moei_range_score(const moe_layer *layer, const moe_router_config *c, const moe_real *x, const moe_real *u, double *room, moei_int_range *range) {
+    const moe_real *const *t = (const moe_real *const *)layer->tensors;
+    const size_t d = (size_t)c->d_model, h = moei_router_hidden(c), r = (size_t)c->cosine_dim;
+    double *in = room, *act = room + d, *query = act + (h > r ? h : r);
+    size_t i, p;
+    for (i = 0; i < d; i++) in[i] = (double)x[i];
+    if (c->input == MOE_INPUT_SCALED_RMS) moei_range_unit(&range->unit, in, d, 1e-6 * (double)d);
+    for (i = 0; i < d; i++) in[i] = (double)u[i];
+    if (c->score == MOE_SCORE_COSINE || c->score == MOE_SCORE_GRAP) {
+        const int projects = c->score == MOE_SCORE_COSINE && r > 0;
+        for (i = 0; i < r && projects; i++) moei_range_most(&range->projected, act[i] = moei_range_row(t[MOE_ROUTER_PROJECTION], NULL, i, d, in));
+        for (i = 0; i < d && !projects; i++) moei_range_most(&range->projected, in[i]);
+        moei_range_unit(&range->unit, projects ? act : in, projects ? r : d, 0);
+    }
+    if (c->score != MOE_SCORE_MLP && c->score != MOE_SCORE_ATTENTIVE) return;
+    for (i = 0; i < h; i++) {
+        moe_real v = (moe_real)moei_range_row(t[MOE_ROUTER_FC1_WEIGHT], t[MOE_ROUTER_FC1_BIAS], i, d, in);
+        moei_range_most(&range->hidden, (double)v);
+        moe_activate(NULL, c->router_act, 1, &v, &v);
+        moei_range_most(&range->hidden_act, act[i] = (double)v);
+    }
+    if (c->score != MOE_SCORE_ATTENTIVE) return;
+    for (i = 0; i < h; i++) query[i] = moei_range_row(t[MOE_ROUTER_QUERY], NULL, i, h, act) / sqrt((double)h);
+    for (i = 0; i < h; i++) {
+        double key = 0;
+        for (p = 0; p < h; p++) key += query[p] * (double)t[MOE_ROUTER_KEY][p * h + i];
+        moei_range_most(&range->key, key);
+    }
+}
+
+/* What else a mixture computes of a token's numbers and weights. */
+static void moei_range_weights(const moe_layer *layer, const moe_layer_pass *p, moei_int_range *range) {
+    const moe_layer_config *c = &layer->config;
+    const size_t d = (size_t)c->router.d_model, pairs = p->routing.plan.offsets[c->router.n_experts];
+    size_t i, q;
+    for (i = 0; i < pairs && c->router.apply_to == MOE_APPLY_INPUT; i++)
+        for (q = 0; q < d; q++) {
+            const moe_entry *entry = &p->routing.plan.entries[i];
+            moei_range_most(&range->weighed, (double)(entry->weight_in * p->x[(size_t)entry->token * d + q]));
+        }
+    for (i = 0; i < p->call.n_tokens && c->shared_sigmoid; i++)
+        moei_range_most(&range->sigmoid, (double)moe_dot(layer->kernels, d, layer->tensors[MOE_SHARED_SIGMOID], p->x + i * d));
+}
+
+/* What the router computes of each token. */
+static moe_status moei_range_router(const moei_maker *m, const moe_layer *layer, const moe_layer_pass *p, moei_int_range *range) {
+    const moe_router_config *c = &layer->config.router;
+    const size_t d = (size_t)c->d_model, h = moei_router_hidden(c), r = (size_t)c->cosine_dim, numbers = d + 2 * (h > r ? h : r);
+    double *room = (double *)moei_alloc(&m->made.allocator, numbers, sizeof *room);
+    size_t i;
+    if (room == NULL) return MOE_ERR_MEMORY;
+    for (i = 0; i < p->call.n_tokens; i++) moei_range_score(layer, c, p->x + i * d, p->routing.u + i * d, room, range);
+    moei_free(&m->made.allocator, room, numbers * sizeof *room);
+    return MOE_OK;
 }
 
 static void moei_range_layer(const moe_layer *layer, const moe_layer_pass *p, moei_int_range *range) {
@@ -10377,8 +11548,9 @@ static void moei_range_layer(const moe_layer *layer, const moe_layer_pass *p, mo
     }
 }
 
-static void moei_range_batch(const moei_maker *m, const moe_net_pass *pass, double *input) {
+static moe_status moei_range_batch(const moei_maker *m, const moe_net_pass *pass, double *input) {
     size_t i, n = pass->n_tokens;
+    moe_status status = MOE_OK;
     if (m->net->d_in > 0) moei_range_add(input, pass->call.x, n, (size_t)m->net->d_in, (size_t)m->net->d_in);
     for (i = 0; i < m->net->n_modules; i++) {
         const moe_module *module = &m->net->modules[i];
@@ -10386,12 +11558,17 @@ static void moei_range_batch(const moei_maker *m, const moe_net_pass *pass, doub
         moei_int_range *range = &m->ranges[i];
         moei_range_add(&range->y, p->y, n, (size_t)module->d_out, (size_t)module->d_out);
         if (moei_is_layer(module)) moei_range_layer(&module->layer, &p->layer, range);
+        if (module->kind == MOE_MODULE_MIXTURE) {
+            moei_range_weights(&module->layer, &p->layer, range);
+            if (status == MOE_OK) status = moei_range_router(m, &module->layer, &p->layer, range);
+        }
         if (module->kind != MOE_MODULE_ATTENTION) continue;
         moei_range_add(&range->q, p->q, n, moei_attention_width(module), moei_attention_width(module));
         moei_range_add(&range->k, p->k, n, moei_attention_width(module), moei_attention_width(module));
         moei_range_add(&range->v, p->v, n, moei_attention_width(module), moei_attention_width(module));
         moei_range_add(&range->mixed, p->mixed, n, moei_attention_width(module), moei_attention_width(module));
     }
+    return status;
 }
 
 enum { MOEI_CALIBRATION_ROWS = 256 };
@@ -10418,7 +11595,7 @@ static void moei_calibrate(moei_maker *m, double *input) {
         for (i = 0; i <= call.n_sequences && i <= MOEI_CALIBRATION_ROWS; i++) starts[i] = (int32_t)(i * length);
         call.sequences = starts;
         status = moe_net_forward(m->net, &call, work, bytes, &pass);
-        if (status == MOE_OK) moei_range_batch(m, &pass, input);
+        if (status == MOE_OK) status = moei_range_batch(m, &pass, input);
     }
     moei_free(&m->made.allocator, work, bytes);
     if (status != MOE_OK) MOEI_MAKER_REFUSE(m, status, "calibration: %s", moe_status_text(status));
@@ -10468,10 +11645,15 @@ static void moei_maker_finish(moei_maker *m) {
         x->z = moei_value_at(m, x->z), x->p = moei_value_at(m, x->p), x->sum = moei_value_at(m, x->sum);
         x->choices = moei_value_at(m, x->choices), x->block = moei_value_at(m, x->block);
     }
+    for (i = 0; i < moei_list_length(m->made.attentions); i++) {
+        moe_int_attention *x = &m->made.attentions[i];
+        x->value = moei_value_at(m, x->value), x->room = moei_value_at(m, x->room);
+    }
     for (i = 0; i < moei_list_length(m->inner_ops); i++) (void)moei_maker_push(m, &m->main_ops, &m->inner_ops[i], sizeof *m->inner_ops);
     m->made.ops = m->main_ops, m->main_ops = NULL;
     model->n_main = (uint32_t)n_main, model->n_ops = (uint32_t)moei_list_length(m->made.ops);
     model->n_mixtures = (uint32_t)moei_list_length(m->made.mixtures);
+    model->n_attentions = (uint32_t)moei_list_length(m->made.attentions);
     model->scratch_size = MOEI_INT_ALIGN - 1 + model->state_size + most * sizeof(int16_t);
 }
 
@@ -10489,6 +11671,15 @@ static size_t moei_model_length(const moe_net *net, size_t wanted) {
     return length;
 }
 
+/* Refuses what a mixture's router needs and integers cannot have, before calibration fails for want of it. */
+static void moei_mixture_refuse(moei_maker *m, const moe_layer *layer) {
+    moe_int_router_plan plan;
+    int frozen;
+    (void)moei_router_now(layer, &frozen);
+    moei_mixture_supported(m, &layer->config, frozen);
+    moei_router_plan(m, layer, 1, NULL, &plan);
+}
+
 /* The widths of all modules become those of 16 bits. */
 static void moei_maker_check(moei_maker *m) {
     const moe_data *data = m->config->calibration;
@@ -10502,6 +11693,8 @@ static void moei_maker_check(moei_maker *m) {
         for (j = 0; j < m->net->tensors[i].count; j++)
             if (!moe_is_finite(m->net->tensors[i].data[j]))
                 MOEI_MAKER_REFUSE(m, MOE_ERR_NONFINITE, "%s[%z] = %g: must be a finite number", m->net->tensors[i].name, j, (double)m->net->tensors[i].data[j]);
+    for (m->module = 0; m->module < m->net->n_modules; m->module++)
+        if (m->net->modules[m->module].kind == MOE_MODULE_MIXTURE) moei_mixture_refuse(m, &m->net->modules[m->module].layer);
     for (i = 0; i < m->net->n_modules; i++)
         if (m->net->modules[i].d_in > MOEI_INT_MAX_WIDTH || m->net->modules[i].d_out > MOEI_INT_MAX_WIDTH)
             MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: wider than %d has no integer form; MOE_WEIGHTS_FLOAT takes it", i, (int)MOEI_INT_MAX_WIDTH);
@@ -10527,13 +11720,16 @@ static void moei_maker_run(moei_maker *m) {
     const size_t n = m->net->n_modules;
     moe_model *model = &m->made.model;
     double input = 0;
-    uint32_t last;
+    uint32_t last = 0;
+    size_t i;
     m->ranges = (moei_int_range *)moei_alloc(a, n, sizeof *m->ranges);
     m->entering = (uint32_t *)moei_alloc(a, n + 1, sizeof *m->entering);
     if (m->ranges == NULL || m->entering == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
     moei_maker_check(m);
     if (m->status == MOE_OK) {
         memset(m->ranges, 0, n * sizeof *m->ranges);
+        for (i = 0; i < n; i++) m->ranges[i].turns = MOE_INT_NONE;
+        m->weights = m->config->weights, m->rows = MOE_INT_NONE;
         moei_calibrate(m, &input);
     }
     if (m->status == MOE_OK) {
@@ -10612,7 +11808,7 @@ static void moei_model_link(moe_built_model *b) {
 }
 
 moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config, moe_error *error) {
-    static const moe_model_config none;
+    const moe_model_config none = {MOE_WEIGHTS_FLOAT, NULL, 0, 0, {NULL, NULL}};
     moe_built_model made;
     moe_status status;
     if (built == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "built must not be NULL");
@@ -10730,7 +11926,14 @@ static void moei_print_int_router(moei_printer *p, const moe_int_router *r, cons
 }
 
 static void moei_print_attentions(moei_printer *p, const moe_model *model) {
-    (void)p, (void)model;
+    size_t i;
+    if (model->n_attentions == 0) return;
+    moei_print(p, "static const moe_int_attention %s_attentions[%z] = {\n", p->name, (size_t)model->n_attentions);
+    for (i = 0; i < model->n_attentions; i++) {
+        const moe_int_attention *a = &model->attentions[i];
+        moei_print(p, "    {%d, %d, %z, %z, %z, %z, %d}%s\n", (int)a->heads, (int)a->d_head, (size_t)a->keys, (size_t)a->values, (size_t)a->value, (size_t)a->room,
+                   (int)a->bits, i + 1 < model->n_attentions ? "," : "};\n");
+    }
 }
 
 static void moei_print_mixtures(moei_printer *p, const moe_built_model *built) {

@@ -1,0 +1,457 @@
+/* Tests mixtures of integer models (moe_model_create, moe_infer) against the nets that they are made of: every score, input and place of weights that
+   has an integer form, in presets and in layers drawn at random, their choices, their outputs, what comes through a loader, and what is refused.
+       cc -std=c99 -O2 -I. tests/int_scores.c -o int_scores -lm && ./int_scores
+   "int_scores few" draws fewer layers; "int_scores show" prints a line for each. */
+
+#define MOE_IMPLEMENTATION
+#include "moe.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+static long passed, failed;
+static int shows;
+
+static int check(int good, const char *file, int line, const char *what, const char *of) {
+    if (good) passed++;
+    else if (++failed <= 40) printf("%s:%d: %s: %s\n", file, line, of, what);
+    return good;
+}
+
+#define CHECK(condition, of) check((condition) ? 1 : 0, __FILE__, __LINE__, #condition, of)
+
+enum { ROWS = 1024, FRESH = 160, WIDEST = 80, MOST_EXPERTS = 256 };
+
+static moe_rng rng;
+
+static moe_real gauss(void) { return moe_rng_normal(&rng); }
+
+static size_t below(size_t n) { return (size_t)(moe_rng_next(&rng) % n); }
+
+/* ---- nets ---- */
+
+static int ends_with(const char *name, const char *end) {
+    const size_t n = strlen(name), k = strlen(end);
+    return n >= k && strcmp(name + n - k, end) == 0;
+}
+
+/* Numbers that training would have found: biases and gains are not what they start as, and state is in range. */
+static void randomise(moe_net *net) {
+    size_t i, j;
+    for (i = 0; i < net->n_tensors; i++)
+        for (j = 0; j < net->tensors[i].count; j++) {
+            const char *name = net->tensors[i].name;
+            moe_real *v = net->tensors[i].data + j;
+            if (ends_with(name, "router.step") || ends_with(name, "router.table") || ends_with(name, "router.l1") || ends_with(name, "router.capacity") ||
+                ends_with(name, "router.load"))
+                continue;
+            if (ends_with(name, "router.selection_bias")) *v = (moe_real)0.1 * gauss();
+            else if (ends_with(name, "router.temperature")) *v = (moe_real)0.2 + moe_rng_uniform(&rng) / 2;
+            else if (ends_with(name, "router.expert_scale") || ends_with(name, "router.input_scale")) *v = (moe_real)0.5 + moe_rng_uniform(&rng);
+            else if (ends_with(name, "router.ac_running")) *v = (moe_real)0.3 + 3 * moe_rng_uniform(&rng);
+            else if (ends_with(name, "bias")) *v = (moe_real)0.3 * gauss();
+            else if (ends_with(name, "shared.sigmoid")) *v = gauss() / 4;
+            else if (ends_with(name, "router.weight") || ends_with(name, "router.fc2.weight")) *v *= 2;
+        }
+}
+
+typedef struct trial {
+    char name[160];
+    moe_layer_config layer[2];
+    int layers, d, residual, linear; /* residual: the second reads a wide vector; linear: before the first stands a linear module of that width */
+    int weights, loader;
+} trial;
+
+static moe_status build(const trial *t, moe_net *net, moe_error *error) {
+    int i;
+    memset(net, 0, sizeof *net);
+    (void)moe_net_init(net, t->linear > 0 ? t->linear : t->d, MOE_KERNELS_C, NULL);
+    if (t->linear > 0) (void)moe_net_linear(net, t->d);
+    for (i = 0; i < t->layers; i++) {
+        (void)moe_net_mixture(net, &t->layer[i]);
+        if (t->residual && i == 0) (void)moe_net_residual(net, 1);
+    }
+    return moe_net_build(net, 0, moe_rng_next(&rng), error);
+}
+
+/* ---- a loader that reads the experts from memory ---- */
+
+typedef struct shelf {
+    const unsigned char *bytes;
+    size_t size, fetched;
+    long left; /* calls until it fails; negative: never */
+    int bad;
+} shelf;
+
+static moe_status fetch(void *ctx, size_t at, size_t size, void *to) {
+    shelf *s = (shelf *)ctx;
+    if (s->left == 0) return MOE_ERR_IO;
+    if (s->left > 0) s->left--;
+    if (at > s->size || size > s->size - at || size % 4 != 0 || (uintptr_t)to % 4 != 0) {
+        s->bad = 1;
+        return MOE_ERR_IO;
+    }
+    memcpy(to, s->bytes + at, size);
+    s->fetched += size;
+    return MOE_OK;
+}
+
+static moe_status run_model(const moe_built_model *b, const int8_t *input, int16_t *output, void *scratch) {
+    shelf s;
+    moe_loader loader;
+    memset(&s, 0, sizeof s);
+    s.bytes = b->experts.data, s.size = b->experts.size, s.left = -1;
+    loader.ctx = &s, loader.fetch = fetch;
+    return moe_infer_loading(&b->model, b->external ? &loader : NULL, input, output, scratch, b->model.scratch_size);
+}
+
+/* The first mixture's logits: the model's operations up to it, then its score. */
+static void logits_of(const moe_built_model *b, const int8_t *input, int16_t *z, unsigned char *scratch) {
+    const moe_model *model = &b->model;
+    const moe_int_mixture *m = model->mixtures;
+    unsigned char *memory = moei_int_scratch(scratch);
+    shelf s;
+    moe_loader loader;
+    moe_int_run run;
+    uint32_t n = 0;
+    size_t i;
+    memset(&run, 0, sizeof run);
+    memset(&s, 0, sizeof s);
+    s.bytes = b->experts.data, s.size = b->experts.size, s.left = -1;
+    loader.ctx = &s, loader.fetch = fetch;
+    run.model = model, run.loader = &loader, run.base = model->weights, run.vectors = (int16_t *)(void *)(memory + model->state_size);
+    for (i = 0; i < (model->d_in + 3) / 4 * 4; i++) run.vectors[i] = (int16_t)(i < model->d_in ? input[i] : 0);
+    while (model->ops[n].run != moe_int_op_mixture) n++;
+    moei_int_ops(&run, 0, n);
+    moei_int_ops(&run, m->score, m->n_score);
+    memcpy(z, run.vectors + m->z, m->router.n_experts * sizeof *z);
+}
+
+/* ---- comparing ---- */
+
+typedef struct outcome {
+    size_t rows, same, differ, far; /* far: other choices although the keys were not nearly tied */
+    double error, size;             /* sums of squares, of rows with the same choices */
+    double w_error, w_size;         /* sums of squares of the chosen experts' weights, in the first mixture */
+    double z_error;                 /* rms of z - logits over rms of logits, with the best common scale */
+    size_t bytes;
+} outcome;
+
+static double relative(double error, double size) { return size > 0 ? sqrt(error / size) : error > 0; }
+
+static const moe_routing *routing_of(const moe_net *net, const moe_net_pass *pass, int mixture) {
+    size_t i;
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && mixture-- == 0) return &pass->modules[i].layer.routing;
+    return NULL;
+}
+
+/* Whether the same set of experts was chosen. */
+static int same_choices(const moe_routing *r, size_t t, const moe_choice *choices, size_t count) {
+    unsigned char chosen[MOST_EXPERTS];
+    size_t i, n = (size_t)r->n_choices[t];
+    if (count != n) return 0;
+    memset(chosen, 0, sizeof chosen);
+    for (i = 0; i < count; i++) chosen[choices[i].expert] = 1;
+    for (i = 0; i < n; i++)
+        if (!chosen[r->choices[t * r->max_choices + i]]) return 0;
+    return 1;
+}
+
+static double size_of_logits(const moe_routing *r) {
+    double sum = 0;
+    size_t i;
+    for (i = 0; i < r->n_tokens * r->n_experts; i++) sum += (double)r->logits[i] * (double)r->logits[i];
+    return sqrt(sum / (double)(r->n_tokens * r->n_experts));
+}
+
+/* How far the weakest choice that only the net made lies from the strongest that only the model made, over the logits' rms. */
+static double gap_of(const moe_routing *r, size_t t, const moe_choice *choices, size_t count) {
+    const moe_real *z = r->logits + t * r->n_experts;
+    double in = 1e30, out = -1e30;
+    size_t e, i;
+    for (e = 0; e < r->n_experts; e++) {
+        int here = 0, there = 0;
+        for (i = 0; i < count; i++) here |= choices[i].expert == (int32_t)e;
+        for (i = 0; i < (size_t)r->n_choices[t]; i++) there |= r->choices[t * r->max_choices + i] == (int32_t)e;
+        if (there && !here && (double)z[e] < in) in = (double)z[e];
+        if (here && !there && (double)z[e] > out) out = (double)z[e];
+    }
+    return in > 1e29 || out < -1e29 ? 0 : fabs(in - out) / size_of_logits(r);
+}
+
+/* Choices and weights that moe_infer_choices tells against those of the float routing. */
+static int compare_choices(const trial *t, const moe_built_model *b, const moe_net *net, const moe_net_pass *pass, const void *scratch, size_t row, outcome *o) {
+    moe_choice choices[MOST_EXPERTS];
+    size_t count, j;
+    int i;
+    for (i = 0; i < t->layers; i++) {
+        const double tie = i == 0 ? 6 * o->z_error + 1e-3 : 0.3; /* a second mixture sees the errors of the first */
+        const moe_routing *r = routing_of(net, pass, i);
+        if (!CHECK(moe_infer_choices(&b->model, (size_t)i, scratch, choices, MOST_EXPERTS, &count) == MOE_OK && count <= r->n_experts, t->name)) return 0;
+        if (same_choices(r, row, choices, count)) {
+            for (j = 0; j < count && i == 0; j++) {
+                const double w = (double)r->weights[row * r->n_experts + (size_t)choices[j].expert], off = choices[j].weight / 32768.0 - w;
+                o->w_error += off * off, o->w_size += w * w;
+            }
+            continue;
+        }
+        o->differ++;
+        if (t->layer[i].router.select == MOE_SELECT_TOP_K && !t->layer[i].router.selection_bias) o->far += gap_of(r, row, choices, count) > tie;
+        return 0;
+    }
+    return 1;
+}
+
+static void compare_logits(const moe_built_model *b, const moe_routing *r, const int8_t *inputs, size_t d, unsigned char *scratch, outcome *o) {
+    int16_t z[MOST_EXPERTS + 3];
+    double zz = 0, zf = 0, ff = 0;
+    size_t t, e;
+    for (t = 0; t < FRESH; t++) {
+        logits_of(b, inputs + t * d, z, scratch);
+        for (e = 0; e < r->n_experts; e++) {
+            const double f = (double)r->logits[t * r->n_experts + e];
+            zz += (double)z[e] * z[e], zf += f * z[e], ff += f * f;
+        }
+    }
+    o->z_error = ff > 0 && zz > 0 ? sqrt(fabs(ff - zf * zf / zz) / ff) : ff > 0;
+}
+
+static moe_real calibration[ROWS * WIDEST], fresh[FRESH * WIDEST];
+
+static void draw(moe_real *x, size_t n, size_t d) {
+    size_t i;
+    for (i = 0; i < n * d; i++) x[i] = gauss();
+}
+
+static moe_status create(const trial *t, const moe_net *net, moe_built_model *built, moe_error *error) {
+    moe_model_config config;
+    moe_data data;
+    memset(&config, 0, sizeof config);
+    memset(&data, 0, sizeof data);
+    data.n = ROWS, data.x = calibration;
+    config.weights = t->weights, config.calibration = &data, config.loader = t->loader;
+    return moe_model_create(built, net, &config, error);
+}
+
+/* Runs fresh inputs, rounded to levels first so that both sides see the same, through the net and the model. */
+static void compare(const trial *t, const moe_net *net, const moe_built_model *b, outcome *o) {
+    const size_t d = (size_t)net->d_in, out = (size_t)net->d_out;
+    unsigned char *scratch = (unsigned char *)malloc(b->model.scratch_size);
+    int8_t *inputs = (int8_t *)malloc(FRESH * d);
+    int16_t *output = (int16_t *)malloc(out * sizeof *output);
+    moe_net_pass pass;
+    moe_call call;
+    void *work;
+    size_t bytes = 0, i, j;
+    draw(fresh, FRESH, d);
+    for (i = 0; i < FRESH * d; i++) {
+        const double level = floor((double)fresh[i] / (double)b->model.input_scale + 0.5);
+        inputs[i] = (int8_t)(level > 127 ? 127 : level < -127 ? -127 : level);
+        fresh[i] = (moe_real)((double)inputs[i] * (double)b->model.input_scale);
+    }
+    memset(&call, 0, sizeof call);
+    call.n_tokens = FRESH, call.x = fresh;
+    CHECK(moe_net_work_size(net, FRESH, 0, &bytes) == MOE_OK, t->name);
+    work = malloc(bytes);
+    CHECK(moe_net_forward(net, &call, work, bytes, &pass) == MOE_OK, t->name);
+    compare_logits(b, routing_of(net, &pass, 0), inputs, d, scratch, o);
+    o->bytes = b->model.scratch_size;
+    for (i = 0; i < FRESH; i++) {
+        if (!CHECK(run_model(b, inputs + i * d, output, scratch) == MOE_OK, t->name)) break;
+        o->rows++;
+        if (!compare_choices(t, b, net, &pass, scratch, i, o)) continue;
+        o->same++;
+        for (j = 0; j < out; j++) {
+            const double f = (double)pass.y[i * out + j], off = output[j] * (double)b->model.output_scale - f;
+            o->error += off * off, o->size += f * f;
+        }
+    }
+    free(work), free(output), free(inputs), free(scratch);
+}
+
+/* ---- what one trial asks ---- */
+
+typedef struct bounds {
+    double error, z_error, w_error, differ;
+} bounds;
+
+/* Whether the model was made; a refusal must be one that says so. */
+static int try_one(const trial *t, const bounds *most, outcome *o) {
+    moe_net net;
+    moe_built_model built;
+    moe_error error;
+    moe_status status;
+    memset(o, 0, sizeof *o);
+    memset(&built, 0, sizeof built);
+    memset(&error, 0, sizeof error);
+    status = build(t, &net, &error);
+    if (!CHECK(status == MOE_OK, t->name)) {
+        printf("    %s\n", error.message);
+        moe_net_free(&net);
+        return 0;
+    }
+    randomise(&net);
+    draw(calibration, ROWS, (size_t)net.d_in);
+    status = create(t, &net, &built, &error);
+    if (status != MOE_OK) {
+        if (!CHECK(status == MOE_ERR_UNSUPPORTED && error.message[0] != '\0', t->name)) printf("    %s\n", error.message);
+        if (shows) printf("%-44s refused: %s\n", t->name, error.message);
+        moe_net_free(&net);
+        return 0;
+    }
+    compare(t, &net, &built, o);
+    if (shows)
+        printf("%-44s error %.4f  logits %.4f  weights %.4f  other choices %3u of %u, far %u\n", t->name, relative(o->error, o->size), o->z_error,
+               relative(o->w_error, o->w_size), (unsigned)o->differ, (unsigned)o->rows, (unsigned)o->far);
+    CHECK(o->rows == FRESH && o->same > FRESH / 4, t->name);
+    CHECK(relative(o->error, o->size) <= most->error, t->name);
+    CHECK(relative(o->w_error, o->w_size) <= most->w_error, t->name);
+    CHECK(o->z_error <= most->z_error, t->name);
+    CHECK((double)o->differ <= most->differ * FRESH, t->name);
+    CHECK(o->far == 0, t->name);
+    moe_model_free(&built);
+    moe_net_free(&net);
+    return 1;
+}
+
+/* What int8 costs: weights have 1/127 of a row's largest for a step, so logits are off by 0.5 to 1 %; so are outputs with relu. A product act(gate) * up of
+   Gaussian numbers is seldom near its largest, so that its 127 steps are wide ones: 4 to 7 %. sparsemixer's weights jump where a rival comes near. */
+static bounds bounds_of(const trial *t) {
+    bounds b = {0.03, 0.03, 0.03, 0.25};
+    int i;
+    for (i = 0; i < t->layers; i++) {
+        const moe_layer_config *c = &t->layer[i];
+        if (c->expert == MOE_EXPERT_SWIGLU || c->expert == MOE_EXPERT_FACTORISED || c->n_shared > 0) b.error = 0.09;
+        if (c->router.weight == MOE_WEIGHT_SPARSEMIXER) b.w_error = b.error = 0.15;
+    }
+    if (t->layers > 1) b.error *= 2;
+    if (t->weights == MOE_WEIGHTS_INT4) b.error = 0.4, b.z_error *= 8, b.w_error *= 8, b.differ = 0.75;
+    return b;
+}
+
+/* ---- presets ---- */
+
+static void preset_trial(const char *name, int weights) {
+    trial t;
+    bounds b;
+    outcome o;
+    moe_error error;
+    memset(&t, 0, sizeof t);
+    if (!CHECK(moe_layer_preset(name, &t.layer[0], &error) == MOE_OK, name)) return;
+    sprintf(t.name, "%s int%d", name, weights == MOE_WEIGHTS_INT8 ? 8 : 4);
+    t.layers = 1, t.d = 32, t.weights = weights;
+    if (t.layer[0].router.n_experts > 32) t.layer[0].router.n_experts = 32;
+    if (t.layer[0].router.groups > 0) t.layer[0].router.groups = 8;
+    t.layer[0].d_ff = 24;
+    if (t.layer[0].expert == MOE_EXPERT_FACTORISED) t.layer[0].d_low = 12;
+    if (t.layer[0].router.input == MOE_INPUT_ADAPTIVE_CLUSTERING) {
+        t.layers = 2, t.layer[1] = t.layer[0];
+        memset(&t.layer[0], 0, sizeof t.layer[0]);
+        t.layer[0].d_ff = 24, t.layer[0].router.n_experts = t.layer[1].router.n_experts;
+    }
+    t.layer[0].router.d_model = t.d;
+    if (t.layers == 1 && moe_router_check_decoding(&t.layer[0].router, NULL) != MOE_OK) {
+        if (shows) printf("%-44s does not decode\n", t.name);
+        return;
+    }
+    b = bounds_of(&t);
+    (void)try_one(&t, &b, &o);
+}
+
+static void test_presets(void) {
+    const moe_preset *p;
+    for (p = moe_presets(); p->name != NULL; p++) preset_trial(p->name, MOE_WEIGHTS_INT8);
+}
+
+/* ---- layers drawn at random ---- */
+
+static int draw_score(moe_layer_config *c, int d) {
+    static const int scores[] = {MOE_SCORE_LINEAR, MOE_SCORE_MLP, MOE_SCORE_COSINE, MOE_SCORE_NORM, MOE_SCORE_GRAP, MOE_SCORE_ATTENTIVE, MOE_SCORE_COMPETITION};
+    moe_router_config *r = &c->router;
+    r->score = scores[below(sizeof scores / sizeof *scores)];
+    if (r->score == MOE_SCORE_LINEAR) r->router_bias = (int)below(2);
+    if (r->score == MOE_SCORE_MLP) r->router_hidden = 4 + (int)below(30), r->router_act = (int)below(MOE_ACT_COUNT);
+    if (r->score == MOE_SCORE_ATTENTIVE) r->router_act = (int)below(MOE_ACT_COUNT);
+    if (r->score == MOE_SCORE_COSINE) {
+        r->cosine_dim = below(2) ? 3 + (int)below(14) : 0, r->cosine_keep_length = (int)below(2), r->cosine_learn_tau = (int)below(2);
+        if (!r->cosine_learn_tau) r->cosine_tau = (moe_real)0.3;
+    }
+    if (r->score == MOE_SCORE_GRAP) r->grap_cosine = (int)below(2);
+    if (r->score == MOE_SCORE_NORM) r->norm_order = (int)below(3), r->norm_node = (int)below(MOE_NODE_COUNT);
+    return r->score != MOE_SCORE_GRAP || d % r->n_experts == 0;
+}
+
+static void draw_stages(moe_router_config *r) {
+    static const int selects[] = {MOE_SELECT_TOP_K, MOE_SELECT_TOP_K, MOE_SELECT_TOP_K, MOE_SELECT_TOP_P, MOE_SELECT_THRESHOLD, MOE_SELECT_DENSE};
+    static const int weights[] = {MOE_WEIGHT_SUM, MOE_WEIGHT_RAW, MOE_WEIGHT_SOFTMAX, MOE_WEIGHT_UNIFORM};
+    r->select = selects[below(6)], r->weight = weights[below(4)];
+    r->gate = (int)below(3); /* softmax, sigmoid, sqrt_softplus */
+    if (r->select == MOE_SELECT_TOP_P && r->gate != MOE_GATE_SOFTMAX) r->select = MOE_SELECT_TOP_K;
+    if (r->select == MOE_SELECT_TOP_K) r->selection_bias = below(4) == 0;
+    r->expert_scale = below(5) == 0;
+}
+
+static int draw_layer(moe_layer_config *c, int d, int d_out, int later) {
+    moe_router_config *r = &c->router;
+    memset(c, 0, sizeof *c);
+    r->d_model = d, r->n_experts = 1 + (int)below(16), r->top_k = 1 + (int)below((size_t)r->n_experts);
+    if (later) r->n_experts = 16, r->top_k = 1 + (int)below(4);
+    c->d_out = d_out, c->expert = (int)below(MOE_EXPERT_COUNT), c->act = (int)below(MOE_ACT_COUNT);
+    if (c->expert != MOE_EXPERT_MLP) c->act = 0;
+    if (c->expert != MOE_EXPERT_LINEAR) c->d_ff = 5 + (int)below(40);
+    if (c->expert == MOE_EXPERT_FACTORISED) c->d_low = 2 + (int)below(20);
+    if (c->expert == MOE_EXPERT_MLP || c->expert == MOE_EXPERT_LINEAR) c->no_expert_bias = (int)below(2);
+    if (below(3) == 0) c->n_shared = 1 + (int)below(2), c->d_shared = 4 + (int)below(20), c->shared_sigmoid = (int)below(2);
+    if (!draw_score(c, d)) return 0;
+    draw_stages(r);
+    if (later) {
+        r->input = MOE_INPUT_ADAPTIVE_CLUSTERING, r->ac_mode = below(2) ? MOE_AC_RUNNING : MOE_AC_RANDOM, r->ac_mix = 1 + (int)below(3);
+    } else if (below(4) == 0) r->input = MOE_INPUT_SCALED_RMS;
+    if (below(4) == 0) r->apply_to = MOE_APPLY_INPUT;
+    else if (d == d_out && below(3) == 0) c->add_input = 1;
+    return moe_router_check(r, NULL, NULL) == MOE_OK;
+}
+
+static int draw_trial(trial *t, int number) {
+    moe_net net;
+    int good;
+    memset(t, 0, sizeof *t);
+    t->d = 8 + (int)below(57), t->layers = 1 + (below(4) == 0), t->weights = below(4) == 0 ? MOE_WEIGHTS_INT4 : MOE_WEIGHTS_INT8;
+    t->linear = below(2) ? 5 + (int)below(30) : 0, t->loader = below(3) == 0;
+    if (!draw_layer(&t->layer[0], t->d, t->layers > 1 || below(2) ? t->d : 3 + (int)below(60), 0)) return 0;
+    t->residual = t->layers > 1 && below(2);
+    if (t->layers > 1 && !draw_layer(&t->layer[1], t->d, 3 + (int)below(60), 1)) return 0;
+    good = build(t, &net, NULL) == MOE_OK;
+    moe_net_free(&net);
+    sprintf(t->name, "%d: %s%s d %d E %d K %d %s %s %s %s%s%s%s", number, t->weights == MOE_WEIGHTS_INT8 ? "int8" : "int4", t->layers > 1 ? " two" : "", t->d,
+            t->layer[0].router.n_experts, t->layer[0].router.top_k, moei_score_names[t->layer[0].router.score], moei_input_names[t->layer[0].router.input],
+            moei_expert_names[t->layer[0].expert], t->layer[0].router.apply_to ? "on input " : "", t->layer[0].add_input ? "add " : "",
+            t->layer[0].n_shared > 0 ? "shared " : "", t->loader ? "loader" : "");
+    return good;
+}
+
+static void test_random(int wanted) {
+    int made = 0, refused = 0, number = 0;
+    while (made < wanted && refused < 2 * wanted) {
+        trial t;
+        bounds b;
+        outcome o;
+        if (!draw_trial(&t, number++)) continue;
+        b = bounds_of(&t);
+        if (try_one(&t, &b, &o)) made++;
+        else refused++;
+    }
+    printf("random layers: %d made, %d refused\n", made, refused);
+    CHECK(made == wanted, "random layers");
+}
+
+int main(int argc, char **argv) {
+    shows = argc > 1 && strcmp(argv[1], "show") == 0;
+    moe_rng_seed(&rng, 7);
+    test_presets();
+    test_random(argc > 1 && strcmp(argv[1], "few") == 0 ? 30 : 150);
+    printf("%ld passed, %ld failed\n", passed, failed);
+    return failed > 0;
+}
