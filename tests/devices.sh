@@ -44,7 +44,7 @@ TABLE
 
 # The models, and test programs that say as "hash ..." what they computed.
 things='int8 int4 float'
-for thing in integers int_routers; do [ ! -f "tests/$thing.c" ] || things="$things $thing"; done
+for thing in integers int_routers int_sequences; do [ ! -f "tests/$thing.c" ] || things="$things $thing"; done
 
 is_model() {
     case $1 in
