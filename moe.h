@@ -1144,7 +1144,7 @@ typedef struct moe_int_attention {
     uint16_t heads, d_head;
     uint32_t keys, values; /* bytes from the start of the state: int8 [length, heads d_head] each */
     uint32_t value;        /* vector: the token's own v */
-    uint32_t room;         /* int16 from the start of the vectors: int32 [length] for scores */
+    uint32_t room;         /* int16 from the start of the vectors: int32 [length + 1] for scores, int16 [length] for weights */
     uint16_t bits;         /* 2^bits to an octave, in which scores are compared */
 } moe_int_attention;
 
@@ -9580,39 +9580,59 @@ void moe_int_op_turn(const moe_int_op *op, moe_int_run *run) {
     moei_int_put_zeros(n, y);
 }
 
+/* Not inlined: where it would go too many registers are taken. */
+#if defined(__GNUC__) || defined(__clang__)
+#define MOEI_INT_CALLED __attribute__((__noinline__))
+#else
+#define MOEI_INT_CALLED
+#endif
+
+/* *a = sum_i u_i x_i and *b the same of the numbers `apart` from x; those of x are `step` apart. Both loops of attention, two results at a time; n > 0. */
+static MOEI_INT_CALLED void moei_int_dots(unsigned n, const int16_t *u, const signed char *x, unsigned step, unsigned apart, int32_t *a, int32_t *b) {
+    const int16_t *end = u + n;
+    int32_t sum_a = 0, sum_b = 0;
+    do {
+        sum_a += (int32_t)*u * x[0];
+        sum_b += (int32_t)*u * x[apart];
+        u++, x += step;
+    } while (u != end);
+    *a = sum_a, *b = sum_b;
+}
+
 /* One head of attention over n tokens: q, keys, values and y are at its first number, rows of keys and values `width` apart. */
 typedef struct moei_int_head {
     const moe_int_op *op;
     const int16_t *q;
     const signed char *keys, *values;
-    int32_t *scores;
+    int32_t *scores;  /* [n], and one more */
+    int16_t *weights; /* [n] */
     int16_t *y;
     unsigned n, width, d_head, bits;
 } moei_int_head;
 
-/* The scores become weights, 32768 >> less for the largest; returns their sum. */
+/* Weights from scores, at most 32767 >> less; returns their sum. */
 static uint32_t moei_int_weigh(const moei_int_head *h, unsigned less) {
     const signed char *key = h->keys;
+    int32_t most = INT32_MIN, *score = h->scores;
     uint32_t total = 0;
-    int32_t most = INT32_MIN;
-    unsigned j, p;
-    for (j = 0; j < h->n; j++, key += h->width) {
-        int32_t score = 0;
-        for (p = 0; p < h->d_head; p++) score += (int32_t)h->q[p] * key[p];
-        h->scores[j] = score;
-        if (score > most) most = score;
-    }
+    unsigned j;
+    for (j = 0; j < h->n; j += 2, key += 2 * (size_t)h->width) moei_int_dots(h->d_head, h->q, key, 1, j + 1 < h->n ? h->width : 0, score + j, score + j + 1);
+    for (j = 0; j < h->n; j++)
+        if (score[j] > most) most = score[j];
     for (j = 0; j < h->n; j++) {
-        h->scores[j] = (int32_t)(moe_int_exp2((uint32_t)moei_int_scale(most - h->scores[j], h->op->factor), (int)h->bits) >> less);
-        total += (uint32_t)h->scores[j];
+        uint32_t w = moe_int_exp2((uint32_t)moei_int_scale(most - score[j], h->op->factor), (int)h->bits) >> less;
+        if (w > 32767) w = 32767;
+        h->weights[j] = (int16_t)w;
+        total += w;
     }
     return total;
 }
 
 static void moei_int_mix(const moei_int_head *h) {
     moe_int_shape shape = h->op->shape;
-    unsigned less = 0, j, p, down = 0;
+    unsigned less = 0, p, more, down = 0;
     uint32_t total;
+    int32_t sums[2];
     int16_t factor;
     int32_t round;
     while ((h->n - 1) >> 9 >> less != 0) less++;
@@ -9621,20 +9641,20 @@ static void moei_int_mix(const moei_int_head *h) {
     total = moei_int_weigh(h, less);
     while (total >> down > 0xffffu) down++;
     factor = (int16_t)(((uint32_t)h->op->factor2 << 15 >> less) / (total >> down));
-    for (p = 0; p < h->d_head; p++) {
-        const signed char *value = h->values + p;
-        int32_t sum = 0;
-        for (j = 0; j < h->n; j++, value += h->width) sum += h->scores[j] * *value;
-        h->y[p] = moei_int_clamp(&shape, (moei_int_scale(sum >> down, factor) + round) >> shape.shift);
+    for (p = 0; p < h->d_head; p += 2) {
+        more = p + 1 < h->d_head;
+        moei_int_dots(h->n, h->weights, h->values + p, h->width, more, &sums[0], &sums[1]);
+        h->y[p] = moei_int_clamp(&shape, (moei_int_scale(sums[0] >> down, factor) + round) >> shape.shift);
+        h->y[p + more] = moei_int_clamp(&shape, (moei_int_scale(sums[1] >> down, factor) + round) >> shape.shift);
     }
 }
 
 /* Attention of one token. in: q, wide; other: its key, attention.value: its value, both narrow, which are appended to those in the state first. With
    n = place + 1 tokens, less = the bits of place >> 9, and for each head
-     s_j = sum_p q_p key_jp            w_j = moe_int_exp2(((max s - s_j) * factor) >> 16, bits) >> less            total = sum_j w_j
+     s_j = sum_p q_p key_jp       w_j = the smaller of 32767 and moe_int_exp2(((max s - s_j) * factor) >> 16, bits) >> less       total = sum_j w_j
      down: the least with total >> down < 2^16            r = ((factor2 << 15) >> less) / (total >> down), rounded down
      out_p = clamp((((sum_j w_j value_jp >> down) * r >> 16) + round) >> (shift - less))            round is that of shift - less; zeros behind the heads
-   The maker sees to |s_j| < 2^30; 7 <= shift; n <= 65535, so that total <= 2^24 and less <= 7. */
+   The maker sees to |s_j| < 2^30; factor2 <= 32766; 7 <= shift; n <= 65535, so that total <= 2^24 and less <= 7. */
 void moe_int_op_attention(const moe_int_op *op, moe_int_run *run) {
     const moe_int_attention *a = run->model->attentions + op->index;
     const unsigned width = (unsigned)a->heads * a->d_head;
@@ -9646,7 +9666,7 @@ void moe_int_op_attention(const moe_int_op *op, moe_int_run *run) {
         keys[(size_t)run->place * width + i] = (signed char)key[i];
         values[(size_t)run->place * width + i] = (signed char)value[i];
     }
-    h.op = op, h.scores = moei_int_wide(run, a->room);
+    h.op = op, h.scores = moei_int_wide(run, a->room), h.weights = moei_int_vector(run, a->room) + 2 * ((size_t)run->model->length + 1);
     h.n = (unsigned)run->place + 1, h.width = width, h.d_head = a->d_head, h.bits = a->bits;
     for (i = 0; i < width; i += a->d_head) {
         h.q = moei_int_vector(run, op->in) + i, h.y = moei_int_vector(run, op->out) + i;
@@ -11417,7 +11437,7 @@ static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, c
     a.heads = (uint16_t)module->attention.heads, a.d_head = (uint16_t)module->attention.d_head;
     a.value = moei_product(m, &value, x, MOEI_NARROW, 0, range->v, 0);
     a.keys = moei_state(m, width), a.values = moei_state(m, width);
-    a.room = moei_value_wide32(m, m->made.model.length);
+    a.room = moei_value_wide32(m, m->made.model.length + 1 + (m->made.model.length + 1) / 2);
     if (m->status != MOE_OK) return 0;
     octaves = m->values[q].scale * m->values[k].scale * 1.4426950408889634 / sqrt((double)a.d_head);
     bits = moei_shift_for(octaves, 16, 31);
@@ -11430,7 +11450,7 @@ static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, c
     bits = moei_shift_for(m->values[a.value].scale / scale, 0, 14);
     op = moei_op(moe_int_op_attention, width, width, -MOEI_NARROW, MOEI_NARROW, bits - 1);
     op.factor = (int16_t)moei_nearest(ldexp(octaves, 16 + a.bits), 32767);
-    op.factor2 = (int16_t)moei_nearest(ldexp(m->values[a.value].scale / scale, bits), 32767);
+    op.factor2 = (int16_t)moei_nearest(ldexp(m->values[a.value].scale / scale, bits), 32766);
     op.index = (uint16_t)moei_maker_push(m, &m->made.attentions, &a, sizeof a);
     m->counted += 2 * width * m->made.model.length;
     moei_op_append(m, op, q, k, out);
@@ -11967,9 +11987,11 @@ static void moei_print_comment(moei_printer *p, const moe_model *model) {
     if (model->length > 0) moei_print(p, "     sequences   of up to %z tokens, one per call; %z bytes of scratch stay from call to call\n", model->length, model->state_size);
     moei_print(p, "\n   In ONE source file: #define MOE_IMPLEMENTATION before this header is included. MOE_NO_TRAIN leaves out all but inference%s.\n",
                model->weights_are == MOE_WEIGHTS_FLOAT ? "" : ",\n   MOE_NO_FLOAT all but models in integers");
-    moei_print(p, "     static unsigned char scratch[%s_SCRATCH];\n     %s input[%s], output[%s_OUTPUTS];\n", p->capitals,
-               model->d_in == 0 ? "int32_t token; or" : model->weights_are == MOE_WEIGHTS_FLOAT ? "float" : "int8_t", model->d_in == 0 ? "..." : "...", p->capitals);
-    moei_print(p, "     moe_status status = moe_infer(&%s, input, output, scratch, sizeof scratch); */\n", p->name);
+    moei_print(p, "     static unsigned char scratch[%s_SCRATCH];\n", p->capitals);
+    if (model->d_in == 0) moei_print(p, "     int32_t input; (the token's id)\n");
+    else moei_print(p, "     %s input[%s_INPUTS];\n", model->weights_are == MOE_WEIGHTS_FLOAT ? "float" : "int8_t", p->capitals);
+    moei_print(p, "     %s output[%s_OUTPUTS];\n     moe_status status = moe_infer(&%s, %sinput, output, scratch, sizeof scratch); */\n",
+               model->weights_are == MOE_WEIGHTS_FLOAT ? "float" : "int16_t", p->capitals, p->name, model->d_in == 0 ? "&" : "");
 }
 
 static void moei_print_model(moei_printer *p, const moe_model *model) {
