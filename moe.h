@@ -1203,10 +1203,11 @@ typedef struct moe_int_run {
      norm_l1, norm_l2, norm_linf, match       out_e = a norm of in, or in . other, where the next k operations have made in of expert e
    of a mixture's experts and shared expert:
      weigh               out = weight * in; what follows has weight 1                weight   what follows has the weight in_0
+     accumulate          sum out += weight * in
      rest                sum out += (1 - the sum of the chosen experts' weights) * in
    Their code says to the bit what they do. */
 #define MOE_INT_OPS(X) X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture) X(unit) X(cluster) X(norm_l1) \
-    X(norm_l2) X(norm_linf) X(match) X(weigh) X(weight) X(rest) X(row) X(norm) X(turn) X(attention)
+    X(norm_l2) X(norm_linf) X(match) X(weigh) X(weight) X(accumulate) X(rest) X(row) X(norm) X(turn) X(attention)
 #define MOEI_OP_DECLARE(name) MOE_API void moe_int_op_##name(const moe_int_op *op, moe_int_run *run);
 MOE_INT_OPS(MOEI_OP_DECLARE)
 /* What moe_model.run and moe_model.choices are: integer and float models. */
@@ -4040,6 +4041,9 @@ static void moei_layer_shared(const moe_layer *layer, moe_layer_pass *p, moe_rea
 /* What must be there before anything is computed; the router checks the rest. */
 static moe_status moei_layer_call_check(const moe_layer *layer, const moe_call *call) {
     int place;
+    if (!MOEI_KEPT(ACTS, layer->config.expert == MOE_EXPERT_MLP ? layer->config.act : (int)MOE_ACT_SILU) && layer->config.expert != MOE_EXPERT_LINEAR)
+        return MOE_ERR_UNSUPPORTED;
+    if (layer->config.n_shared > 0 && !MOEI_KEPT(ACTS, MOE_ACT_SILU)) return MOE_ERR_UNSUPPORTED;
     if (!MOEI_FITS_INT32(call->n_tokens)) return MOE_ERR_OVERFLOW;
     if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
     for (place = 0; layer->places >> place != 0; place++)
@@ -5746,18 +5750,18 @@ typedef struct moei_module_kind {
 } moei_module_kind;
 
 static const moei_module_kind moei_module_kinds[MOE_MODULE_COUNT] = {
-    /* linear       */ {moei_linear_forward, MOEI_BACKWARD(moei_linear_backward)},
-    /* activation   */ {moei_activation_forward, MOEI_BACKWARD(moei_activation_backward)},
-    /* layer_norm   */ {moei_layer_norm_forward, MOEI_BACKWARD(moei_layer_norm_backward)},
-    /* mixture      */ {moei_mixture_forward, MOEI_BACKWARD(moei_mixture_backward)},
-    /* residual     */ {moei_residual_forward, MOEI_BACKWARD(moei_residual_backward)},
-    /* embedding    */ {moei_embedding_forward, MOEI_BACKWARD(moei_embedding_backward)},
-    /* positions    */ {moei_positions_forward, MOEI_BACKWARD(moei_positions_backward)},
-    /* attention    */ {moei_attention_forward, MOEI_BACKWARD(moei_attention_backward)},
-    /* rms_norm     */ {moei_rms_norm_forward, MOEI_BACKWARD(moei_rms_norm_backward)},
-    /* dropout      */ {moei_dropout_forward, MOEI_BACKWARD(moei_dropout_backward)},
-    /* feed_forward */ {moei_feed_forward_forward, MOEI_BACKWARD(moei_feed_forward_backward)},
-    /* tied         */ {moei_linear_forward, MOEI_BACKWARD(moei_linear_backward)}};
+    /* linear       */ {MOEI_KEEP(MODULES, MOE_MODULE_LINEAR, moei_linear_forward), MOEI_BACKWARD(moei_linear_backward)},
+    /* activation   */ {MOEI_KEEP(MODULES, MOE_MODULE_ACTIVATION, moei_activation_forward), MOEI_BACKWARD(moei_activation_backward)},
+    /* layer_norm   */ {MOEI_KEEP(MODULES, MOE_MODULE_LAYER_NORM, moei_layer_norm_forward), MOEI_BACKWARD(moei_layer_norm_backward)},
+    /* mixture      */ {MOEI_KEEP(MODULES, MOE_MODULE_MIXTURE, moei_mixture_forward), MOEI_BACKWARD(moei_mixture_backward)},
+    /* residual     */ {MOEI_KEEP(MODULES, MOE_MODULE_RESIDUAL, moei_residual_forward), MOEI_BACKWARD(moei_residual_backward)},
+    /* embedding    */ {MOEI_KEEP(MODULES, MOE_MODULE_EMBEDDING, moei_embedding_forward), MOEI_BACKWARD(moei_embedding_backward)},
+    /* positions    */ {MOEI_KEEP(MODULES, MOE_MODULE_POSITIONS, moei_positions_forward), MOEI_BACKWARD(moei_positions_backward)},
+    /* attention    */ {MOEI_KEEP(MODULES, MOE_MODULE_ATTENTION, moei_attention_forward), MOEI_BACKWARD(moei_attention_backward)},
+    /* rms_norm     */ {MOEI_KEEP(MODULES, MOE_MODULE_RMS_NORM, moei_rms_norm_forward), MOEI_BACKWARD(moei_rms_norm_backward)},
+    /* dropout      */ {MOEI_KEEP(MODULES, MOE_MODULE_DROPOUT, moei_dropout_forward), MOEI_BACKWARD(moei_dropout_backward)},
+    /* feed_forward */ {MOEI_KEEP(MODULES, MOE_MODULE_FEED_FORWARD, moei_feed_forward_forward), MOEI_BACKWARD(moei_feed_forward_backward)},
+    /* tied         */ {MOEI_KEEP(MODULES, MOE_MODULE_TIED, moei_linear_forward), MOEI_BACKWARD(moei_linear_backward)}};
 
 /* Whether the sequences are what moe_call says. */
 static int moei_sequences_fit(const moe_call *call) {
@@ -5807,6 +5811,7 @@ static moe_status moei_net_call_check(const moe_net *net, const moe_call *call, 
         return MOE_ERR_ARGUMENT;
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
+        if (!MOEI_KEPT(MODULES, m->kind) || (m->kind == MOE_MODULE_ACTIVATION && !MOEI_KEPT(ACTS, m->act))) return MOE_ERR_UNSUPPORTED;
         if (m->kind == MOE_MODULE_EMBEDDING && !moei_ids_fit(m, call->n_tokens, call->token_ids)) return MOE_ERR_ARGUMENT;
         if (m->kind == MOE_MODULE_POSITIONS && !moei_places_fit(m, call, past)) return MOE_ERR_ARGUMENT;
         if (m->kind == MOE_MODULE_DROPOUT && call->training && m->rate > MOEI_R(0.0) && call->rng == NULL) return MOE_ERR_ARGUMENT;
@@ -9535,7 +9540,7 @@ void moe_int_op_norm(const moe_int_op *op, moe_int_run *run) {
         sum += x[p];
     }
     if (op->index == 0) sum = 0;
-    d = ((((uint64_t)high << 16) + low) * n - (uint64_t)((int64_t)sum * sum)) << 2 * op->factor;
+    d = ((((uint64_t)high << 16) + low) * n - (uint64_t)((int64_t)sum * sum)) * ((uint32_t)1 << 2 * op->factor);
     d += (uint64_t)(uint32_t)moei_flash_32(eps + 4) << 32 | (uint32_t)moei_flash_32(eps);
     inverse = moei_int_inverse_root(d > 0 ? d : 1, &e);
     e -= 7 + op->factor;
@@ -9850,6 +9855,15 @@ void moe_int_op_weigh(const moe_int_op *op, moe_int_run *run) {
 
 void moe_int_op_weight(const moe_int_op *op, moe_int_run *run) { run->weight = *moei_int_vector(run, op->in); }
 
+/* sum out_i += (in_i * weight + round) >> shift. */
+void moe_int_op_accumulate(const moe_int_op *op, moe_int_run *run) {
+    const int16_t *x = moei_int_vector(run, op->in);
+    int32_t *sum = moei_int_wide(run, op->out);
+    const int32_t round = moei_int_round(&op->shape), weight = run->weight;
+    unsigned i;
+    for (i = 0; i < op->shape.n; i++) sum[i] += (x[i] * weight + round) >> op->shape.shift;
+}
+
 /* sum out_i += (((in_i * factor + round) >> shift) * rest) >> 16 with rest = at - ((sum of the weights of choices, which are in other) >> factor2) within
    int16. */
 void moe_int_op_rest(const moe_int_op *op, moe_int_run *run) {
@@ -10055,11 +10069,6 @@ static uint32_t moei_value_wide32(moei_maker *m, size_t width) {
 
 static void moei_value_use(moei_maker *m, uint32_t v) {
     if (m->status == MOE_OK && m->values[v].last < m->clock) m->values[v].last = m->clock;
-}
-
-/* A vector that has its place since an earlier time: experts' operations run again and again, so what lies beside them must not share with any of them. */
-static void moei_value_spans(moei_maker *m, uint32_t v, uint32_t since) {
-    if (m->status == MOE_OK && m->values[v].made > since) m->values[v].made = since;
 }
 
 static moe_int_op moei_op(void (*run)(const moe_int_op *op, moe_int_run *run), size_t n, size_t k, int low, int high, int shift) {
@@ -10295,6 +10304,7 @@ static uint32_t moei_matrix_pack(moei_maker *m, const moei_int_matrix *x, moei_i
             moei_int_row_levels(m, x, x->w + i * x->k, l->row[i], l, j);
             l->bias[j] = x->bias != NULL && one > 0 ? moei_nearest((double)x->bias[i] / one, 536870911) : 0;
             l->factor[j] = (int16_t)moei_nearest(one * unit, 32767);
+            if (l->factor[j] > 0) l->bias[j] += 32768 / l->factor[j]; /* what >> 16 drops is rounded, not cut off */
         }
         status = int8 ? moe_int8_pack(x->n, x->k, l->level, x->k, l->bias, l->factor, bytes)
                       : moe_int4_pack(x->n, x->k, l->level, x->k, l->bias, l->factor, l->block, bytes);
@@ -10431,6 +10441,7 @@ static uint32_t moei_added(moei_maker *m, uint32_t a, uint32_t b, double range) 
 /* Where the last product of an expert goes: into a sum, or, with sum = MOE_INT_NONE, into a vector of its own. */
 typedef struct moei_int_target {
     uint32_t sum;
+    int finely; /* by way of a vector, whose levels are finer than what a product can add */
     int bits, shift, limit;
     double scale, range;
 } moei_int_target;
@@ -10473,10 +10484,38 @@ static uint32_t moei_expert_hidden(moei_maker *m, const moei_chain *chain, size_
     return j == MOEI_X ? x : node[j];
 }
 
-/* All operations of one kind of experts. */
-static uint32_t moei_expert_ops(moei_maker *m, const moei_chain *chain, size_t count, uint32_t hidden, const moei_int_target *to) {
+/* The least scale of a wide vector for W x + b with results up to range. */
+static double moei_wide_scale(moei_maker *m, const moei_int_matrix *x, double in_scale, double range) {
+    const double scale = range * 1.25 / MOEI_WIDE, finest = moei_matrix_most(m, x, in_scale) / 0.49;
+    return scale > finest ? scale : finest > 0 ? finest : 1;
+}
+
+/* How far weight * level of a vector whose scale is at least `least` is shifted to be in the sum's units; negative: these are too fine. */
+static int moei_sum_shift(const moei_int_target *to, int bits, double least) {
+    const int shift = (int)floor(log(ldexp(to->scale, 15 - bits - to->shift) / least) / log(2.0));
+    return shift < 30 ? shift : 30;
+}
+
+/* sum += weight (W x + b), by way of a wide vector, which is returned. */
+static uint32_t moei_product_finely(moei_maker *m, const moei_int_matrix *x, uint32_t in, const moei_int_target *to, double range) {
+    uint32_t y;
+    int shift;
+    if (m->status != MOE_OK) return 0;
+    shift = moei_sum_shift(to, to->bits, moei_wide_scale(m, x, m->values[in].scale, range));
+    if (shift < 0) {
+        moei_maker_fail(m, MOE_ERR_OVERFLOW);
+        return 0;
+    }
+    y = moei_product(m, x, in, MOEI_WIDE, 0, range, ldexp(to->scale, 15 - to->bits - to->shift - shift));
+    moei_op_append(m, moei_op(moe_int_op_accumulate, x->n, 0, 0, 0, shift), y, y, to->sum);
+    return y;
+}
+
+/* All operations of one kind of experts. range: of their outputs. */
+static uint32_t moei_expert_ops(moei_maker *m, const moei_chain *chain, size_t count, uint32_t hidden, const moei_int_target *to, double range) {
     moei_int_matrix last = moei_last_matrix(chain, count);
     if (to->sum == MOE_INT_NONE) return moei_product(m, &last, hidden, to->limit, 0, to->range, 0);
+    if (to->finely) return moei_product_finely(m, &last, hidden, to, range);
     moei_product_add(m, &last, hidden, to->bits, to->scale, to->shift, to->sum);
     return to->sum;
 }
@@ -10539,6 +10578,7 @@ typedef struct moei_scoring {
     uint32_t expert, n_expert;  /* scores that read experts: the operations of one, and its activations */
     uint32_t node[MOE_NODE_COUNT];
     double output_scale, output_unit; /* the last product's t: real = t * output_unit; what a wide vector of it wants */
+    uint32_t begun;             /* the clock at the mixture's beginning */
     uint32_t n_list;            /* operations that follow the list: those that run for each expert */
 } moei_scoring;
 
@@ -10775,7 +10815,7 @@ static uint32_t moei_output_again(moei_maker *m, const moei_scoring *s, uint32_t
 
 /* The operations that make a scored activation, again behind the list; its vector. *bytes: how much of a block they read. */
 static uint32_t moei_node_again(moei_maker *m, const moei_scoring *s, int scored, size_t *bytes) {
-    const int output = scored == MOE_NODE_OUTPUT;
+    const int output = s->node[scored] == MOE_INT_NONE;
     const uint32_t last = s->expert + s->n_expert - 1;
     uint32_t wanted[2 * MOEI_MAX_STEPS], n_wanted = 0, i, j, v = MOE_INT_NONE;
     unsigned run = 0;
@@ -10891,31 +10931,64 @@ static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: select = hash: moe_infer knows ids only where the net reads them (d_in = 0)", i);
 }
 
-/* The units of the sum: fine, but factors must fit 15 bits and the sum 32. rest_scale: that of an input which is added with a weight up to 1; 0: none is. */
-static moei_int_target moei_mixture_target(moei_maker *m, const moei_chain *chain, uint32_t hidden, const moei_chain *shared, double shared_scale, int bits,
-                                           size_t most, int limit, double range, double rest_scale) {
-    moei_int_matrix last = moei_last_matrix(chain, (size_t)chain->layer->config.router.n_experts), also;
-    moei_int_target to;
-    double factor = 0, bound = 0;
+/* A vector that goes into the sum: the matrix that makes it of what, its largest number, and the power of two of its weight. */
+typedef struct moei_int_part {
+    moei_int_matrix w;
+    double in_scale, range;
+    int bits;
+    size_t most; /* so many of it */
+} moei_int_part;
+
+/* The units of a sum of products, to which an input of scale rest_scale (0: none) is added with a weight up to 1: fine, but factors must fit 15 bits and
+   the sum 32. */
+static void moei_target_coarse(moei_maker *m, const moei_int_part *part, size_t n, double rest_scale, moei_int_target *to) {
+    double factor = 2 * rest_scale, bound = rest_scale * MOEI_WIDE;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        const double one = ldexp(moei_matrix_most(m, &part[i].w, part[i].in_scale), 17 + part[i].bits);
+        if (one > factor) factor = one;
+        bound += ldexp(moei_matrix_bound(&part[i].w, part[i].in_scale), part[i].bits) * (double)part[i].most;
+    }
+    if (to->scale < factor / 32767) to->scale = factor / 32767;
+    if (to->scale < bound / 5e8) to->scale = bound / 5e8;
+    to->shift = 15;
+    while (to->shift > 0 && (ldexp(factor / to->scale, to->shift) > 32767 || ldexp(bound / to->scale, to->shift) > 1e9)) to->shift--;
+}
+
+/* The units of a sum of wide vectors. */
+static void moei_target_fine(moei_maker *m, const moei_int_part *part, size_t n, double rest_scale, moei_int_target *to) {
+    double bound = rest_scale * MOEI_WIDE, least[2];
+    size_t i;
+    int fits = 0;
+    for (i = 0; i < n; i++) {
+        least[i] = moei_wide_scale(m, &part[i].w, part[i].in_scale, part[i].range);
+        bound += ldexp(least[i] * 2 * MOEI_WIDE, part[i].bits) * (double)part[i].most;
+    }
+    if (to->scale < bound / 5e8) to->scale = bound / 5e8;
+    for (to->shift = 16; to->shift > 0 && !fits;) {
+        to->shift--;
+        fits = ldexp(bound / to->scale, to->shift) <= 1e9 && ldexp(2 * rest_scale / to->scale, to->shift) <= 32767;
+        for (i = 0; i < n; i++) fits &= moei_sum_shift(to, part[i].bits, least[i]) >= 0;
+    }
+    to->finely = fits;
+}
+
+enum { MOEI_SUM_LEVELS = 512 };
+
+/* The units of a mixture's sum. Products add their results to it themselves unless it would have too few levels, the largest result being that many for
+   each expert: all of them round down. */
+static moei_int_target moei_mixture_target(moei_maker *m, const moei_int_part *part, size_t n, int limit, double range, double rest_scale) {
+    moei_int_target to, fine;
     memset(&to, 0, sizeof to);
-    to.bits = bits, to.limit = limit, to.range = range;
+    to.bits = part->bits, to.limit = limit, to.range = range;
     to.scale = limit == MOEI_NARROW ? range / limit : range * 1.25 / limit;
     if (!(to.scale > 0)) to.scale = 1;
+    fine = to;
     if (m->status != MOE_OK) return to;
-    factor = ldexp(moei_matrix_most(m, &last, m->values[hidden].scale), 17 + bits);
-    bound = ldexp(moei_matrix_bound(&last, m->values[hidden].scale), bits) * (double)most;
-    if (shared != NULL) {
-        also = moei_last_matrix(shared, 1);
-        if (ldexp(moei_matrix_most(m, &also, shared_scale), 17) > factor) factor = ldexp(moei_matrix_most(m, &also, shared_scale), 17);
-        bound += moei_matrix_bound(&also, shared_scale);
-    }
-    if (2 * rest_scale > factor) factor = 2 * rest_scale;
-    bound += rest_scale * MOEI_WIDE;
-    if (to.scale < factor / 32767) to.scale = factor / 32767;
-    if (to.scale < bound / 5e8) to.scale = bound / 5e8;
-    to.shift = 15;
-    while (to.shift > 0 && (ldexp(factor / to.scale, to.shift) > 32767 || ldexp(bound / to.scale, to.shift) > 1e9)) to.shift--;
-    return to;
+    moei_target_coarse(m, part, n, rest_scale, &to);
+    if (!(range > 0) || ldexp(range / to.scale, to.shift) >= (double)MOEI_SUM_LEVELS * (double)part->most) return to;
+    moei_target_fine(m, part, n, rest_scale, &fine);
+    return fine.finely ? fine : to;
 }
 
 /* The blocks of all experts, from the pieces. */
@@ -10992,7 +11065,7 @@ static void moei_mixture_rest(moei_maker *m, const moei_scoring *s, const moei_c
     if (c->n_shared > 0) {
         const uint32_t hidden = moei_expert_hidden(m, shared, 1, x, s->range->shared, node);
         if (c->shared_sigmoid) moei_shared_sigmoid(m, s->layer, x, s->range->sigmoid);
-        (void)moei_expert_ops(m, shared, 1, hidden, &to);
+        (void)moei_expert_ops(m, shared, 1, hidden, &to, s->range->shared[MOE_NODE_OUTPUT]);
     }
     if (c->add_input) moei_rest(m, mixture, &to, s->entering);
     mixture->n_shared = moei_ops_count(m) - mixture->shared;
@@ -11005,14 +11078,17 @@ static void moei_mixture_logits(moei_maker *m, moei_scoring *s, moe_int_mixture 
     mixture->n_score = moei_ops_count(m) - mixture->score - s->n_list;
 }
 
-/* The router, and the vectors that it works on. */
+/* The router, and the vectors that it works on. They are there from the beginning: with some scores experts' operations come first in the list, but run
+   again afterwards. */
 static void moei_mixture_router(moei_maker *m, moei_scoring *s, moe_int_mixture *mixture) {
     mixture->router = s->plan.router;
     mixture->weight_bits = (int16_t)moei_exponent((double)s->plan.weight_scale);
     mixture->p = moei_value_wide32(m, mixture->router.scratch);
     mixture->sum = moei_value_wide32(m, (size_t)s->layer->config.d_out);
     mixture->choices = moei_value_new(m, 1 + 2 * (size_t)mixture->router.most, MOEI_WIDE, 1, 0);
-    if (m->status == MOE_OK) m->values[mixture->choices].last = UINT32_MAX;
+    if (m->status != MOE_OK) return;
+    m->values[mixture->choices].last = UINT32_MAX;
+    m->values[mixture->p].made = m->values[mixture->sum].made = m->values[mixture->choices].made = s->begun;
 }
 
 /* The operations of one expert, and with a score that reads experts the router, which is planned between them. */
@@ -11021,8 +11097,10 @@ static moei_int_target moei_mixture_experts(moei_maker *m, moei_scoring *s, cons
     const int scored = moei_scored_node(c), inputs = c->router.apply_to == MOE_APPLY_INPUT;
     const size_t experts = (size_t)c->router.n_experts;
     moei_chain chain = moei_chain_begin(s->layer, c->expert);
+    moei_int_part part[2];
     moei_int_target to;
-    uint32_t hidden;
+    double rest = 0;
+    uint32_t hidden, out;
     mixture->expert = s->expert = moei_ops_count(m);
     m->in_block = 1;
     chain.needed |= moei_ancestors(chain.expert, scored);
@@ -11031,11 +11109,16 @@ static moei_int_target moei_mixture_experts(moei_maker *m, moei_scoring *s, cons
         moei_mixture_plan(m, s, 0);
         moei_mixture_router(m, s, mixture);
     }
-    to = moei_mixture_target(m, &chain, hidden, c->n_shared > 0 ? shared : NULL, s->range->shared[MOE_NODE_PRODUCT] / MOEI_NARROW,
-                             inputs ? 0 : mixture->weight_bits, mixture->router.most, limit, s->range->y,
-                             c->add_input && m->status == MOE_OK ? ldexp(m->values[s->entering].scale, moei_rest_bits(mixture)) : 0);
+    memset(part, 0, sizeof part);
+    part[0].w = moei_last_matrix(&chain, experts), part[0].range = s->range->node[MOE_NODE_OUTPUT];
+    part[0].bits = inputs ? 0 : mixture->weight_bits, part[0].most = mixture->router.most;
+    if (c->n_shared > 0) part[1].w = moei_last_matrix(shared, 1), part[1].range = s->range->shared[MOE_NODE_OUTPUT], part[1].most = 1;
+    if (m->status == MOE_OK) part[0].in_scale = m->values[hidden].scale, rest = c->add_input ? ldexp(m->values[s->entering].scale, moei_rest_bits(mixture)) : 0;
+    part[1].in_scale = s->range->shared[MOE_NODE_PRODUCT] / MOEI_NARROW;
+    to = moei_mixture_target(m, part, c->n_shared > 0 ? 2 : 1, limit, s->range->y, rest);
     to.sum = mixture->sum;
-    (void)moei_expert_ops(m, &chain, experts, hidden, &to);
+    out = moei_expert_ops(m, &chain, experts, hidden, &to, part[0].range);
+    if (to.finely) s->node[MOE_NODE_OUTPUT] = out;
     mixture->n_expert = s->n_expert = moei_ops_count(m) - mixture->expert;
     moei_mixture_blocks(m, mixture, experts);
     m->in_block = 0;
@@ -11057,7 +11140,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     memset(&mixture, 0, sizeof mixture);
     memset(&s, 0, sizeof s);
     memset(&shared, 0, sizeof shared);
-    s.layer = &module->layer, s.range = range, s.entering = m->entering[m->module];
+    s.begun = begun, s.layer = &module->layer, s.range = range, s.entering = m->entering[m->module];
     s.now = moei_router_now(s.layer, NULL);
     if (m->status != MOE_OK) return 0;
     if (c->n_shared > 0) shared = moei_chain_begin(s.layer, MOEI_SHARED);
@@ -11079,9 +11162,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     out = moei_value_new(m, (size_t)c->d_out, limit, to.scale, range->y);
     m->clock++;
     moei_value_use(m, x), moei_value_use(m, s.entering), moei_value_use(m, mixture.z), moei_value_use(m, mixture.p), moei_value_use(m, mixture.sum);
-    moei_value_spans(m, mixture.z, begun), moei_value_spans(m, mixture.p, begun), moei_value_spans(m, mixture.sum, begun);
-    moei_value_spans(m, mixture.choices, begun);
-    if (m->config->loader) moei_value_spans(m, mixture.block, begun);
+    if (m->config->loader && m->status == MOE_OK) m->values[mixture.block].made = begun;
     index = moei_maker_push(m, &m->made.mixtures, &mixture, sizeof mixture);
     names.name[0] = s.plan.gate, names.name[1] = s.plan.select, names.name[2] = s.plan.values, names.name[3] = s.plan.weight, names.name[4] = s.plan.scale;
     (void)moei_maker_push(m, &m->made.router_names, &names, sizeof names);
@@ -11119,7 +11200,7 @@ static uint32_t moei_module_feed_forward(moei_maker *m, const moe_module *module
     uint32_t node[MOE_NODE_COUNT];
     memset(&to, 0, sizeof to);
     to.sum = MOE_INT_NONE, to.limit = limit, to.range = range->y;
-    return moei_expert_ops(m, &chain, 1, moei_expert_hidden(m, &chain, 1, moei_narrowed(m, m->entering[m->module]), range->node, node), &to);
+    return moei_expert_ops(m, &chain, 1, moei_expert_hidden(m, &chain, 1, moei_narrowed(m, m->entering[m->module]), range->node, node), &to, 0);
 }
 
 static uint32_t moei_module_residual(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
@@ -11901,7 +11982,7 @@ static void moei_print_model(moei_printer *p, const moe_model *model) {
     const char *big = p->capitals;
     moei_print(p, "#define %s_INPUTS %z\n#define %s_OUTPUTS %z\n#define %s_SCRATCH %z\n", big, model->d_in, big, model->d_out, big, model->scratch_size);
     if (model->length > 0) moei_print(p, "#define %s_LENGTH %z\n", big, model->length);
-    moei_print(p, "#define %s_INPUT_SCALE %gf\n#define %s_OUTPUT_SCALE %gf\n\n", big, (double)model->input_scale, big, (double)model->output_scale);
+    moei_print(p, "#define %s_INPUT_SCALE ((float)%g)\n#define %s_OUTPUT_SCALE ((float)%g)\n\n", big, (double)model->input_scale, big, (double)model->output_scale);
 }
 
 static void moei_print_int_model(moei_printer *p, const moe_built_model *built) {
@@ -11912,13 +11993,65 @@ static void moei_print_int_model(moei_printer *p, const moe_built_model *built) 
     moei_print_ops(p, model);
     moei_print_mixtures(p, built);
     moei_print_attentions(p, model);
-    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, %s, moe_int_model_run, moe_int_model_choices,\n    %z, %z, %z, %z, %z, %gf, %gf,\n    ", name,
+    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, %s, moe_int_model_run, moe_int_model_choices,\n    %z, %z, %z, %z, %z, (float)%g, (float)%g,\n    ", name,
                model->weights_are == MOE_WEIGHTS_INT8 ? "MOE_WEIGHTS_INT8" : "MOE_WEIGHTS_INT4", model->d_in, model->d_out, model->length, model->scratch_size,
                model->state_size, (double)model->input_scale, (double)model->output_scale);
     moei_print(p, "%s%s, %z, %s%s, %z, %s_ops, %z, %z,\n    ", name, "_weights", model->weights_size, model->experts != NULL ? name : "NULL",
                model->experts != NULL ? "_experts" : "", model->experts_size, name, (size_t)model->n_ops, (size_t)model->n_main);
     moei_print(p, "%s%s, %z, %s%s, %z, NULL, %z};\n\n", model->n_mixtures > 0 ? name : "NULL", model->n_mixtures > 0 ? "_mixtures" : "", (size_t)model->n_mixtures,
                model->n_attentions > 0 ? name : "NULL", model->n_attentions > 0 ? "_attentions" : "", (size_t)model->n_attentions, model->multiplications);
+}
+
+/* What the modules of a net use of the sets that MOE_KEEP_ masks cut down. */
+typedef struct moei_masks {
+    uint32_t acts, scores, gates, selects, weights, inputs, refines, modules, extras;
+} moei_masks;
+
+static uint32_t moei_mask_bit(int i) { return (uint32_t)1 << i; }
+
+static void moei_mask_router(moei_masks *m, const moe_router_config *c) {
+    m->scores |= moei_mask_bit(c->score), m->gates |= moei_mask_bit(c->gate), m->selects |= moei_mask_bit(c->select);
+    m->weights |= moei_mask_bit(c->weight), m->inputs |= moei_mask_bit(c->input), m->refines |= moei_mask_bit(c->refine);
+    if (c->switch_at > 0) m->selects |= moei_mask_bit(c->switch_from);
+    if (c->student) m->selects |= moei_mask_bit(MOE_SELECT_TOP_K);
+    if (c->score == MOE_SCORE_MLP || c->score == MOE_SCORE_ATTENTIVE) m->acts |= moei_mask_bit(c->router_act);
+    if (c->gate == MOE_GATE_SIGMOID) m->acts |= moei_mask_bit(MOE_ACT_SIGMOID);
+    if (c->schedule_steps > 0 || c->freeze_at > 0 || c->switch_at > 0 || c->l1_controller) m->extras |= moei_mask_bit(MOE_EXTRA_SCHEDULE);
+    if (c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0) || c->drop_capacity > 0 || c->capacity_bound != MOE_BOUND_NONE ||
+        c->drop_rule != MOE_DROP_RULE_NONE)
+        m->extras |= moei_mask_bit(MOE_EXTRA_CAPACITY);
+}
+
+static moei_masks moei_masks_of(const moe_net *net) {
+    moei_masks m;
+    size_t i;
+    memset(&m, 0, sizeof m);
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *module = &net->modules[i];
+        const moe_layer_config *c = &module->layer.config;
+        m.modules |= moei_mask_bit(module->kind);
+        if (module->kind == MOE_MODULE_ACTIVATION) m.acts |= moei_mask_bit(module->act);
+        if (module->kind == MOE_MODULE_MIXTURE) moei_mask_router(&m, &c->router);
+        if (!moei_is_layer(module)) continue;
+        if (c->expert == MOE_EXPERT_MLP) m.acts |= moei_mask_bit(c->act);
+        if (c->expert == MOE_EXPERT_SWIGLU || c->expert == MOE_EXPERT_FACTORISED || c->n_shared > 0) m.acts |= moei_mask_bit(MOE_ACT_SILU);
+    }
+    return m;
+}
+
+/* Where this header compiles an implementation for inference, it keeps what the model uses and nothing else. behind: 1 checks it, after moe.h. */
+static void moei_print_masks(moei_printer *p, const moe_net *net, int behind) {
+    static const char *const names[] = {"ACTS", "SCORES", "GATES", "SELECTS", "WEIGHTS", "INPUTS", "REFINES", "MODULES", "EXTRAS"};
+    const moei_masks m = moei_masks_of(net);
+    const uint32_t masks[] = {m.acts, m.scores, m.gates, m.selects, m.weights, m.inputs, m.refines, m.modules, m.extras};
+    size_t i;
+    moei_print(p, behind ? "#if defined(MOE_IMPLEMENTATION) && (0" :
+                           "#if defined(MOE_IMPLEMENTATION) && defined(MOE_NO_TRAIN) && !defined(MOE_H) && !defined(MOE_KEEP_ALL)\n");
+    for (i = 0; i < sizeof masks / sizeof *masks; i++)
+        if (behind) moei_print(p, " || ((MOE_KEEP_%s) & %z) != %z", names[i], (size_t)masks[i], (size_t)masks[i]);
+        else moei_print(p, "#define MOE_KEEP_%s %z\n", names[i], (size_t)masks[i]);
+    if (behind) moei_print(p, ")\n#error \"%s needs what another model's header has left out: define MOE_KEEP_ALL before both\"\n", p->name);
+    moei_print(p, "#endif\n\n");
 }
 
 static void moei_print_float_model(moei_printer *p, const moe_built_model *built, moe_error *error) {
@@ -11961,8 +12094,10 @@ moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stre
     moei_model_link(&moved);
     moei_print_comment(&p, &moved.model);
     moei_print(&p, "#ifndef %s_MODEL_H\n#define %s_MODEL_H\n\n", p.capitals, p.capitals);
+    if (moved.model.net != NULL) moei_print_masks(&p, moved.model.net, 0);
     moei_print(&p, "#include \"moe.h\"\n\n#if MOE_MODEL_VERSION != %d\n#error \"%s: export this model again with the moe.h at hand\"\n#endif\n\n", (int)MOE_MODEL_VERSION, name);
     moei_print_model(&p, &moved.model);
+    if (moved.model.net != NULL) moei_print_masks(&p, moved.model.net, 1);
     if (moved.model.weights_are == MOE_WEIGHTS_FLOAT) moei_print_float_model(&p, &moved, error);
     else moei_print_int_model(&p, &moved);
     moei_print(&p, "#endif\n");

@@ -62,6 +62,12 @@
      level           the integer that stands for a quantised number; number = level * scale
      feature         an ability of the processor, a bit of moe_cpu_features
 
+   LEAVING STAGES OUT. Small builds may keep only what their models use: each of these is a mask with bit i for value i of an enumeration, default all.
+     MOE_KEEP_ACTS MOE_ACT_    MOE_KEEP_SCORES MOE_SCORE_    MOE_KEEP_GATES MOE_GATE_      MOE_KEEP_SELECTS MOE_SELECT_    MOE_KEEP_WEIGHTS MOE_WEIGHT_
+     MOE_KEEP_INPUTS MOE_INPUT_    MOE_KEEP_REFINES MOE_REFINE_    MOE_KEEP_MODULES MOE_MODULE_    MOE_KEEP_EXTRAS MOE_EXTRA_
+   They are read by the implementation. A call that needs what was left out is refused with MOE_ERR_UNSUPPORTED, and moe_router_check names it; an
+   activation that was left out and is called by itself (moe_activate, moe_gated) copies. Headers of moe_export_c set them for float models.
+
    FREESTANDING BUILDS (__STDC_HOSTED__ == 0, as with -ffreestanding) include <stddef.h>, <stdint.h>, <float.h> and <stdarg.h> only, if MOE_NO_TRAIN
    is defined. There must be memcpy, memmove and memset, which compilers want of any program anyway, and the compiler's own runtime library.
    The largest error of the functions that MOE_NO_LIBM brings, in units in the last place of float (tests/small.c holds them to it):
@@ -593,7 +599,7 @@ MOE_API moe_real moe_rng_normal(moe_rng *rng);
    Constants are bytes, little-endian on every machine, aligned to 4 bytes and declared with MOE_FLASH behind the name:
        static const unsigned char weights[140] MOE_FLASH = {...};
    which keeps them in program memory on AVR (in its first 64 KiB). Vectors and constants that are not aligned fault on some Arm processors.
-   All calls are thread-safe: they write only what they are given, and take below 150 bytes of stack. */
+   All calls are thread-safe: they write only what they are given, and take below 250 bytes of stack. */
 #if defined(__AVR__) && !defined(MOE_NO_PROGMEM)
 #define MOE_FLASH __attribute__((__progmem__, __aligned__(4)))
 #elif defined(__GNUC__) || defined(__clang__) || defined(__TINYC__)
@@ -737,6 +743,39 @@ MOEI_TOOL const void *moei_memchr(const void *s, int c, size_t n) {
 }
 #endif
 
+/* What is compiled in: see the top of this file. */
+#ifndef MOE_KEEP_ACTS
+#define MOE_KEEP_ACTS 0xffffffff
+#endif
+#ifndef MOE_KEEP_SCORES
+#define MOE_KEEP_SCORES 0xffffffff
+#endif
+#ifndef MOE_KEEP_GATES
+#define MOE_KEEP_GATES 0xffffffff
+#endif
+#ifndef MOE_KEEP_SELECTS
+#define MOE_KEEP_SELECTS 0xffffffff
+#endif
+#ifndef MOE_KEEP_WEIGHTS
+#define MOE_KEEP_WEIGHTS 0xffffffff
+#endif
+#ifndef MOE_KEEP_INPUTS
+#define MOE_KEEP_INPUTS 0xffffffff
+#endif
+#ifndef MOE_KEEP_REFINES
+#define MOE_KEEP_REFINES 0xffffffff
+#endif
+#ifndef MOE_KEEP_MODULES
+#define MOE_KEEP_MODULES 0xffffffff
+#endif
+#ifndef MOE_KEEP_EXTRAS
+#define MOE_KEEP_EXTRAS 0xffffffff
+#endif
+
+/* 1 where value i of a set is compiled in; a function of it, or NULL, as a constant. */
+#define MOEI_KEPT(set, i) (((uint32_t)MOE_KEEP_##set >> (i) & 1u) != 0)
+#define MOEI_KEEP(set, i, function) (MOEI_KEPT(set, i) ? (function) : NULL)
+
 /* Literals and functions of libm, in the real type and in double. */
 #if MOE_REAL_IS_DOUBLE
 #define MOEI_R(x) x
@@ -772,6 +811,7 @@ MOEI_TOOL const void *moei_memchr(const void *s, int c, size_t n) {
 #endif
 
 #if defined(MOE_NO_LIBM) && !defined(MOE_NO_FLOAT)
+#define moei_own_fma(a, b, c) __builtin_fmaf(a, b, c) /* only compilers that have it say that it is fast: see MOEI_ADD_TO */
 /* ---- our own mathematics for builds without libm; accuracy: see the top of this file ------------------------------------- */
 
 MOEI_TOOL uint32_t moei_float_bits(float x) {
@@ -1631,19 +1671,19 @@ static void moei_real_activate_c(int act, size_t n, const moe_real *x, moe_real 
     size_t i;
     switch (act) {
     case MOE_ACT_RELU: /* written so that NaN stays NaN */
-        for (i = 0; i < n; i++) y[i] = x[i] < 0 ? 0 : x[i];
+        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_RELU) && x[i] < 0 ? 0 : x[i];
         break;
     case MOE_ACT_SILU:
-        for (i = 0; i < n; i++) y[i] = moei_silu(x[i]);
+        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_SILU) ? moei_silu(x[i]) : x[i];
         break;
     case MOE_ACT_GELU:
-        for (i = 0; i < n; i++) y[i] = moei_gelu(x[i]);
+        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_GELU) ? moei_gelu(x[i]) : x[i];
         break;
     case MOE_ACT_TANH:
-        for (i = 0; i < n; i++) y[i] = MOEI_F(tanh)(x[i]);
+        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_TANH) ? MOEI_F(tanh)(x[i]) : x[i];
         break;
     case MOE_ACT_SIGMOID:
-        for (i = 0; i < n; i++) y[i] = moe_sigmoid(x[i]);
+        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_SIGMOID) ? moe_sigmoid(x[i]) : x[i];
         break;
     default:
         for (i = 0; i < n; i++) y[i] = x[i];
@@ -1992,8 +2032,11 @@ static moe_quantise_fn moei_quantise_c;
 #define MOEI_QUANT_ENTRIES(set, widen) {NULL}, NULL, widen
 #endif
 
+/* An array of its own: a linker keeps all the texts of a program where one is used. */
+static const char moei_name_c[] = "c";
+
 static const moe_kernels moei_kernels_c = {
-    "c",
+    moei_name_c,
     MOE_KERNELS_C,
     {{moei_real_nt_c}, {moei_real_nn_c}, {moei_real_tn_c}},
     moei_real_dot_c,
@@ -6071,8 +6114,12 @@ MOEI_INLINE int32_t moei_int_round(const moe_int_shape *shape) {
     return (int32_t)((uint32_t)1 << shape->shift >> 1);
 }
 
+MOEI_INLINE int16_t moei_int_held(int32_t low, int32_t high, int32_t value) {
+    return (int16_t)(value < low ? low : value > high ? high : value);
+}
+
 MOEI_INLINE int16_t moei_int_clamp(const moe_int_shape *shape, int32_t value) {
-    return value < shape->low ? shape->low : value > shape->high ? shape->high : (int16_t)value;
+    return moei_int_held(shape->low, shape->high, value);
 }
 
 MOEI_INLINE void moei_int_put_zeros(unsigned n, int16_t *y) {
@@ -6525,39 +6572,54 @@ void moe_int4_product_add(const moe_int_shape *shape, const unsigned char *data,
 
 /* ---- along vectors ---- */
 
+/* Copied from a shape, which the compiler would read anew for every number: what is written could be part of it. */
+typedef struct moei_int_limits {
+    int32_t round, low, high;
+    unsigned shift;
+} moei_int_limits;
+
+MOEI_INLINE moei_int_limits moei_int_limits_of(const moe_int_shape *shape) {
+    moei_int_limits l;
+    l.round = moei_int_round(shape), l.low = shape->low, l.high = shape->high, l.shift = shape->shift;
+    return l;
+}
+
+MOEI_INLINE int16_t moei_int_limited(moei_int_limits l, int32_t value) {
+    return moei_int_held(l.low, l.high, (value + l.round) >> l.shift);
+}
+
 void moe_int_store(const moe_int_shape *shape, const int32_t *sum, int16_t *y) {
-    const int32_t round = moei_int_round(shape);
-    unsigned i;
-    for (i = 0; i < shape->n; i++) y[i] = moei_int_clamp(shape, (sum[i] + round) >> shape->shift);
-    moei_int_put_zeros(i, y);
+    const moei_int_limits l = moei_int_limits_of(shape);
+    const int16_t *end = y + shape->n;
+    while (y != end) *y++ = moei_int_limited(l, *sum++);
+    moei_int_put_zeros(shape->n, y - shape->n);
 }
 
 void moe_int_curve(const moe_int_shape *shape, const unsigned char *points, const int16_t *x, int16_t *y) {
-    const int32_t round = moei_int_round(shape);
-    unsigned i;
-    for (i = 0; i < shape->n; i++) {
-        const unsigned u = (unsigned)(uint16_t)x[i] ^ 0x8000u;
+    const moei_int_limits l = moei_int_limits_of(shape);
+    const int16_t *end = y + shape->n;
+    while (y != end) {
+        const unsigned u = (uint16_t)*x++ ^ 0x8000u;
         const unsigned char *c = points + (u >> 10) * 2;
         const int32_t from = moei_flash_16(c), rise = moei_flash_16(c + 2) - from;
-        y[i] = moei_int_clamp(shape, (from + (rise * (int32_t)(u & 1023u) >> 10) + round) >> shape->shift);
+        *y++ = moei_int_limited(l, from + (rise * (int32_t)(u & 1023u) >> 10));
     }
-    moei_int_put_zeros(i, y);
+    moei_int_put_zeros(shape->n, y - shape->n);
 }
 
 void moe_int_multiply(const moe_int_shape *shape, const int16_t *a, const int16_t *b, int16_t *y) {
-    const int32_t round = moei_int_round(shape);
-    unsigned i;
-    for (i = 0; i < shape->n; i++) y[i] = moei_int_clamp(shape, ((int32_t)a[i] * b[i] + round) >> shape->shift);
-    moei_int_put_zeros(i, y);
+    const moei_int_limits l = moei_int_limits_of(shape);
+    const int16_t *end = y + shape->n;
+    while (y != end) *y++ = moei_int_limited(l, (int32_t)*a++ * *b++);
+    moei_int_put_zeros(shape->n, y - shape->n);
 }
 
 void moe_int_add(const moe_int_shape *shape, const int16_t *a, int16_t factor, const int16_t *b, int16_t factor2, int16_t *y) {
-    const int32_t round = moei_int_round(shape);
-    unsigned i;
+    const moei_int_limits l = moei_int_limits_of(shape);
+    const int16_t *end = y + shape->n;
     if (b == NULL) b = a, factor2 = 0;
-    for (i = 0; i < shape->n; i++)
-        y[i] = moei_int_clamp(shape, ((int32_t)a[i] * factor + (int32_t)b[i] * factor2 + round) >> shape->shift);
-    moei_int_put_zeros(i, y);
+    while (y != end) *y++ = moei_int_limited(l, (int32_t)*a++ * factor + (int32_t)*b++ * factor2);
+    moei_int_put_zeros(shape->n, y - shape->n);
 }
 
 /* ---- single numbers and routers ---- */

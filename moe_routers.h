@@ -81,6 +81,7 @@
      Causal refining reads earlier tokens from past_u and past_gate. What needs a batch in training alone (sinkhorn, balanced, drop rules) decodes.
      Soft selection goes another way after u: every expert works on mixtures of tokens; score, gate, weight and losses take no part.
      Metrics. moe_metrics_add after each moe_route, moe_metrics_report when wanted: entropies, load, capacity, expert and class, in double.
+     Integers. moe_int_route routes one token without floating point; moe_int_router_plan_make says how, from a configuration.
      Threads. No function keeps anything to itself. Calls with different memory may run at the same time; a moe_rng belongs to one call at a time.
 */
 #include "moe_kernels.h"
@@ -311,6 +312,10 @@ enum {
 };
 
 /* ---- the router's configuration ---------------------------------------------------------------------------------------- */
+
+/* What small builds may leave out beside stages (MOE_KEEP_EXTRAS, see moe_kernels.h): limits on the tokens of an expert; what changes with steps; calls with
+   training = 1. */
+enum { MOE_EXTRA_CAPACITY = 0, MOE_EXTRA_SCHEDULE, MOE_EXTRA_TRAINING, MOE_EXTRA_COUNT };
 
 /* 65536 and 2^24; less where an int has 16 bits. */
 enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof(int) > 2 ? 16777216 : 32767 };
@@ -936,6 +941,7 @@ typedef struct moe_int_router_plan {
      tensors     [MOE_ROUTER_SLOTS] by place, as in moe_router; only selection_bias, expert_scale, threshold, table and the state are read
      logit_most  the largest |logit| seen in calibration, finite; z has room for 5/4 of it, larger ones saturate. 0: 1
      table       receives the constants, little-endian; room bytes, aligned to 4. NULL: *plan is made and nothing is written, to ask for table_size
+   sinkhorn, balanced and sample choose as they do outside training; their order of choice is by the logits, hash with equal weights keeps its table's.
    MOE_ERR_UNSUPPORTED: a setting that has no form in integers or that looks at other tokens, error names it; MOE_ERR_CONFIG as moe_router_check;
    MOE_ERR_ARGUMENT: NULL, a tensor is missing or holds what it may not; MOE_ERR_SPACE: room is below table_size. On failure *plan is untouched and
    table's content is unspecified. */
@@ -1327,7 +1333,7 @@ MOEI_TOOL moe_real *moei_gradient(const moei_pass *s, int slot) {
     return s->d_tensors != NULL && (!s->frozen || s->c->student) ? s->d_tensors[slot] : NULL;
 }
 
-static int moei_is_noisy(const moei_pass *s) { return s->c->noise != MOE_NOISE_NONE && s->call->training; }
+static int moei_is_noisy(const moei_pass *s) { return MOEI_KEPT(EXTRAS, MOE_EXTRA_TRAINING) && s->c->noise != MOE_NOISE_NONE && s->call->training; }
 
 /* ---- schedules: the configuration at the present step ------------------------------------------------------------------------ */
 
@@ -1587,9 +1593,9 @@ typedef struct moei_input {
 
 static const moei_input moei_inputs[MOE_INPUT_COUNT] = {
     /* plain      */ {NULL, NULL, NULL, 0},
-    /* jitter     */ {NULL, moei_input_jitter, MOEI_BACKWARD(moei_input_factor_backward), 1},
-    /* scaled_rms */ {NULL, moei_input_scaled_rms, MOEI_BACKWARD(moei_input_scaled_rms_backward), 0},
-    /* adaptive_clustering */ {moei_input_clusters, moei_input_clustered, MOEI_BACKWARD(moei_input_factor_backward), 0}};
+    /* jitter     */ {NULL, MOEI_KEEP(INPUTS, MOE_INPUT_JITTER, moei_input_jitter), MOEI_BACKWARD(moei_input_factor_backward), 1},
+    /* scaled_rms */ {NULL, MOEI_KEEP(INPUTS, MOE_INPUT_SCALED_RMS, moei_input_scaled_rms), MOEI_BACKWARD(moei_input_scaled_rms_backward), 0},
+    /* adaptive_clustering */ {MOEI_KEEP(INPUTS, MOE_INPUT_ADAPTIVE_CLUSTERING, moei_input_clusters), MOEI_KEEP(INPUTS, MOE_INPUT_ADAPTIVE_CLUSTERING, moei_input_clustered), MOEI_BACKWARD(moei_input_factor_backward), 0}};
 
 /* The input stage of this call; NULL functions when u is x. */
 static const moei_input *moei_input_stage(const moei_pass *s) {
@@ -1950,16 +1956,16 @@ typedef struct moei_score {
 } moei_score;
 
 static const moei_score moei_scores[MOE_SCORE_COUNT] = {
-    /* linear */ {moei_score_linear, MOEI_BACKWARD(moei_score_linear_backward), 0, 1},
-    /* random */ {moei_score_linear, MOEI_BACKWARD(moei_score_random_backward), 0, 0},
-    /* mlp    */ {moei_score_mlp, MOEI_BACKWARD(moei_score_mlp_backward), 0, 1},
-    /* cosine */ {moei_score_cosine, MOEI_BACKWARD(moei_score_cosine_backward), 0, 1},
-    /* norm   */ {moei_score_norm, MOEI_BACKWARD(moei_score_norm_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 0},
-    /* grap   */ {moei_score_grap, MOEI_BACKWARD(moei_score_grap_backward), 0, 0},
-    /* attentive   */ {moei_score_attentive, MOEI_BACKWARD(moei_score_attentive_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 1},
-    /* competition */ {moei_score_competition, MOEI_BACKWARD(moei_score_competition_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 0},
-    /* dselect */ {moei_score_dselect, MOEI_BACKWARD(moei_score_dselect_backward), 0, 1},
-    /* custom */ {moei_score_custom, MOEI_BACKWARD(moei_score_custom_backward), 0, 0}};
+    /* linear */ {MOEI_KEEP(SCORES, MOE_SCORE_LINEAR, moei_score_linear), MOEI_BACKWARD(moei_score_linear_backward), 0, 1},
+    /* random */ {MOEI_KEEP(SCORES, MOE_SCORE_RANDOM, moei_score_linear), MOEI_BACKWARD(moei_score_random_backward), 0, 0},
+    /* mlp    */ {MOEI_KEEP(SCORES, MOE_SCORE_MLP, moei_score_mlp), MOEI_BACKWARD(moei_score_mlp_backward), 0, 1},
+    /* cosine */ {MOEI_KEEP(SCORES, MOE_SCORE_COSINE, moei_score_cosine), MOEI_BACKWARD(moei_score_cosine_backward), 0, 1},
+    /* norm   */ {MOEI_KEEP(SCORES, MOE_SCORE_NORM, moei_score_norm), MOEI_BACKWARD(moei_score_norm_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 0},
+    /* grap   */ {MOEI_KEEP(SCORES, MOE_SCORE_GRAP, moei_score_grap), MOEI_BACKWARD(moei_score_grap_backward), 0, 0},
+    /* attentive   */ {MOEI_KEEP(SCORES, MOE_SCORE_ATTENTIVE, moei_score_attentive), MOEI_BACKWARD(moei_score_attentive_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 1},
+    /* competition */ {MOEI_KEEP(SCORES, MOE_SCORE_COMPETITION, moei_score_competition), MOEI_BACKWARD(moei_score_competition_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 0},
+    /* dselect */ {MOEI_KEEP(SCORES, MOE_SCORE_DSELECT, moei_score_dselect), MOEI_BACKWARD(moei_score_dselect_backward), 0, 1},
+    /* custom */ {MOEI_KEEP(SCORES, MOE_SCORE_CUSTOM, moei_score_custom), MOEI_BACKWARD(moei_score_custom_backward), 0, 0}};
 
 /* ---- noise: z -> z + noise, in training ------------------------------------------------------------------------------------------ */
 
@@ -2078,11 +2084,11 @@ typedef struct moei_gate {
 } moei_gate;
 
 static const moei_gate moei_gates[MOE_GATE_COUNT] = {
-    /* softmax       */ {moei_gate_softmax, MOEI_BACKWARD(moei_gate_softmax_backward), 1, 1},
-    /* sigmoid       */ {moei_gate_sigmoid, MOEI_BACKWARD(moei_gate_sigmoid_backward), 0, 1},
-    /* sqrt_softplus */ {moei_gate_sqrt_softplus, MOEI_BACKWARD(moei_gate_sqrt_softplus_backward), 0, 1},
-    /* relu          */ {moei_gate_relu, MOEI_BACKWARD(moei_gate_relu_backward), 0, 0},
-    /* identity      */ {moei_gate_identity, MOEI_BACKWARD(moei_gate_identity_backward), 0, 0}};
+    /* softmax       */ {MOEI_KEEP(GATES, MOE_GATE_SOFTMAX, moei_gate_softmax), MOEI_BACKWARD(moei_gate_softmax_backward), 1, 1},
+    /* sigmoid       */ {MOEI_KEEP(GATES, MOE_GATE_SIGMOID, moei_gate_sigmoid), MOEI_BACKWARD(moei_gate_sigmoid_backward), 0, 1},
+    /* sqrt_softplus */ {MOEI_KEEP(GATES, MOE_GATE_SQRT_SOFTPLUS, moei_gate_sqrt_softplus), MOEI_BACKWARD(moei_gate_sqrt_softplus_backward), 0, 1},
+    /* relu          */ {MOEI_KEEP(GATES, MOE_GATE_RELU, moei_gate_relu), MOEI_BACKWARD(moei_gate_relu_backward), 0, 0},
+    /* identity      */ {MOEI_KEEP(GATES, MOE_GATE_IDENTITY, moei_gate_identity), MOEI_BACKWARD(moei_gate_identity_backward), 0, 0}};
 
 /* ---- refine: r -> p, p_i = sum over (h, j) of softmax(a_ihj) r_j within a sequence ----------------------------------------------------
    similarity: one head, a_ij = u_i . W_s u_j / tau.   attention: a_ihj = log A_hij - |u_i - o_hj|^2 / (2 sigma^2), where |u_i|^2 falls out.
@@ -2265,7 +2271,7 @@ static void moei_sequence(const moe_call *call, size_t i, size_t *from, size_t *
 
 static void moei_route_refine(moei_pass *s) {
     size_t i, from, to, t;
-    if (s->c->refine == MOE_REFINE_NONE) return;
+    if (s->c->refine == MOE_REFINE_NONE || (!MOEI_KEPT(REFINES, MOE_REFINE_SIMILARITY) && !MOEI_KEPT(REFINES, MOE_REFINE_ATTENTION))) return;
     for (t = 0; t < s->n; t++) /* padding is nobody's neighbour, but 0 times what stands there must be 0 */
         if (!moei_is_real(s->call, t)) memset(s->r->gate + t * s->experts, 0, s->experts * sizeof(moe_real));
     moei_refine_gather(s);
@@ -2852,23 +2858,23 @@ typedef struct moei_select {
 } moei_select;
 
 static const moei_select moei_selects[MOE_SELECT_COUNT] = {
-    /* top_k         */ {moei_select_top_k, 1, 1, 0, 0},
-    /* dense         */ {moei_select_dense, 0, 0, 0, 0},
-    /* given         */ {moei_select_given, 0, 1, MOE_TRAIT_NEEDS_GIVEN, 0},
-    /* grouped_top_k */ {moei_select_grouped_top_k, 0, 1, 0, 0},
-    /* top_p         */ {moei_select_top_p, 0, 0, 0, 0},
-    /* threshold     */ {moei_select_threshold, 0, 0, 0, 0},
-    /* positive      */ {moei_select_positive, 0, 0, 0, 0},
-    /* expert_choice */ {moei_select_expert_choice, 0, 0, MOE_TRAIT_NEEDS_BATCH, 0},
-    /* affinity      */ {moei_select_affinity, 0, 0, MOE_TRAIT_NEEDS_BATCH, 0},
-    /* hash          */ {moei_select_hash, 0, 1, MOE_TRAIT_NEEDS_TOKEN_IDS, 0},
-    /* soft          */ {moei_select_dense, 0, 0, MOE_TRAIT_NEEDS_BATCH, 0},
-    /* sinkhorn      */ {moei_select_sinkhorn, 0, 1, MOE_TRAIT_NEEDS_BATCH, 1},
-    /* sample        */ {moei_select_sample, 0, 1, MOE_TRAIT_STOCHASTIC, 0},
-    /* balanced      */ {moei_select_balanced, 0, 1, MOE_TRAIT_NEEDS_BATCH, 1},
-    /* custom        */ {moei_select_custom, 0, 0, 0, 0}};
+    /* top_k         */ {MOEI_KEEP(SELECTS, MOE_SELECT_TOP_K, moei_select_top_k), 1, 1, 0, 0},
+    /* dense         */ {MOEI_KEEP(SELECTS, MOE_SELECT_DENSE, moei_select_dense), 0, 0, 0, 0},
+    /* given         */ {MOEI_KEEP(SELECTS, MOE_SELECT_GIVEN, moei_select_given), 0, 1, MOE_TRAIT_NEEDS_GIVEN, 0},
+    /* grouped_top_k */ {MOEI_KEEP(SELECTS, MOE_SELECT_GROUPED_TOP_K, moei_select_grouped_top_k), 0, 1, 0, 0},
+    /* top_p         */ {MOEI_KEEP(SELECTS, MOE_SELECT_TOP_P, moei_select_top_p), 0, 0, 0, 0},
+    /* threshold     */ {MOEI_KEEP(SELECTS, MOE_SELECT_THRESHOLD, moei_select_threshold), 0, 0, 0, 0},
+    /* positive      */ {MOEI_KEEP(SELECTS, MOE_SELECT_POSITIVE, moei_select_positive), 0, 0, 0, 0},
+    /* expert_choice */ {MOEI_KEEP(SELECTS, MOE_SELECT_EXPERT_CHOICE, moei_select_expert_choice), 0, 0, MOE_TRAIT_NEEDS_BATCH, 0},
+    /* affinity      */ {MOEI_KEEP(SELECTS, MOE_SELECT_AFFINITY, moei_select_affinity), 0, 0, MOE_TRAIT_NEEDS_BATCH, 0},
+    /* hash          */ {MOEI_KEEP(SELECTS, MOE_SELECT_HASH, moei_select_hash), 0, 1, MOE_TRAIT_NEEDS_TOKEN_IDS, 0},
+    /* soft          */ {MOEI_KEEP(SELECTS, MOE_SELECT_SOFT, moei_select_dense), 0, 0, MOE_TRAIT_NEEDS_BATCH, 0},
+    /* sinkhorn      */ {MOEI_KEEP(SELECTS, MOE_SELECT_SINKHORN, moei_select_sinkhorn), 0, 1, MOE_TRAIT_NEEDS_BATCH, 1},
+    /* sample        */ {MOEI_KEEP(SELECTS, MOE_SELECT_SAMPLE, moei_select_sample), 0, 1, MOE_TRAIT_STOCHASTIC, 0},
+    /* balanced      */ {MOEI_KEEP(SELECTS, MOE_SELECT_BALANCED, moei_select_balanced), 0, 1, MOE_TRAIT_NEEDS_BATCH, 1},
+    /* custom        */ {MOEI_KEEP(SELECTS, MOE_SELECT_CUSTOM, moei_select_custom), 0, 0, 0, 0}};
 
-static int moei_is_soft(const moe_router_config *c) { return c->select == MOE_SELECT_SOFT; }
+static int moei_is_soft(const moe_router_config *c) { return MOEI_KEPT(SELECTS, MOE_SELECT_SOFT) && c->select == MOE_SELECT_SOFT; }
 
 /* All slots of one sequence. */
 static size_t moei_slot_total(const moe_router_config *c) { return (size_t)c->n_experts * (size_t)c->slots; }
@@ -3045,13 +3051,13 @@ typedef struct moei_weight {
 } moei_weight;
 
 static const moei_weight moei_weights[MOE_WEIGHT_COUNT] = {
-    /* sum         */ {moei_weight_sum, MOEI_BACKWARD(moei_weight_sum_backward), 1, 0},
-    /* softmax     */ {moei_weight_softmax, MOEI_BACKWARD(moei_weight_softmax_backward), 1, -1},
-    /* raw         */ {moei_weight_raw, MOEI_BACKWARD(moei_weight_raw_backward), 0, 0},
-    /* p_norm      */ {moei_weight_p_norm, MOEI_BACKWARD(moei_weight_p_norm_backward), 1, 0},
-    /* uniform     */ {moei_weight_uniform, MOEI_BACKWARD(moei_weight_constant_backward), 0, 1},
-    /* one         */ {moei_weight_one, MOEI_BACKWARD(moei_weight_constant_backward), 0, 1},
-    /* sparsemixer */ {moei_weight_sparsemixer, MOEI_BACKWARD(moei_weight_sparsemixer_backward), 0, -1}};
+    /* sum         */ {MOEI_KEEP(WEIGHTS, MOE_WEIGHT_SUM, moei_weight_sum), MOEI_BACKWARD(moei_weight_sum_backward), 1, 0},
+    /* softmax     */ {MOEI_KEEP(WEIGHTS, MOE_WEIGHT_SOFTMAX, moei_weight_softmax), MOEI_BACKWARD(moei_weight_softmax_backward), 1, -1},
+    /* raw         */ {MOEI_KEEP(WEIGHTS, MOE_WEIGHT_RAW, moei_weight_raw), MOEI_BACKWARD(moei_weight_raw_backward), 0, 0},
+    /* p_norm      */ {MOEI_KEEP(WEIGHTS, MOE_WEIGHT_P_NORM, moei_weight_p_norm), MOEI_BACKWARD(moei_weight_p_norm_backward), 1, 0},
+    /* uniform     */ {MOEI_KEEP(WEIGHTS, MOE_WEIGHT_UNIFORM, moei_weight_uniform), MOEI_BACKWARD(moei_weight_constant_backward), 0, 1},
+    /* one         */ {MOEI_KEEP(WEIGHTS, MOE_WEIGHT_ONE, moei_weight_one), MOEI_BACKWARD(moei_weight_constant_backward), 0, 1},
+    /* sparsemixer */ {MOEI_KEEP(WEIGHTS, MOE_WEIGHT_SPARSEMIXER, moei_weight_sparsemixer), MOEI_BACKWARD(moei_weight_sparsemixer_backward), 0, -1}};
 
 /* ---- losses: value and gradient; counts and f are constants -------------------------------------------------------------------------- */
 
@@ -3606,9 +3612,33 @@ static moe_status moei_router_clashes(const moe_router_config *c, moe_error *err
     return MOE_OK;
 }
 
+/* The field of a configuration whose value MOE_KEEP_ masks have left out of this build; NULL: none. */
+static const char *moei_left_out(const moe_router_config *c) {
+    if (!MOEI_KEPT(INPUTS, c->input)) return "input";
+    if (!MOEI_KEPT(SCORES, c->score)) return "score";
+    if (!MOEI_KEPT(GATES, c->gate)) return "gate";
+    if (!MOEI_KEPT(REFINES, c->refine)) return "refine";
+    if (!MOEI_KEPT(SELECTS, c->select)) return "select";
+    if (c->switch_at > 0 && !MOEI_KEPT(SELECTS, c->switch_from)) return "switch_from";
+    if (c->student && !MOEI_KEPT(SELECTS, MOE_SELECT_TOP_K)) return "student";
+    if (!MOEI_KEPT(WEIGHTS, c->weight)) return "weight";
+    if ((c->score == MOE_SCORE_MLP || c->score == MOE_SCORE_ATTENTIVE) && !MOEI_KEPT(ACTS, c->router_act)) return "router_act";
+    if (c->gate == MOE_GATE_SIGMOID && !MOEI_KEPT(ACTS, MOE_ACT_SIGMOID)) return "gate";
+    if (!MOEI_KEPT(EXTRAS, MOE_EXTRA_SCHEDULE)) {
+        if (c->schedule_steps > 0 || c->freeze_at > 0) return c->schedule_steps > 0 ? "schedule_steps" : "freeze_at";
+        if (c->switch_at > 0 || c->l1_controller) return c->switch_at > 0 ? "switch_at" : "l1_controller";
+    }
+    if (MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY)) return NULL;
+    if (c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0)) return "capacity_factor";
+    if (c->drop_capacity > 0 || c->capacity_bound != MOE_BOUND_NONE) return c->drop_capacity > 0 ? "drop_capacity" : "capacity_bound";
+    return c->drop_rule != MOE_DROP_RULE_NONE ? "drop_rule" : NULL;
+}
+
 moe_status moe_router_check(const moe_router_config *config, moe_router_config *out, moe_error *error) {
     moe_router_config c;
     moe_status status;
+    char text[40];
+    const char *left_out;
     if (config == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "config must not be NULL");
     c = *config;
     if (c.d_model == 0) return moei_error(error, MOE_ERR_CONFIG, "d_model = 0: the width of a token must be set, 1 to %d", (int)MOE_MAX_WIDTH);
@@ -3617,6 +3647,10 @@ moe_status moe_router_check(const moe_router_config *config, moe_router_config *
     moei_router_defaults(&c);
     status = moei_router_clashes(&c, error);
     if (status != MOE_OK) return status;
+    if ((left_out = moei_left_out(&c)) != NULL) {
+        moe_field_text(moe_field_find(moei_router_fields, left_out), &c, text, sizeof text);
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "%s = %s: a MOE_KEEP_ macro has left it out of this build", left_out, text);
+    }
     if (out != NULL) *out = c;
     return MOE_OK;
 }
@@ -4411,6 +4445,8 @@ static moe_status moei_supplies_check(const moe_router_config *c, const moe_call
 static moe_status moei_call_check(const moe_router *router, const moe_call *call) {
     const moe_router_config *c = &router->config;
     size_t i;
+    if (moei_left_out(c) != NULL || (!MOEI_KEPT(SELECTS, MOE_SELECT_GIVEN) && call->given != NULL)) return MOE_ERR_UNSUPPORTED;
+    if (!MOEI_KEPT(EXTRAS, MOE_EXTRA_TRAINING) && call->training) return MOE_ERR_UNSUPPORTED;
     if (!MOEI_FITS_INT32(call->n_tokens)) return MOE_ERR_OVERFLOW;
     if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
     if (!moei_tensors_fit(router)) return MOE_ERR_ARGUMENT;
@@ -4572,7 +4608,7 @@ static void moei_route_bound(moei_pass *s) {
     const moe_real *state = moei_tensor(s, MOE_ROUTER_CAPACITY);
     size_t width = s->c->score == MOE_SCORE_COSINE ? moei_cosine_width(s) : s->d, least;
     moe_real delta, log_bound, bound = state != NULL ? state[0] : MOEI_R(0.0);
-    if (s->c->capacity_bound == MOE_BOUND_NONE) return;
+    if (!MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY) || s->c->capacity_bound == MOE_BOUND_NONE) return;
     if (s->c->capacity_bound == MOE_BOUND_EVERY || !(bound > MOEI_R(0.0))) {
         delta = moei_largest_cosine(s, width);
         log_bound = (moe_real)width * delta * delta / (MOEI_R(2.0) - delta * delta) - MOEI_F(log)((moe_real)s->experts);
@@ -4683,10 +4719,10 @@ static moe_real moei_surviving(const moei_pass *s, size_t t) {
 /* capacity: which pairs stay, and the dense matrix of their final weights. */
 static void moei_route_capacity(moei_pass *s) {
     moe_routing *r = s->r;
-    size_t capacity = moei_capacity(s), choices = r->max_choices, dropped = 0, t, i;
+    size_t capacity = MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY) ? moei_capacity(s) : 0, choices = r->max_choices, dropped = 0, t, i;
     memset(r->kept, 1, s->n * r->max_choices);
     r->capacity = capacity;
-    moei_drop_by_rule(s);
+    if (MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY)) moei_drop_by_rule(s);
     if (capacity > 0 && s->c->drop_order == MOE_DROP_SCORE) moei_drop_by_score(s, capacity);
     else if (capacity > 0) moei_drop_by_rank(s, capacity);
     memset(r->weights, 0, s->n * s->experts * (sizeof(moe_real) + 1)); /* and selected, behind them */
@@ -4813,7 +4849,7 @@ static void moei_pass_begin(moei_pass *s, const moe_router *router, const moe_ca
     s->n = call->n_tokens;
     s->experts = (size_t)router->config.n_experts;
     s->d = (size_t)router->config.d_model;
-    if (router->parts & MOEI_PART_MOVES) moei_schedule(s);
+    if (MOEI_KEPT(EXTRAS, MOE_EXTRA_SCHEDULE) && (router->parts & MOEI_PART_MOVES)) moei_schedule(s);
 }
 
 /* A call without tokens: an empty plan. */

@@ -151,7 +151,8 @@ static unsigned stack_peak;
 
 static int measured(void) { return device_infer(); }
 #else
-enum { PAINTED = 2048, PAINT = 0xa5 };
+/* AVR's and microbit's RAM have room for no more. */
+enum { PAINTED = DEVICE_FLOAT ? 8192 : 3072, PAINT = 0xa5 };
 
 static unsigned stack_peak;
 
@@ -175,6 +176,10 @@ static int __attribute__((noinline)) measured(void) {
     for (p = bottom; p < top && *p == PAINT; p++) {
     }
     used = (unsigned)(top - p);
+    if (used == PAINTED) {
+        board_write("the stack is deeper than what was painted\n");
+        board_end(1);
+    }
     if (used > stack_peak) stack_peak = used;
     return status;
 }

@@ -43,7 +43,7 @@ TABLE
 }
 
 # The models, and test programs that say as "hash ..." what they computed.
-things='int8 int4'
+things='int8 int4 float'
 for thing in integers int_routers int_sequences; do [ ! -f "tests/$thing.c" ] || things="$things $thing"; done
 
 is_model() {
@@ -60,6 +60,8 @@ plan() {
     for device in $(devices | awk '{ print $1 }'); do
         for model in int8 int4; do echo "figures $device $model"; done
     done
+    echo 'figures m4 float'
+    echo 'figures m7 float'
     echo 'whole m4 int8'
     for device in m0 m4; do
         for level in -O0 -O2 -O3; do echo "same $device int8 $level"; done
@@ -129,8 +131,7 @@ model_options() { # model
     float) float=1 ;;
     *) float=0 ;;
     esac
-    grep -q '^#if.*MOE_NO_FLOAT' "$root/moe.h" || float="$float -DDEVICE_WHOLE" # until moe.h has it
-    echo "-DDEVICE_MODEL=\"$1.h\" -DDEVICE_FLOAT=$float -I$root -I$root/tests -I$root/tests/devices -I$prepared"
+    echo "-DDEVICE_MODEL=\"model_$1.h\" -DDEVICE_FLOAT=$float -I$root -I$root/tests -I$root/tests/devices -I$prepared"
 }
 
 # ---- firmware: compiling ----
@@ -169,7 +170,7 @@ device() { # name
 }
 
 memory() {
-    echo "-Wl,-z,noexecstack -Wl,--defsym=__flash=$flash -Wl,--defsym=__flash_size=0x40000 -Wl,--defsym=__ram=$ram -Wl,--defsym=__ram_size=0x4000"
+    echo "-Wl,-z,noexecstack -Wl,--defsym=__flash=$flash -Wl,--defsym=__flash_size=0x40000 -Wl,--defsym=__ram=$ram -Wl,--defsym=__ram_size=$([ "$machine" = microbit ] && echo 0x4000 || echo 0x10000)"
 }
 
 needs_file() { # package file
@@ -301,7 +302,7 @@ flash_and_ram() { # file
 
 # Bytes of the exported arrays of constants.
 weights() {
-    "${cross}nm" -S -t d firmware.elf | awk '$4 ~ /^digits_(weights|experts)$/ { sum += $2 } END { print sum + 0 }'
+    "${cross}nm" -S -t d firmware.elf | awk '$4 ~ /^digits_(weights|experts|net_[0-9].*)$/ { sum += $2 } END { print sum + 0 }'
 }
 
 # The line of figures of firmware.elf after its run: what it has more than a firmware without a model.
@@ -525,7 +526,7 @@ must_fail() { # command...
 }
 
 controls_of_lines() {
-    for model in int8; do
+    for model in int8 float; do
         cp "$prepared/$model.lines" lines
         run same_lines "$model" lines || return 1
         sed 7d lines >changed && must_fail same_lines "$model" changed || return 1

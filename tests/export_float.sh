@@ -70,7 +70,7 @@ without_libm() { # compiler
 constant() { # compiler
     needs "$1"
     needs nm
-    { echo '#include "moe.h"' && cat "$prepared/few.h" && echo 'extern const moe_net *const *all; const moe_net *const *all = printed;'; } >a.c
+    { echo '#include "moe.h"' && cat "$prepared/few.h" && echo 'extern const moe_model *const *all; const moe_model *const *all = printed;'; } >a.c
     in_language "$1" "$root" -fno-pie -c a.c -o a.o || return 1
     empty 'not constant:' "$(nm a.o | grep -i ' [bcdgs] ' | grep -v ' all$')"
 }

@@ -2,12 +2,16 @@
    definition in moe.h to the bit and against real numbers; then whole models, token by token, against the nets they are made of. Prints a hash over what
    a model of fixed constants says, the same on every machine.
        cc -std=c99 -O2 -I. tests/int_sequences.c -o int_sequences -lm && ./int_sequences
-   Also with -DMOE_REAL=double, with the sanitizers on, and as C++11. For a microcontroller: -DMOE_TEST_SMALL, which takes 6 KB of memory, no heap and no libm
-   (the constants are made at run time, so on AVR they stay in memory). */
+   Also with -DMOE_REAL=double, with the sanitizers on, and as C++11. For a microcontroller: -DMOE_TEST_SMALL, which makes the hash alone, in 5 KB of memory,
+   without heap and libm (the constants are made at run time, so on AVR they stay in memory). */
 
 #ifdef MOE_TEST_SMALL
+#ifndef MOE_NO_FLOAT
 #define MOE_NO_FLOAT
+#endif
+#ifndef MOE_NO_PROGMEM
 #define MOE_NO_PROGMEM
+#endif
 #endif
 #define MOE_IMPLEMENTATION
 #include "moe.h"
@@ -18,6 +22,7 @@
 
 static long passed, failed;
 static uint32_t hash = 2166136261u;
+static int hashing = 1; /* what is small enough for all machines */
 
 static int check(int good, int line, const char *what, long at) {
     if (good) passed++;
@@ -27,11 +32,14 @@ static int check(int good, int line, const char *what, long at) {
 
 #define CHECK(condition, at) check((condition) ? 1 : 0, __LINE__, #condition, (long)(at))
 
-/* FNV-1a over the two bytes of a level, the lower first. */
-static void add_hash(int16_t level) {
-    const uint32_t v = (uint16_t)level;
-    hash = ((hash ^ (v & 255u)) * 16777619u) & 0xffffffffu;
-    hash = ((hash ^ v >> 8) * 16777619u) & 0xffffffffu;
+/* FNV-1a over the two bytes of each level, the lower first. */
+static void add_hash(unsigned n, const int16_t *levels) {
+    unsigned i;
+    for (i = 0; i < n && hashing; i++) {
+        const uint32_t v = (uint16_t)levels[i];
+        hash = ((hash ^ (v & 255u)) * 16777619u) & 0xffffffffu;
+        hash = ((hash ^ v >> 8) * 16777619u) & 0xffffffffu;
+    }
 }
 
 static uint32_t mix(uint32_t x) {
@@ -52,9 +60,9 @@ static void put(unsigned char *at, uint32_t v, int bytes) {
 /* ---- a place for one operation ---- */
 
 #ifdef MOE_TEST_SMALL
-enum { CONSTANTS = 2700, VECTORS = 500, STATE = 700, WIDEST = 40, LONGEST = 12 };
+enum { CONSTANTS = 2700, VECTORS = 240, STATE = 700 };
 #else
-enum { CONSTANTS = 500000, VECTORS = 200000, STATE = 400000, WIDEST = 8200, LONGEST = 1100 };
+enum { CONSTANTS = 500000, VECTORS = 200000, STATE = 400000 };
 #endif
 
 static union {
@@ -89,8 +97,26 @@ static void begin(unsigned n, unsigned k, int limit, int shift, uint32_t out) {
     run.weight = 32767;
 }
 
-/* ---- references ---- */
+static int zeros_behind(unsigned n, const int16_t *y) {
+    int good = 1;
+    for (; n % 4 != 0; n++) good &= y[n] == 0;
+    return good;
+}
 
+/* The root of m < 2^32, rounded down, by halving. */
+static uint32_t root_of(uint64_t m) {
+    uint32_t low = 0, high = 65536;
+    while (high - low > 1) {
+        const uint32_t middle = (low + high) / 2;
+        if ((uint64_t)middle * middle <= m) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+/* ---- what references need ---- */
+
+#ifndef MOE_TEST_SMALL
 /* v / 2^shift, rounded down. */
 static int64_t floor_of(int64_t v, int shift) {
     const int64_t unit = (int64_t)1 << shift;
@@ -101,34 +127,33 @@ static int64_t ended(int64_t v) {
     const int64_t y = floor_of(v + (op.shape.shift > 0 ? (int64_t)1 << (op.shape.shift - 1) : 0), op.shape.shift);
     return y < op.shape.low ? op.shape.low : y > op.shape.high ? op.shape.high : y;
 }
-
-static int zeros_behind(unsigned n, const int16_t *y) {
-    int good = 1;
-    for (; n % 4 != 0; n++) good &= y[n] == 0;
-    return good;
-}
-
-/* The root of m, rounded down, by halving. */
-static uint64_t root_of(uint64_t m) {
-    uint64_t low = 0, high = 65536;
-    while (high - low > 1) {
-        const uint64_t middle = (low + high) / 2;
-        if (middle * middle <= m) low = middle;
-        else high = middle;
-    }
-    return low;
-}
+#endif
 
 /* ---- rows ---- */
+
+#ifndef MOE_TEST_SMALL
+/* By the definition. */
+static void row_exact(int32_t r, uint32_t seed) {
+    const size_t pair = 12 + 2 * ((op.shape.n + 3u) / 4 * 4);
+    const unsigned char *head = constants.bytes + (size_t)r / 2 * pair;
+    int good = 1;
+    unsigned p;
+    for (p = 0; p < op.shape.n; p++) {
+        const unsigned char byte = head[12 + 2 * p + (unsigned)r % 2];
+        const int64_t factor = head[8 + r % 2 * 2] | head[9 + r % 2 * 2] << 8;
+        const int64_t level = r % 2 ? (byte < 128 ? byte : byte - 256) : byte - 128;
+        good &= vectors.levels[p] == ended(floor_of(level * 32768 * factor, 16));
+    }
+    CHECK(good, seed);
+}
+#endif
 
 static void rows(uint32_t seed) {
     const unsigned n = (unsigned)any(seed, 0, 0, 1, seed % 7 == 0 ? 33 : 12), k = (unsigned)any(seed, 0, 1, 1, 9);
     const size_t pair = 12 + 2 * ((n + 3) / 4 * 4);
     const int limit = seed % 2 ? 127 : 32767, shift = seed % 2 ? 14 : 6;
     const int32_t token = any(seed, 0, 2, 0, (int32_t)k - 1);
-    int good = 1;
     unsigned p;
-    if ((k + 1) / 2 * pair > sizeof constants.bytes) return;
     for (p = 0; p < (k + 1) / 2 * pair; p++) constants.bytes[p] = (unsigned char)any(seed, 1, p, 0, 255);
     for (p = 0; p < (k + 1) / 2; p++) {
         put(constants.bytes + p * pair + 8, (uint32_t)any(seed, 2, p, 0, 32767), 2);
@@ -139,14 +164,11 @@ static void rows(uint32_t seed) {
     run.token = op.index == 0 ? token : 999, run.place = op.index == 1 ? (uint32_t)token : 999;
     moe_int_op_row(&op, &run);
     CHECK(run.status == MOE_OK, seed);
-    for (p = 0; p < n; p++) {
-        const unsigned char *head = constants.bytes + (size_t)token / 2 * pair, byte = head[12 + 2 * p + (unsigned)token % 2];
-        const int64_t factor = head[8 + token % 2 * 2] | head[9 + token % 2 * 2] << 8;
-        const int64_t level = token % 2 ? (byte < 128 ? byte : byte - 256) : byte - 128;
-        good &= vectors.levels[p] == ended(floor_of(level * 32768 * factor, 16));
-    }
-    CHECK(good, seed);
+    add_hash(n, vectors.levels);
     CHECK(zeros_behind(n, vectors.levels), seed);
+#ifndef MOE_TEST_SMALL
+    row_exact(token, seed);
+#endif
     /* nothing is read outside of the table: these tokens are far from it */
     op.index = 0;
     run.token = seed % 3 == 0 ? -1 : seed % 3 == 1 ? (int32_t)k : seed % 2 ? INT32_MAX : INT32_MIN;
@@ -189,8 +211,11 @@ static void norm_run(const norm_case *c, uint32_t seed) {
     op.index = (uint16_t)c->centred, op.factor = (int16_t)c->digits;
     moe_int_op_norm(&op, &run);
     CHECK(run.status == MOE_OK, seed);
+    CHECK(zeros_behind(c->n, vectors.levels + op.out), seed);
+    add_hash(c->n, vectors.levels + op.out);
 }
 
+#ifndef MOE_TEST_SMALL
 /* By the definition. */
 static void norm_exact(const norm_case *c, uint32_t seed) {
     const int16_t *y = vectors.levels + op.out;
@@ -217,10 +242,8 @@ static void norm_exact(const norm_case *c, uint32_t seed) {
         if (-off > worst) worst = -off;
     }
     CHECK(worst == 0, seed);
-    CHECK(zeros_behind(c->n, y), seed);
 }
 
-#ifndef MOE_TEST_SMALL
 /* In real numbers: half a level, and 2^-13 of the number. */
 static void norm_real(const norm_case *c, uint32_t seed) {
     double sum = 0, squares = 0, spread, worst = 0;
@@ -243,18 +266,17 @@ static void norm_real(const norm_case *c, uint32_t seed) {
 }
 #endif
 
-static void norms(uint32_t seed) {
+static void norms(uint32_t seed, int32_t widest) {
     static const int spreads[6] = {1, 3, 127, 5000, 32767, 32767};
     norm_case c;
-    c.n = (unsigned)any(seed, 0, 0, 1, seed % 8 == 0 ? WIDEST : WIDEST < 100 ? WIDEST : 100);
-    if (seed % 16 == 0) c.n = WIDEST;
+    c.n = (unsigned)any(seed, 0, 0, seed % 16 == 0 ? widest : 1, seed % 8 == 0 || widest < 100 ? widest : 100);
     c.centred = (int)(mix(seed) % 2), c.limit = mix(seed) / 2 % 2 ? 127 : 32767;
     c.spread = spreads[any(seed, 1, 0, 0, 5)];
-    c.eps = seed % 3 == 0 ? 0 : seed % 3 == 1 ? (uint64_t)any(seed, 2, 0, 0, 1000) : (uint64_t)1 << any(seed, 2, 0, 0, 60);
+    c.eps = seed % 3 == 0 ? 0 : seed % 3 == 1 ? (uint64_t)any(seed, 2, 0, 0, 1000) : (uint64_t)((uint32_t)1 << any(seed, 2, 0, 0, 29)) * ((uint32_t)1 << any(seed, 2, 1, 0, 31));
     c.digits = c.n > 128 ? 0 : any(seed, 3, 0, 0, 8);
     norm_run(&c, seed);
-    norm_exact(&c, seed);
 #ifndef MOE_TEST_SMALL
+    norm_exact(&c, seed);
     norm_real(&c, seed);
 #endif
 }
@@ -268,12 +290,33 @@ static void turn_row(uint32_t seed, unsigned row, unsigned i, int32_t *c, int32_
     if (any(seed, 300 + row, i, 0, 1)) *s = -*s;
 }
 
-static void turns(uint32_t seed) {
-    const unsigned half = (unsigned)any(seed, 0, 0, 1, WIDEST < 100 ? 3 : 9), heads = (unsigned)any(seed, 0, 1, 1, 4), n = heads * 2 * half;
+static int32_t turn_level(uint32_t seed, unsigned i) { return seed % 5 == 0 ? (any(seed, 8, i, 0, 1) ? 23169 : -23169) : any(seed, 8, i, -23169, 23169); }
+
+#ifndef MOE_TEST_SMALL
+/* By the definition. */
+static void turn_exact(unsigned heads, unsigned half, uint32_t seed) {
+    const int16_t *y = vectors.levels + op.out;
+    int64_t worst = 0;
+    unsigned i, j;
+    for (j = 0; j < heads; j++)
+        for (i = 0; i < half; i++) {
+            const int64_t a = turn_level(seed, 2 * j * half + i), b = turn_level(seed, (2 * j + 1) * half + i);
+            int32_t c1, s1, c2, s2;
+            int64_t c, s;
+            turn_row(seed, run.place % 16, i, &c1, &s1), turn_row(seed, 16 + run.place / 16, i, &c2, &s2);
+            c = floor_of((int64_t)c1 * c2 - (int64_t)s1 * s2, 15), s = floor_of((int64_t)s1 * c2 + (int64_t)c1 * s2, 15);
+            worst |= y[2 * j * half + i] - ended(a * c - b * s);
+            worst |= y[(2 * j + 1) * half + i] - ended(a * s + b * c);
+        }
+    CHECK(worst == 0, seed);
+}
+#endif
+
+static void turns(uint32_t seed, int32_t widest) {
+    const unsigned half = (unsigned)any(seed, 0, 0, 1, widest), heads = (unsigned)any(seed, 0, 1, 1, 4), n = heads * 2 * half;
     const uint32_t place = (uint32_t)any(seed, 0, 2, 0, 40);
     const int shift = seed % 2 ? 15 : 22, limit = seed % 2 ? 32767 : 127;
-    unsigned row, i, j, out = seed % 3 ? 4 * ((n + 3) / 4) : 0;
-    int64_t worst = 0;
+    unsigned row, i, out = seed % 3 ? 4 * ((n + 3) / 4) : 0;
     for (row = 0; row < 16 + 3; row++)
         for (i = 0; i < half; i++) {
             int32_t c, s;
@@ -281,24 +324,14 @@ static void turns(uint32_t seed) {
             put(constants.bytes + (row * half + i) * 4, (uint32_t)c, 2), put(constants.bytes + (row * half + i) * 4 + 2, (uint32_t)s, 2);
         }
     begin(n, 2 * half, limit, shift, out);
-    for (i = 0; i < n; i++) vectors.levels[i] = (int16_t)(seed % 5 == 0 ? (any(seed, 8, i, 0, 1) ? 23169 : -23169) : any(seed, 8, i, -23169, 23169));
+    for (i = 0; i < n; i++) vectors.levels[i] = (int16_t)turn_level(seed, i);
     run.place = place;
     moe_int_op_turn(&op, &run);
-    for (j = 0; j < heads; j++)
-        for (i = 0; i < half; i++) {
-            const int64_t a = seed % 5 == 0 ? (any(seed, 8, 2 * j * half + i, 0, 1) ? 23169 : -23169) : any(seed, 8, 2 * j * half + i, -23169, 23169);
-            const int64_t b = seed % 5 == 0 ? (any(seed, 8, (2 * j + 1) * half + i, 0, 1) ? 23169 : -23169) : any(seed, 8, (2 * j + 1) * half + i, -23169, 23169);
-            int32_t c1, s1, c2, s2;
-            int64_t c, s, off;
-            turn_row(seed, place % 16, i, &c1, &s1), turn_row(seed, 16 + place / 16, i, &c2, &s2);
-            c = floor_of((int64_t)c1 * c2 - (int64_t)s1 * s2, 15), s = floor_of((int64_t)s1 * c2 + (int64_t)c1 * s2, 15);
-            off = vectors.levels[out + 2 * j * half + i] - ended(a * c - b * s);
-            worst |= off;
-            off = vectors.levels[out + (2 * j + 1) * half + i] - ended(a * s + b * c);
-            worst |= off;
-        }
-    CHECK(worst == 0, seed);
+    add_hash(n, vectors.levels + out);
     CHECK(zeros_behind(n, vectors.levels + out), seed);
+#ifndef MOE_TEST_SMALL
+    turn_exact(heads, half, seed);
+#endif
 }
 
 /* ---- attention ---- */
@@ -311,6 +344,9 @@ static int key_level(uint32_t seed, int which, unsigned j, unsigned p) {
     if (seed % 9 == 1) return which == 0 ? (j == 3 ? 127 : -127) : any(seed, 22, j, -127, 127);
     return any(seed, 24 + (uint32_t)which, j * 977 + p, -127, 127);
 }
+
+#ifndef MOE_TEST_SMALL
+enum { LONGEST = 1100 };
 
 /* One head's sums as moe.h defines them, in 64 bits. */
 static void attention_head(uint32_t seed, unsigned first, unsigned d_head, unsigned n, int64_t *y) {
@@ -337,7 +373,6 @@ static void attention_head(uint32_t seed, unsigned first, unsigned d_head, unsig
     }
 }
 
-#ifndef MOE_TEST_SMALL
 /* The same in real numbers: what weights of 15 bits may be off, and half a level. */
 static double attention_off(uint32_t seed, unsigned first, unsigned d_head, unsigned n, const int16_t *y) {
     static double w[LONGEST];
@@ -358,19 +393,32 @@ static double attention_off(uint32_t seed, unsigned first, unsigned d_head, unsi
     }
     return worst;
 }
+
+static void attention_exact(unsigned n, uint32_t seed) {
+    static int64_t want[64];
+    const unsigned d_head = attention.d_head;
+    const int16_t *y = vectors.levels + op.out;
+    unsigned head, p;
+    int good = 1;
+    for (head = 0; head < attention.heads; head++, y += d_head) {
+        attention_head(seed, head * d_head, d_head, n, want);
+        for (p = 0; p < d_head; p++) good &= y[p] == want[p];
+        CHECK(attention_off(seed, head * d_head, d_head, n, y) <= 0.52, seed);
+    }
+    CHECK(good, seed);
+}
 #endif
 
-static void attentions(uint32_t seed, unsigned longest) {
-    static int64_t want[64];
-    const unsigned heads = (unsigned)any(seed, 0, 0, 1, 3), d_head = (unsigned)any(seed, 0, 1, 1, WIDEST < 100 ? 9 : 33), width = heads * d_head;
-    const unsigned n = (unsigned)any(seed, 0, 2, 1, (int32_t)longest), last = n - 1, room = (width + 3) / 4 * 4;
+static void attentions(uint32_t seed, int32_t longest, int32_t widest) {
+    const unsigned heads = (unsigned)any(seed, 0, 0, 1, 3), d_head = (unsigned)any(seed, 0, 1, 1, widest), width = heads * d_head;
+    const unsigned n = (unsigned)any(seed, 0, 2, 1, longest), last = n - 1, room = (width + 3) / 4 * 4;
     unsigned j, p;
-    int good = 1, kept = 1;
+    int kept = 1;
     memset(&attention, 0, sizeof attention);
     attention.heads = (uint16_t)heads, attention.d_head = (uint16_t)d_head;
     attention.keys = 4, attention.values = 4 + (width * n + 3) / 4 * 4;
     attention.value = 2 * room, attention.room = 4 * room, attention.bits = (uint16_t)any(seed, 0, 3, 6, 16);
-    if (attention.values + width * n > STATE || 4 * room + 2 * n > VECTORS) return;
+    if (!CHECK(attention.values + width * n <= STATE && 4 * room + 2 * n <= VECTORS, seed)) return;
     begin(width, width, 127, any(seed, 0, 4, 7, 13), 3 * room);
     op.other = room;
     op.factor = (int16_t)any(seed, 0, 5, 16384, 32767), op.factor2 = (int16_t)any(seed, 0, 6, 16384, 32767);
@@ -386,14 +434,7 @@ static void attentions(uint32_t seed, unsigned longest) {
     }
     moe_int_op_attention(&op, &run);
     CHECK(run.status == MOE_OK, seed);
-    for (j = 0; j < heads; j++) {
-        attention_head(seed, j * d_head, d_head, n, want);
-        for (p = 0; p < d_head; p++) good &= vectors.levels[3 * room + j * d_head + p] == want[p];
-#ifndef MOE_TEST_SMALL
-        CHECK(attention_off(seed, j * d_head, d_head, n, vectors.levels + 3 * room + j * d_head) <= 0.52, seed);
-#endif
-    }
-    CHECK(good, seed);
+    add_hash(width, vectors.levels + 3 * room);
     CHECK(zeros_behind(width, vectors.levels + 3 * room), seed);
     for (j = 0; j < n; j++)
         for (p = 0; p < width; p++) {
@@ -401,6 +442,9 @@ static void attentions(uint32_t seed, unsigned longest) {
             kept &= state.bytes[attention.values + j * width + p] == (unsigned char)(key_level(seed, 1, j, p) & 255);
         }
     CHECK(kept && state.bytes[0] == 99 && state.bytes[3] == 99, seed);
+#ifndef MOE_TEST_SMALL
+    attention_exact(n, seed);
+#endif
 }
 
 /* ---- a model of fixed constants ---- */
@@ -513,11 +557,11 @@ static void fixed(void) {
     for (t = 0; t < PLACES; t++) {
         token = any(5, 5, t, 0, ID - 1);
         if (!CHECK(moe_infer(&made, &token, output, scratch, sizeof scratch) == MOE_OK, t)) return;
-        for (i = 0; i < ID; i++) add_hash(output[i]), sum += abs(output[i]), other += output[i] != output[0];
+        add_hash(ID, output);
+        for (i = 0; i < ID; i++) sum += output[i] < 0 ? -output[i] : output[i], other += output[i] != output[0];
     }
     CHECK(sum > 20 * ID * PLACES && sum < 30000L * ID * PLACES && other > 100, sum); /* it says something */
     CHECK(moe_infer(&made, &token, output, scratch, sizeof scratch) == MOE_ERR_STATE, 0);
-    CHECK(hash == 0x24fdc74cu, hash);
 }
 
 #ifndef MOE_TEST_SMALL
@@ -1020,14 +1064,16 @@ static void nets(void) {}
 
 int main(void) {
     uint32_t seed;
-    const uint32_t many = WIDEST < 100 ? 30 : 1000;
     fixed();
-    for (seed = 0; seed < many; seed++) rows(seed), norms(seed), turns(seed), attentions(seed, 12);
+    for (seed = 0; seed < 40; seed++) rows(seed), norms(seed, 40), turns(seed, 3), attentions(seed, 12, 9);
+    CHECK(hash == 0xeecbd030u, hash);
+    hashing = 0;
 #ifndef MOE_TEST_SMALL
-    for (seed = 0; seed < 60; seed++) attentions(seed, LONGEST);
+    for (seed = 0; seed < 1000; seed++) rows(seed), norms(seed, 8200), turns(seed, 9), attentions(seed, 20, 33);
+    for (seed = 0; seed < 60; seed++) attentions(seed, LONGEST, 33);
     nets();
 #endif
-    printf("note: hash %08lx\n", (unsigned long)hash);
+    printf("hash %08lx\n", (unsigned long)hash);
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed != 0;
 }

@@ -52,6 +52,10 @@ typedef int16_t device_value;
 #define GREY(value) ((127 * (value) + 8) / 16)
 #endif
 
+/* They can be constants. */
+extern const float device_scales[2];
+const float device_scales[2] = {DIGITS_INPUT_SCALE, DIGITS_OUTPUT_SCALE};
+
 static const device_level levels[17] = {GREY(0), GREY(1), GREY(2),  GREY(3),  GREY(4),  GREY(5),  GREY(6),  GREY(7), GREY(8),
                                         GREY(9), GREY(10), GREY(11), GREY(12), GREY(13), GREY(14), GREY(15), GREY(16)};
 static device_level input[DIGITS_INPUTS];
