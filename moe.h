@@ -9901,8 +9901,10 @@ void moe_int_op_rest(const moe_int_op *op, moe_int_run *run) {
 
 /* The input as a vector. */
 static void moei_int_enter(int16_t *x, const signed char *input, size_t n) {
-    const signed char *end = input + n;
-    while (input < end) *x++ = *input++;
+    const signed char *end = input + n / 4 * 4;
+    for (; input < end; input += 4, x += 4) x[0] = input[0], x[1] = input[1], x[2] = input[2], x[3] = input[3];
+    if (n % 4 == 0) return;
+    for (end = input + n % 4; input < end;) *x++ = *input++;
     for (; n % 4 != 0; n++) *x++ = 0;
 }
 
@@ -10037,7 +10039,8 @@ typedef struct moei_maker {
     int in_block;           /* constants are of experts: they go to the blocks */
     uint32_t clock;
     uint32_t *entering;     /* [modules + 1] the vector that enters each module */
-    size_t module, fused;   /* the module at work; the activation that a product has taken over, 0: none */
+    size_t module;          /* the one at work */
+    int relu;               /* it makes the relu behind it as well */
     moe_buffer pieces;      /* constants of a mixture's experts: all experts' first product, then all their second, ... */
     size_t piece[MOEI_INT_PIECES], n_pieces; /* bytes of one expert's */
     size_t multiplications, counted; /* of the model; those of operations since `counted` was set to 0 */
@@ -11186,7 +11189,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     index = moei_maker_push(m, &m->made.mixtures, &mixture, sizeof mixture);
     names.name[0] = s.plan.gate, names.name[1] = s.plan.select, names.name[2] = s.plan.values, names.name[3] = s.plan.weight, names.name[4] = s.plan.scale;
     (void)moei_maker_push(m, &m->made.router_names, &names, sizeof names);
-    op = moei_op(moe_int_op_mixture, (size_t)c->d_out, 0, -limit, limit, to.shift);
+    op = moei_op(moe_int_op_mixture, (size_t)c->d_out, 0, m->relu ? 0 : -limit, limit, to.shift);
     op.index = (uint16_t)index;
     m->counted = 0;
     moei_op_append(m, op, x, x, out);
@@ -11196,21 +11199,13 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
 /* ---- modules: what each appends; the vector that it makes ---- */
 
 static uint32_t moei_module_linear(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
-    const size_t i = m->module;
     const moei_int_matrix w = moei_int_matrix_of(module->tensors[MOE_MODULE_WEIGHT], module->tensors[MOE_MODULE_BIAS], 1, (size_t)module->d_out,
                                                  (size_t)module->d_in);
-    const moe_module *next = i + 1 < m->net->n_modules ? module + 1 : NULL;
-    /* A relu that alone reads this module is part of the product. */
-    if (next != NULL && next->kind == MOE_MODULE_ACTIVATION && next->act == MOE_ACT_RELU && !moei_is_around(m->net, i + 1)) {
-        m->fused = i + 1;
-        return moei_product(m, &w, moei_narrowed(m, m->entering[i]), moei_reads_narrow(m->net, i + 2) ? MOEI_NARROW : MOEI_WIDE, 1, range[1].y, 0);
-    }
-    return moei_product(m, &w, moei_narrowed(m, m->entering[i]), limit, 0, range->y, 0);
+    return moei_product(m, &w, moei_narrowed(m, m->entering[m->module]), limit, m->relu, range->y, 0);
 }
 
 static uint32_t moei_module_activation(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
     const double scale = limit == MOEI_NARROW ? range->y / limit : range->y * 1.1 / limit;
-    if (m->fused == m->module) return m->entering[m->module];
     return moei_curve(m, module->act, moei_widened(m, m->entering[m->module]), limit, scale, range->y);
 }
 
@@ -11720,17 +11715,26 @@ static void moei_maker_check(moei_maker *m) {
             MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: wider than %d has no integer form; MOE_WEIGHTS_FLOAT takes it", i, (int)MOEI_INT_MAX_WIDTH);
 }
 
+/* Whether a relu behind module i is part of what makes its output: it alone reads that. */
+static int moei_takes_relu(const moe_net *net, size_t i) {
+    const moe_module *m = &net->modules[i];
+    return (m->kind == MOE_MODULE_LINEAR || m->kind == MOE_MODULE_MIXTURE) && i + 1 < net->n_modules && m[1].kind == MOE_MODULE_ACTIVATION &&
+           m[1].act == MOE_ACT_RELU && !moei_is_around(net, i + 1);
+}
+
 static void moei_maker_modules(moei_maker *m) {
     size_t i;
     for (i = 0; i < m->net->n_modules && m->status == MOE_OK; i++) {
         const moe_module *module = &m->net->modules[i];
+        moei_int_range range = m->ranges[i];
         m->module = i;
+        m->relu = moei_takes_relu(m->net, i);
         if (moei_int_modules[module->kind] == NULL) {
             MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s has no integer form; MOE_WEIGHTS_FLOAT takes it", i, moei_module_names[module->kind]);
             return;
         }
-        m->entering[i + 1] = moei_int_modules[module->kind](m, module, &m->ranges[i], moei_reads_narrow(m->net, i + 1) ? MOEI_NARROW : MOEI_WIDE);
-        if (m->fused != i + 1) m->fused = 0;
+        if (m->relu) range.y = m->ranges[++i].y;
+        m->entering[i + 1] = moei_int_modules[module->kind](m, module, &range, moei_reads_narrow(m->net, i + 1) ? MOEI_NARROW : MOEI_WIDE);
     }
 }
 
