@@ -1144,7 +1144,7 @@ typedef struct moe_int_attention {
     uint16_t heads, d_head;
     uint32_t keys, values; /* bytes from the start of the state: int8 [length, heads d_head] each */
     uint32_t value;        /* vector: the token's own v */
-    uint32_t room;         /* int16 from the start of the vectors: int32 [length] for scores */
+    uint32_t room;         /* int16 from the start of the vectors: int32 [length + 1] for scores, int16 [length] for weights */
     uint16_t bits;         /* 2^bits to an octave, in which scores are compared */
 } moe_int_attention;
 
@@ -4041,6 +4041,9 @@ static void moei_layer_shared(const moe_layer *layer, moe_layer_pass *p, moe_rea
 /* What must be there before anything is computed; the router checks the rest. */
 static moe_status moei_layer_call_check(const moe_layer *layer, const moe_call *call) {
     int place;
+    if (!MOEI_KEPT(ACTS, layer->config.expert == MOE_EXPERT_MLP ? layer->config.act : (int)MOE_ACT_SILU) && layer->config.expert != MOE_EXPERT_LINEAR)
+        return MOE_ERR_UNSUPPORTED;
+    if (layer->config.n_shared > 0 && !MOEI_KEPT(ACTS, MOE_ACT_SILU)) return MOE_ERR_UNSUPPORTED;
     if (!MOEI_FITS_INT32(call->n_tokens)) return MOE_ERR_OVERFLOW;
     if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
     for (place = 0; layer->places >> place != 0; place++)
@@ -5747,18 +5750,18 @@ typedef struct moei_module_kind {
 } moei_module_kind;
 
 static const moei_module_kind moei_module_kinds[MOE_MODULE_COUNT] = {
-    /* linear       */ {moei_linear_forward, MOEI_BACKWARD(moei_linear_backward)},
-    /* activation   */ {moei_activation_forward, MOEI_BACKWARD(moei_activation_backward)},
-    /* layer_norm   */ {moei_layer_norm_forward, MOEI_BACKWARD(moei_layer_norm_backward)},
-    /* mixture      */ {moei_mixture_forward, MOEI_BACKWARD(moei_mixture_backward)},
-    /* residual     */ {moei_residual_forward, MOEI_BACKWARD(moei_residual_backward)},
-    /* embedding    */ {moei_embedding_forward, MOEI_BACKWARD(moei_embedding_backward)},
-    /* positions    */ {moei_positions_forward, MOEI_BACKWARD(moei_positions_backward)},
-    /* attention    */ {moei_attention_forward, MOEI_BACKWARD(moei_attention_backward)},
-    /* rms_norm     */ {moei_rms_norm_forward, MOEI_BACKWARD(moei_rms_norm_backward)},
-    /* dropout      */ {moei_dropout_forward, MOEI_BACKWARD(moei_dropout_backward)},
-    /* feed_forward */ {moei_feed_forward_forward, MOEI_BACKWARD(moei_feed_forward_backward)},
-    /* tied         */ {moei_linear_forward, MOEI_BACKWARD(moei_linear_backward)}};
+    /* linear       */ {MOEI_KEEP(MODULES, MOE_MODULE_LINEAR, moei_linear_forward), MOEI_BACKWARD(moei_linear_backward)},
+    /* activation   */ {MOEI_KEEP(MODULES, MOE_MODULE_ACTIVATION, moei_activation_forward), MOEI_BACKWARD(moei_activation_backward)},
+    /* layer_norm   */ {MOEI_KEEP(MODULES, MOE_MODULE_LAYER_NORM, moei_layer_norm_forward), MOEI_BACKWARD(moei_layer_norm_backward)},
+    /* mixture      */ {MOEI_KEEP(MODULES, MOE_MODULE_MIXTURE, moei_mixture_forward), MOEI_BACKWARD(moei_mixture_backward)},
+    /* residual     */ {MOEI_KEEP(MODULES, MOE_MODULE_RESIDUAL, moei_residual_forward), MOEI_BACKWARD(moei_residual_backward)},
+    /* embedding    */ {MOEI_KEEP(MODULES, MOE_MODULE_EMBEDDING, moei_embedding_forward), MOEI_BACKWARD(moei_embedding_backward)},
+    /* positions    */ {MOEI_KEEP(MODULES, MOE_MODULE_POSITIONS, moei_positions_forward), MOEI_BACKWARD(moei_positions_backward)},
+    /* attention    */ {MOEI_KEEP(MODULES, MOE_MODULE_ATTENTION, moei_attention_forward), MOEI_BACKWARD(moei_attention_backward)},
+    /* rms_norm     */ {MOEI_KEEP(MODULES, MOE_MODULE_RMS_NORM, moei_rms_norm_forward), MOEI_BACKWARD(moei_rms_norm_backward)},
+    /* dropout      */ {MOEI_KEEP(MODULES, MOE_MODULE_DROPOUT, moei_dropout_forward), MOEI_BACKWARD(moei_dropout_backward)},
+    /* feed_forward */ {MOEI_KEEP(MODULES, MOE_MODULE_FEED_FORWARD, moei_feed_forward_forward), MOEI_BACKWARD(moei_feed_forward_backward)},
+    /* tied         */ {MOEI_KEEP(MODULES, MOE_MODULE_TIED, moei_linear_forward), MOEI_BACKWARD(moei_linear_backward)}};
 
 /* Whether the sequences are what moe_call says. */
 static int moei_sequences_fit(const moe_call *call) {
@@ -5808,6 +5811,7 @@ static moe_status moei_net_call_check(const moe_net *net, const moe_call *call, 
         return MOE_ERR_ARGUMENT;
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
+        if (!MOEI_KEPT(MODULES, m->kind) || (m->kind == MOE_MODULE_ACTIVATION && !MOEI_KEPT(ACTS, m->act))) return MOE_ERR_UNSUPPORTED;
         if (m->kind == MOE_MODULE_EMBEDDING && !moei_ids_fit(m, call->n_tokens, call->token_ids)) return MOE_ERR_ARGUMENT;
         if (m->kind == MOE_MODULE_POSITIONS && !moei_places_fit(m, call, past)) return MOE_ERR_ARGUMENT;
         if (m->kind == MOE_MODULE_DROPOUT && call->training && m->rate > MOEI_R(0.0) && call->rng == NULL) return MOE_ERR_ARGUMENT;
@@ -9512,11 +9516,13 @@ static int16_t moei_int_inverse_root(uint64_t d, int *e) {
 }
 
 /* Both norms are the same but for a sum that one leaves out: with s = sum_p x_p for a layer norm (index = 1), 0 for a root mean square norm (index = 0),
-     d = n sum_p x_p^2 - s^2 + eps    all of its bits; 0 counts as 1        v_p = n x_p - s
-   a number in units of its spread is v_p / sqrt(d): with m, e and quotient r as in moei_int_inverse_root (|v_p| < sqrt(n d), so nothing overflows)
-     t_p = ((v_p * 2^(7 - e)) * r) >> 16        in units of 2^-21; 2^(7 - e) is a shift, rounding down where e > 7
+     d = (n sum_p x_p^2 - s^2) 4^factor + eps    all of its bits; 0 counts as 1        v_p = n x_p - s
+   a number in units of its spread is 2^factor v_p / sqrt(d): with m, e and quotient r as in moei_int_inverse_root (2^factor |v_p| < sqrt(n d), so nothing
+   overflows)
+     t_p = ((v_p * 2^(7 + factor - e)) * r) >> 16        in units of 2^-21; a negative power is a shift, rounding down
      out_p = clamp((((t_p sign_p * |gain_p|) >> 16) + bias_p + round) >> shift), zeros behind n; sign_p that of the gain
-   Constants: eps uint32 low, uint32 high; gain int16 [n rounded up to 2]; layer norm: bias int32 [n]. n <= 32767, d < 2^62. */
+   Constants: eps uint32 low, uint32 high; gain int16 [n rounded up to 2]; layer norm: bias int32 [n]. n <= 32767, d < 2^62,
+   factor, which gives a small eps its digits, within 0..8. */
 void moe_int_op_norm(const moe_int_op *op, moe_int_run *run) {
     const unsigned n = op->shape.n;
     const unsigned char *eps = run->base + op->at, *gain = eps + 8, *bias = gain + (n + 1u) / 2 * 4;
@@ -9534,12 +9540,13 @@ void moe_int_op_norm(const moe_int_op *op, moe_int_run *run) {
         sum += x[p];
     }
     if (op->index == 0) sum = 0;
-    d = (((uint64_t)high << 16) + low) * n - (uint64_t)((int64_t)sum * sum);
+    d = ((((uint64_t)high << 16) + low) * n - (uint64_t)((int64_t)sum * sum)) * ((uint32_t)1 << 2 * op->factor);
     d += (uint64_t)(uint32_t)moei_flash_32(eps + 4) << 32 | (uint32_t)moei_flash_32(eps);
     inverse = moei_int_inverse_root(d > 0 ? d : 1, &e);
+    e -= 7 + op->factor;
     for (p = 0; p < n; p++) {
         const int32_t v = (int32_t)n * x[p] - sum;
-        const int32_t t = moei_int_scale(e > 7 ? v >> (e - 7) : v * ((int32_t)1 << (7 - e)), inverse);
+        const int32_t t = moei_int_scale(e > 0 ? v >> e : v * ((int32_t)1 << -e), inverse);
         const int16_t g = moei_flash_16(gain + 2 * p);
         const int32_t scaled = g < 0 ? moei_int_scale(-t, (int16_t)-g) : moei_int_scale(t, g);
         y[p] = moei_int_clamp(&op->shape, (scaled + (op->index != 0 ? moei_flash_32(bias + 4 * p) : 0) + round) >> op->shape.shift);
@@ -9573,39 +9580,59 @@ void moe_int_op_turn(const moe_int_op *op, moe_int_run *run) {
     moei_int_put_zeros(n, y);
 }
 
+/* Not inlined: where it would go too many registers are taken. */
+#if defined(__GNUC__) || defined(__clang__)
+#define MOEI_INT_CALLED __attribute__((__noinline__))
+#else
+#define MOEI_INT_CALLED
+#endif
+
+/* *a = sum_i u_i x_i and *b the same of the numbers `apart` from x; those of x are `step` apart. Both loops of attention, two results at a time; n > 0. */
+static MOEI_INT_CALLED void moei_int_dots(unsigned n, const int16_t *u, const signed char *x, unsigned step, unsigned apart, int32_t *a, int32_t *b) {
+    const int16_t *end = u + n;
+    int32_t sum_a = 0, sum_b = 0;
+    do {
+        sum_a += (int32_t)*u * x[0];
+        sum_b += (int32_t)*u * x[apart];
+        u++, x += step;
+    } while (u != end);
+    *a = sum_a, *b = sum_b;
+}
+
 /* One head of attention over n tokens: q, keys, values and y are at its first number, rows of keys and values `width` apart. */
 typedef struct moei_int_head {
     const moe_int_op *op;
     const int16_t *q;
     const signed char *keys, *values;
-    int32_t *scores;
+    int32_t *scores;  /* [n], and one more */
+    int16_t *weights; /* [n] */
     int16_t *y;
     unsigned n, width, d_head, bits;
 } moei_int_head;
 
-/* The scores become weights, 32768 >> less for the largest; returns their sum. */
+/* Weights from scores, at most 32767 >> less; returns their sum. */
 static uint32_t moei_int_weigh(const moei_int_head *h, unsigned less) {
     const signed char *key = h->keys;
+    int32_t most = INT32_MIN, *score = h->scores;
     uint32_t total = 0;
-    int32_t most = INT32_MIN;
-    unsigned j, p;
-    for (j = 0; j < h->n; j++, key += h->width) {
-        int32_t score = 0;
-        for (p = 0; p < h->d_head; p++) score += (int32_t)h->q[p] * key[p];
-        h->scores[j] = score;
-        if (score > most) most = score;
-    }
+    unsigned j;
+    for (j = 0; j < h->n; j += 2, key += 2 * (size_t)h->width) moei_int_dots(h->d_head, h->q, key, 1, j + 1 < h->n ? h->width : 0, score + j, score + j + 1);
+    for (j = 0; j < h->n; j++)
+        if (score[j] > most) most = score[j];
     for (j = 0; j < h->n; j++) {
-        h->scores[j] = (int32_t)(moe_int_exp2((uint32_t)moei_int_scale(most - h->scores[j], h->op->factor), (int)h->bits) >> less);
-        total += (uint32_t)h->scores[j];
+        uint32_t w = moe_int_exp2((uint32_t)moei_int_scale(most - score[j], h->op->factor), (int)h->bits) >> less;
+        if (w > 32767) w = 32767;
+        h->weights[j] = (int16_t)w;
+        total += w;
     }
     return total;
 }
 
 static void moei_int_mix(const moei_int_head *h) {
     moe_int_shape shape = h->op->shape;
-    unsigned less = 0, j, p, down = 0;
+    unsigned less = 0, p, more, down = 0;
     uint32_t total;
+    int32_t sums[2];
     int16_t factor;
     int32_t round;
     while ((h->n - 1) >> 9 >> less != 0) less++;
@@ -9614,20 +9641,20 @@ static void moei_int_mix(const moei_int_head *h) {
     total = moei_int_weigh(h, less);
     while (total >> down > 0xffffu) down++;
     factor = (int16_t)(((uint32_t)h->op->factor2 << 15 >> less) / (total >> down));
-    for (p = 0; p < h->d_head; p++) {
-        const signed char *value = h->values + p;
-        int32_t sum = 0;
-        for (j = 0; j < h->n; j++, value += h->width) sum += h->scores[j] * *value;
-        h->y[p] = moei_int_clamp(&shape, (moei_int_scale(sum >> down, factor) + round) >> shape.shift);
+    for (p = 0; p < h->d_head; p += 2) {
+        more = p + 1 < h->d_head;
+        moei_int_dots(h->n, h->weights, h->values + p, h->width, more, &sums[0], &sums[1]);
+        h->y[p] = moei_int_clamp(&shape, (moei_int_scale(sums[0] >> down, factor) + round) >> shape.shift);
+        h->y[p + more] = moei_int_clamp(&shape, (moei_int_scale(sums[1] >> down, factor) + round) >> shape.shift);
     }
 }
 
 /* Attention of one token. in: q, wide; other: its key, attention.value: its value, both narrow, which are appended to those in the state first. With
    n = place + 1 tokens, less = the bits of place >> 9, and for each head
-     s_j = sum_p q_p key_jp            w_j = moe_int_exp2(((max s - s_j) * factor) >> 16, bits) >> less            total = sum_j w_j
+     s_j = sum_p q_p key_jp       w_j = the smaller of 32767 and moe_int_exp2(((max s - s_j) * factor) >> 16, bits) >> less       total = sum_j w_j
      down: the least with total >> down < 2^16            r = ((factor2 << 15) >> less) / (total >> down), rounded down
      out_p = clamp((((sum_j w_j value_jp >> down) * r >> 16) + round) >> (shift - less))            round is that of shift - less; zeros behind the heads
-   The maker sees to |s_j| < 2^30; 7 <= shift; n <= 65535, so that total <= 2^24 and less <= 7. */
+   The maker sees to |s_j| < 2^30; factor2 <= 32766; 7 <= shift; n <= 65535, so that total <= 2^24 and less <= 7. */
 void moe_int_op_attention(const moe_int_op *op, moe_int_run *run) {
     const moe_int_attention *a = run->model->attentions + op->index;
     const unsigned width = (unsigned)a->heads * a->d_head;
@@ -9639,7 +9666,7 @@ void moe_int_op_attention(const moe_int_op *op, moe_int_run *run) {
         keys[(size_t)run->place * width + i] = (signed char)key[i];
         values[(size_t)run->place * width + i] = (signed char)value[i];
     }
-    h.op = op, h.scores = moei_int_wide(run, a->room);
+    h.op = op, h.scores = moei_int_wide(run, a->room), h.weights = moei_int_vector(run, a->room) + 2 * ((size_t)run->model->length + 1);
     h.n = (unsigned)run->place + 1, h.width = width, h.d_head = a->d_head, h.bits = a->bits;
     for (i = 0; i < width; i += a->d_head) {
         h.q = moei_int_vector(run, op->in) + i, h.y = moei_int_vector(run, op->out) + i;
@@ -9656,11 +9683,11 @@ static void moei_int_ops(moe_int_run *run, uint32_t first, uint32_t n) {
 
 /* Where the constants of an expert are: in place, or the first size bytes of them fetched into scratch memory. */
 static const unsigned char *moei_int_block(const moe_int_mixture *m, moe_int_run *run, uint32_t expert, uint32_t size) {
-    const size_t at = (size_t)m->experts + (size_t)expert * m->stride;
+    const size_t at = (size_t)m->experts + (size_t)expert * (size_t)m->stride;
     void *block;
     if (m->block == MOE_INT_NONE) return run->model->experts + at;
     block = moei_int_vector(run, m->block);
-    run->status = run->loader->fetch(run->loader->ctx, at, size, block);
+    run->status = run->loader->fetch(run->loader->ctx, at, (size_t)size, block);
     return (const unsigned char *)block;
 }
 
@@ -10064,11 +10091,6 @@ static void moei_value_use(moei_maker *m, uint32_t v) {
     if (m->status == MOE_OK && m->values[v].last < m->clock) m->values[v].last = m->clock;
 }
 
-/* A vector that has its place since an earlier time: experts' operations run again and again, so what lies beside them must not share with any of them. */
-static void moei_value_spans(moei_maker *m, uint32_t v, uint32_t since) {
-    if (m->status == MOE_OK && m->values[v].made > since) m->values[v].made = since;
-}
-
 static moe_int_op moei_op(void (*run)(const moe_int_op *op, moe_int_run *run), size_t n, size_t k, int low, int high, int shift) {
     moe_int_op op;
     memset(&op, 0, sizeof op);
@@ -10088,7 +10110,7 @@ static void moei_op_append(moei_maker *m, moe_int_op op, uint32_t in, uint32_t o
 
 /* Appends constants to a buffer, whose size stays a multiple of 4; where they begin. */
 static uint32_t moei_constants(moei_maker *m, moe_buffer *buffer, const void *bytes, size_t size) {
-    static const unsigned char zeros[4];
+    static const unsigned char zeros[4] = {0, 0, 0, 0};
     const size_t at = buffer->size;
     moe_status status = m->status;
     if (status == MOE_OK) status = moei_buffer_write(buffer, bytes, size);
@@ -10587,7 +10609,7 @@ static moe_router_config moei_router_now(const moe_layer *layer, int *frozen) {
     memset(&pass, 0, sizeof pass);
     pass.router = &router, pass.c = &router.config;
     moei_schedule(&pass);
-    *frozen = pass.frozen;
+    if (frozen != NULL) *frozen = pass.frozen;
     return pass.effective;
 }
 
@@ -10605,21 +10627,29 @@ static moe_real *moei_router_matrix(moei_maker *m, const moe_real *w, const moe_
 
 static void moei_router_matrix_free(moei_maker *m, moe_real *w, size_t n, size_t k) { moei_free(&m->made.allocator, w, n * k * sizeof *w); }
 
+/* The plan of a router for logits up to `most`, its constants to table where that is not NULL; a refusal names the module. */
+static void moei_router_plan(moei_maker *m, const moe_layer *layer, double most, unsigned char *table, moe_int_router_plan *plan) {
+    moe_error why;
+    moe_status status;
+    if (m->status != MOE_OK) return;
+    status = moe_int_router_plan_make(&layer->config.router, layer->tensors, (moe_real)most, table, table != NULL ? plan->table_size : 0, plan, &why);
+    if (status != MOE_OK) MOEI_MAKER_REFUSE(m, status, "module %z: %s", m->module, why.message);
+}
+
 /* The router's plan for logits as large as calibration saw, in units of at least `finest`. */
 static void moei_mixture_plan(moei_maker *m, moei_scoring *s, double finest) {
-    const moe_router_config *c = &s->layer->config.router;
     double most = s->range->z > 0 ? s->range->z : 1;
     unsigned char *table;
     int tries;
     for (tries = 0; tries < 64 && m->status == MOE_OK; tries++, most *= 2) {
-        m->status = moe_int_router_plan_make(c, s->layer->tensors, (moe_real)most, NULL, 0, &s->plan, m->error);
+        moei_router_plan(m, s->layer, most, NULL, &s->plan);
         if ((double)s->plan.z_scale >= finest) break;
     }
     if (m->status == MOE_OK && (double)s->plan.z_scale < finest) moei_maker_fail(m, MOE_ERR_OVERFLOW);
     if (m->status != MOE_OK || s->plan.table_size == 0) return;
     table = (unsigned char *)moei_alloc(&m->made.allocator, s->plan.table_size, 1);
     if (table == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
-    else m->status = moe_int_router_plan_make(c, s->layer->tensors, (moe_real)most, table, s->plan.table_size, &s->plan, m->error);
+    else moei_router_plan(m, s->layer, most, table, &s->plan);
     if (m->status == MOE_OK) moe_int_router_move(&s->plan.router, moei_constants(m, &m->made.weights, table, s->plan.table_size));
     moei_free(&m->made.allocator, table, s->plan.table_size);
 }
@@ -11119,7 +11149,6 @@ static moei_int_target moei_mixture_experts(moei_maker *m, moei_scoring *s, cons
 static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
     const moe_layer_config *c = &module->layer.config;
     const int reads_experts = moei_scored_node(c) >= 0;
-    int frozen = 0;
     moei_chain shared;
     moei_scoring s;
     moe_int_mixture mixture;
@@ -11132,8 +11161,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     memset(&s, 0, sizeof s);
     memset(&shared, 0, sizeof shared);
     s.begun = begun, s.layer = &module->layer, s.range = range, s.entering = m->entering[m->module];
-    s.now = moei_router_now(s.layer, &frozen);
-    moei_mixture_supported(m, c, frozen);
+    s.now = moei_router_now(s.layer, NULL);
     if (m->status != MOE_OK) return 0;
     if (c->n_shared > 0) shared = moei_chain_begin(s.layer, MOEI_SHARED);
     m->multiplications += m->counted;
@@ -11154,9 +11182,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     out = moei_value_new(m, (size_t)c->d_out, limit, to.scale, range->y);
     m->clock++;
     moei_value_use(m, x), moei_value_use(m, s.entering), moei_value_use(m, mixture.z), moei_value_use(m, mixture.p), moei_value_use(m, mixture.sum);
-    moei_value_spans(m, mixture.z, begun), moei_value_spans(m, mixture.p, begun), moei_value_spans(m, mixture.sum, begun);
-    moei_value_spans(m, mixture.choices, begun);
-    if (m->config->loader) moei_value_spans(m, mixture.block, begun);
+    if (m->config->loader && m->status == MOE_OK) m->values[mixture.block].made = begun;
     index = moei_maker_push(m, &m->made.mixtures, &mixture, sizeof mixture);
     names.name[0] = s.plan.gate, names.name[1] = s.plan.select, names.name[2] = s.plan.values, names.name[3] = s.plan.weight, names.name[4] = s.plan.scale;
     (void)moei_maker_push(m, &m->made.router_names, &names, sizeof names);
@@ -11309,7 +11335,8 @@ static uint32_t moei_module_norm(moei_maker *m, const moe_module *module, const 
     bits = moei_shift_for(most / scale, 0, 25);
     out = moei_value_new(m, n, limit, scale, range->y);
     op = moei_op(moe_int_op_norm, n, 0, -limit, limit, bits + 5);
-    eps = (double)MOEI_NORM_EPS * (double)n * (double)n / m->values[x].scale / m->values[x].scale;
+    for (op.factor = 8; ldexp((double)n * (double)n, 30 + 2 * op.factor) > ldexp(1, 60); op.factor--) {}
+    eps = ldexp((double)MOEI_NORM_EPS * (double)n * (double)n, 2 * op.factor) / m->values[x].scale / m->values[x].scale;
     eps = eps < ldexp(1, 60) ? floor(eps + 0.5) : ldexp(1, 60);
     moei_put_32_le(bytes, (int32_t)(uint32_t)((uint64_t)eps & 0xffffffffu)), moei_put_32_le(bytes + 4, (int32_t)(uint32_t)((uint64_t)eps >> 32));
     op.at = moei_constants(m, &m->made.weights, bytes, 8);
@@ -11404,11 +11431,13 @@ static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, c
     uint32_t out;
     double octaves, scale;
     int bits;
+    if (m->made.model.length > UINT16_MAX)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: attention over a length of more than %d has no integer form", m->module, (int)UINT16_MAX);
     memset(&a, 0, sizeof a);
     a.heads = (uint16_t)module->attention.heads, a.d_head = (uint16_t)module->attention.d_head;
     a.value = moei_product(m, &value, x, MOEI_NARROW, 0, range->v, 0);
     a.keys = moei_state(m, width), a.values = moei_state(m, width);
-    a.room = moei_value_wide32(m, m->made.model.length);
+    a.room = moei_value_wide32(m, m->made.model.length + 1 + (m->made.model.length + 1) / 2);
     if (m->status != MOE_OK) return 0;
     octaves = m->values[q].scale * m->values[k].scale * 1.4426950408889634 / sqrt((double)a.d_head);
     bits = moei_shift_for(octaves, 16, 31);
@@ -11421,7 +11450,7 @@ static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, c
     bits = moei_shift_for(m->values[a.value].scale / scale, 0, 14);
     op = moei_op(moe_int_op_attention, width, width, -MOEI_NARROW, MOEI_NARROW, bits - 1);
     op.factor = (int16_t)moei_nearest(ldexp(octaves, 16 + a.bits), 32767);
-    op.factor2 = (int16_t)moei_nearest(ldexp(m->values[a.value].scale / scale, bits), 32767);
+    op.factor2 = (int16_t)moei_nearest(ldexp(m->values[a.value].scale / scale, bits), 32766);
     op.index = (uint16_t)moei_maker_push(m, &m->made.attentions, &a, sizeof a);
     m->counted += 2 * width * m->made.model.length;
     moei_op_append(m, op, q, k, out);
@@ -11655,11 +11684,20 @@ static size_t moei_model_length(const moe_net *net, size_t wanted) {
     size_t i, length = 0;
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
-        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS) continue;
+        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS && !moei_refines(m)) continue;
         if (length == 0) length = wanted > 0 ? wanted : 128;
         if (m->kind == MOE_MODULE_POSITIONS && length > (size_t)m->n_rows) length = (size_t)m->n_rows;
     }
     return length;
+}
+
+/* Refuses what a mixture's router needs and integers cannot have, before calibration fails for want of it. */
+static void moei_mixture_refuse(moei_maker *m, const moe_layer *layer) {
+    moe_int_router_plan plan;
+    int frozen;
+    (void)moei_router_now(layer, &frozen);
+    moei_mixture_supported(m, &layer->config, frozen);
+    moei_router_plan(m, layer, 1, NULL, &plan);
 }
 
 /* The widths of all modules become those of 16 bits. */
@@ -11675,6 +11713,8 @@ static void moei_maker_check(moei_maker *m) {
         for (j = 0; j < m->net->tensors[i].count; j++)
             if (!moe_is_finite(m->net->tensors[i].data[j]))
                 MOEI_MAKER_REFUSE(m, MOE_ERR_NONFINITE, "%s[%z] = %g: must be a finite number", m->net->tensors[i].name, j, (double)m->net->tensors[i].data[j]);
+    for (m->module = 0; m->module < m->net->n_modules; m->module++)
+        if (m->net->modules[m->module].kind == MOE_MODULE_MIXTURE) moei_mixture_refuse(m, &m->net->modules[m->module].layer);
     for (i = 0; i < m->net->n_modules; i++)
         if (m->net->modules[i].d_in > MOEI_INT_MAX_WIDTH || m->net->modules[i].d_out > MOEI_INT_MAX_WIDTH)
             MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: wider than %d has no integer form; MOE_WEIGHTS_FLOAT takes it", i, (int)MOEI_INT_MAX_WIDTH);
@@ -11700,7 +11740,7 @@ static void moei_maker_run(moei_maker *m) {
     const size_t n = m->net->n_modules;
     moe_model *model = &m->made.model;
     double input = 0;
-    uint32_t last;
+    uint32_t last = 0;
     size_t i;
     m->ranges = (moei_int_range *)moei_alloc(a, n, sizeof *m->ranges);
     m->entering = (uint32_t *)moei_alloc(a, n + 1, sizeof *m->entering);
@@ -11753,11 +11793,15 @@ static moe_status moei_float_model(moe_built_model *made, const moe_net *net, mo
     for (i = 0; i < net->n_modules; i++) {
         made->net.modules[i].layer.kernels = made->net.modules[i].layer.router.kernels = NULL;
         made->net.modules[i].layer.is_packed = 0;
+        made->net.modules[i].first_tensor = 0;
     }
     made->net.kernels = NULL, made->net.trainable = 0;
+    made->net.tensors = NULL, made->net.n_tensors = 0, made->net.memory = NULL; /* the net's own */
     model->run = moe_float_model_run, model->choices = moe_float_model_choices;
     model->input_scale = model->output_scale = 1;
     model->weights_size = moe_net_parameters(net, &model->multiplications) * sizeof(moe_real);
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_ATTENTION) model->multiplications += 2 * model->length * moei_attention_width(&net->modules[i]);
     status = moei_float_size(&made->net, model->length, &model->scratch_size, &model->state_size);
     return status == MOE_OK ? MOE_OK : moei_error(error, status, "the net: %s", moe_status_text(status));
 }
@@ -11784,7 +11828,7 @@ static void moei_model_link(moe_built_model *b) {
 }
 
 moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config, moe_error *error) {
-    static const moe_model_config none;
+    const moe_model_config none = {MOE_WEIGHTS_FLOAT, NULL, 0, 0, {NULL, NULL}};
     moe_built_model made;
     moe_status status;
     if (built == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "built must not be NULL");
@@ -11929,13 +11973,16 @@ static void moei_print_mixtures(moei_printer *p, const moe_built_model *built) {
     }
 }
 
+/* Whether experts come through a loader. */
+static int moei_behind(const moe_model *model) { return model->experts == NULL && model->experts_size > 0; }
+
 /* What a reader of the header wants to know first. */
 static void moei_print_comment(moei_printer *p, const moe_model *model) {
     static const char *const kinds[MOE_WEIGHTS_COUNT] = {"float", "int8", "int4"};
     size_t i;
     moei_print(p, "/* %s: a model for moe_infer, written by moe_export_c of moe %s. Weights: %s.\n\n", p->name, moe_version(), kinds[model->weights_are]);
     moei_print(p, "     constants   %z bytes of weights", model->weights_size + model->experts_size);
-    if (model->experts_size > 0) moei_print(p, ", of which %z are experts'%s", model->experts_size, model->experts == NULL ? " and come through a loader" : "");
+    if (model->experts_size > 0) moei_print(p, ", of which %z are experts'%s", model->experts_size, moei_behind(model) ? " and come through a loader" : "");
     moei_print(p, "\n     scratch     %z bytes\n     work        %z multiplications per call at most\n", model->scratch_size, model->multiplications);
     for (i = 0; i < model->n_mixtures; i++)
         moei_print(p, "     mixture %z   %d experts of %z bytes, at most %d for one input\n", i, (int)model->mixtures[i].router.n_experts,
@@ -11943,16 +11990,19 @@ static void moei_print_comment(moei_printer *p, const moe_model *model) {
     if (model->length > 0) moei_print(p, "     sequences   of up to %z tokens, one per call; %z bytes of scratch stay from call to call\n", model->length, model->state_size);
     moei_print(p, "\n   In ONE source file: #define MOE_IMPLEMENTATION before this header is included. MOE_NO_TRAIN leaves out all but inference%s.\n",
                model->weights_are == MOE_WEIGHTS_FLOAT ? "" : ",\n   MOE_NO_FLOAT all but models in integers");
-    moei_print(p, "     static unsigned char scratch[%s_SCRATCH];\n     %s input[%s], output[%s_OUTPUTS];\n", p->capitals,
-               model->d_in == 0 ? "int32_t token; or" : model->weights_are == MOE_WEIGHTS_FLOAT ? "float" : "int8_t", model->d_in == 0 ? "..." : "...", p->capitals);
-    moei_print(p, "     moe_status status = moe_infer(&%s, input, output, scratch, sizeof scratch); */\n", p->name);
+    moei_print(p, "     static unsigned char scratch[%s_SCRATCH];\n     ", p->capitals);
+    if (model->d_in == 0) moei_print(p, "int32_t input[1]; ");
+    else moei_print(p, "%s input[%s_INPUTS]; ", model->weights_are == MOE_WEIGHTS_FLOAT ? "float" : "signed char", p->capitals);
+    moei_print(p, "%s output[%s_OUTPUTS];\n", model->weights_are == MOE_WEIGHTS_FLOAT ? "float" : "int16_t", p->capitals);
+    moei_print(p, "     moe_status status = moe_infer%s(&%s,%s input, output, scratch, sizeof scratch); */\n", moei_behind(model) ? "_loading" : "", p->name,
+               moei_behind(model) ? " &loader," : "");
 }
 
 static void moei_print_model(moei_printer *p, const moe_model *model) {
     const char *big = p->capitals;
     moei_print(p, "#define %s_INPUTS %z\n#define %s_OUTPUTS %z\n#define %s_SCRATCH %z\n", big, model->d_in, big, model->d_out, big, model->scratch_size);
     if (model->length > 0) moei_print(p, "#define %s_LENGTH %z\n", big, model->length);
-    moei_print(p, "#define %s_INPUT_SCALE %gf\n#define %s_OUTPUT_SCALE %gf\n\n", big, (double)model->input_scale, big, (double)model->output_scale);
+    moei_print(p, "#define %s_INPUT_SCALE ((float)%g)\n#define %s_OUTPUT_SCALE ((float)%g)\n\n", big, (double)model->input_scale, big, (double)model->output_scale);
 }
 
 static void moei_print_int_model(moei_printer *p, const moe_built_model *built) {
@@ -11963,7 +12013,7 @@ static void moei_print_int_model(moei_printer *p, const moe_built_model *built) 
     moei_print_ops(p, model);
     moei_print_mixtures(p, built);
     moei_print_attentions(p, model);
-    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, %s, moe_int_model_run, moe_int_model_choices,\n    %z, %z, %z, %z, %z, %gf, %gf,\n    ", name,
+    moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, %s, moe_int_model_run, moe_int_model_choices,\n    %z, %z, %z, %z, %z, (float)%g, (float)%g,\n    ", name,
                model->weights_are == MOE_WEIGHTS_INT8 ? "MOE_WEIGHTS_INT8" : "MOE_WEIGHTS_INT4", model->d_in, model->d_out, model->length, model->scratch_size,
                model->state_size, (double)model->input_scale, (double)model->output_scale);
     moei_print(p, "%s%s, %z, %s%s, %z, %s_ops, %z, %z,\n    ", name, "_weights", model->weights_size, model->experts != NULL ? name : "NULL",
@@ -11972,12 +12022,65 @@ static void moei_print_int_model(moei_printer *p, const moe_built_model *built) 
                model->n_attentions > 0 ? name : "NULL", model->n_attentions > 0 ? "_attentions" : "", (size_t)model->n_attentions, model->multiplications);
 }
 
+/* What the modules of a net use of the sets that MOE_KEEP_ masks cut down. */
+typedef struct moei_masks {
+    uint32_t acts, scores, gates, selects, weights, inputs, refines, modules, extras;
+} moei_masks;
+
+static uint32_t moei_mask_bit(int i) { return (uint32_t)1 << i; }
+
+static void moei_mask_router(moei_masks *m, const moe_router_config *c) {
+    m->scores |= moei_mask_bit(c->score), m->gates |= moei_mask_bit(c->gate), m->selects |= moei_mask_bit(c->select);
+    m->weights |= moei_mask_bit(c->weight), m->inputs |= moei_mask_bit(c->input), m->refines |= moei_mask_bit(c->refine);
+    if (c->switch_at > 0) m->selects |= moei_mask_bit(c->switch_from);
+    if (c->student) m->selects |= moei_mask_bit(MOE_SELECT_TOP_K);
+    if (c->score == MOE_SCORE_MLP || c->score == MOE_SCORE_ATTENTIVE) m->acts |= moei_mask_bit(c->router_act);
+    if (c->gate == MOE_GATE_SIGMOID) m->acts |= moei_mask_bit(MOE_ACT_SIGMOID);
+    if (c->schedule_steps > 0 || c->freeze_at > 0 || c->switch_at > 0 || c->l1_controller) m->extras |= moei_mask_bit(MOE_EXTRA_SCHEDULE);
+    if (c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0) || c->drop_capacity > 0 || c->capacity_bound != MOE_BOUND_NONE ||
+        c->drop_rule != MOE_DROP_RULE_NONE)
+        m->extras |= moei_mask_bit(MOE_EXTRA_CAPACITY);
+}
+
+static moei_masks moei_masks_of(const moe_net *net) {
+    moei_masks m;
+    size_t i;
+    memset(&m, 0, sizeof m);
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *module = &net->modules[i];
+        const moe_layer_config *c = &module->layer.config;
+        m.modules |= moei_mask_bit(module->kind);
+        if (module->kind == MOE_MODULE_ACTIVATION) m.acts |= moei_mask_bit(module->act);
+        if (!moei_is_layer(module)) continue;
+        moei_mask_router(&m, &c->router); /* a feed_forward has one too */
+        if (c->expert == MOE_EXPERT_MLP) m.acts |= moei_mask_bit(c->act);
+        if (c->expert == MOE_EXPERT_SWIGLU || c->expert == MOE_EXPERT_FACTORISED || c->n_shared > 0) m.acts |= moei_mask_bit(MOE_ACT_SILU);
+    }
+    return m;
+}
+
+/* Where this header compiles an implementation for inference, it keeps what the model uses and nothing else. behind: 1 checks it, after moe.h. */
+static void moei_print_masks(moei_printer *p, const moe_net *net, int behind) {
+    static const char *const names[] = {"ACTS", "SCORES", "GATES", "SELECTS", "WEIGHTS", "INPUTS", "REFINES", "MODULES", "EXTRAS"};
+    const moei_masks m = moei_masks_of(net);
+    const uint32_t masks[] = {m.acts, m.scores, m.gates, m.selects, m.weights, m.inputs, m.refines, m.modules, m.extras};
+    size_t i;
+    moei_print(p, behind ? "#if defined(MOE_IMPLEMENTATION) && (0" :
+                           "#if defined(MOE_IMPLEMENTATION) && defined(MOE_NO_TRAIN) && !defined(MOE_H) && !defined(MOE_KEEP_ALL)\n");
+    for (i = 0; i < sizeof masks / sizeof *masks; i++)
+        if (behind) moei_print(p, " || ((MOE_KEEP_%s) & %z) != %z", names[i], (size_t)masks[i], (size_t)masks[i]);
+        else moei_print(p, "#define MOE_KEEP_%s %z\n", names[i], (size_t)masks[i]);
+    if (behind) moei_print(p, ")\n#error \"%s needs what another model's header has left out: define MOE_KEEP_ALL before both\"\n", p->name);
+    moei_print(p, "#endif\n\n");
+}
+
 static void moei_print_float_model(moei_printer *p, const moe_built_model *built, moe_error *error) {
     const moe_model *model = &built->model;
     char name[MOE_NAME_SIZE];
     moei_text t;
     t.out = name, t.room = sizeof name, t.length = 0;
-    moei_put(&t, p->name, strlen(p->name)), moei_put(&t, "_net", 4);
+    moei_put(&t, p->name, moei_strlen(p->name)), moei_put(&t, "_net", 4);
+    moei_print(p, "#ifdef __AVR__\n#error \"%s: float models need a machine that reads constants in flash like memory\"\n#endif\n\n", p->name);
     if (p->status == MOE_OK) p->status = moei_print_net(p->stream, name, &built->net, error);
     moei_print(p, "static const moe_model %s = {MOE_MODEL_VERSION, MOE_WEIGHTS_FLOAT, moe_float_model_run, moe_float_model_choices,\n", p->name);
     moei_print(p, "    %z, %z, %z, %z, %z, 1, 1, NULL, %z, NULL, 0, NULL, 0, 0, NULL, 0, NULL, 0, &%s, %z};\n\n", model->d_in, model->d_out, model->length,
@@ -12011,8 +12114,10 @@ moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stre
     moei_model_link(&moved);
     moei_print_comment(&p, &moved.model);
     moei_print(&p, "#ifndef %s_MODEL_H\n#define %s_MODEL_H\n\n", p.capitals, p.capitals);
+    if (moved.model.net != NULL) moei_print_masks(&p, moved.model.net, 0);
     moei_print(&p, "#include \"moe.h\"\n\n#if MOE_MODEL_VERSION != %d\n#error \"%s: export this model again with the moe.h at hand\"\n#endif\n\n", (int)MOE_MODEL_VERSION, name);
     moei_print_model(&p, &moved.model);
+    if (moved.model.net != NULL) moei_print_masks(&p, moved.model.net, 1);
     if (moved.model.weights_are == MOE_WEIGHTS_FLOAT) moei_print_float_model(&p, &moved, error);
     else moei_print_int_model(&p, &moved);
     moei_print(&p, "#endif\n");

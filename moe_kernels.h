@@ -37,7 +37,8 @@
                           implies the next two unless MOE_STDIO or MOE_MALLOC asks them back
      MOE_NO_FLOAT         only integers: leaves out everything that computes in floating point;     yes, or calls do not link
                           needs neither libm nor math.h; implies MOE_NO_TRAIN
-     MOE_NO_DSP           integers: no instructions of the DSP and Helium extensions of Arm         no: read by the implementation
+     MOE_NO_DSP           integers in plain C: no DSP instructions or Helium of Arm, nothing        no: read by the implementation
+                          in assembly for ARMv6-M and AVR
      MOE_NO_PROGMEM       AVR: constants of integer models stay in RAM                              yes
      MOE_NO_STDIO         moe.h: no files by name            (MOE_STDIO: keep them)                 yes, or calls do not link
      MOE_NO_MALLOC        moe.h: no use of the heap          (MOE_MALLOC: keep it)                  no: read by the implementation
@@ -60,6 +61,12 @@
      quad            four numbers next to each other along k; line: the 64 bytes of a panel with a quad of each of its 16 outputs
      level           the integer that stands for a quantised number; number = level * scale
      feature         an ability of the processor, a bit of moe_cpu_features
+
+   LEAVING STAGES OUT. Small builds may keep only what their models use: each of these is a mask with bit i for value i of an enumeration, default all.
+     MOE_KEEP_ACTS MOE_ACT_    MOE_KEEP_SCORES MOE_SCORE_    MOE_KEEP_GATES MOE_GATE_      MOE_KEEP_SELECTS MOE_SELECT_    MOE_KEEP_WEIGHTS MOE_WEIGHT_
+     MOE_KEEP_INPUTS MOE_INPUT_    MOE_KEEP_REFINES MOE_REFINE_    MOE_KEEP_MODULES MOE_MODULE_    MOE_KEEP_EXTRAS MOE_EXTRA_
+   They are read by the implementation. A call that needs what was left out is refused with MOE_ERR_UNSUPPORTED, and moe_router_check names it; an
+   activation that was left out and is called by itself (moe_activate, moe_gated) copies. Headers of moe_export_c set them for float models.
 
    FREESTANDING BUILDS (__STDC_HOSTED__ == 0, as with -ffreestanding) include <stddef.h>, <stdint.h>, <float.h> and <stdarg.h> only, if MOE_NO_TRAIN
    is defined. There must be memcpy, memmove and memset, which compilers want of any program anyway, and the compiler's own runtime library.
@@ -592,7 +599,7 @@ MOE_API moe_real moe_rng_normal(moe_rng *rng);
    Constants are bytes, little-endian on every machine, aligned to 4 bytes and declared with MOE_FLASH behind the name:
        static const unsigned char weights[140] MOE_FLASH = {...};
    which keeps them in program memory on AVR (in its first 64 KiB). Vectors and constants that are not aligned fault on some Arm processors.
-   All calls are thread-safe: they write only what they are given, and take below 150 bytes of stack. */
+   All calls are thread-safe: they write only what they are given, and take below 250 bytes of stack. */
 #if defined(__AVR__) && !defined(MOE_NO_PROGMEM)
 #define MOE_FLASH __attribute__((__progmem__, __aligned__(4)))
 #elif defined(__GNUC__) || defined(__clang__) || defined(__TINYC__)
@@ -736,6 +743,39 @@ MOEI_TOOL const void *moei_memchr(const void *s, int c, size_t n) {
 }
 #endif
 
+/* What is compiled in: see the top of this file. */
+#ifndef MOE_KEEP_ACTS
+#define MOE_KEEP_ACTS 0xffffffff
+#endif
+#ifndef MOE_KEEP_SCORES
+#define MOE_KEEP_SCORES 0xffffffff
+#endif
+#ifndef MOE_KEEP_GATES
+#define MOE_KEEP_GATES 0xffffffff
+#endif
+#ifndef MOE_KEEP_SELECTS
+#define MOE_KEEP_SELECTS 0xffffffff
+#endif
+#ifndef MOE_KEEP_WEIGHTS
+#define MOE_KEEP_WEIGHTS 0xffffffff
+#endif
+#ifndef MOE_KEEP_INPUTS
+#define MOE_KEEP_INPUTS 0xffffffff
+#endif
+#ifndef MOE_KEEP_REFINES
+#define MOE_KEEP_REFINES 0xffffffff
+#endif
+#ifndef MOE_KEEP_MODULES
+#define MOE_KEEP_MODULES 0xffffffff
+#endif
+#ifndef MOE_KEEP_EXTRAS
+#define MOE_KEEP_EXTRAS 0xffffffff
+#endif
+
+/* 1 where value i of a set is compiled in; a function of it, or NULL, as a constant. */
+#define MOEI_KEPT(set, i) (((uint32_t)MOE_KEEP_##set >> (i) & 1u) != 0)
+#define MOEI_KEEP(set, i, function) (MOEI_KEPT(set, i) ? (function) : NULL)
+
 /* Literals and functions of libm, in the real type and in double. */
 #if MOE_REAL_IS_DOUBLE
 #define MOEI_R(x) x
@@ -771,6 +811,7 @@ MOEI_TOOL const void *moei_memchr(const void *s, int c, size_t n) {
 #endif
 
 #if defined(MOE_NO_LIBM) && !defined(MOE_NO_FLOAT)
+#define moei_own_fma(a, b, c) __builtin_fmaf(a, b, c) /* only compilers that have it say that it is fast: see MOEI_ADD_TO */
 /* ---- our own mathematics for builds without libm; accuracy: see the top of this file ------------------------------------- */
 
 MOEI_TOOL uint32_t moei_float_bits(float x) {
@@ -1362,6 +1403,10 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #endif
 #endif
 
+#if defined(__AVR_HAVE_MUL__) && defined(__OPTIMIZE__) && !defined(MOE_NO_DSP) /* without optimisation gcc does not find the registers */
+#define MOEI_INT_AVR 1
+#endif
+
 /* Arm's instructions for integers of 16 bits: Helium (MVE), those of the DSP extension (Cortex-M4, M7, M33; also ARMv6 and ARMv7-A), or none. */
 #if defined(__arm__) && defined(MOEI_FLASH_WORDS) && !defined(MOE_NO_DSP)
 #if defined(__ARM_FEATURE_DSP) && defined(__ARM_FEATURE_SIMD32) && defined(__thumb2__)
@@ -1626,19 +1671,19 @@ static void moei_real_activate_c(int act, size_t n, const moe_real *x, moe_real 
     size_t i;
     switch (act) {
     case MOE_ACT_RELU: /* written so that NaN stays NaN */
-        for (i = 0; i < n; i++) y[i] = x[i] < 0 ? 0 : x[i];
+        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_RELU) && x[i] < 0 ? 0 : x[i];
         break;
     case MOE_ACT_SILU:
-        for (i = 0; i < n; i++) y[i] = moei_silu(x[i]);
+        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_SILU) ? moei_silu(x[i]) : x[i];
         break;
     case MOE_ACT_GELU:
-        for (i = 0; i < n; i++) y[i] = moei_gelu(x[i]);
+        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_GELU) ? moei_gelu(x[i]) : x[i];
         break;
     case MOE_ACT_TANH:
-        for (i = 0; i < n; i++) y[i] = MOEI_F(tanh)(x[i]);
+        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_TANH) ? MOEI_F(tanh)(x[i]) : x[i];
         break;
     case MOE_ACT_SIGMOID:
-        for (i = 0; i < n; i++) y[i] = moe_sigmoid(x[i]);
+        for (i = 0; i < n; i++) y[i] = MOEI_KEPT(ACTS, MOE_ACT_SIGMOID) ? moe_sigmoid(x[i]) : x[i];
         break;
     default:
         for (i = 0; i < n; i++) y[i] = x[i];
@@ -1987,8 +2032,11 @@ static moe_quantise_fn moei_quantise_c;
 #define MOEI_QUANT_ENTRIES(set, widen) {NULL}, NULL, widen
 #endif
 
+/* An array of its own: a linker keeps all the texts of a program where one is used. */
+static const char moei_name_c[] = "c";
+
 static const moe_kernels moei_kernels_c = {
-    "c",
+    moei_name_c,
     MOE_KERNELS_C,
     {{moei_real_nt_c}, {moei_real_nn_c}, {moei_real_tn_c}},
     moei_real_dot_c,
@@ -6049,7 +6097,9 @@ moe_status moe_int4_pack(size_t n, size_t k, const signed char *levels, size_t l
 
 /* (sum * factor) >> 16. Where a 64-bit product is a call it is made of two that fit 32 bits. */
 MOEI_INLINE int32_t moei_int_scale(int32_t sum, int32_t factor) {
-#if defined(__AVR__) || defined(MOEI_INT_THUMB1)
+#if defined(__AVR__)
+    return (int32_t)(int16_t)(sum >> 16) * (int16_t)factor + ((int32_t)(uint16_t)sum * (int16_t)factor >> 16);
+#elif defined(MOEI_INT_THUMB1)
     return (sum >> 16) * factor + ((sum & 0xffff) * factor >> 16);
 #else
     sum = (int32_t)((int64_t)sum * factor >> 16);
@@ -6064,8 +6114,12 @@ MOEI_INLINE int32_t moei_int_round(const moe_int_shape *shape) {
     return (int32_t)((uint32_t)1 << shape->shift >> 1);
 }
 
+MOEI_INLINE int16_t moei_int_held(int32_t low, int32_t high, int32_t value) {
+    return (int16_t)(value < low ? low : value > high ? high : value);
+}
+
 MOEI_INLINE int16_t moei_int_clamp(const moe_int_shape *shape, int32_t value) {
-    return value < shape->low ? shape->low : value > shape->high ? shape->high : (int16_t)value;
+    return moei_int_held(shape->low, shape->high, value);
 }
 
 MOEI_INLINE void moei_int_put_zeros(unsigned n, int16_t *y) {
@@ -6132,13 +6186,6 @@ MOEI_TOOL int32_t moei_int_sum(unsigned k, const int16_t *x) {
 }
 #endif
 
-/* A vector is narrow where it is multiplied: its low byte is enough, which is what AVR multiplies. */
-#if defined(__AVR__)
-#define MOEI_INT_X(x) ((signed char)(x))
-#else
-#define MOEI_INT_X(x) (x)
-#endif
-
 #if defined(MOEI_INT_THUMB1)
 /* *a += (w_a + 128) . x and *both += (256 w_b + w_a + 128) . x from x to end > x. The sums stand in upper registers, which can be added to and
    no more; the lower ones that they came in are free then. */
@@ -6157,6 +6204,31 @@ MOEI_INLINE const int16_t *moei_int8_strip(const unsigned char **w, const int16_
 }
 #endif
 
+#if defined(MOEI_INT_AVR)
+#if defined(MOEI_FLASH_AVR)
+#define MOEI_LOAD "lpm"
+#else
+#define MOEI_LOAD "ld"
+#endif
+/* *a += (w_a + 128) . x, *b += (w_b + 128) . x: with weights above 0 a product has the sign of x, whose upper byte is that of the sum's upper bytes. */
+MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
+#define MOEI_INPUT                                                                                                       \
+    MOEI_LOAD " %5, Z+\n\t" MOEI_LOAD " %6, Z+\n\tld %7, X+\n\tld %8, X+\n\tsubi %6, 128\n\t"                            \
+    "mulsu %7, %5\n\tadd %A2, r0\n\tadc %B2, r1\n\tadc %C2, %8\n\tadc %D2, %8\n\t"                                       \
+    "mulsu %7, %6\n\tadd %A3, r0\n\tadc %B3, r1\n\tadc %C3, %8\n\tadc %D3, %8\n\t"
+    int32_t sum_a = *a, sum_b = *b;
+    unsigned count = k / 4;
+    unsigned char byte_a, byte_b, level, sign;
+    if (k == 0) return w;
+    __asm__ volatile("1:\t" MOEI_INPUT MOEI_INPUT MOEI_INPUT MOEI_INPUT "sbiw %4, 1\n\tbreq 2f\n\trjmp 1b\n2:\tclr __zero_reg__"
+                     : "+z"(w), "+x"(x), "+r"(sum_a), "+r"(sum_b), "+w"(count), "=&a"(byte_a), "=&a"(byte_b), "=&a"(level), "=&r"(sign)
+                     :
+                     : "memory");
+#undef MOEI_INPUT
+    *a = sum_a, *b = sum_b;
+    return w;
+}
+#else
 /* *a += (w_a + 128) . x, *b += w_b . x; returns the end of the weights. */
 #if defined(MOEI_INT_THUMB1)
 /* both - a = 256 w_b . x, which the 32 bits hold for up to 512 inputs. */
@@ -6177,17 +6249,38 @@ MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *
     const int16_t *end = x + k;
     int32_t sum_a = *a, sum_b = *b;
     for (; x != end; x += 4, w += 8) {
-        sum_a += (int)moei_flash_8(w) * MOEI_INT_X(x[0]), sum_b += (signed char)moei_flash_8(w + 1) * MOEI_INT_X(x[0]);
-        sum_a += (int)moei_flash_8(w + 2) * MOEI_INT_X(x[1]), sum_b += (signed char)moei_flash_8(w + 3) * MOEI_INT_X(x[1]);
-        sum_a += (int)moei_flash_8(w + 4) * MOEI_INT_X(x[2]), sum_b += (signed char)moei_flash_8(w + 5) * MOEI_INT_X(x[2]);
-        sum_a += (int)moei_flash_8(w + 6) * MOEI_INT_X(x[3]), sum_b += (signed char)moei_flash_8(w + 7) * MOEI_INT_X(x[3]);
+        sum_a += (int32_t)moei_flash_8(w) * x[0], sum_b += (int32_t)(signed char)moei_flash_8(w + 1) * x[0];
+        sum_a += (int32_t)moei_flash_8(w + 2) * x[1], sum_b += (int32_t)(signed char)moei_flash_8(w + 3) * x[1];
+        sum_a += (int32_t)moei_flash_8(w + 4) * x[2], sum_b += (int32_t)(signed char)moei_flash_8(w + 5) * x[2];
+        sum_a += (int32_t)moei_flash_8(w + 6) * x[3], sum_b += (int32_t)(signed char)moei_flash_8(w + 7) * x[3];
     }
     *a = sum_a, *b = sum_b;
     return w;
 }
 #endif
+#endif
 
 /* *a += (w_a + 8) . x, *b += (w_b + 8) . x over the k > 0 inputs of a block; returns the end of its weights. */
+#if defined(MOEI_INT_AVR)
+/* The block's sum itself fits 16 bits (8 * 127 * 32 < 32768), so what it is made of may wrap. */
+MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
+#define MOEI_INPUT(x)                                                                                            \
+    MOEI_LOAD " r18, Z+\n\tmov r19, r18\n\tandi r18, 15\n\tmulsu " x ", r18\n\tadd %A2, r0\n\tadc %B2, r1\n\t"    \
+    "swap r19\n\tandi r19, 15\n\tmulsu " x ", r19\n\tadd %A3, r0\n\tadc %B3, r1\n\t"
+    uint16_t sum_a = (uint16_t)*a, sum_b = (uint16_t)*b;
+    unsigned char count = (unsigned char)(k / 4);
+    __asm__ volatile("1:\tld r20, X+\n\tadiw r26, 1\n\tld r21, X+\n\tadiw r26, 1\n\tld r22, X+\n\tadiw r26, 1\n\tld r23, X+\n\tadiw r26, 1\n\t"
+                     MOEI_INPUT("r20") MOEI_INPUT("r22") MOEI_INPUT("r21") MOEI_INPUT("r23")
+                     "dec %4\n\tbreq 2f\n\trjmp 1b\n2:\tclr __zero_reg__"
+                     : "+z"(w), "+x"(x), "+r"(sum_a), "+r"(sum_b), "+r"(count)
+                     :
+                     : "r18", "r19", "r20", "r21", "r22", "r23", "memory");
+#undef MOEI_INPUT
+    *a = (int16_t)sum_a, *b = (int16_t)sum_b;
+    return w;
+}
+#undef MOEI_LOAD
+#else
 /* The byte is w_a + 8 + 16 (w_b + 8), so its sum has both. */
 MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
     int32_t both = 0, sum_b = 0;
@@ -6208,19 +6301,20 @@ MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *
     const int16_t *end = x + k;
     do {
         unsigned v = moei_flash_8(w);
-        both += (int)v * MOEI_INT_X(x[0]), sum_b += (int)(v >> 4) * MOEI_INT_X(x[0]);
+        both += (int32_t)v * x[0], sum_b += (int32_t)(v >> 4) * x[0];
         v = moei_flash_8(w + 2);
-        both += (int)v * MOEI_INT_X(x[1]), sum_b += (int)(v >> 4) * MOEI_INT_X(x[1]);
+        both += (int32_t)v * x[1], sum_b += (int32_t)(v >> 4) * x[1];
         v = moei_flash_8(w + 1);
-        both += (int)v * MOEI_INT_X(x[2]), sum_b += (int)(v >> 4) * MOEI_INT_X(x[2]);
+        both += (int32_t)v * x[2], sum_b += (int32_t)(v >> 4) * x[2];
         v = moei_flash_8(w + 3);
-        both += (int)v * MOEI_INT_X(x[3]), sum_b += (int)(v >> 4) * MOEI_INT_X(x[3]);
+        both += (int32_t)v * x[3], sum_b += (int32_t)(v >> 4) * x[3];
         x += 4, w += 4;
     } while (x != end);
 #endif
     *a += both - 16 * sum_b, *b += sum_b;
     return w;
 }
+#endif
 
 /* ---- products ---- */
 
@@ -6259,10 +6353,9 @@ MOEI_INLINE moei_int_work moei_int_work_of(const moe_int_shape *shape, const uns
     "smlawb " #a ", " #a ", " #factors ", r2\n\tsmlawt " #b ", " #b ", " #factors ", r2\n\t"                                          \
     "asr " #a ", " #a ", r4\n\tasr " #b ", " #b ", r4\n\tssat " #a ", #16, " #a "\n\tssat " #b ", #16, " #b "\n\t"                    \
     "pkhbt " #a ", " #a ", " #b ", lsl #16\n\tssub16 r2, " #a ", r5\n\tsel " #a ", " #a ", r5\n\tssub16 r2, r6, " #a "\n\t"           \
-    "sel " #a ", " #a ", r6\n\tstr " #a ", [r11], #4\n\tb 7f\n"                                                                       \
+    "sel " #a ", " #a ", r6\n\tstr " #a ", [r11], #4\n\tstr r11, [r0, #-8]\n\tcmp r1, r12\n\tbne 0b\n\tb 9f\n"                        \
     "6:\tsmulwb " #a ", " #a ", " #factors "\n\tsmulwt " #b ", " #b ", " #factors "\n\tldm r11, {r4, r5}\n\t"                         \
-    "smlawb r4, " #a ", r2, r4\n\tsmlawb r5, " #b ", r2, r5\n\tstm r11!, {r4, r5}\n"                                                  \
-    "7:\tstr r11, [r0, #-8]\n\tcmp r1, r12\n\tbne 0b\n\tb 9f\n"
+    "smlawb r4, " #a ", r2, r4\n\tsmlawb r5, " #b ", r2, r5\n\tstm r11!, {r4, r5}\n\tstr r11, [r0, #-8]\n\tcmp r1, r12\n\tbne 0b\n\tb 9f\n"
 
 #if defined(MOEI_INT_MVE)
 typedef struct moei_int8_work {
@@ -6305,7 +6398,7 @@ typedef struct moei_int8_work {
 
 /* a = sum (w_a + 128) x in r3 and both = sum (256 w_b + w_a + 128) x in r11, so that both - a = 256 w_b . x, which 32 bits hold for up to 512
    inputs. The two sums, two pointers, a counter and two times four words take the 13 registers that there are besides a frame pointer, so the
-   rest of what a pair needs is pushed. Executed instructions: 30 for 16 inputs (32 products), and 33 (adding: 26) for the pair. */
+   rest of what a pair needs is pushed. Executed instructions: 30 for 16 inputs (32 products), and 32 (adding: 26) for the pair. */
 #define MOEI_STEP(w, x) "smlad r11, " #w ", " #x ", r11\n\tuxtb16 " #w ", " #w "\n\tsmlad r3, " #w ", " #x ", r3\n\t"
 #define MOEI_8_INPUTS                                                                                   \
     "ldm r1!, {r4, r5, r6, r8}\n\tldm r0!, {r9, r10, r12, lr}\n\t" MOEI_STEP(r4, r9) MOEI_STEP(r5, r10) \
@@ -6338,6 +6431,39 @@ MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *
 #undef MOEI_STEP
 #endif
 
+#if defined(MOEI_INT_MVE)
+typedef struct moei_int4_work {
+    moei_int_work ends;
+    const int16_t *x;
+    uint32_t k;
+} moei_int4_work;
+
+/* Lower bytes of x in the order of the weights, w_a and w_b in q0 and q1; what is behind the last input of a short block is left out by predication. The
+   sums of a block are in r8 and r10, those of the pair in r9 and r11. */
+MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
+    static const unsigned char order[16] = {0, 4, 2, 6, 8, 12, 10, 14, 16, 20, 18, 22, 24, 28, 26, 30};
+    moei_int4_work work;
+    const unsigned k = (shape->k + 3u) & ~3u;
+    register const int16_t **at __asm__("r0");
+    register const unsigned char *w __asm__("r1");
+    register const unsigned char *places __asm__("r2");
+    if (shape->n == 0) return;
+    work.ends = moei_int_work_of(shape, data, moei_int4_pair_size(k), weight, y);
+    work.x = x, work.k = k;
+    w = data, at = &work.x, places = order;
+    __asm__ volatile(".syntax unified\n\tvldrb.u8 q3, [r2]\n\tvmov.i8 q4, #15\n\tvmov.i8 q5, #8\n"
+                     "0:\tldrd r9, r11, [r1], #8\n\tldr r6, [r1], #4\n\tldm r0, {r3, r4}\n\tcmp r4, #0\n\tbeq 3f\n"
+                     "1:\tldr r5, [r1], #4\n\tmov r2, #32\n\tcmp r4, #32\n\tit lt\n\tmovlt r2, r4\n\tadd r12, r1, r2\n\t"
+                     "mov r8, #0\n\tmov r10, #0\n\tdlstp.8 lr, r2\n"
+                     "2:\tvldrb.u8 q0, [r1], #16\n\tvldrb.u8 q2, [r3, q3]\n\tvshr.u8 q1, q0, #4\n\tvand q0, q0, q4\n\tvsub.i8 q0, q0, q5\n\t"
+                     "vsub.i8 q1, q1, q5\n\tadd r3, r3, #32\n\tvmladava.s8 r8, q0, q2\n\tvmladava.s8 r10, q1, q2\n\tletp lr, 2b\n\t"
+                     "mov r1, r12\n\tuxth r12, r5\n\tmla r9, r8, r12, r9\n\tlsr r5, r5, #16\n\tmla r11, r10, r5, r11\n\tsubs r4, #32\n\tbgt 1b\n"
+                     "3:\tmov r8, r6\n\tmov r10, r11\n\t" MOEI_INT_END_PAIR(r9, r10, r8) "9:"
+                     : "+r"(at), "+r"(w), "+r"(places)
+                     :
+                     : "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "q0", "q1", "q2", "q3", "q4", "q5", "cc", "memory");
+}
+#else
 typedef struct moei_int4_work {
     moei_int_work ends;
     const int16_t *x;
@@ -6383,6 +6509,7 @@ MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *
 }
 #undef MOEI_8_INPUTS
 #undef MOEI_STEP
+#endif
 #undef MOEI_INT_END_PAIR
 #else
 MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
@@ -6392,6 +6519,9 @@ MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *
     for (; left > 0; left--) {
         const unsigned char *head = data;
         int32_t a = moei_flash_32(head) - offset, b = moei_flash_32(head + 4);
+#if defined(MOEI_INT_AVR)
+        b -= offset;
+#endif
         data = moei_int8_dot(k, head + MOEI_INT_HEAD, x, &a, &b);
         y = moei_int_end_pair(shape, weight, head, a, b, y);
     }
@@ -6442,39 +6572,54 @@ void moe_int4_product_add(const moe_int_shape *shape, const unsigned char *data,
 
 /* ---- along vectors ---- */
 
+/* Copied from a shape, which the compiler would read anew for every number: what is written could be part of it. */
+typedef struct moei_int_limits {
+    int32_t round, low, high;
+    unsigned shift;
+} moei_int_limits;
+
+MOEI_INLINE moei_int_limits moei_int_limits_of(const moe_int_shape *shape) {
+    moei_int_limits l;
+    l.round = moei_int_round(shape), l.low = shape->low, l.high = shape->high, l.shift = shape->shift;
+    return l;
+}
+
+MOEI_INLINE int16_t moei_int_limited(moei_int_limits l, int32_t value) {
+    return moei_int_held(l.low, l.high, (value + l.round) >> l.shift);
+}
+
 void moe_int_store(const moe_int_shape *shape, const int32_t *sum, int16_t *y) {
-    const int32_t round = moei_int_round(shape);
-    unsigned i;
-    for (i = 0; i < shape->n; i++) y[i] = moei_int_clamp(shape, (sum[i] + round) >> shape->shift);
-    moei_int_put_zeros(i, y);
+    const moei_int_limits l = moei_int_limits_of(shape);
+    const int16_t *end = y + shape->n;
+    while (y != end) *y++ = moei_int_limited(l, *sum++);
+    moei_int_put_zeros(shape->n, y - shape->n);
 }
 
 void moe_int_curve(const moe_int_shape *shape, const unsigned char *points, const int16_t *x, int16_t *y) {
-    const int32_t round = moei_int_round(shape);
-    unsigned i;
-    for (i = 0; i < shape->n; i++) {
-        const unsigned u = (unsigned)(uint16_t)x[i] ^ 0x8000u;
+    const moei_int_limits l = moei_int_limits_of(shape);
+    const int16_t *end = y + shape->n;
+    while (y != end) {
+        const unsigned u = (uint16_t)*x++ ^ 0x8000u;
         const unsigned char *c = points + (u >> 10) * 2;
         const int32_t from = moei_flash_16(c), rise = moei_flash_16(c + 2) - from;
-        y[i] = moei_int_clamp(shape, (from + (rise * (int32_t)(u & 1023u) >> 10) + round) >> shape->shift);
+        *y++ = moei_int_limited(l, from + (rise * (int32_t)(u & 1023u) >> 10));
     }
-    moei_int_put_zeros(i, y);
+    moei_int_put_zeros(shape->n, y - shape->n);
 }
 
 void moe_int_multiply(const moe_int_shape *shape, const int16_t *a, const int16_t *b, int16_t *y) {
-    const int32_t round = moei_int_round(shape);
-    unsigned i;
-    for (i = 0; i < shape->n; i++) y[i] = moei_int_clamp(shape, ((int32_t)a[i] * b[i] + round) >> shape->shift);
-    moei_int_put_zeros(i, y);
+    const moei_int_limits l = moei_int_limits_of(shape);
+    const int16_t *end = y + shape->n;
+    while (y != end) *y++ = moei_int_limited(l, (int32_t)*a++ * *b++);
+    moei_int_put_zeros(shape->n, y - shape->n);
 }
 
 void moe_int_add(const moe_int_shape *shape, const int16_t *a, int16_t factor, const int16_t *b, int16_t factor2, int16_t *y) {
-    const int32_t round = moei_int_round(shape);
-    unsigned i;
+    const moei_int_limits l = moei_int_limits_of(shape);
+    const int16_t *end = y + shape->n;
     if (b == NULL) b = a, factor2 = 0;
-    for (i = 0; i < shape->n; i++)
-        y[i] = moei_int_clamp(shape, ((int32_t)a[i] * factor + (int32_t)b[i] * factor2 + round) >> shape->shift);
-    moei_int_put_zeros(i, y);
+    while (y != end) *y++ = moei_int_limited(l, (int32_t)*a++ * factor + (int32_t)*b++ * factor2);
+    moei_int_put_zeros(shape->n, y - shape->n);
 }
 
 /* ---- single numbers and routers ---- */

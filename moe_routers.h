@@ -81,6 +81,7 @@
      Causal refining reads earlier tokens from past_u and past_gate. What needs a batch in training alone (sinkhorn, balanced, drop rules) decodes.
      Soft selection goes another way after u: every expert works on mixtures of tokens; score, gate, weight and losses take no part.
      Metrics. moe_metrics_add after each moe_route, moe_metrics_report when wanted: entropies, load, capacity, expert and class, in double.
+     Integers. moe_int_route routes one token without floating point; moe_int_router_plan_make says how, from a configuration.
      Threads. No function keeps anything to itself. Calls with different memory may run at the same time; a moe_rng belongs to one call at a time.
 */
 #include "moe_kernels.h"
@@ -117,6 +118,7 @@
 #define moe_int_gate_softmax moe_int_gate_softmax_f64
 #define moe_int_gate_sigmoid moe_int_gate_sigmoid_f64
 #define moe_int_gate_sqrt_softplus moe_int_gate_sqrt_softplus_f64
+#define moe_int_share_softmax moe_int_share_softmax_f64
 #define moe_int_share_sigmoid moe_int_share_sigmoid_f64
 #define moe_int_share_sqrt_softplus moe_int_share_sqrt_softplus_f64
 #define moe_int_select_logits moe_int_select_logits_f64
@@ -310,6 +312,10 @@ enum {
 };
 
 /* ---- the router's configuration ---------------------------------------------------------------------------------------- */
+
+/* What small builds may leave out beside stages (MOE_KEEP_EXTRAS, see moe_kernels.h): limits on the tokens of an expert; what changes with steps; calls with
+   training = 1. */
+enum { MOE_EXTRA_CAPACITY = 0, MOE_EXTRA_SCHEDULE, MOE_EXTRA_TRAINING, MOE_EXTRA_COUNT };
 
 /* 65536 and 2^24; less where an int has 16 bits. */
 enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof(int) > 2 ? 16777216 : 32767 };
@@ -846,12 +852,12 @@ MOE_API moe_status moe_trivial_experts(size_t n, size_t n_experts, const int32_t
 
    z [E] are logits as integers within +-32767. Where a softmax, sigmoid or sqrt_softplus reads them, z * 2^-z_bits is the logit in octaves: the real
    one, divided by the temperature, times log2(e). p is in each gate's own unit:
-     moe_int_gate_softmax        2^-20                      moe_int_gate_sigmoid   2^-16
-     moe_int_gate_sqrt_softplus  2^-(8 + z_bits/2) sqrt(ln 2), z_bits even
-     moe_int_gate_logits, moe_int_gate_relu                 that of z
+     moe_int_gate_softmax, moe_int_gate_sigmoid   2^-20
+     moe_int_gate_sqrt_softplus                   2^-(8 + z_bits/2) sqrt(ln 2), z_bits even and at most 14
+     moe_int_gate_logits, moe_int_gate_relu       1/256 of that of z: a bias may be finer than z
    Selection is by z, or by p + bias; the lower index wins ties. Weights are int16 in units of 2^-15 (1 is stored as 32767), times a power of two that
-   the plan gives. Against real arithmetic on the same z a weight is off by less than 2^-13 (sqrt_softplus: while z_bits is 8 or more), and choices
-   differ only where two keys lie within 2^-13 of each other. */
+   the plan gives. Against real arithmetic on the same z a weight is off by less than 2^-13 (sqrt_softplus: while z_bits is 8 or more). Choices by z are
+   exact; by p they differ only where two keys (a sum, a threshold) lie within 2^-13 (sqrt_softplus: 4 units of p, logits and relu: 2 units) of each other. */
 
 typedef struct moe_int_router moe_int_router;
 typedef void moe_int_gate(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p);
@@ -869,7 +875,7 @@ struct moe_int_router { /* initialised in this order; base is where the offsets 
     uint16_t scratch;     /* room for p that a call needs */
     uint16_t groups, groups_kept; /* of moe_int_select_grouped */
     int16_t factor;       /* of moe_int_scale without a table, in units of 2^-15 */
-    uint8_t z_bits;       /* 0..14 */
+    uint8_t z_bits;       /* 0..27 */
     uint8_t weight_shift; /* of moe_int_weight_raw: weight = p >> this, rounded */
     uint8_t flags;        /* MOE_INT_ bits */
     int32_t threshold;    /* threshold: p must be above it; top_p: the sum of p that ends it; sparsemixer: 2 eps in units of 2^-16 */
@@ -891,13 +897,14 @@ enum { MOE_INT_FALLBACK = 1, MOE_INT_TOP2_SUM = 2 };
 MOE_API moe_status moe_int_route(const moe_int_router *r, const unsigned char *base, int32_t token, const int16_t *z, int32_t *p, int16_t *experts,
                                  int16_t *weights, size_t *count);
 
-/* For gate and values: n logits z -> p. softmax is over these n alone. The two shares are sigmoid and sqrt_softplus divided by a common factor where
-   all z are negative: exact enough for quotients of small p. */
+/* For gate and values: n logits z -> p. softmax is over these n alone. Shares are for values of which weight makes quotients: the gate in a finer unit and
+   without a factor that all n have in common, p < 2^24. */
 MOE_API void moe_int_gate_logits(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p);
 MOE_API void moe_int_gate_relu(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p);
 MOE_API void moe_int_gate_softmax(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p);
 MOE_API void moe_int_gate_sigmoid(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p);
 MOE_API void moe_int_gate_sqrt_softplus(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p);
+MOE_API void moe_int_share_softmax(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p);
 MOE_API void moe_int_share_sigmoid(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p);
 MOE_API void moe_int_share_sqrt_softplus(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p);
 /* For select: the K largest z (no gate, no bias); the K largest p + bias; the rest as in MOE_SELECT_. They may write over p. */
@@ -934,6 +941,7 @@ typedef struct moe_int_router_plan {
      tensors     [MOE_ROUTER_SLOTS] by place, as in moe_router; only selection_bias, expert_scale, threshold, table and the state are read
      logit_most  the largest |logit| seen in calibration, finite; z has room for 5/4 of it, larger ones saturate. 0: 1
      table       receives the constants, little-endian; room bytes, aligned to 4. NULL: *plan is made and nothing is written, to ask for table_size
+   sinkhorn, balanced and sample choose as they do outside training; their order of choice is by the logits, hash with equal weights keeps its table's.
    MOE_ERR_UNSUPPORTED: a setting that has no form in integers or that looks at other tokens, error names it; MOE_ERR_CONFIG as moe_router_check;
    MOE_ERR_ARGUMENT: NULL, a tensor is missing or holds what it may not; MOE_ERR_SPACE: room is below table_size. On failure *plan is untouched and
    table's content is unspecified. */
@@ -1325,7 +1333,7 @@ MOEI_TOOL moe_real *moei_gradient(const moei_pass *s, int slot) {
     return s->d_tensors != NULL && (!s->frozen || s->c->student) ? s->d_tensors[slot] : NULL;
 }
 
-static int moei_is_noisy(const moei_pass *s) { return s->c->noise != MOE_NOISE_NONE && s->call->training; }
+static int moei_is_noisy(const moei_pass *s) { return MOEI_KEPT(EXTRAS, MOE_EXTRA_TRAINING) && s->c->noise != MOE_NOISE_NONE && s->call->training; }
 
 /* ---- schedules: the configuration at the present step ------------------------------------------------------------------------ */
 
@@ -1585,9 +1593,9 @@ typedef struct moei_input {
 
 static const moei_input moei_inputs[MOE_INPUT_COUNT] = {
     /* plain      */ {NULL, NULL, NULL, 0},
-    /* jitter     */ {NULL, moei_input_jitter, MOEI_BACKWARD(moei_input_factor_backward), 1},
-    /* scaled_rms */ {NULL, moei_input_scaled_rms, MOEI_BACKWARD(moei_input_scaled_rms_backward), 0},
-    /* adaptive_clustering */ {moei_input_clusters, moei_input_clustered, MOEI_BACKWARD(moei_input_factor_backward), 0}};
+    /* jitter     */ {NULL, MOEI_KEEP(INPUTS, MOE_INPUT_JITTER, moei_input_jitter), MOEI_BACKWARD(moei_input_factor_backward), 1},
+    /* scaled_rms */ {NULL, MOEI_KEEP(INPUTS, MOE_INPUT_SCALED_RMS, moei_input_scaled_rms), MOEI_BACKWARD(moei_input_scaled_rms_backward), 0},
+    /* adaptive_clustering */ {MOEI_KEEP(INPUTS, MOE_INPUT_ADAPTIVE_CLUSTERING, moei_input_clusters), MOEI_KEEP(INPUTS, MOE_INPUT_ADAPTIVE_CLUSTERING, moei_input_clustered), MOEI_BACKWARD(moei_input_factor_backward), 0}};
 
 /* The input stage of this call; NULL functions when u is x. */
 static const moei_input *moei_input_stage(const moei_pass *s) {
@@ -1948,16 +1956,16 @@ typedef struct moei_score {
 } moei_score;
 
 static const moei_score moei_scores[MOE_SCORE_COUNT] = {
-    /* linear */ {moei_score_linear, MOEI_BACKWARD(moei_score_linear_backward), 0, 1},
-    /* random */ {moei_score_linear, MOEI_BACKWARD(moei_score_random_backward), 0, 0},
-    /* mlp    */ {moei_score_mlp, MOEI_BACKWARD(moei_score_mlp_backward), 0, 1},
-    /* cosine */ {moei_score_cosine, MOEI_BACKWARD(moei_score_cosine_backward), 0, 1},
-    /* norm   */ {moei_score_norm, MOEI_BACKWARD(moei_score_norm_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 0},
-    /* grap   */ {moei_score_grap, MOEI_BACKWARD(moei_score_grap_backward), 0, 0},
-    /* attentive   */ {moei_score_attentive, MOEI_BACKWARD(moei_score_attentive_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 1},
-    /* competition */ {moei_score_competition, MOEI_BACKWARD(moei_score_competition_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 0},
-    /* dselect */ {moei_score_dselect, MOEI_BACKWARD(moei_score_dselect_backward), 0, 1},
-    /* custom */ {moei_score_custom, MOEI_BACKWARD(moei_score_custom_backward), 0, 0}};
+    /* linear */ {MOEI_KEEP(SCORES, MOE_SCORE_LINEAR, moei_score_linear), MOEI_BACKWARD(moei_score_linear_backward), 0, 1},
+    /* random */ {MOEI_KEEP(SCORES, MOE_SCORE_RANDOM, moei_score_linear), MOEI_BACKWARD(moei_score_random_backward), 0, 0},
+    /* mlp    */ {MOEI_KEEP(SCORES, MOE_SCORE_MLP, moei_score_mlp), MOEI_BACKWARD(moei_score_mlp_backward), 0, 1},
+    /* cosine */ {MOEI_KEEP(SCORES, MOE_SCORE_COSINE, moei_score_cosine), MOEI_BACKWARD(moei_score_cosine_backward), 0, 1},
+    /* norm   */ {MOEI_KEEP(SCORES, MOE_SCORE_NORM, moei_score_norm), MOEI_BACKWARD(moei_score_norm_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 0},
+    /* grap   */ {MOEI_KEEP(SCORES, MOE_SCORE_GRAP, moei_score_grap), MOEI_BACKWARD(moei_score_grap_backward), 0, 0},
+    /* attentive   */ {MOEI_KEEP(SCORES, MOE_SCORE_ATTENTIVE, moei_score_attentive), MOEI_BACKWARD(moei_score_attentive_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 1},
+    /* competition */ {MOEI_KEEP(SCORES, MOE_SCORE_COMPETITION, moei_score_competition), MOEI_BACKWARD(moei_score_competition_backward), MOE_TRAIT_NEEDS_ALL_EXPERTS, 0},
+    /* dselect */ {MOEI_KEEP(SCORES, MOE_SCORE_DSELECT, moei_score_dselect), MOEI_BACKWARD(moei_score_dselect_backward), 0, 1},
+    /* custom */ {MOEI_KEEP(SCORES, MOE_SCORE_CUSTOM, moei_score_custom), MOEI_BACKWARD(moei_score_custom_backward), 0, 0}};
 
 /* ---- noise: z -> z + noise, in training ------------------------------------------------------------------------------------------ */
 
@@ -2076,11 +2084,11 @@ typedef struct moei_gate {
 } moei_gate;
 
 static const moei_gate moei_gates[MOE_GATE_COUNT] = {
-    /* softmax       */ {moei_gate_softmax, MOEI_BACKWARD(moei_gate_softmax_backward), 1, 1},
-    /* sigmoid       */ {moei_gate_sigmoid, MOEI_BACKWARD(moei_gate_sigmoid_backward), 0, 1},
-    /* sqrt_softplus */ {moei_gate_sqrt_softplus, MOEI_BACKWARD(moei_gate_sqrt_softplus_backward), 0, 1},
-    /* relu          */ {moei_gate_relu, MOEI_BACKWARD(moei_gate_relu_backward), 0, 0},
-    /* identity      */ {moei_gate_identity, MOEI_BACKWARD(moei_gate_identity_backward), 0, 0}};
+    /* softmax       */ {MOEI_KEEP(GATES, MOE_GATE_SOFTMAX, moei_gate_softmax), MOEI_BACKWARD(moei_gate_softmax_backward), 1, 1},
+    /* sigmoid       */ {MOEI_KEEP(GATES, MOE_GATE_SIGMOID, moei_gate_sigmoid), MOEI_BACKWARD(moei_gate_sigmoid_backward), 0, 1},
+    /* sqrt_softplus */ {MOEI_KEEP(GATES, MOE_GATE_SQRT_SOFTPLUS, moei_gate_sqrt_softplus), MOEI_BACKWARD(moei_gate_sqrt_softplus_backward), 0, 1},
+    /* relu          */ {MOEI_KEEP(GATES, MOE_GATE_RELU, moei_gate_relu), MOEI_BACKWARD(moei_gate_relu_backward), 0, 0},
+    /* identity      */ {MOEI_KEEP(GATES, MOE_GATE_IDENTITY, moei_gate_identity), MOEI_BACKWARD(moei_gate_identity_backward), 0, 0}};
 
 /* ---- refine: r -> p, p_i = sum over (h, j) of softmax(a_ihj) r_j within a sequence ----------------------------------------------------
    similarity: one head, a_ij = u_i . W_s u_j / tau.   attention: a_ihj = log A_hij - |u_i - o_hj|^2 / (2 sigma^2), where |u_i|^2 falls out.
@@ -2263,7 +2271,7 @@ static void moei_sequence(const moe_call *call, size_t i, size_t *from, size_t *
 
 static void moei_route_refine(moei_pass *s) {
     size_t i, from, to, t;
-    if (s->c->refine == MOE_REFINE_NONE) return;
+    if (s->c->refine == MOE_REFINE_NONE || (!MOEI_KEPT(REFINES, MOE_REFINE_SIMILARITY) && !MOEI_KEPT(REFINES, MOE_REFINE_ATTENTION))) return;
     for (t = 0; t < s->n; t++) /* padding is nobody's neighbour, but 0 times what stands there must be 0 */
         if (!moei_is_real(s->call, t)) memset(s->r->gate + t * s->experts, 0, s->experts * sizeof(moe_real));
     moei_refine_gather(s);
@@ -2850,23 +2858,23 @@ typedef struct moei_select {
 } moei_select;
 
 static const moei_select moei_selects[MOE_SELECT_COUNT] = {
-    /* top_k         */ {moei_select_top_k, 1, 1, 0, 0},
-    /* dense         */ {moei_select_dense, 0, 0, 0, 0},
-    /* given         */ {moei_select_given, 0, 1, MOE_TRAIT_NEEDS_GIVEN, 0},
-    /* grouped_top_k */ {moei_select_grouped_top_k, 0, 1, 0, 0},
-    /* top_p         */ {moei_select_top_p, 0, 0, 0, 0},
-    /* threshold     */ {moei_select_threshold, 0, 0, 0, 0},
-    /* positive      */ {moei_select_positive, 0, 0, 0, 0},
-    /* expert_choice */ {moei_select_expert_choice, 0, 0, MOE_TRAIT_NEEDS_BATCH, 0},
-    /* affinity      */ {moei_select_affinity, 0, 0, MOE_TRAIT_NEEDS_BATCH, 0},
-    /* hash          */ {moei_select_hash, 0, 1, MOE_TRAIT_NEEDS_TOKEN_IDS, 0},
-    /* soft          */ {moei_select_dense, 0, 0, MOE_TRAIT_NEEDS_BATCH, 0},
-    /* sinkhorn      */ {moei_select_sinkhorn, 0, 1, MOE_TRAIT_NEEDS_BATCH, 1},
-    /* sample        */ {moei_select_sample, 0, 1, MOE_TRAIT_STOCHASTIC, 0},
-    /* balanced      */ {moei_select_balanced, 0, 1, MOE_TRAIT_NEEDS_BATCH, 1},
-    /* custom        */ {moei_select_custom, 0, 0, 0, 0}};
+    /* top_k         */ {MOEI_KEEP(SELECTS, MOE_SELECT_TOP_K, moei_select_top_k), 1, 1, 0, 0},
+    /* dense         */ {MOEI_KEEP(SELECTS, MOE_SELECT_DENSE, moei_select_dense), 0, 0, 0, 0},
+    /* given         */ {MOEI_KEEP(SELECTS, MOE_SELECT_GIVEN, moei_select_given), 0, 1, MOE_TRAIT_NEEDS_GIVEN, 0},
+    /* grouped_top_k */ {MOEI_KEEP(SELECTS, MOE_SELECT_GROUPED_TOP_K, moei_select_grouped_top_k), 0, 1, 0, 0},
+    /* top_p         */ {MOEI_KEEP(SELECTS, MOE_SELECT_TOP_P, moei_select_top_p), 0, 0, 0, 0},
+    /* threshold     */ {MOEI_KEEP(SELECTS, MOE_SELECT_THRESHOLD, moei_select_threshold), 0, 0, 0, 0},
+    /* positive      */ {MOEI_KEEP(SELECTS, MOE_SELECT_POSITIVE, moei_select_positive), 0, 0, 0, 0},
+    /* expert_choice */ {MOEI_KEEP(SELECTS, MOE_SELECT_EXPERT_CHOICE, moei_select_expert_choice), 0, 0, MOE_TRAIT_NEEDS_BATCH, 0},
+    /* affinity      */ {MOEI_KEEP(SELECTS, MOE_SELECT_AFFINITY, moei_select_affinity), 0, 0, MOE_TRAIT_NEEDS_BATCH, 0},
+    /* hash          */ {MOEI_KEEP(SELECTS, MOE_SELECT_HASH, moei_select_hash), 0, 1, MOE_TRAIT_NEEDS_TOKEN_IDS, 0},
+    /* soft          */ {MOEI_KEEP(SELECTS, MOE_SELECT_SOFT, moei_select_dense), 0, 0, MOE_TRAIT_NEEDS_BATCH, 0},
+    /* sinkhorn      */ {MOEI_KEEP(SELECTS, MOE_SELECT_SINKHORN, moei_select_sinkhorn), 0, 1, MOE_TRAIT_NEEDS_BATCH, 1},
+    /* sample        */ {MOEI_KEEP(SELECTS, MOE_SELECT_SAMPLE, moei_select_sample), 0, 1, MOE_TRAIT_STOCHASTIC, 0},
+    /* balanced      */ {MOEI_KEEP(SELECTS, MOE_SELECT_BALANCED, moei_select_balanced), 0, 1, MOE_TRAIT_NEEDS_BATCH, 1},
+    /* custom        */ {MOEI_KEEP(SELECTS, MOE_SELECT_CUSTOM, moei_select_custom), 0, 0, 0, 0}};
 
-static int moei_is_soft(const moe_router_config *c) { return c->select == MOE_SELECT_SOFT; }
+static int moei_is_soft(const moe_router_config *c) { return MOEI_KEPT(SELECTS, MOE_SELECT_SOFT) && c->select == MOE_SELECT_SOFT; }
 
 /* All slots of one sequence. */
 static size_t moei_slot_total(const moe_router_config *c) { return (size_t)c->n_experts * (size_t)c->slots; }
@@ -3043,13 +3051,13 @@ typedef struct moei_weight {
 } moei_weight;
 
 static const moei_weight moei_weights[MOE_WEIGHT_COUNT] = {
-    /* sum         */ {moei_weight_sum, MOEI_BACKWARD(moei_weight_sum_backward), 1, 0},
-    /* softmax     */ {moei_weight_softmax, MOEI_BACKWARD(moei_weight_softmax_backward), 1, -1},
-    /* raw         */ {moei_weight_raw, MOEI_BACKWARD(moei_weight_raw_backward), 0, 0},
-    /* p_norm      */ {moei_weight_p_norm, MOEI_BACKWARD(moei_weight_p_norm_backward), 1, 0},
-    /* uniform     */ {moei_weight_uniform, MOEI_BACKWARD(moei_weight_constant_backward), 0, 1},
-    /* one         */ {moei_weight_one, MOEI_BACKWARD(moei_weight_constant_backward), 0, 1},
-    /* sparsemixer */ {moei_weight_sparsemixer, MOEI_BACKWARD(moei_weight_sparsemixer_backward), 0, -1}};
+    /* sum         */ {MOEI_KEEP(WEIGHTS, MOE_WEIGHT_SUM, moei_weight_sum), MOEI_BACKWARD(moei_weight_sum_backward), 1, 0},
+    /* softmax     */ {MOEI_KEEP(WEIGHTS, MOE_WEIGHT_SOFTMAX, moei_weight_softmax), MOEI_BACKWARD(moei_weight_softmax_backward), 1, -1},
+    /* raw         */ {MOEI_KEEP(WEIGHTS, MOE_WEIGHT_RAW, moei_weight_raw), MOEI_BACKWARD(moei_weight_raw_backward), 0, 0},
+    /* p_norm      */ {MOEI_KEEP(WEIGHTS, MOE_WEIGHT_P_NORM, moei_weight_p_norm), MOEI_BACKWARD(moei_weight_p_norm_backward), 1, 0},
+    /* uniform     */ {MOEI_KEEP(WEIGHTS, MOE_WEIGHT_UNIFORM, moei_weight_uniform), MOEI_BACKWARD(moei_weight_constant_backward), 0, 1},
+    /* one         */ {MOEI_KEEP(WEIGHTS, MOE_WEIGHT_ONE, moei_weight_one), MOEI_BACKWARD(moei_weight_constant_backward), 0, 1},
+    /* sparsemixer */ {MOEI_KEEP(WEIGHTS, MOE_WEIGHT_SPARSEMIXER, moei_weight_sparsemixer), MOEI_BACKWARD(moei_weight_sparsemixer_backward), 0, -1}};
 
 /* ---- losses: value and gradient; counts and f are constants -------------------------------------------------------------------------- */
 
@@ -3604,9 +3612,33 @@ static moe_status moei_router_clashes(const moe_router_config *c, moe_error *err
     return MOE_OK;
 }
 
+/* The field of a configuration whose value MOE_KEEP_ masks have left out of this build; NULL: none. */
+static const char *moei_left_out(const moe_router_config *c) {
+    if (!MOEI_KEPT(INPUTS, c->input)) return "input";
+    if (!MOEI_KEPT(SCORES, c->score)) return "score";
+    if (!MOEI_KEPT(GATES, c->gate)) return "gate";
+    if (!MOEI_KEPT(REFINES, c->refine)) return "refine";
+    if (!MOEI_KEPT(SELECTS, c->select)) return "select";
+    if (c->switch_at > 0 && !MOEI_KEPT(SELECTS, c->switch_from)) return "switch_from";
+    if (c->student && !MOEI_KEPT(SELECTS, MOE_SELECT_TOP_K)) return "student";
+    if (!MOEI_KEPT(WEIGHTS, c->weight)) return "weight";
+    if ((c->score == MOE_SCORE_MLP || c->score == MOE_SCORE_ATTENTIVE) && !MOEI_KEPT(ACTS, c->router_act)) return "router_act";
+    if (c->gate == MOE_GATE_SIGMOID && !MOEI_KEPT(ACTS, MOE_ACT_SIGMOID)) return "gate";
+    if (!MOEI_KEPT(EXTRAS, MOE_EXTRA_SCHEDULE)) {
+        if (c->schedule_steps > 0 || c->freeze_at > 0) return c->schedule_steps > 0 ? "schedule_steps" : "freeze_at";
+        if (c->switch_at > 0 || c->l1_controller) return c->switch_at > 0 ? "switch_at" : "l1_controller";
+    }
+    if (MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY)) return NULL;
+    if (c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0)) return "capacity_factor";
+    if (c->drop_capacity > 0 || c->capacity_bound != MOE_BOUND_NONE) return c->drop_capacity > 0 ? "drop_capacity" : "capacity_bound";
+    return c->drop_rule != MOE_DROP_RULE_NONE ? "drop_rule" : NULL;
+}
+
 moe_status moe_router_check(const moe_router_config *config, moe_router_config *out, moe_error *error) {
     moe_router_config c;
     moe_status status;
+    char text[40];
+    const char *left_out;
     if (config == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "config must not be NULL");
     c = *config;
     if (c.d_model == 0) return moei_error(error, MOE_ERR_CONFIG, "d_model = 0: the width of a token must be set, 1 to %d", (int)MOE_MAX_WIDTH);
@@ -3615,6 +3647,10 @@ moe_status moe_router_check(const moe_router_config *config, moe_router_config *
     moei_router_defaults(&c);
     status = moei_router_clashes(&c, error);
     if (status != MOE_OK) return status;
+    if ((left_out = moei_left_out(&c)) != NULL) {
+        moe_field_text(moe_field_find(moei_router_fields, left_out), &c, text, sizeof text);
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "%s = %s: a MOE_KEEP_ macro has left it out of this build", left_out, text);
+    }
     if (out != NULL) *out = c;
     return MOE_OK;
 }
@@ -4409,6 +4445,8 @@ static moe_status moei_supplies_check(const moe_router_config *c, const moe_call
 static moe_status moei_call_check(const moe_router *router, const moe_call *call) {
     const moe_router_config *c = &router->config;
     size_t i;
+    if (moei_left_out(c) != NULL || (!MOEI_KEPT(SELECTS, MOE_SELECT_GIVEN) && call->given != NULL)) return MOE_ERR_UNSUPPORTED;
+    if (!MOEI_KEPT(EXTRAS, MOE_EXTRA_TRAINING) && call->training) return MOE_ERR_UNSUPPORTED;
     if (!MOEI_FITS_INT32(call->n_tokens)) return MOE_ERR_OVERFLOW;
     if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
     if (!moei_tensors_fit(router)) return MOE_ERR_ARGUMENT;
@@ -4570,7 +4608,7 @@ static void moei_route_bound(moei_pass *s) {
     const moe_real *state = moei_tensor(s, MOE_ROUTER_CAPACITY);
     size_t width = s->c->score == MOE_SCORE_COSINE ? moei_cosine_width(s) : s->d, least;
     moe_real delta, log_bound, bound = state != NULL ? state[0] : MOEI_R(0.0);
-    if (s->c->capacity_bound == MOE_BOUND_NONE) return;
+    if (!MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY) || s->c->capacity_bound == MOE_BOUND_NONE) return;
     if (s->c->capacity_bound == MOE_BOUND_EVERY || !(bound > MOEI_R(0.0))) {
         delta = moei_largest_cosine(s, width);
         log_bound = (moe_real)width * delta * delta / (MOEI_R(2.0) - delta * delta) - MOEI_F(log)((moe_real)s->experts);
@@ -4681,10 +4719,10 @@ static moe_real moei_surviving(const moei_pass *s, size_t t) {
 /* capacity: which pairs stay, and the dense matrix of their final weights. */
 static void moei_route_capacity(moei_pass *s) {
     moe_routing *r = s->r;
-    size_t capacity = moei_capacity(s), choices = r->max_choices, dropped = 0, t, i;
+    size_t capacity = MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY) ? moei_capacity(s) : 0, choices = r->max_choices, dropped = 0, t, i;
     memset(r->kept, 1, s->n * r->max_choices);
     r->capacity = capacity;
-    moei_drop_by_rule(s);
+    if (MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY)) moei_drop_by_rule(s);
     if (capacity > 0 && s->c->drop_order == MOE_DROP_SCORE) moei_drop_by_score(s, capacity);
     else if (capacity > 0) moei_drop_by_rank(s, capacity);
     memset(r->weights, 0, s->n * s->experts * (sizeof(moe_real) + 1)); /* and selected, behind them */
@@ -4811,7 +4849,7 @@ static void moei_pass_begin(moei_pass *s, const moe_router *router, const moe_ca
     s->n = call->n_tokens;
     s->experts = (size_t)router->config.n_experts;
     s->d = (size_t)router->config.d_model;
-    if (router->parts & MOEI_PART_MOVES) moei_schedule(s);
+    if (MOEI_KEPT(EXTRAS, MOE_EXTRA_SCHEDULE) && (router->parts & MOEI_PART_MOVES)) moei_schedule(s);
 }
 
 /* A call without tokens: an empty plan. */
@@ -5634,13 +5672,13 @@ moe_status moe_trivial_experts(size_t n, size_t n_experts, const int32_t *predic
 void moe_int_gate_logits(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) {
     size_t i;
     (void)r;
-    for (i = 0; i < n; i++) p[i] = z[i];
+    for (i = 0; i < n; i++) p[i] = (int32_t)z[i] * 256;
 }
 
 void moe_int_gate_relu(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) {
     size_t i;
     (void)r;
-    for (i = 0; i < n; i++) p[i] = z[i] > 0 ? z[i] : 0;
+    for (i = 0; i < n; i++) p[i] = z[i] > 0 ? (int32_t)z[i] * 256 : 0;
 }
 
 static int32_t moei_ir_largest(size_t n, const int16_t *z) {
@@ -5651,22 +5689,37 @@ static int32_t moei_ir_largest(size_t n, const int16_t *z) {
     return largest;
 }
 
-/* e = 2^(z - largest) is summed in units of 2^-23: a hundred far logits can outweigh a unit of 2^-15. Then p = e / sum by one division. */
-void moe_int_gate_softmax(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) {
-    const int32_t largest = moei_ir_largest(n, z), far = (int32_t)8 << r->z_bits;
-    uint32_t sum = 0, share;
-    int shift = 11;
+/* factor * 2^-(d / 2^bits) >> 8, factor in units of 2^-16, the result in units of 2^-23: as exact for small powers as for large ones, because a hundred
+   small ones may stand against a large one. */
+static uint32_t moei_ir_power(uint32_t d, int bits, uint32_t factor) {
+    const uint32_t whole = d >> bits;
+    if (d == 0) return factor << 7; /* the largest of all, every time */
+    return whole < 24 ? (moe_int_exp2(d - (whole << bits), bits) * factor >> 8) >> whole : 0;
+}
+
+void moe_int_share_softmax(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) {
+    const int32_t largest = moei_ir_largest(n, z);
     size_t i;
-    for (i = 0; i < n; i++) {
-        const int32_t d = largest - z[i];
-        uint32_t e = (uint32_t)1 << 23;
-        if (d > 0) e = d < far ? moe_int_exp2((uint32_t)d, r->z_bits) << 8 : moe_int_exp2((uint32_t)(d - far), r->z_bits);
-        sum += e;
-        p[i] = (int32_t)((e + 128) >> 8);
-    }
-    for (sum >>= 8; sum >> 16 != 0; sum >>= 1) shift++;
-    share = 0x7fffffffu / sum;
-    for (i = 0; i < n; i++) p[i] = (int32_t)((uint32_t)p[i] * share >> shift);
+    for (i = 0; i < n; i++) p[i] = (int32_t)moei_ir_power((uint32_t)(largest - z[i]), r->z_bits, 65536u);
+}
+
+/* 2^31 / sum p, for a sum moved down to 16 bits, or 0; p moved likewise times this is p / sum in units of 2^-31, and rounds to less than 1 in 2^-15. */
+static uint32_t moei_ir_one_over(size_t n, const int32_t *p, int *down) {
+    uint32_t sum = 0;
+    size_t i;
+    for (i = 0; i < n; i++) sum += (uint32_t)p[i];
+    for (*down = 0; sum >> 23 != 0; sum >>= 8) *down += 8;
+    for (; sum >> 16 != 0; sum >>= 1) ++*down;
+    return sum != 0 ? 0x7fff7fffu / sum : 0;
+}
+
+void moe_int_gate_softmax(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) {
+    int down;
+    uint32_t share;
+    size_t i;
+    moe_int_share_softmax(r, n, z, p);
+    share = moei_ir_one_over(n, p, &down);
+    for (i = 0; i < n; i++) p[i] = (int32_t)(((uint32_t)p[i] >> 8) * share >> (down + 3));
 }
 
 /* What a share leaves out of every p: 2^largest where that is below 1. */
@@ -5675,19 +5728,18 @@ static int32_t moei_ir_common(size_t n, const int16_t *z) {
     return largest < 0 ? largest : 0;
 }
 
-/* z <= 0: 2^z / (1 + 2^z), else 1 / (1 + 2^-z), z in octaves */
-static void moei_ir_sigmoid(const moe_int_router *r, int32_t common, size_t n, const int16_t *z, int32_t *p) {
+/* z <= 0: 2^z / (1 + 2^z), else 1 / (1 + 2^-z), z in octaves; in units of 2^-23, moved down */
+static void moei_ir_sigmoid(const moe_int_router *r, int32_t common, int down, size_t n, const int16_t *z, int32_t *p) {
     size_t i;
     for (i = 0; i < n; i++) {
         const int32_t v = z[i];
-        const uint32_t below = 32768u + moe_int_exp2((uint32_t)(v < 0 ? -v : v), r->z_bits);
-        const uint32_t above = v > 0 ? 32768u : moe_int_exp2((uint32_t)(common - v), r->z_bits);
-        p[i] = (int32_t)((above << 16) / below);
+        const uint32_t factor = 0x80000000u / (32768u + moe_int_exp2((uint32_t)(v < 0 ? -v : v), r->z_bits));
+        p[i] = (int32_t)(moei_ir_power(v > 0 ? 0 : (uint32_t)(common - v), r->z_bits, factor) >> down);
     }
 }
 
-void moe_int_gate_sigmoid(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) { moei_ir_sigmoid(r, 0, n, z, p); }
-void moe_int_share_sigmoid(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) { moei_ir_sigmoid(r, moei_ir_common(n, z), n, z, p); }
+void moe_int_gate_sigmoid(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) { moei_ir_sigmoid(r, 0, 3, n, z, p); }
+void moe_int_share_sigmoid(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) { moei_ir_sigmoid(r, moei_ir_common(n, z), 0, n, z, p); }
 
 /* g(t) = sqrt(log2(1 + t) / t) in 1/16384 at t = i/64: smooth and near 1, where the softplus itself spans all magnitudes. */
 static const unsigned char moei_ir_softplus[130] MOE_FLASH = {
@@ -5705,23 +5757,24 @@ static uint32_t moei_ir_g(uint32_t t) {
     return (uint32_t)x[0];
 }
 
-/* The square root of softplus / ln 2 = log2(1 + 2^z): with t = 2^-|z| it is 2^(z/2) g(t) for z <= 0, else sqrt(z + t g(t)^2). */
-static void moei_ir_sqrt_softplus(const moe_int_router *r, int32_t common, size_t n, const int16_t *z, int32_t *p) {
-    const int shift = common < 0 ? 13 : 21 - r->z_bits / 2;
+/* The square root of softplus / ln 2 = log2(1 + 2^z): with t = 2^-|z| it is 2^(z/2) g(t) for z <= 0, else sqrt(z + t g(t)^2); up: places finer than the
+   gate's unit. Of shares that are all below 1 the unit is no matter. */
+static void moei_ir_sqrt_softplus(const moe_int_router *r, int32_t common, int up, size_t n, const int16_t *z, int32_t *p) {
+    const int down = common < 0 ? 0 : 15 - up - r->z_bits / 2;
     size_t i;
     for (i = 0; i < n; i++) {
         const int32_t v = z[i];
         const uint32_t t = moe_int_exp2((uint32_t)(v < 0 ? -v : v), r->z_bits), g = moei_ir_g(t);
         if (v > 0) {
             const uint32_t square = ((uint32_t)v << 16) + ((t * (g * g >> 13) >> 15) << (r->z_bits + 1)), root = moe_int_sqrt(square);
-            p[i] = (int32_t)(root + (square - root * root > root));
-        } else p[i] = (int32_t)((moe_int_exp2((uint32_t)(common - v), r->z_bits + 1) * g + ((uint32_t)1 << (shift - 1))) >> shift);
+            p[i] = (int32_t)((root + (square - root * root > root)) << up);
+        } else p[i] = (int32_t)(moei_ir_power((uint32_t)(common - v), r->z_bits + 1, 4 * g) >> down);
     }
 }
 
-void moe_int_gate_sqrt_softplus(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) { moei_ir_sqrt_softplus(r, 0, n, z, p); }
+void moe_int_gate_sqrt_softplus(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) { moei_ir_sqrt_softplus(r, 0, 0, n, z, p); }
 void moe_int_share_sqrt_softplus(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p) {
-    moei_ir_sqrt_softplus(r, moei_ir_common(n, z), n, z, p);
+    moei_ir_sqrt_softplus(r, moei_ir_common(n, z), 7, n, z, p);
 }
 
 /* ---- select ---- */
@@ -5834,16 +5887,15 @@ void moe_int_weight_raw(const moe_int_router *r, const int16_t *z, int32_t *p, s
     for (i = 0; i < count; i++) weights[i] = moei_ir_clip((p[i] + round) >> r->weight_shift);
 }
 
-/* above / below in units of 2^-15; above < 2^17 */
-static int16_t moei_ir_ratio(uint32_t above, uint32_t below) { return moei_ir_clip((int32_t)(((above << 15) + below / 2) / below)); }
-
 /* Only the fallback of a threshold has a negative p, and it stands alone: its quotient is 1. */
 void moe_int_weight_sum(const moe_int_router *r, const int16_t *z, int32_t *p, size_t count, const int16_t *experts, int16_t *weights) {
-    int32_t sum = 0;
+    uint32_t share;
+    int down;
     size_t i;
     (void)r, (void)z, (void)experts;
-    for (i = 0; i < count; i++) sum += p[i];
-    for (i = 0; i < count; i++) weights[i] = sum > 0 ? moei_ir_ratio((uint32_t)p[i], (uint32_t)sum) : (int16_t)(sum < 0 ? 32767 : 0);
+    if (p[0] < 0) p[0] = 1;
+    share = moei_ir_one_over(count, p, &down);
+    for (i = 0; i < count; i++) weights[i] = (int16_t)((((uint32_t)p[i] >> down) * share + 32768u) >> 16);
 }
 
 /* p is moved to 16 bits, so that the sum of squares / 256 fits; that is moved up to 32 bits, so that its root has 16. */
@@ -5882,7 +5934,7 @@ void moe_int_weight_one(const moe_int_router *r, const int16_t *z, int32_t *p, s
 }
 
 void moe_int_weight_uniform(const moe_int_router *r, const int16_t *z, int32_t *p, size_t count, const int16_t *experts, int16_t *weights) {
-    const int16_t w = moei_ir_ratio(1, (uint32_t)count);
+    const int16_t w = moei_ir_clip((int32_t)((32768u + (uint32_t)count / 2) / (uint32_t)count));
     size_t i;
     (void)r, (void)z, (void)p, (void)experts;
     for (i = 0; i < count; i++) weights[i] = w;
@@ -5953,7 +6005,7 @@ typedef struct moei_ir_weight_row {
 #define MOEI_IR_NO_SELECT {NULL, NULL, 0}
 
 static const moei_ir_gate_row moei_ir_gates[MOE_GATE_COUNT] = {
-    /* softmax       */ MOEI_IR_GATE(moe_int_gate_softmax, moe_int_gate_softmax),
+    /* softmax       */ MOEI_IR_GATE(moe_int_gate_softmax, moe_int_share_softmax),
     /* sigmoid       */ MOEI_IR_GATE(moe_int_gate_sigmoid, moe_int_share_sigmoid),
     /* sqrt_softplus */ MOEI_IR_GATE(moe_int_gate_sqrt_softplus, moe_int_share_sqrt_softplus),
     /* relu          */ MOEI_IR_GATE(moe_int_gate_relu, moe_int_gate_relu),
@@ -5979,7 +6031,7 @@ static const moei_ir_select_row moei_ir_selects[MOE_SELECT_COUNT] = {
 
 static const moei_ir_weight_row moei_ir_weights[MOE_WEIGHT_COUNT] = {
     /* sum         */ MOEI_IR_WEIGHT(moe_int_weight_sum, 3),
-    /* softmax     */ MOEI_IR_WEIGHT(moe_int_weight_raw, 1),
+    /* softmax     */ MOEI_IR_WEIGHT(moe_int_weight_sum, 1),
     /* raw         */ MOEI_IR_WEIGHT(moe_int_weight_raw, 2),
     /* p_norm      */ MOEI_IR_WEIGHT(moe_int_weight_norm, 3),
     /* uniform     */ MOEI_IR_WEIGHT(moe_int_weight_uniform, 0),
@@ -6072,10 +6124,10 @@ static moe_status moei_ir_scale_z(moei_ir_planner *s, double logit_most) {
 /* Real value of a unit of p. */
 static double moei_ir_unit(const moei_ir_planner *s, int gate) {
     switch (gate) {
-    case MOE_GATE_SOFTMAX: return ldexp(1.0, -20);
-    case MOE_GATE_SIGMOID: return ldexp(1.0, -16);
+    case MOE_GATE_SOFTMAX:
+    case MOE_GATE_SIGMOID: return ldexp(1.0, -20);
     case MOE_GATE_SQRT_SOFTPLUS: return ldexp(0.83255461115769776, -(8 + s->made.router.z_bits / 2)); /* sqrt(ln 2) */
-    default: return s->z_unit;
+    default: return s->z_unit / 256.0;
     }
 }
 
@@ -6133,8 +6185,8 @@ static moe_status moei_ir_put_bias(moei_ir_planner *s) {
 static int32_t moei_ir_theta(const moei_ir_planner *s, size_t e) {
     const moe_router_config *c = s->c;
     const double raw = c->threshold_learned ? (double)s->tensors[MOE_ROUTER_THRESHOLD][e] : (double)c->threshold;
-    if (s->by_logits && c->threshold_sigmoid && c->gate == MOE_GATE_SIGMOID) return moei_ir_floor(raw * (double)c->gate_temperature / s->z_unit);
-    if (s->by_logits) return moei_ir_floor(moei_ir_inverse(c, c->threshold_sigmoid ? 1.0 / (1.0 + exp(-raw)) : raw) / s->z_unit);
+    if (s->by_logits && c->threshold_sigmoid && c->gate == MOE_GATE_SIGMOID) return moei_ir_floor(raw * (double)c->gate_temperature / s->p_unit);
+    if (s->by_logits) return moei_ir_floor(moei_ir_inverse(c, c->threshold_sigmoid ? 1.0 / (1.0 + exp(-raw)) : raw) / s->p_unit);
     return moei_ir_floor((c->threshold_sigmoid ? 1.0 / (1.0 + exp(-raw)) : raw) / s->p_unit);
 }
 
@@ -6204,7 +6256,7 @@ static moe_status moei_ir_put_hash(moei_ir_planner *s) {
     for (i = 0; i < count; i++) {
         int good = table[i] >= MOEI_R(0.0) && table[i] < (moe_real)c->n_experts && moei_ir_is(table[i], floor((double)table[i]));
         for (other = i - i % k; other < i && good; other++) good = !moei_ir_is(table[i], (double)table[other]);
-        if (!good) return moei_error(s->error, MOE_ERR_ARGUMENT, "router.table[%z] = %g: not an expert, or one twice", (size_t)i, (double)table[i]);
+        if (!good) return moei_error(s->error, MOE_ERR_ARGUMENT, "router.table[%z] = %g: not an expert, or one twice", i, (double)table[i]);
         if (to != NULL) (void)moei_int_put(to + i, (uint32_t)table[i], 1);
     }
     return MOE_OK;
@@ -6245,14 +6297,13 @@ static double moei_ir_plan_weight(moei_ir_planner *s) {
         r->weight = moe_int_weight_softmax, s->made.weight = "moe_int_weight_softmax";
         return 1.0;
     }
-    if (s->weight == MOE_WEIGHT_SUM && c->gate == MOE_GATE_SOFTMAX) row = &moei_ir_weights[MOE_WEIGHT_SOFTMAX]; /* of z / T, which z_unit knows */
-    r->weight = row->weight, s->made.weight = row->name;
     if (s->weight == MOE_WEIGHT_SPARSEMIXER || row->reads == 0) return 1.0;
-    r->values = row->reads == 3 ? gate->share : gate->gate;
-    s->made.values = row->reads == 3 ? gate->share_name : gate->gate_name;
-    if (row->reads == 1) r->weight_shift = 5;
+    r->values = row->reads == 2 ? gate->gate : gate->share;
+    s->made.values = row->reads == 2 ? gate->gate_name : gate->share_name;
     if (row->reads != 2) return 1.0;
-    if (c->gate == MOE_GATE_SIGMOID || c->gate == MOE_GATE_SQRT_SOFTPLUS) r->weight_shift = 1;
+    if (c->gate == MOE_GATE_SIGMOID) r->weight_shift = 5;
+    if (c->gate == MOE_GATE_SQRT_SOFTPLUS) r->weight_shift = 1;
+    if (c->gate == MOE_GATE_RELU || c->gate == MOE_GATE_IDENTITY) r->weight_shift = 8;
     return ldexp(moei_ir_unit(s, c->gate), 15 + r->weight_shift);
 }
 
@@ -6262,7 +6313,7 @@ static int moei_ir_signs_mix(const moei_ir_planner *s) {
     size_t e;
     if (c->gate != MOE_GATE_IDENTITY || s->weight != MOE_WEIGHT_SUM || c->select == MOE_SELECT_POSITIVE) return 0;
     if (c->score == MOE_SCORE_NORM || c->score == MOE_SCORE_COMPETITION || c->score == MOE_SCORE_DSELECT) return 0;
-    if (c->select != MOE_SELECT_THRESHOLD) return s->most > 1;
+    if (c->select != MOE_SELECT_THRESHOLD) return s->made.router.top_k > 1;
     for (e = 0; e < (size_t)c->n_experts && c->threshold_learned && !c->threshold_sigmoid && s->tensors[MOE_ROUTER_THRESHOLD] != NULL; e++)
         if (s->tensors[MOE_ROUTER_THRESHOLD][e] < MOEI_R(0.0)) return 1;
     return !c->threshold_learned && c->threshold < MOEI_R(0.0);
@@ -6289,7 +6340,7 @@ static moe_status moei_ir_plan_stages(moei_ir_planner *s, double logit_most) {
     status = moei_ir_scale_z(s, logit_most);
     if (status != MOE_OK) return status;
     unit = moei_ir_plan_weight(s);
-    s->p_unit = s->by_logits ? s->z_unit : moei_ir_unit(s, s->c->gate);
+    s->p_unit = moei_ir_unit(s, s->by_logits ? (int)MOE_GATE_IDENTITY : s->c->gate);
     moei_ir_plan_room(s);
     status = moei_ir_put_bias(s);
     if (status == MOE_OK) status = moei_ir_put_thresholds(s);
@@ -6330,7 +6381,7 @@ moe_status moe_int_router_plan_make(const moe_router_config *config, const moe_r
     if (status == MOE_OK) status = moei_ir_plan(&s, (double)logit_most);
     if (status == MOE_OK && table != NULL) {
         if (room < s.made.table_size)
-            return moei_error(error, MOE_ERR_SPACE, "the table needs %z bytes", s.made.table_size);
+            return moei_error(error, MOE_ERR_SPACE, "room = %z: the table needs %z bytes", room, s.made.table_size);
         s.table = table;
         memset(table, 0, s.made.table_size);
         status = moei_ir_plan(&s, (double)logit_most);

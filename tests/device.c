@@ -28,6 +28,11 @@ static uintptr_t board_stack(void) {
     return sp;
 }
 
+#ifdef DEVICE_ALIGNED
+/* Configuration and control register: an access that is not aligned is a fault from now on. */
+#define BOARD_BEGIN() (*(volatile uint32_t *)0xe000ed14u |= 1u << 3)
+#endif
+
 /* picolibc's vector table leads here; without it a fault would be a hang. */
 void arm_hardfault_isr(void);
 
@@ -146,7 +151,8 @@ static unsigned stack_peak;
 
 static int measured(void) { return device_infer(); }
 #else
-enum { PAINTED = 2048, PAINT = 0xa5 };
+/* AVR's and microbit's RAM have room for no more. */
+enum { PAINTED = DEVICE_FLOAT ? 8192 : 3072, PAINT = 0xa5 };
 
 static unsigned stack_peak;
 
@@ -170,6 +176,10 @@ static int __attribute__((noinline)) measured(void) {
     for (p = bottom; p < top && *p == PAINT; p++) {
     }
     used = (unsigned)(top - p);
+    if (used == PAINTED) {
+        board_write("the stack is deeper than what was painted\n");
+        board_end(1);
+    }
     if (used > stack_peak) stack_peak = used;
     return status;
 }
@@ -215,6 +225,9 @@ static void put_number(const char *name, unsigned long value) {
 
 int main(void) {
     unsigned digit;
+#ifdef BOARD_BEGIN
+    BOARD_BEGIN();
+#endif
     for (digit = 0; digit < DEVICE_DIGITS; digit++) {
         int status;
         load(digit);

@@ -183,30 +183,50 @@ static moe_status print_bytes(void *ctx, const void *from, size_t size) {
     return fwrite(from, 1, size, (FILE *)ctx) == size ? MOE_OK : MOE_ERR_IO;
 }
 
+/* A number that is none, a tensor that is not there: refused before the first byte, and named. */
+static void check_refusals(moe_net *net, const char *about) {
+    moe_built_model built;
+    moe_error error;
+    moe_real keep = net->tensors[0].data[0];
+    memset(&error, 0, sizeof error);
+    net->tensors[0].data[0] = MOEI_INFINITY;
+    CHECK(moe_model_create(&built, net, NULL, &error) == MOE_ERR_NONFINITE && strstr(error.message, "inf") != NULL, about);
+    net->tensors[0].data[0] = keep;
+}
+
 /* Prints the nets that can be models, and tells which cannot. */
 int main(int argc, char **argv) {
     const size_t most = argc > 1 && strcmp(argv[1], "few") == 0 ? (size_t)ROWS : (size_t)MAX_NETS;
     moe_stream out = {NULL, NULL, print_bytes};
     char name[32], about[500];
     unsigned char printed[MAX_NETS] = {0};
+    moe_model_config config;
+    moe_built_model built;
     moe_error error;
     size_t i;
     int made;
+    memset(&config, 0, sizeof config);
+    memset(&built, 0, sizeof built);
+    config.weights = MOE_WEIGHTS_FLOAT, config.length = TOKENS;
     out.ctx = stdout;
-    for (i = 0; i < most; i++) {
+    for (i = argc > 2 ? (size_t)atoi(argv[2]) : 0; i < (argc > 2 ? (size_t)atoi(argv[2]) + 1 : most); i++) { /* "print one 7": net 7 alone */
         moe_net net;
         moe_status status;
         made = make(i, &net, name, about);
         if (made == 0) break;
         if (!CHECK(made == 1, about)) continue;
-        status = moei_print_net(&out, name, &net, &error);
+        status = moe_model_create(&built, &net, &config, &error);
+        if (status == MOE_OK) status = moe_export_c(&built, name, &out, &error);
+        if (status == MOE_OK) check_refusals(&net, about);
         if (status == MOE_ERR_UNSUPPORTED && i >= ROWS) fprintf(stderr, "%s is no model: %s\n", about, error.message);
         else if (status != MOE_OK) fprintf(stderr, "%s: %s\n", about, error.message);
         CHECK(status == MOE_OK || (status == MOE_ERR_UNSUPPORTED && i >= ROWS), about);
         printed[i] = status == MOE_OK;
+        moe_model_free(&built);
         moe_net_free(&net);
     }
-    printf("static const moe_net *const printed[] = {");
+    if (argc > 2) return failed > 0;
+    printf("static const moe_model *const printed[] = {");
     for (made = 0; made < (int)i; made++) printf(printed[made] ? "&net_%d, " : "NULL, ", made);
     printf("NULL};\n");
     return failed > 0;
@@ -270,7 +290,7 @@ static void compare_nets(const moe_net *a, const moe_net *b, const char *net) {
 
 typedef struct place {
     void *work, *cache_memory, *scratch;
-    size_t work_size, cache_size, scratch_size, state_size;
+    size_t work_size, cache_size, scratch_size;
     moe_cache cache;
 } place;
 
@@ -280,32 +300,39 @@ static void *take(size_t size) {
     return memory;
 }
 
-static void compare_routing(const moe_net *a, const moe_net *b, const moe_net_pass *pass, size_t length, void *scratch, const char *net) {
-    size_t i, mixture = 0;
+static void compare_choices(const moe_model *model, const moe_net *b, const moe_net_pass *pass, const void *scratch, const char *net) {
+    moe_choice choices[64];
+    size_t i, j, mixture = 0, count;
     for (i = 0; i < b->n_modules; i++) {
-        const moe_routing *mine, *other = moe_net_routing(b, pass, i);
-        if (other == NULL) continue;
-        mine = moei_float_routing(a, length, mixture++, scratch);
-        if (!CHECK(mine != NULL && mine->n_choices[0] == other->n_choices[0], net)) return;
-        CHECK(memcmp(mine->choices, other->choices, (size_t)other->n_choices[0] * sizeof *other->choices) == 0, net);
-        CHECK(memcmp(mine->weights, other->weights, other->n_experts * sizeof *other->weights) == 0, net);
+        const moe_routing *r = moe_net_routing(b, pass, i);
+        if (r == NULL) continue;
+        if (!CHECK(moe_infer_choices(model, mixture++, scratch, choices, 64, &count) == MOE_OK && count == (size_t)r->n_choices[0], net)) return;
+        for (j = 0; j < count; j++) {
+            double off = (double)choices[j].weight / 32768.0 - (double)r->weights[r->choices[j]];
+            CHECK(choices[j].expert == r->choices[j] && off < 2e-5 && off > -2e-5, net);
+        }
     }
-    CHECK(moei_float_routing(a, length, mixture, scratch) == NULL, net);
+    CHECK(moe_infer_choices(model, mixture, scratch, choices, 64, &count) == MOE_ERR_NOT_FOUND, net);
 }
 
-/* TOKENS tokens through the printed net a and the built net b. */
-static void compare_results(const moe_net *a, const moe_net *b, const char *net) {
-    const size_t length = moei_net_is_sequence(a) ? TOKENS : 0;
+/* TOKENS tokens through the printed model and the net b that it was made of. */
+static void compare_results(const moe_model *model, const moe_net *b, const char *net) {
+    const size_t length = model->length;
+    const void *input;
     moe_real x[300], *y = (moe_real *)take((size_t)b->d_out * sizeof *y), *first = (moe_real *)take((size_t)b->d_out * sizeof *y);
     place p;
     moe_call call;
     moe_net_pass pass;
     moe_rng rng;
-    size_t t, i;
+    size_t t, i, size = 0, state = 0;
     memset(&call, 0, sizeof call);
     memset(&p, 0, sizeof p);
     moe_rng_seed(&rng, 5);
-    CHECK(moei_float_size(a, length, &p.scratch_size, &p.state_size) == MOE_OK && (p.state_size > 0) == (length > 0), net);
+    CHECK((length > 0) == moei_net_is_sequence(b) && (length == 0 || length == TOKENS), net);
+    CHECK(moei_float_size(model->net, length, &size, &state) == MOE_OK && size <= model->scratch_size && state <= model->state_size, net);
+    CHECK((size == model->scratch_size && state == model->state_size) || sizeof(void *) < 8, net); /* printed where pointers have 8 bytes */
+    CHECK(model->d_in == (size_t)b->d_in && model->d_out == (size_t)b->d_out && model->version == MOE_MODEL_VERSION, net);
+    p.scratch_size = model->scratch_size;
     p.scratch = take(p.scratch_size);
     if (length > 0) {
         CHECK(moe_net_cache_size(b, length, &p.cache_size) == MOE_OK && moe_net_decode_work_size(b, length, 1, &p.work_size) == MOE_OK, net);
@@ -316,14 +343,15 @@ static void compare_results(const moe_net *a, const moe_net *b, const char *net)
     for (t = 0; t < TOKENS; t++) {
         int32_t id = (int32_t)(t * 7 % 20);
         for (i = 0; i < 300; i++) x[i] = moe_rng_normal(&rng);
+        input = b->d_in > 0 ? (const void *)x : &id;
         call.n_tokens = 1, call.x = b->d_in > 0 ? x : NULL, call.token_ids = b->d_in > 0 ? NULL : &id;
-        CHECK(moei_float_infer(a, length, b->d_in > 0 ? (const void *)x : &id, y, p.scratch, p.scratch_size - 1) == MOE_ERR_SPACE, net);
-        if (!CHECK(moei_float_infer(a, length, b->d_in > 0 ? (const void *)x : &id, y, p.scratch, p.scratch_size) == MOE_OK, net)) break;
+        CHECK(moe_infer(model, input, y, p.scratch, p.scratch_size - 1) == MOE_ERR_SPACE, net);
+        if (!CHECK(moe_infer(model, input, y, p.scratch, p.scratch_size) == MOE_OK, net)) break;
         if (length > 0) CHECK(moe_net_decode(b, &p.cache, &call, p.work, p.work_size, &pass) == MOE_OK, net);
         else CHECK(moe_net_forward(b, &call, p.work, p.work_size, &pass) == MOE_OK, net);
         CHECK(memcmp(y, pass.y, (size_t)b->d_out * sizeof *y) == 0, net);
         CHECK(b->n_modules == 1 || moe_is_finite(y[0]), net);
-        compare_routing(a, b, &pass, length, p.scratch, net);
+        compare_choices(model, b, &pass, p.scratch, net);
         if (t == 0) memcpy(first, y, (size_t)b->d_out * sizeof *y);
         if (t == 3 && b->n_modules > 1) CHECK(memcmp(first, y, (size_t)b->d_out * sizeof *y) != 0, net); /* the input reaches the output */
     }
@@ -331,13 +359,35 @@ static void compare_results(const moe_net *a, const moe_net *b, const char *net)
         int32_t id = 0;
         moe_rng_seed(&rng, 5);
         for (i = 0; i < 300; i++) x[i] = moe_rng_normal(&rng);
-        CHECK(moei_float_infer(a, length, b->d_in > 0 ? (const void *)x : &id, y, p.scratch, p.scratch_size) == MOE_ERR_STATE, net);
-        memset(p.scratch, 0, p.scratch_size);
-        CHECK(moei_float_infer(a, length, b->d_in > 0 ? (const void *)x : &id, y, p.scratch, p.scratch_size) == MOE_OK, net);
+        input = b->d_in > 0 ? (const void *)x : &id;
+        CHECK(moe_infer(model, input, y, p.scratch, p.scratch_size) == MOE_ERR_STATE, net);
+        moe_infer_restart(model, p.scratch, p.scratch_size);
+        CHECK(moe_infer(model, input, y, p.scratch, p.scratch_size) == MOE_OK, net);
         CHECK(memcmp(first, y, (size_t)b->d_out * sizeof *y) == 0, net);
     }
     free(y), free(first), free(p.work), free(p.cache_memory), free(p.scratch);
 }
+
+#ifndef MOE_NO_TRAIN
+/* The model in memory, of a net with the best kernels, gives the bits of the printed one. */
+static void compare_memory(const moe_model *model, const moe_net *b, const char *net) {
+    moe_built_model built;
+    moe_model_config config;
+    const moe_real *x = (const moe_real *)take(300 * sizeof *x); /* a row of zeros, or the token 0 */
+    moe_real *y = (moe_real *)take(2 * model->d_out * sizeof *y);
+    void *scratch = take(model->scratch_size);
+    memset(&config, 0, sizeof config);
+    config.length = TOKENS;
+    if (!CHECK(moe_model_create(&built, b, &config, NULL) == MOE_OK && built.model.scratch_size == model->scratch_size, net)) return;
+    CHECK(built.model.multiplications == model->multiplications && model->multiplications > 0, net);
+    CHECK(moe_infer(&built.model, x, y, scratch, model->scratch_size) == MOE_OK, net);
+    memset(scratch, 0, model->scratch_size);
+    CHECK(moe_infer(model, x, y + model->d_out, scratch, model->scratch_size) == MOE_OK, net);
+    CHECK(memcmp(y, y + model->d_out, model->d_out * sizeof *y) == 0, net);
+    moe_model_free(&built);
+    free((void *)x), free(y), free(scratch);
+}
+#endif
 
 int main(void) {
     char name[32], about[500];
@@ -348,8 +398,11 @@ int main(void) {
         if (made == 0) break;
         if (made < 0) continue;
         if (printed[i] != NULL) {
-            compare_nets(printed[i], &net, about);
+            compare_nets(printed[i]->net, &net, about);
             compare_results(printed[i], &net, about);
+#ifndef MOE_NO_TRAIN
+            compare_memory(printed[i], &net, about);
+#endif
             models++;
         }
         moe_net_free(&net);

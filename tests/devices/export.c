@@ -96,11 +96,9 @@ int main(int argc, char **argv) {
     if (argc != 3) return fail("arguments", "CSV FOLDER");
     if (!read_rows(argv[1]) || !write_digits(argv[2])) return fail(argv[1], "cannot be read, or the folder cannot be written to");
     if (train(&net, &error) != MOE_OK) return fail("training", error.message);
-    if (write_model(&net, argv[2], "int8.h", MOE_WEIGHTS_INT8, &error) != MOE_OK) return fail("int8", error.message);
-    if (write_model(&net, argv[2], "int4.h", MOE_WEIGHTS_INT4, &error) != MOE_OK) return fail("int4", error.message);
-#ifdef DEVICE_FLOATS
-    if (write_model(&net, argv[2], "float.h", MOE_WEIGHTS_FLOAT, &error) != MOE_OK) return fail("float", error.message);
-#endif
+    if (write_model(&net, argv[2], "model_int8.h", MOE_WEIGHTS_INT8, &error) != MOE_OK) return fail("int8", error.message);
+    if (write_model(&net, argv[2], "model_int4.h", MOE_WEIGHTS_INT4, &error) != MOE_OK) return fail("int4", error.message);
+    if (write_model(&net, argv[2], "model_float.h", MOE_WEIGHTS_FLOAT, &error) != MOE_OK) return fail("float", error.message);
     moe_net_free(&net);
     return 0;
 }

@@ -48,9 +48,13 @@ typedef float device_value;
 #else
 typedef int8_t device_level;
 typedef int16_t device_value;
-/* Computed by the compiler. */
-#define GREY(value) ((int8_t)((value) / (16 * DIGITS_INPUT_SCALE) + 0.5f))
+/* DIGITS_INPUT_SCALE is 1 / 127, as white is 1. Division by it would be rounded in the precision that a machine has: not everywhere the same. */
+#define GREY(value) ((127 * (value) + 8) / 16)
 #endif
+
+/* They can be constants. */
+extern const float device_scales[2];
+const float device_scales[2] = {DIGITS_INPUT_SCALE, DIGITS_OUTPUT_SCALE};
 
 static const device_level levels[17] = {GREY(0), GREY(1), GREY(2),  GREY(3),  GREY(4),  GREY(5),  GREY(6),  GREY(7), GREY(8),
                                         GREY(9), GREY(10), GREY(11), GREY(12), GREY(13), GREY(14), GREY(15), GREY(16)};

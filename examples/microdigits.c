@@ -1,0 +1,110 @@
+/* Trains a mixture of experts that reads handwritten digits on a microcontroller, and writes it as a C header with int8 weights.
+     cc -std=c99 -O2 -I. examples/microdigits.c -o microdigits -lm && ./microdigits          (or: sh examples/run microdigits) */
+
+#define MOE_IMPLEMENTATION
+#include "moe.h"
+#include "microdigits.h"
+#ifdef _WIN32
+#include <io.h>
+#else
+#include <unistd.h>
+#endif
+
+static const char help[] = "microdigits [options] [FILE]   trains on four fifths of the digits in FILE, tests on the rest, writes a C header\n"
+                           "FILE: a row per digit, 64 grey values 0..16 and the digit, separated by commas (examples/data/digits.csv)\n"
+                           "  -o FILE      the header with the model `digits` (digits.h)\n"
+                           "  --save FILE  the trained net; examples/export.c writes it as other headers (digits.safetensors)\n"
+                           "  --seed N     start of all random choices: rows held out, weights, order (1)\n"
+                           "  --epochs N   passes through the training digits (40)\n"
+                           "  --turned     the digits come in any of four orientations, as on a device that is held any way round\n";
+static const char *data_path = "examples/data/digits.csv", *header = "digits.h", *saved = "digits.safetensors";
+static long epochs = 40, seed = 1;
+static int turned;
+
+static int fail(const char *what, const char *why) { return fprintf(stderr, "microdigits: %s: %s\n", what, why), 1; }
+
+static int read_options(int count, char **words) {
+    while (--count > 0) {
+        const char *word = *++words, *value = count > 1 ? words[1] : "";
+        int option = word[0] == '-' && strcmp(word, "--turned") != 0;
+        char *end = NULL;
+        if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0);
+        if (strcmp(word, "--turned") == 0) turned = 1;
+        else if (!option) data_path = word;
+        else if (strcmp(word, "-o") == 0 && *value != '\0') header = value;
+        else if (strcmp(word, "--save") == 0 && *value != '\0') saved = value;
+        else if (strcmp(word, "--seed") == 0) seed = strtol(value, &end, 10);
+        else if (strcmp(word, "--epochs") == 0) epochs = strtol(value, &end, 10);
+        else return fail(word, "no such option, or its value is missing; -h explains");
+        if ((end != NULL && (*end != '\0' || end == value)) || epochs < 1 || epochs > 9999)
+            return fprintf(stderr, "microdigits: %s %s: not a value of this option; -h explains\n", word, value), 1;
+        count -= option, words += option; /* an option's value */
+    }
+    return 0;
+}
+
+static int show_progress(void *ctx, const moe_progress *p) {
+    int terminal = isatty(1), last = p->epoch == p->epochs && p->epoch_ended;
+    *(moe_evaluation *)ctx = p->test; /* what stays is that of the last epoch */
+    if (!last && !(terminal ? p->step % 32 == 0 : p->epoch_ended && p->epoch % 10 == 0)) return 0;
+    printf("%sepoch %d of %d: loss %.4f", terminal ? "\r" : "", p->epoch, p->epochs, (double)p->loss);
+    if (p->test.n > 0) printf(", %.1f %% of the held-out digits right", 100.0 * (double)p->test.accuracy);
+    printf("%*s%s", terminal && !last ? 40 : 0, "", terminal && !last ? "" : "\n");
+    return fflush(stdout), 0;
+}
+
+static moe_status write_header(void *ctx, moe_stream *stream) { return moe_export_c((const moe_built_model *)ctx, "digits", stream, NULL); }
+
+/* Who reads what, as the model in integers decides. */
+static int show_experts(const moe_model *model, const moe_data *test) {
+    int count[EXPERTS][CLASSES] = {{0}};
+    void *scratch = malloc(model->scratch_size);
+    for (size_t i = 0; i < test->n; i++) {
+        moe_choice chosen[TOP_K];
+        size_t n = 0;
+        if (scratch == NULL || microdigits_answer(model, test->x + i * PIXELS, scratch) < 0 || moe_infer_choices(model, 0, scratch, chosen, TOP_K, &n) != MOE_OK)
+            return free(scratch), fail("inference", "failed");
+        while (n-- > 0) count[chosen[n].expert][test->labels[i]]++;
+    }
+    free(scratch);
+    printf("\nHeld-out digits that went to each expert (every one goes to %d):\n  expert    0    1    2    3    4    5    6    7    8    9\n", TOP_K);
+    for (int e = 0; e < EXPERTS; e++) {
+        printf("%8d", e);
+        for (int c = 0; c < CLASSES; c++) printf("%5d", count[e][c]);
+        printf("\n");
+    }
+    return 0;
+}
+
+static int run(const microdigits *digits, moe_net *net, moe_built_model *built) {
+    moe_train_config training = microdigits_training((int)epochs, (uint64_t)seed);
+    moe_model_config config = {.weights = MOE_WEIGHTS_INT8, .calibration = &digits->calibration};
+    const moe_model *model = &built->model;
+    moe_evaluation result;
+    moe_error error = {0};
+    double accuracy;
+    printf("training on %d digits%s, each %d times a little changed\n", (int)digits->calibration.n, turned ? ", turned by quarters" : "", COPIES);
+    training.progress = show_progress, training.progress_ctx = &result;
+    if (microdigits_build(net, 0, (uint64_t)seed, &error) || moe_fit(net, &digits->train, &digits->test, &training, &error))
+        return fail("training", error.message);
+    if (moe_model_create(built, net, &config, &error)) return fail("quantising", error.message);
+    if ((accuracy = microdigits_accuracy(model, &digits->test)) < 0) return fail("inference", "failed");
+    if (show_experts(model, &digits->test)) return 1;
+    printf("\nheld-out digits read right: %.2f %% in float, %.2f %% in int8 (of %d)\n", 100.0 * (double)result.accuracy, accuracy, (int)digits->test.n);
+    printf("weights %d bytes, scratch memory %d bytes, %d multiplications per digit at most\n", (int)(model->weights_size + model->experts_size),
+           (int)model->scratch_size, (int)model->multiplications);
+    if (moe_net_save(net, saved, &error)) return fail(saved, error.message);
+    if (moe_file_replace(header, write_header, built, &error)) return fail(header, error.message);
+    printf("saved as %s; written for firmware as %s, which says how to use it\n", saved, header);
+    printf("next, other weights: sh examples/run export %s --weights int4 --calibration %s --divide 16\n", saved, data_path);
+    return 0;
+}
+
+int main(int count, char **words) {
+    microdigits digits = {0};
+    moe_net net = {0};
+    moe_built_model built = {0};
+    int failed = read_options(count, words) || !microdigits_read(&digits, data_path, (uint64_t)seed, turned) || run(&digits, &net, &built);
+    moe_model_free(&built), moe_net_free(&net), microdigits_free(&digits);
+    return failed;
+}
