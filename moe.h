@@ -11974,13 +11974,16 @@ static void moei_print_mixtures(moei_printer *p, const moe_built_model *built) {
     }
 }
 
+/* Whether experts come through a loader. */
+static int moei_behind(const moe_model *model) { return model->experts == NULL && model->experts_size > 0; }
+
 /* What a reader of the header wants to know first. */
 static void moei_print_comment(moei_printer *p, const moe_model *model) {
     static const char *const kinds[MOE_WEIGHTS_COUNT] = {"float", "int8", "int4"};
     size_t i;
     moei_print(p, "/* %s: a model for moe_infer, written by moe_export_c of moe %s. Weights: %s.\n\n", p->name, moe_version(), kinds[model->weights_are]);
     moei_print(p, "     constants   %z bytes of weights", model->weights_size + model->experts_size);
-    if (model->experts_size > 0) moei_print(p, ", of which %z are experts'%s", model->experts_size, model->experts == NULL ? " and come through a loader" : "");
+    if (model->experts_size > 0) moei_print(p, ", of which %z are experts'%s", model->experts_size, moei_behind(model) ? " and come through a loader" : "");
     moei_print(p, "\n     scratch     %z bytes\n     work        %z multiplications per call at most\n", model->scratch_size, model->multiplications);
     for (i = 0; i < model->n_mixtures; i++)
         moei_print(p, "     mixture %z   %d experts of %z bytes, at most %d for one input\n", i, (int)model->mixtures[i].router.n_experts,
@@ -11988,11 +11991,12 @@ static void moei_print_comment(moei_printer *p, const moe_model *model) {
     if (model->length > 0) moei_print(p, "     sequences   of up to %z tokens, one per call; %z bytes of scratch stay from call to call\n", model->length, model->state_size);
     moei_print(p, "\n   In ONE source file: #define MOE_IMPLEMENTATION before this header is included. MOE_NO_TRAIN leaves out all but inference%s.\n",
                model->weights_are == MOE_WEIGHTS_FLOAT ? "" : ",\n   MOE_NO_FLOAT all but models in integers");
-    moei_print(p, "     static unsigned char scratch[%s_SCRATCH];\n", p->capitals);
-    if (model->d_in == 0) moei_print(p, "     int32_t input; (the token's id)\n");
-    else moei_print(p, "     %s input[%s_INPUTS];\n", model->weights_are == MOE_WEIGHTS_FLOAT ? "float" : "int8_t", p->capitals);
-    moei_print(p, "     %s output[%s_OUTPUTS];\n     moe_status status = moe_infer(&%s, %sinput, output, scratch, sizeof scratch); */\n",
-               model->weights_are == MOE_WEIGHTS_FLOAT ? "float" : "int16_t", p->capitals, p->name, model->d_in == 0 ? "&" : "");
+    moei_print(p, "     static unsigned char scratch[%s_SCRATCH];\n     ", p->capitals);
+    if (model->d_in == 0) moei_print(p, "int32_t input[1]; ");
+    else moei_print(p, "%s input[%s_INPUTS]; ", model->weights_are == MOE_WEIGHTS_FLOAT ? "float" : "signed char", p->capitals);
+    moei_print(p, "%s output[%s_OUTPUTS];\n", model->weights_are == MOE_WEIGHTS_FLOAT ? "float" : "int16_t", p->capitals);
+    moei_print(p, "     moe_status status = moe_infer%s(&%s,%s input, output, scratch, sizeof scratch); */\n", moei_behind(model) ? "_loading" : "", p->name,
+               moei_behind(model) ? " &loader," : "");
 }
 
 static void moei_print_model(moei_printer *p, const moe_model *model) {
@@ -12048,8 +12052,8 @@ static moei_masks moei_masks_of(const moe_net *net) {
         const moe_layer_config *c = &module->layer.config;
         m.modules |= moei_mask_bit(module->kind);
         if (module->kind == MOE_MODULE_ACTIVATION) m.acts |= moei_mask_bit(module->act);
-        if (module->kind == MOE_MODULE_MIXTURE) moei_mask_router(&m, &c->router);
         if (!moei_is_layer(module)) continue;
+        moei_mask_router(&m, &c->router); /* a feed_forward has one too */
         if (c->expert == MOE_EXPERT_MLP) m.acts |= moei_mask_bit(c->act);
         if (c->expert == MOE_EXPERT_SWIGLU || c->expert == MOE_EXPERT_FACTORISED || c->n_shared > 0) m.acts |= moei_mask_bit(MOE_ACT_SILU);
     }
