@@ -1221,7 +1221,8 @@ MOE_API moe_status moe_float_model_choices(const moe_model *model, size_t mixtur
 /* output = what the net says to one input. Integer models: input int8_t [d_in] levels within +-127, output int16_t [d_out] levels. Float models: moe_real
    [d_in], [d_out]. d_in = 0: input is one id, int32_t. scratch [model->scratch_size], any alignment, holds all that is computed. A model of sequences
    (length > 0) takes one token in each call, and its scratch memory stays the caller's but unchanged in between; zeroed memory begins a sequence, as does
-   moe_infer_restart. Errors: MOE_ERR_ARGUMENT (NULL, an id beyond the vocabulary), MOE_ERR_SPACE (scratch_size too small), MOE_ERR_STATE (the sequence is longer than
+   moe_infer_restart. That of an integer model may be copied between calls to another address with the same remainder by 4, and only its first
+   state_size bytes (+ 3 for the alignment) need be: they are the sequence up to here. Errors: MOE_ERR_ARGUMENT (NULL, an id beyond the vocabulary), MOE_ERR_SPACE (scratch_size too small), MOE_ERR_STATE (the sequence is longer than
    length), MOE_ERR_UNSUPPORTED (a model of another version; experts behind a loader). After an error output is unspecified, and the sequence is where it was. */
 MOE_API moe_status moe_infer(const moe_model *model, const void *input, void *output, void *scratch, size_t scratch_size);
 /* The same for a model whose experts are behind a loader. loader NULL: as moe_infer. */

@@ -943,7 +943,7 @@ static void sequences(const shape *s) {
         for (j = 0; j < 4; j++) CHECK(moe_infer(&built.model, &bad[j], output, scratch, size) == MOE_ERR_ARGUMENT, j);
         CHECK(moe_infer(&built.model, &ids[i], output, scratch, size - 1) == MOE_ERR_SPACE, i);
         memset(moved, 0x33, size + 16);
-        memcpy(moved + 4 * (i % 3), scratch, size);
+        memcpy(moved + 4 * (i % 3), scratch, built.model.state_size + 3);
         memset(scratch, 0x77, size);
         CHECK(moe_infer(&built.model, &ids[i], output, moved + 4 * (i % 3), size) == MOE_OK, i);
         CHECK(memcmp(output, first[i], sizeof output) == 0, i);
@@ -969,6 +969,47 @@ static void sequences(const shape *s) {
     CHECK(memcmp(output, first[1], sizeof output) != 0, 0);
     free(scratch), free(moved), free(kept);
     moe_model_free(&built);
+}
+
+/* ---- what is exported ---- */
+
+static moe_status keep_text(void *ctx, const void *bytes, size_t size) {
+    moe_buffer *b = (moe_buffer *)ctx;
+    char *to = (char *)realloc(b->data, b->size + size + 1);
+    if (to == NULL) return MOE_ERR_MEMORY;
+    memcpy(to + b->size, bytes, size);
+    b->data = (unsigned char *)to, b->size += size, to[b->size] = '\0';
+    return MOE_OK;
+}
+
+/* The constants of an attention stand in the header as they are in memory. */
+static void exported(void) {
+    moe_net net;
+    moe_built_model built;
+    moe_buffer text;
+    moe_stream stream;
+    moe_error error;
+    char want[120];
+    int32_t ids[TOKENS];
+    uint32_t i;
+    ids_fill(ids, TOKENS, 6);
+    memset(&text, 0, sizeof text), memset(&stream, 0, sizeof stream);
+    stream.ctx = &text, stream.write = keep_text;
+    if (!net_begin(&net, &shapes[6], 0, 6)) return;
+    if (model_begin(&built, &net, MOE_WEIGHTS_INT8, ids, NULL, TOKENS, LENGTH)) {
+        CHECK(moe_export_c(&built, "small", &stream, &error) == MOE_OK && text.data != NULL, 0);
+        CHECK(built.model.n_attentions == 3, built.model.n_attentions);
+        for (i = 0; i < built.model.n_attentions && text.data != NULL; i++) {
+            const moe_int_attention *a = &built.model.attentions[i];
+            sprintf(want, "{%d, %d, %lu, %lu, %lu, %lu, %d}", a->heads, a->d_head, (unsigned long)a->keys, (unsigned long)a->values, (unsigned long)a->value,
+                    (unsigned long)a->room, a->bits);
+            CHECK(strstr((char *)text.data, want) != NULL, i);
+        }
+        CHECK(text.data != NULL && strstr((char *)text.data, "moe_int_op_attention") != NULL && strstr((char *)text.data, "moe_int_op_turn") != NULL, 0);
+        moe_model_free(&built);
+    }
+    free(text.data);
+    moe_net_free(&net);
 }
 
 /* ---- failures ---- */
@@ -1055,6 +1096,7 @@ static void nets(void) {
     tied_once();
     multiplications();
     for (i = 0; i < SHAPES; i++) sequences(&shapes[i]);
+    exported();
     no_memory();
     refused(65533, 1, "rows"), refused(0, 32768, "norms"), refused(2, 4, "length");
 }
