@@ -1,0 +1,269 @@
+/* Writes a saved net as a C header for firmware, with int8, int4 or float weights, and says what that takes and what it costs in accuracy.
+     cc -std=c99 -O2 -I. examples/export.c -o export -lm && ./export MODEL.safetensors       (or: sh examples/run export) */
+
+#define MOE_IMPLEMENTATION
+#include "moe.h"
+#include <ctype.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const char help[] = "export MODEL.safetensors [options]   writes a saved net as a C header for firmware\n"
+                           "  -o FILE             the header (NAME.h)\n"
+                           "  --name NAME         the model's name in C (from MODEL)\n"
+                           "  --weights KIND      int8, int4: no floating point on the device; or float (int8)\n"
+                           "  --calibration FILE  inputs like those that will come: a line for each, numbers between commas; one more is its label\n"
+                           "  --divide X          the net reads the file's numbers divided by X (1)\n"
+                           "  --tokens FILE       the same for a net that reads tokens: a text, whose bytes are the tokens\n"
+                           "  --rows N            at most so many lines or tokens of that file (2000)\n"
+                           "  --length N          most tokens of a sequence, for nets with attention or positions (128)\n"
+                           "Example: sh examples/run microdigits; sh examples/run export digits.safetensors --calibration examples/data/digits.csv --divide 16\n";
+enum { NAME_SIZE = 40, MOST_CHOSEN = 64 };
+static const char *const kinds[MOE_WEIGHTS_COUNT] = {"float", "int8", "int4"};
+static const char *path, *output, *rows_path, *text_path;
+static char name[NAME_SIZE + 1], default_output[NAME_SIZE + 3];
+static int weights = MOE_WEIGHTS_INT8;
+static long most_rows = 2000, length = 128;
+static double divisor = 1;
+
+static int fail(const char *what, const char *why) { return fprintf(stderr, "export: %s: %s\n", what, why), 1; }
+
+/* The name of a file without folder and ending, as far as C allows it. */
+static void name_from(const char *file) {
+    const char *slash = strrchr(file, '/');
+    size_t n = 0;
+    for (file = slash != NULL ? slash + 1 : file; *file != '\0' && *file != '.' && n < NAME_SIZE; file++) name[n++] = isalnum((unsigned char)*file) ? *file : '_';
+    if (!isalpha((unsigned char)*name)) *name = 'm';
+}
+
+static int read_options(int count, char **words) {
+    while (--count > 0) {
+        const char *word = *++words, *value = count > 1 ? words[1] : "";
+        int option = word[0] == '-';
+        char *end = NULL;
+        if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0);
+        if (option && *value == '\0') return fail(word, "no such option, or its value is missing; -h explains");
+        if (!option) path = word;
+        else if (strcmp(word, "-o") == 0) output = value;
+        else if (strcmp(word, "--name") == 0) sprintf(name, "%.*s", (int)NAME_SIZE, value);
+        else if (strcmp(word, "--calibration") == 0) rows_path = value;
+        else if (strcmp(word, "--tokens") == 0) text_path = value;
+        else if (strcmp(word, "--divide") == 0) divisor = strtod(value, &end);
+        else if (strcmp(word, "--rows") == 0) most_rows = strtol(value, &end, 10);
+        else if (strcmp(word, "--length") == 0) length = strtol(value, &end, 10);
+        else if (strcmp(word, "--weights") != 0) return fail(word, "no such option; -h explains");
+        else for (weights = 0; weights < MOE_WEIGHTS_COUNT && strcmp(kinds[weights], value) != 0;) weights++;
+        if ((end != NULL && (*end != '\0' || end == value)) || !(fabs(divisor) > 0) || most_rows < 1 || most_rows > 1000000 || length < 1 || length > 65535 ||
+            weights == MOE_WEIGHTS_COUNT)
+            return fprintf(stderr, "export: %s %s: not a value of this option; -h explains\n", word, value), 1;
+        count -= option, words += option; /* an option's value */
+    }
+    if (path == NULL) return fail("no net", "which file? A net that moe_net_save wrote, as `sh examples/run microdigits` does; -h explains");
+    if (*name == '\0') name_from(path);
+    if (strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_0123456789") < strlen(name) || isdigit((unsigned char)*name))
+        return fail(name, "cannot be the name of a model in C: letters, digits and _, a letter first");
+    if (output == NULL) output = strcat(strcpy(default_output, name), ".h");
+    return 0;
+}
+
+/* ---- the calibration ----------------------------------------------------------------------------------------------------------------- */
+
+typedef struct samples {
+    moe_data data;   /* as calibration takes it */
+    moe_real *x;
+    int32_t *ids, *labels; /* labels: NULL, or what each row should give */
+} samples;
+
+/* One line of numbers: width inputs, perhaps a label. Returns what is wrong, NULL when nothing is. */
+static const char *read_line(char *line, size_t width, size_t classes, moe_real *x, int32_t *label, size_t *columns) {
+    char *end = line;
+    double value;
+    for (*columns = 0; *line != '\0'; ++*columns) {
+        value = strtod(line, &end);
+        if (end == line) return "a column is not a number";
+        if (*columns < width) x[*columns] = (moe_real)(value / divisor);
+        else if (*columns > width || !(value >= 0 && value < (double)classes)) return "more numbers than the net has inputs, and the last is not a label";
+        else *label = (int32_t)value;
+        while (*end == ',' || *end == ';' || isspace((unsigned char)*end)) end++;
+        line = end;
+    }
+    return *columns < width ? "fewer numbers than the net has inputs" : NULL;
+}
+
+static int read_rows(samples *s, const moe_net *net, char *text) {
+    size_t width = (size_t)net->d_in, columns = width, first = 0, line;
+    char why[200];
+    s->x = (moe_real *)calloc((size_t)most_rows, width * sizeof *s->x), s->labels = (int32_t *)calloc((size_t)most_rows, sizeof *s->labels);
+    if (s->x == NULL || s->labels == NULL) return fail(rows_path, "out of memory");
+    for (line = 1; *text != '\0' && s->data.n < (size_t)most_rows; line++) {
+        char *next = text + strcspn(text, "\n");
+        const char *wrong;
+        if (*next != '\0') *next++ = '\0';
+        wrong = read_line(text, width, (size_t)net->d_out, s->x + s->data.n * width, &s->labels[s->data.n], &columns);
+        if (first == 0) first = columns;
+        if (wrong == NULL && columns != first) wrong = "another number of columns than in the first line";
+        if (wrong != NULL) return sprintf(why, "line %d: %s: it reads %d, here are %d", (int)line, wrong, net->d_in, (int)columns), fail(rows_path, why);
+        s->data.n++, text = next;
+    }
+    if (first <= width) free(s->labels), s->labels = NULL;
+    return s->data.x = s->x, 0;
+}
+
+/* Bytes as ids; the label of a token is the next one. */
+static int read_tokens(samples *s, const moe_net *net, const moe_buffer *text) {
+    s->ids = (int32_t *)calloc((size_t)most_rows + 1, sizeof *s->ids);
+    if (s->ids == NULL) return fail(text_path, "out of memory");
+    for (; s->data.n < text->size && s->data.n <= (size_t)most_rows; s->data.n++)
+        if ((s->ids[s->data.n] = text->data[s->data.n]) >= net->modules[0].n_rows) return fail(text_path, "its bytes are no tokens of this net: are they words?");
+    s->data.n -= s->data.n > 0; /* behind the last there is no next */
+    if (net->d_out >= net->modules[0].n_rows && (s->labels = (int32_t *)calloc(s->data.n + 1, sizeof *s->labels)) != NULL)
+        memcpy(s->labels, s->ids + 1, s->data.n * sizeof *s->labels);
+    return s->data.token_ids = s->ids, 0;
+}
+
+/* sequences: 1 when the model takes them; s->data is cut to whole ones. */
+static int read_samples(samples *s, const moe_net *net, size_t sequences) {
+    const char *from = net->d_in > 0 ? rows_path : text_path;
+    moe_buffer text = {0};
+    moe_stream stream = moe_buffer_stream(&text);
+    moe_error error = {0};
+    int failed;
+    if (from == NULL && weights == MOE_WEIGHTS_FLOAT) return 0;
+    if (from == NULL)
+        return net->d_in > 0 ? fail(path, "whole numbers need ranges, and these need inputs: add --calibration FILE.csv (or --weights float); -h explains")
+                             : fail(path, "the net reads tokens: add --tokens FILE, a text (or --weights float); -h explains");
+    if (moe_file_read(from, &text, &error)) return fail(from, error.message);
+    if (stream.write(stream.ctx, "", 1) != MOE_OK) return fail(from, "out of memory");
+    text.size--;
+    failed = net->d_in > 0 ? read_rows(s, net, (char *)text.data) : read_tokens(s, net, &text);
+    moe_buffer_free(&text);
+    if (sequences) s->data.length = s->data.n < (size_t)length ? s->data.n : (size_t)length;
+    if (s->data.length > 0) s->data.n -= s->data.n % s->data.length;
+    return failed || s->data.n > 0 ? failed : fail(from, "nothing is in it");
+}
+
+/* ---- float against integers ------------------------------------------------------------------------------------------------------------ */
+
+/* A model at work. */
+typedef struct runner {
+    const moe_model *model;
+    void *scratch, *input, *output;
+    double *y; /* the output as real numbers */
+    size_t best;
+    double right, loss;
+} runner;
+
+static int runner_begin(runner *r, const moe_model *model) {
+    r->model = model;
+    r->scratch = calloc(model->scratch_size, 1), r->input = calloc(model->d_in + 1, sizeof(moe_real));
+    r->output = calloc(model->d_out, sizeof(moe_real)), r->y = (double *)calloc(model->d_out, sizeof *r->y);
+    return r->scratch == NULL || r->input == NULL || r->output == NULL || r->y == NULL;
+}
+
+static void runner_end(runner *r) { free(r->scratch), free(r->input), free(r->output), free(r->y); }
+
+static moe_status runner_step(runner *r, const samples *s, size_t row) {
+    const moe_model *model = r->model;
+    double sum = 0;
+    moe_status status;
+    if (s->data.length > 0 && row % s->data.length == 0) moe_infer_restart(model, r->scratch, model->scratch_size);
+    for (size_t i = 0; i < model->d_in; i++) {
+        moe_real value = s->x[row * model->d_in + i];
+        double level = floor((double)value / (double)model->input_scale + 0.5);
+        if (model->weights_are == MOE_WEIGHTS_FLOAT) ((moe_real *)r->input)[i] = value;
+        else ((int8_t *)r->input)[i] = (int8_t)(level > 127 ? 127 : level < -127 ? -127 : level);
+    }
+    status = moe_infer(model, model->d_in > 0 ? r->input : s->ids + row, r->output, r->scratch, model->scratch_size);
+    for (size_t i = 0; i < model->d_out; i++) {
+        r->y[i] = model->weights_are == MOE_WEIGHTS_FLOAT ? (double)((moe_real *)r->output)[i] : ((int16_t *)r->output)[i] * (double)model->output_scale;
+        if (i == 0 || r->y[i] > r->y[r->best]) r->best = i;
+    }
+    for (size_t i = 0; i < model->d_out; i++) sum += exp(r->y[i] - r->y[r->best]);
+    if (s->labels != NULL) r->right += r->best == (size_t)s->labels[row], r->loss += log(sum) + r->y[r->best] - r->y[s->labels[row]];
+    return status;
+}
+
+/* What the experts that are chosen first make different. */
+typedef struct expert {
+    double rows, wrong, size; /* wrong, size: sums of squares */
+} expert;
+
+static int compare(const samples *s, const moe_model *floats, const moe_model *integers) {
+    runner a = {0}, b = {0};
+    size_t n_experts = integers->n_mixtures > 0 ? integers->mixtures[0].router.n_experts : 1;
+    expert *experts = (expert *)calloc(n_experts, sizeof *experts);
+    double same = 0, chose_same = 0, wrong = 0, size = 0;
+    moe_status status = experts == NULL || runner_begin(&a, floats) || runner_begin(&b, integers) ? MOE_ERR_MEMORY : MOE_OK;
+    for (size_t row = 0; row < s->data.n && status == MOE_OK; row++) {
+        moe_choice chosen[2][MOST_CHOSEN] = {{{0, 0}}};
+        size_t count[2] = {0, 0};
+        double d = 0, y = 0;
+        expert *first = experts;
+        if ((status = runner_step(&a, s, row)) != MOE_OK || (status = runner_step(&b, s, row)) != MOE_OK) break;
+        for (size_t i = 0; i < floats->d_out; i++) d += (a.y[i] - b.y[i]) * (a.y[i] - b.y[i]), y += a.y[i] * a.y[i];
+        if (integers->n_mixtures > 0 && moe_infer_choices(floats, 0, a.scratch, chosen[0], MOST_CHOSEN, &count[0]) == MOE_OK &&
+            moe_infer_choices(integers, 0, b.scratch, chosen[1], MOST_CHOSEN, &count[1]) == MOE_OK && count[0] > 0)
+            first = experts + chosen[0]->expert, chose_same += count[0] == count[1] && chosen[0]->expert == chosen[1]->expert;
+        wrong += d, size += y, same += a.best == b.best;
+        first->rows++, first->wrong += d, first->size += y;
+    }
+    if (status == MOE_OK) {
+        double n = (double)s->data.n;
+        printf("compared     with the net in float on these %.0f %s: outputs differ by %.2f %% (root mean square), %.2f %% of the answers are the same\n", n,
+               floats->d_in > 0 ? "rows" : "tokens", 100 * sqrt(wrong / (size > 0 ? size : 1)), 100 * same / n);
+        if (integers->n_mixtures > 0) printf("             the first mixture's first expert is the same for %.2f %%\n", 100 * chose_same / n);
+        for (size_t e = 0; integers->n_mixtures > 0 && e < n_experts; e++)
+            if (experts[e].rows > 0)
+                printf("             expert %2d first: %5.1f %% of them, outputs differ by %.2f %%\n", (int)e, 100 * experts[e].rows / n,
+                       100 * sqrt(experts[e].wrong / (experts[e].size > 0 ? experts[e].size : 1)));
+        if (s->labels != NULL)
+            printf("accuracy     %.2f %% in float, %.2f %% in %s; loss %.4f, %.4f (rows that it was trained on say little)\n", 100 * a.right / n,
+                   100 * b.right / n, kinds[weights], a.loss / n, b.loss / n);
+    }
+    runner_end(&a), runner_end(&b), free(experts);
+    return status == MOE_OK ? 0 : fail("comparing", moe_status_text(status));
+}
+
+/* ---- the whole ------------------------------------------------------------------------------------------------------------------------- */
+
+static moe_status write_header(void *ctx, moe_stream *stream) { return moe_export_c((const moe_built_model *)ctx, name, stream, NULL); }
+
+static void show_model(const moe_model *model, size_t numbers) {
+    double bytes = weights == MOE_WEIGHTS_FLOAT ? (double)(numbers * sizeof(moe_real)) : (double)(model->weights_size + model->experts_size);
+    printf("wrote        %s: the model `%s`, weights in %s\n", output, name, kinds[weights]);
+    printf("flash        %.0f bytes of weights", bytes);
+    if (model->experts_size > 0) printf(", %.0f of them experts'", (double)model->experts_size);
+    printf("\nscratch      %.0f bytes of RAM", (double)model->scratch_size);
+    if (model->length > 0) printf(", %.0f of them kept from token to token, %.0f tokens at most", (double)model->state_size, (double)model->length);
+    printf("\nwork         %.0f multiplications per %s at most\n", (double)model->multiplications, model->d_in > 0 ? "input" : "token");
+}
+
+static int export(moe_net *net, samples *s, moe_built_model *floats, moe_built_model *made) {
+    moe_model_config config = {.length = (size_t)length};
+    moe_error error = {0};
+    size_t all, used;
+    if (moe_net_load(net, path, 0, MOE_KERNELS_C, NULL, &error)) return fail(path, error.message);
+    all = moe_net_parameters(net, &used);
+    printf("read         %s: %d modules, %.0f numbers, of which one input uses %.0f\n", path, (int)net->n_modules, (double)all, (double)used);
+    if (moe_model_create(floats, net, &config, &error)) return fail(path, error.message);
+    if (read_samples(s, net, floats->model.length > 0)) return 1;
+    config.weights = weights, config.calibration = &s->data;
+    if (moe_model_create(made, net, &config, &error)) return fail(path, error.message);
+    if (moe_file_replace(output, write_header, made, &error)) return fail(output, error.message);
+    show_model(&made->model, all);
+    if (s->data.n > 0 && weights != MOE_WEIGHTS_FLOAT && compare(s, &floats->model, &made->model)) return 1;
+    printf("next         include it in the firmware; %s begins with how. To see that it compiles:\n             cc -std=c99 -Os -I. -DMOE_IMPLEMENTATION %s-x c -c %s -o /dev/null\n",
+           output, weights == MOE_WEIGHTS_FLOAT ? "-DMOE_NO_TRAIN " : "-DMOE_NO_FLOAT ", output);
+    return 0;
+}
+
+int main(int count, char **words) {
+    moe_net net = {0};
+    samples s = {0};
+    moe_built_model floats = {0}, made = {0};
+    int failed = read_options(count, words) || export(&net, &s, &floats, &made);
+    moe_model_free(&made), moe_model_free(&floats), moe_net_free(&net);
+    free(s.x), free(s.ids), free(s.labels);
+    return failed;
+}
