@@ -243,6 +243,41 @@
 #define moe_hme_posteriors moe_hme_posteriors_f64
 #define moe_hme_predict moe_hme_predict_f64
 #define moe_mixture_answer moe_mixture_answer_f64
+#define moe_infer moe_infer_f64
+#define moe_infer_loading moe_infer_loading_f64
+#define moe_infer_restart moe_infer_restart_f64
+#define moe_infer_choices moe_infer_choices_f64
+#define moe_int_model_run moe_int_model_run_f64
+#define moe_int_model_choices moe_int_model_choices_f64
+#define moe_float_model_run moe_float_model_run_f64
+#define moe_float_model_choices moe_float_model_choices_f64
+#define moe_model_create moe_model_create_f64
+#define moe_model_free moe_model_free_f64
+#define moe_export_c moe_export_c_f64
+#define moe_export_experts moe_export_experts_f64
+#define moe_int_op_int8 moe_int_op_int8_f64
+#define moe_int_op_int4 moe_int_op_int4_f64
+#define moe_int_op_int8_add moe_int_op_int8_add_f64
+#define moe_int_op_int4_add moe_int_op_int4_add_f64
+#define moe_int_op_curve moe_int_op_curve_f64
+#define moe_int_op_multiply moe_int_op_multiply_f64
+#define moe_int_op_add moe_int_op_add_f64
+#define moe_int_op_rescale moe_int_op_rescale_f64
+#define moe_int_op_mixture moe_int_op_mixture_f64
+#define moe_int_op_row moe_int_op_row_f64
+#define moe_int_op_norm moe_int_op_norm_f64
+#define moe_int_op_turn moe_int_op_turn_f64
+#define moe_int_op_attention moe_int_op_attention_f64
+#define moe_int_op_unit moe_int_op_unit_f64
+#define moe_int_op_cluster moe_int_op_cluster_f64
+#define moe_int_op_norm_l1 moe_int_op_norm_l1_f64
+#define moe_int_op_norm_l2 moe_int_op_norm_l2_f64
+#define moe_int_op_norm_linf moe_int_op_norm_linf_f64
+#define moe_int_op_match moe_int_op_match_f64
+#define moe_int_op_weigh moe_int_op_weigh_f64
+#define moe_int_op_weight moe_int_op_weight_f64
+#define moe_int_op_accumulate moe_int_op_accumulate_f64
+#define moe_int_op_rest moe_int_op_rest_f64
 #define moe_mixture_loss moe_mixture_loss_f64
 #endif
 
@@ -1189,27 +1224,33 @@ typedef struct moe_int_run {
     moe_status status;
 } moe_int_run;
 
-/* The functions of operations. They belong to models: nothing else calls them.
-     int8, int4          out = W in + b          int8_add, int4_add   sum out += weight (W in + b)      curve   out = c(in), a curve of 65 points
-     multiply            out = in * other        add   out = in * factor + other * factor2              rescale   out = in * factor
-     mixture             out = a mixture's output
-   of sequences:
-     row                 out = a row of a table: the token's (embedding) or the place's (positions)
-     norm                out = in / its root mean square * gain, or (in - mean) / its standard deviation * gain + bias
-     turn                out = the halves of each head of in turned against each other by the place's angles
-     attention           out = the values of the tokens so far, weighted by softmax(in . their keys); appends other, the token's key, and its value
-   of routers:
-     unit                out = in / |in|      cluster   out = in * the row of a table that the previous mixture's choices mean
-     norm_l1, norm_l2, norm_linf, match       out_e = a norm of in, or in . other, where the next k operations have made in of expert e
-   of a mixture's experts and shared expert:
-     weigh               out = weight * in; what follows has weight 1                weight   what follows has the weight in_0
-     accumulate          sum out += weight * in
-     rest                sum out += (1 - the sum of the chosen experts' weights) * in
-   Their code says to the bit what they do. */
-#define MOE_INT_OPS(X) X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture) X(unit) X(cluster) X(norm_l1) \
-    X(norm_l2) X(norm_linf) X(match) X(weigh) X(weight) X(accumulate) X(rest) X(row) X(norm) X(turn) X(attention)
-#define MOEI_OP_DECLARE(name) MOE_API void moe_int_op_##name(const moe_int_op *op, moe_int_run *run);
-MOE_INT_OPS(MOEI_OP_DECLARE)
+/* The functions of operations. They belong to models, nothing else calls them; their code says to the bit what they do. */
+MOE_API void moe_int_op_int8(const moe_int_op *op, moe_int_run *run); /* out = W in + b, weights of 8 bits */
+MOE_API void moe_int_op_int4(const moe_int_op *op, moe_int_run *run); /* the same, of 4 bits */
+MOE_API void moe_int_op_int8_add(const moe_int_op *op, moe_int_run *run); /* sum out += weight (W in + b) */
+MOE_API void moe_int_op_int4_add(const moe_int_op *op, moe_int_run *run);
+MOE_API void moe_int_op_curve(const moe_int_op *op, moe_int_run *run); /* out = c(in), a curve of 65 points */
+MOE_API void moe_int_op_multiply(const moe_int_op *op, moe_int_run *run); /* out = in * other */
+MOE_API void moe_int_op_add(const moe_int_op *op, moe_int_run *run); /* out = in * factor + other * factor2 */
+MOE_API void moe_int_op_rescale(const moe_int_op *op, moe_int_run *run); /* out = in * factor */
+MOE_API void moe_int_op_mixture(const moe_int_op *op, moe_int_run *run); /* out = a mixture's output */
+/* of sequences */
+MOE_API void moe_int_op_row(const moe_int_op *op, moe_int_run *run); /* out = a row of a table: the token's (embedding) or the place's (positions) */
+MOE_API void moe_int_op_norm(const moe_int_op *op, moe_int_run *run); /* out = in / its root mean square * gain, or (in - mean) / its standard deviation * gain + bias */
+MOE_API void moe_int_op_turn(const moe_int_op *op, moe_int_run *run); /* out = the halves of each head of in turned against each other by the place's angles */
+MOE_API void moe_int_op_attention(const moe_int_op *op, moe_int_run *run); /* out = the values of the tokens so far, weighted by softmax(in . their keys); appends other, the token's key, and its value */
+/* of routers */
+MOE_API void moe_int_op_unit(const moe_int_op *op, moe_int_run *run); /* out = in / |in| */
+MOE_API void moe_int_op_cluster(const moe_int_op *op, moe_int_run *run); /* out = in * the row of a table that the previous mixture's choices mean */
+MOE_API void moe_int_op_norm_l1(const moe_int_op *op, moe_int_run *run); /* out_e = a norm of in, which the next k operations have made of expert e */
+MOE_API void moe_int_op_norm_l2(const moe_int_op *op, moe_int_run *run);
+MOE_API void moe_int_op_norm_linf(const moe_int_op *op, moe_int_run *run);
+MOE_API void moe_int_op_match(const moe_int_op *op, moe_int_run *run); /* out_e = in . other, in made likewise */
+/* of a mixture's experts and shared expert */
+MOE_API void moe_int_op_weigh(const moe_int_op *op, moe_int_run *run); /* out = weight * in; what follows has weight 1 */
+MOE_API void moe_int_op_weight(const moe_int_op *op, moe_int_run *run); /* what follows has the weight in_0 */
+MOE_API void moe_int_op_accumulate(const moe_int_op *op, moe_int_run *run); /* sum out += weight * in */
+MOE_API void moe_int_op_rest(const moe_int_op *op, moe_int_run *run); /* sum out += (1 - the sum of the chosen experts' weights) * in */
 /* What moe_model.run and moe_model.choices are: integer and float models. */
 MOE_API moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
 MOE_API moe_status moe_int_model_choices(const moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
@@ -9902,8 +9943,10 @@ void moe_int_op_rest(const moe_int_op *op, moe_int_run *run) {
 
 /* The input as a vector. */
 static void moei_int_enter(int16_t *x, const signed char *input, size_t n) {
-    const signed char *end = input + n;
-    while (input < end) *x++ = *input++;
+    const signed char *end = input + n / 4 * 4;
+    for (; input < end; input += 4, x += 4) x[0] = input[0], x[1] = input[1], x[2] = input[2], x[3] = input[3];
+    if (n % 4 == 0) return;
+    for (end = input + n % 4; input < end;) *x++ = *input++;
     for (; n % 4 != 0; n++) *x++ = 0;
 }
 
@@ -10038,7 +10081,8 @@ typedef struct moei_maker {
     int in_block;           /* constants are of experts: they go to the blocks */
     uint32_t clock;
     uint32_t *entering;     /* [modules + 1] the vector that enters each module */
-    size_t module, fused;   /* the module at work; the activation that a product has taken over, 0: none */
+    size_t module;          /* the one at work */
+    int relu;               /* it makes the relu behind it as well */
     moe_buffer pieces;      /* constants of a mixture's experts: all experts' first product, then all their second, ... */
     size_t piece[MOEI_INT_PIECES], n_pieces; /* bytes of one expert's */
     size_t multiplications, counted; /* of the model; those of operations since `counted` was set to 0 */
@@ -11187,7 +11231,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     index = moei_maker_push(m, &m->made.mixtures, &mixture, sizeof mixture);
     names.name[0] = s.plan.gate, names.name[1] = s.plan.select, names.name[2] = s.plan.values, names.name[3] = s.plan.weight, names.name[4] = s.plan.scale;
     (void)moei_maker_push(m, &m->made.router_names, &names, sizeof names);
-    op = moei_op(moe_int_op_mixture, (size_t)c->d_out, 0, -limit, limit, to.shift);
+    op = moei_op(moe_int_op_mixture, (size_t)c->d_out, 0, m->relu ? 0 : -limit, limit, to.shift);
     op.index = (uint16_t)index;
     m->counted = 0;
     moei_op_append(m, op, x, x, out);
@@ -11197,21 +11241,13 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
 /* ---- modules: what each appends; the vector that it makes ---- */
 
 static uint32_t moei_module_linear(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
-    const size_t i = m->module;
     const moei_int_matrix w = moei_int_matrix_of(module->tensors[MOE_MODULE_WEIGHT], module->tensors[MOE_MODULE_BIAS], 1, (size_t)module->d_out,
                                                  (size_t)module->d_in);
-    const moe_module *next = i + 1 < m->net->n_modules ? module + 1 : NULL;
-    /* A relu that alone reads this module is part of the product. */
-    if (next != NULL && next->kind == MOE_MODULE_ACTIVATION && next->act == MOE_ACT_RELU && !moei_is_around(m->net, i + 1)) {
-        m->fused = i + 1;
-        return moei_product(m, &w, moei_narrowed(m, m->entering[i]), moei_reads_narrow(m->net, i + 2) ? MOEI_NARROW : MOEI_WIDE, 1, range[1].y, 0);
-    }
-    return moei_product(m, &w, moei_narrowed(m, m->entering[i]), limit, 0, range->y, 0);
+    return moei_product(m, &w, moei_narrowed(m, m->entering[m->module]), limit, m->relu, range->y, 0);
 }
 
 static uint32_t moei_module_activation(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
     const double scale = limit == MOEI_NARROW ? range->y / limit : range->y * 1.1 / limit;
-    if (m->fused == m->module) return m->entering[m->module];
     return moei_curve(m, module->act, moei_widened(m, m->entering[m->module]), limit, scale, range->y);
 }
 
@@ -11721,17 +11757,26 @@ static void moei_maker_check(moei_maker *m) {
             MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: wider than %d has no integer form; MOE_WEIGHTS_FLOAT takes it", i, (int)MOEI_INT_MAX_WIDTH);
 }
 
+/* Whether a relu behind module i is part of what makes its output: it alone reads that. */
+static int moei_takes_relu(const moe_net *net, size_t i) {
+    const moe_module *m = &net->modules[i];
+    return (m->kind == MOE_MODULE_LINEAR || m->kind == MOE_MODULE_MIXTURE) && i + 1 < net->n_modules && m[1].kind == MOE_MODULE_ACTIVATION &&
+           m[1].act == MOE_ACT_RELU && !moei_is_around(net, i + 1);
+}
+
 static void moei_maker_modules(moei_maker *m) {
     size_t i;
     for (i = 0; i < m->net->n_modules && m->status == MOE_OK; i++) {
         const moe_module *module = &m->net->modules[i];
+        moei_int_range range = m->ranges[i];
         m->module = i;
+        m->relu = moei_takes_relu(m->net, i);
         if (moei_int_modules[module->kind] == NULL) {
             MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s has no integer form; MOE_WEIGHTS_FLOAT takes it", i, moei_module_names[module->kind]);
             return;
         }
-        m->entering[i + 1] = moei_int_modules[module->kind](m, module, &m->ranges[i], moei_reads_narrow(m->net, i + 1) ? MOEI_NARROW : MOEI_WIDE);
-        if (m->fused != i + 1) m->fused = 0;
+        if (m->relu) range.y = m->ranges[++i].y;
+        m->entering[i + 1] = moei_int_modules[module->kind](m, module, &range, moei_reads_narrow(m->net, i + 1) ? MOEI_NARROW : MOEI_WIDE);
     }
 }
 
@@ -11914,12 +11959,15 @@ static void moei_print_place(moei_printer *p, uint32_t at, const char *end) {
 }
 
 /* The functions of operations by name. */
+#define MOEI_OPS(X) X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture) X(row) X(norm) \
+    X(turn) X(attention) X(unit) X(cluster) X(norm_l1) X(norm_l2) X(norm_linf) X(match) X(weigh) X(weight) X(accumulate) X(rest)
+
 static const struct moei_op_name {
     void (*run)(const moe_int_op *op, moe_int_run *run);
     const char *name;
 } moei_op_names[] = {
 #define MOEI_OP_NAME(name) {moe_int_op_##name, #name},
-    MOE_INT_OPS(MOEI_OP_NAME)
+    MOEI_OPS(MOEI_OP_NAME)
 #undef MOEI_OP_NAME
 };
 

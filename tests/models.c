@@ -361,6 +361,15 @@ static void machine_rest(machine *m, const moe_int_op *op) {
     free(x), free(sums), free(choices);
 }
 
+/* sum out += in * weight */
+static void machine_accumulate(machine *m, const moe_int_op *op) {
+    int64_t *x = vector_read(m, op->in, op->shape.n, 32767), *sums = sums_read(m, op->out, op->shape.n);
+    size_t i;
+    for (i = 0; i < op->shape.n; i++) sums[i] += floor_half(x[i] * m->weight + rounding(op->shape.shift), op->shape.shift);
+    sums_write(m, op->out, op->shape.n, sums);
+    free(x), free(sums);
+}
+
 static void machine_weight(machine *m, const moe_int_op *op) {
     int64_t *x = vector_read(m, op->in, 1, 32767);
     m->weight = x[0];
@@ -382,6 +391,7 @@ static void machine_ops(machine *m, uint32_t first, uint32_t n) {
         else if (op->run == moe_int_op_mixture) machine_mixture(m, op);
         else if (op->run == moe_int_op_weigh) machine_weigh(m, op);
         else if (op->run == moe_int_op_weight) machine_weight(m, op);
+        else if (op->run == moe_int_op_accumulate) machine_accumulate(m, op);
         else if (op->run == moe_int_op_rest) machine_rest(m, op);
         else m->unknown = 1, machine_wrong(m, "an operation that this interpreter does not know");
     }
@@ -923,11 +933,22 @@ static void digits_mlp(moe_net *net) {
     (void)moe_net_linear(net, CLASSES);
 }
 
+/* The net of examples/quickstart.c. */
+static void digits_quickstart(moe_net *net) {
+    moe_layer_config c;
+    memset(&c, 0, sizeof c);
+    c.router.n_experts = 8, c.router.top_k = 2, c.router.loss_balance = (moe_real)0.05, c.d_ff = 32;
+    (void)moe_net_linear(net, 64), (void)moe_net_layer_norm(net);
+    (void)moe_net_mixture(net, &c), (void)moe_net_residual(net, 2);
+    (void)moe_net_layer_norm(net), (void)moe_net_linear(net, CLASSES);
+}
+
 static const struct digits_net {
     const char *name;
     void (*add)(moe_net *net);
     double less8, less4; /* the most that accuracy may fall */
-} digits_nets[] = {{"digits: relu", digits_mlp, 0.005, 0.03}, {"digits: mixture", digits_mixture, 0.005, 0.03}};
+} digits_nets[] = {{"digits: relu", digits_mlp, 0.005, 0.03}, {"digits: mixture", digits_mixture, 0.005, 0.03},
+                   {"digits: quickstart", digits_quickstart, 0.005, 0.03}};
 
 /* Trains one net on three rows of five, and judges its models by the other two. */
 static void test_digits_net(const struct digits_net *row, const moe_data *train, const moe_data *test) {
