@@ -348,6 +348,15 @@ static void machine_weigh(machine *m, const moe_int_op *op) {
     free(x);
 }
 
+/* The weight times in. */
+static void machine_accumulate(machine *m, const moe_int_op *op) {
+    int64_t *x = vector_read(m, op->in, op->shape.n, 32767), *sums = sums_read(m, op->out, op->shape.n);
+    size_t i;
+    for (i = 0; i < op->shape.n; i++) sums[i] += floor_half(x[i] * m->weight + rounding(op->shape.shift), op->shape.shift);
+    sums_write(m, op->out, op->shape.n, sums);
+    free(x), free(sums);
+}
+
 /* What the experts' weights leave of 1, times in. */
 static void machine_rest(machine *m, const moe_int_op *op) {
     const size_t most = m->model->mixtures[op->index].router.most;
@@ -382,6 +391,7 @@ static void machine_ops(machine *m, uint32_t first, uint32_t n) {
         else if (op->run == moe_int_op_mixture) machine_mixture(m, op);
         else if (op->run == moe_int_op_weigh) machine_weigh(m, op);
         else if (op->run == moe_int_op_weight) machine_weight(m, op);
+        else if (op->run == moe_int_op_accumulate) machine_accumulate(m, op);
         else if (op->run == moe_int_op_rest) machine_rest(m, op);
         else m->unknown = 1, machine_wrong(m, "an operation that this interpreter does not know");
     }
