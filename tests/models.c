@@ -348,6 +348,15 @@ static void machine_weigh(machine *m, const moe_int_op *op) {
     free(x);
 }
 
+/* The weight times in. */
+static void machine_accumulate(machine *m, const moe_int_op *op) {
+    int64_t *x = vector_read(m, op->in, op->shape.n, 32767), *sums = sums_read(m, op->out, op->shape.n);
+    size_t i;
+    for (i = 0; i < op->shape.n; i++) sums[i] += floor_half(x[i] * m->weight + rounding(op->shape.shift), op->shape.shift);
+    sums_write(m, op->out, op->shape.n, sums);
+    free(x), free(sums);
+}
+
 /* What the experts' weights leave of 1, times in. */
 static void machine_rest(machine *m, const moe_int_op *op) {
     const size_t most = m->model->mixtures[op->index].router.most;
