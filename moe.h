@@ -243,6 +243,41 @@
 #define moe_hme_posteriors moe_hme_posteriors_f64
 #define moe_hme_predict moe_hme_predict_f64
 #define moe_mixture_answer moe_mixture_answer_f64
+#define moe_infer moe_infer_f64
+#define moe_infer_loading moe_infer_loading_f64
+#define moe_infer_restart moe_infer_restart_f64
+#define moe_infer_choices moe_infer_choices_f64
+#define moe_int_model_run moe_int_model_run_f64
+#define moe_int_model_choices moe_int_model_choices_f64
+#define moe_float_model_run moe_float_model_run_f64
+#define moe_float_model_choices moe_float_model_choices_f64
+#define moe_model_create moe_model_create_f64
+#define moe_model_free moe_model_free_f64
+#define moe_export_c moe_export_c_f64
+#define moe_export_experts moe_export_experts_f64
+#define moe_int_op_int8 moe_int_op_int8_f64
+#define moe_int_op_int4 moe_int_op_int4_f64
+#define moe_int_op_int8_add moe_int_op_int8_add_f64
+#define moe_int_op_int4_add moe_int_op_int4_add_f64
+#define moe_int_op_curve moe_int_op_curve_f64
+#define moe_int_op_multiply moe_int_op_multiply_f64
+#define moe_int_op_add moe_int_op_add_f64
+#define moe_int_op_rescale moe_int_op_rescale_f64
+#define moe_int_op_mixture moe_int_op_mixture_f64
+#define moe_int_op_row moe_int_op_row_f64
+#define moe_int_op_norm moe_int_op_norm_f64
+#define moe_int_op_turn moe_int_op_turn_f64
+#define moe_int_op_attention moe_int_op_attention_f64
+#define moe_int_op_unit moe_int_op_unit_f64
+#define moe_int_op_cluster moe_int_op_cluster_f64
+#define moe_int_op_norm_l1 moe_int_op_norm_l1_f64
+#define moe_int_op_norm_l2 moe_int_op_norm_l2_f64
+#define moe_int_op_norm_linf moe_int_op_norm_linf_f64
+#define moe_int_op_match moe_int_op_match_f64
+#define moe_int_op_weigh moe_int_op_weigh_f64
+#define moe_int_op_weight moe_int_op_weight_f64
+#define moe_int_op_accumulate moe_int_op_accumulate_f64
+#define moe_int_op_rest moe_int_op_rest_f64
 #define moe_mixture_loss moe_mixture_loss_f64
 #endif
 
@@ -1144,7 +1179,7 @@ typedef struct moe_int_attention {
     uint16_t heads, d_head;
     uint32_t keys, values; /* bytes from the start of the state: int8 [length, heads d_head] each */
     uint32_t value;        /* vector: the token's own v */
-    uint32_t room;         /* int16 from the start of the vectors: int32 [length] for scores */
+    uint32_t room;         /* int16 from the start of the vectors: int32 [length + 1] for scores, int16 [length] for weights */
     uint16_t bits;         /* 2^bits to an octave, in which scores are compared */
 } moe_int_attention;
 
@@ -1189,27 +1224,33 @@ typedef struct moe_int_run {
     moe_status status;
 } moe_int_run;
 
-/* The functions of operations. They belong to models: nothing else calls them.
-     int8, int4          out = W in + b          int8_add, int4_add   sum out += weight (W in + b)      curve   out = c(in), a curve of 65 points
-     multiply            out = in * other        add   out = in * factor + other * factor2              rescale   out = in * factor
-     mixture             out = a mixture's output
-   of sequences:
-     row                 out = a row of a table: the token's (embedding) or the place's (positions)
-     norm                out = in / its root mean square * gain, or (in - mean) / its standard deviation * gain + bias
-     turn                out = the halves of each head of in turned against each other by the place's angles
-     attention           out = the values of the tokens so far, weighted by softmax(in . their keys); appends other, the token's key, and its value
-   of routers:
-     unit                out = in / |in|      cluster   out = in * the row of a table that the previous mixture's choices mean
-     norm_l1, norm_l2, norm_linf, match       out_e = a norm of in, or in . other, where the next k operations have made in of expert e
-   of a mixture's experts and shared expert:
-     weigh               out = weight * in; what follows has weight 1                weight   what follows has the weight in_0
-     accumulate          sum out += weight * in
-     rest                sum out += (1 - the sum of the chosen experts' weights) * in
-   Their code says to the bit what they do. */
-#define MOE_INT_OPS(X) X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture) X(unit) X(cluster) X(norm_l1) \
-    X(norm_l2) X(norm_linf) X(match) X(weigh) X(weight) X(accumulate) X(rest) X(row) X(norm) X(turn) X(attention)
-#define MOEI_OP_DECLARE(name) MOE_API void moe_int_op_##name(const moe_int_op *op, moe_int_run *run);
-MOE_INT_OPS(MOEI_OP_DECLARE)
+/* The functions of operations. They belong to models, nothing else calls them; their code says to the bit what they do. */
+MOE_API void moe_int_op_int8(const moe_int_op *op, moe_int_run *run); /* out = W in + b, weights of 8 bits */
+MOE_API void moe_int_op_int4(const moe_int_op *op, moe_int_run *run); /* the same, of 4 bits */
+MOE_API void moe_int_op_int8_add(const moe_int_op *op, moe_int_run *run); /* sum out += weight (W in + b) */
+MOE_API void moe_int_op_int4_add(const moe_int_op *op, moe_int_run *run);
+MOE_API void moe_int_op_curve(const moe_int_op *op, moe_int_run *run); /* out = c(in), a curve of 65 points */
+MOE_API void moe_int_op_multiply(const moe_int_op *op, moe_int_run *run); /* out = in * other */
+MOE_API void moe_int_op_add(const moe_int_op *op, moe_int_run *run); /* out = in * factor + other * factor2 */
+MOE_API void moe_int_op_rescale(const moe_int_op *op, moe_int_run *run); /* out = in * factor */
+MOE_API void moe_int_op_mixture(const moe_int_op *op, moe_int_run *run); /* out = a mixture's output */
+/* of sequences */
+MOE_API void moe_int_op_row(const moe_int_op *op, moe_int_run *run); /* out = a row of a table: the token's (embedding) or the place's (positions) */
+MOE_API void moe_int_op_norm(const moe_int_op *op, moe_int_run *run); /* out = in / its root mean square * gain, or (in - mean) / its standard deviation * gain + bias */
+MOE_API void moe_int_op_turn(const moe_int_op *op, moe_int_run *run); /* out = the halves of each head of in turned against each other by the place's angles */
+MOE_API void moe_int_op_attention(const moe_int_op *op, moe_int_run *run); /* out = the values of the tokens so far, weighted by softmax(in . their keys); appends other, the token's key, and its value */
+/* of routers */
+MOE_API void moe_int_op_unit(const moe_int_op *op, moe_int_run *run); /* out = in / |in| */
+MOE_API void moe_int_op_cluster(const moe_int_op *op, moe_int_run *run); /* out = in * the row of a table that the previous mixture's choices mean */
+MOE_API void moe_int_op_norm_l1(const moe_int_op *op, moe_int_run *run); /* out_e = a norm of in, which the next k operations have made of expert e */
+MOE_API void moe_int_op_norm_l2(const moe_int_op *op, moe_int_run *run);
+MOE_API void moe_int_op_norm_linf(const moe_int_op *op, moe_int_run *run);
+MOE_API void moe_int_op_match(const moe_int_op *op, moe_int_run *run); /* out_e = in . other, in made likewise */
+/* of a mixture's experts and shared expert */
+MOE_API void moe_int_op_weigh(const moe_int_op *op, moe_int_run *run); /* out = weight * in; what follows has weight 1 */
+MOE_API void moe_int_op_weight(const moe_int_op *op, moe_int_run *run); /* what follows has the weight in_0 */
+MOE_API void moe_int_op_accumulate(const moe_int_op *op, moe_int_run *run); /* sum out += weight * in */
+MOE_API void moe_int_op_rest(const moe_int_op *op, moe_int_run *run); /* sum out += (1 - the sum of the chosen experts' weights) * in */
 /* What moe_model.run and moe_model.choices are: integer and float models. */
 MOE_API moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
 MOE_API moe_status moe_int_model_choices(const moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
@@ -1221,7 +1262,8 @@ MOE_API moe_status moe_float_model_choices(const moe_model *model, size_t mixtur
 /* output = what the net says to one input. Integer models: input int8_t [d_in] levels within +-127, output int16_t [d_out] levels. Float models: moe_real
    [d_in], [d_out]. d_in = 0: input is one id, int32_t. scratch [model->scratch_size], any alignment, holds all that is computed. A model of sequences
    (length > 0) takes one token in each call, and its scratch memory stays the caller's but unchanged in between; zeroed memory begins a sequence, as does
-   moe_infer_restart. Errors: MOE_ERR_ARGUMENT (NULL, an id beyond the vocabulary), MOE_ERR_SPACE (scratch_size too small), MOE_ERR_STATE (the sequence is longer than
+   moe_infer_restart. That of an integer model may be copied between calls to another address with the same remainder by 4, and only its first
+   state_size bytes (+ 3 for the alignment) need be: they are the sequence up to here. Errors: MOE_ERR_ARGUMENT (NULL, an id beyond the vocabulary), MOE_ERR_SPACE (scratch_size too small), MOE_ERR_STATE (the sequence is longer than
    length), MOE_ERR_UNSUPPORTED (a model of another version; experts behind a loader). After an error output is unspecified, and the sequence is where it was. */
 MOE_API moe_status moe_infer(const moe_model *model, const void *input, void *output, void *scratch, size_t scratch_size);
 /* The same for a model whose experts are behind a loader. loader NULL: as moe_infer. */
@@ -9580,39 +9622,59 @@ void moe_int_op_turn(const moe_int_op *op, moe_int_run *run) {
     moei_int_put_zeros(n, y);
 }
 
+/* Not inlined: where it would go too many registers are taken. */
+#if defined(__GNUC__) || defined(__clang__)
+#define MOEI_INT_CALLED __attribute__((__noinline__))
+#else
+#define MOEI_INT_CALLED
+#endif
+
+/* *a = sum_i u_i x_i and *b the same of the numbers `apart` from x; those of x are `step` apart. Both loops of attention, two results at a time; n > 0. */
+static MOEI_INT_CALLED void moei_int_dots(unsigned n, const int16_t *u, const signed char *x, unsigned step, unsigned apart, int32_t *a, int32_t *b) {
+    const int16_t *end = u + n;
+    int32_t sum_a = 0, sum_b = 0;
+    do {
+        sum_a += (int32_t)*u * x[0];
+        sum_b += (int32_t)*u * x[apart];
+        u++, x += step;
+    } while (u != end);
+    *a = sum_a, *b = sum_b;
+}
+
 /* One head of attention over n tokens: q, keys, values and y are at its first number, rows of keys and values `width` apart. */
 typedef struct moei_int_head {
     const moe_int_op *op;
     const int16_t *q;
     const signed char *keys, *values;
-    int32_t *scores;
+    int32_t *scores;  /* [n], and one more */
+    int16_t *weights; /* [n] */
     int16_t *y;
     unsigned n, width, d_head, bits;
 } moei_int_head;
 
-/* The scores become weights, 32768 >> less for the largest; returns their sum. */
+/* Weights from scores, at most 32767 >> less; returns their sum. */
 static uint32_t moei_int_weigh(const moei_int_head *h, unsigned less) {
     const signed char *key = h->keys;
+    int32_t most = INT32_MIN, *score = h->scores;
     uint32_t total = 0;
-    int32_t most = INT32_MIN;
-    unsigned j, p;
-    for (j = 0; j < h->n; j++, key += h->width) {
-        int32_t score = 0;
-        for (p = 0; p < h->d_head; p++) score += (int32_t)h->q[p] * key[p];
-        h->scores[j] = score;
-        if (score > most) most = score;
-    }
+    unsigned j;
+    for (j = 0; j < h->n; j += 2, key += 2 * (size_t)h->width) moei_int_dots(h->d_head, h->q, key, 1, j + 1 < h->n ? h->width : 0, score + j, score + j + 1);
+    for (j = 0; j < h->n; j++)
+        if (score[j] > most) most = score[j];
     for (j = 0; j < h->n; j++) {
-        h->scores[j] = (int32_t)(moe_int_exp2((uint32_t)moei_int_scale(most - h->scores[j], h->op->factor), (int)h->bits) >> less);
-        total += (uint32_t)h->scores[j];
+        uint32_t w = moe_int_exp2((uint32_t)moei_int_scale(most - score[j], h->op->factor), (int)h->bits) >> less;
+        if (w > 32767) w = 32767;
+        h->weights[j] = (int16_t)w;
+        total += w;
     }
     return total;
 }
 
 static void moei_int_mix(const moei_int_head *h) {
     moe_int_shape shape = h->op->shape;
-    unsigned less = 0, j, p, down = 0;
+    unsigned less = 0, p, more, down = 0;
     uint32_t total;
+    int32_t sums[2];
     int16_t factor;
     int32_t round;
     while ((h->n - 1) >> 9 >> less != 0) less++;
@@ -9621,20 +9683,20 @@ static void moei_int_mix(const moei_int_head *h) {
     total = moei_int_weigh(h, less);
     while (total >> down > 0xffffu) down++;
     factor = (int16_t)(((uint32_t)h->op->factor2 << 15 >> less) / (total >> down));
-    for (p = 0; p < h->d_head; p++) {
-        const signed char *value = h->values + p;
-        int32_t sum = 0;
-        for (j = 0; j < h->n; j++, value += h->width) sum += h->scores[j] * *value;
-        h->y[p] = moei_int_clamp(&shape, (moei_int_scale(sum >> down, factor) + round) >> shape.shift);
+    for (p = 0; p < h->d_head; p += 2) {
+        more = p + 1 < h->d_head;
+        moei_int_dots(h->n, h->weights, h->values + p, h->width, more, &sums[0], &sums[1]);
+        h->y[p] = moei_int_clamp(&shape, (moei_int_scale(sums[0] >> down, factor) + round) >> shape.shift);
+        h->y[p + more] = moei_int_clamp(&shape, (moei_int_scale(sums[1] >> down, factor) + round) >> shape.shift);
     }
 }
 
 /* Attention of one token. in: q, wide; other: its key, attention.value: its value, both narrow, which are appended to those in the state first. With
    n = place + 1 tokens, less = the bits of place >> 9, and for each head
-     s_j = sum_p q_p key_jp            w_j = moe_int_exp2(((max s - s_j) * factor) >> 16, bits) >> less            total = sum_j w_j
+     s_j = sum_p q_p key_jp       w_j = the smaller of 32767 and moe_int_exp2(((max s - s_j) * factor) >> 16, bits) >> less       total = sum_j w_j
      down: the least with total >> down < 2^16            r = ((factor2 << 15) >> less) / (total >> down), rounded down
      out_p = clamp((((sum_j w_j value_jp >> down) * r >> 16) + round) >> (shift - less))            round is that of shift - less; zeros behind the heads
-   The maker sees to |s_j| < 2^30; 7 <= shift; n <= 65535, so that total <= 2^24 and less <= 7. */
+   The maker sees to |s_j| < 2^30; factor2 <= 32766; 7 <= shift; n <= 65535, so that total <= 2^24 and less <= 7. */
 void moe_int_op_attention(const moe_int_op *op, moe_int_run *run) {
     const moe_int_attention *a = run->model->attentions + op->index;
     const unsigned width = (unsigned)a->heads * a->d_head;
@@ -9646,7 +9708,7 @@ void moe_int_op_attention(const moe_int_op *op, moe_int_run *run) {
         keys[(size_t)run->place * width + i] = (signed char)key[i];
         values[(size_t)run->place * width + i] = (signed char)value[i];
     }
-    h.op = op, h.scores = moei_int_wide(run, a->room);
+    h.op = op, h.scores = moei_int_wide(run, a->room), h.weights = moei_int_vector(run, a->room) + 2 * ((size_t)run->model->length + 1);
     h.n = (unsigned)run->place + 1, h.width = width, h.d_head = a->d_head, h.bits = a->bits;
     for (i = 0; i < width; i += a->d_head) {
         h.q = moei_int_vector(run, op->in) + i, h.y = moei_int_vector(run, op->out) + i;
@@ -9881,8 +9943,10 @@ void moe_int_op_rest(const moe_int_op *op, moe_int_run *run) {
 
 /* The input as a vector. */
 static void moei_int_enter(int16_t *x, const signed char *input, size_t n) {
-    const signed char *end = input + n;
-    while (input < end) *x++ = *input++;
+    const signed char *end = input + n / 4 * 4;
+    for (; input < end; input += 4, x += 4) x[0] = input[0], x[1] = input[1], x[2] = input[2], x[3] = input[3];
+    if (n % 4 == 0) return;
+    for (end = input + n % 4; input < end;) *x++ = *input++;
     for (; n % 4 != 0; n++) *x++ = 0;
 }
 
@@ -10017,7 +10081,8 @@ typedef struct moei_maker {
     int in_block;           /* constants are of experts: they go to the blocks */
     uint32_t clock;
     uint32_t *entering;     /* [modules + 1] the vector that enters each module */
-    size_t module, fused;   /* the module at work; the activation that a product has taken over, 0: none */
+    size_t module;          /* the one at work */
+    int relu;               /* it makes the relu behind it as well */
     moe_buffer pieces;      /* constants of a mixture's experts: all experts' first product, then all their second, ... */
     size_t piece[MOEI_INT_PIECES], n_pieces; /* bytes of one expert's */
     size_t multiplications, counted; /* of the model; those of operations since `counted` was set to 0 */
@@ -11166,7 +11231,7 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
     index = moei_maker_push(m, &m->made.mixtures, &mixture, sizeof mixture);
     names.name[0] = s.plan.gate, names.name[1] = s.plan.select, names.name[2] = s.plan.values, names.name[3] = s.plan.weight, names.name[4] = s.plan.scale;
     (void)moei_maker_push(m, &m->made.router_names, &names, sizeof names);
-    op = moei_op(moe_int_op_mixture, (size_t)c->d_out, 0, -limit, limit, to.shift);
+    op = moei_op(moe_int_op_mixture, (size_t)c->d_out, 0, m->relu ? 0 : -limit, limit, to.shift);
     op.index = (uint16_t)index;
     m->counted = 0;
     moei_op_append(m, op, x, x, out);
@@ -11176,21 +11241,13 @@ static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, con
 /* ---- modules: what each appends; the vector that it makes ---- */
 
 static uint32_t moei_module_linear(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
-    const size_t i = m->module;
     const moei_int_matrix w = moei_int_matrix_of(module->tensors[MOE_MODULE_WEIGHT], module->tensors[MOE_MODULE_BIAS], 1, (size_t)module->d_out,
                                                  (size_t)module->d_in);
-    const moe_module *next = i + 1 < m->net->n_modules ? module + 1 : NULL;
-    /* A relu that alone reads this module is part of the product. */
-    if (next != NULL && next->kind == MOE_MODULE_ACTIVATION && next->act == MOE_ACT_RELU && !moei_is_around(m->net, i + 1)) {
-        m->fused = i + 1;
-        return moei_product(m, &w, moei_narrowed(m, m->entering[i]), moei_reads_narrow(m->net, i + 2) ? MOEI_NARROW : MOEI_WIDE, 1, range[1].y, 0);
-    }
-    return moei_product(m, &w, moei_narrowed(m, m->entering[i]), limit, 0, range->y, 0);
+    return moei_product(m, &w, moei_narrowed(m, m->entering[m->module]), limit, m->relu, range->y, 0);
 }
 
 static uint32_t moei_module_activation(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
     const double scale = limit == MOEI_NARROW ? range->y / limit : range->y * 1.1 / limit;
-    if (m->fused == m->module) return m->entering[m->module];
     return moei_curve(m, module->act, moei_widened(m, m->entering[m->module]), limit, scale, range->y);
 }
 
@@ -11417,7 +11474,7 @@ static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, c
     a.heads = (uint16_t)module->attention.heads, a.d_head = (uint16_t)module->attention.d_head;
     a.value = moei_product(m, &value, x, MOEI_NARROW, 0, range->v, 0);
     a.keys = moei_state(m, width), a.values = moei_state(m, width);
-    a.room = moei_value_wide32(m, m->made.model.length);
+    a.room = moei_value_wide32(m, m->made.model.length + 1 + (m->made.model.length + 1) / 2);
     if (m->status != MOE_OK) return 0;
     octaves = m->values[q].scale * m->values[k].scale * 1.4426950408889634 / sqrt((double)a.d_head);
     bits = moei_shift_for(octaves, 16, 31);
@@ -11430,7 +11487,7 @@ static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, c
     bits = moei_shift_for(m->values[a.value].scale / scale, 0, 14);
     op = moei_op(moe_int_op_attention, width, width, -MOEI_NARROW, MOEI_NARROW, bits - 1);
     op.factor = (int16_t)moei_nearest(ldexp(octaves, 16 + a.bits), 32767);
-    op.factor2 = (int16_t)moei_nearest(ldexp(m->values[a.value].scale / scale, bits), 32767);
+    op.factor2 = (int16_t)moei_nearest(ldexp(m->values[a.value].scale / scale, bits), 32766);
     op.index = (uint16_t)moei_maker_push(m, &m->made.attentions, &a, sizeof a);
     m->counted += 2 * width * m->made.model.length;
     moei_op_append(m, op, q, k, out);
@@ -11700,17 +11757,26 @@ static void moei_maker_check(moei_maker *m) {
             MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: wider than %d has no integer form; MOE_WEIGHTS_FLOAT takes it", i, (int)MOEI_INT_MAX_WIDTH);
 }
 
+/* Whether a relu behind module i is part of what makes its output: it alone reads that. */
+static int moei_takes_relu(const moe_net *net, size_t i) {
+    const moe_module *m = &net->modules[i];
+    return (m->kind == MOE_MODULE_LINEAR || m->kind == MOE_MODULE_MIXTURE) && i + 1 < net->n_modules && m[1].kind == MOE_MODULE_ACTIVATION &&
+           m[1].act == MOE_ACT_RELU && !moei_is_around(net, i + 1);
+}
+
 static void moei_maker_modules(moei_maker *m) {
     size_t i;
     for (i = 0; i < m->net->n_modules && m->status == MOE_OK; i++) {
         const moe_module *module = &m->net->modules[i];
+        moei_int_range range = m->ranges[i];
         m->module = i;
+        m->relu = moei_takes_relu(m->net, i);
         if (moei_int_modules[module->kind] == NULL) {
             MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s has no integer form; MOE_WEIGHTS_FLOAT takes it", i, moei_module_names[module->kind]);
             return;
         }
-        m->entering[i + 1] = moei_int_modules[module->kind](m, module, &m->ranges[i], moei_reads_narrow(m->net, i + 1) ? MOEI_NARROW : MOEI_WIDE);
-        if (m->fused != i + 1) m->fused = 0;
+        if (m->relu) range.y = m->ranges[++i].y;
+        m->entering[i + 1] = moei_int_modules[module->kind](m, module, &range, moei_reads_narrow(m->net, i + 1) ? MOEI_NARROW : MOEI_WIDE);
     }
 }
 
@@ -11893,12 +11959,15 @@ static void moei_print_place(moei_printer *p, uint32_t at, const char *end) {
 }
 
 /* The functions of operations by name. */
+#define MOEI_OPS(X) X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture) X(row) X(norm) \
+    X(turn) X(attention) X(unit) X(cluster) X(norm_l1) X(norm_l2) X(norm_linf) X(match) X(weigh) X(weight) X(accumulate) X(rest)
+
 static const struct moei_op_name {
     void (*run)(const moe_int_op *op, moe_int_run *run);
     const char *name;
 } moei_op_names[] = {
 #define MOEI_OP_NAME(name) {moe_int_op_##name, #name},
-    MOE_INT_OPS(MOEI_OP_NAME)
+    MOEI_OPS(MOEI_OP_NAME)
 #undef MOEI_OP_NAME
 };
 
@@ -12031,8 +12100,8 @@ static moei_masks moei_masks_of(const moe_net *net) {
         const moe_layer_config *c = &module->layer.config;
         m.modules |= moei_mask_bit(module->kind);
         if (module->kind == MOE_MODULE_ACTIVATION) m.acts |= moei_mask_bit(module->act);
-        if (module->kind == MOE_MODULE_MIXTURE) moei_mask_router(&m, &c->router);
         if (!moei_is_layer(module)) continue;
+        moei_mask_router(&m, &c->router); /* a feed_forward has one too */
         if (c->expert == MOE_EXPERT_MLP) m.acts |= moei_mask_bit(c->act);
         if (c->expert == MOE_EXPERT_SWIGLU || c->expert == MOE_EXPERT_FACTORISED || c->n_shared > 0) m.acts |= moei_mask_bit(MOE_ACT_SILU);
     }

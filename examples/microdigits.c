@@ -15,10 +15,10 @@ static const char help[] = "microdigits [options] [FILE]   trains on four fifths
                            "  -o FILE      the header with the model `digits` (digits.h)\n"
                            "  --save FILE  the trained net; examples/export.c writes it as other headers (digits.safetensors)\n"
                            "  --seed N     start of all random choices: rows held out, weights, order (1)\n"
-                           "  --epochs N   passes through the training digits (20)\n"
+                           "  --epochs N   passes through the training digits (40)\n"
                            "  --turned     the digits come in any of four orientations, as on a device that is held any way round\n";
 static const char *data_path = "examples/data/digits.csv", *header = "digits.h", *saved = "digits.safetensors";
-static long epochs = 20, seed = 1;
+static long epochs = 40, seed = 1;
 static int turned;
 
 static int fail(const char *what, const char *why) { return fprintf(stderr, "microdigits: %s: %s\n", what, why), 1; }
@@ -46,7 +46,7 @@ static int read_options(int count, char **words) {
 static int show_progress(void *ctx, const moe_progress *p) {
     int terminal = isatty(1), last = p->epoch == p->epochs && p->epoch_ended;
     *(moe_evaluation *)ctx = p->test; /* what stays is that of the last epoch */
-    if (!last && !(terminal ? p->step % 32 == 0 : p->epoch_ended && p->epoch % 5 == 0)) return 0;
+    if (!last && !(terminal ? p->step % 32 == 0 : p->epoch_ended && p->epoch % 10 == 0)) return 0;
     printf("%sepoch %d of %d: loss %.4f", terminal ? "\r" : "", p->epoch, p->epochs, (double)p->loss);
     if (p->test.n > 0) printf(", %.1f %% of the held-out digits right", 100.0 * (double)p->test.accuracy);
     printf("%*s%s", terminal && !last ? 40 : 0, "", terminal && !last ? "" : "\n");

@@ -81,7 +81,12 @@ plan() {
     done
     for device in $(devices | awk '{ print $1 }'); do
         for thing in $things; do
-            is_model "$thing" || echo "program $device $thing"
+            case $device.$thing in
+            *.int[48] | *.float) ;;
+            # Constants that a program makes when it runs cannot lie in AVR's program memory.
+            avr.*) printf '%s\n' "program $device $thing -DMOE_NO_PROGMEM" "passing $device $thing" ;;
+            *) echo "program $device $thing" ;;
+            esac
         done
     done
     for device in m3 rv32 avr; do
@@ -117,7 +122,9 @@ prepare() {
 
 # An ordinary program's sources and their options.
 sources() { # thing
-    if is_model "$1"; then
+    if [ "$1" = float ]; then
+        echo "-O0 -DMOE_NO_SIMD $(model_options float) $root/tests/device.c $root/tests/devices/model.c" # a second instead of ten, and the model uses plain C
+    elif is_model "$1"; then
         echo "$(model_options "$1") $root/tests/device.c $root/tests/devices/model.c"
     else
         echo "$program_options $root/tests/$1.c"
@@ -234,13 +241,16 @@ same_lines() { # thing lines
 
 # A test program has failed nothing and computed the same.
 same_hashes() { # program lines
-    tail -n 1 "$2" | tr -d '\r' | grep -qE '^[1-9][0-9]* passed, 0 failed$' || {
-        tail -n 20 "$2"
-        return 1
-    }
+    passed_all "$2" || return 1
     grep 'hash ' "$prepared/$1.lines" >expected
     tr -d '\r' <"$2" | grep 'hash ' >found
     run test -s expected && run diff expected found
+}
+
+passed_all() { # lines
+    tail -n 1 "$1" | tr -d '\r' | grep -qE '^[1-9][0-9]* passed, 0 failed$' && return 0
+    tail -n 20 "$1"
+    return 1
 }
 
 # All but the bytes of stack.
@@ -486,20 +496,30 @@ windows() { # things...
     [ "$failures" -eq 0 ]
 }
 
-# A test program under picolibc, whose standard output goes the same way as the firmware's.
-program() { # device program
+# A test program on a device computes the same.
+program() { # device program options...
+    run_test "$@" && same_lines "$2" lines
+}
+
+# All that it tests there is as it should be.
+passing() { # device program options...
+    run_test "$@" && passed_all lines
+}
+
+# Makes and runs a test program. Under picolibc its standard output goes the same way as the firmware's.
+run_test() { # device program options...
     device "$1"
+    program=$2
+    shift 2
     case $kind in
-    rv32) set -- "$2" -std=c99 "$root/tests/$2.c" ;;
-    avr) set -- "$2" -std=gnu99 "-DPROGRAM=\"$2.c\"" -I"$root/tests" "$root/tests/devices/avr_main.c" ;;
+    rv32) set -- "$@" -std=c99 "$root/tests/$program.c" ;;
+    avr) set -- "$@" -std=gnu99 "-DPROGRAM=\"$program.c\"" -I"$root/tests" "$root/tests/devices/avr_main.c" ;;
     arm)
         linking=$(echo "$linking" | sed 's/--crt0=minimal/--crt0=semihost --oslib=semihost/')
-        set -- "$2" -std=c99 "$root/tests/$2.c"
+        set -- "$@" -std=c99 "$root/tests/$program.c"
         ;;
     esac
-    program=$1
-    shift
-    run "${cross}gcc" $options $linking -Os $program_options "$@" -o firmware.elf && run_firmware 60 && same_lines "$program" lines
+    run "${cross}gcc" $options $linking -Os $program_options "$@" -o firmware.elf && run_firmware 60
 }
 
 # ---- controls: what must fail does ----

@@ -209,7 +209,7 @@ int main(int argc, char **argv) {
     memset(&built, 0, sizeof built);
     config.weights = MOE_WEIGHTS_FLOAT, config.length = TOKENS;
     out.ctx = stdout;
-    for (i = 0; i < most; i++) {
+    for (i = argc > 2 ? (size_t)atoi(argv[2]) : 0; i < (argc > 2 ? (size_t)atoi(argv[2]) + 1 : most); i++) { /* "print one 7": net 7 alone */
         moe_net net;
         moe_status status;
         made = make(i, &net, name, about);
@@ -225,6 +225,7 @@ int main(int argc, char **argv) {
         moe_model_free(&built);
         moe_net_free(&net);
     }
+    if (argc > 2) return failed > 0;
     printf("static const moe_model *const printed[] = {");
     for (made = 0; made < (int)i; made++) printf(printed[made] ? "&net_%d, " : "NULL, ", made);
     printf("NULL};\n");

@@ -19,6 +19,7 @@ plan() {
     echo 'inference clang -O2'
     echo 'tiny tcc'
     echo 'without_libm gcc'
+    for net in 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 30 40 50 60 70 80; do echo "pruned $net tcc"; done
     echo 'constant gcc'
     echo 'constant g++'
     echo 'cortex_m4 arm-none-eabi-gcc'
@@ -64,6 +65,45 @@ tiny() { # compiler
 without_libm() { # compiler
     needs "$1"
     build "$1" -O1 -DMOE_NO_TRAIN -DMOE_MALLOC -DMOE_NO_LIBM && counted ./a
+}
+
+# A header that compiles the implementation keeps what its model needs, and gives the bits of a whole build; another model is refused, not crashed into.
+pruned() { # net compiler
+    needs "$2"
+    "$prepared/print" one "$1" >one.h 2>log
+    [ -s one.h ] || return 0 # a preset that is no model
+    cat >a.c <<SOURCE
+#define MOE_IMPLEMENTATION
+#define MOE_NO_TRAIN
+#include "one.h"
+#include <stdio.h>
+static union { float x[300]; int32_t id; } input;
+static float output[300];
+static unsigned char scratch[NET_$1_SCRATCH];
+int main(void) {
+    int t, i;
+    unsigned bits;
+    moe_module other = net_$1_net_modules[0];
+    moe_net wrong = net_$1_net;
+    moe_model model = net_$1;
+    for (t = 0; t < 5; t++) {
+        moe_status status;
+        for (i = 0; i < NET_$1_INPUTS; i++) input.x[i] = (float)((i * 7 + t * 5) % 11) * 0.25f - 1.0f;
+        if (NET_$1_INPUTS == 0) input.id = t * 3;
+        status = moe_infer(&net_$1, &input, output, scratch, sizeof scratch);
+        printf("%d", status);
+        for (i = 0; i < NET_$1_OUTPUTS; i++) memcpy(&bits, output + i, sizeof bits), printf(" %x", bits);
+        printf("\n");
+        if (status != MOE_OK) return 1;
+    }
+    other.kind = MOE_MODULE_ACTIVATION, other.act = MOE_ACT_GELU, wrong.modules = &other, wrong.n_modules = 1, model.net = &wrong, model.length = 0;
+    fprintf(stderr, "%d\n", moe_infer(&model, &input, output, scratch, sizeof scratch));
+    return 0;
+}
+SOURCE
+    run "$2" -I"$root" a.c -o pruned -lm && run "$2" -DMOE_KEEP_ALL -I"$root" a.c -o whole -lm || return 1
+    ./pruned >out1 2>err && ./whole >out2 2>/dev/null && cmp out1 out2 || { cat out1; return 1; }
+    [ "$1" != 2 ] || grep -q '^-10$' err # this net has no gelu: MOE_ERR_UNSUPPORTED
 }
 
 # No initialisation before main, nothing in memory that can be written.

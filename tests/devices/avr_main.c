@@ -22,7 +22,8 @@ static FILE uart = FDEV_SETUP_STREAM(send, NULL, _FDEV_SETUP_WRITE);
 int main(void) {
     UCSR0B = 1 << TXEN0;
     stdout = stderr = &uart;
-    GPIOR0 = (uint8_t)program_main();
+    /* With arguments or without: they are passed in registers. */
+    GPIOR0 = (uint8_t)((int (*)(int, char **))program_main)(0, NULL);
     cli();
     sleep_mode();
     return 0;

@@ -1,12 +1,11 @@
 /* What a program on bare 32-bit RISC-V needs where there is no C library for it: the start, the memory functions that compilers call, and as
-   much of printf as the test programs use. Text goes out by semihosting. */
+   much of printf as the test programs use. Text goes out by semihosting. The linker leaves out what is not called. */
 
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
 
-int main(void);
-void device_exit(int status);
+void exit(int status);
 void device_fault(void);
 int printf(const char *format, ...);
 int puts(const char *text);
@@ -17,6 +16,13 @@ void *memset(void *to, int value, size_t size);
 int memcmp(const void *a, const void *b, size_t size);
 int strcmp(const char *a, const char *b);
 size_t strlen(const char *text);
+int64_t __ashldi3(int64_t value, int bits);
+int64_t __ashrdi3(int64_t value, int bits);
+uint64_t __lshrdi3(uint64_t value, int bits);
+uint64_t __udivdi3(uint64_t a, uint64_t b);
+uint64_t __umoddi3(uint64_t a, uint64_t b);
+int64_t __divdi3(int64_t a, int64_t b);
+int64_t __moddi3(int64_t a, int64_t b);
 
 /* QEMU has loaded data and cleared the rest. */
 __asm__(".section .text.start, \"ax\", @progbits\n"
@@ -30,8 +36,10 @@ __asm__(".section .text.start, \"ax\", @progbits\n"
         "    la sp, device_stack\n"
         "    la t0, device_fault\n"
         "    csrw mtvec, t0\n"
+        "    li a0, 0\n"
+        "    li a1, 0\n"
         "    call main\n"
-        "    call device_exit\n"
+        "    call exit\n"
         ".previous\n");
 
 /* These three instructions together are the call: none of them may be compressed or lie on another page. */
@@ -53,13 +61,13 @@ static int semihost(int operation, const void *argument) {
 
 enum { SYS_WRITEC = 0x03, SYS_WRITE0 = 0x04, SYS_EXIT = 0x18, EXIT_GOOD = 0x20026, EXIT_BAD = 0x20023 };
 
-void device_exit(int status) {
+void exit(int status) {
     for (;;) semihost(SYS_EXIT, (const void *)(uintptr_t)(status == 0 ? EXIT_GOOD : EXIT_BAD));
 }
 
 void __attribute__((aligned(4))) device_fault(void) {
     semihost(SYS_WRITE0, "fault\n");
-    device_exit(1);
+    exit(1);
 }
 
 /* ---- memory: an empty statement in each loop, or the compiler sees the function in it and calls it -------------------------------- */
@@ -112,6 +120,70 @@ size_t strlen(const char *text) {
     size_t n = 0;
     for (; text[n] != 0; n++) KEEP_LOOP;
     return n;
+}
+
+/* ---- 64 bits: what gcc calls, as its own library here is for 64-bit processors ----------------------------------------------------- */
+
+typedef union whole {
+    uint64_t value;
+    struct {
+        uint32_t low, high;
+    } half;
+} whole;
+
+int64_t __ashldi3(int64_t value, int bits) {
+    whole x;
+    x.value = (uint64_t)value;
+    if (bits >= 32) x.half.high = x.half.low << (bits - 32), x.half.low = 0;
+    else if (bits > 0) x.half.high = x.half.high << bits | x.half.low >> (32 - bits), x.half.low <<= bits;
+    return (int64_t)x.value;
+}
+
+uint64_t __lshrdi3(uint64_t value, int bits) {
+    whole x;
+    x.value = value;
+    if (bits >= 32) x.half.low = x.half.high >> (bits - 32), x.half.high = 0;
+    else if (bits > 0) x.half.low = x.half.low >> bits | x.half.high << (32 - bits), x.half.high >>= bits;
+    return x.value;
+}
+
+int64_t __ashrdi3(int64_t value, int bits) { return value < 0 ? (int64_t)~__lshrdi3(~(uint64_t)value, bits) : (int64_t)__lshrdi3((uint64_t)value, bits); }
+
+/* Bit by bit. */
+static uint64_t divide(uint64_t a, uint64_t b, uint64_t *rest) {
+    uint64_t quotient = 0, r = 0;
+    int i;
+    for (i = 0; i < 64; i++) {
+        r = r << 1 | a >> 63;
+        a <<= 1;
+        quotient <<= 1;
+        if (r >= b) r -= b, quotient |= 1;
+    }
+    *rest = r;
+    return quotient;
+}
+
+uint64_t __udivdi3(uint64_t a, uint64_t b) {
+    uint64_t rest;
+    return divide(a, b, &rest);
+}
+
+uint64_t __umoddi3(uint64_t a, uint64_t b) {
+    uint64_t rest;
+    divide(a, b, &rest);
+    return rest;
+}
+
+static uint64_t size_of(int64_t value) { return value < 0 ? 0 - (uint64_t)value : (uint64_t)value; }
+
+int64_t __divdi3(int64_t a, int64_t b) {
+    const uint64_t quotient = __udivdi3(size_of(a), size_of(b));
+    return (int64_t)((a < 0) != (b < 0) ? 0 - quotient : quotient);
+}
+
+int64_t __moddi3(int64_t a, int64_t b) {
+    const uint64_t rest = __umoddi3(size_of(a), size_of(b));
+    return (int64_t)(a < 0 ? 0 - rest : rest);
 }
 
 /* ---- text ------------------------------------------------------------------------------------------------------------------------------ */
