@@ -21,7 +21,7 @@ static FILE *create(const char *folder, const char *name) {
 }
 
 static int write_digits(const moe_data *digits, const char *folder) {
-    FILE *f = create(folder, "digits.h");
+    FILE *f = create(folder, "device_digits.h");
     int i, k;
     if (f == NULL) return 0;
     fprintf(f, "static const uint8_t device_pixels[%d][%d] DEVICE_FLASH = {\n", (int)HELD_OUT, (int)PIXELS);
