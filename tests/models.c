@@ -370,15 +370,6 @@ static void machine_rest(machine *m, const moe_int_op *op) {
     free(x), free(sums), free(choices);
 }
 
-/* sum out += in * weight */
-static void machine_accumulate(machine *m, const moe_int_op *op) {
-    int64_t *x = vector_read(m, op->in, op->shape.n, 32767), *sums = sums_read(m, op->out, op->shape.n);
-    size_t i;
-    for (i = 0; i < op->shape.n; i++) sums[i] += floor_half(x[i] * m->weight + rounding(op->shape.shift), op->shape.shift);
-    sums_write(m, op->out, op->shape.n, sums);
-    free(x), free(sums);
-}
-
 static void machine_weight(machine *m, const moe_int_op *op) {
     int64_t *x = vector_read(m, op->in, 1, 32767);
     m->weight = x[0];
