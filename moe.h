@@ -243,6 +243,41 @@
 #define moe_hme_posteriors moe_hme_posteriors_f64
 #define moe_hme_predict moe_hme_predict_f64
 #define moe_mixture_answer moe_mixture_answer_f64
+#define moe_infer moe_infer_f64
+#define moe_infer_loading moe_infer_loading_f64
+#define moe_infer_restart moe_infer_restart_f64
+#define moe_infer_choices moe_infer_choices_f64
+#define moe_int_model_run moe_int_model_run_f64
+#define moe_int_model_choices moe_int_model_choices_f64
+#define moe_float_model_run moe_float_model_run_f64
+#define moe_float_model_choices moe_float_model_choices_f64
+#define moe_model_create moe_model_create_f64
+#define moe_model_free moe_model_free_f64
+#define moe_export_c moe_export_c_f64
+#define moe_export_experts moe_export_experts_f64
+#define moe_int_op_int8 moe_int_op_int8_f64
+#define moe_int_op_int4 moe_int_op_int4_f64
+#define moe_int_op_int8_add moe_int_op_int8_add_f64
+#define moe_int_op_int4_add moe_int_op_int4_add_f64
+#define moe_int_op_curve moe_int_op_curve_f64
+#define moe_int_op_multiply moe_int_op_multiply_f64
+#define moe_int_op_add moe_int_op_add_f64
+#define moe_int_op_rescale moe_int_op_rescale_f64
+#define moe_int_op_mixture moe_int_op_mixture_f64
+#define moe_int_op_row moe_int_op_row_f64
+#define moe_int_op_norm moe_int_op_norm_f64
+#define moe_int_op_turn moe_int_op_turn_f64
+#define moe_int_op_attention moe_int_op_attention_f64
+#define moe_int_op_unit moe_int_op_unit_f64
+#define moe_int_op_cluster moe_int_op_cluster_f64
+#define moe_int_op_norm_l1 moe_int_op_norm_l1_f64
+#define moe_int_op_norm_l2 moe_int_op_norm_l2_f64
+#define moe_int_op_norm_linf moe_int_op_norm_linf_f64
+#define moe_int_op_match moe_int_op_match_f64
+#define moe_int_op_weigh moe_int_op_weigh_f64
+#define moe_int_op_weight moe_int_op_weight_f64
+#define moe_int_op_accumulate moe_int_op_accumulate_f64
+#define moe_int_op_rest moe_int_op_rest_f64
 #define moe_mixture_loss moe_mixture_loss_f64
 #endif
 
@@ -1189,27 +1224,33 @@ typedef struct moe_int_run {
     moe_status status;
 } moe_int_run;
 
-/* The functions of operations. They belong to models: nothing else calls them.
-     int8, int4          out = W in + b          int8_add, int4_add   sum out += weight (W in + b)      curve   out = c(in), a curve of 65 points
-     multiply            out = in * other        add   out = in * factor + other * factor2              rescale   out = in * factor
-     mixture             out = a mixture's output
-   of sequences:
-     row                 out = a row of a table: the token's (embedding) or the place's (positions)
-     norm                out = in / its root mean square * gain, or (in - mean) / its standard deviation * gain + bias
-     turn                out = the halves of each head of in turned against each other by the place's angles
-     attention           out = the values of the tokens so far, weighted by softmax(in . their keys); appends other, the token's key, and its value
-   of routers:
-     unit                out = in / |in|      cluster   out = in * the row of a table that the previous mixture's choices mean
-     norm_l1, norm_l2, norm_linf, match       out_e = a norm of in, or in . other, where the next k operations have made in of expert e
-   of a mixture's experts and shared expert:
-     weigh               out = weight * in; what follows has weight 1                weight   what follows has the weight in_0
-     accumulate          sum out += weight * in
-     rest                sum out += (1 - the sum of the chosen experts' weights) * in
-   Their code says to the bit what they do. */
-#define MOE_INT_OPS(X) X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture) X(unit) X(cluster) X(norm_l1) \
-    X(norm_l2) X(norm_linf) X(match) X(weigh) X(weight) X(accumulate) X(rest) X(row) X(norm) X(turn) X(attention)
-#define MOEI_OP_DECLARE(name) MOE_API void moe_int_op_##name(const moe_int_op *op, moe_int_run *run);
-MOE_INT_OPS(MOEI_OP_DECLARE)
+/* The functions of operations. They belong to models, nothing else calls them; their code says to the bit what they do. */
+MOE_API void moe_int_op_int8(const moe_int_op *op, moe_int_run *run); /* out = W in + b, weights of 8 bits */
+MOE_API void moe_int_op_int4(const moe_int_op *op, moe_int_run *run); /* the same, of 4 bits */
+MOE_API void moe_int_op_int8_add(const moe_int_op *op, moe_int_run *run); /* sum out += weight (W in + b) */
+MOE_API void moe_int_op_int4_add(const moe_int_op *op, moe_int_run *run);
+MOE_API void moe_int_op_curve(const moe_int_op *op, moe_int_run *run); /* out = c(in), a curve of 65 points */
+MOE_API void moe_int_op_multiply(const moe_int_op *op, moe_int_run *run); /* out = in * other */
+MOE_API void moe_int_op_add(const moe_int_op *op, moe_int_run *run); /* out = in * factor + other * factor2 */
+MOE_API void moe_int_op_rescale(const moe_int_op *op, moe_int_run *run); /* out = in * factor */
+MOE_API void moe_int_op_mixture(const moe_int_op *op, moe_int_run *run); /* out = a mixture's output */
+/* of sequences */
+MOE_API void moe_int_op_row(const moe_int_op *op, moe_int_run *run); /* out = a row of a table: the token's (embedding) or the place's (positions) */
+MOE_API void moe_int_op_norm(const moe_int_op *op, moe_int_run *run); /* out = in / its root mean square * gain, or (in - mean) / its standard deviation * gain + bias */
+MOE_API void moe_int_op_turn(const moe_int_op *op, moe_int_run *run); /* out = the halves of each head of in turned against each other by the place's angles */
+MOE_API void moe_int_op_attention(const moe_int_op *op, moe_int_run *run); /* out = the values of the tokens so far, weighted by softmax(in . their keys); appends other, the token's key, and its value */
+/* of routers */
+MOE_API void moe_int_op_unit(const moe_int_op *op, moe_int_run *run); /* out = in / |in| */
+MOE_API void moe_int_op_cluster(const moe_int_op *op, moe_int_run *run); /* out = in * the row of a table that the previous mixture's choices mean */
+MOE_API void moe_int_op_norm_l1(const moe_int_op *op, moe_int_run *run); /* out_e = a norm of in, which the next k operations have made of expert e */
+MOE_API void moe_int_op_norm_l2(const moe_int_op *op, moe_int_run *run);
+MOE_API void moe_int_op_norm_linf(const moe_int_op *op, moe_int_run *run);
+MOE_API void moe_int_op_match(const moe_int_op *op, moe_int_run *run); /* out_e = in . other, in made likewise */
+/* of a mixture's experts and shared expert */
+MOE_API void moe_int_op_weigh(const moe_int_op *op, moe_int_run *run); /* out = weight * in; what follows has weight 1 */
+MOE_API void moe_int_op_weight(const moe_int_op *op, moe_int_run *run); /* what follows has the weight in_0 */
+MOE_API void moe_int_op_accumulate(const moe_int_op *op, moe_int_run *run); /* sum out += weight * in */
+MOE_API void moe_int_op_rest(const moe_int_op *op, moe_int_run *run); /* sum out += (1 - the sum of the chosen experts' weights) * in */
 /* What moe_model.run and moe_model.choices are: integer and float models. */
 MOE_API moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
 MOE_API moe_status moe_int_model_choices(const moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
@@ -11918,12 +11959,15 @@ static void moei_print_place(moei_printer *p, uint32_t at, const char *end) {
 }
 
 /* The functions of operations by name. */
+#define MOEI_OPS(X) X(int8) X(int4) X(int8_add) X(int4_add) X(curve) X(multiply) X(add) X(rescale) X(mixture) X(row) X(norm) \
+    X(turn) X(attention) X(unit) X(cluster) X(norm_l1) X(norm_l2) X(norm_linf) X(match) X(weigh) X(weight) X(accumulate) X(rest)
+
 static const struct moei_op_name {
     void (*run)(const moe_int_op *op, moe_int_run *run);
     const char *name;
 } moei_op_names[] = {
 #define MOEI_OP_NAME(name) {moe_int_op_##name, #name},
-    MOE_INT_OPS(MOEI_OP_NAME)
+    MOEI_OPS(MOEI_OP_NAME)
 #undef MOEI_OP_NAME
 };
 

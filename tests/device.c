@@ -8,7 +8,7 @@
    ordinary program. The instructions between device_begin and device_end are counted from outside. */
 
 #include "devices/device.h"
-#include "digits.h" /* made by tests/devices/export.c: device_pixels and device_labels, in flash */
+#include "device_digits.h" /* made by tests/devices/export.c: device_pixels and device_labels, in flash */
 
 /* ---- the board: board_write, board_end, and where the stack can be measured board_stack --------------------------------------------- */
 

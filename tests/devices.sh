@@ -104,7 +104,7 @@ prepare() {
     mkdir -p "$prepared/figures" "$prepared/gnu"
     : >"$prepared/gnu/stubs-ilp32.h" # all that glibc's headers lack for 32-bit RISC-V
     (
-        $CC -std=c99 -O0 -DMOE_NO_SIMD -I"$root" tests/devices/export.c -o "$prepared/export" -lm &&
+        $CC -std=c99 -O0 -DMOE_NO_SIMD -I"$root" -I"$root/examples" tests/devices/export.c -o "$prepared/export" -lm &&
             "$prepared/export" examples/data/digits.csv "$prepared" &&
             for thing in $things; do
                 $CC -std=c99 -O2 $(sources "$thing") -o "$prepared/$thing" -lm || exit 1

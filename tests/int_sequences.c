@@ -410,9 +410,10 @@ static void attention_exact(unsigned n, uint32_t seed) {
 }
 #endif
 
+/* Over 1 to longest tokens, or exactly -longest. */
 static void attentions(uint32_t seed, int32_t longest, int32_t widest) {
     const unsigned heads = (unsigned)any(seed, 0, 0, 1, 3), d_head = (unsigned)any(seed, 0, 1, 1, widest), width = heads * d_head;
-    const unsigned n = (unsigned)any(seed, 0, 2, 1, longest), last = n - 1, room = (width + 3) / 4 * 4;
+    const unsigned n = longest < 0 ? (unsigned)-longest : (unsigned)any(seed, 0, 2, 1, longest), last = n - 1, room = (width + 3) / 4 * 4;
     unsigned j, p;
     int kept = 1;
     memset(&attention, 0, sizeof attention);
@@ -868,7 +869,34 @@ static void row_module_case(int positions, uint32_t seed) {
     moe_net_free(&net);
 }
 
-/* A tied module reads the embedding's bytes: a model has them once, and its biases count. */
+/* The bias of a token whose row is nothing but zeros. */
+static void tied_bias(void) {
+    moe_net net;
+    moe_built_model built;
+    moe_error error;
+    int32_t ids[TOKENS];
+    int16_t output[VOCABULARY];
+    size_t i;
+    ids_fill(ids, TOKENS, 8);
+    moe_net_init(&net, 0, MOE_KERNELS_AUTO, NULL);
+    moe_net_embedding(&net, VOCABULARY, 12);
+    moe_net_tied(&net);
+    if (!CHECK(moe_net_build(&net, 0, 8, &error) == MOE_OK, 0)) return;
+    for (i = 0; i < 12; i++) net.tensors[0].data[5 * 12 + i] = 0;
+    net.tensors[1].data[5] = (moe_real)0.7;
+    if (model_begin(&built, &net, MOE_WEIGHTS_INT8, ids, NULL, TOKENS, LENGTH)) {
+        void *scratch = grab(built.model.scratch_size, 1);
+        for (i = 0; i < 4; i++) {
+            CHECK(moe_infer(&built.model, &ids[i], output, scratch, built.model.scratch_size) == MOE_OK, i);
+            CHECK(fabs(output[5] * (double)built.model.output_scale - 0.7) < 0.01, output[5]);
+        }
+        free(scratch);
+        moe_model_free(&built);
+    }
+    moe_net_free(&net);
+}
+
+/* A tied module reads the embedding's bytes: a model has them once. */
 static void tied_once(void) {
     const shape *s = &shapes[0];
     shape linear = *s;
@@ -1094,6 +1122,7 @@ static void nets(void) {
         for (seed = 1; seed < 5; seed++) row_module_case(i, seed);
     }
     tied_once();
+    tied_bias();
     multiplications();
     for (i = 0; i < SHAPES; i++) sequences(&shapes[i]);
     exported();
@@ -1114,6 +1143,7 @@ int main(void) {
 #ifndef MOE_TEST_SMALL
     for (seed = 0; seed < 1000; seed++) rows(seed), norms(seed, 8200), turns(seed, 9), attentions(seed, 20, 33);
     for (seed = 0; seed < 60; seed++) attentions(seed, LONGEST, 33);
+    for (seed = 0; seed < 20; seed++) attentions(seed, -512, 9), attentions(seed, -513, 9), attentions(seed, -1024, 9), attentions(seed, -1025, 9);
     nets();
 #endif
     printf("hash %08lx\n", (unsigned long)hash);

@@ -1,7 +1,7 @@
 /* The smallest complete firmware: reads one handwritten digit with a mixture of experts that lies in flash. sh examples/mcu/run does all of this:
 
      sh examples/run microdigits -o digits.h            trains, makes integers of it, writes the model as a C header: digits.h
-     arm-none-eabi-gcc -std=c99 -Os -mthumb -mcpu=cortex-m4 -ffunction-sections -fdata-sections -I. --specs=picolibc.specs --crt0=semihost \
+     arm-none-eabi-gcc -std=c99 -Os -mthumb -mcpu=cortex-m4 -ffunction-sections -fdata-sections -I. --specs=picolibc.specs --crt0=hosted \
          --oslib=semihost -Wl,--gc-sections -Wl,-z,noexecstack -Wl,--defsym=__flash=0 -Wl,--defsym=__flash_size=0x40000 \
          -Wl,--defsym=__ram=0x20000000 -Wl,--defsym=__ram_size=0x4000 examples/mcu/firmware.c -o firmware.elf
      qemu-system-arm -M mps2-an386 -nographic -monitor none -serial none -semihosting-config enable=on,target=native -kernel firmware.elf
