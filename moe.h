@@ -11865,12 +11865,15 @@ static moe_status moei_model_config_check(const moe_net *net, const moe_model_co
 
 /* What points into the built model; again after it was moved. */
 static void moei_model_link(moe_built_model *b) {
+    if (b->model.weights_are == MOE_WEIGHTS_FLOAT) {
+        b->model.net = &b->net;
+        return;
+    }
     b->model.weights = b->weights.data, b->model.weights_size = b->weights.size;
     b->model.experts = b->external ? NULL : b->experts.data, b->model.experts_size = b->experts.size;
     b->model.ops = b->ops;
     b->model.mixtures = b->mixtures;
     b->model.attentions = b->attentions;
-    b->model.net = b->net.modules != NULL ? &b->net : NULL;
 }
 
 moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config, moe_error *error) {
