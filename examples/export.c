@@ -18,7 +18,8 @@ static const char help[] = "export MODEL.safetensors [options]   writes a saved 
                            "  --tokens FILE       the same for a net that reads tokens: a text, whose bytes are the tokens\n"
                            "  --rows N            at most so many lines or tokens of that file (2000)\n"
                            "  --length N          most tokens of a sequence, for nets with attention or positions (128)\n"
-                           "Example: sh examples/run microdigits; sh examples/run export digits.safetensors --calibration examples/data/digits.csv --divide 16\n";
+                           "Example: sh examples/run microdigits\n"
+                           "         sh examples/run export digits.safetensors --calibration examples/data/digits.csv --divide 16\n";
 enum { NAME_SIZE = 40, MOST_CHOSEN = 64 };
 static const char *const kinds[MOE_WEIGHTS_COUNT] = {"float", "int8", "int4"};
 static const char *path, *output, *rows_path, *text_path;
@@ -33,7 +34,8 @@ static int fail(const char *what, const char *why) { return fprintf(stderr, "exp
 static void name_from(const char *file) {
     const char *slash = strrchr(file, '/');
     size_t n = 0;
-    for (file = slash != NULL ? slash + 1 : file; *file != '\0' && *file != '.' && n < NAME_SIZE; file++) name[n++] = isalnum((unsigned char)*file) ? *file : '_';
+    for (file = slash != NULL ? slash + 1 : file; *file != '\0' && *file != '.' && n < NAME_SIZE; file++)
+        name[n++] = isalnum((unsigned char)*file) ? *file : '_';
     if (!isalpha((unsigned char)*name)) *name = 'm';
 }
 
@@ -54,8 +56,8 @@ static int read_options(int count, char **words) {
         else if (strcmp(word, "--length") == 0) length = strtol(value, &end, 10);
         else if (strcmp(word, "--weights") != 0) return fail(word, "no such option; -h explains");
         else for (weights = 0; weights < MOE_WEIGHTS_COUNT && strcmp(kinds[weights], value) != 0;) weights++;
-        if ((end != NULL && (*end != '\0' || end == value)) || !(fabs(divisor) > 0) || most_rows < 1 || most_rows > 1000000 || length < 1 || length > 65535 ||
-            weights == MOE_WEIGHTS_COUNT)
+        if ((end != NULL && (*end != '\0' || end == value)) || !(fabs(divisor) > 0) || most_rows < 1 || most_rows > 1000000 || length < 1 ||
+            length > 65535 || weights == MOE_WEIGHTS_COUNT)
             return fprintf(stderr, "export: %s %s: not a value of this option; -h explains\n", word, value), 1;
         count -= option, words += option; /* an option's value */
     }
@@ -253,8 +255,8 @@ static int export(moe_net *net, samples *s, moe_built_model *floats, moe_built_m
     if (moe_file_replace(output, write_header, made, &error)) return fail(output, error.message);
     show_model(&made->model, all);
     if (s->data.n > 0 && weights != MOE_WEIGHTS_FLOAT && compare(s, &floats->model, &made->model)) return 1;
-    printf("next         include it in the firmware; %s begins with how. To see that it compiles:\n             cc -std=c99 -Os -I. -DMOE_IMPLEMENTATION %s-x c -c %s -o /dev/null\n",
-           output, weights == MOE_WEIGHTS_FLOAT ? "-DMOE_NO_TRAIN " : "-DMOE_NO_FLOAT ", output);
+    printf("next         include it in the firmware; %s begins with how. To see that it compiles:\n", output);
+    printf("             cc -std=c99 -Os -I. -DMOE_IMPLEMENTATION %s-x c -c %s -o /dev/null\n", weights == MOE_WEIGHTS_FLOAT ? "-DMOE_NO_TRAIN " : "-DMOE_NO_FLOAT ", output);
     return 0;
 }
 

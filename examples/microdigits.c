@@ -96,7 +96,8 @@ static int run(const microdigits *digits, moe_net *net, moe_built_model *built) 
     if (moe_net_save(net, saved, &error)) return fail(saved, error.message);
     if (moe_file_replace(header, write_header, built, &error)) return fail(header, error.message);
     printf("saved as %s; written for firmware as %s, which says how to use it\n", saved, header);
-    printf("next, other weights: sh examples/run export %s --weights int4 --calibration %s --divide 16\n", saved, data_path);
+    printf("next         a firmware with it in an emulator:  sh examples/mcu/run\n");
+    printf("             other weights, or a net of your own: sh examples/run export %s --weights int4 --calibration %s --divide 16\n", saved, data_path);
     return 0;
 }
 

@@ -33,7 +33,7 @@ for tool in arm-none-eabi-gcc qemu-system-arm gcc; do
 done
 # CC may hold several words.
 # shellcheck disable=SC2086
-$CC -std=c99 -O2 -I"$root" tests/devices/rivals.c -o "$scratch/rivals" -lm && $CC -std=c99 -O1 -I"$root" tests/devices/export.c -o "$scratch/export" -lm &&
+$CC -std=c99 -O2 -I"$root" tests/devices/rivals.c -o "$scratch/rivals" -lm && $CC -std=c99 -O1 -I"$root" -I"$root/examples" tests/devices/export.c -o "$scratch/export" -lm &&
     "$scratch/export" examples/data/digits.csv "$scratch" && gcc -O2 -shared -fPIC tests/devices/count.c -o "$scratch/count.so" ||
     setup_die 'preparing failed'
 
