@@ -267,6 +267,7 @@
 #define moe_infer moe_infer_f64
 #define moe_infer_loading moe_infer_loading_f64
 #define moe_infer_restart moe_infer_restart_f64
+#define moe_infer_levels moe_infer_levels_f64
 #define moe_infer_choices moe_infer_choices_f64
 #define moe_int_model_run moe_int_model_run_f64
 #define moe_int_model_choices moe_int_model_choices_f64
@@ -1291,6 +1292,12 @@ MOE_API moe_status moe_infer(const moe_model *model, const void *input, void *ou
 MOE_API moe_status moe_infer_loading(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch, size_t scratch_size);
 /* Begins a new sequence in scratch. NULL is allowed. */
 MOE_API void moe_infer_restart(const moe_model *model, void *scratch, size_t scratch_size);
+
+#ifndef MOE_NO_FLOAT
+/* level_i = x_i / model->input_scale, rounded to nearest and held within +-127: an integer model's input [d_in] from real numbers; 0 for what is not a
+   number. Nothing where a pointer is NULL or the model reads token ids. Thread-safe. */
+MOE_API void moe_infer_levels(const moe_model *model, const moe_real *x, int8_t *levels);
+#endif
 
 /* A chosen expert and its weight in units of 2^-15. */
 typedef struct moe_choice {
@@ -10033,6 +10040,17 @@ moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void 
 }
 
 #ifndef MOE_NO_FLOAT
+void moe_infer_levels(const moe_model *model, const moe_real *x, int8_t *levels) {
+    size_t i;
+    if (model == NULL || x == NULL || levels == NULL) return;
+    for (i = 0; i < model->d_in; i++) {
+        const moe_real level = x[i] / (moe_real)model->input_scale;
+        if (level >= 127) levels[i] = 127;
+        else if (level <= -127) levels[i] = -127;
+        else levels[i] = (int8_t)(level >= 0 ? level + MOEI_R(0.5) : level < 0 ? level - MOEI_R(0.5) : MOEI_R(0.0));
+    }
+}
+
 moe_status moe_float_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch) {
     (void)loader;
     return moei_float_infer(model->net, model->length, input, (moe_real *)output, scratch, model->scratch_size);

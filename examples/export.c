@@ -170,12 +170,8 @@ static moe_status runner_step(runner *r, const samples *s, size_t row) {
     double sum = 0;
     moe_status status;
     if (s->data.length > 0 && row % s->data.length == 0) moe_infer_restart(model, r->scratch, model->scratch_size);
-    for (size_t i = 0; i < model->d_in; i++) {
-        moe_real value = s->x[row * model->d_in + i];
-        double level = floor((double)value / (double)model->input_scale + 0.5);
-        if (model->weights_are == MOE_WEIGHTS_FLOAT) ((moe_real *)r->input)[i] = value;
-        else ((int8_t *)r->input)[i] = (int8_t)(level > 127 ? 127 : level < -127 ? -127 : level);
-    }
+    if (model->weights_are != MOE_WEIGHTS_FLOAT) moe_infer_levels(model, s->x + row * model->d_in, (int8_t *)r->input);
+    else if (model->d_in > 0) memcpy(r->input, s->x + row * model->d_in, model->d_in * sizeof(moe_real));
     status = moe_infer(model, model->d_in > 0 ? r->input : s->ids + row, r->output, r->scratch, model->scratch_size);
     for (size_t i = 0; i < model->d_out; i++) {
         r->y[i] = model->weights_are == MOE_WEIGHTS_FLOAT ? (double)((moe_real *)r->output)[i] : ((int16_t *)r->output)[i] * (double)model->output_scale;

@@ -133,7 +133,7 @@ static inline int microdigits_answer(const moe_model *model, const moe_real *pix
     int8_t input[PIXELS];
     int16_t output[CLASSES];
     int best = 0;
-    for (int p = 0; p < PIXELS; p++) input[p] = (int8_t)floor((double)pixels[p] / (double)model->input_scale + 0.5);
+    moe_infer_levels(model, pixels, input);
     if (moe_infer(model, input, output, scratch, model->scratch_size) != MOE_OK) return -1;
     for (int c = 1; c < CLASSES; c++) best = output[c] > output[best] ? c : best;
     return best;

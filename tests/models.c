@@ -1519,6 +1519,26 @@ static void write_models(const char *folder) {
     }
 }
 
+/* Levels of real inputs: to nearest, held within +-127, whatever comes. */
+static void test_levels(void) {
+    static const double x[9] = {0, 0.26, 0.24, -0.26, 1e30, -1e30, 63.4, 63.6, -63.3}; /* in units of 2 got */
+    static const int expected[9] = {0, 1, 0, -1, 127, -127, 127, 127, -127};
+    moe_real inputs[9];
+    int8_t got[9];
+    moe_model model;
+    int i;
+    memset(&model, 0, sizeof model);
+    model.d_in = 9, model.input_scale = 0.5f;
+    for (i = 0; i < 9; i++) inputs[i] = (moe_real)x[i];
+    moe_infer_levels(&model, inputs, got);
+    for (i = 0; i < 9; i++) CHECK(got[i] == expected[i], "level of a real input");
+    inputs[0] = inputs[4] * inputs[4] * inputs[4] * inputs[4] * inputs[4] * inputs[4] * inputs[4] * inputs[4] * inputs[4] * inputs[4] * inputs[4]; /* infinite */
+    inputs[1] = inputs[0] - inputs[0];
+    moe_infer_levels(&model, inputs, got);
+    CHECK(got[0] == 127 && got[1] == 0, "got of an infinite number and of none");
+    moe_infer_levels(NULL, inputs, got), moe_infer_levels(&model, NULL, got), moe_infer_levels(&model, inputs, NULL);
+}
+
 int main(int argc, char **argv) {
     few = argc > 1 && strcmp(argv[1], "few") == 0;
     verbose = argc > 1 && strcmp(argv[1], "verbose") == 0;
@@ -1527,6 +1547,7 @@ int main(int argc, char **argv) {
         printf("%ld passed, %ld failed\n", passed, failed);
         return failed > 0;
     }
+    test_levels();
     test_random_nets();
     test_accuracy();
     test_allocations();
