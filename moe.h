@@ -57,6 +57,8 @@
      net          a list of modules built by calls.   trainer: an optimiser at work on one net.
      packed       weights in the order in which the kernels read them, see moe_layer_pack.
      cache        what decoding keeps of a sequence's earlier tokens, in the caller's memory.
+     model        a net made ready for moe_infer: constants alone.   level: the whole number that stands for a real one: real = level * scale.
+     calibration  inputs like those that will come; they show how large numbers become.   scratch: the memory that moe_infer works in.
      slot, place  the number under which a tensor of a layer or router is kept; which exist depends on the configuration.
 
    Manual
@@ -118,6 +120,25 @@
      beyond the first two read its experts one by one (moe_mixture_loss does it for arrays of your own). moe_modular_* are modular networks by hard
      EM, moe_hme_* the hierarchical mixture. Decoupled training: train the experts on splits of the data, freeze them (MOE_PARAM_FROZEN in the flags
      of their tensors), then train the gate; an attentive gate teaches an ordinary one by loss_distill with its logits as the teacher.
+
+     A model for small machines.   moe_model_create makes one of a trained net, with float weights or in integers; moe_infer runs it here;
+     moe_export_c writes it as a C header with constants, which firmware includes:
+       moe_model_config config = {0};  moe_built_model built;
+       config.weights = MOE_WEIGHTS_INT8;  config.calibration = &some_hundred_rows;
+       moe_model_create(&built, &net, &config, &error);      moe_infer(&built.model, input, output, scratch, built.model.scratch_size);
+       stream = moe_buffer_stream(&buffer);  moe_export_c(&built, "digits", &stream, &error);  moe_model_free(&built);
+     and on the device, where nothing is allocated or initialised:
+       #define MOE_IMPLEMENTATION
+       #define MOE_NO_FLOAT                      integers alone; a float model takes MOE_NO_TRAIN
+       #include "digits.h"
+       static unsigned char scratch[DIGITS_SCRATCH];
+       moe_infer(&digits, input, output, scratch, sizeof scratch);     moe_infer_choices(&digits, 0, scratch, choices, room, &count);
+     Integer models compute in whole numbers from input to output, so their bits are the same on every machine. Real numbers are level * scale: the
+     header's NAME_INPUT_SCALE and NAME_OUTPUT_SCALE. Vectors that products read have levels within +-127, sums of residuals, logits and what norms read have
+     16 bits; weights have one scale per output (int4: and one per 32 inputs), by the rules of moe_pack. Products are sums of int8 times int8 in 32
+     bits; activations and gates are curves or powers of two in fixed point. Every stage is named by its function in a constant, so a linker with
+     --gc-sections keeps what the model uses. Routers decide by one token: what moe_net_check_decoding refuses stays refused. Experts that lie outside the
+     address space come through a moe_loader, chosen ones only. On AVR constants stay in program memory; all of them must lie in its first 64 KiB.
 
      Files.   safetensors, with the configuration as JSON text in the metadata under the key "moe". Values are float32 (float64 in the double build),
      little-endian. Keys of the configuration that this version does not know are refused by name, except those that begin with "_". What is
@@ -11980,7 +12001,11 @@ static void moei_print_ops(moei_printer *p, const moe_model *model) {
     moei_print(p, "static const moe_int_op %s_ops[%z] = {\n", p->name, (size_t)model->n_ops);
     for (i = 0; i < model->n_ops; i++) {
         const moe_int_op *op = &model->ops[i];
-        for (j = 0; j + 1 < sizeof moei_op_names / sizeof *moei_op_names && moei_op_names[j].run != op->run;) j++;
+        for (j = 0; j < sizeof moei_op_names / sizeof *moei_op_names && moei_op_names[j].run != op->run;) j++;
+        if (j == sizeof moei_op_names / sizeof *moei_op_names) { /* an operation without a row in MOEI_OPS */
+            if (p->status == MOE_OK) p->status = MOE_ERR_STATE;
+            return;
+        }
         moei_print(p, "    {moe_int_op_%s, {%d, %d, %d, %d, %d}, %z, ", moei_op_names[j].name, (int)op->shape.n, (int)op->shape.k, (int)op->shape.low,
                    (int)op->shape.high, (int)op->shape.shift, (size_t)op->at);
         moei_print_place(p, op->in, ", "), moei_print_place(p, op->other, ", "), moei_print_place(p, op->out, ", ");
