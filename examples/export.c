@@ -227,10 +227,9 @@ static int compare(const samples *s, const moe_model *floats, const moe_model *i
 
 static moe_status write_header(void *ctx, moe_stream *stream) { return moe_export_c((const moe_built_model *)ctx, name, stream, NULL); }
 
-static void show_model(const moe_model *model, size_t numbers) {
-    double bytes = weights == MOE_WEIGHTS_FLOAT ? (double)(numbers * sizeof(moe_real)) : (double)(model->weights_size + model->experts_size);
+static void show_model(const moe_model *model) {
     printf("wrote        %s: the model `%s`, weights in %s\n", output, name, kinds[weights]);
-    printf("flash        %.0f bytes of weights", bytes);
+    printf("flash        %.0f bytes of weights", (double)(model->weights_size + model->experts_size));
     if (model->experts_size > 0) printf(", %.0f of them experts'", (double)model->experts_size);
     printf("\nscratch      %.0f bytes of RAM", (double)model->scratch_size);
     if (model->length > 0) printf(", %.0f of them kept from token to token, %.0f tokens at most", (double)model->state_size, (double)model->length);
@@ -249,7 +248,7 @@ static int export(moe_net *net, samples *s, moe_built_model *floats, moe_built_m
     config.weights = weights, config.calibration = &s->data;
     if (moe_model_create(made, net, &config, &error)) return fail(path, error.message);
     if (moe_file_replace(output, write_header, made, &error)) return fail(output, error.message);
-    show_model(&made->model, all);
+    show_model(&made->model);
     if (s->data.n > 0 && weights != MOE_WEIGHTS_FLOAT && compare(s, &floats->model, &made->model)) return 1;
     printf("next         include it in the firmware; %s begins with how. To see that it compiles:\n", output);
     printf("             cc -std=c99 -Os -I. -DMOE_IMPLEMENTATION %s-x c -c %s -o /dev/null\n", weights == MOE_WEIGHTS_FLOAT ? "-DMOE_NO_TRAIN " : "-DMOE_NO_FLOAT ", output);

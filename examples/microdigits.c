@@ -1,4 +1,4 @@
-/* Trains a mixture of experts that reads handwritten digits on a microcontroller, and writes it as a C header with int8 weights.
+/* Trains a mixture of experts that reads handwritten digits on a microcontroller, and writes it as a C header with int8 or int4 weights.
      cc -std=c99 -O2 -I. examples/microdigits.c -o microdigits -lm && ./microdigits          (or: sh examples/run microdigits) */
 
 #define MOE_IMPLEMENTATION
@@ -16,20 +16,22 @@ static const char help[] = "microdigits [options] [FILE]   trains on four fifths
                            "  --save FILE  the trained net; examples/export.c writes it as other headers (digits.safetensors)\n"
                            "  --seed N     start of all random choices: rows held out, weights, order (1)\n"
                            "  --epochs N   passes through the training digits (40)\n"
+                           "  --int4       weights of 4 bits instead of 8\n"
                            "  --turned     the digits come in any of four orientations, as on a device that is held any way round\n";
 static const char *data_path = "examples/data/digits.csv", *header = "digits.h", *saved = "digits.safetensors";
 static long epochs = 40, seed = 1;
-static int turned;
+static int turned, weights = MOE_WEIGHTS_INT8;
 
 static int fail(const char *what, const char *why) { return fprintf(stderr, "microdigits: %s: %s\n", what, why), 1; }
 
 static int read_options(int count, char **words) {
     while (--count > 0) {
         const char *word = *++words, *value = count > 1 ? words[1] : "";
-        int option = word[0] == '-' && strcmp(word, "--turned") != 0;
+        int option = word[0] == '-' && strcmp(word, "--turned") != 0 && strcmp(word, "--int4") != 0;
         char *end = NULL;
         if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0);
         if (strcmp(word, "--turned") == 0) turned = 1;
+        else if (strcmp(word, "--int4") == 0) weights = MOE_WEIGHTS_INT4;
         else if (!option) data_path = word;
         else if (strcmp(word, "-o") == 0 && *value != '\0') header = value;
         else if (strcmp(word, "--save") == 0 && *value != '\0') saved = value;
@@ -78,7 +80,7 @@ static int show_experts(const moe_model *model, const moe_data *test) {
 
 static int run(const microdigits *digits, moe_net *net, moe_built_model *built) {
     moe_train_config training = microdigits_training((int)epochs, (uint64_t)seed);
-    moe_model_config config = {.weights = MOE_WEIGHTS_INT8, .calibration = &digits->calibration};
+    moe_model_config config = {.weights = weights, .calibration = &digits->calibration};
     const moe_model *model = &built->model;
     moe_evaluation result;
     moe_error error = {0};
@@ -90,14 +92,15 @@ static int run(const microdigits *digits, moe_net *net, moe_built_model *built) 
     if (moe_model_create(built, net, &config, &error)) return fail("quantising", error.message);
     if ((accuracy = microdigits_accuracy(model, &digits->test)) < 0) return fail("inference", "failed");
     if (show_experts(model, &digits->test)) return 1;
-    printf("\nheld-out digits read right: %.2f %% in float, %.2f %% in int8 (of %d)\n", 100.0 * (double)result.accuracy, accuracy, (int)digits->test.n);
+    printf("\nheld-out digits read right: %.2f %% in float, %.2f %% in %s (of %d)\n", 100.0 * (double)result.accuracy, accuracy,
+           weights == MOE_WEIGHTS_INT8 ? "int8" : "int4", (int)digits->test.n);
     printf("weights %d bytes, scratch memory %d bytes, %d multiplications per digit at most\n", (int)(model->weights_size + model->experts_size),
            (int)model->scratch_size, (int)model->multiplications);
     if (moe_net_save(net, saved, &error)) return fail(saved, error.message);
     if (moe_file_replace(header, write_header, built, &error)) return fail(header, error.message);
     printf("saved as %s; written for firmware as %s, which says how to use it\n", saved, header);
     printf("next         a firmware with it in an emulator:  sh examples/mcu/run\n");
-    printf("             other weights, or a net of your own: sh examples/run export %s --weights int4 --calibration %s --divide 16\n", saved, data_path);
+    printf("             other weights, or a net of your own: sh examples/run export %s --weights float --calibration %s --divide 16\n", saved, data_path);
     return 0;
 }
 

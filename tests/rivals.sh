@@ -12,7 +12,8 @@ root=$PWD
 . tests/setup.sh
 
 case ${1:-10} in
-*[!0-9]* | '' | 0 | 1) sed -n 's/^# \{0,1\}//p' "$0" | head -n 4 && exit 1 ;;
+-h | --help) sed -n '2,5s/^# \{0,1\}//p' "$0" && exit 0 ;;
+*[!0-9]* | 0 | 1) setup_die "SEEDS is a number from 2: sh tests/rivals.sh -h" ;;
 esac
 seeds=${1:-10}
 same_total=148 same_active=44 # hidden units: 75 h + 10 weights are the mixture's 11,130 in all, 74 h products its 3,272
