@@ -11755,18 +11755,6 @@ static void moei_maker_finish(moei_maker *m) {
 
 /* ---- the model ---- */
 
-/* How long a sequence of this net may be; 0: no module looks at earlier tokens. */
-static size_t moei_model_length(const moe_net *net, size_t wanted) {
-    size_t i, length = 0;
-    for (i = 0; i < net->n_modules; i++) {
-        const moe_module *m = &net->modules[i];
-        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS && !moei_refines(m)) continue;
-        if (length == 0) length = wanted > 0 ? wanted : 128;
-        if (m->kind == MOE_MODULE_POSITIONS && length > (size_t)m->n_rows) length = (size_t)m->n_rows;
-    }
-    return length;
-}
-
 /* Refuses what a mixture's router needs and integers cannot have, before calibration fails for want of it. */
 static void moei_mixture_refuse(moei_maker *m, const moe_layer *layer) {
     moe_int_router_plan plan;
@@ -11861,6 +11849,18 @@ static void moei_maker_run(moei_maker *m) {
     moe_buffer_free(&m->pieces);
 }
 #endif /* MOE_NO_QUANT */
+
+/* How long a sequence of this net may be; 0: no module looks at earlier tokens. */
+static size_t moei_model_length(const moe_net *net, size_t wanted) {
+    size_t i, length = 0;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
+        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS && !moei_refines(m)) continue;
+        if (length == 0) length = wanted > 0 ? wanted : 128;
+        if (m->kind == MOE_MODULE_POSITIONS && length > (size_t)m->n_rows) length = (size_t)m->n_rows;
+    }
+    return length;
+}
 
 /* A copy of the net's list of modules with the plain C kernels that an exported model has. */
 static moe_status moei_float_model(moe_built_model *made, const moe_net *net, moe_error *error) {
