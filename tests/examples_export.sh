@@ -39,6 +39,7 @@ refused cannot_open --calibration none.csv
 refused cannot_be_the_name --calibration short.csv --name 1x
 refused not_a_value --weights int9
 refused not_a_value --divide 0
+firmware
 TEXT
 }
 
@@ -73,6 +74,18 @@ refused() { # what-it-says-with-_-for-spaces options...
     fi
     [ ! -e refused.h ] && grep -qF -- "$said" out || {
         echo "it did not say: $said"
+        cat out
+        return 1
+    }
+}
+
+# The firmware as a program for this machine: it shows the digit and reads it, and names the two experts.
+firmware() {
+    # The directory of moe.h comes last: a digits.h of the user's may lie there.
+    # shellcheck disable=SC2046
+    run "$CC" $(strict_flags "$CC") -Os -I"$prepared" -I"$root" "$root/examples/mcu/firmware.c" -o firmware || return 1
+    ./firmware >out || return 1
+    [ "$(wc -l <out)" -eq 9 ] && tail -n 1 out | grep -q '^is a 9, as read by expert [0-7] ([0-9]* %) and expert [0-7] ([0-9]* %)$' || {
         cat out
         return 1
     }
