@@ -1298,7 +1298,8 @@ typedef struct moe_choice {
 } moe_choice;
 
 /* Who was chosen in mixture number `mixture` (from 0) in the last call with this scratch memory: up to room choices in the order of choice, *count how
-   many there are. MOE_ERR_NOT_FOUND: no such mixture; MOE_ERR_ARGUMENT: NULL. */
+   many there are; in zeroed memory 0. A weight beyond int32 is +-INT32_MAX. MOE_ERR_NOT_FOUND: no such mixture; MOE_ERR_ARGUMENT: NULL;
+   MOE_ERR_UNSUPPORTED: a model of another version. */
 MOE_API moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count);
 
 #ifndef MOE_NO_TRAIN
@@ -10012,23 +10013,31 @@ void moe_infer_restart(const moe_model *model, void *scratch, size_t scratch_siz
     memset(scratch, 0, scratch_size < BEGIN ? scratch_size : (size_t)BEGIN);
 }
 
+/* level * 2^bits, within int32; a configuration's scale makes bits large or small. */
+static int32_t moei_choice_weight(int32_t level, int bits) {
+    if (bits < 0) return level >> (bits < -31 ? 31 : -bits);
+    if (bits <= 16 || level == 0) return level * ((int32_t)1 << (bits <= 16 ? bits : 0));
+    return level > 0 ? INT32_MAX : -INT32_MAX;
+}
+
 moe_status moe_int_model_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
-    const moe_int_mixture *m = model->mixtures + mixture;
+    const moe_int_mixture *m;
     const int16_t *made;
     size_t i;
     if (mixture >= model->n_mixtures) return MOE_ERR_NOT_FOUND;
+    m = model->mixtures + mixture;
     made = (const int16_t *)(const void *)(moei_int_scratch((void *)(uintptr_t)scratch) + model->state_size) + m->choices;
     *count = (size_t)made[0];
     for (i = 0; i < *count && i < room; i++) {
-        const int32_t level = made[1 + m->router.most + i];
         choices[i].expert = made[1 + i];
-        choices[i].weight = m->weight_bits < 0 ? level >> -m->weight_bits : level * ((int32_t)1 << m->weight_bits);
+        choices[i].weight = moei_choice_weight(made[1 + m->router.most + i], m->weight_bits);
     }
     return MOE_OK;
 }
 
 moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
     if (model == NULL || scratch == NULL || count == NULL || (choices == NULL && room > 0)) return MOE_ERR_ARGUMENT;
+    if (model->version != MOE_MODEL_VERSION) return MOE_ERR_UNSUPPORTED;
     return model->choices(model, mixture, scratch, choices, room, count);
 }
 
@@ -10042,7 +10051,7 @@ moe_status moe_float_model_choices(const moe_model *model, size_t mixture, const
     const moe_routing *routing = moei_float_routing(model->net, model->length, mixture, (void *)(uintptr_t)scratch);
     size_t i;
     if (routing == NULL) return MOE_ERR_NOT_FOUND;
-    *count = (size_t)routing->n_choices[0];
+    *count = routing->n_choices != NULL ? (size_t)routing->n_choices[0] : 0; /* zeroed memory: no call so far */
     for (i = 0; i < *count && i < room; i++) {
         const moe_real weight = routing->weights[routing->choices[i]] * MOEI_R(32768.0);
         choices[i].expert = routing->choices[i];
