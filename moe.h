@@ -11121,7 +11121,7 @@ static uint32_t moei_weighed(moei_maker *m, uint32_t x, int bits, double range) 
     return y;
 }
 
-/* 2^bits bounds what add_input leaves for the input: |1 - sum w|. */
+/* 2^bits bounds what add_input leaves for the input: |1 - sum w|. Beyond 31 bits the 1 is as good as nothing, as are weights that far below it. */
 static int moei_rest_bits(const moe_int_mixture *mixture) {
     const double most = ldexp(mixture->router.most, mixture->weight_bits) - 1;
     int bits = mixture->weight_bits > 0 ? mixture->weight_bits : 0;
@@ -11139,8 +11139,8 @@ static void moei_rest(moei_maker *m, const moe_int_mixture *mixture, const moei_
     ratio = ldexp(m->values[x].scale, 1 + bits + to->shift) / to->scale;
     shift = moei_shift_for(ratio, 0, 30);
     op = moei_op(moe_int_op_rest, m->values[x].width, 0, 0, 0, shift < 0 ? 0 : shift);
-    op.factor = (int16_t)moei_nearest(ldexp(ratio, op.shape.shift), 32767), op.factor2 = (int16_t)(bits - mixture->weight_bits);
-    op.at = (uint32_t)32768 >> bits, op.index = (uint16_t)moei_list_length(m->made.mixtures);
+    op.factor = (int16_t)moei_nearest(ldexp(ratio, op.shape.shift), 32767), op.factor2 = (int16_t)(bits - mixture->weight_bits < 31 ? bits - mixture->weight_bits : 31);
+    op.at = bits < 32 ? (uint32_t)32768 >> bits : 0, op.index = (uint16_t)moei_list_length(m->made.mixtures);
     moei_op_append(m, op, x, mixture->choices, to->sum);
 }
 
