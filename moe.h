@@ -11385,13 +11385,13 @@ static uint32_t moei_module_tied(moei_maker *m, const moe_module *module, const 
 static uint32_t moei_module_norm(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
     const size_t n = (size_t)module->d_in;
     const moe_real *gain = module->tensors[MOE_MODULE_WEIGHT], *bias = module->kind == MOE_MODULE_LAYER_NORM ? module->tensors[MOE_MODULE_BIAS] : NULL;
-    const uint32_t x = m->entering[m->module];
+    uint32_t x = m->entering[m->module];
     double scale = limit == MOEI_NARROW ? range->y / limit : range->y * 1.25 / limit, most = 0, eps;
     unsigned char bytes[8];
     moe_int_op op;
     uint32_t out;
     size_t i;
-    int bits;
+    int bits, factor = 8;
     if (n > INT16_MAX)
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: norms wider than %d have no integer form; MOE_WEIGHTS_FLOAT takes them", m->module, (int)INT16_MAX);
     if (m->status != MOE_OK) return 0;
@@ -11400,11 +11400,15 @@ static uint32_t moei_module_norm(moei_maker *m, const moe_module *module, const 
     if (scale < most / 32000) scale = most / 32000;
     if (!(scale > 0)) scale = 1;
     bits = moei_shift_for(most / scale, 0, 25);
+    while (ldexp((double)n * (double)n, 30 + 2 * factor) > ldexp(1, 60)) factor--;
+    eps = ldexp((double)MOEI_NORM_EPS * (double)n * (double)n, 2 * factor);
+    if (eps > ldexp(m->values[x].scale * m->values[x].scale, 60)) x = moei_rescale(m, x, MOEI_WIDE, ldexp(sqrt(eps), -30)); /* eps must fit its levels */
+    if (m->status != MOE_OK) return 0;
+    eps = eps / m->values[x].scale / m->values[x].scale;
+    eps = eps < ldexp(1, 60) ? floor(eps + 0.5) : ldexp(1, 60);
     out = moei_value_new(m, n, limit, scale, range->y);
     op = moei_op(moe_int_op_norm, n, 0, -limit, limit, bits + 5);
-    for (op.factor = 8; ldexp((double)n * (double)n, 30 + 2 * op.factor) > ldexp(1, 60); op.factor--) {}
-    eps = ldexp((double)MOEI_NORM_EPS * (double)n * (double)n, 2 * op.factor) / m->values[x].scale / m->values[x].scale;
-    eps = eps < ldexp(1, 60) ? floor(eps + 0.5) : ldexp(1, 60);
+    op.factor = (int16_t)factor;
     moei_put_32_le(bytes, (int32_t)(uint32_t)((uint64_t)eps & 0xffffffffu)), moei_put_32_le(bytes + 4, (int32_t)(uint32_t)((uint64_t)eps >> 32));
     op.at = moei_constants(m, &m->made.weights, bytes, 8);
     for (i = 0; i < n + n % 2; i += 2) {
