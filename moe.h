@@ -10122,7 +10122,10 @@ typedef struct moei_maker {
 } moei_maker;
 
 static void moei_maker_fail(moei_maker *m, moe_status status) {
-    if (m->status == MOE_OK) m->status = moei_error(m->error, status, "%s", moe_status_text(status));
+    if (m->status != MOE_OK) return;
+    if (status == MOE_ERR_OVERFLOW)
+        m->status = moei_error(m->error, status, "module %z: sizes or numbers too large, or too far apart, for integers; MOE_WEIGHTS_FLOAT may take it", m->module);
+    else m->status = moei_error(m->error, status, "%s", moe_status_text(status));
 }
 
 #define MOEI_MAKER_REFUSE(m, code, ...) \
@@ -11538,11 +11541,22 @@ static uint32_t (*const moei_int_modules[MOE_MODULE_COUNT])(moei_maker *m, const
 
 /* ---- calibration ---- */
 
+/* What is no number counts as infinite. */
+static void moei_range_most(double *range, double x) {
+    if (!(fabs(x) <= *range)) *range = fabs(x) < HUGE_VAL ? fabs(x) : HUGE_VAL;
+}
+
 static void moei_range_add(double *range, const moe_real *x, size_t rows, size_t width, size_t ld) {
     size_t i, j;
     for (i = 0; i < rows && x != NULL; i++)
-        for (j = 0; j < width; j++)
-            if (fabs((double)x[i * ld + j]) > *range) *range = fabs((double)x[i * ld + j]);
+        for (j = 0; j < width; j++) moei_range_most(range, (double)x[i * ld + j]);
+}
+
+static int moei_range_is_finite(const moei_int_range *r) {
+    double sum = r->y + r->u + r->z + r->unit + r->projected + r->hidden + r->hidden_act + r->key + r->weighed + r->sigmoid + r->q + r->k + r->v + r->mixed;
+    int node;
+    for (node = 0; node < MOE_NODE_COUNT; node++) sum += r->node[node] + r->shared[node];
+    return sum < HUGE_VAL;
 }
 
 static double moei_range_row(const moe_real *w, const moe_real *bias, size_t i, size_t k, const double *x) {
@@ -11550,10 +11564,6 @@ static double moei_range_row(const moe_real *w, const moe_real *bias, size_t i, 
     size_t p;
     for (p = 0; p < k; p++) sum += (double)w[i * k + p] * x[p];
     return sum;
-}
-
-static void moei_range_most(double *range, double x) {
-    if (fabs(x) > *range) *range = fabs(x);
 }
 
 /* The largest component of v / sqrt(v . v + least). */
@@ -11690,6 +11700,9 @@ static void moei_calibrate(moei_maker *m, double *input) {
     }
     moei_free(&m->made.allocator, work, bytes);
     if (status != MOE_OK) MOEI_MAKER_REFUSE(m, status, "calibration: %s", moe_status_text(status));
+    for (i = 0; i < m->net->n_modules; i++)
+        if (!moei_range_is_finite(&m->ranges[i]))
+            MOEI_MAKER_REFUSE(m, MOE_ERR_NONFINITE, "calibration: module %z computes a number that is infinite or none", i);
 }
 
 /* ---- places in scratch memory ---- */
@@ -11844,6 +11857,11 @@ static void moei_maker_run(moei_maker *m) {
     if (m->status == MOE_OK) {
         model->input_scale = model->d_in > 0 ? (float)m->values[0].scale : 1;
         model->output_scale = (float)m->values[last].scale;
+        if (!(model->input_scale > 0) || !(model->output_scale > 0) || !moe_is_finite((moe_real)model->input_scale) ||
+            !moe_is_finite((moe_real)model->output_scale))
+            moei_maker_fail(m, MOE_ERR_OVERFLOW); /* a float cannot tell the scale */
+    }
+    if (m->status == MOE_OK) {
         m->multiplications += m->counted;
         model->multiplications = m->multiplications;
         moei_maker_finish(m);
