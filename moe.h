@@ -12206,6 +12206,7 @@ static moe_status moei_printer_begin(moei_printer *p, const moe_built_model *bui
     size_t i;
     if (built == NULL || name == NULL || stream == NULL || stream->write == NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "built, name and a stream that can be written must be there");
+    if (built->model.version != MOE_MODEL_VERSION) return moei_error(error, MOE_ERR_ARGUMENT, "built: must be one that moe_model_create has made");
     if (!moei_is_identifier(name)) return moei_error(error, MOE_ERR_ARGUMENT, "name = \"%s\": must be a short C identifier", name);
     memset(p, 0, sizeof *p);
     p->stream = stream, p->name = name;
