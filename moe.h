@@ -1305,7 +1305,8 @@ typedef struct moe_choice {
 } moe_choice;
 
 /* Who was chosen in mixture number `mixture` (from 0) in the last call with this scratch memory: up to room choices in the order of choice, *count how
-   many there are. MOE_ERR_NOT_FOUND: no such mixture; MOE_ERR_ARGUMENT: NULL. */
+   many there are; in zeroed memory 0. A weight beyond int32 is +-INT32_MAX. MOE_ERR_NOT_FOUND: no such mixture; MOE_ERR_ARGUMENT: NULL;
+   MOE_ERR_UNSUPPORTED: a model of another version. */
 MOE_API moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count);
 
 #ifndef MOE_NO_TRAIN
@@ -10019,23 +10020,31 @@ void moe_infer_restart(const moe_model *model, void *scratch, size_t scratch_siz
     memset(scratch, 0, scratch_size < BEGIN ? scratch_size : (size_t)BEGIN);
 }
 
+/* level * 2^bits, within int32; a configuration's scale makes bits large or small. */
+static int32_t moei_choice_weight(int32_t level, int bits) {
+    if (bits < 0) return level >> (bits < -31 ? 31 : -bits);
+    if (bits <= 16 || level == 0) return level * ((int32_t)1 << (bits <= 16 ? bits : 0));
+    return level > 0 ? INT32_MAX : -INT32_MAX;
+}
+
 moe_status moe_int_model_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
-    const moe_int_mixture *m = model->mixtures + mixture;
+    const moe_int_mixture *m;
     const int16_t *made;
     size_t i;
     if (mixture >= model->n_mixtures) return MOE_ERR_NOT_FOUND;
+    m = model->mixtures + mixture;
     made = (const int16_t *)(const void *)(moei_int_scratch((void *)(uintptr_t)scratch) + model->state_size) + m->choices;
     *count = (size_t)made[0];
     for (i = 0; i < *count && i < room; i++) {
-        const int32_t level = made[1 + m->router.most + i];
         choices[i].expert = made[1 + i];
-        choices[i].weight = m->weight_bits < 0 ? level >> -m->weight_bits : level * ((int32_t)1 << m->weight_bits);
+        choices[i].weight = moei_choice_weight(made[1 + m->router.most + i], m->weight_bits);
     }
     return MOE_OK;
 }
 
 moe_status moe_infer_choices(const moe_model *model, size_t mixture, const void *scratch, moe_choice *choices, size_t room, size_t *count) {
     if (model == NULL || scratch == NULL || count == NULL || (choices == NULL && room > 0)) return MOE_ERR_ARGUMENT;
+    if (model->version != MOE_MODEL_VERSION) return MOE_ERR_UNSUPPORTED;
     return model->choices(model, mixture, scratch, choices, room, count);
 }
 
@@ -10060,7 +10069,7 @@ moe_status moe_float_model_choices(const moe_model *model, size_t mixture, const
     const moe_routing *routing = moei_float_routing(model->net, model->length, mixture, (void *)(uintptr_t)scratch);
     size_t i;
     if (routing == NULL) return MOE_ERR_NOT_FOUND;
-    *count = (size_t)routing->n_choices[0];
+    *count = routing->n_choices != NULL ? (size_t)routing->n_choices[0] : 0; /* zeroed memory: no call so far */
     for (i = 0; i < *count && i < room; i++) {
         const moe_real weight = routing->weights[routing->choices[i]] * MOEI_R(32768.0);
         choices[i].expert = routing->choices[i];
@@ -10131,7 +10140,10 @@ typedef struct moei_maker {
 } moei_maker;
 
 static void moei_maker_fail(moei_maker *m, moe_status status) {
-    if (m->status == MOE_OK) m->status = moei_error(m->error, status, "%s", moe_status_text(status));
+    if (m->status != MOE_OK) return;
+    if (status == MOE_ERR_OVERFLOW)
+        m->status = moei_error(m->error, status, "module %z: sizes or numbers too large, or too far apart, for integers; MOE_WEIGHTS_FLOAT may take it", m->module);
+    else m->status = moei_error(m->error, status, "%s", moe_status_text(status));
 }
 
 #define MOEI_MAKER_REFUSE(m, code, ...) \
@@ -11130,7 +11142,7 @@ static uint32_t moei_weighed(moei_maker *m, uint32_t x, int bits, double range) 
     return y;
 }
 
-/* 2^bits bounds what add_input leaves for the input: |1 - sum w|. */
+/* 2^bits bounds what add_input leaves for the input: |1 - sum w|. Beyond 31 bits the 1 is as good as nothing, as are weights that far below it. */
 static int moei_rest_bits(const moe_int_mixture *mixture) {
     const double most = ldexp(mixture->router.most, mixture->weight_bits) - 1;
     int bits = mixture->weight_bits > 0 ? mixture->weight_bits : 0;
@@ -11148,8 +11160,8 @@ static void moei_rest(moei_maker *m, const moe_int_mixture *mixture, const moei_
     ratio = ldexp(m->values[x].scale, 1 + bits + to->shift) / to->scale;
     shift = moei_shift_for(ratio, 0, 30);
     op = moei_op(moe_int_op_rest, m->values[x].width, 0, 0, 0, shift < 0 ? 0 : shift);
-    op.factor = (int16_t)moei_nearest(ldexp(ratio, op.shape.shift), 32767), op.factor2 = (int16_t)(bits - mixture->weight_bits);
-    op.at = (uint32_t)32768 >> bits, op.index = (uint16_t)moei_list_length(m->made.mixtures);
+    op.factor = (int16_t)moei_nearest(ldexp(ratio, op.shape.shift), 32767), op.factor2 = (int16_t)(bits - mixture->weight_bits < 31 ? bits - mixture->weight_bits : 31);
+    op.at = bits < 32 ? (uint32_t)32768 >> bits : 0, op.index = (uint16_t)moei_list_length(m->made.mixtures);
     moei_op_append(m, op, x, mixture->choices, to->sum);
 }
 
@@ -11394,13 +11406,13 @@ static uint32_t moei_module_tied(moei_maker *m, const moe_module *module, const 
 static uint32_t moei_module_norm(moei_maker *m, const moe_module *module, const moei_int_range *range, int limit) {
     const size_t n = (size_t)module->d_in;
     const moe_real *gain = module->tensors[MOE_MODULE_WEIGHT], *bias = module->kind == MOE_MODULE_LAYER_NORM ? module->tensors[MOE_MODULE_BIAS] : NULL;
-    const uint32_t x = m->entering[m->module];
+    uint32_t x = m->entering[m->module];
     double scale = limit == MOEI_NARROW ? range->y / limit : range->y * 1.25 / limit, most = 0, eps;
     unsigned char bytes[8];
     moe_int_op op;
     uint32_t out;
     size_t i;
-    int bits;
+    int bits, factor = 8;
     if (n > INT16_MAX)
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: norms wider than %d have no integer form; MOE_WEIGHTS_FLOAT takes them", m->module, (int)INT16_MAX);
     if (m->status != MOE_OK) return 0;
@@ -11409,11 +11421,15 @@ static uint32_t moei_module_norm(moei_maker *m, const moe_module *module, const 
     if (scale < most / 32000) scale = most / 32000;
     if (!(scale > 0)) scale = 1;
     bits = moei_shift_for(most / scale, 0, 25);
+    while (ldexp((double)n * (double)n, 30 + 2 * factor) > ldexp(1, 60)) factor--;
+    eps = ldexp((double)MOEI_NORM_EPS * (double)n * (double)n, 2 * factor);
+    if (eps > ldexp(m->values[x].scale * m->values[x].scale, 60)) x = moei_rescale(m, x, MOEI_WIDE, ldexp(sqrt(eps), -30)); /* eps must fit its levels */
+    if (m->status != MOE_OK) return 0;
+    eps = eps / m->values[x].scale / m->values[x].scale;
+    eps = eps < ldexp(1, 60) ? floor(eps + 0.5) : ldexp(1, 60);
     out = moei_value_new(m, n, limit, scale, range->y);
     op = moei_op(moe_int_op_norm, n, 0, -limit, limit, bits + 5);
-    for (op.factor = 8; ldexp((double)n * (double)n, 30 + 2 * op.factor) > ldexp(1, 60); op.factor--) {}
-    eps = ldexp((double)MOEI_NORM_EPS * (double)n * (double)n, 2 * op.factor) / m->values[x].scale / m->values[x].scale;
-    eps = eps < ldexp(1, 60) ? floor(eps + 0.5) : ldexp(1, 60);
+    op.factor = (int16_t)factor;
     moei_put_32_le(bytes, (int32_t)(uint32_t)((uint64_t)eps & 0xffffffffu)), moei_put_32_le(bytes + 4, (int32_t)(uint32_t)((uint64_t)eps >> 32));
     op.at = moei_constants(m, &m->made.weights, bytes, 8);
     for (i = 0; i < n + n % 2; i += 2) {
@@ -11543,11 +11559,22 @@ static uint32_t (*const moei_int_modules[MOE_MODULE_COUNT])(moei_maker *m, const
 
 /* ---- calibration ---- */
 
+/* What is no number counts as infinite. */
+static void moei_range_most(double *range, double x) {
+    if (!(fabs(x) <= *range)) *range = fabs(x) < HUGE_VAL ? fabs(x) : HUGE_VAL;
+}
+
 static void moei_range_add(double *range, const moe_real *x, size_t rows, size_t width, size_t ld) {
     size_t i, j;
     for (i = 0; i < rows && x != NULL; i++)
-        for (j = 0; j < width; j++)
-            if (fabs((double)x[i * ld + j]) > *range) *range = fabs((double)x[i * ld + j]);
+        for (j = 0; j < width; j++) moei_range_most(range, (double)x[i * ld + j]);
+}
+
+static int moei_range_is_finite(const moei_int_range *r) {
+    double sum = r->y + r->u + r->z + r->unit + r->projected + r->hidden + r->hidden_act + r->key + r->weighed + r->sigmoid + r->q + r->k + r->v + r->mixed;
+    int node;
+    for (node = 0; node < MOE_NODE_COUNT; node++) sum += r->node[node] + r->shared[node];
+    return sum < HUGE_VAL;
 }
 
 static double moei_range_row(const moe_real *w, const moe_real *bias, size_t i, size_t k, const double *x) {
@@ -11555,10 +11582,6 @@ static double moei_range_row(const moe_real *w, const moe_real *bias, size_t i, 
     size_t p;
     for (p = 0; p < k; p++) sum += (double)w[i * k + p] * x[p];
     return sum;
-}
-
-static void moei_range_most(double *range, double x) {
-    if (fabs(x) > *range) *range = fabs(x);
 }
 
 /* The largest component of v / sqrt(v . v + least). */
@@ -11695,6 +11718,9 @@ static void moei_calibrate(moei_maker *m, double *input) {
     }
     moei_free(&m->made.allocator, work, bytes);
     if (status != MOE_OK) MOEI_MAKER_REFUSE(m, status, "calibration: %s", moe_status_text(status));
+    for (i = 0; i < m->net->n_modules; i++)
+        if (!moei_range_is_finite(&m->ranges[i]))
+            MOEI_MAKER_REFUSE(m, MOE_ERR_NONFINITE, "calibration: module %z computes a number that is infinite or none", i);
 }
 
 /* ---- places in scratch memory ---- */
@@ -11837,6 +11863,11 @@ static void moei_maker_run(moei_maker *m) {
     if (m->status == MOE_OK) {
         model->input_scale = model->d_in > 0 ? (float)m->values[0].scale : 1;
         model->output_scale = (float)m->values[last].scale;
+        if (!(model->input_scale > 0) || !(model->output_scale > 0) || !moe_is_finite((moe_real)model->input_scale) ||
+            !moe_is_finite((moe_real)model->output_scale))
+            moei_maker_fail(m, MOE_ERR_OVERFLOW); /* a float cannot tell the scale */
+    }
+    if (m->status == MOE_OK) {
         m->multiplications += m->counted;
         model->multiplications = m->multiplications;
         moei_maker_finish(m);
@@ -12193,6 +12224,7 @@ static moe_status moei_printer_begin(moei_printer *p, const moe_built_model *bui
     size_t i;
     if (built == NULL || name == NULL || stream == NULL || stream->write == NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "built, name and a stream that can be written must be there");
+    if (built->model.version != MOE_MODEL_VERSION) return moei_error(error, MOE_ERR_ARGUMENT, "built: must be one that moe_model_create has made");
     if (!moei_is_identifier(name)) return moei_error(error, MOE_ERR_ARGUMENT, "name = \"%s\": must be a short C identifier", name);
     memset(p, 0, sizeof *p);
     p->stream = stream, p->name = name;

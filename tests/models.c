@@ -1234,6 +1234,7 @@ static void test_widths(void) {
 static void test_refused_calls(void) {
     static const char *const names[] = {"", "1a", "a b", "a-b", "a.b", "n\xc3\xa4me", "a\n", "a_name_that_is_much_longer_than_any_name_that_somebody_would_type_into_a_program_by_hand_and_then_some"};
     rich r, behind;
+    moe_built_model nothing;
     moe_model model;
     moe_choice choices[4];
     moe_stream stream, deaf;
@@ -1260,21 +1261,24 @@ static void test_refused_calls(void) {
     CHECK_STATUS(moe_infer_loading(&r.built.model, NULL, in, out, room, size), MOE_OK, "no loader where none is needed");
     model = r.built.model, model.version++;
     CHECK_STATUS(moe_infer(&model, in, out, room, size), MOE_ERR_UNSUPPORTED, "another version");
+    CHECK_STATUS(moe_infer_choices(&model, 0, room, choices, 4, &count), MOE_ERR_UNSUPPORTED, "choices: another version");
     CHECK_STATUS(moe_infer_choices(NULL, 0, room, choices, 4, &count), MOE_ERR_ARGUMENT, "choices: model NULL");
-    CHECK_STATUS(moe_infer_choices(&model, 0, room, NULL, 4, &count), MOE_ERR_ARGUMENT, "choices NULL");
-    CHECK_STATUS(moe_infer_choices(&model, 0, NULL, choices, 4, &count), MOE_ERR_ARGUMENT, "choices: scratch NULL");
-    CHECK_STATUS(moe_infer_choices(&model, 0, room, choices, 4, NULL), MOE_ERR_ARGUMENT, "count NULL");
-    CHECK_STATUS(moe_infer_choices(&model, 2, room, choices, 4, &count), MOE_ERR_NOT_FOUND, "no such mixture");
+    CHECK_STATUS(moe_infer_choices(&r.built.model, 0, room, NULL, 4, &count), MOE_ERR_ARGUMENT, "choices NULL");
+    CHECK_STATUS(moe_infer_choices(&r.built.model, 0, NULL, choices, 4, &count), MOE_ERR_ARGUMENT, "choices: scratch NULL");
+    CHECK_STATUS(moe_infer_choices(&r.built.model, 0, room, choices, 4, NULL), MOE_ERR_ARGUMENT, "count NULL");
+    CHECK_STATUS(moe_infer_choices(&r.built.model, 2, room, choices, 4, &count), MOE_ERR_NOT_FOUND, "no such mixture");
     CHECK(count == 77, "a failed call changes nothing");
-    CHECK_STATUS(moe_infer_choices(&model, 1, room, NULL, 0, &count), MOE_OK, "how many were chosen");
+    CHECK_STATUS(moe_infer_choices(&r.built.model, 1, room, NULL, 0, &count), MOE_OK, "how many were chosen");
     CHECK(count == 2, "two were chosen");
     choices[1].expert = 77;
-    CHECK_STATUS(moe_infer_choices(&model, 1, room, choices, 1, &count), MOE_OK, "the first choice");
+    CHECK_STATUS(moe_infer_choices(&r.built.model, 1, room, choices, 1, &count), MOE_OK, "the first choice");
     CHECK(count == 2 && choices[1].expert == 77, "no more than there is room for");
     moe_infer_restart(NULL, room, size), moe_infer_restart(&r.built.model, NULL, size), moe_infer_restart(&r.built.model, room, 0);
     for (i = 0; i < sizeof names / sizeof *names; i++)
         CHECK(moe_export_c(&r.built, names[i], &stream, &error) == MOE_ERR_ARGUMENT && strstr(error.message, "name") != NULL, "a name that is no identifier");
     CHECK_STATUS(moe_export_c(NULL, "a", &stream, NULL), MOE_ERR_ARGUMENT, "export: built NULL");
+    memset(&nothing, 0, sizeof nothing);
+    CHECK_STATUS(moe_export_c(&nothing, "a", &stream, NULL), MOE_ERR_ARGUMENT, "export: nothing was built");
     CHECK_STATUS(moe_export_c(&r.built, NULL, &stream, NULL), MOE_ERR_ARGUMENT, "name NULL");
     CHECK_STATUS(moe_export_c(&r.built, "a", NULL, NULL), MOE_ERR_ARGUMENT, "stream NULL");
     CHECK_STATUS(moe_export_c(&r.built, "a", &deaf, NULL), MOE_ERR_ARGUMENT, "a stream that does not write");
@@ -1348,6 +1352,144 @@ static void test_poor_calibration(void) {
             CHECK(built.model.input_scale > 0 && built.model.input_scale < 1e6f && built.model.output_scale > 0 && built.model.output_scale < 1e6f, "scales are positive numbers");
             compare_interpreters(&rng, &built, 8, &all);
             moe_model_free(&built);
+        }
+        moe_net_free(&net), drop_data(&rows);
+    }
+}
+
+/* Scratch memory that no call has seen: nobody was chosen. */
+static void test_choices_before(void) {
+    int weights;
+    for (weights = MOE_REAL_IS_DOUBLE ? 1 : 0; weights < MOE_WEIGHTS_COUNT; weights++) {
+        rich r;
+        moe_choice choices[4];
+        size_t count = 77;
+        void *room;
+        moe_error error;
+        if (!rich_begin(&r, 0)) return;
+        moe_model_free(&r.built), r.config.weights = weights;
+        if (CHECK_SAYS(moe_model_create(&r.built, &r.net, &r.config, &error), MOE_OK, "a model", error)) {
+            room = grab(r.built.model.scratch_size, 1);
+            CHECK_STATUS(moe_infer_choices(&r.built.model, 1, room, choices, 4, &count), MOE_OK, "choices before the first call");
+            CHECK(count == 0, "nobody was chosen yet");
+            free(room);
+        }
+        rich_end(&r);
+    }
+}
+
+/* A net of one mixture that adds the input's rest, its weights times scale. */
+static int scaled_net(moe_net *net, moe_real scale) {
+    moe_layer_config c;
+    moe_error error;
+    (void)moe_layer_preset("mixtral", &c, NULL);
+    c.router.n_experts = 4, c.d_ff = 5, c.add_input = 1, c.router.scale = scale;
+    (void)moe_net_init(net, 9, MOE_KERNELS_C, NULL);
+    (void)moe_net_mixture(net, &c);
+    return CHECK_SAYS(moe_net_build(net, 0, 3, &error), MOE_OK, "scaled net", error);
+}
+
+/* Weights far from 1: their exponents are beyond any shift. */
+static void test_scales(void) {
+    static const moe_real scales[] = {(moe_real)1e-20, (moe_real)1e-12, (moe_real)1e-6, (moe_real)1e6};
+    moe_rng rng;
+    size_t i, q;
+    moe_rng_seed(&rng, 31);
+    for (i = 0; i < sizeof scales / sizeof *scales; i++) {
+        moe_data rows = random_rows(&rng, 50, 9, 1);
+        moe_model_config config = int8_config(&rows);
+        moe_built_model built;
+        moe_choice choices[4];
+        signed char in[9];
+        int16_t out[9];
+        size_t count = 0;
+        moe_error error;
+        moe_net net;
+        if (!scaled_net(&net, scales[i])) return;
+        if (CHECK_SAYS(moe_model_create(&built, &net, &config, &error), MOE_OK, "far from 1", error)) {
+            void *room = grab(built.model.scratch_size, 1);
+            double sum = 0;
+            levels_of(&built.model, rows.x, in);
+            CHECK_STATUS(moe_infer(&built.model, in, out, room, built.model.scratch_size), MOE_OK, "a call");
+            CHECK_STATUS(moe_infer_choices(&built.model, 0, room, choices, 4, &count), MOE_OK, "its choices");
+            for (q = 0; q < count && q < 4; q++) sum += choices[q].weight;
+            CHECK(count == 2 && (fabs(sum - 32768 * (double)scales[i]) <= 32768 * (double)scales[i] * 1e-3 + 2 || sum >= 2147483647.0), "weights add up to the scale");
+            for (q = 0; q < 9 && (double)scales[i] < 1e-3; q++)
+                CHECK(fabs((double)built.model.output_scale * out[q] - (double)rows.x[q]) <= 0.02 * (double)built.model.input_scale * 127, "nothing but the input is left");
+            free(room), moe_model_free(&built);
+        }
+        moe_net_free(&net), drop_data(&rows);
+    }
+}
+
+/* Scales that a float cannot tell, and numbers that the net itself cannot. */
+static void test_numbers_without_scale(void) {
+    static const struct hopeless {
+        double first, second;
+        moe_status status;
+    } rows[] = {{1e20, 1e20, MOE_ERR_NONFINITE}, {1e-20, 1e-24, MOE_ERR_OVERFLOW}};
+    moe_rng rng;
+    size_t i, q;
+    moe_rng_seed(&rng, 32);
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        moe_data data = random_rows(&rng, 50, 9, 1);
+        moe_model_config config = int8_config(&data);
+        moe_built_model built;
+        moe_error error;
+        moe_net net;
+        (void)moe_net_init(&net, 9, MOE_KERNELS_C, NULL);
+        (void)moe_net_linear(&net, 5), (void)moe_net_linear(&net, 4);
+        if (!CHECK_SAYS(moe_net_build(&net, 0, 3, &error), MOE_OK, "two products", error)) return;
+        for (q = 0; q < net.tensors[0].count; q++) net.tensors[0].data[q] *= (moe_real)rows[i].first;
+        for (q = 0; q < net.tensors[2].count; q++) net.tensors[2].data[q] *= (moe_real)rows[i].second;
+        if (MOE_REAL_IS_DOUBLE && i == 0) net.tensors[0].data[0] *= (moe_real)1e200, net.tensors[2].data[0] *= (moe_real)1e200;
+        untouched_begin(&built);
+        CHECK_SAYS(moe_model_create(&built, &net, &config, &error), rows[i].status, "numbers without a scale", error);
+        CHECK(untouched(&built) && strstr(error.message, "module") != NULL, "it says where");
+        moe_net_free(&net), drop_data(&data);
+    }
+}
+
+/* A norm of numbers that are small beside its eps. */
+static void test_small_norms(void) {
+    moe_rng rng;
+    int turn;
+    moe_rng_seed(&rng, 33);
+    for (turn = 0; turn < 8; turn++) {
+        const double size = pow(10.0, -2.0 * (turn / 2));
+        moe_data rows = random_rows(&rng, 50, 9, 1);
+        moe_model_config config = int8_config(&rows);
+        moe_built_model built;
+        moe_net_pass pass;
+        moe_error error;
+        moe_call call;
+        moe_net net;
+        size_t i, q, bytes = 0;
+        (void)moe_net_init(&net, 9, MOE_KERNELS_C, NULL);
+        (void)moe_net_linear(&net, 9);
+        if (turn % 2) (void)moe_net_rms_norm(&net);
+        else (void)moe_net_layer_norm(&net);
+        if (!CHECK_SAYS(moe_net_build(&net, 0, 3, &error), MOE_OK, "a norm", error)) return;
+        for (q = 0; q < net.tensors[0].count; q++) net.tensors[0].data[q] *= (moe_real)size;
+        memset(&call, 0, sizeof call);
+        call.n_tokens = 50, call.x = rows.x;
+        (void)moe_net_work_size(&net, 50, 0, &bytes);
+        if (CHECK_SAYS(moe_model_create(&built, &net, &config, &error), MOE_OK, "model of a norm", error)) {
+            void *room = grab(built.model.scratch_size, 1), *work = grab(bytes, 1);
+            double wrong = 0, whole = 0;
+            CHECK_STATUS(moe_net_forward(&net, &call, work, bytes, &pass), MOE_OK, "the net");
+            for (i = 0; i < 50; i++) {
+                signed char in[9];
+                int16_t out[9];
+                levels_of(&built.model, rows.x + i * 9, in);
+                (void)moe_infer(&built.model, in, out, room, built.model.scratch_size);
+                for (q = 0; q < 9; q++) {
+                    const double y = (double)pass.y[i * 9 + q], off = y - (double)built.model.output_scale * out[q];
+                    wrong += off * off / 450, whole += y * y / 450;
+                }
+            }
+            if (!CHECK(sqrt(wrong) < 0.03 * sqrt(whole) + 1.0 / 32000, "as with real numbers")) printf("    size %g: %g of %g\n", size, sqrt(wrong), sqrt(whole));
+            free(work), free(room), moe_model_free(&built);
         }
         moe_net_free(&net), drop_data(&rows);
     }
@@ -1558,6 +1700,10 @@ int main(int argc, char **argv) {
     test_refused_calls();
     test_moved();
     test_poor_calibration();
+    test_choices_before();
+    test_scales();
+    test_numbers_without_scale();
+    test_small_norms();
     test_determinism();
     if (!few) test_digits();
     printf("%ld passed, %ld failed\n", passed, failed);
