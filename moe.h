@@ -1284,8 +1284,10 @@ MOE_API moe_status moe_float_model_choices(const moe_model *model, size_t mixtur
    [d_in], [d_out]. d_in = 0: input is one id, int32_t. scratch [model->scratch_size], any alignment, holds all that is computed. A model of sequences
    (length > 0) takes one token in each call, and its scratch memory stays the caller's but unchanged in between; zeroed memory begins a sequence, as does
    moe_infer_restart. That of an integer model may be copied between calls to another address with the same remainder by 4, and only its first
-   state_size bytes (+ 3 for the alignment) need be: they are the sequence up to here. Errors: MOE_ERR_ARGUMENT (NULL, an id beyond the vocabulary), MOE_ERR_SPACE (scratch_size too small), MOE_ERR_STATE (the sequence is longer than
-   length), MOE_ERR_UNSUPPORTED (a model of another version; experts behind a loader). After an error output is unspecified, and the sequence is where it was. */
+   state_size bytes (+ 3 for the alignment) need be: they are the sequence up to here. Errors: MOE_ERR_ARGUMENT (NULL, an id beyond the vocabulary),
+   MOE_ERR_SPACE (scratch_size too small), MOE_ERR_STATE (the sequence is longer than length), MOE_ERR_UNSUPPORTED (a model of another version; experts
+   behind a loader), MOE_ERR_NONFINITE (float models whose router meets such a number). After an error output is unspecified, and the sequence is where
+   it was. */
 MOE_API moe_status moe_infer(const moe_model *model, const void *input, void *output, void *scratch, size_t scratch_size);
 /* The same for a model whose experts are behind a loader. loader NULL: as moe_infer. */
 MOE_API moe_status moe_infer_loading(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch, size_t scratch_size);
