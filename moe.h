@@ -1285,8 +1285,10 @@ MOE_API moe_status moe_float_model_choices(const moe_model *model, size_t mixtur
    [d_in], [d_out]. d_in = 0: input is one id, int32_t. scratch [model->scratch_size], any alignment, holds all that is computed. A model of sequences
    (length > 0) takes one token in each call, and its scratch memory stays the caller's but unchanged in between; zeroed memory begins a sequence, as does
    moe_infer_restart. That of an integer model may be copied between calls to another address with the same remainder by 4, and only its first
-   state_size bytes (+ 3 for the alignment) need be: they are the sequence up to here. Errors: MOE_ERR_ARGUMENT (NULL, an id beyond the vocabulary), MOE_ERR_SPACE (scratch_size too small), MOE_ERR_STATE (the sequence is longer than
-   length), MOE_ERR_UNSUPPORTED (a model of another version; experts behind a loader). After an error output is unspecified, and the sequence is where it was. */
+   state_size bytes (+ 3 for the alignment) need be: they are the sequence up to here. Errors: MOE_ERR_ARGUMENT (NULL, an id beyond the vocabulary),
+   MOE_ERR_SPACE (scratch_size too small), MOE_ERR_STATE (the sequence is longer than length), MOE_ERR_UNSUPPORTED (a model of another version; experts
+   behind a loader), MOE_ERR_NONFINITE (float models whose router meets such a number). After an error output is unspecified, and the sequence is where
+   it was. */
 MOE_API moe_status moe_infer(const moe_model *model, const void *input, void *output, void *scratch, size_t scratch_size);
 /* The same for a model whose experts are behind a loader. loader NULL: as moe_infer. */
 MOE_API moe_status moe_infer_loading(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch, size_t scratch_size);
@@ -1339,13 +1341,14 @@ typedef struct moe_built_model {
 
 /* Makes a model of a net, which stays the caller's; a float model points to it, an integer model keeps nothing of it. Integers: every vector gets a scale
    from the largest number that calibration shows there; weights get one per output (INT4: per 32 inputs), by the rules of moe_pack.
-   MOE_ERR_UNSUPPORTED: names the module or option that has no such form; MOE_ERR_CONFIG; MOE_ERR_NONFINITE; MOE_ERR_MEMORY; MOE_ERR_OVERFLOW. On failure
-   *built is untouched. */
+   MOE_ERR_UNSUPPORTED: names the module or option that has no such form; MOE_ERR_ARGUMENT (NULL, no calibration), MOE_ERR_STATE (a net that is not built),
+   MOE_ERR_CONFIG, MOE_ERR_NONFINITE (a weight, or what calibration computes), MOE_ERR_MEMORY, MOE_ERR_OVERFLOW (sizes, or numbers too far apart for
+   integers). On failure *built is untouched. */
 MOE_API moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config, moe_error *error);
 /* Gives everything back; {0} and NULL are harmless. */
 MOE_API void moe_model_free(moe_built_model *built);
 /* Writes a C header (C99 and C++11) that holds the model as a constant: NAME, and macros NAME_SCRATCH, NAME_INPUTS, NAME_OUTPUTS, ... in capitals; its comment tells
-   what it takes. name is a C identifier. MOE_ERR_ARGUMENT, MOE_ERR_IO as the stream says. */
+   what it takes. name is an identifier, no word of C or C++. MOE_ERR_ARGUMENT, MOE_ERR_IO as the stream says. */
 MOE_API moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stream *stream, moe_error *error);
 /* Writes the blocks of all experts as bytes, for a loader; MOE_ERR_STATE: they are part of the model. */
 MOE_API moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, moe_error *error);
@@ -12214,9 +12217,15 @@ static void moei_print_float_model(moei_printer *p, const moe_built_model *built
 }
 
 static int moei_is_identifier(const char *name) {
+    static const char words[] = " auto break case char const continue default do double else enum extern float for goto if inline int long register restrict"
+                                " return short signed sizeof static struct switch typedef union unsigned void volatile while bool catch class delete false"
+                                " friend namespace new operator private protected public template this throw true try using virtual ";
+    const char *at;
     size_t i;
     for (i = 0; name[i] != '\0'; i++)
         if (!(name[i] == '_' || (name[i] >= 'a' && name[i] <= 'z') || (name[i] >= 'A' && name[i] <= 'Z') || (i > 0 && name[i] >= '0' && name[i] <= '9'))) return 0;
+    for (at = i > 0 ? strstr(words, name) : NULL; at != NULL; at = strstr(at + 1, name))
+        if (at[-1] == ' ' && at[i] == ' ') return 0;
     return i > 0 && i < MOE_NAME_SIZE - 16;
 }
 
@@ -12225,7 +12234,7 @@ static moe_status moei_printer_begin(moei_printer *p, const moe_built_model *bui
     if (built == NULL || name == NULL || stream == NULL || stream->write == NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "built, name and a stream that can be written must be there");
     if (built->model.version != MOE_MODEL_VERSION) return moei_error(error, MOE_ERR_ARGUMENT, "built: must be one that moe_model_create has made");
-    if (!moei_is_identifier(name)) return moei_error(error, MOE_ERR_ARGUMENT, "name = \"%s\": must be a short C identifier", name);
+    if (!moei_is_identifier(name)) return moei_error(error, MOE_ERR_ARGUMENT, "name = \"%s\": must be a short identifier of C and C++", name);
     memset(p, 0, sizeof *p);
     p->stream = stream, p->name = name;
     for (i = 0; name[i] != '\0'; i++) p->capitals[i] = (char)(name[i] >= 'a' && name[i] <= 'z' ? name[i] - 'a' + 'A' : name[i]);

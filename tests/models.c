@@ -1232,7 +1232,7 @@ static void test_widths(void) {
 }
 
 static void test_refused_calls(void) {
-    static const char *const names[] = {"", "1a", "a b", "a-b", "a.b", "n\xc3\xa4me", "a\n", "a_name_that_is_much_longer_than_any_name_that_somebody_would_type_into_a_program_by_hand_and_then_some"};
+    static const char *const names[] = {"", "switch", "auto", "virtual", "1a", "a b", "a-b", "a.b", "n\xc3\xa4me", "a\n", "a_name_that_is_much_longer_than_any_name_that_somebody_would_type_into_a_program_by_hand_and_then_some"};
     rich r, behind;
     moe_built_model nothing;
     moe_model model;
