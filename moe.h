@@ -12105,6 +12105,51 @@ static void moei_print_mixtures(moei_printer *p, const moe_built_model *built) {
 /* Whether experts come through a loader. */
 static int moei_behind(const moe_model *model) { return model->experts == NULL && model->experts_size > 0; }
 
+/* The structs of a model as they lie where pointers and sizes have 4 bytes: to tell what they take there. */
+typedef struct moei_op_32 {
+    uint32_t run;
+    moe_int_shape shape;
+    uint32_t at, in, other, out;
+    int16_t factor, factor2;
+    uint16_t index;
+} moei_op_32;
+
+typedef struct moei_mixture_32 {
+    uint32_t functions[5];
+    uint16_t counts[6];
+    int16_t factor;
+    uint8_t bits[3];
+    int32_t threshold, tokens;
+    uint32_t tables[4], places[13];
+    int16_t weight_bits;
+} moei_mixture_32;
+
+enum { MOEI_MODEL_32 = 24 * 4 };
+
+static size_t moei_tables_32(const moe_model *model) {
+    return MOEI_MODEL_32 + model->n_ops * sizeof(moei_op_32) + model->n_mixtures * sizeof(moei_mixture_32) + model->n_attentions * sizeof(moe_int_attention);
+}
+
+/* The numbers of one expert of a float model's mixture. */
+static size_t moei_float_expert(const moe_layer *layer) {
+    moe_slot slot;
+    size_t count = 0;
+    int place;
+    for (place = MOE_EXPERTS_GATE; place <= MOE_EXPERTS_EXPAND; place++)
+        if (moe_layer_slot(&layer->config, place, &slot) == MOE_OK) count += slot.count;
+    return count / (size_t)layer->config.router.n_experts;
+}
+
+static void moei_print_float_mixtures(moei_printer *p, const moe_net *net) {
+    size_t i, mixture = 0;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_layer *layer = &net->modules[i].layer;
+        if (net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
+        moei_print(p, "     mixture %z   %d experts of %z bytes, at most %z for one input\n", mixture++, layer->config.router.n_experts,
+                   moei_float_expert(layer) * sizeof(moe_real), moei_max_choices(&layer->config.router));
+    }
+}
+
 /* What a reader of the header wants to know first. */
 static void moei_print_comment(moei_printer *p, const moe_model *model) {
     static const char *const kinds[MOE_WEIGHTS_COUNT] = {"float", "int8", "int4"};
@@ -12112,7 +12157,9 @@ static void moei_print_comment(moei_printer *p, const moe_model *model) {
     moei_print(p, "/* %s: a model for moe_infer, written by moe_export_c of moe %s. Weights: %s.\n\n", p->name, moe_version(), kinds[model->weights_are]);
     moei_print(p, "     constants   %z bytes of weights", model->weights_size + model->experts_size);
     if (model->experts_size > 0) moei_print(p, ", of which %z are experts'%s", model->experts_size, moei_behind(model) ? " and come through a loader" : "");
+    if (model->net == NULL) moei_print(p, "\n     tables      %z bytes of flash more, where pointers have 4 bytes", moei_tables_32(model));
     moei_print(p, "\n     scratch     %z bytes\n     work        %z multiplications per call at most\n", model->scratch_size, model->multiplications);
+    if (model->net != NULL) moei_print_float_mixtures(p, model->net);
     for (i = 0; i < model->n_mixtures; i++)
         moei_print(p, "     mixture %z   %d experts of %z bytes, at most %d for one input\n", i, (int)model->mixtures[i].router.n_experts,
                    (size_t)model->mixtures[i].stride, (int)model->mixtures[i].router.most);
