@@ -654,7 +654,7 @@ MOE_API void moe_int_store(const moe_int_shape *shape, const int32_t *sum, int16
 MOE_API void moe_int_curve(const moe_int_shape *shape, const unsigned char *points, const int16_t *x, int16_t *y);
 /* y = clamp((a * b + round) >> shift), a and b wide. */
 MOE_API void moe_int_multiply(const moe_int_shape *shape, const int16_t *a, const int16_t *b, int16_t *y);
-/* y = clamp((a * factor + b * factor2 + round) >> shift), a and b wide, factors within 0..16383; b may be NULL: 0. */
+/* y = clamp((a * factor + b * factor2 + round) >> shift), a and b wide, factors within 0..16383; b may be NULL: 0, then factor goes to 32767. */
 MOE_API void moe_int_add(const moe_int_shape *shape, const int16_t *a, int16_t factor, const int16_t *b, int16_t factor2, int16_t *y);
 
 /* 2^(-d / 2^bits) in units of 1/32768, bits within 0..31: exactly 32768 for d = 0, never rising with d, off by less than a unit and by
