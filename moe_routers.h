@@ -2698,12 +2698,12 @@ static moe_status moei_select_sample(moei_pass *s) {
         }
         for (i = 0; i < (size_t)s->c->top_k; i++) {
             unsigned char *taken = s->r->selected + t * s->experts;
-            moe_real left = MOEI_R(0.0), draw;
+            moe_real left = MOEI_R(0.0), draw = moe_rng_uniform(s->call->rng); /* K in any case: the stream of later tokens is theirs */
             size_t last = s->experts;
             for (e = 0; e < s->experts; e++)
                 if (!taken[e] && p[e] > MOEI_R(0.0)) left += p[e], last = e;
-            if (last == s->experts) break;
-            draw = moe_rng_uniform(s->call->rng) * left;
+            if (last == s->experts) continue;
+            draw *= left;
             for (e = 0; e < last; e++) {
                 if (taken[e] || !(p[e] > MOEI_R(0.0))) continue;
                 if (draw < p[e]) break;
