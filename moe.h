@@ -5542,14 +5542,24 @@ static size_t moei_block_cell(const moei_run *r, const moei_queries *b, size_t i
     return (b->head * r->n + b->at + i) * (r->pass->past + r->n) + b->from;
 }
 
+/* mixed of the block's rows [at, at + rows), summed over `seen` keys. */
+static void moei_block_mix(const moei_run *r, const moei_queries *b, const moe_real *a, size_t at, size_t rows, size_t seen) {
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head;
+    moe_matmul(r->net->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, w, seen, a + at * b->span, b->span, moei_head(r, r->p->v, b->head, b->from), width,
+               moei_head(r, r->p->mixed, b->head, b->at + at), width, 0);
+}
+
+/* A causal row ends before its block does, and 0 times what is not finite is not 0: where something is not, each row sums over its own keys. */
 static void moei_block_forward(const moei_run *r, const moei_queries *b) {
-    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i;
+    size_t i;
     moe_real *a = moei_run_room(r).a;
     moei_block_weights(r, b, a);
     for (i = 0; i < b->rows && r->p->weights != NULL; i++)
         memcpy(r->p->weights + moei_block_cell(r, b, i), a + i * b->span, b->span * sizeof(moe_real));
-    moe_matmul(r->net->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, b->rows, w, b->span, a, b->span, moei_head(r, r->p->v, b->head, b->from), width,
-               moei_head(r, r->p->mixed, b->head, b->at), width, 0);
+    moei_block_mix(r, b, a, 0, b->rows, b->span);
+    if (r->m->attention.full || b->rows == 1) return;
+    for (i = 0; i < b->rows && moei_all_finite((size_t)r->m->attention.d_head, moei_head(r, r->p->mixed, b->head, b->at + i)); i++) continue;
+    for (; i < b->rows; i++) moei_block_mix(r, b, a, i, 1, moei_block_seen(r, b, i));
 }
 
 /* o of the past tokens from the cache, of the call's heads W_O,h v_h, so that their mean over heads, weighted by A, is y. */
