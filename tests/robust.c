@@ -1062,3 +1062,123 @@ static void test_scaled_grid(void) {
                     if (T(moe_layer_check)(&c, NULL, NULL) == MOE_OK) test_layer_scales(&c, name);
                 }
 }
+
+/* ---- nets --------------------------------------------------------------------------------------------------------------------------------- */
+
+enum { NET_WIDTH = 16, NET_TOKENS = 150, FEED_FORWARD = 0, MIXTURE = 1, LINEAR = 2 };
+
+/* Modules that look at one token at a time, or at the earlier ones. */
+static void begin_net(moe_net *net, int kernels, int middle, int trainable) {
+    moe_attention_config attention;
+    moe_layer_config layer = small_layer();
+    moe_error error;
+    memset(&attention, 0, sizeof attention);
+    attention.heads = 2, attention.rotary = 1;
+    layer.router.d_model = 0, layer.router.n_experts = 4, layer.d_ff = 12;
+    CHECK(T(moe_net_init)(net, NET_WIDTH, kernels, NULL) == MOE_OK, "net");
+    (void)T(moe_net_positions)(net, NET_TOKENS);
+    (void)T(moe_net_rms_norm)(net), (void)T(moe_net_attention)(net, &attention), (void)T(moe_net_residual)(net, 2);
+    (void)T(moe_net_layer_norm)(net);
+    (void)(middle == MIXTURE ? T(moe_net_mixture)(net, &layer) : middle == LINEAR ? T(moe_net_linear)(net, NET_WIDTH) : T(moe_net_feed_forward)(net, NULL));
+    (void)T(moe_net_residual)(net, 2);
+    (void)T(moe_net_linear)(net, 24), (void)T(moe_net_activation)(net, MOE_ACT_GELU), (void)T(moe_net_dropout)(net, (moe_real)0.1), (void)T(moe_net_linear)(net, NET_WIDTH);
+    if (!CHECK(T(moe_net_build)(net, trainable, 3, &error) == MOE_OK, "build: %s", error.message)) exit(1);
+}
+
+/* y of every token after a forward, or where the call failed. */
+static moe_status run_net(const moe_net *net, moe_call *call, moe_real *y) {
+    moe_net_pass pass;
+    moe_status status;
+    size_t bytes = 0;
+    void *work;
+    CHECK(T(moe_net_work_size)(net, call->n_tokens, 0, &bytes) == MOE_OK, "work size");
+    work = grab(bytes, 1);
+    memset(work, 0xff, bytes);
+    status = T(moe_net_forward)(net, call, work, bytes, &pass);
+    if (status == MOE_OK) memcpy(y, pass.y, call->n_tokens * (size_t)net->d_out * sizeof *y);
+    free(work);
+    return status;
+}
+
+/* A token's number reaches no earlier token, to the bit; decoding gives the bits of the whole sequence even behind such a number. */
+static void test_net_rows(int kernels, int middle) {
+    moe_net net;
+    moe_call call;
+    moe_real *x = normals(NET_TOKENS * NET_WIDTH), *plain = normals(NET_TOKENS * NET_WIDTH), *y = normals(NET_TOKENS * NET_WIDTH);
+    unsigned char mask[NET_TOKENS];
+    int special;
+    size_t i;
+    begin_net(&net, kernels, middle, 0);
+    memset(&call, 0, sizeof call);
+    call.n_tokens = NET_TOKENS, call.x = x;
+    CHECK(run_net(&net, &call, plain) == MOE_OK && all_finite(NET_TOKENS * NET_WIDTH, plain), "a plain call");
+    for (special = 0; special < SPECIALS; special++) {
+        static const size_t places[] = {0, 1, 40, 63, 64, 100, 149};
+        for (i = 0; i < sizeof places / sizeof places[0]; i++) {
+            const size_t t = places[i], at = t * NET_WIDTH + below(NET_WIDTH);
+            const moe_real kept = x[at];
+            moe_status status;
+            x[at] = specials[special];
+            status = run_net(&net, &call, y);
+            x[at] = kept;
+            if (status != MOE_OK) {
+                CHECK(status == MOE_ERR_NONFINITE && middle != LINEAR && special > 8, "net %d, %s: %s", middle, special_names[special], moe_status_text(status));
+                continue;
+            }
+            CHECK(same_bits(y, plain, t * NET_WIDTH), "%s in token %d reaches an earlier one", special_names[special], (int)t);
+            CHECK(special > 6 || all_finite(NET_TOKENS * NET_WIDTH, y), "%s in token %d", special_names[special], (int)t);
+            CHECK(special != IS_NAN || all_nan((NET_TOKENS - t) * NET_WIDTH, y + t * NET_WIDTH), "NaN is not lost on its way");
+        }
+    }
+    for (i = 0; i < NET_TOKENS; i++) mask[i] = (unsigned char)(i % 7 != 3);
+    call.mask = mask; /* padding passes like any row, but attention and mixtures do not look at it */
+    CHECK(run_net(&net, &call, plain) == MOE_OK, "a call with padding");
+    for (special = 0; special < (middle == FEED_FORWARD ? 9 : SPECIALS); special++) {
+        int reached = 0;
+        size_t j;
+        for (i = 3; i < NET_TOKENS; i += 7)
+            for (j = 0; j < NET_WIDTH; j++) x[i * NET_WIDTH + j] = specials[special];
+        if (!CHECK(run_net(&net, &call, y) == MOE_OK, "net %d: padding of %s", middle, special_names[special])) continue;
+        for (i = 0; i < NET_TOKENS; i++) reached += mask[i] && !same_bits(y + i * NET_WIDTH, plain + i * NET_WIDTH, NET_WIDTH);
+        CHECK(reached == 0, "net %d: padding of %s reaches %d tokens", middle, special_names[special], reached);
+    }
+    T(moe_net_free)(&net);
+    free(x), free(plain), free(y);
+}
+
+static void test_decoding(void) {
+    enum { N = 70 };
+    moe_net net;
+    moe_cache cache;
+    moe_call call;
+    moe_net_pass pass;
+    moe_error error;
+    moe_real *x = normals(N * NET_WIDTH), *whole = normals(N * NET_WIDTH);
+    size_t bytes = 0, work_bytes = 0, i;
+    void *memory, *work;
+    begin_net(&net, MOE_KERNELS_AUTO, LINEAR, 0);
+    memset(&call, 0, sizeof call);
+    x[40 * NET_WIDTH + 3] = specials[IS_NAN];
+    call.n_tokens = N, call.x = x;
+    CHECK(run_net(&net, &call, whole) == MOE_OK, "a whole sequence");
+    CHECK(T(moe_net_cache_size)(&net, N, &bytes) == MOE_OK && T(moe_net_decode_work_size)(&net, N, 1, &work_bytes) == MOE_OK, "sizes");
+    memory = grab(bytes, 1), work = grab(work_bytes, 1);
+    CHECK(T(moe_net_cache_init)(&cache, &net, N, memory, bytes, &error) == MOE_OK, "a cache");
+    for (i = 0; i < N; i++) {
+        call.n_tokens = 1, call.x = x + i * NET_WIDTH;
+        if (!CHECK(T(moe_net_decode)(&net, &cache, &call, work, work_bytes, &pass) == MOE_OK, "decodes token %d", (int)i)) break;
+        CHECK(i < 40 ? same_bits(pass.y, whole + i * NET_WIDTH, NET_WIDTH) : all_nan(NET_WIDTH, pass.y), "token %d of a sequence with NaN at 40", (int)i);
+    }
+    cache.n_tokens = 40; /* back to before it: as if it had never been */
+    for (i = 0; i < NET_WIDTH; i++) x[40 * NET_WIDTH + i] = 1;
+    call.x = x + 40 * NET_WIDTH;
+    CHECK(T(moe_net_decode)(&net, &cache, &call, work, work_bytes, &pass) == MOE_OK && all_finite(NET_WIDTH, pass.y), "and back");
+    free(memory), free(work), free(x), free(whole);
+    T(moe_net_free)(&net);
+}
+
+static void test_nets(void) {
+    int t;
+    for (t = 0; t < n_tables; t++) test_net_rows(tables[t]->id, FEED_FORWARD), test_net_rows(tables[t]->id, MIXTURE), test_net_rows(tables[t]->id, LINEAR);
+    test_decoding();
+}
