@@ -6244,6 +6244,8 @@ static moe_status moei_ir_put_scales(moei_ir_planner *s, double unit) {
     }
     factor = frexp(most, &power); /* in [1/2, 1), or 0 */
     if (factor <= 0.5) power--;
+    if (power > 126) return moei_error(s->error, MOE_ERR_ARGUMENT, "scale and router.expert_scale: weights up to %g are too large for integers", most);
+    if (power < -126) power = -126; /* so small that all of them may be 0 */
     s->made.weight_scale = (moe_real)ldexp(1.0, most > 0.0 ? power : 0);
     if (!c->expert_scale && unit > 0.0 && factor <= 0.5) return MOE_OK;
     r->scale = moe_int_scale, s->made.scale = "moe_int_scale";
