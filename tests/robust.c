@@ -1182,3 +1182,1231 @@ static void test_nets(void) {
     for (t = 0; t < n_tables; t++) test_net_rows(tables[t]->id, FEED_FORWARD), test_net_rows(tables[t]->id, MIXTURE), test_net_rows(tables[t]->id, LINEAR);
     test_decoding();
 }
+
+/* ---- training ------------------------------------------------------------------------------------------------------------------------------- */
+
+enum { BATCH = 8 };
+
+typedef struct lesson {
+    moe_net net;
+    moe_trainer trainer;
+    moe_data data;
+    moe_real x[BATCH * NET_WIDTH], targets[BATCH * NET_WIDTH];
+} lesson;
+
+static void begin_lesson(lesson *s, const moe_train_config *config) {
+    moe_error error;
+    size_t i;
+    memset(s, 0, sizeof *s);
+    begin_net(&s->net, MOE_KERNELS_AUTO, MIXTURE, 1);
+    for (i = 0; i < BATCH * NET_WIDTH; i++) s->x[i] = moe_rng_normal(&rng), s->targets[i] = moe_rng_normal(&rng);
+    s->data.n = BATCH, s->data.x = s->x, s->data.targets = s->targets, s->data.length = 4;
+    if (!CHECK(T(moe_trainer_init)(&s->trainer, &s->net, config, &error) == MOE_OK, "trainer: %s", error.message)) exit(1);
+}
+
+static void end_lesson(lesson *s) {
+    T(moe_trainer_free)(&s->trainer);
+    T(moe_net_free)(&s->net);
+}
+
+static size_t numbers_of(const moe_net *net) { return T(moe_net_parameters)(net, NULL); }
+
+/* Everything that a failed step leaves alone. */
+static int same_lesson(const lesson *s, const moe_real *values, const moe_real *moments, const moe_trainer *trainer) {
+    return same_bits(values, s->net.memory, numbers_of(&s->net)) && memcmp(moments, s->trainer.memory, s->trainer.memory_size) == 0 &&
+           trainer->steps == s->trainer.steps && trainer->rng.state == s->trainer.rng.state && trainer->n_accumulated == s->trainer.n_accumulated;
+}
+
+/* A batch that is refused, and nothing has changed. */
+static void refused_step(lesson *s, const char *what, const char *says) {
+    const size_t n = numbers_of(&s->net);
+    moe_real *values = (moe_real *)grab(n, sizeof *values), *moments = (moe_real *)grab(s->trainer.memory_size, 1);
+    moe_trainer before = s->trainer;
+    moe_step step, kept;
+    moe_error error;
+    memset(&step, 0x5a, sizeof step), kept = step;
+    memcpy(values, s->net.memory, n * sizeof *values), memcpy(moments, s->trainer.memory, s->trainer.memory_size);
+    error.message[0] = '\0';
+    CHECK(T(moe_trainer_step)(&s->trainer, &s->data, &step, &error) == MOE_ERR_NONFINITE && error.code == MOE_ERR_NONFINITE, "%s", what);
+    CHECK(strstr(error.message, says) != NULL, "%s says: %s", what, error.message);
+    CHECK(same_lesson(s, values, moments, &before) && memcmp(&step, &kept, sizeof step) == 0, "%s changes nothing", what);
+    error.message[0] = '\0';
+    CHECK(T(moe_trainer_accumulate)(&s->trainer, &s->data, &step, &error) == MOE_ERR_NONFINITE && strstr(error.message, says) != NULL, "accumulate: %s", what);
+    CHECK(same_lesson(s, values, moments, &before) && memcmp(&step, &kept, sizeof step) == 0, "%s changes nothing in accumulate", what);
+    free(values), free(moments);
+}
+
+static moe_train_config lesson_config(int optimizer) {
+    moe_train_config config;
+    memset(&config, 0, sizeof config);
+    config.criterion = MOE_CRITERION_SQUARED_ERROR, config.batch = BATCH, config.optimizer = optimizer;
+    return config;
+}
+
+static void test_refused_steps(void) {
+    moe_train_config config = lesson_config(MOE_OPTIMIZER_ADAMW);
+    moe_evaluation result, kept;
+    moe_error error;
+    moe_real was, huge = MOE_REAL_IS_DOUBLE ? (moe_real)1e160 : (moe_real)3e19;
+    lesson s;
+    size_t i, at;
+    int special, failures = 0;
+    begin_lesson(&s, &config);
+    for (i = 0; i < 3; i++) CHECK(T(moe_trainer_step)(&s.trainer, &s.data, NULL, &error) == MOE_OK, "a step: %s", error.message);
+    memset(&result, 0x5a, sizeof result), kept = result;
+    for (special = 0; special < SPECIALS; special++) {
+        at = below(BATCH * NET_WIDTH), was = s.x[at], s.x[at] = specials[special];
+        if (special >= FIRST_ENDLESS) {
+            refused_step(&s, "x", "x[");
+            CHECK(T(moe_evaluate)(&s.net, &s.data, MOE_CRITERION_SQUARED_ERROR, &result, &error) == MOE_ERR_NONFINITE && memcmp(&result, &kept, sizeof kept) == 0, "evaluates no %s", special_names[special]);
+        } else if (special < 7) CHECK(T(moe_trainer_accumulate)(&s.trainer, &s.data, NULL, &error) == MOE_OK, "x = %s: %s", special_names[special], error.message);
+        s.x[at] = was, s.trainer.n_accumulated = 0;
+        was = s.targets[at], s.targets[at] = specials[special];
+        if (special >= FIRST_ENDLESS) refused_step(&s, "a target", "targets[");
+        else if (special < 7) CHECK(T(moe_trainer_accumulate)(&s.trainer, &s.data, NULL, &error) == MOE_OK, "a target = %s: %s", special_names[special], error.message);
+        s.targets[at] = was, s.trainer.n_accumulated = 0;
+    }
+    was = s.targets[3], s.targets[3] = LARGEST;
+    refused_step(&s, "a loss beyond the type", "the loss is not finite");
+    s.targets[3] = was;
+    for (i = 0; i < BATCH * NET_WIDTH; i++) s.x[i] *= 1000;
+    { /* a loss that is finite, and a gradient that is not to be squared */
+        moe_tensor *last = T(moe_net_find)(&s.net, "10.weight");
+        moe_real *copy = (moe_real *)grab(last->count, sizeof *copy);
+        memcpy(copy, last->data, last->count * sizeof *copy);
+        for (i = 0; i < last->count; i++) last->data[i] *= huge;
+        CHECK(T(moe_trainer_step)(&s.trainer, &s.data, NULL, &error) == MOE_ERR_NONFINITE, "numbers too large to square");
+        memcpy(last->data, copy, last->count * sizeof *copy);
+        free(copy);
+    }
+    for (i = 0; i < BATCH * NET_WIDTH; i++) s.x[i] /= 1000;
+    for (i = 0; i < s.net.n_tensors; i++) /* a broken weight, in every tensor */
+        for (special = FIRST_ENDLESS; special < SPECIALS; special++) {
+            const moe_tensor *t = &s.net.tensors[i];
+            moe_status status;
+            at = below(t->count), was = t->data[at], t->data[at] = specials[special];
+            s.trainer.n_accumulated = 0;
+            status = T(moe_trainer_accumulate)(&s.trainer, &s.data, NULL, &error);
+            CHECK(status == MOE_OK || status == MOE_ERR_NONFINITE, "%s = %s: %s", t->name, special_names[special], error.message);
+            CHECK(status != MOE_OK || (strcmp(t->name, "0.weight") == 0 && at >= 4 * NET_WIDTH) || strstr(t->name, "experts") != NULL || special == 11, "%s = %s is not seen", t->name, special_names[special]);
+            failures += status != MOE_OK;
+            t->data[at] = was;
+        }
+    CHECK(failures > 20, "broken weights are seen: %d", failures);
+    s.trainer.n_accumulated = 0;
+    CHECK(T(moe_trainer_accumulate)(&s.trainer, &s.data, NULL, &error) == MOE_OK, "a batch");
+    { /* a gradient that breaks before the update */
+        moe_real *g = s.net.tensors[3].gradient;
+        const moe_real gradient = g[1], weight = s.net.tensors[3].data[1];
+        g[1] = specials[IS_NAN];
+        CHECK(T(moe_trainer_update)(&s.trainer, NULL, &error) == MOE_ERR_NONFINITE && strstr(error.message, "number 1 of the gradient") != NULL, "update: %s", error.message);
+        CHECK(s.trainer.n_accumulated == 1 && same_bits(&weight, &s.net.tensors[3].data[1], 1), "changes nothing");
+        g[1] = gradient;
+        CHECK(T(moe_trainer_update)(&s.trainer, NULL, &error) == MOE_OK, "and goes on");
+    }
+    s.trainer.rate = specials[IS_NAN];
+    CHECK(T(moe_trainer_step)(&s.trainer, &s.data, NULL, &error) == MOE_ERR_ARGUMENT, "a rate that is no number");
+    end_lesson(&s);
+}
+
+/* A clipped gradient of any size up to the limit moves the weights by a clipped step; zero gradients move nothing and divide by nothing. */
+static void test_clipping(void) {
+    static const double sizes[] = {0, 1e-30, 1, 1e6, 1e12, 1e17};
+    moe_train_config config = lesson_config(MOE_OPTIMIZER_SGD);
+    moe_error error;
+    moe_step step;
+    lesson s;
+    size_t i, j, n;
+    config.clip = 1, config.rate = 1, config.momentum = -1;
+    for (i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        moe_real *before;
+        wide moved = 0;
+        begin_lesson(&s, &config);
+        n = numbers_of(&s.net);
+        before = (moe_real *)grab(n, sizeof *before);
+        memcpy(before, s.net.memory, n * sizeof *before);
+        CHECK(T(moe_trainer_accumulate)(&s.trainer, &s.data, NULL, &error) == MOE_OK, "a batch");
+        for (j = 0; j < s.net.n_tensors; j++) {
+            moe_tensor *t = &s.net.tensors[j];
+            size_t l;
+            for (l = 0; l < t->count; l++) t->gradient[l] = j == 2 && l == 5 ? (moe_real)sizes[i] : 0;
+        }
+        CHECK(T(moe_trainer_update)(&s.trainer, &step, &error) == MOE_OK, "a clipped step: %s", error.message);
+        CHECK(alike(step.gradient_norm, (wide)sizes[i], (wide)sizes[i] * 1e-5), "the norm before clipping");
+        for (j = 0; j < n; j++) moved += ((wide)s.net.memory[j] - before[j]) * ((wide)s.net.memory[j] - before[j]);
+        CHECK(alike((moe_real)WIDE(sqrt)(moved), sizes[i] < 1 ? (wide)sizes[i] : 1, 1e-5), "a gradient of %g moves by %g", sizes[i], (double)WIDE(sqrt)(moved));
+        free(before);
+        end_lesson(&s);
+    }
+}
+
+static int count_steps(void *ctx, const moe_progress *progress) {
+    *(uint64_t *)ctx = progress->total_step;
+    return 0;
+}
+
+/* Training that diverges stops with the place where it did; the net keeps what the last good step left, which is finite. */
+static void test_divergence(void) {
+    moe_train_config config = lesson_config(MOE_OPTIMIZER_SGD);
+    moe_error error;
+    uint64_t good = 0;
+    lesson s;
+    char says[64];
+    config.rate = 1e6, config.momentum = -1, config.epochs = 1000, config.progress = count_steps, config.progress_ctx = &good;
+    begin_lesson(&s, &config);
+    s.data.length = 4;
+    CHECK(T(moe_fit)(&s.net, &s.data, NULL, &config, &error) == MOE_ERR_NONFINITE, "a rate of a million diverges");
+    sprintf(says, "epoch %d, step 1: ", (int)good + 1);
+    CHECK(strncmp(error.message, says, strlen(says)) == 0 && strlen(error.message) > strlen(says) + 10, "%s... is said: %s", says, error.message);
+    CHECK(all_finite(numbers_of(&s.net), s.net.memory), "the weights are finite");
+    end_lesson(&s);
+}
+
+static void test_losses(void) {
+    enum { ROWS = 3, CLASSES = 7 };
+    static const int32_t labels[ROWS] = {2, -1, 6}, none[ROWS] = {-1, -1, -1};
+    moe_real y[ROWS * CLASSES], other[ROWS * CLASSES], dy[ROWS * CLASSES], db[ROWS * CLASSES], loss;
+    int special, trial;
+    size_t i, at;
+    for (special = 0; special < SPECIALS; special++)
+        for (trial = 0; trial < 20; trial++) {
+            int finite = 1;
+            for (i = 0; i < ROWS * CLASSES; i++) y[i] = moe_rng_normal(&rng), other[i] = moe_rng_normal(&rng);
+            at = below(ROWS * CLASSES), y[at] = specials[special];
+            loss = T(moe_cross_entropy)(ROWS, CLASSES, y, labels, dy);
+            if (special < FIRST_ENDLESS || at / CLASSES == 1) CHECK(moe_is_finite(loss) && all_finite(ROWS * CLASSES, dy), "cross-entropy with %s", special_names[special]);
+            else if (special != 11 || labels[at / CLASSES] == (int32_t)(at % CLASSES)) finite = 0;
+            CHECK(moe_is_finite(loss) == finite, "cross-entropy with %s in row %d: %g", special_names[special], (int)(at / CLASSES), (double)loss);
+            for (i = 0; i < CLASSES; i++) CHECK(!(dy[CLASSES + i] < 0) && !(dy[CLASSES + i] > 0), "a row without a label has no gradient");
+            loss = T(moe_squared_error)(ROWS, CLASSES, y, other, dy);
+            if (special < 7) CHECK(moe_is_finite(loss), "squared error with %s", special_names[special]);
+            if (special >= 9) CHECK(!moe_is_finite(loss) && loss != 0, "squared error with %s", special_names[special]);
+            for (i = 0; i < ROWS * CLASSES; i++) CHECK(i == at || moe_is_finite(dy[i]), "each gradient of the squared error is its own");
+            loss = T(moe_consistency_loss)(ROWS, CLASSES, y, other, dy, db);
+            if (special < 9) CHECK(moe_is_finite(loss) && all_finite(ROWS * CLASSES, dy) && all_finite(ROWS * CLASSES, db), "consistency with %s: %g", special_names[special], (double)loss);
+            if (special >= FIRST_ENDLESS) CHECK(!moe_is_finite(loss), "consistency with %s: %g", special_names[special], (double)loss);
+        }
+    CHECK(!(T(moe_cross_entropy)(0, 3, NULL, NULL, NULL) > 0) && !(T(moe_squared_error)(0, 3, NULL, NULL, NULL) > 0) && !(T(moe_consistency_loss)(0, 3, NULL, NULL, NULL, NULL) > 0), "of nothing: 0");
+    memset(y, 0, sizeof y);
+    CHECK(!(T(moe_cross_entropy)(ROWS, 1, y, none, dy) > 0), "no labelled row: 0");
+}
+
+static void test_training(void) {
+    test_refused_steps();
+    test_clipping();
+    test_divergence();
+    test_losses();
+}
+
+/* ---- sampling, metrics, the classical mixture ---------------------------------------------------------------------------------------------- */
+
+static void test_sampling(void) {
+    enum { N = 11 };
+    static const moe_sampling hows[] = {{0, 0, 0, 0}, {1, 0, 0, 0}, {0, (moe_real)1e-6, 0, 0}, {0, (moe_real)1e6, 3, 0}, {0, 1, 0, (moe_real)0.5}, {0, 0, 4, (moe_real)1e-9}};
+    moe_real logits[N], p[N], kept[N];
+    int32_t order[N], token, before;
+    moe_rng own;
+    moe_error error;
+    size_t how, i, at;
+    int special, trial;
+    for (how = 0; how < sizeof hows / sizeof hows[0]; how++)
+        for (special = 0; special < SPECIALS; special++)
+            for (trial = 0; trial < 12; trial++) {
+                wide sum = 0;
+                moe_status status;
+                for (i = 0; i < N; i++) logits[i] = trial == 11 ? specials[special] : moe_rng_normal(&rng), p[i] = 7;
+                at = below(N), logits[at] = specials[special];
+                memcpy(kept, p, sizeof p);
+                T(moe_rng_seed)(&own, (uint64_t)trial), token = before = -5;
+                status = T(moe_sample)(&hows[how], N, logits, &own, p, order, &token, &error);
+                if (special >= FIRST_ENDLESS) {
+                    CHECK(status == MOE_ERR_NONFINITE && token == before && own.state == (uint64_t)trial && memcmp(p, kept, sizeof p) == 0, "sample of %s", special_names[special]);
+                    CHECK(strstr(error.message, "logits[") != NULL, "sample names the logit: %s", error.message);
+                    continue;
+                }
+                CHECK(status == MOE_OK && token >= 0 && token < N && p[token] > 0, "sample with %s", special_names[special]);
+                for (i = 0; i < N; i++) sum += p[i];
+                CHECK(alike((moe_real)sum, 1, 1e-5) && all_finite(N, p), "probabilities with %s", special_names[special]);
+                if (special == 9 && trial < 11) CHECK(token == (int32_t)at, "the largest number is taken");
+            }
+    for (special = 0; special < SPECIALS; special++) { /* fields */
+        moe_sampling bad = {0, 0, 0, 0};
+        for (i = 0; i < N; i++) logits[i] = moe_rng_normal(&rng);
+        bad.temperature = specials[special];
+        CHECK((T(moe_sample)(&bad, N, logits, &own, p, order, &token, &error) == MOE_OK) == (special < 2 || special == 5), "temperature = %s", special_names[special]);
+        bad.temperature = 0, bad.top_p = specials[special];
+        CHECK((T(moe_sample)(&bad, N, logits, &own, p, order, &token, &error) == MOE_OK) == (special < 3 || special == 4), "top_p = %s", special_names[special]);
+    }
+}
+
+static void test_metrics(void) {
+    enum { N = 6, E = 4, D = 5 };
+    moe_router_config config;
+    moe_router router;
+    moe_call call;
+    moe_routing routing;
+    moe_metrics metrics;
+    moe_report report;
+    moe_instability_report instability;
+    moe_error_shares shares;
+    moe_real weight[E * D], x[N * D];
+    double scratch[D], table[4], value, room[64];
+    int32_t first[N], classes[N], predicted[N * E];
+    unsigned char trivial[E], *memory, *work;
+    size_t bytes = 0, work_bytes = 0, i, count;
+    int special, gate;
+    for (gate = 0; gate < MOE_GATE_COUNT; gate++) {
+        memset(&config, 0, sizeof config), memset(&call, 0, sizeof call);
+        config.d_model = D, config.n_experts = E, config.gate = gate, config.weight = MOE_WEIGHT_RAW;
+        CHECK(T(moe_router_init)(&router, &config, NULL, NULL) == MOE_OK, "router");
+        router.tensors[MOE_ROUTER_WEIGHT] = weight;
+        call.n_tokens = N, call.x = x;
+        CHECK(T(moe_route_size)(&router, N, 0, &work_bytes) == MOE_OK && T(moe_metrics_size)(E, 3, &bytes) == MOE_OK, "sizes");
+        memory = (unsigned char *)grab(bytes, 1), work = (unsigned char *)grab(work_bytes, 1);
+        for (special = 0; special < SPECIALS; special++) {
+            moe_status status;
+            const double *numbers = (const double *)(void *)&report;
+            CHECK(T(moe_metrics_init)(&metrics, E, 3, memory, bytes) == MOE_OK && T(moe_metrics_report)(&metrics, &report) == MOE_OK, "metrics");
+            for (i = 0; i < 4; i++) CHECK(!(fabs((&report.n_calls)[i]) > 0), "nothing added: 0");
+            CHECK(!(report.gate_entropy > 0) && !(report.load_cv2 > 0) && !(report.information > 0) && !(report.importance_cv2 > 0) && !(report.load_max_over_mean > 0), "nothing added: 0");
+            for (i = 0; i < E * D; i++) weight[i] = special < 4 ? specials[special] : moe_rng_normal(&rng);
+            for (i = 0; i < N * D; i++) x[i] = moe_rng_normal(&rng);
+            for (i = 0; i < N; i++) classes[i] = (int32_t)(i % 3);
+            x[below(N * D)] = specials[special];
+            status = T(moe_route)(&router, &call, work, work_bytes, &routing);
+            CHECK(status == (special >= FIRST_ENDLESS || (status != MOE_OK && special == 9) ? MOE_ERR_NONFINITE : MOE_OK), "route with %s", special_names[special]);
+            if (status != MOE_OK) continue;
+            CHECK(T(moe_metrics_add)(&metrics, &routing, NULL, classes) == MOE_OK && T(moe_metrics_report)(&metrics, &report) == MOE_OK, "metrics");
+            for (i = 0, count = 0; i < (offsetof(moe_report, trivial_gate) - offsetof(moe_report, n_calls)) / sizeof(double); i++)
+                count += !(fabs(numbers[offsetof(moe_report, n_calls) / sizeof(double) + i]) < 1e300);
+            CHECK(count == 0 && fabs(report.information) < 2 && fabs(report.information_chance) < 2, "metrics of gate %d with %s: %d numbers are not finite", gate, special_names[special], (int)count);
+            CHECK(T(moe_first_choices)(&routing, first) == MOE_OK && T(moe_recorded_choices)(&routing, 1, predicted) == MOE_OK, "choices");
+        }
+        free(memory), free(work);
+    }
+    for (special = 0; special < SPECIALS; special++) {
+        for (i = 0; i < N * D; i++) x[i] = moe_rng_normal(&rng);
+        x[7] = specials[special];
+        value = -9;
+        if (special < FIRST_ENDLESS) CHECK(T(moe_token_cosine)(N, D, x, NULL, scratch, &value) == MOE_OK && value >= -1 && value <= 1, "cosine with %s: %g", special_names[special], value);
+        else CHECK(T(moe_token_cosine)(N, D, x, NULL, scratch, &value) == MOE_ERR_NONFINITE && value < -8, "cosine with %s", special_names[special]);
+        for (i = 0; i < 4; i++) table[i] = 3;
+        table[2] = (double)specials[special], value = -9;
+        if (special < 3 || special == 4 || special == 5 || special == 7) CHECK(T(moe_mutual_information)(2, 2, table, &value) == MOE_OK && value >= 0 && value < 1, "information with %s: %g", special_names[special], value);
+        if (special >= FIRST_ENDLESS) CHECK(T(moe_mutual_information)(2, 2, table, &value) == (special == 11 ? MOE_ERR_ARGUMENT : MOE_ERR_NONFINITE) && value < -8, "information with %s", special_names[special]);
+    }
+    memset(x, 0, sizeof x);
+    CHECK(T(moe_token_cosine)(N, D, x, NULL, scratch, &value) == MOE_OK && !(fabs(value) > 0), "cosine of zeros");
+    /* data that are no data */
+    for (i = 0; i < N; i++) first[i] = -1, classes[i] = -1;
+    for (i = 0; i < N * E; i++) predicted[i] = -1;
+    CHECK(T(moe_fluctuation)(N, first, first, NULL, &value) == MOE_OK && !(value > 0), "nobody changes");
+    CHECK(T(moe_fluctuation)(0, NULL, NULL, NULL, &value) == MOE_OK && !(value > 0), "nobody is there");
+    CHECK(T(moe_instability_scratch)(E, E) <= sizeof room / sizeof room[0], "room");
+    CHECK(T(moe_instability)(N, first, E, first, E, NULL, room, &instability) == MOE_OK && !(instability.instability > 0) && !(instability.q1 > 0), "no experts");
+    CHECK(T(moe_instability)(1, first, E, first, E, NULL, room, &instability) == MOE_OK && !(instability.chance > 0), "one token");
+    CHECK(T(moe_gate_errors)(N, E, predicted, classes, classes, NULL, &shares) == MOE_OK && shares.n_samples == 0 && !(shares.error > 0), "no labels");
+    CHECK(T(moe_trivial_experts)(N, E, predicted, NULL, trivial, &count) == MOE_OK && count == 0, "no answers");
+}
+
+static void test_classical(void) {
+    enum { N = 4, E = 3, C = 3, D = 2 };
+    moe_real p[N * E], o[E * N * C], targets[N * C], d_p[N * E], d_o[E * N * C], answer[N * C], loss;
+    int32_t labels[N] = {0, 2, 1, 1};
+    moe_mixture m;
+    moe_error error;
+    int criterion, special, which, trial;
+    size_t i, at;
+    memset(&m, 0, sizeof m);
+    m.n = N, m.experts = E, m.width = C, m.p = p, m.outputs = o, m.labels = labels, m.targets = targets;
+    for (criterion = 0; criterion < MOE_CRITERION_COUNT; criterion++)
+        for (special = 0; special < SPECIALS; special++)
+            for (which = 0; which < 3; which++)
+                for (trial = 0; trial < 8; trial++) {
+                    moe_status status;
+                    moe_real *arrays[3];
+                    const size_t counts[3] = {N * E, E * N * C, N * C};
+                    const int read = which < 2 || criterion == MOE_CRITERION_SQUARED_ERROR || criterion == MOE_CRITERION_STOCHASTIC_SQUARED || criterion == MOE_CRITERION_JACOBS_SQUARED;
+                    arrays[0] = p, arrays[1] = o, arrays[2] = targets;
+                    for (i = 0; i < N * E; i++) p[i] = moe_rng_uniform(&rng), d_p[i] = 5;
+                    for (i = 0; i < E * N * C; i++) o[i] = moe_rng_normal(&rng), d_o[i] = 5;
+                    for (i = 0; i < N * C; i++) targets[i] = moe_rng_normal(&rng);
+                    at = below(counts[which]), arrays[which][at] = specials[special], loss = -77;
+                    status = T(moe_mixture_loss)(criterion, &m, &loss, d_p, d_o, &error);
+                    if (special >= FIRST_ENDLESS && read) CHECK(status == MOE_ERR_NONFINITE || (which == 0 && special == 11 && status == MOE_ERR_ARGUMENT), "mixture loss %d, %s in %d: %s", criterion, special_names[special], which, moe_status_text(status));
+                    if (special < 7 && !(which == 0 && (special == 3 || special == 6))) CHECK(status == MOE_OK, "mixture loss %d, %s in %d: %s", criterion, special_names[special], which, moe_status_text(status));
+                    if (status == MOE_OK) CHECK(moe_is_finite(loss) && all_finite(N * E, d_p) && all_finite(E * N * C, d_o), "mixture loss %d, %s in %d is finite", criterion, special_names[special], which);
+                    else CHECK(loss < -76 && d_p[0] > 4 && d_o[0] > 4, "a failed loss changes nothing");
+                    if (which == 2) continue;
+                    status = T(moe_mixture_answer)(criterion, &m, NULL, answer, &error);
+                    if (special >= FIRST_ENDLESS) CHECK(status == MOE_ERR_NONFINITE || (which == 0 && special == 11 && status == MOE_ERR_ARGUMENT), "mixture answer %d, %s: %s", criterion, special_names[special], moe_status_text(status));
+                    if (status == MOE_OK && special < 9) CHECK(all_finite(N * C, answer), "mixture answer %d, %s in %d is finite", criterion, special_names[special], which);
+                }
+}
+
+static void test_hierarchical(void) {
+    enum { N = 20, D = 2, C = 2 };
+    moe_real x[N * D], y[N * C], answer[N * C];
+    int32_t labels[N];
+    double group[N * 2], expert[N * 4], h[N * 4], before, after;
+    moe_hme hme;
+    moe_hme_config config;
+    moe_data data;
+    moe_error error;
+    int family, special, step;
+    size_t i, at;
+    for (family = 0; family < MOE_HME_COUNT; family++)
+        for (special = 0; special < SPECIALS; special++) {
+            const moe_status wanted = special >= FIRST_ENDLESS ? MOE_ERR_NONFINITE : MOE_OK;
+            moe_status status;
+            double *kept;
+            memset(&config, 0, sizeof config), memset(&data, 0, sizeof data);
+            config.d_in = D, config.d_out = C, config.family = family;
+            if (!CHECK(T(moe_hme_create)(&hme, &config, 9, NULL, &error) == MOE_OK, "hme")) continue;
+            for (i = 0; i < N * D; i++) x[i] = moe_rng_normal(&rng);
+            for (i = 0; i < N; i++) y[2 * i] = x[2 * i] + 1, y[2 * i + 1] = x[2 * i + 1] * 2, labels[i] = (int32_t)(i % 2);
+            at = below(N * D), x[at] = specials[special];
+            data.n = N, data.x = x, data.targets = y, data.labels = labels;
+            kept = (double *)grab(hme.n_parameters, sizeof *kept);
+            memcpy(kept, hme.parameters, hme.n_parameters * sizeof *kept);
+            status = T(moe_hme_log_likelihood)(&hme, &data, &before, &error);
+            CHECK(special >= 7 && special < FIRST_ENDLESS ? status == MOE_OK || status == MOE_ERR_NONFINITE : status == wanted, "hme %d with %s: %s", family, special_names[special], moe_status_text(status));
+            status = T(moe_hme_predict)(&hme, N, x, answer, &error);
+            CHECK(status == MOE_OK ? all_finite(N * C, answer) : status == MOE_ERR_NONFINITE && special >= 7, "predict with %s", special_names[special]);
+            status = T(moe_hme_posteriors)(&hme, &data, group, expert, &error);
+            CHECK(status == MOE_OK || (status == MOE_ERR_NONFINITE && special >= 7), "posteriors with %s", special_names[special]);
+            for (i = 0; i < N && status == MOE_OK; i++) CHECK(fabs(group[2 * i] + group[2 * i + 1] - 1) < 1e-9, "posteriors sum to 1 with %s", special_names[special]);
+            for (step = 0; step < 3; step++) {
+                status = T(moe_hme_em)(&hme, &data, h, &after, &error);
+                CHECK(status == MOE_OK || (status == MOE_ERR_NONFINITE && special >= 7), "em with %s: %s", special_names[special], moe_status_text(status));
+                if (status != MOE_OK) CHECK(memcmp(kept, hme.parameters, hme.n_parameters * sizeof *kept) == 0, "a failed step changes nothing");
+                else CHECK(after >= before || special >= 7, "em does not lose with %s: %g, %g", special_names[special], before, after);
+                if (status == MOE_OK) before = after, memcpy(kept, hme.parameters, hme.n_parameters * sizeof *kept);
+            }
+            for (i = 0; i < SPECIALS; i++) {
+                status = T(moe_hme_gradient)(&hme, &data, i == 9 || i == 7 || i == 8 ? 0 : specials[i], h, &after, &error);
+                if (i >= FIRST_ENDLESS) CHECK(status == MOE_ERR_ARGUMENT || special >= 7, "a rate of %s: %s", special_names[i], moe_status_text(status));
+                for (at = 0; at < hme.n_parameters; at++)
+                    if (!(fabs(hme.parameters[at]) < 1e300)) break;
+                CHECK(at == hme.n_parameters, "parameters stay finite with x = %s and a rate of %s", special_names[special], special_names[i]);
+            }
+            free(kept);
+            T(moe_hme_free)(&hme);
+        }
+}
+
+/* ---- configurations, files, models ------------------------------------------------------------------------------------------------------------ */
+
+static void test_fields(void) {
+    static const char *const texts[] = {"inf", "-inf", "nan", "1e999", "-1e999", "INFINITY", "1e39999999999999999999"};
+    const moe_field *fields = T(moe_layer_fields)(), *f;
+    moe_error error;
+    moe_layer_config c, out, kept;
+    size_t i;
+    for (f = fields; f->name != NULL; f++) {
+        if (f->kind != MOE_FIELD_REAL) continue;
+        c = small_layer(), kept = c;
+        for (i = 0; i < sizeof texts / sizeof texts[0]; i++)
+            CHECK(T(moe_field_set)(fields, &c, f->name, texts[i], &error) == MOE_ERR_CONFIG && memcmp(&c, &kept, sizeof c) == 0, "%s = %s", f->name, texts[i]);
+        for (i = 0; i < SPECIALS; i++) {
+            char text[40], again[40];
+            moe_status status;
+            c = small_layer(), memset(&out, 0x11, sizeof out), kept = out;
+            memcpy((unsigned char *)&c + f->offset, &specials[i], sizeof(moe_real));
+            status = T(moe_layer_check)(&c, &out, &error);
+            if (i >= FIRST_ENDLESS) CHECK(status == MOE_ERR_CONFIG && strstr(error.message, f->name) != NULL && memcmp(&out, &kept, sizeof out) == 0, "%s = %s: %s", f->name, special_names[i], error.message);
+            else CHECK(status == MOE_OK || status == MOE_ERR_CONFIG, "%s = %s", f->name, special_names[i]);
+            T(moe_field_text)(f, &c, text, sizeof text);
+            if (i >= FIRST_ENDLESS) continue;
+            memset((unsigned char *)&c + f->offset, 0, sizeof(moe_real));
+            CHECK(T(moe_field_set)(fields, &c, f->name, text, &error) == MOE_OK, "%s reads back %s", f->name, text);
+            T(moe_field_text)(f, &c, again, sizeof again);
+            CHECK((i == 1 || same_bits((unsigned char *)&c + f->offset, &specials[i], 1)) && strcmp(text, again) == 0, "%s of %s comes back as %s", f->name, text, again);
+        }
+    }
+    for (i = 0; i < SPECIALS; i++) { /* the numbers of modules and trainers */
+        moe_attention_config attention;
+        moe_net net;
+        moe_status status;
+        size_t j;
+        static const size_t reals[] = {offsetof(moe_train_config, rate), offsetof(moe_train_config, final_rate), offsetof(moe_train_config, momentum), offsetof(moe_train_config, beta1),
+                                       offsetof(moe_train_config, beta2), offsetof(moe_train_config, epsilon), offsetof(moe_train_config, decay), offsetof(moe_train_config, clip)};
+        moe_trainer trainer;
+        moe_param_group group;
+        CHECK(T(moe_net_init)(&net, 8, 0, NULL) == MOE_OK, "net");
+        status = T(moe_net_dropout)(&net, specials[i]);
+        CHECK((status == MOE_OK) == (i < 3 || i == 4), "dropout of %s", special_names[i]);
+        T(moe_net_free)(&net);
+        memset(&attention, 0, sizeof attention);
+        attention.rotary = 1, attention.rotary_base = specials[i], attention.heads = 2;
+        CHECK(T(moe_net_init)(&net, 8, 0, NULL) == MOE_OK, "net");
+        status = T(moe_net_attention)(&net, &attention);
+        CHECK(i < FIRST_ENDLESS ? status == MOE_OK || status == MOE_ERR_CONFIG : status == MOE_ERR_CONFIG, "rotary_base = %s", special_names[i]);
+        T(moe_net_free)(&net);
+        begin_net(&net, 0, LINEAR, 1);
+        for (j = 0; j < sizeof reals / sizeof reals[0]; j++) {
+            moe_train_config config = lesson_config(0);
+            memcpy((unsigned char *)&config + reals[j], &specials[i], sizeof(moe_real));
+            status = T(moe_trainer_init)(&trainer, &net, &config, &error);
+            CHECK(i < FIRST_ENDLESS ? status == MOE_OK || status == MOE_ERR_CONFIG : status == MOE_ERR_CONFIG, "number %d of a trainer = %s", (int)j, special_names[i]);
+            if (status == MOE_OK) T(moe_trainer_free)(&trainer);
+        }
+        for (j = 0; j < 2; j++) {
+            moe_train_config config = lesson_config(0);
+            memset(&group, 0, sizeof group);
+            group.pattern = "*", config.groups = &group, config.n_groups = 1;
+            if (j == 0) group.rate = specials[i];
+            else group.decay = specials[i];
+            status = T(moe_trainer_init)(&trainer, &net, &config, &error);
+            CHECK(i < FIRST_ENDLESS ? status == MOE_OK || status == MOE_ERR_CONFIG : status == MOE_ERR_CONFIG, "group with %s", special_names[i]);
+            if (status == MOE_OK) T(moe_trainer_free)(&trainer);
+        }
+        T(moe_net_free)(&net);
+    }
+}
+
+/* Files keep every bit of every number; what is no number is read as it is, and met where it is used. */
+static void test_files(void) {
+    moe_net net, copy;
+    moe_buffer buffer;
+    moe_stream stream;
+    moe_error error;
+    moe_file file;
+    moe_file_tensor tensor;
+    moe_layer layer, other;
+    moe_layer_config c = small_layer();
+    moe_real values[SPECIALS];
+    size_t i;
+    memset(&buffer, 0, sizeof buffer), memset(&copy, 0, sizeof copy);
+    begin_net(&net, 0, MIXTURE, 1);
+    for (i = 0; i < SPECIALS; i++) net.tensors[0].data[i] = specials[i];
+    stream = T(moe_buffer_stream)(&buffer);
+    CHECK(T(moe_net_write)(&net, &stream, &error) == MOE_OK, "writes special numbers");
+    CHECK(T(moe_net_read)(&copy, buffer.data, buffer.size, 0, 0, NULL, &error) == MOE_OK, "and reads them");
+    CHECK(same_bits(copy.tensors[0].data, specials, SPECIALS) || is_nan(copy.tensors[0].data[IS_NAN]), "bit for bit");
+    CHECK(same_bits(copy.tensors[0].data, specials, IS_NAN), "bit for bit");
+    CHECK(T(moe_file_open)(&file, buffer.data, buffer.size, &error) == MOE_OK && T(moe_file_find)(&file, net.tensors[0].name, &tensor) == MOE_OK, "opens");
+    CHECK(T(moe_file_values)(&tensor, 0, SPECIALS, values) == MOE_OK && same_bits(values, specials, IS_NAN) && is_nan(values[IS_NAN]), "values");
+    T(moe_buffer_free)(&buffer);
+    memset(&buffer, 0, sizeof buffer), stream = T(moe_buffer_stream)(&buffer);
+    CHECK(T(moe_file_write)(&stream, net.tensors, 1, NULL, 0, NULL, &error) == MOE_OK && T(moe_file_open)(&file, buffer.data, buffer.size, &error) == MOE_OK, "writes one tensor");
+    CHECK(T(moe_file_find)(&file, net.tensors[0].name, &tensor) == MOE_OK && T(moe_file_values)(&tensor, 9, 1, values) == MOE_OK && same_bits(values, specials + 9, 1), "the largest number");
+    T(moe_buffer_free)(&buffer);
+    T(moe_net_free)(&copy), T(moe_net_free)(&net);
+    CHECK(T(moe_layer_create)(&layer, &c, 0, 3, NULL, &error) == MOE_OK, "layer");
+    memcpy((moe_real *)(void *)(uintptr_t)layer.tensors[MOE_ROUTER_WEIGHT], specials, sizeof specials);
+    memset(&buffer, 0, sizeof buffer), stream = T(moe_buffer_stream)(&buffer);
+    CHECK(T(moe_layer_write)(&layer, &stream, &error) == MOE_OK && T(moe_layer_read)(&other, buffer.data, buffer.size, 0, NULL, &error) == MOE_OK, "a layer");
+    CHECK(same_bits(other.tensors[MOE_ROUTER_WEIGHT], specials, IS_NAN) && is_nan(other.tensors[MOE_ROUTER_WEIGHT][IS_NAN]), "bit for bit");
+    T(moe_buffer_free)(&buffer);
+    T(moe_layer_free)(&layer), T(moe_layer_free)(&other);
+    { /* a trainer's moments */
+        moe_train_config config = lesson_config(0);
+        lesson s;
+        begin_lesson(&s, &config);
+        CHECK(T(moe_trainer_step)(&s.trainer, &s.data, NULL, &error) == MOE_OK, "a step");
+        s.trainer.memory[3] = specials[IS_NAN], s.trainer.memory[4] = TINY, s.trainer.memory[5] = -specials[0];
+        memset(&buffer, 0, sizeof buffer), stream = T(moe_buffer_stream)(&buffer);
+        CHECK(T(moe_trainer_write)(&s.trainer, &stream, &error) == MOE_OK, "writes moments");
+        CHECK(T(moe_trainer_read)(&s.trainer, buffer.data, buffer.size, &error) == MOE_OK && is_nan(s.trainer.memory[3]) && s.trainer.memory[4] > 0, "and reads them");
+        T(moe_buffer_free)(&buffer);
+        end_lesson(&s);
+    }
+}
+
+/* Float models do what the net does; integer models clamp, and refuse to be made of what is not finite. */
+static void test_models(void) {
+    moe_net net;
+    moe_error error;
+    moe_model_config config;
+    moe_built_model built;
+    moe_data calibration;
+    moe_layer_config layer = small_layer();
+    moe_real x[40 * NET_WIDTH], y[NET_WIDTH], kept;
+    int8_t levels[NET_WIDTH];
+    int16_t out[NET_WIDTH];
+    int special, weights;
+    size_t i, at;
+    void *scratch;
+    layer.router.d_model = 0, layer.d_ff = 8;
+    CHECK(T(moe_net_init)(&net, NET_WIDTH, MOE_KERNELS_C, NULL) == MOE_OK, "net");
+    (void)T(moe_net_linear)(&net, NET_WIDTH), (void)T(moe_net_mixture)(&net, &layer), (void)T(moe_net_residual)(&net, 1), (void)T(moe_net_rms_norm)(&net);
+    CHECK(T(moe_net_build)(&net, 0, 4, &error) == MOE_OK, "build");
+    memset(&config, 0, sizeof config), memset(&calibration, 0, sizeof calibration);
+    for (i = 0; i < 40 * NET_WIDTH; i++) x[i] = moe_rng_normal(&rng);
+    calibration.n = 40, calibration.x = x, config.calibration = &calibration;
+    for (weights = 0; weights < MOE_WEIGHTS_COUNT; weights++) {
+        config.weights = weights;
+        if (!CHECK(T(moe_model_create)(&built, &net, &config, &error) == MOE_OK, "model: %s", error.message)) continue;
+        scratch = grab(built.model.scratch_size, 1);
+        for (special = 0; special < SPECIALS; special++) {
+            moe_real input[NET_WIDTH];
+            moe_status status;
+            memcpy(input, x, sizeof input);
+            at = below(NET_WIDTH), input[at] = specials[special];
+            if (weights == MOE_WEIGHTS_FLOAT) {
+                status = T(moe_infer)(&built.model, input, y, scratch, built.model.scratch_size);
+                if (special < 7) CHECK(status == MOE_OK && all_finite(NET_WIDTH, y), "infers with %s", special_names[special]);
+                if (special >= FIRST_ENDLESS) CHECK(status == MOE_ERR_NONFINITE, "infers with %s: %s", special_names[special], moe_status_text(status));
+                continue;
+            }
+            memset(levels, 1, sizeof levels);
+            T(moe_infer_levels)(&built.model, input, levels);
+            CHECK(levels[at] == (special < 5 || special == IS_NAN ? 0 : specials[special] > 0 ? 127 : -127), "the level of %s is %d", special_names[special], levels[at]);
+            CHECK(T(moe_infer)(&built.model, levels, out, scratch, built.model.scratch_size) == MOE_OK, "integers infer whatever comes");
+        }
+        free(scratch);
+        T(moe_model_free)(&built);
+        for (special = 7; special < SPECIALS && weights > 0; special++) { /* a calibration and weights that are not finite, or huge */
+            moe_status status;
+            memset(&built, 0, sizeof built);
+            at = below(40 * NET_WIDTH), kept = x[at], x[at] = specials[special];
+            status = T(moe_model_create)(&built, &net, &config, &error);
+            CHECK(special < FIRST_ENDLESS ? status == MOE_OK || status == MOE_ERR_OVERFLOW || status == MOE_ERR_NONFINITE : status == MOE_ERR_NONFINITE, "calibration with %s: %s", special_names[special], moe_status_text(status));
+            if (status == MOE_OK) T(moe_model_free)(&built);
+            x[at] = kept;
+            kept = net.tensors[0].data[5], net.tensors[0].data[5] = specials[special];
+            status = T(moe_model_create)(&built, &net, &config, &error);
+            CHECK(special < FIRST_ENDLESS ? status == MOE_OK || status == MOE_ERR_OVERFLOW || status == MOE_ERR_NONFINITE : status == MOE_ERR_NONFINITE, "a weight %s: %s", special_names[special], moe_status_text(status));
+            if (special >= FIRST_ENDLESS) CHECK(strstr(error.message, net.tensors[0].name) != NULL, "the weight is named: %s", error.message);
+            if (status == MOE_OK) T(moe_model_free)(&built);
+            net.tensors[0].data[5] = kept;
+        }
+        for (special = 0; special < 5 && weights > 0; special++) { /* weights of nothing */
+            moe_real all[NET_WIDTH * NET_WIDTH];
+            memcpy(all, net.tensors[0].data, sizeof all);
+            for (i = 0; i < NET_WIDTH * NET_WIDTH; i++) net.tensors[0].data[i] = specials[special];
+            if (CHECK(T(moe_model_create)(&built, &net, &config, &error) == MOE_OK, "weights of %s: %s", special_names[special], error.message)) T(moe_model_free)(&built);
+            memcpy(net.tensors[0].data, all, sizeof all);
+        }
+    }
+    T(moe_net_free)(&net);
+}
+
+/* ---- long training ------------------------------------------------------------------------------------------------------------------------------
+   A hundred thousand steps of small nets, one for each kind of router that keeps state, draws random numbers or balances: every step is good, every
+   number stays finite, and the loss falls. */
+
+enum { SAMPLES = 64, SMALL = 6 };
+
+typedef struct course {
+    const char *name, *router; /* settings as in presets */
+    int optimizer;
+    double rate, decay;
+} course;
+
+static const course courses[] = {
+    {"top 2", "loss_balance=0.01 loss_z=0.001", 0, 0.003, 0},
+    {"noisy top k", "noise=noisy_topk loss_importance=0.1 importance_over=weights loss_load=0.1 unbiased=1", 0, 0.003, 0},
+    {"balanced by bias", "gate=sigmoid selection_bias=1 bias_rate=0.001", 0, 0.003, 0.01},
+    {"expert choice", "select=expert_choice capacity_factor=2 weight=raw", 0, 0.003, 0},
+    {"ReMoE", "gate=relu select=positive weight=raw l1_controller=1 loss_l1=1e-8", 0, 0.003, 0},
+    {"similarity", "refine=similarity similarity_scale=l2 loss_entropy=0.01", 0, 0.003, 0},
+    {"learned threshold", "gate=sigmoid select=threshold threshold=0.5 threshold_learned=1 threshold_sigmoid=1 weight=uniform", 0, 0.003, 0},
+    {"cosine, dropping", "score=cosine cosine_tau=0.1 cosine_learn_tau=1 capacity_factor=1 drop_rule=gshard renormalize=after", 0, 0.003, 0},
+    {"decay, sgd", "noise=gaussian loss_usage_entropy=0.1", 1, 0.02, 0.001},
+};
+
+typedef struct pupil {
+    moe_net net;
+    moe_trainer trainer;
+    moe_real *x, *targets;
+} pupil;
+
+/* Targets that depend on the cluster that a sample belongs to: something for experts. */
+static void begin_pupil(pupil *p, const course *c, int kernels) {
+    moe_layer_config layer = small_layer();
+    moe_train_config config = lesson_config(c->optimizer);
+    moe_rng own;
+    moe_error error;
+    size_t i, j;
+    memset(p, 0, sizeof *p);
+    layer.router.d_model = 0, layer.router.n_experts = 4, layer.d_ff = 6;
+    CHECK(T(moe_fields_apply)(T(moe_layer_fields)(), &layer, c->router, &error) == MOE_OK, "%s: %s", c->name, error.message);
+    config.rate = (moe_real)c->rate, config.decay = (moe_real)c->decay, config.clip = 5, config.seed = 11;
+    (void)T(moe_net_init)(&p->net, SMALL, kernels, NULL);
+    (void)T(moe_net_mixture)(&p->net, &layer), (void)T(moe_net_residual)(&p->net, 1), (void)T(moe_net_linear)(&p->net, 2);
+    if (!CHECK(T(moe_net_build)(&p->net, 1, 21, &error) == MOE_OK, "%s: %s", c->name, error.message)) exit(1);
+    if (!CHECK(T(moe_trainer_init)(&p->trainer, &p->net, &config, &error) == MOE_OK, "%s: %s", c->name, error.message)) exit(1);
+    p->x = (moe_real *)grab(SAMPLES * SMALL, sizeof *p->x), p->targets = (moe_real *)grab(SAMPLES * 2, sizeof *p->targets);
+    T(moe_rng_seed)(&own, 5);
+    for (i = 0; i < SAMPLES; i++) {
+        for (j = 0; j < SMALL; j++) p->x[i * SMALL + j] = moe_rng_normal(&own) + (moe_real)(j == i % 4 ? 2 : 0);
+        p->targets[2 * i] = i % 2 ? p->x[i * SMALL] : -p->x[i * SMALL + 1], p->targets[2 * i + 1] = (moe_real)(i % 4) - (moe_real)1.5;
+    }
+}
+
+static void end_pupil(pupil *p) {
+    T(moe_trainer_free)(&p->trainer), T(moe_net_free)(&p->net);
+    free(p->x), free(p->targets);
+}
+
+/* Steps from..to-1; the mean loss of the last 64 of them in *last. */
+static int train_pupil(pupil *p, const course *c, long from, long to, const moe_call *call, double *last) {
+    moe_data batch;
+    moe_step step;
+    moe_error error;
+    double sum = 0;
+    long i;
+    memset(&batch, 0, sizeof batch);
+    batch.n = BATCH, batch.call = call;
+    for (i = from; i < to; i++) {
+        const size_t at = (size_t)i * BATCH % SAMPLES;
+        batch.x = p->x + at * SMALL, batch.targets = p->targets + at * 2;
+        if (moe_trainer_step(&p->trainer, &batch, &step, &error) != MOE_OK) return CHECK(0, "%s: step %ld: %s", c->name, i, error.message);
+        if (!moe_is_finite(step.loss) || !moe_is_finite(step.router_loss) || !moe_is_finite(step.gradient_norm)) return CHECK(0, "%s: step %ld", c->name, i);
+        if (i >= to - 64) sum += (double)step.loss;
+    }
+    *last = sum / 64;
+    return 1;
+}
+
+static void test_long_training(long steps) {
+    size_t i;
+    for (i = 0; i < sizeof courses / sizeof courses[0]; i++) {
+        pupil p;
+        double first = 0, last = 0;
+        begin_pupil(&p, &courses[i], MOE_KERNELS_AUTO);
+        if (train_pupil(&p, &courses[i], 0, 64, NULL, &first) && train_pupil(&p, &courses[i], 64, steps, NULL, &last)) {
+            CHECK(p.trainer.steps == (uint64_t)steps, "%s: all steps", courses[i].name);
+            CHECK(all_finite(numbers_of(&p.net), p.net.memory) && all_finite(2 * numbers_of(&p.net) / (courses[i].optimizer ? 2 : 1), p.trainer.memory), "%s: every number is finite", courses[i].name);
+            CHECK(last < first / 2, "%s: the loss falls: %g, then %g", courses[i].name, first, last);
+        }
+        end_pupil(&p);
+    }
+}
+
+/* Tasks one after the other, the last first: what one leaves behind must not matter to another. */
+static void backwards(void *ctx, void (*task)(void *work, int index), void *work, int count) {
+    int i;
+    *(long *)ctx += 1;
+    for (i = count - 1; i >= 0; i--) task(work, i);
+}
+
+/* The same seed gives the same bits twice, whatever the number of threads. */
+static void test_same_bits(long steps) {
+    size_t i, n;
+    int threads, t;
+    for (i = 0; i < sizeof courses / sizeof courses[0]; i++)
+        for (t = 0; t < n_tables; t++) {
+            pupil p, q;
+            double last;
+            begin_pupil(&p, &courses[i], tables[t]->id);
+            n = numbers_of(&p.net);
+            (void)train_pupil(&p, &courses[i], 0, steps, NULL, &last);
+            for (threads = 1; threads < 5; threads++) {
+                moe_parallel team;
+                moe_call call;
+                long calls = 0;
+                memset(&team, 0, sizeof team), memset(&call, 0, sizeof call);
+                team.ctx = &calls, team.threads = threads, team.always = 1, team.run = backwards;
+                call.parallel = &team;
+                begin_pupil(&q, &courses[i], tables[t]->id);
+                (void)train_pupil(&q, &courses[i], 0, steps, &call, &last);
+                CHECK(same_bits(p.net.memory, q.net.memory, n) && memcmp(p.trainer.memory, q.trainer.memory, p.trainer.memory_size) == 0 && p.trainer.rng.state == q.trainer.rng.state,
+                      "%s with %s: %d threads give other bits", courses[i].name, tables[t]->name, threads);
+                CHECK((calls > 0) == (threads > 1), "%s: the threads are used", courses[i].name);
+                end_pupil(&q);
+            }
+            end_pupil(&p);
+        }
+}
+
+/* Weights of which all are subnormal: training moves out of there, and stays finite. */
+static void test_subnormal_weights(void) {
+    size_t i, j;
+    for (i = 0; i < sizeof courses / sizeof courses[0]; i++) {
+        pupil p;
+        double last;
+        begin_pupil(&p, &courses[i], MOE_KERNELS_AUTO);
+        for (j = 0; j < p.net.n_tensors; j++) {
+            moe_tensor *t = &p.net.tensors[j];
+            size_t l;
+            if (strstr(t->name, "temperature") != NULL) continue; /* a divisor */
+            for (l = 0; l < t->count && !(t->flags & (unsigned)MOE_PARAM_STATE); l++) t->data[l] = t->data[l] * SMALLEST_NORMAL;
+        }
+        if (train_pupil(&p, &courses[i], 0, 300, NULL, &last))
+            CHECK(all_finite(numbers_of(&p.net), p.net.memory), "%s: subnormal weights stay finite", courses[i].name);
+        end_pupil(&p);
+    }
+}
+
+/* ---- the rest: packed layers, ways back alone, states, modular networks, routers in integers --------------------------------------------------------- */
+
+static void test_packed_layers(void) {
+    moe_layer_config c = small_layer();
+    moe_layer layer;
+    moe_call call;
+    moe_quant_error errors[EXPERTS];
+    moe_error error;
+    moe_real x[TOKENS * WIDTH], y[TOKENS * WIDTH], *down;
+    size_t bytes, work_bytes, i, at;
+    void *memory, *work;
+    int type, special;
+    c.d_ff = 40;
+    CHECK(T(moe_layer_create)(&layer, &c, 0, 8, NULL, &error) == MOE_OK, "layer");
+    for (i = 0; i < TOKENS * WIDTH; i++) x[i] = moe_rng_normal(&rng);
+    memset(&call, 0, sizeof call);
+    call.n_tokens = TOKENS, call.x = x;
+    memcpy(&down, &layer.tensors[MOE_EXPERTS_DOWN], sizeof down);
+    for (type = MOE_TYPE_REAL; type < MOE_TYPE_COUNT; type++) {
+#ifdef MOE_NO_QUANT
+        if (type >= MOE_TYPE_Q8) continue;
+#endif
+        CHECK(T(moe_layer_pack_size)(&layer, type, &bytes) == MOE_OK && T(moe_layer_quantise_work_size)(&layer, type, TOKENS, &work_bytes) == MOE_OK, "sizes");
+        memory = grab(bytes, 1), work = grab(work_bytes, 1);
+        for (special = 0; special < SPECIALS; special++) {
+            const moe_real kept = x[7], weight = down[11];
+            moe_status status;
+            layer.is_packed = 0, x[7] = specials[special];
+            status = T(moe_layer_quantise)(&layer, type, memory, bytes, &call, work, work_bytes, errors, &error);
+            CHECK(status == MOE_OK || (status == MOE_ERR_NONFINITE && special > 8), "calibration with %s: %s", special_names[special], moe_status_text(status));
+            CHECK(status == MOE_OK || !layer.is_packed, "a failed call packs nothing");
+            for (i = 0; i < EXPERTS && special < 7 && status == MOE_OK; i++) CHECK(moe_is_finite(errors[i].output), "type %d: the error of expert %d with %s", type, (int)i, special_names[special]);
+            x[7] = kept, layer.is_packed = 0, down[11] = specials[special];
+            status = T(moe_layer_pack)(&layer, type, memory, bytes, &error);
+            if (type < MOE_TYPE_Q8 || special < 7) CHECK(status == MOE_OK, "packs a weight of %s", special_names[special]);
+            else CHECK(status == (special >= FIRST_ENDLESS ? MOE_ERR_NONFINITE : type != MOE_TYPE_Q8 || MOE_REAL_IS_DOUBLE ? MOE_ERR_OVERFLOW : MOE_OK), "type %d: a weight of %s: %s", type, special_names[special], moe_status_text(status));
+            if (status == MOE_OK) {
+                size_t more;
+                void *room;
+                CHECK(T(moe_layer_work_size)(&layer, TOKENS, 0, &more) == MOE_OK, "size");
+                room = grab(more, 1);
+                CHECK(T(moe_layer_forward)(&layer, &call, y, room, more, NULL) == MOE_OK && (special > 6 || all_finite(TOKENS * WIDTH, y)), "type %d: forward with a weight of %s", type, special_names[special]);
+                for (at = 0, i = 0; i < TOKENS; i++) at += all_finite(WIDTH, y + i * WIDTH);
+                CHECK(at > 0, "a weight reaches the tokens of its expert alone");
+                free(room);
+            }
+            down[11] = weight;
+        }
+        free(memory), free(work);
+    }
+    T(moe_layer_free)(&layer);
+}
+
+/* Gradients that are not finite come out as such, in the tensors that they belong to, and nowhere as a crash. */
+static void test_ways_back(void) {
+    moe_layer_config c = small_layer();
+    moe_layer layer;
+    moe_layer_pass pass;
+    moe_call call;
+    moe_error error;
+    moe_real x[TOKENS * WIDTH], y[TOKENS * WIDTH], dx[TOKENS * WIDTH], *d_outputs, *d_weights;
+    moe_real *d_tensors[MOE_ROUTER_SLOTS];
+    size_t bytes, i, pairs;
+    void *work;
+    int special, which;
+    CHECK(T(moe_layer_create)(&layer, &c, 1, 8, NULL, &error) == MOE_OK, "layer");
+    for (i = 0; i < TOKENS * WIDTH; i++) x[i] = moe_rng_normal(&rng);
+    memset(&call, 0, sizeof call);
+    call.n_tokens = TOKENS, call.x = x, call.training = 1;
+    CHECK(T(moe_layer_work_size)(&layer, TOKENS, 1, &bytes) == MOE_OK, "size");
+    work = grab(bytes, 1);
+    for (special = 0; special < SPECIALS; special++)
+        for (which = 0; which < 3; which++) {
+            CHECK(T(moe_layer_forward)(&layer, &call, y, work, bytes, &pass) == MOE_OK && T(moe_layer_expert_outputs)(&layer, &pass) != NULL, "forward");
+            pairs = pass.routing.plan.offsets[EXPERTS];
+            d_outputs = normals(pairs * WIDTH), d_weights = normals(pairs);
+            memset(dx, 0, sizeof dx);
+            for (i = 0; i < MOE_LAYER_SLOTS; i++)
+                if (layer.gradients[i] != NULL) {
+                    moe_slot slot;
+                    CHECK(T(moe_layer_slot)(&layer.config, (int)i, &slot) == MOE_OK, "slot");
+                    memset(layer.gradients[i], 0, slot.count * sizeof(moe_real));
+                }
+            if (which == 0) d_outputs[5] = specials[special];
+            if (which == 1) d_weights[3] = specials[special];
+            if (which < 2) CHECK(T(moe_layer_backward_experts)(&layer, d_outputs, d_weights, dx, NULL, &pass) == MOE_OK, "backward");
+            else {
+                moe_router router = layer.router;
+                for (i = 0; i < MOE_ROUTER_SLOTS; i++) router.tensors[i] = layer.tensors[i], d_tensors[i] = layer.gradients[i];
+                memset(pass.routing.d_weight_in, 0, pairs * sizeof *d_weights);
+                memcpy(pass.routing.d_weight_out, d_weights, pairs * sizeof *d_weights);
+                pass.routing.d_weight_out[2] = specials[special];
+                CHECK(T(moe_route_backward)(&router, &call, &pass.routing, d_tensors, dx, NULL) == MOE_OK, "the router's way back");
+            }
+            if (special < 7) CHECK(all_finite(TOKENS * WIDTH, dx) && all_finite(EXPERTS * WIDTH, layer.gradients[MOE_ROUTER_WEIGHT]), "%s in the way back %d", special_names[special], which);
+            if (special >= FIRST_ENDLESS) CHECK(!all_finite(TOKENS * WIDTH, dx), "%s in the way back %d shows", special_names[special], which);
+            if (which == 1) CHECK(all_finite(EXPERTS * 5 * WIDTH, layer.gradients[MOE_EXPERTS_GATE]), "the weights' gradient is the router's alone");
+            free(d_outputs), free(d_weights);
+        }
+    free(work);
+    T(moe_layer_free)(&layer);
+    { /* a net's */
+        lesson s;
+        moe_train_config config = lesson_config(0);
+        moe_net_pass net_pass;
+        moe_rng own;
+        moe_real dy[BATCH * NET_WIDTH];
+        begin_lesson(&s, &config);
+        memset(&call, 0, sizeof call), memset(&own, 0, sizeof own);
+        call.n_tokens = BATCH, call.x = s.x, call.training = 1, call.rng = &own;
+        CHECK(T(moe_net_work_size)(&s.net, BATCH, 1, &bytes) == MOE_OK, "size");
+        work = grab(bytes, 1);
+        for (special = 0; special < SPECIALS; special++) {
+            T(moe_net_zero_gradients)(&s.net);
+            for (i = 0; i < BATCH * NET_WIDTH; i++) dy[i] = moe_rng_normal(&rng), dx[i] = 0;
+            dy[9] = specials[special];
+            CHECK(T(moe_net_forward)(&s.net, &call, work, bytes, &net_pass) == MOE_OK && T(moe_net_backward)(&s.net, &net_pass, dy, dx) == MOE_OK, "backward");
+            if (special < 7) CHECK(all_finite(BATCH * NET_WIDTH, dx) && all_finite(numbers_of(&s.net), s.net.memory + numbers_of(&s.net)), "a net's gradients with %s", special_names[special]);
+            if (special >= FIRST_ENDLESS) CHECK(!all_finite(BATCH * NET_WIDTH, dx), "a net's gradients with %s show it", special_names[special]);
+            CHECK(T(moe_net_observe)(&s.net, &net_pass) == MOE_OK && T(moe_net_advance)(&s.net) == MOE_OK, "state");
+        }
+        free(work);
+        end_lesson(&s);
+    }
+}
+
+/* Whatever stands in a router's state: no crash, K in its range, and the next step is made. */
+static void test_states(void) {
+    static const char *const settings[] = {"gate=sigmoid selection_bias=1 bias_rate=0.01 schedule_steps=10 k_end=1", "gate=relu select=positive weight=raw l1_controller=1 loss_l1=1e-8",
+                                           "capacity_bound=first", "capacity_bound=every capacity_rho=0.5", "tau_schedule=gate_temperature schedule_steps=5 tau_end=0.5 freeze_at=3",
+                                           "switch_at=3 select=expert_choice weight=raw"};
+    size_t i, at;
+    int special, slot;
+    for (i = 0; i < sizeof settings / sizeof settings[0]; i++) {
+        moe_layer_config c = small_layer();
+        scene s;
+        outcome r;
+        CHECK(T(moe_fields_apply)(T(moe_layer_fields)(), &c, settings[i], NULL) == MOE_OK, "%s", settings[i]);
+        if (!CHECK(begin_scene(&s, &c), "%s", settings[i])) continue;
+        memset(&r, 0, sizeof r);
+        r.gradients = (moe_real *)grab(s.n_gradients, sizeof *r.gradients);
+        for (slot = MOE_ROUTER_SELECTION_BIAS; slot < MOE_ROUTER_SLOTS; slot++)
+            for (special = 0; special < SPECIALS; special++) {
+                moe_real *states[MOE_ROUTER_SLOTS], kept;
+                moe_router router = s.layer.router;
+                moe_call call = s.call;
+                moe_slot description;
+                if (s.layer.tensors[slot] == NULL) continue;
+                CHECK(T(moe_router_slot)(&s.layer.config.router, slot, &description) == MOE_OK, "slot");
+                memcpy(states, s.layer.tensors, sizeof states), memcpy(router.tensors, s.layer.tensors, sizeof router.tensors);
+                at = below(description.count), kept = states[slot][at], states[slot][at] = specials[special];
+                run_scene(&s, 1, &r);
+                CHECK(r.status == MOE_OK || r.status == MOE_ERR_NONFINITE, "%s: %s = %s: %s", settings[i], description.name, special_names[special], moe_status_text(r.status));
+                if (r.status == MOE_OK) {
+                    CHECK(routing_is_sound(&r.routing) && r.routing.top_k >= 1 && r.routing.top_k <= EXPERTS, "%s: %s = %s", settings[i], description.name, special_names[special]);
+                    call.training = 1;
+                    CHECK(T(moe_router_observe)(&router, &call, &r.routing, states) == MOE_OK && T(moe_router_advance)(&router, states) == MOE_OK, "state goes on");
+                }
+                states[slot][at] = kept;
+            }
+        free(r.gradients), free(r.work);
+        end_scene(&s);
+    }
+}
+
+static void test_modular(void) {
+    moe_layer_config c;
+    moe_train_config config = lesson_config(0);
+    moe_net net;
+    moe_trainer trainer;
+    moe_modular modular;
+    moe_modular_step_result result;
+    moe_data data;
+    moe_error error;
+    moe_real x[BATCH * 2], targets[BATCH];
+    int32_t choices[BATCH];
+    int special;
+    size_t i;
+    memset(&c, 0, sizeof c), memset(&data, 0, sizeof data);
+    c.router.n_experts = 3, c.router.top_k = 1, c.router.select = MOE_SELECT_SAMPLE, c.router.weight = MOE_WEIGHT_ONE, c.router.loss_distill = 1, c.expert = MOE_EXPERT_LINEAR, c.d_out = 1;
+    CHECK(T(moe_net_init)(&net, 2, 0, NULL) == MOE_OK && T(moe_net_mixture)(&net, &c) == MOE_OK && T(moe_net_build)(&net, 1, 2, &error) == MOE_OK, "net");
+    CHECK(T(moe_trainer_init)(&trainer, &net, &config, &error) == MOE_OK && T(moe_modular_init)(&modular, &trainer, &error) == MOE_OK, "modular");
+    data.n = BATCH, data.x = x, data.targets = targets;
+    for (special = 0; special < SPECIALS; special++) {
+        moe_status status;
+        for (i = 0; i < BATCH; i++) x[2 * i] = moe_rng_normal(&rng), x[2 * i + 1] = moe_rng_normal(&rng), targets[i] = moe_rng_normal(&rng), choices[i] = -1;
+        x[3] = specials[special];
+        status = T(moe_modular_step)(&modular, &data, 3, 1, choices, &result, &error);
+        if (special < 7) CHECK(status == MOE_OK && fabs(result.log_likelihood) < 1e300, "EM with %s: %s", special_names[special], moe_status_text(status));
+        else CHECK(special < FIRST_ENDLESS ? status == MOE_OK || status == MOE_ERR_NONFINITE : status == MOE_ERR_NONFINITE, "EM with %s: %s", special_names[special], moe_status_text(status));
+        CHECK(all_finite(numbers_of(&net), net.memory), "weights after EM with %s", special_names[special]);
+    }
+    T(moe_modular_free)(&modular), T(moe_trainer_free)(&trainer), T(moe_net_free)(&net);
+}
+
+static void test_int_plan(void) {
+    moe_router_config c;
+    moe_int_router_plan plan;
+    moe_real bias[EXPERTS], scale[EXPERTS];
+    const moe_real *tensors[MOE_ROUTER_SLOTS];
+    moe_error error;
+    unsigned char *table = (unsigned char *)grab(512, 4);
+    int special, which;
+    size_t i;
+    memset(&c, 0, sizeof c), memset(tensors, 0, sizeof tensors);
+    c.d_model = WIDTH, c.n_experts = EXPERTS, c.gate = MOE_GATE_SIGMOID, c.selection_bias = 1, c.expert_scale = 1;
+    tensors[MOE_ROUTER_SELECTION_BIAS] = bias, tensors[MOE_ROUTER_EXPERT_SCALE] = scale;
+    for (special = 0; special < SPECIALS; special++)
+        for (which = 0; which < 3; which++) {
+            moe_status status;
+            for (i = 0; i < EXPERTS; i++) bias[i] = moe_rng_uniform(&rng) / 100, scale[i] = 1;
+            if (which == 0) bias[3] = specials[special];
+            for (i = 0; i < EXPERTS && which == 1; i++) scale[i] = i == 2 || special < 5 ? specials[special] : 1;
+            status = T(moe_int_router_plan_make)(&c, tensors, which == 2 ? specials[special] : 4, table, 512, &plan, &error);
+            if (special >= FIRST_ENDLESS) CHECK(status == MOE_ERR_ARGUMENT, "a plan of %s, %d: %s", special_names[special], which, moe_status_text(status));
+            else CHECK(status == MOE_OK || status == MOE_ERR_ARGUMENT || status == MOE_ERR_UNSUPPORTED || status == MOE_ERR_OVERFLOW, "a plan of %s, %d: %s", special_names[special], which, moe_status_text(status));
+            if (special < 3 || special == 4) CHECK(status == MOE_OK, "a plan of %s, %d: %s", special_names[special], which, error.message);
+            if (status == MOE_OK) CHECK(moe_is_finite(plan.z_scale) && plan.z_scale > 0 && moe_is_finite(plan.weight_scale), "a plan of %s, %d is finite", special_names[special], which);
+        }
+    free(table);
+}
+
+/* Random numbers lie where the header says. */
+static void test_random(void) {
+    moe_rng own;
+    uint64_t i;
+    int wrong = 0;
+    T(moe_rng_seed)(&own, UINT64_MAX);
+    for (i = 0; i < 20000; i++) {
+        const moe_real u = T(moe_rng_uniform)(&own), n = T(moe_rng_normal)(&own);
+        wrong += !(u >= 0 && u < 1) || !(n > (moe_real)-8.7 && n < (moe_real)8.7);
+        wrong += T(moe_rng_below)(&own, i) >= (i > 0 ? i : 1);
+    }
+    CHECK(wrong == 0, "random numbers out of range: %d", wrong);
+}
+
+/* ---- the list of functions ------------------------------------------------------------------------------------------------------------------------
+   Every public function: the real numbers that it takes and what becomes of them, as the headers say it at length. "" stands for a function that takes
+   none but sizes, bytes, names or whole numbers. The program reads the headers' declarations and wants each to have a row here, and each row with
+   numbers to have been called above. */
+
+typedef struct row {
+    const char *name, *numbers;
+} row;
+
+static const row rows[] = {
+    {"moe_version", ""}, {"moe_status_text", ""}, {"moe_cpu_features", ""}, {"moe_kernels_select", ""}, {"moe_kernels_name", ""},
+    {"moe_matmul", "IEEE 754; a number of A reaches its row of C alone, one of B its column, 0 times infinity is NaN"},
+    {"moe_matmul_packed", "as moe_matmul, with the weights as they are stored"},
+    {"moe_dot", "IEEE 754"},
+    {"moe_axpy", "IEEE 754, place by place"},
+    {"moe_multiply", "IEEE 754, place by place"},
+    {"moe_spread", "IEEE 754, column by column"},
+    {"moe_activate", "NaN stays, infinities give the limit; place by place"},
+    {"moe_activate_backward", "dy times the limit of the slope, NaN stays; relu chooses: 0 for x <= 0, else dy, NaN included"},
+    {"moe_softmax", "NaN or +inf: all NaN; -inf: exactly 0; all -inf: all 0"},
+    {"moe_softmax_backward", "what is not finite in dy goes to all of dx"},
+    {"moe_log_posterior", "IEEE 754; prior not above 0 (NaN included): -inf"},
+    {"moe_exp_sum", "-inf: 0; NaN shows in its place and in the sum"},
+    {"moe_entropy", "what is not above 0 counts 0; NaN counts 0 or shows"},
+    {"moe_log_sum_exp", "NaN shows, +inf gives +inf, all -inf gives -inf"},
+    {"moe_sigmoid", "limits, NaN stays"},
+    {"moe_softplus", "limits, NaN stays"},
+    {"moe_layer_norm", "NaN, infinity: all of the row NaN; squares that overflow: rstd = 0, y = bias"},
+    {"moe_layer_norm_backward", "IEEE 754, a row at a time"},
+    {"moe_rms_norm", "NaN: all of the row NaN; infinity: NaN there; squares that overflow: y = 0"},
+    {"moe_rms_norm_backward", "IEEE 754, a row at a time"},
+    {"moe_gated", "as moe_activate, times IEEE 754"},
+    {"moe_gated_backward", "as moe_activate_backward"},
+    {"moe_adamw", "IEEE 754, place by place"},
+    {"moe_top_k", "NaN and -inf are never taken"},
+    {"moe_is_finite", "any: 1 or 0 by the bits"},
+    {"moe_panel_size", ""},
+    {"moe_pack", "16 bits: NaN stays, too large is infinite; quantised: MOE_ERR_NONFINITE, MOE_ERR_OVERFLOW, packed untouched"},
+    {"moe_unpack", "what was packed"},
+    {"moe_pack_q8_0", "scales of any bits pass"},
+    {"moe_unpack_q8_0", "bit for bit"},
+    {"moe_pack_q4_0", "scales of any bits pass"},
+    {"moe_unpack_q4_0", "bit for bit"},
+    {"moe_quant_row_size", ""},
+    {"moe_quantise_rows", "next to nothing counts as 0; not finite: scale NaN, this group alone"},
+    {"moe_matmul_quant", "a row with a NaN scale is NaN, no other"},
+    {"moe_rng_seed", ""}, {"moe_rng_next", ""}, {"moe_rng_below", ""},
+    {"moe_rng_uniform", "gives [0,1)"},
+    {"moe_rng_normal", "gives |x| < 8.7"},
+    {"moe_int8_size", ""}, {"moe_int4_size", ""}, {"moe_int8_pack", ""}, {"moe_int4_pack", ""}, {"moe_int8_product", ""},
+    {"moe_int8_product_add", ""}, {"moe_int4_product", ""}, {"moe_int4_product_add", ""}, {"moe_int_store", ""}, {"moe_int_curve", ""},
+    {"moe_int_multiply", ""}, {"moe_int_add", ""}, {"moe_int_exp2", ""}, {"moe_int_sqrt", ""}, {"moe_int_softmax", ""}, {"moe_int_top_k", ""},
+    {"moe_field_find", ""},
+    {"moe_field_set", "inf, nan and what overflows are no numbers: MOE_ERR_CONFIG"},
+    {"moe_field_text", "reads back to the same bits, -0 to 0"},
+    {"moe_fields_apply", "as moe_field_set"},
+    {"moe_router_fields", ""}, {"moe_router_check", ""}, {"moe_router_check_training", ""}, {"moe_router_check_decoding", ""},
+    {"moe_router_traits", ""}, {"moe_trait_name", ""}, {"moe_loss_name", ""}, {"moe_presets", ""}, {"moe_preset_find", ""}, {"moe_router_preset", ""},
+    {"moe_router_slot", ""}, {"moe_router_init", ""}, {"moe_route_size", ""},
+    {"moe_route", "MOE_ERR_NONFINITE (logits, refined p, weights) or a finite plan"},
+    {"moe_route_backward", "IEEE 754"},
+    {"moe_router_observe", "state that is not finite is no error"},
+    {"moe_router_advance", "the same"},
+    {"moe_recorded_choices", ""}, {"moe_metrics_size", ""}, {"moe_metrics_init", ""},
+    {"moe_metrics_add", "what moe_route gives with MOE_OK gives finite sums"},
+    {"moe_metrics_report", "0 where nothing was added"},
+    {"moe_first_choices", ""},
+    {"moe_fluctuation", "0 for no token"},
+    {"moe_instability_scratch", ""},
+    {"moe_instability", "0 for fewer than two tokens"},
+    {"moe_mutual_information", "below 0: MOE_ERR_ARGUMENT; not finite: MOE_ERR_NONFINITE; empty: 0"},
+    {"moe_token_cosine", "MOE_ERR_NONFINITE; zeros: 0"},
+    {"moe_gate_errors", "0 without labels"},
+    {"moe_trivial_experts", ""}, {"moe_int_route", ""}, {"moe_int_gate_logits", ""}, {"moe_int_gate_relu", ""}, {"moe_int_gate_softmax", ""},
+    {"moe_int_gate_sigmoid", ""}, {"moe_int_gate_sqrt_softplus", ""}, {"moe_int_share_softmax", ""}, {"moe_int_share_sigmoid", ""},
+    {"moe_int_share_sqrt_softplus", ""}, {"moe_int_select_logits", ""}, {"moe_int_select_top_k", ""}, {"moe_int_select_grouped", ""},
+    {"moe_int_select_top_p", ""}, {"moe_int_select_threshold", ""}, {"moe_int_select_hash", ""}, {"moe_int_weight_raw", ""},
+    {"moe_int_weight_sum", ""}, {"moe_int_weight_norm", ""}, {"moe_int_weight_softmax", ""}, {"moe_int_weight_uniform", ""},
+    {"moe_int_weight_one", ""}, {"moe_int_weight_sparsemixer", ""}, {"moe_int_scale", ""},
+    {"moe_int_router_plan_make", "MOE_ERR_ARGUMENT for what is not finite"},
+    {"moe_int_router_move", ""}, {"moe_arena_allocator", ""}, {"moe_buffer_stream", ""}, {"moe_buffer_free", ""}, {"moe_file_read", ""},
+    {"moe_file_replace", ""}, {"moe_file_open", ""}, {"moe_file_next", ""}, {"moe_file_rewind", ""}, {"moe_file_find", ""}, {"moe_file_metadata", ""},
+    {"moe_file_values", "as stored"},
+    {"moe_file_integers", ""},
+    {"moe_file_write", "as given"},
+    {"moe_layer_fields", ""},
+    {"moe_layer_check", "a field that is not finite or out of range: MOE_ERR_CONFIG names it"},
+    {"moe_layer_preset", ""}, {"moe_layer_slot", ""}, {"moe_layer_init", ""}, {"moe_layer_create", ""}, {"moe_layer_free", ""},
+    {"moe_layer_tensor", ""}, {"moe_layer_find", ""}, {"moe_layer_parameters", ""},
+    {"moe_layer_pack", "as moe_pack"},
+    {"moe_layer_pack_size", ""},
+    {"moe_layer_quantise", "as moe_pack and moe_route"},
+    {"moe_layer_quantise_work_size", ""}, {"moe_layer_work_size", ""},
+    {"moe_layer_forward", "as moe_route; experts by IEEE 754, each row by itself"},
+    {"moe_layer_backward", "IEEE 754; padding reaches no gradient but the shared expert's"},
+    {"moe_layer_expert_outputs", "rows by IEEE 754"},
+    {"moe_layer_backward_experts", "IEEE 754"},
+    {"moe_layer_observe", ""}, {"moe_layer_advance", ""},
+    {"moe_layer_write", "bits as they are"},
+    {"moe_layer_save", ""},
+    {"moe_layer_read", "bits as they are"},
+    {"moe_layer_load", ""}, {"moe_net_init", ""}, {"moe_net_linear", ""}, {"moe_net_activation", ""}, {"moe_net_layer_norm", ""},
+    {"moe_net_mixture", ""}, {"moe_net_residual", ""}, {"moe_net_embedding", ""}, {"moe_net_positions", ""},
+    {"moe_net_attention", "rotary_base not finite: MOE_ERR_CONFIG"},
+    {"moe_net_rms_norm", ""},
+    {"moe_net_dropout", "rate outside of [0,1): MOE_ERR_CONFIG"},
+    {"moe_net_feed_forward", ""}, {"moe_net_tied", ""}, {"moe_net_build", ""}, {"moe_net_free", ""}, {"moe_net_find", ""}, {"moe_net_parameters", ""},
+    {"moe_net_work_size", ""},
+    {"moe_net_forward", "as moe_layer_forward; attention hands numbers to tokens that see them alone"},
+    {"moe_net_check_decoding", ""}, {"moe_net_routing", ""}, {"moe_net_cache_size", ""}, {"moe_net_cache_init", ""}, {"moe_net_decode_work_size", ""},
+    {"moe_net_decode", "as moe_net_forward"},
+    {"moe_sample", "MOE_ERR_NONFINITE names the logit, nothing changes"},
+    {"moe_net_backward", "IEEE 754"},
+    {"moe_net_observe", "as moe_router_observe"},
+    {"moe_net_advance", "as moe_router_advance"},
+    {"moe_net_zero_gradients", ""},
+    {"moe_cross_entropy", "IEEE 754: a row that is not finite makes the loss so; rows without label do not count"},
+    {"moe_squared_error", "IEEE 754"},
+    {"moe_consistency_loss", "finite for finite logits up to 1e30; else NaN"},
+    {"moe_trainer_init", "MOE_ERR_CONFIG"},
+    {"moe_trainer_step", "MOE_ERR_NONFINITE, nothing but gradients changes"},
+    {"moe_trainer_accumulate", "MOE_ERR_NONFINITE"},
+    {"moe_trainer_update", "MOE_ERR_NONFINITE, nothing changes"},
+    {"moe_trainer_write", "bits as they are"},
+    {"moe_trainer_read", "bits as they are"},
+    {"moe_trainer_save", ""}, {"moe_trainer_load", ""}, {"moe_trainer_free", ""}, {"moe_modular_init", ""}, {"moe_modular_free", ""},
+    {"moe_modular_step", "MOE_ERR_NONFINITE"},
+    {"moe_fit", "MOE_ERR_NONFINITE names epoch and step; the net keeps what it learned"},
+    {"moe_evaluate", "MOE_ERR_NONFINITE, result untouched"},
+    {"moe_mixture_loss", "MOE_ERR_NONFINITE, nothing changes; gradients are cut at 1e38"},
+    {"moe_mixture_answer", "the same"},
+    {"moe_hme_create", ""}, {"moe_hme_free", ""},
+    {"moe_hme_predict", "MOE_ERR_NONFINITE"},
+    {"moe_hme_log_likelihood", "MOE_ERR_NONFINITE"},
+    {"moe_hme_posteriors", "MOE_ERR_NONFINITE"},
+    {"moe_hme_em", "MOE_ERR_NONFINITE, hme as it was"},
+    {"moe_hme_gradient", "the same; rate not finite: MOE_ERR_ARGUMENT"},
+    {"moe_net_write", "bits as they are"},
+    {"moe_net_save", ""},
+    {"moe_net_read", "bits as they are"},
+    {"moe_net_load", ""}, {"moe_int_op_int8", ""}, {"moe_int_op_int4", ""}, {"moe_int_op_int8_add", ""}, {"moe_int_op_int4_add", ""},
+    {"moe_int_op_curve", ""}, {"moe_int_op_multiply", ""}, {"moe_int_op_add", ""}, {"moe_int_op_rescale", ""}, {"moe_int_op_mixture", ""},
+    {"moe_int_op_row", ""}, {"moe_int_op_norm", ""}, {"moe_int_op_turn", ""}, {"moe_int_op_attention", ""}, {"moe_int_op_unit", ""},
+    {"moe_int_op_cluster", ""}, {"moe_int_op_norm_l1", ""}, {"moe_int_op_norm_l2", ""}, {"moe_int_op_norm_linf", ""}, {"moe_int_op_match", ""},
+    {"moe_int_op_weigh", ""}, {"moe_int_op_weight", ""}, {"moe_int_op_accumulate", ""}, {"moe_int_op_rest", ""}, {"moe_int_model_run", ""},
+    {"moe_int_model_choices", ""}, {"moe_float_model_run", ""}, {"moe_float_model_choices", ""},
+    {"moe_infer", "float: as moe_net_forward; integers: any levels"},
+    {"moe_infer_loading", ""}, {"moe_infer_restart", ""},
+    {"moe_infer_levels", "held within +-127, NaN: 0"},
+    {"moe_infer_choices", ""},
+    {"moe_model_create", "MOE_ERR_NONFINITE for integers"},
+    {"moe_model_free", ""}, {"moe_export_c", ""}, {"moe_export_experts", ""},
+};
+
+/* Names of the functions that a header declares. */
+static size_t read_declarations(const char *path, char (*names)[64], size_t n, size_t room) {
+    char line[512];
+    FILE *file = fopen(path, "r");
+    while (file != NULL && fgets(line, sizeof line, file) != NULL) {
+        char *end = strchr(line, '('), *begin = end;
+        if (strncmp(line, "MOE_API ", 8) != 0 || end == NULL) continue;
+        while (begin > line && (begin[-1] == '_' || (begin[-1] >= 'a' && begin[-1] <= 'z') || (begin[-1] >= '0' && begin[-1] <= '9'))) begin--;
+        if (n == room || end - begin >= 64) return room;
+        memset(names[n], 0, sizeof names[n]), memcpy(names[n++], begin, (size_t)(end - begin));
+    }
+    if (file == NULL) return SIZE_MAX;
+    fclose(file);
+    return n;
+}
+
+static int is_called(const char *name) {
+    size_t i;
+    for (i = 0; i < n_called; i++)
+        if (strcmp(called[i], name) == 0) return 1;
+    return 0;
+}
+
+static void test_list(void) {
+    static const char *const headers[] = {"moe_kernels.h", "moe_routers.h", "moe.h"};
+    static char names[400][64];
+    const size_t n_rows = sizeof rows / sizeof rows[0];
+    size_t n = 0, i, j, header, with_numbers = 0;
+    for (i = 0; i < n_rows; i++) {
+        with_numbers += rows[i].numbers[0] != '\0';
+        CHECK(rows[i].numbers[0] == '\0' || is_called(rows[i].name), "%s takes numbers and is not tested here", rows[i].name);
+    }
+    for (header = 0; header < 3 && n < 400; header++) n = read_declarations(headers[header], names, n, 400);
+    if (n == SIZE_MAX) {
+        printf("note: the headers are not in the current folder; the list of functions is not compared with them\n");
+        return;
+    }
+    CHECK(n > 200 && n < 400, "declarations: %d", (int)n);
+    for (i = 0; i < n; i++) {
+        for (j = 0; j < n_rows && strcmp(rows[j].name, names[i]) != 0;) j++;
+        CHECK(j < n_rows, "%s has no row", names[i]);
+    }
+    for (j = 0; j < n_rows; j++) {
+        for (i = 0; i < n && strcmp(rows[j].name, names[i]) != 0;) i++;
+        CHECK(i < n, "%s is no function", rows[j].name);
+    }
+    printf("functions: %d, of which %d take real numbers\n", (int)n_rows, (int)with_numbers);
+}
+
+int main(int argc, char **argv) {
+    long steps = 100000;
+    int i;
+    for (i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "few") == 0) steps = 1500;
+        else if (strncmp(argv[i], "steps=", 6) == 0 && atol(argv[i] + 6) > 128) steps = atol(argv[i] + 6);
+        else {
+            fprintf(stderr, "usage: robust [few] [steps=N]\n");
+            return 2;
+        }
+    }
+    T(moe_rng_seed)(&rng, 7);
+    make_specials();
+    find_tables();
+    test_kernels();
+    test_random();
+    test_routers();
+    test_scaled_grid();
+    printf("routed calls with a special number: %ld good, %ld refused as not finite\n", good_calls, nonfinite_calls);
+    test_packed_layers();
+    test_ways_back();
+    test_states();
+    test_nets();
+    test_training();
+    test_modular();
+    test_sampling();
+    test_metrics();
+    test_classical();
+    test_hierarchical();
+    test_fields();
+    test_files();
+    test_models();
+    test_int_plan();
+    test_long_training(steps);
+    test_same_bits(steps < 2000 ? 20 : 200);
+    test_subnormal_weights();
+    test_list();
+    printf("%ld passed, %ld failed\n", passed, failed);
+    return failed > 0;
+}
