@@ -10477,7 +10477,7 @@ static uint32_t moei_product(moei_maker *m, const moei_int_matrix *x, uint32_t i
     if (!(scale > 0)) {
         scale = limit == MOEI_NARROW ? range / limit : range * 1.25 / limit;
         if (scale < in_scale * l.most / 0.49) scale = in_scale * l.most / 0.49;
-        if (!(scale > 0)) scale = 1;
+        if (!(scale > 1e-250)) scale = 1; /* 0, or so small that its inverse may not be finite */
     }
     shift = moei_shift_for(in_scale * l.most / scale, 16, 15);
     out = moei_value_new(m, x->n, limit, scale, range);
