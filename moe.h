@@ -1034,8 +1034,8 @@ MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch,
 /* Trains net on train for config.epochs, in a new random order each epoch, and evaluates on test (NULL or n = 0: none) after each. All data
    is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle (MOE_ERR_NONFINITE
    when training diverges: error begins with "epoch E, step S: ", the step that was not made, or after which test was not passed), or MOE_ERR_STOPPED
-   when the callback stopped it, leaves the net with what it has learned, and the checkpoint as it was written last. The same seed gives the same bits: the order of the
-   samples comes from config.seed, random stages of routers from a stream of their own that is made from it.
+   when the callback stopped it, leaves the net with what it has learned, and the checkpoint as it was written last. The same seed gives the same bits:
+   the order of the samples comes from config.seed, random stages of routers from a stream of their own that is made from it.
    With config.checkpoint the training can be stopped or killed at any time and resumed with the same bits, those of progress included. A resumed
    one wants the same modules, optimizer, n, length, batch, accumulate and seed (MOE_ERR_CONFIG names what differs); with more epochs a finished one
    goes on, with the same there is nothing more to do. A checkpoint that cannot be written ends training: MOE_ERR_IO, or MOE_ERR_MEMORY, for it
