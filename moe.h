@@ -5561,7 +5561,8 @@ static void moei_block_mix(const moei_run *r, const moei_queries *b, const moe_r
                moei_head(r, r->p->mixed, b->head, b->at + at), width, 0);
 }
 
-/* A causal row ends before its block does, and 0 times what is not finite is not 0: where something is not, each row sums over its own keys. */
+/* A causal row ends before its block does, and 0 times what is not finite is not 0. Of what the later keys hold the block's first row shows all: where it
+   is not finite, each row sums over its own keys. */
 static void moei_block_forward(const moei_run *r, const moei_queries *b) {
     size_t i;
     moe_real *a = moei_run_room(r).a;
@@ -5569,9 +5570,8 @@ static void moei_block_forward(const moei_run *r, const moei_queries *b) {
     for (i = 0; i < b->rows && r->p->weights != NULL; i++)
         memcpy(r->p->weights + moei_block_cell(r, b, i), a + i * b->span, b->span * sizeof(moe_real));
     moei_block_mix(r, b, a, 0, b->rows, b->span);
-    if (r->m->attention.full || b->rows == 1) return;
-    for (i = 0; i < b->rows && moei_all_finite((size_t)r->m->attention.d_head, moei_head(r, r->p->mixed, b->head, b->at + i)); i++) continue;
-    for (; i < b->rows; i++) moei_block_mix(r, b, a, i, 1, moei_block_seen(r, b, i));
+    if (r->m->attention.full || moei_all_finite((size_t)r->m->attention.d_head, moei_head(r, r->p->mixed, b->head, b->at))) return;
+    for (i = 0; i < b->rows; i++) moei_block_mix(r, b, a, i, 1, moei_block_seen(r, b, i));
 }
 
 /* o of the past tokens from the cache, of the call's heads W_O,h v_h, so that their mean over heads, weighted by A, is y. */
