@@ -537,9 +537,9 @@ static void test_norms(void) {
             if (special < FIRST_ENDLESS && !beyond && n > 1) {
                 wide m = 0, v = 0;
                 for (i = 0; i < n; i++) m += x[i];
-                m /= n;
+                m /= (wide)n;
                 for (i = 0; i < n; i++) v += (x[i] - m) * (x[i] - m);
-                for (i = 0, broken = 0; i < n; i++) broken += !alike(y[i], (x[i] - m) / WIDE(sqrt)(v / n + 1e-5) * gain[i], 1e-4);
+                for (i = 0, broken = 0; i < n; i++) broken += !alike(y[i], (x[i] - m) / WIDE(sqrt)(v / (wide)n + 1e-5) * gain[i], 1e-4);
                 CHECK(broken == 0, "layer_norm is right with %s", special_names[special]);
             }
             T(moe_rms_norm)(n, x, gain, (moe_real)1e-5, y, &rstd);
@@ -548,7 +548,7 @@ static void test_norms(void) {
             if (special < FIRST_ENDLESS && !beyond) {
                 wide v = 0;
                 for (i = 0; i < n; i++) v += (wide)x[i] * x[i];
-                for (i = 0, broken = 0; i < n; i++) broken += !alike(y[i], x[i] / WIDE(sqrt)(v / n + 1e-5) * gain[i], 1e-4);
+                for (i = 0, broken = 0; i < n; i++) broken += !alike(y[i], x[i] / WIDE(sqrt)(v / (wide)n + 1e-5) * gain[i], 1e-4);
                 CHECK(broken == 0, "rms_norm is right with %s", special_names[special]);
             }
             for (i = 0; i < n; i++) x[i] = moe_rng_normal(&rng);
@@ -1061,6 +1061,46 @@ static void test_scaled_grid(void) {
                     sprintf(name, "gate %d, weight %d, select %d, variant %d", gate, weight, selects[select], variant);
                     if (T(moe_layer_check)(&c, NULL, NULL) == MOE_OK) test_layer_scales(&c, name);
                 }
+}
+
+/* Logits of any finite size, as a score of one's own may give them: every selection ends, with MOE_ERR_NONFINITE or a plan that is sound. */
+static moe_status any_logits(void *ctx, const struct moe_router *router, const moe_call *call, const moe_real *u, moe_real *logits) {
+    size_t i;
+    (void)u;
+    for (i = 0; i < call->n_tokens * (size_t)router->config.n_experts; i++) logits[i] = specials[below(FIRST_ENDLESS)] * (moe_real)(below(2) ? 1 : -1) * *(const moe_real *)ctx;
+    return MOE_OK;
+}
+
+static void test_any_logits(void) {
+    static moe_real factors[] = {1, (moe_real)1e-3, (moe_real)1e-30};
+    int gate, weight, select, trial;
+    size_t refused = 0, good = 0;
+    for (select = 0; select < MOE_SELECT_COUNT; select++)
+        for (gate = 0; gate < MOE_GATE_COUNT; gate++)
+            for (weight = 0; weight < MOE_WEIGHT_COUNT; weight++) {
+                moe_layer_config c = small_layer();
+                scene s;
+                outcome r;
+                c.router.score = MOE_SCORE_CUSTOM, c.router.select = select, c.router.gate = gate;
+                if (weight == MOE_WEIGHT_RAW) c.router.loss_balance = c.router.loss_z = c.router.loss_importance = 1, c.router.drop_capacity = 2, c.router.drop_order = MOE_DROP_SCORE;
+                complete(&c);
+                c.router.weight = weight;
+                if (select == MOE_SELECT_EXPERT_CHOICE) c.router.drop_capacity = 0;
+                if (T(moe_layer_check)(&c, NULL, NULL) != MOE_OK || !begin_scene(&s, &c)) continue;
+                s.layer.router.custom.score = any_logits;
+                memset(&r, 0, sizeof r);
+                r.gradients = (moe_real *)grab(s.n_gradients, sizeof *r.gradients);
+                for (trial = 0; trial < 12; trial++) {
+                    s.layer.router.custom.ctx = &factors[trial % 3];
+                    run_scene(&s, trial / 3 % 2, &r);
+                    CHECK(r.status == MOE_OK || r.status == MOE_ERR_NONFINITE, "select %d, gate %d, weight %d: %s", select, gate, weight, moe_status_text(r.status));
+                    CHECK(r.status != MOE_OK || routing_is_sound(&r.routing), "select %d, gate %d, weight %d: any logits", select, gate, weight);
+                    refused += r.status != MOE_OK, good += r.status == MOE_OK;
+                }
+                free(r.gradients), free(r.work);
+                end_scene(&s);
+            }
+    CHECK(good > 20 * refused && good > 1000, "any logits: %d good, %d refused", (int)good, (int)refused);
 }
 
 /* ---- nets --------------------------------------------------------------------------------------------------------------------------------- */
@@ -1967,7 +2007,7 @@ static void test_packed_layers(void) {
             status = T(moe_layer_quantise)(&layer, type, memory, bytes, &call, work, work_bytes, errors, &error);
             CHECK(status == MOE_OK || (status == MOE_ERR_NONFINITE && special > 8), "calibration with %s: %s", special_names[special], moe_status_text(status));
             CHECK(status == MOE_OK || !layer.is_packed, "a failed call packs nothing");
-            for (i = 0; i < EXPERTS && special < 7 && status == MOE_OK; i++) CHECK(moe_is_finite(errors[i].output), "type %d: the error of expert %d with %s", type, (int)i, special_names[special]);
+            for (i = 0; i < (size_t)EXPERTS && special < 7 && status == MOE_OK; i++) CHECK(moe_is_finite(errors[i].output), "type %d: the error of expert %d with %s", type, (int)i, special_names[special]);
             x[7] = kept, layer.is_packed = 0, down[11] = specials[special];
             status = T(moe_layer_pack)(&layer, type, memory, bytes, &error);
             if (type < MOE_TYPE_Q8 || special < 7) CHECK(status == MOE_OK, "packs a weight of %s", special_names[special]);
@@ -1978,7 +2018,7 @@ static void test_packed_layers(void) {
                 CHECK(T(moe_layer_work_size)(&layer, TOKENS, 0, &more) == MOE_OK, "size");
                 room = grab(more, 1);
                 CHECK(T(moe_layer_forward)(&layer, &call, y, room, more, NULL) == MOE_OK && (special > 6 || all_finite(TOKENS * WIDTH, y)), "type %d: forward with a weight of %s", type, special_names[special]);
-                for (at = 0, i = 0; i < TOKENS; i++) at += all_finite(WIDTH, y + i * WIDTH);
+                for (at = 0, i = 0; i < TOKENS; i++) at += (size_t)all_finite(WIDTH, y + i * WIDTH);
                 CHECK(at > 0, "a weight reaches the tokens of its expert alone");
                 free(room);
             }
@@ -2393,6 +2433,7 @@ int main(int argc, char **argv) {
     test_random();
     test_routers();
     test_scaled_grid();
+    test_any_logits();
     printf("routed calls with a special number: %ld good, %ld refused as not finite\n", good_calls, nonfinite_calls);
     test_packed_layers();
     test_ways_back();
