@@ -1627,7 +1627,7 @@ static void test_hierarchical(void) {
                 status = T(moe_hme_gradient)(&hme, &data, i == 9 || i == 7 || i == 8 ? 0 : specials[i], h, &after, &error);
                 if (i >= FIRST_ENDLESS) CHECK(status == MOE_ERR_ARGUMENT || special >= 7, "a rate of %s: %s", special_names[i], moe_status_text(status));
                 for (at = 0; at < hme.n_parameters; at++)
-                    if (!(fabs(hme.parameters[at]) < 1e300)) break;
+                    if (!(fabs(hme.parameters[at]) <= 1e308)) break;
                 CHECK(at == hme.n_parameters, "parameters stay finite with x = %s and a rate of %s", special_names[special], special_names[i]);
             }
             free(kept);
