@@ -13,9 +13,14 @@
 #define MOE_NO_PROGMEM
 #endif
 #endif
+#ifndef TEST_LINKED
 #define MOE_IMPLEMENTATION
+#endif
 #include "moe.h"
 
+#ifndef MOE_NO_FLOAT
+#include <math.h>
+#endif
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

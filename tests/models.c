@@ -3,11 +3,14 @@
        cc -std=c99 -O2 -I. tests/models.c -o models -lm && ./models
    "models few" takes fewer nets. "models write FOLDER" writes the headers that tests/export.sh compiles, and what these models must answer. */
 
+#ifndef TEST_LINKED
 #define MOE_IMPLEMENTATION
+#endif
 #include "moe.h"
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 static long passed, failed;
 static int few, verbose;
