@@ -18,9 +18,7 @@
 #endif
 #include "moe.h"
 
-#ifndef MOE_NO_FLOAT
 #include <math.h>
-#endif
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -3,9 +3,7 @@
        cc -std=c99 -O2 -I. tests/models.c -o models -lm && ./models
    "models few" takes fewer nets. "models write FOLDER" writes the headers that tests/export.sh compiles, and what these models must answer. */
 
-#ifndef TEST_LINKED
 #define MOE_IMPLEMENTATION
-#endif
 #include "moe.h"
 
 #include <stdio.h>
