@@ -1021,8 +1021,9 @@ MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch,
                                     moe_error *error);
 
 /* Trains net on train for config.epochs, in a new random order each epoch, and evaluates on test (NULL or n = 0: none) after each. All data
-   is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle, or
-   MOE_ERR_STOPPED when the callback stopped it, leaves the net with what it has learned. The same seed gives the same bits: the order of the
+   is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle (MOE_ERR_NONFINITE
+   when training diverges: error begins with "epoch E, step S: ", the step that was not made or after which the test set was not passed), or MOE_ERR_STOPPED when the callback stopped it, leaves the
+   net with what it has learned and the checkpoint as it was written last. The same seed gives the same bits: the order of the
    samples comes from config.seed, random stages of routers from a stream of their own that is made from it.
    With config.checkpoint the training can be stopped or killed at any time and resumed with the same bits, those of progress included. A resumed
    one wants the same modules, optimizer, n, length, batch, accumulate and seed (MOE_ERR_CONFIG names what differs); with more epochs a finished one
@@ -5542,14 +5543,24 @@ static size_t moei_block_cell(const moei_run *r, const moei_queries *b, size_t i
     return (b->head * r->n + b->at + i) * (r->pass->past + r->n) + b->from;
 }
 
+/* mixed of the block's rows [at, at + rows), summed over `seen` keys. */
+static void moei_block_mix(const moei_run *r, const moei_queries *b, const moe_real *a, size_t at, size_t rows, size_t seen) {
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head;
+    moe_matmul(r->net->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, w, seen, a + at * b->span, b->span, moei_head(r, r->p->v, b->head, b->from), width,
+               moei_head(r, r->p->mixed, b->head, b->at + at), width, 0);
+}
+
+/* A causal row ends before its block does, and 0 times what is not finite is not 0: where something is not, each row sums over its own keys. */
 static void moei_block_forward(const moei_run *r, const moei_queries *b) {
-    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i;
+    size_t i;
     moe_real *a = moei_run_room(r).a;
     moei_block_weights(r, b, a);
     for (i = 0; i < b->rows && r->p->weights != NULL; i++)
         memcpy(r->p->weights + moei_block_cell(r, b, i), a + i * b->span, b->span * sizeof(moe_real));
-    moe_matmul(r->net->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, b->rows, w, b->span, a, b->span, moei_head(r, r->p->v, b->head, b->from), width,
-               moei_head(r, r->p->mixed, b->head, b->at), width, 0);
+    moei_block_mix(r, b, a, 0, b->rows, b->span);
+    if (r->m->attention.full || b->rows == 1) return;
+    for (i = 0; i < b->rows && moei_all_finite((size_t)r->m->attention.d_head, moei_head(r, r->p->mixed, b->head, b->at + i)); i++) continue;
+    for (; i < b->rows; i++) moei_block_mix(r, b, a, i, 1, moei_block_seen(r, b, i));
 }
 
 /* o of the past tokens from the cache, of the call's heads W_O,h v_h, so that their mean over heads, weighted by A, is y. */
@@ -7651,6 +7662,11 @@ static moe_data moei_fit_batch(moei_fit *f, size_t from) {
     return batch;
 }
 
+/* A failure in the middle, with the place where it happened. */
+static moe_status moei_fit_failed(const moei_fit *f, const moe_error *why, moe_error *error) {
+    return moei_error(error, why->code, "epoch %d, step %z: %s", f->progress.epoch, f->progress.step, why->message);
+}
+
 /* One step of the optimiser, on so many batches as make one. */
 static moe_status moei_fit_step(moei_fit *f, moe_error *error) {
     const moe_train_config *c = &f->trainer.config;
@@ -7680,8 +7696,8 @@ static moe_status moei_fit_report(moei_fit *f, moe_error *error) {
     p->total_step = f->trainer.steps;
     memset(&p->test, 0, sizeof p->test);
     if (f->test != NULL && (p->epoch_ended || (c->evaluate_every > 0 && p->total_step % (uint64_t)c->evaluate_every == 0))) {
-        moe_status status = moei_evaluate(f->trainer.net, f->test, c->criterion, f->test_work, &p->test, error);
-        if (status != MOE_OK) return status;
+        moe_error why;
+        if (moei_evaluate(f->trainer.net, f->test, c->criterion, f->test_work, &p->test, &why) != MOE_OK) return moei_fit_failed(f, &why, error);
     }
     if (c->progress == NULL || c->progress(c->progress_ctx, p) == 0) return MOE_OK;
     return moei_error(error, MOE_ERR_STOPPED, "the progress callback stopped training in epoch %d, step %z", p->epoch, p->step);
@@ -7759,9 +7775,11 @@ static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
     moei_fit_seen(f);
     for (i = 0; i < f->seen; i++) f->counted += f->labels == NULL || f->train->labels[moei_fit_row(f, i)] >= 0;
     while (status == MOE_OK && f->seen < f->train->n) {
+        moe_error why;
         f->progress.step++;
-        status = moei_fit_step(f, error);
-        if (status == MOE_OK) status = moei_fit_report(f, error);
+        status = moei_fit_step(f, &why);
+        if (status != MOE_OK) return moei_fit_failed(f, &why, error);
+        status = moei_fit_report(f, error);
         if (status != MOE_OK && status != MOE_ERR_STOPPED) return status;
         kept = moei_fit_keep(f, status == MOE_ERR_STOPPED, error);
         if (kept != MOE_OK) status = kept;
