@@ -1508,13 +1508,16 @@ static moe_status moei_file_failed(moe_error *error, const char *what, const cha
                       reason != 0 ? strerror(reason) : "the system gives no reason");
 }
 
-/* How many bytes of f follow its position, or 0 when it cannot tell (a pipe, a device). */
-static size_t moei_file_left(FILE *f) {
+/* *left: how many bytes of f follow its position, or 0 when it cannot tell (a pipe, a device). Returns 0 when the position is lost: what would be
+   read from then on is not what follows. */
+static int moei_file_left(FILE *f, size_t *left) {
     long at = ftell(f), end;
-    if (at < 0 || fseek(f, 0, SEEK_END) != 0) return 0;
+    *left = 0;
+    if (at < 0 || fseek(f, 0, SEEK_END) != 0) return 1;
     end = ftell(f);
-    if (fseek(f, at, SEEK_SET) != 0 || end <= at) return 0;
-    return (size_t)(end - at);
+    if (fseek(f, at, SEEK_SET) != 0) return 0;
+    if (end > at) *left = (size_t)(end - at);
+    return 1;
 }
 
 /* Grows by what the file still has, when it can tell, so that a large file needs no second copy of itself. One byte more than
@@ -1523,9 +1526,11 @@ static moe_status moei_file_read_all(FILE *f, moe_buffer *b) {
     size_t got;
     do {
         if (b->size == b->capacity) {
-            size_t left = b->size > 0 ? moei_file_left(f) : 0, more = MOEI_READ_SIZE;
+            size_t left = 0, more = MOEI_READ_SIZE;
+            moe_status status;
+            if (b->size > 0 && !moei_file_left(f, &left)) return MOE_ERR_IO;
             if (left > 0 && left < (size_t)-1) more = left + 1;
-            moe_status status = moei_buffer_reserve(b, more);
+            status = moei_buffer_reserve(b, more);
             if (status != MOE_OK) return status;
         }
         got = fread(b->data + b->size, 1, b->capacity - b->size, f);
