@@ -1583,11 +1583,17 @@ static moe_status moei_file_rename(const char *from, const char *to, moe_error *
 }
 #endif
 
-/* Where C libraries know the mode x, it makes sure that no other process has just made the same file. */
-#if defined(__unix__) || defined(__APPLE__)
+/* The mode x makes a new file or none, whatever lies there, and whoever makes the same one just now. Where not all C libraries know it a file that is
+   there must be seen before; where they do it is not even opened, for that waits if it is a pipe. */
+#if defined(__linux__) || defined(__APPLE__) || defined(__FreeBSD__) || defined(__OpenBSD__) || defined(__NetBSD__)
 #define MOEI_CREATE "wbx"
+#define MOEI_CREATES_NEW 1
+#elif defined(__unix__)
+#define MOEI_CREATE "wbx"
+#define MOEI_CREATES_NEW 0
 #else
 #define MOEI_CREATE "wb"
+#define MOEI_CREATES_NEW 0
 #endif
 
 /* Opens path.tmp0, or the next number for which there is no file yet; its name goes to name[MOEI_PATH_SIZE]. */
@@ -1600,7 +1606,7 @@ static FILE *moei_file_create_beside(const char *path, char *name) {
         moei_put(&t, path, moei_strlen(path));
         moei_put(&t, ".tmp", 4);
         moei_put_integer(&t, i);
-        f = fopen(name, "rb");
+        f = MOEI_CREATES_NEW ? NULL : fopen(name, "rb");
         if (f == NULL) {
             f = fopen(name, MOEI_CREATE);
             if (f != NULL) return f;
