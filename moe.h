@@ -1509,13 +1509,16 @@ static moe_status moei_file_failed(moe_error *error, const char *what, const cha
                       reason != 0 ? strerror(reason) : "the system gives no reason");
 }
 
-/* How many bytes of f follow its position, or 0 when it cannot tell (a pipe, a device). */
-static size_t moei_file_left(FILE *f) {
+/* *left: how many bytes of f follow its position, or 0 when it cannot tell (a pipe, a device). Returns 0 when the position is lost: what would be
+   read from then on is not what follows. */
+static int moei_file_left(FILE *f, size_t *left) {
     long at = ftell(f), end;
-    if (at < 0 || fseek(f, 0, SEEK_END) != 0) return 0;
+    *left = 0;
+    if (at < 0 || fseek(f, 0, SEEK_END) != 0) return 1;
     end = ftell(f);
-    if (fseek(f, at, SEEK_SET) != 0 || end <= at) return 0;
-    return (size_t)(end - at);
+    if (fseek(f, at, SEEK_SET) != 0) return 0;
+    if (end > at) *left = (size_t)(end - at);
+    return 1;
 }
 
 /* Grows by what the file still has, when it can tell, so that a large file needs no second copy of itself. One byte more than
@@ -1524,9 +1527,11 @@ static moe_status moei_file_read_all(FILE *f, moe_buffer *b) {
     size_t got;
     do {
         if (b->size == b->capacity) {
-            size_t left = b->size > 0 ? moei_file_left(f) : 0, more = MOEI_READ_SIZE;
+            size_t left = 0, more = MOEI_READ_SIZE;
+            moe_status status;
+            if (b->size > 0 && !moei_file_left(f, &left)) return MOE_ERR_IO;
             if (left > 0 && left < (size_t)-1) more = left + 1;
-            moe_status status = moei_buffer_reserve(b, more);
+            status = moei_buffer_reserve(b, more);
             if (status != MOE_OK) return status;
         }
         got = fread(b->data + b->size, 1, b->capacity - b->size, f);
@@ -1579,11 +1584,17 @@ static moe_status moei_file_rename(const char *from, const char *to, moe_error *
 }
 #endif
 
-/* Where C libraries know the mode x, it makes sure that no other process has just made the same file. */
-#if defined(__unix__) || defined(__APPLE__)
+/* The mode x makes a new file or none, whatever lies there, and whoever makes the same one just now. Where not all C libraries know it a file that is
+   there must be seen before; where they do it is not even opened, for that waits if it is a pipe. */
+#if defined(__linux__) || defined(__APPLE__) || defined(__FreeBSD__) || defined(__OpenBSD__) || defined(__NetBSD__)
 #define MOEI_CREATE "wbx"
+#define MOEI_CREATES_NEW 1
+#elif defined(__unix__)
+#define MOEI_CREATE "wbx"
+#define MOEI_CREATES_NEW 0
 #else
 #define MOEI_CREATE "wb"
+#define MOEI_CREATES_NEW 0
 #endif
 
 /* Opens path.tmp0, or the next number for which there is no file yet; its name goes to name[MOEI_PATH_SIZE]. */
@@ -1596,7 +1607,7 @@ static FILE *moei_file_create_beside(const char *path, char *name) {
         moei_put(&t, path, moei_strlen(path));
         moei_put(&t, ".tmp", 4);
         moei_put_integer(&t, i);
-        f = fopen(name, "rb");
+        f = MOEI_CREATES_NEW ? NULL : fopen(name, "rb");
         if (f == NULL) {
             f = fopen(name, MOEI_CREATE);
             if (f != NULL) return f;
