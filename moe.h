@@ -2971,7 +2971,7 @@ static int moei_slot_experts(moe_slot *slot, const moe_layer_config *c, int out,
 }
 
 moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_slot *out) {
-    static const char *const names[MOE_LAYER_SLOTS - MOE_ROUTER_SLOTS] = {
+    static const char *const names[MOE_LAYER_SLOTS - (int)MOE_ROUTER_SLOTS] = {
         "experts.gate", "experts.up", "experts.down", "experts.fc1.weight", "experts.fc1.bias", "experts.fc2.weight", "experts.fc2.bias", "experts.weight",
         "experts.bias", "experts.reduce", "experts.expand", "shared.gate", "shared.up", "shared.down", "shared.sigmoid"};
     const moe_layer_config *c = config;
@@ -10116,8 +10116,11 @@ typedef struct moei_int_value {
 } moei_int_value;
 
 #define MOEI_INT_MAX_WIDTH 65532
+/* No enumerators: C++20 does not want these in arithmetic with real numbers. */
+#define MOEI_NARROW 127
+#define MOEI_WIDE 32767
 
-enum { MOEI_NARROW = 127, MOEI_WIDE = 32767, MOEI_INT_PIECES = 16 };
+enum { MOEI_INT_PIECES = 16 };
 
 typedef struct moei_maker {
     moe_built_model made;
@@ -11489,7 +11492,7 @@ static moei_int_matrix moei_attention_matrix(const moe_module *module, int slot)
 static uint32_t moei_query(moei_maker *m, const moe_module *module, uint32_t x, double range) {
     const moei_int_matrix w = moei_attention_matrix(module, MOE_MODULE_QUERY);
     const double most = 1073741823.0 / (127.0 * 1.4143 * (double)module->attention.d_head);
-    const int limit = most < MOEI_INT_TURNED ? (int)most : (int)MOEI_INT_TURNED;
+    const int limit = most < (int)MOEI_INT_TURNED ? (int)most : (int)MOEI_INT_TURNED;
     if (!module->attention.rotary) return moei_product(m, &w, x, limit, 0, range, 0);
     return moei_int_turned(m, module, moei_product(m, &w, x, limit, 0, range * 1.4143, 0), MOEI_WIDE, 0);
 }

@@ -2201,7 +2201,7 @@ MOEI_AVX2 static void moei_f32_rows_avx2(int wide, size_t m, size_t k, const flo
 /* Columns that fill no vector go through a copy of C as wide as the panel, so that no tile touches anything beside the rows. */
 MOEI_AVX2 static void moei_f32_edge_avx2(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *panel,
                                          float *c, size_t ldc, int load, moei_ahead next) {
-    float part[MOEI_TILE * MOEI_PANEL] = {0};
+    float part[(int)MOEI_TILE * MOEI_PANEL] = {0};
     size_t i, done, rows;
     for (done = 0; done < m; done += rows) {
         rows = m - done < MOEI_TILE ? m - done : (size_t)MOEI_TILE;
@@ -4837,7 +4837,7 @@ static void moei_f32_rows_v4(int whole, size_t m, size_t k, const float *a, size
 /* Columns that fill no half panel go through a copy of C as wide as the panel, so that no tile touches anything beside the rows. */
 static void moei_f32_edge_v4(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *panel, float *c,
                              size_t ldc, int load) {
-    float part[MOEI_TILE_HALF_V4 * MOEI_PANEL] = {0};
+    float part[(int)MOEI_TILE_HALF_V4 * MOEI_PANEL] = {0};
     size_t i, done, rows;
     for (done = 0; done < m; done += rows) {
         rows = m - done < MOEI_TILE_HALF_V4 ? m - done : (size_t)MOEI_TILE_HALF_V4;
@@ -5776,7 +5776,7 @@ void moe_matmul_quant(const moe_kernels *k, int type, size_t m, size_t n, size_t
                       size_t stride, moe_real *c, size_t ldc) {
     enum { ROWS = 28 };
     const size_t whole = n / MOEI_PANEL, rest = n % MOEI_PANEL, row_size = moe_quant_row_size(type, inner);
-    moe_real part[ROWS * MOEI_PANEL];
+    moe_real part[(int)ROWS * MOEI_PANEL];
     size_t i, j, step;
     moe_quant_fn *product;
     if (!moei_is_quant(type) || m == 0 || n == 0 || moe_panel_size(type, inner, &step) != MOE_OK) return;
@@ -5827,7 +5827,7 @@ static void moei_matmul_half(const moe_kernels *k, int type, size_t m, size_t n,
             block = inner - p < MOEI_HALF_K ? inner - p : (size_t)MOEI_HALF_K;
             for (half = 0; half < columns; half += MOEI_PANEL)
                 k->widen(type, block, packed + ((j + half) * inner + p * MOEI_PANEL) * 2, room + half * MOEI_HALF_K);
-            k->panels(m, columns, block, a + p, lda, 1, room, MOEI_HALF_K * MOEI_PANEL, c + j, ldc, p > 0);
+            k->panels(m, columns, block, a + p, lda, 1, room, (size_t)MOEI_HALF_K * MOEI_PANEL, c + j, ldc, p > 0);
         }
     }
     if (inner == 0) moei_zero_rows(m, n, c, ldc);
