@@ -3153,6 +3153,7 @@ static moe_status moei_layer_allocate(moe_layer *layer, int trainable, moe_error
     if (!moei_layer_count(layer, &count) || !moei_mul(count, trainable ? 2 : 1, &all) ||
         !moei_mul(all, sizeof(moe_real), &layer->memory_size))
         return moei_error(error, MOE_ERR_OVERFLOW, "the layer's tensors do not fit this machine's memory");
+    if (!moei_can_allocate(&layer->allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
     layer->memory = (moe_real *)moei_alloc(&layer->allocator, all, sizeof(moe_real));
     if (layer->memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of tensors", layer->memory_size);
     moei_layer_bind(layer, layer->memory, trainable ? layer->memory + count : NULL);
