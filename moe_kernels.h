@@ -69,7 +69,8 @@
    activation that was left out and is called by itself (moe_activate, moe_gated) copies. Headers of moe_export_c set them for float models.
 
    FREESTANDING BUILDS (__STDC_HOSTED__ == 0, as with -ffreestanding) include <stddef.h>, <stdint.h>, <float.h> and <stdarg.h> only, if MOE_NO_TRAIN
-   is defined. There must be memcpy, memmove and memset, which compilers want of any program anyway, and the compiler's own runtime library.
+   is defined. There must be memcpy, memmove and memset, which compilers want of any program anyway, and the compiler's own runtime library. On x86
+   gcc's <immintrin.h> also wants a <stdlib.h>: MOE_NO_SIMD where there is none.
    The largest error of the functions that MOE_NO_LIBM brings, in units in the last place of float (tests/small.c holds them to it):
    exp 1.5, log 1.5, log1p 2, tanh 3, erfc 8, sqrt 0.5, pow 1 (for bases >= 0). Subnormal results are rounded once more.
 
@@ -126,7 +127,8 @@
    bits. Keep the order of summation: let vectors run along the columns of C. tests/kernels.c tests every table it can select.
 
    Porting. Needed are 8-bit bytes, IEEE float or double, and from libm exp, log, log1p, sqrt, tanh, erfc (and fma where it is an
-   instruction), in the type of the build. Byte order and the size of int and pointers do not matter.
+   instruction), in the type of the build. Byte order and the size of int and pointers do not matter. pcc takes !(a > b) for a <= b, so what
+   is said here about NaN does not hold there.
 */
 #ifndef MOE_KERNELS_H
 #define MOE_KERNELS_H
