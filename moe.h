@@ -418,7 +418,7 @@ typedef struct moe_file {
 /* Checks all of a file: header length, JSON, types, shapes, sizes, offsets that tile the data without overlap or hole, no
    name twice. Errors: MOE_ERR_FORMAT, MOE_ERR_OVERFLOW (a size beyond size_t), MOE_ERR_UNSUPPORTED (an unknown dtype, more than
    MOE_FILE_MAX_DIMS dimensions, too many tensors); error names the tensor and the byte. Stricter than the format in two points: no
-   \u0000 in a string, no metadata key twice. On failure *file is untouched. 4 KiB of stack; no recursion. */
+   U+0000 in a string, no metadata key twice. On failure *file is untouched. 4 KiB of stack; no recursion. */
 MOE_API moe_status moe_file_open(moe_file *file, const void *bytes, size_t size, moe_error *error);
 /* The next tensor in the order of the header; MOE_ERR_NOT_FOUND after the last. moe_file_rewind starts over. */
 MOE_API moe_status moe_file_next(moe_file *file, moe_file_tensor *tensor);
@@ -2448,7 +2448,7 @@ MOE_API moe_status moe_file_integers(const moe_file_tensor *tensor, size_t first
 #if defined(__clang__)
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Weverything"
-#elif defined(__GNUC__)
+#elif defined(__GNUC__) && !defined(__PCC__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpragmas"
 #pragma GCC diagnostic ignored "-Wpedantic"
@@ -2561,7 +2561,7 @@ MOEI_TOOL int moei_list_append(const moe_allocator *a, char **list, const char *
 
 #if defined(__clang__)
 #pragma clang diagnostic pop
-#elif defined(__GNUC__)
+#elif defined(__GNUC__) && !defined(__PCC__)
 #pragma GCC diagnostic pop
 #elif defined(_MSC_VER)
 #pragma warning(pop)
@@ -2983,7 +2983,7 @@ static int moei_slot_experts(moe_slot *slot, const moe_layer_config *c, int out,
 }
 
 moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_slot *out) {
-    static const char *const names[MOE_LAYER_SLOTS - MOE_ROUTER_SLOTS] = {
+    static const char *const names[MOE_LAYER_SLOTS - (int)MOE_ROUTER_SLOTS] = {
         "experts.gate", "experts.up", "experts.down", "experts.fc1.weight", "experts.fc1.bias", "experts.fc2.weight", "experts.fc2.bias", "experts.weight",
         "experts.bias", "experts.reduce", "experts.expand", "shared.gate", "shared.up", "shared.down", "shared.sigmoid"};
     const moe_layer_config *c = config;
@@ -3165,6 +3165,7 @@ static moe_status moei_layer_allocate(moe_layer *layer, int trainable, moe_error
     if (!moei_layer_count(layer, &count) || !moei_mul(count, trainable ? 2 : 1, &all) ||
         !moei_mul(all, sizeof(moe_real), &layer->memory_size))
         return moei_error(error, MOE_ERR_OVERFLOW, "the layer's tensors do not fit this machine's memory");
+    if (!moei_can_allocate(&layer->allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
     layer->memory = (moe_real *)moei_alloc(&layer->allocator, all, sizeof(moe_real));
     if (layer->memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of tensors", layer->memory_size);
     moei_layer_bind(layer, layer->memory, trainable ? layer->memory + count : NULL);
@@ -10145,8 +10146,11 @@ typedef struct moei_int_value {
 } moei_int_value;
 
 #define MOEI_INT_MAX_WIDTH 65532
+/* No enumerators: C++20 does not want these in arithmetic with real numbers. */
+#define MOEI_NARROW 127
+#define MOEI_WIDE 32767
 
-enum { MOEI_NARROW = 127, MOEI_WIDE = 32767, MOEI_INT_PIECES = 16 };
+enum { MOEI_INT_PIECES = 16 };
 
 typedef struct moei_maker {
     moe_built_model made;
@@ -11518,7 +11522,7 @@ static moei_int_matrix moei_attention_matrix(const moe_module *module, int slot)
 static uint32_t moei_query(moei_maker *m, const moe_module *module, uint32_t x, double range) {
     const moei_int_matrix w = moei_attention_matrix(module, MOE_MODULE_QUERY);
     const double most = 1073741823.0 / (127.0 * 1.4143 * (double)module->attention.d_head);
-    const int limit = most < MOEI_INT_TURNED ? (int)most : (int)MOEI_INT_TURNED;
+    const int limit = most < (int)MOEI_INT_TURNED ? (int)most : (int)MOEI_INT_TURNED;
     if (!module->attention.rotary) return moei_product(m, &w, x, limit, 0, range, 0);
     return moei_int_turned(m, module, moei_product(m, &w, x, limit, 0, range * 1.4143, 0), MOEI_WIDE, 0);
 }
