@@ -1,0 +1,1095 @@
+/* Random configurations, sizes and data for the whole library, as a stranger might choose them: what is accepted must run without a finding of a sanitizer,
+   without a number that is not finite, within the time of a case, and twice with the same bits; what is refused must say why and change nothing.
+       cc -std=c99 -O2 -I. tests/fuzz_config.c -o fuzz_config -lm && ./fuzz_config [COUNT [SEED]]
+   "fuzz_config 1 SEED" runs one case again; "few" is a smaller COUNT, "show 1 SEED" prints the case, "KIND COUNT SEED" (router, layer, ...) has cases of one kind.
+   The same source is a libFuzzer target, whose bytes are the choices:
+       clang -std=c99 -g -O1 -I. -DFUZZ_TARGET -DMOE_NO_SIMD -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all tests/fuzz_config.c -o fuzz -lm
+       ./fuzz -max_total_time=120 -max_len=600 -timeout=10
+   What is promised for finite numbers: with inputs up to 1e4 in size and weights as a layer begins, whatever the configuration, one layer's outputs, losses
+   and gradients are finite, or a status says that they are not (MOE_ERR_NONFINITE). Beyond that range only memory safety, time and the status are. */
+
+#ifndef TEST_LINKED
+#define MOE_IMPLEMENTATION
+#endif
+#include "moe.h"
+
+#include <limits.h>
+#include <math.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* ---- a case: its choices, what it has said of itself, what it has taken ------------------------------------------------------- */
+
+enum { MOST_BLOCKS = 4096, TEXT_ROOM = 16384, MOST_NUMBERS = 1500000 };
+
+typedef struct fuzz {
+    const uint8_t *bytes; /* the choices; behind their end all are 0 */
+    size_t size, at;
+    moe_rng rng;          /* data, seeded by a choice */
+    char text[TEXT_ROOM]; /* the configurations so far */
+    size_t length;
+    void *blocks[MOST_BLOCKS];
+    size_t n_blocks;
+    long taken;           /* blocks of memory that the library has */
+    size_t in_use;        /* their bytes */
+    int wrong_size;       /* it gave back another size than it took */
+    int failed;
+} fuzz;
+
+static fuzz now;
+static uint64_t now_seed;
+static char now_kind[20]; /* "", or the kind asked for and a space */
+static long passed, failed;
+static int showing;
+
+static void show_case(const char *what, int line) {
+    printf("%s (line %d): fuzz_config %s1 %lu\n%s\n", what, line, now_kind, (unsigned long)now_seed, now.text);
+    fflush(stdout);
+}
+
+static int check(fuzz *f, int good, int line, const char *what) {
+    if (good) return 1;
+    if (!f->failed) show_case(what, line);
+    f->failed = 1;
+#ifdef FUZZ_TARGET
+    abort();
+#endif
+    return 0;
+}
+
+#define CHECK(f, condition, what) check(f, (condition) ? 1 : 0, __LINE__, what)
+
+static void say(fuzz *f, const char *text) {
+    size_t n = strlen(text), room = TEXT_ROOM - 1 - f->length;
+    if (n > room) n = room;
+    memcpy(f->text + f->length, text, n);
+    f->length += n;
+    f->text[f->length] = '\0';
+}
+
+static void say_number(fuzz *f, const char *name, double value) {
+    char text[80];
+    sprintf(text, " %.30s=%.9g", name, value);
+    say(f, text);
+}
+
+/* Memory of exactly this size, so that a sanitizer sees the byte behind it; given back at the end of the case. */
+static void *grab(fuzz *f, size_t count, size_t size) {
+    void *p = malloc(count * size > 0 ? count * size : 1);
+    if (p == NULL || f->n_blocks == MOST_BLOCKS) {
+        fprintf(stderr, "fuzz_config: out of memory\n");
+        exit(2);
+    }
+    memset(p, 0, count * size);
+    return f->blocks[f->n_blocks++] = p;
+}
+
+/* The library's heap: counts, checks the sizes it is told, and has an end, so that a huge configuration is no huge allocation. */
+static void *heap_resize(void *ctx, void *block, size_t old_size, size_t new_size) {
+    fuzz *f = (fuzz *)ctx;
+    unsigned char *base = block != NULL ? (unsigned char *)block - 16 : NULL, *made;
+    size_t had = 0;
+    if (base != NULL) memcpy(&had, base, sizeof had);
+    if (had != old_size) f->wrong_size = 1;
+    if (new_size > 0 && (new_size > (size_t)1 << 26 || f->in_use - had > ((size_t)1 << 27) - new_size)) return NULL;
+    made = new_size > 0 ? (unsigned char *)malloc(new_size + 16) : NULL;
+    if (new_size > 0 && made == NULL) return NULL;
+    if (made != NULL) memcpy(made, &new_size, sizeof new_size);
+    if (made != NULL && base != NULL) memcpy(made + 16, block, had < new_size ? had : new_size);
+    f->taken += (made != NULL) - (base != NULL);
+    f->in_use = f->in_use - had + new_size;
+    free(base);
+    return made != NULL ? made + 16 : NULL;
+}
+
+static moe_allocator heap(fuzz *f) {
+    moe_allocator a;
+    a.ctx = f, a.resize = heap_resize;
+    return a;
+}
+
+/* A number below n, from the bytes. */
+static unsigned draw(fuzz *f, unsigned n) {
+    unsigned value = 0, limit = 1;
+    while (limit < n && limit < 1u << 24) {
+        value = value << 8 | (f->at < f->size ? f->bytes[f->at] : 0u);
+        f->at++;
+        limit <<= 8;
+    }
+    return n > 0 ? value % n : 0;
+}
+
+static int one_in(fuzz *f, unsigned n) { return draw(f, n) == n - 1; } /* no bytes: no */
+
+static moe_real uniform(fuzz *f) { return moe_rng_uniform(&f->rng); }
+
+/* ---- configurations ------------------------------------------------------------------------------------------------------------ */
+
+/* Sizes that keep a case small. Fields that are not here take up to 16. */
+static const struct {
+    const char *name;
+    int most;
+} small_sizes[] = {{"d_model", 24}, {"n_experts", 12}, {"top_k", 6}, {"router_hidden", 20}, {"cosine_dim", 12}, {"heads", 4}, {"attention_head", 3},
+                   {"groups", 4}, {"groups_kept", 4}, {"table_size", 30}, {"slots", 4}, {"soft_sequences", 4}, {"nodes", 6}, {"ac_mix", 4}, {"k_end", 6},
+                   {"freeze_at", 6}, {"switch_at", 6}, {"d_out", 24}, {"d_ff", 40}, {"n_shared", 3}};
+
+/* The fields that decide most. */
+static const char *const main_fields[] = {"score", "select", "weight", "gate", "refine", "input", "noise", "n_experts", "top_k", "expert", "capacity_factor", "act"};
+
+static unsigned small_most(const moe_field *field) {
+    size_t i;
+    for (i = 0; i < sizeof small_sizes / sizeof small_sizes[0]; i++)
+        if (strcmp(field->name, small_sizes[i].name) == 0) return (unsigned)small_sizes[i].most;
+    return 16;
+}
+
+static void put_int(void *config, const moe_field *field, int value) { memcpy((char *)config + field->offset, &value, sizeof value); }
+
+static void put_real(void *config, const moe_field *field, double value) {
+    moe_real real = (moe_real)value;
+    memcpy((char *)config + field->offset, &real, sizeof real);
+}
+
+static int odd_int(fuzz *f, const moe_field *field) {
+    const int odd[] = {-1, (int)field->max, (int)field->max + 1, (int)field->min - 1, INT_MIN, INT_MAX, 1 << 16, 255};
+    return odd[draw(f, sizeof odd / sizeof odd[0])];
+}
+
+static int draw_int(fuzz *f, const moe_field *field) {
+    unsigned most = small_most(field);
+    if (one_in(f, 120)) return odd_int(f, field);
+    if (field->kind != MOE_FIELD_INT) return (int)draw(f, (unsigned)field->max + 1);
+    if (field->max < (double)most) most = (unsigned)field->max;
+    return (int)field->min + (int)draw(f, most);
+}
+
+/* Often the middle of the range, sometimes all of it and its ends. */
+static double draw_real(fuzz *f, const moe_field *field) {
+    const double odd[] = {HUGE_VAL, -HUGE_VAL, HUGE_VAL - HUGE_VAL, field->max * 2.0, field->min / 2.0, -1.0, 1e-40, -0.0};
+    const double low = field->min > 1e-9 ? field->min : 1e-9, sign = field->min < 0.0 && draw(f, 2) ? -1.0 : 1.0;
+    const double share = (double)draw(f, 65536) / 65535.0;
+    switch (draw(f, 10)) {
+    case 1: return sign * low * pow(field->max / low, share);
+    case 2: return field->min;
+    case 3: return field->max;
+    case 4: return one_in(f, 12) ? odd[draw(f, 8)] : 0.0;
+    default: return sign * (field->max < 3.0 ? field->max * (share + 1e-3) / 1.001 : 0.02 * pow(150.0, share));
+    }
+}
+
+static void draw_field(fuzz *f, const moe_field *field, void *config) {
+    if (field->kind == MOE_FIELD_REAL) put_real(config, field, draw_real(f, field));
+    else put_int(config, field, draw_int(f, field));
+}
+
+static size_t count_fields(const moe_field *fields) {
+    size_t n = 0;
+    while (fields[n].name != NULL) n++;
+    return n;
+}
+
+/* Whether a text holds a word, not as a part of a longer one. */
+static int holds_word(const char *text, const char *word) {
+    const char *p = text;
+    size_t n = strlen(word);
+    for (; (p = strstr(p, word)) != NULL; p++) {
+        const int before = p == text || strchr("abcdefghijklmnopqrstuvwxyz_", p[-1]) == NULL, after = strchr("abcdefghijklmnopqrstuvwxyz_", p[n]) == NULL;
+        if (before && (after || p[n] == '\0')) return 1;
+    }
+    return 0;
+}
+
+/* A message that names a field and the value that it has; "is set" stands for a value where any is too much. */
+static int names_a_field(const char *message, const moe_field *fields, const void *config) {
+    char value[64];
+    for (; fields->name != NULL; fields++) {
+        if (!holds_word(message, fields->name)) continue;
+        moe_field_text(fields, config, value, sizeof value);
+        if (strstr(message, value) != NULL || strstr(message, "is set") != NULL || fields->kind == MOE_FIELD_REAL) return 1;
+    }
+    return 0;
+}
+
+static void check_error(fuzz *f, moe_status status, const moe_error *error) {
+    CHECK(f, status == error->code, "the status is that of the error");
+    CHECK(f, error->message[0] != '\0' && memchr(error->message, '\0', sizeof error->message) != NULL, "an error has a text that ends");
+}
+
+/* One kind of configuration. */
+typedef struct family {
+    const moe_field *fields;
+    size_t size;
+    moe_status (*check)(const void *config, void *out, moe_error *error);
+} family;
+
+static moe_status check_router(const void *config, void *out, moe_error *error) {
+    return moe_router_check((const moe_router_config *)config, (moe_router_config *)out, error);
+}
+
+static moe_status check_layer(const void *config, void *out, moe_error *error) {
+    return moe_layer_check((const moe_layer_config *)config, (moe_layer_config *)out, error);
+}
+
+static family routers(void) {
+    family a;
+    a.fields = moe_router_fields(), a.size = sizeof(moe_router_config), a.check = check_router;
+    return a;
+}
+
+static family layers(void) {
+    family a;
+    a.fields = moe_layer_fields(), a.size = sizeof(moe_layer_config), a.check = check_layer;
+    return a;
+}
+
+/* A configuration that was refused: the message, and that nothing was written. */
+static void check_refusal(fuzz *f, const family *a, const void *config, moe_status status, const moe_error *error) {
+    unsigned char out[sizeof(moe_layer_config)], kept[sizeof out];
+    check_error(f, status, error);
+    if (!CHECK(f, status == MOE_ERR_CONFIG, "a configuration is refused with MOE_ERR_CONFIG")) return;
+    if (!CHECK(f, names_a_field(error->message, a->fields, config), "a refusal names a field and its value")) printf("    %s\n", error->message);
+    memset(out, 0x5a, sizeof out), memset(kept, 0x5a, sizeof kept);
+    CHECK(f, a->check(config, out, NULL) == status && memcmp(out, kept, sizeof out) == 0, "a failed check changes nothing");
+}
+
+/* Gives new values to the fields that a refusal names, for they go together. */
+static void mend(fuzz *f, const family *a, const moe_error *error, void *config) {
+    const moe_field *field;
+    for (field = a->fields; field->name != NULL; field++)
+        if (strcmp(field->name, "d_model") != 0 && holds_word(error->message, field->name)) draw_field(f, field, config);
+}
+
+/* Changes one field; keeps the change when the configuration is good afterwards, or can be mended. */
+static void change(fuzz *f, const family *a, const moe_field *field, void *config) {
+    unsigned char before[sizeof(moe_layer_config)];
+    moe_error error;
+    moe_status status;
+    int tries;
+    memcpy(before, config, a->size);
+    draw_field(f, field, config);
+    for (tries = 0; (status = a->check(config, NULL, &error)) != MOE_OK && tries < 4; tries++) {
+        check_refusal(f, a, config, status, &error);
+        mend(f, a, &error, config);
+    }
+    if (status != MOE_OK) memcpy(config, before, a->size);
+}
+
+static const moe_field *draw_which(fuzz *f, const family *a) {
+    const moe_field *field = NULL;
+    if (draw(f, 2) == 0) field = moe_field_find(a->fields, main_fields[draw(f, sizeof main_fields / sizeof main_fields[0])]);
+    return field != NULL ? field : a->fields + draw(f, (unsigned)count_fields(a->fields));
+}
+
+static void say_config(fuzz *f, const family *a, const void *config) {
+    const moe_field *field;
+    char value[64];
+    for (field = a->fields; field->name != NULL; field++) {
+        unsigned char zero[sizeof(moe_layer_config)];
+        size_t size = field->kind == MOE_FIELD_REAL ? sizeof(moe_real) : sizeof(int);
+        memset(zero, 0, sizeof zero);
+        if (memcmp((const char *)config + field->offset, zero, size) == 0) continue;
+        moe_field_text(field, config, value, sizeof value);
+        say(f, " "), say(f, field->name), say(f, "="), say(f, value);
+    }
+}
+
+/* Also -0, whose text has no sign. */
+static int is_zero(const moe_field *field, const void *config) {
+    moe_real real = 0;
+    if (field->kind == MOE_FIELD_REAL) memcpy(&real, (const char *)config + field->offset, sizeof real);
+    return field->kind == MOE_FIELD_REAL && !(real < 0) && !(real > 0) && moe_is_finite(real);
+}
+
+/* Files and presets hold a configuration as text: read back, it is the same. */
+static void check_text(fuzz *f, const family *a, const void *config) {
+    unsigned char again[sizeof(moe_layer_config)];
+    const moe_field *field;
+    char value[64];
+    memset(again, 0, sizeof again);
+    for (field = a->fields; field->name != NULL; field++) {
+        size_t size = field->kind == MOE_FIELD_REAL ? sizeof(moe_real) : sizeof(int);
+        moe_field_text(field, config, value, sizeof value);
+        if (!CHECK(f, moe_field_set(a->fields, again, field->name, value, NULL) == MOE_OK, "the text of a field is read back")) printf("    %s=%s\n", field->name, value);
+        CHECK(f, is_zero(field, config) || memcmp((const char *)config + field->offset, again + field->offset, size) == 0, "the text of a field has all its bits");
+    }
+}
+
+/* Checking fills in defaults, which are good and stay as they are. */
+static void check_defaults(fuzz *f, const family *a, const void *config) {
+    unsigned char once[sizeof(moe_layer_config)], twice[sizeof once];
+    memset(once, 0, sizeof once), memset(twice, 0, sizeof twice);
+    CHECK(f, a->check(config, once, NULL) == MOE_OK, "a good configuration is good again");
+    CHECK(f, a->check(once, twice, NULL) == MOE_OK && memcmp(once, twice, a->size) == 0, "defaults that were filled in stay");
+    check_text(f, a, once);
+}
+
+static void draw_config(fuzz *f, const family *a, void *config) {
+    static const unsigned counts[] = {3, 8, 20, 60};
+    unsigned n = counts[draw(f, 4)], i;
+    for (i = 0; i < n; i++) change(f, a, draw_which(f, a), config);
+    say_config(f, a, config);
+    check_defaults(f, a, config);
+}
+
+static const char *draw_preset(fuzz *f) {
+    const moe_preset *presets = moe_presets();
+    unsigned n = 0;
+    while (presets[n].name != NULL) n++;
+    return presets[draw(f, n)].name;
+}
+
+/* A width, and what a preset leaves open: token ids, a width that the experts divide. */
+static void complete(fuzz *f, moe_router_config *c) {
+    c->d_model = 1 + (int)draw(f, one_in(f, 10) ? 130 : 24);
+    if (c->select == MOE_SELECT_HASH) c->table_size = 1 + (int)draw(f, 30);
+    if (c->score == MOE_SCORE_GRAP) c->d_model = (c->n_experts > 0 ? c->n_experts : 8) * (1 + (int)draw(f, 3));
+}
+
+/* {0} or a preset, then changes. */
+static void draw_router(fuzz *f, moe_router_config *c) {
+    const family a = routers();
+    memset(c, 0, sizeof *c);
+    say(f, "router");
+    if (one_in(f, 3)) CHECK(f, moe_router_preset(draw_preset(f), c, NULL) == MOE_OK, "a preset");
+    complete(f, c);
+    draw_config(f, &a, c);
+}
+
+static void draw_layer(fuzz *f, moe_layer_config *c) {
+    const family a = layers();
+    memset(c, 0, sizeof *c);
+    say(f, "layer");
+    if (one_in(f, 3)) CHECK(f, moe_layer_preset(draw_preset(f), c, NULL) == MOE_OK, "a preset");
+    complete(f, &c->router);
+    draw_config(f, &a, c);
+}
+
+/* ---- data ---------------------------------------------------------------------------------------------------------------------- */
+
+enum { DATA_NORMAL = 0, DATA_ZERO, DATA_SAME, DATA_DENORMAL, DATA_BIG, DATA_SPARSE, DATA_TINY, DATA_MIXED, DATA_FINITE, DATA_WILD = DATA_FINITE, DATA_NAN, DATA_INFINITE, DATA_COUNT };
+static const char *const data_names[] = {"normal", "zero", "same", "denormal", "big", "sparse", "tiny", "mixed", "wild", "nan", "infinite"};
+
+static moe_real one_number(fuzz *f, int kind) {
+    const double sign = moe_rng_below(&f->rng, 2) ? -1.0 : 1.0, u = (double)uniform(f);
+    switch (kind) {
+    case DATA_ZERO: return (moe_real)(0.0 * sign);
+    case DATA_DENORMAL: return (moe_real)(sign * u * (sizeof(moe_real) > 4 ? 1e-310 : 1e-39));
+    case DATA_BIG: return (moe_real)(sign * u * 1e4);
+    case DATA_SPARSE: return (moe_real)(u < 0.9 ? 0.0 : sign * 1e4);
+    case DATA_TINY: return (moe_real)(sign * u * 1e-20);
+    case DATA_MIXED: return (moe_real)(sign * pow(10.0, 10.0 * u - 6.0));
+    case DATA_WILD: return (moe_real)(sign * pow(10.0, 38.0 * u));
+    case DATA_NAN: return (moe_real)(u < 0.1 ? HUGE_VAL - HUGE_VAL : u);
+    case DATA_INFINITE: return (moe_real)(u < 0.1 ? sign * HUGE_VAL : u);
+    default: return moe_rng_normal(&f->rng);
+    }
+}
+
+static moe_real *numbers(fuzz *f, size_t n, int kind) {
+    moe_real *x = (moe_real *)grab(f, n, sizeof *x);
+    size_t i;
+    for (i = 0; i < n; i++) x[i] = kind == DATA_SAME && i > 0 ? x[0] : one_number(f, kind);
+    return x;
+}
+
+static int32_t *integers(fuzz *f, size_t n, int low, int limit) {
+    int32_t *v = (int32_t *)grab(f, n, sizeof *v);
+    size_t i;
+    for (i = 0; i < n; i++) v[i] = (int32_t)(low + (int)moe_rng_below(&f->rng, (uint64_t)(limit - low)));
+    return v;
+}
+
+static int draw_data(fuzz *f) { return one_in(f, 12) ? DATA_FINITE + (int)draw(f, DATA_COUNT - DATA_FINITE) : draw(f, 3) ? (int)draw(f, DATA_FINITE) : DATA_NORMAL; }
+
+static int all_finite(const moe_real *x, size_t n) {
+    size_t i;
+    for (i = 0; i < n; i++)
+        if (!moe_is_finite(x[i])) return 0;
+    return 1;
+}
+
+/* Rows of probabilities, some with zeros, each causal or not. */
+static moe_real *attention_rows(fuzz *f, size_t heads, size_t n, int causal) {
+    moe_real *a = numbers(f, heads * n * n, DATA_ZERO);
+    size_t i, j;
+    for (i = 0; i < heads * n; i++) {
+        size_t seen = causal ? i % n + 1 : n;
+        moe_real sum = 0;
+        for (j = 0; j < seen; j++) a[i * n + j] = j % 3 == 2 ? 0 : uniform(f) + (moe_real)1e-3, sum += a[i * n + j];
+        for (j = 0; j < seen; j++) a[i * n + j] /= sum;
+    }
+    return a;
+}
+
+/* Offsets from 0 to n, empty sequences among them. */
+static void draw_sequences(fuzz *f, moe_call *call, size_t most) {
+    size_t count = 1 + draw(f, most < 5 ? (unsigned)most : 5), i;
+    int32_t *offsets = (int32_t *)grab(f, count + 1, sizeof *offsets);
+    for (i = 1; i < count; i++) offsets[i] = offsets[i - 1] + (int32_t)draw(f, (unsigned)(call->n_tokens - (size_t)offsets[i - 1]) + 1);
+    offsets[count] = (int32_t)call->n_tokens;
+    call->sequences = offsets, call->n_sequences = count;
+}
+
+/* Some padding, and in it what must reach nothing. */
+static void draw_mask(fuzz *f, moe_call *call, size_t d, int poison) {
+    unsigned char *mask = (unsigned char *)grab(f, call->n_tokens, 1);
+    moe_real *x = (moe_real *)grab(f, call->n_tokens * d, sizeof *x);
+    const int none = one_in(f, 10);
+    size_t t, q;
+    if (call->n_tokens > 0) memcpy(x, call->x, call->n_tokens * d * sizeof *x);
+    for (t = 0; t < call->n_tokens; t++) {
+        mask[t] = !none && moe_rng_below(&f->rng, 3) > 0;
+        for (q = 0; q < d && !mask[t] && poison; q++) x[t * d + q] = (moe_real)(HUGE_VAL - HUGE_VAL);
+    }
+    call->mask = mask, call->x = x;
+}
+
+/* The most choices of a token, which is the length of a row of given. */
+static size_t most_choices(const moe_router_config *c) {
+    const int by_k = 1 << MOE_SELECT_TOP_K | 1 << MOE_SELECT_GIVEN | 1 << MOE_SELECT_GROUPED_TOP_K | 1 << MOE_SELECT_HASH | 1 << MOE_SELECT_SINKHORN |
+                     1 << MOE_SELECT_SAMPLE | 1 << MOE_SELECT_BALANCED;
+    if (!(by_k >> c->select & 1) || (c->switch_at > 0 && !(by_k >> c->switch_from & 1))) return (size_t)c->n_experts;
+    return (size_t)(c->k_end > c->top_k ? c->k_end : c->top_k);
+}
+
+static int32_t *draw_given(fuzz *f, const moe_router_config *c, size_t n) {
+    size_t k = most_choices(c), t, i;
+    int32_t *given = (int32_t *)grab(f, n * k, sizeof *given);
+    for (t = 0; t < n; t++) {
+        size_t first = (size_t)moe_rng_below(&f->rng, (uint64_t)c->n_experts), count = (size_t)moe_rng_below(&f->rng, k + 1);
+        for (i = 0; i < k; i++) given[t * k + i] = i < count ? (int32_t)((first + i) % (size_t)c->n_experts) : -1;
+    }
+    return given;
+}
+
+/* All that routers may ask of a call beside x. */
+static void supply(fuzz *f, const moe_router_config *c, int kind, moe_call *call) {
+    size_t n = call->n_tokens, d = (size_t)c->d_model, experts = (size_t)c->n_experts, heads = (size_t)c->heads;
+    call->rng = (moe_rng *)grab(f, 1, sizeof(moe_rng));
+    if (c->select == MOE_SELECT_GIVEN) call->given = draw_given(f, c, n);
+    if (c->loss_distill > 0 && !c->student) call->teacher = numbers(f, n * experts, DATA_NORMAL);
+    if (c->table_size > 0) call->token_ids = integers(f, n, 0, c->table_size);
+    if (c->loss_locality > 0 && draw(f, 2)) call->home = integers(f, n, 0, c->nodes);
+    if (c->loss_locality > 0 && draw(f, 2)) call->expert_node = integers(f, experts, 0, c->nodes);
+    if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING) {
+        call->n_previous = 1 + draw(f, 3);
+        call->previous_input = numbers(f, n * d, kind);
+        call->previous_experts = integers(f, n * call->n_previous, one_in(f, 3) ? -1 : 0, c->n_experts);
+        call->previous_weights = numbers(f, n * call->n_previous, draw(f, 2) ? DATA_NORMAL : DATA_ZERO);
+    }
+    if (c->refine == MOE_REFINE_ATTENTION) {
+        call->attention_weights = attention_rows(f, heads, n, c->causal);
+        call->attention_outputs = numbers(f, heads * n * d, kind);
+        call->attention_output = numbers(f, n * d, kind);
+        if (call->training && draw(f, 2)) {
+            call->d_attention_weights = numbers(f, heads * n * n, DATA_ZERO);
+            call->d_attention_outputs = numbers(f, heads * n * d, DATA_ZERO);
+            call->d_attention_output = numbers(f, n * d, DATA_ZERO);
+        }
+    }
+    if (c->loss_similarity_same > 0 && one_in(f, 3)) call->distances = numbers(f, n * n, DATA_NORMAL);
+    if (one_in(f, 5)) call->router_x = numbers(f, n * d, kind);
+}
+
+static size_t draw_tokens(fuzz *f) { return one_in(f, 12) ? draw(f, 2) : one_in(f, 20) ? draw(f, 200) : 1 + draw(f, 24); }
+
+static void draw_call(fuzz *f, const moe_router_config *c, int kind, int poison, moe_call *call) {
+    memset(call, 0, sizeof *call);
+    call->n_tokens = draw_tokens(f);
+    call->x = numbers(f, call->n_tokens * (size_t)c->d_model, kind);
+    call->training = (int)draw(f, 2);
+    supply(f, c, kind, call);
+    if (one_in(f, 3)) draw_mask(f, call, (size_t)c->d_model, poison && call->router_x == NULL);
+    if (one_in(f, 3)) draw_sequences(f, call, c->select == MOE_SELECT_SOFT ? (size_t)c->soft_sequences : 5);
+    say(f, "\ncall"), say_number(f, "n", (double)call->n_tokens), say(f, " data="), say(f, data_names[kind]);
+    say_number(f, "training", call->training), say_number(f, "mask", call->mask != NULL), say_number(f, "sequences", (double)call->n_sequences);
+    say_number(f, "router_x", call->router_x != NULL);
+}
+
+/* ---- stages of the test's own --------------------------------------------------------------------------------------------------- */
+
+static moe_real own_weight(size_t e, size_t q) { return (moe_real)(((double)((e * 31 + q * 17 + 7) % 23) - 11.0) / 11.0); }
+
+static moe_status own_score(void *ctx, const moe_router *router, const moe_call *call, const moe_real *u, moe_real *logits) {
+    size_t d = (size_t)router->config.d_model, experts = (size_t)router->config.n_experts, t, e, q;
+    (void)ctx;
+    for (t = 0; t < call->n_tokens; t++)
+        for (e = 0; e < experts; e++) {
+            moe_real sum = 0;
+            for (q = 0; q < d; q++) sum += u[t * d + q] * own_weight(e, q);
+            logits[t * experts + e] = sum;
+        }
+    return MOE_OK;
+}
+
+static moe_status own_score_backward(void *ctx, const moe_router *router, const moe_call *call, const moe_real *u, const moe_real *d_logits, moe_real *d_u) {
+    size_t d = (size_t)router->config.d_model, experts = (size_t)router->config.n_experts, t, e, q;
+    (void)ctx, (void)u;
+    for (t = 0; t < call->n_tokens; t++)
+        for (e = 0; e < experts; e++)
+            for (q = 0; q < d; q++) d_u[t * d + q] += d_logits[t * experts + e] * own_weight(e, q);
+    return MOE_OK;
+}
+
+static moe_status own_select(void *ctx, const moe_router *router, const moe_call *call, const moe_real *logits, const moe_real *probabilities, unsigned char *chosen) {
+    size_t experts = (size_t)router->config.n_experts, t, e;
+    (void)ctx, (void)probabilities;
+    for (t = 0; t < call->n_tokens; t++)
+        for (e = 0; e < experts; e++) chosen[t * experts + e] = logits[t * experts + e] > logits[t * experts];
+    return MOE_OK;
+}
+
+static void set_custom(moe_router *router) {
+    router->custom.score = own_score, router->custom.score_backward = own_score_backward, router->custom.select = own_select;
+}
+
+/* ---- what every routing keeps to -------------------------------------------------------------------------------------------------- */
+
+static int is_real(const moe_call *call, size_t t) { return call->mask == NULL || call->mask[t] != 0; }
+
+/* Choices are different experts, padding has none. */
+static void check_choices(fuzz *f, const moe_call *call, const moe_routing *r) {
+    size_t t, i, j, pairs = 0, counted = 0;
+    for (t = 0; t < r->n_tokens; t++) {
+        const int32_t *choice = r->choices + t * r->max_choices;
+        const size_t n = (size_t)r->n_choices[t];
+        if (!CHECK(f, r->n_choices[t] >= 0 && n <= r->max_choices, "choices of a token")) return;
+        CHECK(f, n == 0 || is_real(call, t), "padding chooses nobody");
+        for (i = 0; i < n; i++) {
+            if (!CHECK(f, choice[i] >= 0 && (size_t)choice[i] < r->n_experts, "a choice is an expert")) return;
+            for (j = 0; j < i; j++) CHECK(f, choice[i] != choice[j], "no expert twice");
+        }
+        pairs += n;
+    }
+    for (i = 0; i < r->n_experts; i++) counted += r->counts[i];
+    CHECK(f, counted == pairs, "counts are those of the choices");
+    CHECK(f, pairs == r->plan.offsets[r->n_experts] + r->n_dropped, "every pair is kept or dropped");
+}
+
+static void check_entry(fuzz *f, const moe_call *call, const moe_routing *r, size_t e, const moe_entry *entry, const moe_entry *before) {
+    const size_t at = (size_t)entry->token * r->n_experts + e;
+    if (!CHECK(f, entry->token >= 0 && (size_t)entry->token < r->n_tokens, "an entry's token")) return;
+    CHECK(f, is_real(call, (size_t)entry->token), "padding is in no plan");
+    CHECK(f, before == NULL || before->token < entry->token, "entries of an expert ascend");
+    CHECK(f, r->selected[at] == 1, "an entry is selected");
+    CHECK(f, memcmp(&r->weights[at], &entry->weight_out, sizeof(moe_real)) == 0 || memcmp(&r->weights[at], &entry->weight_in, sizeof(moe_real)) == 0,
+          "a weight of the plan is that of the matrix");
+}
+
+static void check_plan(fuzz *f, const moe_call *call, const moe_routing *r) {
+    const moe_plan *p = &r->plan;
+    size_t e, i, selected = 0;
+    if (!CHECK(f, p->offsets[0] == 0 && p->n_experts == r->n_experts && p->n_tokens == r->n_tokens, "the plan's sizes")) return;
+    for (e = 0; e < p->n_experts; e++) {
+        if (!CHECK(f, p->offsets[e] <= p->offsets[e + 1], "offsets ascend")) return;
+        CHECK(f, r->capacity == 0 || p->offsets[e + 1] - p->offsets[e] <= r->capacity, "nobody above capacity");
+        CHECK(f, p->offsets[e + 1] - p->offsets[e] <= r->n_real, "no more entries than tokens");
+        for (i = p->offsets[e]; i < p->offsets[e + 1]; i++) check_entry(f, call, r, e, &p->entries[i], i > p->offsets[e] ? &p->entries[i - 1] : NULL);
+    }
+    for (i = 0; i < r->n_tokens * r->n_experts; i++) selected += r->selected[i] != 0;
+    CHECK(f, selected == p->offsets[p->n_experts], "selected are the entries of the plan");
+}
+
+/* Weights that are shares of a sum sum to 1, unless all are 0. */
+static void check_sums(fuzz *f, const moe_router_config *c, const moe_routing *r) {
+    size_t t, i;
+    if (c->weight != MOE_WEIGHT_SUM && c->weight != MOE_WEIGHT_SOFTMAX && c->weight != MOE_WEIGHT_UNIFORM) return;
+    if (c->threshold_learned || c->gate == MOE_GATE_IDENTITY || c->expert_scale) return;
+    for (t = 0; t < r->n_tokens; t++) {
+        double sum = 0.0;
+        for (i = 0; i < (size_t)r->n_choices[t]; i++) sum += (double)r->section_weights[t * r->max_choices + i];
+        CHECK(f, r->n_choices[t] == 0 || fabs(sum - 1.0) < 1e-3 || !(sum > 0.0), "weights of a token sum to 1");
+    }
+}
+
+static int routing_is_finite(const moe_call *call, const moe_routing *r, size_t columns) {
+    size_t t, i;
+    int good = moe_is_finite(r->capacity_bound);
+    for (t = 0; t < r->n_tokens; t++) {
+        if (!is_real(call, t)) continue;
+        good = good && all_finite(r->logits + t * columns, columns) && all_finite(r->gate + t * columns, columns);
+        good = good && all_finite(r->probabilities + t * columns, columns);
+    }
+    good = good && all_finite(r->weights, r->n_tokens * r->n_experts);
+    for (i = 0; i < MOE_LOSS_COUNT; i++) good = good && moe_is_finite(r->loss[i]);
+    return good;
+}
+
+static size_t columns_of(const moe_router_config *c) { return (size_t)c->n_experts * (c->select == MOE_SELECT_SOFT ? (size_t)c->slots : 1u); }
+
+static void check_routing(fuzz *f, const moe_router_config *c, const moe_call *call, const moe_routing *r, int finite) {
+    if (finite) CHECK(f, routing_is_finite(call, r, columns_of(c)), "a routing of finite numbers is finite");
+    if (c->select == MOE_SELECT_SOFT) return;
+    check_choices(f, call, r);
+    check_plan(f, call, r);
+    if (finite) check_sums(f, c, r);
+}
+
+static int same_routing(const moe_call *call, const moe_routing *a, const moe_routing *b, size_t columns) {
+    size_t t, e = a->n_experts;
+    int same = a->n_dropped == b->n_dropped && memcmp(a->loss, b->loss, sizeof a->loss) == 0;
+    same = same && memcmp(a->plan.offsets, b->plan.offsets, (e + 1) * sizeof *a->plan.offsets) == 0;
+    same = same && memcmp(a->plan.entries, b->plan.entries, a->plan.offsets[e] * sizeof *a->plan.entries) == 0;
+    for (t = 0; t < a->n_tokens && same; t++) {
+        if (!is_real(call, t)) continue;
+        same = memcmp(a->logits + t * columns, b->logits + t * columns, columns * sizeof(moe_real)) == 0;
+        same = same && memcmp(a->probabilities + t * columns, b->probabilities + t * columns, columns * sizeof(moe_real)) == 0;
+        same = same && memcmp(a->weights + t * e, b->weights + t * e, e * sizeof(moe_real)) == 0;
+    }
+    return same;
+}
+
+/* ---- a router alone ----------------------------------------------------------------------------------------------------------------- */
+
+typedef struct bench {
+    moe_router router;
+    moe_real *tensors[MOE_ROUTER_SLOTS], *gradients[MOE_ROUTER_SLOTS];
+    moe_call call;
+    int kind; /* of data */
+} bench;
+
+static void start_tensor(fuzz *f, int place, const moe_slot *slot, int experts, moe_real *data) {
+    size_t i;
+    for (i = 0; i < slot->count; i++) {
+        data[i] = slot->init_value + (slot->init_spread > 0 || slot->init_spread < 0 ? slot->init_spread * moe_rng_normal(&f->rng) : 0);
+        if (place == MOE_ROUTER_TABLE) data[i] = (moe_real)((i / slot->shape[1] + i % slot->shape[1]) % (size_t)experts);
+    }
+    if (place == MOE_ROUTER_STEP) data[0] = (moe_real)draw(f, 9);
+    if (place == MOE_ROUTER_CAPACITY) data[0] = (moe_real)draw(f, 3);
+}
+
+/* 0 when the configuration is too large to be run here. */
+static int start_tensors(fuzz *f, bench *b) {
+    moe_slot slot;
+    size_t total = 0;
+    int place;
+    for (place = 0; place < MOE_ROUTER_SLOTS; place++) {
+        const moe_status status = moe_router_slot(&b->router.config, place, &slot);
+        if (status == MOE_ERR_NOT_FOUND) continue;
+        CHECK(f, status == MOE_OK || status == MOE_ERR_OVERFLOW, "a slot of a good configuration");
+        if (status != MOE_OK || slot.count > MOST_NUMBERS - total) return 0;
+        total += slot.count;
+        b->router.tensors[place] = b->tensors[place] = (moe_real *)grab(f, slot.count, sizeof(moe_real));
+        b->gradients[place] = slot.flags & (MOE_PARAM_STATE | MOE_PARAM_FROZEN) || one_in(f, 6) ? NULL : (moe_real *)grab(f, slot.count, sizeof(moe_real));
+        start_tensor(f, place, &slot, b->router.config.n_experts, b->tensors[place]);
+    }
+    return 1;
+}
+
+static void supply_nodes(fuzz *f, bench *b) {
+    const moe_router_config *c = &b->router.config;
+    if (!(moe_router_traits(c) & MOE_TRAIT_NEEDS_ALL_EXPERTS)) return;
+    b->call.node_width = 5;
+    if (c->score == MOE_SCORE_ATTENTIVE) b->call.node_width = (size_t)(c->router_hidden > 0 ? c->router_hidden : c->d_model);
+    b->call.nodes = numbers(f, (size_t)c->n_experts * b->call.n_tokens * b->call.node_width, b->kind);
+}
+
+static moe_status route(fuzz *f, bench *b, moe_routing *r) {
+    size_t size = 0;
+    unsigned char *memory;
+    const size_t shift = draw(f, 2) * 8;
+    moe_status status = moe_route_size(&b->router, b->call.n_tokens, b->call.training, &size);
+    if (status != MOE_OK) return status;
+    memory = (unsigned char *)grab(f, size + shift, 1);
+    moe_rng_seed(b->call.rng, 5);
+    if (size > 0) {
+        moe_routing kept;
+        memset(r, 0x3c, sizeof *r), memset(&kept, 0x3c, sizeof kept);
+        status = moe_route(&b->router, &b->call, memory + shift, size - 1, r);
+        CHECK(f, status != MOE_OK && memcmp(r, &kept, sizeof kept) == 0, "a byte too few: refused, and nothing changed");
+        moe_rng_seed(b->call.rng, 5);
+    }
+    memset(memory, 0xa5, size + shift);
+    return moe_route(&b->router, &b->call, memory + shift, size, r);
+}
+
+/* Routing again with another filling of memory, and what was chosen given back. */
+static void route_again(fuzz *f, bench *b, const moe_routing *first) {
+    const moe_router_config *c = &b->router.config;
+    moe_routing again, replayed;
+    int32_t *given;
+    if (!CHECK(f, route(f, b, &again) == MOE_OK, "the same call succeeds again")) return;
+    CHECK(f, same_routing(&b->call, first, &again, columns_of(c)), "the same call has the same bits");
+    if (c->select == MOE_SELECT_SOFT || b->call.given != NULL) return;
+    given = (int32_t *)grab(f, first->n_tokens * first->max_choices, sizeof *given);
+    CHECK(f, moe_recorded_choices(first, 1, given) == MOE_OK, "recorded choices");
+    b->call.given = given;
+    if (CHECK(f, route(f, b, &replayed) == MOE_OK, "what was chosen can be given")) {
+        check_routing(f, c, &b->call, &replayed, b->kind < DATA_FINITE);
+        CHECK(f, memcmp(first->counts, replayed.counts, first->n_experts * sizeof *first->counts) == 0, "what was chosen is chosen again");
+    }
+    b->call.given = NULL;
+}
+
+static void check_metrics(fuzz *f, const bench *b, const moe_routing *r) {
+    moe_metrics m;
+    moe_report report;
+    size_t size = 0;
+    void *memory;
+    moe_status status;
+    if (b->router.config.select == MOE_SELECT_SOFT) return;
+    if (!CHECK(f, moe_metrics_size(r->n_experts, 3, &size) == MOE_OK, "metrics size")) return;
+    memory = grab(f, size, 1);
+    CHECK(f, moe_metrics_init(&m, r->n_experts, 3, memory, size) == MOE_OK, "metrics init");
+    status = moe_metrics_add(&m, r, b->call.mask, integers(f, r->n_tokens, -1, 3));
+    CHECK(f, status == MOE_OK || (status == MOE_ERR_NONFINITE && b->kind >= DATA_FINITE), "metrics add");
+    CHECK(f, moe_metrics_report(&m, &report) == MOE_OK, "metrics report");
+}
+
+static void router_backward(fuzz *f, bench *b, moe_routing *r) {
+    const size_t n = r->n_tokens, d = (size_t)b->router.config.d_model, entries = r->plan.offsets[r->n_experts];
+    const size_t node_numbers = b->call.nodes != NULL ? r->n_experts * n * b->call.node_width : 0;
+    moe_real *dx = draw(f, 4) ? numbers(f, n * d, DATA_ZERO) : NULL, *d_nodes = b->call.nodes != NULL && draw(f, 4) ? numbers(f, node_numbers, DATA_ZERO) : NULL;
+    moe_slot slot;
+    size_t i, t;
+    int place;
+    for (i = 0; i < entries; i++) r->d_weight_in[i] = moe_rng_normal(&f->rng), r->d_weight_out[i] = moe_rng_normal(&f->rng);
+    if (!CHECK(f, moe_route_backward(&b->router, &b->call, r, b->gradients, dx, d_nodes) == MOE_OK, "the way back")) return;
+    if (b->kind >= DATA_FINITE) return;
+    if (dx != NULL) CHECK(f, all_finite(dx, n * d), "gradient of x is finite");
+    for (t = 0; t < n && dx != NULL; t++)
+        for (i = 0; i < d && !is_real(&b->call, t); i++) CHECK(f, !(dx[t * d + i] < 0) && !(dx[t * d + i] > 0), "padding has no gradient");
+    if (d_nodes != NULL) CHECK(f, all_finite(d_nodes, node_numbers), "gradient of the nodes is finite");
+    if (b->call.d_attention_weights != NULL) CHECK(f, all_finite(b->call.d_attention_weights, (size_t)b->router.config.heads * n * n), "gradient of attention is finite");
+    if (b->call.d_attention_outputs != NULL) CHECK(f, all_finite(b->call.d_attention_outputs, (size_t)b->router.config.heads * n * d), "gradient of heads is finite");
+    for (place = 0; place < MOE_ROUTER_SLOTS; place++)
+        if (b->gradients[place] != NULL && moe_router_slot(&b->router.config, place, &slot) == MOE_OK)
+            CHECK(f, all_finite(b->gradients[place], slot.count), slot.name);
+}
+
+static void router_state(fuzz *f, bench *b, const moe_routing *r) {
+    moe_slot slot;
+    int place;
+    CHECK(f, moe_router_observe(&b->router, &b->call, r, b->tensors) == MOE_OK, "observe");
+    CHECK(f, moe_router_advance(&b->router, b->tensors) == MOE_OK, "advance");
+    for (place = 0; place < MOE_ROUTER_SLOTS && b->kind < DATA_FINITE; place++)
+        if (b->tensors[place] != NULL && moe_router_slot(&b->router.config, place, &slot) == MOE_OK) CHECK(f, all_finite(b->tensors[place], slot.count), slot.name);
+}
+
+/* A token alone has the results that it has among others, where the traits say so. */
+static void route_alone(fuzz *f, bench *b, const moe_routing *all) {
+    const unsigned traits = moe_router_traits(&b->router.config);
+    const size_t e = all->n_experts, d = (size_t)b->router.config.d_model, t = all->n_tokens > 0 ? draw(f, (unsigned)all->n_tokens) : 0;
+    const unsigned alone = MOE_TRAIT_NEEDS_BATCH | MOE_TRAIT_NEEDS_ALL_EXPERTS | MOE_TRAIT_NEEDS_PREVIOUS_LAYER | MOE_TRAIT_NEEDS_ATTENTION;
+    moe_call whole = b->call;
+    moe_routing one;
+    if (!(traits & MOE_TRAIT_CAUSAL) || traits & alone || all->n_tokens == 0 || !is_real(&whole, t) || whole.given != NULL || whole.training) return;
+    b->call.n_tokens = 1, b->call.mask = NULL, b->call.sequences = NULL, b->call.n_sequences = 0;
+    b->call.x = whole.x + t * d;
+    if (whole.router_x != NULL) b->call.router_x = whole.router_x + t * d;
+    if (whole.token_ids != NULL) b->call.token_ids = whole.token_ids + t;
+    if (CHECK(f, route(f, b, &one) == MOE_OK, "a token alone")) {
+        CHECK(f, memcmp(one.logits, all->logits + t * e, e * sizeof(moe_real)) == 0, "logits of a token alone");
+        CHECK(f, memcmp(one.weights, all->weights + t * e, e * sizeof(moe_real)) == 0, "weights of a token alone");
+    }
+    b->call = whole;
+}
+
+/* Something that a call must not be. Whatever the answer, it is an answer, and a refusal changes nothing. */
+static void route_spoilt(fuzz *f, const bench *good) {
+    bench b = *good;
+    moe_routing r, kept;
+    size_t size = 0;
+    const size_t n = b.call.n_tokens;
+    int32_t *wrong = integers(f, n * 64 + 2, -3, b.router.config.n_experts + 3);
+    switch (draw(f, 14)) {
+    case 0: b.call.x = NULL; break;
+    case 1: b.call.sequences = wrong, b.call.n_sequences = 1 + draw(f, 3); break;
+    case 2: b.call.given = integers(f, n * (size_t)b.router.config.n_experts, -2, b.router.config.n_experts + 1); break;
+    case 3: b.call.token_ids = integers(f, n, -2, b.router.config.table_size + 2); break;
+    case 4: b.call.previous_experts = integers(f, n * (b.call.n_previous + 1), -2, b.router.config.n_experts + 1); break;
+    case 5: b.call.node_width = 0; break;
+    case 6: b.call.nodes = NULL; break;
+    case 7: b.call.decoding = 1; break;
+    case 8: b.call.n_past = 1 + draw(f, 1000); break;
+    case 9: b.call.rng = NULL; break;
+    case 10: b.call.teacher = NULL, b.call.token_ids = NULL, b.call.attention_weights = NULL; break;
+    case 11: b.call.home = integers(f, n, -1, b.router.config.nodes + 1); break;
+    case 12: b.call.training = !b.call.training; break;
+    default: b.router.tensors[draw(f, MOE_ROUTER_SLOTS)] = NULL; break;
+    }
+    if (moe_route_size(&b.router, n + (b.call.n_past < 2000 ? b.call.n_past : 0), 1, &size) != MOE_OK || size > (size_t)1 << 25) return;
+    if (b.call.rng != NULL) moe_rng_seed(b.call.rng, 5);
+    memset(&r, 0x3c, sizeof r), memset(&kept, 0x3c, sizeof kept);
+    if (moe_route(&b.router, &b.call, grab(f, size, 1), size, &r) != MOE_OK) CHECK(f, memcmp(&r, &kept, sizeof r) == 0, "a refused call changes nothing");
+}
+
+static void check_further(fuzz *f, const moe_router_config *c) {
+    moe_error error;
+    moe_status status = moe_router_check_training(c, &error);
+    CHECK(f, status == MOE_OK || status == MOE_ERR_CONFIG, "check for training");
+    if (status != MOE_OK) check_error(f, status, &error);
+    status = moe_router_check_decoding(c, &error);
+    CHECK(f, status == MOE_OK || status == MOE_ERR_UNSUPPORTED, "check for decoding");
+    if (status != MOE_OK) check_error(f, status, &error);
+}
+
+static int route_fits(const bench *b, size_t limit) {
+    size_t size = 0;
+    return moe_route_size(&b->router, b->call.n_tokens, 1, &size) == MOE_OK && size <= limit;
+}
+
+static void fuzz_router(fuzz *f) {
+    bench b;
+    moe_router_config c;
+    moe_routing r;
+    moe_status status;
+    memset(&b, 0, sizeof b);
+    draw_router(f, &c);
+    check_further(f, &c);
+    if (!CHECK(f, moe_router_init(&b.router, &c, draw(f, 2) ? moe_kernels_select(0) : NULL, NULL) == MOE_OK, "init of a good configuration")) return;
+    set_custom(&b.router);
+    if (!start_tensors(f, &b)) return;
+    b.kind = draw_data(f);
+    if ((size_t)b.router.config.heads * (size_t)b.router.config.d_model > 20000 || b.router.config.n_experts > 5000) return;
+    draw_call(f, &b.router.config, b.kind, 1, &b.call);
+    supply_nodes(f, &b);
+    if (!route_fits(&b, (size_t)1 << 25)) return;
+    if (one_in(f, 4)) route_spoilt(f, &b);
+    status = route(f, &b, &r);
+    if (b.kind >= DATA_FINITE) CHECK(f, status == MOE_OK || status == MOE_ERR_NONFINITE, "routing of wild numbers");
+    else if (!CHECK(f, status == MOE_OK, "routing")) printf("    %s\n", moe_status_text(status));
+    if (status != MOE_OK) return;
+    check_routing(f, &b.router.config, &b.call, &r, b.kind < DATA_FINITE);
+    check_metrics(f, &b, &r);
+    route_alone(f, &b, &r);
+    route_again(f, &b, &r);
+    if (!b.call.training) return;
+    router_backward(f, &b, &r);
+    router_state(f, &b, &r);
+}
+
+/* ---- a layer ---------------------------------------------------------------------------------------------------------------------------- */
+
+typedef struct layer_run {
+    moe_layer layer;
+    moe_call call;
+    moe_layer_pass pass;
+    moe_real *y;
+    int kind;
+} layer_run;
+
+static moe_status layer_forward(fuzz *f, layer_run *l) {
+    size_t size = 0;
+    moe_status status = moe_layer_work_size(&l->layer, l->call.n_tokens, l->call.training, &size);
+    if (status != MOE_OK) return status;
+    l->y = numbers(f, l->call.n_tokens * (size_t)l->layer.config.d_out, DATA_ZERO);
+    moe_rng_seed(l->call.rng, 5);
+    return moe_layer_forward(&l->layer, &l->call, l->y, grab(f, size, 1), size, &l->pass);
+}
+
+static int layer_fits(const moe_layer *layer, size_t n) {
+    size_t size = 0;
+    return moe_layer_work_size(layer, n, 1, &size) == MOE_OK && size <= (size_t)1 << 25;
+}
+
+static void layer_backward(fuzz *f, layer_run *l) {
+    const size_t n = l->call.n_tokens, d = (size_t)l->layer.config.router.d_model;
+    moe_real *dy = numbers(f, n * (size_t)l->layer.config.d_out, DATA_NORMAL);
+    moe_real *dx = draw(f, 4) ? numbers(f, n * d, DATA_ZERO) : NULL, *d_router_x = l->call.router_x != NULL ? numbers(f, n * d, DATA_ZERO) : NULL;
+    moe_tensor tensor;
+    size_t i;
+    if (!CHECK(f, moe_layer_backward(&l->layer, dy, dx, d_router_x, &l->pass) == MOE_OK, "a layer's way back")) return;
+    if (l->kind < DATA_FINITE && dx != NULL) CHECK(f, all_finite(dx, n * d), "gradient of a layer's x is finite");
+    for (i = 0; moe_layer_tensor(&l->layer, i, &tensor) == MOE_OK; i++)
+        if (tensor.gradient != NULL && l->kind < DATA_FINITE) CHECK(f, all_finite(tensor.gradient, tensor.count), tensor.name);
+    CHECK(f, moe_layer_observe(&l->layer, &l->pass) == MOE_OK && moe_layer_advance(&l->layer) == MOE_OK, "a layer's state");
+    for (i = 0; moe_layer_tensor(&l->layer, i, &tensor) == MOE_OK; i++)
+        if (l->kind < DATA_FINITE) CHECK(f, all_finite(tensor.data, tensor.count), tensor.name);
+}
+
+static int layer_is_finite(const layer_run *l) {
+    const size_t o = (size_t)l->layer.config.d_out;
+    size_t t;
+    for (t = 0; t < l->call.n_tokens; t++)
+        if (is_real(&l->call, t) && !all_finite(l->y + t * o, o)) return 0;
+    return 1;
+}
+
+/* Written and read, a layer answers in the same bits. */
+static void layer_file(fuzz *f, layer_run *l) {
+    layer_run again = *l;
+    moe_buffer buffer;
+    moe_stream stream;
+    moe_allocator a = heap(f);
+    moe_error error;
+    const size_t bytes = l->call.n_tokens * (size_t)l->layer.config.d_out * sizeof(moe_real);
+    memset(&buffer, 0, sizeof buffer);
+    buffer.allocator = a;
+    stream = moe_buffer_stream(&buffer);
+    if (!CHECK(f, moe_layer_write(&l->layer, &stream, &error) == MOE_OK, "a layer is written")) printf("    %s\n", error.message);
+    else if (!CHECK(f, moe_layer_read(&again.layer, buffer.data, buffer.size, 0, &a, &error) == MOE_OK, "a layer is read")) printf("    %s\n", error.message);
+    else {
+        set_custom(&again.layer.router);
+        CHECK(f, layer_forward(f, &again) == MOE_OK && (bytes == 0 || memcmp(l->y, again.y, bytes) == 0), "a layer that was read has the same bits");
+        moe_layer_free(&again.layer);
+    }
+    moe_buffer_free(&buffer);
+}
+
+/* Packed for inference. */
+static void layer_pack(fuzz *f, layer_run *l) {
+    const int type = (int)draw(f, MOE_TYPE_COUNT);
+    const size_t experts = (size_t)l->layer.config.router.n_experts;
+    size_t size = 0, work_size = 0, bytes = l->call.n_tokens * (size_t)l->layer.config.d_out * sizeof(moe_real);
+    const moe_real *before;
+    moe_quant_error *errors = (moe_quant_error *)grab(f, experts, sizeof *errors);
+    moe_error error;
+    moe_status status = moe_layer_pack_size(&l->layer, type, &size);
+    say_number(f, "pack", type);
+    l->call.training = 0;
+    if (!CHECK(f, layer_forward(f, l) == MOE_OK, "a layer at inference")) return;
+    before = l->y;
+    if (status == MOE_ERR_UNSUPPORTED) return;
+    if (!CHECK(f, status == MOE_OK, "pack size") || size > (size_t)1 << 25) return;
+    CHECK(f, moe_layer_quantise_work_size(&l->layer, type, l->call.n_tokens, &work_size) == MOE_OK, "quantise work size");
+    if (l->call.n_tokens > 0 && draw(f, 2) && work_size <= (size_t)1 << 25)
+        status = moe_layer_quantise(&l->layer, type, grab(f, size, 1), size, &l->call, grab(f, work_size, 1), work_size, errors, &error);
+    else status = moe_layer_pack(&l->layer, type, grab(f, size, 1), size, &error);
+    if (!CHECK(f, status == MOE_OK || l->kind >= DATA_FINITE, "packing")) printf("    %s\n", error.message);
+    if (status != MOE_OK) return;
+    status = layer_forward(f, l);
+    CHECK(f, status == MOE_OK || l->kind >= DATA_FINITE, "a packed layer");
+    if (status == MOE_OK && l->kind < DATA_FINITE) CHECK(f, layer_is_finite(l), "a packed layer's output is finite");
+    if (type == MOE_TYPE_REAL && bytes > 0 && l->kind < DATA_FINITE && l->call.mask == NULL) CHECK(f, memcmp(before, l->y, bytes) == 0, "packing as reals keeps every bit");
+}
+
+static void use_layer(fuzz *f, layer_run *l) {
+    moe_status status;
+    const moe_real *first;
+    size_t bytes;
+    l->kind = draw_data(f);
+    draw_call(f, &l->layer.config.router, l->kind, l->layer.config.n_shared == 0, &l->call);
+    if (!layer_fits(&l->layer, l->call.n_tokens)) return;
+    status = layer_forward(f, l);
+    if (l->kind >= DATA_FINITE) CHECK(f, status == MOE_OK || status == MOE_ERR_NONFINITE, "a layer with wild numbers");
+    else if (!CHECK(f, status == MOE_OK, "a layer forward")) printf("    %s\n", moe_status_text(status));
+    if (status != MOE_OK) return;
+    check_routing(f, &l->layer.config.router, &l->call, &l->pass.routing, l->kind < DATA_FINITE);
+    if (l->kind < DATA_FINITE) CHECK(f, layer_is_finite(l), "a layer's output is finite");
+    first = l->y, bytes = l->call.n_tokens * (size_t)l->layer.config.d_out * sizeof(moe_real);
+    CHECK(f, layer_forward(f, l) == MOE_OK && (bytes == 0 || memcmp(first, l->y, bytes) == 0), "a layer has the same bits again");
+    if (one_in(f, 3)) layer_file(f, l);
+    if (l->call.training) layer_backward(f, l);
+    if (l->kind < DATA_FINITE && draw(f, 2)) layer_pack(f, l);
+}
+
+/* Kernels of another machine, and routers that cannot learn, are refused here and not before. */
+static moe_status create_layer(fuzz *f, moe_layer *layer, moe_layer_config *c, uint64_t seed, const moe_allocator *a, moe_error *error) {
+    moe_status status = moe_layer_create(layer, c, 1, seed, a, error);
+    if (status == MOE_ERR_UNSUPPORTED) {
+        CHECK(f, c->kernels != 0 && strstr(error->message, "kernels = ") != NULL, "only kernels are not supported");
+        c->kernels = 0;
+        status = moe_layer_create(layer, c, 1, seed, a, error);
+    }
+    if (status == MOE_ERR_CONFIG) {
+        CHECK(f, moe_router_check_training(&c->router, NULL) == status, "a layer to train is refused where its router is");
+        c->router.untrained = 1;
+        status = moe_layer_create(layer, c, 1, seed, a, error);
+    }
+    return status;
+}
+
+static void fuzz_layer(fuzz *f) {
+    layer_run l;
+    moe_layer_config c;
+    moe_allocator a = heap(f);
+    moe_error error;
+    moe_status status;
+    memset(&l, 0, sizeof l);
+    draw_layer(f, &c);
+    status = create_layer(f, &l.layer, &c, 1 + draw(f, 200), &a, &error);
+    if (!CHECK(f, status == MOE_OK || status == MOE_ERR_MEMORY || status == MOE_ERR_OVERFLOW, "a layer of a good configuration")) printf("    %s\n", error.message);
+    if (status != MOE_OK) {
+        check_error(f, status, &error);
+        return;
+    }
+    set_custom(&l.layer.router);
+    if (c.router.heads < 1000 && moe_layer_parameters(&l.layer, NULL) < MOST_NUMBERS) use_layer(f, &l);
+    moe_layer_free(&l.layer);
+}
+
+/* ---- all kinds ------------------------------------------------------------------------------------------------------------------------------ */
+
+static const struct {
+    const char *name;
+    void (*run)(fuzz *f);
+} kinds[] = {{"router", fuzz_router}, {"layer", fuzz_layer}};
+enum { KINDS = sizeof kinds / sizeof kinds[0] };
+
+#if defined __SANITIZE_ADDRESS__
+enum { SLOWER = 10 };
+#else
+enum { SLOWER = 1 };
+#endif
+
+static void run_case(const uint8_t *bytes, size_t size, int kind) {
+    fuzz *f = &now;
+    clock_t start = clock();
+    size_t i;
+    double seconds;
+    f->bytes = bytes, f->size = size, f->at = 0, f->length = 0, f->text[0] = '\0', f->n_blocks = 0;
+    f->taken = 0, f->in_use = 0, f->wrong_size = 0, f->failed = 0;
+    moe_rng_seed(&f->rng, draw(f, 1u << 24));
+    if (kind < 0) kind = (int)draw(f, KINDS);
+    kinds[kind].run(f);
+    CHECK(f, f->taken == 0, "everything is given back");
+    CHECK(f, !f->wrong_size, "the library knows the sizes of its blocks");
+    seconds = (double)(clock() - start) / (double)CLOCKS_PER_SEC;
+    if (!CHECK(f, seconds < SLOWER, "a case takes less than a second")) printf("    %.1f seconds\n", seconds);
+    for (i = 0; i < f->n_blocks; i++) free(f->blocks[i]);
+    if (f->failed) failed++;
+    else passed++;
+    if (showing) printf("%s\n", f->text);
+}
+
+#ifdef FUZZ_TARGET
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    run_case(data, size, -1);
+    return 0;
+}
+#else
+#if defined __SANITIZE_ADDRESS__
+/* A finding ends the program by a signal, which tells the case. */
+const char *__asan_default_options(void);
+const char *__asan_default_options(void) { return "abort_on_error=1"; }
+#endif
+
+static void tell(int number) {
+    show_case("the program was ended", number);
+    signal(number, SIG_DFL);
+    raise(number);
+}
+
+static void run_seed(uint64_t seed, int kind) {
+    uint8_t bytes[1200];
+    moe_rng rng;
+    size_t i;
+    now_seed = seed;
+    moe_rng_seed(&rng, seed);
+    for (i = 0; i < sizeof bytes; i++) bytes[i] = (uint8_t)(moe_rng_next(&rng) >> 56);
+    run_case(bytes, sizeof bytes, kind);
+}
+
+int main(int argc, char **argv) {
+    long count = 3000, i;
+    uint64_t seed = 1;
+    int kind = -1, at = 1, k;
+    signal(SIGABRT, tell), signal(SIGFPE, tell), signal(SIGSEGV, tell), signal(SIGILL, tell);
+    if (at < argc && strcmp(argv[at], "show") == 0) showing = 1, at++;
+    for (k = 0; k < KINDS; k++)
+        if (at < argc && strcmp(argv[at], kinds[k].name) == 0) kind = k;
+    if (kind >= 0) sprintf(now_kind, "%.16s ", kinds[kind].name), at++;
+    if (at < argc) count = strcmp(argv[at], "few") == 0 ? 300 : atol(argv[at]);
+    if (at + 1 < argc) seed = strtoul(argv[at + 1], NULL, 10);
+    for (i = 0; i < count; i++) run_seed(seed + (uint64_t)i, kind);
+    printf("%ld passed, %ld failed\n", passed, failed);
+    return failed > 0;
+}
+#endif
