@@ -1444,19 +1444,21 @@ static void moei_cluster_spread(const moei_pass *s, const moe_real *h, const int
             for (q = 0; q < s->d; q++) m[q] += share * MOEI_F(fabs)(h[(size_t)tokens[i] * s->d + q] - h[(size_t)tokens[j] * s->d + q]);
 }
 
-/* The theorem's weights: lambda / (s + alpha), alpha > -min s so that their mean is 1, by bisection. */
+/* The theorem's weights: lambda / (s + alpha), alpha > -min s so that their mean is 1, by bisection of beta = alpha + min s: beside a large s, alpha itself
+   could not tell a small lambda from 0. */
 static void moei_exact_weights(moe_real *m, size_t d, moe_real lambda) {
-    moe_real least = m[0], low, high, alpha, mean;
+    moe_real least = m[0], low, high, beta, mean;
     size_t q;
     int step;
     for (q = 1; q < d; q++)
         if (m[q] < least) least = m[q];
-    low = -least, high = lambda - least; /* at high every weight is at most 1 */
+    for (q = 0; q < d; q++) m[q] -= least;
+    low = lambda / (moe_real)d, high = lambda; /* at low one weight is d, at high none is above 1 */
     for (step = 0; step < 200; step++) {
-        alpha = (low + high) / MOEI_R(2.0), mean = MOEI_R(0.0);
-        for (q = 0; q < d; q++) mean += lambda / (m[q] + alpha);
-        if (mean > (moe_real)d) low = alpha;
-        else high = alpha;
+        beta = (low + high) / MOEI_R(2.0), mean = MOEI_R(0.0);
+        for (q = 0; q < d; q++) mean += lambda / (m[q] + beta);
+        if (mean > (moe_real)d) low = beta;
+        else high = beta;
     }
     for (q = 0; q < d; q++) m[q] = lambda / (m[q] + high);
 }

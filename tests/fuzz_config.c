@@ -203,13 +203,22 @@ static int holds_word(const char *text, const char *word) {
     return 0;
 }
 
-/* A message that names a field and the value that it has; "is set" stands for a value where any is too much. */
+/* Whether a field asks for its default; -0 does, too. */
+static int is_zero(const moe_field *field, const void *config) {
+    moe_real real = 0;
+    int value = 0;
+    if (field->kind == MOE_FIELD_REAL) memcpy(&real, (const char *)config + field->offset, sizeof real);
+    else memcpy(&value, (const char *)config + field->offset, sizeof value);
+    return value == 0 && !(real < 0) && !(real > 0) && moe_is_finite(real);
+}
+
+/* A message that names a field and the value that it has, or that defaults give it; "is set" stands for a value where any is too much. */
 static int names_a_field(const char *message, const moe_field *fields, const void *config) {
     char value[64];
     for (; fields->name != NULL; fields++) {
         if (!holds_word(message, fields->name)) continue;
         moe_field_text(fields, config, value, sizeof value);
-        if (strstr(message, value) != NULL || strstr(message, "is set") != NULL || fields->kind == MOE_FIELD_REAL) return 1;
+        if (is_zero(fields, config) || strstr(message, value) != NULL || strstr(message, "is set") != NULL || fields->kind == MOE_FIELD_REAL) return 1;
     }
     return 0;
 }
@@ -297,13 +306,6 @@ static void say_config(fuzz *f, const family *a, const void *config) {
     }
 }
 
-/* Also -0, whose text has no sign. */
-static int is_zero(const moe_field *field, const void *config) {
-    moe_real real = 0;
-    if (field->kind == MOE_FIELD_REAL) memcpy(&real, (const char *)config + field->offset, sizeof real);
-    return field->kind == MOE_FIELD_REAL && !(real < 0) && !(real > 0) && moe_is_finite(real);
-}
-
 /* Files and presets hold a configuration as text: read back, it is the same. */
 static void check_text(fuzz *f, const family *a, const void *config) {
     unsigned char again[sizeof(moe_layer_config)];
@@ -314,7 +316,7 @@ static void check_text(fuzz *f, const family *a, const void *config) {
         size_t size = field->kind == MOE_FIELD_REAL ? sizeof(moe_real) : sizeof(int);
         moe_field_text(field, config, value, sizeof value);
         if (!CHECK(f, moe_field_set(a->fields, again, field->name, value, NULL) == MOE_OK, "the text of a field is read back")) printf("    %s=%s\n", field->name, value);
-        CHECK(f, is_zero(field, config) || memcmp((const char *)config + field->offset, again + field->offset, size) == 0, "the text of a field has all its bits");
+        CHECK(f, (is_zero(field, config) && field->kind == MOE_FIELD_REAL) || memcmp((const char *)config + field->offset, again + field->offset, size) == 0, "the text of a field has all its bits");
     }
 }
 
@@ -495,13 +497,26 @@ static void supply(fuzz *f, const moe_router_config *c, int kind, moe_call *call
     if (one_in(f, 5)) call->router_x = numbers(f, n * d, kind);
 }
 
+/* What runs through a router or layer. */
+typedef struct matter {
+    size_t n; /* tokens */
+    int data; /* DATA_ */
+    int training;
+} matter;
+
 static size_t draw_tokens(fuzz *f) { return one_in(f, 12) ? draw(f, 2) : one_in(f, 20) ? draw(f, 200) : 1 + draw(f, 24); }
 
-static void draw_call(fuzz *f, const moe_router_config *c, int kind, int poison, moe_call *call) {
+static matter draw_matter(fuzz *f) {
+    matter m;
+    m.n = draw_tokens(f), m.data = draw_data(f), m.training = (int)draw(f, 2);
+    return m;
+}
+
+static void draw_call(fuzz *f, const moe_router_config *c, const matter *m, int poison, moe_call *call) {
+    const int kind = m->data;
     memset(call, 0, sizeof *call);
-    call->n_tokens = draw_tokens(f);
-    call->x = numbers(f, call->n_tokens * (size_t)c->d_model, kind);
-    call->training = (int)draw(f, 2);
+    call->n_tokens = m->n, call->training = m->training;
+    call->x = numbers(f, m->n * (size_t)c->d_model, kind);
     supply(f, c, kind, call);
     if (one_in(f, 3)) draw_mask(f, call, (size_t)c->d_model, poison && call->router_x == NULL);
     if (one_in(f, 3)) draw_sequences(f, call, c->select == MOE_SELECT_SOFT ? (size_t)c->soft_sequences : 5);
@@ -833,20 +848,18 @@ static int route_fits(const bench *b, size_t limit) {
     return moe_route_size(&b->router, b->call.n_tokens, 1, &size) == MOE_OK && size <= limit;
 }
 
-static void fuzz_router(fuzz *f) {
+static void run_router(fuzz *f, const moe_router_config *c, const matter *m) {
     bench b;
-    moe_router_config c;
     moe_routing r;
     moe_status status;
     memset(&b, 0, sizeof b);
-    draw_router(f, &c);
-    check_further(f, &c);
-    if (!CHECK(f, moe_router_init(&b.router, &c, draw(f, 2) ? moe_kernels_select(0) : NULL, NULL) == MOE_OK, "init of a good configuration")) return;
+    check_further(f, c);
+    if (!CHECK(f, moe_router_init(&b.router, c, draw(f, 2) ? moe_kernels_select(0) : NULL, NULL) == MOE_OK, "init of a good configuration")) return;
     set_custom(&b.router);
     if (!start_tensors(f, &b)) return;
-    b.kind = draw_data(f);
+    b.kind = m->data;
     if ((size_t)b.router.config.heads * (size_t)b.router.config.d_model > 20000 || b.router.config.n_experts > 5000) return;
-    draw_call(f, &b.router.config, b.kind, 1, &b.call);
+    draw_call(f, &b.router.config, m, 1, &b.call);
     supply_nodes(f, &b);
     if (!route_fits(&b, (size_t)1 << 25)) return;
     if (one_in(f, 4)) route_spoilt(f, &b);
@@ -861,6 +874,14 @@ static void fuzz_router(fuzz *f) {
     if (!b.call.training) return;
     router_backward(f, &b, &r);
     router_state(f, &b, &r);
+}
+
+static void fuzz_router(fuzz *f) {
+    moe_router_config c;
+    matter m;
+    draw_router(f, &c);
+    m = draw_matter(f);
+    run_router(f, &c, &m);
 }
 
 /* ---- a layer ---------------------------------------------------------------------------------------------------------------------------- */
@@ -958,12 +979,12 @@ static void layer_pack(fuzz *f, layer_run *l) {
     if (type == MOE_TYPE_REAL && bytes > 0 && l->kind < DATA_FINITE && l->call.mask == NULL) CHECK(f, memcmp(before, l->y, bytes) == 0, "packing as reals keeps every bit");
 }
 
-static void use_layer(fuzz *f, layer_run *l) {
+static void use_layer(fuzz *f, layer_run *l, const matter *m) {
     moe_status status;
     const moe_real *first;
     size_t bytes;
-    l->kind = draw_data(f);
-    draw_call(f, &l->layer.config.router, l->kind, l->layer.config.n_shared == 0, &l->call);
+    l->kind = m->data;
+    draw_call(f, &l->layer.config.router, m, l->layer.config.n_shared == 0, &l->call);
     if (!layer_fits(&l->layer, l->call.n_tokens)) return;
     status = layer_forward(f, l);
     if (l->kind >= DATA_FINITE) CHECK(f, status == MOE_OK || status == MOE_ERR_NONFINITE, "a layer with wild numbers");
@@ -994,14 +1015,12 @@ static moe_status create_layer(fuzz *f, moe_layer *layer, moe_layer_config *c, u
     return status;
 }
 
-static void fuzz_layer(fuzz *f) {
+static void run_layer(fuzz *f, moe_layer_config c, const matter *m) {
     layer_run l;
-    moe_layer_config c;
     moe_allocator a = heap(f);
     moe_error error;
     moe_status status;
     memset(&l, 0, sizeof l);
-    draw_layer(f, &c);
     status = create_layer(f, &l.layer, &c, 1 + draw(f, 200), &a, &error);
     if (!CHECK(f, status == MOE_OK || status == MOE_ERR_MEMORY || status == MOE_ERR_OVERFLOW, "a layer of a good configuration")) printf("    %s\n", error.message);
     if (status != MOE_OK) {
@@ -1009,8 +1028,16 @@ static void fuzz_layer(fuzz *f) {
         return;
     }
     set_custom(&l.layer.router);
-    if (c.router.heads < 1000 && moe_layer_parameters(&l.layer, NULL) < MOST_NUMBERS) use_layer(f, &l);
+    if (c.router.heads < 1000 && moe_layer_parameters(&l.layer, NULL) < MOST_NUMBERS) use_layer(f, &l, m);
     moe_layer_free(&l.layer);
+}
+
+static void fuzz_layer(fuzz *f) {
+    moe_layer_config c;
+    matter m;
+    draw_layer(f, &c);
+    m = draw_matter(f);
+    run_layer(f, c, &m);
 }
 
 /* ---- all kinds ------------------------------------------------------------------------------------------------------------------------------ */
@@ -1027,24 +1054,34 @@ enum { SLOWER = 10 };
 enum { SLOWER = 1 };
 #endif
 
-static void run_case(const uint8_t *bytes, size_t size, int kind) {
+static clock_t begun;
+
+static void begin_case(const uint8_t *bytes, size_t size) {
     fuzz *f = &now;
-    clock_t start = clock();
-    size_t i;
-    double seconds;
+    begun = clock();
     f->bytes = bytes, f->size = size, f->at = 0, f->length = 0, f->text[0] = '\0', f->n_blocks = 0;
     f->taken = 0, f->in_use = 0, f->wrong_size = 0, f->failed = 0;
     moe_rng_seed(&f->rng, draw(f, 1u << 24));
-    if (kind < 0) kind = (int)draw(f, KINDS);
-    kinds[kind].run(f);
+}
+
+static void end_case(void) {
+    fuzz *f = &now;
+    const double seconds = (double)(clock() - begun) / (double)CLOCKS_PER_SEC;
+    size_t i;
     CHECK(f, f->taken == 0, "everything is given back");
     CHECK(f, !f->wrong_size, "the library knows the sizes of its blocks");
-    seconds = (double)(clock() - start) / (double)CLOCKS_PER_SEC;
     if (!CHECK(f, seconds < SLOWER, "a case takes less than a second")) printf("    %.1f seconds\n", seconds);
     for (i = 0; i < f->n_blocks; i++) free(f->blocks[i]);
     if (f->failed) failed++;
     else passed++;
     if (showing) printf("%s\n", f->text);
+}
+
+static void run_case(const uint8_t *bytes, size_t size, int kind) {
+    begin_case(bytes, size);
+    if (kind < 0) kind = (int)draw(&now, KINDS);
+    kinds[kind].run(&now);
+    end_case();
 }
 
 #ifdef FUZZ_TARGET
@@ -1060,6 +1097,29 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 const char *__asan_default_options(void);
 const char *__asan_default_options(void) { return "abort_on_error=1"; }
 #endif
+
+/* ---- what these cases have found: configuration, tokens, data, training ---------------------------------------------------------------------- */
+
+static const struct {
+    const char *settings;
+    matter m;
+} findings[] = {
+    {"input=adaptive_clustering ac_lambda=1e-9", {18, DATA_BIG, 1}}, /* feature weights infinite: lambda small beside the spread */
+};
+
+static void run_finding(size_t i) {
+    moe_layer_config c;
+    begin_case(NULL, 0);
+    now_seed = 0;
+    memset(&c, 0, sizeof c);
+    c.router.d_model = 8, c.router.n_experts = 4, c.d_ff = 5;
+    say(&now, findings[i].settings);
+    if (CHECK(&now, moe_fields_apply(moe_layer_fields(), &c, findings[i].settings, NULL) == MOE_OK, "settings of a finding")) {
+        run_router(&now, &c.router, &findings[i].m);
+        run_layer(&now, c, &findings[i].m);
+    }
+    end_case();
+}
 
 static void tell(int number) {
     show_case("the program was ended", number);
@@ -1088,6 +1148,7 @@ int main(int argc, char **argv) {
     if (kind >= 0) sprintf(now_kind, "%.16s ", kinds[kind].name), at++;
     if (at < argc) count = strcmp(argv[at], "few") == 0 ? 300 : atol(argv[at]);
     if (at + 1 < argc) seed = strtoul(argv[at + 1], NULL, 10);
+    for (i = 0; i < (long)(sizeof findings / sizeof findings[0]) && kind < 0; i++) run_finding((size_t)i);
     for (i = 0; i < count; i++) run_seed(seed + (uint64_t)i, kind);
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed > 0;
