@@ -3271,10 +3271,9 @@ static moe_real moei_loss_locality(moei_pass *s, moe_real factor, int backward) 
     size_t nodes = (size_t)s->c->nodes, home, j, t, e;
     for (home = 0; home < nodes; home++) {
         size_t count = 0;
-        for (j = 0; j < nodes; j++) q[j] = MOEI_R(0.0);
         for (t = 0; t < s->n; t++) {
             if (!moei_is_real(s->call, t) || moei_home(s, t) != home) continue;
-            count++;
+            if (count++ == 0) memset(q, 0, nodes * sizeof *q); /* for homes of nobody there may be too many to do even this */
             for (e = 0; e < s->experts; e++) q[moei_expert_node(s, e)] += s->r->probabilities[t * s->experts + e];
         }
         if (count == 0) continue;

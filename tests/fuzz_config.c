@@ -1105,6 +1105,7 @@ static const struct {
     matter m;
 } findings[] = {
     {"input=adaptive_clustering ac_lambda=1e-9", {18, DATA_BIG, 1}}, /* feature weights infinite: lambda small beside the spread */
+    {"loss_locality=1 nodes=65536", {39, DATA_NORMAL, 1}},           /* seconds: all pairs of nodes */
 };
 
 static void run_finding(size_t i) {
