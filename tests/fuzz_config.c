@@ -37,6 +37,7 @@ typedef struct fuzz {
     long taken;           /* blocks of memory that the library has */
     size_t in_use;        /* their bytes */
     int wrong_size;       /* it gave back another size than it took */
+    int keep_width;       /* d_model is given */
     int failed;
 } fuzz;
 
@@ -290,7 +291,8 @@ static void change(fuzz *f, const family *a, const moe_field *field, void *confi
 static const moe_field *draw_which(fuzz *f, const family *a) {
     const moe_field *field = NULL;
     if (draw(f, 2) == 0) field = moe_field_find(a->fields, main_fields[draw(f, sizeof main_fields / sizeof main_fields[0])]);
-    return field != NULL ? field : a->fields + draw(f, (unsigned)count_fields(a->fields));
+    if (field == NULL) field = a->fields + draw(f, (unsigned)count_fields(a->fields));
+    return f->keep_width && strcmp(field->name, "d_model") == 0 ? a->fields + 1 : field;
 }
 
 static void say_config(fuzz *f, const family *a, const void *config) {
@@ -345,10 +347,11 @@ static const char *draw_preset(fuzz *f) {
 }
 
 /* A width, and what a preset leaves open: token ids, a width that the experts divide. */
-static void complete(fuzz *f, moe_router_config *c) {
-    c->d_model = 1 + (int)draw(f, one_in(f, 10) ? 130 : 24);
+static void complete(fuzz *f, moe_router_config *c, int width) {
+    c->d_model = width > 0 ? width : 1 + (int)draw(f, one_in(f, 10) ? 130 : 24);
     if (c->select == MOE_SELECT_HASH) c->table_size = 1 + (int)draw(f, 30);
-    if (c->score == MOE_SCORE_GRAP) c->d_model = (c->n_experts > 0 ? c->n_experts : 8) * (1 + (int)draw(f, 3));
+    if (c->score == MOE_SCORE_GRAP && width > 0) c->n_experts = width;
+    else if (c->score == MOE_SCORE_GRAP) c->d_model = (c->n_experts > 0 ? c->n_experts : 8) * (1 + (int)draw(f, 3));
 }
 
 /* {0} or a preset, then changes. */
@@ -357,16 +360,19 @@ static void draw_router(fuzz *f, moe_router_config *c) {
     memset(c, 0, sizeof *c);
     say(f, "router");
     if (one_in(f, 3)) CHECK(f, moe_router_preset(draw_preset(f), c, NULL) == MOE_OK, "a preset");
-    complete(f, c);
+    complete(f, c, 0);
     draw_config(f, &a, c);
 }
 
-static void draw_layer(fuzz *f, moe_layer_config *c) {
+/* width 0: any. */
+static void draw_layer(fuzz *f, moe_layer_config *c, int width) {
     const family a = layers();
+    f->keep_width = width > 0;
     memset(c, 0, sizeof *c);
     say(f, "layer");
     if (one_in(f, 3)) CHECK(f, moe_layer_preset(draw_preset(f), c, NULL) == MOE_OK, "a preset");
-    complete(f, &c->router);
+    complete(f, &c->router, width);
+    if (moe_layer_check(c, NULL, NULL) != MOE_OK) memset(c, 0, sizeof *c), c->router.d_model = width > 0 ? width : 7; /* a preset for another width */
     draw_config(f, &a, c);
 }
 
@@ -442,7 +448,7 @@ static void draw_mask(fuzz *f, moe_call *call, size_t d, int poison) {
     moe_real *x = (moe_real *)grab(f, call->n_tokens * d, sizeof *x);
     const int none = one_in(f, 10);
     size_t t, q;
-    if (call->n_tokens > 0) memcpy(x, call->x, call->n_tokens * d * sizeof *x);
+    if (call->n_tokens * d > 0) memcpy(x, call->x, call->n_tokens * d * sizeof *x);
     for (t = 0; t < call->n_tokens; t++) {
         mask[t] = !none && moe_rng_below(&f->rng, 3) > 0;
         for (q = 0; q < d && !mask[t] && poison; q++) x[t * d + q] = (moe_real)(HUGE_VAL - HUGE_VAL);
@@ -1035,9 +1041,387 @@ static void run_layer(fuzz *f, moe_layer_config c, const matter *m) {
 static void fuzz_layer(fuzz *f) {
     moe_layer_config c;
     matter m;
-    draw_layer(f, &c);
+    draw_layer(f, &c, 0);
     m = draw_matter(f);
     run_layer(f, c, &m);
+}
+
+/* ---- a net ------------------------------------------------------------------------------------------------------------------------------ */
+
+enum { MOST_MODULES = 8, MOST_TOKENS = 40 };
+
+/* A module as it was asked for, so that a net can be made again. */
+typedef struct part {
+    int kind;
+    int size, span; /* d_out, vocabulary or places; width of the embedding in span */
+    moe_real rate;
+    moe_attention_config attention;
+    moe_layer_config layer;
+    int has_config; /* attention, feed_forward: not NULL */
+} part;
+
+typedef struct plan {
+    int d_in, kernels;
+    size_t n;
+    part parts[MOST_MODULES];
+} plan;
+
+static moe_status add_part(moe_net *net, const part *p) {
+    switch (p->kind) {
+    case MOE_MODULE_LINEAR: return moe_net_linear(net, p->size);
+    case MOE_MODULE_ACTIVATION: return moe_net_activation(net, p->size);
+    case MOE_MODULE_LAYER_NORM: return moe_net_layer_norm(net);
+    case MOE_MODULE_MIXTURE: return moe_net_mixture(net, &p->layer);
+    case MOE_MODULE_RESIDUAL: return moe_net_residual(net, p->span);
+    case MOE_MODULE_EMBEDDING: return moe_net_embedding(net, p->size, p->span);
+    case MOE_MODULE_POSITIONS: return moe_net_positions(net, p->size);
+    case MOE_MODULE_ATTENTION: return moe_net_attention(net, p->has_config ? &p->attention : NULL);
+    case MOE_MODULE_RMS_NORM: return moe_net_rms_norm(net);
+    case MOE_MODULE_DROPOUT: return moe_net_dropout(net, p->rate);
+    case MOE_MODULE_FEED_FORWARD: return moe_net_feed_forward(net, p->has_config ? &p->layer : NULL);
+    default: return moe_net_tied(net);
+    }
+}
+
+/* The net of the first n parts, not built. */
+static moe_status make_net(fuzz *f, const plan *p, size_t n, moe_net *net) {
+    const moe_allocator a = heap(f);
+    size_t i;
+    moe_status status = moe_net_init(net, p->d_in, p->kernels, &a);
+    for (i = 0; i < n && status == MOE_OK; i++) status = add_part(net, &p->parts[i]);
+    return status;
+}
+
+static int width_after(const moe_net *net) { return net->n_modules > 0 ? net->modules[net->n_modules - 1].d_out : net->d_in; }
+
+static void draw_feed_forward(fuzz *f, moe_layer_config *c) {
+    memset(c, 0, sizeof *c);
+    c->expert = (int)draw(f, MOE_EXPERT_COUNT);
+    if (draw(f, 2)) c->d_ff = 1 + (int)draw(f, 30);
+    if (draw(f, 2)) c->d_low = 1 + (int)draw(f, 9);
+    if (draw(f, 2)) c->act = (int)draw(f, MOE_ACT_COUNT);
+    c->no_expert_bias = (int)draw(f, 2);
+}
+
+static void draw_attention(fuzz *f, moe_attention_config *c) {
+    static const int heads[] = {0, 1, 2, 3, 4, 5, 300, -1}, widths[] = {0, 1, 2, 4, 6, 7, 0, 100000};
+    memset(c, 0, sizeof *c);
+    c->heads = heads[one_in(f, 20) ? draw(f, 8) : draw(f, 6)], c->d_head = widths[one_in(f, 20) ? draw(f, 8) : draw(f, 6)];
+    c->full = one_in(f, 4), c->rotary = (int)draw(f, 2);
+    if (one_in(f, 3)) c->rotary_base = (moe_real)pow(10.0, (double)draw(f, 12) - 3.0);
+}
+
+static void draw_part(fuzz *f, const moe_net *net, part *p) {
+    static const int sizes[] = {1, 2, 3, 5, 8, 12, 16, 17, 24, 33, 70, 0, -1, 1 << 24};
+    const int width = width_after(net);
+    memset(p, 0, sizeof *p);
+    p->kind = one_in(f, 3) ? MOE_MODULE_MIXTURE : (int)draw(f, MOE_MODULE_COUNT);
+    if (net->d_in == 0 && net->n_modules == 0) p->kind = MOE_MODULE_EMBEDDING;
+    p->size = sizes[one_in(f, 20) ? draw(f, 14) : draw(f, 11)], p->span = 1 + (int)draw(f, (unsigned)net->n_modules + (one_in(f, 20) ? 2u : 0u));
+    p->has_config = (int)draw(f, 2);
+    if (p->kind == MOE_MODULE_ACTIVATION) p->size = (int)draw(f, one_in(f, 20) ? MOE_ACT_COUNT + 1 : MOE_ACT_COUNT);
+    if (p->kind == MOE_MODULE_EMBEDDING) p->span = 1 + (int)draw(f, 24), p->size += 3;
+    if (p->kind == MOE_MODULE_POSITIONS) p->size += 8;
+    if (p->kind == MOE_MODULE_DROPOUT) p->rate = (moe_real)(draw(f, 11) / 10.0);
+    if (p->kind == MOE_MODULE_ATTENTION) draw_attention(f, &p->attention);
+    if (p->kind == MOE_MODULE_FEED_FORWARD) draw_feed_forward(f, &p->layer);
+    if (p->kind == MOE_MODULE_MIXTURE) {
+        draw_layer(f, &p->layer, width);
+        if (draw(f, 2)) p->layer.router.d_model = 0, p->layer.kernels = 0;
+    }
+}
+
+/* A part that does not fit is left out again: a failed call leaves its net unable to be built. */
+static void draw_plan(fuzz *f, plan *p) {
+    unsigned tries = 1 + draw(f, one_in(f, 3) ? MOST_MODULES : 4), i;
+    moe_error error;
+    moe_net net;
+    memset(p, 0, sizeof *p);
+    p->d_in = one_in(f, 3) ? 0 : 1 + (int)draw(f, 24);
+    for (i = 0; i < tries && p->n < MOST_MODULES; i++) {
+        moe_status status;
+        say(f, "\n ");
+        CHECK(f, make_net(f, p, p->n, &net) == MOE_OK, "parts that fitted fit again");
+        draw_part(f, &net, &p->parts[p->n]);
+        say_number(f, "module", p->parts[p->n].kind), say_number(f, "size", p->parts[p->n].size), say_number(f, "span", p->parts[p->n].span);
+        status = add_part(&net, &p->parts[p->n]);
+        if (status == MOE_OK) p->n++;
+        else {
+            say(f, " (refused)");
+            check_error(f, status, &net.error);
+            CHECK(f, status == MOE_ERR_CONFIG || status == MOE_ERR_UNSUPPORTED || status == MOE_ERR_OVERFLOW, "a module is refused for its configuration");
+            CHECK(f, moe_net_build(&net, 1, 1, &error) == status && strcmp(error.message, net.error.message) == 0, "build tells the first failure");
+        }
+        moe_net_free(&net);
+    }
+}
+
+static moe_layer_config *mixture_of(moe_net *net, size_t i) { return net->modules[i].kind == MOE_MODULE_MIXTURE ? &net->modules[i].layer.config : NULL; }
+
+static void set_customs(moe_net *net) {
+    size_t i;
+    for (i = 0; i < net->n_modules; i++)
+        if (mixture_of(net, i) != NULL) set_custom(&net->modules[i].layer.router);
+}
+
+/* Built, or a status that says why not; routers that cannot learn learn nothing then. */
+static moe_status build_net(fuzz *f, plan *p, moe_net *net) {
+    const uint64_t seed = draw(f, 200);
+    moe_error error;
+    moe_status status;
+    size_t i;
+    if (!CHECK(f, make_net(f, p, p->n, net) == MOE_OK, "parts that fitted fit again")) return MOE_ERR_CONFIG;
+    status = moe_net_build(net, 1, seed, &error);
+    if (status == MOE_ERR_CONFIG && p->n > 0) {
+        moe_net_free(net);
+        for (i = 0; i < p->n; i++) p->parts[i].layer.router.untrained = p->parts[i].kind == MOE_MODULE_MIXTURE;
+        if (make_net(f, p, p->n, net) == MOE_OK) status = moe_net_build(net, 1, seed, &error);
+    }
+    if (status != MOE_OK) check_error(f, status, &error);
+    if (status != MOE_OK) CHECK(f, status == MOE_ERR_MEMORY || status == MOE_ERR_OVERFLOW || (status == MOE_ERR_CONFIG && p->n == 0), "a net of good modules is built");
+    set_customs(net);
+    return status;
+}
+
+typedef struct net_run {
+    moe_net net;
+    moe_call call;
+    moe_net_pass pass;
+    matter m;
+} net_run;
+
+static int least_of(int a, int b) { return a < b ? a : b; }
+
+/* Heads that a call would have to bring beyond what is drawn here. */
+static int too_many_heads(const moe_net *net) {
+    size_t i;
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && net->modules[i].layer.config.router.heads > 100) return 1;
+    return 0;
+}
+
+/* What the routers of all mixtures ask for together. */
+static void supply_net(fuzz *f, net_run *r) {
+    size_t n = r->m.n, i, teachers = 0, choices = 0, heads = 1, width = 1, experts = 1;
+    int ids = 1 << 20, nodes = 1 << 20, given = 0, distill = 0, attention = 0, own_attention = 0, locality = 0;
+    for (i = 0; i < r->net.n_modules; i++) {
+        const moe_layer_config *l = mixture_of(&r->net, i);
+        const moe_router_config *c = l != NULL ? &l->router : NULL;
+        own_attention |= r->net.modules[i].kind == MOE_MODULE_ATTENTION;
+        if (r->net.modules[i].kind == MOE_MODULE_EMBEDDING) ids = least_of(ids, r->net.modules[i].n_rows);
+        if (c == NULL) continue;
+        if (c->table_size > 0) ids = least_of(ids, c->table_size);
+        if (c->select != MOE_SELECT_SOFT) teachers += n * (size_t)c->n_experts, choices += n * most_choices(c);
+        given |= c->select == MOE_SELECT_GIVEN, distill |= c->loss_distill > 0 && !c->student;
+        attention |= c->refine == MOE_REFINE_ATTENTION && !own_attention;
+        if (c->loss_locality > 0) nodes = least_of(nodes, c->nodes), locality = 1;
+        if ((size_t)c->heads > heads) heads = (size_t)c->heads;
+        if ((size_t)c->d_model > width) width = (size_t)c->d_model;
+        if ((size_t)c->n_experts > experts) experts = (size_t)c->n_experts;
+    }
+    r->call.rng = (moe_rng *)grab(f, 1, sizeof(moe_rng));
+    r->call.token_ids = integers(f, n, 0, ids);
+    if (distill) r->call.teacher = numbers(f, teachers, DATA_NORMAL);
+    if (locality && draw(f, 2)) r->call.home = integers(f, n, 0, nodes), r->call.expert_node = integers(f, experts, 0, nodes);
+    if (attention) {
+        r->call.attention_weights = attention_rows(f, heads, n, 1);
+        r->call.attention_outputs = numbers(f, heads * n * width, DATA_NORMAL);
+        r->call.attention_output = numbers(f, n * width, DATA_NORMAL);
+    }
+    if (given) {
+        int32_t *all = (int32_t *)grab(f, choices, sizeof *all), *at = all;
+        for (i = 0; i < r->net.n_modules; i++) {
+            const moe_layer_config *l = mixture_of(&r->net, i);
+            size_t count = l != NULL && l->router.select != MOE_SELECT_SOFT ? n * most_choices(&l->router) : 0;
+            if (count > 0) memcpy(at, draw_given(f, &l->router, n), count * sizeof *at), at += count;
+        }
+        r->call.given = all;
+    }
+}
+
+static size_t most_sequences(const moe_net *net) {
+    size_t i, most = 5;
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && net->modules[i].layer.config.router.select == MOE_SELECT_SOFT &&
+            (size_t)net->modules[i].layer.config.router.soft_sequences < most)
+            most = (size_t)net->modules[i].layer.config.router.soft_sequences;
+    return most;
+}
+
+static size_t most_places(const moe_net *net) {
+    size_t i, most = MOST_TOKENS;
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_POSITIONS && (size_t)net->modules[i].n_rows < most) most = (size_t)net->modules[i].n_rows;
+    return most;
+}
+
+/* Numbers of a net stay small: its modules multiply them. */
+static void net_call(fuzz *f, net_run *r) {
+    r->m = draw_matter(f);
+    if (r->m.n > most_places(&r->net)) r->m.n = most_places(&r->net);
+    if (r->m.data == DATA_BIG || r->m.data == DATA_SPARSE || r->m.data == DATA_MIXED) r->m.data = DATA_NORMAL;
+    memset(&r->call, 0, sizeof r->call);
+    r->call.n_tokens = r->m.n, r->call.training = r->m.training;
+    if (r->net.d_in > 0) r->call.x = numbers(f, r->m.n * (size_t)r->net.d_in, r->m.data);
+    supply_net(f, r);
+    if (one_in(f, 3)) draw_mask(f, &r->call, r->net.d_in > 0 ? (size_t)r->net.d_in : 0, 0);
+    if (r->net.d_in == 0) r->call.x = NULL;
+    if (one_in(f, 3)) draw_sequences(f, &r->call, most_sequences(&r->net));
+    say(f, "\ncall"), say_number(f, "n", (double)r->m.n), say(f, " data="), say(f, data_names[r->m.data]), say_number(f, "training", r->m.training);
+    say_number(f, "mask", r->call.mask != NULL), say_number(f, "sequences", (double)r->call.n_sequences);
+}
+
+static moe_status net_forward(fuzz *f, net_run *r) {
+    size_t size = 0;
+    moe_status status = moe_net_work_size(&r->net, r->m.n, r->call.training, &size);
+    if (status != MOE_OK) return status;
+    moe_rng_seed(r->call.rng, 5);
+    return moe_net_forward(&r->net, &r->call, grab(f, size, 1), size, &r->pass);
+}
+
+static double largest(const moe_real *x, size_t n) {
+    double most = 0.0;
+    size_t i;
+    for (i = 0; i < n; i++) most = !moe_is_finite(x[i]) ? HUGE_VAL : fabs((double)x[i]) > most ? fabs((double)x[i]) : most;
+    return most;
+}
+
+/* The largest number that the first modules make, of those that are finite: what follows large ones may be infinite. */
+static double largest_inside(fuzz *f, const plan *p, const net_run *whole) {
+    double most = 0.0;
+    size_t n;
+    for (n = 1; n < p->n && most < 1e30; n++) {
+        net_run r = *whole;
+        if (make_net(f, p, n, &r.net) == MOE_OK && moe_net_build(&r.net, 1, 1, NULL) == MOE_OK) {
+            set_customs(&r.net);
+            if (net_forward(f, &r) == MOE_OK && largest(r.pass.y, r.m.n * (size_t)r.net.d_out) > most) most = largest(r.pass.y, r.m.n * (size_t)r.net.d_out);
+        }
+        moe_net_free(&r.net);
+    }
+    return most;
+}
+
+enum { NET_FITS = 1 << 25 };
+
+static int net_fits(const net_run *r) {
+    size_t size = 0;
+    return moe_net_work_size(&r->net, r->m.n, 1, &size) == MOE_OK && size <= (size_t)NET_FITS;
+}
+
+static size_t output_bytes(const net_run *r) { return r->m.n * (size_t)r->net.d_out * sizeof(moe_real); }
+
+/* Written and read, a net answers in the same bits. */
+static void net_file(fuzz *f, net_run *r) {
+    net_run again = *r;
+    moe_buffer buffer;
+    moe_stream stream;
+    const moe_allocator a = heap(f);
+    moe_error error;
+    memset(&buffer, 0, sizeof buffer);
+    buffer.allocator = a;
+    stream = moe_buffer_stream(&buffer);
+    if (!CHECK(f, moe_net_write(&r->net, &stream, &error) == MOE_OK, "a net is written")) printf("    %s\n", error.message);
+    else if (!CHECK(f, moe_net_read(&again.net, buffer.data, buffer.size, (int)draw(f, 2), 0, &a, &error) == MOE_OK, "a net is read")) printf("    %s\n", error.message);
+    else {
+        set_customs(&again.net);
+        CHECK(f, net_forward(f, &again) == MOE_OK && (output_bytes(r) == 0 || memcmp(r->pass.y, again.pass.y, output_bytes(r)) == 0), "a net that was read has the same bits");
+        moe_net_free(&again.net);
+    }
+    moe_buffer_free(&buffer);
+}
+
+static void net_backward(fuzz *f, net_run *r, const plan *p) {
+    const size_t n = r->m.n;
+    moe_real *dy = numbers(f, n * (size_t)r->net.d_out, DATA_NORMAL), *dx = r->net.d_in > 0 ? numbers(f, n * (size_t)r->net.d_in, DATA_ZERO) : NULL;
+    const int tame = r->m.data < DATA_FINITE;
+    size_t i;
+    moe_net_zero_gradients(&r->net);
+    if (!CHECK(f, moe_net_backward(&r->net, &r->pass, dy, dx) == MOE_OK, "a net's way back")) return;
+    CHECK(f, moe_net_observe(&r->net, &r->pass) == MOE_OK && moe_net_advance(&r->net) == MOE_OK, "a net's state");
+    for (i = 0; i < r->net.n_tensors && tame; i++) {
+        const moe_tensor *t = &r->net.tensors[i];
+        if (t->gradient == NULL || (all_finite(t->gradient, t->count) && all_finite(t->data, t->count))) continue;
+        CHECK(f, largest_inside(f, p, r) > 1e6, t->name);
+    }
+}
+
+/* Token by token the same bits as at once. */
+static void net_decode(fuzz *f, net_run *r) {
+    const size_t n = r->m.n, most = n + draw(f, 3), wide = (size_t)r->net.d_out * sizeof(moe_real);
+    size_t size = 0, work_size = 0, at = 0;
+    moe_cache cache;
+    moe_error error;
+    void *work;
+    moe_status status = moe_net_check_decoding(&r->net, &error);
+    CHECK(f, status == MOE_OK || status == MOE_ERR_UNSUPPORTED, "check for decoding");
+    if (status != MOE_OK) check_error(f, status, &error);
+    if (status != MOE_OK || n == 0 || r->call.given != NULL || r->call.attention_weights != NULL) return;
+    r->call.training = 0, r->call.mask = NULL, r->call.sequences = NULL, r->call.n_sequences = 0;
+    if (net_forward(f, r) != MOE_OK) return;
+    CHECK(f, moe_net_cache_size(&r->net, most, &size) == MOE_OK && moe_net_decode_work_size(&r->net, most, 3, &work_size) == MOE_OK, "sizes for decoding");
+    if (size > NET_FITS || work_size > NET_FITS) return;
+    CHECK(f, moe_net_cache_init(&cache, &r->net, most, grab(f, size, 1), size, &error) == MOE_OK, "a cache");
+    work = grab(f, work_size, 1);
+    while (at < n) {
+        moe_net_pass pass;
+        moe_call call = r->call;
+        call.n_tokens = 1 + draw(f, 3);
+        if (call.n_tokens > n - at) call.n_tokens = n - at;
+        if (call.x != NULL) call.x += at * (size_t)r->net.d_in;
+        call.token_ids += at;
+        if (call.home != NULL) call.home += at;
+        if (!CHECK(f, moe_net_decode(&r->net, &cache, &call, work, work_size, &pass) == MOE_OK, "decoding")) return;
+        CHECK(f, memcmp(pass.y, r->pass.y + at * (size_t)r->net.d_out, call.n_tokens * wide) == 0, "decoding has the same bits");
+        at += call.n_tokens;
+    }
+}
+
+/* Some mixtures packed; then they are unpacked. */
+static void net_pack(fuzz *f, net_run *r, const plan *p) {
+    const int type = (int)draw(f, MOE_TYPE_COUNT);
+    size_t i, size = 0;
+    say_number(f, "pack", type);
+    for (i = 0; i < r->net.n_modules; i++) {
+        moe_layer *layer = &r->net.modules[i].layer;
+        moe_status status;
+        if ((r->net.modules[i].kind != MOE_MODULE_MIXTURE && r->net.modules[i].kind != MOE_MODULE_FEED_FORWARD) || one_in(f, 3)) continue;
+        if (moe_layer_pack_size(layer, type, &size) != MOE_OK || size > NET_FITS) return;
+        status = moe_layer_pack(layer, type, grab(f, size, 1), size, NULL);
+        CHECK(f, status == MOE_OK || status == MOE_ERR_OVERFLOW || status == MOE_ERR_NONFINITE, "packing in a net");
+    }
+    r->call.training = 0;
+    if (r->m.data < DATA_FINITE && net_forward(f, r) == MOE_OK && !all_finite(r->pass.y, r->m.n * (size_t)r->net.d_out))
+        CHECK(f, largest_inside(f, p, r) > 1e6, "a packed net's output is finite");
+    for (i = 0; i < r->net.n_modules; i++) r->net.modules[i].layer.is_packed = 0;
+}
+
+static void run_net(fuzz *f, net_run *r, const plan *p) {
+    moe_status status = net_forward(f, r);
+    const moe_real *first;
+    const int tame = r->m.data < DATA_FINITE;
+    const size_t n = r->m.n * (size_t)r->net.d_out;
+    CHECK(f, status == MOE_OK || status == MOE_ERR_NONFINITE, "a net forward");
+    if (status != MOE_OK && tame && !CHECK(f, largest_inside(f, p, r) > 1e9, "a net of tame numbers")) printf("    %s\n", moe_status_text(status));
+    if (status != MOE_OK) return;
+    if (tame && !all_finite(r->pass.y, n)) CHECK(f, largest_inside(f, p, r) > 1e9, "a net's output is finite");
+    first = r->pass.y;
+    CHECK(f, net_forward(f, r) == MOE_OK && (n == 0 || memcmp(first, r->pass.y, n * sizeof *first) == 0), "a net has the same bits again");
+    if (one_in(f, 3)) net_file(f, r);
+    if (r->call.training) net_backward(f, r, p);
+    if (draw(f, 2)) net_decode(f, r);
+    if (one_in(f, 3)) net_pack(f, r, p);
+}
+
+static void fuzz_net(fuzz *f) {
+    plan p;
+    net_run r;
+    draw_plan(f, &p);
+    memset(&r, 0, sizeof r);
+    if (build_net(f, &p, &r.net) == MOE_OK && !too_many_heads(&r.net)) {
+        net_call(f, &r);
+        if (net_fits(&r)) run_net(f, &r, &p);
+    }
+    moe_net_free(&r.net);
 }
 
 /* ---- all kinds ------------------------------------------------------------------------------------------------------------------------------ */
@@ -1045,7 +1429,7 @@ static void fuzz_layer(fuzz *f) {
 static const struct {
     const char *name;
     void (*run)(fuzz *f);
-} kinds[] = {{"router", fuzz_router}, {"layer", fuzz_layer}};
+} kinds[] = {{"router", fuzz_router}, {"layer", fuzz_layer}, {"net", fuzz_net}};
 enum { KINDS = sizeof kinds / sizeof kinds[0] };
 
 #if defined __SANITIZE_ADDRESS__
@@ -1061,6 +1445,7 @@ static void begin_case(const uint8_t *bytes, size_t size) {
     begun = clock();
     f->bytes = bytes, f->size = size, f->at = 0, f->length = 0, f->text[0] = '\0', f->n_blocks = 0;
     f->taken = 0, f->in_use = 0, f->wrong_size = 0, f->failed = 0;
+    f->keep_width = 0;
     moe_rng_seed(&f->rng, draw(f, 1u << 24));
 }
 
