@@ -24,7 +24,7 @@
 
 /* ---- a case: its choices, what it has said of itself, what it has taken ------------------------------------------------------- */
 
-enum { MOST_BLOCKS = 4096, TEXT_ROOM = 16384, MOST_NUMBERS = 1500000 };
+enum { MOST_BLOCKS = 4096, TEXT_ROOM = 16384, MOST_NUMBERS = 400000 };
 
 typedef struct fuzz {
     const uint8_t *bytes; /* the choices; behind their end all are 0 */
@@ -1256,8 +1256,9 @@ static size_t most_places(const moe_net *net) {
 }
 
 /* Numbers of a net stay small: its modules multiply them. */
-static void net_call(fuzz *f, net_run *r) {
+static void net_call(fuzz *f, net_run *r, size_t most) {
     r->m = draw_matter(f);
+    if (r->m.n > most) r->m.n = most;
     if (r->m.n > most_places(&r->net)) r->m.n = most_places(&r->net);
     if (r->m.data == DATA_BIG || r->m.data == DATA_SPARSE || r->m.data == DATA_MIXED) r->m.data = DATA_NORMAL;
     memset(&r->call, 0, sizeof r->call);
@@ -1418,10 +1419,396 @@ static void fuzz_net(fuzz *f) {
     draw_plan(f, &p);
     memset(&r, 0, sizeof r);
     if (build_net(f, &p, &r.net) == MOE_OK && !too_many_heads(&r.net)) {
-        net_call(f, &r);
+        net_call(f, &r, MOST_TOKENS);
         if (net_fits(&r)) run_net(f, &r, &p);
     }
     moe_net_free(&r.net);
+}
+
+/* ---- training ------------------------------------------------------------------------------------------------------------------------------ */
+
+/* A number of a configuration that is no table of fields: mostly what people choose, now and then what nobody should. */
+static moe_real draw_setting(fuzz *f, double low, double high) {
+    const double odd[] = {-1.0, HUGE_VAL, HUGE_VAL - HUGE_VAL, 1e30, 1e-30, 0.0, -1e30, 2.0};
+    if (draw(f, 3) == 0) return 0;
+    if (one_in(f, 60)) return (moe_real)odd[draw(f, 8)];
+    return (moe_real)(low + (high - low) * (double)draw(f, 256) / 255.0);
+}
+
+static void draw_groups(fuzz *f, moe_train_config *c) {
+    static const char *const patterns[] = {"*", "*.router.*", "0.*", "*bias", "*weight", "", "nothing", "*.*.*"};
+    moe_param_group *groups = (moe_param_group *)grab(f, 2, sizeof *groups);
+    int i;
+    c->n_groups = (int)draw(f, 3), c->groups = groups;
+    for (i = 0; i < c->n_groups; i++) {
+        groups[i].pattern = patterns[draw(f, one_in(f, 5) ? 8 : 1)];
+        groups[i].rate = draw_setting(f, 0.0, 2.0), groups[i].decay = draw_setting(f, -1.0, 2.0), groups[i].frozen = one_in(f, 5);
+    }
+}
+
+static void draw_training(fuzz *f, moe_train_config *c) {
+    memset(c, 0, sizeof *c);
+    c->criterion = one_in(f, 40) ? (int)draw(f, 12) - 2 : (int)draw(f, 2);
+    c->optimizer = one_in(f, 60) ? 2 : (int)draw(f, MOE_OPTIMIZER_COUNT);
+    c->epochs = 1 + (int)draw(f, 3), c->batch = one_in(f, 60) ? -1 : 1 + (int)draw(f, 20);
+    c->rate = draw_setting(f, 1e-4, 0.5), c->final_rate = draw_setting(f, 0.0, 1.0), c->momentum = draw_setting(f, -1.0, 1.0);
+    c->beta1 = draw_setting(f, 0.1, 1.0), c->beta2 = draw_setting(f, 0.1, 1.0), c->epsilon = draw_setting(f, 1e-8, 1e-3);
+    c->decay = draw_setting(f, 0.0, 0.3), c->clip = draw_setting(f, 0.01, 2.0);
+    c->seed = draw(f, 99), c->accumulate = (int)draw(f, 3), c->schedule = one_in(f, 60) ? 7 : (int)draw(f, 2);
+    c->warmup = one_in(f, 5) ? (int)draw(f, 6) : 0, c->total_steps = c->warmup > 0 || one_in(f, 3) ? 1 + (int)draw(f, 12) : 0;
+    c->evaluate_every = (int)draw(f, 3);
+    if (one_in(f, 4)) draw_groups(f, c);
+    say(f, "\ntraining"), say_number(f, "criterion", c->criterion), say_number(f, "optimizer", c->optimizer), say_number(f, "batch", c->batch);
+    say_number(f, "rate", (double)c->rate), say_number(f, "momentum", (double)c->momentum), say_number(f, "beta1", (double)c->beta1);
+    say_number(f, "beta2", (double)c->beta2), say_number(f, "epsilon", (double)c->epsilon), say_number(f, "decay", (double)c->decay);
+    say_number(f, "clip", (double)c->clip), say_number(f, "final_rate", (double)c->final_rate), say_number(f, "accumulate", c->accumulate);
+    say_number(f, "warmup", c->warmup), say_number(f, "total_steps", c->total_steps), say_number(f, "groups", c->n_groups);
+}
+
+/* The classical mixture's criteria ask for a last module of their own. */
+static void draw_classical(fuzz *f, plan *p, moe_train_config *c) {
+    part *last = &p->parts[p->n < MOST_MODULES ? p->n : MOST_MODULES - 1];
+    if (p->n < MOST_MODULES) p->n++;
+    c->criterion = (int)draw(f, MOE_CRITERION_COUNT);
+    memset(last, 0, sizeof *last);
+    last->kind = MOE_MODULE_MIXTURE;
+    last->layer.router.select = MOE_SELECT_DENSE, last->layer.router.weight = MOE_WEIGHT_RAW, last->layer.router.n_experts = 1 + (int)draw(f, 5);
+    last->layer.router.expert_temperature = (moe_real)(draw(f, 3) ? 0.0 : 1.0 + draw(f, 4));
+    last->layer.router.score = one_in(f, 3) ? MOE_SCORE_MLP : MOE_SCORE_LINEAR;
+    last->layer.expert = one_in(f, 3) ? MOE_EXPERT_MLP : MOE_EXPERT_LINEAR, last->layer.d_out = 1 + (int)draw(f, 5), last->layer.d_ff = 3;
+    say_number(f, "\nclassical mixture: experts", last->layer.router.n_experts), say_number(f, "temperature", (double)last->layer.router.expert_temperature);
+}
+
+/* Only the classical mixture wants a label for every row. */
+static moe_data data_of(fuzz *f, const net_run *r, int all_labelled) {
+    moe_data data;
+    memset(&data, 0, sizeof data);
+    data.n = r->m.n, data.x = r->call.x, data.call = &r->call, data.token_ids = r->call.token_ids;
+    data.labels = integers(f, r->m.n, all_labelled || !one_in(f, 4) ? 0 : -1, r->net.d_out);
+    data.targets = numbers(f, r->m.n * (size_t)r->net.d_out, DATA_NORMAL);
+    return data;
+}
+
+/* All tensors as they are now. */
+static moe_real *copy_of(fuzz *f, const moe_net *net) {
+    size_t i, total = 0;
+    moe_real *copy, *at;
+    for (i = 0; i < net->n_tensors; i++) total += net->tensors[i].count;
+    at = copy = (moe_real *)grab(f, total, sizeof *copy);
+    for (i = 0; i < net->n_tensors; at += net->tensors[i++].count) memcpy(at, net->tensors[i].data, net->tensors[i].count * sizeof *at);
+    return copy;
+}
+
+static int same_tensors(const moe_net *net, const moe_real *copy) {
+    size_t i;
+    for (i = 0; i < net->n_tensors; copy += net->tensors[i++].count)
+        if (memcmp(net->tensors[i].data, copy, net->tensors[i].count * sizeof *copy) != 0) return 0;
+    return 1;
+}
+
+static int tensors_are_finite(const moe_net *net) {
+    size_t i;
+    for (i = 0; i < net->n_tensors; i++)
+        if (!all_finite(net->tensors[i].data, net->tensors[i].count)) return 0;
+    return 1;
+}
+
+/* A net on which training may have any effect that is finite, with rates below 1. */
+static void check_step(fuzz *f, const moe_trainer *t, moe_status status, const moe_error *error, const moe_step *step, const moe_real *before) {
+    CHECK(f, status == MOE_OK || status == MOE_ERR_NONFINITE, "a step");
+    if (status != MOE_OK) check_error(f, status, error);
+    if (status != MOE_OK) CHECK(f, same_tensors(t->net, before), "a failed step leaves the tensors");
+    if (status != MOE_OK) return;
+    CHECK(f, moe_is_finite(step->loss) && moe_is_finite(step->router_loss) && moe_is_finite(step->gradient_norm), "what a step reports is finite");
+    if (t->config.rate <= 1) CHECK(f, tensors_are_finite(t->net), "tensors are finite after a step");
+}
+
+/* A trainer of another net of the same modules that goes on from a checkpoint does the same. */
+static void train_on(fuzz *f, const plan *p, const moe_train_config *c, moe_trainer *t, const moe_data *data) {
+    moe_net other;
+    moe_trainer second;
+    moe_buffer buffer;
+    moe_stream stream;
+    moe_error error;
+    moe_step one, two;
+    moe_status status;
+    memset(&buffer, 0, sizeof buffer), memset(&second, 0, sizeof second), memset(&one, 0, sizeof one), memset(&two, 0, sizeof two);
+    buffer.allocator = heap(f), stream = moe_buffer_stream(&buffer);
+    if (!CHECK(f, moe_trainer_write(t, &stream, &error) == MOE_OK, "a checkpoint is written")) printf("    %s\n", error.message);
+    if (!CHECK(f, make_net(f, p, p->n, &other) == MOE_OK && moe_net_build(&other, 1, 77, &error) == MOE_OK, "the net again")) printf("    %s\n", error.message);
+    set_customs(&other);
+    CHECK(f, moe_trainer_init(&second, &other, c, &error) == MOE_OK, "a trainer again");
+    if (!CHECK(f, moe_trainer_read(&second, buffer.data, buffer.size, &error) == MOE_OK, "a checkpoint is read")) printf("    %s\n", error.message);
+    status = moe_trainer_step(t, data, &one, NULL);
+    CHECK(f, moe_trainer_step(&second, data, &two, NULL) == status && memcmp(&one, &two, sizeof one) == 0, "training goes on with the same bits");
+    CHECK(f, same_tensors(&other, copy_of(f, t->net)), "training goes on to the same tensors");
+    moe_trainer_free(&second), moe_net_free(&other), moe_buffer_free(&buffer);
+}
+
+static void run_trainer(fuzz *f, const plan *p, net_run *r, const moe_train_config *c, int classical) {
+    moe_trainer t;
+    moe_data data;
+    moe_error error;
+    moe_status status;
+    int i;
+    memset(&t, 0, sizeof t);
+    status = moe_trainer_init(&t, &r->net, c, &error);
+    CHECK(f, status == MOE_OK || status == MOE_ERR_CONFIG || status == MOE_ERR_MEMORY || status == MOE_ERR_OVERFLOW, "a trainer");
+    if (status != MOE_OK) {
+        check_error(f, status, &error);
+        return;
+    }
+    data = data_of(f, r, classical);
+    for (i = 0; i < 3 && r->m.n > 0; i++) {
+        const moe_real *before = copy_of(f, &r->net);
+        moe_step step;
+        memset(&step, 0, sizeof step);
+        status = moe_trainer_step(&t, &data, &step, &error);
+        if (status == MOE_ERR_ARGUMENT && !CHECK(f, 0, "a step of good data")) printf("    %s\n", error.message);
+        check_step(f, &t, status, &error, &step, before);
+    }
+    if (r->m.n > 0 && tensors_are_finite(&r->net)) train_on(f, p, c, &t, &data);
+    moe_trainer_free(&t);
+}
+
+static int never_stop(void *ctx, const moe_progress *progress) {
+    fuzz *f = (fuzz *)ctx;
+    CHECK(f, moe_is_finite(progress->loss) && progress->step <= progress->steps && progress->epoch <= progress->epochs, "what training reports");
+    return 0;
+}
+
+/* moe_fit brings routers only x, ids and sequences; a router that wants more is refused before the first step. */
+static void run_fit(fuzz *f, net_run *r, moe_train_config *c) {
+    moe_data train = data_of(f, r, 0), test = train;
+    moe_error error;
+    moe_evaluation result;
+    moe_status status;
+    const moe_real *before = copy_of(f, &r->net);
+    train.call = NULL, train.length = one_in(f, 3) ? 0 : 1 + draw(f, (unsigned)r->m.n + 1);
+    if (train.length > 0) train.n -= train.n % train.length;
+    test = train;
+    c->progress = never_stop, c->progress_ctx = f;
+    status = moe_fit(&r->net, &train, one_in(f, 2) ? &test : NULL, c, &error);
+    CHECK(f, status == MOE_OK || status == MOE_ERR_NONFINITE || status == MOE_ERR_ARGUMENT || status == MOE_ERR_CONFIG || status == MOE_ERR_MEMORY, "moe_fit");
+    if (status != MOE_OK) check_error(f, status, &error);
+    if (status == MOE_ERR_ARGUMENT || status == MOE_ERR_CONFIG || status == MOE_ERR_MEMORY) CHECK(f, same_tensors(&r->net, before), "data that are refused change nothing");
+    if (c->rate <= 1 && status == MOE_OK) CHECK(f, tensors_are_finite(&r->net), "tensors are finite after training");
+    status = moe_evaluate(&r->net, &train, c->criterion, &result, &error);
+    CHECK(f, status == MOE_OK || status == MOE_ERR_NONFINITE || status == MOE_ERR_ARGUMENT || status == MOE_ERR_CONFIG || status == MOE_ERR_MEMORY, "moe_evaluate");
+    if (status != MOE_OK) check_error(f, status, &error);
+    else CHECK(f, moe_is_finite(result.loss) && result.accuracy >= 0 && result.accuracy <= 1, "an evaluation");
+}
+
+static void fuzz_train(fuzz *f) {
+    plan p;
+    net_run r;
+    moe_train_config c;
+    int classical;
+    draw_plan(f, &p);
+    draw_training(f, &c);
+    classical = one_in(f, 4) && p.n + (size_t)p.d_in > 0;
+    if (classical) draw_classical(f, &p, &c);
+    memset(&r, 0, sizeof r);
+    if (build_net(f, &p, &r.net) == MOE_OK && !too_many_heads(&r.net)) {
+        net_call(f, &r, c.batch > 0 ? (size_t)c.batch : 1);
+        if (r.m.data >= DATA_FINITE) r.m.data = DATA_NORMAL, r.call.x = r.net.d_in > 0 ? numbers(f, r.m.n * (size_t)r.net.d_in, DATA_NORMAL) : NULL;
+        if (classical) r.call.mask = NULL;
+        if (!net_fits(&r) || moe_net_parameters(&r.net, NULL) > MOST_NUMBERS / 8) r.m.n = 0;
+        else if (one_in(f, 3)) run_fit(f, &r, &c);
+        else run_trainer(f, &p, &r, &c, classical);
+    }
+    moe_net_free(&r.net);
+}
+
+/* ---- models ----------------------------------------------------------------------------------------------------------------------------------- */
+
+typedef struct shelf {
+    const unsigned char *bytes;
+    size_t size;
+} shelf;
+
+static moe_status shelf_fetch(void *ctx, size_t at, size_t size, void *to) {
+    const shelf *s = (const shelf *)ctx;
+    if (at > s->size || size > s->size - at) return MOE_ERR_IO;
+    memcpy(to, s->bytes + at, size);
+    return MOE_OK;
+}
+
+/* One input of a model: an id, levels, or numbers. */
+static void *draw_input(fuzz *f, const moe_model *model, int vocabulary) {
+    static const int ends[] = {127, -127, 0, 1, -1};
+    const int kind = (int)draw(f, 7);
+    signed char *levels;
+    size_t i;
+    if (model->d_in == 0) return integers(f, 1, 0, vocabulary);
+    if (model->weights_are == MOE_WEIGHTS_FLOAT) return numbers(f, model->d_in, DATA_NORMAL);
+    levels = (signed char *)grab(f, model->d_in, 1);
+    for (i = 0; i < model->d_in; i++) levels[i] = (signed char)(kind < 5 ? ends[kind] : (int)moe_rng_below(&f->rng, 255) - 127);
+    return levels;
+}
+
+static void check_choices_of(fuzz *f, const moe_model *model, const void *scratch) {
+    moe_choice choices[16];
+    size_t i, count = 0;
+    for (i = 0; i < model->n_mixtures; i++) CHECK(f, moe_infer_choices(model, i, scratch, choices, 16, &count) == MOE_OK, "choices of a model");
+    CHECK(f, model->weights_are == MOE_WEIGHTS_FLOAT || moe_infer_choices(model, model->n_mixtures, scratch, choices, 16, &count) == MOE_ERR_NOT_FOUND, "no mixture behind the last");
+}
+
+/* Two runs over the same inputs: the same bits, and for floats no number that is not finite. */
+static void run_model(fuzz *f, const moe_built_model *built, const moe_loader *loader, int vocabulary, double rough) {
+    const moe_model *model = &built->model;
+    const size_t width = model->weights_are == MOE_WEIGHTS_FLOAT ? sizeof(moe_real) : sizeof(int16_t), bytes = model->d_out * width;
+    unsigned char *scratch[2], *output[2];
+    int i, k;
+    for (k = 0; k < 2; k++) scratch[k] = (unsigned char *)grab(f, model->scratch_size, 1), output[k] = (unsigned char *)grab(f, bytes, 1);
+    for (i = 0; i < 6; i++) {
+        const void *input = draw_input(f, model, vocabulary);
+        moe_status status = MOE_OK;
+        for (k = 0; k < 2; k++) {
+            status = built->external ? moe_infer_loading(model, loader, input, output[k], scratch[k], model->scratch_size)
+                                     : moe_infer(model, input, output[k], scratch[k], model->scratch_size);
+            if (model->length > 0 && (size_t)i >= model->length) CHECK(f, status == MOE_ERR_STATE, "no token behind a sequence's end");
+            else CHECK(f, status == MOE_OK || (status == MOE_ERR_NONFINITE && rough > 1e9), "inference");
+        }
+        if (status != MOE_OK) continue;
+        CHECK(f, memcmp(output[0], output[1], bytes) == 0, "inference has the same bits again");
+        if (model->weights_are == MOE_WEIGHTS_FLOAT && rough <= 1e9) CHECK(f, all_finite((const moe_real *)(const void *)output[0], model->d_out), "a model's output is finite");
+        check_choices_of(f, model, scratch[0]);
+    }
+    moe_infer_restart(model, scratch[0], model->scratch_size);
+    CHECK(f, moe_infer(model, NULL, output[0], scratch[0], model->scratch_size) == MOE_ERR_ARGUMENT, "no input");
+}
+
+static void export_model(fuzz *f, const moe_built_model *built) {
+    moe_buffer text;
+    moe_stream stream;
+    moe_error error;
+    memset(&text, 0, sizeof text);
+    text.allocator = heap(f), stream = moe_buffer_stream(&text);
+    if (!CHECK(f, moe_export_c(built, "net", &stream, &error) == MOE_OK && text.size > 100, "a model is printed")) printf("    %s\n", error.message);
+    moe_buffer_free(&text);
+}
+
+static void fuzz_model(fuzz *f) {
+    plan p;
+    net_run r;
+    moe_model_config c;
+    moe_built_model built;
+    moe_data data;
+    moe_buffer experts;
+    moe_stream stream;
+    moe_loader loader;
+    shelf s;
+    moe_error error;
+    moe_status status;
+    draw_plan(f, &p);
+    memset(&r, 0, sizeof r), memset(&c, 0, sizeof c), memset(&experts, 0, sizeof experts), memset(&data, 0, sizeof data);
+    if (build_net(f, &p, &r.net) != MOE_OK || too_many_heads(&r.net) || moe_net_parameters(&r.net, NULL) > MOST_NUMBERS / 8) {
+        moe_net_free(&r.net);
+        return;
+    }
+    net_call(f, &r, MOST_TOKENS);
+    c.weights = one_in(f, 60) ? 5 : (int)draw(f, MOE_WEIGHTS_COUNT), c.calibration = &data, c.loader = one_in(f, 4), c.allocator = heap(f);
+    c.length = draw(f, 3) ? 0 : 1 + draw(f, 9);
+    say_number(f, "weights", c.weights), say_number(f, "loader", c.loader), say_number(f, "length", (double)c.length);
+    data.n = r.m.n, data.x = r.call.x, data.token_ids = r.call.token_ids;
+    if (one_in(f, 3)) data.length = data.n;
+    status = moe_model_create(&built, &r.net, &c, &error);
+    CHECK(f, status == MOE_OK || status == MOE_ERR_UNSUPPORTED || status == MOE_ERR_NONFINITE || status == MOE_ERR_OVERFLOW || status == MOE_ERR_ARGUMENT || status == MOE_ERR_CONFIG ||
+                 status == MOE_ERR_MEMORY, "a model");
+    if (status == MOE_ERR_NONFINITE && r.m.data < DATA_FINITE) CHECK(f, largest_inside(f, &p, &r) > 1e9, "a model of tame numbers");
+    if (status != MOE_OK) check_error(f, status, &error);
+    else {
+        int vocabulary = r.net.d_in == 0 ? r.net.modules[0].n_rows : 1;
+        experts.allocator = heap(f), stream = moe_buffer_stream(&experts);
+        if (built.external) CHECK(f, moe_export_experts(&built, &stream, &error) == MOE_OK, "experts are written");
+        s.bytes = experts.data, s.size = experts.size, loader.ctx = &s, loader.fetch = shelf_fetch;
+        run_model(f, &built, &loader, vocabulary, built.model.weights_are == MOE_WEIGHTS_FLOAT ? largest_inside(f, &p, &r) : 0.0);
+        if (one_in(f, 4)) export_model(f, &built);
+        moe_model_free(&built), moe_buffer_free(&experts);
+    }
+    moe_net_free(&r.net);
+}
+
+/* ---- the classical mixture over plain arrays, the hierarchical mixture, sampling ---------------------------------------------------------------- */
+
+static void fuzz_hme(fuzz *f) {
+    moe_hme_config c;
+    moe_hme m;
+    moe_data data;
+    moe_error error;
+    moe_status status;
+    const moe_allocator a = heap(f);
+    const size_t n = draw(f, 40);
+    const int kind = draw_data(f);
+    double *h, *more, before = 0.0, after = 0.0;
+    size_t all;
+    int i;
+    memset(&c, 0, sizeof c), memset(&data, 0, sizeof data);
+    c.d_in = 1 + (int)draw(f, 8), c.d_out = 1 + (int)draw(f, 5), c.n_groups = (int)draw(f, 5), c.n_experts = (int)draw(f, 5);
+    c.family = (int)draw(f, one_in(f, 30) ? 3 : 2), c.steps = (int)draw(f, 4);
+    c.variance = draw_setting(f, 0.1, 2.0), c.min_variance = draw_setting(f, 1e-6, 0.1);
+    if (one_in(f, 30)) c.d_in = 1 << 30, c.n_groups = 1 << 30;
+    say(f, "hme"), say_number(f, "d_in", c.d_in), say_number(f, "d_out", c.d_out), say_number(f, "groups", c.n_groups), say_number(f, "experts", c.n_experts);
+    say_number(f, "family", c.family), say_number(f, "steps", c.steps), say_number(f, "variance", (double)c.variance), say_number(f, "min", (double)c.min_variance);
+    say_number(f, "n", (double)n), say(f, " data="), say(f, data_names[kind]);
+    status = moe_hme_create(&m, &c, draw(f, 99), &a, &error);
+    CHECK(f, status == MOE_OK || status == MOE_ERR_CONFIG || status == MOE_ERR_MEMORY || status == MOE_ERR_OVERFLOW, "a hierarchical mixture");
+    if (status != MOE_OK) {
+        check_error(f, status, &error);
+        return;
+    }
+    all = (size_t)m.config.n_groups * (size_t)m.config.n_experts;
+    h = (double *)grab(f, n * all, sizeof *h), more = (double *)grab(f, n * (size_t)m.config.n_groups, sizeof *more);
+    data.n = n, data.x = numbers(f, n * (size_t)c.d_in, kind);
+    data.labels = integers(f, n, 0, c.d_out), data.targets = numbers(f, n * (size_t)c.d_out, kind < DATA_FINITE ? kind : DATA_NORMAL);
+    status = moe_hme_log_likelihood(&m, &data, &before, &error);
+    for (i = 0; i < 3 && status == MOE_OK; i++) {
+        status = draw(f, 3) ? moe_hme_em(&m, &data, h, &after, &error) : moe_hme_gradient(&m, &data, draw_setting(f, 1e-3, 1.0), h, NULL, &error);
+        if (status != MOE_OK) break;
+        CHECK(f, after - after >= 0.0, "a log-likelihood is finite");
+        CHECK(f, moe_hme_posteriors(&m, &data, more, h, &error) == MOE_OK || kind >= DATA_BIG, "posteriors");
+        status = moe_hme_predict(&m, n, data.x, numbers(f, n * (size_t)c.d_out, DATA_ZERO), &error);
+    }
+    CHECK(f, status == MOE_OK || status == MOE_ERR_NONFINITE || status == MOE_ERR_ARGUMENT, "what a hierarchical mixture answers");
+    if (status != MOE_OK) check_error(f, status, &error);
+    if (kind < DATA_BIG && !CHECK(f, status == MOE_OK || status == MOE_ERR_ARGUMENT, "a hierarchical mixture of tame numbers")) printf("    %s\n", error.message);
+    moe_hme_free(&m);
+}
+
+static void fuzz_plain(fuzz *f) {
+    moe_mixture m;
+    moe_sampling how;
+    moe_error error;
+    moe_rng rng;
+    moe_real loss = 0, *p, *d_p, *d_outputs, *answer;
+    moe_status status;
+    const int criterion = (int)draw(f, MOE_CRITERION_COUNT), kind = draw_data(f);
+    size_t i, cells;
+    int32_t token = 0;
+    memset(&m, 0, sizeof m), memset(&how, 0, sizeof how);
+    m.n = draw(f, 12), m.experts = 1 + draw(f, 6), m.width = 1 + draw(f, 6);
+    cells = m.experts * m.n * m.width;
+    m.p = p = numbers(f, m.n * m.experts, kind), m.outputs = numbers(f, cells, kind), m.targets = numbers(f, m.n * m.width, kind), m.labels = integers(f, m.n, 0, (int)m.width);
+    for (i = 0; i < m.n * m.experts; i++) p[i] = p[i] < 0 ? -p[i] : p[i];
+    if (one_in(f, 4)) m.expert_p = m.p;
+    m.temperature = one_in(f, 4) ? draw_setting(f, 1e-6, 10.0) : 0;
+    say(f, "plain"), say_number(f, "criterion", criterion), say_number(f, "n", (double)m.n), say_number(f, "experts", (double)m.experts), say_number(f, "width", (double)m.width);
+    say_number(f, "temperature", (double)m.temperature), say(f, " data="), say(f, data_names[kind]);
+    d_p = numbers(f, m.n * m.experts, DATA_ZERO), d_outputs = numbers(f, cells, DATA_ZERO), answer = numbers(f, m.n * m.width, DATA_ZERO);
+    status = moe_mixture_loss(criterion, &m, &loss, d_p, d_outputs, &error);
+    CHECK(f, status == MOE_OK || status == MOE_ERR_ARGUMENT || status == MOE_ERR_NONFINITE, "a mixture's loss");
+    if (status != MOE_OK) check_error(f, status, &error);
+    else CHECK(f, moe_is_finite(loss) && all_finite(d_p, m.n * m.experts) && all_finite(d_outputs, cells), "a mixture's loss and gradients are finite");
+    moe_rng_seed(&rng, 3);
+    status = moe_mixture_answer(criterion, &m, draw(f, 2) ? &rng : NULL, answer, &error);
+    CHECK(f, status == MOE_OK || status == MOE_ERR_ARGUMENT || status == MOE_ERR_NONFINITE, "a mixture's answer");
+    if (status == MOE_OK) CHECK(f, all_finite(answer, m.n * m.width), "a mixture's answer is finite");
+    how.greedy = one_in(f, 4), how.temperature = draw_setting(f, 1e-6, 3.0), how.top_k = (int)draw(f, 9), how.top_p = draw_setting(f, 0.0, 1.0);
+    status = moe_sample(&how, cells, m.outputs, &rng, numbers(f, cells, DATA_ZERO), integers(f, cells, 0, 1), &token, &error);
+    CHECK(f, status == MOE_OK || status == MOE_ERR_ARGUMENT || status == MOE_ERR_NONFINITE || status == MOE_ERR_CONFIG, "a sample");
+    if (status == MOE_OK) CHECK(f, token >= 0 && (size_t)token < cells, "a sample is a token");
+    else check_error(f, status, &error);
 }
 
 /* ---- all kinds ------------------------------------------------------------------------------------------------------------------------------ */
@@ -1429,7 +1816,7 @@ static void fuzz_net(fuzz *f) {
 static const struct {
     const char *name;
     void (*run)(fuzz *f);
-} kinds[] = {{"router", fuzz_router}, {"layer", fuzz_layer}, {"net", fuzz_net}};
+} kinds[] = {{"router", fuzz_router}, {"layer", fuzz_layer}, {"net", fuzz_net}, {"train", fuzz_train}, {"model", fuzz_model}, {"hme", fuzz_hme}, {"plain", fuzz_plain}};
 enum { KINDS = sizeof kinds / sizeof kinds[0] };
 
 #if defined __SANITIZE_ADDRESS__
