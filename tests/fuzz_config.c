@@ -1200,17 +1200,27 @@ static int too_many_heads(const moe_net *net) {
     return 0;
 }
 
+/* Token ids that the embedding and all tables have. */
+static int token_ids_of(const moe_net *net) {
+    int ids = 1 << 20;
+    size_t i;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
+        if (m->kind == MOE_MODULE_EMBEDDING) ids = least_of(ids, m->n_rows);
+        if (m->kind == MOE_MODULE_MIXTURE && m->layer.config.router.table_size > 0) ids = least_of(ids, m->layer.config.router.table_size);
+    }
+    return ids;
+}
+
 /* What the routers of all mixtures ask for together. */
 static void supply_net(fuzz *f, net_run *r) {
     size_t n = r->m.n, i, teachers = 0, choices = 0, heads = 1, width = 1, experts = 1;
-    int ids = 1 << 20, nodes = 1 << 20, given = 0, distill = 0, attention = 0, own_attention = 0, locality = 0;
+    int nodes = 1 << 20, given = 0, distill = 0, attention = 0, own_attention = 0, locality = 0;
     for (i = 0; i < r->net.n_modules; i++) {
         const moe_layer_config *l = mixture_of(&r->net, i);
         const moe_router_config *c = l != NULL ? &l->router : NULL;
         own_attention |= r->net.modules[i].kind == MOE_MODULE_ATTENTION;
-        if (r->net.modules[i].kind == MOE_MODULE_EMBEDDING) ids = least_of(ids, r->net.modules[i].n_rows);
         if (c == NULL) continue;
-        if (c->table_size > 0) ids = least_of(ids, c->table_size);
         if (c->select != MOE_SELECT_SOFT) teachers += n * (size_t)c->n_experts, choices += n * most_choices(c);
         given |= c->select == MOE_SELECT_GIVEN, distill |= c->loss_distill > 0 && !c->student;
         attention |= c->refine == MOE_REFINE_ATTENTION && !own_attention;
@@ -1220,7 +1230,7 @@ static void supply_net(fuzz *f, net_run *r) {
         if ((size_t)c->n_experts > experts) experts = (size_t)c->n_experts;
     }
     r->call.rng = (moe_rng *)grab(f, 1, sizeof(moe_rng));
-    r->call.token_ids = integers(f, n, 0, ids);
+    r->call.token_ids = integers(f, n, 0, token_ids_of(&r->net));
     if (distill) r->call.teacher = numbers(f, teachers, DATA_NORMAL);
     if (locality && draw(f, 2)) r->call.home = integers(f, n, 0, nodes), r->call.expert_node = integers(f, experts, 0, nodes);
     if (attention) {
@@ -1719,7 +1729,7 @@ static void fuzz_model(fuzz *f) {
     if (status == MOE_ERR_NONFINITE && r.m.data < DATA_FINITE) CHECK(f, largest_inside(f, &p, &r) > 1e9, "a model of tame numbers");
     if (status != MOE_OK) check_error(f, status, &error);
     else {
-        int vocabulary = r.net.d_in == 0 ? r.net.modules[0].n_rows : 1;
+        int vocabulary = token_ids_of(&r.net);
         experts.allocator = heap(f), stream = moe_buffer_stream(&experts);
         if (built.external) CHECK(f, moe_export_experts(&built, &stream, &error) == MOE_OK, "experts are written");
         s.bytes = experts.data, s.size = experts.size, loader.ctx = &s, loader.fetch = shelf_fetch;
