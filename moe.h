@@ -6156,6 +6156,7 @@ static const char *moei_float_obstacle(const moe_net *net, size_t i) {
     if (c->score == MOE_SCORE_CUSTOM) return "score = custom: a model cannot hold functions of the caller";
     if (c->select == MOE_SELECT_CUSTOM || (switches && c->switch_from == MOE_SELECT_CUSTOM))
         return "select = custom: a model cannot hold functions of the caller";
+    if (c->select == MOE_SELECT_GIVEN) return "select = given: a model gets no recorded choices";
     if (net->d_in > 0 && (c->select == MOE_SELECT_HASH || (switches && c->switch_from == MOE_SELECT_HASH)))
         return "select = hash: a model with d_in > 0 gets no token ids";
     if (c->refine == MOE_REFINE_ATTENTION && moei_attention_read(net, i) == i) return "refine = attention: there is no attention before it in the net";
