@@ -1327,19 +1327,8 @@ typedef struct moei_pass {
 
 static int moei_is_real(const moe_call *call, size_t t) { return call->mask == NULL || call->mask[t] != 0; }
 
-/* The largest quotient: room is left for the products that follow. */
-#if MOE_REAL_IS_DOUBLE
-#define MOEI_MOST_RATIO 1e250
-#else
-#define MOEI_MOST_RATIO 1e30f
-#endif
-
-/* x/y, where a zero denominator gives 0, and one so small that the quotient could become infinite (a sum of denormal probabilities) a large number. */
-static moe_real moei_ratio(moe_real x, moe_real y) {
-    moe_real ratio = y < MOEI_R(0.0) || y > MOEI_R(0.0) ? x / y : MOEI_R(0.0);
-    if (ratio > MOEI_MOST_RATIO) return MOEI_MOST_RATIO;
-    return ratio < -MOEI_MOST_RATIO ? -MOEI_MOST_RATIO : ratio;
-}
+/* x/y, where a zero denominator gives 0. */
+static moe_real moei_ratio(moe_real x, moe_real y) { return y < MOEI_R(0.0) || y > MOEI_R(0.0) ? x / y : MOEI_R(0.0); }
 
 /* The same in a way back, where a denominator so small that the slope would not be finite counts as zero too. */
 MOEI_TOOL moe_real moei_slope(moe_real x, moe_real y) {
