@@ -1888,6 +1888,8 @@ static const struct {
 } findings[] = {
     {"input=adaptive_clustering ac_lambda=1e-9", {18, DATA_BIG, 1}}, /* feature weights infinite: lambda small beside the spread */
     {"loss_locality=1 nodes=65536", {39, DATA_NORMAL, 1}},           /* seconds: all pairs of nodes */
+    {"gate=identity", {9, DATA_DENORMAL, 1}},                        /* gradients infinite: divided by a denormal sum of p */
+    {"gate=identity weight=raw capacity_factor=1 renormalize=after", {9, DATA_DENORMAL, 1}}, /* so here scale by the surviving weights */
 };
 
 static void run_finding(size_t i) {
