@@ -423,7 +423,7 @@ typedef struct moe_file {
 /* Checks all of a file: header length, JSON, types, shapes, sizes, offsets that tile the data without overlap or hole, no
    name twice. Errors: MOE_ERR_FORMAT, MOE_ERR_OVERFLOW (a size beyond size_t), MOE_ERR_UNSUPPORTED (an unknown dtype, more than
    MOE_FILE_MAX_DIMS dimensions, too many tensors); error names the tensor and the byte. Stricter than the format in two points: no
-   \u0000 in a string, no metadata key twice. On failure *file is untouched. 4 KiB of stack; no recursion. */
+   U+0000 in a string, no metadata key twice. On failure *file is untouched. 4 KiB of stack; no recursion. */
 MOE_API moe_status moe_file_open(moe_file *file, const void *bytes, size_t size, moe_error *error);
 /* The next tensor in the order of the header; MOE_ERR_NOT_FOUND after the last. moe_file_rewind starts over. */
 MOE_API moe_status moe_file_next(moe_file *file, moe_file_tensor *tensor);
@@ -1520,13 +1520,16 @@ static moe_status moei_file_failed(moe_error *error, const char *what, const cha
                       reason != 0 ? strerror(reason) : "the system gives no reason");
 }
 
-/* How many bytes of f follow its position, or 0 when it cannot tell (a pipe, a device). */
-static size_t moei_file_left(FILE *f) {
+/* *left: how many bytes of f follow its position, or 0 when it cannot tell (a pipe, a device). Returns 0 when the position is lost: what would be
+   read from then on is not what follows. */
+static int moei_file_left(FILE *f, size_t *left) {
     long at = ftell(f), end;
-    if (at < 0 || fseek(f, 0, SEEK_END) != 0) return 0;
+    *left = 0;
+    if (at < 0 || fseek(f, 0, SEEK_END) != 0) return 1;
     end = ftell(f);
-    if (fseek(f, at, SEEK_SET) != 0 || end <= at) return 0;
-    return (size_t)(end - at);
+    if (fseek(f, at, SEEK_SET) != 0) return 0;
+    if (end > at) *left = (size_t)(end - at);
+    return 1;
 }
 
 /* Grows by what the file still has, when it can tell, so that a large file needs no second copy of itself. One byte more than
@@ -1535,9 +1538,11 @@ static moe_status moei_file_read_all(FILE *f, moe_buffer *b) {
     size_t got;
     do {
         if (b->size == b->capacity) {
-            size_t left = b->size > 0 ? moei_file_left(f) : 0, more = MOEI_READ_SIZE;
+            size_t left = 0, more = MOEI_READ_SIZE;
+            moe_status status;
+            if (b->size > 0 && !moei_file_left(f, &left)) return MOE_ERR_IO;
             if (left > 0 && left < (size_t)-1) more = left + 1;
-            moe_status status = moei_buffer_reserve(b, more);
+            status = moei_buffer_reserve(b, more);
             if (status != MOE_OK) return status;
         }
         got = fread(b->data + b->size, 1, b->capacity - b->size, f);
@@ -1590,11 +1595,17 @@ static moe_status moei_file_rename(const char *from, const char *to, moe_error *
 }
 #endif
 
-/* Where C libraries know the mode x, it makes sure that no other process has just made the same file. */
-#if defined(__unix__) || defined(__APPLE__)
+/* The mode x makes a new file or none, whatever lies there, and whoever makes the same one just now. Where not all C libraries know it a file that is
+   there must be seen before; where they do it is not even opened, for that waits if it is a pipe. */
+#if defined(__linux__) || defined(__APPLE__) || defined(__FreeBSD__) || defined(__OpenBSD__) || defined(__NetBSD__)
 #define MOEI_CREATE "wbx"
+#define MOEI_CREATES_NEW 1
+#elif defined(__unix__)
+#define MOEI_CREATE "wbx"
+#define MOEI_CREATES_NEW 0
 #else
 #define MOEI_CREATE "wb"
+#define MOEI_CREATES_NEW 0
 #endif
 
 /* Opens path.tmp0, or the next number for which there is no file yet; its name goes to name[MOEI_PATH_SIZE]. */
@@ -1607,7 +1618,7 @@ static FILE *moei_file_create_beside(const char *path, char *name) {
         moei_put(&t, path, moei_strlen(path));
         moei_put(&t, ".tmp", 4);
         moei_put_integer(&t, i);
-        f = fopen(name, "rb");
+        f = MOEI_CREATES_NEW ? NULL : fopen(name, "rb");
         if (f == NULL) {
             f = fopen(name, MOEI_CREATE);
             if (f != NULL) return f;
@@ -2448,7 +2459,7 @@ MOE_API moe_status moe_file_integers(const moe_file_tensor *tensor, size_t first
 #if defined(__clang__)
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Weverything"
-#elif defined(__GNUC__)
+#elif defined(__GNUC__) && !defined(__PCC__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpragmas"
 #pragma GCC diagnostic ignored "-Wpedantic"
@@ -2561,7 +2572,7 @@ MOEI_TOOL int moei_list_append(const moe_allocator *a, char **list, const char *
 
 #if defined(__clang__)
 #pragma clang diagnostic pop
-#elif defined(__GNUC__)
+#elif defined(__GNUC__) && !defined(__PCC__)
 #pragma GCC diagnostic pop
 #elif defined(_MSC_VER)
 #pragma warning(pop)
@@ -2983,7 +2994,7 @@ static int moei_slot_experts(moe_slot *slot, const moe_layer_config *c, int out,
 }
 
 moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_slot *out) {
-    static const char *const names[MOE_LAYER_SLOTS - MOE_ROUTER_SLOTS] = {
+    static const char *const names[MOE_LAYER_SLOTS - (int)MOE_ROUTER_SLOTS] = {
         "experts.gate", "experts.up", "experts.down", "experts.fc1.weight", "experts.fc1.bias", "experts.fc2.weight", "experts.fc2.bias", "experts.weight",
         "experts.bias", "experts.reduce", "experts.expand", "shared.gate", "shared.up", "shared.down", "shared.sigmoid"};
     const moe_layer_config *c = config;
@@ -3165,6 +3176,7 @@ static moe_status moei_layer_allocate(moe_layer *layer, int trainable, moe_error
     if (!moei_layer_count(layer, &count) || !moei_mul(count, trainable ? 2 : 1, &all) ||
         !moei_mul(all, sizeof(moe_real), &layer->memory_size))
         return moei_error(error, MOE_ERR_OVERFLOW, "the layer's tensors do not fit this machine's memory");
+    if (!moei_can_allocate(&layer->allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
     layer->memory = (moe_real *)moei_alloc(&layer->allocator, all, sizeof(moe_real));
     if (layer->memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of tensors", layer->memory_size);
     moei_layer_bind(layer, layer->memory, trainable ? layer->memory + count : NULL);
@@ -6155,6 +6167,7 @@ static const char *moei_float_obstacle(const moe_net *net, size_t i) {
     if (c->score == MOE_SCORE_CUSTOM) return "score = custom: a model cannot hold functions of the caller";
     if (c->select == MOE_SELECT_CUSTOM || (switches && c->switch_from == MOE_SELECT_CUSTOM))
         return "select = custom: a model cannot hold functions of the caller";
+    if (c->select == MOE_SELECT_GIVEN) return "select = given: a model gets no recorded choices";
     if (net->d_in > 0 && (c->select == MOE_SELECT_HASH || (switches && c->switch_from == MOE_SELECT_HASH)))
         return "select = hash: a model with d_in > 0 gets no token ids";
     if (c->refine == MOE_REFINE_ATTENTION && moei_attention_read(net, i) == i) return "refine = attention: there is no attention before it in the net";
@@ -10145,8 +10158,11 @@ typedef struct moei_int_value {
 } moei_int_value;
 
 #define MOEI_INT_MAX_WIDTH 65532
+/* No enumerators: C++20 does not want these in arithmetic with real numbers. */
+#define MOEI_NARROW 127
+#define MOEI_WIDE 32767
 
-enum { MOEI_NARROW = 127, MOEI_WIDE = 32767, MOEI_INT_PIECES = 16 };
+enum { MOEI_INT_PIECES = 16 };
 
 typedef struct moei_maker {
     moe_built_model made;
@@ -11518,7 +11534,7 @@ static moei_int_matrix moei_attention_matrix(const moe_module *module, int slot)
 static uint32_t moei_query(moei_maker *m, const moe_module *module, uint32_t x, double range) {
     const moei_int_matrix w = moei_attention_matrix(module, MOE_MODULE_QUERY);
     const double most = 1073741823.0 / (127.0 * 1.4143 * (double)module->attention.d_head);
-    const int limit = most < MOEI_INT_TURNED ? (int)most : (int)MOEI_INT_TURNED;
+    const int limit = most < (int)MOEI_INT_TURNED ? (int)most : (int)MOEI_INT_TURNED;
     if (!module->attention.rotary) return moei_product(m, &w, x, limit, 0, range, 0);
     return moei_int_turned(m, module, moei_product(m, &w, x, limit, 0, range * 1.4143, 0), MOEI_WIDE, 0);
 }

@@ -1455,19 +1455,21 @@ static void moei_cluster_spread(const moei_pass *s, const moe_real *h, const int
             for (q = 0; q < s->d; q++) m[q] += share * MOEI_F(fabs)(h[(size_t)tokens[i] * s->d + q] - h[(size_t)tokens[j] * s->d + q]);
 }
 
-/* The theorem's weights: lambda / (s + alpha), alpha > -min s so that their mean is 1, by bisection. */
+/* The theorem's weights: lambda / (s + alpha), alpha > -min s so that their mean is 1, by bisection of beta = alpha + min s: beside a large s, alpha itself
+   could not tell a small lambda from 0. */
 static void moei_exact_weights(moe_real *m, size_t d, moe_real lambda) {
-    moe_real least = m[0], low, high, alpha, mean;
+    moe_real least = m[0], low, high, beta, mean;
     size_t q;
     int step;
     for (q = 1; q < d; q++)
         if (m[q] < least) least = m[q];
-    low = -least, high = lambda - least; /* at high every weight is at most 1 */
+    for (q = 0; q < d; q++) m[q] -= least;
+    low = lambda / (moe_real)d, high = lambda; /* at low one weight is d, at high none is above 1 */
     for (step = 0; step < 200; step++) {
-        alpha = (low + high) / MOEI_R(2.0), mean = MOEI_R(0.0);
-        for (q = 0; q < d; q++) mean += lambda / (m[q] + alpha);
-        if (mean > (moe_real)d) low = alpha;
-        else high = alpha;
+        beta = (low + high) / MOEI_R(2.0), mean = MOEI_R(0.0);
+        for (q = 0; q < d; q++) mean += lambda / (m[q] + beta);
+        if (mean > (moe_real)d) low = beta;
+        else high = beta;
     }
     for (q = 0; q < d; q++) m[q] = lambda / (m[q] + high);
 }
@@ -3280,10 +3282,9 @@ static moe_real moei_loss_locality(moei_pass *s, moe_real factor, int backward) 
     size_t nodes = (size_t)s->c->nodes, home, j, t, e;
     for (home = 0; home < nodes; home++) {
         size_t count = 0;
-        for (j = 0; j < nodes; j++) q[j] = MOEI_R(0.0);
         for (t = 0; t < s->n; t++) {
             if (!moei_is_real(s->call, t) || moei_home(s, t) != home) continue;
-            count++;
+            if (count++ == 0) memset(q, 0, nodes * sizeof *q); /* for homes of nobody there may be too many to do even this */
             for (e = 0; e < s->experts; e++) q[moei_expert_node(s, e)] += s->r->probabilities[t * s->experts + e];
         }
         if (count == 0) continue;
