@@ -155,6 +155,11 @@
      experts are added in ascending order; inference and training calls give the same y; a loaded model gives the same results as the saved one;
      the same seed gives the same model. Between kernels, results agree within rounding.
 
+     Numbers that are not finite.   Inputs up to 1e4 in size give finite outputs, losses and gradients with weights as they are initialised or trained.
+     What is infinite or NaN is not repaired: a router that meets it ends the call with MOE_ERR_NONFINITE, the trainer refuses such data, losses and
+     gradients, and elsewhere it stays in what is computed from it: its own token's numbers, and with attention later tokens'. Files keep every number
+     as it is. Options that break IEEE arithmetic (-ffast-math) void this and the promises above.
+
      Threads.   No globals. Reading one layer or net from several threads is safe with work memory per thread; training is for one thread per net.
      One call spreads its experts' work over OpenMP's threads where the compiler has OpenMP on (-fopenmp; OMP_NUM_THREADS=1 keeps it to one), else over
      those of call.parallel, a function of the caller's that runs tasks. Every thread gets the same share of each expert's columns, so nobody waits for
@@ -592,13 +597,14 @@ typedef struct moe_layer_pass {
 MOE_API moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int training, size_t *bytes);
 /* y_t = sum over e in S_t, ascending, of w_te f_e(x_t) + shared(x_t);  y [N,o] is overwritten, must not overlap x. Padding gets the shared
    expert only. work[work_size] has any alignment and stays in use until backward is done. Allocates nothing. Errors as moe_route. pass may be NULL
-   when neither the routing nor backward is wanted. On failure y is unspecified and *pass untouched. */
+   when neither the routing nor backward is wanted. On failure y is unspecified and *pass untouched. An expert that computes infinity or NaN for a token
+   is no error: it is in y_t and in no other row of y (soft: in all rows that read the slot). */
 MOE_API moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_real *y, void *work, size_t work_size, moe_layer_pass *pass);
 
 #ifndef MOE_NO_TRAIN
 /* The way back of a forward with call->training = 1: dy [N,o] is the gradient of y. Adds to layer->gradients, to dx [N,d] and
    d_router_x [N,d] (either may be NULL; without router_x the router's part goes to dx). The losses of the router take part.
-   x, router_x and the tensors are as they were in forward. */
+   x, router_x and the tensors are as they were in forward. Padding's rows of x reach no gradient, whatever they hold, but those of a shared expert. */
 MOE_API moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_real *dx, moe_real *d_router_x, moe_layer_pass *pass);
 /* The outputs of all entries of the plan after a forward with call->training or keep = 1, in the plan's order: [offsets[E],o], rows offsets[e].. are expert e's. For
    select = dense without padding that is [E,N,o]. They lie in the work memory. NULL: not such a pass, or soft, whose rows are mixtures. */
@@ -768,7 +774,9 @@ MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int tr
    and positions follow mask and sequences too. router_x and nodes must be NULL, n_past 0; attention_* too when every router that reads them has an
    attention before it. given and teacher hold those of all mixture layers (soft ones have none) one after another. Padding gets y = 0 from attention,
    and passes the other modules but mixtures like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE,
-   MOE_ERR_ARGUMENT, else as moe_route. On failure *pass is untouched. Thread-safe for different work. */
+   MOE_ERR_ARGUMENT, else as moe_route. On failure *pass is untouched. Thread-safe for different work.
+   x may hold infinities and NaN: mixtures and feed_forwards (these in padding too) end the call with MOE_ERR_NONFINITE, in the other modules they stay in
+   their token's row, and attention takes them to the tokens that see it, to the bit no others. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
 /* Whether the net can decode token by token: no attention is full, and all mixture layers pass moe_router_check_decoding; error names the first
    module that cannot. */
@@ -840,13 +848,16 @@ enum {
 };
 
 /* Mean over the labelled rows of y [n,classes] of -log softmax(y)[label]; dy [n,classes] (may be NULL, must not be y) receives its gradient. Labels
-   lie in 0..classes-1 (not checked here), or are negative: such a row has none, and gets dy = 0. 0 without labelled rows. */
+   lie in 0..classes-1 (not checked here), or are negative: such a row has none, and gets dy = 0. 0 without labelled rows. NaN or +inf in a row that
+   counts makes the loss and that row of dy infinite or NaN, -inf at its label the loss alone. */
 MOE_API moe_real moe_cross_entropy(size_t n, size_t classes, const moe_real *y, const int32_t *labels, moe_real *dy);
-/* Mean over n rows of sum_j (y_j - target_j)^2 / 2, y and targets [n,width]; dy [n,width] (may be NULL or y) receives its gradient. */
+/* Mean over n rows of sum_j (y_j - target_j)^2 / 2, y and targets [n,width]; dy [n,width] (may be NULL or y) receives its gradient, place by place. The
+   loss is infinite where a square overflows. */
 MOE_API moe_real moe_squared_error(size_t n, size_t width, const moe_real *y, const moe_real *targets, moe_real *dy);
 
 /* Mean over n rows of (KL(p || q) + KL(q || p)) / 2 between p = softmax(a) and q = softmax(b), a and b [n,classes]: how far two passes with different random
-   choices disagree (Zuo et al. 2022, THOR). da and db (may be NULL) receive the gradients. 0 for n = 0. */
+   choices disagree (Zuo et al. 2022, THOR). da and db (may be NULL) receive the gradients. 0 for n = 0. Logits up to 1e30 in size give finite
+   results; one that is infinite or NaN gives NaN, -inf too. */
 MOE_API moe_real moe_consistency_loss(size_t n, size_t classes, const moe_real *a, const moe_real *b, moe_real *da, moe_real *db);
 
 /* adamw: Loshchilov, Hutter 2019, Decoupled weight decay regularization. sgd: v = momentum v + g, w -= rate v, decay added to g. */
@@ -960,7 +971,7 @@ MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const mo
    MOE_PARAM_FROZEN or a group, stay as they are; biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and
    the label, or the router that needs more than x and what batch->call lacks), MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss
    or gradient is not finite, or the gradient's norm is beyond 1e19 (1e150 in the double build). After a failure only the gradients have changed.
-   step may be NULL. Allocates nothing. */
+   A broken weight shows in the next step that uses it. step may be NULL. Allocates nothing. */
 MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
 /* The two halves of a step, for steps of several batches: accumulate runs forward and backward, adds the gradients to those since the last update
    and shows the pass to the routers' state; update steps on the mean of the gradients and advances that state. moe_trainer_step is both. In *step
@@ -1022,9 +1033,9 @@ MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch,
 
 /* Trains net on train for config.epochs, in a new random order each epoch, and evaluates on test (NULL or n = 0: none) after each. All data
    is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle (MOE_ERR_NONFINITE
-   when training diverges: error begins with "epoch E, step S: ", the step that was not made or after which the test set was not passed), or MOE_ERR_STOPPED when the callback stopped it, leaves the
-   net with what it has learned and the checkpoint as it was written last. The same seed gives the same bits: the order of the
-   samples comes from config.seed, random stages of routers from a stream of their own that is made from it.
+   when training diverges: error begins with "epoch E, step S: ", the step that was not made, or after which test was not passed), or MOE_ERR_STOPPED
+   when the callback stopped it, leaves the net with what it has learned, and the checkpoint as it was written last. The same seed gives the same bits:
+   the order of the samples comes from config.seed, random stages of routers from a stream of their own that is made from it.
    With config.checkpoint the training can be stopped or killed at any time and resumed with the same bits, those of progress included. A resumed
    one wants the same modules, optimizer, n, length, batch, accumulate and seed (MOE_ERR_CONFIG names what differs); with more epochs a finished one
    goes on, with the same there is nothing more to do. A checkpoint that cannot be written ends training: MOE_ERR_IO, or MOE_ERR_MEMORY, for it
@@ -1140,7 +1151,7 @@ MOE_API moe_status moe_net_save(const moe_net *net, const char *path, moe_error 
 #endif /* MOE_NO_TRAIN */
 
 /* Makes a net from a file in memory; bytes are not needed afterwards. trainable, kernels and allocator as in build and init. Numbers of
-   any type are converted. The file may come from a stranger: names and shapes are compared with the configuration before memory for
+   any type are converted; infinities and NaN are read as such. The file may come from a stranger: names and shapes are compared with the configuration before memory for
    tensors is taken. Errors: those of moe_file_open and of the module calls; MOE_ERR_FORMAT (no configuration, or it is malformed, or
    that of a layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many, unless its name begins
    with "trainer.": the file may be a checkpoint),
@@ -5562,7 +5573,8 @@ static void moei_block_mix(const moei_run *r, const moei_queries *b, const moe_r
                moei_head(r, r->p->mixed, b->head, b->at + at), width, 0);
 }
 
-/* A causal row ends before its block does, and 0 times what is not finite is not 0: where something is not, each row sums over its own keys. */
+/* A causal row ends before its block does, and 0 times what is not finite is not 0. Of what the later keys hold the block's first row shows all: where it
+   is not finite, each row sums over its own keys. */
 static void moei_block_forward(const moei_run *r, const moei_queries *b) {
     size_t i;
     moe_real *a = moei_run_room(r).a;
@@ -5570,9 +5582,8 @@ static void moei_block_forward(const moei_run *r, const moei_queries *b) {
     for (i = 0; i < b->rows && r->p->weights != NULL; i++)
         memcpy(r->p->weights + moei_block_cell(r, b, i), a + i * b->span, b->span * sizeof(moe_real));
     moei_block_mix(r, b, a, 0, b->rows, b->span);
-    if (r->m->attention.full || b->rows == 1) return;
-    for (i = 0; i < b->rows && moei_all_finite((size_t)r->m->attention.d_head, moei_head(r, r->p->mixed, b->head, b->at + i)); i++) continue;
-    for (; i < b->rows; i++) moei_block_mix(r, b, a, i, 1, moei_block_seen(r, b, i));
+    if (r->m->attention.full || moei_all_finite((size_t)r->m->attention.d_head, moei_head(r, r->p->mixed, b->head, b->at))) return;
+    for (i = 0; i < b->rows; i++) moei_block_mix(r, b, a, i, 1, moei_block_seen(r, b, i));
 }
 
 /* o of the past tokens from the cache, of the call's heads W_O,h v_h, so that their mean over heads, weighted by A, is y. */
@@ -10493,7 +10504,7 @@ static uint32_t moei_product(moei_maker *m, const moei_int_matrix *x, uint32_t i
     if (!(scale > 0)) {
         scale = limit == MOEI_NARROW ? range / limit : range * 1.25 / limit;
         if (scale < in_scale * l.most / 0.49) scale = in_scale * l.most / 0.49;
-        if (!(scale > 0)) scale = 1;
+        if (!(scale > 1e-250)) scale = 1; /* 0, or so small that its inverse may not be finite */
     }
     shift = moei_shift_for(in_scale * l.most / scale, 16, 15);
     out = moei_value_new(m, x->n, limit, scale, range);
