@@ -3189,6 +3189,7 @@ moe_status moe_layer_create(moe_layer *layer, const moe_layer_config *config, in
     moe_rng rng;
     moe_status status;
     if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    if (!moei_can_allocate(allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
     status = moe_layer_init(&made, config, error);
     if (status != MOE_OK) return status;
     if (allocator != NULL) made.allocator = *allocator;
