@@ -345,7 +345,7 @@ run_portable() { # runner program
 options() {
     { factors | tr ' ' '\n' | sed -n 's/^off\.//p' && others | sed 's/ .*//'; } | sort >known
     (cd "$root" && sed -n -e '/^ *# *\(if\|ifdef\|ifndef\|elif\)/p' -e '/#if defined(MOE_IMPLEMENTATION)/p' moe_kernels.h moe_routers.h moe.h) |
-        grep -oE 'MOE_[A-Z0-9_]+' | grep -vE '^MOE_(MODEL_VERSION|KEEP_)$' | sort -u >found
+        grep -owE 'MOE_[A-Z0-9_]+' | grep -vE '^MOE_(MODEL_VERSION|KEEP_)$' | sort -u >found
     (cd "$root" && sed '/^\*\/$/q' moe_kernels.h && sed '/^\*\/$/q' moe.h) |
         sed -n -e 's/^     \(MOE_[A-Z0-9_]*\)  .*\(must\|yes\|no\|[a-z]\).*/\1/p' -e 's/.*(\(MOE_[A-Z]*\): keep .*/\1/p' | sort -u >described
     empty 'in the headers and not in the lists:' "$(comm -13 known found)" && empty 'in the lists and not in the headers:' "$(comm -23 known found)" &&

@@ -789,7 +789,7 @@ static int train(moe_net *net, moe_trainer *trainer, const samples *all, moe_rea
     moe_error error;
     moe_step step;
     int i;
-    zero(&config, sizeof config);
+    zero(&config, sizeof config), zero(&step, sizeof step);
     config.batch = ROWS, config.rate = (moe_real)0.01, config.clip = 1, config.seed = 4;
     if (!net_of_classes(net, 1) || !WORKS(moe_trainer_init(trainer, net, &config, &error))) return 0;
     for (i = 0; i < STEPS; i++) {
