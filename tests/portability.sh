@@ -17,7 +17,7 @@ root=$PWD
 
 plain=-DMOE_NO_SIMD # where vectors are not the matter: they take most of the compile time
 
-# Compilers and machines: the three headers or the amalgamated one, what compiles | what runs it. The compilers' warnings are those of the flags function.
+# Compilers and machines beside those of the covering set, in which clang and tcc without options are: the three headers or the amalgamated one, what compiles | what runs it. The compilers' warnings are those of the flags function.
 rows() {
     cat <<TABLE
 three gcc -O0 -std=c2x -funsigned-char $plain                     |
@@ -25,7 +25,6 @@ three gcc -O1 $plain                                              |
 three gcc -O3 $plain                                              |
 three gcc -Os $plain                                              |
 three clang -O1 $plain                                            |
-three clang -O0                                                   |
 three clang-19 -O2 $plain                                         |
 three clang-19 -O0 -std=c23 -funsigned-char                       |
 three g++ -O0 -std=c++11 $plain                                   |
@@ -35,9 +34,8 @@ one g++ -O0 -std=c++20 $plain                                     |
 three clang++ -O0 -std=c++11 $plain                               |
 one clang++ -O0 -std=c++14 $plain                                 |
 three clang++ -O0 -std=c++17 $plain                               |
-three clang++ -O0 -std=c++20                                      |
+three clang++ -O0 -std=c++20 $plain                               |
 one clang++-19 -O0 -std=c++23 $plain                              |
-three tcc                                                         |
 one tcc -DMOE_REAL=double                                         |
 one pcc                                                           |
 three pcc -DMOE_REAL=double                                       |
@@ -51,7 +49,7 @@ three gcc-12 -m32 $i386 -O0                                       |
 three aarch64-linux-gnu-gcc -O0 -static                           | qemu-aarch64
 three arm-linux-gnueabihf-gcc -O0 -static -mfpu=neon              | qemu-arm
 three riscv64-linux-gnu-gcc -O0 -static                           | qemu-riscv64
-three s390x-linux-gnu-gcc $wide -O1 -static                       | qemu-s390x
+three s390x-linux-gnu-gcc $wide -O0 -static                       | qemu-s390x
 one s390x-linux-gnu-gcc $wide -O0 -static -DMOE_REAL=double       | qemu-s390x
 TABLE
 }
@@ -409,7 +407,15 @@ linked() { # compiler options... / compiler options...
     printf '#define MOE_IMPLEMENTATION\n#include "moe.h"\n' >library.c
     # shellcheck disable=SC2086
     object library.o $library library.c && object program.o "$@" -DTEST_LINKED -DPORTABLE_MODELS -I"$prepared/models" "$root/tests/portable.c" &&
-        run "$1" program.o library.o -o program.exe -lm && run_portable '' ./program.exe
+        run "$(linker ${library%% -*} "$1")" program.o library.o -o program.exe -lm && run_portable '' ./program.exe
+}
+
+# Objects of C++ are linked by its compiler.
+linker() { # compiler compiler
+    case $1 in
+    *++) echo "$1" ;;
+    *) echo "$2" ;;
+    esac
 }
 
 object() { # output compiler options... file
