@@ -8572,7 +8572,7 @@ static int moei_hme_settle(moe_hme *hme, int good) {
 static size_t moei_hme_models(const moe_hme *hme) { return 1 + (size_t)hme->config.n_groups + hme->all; }
 
 moe_status moe_hme_em(moe_hme *hme, const moe_data *data, double *h, double *log_likelihood, moe_error *error) {
-    double before, after;
+    double before = 0.0, after; /* gcc -O3 does not see that begin sets it */
     size_t i;
     moe_status status = moei_hme_begin(hme, data, h, &before, error);
     if (status != MOE_OK) return status;
@@ -8587,7 +8587,7 @@ moe_status moe_hme_em(moe_hme *hme, const moe_data *data, double *h, double *log
 }
 
 moe_status moe_hme_gradient(moe_hme *hme, const moe_data *data, moe_real rate, double *h, double *log_likelihood, moe_error *error) {
-    double before;
+    double before = 0.0;
     size_t i;
     moe_status status = moei_hme_begin(hme, data, h, &before, error);
     if (status != MOE_OK) return status;
