@@ -1,12 +1,13 @@
 #!/bin/sh
 # Fuzzes what reads bytes of strangers: tests/fuzz_file.c (files), tests/fuzz_text.c (texts, options and settings).
 #   sh tests/fuzz.sh                  each with libFuzzer for FUZZ_SECONDS (60), from the seeds in tests/corpus
-#   sh tests/fuzz.sh corpus           no fuzzing, any compiler: the seeds, each taken as its name says, and 3000 mutations (FUZZ_MUTATIONS) of them
+#   sh tests/fuzz.sh corpus           any compiler: the seeds, each taken as its name says, and 3000 (FUZZ_MUTATIONS) mutations of them
 #   sh tests/fuzz.sh afl [SECONDS]    each with AFL++ for so many seconds (600)
 #   sh tests/fuzz.sh coverage FOLDER  how many lines of the library and the examples the inputs of FOLDER/files and FOLDER/texts reach (clang)
-#   sh tests/fuzz.sh seeds FOLDER     few files of FOLDER, which libFuzzer has filled, that reach all of tests/fuzz_file.c's code: tests/corpus/files
-# FUZZ_TARGETS: "files", "texts" or both. FUZZ_CORPUS: a folder that keeps new inputs (FUZZ_CORPUS/files, FUZZ_CORPUS/texts) from run to run, for
-# long fuzzing at night. FUZZ_SEED (1). CC, CFLAGS, STB_DS as for tests/run. What is found is kept in build/. Last line: "N passed, N failed[, N skipped]".
+#   sh tests/fuzz.sh seeds FOLDER     adds few small files of FOLDER, which libFuzzer has filled, to tests/corpus/files: they reach as much
+# FUZZ_TARGETS: "files", "texts" or both. FUZZ_CORPUS: a folder that keeps new inputs (FUZZ_CORPUS/files, FUZZ_CORPUS/texts) from run to run,
+# for long fuzzing at night:  FUZZ_CORPUS=~/moe-corpus FUZZ_SECONDS=3600 FUZZ_SEED=$(date +%s) sh tests/fuzz.sh
+# FUZZ_SEED (1). CC, CFLAGS, STB_DS as for tests/run. What is found is kept in build/. The last line is "N passed, N failed, N skipped".
 
 LC_ALL=C
 export LC_ALL
@@ -63,8 +64,11 @@ has_libfuzzer() {
         clang -fsanitize=fuzzer -x c - -o "$scratch/probe" >/dev/null 2>&1
 }
 
-build_libfuzzer() { # target program more
-    build "$1" "$2" clang "$sanitizers -fsanitize=fuzzer-no-link $3" '-DFUZZ_ENGINE -fsanitize=fuzzer'
+# The mutator of files knows what they are made of: to be shown every comparison would only make it slower, by half.
+build_libfuzzer() { # target program
+    seen=
+    [ "$1" != files ] || seen=-fno-sanitize-coverage=trace-cmp
+    build "$1" "$2" clang "$sanitizers -fsanitize=fuzzer-no-link $seen" '-DFUZZ_ENGINE -fsanitize=fuzzer'
 }
 
 longest() { [ "$1" = files ] && echo 8192 || echo 16384; }
@@ -73,13 +77,13 @@ fuzz() { # target
     new=$scratch/$1.new
     [ -z "${FUZZ_CORPUS:-}" ] || new=$FUZZ_CORPUS/$1
     mkdir -p "$new" build
-    if ! build_libfuzzer "$1" "$scratch/$1" '' >"$scratch/$1.log" 2>&1; then
+    if ! build_libfuzzer "$1" "$scratch/$1" >"$scratch/$1.log" 2>&1; then
         fail "$1: compiling" "$scratch/$1.log"
         return
     fi
     begin=$(date +%s)
-    "$scratch/$1" -seed="${FUZZ_SEED:-1}" -len_control=0 -max_len="$(longest "$1")" -max_total_time="${FUZZ_SECONDS:-60}" -timeout=20 -rss_limit_mb=2048 \
-        -print_final_stats=1 -artifact_prefix=build/ "$new" "tests/corpus/$1" >"$scratch/$1.log" 2>&1 </dev/null
+    "$scratch/$1" -seed="${FUZZ_SEED:-1}" -entropic=0 -len_control=0 -max_len="$(longest "$1")" -max_total_time="${FUZZ_SECONDS:-60}" \
+        -timeout=20 -rss_limit_mb=2048 -print_final_stats=1 -artifact_prefix=build/ "$new" "tests/corpus/$1" >"$scratch/$1.log" 2>&1 </dev/null
     status=$?
     runs=$(sed -n 's/^stat::number_of_executed_units: *//p' "$scratch/$1.log")
     reached=$(sed -n 's/.*cov: \([0-9]*\) ft: \([0-9]*\).*/\1 edges, \2 features/p' "$scratch/$1.log" | tail -n 1)
@@ -115,7 +119,8 @@ corpus() { # target
 
 afl() { # target seconds
     export AFL_SKIP_CPUFREQ=1 AFL_I_DONT_CARE_ABOUT_MISSING_CRASHES=1 AFL_NO_AFFINITY=1 AFL_NO_UI=1 AFL_QUIET=1
-    if ! build "$1" "$scratch/$1" afl-clang-fast '-fsanitize=undefined -fno-sanitize-recover=all' '-DFUZZ_ENGINE -fsanitize=fuzzer' >"$scratch/$1.log" 2>&1; then
+    if ! build "$1" "$scratch/$1" afl-clang-fast '-fsanitize=undefined -fno-sanitize-recover=all' '-DFUZZ_ENGINE -fsanitize=fuzzer' \
+        >"$scratch/$1.log" 2>&1; then
         fail "$1: compiling" "$scratch/$1.log"
         return
     fi
@@ -152,7 +157,7 @@ coverage() { # folder
 
 # A cover by few and small inputs; each is named by what becomes of it and by its bytes.
 seeds() { # folder
-    build_libfuzzer files "$scratch/files" '' && mkdir -p "$scratch/cover" || return 1
+    build_libfuzzer files "$scratch/files" && mkdir -p "$scratch/cover" || return 1
     "$scratch/files" -max_len=800 -use_counters=0 -set_cover_merge=1 "$scratch/cover" "$1" >"$scratch/log" 2>&1 || return 1
     build files "$scratch/plain" "$CC" '' '' || return 1
     for file in "$scratch"/cover/*; do

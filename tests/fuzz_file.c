@@ -1,10 +1,13 @@
-/* Files from strangers: safetensors, configurations, nets, layers and checkpoints, read from memory. What was read is then used in every way
-   there is, written and read again. Ordinary program: see fuzz.h. With libFuzzer and its sanitizers:
-     clang -std=c99 -DFUZZ_ENGINE -g -O1 -I. -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all tests/fuzz_file.c -o fuzz_file -lm
+/* Files from strangers: safetensors, configurations, nets, layers and checkpoints, read from memory. What was read is then used in every
+   way there is, written and read again. As an ordinary program (fuzz.h):
+     cc -std=c99 -O2 -I. tests/fuzz_file.c -o fuzz_file -lm && ./fuzz_file
+   With libFuzzer, as sh tests/fuzz.sh does it:
+     clang -std=c99 -DFUZZ_ENGINE -g -O1 -DMOE_NO_SIMD -I. -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all tests/fuzz_file.c \
+         -o fuzz_file -lm
      ./fuzz_file -max_total_time=120 -max_len=8192 -len_control=0 new-inputs tests/corpus/files
-   Promises that are checked: no sanitizer finds anything, an input takes less than a second, reading n bytes takes no more memory than bound_of(n)
-   below, a failed read changes nothing and keeps nothing, error holds a message; a net that was read can be written, and reading that gives the same
-   net; two runs give the same bits, and so does decoding token by token.
+   Promises that are checked: no sanitizer finds anything, an input takes less than a second, reading n bytes takes no more memory than
+   bound_of(n) below, a failed read changes nothing and keeps nothing, error holds a message; a net that was read can be written, and
+   reading that gives the same net; two runs give the same bits, and so does decoding token by token.
    The mutator takes the configuration of a file (or a preset), changes it, and makes the tensors that it asks for, so that most inputs get past all
    checks; others it spoils in one place. */
 
@@ -55,11 +58,11 @@ static moe_allocator allocator_of(heap *h) {
     return a;
 }
 
-/* The memory that reading a file of so many bytes may take: values and gradients of a number for each byte, the configuration's text, and a module
-   with its list of tensors for each 19 bytes of that, the least that one takes there ({"module":"tied"},). */
+/* The memory that reading a file of so many bytes may take, as moe.h says: values and gradients of a number for each byte, the text of the
+   configuration, and modules, each of which takes at least 22 bytes there: {\"module\":\"tied\"}, */
 static size_t bound_of(size_t size) {
-    size_t modules = size / 19 < MOE_NET_MAX_MODULES ? size / 19 : (size_t)MOE_NET_MAX_MODULES;
-    return (2 * sizeof(moe_real) + 1) * size + (modules + 8) * (2 * sizeof(moe_module) + MOE_LAYER_SLOTS * sizeof(moe_tensor));
+    size_t modules = size / 22 < MOE_NET_MAX_MODULES ? size / 22 : (size_t)MOE_NET_MAX_MODULES;
+    return (1 + 2 * sizeof(moe_real)) * size + (modules + 8) * 12288;
 }
 
 static void *grab(size_t bytes) {
@@ -339,9 +342,10 @@ static void use_model(heap *h, const moe_net *net, int weights) {
         want(scratch != NULL);
         for (t = 0; t < TOKENS; t++) {
             const moe_real *x = in.x + t * (size_t)net->d_in;
-            if (weights != MOE_WEIGHTS_FLOAT) moe_infer_levels(&built.model, x, levels);
-            want_documented(moe_infer(&built.model, net->d_in == 0 ? (const void *)&in.ids[t] : weights == MOE_WEIGHTS_FLOAT ? (const void *)x : levels,
-                                      in.y, scratch, built.model.scratch_size));
+            const void *input = x;
+            if (weights != MOE_WEIGHTS_FLOAT) moe_infer_levels(&built.model, x, levels), input = levels;
+            if (net->d_in == 0) input = &in.ids[t];
+            want_documented(moe_infer(&built.model, input, in.y, scratch, built.model.scratch_size));
         }
         free(scratch);
     }
@@ -622,12 +626,12 @@ static void put_number(maker *m, size_t n) {
 
 /* Numbers at the ends of ranges, and those that are none. */
 static const char *odd_number(maker *m) {
-    static const char *const odd[] = {"0", "1", "2", "3", "4", "5", "7", "8", "16", "63", "64", "65", "100", "1000", "4096", "4097", "32767", "65535", "65536",
-                                      "65537", "16777215", "16777216", "16777217", "2147483647", "2147483648", "4294967296", "9007199254740993",
-                                      "18446744073709551615", "18446744073709551616", "99999999999999999999999", "-1", "-0", "0.5", "0.1", "1.5", "-0.5",
-                                      "0.99999999", "1e-6", "1e-45", "1e-400", "1e6", "1e9", "1e38", "3.5e38", "1e39", "1e308", "1e309", "1e400", "1e99999999999",
-                                      "0.0000000000000000000000000000000000000000000000000000000000000000000001", "1E+2", "1e", "1.", ".5", "01", "+1", "nan",
-                                      "inf", "0x10", "true", "null", "\"1\"", "[1]", "{}", ""};
+    static const char *const odd[] = {
+        "0", "1", "2", "3", "4", "5", "7", "8", "16", "63", "64", "65", "100", "1000", "4096", "4097", "32767", "65535", "65536", "65537",
+        "16777215", "16777216", "16777217", "2147483647", "2147483648", "4294967296", "9007199254740993", "18446744073709551615",
+        "18446744073709551616", "99999999999999999999999", "-1", "-0", "0.5", "0.1", "1.5", "-0.5", "0.99999999", "1e-6", "1e-45", "1e-400",
+        "1e6", "1e9", "1e38", "3.5e38", "1e39", "1e308", "1e309", "1e400", "1e99999999999", "0.000000000000000000000000000000000000000001",
+        "1E+2", "1e", "1.", ".5", "01", "+1", "nan", "inf", "0x10", "true", "null", "\"1\"", "[1]", "{}", ""};
     return odd[below(m, sizeof odd / sizeof odd[0])];
 }
 
@@ -763,8 +767,9 @@ static void random_value(maker *m, const moe_field *f, char value[64]) {
     if (below(m, 16) == 0) sprintf(value, "%s", below(m, 2) > 0 ? "9" : "-1");
     else if (f->kind == MOE_FIELD_CHOICE) sprintf(value, "%s", f->choices[below(m, (size_t)n)]);
     else if (f->kind == MOE_FIELD_FLAG) sprintf(value, "%u", below(m, 2));
-    else if (f->kind == MOE_FIELD_REAL) sprintf(value, "%g", below(m, 8) == 0 ? (below(m, 2) > 0 ? f->max : f->min) : below(m, 2) > 0 ? 0.01 * below(m, 100) : 1.0 + below(m, 3));
-    else sprintf(value, "%.0f", below(m, 8) == 0 ? (below(m, 2) > 0 ? f->max : f->min) : (double)below(m, 10));
+    else if (below(m, 8) == 0) sprintf(value, "%.17g", below(m, 2) > 0 ? f->max : f->min);
+    else if (f->kind == MOE_FIELD_REAL) sprintf(value, "%g", below(m, 2) > 0 ? 0.01 * below(m, 100) : 1.0 + below(m, 3));
+    else sprintf(value, "%u", below(m, 10));
 }
 
 static const moe_field *random_field(maker *m) {
@@ -788,7 +793,8 @@ static moe_layer_config random_layer(maker *m, int d) {
         const moe_field *f = random_field(m);
         char value[64];
         random_value(m, f, value);
-        if (moe_field_set(f, &config, f->name, value, NULL) == MOE_OK && (below(m, 32) == 0 || moe_layer_check(&config, NULL, NULL) == MOE_OK)) good = config;
+        if (moe_field_set(f, &config, f->name, value, NULL) == MOE_OK && (below(m, 32) == 0 || moe_layer_check(&config, NULL, NULL) == MOE_OK))
+            good = config;
         config = good;
     }
     return good;

@@ -396,13 +396,15 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 /* ---- the mutator: lines, cells and words --------------------------------------------------------------------------------------- */
 
 static const char *const words[] = {
-    "0", "1", "2", "10", "16", "17", "-1", "9", "99999999999999999999", "2147483648", "-2147483649", "1e300", "-1e300", "1e-320", "nan", "inf", "0x1p5", "1.5",
-    "0.5", "", " ", "+3", "00", "1e", ",", ",,", ";", "=", "\n", "\n\n", "\r\n", "<unk>", "<unk>\n", "1:2 3:4", "5:1e308", "--seed", "--seeds", "1,2,3", "--epochs",
-    "--first", "--csv", "x.csv", "--data", "--check", "--methods", "pairs", "--only", "--experts", "--tasks", "--temperature", "--importance", "--attack", "--tables",
-    "--claims", "--list", "-h", "--help", "-o", "--name", "--calibration", "--divide", "--tokens", "--rows", "--length", "--weights", "int4", "float", "--markdown",
-    "--sweep", "--routers", "--claim", "--ablate", "--valid", "--test", "--words", "--vocabulary", "--kernels", "auto", "c", "--top-k-sample", "--generate",
-    "--prompt", "--route", "--resume", "--stop-after", "--show", "--token", "switch", "mixtral", "deepseek_v3", "hash", "soft", "*.weight", "0.*", "**", "int",
-    "model", "d_model=8", "n_experts=", "top_k=2", "select=", "score=cosine", "loss_balance=0.01", "gate_temperature=", "steps=", "width=", "layers=", "context="};
+    "0", "1", "2", "10", "16", "17", "-1", "9", "99999999999999999999", "2147483648", "-2147483649", "1e300", "-1e300", "1e-320", "nan",
+    "inf", "0x1p5", "1.5", "0.5", "", " ", "+3", "00", "1e", ",", ",,", ";", "=", "\n", "\n\n", "\r\n", "<unk>", "<unk>\n", "1:2 3:4",
+    "5:1e308", "--seed", "--seeds", "1,2,3", "--epochs", "--first", "--csv", "x.csv", "--data", "--check", "--methods", "pairs",
+    "--only", "--experts", "--tasks", "--temperature", "--importance", "--attack", "--tables", "--claims", "--list", "-h", "--help",
+    "-o", "--name", "--calibration", "--divide", "--tokens", "--rows", "--length", "--weights", "int4", "float", "--markdown",
+    "--sweep", "--routers", "--claim", "--ablate", "--valid", "--test", "--words", "--vocabulary", "--kernels", "auto", "c",
+    "--top-k-sample", "--generate", "--prompt", "--route", "--resume", "--stop-after", "--show", "--token", "switch", "mixtral",
+    "deepseek_v3", "hash", "soft", "*.weight", "0.*", "**", "int", "model", "d_model=8", "n_experts=", "top_k=2", "select=",
+    "score=cosine", "loss_balance=0.01", "gate_temperature=", "steps=", "width=", "layers=", "context="};
 
 /* A cell from `from` on: what stands between commas, blanks and line ends. */
 static size_t cell_length(const uint8_t *data, size_t from, size_t size) {
