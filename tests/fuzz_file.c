@@ -209,7 +209,7 @@ static void want_same(const moe_real *a, const moe_real *b, size_t n) {
 
 static int net_inputs(const moe_net *net, uint64_t seed) {
     size_t i;
-    if (!inputs_begin(seed, (size_t)net->d_in, (size_t)net->d_out, net->d_in == 0 ? (size_t)net->modules[0].n_rows : 3)) return 0;
+    if (!inputs_begin(seed, (size_t)net->d_in, (size_t)net->d_out, net->d_in == 0 ? (size_t)net->modules[0].n_rows : 4)) return 0;
     for (i = 0; i < net->n_modules; i++)
         if (net->modules[i].kind == MOE_MODULE_MIXTURE) inputs_router(&net->modules[i].layer.config.router);
     return 1;
@@ -401,7 +401,7 @@ static void use_fit(moe_net *net, const moe_train_config *trainer, const uint8_t
     sprintf(path, "fuzz_file_%ld.tmp0", (long)getpid());
     if ((f = fopen(path, "wb")) == NULL) return;
     want(fwrite(data, 1, size, f) == size && fclose(f) == 0);
-    config.epochs = 2, config.resume = 1, config.checkpoint = path, config.checkpoint_every = 2;
+    config.epochs = 2, config.batch = 2, config.resume = 1, config.checkpoint = path, config.checkpoint_every = 2;
     error.message[0] = '\0';
     status = moe_fit(net, &samples, NULL, &config, &error);
     want(status == MOE_OK || error.message[0] != '\0');
@@ -420,7 +420,8 @@ static int use_trainer(heap *h, moe_net *net, const uint8_t *data, size_t size) 
     for (optimizer = 0; optimizer < MOE_OPTIMIZER_COUNT && net->trainable && !read; optimizer++) {
         moe_data batch = net_data(net, 0);
         memset(&config, 0, sizeof config);
-        config.optimizer = optimizer, config.criterion = MOE_CRITERION_SQUARED_ERROR, config.batch = TOKENS, config.seed = 1;
+        config.optimizer = optimizer, config.batch = TOKENS, config.seed = 1;
+        config.criterion = fuzz_below(&in.random, 2) > 0 ? MOE_CRITERION_SQUARED_ERROR : MOE_CRITERION_CROSS_ENTROPY;
         if (moe_trainer_init(&trainer, net, &config, &error) != MOE_OK) continue;
         before = written_trainer(h, &trainer, &before_size);
         status = moe_trainer_read(&trainer, data, size, &error);
@@ -547,7 +548,7 @@ static int use_layer(const uint8_t *data, size_t size) {
     moe_error error;
     int trainable = 1;
     if (read_layer(&h, &layer, data, size, 1) != MOE_OK && (trainable = 0, read_layer(&h, &layer, data, size, 0) != MOE_OK)) return 0;
-    if (inputs_begin(hash_of(data, size), (size_t)layer.config.router.d_model, (size_t)layer.config.d_out, 3)) {
+    if (inputs_begin(hash_of(data, size), (size_t)layer.config.router.d_model, (size_t)layer.config.d_out, 4)) {
         inputs_layer(&layer.config.router);
         use_layer_passes(&layer, trainable);
     }
@@ -785,7 +786,7 @@ static moe_layer_config random_layer(maker *m, int d) {
     size_t presets = 0;
     int k;
     while (moe_presets()[presets].name != NULL) presets++;
-    (void)moe_layer_preset(moe_presets()[below(m, presets)].name, &config, NULL);
+    (void)moe_layer_preset(below(m, 16) == 0 ? "hash" : moe_presets()[below(m, presets)].name, &config, NULL);
     config.router.d_model = d, config.d_ff = 1 + (int)below(m, 5);
     if (config.router.table_size > 0 || config.router.select == MOE_SELECT_HASH) config.router.table_size = 3;
     if (config.router.n_experts > 8) config.router.n_experts = 8;
@@ -943,15 +944,21 @@ static void put_escaped(maker *m, const char *text) {
 }
 
 static float odd_float(maker *m) {
-    static const double odd[] = {0, -0.0, 1, -1, 2, 3, 4, 7, 0.5, 1e-40, 1e-30, 1e30, -1e30, 3e38, 65536, 16777216, 2147483648.0, 4294967296.0, 1e10, -5};
+    static const double odd[] = {0,    -0.0,  1,    -1,    2,        3,            4,            7,    0.5, 1e-40,
+                                 1e-30, 1e30, -1e30, 3e38, 65536, 16777216, 2147483648.0, 4294967296.0, 1e10, -5};
     unsigned k = below(m, sizeof odd / sizeof odd[0] + 3);
     if (k < sizeof odd / sizeof odd[0]) return (float)odd[k];
     return k % 3 == 0 ? (float)INFINITY : k % 3 == 1 ? -(float)INFINITY : (float)NAN;
 }
 
+/* Not always what a state may be: rows, counts and steps that are negative, too large, or no whole numbers. */
+static float whole_float(maker *m) {
+    return below(m, 12) > 0 ? (float)below(m, 4) : below(m, 2) > 0 ? (float)below(m, 12) - 2 : odd_float(m);
+}
+
 /* The bytes of one number; kind 0: small numbers, 1: small whole ones, 2: what is odd. */
 static void put_value(maker *m, int type, int kind) {
-    float f = kind == 0 ? (float)below(m, 2001) / 1000 - 1 : kind == 1 ? (float)below(m, 4) : odd_float(m);
+    float f = kind == 0 ? (float)below(m, 2001) / 1000 - 1 : kind == 1 ? whole_float(m) : odd_float(m);
     double d = (double)f;
     unsigned char bytes[8];
     uint64_t bits = 0;
@@ -1022,19 +1029,26 @@ static void make_file(maker *m, const texts *t) {
     if (good || net.n_modules > 0) free_tensors(&net);
 }
 
-/* The numbers of a trainer: mostly those of a training of TOKENS samples in batches of TOKENS. */
+/* What a row of a trainer's numbers usually is: those of a training of TOKENS samples, 2 at a time. */
+static unsigned trainer_number(maker *m, const char *name, unsigned epochs, unsigned steps) {
+    if (strcmp(name, "format") == 0 || strcmp(name, "accumulate") == 0 || strcmp(name, "seed") == 0) return 1;
+    if (strcmp(name, "batch") == 0) return 2;
+    if (strcmp(name, "n") == 0) return TOKENS;
+    if (strcmp(name, "position0") == 0) return epochs;
+    if (strcmp(name, "position1") == 0) return steps;
+    if (strcmp(name, "steps") == 0) return epochs * (TOKENS / 2) + steps;
+    if (strcmp(name, "optimizer") == 0) return below(m, 2);
+    return strcmp(name, "length") == 0 ? 2 * below(m, 2) : 0;
+}
+
 static void random_trainer(maker *m, char out[TEXT]) {
     char number[24];
     size_t i;
-    unsigned epochs = below(m, 3);
+    unsigned epochs = below(m, 3), steps = below(m, 8) > 0 ? below(m, 4) : below(m, 1000);
     out[0] = '\0';
     for (i = 0; i < (size_t)MOEI_CHECKPOINT_ROWS; i++) {
         const char *name = moei_checkpoint_rows[i].name;
-        unsigned usual = strcmp(name, "format") == 0 || strcmp(name, "accumulate") == 0 || strcmp(name, "seed") == 0 ? 1 : 0;
-        if (strcmp(name, "batch") == 0 || strcmp(name, "n") == 0) usual = TOKENS;
-        if (strcmp(name, "position0") == 0 || strcmp(name, "steps") == 0) usual = epochs;
-        if (strcmp(name, "optimizer") == 0 || (strcmp(name, "length") == 0 && below(m, 2) > 0)) usual = below(m, 2) * (*name == 'l' ? 2 : 1);
-        sprintf(number, "%u", usual);
+        sprintf(number, "%u", trainer_number(m, name, epochs, steps));
         strcat(out, i > 0 ? " " : "");
         strcat(out, name);
         strcat(out, " ");
