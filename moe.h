@@ -1152,10 +1152,11 @@ MOE_API moe_status moe_net_save(const moe_net *net, const char *path, moe_error 
 
 /* Makes a net from a file in memory; bytes are not needed afterwards. trainable, kernels and allocator as in build and init. Numbers of
    any type are converted; infinities and NaN are read as such. The file may come from a stranger: names and shapes are compared with the configuration before memory for
-   tensors is taken. Errors: those of moe_file_open and of the module calls; MOE_ERR_FORMAT (no configuration, or it is malformed, or
-   that of a layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many, unless its name begins
-   with "trainer.": the file may be a checkpoint),
-   MOE_ERR_NOT_FOUND (a tensor too few), MOE_ERR_SHAPE; error names it. On failure *net is untouched. */
+   tensors is taken, so n bytes take at most (1 + 2 sizeof(moe_real)) n bytes of memory and 12 KiB for each module and for 8 more; n bytes
+   describe n / 22 modules at most. Errors: those of moe_file_open and of the module calls; MOE_ERR_FORMAT (no configuration, or it is
+   malformed, or that of a layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many,
+   unless its name begins with "trainer.": the file may be a checkpoint), MOE_ERR_NOT_FOUND (a tensor too few), MOE_ERR_SHAPE; error names
+   it. On failure *net is untouched. */
 MOE_API moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
                                 moe_error *error);
 #ifndef MOE_NO_STDIO
