@@ -1030,8 +1030,8 @@ MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch,
    takes memory; the file is then the one before. MOE_ERR_UNSUPPORTED: a checkpoint with MOE_NO_STDIO. */
 MOE_API moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error);
 /* Loss and accuracy of net on data, 64 samples at a time (data->length > 0: as many whole sequences as fit into 512 samples and soft_sequences, at
-   least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output is not finite. n = 0 gives zeros. On failure
-   *result is untouched. */
+   least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output or the loss is not finite. n = 0 gives zeros. On
+   failure *result is untouched. */
 MOE_API moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result, moe_error *error);
 
 /* ---- the classical mixture: losses over plain arrays, the hierarchical mixture of experts --------------------------------- */
@@ -6937,6 +6937,7 @@ static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int cr
         made.loss = (moe_real)(sums.loss / (double)sums.counted);
         made.accuracy = (moe_real)((double)sums.right / (double)sums.counted);
     }
+    if (!moe_is_finite(made.loss)) return moei_error(error, MOE_ERR_NONFINITE, "the loss is not finite: %g", (double)made.loss);
     *result = made;
     return MOE_OK;
 }
