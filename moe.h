@@ -7491,7 +7491,7 @@ moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int dra
     moe_data assigned;
     moe_call call;
     moe_status status;
-    size_t t;
+    size_t t, changed = 0; /* counted: a sum of shares may round above 1 */
     int step;
     memset(&made, 0, sizeof made);
     memset(&call, 0, sizeof call);
@@ -7503,7 +7503,8 @@ moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int dra
     if (status != MOE_OK) return status;
     status = moei_modular_expect(m, batch, draws, choices);
     if (status != MOE_OK) return moei_error(error, status, "the E-step: %s", moe_status_text(status));
-    for (t = 0; t < batch->n; t++) made.log_likelihood += m->best[t] / (double)batch->n, made.changed += m->changed[t] / (double)batch->n;
+    for (t = 0; t < batch->n; t++) made.log_likelihood += m->best[t] / (double)batch->n, changed += m->changed[t];
+    made.changed = (double)changed / (double)batch->n;
     moei_modular_teach(m, batch->n, choices);
     if (batch->call != NULL) call = *batch->call;
     call.given = choices, call.teacher = m->teacher;
