@@ -1422,6 +1422,7 @@ static void net_file(fuzz *f, net_run *r) {
     moe_stream stream;
     const moe_allocator a = heap(f);
     moe_error error;
+    if (moe_net_parameters(&r->net, NULL) > MOST_NUMBERS) return; /* that memory would end here */
     memset(&buffer, 0, sizeof buffer);
     buffer.allocator = a;
     stream = moe_buffer_stream(&buffer);
@@ -1718,6 +1719,7 @@ static void fuzz_train(fuzz *f) {
     if (build_net(f, &p, &r.net) == MOE_OK && !too_many_heads(&r.net)) {
         net_call(f, &r, c.batch > 0 ? (size_t)c.batch : 1);
         if (r.m.data >= DATA_FINITE) r.m.data = DATA_NORMAL, r.call.x = r.net.d_in > 0 ? numbers(f, r.m.n * (size_t)r.net.d_in, DATA_NORMAL) : NULL;
+        classical |= r.net.n_modules > 0 && r.net.modules[r.net.n_modules - 1].layer.config.router.expert_temperature > 0;
         if (classical) r.call.mask = NULL;
         if (!net_fits(&r) || moe_net_parameters(&r.net, NULL) > MOST_NUMBERS / 8) r.m.n = 0;
         else if (one_in(f, 3)) run_fit(f, &r, &c);
