@@ -418,7 +418,7 @@ typedef struct moe_file {
 /* Checks all of a file: header length, JSON, types, shapes, sizes, offsets that tile the data without overlap or hole, no
    name twice. Errors: MOE_ERR_FORMAT, MOE_ERR_OVERFLOW (a size beyond size_t), MOE_ERR_UNSUPPORTED (an unknown dtype, more than
    MOE_FILE_MAX_DIMS dimensions, too many tensors); error names the tensor and the byte. Stricter than the format in two points: no
-   \u0000 in a string, no metadata key twice. On failure *file is untouched. 4 KiB of stack; no recursion. */
+   U+0000 in a string, no metadata key twice. On failure *file is untouched. 4 KiB of stack; no recursion. */
 MOE_API moe_status moe_file_open(moe_file *file, const void *bytes, size_t size, moe_error *error);
 /* The next tensor in the order of the header; MOE_ERR_NOT_FOUND after the last. moe_file_rewind starts over. */
 MOE_API moe_status moe_file_next(moe_file *file, moe_file_tensor *tensor);
@@ -1021,8 +1021,9 @@ MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch,
                                     moe_error *error);
 
 /* Trains net on train for config.epochs, in a new random order each epoch, and evaluates on test (NULL or n = 0: none) after each. All data
-   is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle, or
-   MOE_ERR_STOPPED when the callback stopped it, leaves the net with what it has learned. The same seed gives the same bits: the order of the
+   is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle (MOE_ERR_NONFINITE
+   when training diverges: error begins with "epoch E, step S: ", the step that was not made or after which the test set was not passed), or MOE_ERR_STOPPED when the callback stopped it, leaves the
+   net with what it has learned and the checkpoint as it was written last. The same seed gives the same bits: the order of the
    samples comes from config.seed, random stages of routers from a stream of their own that is made from it.
    With config.checkpoint the training can be stopped or killed at any time and resumed with the same bits, those of progress included. A resumed
    one wants the same modules, optimizer, n, length, batch, accumulate and seed (MOE_ERR_CONFIG names what differs); with more epochs a finished one
@@ -1508,13 +1509,16 @@ static moe_status moei_file_failed(moe_error *error, const char *what, const cha
                       reason != 0 ? strerror(reason) : "the system gives no reason");
 }
 
-/* How many bytes of f follow its position, or 0 when it cannot tell (a pipe, a device). */
-static size_t moei_file_left(FILE *f) {
+/* *left: how many bytes of f follow its position, or 0 when it cannot tell (a pipe, a device). Returns 0 when the position is lost: what would be
+   read from then on is not what follows. */
+static int moei_file_left(FILE *f, size_t *left) {
     long at = ftell(f), end;
-    if (at < 0 || fseek(f, 0, SEEK_END) != 0) return 0;
+    *left = 0;
+    if (at < 0 || fseek(f, 0, SEEK_END) != 0) return 1;
     end = ftell(f);
-    if (fseek(f, at, SEEK_SET) != 0 || end <= at) return 0;
-    return (size_t)(end - at);
+    if (fseek(f, at, SEEK_SET) != 0) return 0;
+    if (end > at) *left = (size_t)(end - at);
+    return 1;
 }
 
 /* Grows by what the file still has, when it can tell, so that a large file needs no second copy of itself. One byte more than
@@ -1523,9 +1527,11 @@ static moe_status moei_file_read_all(FILE *f, moe_buffer *b) {
     size_t got;
     do {
         if (b->size == b->capacity) {
-            size_t left = b->size > 0 ? moei_file_left(f) : 0, more = MOEI_READ_SIZE;
+            size_t left = 0, more = MOEI_READ_SIZE;
+            moe_status status;
+            if (b->size > 0 && !moei_file_left(f, &left)) return MOE_ERR_IO;
             if (left > 0 && left < (size_t)-1) more = left + 1;
-            moe_status status = moei_buffer_reserve(b, more);
+            status = moei_buffer_reserve(b, more);
             if (status != MOE_OK) return status;
         }
         got = fread(b->data + b->size, 1, b->capacity - b->size, f);
@@ -1578,11 +1584,17 @@ static moe_status moei_file_rename(const char *from, const char *to, moe_error *
 }
 #endif
 
-/* Where C libraries know the mode x, it makes sure that no other process has just made the same file. */
-#if defined(__unix__) || defined(__APPLE__)
+/* The mode x makes a new file or none, whatever lies there, and whoever makes the same one just now. Where not all C libraries know it a file that is
+   there must be seen before; where they do it is not even opened, for that waits if it is a pipe. */
+#if defined(__linux__) || defined(__APPLE__) || defined(__FreeBSD__) || defined(__OpenBSD__) || defined(__NetBSD__)
 #define MOEI_CREATE "wbx"
+#define MOEI_CREATES_NEW 1
+#elif defined(__unix__)
+#define MOEI_CREATE "wbx"
+#define MOEI_CREATES_NEW 0
 #else
 #define MOEI_CREATE "wb"
+#define MOEI_CREATES_NEW 0
 #endif
 
 /* Opens path.tmp0, or the next number for which there is no file yet; its name goes to name[MOEI_PATH_SIZE]. */
@@ -1595,7 +1607,7 @@ static FILE *moei_file_create_beside(const char *path, char *name) {
         moei_put(&t, path, moei_strlen(path));
         moei_put(&t, ".tmp", 4);
         moei_put_integer(&t, i);
-        f = fopen(name, "rb");
+        f = MOEI_CREATES_NEW ? NULL : fopen(name, "rb");
         if (f == NULL) {
             f = fopen(name, MOEI_CREATE);
             if (f != NULL) return f;
@@ -2436,7 +2448,7 @@ MOE_API moe_status moe_file_integers(const moe_file_tensor *tensor, size_t first
 #if defined(__clang__)
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Weverything"
-#elif defined(__GNUC__)
+#elif defined(__GNUC__) && !defined(__PCC__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpragmas"
 #pragma GCC diagnostic ignored "-Wpedantic"
@@ -2549,7 +2561,7 @@ MOEI_TOOL int moei_list_append(const moe_allocator *a, char **list, const char *
 
 #if defined(__clang__)
 #pragma clang diagnostic pop
-#elif defined(__GNUC__)
+#elif defined(__GNUC__) && !defined(__PCC__)
 #pragma GCC diagnostic pop
 #elif defined(_MSC_VER)
 #pragma warning(pop)
@@ -2971,7 +2983,7 @@ static int moei_slot_experts(moe_slot *slot, const moe_layer_config *c, int out,
 }
 
 moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_slot *out) {
-    static const char *const names[MOE_LAYER_SLOTS - MOE_ROUTER_SLOTS] = {
+    static const char *const names[MOE_LAYER_SLOTS - (int)MOE_ROUTER_SLOTS] = {
         "experts.gate", "experts.up", "experts.down", "experts.fc1.weight", "experts.fc1.bias", "experts.fc2.weight", "experts.fc2.bias", "experts.weight",
         "experts.bias", "experts.reduce", "experts.expand", "shared.gate", "shared.up", "shared.down", "shared.sigmoid"};
     const moe_layer_config *c = config;
@@ -3153,6 +3165,7 @@ static moe_status moei_layer_allocate(moe_layer *layer, int trainable, moe_error
     if (!moei_layer_count(layer, &count) || !moei_mul(count, trainable ? 2 : 1, &all) ||
         !moei_mul(all, sizeof(moe_real), &layer->memory_size))
         return moei_error(error, MOE_ERR_OVERFLOW, "the layer's tensors do not fit this machine's memory");
+    if (!moei_can_allocate(&layer->allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
     layer->memory = (moe_real *)moei_alloc(&layer->allocator, all, sizeof(moe_real));
     if (layer->memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of tensors", layer->memory_size);
     moei_layer_bind(layer, layer->memory, trainable ? layer->memory + count : NULL);
@@ -5542,14 +5555,24 @@ static size_t moei_block_cell(const moei_run *r, const moei_queries *b, size_t i
     return (b->head * r->n + b->at + i) * (r->pass->past + r->n) + b->from;
 }
 
+/* mixed of the block's rows [at, at + rows), summed over `seen` keys. */
+static void moei_block_mix(const moei_run *r, const moei_queries *b, const moe_real *a, size_t at, size_t rows, size_t seen) {
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head;
+    moe_matmul(r->net->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, w, seen, a + at * b->span, b->span, moei_head(r, r->p->v, b->head, b->from), width,
+               moei_head(r, r->p->mixed, b->head, b->at + at), width, 0);
+}
+
+/* A causal row ends before its block does, and 0 times what is not finite is not 0: where something is not, each row sums over its own keys. */
 static void moei_block_forward(const moei_run *r, const moei_queries *b) {
-    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i;
+    size_t i;
     moe_real *a = moei_run_room(r).a;
     moei_block_weights(r, b, a);
     for (i = 0; i < b->rows && r->p->weights != NULL; i++)
         memcpy(r->p->weights + moei_block_cell(r, b, i), a + i * b->span, b->span * sizeof(moe_real));
-    moe_matmul(r->net->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, b->rows, w, b->span, a, b->span, moei_head(r, r->p->v, b->head, b->from), width,
-               moei_head(r, r->p->mixed, b->head, b->at), width, 0);
+    moei_block_mix(r, b, a, 0, b->rows, b->span);
+    if (r->m->attention.full || b->rows == 1) return;
+    for (i = 0; i < b->rows && moei_all_finite((size_t)r->m->attention.d_head, moei_head(r, r->p->mixed, b->head, b->at + i)); i++) continue;
+    for (; i < b->rows; i++) moei_block_mix(r, b, a, i, 1, moei_block_seen(r, b, i));
 }
 
 /* o of the past tokens from the cache, of the call's heads W_O,h v_h, so that their mean over heads, weighted by A, is y. */
@@ -7654,6 +7677,11 @@ static moe_data moei_fit_batch(moei_fit *f, size_t from) {
     return batch;
 }
 
+/* A failure in the middle, with the place where it happened. */
+static moe_status moei_fit_failed(const moei_fit *f, const moe_error *why, moe_error *error) {
+    return moei_error(error, why->code, "epoch %d, step %z: %s", f->progress.epoch, f->progress.step, why->message);
+}
+
 /* One step of the optimiser, on so many batches as make one. */
 static moe_status moei_fit_step(moei_fit *f, moe_error *error) {
     const moe_train_config *c = &f->trainer.config;
@@ -7683,8 +7711,8 @@ static moe_status moei_fit_report(moei_fit *f, moe_error *error) {
     p->total_step = f->trainer.steps;
     memset(&p->test, 0, sizeof p->test);
     if (f->test != NULL && (p->epoch_ended || (c->evaluate_every > 0 && p->total_step % (uint64_t)c->evaluate_every == 0))) {
-        moe_status status = moei_evaluate(f->trainer.net, f->test, c->criterion, f->test_work, &p->test, error);
-        if (status != MOE_OK) return status;
+        moe_error why;
+        if (moei_evaluate(f->trainer.net, f->test, c->criterion, f->test_work, &p->test, &why) != MOE_OK) return moei_fit_failed(f, &why, error);
     }
     if (c->progress == NULL || c->progress(c->progress_ctx, p) == 0) return MOE_OK;
     return moei_error(error, MOE_ERR_STOPPED, "the progress callback stopped training in epoch %d, step %z", p->epoch, p->step);
@@ -7762,9 +7790,11 @@ static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
     moei_fit_seen(f);
     for (i = 0; i < f->seen; i++) f->counted += f->labels == NULL || f->train->labels[moei_fit_row(f, i)] >= 0;
     while (status == MOE_OK && f->seen < f->train->n) {
+        moe_error why;
         f->progress.step++;
-        status = moei_fit_step(f, error);
-        if (status == MOE_OK) status = moei_fit_report(f, error);
+        status = moei_fit_step(f, &why);
+        if (status != MOE_OK) return moei_fit_failed(f, &why, error);
+        status = moei_fit_report(f, error);
         if (status != MOE_OK && status != MOE_ERR_STOPPED) return status;
         kept = moei_fit_keep(f, status == MOE_ERR_STOPPED, error);
         if (kept != MOE_OK) status = kept;
@@ -10119,8 +10149,11 @@ typedef struct moei_int_value {
 } moei_int_value;
 
 #define MOEI_INT_MAX_WIDTH 65532
+/* No enumerators: C++20 does not want these in arithmetic with real numbers. */
+#define MOEI_NARROW 127
+#define MOEI_WIDE 32767
 
-enum { MOEI_NARROW = 127, MOEI_WIDE = 32767, MOEI_INT_PIECES = 16 };
+enum { MOEI_INT_PIECES = 16 };
 
 typedef struct moei_maker {
     moe_built_model made;
@@ -11492,7 +11525,7 @@ static moei_int_matrix moei_attention_matrix(const moe_module *module, int slot)
 static uint32_t moei_query(moei_maker *m, const moe_module *module, uint32_t x, double range) {
     const moei_int_matrix w = moei_attention_matrix(module, MOE_MODULE_QUERY);
     const double most = 1073741823.0 / (127.0 * 1.4143 * (double)module->attention.d_head);
-    const int limit = most < MOEI_INT_TURNED ? (int)most : (int)MOEI_INT_TURNED;
+    const int limit = most < (int)MOEI_INT_TURNED ? (int)most : (int)MOEI_INT_TURNED;
     if (!module->attention.rotary) return moei_product(m, &w, x, limit, 0, range, 0);
     return moei_int_turned(m, module, moei_product(m, &w, x, limit, 0, range * 1.4143, 0), MOEI_WIDE, 0);
 }

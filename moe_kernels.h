@@ -69,7 +69,8 @@
    activation that was left out and is called by itself (moe_activate, moe_gated) copies. Headers of moe_export_c set them for float models.
 
    FREESTANDING BUILDS (__STDC_HOSTED__ == 0, as with -ffreestanding) include <stddef.h>, <stdint.h>, <float.h> and <stdarg.h> only, if MOE_NO_TRAIN
-   is defined. There must be memcpy, memmove and memset, which compilers want of any program anyway, and the compiler's own runtime library.
+   is defined. There must be memcpy, memmove and memset, which compilers want of any program anyway, and the compiler's own runtime library. On x86
+   gcc's <immintrin.h> also wants a <stdlib.h>: MOE_NO_SIMD where there is none.
    The largest error of the functions that MOE_NO_LIBM brings, in units in the last place of float (tests/small.c holds them to it):
    exp 1.5, log 1.5, log1p 2, tanh 3, erfc 8, sqrt 0.5, pow 1 (for bases >= 0). Subnormal results are rounded once more.
 
@@ -126,7 +127,8 @@
    bits. Keep the order of summation: let vectors run along the columns of C. tests/kernels.c tests every table it can select.
 
    Porting. Needed are 8-bit bytes, IEEE float or double, and from libm exp, log, log1p, sqrt, tanh, erfc (and fma where it is an
-   instruction), in the type of the build. Byte order and the size of int and pointers do not matter.
+   instruction), in the type of the build. Byte order and the size of int and pointers do not matter. pcc takes !(a > b) for a <= b, so what
+   is said here about NaN does not hold there.
 */
 #ifndef MOE_KERNELS_H
 #define MOE_KERNELS_H
@@ -690,7 +692,7 @@ MOE_API size_t moe_int_top_k(size_t n, const int32_t *key, size_t k, int16_t *in
 #define MOEI_TOOL static
 #endif
 
-#if defined(__GNUC__) || defined(__clang__)
+#if (defined(__GNUC__) && !defined(__PCC__)) || defined(__clang__)
 #define MOEI_INLINE static inline __attribute__((always_inline))
 #elif defined(_MSC_VER)
 #define MOEI_INLINE static __forceinline
@@ -2201,7 +2203,7 @@ MOEI_AVX2 static void moei_f32_rows_avx2(int wide, size_t m, size_t k, const flo
 /* Columns that fill no vector go through a copy of C as wide as the panel, so that no tile touches anything beside the rows. */
 MOEI_AVX2 static void moei_f32_edge_avx2(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *panel,
                                          float *c, size_t ldc, int load, moei_ahead next) {
-    float part[MOEI_TILE * MOEI_PANEL] = {0};
+    float part[(int)MOEI_TILE * MOEI_PANEL] = {0};
     size_t i, done, rows;
     for (done = 0; done < m; done += rows) {
         rows = m - done < MOEI_TILE ? m - done : (size_t)MOEI_TILE;
@@ -4837,7 +4839,7 @@ static void moei_f32_rows_v4(int whole, size_t m, size_t k, const float *a, size
 /* Columns that fill no half panel go through a copy of C as wide as the panel, so that no tile touches anything beside the rows. */
 static void moei_f32_edge_v4(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *panel, float *c,
                              size_t ldc, int load) {
-    float part[MOEI_TILE_HALF_V4 * MOEI_PANEL] = {0};
+    float part[(int)MOEI_TILE_HALF_V4 * MOEI_PANEL] = {0};
     size_t i, done, rows;
     for (done = 0; done < m; done += rows) {
         rows = m - done < MOEI_TILE_HALF_V4 ? m - done : (size_t)MOEI_TILE_HALF_V4;
@@ -5776,7 +5778,7 @@ void moe_matmul_quant(const moe_kernels *k, int type, size_t m, size_t n, size_t
                       size_t stride, moe_real *c, size_t ldc) {
     enum { ROWS = 28 };
     const size_t whole = n / MOEI_PANEL, rest = n % MOEI_PANEL, row_size = moe_quant_row_size(type, inner);
-    moe_real part[ROWS * MOEI_PANEL];
+    moe_real part[(int)ROWS * MOEI_PANEL];
     size_t i, j, step;
     moe_quant_fn *product;
     if (!moei_is_quant(type) || m == 0 || n == 0 || moe_panel_size(type, inner, &step) != MOE_OK) return;
@@ -5827,7 +5829,7 @@ static void moei_matmul_half(const moe_kernels *k, int type, size_t m, size_t n,
             block = inner - p < MOEI_HALF_K ? inner - p : (size_t)MOEI_HALF_K;
             for (half = 0; half < columns; half += MOEI_PANEL)
                 k->widen(type, block, packed + ((j + half) * inner + p * MOEI_PANEL) * 2, room + half * MOEI_HALF_K);
-            k->panels(m, columns, block, a + p, lda, 1, room, MOEI_HALF_K * MOEI_PANEL, c + j, ldc, p > 0);
+            k->panels(m, columns, block, a + p, lda, 1, room, (size_t)MOEI_HALF_K * MOEI_PANEL, c + j, ldc, p > 0);
         }
     }
     if (inner == 0) moei_zero_rows(m, n, c, ldc);

@@ -257,12 +257,6 @@ same_hashes() { # program lines
     run test -s expected && run diff expected found
 }
 
-passed_all() { # lines
-    tail -n 1 "$1" | tr -d '\r' | grep -qE '^[1-9][0-9]* passed, 0 failed$' && return 0
-    tail -n 20 "$1"
-    return 1
-}
-
 # All but the bytes of stack.
 same_answers() { # model lines
     if [ "$(tail -n 1 "$2" | tr -d '\r')" != end ]; then
@@ -478,16 +472,6 @@ hosted() { # host thing
     # shellcheck disable=SC2086
     [ -z "$runner" ] || needs ${runner%% -*}
     run "$@" -std=c99 -O2 $(sources "$thing") -o program.exe -lm && run_program "$thing" "$runner"
-}
-
-# A compiler that lacks what it needs to make a program is missing too.
-needs_to_link() { # compiler options...
-    needs "$1"
-    printf '#include <stdio.h>\nint main(void) { return puts("") < 0; }\n' >empty.c
-    "$@" empty.c -o empty >empty.log 2>&1 && return 0
-    [ "${REQUIRE_TOOLS:-0}" = 1 ] || missing "what $* needs to make a program"
-    cat empty.log
-    exit 1
 }
 
 run_program() { # thing runner

@@ -13,9 +13,12 @@
 #define MOE_NO_PROGMEM
 #endif
 #endif
+#ifndef TEST_LINKED
 #define MOE_IMPLEMENTATION
+#endif
 #include "moe.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

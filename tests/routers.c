@@ -4,7 +4,9 @@
 
    Only moe_routers.h is included: it must work without the rest. Exit status 1 if a check failed. */
 
+#ifndef TEST_LINKED
 #define MOE_IMPLEMENTATION
+#endif
 #include "../moe_routers.h"
 
 #include <limits.h>

@@ -4,7 +4,9 @@
 
    Everything goes through the public functions and is compared with computations of the test's own. Exit status 1 if a check failed. */
 
+#ifndef TEST_LINKED
 #define MOE_IMPLEMENTATION
+#endif
 #include "../moe.h"
 
 #include <math.h>
