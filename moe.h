@@ -1042,8 +1042,8 @@ MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch,
    takes memory; the file is then the one before. MOE_ERR_UNSUPPORTED: a checkpoint with MOE_NO_STDIO. */
 MOE_API moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error);
 /* Loss and accuracy of net on data, 64 samples at a time (data->length > 0: as many whole sequences as fit into 512 samples and soft_sequences, at
-   least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output is not finite. n = 0 gives zeros. On failure
-   *result is untouched. */
+   least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output or the loss is not finite. n = 0 gives zeros. On
+   failure *result is untouched. */
 MOE_API moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result, moe_error *error);
 
 /* ---- the classical mixture: losses over plain arrays, the hierarchical mixture of experts --------------------------------- */
@@ -6973,6 +6973,7 @@ static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int cr
         made.loss = (moe_real)(sums.loss / (double)sums.counted);
         made.accuracy = (moe_real)((double)sums.right / (double)sums.counted);
     }
+    if (!moe_is_finite(made.loss)) return moei_error(error, MOE_ERR_NONFINITE, "the loss is not finite: %g", (double)made.loss);
     *result = made;
     return MOE_OK;
 }
@@ -7526,7 +7527,7 @@ moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int dra
     moe_data assigned;
     moe_call call;
     moe_status status;
-    size_t t;
+    size_t t, changed = 0; /* counted: a sum of shares may round above 1 */
     int step;
     memset(&made, 0, sizeof made);
     memset(&call, 0, sizeof call);
@@ -7538,7 +7539,8 @@ moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int dra
     if (status != MOE_OK) return status;
     status = moei_modular_expect(m, batch, draws, choices);
     if (status != MOE_OK) return moei_error(error, status, "the E-step: %s", moe_status_text(status));
-    for (t = 0; t < batch->n; t++) made.log_likelihood += m->best[t] / (double)batch->n, made.changed += m->changed[t] / (double)batch->n;
+    for (t = 0; t < batch->n; t++) made.log_likelihood += m->best[t] / (double)batch->n, changed += m->changed[t];
+    made.changed = (double)changed / (double)batch->n;
     moei_modular_teach(m, batch->n, choices);
     if (batch->call != NULL) call = *batch->call;
     call.given = choices, call.teacher = m->teacher;
