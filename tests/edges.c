@@ -669,6 +669,206 @@ static void test_files(void) {
     moe_net_free(&net), moe_net_free(&raw);
 }
 
+/* ---- models ---- */
+
+/* The word that a net must be refused with as a model of weights, and the status. */
+typedef struct refused_net {
+    const char *settings;
+    int weights;
+    moe_status status;
+    const char *words;
+} refused_net;
+
+static const refused_net refused_nets[] = {
+    {"select=given top_k=2", MOE_WEIGHTS_FLOAT, MOE_ERR_UNSUPPORTED, "select = given"},
+    {"select=hash table_size=9 top_k=2", MOE_WEIGHTS_FLOAT, MOE_ERR_UNSUPPORTED, "select = hash"},
+    {"select=expert_choice", MOE_WEIGHTS_FLOAT, MOE_ERR_UNSUPPORTED, "module 1"},
+    {"select=hash table_size=9 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "select = hash"},
+    {"score=dselect top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "score = dselect"},
+    {"refine=similarity causal=1 top_k=2", MOE_WEIGHTS_INT8, MOE_ERR_UNSUPPORTED, "refine = similarity"},
+};
+
+static moe_net custom_net(int select) {
+    moe_net net = unbuilt(NULL);
+    moe_layer_config c = layer_config("top_k=2");
+    if (select == 1) c.router.select = MOE_SELECT_CUSTOM;
+    if (select == 0) c.router.score = MOE_SCORE_CUSTOM;
+    if (select == 2) c.router.switch_at = 5, c.router.switch_from = MOE_SELECT_CUSTOM;
+    moe_net_free(&net);
+    CHECK(moe_net_init(&net, WIDTH, MOE_KERNELS_AUTO, NULL) == MOE_OK);
+    CHECK(moe_net_mixture(&net, &c) == MOE_OK);
+    CHECK(moe_net_build(&net, 0, 1, &error) == MOE_OK);
+    return net;
+}
+
+static void test_models_refused(void) {
+    moe_net net = make_net("top_k=2", 0), raw = unbuilt("top_k=2");
+    moe_built_model built, before;
+    moe_model_config config;
+    moe_data data = samples(), bad;
+    size_t i;
+    memset(&built, 0, sizeof built), memset(&config, 0, sizeof config);
+    before = built;
+    config.calibration = &data;
+    REFUSED(MOE_ERR_ARGUMENT, "built must not be NULL", moe_model_create(NULL, &net, &config, &error));
+    REFUSED(MOE_ERR_ARGUMENT, "net:", moe_model_create(&built, NULL, &config, &error));
+    REFUSED(MOE_ERR_STATE, "net:", moe_model_create(&built, &raw, &config, &error));
+    config.weights = MOE_WEIGHTS_COUNT;
+    REFUSED(MOE_ERR_CONFIG, "weights", moe_model_create(&built, &net, &config, &error));
+    config.weights = -1;
+    REFUSED(MOE_ERR_CONFIG, "weights", moe_model_create(&built, &net, &config, &error));
+    config.weights = MOE_WEIGHTS_FLOAT, config.loader = 1;
+    REFUSED(MOE_ERR_UNSUPPORTED, "loader = 1", moe_model_create(&built, &net, &config, &error));
+    config.loader = 2;
+    REFUSED(MOE_ERR_CONFIG, "loader = 2", moe_model_create(&built, &net, &config, &error));
+    config.loader = 0, config.weights = MOE_WEIGHTS_INT8;
+    config.calibration = NULL;
+    REFUSED(MOE_ERR_ARGUMENT, "calibration", moe_model_create(&built, &net, &config, &error));
+    config.calibration = &bad;
+    bad = data, bad.n = 0;
+    REFUSED(MOE_ERR_ARGUMENT, "calibration", moe_model_create(&built, &net, &config, &error));
+    bad = data, bad.length = 4;
+    REFUSED(MOE_ERR_ARGUMENT, "multiple of length", moe_model_create(&built, &net, &config, &error));
+    bad = data, bad.x = NULL;
+    REFUSED(MOE_ERR_ARGUMENT, "x must not be NULL", moe_model_create(&built, &net, &config, &error));
+    config.calibration = &data;
+    for (i = 0; i < 2; i++) { /* a weight that is none, for both kinds; as the net's tensor and as the mixture's */
+        moe_real *weight = net.tensors[i == 0 ? 0 : 2].data, saved = *weight;
+        config.weights = MOE_WEIGHTS_INT8, *weight = real(HUGE_VAL);
+        REFUSED(MOE_ERR_NONFINITE, net.tensors[i == 0 ? 0 : 2].name, moe_model_create(&built, &net, &config, &error));
+        config.weights = MOE_WEIGHTS_FLOAT;
+        if (!MOE_REAL_IS_DOUBLE) REFUSED(MOE_ERR_NONFINITE, i == 0 ? "module 0" : "module 1", moe_model_create(&built, &net, &config, &error));
+        *weight = saved;
+    }
+    for (i = 0; i < sizeof refused_nets / sizeof *refused_nets; i++) {
+        moe_net other = make_net(refused_nets[i].settings, 0);
+        config.weights = refused_nets[i].weights;
+        if (config.weights != MOE_WEIGHTS_FLOAT || !MOE_REAL_IS_DOUBLE)
+            if (!REFUSED(refused_nets[i].status, refused_nets[i].words, moe_model_create(&built, &other, &config, &error))) printf("    %s\n", refused_nets[i].settings);
+        moe_net_free(&other);
+    }
+    config.weights = MOE_WEIGHTS_FLOAT;
+    for (i = 0; i < 3 && !MOE_REAL_IS_DOUBLE; i++) {
+        moe_net other = custom_net((int)i);
+        CHECK(moe_model_create(&built, &other, &config, &error) == MOE_ERR_UNSUPPORTED);
+        moe_net_free(&other);
+    }
+    memset(&error, 0, sizeof error);
+    CHECK(memcmp(&built, &before, sizeof built) == 0);
+    moe_model_free(NULL), moe_model_free(&built);
+    moe_net_free(&net), moe_net_free(&raw);
+}
+
+/* What a model says of itself, and that it answers as its net. */
+static void test_model_calls(int weights) {
+    moe_net net = make_net("top_k=2 weight=raw scale=1000000 capacity_factor_eval=4 n_shared=1 d_shared=3", 0);
+    moe_built_model built;
+    moe_model_config config;
+    moe_data data = samples();
+    moe_buffer text;
+    moe_stream stream, full;
+    moe_choice choices[EXPERTS], unset[EXPERTS];
+    unsigned char *scratch;
+    int8_t levels[WIDTH];
+    int16_t whole[CLASSES];
+    moe_real answer[CLASSES];
+    size_t count = 77, i;
+    const void *input = weights == MOE_WEIGHTS_FLOAT ? (const void *)x : (const void *)levels;
+    void *output = weights == MOE_WEIGHTS_FLOAT ? (void *)answer : (void *)whole;
+    static const char *const wrong[] = {"", "1a", "a-b", "a b", "int", "class", "a{", "@", "[", "`", "a/", "a:", "\xc3\xa4", "a_name_that_is_longer_than_all_names_of_tensors_can_be"};
+    static const char *const right[] = {"a", "_", "Zz_09aAyY", "intern", "clas", "s"};
+    memset(&built, 0, sizeof built), memset(&config, 0, sizeof config), memset(&text, 0, sizeof text), memset(&full, 0, sizeof full);
+    stream = moe_buffer_stream(&text), full.write = no_bytes;
+    config.weights = weights, config.calibration = &data;
+    if (!CHECK(moe_model_create(&built, &net, &config, &error) == MOE_OK)) {
+        printf("    %s\n", error.message);
+        moe_net_free(&net);
+        return;
+    }
+    moe_infer_levels(NULL, x, levels), moe_infer_levels(&built.model, NULL, levels), moe_infer_levels(&built.model, x, NULL);
+    moe_infer_levels(&built.model, x, levels);
+    scratch = (unsigned char *)grab(built.model.scratch_size);
+    if (weights == MOE_WEIGHTS_FLOAT) { /* zeroed memory: nobody was chosen */
+        IS(MOE_OK, moe_infer_choices(&built.model, 0, scratch, choices, EXPERTS, &count));
+        CHECK(count == 0);
+    }
+    IS(MOE_ERR_ARGUMENT, moe_infer(NULL, input, output, scratch, built.model.scratch_size));
+    IS(MOE_ERR_ARGUMENT, moe_infer(&built.model, NULL, output, scratch, built.model.scratch_size));
+    IS(MOE_ERR_ARGUMENT, moe_infer(&built.model, input, NULL, scratch, built.model.scratch_size));
+    IS(MOE_ERR_ARGUMENT, moe_infer(&built.model, input, output, NULL, built.model.scratch_size));
+    IS(MOE_ERR_SPACE, moe_infer(&built.model, input, output, scratch, built.model.scratch_size - 1));
+    IS(MOE_OK, moe_infer(&built.model, input, output, scratch, built.model.scratch_size));
+    moe_infer_restart(NULL, scratch, built.model.scratch_size), moe_infer_restart(&built.model, NULL, built.model.scratch_size);
+    moe_infer_restart(&built.model, scratch, 0), moe_infer_restart(&built.model, scratch, built.model.scratch_size);
+    IS(MOE_ERR_ARGUMENT, moe_infer_choices(NULL, 0, scratch, choices, EXPERTS, &count));
+    IS(MOE_ERR_ARGUMENT, moe_infer_choices(&built.model, 0, NULL, choices, EXPERTS, &count));
+    IS(MOE_ERR_ARGUMENT, moe_infer_choices(&built.model, 0, scratch, NULL, EXPERTS, &count));
+    IS(MOE_ERR_ARGUMENT, moe_infer_choices(&built.model, 0, scratch, choices, EXPERTS, NULL));
+    IS(MOE_ERR_NOT_FOUND, moe_infer_choices(&built.model, 1, scratch, choices, EXPERTS, &count));
+    count = 0;
+    IS(MOE_OK, moe_infer_choices(&built.model, 0, scratch, NULL, 0, &count));
+    CHECK(count == 2);
+    memset(unset, 5, sizeof unset), memcpy(choices, unset, sizeof unset);
+    IS(MOE_OK, moe_infer_choices(&built.model, 0, scratch, choices, 1, &count));
+    CHECK(count == 2 && choices[0].expert >= 0 && choices[0].expert < EXPERTS && memcmp(&choices[1], &unset[1], sizeof choices[1]) == 0);
+    IS(MOE_OK, moe_infer_choices(&built.model, 0, scratch, choices, EXPERTS, &count));
+    CHECK(choices[0].weight == INT32_MAX && choices[1].expert != choices[0].expert); /* 1000000 p is beyond its range */
+    built.model.version++;
+    IS(MOE_ERR_UNSUPPORTED, moe_infer(&built.model, input, output, scratch, built.model.scratch_size));
+    IS(MOE_ERR_UNSUPPORTED, moe_infer_choices(&built.model, 0, scratch, choices, EXPERTS, &count));
+    REFUSED(MOE_ERR_ARGUMENT, "built", moe_export_c(&built, "model", &stream, &error));
+    built.model.version--;
+
+    REFUSED(MOE_ERR_ARGUMENT, "must be there", moe_export_c(NULL, "model", &stream, &error));
+    REFUSED(MOE_ERR_ARGUMENT, "must be there", moe_export_c(&built, NULL, &stream, &error));
+    REFUSED(MOE_ERR_ARGUMENT, "must be there", moe_export_c(&built, "model", NULL, &error));
+    REFUSED(MOE_ERR_IO, "", moe_export_c(&built, "model", &full, &error));
+    full.write = NULL;
+    REFUSED(MOE_ERR_ARGUMENT, "must be there", moe_export_c(&built, "model", &full, &error));
+    REFUSED(MOE_ERR_ARGUMENT, "must be there", moe_export_experts(NULL, &stream, &error));
+    REFUSED(MOE_ERR_ARGUMENT, "must be there", moe_export_experts(&built, NULL, &error));
+    REFUSED(MOE_ERR_ARGUMENT, "must be there", moe_export_experts(&built, &full, &error));
+    REFUSED(MOE_ERR_STATE, "loader = 1", moe_export_experts(&built, &stream, &error));
+    for (i = 0; i < sizeof wrong / sizeof *wrong; i++)
+        if (!REFUSED(MOE_ERR_ARGUMENT, "identifier", moe_export_c(&built, wrong[i], &stream, &error))) printf("    %s\n", wrong[i]);
+    CHECK(text.size == 0);
+    for (i = 0; i < sizeof right / sizeof *right; i++) {
+        text.size = 0;
+        IS(MOE_OK, moe_export_c(&built, right[i], &stream, &error));
+        if (i == 2) CHECK(text.size > 1000 && strstr((const char *)text.data, "ZZ_09AAYY_SCRATCH") != NULL);
+    }
+    moe_buffer_free(&text);
+    free(scratch);
+    moe_model_free(&built), moe_model_free(&built);
+    moe_net_free(&net);
+}
+
+/* Nets of which nothing is left but the inputs, or whose last numbers are an earlier module's. */
+static void test_small_models(void) {
+    moe_net net;
+    moe_built_model built;
+    moe_model_config config;
+    moe_data data = samples();
+    int8_t levels[WIDTH];
+    int16_t whole[WIDTH];
+    unsigned char *scratch;
+    size_t i;
+    memset(&built, 0, sizeof built), memset(&config, 0, sizeof config);
+    config.weights = MOE_WEIGHTS_INT8, config.calibration = &data;
+    CHECK(moe_net_init(&net, WIDTH, MOE_KERNELS_AUTO, NULL) == MOE_OK);
+    CHECK(moe_net_dropout(&net, real(0.5)) == MOE_OK);
+    CHECK(moe_net_build(&net, 0, 1, &error) == MOE_OK);
+    if (CHECK(moe_model_create(&built, &net, &config, &error) == MOE_OK)) {
+        scratch = (unsigned char *)grab(built.model.scratch_size);
+        moe_infer_levels(&built.model, x, levels);
+        IS(MOE_OK, moe_infer(&built.model, levels, whole, scratch, built.model.scratch_size));
+        for (i = 0; i < WIDTH; i++) CHECK(fabs(whole[i] * (double)built.model.output_scale - (double)x[i]) <= (double)built.model.input_scale * 0.51);
+        free(scratch);
+        moe_model_free(&built);
+    } else printf("    %s\n", error.message);
+    moe_net_free(&net);
+}
+
 int main(void) {
     fill();
     test_layers();
@@ -677,6 +877,10 @@ int main(void) {
     test_modular();
     test_hme();
     test_files();
+    test_models_refused();
+    if (!MOE_REAL_IS_DOUBLE) test_model_calls(MOE_WEIGHTS_FLOAT);
+    test_model_calls(MOE_WEIGHTS_INT8);
+    test_small_models();
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed > 0;
 }
