@@ -11876,10 +11876,6 @@ static void moei_maker_modules(moei_maker *m) {
         moei_int_range range = m->ranges[i];
         m->module = i;
         m->relu = moei_takes_relu(m->net, i);
-        if (moei_int_modules[module->kind] == NULL) {
-            MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s has no integer form; MOE_WEIGHTS_FLOAT takes it", i, moei_module_names[module->kind]);
-            return;
-        }
         if (m->relu) range.y = m->ranges[++i].y;
         m->entering[i + 1] = moei_int_modules[module->kind](m, module, &range, moei_reads_narrow(m->net, i + 1) ? MOEI_NARROW : MOEI_WIDE);
     }
