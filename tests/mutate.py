@@ -6,7 +6,7 @@
 A line of the implementation is drawn at random, then one of its mutants; no line is drawn twice. A mutant is killed when a test program fails, crashes,
 or takes ten times as long as usual. tcc compiles the library in a tenth of a second, so that every mutant is compiled anew, in float, in double and
 as small builds have it; lines that only vector builds have are compiled by gcc and run by the processor's own kernels. Programs that do not reach the
-mutant's function are left out: probes at the beginnings of functions tell. The others run in the order of kills per second that this run has seen.
+mutant's statement are left out: probes before statements tell. The others run in the order of kills per second that this run has seen.
 Lines that no build of this machine has (NEON, WebAssembly, AVR, MSVC) are not drawn; their number is printed.
 
 tests/mutants.txt lists survivors that were looked at: equivalent ones, and others with the reason why no test is wanted.
@@ -14,7 +14,8 @@ tests/mutants.txt lists survivors that were looked at: equivalent ones, and othe
     -n COUNT        mutants (500)                       -s SEED   seed of the draw (1)
     --bar PERCENT   fails when fewer of those that are not equivalent are killed (90)
     --header NAME   only moe.h, moe_routers.h or moe_kernels.h
-    --journal FILE  results are kept in it, and a run that is repeated goes on from there; --retry: survivors run again
+    --journal FILE  results are kept in it, and a run that is repeated goes on from there; --retry: survivors run again, with the programs
+                    that are new or have changed
     --quick S       leaves out programs that take more than S seconds
     --list          prints the mutants and runs none       -v  a line for each mutant
 The last line is "N passed, N failed": killed mutants, and how many more the bar asks for."""
@@ -31,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 HEADERS = ['moe_kernels.h', 'moe_routers.h', 'moe.h']
@@ -70,7 +72,7 @@ state         float   -             6
 gradients     double  few           6
 small         small   few           1
 quant         vector  slow          0.6
-kernels       vector  few           3.4
+kernels       vector  few           1.5
 '''
 
 
@@ -118,6 +120,7 @@ class Header:
         self.begin = self.text.index('#if defined(MOE_IMPLEMENTATION) && !defined(MOEI_')
         self.directives = self.find_directives()
         self.functions = self.find_functions()  # (offset behind the brace, end)
+        self.probes = self.find_probes()  # (offset, end of the block that it stands in)
 
     def line_of(self, offset):
         low, high = 0, len(self.starts)
@@ -157,11 +160,31 @@ class Header:
             found.append((m.end(), i))
         return found
 
-    def function_at(self, offset):
-        for k, (start, end) in enumerate(self.functions):
-            if start <= offset < end:
-                return k
-        return None
+    def find_probes(self):
+        """Where a probe can stand: at the beginning of a function and before statements of blocks."""
+        found = []
+        for start, end in self.functions:
+            found.append([start, end])
+            tokens = [t for t in tokens_of(self.code, start, end) if self.line_of(t.start) not in self.directives]
+            blocks = [[0]]
+            for what, i, _ in statements(tokens):
+                if what == 'begin':
+                    blocks[-1].append(len(found))
+                    found.append([tokens[i].start, end])
+                elif what == 'block':
+                    blocks.append([])
+                elif what == 'end' and len(blocks) > 1:
+                    for k in blocks.pop():
+                        found[k][1] = tokens[i].end
+        return found
+
+    def is_inside(self, offset):
+        return any(start <= offset < end for start, end in self.functions)
+
+    def probe_of(self, offset):
+        """The last probe that is passed whenever the place is reached."""
+        around = [k for k, (start, end) in enumerate(self.probes) if start <= offset < end]
+        return around[-1] if around else None
 
 
 # ---- mutants ----
@@ -243,12 +266,24 @@ def closing(tokens, i):
     return None
 
 
+def ends_loop(tokens, i):
+    """The while of a do."""
+    end = closing(tokens, i + 1) if tokens[i].text == 'while' else None
+    return end is not None and end + 1 < len(tokens) and tokens[end + 1].text == ';'
+
+
 def statements(tokens):
-    """(first, last) of each simple statement, last being its semicolon, and ('if' or 'while', open, close) of conditions."""
+    """('statement', first, last) of each simple statement, last being its semicolon; ('if' or 'while', open, close) of conditions;
+    ('begin', at, at) where another statement could stand in front; ('block', at, at) and ('end', at, at) of braces around statements."""
     i = 0
     starts = True
     while i < len(tokens):
         word = tokens[i].text
+        before = tokens[i - 1].text if i else '{'
+        if starts and before in ('{', '}', ';', ':') and word not in ('{', '}', ';', 'else', 'case', 'default') and not ends_loop(tokens, i):
+            yield 'begin', i, i
+        if word in ('{', '}'):
+            yield ('block' if word == '{' else 'end'), i, i
         if word in ('if', 'while', 'for', 'switch') and i + 1 < len(tokens) and tokens[i + 1].text == '(':
             end = closing(tokens, i + 1)
             if end is None:
@@ -265,9 +300,10 @@ def statements(tokens):
                 if depth < 0:
                     break
                 k += 1
-            if k < len(tokens) and depth == 0:
+            good = k < len(tokens) and depth == 0
+            if good:
                 yield 'statement', i, k
-            i, starts = i + 1, False
+            i, starts = k if good else i + 1, False
         else:
             i += 1
 
@@ -282,7 +318,9 @@ def large_mutants(h, tokens):
     """Statements dropped, conditions that hold always or never, results that are lost, arguments that are swapped."""
     for what, first, last in statements(tokens):
         a, z = tokens[first], tokens[last]
-        if what != 'statement':
+        if what in ('begin', 'block', 'end'):
+            continue
+        if what in ('if', 'while'):
             yield Mutant(h, a.end, a.end, '0 && ', '%s (0)' % what) if h.code[a.end:z.start].count('||') == 0 else \
                 Mutant(h, a.start, z.end, '(0)', '%s (0)' % what)
             if what == 'if':
@@ -329,7 +367,7 @@ def mutants_of(h):
         inside = [t for t in inside if h.line_of(t.start) not in h.directives]
         found += list(small_mutants(h, inside)) + list(large_mutants(h, inside))
     for m in re.finditer(r'^(?:static )?const [^;{}()]*= *\{', h.code, re.M):
-        if m.start() > h.begin and h.function_at(m.start()) is None:
+        if m.start() > h.begin and not h.is_inside(m.start()):
             end = h.code.index(';', m.end())
             found += list(small_mutants(h, tokens_of(h.code, m.end(), end)))
     for line, (first, word) in h.directives.items():
@@ -465,7 +503,9 @@ class Row:
         self.seconds, self.runs, self.kills = float(seconds), 0, 0
         self.reached = None
         with open(os.path.join(ROOT, 'tests', self.name + '.c')) as f:
-            self.linked = '#ifndef TEST_LINKED\n' in f.read()
+            text = f.read()
+        self.linked = '#ifndef TEST_LINKED\n' in text
+        self.version = '%s %s %s %08x' % (self.name, self.build_name, arguments, zlib.crc32(text.encode()))
         self.object = 'program.%s.%s.o' % (self.name, self.build_name)
 
     def worth(self):
@@ -488,11 +528,11 @@ class Row:
             return
         for h in headers:
             pieces, at = [h.text[:h.begin], 'void moei_probe(int);\n'], h.begin
-            for k, (offset, _) in enumerate(h.functions):
-                pieces += [h.text[at:offset], ' moei_probe(%d);' % (start + k)]
+            for k, (offset, _) in enumerate(h.probes):
+                pieces += [h.text[at:offset], ' moei_probe(%d); ' % (start + k)]
                 at = offset
             place.write(h.name, ''.join(pieces) + h.text[at:])
-            start += len(h.functions)
+            start += len(h.probes)
         good = place.compile(self.build, '-c', 'probes.c', '-o', 'probes.o')
         if self.linked:
             good = good and place.compile(self.build, '-c', 'library.c', '-o', 'library.probes.o')
@@ -509,8 +549,8 @@ class Row:
             self.reached = {int(word) for word in f}
         journal.put(self.object, seconds=self.seconds, reached=sorted(self.reached))
 
-    def may_reach(self, function):
-        return function is None or function in self.reached
+    def may_reach(self, probe):
+        return probe is None or probe in self.reached
 
 
 # ---- one mutant ----
@@ -522,14 +562,14 @@ class Trial:
         total = 0
         for h in headers:
             self.first[h.name] = total
-            total += len(h.functions)
+            total += len(h.probes)
 
-    def judge(self, mutant):
-        """(verdict, row that killed it or None, how many programs ran)."""
-        inside = mutant.header.function_at(mutant.start)
-        function = None if inside is None else self.first[mutant.header.name] + inside
-        rows = [r for r in self.rows if r.build_name in mutant.builds]
-        libraries, ran = {}, 0
+    def judge(self, mutant, passed):
+        """(verdict, row that killed it or None, how many programs ran); passed: versions of programs that it is known to pass, which this adds to."""
+        inside = mutant.header.probe_of(mutant.start)
+        probe = None if inside is None else self.first[mutant.header.name] + inside
+        rows = [r for r in self.rows if r.build_name in mutant.builds and r.version not in passed]
+        libraries, ran = {}, len(passed)
         try:
             while rows:
                 row = max(rows, key=Row.worth)
@@ -538,7 +578,7 @@ class Trial:
                     row.prepare(self.place, self.headers, self.journal)
                     continue
                 rows.remove(row)
-                if not row.may_reach(function):
+                if not row.may_reach(probe):
                     continue
                 self.place.write(mutant.header.name, mutant.mutated())
                 library = 'library.%s.o' % row.build_name
@@ -553,6 +593,7 @@ class Trial:
                 if self.place.run('program', row.arguments, int(10 * row.seconds) + 1):
                     row.kills += 1
                     return 'killed', row, ran
+                passed.append(row.version)
         finally:
             self.place.write(mutant.header.name, mutant.header.text)
         return ('survived' if ran else 'not reached'), None, ran
@@ -661,8 +702,9 @@ def main():
             elif known and not (options.retry and known['verdict'] in ('survived', 'not reached')):
                 verdict = known['verdict']
             else:
-                verdict, row, ran = trial.judge(m)
-                journal.put(key, verdict=verdict, row=row and '%s %s' % (row.name, row.build_name), ran=ran)
+                passed = known['passed'] if known else []
+                verdict, row, ran = trial.judge(m, passed)
+                journal.put(key, verdict=verdict, row=row and '%s %s' % (row.name, row.build_name), passed=passed)
                 if options.v:
                     print('%-13s %-13s line %5d: %s (%s, %d programs, %.0f s)' % (verdict, m.header.name, m.line + 1, m.label, row and row.name, ran,
                                                                            time.time() - started), flush=True)
