@@ -1547,7 +1547,7 @@ MOE_API moe_status moe_file_read(const char *path, moe_buffer *buffer, moe_error
     errno = 0;
     status = moei_file_read_all(f, buffer);
     reason = errno;
-    fclose(f);
+    (void)fclose(f);
     if (status == MOE_OK) return MOE_OK;
     moe_buffer_free(buffer);
     if (status == MOE_ERR_IO) return moei_file_failed(error, "cannot read", path, reason);
@@ -1600,7 +1600,7 @@ static FILE *moei_file_create_beside(const char *path, char *name) {
             f = fopen(name, MOEI_CREATE);
             if (f != NULL) return f;
         } else
-            fclose(f);
+            (void)fclose(f);
     }
     return NULL;
 }
@@ -1662,7 +1662,7 @@ MOE_API moe_status moe_file_replace(const char *path, moe_status (*write_content
     }
     status = moei_stdio_fill(&out, path, write_contents, ctx, error);
     if (status == MOE_OK) status = moei_file_rename(name, path, error);
-    if (status != MOE_OK) remove(name);
+    if (status != MOE_OK) (void)remove(name);
     if (error != NULL && status == MOE_OK) *error = before;
     else if (error != NULL && error->code == MOE_OK)
         (void)moei_error(error, status, "writing %s: %s", path, moe_status_text(status));
@@ -2601,7 +2601,7 @@ static void moei_header_put_string(moei_header *h, const char *s) {
         if (c >= 0x20 && !quoted) continue;
         moei_header_put(h, run, (size_t)(s - run));
         run = s + 1;
-        escape[1] = quoted ? *s : 'u';
+        escape[1] = (char)(quoted ? *s : 'u');
         escape[4] = (char)('0' + (c >> 4));
         escape[5] = "0123456789abcdef"[c & 15];
         moei_header_put(h, escape, quoted ? 2 : 6);
@@ -7805,7 +7805,7 @@ static int moei_file_is_missing(const char *path) {
     errno = 0;
     file = fopen(path, "rb");
     if (file == NULL) return errno == ENOENT;
-    fclose(file);
+    (void)fclose(file);
     return 0;
 }
 
@@ -10510,7 +10510,7 @@ static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, doubl
     int i;
     if (m->status != MOE_OK) return 0;
     for (i = 0; i <= 64; i++) {
-        moe_real x = (moe_real)((double)(i * 1024 - 32768) * m->values[in].scale), y;
+        moe_real x = (moe_real)(((double)i * 1024 - 32768) * m->values[in].scale), y;
         if (act == MOEI_SOFTPLUS) y = moe_softplus(x);
         else moe_activate(NULL, act, 1, &x, &y);
         moei_put_16_le(points + 2 * i, moei_nearest((double)y / (scale > 0 ? scale : 1) * fine, 32767));
