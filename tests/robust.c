@@ -1408,6 +1408,19 @@ static void test_divergence(void) {
     CHECK(strncmp(error.message, says, strlen(says)) == 0 && strlen(error.message) > strlen(says) + 10, "%s... is said: %s", says, error.message);
     CHECK(all_finite(numbers_of(&s.net), s.net.memory), "the weights are finite");
     end_lesson(&s);
+    { /* training goes well, the test set does not: its numbers are finite, what the net makes of them is not */
+        moe_data test;
+        moe_real *x = normals(BATCH * NET_WIDTH);
+        size_t i;
+        config = lesson_config(MOE_OPTIMIZER_ADAMW), config.epochs = 3;
+        begin_lesson(&s, &config);
+        for (i = 0; i < BATCH * NET_WIDTH; i++) x[i] = LARGEST;
+        test = s.data, test.x = x;
+        CHECK(T(moe_fit)(&s.net, &s.data, &test, &config, &error) == MOE_ERR_NONFINITE && strncmp(error.message, "epoch 1, step 1: ", 17) == 0, "a test set: %s", error.message);
+        CHECK(all_finite(numbers_of(&s.net), s.net.memory), "the weights are finite");
+        free(x);
+        end_lesson(&s);
+    }
 }
 
 static void test_losses(void) {
