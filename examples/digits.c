@@ -804,8 +804,8 @@ static int check_names(void) {
     size_t known = 0, wanted = 0;
     for (int i = 0; i < METHODS && wanted_methods != NULL; i++) known += (size_t)listed(wanted_methods, methods[i].name);
     for (int i = 0; i < CLAIMS && wanted_claims != NULL; i++) known += (size_t)listed(wanted_claims, claims[i].name);
-    for (const char *at = wanted_methods; at != NULL; at = strchr(at, ','), at += at != NULL) wanted++;
-    for (const char *at = wanted_claims; at != NULL; at = strchr(at, ','), at += at != NULL) wanted++;
+    for (const char *at = wanted_methods; at != NULL; at = strchr(at, ','), at = at != NULL ? at + 1 : NULL) wanted++;
+    for (const char *at = wanted_claims; at != NULL; at = strchr(at, ','), at = at != NULL ? at + 1 : NULL) wanted++;
     return known == wanted ? 0 : fail("--methods or --only", "a name is not known or stands there twice; --list has all of them");
 }
 

@@ -233,7 +233,7 @@ static moe_status write_words(void *ctx, moe_stream *stream) {
 
 /* Makes the words of m->list, which was read from a file of this name, perhaps a stranger's: any bytes may be in it. */
 static int read_words(model *m, const char *name) {
-    const unsigned char *p = m->list.data, *end = p + m->list.size;
+    const unsigned char *p = m->list.data, *end = m->list.size > 0 ? p + m->list.size : p;
     const char *wrong = NULL;
     m->words = (word *)grab(m->list.size, sizeof *m->words);
     for (m->n_words = 0; p < end && wrong == NULL; m->n_words++) {
