@@ -248,8 +248,8 @@ prepare() {
     mkdir "$prepared/one" "$prepared/models"
     sh amalgamate >"$prepared/one/moe.h" || return 1
     covering_set >"$prepared/set"
-    vectors >"$prepared/vectors.log" 2>&1 &
     setup_stb_flag "$CC"
+    vectors >"$prepared/vectors.log" 2>&1 &
     $CC -std=c99 -O0 $plain -I. ${stb_flag:+-I"$stb_flag"} tests/portable.c -o "$prepared/write" -lm && "$prepared/write" write "$prepared/models"
     prepared_status=$?
     wait
@@ -258,7 +258,8 @@ prepare() {
 
 vectors() {
     [ "${word:-dispatch}" = dispatch ] || return 0
-    gcc -O1 -Wall -Wextra -c tests/devices/hide.c -o "$prepared/hide.o" && gcc -std=c99 -O2 -static -I. tests/portable.c "$prepared/hide.o" -o "$prepared/vectors" -lm
+    gcc -O1 -Wall -Wextra -c tests/devices/hide.c -o "$prepared/hide.o" &&
+        gcc -std=c99 -O2 -static -I. ${stb_flag:+-I"$stb_flag"} tests/portable.c "$prepared/hide.o" -o "$prepared/vectors" -lm
 }
 
 # The strictest that a compiler understands; options that follow are stronger.
