@@ -267,7 +267,7 @@ static double distance(double a, double b) { return a < b ? b - a : a - b; }
 
 /* slack: how many times the usual error. */
 static void expect(const char *part, sum s, double slack) {
-    const double unit = MOE_REAL_IS_DOUBLE ? 1e-11 : 4e-6;
+    const double unit = MOE_REAL_IS_DOUBLE ? 1e-14 : 1e-7;
     const stored_sum *row = stored;
 #if __STDC_HOSTED__
     if (printing) printf("    {\"%s\", \"%s\", %.17g},\n", now_testing, part, s.value);
@@ -742,7 +742,7 @@ static void test_written_float_model(void) {
         if (!WORKS(moe_infer(&portable_float, x, output, model_scratch, sizeof model_scratch))) return;
         sum_reals(&s, CLASSES, output);
     }
-    CHECK(distance(s.value, PORTABLE_FLOAT_SUM) <= 4e-5 * s.size);
+    CHECK(distance(s.value, PORTABLE_FLOAT_SUM) <= 1e-6 * s.size);
 }
 #endif
 #endif
