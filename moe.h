@@ -155,6 +155,11 @@
      experts are added in ascending order; inference and training calls give the same y; a loaded model gives the same results as the saved one;
      the same seed gives the same model. Between kernels, results agree within rounding.
 
+     Numbers that are not finite.   Inputs up to 1e4 in size give finite outputs, losses and gradients with weights as they are initialised or trained.
+     What is infinite or NaN is not repaired: a router that meets it ends the call with MOE_ERR_NONFINITE, the trainer refuses such data, losses and
+     gradients, and elsewhere it stays in what is computed from it: its own token's numbers, and with attention later tokens'. Files keep every number
+     as it is. Options that break IEEE arithmetic (-ffast-math) void this and the promises above.
+
      Threads.   No globals. Reading one layer or net from several threads is safe with work memory per thread; training is for one thread per net.
      One call spreads its experts' work over OpenMP's threads where the compiler has OpenMP on (-fopenmp; OMP_NUM_THREADS=1 keeps it to one), else over
      those of call.parallel, a function of the caller's that runs tasks. Every thread gets the same share of each expert's columns, so nobody waits for
@@ -592,13 +597,14 @@ typedef struct moe_layer_pass {
 MOE_API moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int training, size_t *bytes);
 /* y_t = sum over e in S_t, ascending, of w_te f_e(x_t) + shared(x_t);  y [N,o] is overwritten, must not overlap x. Padding gets the shared
    expert only. work[work_size] has any alignment and stays in use until backward is done. Allocates nothing. Errors as moe_route. pass may be NULL
-   when neither the routing nor backward is wanted. On failure y is unspecified and *pass untouched. */
+   when neither the routing nor backward is wanted. On failure y is unspecified and *pass untouched. An expert that computes infinity or NaN for a token
+   is no error: it is in y_t and in no other row of y (soft: in all rows that read the slot). */
 MOE_API moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_real *y, void *work, size_t work_size, moe_layer_pass *pass);
 
 #ifndef MOE_NO_TRAIN
 /* The way back of a forward with call->training = 1: dy [N,o] is the gradient of y. Adds to layer->gradients, to dx [N,d] and
    d_router_x [N,d] (either may be NULL; without router_x the router's part goes to dx). The losses of the router take part.
-   x, router_x and the tensors are as they were in forward. */
+   x, router_x and the tensors are as they were in forward. Padding's rows of x reach no gradient, whatever they hold, but those of a shared expert. */
 MOE_API moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_real *dx, moe_real *d_router_x, moe_layer_pass *pass);
 /* The outputs of all entries of the plan after a forward with call->training or keep = 1, in the plan's order: [offsets[E],o], rows offsets[e].. are expert e's. For
    select = dense without padding that is [E,N,o]. They lie in the work memory. NULL: not such a pass, or soft, whose rows are mixtures. */
@@ -768,7 +774,9 @@ MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int tr
    and positions follow mask and sequences too. router_x and nodes must be NULL, n_past 0; attention_* too when every router that reads them has an
    attention before it. given and teacher hold those of all mixture layers (soft ones have none) one after another. Padding gets y = 0 from attention,
    and passes the other modules but mixtures like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE,
-   MOE_ERR_ARGUMENT, else as moe_route. On failure *pass is untouched. Thread-safe for different work. */
+   MOE_ERR_ARGUMENT, else as moe_route. On failure *pass is untouched. Thread-safe for different work.
+   x may hold infinities and NaN: mixtures and feed_forwards (these in padding too) end the call with MOE_ERR_NONFINITE, in the other modules they stay in
+   their token's row, and attention takes them to the tokens that see it, to the bit no others. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
 /* Whether the net can decode token by token: no attention is full, and all mixture layers pass moe_router_check_decoding; error names the first
    module that cannot. */
@@ -840,13 +848,16 @@ enum {
 };
 
 /* Mean over the labelled rows of y [n,classes] of -log softmax(y)[label]; dy [n,classes] (may be NULL, must not be y) receives its gradient. Labels
-   lie in 0..classes-1 (not checked here), or are negative: such a row has none, and gets dy = 0. 0 without labelled rows. */
+   lie in 0..classes-1 (not checked here), or are negative: such a row has none, and gets dy = 0. 0 without labelled rows. NaN or +inf in a row that
+   counts makes the loss and that row of dy infinite or NaN, -inf at its label the loss alone. */
 MOE_API moe_real moe_cross_entropy(size_t n, size_t classes, const moe_real *y, const int32_t *labels, moe_real *dy);
-/* Mean over n rows of sum_j (y_j - target_j)^2 / 2, y and targets [n,width]; dy [n,width] (may be NULL or y) receives its gradient. */
+/* Mean over n rows of sum_j (y_j - target_j)^2 / 2, y and targets [n,width]; dy [n,width] (may be NULL or y) receives its gradient, place by place. The
+   loss is infinite where a square overflows. */
 MOE_API moe_real moe_squared_error(size_t n, size_t width, const moe_real *y, const moe_real *targets, moe_real *dy);
 
 /* Mean over n rows of (KL(p || q) + KL(q || p)) / 2 between p = softmax(a) and q = softmax(b), a and b [n,classes]: how far two passes with different random
-   choices disagree (Zuo et al. 2022, THOR). da and db (may be NULL) receive the gradients. 0 for n = 0. */
+   choices disagree (Zuo et al. 2022, THOR). da and db (may be NULL) receive the gradients. 0 for n = 0. Logits up to 1e30 in size give finite
+   results; one that is infinite or NaN gives NaN, -inf too. */
 MOE_API moe_real moe_consistency_loss(size_t n, size_t classes, const moe_real *a, const moe_real *b, moe_real *da, moe_real *db);
 
 /* adamw: Loshchilov, Hutter 2019, Decoupled weight decay regularization. sgd: v = momentum v + g, w -= rate v, decay added to g. */
@@ -960,7 +971,7 @@ MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const mo
    MOE_PARAM_FROZEN or a group, stay as they are; biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and
    the label, or the router that needs more than x and what batch->call lacks), MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss
    or gradient is not finite, or the gradient's norm is beyond 1e19 (1e150 in the double build). After a failure only the gradients have changed.
-   step may be NULL. Allocates nothing. */
+   A broken weight shows in the next step that uses it. step may be NULL. Allocates nothing. */
 MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
 /* The two halves of a step, for steps of several batches: accumulate runs forward and backward, adds the gradients to those since the last update
    and shows the pass to the routers' state; update steps on the mean of the gradients and advances that state. moe_trainer_step is both. In *step
@@ -1022,17 +1033,17 @@ MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch,
 
 /* Trains net on train for config.epochs, in a new random order each epoch, and evaluates on test (NULL or n = 0: none) after each. All data
    is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle (MOE_ERR_NONFINITE
-   when training diverges: error begins with "epoch E, step S: ", the step that was not made or after which the test set was not passed), or MOE_ERR_STOPPED when the callback stopped it, leaves the
-   net with what it has learned and the checkpoint as it was written last. The same seed gives the same bits: the order of the
-   samples comes from config.seed, random stages of routers from a stream of their own that is made from it.
+   when training diverges: error begins with "epoch E, step S: ", the step that was not made, or after which test was not passed), or MOE_ERR_STOPPED
+   when the callback stopped it, leaves the net with what it has learned, and the checkpoint as it was written last. The same seed gives the same bits:
+   the order of the samples comes from config.seed, random stages of routers from a stream of their own that is made from it.
    With config.checkpoint the training can be stopped or killed at any time and resumed with the same bits, those of progress included. A resumed
    one wants the same modules, optimizer, n, length, batch, accumulate and seed (MOE_ERR_CONFIG names what differs); with more epochs a finished one
    goes on, with the same there is nothing more to do. A checkpoint that cannot be written ends training: MOE_ERR_IO, or MOE_ERR_MEMORY, for it
    takes memory; the file is then the one before. MOE_ERR_UNSUPPORTED: a checkpoint with MOE_NO_STDIO. */
 MOE_API moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error);
 /* Loss and accuracy of net on data, 64 samples at a time (data->length > 0: as many whole sequences as fit into 512 samples and soft_sequences, at
-   least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output is not finite. n = 0 gives zeros. On failure
-   *result is untouched. */
+   least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output or the loss is not finite. n = 0 gives zeros. On
+   failure *result is untouched. */
 MOE_API moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result, moe_error *error);
 
 /* ---- the classical mixture: losses over plain arrays, the hierarchical mixture of experts --------------------------------- */
@@ -1140,11 +1151,12 @@ MOE_API moe_status moe_net_save(const moe_net *net, const char *path, moe_error 
 #endif /* MOE_NO_TRAIN */
 
 /* Makes a net from a file in memory; bytes are not needed afterwards. trainable, kernels and allocator as in build and init. Numbers of
-   any type are converted. The file may come from a stranger: names and shapes are compared with the configuration before memory for
-   tensors is taken. Errors: those of moe_file_open and of the module calls; MOE_ERR_FORMAT (no configuration, or it is malformed, or
-   that of a layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many, unless its name begins
-   with "trainer.": the file may be a checkpoint),
-   MOE_ERR_NOT_FOUND (a tensor too few), MOE_ERR_SHAPE; error names it. On failure *net is untouched. */
+   any type are converted; infinities and NaN are read as such. The file may come from a stranger: names and shapes are compared with the configuration before memory for
+   tensors is taken, so n bytes take at most (1 + 2 sizeof(moe_real)) n bytes of memory and 12 KiB for each module and for 8 more; n bytes
+   describe n / 22 modules at most. Errors: those of moe_file_open and of the module calls; MOE_ERR_FORMAT (no configuration, or it is
+   malformed, or that of a layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many,
+   unless its name begins with "trainer.": the file may be a checkpoint), MOE_ERR_NOT_FOUND (a tensor too few), MOE_ERR_SHAPE; error names
+   it. On failure *net is untouched. */
 MOE_API moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
                                 moe_error *error);
 #ifndef MOE_NO_STDIO
@@ -1553,7 +1565,7 @@ MOE_API moe_status moe_file_read(const char *path, moe_buffer *buffer, moe_error
     errno = 0;
     status = moei_file_read_all(f, buffer);
     reason = errno;
-    fclose(f);
+    (void)fclose(f);
     if (status == MOE_OK) return MOE_OK;
     moe_buffer_free(buffer);
     if (status == MOE_ERR_IO) return moei_file_failed(error, "cannot read", path, reason);
@@ -1612,7 +1624,7 @@ static FILE *moei_file_create_beside(const char *path, char *name) {
             f = fopen(name, MOEI_CREATE);
             if (f != NULL) return f;
         } else
-            fclose(f);
+            (void)fclose(f);
     }
     return NULL;
 }
@@ -1674,7 +1686,7 @@ MOE_API moe_status moe_file_replace(const char *path, moe_status (*write_content
     }
     status = moei_stdio_fill(&out, path, write_contents, ctx, error);
     if (status == MOE_OK) status = moei_file_rename(name, path, error);
-    if (status != MOE_OK) remove(name);
+    if (status != MOE_OK) (void)remove(name);
     if (error != NULL && status == MOE_OK) *error = before;
     else if (error != NULL && error->code == MOE_OK)
         (void)moei_error(error, status, "writing %s: %s", path, moe_status_text(status));
@@ -1692,10 +1704,20 @@ MOE_API moe_status moe_file_replace(const char *path, moe_status (*write_content
 enum { MOEI_FILE_START = 9 };           /* the header's first byte after its '{' */
 #define MOEI_FILE_MAX_HEADER 100000000u /* bytes; the format's own limit */
 
+/* Two pointers, always compared by <, and no length: so an analysis that knows of each variable its range alone can prove that reads
+   stay inside (tests/eva.c). */
 typedef struct moei_span {
-    const unsigned char *p; /* inside the quotes, escapes as they stand */
-    size_t n;
+    const unsigned char *p, *end; /* inside the quotes, escapes as they stand */
 } moei_span;
+
+static moei_span moei_span_of(const char *p, size_t n) {
+    moei_span s;
+    s.p = (const unsigned char *)p;
+    s.end = s.p + n;
+    return s;
+}
+
+static size_t moei_span_length(moei_span s) { return (size_t)(s.end - s.p); }
 
 typedef struct moei_json {
     const unsigned char *bytes;
@@ -1707,8 +1729,8 @@ typedef struct moei_json {
 /* A copy of a span that is safe to print: ASCII, terminated, cut with dots. Returns out. */
 static const char *moei_span_text(moei_span s, char out[52]) {
     size_t i;
-    for (i = 0; i < s.n && i < 48; i++) out[i] = (char)(s.p[i] >= 0x20 && s.p[i] < 0x7f ? s.p[i] : '?');
-    if (s.n > 48) out[45] = out[46] = out[47] = '.';
+    for (i = 0; s.p < s.end && i < 48; i++, s.p++) out[i] = (char)(*s.p >= 0x20 && *s.p < 0x7f ? *s.p : '?');
+    if (s.p < s.end) out[45] = out[46] = out[47] = '.';
     out[i] = '\0';
     return out;
 }
@@ -1783,7 +1805,7 @@ static int moei_unescape(const unsigned char **at, const unsigned char *end, uns
         }
     if (!moei_hex4(at, end, &code) || code == 0 || (code >= 0xDC00u && code <= 0xDFFFu)) return 0;
     if (code >= 0xD800u && code <= 0xDBFFu) {
-        if (*at == end || *(*at)++ != '\\' || !moei_hex4(at, end, &low) || low < 0xDC00u || low > 0xDFFFu) return 0;
+        if (*at >= end || *(*at)++ != '\\' || !moei_hex4(at, end, &low) || low < 0xDC00u || low > 0xDFFFu) return 0;
         code = 0x10000u + ((code - 0xD800u) << 10) + (low - 0xDC00u);
     }
     if (code < 0x80u) {
@@ -1815,13 +1837,13 @@ static moei_chars moei_chars_of(moei_span s) {
     moei_chars c;
     memset(&c, 0, sizeof c);
     c.p = s.p;
-    c.end = s.p + s.n;
+    c.end = s.end;
     return c;
 }
 
 static int moei_chars_next(moei_chars *c) {
     if (c->used < c->have) return c->out[c->used++];
-    if (c->p == c->end) return -1;
+    if (c->p >= c->end) return -1;
     if (*c->p != '\\') return *c->p++;
     c->p++;
     c->have = moei_unescape(&c->p, c->end, c->out);
@@ -1832,7 +1854,7 @@ static int moei_chars_next(moei_chars *c) {
 static int moei_span_is(moei_span s, const char *text) {
     moei_chars c = moei_chars_of(s);
     int x;
-    while ((x = moei_chars_next(&c)) >= 0 && x == (unsigned char)*text) text++;
+    while ((x = moei_chars_next(&c)) >= 0 && *text != '\0' && x == (unsigned char)*text) text++;
     return x < 0 && *text == '\0';
 }
 
@@ -1856,16 +1878,17 @@ static moe_status moei_json_string(moei_json *j, moei_span *s) {
         if (*p < 0x20) return moei_json_refuse(j, at, MOE_ERR_FORMAT, "control character %d in a string", (int)*p);
         if (*p++ == '\\' && !moei_unescape(&p, end, out)) return moei_json_refuse(j, at, MOE_ERR_FORMAT, "malformed escape in a string");
     }
-    if (p == end) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "the string does not end");
-    s->n = (size_t)(p - s->p);
+    if (p >= end) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "the string does not end");
+    s->end = p;
     j->at = (size_t)(p - j->bytes) + 1;
     return MOE_OK;
 }
 
-/* The next key of an object, its colon taken too; *more = 0: the object's end was taken instead. */
+/* The next key of an object, its colon taken too; *more = 0: the object's end was taken instead, the key is empty. */
 static moe_status moei_json_key(moei_json *j, int first, moei_span *key, int *more) {
     moe_status status;
     *more = 0;
+    key->p = key->end = j->bytes + j->at;
     if (moei_json_peek(j) == '}') {
         j->at++;
         return MOE_OK;
@@ -1967,10 +1990,10 @@ static moe_status moei_file_place(moei_json *j, size_t at, const moe_file *file,
             return moei_json_refuse(j, at, MOE_ERR_OVERFLOW, "the shape has more elements than size_t holds");
     if (!moei_mul(t->count, moei_dtype_sizes[t->dtype], &t->bytes))
         return moei_json_refuse(j, at, MOE_ERR_OVERFLOW, "the shape needs more bytes than size_t holds");
-    if (range[0] > range[1])
-        return moei_json_refuse(j, at, MOE_ERR_FORMAT, "data_offsets [%z, %z] end before they begin", range[0], range[1]);
     if (range[1] > size)
         return moei_json_refuse(j, at, MOE_ERR_FORMAT, "data_offsets [%z, %z] go beyond the %z bytes of data", range[0], range[1], size);
+    if (range[0] > range[1])
+        return moei_json_refuse(j, at, MOE_ERR_FORMAT, "data_offsets [%z, %z] end before they begin", range[0], range[1]);
     if (range[1] - range[0] != t->bytes)
         return moei_json_refuse(j, at, MOE_ERR_FORMAT, "the shape needs %z bytes, data_offsets [%z, %z] hold another size", t->bytes,
                                 range[0], range[1]);
@@ -1980,13 +2003,16 @@ static moe_status moei_file_place(moei_json *j, size_t at, const moe_file *file,
 
 enum { MOEI_ENTRY_END = 0, MOEI_ENTRY_TENSOR = 1, MOEI_ENTRY_METADATA = 2 };
 
-/* The next entry of the header's object. A tensor is read whole; of the metadata only the key is taken. */
+/* The next entry of the header's object. A tensor is read whole; of the metadata only the key is taken. Where there is no tensor, *t is an empty one. */
 static moe_status moei_file_entry(moei_json *j, int first, const moe_file *file, moe_file_tensor *t, int *kind) {
     size_t range[2] = {0, 0}, at;
     moei_span key;
     int more;
     moe_status status;
     *kind = MOEI_ENTRY_END;
+    memset(t, 0, sizeof *t);
+    t->name = (const char *)file->bytes;
+    t->data = file->bytes;
     j->name.p = NULL;
     if ((status = moei_json_key(j, first, &key, &more)) != MOE_OK || !more) return status;
     if (moei_span_is(key, "__metadata__")) {
@@ -1994,9 +2020,8 @@ static moe_status moei_file_entry(moei_json *j, int first, const moe_file *file,
         return MOE_OK;
     }
     *kind = MOEI_ENTRY_TENSOR;
-    memset(t, 0, sizeof *t);
     t->name = (const char *)key.p;
-    t->name_length = key.n;
+    t->name_length = moei_span_length(key);
     j->name = key;
     (void)moei_json_peek(j);
     at = j->at;
@@ -2054,10 +2079,9 @@ static moei_names moei_names_of(const moe_file *file, int metadata) {
 
 /* Moves behind the next byte c; 0 when there is none. */
 static int moei_names_seek(moei_names *w, int c) {
-    const void *found = w->at < w->end ? moei_memchr(w->bytes + w->at, c, w->end - w->at) : NULL;
-    if (found == NULL) return 0;
-    w->at = (size_t)((const unsigned char *)found - w->bytes) + 1;
-    return 1;
+    while (w->at < w->end)
+        if (w->bytes[w->at++] == c) return 1;
+    return 0;
 }
 
 /* A string with its hash, over the unescaped bytes; w->at moves from one quote to behind the other. */
@@ -2076,8 +2100,8 @@ static int moei_names_string(moei_names *w, moei_span *s, uint64_t *hash) {
         if ((n = moei_unescape(&p, end, out)) == 0) return 0;
         for (i = 0; i < n; i++) h = moei_file_hash_step(h, out[i]);
     }
-    if (p == end) return 0;
-    s->n = (size_t)(p - s->p);
+    if (p >= end) return 0;
+    s->end = p;
     w->at = (size_t)(p - w->bytes) + 1;
     *hash = moei_file_mix(h);
     return 1;
@@ -2168,8 +2192,7 @@ static void moei_tiles_add(moei_tiles *s, const moe_file_tensor *t, size_t begin
     s->ends += moei_file_mix(s->seed + begin + t->bytes);
     s->covered += t->bytes;
     if (begin != s->last && s->odd.p == NULL) {
-        s->odd.p = (const unsigned char *)t->name;
-        s->odd.n = t->name_length;
+        s->odd = moei_span_of(t->name, t->name_length);
         s->odd_at = at;
     }
     s->last = begin + t->bytes;
@@ -2338,7 +2361,7 @@ MOE_API moe_status moe_file_metadata(const moe_file *file, const char *key, char
     w = whole = moei_names_of(file, 1);
     if (!moei_names_find(&w, key, &span)) return MOE_ERR_NOT_FOUND;
     w = whole;
-    w.at = (size_t)(span.p - file->bytes) + span.n + 1; /* the value is the string behind the key */
+    w.at = (size_t)(span.end - file->bytes) + 1; /* the value is the string behind the key */
     if (!moei_names_string(&w, &span, &unused)) return MOE_ERR_NOT_FOUND;
     for (chars = moei_chars_of(span); moei_chars_next(&chars) >= 0;) n++;
     if (length != NULL) *length = n;
@@ -2602,7 +2625,7 @@ static void moei_header_put_string(moei_header *h, const char *s) {
         if (c >= 0x20 && !quoted) continue;
         moei_header_put(h, run, (size_t)(s - run));
         run = s + 1;
-        escape[1] = quoted ? *s : 'u';
+        escape[1] = (char)(quoted ? *s : 'u');
         escape[4] = (char)('0' + (c >> 4));
         escape[5] = "0123456789abcdef"[c & 15];
         moei_header_put(h, escape, quoted ? 2 : 6);
@@ -3178,6 +3201,7 @@ moe_status moe_layer_create(moe_layer *layer, const moe_layer_config *config, in
     moe_rng rng;
     moe_status status;
     if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    if (!moei_can_allocate(allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
     status = moe_layer_init(&made, config, error);
     if (status != MOE_OK) return status;
     if (allocator != NULL) made.allocator = *allocator;
@@ -5562,7 +5586,8 @@ static void moei_block_mix(const moei_run *r, const moei_queries *b, const moe_r
                moei_head(r, r->p->mixed, b->head, b->at + at), width, 0);
 }
 
-/* A causal row ends before its block does, and 0 times what is not finite is not 0: where something is not, each row sums over its own keys. */
+/* A causal row ends before its block does, and 0 times what is not finite is not 0. Of what the later keys hold the block's first row shows all: where it
+   is not finite, each row sums over its own keys. */
 static void moei_block_forward(const moei_run *r, const moei_queries *b) {
     size_t i;
     moe_real *a = moei_run_room(r).a;
@@ -5570,9 +5595,8 @@ static void moei_block_forward(const moei_run *r, const moei_queries *b) {
     for (i = 0; i < b->rows && r->p->weights != NULL; i++)
         memcpy(r->p->weights + moei_block_cell(r, b, i), a + i * b->span, b->span * sizeof(moe_real));
     moei_block_mix(r, b, a, 0, b->rows, b->span);
-    if (r->m->attention.full || b->rows == 1) return;
-    for (i = 0; i < b->rows && moei_all_finite((size_t)r->m->attention.d_head, moei_head(r, r->p->mixed, b->head, b->at + i)); i++) continue;
-    for (; i < b->rows; i++) moei_block_mix(r, b, a, i, 1, moei_block_seen(r, b, i));
+    if (r->m->attention.full || moei_all_finite((size_t)r->m->attention.d_head, moei_head(r, r->p->mixed, b->head, b->at))) return;
+    for (i = 0; i < b->rows; i++) moei_block_mix(r, b, a, i, 1, moei_block_seen(r, b, i));
 }
 
 /* o of the past tokens from the cache, of the call's heads W_O,h v_h, so that their mean over heads, weighted by A, is y. */
@@ -6960,6 +6984,7 @@ static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int cr
         made.loss = (moe_real)(sums.loss / (double)sums.counted);
         made.accuracy = (moe_real)((double)sums.right / (double)sums.counted);
     }
+    if (!moe_is_finite(made.loss)) return moei_error(error, MOE_ERR_NONFINITE, "the loss is not finite: %g", (double)made.loss);
     *result = made;
     return MOE_OK;
 }
@@ -7513,7 +7538,7 @@ moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int dra
     moe_data assigned;
     moe_call call;
     moe_status status;
-    size_t t;
+    size_t t, changed = 0; /* counted: a sum of shares may round above 1 */
     int step;
     memset(&made, 0, sizeof made);
     memset(&call, 0, sizeof call);
@@ -7525,7 +7550,8 @@ moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int dra
     if (status != MOE_OK) return status;
     status = moei_modular_expect(m, batch, draws, choices);
     if (status != MOE_OK) return moei_error(error, status, "the E-step: %s", moe_status_text(status));
-    for (t = 0; t < batch->n; t++) made.log_likelihood += m->best[t] / (double)batch->n, made.changed += m->changed[t] / (double)batch->n;
+    for (t = 0; t < batch->n; t++) made.log_likelihood += m->best[t] / (double)batch->n, changed += m->changed[t];
+    made.changed = (double)changed / (double)batch->n;
     moei_modular_teach(m, batch->n, choices);
     if (batch->call != NULL) call = *batch->call;
     call.given = choices, call.teacher = m->teacher;
@@ -7825,7 +7851,7 @@ static int moei_file_is_missing(const char *path) {
     errno = 0;
     file = fopen(path, "rb");
     if (file == NULL) return errno == ENOENT;
-    fclose(file);
+    (void)fclose(file);
     return 0;
 }
 
@@ -8560,7 +8586,7 @@ static int moei_hme_settle(moe_hme *hme, int good) {
 static size_t moei_hme_models(const moe_hme *hme) { return 1 + (size_t)hme->config.n_groups + hme->all; }
 
 moe_status moe_hme_em(moe_hme *hme, const moe_data *data, double *h, double *log_likelihood, moe_error *error) {
-    double before, after;
+    double before = 0.0, after; /* gcc -O3 does not see that begin sets it */
     size_t i;
     moe_status status = moei_hme_begin(hme, data, h, &before, error);
     if (status != MOE_OK) return status;
@@ -8575,7 +8601,7 @@ moe_status moe_hme_em(moe_hme *hme, const moe_data *data, double *h, double *log
 }
 
 moe_status moe_hme_gradient(moe_hme *hme, const moe_data *data, moe_real rate, double *h, double *log_likelihood, moe_error *error) {
-    double before;
+    double before = 0.0;
     size_t i;
     moe_status status = moei_hme_begin(hme, data, h, &before, error);
     if (status != MOE_OK) return status;
@@ -8747,17 +8773,18 @@ static int moei_digits(const unsigned char *p, size_t n, size_t *at) {
 
 /* -?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)? */
 static int moei_is_json_number(moei_span s) {
+    const size_t n = moei_span_length(s);
     size_t i = 0, whole;
-    if (i < s.n && s.p[i] == '-') i++;
+    if (i < n && s.p[i] == '-') i++;
     whole = i;
-    if (!moei_digits(s.p, s.n, &i) || (s.p[whole] == '0' && i > whole + 1)) return 0;
-    if (i < s.n && s.p[i] == '.' && (i++, !moei_digits(s.p, s.n, &i))) return 0;
-    if (i < s.n && (s.p[i] == 'e' || s.p[i] == 'E')) {
+    if (!moei_digits(s.p, n, &i) || (s.p[whole] == '0' && i > whole + 1)) return 0;
+    if (i < n && s.p[i] == '.' && (i++, !moei_digits(s.p, n, &i))) return 0;
+    if (i < n && (s.p[i] == 'e' || s.p[i] == 'E')) {
         i++;
-        if (i < s.n && (s.p[i] == '+' || s.p[i] == '-')) i++;
-        if (!moei_digits(s.p, s.n, &i)) return 0;
+        if (i < n && (s.p[i] == '+' || s.p[i] == '-')) i++;
+        if (!moei_digits(s.p, n, &i)) return 0;
     }
-    return i == s.n;
+    return i == n;
 }
 
 /* The characters up to the next that cannot belong to a number or a word. */
@@ -8770,7 +8797,7 @@ static moei_span moei_config_word(moei_json *j) {
         if (!((c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '.' || c == '+' || c == '-')) break;
         j->at++;
     }
-    s.n = (size_t)(j->bytes + j->at - s.p);
+    s.end = j->bytes + j->at;
     return s;
 }
 
@@ -8792,7 +8819,7 @@ static moe_status moei_config_skip(moei_json *j) {
         } else {
             s = moei_config_word(j);
             if (!moei_is_json_number(s) && !moei_span_is(s, "true") && !moei_span_is(s, "false") && !moei_span_is(s, "null"))
-                return moei_json_refuse(j, j->at - s.n, MOE_ERR_FORMAT, "a value is expected");
+                return moei_json_refuse(j, (size_t)(s.p - j->bytes), MOE_ERR_FORMAT, "a value is expected");
         }
         while (status == MOE_OK && depth > 0 && moei_json_peek(j) == open[depth - 1]) j->at++, depth--, entered = 0;
         if (status != MOE_OK || depth == 0) return status;
@@ -8803,7 +8830,7 @@ static moe_status moei_config_skip(moei_json *j) {
 }
 
 /* Keys that begin with _ are notes: nothing reads them. */
-static int moei_is_note(moei_span key) { return key.n > 0 && key.p[0] == '_'; }
+static int moei_is_note(moei_span key) { return key.p < key.end && key.p[0] == '_'; }
 
 static moe_status moei_config_unknown(moei_json *j, const char *place, moei_span key) {
     char shown[52];
@@ -8856,7 +8883,7 @@ static moe_status moei_config_value(moei_json *j, const char *place, const moe_f
         if (!moei_is_json_number(s)) return moei_json_refuse(j, at, MOE_ERR_FORMAT, "%s: %s must be a number", place, field->name);
         value = (const char *)s.p;
     }
-    status = moei_field_set_n(field, config, value, field->kind == MOE_FIELD_CHOICE ? moei_strlen(value) : s.n, &why);
+    status = moei_field_set_n(field, config, value, field->kind == MOE_FIELD_CHOICE ? moei_strlen(value) : moei_span_length(s), &why);
     return status == MOE_OK ? MOE_OK : moei_json_refuse(j, at, status, "%s: %s", place, why.message);
 }
 
@@ -8958,7 +8985,7 @@ static moe_status moei_config_top(moei_json *j, const char *wanted, size_t *valu
     j->at = at[0];
     if (at[0] == 0) return moei_json_refuse(j, 0, MOE_ERR_FORMAT, "the key 'format' is missing");
     format = moei_config_word(j);
-    if (!moei_is_json_number(format) || !moei_parse_real((const char *)format.p, format.n, &number))
+    if (!moei_is_json_number(format) || !moei_parse_real((const char *)format.p, moei_span_length(format), &number))
         return moei_json_refuse(j, at[0], MOE_ERR_FORMAT, "format must be a number");
     if (number < (moe_real)MOEI_CONFIG_FORMAT || number > (moe_real)MOEI_CONFIG_FORMAT)
         return moei_json_refuse(j, at[0], MOE_ERR_UNSUPPORTED, "format = %s: this version reads format %d", moei_span_text(format, shown),
@@ -9042,11 +9069,8 @@ static moe_status moei_config_read(const moe_file *file, const moei_net_options 
 /* Whether a tensor of a file belongs to a trainer, not to the net. */
 static int moei_is_of_trainer(const moe_file_tensor *t) {
     const char *p = "trainer.";
-    moei_span span;
     moei_chars chars;
-    span.p = (const unsigned char *)t->name;
-    span.n = t->name_length;
-    for (chars = moei_chars_of(span); *p != '\0'; p++)
+    for (chars = moei_chars_of(moei_span_of(t->name, t->name_length)); *p != '\0'; p++)
         if (moei_chars_next(&chars) != *p) return 0;
     return 1;
 }
@@ -9054,13 +9078,10 @@ static int moei_is_of_trainer(const moe_file_tensor *t) {
 /* The tensor of a name as it stands in the file; a net without modules is a plain list. */
 static moe_tensor *moei_file_wanted(const moe_net *net, const moe_file_tensor *t) {
     char name[MOE_NAME_SIZE];
-    moei_span span;
     moei_chars chars;
     size_t n = 0;
     int c;
-    span.p = (const unsigned char *)t->name;
-    span.n = t->name_length;
-    for (chars = moei_chars_of(span); (c = moei_chars_next(&chars)) >= 0; name[n++] = (char)c)
+    for (chars = moei_chars_of(moei_span_of(t->name, t->name_length)); (c = moei_chars_next(&chars)) >= 0; name[n++] = (char)c)
         if (n + 1 == sizeof name) return NULL;
     name[n] = '\0';
     if (net->n_modules > 0) return moe_net_find(net, name);
@@ -9085,12 +9106,10 @@ static const char *moei_shape_text(const size_t *shape, int n_dims, char out[80]
 
 static moe_status moei_file_compare(const moe_net *net, const moe_file_tensor *found, const moe_tensor **wanted, moe_error *error) {
     char shown[52], want[80], have[80];
-    moei_span name;
     const moe_tensor *t = moei_file_wanted(net, found);
-    name.p = (const unsigned char *)found->name;
-    name.n = found->name_length;
     if (t == NULL)
-        return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': the configuration has none of this name", moei_span_text(name, shown));
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': the configuration has none of this name",
+                          moei_span_text(moei_span_of(found->name, found->name_length), shown));
     if (t->n_dims != found->n_dims || moei_memcmp(t->shape, found->shape, (size_t)t->n_dims * sizeof t->shape[0]) != 0)
         return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be %s, the file has %s", t->name,
                           moei_shape_text(t->shape, t->n_dims, want), moei_shape_text(found->shape, found->n_dims, have));
@@ -10493,7 +10512,7 @@ static uint32_t moei_product(moei_maker *m, const moei_int_matrix *x, uint32_t i
     if (!(scale > 0)) {
         scale = limit == MOEI_NARROW ? range / limit : range * 1.25 / limit;
         if (scale < in_scale * l.most / 0.49) scale = in_scale * l.most / 0.49;
-        if (!(scale > 0)) scale = 1;
+        if (!(scale > 1e-250)) scale = 1; /* 0, or so small that its inverse may not be finite */
     }
     shift = moei_shift_for(in_scale * l.most / scale, 16, 15);
     out = moei_value_new(m, x->n, limit, scale, range);
@@ -10540,7 +10559,7 @@ static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, doubl
     int i;
     if (m->status != MOE_OK) return 0;
     for (i = 0; i <= 64; i++) {
-        moe_real x = (moe_real)((double)(i * 1024 - 32768) * m->values[in].scale), y;
+        moe_real x = (moe_real)(((double)i * 1024 - 32768) * m->values[in].scale), y;
         if (act == MOEI_SOFTPLUS) y = moe_softplus(x);
         else moe_activate(NULL, act, 1, &x, &y);
         moei_put_16_le(points + 2 * i, moei_nearest((double)y / (scale > 0 ? scale : 1) * fine, 32767));

@@ -69,7 +69,7 @@
      or NaN; so after MOE_OK the plan is finite, whatever the inputs were. Inputs and weights up to 1e4 in size give finite results, losses and
      gradients. An expert whose selection bias or learned threshold is NaN is never chosen by it. Losses are not looked at: the trainer does that.
      Selection is a constant in the backward pass. Gradients flow through weights, gates, scores and losses.
-     Masks. A padded token is routed nowhere, is counted nowhere, and whatever stands in its row cannot reach a result or a gradient.
+     Masks. A padded token is routed nowhere, is counted nowhere, and whatever stands in its row, NaN included, cannot reach a result or a gradient.
      Losses are computed in a training call, with their factors included: routing.loss[MOE_LOSS_BALANCE] and so on. Their gradients are added by
      moe_route_backward without being asked for. With a perfectly even load and even gates, the balance loss is its factor alpha.
      k = 1 with weight sum or softmax makes every weight 1: moe_router_check_training refuses to train such a router in vain.
@@ -682,7 +682,8 @@ MOE_API moe_status moe_recorded_choices(const moe_routing *routing, int keep_dro
 
 /* ---- metrics -------------------------------------------------------------------------------------------------------------
    What routers do, in numbers: over one call or any number of them. All sums and results are double, logarithms are natural,
-   0 ln 0 = 0. H(v) = -sum_i v_i ln v_i; terms with v_i <= 0 count 0. A mask is [N], 1 real, 0 padding, NULL: all real; padding
+   0 ln 0 = 0. H(v) = -sum_i v_i ln v_i; terms with v_i <= 0 count 0. What moe_route gives with MOE_OK is finite, and so are the metrics
+   of it, for numbers up to 1e30. A mask is [N], 1 real, 0 padding, NULL: all real; padding
    counts nowhere and whatever stands in its rows is not read. Counts are exact up to 2^53. Nothing allocates. A failed call changes
    nothing. Functions are thread-safe as long as no two threads write to the same memory. */
 

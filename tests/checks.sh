@@ -42,6 +42,18 @@ needs_to_link() { # compiler options...
     exit 1
 }
 
+# Sets $wine, what runs programs for Windows. Its folder takes 700 MB and five seconds, so that one check must do for all programs.
+find_wine() {
+    wine=$(dpkg -L wine64 2>/dev/null | grep '/wine64$' | sed -n 1p)
+    wine=${wine:-$(command -v wine64)}
+    needs "${wine:-wine64}"
+    WINEPREFIX=$PWD/wine WINEDEBUG=-all WINEDLLOVERRIDES='mscoree,mshtml='
+    export WINEPREFIX WINEDEBUG WINEDLLOVERRIDES
+    unset DISPLAY
+}
+
+end_wine() { timeout 20 "${wine%/*}/wineserver" -k -w; }
+
 empty() { # heading text
     [ -z "$2" ] && return 0
     printf '%s\n%s\n' "$1" "$2"

@@ -484,20 +484,14 @@ run_program() { # thing runner
     same_lines "$1" lines
 }
 
-# Wine's folder takes 700 MB and five seconds, so that one folder must do for all programs.
 windows() { # things...
     needs_to_link x86_64-w64-mingw32-gcc
-    wine=$(dpkg -L wine64 2>/dev/null | grep '/wine64$' | sed -n 1p)
-    wine=${wine:-$(command -v wine64)}
-    needs "${wine:-wine64}"
-    WINEPREFIX=$PWD/wine WINEDEBUG=-all WINEDLLOVERRIDES='mscoree,mshtml='
-    export WINEPREFIX WINEDEBUG WINEDLLOVERRIDES
-    unset DISPLAY
+    find_wine
     failures=0
     for thing in "$@"; do
         run x86_64-w64-mingw32-gcc -std=c99 -O2 $(sources "$thing") -o program.exe -lm && run_program "$thing" "$wine" || failures=$((failures + 1))
     done
-    timeout 20 "${wine%/*}/wineserver" -k -w
+    end_wine
     [ "$failures" -eq 0 ]
 }
 

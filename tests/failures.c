@@ -90,12 +90,14 @@ static int check(int good, const char *what, const char *detail, int line) {
 
 enum {
     OP_MEMORY = 1, OP_STREAM = 2, OP_FETCH = 4, OP_OPEN = 8, OP_READ = 16, OP_WRITE = 32, OP_FLUSH = 64, OP_CLOSE = 128, OP_SEEK = 256, OP_TELL = 512,
-    OP_RENAME = 1024, OP_REMOVE = 2048,
+    OP_RENAME = 1024, OP_REMOVE = 2048, OP_CLOSE_READ = 4096 /* closing what was only read */,
     /* remove is what tidies up after a failure: it fails in a test of its own */
-    FILES = OP_OPEN | OP_READ | OP_WRITE | OP_FLUSH | OP_CLOSE | OP_SEEK | OP_TELL | OP_RENAME
+    FILES = OP_OPEN | OP_READ | OP_WRITE | OP_FLUSH | OP_CLOSE | OP_SEEK | OP_TELL | OP_RENAME | OP_CLOSE_READ,
+    /* what may be done without: a larger block, the first name for a new file, a file's size, the end of reading */
+    SPARED = OP_MEMORY | OP_OPEN | OP_SEEK | OP_TELL | OP_CLOSE_READ
 };
 
-static const char *const op_names[] = {"memory", "stream", "fetch", "open", "read", "write", "flush", "close", "seek", "tell", "rename", "remove"};
+static const char *const op_names[] = {"memory", "stream", "fetch", "open", "read", "write", "flush", "close", "seek", "tell", "rename", "remove", "close after reading"};
 enum { N_OPS = (int)(sizeof op_names / sizeof op_names[0]) };
 
 typedef struct trap_state {
@@ -127,7 +129,8 @@ static int reason_of(unsigned op) {
 #endif
 #ifdef EIO
     case OP_READ:
-    case OP_CLOSE: return EIO;
+    case OP_CLOSE:
+    case OP_CLOSE_READ: return EIO;
 #endif
     default: return ERANGE;
     }
@@ -209,22 +212,25 @@ static moe_allocator own_allocator(void) {
 /* ---- files -------------------------------------------------------------------------------------------------------------------------------- */
 
 static int open_files;
-static FILE *broken; /* its error indicator is set */
+static FILE *broken;  /* its error indicator is set */
+static FILE *written; /* the one that was opened for writing */
 
 static FILE *trap_open(const char *name, const char *mode) {
     FILE *f;
     if (trapped(OP_OPEN)) return NULL;
     f = fopen(name, mode);
     open_files += f != NULL;
+    if (f != NULL && mode[0] == 'w') written = f;
     return f;
 }
 
 static int trap_error(FILE *f) { return f == broken ? 1 : ferror(f); }
 
 static int trap_close(FILE *f) {
-    int bad = trapped(OP_CLOSE), reason = errno, result = fclose(f);
+    int bad = trapped(f == written ? OP_CLOSE : OP_CLOSE_READ), reason = errno, result = fclose(f);
     open_files--;
     if (f == broken) broken = NULL;
+    if (f == written) written = NULL;
     if (!bad) return result;
     errno = reason;
     return EOF;
@@ -272,8 +278,7 @@ static size_t trap_write(const void *from, size_t size, size_t count, FILE *f) {
 }
 
 static int trap_flush(FILE *f) {
-    if (trapped(OP_FLUSH)) return broken = f, EOF;
-    return fflush(f);
+    return trapped(OP_FLUSH) ? EOF : fflush(f);
 }
 
 static int trap_seek(FILE *f, long to, int from) { return trapped(OP_SEEK) ? -1 : fseek(f, to, from); }
@@ -746,10 +751,12 @@ static moe_status run_export_c(world *w, moe_error *error) {
     moe_stream s = sink();
     return moe_export_c(&w->built, "small", &s, error);
 }
+#ifndef MOE_NO_QUANT
 static moe_status run_export_experts(world *w, moe_error *error) {
     moe_stream s = sink();
     return moe_export_experts(&w->built, &s, error);
 }
+#endif
 static moe_status run_trainer_init(world *w, moe_error *error) {
     moe_train_config c = training();
     c.optimizer = w->parameter;
@@ -950,6 +957,7 @@ static int begin_trained(world *w, const row *r) {
     if (r->run == run_tokens) {
         moe_stream s = moe_buffer_stream(&experts);
         moe_buffer_free(&experts);
+        experts.allocator = own_allocator();
         memset(scratch, 0, sizeof scratch);
         if (!CHECK_SAYS(moe_export_experts(&w->built, &s, &error) == MOE_OK && experts.size > 0, "its experts", &error)) return 0;
     }
@@ -1008,7 +1016,7 @@ enum { MOST = 3000 }; /* failures of one row */
 static int says_why(const moe_error *error, unsigned fired) {
     unsigned op;
     if (strstr(error->message, path) == NULL) return 0;
-    for (op = OP_OPEN; op <= OP_REMOVE; op *= 2)
+    for (op = OP_OPEN; op <= OP_CLOSE_READ; op *= 2)
         if ((fired & op) && strstr(error->message, strerror(reason_of(op))) != NULL) return 1;
     return 0;
 }
@@ -1018,8 +1026,9 @@ static int whole_checkpoint(void) {
 #ifndef MOE_NO_STDIO
     moe_net net;
     moe_error error;
+    moe_allocator a = own_allocator();
     if (!exists(path)) return 1;
-    if (moe_net_load(&net, path, 0, MOE_KERNELS_AUTO, NULL, &error) != MOE_OK) return 0;
+    if (moe_net_load(&net, path, 0, MOE_KERNELS_AUTO, &a, &error) != MOE_OK) return 0;
     moe_net_free(&net);
 #endif
     return 1;
@@ -1048,7 +1057,7 @@ static int fail_once(const row *r, world *w, int once, long at, uint64_t wanted,
     end = trap;
     disarm();
     if (status == MOE_OK) {
-        CHECK(end.fired == 0 || (r->flags & AROUND), "a failure is seen");
+        CHECK(end.fired == 0 || ((r->flags & AROUND) && !(end.fired & ~(unsigned)SPARED)), "a failure is seen");
         CHECK_SAYS(error.code == MOE_OK, "no message of what was got around", &error);
     } else {
         CHECK_SAYS(status == expected(end.fired, end.status), "its status", &error);
@@ -1065,6 +1074,7 @@ static int fail_once(const row *r, world *w, int once, long at, uint64_t wanted,
             if (!exists(path)) world_end(w), world_begin(w, r, standard); /* there is nothing to go on from */
         }
         w->again = 1;
+        if ((r->ops & OP_STREAM) && at > 20 && at % 16 != 0) return 1; /* long files have many writes, which are alike */
         CHECK_SAYS((status = r->run(w, &error)) == MOE_OK, "then it works", &error);
     }
     if (status == MOE_OK) w->has |= r->makes;
@@ -1107,8 +1117,22 @@ static long undisturbed(const row *r, int standard, uint64_t *left) {
     return calls;
 }
 
+#ifdef MOE_NO_MALLOC
+/* Without a heap a call that needs one says so. */
+static void refuse_heap(const row *r) {
+    static world w;
+    moe_error error;
+    uint64_t before;
+    if (r->needs != 0 || r->makes == 0 || !world_begin(&w, r, 1)) return;
+    before = every_byte(&w);
+    CHECK_SAYS(r->run(&w, &error) == MOE_ERR_ARGUMENT && error.code == MOE_ERR_ARGUMENT && every_byte(&w) == before, "there is no heap", &error);
+    w.has = 0;
+    world_end(&w);
+}
+#endif
+
 static void fail_row(const row *r) {
-    uint64_t left, other, taken;
+    uint64_t left = 0, other = 0, taken;
     long calls;
     int once;
     if (r->run == NULL) return;
@@ -1123,6 +1147,7 @@ static void fail_row(const row *r) {
         CHECK(fail_all(r, 1, once, left, taken) >= (once ? calls : 1), "every call has failed");
 #else
     (void)other;
+    refuse_heap(r);
 #endif
 }
 
@@ -1139,6 +1164,7 @@ static void test_rows(void) {
 
 /* ---- whole conditions instead of single calls --------------------------------------------------------------------------------------------- */
 
+#ifndef MOE_NO_STDIO
 static int is_loading(const row *r) { return r->disk >= DISK_NET; }
 static int is_of_files(const row *r) { return r->run != NULL && r->ops == (unsigned)FILES; }
 
@@ -1233,6 +1259,8 @@ static void test_left_behind(void) {
         world_end(&w);
     }
 }
+
+#endif
 
 /* ---- real conditions of a system ---------------------------------------------------------------------------------------------------------- */
 
@@ -1691,6 +1719,8 @@ static void test_public(const char *folder) {
 
 int main(int count, char **arguments) {
     int i;
+    (void)trap_open, (void)trap_read, (void)trap_write, (void)trap_flush, (void)trap_close, (void)trap_error, (void)trap_seek, (void)trap_tell;
+    (void)trap_rename, (void)trap_remove, (void)trap_realloc, (void)sink, (void)scratch, (void)rewrite_file, (void)says_why;
     setvbuf(stdout, NULL, _IOLBF, BUFSIZ); /* an alarm may end this */
     make_samples();
     make_files();
@@ -1712,7 +1742,7 @@ int main(int count, char **arguments) {
 #endif
     about = "all";
     for (i = 0; i < N_OPS; i++) {
-#if defined(MOE_NO_TRAIN) || defined(MOE_NO_QUANT)
+#if defined(MOE_NO_TRAIN) || defined(MOE_NO_QUANT) /* nothing is exported, nothing is fetched */
         if (i == 1 || i == 2) continue;
 #endif
 #ifdef MOE_NO_STDIO

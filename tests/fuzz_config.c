@@ -38,6 +38,8 @@ typedef struct fuzz {
     size_t in_use;        /* their bytes */
     int wrong_size;       /* it gave back another size than it took */
     int keep_width;       /* d_model is given */
+    int simple;           /* few fields are changed, as for models with an integer form */
+    int wide;             /* sizes are larger, tokens more */
     int failed;
 } fuzz;
 
@@ -164,6 +166,7 @@ static int draw_int(fuzz *f, const moe_field *field) {
     unsigned most = small_most(field);
     if (one_in(f, 120)) return odd_int(f, field);
     if (field->kind != MOE_FIELD_INT) return (int)draw(f, (unsigned)field->max + 1);
+    if (f->wide) most *= 16;
     if (field->max < (double)most) most = (unsigned)field->max;
     return (int)field->min + (int)draw(f, most);
 }
@@ -333,7 +336,7 @@ static void check_defaults(fuzz *f, const family *a, const void *config) {
 
 static void draw_config(fuzz *f, const family *a, void *config) {
     static const unsigned counts[] = {3, 8, 20, 60};
-    unsigned n = counts[draw(f, 4)], i;
+    unsigned n = f->simple ? draw(f, 5) : counts[draw(f, 4)], i;
     for (i = 0; i < n; i++) change(f, a, draw_which(f, a), config);
     say_config(f, a, config);
     check_defaults(f, a, config);
@@ -370,7 +373,7 @@ static void draw_layer(fuzz *f, moe_layer_config *c, int width) {
     f->keep_width = width > 0;
     memset(c, 0, sizeof *c);
     say(f, "layer");
-    if (one_in(f, 3)) CHECK(f, moe_layer_preset(draw_preset(f), c, NULL) == MOE_OK, "a preset");
+    if (!f->simple && one_in(f, 3)) CHECK(f, moe_layer_preset(draw_preset(f), c, NULL) == MOE_OK, "a preset");
     complete(f, &c->router, width);
     if (moe_layer_check(c, NULL, NULL) != MOE_OK) memset(c, 0, sizeof *c), c->router.d_model = width > 0 ? width : 7; /* a preset for another width */
     draw_config(f, &a, c);
@@ -412,6 +415,32 @@ static int32_t *integers(fuzz *f, size_t n, int low, int limit) {
 }
 
 static int draw_data(fuzz *f) { return one_in(f, 12) ? DATA_FINITE + (int)draw(f, DATA_COUNT - DATA_FINITE) : draw(f, 3) ? (int)draw(f, DATA_FINITE) : DATA_NORMAL; }
+
+/* What runs through a router or layer. */
+typedef struct matter {
+    size_t n; /* tokens */
+    int data; /* DATA_ */
+    int training;
+    int shaken; /* SHAKEN_: its tensors */
+} matter;
+
+/* As a layer begins; as training might leave them; as a file of a stranger might bring them. */
+enum { SHAKEN_NOT = 0, SHAKEN_LITTLE, SHAKEN_MUCH, SHAKEN_WILD };
+
+/* Tables and state keep to what they mean, unless all is wild. */
+static void shake(fuzz *f, int how, unsigned flags, const char *name, size_t n, moe_real *x) {
+    const double spread = how == SHAKEN_LITTLE ? 0.1 : 3.0;
+    const int wild = DATA_FINITE + (int)draw(f, DATA_COUNT - DATA_FINITE);
+    size_t i;
+    if (how == SHAKEN_NOT || (how != SHAKEN_WILD && (flags & (unsigned)(MOE_PARAM_STATE | MOE_PARAM_FROZEN)) != 0)) return;
+    for (i = 0; i < n; i++) {
+        if (how == SHAKEN_WILD) x[i] = one_number(f, wild);
+        else x[i] += (moe_real)spread * moe_rng_normal(&f->rng);
+        if (how != SHAKEN_WILD && strstr(name, "temperature") != NULL) x[i] = (moe_real)(0.05 + fabs((double)x[i]));
+    }
+}
+
+static int is_tame(const matter *m) { return m->data < DATA_FINITE && m->shaken != SHAKEN_WILD; }
 
 static int all_finite(const moe_real *x, size_t n) {
     size_t i;
@@ -503,18 +532,12 @@ static void supply(fuzz *f, const moe_router_config *c, int kind, moe_call *call
     if (one_in(f, 5)) call->router_x = numbers(f, n * d, kind);
 }
 
-/* What runs through a router or layer. */
-typedef struct matter {
-    size_t n; /* tokens */
-    int data; /* DATA_ */
-    int training;
-} matter;
-
-static size_t draw_tokens(fuzz *f) { return one_in(f, 12) ? draw(f, 2) : one_in(f, 20) ? draw(f, 200) : 1 + draw(f, 24); }
+static size_t draw_tokens(fuzz *f) { return f->wide ? draw(f, 500) : one_in(f, 12) ? draw(f, 2) : one_in(f, 20) ? draw(f, 200) : 1 + draw(f, 24); }
 
 static matter draw_matter(fuzz *f) {
     matter m;
     m.n = draw_tokens(f), m.data = draw_data(f), m.training = (int)draw(f, 2);
+    m.shaken = draw(f, 2) ? SHAKEN_NOT : one_in(f, 6) ? SHAKEN_WILD : SHAKEN_LITTLE + (int)draw(f, 2);
     return m;
 }
 
@@ -527,7 +550,7 @@ static void draw_call(fuzz *f, const moe_router_config *c, const matter *m, int 
     if (one_in(f, 3)) draw_mask(f, call, (size_t)c->d_model, poison && call->router_x == NULL);
     if (one_in(f, 3)) draw_sequences(f, call, c->select == MOE_SELECT_SOFT ? (size_t)c->soft_sequences : 5);
     say(f, "\ncall"), say_number(f, "n", (double)call->n_tokens), say(f, " data="), say(f, data_names[kind]);
-    say_number(f, "training", call->training), say_number(f, "mask", call->mask != NULL), say_number(f, "sequences", (double)call->n_sequences);
+    say_number(f, "training", call->training), say_number(f, "shaken", m->shaken), say_number(f, "mask", call->mask != NULL), say_number(f, "sequences", (double)call->n_sequences);
     say_number(f, "router_x", call->router_x != NULL);
 }
 
@@ -670,7 +693,7 @@ typedef struct bench {
     moe_router router;
     moe_real *tensors[MOE_ROUTER_SLOTS], *gradients[MOE_ROUTER_SLOTS];
     moe_call call;
-    int kind; /* of data */
+    int kind, tame; /* of data; whether results must be finite */
 } bench;
 
 static void start_tensor(fuzz *f, int place, const moe_slot *slot, int experts, moe_real *data) {
@@ -740,10 +763,32 @@ static void route_again(fuzz *f, bench *b, const moe_routing *first) {
     CHECK(f, moe_recorded_choices(first, 1, given) == MOE_OK, "recorded choices");
     b->call.given = given;
     if (CHECK(f, route(f, b, &replayed) == MOE_OK, "what was chosen can be given")) {
-        check_routing(f, c, &b->call, &replayed, b->kind < DATA_FINITE);
+        check_routing(f, c, &b->call, &replayed, b->tame);
         CHECK(f, memcmp(first->counts, replayed.counts, first->n_experts * sizeof *first->counts) == 0, "what was chosen is chosen again");
     }
     b->call.given = NULL;
+}
+
+static int is_share(double x) { return x >= 0.0 && x <= 1.0; }
+
+/* Measures of who was chosen, against choices at random. */
+static void check_measures(fuzz *f, const bench *b, const moe_routing *r) {
+    const size_t n = r->n_tokens, e = r->n_experts, d = (size_t)b->router.config.d_model;
+    int32_t *first = integers(f, n, 0, 1), *other = integers(f, n, -1, 5), *predicted = integers(f, n * e, -1, 3), *labels = integers(f, n, -1, 3);
+    double share = -1.0, cosine = 2.0;
+    moe_instability_report unstable;
+    moe_error_shares errors;
+    size_t trivial = 0;
+    moe_status status;
+    CHECK(f, moe_first_choices(r, first) == MOE_OK, "first choices");
+    CHECK(f, moe_fluctuation(n, first, other, b->call.mask, &share) == MOE_OK && is_share(share), "fluctuation");
+    status = moe_instability(n, first, e, other, 5, b->call.mask, (double *)grab(f, moe_instability_scratch(e, 5), sizeof(double)), &unstable);
+    CHECK(f, status == MOE_OK && is_share(unstable.instability) && is_share(unstable.q1) && is_share(unstable.chance), "instability");
+    CHECK(f, moe_gate_errors(n, e, predicted, labels, labels, b->call.mask, &errors) == MOE_OK && !(errors.error > 0.0), "errors of the gate");
+    CHECK(f, moe_trivial_experts(n, e, predicted, b->call.mask, (unsigned char *)grab(f, e, 1), &trivial) == MOE_OK && trivial <= e, "trivial experts");
+    status = moe_token_cosine(n, d, b->call.x, b->call.mask, (double *)grab(f, d, sizeof(double)), &cosine);
+    CHECK(f, status == MOE_OK || (status == MOE_ERR_NONFINITE && b->kind >= DATA_FINITE), "cosine of tokens");
+    CHECK(f, status != MOE_OK || (cosine >= -1.0 && cosine <= 1.0), "a cosine");
 }
 
 static void check_metrics(fuzz *f, const bench *b, const moe_routing *r) {
@@ -757,8 +802,9 @@ static void check_metrics(fuzz *f, const bench *b, const moe_routing *r) {
     memory = grab(f, size, 1);
     CHECK(f, moe_metrics_init(&m, r->n_experts, 3, memory, size) == MOE_OK, "metrics init");
     status = moe_metrics_add(&m, r, b->call.mask, integers(f, r->n_tokens, -1, 3));
-    CHECK(f, status == MOE_OK || (status == MOE_ERR_NONFINITE && b->kind >= DATA_FINITE), "metrics add");
+    CHECK(f, status == MOE_OK || (status == MOE_ERR_NONFINITE && !b->tame), "metrics add");
     CHECK(f, moe_metrics_report(&m, &report) == MOE_OK, "metrics report");
+    check_measures(f, b, r);
 }
 
 static void router_backward(fuzz *f, bench *b, moe_routing *r) {
@@ -770,7 +816,7 @@ static void router_backward(fuzz *f, bench *b, moe_routing *r) {
     int place;
     for (i = 0; i < entries; i++) r->d_weight_in[i] = moe_rng_normal(&f->rng), r->d_weight_out[i] = moe_rng_normal(&f->rng);
     if (!CHECK(f, moe_route_backward(&b->router, &b->call, r, b->gradients, dx, d_nodes) == MOE_OK, "the way back")) return;
-    if (b->kind >= DATA_FINITE) return;
+    if (!b->tame) return;
     if (dx != NULL) CHECK(f, all_finite(dx, n * d), "gradient of x is finite");
     for (t = 0; t < n && dx != NULL; t++)
         for (i = 0; i < d && !is_real(&b->call, t); i++) CHECK(f, !(dx[t * d + i] < 0) && !(dx[t * d + i] > 0), "padding has no gradient");
@@ -787,7 +833,7 @@ static void router_state(fuzz *f, bench *b, const moe_routing *r) {
     int place;
     CHECK(f, moe_router_observe(&b->router, &b->call, r, b->tensors) == MOE_OK, "observe");
     CHECK(f, moe_router_advance(&b->router, b->tensors) == MOE_OK, "advance");
-    for (place = 0; place < MOE_ROUTER_SLOTS && b->kind < DATA_FINITE; place++)
+    for (place = 0; place < MOE_ROUTER_SLOTS && b->tame; place++)
         if (b->tensors[place] != NULL && moe_router_slot(&b->router.config, place, &slot) == MOE_OK) CHECK(f, all_finite(b->tensors[place], slot.count), slot.name);
 }
 
@@ -858,22 +904,26 @@ static void run_router(fuzz *f, const moe_router_config *c, const matter *m) {
     bench b;
     moe_routing r;
     moe_status status;
+    moe_slot slot;
+    int place;
     memset(&b, 0, sizeof b);
     check_further(f, c);
     if (!CHECK(f, moe_router_init(&b.router, c, draw(f, 2) ? moe_kernels_select(0) : NULL, NULL) == MOE_OK, "init of a good configuration")) return;
     set_custom(&b.router);
     if (!start_tensors(f, &b)) return;
-    b.kind = m->data;
-    if ((size_t)b.router.config.heads * (size_t)b.router.config.d_model > 20000 || b.router.config.n_experts > 5000) return;
+    b.kind = m->data, b.tame = is_tame(m);
+    for (place = 0; place < MOE_ROUTER_SLOTS; place++)
+        if (b.tensors[place] != NULL && moe_router_slot(&b.router.config, place, &slot) == MOE_OK) shake(f, m->shaken, slot.flags, slot.name, slot.count, b.tensors[place]);
+    if ((double)b.router.config.heads * b.router.config.d_model * (double)(m->n + 1) * (double)(m->n + 1) > 5e7 || b.router.config.n_experts > 5000) return;
     draw_call(f, &b.router.config, m, 1, &b.call);
     supply_nodes(f, &b);
     if (!route_fits(&b, (size_t)1 << 25)) return;
     if (one_in(f, 4)) route_spoilt(f, &b);
     status = route(f, &b, &r);
-    if (b.kind >= DATA_FINITE) CHECK(f, status == MOE_OK || status == MOE_ERR_NONFINITE, "routing of wild numbers");
+    if (!b.tame) CHECK(f, status == MOE_OK || status == MOE_ERR_NONFINITE || (m->shaken == SHAKEN_WILD && status == MOE_ERR_ARGUMENT), "routing of wild numbers");
     else if (!CHECK(f, status == MOE_OK, "routing")) printf("    %s\n", moe_status_text(status));
     if (status != MOE_OK) return;
-    check_routing(f, &b.router.config, &b.call, &r, b.kind < DATA_FINITE);
+    check_routing(f, &b.router.config, &b.call, &r, b.tame);
     check_metrics(f, &b, &r);
     route_alone(f, &b, &r);
     route_again(f, &b, &r);
@@ -885,10 +935,19 @@ static void run_router(fuzz *f, const moe_router_config *c, const matter *m) {
 static void fuzz_router(fuzz *f) {
     moe_router_config c;
     matter m;
+    f->wide = one_in(f, 12);
     draw_router(f, &c);
     m = draw_matter(f);
     run_router(f, &c, &m);
 }
+
+/* Threads of a kind: tasks run one after another, the last first. */
+static void run_backwards(void *ctx, void (*task)(void *work, int index), void *work, int count) {
+    (void)ctx;
+    while (count-- > 0) task(work, count);
+}
+
+static const moe_parallel threads = {NULL, 3, 1, run_backwards};
 
 /* ---- a layer ---------------------------------------------------------------------------------------------------------------------------- */
 
@@ -897,20 +956,22 @@ typedef struct layer_run {
     moe_call call;
     moe_layer_pass pass;
     moe_real *y;
-    int kind;
+    int tame;
 } layer_run;
 
 static moe_status layer_forward(fuzz *f, layer_run *l) {
     size_t size = 0;
-    moe_status status = moe_layer_work_size(&l->layer, l->call.n_tokens, l->call.training, &size);
+    moe_status status = moe_layer_work_size(&l->layer, l->call.n_tokens, l->call.training || l->call.keep, &size);
     if (status != MOE_OK) return status;
     l->y = numbers(f, l->call.n_tokens * (size_t)l->layer.config.d_out, DATA_ZERO);
     moe_rng_seed(l->call.rng, 5);
     return moe_layer_forward(&l->layer, &l->call, l->y, grab(f, size, 1), size, &l->pass);
 }
 
+/* Products that are too many for a case are not what is looked for. */
 static int layer_fits(const moe_layer *layer, size_t n) {
     size_t size = 0;
+    if (moe_layer_parameters(layer, NULL) * n > 20000000) return 0;
     return moe_layer_work_size(layer, n, 1, &size) == MOE_OK && size <= (size_t)1 << 25;
 }
 
@@ -921,12 +982,26 @@ static void layer_backward(fuzz *f, layer_run *l) {
     moe_tensor tensor;
     size_t i;
     if (!CHECK(f, moe_layer_backward(&l->layer, dy, dx, d_router_x, &l->pass) == MOE_OK, "a layer's way back")) return;
-    if (l->kind < DATA_FINITE && dx != NULL) CHECK(f, all_finite(dx, n * d), "gradient of a layer's x is finite");
+    if (l->tame && dx != NULL) CHECK(f, all_finite(dx, n * d), "gradient of a layer's x is finite");
     for (i = 0; moe_layer_tensor(&l->layer, i, &tensor) == MOE_OK; i++)
-        if (tensor.gradient != NULL && l->kind < DATA_FINITE) CHECK(f, all_finite(tensor.gradient, tensor.count), tensor.name);
+        if (tensor.gradient != NULL && l->tame) CHECK(f, all_finite(tensor.gradient, tensor.count), tensor.name);
     CHECK(f, moe_layer_observe(&l->layer, &l->pass) == MOE_OK && moe_layer_advance(&l->layer) == MOE_OK, "a layer's state");
     for (i = 0; moe_layer_tensor(&l->layer, i, &tensor) == MOE_OK; i++)
-        if (l->kind < DATA_FINITE) CHECK(f, all_finite(tensor.data, tensor.count), tensor.name);
+        if (l->tame) CHECK(f, all_finite(tensor.data, tensor.count), tensor.name);
+}
+
+/* The way back of losses that read the experts one by one. */
+static void layer_experts(fuzz *f, layer_run *l) {
+    const moe_real *outputs = moe_layer_expert_outputs(&l->layer, &l->pass);
+    const size_t entries = l->pass.routing.plan.offsets[l->pass.routing.n_experts], n = l->call.n_tokens * (size_t)l->layer.config.router.d_model;
+    moe_real *dx = numbers(f, n, DATA_ZERO), *d_router_x = l->call.router_x != NULL ? numbers(f, n, DATA_ZERO) : NULL;
+    moe_status status;
+    if (outputs == NULL) return;
+    if (l->tame) CHECK(f, all_finite(outputs, entries * (size_t)l->layer.config.d_out), "outputs of the experts are finite");
+    if (!l->call.training) return;
+    status = moe_layer_backward_experts(&l->layer, numbers(f, entries * (size_t)l->layer.config.d_out, DATA_NORMAL), numbers(f, entries, DATA_NORMAL), dx, d_router_x, &l->pass);
+    CHECK(f, status == MOE_OK || status == MOE_ERR_UNSUPPORTED, "the way back of experts");
+    if (l->tame && status == MOE_OK) CHECK(f, all_finite(dx, n), "gradient of x through experts is finite");
 }
 
 static int layer_is_finite(const layer_run *l) {
@@ -977,32 +1052,42 @@ static void layer_pack(fuzz *f, layer_run *l) {
     if (l->call.n_tokens > 0 && draw(f, 2) && work_size <= (size_t)1 << 25)
         status = moe_layer_quantise(&l->layer, type, grab(f, size, 1), size, &l->call, grab(f, work_size, 1), work_size, errors, &error);
     else status = moe_layer_pack(&l->layer, type, grab(f, size, 1), size, &error);
-    if (!CHECK(f, status == MOE_OK || l->kind >= DATA_FINITE, "packing")) printf("    %s\n", error.message);
+    if (!CHECK(f, status == MOE_OK || !l->tame, "packing")) printf("    %s\n", error.message);
     if (status != MOE_OK) return;
     status = layer_forward(f, l);
-    CHECK(f, status == MOE_OK || l->kind >= DATA_FINITE, "a packed layer");
-    if (status == MOE_OK && l->kind < DATA_FINITE) CHECK(f, layer_is_finite(l), "a packed layer's output is finite");
-    if (type == MOE_TYPE_REAL && bytes > 0 && l->kind < DATA_FINITE && l->call.mask == NULL) CHECK(f, memcmp(before, l->y, bytes) == 0, "packing as reals keeps every bit");
+    CHECK(f, status == MOE_OK || !l->tame, "a packed layer");
+    if (status == MOE_OK && l->tame) CHECK(f, layer_is_finite(l), "a packed layer's output is finite");
+    if (type == MOE_TYPE_REAL && bytes > 0 && l->tame && l->call.mask == NULL) CHECK(f, memcmp(before, l->y, bytes) == 0, "packing as reals keeps every bit");
 }
 
 static void use_layer(fuzz *f, layer_run *l, const matter *m) {
     moe_status status;
+    moe_tensor tensor;
+    size_t i;
     const moe_real *first;
     size_t bytes;
-    l->kind = m->data;
+    l->tame = is_tame(m);
+    for (i = 0; moe_layer_tensor(&l->layer, i, &tensor) == MOE_OK; i++) shake(f, m->shaken, tensor.flags, tensor.name, tensor.count, tensor.data);
     draw_call(f, &l->layer.config.router, m, l->layer.config.n_shared == 0, &l->call);
     if (!layer_fits(&l->layer, l->call.n_tokens)) return;
     status = layer_forward(f, l);
-    if (l->kind >= DATA_FINITE) CHECK(f, status == MOE_OK || status == MOE_ERR_NONFINITE, "a layer with wild numbers");
+    if (!l->tame) CHECK(f, status == MOE_OK || status == MOE_ERR_NONFINITE || (m->shaken == SHAKEN_WILD && status == MOE_ERR_ARGUMENT), "a layer with wild numbers");
     else if (!CHECK(f, status == MOE_OK, "a layer forward")) printf("    %s\n", moe_status_text(status));
     if (status != MOE_OK) return;
-    check_routing(f, &l->layer.config.router, &l->call, &l->pass.routing, l->kind < DATA_FINITE);
-    if (l->kind < DATA_FINITE) CHECK(f, layer_is_finite(l), "a layer's output is finite");
+    check_routing(f, &l->layer.config.router, &l->call, &l->pass.routing, l->tame);
+    if (l->tame) CHECK(f, layer_is_finite(l), "a layer's output is finite");
     first = l->y, bytes = l->call.n_tokens * (size_t)l->layer.config.d_out * sizeof(moe_real);
-    CHECK(f, layer_forward(f, l) == MOE_OK && (bytes == 0 || memcmp(first, l->y, bytes) == 0), "a layer has the same bits again");
-    if (one_in(f, 3)) layer_file(f, l);
+    l->call.parallel = &threads;
+    CHECK(f, layer_forward(f, l) == MOE_OK && (!l->tame || bytes == 0 || memcmp(first, l->y, bytes) == 0), "a layer has the same bits again");
+    if (one_in(f, 3) && l->layer.config.kernels == MOE_KERNELS_AUTO) layer_file(f, l); /* files do not keep kernels */
+    if (one_in(f, 5)) {
+        l->call.keep = 1;
+        if (layer_forward(f, l) == MOE_OK) layer_experts(f, l);
+        l->call.keep = 0;
+        if (layer_forward(f, l) != MOE_OK) return;
+    }
     if (l->call.training) layer_backward(f, l);
-    if (l->kind < DATA_FINITE && draw(f, 2)) layer_pack(f, l);
+    if (l->tame && draw(f, 2)) layer_pack(f, l);
 }
 
 /* Kernels of another machine, and routers that cannot learn, are refused here and not before. */
@@ -1041,6 +1126,7 @@ static void run_layer(fuzz *f, moe_layer_config c, const matter *m) {
 static void fuzz_layer(fuzz *f) {
     moe_layer_config c;
     matter m;
+    f->wide = one_in(f, 12);
     draw_layer(f, &c, 0);
     m = draw_matter(f);
     run_layer(f, c, &m);
@@ -1321,6 +1407,14 @@ static int net_fits(const net_run *r) {
 
 static size_t output_bytes(const net_run *r) { return r->m.n * (size_t)r->net.d_out * sizeof(moe_real); }
 
+/* Which files do not keep. */
+static int chooses_kernels(const moe_net *net) {
+    size_t i;
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && net->modules[i].layer.config.kernels != MOE_KERNELS_AUTO) return 1;
+    return 0;
+}
+
 /* Written and read, a net answers in the same bits. */
 static void net_file(fuzz *f, net_run *r) {
     net_run again = *r;
@@ -1328,6 +1422,7 @@ static void net_file(fuzz *f, net_run *r) {
     moe_stream stream;
     const moe_allocator a = heap(f);
     moe_error error;
+    if (moe_net_parameters(&r->net, NULL) > MOST_NUMBERS) return; /* that memory would end here */
     memset(&buffer, 0, sizeof buffer);
     buffer.allocator = a;
     stream = moe_buffer_stream(&buffer);
@@ -1382,7 +1477,7 @@ static void net_decode(fuzz *f, net_run *r) {
         call.token_ids += at;
         if (call.home != NULL) call.home += at;
         if (!CHECK(f, moe_net_decode(&r->net, &cache, &call, work, work_size, &pass) == MOE_OK, "decoding")) return;
-        CHECK(f, memcmp(pass.y, r->pass.y + at * (size_t)r->net.d_out, call.n_tokens * wide) == 0, "decoding has the same bits");
+        CHECK(f, r->m.data >= DATA_FINITE || memcmp(pass.y, r->pass.y + at * (size_t)r->net.d_out, call.n_tokens * wide) == 0, "decoding has the same bits");
         at += call.n_tokens;
     }
 }
@@ -1416,8 +1511,9 @@ static void run_net(fuzz *f, net_run *r, const plan *p) {
     if (status != MOE_OK) return;
     if (tame && !all_finite(r->pass.y, n)) CHECK(f, largest_inside(f, p, r) > 1e9, "a net's output is finite");
     first = r->pass.y;
-    CHECK(f, net_forward(f, r) == MOE_OK && (n == 0 || memcmp(first, r->pass.y, n * sizeof *first) == 0), "a net has the same bits again");
-    if (one_in(f, 3)) net_file(f, r);
+    r->call.parallel = &threads;
+    CHECK(f, net_forward(f, r) == MOE_OK && (!tame || n == 0 || memcmp(first, r->pass.y, n * sizeof *first) == 0), "a net has the same bits again");
+    if (one_in(f, 3) && !chooses_kernels(&r->net)) net_file(f, r);
     if (r->call.training) net_backward(f, r, p);
     if (draw(f, 2)) net_decode(f, r);
     if (one_in(f, 3)) net_pack(f, r, p);
@@ -1573,7 +1669,8 @@ static void run_trainer(fuzz *f, const plan *p, net_run *r, const moe_train_conf
         const moe_real *before = copy_of(f, &r->net);
         moe_step step;
         memset(&step, 0, sizeof step);
-        status = moe_trainer_step(&t, &data, &step, &error);
+        status = i < 2 ? moe_trainer_step(&t, &data, &step, &error) : moe_trainer_accumulate(&t, &data, &step, &error);
+        if (i == 2 && status == MOE_OK) status = moe_trainer_update(&t, &step, &error);
         if (status == MOE_ERR_ARGUMENT && !CHECK(f, 0, "a step of good data")) printf("    %s\n", error.message);
         check_step(f, &t, status, &error, &step, before);
     }
@@ -1622,10 +1719,54 @@ static void fuzz_train(fuzz *f) {
     if (build_net(f, &p, &r.net) == MOE_OK && !too_many_heads(&r.net)) {
         net_call(f, &r, c.batch > 0 ? (size_t)c.batch : 1);
         if (r.m.data >= DATA_FINITE) r.m.data = DATA_NORMAL, r.call.x = r.net.d_in > 0 ? numbers(f, r.m.n * (size_t)r.net.d_in, DATA_NORMAL) : NULL;
+        classical |= r.net.n_modules > 0 && r.net.modules[r.net.n_modules - 1].layer.config.router.expert_temperature > 0;
         if (classical) r.call.mask = NULL;
         if (!net_fits(&r) || moe_net_parameters(&r.net, NULL) > MOST_NUMBERS / 8) r.m.n = 0;
         else if (one_in(f, 3)) run_fit(f, &r, &c);
         else run_trainer(f, &p, &r, &c, classical);
+    }
+    moe_net_free(&r.net);
+}
+
+/* Modular networks: choices are latent, EM finds them. */
+static void fuzz_modular(fuzz *f) {
+    plan p;
+    net_run r;
+    moe_train_config c;
+    moe_trainer t;
+    moe_modular m;
+    moe_data data;
+    moe_error error;
+    moe_status status;
+    int32_t *choices;
+    int i, mixtures = 1 + (int)draw(f, 2);
+    memset(&p, 0, sizeof p), memset(&r, 0, sizeof r), memset(&c, 0, sizeof c), memset(&t, 0, sizeof t), memset(&m, 0, sizeof m);
+    p.d_in = 1 + (int)draw(f, 6), p.n = (size_t)mixtures;
+    for (i = 0; i < mixtures; i++) {
+        moe_layer_config *l = &p.parts[i].layer;
+        p.parts[i].kind = MOE_MODULE_MIXTURE;
+        l->router.n_experts = 1 + (int)draw(f, 5), l->router.top_k = 1, l->router.select = one_in(f, 20) ? MOE_SELECT_TOP_K : MOE_SELECT_SAMPLE;
+        l->router.loss_distill = (moe_real)(one_in(f, 20) ? 0.0 : 1.0), l->router.weight = draw(f, 2) ? MOE_WEIGHT_ONE : MOE_WEIGHT_RAW, l->router.untrained = 1;
+        l->router.score = one_in(f, 3) ? MOE_SCORE_MLP : MOE_SCORE_LINEAR, l->router.loss_balance = (moe_real)(0.1 * draw(f, 2));
+        l->expert = (int)draw(f, MOE_EXPERT_COUNT), l->d_ff = 1 + (int)draw(f, 6), l->d_out = 1 + (int)draw(f, 5);
+    }
+    c.criterion = (int)draw(f, 2), c.batch = 12, c.rate = draw_setting(f, 1e-4, 0.5);
+    if (build_net(f, &p, &r.net) == MOE_OK) {
+        net_call(f, &r, 12);
+        r.call.mask = NULL, r.call.x = numbers(f, r.m.n * (size_t)r.net.d_in, DATA_NORMAL), r.call.teacher = NULL;
+        data = data_of(f, &r, 0), data.call = NULL;
+        choices = integers(f, (size_t)mixtures * r.m.n, -1, 0);
+        status = moe_trainer_init(&t, &r.net, &c, &error);
+        if (status == MOE_OK) status = moe_modular_init(&m, &t, &error);
+        CHECK(f, status == MOE_OK || status == MOE_ERR_CONFIG, "a modular network");
+        for (i = 0; i < 2 && status == MOE_OK && r.m.n > 0; i++) {
+            moe_modular_step_result result;
+            status = moe_modular_step(&m, &data, 1 + (int)draw(f, 3), (int)draw(f, 3), choices, &result, &error);
+            CHECK(f, status == MOE_OK || status == MOE_ERR_NONFINITE, "a step of a modular network");
+            if (status == MOE_OK && !CHECK(f, result.log_likelihood - result.log_likelihood >= 0.0 && is_share(result.changed), "what a step of EM reports")) printf("    %g, %g\n", result.log_likelihood, result.changed);
+        }
+        if (status != MOE_OK) check_error(f, status, &error);
+        moe_modular_free(&m), moe_trainer_free(&t);
     }
     moe_net_free(&r.net);
 }
@@ -1711,6 +1852,7 @@ static void fuzz_model(fuzz *f) {
     shelf s;
     moe_error error;
     moe_status status;
+    f->simple = one_in(f, 4) ? 0 : 1;
     draw_plan(f, &p);
     memset(&r, 0, sizeof r), memset(&c, 0, sizeof c), memset(&experts, 0, sizeof experts), memset(&data, 0, sizeof data);
     if (build_net(f, &p, &r.net) != MOE_OK || too_many_heads(&r.net) || moe_net_parameters(&r.net, NULL) > MOST_NUMBERS / 8) {
@@ -1774,7 +1916,7 @@ static void fuzz_hme(fuzz *f) {
     data.labels = integers(f, n, 0, c.d_out), data.targets = numbers(f, n * (size_t)c.d_out, kind < DATA_FINITE ? kind : DATA_NORMAL);
     status = moe_hme_log_likelihood(&m, &data, &before, &error);
     for (i = 0; i < 3 && status == MOE_OK; i++) {
-        status = draw(f, 3) ? moe_hme_em(&m, &data, h, &after, &error) : moe_hme_gradient(&m, &data, draw_setting(f, 1e-3, 1.0), h, NULL, &error);
+        status = draw(f, 3) ? moe_hme_em(&m, &data, h, &after, &error) : moe_hme_gradient(&m, &data, (moe_real)(0.001 * (1.0 + draw(f, 300))), h, NULL, &error);
         if (status != MOE_OK) break;
         CHECK(f, after - after >= 0.0, "a log-likelihood is finite");
         CHECK(f, moe_hme_posteriors(&m, &data, more, h, &error) == MOE_OK || kind >= DATA_BIG, "posteriors");
@@ -1814,6 +1956,15 @@ static void fuzz_plain(fuzz *f) {
     status = moe_mixture_answer(criterion, &m, draw(f, 2) ? &rng : NULL, answer, &error);
     CHECK(f, status == MOE_OK || status == MOE_ERR_ARGUMENT || status == MOE_ERR_NONFINITE, "a mixture's answer");
     if (status == MOE_OK) CHECK(f, all_finite(answer, m.n * m.width), "a mixture's answer is finite");
+    if (m.n > 0 && kind < DATA_FINITE) {
+        moe_real *a = numbers(f, cells, kind), *b = numbers(f, cells, DATA_NORMAL), *da = numbers(f, cells, DATA_ZERO), *db = numbers(f, cells, DATA_ZERO);
+        loss = moe_consistency_loss(m.n, cells / m.n, a, b, draw(f, 2) ? da : NULL, db);
+        CHECK(f, moe_is_finite(loss) && all_finite(da, cells) && all_finite(db, cells), "the consistency loss and its gradients are finite");
+        loss = moe_cross_entropy(m.n, m.width, m.targets, m.labels, answer);
+        CHECK(f, moe_is_finite(loss) && all_finite(answer, m.n * m.width), "cross-entropy and its gradient are finite");
+        loss = moe_squared_error(m.n, m.width, m.targets, m.outputs, answer);
+        CHECK(f, moe_is_finite(loss) && all_finite(answer, m.n * m.width), "the squared error and its gradient are finite");
+    }
     how.greedy = one_in(f, 4), how.temperature = draw_setting(f, 1e-6, 3.0), how.top_k = (int)draw(f, 9), how.top_p = draw_setting(f, 0.0, 1.0);
     status = moe_sample(&how, cells, m.outputs, &rng, numbers(f, cells, DATA_ZERO), integers(f, cells, 0, 1), &token, &error);
     CHECK(f, status == MOE_OK || status == MOE_ERR_ARGUMENT || status == MOE_ERR_NONFINITE || status == MOE_ERR_CONFIG, "a sample");
@@ -1826,7 +1977,7 @@ static void fuzz_plain(fuzz *f) {
 static const struct {
     const char *name;
     void (*run)(fuzz *f);
-} kinds[] = {{"router", fuzz_router}, {"layer", fuzz_layer}, {"net", fuzz_net}, {"train", fuzz_train}, {"model", fuzz_model}, {"hme", fuzz_hme}, {"plain", fuzz_plain}};
+} kinds[] = {{"router", fuzz_router}, {"layer", fuzz_layer}, {"net", fuzz_net}, {"train", fuzz_train}, {"modular", fuzz_modular}, {"model", fuzz_model}, {"hme", fuzz_hme}, {"plain", fuzz_plain}};
 enum { KINDS = sizeof kinds / sizeof kinds[0] };
 
 #if defined __SANITIZE_ADDRESS__
@@ -1836,13 +1987,15 @@ enum { SLOWER = 1 };
 #endif
 
 static clock_t begun;
+static double slowest;
+static uint64_t slowest_seed;
 
 static void begin_case(const uint8_t *bytes, size_t size) {
     fuzz *f = &now;
     begun = clock();
     f->bytes = bytes, f->size = size, f->at = 0, f->length = 0, f->text[0] = '\0', f->n_blocks = 0;
     f->taken = 0, f->in_use = 0, f->wrong_size = 0, f->failed = 0;
-    f->keep_width = 0;
+    f->keep_width = f->simple = 0, f->wide = 0;
     moe_rng_seed(&f->rng, draw(f, 1u << 24));
 }
 
@@ -1853,6 +2006,7 @@ static void end_case(void) {
     CHECK(f, f->taken == 0, "everything is given back");
     CHECK(f, !f->wrong_size, "the library knows the sizes of its blocks");
     if (!CHECK(f, seconds < SLOWER, "a case takes less than a second")) printf("    %.1f seconds\n", seconds);
+    if (seconds > slowest) slowest = seconds, slowest_seed = now_seed;
     for (i = 0; i < f->n_blocks; i++) free(f->blocks[i]);
     if (f->failed) failed++;
     else passed++;
@@ -1886,10 +2040,10 @@ static const struct {
     const char *settings;
     matter m;
 } findings[] = {
-    {"input=adaptive_clustering ac_lambda=1e-9", {18, DATA_BIG, 1}}, /* feature weights infinite: lambda small beside the spread */
-    {"loss_locality=1 nodes=65536", {39, DATA_NORMAL, 1}},           /* seconds: all pairs of nodes */
-    {"gate=identity", {9, DATA_DENORMAL, 1}},                        /* gradients infinite: divided by a denormal sum of p */
-    {"gate=identity weight=raw capacity_factor=1 renormalize=after", {9, DATA_DENORMAL, 1}}, /* so here scale by the surviving weights */
+    {"input=adaptive_clustering ac_lambda=1e-9", {18, DATA_BIG, 1, 0}}, /* feature weights infinite: lambda small beside the spread */
+    {"loss_locality=1 nodes=65536", {39, DATA_NORMAL, 1, 0}},           /* seconds: all pairs of nodes */
+    {"gate=identity", {9, DATA_DENORMAL, 1, 0}},                        /* gradients infinite: divided by a denormal sum of p */
+    {"gate=identity weight=raw capacity_factor=1 renormalize=after", {9, DATA_DENORMAL, 1, 0}}, /* so here scale by the surviving weights */
 };
 
 static void run_finding(size_t i) {
@@ -1935,6 +2089,7 @@ int main(int argc, char **argv) {
     if (at + 1 < argc) seed = strtoul(argv[at + 1], NULL, 10);
     for (i = 0; i < (long)(sizeof findings / sizeof findings[0]) && kind < 0; i++) run_finding((size_t)i);
     for (i = 0; i < count; i++) run_seed(seed + (uint64_t)i, kind);
+    printf("note: slowest case %.2f s: fuzz_config %s1 %lu\n", slowest, now_kind, (unsigned long)slowest_seed);
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed > 0;
 }
