@@ -19,35 +19,39 @@ root=$PWD
 options='-std=c99 -Og -fno-inline-small-functions --coverage'
 headers='moe_kernels.h moe_routers.h moe.h'
 
-# The programs that add something: the slowest first. What plain C needs alone is compiled without vectors.
+# The programs that add something, the slowest first: how, build, name, for `inside` an option or -, arguments. What plain C needs alone has no vectors.
 plan() {
     cat <<'PLAN'
-linked fuzz_config 40 7
-linked classic
-linked routers
-linked int_sequences
-inside failures -DMOE_NO_SIMD
+linked float classic
+linked float routers
+linked float fuzz_config 40 7
+inside float small -DMOE_NO_SIMD
+inside float failures -DMOE_NO_SIMD
+linked float int_sequences
 crossed kernels few
 crossed quant slow
-linked parallel
-linked state
-linked training
-linked attention
-linked robust few steps=200
-linked layer
-inside small -DMOE_NO_SIMD
-inside kernels - few
-inside int_scores -DMOE_NO_SIMD few
-inside models -DMOE_NO_SIMD few
-inside quant - slow
-inside files -DMOE_NO_SIMD slow
-inside internals -
+linked float parallel
+linked float state
+linked float training
+linked float attention
+linked double attention
+linked float robust few steps=200
+linked float layer
+inside float kernels - few
+inside float int_scores -DMOE_NO_SIMD few
+inside float models -DMOE_NO_SIMD few
+inside float quant - slow
+inside float files -DMOE_NO_SIMD slow
+inside double files -DMOE_NO_SIMD slow
+inside float left_out -
+inside float internals -
 printed
-linked net
-linked golden tests/golden
-linked metrics
-linked int_routers few
-linked integers
+linked float edges
+linked float net
+linked float golden tests/golden
+linked float metrics
+linked float int_routers few
+linked float integers
 alone gathered
 alone listed
 PLAN
@@ -57,13 +61,15 @@ PLAN
 # Kernels of AVX-512 where no processor runs them are left out of the count.
 prepare() {
     CC=gcc
+    needs python3
     setup_stb_flag "$CC"
     vectors=
     grep -q avx512_vnni /proc/cpuinfo 2>/dev/null || vectors=-DMOE_NO_AVX512
     [ -z "$vectors" ] || echo 'note: no AVX-512 here: its kernels are not counted'
     mkdir "$prepared/objects" || return
     printf '#define MOE_IMPLEMENTATION\n#include "moe.h"\n' >"$prepared/library.c"
-    instrumented "$prepared/library.c" "$prepared/objects/library.o"
+    instrumented "$prepared/library.c" "$prepared/objects/library.float.o" &&
+        instrumented "$prepared/library.c" "$prepared/objects/library.double.o" -DMOE_REAL=double
 }
 
 instrumented() { # source object options...
@@ -85,20 +91,21 @@ counted() { # runner-or-nothing arguments...
     return 1
 }
 
-linked() { # name arguments...
-    name=$1
-    shift
-    # shellcheck disable=SC2086
-    run gcc -std=c99 -O1 -DTEST_LINKED -I"$root" ${stb_flag:+-I"$stb_flag"} -c "$root/tests/$name.c" -o program.o &&
-        run gcc program.o "$prepared/objects/library.o" --coverage -o program -lm && counted '' "$@"
+linked() { # build name arguments...
+    build=$1 name=$2
+    shift 2
+    # shellcheck disable=SC2046
+    run gcc -std=c99 -O1 -DTEST_LINKED $(real_option "$build") -I"$root" ${stb_flag:+-I"$stb_flag"} -c "$root/tests/$name.c" -o program.o &&
+        run gcc program.o "$prepared/objects/library.$build.o" --coverage -o program -lm && counted '' "$@"
 }
 
-inside() { # name option-or-- arguments...
-    name=$1 option=$2
-    shift 2
+inside() { # build name option-or-- arguments...
+    build=$1 name=$2 option=$3
+    shift 3
     [ "$option" != - ] || option=
-    # shellcheck disable=SC2086
-    instrumented "$root/tests/$name.c" "$prepared/objects/$name.o" $option && run gcc "$prepared/objects/$name.o" --coverage -o program -lm && counted '' "$@"
+    # shellcheck disable=SC2046,SC2086
+    instrumented "$root/tests/$name.c" "$prepared/objects/$name.$build.o" $option $(real_option "$build") &&
+        run gcc "$prepared/objects/$name.$build.o" --coverage -o program -lm && counted '' "$@"
 }
 
 # Nets as constants: a program that prints them, and one that compares them (tests/export_float.sh).

@@ -869,6 +869,179 @@ static void test_small_models(void) {
     moe_net_free(&net);
 }
 
+/* ---- sizes ---- */
+
+static int power(moe_rng *rng, int most) { /* 1 to 2^most, most often a power of 2, every other time one of the largest */
+    const int value = 1 << (moe_rng_below(rng, 2) ? moe_rng_below(rng, (uint64_t)most + 1) : (uint64_t)most - moe_rng_below(rng, 2));
+    return moe_rng_below(rng, 4) == 0 ? 1 + (int)moe_rng_below(rng, (uint64_t)value) : value;
+}
+
+/* A size is exact or MOE_ERR_OVERFLOW; what holds numbers is at least as large as they. */
+static void sized(moe_status status, const size_t *size, double least, const char *what) {
+    const double bytes = (double)*size;
+    if (!check(status == MOE_ERR_OVERFLOW || (status == MOE_OK && bytes >= least), __LINE__, what))
+        printf("    %s, %.0f bytes, at least %.0f\n", moe_status_text(status), bytes, least);
+}
+
+/* Layers without tensors, up to widths and numbers of experts whose tensors no machine holds. */
+static void test_layer_sizes(void) {
+    static const char *const kinds[] = {"expert=swiglu", "expert=mlp act=relu", "expert=factorised", "expert=linear", "n_shared=3 d_shared=1000000"};
+    static const char *const routers[] = {"top_k=2", "select=soft slots=3", "refine=similarity", "refine=attention attention_heads=all heads=64", "score=competition",
+                                          "score=cosine cosine_dim=5", "select=hash table_size=9", "capacity_factor=1", "loss_orthogonal=1 top_k=2", "score=mlp router_hidden=7"};
+    moe_rng rng;
+    int i, overflows = 0, fits = 0;
+    moe_rng_seed(&rng, 11);
+    for (i = 0; i < 6000; i++) {
+        moe_layer_config c;
+        moe_layer layer;
+        const size_t n = (size_t)power(&rng, 30);
+        const int type = (int)moe_rng_below(&rng, MOE_TYPE_COUNT), training = (int)moe_rng_below(&rng, 2);
+        size_t bytes = 0;
+        moe_status status;
+        memset(&c, 0, sizeof c), memset(&layer, 0, sizeof layer);
+        CHECK(moe_fields_apply(moe_layer_fields(), &c, kinds[i % 5], &error) == MOE_OK);
+        CHECK(moe_fields_apply(moe_layer_fields(), &c, routers[moe_rng_below(&rng, 10)], &error) == MOE_OK);
+        c.router.d_model = power(&rng, 24), c.router.n_experts = power(&rng, 16);
+        if (c.expert != MOE_EXPERT_LINEAR) c.d_ff = power(&rng, 24);
+        if (c.expert == MOE_EXPERT_FACTORISED) c.d_low = power(&rng, 24);
+        if (c.router.top_k > c.router.n_experts) c.router.n_experts = c.router.top_k;
+        status = moe_layer_init(&layer, &c, &error);
+        if (status == MOE_ERR_OVERFLOW) overflows++;
+        if (!check(status == MOE_OK || status == MOE_ERR_OVERFLOW || status == MOE_ERR_CONFIG, __LINE__, "moe_layer_init")) printf("    %s\n", error.message);
+        if (status != MOE_OK) continue;
+        fits++;
+        status = moe_layer_work_size(&layer, n, training, &bytes);
+        sized(status, &bytes, (double)n * sizeof(moe_real), "moe_layer_work_size");
+        overflows += status == MOE_ERR_OVERFLOW;
+        sized(moe_route_size(&layer.router, n, training, &bytes), &bytes, (double)n * 4, "moe_route_size");
+        status = moe_layer_pack_size(&layer, type, &bytes);
+        if (status != MOE_ERR_UNSUPPORTED) sized(status, &bytes, (double)c.router.n_experts * c.router.d_model / 2, "moe_layer_pack_size");
+        status = moe_layer_quantise_work_size(&layer, type, n, &bytes);
+        if (status != MOE_ERR_UNSUPPORTED) sized(status, &bytes, 0, "moe_layer_quantise_work_size");
+        if (moe_layer_parameters(&layer, NULL) > 10000000) { /* more than is tried to take here: without the end of memory it would be taken */
+            moe_arena arena = {NULL, 0, 0};
+            const moe_allocator none = moe_arena_allocator(&arena);
+            moe_layer kept = layer;
+            status = moe_layer_create(&layer, &c, training, 1, &none, &error);
+            if (!CHECK((status == MOE_ERR_MEMORY || status == MOE_ERR_OVERFLOW || (training && status == MOE_ERR_CONFIG)) && memcmp(&kept, &layer, sizeof kept) == 0)) printf("    %s: %s\n", moe_status_text(status), error.message);
+            overflows += status == MOE_ERR_OVERFLOW;
+        }
+    }
+    if (!CHECK(overflows > 20 && fits > 1000)) printf("    %d overflows, %d layers\n", overflows, fits);
+}
+
+static void test_net_sizes(void) {
+    moe_rng rng;
+    int i, overflows = 0, fits = 0;
+    moe_rng_seed(&rng, 12);
+    for (i = 0; i < 400; i++) {
+        moe_net net;
+        moe_arena arena = {NULL, 0, 0};
+        moe_layer_config c;
+        moe_attention_config a;
+        unsigned char memory[20000];
+        moe_allocator little;
+        const int kind = i % 4;
+        moe_status status;
+        memset(&c, 0, sizeof c), memset(&a, 0, sizeof a);
+        c.d_ff = power(&rng, 24), c.router.n_experts = power(&rng, 16), c.router.top_k = 1, c.router.weight = MOE_WEIGHT_RAW;
+        a.heads = power(&rng, 12), a.d_head = power(&rng, 24);
+        arena.base = memory, arena.size = sizeof memory; /* room for the list of modules, not for tensors */
+        little = moe_arena_allocator(&arena);
+        CHECK(moe_net_init(&net, power(&rng, 24), MOE_KERNELS_C, &little) == MOE_OK);
+        status = kind == 0 ? moe_net_linear(&net, power(&rng, 24)) : kind == 1 ? moe_net_attention(&net, &a) : kind == 2 ? moe_net_mixture(&net, &c) : moe_net_feed_forward(&net, NULL);
+        if (status == MOE_OK) status = moe_net_linear(&net, power(&rng, 24));
+        if (status == MOE_OK) status = moe_net_build(&net, i / 4 % 2, 1, &error);
+        if (!check(status == MOE_OK || status == MOE_ERR_OVERFLOW || status == MOE_ERR_MEMORY || status == MOE_ERR_CONFIG, __LINE__, "moe_net_build")) printf("    %s\n", error.message);
+        overflows += status == MOE_ERR_OVERFLOW, fits += status == MOE_OK;
+        if (status != MOE_OK) CHECK(net.memory == NULL && !net.built);
+        if (status == MOE_OK) {
+            size_t bytes = 0, n = (size_t)power(&rng, 30);
+            sized(moe_net_work_size(&net, n, 1, &bytes), &bytes, (double)n * sizeof(moe_real), "moe_net_work_size");
+            sized(moe_net_cache_size(&net, n, &bytes), &bytes, 0, "moe_net_cache_size");
+            sized(moe_net_decode_work_size(&net, n, n, &bytes), &bytes, 0, "moe_net_decode_work_size");
+        }
+        moe_net_free(&net);
+    }
+    if (!CHECK(overflows > 3 && fits > 3)) printf("    %d overflows, %d nets\n", overflows, fits);
+}
+
+/* ---- allocations of models ---- */
+
+typedef struct limited {
+    long calls, most; /* the call number most fails, 0: none */
+    long blocks;
+} limited;
+
+static void *limited_resize(void *ctx, void *block, size_t old_size, size_t new_size) {
+    limited *l = (limited *)ctx;
+    void *p;
+    (void)old_size;
+    if (new_size == 0) {
+        l->blocks -= block != NULL;
+        free(block);
+        return NULL;
+    }
+    if (++l->calls == l->most) return NULL;
+    p = realloc(block, new_size);
+    l->blocks += p != NULL && block == NULL;
+    return p;
+}
+
+/* Nets whose making takes other ways than those of tests/models.c. */
+static const char *const model_rows[] = {
+    "score=attentive top_k=2", "score=competition top_k=2", "score=norm norm_order=linf norm_node=output top_k=2", "score=norm norm_order=l1 norm_node=gate top_k=2",
+    "score=norm norm_node=down expert=factorised d_low=3 top_k=2", "score=grap top_k=2", "score=grap grap_cosine=1 top_k=2", "score=cosine cosine_dim=5 top_k=2", "score=cosine top_k=2",
+    "score=mlp router_hidden=5 router_act=tanh top_k=2", "input=scaled_rms top_k=2", "apply_to=input top_k=2", "expert_scale=1 weight=raw top_k=2", "select=threshold threshold=0.2 threshold_learned=1 weight=raw",
+    "select=grouped_top_k groups=2 groups_kept=1 top_k=1 weight=raw", "n_shared=1 d_shared=3 shared_sigmoid=1 top_k=2", "add_input=1 top_k=2 d_out=8", "expert=mlp act=gelu top_k=2", "expert=linear d_ff=0 top_k=2",
+    "gate=sigmoid selection_bias=1 top_k=2", "gate=sqrt_softplus top_k=2", "weight=p_norm weight_p=2 top_k=2", "weight=sparsemixer top_k=2", "select=top_p top_p=0.7",
+    "input=adaptive_clustering ac_mode=running top_k=2"};
+
+static void test_model_memory(void) {
+    moe_data data = samples();
+    size_t row, made_models = 0;
+    for (row = 0; row < sizeof model_rows / sizeof *model_rows; row++) {
+        moe_net net;
+        moe_layer_config first = layer_config("top_k=2"), c = layer_config(model_rows[row]);
+        moe_model_config config;
+        moe_built_model built;
+        moe_attention_config a;
+        limited heap;
+        const size_t length = row % 3 == 0 ? 3 : 0;
+        memset(&config, 0, sizeof config), memset(&built, 0, sizeof built), memset(&a, 0, sizeof a);
+        CHECK(moe_net_init(&net, WIDTH, MOE_KERNELS_C, NULL) == MOE_OK);
+        a.heads = 2, a.rotary = row % 2 == 0;
+        if (length > 0) CHECK(moe_net_attention(&net, &a) == MOE_OK && moe_net_layer_norm(&net) == MOE_OK);
+        CHECK(moe_net_mixture(&net, &first) == MOE_OK);
+        CHECK(moe_net_residual(&net, 1) == MOE_OK);
+        if (!CHECK(moe_net_mixture(&net, &c) == MOE_OK && moe_net_linear(&net, CLASSES) == MOE_OK && moe_net_build(&net, 0, 9, &error) == MOE_OK))
+            printf("    %s: %s\n", model_rows[row], net.error.message);
+        data.length = config.length = length, config.calibration = &data;
+        config.weights = row % 2 ? MOE_WEIGHTS_INT8 : MOE_WEIGHTS_INT4, config.loader = row % 4 == 1;
+        config.allocator.ctx = &heap, config.allocator.resize = limited_resize;
+        for (memset(&heap, 0, sizeof heap), heap.most = 1; net.built && heap.most < 400; heap.most++) {
+            moe_status status;
+            heap.calls = 0;
+            status = moe_model_create(&built, &net, &config, &error);
+            if (status == MOE_OK) {
+                moe_model_free(&built), memset(&built, 0, sizeof built);
+                CHECK(heap.blocks == 0);
+                if (heap.calls < heap.most) break;
+                continue; /* a buffer that cannot double tries less */
+            }
+            CHECK(heap.blocks == 0 && built.ops == NULL);
+            if (heap.calls < heap.most) {
+                printf("    %s: %s\n", model_rows[row], error.message);
+                break;
+            }
+            CHECK(status == MOE_ERR_MEMORY);
+        }
+        made_models += heap.calls < heap.most && heap.most > 10;
+        moe_net_free(&net);
+    }
+    CHECK(made_models >= sizeof model_rows / sizeof *model_rows);
+}
+
 int main(void) {
     fill();
     test_layers();
@@ -881,6 +1054,9 @@ int main(void) {
     if (!MOE_REAL_IS_DOUBLE) test_model_calls(MOE_WEIGHTS_FLOAT);
     test_model_calls(MOE_WEIGHTS_INT8);
     test_small_models();
+    test_layer_sizes();
+    test_net_sizes();
+    test_model_memory();
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed > 0;
 }
