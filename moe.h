@@ -155,6 +155,11 @@
      experts are added in ascending order; inference and training calls give the same y; a loaded model gives the same results as the saved one;
      the same seed gives the same model. Between kernels, results agree within rounding.
 
+     Numbers that are not finite.   Inputs up to 1e4 in size give finite outputs, losses and gradients of a layer with weights as they are initialised. (A
+     gated expert about squares its input's size: in deep nets norms keep it small.) What is infinite or NaN is not repaired: a router that meets it ends
+     the call with MOE_ERR_NONFINITE, the trainer refuses such data, losses and gradients, and elsewhere it stays in what is computed from it: its own
+     token's numbers, and with attention later tokens'. Files keep every number as it is. Options that break IEEE arithmetic (-ffast-math) void this and the promises above.
+
      Threads.   No globals. Reading one layer or net from several threads is safe with work memory per thread; training is for one thread per net.
      One call spreads its experts' work over OpenMP's threads where the compiler has OpenMP on (-fopenmp; OMP_NUM_THREADS=1 keeps it to one), else over
      those of call.parallel, a function of the caller's that runs tasks. Every thread gets the same share of each expert's columns, so nobody waits for
@@ -418,7 +423,7 @@ typedef struct moe_file {
 /* Checks all of a file: header length, JSON, types, shapes, sizes, offsets that tile the data without overlap or hole, no
    name twice. Errors: MOE_ERR_FORMAT, MOE_ERR_OVERFLOW (a size beyond size_t), MOE_ERR_UNSUPPORTED (an unknown dtype, more than
    MOE_FILE_MAX_DIMS dimensions, too many tensors); error names the tensor and the byte. Stricter than the format in two points: no
-   \u0000 in a string, no metadata key twice. On failure *file is untouched. 4 KiB of stack; no recursion. */
+   U+0000 in a string, no metadata key twice. On failure *file is untouched. 4 KiB of stack; no recursion. */
 MOE_API moe_status moe_file_open(moe_file *file, const void *bytes, size_t size, moe_error *error);
 /* The next tensor in the order of the header; MOE_ERR_NOT_FOUND after the last. moe_file_rewind starts over. */
 MOE_API moe_status moe_file_next(moe_file *file, moe_file_tensor *tensor);
@@ -592,13 +597,14 @@ typedef struct moe_layer_pass {
 MOE_API moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int training, size_t *bytes);
 /* y_t = sum over e in S_t, ascending, of w_te f_e(x_t) + shared(x_t);  y [N,o] is overwritten, must not overlap x. Padding gets the shared
    expert only. work[work_size] has any alignment and stays in use until backward is done. Allocates nothing. Errors as moe_route. pass may be NULL
-   when neither the routing nor backward is wanted. On failure y is unspecified and *pass untouched. */
+   when neither the routing nor backward is wanted. On failure y is unspecified and *pass untouched. An expert that computes infinity or NaN for a token
+   is no error: it is in y_t and in no other row of y (soft: in all rows that read the slot). */
 MOE_API moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_real *y, void *work, size_t work_size, moe_layer_pass *pass);
 
 #ifndef MOE_NO_TRAIN
 /* The way back of a forward with call->training = 1: dy [N,o] is the gradient of y. Adds to layer->gradients, to dx [N,d] and
    d_router_x [N,d] (either may be NULL; without router_x the router's part goes to dx). The losses of the router take part.
-   x, router_x and the tensors are as they were in forward. */
+   x, router_x and the tensors are as they were in forward. Padding's rows of x reach no gradient, whatever they hold, but those of a shared expert. */
 MOE_API moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_real *dx, moe_real *d_router_x, moe_layer_pass *pass);
 /* The outputs of all entries of the plan after a forward with call->training or keep = 1, in the plan's order: [offsets[E],o], rows offsets[e].. are expert e's. For
    select = dense without padding that is [E,N,o]. They lie in the work memory. NULL: not such a pass, or soft, whose rows are mixtures. */
@@ -768,7 +774,9 @@ MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int tr
    and positions follow mask and sequences too. router_x and nodes must be NULL, n_past 0; attention_* too when every router that reads them has an
    attention before it. given and teacher hold those of all mixture layers (soft ones have none) one after another. Padding gets y = 0 from attention,
    and passes the other modules but mixtures like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE,
-   MOE_ERR_ARGUMENT, else as moe_route. On failure *pass is untouched. Thread-safe for different work. */
+   MOE_ERR_ARGUMENT, else as moe_route. On failure *pass is untouched. Thread-safe for different work.
+   x may hold infinities and NaN: mixtures and feed_forwards (these in padding too) end the call with MOE_ERR_NONFINITE, in the other modules they stay in
+   their token's row, and attention takes them to the tokens that see it, to the bit no others. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
 /* Whether the net can decode token by token: no attention is full, and all mixture layers pass moe_router_check_decoding; error names the first
    module that cannot. */
@@ -840,13 +848,16 @@ enum {
 };
 
 /* Mean over the labelled rows of y [n,classes] of -log softmax(y)[label]; dy [n,classes] (may be NULL, must not be y) receives its gradient. Labels
-   lie in 0..classes-1 (not checked here), or are negative: such a row has none, and gets dy = 0. 0 without labelled rows. */
+   lie in 0..classes-1 (not checked here), or are negative: such a row has none, and gets dy = 0. 0 without labelled rows. NaN or +inf in a row that
+   counts makes the loss and that row of dy infinite or NaN, -inf at its label the loss alone. */
 MOE_API moe_real moe_cross_entropy(size_t n, size_t classes, const moe_real *y, const int32_t *labels, moe_real *dy);
-/* Mean over n rows of sum_j (y_j - target_j)^2 / 2, y and targets [n,width]; dy [n,width] (may be NULL or y) receives its gradient. */
+/* Mean over n rows of sum_j (y_j - target_j)^2 / 2, y and targets [n,width]; dy [n,width] (may be NULL or y) receives its gradient, place by place. The
+   loss is infinite where a square overflows. */
 MOE_API moe_real moe_squared_error(size_t n, size_t width, const moe_real *y, const moe_real *targets, moe_real *dy);
 
 /* Mean over n rows of (KL(p || q) + KL(q || p)) / 2 between p = softmax(a) and q = softmax(b), a and b [n,classes]: how far two passes with different random
-   choices disagree (Zuo et al. 2022, THOR). da and db (may be NULL) receive the gradients. 0 for n = 0. */
+   choices disagree (Zuo et al. 2022, THOR). da and db (may be NULL) receive the gradients. 0 for n = 0. Logits up to 1e30 in size give finite
+   results; one that is infinite or NaN gives NaN, -inf too. */
 MOE_API moe_real moe_consistency_loss(size_t n, size_t classes, const moe_real *a, const moe_real *b, moe_real *da, moe_real *db);
 
 /* adamw: Loshchilov, Hutter 2019, Decoupled weight decay regularization. sgd: v = momentum v + g, w -= rate v, decay added to g. */
@@ -960,7 +971,7 @@ MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const mo
    MOE_PARAM_FROZEN or a group, stay as they are; biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and
    the label, or the router that needs more than x and what batch->call lacks), MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss
    or gradient is not finite, or the gradient's norm is beyond 1e19 (1e150 in the double build). After a failure only the gradients have changed.
-   step may be NULL. Allocates nothing. */
+   A broken weight shows in the next step that uses it. step may be NULL. Allocates nothing. */
 MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
 /* The two halves of a step, for steps of several batches: accumulate runs forward and backward, adds the gradients to those since the last update
    and shows the pass to the routers' state; update steps on the mean of the gradients and advances that state. moe_trainer_step is both. In *step
@@ -1021,17 +1032,18 @@ MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch,
                                     moe_error *error);
 
 /* Trains net on train for config.epochs, in a new random order each epoch, and evaluates on test (NULL or n = 0: none) after each. All data
-   is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle, or
-   MOE_ERR_STOPPED when the callback stopped it, leaves the net with what it has learned. The same seed gives the same bits: the order of the
-   samples comes from config.seed, random stages of routers from a stream of their own that is made from it.
+   is checked and all memory taken before the first step; errors are those of trainer_init and trainer_step. A failure in the middle (MOE_ERR_NONFINITE
+   when training diverges: error begins with "epoch E, step S: ", the step that was not made, or after which test was not passed), or MOE_ERR_STOPPED
+   when the callback stopped it, leaves the net with what it has learned, and the checkpoint as it was written last. The same seed gives the same bits:
+   the order of the samples comes from config.seed, random stages of routers from a stream of their own that is made from it.
    With config.checkpoint the training can be stopped or killed at any time and resumed with the same bits, those of progress included. A resumed
    one wants the same modules, optimizer, n, length, batch, accumulate and seed (MOE_ERR_CONFIG names what differs); with more epochs a finished one
    goes on, with the same there is nothing more to do. A checkpoint that cannot be written ends training: MOE_ERR_IO, or MOE_ERR_MEMORY, for it
    takes memory; the file is then the one before. MOE_ERR_UNSUPPORTED: a checkpoint with MOE_NO_STDIO. */
 MOE_API moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error);
 /* Loss and accuracy of net on data, 64 samples at a time (data->length > 0: as many whole sequences as fit into 512 samples and soft_sequences, at
-   least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output is not finite. n = 0 gives zeros. On failure
-   *result is untouched. */
+   least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output or the loss is not finite. n = 0 gives zeros. On
+   failure *result is untouched. */
 MOE_API moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result, moe_error *error);
 
 /* ---- the classical mixture: losses over plain arrays, the hierarchical mixture of experts --------------------------------- */
@@ -1139,11 +1151,12 @@ MOE_API moe_status moe_net_save(const moe_net *net, const char *path, moe_error 
 #endif /* MOE_NO_TRAIN */
 
 /* Makes a net from a file in memory; bytes are not needed afterwards. trainable, kernels and allocator as in build and init. Numbers of
-   any type are converted. The file may come from a stranger: names and shapes are compared with the configuration before memory for
-   tensors is taken. Errors: those of moe_file_open and of the module calls; MOE_ERR_FORMAT (no configuration, or it is malformed, or
-   that of a layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many, unless its name begins
-   with "trainer.": the file may be a checkpoint),
-   MOE_ERR_NOT_FOUND (a tensor too few), MOE_ERR_SHAPE; error names it. On failure *net is untouched. */
+   any type are converted; infinities and NaN are read as such. The file may come from a stranger: names and shapes are compared with the configuration before memory for
+   tensors is taken, so n bytes take at most (1 + 2 sizeof(moe_real)) n bytes of memory and 12 KiB for each module and for 8 more; n bytes
+   describe n / 22 modules at most. Errors: those of moe_file_open and of the module calls; MOE_ERR_FORMAT (no configuration, or it is
+   malformed, or that of a layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many,
+   unless its name begins with "trainer.": the file may be a checkpoint), MOE_ERR_NOT_FOUND (a tensor too few), MOE_ERR_SHAPE; error names
+   it. On failure *net is untouched. */
 MOE_API moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
                                 moe_error *error);
 #ifndef MOE_NO_STDIO
@@ -1508,13 +1521,16 @@ static moe_status moei_file_failed(moe_error *error, const char *what, const cha
                       reason != 0 ? strerror(reason) : "the system gives no reason");
 }
 
-/* How many bytes of f follow its position, or 0 when it cannot tell (a pipe, a device). */
-static size_t moei_file_left(FILE *f) {
+/* *left: how many bytes of f follow its position, or 0 when it cannot tell (a pipe, a device). Returns 0 when the position is lost: what would be
+   read from then on is not what follows. */
+static int moei_file_left(FILE *f, size_t *left) {
     long at = ftell(f), end;
-    if (at < 0 || fseek(f, 0, SEEK_END) != 0) return 0;
+    *left = 0;
+    if (at < 0 || fseek(f, 0, SEEK_END) != 0) return 1;
     end = ftell(f);
-    if (fseek(f, at, SEEK_SET) != 0 || end <= at) return 0;
-    return (size_t)(end - at);
+    if (fseek(f, at, SEEK_SET) != 0) return 0;
+    if (end > at) *left = (size_t)(end - at);
+    return 1;
 }
 
 /* Grows by what the file still has, when it can tell, so that a large file needs no second copy of itself. One byte more than
@@ -1523,9 +1539,11 @@ static moe_status moei_file_read_all(FILE *f, moe_buffer *b) {
     size_t got;
     do {
         if (b->size == b->capacity) {
-            size_t left = b->size > 0 ? moei_file_left(f) : 0, more = MOEI_READ_SIZE;
+            size_t left = 0, more = MOEI_READ_SIZE;
+            moe_status status;
+            if (b->size > 0 && !moei_file_left(f, &left)) return MOE_ERR_IO;
             if (left > 0 && left < (size_t)-1) more = left + 1;
-            moe_status status = moei_buffer_reserve(b, more);
+            status = moei_buffer_reserve(b, more);
             if (status != MOE_OK) return status;
         }
         got = fread(b->data + b->size, 1, b->capacity - b->size, f);
@@ -1578,11 +1596,17 @@ static moe_status moei_file_rename(const char *from, const char *to, moe_error *
 }
 #endif
 
-/* Where C libraries know the mode x, it makes sure that no other process has just made the same file. */
-#if defined(__unix__) || defined(__APPLE__)
+/* The mode x makes a new file or none, whatever lies there, and whoever makes the same one just now. Where not all C libraries know it a file that is
+   there must be seen before; where they do it is not even opened, for that waits if it is a pipe. */
+#if defined(__linux__) || defined(__APPLE__) || defined(__FreeBSD__) || defined(__OpenBSD__) || defined(__NetBSD__)
 #define MOEI_CREATE "wbx"
+#define MOEI_CREATES_NEW 1
+#elif defined(__unix__)
+#define MOEI_CREATE "wbx"
+#define MOEI_CREATES_NEW 0
 #else
 #define MOEI_CREATE "wb"
+#define MOEI_CREATES_NEW 0
 #endif
 
 /* Opens path.tmp0, or the next number for which there is no file yet; its name goes to name[MOEI_PATH_SIZE]. */
@@ -1595,7 +1619,7 @@ static FILE *moei_file_create_beside(const char *path, char *name) {
         moei_put(&t, path, moei_strlen(path));
         moei_put(&t, ".tmp", 4);
         moei_put_integer(&t, i);
-        f = fopen(name, "rb");
+        f = MOEI_CREATES_NEW ? NULL : fopen(name, "rb");
         if (f == NULL) {
             f = fopen(name, MOEI_CREATE);
             if (f != NULL) return f;
@@ -2447,7 +2471,7 @@ MOE_API moe_status moe_file_integers(const moe_file_tensor *tensor, size_t first
 #if defined(__clang__)
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Weverything"
-#elif defined(__GNUC__)
+#elif defined(__GNUC__) && !defined(__PCC__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpragmas"
 #pragma GCC diagnostic ignored "-Wpedantic"
@@ -2560,7 +2584,7 @@ MOEI_TOOL int moei_list_append(const moe_allocator *a, char **list, const char *
 
 #if defined(__clang__)
 #pragma clang diagnostic pop
-#elif defined(__GNUC__)
+#elif defined(__GNUC__) && !defined(__PCC__)
 #pragma GCC diagnostic pop
 #elif defined(_MSC_VER)
 #pragma warning(pop)
@@ -2982,7 +3006,7 @@ static int moei_slot_experts(moe_slot *slot, const moe_layer_config *c, int out,
 }
 
 moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_slot *out) {
-    static const char *const names[MOE_LAYER_SLOTS - MOE_ROUTER_SLOTS] = {
+    static const char *const names[MOE_LAYER_SLOTS - (int)MOE_ROUTER_SLOTS] = {
         "experts.gate", "experts.up", "experts.down", "experts.fc1.weight", "experts.fc1.bias", "experts.fc2.weight", "experts.fc2.bias", "experts.weight",
         "experts.bias", "experts.reduce", "experts.expand", "shared.gate", "shared.up", "shared.down", "shared.sigmoid"};
     const moe_layer_config *c = config;
@@ -3164,6 +3188,7 @@ static moe_status moei_layer_allocate(moe_layer *layer, int trainable, moe_error
     if (!moei_layer_count(layer, &count) || !moei_mul(count, trainable ? 2 : 1, &all) ||
         !moei_mul(all, sizeof(moe_real), &layer->memory_size))
         return moei_error(error, MOE_ERR_OVERFLOW, "the layer's tensors do not fit this machine's memory");
+    if (!moei_can_allocate(&layer->allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
     layer->memory = (moe_real *)moei_alloc(&layer->allocator, all, sizeof(moe_real));
     if (layer->memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of tensors", layer->memory_size);
     moei_layer_bind(layer, layer->memory, trainable ? layer->memory + count : NULL);
@@ -3176,6 +3201,7 @@ moe_status moe_layer_create(moe_layer *layer, const moe_layer_config *config, in
     moe_rng rng;
     moe_status status;
     if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    if (!moei_can_allocate(allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
     status = moe_layer_init(&made, config, error);
     if (status != MOE_OK) return status;
     if (allocator != NULL) made.allocator = *allocator;
@@ -5553,14 +5579,24 @@ static size_t moei_block_cell(const moei_run *r, const moei_queries *b, size_t i
     return (b->head * r->n + b->at + i) * (r->pass->past + r->n) + b->from;
 }
 
+/* mixed of the block's rows [at, at + rows), summed over `seen` keys. */
+static void moei_block_mix(const moei_run *r, const moei_queries *b, const moe_real *a, size_t at, size_t rows, size_t seen) {
+    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head;
+    moe_matmul(r->net->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, w, seen, a + at * b->span, b->span, moei_head(r, r->p->v, b->head, b->from), width,
+               moei_head(r, r->p->mixed, b->head, b->at + at), width, 0);
+}
+
+/* A causal row ends before its block does, and 0 times what is not finite is not 0. Of what the later keys hold the block's first row shows all: where it
+   is not finite, each row sums over its own keys. */
 static void moei_block_forward(const moei_run *r, const moei_queries *b) {
-    size_t width = moei_attention_width(r->m), w = (size_t)r->m->attention.d_head, i;
+    size_t i;
     moe_real *a = moei_run_room(r).a;
     moei_block_weights(r, b, a);
     for (i = 0; i < b->rows && r->p->weights != NULL; i++)
         memcpy(r->p->weights + moei_block_cell(r, b, i), a + i * b->span, b->span * sizeof(moe_real));
-    moe_matmul(r->net->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, b->rows, w, b->span, a, b->span, moei_head(r, r->p->v, b->head, b->from), width,
-               moei_head(r, r->p->mixed, b->head, b->at), width, 0);
+    moei_block_mix(r, b, a, 0, b->rows, b->span);
+    if (r->m->attention.full || moei_all_finite((size_t)r->m->attention.d_head, moei_head(r, r->p->mixed, b->head, b->at))) return;
+    for (i = 0; i < b->rows; i++) moei_block_mix(r, b, a, i, 1, moei_block_seen(r, b, i));
 }
 
 /* o of the past tokens from the cache, of the call's heads W_O,h v_h, so that their mean over heads, weighted by A, is y. */
@@ -6144,6 +6180,7 @@ static const char *moei_float_obstacle(const moe_net *net, size_t i) {
     if (c->score == MOE_SCORE_CUSTOM) return "score = custom: a model cannot hold functions of the caller";
     if (c->select == MOE_SELECT_CUSTOM || (switches && c->switch_from == MOE_SELECT_CUSTOM))
         return "select = custom: a model cannot hold functions of the caller";
+    if (c->select == MOE_SELECT_GIVEN) return "select = given: a model gets no recorded choices";
     if (net->d_in > 0 && (c->select == MOE_SELECT_HASH || (switches && c->switch_from == MOE_SELECT_HASH)))
         return "select = hash: a model with d_in > 0 gets no token ids";
     if (c->refine == MOE_REFINE_ATTENTION && moei_attention_read(net, i) == i) return "refine = attention: there is no attention before it in the net";
@@ -6947,6 +6984,7 @@ static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int cr
         made.loss = (moe_real)(sums.loss / (double)sums.counted);
         made.accuracy = (moe_real)((double)sums.right / (double)sums.counted);
     }
+    if (!moe_is_finite(made.loss)) return moei_error(error, MOE_ERR_NONFINITE, "the loss is not finite: %g", (double)made.loss);
     *result = made;
     return MOE_OK;
 }
@@ -7500,7 +7538,7 @@ moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int dra
     moe_data assigned;
     moe_call call;
     moe_status status;
-    size_t t;
+    size_t t, changed = 0; /* counted: a sum of shares may round above 1 */
     int step;
     memset(&made, 0, sizeof made);
     memset(&call, 0, sizeof call);
@@ -7512,7 +7550,8 @@ moe_status moe_modular_step(moe_modular *modular, const moe_data *batch, int dra
     if (status != MOE_OK) return status;
     status = moei_modular_expect(m, batch, draws, choices);
     if (status != MOE_OK) return moei_error(error, status, "the E-step: %s", moe_status_text(status));
-    for (t = 0; t < batch->n; t++) made.log_likelihood += m->best[t] / (double)batch->n, made.changed += m->changed[t] / (double)batch->n;
+    for (t = 0; t < batch->n; t++) made.log_likelihood += m->best[t] / (double)batch->n, changed += m->changed[t];
+    made.changed = (double)changed / (double)batch->n;
     moei_modular_teach(m, batch->n, choices);
     if (batch->call != NULL) call = *batch->call;
     call.given = choices, call.teacher = m->teacher;
@@ -7662,6 +7701,11 @@ static moe_data moei_fit_batch(moei_fit *f, size_t from) {
     return batch;
 }
 
+/* A failure in the middle, with the place where it happened. */
+static moe_status moei_fit_failed(const moei_fit *f, const moe_error *why, moe_error *error) {
+    return moei_error(error, why->code, "epoch %d, step %z: %s", f->progress.epoch, f->progress.step, why->message);
+}
+
 /* One step of the optimiser, on so many batches as make one. */
 static moe_status moei_fit_step(moei_fit *f, moe_error *error) {
     const moe_train_config *c = &f->trainer.config;
@@ -7691,8 +7735,8 @@ static moe_status moei_fit_report(moei_fit *f, moe_error *error) {
     p->total_step = f->trainer.steps;
     memset(&p->test, 0, sizeof p->test);
     if (f->test != NULL && (p->epoch_ended || (c->evaluate_every > 0 && p->total_step % (uint64_t)c->evaluate_every == 0))) {
-        moe_status status = moei_evaluate(f->trainer.net, f->test, c->criterion, f->test_work, &p->test, error);
-        if (status != MOE_OK) return status;
+        moe_error why;
+        if (moei_evaluate(f->trainer.net, f->test, c->criterion, f->test_work, &p->test, &why) != MOE_OK) return moei_fit_failed(f, &why, error);
     }
     if (c->progress == NULL || c->progress(c->progress_ctx, p) == 0) return MOE_OK;
     return moei_error(error, MOE_ERR_STOPPED, "the progress callback stopped training in epoch %d, step %z", p->epoch, p->step);
@@ -7770,9 +7814,11 @@ static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
     moei_fit_seen(f);
     for (i = 0; i < f->seen; i++) f->counted += f->labels == NULL || f->train->labels[moei_fit_row(f, i)] >= 0;
     while (status == MOE_OK && f->seen < f->train->n) {
+        moe_error why;
         f->progress.step++;
-        status = moei_fit_step(f, error);
-        if (status == MOE_OK) status = moei_fit_report(f, error);
+        status = moei_fit_step(f, &why);
+        if (status != MOE_OK) return moei_fit_failed(f, &why, error);
+        status = moei_fit_report(f, error);
         if (status != MOE_OK && status != MOE_ERR_STOPPED) return status;
         kept = moei_fit_keep(f, status == MOE_ERR_STOPPED, error);
         if (kept != MOE_OK) status = kept;
@@ -8540,7 +8586,7 @@ static int moei_hme_settle(moe_hme *hme, int good) {
 static size_t moei_hme_models(const moe_hme *hme) { return 1 + (size_t)hme->config.n_groups + hme->all; }
 
 moe_status moe_hme_em(moe_hme *hme, const moe_data *data, double *h, double *log_likelihood, moe_error *error) {
-    double before, after;
+    double before = 0.0, after; /* gcc -O3 does not see that begin sets it */
     size_t i;
     moe_status status = moei_hme_begin(hme, data, h, &before, error);
     if (status != MOE_OK) return status;
@@ -8555,7 +8601,7 @@ moe_status moe_hme_em(moe_hme *hme, const moe_data *data, double *h, double *log
 }
 
 moe_status moe_hme_gradient(moe_hme *hme, const moe_data *data, moe_real rate, double *h, double *log_likelihood, moe_error *error) {
-    double before;
+    double before = 0.0;
     size_t i;
     moe_status status = moei_hme_begin(hme, data, h, &before, error);
     if (status != MOE_OK) return status;
@@ -10120,8 +10166,11 @@ typedef struct moei_int_value {
 } moei_int_value;
 
 #define MOEI_INT_MAX_WIDTH 65532
+/* No enumerators: C++20 does not want these in arithmetic with real numbers. */
+#define MOEI_NARROW 127
+#define MOEI_WIDE 32767
 
-enum { MOEI_NARROW = 127, MOEI_WIDE = 32767, MOEI_INT_PIECES = 16 };
+enum { MOEI_INT_PIECES = 16 };
 
 typedef struct moei_maker {
     moe_built_model made;
@@ -10463,7 +10512,7 @@ static uint32_t moei_product(moei_maker *m, const moei_int_matrix *x, uint32_t i
     if (!(scale > 0)) {
         scale = limit == MOEI_NARROW ? range / limit : range * 1.25 / limit;
         if (scale < in_scale * l.most / 0.49) scale = in_scale * l.most / 0.49;
-        if (!(scale > 0)) scale = 1;
+        if (!(scale > 1e-250)) scale = 1; /* 0, or so small that its inverse may not be finite */
     }
     shift = moei_shift_for(in_scale * l.most / scale, 16, 15);
     out = moei_value_new(m, x->n, limit, scale, range);
@@ -11493,7 +11542,7 @@ static moei_int_matrix moei_attention_matrix(const moe_module *module, int slot)
 static uint32_t moei_query(moei_maker *m, const moe_module *module, uint32_t x, double range) {
     const moei_int_matrix w = moei_attention_matrix(module, MOE_MODULE_QUERY);
     const double most = 1073741823.0 / (127.0 * 1.4143 * (double)module->attention.d_head);
-    const int limit = most < MOEI_INT_TURNED ? (int)most : (int)MOEI_INT_TURNED;
+    const int limit = most < (int)MOEI_INT_TURNED ? (int)most : (int)MOEI_INT_TURNED;
     if (!module->attention.rotary) return moei_product(m, &w, x, limit, 0, range, 0);
     return moei_int_turned(m, module, moei_product(m, &w, x, limit, 0, range * 1.4143, 0), MOEI_WIDE, 0);
 }
@@ -11831,10 +11880,6 @@ static void moei_maker_modules(moei_maker *m) {
         moei_int_range range = m->ranges[i];
         m->module = i;
         m->relu = moei_takes_relu(m->net, i);
-        if (moei_int_modules[module->kind] == NULL) {
-            MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s has no integer form; MOE_WEIGHTS_FLOAT takes it", i, moei_module_names[module->kind]);
-            return;
-        }
         if (m->relu) range.y = m->ranges[++i].y;
         m->entering[i + 1] = moei_int_modules[module->kind](m, module, &range, moei_reads_narrow(m->net, i + 1) ? MOEI_NARROW : MOEI_WIDE);
     }

@@ -69,7 +69,8 @@
    activation that was left out and is called by itself (moe_activate, moe_gated) copies. Headers of moe_export_c set them for float models.
 
    FREESTANDING BUILDS (__STDC_HOSTED__ == 0, as with -ffreestanding) include <stddef.h>, <stdint.h>, <float.h> and <stdarg.h> only, if MOE_NO_TRAIN
-   is defined. There must be memcpy, memmove and memset, which compilers want of any program anyway, and the compiler's own runtime library.
+   is defined. There must be memcpy, memmove and memset, which compilers want of any program anyway, and the compiler's own runtime library. On x86
+   gcc's <immintrin.h> also wants a <stdlib.h>: MOE_NO_SIMD where there is none.
    The largest error of the functions that MOE_NO_LIBM brings, in units in the last place of float (tests/small.c holds them to it):
    exp 1.5, log 1.5, log1p 2, tanh 3, erfc 8, sqrt 0.5, pow 1 (for bases >= 0). Subnormal results are rounded once more.
 
@@ -94,6 +95,12 @@
    erfc, its negative tail has up to x^2 more. NaN stays NaN; infinities give the limit of the function. A NaN or +inf in softmax makes
    all of its outputs NaN. NEON of 32-bit Arm takes subnormal numbers for 0 in products, moe_dot, moe_axpy and moe_multiply; everything
    else is plain C there.
+
+   Numbers that are not finite. Any number may be passed to any function; nothing traps, hangs or depends on what a NaN looks like. Sums and products
+   follow IEEE 754, so 0 times infinity is NaN, and every table gives NaN, infinity and finite numbers in the same places, but where a sum overflows
+   on its way. A number reaches what is computed from it and not one bit else: one of A its row of C, one of B its column, one of an
+   array that is worked off place by place its own place, one of a quantised row that row. tests/robust.c tries all of it. None of this is
+   promised under -ffast-math.
 
    Quantised weights. moe_pack re-orders weights once into panels of 16 outputs, in 16-bit floats, int8 or 4 bits ("packed weights" below
    has the bytes). moe_quantise_rows makes int8 of activations, one call for all products that read the same rows, and moe_matmul_quant
@@ -126,7 +133,8 @@
    bits. Keep the order of summation: let vectors run along the columns of C. tests/kernels.c tests every table it can select.
 
    Porting. Needed are 8-bit bytes, IEEE float or double, and from libm exp, log, log1p, sqrt, tanh, erfc (and fma where it is an
-   instruction), in the type of the build. Byte order and the size of int and pointers do not matter.
+   instruction), in the type of the build. Byte order and the size of int and pointers do not matter. pcc takes !(a > b) for a <= b, so what
+   is said here about NaN does not hold there.
 */
 #ifndef MOE_KERNELS_H
 #define MOE_KERNELS_H
@@ -444,34 +452,35 @@ MOE_API void moe_spread(const moe_kernels *k, int squared, size_t count, const i
 /* y_i = act(x_i), act one of MOE_ACT_; y may be x. */
 MOE_API void moe_activate(const moe_kernels *k, int act, size_t n, const moe_real *x, moe_real *y);
 #ifndef MOE_NO_TRAIN
-/* dx_i = dy_i act'(x_i), x the activation's input; relu'(0) = 0; dx may be dy. */
+/* dx_i = dy_i act'(x_i), x the activation's input; relu'(0) = 0, relu'(NaN) = 1, and relu chooses between 0 and dy_i; dx may be dy. */
 MOE_API void moe_activate_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *dy, moe_real *dx);
 #endif
 /* y_i = exp(x_i/T - m) / sum_j exp(x_j/T - m), m the maximum; T = temperature > 0; y may be x. -inf gives exactly 0;
    all -inf gives all 0. */
 MOE_API void moe_softmax(const moe_kernels *k, size_t n, const moe_real *x, moe_real temperature, moe_real *y);
 #ifndef MOE_NO_TRAIN
-/* dx_i += y_i (dy_i - sum_j y_j dy_j) / T, y the softmax's output. */
+/* dx_i += y_i (dy_i - sum_j y_j dy_j) / T, y the softmax's output. Where one dy_j is not finite, no dx_i is. */
 MOE_API void moe_softmax_backward(size_t n, const moe_real *y, const moe_real *dy, moe_real temperature, moe_real *dx);
 #endif
 /* A softmax in steps, for what is not one array:
-   y_i = scale (y_i - shift_i) + ln prior_i, and -inf where prior_i is not above 0. scale > 0; shift and prior [n], or NULL for 0 and 1.
+   y_i = scale (y_i - shift_i) + ln prior_i, and -inf where prior_i is not above 0 (NaN is not). scale > 0; shift and prior [n], or NULL for 0 and 1.
    Returns the largest y_i, -inf for none; a NaN is passed over, moe_exp_sum shows it. */
 MOE_API moe_real moe_log_posterior(const moe_kernels *k, size_t n, moe_real scale, const moe_real *shift, const moe_real *prior,
                                    moe_real *y);
-/* y_i = exp(y_i - max), max at least every y_i and above -inf; returns their sum. -inf gives exactly 0; what lies below the smallest normal
+/* y_i = exp(y_i - max), max at least every y_i and above -inf; returns their sum. -inf gives exactly 0; a NaN stays and shows in the sum; what lies below the smallest normal
    number may be 0. */
 MOE_API moe_real moe_exp_sum(const moe_kernels *k, size_t n, moe_real max, moe_real *y);
-/* -sum_i p_i ln p_i over the p_i above 0. */
+/* -sum_i p_i ln p_i over the p_i above 0; a NaN is not, +inf gives -inf. */
 MOE_API moe_real moe_entropy(const moe_kernels *k, size_t n, const moe_real *p);
-/* log sum_i exp(x_i), shifted by the maximum so that it cannot overflow; -inf for n = 0. */
+/* log sum_i exp(x_i), shifted by the maximum so that it cannot overflow; -inf for n = 0 and for -inf alone, NaN when one x_i is. */
 MOE_API moe_real moe_log_sum_exp(size_t n, const moe_real *x);
-/* 1 / (1 + exp(-x)), without overflow for any x. */
+/* 1 / (1 + exp(-x)), without overflow for any x; 0 and 1 for the infinities. */
 MOE_API moe_real moe_sigmoid(moe_real x);
 /* log(1 + exp(x)), without overflow and exact to rounding for any x. */
 MOE_API moe_real moe_softplus(moe_real x);
 /* One row: y = (x - mean) * rstd * gain + bias, rstd = 1/sqrt(var + eps), population variance (Ba, Kiros, Hinton 2016, Layer
-   normalization). gain, bias [n] or NULL (1, 0). mean, rstd receive the statistics for the backward pass; may be NULL. y may be x. */
+   normalization). gain, bias [n] or NULL (1, 0). mean, rstd receive the statistics for the backward pass; may be NULL. y may be x.
+   Where the squares overflow (|x| above 1e19, 1e154 in the double build) rstd is 0 and y is bias. NaN or infinity in x makes all of y NaN. */
 MOE_API void moe_layer_norm(size_t n, const moe_real *x, const moe_real *gain, const moe_real *bias, moe_real eps, moe_real *y,
                             moe_real *mean, moe_real *rstd);
 #ifndef MOE_NO_TRAIN
@@ -479,7 +488,8 @@ MOE_API void moe_layer_norm(size_t n, const moe_real *x, const moe_real *gain, c
 MOE_API void moe_layer_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real mean, moe_real rstd, const moe_real *dy,
                                      moe_real *dx, moe_real *dgain, moe_real *dbias);
 #endif
-/* One row: y = x * rrms * gain, rrms = 1/sqrt(mean x^2 + eps) (Zhang, Sennrich 2019, Root mean square layer normalization). */
+/* One row: y = x * rrms * gain, rrms = 1/sqrt(mean x^2 + eps) (Zhang, Sennrich 2019, Root mean square layer normalization). Where the squares
+   overflow, as above, rrms and y are 0; so they are beside an infinity, whose own y is NaN. NaN in x makes all of y NaN. */
 MOE_API void moe_rms_norm(size_t n, const moe_real *x, const moe_real *gain, moe_real eps, moe_real *y, moe_real *rrms);
 #ifndef MOE_NO_TRAIN
 /* One row: dx += ..., dgain += dy * x * rrms; gain, dgain, dx may be NULL. */
@@ -496,7 +506,8 @@ MOE_API void moe_gated_backward(const moe_kernels *k, int act, size_t n, const m
 /* One step of AdamW (Loshchilov, Hutter 2019, Decoupled weight decay regularization) on n weights w and their moments m, v, which start at 0:
        g = scale gradient_i                       m_i = beta1 m_i + (1 - beta1) g            v_i = beta2 v_i + (1 - beta2) g^2
        w_i -= rate (m_i over1 / (sqrt(v_i over2) + epsilon) + decay w_i)
-   A weight's bits depend neither on n nor on its place. */
+   A weight's bits depend neither on n nor on its place. |g| beyond 1e19 (1e154 in the double build) makes v infinite, and the weight stays where it
+   is but for its decay; the trainer refuses such gradients before. */
 MOE_API void moe_adamw(const moe_kernels *k, const moe_adamw_step *step, size_t n, const moe_real *gradient, moe_real *m, moe_real *v, moe_real *w);
 #endif
 /* The k largest of score[n] in descending order into index[k]; of equal scores the lower index comes first. -inf and NaN are
@@ -690,7 +701,7 @@ MOE_API size_t moe_int_top_k(size_t n, const int32_t *key, size_t k, int16_t *in
 #define MOEI_TOOL static
 #endif
 
-#if defined(__GNUC__) || defined(__clang__)
+#if (defined(__GNUC__) && !defined(__PCC__)) || defined(__clang__)
 #define MOEI_INLINE static inline __attribute__((always_inline))
 #elif defined(_MSC_VER)
 #define MOEI_INLINE static __forceinline
@@ -2201,7 +2212,7 @@ MOEI_AVX2 static void moei_f32_rows_avx2(int wide, size_t m, size_t k, const flo
 /* Columns that fill no vector go through a copy of C as wide as the panel, so that no tile touches anything beside the rows. */
 MOEI_AVX2 static void moei_f32_edge_avx2(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *panel,
                                          float *c, size_t ldc, int load, moei_ahead next) {
-    float part[MOEI_TILE * MOEI_PANEL] = {0};
+    float part[(int)MOEI_TILE * MOEI_PANEL] = {0};
     size_t i, done, rows;
     for (done = 0; done < m; done += rows) {
         rows = m - done < MOEI_TILE ? m - done : (size_t)MOEI_TILE;
@@ -4837,7 +4848,7 @@ static void moei_f32_rows_v4(int whole, size_t m, size_t k, const float *a, size
 /* Columns that fill no half panel go through a copy of C as wide as the panel, so that no tile touches anything beside the rows. */
 static void moei_f32_edge_v4(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *panel, float *c,
                              size_t ldc, int load) {
-    float part[MOEI_TILE_HALF_V4 * MOEI_PANEL] = {0};
+    float part[(int)MOEI_TILE_HALF_V4 * MOEI_PANEL] = {0};
     size_t i, done, rows;
     for (done = 0; done < m; done += rows) {
         rows = m - done < MOEI_TILE_HALF_V4 ? m - done : (size_t)MOEI_TILE_HALF_V4;
@@ -5776,7 +5787,7 @@ void moe_matmul_quant(const moe_kernels *k, int type, size_t m, size_t n, size_t
                       size_t stride, moe_real *c, size_t ldc) {
     enum { ROWS = 28 };
     const size_t whole = n / MOEI_PANEL, rest = n % MOEI_PANEL, row_size = moe_quant_row_size(type, inner);
-    moe_real part[ROWS * MOEI_PANEL];
+    moe_real part[(int)ROWS * MOEI_PANEL];
     size_t i, j, step;
     moe_quant_fn *product;
     if (!moei_is_quant(type) || m == 0 || n == 0 || moe_panel_size(type, inner, &step) != MOE_OK) return;
@@ -5827,7 +5838,7 @@ static void moei_matmul_half(const moe_kernels *k, int type, size_t m, size_t n,
             block = inner - p < MOEI_HALF_K ? inner - p : (size_t)MOEI_HALF_K;
             for (half = 0; half < columns; half += MOEI_PANEL)
                 k->widen(type, block, packed + ((j + half) * inner + p * MOEI_PANEL) * 2, room + half * MOEI_HALF_K);
-            k->panels(m, columns, block, a + p, lda, 1, room, MOEI_HALF_K * MOEI_PANEL, c + j, ldc, p > 0);
+            k->panels(m, columns, block, a + p, lda, 1, room, (size_t)MOEI_HALF_K * MOEI_PANEL, c + j, ldc, p > 0);
         }
     }
     if (inner == 0) moei_zero_rows(m, n, c, ldc);

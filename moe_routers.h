@@ -64,10 +64,13 @@
      the names of its values. moe_router_check fills in defaults and refuses what makes no sense, naming the field or the two fields.
      Memory. moe_route_size gives the exact bytes for n tokens; moe_route works in that memory and allocates nothing.
      Arithmetic is in moe_real, whatever the experts use. The score's products use the kernels given to moe_router_init.
-     Ties. Of equal scores the lower expert index wins. A NaN is never chosen: a logit of a real token that is not finite ends the call with
-     MOE_ERR_NONFINITE.
+     Ties. Of equal scores the lower expert index wins. A NaN is never chosen.
+     Numbers that are not finite. A call ends with MOE_ERR_NONFINITE when a logit of a real token, a p behind refine, or a weight of the plan is infinite
+     or NaN; so after MOE_OK the plan is finite, whatever the inputs were. Inputs up to 1e4 in size give finite results, losses and gradients with
+     weights of ordinary size (as they are initialised). An expert whose selection bias or learned threshold is NaN is never chosen by it. Losses are
+     not looked at: the trainer does that.
      Selection is a constant in the backward pass. Gradients flow through weights, gates, scores and losses.
-     Masks. A padded token is routed nowhere, is counted nowhere, and whatever stands in its row cannot reach a result or a gradient.
+     Masks. A padded token is routed nowhere, is counted nowhere, and whatever stands in its row, NaN included, cannot reach a result or a gradient.
      Losses are computed in a training call, with their factors included: routing.loss[MOE_LOSS_BALANCE] and so on. Their gradients are added by
      moe_route_backward without being asked for. With a perfectly even load and even gates, the balance loss is its factor alpha.
      k = 1 with weight sum or softmax makes every weight 1: moe_router_check_training refuses to train such a router in vain.
@@ -259,7 +262,9 @@ enum { MOE_EXPERT_CHOICE_P = 0, MOE_EXPERT_CHOICE_Z, MOE_EXPERT_CHOICE_COUNT };
      sum          p_te / sum_S p           softmax  exp(z_te) / sum_S exp(z)      raw  p_te
      p_norm       p_te / (sum_S p^P)^(1/P)  uniform  1 / |S_t|                     one  1
      sparsemixer  one after another: the pick's softmax among experts not yet picked and within 2 eps of the best
-                  (Liu et al. 2023, Sparse backpropagation for MoE training) */
+                  (Liu et al. 2023, Sparse backpropagation for MoE training)
+   A denominator of 0 gives 0. One below 1e-30 (1e-290 in the double build), as where a token's chosen experts all lie far behind others, passes no
+   gradient: the slope would not be finite. */
 enum { MOE_WEIGHT_SUM = 0, MOE_WEIGHT_SOFTMAX, MOE_WEIGHT_RAW, MOE_WEIGHT_P_NORM, MOE_WEIGHT_UNIFORM, MOE_WEIGHT_ONE, MOE_WEIGHT_SPARSEMIXER, MOE_WEIGHT_COUNT };
 
 /* capacity: who stays when an expert has more than C pairs. Pairs are placed by rank of choice first, then
@@ -548,7 +553,7 @@ typedef struct moe_call {
     const int32_t *previous_experts;    /* [N,n_previous] its chosen experts, -1 = none */
     const moe_real *previous_weights;   /* [N,n_previous] their weights */
     size_t n_previous;
-    const moe_real *attention_weights;  /* [heads,N,n_past+N] A of the attention before this layer */
+    const moe_real *attention_weights;  /* [heads,N,n_past+N] A of the attention before this layer; what is not above 0 takes no part */
     const moe_real *attention_outputs;  /* [heads,n_past+N,d] o_hj: value and output projection of head h at token j */
     const moe_real *attention_output;   /* [N,d] for attention_u = output */
     moe_real *d_attention_weights, *d_attention_outputs, *d_attention_output; /* where backward adds their gradients, or NULL */
@@ -649,8 +654,8 @@ MOE_API moe_status moe_router_init(moe_router *router, const moe_router_config *
 MOE_API moe_status moe_route_size(const moe_router *router, size_t n_tokens, int training, size_t *bytes);
 
 /* x -> z -> r -> p -> S -> w -> plan, in memory[size] (any alignment). Allocates nothing. Errors: MOE_ERR_ARGUMENT (missing tensor or array, bad
-   offsets, bad given indices), MOE_ERR_SPACE, MOE_ERR_NONFINITE (a logit of a real token). On failure *routing is untouched; memory's content is
-   unspecified. Thread-safe for different memory. Bitwise: a token's result does not depend on the other tokens of the call when the traits
+   offsets, bad given indices), MOE_ERR_SPACE, MOE_ERR_NONFINITE (a logit of a real token, a p behind refine or a weight of the plan). On failure
+   *routing is untouched; memory's content is unspecified, and rng may have moved. Thread-safe for different memory. Bitwise: a token's result does not depend on the other tokens of the call when the traits
    say causal. */
 MOE_API moe_status moe_route(const moe_router *router, const moe_call *call, void *memory, size_t size, moe_routing *routing);
 
@@ -678,7 +683,8 @@ MOE_API moe_status moe_recorded_choices(const moe_routing *routing, int keep_dro
 
 /* ---- metrics -------------------------------------------------------------------------------------------------------------
    What routers do, in numbers: over one call or any number of them. All sums and results are double, logarithms are natural,
-   0 ln 0 = 0. H(v) = -sum_i v_i ln v_i; terms with v_i <= 0 count 0. A mask is [N], 1 real, 0 padding, NULL: all real; padding
+   0 ln 0 = 0. H(v) = -sum_i v_i ln v_i; terms with v_i <= 0 count 0. What moe_route gives with MOE_OK is finite, and so are the metrics
+   of it, for numbers up to 1e30. A mask is [N], 1 real, 0 padding, NULL: all real; padding
    counts nowhere and whatever stands in its rows is not read. Counts are exact up to 2^53. Nothing allocates. A failed call changes
    nothing. Functions are thread-safe as long as no two threads write to the same memory. */
 
@@ -1326,6 +1332,12 @@ static int moei_is_real(const moe_call *call, size_t t) { return call->mask == N
 /* x/y, where a zero denominator gives 0. */
 static moe_real moei_ratio(moe_real x, moe_real y) { return y < MOEI_R(0.0) || y > MOEI_R(0.0) ? x / y : MOEI_R(0.0); }
 
+/* The same in a way back, where a denominator so small that the slope would not be finite counts as zero too. */
+MOEI_TOOL moe_real moei_slope(moe_real x, moe_real y) {
+    const moe_real least = MOE_REAL_IS_DOUBLE ? (moe_real)1e-290 : MOEI_R(1e-30);
+    return y < -least || y > least ? x / y : MOEI_R(0.0);
+}
+
 static const moe_real *moei_tensor(const moei_pass *s, int slot) { return s->router->tensors[slot]; }
 
 /* Where the gradient of a tensor is added; NULL: nowhere. A frozen router with a student goes on learning: it is the student that is frozen. */
@@ -1444,19 +1456,21 @@ static void moei_cluster_spread(const moei_pass *s, const moe_real *h, const int
             for (q = 0; q < s->d; q++) m[q] += share * MOEI_F(fabs)(h[(size_t)tokens[i] * s->d + q] - h[(size_t)tokens[j] * s->d + q]);
 }
 
-/* The theorem's weights: lambda / (s + alpha), alpha > -min s so that their mean is 1, by bisection. */
+/* The theorem's weights: lambda / (s + alpha), alpha > -min s so that their mean is 1, by bisection of beta = alpha + min s: beside a large s, alpha itself
+   could not tell a small lambda from 0. */
 static void moei_exact_weights(moe_real *m, size_t d, moe_real lambda) {
-    moe_real least = m[0], low, high, alpha, mean;
+    moe_real least = m[0], low, high, beta, mean;
     size_t q;
     int step;
     for (q = 1; q < d; q++)
         if (m[q] < least) least = m[q];
-    low = -least, high = lambda - least; /* at high every weight is at most 1 */
+    for (q = 0; q < d; q++) m[q] -= least;
+    low = lambda / (moe_real)d, high = lambda; /* at low one weight is d, at high none is above 1 */
     for (step = 0; step < 200; step++) {
-        alpha = (low + high) / MOEI_R(2.0), mean = MOEI_R(0.0);
-        for (q = 0; q < d; q++) mean += lambda / (m[q] + alpha);
-        if (mean > (moe_real)d) low = alpha;
-        else high = alpha;
+        beta = (low + high) / MOEI_R(2.0), mean = MOEI_R(0.0);
+        for (q = 0; q < d; q++) mean += lambda / (m[q] + beta);
+        if (mean > (moe_real)d) low = beta;
+        else high = beta;
     }
     for (q = 0; q < d; q++) m[q] = lambda / (m[q] + high);
 }
@@ -2256,8 +2270,8 @@ static void moei_refine_sequence(const moei_pass *s, size_t from, size_t to) {
             moe_matmul(s->router->kernels, MOE_MATMUL_NN, MOE_TYPE_REAL, rows, experts, span, s->m.block + (h - first) * span, (end - first) * span,
                        s->all_gate + from * experts, experts, p, experts, h > first);
         for (i = 0; i < rows; i++, p += experts) {
-            if (!(sums[i] > MOEI_R(0.0))) memcpy(p, s->all_gate + (at + i) * experts, experts * sizeof(moe_real));
-            for (e = 0; e < experts && sums[i] > MOEI_R(0.0); e++) p[e] /= sums[i];
+            if (sums[i] <= MOEI_R(0.0)) memcpy(p, s->all_gate + (at + i) * experts, experts * sizeof(moe_real));
+            for (e = 0; e < experts && !(sums[i] <= MOEI_R(0.0)); e++) p[e] /= sums[i]; /* a NaN stays and is found */
         }
     }
 }
@@ -2698,12 +2712,12 @@ static moe_status moei_select_sample(moei_pass *s) {
         }
         for (i = 0; i < (size_t)s->c->top_k; i++) {
             unsigned char *taken = s->r->selected + t * s->experts;
-            moe_real left = MOEI_R(0.0), draw;
+            moe_real left = MOEI_R(0.0), draw = moe_rng_uniform(s->call->rng); /* K in any case: the stream of later tokens is theirs */
             size_t last = s->experts;
             for (e = 0; e < s->experts; e++)
                 if (!taken[e] && p[e] > MOEI_R(0.0)) left += p[e], last = e;
-            if (last == s->experts) break;
-            draw = moe_rng_uniform(s->call->rng) * left;
+            if (last == s->experts) continue;
+            draw *= left;
             for (e = 0; e < last; e++) {
                 if (taken[e] || !(p[e] > MOEI_R(0.0))) continue;
                 if (draw < p[e]) break;
@@ -2995,7 +3009,7 @@ static void moei_weight_sum_backward(const moei_token *k, const moe_real *w, con
     moe_real sum = moei_chosen_sum(k), dot = moe_dot(NULL, k->n, w, dw);
     size_t i;
     (void)dz;
-    for (i = 0; i < k->n; i++) dp[k->choice[i]] += moei_ratio(dw[i] - dot, sum);
+    for (i = 0; i < k->n; i++) dp[k->choice[i]] += moei_slope(dw[i] - dot, sum);
 }
 
 static void moei_weight_softmax_backward(const moei_token *k, const moe_real *w, const moe_real *dw, moe_real *dz, moe_real *dp) {
@@ -3022,7 +3036,7 @@ static void moei_weight_p_norm_backward(const moei_token *k, const moe_real *w, 
             slope = w[i] < MOEI_R(0.0) || w[i] > MOEI_R(0.0) ? MOEI_F(pow)(MOEI_F(fabs)(w[i]), power - MOEI_R(1.0)) : MOEI_R(0.0);
             if (w[i] < MOEI_R(0.0)) slope = -slope;
         }
-        dp[k->choice[i]] += moei_ratio(dw[i] - dot * slope, norm);
+        dp[k->choice[i]] += moei_slope(dw[i] - dot * slope, norm);
     }
 }
 
@@ -3106,7 +3120,7 @@ static moe_real moei_balance_part(const moei_pass *s, size_t from, size_t to, mo
         sum += inner;
         if (d_p == NULL) continue;
         for (e = 0; e < s->experts; e++) /* d(p_e / sum p) */
-            d_p[t * s->experts + e] += factor * scale * moei_ratio(f[e] - (moei_gates[s->c->gate].sums_to_one ? MOEI_R(0.0) : inner), mass);
+            d_p[t * s->experts + e] += factor * scale * moei_slope(f[e] - (moei_gates[s->c->gate].sums_to_one ? MOEI_R(0.0) : inner), mass);
     }
     return scale * sum;
 }
@@ -3170,7 +3184,7 @@ static moe_real moei_squared_variation(const moei_pass *s, moe_real factor, moe_
     mean += base;
     variance /= freedom;
     for (e = 0; e < s->experts; e++)
-        sums[e] = factor * MOEI_R(2.0) * moei_ratio(sums[e] / freedom - moei_ratio(variance, mean * count), mean * mean);
+        sums[e] = factor * MOEI_R(2.0) * moei_slope(sums[e] / freedom - moei_slope(variance, mean * count), mean * mean);
     return moei_ratio(variance, mean * mean);
 }
 
@@ -3269,10 +3283,9 @@ static moe_real moei_loss_locality(moei_pass *s, moe_real factor, int backward) 
     size_t nodes = (size_t)s->c->nodes, home, j, t, e;
     for (home = 0; home < nodes; home++) {
         size_t count = 0;
-        for (j = 0; j < nodes; j++) q[j] = MOEI_R(0.0);
         for (t = 0; t < s->n; t++) {
             if (!moei_is_real(s->call, t) || moei_home(s, t) != home) continue;
-            count++;
+            if (count++ == 0) memset(q, 0, nodes * sizeof *q); /* for homes of nobody there may be too many to do even this */
             for (e = 0; e < s->experts; e++) q[moei_expert_node(s, e)] += s->r->probabilities[t * s->experts + e];
         }
         if (count == 0) continue;
@@ -4505,11 +4518,12 @@ static int moei_all_finite(size_t n, const moe_real *x) {
     return (carried & signs) == 0 && (i == n || moe_is_finite(x[i]));
 }
 
-static int moei_finite_logits(const moei_pass *s, const moe_real *logits, size_t columns) {
+/* Whether the numbers of all real tokens are finite. */
+static int moei_finite_rows(const moei_pass *s, const moe_real *rows, size_t columns) {
     size_t t;
-    if (s->call->mask == NULL) return moei_all_finite(s->n * columns, logits);
+    if (s->call->mask == NULL) return moei_all_finite(s->n * columns, rows);
     for (t = 0; t < s->n; t++)
-        if (moei_is_real(s->call, t) && !moei_all_finite(columns, logits + t * columns)) return 0;
+        if (moei_is_real(s->call, t) && !moei_all_finite(columns, rows + t * columns)) return 0;
     return 1;
 }
 
@@ -4517,10 +4531,10 @@ static moe_status moei_route_score(moei_pass *s) {
     moei_scores[s->c->score].forward(s);
     if (s->status != MOE_OK) return s->status;
     moei_route_noise(s);
-    if (!moei_finite_logits(s, s->r->logits, s->experts)) return MOE_ERR_NONFINITE;
+    if (!moei_finite_rows(s, s->r->logits, s->experts)) return MOE_ERR_NONFINITE;
     if (!s->c->student) return MOE_OK;
     moei_affine(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_STUDENT), NULL, s->m.student_logits);
-    return moei_finite_logits(s, s->m.student_logits, s->experts) ? MOE_OK : MOE_ERR_NONFINITE;
+    return moei_finite_rows(s, s->m.student_logits, s->experts) ? MOE_OK : MOE_ERR_NONFINITE;
 }
 
 /* The gate of all real tokens. */
@@ -4716,8 +4730,9 @@ static moe_real moei_surviving(const moei_pass *s, size_t t) {
     return sum;
 }
 
-/* capacity: which pairs stay, and the dense matrix of their final weights. */
-static void moei_route_capacity(moei_pass *s) {
+/* capacity: which pairs stay, and the dense matrix of their final weights. Returns 0 when one of these is not finite. */
+static int moei_route_capacity(moei_pass *s) {
+    int finite = 1;
     moe_routing *r = s->r;
     size_t capacity = MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY) ? moei_capacity(s) : 0, choices = r->max_choices, dropped = 0, t, i;
     memset(r->kept, 1, s->n * r->max_choices);
@@ -4731,15 +4746,18 @@ static void moei_route_capacity(moei_pass *s) {
         const moe_real *w = r->section_weights + t * choices;
         const unsigned char *kept = r->kept + t * choices;
         size_t n = (size_t)r->n_choices[t], row = t * s->experts;
-        moe_real scale = s->c->scale;
-        if (s->c->renormalize == MOE_RENORMALIZE_AFTER) scale = moei_ratio(scale, moei_surviving(s, t));
+        const int after = s->c->renormalize == MOE_RENORMALIZE_AFTER;
+        const moe_real sum = after ? moei_surviving(s, t) : MOEI_R(0.0);
         for (i = 0; i < n; i++) {
-            r->weights[row + (size_t)choice[i]] = kept[i] ? w[i] * scale : MOEI_R(0.0);
+            const moe_real weight = kept[i] ? (after ? moei_ratio(w[i], sum) : w[i]) * s->c->scale : MOEI_R(0.0);
+            finite &= moe_is_finite(weight);
+            r->weights[row + (size_t)choice[i]] = weight;
             r->selected[row + (size_t)choice[i]] = kept[i];
             dropped += !kept[i];
         }
     }
     r->n_dropped = dropped;
+    return finite;
 }
 
 /* offsets[e + 1] = where the row of expert e starts: filling the row moves it to its end. */
@@ -4865,17 +4883,18 @@ static moe_status moei_route_stages(moei_pass *s) {
     moei_route_input(s);
     if (moei_is_soft(s->c)) {
         moei_route_soft(s);
-        return moei_finite_logits(s, s->r->logits, moei_slot_total(s->c)) ? MOE_OK : MOE_ERR_NONFINITE;
+        return moei_finite_rows(s, s->r->logits, moei_slot_total(s->c)) ? MOE_OK : MOE_ERR_NONFINITE;
     }
     status = moei_route_score(s);
     if (status != MOE_OK) return status;
     moei_route_bound(s);
     moei_route_gate(s);
     moei_route_refine(s);
+    if (s->c->refine != MOE_REFINE_NONE && !moei_finite_rows(s, s->r->probabilities, s->experts)) return MOE_ERR_NONFINITE;
     status = moei_route_select(s);
     if (status != MOE_OK) return status;
     moei_route_weight(s);
-    moei_route_capacity(s);
+    if (!moei_route_capacity(s)) return MOE_ERR_NONFINITE;
     moei_route_plan(s);
 #ifndef MOE_NO_TRAIN
     if (s->call->training) moei_route_losses(s);
@@ -4923,7 +4942,7 @@ static void moei_backward_plan(moei_pass *s) {
     for (t = 0; t < s->n; t++) {
         moe_real scale = s->c->scale, along = MOEI_R(0.0);
         if (s->c->renormalize == MOE_RENORMALIZE_AFTER) {
-            scale = moei_ratio(scale, moei_surviving(s, t));
+            scale = moei_slope(scale, moei_surviving(s, t));
             for (e = 0; e < s->experts; e++) /* w' = s w / sum w: dw = s / sum (d - sum d w' / s) */
                 if (r->selected[t * s->experts + e]) along += s->m.d_final[t * s->experts + e] * moei_ratio(r->weights[t * s->experts + e], s->c->scale);
         }
@@ -6228,6 +6247,8 @@ static moe_status moei_ir_put_scales(moei_ir_planner *s, double unit) {
     }
     factor = frexp(most, &power); /* in [1/2, 1), or 0 */
     if (factor <= 0.5) power--;
+    if (power > 126) return moei_error(s->error, MOE_ERR_ARGUMENT, "scale and router.expert_scale: weights up to %g are too large for integers", most);
+    if (power < -126) power = -126; /* so small that all of them may be 0 */
     s->made.weight_scale = (moe_real)ldexp(1.0, most > 0.0 ? power : 0);
     if (!c->expert_scale && unit > 0.0 && factor <= 0.5) return MOE_OK;
     r->scale = moe_int_scale, s->made.scale = "moe_int_scale";

@@ -499,7 +499,7 @@ static int read_row(const char *line, row *r) {
     double number[2];
     if (!read_field(&line, ',', r->key, sizeof r->key) || !read_field(&line, ',', r->router, sizeof r->router)) return 0;
     for (int i = 0; i < 2; i++)
-        if (!read_number(&line, &number[i]) || isnan(number[i])) return 0;
+        if (!read_number(&line, &number[i]) || !(number[i] >= 0 && number[i] <= 1e9)) return 0;
     r->seed = (int)number[0], r->causal = (int)number[1];
     for (int m = 0; m < N_METRICS; m++)
         if (!read_number(&line, &r->value[m])) return 0;

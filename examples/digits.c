@@ -159,6 +159,9 @@ static void on_interrupt(int signal_number) { (void)signal_number, stopped = 1; 
 
 static int fail(const char *what, const char *why) { return fprintf(stderr, "digits: %s: %s\n", what, why), 1; }
 
+/* What was printed has arrived; else that is the failure. */
+static int finish(void) { return fflush(stdout) != 0 || ferror(stdout) ? fail("the output", "cannot be written") : 0; }
+
 static void list(void);
 
 static const struct option {
@@ -232,6 +235,7 @@ static unsigned long data_mark; /* a number made of all digits, USUAL_DIGITS for
 static int read_digits(void) {
     FILE *f = fopen(data_path, "rb");
     char line[1024];
+    int unread;
     if (f == NULL) return fail(data_path, "cannot be opened");
     data_mark = 2166136261ul;
     for (n_digits = 0; fgets(line, sizeof line, f) != NULL && n_digits < MAX_DIGITS; n_digits++) {
@@ -249,7 +253,8 @@ static int read_digits(void) {
             at = end + 1;
         }
     }
-    fclose(f);
+    unread = ferror(f), fclose(f);
+    if (unread) return fail(data_path, "cannot be read");
     return n_digits < 100 || n_digits == MAX_DIGITS ? fail(data_path, "100 to 1999 digits are needed") : 0;
 }
 
@@ -799,8 +804,8 @@ static int check_names(void) {
     size_t known = 0, wanted = 0;
     for (int i = 0; i < METHODS && wanted_methods != NULL; i++) known += (size_t)listed(wanted_methods, methods[i].name);
     for (int i = 0; i < CLAIMS && wanted_claims != NULL; i++) known += (size_t)listed(wanted_claims, claims[i].name);
-    for (const char *at = wanted_methods; at != NULL; at = strchr(at, ','), at += at != NULL) wanted++;
-    for (const char *at = wanted_claims; at != NULL; at = strchr(at, ','), at += at != NULL) wanted++;
+    for (const char *at = wanted_methods; at != NULL; at = strchr(at, ','), at = at != NULL ? at + 1 : NULL) wanted++;
+    for (const char *at = wanted_claims; at != NULL; at = strchr(at, ','), at = at != NULL ? at + 1 : NULL) wanted++;
     return known == wanted ? 0 : fail("--methods or --only", "a name is not known or stands there twice; --list has all of them");
 }
 
@@ -1035,6 +1040,7 @@ int main(int count, char **words) {
     if (check) return run_check();
     if (open_csv(&csv)) return 1;
     status = judge ? judge_claims(csv) : study(csv);
+    if (status == 0) status = finish();
     if (csv != NULL && fclose(csv) != 0) return fail(csv_path, "cannot be written");
     return status;
 }

@@ -30,6 +30,9 @@ static double divisor = 1;
 
 static int fail(const char *what, const char *why) { return fprintf(stderr, "export: %s: %s\n", what, why), 1; }
 
+/* What was printed has arrived; else that is the failure. */
+static int finish(void) { return fflush(stdout) != 0 || ferror(stdout) ? fail("the output", "cannot be written") : 0; }
+
 /* The name of a file without folder and ending, as far as C allows it. */
 static void name_from(const char *file) {
     const char *slash = strrchr(file, '/');
@@ -252,7 +255,7 @@ static int export(moe_net *net, samples *s, moe_built_model *floats, moe_built_m
     if (s->data.n > 0 && weights != MOE_WEIGHTS_FLOAT && compare(s, &floats->model, &made->model)) return 1;
     printf("next         include it in the firmware; %s begins with how. To see that it compiles:\n", output);
     printf("             cc -std=c99 -Os -I. -DMOE_IMPLEMENTATION %s-x c -c %s -o /dev/null\n", weights == MOE_WEIGHTS_FLOAT ? "-DMOE_NO_TRAIN " : "-DMOE_NO_FLOAT ", output);
-    return 0;
+    return finish();
 }
 
 int main(int count, char **words) {

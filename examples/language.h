@@ -63,7 +63,7 @@ static inline moe_status language_split(const moe_buffer *text, size_t parts, do
                                         moe_error *error) {
     moe_stream to[2] = {moe_buffer_stream(train), moe_buffer_stream(held)};
     size_t from = 0;
-    for (size_t i = 0; i < 2 * parts; i++) {
+    for (size_t i = 0; i < 2 * parts && text->size > 0; i++) {
         double part = (double)text->size / (double)parts;
         size_t end = i + 1 == 2 * parts ? text->size : (size_t)(part * ((double)(i / 2) + (i % 2 == 0 ? 1 - share : 1)));
         while (end < text->size && !isspace(text->data[end])) end++;
@@ -77,9 +77,10 @@ static inline moe_status language_split(const moe_buffer *text, size_t parts, do
 /* The next word at or behind *at; 0 when there is none. */
 static inline int language_next(const char *bytes, size_t size, size_t *at, language_word *word) {
     while (*at < size && isspace((unsigned char)bytes[*at])) ++*at;
+    if (*at >= size) return 0; /* bytes may be NULL then */
     word->text = bytes + *at, word->length = 0;
     while (*at < size && !isspace((unsigned char)bytes[*at])) ++*at, ++word->length;
-    return word->length > 0;
+    return 1;
 }
 
 static inline int language_by_spelling(const void *a, const void *b) {

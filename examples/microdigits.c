@@ -24,6 +24,9 @@ static int turned, weights = MOE_WEIGHTS_INT8;
 
 static int fail(const char *what, const char *why) { return fprintf(stderr, "microdigits: %s: %s\n", what, why), 1; }
 
+/* What was printed has arrived; else that is the failure. */
+static int finish(void) { return fflush(stdout) != 0 || ferror(stdout) ? fail("the output", "cannot be written") : 0; }
+
 static int read_options(int count, char **words) {
     while (--count > 0) {
         const char *word = *++words, *value = count > 1 ? words[1] : "";
@@ -101,7 +104,7 @@ static int run(const microdigits *digits, moe_net *net, moe_built_model *built) 
     printf("saved as %s; written for firmware as %s, which says how to use it\n", saved, header);
     printf("next         a firmware with it in an emulator:  sh examples/mcu/run\n");
     printf("             other weights, or a net of your own: sh examples/run export %s --weights float --calibration %s --divide 16\n", saved, data_path);
-    return 0;
+    return finish();
 }
 
 int main(int count, char **words) {

@@ -34,6 +34,9 @@ enum { ROWS = sizeof rows / sizeof *rows };
 
 static int fail(const char *what, const char *why) { return fprintf(stderr, "quantise: %s: %s\n", what, why), 1; }
 
+/* What was printed has arrived; else that is the failure. */
+static int finish(void) { return fflush(stdout) != 0 || ferror(stdout) ? fail("the output", "cannot be written") : 0; }
+
 static int read_options(int count, char **words) {
     while (--count > 0) {
         const char *word = *++words, *value = count > 1 ? words[1] : "";
@@ -253,5 +256,5 @@ int main(int count, char **words) {
     if (read_options(count, words)) return 1;
     for (int i = 0; i < (checks ? SEEDS : 1); i++)
         if (run((uint64_t)(first_seed + i))) return 1;
-    return checks ? judge() : 0;
+    return checks && judge() ? 1 : finish();
 }

@@ -30,6 +30,9 @@ static int32_t digits[MAX_ROWS], train_digits[COPIES * MAX_ROWS];
 
 static int fail(const char *what, const char *why) { return fprintf(stderr, "quickstart: %s: %s\n", what, why), 1; }
 
+/* What was printed has arrived; else that is the failure. */
+static int finish(void) { return fflush(stdout) != 0 || ferror(stdout) ? fail("the output", "cannot be written") : 0; }
+
 static int read_options(int count, char **words) {
     while (--count > 0) {
         const char *word = *++words, *value = count > 1 ? words[1] : "";
@@ -196,5 +199,5 @@ int main(int count, char **words) {
     printf("saved as %s, loaded into a new net: the same outputs, bit for bit\n", output);
     printf("kernels %s: %.1f us per digit in one call of %d, ", net.kernels->name, microseconds(&loaded, &test, test.n), (int)test.n);
     printf("%.1f us one by one\n", microseconds(&loaded, &test, 1));
-    return moe_net_free(&net), moe_net_free(&loaded), 0;
+    return moe_net_free(&net), moe_net_free(&loaded), finish();
 }

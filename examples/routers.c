@@ -521,10 +521,11 @@ static int explain(const char *name) {
 
 static moe_real y[MAX_TOKENS * WIDTH], clean[MAX_TOKENS * EXPERTS]; /* outputs, logits without noise */
 
+static size_t taken; /* of the pool of draw */
+
 /* n normal numbers. */
 static moe_real *draw(size_t n, moe_rng *rng) {
     static moe_real pool[MAX_TOKENS * (4 * WIDTH + EXPERTS + HEADS * (MAX_TOKENS + WIDTH))];
-    static size_t taken;
     size_t i;
     for (i = taken, taken += n; i < taken; i++) pool[i] = moe_rng_normal(rng);
     return pool + taken - n;

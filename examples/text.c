@@ -78,6 +78,9 @@ static int fail(const char *what, const char *why) {
     return 1;
 }
 
+/* What was printed has arrived; else that is the failure. */
+static int finish(void) { return fflush(stdout) != 0 || ferror(stdout) ? fail("the output", "cannot be written") : 0; }
+
 static int show_help(void) {
     printf("text [options] [FILE]   trains on nine tenths of FILE, tests on the rest; without FILE: moe.h, moe_routers.h, moe_kernels.h\n");
     for (const struct option *o = options; o < options + OPTIONS; o++) {
@@ -230,7 +233,7 @@ static moe_status write_words(void *ctx, moe_stream *stream) {
 
 /* Makes the words of m->list, which was read from a file of this name, perhaps a stranger's: any bytes may be in it. */
 static int read_words(model *m, const char *name) {
-    const unsigned char *p = m->list.data, *end = p + m->list.size;
+    const unsigned char *p = m->list.data, *end = m->list.size > 0 ? p + m->list.size : p;
     const char *wrong = NULL;
     m->words = (word *)grab(m->list.size, sizeof *m->words);
     for (m->n_words = 0; p < end && wrong == NULL; m->n_words++) {
@@ -333,8 +336,13 @@ static moe_status build(model *m, moe_error *error) {
     return status == MOE_OK ? moe_net_check_decoding(net, error) : status;
 }
 
-/* Renames over a file that is there, too. */
-static int put(const char *from, const char *to) { return rename(from, to) != 0 && (remove(to), rename(from, to) != 0); }
+/* Renames over a file that is there, too. Only where that is not what rename does the old one goes before. */
+static int put(const char *from, const char *to) {
+#ifdef _WIN32
+    remove(to);
+#endif
+    return rename(from, to) != 0;
+}
 
 /* Saves net and words. Both are whole before one takes the place of an old file, so a full disk spoils none. */
 static int save_model(const model *m, const char *path) {
@@ -344,7 +352,8 @@ static int save_model(const model *m, const char *path) {
     if (status == MOE_OK && !m->bytes) status = moe_file_replace(words_part, write_words, (void *)m, &error);
     if (status != MOE_OK) return remove(part), fail("the model is not saved", error.message);
     if (m->bytes) remove(words); /* of a model that is replaced */
-    if (put(part, path) || (!m->bytes && put(words_part, words))) return fail(path, strerror(errno));
+    if (put(part, path)) return fail(path, strerror(errno)), fail(part, "the model is there");
+    if (!m->bytes && put(words_part, words)) return fail(words, strerror(errno));
     return 0;
 }
 
@@ -682,7 +691,7 @@ static int prepare(model *m, corpus *c) {
     c->ids = encode(m, c->text.data, c->text.size, &c->n);
     c->n_held_out = c->n / 10, c->held_out = c->ids + (c->n - c->n_held_out);
     if (data_of(c->held_out, c->n_held_out).n > 0) return 0;
-    return fail("the text", "is too short: a tenth of its tokens must be more than --context");
+    return fail(set.text != NULL ? set.text : "the text", "is too short: a tenth of its tokens must be more than --context");
 }
 
 /* What would fail after training fails before it. */
@@ -858,5 +867,7 @@ int main(int count, char **words) {
     if (read_options(count, words)) return 1;
     snprintf(checkpoint, sizeof checkpoint, "%s", beside(set.output, ".checkpoint"));
     if (set.checkpoint == NULL) set.checkpoint = checkpoint;
-    return set.check ? check_all() : run_all();
+    if (set.check) return check_all();
+    int status = run_all();
+    return status != 0 ? status : finish();
 }

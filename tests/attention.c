@@ -5,7 +5,9 @@
 
    The double build checks gradients. -v prints what was measured. Exit status 1 if a check failed. */
 
+#ifndef TEST_LINKED
 #define MOE_IMPLEMENTATION
+#endif
 #include "../moe.h"
 
 #include <math.h>
@@ -2082,6 +2084,8 @@ static void check_module(moe_net *net, int vocabulary, int with) {
     tidy(0);
 }
 
+static const char *choice_name(const char *field, int value) { return moe_field_find(moe_layer_fields(), field)->choices[value]; }
+
 static void test_gradients_of_modules(void) {
     int trial, expert, act;
     moe_net net;
@@ -2106,9 +2110,9 @@ static void test_gradients_of_modules(void) {
     for (expert = 0; expert < MOE_EXPERT_COUNT; expert++)
         for (act = 0; act < (expert == MOE_EXPERT_MLP ? (int)MOE_ACT_COUNT : 1); act++) {
             char settings[60];
-            sprintf(settings, "expert=%s d_ff=4 %s", moei_expert_names[expert], expert == MOE_EXPERT_FACTORISED ? "d_low=2" : "");
+            sprintf(settings, "expert=%s d_ff=4 %s", choice_name("expert", expert), expert == MOE_EXPERT_FACTORISED ? "d_low=2" : "");
             say("gradients of feed_forward, %s, act %d", settings, act);
-            if (expert == MOE_EXPERT_MLP) sprintf(settings, "expert=mlp d_ff=4 act=%s", moei_act_names[act]);
+            if (expert == MOE_EXPERT_MLP) sprintf(settings, "expert=mlp d_ff=4 act=%s", choice_name("act", act));
             moe_net_init(&net, 3, 0, NULL), add_set(&net, moe_net_feed_forward, settings), check_module(&net, 0, draw_with());
         }
     for (trial = 0; trial < 4; trial++) { /* more tokens than a block of queries */

@@ -1,5 +1,5 @@
-# Sourced by tests/headers.sh, tests/amalgamated.sh and tests/readme.sh after tests/setup.sh: runs a list of checks on all processors and
-# counts them. The script brings prepare(), called once, which may put files into $prepared, and plan(), which prints one check per line: a
+# Sourced by tests/headers.sh, tests/amalgamated.sh, tests/portability.sh, tests/devices.sh and others after tests/setup.sh: runs a list of
+# checks on all processors and counts them. The script brings prepare(), called once, which may put files into $prepared, and plan(), which prints one check per line: a
 # function's name and its arguments. It may bring closing(), which prints what is to be shown before the last line. Each check runs in an empty folder of its own, its standard output and error are shown when it fails.
 
 strict_flags() { # compiler
@@ -32,9 +32,38 @@ needs() { # tool
     exit 1
 }
 
+# A compiler that lacks what it needs to make a program is missing too.
+needs_to_link() { # compiler options...
+    needs "$1"
+    printf '#include <stdio.h>\nint main(void) { return puts("") < 0; }\n' >empty.c
+    "$@" empty.c -o empty >empty.log 2>&1 && return 0
+    [ "${REQUIRE_TOOLS:-0}" = 1 ] || missing "what $* needs to make a program"
+    cat empty.log
+    exit 1
+}
+
+# Sets $wine, what runs programs for Windows. Its folder takes 700 MB and five seconds, so that one check must do for all programs.
+find_wine() {
+    wine=$(dpkg -L wine64 2>/dev/null | grep '/wine64$' | sed -n 1p)
+    wine=${wine:-$(command -v wine64)}
+    needs "${wine:-wine64}"
+    WINEPREFIX=$PWD/wine WINEDEBUG=-all WINEDLLOVERRIDES='mscoree,mshtml='
+    export WINEPREFIX WINEDEBUG WINEDLLOVERRIDES
+    unset DISPLAY
+}
+
+end_wine() { timeout 20 "${wine%/*}/wineserver" -k -w; }
+
 empty() { # heading text
     [ -z "$2" ] && return 0
     printf '%s\n%s\n' "$1" "$2"
+    return 1
+}
+
+# A test program's last line.
+passed_all() { # lines
+    tail -n 1 "$1" | tr -d '\r' | grep -qE '^[1-9][0-9]* passed, 0 failed$' && return 0
+    tail -n 20 "$1"
     return 1
 }
 

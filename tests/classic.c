@@ -5,7 +5,9 @@
    Losses and probabilities are written down once more below, straight from their formulas in double, and gradients are their finite
    differences. Exit status 1 if a check failed. */
 
+#ifndef TEST_LINKED
 #define MOE_IMPLEMENTATION
+#endif
 #include "../moe.h"
 
 #include <math.h>

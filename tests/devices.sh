@@ -257,12 +257,6 @@ same_hashes() { # program lines
     run test -s expected && run diff expected found
 }
 
-passed_all() { # lines
-    tail -n 1 "$1" | tr -d '\r' | grep -qE '^[1-9][0-9]* passed, 0 failed$' && return 0
-    tail -n 20 "$1"
-    return 1
-}
-
 # All but the bytes of stack.
 same_answers() { # model lines
     if [ "$(tail -n 1 "$2" | tr -d '\r')" != end ]; then
@@ -480,16 +474,6 @@ hosted() { # host thing
     run "$@" -std=c99 -O2 $(sources "$thing") -o program.exe -lm && run_program "$thing" "$runner"
 }
 
-# A compiler that lacks what it needs to make a program is missing too.
-needs_to_link() { # compiler options...
-    needs "$1"
-    printf '#include <stdio.h>\nint main(void) { return puts("") < 0; }\n' >empty.c
-    "$@" empty.c -o empty >empty.log 2>&1 && return 0
-    [ "${REQUIRE_TOOLS:-0}" = 1 ] || missing "what $* needs to make a program"
-    cat empty.log
-    exit 1
-}
-
 run_program() { # thing runner
     here=$PWD
     # shellcheck disable=SC2086
@@ -500,20 +484,14 @@ run_program() { # thing runner
     same_lines "$1" lines
 }
 
-# Wine's folder takes 700 MB and five seconds, so that one folder must do for all programs.
 windows() { # things...
     needs_to_link x86_64-w64-mingw32-gcc
-    wine=$(dpkg -L wine64 2>/dev/null | grep '/wine64$' | sed -n 1p)
-    wine=${wine:-$(command -v wine64)}
-    needs "${wine:-wine64}"
-    WINEPREFIX=$PWD/wine WINEDEBUG=-all WINEDLLOVERRIDES='mscoree,mshtml='
-    export WINEPREFIX WINEDEBUG WINEDLLOVERRIDES
-    unset DISPLAY
+    find_wine
     failures=0
     for thing in "$@"; do
         run x86_64-w64-mingw32-gcc -std=c99 -O2 $(sources "$thing") -o program.exe -lm && run_program "$thing" "$wine" || failures=$((failures + 1))
     done
-    timeout 20 "${wine%/*}/wineserver" -k -w
+    end_wine
     [ "$failures" -eq 0 ]
 }
 

@@ -17,7 +17,9 @@
 #include <dirent.h>
 #endif
 
+#ifndef TEST_LINKED
 #define MOE_IMPLEMENTATION
+#endif
 #include "../moe.h"
 
 #include <math.h>

@@ -30,8 +30,10 @@ plan() {
         echo "units $header clang float"
         echo "static_units $header g++ float"
         echo "static_symbols $header gcc float"
-        echo "plusplus_later $header g++ c++17"
-        echo "plusplus_later $header clang++ c++17"
+        for standard in c++17 c++20; do
+            echo "plusplus_later $header g++ $standard"
+            echo "plusplus_later $header clang++ $standard"
+        done
         echo "twice $header gcc"
         echo "twice $header g++"
         echo "later $header gcc"

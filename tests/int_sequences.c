@@ -13,9 +13,12 @@
 #define MOE_NO_PROGMEM
 #endif
 #endif
+#ifndef TEST_LINKED
 #define MOE_IMPLEMENTATION
+#endif
 #include "moe.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -1110,12 +1113,12 @@ static void refused(int embedding, int d, const char *word) {
     free(x);
 }
 
-static void nets(void) {
+static void nets(uint32_t seeds) {
     uint32_t seed;
     int i;
     for (i = 0; i < SHAPES; i++)
-        for (seed = 1; seed <= 3; seed++) whole(&shapes[i], seed);
-    for (i = 0; i < 3; i++) trained(&shapes[i], 11);
+        for (seed = 1; seed <= seeds; seed++) whole(&shapes[i], seed);
+    for (i = 0; i < (int)seeds; i++) trained(&shapes[i], 11);
     for (i = 0; i < 2; i++) {
         norm_module_case(i, 1, 0.01, 1), norm_module_case(i, 7, 1e-4, 2), norm_module_case(i, 64, 1e-5, 3);
         norm_module_case(i, 64, 0.003, 4), norm_module_case(i, 33, 1, 5), norm_module_case(i, 300, 50, 6), norm_module_case(i, 3000, 1e-3, 7);
@@ -1130,22 +1133,24 @@ static void nets(void) {
     refused(65533, 1, "rows"), refused(0, 32768, "norms"), refused(2, 4, "length");
 }
 #else
-static void nets(void) {}
+static void nets(uint32_t seeds) { (void)seeds; }
 #endif
 #endif
 
-int main(void) {
+int main(int argc, char **argv) {
+    const uint32_t few = argc > 1 && strcmp(argv[1], "few") == 0 ? 50 : 1;
     uint32_t seed;
     fixed();
     for (seed = 0; seed < 40; seed++) rows(seed), norms(seed, 40), turns(seed, 3), attentions(seed, 12, 9);
     CHECK(hash == 0x544e1588u, hash);
     hashing = 0;
 #ifndef MOE_TEST_SMALL
-    for (seed = 0; seed < 1000; seed++) rows(seed), norms(seed, 8200), turns(seed, 9), attentions(seed, 20, 33);
-    for (seed = 0; seed < 60; seed++) attentions(seed, LONGEST, 33);
-    for (seed = 0; seed < 20; seed++) attentions(seed, -512, 9), attentions(seed, -513, 9), attentions(seed, -1024, 9), attentions(seed, -1025, 9);
-    nets();
+    for (seed = 0; seed < 1000 / few; seed++) rows(seed), norms(seed, 8200), turns(seed, 9), attentions(seed, 20, 33);
+    for (seed = 0; seed < 59 / few + 1; seed++) attentions(seed, LONGEST, 33);
+    for (seed = 0; seed < 19 / few + 1; seed++) attentions(seed, -512, 9), attentions(seed, -513, 9), attentions(seed, -1024, 9), attentions(seed, -1025, 9);
+    nets(few > 1 ? 1 : 3);
 #endif
+    (void)few;
     printf("hash %08lx\n", (unsigned long)hash);
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed != 0;

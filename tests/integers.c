@@ -5,11 +5,17 @@
    fewer sizes. For a microcontroller: -DMOE_TEST_SMALL -DMOE_NO_FLOAT, which takes 5 KB of memory, no heap and no libm; on AVR once with
    -DMOE_NO_PROGMEM, since these constants are made at run time, and once without, which tests those in program memory alone. */
 
+#ifndef TEST_LINKED
 #define MOE_IMPLEMENTATION
+#endif
 #include "moe_kernels.h"
 
+#ifndef MOE_NO_FLOAT
+#include <math.h>
+#endif
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #ifdef MOE_TEST_SMALL
 enum { LARGEST_INT8 = 604, LARGEST_INT4 = 1060, WIDEST = 12, DATA = 1260 };
@@ -593,7 +599,7 @@ static void packing(void) {
         {
             unsigned char *out = (unsigned char *)take(moe_int8_size(3, 40));
             CHECK(pack_by_library(&p, &s, out) == MOE_OK, p.four);
-            CHECK(pack_by_library(&p, &t, out) == MOE_OK && moei_flash_32(out) == 0, p.four);
+            CHECK(pack_by_library(&p, &t, out) == MOE_OK && (out[0] | out[1] | out[2] | out[3]) == 0, p.four);
             free(out);
         }
         s.bias[2] = -1073741823 - 1;

@@ -4,7 +4,9 @@
 
    FOLDER, by default the current one, takes two small files that are removed again. Exit status 1 if a check failed. */
 
+#ifndef TEST_LINKED
 #define MOE_IMPLEMENTATION
+#endif
 #include "../moe.h"
 
 #include <math.h>

@@ -3,12 +3,16 @@
        cc -std=c99 -O2 -I. tests/metrics.c -o metrics -lm
    Also meant to pass with -DMOE_REAL=double, -DMOE_STATIC, with the sanitizers on, and as C++11. */
 
+#ifndef TEST_LINKED
 #define MOE_IMPLEMENTATION
+#endif
 #include "moe_routers.h"
 
 #include <float.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 static long passed, failed;
 

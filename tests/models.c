@@ -8,6 +8,7 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 static long passed, failed;
 static int few, verbose;
@@ -1220,6 +1221,9 @@ static void test_refused_modules(void) {
             REFUSED(MOE_ERR_UNSUPPORTED, words[i], &net);
             REFUSED(MOE_ERR_UNSUPPORTED, "module 1", &net);
         }
+        config.weights = i == 3 || i == 4 ? MOE_WEIGHTS_FLOAT : config.weights; /* that no integers could tell */
+        if (config.weights == MOE_WEIGHTS_FLOAT) REFUSED(MOE_ERR_UNSUPPORTED, words[i], &net);
+        config.weights = MOE_WEIGHTS_INT8;
         moe_net_free(&net);
     }
     drop_data(&rows);

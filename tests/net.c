@@ -4,7 +4,9 @@
 
    FOLDER, by default the current one, takes two small files that are removed again. Exit status 1 if a check failed. */
 
+#ifndef TEST_LINKED
 #define MOE_IMPLEMENTATION
+#endif
 #include "../moe.h"
 
 #include <math.h>
@@ -716,6 +718,9 @@ static void test_refused_training(void) {
     kept = targets[4], targets[4] = (moe_real)(HUGE_VAL - HUGE_VAL);
     CHECK_STATUS(moe_fit(&net, &wrong, NULL, &bad, &error), MOE_ERR_NONFINITE, "a target that is no number");
     CHECK(strstr(error.message, "targets[1][1]") != NULL, "row and column");
+    targets[4] = (moe_real)(MOE_REAL_IS_DOUBLE ? 1e200 : 1e30), e.n = 99;
+    CHECK_STATUS(moe_evaluate(&net, &wrong, MOE_CRITERION_SQUARED_ERROR, &e, &error), MOE_ERR_NONFINITE, "a target whose square is infinite");
+    CHECK(strstr(error.message, "loss") != NULL && e.n == 99, "the loss is named, the result is untouched");
     targets[4] = kept;
     wrong.targets = NULL;
     CHECK_STATUS(moe_fit(&net, &wrong, NULL, &bad, &error), MOE_ERR_ARGUMENT, "no targets");

@@ -7,7 +7,9 @@
    each check; frequencies must lie within four standard errors. Sizes include one token, one expert, K = E and calls with one real token;
    rows of padding hold NaN. Exit status 1 if a check failed. */
 
+#ifndef TEST_LINKED
 #define MOE_IMPLEMENTATION
+#endif
 #include "../moe_routers.h"
 
 #include <float.h>
