@@ -53,8 +53,6 @@ plan() {
     done
     for header in moe_routers.h moe.h; do echo "clang_analyzer $header"; done
     echo 'eva_reader_sizes 0 32'
-    echo 'eva_reader 64'
-    echo 'eva_reader 120'
     echo 'thread_sanitizer threads clang'
     echo 'thread_sanitizer net gcc'
     for program in layer net training attention state metrics models integers int_routers int_scores int_sequences small; do echo "memory_sanitizer $program"; done
