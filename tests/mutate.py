@@ -165,7 +165,7 @@ class Header:
 
     def find_functions(self):
         """Definitions begin in the first column and have a brace at the end of the line with the last parenthesis, or a body on that line."""
-        found = []
+        found, self.names = [], []
         for m in re.finditer(r'^[A-Za-z_][^;{}#=]*\)\s*\{', self.code, re.M):
             if m.start() < self.begin or self.line_of(m.end()) in self.directives:
                 continue
@@ -174,6 +174,7 @@ class Header:
                 depth += {'{': 1, '}': -1}.get(self.code[i], 0)
                 i += 1
             found.append((m.end(), i))
+            self.names.append((re.findall(r'(\w+)\(', m.group()) or ['-'])[0])
         return found
 
     def find_probes(self):
@@ -194,6 +195,10 @@ class Header:
                         found[k][1] = tokens[i].end
         return found
 
+    def name_of(self, offset):
+        """The function around a place, or - outside."""
+        return next((name for (start, end), name in zip(self.functions, self.names) if start <= offset < end), '-')
+
     def is_inside(self, offset):
         return any(start <= offset < end for start, end in self.functions)
 
@@ -212,7 +217,10 @@ class Mutant:
         self.builds = []
 
     def key(self):
-        return '%s: %s [%d] %s' % (self.header.name, self.label, self.turn, ' '.join(self.header.line_text(self.line).split()))
+        text = self.header.line_text(self.line)
+        if len(text.strip()) < 16 and self.line > 0:  # alone it says too little
+            text = self.header.line_text(self.line - 1) + ' ' + text
+        return '%s %s: %s [%d] %s' % (self.header.name, self.header.name_of(self.start), self.label, self.turn, ' '.join(text.split()))
 
     def mutated(self):
         return self.header.text[:self.start] + self.new + self.header.text[self.end:]
