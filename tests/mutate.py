@@ -564,7 +564,7 @@ class Row:
             place.write(h.name, h.text)
         if self.linked and not place.compile(self.build, '-DTEST_LINKED', '-c', 'tests/%s.c' % self.name, '-o', self.object):
             sys.exit('tests/%s.c does not compile' % self.name)
-        known = journal.known.get(self.object)
+        known = journal.known.get(self.version)
         total = sum(len(h.probes) for h in headers)
         if known and known.get('probes') == total:
             self.seconds, self.reached = known['seconds'], set(known['reached'])
@@ -590,7 +590,7 @@ class Row:
         self.seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         with open(probes) as f:
             self.reached = {int(word) for word in f}
-        journal.put(self.object, seconds=self.seconds, probes=total, reached=sorted(self.reached))
+        journal.put(self.version, seconds=self.seconds, probes=total, reached=sorted(self.reached))
 
     def may_reach(self, probe):
         return probe is None or probe in self.reached
