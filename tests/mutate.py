@@ -68,11 +68,11 @@ models        float   write         0.1
 files         float   slow          1.8
 classic       float   -             2.4
 int_scores    float   few           3.3
-int_sequences float   few           3
+int_sequences float   few           8
 parallel      float   -             3.4
-routers       float   few           4
-state         float   -             6
-gradients     double  few           6
+routers       float   few           6
+state         float   few           3
+gradients     double  few           5.5
 small         small   few           1
 quant         vector  slow          0.6
 kernels       vector  few           1.5
@@ -637,6 +637,10 @@ class Trial:
                     row.kills += 1
                     return 'killed', row, ran
                 passed.append(row.version)
+            if not ran:
+                self.place.write(mutant.header.name, mutant.mutated())
+                if not self.place.compile(BUILDS[mutant.builds[0]], '-c', 'library.c', '-o', 'library.o'):
+                    return 'not compiled', None, ran
         finally:
             self.place.write(mutant.header.name, mutant.header.text)
         return ('survived' if ran else 'not reached'), None, ran
