@@ -123,7 +123,19 @@ static void test_row_sizes(void) {
     CHECK(moe_quant_row_size(MOE_TYPE_Q8_BLOCK, 4096) >= 4096 + 128 * (sizeof(moe_real) + 4), "a scale and a start for every 32");
 }
 
+/* 1/|v| from the shortest vector that has a direction to the longest, though squares of such numbers are lost in float. */
+static void test_inverse_length(void) {
+    static const double lengths[] = {1e-30, 0.9e-12, 1.1e-12, 1e-11, 1e-10, 2e-10, 1e-3, 1, 1e14, 1e15, 2e15, 1e19, 1e30};
+    size_t i;
+    for (i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        const moe_real v[3] = {(moe_real)(lengths[i] * -0.6), 0, (moe_real)(lengths[i] * 0.8)};
+        const double got = (double)moei_inverse_length(&moei_kernels_c, v, 3) * lengths[i];
+        CHECK(lengths[i] < 1e-12 ? got == 0 : fabs(got - 1) < 1e-6, "1/|v|");
+    }
+}
+
 int main(void) {
+    test_inverse_length();
     test_patterns();
     test_points();
     test_ranges();

@@ -1149,6 +1149,53 @@ static void test_streams(void) {
         CHECK_STATUS(moe_model_create(&not_built, net, &config, NULL), wanted, "error may be NULL");                        \
     } while (0)
 
+/* What the header of a float model says of its mixtures: swiglu experts are three matrices of 6 x 5. */
+static void test_float_comment(void) {
+    char line[100];
+    moe_model_config config;
+    moe_built_model built;
+    moe_layer_config c;
+    moe_buffer text;
+    moe_stream stream;
+    moe_net net;
+    int i;
+    memset(&config, 0, sizeof config), memset(&c, 0, sizeof c), memset(&text, 0, sizeof text);
+    config.weights = MOE_WEIGHTS_FLOAT;
+    c.router.n_experts = 4, c.router.top_k = 2, c.d_ff = 5;
+    (void)moe_net_init(&net, 6, MOE_KERNELS_C, NULL);
+    (void)moe_net_linear(&net, 6), (void)moe_net_mixture(&net, &c), (void)moe_net_activation(&net, MOE_ACT_RELU);
+    c.router.n_experts = 7, c.router.top_k = 3;
+    (void)moe_net_mixture(&net, &c);
+    stream = moe_buffer_stream(&text);
+    if (!CHECK(moe_net_build(&net, 0, 5, NULL) == MOE_OK && moe_model_create(&built, &net, &config, NULL) == MOE_OK, "a float model")) return;
+    CHECK(moe_export_c(&built, "said", &stream, NULL) == MOE_OK && stream.write(stream.ctx, "", 1) == MOE_OK, "is printed, and ends as a string");
+    for (i = 0; i < 2; i++) {
+        sprintf(line, "mixture %d   %d experts of %lu bytes, at most %d for one input\n", i, i ? 7 : 4, (unsigned long)(90 * sizeof(moe_real)), i ? 3 : 2);
+        CHECK(text.data != NULL && strstr((const char *)text.data, line) != NULL, line);
+    }
+    moe_model_free(&built), moe_net_free(&net), moe_buffer_free(&text);
+}
+
+/* No model, of integers or of floats, holds functions of the caller, neither from the start nor until switch_at. */
+static void test_refused_functions(void) {
+    static const char *const settings[] = {"score=custom", "select=custom", "switch_at=3 switch_from=custom"};
+    static const char *const words[] = {"score = custom", "custom", "custom"};
+    size_t i;
+    for (i = 0; i < sizeof settings / sizeof *settings; i++) {
+        moe_model_config config;
+        moe_layer_config c;
+        moe_net net;
+        memset(&config, 0, sizeof config), memset(&c, 0, sizeof c);
+        config.weights = MOE_WEIGHTS_FLOAT;
+        c.router.n_experts = 4, c.router.top_k = 2, c.d_ff = 5;
+        CHECK(moe_fields_apply(moe_layer_fields(), &c, settings[i], NULL) == MOE_OK, settings[i]);
+        (void)moe_net_init(&net, 6, MOE_KERNELS_C, NULL);
+        (void)moe_net_mixture(&net, &c);
+        if (CHECK(moe_net_build(&net, 0, 5, NULL) == MOE_OK, settings[i])) REFUSED(MOE_ERR_UNSUPPORTED, words[i], &net);
+        moe_net_free(&net);
+    }
+}
+
 static void test_refused_configs(void) {
     const moe_real infinity_real = (moe_real)HUGE_VAL;
     rich r;
@@ -1719,6 +1766,8 @@ int main(int argc, char **argv) {
     test_accuracy();
     test_allocations();
     test_streams();
+    test_float_comment();
+    test_refused_functions();
     test_refused_configs();
     test_refused_modules();
     test_widths();

@@ -68,11 +68,11 @@ models        float   write         0.1
 files         float   slow          1.8
 classic       float   -             2.4
 int_scores    float   few           3.3
-int_sequences float   few           3
+int_sequences float   few           8
 parallel      float   -             3.4
-routers       float   few           4
-state         float   -             6
-gradients     double  few           6
+routers       float   few           6
+state         float   few           3
+gradients     double  few           5.5
 small         small   few           1
 quant         vector  slow          0.6
 kernels       vector  few           1.5
@@ -165,7 +165,7 @@ class Header:
 
     def find_functions(self):
         """Definitions begin in the first column and have a brace at the end of the line with the last parenthesis, or a body on that line."""
-        found = []
+        found, self.names = [], []
         for m in re.finditer(r'^[A-Za-z_][^;{}#=]*\)\s*\{', self.code, re.M):
             if m.start() < self.begin or self.line_of(m.end()) in self.directives:
                 continue
@@ -174,6 +174,7 @@ class Header:
                 depth += {'{': 1, '}': -1}.get(self.code[i], 0)
                 i += 1
             found.append((m.end(), i))
+            self.names.append((re.findall(r'(\w+)\(', m.group()) or ['-'])[0])
         return found
 
     def find_probes(self):
@@ -194,6 +195,10 @@ class Header:
                         found[k][1] = tokens[i].end
         return found
 
+    def name_of(self, offset):
+        """The function around a place, or - outside."""
+        return next((name for (start, end), name in zip(self.functions, self.names) if start <= offset < end), '-')
+
     def is_inside(self, offset):
         return any(start <= offset < end for start, end in self.functions)
 
@@ -212,7 +217,10 @@ class Mutant:
         self.builds = []
 
     def key(self):
-        return '%s: %s [%d] %s' % (self.header.name, self.label, self.turn, ' '.join(self.header.line_text(self.line).split()))
+        text = self.header.line_text(self.line)
+        if len(text.strip()) < 16 and self.line > 0:  # alone it says too little
+            text = self.header.line_text(self.line - 1) + ' ' + text
+        return '%s %s: %s [%d] %s' % (self.header.name, self.header.name_of(self.start), self.label, self.turn, ' '.join(text.split()))
 
     def mutated(self):
         return self.header.text[:self.start] + self.new + self.header.text[self.end:]
@@ -556,7 +564,7 @@ class Row:
             place.write(h.name, h.text)
         if self.linked and not place.compile(self.build, '-DTEST_LINKED', '-c', 'tests/%s.c' % self.name, '-o', self.object):
             sys.exit('tests/%s.c does not compile' % self.name)
-        known = journal.known.get(self.object)
+        known = journal.known.get(self.version)
         total = sum(len(h.probes) for h in headers)
         if known and known.get('probes') == total:
             self.seconds, self.reached = known['seconds'], set(known['reached'])
@@ -582,7 +590,7 @@ class Row:
         self.seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         with open(probes) as f:
             self.reached = {int(word) for word in f}
-        journal.put(self.object, seconds=self.seconds, probes=total, reached=sorted(self.reached))
+        journal.put(self.version, seconds=self.seconds, probes=total, reached=sorted(self.reached))
 
     def may_reach(self, probe):
         return probe is None or probe in self.reached
@@ -629,6 +637,10 @@ class Trial:
                     row.kills += 1
                     return 'killed', row, ran
                 passed.append(row.version)
+            if not ran:
+                self.place.write(mutant.header.name, mutant.mutated())
+                if not self.place.compile(BUILDS[mutant.builds[0]], '-c', 'library.c', '-o', 'library.o'):
+                    return 'not compiled', None, ran
         finally:
             self.place.write(mutant.header.name, mutant.header.text)
         return ('survived' if ran else 'not reached'), None, ran
