@@ -1364,6 +1364,32 @@ static void test_model_ranges(void) {
     CHECK(good > 20 && good + refused == 10 * row);
 }
 
+/* ---- texts of numbers ---- */
+
+/* Every size of number: its text names it, and reading gives it back. */
+static void test_texts(void) {
+    const moe_field *field = moe_field_find(moe_router_fields(), "scale");
+    moe_router_config c, back;
+    char text[64];
+    int k, set = 0;
+    memset(&c, 0, sizeof c), memset(&back, 0, sizeof back);
+    if (!CHECK(field != NULL)) return;
+    for (k = -330; k <= 309; k++) {
+        const double v = k == 309 ? (double)real(1.7976931348623157e308) : (double)real((k % 2 ? -1.2345678901234567 : 9.8765432109876543) * pow(10.0, k));
+        if (!(fabs(v) < HUGE_VAL) || !moe_is_finite((moe_real)v)) continue;
+        c.scale = (moe_real)v;
+        moe_field_text(field, &c, text, sizeof text);
+        if (!CHECK(!((moe_real)strtod(text, NULL) < c.scale) && !((moe_real)strtod(text, NULL) > c.scale))) printf("    %.17g: %s\n", v, text);
+        if (moe_field_set(moe_router_fields(), &back, "scale", text, NULL) != MOE_OK) continue;
+        set++;
+        CHECK(!(back.scale < c.scale) && !(back.scale > c.scale));
+    }
+    CHECK(set > 5);
+    CHECK(moe_field_set(moe_router_fields(), &back, "scale", "0.00000000000000000000000000000000000000000000000000000000000000000000001e-400", NULL) == MOE_OK && !(back.scale > 0));
+    CHECK(moe_field_set(moe_router_fields(), &back, "scale", "1e400", NULL) != MOE_OK);
+    CHECK(moe_field_set(moe_router_fields(), &back, "scale", "0.0000000001e11", NULL) == MOE_OK && !(back.scale < real(10) ) && !(back.scale > real(10)));
+}
+
 int main(void) {
     fill();
     test_layers();
@@ -1386,6 +1412,7 @@ int main(void) {
     test_odd_calls();
     test_model_choices();
     test_model_ranges();
+    test_texts();
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed > 0;
 }
