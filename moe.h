@@ -155,10 +155,10 @@
      experts are added in ascending order; inference and training calls give the same y; a loaded model gives the same results as the saved one;
      the same seed gives the same model. Between kernels, results agree within rounding.
 
-     Numbers that are not finite.   Inputs up to 1e4 in size give finite outputs, losses and gradients with weights as they are initialised or trained.
-     What is infinite or NaN is not repaired: a router that meets it ends the call with MOE_ERR_NONFINITE, the trainer refuses such data, losses and
-     gradients, and elsewhere it stays in what is computed from it: its own token's numbers, and with attention later tokens'. Files keep every number
-     as it is. Options that break IEEE arithmetic (-ffast-math) void this and the promises above.
+     Numbers that are not finite.   Inputs up to 1e4 in size give finite outputs, losses and gradients of a layer with weights as they are initialised. (A
+     gated expert about squares its input's size: in deep nets norms keep it small.) What is infinite or NaN is not repaired: a router that meets it ends
+     the call with MOE_ERR_NONFINITE, the trainer refuses such data, losses and gradients, and elsewhere it stays in what is computed from it: its own
+     token's numbers, and with attention later tokens'. Files keep every number as it is. Options that break IEEE arithmetic (-ffast-math) void this and the promises above.
 
      Threads.   No globals. Reading one layer or net from several threads is safe with work memory per thread; training is for one thread per net.
      One call spreads its experts' work over OpenMP's threads where the compiler has OpenMP on (-fopenmp; OMP_NUM_THREADS=1 keeps it to one), else over

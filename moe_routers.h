@@ -66,8 +66,9 @@
      Arithmetic is in moe_real, whatever the experts use. The score's products use the kernels given to moe_router_init.
      Ties. Of equal scores the lower expert index wins. A NaN is never chosen.
      Numbers that are not finite. A call ends with MOE_ERR_NONFINITE when a logit of a real token, a p behind refine, or a weight of the plan is infinite
-     or NaN; so after MOE_OK the plan is finite, whatever the inputs were. Inputs and weights up to 1e4 in size give finite results, losses and
-     gradients. An expert whose selection bias or learned threshold is NaN is never chosen by it. Losses are not looked at: the trainer does that.
+     or NaN; so after MOE_OK the plan is finite, whatever the inputs were. Inputs up to 1e4 in size give finite results, losses and gradients with
+     weights of ordinary size (as they are initialised). An expert whose selection bias or learned threshold is NaN is never chosen by it. Losses are
+     not looked at: the trainer does that.
      Selection is a constant in the backward pass. Gradients flow through weights, gates, scores and losses.
      Masks. A padded token is routed nowhere, is counted nowhere, and whatever stands in its row, NaN included, cannot reach a result or a gradient.
      Losses are computed in a training call, with their factors included: routing.loss[MOE_LOSS_BALANCE] and so on. Their gradients are added by

@@ -1,5 +1,5 @@
-# Sourced by tests/headers.sh, tests/amalgamated.sh, tests/portability.sh, tests/devices.sh and others after tests/setup.sh: runs a list of checks on all processors and
-# counts them. The script brings prepare(), called once, which may put files into $prepared, and plan(), which prints one check per line: a
+# Sourced by tests/headers.sh, tests/amalgamated.sh, tests/portability.sh, tests/devices.sh and others after tests/setup.sh: runs a list of
+# checks on all processors and counts them. The script brings prepare(), called once, which may put files into $prepared, and plan(), which prints one check per line: a
 # function's name and its arguments. It may bring closing(), which prints what is to be shown before the last line. Each check runs in an empty folder of its own, its standard output and error are shown when it fails.
 
 strict_flags() { # compiler

@@ -1678,6 +1678,7 @@ static unsigned excused_ops(const char *name) {
 
 static void test_public(const char *folder) {
     static const char *const headers[] = {"moe_kernels.h", "moe_routers.h", "moe.h"};
+    char *texts[3];
     unsigned reached = 0;
     size_t i, heaps = 0, found = 0;
     int k;
@@ -1691,7 +1692,7 @@ static void test_public(const char *folder) {
         f = fopen(name, "rb");
         if (!check(f != NULL, "cannot be read", name, __LINE__)) return;
         fseek(f, 0, SEEK_END), size = ftell(f), rewind(f);
-        text = (char *)calloc((size_t)size + 2, 1); /* kept: the words point there */
+        texts[k] = text = (char *)calloc((size_t)size + 2, 1); /* the words point there */
         if (text == NULL || fread(text, 1, (size_t)size, f) != (size_t)size) exit(2);
         fclose(f);
         read_words(text);
@@ -1715,6 +1716,7 @@ static void test_public(const char *folder) {
     }
     CHECK(found > 40 && (reached & (OP_MEMORY | OP_STREAM | OP_FETCH)) == (OP_MEMORY | OP_STREAM | OP_FETCH) && (reached & FILES), "such functions are found");
     free(words);
+    for (k = 0; k < 3; k++) free(texts[k]);
 }
 
 int main(int count, char **arguments) {
@@ -1753,6 +1755,7 @@ int main(int count, char **arguments) {
 #endif
         check(fired_count[i] > 0, "has never failed", op_names[i], __LINE__);
     }
+    free(net_file.data), free(layer_file.data), free(trainer_file.data), free(midway_file.data);
     printf("%lu passed, %lu failed", passed, failed);
     if (skipped > 0) printf(", %lu skipped", skipped);
     printf("\n");

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Fuzzes what reads bytes of strangers: tests/fuzz_file.c (files), tests/fuzz_text.c (texts, options and settings).
+# Fuzzes what strangers bring: tests/fuzz_file.c (files), tests/fuzz_text.c (texts, options and settings), tests/fuzz_config.c (configurations and data).
 #   sh tests/fuzz.sh                  each with libFuzzer for FUZZ_SECONDS (60), from the seeds in tests/corpus
 #   sh tests/fuzz.sh corpus           any compiler: the seeds, each taken as its name says, and 3000 (FUZZ_MUTATIONS) mutations of them
 #   sh tests/fuzz.sh afl [SECONDS]    each with AFL++ for so many seconds (600)
 #   sh tests/fuzz.sh coverage FOLDER  how many lines of the library and the examples the inputs of FOLDER/files and FOLDER/texts reach (clang)
 #   sh tests/fuzz.sh seeds FOLDER     adds few small files of FOLDER, which libFuzzer has filled, to tests/corpus/files: they reach as much
-# FUZZ_TARGETS: "files", "texts" or both. FUZZ_CORPUS: a folder that keeps new inputs (FUZZ_CORPUS/files, FUZZ_CORPUS/texts) from run to run,
+# FUZZ_TARGETS: some of "files texts configs". FUZZ_CORPUS: a folder that keeps new inputs (FUZZ_CORPUS/files, FUZZ_CORPUS/texts) from run to run,
 # for long fuzzing at night:  FUZZ_CORPUS=~/moe-corpus FUZZ_SECONDS=3600 FUZZ_SEED=$(date +%s) sh tests/fuzz.sh
 # FUZZ_SEED (1). CC, CFLAGS, STB_DS as for tests/run. What is found is kept in build/. The last line is "N passed, N failed, N skipped".
 
@@ -16,7 +16,8 @@ cd -- "$(dirname -- "$0")/.." || exit 1
 . tests/setup.sh
 
 readers='QUICKSTART QUANTISE MICRODIGITS DIGITS EXPORT COMPARE TEXT LANGUAGE ROUTERS STUDIES'
-targets=${FUZZ_TARGETS:-files texts}
+targets=${FUZZ_TARGETS:-files texts configs}
+case ${1:-} in corpus) [ -n "${FUZZ_TARGETS:-}" ] || targets='files texts' ;; esac # fuzz_config is a program of its own
 passed=0
 failed=0
 skipped=0
@@ -47,12 +48,14 @@ build() { # target program compiler flags program-flags
     # shellcheck disable=SC2086
     set -- "$1" "$2" "$3" "$flags ${CFLAGS:-} ${stb_flag:+-I$stb_flag} $4" "$5"
     # shellcheck disable=SC2086
-    if [ "$1" = files ]; then
-        $3 $4 $5 tests/fuzz_file.c -o "$2" -lm
-    else
+    case $1 in
+    files) $3 $4 $5 tests/fuzz_file.c -o "$2" -lm ;;
+    configs) $3 $4 $5 -DFUZZ_TARGET tests/fuzz_config.c -o "$2" -lm ;;
+    *)
         for reader in $readers; do $3 $4 "-DREAD_$reader" -c tests/fuzz_text.c -o "$2.$reader.o" || return 1; done
         $3 $4 $5 tests/fuzz_text.c "$2".*.o -o "$2" -lm
-    fi
+        ;;
+    esac
 }
 
 sanitizers='-fsanitize=address,undefined -fno-sanitize-recover=all'
@@ -71,7 +74,14 @@ build_libfuzzer() { # target program
     build "$1" "$2" clang "$sanitizers -fsanitize=fuzzer-no-link $seen" '-DFUZZ_ENGINE -fsanitize=fuzzer'
 }
 
-longest() { [ "$1" = files ] && echo 8192 || echo 16384; }
+# Bytes of an input; for configurations these are choices, and more of them than seeds of the program have.
+longest() {
+    case $1 in
+    files) echo 8192 ;;
+    texts) echo 16384 ;;
+    configs) echo 600 ;;
+    esac
+}
 
 fuzz() { # target
     new=$scratch/$1.new

@@ -1016,6 +1016,7 @@ static void make_file(maker *m, const texts *t) {
         types[i] = (unsigned char)random_type(m);
         put_entry(m, net.tensors[i].name, net.tensors[i].shape, net.tensors[i].n_dims, types[i], &end, net.tensors[i].count);
     }
+    if (moments > 0 && below(m, 16) == 0) moments--;
     for (k = 0; k < moments; k++) put_entry(m, moei_moment_names[k], &numbers, 1, MOE_DTYPE_BF16, &end, numbers);
     put(m, "}");
     header = m->size;

@@ -4,7 +4,7 @@
     python3 tests/mutate.py [-n COUNT] [-s SEED] [--header NAME] [--bar PERCENT] [--journal FILE] [--retry] [--list] [-v]
 
 A line of the implementation is drawn at random, then one of its mutants; no line is drawn twice. A mutant is killed when a test program fails, crashes,
-or takes ten times as long as usual. tcc compiles the library in a tenth of a second, so that every mutant is compiled anew, in float, in double and
+or takes ten times as long as usual (a slow one: ten seconds and three times as long). tcc compiles the library in a tenth of a second, so that every mutant is compiled anew, in float, in double and
 as small builds have it; lines that only vector builds have are compiled by gcc and run by the processor's own kernels. Programs that do not reach the
 mutant's statement are left out: probes before statements tell. The others run in the order of kills per second that this run has seen.
 Lines that no build of this machine has (NEON, WebAssembly, AVR, MSVC) are not drawn; their number is printed.
@@ -17,6 +17,7 @@ tests/mutants.txt lists survivors that were looked at: equivalent ones, and othe
     --journal FILE  results are kept in it, and a run that is repeated goes on from there; --retry: survivors run again, with the programs
                     that are new or have changed
     --quick S       leaves out programs that take more than S seconds
+    --rows A,B      only these programs
     --list          prints the mutants and runs none       -v  a line for each mutant
 The last line is "N passed, N failed": killed mutants, and how many more the bar asks for."""
 
@@ -62,6 +63,8 @@ theory        float   -             1.2
 kernels       float   few           1.3
 attention     float   -             1.5
 models        float   few           1.7
+export_float  float   few           0.5
+models        float   write         0.1
 files         float   slow          1.8
 classic       float   -             2.4
 int_scores    float   few           3.3
@@ -73,7 +76,20 @@ gradients     double  few           6
 small         small   few           1
 quant         vector  slow          0.6
 kernels       vector  few           1.5
+kernels       vector  -             10
 '''
+
+
+# Rows whose programs make C: what they print goes to a file, then a second program is compiled from what they made.
+MODELS = 'dense dense4 sparse rich rich4 behind'.split()
+SECOND = {
+    'export_float few': dict(prints='nets.h', compile=['-DNETS="nets.h"', '-DFEW', 'tests/export_float.c']),
+    'models write': dict(folder='models', compile=['-DMOE_NO_TRAIN', '-DMOE_NO_FLOAT', '-Imodels', 'written.c'], source='written.c', text=
+                         '#define MOE_IMPLEMENTATION\n' + ''.join('#include "%s.h"\n#include "%s_cases.h"\n' % (m, m) for m in MODELS) +
+                         '#include <stdio.h>\nstatic unsigned char room[1 << 16];\nint main(void) {\n    int wrong = ' +
+                         ' + '.join('%s_wrong(room)' % m for m in MODELS) +
+                         ';\n    printf("%d passed, %d failed\\n", wrong == 0, wrong);\n    return wrong != 0;\n}\n'),
+}
 
 
 # ---- text of a header: what is code, and the statements in it ----
@@ -275,12 +291,12 @@ def ends_loop(tokens, i):
 def statements(tokens):
     """('statement', first, last) of each simple statement, last being its semicolon; ('if' or 'while', open, close) of conditions;
     ('begin', at, at) where another statement could stand in front; ('block', at, at) and ('end', at, at) of braces around statements."""
-    i = 0
-    starts = True
+    i, starts, behind_switch = 0, True, None
     while i < len(tokens):
         word = tokens[i].text
         before = tokens[i - 1].text if i else '{'
-        if starts and before in ('{', '}', ';', ':') and word not in ('{', '}', ';', 'else', 'case', 'default') and not ends_loop(tokens, i):
+        if starts and before in ('{', '}', ';', ':') and word not in ('{', '}', ';', 'else', 'case', 'default') and \
+                not ends_loop(tokens, i) and i != behind_switch:  # nothing in front of the first case is ever reached
             yield 'begin', i, i
         if word in ('{', '}'):
             yield ('block' if word == '{' else 'end'), i, i
@@ -290,6 +306,8 @@ def statements(tokens):
                 return
             if word in ('if', 'while'):
                 yield word, i + 1, end
+            if word == 'switch':
+                behind_switch = end + 2
             i, starts = end + 1, True
         elif word in ('{', '}', ';', 'else', 'do') or (word == ':' and i > 1 and tokens[i - 2].text in ('case', '{', ';', '}')):
             i, starts = i + 1, True
@@ -428,11 +446,10 @@ STB = find_stb()
 
 PROBES = '''#include <stdio.h>
 #include <stdlib.h>
-static char seen[1 << 16];
+char moei_probed[1 << 16];
 void moei_probe(int n) {
     FILE *f;
-    if (seen[n]) return;
-    seen[n] = 1;
+    moei_probed[n] = 1;
     f = fopen(getenv("MOE_PROBES"), "a");
     if (f) fprintf(f, "%d\\n", n), fclose(f);
 }
@@ -471,18 +488,20 @@ class Place:
         command = build['compiler'].split() + strict + ['-std=c99', '-I.'] + STB + build['options'].split() + list(words)
         return subprocess.run(command, cwd=self.folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
 
-    def run(self, program, arguments, seconds, stop=True, probes=None):
-        """0 when the program passes. With stop, the first line that tells of a failure ends it."""
+    def run(self, program, arguments, seconds, stop=True, probes=None, prints=None):
+        """0 when the program passes. With stop, the first line that tells of a failure ends it. prints: a file for its lines, whose last counts nothing."""
         words = (['stdbuf', '-oL'] if shutil.which('stdbuf') else []) + [os.path.join(self.folder, program)] + arguments
         environment = dict(os.environ, MOE_PROBES=probes or '/dev/null')
         child = subprocess.Popen(words, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
                                  preexec_fn=limits(seconds), errors='replace', universal_newlines=True)
         guard = threading.Timer(20 + 20 * seconds, child.kill)
         guard.start()
-        last = ''
+        last, lines = '', []
         try:
             for line in child.stdout:
                 last = line
+                if prints:
+                    lines.append(line)
                 if stop and FAILURE.match(line):
                     child.kill()
                     break
@@ -490,6 +509,9 @@ class Place:
             status = child.wait()
         finally:
             guard.cancel()
+        if prints:
+            self.write(prints, ''.join(lines))
+            return status
         return status or not re.match(r'[1-9]\d* passed, 0 failed', last)
 
 
@@ -500,13 +522,14 @@ class Row:
         self.name, self.build_name, arguments, seconds = words
         self.build = BUILDS[self.build_name]
         self.arguments = [] if arguments == '-' else [arguments]
+        self.second = SECOND.get('%s %s' % (self.name, arguments))
         self.seconds, self.runs, self.kills = float(seconds), 0, 0
         self.reached = None
         with open(os.path.join(ROOT, 'tests', self.name + '.c')) as f:
             text = f.read()
         self.linked = '#ifndef TEST_LINKED\n' in text
         self.version = '%s %s %s %08x' % (self.name, self.build_name, arguments, zlib.crc32(text.encode()))
-        self.object = 'program.%s.%s.o' % (self.name, self.build_name)
+        self.object = 'program.%s.%s.%s.o' % (self.name, self.build_name, arguments.replace('/', '.'))
 
     def worth(self):
         return (self.kills + 1.0) / (self.runs + 2.0) / (self.seconds + 0.1)
@@ -514,6 +537,17 @@ class Row:
     def sources(self, place, library):
         """What is compiled and linked into the program; library: the object of this build."""
         return ([self.object, library] if self.linked else ['tests/%s.c' % self.name])
+
+    def run(self, place, seconds, stop=True, probes=None):
+        if not self.second:
+            return place.run('program', self.arguments, seconds, stop, probes)
+        folder = self.second.get('folder')
+        if folder:
+            os.makedirs(os.path.join(place.folder, folder), exist_ok=True)
+            place.write(self.second['source'], self.second['text'])
+        return place.run('program', self.arguments + ([folder] if folder else []), seconds, stop, probes, self.second.get('prints')) or \
+            not place.compile(self.build, *self.second['compile'], *(['probes.o'] if probes else []), '-lm', '-o', 'second') or \
+            place.run('second', [], seconds, stop, probes)
 
     def prepare(self, place, headers, journal):
         """Runs the program once with probes."""
@@ -523,13 +557,14 @@ class Row:
         if self.linked and not place.compile(self.build, '-DTEST_LINKED', '-c', 'tests/%s.c' % self.name, '-o', self.object):
             sys.exit('tests/%s.c does not compile' % self.name)
         known = journal.known.get(self.object)
-        if known:
+        total = sum(len(h.probes) for h in headers)
+        if known and known.get('probes') == total:
             self.seconds, self.reached = known['seconds'], set(known['reached'])
             return
         for h in headers:
-            pieces, at = [h.text[:h.begin], 'void moei_probe(int);\n'], h.begin
+            pieces, at = [h.text[:h.begin], 'void moei_probe(int);\nextern char moei_probed[];\n'], h.begin
             for k, (offset, _) in enumerate(h.probes):
-                pieces += [h.text[at:offset], ' moei_probe(%d); ' % (start + k)]
+                pieces += [h.text[at:offset], ' if (!moei_probed[%d]) moei_probe(%d); ' % (start + k, start + k)]
                 at = offset
             place.write(h.name, ''.join(pieces) + h.text[at:])
             start += len(h.probes)
@@ -537,17 +572,17 @@ class Row:
         if self.linked:
             good = good and place.compile(self.build, '-c', 'library.c', '-o', 'library.probes.o')
         good = good and place.compile(self.build, *self.sources(place, 'library.probes.o'), 'probes.o', '-lm', '-o', 'program')
-        for h in headers:
-            place.write(h.name, h.text)
         probes = os.path.join(place.folder, 'probes.' + self.name)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        if not good or place.run('program', self.arguments, 1000, False, probes):
+        if not good or self.run(place, 1000, False, probes):
             sys.exit('tests/%s.c (%s) does not pass without a mutant' % (self.name, self.build_name))
+        for h in headers:
+            place.write(h.name, h.text)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         self.seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         with open(probes) as f:
             self.reached = {int(word) for word in f}
-        journal.put(self.object, seconds=self.seconds, reached=sorted(self.reached))
+        journal.put(self.object, seconds=self.seconds, probes=total, reached=sorted(self.reached))
 
     def may_reach(self, probe):
         return probe is None or probe in self.reached
@@ -590,7 +625,7 @@ class Trial:
                     return 'not compiled', None, ran
                 ran += 1
                 row.runs += 1
-                if self.place.run('program', row.arguments, int(10 * row.seconds) + 1):
+                if row.run(self.place, int(min(10 * row.seconds + 1, 3 * row.seconds + 10))):
                     row.kills += 1
                     return 'killed', row, ran
                 passed.append(row.version)
@@ -674,6 +709,7 @@ def main():
     parser.add_argument('--journal')
     parser.add_argument('--retry', action='store_true')
     parser.add_argument('--quick', type=float, default=1e9)
+    parser.add_argument('--rows')
     parser.add_argument('--list', action='store_true')
     parser.add_argument('-v', action='store_true')
     options = parser.parse_args()
@@ -691,7 +727,7 @@ def main():
 
     listed, journal, results = listed_mutants(), Journal(options.journal), []
     rows = [Row(words.split()) for words in ROWS.strip().split('\n')]
-    rows = [r for r in rows if r.seconds <= options.quick and shutil.which(r.build['compiler'].split()[0])]
+    rows = [r for r in rows if r.seconds <= options.quick and (options.rows is None or r.name in options.rows.split(',')) and shutil.which(r.build['compiler'].split()[0])]
     with tempfile.TemporaryDirectory(prefix='moe.mutants.') as folder:
         trial = Trial(Place(os.path.join(folder, 'place')), headers, rows, journal)
         for m in drawn:

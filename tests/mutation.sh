@@ -13,5 +13,5 @@ done
 . tests/setup.sh
 setup_scratch
 setup_stb
-[ $# -gt 0 ] || set -- -n 40 -s "${MUTATION_SEED:-$(date -u +%Y%m%d)}" --quick 2 --bar 70
+[ $# -gt 0 ] || set -- -n 40 -s "${MUTATION_SEED:-$(date -u +%Y%m%d)}" --quick 2 --bar 60
 STB_DS=$stb_folder python3 tests/mutate.py "$@"

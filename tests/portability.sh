@@ -1,6 +1,6 @@
 #!/bin/sh
-# Compiles and runs one program that touches everything (tests/portable.c) with every compiler, for other machines, and with a covering set of the headers'
-# option macros: each pair of them stands in some row.
+# Compiles and runs one program that touches everything (tests/portable.c) with every compiler, for other machines, and with a covering set of
+# the headers' option macros: each pair of them stands in some row.
 #   sh tests/portability.sh [-v] [WORD]    only the checks that have WORD in their line; -v prints all lines
 #   sh tests/portability.sh --set          prints that covering set, a build in each line
 #   sh tests/portability.sh --sums         prints tests/portable_sums.h anew
@@ -17,7 +17,8 @@ root=$PWD
 
 plain=-DMOE_NO_SIMD # where vectors are not the matter: they take most of the compile time
 
-# Compilers and machines beside those of the covering set, in which clang and tcc without options are: the three headers or the amalgamated one, what compiles | what runs it. The compilers' warnings are those of the flags function.
+# Compilers and machines beside those of the covering set, in which clang and tcc without options are: the three headers or the amalgamated one, what
+# compiles | what runs it. Warnings are those of flags().
 rows() {
     cat <<TABLE
 three gcc -O0 -std=c2x -funsigned-char $plain                     |
@@ -247,8 +248,8 @@ prepare() {
     mkdir "$prepared/one" "$prepared/models"
     sh amalgamate >"$prepared/one/moe.h" || return 1
     covering_set >"$prepared/set"
-    vectors >"$prepared/vectors.log" 2>&1 &
     setup_stb_flag "$CC"
+    vectors >"$prepared/vectors.log" 2>&1 &
     $CC -std=c99 -O0 $plain -I. ${stb_flag:+-I"$stb_flag"} tests/portable.c -o "$prepared/write" -lm && "$prepared/write" write "$prepared/models"
     prepared_status=$?
     wait
@@ -257,7 +258,8 @@ prepare() {
 
 vectors() {
     [ "${word:-dispatch}" = dispatch ] || return 0
-    gcc -O1 -Wall -Wextra -c tests/devices/hide.c -o "$prepared/hide.o" && gcc -std=c99 -O2 -static -I. tests/portable.c "$prepared/hide.o" -o "$prepared/vectors" -lm
+    gcc -O1 -Wall -Wextra -c tests/devices/hide.c -o "$prepared/hide.o" &&
+        gcc -std=c99 -O2 -static -I. ${stb_flag:+-I"$stb_flag"} tests/portable.c "$prepared/hide.o" -o "$prepared/vectors" -lm
 }
 
 # The strictest that a compiler understands; options that follow are stronger.
@@ -270,7 +272,6 @@ flags() { # compiler
     esac
 }
 
-# Language of portable.c for a compiler.
 language() { # compiler
     case $1 in
     g++* | clang++*) echo '-x c++' ;;
@@ -365,8 +366,8 @@ refused() { # compiler options...
     run grep -q '#error.*moe: ' messages
 }
 
-# All tables of kernels that a processor has are used, and no others: hidden from the program at full speed, or emulated without them, where an
-# instruction of theirs would end it.
+# All tables of kernels that a processor has are used, and no others: hidden from the program at full speed, or emulated without them, where
+# an instruction of theirs would end it.
 dispatch() { # native | hidden NAME | emulated NAME
     [ "$(uname -m)" = x86_64 ] || missing 'an x86-64 processor'
     [ -x "$prepared/vectors" ] || {
@@ -451,10 +452,11 @@ bare() { # compiler optimisation
     [ "$(uname -sm)" = 'Linux x86_64' ] || missing 'Linux on an x86-64 processor'
     include=$("$1" -print-file-name=include)
     [ -f "$include/stddef.h" ] || include=$("$1" -print-resource-dir)/include
-    run "$1" $(strict_flags "$1") "$2" -ffreestanding -fno-stack-protector -nostdinc -isystem "$include" $plain -DMOE_NO_TRAIN -I"$root" -DPORTABLE_MODELS \
-        -I"$prepared/models" -c "$root/tests/portable.c" -o program.o || return 1
+    set -- "$1" "$2" -ffreestanding -fno-stack-protector -nostdinc -isystem "$include"
+    run "$@" $(strict_flags "$1") $plain -DMOE_NO_TRAIN -I"$root" -DPORTABLE_MODELS -I"$prepared/models" \
+        -c "$root/tests/portable.c" -o program.o || return 1
     empty 'wanted:' "$(nm -u program.o | awk '{ print $NF }' | grep -vxE 'memcpy|memmove|memset|bare_say|_GLOBAL_OFFSET_TABLE_')" &&
-        run "$1" -O0 -ffreestanding -fno-stack-protector -nostdinc -isystem "$include" -Wall -Wextra -Werror -c "$root/tests/devices/bare.c" -o bare.o &&
+        run "$@" -O0 -Wall -Wextra -Werror -c "$root/tests/devices/bare.c" -o bare.o &&
         run "$1" -nostdlib -static program.o bare.o -o program.exe && run_portable '' ./program.exe
 }
 
@@ -489,7 +491,7 @@ controls() {
     sed 's/_HASH \([0-9]*\)[0-9]u/_HASH \1u/' "$prepared/models/portable_models.h" >models/portable_models.h
     prepared_models=$prepared/models
     needs gcc
-    run gcc -std=c99 -O0 $plain -DMOE_NO_FLOAT -I"$root" -DPORTABLE_MODELS -Imodels -I"$prepared_models" "$root/tests/portable.c" -o program.exe -lm || return 1
+    run gcc -std=c99 -O0 -DMOE_NO_FLOAT -I"$root" -DPORTABLE_MODELS -Imodels -I"$prepared_models" "$root/tests/portable.c" -o program.exe || return 1
     ! run_portable '' ./program.exe >said || {
         echo 'wrong models have passed'
         return 1

@@ -26,10 +26,10 @@
 #define MOE_KEEP_MODULES 0xffffffff
 #define MOE_KEEP_EXTRAS 0xffffffff
 #endif
-#define ALL_KEPT                                                                                                                                \
-    ((MOE_KEEP_ACTS & MOE_KEEP_SCORES & MOE_KEEP_GATES & MOE_KEEP_SELECTS & MOE_KEEP_WEIGHTS & MOE_KEEP_INPUTS & MOE_KEEP_REFINES &              \
+#define ALL_KEPT \
+    ((MOE_KEEP_ACTS & MOE_KEEP_SCORES & MOE_KEEP_GATES & MOE_KEEP_SELECTS & MOE_KEEP_WEIGHTS & MOE_KEEP_INPUTS & MOE_KEEP_REFINES & \
       MOE_KEEP_MODULES & MOE_KEEP_EXTRAS) == 0xffffffff)
-#define KEPT(set, i) (((uint32_t)MOE_KEEP_##set >> (i) & 1u) != 0)
+#define KEPT(set, i) (((uint32_t)MOE_KEEP_##set >> (i)&1u) != 0)
 
 #ifdef PORTABLE_MODELS
 #include "portable_models.h" /* what "write" wrote: portable_dense, portable_text, PORTABLE_..._HASH, portable_file */
@@ -149,7 +149,9 @@ static uint32_t model_hash(const moe_model *model) {
         int32_t id = (int32_t)(next_bits() % 11u);
         moe_choice choices[4];
         for (j = 0; j < 16; j++) levels[j] = (int8_t)next_level(127);
-        if (!WORKS(moe_infer(model, model->d_in > 0 ? (const void *)levels : (const void *)&id, output, model_scratch, sizeof model_scratch))) return 0;
+        if (!WORKS(
+                moe_infer(model, model->d_in > 0 ? (const void *)levels : (const void *)&id, output, model_scratch, sizeof model_scratch)))
+            return 0;
         for (j = 0; j < model->d_out; j++) hash = fnv_value(hash, (uint32_t)output[j]);
         if (!WORKS(moe_infer_choices(model, 0, model_scratch, choices, 4, &count))) return 0;
         CHECK(count == 2);
@@ -265,7 +267,7 @@ static double distance(double a, double b) { return a < b ? b - a : a - b; }
 
 /* slack: how many times the usual error. */
 static void expect(const char *part, sum s, double slack) {
-    const double unit = MOE_REAL_IS_DOUBLE ? 1e-11 : 4e-6;
+    const double unit = MOE_REAL_IS_DOUBLE ? 1e-14 : 1e-7;
     const stored_sum *row = stored;
 #if __STDC_HOSTED__
     if (printing) printf("    {\"%s\", \"%s\", %.17g},\n", now_testing, part, s.value);
@@ -273,18 +275,20 @@ static void expect(const char *part, sum s, double slack) {
     if (printing) return;
     while (row->about != NULL && !(same_text(row->about, now_testing) && same_text(row->part, part))) row++;
     if (!check(row->about != NULL && s.size > 0 && distance(s.value, row->value) <= slack * unit * s.size, __LINE__, part))
-        say("    got "), say_real(s.value), say(", not "), say_real(row->value), say("; the error may be "), say_real(slack * unit * s.size), say("\n");
+        say("    got "), say_real(s.value), say(", not "), say_real(row->value), say("; the error may be "),
+            say_real(slack * unit * s.size), say("\n");
 }
 
 /* ---- what masks leave out: what needs it is refused -------------------------------------------------------------------------------- */
 
 static int kept_router(const moe_router_config *c) {
     const int moves = c->schedule_steps > 0 || c->freeze_at > 0 || c->switch_at > 0 || c->l1_controller;
-    const int limits = c->capacity_factor > 0 || c->capacity_factor_eval > 0 || c->drop_capacity > 0 || c->capacity_bound != MOE_BOUND_NONE || c->drop_rule != MOE_DROP_RULE_NONE ||
-                       c->select == MOE_SELECT_EXPERT_CHOICE;
-    return KEPT(INPUTS, c->input) && KEPT(SCORES, c->score) && KEPT(GATES, c->gate) && KEPT(REFINES, c->refine) && KEPT(SELECTS, c->select) &&
-           KEPT(WEIGHTS, c->weight) && (c->gate != MOE_GATE_SIGMOID || KEPT(ACTS, MOE_ACT_SIGMOID)) && (c->score != MOE_SCORE_MLP || KEPT(ACTS, c->router_act)) &&
-           (!moves || KEPT(EXTRAS, MOE_EXTRA_SCHEDULE)) && (!limits || KEPT(EXTRAS, MOE_EXTRA_CAPACITY));
+    const int limits = c->capacity_factor > 0 || c->capacity_factor_eval > 0 || c->drop_capacity > 0 ||
+                       c->capacity_bound != MOE_BOUND_NONE || c->drop_rule != MOE_DROP_RULE_NONE || c->select == MOE_SELECT_EXPERT_CHOICE;
+    return KEPT(INPUTS, c->input) && KEPT(SCORES, c->score) && KEPT(GATES, c->gate) && KEPT(REFINES, c->refine) &&
+           KEPT(SELECTS, c->select) && KEPT(WEIGHTS, c->weight) && (c->gate != MOE_GATE_SIGMOID || KEPT(ACTS, MOE_ACT_SIGMOID)) &&
+           (c->score != MOE_SCORE_MLP || KEPT(ACTS, c->router_act)) && (!moves || KEPT(EXTRAS, MOE_EXTRA_SCHEDULE)) &&
+           (!limits || KEPT(EXTRAS, MOE_EXTRA_CAPACITY));
 }
 
 static int kept_layer(const moe_layer_config *c) {
@@ -316,7 +320,8 @@ static void router_tensors(moe_router *r) {
         if (moe_router_slot(&r->config, i, &slot) == MOE_OK) {
             moe_real *t = next_reals(slot.count);
             size_t j;
-            for (j = 0; j < slot.count; j++) t[j] = slot.init_value + t[j] * (slot.init_spread > 0 ? 4 * slot.init_spread : (moe_real)0.125);
+            for (j = 0; j < slot.count; j++)
+                t[j] = slot.init_value + t[j] * (slot.init_spread > 0 ? 4 * slot.init_spread : (moe_real)0.125);
             r->tensors[i] = t;
         }
     if (moe_router_slot(&r->config, MOE_ROUTER_TABLE, &slot) == MOE_OK) {
@@ -333,7 +338,8 @@ static sum sum_of_plan(const moe_plan *plan) {
     zero(&s, sizeof s);
     for (e = 0; e < plan->n_experts; e++)
         for (i = plan->offsets[e]; i < plan->offsets[e + 1]; i++)
-            sum_add(&s, ((double)plan->entries[i].weight_out + (double)plan->entries[i].weight_in / 2) * (double)(1 + (plan->entries[i].token * 5 + (int)e) % 11));
+            sum_add(&s, ((double)plan->entries[i].weight_out + (double)plan->entries[i].weight_in / 2) *
+                            (double)(1 + (plan->entries[i].token * 5 + (int)e) % 11));
     return s;
 }
 
@@ -380,8 +386,10 @@ static void test_preset(const char *name) {
 }
 
 static void test_routers(void) {
-    static const char *const presets[] = {"smoe", "switch", "gshard", "noisy_topk", "vmoe", "xmoe", "similarity_smoe", "locmoe", "importance_gate", "expert_choice", "hash", "base",
-                                          "dselect_k", "sinkhorn", "soft_moe", "top_p", "dynmoe", "remoe", "mixtral", "deepseek_v2", "llama4", "gemma4", "phi35_moe"};
+    static const char *const presets[] = {
+        "smoe",          "switch",      "gshard", "noisy_topk", "vmoe",     "xmoe",     "similarity_smoe", "locmoe", "importance_gate",
+        "expert_choice", "hash",        "base",   "dselect_k",  "sinkhorn", "soft_moe", "top_p",           "dynmoe", "remoe",
+        "mixtral",       "deepseek_v2", "llama4", "gemma4",     "phi35_moe"};
     moe_router_config c;
     moe_error error;
     size_t i;
@@ -634,7 +642,9 @@ static void net_decodes(const moe_net *net, const int32_t *ids, const moe_real *
     double off = 0, most = 0;
     void *room;
     if (!WORKS(moe_net_check_decoding(net, &error)) || !WORKS(moe_net_cache_size(net, TOKENS, &bytes))) return;
-    if (!WORKS(moe_net_cache_init(&cache, net, TOKENS, grab(bytes), bytes, &error)) || !WORKS(moe_net_decode_work_size(net, TOKENS, 1, &work))) return;
+    if (!WORKS(moe_net_cache_init(&cache, net, TOKENS, grab(bytes), bytes, &error)) ||
+        !WORKS(moe_net_decode_work_size(net, TOKENS, 1, &work)))
+        return;
     room = grab(work);
     zero(&call, sizeof call);
     call.n_tokens = 1;
@@ -708,8 +718,10 @@ static void test_file(void) {
     {
         FILE *f = fopen("portable.tmp", "wb");
         const int written = f != NULL && fwrite(portable_file, 1, sizeof portable_file, f) == sizeof portable_file;
-        if (CHECK(f != NULL && fclose(f) == 0 && written) && WORKS(moe_net_load(&again, "portable.tmp", 0, MOE_KERNELS_AUTO, &allocator, &error)))
-            CHECK(again.n_tensors == net.n_tensors && same_bytes(again.tensors[0].data, net.tensors[0].data, net.tensors[0].count * sizeof(moe_real)));
+        if (CHECK(f != NULL && fclose(f) == 0 && written) &&
+            WORKS(moe_net_load(&again, "portable.tmp", 0, MOE_KERNELS_AUTO, &allocator, &error)))
+            CHECK(again.n_tensors == net.n_tensors &&
+                  same_bytes(again.tensors[0].data, net.tensors[0].data, net.tensors[0].count * sizeof(moe_real)));
         remove("portable.tmp");
         CHECK_STATUS(moe_net_load(&again, "portable.tmp", 0, MOE_KERNELS_AUTO, &allocator, &error), MOE_ERR_IO);
     }
@@ -730,7 +742,7 @@ static void test_written_float_model(void) {
         if (!WORKS(moe_infer(&portable_float, x, output, model_scratch, sizeof model_scratch))) return;
         sum_reals(&s, CLASSES, output);
     }
-    CHECK(distance(s.value, PORTABLE_FLOAT_SUM) <= 4e-5 * s.size);
+    CHECK(distance(s.value, PORTABLE_FLOAT_SUM) <= 1e-6 * s.size);
 }
 #endif
 #endif
@@ -793,7 +805,8 @@ static int train(moe_net *net, moe_trainer *trainer, const samples *all, moe_rea
     config.batch = ROWS, config.rate = (moe_real)0.01, config.clip = 1, config.seed = 4;
     if (!net_of_classes(net, 1) || !WORKS(moe_trainer_init(trainer, net, &config, &error))) return 0;
     for (i = 0; i < STEPS; i++) {
-        if (!CHECK_STATUS(moe_trainer_step(trainer, &all->data, &step, &error), wanted(kept_net(net) && KEPT(EXTRAS, MOE_EXTRA_TRAINING)))) return 0;
+        if (!CHECK_STATUS(moe_trainer_step(trainer, &all->data, &step, &error), wanted(kept_net(net) && KEPT(EXTRAS, MOE_EXTRA_TRAINING))))
+            return 0;
         losses[i] = step.loss;
     }
     return 1;
@@ -840,7 +853,8 @@ static void test_training(void) {
     goes_on(&trainer, &other, &all);
     zero(&config, sizeof config);
     config.epochs = 2, config.batch = 16;
-    if (!WORKS(moe_evaluate(&net, &all.data, MOE_CRITERION_CROSS_ENTROPY, &before, &error)) || !WORKS(moe_fit(&net, &all.data, NULL, &config, &error)) ||
+    if (!WORKS(moe_evaluate(&net, &all.data, MOE_CRITERION_CROSS_ENTROPY, &before, &error)) ||
+        !WORKS(moe_fit(&net, &all.data, NULL, &config, &error)) ||
         !WORKS(moe_evaluate(&net, &all.data, MOE_CRITERION_CROSS_ENTROPY, &after, &error)))
         return;
     CHECK(after.n == ROWS && after.loss < before.loss && after.accuracy > (moe_real)0.5);
@@ -850,7 +864,8 @@ static void test_training(void) {
 
 /* Stochastic stages: the same seed, the same bits. */
 static void test_random(void) {
-    static const layer_row row = {"random", "noise=gaussian noise_sigma=0.5 input=jitter jitter_eps=0.1 d_ff=8 bias_rate=0.01 selection_bias=1"};
+    static const layer_row row = {"random",
+                                  "noise=gaussian noise_sigma=0.5 input=jitter jitter_eps=0.1 d_ff=8 bias_rate=0.01 selection_bias=1"};
     moe_layer layer;
     moe_call call;
     const moe_real *y[3];
@@ -882,6 +897,7 @@ static void test_saved(void) {
     moe_stream stream;
     moe_error error;
     now_testing = "saved";
+    zero(&copy, sizeof copy);
     memory_clear();
     zero(&buffer, sizeof buffer);
     buffer.allocator = allocator;
@@ -892,7 +908,9 @@ static void test_saved(void) {
     CHECK(buffer.size == sizeof portable_file && same_bytes(buffer.data, portable_file, buffer.size));
 #endif
 #ifndef MOE_NO_STDIO
-    if (WORKS(moe_net_save(&net, "portable.tmp", &error)) && WORKS(moe_net_save(&net, "portable.tmp", &error)) /* over the first */ && WORKS(moe_net_load(&copy, "portable.tmp", 0, MOE_KERNELS_AUTO, &allocator, &error))) CHECK(same_nets(&net, &copy));
+    if (WORKS(moe_net_save(&copy, "portable.tmp", &error)) && WORKS(moe_net_save(&net, "portable.tmp", &error)) && /* over the first */
+        WORKS(moe_net_load(&copy, "portable.tmp", 0, MOE_KERNELS_AUTO, &allocator, &error)))
+        CHECK(same_nets(&net, &copy));
     CHECK(remove("portable.tmp") == 0);
     CHECK_STATUS(moe_net_save(&net, "no such folder/portable.tmp", &error), MOE_ERR_IO);
 #endif
@@ -975,9 +993,11 @@ static void test_model(int weights, double most) {
     for (i = 0; i < ROWS; i++) {
         moe_infer_levels(&built.model, all.x + i * INPUTS, levels);
         if (!WORKS(moe_infer(&built.model, weights == MOE_WEIGHTS_FLOAT ? (const void *)(all.x + i * INPUTS) : (const void *)levels,
-                             weights == MOE_WEIGHTS_FLOAT ? (void *)(got + i * CLASSES) : (void *)output, scratch, built.model.scratch_size)))
+                             weights == MOE_WEIGHTS_FLOAT ? (void *)(got + i * CLASSES) : (void *)output, scratch,
+                             built.model.scratch_size)))
             return;
-        for (j = 0; weights != MOE_WEIGHTS_FLOAT && j < CLASSES; j++) got[i * CLASSES + j] = (moe_real)output[j] * (moe_real)built.model.output_scale;
+        for (j = 0; weights != MOE_WEIGHTS_FLOAT && j < CLASSES; j++)
+            got[i * CLASSES + j] = (moe_real)output[j] * (moe_real)built.model.output_scale;
     }
     for (i = 0; i < ROWS; i++) other += relative_error(CLASSES, got + i * CLASSES, y + i * CLASSES) > most * most;
     CHECK(other <= ROWS / 12); /* near a tie of two experts another one may be chosen */
@@ -1053,7 +1073,8 @@ static int write_all(const char *folder) {
     if (!WORKS(make_model(&dense, &classes, MOE_WEIGHTS_INT8, &all.data)) || !WORKS(make_model(&ids, &text, MOE_WEIGHTS_INT4, &data)) ||
         !WORKS(make_model(&plain, &classes, MOE_WEIGHTS_FLOAT, NULL)))
         return 1;
-    if (!write_header(folder, "portable_dense.h", &dense, "portable_dense") || !write_header(folder, "portable_text.h", &ids, "portable_text") ||
+    if (!write_header(folder, "portable_dense.h", &dense, "portable_dense") ||
+        !write_header(folder, "portable_text.h", &ids, "portable_text") ||
         !write_header(folder, "portable_float.h", &plain, "portable_float"))
         return 1;
     lcg = 13;
@@ -1064,7 +1085,9 @@ static int write_all(const char *folder) {
         sum_reals(&s, CLASSES, output);
     }
     total = s.value;
-    fprintf(f, "#include \"portable_dense.h\"\n#include \"portable_text.h\"\n#define PORTABLE_DENSE_HASH %luu\n#define PORTABLE_TEXT_HASH %luu\n#define PORTABLE_FLOAT_SUM %.9g\n",
+    fprintf(f,
+            "#include \"portable_dense.h\"\n#include \"portable_text.h\"\n#define PORTABLE_DENSE_HASH %luu\n#define PORTABLE_TEXT_HASH "
+            "%luu\n#define PORTABLE_FLOAT_SUM %.9g\n",
             (unsigned long)model_hash(&dense.model), (unsigned long)model_hash(&ids.model), total);
     fprintf(f, "#ifndef MOE_NO_FLOAT\n");
     if (!write_bytes(f, &text)) return 1;

@@ -448,7 +448,7 @@ static void test_clashes(void) {
 /* K = 1 with a weight that is always 1. */
 static void test_training_check(void) {
     static const char *const refused[] = {"top_k=1", "top_k=1 weight=softmax", "top_k=1 score=mlp", "top_k=1 score=cosine weight=softmax",
-                                          "n_experts=1 top_k=0"};
+                                          "top_k=1 weight=p_norm", "n_experts=1 top_k=0"};
     static const char *const fine[] = {"top_k=2",
                                        "top_k=1 weight=raw",
                                        "top_k=1 untrained=1",

@@ -27,22 +27,24 @@ plan() {
     echo exclusions
     echo 'no_state'
     echo 'no_state -DMOE_NO_FLOAT'
-    echo 'gcc_analyzer moe.h'
     echo 'gcc_analyzer moe_routers.h'
     echo 'gcc_analyzer moe_kernels.h'
-    echo 'clang_analyzer moe_routers.h -DMOE_NO_TRAIN'
     echo 'clang_analyzer moe_kernels.h'
     for header in $headers; do
         for options in '' -DMOE_REAL=double -DMOE_NO_FLOAT; do echo "tidy $header $options"; done
-        for platform in unix32 unix64 win64 avr8; do echo "cppcheck_on $platform $header"; done
-        echo "cppcheck_on unix64 $header -DMOE_REAL=double"
-        echo "cppcheck_on avr8 $header -DMOE_NO_FLOAT"
+        for platform in unix64 avr8; do echo "cppcheck_on $platform $header"; done
     done
     echo 'eva_reader 24'
     echo 'thread_sanitizer threads gcc'
     echo 'thread_sanitizer parallel gcc'
-    for program in files layer golden; do echo "memory_sanitizer $program"; done
+    for program in files golden; do echo "memory_sanitizer $program"; done
     [ "$all" = 1 ] || return 0
+    echo 'gcc_analyzer moe.h'
+    for header in $headers; do
+        for platform in unix32 win64; do echo "cppcheck_on $platform $header"; done
+        echo "cppcheck_on unix64 $header -DMOE_REAL=double"
+        echo "cppcheck_on avr8 $header -DMOE_NO_FLOAT"
+    done
     for options in -DMOE_REAL=double -DMOE_NO_FLOAT -DMOE_NO_TRAIN; do
         for header in $headers; do
             echo "gcc_analyzer $header $options"
@@ -51,11 +53,9 @@ plan() {
     done
     for header in moe_routers.h moe.h; do echo "clang_analyzer $header"; done
     echo 'eva_reader_sizes 0 32'
-    echo 'eva_reader 64'
-    echo 'eva_reader 120'
     echo 'thread_sanitizer threads clang'
     echo 'thread_sanitizer net gcc'
-    for program in net training attention state metrics models integers int_routers int_scores int_sequences small; do echo "memory_sanitizer $program"; done
+    for program in layer net training attention state metrics models integers int_routers int_scores int_sequences small; do echo "memory_sanitizer $program"; done
 }
 
 # ---- what is known to be no fault ----
@@ -273,7 +273,7 @@ BAD
         sed 's/if (end - \*at < 5 /if (end - *at < 4 /' moe.h 2>/dev/null "$root/moe.h" >h/moe.h
         cp "$root/moe_kernels.h" "$root/moe_routers.h" h
         ! cmp -s h/moe.h "$root/moe.h" || { echo 'the line to change is gone'; return 1; }
-        eva "$PWD/h" 24 || return 1
+        eva "$PWD/h" 16 || return 1
         cp alarms left
         ;;
     thread)
