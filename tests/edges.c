@@ -731,7 +731,8 @@ static void test_models_refused(void) {
     REFUSED(MOE_ERR_ARGUMENT, "multiple of length", moe_model_create(&built, &net, &config, &error));
     bad = data, bad.x = NULL;
     REFUSED(MOE_ERR_ARGUMENT, "x must not be NULL", moe_model_create(&built, &net, &config, &error));
-    config.calibration = &data;
+    config.calibration = &data, config.weights = MOE_WEIGHTS_FLOAT;
+    if (MOE_REAL_IS_DOUBLE) REFUSED(MOE_ERR_UNSUPPORTED, "MOE_REAL is double", moe_model_create(&built, &net, &config, &error));
     for (i = 0; i < 2; i++) { /* a weight that is none, for both kinds; as the net's tensor and as the mixture's */
         moe_real *weight = net.tensors[i == 0 ? 0 : 2].data, saved = *weight;
         config.weights = MOE_WEIGHTS_INT8, *weight = real(HUGE_VAL);
