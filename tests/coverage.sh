@@ -24,7 +24,7 @@ plan() {
     cat <<'PLAN'
 linked float classic
 linked float routers
-linked float fuzz_config 40 7
+linked float fuzz_config 300 7
 inside float small -DMOE_NO_SIMD
 inside float failures -DMOE_NO_SIMD
 linked float int_sequences
