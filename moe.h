@@ -6686,7 +6686,8 @@ static moe_status moei_mixture_fits(const moe_net *net, int criterion, moe_error
     if (last->kind != MOE_MODULE_MIXTURE)
         return moei_error(error, MOE_ERR_CONFIG, "criterion = %s: the net's last module must be a mixture", moei_criterion_names[criterion]);
     if (c->select != MOE_SELECT_DENSE || c->weight != MOE_WEIGHT_RAW || c->scale < MOEI_R(1.0) || c->scale > MOEI_R(1.0) || c->expert_scale || c->capacity_factor > MOEI_R(0.0) ||
-        c->drop_capacity > 0 || c->capacity_bound != MOE_BOUND_NONE || c->apply_to != MOE_APPLY_OUTPUT || last->layer.config.n_shared > 0 || last->layer.config.add_input)
+        c->capacity_factor_eval > MOEI_R(0.0) || c->drop_capacity > 0 || c->capacity_bound != MOE_BOUND_NONE || c->drop_rule != MOE_DROP_RULE_NONE ||
+        c->apply_to != MOE_APPLY_OUTPUT || last->layer.config.n_shared > 0 || last->layer.config.add_input)
         return moei_error(error, MOE_ERR_CONFIG, "module %z (mixture): criterion = %s or expert_temperature needs select = dense and weight = raw, and nothing beside it",
                           net->n_modules - 1, moei_criterion_names[criterion]);
     if (c->expert_temperature > MOEI_R(0.0) && (c->gate != MOE_GATE_SOFTMAX || c->refine != MOE_REFINE_NONE))

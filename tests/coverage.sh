@@ -24,7 +24,7 @@ plan() {
     cat <<'PLAN'
 linked float classic
 linked float routers
-linked float fuzz_config 40 7
+linked float fuzz_config 300 7
 inside float small -DMOE_NO_SIMD
 inside float failures -DMOE_NO_SIMD
 linked float int_sequences
@@ -47,6 +47,7 @@ inside float left_out -
 inside float internals -
 printed
 linked float edges
+linked double edges
 linked float net
 linked float golden tests/golden
 linked float metrics
@@ -135,7 +136,7 @@ gathered() {
     set -- "gcov=$prepared/objects"
     [ ! -d "$prepared/crossed" ] || set -- "$@" "aarch64-linux-gnu-gcov=$prepared/crossed"
     run python3 "$root/tests/coverage.py" gather "$prepared/counts" "$root" "$@" || return
-    [ -z "${COVERAGE:-}" ] || (cd "$caller" && cp "$prepared/counts" "$COVERAGE")
+    [ -z "${COVERAGE:-}" ] || (cd -- "$caller" && cp "$prepared/counts" "$COVERAGE")
 }
 
 high_enough() { python3 "$root/tests/coverage.py" judge "$prepared/counts" "$1" $bars; } # header

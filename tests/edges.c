@@ -731,7 +731,8 @@ static void test_models_refused(void) {
     REFUSED(MOE_ERR_ARGUMENT, "multiple of length", moe_model_create(&built, &net, &config, &error));
     bad = data, bad.x = NULL;
     REFUSED(MOE_ERR_ARGUMENT, "x must not be NULL", moe_model_create(&built, &net, &config, &error));
-    config.calibration = &data;
+    config.calibration = &data, config.weights = MOE_WEIGHTS_FLOAT;
+    if (MOE_REAL_IS_DOUBLE) REFUSED(MOE_ERR_UNSUPPORTED, "MOE_REAL is double", moe_model_create(&built, &net, &config, &error));
     for (i = 0; i < 2; i++) { /* a weight that is none, for both kinds; as the net's tensor and as the mixture's */
         moe_real *weight = net.tensors[i == 0 ? 0 : 2].data, saved = *weight;
         config.weights = MOE_WEIGHTS_INT8, *weight = real(HUGE_VAL);
@@ -1042,6 +1043,354 @@ static void test_model_memory(void) {
     CHECK(made_models >= sizeof model_rows / sizeof *model_rows);
 }
 
+/* ---- rarely used options ---- */
+
+/* Settings that clash, and the words of the refusal. */
+static void test_clashes(void) {
+    static const char *const rows[][2] = {{"score=attentive router_hidden=5 top_k=2", "router_hidden = 5"}, {"select=soft scale=2", "scale = 2"}};
+    moe_net net;
+    moe_attention_config a;
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        const moe_layer_config c = layer_config(rows[i][0]);
+        REFUSED(MOE_ERR_CONFIG, rows[i][1], moe_layer_check(&c, NULL, &error));
+    }
+    memset(&a, 0, sizeof a), a.rotary_base = real(100);
+    CHECK(moe_net_init(&net, WIDTH, MOE_KERNELS_C, NULL) == MOE_OK && moe_net_attention(&net, &a) == MOE_ERR_CONFIG);
+    REFUSED(MOE_ERR_CONFIG, "rotary_base = 100", moe_net_build(&net, 0, 1, &error));
+    moe_net_free(&net);
+}
+
+/* A last mixture that is none of the classical kind. */
+static void test_classical(void) {
+    static const char *const rows[] = {"scale=2", "scale=0.5", "expert_scale=1", "capacity_factor=1", "capacity_factor_eval=1", "drop_capacity=1", "capacity_bound=first", "drop_rule=gshard", "apply_to=input",
+                                       "n_shared=1 d_shared=3", "expert_temperature=2 gate=sigmoid", "expert_temperature=2 refine=similarity", ""};
+    moe_mixture m;
+    moe_real p[4], outputs[12], targets[6], loss[3], d_p[2][4], d_outputs[2][12];
+    int32_t classes[2] = {0, 2};
+    int criterion;
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        moe_net net;
+        moe_trainer trainer;
+        moe_train_config config;
+        moe_layer_config c = layer_config("select=dense weight=raw expert=linear d_out=3");
+        moe_status status;
+        memset(&config, 0, sizeof config);
+        c.d_ff = 0, config.criterion = MOE_CRITERION_EXPECTATION;
+        CHECK(moe_fields_apply(moe_layer_fields(), &c, rows[i], &error) == MOE_OK);
+        CHECK(moe_net_init(&net, WIDTH, MOE_KERNELS_C, NULL) == MOE_OK);
+        status = moe_net_mixture(&net, &c);
+        if (status == MOE_OK) status = moe_net_build(&net, 1, 1, &error);
+        if (status == MOE_OK) status = moe_trainer_init(&trainer, &net, &config, &error);
+        if (!check(status == (rows[i][0] == '\0' ? MOE_OK : MOE_ERR_CONFIG), __LINE__, rows[i])) printf("    %s\n", error.message);
+        if (status == MOE_OK) { /* padding is no sample */
+            moe_data data = samples();
+            moe_call call;
+            const unsigned char mask[TOKENS] = {1, 0, 1, 1, 1, 1};
+            memset(&call, 0, sizeof call);
+            call.mask = mask, data.call = &call;
+            REFUSED(MOE_ERR_ARGUMENT, "padding", moe_trainer_step(&trainer, &data, NULL, &error));
+            moe_trainer_free(&trainer);
+        }
+        moe_net_free(&net);
+    }
+    /* Either gradient alone is the same as both together. */
+    for (i = 0; i < 12; i++) outputs[i] = real((double)i / 7 - 0.6), targets[i % 6] = real(0.3 * (double)i);
+    p[0] = real(0.25), p[1] = real(0.75), p[2] = real(0), p[3] = real(1);
+    memset(&m, 0, sizeof m);
+    m.n = 2, m.experts = 2, m.width = 3, m.p = p, m.outputs = outputs, m.labels = classes, m.targets = targets;
+    for (criterion = 0; criterion < MOE_CRITERION_COUNT; criterion++) {
+        memset(d_p, 0, sizeof d_p), memset(d_outputs, 0, sizeof d_outputs);
+        IS(MOE_OK, moe_mixture_loss(criterion, &m, &loss[0], d_p[0], d_outputs[0], &error));
+        IS(MOE_OK, moe_mixture_loss(criterion, &m, &loss[1], d_p[1], NULL, &error));
+        IS(MOE_OK, moe_mixture_loss(criterion, &m, &loss[2], NULL, d_outputs[1], &error));
+        CHECK(memcmp(d_p[0], d_p[1], sizeof *d_p) == 0 && memcmp(d_outputs[0], d_outputs[1], sizeof *d_outputs) == 0);
+        CHECK(memcmp(&loss[0], &loss[1], sizeof *loss) == 0 && memcmp(&loss[0], &loss[2], sizeof *loss) == 0);
+    }
+}
+
+/* What a step says when a router lacks something. */
+static void test_supplies(void) {
+    static const char *const rows[][2] = {{"refine=attention heads=2 attention_heads=all top_k=2", "attention"},
+                                          {"select=hash table_size=9 top_k=2", "token_ids"},
+                                          {"top_k=2 loss_distill=1", "teacher"}};
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        moe_net net = make_net(rows[i][0], 1);
+        moe_trainer trainer;
+        moe_data data = samples();
+        moe_call call;
+        moe_real square[2 * TOKENS * TOKENS], outputs[2 * TOKENS * WIDTH], teacher[TOKENS * EXPERTS];
+        size_t j;
+        memset(&call, 0, sizeof call);
+        for (j = 0; j < 2 * TOKENS * TOKENS; j++) square[j] = real(1.0 / TOKENS);
+        for (j = 0; j < 2 * TOKENS * WIDTH; j++) outputs[j] = real((double)(j % 5));
+        for (j = 0; j < TOKENS * EXPERTS; j++) teacher[j] = real((double)(j % 3));
+        IS(MOE_OK, moe_trainer_init(&trainer, &net, NULL, &error));
+        REFUSED(MOE_ERR_ARGUMENT, rows[i][1], moe_trainer_step(&trainer, &data, NULL, &error));
+        data.call = &call;
+        REFUSED(MOE_ERR_ARGUMENT, rows[i][1], moe_trainer_step(&trainer, &data, NULL, &error));
+        call.attention_weights = square;
+        REFUSED(MOE_ERR_ARGUMENT, rows[i][1], moe_trainer_step(&trainer, &data, NULL, &error));
+        call.attention_outputs = outputs, call.token_ids = labels, call.teacher = teacher;
+        if (!IS(MOE_OK, moe_trainer_step(&trainer, &data, NULL, &error))) printf("    %s: %s\n", rows[i][0], error.message);
+        CHECK(trainer.steps == 1);
+        memset(&error, 0, sizeof error);
+        moe_trainer_free(&trainer), moe_net_free(&net);
+    }
+}
+
+static moe_net first_module(int kind, int trainable) {
+    moe_net net;
+    moe_attention_config a;
+    memset(&a, 0, sizeof a), a.heads = 2;
+    CHECK(moe_net_init(&net, WIDTH, MOE_KERNELS_C, NULL) == MOE_OK);
+    CHECK((kind == 0 ? moe_net_activation(&net, MOE_ACT_TANH) : kind == 1 ? moe_net_layer_norm(&net) : kind == 2 ? moe_net_attention(&net, &a) : kind == 3 ? moe_net_dropout(&net, real(0)) :
+           kind == 4 ? moe_net_positions(&net, TOKENS) : kind == 5 ? moe_net_rms_norm(&net) : moe_net_feed_forward(&net, NULL)) == MOE_OK);
+    if (kind == 2) {
+        const moe_layer_config c = layer_config("refine=attention heads=2 attention_heads=all causal=1 top_k=2");
+        CHECK(moe_net_mixture(&net, &c) == MOE_OK);
+    }
+    CHECK(moe_net_residual(&net, 1) == MOE_OK && moe_net_linear(&net, CLASSES) == MOE_OK && moe_net_build(&net, trainable, 2, &error) == MOE_OK);
+    return net;
+}
+
+/* Nobody wants the inputs' gradient: those of the tensors are the same bits. What a net has is not brought by the call. */
+static void test_first_modules(void) {
+    int kind;
+    for (kind = 0; kind < 7; kind++) {
+        moe_net net = first_module(kind, 1);
+        moe_call call = call_of(TOKENS, 1);
+        moe_net_pass pass, none;
+        moe_real dy[TOKENS * CLASSES], dx[TOKENS * WIDTH];
+        size_t size, i, numbers = 0;
+        void *work;
+        moe_real *gradients, *values;
+        for (i = 0; i < TOKENS * CLASSES; i++) dy[i] = real((double)(i % 4) - 1.3);
+        memset(dx, 0, sizeof dx), memset(&none, 0, sizeof none);
+        IS(MOE_OK, moe_net_work_size(&net, TOKENS, 1, &size));
+        work = grab(size);
+        for (i = 0; i < net.n_tensors; i++) numbers += net.tensors[i].count;
+        gradients = (moe_real *)grab(numbers * sizeof(moe_real));
+        values = net.tensors[0].gradient; /* all gradients lie behind it */
+        IS(MOE_OK, moe_net_forward(&net, &call, work, size, &pass));
+        IS(MOE_OK, moe_net_backward(&net, &pass, dy, dx));
+        memcpy(gradients, values, net.tensors[0].count * sizeof(moe_real));
+        moe_net_zero_gradients(&net);
+        IS(MOE_OK, moe_net_forward(&net, &call, work, size, &pass));
+        IS(MOE_OK, moe_net_backward(&net, &pass, dy, NULL));
+        CHECK(memcmp(gradients, values, net.tensors[0].count * sizeof(moe_real)) == 0);
+        for (i = 0; i < TOKENS * WIDTH && !(fabs((double)dx[i]) > 0); i++) {}
+        CHECK(i < TOKENS * WIDTH);
+        none.training = 1, none.n_tokens = TOKENS; /* no pass has filled it */
+        IS(MOE_ERR_STATE, moe_net_backward(&net, &none, dy, NULL));
+        IS(MOE_ERR_STATE, moe_net_observe(&net, &none));
+        CHECK(moe_net_routing(&net, &none, 0) == NULL && moe_net_routing(&net, &none, 1) == NULL);
+        call.attention_weights = x;
+        CHECK((moe_net_forward(&net, &call, work, size, &pass) == MOE_ERR_ARGUMENT) == (kind == 2));
+        call.attention_weights = NULL, call.attention_outputs = x;
+        CHECK((moe_net_forward(&net, &call, work, size, &pass) == MOE_ERR_ARGUMENT) == (kind == 2));
+        call.attention_outputs = NULL, call.attention_output = x;
+        CHECK((moe_net_forward(&net, &call, work, size, &pass) == MOE_ERR_ARGUMENT) == (kind == 2));
+        free(work), free(gradients);
+        moe_net_free(&net);
+    }
+}
+
+static void test_odd_calls(void) {
+    moe_layer layer = make_layer("top_k=2", 1);
+    moe_net net = make_net("select=sample top_k=1 loss_distill=1", 1);
+    moe_trainer trainer, none;
+    moe_train_config config;
+    moe_modular modular;
+    moe_data data = samples(), empty = samples();
+    moe_call call = call_of(TOKENS, 1), extra;
+    moe_parallel team;
+    moe_layer_pass pass;
+    moe_arena arena = {x, 10, 20};
+    moe_allocator allocator = moe_arena_allocator(&arena);
+    int32_t choices[TOKENS] = {0, 1, 2, 3, 0, 1};
+    moe_real again[TOKENS * WIDTH];
+    size_t size;
+    void *work;
+    CHECK(allocator.resize(allocator.ctx, NULL, 0, 1) == NULL); /* more used than there is */
+    memset(&team, 0, sizeof team), memset(&config, 0, sizeof config), memset(&modular, 0, sizeof modular), memset(&extra, 0, sizeof extra), memset(&none, 0, sizeof none);
+    IS(MOE_OK, moe_layer_work_size(&layer, TOKENS, 1, &size));
+    work = grab(size);
+    IS(MOE_OK, moe_layer_forward(&layer, &call, y, work, size, &pass));
+    team.threads = 3, call.parallel = &team; /* nobody runs them: one thread */
+    IS(MOE_OK, moe_layer_forward(&layer, &call, again, work, size, &pass));
+    CHECK(memcmp(again, y, sizeof again) == 0);
+    pass.call.training = 0; /* a pass that says so was none for training */
+    IS(MOE_ERR_STATE, moe_layer_backward(&layer, y, NULL, NULL, &pass));
+    IS(MOE_ERR_STATE, moe_layer_backward_experts(&layer, y, y, NULL, NULL, &pass));
+    IS(MOE_ERR_STATE, moe_layer_observe(&layer, &pass));
+    free(work);
+    moe_layer_free(&layer);
+
+    config.batch = TOKENS, config.epochs = 1;
+    empty.n = 0;
+    IS(MOE_OK, moe_trainer_init(&trainer, &net, &config, &error));
+    IS(MOE_OK, moe_modular_init(&modular, &trainer, &error));
+    data.call = &extra;
+    IS(MOE_OK, moe_modular_step(&modular, &data, 0, 1, choices, NULL, &error));
+    CHECK(trainer.steps == 1 && choices[0] == 0);
+    data.call = NULL;
+    moe_modular_free(&modular), moe_trainer_free(&trainer);
+    moe_net_free(&net);
+    net = make_net("top_k=2", 1);
+    IS(MOE_OK, moe_fit(&net, &data, &empty, &config, &error));
+    data.x = NULL;
+    REFUSED(MOE_ERR_ARGUMENT, "x must not be NULL", moe_fit(&net, &data, &empty, &config, &error));
+    REFUSED(MOE_ERR_ARGUMENT, "x must not be NULL", moe_fit(&net, &data, &data, &config, &error));
+    moe_net_free(&net);
+#ifndef MOE_NO_STDIO
+    CHECK(moe_trainer_load(&none, "edges-test", &error) != MOE_OK);
+    memset(&error, 0, sizeof error);
+#endif
+}
+
+/* Weights of choices beyond 32 bits, of both signs; refusals behind another; tensors that are not set. */
+static void test_model_choices(void) {
+    static const char *const exported[] = {"select=dense switch_at=3 switch_from=top_k", "select=positive gate=relu weight=raw l1_controller=1", "capacity_factor=1 top_k=2", "drop_capacity=1 top_k=2",
+                                           "capacity_bound=first top_k=2", "drop_rule=gshard top_k=2", "expert=linear d_ff=0 n_shared=1 d_shared=3 top_k=2", "expert=factorised d_low=3 top_k=2"};
+    moe_data data = samples();
+    moe_model_config config;
+    moe_built_model built;
+    moe_buffer text;
+    moe_stream stream;
+    int weights, huge;
+    size_t i, n_exported = 0;
+    memset(&config, 0, sizeof config), memset(&built, 0, sizeof built), memset(&text, 0, sizeof text);
+    stream = moe_buffer_stream(&text);
+    config.calibration = &data;
+    for (weights = MOE_REAL_IS_DOUBLE ? 1 : 0; weights < MOE_WEIGHTS_COUNT; weights++)
+        for (huge = 0; huge < 2; huge++) {
+            moe_net net = make_net(huge ? "gate=identity select=dense weight=raw scale=1000000" : "gate=identity select=dense weight=raw", 0);
+            moe_choice choices[EXPERTS];
+            moe_real answer[CLASSES];
+            int16_t whole[CLASSES];
+            int8_t levels[WIDTH];
+            unsigned char *scratch;
+            size_t count = 0, above = 0, below = 0;
+            config.weights = weights;
+            if (!CHECK(moe_model_create(&built, &net, &config, &error) == MOE_OK)) printf("    %s\n", error.message);
+            else {
+                scratch = (unsigned char *)grab(built.model.scratch_size);
+                moe_infer_levels(&built.model, x, levels);
+                IS(MOE_OK, moe_infer(&built.model, weights == MOE_WEIGHTS_FLOAT ? (const void *)x : (const void *)levels, weights == MOE_WEIGHTS_FLOAT ? (void *)answer : (void *)whole, scratch,
+                                     built.model.scratch_size));
+                IS(MOE_OK, moe_infer_choices(&built.model, 0, scratch, choices, EXPERTS, &count));
+                CHECK(count == EXPERTS);
+                for (i = 0; i < count; i++) above += choices[i].weight > 0, below += choices[i].weight < 0;
+                CHECK(above > 0 && below > 0);
+                for (i = 0; i < count && huge; i++) CHECK(choices[i].weight == INT32_MAX || choices[i].weight == -INT32_MAX || abs(choices[i].weight) < 1000);
+                free(scratch);
+            }
+            moe_model_free(&built), memset(&built, 0, sizeof built);
+            moe_net_free(&net);
+        }
+    config.calibration = NULL;
+    for (i = 0; i < sizeof refused_nets / sizeof *refused_nets; i++) {
+        moe_net net = make_net(refused_nets[i].settings, 0);
+        config.weights = MOE_WEIGHTS_INT8;
+        if (refused_nets[i].weights != MOE_WEIGHTS_FLOAT) REFUSED(MOE_ERR_ARGUMENT, "calibration", moe_model_create(&built, &net, &config, &error)); /* the first refusal counts */
+        moe_net_free(&net);
+    }
+    config.weights = MOE_WEIGHTS_FLOAT;
+    for (i = 0; i < sizeof exported / sizeof *exported && !MOE_REAL_IS_DOUBLE; i++) {
+        moe_net net = make_net(exported[i], 0);
+        moe_status status = moe_model_create(&built, &net, &config, &error);
+        if (!check(status == MOE_OK || status == MOE_ERR_UNSUPPORTED, __LINE__, exported[i])) printf("    %s\n", error.message);
+        if (status == MOE_OK) {
+            text.size = 0, n_exported++;
+            IS(MOE_OK, moe_export_c(&built, "model", &stream, &error));
+        }
+        moe_model_free(&built), memset(&built, 0, sizeof built);
+        moe_net_free(&net);
+    }
+    CHECK(n_exported >= 4 || MOE_REAL_IS_DOUBLE);
+    if (!MOE_REAL_IS_DOUBLE) {
+        moe_net net = make_net("top_k=2", 0);
+        net.modules[0].tensors[MOE_MODULE_WEIGHT] = NULL;
+        REFUSED(MOE_ERR_ARGUMENT, "tensor weight is not set", moe_model_create(&built, &net, &config, &error));
+        moe_net_free(&net);
+    }
+    memset(&error, 0, sizeof error);
+    moe_buffer_free(&text);
+}
+
+/* Tensors whose sizes lie far apart: a model that runs, or a refusal. */
+static void test_model_ranges(void) {
+    moe_data data = samples();
+    moe_rng rng;
+    size_t row, turn, good = 0, refused = 0;
+    moe_rng_seed(&rng, 21);
+    for (row = 0; row < sizeof model_rows / sizeof *model_rows; row++)
+        for (turn = 0; turn < 10; turn++) {
+            moe_layer_config c = layer_config(model_rows[row]), other = layer_config("n_shared=1 d_shared=3 shared_sigmoid=1 top_k=2");
+            moe_net net;
+            moe_model_config config;
+            moe_built_model built;
+            moe_attention_config a;
+            moe_status status;
+            size_t i, j;
+            memset(&config, 0, sizeof config), memset(&built, 0, sizeof built), memset(&a, 0, sizeof a);
+            CHECK(moe_net_init(&net, WIDTH, MOE_KERNELS_C, NULL) == MOE_OK);
+            a.heads = 2, a.rotary = turn % 2 == 0;
+            if (turn % 3 == 0) CHECK(moe_net_attention(&net, &a) == MOE_OK && moe_net_residual(&net, 1) == MOE_OK);
+            CHECK(moe_net_mixture(&net, &other) == MOE_OK && moe_net_mixture(&net, &c) == MOE_OK && moe_net_linear(&net, CLASSES) == MOE_OK);
+            CHECK(moe_net_build(&net, 0, 9, &error) == MOE_OK);
+            for (i = 0; i < net.n_tensors; i++) {
+                const double factor = pow(10.0, (double)moe_rng_below(&rng, 13) - 6) * (moe_rng_below(&rng, 9) > 0 ? 1 : 0);
+                for (j = 0; j < net.tensors[i].count; j++) net.tensors[i].data[j] = (moe_real)((double)net.tensors[i].data[j] * factor);
+            }
+            data.length = config.length = 3, config.calibration = &data, config.weights = turn % 2 ? MOE_WEIGHTS_INT8 : MOE_WEIGHTS_INT4;
+            status = moe_model_create(&built, &net, &config, &error);
+            if (!check(status == MOE_OK || status == MOE_ERR_OVERFLOW || status == MOE_ERR_NONFINITE || status == MOE_ERR_UNSUPPORTED || status == MOE_ERR_CONFIG, __LINE__, model_rows[row]))
+                printf("    %s: %s\n", moe_status_text(status), error.message);
+            if (status == MOE_OK) {
+                unsigned char *scratch = (unsigned char *)grab(built.model.scratch_size);
+                int8_t levels[WIDTH];
+                int16_t whole[CLASSES];
+                moe_infer_levels(&built.model, x, levels);
+                for (i = 0; i < 3; i++) IS(MOE_OK, moe_infer(&built.model, levels, whole, scratch, built.model.scratch_size));
+                free(scratch);
+                good++;
+            } else refused++;
+            moe_model_free(&built);
+            moe_net_free(&net);
+        }
+    CHECK(good > 20 && good + refused == 10 * row);
+}
+
+/* ---- texts of numbers ---- */
+
+/* Every size of number: its text names it, and reading gives it back. */
+static void test_texts(void) {
+    const moe_field *field = moe_field_find(moe_router_fields(), "scale");
+    moe_router_config c, back;
+    char text[64];
+    int k, set = 0;
+    memset(&c, 0, sizeof c), memset(&back, 0, sizeof back);
+    if (!CHECK(field != NULL)) return;
+    for (k = -330; k <= 309; k++) {
+        const double v = k == 309 ? (double)real(1.7976931348623157e308) : (double)real((k % 2 ? -1.2345678901234567 : 9.8765432109876543) * pow(10.0, k));
+        if (!(fabs(v) < HUGE_VAL) || !moe_is_finite((moe_real)v)) continue;
+        c.scale = (moe_real)v;
+        moe_field_text(field, &c, text, sizeof text);
+        if (!CHECK(!((moe_real)strtod(text, NULL) < c.scale) && !((moe_real)strtod(text, NULL) > c.scale))) printf("    %.17g: %s\n", v, text);
+        if (moe_field_set(moe_router_fields(), &back, "scale", text, NULL) != MOE_OK) continue;
+        set++;
+        CHECK(!(back.scale < c.scale) && !(back.scale > c.scale));
+    }
+    CHECK(set > 5);
+    CHECK(moe_field_set(moe_router_fields(), &back, "scale", "0.00000000000000000000000000000000000000000000000000000000000000000000001e-400", NULL) == MOE_OK && !(back.scale > 0));
+    CHECK(moe_field_set(moe_router_fields(), &back, "scale", "1e400", NULL) != MOE_OK);
+    CHECK(moe_field_set(moe_router_fields(), &back, "scale", "0.0000000001e11", NULL) == MOE_OK && !(back.scale < real(10) ) && !(back.scale > real(10)));
+}
+
 int main(void) {
     fill();
     test_layers();
@@ -1057,6 +1406,14 @@ int main(void) {
     test_layer_sizes();
     test_net_sizes();
     test_model_memory();
+    test_clashes();
+    test_classical();
+    test_supplies();
+    test_first_modules();
+    test_odd_calls();
+    test_model_choices();
+    test_model_ranges();
+    test_texts();
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed > 0;
 }
