@@ -58,6 +58,7 @@ integers      float   few           0.1
 net           float   -             0.5
 quant         float   slow          0.6
 training      float   -             0.9
+edges         float   -             1.0
 layer         float   -             1.1
 theory        float   -             1.2
 kernels       float   few           1.3
@@ -66,10 +67,13 @@ models        float   few           1.7
 export_float  float   few           0.5
 models        float   write         0.1
 files         float   slow          1.8
+fuzz_config   float   few           2
 classic       float   -             2.4
 int_scores    float   few           3.3
 int_sequences float   few           8
 parallel      float   -             3.4
+failures      float   -             4
+robust        float   few           4
 routers       float   few           6
 state         float   few           3
 gradients     double  few           5.5
