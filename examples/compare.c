@@ -1651,7 +1651,7 @@ static int check_all(void) {
         int setting;
         double value;
     } small[] = {{WIDTH, 16}, {CONTEXT, 16},    {BATCH, 4},   {EXPERTS, 4}, {D_FF, 16},
-                 {STEPS, 12}, {EVALUATIONS, 4}, {HELD, 1024}, {RATE, 0.005}};
+                 {STEPS, 32}, {EVALUATIONS, 4}, {HELD, 1024}, {RATE, 0.005}};
     moe_error error;
     csv_path = name, quiet = 1;
     for (size_t i = 0; i < sizeof small / sizeof small[0]; i++) options.s.value[small[i].setting] = small[i].value;
