@@ -897,7 +897,8 @@ static void test_norm(int centred, size_t n, int with_gain) {
     moe_rng rng = {n};
     moe_real *x = make_matrix(&rng, 1, n, n + 1, 0), *dy = make_matrix(&rng, 1, n, n + 1, 0), *gain = make_matrix(&rng, 1, n, n + 1, 0);
     moe_real *y = borrow(n), *dx = borrow(n), *dgain = borrow(n), *dbias = borrow(n), mean = 0, scale = 0;
-    wide wx[70], wgain[70], wy[70], steep;
+    enum { LONGEST_NORM = 600 }; /* the way back takes pieces of 256 */
+    wide wx[LONGEST_NORM], wgain[LONGEST_NORM], wy[LONGEST_NORM], steep;
     size_t i;
     for (i = 0; i < n; i++) {
         dx[i] = dgain[i] = dbias[i] = 2;
@@ -933,6 +934,7 @@ static void test_norms(void) {
     moe_real y[4], mean = 1, scale = 1;
     size_t n;
     for (n = 1; n <= 67; n++) test_norm(0, n, 0), test_norm(0, n, 1), test_norm(1, n, 0), test_norm(1, n, 1);
+    test_norm(0, 300, 1), test_norm(0, 600, 0), test_norm(0, 600, 1);
     moe_layer_norm(4, constant, NULL, NULL, MOEI_R(1e-5), y, &mean, &scale); /* no variance: 0, not NaN */
     NEAR(y[2], 0, 0), NEAR(mean, 3, 0);
     moe_layer_norm(0, NULL, NULL, NULL, MOEI_R(1e-5), NULL, &mean, &scale);

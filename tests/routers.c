@@ -2339,6 +2339,9 @@ static void test_backward_adds(void) {
     CHECK(same_bits(dx, dx2, 48 * sizeof *dx) && same_bits(once[MOE_ROUTER_WEIGHT], twice[MOE_ROUTER_WEIGHT], 32 * sizeof *dx),
           "a second time the same");
     CHECK(moe_route_backward(&b.router, &b.call, &b.routing, twice, NULL, NULL) == MOE_OK, "dx is not wanted");
+    CHECK(moe_route_backward(NULL, &b.call, &b.routing, twice, dx, NULL) == MOE_ERR_ARGUMENT, "no router");
+    CHECK(moe_route_backward(&b.router, NULL, &b.routing, twice, dx, NULL) == MOE_ERR_ARGUMENT, "no call");
+    CHECK(moe_route_backward(&b.router, &b.call, NULL, twice, dx, NULL) == MOE_ERR_ARGUMENT, "no routing");
     for (i = 0; i < 32; i++) good &= near((double)twice[MOE_ROUTER_WEIGHT][i], 2.0 * (double)once[MOE_ROUTER_WEIGHT][i]);
     CHECK(good && !all_zero(twice[MOE_ROUTER_BIAS], 4), "gradients add up");
     free(once[MOE_ROUTER_WEIGHT]), free(twice[MOE_ROUTER_WEIGHT]), free(twice[MOE_ROUTER_BIAS]), free(dx), free(dx2);
