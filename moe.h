@@ -158,7 +158,8 @@
      Numbers that are not finite.   Inputs up to 1e4 in size give finite outputs, losses and gradients of a layer with weights as they are initialised. (A
      gated expert about squares its input's size: in deep nets norms keep it small.) What is infinite or NaN is not repaired: a router that meets it ends
      the call with MOE_ERR_NONFINITE, the trainer refuses such data, losses and gradients, and elsewhere it stays in what is computed from it: its own
-     token's numbers, and with attention later tokens'. Files keep every number as it is. Options that break IEEE arithmetic (-ffast-math) void this and the promises above.
+     token's numbers, and with attention later tokens'. Files keep every number as it is. Options that break IEEE arithmetic (-ffast-math) void this
+     and the promises above.
 
      Threads.   No globals. Reading one layer or net from several threads is safe with work memory per thread; training is for one thread per net.
      One call spreads its experts' work over OpenMP's threads where the compiler has OpenMP on (-fopenmp; OMP_NUM_THREADS=1 keeps it to one), else over
@@ -1151,8 +1152,8 @@ MOE_API moe_status moe_net_save(const moe_net *net, const char *path, moe_error 
 #endif /* MOE_NO_TRAIN */
 
 /* Makes a net from a file in memory; bytes are not needed afterwards. trainable, kernels and allocator as in build and init. Numbers of
-   any type are converted; infinities and NaN are read as such. The file may come from a stranger: names and shapes are compared with the configuration before memory for
-   tensors is taken, so n bytes take at most (1 + 2 sizeof(moe_real)) n bytes of memory and 12 KiB for each module and for 8 more; n bytes
+   any type are converted; infinities and NaN are read as such. The file may come from a stranger: names and shapes are compared with
+   the configuration before memory for tensors is taken, so n bytes take at most (1 + 2 sizeof(moe_real)) n bytes of memory and 12 KiB for each module and for 8 more; n bytes
    describe n / 22 modules at most. Errors: those of moe_file_open and of the module calls; MOE_ERR_FORMAT (no configuration, or it is
    malformed, or that of a layer), MOE_ERR_UNSUPPORTED (another format, an unknown key, unless it begins with "_", or a tensor too many,
    unless its name begins with "trainer.": the file may be a checkpoint), MOE_ERR_NOT_FOUND (a tensor too few), MOE_ERR_SHAPE; error names
