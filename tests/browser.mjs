@@ -156,7 +156,7 @@ const browser = await chromium.launchPersistentContext(profile, {
 });
 try {
     const page = browser.pages()[0] ?? await browser.newPage();
-    page.setDefaultTimeout(60000);
+    page.setDefaultTimeout(30000);
     await page.route(/^(https?|wss?|ftp):/, (route) => route.abort());
     listen(page);
     await open(page);
@@ -172,7 +172,7 @@ try {
     none('console', errors);
     none('network', requests.map((url) => `asks for ${url}`));
 } catch (error) {
-    check('works', false, String(error.stack ?? error));
+    check('works', false, String(error.stack ?? error).split('\n').filter((line) => !/^\S*\s+- |×/.test(line)).join('\n'));
 } finally {
     await browser.close();
     await rm(profile, { recursive: true, force: true, maxRetries: 5 });

@@ -99,6 +99,7 @@ TEXT
 prepare() {
     shots=${shots:-$prepared/shots}
     mkdir -p "$shots" "$prepared/pages"
+    [ -n "$pages" ] || sh examples/run web -o "$prepared/web.html" >"$prepared/web.log" 2>&1
     [ -d "$modules/node_modules/playwright-core" ] && [ -d "$modules/node_modules/axe-core" ] && return 0
     setup_tool npm || return 0 # the checks say what is missing
     new=$modules.$$
@@ -117,6 +118,7 @@ plan() {
         return
     fi
     everywhere control
+    everywhere web
     number=0
     faults | while read -r rule width scheme _; do
         number=$((number + 1))
@@ -150,6 +152,16 @@ page() { # file width scheme [scenario]
     look "$@" && passed_all looked && return 0
     grep -v '^ok: ' looked
     return 1
+}
+
+# The page of examples/web, worked by tests/web.mjs.
+web() { # width scheme
+    needs_browser
+    if ! [ -f "$prepared/web.html" ]; then
+        cat "$prepared/web.log"
+        return 1
+    fi
+    page "$prepared/web.html" "$@" "$root/tests/web.mjs"
 }
 
 control() { # width scheme
