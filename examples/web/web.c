@@ -37,6 +37,7 @@ typedef struct web_settings {
 typedef struct web_model {
     web_settings made; /* of what */
     moe_net net;
+    moe_net shown; /* what net was when the map was begun: a map is made in many calls, between which net goes on learning */
     moe_trainer trainer;
     moe_rng order; /* which points come next */
     int mixture;   /* its place in the net */
@@ -135,6 +136,7 @@ WEB(void, web_set)(int preset, int experts, int top_k, int width, int features, 
 static void free_model(web_model *m) {
     moe_trainer_free(&m->trainer);
     moe_net_free(&m->net);
+    moe_net_free(&m->shown);
     free(m->work);
     m->work = NULL;
 }
@@ -151,20 +153,25 @@ static moe_status configure(moe_layer_config *config) {
 }
 
 /* features: input -> linear, gelu -> mixture -> linear -> classes; else without the first two. */
+static moe_status build_net(moe_net *net, const moe_layer_config *config, int trainable) {
+    moe_net_init(net, D_IN, MOE_KERNELS_AUTO, NULL);
+    if (settings.features) moe_net_linear(net, settings.width);
+    if (settings.features) moe_net_activation(net, MOE_ACT_GELU);
+    moe_net_mixture(net, config);
+    moe_net_linear(net, CLASSES);
+    return moe_net_build(net, trainable, settings.seed, &error);
+}
+
 static moe_status build(web_model *m) {
     moe_layer_config config;
     moe_train_config training;
     moe_status status = configure(&config);
     if (status != MOE_OK) return status;
     m->made = settings;
+    m->mixture = settings.features ? 2 : 0;
     memset(&training, 0, sizeof training);
-    moe_net_init(&m->net, D_IN, MOE_KERNELS_AUTO, NULL);
-    if (settings.features) moe_net_linear(&m->net, settings.width);
-    if (settings.features) moe_net_activation(&m->net, MOE_ACT_GELU);
-    m->mixture = (int)m->net.n_modules;
-    moe_net_mixture(&m->net, &config);
-    moe_net_linear(&m->net, CLASSES);
-    status = moe_net_build(&m->net, 1, settings.seed, &error);
+    status = build_net(&m->net, &config, 1);
+    if (status == MOE_OK) status = build_net(&m->shown, &config, 0);
     training.batch = BATCH, training.rate = settings.rate, training.clip = 1, training.seed = settings.seed + 1;
     if (status == MOE_OK) status = moe_trainer_init(&m->trainer, &m->net, &training, &error);
     if (status == MOE_OK) status = moe_net_work_size(&m->net, CALL, 0, &m->work_size);
@@ -205,13 +212,13 @@ static moe_status step(web_model *m, int n, moe_step *seen) {
     return moe_trainer_step(&m->trainer, &data, seen, &error);
 }
 
-static moe_status forward(web_model *m, const moe_real *x, int n, moe_net_pass *pass) {
+static moe_status forward(web_model *m, const moe_net *net, const moe_real *x, int n, moe_net_pass *pass) {
     moe_call call;
     moe_rng rng;
     moe_rng_seed(&rng, m->made.seed + 3);
     memset(&call, 0, sizeof call);
     call.n_tokens = (size_t)n, call.x = x, call.rng = &rng;
-    return moe_net_forward(&m->net, &call, m->work, m->work_size, pass);
+    return moe_net_forward(net, &call, m->work, m->work_size, pass);
 }
 
 /* Whether a net with these settings can be made, trained and asked: one step and one call on a few points. Its parts are gone afterwards. */
@@ -233,7 +240,7 @@ WEB(int, web_try)(void) {
     }
     status = build(&m);
     if (status == MOE_OK) status = step(&m, 4, NULL);
-    if (status == MOE_OK) status = forward(&m, x, 4, &pass);
+    if (status == MOE_OK) status = forward(&m, &m.net, x, 4, &pass);
     free_model(&m);
     memcpy(points, kept, sizeof kept), memcpy(labels, kept_labels, sizeof kept_labels);
     return (int)told(status);
@@ -346,7 +353,7 @@ WEB(int, web_measure)(int n) {
     for (at = 0; at < n && status == MOE_OK; at += count) {
         count = n - at < CALL ? n - at : CALL;
         for (i = 0; i < count; i++) input(x + i * D_IN, (double)points[2 * (at + i)], (double)points[2 * (at + i) + 1]);
-        status = forward(&model, x, count, &pass);
+        status = forward(&model, &model.net, x, count, &pass);
         if (status == MOE_OK) status = moe_metrics_add(&metrics, moe_net_routing(&model.net, &pass, (size_t)model.mixture), NULL, labels + at);
         if (status != MOE_OK) break;
         add_weights(weights, moe_net_routing(&model.net, &pass, (size_t)model.mixture));
@@ -381,7 +388,12 @@ static void keep_cell(int cell, const moe_routing *routing, size_t t) {
     map_first[cell] = (unsigned char)(first < 0 ? 255 : first);
 }
 
-/* Cells from..from+CALL-1 of the map, in an order that spreads every call over the whole plane: some routers look at the other points of a call. n: the
+static void copy_values(const moe_net *from, moe_net *to) {
+    size_t i;
+    for (i = 0; i < from->n_tensors; i++) memcpy(to->tensors[i].data, from->tensors[i].data, from->tensors[i].count * sizeof(moe_real));
+}
+
+/* Cells from..from+CALL-1 of the map of the net as it was in the call with from = 0, in an order that spreads every call over the whole plane: some routers look at the other points of a call. n: the
    points whose classes occur. */
 WEB(int, web_map)(int from, int n) {
     moe_real x[CALL * D_IN];
@@ -392,14 +404,15 @@ WEB(int, web_map)(int from, int n) {
     int i;
     error.message[0] = '\0';
     find_classes(n, present);
+    if (status == MOE_OK && from == 0) copy_values(&model.net, &model.shown);
     for (i = 0; i < CALL; i++) {
         const int cell = (from + i) * SCATTER % CELLS;
         input(x + i * D_IN, (2 * (cell % SIDE) + 1) / (double)SIDE - 1, 1 - (2 * (cell / SIDE) + 1) / (double)SIDE);
     }
-    if (status == MOE_OK) status = forward(&model, x, CALL, &pass);
+    if (status == MOE_OK) status = forward(&model, &model.shown, x, CALL, &pass);
     for (i = 0; i < CALL && status == MOE_OK; i++) {
         const int cell = (from + i) * SCATTER % CELLS;
-        keep_cell(cell, moe_net_routing(&model.net, &pass, (size_t)model.mixture), (size_t)i);
+        keep_cell(cell, moe_net_routing(&model.shown, &pass, (size_t)model.mixture), (size_t)i);
         map_class[cell] = (unsigned char)answer(pass.y + i * CLASSES, present, &sure);
         map_sure[cell] = (unsigned char)(255 * sure);
     }
