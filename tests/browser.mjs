@@ -156,7 +156,7 @@ const browser = await chromium.launchPersistentContext(profile, {
 });
 try {
     const page = browser.pages()[0] ?? await browser.newPage();
-    page.setDefaultTimeout(30000);
+    page.setDefaultTimeout(90000);
     await page.route(/^(https?|wss?|ftp):/, (route) => route.abort());
     listen(page);
     await open(page);

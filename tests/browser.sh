@@ -119,6 +119,7 @@ plan() {
     fi
     everywhere control
     everywhere web
+    echo 'clean_c'
     number=0
     faults | while read -r rule width scheme _; do
         number=$((number + 1))
@@ -157,11 +158,25 @@ page() { # file width scheme [scenario]
 # The page of examples/web, worked by tests/web.mjs.
 web() { # width scheme
     needs_browser
+    [ -f "$prepared/web.html" ] || needs wasm-ld
     if ! [ -f "$prepared/web.html" ]; then
         cat "$prepared/web.log"
         return 1
     fi
     page "$prepared/web.html" "$@" "$root/tests/web.mjs"
+}
+
+# The page's program has no warning, and its constants are those of the page.
+clean_c() {
+    setup_stb_flag "$CC"
+    # shellcheck disable=SC2046
+    run ${CC%% *} $(strict_flags "$CC") -DMOE_NO_SIMD -I"$root" ${stb_flag:+-I"$stb_flag"} -fsyntax-only "$root/examples/web/web.c" || return 1
+    {
+        sed -n 's/^enum { \(STEPS, .*, LOADS\),$/\1/p' "$root/examples/web/web.c" | tr -d ' ' | tr ',' '\n' | awk '{ print $1 " = " NR - 1 }'
+        sed -n 's/^enum { MAX_POINTS = \(.*\) };.*/\1/p' "$root/examples/web/web.c" | tr ',' '\n' | sed 's/^ //'
+    } >program
+    sed -n '/^const STEPS = /,/^$/p' "$root/examples/web/page.html" | grep -oE '[A-Z_]+ = [0-9]+' >page
+    [ "$(wc -l <page)" -ge 15 ] && empty 'page.html has other numbers than web.c:' "$(grep -vxF -f program page)"
 }
 
 control() { # width scheme
