@@ -171,6 +171,10 @@
 #ifndef MOE_H
 #define MOE_H
 
+#if MOE_VERSION_MAJOR != 0 || MOE_VERSION_MINOR != 1 || MOE_VERSION_PATCH != 0
+#error "moe: this is moe.h of version 0.1.0, and moe_kernels.h is of another: copy all headers of one version"
+#endif
+
 /* In the double build every public function carries the suffix _f64; see moe_kernels.h. */
 #if MOE_REAL_IS_DOUBLE
 #define moe_arena_allocator moe_arena_allocator_f64

@@ -30,6 +30,7 @@
      MOE_STATIC           everything private to this file; implies MOE_IMPLEMENTATION               no
      MOE_REAL             type of all numbers: float (default) or double; in double every public    yes; a mismatch does not link
                           function's symbol ends in _f64 and only the plain C kernels exist
+     MOE_NO_MATCH         leaves out the reference by which files of different versions do not link no
      MOE_NO_SIMD          compiles the plain C kernels only                                         no: read by the implementation
      MOE_NO_AVX512        compiles no kernels for AVX-512                                           no: read by the implementation
      MOE_NO_QUANT         leaves out int8 and int4 weights                                          yes, or calls do not link
@@ -279,6 +280,45 @@ typedef MOE_REAL moe_real;
 
 /* Version of the compiled implementation, "major.minor.patch"; a constant string. Thread-safe. */
 MOE_API const char *moe_version(void);
+
+/* Files that were compiled with headers of different versions, or with another MOE_REAL, do not link: the file with the implementation defines a
+   constant whose name says what its headers are, all others refer to the one of theirs. "undefined reference to moe_headers_are_of_version_0_1_0"
+   means that the implementation is of another version, or that there is none. MOE_NO_MATCH leaves the reference out. It takes no memory where
+   the linker removes what is not used. */
+#if !defined(MOE_STATIC)
+#if defined(__AVR__) && defined(MOE_NO_PROGMEM)
+#define MOEI_MATCH_PROGMEM _no_progmem
+#else
+#define MOEI_MATCH_PROGMEM
+#endif
+#if MOE_REAL_IS_DOUBLE
+#define MOEI_MATCH_REAL _f64
+#else
+#define MOEI_MATCH_REAL
+#endif
+#define MOEI_MATCH_VERSION MOEI_JOIN(MOEI_JOIN(MOE_VERSION_MAJOR, MOEI_JOIN(_, MOE_VERSION_MINOR)), MOEI_JOIN(_, MOE_VERSION_PATCH))
+#define MOEI_MATCH MOEI_JOIN(moe_headers_are_of_version_, MOEI_JOIN(MOEI_MATCH_VERSION, MOEI_JOIN(MOEI_MATCH_PROGMEM, MOEI_MATCH_REAL)))
+extern const unsigned char MOEI_MATCH;
+#if !defined(MOE_NO_MATCH) && defined(_MSC_VER) /* here the linker compares */
+#if MOE_REAL_IS_DOUBLE
+#pragma detect_mismatch("moe_headers_are_of_version", MOE_VERSION "_f64")
+#else
+#pragma detect_mismatch("moe_headers_are_of_version", MOE_VERSION)
+#endif
+#elif !defined(MOE_NO_MATCH) && !defined(MOE_IMPLEMENTATION)
+#if defined(__has_attribute) && defined(__linux__) && defined(__ELF__)
+#if __has_attribute(__retain__)
+#define MOEI_MATCH_KEPT __attribute__((__used__, __retain__))
+#endif
+#endif
+#if !defined(MOEI_MATCH_KEPT) && defined(__GNUC__)
+#define MOEI_MATCH_KEPT __attribute__((__used__))
+#elif !defined(MOEI_MATCH_KEPT)
+#define MOEI_MATCH_KEPT
+#endif
+static const unsigned char *const moei_match MOEI_MATCH_KEPT = &MOEI_MATCH;
+#endif
+#endif
 
 /* ---- status codes ---------------------------------------------------------------------------------------------- */
 
@@ -1437,6 +1477,10 @@ extern "C" {
 #endif
 
 /* ==== version, status codes, bits ======================================================================================== */
+
+#if !defined(MOE_STATIC)
+const unsigned char MOEI_MATCH = 1;
+#endif
 
 const char *moe_version(void) {
     return MOE_VERSION;

@@ -92,6 +92,10 @@
 #ifndef MOE_ROUTERS_H
 #define MOE_ROUTERS_H
 
+#if MOE_VERSION_MAJOR != 0 || MOE_VERSION_MINOR != 1 || MOE_VERSION_PATCH != 0
+#error "moe: this is moe_routers.h of version 0.1.0, and moe_kernels.h is of another: copy all headers of one version"
+#endif
+
 #if MOE_REAL_IS_DOUBLE
 #define moe_field_find moe_field_find_f64
 #define moe_field_set moe_field_set_f64
