@@ -29,14 +29,16 @@ plan() {
             echo "plusplus $compiler $real"
         done
         echo "tiny tcc $real"
-        echo "units gcc $real"
-        echo "static_units gcc $real"
+        echo "units tcc $real"
+        echo "static_units tcc $real"
     done
+    echo 'units gcc float'
+    echo 'static_units gcc float'
     echo 'static_units g++ float'
-    echo 'later gcc'
+    echo 'later tcc'
     echo 'first_program gcc'
     echo 'first_program g++'
-    for compiler in gcc g++; do
+    for compiler in tcc g++; do
         echo "user_stb $compiler before"
         echo "user_stb $compiler after"
         echo "user_stb $compiler around"

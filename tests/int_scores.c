@@ -223,9 +223,11 @@ static void compare_logits(const moe_built_model *b, int mixture, const moe_rout
 static int32_t ids[ROWS]; /* all 0, for routers that hash them */
 static moe_real calibration[ROWS * WIDEST], fresh[FRESH * WIDEST];
 
+static double shrink = 1; /* the size of what draw draws */
+
 static void draw(moe_real *x, size_t n, size_t d) {
     size_t i;
-    for (i = 0; i < n * d; i++) x[i] = gauss();
+    for (i = 0; i < n * d; i++) x[i] = (moe_real)(shrink * (double)gauss());
 }
 
 static moe_status create(const trial *t, const moe_net *net, moe_built_model *built, moe_error *error) {
@@ -462,6 +464,29 @@ static void test_random(int wanted) {
     CHECK(made == wanted, "random layers");
 }
 
+/* ---- short tokens: a direction does not depend on the length ---- */
+
+static void test_short(void) {
+    trial t;
+    outcome o;
+    moe_net net;
+    moe_built_model built;
+    moe_error error;
+    memset(&t, 0, sizeof t), memset(&o, 0, sizeof o), memset(&built, 0, sizeof built);
+    sprintf(t.name, "grap_cosine, short tokens");
+    t.layers = 1, t.d = 32, t.weights = MOE_WEIGHTS_INT8;
+    t.layer[0].router.d_model = 32, t.layer[0].router.n_experts = 8, t.layer[0].router.top_k = 2, t.layer[0].expert = MOE_EXPERT_MLP, t.layer[0].d_ff = 16;
+    t.layer[0].router.score = MOE_SCORE_GRAP, t.layer[0].router.grap_cosine = 1;
+    if (!CHECK(build(&t, &net, &error) == MOE_OK, t.name)) return;
+    shrink = 0.05; /* so short that a 1 beside their squares would show */
+    draw(calibration, ROWS, (size_t)t.d);
+    if (CHECK(create(&t, &net, &built, &error) == MOE_OK, t.name)) compare(&t, &net, &built, &o);
+    shrink = 1;
+    CHECK(o.rows == FRESH && relative(o.w_error, o.w_size) < 0.02, t.name);
+    if (shows) printf("%-44s weights %.4f\n", t.name, relative(o.w_error, o.w_size));
+    moe_model_free(&built), moe_net_free(&net);
+}
+
 /* ---- a previous mixture that may choose nobody ---- */
 
 static void test_nobody(void) {
@@ -645,6 +670,7 @@ int main(int argc, char **argv) {
     test_loading(argc > 1 && strcmp(argv[1], "few") == 0 ? 10 : 40);
     test_printing();
     test_refusals();
+    test_short();
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed > 0;
 }

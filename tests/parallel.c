@@ -358,6 +358,12 @@ static void test_scored_types(void) {
     check_type(&s, MOE_TYPE_Q8_BLOCK, 0.5, "a norm as score, in int8");
 #endif
     end(&s);
+#ifndef MOE_NO_QUANT
+    c.router.score = MOE_SCORE_COMPETITION, c.router.norm_node = 0, c.router.gate = MOE_GATE_IDENTITY, c.router.weight = MOE_WEIGHT_RAW;
+    if (!CHECK(begin(&s, &c, 60), "begin")) return;
+    check_type(&s, MOE_TYPE_Q8, 0.3, "outputs as scores, in int8"); /* each expert's second product reads rows of its own */
+    end(&s);
+#endif
 }
 
 /* ---- what may go wrong ------------------------------------------------------------------------------------------------------------------ */
