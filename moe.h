@@ -148,6 +148,10 @@
      Memory.   Objects that own memory take it from a moe_allocator (NULL: the standard heap) and say so; forward and backward work in the caller's memory and
      allocate nothing. Work sizes come from the function that also lays the memory out, so they are exact.
 
+     Pointers.   Every moe_error may be NULL, every moe_allocator (the standard heap) and every configuration of which {0} is a valid one and that says so;
+     what else may be NULL is said with the function or field. Where another pointer is NULL, a call that returns moe_status answers MOE_ERR_ARGUMENT
+     (moe_layer_slot does not look), and one that frees does nothing.
+
      Errors.   Every call that can fail returns a moe_status; 0 is success. Calls that check a configuration or read a file also fill a moe_error:
      one line that names the field or byte and the value. A failed call leaves its objects as they were. Nothing aborts or prints.
 
@@ -370,7 +374,7 @@ MOE_API void moe_buffer_free(moe_buffer *buffer);
 MOE_API moe_status moe_file_read(const char *path, moe_buffer *buffer, moe_error *error);
 /* Calls write_contents(ctx, stream) on a new file beside path ("path.tmp0", or the next free number), flushes it and renames it
    over path; when anything fails, path still holds what it held before and the new file is removed. When write_contents itself
-   fails, its status comes back, and what it put into error (if it holds the same one) stays. The new file has default permissions;
+   fails, its status comes back, and what it put into error (if it holds the same one) stays; else MOE_ERR_IO. The new file has default permissions;
    a symbolic link at path is replaced, not followed. */
 MOE_API moe_status moe_file_replace(const char *path, moe_status (*write_contents)(void *ctx, moe_stream *stream), void *ctx,
                                     moe_error *error);
@@ -378,6 +382,7 @@ MOE_API moe_status moe_file_replace(const char *path, moe_status (*write_content
 
 /* ---- tensors ------------------------------------------------------------------------------------------------------------- */
 
+/* Room for a tensor's name, its end included. */
 enum { MOE_NAME_SIZE = 64 };
 
 /* One named parameter: row-major, shape[0] slowest. data and gradient belong to whoever made the object. */
@@ -399,6 +404,7 @@ enum {
     MOE_DTYPE_U64, MOE_DTYPE_U32, MOE_DTYPE_U16, MOE_DTYPE_U8, MOE_DTYPE_BOOL, MOE_DTYPE_COUNT
 };
 
+/* The most dimensions of a tensor in a file. */
 enum { MOE_FILE_MAX_DIMS = 8 };
 
 /* The most tensors, and the most metadata entries, that a file may have: it bounds the time that a hostile file can take. */
@@ -536,10 +542,12 @@ typedef struct moe_layer {
 /* Describes tensor `slot` of a checked configuration. MOE_ERR_NOT_FOUND when this configuration has none there, MOE_ERR_OVERFLOW. */
 MOE_API moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_slot *out);
 
-/* Checks config and makes a layer without tensors and without memory; set layer->tensors (moe_layer_slot tells the shapes). */
+/* Checks config and makes a layer without tensors and without memory; set layer->tensors (moe_layer_slot tells the shapes). Errors as moe_layer_check;
+   MOE_ERR_UNSUPPORTED: these kernels cannot run here; MOE_ERR_OVERFLOW. On failure *layer is untouched. */
 MOE_API moe_status moe_layer_init(moe_layer *layer, const moe_layer_config *config, moe_error *error);
 /* Checks config and makes a layer that owns its tensors (moe_layer_free) and, with trainable = 1, their gradients, set to 0. The
-   tensors start at random from seed: by a moe_rng seeded with it, so draw data from another seed. allocator NULL: the standard heap. On failure *layer is untouched. */
+   tensors start at random from seed: by a moe_rng seeded with it, so draw data from another seed. allocator NULL: the standard heap. Errors as moe_layer_init;
+   MOE_ERR_MEMORY. On failure *layer is untouched. */
 MOE_API moe_status moe_layer_create(moe_layer *layer, const moe_layer_config *config, int trainable, uint64_t seed, const moe_allocator *allocator,
                                     moe_error *error);
 /* Gives back what create took; {0} and a second call are harmless. */
@@ -626,13 +634,14 @@ MOE_API moe_status moe_layer_backward_experts(const moe_layer *layer, const moe_
 MOE_API moe_status moe_layer_observe(moe_layer *layer, const moe_layer_pass *pass);
 MOE_API moe_status moe_layer_advance(moe_layer *layer);
 /* Writes configuration and tensors to a safetensors file; moe_layer_load reads it into a new layer with tensors of its own. A failed save
-   leaves the old file, a failed load *layer, as it was. */
+   leaves the old file, a failed load *layer, as it was. Errors as moe_file_write; a file's also as moe_file_replace. */
 MOE_API moe_status moe_layer_write(const moe_layer *layer, moe_stream *stream, moe_error *error);
 #ifndef MOE_NO_STDIO
 MOE_API moe_status moe_layer_save(const moe_layer *layer, const char *path, moe_error *error);
 #endif
 #endif
-/* Makes a layer from a file in memory; bytes are not needed afterwards. trainable and allocator as in create. */
+/* Makes a layer from a file in memory; bytes are not needed afterwards. trainable and allocator as in create. Errors as moe_net_read, a file's also as
+   moe_file_read. */
 MOE_API moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_allocator *allocator, moe_error *error);
 #ifndef MOE_NO_STDIO
 MOE_API moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, const moe_allocator *allocator, moe_error *error);
@@ -785,8 +794,8 @@ MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int tr
    x may hold infinities and NaN: mixtures and feed_forwards (these in padding too) end the call with MOE_ERR_NONFINITE, in the other modules they stay in
    their token's row, and attention takes them to the tokens that see it, to the bit no others. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
-/* Whether the net can decode token by token: no attention is full, and all mixture layers pass moe_router_check_decoding; error names the first
-   module that cannot. */
+/* Whether the net can decode token by token: no attention is full, and all mixture layers pass moe_router_check_decoding. MOE_ERR_UNSUPPORTED: error
+   names the first module that cannot. */
 MOE_API moe_status moe_net_check_decoding(const moe_net *net, moe_error *error);
 /* The routing of module i in a pass, or NULL when module i is not a mixture or not there. */
 MOE_API const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass, size_t i);
@@ -1124,8 +1133,8 @@ MOE_API moe_status moe_hme_create(moe_hme *hme, const moe_hme_config *config, ui
                                   moe_error *error);
 /* Gives back what create took; {0}, NULL and a second call are harmless. */
 MOE_API void moe_hme_free(moe_hme *hme);
-/* y [n,C] = sum_i g_i sum_j g_{j|i} y_ij for x [n,d], the mean or class probabilities. Errors, of the calls below too: MOE_ERR_STATE (not
-   created), MOE_ERR_ARGUMENT (an array is missing, a label is out of range), MOE_ERR_NONFINITE (x, a target, or a result),
+/* y [n,C] = sum_i g_i sum_j g_{j|i} y_ij for x [n,d], the mean or class probabilities. Errors, of this and the next calls up to moe_hme_gradient:
+   MOE_ERR_STATE (not created), MOE_ERR_ARGUMENT (an array is missing, a label is out of range), MOE_ERR_NONFINITE (x, a target, or a result),
    MOE_ERR_OVERFLOW; error names row and value. After a failure the arrays of results are unspecified, *log_likelihood and *hme as they
    were. None allocates. */
 MOE_API moe_status moe_hme_predict(const moe_hme *hme, size_t n, const moe_real *x, moe_real *y, moe_error *error);
@@ -1251,6 +1260,7 @@ typedef struct moe_model {
     size_t multiplications;   /* multiply-accumulates of one call at most */
 } moe_model;
 
+/* What moe_model.version must be: it changes when what models hold does. */
 #define MOE_MODEL_VERSION 1
 
 /* One call of a model at work; on the stack of moe_infer. */
@@ -1284,16 +1294,17 @@ MOE_API void moe_int_op_attention(const moe_int_op *op, moe_int_run *run); /* ou
 /* of routers */
 MOE_API void moe_int_op_unit(const moe_int_op *op, moe_int_run *run); /* out = in / |in| */
 MOE_API void moe_int_op_cluster(const moe_int_op *op, moe_int_run *run); /* out = in * the row of a table that the previous mixture's choices mean */
-MOE_API void moe_int_op_norm_l1(const moe_int_op *op, moe_int_run *run); /* out_e = a norm of in, which the next k operations have made of expert e */
-MOE_API void moe_int_op_norm_l2(const moe_int_op *op, moe_int_run *run);
-MOE_API void moe_int_op_norm_linf(const moe_int_op *op, moe_int_run *run);
+MOE_API void moe_int_op_norm_l1(const moe_int_op *op, moe_int_run *run); /* out_e = a norm of in, which the next k operations have made of expert e: the sum of the sizes */
+MOE_API void moe_int_op_norm_l2(const moe_int_op *op, moe_int_run *run); /* the same with the square root of the sum of squares */
+MOE_API void moe_int_op_norm_linf(const moe_int_op *op, moe_int_run *run); /* the same with the largest */
 MOE_API void moe_int_op_match(const moe_int_op *op, moe_int_run *run); /* out_e = in . other, in made likewise */
 /* of a mixture's experts and shared expert */
 MOE_API void moe_int_op_weigh(const moe_int_op *op, moe_int_run *run); /* out = weight * in; what follows has weight 1 */
 MOE_API void moe_int_op_weight(const moe_int_op *op, moe_int_run *run); /* what follows has the weight in_0 */
 MOE_API void moe_int_op_accumulate(const moe_int_op *op, moe_int_run *run); /* sum out += weight * in */
 MOE_API void moe_int_op_rest(const moe_int_op *op, moe_int_run *run); /* sum out += (1 - the sum of the chosen experts' weights) * in */
-/* What moe_model.run and moe_model.choices are: integer and float models. */
+/* What moe_model.run and moe_model.choices are: integer and float models. moe_infer and moe_infer_choices call them, and errors are as there; here
+   pointers are not looked at. */
 MOE_API moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
 MOE_API moe_status moe_int_model_choices(const moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
 #ifndef MOE_NO_FLOAT

@@ -123,6 +123,9 @@
    them: moe_pack makes them once, moe_matmul_packed multiplies, with the bits of moe_matmul. While a tile is computed the panel after it is
    fetched; a left operand of up to 192 rows passes in pieces that stay in the second-level cache (512 KiB are counted on).
 
+   Pointers. k, a table of kernels, may be NULL everywhere: plain C. What else may be NULL is said with the function. Any other pointer points to as
+   many numbers as are asked for; the calls here do not look whether it is NULL, but for those that say so (MOE_ERR_ARGUMENT).
+
    Threads. There is no mutable state: any number of threads may call anything at once on their own outputs. A moe_rng belongs to
    one thread at a time. moe_parallel is how a caller lends threads to the calls of moe.h.
 
@@ -145,6 +148,7 @@
 
 /* ---- version ------------------------------------------------------------------------------------------------ */
 
+/* The version of these headers, as numbers and as text; moe_version() is that of the compiled code. */
 #define MOE_VERSION_MAJOR 0
 #define MOE_VERSION_MINOR 1
 #define MOE_VERSION_PATCH 0
@@ -160,6 +164,7 @@
 #define MOEI_REAL_double 2
 #define MOEI_JOIN_(a, b) a##b
 #define MOEI_JOIN(a, b) MOEI_JOIN_(a, b)
+/* 1 in the double build, else 0. */
 #if MOEI_JOIN(MOEI_REAL_, MOE_REAL) == 2
 #define MOE_REAL_IS_DOUBLE 1
 #elif MOEI_JOIN(MOEI_REAL_, MOE_REAL) == 1
@@ -193,6 +198,7 @@
 #error "moe: MOE_NO_LIBM needs MOE_NO_TRAIN and MOE_REAL float"
 #endif
 
+/* Stands in front of every public function: static with MOE_STATIC, else extern. */
 #if defined(MOE_STATIC)
 #ifndef MOE_IMPLEMENTATION
 #define MOE_IMPLEMENTATION
@@ -342,6 +348,7 @@ typedef int moe_status;
     X(MOE_ERR_STATE, -12, "the call does not fit the object's state")                                                  \
     X(MOE_ERR_STOPPED, -13, "a callback asked to stop")
 
+/* The codes of the list as constants. */
 enum {
 #define MOEI_STATUS_CODE(name, value, text) name = value,
     MOE_STATUS_LIST(MOEI_STATUS_CODE)

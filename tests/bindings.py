@@ -2,6 +2,7 @@
 """Uses the library as other languages do: by a shared library, plain structs, pointers and numbers; no wrapper, no callback, no macro.
 
    python3 tests/bindings.py LIBRARY HEADER-AFTER-THE-PREPROCESSOR FOLDER    (tests/bindings.sh makes them; it compares what is printed)
+   python3 tests/bindings.py --nulls HEADER-AFTER-THE-PREPROCESSOR LIBRARY   makes all calls with NULL
    python3 tests/bindings.py --rows HEADER-AFTER-THE-PREPROCESSOR            prints the lists MOEI_OF_ and MOEI_STRUCTS of moe.h
 
 The declarations are read as they stand in the header, so every public struct and function becomes one of ctypes. What cannot be said in ctypes
@@ -25,6 +26,7 @@ class Declarations:
         self.types = dict(BASES)
         self.structs = {}  # name -> [member]
         self.functions = {}  # name -> (result, [argument])
+        self.can_fail = set()  # those that return moe_status
         self.constants = {}
         self.function_types = set()
         for kind, piece in self.pieces(text[text.index('moe_real;') - 40:]):
@@ -137,6 +139,8 @@ class Declarations:
             else:
                 argument += c
         kinds = [] if arguments == ['void'] else [self.declared(a)[0] for a in arguments]
+        if 'moe_status' in result.split():
+            self.can_fail.add(name)
         self.functions[name] = (self.declared(result + ' result')[0][1], kinds)
 
 
@@ -275,6 +279,37 @@ def layouts(lib, known):
     print('# %d structs with %d members lie where ctypes puts them' % (len(seen), members))
 
 
+# Calls that return moe_status and do not look at pointers, as the headers say: the packing of moe_kernels.h, and these.
+UNCHECKED = re.compile(r'moe_(un)?pack|moe_(router|layer)_slot$|moe_int_route$|moe_(int|float)_model_(run|choices)$|moe_fields_apply$')
+
+
+def nulls(path, known):
+    """Every call that can fail is made with NULL for all pointers, and answers MOE_ERR_ARGUMENT; every call that frees does nothing. A child makes
+    each, for a crash is what is looked for."""
+    lib, wrong, made = Library(path, known), [], 0
+    for name, (_, arguments) in known.functions.items():
+        plain = name[:-4] if name.endswith('_f64') else name
+        fails = name in known.can_fail
+        if UNCHECKED.match(plain) or not (fails or plain.endswith('_free')):
+            continue
+        values = []
+        for _, kind in arguments:
+            pointer = kind in (ctypes.c_void_p, ctypes.c_char_p) or issubclass(kind, ctypes._Pointer)
+            values.append(None if pointer else kind(1))
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            answer = getattr(lib, plain)(*values)
+            os._exit(1 if fails and answer != known.constants['MOE_ERR_ARGUMENT'] else 0)
+        made += 1
+        status = os.waitpid(child, 0)[1]
+        if status:
+            wrong.append('%s with NULL: %s' % (plain, 'crashes' if os.WIFSIGNALED(status) else 'does not answer MOE_ERR_ARGUMENT'))
+    if wrong or made < 100:
+        raise SystemExit('\n'.join(wrong) or 'only %d calls' % made)
+    print('# %d calls with NULL are refused' % made)
+
+
 def rows(known):
     for name, members in known.structs.items():
         line = '#define MOEI_OF_%s(M, s)' % name
@@ -323,6 +358,8 @@ def main():
         return rows(known)
     if sys.argv[1] == '--offsets-program':
         return offsets_program(known)
+    if sys.argv[1] == '--nulls':
+        return nulls(sys.argv[3], known)
     if sys.argv[1] == '--offsets':
         return offsets_of_ctypes(known)
     lib = Library(sys.argv[1], known)

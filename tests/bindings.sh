@@ -22,6 +22,7 @@ plan() {
         echo "same_lines python $real"
         echo "same_lines c++ $real"
         echo "offsets $real"
+        echo "nulls $real"
         echo "files $real"
     done
     echo 'same_lines rust float'
@@ -90,6 +91,14 @@ offsets() { # real
     run $CC -std=c99 -DMOE_NO_MATCH $(real_option "$1") -I"$root" offsets.c -o offsets && ./offsets >by_compiler || return 1
     python3 "$root/tests/bindings.py" --offsets "$prepared/$1/moe.i" >by_python || return 1
     [ "$(grep -c . by_compiler)" -ge 500 ] && run diff by_compiler by_python
+}
+
+# What the headers say of pointers that are NULL.
+nulls() { # real
+    needs python3
+    python3 "$root/tests/bindings.py" --nulls "$prepared/$1/moe.i" "$prepared/$1/libmoe.so" >out 2>&1 && sed -n 's/^# /note: /p' out && return 0
+    cat out
+    return 1
 }
 
 # A struct that gains a member, or whose members change places, is noticed.

@@ -96,6 +96,8 @@ plan() {
     echo "without gcc -DMOE_NO_MALLOC $heap"
     echo "without gcc -DMOE_NO_STDIO $stdio"
     echo "without gcc -DMOE_NO_TRAIN $heap|$stdio"
+    echo 'comments'
+    echo 'comments_noticed'
     echo 'alone compile_time gcc'
 }
 
@@ -376,6 +378,30 @@ match_left_out() { # compiler
     unit moe.h >b.c
     run "$1" -std=c99 -DMOE_NO_MATCH -I"$root" -c b.c -o b.o && nm b.o >symbols || return 1
     empty 'with MOE_NO_MATCH:' "$(grep -i match symbols; grep moe_headers symbols)"
+}
+
+# The agreed form of comments: see tests/comments.py.
+comments() {
+    needs python3
+    python3 "$root/tests/comments.py" "$root" >out 2>&1 && passed_all out && return 0
+    cat out
+    return 1
+}
+
+# Names without a comment, a call that does not say how it fails, a manual without a word on threads.
+comments_noticed() {
+    needs python3
+    for change in 's/^MOE_API void moe_layer_free(.*/&\n\nMOE_API void moe_layer_undone(void);/' 's/^typedef struct moe_tensor {/typedef struct moe_more {\n    int a;\n} moe_more;\n\n&/' \
+        's/^enum { MOE_MAX_DIMS = 4 };/&\n\nenum { MOE_MIN_DIMS = 0 };/' 's/MOE_ERR_SHAPE beyond the end/Not beyond the end/' 's/^#define MOE_MODEL_VERSION 1/&\n\n#define MOE_MODEL_AGE 1/' \
+        's/ Threads\. / Strings. /'; do
+        mkdir changed
+        for header in moe_kernels.h moe_routers.h moe.h; do sed "$change" "$root/$header" >changed/$header; done
+        cat "$root"/moe_kernels.h "$root"/moe_routers.h "$root"/moe.h >before
+        cat changed/moe_kernels.h changed/moe_routers.h changed/moe.h | cmp -s before - && echo "nothing was changed: $change" && return 1
+        python3 "$root/tests/comments.py" changed >out 2>&1 && echo "not noticed: $change" && return 1
+        tail -n 1 out | grep -qE '^[0-9]+ passed, [1-9][0-9]* failed$' || { cat out && return 1; }
+        rm -r changed
+    done
 }
 
 options() { # compiler options...
