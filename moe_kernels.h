@@ -136,9 +136,19 @@
    the other places, give it a MOE_KERNELS_ number and a name, and let moe_kernels_select return it when moe_cpu_features has its
    bits. Keep the order of summation: let vectors run along the columns of C. tests/kernels.c tests every table it can select.
 
-   Porting. Needed are 8-bit bytes, IEEE float or double, and from libm exp, log, log1p, sqrt, tanh, erfc (and fma where it is an
-   instruction), in the type of the build. Byte order and the size of int and pointers do not matter. pcc takes !(a > b) for a <= b, so what
-   is said here about NaN does not hold there.
+   Porting notes.
+     Machine    8-bit bytes, two's complement, >> of a negative number rounds down, int8_t to int64_t, IEEE float (or double) with its own rounding. int
+                may have 16 bits (AVR), pointers and size_t 16 to 64; byte order, and whether char is signed, do not matter.
+     Compiler   C99 without variable-length arrays, complex numbers and designated initialisers, or C++11. Vectors and inline assembly are used where
+                gcc, clang or MSVC is known by its macros; any other compiler gets plain C, as do all with MOE_NO_SIMD and MOE_NO_DSP. pcc takes
+                !(a > b) for a <= b, so what is said here about NaN does not hold there. x87 rounds sums twice: results then agree within rounding.
+     Library    exp, log, log1p, sqrt, tanh, erfc (and fma where it is an instruction) in the type of the build, or MOE_NO_LIBM; memcpy, memmove, memset
+                and what <string.h> has. Files and heap can be left out; threads, locale and time are not used, errno by files alone.
+     Bare metal see "freestanding builds"; MOE_NO_FLOAT where there is no floating point. Constants stay in flash, nothing is initialised at the start.
+     Linker     files of different versions do not link (see moe_version): by a reference that compilers keep, with MSVC by detect_mismatch.
+     Trying it  CC="compiler -options" sh tests/run kernels golden robust    where programs run;  sh tests/portability.sh has rows of compilers and
+                machines (emulated too) for one more;  sh tests/devices.sh has boards without an operating system.
+     New vectors  see "adding an instruction set" above; moe_cpu_features is the place for the question to the processor.
 */
 #ifndef MOE_KERNELS_H
 #define MOE_KERNELS_H
