@@ -148,6 +148,10 @@
      Memory.   Objects that own memory take it from a moe_allocator (NULL: the standard heap) and say so; forward and backward work in the caller's memory and
      allocate nothing. Work sizes come from the function that also lays the memory out, so they are exact.
 
+     Pointers.   Every moe_error may be NULL, every moe_allocator (the standard heap) and every configuration of which {0} is a valid one and that says so;
+     what else may be NULL is said with the function or field. Where another pointer is NULL, a call that returns moe_status answers MOE_ERR_ARGUMENT
+     (moe_layer_slot does not look), and one that frees does nothing.
+
      Errors.   Every call that can fail returns a moe_status; 0 is success. Calls that check a configuration or read a file also fill a moe_error:
      one line that names the field or byte and the value. A failed call leaves its objects as they were. Nothing aborts or prints.
 
@@ -170,6 +174,10 @@
 
 #ifndef MOE_H
 #define MOE_H
+
+#if MOE_VERSION_MAJOR != 0 || MOE_VERSION_MINOR != 1 || MOE_VERSION_PATCH != 0
+#error "moe: this is moe.h of version 0.1.0, and moe_kernels.h is of another: copy all headers of one version"
+#endif
 
 /* In the double build every public function carries the suffix _f64; see moe_kernels.h. */
 #if MOE_REAL_IS_DOUBLE
@@ -307,6 +315,8 @@
 #define moe_int_op_accumulate moe_int_op_accumulate_f64
 #define moe_int_op_rest moe_int_op_rest_f64
 #define moe_mixture_loss moe_mixture_loss_f64
+#define moe_struct_names moe_struct_names_f64
+#define moe_struct_place moe_struct_place_f64
 #endif
 
 #ifdef __cplusplus
@@ -364,7 +374,7 @@ MOE_API void moe_buffer_free(moe_buffer *buffer);
 MOE_API moe_status moe_file_read(const char *path, moe_buffer *buffer, moe_error *error);
 /* Calls write_contents(ctx, stream) on a new file beside path ("path.tmp0", or the next free number), flushes it and renames it
    over path; when anything fails, path still holds what it held before and the new file is removed. When write_contents itself
-   fails, its status comes back, and what it put into error (if it holds the same one) stays. The new file has default permissions;
+   fails, its status comes back, and what it put into error (if it holds the same one) stays; else MOE_ERR_IO. The new file has default permissions;
    a symbolic link at path is replaced, not followed. */
 MOE_API moe_status moe_file_replace(const char *path, moe_status (*write_contents)(void *ctx, moe_stream *stream), void *ctx,
                                     moe_error *error);
@@ -372,6 +382,7 @@ MOE_API moe_status moe_file_replace(const char *path, moe_status (*write_content
 
 /* ---- tensors ------------------------------------------------------------------------------------------------------------- */
 
+/* Room for a tensor's name, its end included. */
 enum { MOE_NAME_SIZE = 64 };
 
 /* One named parameter: row-major, shape[0] slowest. data and gradient belong to whoever made the object. */
@@ -393,6 +404,7 @@ enum {
     MOE_DTYPE_U64, MOE_DTYPE_U32, MOE_DTYPE_U16, MOE_DTYPE_U8, MOE_DTYPE_BOOL, MOE_DTYPE_COUNT
 };
 
+/* The most dimensions of a tensor in a file. */
 enum { MOE_FILE_MAX_DIMS = 8 };
 
 /* The most tensors, and the most metadata entries, that a file may have: it bounds the time that a hostile file can take. */
@@ -530,10 +542,12 @@ typedef struct moe_layer {
 /* Describes tensor `slot` of a checked configuration. MOE_ERR_NOT_FOUND when this configuration has none there, MOE_ERR_OVERFLOW. */
 MOE_API moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_slot *out);
 
-/* Checks config and makes a layer without tensors and without memory; set layer->tensors (moe_layer_slot tells the shapes). */
+/* Checks config and makes a layer without tensors and without memory; set layer->tensors (moe_layer_slot tells the shapes). Errors as moe_layer_check;
+   MOE_ERR_UNSUPPORTED: these kernels cannot run here; MOE_ERR_OVERFLOW. On failure *layer is untouched. */
 MOE_API moe_status moe_layer_init(moe_layer *layer, const moe_layer_config *config, moe_error *error);
 /* Checks config and makes a layer that owns its tensors (moe_layer_free) and, with trainable = 1, their gradients, set to 0. The
-   tensors start at random from seed: by a moe_rng seeded with it, so draw data from another seed. allocator NULL: the standard heap. On failure *layer is untouched. */
+   tensors start at random from seed: by a moe_rng seeded with it, so draw data from another seed. allocator NULL: the standard heap. Errors as moe_layer_init;
+   MOE_ERR_MEMORY. On failure *layer is untouched. */
 MOE_API moe_status moe_layer_create(moe_layer *layer, const moe_layer_config *config, int trainable, uint64_t seed, const moe_allocator *allocator,
                                     moe_error *error);
 /* Gives back what create took; {0} and a second call are harmless. */
@@ -620,13 +634,14 @@ MOE_API moe_status moe_layer_backward_experts(const moe_layer *layer, const moe_
 MOE_API moe_status moe_layer_observe(moe_layer *layer, const moe_layer_pass *pass);
 MOE_API moe_status moe_layer_advance(moe_layer *layer);
 /* Writes configuration and tensors to a safetensors file; moe_layer_load reads it into a new layer with tensors of its own. A failed save
-   leaves the old file, a failed load *layer, as it was. */
+   leaves the old file, a failed load *layer, as it was. Errors as moe_file_write; a file's also as moe_file_replace. */
 MOE_API moe_status moe_layer_write(const moe_layer *layer, moe_stream *stream, moe_error *error);
 #ifndef MOE_NO_STDIO
 MOE_API moe_status moe_layer_save(const moe_layer *layer, const char *path, moe_error *error);
 #endif
 #endif
-/* Makes a layer from a file in memory; bytes are not needed afterwards. trainable and allocator as in create. */
+/* Makes a layer from a file in memory; bytes are not needed afterwards. trainable and allocator as in create. Errors as moe_net_read, a file's also as
+   moe_file_read. */
 MOE_API moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_allocator *allocator, moe_error *error);
 #ifndef MOE_NO_STDIO
 MOE_API moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, const moe_allocator *allocator, moe_error *error);
@@ -779,8 +794,8 @@ MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int tr
    x may hold infinities and NaN: mixtures and feed_forwards (these in padding too) end the call with MOE_ERR_NONFINITE, in the other modules they stay in
    their token's row, and attention takes them to the tokens that see it, to the bit no others. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
-/* Whether the net can decode token by token: no attention is full, and all mixture layers pass moe_router_check_decoding; error names the first
-   module that cannot. */
+/* Whether the net can decode token by token: no attention is full, and all mixture layers pass moe_router_check_decoding. MOE_ERR_UNSUPPORTED: error
+   names the first module that cannot. */
 MOE_API moe_status moe_net_check_decoding(const moe_net *net, moe_error *error);
 /* The routing of module i in a pass, or NULL when module i is not a mixture or not there. */
 MOE_API const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass, size_t i);
@@ -1118,8 +1133,8 @@ MOE_API moe_status moe_hme_create(moe_hme *hme, const moe_hme_config *config, ui
                                   moe_error *error);
 /* Gives back what create took; {0}, NULL and a second call are harmless. */
 MOE_API void moe_hme_free(moe_hme *hme);
-/* y [n,C] = sum_i g_i sum_j g_{j|i} y_ij for x [n,d], the mean or class probabilities. Errors, of the calls below too: MOE_ERR_STATE (not
-   created), MOE_ERR_ARGUMENT (an array is missing, a label is out of range), MOE_ERR_NONFINITE (x, a target, or a result),
+/* y [n,C] = sum_i g_i sum_j g_{j|i} y_ij for x [n,d], the mean or class probabilities. Errors, of this and the next calls up to moe_hme_gradient:
+   MOE_ERR_STATE (not created), MOE_ERR_ARGUMENT (an array is missing, a label is out of range), MOE_ERR_NONFINITE (x, a target, or a result),
    MOE_ERR_OVERFLOW; error names row and value. After a failure the arrays of results are unspecified, *log_likelihood and *hme as they
    were. None allocates. */
 MOE_API moe_status moe_hme_predict(const moe_hme *hme, size_t n, const moe_real *x, moe_real *y, moe_error *error);
@@ -1245,6 +1260,7 @@ typedef struct moe_model {
     size_t multiplications;   /* multiply-accumulates of one call at most */
 } moe_model;
 
+/* What moe_model.version must be: it changes when what models hold does. */
 #define MOE_MODEL_VERSION 1
 
 /* One call of a model at work; on the stack of moe_infer. */
@@ -1278,16 +1294,17 @@ MOE_API void moe_int_op_attention(const moe_int_op *op, moe_int_run *run); /* ou
 /* of routers */
 MOE_API void moe_int_op_unit(const moe_int_op *op, moe_int_run *run); /* out = in / |in| */
 MOE_API void moe_int_op_cluster(const moe_int_op *op, moe_int_run *run); /* out = in * the row of a table that the previous mixture's choices mean */
-MOE_API void moe_int_op_norm_l1(const moe_int_op *op, moe_int_run *run); /* out_e = a norm of in, which the next k operations have made of expert e */
-MOE_API void moe_int_op_norm_l2(const moe_int_op *op, moe_int_run *run);
-MOE_API void moe_int_op_norm_linf(const moe_int_op *op, moe_int_run *run);
+MOE_API void moe_int_op_norm_l1(const moe_int_op *op, moe_int_run *run); /* out_e = a norm of in, which the next k operations have made of expert e: the sum of the sizes */
+MOE_API void moe_int_op_norm_l2(const moe_int_op *op, moe_int_run *run); /* the same with the square root of the sum of squares */
+MOE_API void moe_int_op_norm_linf(const moe_int_op *op, moe_int_run *run); /* the same with the largest */
 MOE_API void moe_int_op_match(const moe_int_op *op, moe_int_run *run); /* out_e = in . other, in made likewise */
 /* of a mixture's experts and shared expert */
 MOE_API void moe_int_op_weigh(const moe_int_op *op, moe_int_run *run); /* out = weight * in; what follows has weight 1 */
 MOE_API void moe_int_op_weight(const moe_int_op *op, moe_int_run *run); /* what follows has the weight in_0 */
 MOE_API void moe_int_op_accumulate(const moe_int_op *op, moe_int_run *run); /* sum out += weight * in */
 MOE_API void moe_int_op_rest(const moe_int_op *op, moe_int_run *run); /* sum out += (1 - the sum of the chosen experts' weights) * in */
-/* What moe_model.run and moe_model.choices are: integer and float models. */
+/* What moe_model.run and moe_model.choices are: integer and float models. moe_infer and moe_infer_choices call them, and errors are as there; here
+   pointers are not looked at. */
 MOE_API moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
 MOE_API moe_status moe_int_model_choices(const moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
 #ifndef MOE_NO_FLOAT
@@ -1366,6 +1383,17 @@ MOE_API void moe_model_free(moe_built_model *built);
 MOE_API moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stream *stream, moe_error *error);
 /* Writes the blocks of all experts as bytes, for a loader; MOE_ERR_STATE: they are part of the model. */
 MOE_API moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, moe_error *error);
+
+/* ---- for programs in other languages -------------------------------------------------------------------------------------------- */
+
+/* Where the members of all public structs lie, for programs that cannot include the headers: they ask, and need no layout of their own, which another
+   version or machine would break. Struct number i, 0, 1, ...: its name and those of its members in order, a space between them ("moe_error code message");
+   NULL past the last. A constant string. Thread-safe. */
+MOE_API const char *moe_struct_names(size_t i);
+/* *offset and *size (either may be NULL) in bytes of a member of a struct, with member NULL of the struct itself: moe_struct_place("moe_call", "x",
+   &offset, &size). A member of a member is found in two steps. MOE_ERR_NOT_FOUND: there is no such struct or member; MOE_ERR_ARGUMENT: name is NULL.
+   Then both are untouched. Thread-safe. */
+MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t *offset, size_t *size);
 #endif
 
 #ifdef __cplusplus
@@ -12364,6 +12392,176 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
     if (!built->external) return moei_error(error, MOE_ERR_STATE, "the experts are part of the model: it was not made with loader = 1");
     status = stream->write(stream->ctx, built->experts.data, built->experts.size);
     return status == MOE_OK ? MOE_OK : moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+}
+
+/* ==== layouts of the public structs ====================================================================================== */
+
+/* The members of each struct, in order; the list of structs. */
+/* layouts: begin (written by sh tests/bindings.sh --write) */
+#define MOEI_OF_moe_error(M, s) M(s, code) M(s, message)
+#define MOEI_OF_moe_parallel(M, s) M(s, ctx) M(s, threads) M(s, always) M(s, run)
+#define MOEI_OF_moe_adamw_step(M, s) M(s, scale) M(s, rate) M(s, beta1) M(s, beta2) M(s, epsilon) M(s, decay) M(s, over1) M(s, over2)
+#define MOEI_OF_moe_kernels(M, s) M(s, name) M(s, id) M(s, matmul) M(s, dot) M(s, axpy) M(s, activate) M(s, activate_backward) M(s, softmax) \
+    M(s, top_k) M(s, multiply) M(s, spread) M(s, log_posterior) M(s, exp_sum) M(s, entropy) M(s, panels) M(s, gated) M(s, gated_backward) \
+    M(s, adamw) M(s, quant) M(s, quantise) M(s, widen)
+#define MOEI_OF_moe_rng(M, s) M(s, state)
+#define MOEI_OF_moe_int_shape(M, s) M(s, n) M(s, k) M(s, low) M(s, high) M(s, shift)
+#define MOEI_OF_moe_field(M, s) M(s, name) M(s, kind) M(s, offset) M(s, min) M(s, max) M(s, choices) M(s, about)
+#define MOEI_OF_moe_router_config(M, s) M(s, d_model) M(s, n_experts) M(s, top_k) M(s, input) M(s, jitter_eps) M(s, ac_mode) M(s, ac_spread) \
+    M(s, ac_mix) M(s, ac_lambda) M(s, ac_rho) M(s, score) M(s, router_bias) M(s, cosine_dim) M(s, cosine_keep_length) M(s, cosine_learn_tau) \
+    M(s, cosine_tau) M(s, norm_node) M(s, norm_order) M(s, router_hidden) M(s, router_act) M(s, grap_cosine) M(s, noise) M(s, noise_floor) \
+    M(s, noise_sigma) M(s, gate) M(s, gate_temperature) M(s, refine) M(s, similarity_tau) M(s, similarity_scale) M(s, similarity_learned) \
+    M(s, lower_entropy_only) M(s, causal) M(s, heads) M(s, attention_heads) M(s, attention_head) M(s, attention_sigma) M(s, attention_u) \
+    M(s, select) M(s, selection_bias) M(s, groups) M(s, groups_kept) M(s, group_score) M(s, top_p) M(s, threshold) M(s, threshold_learned) \
+    M(s, threshold_sigmoid) M(s, threshold_fallback) M(s, custom_batch) M(s, expert_choice_score) M(s, affinity_mass) M(s, affinity_sum) \
+    M(s, capacity) M(s, table_size) M(s, slots) M(s, soft_normalise) M(s, soft_sequences) M(s, weight) M(s, weight_p) M(s, sparsemixer_eps) \
+    M(s, expert_scale) M(s, scale) M(s, apply_to) M(s, capacity_factor) M(s, capacity_factor_eval) M(s, drop_capacity) M(s, capacity_min) \
+    M(s, capacity_bound) M(s, capacity_rho) M(s, drop_order) M(s, drop_rule) M(s, renormalize) M(s, loss_balance) M(s, balance_over) \
+    M(s, balance_scope) M(s, loss_z) M(s, loss_importance) M(s, importance_over) M(s, unbiased) M(s, loss_entropy) M(s, loss_usage_entropy) \
+    M(s, loss_similarity_same) M(s, loss_similarity_diff) M(s, loss_locality) M(s, nodes) M(s, loss_l1) M(s, loss_load) M(s, loss_orthogonal) \
+    M(s, loss_distill) M(s, distill) M(s, student) M(s, expert_temperature) M(s, bias_rate) M(s, l1_controller) M(s, schedule_steps) M(s, k_end) \
+    M(s, tau_schedule) M(s, tau_end) M(s, freeze_at) M(s, switch_at) M(s, switch_from) M(s, untrained)
+#define MOEI_OF_moe_preset(M, s) M(s, name) M(s, aliases) M(s, source) M(s, formula) M(s, router) M(s, layer)
+#define MOEI_OF_moe_slot(M, s) M(s, name) M(s, n_dims) M(s, shape) M(s, count) M(s, flags) M(s, init_value) M(s, init_spread)
+#define MOEI_OF_moe_call(M, s) M(s, n_tokens) M(s, x) M(s, parallel) M(s, router_x) M(s, mask) M(s, sequences) M(s, n_sequences) M(s, given) \
+    M(s, token_ids) M(s, noise) M(s, previous_input) M(s, previous_experts) M(s, previous_weights) M(s, n_previous) M(s, attention_weights) \
+    M(s, attention_outputs) M(s, attention_output) M(s, d_attention_weights) M(s, d_attention_outputs) M(s, d_attention_output) M(s, jitter) \
+    M(s, home) M(s, expert_node) M(s, teacher) M(s, distances) M(s, nodes) M(s, node_width) M(s, n_past) M(s, past_u) M(s, past_gate) \
+    M(s, decoding) M(s, training) M(s, keep) M(s, rng)
+#define MOEI_OF_moe_entry(M, s) M(s, token) M(s, rank) M(s, weight_in) M(s, weight_out)
+#define MOEI_OF_moe_plan(M, s) M(s, n_tokens) M(s, n_experts) M(s, offsets) M(s, entries) M(s, rows)
+#define MOEI_OF_moe_routing(M, s) M(s, n_tokens) M(s, n_experts) M(s, n_real) M(s, u) M(s, logits) M(s, gate) M(s, probabilities) M(s, choices) \
+    M(s, n_choices) M(s, kept) M(s, max_choices) M(s, section_weights) M(s, weights) M(s, selected) M(s, counts) M(s, first_counts) \
+    M(s, n_dropped) M(s, capacity) M(s, capacity_bound) M(s, capacity_clamped) M(s, top_k) M(s, plan) M(s, loss) M(s, bound_now) M(s, d_weight_in) \
+    M(s, d_weight_out) M(s, memory)
+#define MOEI_OF_moe_custom(M, s) M(s, ctx) M(s, score) M(s, score_backward) M(s, select)
+#define MOEI_OF_moe_router(M, s) M(s, config) M(s, custom) M(s, kernels) M(s, places) M(s, parts) M(s, tensors)
+#define MOEI_OF_moe_metrics(M, s) M(s, n_experts) M(s, n_classes) M(s, n_calls) M(s, n_tokens) M(s, n_routed) M(s, n_pairs) M(s, n_dropped) \
+    M(s, entropy) M(s, entropy_normalised) M(s, entropy_calls) M(s, n_classified) M(s, choices) M(s, choices_squared) M(s, load) M(s, first) \
+    M(s, kept) M(s, importance) M(s, logits) M(s, classes) M(s, first_classes) M(s, mean_gate) M(s, mean_logit) M(s, row)
+#define MOEI_OF_moe_report(M, s) M(s, n_experts) M(s, n_classes) M(s, n_calls) M(s, n_tokens) M(s, n_pairs) M(s, n_dropped) M(s, dropped_share) \
+    M(s, experts_per_token) M(s, gate_entropy) M(s, usage_entropy) M(s, usage_entropy_calls) M(s, confidence_entropy) M(s, importance_cv2) \
+    M(s, load_entropy) M(s, load_balance_score) M(s, load_cv2) M(s, load_max_over_mean) M(s, load_max_minus_min) M(s, capacity_use) \
+    M(s, first_share_max) M(s, trivial_gate) M(s, n_classified) M(s, information) M(s, information_chance) M(s, information_first) \
+    M(s, information_first_chance) M(s, classes) M(s, first_classes) M(s, load) M(s, first) M(s, kept) M(s, mean_gate) M(s, mean_logit)
+#define MOEI_OF_moe_instability_report(M, s) M(s, instability) M(s, chance) M(s, q1) M(s, q2)
+#define MOEI_OF_moe_error_shares(M, s) M(s, n_samples) M(s, error) M(s, gate_error) M(s, expert_error)
+#define MOEI_OF_moe_int_router(M, s) M(s, gate) M(s, select) M(s, values) M(s, weight) M(s, scale) M(s, n_experts) M(s, top_k) M(s, most) \
+    M(s, scratch) M(s, groups) M(s, groups_kept) M(s, factor) M(s, z_bits) M(s, weight_shift) M(s, flags) M(s, threshold) M(s, tokens) M(s, bias) \
+    M(s, thresholds) M(s, scales) M(s, table)
+#define MOEI_OF_moe_int_router_plan(M, s) M(s, router) M(s, gate) M(s, select) M(s, values) M(s, weight) M(s, scale) M(s, z_scale) \
+    M(s, weight_scale) M(s, table_size) M(s, needs_logits)
+#define MOEI_OF_moe_allocator(M, s) M(s, ctx) M(s, resize)
+#define MOEI_OF_moe_arena(M, s) M(s, base) M(s, size) M(s, used)
+#define MOEI_OF_moe_stream(M, s) M(s, ctx) M(s, read) M(s, write)
+#define MOEI_OF_moe_buffer(M, s) M(s, allocator) M(s, data) M(s, size) M(s, capacity)
+#define MOEI_OF_moe_tensor(M, s) M(s, name) M(s, n_dims) M(s, shape) M(s, count) M(s, flags) M(s, data) M(s, gradient)
+#define MOEI_OF_moe_file_tensor(M, s) M(s, name) M(s, name_length) M(s, dtype) M(s, n_dims) M(s, shape) M(s, count) M(s, data) M(s, bytes)
+#define MOEI_OF_moe_file(M, s) M(s, bytes) M(s, size) M(s, header_size) M(s, n_tensors) M(s, at) M(s, metadata_at) M(s, metadata_end)
+#define MOEI_OF_moe_metadata(M, s) M(s, key) M(s, value)
+#define MOEI_OF_moe_layer_config(M, s) M(s, router) M(s, d_out) M(s, expert) M(s, d_ff) M(s, d_low) M(s, act) M(s, no_expert_bias) M(s, n_shared) \
+    M(s, d_shared) M(s, add_input) M(s, shared_sigmoid) M(s, kernels)
+#define MOEI_OF_moe_layer(M, s) M(s, config) M(s, router) M(s, kernels) M(s, places) M(s, tensors) M(s, gradients) M(s, packed) M(s, packed_type) \
+    M(s, is_packed) M(s, memory) M(s, memory_size) M(s, allocator)
+#define MOEI_OF_moe_quant_error(M, s) M(s, rows) M(s, output)
+#define MOEI_OF_moe_layer_pass(M, s) M(s, routing) M(s, call) M(s, x) M(s, node) M(s, all) M(s, quantised) M(s, quantised_size) M(s, rows) \
+    M(s, d_rows) M(s, clean) M(s, d_node) M(s, d_all) M(s, shared) M(s, d_shared) M(s, shared_factor) M(s, route_memory) M(s, route_size)
+#define MOEI_OF_moe_attention_config(M, s) M(s, heads) M(s, d_head) M(s, full) M(s, rotary) M(s, rotary_base)
+#define MOEI_OF_moe_module(M, s) M(s, kind) M(s, d_in) M(s, d_out) M(s, act) M(s, span) M(s, n_rows) M(s, rate) M(s, attention) M(s, layer) \
+    M(s, tensors) M(s, gradients) M(s, first_tensor)
+#define MOEI_OF_moe_net(M, s) M(s, d_in) M(s, d_out) M(s, n_modules) M(s, modules) M(s, n_tensors) M(s, tensors) M(s, kernels_wanted) \
+    M(s, kernels) M(s, allocator) M(s, memory) M(s, memory_size) M(s, built) M(s, trainable) M(s, error)
+#define MOEI_OF_moe_net_pass(M, s) M(s, n_tokens) M(s, training) M(s, y) M(s, call) M(s, past) M(s, most) M(s, modules) M(s, scratch) M(s, d_x)
+#define MOEI_OF_moe_cache(M, s) M(s, net) M(s, n_tokens) M(s, most) M(s, memory) M(s, size)
+#define MOEI_OF_moe_sampling(M, s) M(s, greedy) M(s, temperature) M(s, top_k) M(s, top_p)
+#define MOEI_OF_moe_data(M, s) M(s, n) M(s, x) M(s, labels) M(s, targets) M(s, call) M(s, token_ids) M(s, length)
+#define MOEI_OF_moe_evaluation(M, s) M(s, n) M(s, loss) M(s, accuracy)
+#define MOEI_OF_moe_progress(M, s) M(s, epoch) M(s, epochs) M(s, step) M(s, steps) M(s, loss) M(s, router_loss) M(s, gradient_norm) \
+    M(s, epoch_ended) M(s, test) M(s, rate) M(s, total_step) M(s, total_steps) M(s, samples)
+#define MOEI_OF_moe_param_group(M, s) M(s, pattern) M(s, rate) M(s, decay) M(s, frozen)
+#define MOEI_OF_moe_train_config(M, s) M(s, criterion) M(s, optimizer) M(s, epochs) M(s, batch) M(s, rate) M(s, final_rate) M(s, momentum) \
+    M(s, beta1) M(s, beta2) M(s, epsilon) M(s, decay) M(s, clip) M(s, seed) M(s, progress) M(s, progress_ctx) M(s, accumulate) M(s, schedule) \
+    M(s, warmup) M(s, total_steps) M(s, groups) M(s, n_groups) M(s, evaluate_every) M(s, checkpoint) M(s, checkpoint_every) M(s, resume)
+#define MOEI_OF_moe_trainer(M, s) M(s, net) M(s, config) M(s, steps) M(s, rng) M(s, rate) M(s, total_steps) M(s, n_accumulated) M(s, position) \
+    M(s, memory) M(s, memory_size) M(s, factors) M(s, work) M(s, work_size)
+#define MOEI_OF_moe_step(M, s) M(s, loss) M(s, router_loss) M(s, gradient_norm)
+#define MOEI_OF_moe_modular(M, s) M(s, trainer) M(s, memory) M(s, memory_size) M(s, teacher) M(s, n_teacher) M(s, n_mixtures) M(s, candidate) \
+    M(s, best) M(s, drawn) M(s, changed) M(s, sequences) M(s, net_work) M(s, net_size)
+#define MOEI_OF_moe_modular_step_result(M, s) M(s, log_likelihood) M(s, changed) M(s, last)
+#define MOEI_OF_moe_mixture(M, s) M(s, n) M(s, experts) M(s, width) M(s, p) M(s, expert_p) M(s, outputs) M(s, labels) M(s, targets) \
+    M(s, temperature)
+#define MOEI_OF_moe_hme_config(M, s) M(s, d_in) M(s, d_out) M(s, n_groups) M(s, n_experts) M(s, family) M(s, steps) M(s, variance) \
+    M(s, min_variance)
+#define MOEI_OF_moe_hme(M, s) M(s, config) M(s, gate) M(s, gates) M(s, experts) M(s, variances) M(s, parameters) M(s, n_parameters) M(s, kept) \
+    M(s, best) M(s, gradient) M(s, normal) M(s, outputs) M(s, groups) M(s, row) M(s, width) M(s, in_group) M(s, all) M(s, memory) \
+    M(s, memory_size) M(s, allocator)
+#define MOEI_OF_moe_loader(M, s) M(s, ctx) M(s, fetch)
+#define MOEI_OF_moe_int_op(M, s) M(s, run) M(s, shape) M(s, at) M(s, in) M(s, other) M(s, out) M(s, factor) M(s, factor2) M(s, index)
+#define MOEI_OF_moe_int_mixture(M, s) M(s, router) M(s, score) M(s, n_score) M(s, expert) M(s, n_expert) M(s, shared) M(s, n_shared) M(s, experts) \
+    M(s, stride) M(s, z) M(s, p) M(s, sum) M(s, choices) M(s, block) M(s, weight_bits)
+#define MOEI_OF_moe_int_attention(M, s) M(s, heads) M(s, d_head) M(s, keys) M(s, values) M(s, value) M(s, room) M(s, bits)
+#define MOEI_OF_moe_model(M, s) M(s, version) M(s, weights_are) M(s, run) M(s, choices) M(s, d_in) M(s, d_out) M(s, length) M(s, scratch_size) \
+    M(s, state_size) M(s, input_scale) M(s, output_scale) M(s, weights) M(s, weights_size) M(s, experts) M(s, experts_size) M(s, ops) M(s, n_ops) \
+    M(s, n_main) M(s, mixtures) M(s, n_mixtures) M(s, attentions) M(s, n_attentions) M(s, net) M(s, multiplications)
+#define MOEI_OF_moe_int_run(M, s) M(s, model) M(s, loader) M(s, base) M(s, vectors) M(s, state) M(s, token) M(s, place) M(s, weight) M(s, status)
+#define MOEI_OF_moe_choice(M, s) M(s, expert) M(s, weight)
+#define MOEI_OF_moe_model_config(M, s) M(s, weights) M(s, calibration) M(s, length) M(s, loader) M(s, allocator)
+#define MOEI_OF_moe_int_router_names(M, s) M(s, name)
+#define MOEI_OF_moe_built_model(M, s) M(s, model) M(s, weights) M(s, experts) M(s, ops) M(s, mixtures) M(s, router_names) M(s, attentions) \
+    M(s, external) M(s, net) M(s, allocator)
+#define MOEI_STRUCTS(S) S(moe_error) S(moe_parallel) S(moe_adamw_step) S(moe_kernels) S(moe_rng) S(moe_int_shape) S(moe_field) \
+    S(moe_router_config) S(moe_preset) S(moe_slot) S(moe_call) S(moe_entry) S(moe_plan) S(moe_routing) S(moe_custom) S(moe_router) S(moe_metrics) \
+    S(moe_report) S(moe_instability_report) S(moe_error_shares) S(moe_int_router) S(moe_int_router_plan) S(moe_allocator) S(moe_arena) \
+    S(moe_stream) S(moe_buffer) S(moe_tensor) S(moe_file_tensor) S(moe_file) S(moe_metadata) S(moe_layer_config) S(moe_layer) S(moe_quant_error) \
+    S(moe_layer_pass) S(moe_attention_config) S(moe_module) S(moe_net) S(moe_net_pass) S(moe_cache) S(moe_sampling) S(moe_data) S(moe_evaluation) \
+    S(moe_progress) S(moe_param_group) S(moe_train_config) S(moe_trainer) S(moe_step) S(moe_modular) S(moe_modular_step_result) S(moe_mixture) \
+    S(moe_hme_config) S(moe_hme) S(moe_loader) S(moe_int_op) S(moe_int_mixture) S(moe_int_attention) S(moe_model) S(moe_int_run) S(moe_choice) \
+    S(moe_model_config) S(moe_int_router_names) S(moe_built_model)
+/* layouts: end */
+
+#define MOEI_LAYOUT_WORD(s, member) " " #member
+#define MOEI_LAYOUT_WORDS(s) #s MOEI_JOIN(MOEI_OF_, s)(MOEI_LAYOUT_WORD, s),
+#define MOEI_LAYOUT_MEMBER(s, member) {(uint16_t)offsetof(s, member), (uint16_t)sizeof(((s *)NULL)->member)},
+#define MOEI_LAYOUT_STRUCT(s) {0, (uint16_t)sizeof(s)}, MOEI_JOIN(MOEI_OF_, s)(MOEI_LAYOUT_MEMBER, s)
+
+static const char *const moei_layout_names[] = {MOEI_STRUCTS(MOEI_LAYOUT_WORDS)};
+
+/* One for each word of the names. */
+static const struct {
+    uint16_t offset, size;
+} moei_layout_places[] = {MOEI_STRUCTS(MOEI_LAYOUT_STRUCT)};
+
+const char *moe_struct_names(size_t i) {
+    return i < sizeof moei_layout_names / sizeof *moei_layout_names ? moei_layout_names[i] : NULL;
+}
+
+/* Whether word, which a space or the end of the text ends, is name; *length is the word's. */
+static int moei_is_word(const char *word, const char *name, size_t *length) {
+    size_t n = 0;
+    while (word[n] != ' ' && word[n] != '\0') n++;
+    *length = n;
+    return moei_strlen(name) == n && moei_memcmp(word, name, n) == 0;
+}
+
+moe_status moe_struct_place(const char *name, const char *member, size_t *offset, size_t *size) {
+    size_t i, at = 0, length;
+    if (name == NULL) return MOE_ERR_ARGUMENT;
+    for (i = 0; i < sizeof moei_layout_names / sizeof *moei_layout_names; i++) {
+        const char *word = moei_layout_names[i];
+        int inside = moei_is_word(word, name, &length), found = inside && member == NULL;
+        while (!found && word[length] != '\0') {
+            word += length + 1;
+            at++;
+            found = moei_is_word(word, member != NULL ? member : "", &length) && inside;
+        }
+        if (found) {
+            if (offset != NULL) *offset = moei_layout_places[at].offset;
+            if (size != NULL) *size = moei_layout_places[at].size;
+            return MOE_OK;
+        }
+        at++;
+    }
+    return MOE_ERR_NOT_FOUND;
 }
 
 #endif /* MOE_NO_TRAIN */

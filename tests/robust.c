@@ -2313,7 +2313,7 @@ static const row rows[] = {
     {"moe_int_weight_sum", ""}, {"moe_int_weight_norm", ""}, {"moe_int_weight_softmax", ""}, {"moe_int_weight_uniform", ""},
     {"moe_int_weight_one", ""}, {"moe_int_weight_sparsemixer", ""}, {"moe_int_scale", ""},
     {"moe_int_router_plan_make", "MOE_ERR_ARGUMENT for what is not finite"},
-    {"moe_int_router_move", ""}, {"moe_arena_allocator", ""}, {"moe_buffer_stream", ""}, {"moe_buffer_free", ""}, {"moe_file_read", ""},
+    {"moe_int_router_move", ""}, {"moe_struct_names", ""}, {"moe_struct_place", ""}, {"moe_arena_allocator", ""}, {"moe_buffer_stream", ""}, {"moe_buffer_free", ""}, {"moe_file_read", ""},
     {"moe_file_replace", ""}, {"moe_file_open", ""}, {"moe_file_next", ""}, {"moe_file_rewind", ""}, {"moe_file_find", ""}, {"moe_file_metadata", ""},
     {"moe_file_values", "as stored"},
     {"moe_file_integers", ""},
