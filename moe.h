@@ -459,6 +459,9 @@ MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors,
 
 /* Kinds of experts, [out,in] matrices, one block of E in each tensor:
      swiglu      y = down (silu(gate x) * (up x))                        experts.gate, .up [E,f,d], .down [E,o,f]  (Shazeer 2020, GLU variants improve transformer)
+                 or, with expert_bias and the fields swiglu_,            and experts.gate_bias, .up_bias [E,f], .down_bias [E,o]  (as in gpt-oss)
+                   g = gate x + b_g, u = up x + b_u, with a limit L  g := min(g, L), u := max(-L, min(u, L)),
+                   y = down (g sigmoid(alpha g) * (u + offset)) + b_d
      mlp         y = W2 act(W1 x + b1) + b2                              experts.fc1.weight [E,f,d], .fc1.bias [E,f], .fc2.weight [E,o,f], .fc2.bias [E,o]
      linear      y = W x + b                                             experts.weight [E,o,d], .bias [E,o]
      factorised  y = down (silu(expand (reduce x)) * (up x))             experts.reduce [E,l,d], .expand [E,f,l], .up [E,f,d], .down [E,o,f] (Lv et al. 2025) */
@@ -474,7 +477,11 @@ typedef struct moe_layer_config {
     int d_low;                /* l, rows of reduce [(d_model + 2) / 3] */
     int act;                  /* MOE_ACT_ of mlp experts [relu]; swiglu and factorised always take silu */
     int no_expert_bias;       /* 1: mlp and linear experts have no biases [0] */
-    int n_shared;             /* shared experts: one swiglu of width n_shared * d_shared that every token passes [0] */
+    moe_real swiglu_alpha;    /* alpha of swiglu experts, 1e-6 to 1e6 [0: 1] */
+    moe_real swiglu_limit;    /* L of swiglu experts, 1e-6 to 1e6 [0: none]; the derivative beyond a limit is 0 */
+    moe_real swiglu_offset;   /* what is added to their u, -1e6 to 1e6 [0] */
+    int expert_bias;          /* 1: swiglu experts have biases [0] */
+    int n_shared;             /* shared experts: one plain swiglu of width n_shared * d_shared that every token passes [0] */
     int d_shared;             /* width of one shared expert [d_ff] */
     int add_input;            /* 1: y = sum w f(x) + (1 - sum w) x, w the weights of the experts that took the token; needs d_out = d_model [0] */
     int shared_sigmoid;       /* 1: the shared expert is multiplied by sigmoid(shared.sigmoid . x) [0] */
@@ -503,6 +510,9 @@ enum {
     MOE_EXPERTS_BIAS,                    /* "experts.bias" [E,o] */
     MOE_EXPERTS_REDUCE,                  /* "experts.reduce" [E,l,d] */
     MOE_EXPERTS_EXPAND,                  /* "experts.expand" [E,f,l] */
+    MOE_EXPERTS_GATE_BIAS,               /* "experts.gate_bias" [E,f] */
+    MOE_EXPERTS_UP_BIAS,                 /* "experts.up_bias" [E,f] */
+    MOE_EXPERTS_DOWN_BIAS,               /* "experts.down_bias" [E,o] */
     MOE_SHARED_GATE,                     /* "shared.gate" [s,d] */
     MOE_SHARED_UP,                       /* "shared.up" [s,d] */
     MOE_SHARED_DOWN,                     /* "shared.down" [o,s] */
@@ -735,7 +745,7 @@ MOE_API moe_status moe_net_attention(moe_net *net, const moe_attention_config *c
 MOE_API moe_status moe_net_rms_norm(moe_net *net);
 /* rate in [0,1); draws from call.rng in training, which must then be there unless rate is 0. */
 MOE_API moe_status moe_net_dropout(moe_net *net, moe_real rate);
-/* config: expert, d_ff, d_low, act, no_expert_bias are read, all else must be 0; NULL: {0}, a swiglu of width 4 d. */
+/* config: expert, d_ff, d_low, act, no_expert_bias, swiglu_..., expert_bias are read, all else must be 0; NULL: {0}, a swiglu of width 4 d. */
 MOE_API moe_status moe_net_feed_forward(moe_net *net, const moe_layer_config *config);
 /* Logits by the embedding's own rows (weight tying; Press, Wolf 2017, Using the output embedding to improve language models). The net begins with an
    embedding as wide as what arrives. */
@@ -1245,7 +1255,7 @@ typedef struct moe_model {
     size_t multiplications;   /* multiply-accumulates of one call at most */
 } moe_model;
 
-#define MOE_MODEL_VERSION 1
+#define MOE_MODEL_VERSION 2
 
 /* One call of a model at work; on the stack of moe_infer. */
 typedef struct moe_int_run {
@@ -2841,11 +2851,11 @@ enum { MOEI_SHARED = MOE_EXPERT_COUNT };
 static const moei_expert moei_experts[MOE_EXPERT_COUNT + 1] = {
     /* swiglu */
     {5,
-     {{MOEI_STEP_MATMUL, 0, MOE_NODE_GATE, MOEI_X, 0, MOE_EXPERTS_GATE, -1},
+     {{MOEI_STEP_MATMUL, 0, MOE_NODE_GATE, MOEI_X, 0, MOE_EXPERTS_GATE, MOE_EXPERTS_GATE_BIAS},
       {MOEI_STEP_ACT, 0, MOE_NODE_ACT, MOE_NODE_GATE, 0, 0, 0},
-      {MOEI_STEP_MATMUL, 0, MOE_NODE_UP, MOEI_X, 0, MOE_EXPERTS_UP, -1},
+      {MOEI_STEP_MATMUL, 0, MOE_NODE_UP, MOEI_X, 0, MOE_EXPERTS_UP, MOE_EXPERTS_UP_BIAS},
       {MOEI_STEP_GATED, 0, MOE_NODE_PRODUCT, MOE_NODE_GATE, MOE_NODE_UP, 0, 0},
-      {MOEI_STEP_MATMUL, 1, MOE_NODE_OUTPUT, MOE_NODE_PRODUCT, 0, MOE_EXPERTS_DOWN, -1},
+      {MOEI_STEP_MATMUL, 1, MOE_NODE_OUTPUT, MOE_NODE_PRODUCT, 0, MOE_EXPERTS_DOWN, MOE_EXPERTS_DOWN_BIAS},
       {0, 0, 0, 0, 0, 0, 0}},
      MOE_NODE_UP,
      MOE_NODE_PRODUCT},
@@ -2906,6 +2916,10 @@ static const moe_field moei_layer_fields[] = {
     MOEI_INT(MOEI_L, d_low, 1, MOE_MAX_WIDTH, "rows of reduce in a factorised expert"),
     MOEI_CHOICE(MOEI_L, act, MOE_ACT_COUNT, moei_act_names, "activation of mlp experts"),
     MOEI_FLAG(MOEI_L, no_expert_bias, "mlp and linear experts have no biases"),
+    MOEI_REAL(MOEI_L, swiglu_alpha, 1e-6, 1e6, "alpha of swiglu experts"),
+    MOEI_REAL(MOEI_L, swiglu_limit, 1e-6, 1e6, "limit of swiglu experts"),
+    MOEI_REAL(MOEI_L, swiglu_offset, -1e6, 1e6, "offset of swiglu experts"),
+    MOEI_FLAG(MOEI_L, expert_bias, "swiglu experts have biases"),
     MOEI_INT(MOEI_L, n_shared, 1, 4096, "number of shared experts"),
     MOEI_INT(MOEI_L, d_shared, 1, MOE_MAX_WIDTH, "width of one shared expert"),
     MOEI_FLAG(MOEI_L, add_input, "what the weights leave over is given to the input itself"),
@@ -2943,6 +2957,17 @@ static void moei_layer_defaults(moe_layer_config *c) {
     if (c->n_shared > 0) moei_default(&c->d_shared, c->d_ff);
 }
 
+/* Whether a real field is set; it is finite. */
+static int moei_is_set(moe_real value) { return value < MOEI_R(0.0) || value > MOEI_R(0.0); }
+
+/* The first field that is set though only swiglu experts have it; NULL for none. */
+static const char *moei_swiglu_field(const moe_layer_config *c) {
+    if (moei_is_set(c->swiglu_alpha)) return "swiglu_alpha";
+    if (moei_is_set(c->swiglu_limit)) return "swiglu_limit";
+    if (moei_is_set(c->swiglu_offset)) return "swiglu_offset";
+    return c->expert_bias ? "expert_bias" : NULL;
+}
+
 static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error) {
     const char *kind = moei_expert_names[c->expert];
     int reads_experts = (moe_router_traits(&c->router) & MOE_TRAIT_NEEDS_ALL_EXPERTS) != 0;
@@ -2959,6 +2984,8 @@ static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error
         return moei_error(error, MOE_ERR_CONFIG, "d_low = %d does not go with expert = %s: only factorised experts have it", c->d_low, kind);
     if (c->no_expert_bias && c->expert != MOE_EXPERT_MLP && c->expert != MOE_EXPERT_LINEAR)
         return moei_error(error, MOE_ERR_CONFIG, "no_expert_bias = 1 does not go with expert = %s: it has no biases anyway", kind);
+    if (moei_swiglu_field(c) != NULL && c->expert != MOE_EXPERT_SWIGLU)
+        return moei_error(error, MOE_ERR_CONFIG, "%s does not go with expert = %s: only swiglu experts have it", moei_swiglu_field(c), kind);
     if (c->n_shared == 0 && (c->d_shared != 0 || c->shared_sigmoid))
         return moei_error(error, MOE_ERR_CONFIG, "%s is set but n_shared = 0: there is no shared expert", c->d_shared != 0 ? "d_shared" : "shared_sigmoid");
     if (c->add_input && c->d_out != c->router.d_model)
@@ -3009,7 +3036,7 @@ static int moei_slot_experts(moe_slot *slot, const moe_layer_config *c, int out,
 moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_slot *out) {
     static const char *const names[MOE_LAYER_SLOTS - (int)MOE_ROUTER_SLOTS] = {
         "experts.gate", "experts.up", "experts.down", "experts.fc1.weight", "experts.fc1.bias", "experts.fc2.weight", "experts.fc2.bias", "experts.weight",
-        "experts.bias", "experts.reduce", "experts.expand", "shared.gate", "shared.up", "shared.down", "shared.sigmoid"};
+        "experts.bias", "experts.reduce", "experts.expand", "experts.gate_bias", "experts.up_bias", "experts.down_bias", "shared.gate", "shared.up", "shared.down", "shared.sigmoid"};
     const moe_layer_config *c = config;
     int swiglu = c->expert == MOE_EXPERT_SWIGLU, mlp = c->expert == MOE_EXPERT_MLP, linear = c->expert == MOE_EXPERT_LINEAR;
     int factorised = c->expert == MOE_EXPERT_FACTORISED, gated = swiglu || factorised, biases = !c->no_expert_bias;
@@ -3051,6 +3078,13 @@ moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_slot *ou
         break;
     case MOE_EXPERTS_EXPAND:
         if (factorised) fits = moei_slot_experts(&made, c, f, c->d_low);
+        break;
+    case MOE_EXPERTS_GATE_BIAS:
+    case MOE_EXPERTS_UP_BIAS:
+        if (swiglu && c->expert_bias) fits = moei_slot_experts(&made, c, f, 0);
+        break;
+    case MOE_EXPERTS_DOWN_BIAS:
+        if (swiglu && c->expert_bias) fits = moei_slot_experts(&made, c, o, 0);
         break;
     case MOE_SHARED_GATE:
     case MOE_SHARED_UP:
@@ -3383,6 +3417,8 @@ typedef struct moei_chain {
     const moei_expert *expert;
     size_t block;  /* which of the E blocks of each tensor; 0 for the shared expert */
     int act, packed; /* packed: the packed weights are read */
+    int shaped;      /* the gate has an alpha, a limit or an offset; limit is infinite for none */
+    moe_real alpha, limit, offset;
     size_t width[MOE_NODE_COUNT], ld[MOE_NODE_COUNT];
     size_t n, d, ldx;
     const moe_real *x;                /* [n,d] */
@@ -3414,6 +3450,14 @@ static size_t moei_stride(const moe_layer *layer, size_t width) {
     return moei_table(layer->kernels)->id == MOE_KERNELS_C ? width : (lines | 1) * MOEI_UNIT;
 }
 
+/* What a swiglu expert's gate has beyond the plain one. */
+static void moei_chain_shape(moei_chain *chain, const moe_layer_config *c) {
+    chain->alpha = c->swiglu_alpha > MOEI_R(0.0) ? c->swiglu_alpha : MOEI_R(1.0);
+    chain->limit = c->swiglu_limit > MOEI_R(0.0) ? c->swiglu_limit : MOEI_INFINITY;
+    chain->offset = c->swiglu_offset;
+    chain->shaped = moei_is_set(chain->alpha - MOEI_R(1.0)) || c->swiglu_limit > MOEI_R(0.0) || moei_is_set(chain->offset);
+}
+
 static moei_chain moei_chain_begin(const moe_layer *layer, int kind) {
     const moe_layer_config *c = &layer->config;
     moei_chain chain;
@@ -3423,6 +3467,7 @@ static moei_chain moei_chain_begin(const moe_layer *layer, int kind) {
     chain.layer = layer;
     chain.expert = &moei_experts[kind];
     chain.act = kind == MOE_EXPERT_MLP ? c->act : MOE_ACT_SILU;
+    if (kind == MOE_EXPERT_SWIGLU) moei_chain_shape(&chain, c);
     chain.d = chain.ldx = (size_t)c->router.d_model;
     chain.ld_dx = chain.d;
     chain.width[MOE_NODE_LOW] = (size_t)c->d_low;
@@ -3507,12 +3552,35 @@ static void moei_matmul_columns(const moei_chain *chain, const moei_step *step, 
     for (i = 0; bias != NULL && i < chain->n; i++) moe_axpy(k, count, MOEI_R(1.0), bias + j, out + i * ld);
 }
 
+/* A shaped gate as a plain one, silu(t) v: t = alpha min(g, L), v = factor (max(-L, min(u, L)) + offset), or factor where up is NULL. */
+static void moei_shape(const moei_chain *chain, size_t n, const moe_real *gate, const moe_real *up, moe_real factor, moe_real *t, moe_real *v) {
+    const moe_real limit = chain->limit;
+    size_t i;
+    for (i = 0; i < n; i++) t[i] = chain->alpha * (gate[i] > limit ? limit : gate[i]);
+    for (i = 0; i < n && up == NULL; i++) v[i] = factor;
+    for (i = 0; i < n && up != NULL; i++) v[i] = factor * ((up[i] > limit ? limit : up[i] < -limit ? -limit : up[i]) + chain->offset);
+}
+
+/* The elementwise steps with a shaped gate; the results may take the place of what is read. */
+static void moei_shaped_columns(const moei_chain *chain, const moei_step *step, size_t j, size_t count) {
+    moe_real t[MOEI_STAGE_COLUMNS], v[MOEI_STAGE_COLUMNS];
+    size_t ld = chain->ld[step->to], i, p, n;
+    for (i = 0; i < chain->n; i++)
+        for (p = j; p < j + count; p += n) {
+            const moe_real *up = step->op == MOEI_STEP_GATED ? chain->node[step->second] + i * chain->ld[step->second] + p : NULL;
+            n = j + count - p < MOEI_STAGE_COLUMNS ? j + count - p : (size_t)MOEI_STAGE_COLUMNS;
+            moei_shape(chain, n, chain->node[step->from] + i * chain->ld[step->from] + p, up, MOEI_R(1.0) / chain->alpha, t, v);
+            moe_gated(chain->layer->kernels, chain->act, 1, n, t, n, v, n, chain->node[step->to] + i * ld + p, ld);
+        }
+}
+
 static void moei_step_columns(const moei_chain *chain, const moei_step *step, size_t j, size_t count) {
     const moe_kernels *k = chain->layer->kernels;
     size_t ld = chain->ld[step->to], ld_in;
     const moe_real *in;
-    if (step->op == MOEI_STEP_MATMUL) {
-        moei_matmul_columns(chain, step, j, count);
+    if (step->op == MOEI_STEP_MATMUL || chain->shaped) {
+        if (step->op == MOEI_STEP_MATMUL) moei_matmul_columns(chain, step, j, count);
+        else moei_shaped_columns(chain, step, j, count);
         return;
     }
     in = moei_from(chain, step->from, &ld_in) + j;
@@ -3587,13 +3655,33 @@ static void moei_input_backward(const moei_chain *chain, const moei_step *step, 
                moei_block(chain, step->weight, to * from) + j, from, d_in + j, ld, sum);
 }
 
+/* Back through n columns, from p, of row i of a shaped gate: y = silu(t) v / alpha, dg = dy v silu'(t), du = dy silu(t) / alpha, 0 beyond a limit. */
+static void moei_shaped_backward(const moei_chain *chain, const moei_step *step, size_t i, size_t p, size_t n) {
+    moe_real t[MOEI_STAGE_COLUMNS], v[MOEI_STAGE_COLUMNS], d_t[MOEI_STAGE_COLUMNS], d_v[MOEI_STAGE_COLUMNS];
+    const moe_real *gate = chain->node[step->from] + i * chain->ld[step->from] + p, limit = chain->limit;
+    const moe_real *up = step->op == MOEI_STEP_GATED ? chain->node[step->second] + i * chain->ld[step->second] + p : NULL;
+    moe_real *d_gate = chain->d_node[step->from] + i * chain->ld[step->from] + p;
+    moe_real *d_up = up != NULL ? chain->d_node[step->second] + i * chain->ld[step->second] + p : NULL;
+    size_t q;
+    moei_shape(chain, n, gate, up, MOEI_R(1.0), t, v);
+    moe_gated_backward(chain->layer->kernels, chain->act, n, t, v, chain->d_node[step->to] + i * chain->ld[step->to] + p, d_t, d_v);
+    for (q = 0; q < n; q++) {
+        if (gate[q] > limit) d_t[q] = MOEI_R(0.0);
+        d_gate[q] = up == NULL && (chain->summed >> step->from & 1u) ? d_gate[q] + d_t[q] : d_t[q];
+    }
+    for (q = 0; q < n && up != NULL; q++) d_up[q] = up[q] > limit || up[q] < -limit ? MOEI_R(0.0) : d_v[q] / chain->alpha;
+}
+
 /* Columns j .. j + count back through an elementwise step. */
 static void moei_elementwise_backward(const moei_chain *chain, const moei_step *step, size_t j, size_t count) {
     const moe_kernels *k = chain->layer->kernels;
     size_t ld = chain->ld[step->to], ld_in, i, p;
     const moe_real *in = moei_from(chain, step->from, &ld_in) + j, *d_out = chain->d_node[step->to] + j;
     moe_real *d_in = chain->d_node[step->from] + j, part[MOEI_STAGE_COLUMNS];
-    for (i = 0; i < chain->n; i++, in += ld_in, d_in += ld_in, d_out += ld) {
+    for (i = 0; i < chain->n && chain->shaped; i++)
+        for (p = 0; p < count; p += MOEI_STAGE_COLUMNS)
+            moei_shaped_backward(chain, step, i, j + p, count - p < MOEI_STAGE_COLUMNS ? count - p : (size_t)MOEI_STAGE_COLUMNS);
+    for (i = 0; i < chain->n && !chain->shaped; i++, in += ld_in, d_in += ld_in, d_out += ld) {
         if (step->op == MOEI_STEP_GATED) {
             size_t at = i * chain->ld[step->second] + j;
             moe_gated_backward(k, chain->act, count, in, chain->node[step->second] + at, d_out, d_in, chain->d_node[step->second] + at);
@@ -4661,6 +4749,10 @@ static const moe_field moei_feed_forward_fields[] = {MOEI_CHOICE(MOEI_L, expert,
                                                      MOEI_INT(MOEI_L, d_low, 1, MOE_MAX_WIDTH, "rows of reduce in a factorised expert"),
                                                      MOEI_CHOICE(MOEI_L, act, MOE_ACT_COUNT, moei_act_names, "activation of an mlp expert"),
                                                      MOEI_FLAG(MOEI_L, no_expert_bias, "mlp and linear experts have no biases"),
+                                                     MOEI_REAL(MOEI_L, swiglu_alpha, 1e-6, 1e6, "alpha of a swiglu expert"),
+                                                     MOEI_REAL(MOEI_L, swiglu_limit, 1e-6, 1e6, "limit of a swiglu expert"),
+                                                     MOEI_REAL(MOEI_L, swiglu_offset, -1e6, 1e6, "offset of a swiglu expert"),
+                                                     MOEI_FLAG(MOEI_L, expert_bias, "a swiglu expert has biases"),
                                                      MOEI_FIELDS_END};
 
 static const char *const moei_module_names[] = {"linear",    "activation", "layer_norm", "mixture", "residual",     "embedding",
@@ -4858,7 +4950,8 @@ static moe_status moei_feed_forward_config(const moe_layer_config *wanted, int d
     for (field = moe_layer_fields(); wanted != NULL && field->name != NULL; field++)
         if (moe_field_find(moei_feed_forward_fields, field->name) == NULL && !moei_field_is_zero(field, wanted)) {
             moe_field_text(field, wanted, value, sizeof value);
-            return moei_error(error, MOE_ERR_CONFIG, "%s = %s: must be 0, a feed_forward has expert, d_ff, d_low, act and no_expert_bias", field->name, value);
+            return moei_error(error, MOE_ERR_CONFIG, "%s = %s: must be 0, a feed_forward has %s", field->name, value,
+                              "expert, d_ff, d_low, act, no_expert_bias, expert_bias and swiglu_...");
         }
     if (wanted != NULL) *c = *wanted;
     c->router.d_model = d;
@@ -12186,7 +12279,7 @@ static size_t moei_float_expert(const moe_layer *layer) {
     moe_slot slot;
     size_t count = 0;
     int place;
-    for (place = MOE_EXPERTS_GATE; place <= MOE_EXPERTS_EXPAND; place++)
+    for (place = MOE_EXPERTS_GATE; place < MOE_SHARED_GATE; place++)
         if (moe_layer_slot(&layer->config, place, &slot) == MOE_OK) count += slot.count;
     return count / (size_t)layer->config.router.n_experts;
 }
