@@ -10430,17 +10430,21 @@ static uint32_t moei_widened(moei_maker *m, uint32_t x) {
 
 /* ---- products ---- */
 
-/* Weights [count][n,k], biases [count][n] or NULL; count matrices with one operation: experts. */
+/* Weights [count][n,k], biases [count][n] or NULL, to which offset is added; count matrices with one operation: experts. */
 typedef struct moei_int_matrix {
     const moe_real *w, *bias;
     size_t count, n, k;
+    double offset;
 } moei_int_matrix;
 
 static moei_int_matrix moei_int_matrix_of(const moe_real *w, const moe_real *bias, size_t count, size_t n, size_t k) {
     moei_int_matrix x;
-    x.w = w, x.bias = bias, x.count = count, x.n = n, x.k = k;
+    x.w = w, x.bias = bias, x.count = count, x.n = n, x.k = k, x.offset = 0;
     return x;
 }
+
+/* What row i adds to its sum. */
+static double moei_int_bias(const moei_int_matrix *x, size_t i) { return (x->bias != NULL ? (double)x->bias[i] : 0) + x->offset; }
 
 /* A matrix in integers; one row's real weight is level * (int4: block *) row. */
 typedef struct moei_int_levels {
@@ -10528,7 +10532,7 @@ static void moei_int_levels_begin(moei_maker *m, const moei_int_matrix *x, doubl
         return;
     }
     for (i = 0; i < x->count * x->n; i++) {
-        l->row[i] = moei_int_row(m, x->w + i * x->k, x->k, x->bias != NULL ? (double)x->bias[i] : 0, in_scale);
+        l->row[i] = moei_int_row(m, x->w + i * x->k, x->k, moei_int_bias(x, i), in_scale);
         if (l->row[i] > l->most) l->most = l->row[i];
     }
 }
@@ -10569,7 +10573,7 @@ static uint32_t moei_matrix_pack(moei_maker *m, const moei_int_matrix *x, moei_i
             const size_t i = e * x->n + j;
             const double one = in_scale * l->row[i];
             moei_int_row_levels(m, x, x->w + i * x->k, l->row[i], l, j);
-            l->bias[j] = x->bias != NULL && one > 0 ? moei_nearest((double)x->bias[i] / one, 536870911) : 0;
+            l->bias[j] = one > 0 ? moei_nearest(moei_int_bias(x, i) / one, 536870911) : 0;
             l->factor[j] = (int16_t)moei_nearest(one * unit, 32767);
             if (l->factor[j] > 0) l->bias[j] += 32768 / l->factor[j]; /* what >> 16 drops is rounded, not cut off */
         }
@@ -10593,8 +10597,8 @@ static uint32_t moei_product_constants(moei_maker *m, const moei_int_matrix *x, 
     return (uint32_t)at;
 }
 
-/* y = W x + b of a narrow vector. range: the largest |y|; limit: of its levels; relu: y = max(y, 0); scale: that of y, 0: what range asks for. */
-static uint32_t moei_product(moei_maker *m, const moei_int_matrix *x, uint32_t in, int limit, int relu, double range, double scale) {
+/* y = max(low, min(W x + b, high)) of a narrow vector. range: the largest |y|; limit: of its levels; scale: that of y, 0: what range asks for. */
+static uint32_t moei_product_within(moei_maker *m, const moei_int_matrix *x, uint32_t in, int limit, double low, double high, double range, double scale) {
     moei_int_levels l;
     moe_int_op op;
     uint32_t out;
@@ -10611,11 +10615,17 @@ static uint32_t moei_product(moei_maker *m, const moei_int_matrix *x, uint32_t i
     }
     shift = moei_shift_for(in_scale * l.most / scale, 16, 15);
     out = moei_value_new(m, x->n, limit, scale, range);
-    op = moei_op(m->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8 : moe_int_op_int4, x->n, x->k, relu ? 0 : -limit, limit, shift < 0 ? 0 : shift);
+    op = moei_op(m->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8 : moe_int_op_int4, x->n, x->k, (int)moei_nearest(low / scale, limit),
+                 (int)moei_nearest(high / scale, limit), shift < 0 ? 0 : shift);
     op.at = moei_product_constants(m, x, &l, in_scale, ldexp(1.0, 16 + op.shape.shift) / scale);
     moei_int_levels_free(m, x, &l);
     moei_op_append(m, op, in, in, out);
     return out;
+}
+
+/* y = W x + b, or with relu max(W x + b, 0). */
+static uint32_t moei_product(moei_maker *m, const moei_int_matrix *x, uint32_t in, int limit, int relu, double range, double scale) {
+    return moei_product_within(m, x, in, limit, relu ? 0 : -HUGE_VAL, HUGE_VAL, range, scale);
 }
 
 /* sum += weight (W x + b): the last product of an expert. A sum's unit is a level of the mixture's output over 2^shift; a weight's is 2^(bits - 15). */
@@ -10635,7 +10645,7 @@ static double moei_matrix_most(moei_maker *m, const moei_int_matrix *x, double i
     double most = 0, row;
     size_t i;
     for (i = 0; i < x->count * x->n; i++) {
-        row = moei_int_row(m, x->w + i * x->k, x->k, x->bias != NULL ? (double)x->bias[i] : 0, in_scale);
+        row = moei_int_row(m, x->w + i * x->k, x->k, moei_int_bias(x, i), in_scale);
         if (row > most) most = row;
     }
     return most * in_scale;
@@ -10645,8 +10655,8 @@ static double moei_matrix_most(moei_maker *m, const moei_int_matrix *x, double i
 
 enum { MOEI_SOFTPLUS = MOE_ACT_COUNT }; /* one more that curves can be */
 
-/* y = act(x), x wide. The curve's points are act at 65 places. */
-static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, double scale, double range) {
+/* y = act(alpha x) / alpha, x wide. The curve's points are y at 65 places. */
+static uint32_t moei_curve_of(moei_maker *m, int act, double alpha, uint32_t in, int limit, double scale, double range) {
     const double fine = limit == MOEI_NARROW ? 256 : 1;
     unsigned char points[65 * 2];
     moe_int_op op;
@@ -10654,10 +10664,10 @@ static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, doubl
     int i;
     if (m->status != MOE_OK) return 0;
     for (i = 0; i <= 64; i++) {
-        moe_real x = (moe_real)(((double)i * 1024 - 32768) * m->values[in].scale), y;
+        moe_real x = (moe_real)(((double)i * 1024 - 32768) * m->values[in].scale * alpha), y;
         if (act == MOEI_SOFTPLUS) y = moe_softplus(x);
         else moe_activate(NULL, act, 1, &x, &y);
-        moei_put_16_le(points + 2 * i, moei_nearest((double)y / (scale > 0 ? scale : 1) * fine, 32767));
+        moei_put_16_le(points + 2 * i, moei_nearest((double)y / alpha / (scale > 0 ? scale : 1) * fine, 32767));
     }
     out = moei_value_new(m, m->values[in].width, limit, scale, range);
     op = moei_op(moe_int_op_curve, m->values[in].width, 0, -limit, limit, limit == MOEI_NARROW ? 8 : 0);
@@ -10666,8 +10676,12 @@ static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, doubl
     return out;
 }
 
-/* y = act(gate) * up, narrow. The curve's scale is free, and makes y's what it shall be. */
-static uint32_t moei_gated_product(moei_maker *m, int act, uint32_t gate, uint32_t up, double act_range, double range) {
+static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, double scale, double range) {
+    return moei_curve_of(m, act, 1, in, limit, scale, range);
+}
+
+/* y = act(alpha gate) / alpha * up, narrow. The curve's scale is free, and makes y's what it shall be. */
+static uint32_t moei_gated_product(moei_maker *m, int act, double alpha, uint32_t gate, uint32_t up, double act_range, double range) {
     double scale = range / MOEI_NARROW, finest, fine;
     int shift = 0;
     uint32_t curved, out;
@@ -10676,7 +10690,7 @@ static uint32_t moei_gated_product(moei_maker *m, int act, uint32_t gate, uint32
     finest = (act_range > 0 ? act_range : 1) * 1.1 / MOEI_WIDE * m->values[up].scale;
     while (shift < 30 && ldexp(finest, shift + 1) <= scale) shift++;
     fine = scale / ldexp(m->values[up].scale, shift);
-    curved = moei_curve(m, act, gate, MOEI_WIDE, fine, act_range);
+    curved = moei_curve_of(m, act, alpha, gate, MOEI_WIDE, fine, act_range);
     if (m->status != MOE_OK) return 0;
     out = moei_value_new(m, m->values[up].width, MOEI_NARROW, scale, range);
     moei_op_append(m, moei_op(moe_int_op_multiply, m->values[up].width, 0, -MOEI_NARROW, MOEI_NARROW, shift), curved, up, out);
@@ -10725,10 +10739,25 @@ static int moei_step_is_relu(const moei_chain *chain, const moei_step *step) {
     return chain->act == MOE_ACT_RELU && step[1].op == MOEI_STEP_ACT && step[1].from == step->to && step + 1 < chain->expert->steps + chain->expert->n_steps;
 }
 
+/* How large the gate of a shaped expert is taken to be: beyond its limit it does not matter, nor where silu is as good as 0. */
+static double moei_gate_range(const moei_chain *chain, double range) {
+    const double most = chain->shaped && (double)chain->limit < 16 / (double)chain->alpha ? 16 / (double)chain->alpha : (double)chain->limit;
+    return chain->shaped && range > most ? most : range;
+}
+
+/* What a shaped gate reads: min(g, L), or max(-L, min(u, L)) + offset. Nothing else reads it. */
+static uint32_t moei_shaped_product(moei_maker *m, const moei_chain *chain, int node, moei_int_matrix w, uint32_t in, double range) {
+    const double limit = (double)chain->limit, offset = (double)chain->offset;
+    if (node == MOE_NODE_GATE) return moei_product_within(m, &w, in, MOEI_WIDE, -HUGE_VAL, limit, moei_gate_range(chain, range), 0);
+    w.offset = offset;
+    return moei_product_within(m, &w, in, MOEI_WIDE, offset - limit, offset + limit, (range < limit ? range : limit) + fabs(offset), 0);
+}
+
 /* The operations of one kind of experts but the last; what that reads. x is narrow. node receives the vectors of all activations; chain->needed names
    those that must be there. */
 static uint32_t moei_expert_hidden(moei_maker *m, const moei_chain *chain, size_t count, uint32_t x, const double *range, uint32_t *node) {
     const int fuses = moei_scored_node(&chain->layer->config) != MOE_NODE_GATE; /* the product itself is not looked at */
+    const double alpha = chain->shaped ? (double)chain->alpha : 1;
     uint32_t from = x;
     int i, j;
     for (i = 0; i < MOE_NODE_COUNT; i++) node[i] = MOE_INT_NONE;
@@ -10737,13 +10766,14 @@ static uint32_t moei_expert_hidden(moei_maker *m, const moei_chain *chain, size_
         moei_int_matrix w;
         if (!(chain->needed >> step->to & 1u) || node[step->to] != MOE_INT_NONE) continue;
         from = step->from == MOEI_X ? x : node[step->from];
-        if (step->op == MOEI_STEP_ACT) node[step->to] = moei_curve(m, chain->act, from, MOEI_NARROW, range[step->to] / MOEI_NARROW, range[step->to]);
+        if (step->op == MOEI_STEP_ACT) node[step->to] = moei_curve_of(m, chain->act, alpha, from, MOEI_NARROW, range[step->to] / MOEI_NARROW, range[step->to]);
         else if (step->op == MOEI_STEP_GATED)
-            node[step->to] = moei_gated_product(m, chain->act, from, node[step->second], range[step->from], range[step->to]);
+            node[step->to] = moei_gated_product(m, chain->act, alpha, from, node[step->second], moei_gate_range(chain, range[step->from]), range[step->to]);
         else {
             w = moei_int_matrix_of(chain->layer->tensors[step->weight], step->bias < 0 ? NULL : chain->layer->tensors[step->bias], count,
                                    chain->width[step->to], moei_from_width(chain, step->from));
             if (fuses && moei_step_is_relu(chain, step)) node[step[1].to] = moei_product(m, &w, from, MOEI_NARROW, 1, range[step[1].to], 0);
+            else if (chain->shaped) node[step->to] = moei_shaped_product(m, chain, step->to, w, from, range[step->to]);
             else node[step->to] = moei_product(m, &w, from, step->to == MOE_NODE_LOW ? MOEI_NARROW : MOEI_WIDE, 0, range[step->to], 0);
         }
     }
@@ -10792,7 +10822,7 @@ static double moei_matrix_bound(const moei_int_matrix *x, double in_scale) {
     double most = 0;
     size_t i, p;
     for (i = 0; i < x->count * x->n; i++) {
-        double sum = x->bias != NULL ? fabs((double)x->bias[i]) : 0;
+        double sum = fabs(moei_int_bias(x, i));
         for (p = 0; p < x->k; p++) sum += 127.0 * in_scale * fabs((double)x->w[i * x->k + p]);
         if (sum > most) most = sum;
     }
@@ -11178,12 +11208,21 @@ static uint32_t (*const moei_scores_ints[MOE_SCORE_COUNT])(moei_maker *m, moei_s
     /* grap, attentive, competition, dselect, custom */
     moei_logits_grap, moei_logits_attentive, moei_logits_competition, NULL, NULL};
 
+/* Whether the score reads a vector that a shaped gate's limit or offset is already part of. */
+static int moei_shape_is_scored(const moe_layer_config *c) {
+    const int node = moei_scored_node(c), limited = c->swiglu_limit > MOEI_R(0.0);
+    return (node == MOE_NODE_GATE && limited) || (node == MOE_NODE_UP && (limited || moei_is_set(c->swiglu_offset)));
+}
+
 /* What the integers cannot say; what the router refuses comes on top. */
 static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int frozen) {
     const size_t i = m->module;
     const moe_router_config *r = &c->router;
     static const char hint[] = "has no integer form; MOE_WEIGHTS_FLOAT takes it";
     if (moei_scores_ints[r->score] == NULL) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: score = %s %s", i, moei_score_names[r->score], hint);
+    if (moei_shape_is_scored(c))
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s with norm_node = %s %s", i, c->swiglu_limit > MOEI_R(0.0) ? "swiglu_limit" : "swiglu_offset",
+                          moei_node_names[r->norm_node], hint);
     if (r->refine != MOE_REFINE_NONE) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: refine = %s %s", i, moei_refine_names[r->refine], hint);
     if (r->apply_to == MOE_APPLY_INPUT && moei_scored_node(c) >= 0)
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: apply_to = input with score = %s %s", i, moei_score_names[r->score], hint);
