@@ -2960,16 +2960,19 @@ static void moei_layer_defaults(moe_layer_config *c) {
 /* Whether a real field is set; it is finite. */
 static int moei_is_set(moe_real value) { return value < MOEI_R(0.0) || value > MOEI_R(0.0); }
 
-/* The first field that is set though only swiglu experts have it; NULL for none. */
-static const char *moei_swiglu_field(const moe_layer_config *c) {
-    if (moei_is_set(c->swiglu_alpha)) return "swiglu_alpha";
-    if (moei_is_set(c->swiglu_limit)) return "swiglu_limit";
-    if (moei_is_set(c->swiglu_offset)) return "swiglu_offset";
-    return c->expert_bias ? "expert_bias" : NULL;
+/* The first field that is set though only swiglu experts have it, and its value; NULL for none. */
+static const char *moei_swiglu_field(const moe_layer_config *c, double *value) {
+    static const char *const names[] = {"swiglu_alpha", "swiglu_limit", "swiglu_offset", "expert_bias"};
+    const moe_real values[] = {c->swiglu_alpha, c->swiglu_limit, c->swiglu_offset, (moe_real)c->expert_bias};
+    size_t i = 0;
+    while (i < 4 && !moei_is_set(values[i])) i++;
+    *value = i < 4 ? (double)values[i] : 0.0;
+    return i < 4 ? names[i] : NULL;
 }
 
 static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error) {
-    const char *kind = moei_expert_names[c->expert];
+    const char *kind = moei_expert_names[c->expert], *name;
+    double value;
     int reads_experts = (moe_router_traits(&c->router) & MOE_TRAIT_NEEDS_ALL_EXPERTS) != 0;
     if (c->router.score == MOE_SCORE_ATTENTIVE && moei_scored_node(c) < 0)
         return moei_error(error, MOE_ERR_CONFIG, "score = attentive does not go with expert = %s: it has no hidden layer", kind);
@@ -2984,8 +2987,8 @@ static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error
         return moei_error(error, MOE_ERR_CONFIG, "d_low = %d does not go with expert = %s: only factorised experts have it", c->d_low, kind);
     if (c->no_expert_bias && c->expert != MOE_EXPERT_MLP && c->expert != MOE_EXPERT_LINEAR)
         return moei_error(error, MOE_ERR_CONFIG, "no_expert_bias = 1 does not go with expert = %s: it has no biases anyway", kind);
-    if (moei_swiglu_field(c) != NULL && c->expert != MOE_EXPERT_SWIGLU)
-        return moei_error(error, MOE_ERR_CONFIG, "%s does not go with expert = %s: only swiglu experts have it", moei_swiglu_field(c), kind);
+    if (c->expert != MOE_EXPERT_SWIGLU && (name = moei_swiglu_field(c, &value)) != NULL)
+        return moei_error(error, MOE_ERR_CONFIG, "%s = %g does not go with expert = %s: only swiglu experts have it", name, value, kind);
     if (c->n_shared == 0 && (c->d_shared != 0 || c->shared_sigmoid))
         return moei_error(error, MOE_ERR_CONFIG, "%s is set but n_shared = 0: there is no shared expert", c->d_shared != 0 ? "d_shared" : "shared_sigmoid");
     if (c->add_input && c->d_out != c->router.d_model)
