@@ -459,9 +459,8 @@ MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors,
 
 /* Kinds of experts, [out,in] matrices, one block of E in each tensor:
      swiglu      y = down (silu(gate x) * (up x))                        experts.gate, .up [E,f,d], .down [E,o,f]  (Shazeer 2020, GLU variants improve transformer)
-                 or, with expert_bias and the fields swiglu_,            and experts.gate_bias, .up_bias [E,f], .down_bias [E,o]  (as in gpt-oss)
-                   g = gate x + b_g, u = up x + b_u, with a limit L  g := min(g, L), u := max(-L, min(u, L)),
-                   y = down (g sigmoid(alpha g) * (u + offset)) + b_d
+       or, with g = min(gate x + b_g, L), u = max(-L, min(up x + b_u, L)),
+                 y = down (g sigmoid(alpha g) * (u + offset)) + b_d      with expert_bias: experts.gate_bias, .up_bias [E,f], .down_bias [E,o]  (OpenAI 2025, gpt-oss model card)
      mlp         y = W2 act(W1 x + b1) + b2                              experts.fc1.weight [E,f,d], .fc1.bias [E,f], .fc2.weight [E,o,f], .fc2.bias [E,o]
      linear      y = W x + b                                             experts.weight [E,o,d], .bias [E,o]
      factorised  y = down (silu(expand (reduce x)) * (up x))             experts.reduce [E,l,d], .expand [E,f,l], .up [E,f,d], .down [E,o,f] (Lv et al. 2025) */
@@ -3039,7 +3038,8 @@ static int moei_slot_experts(moe_slot *slot, const moe_layer_config *c, int out,
 moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_slot *out) {
     static const char *const names[MOE_LAYER_SLOTS - (int)MOE_ROUTER_SLOTS] = {
         "experts.gate", "experts.up", "experts.down", "experts.fc1.weight", "experts.fc1.bias", "experts.fc2.weight", "experts.fc2.bias", "experts.weight",
-        "experts.bias", "experts.reduce", "experts.expand", "experts.gate_bias", "experts.up_bias", "experts.down_bias", "shared.gate", "shared.up", "shared.down", "shared.sigmoid"};
+        "experts.bias", "experts.reduce", "experts.expand", "experts.gate_bias", "experts.up_bias", "experts.down_bias", "shared.gate", "shared.up",
+        "shared.down", "shared.sigmoid"};
     const moe_layer_config *c = config;
     int swiglu = c->expert == MOE_EXPERT_SWIGLU, mlp = c->expert == MOE_EXPERT_MLP, linear = c->expert == MOE_EXPERT_LINEAR;
     int factorised = c->expert == MOE_EXPERT_FACTORISED, gated = swiglu || factorised, biases = !c->no_expert_bias;
@@ -3556,7 +3556,8 @@ static void moei_matmul_columns(const moei_chain *chain, const moei_step *step, 
 }
 
 /* A shaped gate as a plain one, silu(t) v: t = alpha min(g, L), v = factor (max(-L, min(u, L)) + offset), or factor where up is NULL. */
-static void moei_shape(const moei_chain *chain, size_t n, const moe_real *gate, const moe_real *up, moe_real factor, moe_real *t, moe_real *v) {
+static void moei_shape(const moei_chain *chain, size_t n, const moe_real *gate, const moe_real *up, moe_real factor, moe_real *t,
+                       moe_real *v) {
     const moe_real limit = chain->limit;
     size_t i;
     for (i = 0; i < n; i++) t[i] = chain->alpha * (gate[i] > limit ? limit : gate[i]);
@@ -3658,7 +3659,8 @@ static void moei_input_backward(const moei_chain *chain, const moei_step *step, 
                moei_block(chain, step->weight, to * from) + j, from, d_in + j, ld, sum);
 }
 
-/* Back through n columns, from p, of row i of a shaped gate: y = silu(t) v / alpha, dg = dy v silu'(t), du = dy silu(t) / alpha, 0 beyond a limit. */
+/* Back through n columns, from p, of row i of a shaped gate: y = silu(t) v / alpha, dg = dy v silu'(t), du = dy silu(t) / alpha; 0 beyond a
+   limit. */
 static void moei_shaped_backward(const moei_chain *chain, const moei_step *step, size_t i, size_t p, size_t n) {
     moe_real t[MOEI_STAGE_COLUMNS], v[MOEI_STAGE_COLUMNS], d_t[MOEI_STAGE_COLUMNS], d_v[MOEI_STAGE_COLUMNS];
     const moe_real *gate = chain->node[step->from] + i * chain->ld[step->from] + p, limit = chain->limit;
@@ -10601,7 +10603,8 @@ static uint32_t moei_product_constants(moei_maker *m, const moei_int_matrix *x, 
 }
 
 /* y = max(low, min(W x + b, high)) of a narrow vector. range: the largest |y|; limit: of its levels; scale: that of y, 0: what range asks for. */
-static uint32_t moei_product_within(moei_maker *m, const moei_int_matrix *x, uint32_t in, int limit, double low, double high, double range, double scale) {
+static uint32_t moei_product_within(moei_maker *m, const moei_int_matrix *x, uint32_t in, int limit, double low, double high, double range,
+                                    double scale) {
     moei_int_levels l;
     moe_int_op op;
     uint32_t out;
@@ -10769,9 +10772,11 @@ static uint32_t moei_expert_hidden(moei_maker *m, const moei_chain *chain, size_
         moei_int_matrix w;
         if (!(chain->needed >> step->to & 1u) || node[step->to] != MOE_INT_NONE) continue;
         from = step->from == MOEI_X ? x : node[step->from];
-        if (step->op == MOEI_STEP_ACT) node[step->to] = moei_curve_of(m, chain->act, alpha, from, MOEI_NARROW, range[step->to] / MOEI_NARROW, range[step->to]);
+        if (step->op == MOEI_STEP_ACT)
+            node[step->to] = moei_curve_of(m, chain->act, alpha, from, MOEI_NARROW, range[step->to] / MOEI_NARROW, range[step->to]);
         else if (step->op == MOEI_STEP_GATED)
-            node[step->to] = moei_gated_product(m, chain->act, alpha, from, node[step->second], moei_gate_range(chain, range[step->from]), range[step->to]);
+            node[step->to] = moei_gated_product(m, chain->act, alpha, from, node[step->second], moei_gate_range(chain, range[step->from]),
+                                                range[step->to]);
         else {
             w = moei_int_matrix_of(chain->layer->tensors[step->weight], step->bias < 0 ? NULL : chain->layer->tensors[step->bias], count,
                                    chain->width[step->to], moei_from_width(chain, step->from));
@@ -11224,8 +11229,8 @@ static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int
     static const char hint[] = "has no integer form; MOE_WEIGHTS_FLOAT takes it";
     if (moei_scores_ints[r->score] == NULL) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: score = %s %s", i, moei_score_names[r->score], hint);
     if (moei_shape_is_scored(c))
-        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s with norm_node = %s %s", i, c->swiglu_limit > MOEI_R(0.0) ? "swiglu_limit" : "swiglu_offset",
-                          moei_node_names[r->norm_node], hint);
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s with norm_node = %s %s", i,
+                          c->swiglu_limit > MOEI_R(0.0) ? "swiglu_limit" : "swiglu_offset", moei_node_names[r->norm_node], hint);
     if (r->refine != MOE_REFINE_NONE) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: refine = %s %s", i, moei_refine_names[r->refine], hint);
     if (r->apply_to == MOE_APPLY_INPUT && moei_scored_node(c) >= 0)
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: apply_to = input with score = %s %s", i, moei_score_names[r->score], hint);

@@ -220,7 +220,8 @@ enum { MOE_SCORE_LINEAR = 0, MOE_SCORE_RANDOM, MOE_SCORE_MLP, MOE_SCORE_COSINE, 
        MOE_SCORE_DSELECT, MOE_SCORE_CUSTOM, MOE_SCORE_COUNT };
 
 /* Which activation the score norm reads. low is reduce x of a factorised expert ("down" in files, after the paper's W_down); gate is what enters the
-   expert's activation function, act what leaves it, up the linear branch, product act times up; an mlp expert has gate (= up) and act (= product). */
+   expert's activation function, act what leaves it, up the linear branch, product act times up; an mlp expert has gate (= up) and act (= product).
+   A swiglu expert's limit and offset come after gate and up, before act and product. */
 enum { MOE_NODE_LOW = 0, MOE_NODE_GATE, MOE_NODE_UP, MOE_NODE_ACT, MOE_NODE_PRODUCT, MOE_NODE_OUTPUT, MOE_NODE_COUNT };
 enum { MOE_NORM_L2 = 0, MOE_NORM_L1, MOE_NORM_LINF, MOE_NORM_COUNT };
 
