@@ -3558,11 +3558,11 @@ static void moei_matmul_columns(const moei_chain *chain, const moei_step *step, 
 /* A shaped gate as a plain one, silu(t) v: t = alpha min(g, L), v = factor (max(-L, min(u, L)) + offset), or factor where up is NULL. */
 static void moei_shape(const moei_chain *chain, size_t n, const moe_real *gate, const moe_real *up, moe_real factor, moe_real *t,
                        moe_real *v) {
-    const moe_real limit = chain->limit;
+    const moe_real limit = chain->limit, alpha = chain->alpha, offset = chain->offset;
     size_t i;
-    for (i = 0; i < n; i++) t[i] = chain->alpha * (gate[i] > limit ? limit : gate[i]);
+    for (i = 0; i < n; i++) t[i] = alpha * (gate[i] > limit ? limit : gate[i]);
     for (i = 0; i < n && up == NULL; i++) v[i] = factor;
-    for (i = 0; i < n && up != NULL; i++) v[i] = factor * ((up[i] > limit ? limit : up[i] < -limit ? -limit : up[i]) + chain->offset);
+    for (i = 0; i < n && up != NULL; i++) v[i] = factor * ((up[i] > limit ? limit : up[i] < -limit ? -limit : up[i]) + offset);
 }
 
 /* The elementwise steps with a shaped gate; the results may take the place of what is read. */
