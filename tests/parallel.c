@@ -71,6 +71,7 @@ typedef struct result {
     moe_status status, back;
     moe_real *y, *dx, *gradients;
     size_t count; /* numbers in gradients */
+    int has_work; /* an expert has a token */
 } result;
 
 static size_t gradient_count(const moe_layer *layer) {
@@ -99,6 +100,7 @@ static result run(scene *s, int training, const moe_parallel *team) {
     if (work == NULL) exit(2);
     memset(work, 0x55, bytes); /* large numbers where something is read that was not written */
     r.status = moe_layer_forward(&s->layer, &call, r.y, work, bytes, &pass);
+    r.has_work = r.status == MOE_OK && (pass.routing.plan.rows > 0 || pass.routing.plan.offsets[s->layer.config.router.n_experts] > 0);
     if (r.status == MOE_OK && training) {
         for (i = 0; moe_layer_tensor(&s->layer, i, &t) == MOE_OK; i++) memset(t.gradient, 0, t.count * sizeof(moe_real));
         r.back = moe_layer_backward(&s->layer, s->dy, r.dx, NULL, &pass);
@@ -160,7 +162,7 @@ static void test_threads(scene *s, const char *name) {
             calls = 0, team.threads = threads;
             shared = run(s, training, &team);
             CHECK(same(s, &plain, &shared), name);
-            CHECK(plain.status != MOE_OK || calls > 0, "the tasks went through the caller's function");
+            CHECK(!plain.has_work || calls > 0, "the tasks went through the caller's function");
             drop(&shared);
         }
         team.threads = 0; /* nothing to share with */
