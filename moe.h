@@ -6437,8 +6437,7 @@ static void moei_line_bits(moei_lines *p, uint64_t bits) {
     moei_text t;
     t.out = digits, t.room = sizeof digits, t.length = 0;
     moei_put_unsigned(&t, bits);
-    moei_line(p, "%su", digits);
-    if (bits >> 32 != 0) moei_line(p, "ll");
+    moei_line(p, "%su%s", digits, bits >> 32 != 0 ? "ll" : ""); /* one piece: no line ends inside */
 }
 
 /* In the order of moe_layer's members; its router's own tensors stay empty. */
