@@ -460,7 +460,7 @@ MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors,
 /* Kinds of experts, [out,in] matrices, one block of E in each tensor:
      swiglu      y = down (silu(gate x) * (up x))                        experts.gate, .up [E,f,d], .down [E,o,f]  (Shazeer 2020, GLU variants improve transformer)
        or, with g = min(gate x + b_g, L), u = max(-L, min(up x + b_u, L)),
-                 y = down (g sigmoid(alpha g) * (u + offset)) + b_d      with expert_bias: experts.gate_bias, .up_bias [E,f], .down_bias [E,o]  (OpenAI 2025, gpt-oss model card)
+                 y = down (g sigmoid(alpha g) * (u + offset)) + b_d      and experts.gate_bias, .up_bias [E,f], .down_bias [E,o]  (gpt-oss, 2025)
      mlp         y = W2 act(W1 x + b1) + b2                              experts.fc1.weight [E,f,d], .fc1.bias [E,f], .fc2.weight [E,o,f], .fc2.bias [E,o]
      linear      y = W x + b                                             experts.weight [E,o,d], .bias [E,o]
      factorised  y = down (silu(expand (reduce x)) * (up x))             experts.reduce [E,l,d], .expand [E,f,l], .up [E,f,d], .down [E,o,f] (Lv et al. 2025) */
