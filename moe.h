@@ -472,7 +472,7 @@ MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors,
 /* Kinds of experts, [out,in] matrices, one block of E in each tensor:
      swiglu      y = down (silu(gate x) * (up x))                        experts.gate, .up [E,f,d], .down [E,o,f]  (Shazeer 2020, GLU variants improve transformer)
        or, with g = min(gate x + b_g, L), u = max(-L, min(up x + b_u, L)),
-                 y = down (g sigmoid(alpha g) * (u + offset)) + b_d      with expert_bias: experts.gate_bias, .up_bias [E,f], .down_bias [E,o]  (OpenAI 2025, gpt-oss model card)
+                 y = down (g sigmoid(alpha g) * (u + offset)) + b_d      and experts.gate_bias, .up_bias [E,f], .down_bias [E,o]  (gpt-oss, 2025)
      mlp         y = W2 act(W1 x + b1) + b2                              experts.fc1.weight [E,f,d], .fc1.bias [E,f], .fc2.weight [E,o,f], .fc2.bias [E,o]
      linear      y = W x + b                                             experts.weight [E,o,d], .bias [E,o]
      factorised  y = down (silu(expand (reduce x)) * (up x))             experts.reduce [E,l,d], .expand [E,f,l], .up [E,f,d], .down [E,o,f] (Lv et al. 2025) */
@@ -3481,13 +3481,21 @@ static size_t moei_stride(const moe_layer *layer, size_t width) {
     return moei_table(layer->kernels)->id == MOE_KERNELS_C ? width : (lines | 1) * MOEI_UNIT;
 }
 
-/* What a swiglu expert's gate has beyond the plain one. */
+/* Whether the experts' gates are more than silu(gate) * up. */
+static int moei_is_shaped(const moe_layer_config *c) {
+    if (moei_is_set(c->swiglu_alpha) && moei_is_set(c->swiglu_alpha - MOEI_R(1.0))) return 1;
+    return moei_is_set(c->swiglu_limit) || moei_is_set(c->swiglu_offset);
+}
+
 static void moei_chain_shape(moei_chain *chain, const moe_layer_config *c) {
     chain->alpha = c->swiglu_alpha > MOEI_R(0.0) ? c->swiglu_alpha : MOEI_R(1.0);
     chain->limit = c->swiglu_limit > MOEI_R(0.0) ? c->swiglu_limit : MOEI_INFINITY;
     chain->offset = c->swiglu_offset;
-    chain->shaped = moei_is_set(chain->alpha - MOEI_R(1.0)) || c->swiglu_limit > MOEI_R(0.0) || moei_is_set(chain->offset);
+    chain->shaped = moei_is_shaped(c);
 }
+
+/* A constant 0 where such gates are left out. */
+#define MOEI_SHAPED(chain) (MOEI_KEPT(EXTRAS, MOE_EXTRA_SHAPED) && (chain)->shaped)
 
 static moei_chain moei_chain_begin(const moe_layer *layer, int kind) {
     const moe_layer_config *c = &layer->config;
@@ -3610,7 +3618,7 @@ static void moei_step_columns(const moei_chain *chain, const moei_step *step, si
     const moe_kernels *k = chain->layer->kernels;
     size_t ld = chain->ld[step->to], ld_in;
     const moe_real *in;
-    if (step->op == MOEI_STEP_MATMUL || chain->shaped) {
+    if (step->op == MOEI_STEP_MATMUL || MOEI_SHAPED(chain)) {
         if (step->op == MOEI_STEP_MATMUL) moei_matmul_columns(chain, step, j, count);
         else moei_shaped_columns(chain, step, j, count);
         return;
@@ -3711,10 +3719,10 @@ static void moei_elementwise_backward(const moei_chain *chain, const moei_step *
     size_t ld = chain->ld[step->to], ld_in, i, p;
     const moe_real *in = moei_from(chain, step->from, &ld_in) + j, *d_out = chain->d_node[step->to] + j;
     moe_real *d_in = chain->d_node[step->from] + j, part[MOEI_STAGE_COLUMNS];
-    for (i = 0; i < chain->n && chain->shaped; i++)
+    for (i = 0; i < chain->n && MOEI_SHAPED(chain); i++)
         for (p = 0; p < count; p += MOEI_STAGE_COLUMNS)
             moei_shaped_backward(chain, step, i, j + p, count - p < MOEI_STAGE_COLUMNS ? count - p : (size_t)MOEI_STAGE_COLUMNS);
-    for (i = 0; i < chain->n && !chain->shaped; i++, in += ld_in, d_in += ld_in, d_out += ld) {
+    for (i = 0; i < chain->n && !MOEI_SHAPED(chain); i++, in += ld_in, d_in += ld_in, d_out += ld) {
         if (step->op == MOEI_STEP_GATED) {
             size_t at = i * chain->ld[step->second] + j;
             moe_gated_backward(k, chain->act, count, in, chain->node[step->second] + at, d_out, d_in, chain->d_node[step->second] + at);
@@ -4277,6 +4285,7 @@ static moe_status moei_layer_call_check(const moe_layer *layer, const moe_call *
     if (!MOEI_KEPT(ACTS, layer->config.expert == MOE_EXPERT_MLP ? layer->config.act : (int)MOE_ACT_SILU) && layer->config.expert != MOE_EXPERT_LINEAR)
         return MOE_ERR_UNSUPPORTED;
     if (layer->config.n_shared > 0 && !MOEI_KEPT(ACTS, MOE_ACT_SILU)) return MOE_ERR_UNSUPPORTED;
+    if (!MOEI_KEPT(EXTRAS, MOE_EXTRA_SHAPED) && moei_is_shaped(&layer->config)) return MOE_ERR_UNSUPPORTED;
     if (!MOEI_FITS_INT32(call->n_tokens)) return MOE_ERR_OVERFLOW;
     if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
     for (place = 0; layer->places >> place != 0; place++)
@@ -6465,8 +6474,7 @@ static void moei_line_bits(moei_lines *p, uint64_t bits) {
     moei_text t;
     t.out = digits, t.room = sizeof digits, t.length = 0;
     moei_put_unsigned(&t, bits);
-    moei_line(p, "%su", digits);
-    if (bits >> 32 != 0) moei_line(p, "ll");
+    moei_line(p, "%su%s", digits, bits >> 32 != 0 ? "ll" : ""); /* one piece: no line ends inside */
 }
 
 /* In the order of moe_layer's members; its router's own tensors stay empty. */
@@ -12449,6 +12457,7 @@ static moei_masks moei_masks_of(const moe_net *net) {
         if (!moei_is_layer(module)) continue;
         moei_mask_router(&m, &c->router); /* a feed_forward has one too */
         if (c->expert == MOE_EXPERT_MLP) m.acts |= moei_mask_bit(c->act);
+        if (moei_is_shaped(c)) m.extras |= moei_mask_bit(MOE_EXTRA_SHAPED);
         if (c->expert == MOE_EXPERT_SWIGLU || c->expert == MOE_EXPERT_FACTORISED || c->n_shared > 0) m.acts |= moei_mask_bit(MOE_ACT_SILU);
     }
     return m;
