@@ -471,6 +471,8 @@ MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors,
 
 /* Kinds of experts, [out,in] matrices, one block of E in each tensor:
      swiglu      y = down (silu(gate x) * (up x))                        experts.gate, .up [E,f,d], .down [E,o,f]  (Shazeer 2020, GLU variants improve transformer)
+       or, with g = min(gate x + b_g, L), u = max(-L, min(up x + b_u, L)),
+                 y = down (g sigmoid(alpha g) * (u + offset)) + b_d      with expert_bias: experts.gate_bias, .up_bias [E,f], .down_bias [E,o]  (OpenAI 2025, gpt-oss model card)
      mlp         y = W2 act(W1 x + b1) + b2                              experts.fc1.weight [E,f,d], .fc1.bias [E,f], .fc2.weight [E,o,f], .fc2.bias [E,o]
      linear      y = W x + b                                             experts.weight [E,o,d], .bias [E,o]
      factorised  y = down (silu(expand (reduce x)) * (up x))             experts.reduce [E,l,d], .expand [E,f,l], .up [E,f,d], .down [E,o,f] (Lv et al. 2025) */
@@ -486,7 +488,11 @@ typedef struct moe_layer_config {
     int d_low;                /* l, rows of reduce [(d_model + 2) / 3] */
     int act;                  /* MOE_ACT_ of mlp experts [relu]; swiglu and factorised always take silu */
     int no_expert_bias;       /* 1: mlp and linear experts have no biases [0] */
-    int n_shared;             /* shared experts: one swiglu of width n_shared * d_shared that every token passes [0] */
+    moe_real swiglu_alpha;    /* alpha of swiglu experts, 1e-6 to 1e6 [0: 1] */
+    moe_real swiglu_limit;    /* L of swiglu experts, 1e-6 to 1e6 [0: none]; the derivative beyond a limit is 0 */
+    moe_real swiglu_offset;   /* what is added to their u, -1e6 to 1e6 [0] */
+    int expert_bias;          /* 1: swiglu experts have biases [0] */
+    int n_shared;             /* shared experts: one plain swiglu of width n_shared * d_shared that every token passes [0] */
     int d_shared;             /* width of one shared expert [d_ff] */
     int add_input;            /* 1: y = sum w f(x) + (1 - sum w) x, w the weights of the experts that took the token; needs d_out = d_model [0] */
     int shared_sigmoid;       /* 1: the shared expert is multiplied by sigmoid(shared.sigmoid . x) [0] */
@@ -515,6 +521,9 @@ enum {
     MOE_EXPERTS_BIAS,                    /* "experts.bias" [E,o] */
     MOE_EXPERTS_REDUCE,                  /* "experts.reduce" [E,l,d] */
     MOE_EXPERTS_EXPAND,                  /* "experts.expand" [E,f,l] */
+    MOE_EXPERTS_GATE_BIAS,               /* "experts.gate_bias" [E,f] */
+    MOE_EXPERTS_UP_BIAS,                 /* "experts.up_bias" [E,f] */
+    MOE_EXPERTS_DOWN_BIAS,               /* "experts.down_bias" [E,o] */
     MOE_SHARED_GATE,                     /* "shared.gate" [s,d] */
     MOE_SHARED_UP,                       /* "shared.up" [s,d] */
     MOE_SHARED_DOWN,                     /* "shared.down" [o,s] */
@@ -750,7 +759,7 @@ MOE_API moe_status moe_net_attention(moe_net *net, const moe_attention_config *c
 MOE_API moe_status moe_net_rms_norm(moe_net *net);
 /* rate in [0,1); draws from call.rng in training, which must then be there unless rate is 0. */
 MOE_API moe_status moe_net_dropout(moe_net *net, moe_real rate);
-/* config: expert, d_ff, d_low, act, no_expert_bias are read, all else must be 0; NULL: {0}, a swiglu of width 4 d. */
+/* config: expert, d_ff, d_low, act, no_expert_bias, swiglu_..., expert_bias are read, all else must be 0; NULL: {0}, a swiglu of width 4 d. */
 MOE_API moe_status moe_net_feed_forward(moe_net *net, const moe_layer_config *config);
 /* Logits by the embedding's own rows (weight tying; Press, Wolf 2017, Using the output embedding to improve language models). The net begins with an
    embedding as wide as what arrives. */
@@ -1261,7 +1270,7 @@ typedef struct moe_model {
 } moe_model;
 
 /* What moe_model.version must be: it changes when what models hold does. */
-#define MOE_MODEL_VERSION 1
+#define MOE_MODEL_VERSION 2
 
 /* One call of a model at work; on the stack of moe_infer. */
 typedef struct moe_int_run {
@@ -2869,11 +2878,11 @@ enum { MOEI_SHARED = MOE_EXPERT_COUNT };
 static const moei_expert moei_experts[MOE_EXPERT_COUNT + 1] = {
     /* swiglu */
     {5,
-     {{MOEI_STEP_MATMUL, 0, MOE_NODE_GATE, MOEI_X, 0, MOE_EXPERTS_GATE, -1},
+     {{MOEI_STEP_MATMUL, 0, MOE_NODE_GATE, MOEI_X, 0, MOE_EXPERTS_GATE, MOE_EXPERTS_GATE_BIAS},
       {MOEI_STEP_ACT, 0, MOE_NODE_ACT, MOE_NODE_GATE, 0, 0, 0},
-      {MOEI_STEP_MATMUL, 0, MOE_NODE_UP, MOEI_X, 0, MOE_EXPERTS_UP, -1},
+      {MOEI_STEP_MATMUL, 0, MOE_NODE_UP, MOEI_X, 0, MOE_EXPERTS_UP, MOE_EXPERTS_UP_BIAS},
       {MOEI_STEP_GATED, 0, MOE_NODE_PRODUCT, MOE_NODE_GATE, MOE_NODE_UP, 0, 0},
-      {MOEI_STEP_MATMUL, 1, MOE_NODE_OUTPUT, MOE_NODE_PRODUCT, 0, MOE_EXPERTS_DOWN, -1},
+      {MOEI_STEP_MATMUL, 1, MOE_NODE_OUTPUT, MOE_NODE_PRODUCT, 0, MOE_EXPERTS_DOWN, MOE_EXPERTS_DOWN_BIAS},
       {0, 0, 0, 0, 0, 0, 0}},
      MOE_NODE_UP,
      MOE_NODE_PRODUCT},
@@ -2934,6 +2943,10 @@ static const moe_field moei_layer_fields[] = {
     MOEI_INT(MOEI_L, d_low, 1, MOE_MAX_WIDTH, "rows of reduce in a factorised expert"),
     MOEI_CHOICE(MOEI_L, act, MOE_ACT_COUNT, moei_act_names, "activation of mlp experts"),
     MOEI_FLAG(MOEI_L, no_expert_bias, "mlp and linear experts have no biases"),
+    MOEI_REAL(MOEI_L, swiglu_alpha, 1e-6, 1e6, "alpha of swiglu experts"),
+    MOEI_REAL(MOEI_L, swiglu_limit, 1e-6, 1e6, "limit of swiglu experts"),
+    MOEI_REAL(MOEI_L, swiglu_offset, -1e6, 1e6, "offset of swiglu experts"),
+    MOEI_FLAG(MOEI_L, expert_bias, "swiglu experts have biases"),
     MOEI_INT(MOEI_L, n_shared, 1, 4096, "number of shared experts"),
     MOEI_INT(MOEI_L, d_shared, 1, MOE_MAX_WIDTH, "width of one shared expert"),
     MOEI_FLAG(MOEI_L, add_input, "what the weights leave over is given to the input itself"),
@@ -2971,8 +2984,22 @@ static void moei_layer_defaults(moe_layer_config *c) {
     if (c->n_shared > 0) moei_default(&c->d_shared, c->d_ff);
 }
 
+/* Whether a real field is set; it is finite. */
+static int moei_is_set(moe_real value) { return value < MOEI_R(0.0) || value > MOEI_R(0.0); }
+
+/* The first field that is set though only swiglu experts have it, and its value; NULL for none. */
+static const char *moei_swiglu_field(const moe_layer_config *c, double *value) {
+    static const char *const names[] = {"swiglu_alpha", "swiglu_limit", "swiglu_offset", "expert_bias"};
+    const moe_real values[] = {c->swiglu_alpha, c->swiglu_limit, c->swiglu_offset, (moe_real)c->expert_bias};
+    size_t i = 0;
+    while (i < 4 && !moei_is_set(values[i])) i++;
+    *value = i < 4 ? (double)values[i] : 0.0;
+    return i < 4 ? names[i] : NULL;
+}
+
 static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error) {
-    const char *kind = moei_expert_names[c->expert];
+    const char *kind = moei_expert_names[c->expert], *name;
+    double value;
     int reads_experts = (moe_router_traits(&c->router) & MOE_TRAIT_NEEDS_ALL_EXPERTS) != 0;
     if (c->router.score == MOE_SCORE_ATTENTIVE && moei_scored_node(c) < 0)
         return moei_error(error, MOE_ERR_CONFIG, "score = attentive does not go with expert = %s: it has no hidden layer", kind);
@@ -2987,6 +3014,8 @@ static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error
         return moei_error(error, MOE_ERR_CONFIG, "d_low = %d does not go with expert = %s: only factorised experts have it", c->d_low, kind);
     if (c->no_expert_bias && c->expert != MOE_EXPERT_MLP && c->expert != MOE_EXPERT_LINEAR)
         return moei_error(error, MOE_ERR_CONFIG, "no_expert_bias = 1 does not go with expert = %s: it has no biases anyway", kind);
+    if (c->expert != MOE_EXPERT_SWIGLU && (name = moei_swiglu_field(c, &value)) != NULL)
+        return moei_error(error, MOE_ERR_CONFIG, "%s = %g does not go with expert = %s: only swiglu experts have it", name, value, kind);
     if (c->n_shared == 0 && (c->d_shared != 0 || c->shared_sigmoid))
         return moei_error(error, MOE_ERR_CONFIG, "%s is set but n_shared = 0: there is no shared expert", c->d_shared != 0 ? "d_shared" : "shared_sigmoid");
     if (c->add_input && c->d_out != c->router.d_model)
@@ -3037,7 +3066,8 @@ static int moei_slot_experts(moe_slot *slot, const moe_layer_config *c, int out,
 moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_slot *out) {
     static const char *const names[MOE_LAYER_SLOTS - (int)MOE_ROUTER_SLOTS] = {
         "experts.gate", "experts.up", "experts.down", "experts.fc1.weight", "experts.fc1.bias", "experts.fc2.weight", "experts.fc2.bias", "experts.weight",
-        "experts.bias", "experts.reduce", "experts.expand", "shared.gate", "shared.up", "shared.down", "shared.sigmoid"};
+        "experts.bias", "experts.reduce", "experts.expand", "experts.gate_bias", "experts.up_bias", "experts.down_bias", "shared.gate", "shared.up",
+        "shared.down", "shared.sigmoid"};
     const moe_layer_config *c = config;
     int swiglu = c->expert == MOE_EXPERT_SWIGLU, mlp = c->expert == MOE_EXPERT_MLP, linear = c->expert == MOE_EXPERT_LINEAR;
     int factorised = c->expert == MOE_EXPERT_FACTORISED, gated = swiglu || factorised, biases = !c->no_expert_bias;
@@ -3079,6 +3109,13 @@ moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_slot *ou
         break;
     case MOE_EXPERTS_EXPAND:
         if (factorised) fits = moei_slot_experts(&made, c, f, c->d_low);
+        break;
+    case MOE_EXPERTS_GATE_BIAS:
+    case MOE_EXPERTS_UP_BIAS:
+        if (swiglu && c->expert_bias) fits = moei_slot_experts(&made, c, f, 0);
+        break;
+    case MOE_EXPERTS_DOWN_BIAS:
+        if (swiglu && c->expert_bias) fits = moei_slot_experts(&made, c, o, 0);
         break;
     case MOE_SHARED_GATE:
     case MOE_SHARED_UP:
@@ -3411,6 +3448,8 @@ typedef struct moei_chain {
     const moei_expert *expert;
     size_t block;  /* which of the E blocks of each tensor; 0 for the shared expert */
     int act, packed; /* packed: the packed weights are read */
+    int shaped;      /* the gate has an alpha, a limit or an offset; limit is infinite for none */
+    moe_real alpha, limit, offset;
     size_t width[MOE_NODE_COUNT], ld[MOE_NODE_COUNT];
     size_t n, d, ldx;
     const moe_real *x;                /* [n,d] */
@@ -3442,6 +3481,14 @@ static size_t moei_stride(const moe_layer *layer, size_t width) {
     return moei_table(layer->kernels)->id == MOE_KERNELS_C ? width : (lines | 1) * MOEI_UNIT;
 }
 
+/* What a swiglu expert's gate has beyond the plain one. */
+static void moei_chain_shape(moei_chain *chain, const moe_layer_config *c) {
+    chain->alpha = c->swiglu_alpha > MOEI_R(0.0) ? c->swiglu_alpha : MOEI_R(1.0);
+    chain->limit = c->swiglu_limit > MOEI_R(0.0) ? c->swiglu_limit : MOEI_INFINITY;
+    chain->offset = c->swiglu_offset;
+    chain->shaped = moei_is_set(chain->alpha - MOEI_R(1.0)) || c->swiglu_limit > MOEI_R(0.0) || moei_is_set(chain->offset);
+}
+
 static moei_chain moei_chain_begin(const moe_layer *layer, int kind) {
     const moe_layer_config *c = &layer->config;
     moei_chain chain;
@@ -3451,6 +3498,7 @@ static moei_chain moei_chain_begin(const moe_layer *layer, int kind) {
     chain.layer = layer;
     chain.expert = &moei_experts[kind];
     chain.act = kind == MOE_EXPERT_MLP ? c->act : MOE_ACT_SILU;
+    if (kind == MOE_EXPERT_SWIGLU) moei_chain_shape(&chain, c);
     chain.d = chain.ldx = (size_t)c->router.d_model;
     chain.ld_dx = chain.d;
     chain.width[MOE_NODE_LOW] = (size_t)c->d_low;
@@ -3535,12 +3583,36 @@ static void moei_matmul_columns(const moei_chain *chain, const moei_step *step, 
     for (i = 0; bias != NULL && i < chain->n; i++) moe_axpy(k, count, MOEI_R(1.0), bias + j, out + i * ld);
 }
 
+/* A shaped gate as a plain one, silu(t) v: t = alpha min(g, L), v = factor (max(-L, min(u, L)) + offset), or factor where up is NULL. */
+static void moei_shape(const moei_chain *chain, size_t n, const moe_real *gate, const moe_real *up, moe_real factor, moe_real *t,
+                       moe_real *v) {
+    const moe_real limit = chain->limit, alpha = chain->alpha, offset = chain->offset;
+    size_t i;
+    for (i = 0; i < n; i++) t[i] = alpha * (gate[i] > limit ? limit : gate[i]);
+    for (i = 0; i < n && up == NULL; i++) v[i] = factor;
+    for (i = 0; i < n && up != NULL; i++) v[i] = factor * ((up[i] > limit ? limit : up[i] < -limit ? -limit : up[i]) + offset);
+}
+
+/* The elementwise steps with a shaped gate; the results may take the place of what is read. */
+static void moei_shaped_columns(const moei_chain *chain, const moei_step *step, size_t j, size_t count) {
+    moe_real t[MOEI_STAGE_COLUMNS], v[MOEI_STAGE_COLUMNS];
+    size_t ld = chain->ld[step->to], i, p, n;
+    for (i = 0; i < chain->n; i++)
+        for (p = j; p < j + count; p += n) {
+            const moe_real *up = step->op == MOEI_STEP_GATED ? chain->node[step->second] + i * chain->ld[step->second] + p : NULL;
+            n = j + count - p < MOEI_STAGE_COLUMNS ? j + count - p : (size_t)MOEI_STAGE_COLUMNS;
+            moei_shape(chain, n, chain->node[step->from] + i * chain->ld[step->from] + p, up, MOEI_R(1.0) / chain->alpha, t, v);
+            moe_gated(chain->layer->kernels, chain->act, 1, n, t, n, v, n, chain->node[step->to] + i * ld + p, ld);
+        }
+}
+
 static void moei_step_columns(const moei_chain *chain, const moei_step *step, size_t j, size_t count) {
     const moe_kernels *k = chain->layer->kernels;
     size_t ld = chain->ld[step->to], ld_in;
     const moe_real *in;
-    if (step->op == MOEI_STEP_MATMUL) {
-        moei_matmul_columns(chain, step, j, count);
+    if (step->op == MOEI_STEP_MATMUL || chain->shaped) {
+        if (step->op == MOEI_STEP_MATMUL) moei_matmul_columns(chain, step, j, count);
+        else moei_shaped_columns(chain, step, j, count);
         return;
     }
     in = moei_from(chain, step->from, &ld_in) + j;
@@ -3615,13 +3687,34 @@ static void moei_input_backward(const moei_chain *chain, const moei_step *step, 
                moei_block(chain, step->weight, to * from) + j, from, d_in + j, ld, sum);
 }
 
+/* Back through n columns, from p, of row i of a shaped gate: y = silu(t) v / alpha, dg = dy v silu'(t), du = dy silu(t) / alpha; 0 beyond a
+   limit. */
+static void moei_shaped_backward(const moei_chain *chain, const moei_step *step, size_t i, size_t p, size_t n) {
+    moe_real t[MOEI_STAGE_COLUMNS], v[MOEI_STAGE_COLUMNS], d_t[MOEI_STAGE_COLUMNS], d_v[MOEI_STAGE_COLUMNS];
+    const moe_real *gate = chain->node[step->from] + i * chain->ld[step->from] + p, limit = chain->limit;
+    const moe_real *up = step->op == MOEI_STEP_GATED ? chain->node[step->second] + i * chain->ld[step->second] + p : NULL;
+    moe_real *d_gate = chain->d_node[step->from] + i * chain->ld[step->from] + p;
+    moe_real *d_up = up != NULL ? chain->d_node[step->second] + i * chain->ld[step->second] + p : NULL;
+    size_t q;
+    moei_shape(chain, n, gate, up, MOEI_R(1.0), t, v);
+    moe_gated_backward(chain->layer->kernels, chain->act, n, t, v, chain->d_node[step->to] + i * chain->ld[step->to] + p, d_t, d_v);
+    for (q = 0; q < n; q++) {
+        if (gate[q] > limit) d_t[q] = MOEI_R(0.0);
+        d_gate[q] = up == NULL && (chain->summed >> step->from & 1u) ? d_gate[q] + d_t[q] : d_t[q];
+    }
+    for (q = 0; q < n && up != NULL; q++) d_up[q] = up[q] > limit || up[q] < -limit ? MOEI_R(0.0) : d_v[q] / chain->alpha;
+}
+
 /* Columns j .. j + count back through an elementwise step. */
 static void moei_elementwise_backward(const moei_chain *chain, const moei_step *step, size_t j, size_t count) {
     const moe_kernels *k = chain->layer->kernels;
     size_t ld = chain->ld[step->to], ld_in, i, p;
     const moe_real *in = moei_from(chain, step->from, &ld_in) + j, *d_out = chain->d_node[step->to] + j;
     moe_real *d_in = chain->d_node[step->from] + j, part[MOEI_STAGE_COLUMNS];
-    for (i = 0; i < chain->n; i++, in += ld_in, d_in += ld_in, d_out += ld) {
+    for (i = 0; i < chain->n && chain->shaped; i++)
+        for (p = 0; p < count; p += MOEI_STAGE_COLUMNS)
+            moei_shaped_backward(chain, step, i, j + p, count - p < MOEI_STAGE_COLUMNS ? count - p : (size_t)MOEI_STAGE_COLUMNS);
+    for (i = 0; i < chain->n && !chain->shaped; i++, in += ld_in, d_in += ld_in, d_out += ld) {
         if (step->op == MOEI_STEP_GATED) {
             size_t at = i * chain->ld[step->second] + j;
             moe_gated_backward(k, chain->act, count, in, chain->node[step->second] + at, d_out, d_in, chain->d_node[step->second] + at);
@@ -4689,6 +4782,10 @@ static const moe_field moei_feed_forward_fields[] = {MOEI_CHOICE(MOEI_L, expert,
                                                      MOEI_INT(MOEI_L, d_low, 1, MOE_MAX_WIDTH, "rows of reduce in a factorised expert"),
                                                      MOEI_CHOICE(MOEI_L, act, MOE_ACT_COUNT, moei_act_names, "activation of an mlp expert"),
                                                      MOEI_FLAG(MOEI_L, no_expert_bias, "mlp and linear experts have no biases"),
+                                                     MOEI_REAL(MOEI_L, swiglu_alpha, 1e-6, 1e6, "alpha of a swiglu expert"),
+                                                     MOEI_REAL(MOEI_L, swiglu_limit, 1e-6, 1e6, "limit of a swiglu expert"),
+                                                     MOEI_REAL(MOEI_L, swiglu_offset, -1e6, 1e6, "offset of a swiglu expert"),
+                                                     MOEI_FLAG(MOEI_L, expert_bias, "a swiglu expert has biases"),
                                                      MOEI_FIELDS_END};
 
 static const char *const moei_module_names[] = {"linear",    "activation", "layer_norm", "mixture", "residual",     "embedding",
@@ -4886,7 +4983,8 @@ static moe_status moei_feed_forward_config(const moe_layer_config *wanted, int d
     for (field = moe_layer_fields(); wanted != NULL && field->name != NULL; field++)
         if (moe_field_find(moei_feed_forward_fields, field->name) == NULL && !moei_field_is_zero(field, wanted)) {
             moe_field_text(field, wanted, value, sizeof value);
-            return moei_error(error, MOE_ERR_CONFIG, "%s = %s: must be 0, a feed_forward has expert, d_ff, d_low, act and no_expert_bias", field->name, value);
+            return moei_error(error, MOE_ERR_CONFIG, "%s = %s: must be 0, a feed_forward has %s", field->name, value,
+                              "expert, d_ff, d_low, act, no_expert_bias, expert_bias and swiglu_...");
         }
     if (wanted != NULL) *c = *wanted;
     c->router.d_model = d;
@@ -10365,17 +10463,21 @@ static uint32_t moei_widened(moei_maker *m, uint32_t x) {
 
 /* ---- products ---- */
 
-/* Weights [count][n,k], biases [count][n] or NULL; count matrices with one operation: experts. */
+/* Weights [count][n,k], biases [count][n] or NULL, to which offset is added; count matrices with one operation: experts. */
 typedef struct moei_int_matrix {
     const moe_real *w, *bias;
     size_t count, n, k;
+    double offset;
 } moei_int_matrix;
 
 static moei_int_matrix moei_int_matrix_of(const moe_real *w, const moe_real *bias, size_t count, size_t n, size_t k) {
     moei_int_matrix x;
-    x.w = w, x.bias = bias, x.count = count, x.n = n, x.k = k;
+    x.w = w, x.bias = bias, x.count = count, x.n = n, x.k = k, x.offset = 0;
     return x;
 }
+
+/* What row i adds to its sum. */
+static double moei_int_bias(const moei_int_matrix *x, size_t i) { return (x->bias != NULL ? (double)x->bias[i] : 0) + x->offset; }
 
 /* A matrix in integers; one row's real weight is level * (int4: block *) row. */
 typedef struct moei_int_levels {
@@ -10463,7 +10565,7 @@ static void moei_int_levels_begin(moei_maker *m, const moei_int_matrix *x, doubl
         return;
     }
     for (i = 0; i < x->count * x->n; i++) {
-        l->row[i] = moei_int_row(m, x->w + i * x->k, x->k, x->bias != NULL ? (double)x->bias[i] : 0, in_scale);
+        l->row[i] = moei_int_row(m, x->w + i * x->k, x->k, moei_int_bias(x, i), in_scale);
         if (l->row[i] > l->most) l->most = l->row[i];
     }
 }
@@ -10504,7 +10606,7 @@ static uint32_t moei_matrix_pack(moei_maker *m, const moei_int_matrix *x, moei_i
             const size_t i = e * x->n + j;
             const double one = in_scale * l->row[i];
             moei_int_row_levels(m, x, x->w + i * x->k, l->row[i], l, j);
-            l->bias[j] = x->bias != NULL && one > 0 ? moei_nearest((double)x->bias[i] / one, 536870911) : 0;
+            l->bias[j] = one > 0 ? moei_nearest(moei_int_bias(x, i) / one, 536870911) : 0;
             l->factor[j] = (int16_t)moei_nearest(one * unit, 32767);
             if (l->factor[j] > 0) l->bias[j] += 32768 / l->factor[j]; /* what >> 16 drops is rounded, not cut off */
         }
@@ -10528,8 +10630,9 @@ static uint32_t moei_product_constants(moei_maker *m, const moei_int_matrix *x, 
     return (uint32_t)at;
 }
 
-/* y = W x + b of a narrow vector. range: the largest |y|; limit: of its levels; relu: y = max(y, 0); scale: that of y, 0: what range asks for. */
-static uint32_t moei_product(moei_maker *m, const moei_int_matrix *x, uint32_t in, int limit, int relu, double range, double scale) {
+/* y = max(low, min(W x + b, high)) of a narrow vector. range: the largest |y|; limit: of its levels; scale: that of y, 0: what range asks for. */
+static uint32_t moei_product_within(moei_maker *m, const moei_int_matrix *x, uint32_t in, int limit, double low, double high, double range,
+                                    double scale) {
     moei_int_levels l;
     moe_int_op op;
     uint32_t out;
@@ -10546,11 +10649,17 @@ static uint32_t moei_product(moei_maker *m, const moei_int_matrix *x, uint32_t i
     }
     shift = moei_shift_for(in_scale * l.most / scale, 16, 15);
     out = moei_value_new(m, x->n, limit, scale, range);
-    op = moei_op(m->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8 : moe_int_op_int4, x->n, x->k, relu ? 0 : -limit, limit, shift < 0 ? 0 : shift);
+    op = moei_op(m->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8 : moe_int_op_int4, x->n, x->k, (int)moei_nearest(low / scale, limit),
+                 (int)moei_nearest(high / scale, limit), shift < 0 ? 0 : shift);
     op.at = moei_product_constants(m, x, &l, in_scale, ldexp(1.0, 16 + op.shape.shift) / scale);
     moei_int_levels_free(m, x, &l);
     moei_op_append(m, op, in, in, out);
     return out;
+}
+
+/* y = W x + b, or with relu max(W x + b, 0). */
+static uint32_t moei_product(moei_maker *m, const moei_int_matrix *x, uint32_t in, int limit, int relu, double range, double scale) {
+    return moei_product_within(m, x, in, limit, relu ? 0 : -HUGE_VAL, HUGE_VAL, range, scale);
 }
 
 /* sum += weight (W x + b): the last product of an expert. A sum's unit is a level of the mixture's output over 2^shift; a weight's is 2^(bits - 15). */
@@ -10570,7 +10679,7 @@ static double moei_matrix_most(moei_maker *m, const moei_int_matrix *x, double i
     double most = 0, row;
     size_t i;
     for (i = 0; i < x->count * x->n; i++) {
-        row = moei_int_row(m, x->w + i * x->k, x->k, x->bias != NULL ? (double)x->bias[i] : 0, in_scale);
+        row = moei_int_row(m, x->w + i * x->k, x->k, moei_int_bias(x, i), in_scale);
         if (row > most) most = row;
     }
     return most * in_scale;
@@ -10580,8 +10689,8 @@ static double moei_matrix_most(moei_maker *m, const moei_int_matrix *x, double i
 
 enum { MOEI_SOFTPLUS = MOE_ACT_COUNT }; /* one more that curves can be */
 
-/* y = act(x), x wide. The curve's points are act at 65 places. */
-static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, double scale, double range) {
+/* y = act(alpha x) / alpha, x wide. The curve's points are y at 65 places. */
+static uint32_t moei_curve_of(moei_maker *m, int act, double alpha, uint32_t in, int limit, double scale, double range) {
     const double fine = limit == MOEI_NARROW ? 256 : 1;
     unsigned char points[65 * 2];
     moe_int_op op;
@@ -10589,10 +10698,10 @@ static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, doubl
     int i;
     if (m->status != MOE_OK) return 0;
     for (i = 0; i <= 64; i++) {
-        moe_real x = (moe_real)(((double)i * 1024 - 32768) * m->values[in].scale), y;
+        moe_real x = (moe_real)(((double)i * 1024 - 32768) * m->values[in].scale * alpha), y;
         if (act == MOEI_SOFTPLUS) y = moe_softplus(x);
         else moe_activate(NULL, act, 1, &x, &y);
-        moei_put_16_le(points + 2 * i, moei_nearest((double)y / (scale > 0 ? scale : 1) * fine, 32767));
+        moei_put_16_le(points + 2 * i, moei_nearest((double)y / alpha / (scale > 0 ? scale : 1) * fine, 32767));
     }
     out = moei_value_new(m, m->values[in].width, limit, scale, range);
     op = moei_op(moe_int_op_curve, m->values[in].width, 0, -limit, limit, limit == MOEI_NARROW ? 8 : 0);
@@ -10601,8 +10710,12 @@ static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, doubl
     return out;
 }
 
-/* y = act(gate) * up, narrow. The curve's scale is free, and makes y's what it shall be. */
-static uint32_t moei_gated_product(moei_maker *m, int act, uint32_t gate, uint32_t up, double act_range, double range) {
+static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, double scale, double range) {
+    return moei_curve_of(m, act, 1, in, limit, scale, range);
+}
+
+/* y = act(alpha gate) / alpha * up, narrow. The curve's scale is free, and makes y's what it shall be. */
+static uint32_t moei_gated_product(moei_maker *m, int act, double alpha, uint32_t gate, uint32_t up, double act_range, double range) {
     double scale = range / MOEI_NARROW, finest, fine;
     int shift = 0;
     uint32_t curved, out;
@@ -10611,7 +10724,7 @@ static uint32_t moei_gated_product(moei_maker *m, int act, uint32_t gate, uint32
     finest = (act_range > 0 ? act_range : 1) * 1.1 / MOEI_WIDE * m->values[up].scale;
     while (shift < 30 && ldexp(finest, shift + 1) <= scale) shift++;
     fine = scale / ldexp(m->values[up].scale, shift);
-    curved = moei_curve(m, act, gate, MOEI_WIDE, fine, act_range);
+    curved = moei_curve_of(m, act, alpha, gate, MOEI_WIDE, fine, act_range);
     if (m->status != MOE_OK) return 0;
     out = moei_value_new(m, m->values[up].width, MOEI_NARROW, scale, range);
     moei_op_append(m, moei_op(moe_int_op_multiply, m->values[up].width, 0, -MOEI_NARROW, MOEI_NARROW, shift), curved, up, out);
@@ -10660,10 +10773,25 @@ static int moei_step_is_relu(const moei_chain *chain, const moei_step *step) {
     return chain->act == MOE_ACT_RELU && step[1].op == MOEI_STEP_ACT && step[1].from == step->to && step + 1 < chain->expert->steps + chain->expert->n_steps;
 }
 
+/* How large the gate of a shaped expert is taken to be: beyond its limit it does not matter, nor where silu is as good as 0. */
+static double moei_gate_range(const moei_chain *chain, double range) {
+    const double most = chain->shaped && (double)chain->limit < 16 / (double)chain->alpha ? 16 / (double)chain->alpha : (double)chain->limit;
+    return chain->shaped && range > most ? most : range;
+}
+
+/* What a shaped gate reads: min(g, L), or max(-L, min(u, L)) + offset. Nothing else reads it. */
+static uint32_t moei_shaped_product(moei_maker *m, const moei_chain *chain, int node, moei_int_matrix w, uint32_t in, double range) {
+    const double limit = (double)chain->limit, offset = (double)chain->offset;
+    if (node == MOE_NODE_GATE) return moei_product_within(m, &w, in, MOEI_WIDE, -HUGE_VAL, limit, moei_gate_range(chain, range), 0);
+    w.offset = offset;
+    return moei_product_within(m, &w, in, MOEI_WIDE, offset - limit, offset + limit, (range < limit ? range : limit) + fabs(offset), 0);
+}
+
 /* The operations of one kind of experts but the last; what that reads. x is narrow. node receives the vectors of all activations; chain->needed names
    those that must be there. */
 static uint32_t moei_expert_hidden(moei_maker *m, const moei_chain *chain, size_t count, uint32_t x, const double *range, uint32_t *node) {
     const int fuses = moei_scored_node(&chain->layer->config) != MOE_NODE_GATE; /* the product itself is not looked at */
+    const double alpha = chain->shaped ? (double)chain->alpha : 1;
     uint32_t from = x;
     int i, j;
     for (i = 0; i < MOE_NODE_COUNT; i++) node[i] = MOE_INT_NONE;
@@ -10672,13 +10800,16 @@ static uint32_t moei_expert_hidden(moei_maker *m, const moei_chain *chain, size_
         moei_int_matrix w;
         if (!(chain->needed >> step->to & 1u) || node[step->to] != MOE_INT_NONE) continue;
         from = step->from == MOEI_X ? x : node[step->from];
-        if (step->op == MOEI_STEP_ACT) node[step->to] = moei_curve(m, chain->act, from, MOEI_NARROW, range[step->to] / MOEI_NARROW, range[step->to]);
+        if (step->op == MOEI_STEP_ACT)
+            node[step->to] = moei_curve_of(m, chain->act, alpha, from, MOEI_NARROW, range[step->to] / MOEI_NARROW, range[step->to]);
         else if (step->op == MOEI_STEP_GATED)
-            node[step->to] = moei_gated_product(m, chain->act, from, node[step->second], range[step->from], range[step->to]);
+            node[step->to] = moei_gated_product(m, chain->act, alpha, from, node[step->second], moei_gate_range(chain, range[step->from]),
+                                                range[step->to]);
         else {
             w = moei_int_matrix_of(chain->layer->tensors[step->weight], step->bias < 0 ? NULL : chain->layer->tensors[step->bias], count,
                                    chain->width[step->to], moei_from_width(chain, step->from));
             if (fuses && moei_step_is_relu(chain, step)) node[step[1].to] = moei_product(m, &w, from, MOEI_NARROW, 1, range[step[1].to], 0);
+            else if (chain->shaped) node[step->to] = moei_shaped_product(m, chain, step->to, w, from, range[step->to]);
             else node[step->to] = moei_product(m, &w, from, step->to == MOE_NODE_LOW ? MOEI_NARROW : MOEI_WIDE, 0, range[step->to], 0);
         }
     }
@@ -10727,7 +10858,7 @@ static double moei_matrix_bound(const moei_int_matrix *x, double in_scale) {
     double most = 0;
     size_t i, p;
     for (i = 0; i < x->count * x->n; i++) {
-        double sum = x->bias != NULL ? fabs((double)x->bias[i]) : 0;
+        double sum = fabs(moei_int_bias(x, i));
         for (p = 0; p < x->k; p++) sum += 127.0 * in_scale * fabs((double)x->w[i * x->k + p]);
         if (sum > most) most = sum;
     }
@@ -11113,12 +11244,21 @@ static uint32_t (*const moei_scores_ints[MOE_SCORE_COUNT])(moei_maker *m, moei_s
     /* grap, attentive, competition, dselect, custom */
     moei_logits_grap, moei_logits_attentive, moei_logits_competition, NULL, NULL};
 
+/* Whether the score reads a vector that a shaped gate's limit or offset is already part of. */
+static int moei_shape_is_scored(const moe_layer_config *c) {
+    const int node = moei_scored_node(c), limited = c->swiglu_limit > MOEI_R(0.0);
+    return (node == MOE_NODE_GATE && limited) || (node == MOE_NODE_UP && (limited || moei_is_set(c->swiglu_offset)));
+}
+
 /* What the integers cannot say; what the router refuses comes on top. */
 static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int frozen) {
     const size_t i = m->module;
     const moe_router_config *r = &c->router;
     static const char hint[] = "has no integer form; MOE_WEIGHTS_FLOAT takes it";
     if (moei_scores_ints[r->score] == NULL) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: score = %s %s", i, moei_score_names[r->score], hint);
+    if (moei_shape_is_scored(c))
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s with norm_node = %s %s", i,
+                          c->swiglu_limit > MOEI_R(0.0) ? "swiglu_limit" : "swiglu_offset", moei_node_names[r->norm_node], hint);
     if (r->refine != MOE_REFINE_NONE) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: refine = %s %s", i, moei_refine_names[r->refine], hint);
     if (r->apply_to == MOE_APPLY_INPUT && moei_scored_node(c) >= 0)
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: apply_to = input with score = %s %s", i, moei_score_names[r->score], hint);
@@ -12214,7 +12354,7 @@ static size_t moei_float_expert(const moe_layer *layer) {
     moe_slot slot;
     size_t count = 0;
     int place;
-    for (place = MOE_EXPERTS_GATE; place <= MOE_EXPERTS_EXPAND; place++)
+    for (place = MOE_EXPERTS_GATE; place < MOE_SHARED_GATE; place++)
         if (moe_layer_slot(&layer->config, place, &slot) == MOE_OK) count += slot.count;
     return count / (size_t)layer->config.router.n_experts;
 }

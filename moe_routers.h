@@ -230,7 +230,8 @@ enum { MOE_SCORE_LINEAR = 0, MOE_SCORE_RANDOM, MOE_SCORE_MLP, MOE_SCORE_COSINE, 
        MOE_SCORE_DSELECT, MOE_SCORE_CUSTOM, MOE_SCORE_COUNT };
 
 /* Which activation the score norm reads. low is reduce x of a factorised expert ("down" in files, after the paper's W_down); gate is what enters the
-   expert's activation function, act what leaves it, up the linear branch, product act times up; an mlp expert has gate (= up) and act (= product). */
+   expert's activation function, act what leaves it, up the linear branch, product act times up; an mlp expert has gate (= up) and act (= product).
+   A swiglu expert's limit and offset come after gate and up, before act and product. */
 enum { MOE_NODE_LOW = 0, MOE_NODE_GATE, MOE_NODE_UP, MOE_NODE_ACT, MOE_NODE_PRODUCT, MOE_NODE_OUTPUT, MOE_NODE_COUNT };
 enum { MOE_NORM_L2 = 0, MOE_NORM_L1, MOE_NORM_LINF, MOE_NORM_COUNT };
 
@@ -4010,7 +4011,7 @@ static const moe_preset moei_presets[] = {
     {"gpt_oss", "",
      "OpenAI 2025, gpt-oss model card",
      "w = softmax over the top 4 logits of 128, router bias",
-     "n_experts=128 top_k=4 router_bias=1 weight=softmax", ""},
+     "n_experts=128 top_k=4 router_bias=1 weight=softmax", "expert_bias=1 swiglu_alpha=1.702 swiglu_limit=7 swiglu_offset=1"},
     {"dbrx", "",
      "DBRX as shipped",
      "w = p / sum p over the top 4 of 16",

@@ -995,6 +995,7 @@ static const char *const model_rows[] = {
     "score=norm norm_node=down expert=factorised d_low=3 top_k=2", "score=grap top_k=2", "score=grap grap_cosine=1 top_k=2", "score=cosine cosine_dim=5 top_k=2", "score=cosine top_k=2",
     "score=mlp router_hidden=5 router_act=tanh top_k=2", "input=scaled_rms top_k=2", "apply_to=input top_k=2", "expert_scale=1 weight=raw top_k=2", "select=threshold threshold=0.2 threshold_learned=1 weight=raw",
     "select=grouped_top_k groups=2 groups_kept=1 top_k=1 weight=raw", "n_shared=1 d_shared=3 shared_sigmoid=1 top_k=2", "add_input=1 top_k=2 d_out=8", "expert=mlp act=gelu top_k=2", "expert=linear d_ff=0 top_k=2",
+    "expert_bias=1 swiglu_alpha=1.702 swiglu_limit=7 swiglu_offset=1 top_k=2",
     "gate=sigmoid selection_bias=1 top_k=2", "gate=sqrt_softplus top_k=2", "weight=p_norm weight_p=2 top_k=2", "weight=sparsemixer top_k=2", "select=top_p top_p=0.7",
     "input=adaptive_clustering ac_mode=running top_k=2"};
 
