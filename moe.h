@@ -48,6 +48,8 @@
      MOE_NO_MALLOC     no    there is no standard heap: what allocates needs a moe_allocator. MOE_MALLOC asks it back under MOE_NO_TRAIN
      MOE_NO_QUANT      yes   no int8 and int4 weights (see moe_kernels.h)
      MOE_STB_DS_PATH   no    the header's name in quotes, when it is not found as "stb_ds.h" or <stb/stb_ds.h>
+     What they save of the object's 578 kB (gcc -O2, x86-64; measured by tests/options.sh, more in moe_kernels.h): MOE_NO_TRAIN 234 kB, MOE_NO_QUANT 111 kB,
+     MOE_NO_STDIO 7 kB, MOE_NO_MALLOC next to nothing. None of them changes the speed of a forward pass.
 
    Glossary (the words of moe_routers.h, and)
      layer        a router and E experts: y_t = sum over the chosen e of w_te f_e(x_t), plus shared experts.

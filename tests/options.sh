@@ -1,6 +1,7 @@
 #!/bin/sh
 # What each option costs or saves: bytes of the object with all of moe.h (text of `size`, -O2), and the time of one forward pass of a layer, both beside
-# those without the option. The tables of options in the headers have their numbers from here.   sh tests/options.sh
+# those without the option. The tables of options in the headers have their numbers from here.
+#   sh tests/options.sh [WORD]      WORD: only the options that have it in their line
 # CC, CFLAGS: compiler and more options. Takes some minutes; times mean something on a machine that has nothing else to do.
 
 LC_ALL=C
@@ -85,7 +86,7 @@ compile() { $CC -std=c99 -O2 ${CFLAGS:-} -I"$root" ${stb_flag:+-I"$stb_flag"} "$
 
 echo "$($CC --version | sed -n 1p), -O2, $(uname -m)"
 printf '%-46s %9s %9s %9s %6s\n' options text change 'us/call' ratio
-options | while read -r line; do
+options | awk -v word="${1:-}" 'NR == 1 || index($0, word)' | while read -r line; do
     set -- $line
     [ "$1" != none ] || set --
     compile "$@" -c moe.c -o moe.o || exit 1
