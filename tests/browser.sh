@@ -15,7 +15,8 @@ root=$PWD
 
 CHROMIUM=${CHROMIUM:-$(command -v chromium || echo /usr/bin/chromium)}
 export CHROMIUM
-packages='playwright-core@1.65.1 axe-core@4.14.1'
+# playwright-core 1.60 runs with node 18, Debian's.
+packages='playwright-core@1.60.0 axe-core@4.14.1'
 modules=${MOE_BROWSER:-${XDG_CACHE_HOME:-$HOME/.cache}/moe-browser}/$(echo "$packages" | tr ' ' '+')
 
 # ---- what is called with ----
@@ -120,6 +121,9 @@ plan() {
     everywhere control
     everywhere web
     echo 'clean_c'
+    echo 'refuses a_folder -o .'
+    echo 'refuses missing/page.html -o missing/page.html'
+    echo 'refuses --what --what'
     number=0
     faults | while read -r rule width scheme _; do
         number=$((number + 1))
@@ -164,6 +168,17 @@ web() { # width scheme
         return 1
     fi
     page "$prepared/web.html" "$@" "$root/tests/web.mjs"
+}
+
+# Status 1, the name of what is wrong, and nothing written.
+refuses() { # name arguments...
+    name=$1
+    shift
+    [ "$name" = a_folder ] && name='is a folder'
+    sh "$root/examples/run" web "$@" >said 2>&1
+    [ $? = 1 ] && grep -qF -- "${name%/page.html}" said && [ "$(ls)" = said ] && return 0
+    cat said
+    return 1
 }
 
 # The page's program has no warning, and its constants are those of the page.

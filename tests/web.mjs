@@ -1,4 +1,5 @@
 // Works the page of examples/web as a person would; a scenario of tests/browser.mjs.
+import { readFile } from 'node:fs/promises';
 
 const number = async (page, id) => Number.parseFloat(await page.locator(`#${id}`).textContent());
 
@@ -23,6 +24,24 @@ async function chooseRouter(page, name) {
 async function addUp(page, check, rule) {
     const words = await shares(page), sum = words.reduce((a, w) => a + Number.parseFloat(w), 0);
     check(rule, words.length > 1 && Math.abs(sum - 100) < 0.05, `${words.join(' ')} make ${sum}`);
+}
+
+// What the page says of its points against its map, which other calls made: answers and first experts at the places of the points.
+async function agrees(page, check) {
+    await page.waitForFunction('!dirty');
+    const seen = await page.evaluate(() => {
+        const cells = side * side, first = view(Uint8Array, library.web_map_first(), cells), answer = view(Uint8Array, library.web_map_class(), cells);
+        const at = points(), of = labels(), tally = Array(experts()).fill(0);
+        let good = 0;
+        for (let i = 0; i < count; i++) {
+            const cell = Math.floor((1 - at[2 * i + 1]) / 2 * side) * side + Math.floor((at[2 * i] + 1) / 2 * side);
+            good += answer[cell] === of[i], tally[first[cell]]++;
+        }
+        return { good: 100 * good / count, loads: tally.map((t) => 100 * t / count), count };
+    });
+    const said = await number(page, 'accuracy'), loads = (await shares(page)).map(Number.parseFloat);
+    check('map-agrees-on-classes', seen.count === 400 && Math.abs(seen.good - said) < 3, `${seen.good} % by the map, ${said} % by the page`);
+    check('map-agrees-on-loads', loads.every((l, e) => Math.abs(l - seen.loads[e]) < 3), `${seen.loads} by the map, ${loads} by the page`);
 }
 
 export default async ({ page, width, scheme, check, audit, shot }) => {
@@ -50,12 +69,13 @@ export default async ({ page, width, scheme, check, audit, shot }) => {
     check('new-net', await number(page, 'steps') === 0);
     check('learns-moons', await trainTo(page, 95) >= 95);
     await addUp(page, check, 'loads-of-another');
+    await agrees(page, check);
     await shot('expert');
     await page.getByRole('radio', { name: 'predicted class' }).check();
     await audit('class');
     await shot('class');
     await page.locator('#loads button').nth(0).click();
-    check('one-expert', await page.locator('#loads button').nth(0).getAttribute('aria-pressed') === 'true' && /expert 1/.test(await page.locator('#summary').textContent()));
+    check('one-expert', await page.locator('#loads button').nth(0).getAttribute('aria-pressed') === 'true' && /where expert 1 works/.test(await page.locator('#summary').textContent()));
     await page.getByRole('radio', { name: 'expert', exact: true }).check();
 
     // The same seed gives the same steps, another one others.
@@ -69,6 +89,11 @@ export default async ({ page, width, scheme, check, audit, shot }) => {
     check('stepped', await number(page, 'steps') === 5);
     await page.locator('#seed').fill('2');
     check('other-seed', await after(5) !== once, once);
+
+    // The picture can be kept.
+    const [kept] = await Promise.all([page.waitForEvent('download'), page.getByRole('button', { name: 'Save the picture' }).click()]);
+    const bytes = await readFile(await kept.path());
+    check('picture', kept.suggestedFilename() === 'mixture.png' && bytes.length > 5000 && bytes.toString('latin1', 1, 4) === 'PNG', `${bytes.length} bytes`);
 
     // Points by mouse and by keys, and away again.
     await page.getByRole('button', { name: 'clear' }).click();
