@@ -335,6 +335,11 @@ versions() { # compiler options...
 # Three headers of which one is of another version stop the compiler.
 versions_of_headers() { # compiler
     needs "$1"
+    version=$(sed -n 's/^#define MOE_VERSION "\(.*\)"$/\1/p' "$root/moe_kernels.h")
+    for header in moe_kernels.h moe_routers.h moe.h; do
+        sed -n 1p "$root/$header" | grep -qF -- "- ${version} -" || sed -n 1p "$root/$header" | grep -qF -- "- v${version} -" || { echo "$header is not of version $version in its first line" && return 1; }
+        [ $header = moe_kernels.h ] || grep -qF "this is $header of version $version, and" "$root/$header" || { echo "$header speaks of another version" && return 1; }
+    done
     for changed in moe_kernels.h moe_routers.h moe.h; do
         mkdir here
         for header in moe_kernels.h moe_routers.h moe.h; do cp "$root/$header" here/$header; done
