@@ -35,7 +35,7 @@
  * }
  * --- end ---
 
-   Options: those of moe_kernels.h. MOE_NO_TRAIN drops the backward pass and the losses.
+   Options: those of moe_kernels.h, where a table says what they cost. MOE_NO_TRAIN drops the backward pass and the losses.
 
    Glossary
      token        one row of x, d_model numbers. A sample that is not part of a text is a token as well.
