@@ -47,6 +47,7 @@
      MOE_NO_STDIO      yes   no function takes a path; files are read from and written to memory. MOE_STDIO asks it back under MOE_NO_TRAIN
      MOE_NO_MALLOC     no    there is no standard heap: what allocates needs a moe_allocator. MOE_MALLOC asks it back under MOE_NO_TRAIN
      MOE_NO_QUANT      yes   no int8 and int4 weights (see moe_kernels.h)
+     MOE_NO_REPORT     yes   no figures and reports (moe_report_svg and its neighbours); MOE_NO_TRAIN leaves them out too
      MOE_STB_DS_PATH   no    the header's name in quotes, when it is not found as "stb_ds.h" or <stb/stb_ds.h>
 
    Glossary (the words of moe_routers.h, and)
@@ -307,6 +308,14 @@
 #define moe_int_op_accumulate moe_int_op_accumulate_f64
 #define moe_int_op_rest moe_int_op_rest_f64
 #define moe_mixture_loss moe_mixture_loss_f64
+#define moe_report_svg moe_report_svg_f64
+#define moe_report_html moe_report_html_f64
+#define moe_report_text moe_report_text_f64
+#define moe_report_save moe_report_save_f64
+#define moe_figure_classes moe_figure_classes_f64
+#define moe_figure_load moe_figure_load_f64
+#define moe_history_add moe_history_add_f64
+#define moe_figure_history moe_figure_history_f64
 #endif
 
 #ifdef __cplusplus
@@ -1165,6 +1174,86 @@ MOE_API moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, in
 MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, int kernels, const moe_allocator *allocator,
                                 moe_error *error);
 #endif
+
+#if !defined(MOE_NO_TRAIN) && !defined(MOE_NO_REPORT)
+/* ---- reports: figures as SVG, HTML and text --------------------------------------------------------------------------------- */
+
+/* What a figure shows. The first is {0}.
+     HEAT    a table coloured by value: expert x class, layer x expert
+     BARS    a bar per row, for up to 4 columns side by side; spread: whiskers
+     LINES   a curve per row through its columns: losses and entropies over steps; up to 16 rows have a style and a name each
+     TOKENS  a text, column by column, with the expert that each row (a layer) chose for each token; values: its weight, 0..1
+     TABLE   numbers, or texts where there are cells: comparisons; spread: "0.52 +- 0.03"
+     MAP     a plane of regions: the expert at each point of a grid, row 0 at the top */
+enum { MOE_FIGURE_HEAT = 0, MOE_FIGURE_BARS, MOE_FIGURE_LINES, MOE_FIGURE_TOKENS, MOE_FIGURE_TABLE, MOE_FIGURE_MAP, MOE_FIGURE_COUNT };
+
+/* One figure: plain data, all of it the caller's, read during the call only. {0} is a figure with nothing in it, and says so. Texts are UTF-8 ended by
+   0 and may hold anything: what HTML would take for its own is escaped, bytes that are no UTF-8, control characters and characters that turn
+   the direction of writing show as U+FFFD (in TOKENS line breaks, tabs and spaces show as signs). A value that is NaN or infinite is no value: it is left out,
+   and where a number would stand there is a dash. What is larger than a picture can show is thinned, and the figure says how. */
+typedef struct moe_figure {
+    int kind;                /* MOE_FIGURE_ */
+    const char *title;       /* a line [what the kind is called] */
+    const char *caption;     /* what it shows, a paragraph [none] */
+    size_t rows, columns;
+    size_t stride;           /* numbers from one row to the next of values, spread, experts and cells [columns] */
+    const double *values;    /* [rows,columns]; TOKENS may, MAP does go without, TABLE with cells too */
+    const double *spread;    /* [rows,columns] half widths of intervals for BARS and TABLE, negative or NaN: none [none] */
+    const int32_t *experts;  /* [rows,columns] of TOKENS and MAP; negative: none */
+    const char *const *cells; /* [rows,columns] texts of TABLE in place of values; a NULL among them: its value [none] */
+    const char *const *row_names; /* [rows] [row_label and 0, 1, ...] */
+    const char *const *column_names; /* [columns] [column_label and 0, 1, ...]; TOKENS: the tokens' texts, wanted */
+    const char *row_label;   /* what a row is: "expert"; of MAP the axis upwards [TOKENS "layer", LINES "series", else "expert"] */
+    const char *column_label; /* what a column is: "class", "step" [BARS and TABLE none, TOKENS "token", else "column"] */
+    const char *value_label; /* what a number is, with its unit: "tokens", "loss (nats)" [none] */
+    const double *x;         /* [columns] where the columns lie, for LINES and MAP [LINES 1, 2, ...; MAP: no axis]. Ascending, as a rule */
+    const double *y;         /* [rows] where the rows of MAP lie [no axis] */
+    int n_experts;           /* of TOKENS and MAP: the legend names so many [as many as occur] */
+    int decimals;            /* digits behind the point, up to 9; -1: none [0: as many as the numbers need, one number for a column of TABLE, else for all] */
+    double reference;        /* BARS, LINES: a line at this value, named reference_name: what would be even, or by chance [0: none] */
+    const char *reference_name; /* ["reference"] */
+} moe_figure;
+
+/* Writes figure as one SVG file: no script, nothing fetched, the same bytes for the same figure everywhere. Colours follow the reader's light or dark
+   scheme, text has a contrast of 4.5 and more, an expert or series is told by number, name or pattern too; title and description say in words what
+   the picture shows. One unit is one pixel, and text has at least 12 of them; it is as wide as a phone where the figure allows, and grows to
+   at most half as much again. MOE_ERR_ARGUMENT: NULL, a kind that is none, columns > stride, an array that is wanted is NULL (error names figure and field);
+   MOE_ERR_OVERFLOW: rows times stride; else what the stream returned. Allocates nothing; thread-safe. */
+MOE_API moe_status moe_report_svg(const moe_figure *figure, moe_stream *stream, moe_error *error);
+/* Writes a page with n figures (0 or more) as one HTML file, under the same promises; the figures stand in as many columns as the screen has room for, a
+   wide one scrolls in its own frame, and behind each its numbers are a table (of up to 1000 rows: then every so many-th). title NULL: "Report". */
+MOE_API moe_status moe_report_html(const char *title, const moe_figure *figures, size_t n, moe_stream *stream, moe_error *error);
+/* Writes figure as text in lines of at most `columns` characters (0: 80; 40 to 400). Frames and bars are ASCII. colour 1: with the colours of ANSI
+   terminals (ESC [ 48;5;n m), for the caller who knows that the stream is one. Errors as moe_report_svg, MOE_ERR_ARGUMENT for columns too. */
+MOE_API moe_status moe_report_text(const moe_figure *figure, int columns, int colour, moe_stream *stream, moe_error *error);
+#ifndef MOE_NO_STDIO
+/* Replaces the file at path (moe_file_replace): a page if the name ends in .html or .htm, the first figure as a picture if in .svg, else all figures as text in
+   80 columns. MOE_ERR_ARGUMENT: path NULL, or .svg and n = 0. */
+MOE_API moe_status moe_report_save(const char *path, const char *title, const moe_figure *figures, size_t n, moe_error *error);
+#endif
+
+/* Figures of moe_metrics_report; they point into the metrics' memory, and any field can be changed afterwards. NULL, or nothing of the kind in report: {0}.
+   classes: HEAT of the pairs, expert x class. load: BARS of the pairs of each expert, with a line at their mean. */
+MOE_API moe_figure moe_figure_classes(const moe_report *report);
+MOE_API moe_figure moe_figure_load(const moe_report *report);
+
+/* A record of numbers over training, of any length in this much memory: when it is full, every other point goes and from then on every other one
+   is kept; the first and the newest are always there. {0} is empty. Read freely, change only by moe_history_add. */
+enum { MOE_HISTORY_POINTS = 512, MOE_HISTORY_SERIES = 8 };
+typedef struct moe_history {
+    size_t n;                /* points */
+    double at[MOE_HISTORY_POINTS];
+    double values[MOE_HISTORY_SERIES][MOE_HISTORY_POINTS];
+    size_t seen, every;      /* private: points added, and how many of them make one that is kept */
+} moe_history;
+
+/* Adds a point: at (a step, an epoch) and the first `count` series there; the other series have no value there, nor have NaNs. Call it from the progress
+   callback of moe_fit, for example with loss, router_loss and test.loss. MOE_ERR_ARGUMENT: NULL (values may be NULL for count = 0), or count beyond MOE_HISTORY_SERIES. */
+MOE_API moe_status moe_history_add(moe_history *history, double at, const double *values, size_t count);
+/* LINES of `count` series from `first` on, which names [count] names (the caller's; NULL: numbers). Points into history, which must outlive it. NULL, or series that are not
+   there: {0}. */
+MOE_API moe_figure moe_figure_history(const moe_history *history, size_t first, size_t count, const char *const *names);
+#endif /* MOE_NO_TRAIN, MOE_NO_REPORT */
 
 #endif /* MOE_NO_FLOAT */
 
