@@ -1181,7 +1181,7 @@ MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, i
 /* What a figure shows. The first is {0}.
      HEAT    a table coloured by value: expert x class, layer x expert
      BARS    a bar per row, for up to 4 columns side by side; spread: whiskers
-     LINES   a curve per row through its columns: losses and entropies over steps; up to 16 rows have a style and a name each
+     LINES   a curve per row through those of its columns that have a value: losses and entropies over steps; 32 rows have a style and a name each
      TOKENS  a text, column by column, with the expert that each row (a layer) chose for each token; values: its weight, 0..1
      TABLE   numbers, or texts where there are cells: comparisons; spread: "0.52 +- 0.03"
      MAP     a plane of regions: the expert at each point of a grid, row 0 at the top */
@@ -12471,6 +12471,7 @@ typedef struct moei_pen {
     moe_status status;
     int xml, colour; /* escapes; colours of terminals */
     size_t used;
+    size_t blanks; /* of text: spaces that are written once something follows them on the line */
     char room[512];
 } moei_pen;
 
@@ -12479,10 +12480,20 @@ static void moei_pen_flush(moei_pen *p) {
     p->used = 0;
 }
 
+static void moei_pen_byte(moei_pen *p, char c) {
+    if (p->used == sizeof p->room) moei_pen_flush(p);
+    p->room[p->used++] = c;
+}
+
 static void moei_pen_put(moei_pen *p, const char *s, size_t n) {
     for (; n > 0; s++, n--) {
-        if (p->used == sizeof p->room) moei_pen_flush(p);
-        p->room[p->used++] = *s;
+        if (!p->xml && *s == ' ') {
+            p->blanks++;
+            continue;
+        }
+        if (*s == '\n') p->blanks = 0;
+        for (; p->blanks > 0; p->blanks--) moei_pen_byte(p, ' ');
+        moei_pen_byte(p, *s);
     }
 }
 
@@ -12627,7 +12638,7 @@ struct moei_plot {
     const moei_figure_kind *kind;
     moei_pen *p;
     size_t rows, columns, row_step, column_step; /* what is shown: each a mean of (MAP, tables: the first of) so many */
-    size_t n_experts;
+    size_t n_experts, number;    /* number: of the figure in its page */
     double low, high;            /* of the values */
     int any, decimals, numbers, turned; /* any: there is a value; numbers: they stand in the cells; turned: names of columns do */
     double left, top, width, height, cell_w, cell_h;
@@ -12787,7 +12798,7 @@ static void moei_colours(moei_pen *p, int dark) {
 static void moei_style(moei_pen *p) {
     moei_draw(p, ".moe text{font:13px system-ui,-apple-system,\"Segoe UI\",Roboto,\"Noto Sans\",sans-serif;white-space:pre}.moe .b{font-size:16px;font-weight:600}"
                  ".moe .r{text-anchor:end}.moe .n{text-anchor:middle}.moe .k{font-family:ui-monospace,\"DejaVu Sans Mono\",Menlo,Consolas,monospace}"
-                 ".moe .l{fill:none;stroke-width:2;stroke-linecap:round;stroke-linejoin:round}.moe .g,.moe .a{fill:none}"
+                 ".moe .l{fill:none;stroke-width:2;stroke-linecap:round;stroke-linejoin:round}.moe .g,.moe .a{fill:none}.moe .z{shape-rendering:crispEdges}"
                  ".moe .d1{stroke-dasharray:7 4}.moe .d2{stroke-dasharray:2 4}.moe .d3{stroke-dasharray:9 4 2 4}");
     moei_colours(p, 0);
     moei_draw(p, "@media(prefers-color-scheme:dark){"), moei_colours(p, 1), moei_draw(p, "}");
@@ -12850,7 +12861,6 @@ static void moei_chip(moei_plot *q, double x, double y, double width, double hei
     moei_write_at(q, x + width / 2.0, y + height - 4.0, "e n", moei_number(room, (double)e, 0), 9);
 }
 
-static double moei_legend_height(const moei_plot *q, size_t columns) { return q->n_experts > MOEI_LEGEND_MOST ? 0.0 : (double)((q->n_experts + columns - 1) / columns) * 22.0 + 6.0; }
 
 /* The share of the cells of row `row` (SIZE_MAX: of all) that expert e has, of those with an expert. */
 static double moei_expert_share(const moei_plot *q, size_t row, int32_t e) {
@@ -12863,16 +12873,20 @@ static double moei_expert_share(const moei_plot *q, size_t row, int32_t e) {
     return all > 0 ? (double)its / (double)all : 0.0;
 }
 
-/* Experts and their shares. */
-static void moei_legend(moei_plot *q, double y) {
+/* Experts and their shares, from y on, if draw; returns the height. */
+static double moei_legend(moei_plot *q, double y, int draw) {
     char room[48];
-    size_t e;
-    if (q->n_experts > MOEI_LEGEND_MOST) return;
-    for (e = 0; e < q->n_experts; e++) {
-        double x = (double)(e % 4) * 85.0, at = y + (double)(e / 4) * 22.0;
-        moei_chip(q, x, at, 28.0, 18.0, (int32_t)e);
-        moei_draw(q->p, "<text x=\"%c\" y=\"%c\" class=\"m\">%s %%</text>\n", x + 33.0, at + 14.0, moei_number(room, 100.0 * moei_expert_share(q, SIZE_MAX, (int32_t)e), 1));
+    size_t e, shown = 0;
+    for (e = 0; e < moei_least(q->n_experts, MOEI_LEGEND_MOST); e++) {
+        double share = moei_expert_share(q, SIZE_MAX, (int32_t)e), x = (double)(shown % 4) * 85.0, at = y + (double)(shown / 4) * 22.0;
+        if (!(share > 0.0) && q->f->n_experts <= 0) continue;
+        if (draw) {
+            moei_chip(q, x, at, 28.0, 18.0, (int32_t)e);
+            moei_draw(q->p, "<text x=\"%c\" y=\"%c\" class=\"m\">%s %%</text>\n", x + 33.0, at + 14.0, moei_number(room, 100.0 * share, 1));
+        }
+        shown++;
     }
+    return (double)((shown + 3) / 4) * 22.0 + 6.0;
 }
 
 /* How many digits the largest of n experts has. */
@@ -12910,7 +12924,7 @@ static void moei_plan_heat(moei_plot *q) {
     q->numbers = q->column_step == 1 && q->row_step == 1 && q->columns <= 48 && q->digits <= 10;
     label = moei_text_width(moei_row_label(q));
     q->left = (double)moei_larger_size(q->names, moei_least(label, 10)) * moei_char + 8.0;
-    q->cell_w = q->numbers ? (double)q->digits * moei_char + 8.0 : 12.0;
+    q->cell_w = q->numbers ? (double)q->digits * moei_char + 6.0 : 12.0;
     if (q->columns > 0) q->cell_w = moei_larger(q->cell_w, moei_smaller((MOEI_PHONE - q->left) / (double)q->columns, 60.0));
     q->cell_h = q->numbers ? 24.0 : 14.0;
     q->turned = (double)q->heads * moei_char > q->cell_w - 2.0;
@@ -13080,6 +13094,7 @@ static double moei_x(const moe_figure *f, size_t column) { return f->x != NULL ?
 /* A round step between marks, of which there are at most `most` or so over half * 2. */
 static double moei_mark_step(double half, double most) {
     double raw = half / most * 2.0, power = moei_power_below(raw);
+    raw *= 0.999999; /* of a span that is a whole number of steps */
     return raw > power * 5.0 ? power * 10.0 : raw > power * 2.0 ? power * 5.0 : raw > power ? power * 2.0 : power;
 }
 
@@ -13093,13 +13108,13 @@ static void moei_widen(moei_plot *q) {
     }
 }
 
+static int64_t moei_whole_below(double x) { return (int64_t)x - ((double)(int64_t)x > x); }
+
 /* Marks at round numbers from low to high: number i, or 0 behind the last. */
 static int moei_mark(const moei_plot *q, double most, int i, double *at) {
-    double step = moei_mark_step(q->high * 0.5 - q->low * 0.5, most), first = q->low / step;
-    int64_t k = (int64_t)first;
-    if ((double)k < first) k++;
-    *at = (double)(k + i) * step;
-    return *at <= q->high + step * 1e-6;
+    double step = moei_mark_step(q->high * 0.5 - q->low * 0.5, most);
+    *at = (double)(i - moei_whole_below(-q->low / step + 1e-6)) * step;
+    return moei_is_number(*at) && *at <= q->high + step * 1e-6;
 }
 
 /* How the marks' numbers are written. */
@@ -13123,10 +13138,14 @@ static void moei_measure_x(moei_plot *q) {
 }
 
 static void moei_measure_y(moei_plot *q) {
+    double step, low, high;
     moei_figure_measure(q, SIZE_MAX);
     if (moei_has_reference(q)) moei_include(q, q->f->reference);
     if (q->low > 0.0 && q->low < q->high * 0.3) q->low = 0.0;
     moei_widen(q);
+    step = moei_mark_step(q->high * 0.5 - q->low * 0.5, 5.0); /* out to the next marks */
+    low = (double)moei_whole_below(q->low / step) * step, high = -(double)moei_whole_below(-q->high / step) * step;
+    if (moei_is_number(low) && moei_is_number(high)) q->low = low, q->high = high;
 }
 
 enum { MOEI_PLOT_HEIGHT = 190, MOEI_BUCKETS = 320, MOEI_NAMED_LINES = 32 };
@@ -13145,7 +13164,7 @@ static void moei_plan_lines(moei_plot *q) {
     q->top = q->f->value_label != NULL ? MOEI_LINE_HEIGHT + 8.0 : 8.0;
     q->width = MOEI_PHONE;
     q->cell_w = q->width - q->left - 8.0;
-    q->height = q->top + MOEI_PLOT_HEIGHT + MOEI_LINE_HEIGHT * 2.0 + 4.0 + (double)moei_legend_lines(q) * MOEI_LINE_HEIGHT + (q->f->rows > MOEI_NAMED_LINES ? MOEI_LINE_HEIGHT : 0.0);
+    q->height = q->top + MOEI_PLOT_HEIGHT + MOEI_LINE_HEIGHT * 2.0 + 4.0 + ((double)moei_legend_lines(q) + (q->f->rows > MOEI_NAMED_LINES) + moei_has_reference(q)) * MOEI_LINE_HEIGHT;
 }
 
 static double moei_y_of(const moei_plot *q, double value) { return q->top + (1.0 - moei_plot_share(q, value)) * MOEI_PLOT_HEIGHT; }
@@ -13153,11 +13172,8 @@ static double moei_y_of(const moei_plot *q, double value) { return q->top + (1.0
 /* One point of a curve; *on: the pen is down. */
 static void moei_point(moei_plot *q, const moei_plot *x, size_t row, size_t column, int *on) {
     double value, at = moei_x(q->f, column);
-    if (!moei_value(q->f, row, column, &value) || !moei_is_number(at)) {
-        *on = 0;
-        return;
-    }
-    moei_draw(q->p, *on ? "L%c %c" : "M%c %ch0", q->left + moei_plot_share(x, at) * q->cell_w, moei_y_of(q, value)); /* h0: a point alone is a dot */
+    if (!moei_value(q->f, row, column, &value) || !moei_is_number(at)) return;
+    moei_draw(q->p, *on ? "L%c %c" : "M%c %ch.1", q->left + moei_plot_share(x, at) * q->cell_w, moei_y_of(q, value)); /* h: a point alone is a dot */
     *on = 1;
 }
 
@@ -13211,7 +13227,10 @@ static void moei_draw_lines(moei_plot *q) {
     if (moei_has_reference(q)) {
         at = moei_y_of(q, q->f->reference);
         moei_line_at(q, q->left, at, q->left + q->cell_w, at, "a d1");
-        moei_write_at(q, q->left + q->cell_w, at > q->top + 20.0 ? at - 4.0 : at + 14.0, "m r", moei_label(q->f->reference_name, "reference"), 40);
+        moei_line_at(q, q->left, y + 7.5, q->left + 32.0, y + 7.5, "a d1");
+        moei_draw(q->p, "<text x=\"%c\" y=\"%c\" class=\"m\">", q->left + 40.0, y + 12.0);
+        (void)moei_pen_clip(q->p, moei_label(q->f->reference_name, "reference"), 24);
+        moei_draw(q->p, ": %s</text>\n", moei_number(room, q->f->reference, moei_mark_decimals(q, 5.0) + 1)), y += MOEI_LINE_HEIGHT;
     }
     for (r = 0; r < q->f->rows; r++) moei_draw_curve(q, &x, r);
     for (r = 0; r < moei_legend_lines(q); r++, y += MOEI_LINE_HEIGHT) {
@@ -13253,8 +13272,8 @@ static void moei_tell_lines(moei_plot *q) {
 /* The token's text; white space that would not be seen is a sign. */
 static const char *moei_token_text(const moei_plot *q, size_t i, char room[48]) {
     const char *s = moei_name(q->f->column_names, NULL, i, room);
-    if (*s == '\n' || *s == '\r') return "\xE2\x86\xB5";
-    if (*s == '\t') return "\xE2\x86\xB9";
+    if (*s == '\n' || *s == '\r') return "\\n";
+    if (*s == '\t') return "\\t";
     if (*s == '\0' || (*s == ' ' && s[1] == '\0')) return "\xC2\xB7";
     return s;
 }
@@ -13301,7 +13320,7 @@ static void moei_plan_tokens(moei_plot *q) {
     q->columns = moei_least(q->columns, MOEI_TOKENS_MOST), q->rows = moei_least(q->rows, 64);
     q->width = MOEI_PHONE;
     q->top = q->columns > 0 ? moei_token_flow(q, 0) : 0.0;
-    q->height = q->top + moei_legend_height(q, 4) + MOEI_LINE_HEIGHT * 2.0;
+    q->height = q->top + moei_legend(q, 0.0, 0) + MOEI_LINE_HEIGHT * 2.0;
 }
 
 /* What the strips under a token are. */
@@ -13314,7 +13333,7 @@ static void moei_tell_strips(moei_plot *q) {
 
 static void moei_draw_tokens(moei_plot *q) {
     (void)moei_token_flow(q, 1);
-    moei_legend(q, q->top);
+    (void)moei_legend(q, q->top, 1);
     moei_draw(q->p, "<text y=\"%c\" class=\"m\">", q->height - MOEI_LINE_HEIGHT - 6.0), moei_tell_strips(q), moei_draw(q->p, "</text>\n");
     if (q->columns < q->f->columns) moei_draw(q->p, "<text y=\"%c\" class=\"m\">The first %z of %z tokens</text>\n", q->height - 4.0, q->columns, q->f->columns);
 }
@@ -13416,7 +13435,7 @@ static void moei_plan_map(moei_plot *q) {
     q->width = MOEI_PHONE;
     q->cell_w = q->columns > 0 ? (q->width - q->left) / (double)q->columns : 1.0;
     q->cell_h = moei_smaller(q->cell_w, 340.0 / (double)(q->rows > 0 ? q->rows : 1));
-    q->height = q->top + (double)q->rows * q->cell_h + (q->f->x != NULL || q->f->column_label != NULL ? 2.0 * MOEI_LINE_HEIGHT : 0.0) + 8.0 + moei_legend_height(q, 4);
+    q->height = q->top + (double)q->rows * q->cell_h + (q->f->x != NULL || q->f->column_label != NULL ? 2.0 * MOEI_LINE_HEIGHT : 0.0) + 8.0 + moei_legend(q, 0.0, 0);
 }
 
 /* The end of the run of one expert that begins at a cell. */
@@ -13464,19 +13483,23 @@ static void moei_draw_map_axes(moei_plot *q) {
 
 static void moei_draw_map(moei_plot *q) {
     size_t r, c, end, e;
+    if (q->n_experts > MOEI_TINTS) /* tints come again with stripes */
+        moei_draw(q->p, "<pattern id=\"h%z\" width=\"7\" height=\"7\" patternUnits=\"userSpaceOnUse\" patternTransform=\"rotate(45)\"><path d=\"M0 0V7\" class=\"a\"/></pattern>\n",
+                  q->number);
     for (r = 0; r < q->rows; r++) {
         for (c = 0; c < q->columns; c = end) {
             int32_t there = moei_figure_expert(q, r, c);
+            double x = q->left + (double)c * q->cell_w, y = q->top + (double)r * q->cell_h;
             end = moei_map_run(q, r, c);
-            if (there >= 0) /* a little larger, so that no gaps show */
-                moei_rect(q, q->left + (double)c * q->cell_w, q->top + (double)r * q->cell_h, (double)(end - c) * q->cell_w + 0.2, q->cell_h + 0.2, "c",
-                          (int)(there % MOEI_TINTS));
+            if (there >= 0) moei_rect(q, x, y, (double)(end - c) * q->cell_w + 0.2, q->cell_h + 0.2, "z c", (int)(there % MOEI_TINTS)); /* without gaps */
+            if (there >= MOEI_TINTS)
+                moei_draw(q->p, "<rect x=\"%c\" y=\"%c\" width=\"%c\" height=\"%c\" fill=\"url(#h%z)\"/>", x, y, (double)(end - c) * q->cell_w, q->cell_h, q->number);
         }
         moei_draw(q->p, "\n");
     }
     for (e = 0; e < moei_least(q->n_experts, MOEI_LEGEND_MOST); e++) moei_name_region(q, (int32_t)e);
     moei_draw_map_axes(q);
-    moei_legend(q, q->height - moei_legend_height(q, 4) + 2.0);
+    (void)moei_legend(q, q->height - moei_legend(q, 0.0, 0) + 2.0, 1);
 }
 
 static void moei_tell_table(moei_plot *q) { moei_draw(q->p, "A table of %z rows and %z columns.", q->f->rows, q->f->columns); }
@@ -13600,10 +13623,7 @@ static void moei_text_curve(const moei_plot *q, const moei_plot *x, size_t row, 
     for (c = 0; c < q->f->columns; c++) {
         double at = moei_x(q->f, c), px, py;
         size_t i, steps;
-        if (!moei_value(q->f, row, c, &value) || !moei_is_number(at)) {
-            on = 0;
-            continue;
-        }
+        if (!moei_value(q->f, row, c, &value) || !moei_is_number(at)) continue;
         px = moei_plot_share(x, at) * (double)(width - 1), py = (1.0 - moei_plot_share(q, value)) * (MOEI_TEXT_HEIGHT - 1);
         steps = on ? (size_t)(px > last_x ? px - last_x : last_x - px) + 1 : 1;
         for (i = 1; i <= steps; i++) {
@@ -13703,7 +13723,7 @@ static void moei_text_table(moei_plot *q, size_t columns) {
                 q->decimals = decimals[c - from];
                 blank -= moei_least(moei_cell_width(q, r, c), blank);
                 moei_pen_repeat(q->p, " ", 2 + (texts[c - from] ? 0 : blank)), moei_draw_cell(q, r, c, widths[c - from]);
-                if (texts[c - from] && c + 1 < end) moei_pen_repeat(q->p, " ", blank);
+                if (texts[c - from]) moei_pen_repeat(q->p, " ", blank);
             }
             moei_draw(q->p, "\n");
         }
@@ -13714,9 +13734,8 @@ static void moei_text_table(moei_plot *q, size_t columns) {
 static void moei_text_map(moei_plot *q, size_t columns) {
     static const char signs[] = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
     size_t r, c;
-    moei_plan_map(q);
-    moei_thin(q, columns / 2, columns);
-    if (q->f->rows > q->rows || q->row_step < 2 * q->column_step) moei_thin(q, moei_larger_size(q->columns / 2, 1), columns);
+    moei_thin(q, SIZE_MAX, columns);
+    moei_thin(q, moei_least(moei_larger_size(q->f->rows / (2 * q->column_step), 1), columns), columns); /* characters are twice as high as wide */
     for (r = 0; r < q->rows; r++) {
         for (c = 0; c < q->columns; c++) {
             int32_t e = moei_figure_expert(q, r, c);
@@ -13726,7 +13745,8 @@ static void moei_text_map(moei_plot *q, size_t columns) {
         }
         moei_draw(q->p, "\n");
     }
-    moei_draw(q->p, "%t\n", "a to z: 10 to 35, A to Z: 36 to 61, ?: others");
+    moei_count_experts(q);
+    if (q->n_experts > 10) moei_draw(q->p, "a to z: 10 to 35, A to Z: 36 to 61, ?: others\n");
 }
 
 /* ---- the kinds ---------------------------------------------------------------------------------------------------------------------------------------------- */
@@ -13785,7 +13805,7 @@ static void moei_picture(moei_plot *q, size_t number) {
     if (moei_is_empty(q->f)) q->width = MOEI_PHONE, q->height = 30.0;
     else q->kind->plan(q);
     tell = *q;
-    columns = (size_t)(q->width / 6.9), width = q->width, number = alone ? 0 : number;
+    columns = (size_t)(q->width / 6.9), width = q->width, q->number = number = alone ? 0 : number;
     thinned = q->row_step > 1 || q->column_step > 1 || (q->f->kind == MOE_FIGURE_LINES && q->f->columns > 2 * MOEI_BUCKETS);
     top = alone ? moei_paragraph(q, q->f->caption, moei_paragraph(q, moei_title(q->f), 0.0, "b", columns * 7 / 9, 0), "m", columns, 0) + 8.0 : 0.0;
     if (thinned) q->height += MOEI_LINE_HEIGHT;
@@ -13793,7 +13813,7 @@ static void moei_picture(moei_plot *q, size_t number) {
               top + q->height + (alone ? 12.0 : 0.0));
     if (alone) moei_draw(q->p, "width=\"%c\" height=\"%c\" ", width + 20.0, top + q->height + 12.0);
     moei_draw(q->p, "style=\"width:100%%;height:auto;max-width:%cpx;", width * 1.5);
-    if (!alone && width > MOEI_PHONE) moei_draw(q->p, "min-width:%cpx", width);
+    if (!alone && width > MOEI_PHONE + 1.0) moei_draw(q->p, "min-width:%cpx", width * 0.95);
     moei_draw(q->p, "\" role=\"img\" aria-labelledby=\"t%z d%z\"><title id=\"t%z\">%t</title><desc id=\"d%z\">", number, number, number, moei_title(q->f), number);
     if (moei_is_empty(q->f)) moei_draw(q->p, "There is nothing to show.");
     else q->kind->tell(&tell), moei_draw(q->p, " "), moei_tell_thinned(q);
@@ -13818,7 +13838,7 @@ enum { MOEI_PAGE_ROWS = 1000, MOEI_PAGE_COLUMNS = 100 };
 static void moei_page_cell(moei_plot *q, size_t row, size_t column) {
     double value;
     int experts = q->f->kind == MOE_FIGURE_TOKENS || q->f->kind == MOE_FIGURE_MAP;
-    if (!experts) moei_draw(q->p, "<td>"), moei_draw_cell(q, row, column, SIZE_MAX);
+    if (!experts) moei_draw(q->p, moei_cell_text(q, row, column) != NULL ? "<td class=\"q\">" : "<td>"), moei_draw_cell(q, row, column, SIZE_MAX);
     else {
         int32_t e = q->f->experts[moei_at(q->f, row, column)];
         char room[48];
@@ -13837,7 +13857,8 @@ static void moei_page_table(moei_plot *q) {
     for (c = 0; c * column_step < columns; c++) moei_figure_measure(q, table ? c * column_step : SIZE_MAX), decimals[c] = q->decimals;
     moei_draw(q->p, "<table><caption class=\"v\">%t: numbers</caption><thead><tr><th scope=\"col\">%t</th>", moei_title(q->f),
               moei_label(turned ? moei_column_label(q) : moei_row_label(q), table ? "" : "row"));
-    for (c = 0; c < columns; c += column_step) moei_draw(q->p, "<th scope=\"col\">%t</th>", turned ? moei_row_name(q, c, room) : moei_column_name(q, c, room));
+    for (c = 0; c < columns; c += column_step) moei_draw(q->p, table && moei_cell_text(q, 0, c) != NULL ? "<th scope=\"col\" class=\"q\">%t</th>" : "<th scope=\"col\">%t</th>",
+                                                           turned ? moei_row_name(q, c, room) : moei_column_name(q, c, room));
     moei_draw(q->p, "</tr></thead><tbody>\n");
     for (r = 0; r < rows; r += row_step) {
         moei_draw(q->p, "<tr><th scope=\"row\">%t</th>", turned ? moei_column_name(q, r, room) : moei_row_name(q, r, room));
@@ -13879,15 +13900,15 @@ static void moei_page_tokens(moei_plot *q) {
 static void moei_page_style(moei_pen *p) {
     moei_style(p);
     moei_draw(p, "body{margin:0;background:#f3f5f8;color:#1c2330;font:16px/1.5 system-ui,-apple-system,\"Segoe UI\",Roboto,\"Noto Sans\",sans-serif}"
-                 "main{max-width:1340px;margin:auto;padding:8px;display:grid;gap:12px;align-items:start;grid-template-columns:repeat(auto-fill,minmax(min(100%%,364px),1fr))}"
+                 "main{max-width:1340px;margin:auto;padding:8px;display:grid;gap:12px;align-items:start;grid-auto-flow:dense;grid-template-columns:repeat(auto-fill,minmax(min(100%%,364px),1fr))}"
                  "h1{grid-column:1/-1;font-size:1.6rem;line-height:1.25;margin:.6rem .4rem .2rem}h2{font-size:1.1rem;line-height:1.3;margin:0}p{margin:.3rem 0 .6rem;color:#55606e;font-size:.9rem}"
                  "h1,h2,p{overflow-wrap:anywhere}figure{box-sizing:border-box;margin:0;padding:8px;min-width:0;background:#fff;border:1px solid #d5dbe3;border-radius:10px}"
                  ".w{grid-column:1/-1}.box{overflow:auto;position:relative}.box:focus-visible{outline:3px solid #0b62b8;outline-offset:1px}svg{display:block}"
                  "details{margin-top:.4rem;font-size:.9rem}summary{cursor:pointer;padding:.25rem 0}details .box{max-height:22rem}table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
-                 "th,td{padding:.2rem .6rem;border-bottom:1px solid #d5dbe3;text-align:right;white-space:nowrap}th:first-child{text-align:left}"
+                 "th,td{padding:.2rem .6rem;border-bottom:1px solid #d5dbe3;text-align:right;white-space:nowrap}th:first-child,.q{text-align:left}th:first-child{padding-left:0}"
                  ".v{position:absolute;clip-path:inset(50%%);width:1px;height:1px;overflow:hidden;white-space:nowrap}"
                  ".t{display:inline-block;vertical-align:top;margin:0 1px 7px;font-size:14px;line-height:20px;text-align:center;unicode-bidi:isolate}.t b{display:block;font-weight:400;padding:0 3px;white-space:pre;text-align:left}"
-                 ".t i{display:block;position:relative;font:12px/18px system-ui,sans-serif;margin-bottom:2px;min-width:18px}.t u{position:absolute;left:0;bottom:0;height:3px;background:currentColor}"
+                 ".t i{display:block;position:relative;font:12px/18px system-ui,sans-serif;margin-bottom:2px;min-width:18px}.t u{position:absolute;left:0;bottom:0;height:2px;background:currentColor}"
                  "@media(min-width:780px){.w{grid-column:span 2}.x{grid-column:1/-1}main{padding:16px}figure{padding:14px}}"
                  "@media(prefers-color-scheme:dark){body{background:#0f1216;color:#e8ecf1}p{color:#a9b3c0}figure{background:#171b21;border-color:#39424e}th,td{border-color:#39424e}.box:focus-visible{outline-color:#6cb2ff}}");
 }
@@ -13896,13 +13917,13 @@ static void moei_page_figure(moei_plot *q, size_t number) {
     moei_plot table = *q, look = *q;
     int empty = moei_is_empty(q->f), is_table = q->f->kind == MOE_FIGURE_TABLE && !empty, tokens = q->f->kind == MOE_FIGURE_TOKENS && !empty;
     if (!empty) q->kind->plan(&look);
-    moei_draw(q->p, "<figure%s aria-labelledby=\"f%z\"><figcaption><h2 id=\"f%z\">%t</h2>\n", is_table || look.width > 800.0 ? " class=\"w x\"" : tokens || look.width > 360.0 ? " class=\"w\"" : "",
+    moei_draw(q->p, "<figure%s aria-labelledby=\"f%z\"><figcaption><h2 id=\"f%z\">%t</h2>\n", look.width > 800.0 ? " class=\"w x\"" : tokens || look.width > 380.0 ? " class=\"w\"" : "",
               number, number, moei_title(q->f));
     if (q->f->caption != NULL && *q->f->caption != '\0') moei_draw(q->p, "<p>%t</p>", q->f->caption);
     moei_draw(q->p, "</figcaption>\n");
     if (tokens) moei_page_tokens(q);
     else {
-        moei_draw(q->p, look.width > MOEI_PHONE || is_table ? "<div class=\"box\" tabindex=\"0\" role=\"group\" aria-labelledby=\"f%z\">\n" : "<div class=\"box\">\n", number);
+        moei_draw(q->p, look.width > MOEI_PHONE + 1.0 || is_table ? "<div class=\"box\" tabindex=\"0\" role=\"group\" aria-labelledby=\"f%z\">\n" : "<div class=\"box\">\n", number);
         if (is_table) moei_page_table(q);
         else moei_picture(q, number);
         moei_draw(q->p, "</div>\n");
