@@ -13917,7 +13917,7 @@ static void moei_page_figure(moei_plot *q, size_t number) {
     moei_plot table = *q, look = *q;
     int empty = moei_is_empty(q->f), is_table = q->f->kind == MOE_FIGURE_TABLE && !empty, tokens = q->f->kind == MOE_FIGURE_TOKENS && !empty;
     if (!empty) q->kind->plan(&look);
-    moei_draw(q->p, "<figure%s aria-labelledby=\"f%z\"><figcaption><h2 id=\"f%z\">%t</h2>\n", look.width > 800.0 ? " class=\"w x\"" : tokens || look.width > 380.0 ? " class=\"w\"" : "",
+    moei_draw(q->p, "<figure%s aria-labelledby=\"f%z\"><figcaption><h2 id=\"f%z\">%t</h2>\n", tokens || look.width > 800.0 ? " class=\"w x\"" : look.width > 380.0 ? " class=\"w\"" : "",
               number, number, moei_title(q->f));
     if (q->f->caption != NULL && *q->f->caption != '\0') moei_draw(q->p, "<p>%t</p>", q->f->caption);
     moei_draw(q->p, "</figcaption>\n");

@@ -23,7 +23,7 @@ static const char help[] = "quickstart [options] [FILE]   trains on four fifths 
                            "  --seed N        start of all random choices: rows held out, weights, order (1)\n"
                            "  --epochs N      passes through the training digits (30)\n"
                            "  --kernels NAME  instruction set: auto, c, avx2, ... (auto)\n" REPORT_HELP;
-static const char *data_path = "examples/data/digits.csv", *output = "digits.safetensors", *report_path;
+static const char *data_path = "examples/data/digits.csv", *output = "digits.safetensors";
 static long epochs = 30, seed = 1;
 static int kernels;
 static double metrics_memory[1024];
@@ -223,7 +223,7 @@ static int write_report(const moe_report *r, size_t all, size_t used) {
     f[4].caption = "Low H_b: the router is decided about each digit. High H_e: all experts are used.";
     f[5].title = "Digits whose expert changed", f[5].value_label = "% since the epoch before", f[5].column_label = "epoch";
     f[6].kind = MOE_FIGURE_TABLE, f[6].title = "In numbers", f[6].rows = 7, f[6].columns = 1, f[6].cells = cells, f[6].row_names = numbers, f[6].column_names = value;
-    return report_write("quickstart", report_path, "Eight experts read digits", f, 7);
+    return report_write("quickstart", "Eight experts read digits", f, 7);
 }
 
 int main(int count, char **words) {
@@ -235,7 +235,7 @@ int main(int count, char **words) {
     size_t n, used, all;
     FILE *f;
     if (read_options(count, words)) return 1;
-    if (!report_possible(report_path)) return fail(report_path, "the report cannot be written there");
+    if (!report_possible()) return fail(report_path, "the report cannot be written there");
     if ((f = fopen(data_path, "rb")) == NULL) return fail(data_path, "cannot be opened");
     n = read_rows(data_path, f, (moe_rng){(uint64_t)seed});
     fclose(f);
