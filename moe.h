@@ -13357,6 +13357,12 @@ enum { MOEI_CELL_MOST = 30, MOEI_HEAD_MOST = 24 };
 
 static const char *moei_cell_text(const moei_plot *q, size_t row, size_t column) { return q->f->cells != NULL ? q->f->cells[moei_at(q->f, row, column)] : NULL; }
 
+/* Whether a cell stands at the left: it is words, and no number. */
+static int moei_is_words(const moei_plot *q, size_t row, size_t column) {
+    const char *text = moei_cell_text(q, row, column);
+    return text != NULL && *text != '\0' && moei_memchr("0123456789+-.<>", *text, 15) == NULL;
+}
+
 static void moei_draw_cell(moei_plot *q, size_t row, size_t column, size_t most) {
     const char *text = moei_cell_text(q, row, column);
     double value;
@@ -13380,7 +13386,7 @@ static size_t moei_column_width(moei_plot *q, size_t column, int *texts) {
     *texts = 0;
     for (r = 0; r < q->rows; r++) {
         width = moei_larger_size(width, moei_cell_width(q, r, column));
-        *texts = *texts || moei_cell_text(q, r, column) != NULL;
+        *texts = *texts || moei_is_words(q, r, column);
     }
     return width;
 }
@@ -13838,7 +13844,7 @@ enum { MOEI_PAGE_ROWS = 1000, MOEI_PAGE_COLUMNS = 100 };
 static void moei_page_cell(moei_plot *q, size_t row, size_t column) {
     double value;
     int experts = q->f->kind == MOE_FIGURE_TOKENS || q->f->kind == MOE_FIGURE_MAP;
-    if (!experts) moei_draw(q->p, moei_cell_text(q, row, column) != NULL ? "<td class=\"q\">" : "<td>"), moei_draw_cell(q, row, column, SIZE_MAX);
+    if (!experts) moei_draw(q->p, moei_is_words(q, row, column) ? "<td class=\"q\">" : "<td>"), moei_draw_cell(q, row, column, SIZE_MAX);
     else {
         int32_t e = q->f->experts[moei_at(q->f, row, column)];
         char room[48];
@@ -13857,7 +13863,7 @@ static void moei_page_table(moei_plot *q) {
     for (c = 0; c * column_step < columns; c++) moei_figure_measure(q, table ? c * column_step : SIZE_MAX), decimals[c] = q->decimals;
     moei_draw(q->p, "<table><caption class=\"v\">%t: numbers</caption><thead><tr><th scope=\"col\">%t</th>", moei_title(q->f),
               moei_label(turned ? moei_column_label(q) : moei_row_label(q), table ? "" : "row"));
-    for (c = 0; c < columns; c += column_step) moei_draw(q->p, table && moei_cell_text(q, 0, c) != NULL ? "<th scope=\"col\" class=\"q\">%t</th>" : "<th scope=\"col\">%t</th>",
+    for (c = 0; c < columns; c += column_step) moei_draw(q->p, table && moei_is_words(q, 0, c) ? "<th scope=\"col\" class=\"q\">%t</th>" : "<th scope=\"col\">%t</th>",
                                                            turned ? moei_row_name(q, c, room) : moei_column_name(q, c, room));
     moei_draw(q->p, "</tr></thead><tbody>\n");
     for (r = 0; r < rows; r += row_step) {
@@ -13904,8 +13910,8 @@ static void moei_page_style(moei_pen *p) {
                  "h1{grid-column:1/-1;font-size:1.6rem;line-height:1.25;margin:.6rem .4rem .2rem}h2{font-size:1.1rem;line-height:1.3;margin:0}p{margin:.3rem 0 .6rem;color:#55606e;font-size:.9rem}"
                  "h1,h2,p{overflow-wrap:anywhere}figure{box-sizing:border-box;margin:0;padding:8px;min-width:0;background:#fff;border:1px solid #d5dbe3;border-radius:10px}"
                  ".w{grid-column:1/-1}.box{overflow:auto;position:relative}.box:focus-visible{outline:3px solid #0b62b8;outline-offset:1px}svg{display:block}"
-                 "details{margin-top:.4rem;font-size:.9rem}summary{cursor:pointer;padding:.25rem 0}details .box{max-height:22rem}table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
-                 "th,td{padding:.2rem .6rem;border-bottom:1px solid #d5dbe3;text-align:right;white-space:nowrap}th:first-child,.q{text-align:left}th:first-child{padding-left:0}"
+                 "details{margin-top:.4rem;font-size:.9rem}summary{cursor:pointer;padding:.25rem 0}details .box{max-height:22rem}table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}"
+                 "th,td{padding:.2rem .6rem;border-bottom:1px solid #d5dbe3;text-align:right;white-space:nowrap}th:first-child,.q{text-align:left}td.q{white-space:normal;max-width:26rem}th:first-child{padding-left:0}"
                  ".v{position:absolute;clip-path:inset(50%%);width:1px;height:1px;overflow:hidden;white-space:nowrap}"
                  ".t{display:inline-block;vertical-align:top;margin:0 1px 7px;font-size:14px;line-height:20px;text-align:center;unicode-bidi:isolate}.t b{display:block;font-weight:400;padding:0 3px;white-space:pre;text-align:left}"
                  ".t i{display:block;position:relative;font:12px/18px system-ui,sans-serif;margin-bottom:2px;min-width:18px}.t u{position:absolute;left:0;bottom:0;height:2px;background:currentColor}"
@@ -13917,6 +13923,7 @@ static void moei_page_figure(moei_plot *q, size_t number) {
     moei_plot table = *q, look = *q;
     int empty = moei_is_empty(q->f), is_table = q->f->kind == MOE_FIGURE_TABLE && !empty, tokens = q->f->kind == MOE_FIGURE_TOKENS && !empty;
     if (!empty) q->kind->plan(&look);
+    if (is_table) look.width *= 1.25; /* its text is larger */
     moei_draw(q->p, "<figure%s aria-labelledby=\"f%z\"><figcaption><h2 id=\"f%z\">%t</h2>\n", tokens || look.width > 800.0 ? " class=\"w x\"" : look.width > 380.0 ? " class=\"w\"" : "",
               number, number, moei_title(q->f));
     if (q->f->caption != NULL && *q->f->caption != '\0') moei_draw(q->p, "<p>%t</p>", q->f->caption);
