@@ -12982,7 +12982,8 @@ static void moei_tell_extreme(moei_plot *q, const char *what, double sign) {
     for (r = 0; r < q->f->rows; r++)
         for (c = 0; c < q->f->columns; c++)
             if (moei_value(q->f, r, c, &value) && (!any || value * sign > best * sign)) best = value, row = r, column = c, any = 1;
-    moei_draw(q->p, "%s %s at %t", what, moei_number(room, best, q->decimals), moei_row_name(q, row, room));
+    moei_draw(q->p, "%s %s at ", what, moei_number(room, best, q->decimals));
+    moei_draw(q->p, "%t", moei_row_name(q, row, room));
     if (q->f->columns > 1) moei_draw(q->p, ", %t", moei_column_name(q, column, room));
     moei_draw(q->p, ". ");
 }
@@ -13911,7 +13912,7 @@ static void moei_page_style(moei_pen *p) {
                  "h1,h2,p{overflow-wrap:anywhere}figure{box-sizing:border-box;margin:0;padding:8px;min-width:0;background:#fff;border:1px solid #d5dbe3;border-radius:10px}"
                  ".w{grid-column:1/-1}.box{overflow:auto;position:relative}.box:focus-visible{outline:3px solid #0b62b8;outline-offset:1px}svg{display:block}"
                  "details{margin-top:.4rem;font-size:.9rem}summary{cursor:pointer;padding:.25rem 0}details .box{max-height:22rem}table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}"
-                 "th,td{padding:.2rem .6rem;border-bottom:1px solid #d5dbe3;text-align:right;white-space:nowrap}th:first-child,.q{text-align:left}td.q{white-space:normal;max-width:26rem}th:first-child{padding-left:0}"
+                 "th,td{padding:.2rem .6rem;border-bottom:1px solid #d5dbe3;text-align:right;white-space:nowrap}th:first-child,.q{text-align:left}td{vertical-align:top}td.q{white-space:normal;min-width:9rem;max-width:26rem}th:first-child{padding-left:0}"
                  ".v{position:absolute;clip-path:inset(50%%);width:1px;height:1px;overflow:hidden;white-space:nowrap}"
                  ".t{display:inline-block;vertical-align:top;margin:0 1px 7px;font-size:14px;line-height:20px;text-align:center;unicode-bidi:isolate}.t b{display:block;font-weight:400;padding:0 3px;white-space:pre;text-align:left}"
                  ".t i{display:block;position:relative;font:12px/18px system-ui,sans-serif;margin-bottom:2px;min-width:18px}.t u{position:absolute;left:0;bottom:0;height:2px;background:currentColor}"
