@@ -12645,8 +12645,8 @@ struct moei_plot {
     size_t digits, names, heads; /* columns that the widest number, row's name and column's name take */
 };
 
-enum { MOEI_PHONE = 340 /* the width of most figures */, MOEI_LINE_HEIGHT = 18, MOEI_LEGEND_MOST = 64, MOEI_TINTS = 16, MOEI_LEVELS = 10, MOEI_TOKENS_MOST = 3000 };
-static const double moei_char = 7.4; /* of one character, in pixels */
+enum { MOEI_LEGEND_MOST = 64, MOEI_TINTS = 16, MOEI_LEVELS = 10, MOEI_TOKENS_MOST = 3000 };
+static const double moei_char = 7.4, moei_line_height = 18.0, moei_phone = 340.0, moei_plot_height = 190.0; /* in pixels; phone: width of most figures */
 
 static size_t moei_least(size_t a, size_t b) { return a < b ? a : b; }
 static size_t moei_larger_size(size_t a, size_t b) { return a > b ? a : b; }
@@ -12842,7 +12842,7 @@ static const char *moei_wrap(const char *s, size_t width, const char **next) {
 static double moei_paragraph(moei_plot *q, const char *s, double y, const char *class_name, size_t width, int draw) {
     while (s != NULL && *s != '\0') {
         const char *next, *end = moei_wrap(s, width, &next);
-        y += MOEI_LINE_HEIGHT + (*class_name == 'b' ? 3 : 0);
+        y += moei_line_height + (*class_name == 'b' ? 3 : 0);
         if (draw) {
             moei_draw(q->p, "<text y=\"%c\" class=\"%s\">", y - 4.0, class_name);
             while (s < end) moei_pen_char(q->p, moei_next_shown(&s));
@@ -12913,7 +12913,7 @@ static void moei_from_zero(moei_plot *q) {
     if (q->low > 0.0 && q->low <= q->high * 0.5) q->low = 0.0;
 }
 
-static int moei_level(const moei_plot *q, double value) { return (int)moei_smaller(moei_plot_share(q, value) * MOEI_LEVELS, MOEI_LEVELS - 1.0); }
+static int moei_level(const moei_plot *q, double value) { return (int)moei_smaller(moei_plot_share(q, value) * 10.0, 9.0); }
 
 static void moei_plan_heat(moei_plot *q) {
     size_t label;
@@ -12925,11 +12925,11 @@ static void moei_plan_heat(moei_plot *q) {
     label = moei_text_width(moei_row_label(q));
     q->left = (double)moei_larger_size(q->names, moei_least(label, 10)) * moei_char + 8.0;
     q->cell_w = q->numbers ? (double)q->digits * moei_char + 6.0 : 12.0;
-    if (q->columns > 0) q->cell_w = moei_larger(q->cell_w, moei_smaller((MOEI_PHONE - q->left) / (double)q->columns, 60.0));
+    if (q->columns > 0) q->cell_w = moei_larger(q->cell_w, moei_smaller((moei_phone - q->left) / (double)q->columns, 60.0));
     q->cell_h = q->numbers ? 24.0 : 14.0;
     q->turned = (double)q->heads * moei_char > q->cell_w - 2.0;
-    q->top = MOEI_LINE_HEIGHT + (q->turned ? (double)q->heads * moei_char + 10.0 : MOEI_LINE_HEIGHT);
-    q->width = moei_larger(MOEI_PHONE, q->left + (double)q->columns * q->cell_w);
+    q->top = moei_line_height + (q->turned ? (double)q->heads * moei_char + 10.0 : moei_line_height);
+    q->width = moei_larger(moei_phone, q->left + (double)q->columns * q->cell_w);
     q->height = q->top + (double)q->rows * q->cell_h + 50.0;
 }
 
@@ -13040,13 +13040,13 @@ static void moei_plan_bars(moei_plot *q) {
     moei_measure_bars(q);
     moei_measure_names(q, 16);
     moei_measure_values(q);
-    q->top = moei_label(q->f->value_label, NULL) != NULL || moei_row_label(q) != NULL ? MOEI_LINE_HEIGHT + 6.0 : 4.0;
+    q->top = moei_label(q->f->value_label, NULL) != NULL || moei_row_label(q) != NULL ? moei_line_height + 6.0 : 4.0;
     q->left = (double)moei_larger_size(q->names, q->f->row_names == NULL ? moei_least(moei_text_width(moei_row_label(q)), 10) : 0) * moei_char + 8.0;
     q->cell_h = q->columns > 1 ? (double)q->columns * 16.0 + 6.0 : 21.0;
-    q->cell_w = MOEI_PHONE - q->left - (double)q->digits * moei_char - 8.0;
+    q->cell_w = moei_phone - q->left - (double)q->digits * moei_char - 8.0;
     if (q->cell_w < 80.0) q->cell_w = 80.0;
     q->width = q->left + q->cell_w + 8.0 + (double)q->digits * moei_char;
-    q->height = q->top + (double)q->rows * q->cell_h + 6.0 + (moei_has_reference(q) ? MOEI_LINE_HEIGHT : 0.0) + (q->columns > 1 ? (double)q->columns * MOEI_LINE_HEIGHT + 4.0 : 0.0);
+    q->height = q->top + (double)q->rows * q->cell_h + 6.0 + (moei_has_reference(q) ? moei_line_height : 0.0) + (q->columns > 1 ? (double)q->columns * moei_line_height + 4.0 : 0.0);
 }
 
 static void moei_draw_bar(moei_plot *q, size_t row, size_t column, double y) {
@@ -13078,13 +13078,13 @@ static void moei_draw_bars(moei_plot *q) {
     if (moei_has_reference(q)) {
         x = q->left + moei_plot_share(q, q->f->reference) * q->cell_w;
         moei_draw(q->p, "<path d=\"M%c %cV%c\" class=\"a d1\"/><text x=\"%c\" y=\"%c\" class=\"m%s\">", x, q->top - 2.0, bottom, x, bottom + 13.0,
-                  x > MOEI_PHONE * 0.75 ? " r" : x > MOEI_PHONE * 0.35 ? " n" : "");
+                  x > moei_phone * 0.75 ? " r" : x > moei_phone * 0.35 ? " n" : "");
         (void)moei_pen_clip(q->p, moei_label(q->f->reference_name, "reference"), 24);
-        moei_draw(q->p, " %s</text>\n", moei_number(room, q->f->reference, q->decimals)), bottom += MOEI_LINE_HEIGHT;
+        moei_draw(q->p, " %s</text>\n", moei_number(room, q->f->reference, q->decimals)), bottom += moei_line_height;
     }
     for (c = 0; c < q->columns && q->columns > 1; c++) {
-        moei_rect(q, q->left, bottom + 6.0 + MOEI_LINE_HEIGHT * (double)c, 24.0, 12.0, "f", (int)(c % 8));
-        moei_write_at(q, q->left + 30.0, bottom + 16.5 + MOEI_LINE_HEIGHT * (double)c, "", moei_column_name(q, c, room), 24);
+        moei_rect(q, q->left, bottom + 6.0 + moei_line_height * (double)c, 24.0, 12.0, "f", (int)(c % 8));
+        moei_write_at(q, q->left + 30.0, bottom + 16.5 + moei_line_height * (double)c, "", moei_column_name(q, c, room), 24);
     }
 }
 
@@ -13149,7 +13149,7 @@ static void moei_measure_y(moei_plot *q) {
     if (moei_is_number(low) && moei_is_number(high)) q->low = low, q->high = high;
 }
 
-enum { MOEI_PLOT_HEIGHT = 190, MOEI_BUCKETS = 320, MOEI_NAMED_LINES = 32 };
+enum { MOEI_BUCKETS = 320, MOEI_NAMED_LINES = 32 };
 
 static size_t moei_legend_lines(const moei_plot *q) { return q->f->rows == 1 && q->f->row_names == NULL ? 0 : moei_least(q->f->rows, MOEI_NAMED_LINES); }
 static int moei_dash(size_t i) { return (int)((i + i / 8) % 4); }
@@ -13162,13 +13162,13 @@ static void moei_plan_lines(moei_plot *q) {
     decimals = moei_mark_decimals(q, 5.0);
     for (i = 0; moei_mark(q, 5.0, i, &at); i++) q->digits = moei_larger_size(q->digits, moei_strlen(moei_number(room, at, decimals)));
     q->left = (double)q->digits * moei_char + 8.0;
-    q->top = q->f->value_label != NULL ? MOEI_LINE_HEIGHT + 8.0 : 8.0;
-    q->width = MOEI_PHONE;
+    q->top = q->f->value_label != NULL ? moei_line_height + 8.0 : 8.0;
+    q->width = moei_phone;
     q->cell_w = q->width - q->left - 8.0;
-    q->height = q->top + MOEI_PLOT_HEIGHT + MOEI_LINE_HEIGHT * 2.0 + 4.0 + ((double)moei_legend_lines(q) + (q->f->rows > MOEI_NAMED_LINES) + moei_has_reference(q)) * MOEI_LINE_HEIGHT;
+    q->height = q->top + moei_plot_height + moei_line_height * 2.0 + 4.0 + (double)(moei_legend_lines(q) + (q->f->rows > MOEI_NAMED_LINES) + (size_t)moei_has_reference(q)) * moei_line_height;
 }
 
-static double moei_y_of(const moei_plot *q, double value) { return q->top + (1.0 - moei_plot_share(q, value)) * MOEI_PLOT_HEIGHT; }
+static double moei_y_of(const moei_plot *q, double value) { return q->top + (1.0 - moei_plot_share(q, value)) * moei_plot_height; }
 
 /* One point of a curve; *on: the pen is down. */
 static void moei_point(moei_plot *q, const moei_plot *x, size_t row, size_t column, int *on) {
@@ -13201,7 +13201,7 @@ static void moei_draw_curve(moei_plot *q, const moei_plot *x, size_t row) {
 
 static void moei_draw_axes(moei_plot *q, const moei_plot *x) {
     char room[48];
-    double at, bottom = q->top + MOEI_PLOT_HEIGHT, y;
+    double at, bottom = q->top + moei_plot_height, y;
     int i, decimals = moei_mark_decimals(q, 5.0), x_decimals = moei_mark_decimals(x, 4.0);
     if (q->f->value_label != NULL) moei_write_at(q, 0.0, 14.0, "m", q->f->value_label, 44);
     for (i = 0; moei_mark(q, 5.0, i, &at); i++) {
@@ -13222,7 +13222,7 @@ static void moei_draw_lines(moei_plot *q) {
     char room[48];
     moei_plot x = *q;
     size_t r;
-    double y = q->top + MOEI_PLOT_HEIGHT + 40.0, at;
+    double y = q->top + moei_plot_height + 40.0, at;
     moei_measure_x(&x);
     moei_draw_axes(q, &x);
     if (moei_has_reference(q)) {
@@ -13231,10 +13231,10 @@ static void moei_draw_lines(moei_plot *q) {
         moei_line_at(q, q->left, y + 7.5, q->left + 32.0, y + 7.5, "a d1");
         moei_draw(q->p, "<text x=\"%c\" y=\"%c\" class=\"m\">", q->left + 40.0, y + 12.0);
         (void)moei_pen_clip(q->p, moei_label(q->f->reference_name, "reference"), 24);
-        moei_draw(q->p, ": %s</text>\n", moei_number(room, q->f->reference, moei_mark_decimals(q, 5.0) + 1)), y += MOEI_LINE_HEIGHT;
+        moei_draw(q->p, ": %s</text>\n", moei_number(room, q->f->reference, moei_mark_decimals(q, 5.0) + 1)), y += moei_line_height;
     }
     for (r = 0; r < q->f->rows; r++) moei_draw_curve(q, &x, r);
-    for (r = 0; r < moei_legend_lines(q); r++, y += MOEI_LINE_HEIGHT) {
+    for (r = 0; r < moei_legend_lines(q); r++, y += moei_line_height) {
         moei_draw(q->p, "<path d=\"M%c %ch32\" class=\"l s%d d%d\"/>", q->left, y + 7.5, (int)(r % 8), moei_dash(r));
         moei_write_at(q, q->left + 40.0, y + 12.0, "", moei_row_name(q, r, room), 32);
     }
@@ -13319,9 +13319,9 @@ static void moei_plan_tokens(moei_plot *q) {
     moei_count_experts(q);
     moei_thin(q, SIZE_MAX, SIZE_MAX);
     q->columns = moei_least(q->columns, MOEI_TOKENS_MOST), q->rows = moei_least(q->rows, 64);
-    q->width = MOEI_PHONE;
+    q->width = moei_phone;
     q->top = q->columns > 0 ? moei_token_flow(q, 0) : 0.0;
-    q->height = q->top + moei_legend(q, 0.0, 0) + MOEI_LINE_HEIGHT * 2.0;
+    q->height = q->top + moei_legend(q, 0.0, 0) + moei_line_height * 2.0;
 }
 
 /* What the strips under a token are. */
@@ -13335,7 +13335,7 @@ static void moei_tell_strips(moei_plot *q) {
 static void moei_draw_tokens(moei_plot *q) {
     (void)moei_token_flow(q, 1);
     (void)moei_legend(q, q->top, 1);
-    moei_draw(q->p, "<text y=\"%c\" class=\"m\">", q->height - MOEI_LINE_HEIGHT - 6.0), moei_tell_strips(q), moei_draw(q->p, "</text>\n");
+    moei_draw(q->p, "<text y=\"%c\" class=\"m\">", q->height - moei_line_height - 6.0), moei_tell_strips(q), moei_draw(q->p, "</text>\n");
     if (q->columns < q->f->columns) moei_draw(q->p, "<text y=\"%c\" class=\"m\">The first %z of %z tokens</text>\n", q->height - 4.0, q->columns, q->f->columns);
 }
 
@@ -13415,8 +13415,8 @@ static void moei_plan_table(moei_plot *q) {
     q->rows = moei_least(q->rows, 256), q->columns = moei_least(q->columns, 64);
     moei_measure_names(q, MOEI_CELL_MOST);
     q->left = (double)moei_larger_size(q->names, moei_text_width(moei_label(q->f->row_label, ""))) * moei_char + 14.0;
-    q->width = moei_larger(moei_columns(q, 0), MOEI_PHONE);
-    q->height = (double)q->rows * 24.0 + 32.0 + (q->rows < q->f->rows || q->columns < q->f->columns ? MOEI_LINE_HEIGHT : 0.0);
+    q->width = moei_larger(moei_columns(q, 0), moei_phone);
+    q->height = (double)q->rows * 24.0 + 32.0 + (q->rows < q->f->rows || q->columns < q->f->columns ? moei_line_height : 0.0);
 }
 
 static void moei_draw_table(moei_plot *q) {
@@ -13438,11 +13438,11 @@ static void moei_plan_map(moei_plot *q) {
     moei_count_experts(q);
     moei_thin(q, 128, 128);
     q->left = q->f->y != NULL ? 48.0 : q->f->row_label != NULL ? 8.0 : 0.0;
-    q->top = q->f->row_label != NULL ? MOEI_LINE_HEIGHT + 4.0 : 2.0;
-    q->width = MOEI_PHONE;
+    q->top = q->f->row_label != NULL ? moei_line_height + 4.0 : 2.0;
+    q->width = moei_phone;
     q->cell_w = q->columns > 0 ? (q->width - q->left) / (double)q->columns : 1.0;
     q->cell_h = moei_smaller(q->cell_w, 340.0 / (double)(q->rows > 0 ? q->rows : 1));
-    q->height = q->top + (double)q->rows * q->cell_h + (q->f->x != NULL || q->f->column_label != NULL ? 2.0 * MOEI_LINE_HEIGHT : 0.0) + 8.0 + moei_legend(q, 0.0, 0);
+    q->height = q->top + (double)q->rows * q->cell_h + (q->f->x != NULL || q->f->column_label != NULL ? 2.0 * moei_line_height : 0.0) + 8.0 + moei_legend(q, 0.0, 0);
 }
 
 /* The end of the run of one expert that begins at a cell. */
@@ -13631,7 +13631,7 @@ static void moei_text_curve(const moei_plot *q, const moei_plot *x, size_t row, 
         double at = moei_x(q->f, c), px, py;
         size_t i, steps;
         if (!moei_value(q->f, row, c, &value) || !moei_is_number(at)) continue;
-        px = moei_plot_share(x, at) * (double)(width - 1), py = (1.0 - moei_plot_share(q, value)) * (MOEI_TEXT_HEIGHT - 1);
+        px = moei_plot_share(x, at) * (double)(width - 1), py = (1.0 - moei_plot_share(q, value)) * (double)(MOEI_TEXT_HEIGHT - 1);
         steps = on ? (size_t)(px > last_x ? px - last_x : last_x - px) + 1 : 1;
         for (i = 1; i <= steps; i++) {
             double share = on ? (double)i / (double)steps : 1.0;
@@ -13656,7 +13656,7 @@ static void moei_text_lines(moei_plot *q, size_t columns) {
     for (r = q->f->rows; r > 0; r--) moei_text_curve(q, &x, r - 1, width, picture); /* the first on top */
     if (q->f->value_label != NULL) moei_draw(q->p, "%t\n", q->f->value_label);
     for (i = 0; i < MOEI_TEXT_HEIGHT; i++) {
-        double share = 1.0 - (double)i / (MOEI_TEXT_HEIGHT - 1);
+        double share = 1.0 - (double)i / (double)(MOEI_TEXT_HEIGHT - 1);
         size_t end = width;
         while (end > 0 && picture[i * MOEI_TEXT_WIDTH + end - 1] == ' ') end--;
         moei_field_text(q, i % 7 == 0 ? moei_number(room, q->low * (1.0 - share) + q->high * share, decimals) : "", q->digits, 1);
@@ -13809,18 +13809,18 @@ static void moei_picture(moei_plot *q, size_t number) {
     double top, width;
     moei_plot tell;
     size_t columns;
-    if (moei_is_empty(q->f)) q->width = MOEI_PHONE, q->height = 30.0;
+    if (moei_is_empty(q->f)) q->width = moei_phone, q->height = 30.0;
     else q->kind->plan(q);
     tell = *q;
     columns = (size_t)(q->width / 6.9), width = q->width, q->number = number = alone ? 0 : number;
     thinned = q->row_step > 1 || q->column_step > 1 || (q->f->kind == MOE_FIGURE_LINES && q->f->columns > 2 * MOEI_BUCKETS);
     top = alone ? moei_paragraph(q, q->f->caption, moei_paragraph(q, moei_title(q->f), 0.0, "b", columns * 7 / 9, 0), "m", columns, 0) + 8.0 : 0.0;
-    if (thinned) q->height += MOEI_LINE_HEIGHT;
+    if (thinned) q->height += moei_line_height;
     moei_draw(q->p, "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"moe\" viewBox=\"%d %d %c %c\" ", alone ? -10 : 0, alone ? -6 : 0, width + (alone ? 20.0 : 0.0),
               top + q->height + (alone ? 12.0 : 0.0));
     if (alone) moei_draw(q->p, "width=\"%c\" height=\"%c\" ", width + 20.0, top + q->height + 12.0);
     moei_draw(q->p, "style=\"width:100%%;height:auto;max-width:%cpx;", width * 1.5);
-    if (!alone && width > MOEI_PHONE + 1.0) moei_draw(q->p, "min-width:%cpx", width * 0.95);
+    if (!alone && width > moei_phone + 1.0) moei_draw(q->p, "min-width:%cpx", width * 0.95);
     moei_draw(q->p, "\" role=\"img\" aria-labelledby=\"t%z d%z\"><title id=\"t%z\">%t</title><desc id=\"d%z\">", number, number, number, moei_title(q->f), number);
     if (moei_is_empty(q->f)) moei_draw(q->p, "There is nothing to show.");
     else q->kind->tell(&tell), moei_draw(q->p, " "), moei_tell_thinned(q);
@@ -13931,7 +13931,7 @@ static void moei_page_figure(moei_plot *q, size_t number) {
     moei_draw(q->p, "</figcaption>\n");
     if (tokens) moei_page_tokens(q);
     else {
-        moei_draw(q->p, look.width > MOEI_PHONE + 1.0 || is_table ? "<div class=\"box\" tabindex=\"0\" role=\"group\" aria-labelledby=\"f%z\">\n" : "<div class=\"box\">\n", number);
+        moei_draw(q->p, look.width > moei_phone + 1.0 || is_table ? "<div class=\"box\" tabindex=\"0\" role=\"group\" aria-labelledby=\"f%z\">\n" : "<div class=\"box\">\n", number);
         if (is_table) moei_page_table(q);
         else moei_picture(q, number);
         moei_draw(q->p, "</div>\n");

@@ -391,7 +391,7 @@ static double contrast(double a, double b) { return a > b ? (a + 0.05) / (b + 0.
 
 static void test_contrast(void) {
     moe_figure f = figure(MOE_FIGURE_HEAT, 2, 2);
-    char name[8], ink[8];
+    char name[16], ink[16];
     int dark, i;
     CHECK(write_as(&f, SVG) == MOE_OK);
     for (dark = 0; dark < 2; dark++) {
