@@ -175,7 +175,7 @@ static size_t longest_line(void) {
 /* ---- figures ------------------------------------------------------------------------------------------------------------------------------------ */
 
 enum { MOST = 100000 };
-static double numbers[MOST + 64], widths[4096], places[MOST];
+static double numbers[MOST + 64], widths[8192], places[MOST];
 static int32_t experts[MOST + 64];
 static const char *names[MOST], *cells[4096];
 
@@ -192,7 +192,8 @@ static void usual_numbers(void) {
     moe_rng rng = {7};
     size_t i;
     for (i = 0; i < MOST; i++) numbers[i] = (double)moe_rng_uniform(&rng), experts[i] = (int32_t)moe_rng_below(&rng, 20), places[i] = (double)i, names[i] = "tok";
-    for (i = 0; i < 4096; i++) widths[i] = 0.1 * numbers[i], cells[i] = i % 3 == 0 ? NULL : i % 3 == 1 ? "words" : "1.5";
+    for (i = 0; i < 8192; i++) widths[i] = 0.1 * numbers[i];
+    for (i = 0; i < 4096; i++) cells[i] = i % 3 == 0 ? NULL : i % 3 == 1 ? "words" : "1.5";
 }
 
 /* Everything that is written of a figure is well-formed, and the same twice. */
