@@ -122,6 +122,11 @@
      EM, moe_hme_* the hierarchical mixture. Decoupled training: train the experts on splits of the data, freeze them (MOE_PARAM_FROZEN in the flags
      of their tensors), then train the gate; an attentive gate teaches an ordinary one by loss_distill with its logits as the teacher.
 
+     Reports.   A moe_figure is plain data: an expert x class table, loads, curves over training, a text coloured by expert, a comparison, a map of regions.
+     moe_report_svg draws it, moe_report_html makes a page of several, moe_report_text writes it for a terminal; moe_report_save takes the form from a name:
+       moe_figure figures[2];  figures[0] = moe_figure_classes(&report);  figures[1] = moe_figure_history(&history, 0, 2, names);
+       moe_report_save("report.html", "My experts", figures, 2, &error);         report is that of moe_metrics_report, history of moe_history_add
+
      A model for small machines.   moe_model_create makes one of a trained net, with float weights or in integers; moe_infer runs it here;
      moe_export_c writes it as a C header with constants, which firmware includes:
        moe_model_config config = {0};  moe_built_model built;
@@ -13901,6 +13906,12 @@ static void moei_page_tokens(moei_plot *q) {
     }
     moei_draw(q->p, "</div>\n<p>"), moei_tell_strips(q), moei_draw(q->p, ".");
     if (q->columns < q->f->columns) moei_draw(q->p, " The first %z of %z tokens.", q->columns, q->f->columns);
+    moei_draw(q->p, " Shares of the experts:</p>\n<p>");
+    for (i = 0; i < moei_least(q->n_experts, MOEI_LEGEND_MOST); i++) {
+        value = 100.0 * moei_expert_share(q, SIZE_MAX, (int32_t)i);
+        if (value > 0.0 || q->f->n_experts > 0)
+            moei_draw(q->p, "<span class=\"y\"><i class=\"e c%d\">%z</i> %s %%</span>\n", (int)(i % MOEI_TINTS), i, moei_number(room, value, 1));
+    }
     moei_draw(q->p, "</p>\n");
 }
 
@@ -13915,7 +13926,7 @@ static void moei_page_style(moei_pen *p) {
                  "th,td{padding:.2rem .6rem;border-bottom:1px solid #d5dbe3;text-align:right;white-space:nowrap}th:first-child,.q{text-align:left}td{vertical-align:top}td.q{white-space:normal;min-width:9rem;max-width:26rem}th:first-child{padding-left:0}"
                  ".v{position:absolute;clip-path:inset(50%%);width:1px;height:1px;overflow:hidden;white-space:nowrap}"
                  ".t{display:inline-block;vertical-align:top;margin:0 1px 7px;font-size:14px;line-height:20px;text-align:center;unicode-bidi:isolate}.t b{display:block;font-weight:400;padding:0 3px;white-space:pre;text-align:left}"
-                 ".t i{display:block;position:relative;font:12px/18px system-ui,sans-serif;margin-bottom:2px;min-width:18px}.t u{position:absolute;left:0;bottom:0;height:2px;background:currentColor}"
+                 ".y{display:inline-block;width:6.2rem}.y i{display:inline-block;min-width:28px;text-align:center;font-style:normal}.t i{display:block;position:relative;font:12px/18px system-ui,sans-serif;margin-bottom:2px;min-width:18px}.t u{position:absolute;left:0;bottom:0;height:2px;background:currentColor}"
                  "@media(min-width:780px){.w{grid-column:span 2}.x{grid-column:1/-1}main{padding:16px}figure{padding:14px}}"
                  "@media(prefers-color-scheme:dark){body{background:#0f1216;color:#e8ecf1}p{color:#a9b3c0}figure{background:#171b21;border-color:#39424e}th,td{border-color:#39424e}.box:focus-visible{outline-color:#6cb2ff}}");
 }
