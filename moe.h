@@ -12575,7 +12575,7 @@ static void moei_draw(moei_pen *p, const char *format, ...) {
         else if (*format == 'z') moei_put_unsigned(&t, va_arg(arguments, size_t));
         else if (*format == 'c') {
             double tenths = va_arg(arguments, double) * 10.0;
-            int64_t whole = (int64_t)(tenths < 0.0 ? tenths - 0.5 : tenths + 0.5), size = whole < 0 ? -whole : whole;
+            int64_t whole = (int64_t)(!(tenths > -1e9 && tenths < 1e9) ? 0.0 : tenths < 0.0 ? tenths - 0.5 : tenths + 0.5), size = whole < 0 ? -whole : whole;
             if (whole < 0) moei_put(&t, "-", 1);
             moei_put_integer(&t, size / 10);
             if (size % 10 > 0) moei_put(&t, ".", 1), moei_put_integer(&t, size % 10);
@@ -12750,7 +12750,7 @@ static void moei_figure_measure(moei_plot *q, size_t only) {
 
 static double moei_plot_share(const moei_plot *q, double value) {
     double share = q->high > q->low ? (value * 0.5 - q->low * 0.5) / (q->high * 0.5 - q->low * 0.5) : 0.0;
-    return share < 0.0 ? 0.0 : share > 1.0 ? 1.0 : share;
+    return !(share > 0.0) ? 0.0 : share > 1.0 ? 1.0 : share; /* halves of the least numbers there are make 0 / 0 */
 }
 
 /* Room for names and numbers; names are cut at `most` columns. */
@@ -13866,9 +13866,11 @@ static void moei_page_table(moei_plot *q) {
     size_t rows = turned ? q->f->columns : q->f->rows, columns = turned ? q->f->rows : q->f->columns, r, c;
     size_t row_step = (rows - 1) / (map ? 32 : MOEI_PAGE_ROWS) + 1, column_step = (columns - 1) / (map ? 32 : MOEI_PAGE_COLUMNS) + 1;
     int decimals[MOEI_PAGE_COLUMNS];
+    const char *corner;
     for (c = 0; c * column_step < columns; c++) moei_figure_measure(q, table ? c * column_step : SIZE_MAX), decimals[c] = q->decimals;
-    moei_draw(q->p, "<table><caption class=\"v\">%t: numbers</caption><thead><tr><th scope=\"col\">%t</th>", moei_title(q->f),
-              moei_label(turned ? moei_column_label(q) : moei_row_label(q), table ? "" : "row"));
+    moei_draw(q->p, "<table><caption class=\"v\">%t: numbers</caption><thead><tr>", moei_title(q->f));
+    corner = moei_label(turned ? moei_column_label(q) : moei_row_label(q), "");
+    moei_draw(q->p, *corner != '\0' ? "<th scope=\"col\">%t</th>" : "<td></td>", corner);
     for (c = 0; c < columns; c += column_step) moei_draw(q->p, table && moei_is_words(q, 0, c) ? "<th scope=\"col\" class=\"q\">%t</th>" : "<th scope=\"col\">%t</th>",
                                                            turned ? moei_row_name(q, c, room) : moei_column_name(q, c, room));
     moei_draw(q->p, "</tr></thead><tbody>\n");
