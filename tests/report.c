@@ -99,9 +99,17 @@ static void parse_word(parser *p, char *word, size_t room) {
     if (n == 0) p->wrong = "a name is missing";
 }
 
+/* Whether seven digits stand in a row. */
+static int has_long_number(const char *from, const char *to) {
+    int run = 0;
+    for (; from < to && run < 7; from++) run = *from >= '0' && *from <= '9' ? run + 1 : 0;
+    return run == 7;
+}
+
 /* name="value" ...; ids are kept and must be new. */
 static void parse_attributes(parser *p) {
     char name[24], seen[24][24];
+    const char *value;
     int n = 0, i;
     while (*p->at == ' ' && p->wrong == NULL) {
         while (*p->at == ' ') p->at++;
@@ -123,7 +131,8 @@ static void parse_attributes(parser *p) {
             p->ids++;
         }
         if (strcmp(name, "src") == 0 || strcmp(name, "href") == 0 || strncmp(name, "on", 2) == 0) p->wrong = "something is fetched or run";
-        parse_text(p, '"');
+        value = p->at, parse_text(p, '"');
+        if (strncmp(name, "aria", 4) != 0 && has_long_number(value, p->at)) p->wrong = "a coordinate far away";
         if (*p->at++ != '"') p->wrong = "a value does not end";
     }
 }
@@ -333,7 +342,7 @@ static void test_texts(void) {
 
 /* The parser itself: what is wrong is found. */
 static void test_parser(void) {
-    static const char *const bad[] = {"<a>&</a>", "<a><b></a></b>", "<a", "<a b=c></a>", "<a b=\"1\" b=\"2\"/>", "<a>", "<a>\x01</a>", "<a>\xff</a>", "<script></script>", "<a id=\"x\"><b id=\"x\"/></a>", "<a src=\"x\"/>", "<a>&copy;</a>"};
+    static const char *const bad[] = {"<a>&</a>", "<a><b></a></b>", "<a", "<a b=c></a>", "<a b=\"1\" b=\"2\"/>", "<a>", "<a>\x01</a>", "<a>\xff</a>", "<script></script>", "<a id=\"x\"><b id=\"x\"/></a>", "<a src=\"x\"/>", "<a x=\"12345678\"/>", "<a>&copy;</a>"};
     size_t i;
     for (i = 0; i < sizeof bad / sizeof *bad; i++) {
         const char *wrong;
