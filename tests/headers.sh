@@ -78,6 +78,8 @@ plan() {
     echo 'options gcc -DMOE_NO_QUANT -DMOE_NO_SIMD'
     echo 'options gcc -DMOE_NO_QUANT -DMOE_REAL=double'
     echo 'options gcc -DMOE_NO_AVX512'
+    echo 'options gcc -DMOE_NO_REPORT'
+    echo 'options clang -DMOE_NO_REPORT -DMOE_NO_STDIO'
     echo 'options clang -DMOE_NO_QUANT'
     echo 'options clang -DMOE_NO_AVX512 -DMOE_NO_TRAIN'
     echo 'options clang -DMOE_NO_TRAIN'
