@@ -1253,7 +1253,7 @@ typedef struct moe_figure {
    MOE_ERR_OVERFLOW: rows times stride; else what the stream returned. Allocates nothing; thread-safe. */
 MOE_API moe_status moe_report_svg(const moe_figure *figure, moe_stream *stream, moe_error *error);
 /* Writes a page with n figures (0 or more) as one HTML file, under the same promises; the figures stand in as many columns as the screen has room for, a
-   wide one scrolls in its own frame, and behind each its numbers are a table (of up to 1000 rows: then every so many-th). title NULL: "Report". */
+   wide one scrolls in its own frame, and behind each its numbers are a table (of up to 1000 rows: then every so many-th). title NULL: "Report". Errors as moe_report_svg. */
 MOE_API moe_status moe_report_html(const char *title, const moe_figure *figures, size_t n, moe_stream *stream, moe_error *error);
 /* Writes figure as text in lines of at most `columns` characters (0: 80; 40 to 400). Frames and bars are ASCII. colour 1: with the colours of ANSI
    terminals (ESC [ 48;5;n m), for the caller who knows that the stream is one. Errors as moe_report_svg, MOE_ERR_ARGUMENT for columns too. */
