@@ -419,6 +419,7 @@ typedef struct moe_file {
     size_t n_tensors;
     size_t at;           /* private: where next continues */
     size_t metadata_at, metadata_end; /* private: where the object __metadata__ lies; 0, 0: there is none */
+    int of_header;       /* private: 1: the bytes end with the header, and element types that are none of MOE_DTYPE_ are let pass */
 } moe_file;
 
 /* Checks all of a file: header length, JSON, types, shapes, sizes, offsets that tile the data without overlap or hole, no
@@ -1735,6 +1736,7 @@ typedef struct moei_json {
     size_t at, end;
     moei_span name; /* the tensor being read, for messages; p NULL: none */
     moe_error *error;
+    int any_dtype; /* 1: one that is unknown reads as MOE_DTYPE_COUNT */
 } moei_json;
 
 /* A copy of a span that is safe to print: ASCII, terminated, cut with dots. Returns out. */
@@ -1959,6 +1961,7 @@ static moe_status moei_file_dtype(moei_json *j, int *dtype) {
     if (status != MOE_OK) return status;
     for (*dtype = 0; *dtype < MOE_DTYPE_COUNT; (*dtype)++)
         if (moei_span_is(s, moei_dtype_names[*dtype])) return MOE_OK;
+    if (j->any_dtype) return MOE_OK;
     return moei_json_refuse(j, (size_t)(s.p - j->bytes), MOE_ERR_UNSUPPORTED, "unknown dtype '%s'", moei_span_text(s, shown));
 }
 
@@ -1994,33 +1997,36 @@ static moe_status moei_file_fields(moei_json *j, moe_file_tensor *t, size_t rang
 /* Checks the shape against the byte range, and the range against the data. */
 static moe_status moei_file_place(moei_json *j, size_t at, const moe_file *file, moe_file_tensor *t, const size_t range[2]) {
     size_t start = 8 + file->header_size, size = file->size - start;
-    int i;
+    int i, known = t->dtype < MOE_DTYPE_COUNT;
     t->count = 1;
     for (i = 0; i < t->n_dims; i++)
         if (!moei_mul(t->count, t->shape[i], &t->count))
             return moei_json_refuse(j, at, MOE_ERR_OVERFLOW, "the shape has more elements than size_t holds");
-    if (!moei_mul(t->count, moei_dtype_sizes[t->dtype], &t->bytes))
+    if (!moei_mul(t->count, known ? moei_dtype_sizes[t->dtype] : 0, &t->bytes))
         return moei_json_refuse(j, at, MOE_ERR_OVERFLOW, "the shape needs more bytes than size_t holds");
     if (range[1] > size)
         return moei_json_refuse(j, at, MOE_ERR_FORMAT, "data_offsets [%z, %z] go beyond the %z bytes of data", range[0], range[1], size);
     if (range[0] > range[1])
         return moei_json_refuse(j, at, MOE_ERR_FORMAT, "data_offsets [%z, %z] end before they begin", range[0], range[1]);
+    if (!known) t->bytes = range[1] - range[0];
     if (range[1] - range[0] != t->bytes)
         return moei_json_refuse(j, at, MOE_ERR_FORMAT, "the shape needs %z bytes, data_offsets [%z, %z] hold another size", t->bytes,
                                 range[0], range[1]);
-    t->data = file->bytes + start + range[0];
+    if (!file->of_header) t->data = file->bytes + start + range[0];
     return MOE_OK;
 }
 
 enum { MOEI_ENTRY_END = 0, MOEI_ENTRY_TENSOR = 1, MOEI_ENTRY_METADATA = 2 };
 
-/* The next entry of the header's object. A tensor is read whole; of the metadata only the key is taken. Where there is no tensor, *t is an empty one. */
-static moe_status moei_file_entry(moei_json *j, int first, const moe_file *file, moe_file_tensor *t, int *kind) {
+/* The next entry of the header's object. A tensor is read whole, and *begin gets where in the data it lies; of the metadata only the key is taken. Where
+   there is no tensor, *t is an empty one. */
+static moe_status moei_file_entry(moei_json *j, int first, const moe_file *file, moe_file_tensor *t, size_t *begin, int *kind) {
     size_t range[2] = {0, 0}, at;
     moei_span key;
     int more;
     moe_status status;
     *kind = MOEI_ENTRY_END;
+    *begin = 0;
     memset(t, 0, sizeof *t);
     t->name = (const char *)file->bytes;
     t->data = file->bytes;
@@ -2037,6 +2043,7 @@ static moe_status moei_file_entry(moei_json *j, int first, const moe_file *file,
     (void)moei_json_peek(j);
     at = j->at;
     if ((status = moei_file_fields(j, t, range)) != MOE_OK) return status;
+    *begin = range[0];
     return moei_file_place(j, at, file, t, range);
 }
 
@@ -2255,8 +2262,8 @@ static moe_status moei_file_entries(moei_json *j, moe_file *file, moei_tiles *ti
     int first, kind;
     moe_status status;
     for (first = 1;; first = 0) {
-        size_t at = j->at;
-        if ((status = moei_file_entry(j, first, file, &t, &kind)) != MOE_OK) return status;
+        size_t at = j->at, begin;
+        if ((status = moei_file_entry(j, first, file, &t, &begin, &kind)) != MOE_OK) return status;
         if (kind == MOEI_ENTRY_END) break;
         if (kind == MOEI_ENTRY_METADATA) {
             if ((status = moei_file_metadata_object(j, file, n_metadata)) != MOE_OK) return status;
@@ -2267,7 +2274,7 @@ static moe_status moei_file_entries(moei_json *j, moe_file *file, moei_tiles *ti
         file->n_tensors++;
         if (t.bytes > size - tiles->covered)
             return moei_json_refuse(j, at, MOE_ERR_FORMAT, "tensors overlap: together they are larger than the data, %z bytes", size);
-        moei_tiles_add(tiles, &t, (size_t)(t.data - (file->bytes + start)), at);
+        moei_tiles_add(tiles, &t, begin, at);
     }
     for (; j->at < j->end; j->at++)
         if (j->bytes[j->at] != ' ') return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "only spaces may follow the header's object");
@@ -2284,18 +2291,19 @@ static moe_status moei_file_unique(moei_json *j, const moe_file *file, int metad
                             moei_span_text(name, shown), problem);
 }
 
-MOE_API moe_status moe_file_open(moe_file *file, const void *bytes, size_t size, moe_error *error) {
+/* Of a file of size bytes these are all, or with of_header the first 8 and the header behind them. */
+static moe_status moei_file_check(moe_file *file, const unsigned char *bytes, size_t size, int of_header, moe_error *error) {
     moe_file f;
     moei_json j;
     moei_tiles tiles;
     size_t i, n_metadata = 0;
     moe_status status;
-    if (file == NULL || bytes == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "file or bytes is NULL");
     memset(&f, 0, sizeof f);
     memset(&j, 0, sizeof j);
     memset(&tiles, 0, sizeof tiles);
-    f.bytes = (const unsigned char *)bytes;
+    f.bytes = bytes;
     f.size = size;
+    f.of_header = j.any_dtype = of_header;
     j.bytes = f.bytes;
     j.error = error;
     if ((status = moei_file_header(&j, &f)) != MOE_OK) return status;
@@ -2310,32 +2318,44 @@ MOE_API moe_status moe_file_open(moe_file *file, const void *bytes, size_t size,
     return MOE_OK;
 }
 
+MOE_API moe_status moe_file_open(moe_file *file, const void *bytes, size_t size, moe_error *error) {
+    if (file == NULL || bytes == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "file or bytes is NULL");
+    return moei_file_check(file, (const unsigned char *)bytes, size, 0, error);
+}
+
 static moei_json moei_file_json(const moe_file *file, size_t at) {
     moei_json j;
     memset(&j, 0, sizeof j);
     j.bytes = file->bytes;
     j.at = at;
     j.end = 8 + file->header_size;
+    j.any_dtype = file->of_header;
     return j;
 }
 
-MOE_API moe_status moe_file_next(moe_file *file, moe_file_tensor *tensor) {
+/* moe_file_next, and where in the data the tensor begins. */
+static moe_status moei_file_next(moe_file *file, moe_file_tensor *tensor, size_t *begin) {
     moei_json j;
     moe_file_tensor t;
     moe_status status;
     int kind;
-    if (file == NULL || tensor == NULL) return MOE_ERR_ARGUMENT;
     if (file->n_tensors == 0) return MOE_ERR_NOT_FOUND;
     j = moei_file_json(file, file->at);
-    if ((status = moei_file_entry(&j, j.at == MOEI_FILE_START, file, &t, &kind)) != MOE_OK) return status;
+    if ((status = moei_file_entry(&j, j.at == MOEI_FILE_START, file, &t, begin, &kind)) != MOE_OK) return status;
     if (kind == MOEI_ENTRY_METADATA) {
         j.at = file->metadata_end;
-        if ((status = moei_file_entry(&j, 0, file, &t, &kind)) != MOE_OK) return status;
+        if ((status = moei_file_entry(&j, 0, file, &t, begin, &kind)) != MOE_OK) return status;
     }
     if (kind != MOEI_ENTRY_TENSOR) return MOE_ERR_NOT_FOUND;
     file->at = j.at;
     *tensor = t;
     return MOE_OK;
+}
+
+MOE_API moe_status moe_file_next(moe_file *file, moe_file_tensor *tensor) {
+    size_t begin;
+    if (file == NULL || tensor == NULL) return MOE_ERR_ARGUMENT;
+    return moei_file_next(file, tensor, &begin);
 }
 
 MOE_API void moe_file_rewind(moe_file *file) {
@@ -2348,13 +2368,14 @@ MOE_API moe_status moe_file_find(const moe_file *file, const char *name, moe_fil
     moei_json j;
     moe_file_tensor t;
     moe_status status;
+    size_t begin;
     int kind;
     if (file == NULL || name == NULL || tensor == NULL) return MOE_ERR_ARGUMENT;
     if (file->n_tensors == 0) return MOE_ERR_NOT_FOUND;
     w = moei_names_of(file, 0);
     if (!moei_names_find(&w, name, &span)) return MOE_ERR_NOT_FOUND;
     j = moei_file_json(file, (size_t)(span.p - file->bytes) - 1);
-    if ((status = moei_file_entry(&j, 1, file, &t, &kind)) != MOE_OK) return status;
+    if ((status = moei_file_entry(&j, 1, file, &t, &begin, &kind)) != MOE_OK) return status;
     if (kind != MOEI_ENTRY_TENSOR) return MOE_ERR_NOT_FOUND;
     *tensor = t;
     return MOE_OK;
@@ -2705,9 +2726,25 @@ static moe_status moei_header_metadata(moei_header *h, const moe_metadata *metad
     return MOE_OK;
 }
 
+/* What follows a tensor's name. */
+static void moei_header_put_entry(moei_header *h, int dtype, const size_t *shape, int n_dims, size_t begin, size_t end) {
+    int d;
+    moei_header_put_text(h, ":{\"dtype\":\"");
+    moei_header_put_text(h, moei_dtype_names[dtype]);
+    moei_header_put_text(h, "\",\"shape\":[");
+    for (d = 0; d < n_dims; d++) {
+        if (d > 0) moei_header_put(h, ",", 1);
+        moei_header_put_size(h, shape[d]);
+    }
+    moei_header_put_text(h, "],\"data_offsets\":[");
+    moei_header_put_size(h, begin);
+    moei_header_put(h, ",", 1);
+    moei_header_put_size(h, end);
+    moei_header_put_text(h, "]}");
+}
+
 static moe_status moei_header_tensors(moei_header *h, const moe_tensor *tensors, size_t n, int comma, moe_error *error) {
     size_t i, begin = 0, bytes = 0, end;
-    int d;
     for (i = 0; i < n; i++, begin = end) {
         const moe_tensor *t = &tensors[i];
         moe_status status = moei_write_check(t, i, &bytes, error);
@@ -2715,18 +2752,7 @@ static moe_status moei_header_tensors(moei_header *h, const moe_tensor *tensors,
         if (!moei_add(begin, bytes, &end)) return moei_error(error, MOE_ERR_OVERFLOW, "tensor %z, %s: the file is too large", i, t->name);
         if (comma || i > 0) moei_header_put(h, ",", 1);
         moei_header_put_string(h, t->name);
-        moei_header_put_text(h, ":{\"dtype\":\"");
-        moei_header_put_text(h, moei_dtype_names[MOE_REAL_IS_DOUBLE ? MOE_DTYPE_F64 : MOE_DTYPE_F32]);
-        moei_header_put_text(h, "\",\"shape\":[");
-        for (d = 0; d < t->n_dims; d++) {
-            if (d > 0) moei_header_put(h, ",", 1);
-            moei_header_put_size(h, t->shape[d]);
-        }
-        moei_header_put_text(h, "],\"data_offsets\":[");
-        moei_header_put_size(h, begin);
-        moei_header_put(h, ",", 1);
-        moei_header_put_size(h, end);
-        moei_header_put_text(h, "]}");
+        moei_header_put_entry(h, MOE_REAL_IS_DOUBLE ? MOE_DTYPE_F64 : MOE_DTYPE_F32, t->shape, t->n_dims, begin, end);
     }
     return MOE_OK;
 }
@@ -2743,13 +2769,25 @@ static moe_status moei_header_unique(const moei_header *h, const moei_names *whe
     return moei_error(error, MOE_ERR_ARGUMENT, "%s '%s': %s", w.texts ? "metadata" : "tensor", moei_span_text(name, shown), problem);
 }
 
+/* The object's last brace, spaces up to a multiple of 8, and the length in the first eight bytes. */
+static moe_status moei_header_end(moei_header *h, moe_error *error) {
+    size_t length;
+    int i;
+    moei_header_put(h, "}", 1);
+    moei_header_put(h, "       ", (8 - moei_header_length(h) % 8) % 8);
+    if (h->failed) return moei_error(error, MOE_ERR_MEMORY, "out of memory: the header of the file");
+    length = moei_header_length(h) - 8;
+    if (length > MOEI_FILE_MAX_HEADER)
+        return moei_error(error, MOE_ERR_ARGUMENT, "names and metadata need a header of %z bytes, allowed are 100000000", length);
+    for (i = 0; i < 8; i++) h->text[i] = (char)(unsigned char)((uint64_t)length >> 8 * i & 0xffu);
+    return MOE_OK;
+}
+
 /* Builds the whole header: the length's eight bytes, the object, and spaces up to a multiple of 8. */
 static moe_status moei_header_build(moei_header *h, const moe_tensor *tensors, size_t n_tensors, const moe_metadata *metadata,
                                     size_t n_metadata, moe_error *error) {
     moei_names inner, outer;
     moe_status status;
-    size_t length;
-    int i;
     memset(&inner, 0, sizeof inner);
     memset(&outer, 0, sizeof outer);
     inner.texts = 1;
@@ -2761,13 +2799,7 @@ static moe_status moei_header_build(moei_header *h, const moe_tensor *tensors, s
         inner.end = outer.skip_end = moei_header_length(h);
     }
     if ((status = moei_header_tensors(h, tensors, n_tensors, n_metadata > 0, error)) != MOE_OK) return status;
-    moei_header_put(h, "}", 1);
-    moei_header_put(h, "       ", (8 - moei_header_length(h) % 8) % 8);
-    if (h->failed) return moei_error(error, MOE_ERR_MEMORY, "out of memory: the header of the file");
-    length = moei_header_length(h) - 8;
-    if (length > MOEI_FILE_MAX_HEADER)
-        return moei_error(error, MOE_ERR_ARGUMENT, "names and metadata need a header of %z bytes, allowed are 100000000", length);
-    for (i = 0; i < 8; i++) h->text[i] = (char)(unsigned char)((uint64_t)length >> 8 * i & 0xffu);
+    if ((status = moei_header_end(h, error)) != MOE_OK) return status;
     outer.end = moei_header_length(h);
     if ((status = moei_header_unique(h, &outer, n_tensors, error)) != MOE_OK) return status;
     return moei_header_unique(h, &inner, n_metadata, error);
