@@ -1580,6 +1580,7 @@ MOE_API void moe_buffer_free(moe_buffer *buffer) {
 
 #ifndef MOE_NO_STDIO
 #include <errno.h>
+#include <limits.h>
 #include <stdio.h>
 
 #ifdef _MSC_VER
@@ -10386,6 +10387,9 @@ static moe_status moei_collect(moei_reader *r) {
 
 /* ---- published layers: the family ------------------------------------------------------------------------------------------------------------------- */
 
+/* Whether the family reads a key. */
+static int moei_reads(const moei_family *family, const char *key) { return moei_is_word_of(key, moei_common_keys) || moei_is_word_of(key, family->keys); }
+
 static int moei_is_single(const moei_named *row) { return moei_memchr(row->name, '%', moei_strlen(row->name)) != NULL; }
 
 static long moei_kinds_of(const moei_reader *r, const moei_family *family) { return r->kind == MOEI_IS_GGUF ? family->gguf : family->kinds; }
@@ -10463,16 +10467,18 @@ static moe_status moei_family_find(moei_reader *r, const moe_preset *preset) {
     const moei_family *family, *fitting = NULL, *candidate = NULL, *second = NULL;
     uint32_t candidates = 0, bit = 1;
     int by_names, n = 0;
+    char text[MOEI_P_TEXT];
+    const int normed = moei_lookup(r, "norm_topk_prob", text) != MOEI_VALUE_NONE; /* families that this tells apart need no other name */
     moe_status status = moei_family_candidates(r, preset, &candidates, &by_names);
     if (status != MOE_OK) return status;
     for (family = moei_families; family->name != NULL; family++, bit <<= 1) {
         if (!(candidates & bit)) continue;
         if (candidate == NULL) candidate = family;
-        if (!moei_family_fits(r, family, by_names)) continue;
+        if (!moei_family_fits(r, family, by_names) || (by_names && normed && !moei_reads(family, "norm_topk_prob"))) continue;
         if (n++ == 0) fitting = family;
         else second = family;
     }
-    if (n > 1 && preset == NULL)
+    if (n > 1 && preset == NULL && !normed)
         return moei_error(r->error, MOE_ERR_UNSUPPORTED, "'%s': its names fit %s and %s: name the model by preset, or put its config.json beside", r->prefix, fitting->name,
                           second->name);
     r->family = fitting != NULL ? fitting : candidate;
@@ -10557,9 +10563,6 @@ static moe_status moei_found_match(moei_reader *r) {
 }
 
 /* ---- published layers: settings ------------------------------------------------------------------------------------------------------------------------- */
-
-/* Whether the family reads a key. */
-static int moei_reads(const moei_family *family, const char *key) { return moei_is_word_of(key, moei_common_keys) || moei_is_word_of(key, family->keys); }
 
 /* Where settings come from, for messages. */
 static const char *moei_settings_place(const moei_reader *r) { return r->kind == MOEI_IS_GGUF ? "metadata" : "config.json"; }
@@ -10676,21 +10679,26 @@ static moei_part moei_part_of(const moe_layer *layer, const moei_named *row, con
     return p;
 }
 
-/* Moves elements first .. first + n of the file's tensor to the layer (write = 0) or from it. */
+/* The layer's number for one of the file's. */
+static moe_real *moei_part_at(const moei_part *p, size_t expert, size_t out, size_t in) {
+    const size_t half = p->two ? p->outs / 2 : p->outs;
+    const int second = p->two && (p->in_turn ? out % 2 != 0 : out >= half);
+    const size_t row = !p->two ? out : p->in_turn ? out / 2 : second ? out - half : out;
+    return p->to[second] + (expert * half + row) * p->ins + in;
+}
+
+/* Moves elements first .. first + n of the file's tensor to the layer (write = 0) or from it, line by line of the file. */
 static void moei_part_move(const moei_part *p, size_t first, size_t n, moe_real *values, int write) {
-    const size_t half = p->two ? p->outs / 2 : p->outs, line = p->turned ? p->outs : p->ins;
+    const size_t line = p->turned ? p->outs : p->ins, lines = p->turned ? p->ins : p->outs;
     size_t k, run;
     for (; n > 0; first += run, n -= run, values += run) {
-        size_t x = first / (p->outs * p->ins), a = first / line % (p->turned ? p->ins : p->outs), b = first % line;
+        const size_t expert = first / line / lines, a = first / line % lines, b = first % line;
+        moe_real *at = p->turned ? NULL : moei_part_at(p, expert, a, b);
         run = n < line - b ? n : line - b;
-        for (k = 0; k < run; k++) {
-            size_t out = p->turned ? b + k : a, in = p->turned ? a : b + k, second, row;
-            moe_real *at;
-            second = p->two && (p->in_turn ? out % 2 : out / half);
-            row = !p->two ? out : p->in_turn ? out / 2 : out % half;
-            at = p->to[second] + (x * half + row) * p->ins + in;
-            if (write) values[k] = *at;
-            else *at = values[k];
+        if (at != NULL) memcpy(write ? values : at, write ? at : values, run * sizeof *at);
+        for (k = 0; k < run && at == NULL; k++) {
+            if (write) values[k] = *moei_part_at(p, expert, b + k, a);
+            else *moei_part_at(p, expert, b + k, a) = values[k];
         }
     }
 }
@@ -10915,7 +10923,6 @@ moe_status moe_read_published(moe_layer *layer, const moe_source *sources, size_
 #ifndef MOEI_SEEK_MOST
 #define MOEI_SEEK_MOST LONG_MAX /* the furthest that one seek goes */
 #endif
-#include <limits.h>
 
 /* A file and where it stands. */
 typedef struct moei_disk_file {
