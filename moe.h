@@ -9945,6 +9945,7 @@ static void moei_gguf_info(moei_gguf *g, char name[MOEI_P_NAME], moei_found *f) 
     moei_gguf_string(g, name, MOEI_P_NAME);
     n = moei_gguf_number(g, 4);
     if (n > 4) moei_gguf_refuse(g, MOE_ERR_FORMAT, "a tensor has more than 4 dimensions");
+    if (g->status != MOE_OK) return;
     for (i = 0; i < n && g->status == MOE_OK; i++) {
         uint64_t ne = moei_gguf_number(g, 8);
         if (ne > 0 && elements > most / ne) moei_gguf_refuse(g, MOE_ERR_OVERFLOW, "a tensor has more elements than size_t holds");
@@ -9955,7 +9956,7 @@ static void moei_gguf_info(moei_gguf *g, char name[MOEI_P_NAME], moei_found *f) 
     f->code = (int)(moei_gguf_number(g, 4) & 0xffffu);
     f->at = moei_gguf_number(g, 8);
     f->dtype = MOE_DTYPE_COUNT;
-    for (i = 0; i < MOEI_GGUF_KNOWN; i++)
+    for (i = 0; i < MOEI_GGUF_KNOWN && g->status == MOE_OK; i++)
         if (moei_gguf_types[i].code == f->code) {
             f->dtype = moei_gguf_types[i].dtype;
             f->bytes = f->count / moei_gguf_types[i].elements * moei_gguf_types[i].bytes;
@@ -10761,13 +10762,15 @@ static moe_status moei_place_missing(const moei_reader *r, int place, size_t exp
     const moei_named *row, *best = NULL;
     const char *p;
     size_t i;
+    int sure = 0;
     moei_text t;
     for (row = moei_names_known; row->name != NULL; row++) {
         if (!(row->kind & moei_kinds_of(r, r->family)) || (row->place != place && row->second != place)) continue;
         if (best == NULL) best = row;
-        for (i = 0; i < moei_n_found(&r->found); i++) { /* others of its kind are there */
+        for (i = 0; i < moei_n_found(&r->found) && !sure; i++) { /* others of its form are there */
             const moei_named *other = moei_found_at(&r->found, i)->row;
-            if (other->kind == row->kind && !(other->how & MOEI_IS_ROUTER) && moei_is_single(other) == moei_is_single(row)) best = row;
+            sure = other->kind == row->kind && !(other->how & MOEI_IS_ROUTER) && moei_is_single(other) == moei_is_single(row);
+            if (sure) best = row;
         }
     }
     if (best == NULL) return moei_error(r->error, MOE_ERR_CONFIG, "the settings need a tensor of the layer, number %d, that %s does not have", place, r->family->name);
