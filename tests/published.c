@@ -813,8 +813,8 @@ static void of_reading_calls(const text *file) {
     REFUSED(moe_read_published(&layer, &none, 1, AT, NULL, NULL, &error), MOE_ERR_OVERFLOW, "larger than size_t can say");
     none = moe_memory_source("x", NULL, 100);
     REFUSED(moe_read_published(&layer, &none, 1, AT, NULL, NULL, &error), MOE_ERR_FORMAT, "neither a safetensors file");
-    REFUSED(moe_load_layer(&layer, "no such file.safetensors", AT, NULL, NULL, &error), MOE_ERR_NOT_FOUND, "no such file.safetensors: there is no such file");
-    REFUSED(moe_load_layer(&layer, "no such folder", AT, NULL, NULL, &error), MOE_ERR_NOT_FOUND, "there is no such file");
+    REFUSED(moe_load_layer(&layer, "no such file.safetensors", AT, NULL, NULL, &error), MOE_ERR_IO, "cannot open no such file.safetensors: ");
+    REFUSED(moe_load_layer(&layer, "no such folder", AT, NULL, NULL, &error), MOE_ERR_IO, "cannot open no such folder: ");
     REFUSED(moe_load_layer(NULL, "x", AT, NULL, NULL, &error), MOE_ERR_ARGUMENT, "is NULL");
     REFUSED(moe_load_layer(&layer, NULL, AT, NULL, NULL, &error), MOE_ERR_ARGUMENT, "is NULL");
     REFUSED(moe_load_layer(&layer, "x", NULL, NULL, NULL, &error), MOE_ERR_ARGUMENT, "is NULL");
