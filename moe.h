@@ -145,6 +145,11 @@
      read may come from strangers: every length, offset, shape, type and name is checked before it is used. A file is replaced by writing
      beside it and renaming, so a failed save leaves the old one.
 
+     Published layers.   The mixtures of Mixtral, Qwen, OLMoE, DeepSeek, Llama 4, GPT-OSS and others load from the files that their authors ship:
+       moe_load_layer(&layer, "Mixtral-8x7B", "model.layers.3.mlp", NULL, NULL, &error);    a folder, a .safetensors, an index or a .gguf (blk.3)
+       moe_save_published(&layer, "new.safetensors", "model.layers.3.block_sparse_moe", "mixtral", MOE_DTYPE_BF16, &error);
+     Settings come from config.json beside the file or the GGUF's metadata, else from a preset. Of large files only the layer's own part is read.
+
      Memory.   Objects that own memory take it from a moe_allocator (NULL: the standard heap) and say so; forward and backward work in the caller's memory and
      allocate nothing. Work sizes come from the function that also lays the memory out, so they are exact.
 
@@ -9549,7 +9554,7 @@ static const moei_family moei_families[] = {
     {"olmoe", "olmoe", "olmoe", "olmoe", MOEI_P_QWEN, MOEI_N_GATE, 0, MOEI_G_EXPERTS, MOEI_G_EXPERTS, MOEI_P_NORM, ""},
     {"deepseek_v2", "deepseek_v2", "deepseek_v2", "deepseek2", MOEI_P_DEEP, MOEI_N_GATE, MOEI_N_SHARED_MANY, MOEI_G_EXPERTS | MOEI_G_SHARED, MOEI_G_EXPERTS,
      MOEI_P_GROUPS " topk_method scoring_func", "select=top_k groups=1 groups_kept=1 scale=1"},
-    {"deepseek_v3", "deepseek_v3", "deepseek_v3 kimi_k2", "deepseek2", MOEI_P_DEEP | MOEI_N_CORRECTION, MOEI_N_GATE | MOEI_N_CORRECTION, 0,
+    {"deepseek_v3", "deepseek_v3", "deepseek_v3 deepseek_v32 kimi_k2", "deepseek2", MOEI_P_DEEP | MOEI_N_CORRECTION, MOEI_N_GATE | MOEI_N_CORRECTION, 0,
      MOEI_G_EXPERTS | MOEI_G_SHARED | MOEI_G_CORRECTION, MOEI_G_EXPERTS | MOEI_G_CORRECTION, MOEI_P_GROUPS " topk_method scoring_func", ""},
     {"glm4_moe", "deepseek_v3", "glm4_moe", "glm4moe", MOEI_P_DEEP | MOEI_N_CORRECTION, MOEI_N_GATE | MOEI_N_CORRECTION, -1,
      MOEI_G_EXPERTS | MOEI_G_SHARED | MOEI_G_CORRECTION, MOEI_G_EXPERTS | MOEI_G_CORRECTION, MOEI_P_GROUPS, "groups=1 groups_kept=1 scale=1"},
