@@ -50,7 +50,7 @@ paths() {
         sed -n 's/.*](\([^):#]*\)).*/\1/p' "$root/README.md"
         sed -n 's/.*examples\/run \([a-z_0-9]\{1,\}\).*/examples\/\1.c/p' "$root/README.md"
     } | sort -u | while read -r path; do
-        [ -e "$root/$path" ] || [ -e "$root/$path.c" ] || echo "$path"
+        [ -e "$root/$path" ] || [ -e "$root/$path.c" ] || [ -e "$root/${path%.c}/run" ] || echo "$path"
     done >absent
     empty 'README.md names, and there is not:' "$(cat absent)"
 }

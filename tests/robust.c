@@ -1044,6 +1044,19 @@ static void test_routers(void) {
         }
 }
 
+/* Swiglu experts with biases and shaped gates, of any size. */
+static void test_shaped(void) {
+    static const char *const settings[] = {"expert_bias=1 swiglu_alpha=1.702 swiglu_limit=7 swiglu_offset=1", "swiglu_alpha=1e6 swiglu_offset=-1e6", "swiglu_alpha=1e-6 swiglu_limit=1e6",
+                                           "expert_bias=1 swiglu_limit=1e-6", "swiglu_offset=1e6 swiglu_limit=1e6 swiglu_alpha=1e6"};
+    size_t i;
+    for (i = 0; i < sizeof settings / sizeof *settings; i++) {
+        moe_layer_config c = small_layer();
+        CHECK(T(moe_fields_apply)(T(moe_layer_fields)(), &c, settings[i], NULL) == MOE_OK, "%s", settings[i]);
+        test_layer_config(&c, settings[i], 1);
+        test_layer_scales(&c, settings[i]);
+    }
+}
+
 /* Gates, selections and weights with each other, all losses on. */
 static void test_scaled_grid(void) {
     static const int selects[] = {MOE_SELECT_TOP_K, MOE_SELECT_DENSE, MOE_SELECT_GIVEN, MOE_SELECT_TOP_P, MOE_SELECT_THRESHOLD, MOE_SELECT_POSITIVE, MOE_SELECT_EXPERT_CHOICE,
@@ -2342,7 +2355,7 @@ static const row rows[] = {
     {"moe_int_weight_sum", ""}, {"moe_int_weight_norm", ""}, {"moe_int_weight_softmax", ""}, {"moe_int_weight_uniform", ""},
     {"moe_int_weight_one", ""}, {"moe_int_weight_sparsemixer", ""}, {"moe_int_scale", ""},
     {"moe_int_router_plan_make", "MOE_ERR_ARGUMENT for what is not finite"},
-    {"moe_int_router_move", ""}, {"moe_arena_allocator", ""}, {"moe_buffer_stream", ""}, {"moe_buffer_free", ""}, {"moe_file_read", ""},
+    {"moe_int_router_move", ""}, {"moe_struct_names", ""}, {"moe_struct_place", ""}, {"moe_arena_allocator", ""}, {"moe_buffer_stream", ""}, {"moe_buffer_free", ""}, {"moe_file_read", ""},
     {"moe_file_replace", ""}, {"moe_file_open", ""}, {"moe_file_next", ""}, {"moe_file_rewind", ""}, {"moe_file_find", ""}, {"moe_file_metadata", ""},
     {"moe_file_values", "as stored"},
     {"moe_file_integers", ""},
@@ -2418,7 +2431,41 @@ static const row rows[] = {
     {"moe_infer_choices", ""},
     {"moe_model_create", "MOE_ERR_NONFINITE for integers"},
     {"moe_model_free", ""}, {"moe_export_c", ""}, {"moe_export_experts", ""},
+    {"moe_report_svg", "what is not finite is no value"}, {"moe_report_html", "as moe_report_svg"}, {"moe_report_text", "as moe_report_svg"},
+    {"moe_report_save", "as moe_report_svg"}, {"moe_figure_classes", ""}, {"moe_figure_load", ""}, {"moe_history_add", "kept as they are"}, {"moe_figure_history", ""},
 };
+
+/* ---- reports: any numbers in any kind of figure -------------------------------------------------------------------------------------- */
+
+static void test_reports(void) {
+    static const double odd[] = {0, -0.0, 5e-324, 1.7976931348623157e308, -1.7976931348623157e308, HUGE_VAL, -HUGE_VAL, 1, 1e-300, -3};
+    enum { ODD = sizeof odd / sizeof odd[0] };
+    static moe_history history;
+    double values[12];
+    int32_t chosen[12];
+    size_t i, j;
+    moe_figure f;
+    moe_error error;
+    memset(&f, 0, sizeof f);
+    f.rows = 3, f.columns = 4, f.values = f.x = f.y = values, f.experts = chosen;
+    for (i = 0; i < 12; i++) chosen[i] = (int32_t)(i % 5) - 1;
+    for (f.kind = 0; f.kind < MOE_FIGURE_COUNT; f.kind++)
+        for (i = 0; i < ODD * 3; i++) {
+            moe_buffer buffer;
+            moe_stream stream;
+            memset(&buffer, 0, sizeof buffer), stream = moe_buffer_stream(&buffer);
+            for (j = 0; j < 12; j++) values[j] = i < ODD ? odd[i] : odd[(i * 7 + j * (1 + i / ODD)) % ODD];
+            values[i % 12] = (double)(odd[5] - odd[5]); /* NaN */
+            f.reference = values[5], f.spread = f.kind == MOE_FIGURE_BARS || f.kind == MOE_FIGURE_TABLE ? values : NULL;
+            CHECK(T(moe_report_svg)(&f, &stream, &error) == MOE_OK && T(moe_report_html)("x", &f, 1, &stream, &error) == MOE_OK, "a figure of odd numbers");
+            CHECK(T(moe_report_text)(&f, 0, 0, &stream, &error) == MOE_OK && buffer.size > 100, "a text of odd numbers");
+            CHECK(memchr(buffer.data, '\0', buffer.size) == NULL, "no zero bytes");
+            moe_buffer_free(&buffer);
+        }
+    for (i = 0; i < ODD; i++) CHECK(T(moe_history_add)(&history, odd[i], &odd[i], 1) == MOE_OK && memcmp(&history.values[0][i], &odd[i], sizeof odd[i]) == 0, "kept");
+    f = moe_figure_history(&history, 0, 1, NULL);
+    CHECK(T(moe_report_save)("robust-report.html", NULL, &f, 1, &error) == MOE_OK && remove("robust-report.html") == 0, "%s", error.message);
+}
 
 /* Names of the functions that a header declares. */
 static size_t read_declarations(const char *header, char (*names)[64], size_t n, size_t room) {
@@ -2488,6 +2535,7 @@ int main(int argc, char **argv) {
     test_kernels();
     test_random();
     test_routers();
+    test_shaped();
     test_scaled_grid();
     test_any_logits();
     printf("routed calls with a special number: %ld good, %ld refused as not finite\n", good_calls, nonfinite_calls);
@@ -2499,6 +2547,7 @@ int main(int argc, char **argv) {
     test_modular();
     test_sampling();
     test_metrics();
+    test_reports();
     test_classical();
     test_hierarchical();
     test_fields();
