@@ -10891,7 +10891,7 @@ static moe_status moei_found_read(moei_reader *r, const moei_found *f, moe_layer
 static int moei_is_of_experts(int place) { return place >= MOE_EXPERTS_GATE && place < MOE_SHARED_GATE; }
 
 /* Marks what a row's tensor gives; 0: some of it was there before. seen[e] has a bit for each place. */
-static int moei_mark(uint64_t *seen, size_t experts, const moei_named *row, size_t expert) {
+static int moei_found_mark(uint64_t *seen, size_t experts, const moei_named *row, size_t expert) {
     const int all = moei_is_of_experts(row->place) && !moei_is_single(row);
     uint64_t bits = (uint64_t)1 << row->place | (row->second >= 0 ? (uint64_t)1 << row->second : 0);
     size_t e;
@@ -10938,7 +10938,7 @@ static moe_status moei_found_complete(moei_reader *r, const moe_layer *layer, ui
     int place;
     for (i = 0; i < moei_n_found(&r->found); i++) {
         const moei_found *f = moei_found_at(&r->found, i);
-        if (!moei_mark(seen, experts, f->row, f->expert))
+        if (!moei_found_mark(seen, experts, f->row, f->expert))
             return moei_error(r->error, MOE_ERR_FORMAT, "tensor '%s': what it holds is there twice", moei_full_name(r, f->rest, shown));
     }
     for (i = 0; i < moei_n_found(&r->listed); i++) {
@@ -11215,7 +11215,7 @@ static const char *moei_disk_split(moei_disk *d, const char *path) {
     return path + length;
 }
 
-static int moei_ends(const char *text, const char *with) {
+static int moei_path_ends(const char *text, const char *with) {
     size_t n = moei_strlen(text), m = moei_strlen(with);
     return n >= m && moei_strcmp(text + n - m, with) == 0;
 }
@@ -11232,7 +11232,7 @@ moe_status moe_load_layer(moe_layer *layer, const char *path, const char *prefix
     memset(&disk, 0, sizeof disk);
     disk.allocator = allocator;
     folder.ctx = &disk, folder.open = moei_disk_open, folder.close = moei_disk_close, folder.reason = moei_disk_reason;
-    if (!moei_ends(path, ".safetensors") && !moei_ends(path, ".gguf") && !moei_ends(path, ".json")) status = moei_disk_folder(&disk, path, &name, error);
+    if (!moei_path_ends(path, ".safetensors") && !moei_path_ends(path, ".gguf") && !moei_path_ends(path, ".json")) status = moei_disk_folder(&disk, path, &name, error);
     if (status != MOE_OK) return status;
     if (name == NULL) name = moei_disk_split(&disk, path);
     if (moei_strlen(name) >= MOEI_P_NAME) return moei_error(error, MOE_ERR_ARGUMENT, "the file's name is longer than %d bytes", (int)MOEI_P_NAME - 1);
