@@ -12767,7 +12767,7 @@ static void moei_measure_names(moei_plot *q, size_t most) {
     q->names = moei_least(q->names, most), q->heads = moei_least(q->heads, most);
 }
 
-/* ---- colours -------------------------------------------------------------------------------------------------------------------------- */
+/* ---- colours ------------------------------------------------------------------------------------------------------------------------- */
 
 /* Of the light and the dark scheme, as hexadecimal RGB: 16 tints for experts and 10 levels of a value, with black or white text on them; 8 lines. The
    first eight tints and the lines keep apart for the colour-blind: hues as in Okabe, Ito 2008, Color universal design; numbers and dashes do the rest. */
@@ -12809,7 +12809,7 @@ static void moei_style(moei_pen *p) {
     moei_draw(p, "@media(prefers-color-scheme:dark){"), moei_colours(p, 1), moei_draw(p, "}");
 }
 
-/* ---- pieces of pictures ----------------------------------------------------------------------------------------------------------------- */
+/* ---- pieces of pictures -------------------------------------------------------------------------------------------------------------- */
 
 static void moei_write_at(moei_plot *q, double x, double y, const char *class_name, const char *s, size_t most) {
     moei_draw(q->p, "<text x=\"%c\" y=\"%c\"%s%s%s>", x, y, *class_name != '\0' ? " class=\"" : "", class_name, *class_name != '\0' ? "\"" : "");
@@ -12911,7 +12911,7 @@ static void moei_count_experts(moei_plot *q) {
         }
 }
 
-/* ---- tables coloured by value -------------------------------------------------------------------------------------------------------------- */
+/* ---- tables coloured by value -------------------------------------------------------------------------------------------------------- */
 
 /* Levels begin at 0 where that is not far. */
 static void moei_from_zero(moei_plot *q) {
@@ -12960,7 +12960,10 @@ static void moei_draw_heat(moei_plot *q) {
         double x = q->left + ((double)c + 0.5) * q->cell_w;
         const char *name = moei_name(q->f->column_names, NULL, c * q->column_step, room);
         if (!q->turned) moei_write_at(q, x, q->top - 5.0, "n", name, q->heads);
-        else moei_draw(q->p, "<text transform=\"translate(%c %c)rotate(-90)\">", x + 4.5, q->top - 5.0), (void)moei_pen_clip(q->p, name, q->heads), moei_draw(q->p, "</text>\n");
+        else {
+            moei_draw(q->p, "<text transform=\"translate(%c %c)rotate(-90)\">", x + 4.5, q->top - 5.0);
+            (void)moei_pen_clip(q->p, name, q->heads), moei_draw(q->p, "</text>\n");
+        }
     }
     for (r = 0; r < q->rows; r++) {
         double y = q->top + (double)r * q->cell_h;
@@ -13005,7 +13008,7 @@ static void moei_tell_cells(moei_plot *q) {
     moei_tell_extreme(q, "Largest:", 1.0), moei_tell_extreme(q, "Smallest:", -1.0);
 }
 
-/* ---- bars --------------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- bars ---------------------------------------------------------------------------------------------------------------------------- */
 
 static void moei_measure_bars(moei_plot *q) {
     size_t r, c;
@@ -13051,7 +13054,8 @@ static void moei_plan_bars(moei_plot *q) {
     q->cell_w = moei_phone - q->left - (double)q->digits * moei_char - 8.0;
     if (q->cell_w < 80.0) q->cell_w = 80.0;
     q->width = q->left + q->cell_w + 8.0 + (double)q->digits * moei_char;
-    q->height = q->top + (double)q->rows * q->cell_h + 6.0 + (moei_has_reference(q) ? moei_line_height : 0.0) + (q->columns > 1 ? (double)q->columns * moei_line_height + 4.0 : 0.0);
+    q->height = q->top + (double)q->rows * q->cell_h + 6.0 + (moei_has_reference(q) ? moei_line_height : 0.0);
+    q->height += (q->columns > 1 ? (double)q->columns * moei_line_height + 4.0 : 0.0);
 }
 
 static void moei_draw_bar(moei_plot *q, size_t row, size_t column, double y) {
@@ -13093,7 +13097,7 @@ static void moei_draw_bars(moei_plot *q) {
     }
 }
 
-/* ---- curves ---------------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- curves -------------------------------------------------------------------------------------------------------------------------- */
 
 static double moei_x(const moe_figure *f, size_t column) { return f->x != NULL ? f->x[column] : (double)column + 1.0; }
 
@@ -13170,7 +13174,8 @@ static void moei_plan_lines(moei_plot *q) {
     q->top = q->f->value_label != NULL ? moei_line_height + 8.0 : 8.0;
     q->width = moei_phone;
     q->cell_w = q->width - q->left - 8.0;
-    q->height = q->top + moei_plot_height + moei_line_height * 2.0 + 4.0 + (double)(moei_legend_lines(q) + (q->f->rows > MOEI_NAMED_LINES) + (size_t)moei_has_reference(q)) * moei_line_height;
+    q->height = q->top + moei_plot_height + moei_line_height * 2.0 + 4.0;
+    q->height += (double)(moei_legend_lines(q) + (q->f->rows > MOEI_NAMED_LINES) + (size_t)moei_has_reference(q)) * moei_line_height;
 }
 
 static double moei_y_of(const moei_plot *q, double value) { return q->top + (1.0 - moei_plot_share(q, value)) * moei_plot_height; }
@@ -13273,7 +13278,7 @@ static void moei_tell_lines(moei_plot *q) {
     }
 }
 
-/* ---- texts coloured by expert ------------------------------------------------------------------------------------------------------------------------- */
+/* ---- texts coloured by expert -------------------------------------------------------------------------------------------------------- */
 
 /* The token's text; white space that would not be seen is a sign. */
 static const char *moei_token_text(const moei_plot *q, size_t i, char room[48]) {
@@ -13357,7 +13362,7 @@ static void moei_tell_experts(moei_plot *q) {
     }
 }
 
-/* ---- tables --------------------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- tables -------------------------------------------------------------------------------------------------------------------------- */
 
 enum { MOEI_CELL_MOST = 30, MOEI_HEAD_MOST = 24 };
 
@@ -13434,10 +13439,11 @@ static void moei_draw_table(moei_plot *q) {
     }
     (void)moei_columns(q, 1);
     if (q->rows < q->f->rows || q->columns < q->f->columns)
-        moei_draw(q->p, "<text y=\"%c\" class=\"m\">The first %z of %z rows, %z of %z columns</text>\n", q->height - 4.0, q->rows, q->f->rows, q->columns, q->f->columns);
+        moei_draw(q->p, "<text y=\"%c\" class=\"m\">The first %z of %z rows, %z of %z columns</text>\n", q->height - 4.0, q->rows,
+                  q->f->rows, q->columns, q->f->columns);
 }
 
-/* ---- regions ---------------------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- regions ------------------------------------------------------------------------------------------------------------------------- */
 
 static void moei_plan_map(moei_plot *q) {
     moei_count_experts(q);
@@ -13496,7 +13502,8 @@ static void moei_draw_map_axes(moei_plot *q) {
 static void moei_draw_map(moei_plot *q) {
     size_t r, c, end, e;
     if (q->n_experts > MOEI_TINTS) /* tints come again with stripes */
-        moei_draw(q->p, "<pattern id=\"h%z\" width=\"7\" height=\"7\" patternUnits=\"userSpaceOnUse\" patternTransform=\"rotate(45)\"><path d=\"M0 0V7\" class=\"a\"/></pattern>\n",
+        moei_draw(q->p, "<pattern id=\"h%z\" width=\"7\" height=\"7\" patternUnits=\"userSpaceOnUse\" patternTransform=\"rotate(45)\">"
+                        "<path d=\"M0 0V7\" class=\"a\"/></pattern>\n",
                   q->number);
     for (r = 0; r < q->rows; r++) {
         for (c = 0; c < q->columns; c = end) {
@@ -13516,7 +13523,7 @@ static void moei_draw_map(moei_plot *q) {
 
 static void moei_tell_table(moei_plot *q) { moei_draw(q->p, "A table of %z rows and %z columns.", q->f->rows, q->f->columns); }
 
-/* ---- text ------------------------------------------------------------------------------------------------------------------------------------------------------ */
+/* ---- text ---------------------------------------------------------------------------------------------------------------------------- */
 
 /* A text in a field: right of the spaces, or left of them. */
 static void moei_field_text(moei_plot *q, const char *s, size_t width, int right) {
@@ -13591,7 +13598,8 @@ static void moei_text_bar(moei_plot *q, size_t row, size_t column, size_t width)
     end = there ? moei_plot_share(q, value) * (double)width : zero;
     for (i = 0; i < width; i++) {
         at = (double)i + 0.5;
-        if (i == mark || (at > zero && at < end) || (at < zero && at > end)) moei_pen_repeat(q->p, " ", i - last), moei_draw(q->p, i == mark ? "|" : "#"), last = i + 1;
+        if (i == mark || (at > zero && at < end) || (at < zero && at > end))
+            moei_pen_repeat(q->p, " ", i - last), moei_draw(q->p, i == mark ? "|" : "#"), last = i + 1;
     }
     moei_draw(q->p, "\n");
 }
@@ -13675,7 +13683,8 @@ static void moei_text_lines(moei_plot *q, size_t columns) {
         room[0] = moei_marks[r % (sizeof moei_marks - 1)], room[1] = '\0';
         moei_field_text(q, room, q->digits + 1, 1), moei_draw(q->p, " %t\n", moei_row_name(q, r, room));
     }
-    if (moei_has_reference(q)) moei_draw(q->p, "%t: %s\n", moei_label(q->f->reference_name, "reference"), moei_number(room, q->f->reference, moei_mark_decimals(q, 5.0) + 1));
+    if (moei_has_reference(q))
+        moei_draw(q->p, "%t: %s\n", moei_label(q->f->reference_name, "reference"), moei_number(room, q->f->reference, moei_mark_decimals(q, 5.0) + 1));
 }
 
 static size_t moei_gloss_width(const moei_plot *q, size_t i) {
@@ -13761,7 +13770,7 @@ static void moei_text_map(moei_plot *q, size_t columns) {
     if (q->n_experts > 10) moei_draw(q->p, "a to z: 10 to 35, A to Z: 36 to 61, ?: others\n");
 }
 
-/* ---- the kinds ---------------------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- the kinds ----------------------------------------------------------------------------------------------------------------------- */
 
 static const moei_figure_kind moei_figure_kinds[MOE_FIGURE_COUNT] = {
     {"Values", "expert", "column", 0, moei_plan_heat, moei_draw_heat, moei_tell_cells, moei_text_heat},
@@ -13784,7 +13793,8 @@ static moe_status moei_figure_check(const moe_figure *f, size_t number, moe_erro
     if (f->rows == 0 || f->columns == 0) return MOE_OK;
     if (experts && f->experts == NULL) lacks = 1;
     if (!experts && f->values == NULL && (f->kind != MOE_FIGURE_TABLE || f->cells == NULL)) lacks = 0;
-    if (lacks >= 0) return moei_error(error, MOE_ERR_ARGUMENT, "figure %z: %s is NULL, but there are %z rows and %z columns", number, wanted[lacks], f->rows, f->columns);
+    if (lacks >= 0)
+        return moei_error(error, MOE_ERR_ARGUMENT, "figure %z: %s is NULL, but there are %z rows and %z columns", number, wanted[lacks], f->rows, f->columns);
     if (f->kind == MOE_FIGURE_BARS && f->columns > 4) return moei_error(error, MOE_ERR_ARGUMENT, "figure %z: columns = %z, bars have 1 to 4", number, f->columns);
     return MOE_OK;
 }
@@ -13842,7 +13852,7 @@ static void moei_picture(moei_plot *q, size_t number) {
     moei_draw(q->p, "</g></svg>\n");
 }
 
-/* ---- pages -------------------------------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- pages --------------------------------------------------------------------------------------------------------------------------- */
 
 enum { MOEI_PAGE_ROWS = 1000, MOEI_PAGE_COLUMNS = 100 };
 
@@ -13871,7 +13881,8 @@ static void moei_page_table(moei_plot *q) {
     moei_draw(q->p, "<table><caption class=\"v\">%t: numbers</caption><thead><tr>", moei_title(q->f));
     corner = moei_label(turned ? moei_column_label(q) : moei_row_label(q), "");
     moei_draw(q->p, *corner != '\0' ? "<th scope=\"col\">%t</th>" : "<td></td>", corner);
-    for (c = 0; c < columns; c += column_step) moei_draw(q->p, table && moei_is_words(q, 0, c) ? "<th scope=\"col\" class=\"q\">%t</th>" : "<th scope=\"col\">%t</th>",
+    for (c = 0; c < columns; c += column_step)
+        moei_draw(q->p, table && moei_is_words(q, 0, c) ? "<th scope=\"col\" class=\"q\">%t</th>" : "<th scope=\"col\">%t</th>",
                                                            turned ? moei_row_name(q, c, room) : moei_column_name(q, c, room));
     moei_draw(q->p, "</tr></thead><tbody>\n");
     for (r = 0; r < rows; r += row_step) {
@@ -13919,18 +13930,29 @@ static void moei_page_tokens(moei_plot *q) {
 
 static void moei_page_style(moei_pen *p) {
     moei_style(p);
-    moei_draw(p, "body{margin:0;background:#f3f5f8;color:#1c2330;font:16px/1.5 system-ui,-apple-system,\"Segoe UI\",Roboto,\"Noto Sans\",sans-serif}"
-                 "main{max-width:1340px;margin:auto;padding:8px;display:grid;gap:12px;align-items:start;grid-auto-flow:dense;grid-template-columns:repeat(auto-fill,minmax(min(100%%,364px),1fr))}"
-                 "h1{grid-column:1/-1;font-size:1.6rem;line-height:1.25;margin:.6rem .4rem .2rem}h2{font-size:1.1rem;line-height:1.3;margin:0}p{margin:.3rem 0 .6rem;color:#55606e;font-size:.9rem}"
-                 "h1,h2,p{overflow-wrap:anywhere}figure{box-sizing:border-box;margin:0;padding:8px;min-width:0;background:#fff;border:1px solid #d5dbe3;border-radius:10px}"
-                 ".w{grid-column:1/-1}.box{overflow:auto;position:relative}.box:focus-visible{outline:3px solid #0b62b8;outline-offset:1px}svg{display:block}"
-                 "details{margin-top:.4rem;font-size:.9rem}summary{cursor:pointer;padding:.25rem 0}details .box{max-height:22rem}table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}"
-                 "th,td{padding:.2rem .6rem;border-bottom:1px solid #d5dbe3;text-align:right;white-space:nowrap}th:first-child,.q{text-align:left}td{vertical-align:top}td.q{white-space:normal;min-width:9rem;max-width:26rem}th:first-child{padding-left:0}"
+    moei_draw(p, "body{margin:0;background:#f3f5f8;color:#1c2330;"
+                 "font:16px/1.5 system-ui,-apple-system,\"Segoe UI\",Roboto,\"Noto Sans\",sans-serif}"
+                 "main{max-width:1340px;margin:auto;padding:8px;display:grid;gap:12px;align-items:start;grid-auto-flow:dense;"
+                 "grid-template-columns:repeat(auto-fill,minmax(min(100%%,364px),1fr))}"
+                 "h1{grid-column:1/-1;font-size:1.6rem;line-height:1.25;margin:.6rem .4rem .2rem}"
+                 "h2{font-size:1.1rem;line-height:1.3;margin:0}p{margin:.3rem 0 .6rem;color:#55606e;font-size:.9rem}"
+                 "h1,h2,p{overflow-wrap:anywhere}"
+                 "figure{box-sizing:border-box;margin:0;padding:8px;min-width:0;background:#fff;border:1px solid #d5dbe3;border-radius:10px}"
+                 ".w{grid-column:1/-1}.box{overflow:auto;position:relative}.box:focus-visible{outline:3px solid #0b62b8;outline-offset:1px}"
+                 "svg{display:block}details{margin-top:.4rem;font-size:.9rem}summary{cursor:pointer;padding:.25rem 0}"
+                 "details .box{max-height:22rem}table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}"
+                 "th,td{padding:.2rem .6rem;border-bottom:1px solid #d5dbe3;text-align:right;white-space:nowrap}"
+                 "th:first-child,.q{text-align:left}td{vertical-align:top}td.q{white-space:normal;min-width:9rem;max-width:26rem}"
+                 "th:first-child{padding-left:0}"
                  ".v{position:absolute;clip-path:inset(50%%);width:1px;height:1px;overflow:hidden;white-space:nowrap}"
-                 ".t{display:inline-block;vertical-align:top;margin:0 1px 7px;font-size:14px;line-height:20px;text-align:center;unicode-bidi:isolate}.t b{display:block;font-weight:400;padding:0 3px;white-space:pre;text-align:left}"
-                 ".y{display:inline-block;width:6.2rem}.y i{display:inline-block;min-width:28px;text-align:center;font-style:normal}.t i{display:block;position:relative;font:12px/18px system-ui,sans-serif;margin-bottom:2px;min-width:18px}.t u{position:absolute;left:0;bottom:0;height:2px;background:currentColor}"
-                 "@media(min-width:780px){.w{grid-column:span 2}.x{grid-column:1/-1}main{padding:16px}figure{padding:14px}}"
-                 "@media(prefers-color-scheme:dark){body{background:#0f1216;color:#e8ecf1}p{color:#a9b3c0}figure{background:#171b21;border-color:#39424e}th,td{border-color:#39424e}.box:focus-visible{outline-color:#6cb2ff}}");
+                 ".t{display:inline-block;vertical-align:top;margin:0 1px 7px;font-size:14px;line-height:20px;text-align:center;"
+                 "unicode-bidi:isolate}.t b{display:block;font-weight:400;padding:0 3px;white-space:pre;text-align:left}"
+                 ".y{display:inline-block;width:6.2rem}.y i{display:inline-block;min-width:28px;text-align:center;font-style:normal}"
+                 ".t i{display:block;position:relative;font:12px/18px system-ui,sans-serif;margin-bottom:2px;min-width:18px}"
+                 ".t u{position:absolute;left:0;bottom:0;height:2px;background:currentColor}@media(min-width:780px){.w{grid-column:span 2}"
+                 ".x{grid-column:1/-1}main{padding:16px}figure{padding:14px}}@media(prefers-color-scheme:dark){"
+                 "body{background:#0f1216;color:#e8ecf1}p{color:#a9b3c0}figure{background:#171b21;border-color:#39424e}"
+                 "th,td{border-color:#39424e}.box:focus-visible{outline-color:#6cb2ff}}");
 }
 
 static void moei_page_figure(moei_plot *q, size_t number) {
@@ -13938,13 +13960,15 @@ static void moei_page_figure(moei_plot *q, size_t number) {
     int empty = moei_is_empty(q->f), is_table = q->f->kind == MOE_FIGURE_TABLE && !empty, tokens = q->f->kind == MOE_FIGURE_TOKENS && !empty;
     if (!empty) q->kind->plan(&look);
     if (is_table) look.width *= 1.25; /* its text is larger */
-    moei_draw(q->p, "<figure%s aria-labelledby=\"f%z\"><figcaption><h2 id=\"f%z\">%t</h2>\n", tokens || look.width > 800.0 ? " class=\"w x\"" : look.width > 380.0 ? " class=\"w\"" : "",
+    moei_draw(q->p, "<figure%s aria-labelledby=\"f%z\"><figcaption><h2 id=\"f%z\">%t</h2>\n",
+              tokens || look.width > 800.0 ? " class=\"w x\"" : look.width > 380.0 ? " class=\"w\"" : "",
               number, number, moei_title(q->f));
     if (q->f->caption != NULL && *q->f->caption != '\0') moei_draw(q->p, "<p>%t</p>", q->f->caption);
     moei_draw(q->p, "</figcaption>\n");
     if (tokens) moei_page_tokens(q);
     else {
-        moei_draw(q->p, look.width > moei_phone + 1.0 || is_table ? "<div class=\"box\" tabindex=\"0\" role=\"group\" aria-labelledby=\"f%z\">\n" : "<div class=\"box\">\n", number);
+        moei_draw(q->p,
+                  look.width > moei_phone + 1.0 || is_table ? "<div class=\"box\" tabindex=\"0\" role=\"group\" aria-labelledby=\"f%z\">\n" : "<div class=\"box\">\n", number);
         if (is_table) moei_page_table(q);
         else moei_picture(q, number);
         moei_draw(q->p, "</div>\n");
@@ -13957,7 +13981,7 @@ static void moei_page_figure(moei_plot *q, size_t number) {
     moei_draw(q->p, "</figure>\n");
 }
 
-/* ---- calls ------------------------------------------------------------------------------------------------------------------------------------------------------------ */
+/* ---- calls --------------------------------------------------------------------------------------------------------------------------- */
 
 static moe_status moei_report_begin(moei_pen *p, const moe_figure *figures, size_t n, moe_stream *stream, moe_error *error) {
     size_t i;
@@ -14057,7 +14081,7 @@ moe_status moe_report_save(const char *path, const char *title, const moe_figure
 }
 #endif
 
-/* ---- figures of what the library measures ---------------------------------------------------------------------------------------------------------------------- */
+/* ---- figures of what the library measures -------------------------------------------------------------------------------------------- */
 
 moe_figure moe_figure_classes(const moe_report *report) {
     moe_figure f;
