@@ -12544,14 +12544,13 @@ static void moei_pen_char(moei_pen *p, uint32_t c) {
 static size_t moei_pen_clip(moei_pen *p, const char *s, size_t most) {
     size_t width = 0, whole = moei_text_width(s);
     while (*s != '\0') {
-        const char *at = s;
         uint32_t c = moei_next_shown(&s);
         if (whole > most && width + moei_char_width(c) >= most) {
             moei_pen_char(p, p->xml ? 0x2026u : '~');
             return width + 1;
         }
         width += moei_char_width(c);
-        if (at != s) moei_pen_char(p, c);
+        moei_pen_char(p, c);
     }
     return width;
 }
@@ -12714,10 +12713,10 @@ static const char *moei_column_name(const moei_plot *q, size_t i, char room[48])
     return moei_name(q->f->column_names, moei_column_label(q), i, room);
 }
 
-/* At most so many rows and columns are shown. */
+/* At most so many rows and columns are shown. What is empty does not come here. */
 static void moei_thin(moei_plot *q, size_t rows, size_t columns) {
-    q->row_step = q->f->rows > 0 ? (q->f->rows - 1) / rows + 1 : 1, q->column_step = q->f->columns > 0 ? (q->f->columns - 1) / columns + 1 : 1;
-    q->rows = q->f->rows > 0 ? (q->f->rows - 1) / q->row_step + 1 : 0, q->columns = q->f->columns > 0 ? (q->f->columns - 1) / q->column_step + 1 : 0;
+    q->row_step = (q->f->rows - 1) / rows + 1, q->column_step = (q->f->columns - 1) / columns + 1;
+    q->rows = (q->f->rows - 1) / q->row_step + 1, q->columns = (q->f->columns - 1) / q->column_step + 1;
 }
 
 static void moei_include(moei_plot *q, double value) {
@@ -12826,7 +12825,7 @@ static void moei_line_at(moei_plot *q, double x1, double y1, double x2, double y
     moei_draw(q->p, "<path d=\"M%c %cL%c %c\" class=\"%s\"/>\n", x1, y1, x2, y2, class_name);
 }
 
-/* The end of the line of at most `width` columns that begins at s, which holds at least one character; *next: where the one after it begins. */
+/* The end of the line of at most `width` columns, two or more, that begins at s and holds at least one character; *next: where the one after it begins. */
 static const char *moei_wrap(const char *s, size_t width, const char **next) {
     const char *end = s, *space = NULL;
     size_t taken = 0;
@@ -12835,7 +12834,7 @@ static const char *moei_wrap(const char *s, size_t width, const char **next) {
         uint32_t c = moei_next_shown(&end);
         taken += moei_char_width(c);
         if (c == ' ') space = at, *next = end;
-        if (taken > width && at != s) {
+        if (taken > width) {
             if (space == NULL || space == s) *next = space = at;
             return space;
         }
@@ -12930,7 +12929,7 @@ static void moei_plan_heat(moei_plot *q) {
     label = moei_text_width(moei_row_label(q));
     q->left = (double)moei_larger_size(q->names, moei_least(label, 10)) * moei_char + 8.0;
     q->cell_w = q->numbers ? (double)q->digits * moei_char + 6.0 : 12.0;
-    if (q->columns > 0) q->cell_w = moei_larger(q->cell_w, moei_smaller((moei_phone - q->left) / (double)q->columns, 60.0));
+    q->cell_w = moei_larger(q->cell_w, moei_smaller((moei_phone - q->left) / (double)q->columns, 60.0));
     q->cell_h = q->numbers ? 24.0 : 14.0;
     q->turned = (double)q->heads * moei_char > q->cell_w - 2.0;
     q->top = moei_line_height + (q->turned ? (double)q->heads * moei_char + 10.0 : moei_line_height);
@@ -13048,7 +13047,7 @@ static void moei_plan_bars(moei_plot *q) {
     moei_measure_bars(q);
     moei_measure_names(q, 16);
     moei_measure_values(q);
-    q->top = moei_label(q->f->value_label, NULL) != NULL || moei_row_label(q) != NULL ? moei_line_height + 6.0 : 4.0;
+    q->top = moei_line_height + 6.0;
     q->left = (double)moei_larger_size(q->names, q->f->row_names == NULL ? moei_least(moei_text_width(moei_row_label(q)), 10) : 0) * moei_char + 8.0;
     q->cell_h = q->columns > 1 ? (double)q->columns * 16.0 + 6.0 : 21.0;
     q->cell_w = moei_phone - q->left - (double)q->digits * moei_char - 8.0;
@@ -13330,7 +13329,7 @@ static void moei_plan_tokens(moei_plot *q) {
     moei_thin(q, SIZE_MAX, SIZE_MAX);
     q->columns = moei_least(q->columns, MOEI_TOKENS_MOST), q->rows = moei_least(q->rows, 64);
     q->width = moei_phone;
-    q->top = q->columns > 0 ? moei_token_flow(q, 0) : 0.0;
+    q->top = moei_token_flow(q, 0);
     q->height = q->top + moei_legend(q, 0.0, 0) + moei_line_height * 2.0;
 }
 
@@ -13451,8 +13450,8 @@ static void moei_plan_map(moei_plot *q) {
     q->left = q->f->y != NULL ? 48.0 : q->f->row_label != NULL ? 8.0 : 0.0;
     q->top = q->f->row_label != NULL ? moei_line_height + 4.0 : 2.0;
     q->width = moei_phone;
-    q->cell_w = q->columns > 0 ? (q->width - q->left) / (double)q->columns : 1.0;
-    q->cell_h = moei_smaller(q->cell_w, 340.0 / (double)(q->rows > 0 ? q->rows : 1));
+    q->cell_w = (q->width - q->left) / (double)q->columns;
+    q->cell_h = moei_smaller(q->cell_w, 340.0 / (double)q->rows);
     q->height = q->top + (double)q->rows * q->cell_h + (q->f->x != NULL || q->f->column_label != NULL ? 2.0 * moei_line_height : 0.0) + 8.0 + moei_legend(q, 0.0, 0);
 }
 
@@ -13487,12 +13486,12 @@ static void moei_draw_map_axes(moei_plot *q) {
     int decimals;
     moei_write_at(q, 0.0, 14.0, "m", moei_label(q->f->row_label, ""), 44);
     moei_write_at(q, (q->left + q->width) / 2.0, bottom + 18.0, "m n", moei_label(q->f->column_label, ""), 24);
-    if (q->f->x != NULL && q->columns > 0) {
+    if (q->f->x != NULL) {
         moei_measure_x(&x), decimals = moei_mark_decimals(&x, 5.0);
         moei_write_at(q, q->left, bottom + 18.0, "m", moei_number(room, q->f->x[0], decimals), 12);
         moei_write_at(q, q->width, bottom + 18.0, "m r", moei_number(room, q->f->x[q->f->columns - 1], decimals), 12);
     }
-    if (q->f->y == NULL || q->rows == 0) return;
+    if (q->f->y == NULL) return;
     low = q->f->y[q->f->rows - 1], high = q->f->y[0], x.any = 0;
     moei_include(&x, low), moei_include(&x, high), moei_widen(&x), decimals = moei_mark_decimals(&x, 5.0);
     moei_write_at(q, q->left - 6.0, q->top + 12.0, "m r", moei_number(room, high, decimals), 12);
@@ -13726,7 +13725,7 @@ static void moei_text_table(moei_plot *q, size_t columns) {
     q->columns = 0;
     moei_measure_names(q, MOEI_CELL_MOST);
     q->names = moei_larger_size(q->names, moei_least(moei_text_width(moei_label(q->f->row_label, "")), MOEI_CELL_MOST));
-    for (from = 0; from < moei_larger_size(q->f->columns, 1); from = end) {
+    for (from = 0; from < q->f->columns; from = end) {
         for (end = from, width = q->names; end < q->f->columns && end - from < 64; end++) {
             widths[end - from] = moei_column_width(q, end, &texts[end - from]), decimals[end - from] = q->decimals;
             if (end > from && width + widths[end - from] + 2 > columns) break;
@@ -13748,7 +13747,6 @@ static void moei_text_table(moei_plot *q, size_t columns) {
             }
             moei_draw(q->p, "\n");
         }
-        if (end == from) break;
     }
 }
 
