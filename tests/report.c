@@ -521,6 +521,25 @@ static void test_lengths(void) {
     CHECK(at != NULL && strspn(at, "#") > 20);
 }
 
+/* Levels and places follow the numbers. */
+static void test_places(void) {
+    static const double table[] = {0, 5, 10};
+    double x[3], y[3];
+    const char *at;
+    moe_figure f = figure(MOE_FIGURE_HEAT, 1, 3);
+    f.values = table;
+    CHECK(write_as(&f, SVG) == MOE_OK);
+    at = strstr(written, "class=\"h0\"/><text");
+    CHECK(at != NULL && (at = strstr(at, "class=\"h5\"/><text")) != NULL && strstr(at, "class=\"h9\"/><text") != NULL);
+    f = figure(MOE_FIGURE_LINES, 1, 3), f.values = table;
+    CHECK(write_as(&f, SVG) == MOE_OK && (at = strstr(written, "class=\"l s0 d0\" d=\"M")) != NULL);
+    CHECK(sscanf(strchr(at, 'M'), "M%lf %lfh.1L%lf %lfL%lf %lf", &x[0], &y[0], &x[1], &y[1], &x[2], &y[2]) == 6);
+    CHECK(fabs(y[0] - y[2] - 190) < 0.2 && fabs(y[0] - y[1] - 95) < 0.2 && x[2] > x[0] + 200 && fabs(x[0] + x[2] - 2 * x[1]) < 0.3);
+    CHECK(write_as(&f, TEXT) == MOE_OK && holds("10 |") && holds(" 0 |*"));
+    f = figure(MOE_FIGURE_TOKENS, 1, 2), f.values = table;
+    CHECK(write_as(&f, HTML) == MOE_OK && holds("<u style=\"width:0%\">") && holds("<u style=\"width:100%\">"));
+}
+
 /* ---- streams and arguments ---------------------------------------------------------------------------------------------------------------------------- */
 
 typedef struct trap {
@@ -730,6 +749,7 @@ int main(int count, char **words) {
     test_contrast();
     test_messages();
     test_lengths();
+    test_places();
     test_streams();
     test_arguments();
     test_metrics();
