@@ -15,7 +15,8 @@ root=$PWD
 
 CHROMIUM=${CHROMIUM:-$(command -v chromium || echo /usr/bin/chromium)}
 export CHROMIUM
-packages='playwright-core@1.65.1 axe-core@4.14.1'
+# playwright-core 1.60 runs with node 18, Debian's.
+packages='playwright-core@1.60.0 axe-core@4.14.1'
 modules=${MOE_BROWSER:-${XDG_CACHE_HOME:-$HOME/.cache}/moe-browser}/$(echo "$packages" | tr ' ' '+')
 
 # ---- what is called with ----

@@ -75,7 +75,7 @@ export default async ({ page, width, scheme, check, audit, shot }) => {
     await audit('class');
     await shot('class');
     await page.locator('#loads button').nth(0).click();
-    check('one-expert', await page.locator('#loads button').nth(0).getAttribute('aria-pressed') === 'true' && /expert 1/.test(await page.locator('#summary').textContent()));
+    check('one-expert', await page.locator('#loads button').nth(0).getAttribute('aria-pressed') === 'true' && /where expert 1 works/.test(await page.locator('#summary').textContent()));
     await page.getByRole('radio', { name: 'expert', exact: true }).check();
 
     // The same seed gives the same steps, another one others.

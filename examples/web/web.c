@@ -384,7 +384,8 @@ static void keep_cell(int cell, const moe_routing *routing, size_t t) {
         if (first < 0 && weights[e] > 0) first = (int)e;
         if (first >= 0 && routing->n_choices[t] == 0 && weights[e] > weights[first]) first = (int)e;
     }
-    for (e = 0; e < EXPERTS; e++) map_share[cell * EXPERTS + (int)e] = (unsigned char)(e < e_count && weights[e] > 0 ? 255 * (double)weights[e] / sum : 0);
+    for (e = 0; e < EXPERTS; e++) /* 0 is for experts that do not work there */
+        map_share[cell * EXPERTS + (int)e] = (unsigned char)(e < e_count && weights[e] > 0 ? 1 + 254 * (double)weights[e] / sum : 0);
     map_first[cell] = (unsigned char)(first < 0 ? 255 : first);
 }
 
