@@ -1206,7 +1206,7 @@ MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, i
                                 moe_error *error);
 #endif
 
-#if !defined(MOE_NO_TRAIN) && !defined(MOE_NO_REPORT)
+#ifndef MOE_NO_TRAIN
 /* ---- reports: figures as SVG, HTML and text --------------------------------------------------------------------------------- */
 
 /* What a figure shows. The first is {0}.
@@ -1245,7 +1245,18 @@ typedef struct moe_figure {
     const char *reference_name; /* ["reference"] */
 } moe_figure;
 
-/* Writes figure as one SVG file: no script, nothing fetched, the same bytes for the same figure everywhere. Colours follow the reader's light or dark
+/* A record of numbers over training, of any length in this much memory: when it is full, every other point goes and from then on every other one
+   is kept; the first and the newest are always there. {0} is empty. Read freely, change only by moe_history_add. */
+enum { MOE_HISTORY_POINTS = 512, MOE_HISTORY_SERIES = 8 };
+typedef struct moe_history {
+    size_t n;                /* points */
+    double at[MOE_HISTORY_POINTS];
+    double values[MOE_HISTORY_SERIES][MOE_HISTORY_POINTS];
+    size_t seen, every;      /* private: points added, and how many of them make one that is kept */
+} moe_history;
+
+#ifndef MOE_NO_REPORT
+/* Writes figure as one SVG file: no script, nothing fetched, the same bytes for the same figure. Colours follow the reader's light or dark
    scheme, text has a contrast of 4.5 and more, an expert or series is told by number, name or pattern too; title and description say in words what
    the picture shows. One unit is one pixel, and text has at least 12 of them; it is as wide as a phone where the figure allows, and grows to
    at most half as much again. MOE_ERR_ARGUMENT: NULL, a kind that is none, columns > stride, an array that is wanted is NULL (error names figure and field);
@@ -1268,23 +1279,14 @@ MOE_API moe_status moe_report_save(const char *path, const char *title, const mo
 MOE_API moe_figure moe_figure_classes(const moe_report *report);
 MOE_API moe_figure moe_figure_load(const moe_report *report);
 
-/* A record of numbers over training, of any length in this much memory: when it is full, every other point goes and from then on every other one
-   is kept; the first and the newest are always there. {0} is empty. Read freely, change only by moe_history_add. */
-enum { MOE_HISTORY_POINTS = 512, MOE_HISTORY_SERIES = 8 };
-typedef struct moe_history {
-    size_t n;                /* points */
-    double at[MOE_HISTORY_POINTS];
-    double values[MOE_HISTORY_SERIES][MOE_HISTORY_POINTS];
-    size_t seen, every;      /* private: points added, and how many of them make one that is kept */
-} moe_history;
-
 /* Adds a point: at (a step, an epoch) and the first `count` series there; the other series have no value there, nor have NaNs. Call it from the progress
    callback of moe_fit, for example with loss, router_loss and test.loss. MOE_ERR_ARGUMENT: NULL (values may be NULL for count = 0), or count beyond MOE_HISTORY_SERIES. */
 MOE_API moe_status moe_history_add(moe_history *history, double at, const double *values, size_t count);
 /* LINES of `count` series from `first` on, which names [count] names (the caller's; NULL: numbers). Points into history, which must outlive it. NULL, or series that are not
    there: {0}. */
 MOE_API moe_figure moe_figure_history(const moe_history *history, size_t first, size_t count, const char *const *names);
-#endif /* MOE_NO_TRAIN, MOE_NO_REPORT */
+#endif /* MOE_NO_REPORT */
+#endif /* MOE_NO_TRAIN */
 
 #endif /* MOE_NO_FLOAT */
 
