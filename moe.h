@@ -50,7 +50,7 @@
      MOE_NO_REPORT     yes   no figures and reports (moe_report_svg and its neighbours); MOE_NO_TRAIN leaves them out too
      MOE_STB_DS_PATH   no    the header's name in quotes, when it is not found as "stb_ds.h" or <stb/stb_ds.h>
      What they save of the object's 578 kB (gcc -O2, x86-64; measured by tests/options.sh, more in moe_kernels.h): MOE_NO_TRAIN 234 kB, MOE_NO_QUANT 111 kB,
-     MOE_NO_STDIO 7 kB, MOE_NO_MALLOC next to nothing. None of them changes the speed of a forward pass.
+     MOE_NO_REPORT 65 kB, MOE_NO_STDIO 7 kB, MOE_NO_MALLOC next to nothing. None of them changes the speed of a forward pass.
 
    Glossary (the words of moe_routers.h, and)
      layer        a router and E experts: y_t = sum over the chosen e of w_te f_e(x_t), plus shared experts.
@@ -1314,8 +1314,18 @@ typedef struct moe_figure {
     const char *reference_name; /* ["reference"] */
 } moe_figure;
 
+/* A record of numbers over training, of any length in this much memory: when it is full, every other point goes and from then on every other one
+   is kept; the first and the newest are always there. {0} is empty. Read freely, change only by moe_history_add. */
+enum { MOE_HISTORY_POINTS = 512, MOE_HISTORY_SERIES = 8 };
+typedef struct moe_history {
+    size_t n;                /* points */
+    double at[MOE_HISTORY_POINTS];
+    double values[MOE_HISTORY_SERIES][MOE_HISTORY_POINTS];
+    size_t seen, every;      /* private: points added, and how many of them make one that is kept */
+} moe_history;
+
 #ifndef MOE_NO_REPORT
-/* Writes figure as one SVG file: no script, nothing fetched, the same bytes for the same figure everywhere. Colours follow the reader's light or dark
+/* Writes figure as one SVG file: no script, nothing fetched, the same bytes for the same figure. Colours follow the reader's light or dark
    scheme, text has a contrast of 4.5 and more, an expert or series is told by number, name or pattern too; title and description say in words what
    the picture shows. One unit is one pixel, and text has at least 12 of them; it is as wide as a phone where the figure allows, and grows to
    at most half as much again. MOE_ERR_ARGUMENT: NULL, a kind that is none, columns > stride, an array that is wanted is NULL (error names figure and field);
@@ -1338,19 +1348,6 @@ MOE_API moe_status moe_report_save(const char *path, const char *title, const mo
 MOE_API moe_figure moe_figure_classes(const moe_report *report);
 MOE_API moe_figure moe_figure_load(const moe_report *report);
 
-#endif /* MOE_NO_REPORT */
-
-/* A record of numbers over training, of any length in this much memory: when it is full, every other point goes and from then on every other one
-   is kept; the first and the newest are always there. {0} is empty. Read freely, change only by moe_history_add. */
-enum { MOE_HISTORY_POINTS = 512, MOE_HISTORY_SERIES = 8 };
-typedef struct moe_history {
-    size_t n;                /* points */
-    double at[MOE_HISTORY_POINTS];
-    double values[MOE_HISTORY_SERIES][MOE_HISTORY_POINTS];
-    size_t seen, every;      /* private: points added, and how many of them make one that is kept */
-} moe_history;
-
-#ifndef MOE_NO_REPORT
 /* Adds a point: at (a step, an epoch) and the first `count` series there; the other series have no value there, nor have NaNs. Call it from the progress
    callback of moe_fit, for example with loss, router_loss and test.loss. MOE_ERR_ARGUMENT: NULL (values may be NULL for count = 0), or count beyond MOE_HISTORY_SERIES. */
 MOE_API moe_status moe_history_add(moe_history *history, double at, const double *values, size_t count);
@@ -14664,7 +14661,8 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
 #define MOEI_OF_moe_buffer(M, s) M(s, allocator) M(s, data) M(s, size) M(s, capacity)
 #define MOEI_OF_moe_tensor(M, s) M(s, name) M(s, n_dims) M(s, shape) M(s, count) M(s, flags) M(s, data) M(s, gradient)
 #define MOEI_OF_moe_file_tensor(M, s) M(s, name) M(s, name_length) M(s, dtype) M(s, n_dims) M(s, shape) M(s, count) M(s, data) M(s, bytes)
-#define MOEI_OF_moe_file(M, s) M(s, bytes) M(s, size) M(s, header_size) M(s, n_tensors) M(s, at) M(s, metadata_at) M(s, metadata_end)
+#define MOEI_OF_moe_file(M, s) M(s, bytes) M(s, size) M(s, header_size) M(s, n_tensors) M(s, at) M(s, metadata_at) M(s, metadata_end) \
+    M(s, of_header)
 #define MOEI_OF_moe_metadata(M, s) M(s, key) M(s, value)
 #define MOEI_OF_moe_layer_config(M, s) M(s, router) M(s, d_out) M(s, expert) M(s, d_ff) M(s, d_low) M(s, act) M(s, no_expert_bias) \
     M(s, swiglu_alpha) M(s, swiglu_limit) M(s, swiglu_offset) M(s, expert_bias) M(s, n_shared) M(s, d_shared) M(s, add_input) M(s, shared_sigmoid) \
@@ -14674,6 +14672,7 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
 #define MOEI_OF_moe_quant_error(M, s) M(s, rows) M(s, output)
 #define MOEI_OF_moe_layer_pass(M, s) M(s, routing) M(s, call) M(s, x) M(s, node) M(s, all) M(s, quantised) M(s, quantised_size) M(s, rows) \
     M(s, d_rows) M(s, clean) M(s, d_node) M(s, d_all) M(s, shared) M(s, d_shared) M(s, shared_factor) M(s, route_memory) M(s, route_size)
+#define MOEI_OF_moe_source(M, s) M(s, name) M(s, size) M(s, ctx) M(s, read_at)
 #define MOEI_OF_moe_attention_config(M, s) M(s, heads) M(s, d_head) M(s, full) M(s, rotary) M(s, rotary_base)
 #define MOEI_OF_moe_module(M, s) M(s, kind) M(s, d_in) M(s, d_out) M(s, act) M(s, span) M(s, n_rows) M(s, rate) M(s, attention) M(s, layer) \
     M(s, tensors) M(s, gradients) M(s, first_tensor)
@@ -14725,10 +14724,10 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
     S(moe_router_config) S(moe_preset) S(moe_slot) S(moe_call) S(moe_entry) S(moe_plan) S(moe_routing) S(moe_custom) S(moe_router) S(moe_metrics) \
     S(moe_report) S(moe_instability_report) S(moe_error_shares) S(moe_int_router) S(moe_int_router_plan) S(moe_allocator) S(moe_arena) \
     S(moe_stream) S(moe_buffer) S(moe_tensor) S(moe_file_tensor) S(moe_file) S(moe_metadata) S(moe_layer_config) S(moe_layer) S(moe_quant_error) \
-    S(moe_layer_pass) S(moe_attention_config) S(moe_module) S(moe_net) S(moe_net_pass) S(moe_cache) S(moe_sampling) S(moe_data) S(moe_evaluation) \
-    S(moe_progress) S(moe_param_group) S(moe_train_config) S(moe_trainer) S(moe_step) S(moe_modular) S(moe_modular_step_result) S(moe_mixture) \
-    S(moe_hme_config) S(moe_hme) S(moe_figure) S(moe_history) S(moe_loader) S(moe_int_op) S(moe_int_mixture) S(moe_int_attention) S(moe_model) \
-    S(moe_int_run) S(moe_choice) S(moe_model_config) S(moe_int_router_names) S(moe_built_model)
+    S(moe_layer_pass) S(moe_source) S(moe_attention_config) S(moe_module) S(moe_net) S(moe_net_pass) S(moe_cache) S(moe_sampling) S(moe_data) \
+    S(moe_evaluation) S(moe_progress) S(moe_param_group) S(moe_train_config) S(moe_trainer) S(moe_step) S(moe_modular) S(moe_modular_step_result) \
+    S(moe_mixture) S(moe_hme_config) S(moe_hme) S(moe_figure) S(moe_history) S(moe_loader) S(moe_int_op) S(moe_int_mixture) S(moe_int_attention) \
+    S(moe_model) S(moe_int_run) S(moe_choice) S(moe_model_config) S(moe_int_router_names) S(moe_built_model)
 /* layouts: end */
 
 #define MOEI_LAYOUT_WORD(s, member) " " #member
@@ -14857,14 +14856,13 @@ static void moei_pen_char(moei_pen *p, uint32_t c) {
 static size_t moei_pen_clip(moei_pen *p, const char *s, size_t most) {
     size_t width = 0, whole = moei_text_width(s);
     while (*s != '\0') {
-        const char *at = s;
         uint32_t c = moei_next_shown(&s);
         if (whole > most && width + moei_char_width(c) >= most) {
             moei_pen_char(p, p->xml ? 0x2026u : '~');
             return width + 1;
         }
         width += moei_char_width(c);
-        if (at != s) moei_pen_char(p, c);
+        moei_pen_char(p, c);
     }
     return width;
 }
@@ -15027,10 +15025,10 @@ static const char *moei_column_name(const moei_plot *q, size_t i, char room[48])
     return moei_name(q->f->column_names, moei_column_label(q), i, room);
 }
 
-/* At most so many rows and columns are shown. */
+/* At most so many rows and columns are shown. What is empty does not come here. */
 static void moei_thin(moei_plot *q, size_t rows, size_t columns) {
-    q->row_step = q->f->rows > 0 ? (q->f->rows - 1) / rows + 1 : 1, q->column_step = q->f->columns > 0 ? (q->f->columns - 1) / columns + 1 : 1;
-    q->rows = q->f->rows > 0 ? (q->f->rows - 1) / q->row_step + 1 : 0, q->columns = q->f->columns > 0 ? (q->f->columns - 1) / q->column_step + 1 : 0;
+    q->row_step = (q->f->rows - 1) / rows + 1, q->column_step = (q->f->columns - 1) / columns + 1;
+    q->rows = (q->f->rows - 1) / q->row_step + 1, q->columns = (q->f->columns - 1) / q->column_step + 1;
 }
 
 static void moei_include(moei_plot *q, double value) {
@@ -15080,7 +15078,7 @@ static void moei_measure_names(moei_plot *q, size_t most) {
     q->names = moei_least(q->names, most), q->heads = moei_least(q->heads, most);
 }
 
-/* ---- colours -------------------------------------------------------------------------------------------------------------------------- */
+/* ---- colours ------------------------------------------------------------------------------------------------------------------------- */
 
 /* Of the light and the dark scheme, as hexadecimal RGB: 16 tints for experts and 10 levels of a value, with black or white text on them; 8 lines. The
    first eight tints and the lines keep apart for the colour-blind: hues as in Okabe, Ito 2008, Color universal design; numbers and dashes do the rest. */
@@ -15122,7 +15120,7 @@ static void moei_style(moei_pen *p) {
     moei_draw(p, "@media(prefers-color-scheme:dark){"), moei_colours(p, 1), moei_draw(p, "}");
 }
 
-/* ---- pieces of pictures ----------------------------------------------------------------------------------------------------------------- */
+/* ---- pieces of pictures -------------------------------------------------------------------------------------------------------------- */
 
 static void moei_write_at(moei_plot *q, double x, double y, const char *class_name, const char *s, size_t most) {
     moei_draw(q->p, "<text x=\"%c\" y=\"%c\"%s%s%s>", x, y, *class_name != '\0' ? " class=\"" : "", class_name, *class_name != '\0' ? "\"" : "");
@@ -15139,7 +15137,7 @@ static void moei_line_at(moei_plot *q, double x1, double y1, double x2, double y
     moei_draw(q->p, "<path d=\"M%c %cL%c %c\" class=\"%s\"/>\n", x1, y1, x2, y2, class_name);
 }
 
-/* The end of the line of at most `width` columns that begins at s, which holds at least one character; *next: where the one after it begins. */
+/* The end of the line of at most `width` columns, two or more, that begins at s and holds at least one character; *next: where the one after it begins. */
 static const char *moei_wrap(const char *s, size_t width, const char **next) {
     const char *end = s, *space = NULL;
     size_t taken = 0;
@@ -15148,7 +15146,7 @@ static const char *moei_wrap(const char *s, size_t width, const char **next) {
         uint32_t c = moei_next_shown(&end);
         taken += moei_char_width(c);
         if (c == ' ') space = at, *next = end;
-        if (taken > width && at != s) {
+        if (taken > width) {
             if (space == NULL || space == s) *next = space = at;
             return space;
         }
@@ -15224,7 +15222,7 @@ static void moei_count_experts(moei_plot *q) {
         }
 }
 
-/* ---- tables coloured by value -------------------------------------------------------------------------------------------------------------- */
+/* ---- tables coloured by value -------------------------------------------------------------------------------------------------------- */
 
 /* Levels begin at 0 where that is not far. */
 static void moei_from_zero(moei_plot *q) {
@@ -15243,7 +15241,7 @@ static void moei_plan_heat(moei_plot *q) {
     label = moei_text_width(moei_row_label(q));
     q->left = (double)moei_larger_size(q->names, moei_least(label, 10)) * moei_char + 8.0;
     q->cell_w = q->numbers ? (double)q->digits * moei_char + 6.0 : 12.0;
-    if (q->columns > 0) q->cell_w = moei_larger(q->cell_w, moei_smaller((moei_phone - q->left) / (double)q->columns, 60.0));
+    q->cell_w = moei_larger(q->cell_w, moei_smaller((moei_phone - q->left) / (double)q->columns, 60.0));
     q->cell_h = q->numbers ? 24.0 : 14.0;
     q->turned = (double)q->heads * moei_char > q->cell_w - 2.0;
     q->top = moei_line_height + (q->turned ? (double)q->heads * moei_char + 10.0 : moei_line_height);
@@ -15273,7 +15271,10 @@ static void moei_draw_heat(moei_plot *q) {
         double x = q->left + ((double)c + 0.5) * q->cell_w;
         const char *name = moei_name(q->f->column_names, NULL, c * q->column_step, room);
         if (!q->turned) moei_write_at(q, x, q->top - 5.0, "n", name, q->heads);
-        else moei_draw(q->p, "<text transform=\"translate(%c %c)rotate(-90)\">", x + 4.5, q->top - 5.0), (void)moei_pen_clip(q->p, name, q->heads), moei_draw(q->p, "</text>\n");
+        else {
+            moei_draw(q->p, "<text transform=\"translate(%c %c)rotate(-90)\">", x + 4.5, q->top - 5.0);
+            (void)moei_pen_clip(q->p, name, q->heads), moei_draw(q->p, "</text>\n");
+        }
     }
     for (r = 0; r < q->rows; r++) {
         double y = q->top + (double)r * q->cell_h;
@@ -15318,7 +15319,7 @@ static void moei_tell_cells(moei_plot *q) {
     moei_tell_extreme(q, "Largest:", 1.0), moei_tell_extreme(q, "Smallest:", -1.0);
 }
 
-/* ---- bars --------------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- bars ---------------------------------------------------------------------------------------------------------------------------- */
 
 static void moei_measure_bars(moei_plot *q) {
     size_t r, c;
@@ -15358,13 +15359,14 @@ static void moei_plan_bars(moei_plot *q) {
     moei_measure_bars(q);
     moei_measure_names(q, 16);
     moei_measure_values(q);
-    q->top = moei_label(q->f->value_label, NULL) != NULL || moei_row_label(q) != NULL ? moei_line_height + 6.0 : 4.0;
+    q->top = moei_line_height + 6.0;
     q->left = (double)moei_larger_size(q->names, q->f->row_names == NULL ? moei_least(moei_text_width(moei_row_label(q)), 10) : 0) * moei_char + 8.0;
     q->cell_h = q->columns > 1 ? (double)q->columns * 16.0 + 6.0 : 21.0;
     q->cell_w = moei_phone - q->left - (double)q->digits * moei_char - 8.0;
     if (q->cell_w < 80.0) q->cell_w = 80.0;
     q->width = q->left + q->cell_w + 8.0 + (double)q->digits * moei_char;
-    q->height = q->top + (double)q->rows * q->cell_h + 6.0 + (moei_has_reference(q) ? moei_line_height : 0.0) + (q->columns > 1 ? (double)q->columns * moei_line_height + 4.0 : 0.0);
+    q->height = q->top + (double)q->rows * q->cell_h + 6.0 + (moei_has_reference(q) ? moei_line_height : 0.0);
+    q->height += (q->columns > 1 ? (double)q->columns * moei_line_height + 4.0 : 0.0);
 }
 
 static void moei_draw_bar(moei_plot *q, size_t row, size_t column, double y) {
@@ -15406,7 +15408,7 @@ static void moei_draw_bars(moei_plot *q) {
     }
 }
 
-/* ---- curves ---------------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- curves -------------------------------------------------------------------------------------------------------------------------- */
 
 static double moei_x(const moe_figure *f, size_t column) { return f->x != NULL ? f->x[column] : (double)column + 1.0; }
 
@@ -15483,7 +15485,8 @@ static void moei_plan_lines(moei_plot *q) {
     q->top = q->f->value_label != NULL ? moei_line_height + 8.0 : 8.0;
     q->width = moei_phone;
     q->cell_w = q->width - q->left - 8.0;
-    q->height = q->top + moei_plot_height + moei_line_height * 2.0 + 4.0 + (double)(moei_legend_lines(q) + (q->f->rows > MOEI_NAMED_LINES) + (size_t)moei_has_reference(q)) * moei_line_height;
+    q->height = q->top + moei_plot_height + moei_line_height * 2.0 + 4.0;
+    q->height += (double)(moei_legend_lines(q) + (q->f->rows > MOEI_NAMED_LINES) + (size_t)moei_has_reference(q)) * moei_line_height;
 }
 
 static double moei_y_of(const moei_plot *q, double value) { return q->top + (1.0 - moei_plot_share(q, value)) * moei_plot_height; }
@@ -15586,7 +15589,7 @@ static void moei_tell_lines(moei_plot *q) {
     }
 }
 
-/* ---- texts coloured by expert ------------------------------------------------------------------------------------------------------------------------- */
+/* ---- texts coloured by expert -------------------------------------------------------------------------------------------------------- */
 
 /* The token's text; white space that would not be seen is a sign. */
 static const char *moei_token_text(const moei_plot *q, size_t i, char room[48]) {
@@ -15638,7 +15641,7 @@ static void moei_plan_tokens(moei_plot *q) {
     moei_thin(q, SIZE_MAX, SIZE_MAX);
     q->columns = moei_least(q->columns, MOEI_TOKENS_MOST), q->rows = moei_least(q->rows, 64);
     q->width = moei_phone;
-    q->top = q->columns > 0 ? moei_token_flow(q, 0) : 0.0;
+    q->top = moei_token_flow(q, 0);
     q->height = q->top + moei_legend(q, 0.0, 0) + moei_line_height * 2.0;
 }
 
@@ -15670,7 +15673,7 @@ static void moei_tell_experts(moei_plot *q) {
     }
 }
 
-/* ---- tables --------------------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- tables -------------------------------------------------------------------------------------------------------------------------- */
 
 enum { MOEI_CELL_MOST = 30, MOEI_HEAD_MOST = 24 };
 
@@ -15747,10 +15750,11 @@ static void moei_draw_table(moei_plot *q) {
     }
     (void)moei_columns(q, 1);
     if (q->rows < q->f->rows || q->columns < q->f->columns)
-        moei_draw(q->p, "<text y=\"%c\" class=\"m\">The first %z of %z rows, %z of %z columns</text>\n", q->height - 4.0, q->rows, q->f->rows, q->columns, q->f->columns);
+        moei_draw(q->p, "<text y=\"%c\" class=\"m\">The first %z of %z rows, %z of %z columns</text>\n", q->height - 4.0, q->rows,
+                  q->f->rows, q->columns, q->f->columns);
 }
 
-/* ---- regions ---------------------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- regions ------------------------------------------------------------------------------------------------------------------------- */
 
 static void moei_plan_map(moei_plot *q) {
     moei_count_experts(q);
@@ -15758,8 +15762,8 @@ static void moei_plan_map(moei_plot *q) {
     q->left = q->f->y != NULL ? 48.0 : q->f->row_label != NULL ? 8.0 : 0.0;
     q->top = q->f->row_label != NULL ? moei_line_height + 4.0 : 2.0;
     q->width = moei_phone;
-    q->cell_w = q->columns > 0 ? (q->width - q->left) / (double)q->columns : 1.0;
-    q->cell_h = moei_smaller(q->cell_w, 340.0 / (double)(q->rows > 0 ? q->rows : 1));
+    q->cell_w = (q->width - q->left) / (double)q->columns;
+    q->cell_h = moei_smaller(q->cell_w, 340.0 / (double)q->rows);
     q->height = q->top + (double)q->rows * q->cell_h + (q->f->x != NULL || q->f->column_label != NULL ? 2.0 * moei_line_height : 0.0) + 8.0 + moei_legend(q, 0.0, 0);
 }
 
@@ -15794,12 +15798,12 @@ static void moei_draw_map_axes(moei_plot *q) {
     int decimals;
     moei_write_at(q, 0.0, 14.0, "m", moei_label(q->f->row_label, ""), 44);
     moei_write_at(q, (q->left + q->width) / 2.0, bottom + 18.0, "m n", moei_label(q->f->column_label, ""), 24);
-    if (q->f->x != NULL && q->columns > 0) {
+    if (q->f->x != NULL) {
         moei_measure_x(&x), decimals = moei_mark_decimals(&x, 5.0);
         moei_write_at(q, q->left, bottom + 18.0, "m", moei_number(room, q->f->x[0], decimals), 12);
         moei_write_at(q, q->width, bottom + 18.0, "m r", moei_number(room, q->f->x[q->f->columns - 1], decimals), 12);
     }
-    if (q->f->y == NULL || q->rows == 0) return;
+    if (q->f->y == NULL) return;
     low = q->f->y[q->f->rows - 1], high = q->f->y[0], x.any = 0;
     moei_include(&x, low), moei_include(&x, high), moei_widen(&x), decimals = moei_mark_decimals(&x, 5.0);
     moei_write_at(q, q->left - 6.0, q->top + 12.0, "m r", moei_number(room, high, decimals), 12);
@@ -15809,7 +15813,8 @@ static void moei_draw_map_axes(moei_plot *q) {
 static void moei_draw_map(moei_plot *q) {
     size_t r, c, end, e;
     if (q->n_experts > MOEI_TINTS) /* tints come again with stripes */
-        moei_draw(q->p, "<pattern id=\"h%z\" width=\"7\" height=\"7\" patternUnits=\"userSpaceOnUse\" patternTransform=\"rotate(45)\"><path d=\"M0 0V7\" class=\"a\"/></pattern>\n",
+        moei_draw(q->p, "<pattern id=\"h%z\" width=\"7\" height=\"7\" patternUnits=\"userSpaceOnUse\" patternTransform=\"rotate(45)\">"
+                        "<path d=\"M0 0V7\" class=\"a\"/></pattern>\n",
                   q->number);
     for (r = 0; r < q->rows; r++) {
         for (c = 0; c < q->columns; c = end) {
@@ -15829,7 +15834,7 @@ static void moei_draw_map(moei_plot *q) {
 
 static void moei_tell_table(moei_plot *q) { moei_draw(q->p, "A table of %z rows and %z columns.", q->f->rows, q->f->columns); }
 
-/* ---- text ------------------------------------------------------------------------------------------------------------------------------------------------------ */
+/* ---- text ---------------------------------------------------------------------------------------------------------------------------- */
 
 /* A text in a field: right of the spaces, or left of them. */
 static void moei_field_text(moei_plot *q, const char *s, size_t width, int right) {
@@ -15904,7 +15909,8 @@ static void moei_text_bar(moei_plot *q, size_t row, size_t column, size_t width)
     end = there ? moei_plot_share(q, value) * (double)width : zero;
     for (i = 0; i < width; i++) {
         at = (double)i + 0.5;
-        if (i == mark || (at > zero && at < end) || (at < zero && at > end)) moei_pen_repeat(q->p, " ", i - last), moei_draw(q->p, i == mark ? "|" : "#"), last = i + 1;
+        if (i == mark || (at > zero && at < end) || (at < zero && at > end))
+            moei_pen_repeat(q->p, " ", i - last), moei_draw(q->p, i == mark ? "|" : "#"), last = i + 1;
     }
     moei_draw(q->p, "\n");
 }
@@ -15988,7 +15994,8 @@ static void moei_text_lines(moei_plot *q, size_t columns) {
         room[0] = moei_marks[r % (sizeof moei_marks - 1)], room[1] = '\0';
         moei_field_text(q, room, q->digits + 1, 1), moei_draw(q->p, " %t\n", moei_row_name(q, r, room));
     }
-    if (moei_has_reference(q)) moei_draw(q->p, "%t: %s\n", moei_label(q->f->reference_name, "reference"), moei_number(room, q->f->reference, moei_mark_decimals(q, 5.0) + 1));
+    if (moei_has_reference(q))
+        moei_draw(q->p, "%t: %s\n", moei_label(q->f->reference_name, "reference"), moei_number(room, q->f->reference, moei_mark_decimals(q, 5.0) + 1));
 }
 
 static size_t moei_gloss_width(const moei_plot *q, size_t i) {
@@ -16030,7 +16037,7 @@ static void moei_text_table(moei_plot *q, size_t columns) {
     q->columns = 0;
     moei_measure_names(q, MOEI_CELL_MOST);
     q->names = moei_larger_size(q->names, moei_least(moei_text_width(moei_label(q->f->row_label, "")), MOEI_CELL_MOST));
-    for (from = 0; from < moei_larger_size(q->f->columns, 1); from = end) {
+    for (from = 0; from < q->f->columns; from = end) {
         for (end = from, width = q->names; end < q->f->columns && end - from < 64; end++) {
             widths[end - from] = moei_column_width(q, end, &texts[end - from]), decimals[end - from] = q->decimals;
             if (end > from && width + widths[end - from] + 2 > columns) break;
@@ -16052,7 +16059,6 @@ static void moei_text_table(moei_plot *q, size_t columns) {
             }
             moei_draw(q->p, "\n");
         }
-        if (end == from) break;
     }
 }
 
@@ -16074,7 +16080,7 @@ static void moei_text_map(moei_plot *q, size_t columns) {
     if (q->n_experts > 10) moei_draw(q->p, "a to z: 10 to 35, A to Z: 36 to 61, ?: others\n");
 }
 
-/* ---- the kinds ---------------------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- the kinds ----------------------------------------------------------------------------------------------------------------------- */
 
 static const moei_figure_kind moei_figure_kinds[MOE_FIGURE_COUNT] = {
     {"Values", "expert", "column", 0, moei_plan_heat, moei_draw_heat, moei_tell_cells, moei_text_heat},
@@ -16097,7 +16103,8 @@ static moe_status moei_figure_check(const moe_figure *f, size_t number, moe_erro
     if (f->rows == 0 || f->columns == 0) return MOE_OK;
     if (experts && f->experts == NULL) lacks = 1;
     if (!experts && f->values == NULL && (f->kind != MOE_FIGURE_TABLE || f->cells == NULL)) lacks = 0;
-    if (lacks >= 0) return moei_error(error, MOE_ERR_ARGUMENT, "figure %z: %s is NULL, but there are %z rows and %z columns", number, wanted[lacks], f->rows, f->columns);
+    if (lacks >= 0)
+        return moei_error(error, MOE_ERR_ARGUMENT, "figure %z: %s is NULL, but there are %z rows and %z columns", number, wanted[lacks], f->rows, f->columns);
     if (f->kind == MOE_FIGURE_BARS && f->columns > 4) return moei_error(error, MOE_ERR_ARGUMENT, "figure %z: columns = %z, bars have 1 to 4", number, f->columns);
     return MOE_OK;
 }
@@ -16155,7 +16162,7 @@ static void moei_picture(moei_plot *q, size_t number) {
     moei_draw(q->p, "</g></svg>\n");
 }
 
-/* ---- pages -------------------------------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- pages --------------------------------------------------------------------------------------------------------------------------- */
 
 enum { MOEI_PAGE_ROWS = 1000, MOEI_PAGE_COLUMNS = 100 };
 
@@ -16184,7 +16191,8 @@ static void moei_page_table(moei_plot *q) {
     moei_draw(q->p, "<table><caption class=\"v\">%t: numbers</caption><thead><tr>", moei_title(q->f));
     corner = moei_label(turned ? moei_column_label(q) : moei_row_label(q), "");
     moei_draw(q->p, *corner != '\0' ? "<th scope=\"col\">%t</th>" : "<td></td>", corner);
-    for (c = 0; c < columns; c += column_step) moei_draw(q->p, table && moei_is_words(q, 0, c) ? "<th scope=\"col\" class=\"q\">%t</th>" : "<th scope=\"col\">%t</th>",
+    for (c = 0; c < columns; c += column_step)
+        moei_draw(q->p, table && moei_is_words(q, 0, c) ? "<th scope=\"col\" class=\"q\">%t</th>" : "<th scope=\"col\">%t</th>",
                                                            turned ? moei_row_name(q, c, room) : moei_column_name(q, c, room));
     moei_draw(q->p, "</tr></thead><tbody>\n");
     for (r = 0; r < rows; r += row_step) {
@@ -16232,18 +16240,29 @@ static void moei_page_tokens(moei_plot *q) {
 
 static void moei_page_style(moei_pen *p) {
     moei_style(p);
-    moei_draw(p, "body{margin:0;background:#f3f5f8;color:#1c2330;font:16px/1.5 system-ui,-apple-system,\"Segoe UI\",Roboto,\"Noto Sans\",sans-serif}"
-                 "main{max-width:1340px;margin:auto;padding:8px;display:grid;gap:12px;align-items:start;grid-auto-flow:dense;grid-template-columns:repeat(auto-fill,minmax(min(100%%,364px),1fr))}"
-                 "h1{grid-column:1/-1;font-size:1.6rem;line-height:1.25;margin:.6rem .4rem .2rem}h2{font-size:1.1rem;line-height:1.3;margin:0}p{margin:.3rem 0 .6rem;color:#55606e;font-size:.9rem}"
-                 "h1,h2,p{overflow-wrap:anywhere}figure{box-sizing:border-box;margin:0;padding:8px;min-width:0;background:#fff;border:1px solid #d5dbe3;border-radius:10px}"
-                 ".w{grid-column:1/-1}.box{overflow:auto;position:relative}.box:focus-visible{outline:3px solid #0b62b8;outline-offset:1px}svg{display:block}"
-                 "details{margin-top:.4rem;font-size:.9rem}summary{cursor:pointer;padding:.25rem 0}details .box{max-height:22rem}table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}"
-                 "th,td{padding:.2rem .6rem;border-bottom:1px solid #d5dbe3;text-align:right;white-space:nowrap}th:first-child,.q{text-align:left}td{vertical-align:top}td.q{white-space:normal;min-width:9rem;max-width:26rem}th:first-child{padding-left:0}"
+    moei_draw(p, "body{margin:0;background:#f3f5f8;color:#1c2330;"
+                 "font:16px/1.5 system-ui,-apple-system,\"Segoe UI\",Roboto,\"Noto Sans\",sans-serif}"
+                 "main{max-width:1340px;margin:auto;padding:8px;display:grid;gap:12px;align-items:start;grid-auto-flow:dense;"
+                 "grid-template-columns:repeat(auto-fill,minmax(min(100%%,364px),1fr))}"
+                 "h1{grid-column:1/-1;font-size:1.6rem;line-height:1.25;margin:.6rem .4rem .2rem}"
+                 "h2{font-size:1.1rem;line-height:1.3;margin:0}p{margin:.3rem 0 .6rem;color:#55606e;font-size:.9rem}"
+                 "h1,h2,p{overflow-wrap:anywhere}"
+                 "figure{box-sizing:border-box;margin:0;padding:8px;min-width:0;background:#fff;border:1px solid #d5dbe3;border-radius:10px}"
+                 ".w{grid-column:1/-1}.box{overflow:auto;position:relative}.box:focus-visible{outline:3px solid #0b62b8;outline-offset:1px}"
+                 "svg{display:block}details{margin-top:.4rem;font-size:.9rem}summary{cursor:pointer;padding:.25rem 0}"
+                 "details .box{max-height:22rem}table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}"
+                 "th,td{padding:.2rem .6rem;border-bottom:1px solid #d5dbe3;text-align:right;white-space:nowrap}"
+                 "th:first-child,.q{text-align:left}td{vertical-align:top}td.q{white-space:normal;min-width:9rem;max-width:26rem}"
+                 "th:first-child{padding-left:0}"
                  ".v{position:absolute;clip-path:inset(50%%);width:1px;height:1px;overflow:hidden;white-space:nowrap}"
-                 ".t{display:inline-block;vertical-align:top;margin:0 1px 7px;font-size:14px;line-height:20px;text-align:center;unicode-bidi:isolate}.t b{display:block;font-weight:400;padding:0 3px;white-space:pre;text-align:left}"
-                 ".y{display:inline-block;width:6.2rem}.y i{display:inline-block;min-width:28px;text-align:center;font-style:normal}.t i{display:block;position:relative;font:12px/18px system-ui,sans-serif;margin-bottom:2px;min-width:18px}.t u{position:absolute;left:0;bottom:0;height:2px;background:currentColor}"
-                 "@media(min-width:780px){.w{grid-column:span 2}.x{grid-column:1/-1}main{padding:16px}figure{padding:14px}}"
-                 "@media(prefers-color-scheme:dark){body{background:#0f1216;color:#e8ecf1}p{color:#a9b3c0}figure{background:#171b21;border-color:#39424e}th,td{border-color:#39424e}.box:focus-visible{outline-color:#6cb2ff}}");
+                 ".t{display:inline-block;vertical-align:top;margin:0 1px 7px;font-size:14px;line-height:20px;text-align:center;"
+                 "unicode-bidi:isolate}.t b{display:block;font-weight:400;padding:0 3px;white-space:pre;text-align:left}"
+                 ".y{display:inline-block;width:6.2rem}.y i{display:inline-block;min-width:28px;text-align:center;font-style:normal}"
+                 ".t i{display:block;position:relative;font:12px/18px system-ui,sans-serif;margin-bottom:2px;min-width:18px}"
+                 ".t u{position:absolute;left:0;bottom:0;height:2px;background:currentColor}@media(min-width:780px){.w{grid-column:span 2}"
+                 ".x{grid-column:1/-1}main{padding:16px}figure{padding:14px}}@media(prefers-color-scheme:dark){"
+                 "body{background:#0f1216;color:#e8ecf1}p{color:#a9b3c0}figure{background:#171b21;border-color:#39424e}"
+                 "th,td{border-color:#39424e}.box:focus-visible{outline-color:#6cb2ff}}");
 }
 
 static void moei_page_figure(moei_plot *q, size_t number) {
@@ -16251,13 +16270,15 @@ static void moei_page_figure(moei_plot *q, size_t number) {
     int empty = moei_is_empty(q->f), is_table = q->f->kind == MOE_FIGURE_TABLE && !empty, tokens = q->f->kind == MOE_FIGURE_TOKENS && !empty;
     if (!empty) q->kind->plan(&look);
     if (is_table) look.width *= 1.25; /* its text is larger */
-    moei_draw(q->p, "<figure%s aria-labelledby=\"f%z\"><figcaption><h2 id=\"f%z\">%t</h2>\n", tokens || look.width > 800.0 ? " class=\"w x\"" : look.width > 380.0 ? " class=\"w\"" : "",
+    moei_draw(q->p, "<figure%s aria-labelledby=\"f%z\"><figcaption><h2 id=\"f%z\">%t</h2>\n",
+              tokens || look.width > 800.0 ? " class=\"w x\"" : look.width > 380.0 ? " class=\"w\"" : "",
               number, number, moei_title(q->f));
     if (q->f->caption != NULL && *q->f->caption != '\0') moei_draw(q->p, "<p>%t</p>", q->f->caption);
     moei_draw(q->p, "</figcaption>\n");
     if (tokens) moei_page_tokens(q);
     else {
-        moei_draw(q->p, look.width > moei_phone + 1.0 || is_table ? "<div class=\"box\" tabindex=\"0\" role=\"group\" aria-labelledby=\"f%z\">\n" : "<div class=\"box\">\n", number);
+        moei_draw(q->p,
+                  look.width > moei_phone + 1.0 || is_table ? "<div class=\"box\" tabindex=\"0\" role=\"group\" aria-labelledby=\"f%z\">\n" : "<div class=\"box\">\n", number);
         if (is_table) moei_page_table(q);
         else moei_picture(q, number);
         moei_draw(q->p, "</div>\n");
@@ -16270,7 +16291,7 @@ static void moei_page_figure(moei_plot *q, size_t number) {
     moei_draw(q->p, "</figure>\n");
 }
 
-/* ---- calls ------------------------------------------------------------------------------------------------------------------------------------------------------------ */
+/* ---- calls --------------------------------------------------------------------------------------------------------------------------- */
 
 static moe_status moei_report_begin(moei_pen *p, const moe_figure *figures, size_t n, moe_stream *stream, moe_error *error) {
     size_t i;
@@ -16370,7 +16391,7 @@ moe_status moe_report_save(const char *path, const char *title, const moe_figure
 }
 #endif
 
-/* ---- figures of what the library measures ---------------------------------------------------------------------------------------------------------------------- */
+/* ---- figures of what the library measures -------------------------------------------------------------------------------------------- */
 
 moe_figure moe_figure_classes(const moe_report *report) {
     moe_figure f;

@@ -302,7 +302,7 @@ quickstart() { # compiler
     bring
     sed 's|"\.\./moe\.h"|"moe.h"|' "$root/examples/quickstart.c" >quickstart.c
     cp "$root/examples/data/digits.csv" .
-    run "$1" -std=c99 -pedantic -Wall -Wextra -Werror -O2 -I. quickstart.c -o quickstart -lm && run ./quickstart digits.csv
+    run "$1" -std=c99 -pedantic -Wall -Wextra -Werror -O2 -I. -I"$root/examples" quickstart.c -o quickstart -lm && run ./quickstart digits.csv
 }
 
 # All examples, in a folder that holds the file and the examples' own sources: nothing else is opened but what the system brings, and that is not stb_ds.

@@ -135,7 +135,7 @@ plan() {
     echo 'only_dark color-contrast'
 }
 
-# The reports that are looked at: figures of all kinds, and what examples write. NAME.html and NAME.svg are made of each.
+# The reports that are looked at: figures of all kinds, and what examples write. NAME.html and NAME-picture.svg are made of each.
 reports='kinds quickstart routers quantise'
 
 make_reports() {
@@ -154,7 +154,9 @@ make_reports() {
             quantise) set -- --epochs 1 --report ;;
             routers) set -- smoe --report ;;
             esac
-            "$prepared/$report" "$@" "$prepared/$report.$ending" || return 1
+            [ "$ending" = html ] || set -- "$@" "$prepared/$report-picture.svg"
+            [ "$ending" = svg ] || set -- "$@" "$prepared/$report.html"
+            "$prepared/$report" "$@" || return 1
         done
     done
 }
@@ -162,11 +164,11 @@ make_reports() {
 # A report as a page, and its picture alone.
 report() { # name width scheme
     needs_browser
-    if ! [ -f "$prepared/$1.html" ] || ! [ -f "$prepared/$1.svg" ]; then
+    if ! [ -f "$prepared/$1.html" ] || ! [ -f "$prepared/$1-picture.svg" ]; then
         cat "$prepared/reports.log"
         return 1
     fi
-    page "$prepared/$1.html" "$2" "$3" && page "$prepared/$1.svg" "$2" "$3"
+    page "$prepared/$1.html" "$2" "$3" && page "$prepared/$1-picture.svg" "$2" "$3"
 }
 
 everywhere() { # function and its arguments

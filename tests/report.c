@@ -372,6 +372,54 @@ static void test_wrapping(void) {
     CHECK(longest_line() <= 80);
 }
 
+/* Figures of chance: names that are not there or strange, experts from -2 to 100, numbers of all sizes, any widths. */
+static void test_chance(void) {
+    static const char *const words[] = {NULL, "", " ", "a", " leading", "x\n", "\t", "\r", "trailing ", "\xe6\x97\xa5", "e\xcc\x81", "\xe2\x80\x8b", "\xef\xb8\x8f", "\xea\xb0\x80", "\xef\xa4\x80", "\xef\xb8\xb0",
+                                        "\xef\xbc\xa1", "\xf0\x9f\x98\x80", "\xf0\xa0\x80\x80", "\xe1\x84\x80", "\xd8\x9c", "\xe2\x80\x8e", "\xe2\x80\x8f", "\xe2\x80\xa8", "\xe2\x80\xa9", "\xc2\x90", "\xc2\xa0",
+                                        " averyveryveryveryveryveryveryveryveryveryverylongwordthatfitsnowhereatall andmoreofitanditdoesnotend"};
+    static const double odd[] = {1e-3, 0.05, 0.5, 5, 50, 500, 5e5, 1e9, 1e12, -2, -1e-300, 1.5, 1e308, 0};
+    enum { WORDS = sizeof words / sizeof *words, ODD = sizeof odd / sizeof *odd };
+    const char *all[64], *text[64];
+    double v[64], w[64];
+    int32_t e[64];
+    moe_rng rng = {11};
+    int i, j, columns;
+    for (i = 0; i < 1200; i++) {
+        moe_figure f = figure(i % MOE_FIGURE_COUNT, 1 + (size_t)moe_rng_below(&rng, 8), 1 + (size_t)moe_rng_below(&rng, 8));
+        double scale = odd[moe_rng_below(&rng, ODD)];
+        moe_buffer buffer;
+        moe_stream stream;
+        if (f.kind == MOE_FIGURE_BARS && f.columns > 4) f.columns = 4;
+        for (j = 0; j < 64; j++) {
+            all[j] = words[moe_rng_below(&rng, WORDS)], text[j] = words[moe_rng_below(&rng, WORDS)], e[j] = (int32_t)moe_rng_below(&rng, i % 2 ? 103 : 12) - 2;
+            v[j] = moe_rng_below(&rng, 9) == 0 ? none() : i % 4 == 0 ? odd[moe_rng_below(&rng, ODD)] : scale * (double)moe_rng_normal(&rng);
+            if (i % 5 == 0) v[j] = floor(v[j]);
+            w[j] = moe_rng_below(&rng, 3) == 0 ? -1 : fabs(scale) * (double)moe_rng_uniform(&rng);
+        }
+        f.values = v, f.experts = e, f.stride = moe_rng_below(&rng, 2) ? 8 : 0, f.decimals = (int)moe_rng_below(&rng, 12) - 1;
+        if (moe_rng_below(&rng, 2)) f.row_names = all;
+        if (moe_rng_below(&rng, 2)) f.column_names = all + 8;
+        if (moe_rng_below(&rng, 2)) f.spread = w;
+        if (moe_rng_below(&rng, 2)) f.cells = text;
+        if (moe_rng_below(&rng, 3)) f.title = all[20], f.caption = all[21], f.row_label = all[22], f.column_label = all[23], f.value_label = all[24], f.reference_name = all[25];
+        if (moe_rng_below(&rng, 2)) f.x = v, f.y = w;
+        if (moe_rng_below(&rng, 2)) f.reference = v[1];
+        if (moe_rng_below(&rng, 2)) f.n_experts = (int)moe_rng_below(&rng, 90);
+        if (i % 7 == 0) f.values = f.kind == MOE_FIGURE_TABLE || f.experts == e ? v : NULL;
+        check_all_forms(&f);
+        memset(&buffer, 0, sizeof buffer), stream = moe_buffer_stream(&buffer);
+        columns = 40 + (int)moe_rng_below(&rng, 361);
+        CHECK(moe_report_text(&f, columns, i % 2, &stream, NULL) == MOE_OK && buffer.size > 0);
+        moe_buffer_free(&buffer);
+    }
+    for (i = 0; i < 64; i++) v[i] = none();
+    {
+        moe_figure f = figure(MOE_FIGURE_HEAT, 1, 64);
+        f.values = v;
+        check_all_forms(&f);
+    }
+}
+
 /* ---- colours ------------------------------------------------------------------------------------------------------------------------------------- */
 
 /* The colour of a class in the light or dark part of the style: the last that is set up to there. */
@@ -471,6 +519,25 @@ static void test_lengths(void) {
     CHECK(write_as(&f, TEXT) == MOE_OK);
     at = strchr(written, '#');
     CHECK(at != NULL && strspn(at, "#") > 20);
+}
+
+/* Levels and places follow the numbers. */
+static void test_places(void) {
+    static const double table[] = {0, 5, 10};
+    double x[3], y[3];
+    const char *at;
+    moe_figure f = figure(MOE_FIGURE_HEAT, 1, 3);
+    f.values = table;
+    CHECK(write_as(&f, SVG) == MOE_OK);
+    at = strstr(written, "class=\"h0\"/><text");
+    CHECK(at != NULL && (at = strstr(at, "class=\"h5\"/><text")) != NULL && strstr(at, "class=\"h9\"/><text") != NULL);
+    f = figure(MOE_FIGURE_LINES, 1, 3), f.values = table;
+    CHECK(write_as(&f, SVG) == MOE_OK && (at = strstr(written, "class=\"l s0 d0\" d=\"M")) != NULL);
+    CHECK(sscanf(strchr(at, 'M'), "M%lf %lfh.1L%lf %lfL%lf %lf", &x[0], &y[0], &x[1], &y[1], &x[2], &y[2]) == 6);
+    CHECK(fabs(y[0] - y[2] - 190) < 0.2 && fabs(y[0] - y[1] - 95) < 0.2 && x[2] > x[0] + 200 && fabs(x[0] + x[2] - 2 * x[1]) < 0.3);
+    CHECK(write_as(&f, TEXT) == MOE_OK && holds("10 |") && holds(" 0 |*"));
+    f = figure(MOE_FIGURE_TOKENS, 1, 2), f.values = table;
+    CHECK(write_as(&f, HTML) == MOE_OK && holds("<u style=\"width:0%\">") && holds("<u style=\"width:100%\">"));
 }
 
 /* ---- streams and arguments ---------------------------------------------------------------------------------------------------------------------------- */
@@ -678,9 +745,11 @@ int main(int count, char **words) {
     test_parser();
     test_texts();
     test_wrapping();
+    test_chance();
     test_contrast();
     test_messages();
     test_lengths();
+    test_places();
     test_streams();
     test_arguments();
     test_metrics();
