@@ -736,7 +736,7 @@ MOE_API moe_status moe_load_layer(moe_layer *layer, const char *path, const char
    MOE_ERR_NOT_FOUND: no such family; MOE_ERR_MEMORY, MOE_ERR_OVERFLOW; else what the stream returns. */
 MOE_API moe_status moe_write_published(const moe_layer *layer, moe_stream *stream, const char *prefix, const char *family, int dtype, moe_error *error);
 #ifndef MOE_NO_STDIO
-/* moe_write_published to a file, by moe_file_replace: a failed save leaves the old file as it was. */
+/* moe_write_published to a file, by moe_file_replace: a failed save leaves the old file as it was. Errors as of both. */
 MOE_API moe_status moe_save_published(const moe_layer *layer, const char *path, const char *prefix, const char *family, int dtype, moe_error *error);
 #endif
 #endif
@@ -1779,7 +1779,7 @@ MOE_API moe_status moe_file_read(const char *path, moe_buffer *buffer, moe_error
 }
 
 /* Only a file that is not there is missing; one that cannot be opened is an error. */
-static int moei_file_is_missing(const char *path) {
+MOEI_TOOL int moei_file_is_missing(const char *path) {
     FILE *file;
     errno = 0;
     file = fopen(path, "rb");
