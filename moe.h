@@ -9582,30 +9582,28 @@ moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, con
 
 /* ---- published layers: what the families call their tensors ---------------------------------------------------------------------- */
 
-/* Kinds of names; a family has some of them. */
-enum {
-    MOEI_N_GATE = 1 << 0,           /* "gate.weight": the router */
-    MOEI_N_ROUTER = 1 << 1,         /* "router.weight" */
-    MOEI_N_ROUTER_BIAS = 1 << 2,
-    MOEI_N_ROUTER_LAYER = 1 << 3,
-    MOEI_N_CORRECTION = 1 << 4,     /* "gate.e_score_correction_bias" */
-    MOEI_N_TOP_CORRECTION = 1 << 5, /* "e_score_correction_bias" */
-    MOEI_N_W123 = 1 << 6,           /* per expert */
-    MOEI_N_PROJ = 1 << 7,
-    MOEI_N_FUSED = 1 << 8,          /* as transformers 5 holds those */
-    MOEI_N_TURNED = 1 << 9,         /* [in,out] */
-    MOEI_N_IN_TURN = 1 << 10,       /* [in,out], gate and up in turn */
-    MOEI_N_LINEAR = 1 << 11,
-    MOEI_N_SHARED = 1 << 12,        /* "shared_expert" */
-    MOEI_N_SHARED_GATE = 1 << 13,
-    MOEI_N_SHARED_MANY = 1 << 14,   /* "shared_experts" */
-    MOEI_G_EXPERTS = 1 << 15,       /* GGUF, with its router */
-    MOEI_G_ROUTER_BIAS = 1 << 16,
-    MOEI_G_BIASES = 1 << 17,
-    MOEI_G_CORRECTION = 1 << 18,
-    MOEI_G_SHARED = 1 << 19,
-    MOEI_G_SHARED_GATE = 1 << 20
-};
+/* Kinds of names, bits of a long; a family has some of them. */
+#define MOEI_N_GATE (1L << 0) /* "gate.weight": the router */
+#define MOEI_N_ROUTER (1L << 1) /* "router.weight" */
+#define MOEI_N_ROUTER_BIAS (1L << 2)
+#define MOEI_N_ROUTER_LAYER (1L << 3)
+#define MOEI_N_CORRECTION (1L << 4) /* "gate.e_score_correction_bias" */
+#define MOEI_N_TOP_CORRECTION (1L << 5) /* "e_score_correction_bias" */
+#define MOEI_N_W123 (1L << 6) /* per expert */
+#define MOEI_N_PROJ (1L << 7)
+#define MOEI_N_FUSED (1L << 8) /* as transformers 5 holds those */
+#define MOEI_N_TURNED (1L << 9) /* [in,out] */
+#define MOEI_N_IN_TURN (1L << 10) /* [in,out], gate and up in turn */
+#define MOEI_N_LINEAR (1L << 11)
+#define MOEI_N_SHARED (1L << 12) /* "shared_expert" */
+#define MOEI_N_SHARED_GATE (1L << 13)
+#define MOEI_N_SHARED_MANY (1L << 14) /* "shared_experts" */
+#define MOEI_G_EXPERTS (1L << 15) /* GGUF, with its router */
+#define MOEI_G_ROUTER_BIAS (1L << 16)
+#define MOEI_G_BIASES (1L << 17)
+#define MOEI_G_CORRECTION (1L << 18)
+#define MOEI_G_SHARED (1L << 19)
+#define MOEI_G_SHARED_GATE (1L << 20)
 
 /* How the elements lie. */
 enum { MOEI_IS_ROUTER = 1, MOEI_IS_TURNED = 2, MOEI_IS_IN_TURN = 4 };
@@ -9788,7 +9786,8 @@ typedef struct moei_folder {
     const char *(*reason)(void *ctx); /* why the last read failed; NULL: the status says it */
 } moei_folder;
 
-enum { MOEI_P_NAME = 256, MOEI_P_REST = 64, MOEI_P_TEXT = 64, MOEI_P_CHUNK = 1024, MOEI_P_PREFIX = 180, MOEI_P_CONFIG = 1 << 20 };
+enum { MOEI_P_NAME = 256, MOEI_P_REST = 64, MOEI_P_TEXT = 64, MOEI_P_CHUNK = 1024, MOEI_P_PREFIX = 180 };
+#define MOEI_P_CONFIG ((size_t)(SIZE_MAX > 65535 ? 1048576 : 32768)) /* bytes of config.json */
 
 /* A file that is open; of safetensors the header is in memory. */
 typedef struct moei_shard {
@@ -10012,6 +10011,7 @@ static void moei_gguf_skip(moei_gguf *g, uint32_t type) {
     uint32_t types[MOEI_GGUF_DEPTH];
     int depth = 0;
     char none[1];
+    memset(left, 0, sizeof left), memset(types, 0, sizeof types);
     for (;;) {
         if (type >= MOEI_GGUF_TYPES) moei_gguf_refuse(g, MOE_ERR_FORMAT, "a value has an unknown type");
         else if (type == MOEI_GGUF_STRING) moei_gguf_string(g, none, 1);
@@ -10102,7 +10102,7 @@ static void moei_gguf_info(moei_gguf *g, char name[MOEI_P_NAME], moei_found *f) 
     }
     f->n_dims = (int)n;
     f->count = (size_t)elements;
-    f->code = (int)(moei_gguf_number(g, 4) & 0xffffu);
+    f->code = (int)(moei_gguf_number(g, 4) & 0x7fffu);
     f->at = moei_gguf_number(g, 8);
     f->dtype = MOE_DTYPE_COUNT;
     for (i = 0; i < MOEI_GGUF_KNOWN && g->status == MOE_OK; i++)
@@ -10346,7 +10346,7 @@ static const moei_named *moei_named_row(long kinds, const char *rest, size_t *ex
     return NULL;
 }
 
-#define MOEI_P_GGUF_KINDS (-(long)MOEI_G_EXPERTS)
+#define MOEI_P_GGUF_KINDS (-MOEI_G_EXPERTS)
 
 static long moei_kinds_of_file(const moei_reader *r) { return r->kind == MOEI_IS_GGUF ? MOEI_P_GGUF_KINDS : ~MOEI_P_GGUF_KINDS; }
 
@@ -10994,7 +10994,7 @@ static moe_status moei_published_open(moei_reader *r, const char *name) {
     if (begin[0] != '{' && begin[0] != ' ' && begin[0] != '\n' && begin[0] != '\r')
         return moei_error(r->error, MOE_ERR_FORMAT, "%s: neither a safetensors file, nor an index of some, nor GGUF", r->first->name);
     r->kind = MOEI_IS_INDEX;
-    if ((status = moei_text_open(r, r->first, MOEI_FILE_MAX_HEADER, &r->index)) != MOE_OK) return status;
+    if ((status = moei_text_open(r, r->first, SIZE_MAX > 65535 ? (size_t)(MOEI_FILE_MAX_HEADER & SIZE_MAX) : (size_t)32768, &r->index)) != MOE_OK) return status;
     r->weight_map = moei_text_member(&r->index, 0, "weight_map");
     if (r->weight_map == 0 || r->index.data[r->weight_map] != '{')
         return moei_error(r->error, MOE_ERR_FORMAT, "%s: no index of safetensors files: it has no object 'weight_map'", r->first->name);
@@ -11258,7 +11258,7 @@ static const moei_family *moei_family_of(const char *name) {
 }
 
 /* The rows that a family's files are written with: where it has both forms, experts each by themselves. */
-static int moei_is_written(const moei_family *family, const moei_named *row) { return (row->kind & family->kinds & ~(long)MOEI_N_FUSED) != 0; }
+static int moei_is_written(const moei_family *family, const moei_named *row) { return (row->kind & family->kinds & ~MOEI_N_FUSED) != 0; }
 
 /* Whether the layer's tensors are those of the family. */
 static moe_status moei_published_check(const moe_layer *layer, const moei_family *family, moe_error *error) {
