@@ -376,20 +376,22 @@ static void show_labels(const schema *s, const samples *d, const answers *a) {
         printf("  "), print_cut(s->classes[c], -16);
         printf("%10lu ", (unsigned long)n);
         if (n > 0) printf("%6.1f %%", 100.0 * (double)right / (double)n);
-        if (most < s->n_classes) printf("   "), print_cut(s->classes[most], -24);
+        if (most < s->n_classes) printf("   "), print_cut(s->classes[most], (int)-strlen(s->classes[most]));
         printf("\n");
         free(taken);
     }
 }
 
 static void show_experts(const moe_report *r, const schema *s) {
-    size_t shown = s->n_classes < 10 ? s->n_classes : 10;
+    size_t shown = s->n_classes < 10 ? s->n_classes : 10, wide = 4;
+    for (size_t c = 0; c < shown; c++) wide = strlen(s->classes[c]) > wide ? strlen(s->classes[c]) : wide;
+    if (wide > 12) wide = 12;
     printf("\nHeld-out lines that went to each expert (a line goes to %.3g):\n  expert", r->experts_per_token);
-    for (size_t c = 0; c < shown; c++) printf(" "), print_cut(s->classes[c], 9);
+    for (size_t c = 0; c < shown; c++) printf(" "), print_cut(s->classes[c], (int)wide);
     printf("%s      all  share\n", shown < s->n_classes ? " ..." : "");
     for (size_t e = 0; e < r->n_experts; e++) {
         printf("%8d", (int)e);
-        for (size_t c = 0; c < shown; c++) printf("%10.0f", r->classes[e * r->n_classes + c]);
+        for (size_t c = 0; c < shown; c++) printf(" %*.0f", (int)wide, r->classes[e * r->n_classes + c]);
         printf("%s %8.0f %5.1f%%\n", shown < s->n_classes ? "    " : "", r->load[e], r->n_pairs > 0 ? 100.0 * r->load[e] / r->n_pairs : 0.0);
     }
     printf("I(E;Y) = %.3f nats: what an expert tells about the label (by chance: %.3f)\n", r->information, r->information_chance);
@@ -411,7 +413,7 @@ static void show_features(const schema *s, const samples *d, const answers *a, s
             size_t best = 0;
             for (size_t i = 1; i < s->n_features; i++) best = fabs(mean[i]) > fabs(mean[best]) ? i : best;
             if (!(fabs(mean[best]) >= 0.2)) break;
-            printf("%s", rank > 0 ? ", " : ": "), print_cut(s->features[best].name, (int)-strlen(s->features[best].name)), printf(" %+.1f", mean[best]);
+            printf("%s", rank > 0 ? "; " : ": "), print_cut(s->features[best].name, (int)-strlen(s->features[best].name)), printf(" %+.1f", mean[best]);
             mean[best] = 0;
         }
         printf("\n");
