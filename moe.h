@@ -47,6 +47,7 @@
      MOE_NO_STDIO      yes   no function takes a path; files are read from and written to memory. MOE_STDIO asks it back under MOE_NO_TRAIN
      MOE_NO_MALLOC     no    there is no standard heap: what allocates needs a moe_allocator. MOE_MALLOC asks it back under MOE_NO_TRAIN
      MOE_NO_QUANT      yes   no int8 and int4 weights (see moe_kernels.h)
+     MOE_NO_REPORT     yes   no figures and reports (moe_report_svg and its neighbours); MOE_NO_TRAIN leaves them out too
      MOE_STB_DS_PATH   no    the header's name in quotes, when it is not found as "stb_ds.h" or <stb/stb_ds.h>
 
    Glossary (the words of moe_routers.h, and)
@@ -307,6 +308,14 @@
 #define moe_int_op_accumulate moe_int_op_accumulate_f64
 #define moe_int_op_rest moe_int_op_rest_f64
 #define moe_mixture_loss moe_mixture_loss_f64
+#define moe_report_svg moe_report_svg_f64
+#define moe_report_html moe_report_html_f64
+#define moe_report_text moe_report_text_f64
+#define moe_report_save moe_report_save_f64
+#define moe_figure_classes moe_figure_classes_f64
+#define moe_figure_load moe_figure_load_f64
+#define moe_history_add moe_history_add_f64
+#define moe_figure_history moe_figure_history_f64
 #endif
 
 #ifdef __cplusplus
@@ -1165,6 +1174,86 @@ MOE_API moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, in
 MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, int kernels, const moe_allocator *allocator,
                                 moe_error *error);
 #endif
+
+#if !defined(MOE_NO_TRAIN) && !defined(MOE_NO_REPORT)
+/* ---- reports: figures as SVG, HTML and text --------------------------------------------------------------------------------- */
+
+/* What a figure shows. The first is {0}.
+     HEAT    a table coloured by value: expert x class, layer x expert
+     BARS    a bar per row, for up to 4 columns side by side; spread: whiskers
+     LINES   a curve per row through its columns: losses and entropies over steps; up to 16 rows have a style and a name each
+     TOKENS  a text, column by column, with the expert that each row (a layer) chose for each token; values: its weight, 0..1
+     TABLE   numbers, or texts where there are cells: comparisons; spread: "0.52 +- 0.03"
+     MAP     a plane of regions: the expert at each point of a grid, row 0 at the top */
+enum { MOE_FIGURE_HEAT = 0, MOE_FIGURE_BARS, MOE_FIGURE_LINES, MOE_FIGURE_TOKENS, MOE_FIGURE_TABLE, MOE_FIGURE_MAP, MOE_FIGURE_COUNT };
+
+/* One figure: plain data, all of it the caller's, read during the call only. {0} is a figure with nothing in it, and says so. Texts are UTF-8 ended by
+   0 and may hold anything: what HTML would take for its own is escaped, bytes that are no UTF-8, control characters and characters that turn
+   the direction of writing show as U+FFFD (in TOKENS line breaks, tabs and spaces show as signs). A value that is NaN or infinite is no value: it is left out,
+   and where a number would stand there is a dash. What is larger than a picture can show is thinned, and the figure says how. */
+typedef struct moe_figure {
+    int kind;                /* MOE_FIGURE_ */
+    const char *title;       /* a line [what the kind is called] */
+    const char *caption;     /* what it shows, a paragraph [none] */
+    size_t rows, columns;
+    size_t stride;           /* numbers from one row to the next of values, spread, experts and cells [columns] */
+    const double *values;    /* [rows,columns]; TOKENS may, MAP does go without, TABLE with cells too */
+    const double *spread;    /* [rows,columns] half widths of intervals for BARS and TABLE, negative or NaN: none [none] */
+    const int32_t *experts;  /* [rows,columns] of TOKENS and MAP; negative: none */
+    const char *const *cells; /* [rows,columns] texts of TABLE in place of values; a NULL among them: its value [none] */
+    const char *const *row_names; /* [rows] [row_label and 0, 1, ...] */
+    const char *const *column_names; /* [columns] [column_label and 0, 1, ...]; TOKENS: the tokens' texts, wanted */
+    const char *row_label;   /* what a row is: "expert"; of MAP the axis upwards [TOKENS "layer", LINES "series", else "expert"] */
+    const char *column_label; /* what a column is: "class", "step" [BARS and TABLE none, TOKENS "token", else "column"] */
+    const char *value_label; /* what a number is, with its unit: "tokens", "loss (nats)" [none] */
+    const double *x;         /* [columns] where the columns lie, for LINES and MAP [LINES 1, 2, ...; MAP: no axis]. Ascending, as a rule */
+    const double *y;         /* [rows] where the rows of MAP lie [no axis] */
+    int n_experts;           /* of TOKENS and MAP: the legend names so many [as many as occur] */
+    int decimals;            /* digits behind the point, up to 9; -1: none [0: as many as the numbers need, one number for a column of TABLE, else for all] */
+    double reference;        /* BARS, LINES: a line at this value, named reference_name: what would be even, or by chance [0: none] */
+    const char *reference_name; /* ["reference"] */
+} moe_figure;
+
+/* Writes figure as one SVG file: no script, nothing fetched, the same bytes for the same figure everywhere. Colours follow the reader's light or dark
+   scheme, text has a contrast of 4.5 and more, an expert or series is told by number, name or pattern too; title and description say in words what
+   the picture shows. One unit is one pixel, and text has at least 12 of them; it is as wide as a phone where the figure allows, and grows to
+   at most half as much again. MOE_ERR_ARGUMENT: NULL, a kind that is none, columns > stride, an array that is wanted is NULL (error names figure and field);
+   MOE_ERR_OVERFLOW: rows times stride; else what the stream returned. Allocates nothing; thread-safe. */
+MOE_API moe_status moe_report_svg(const moe_figure *figure, moe_stream *stream, moe_error *error);
+/* Writes a page with n figures (0 or more) as one HTML file, under the same promises; the figures stand in as many columns as the screen has room for, a
+   wide one scrolls in its own frame, and behind each its numbers are a table (of up to 1000 rows: then every so many-th). title NULL: "Report". */
+MOE_API moe_status moe_report_html(const char *title, const moe_figure *figures, size_t n, moe_stream *stream, moe_error *error);
+/* Writes figure as text in lines of at most `columns` characters (0: 80; 40 to 400). Frames and bars are ASCII. colour 1: with the colours of ANSI
+   terminals (ESC [ 48;5;n m), for the caller who knows that the stream is one. Errors as moe_report_svg, MOE_ERR_ARGUMENT for columns too. */
+MOE_API moe_status moe_report_text(const moe_figure *figure, int columns, int colour, moe_stream *stream, moe_error *error);
+#ifndef MOE_NO_STDIO
+/* Replaces the file at path (moe_file_replace): a page if the name ends in .html or .htm, the first figure as a picture if in .svg, else all figures as text in
+   80 columns. MOE_ERR_ARGUMENT: path NULL, or .svg and n = 0. */
+MOE_API moe_status moe_report_save(const char *path, const char *title, const moe_figure *figures, size_t n, moe_error *error);
+#endif
+
+/* Figures of moe_metrics_report; they point into the metrics' memory, and any field can be changed afterwards. NULL, or nothing of the kind in report: {0}.
+   classes: HEAT of the pairs, expert x class. load: BARS of the pairs of each expert, with a line at their mean. */
+MOE_API moe_figure moe_figure_classes(const moe_report *report);
+MOE_API moe_figure moe_figure_load(const moe_report *report);
+
+/* A record of numbers over training, of any length in this much memory: when it is full, every other point goes and from then on every other one
+   is kept; the first and the newest are always there. {0} is empty. Read freely, change only by moe_history_add. */
+enum { MOE_HISTORY_POINTS = 512, MOE_HISTORY_SERIES = 8 };
+typedef struct moe_history {
+    size_t n;                /* points */
+    double at[MOE_HISTORY_POINTS];
+    double values[MOE_HISTORY_SERIES][MOE_HISTORY_POINTS];
+    size_t seen, every;      /* private: points added, and how many of them make one that is kept */
+} moe_history;
+
+/* Adds a point: at (a step, an epoch) and the first `count` series there; the other series have no value there, nor have NaNs. Call it from the progress
+   callback of moe_fit, for example with loss, router_loss and test.loss. MOE_ERR_ARGUMENT: NULL (values may be NULL for count = 0), or count beyond MOE_HISTORY_SERIES. */
+MOE_API moe_status moe_history_add(moe_history *history, double at, const double *values, size_t count);
+/* LINES of `count` series from `first` on, which names [count] names (the caller's; NULL: numbers). Points into history, which must outlive it. NULL, or series that are not
+   there: {0}. */
+MOE_API moe_figure moe_figure_history(const moe_history *history, size_t first, size_t count, const char *const *names);
+#endif /* MOE_NO_TRAIN, MOE_NO_REPORT */
 
 #endif /* MOE_NO_FLOAT */
 
@@ -2635,23 +2724,26 @@ static void moei_header_put_string(moei_header *h, const char *s) {
     moei_header_put(h, "\"", 1);
 }
 
-/* Is s valid UTF-8: no stray or missing continuation, no longer form than needed, no surrogate, nothing beyond U+10FFFF? */
+/* The character that begins at *text, which goes on behind it; 0 for what is no UTF-8: a stray or missing continuation, a longer form than needed, a
+   surrogate, anything beyond U+10FFFF. *text then goes on by a byte. */
+static int moei_next_utf8(const char **text, uint32_t *code) {
+    const unsigned char *p = (const unsigned char *)*text;
+    uint32_t c = *p++, least = 0;
+    int more = c < 0x80u ? 0 : c >= 0xC0u && c < 0xE0u ? 1 : c >= 0xE0u && c < 0xF0u ? 2 : c >= 0xF0u && c < 0xF8u ? 3 : -1, left = more;
+    ++*text;
+    if (more < 0) return 0;
+    if (more > 0) c &= 63u >> more, least = more == 1 ? 0x80u : more == 2 ? 0x800u : 0x10000u;
+    for (; left > 0; left--, c = c << 6 | (*p++ & 63u))
+        if ((*p & 0xC0u) != 0x80u) return 0;
+    if (c < least || c > 0x10FFFFu || (c >= 0xD800u && c <= 0xDFFFu)) return 0;
+    *text += more, *code = c;
+    return 1;
+}
+
 static int moei_is_utf8(const char *s) {
-    const unsigned char *p = (const unsigned char *)s;
-    while (*p != '\0') {
-        uint32_t code = *p++, least = 0;
-        int more = 0;
-        if (code < 0x80u) continue;
-        if (code >= 0xC0u && code < 0xE0u) more = 1, code &= 31u, least = 0x80u;
-        else if (code >= 0xE0u && code < 0xF0u) more = 2, code &= 15u, least = 0x800u;
-        else if (code >= 0xF0u && code < 0xF8u) more = 3, code &= 7u, least = 0x10000u;
-        else return 0;
-        for (; more > 0; more--) {
-            if ((*p & 0xC0u) != 0x80u) return 0;
-            code = code << 6 | (*p++ & 63u);
-        }
-        if (code < least || code > 0x10FFFFu || (code >= 0xD800u && code <= 0xDFFFu)) return 0;
-    }
+    uint32_t code;
+    while (*s != '\0')
+        if (!moei_next_utf8(&s, &code)) return 0;
     return 1;
 }
 
@@ -12367,5 +12459,1609 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
 }
 
 #endif /* MOE_NO_TRAIN */
+
+#if !defined(MOE_NO_TRAIN) && !defined(MOE_NO_REPORT)
+/* ==== reports ================================================================================================================= */
+
+/* ---- characters and numbers on their way to a stream --------------------------------------------------------------------------- */
+
+/* What is written gathers in a room of its own; after a failure all else is ignored. */
+typedef struct moei_pen {
+    moe_stream *stream;
+    moe_status status;
+    int xml, colour; /* escapes; colours of terminals */
+    size_t used;
+    char room[512];
+} moei_pen;
+
+static void moei_pen_flush(moei_pen *p) {
+    if (p->status == MOE_OK && p->used > 0) p->status = p->stream->write(p->stream->ctx, p->room, p->used);
+    p->used = 0;
+}
+
+static void moei_pen_put(moei_pen *p, const char *s, size_t n) {
+    for (; n > 0; s++, n--) {
+        if (p->used == sizeof p->room) moei_pen_flush(p);
+        p->room[p->used++] = *s;
+    }
+}
+
+static void moei_pen_repeat(moei_pen *p, const char *s, size_t times) {
+    for (; times > 0; times--) moei_pen_put(p, s, moei_strlen(s));
+}
+
+/* The next character of a text as it may be shown: white space as a space, U+FFFD for what is no UTF-8, for control characters and for those that
+   turn the direction of writing. */
+static uint32_t moei_next_shown(const char **text) {
+    uint32_t code;
+    if (!moei_next_utf8(text, &code)) return 0xFFFDu;
+    if (code == '\t' || code == '\n' || code == '\r' || code == 0x2028u || code == 0x2029u) return ' ';
+    if (code < 0x20u || (code >= 0x7Fu && code < 0xA0u) || code == 0xFFFEu || code == 0xFFFFu) return 0xFFFDu;
+    if (code == 0x61Cu || code == 0x200Eu || code == 0x200Fu || (code >= 0x202Au && code <= 0x202Eu) || (code >= 0x2066u && code <= 0x2069u)) return 0xFFFDu;
+    return code;
+}
+
+/* How many columns a character takes: none if it is drawn over the one before, two in the scripts of East Asia and for pictures. */
+static size_t moei_char_width(uint32_t c) {
+    if ((c >= 0x300u && c < 0x370u) || (c >= 0x200Bu && c <= 0x200Du) || (c >= 0xFE00u && c <= 0xFE0Fu)) return 0;
+    return (c >= 0x1100u && c < 0x1160u) || (c >= 0x2E80u && c < 0xA4D0u) || (c >= 0xAC00u && c < 0xD7A4u) || (c >= 0xF900u && c < 0xFB00u) ||
+           (c >= 0xFE30u && c < 0xFE70u) || (c >= 0xFF00u && c < 0xFF61u) || (c >= 0x1F300u && c < 0x1FB00u) || (c >= 0x20000u && c < 0x40000u) ? 2 : 1;
+}
+
+static size_t moei_text_width(const char *s) {
+    size_t width = 0;
+    while (*s != '\0') width += moei_char_width(moei_next_shown(&s));
+    return width;
+}
+
+static void moei_pen_char(moei_pen *p, uint32_t c) {
+    char bytes[4];
+    size_t n = c < 0x80u ? 1 : c < 0x800u ? 2 : c < 0x10000u ? 3 : 4, i;
+    const char *escape = !p->xml ? NULL : c == '&' ? "&amp;" : c == '<' ? "&lt;" : c == '>' ? "&gt;" : c == '"' ? "&quot;" : c == '\'' ? "&#39;" : NULL;
+    for (i = n - 1; i > 0; i--, c >>= 6) bytes[i] = (char)(unsigned char)(0x80u | (c & 63u));
+    bytes[0] = (char)(unsigned char)(n == 1 ? c : (0xF00u >> n & 0xF0u) | c);
+    if (escape != NULL) moei_pen_put(p, escape, moei_strlen(escape));
+    else moei_pen_put(p, bytes, n);
+}
+
+/* A text cut down to `most` columns, the last of which then shows that it was; returns the columns taken. */
+static size_t moei_pen_clip(moei_pen *p, const char *s, size_t most) {
+    size_t width = 0, whole = moei_text_width(s);
+    while (*s != '\0') {
+        const char *at = s;
+        uint32_t c = moei_next_shown(&s);
+        if (whole > most && width + moei_char_width(c) >= most) {
+            moei_pen_char(p, p->xml ? 0x2026u : '~');
+            return width + 1;
+        }
+        width += moei_char_width(c);
+        if (at != s) moei_pen_char(p, c);
+    }
+    return width;
+}
+
+/* %s text of ours, %t text of the user's, %d int, %z size_t, %c a coordinate, rounded to tenths. */
+static void moei_draw(moei_pen *p, const char *format, ...) {
+    char digits[32];
+    moei_text t;
+    va_list arguments;
+    va_start(arguments, format);
+    for (; *format != '\0'; format++) {
+        if (*format != '%') {
+            moei_pen_put(p, format, 1);
+            continue;
+        }
+        t.out = digits, t.room = sizeof digits, t.length = 0;
+        format++;
+        if (*format == 's') moei_pen_repeat(p, va_arg(arguments, const char *), 1);
+        else if (*format == 't') (void)moei_pen_clip(p, va_arg(arguments, const char *), SIZE_MAX);
+        else if (*format == 'd') moei_put_integer(&t, va_arg(arguments, int));
+        else if (*format == 'z') moei_put_unsigned(&t, va_arg(arguments, size_t));
+        else if (*format == 'c') {
+            double tenths = va_arg(arguments, double) * 10.0;
+            int64_t whole = (int64_t)(tenths < 0.0 ? tenths - 0.5 : tenths + 0.5), size = whole < 0 ? -whole : whole;
+            if (whole < 0) moei_put(&t, "-", 1);
+            moei_put_integer(&t, size / 10);
+            if (size % 10 > 0) moei_put(&t, ".", 1), moei_put_integer(&t, size % 10);
+        } else moei_pen_put(p, "%", 1);
+        moei_pen_put(p, digits, t.length);
+    }
+    va_end(arguments);
+}
+
+static int moei_is_number(double x) { return x >= -DBL_MAX && x <= DBL_MAX; }
+
+/* The power of ten at or below x, for 1e-300 < x. */
+static double moei_power_below(double x) {
+    double power = 1.0;
+    while (power > x) power /= 10.0;
+    while (x / power >= 10.0) power *= 10.0;
+    return power;
+}
+
+/* Digits behind the point that numbers up to `most` in size are told with; whole: none is broken. Below -1: so many significant digits, with exponents. */
+static int moei_decimals_for(double most, int whole) {
+    if (whole && most < 1e9) return 0;
+    if (most >= 1e6 || (most > 0.0 && most < 1e-3)) return -4;
+    return most >= 100.0 ? 1 : most >= 10.0 ? 2 : most >= 0.1 ? 3 : most >= 0.01 ? 4 : 5;
+}
+
+/* value as text: "-" for what is none. Returns room. */
+static const char *moei_number(char room[48], double value, int decimals) {
+    moei_text t;
+    double size = value < 0.0 ? -value : value, power = 1.0;
+    int i;
+    t.out = room, t.room = 48, t.length = 0;
+    for (i = 0; i < decimals; i++) power *= 10.0;
+    if (!moei_is_number(value)) moei_put(&t, "-", 1);
+    else if (!(size > 0.0)) decimals = decimals < 0 ? 0 : decimals, size = 0.0;
+    if (t.length == 0 && (decimals < 0 || size >= 1e17 / power)) moei_put_digits(&t, value, decimals < -1 ? -decimals : 4);
+    else if (t.length == 0) {
+        double scaled = size * power;
+        uint64_t whole = (uint64_t)scaled, unit = (uint64_t)power;
+        if (scaled - (double)whole >= 0.5) whole++;
+        if (value < 0.0 && whole > 0) moei_put(&t, "-", 1);
+        moei_put_unsigned(&t, whole / unit);
+        if (decimals > 0) moei_put(&t, ".", 1);
+        for (i = 0; i < decimals; i++) moei_put_unsigned(&t, whole / (unit /= 10) % 10);
+    }
+    return room;
+}
+
+/* ---- what a figure holds ------------------------------------------------------------------------------------------------------------ */
+
+/* A kind of figure as data. */
+typedef struct moei_plot moei_plot;
+typedef struct moei_figure_kind {
+    const char *name, *row_label, *column_label;
+    int turned;                      /* tables have a row per column */
+    void (*plan)(moei_plot *);       /* finds width, height and what draw needs */
+    void (*draw)(moei_plot *);
+    void (*tell)(moei_plot *);       /* the message, in words */
+    void (*text)(moei_plot *, size_t columns);
+} moei_figure_kind;
+
+/* One figure at work. */
+struct moei_plot {
+    const moe_figure *f;
+    const moei_figure_kind *kind;
+    moei_pen *p;
+    size_t rows, columns, row_step, column_step; /* what is shown: each a mean of (MAP, tables: the first of) so many */
+    size_t n_experts;
+    double low, high;            /* of the values */
+    int any, decimals, numbers, turned; /* any: there is a value; numbers: they stand in the cells; turned: names of columns do */
+    double left, top, width, height, cell_w, cell_h;
+    size_t digits, names, heads; /* columns that the widest number, row's name and column's name take */
+};
+
+enum { MOEI_PHONE = 340 /* the width of most figures */, MOEI_LINE_HEIGHT = 18, MOEI_LEGEND_MOST = 64, MOEI_TINTS = 16, MOEI_LEVELS = 10, MOEI_TOKENS_MOST = 3000 };
+static const double moei_char = 7.4; /* of one character, in pixels */
+
+static size_t moei_least(size_t a, size_t b) { return a < b ? a : b; }
+static size_t moei_larger_size(size_t a, size_t b) { return a > b ? a : b; }
+static double moei_larger(double a, double b) { return a > b ? a : b; }
+static double moei_smaller(double a, double b) { return a < b ? a : b; }
+
+static size_t moei_at(const moe_figure *f, size_t row, size_t column) { return row * (f->stride > 0 ? f->stride : f->columns) + column; }
+
+static int moei_value(const moe_figure *f, size_t row, size_t column, double *value) {
+    *value = f->values != NULL ? f->values[moei_at(f, row, column)] : (double)MOEI_INFINITY;
+    return moei_is_number(*value);
+}
+
+static double moei_figure_spread(const moe_figure *f, size_t row, size_t column) {
+    double s = f->spread != NULL ? f->spread[moei_at(f, row, column)] : -1.0;
+    return moei_is_number(s) && s >= 0.0 ? s : -1.0;
+}
+
+/* The mean of a block of cells, of those that have a value. */
+static int moei_mean(const moei_plot *q, size_t row, size_t column, double *mean) {
+    const moe_figure *f = q->f;
+    size_t r, c, n = 0;
+    double value;
+    *mean = 0.0;
+    for (r = row * q->row_step; r < moei_least((row + 1) * q->row_step, f->rows); r++)
+        for (c = column * q->column_step; c < moei_least((column + 1) * q->column_step, f->columns); c++)
+            if (moei_value(f, r, c, &value)) n++, *mean += value / (double)n - *mean / (double)n;
+    return n > 0;
+}
+
+static int32_t moei_figure_expert(const moei_plot *q, size_t row, size_t column) {
+    int32_t e = q->f->experts[moei_at(q->f, row * q->row_step, column * q->column_step)];
+    return e < 0 ? -1 : e;
+}
+
+static const char *moei_label(const char *label, const char *instead) { return label != NULL ? label : instead; }
+
+/* names[i], else label and i, or i alone without a label. */
+static const char *moei_name(const char *const *names, const char *label, size_t i, char room[48]) {
+    moei_text t;
+    if (names != NULL && names[i] != NULL) return names[i];
+    t.out = room, t.room = 48, t.length = 0;
+    if (label != NULL && moei_strlen(label) < 24) moei_put(&t, label, moei_strlen(label)), moei_put(&t, " ", 1);
+    moei_put_unsigned(&t, i);
+    return room;
+}
+
+static const char *moei_row_label(const moei_plot *q) { return moei_label(q->f->row_label, q->kind->row_label); }
+static const char *moei_column_label(const moei_plot *q) { return moei_label(q->f->column_label, q->kind->column_label); }
+static const char *moei_row_name(const moei_plot *q, size_t i, char room[48]) { return moei_name(q->f->row_names, moei_row_label(q), i, room); }
+
+static const char *moei_column_name(const moei_plot *q, size_t i, char room[48]) {
+    moei_text t;
+    if (q->kind->turned && q->f->column_names == NULL && q->f->x != NULL && moei_is_number(q->f->x[i])) { /* steps are told by their number */
+        t.out = room, t.room = 48, t.length = 0;
+        if (q->f->x[i] < 0.0 || q->f->x[i] > 0.0) moei_put_digits(&t, q->f->x[i], 6);
+        else moei_put(&t, "0", 1);
+        return room;
+    }
+    return moei_name(q->f->column_names, moei_column_label(q), i, room);
+}
+
+/* At most so many rows and columns are shown. */
+static void moei_thin(moei_plot *q, size_t rows, size_t columns) {
+    q->row_step = q->f->rows > 0 ? (q->f->rows - 1) / rows + 1 : 1, q->column_step = q->f->columns > 0 ? (q->f->columns - 1) / columns + 1 : 1;
+    q->rows = q->f->rows > 0 ? (q->f->rows - 1) / q->row_step + 1 : 0, q->columns = q->f->columns > 0 ? (q->f->columns - 1) / q->column_step + 1 : 0;
+}
+
+static void moei_include(moei_plot *q, double value) {
+    if (!moei_is_number(value)) return;
+    q->low = !q->any || value < q->low ? value : q->low;
+    q->high = !q->any || value > q->high ? value : q->high;
+    q->any = 1;
+}
+
+static int moei_has_reference(const moei_plot *q) { return moei_is_number(q->f->reference) && (q->f->reference < 0.0 || q->f->reference > 0.0); }
+
+/* The least and largest value, and how numbers are written; of column `only`, or of all (SIZE_MAX). */
+static void moei_figure_measure(moei_plot *q, size_t only) {
+    const moe_figure *f = q->f;
+    size_t r, c;
+    double value, most = 0.0;
+    int whole = 1;
+    q->any = 0, q->low = q->high = 0.0;
+    for (r = 0; r < f->rows; r++)
+        for (c = only < f->columns ? only : 0; c < (only < f->columns ? only + 1 : f->columns); c++) {
+            double spread = moei_figure_spread(f, r, c);
+            if (!moei_value(f, r, c, &value)) continue;
+            moei_include(q, value);
+            most = moei_larger(most, value < 0.0 ? -value : value);
+            if (spread >= 0.0) most = moei_larger(most, spread), whole = 0;
+            whole = whole && most < 1e15 && !((double)(int64_t)value < value) && !((double)(int64_t)value > value);
+        }
+    q->decimals = f->decimals > 0 ? f->decimals < 9 ? f->decimals : 9 : f->decimals < 0 ? 0 : moei_decimals_for(most, whole);
+}
+
+static double moei_plot_share(const moei_plot *q, double value) {
+    double share = q->high > q->low ? (value * 0.5 - q->low * 0.5) / (q->high * 0.5 - q->low * 0.5) : 0.0;
+    return share < 0.0 ? 0.0 : share > 1.0 ? 1.0 : share;
+}
+
+/* Room for names and numbers; names are cut at `most` columns. */
+static void moei_measure_names(moei_plot *q, size_t most) {
+    char room[48];
+    size_t i, r, c;
+    double value;
+    q->names = q->heads = q->digits = 0;
+    for (i = 0; i < q->f->rows; i++) q->names = moei_larger_size(q->names, moei_text_width(moei_name(q->f->row_names, NULL, i, room)));
+    for (i = 0; i < q->f->columns; i++) q->heads = moei_larger_size(q->heads, moei_text_width(moei_name(q->f->column_names, NULL, i, room)));
+    for (r = 0; r < q->rows; r++)
+        for (c = 0; c < q->columns; c++)
+            if (moei_mean(q, r, c, &value)) q->digits = moei_larger_size(q->digits, moei_strlen(moei_number(room, value, q->decimals)));
+    q->names = moei_least(q->names, most), q->heads = moei_least(q->heads, most);
+}
+
+/* ---- colours -------------------------------------------------------------------------------------------------------------------------- */
+
+/* Of the light and the dark scheme, as hexadecimal RGB: 16 tints for experts and 10 levels of a value, with black or white text on them; 8 lines. The
+   first eight tints and the lines keep apart for the colour-blind: hues as in Okabe, Ito 2008, Color universal design; numbers and dashes do the rest. */
+static const char moei_tints[2][MOEI_TINTS * 6 + 1] = {
+    "9ecbffffc28a98e0b0f7b6d9f6e27ad0d0d09be7eecdb8ff6fb0f0e8964a55bb82de80baccb133a3a3a346bcc9a78eea",
+    "1f4e868a4b081c6b3f8a2c666b5c00555b630b6470553f9e163d6b6c3a06145030701f52524600434850074c55432f85"};
+static const char moei_levels[2][MOEI_LEVELS * 6 + 1] = {"f1f6fbdeebf7c6dbefa5cbe67fb5da5a9dcc3b82bd2468a4124e8708306b",
+                                                         "1d273320364c234766275a822f6f9f3f87ba5ba0d080b9e0abd2eed8ebf9"};
+static const char moei_strokes[2][8 * 6 + 1] = {"0b62b8b8460b0a7a4ba3327f7a65004d556000788a6842c2", "6cb2ffff9a5c5fd39aff8ccfe3cb52b9c1cc58d3e0b9a1ff"};
+static const unsigned char moei_dark_ink_from[2] = {0, 5}, moei_dark_ink_to[2] = {7, 10}; /* levels with black text */
+
+static void moei_colours(moei_pen *p, int dark) {
+    static const char *const ground[2] = {"fff", "171b21"}, *const ink[2] = {"1c2330", "e8ecf1"}, *const muted[2] = {"55606e", "a9b3c0"},
+                      *const grid[2] = {"d5dbe3", "39424e"};
+    int i;
+    moei_draw(p, ".moe .bg{fill:#%s}.moe text,.moe .u{fill:#%s}.moe .m{fill:#%s}.moe .g{stroke:#%s}.moe .a{stroke:#%s}", ground[dark], ink[dark], muted[dark],
+              grid[dark], muted[dark]);
+    moei_draw(p, ".moe .e{fill:#%s;color:#%s}", dark ? "fff" : "000", dark ? "fff" : "000");
+    for (i = 0; i < MOEI_TINTS; i++) {
+        moei_draw(p, ".moe .c%d{fill:#", i), moei_pen_put(p, moei_tints[dark] + 6 * i, 6);
+        moei_draw(p, ";background:#"), moei_pen_put(p, moei_tints[dark] + 6 * i, 6), moei_draw(p, "}");
+    }
+    for (i = 0; i < MOEI_LEVELS; i++) {
+        moei_draw(p, ".moe .h%d{fill:#", i), moei_pen_put(p, moei_levels[dark] + 6 * i, 6);
+        moei_draw(p, "}.moe .i%d{fill:#%s}", i, i >= moei_dark_ink_from[dark] && i < moei_dark_ink_to[dark] ? "000" : "fff");
+    }
+    for (i = 0; i < 8; i++) {
+        moei_draw(p, ".moe .s%d{stroke:#", i), moei_pen_put(p, moei_strokes[dark] + 6 * i, 6);
+        moei_draw(p, "}.moe .f%d{fill:#", i), moei_pen_put(p, moei_strokes[dark] + 6 * i, 6), moei_draw(p, "}");
+    }
+}
+
+static void moei_style(moei_pen *p) {
+    moei_draw(p, ".moe text{font:13px system-ui,-apple-system,\"Segoe UI\",Roboto,\"Noto Sans\",sans-serif;white-space:pre}.moe .b{font-size:16px;font-weight:600}"
+                 ".moe .r{text-anchor:end}.moe .n{text-anchor:middle}.moe .k{font-family:ui-monospace,\"DejaVu Sans Mono\",Menlo,Consolas,monospace}"
+                 ".moe .l{fill:none;stroke-width:2;stroke-linecap:round;stroke-linejoin:round}.moe .g,.moe .a{fill:none}"
+                 ".moe .d1{stroke-dasharray:7 4}.moe .d2{stroke-dasharray:2 4}.moe .d3{stroke-dasharray:9 4 2 4}");
+    moei_colours(p, 0);
+    moei_draw(p, "@media(prefers-color-scheme:dark){"), moei_colours(p, 1), moei_draw(p, "}");
+}
+
+/* ---- pieces of pictures ----------------------------------------------------------------------------------------------------------------- */
+
+static void moei_write_at(moei_plot *q, double x, double y, const char *class_name, const char *s, size_t most) {
+    moei_draw(q->p, "<text x=\"%c\" y=\"%c\"%s%s%s>", x, y, *class_name != '\0' ? " class=\"" : "", class_name, *class_name != '\0' ? "\"" : "");
+    (void)moei_pen_clip(q->p, s, most), moei_draw(q->p, "</text>\n");
+}
+
+static void moei_rect(moei_plot *q, double x, double y, double width, double height, const char *class_name, int number) {
+    moei_draw(q->p, "<rect x=\"%c\" y=\"%c\" width=\"%c\" height=\"%c\" class=\"%s", x, y, width, height, class_name);
+    if (number >= 0) moei_draw(q->p, "%d", number);
+    moei_draw(q->p, "\"/>");
+}
+
+static void moei_line_at(moei_plot *q, double x1, double y1, double x2, double y2, const char *class_name) {
+    moei_draw(q->p, "<path d=\"M%c %cL%c %c\" class=\"%s\"/>\n", x1, y1, x2, y2, class_name);
+}
+
+/* The end of the line of at most `width` columns that begins at s, which holds at least one character; *next: where the one after it begins. */
+static const char *moei_wrap(const char *s, size_t width, const char **next) {
+    const char *end = s, *space = NULL;
+    size_t taken = 0;
+    while (*end != '\0') {
+        const char *at = end;
+        uint32_t c = moei_next_shown(&end);
+        taken += moei_char_width(c);
+        if (c == ' ') space = at, *next = end;
+        if (taken > width && at != s) {
+            if (space == NULL || space == s) *next = space = at;
+            return space;
+        }
+    }
+    return *next = end;
+}
+
+/* Writes a paragraph from y on, if draw; returns the y after it. */
+static double moei_paragraph(moei_plot *q, const char *s, double y, const char *class_name, size_t width, int draw) {
+    while (s != NULL && *s != '\0') {
+        const char *next, *end = moei_wrap(s, width, &next);
+        y += MOEI_LINE_HEIGHT + (*class_name == 'b' ? 3 : 0);
+        if (draw) {
+            moei_draw(q->p, "<text y=\"%c\" class=\"%s\">", y - 4.0, class_name);
+            while (s < end) moei_pen_char(q->p, moei_next_shown(&s));
+            moei_draw(q->p, "</text>\n");
+        }
+        s = next;
+    }
+    return y;
+}
+
+/* How experts are drawn that have no name: a tint with the number on it. */
+static void moei_chip(moei_plot *q, double x, double y, double width, double height, int32_t e) {
+    char room[48];
+    if (e < 0) return;
+    moei_rect(q, x, y, width, height, "c", (int)(e % MOEI_TINTS));
+    moei_write_at(q, x + width / 2.0, y + height - 4.0, "e n", moei_number(room, (double)e, 0), 9);
+}
+
+static double moei_legend_height(const moei_plot *q, size_t columns) { return q->n_experts > MOEI_LEGEND_MOST ? 0.0 : (double)((q->n_experts + columns - 1) / columns) * 22.0 + 6.0; }
+
+/* The share of the cells of row `row` (SIZE_MAX: of all) that expert e has, of those with an expert. */
+static double moei_expert_share(const moei_plot *q, size_t row, int32_t e) {
+    size_t rows = (q->f->rows - 1) / q->row_step + 1, columns = (q->f->columns - 1) / q->column_step + 1, r, c, all = 0, its = 0;
+    for (r = row < rows ? row : 0; r < (row < rows ? row + 1 : rows); r++)
+        for (c = 0; c < columns; c++) {
+            int32_t there = moei_figure_expert(q, r, c);
+            all += there >= 0, its += there == e;
+        }
+    return all > 0 ? (double)its / (double)all : 0.0;
+}
+
+/* Experts and their shares. */
+static void moei_legend(moei_plot *q, double y) {
+    char room[48];
+    size_t e;
+    if (q->n_experts > MOEI_LEGEND_MOST) return;
+    for (e = 0; e < q->n_experts; e++) {
+        double x = (double)(e % 4) * 85.0, at = y + (double)(e / 4) * 22.0;
+        moei_chip(q, x, at, 28.0, 18.0, (int32_t)e);
+        moei_draw(q->p, "<text x=\"%c\" y=\"%c\" class=\"m\">%s %%</text>\n", x + 33.0, at + 14.0, moei_number(room, 100.0 * moei_expert_share(q, SIZE_MAX, (int32_t)e), 1));
+    }
+}
+
+/* How many digits the largest of n experts has. */
+static size_t moei_digits_of(size_t n) {
+    size_t digits = 1;
+    for (; n > 10; n = (n + 9) / 10) digits++;
+    return digits;
+}
+
+static void moei_count_experts(moei_plot *q) {
+    size_t r, c;
+    q->n_experts = q->f->n_experts > 0 ? (size_t)q->f->n_experts : 0;
+    for (r = 0; r < q->f->rows && q->f->n_experts <= 0; r++)
+        for (c = 0; c < q->f->columns; c++) {
+            int32_t e = q->f->experts[moei_at(q->f, r, c)];
+            if (e >= 0 && (size_t)e >= q->n_experts) q->n_experts = (size_t)e + 1;
+        }
+}
+
+/* ---- tables coloured by value -------------------------------------------------------------------------------------------------------------- */
+
+/* Levels begin at 0 where that is not far. */
+static void moei_from_zero(moei_plot *q) {
+    if (q->low > 0.0 && q->low <= q->high * 0.5) q->low = 0.0;
+}
+
+static int moei_level(const moei_plot *q, double value) { return (int)moei_smaller(moei_plot_share(q, value) * MOEI_LEVELS, MOEI_LEVELS - 1.0); }
+
+static void moei_plan_heat(moei_plot *q) {
+    size_t label;
+    moei_thin(q, 128, 128);
+    moei_figure_measure(q, SIZE_MAX);
+    moei_from_zero(q);
+    moei_measure_names(q, 16);
+    q->numbers = q->column_step == 1 && q->row_step == 1 && q->columns <= 48 && q->digits <= 10;
+    label = moei_text_width(moei_row_label(q));
+    q->left = (double)moei_larger_size(q->names, moei_least(label, 10)) * moei_char + 8.0;
+    q->cell_w = q->numbers ? (double)q->digits * moei_char + 8.0 : 12.0;
+    if (q->columns > 0) q->cell_w = moei_larger(q->cell_w, moei_smaller((MOEI_PHONE - q->left) / (double)q->columns, 60.0));
+    q->cell_h = q->numbers ? 24.0 : 14.0;
+    q->turned = (double)q->heads * moei_char > q->cell_w - 2.0;
+    q->top = MOEI_LINE_HEIGHT + (q->turned ? (double)q->heads * moei_char + 10.0 : MOEI_LINE_HEIGHT);
+    q->width = moei_larger(MOEI_PHONE, q->left + (double)q->columns * q->cell_w);
+    q->height = q->top + (double)q->rows * q->cell_h + 50.0;
+}
+
+/* Low and high of the colours. */
+static void moei_draw_scale(moei_plot *q, double y) {
+    char room[48];
+    double x = q->left, low = (double)moei_strlen(moei_number(room, q->low, q->decimals)) * moei_char + 6.0;
+    int i;
+    if (!q->any) return;
+    moei_write_at(q, x, y + 14.0, "m", room, 20);
+    for (i = 0; i < MOEI_LEVELS; i++) moei_rect(q, x + low + 10.0 * i, y, 10.0, 18.0, "h", i);
+    moei_draw(q->p, "\n<text x=\"%c\" y=\"%c\" class=\"m\">%s ", x + low + 106.0, y + 14.0, moei_number(room, q->high, q->decimals));
+    (void)moei_pen_clip(q->p, moei_label(q->f->value_label, ""), 14), moei_draw(q->p, "</text>\n");
+}
+
+static void moei_draw_heat(moei_plot *q) {
+    char room[48];
+    size_t r, c, every = (size_t)((q->turned ? 14.0 : (double)q->heads * moei_char + 4.0) / q->cell_w) + 1;
+    double value;
+    moei_write_at(q, q->left, 14.0, "m", moei_column_label(q), 30);
+    moei_write_at(q, 0.0, q->top - 5.0, "m", moei_row_label(q), 10);
+    for (c = 0; c < q->columns; c += every) {
+        double x = q->left + ((double)c + 0.5) * q->cell_w;
+        const char *name = moei_name(q->f->column_names, NULL, c * q->column_step, room);
+        if (!q->turned) moei_write_at(q, x, q->top - 5.0, "n", name, q->heads);
+        else moei_draw(q->p, "<text transform=\"translate(%c %c)rotate(-90)\">", x + 4.5, q->top - 5.0), (void)moei_pen_clip(q->p, name, q->heads), moei_draw(q->p, "</text>\n");
+    }
+    for (r = 0; r < q->rows; r++) {
+        double y = q->top + (double)r * q->cell_h;
+        moei_write_at(q, q->left - 6.0, y + q->cell_h / 2.0 + 4.5, "r", moei_name(q->f->row_names, NULL, r * q->row_step, room), q->names);
+        for (c = 0; c < q->columns; c++) {
+            double x = q->left + (double)c * q->cell_w;
+            int there = moei_mean(q, r, c, &value), level = there ? moei_level(q, value) : 0;
+            if (there) moei_rect(q, x, y, q->cell_w - 1.0, q->cell_h - 1.0, "h", level);
+            if (!q->numbers && there) continue;
+            moei_draw(q->p, "<text x=\"%c\" y=\"%c\" class=\"n ", x + q->cell_w / 2.0 - 0.5, y + q->cell_h / 2.0 + 4.0);
+            moei_draw(q->p, there ? "i%d\">" : "m\">", level), moei_draw(q->p, "%s</text>", there ? moei_number(room, value, q->decimals) : "-");
+        }
+        moei_draw(q->p, "\n");
+    }
+    moei_draw_scale(q, q->top + (double)q->rows * q->cell_h + 14.0);
+}
+
+/* Where the largest (sign 1) or smallest (-1) value stands. */
+static void moei_tell_extreme(moei_plot *q, const char *what, double sign) {
+    char room[48];
+    size_t r, c, row = 0, column = 0;
+    double value, best = 0.0;
+    int any = 0;
+    for (r = 0; r < q->f->rows; r++)
+        for (c = 0; c < q->f->columns; c++)
+            if (moei_value(q->f, r, c, &value) && (!any || value * sign > best * sign)) best = value, row = r, column = c, any = 1;
+    moei_draw(q->p, "%s %s at %t", what, moei_number(room, best, q->decimals), moei_row_name(q, row, room));
+    if (q->f->columns > 1) moei_draw(q->p, ", %t", moei_column_name(q, column, room));
+    moei_draw(q->p, ". ");
+}
+
+static void moei_tell_cells(moei_plot *q) {
+    moei_draw(q->p, "%z x %z numbers", q->f->rows, q->f->columns);
+    if (q->f->value_label != NULL) moei_draw(q->p, ", %t", q->f->value_label);
+    moei_draw(q->p, ". ");
+    moei_figure_measure(q, SIZE_MAX);
+    if (!q->any) {
+        moei_draw(q->p, "None has a value.");
+        return;
+    }
+    moei_tell_extreme(q, "Largest:", 1.0), moei_tell_extreme(q, "Smallest:", -1.0);
+}
+
+/* ---- bars --------------------------------------------------------------------------------------------------------------------------------------- */
+
+static void moei_measure_bars(moei_plot *q) {
+    size_t r, c;
+    double value, spread;
+    moei_figure_measure(q, SIZE_MAX);
+    for (r = 0; r < q->f->rows; r++)
+        for (c = 0; c < q->f->columns; c++)
+            if ((spread = moei_figure_spread(q->f, r, c)) >= 0.0 && moei_value(q->f, r, c, &value)) moei_include(q, value - spread), moei_include(q, value + spread);
+    if (moei_has_reference(q)) moei_include(q, q->f->reference);
+    if (q->any) moei_include(q, 0.0);
+}
+
+/* A number, with its interval where it has one. */
+static void moei_draw_value(moei_plot *q, double value, double spread) {
+    char room[48];
+    moei_draw(q->p, "%s", moei_number(room, value, q->decimals));
+    if (spread >= 0.0) moei_draw(q->p, q->p->xml ? " \xC2\xB1 %s" : " +- %s", moei_number(room, spread, q->decimals));
+}
+
+static size_t moei_value_width(const moei_plot *q, double value, double spread) {
+    char room[48];
+    size_t width = moei_strlen(moei_number(room, value, q->decimals));
+    return spread >= 0.0 ? width + (q->p->xml ? 3 : 4) + moei_strlen(moei_number(room, spread, q->decimals)) : width;
+}
+
+static void moei_measure_values(moei_plot *q) {
+    size_t r, c;
+    double value;
+    for (r = 0; r < q->rows; r++)
+        for (c = 0; c < q->columns; c++)
+            if (moei_mean(q, r, c, &value))
+                q->digits = moei_larger_size(q->digits, moei_value_width(q, value, q->row_step == 1 ? moei_figure_spread(q->f, r, c) : -1.0));
+}
+
+static void moei_plan_bars(moei_plot *q) {
+    moei_thin(q, 256, SIZE_MAX);
+    moei_measure_bars(q);
+    moei_measure_names(q, 16);
+    moei_measure_values(q);
+    q->top = moei_label(q->f->value_label, NULL) != NULL || moei_row_label(q) != NULL ? MOEI_LINE_HEIGHT + 6.0 : 4.0;
+    q->left = (double)moei_larger_size(q->names, q->f->row_names == NULL ? moei_least(moei_text_width(moei_row_label(q)), 10) : 0) * moei_char + 8.0;
+    q->cell_h = q->columns > 1 ? (double)q->columns * 16.0 + 6.0 : 21.0;
+    q->cell_w = MOEI_PHONE - q->left - (double)q->digits * moei_char - 8.0;
+    if (q->cell_w < 80.0) q->cell_w = 80.0;
+    q->width = q->left + q->cell_w + 8.0 + (double)q->digits * moei_char;
+    q->height = q->top + (double)q->rows * q->cell_h + 6.0 + (moei_has_reference(q) ? MOEI_LINE_HEIGHT : 0.0) + (q->columns > 1 ? (double)q->columns * MOEI_LINE_HEIGHT + 4.0 : 0.0);
+}
+
+static void moei_draw_bar(moei_plot *q, size_t row, size_t column, double y) {
+    double value, zero = q->left + moei_plot_share(q, 0.0) * q->cell_w, spread = q->row_step == 1 ? moei_figure_spread(q->f, row, column) : -1.0, end, from, to;
+    int there = moei_mean(q, row, column, &value);
+    end = q->left + moei_plot_share(q, there ? value : 0.0) * q->cell_w;
+    if (there) moei_rect(q, moei_smaller(zero, end), y, moei_larger(end > zero ? end - zero : zero - end, 1.0), 14.0, "f", (int)(column % 8));
+    if (there && spread >= 0.0) {
+        from = q->left + moei_plot_share(q, value - spread) * q->cell_w, to = q->left + moei_plot_share(q, value + spread) * q->cell_w;
+        moei_draw(q->p, "<path d=\"M%c %cv6M%c %cv6M%c %cH%c\" class=\"a\"/>", from, y + 4.0, to, y + 4.0, from, y + 7.0, to);
+    }
+    moei_draw(q->p, "<text x=\"%c\" y=\"%c\" class=\"r\">", q->width, y + 11.5);
+    if (there) moei_draw_value(q, value, spread);
+    else moei_draw(q->p, "-");
+    moei_draw(q->p, "</text>\n");
+}
+
+static void moei_draw_bars(moei_plot *q) {
+    char room[48];
+    size_t r, c;
+    double bottom = q->top + (double)q->rows * q->cell_h, x;
+    if (q->f->row_names == NULL) moei_write_at(q, 0.0, 14.0, "m", moei_row_label(q), 10);
+    if (q->f->value_label != NULL) moei_write_at(q, q->width, 14.0, "m r", q->f->value_label, 30);
+    for (r = 0; r < q->rows; r++) {
+        double y = q->top + (double)r * q->cell_h;
+        moei_write_at(q, q->left - 6.0, y + q->cell_h / 2.0 + 1.5, "r", moei_name(q->f->row_names, NULL, r * q->row_step, room), q->names);
+        for (c = 0; c < q->columns; c++) moei_draw_bar(q, r, c, y + 16.0 * (double)c);
+    }
+    if (moei_has_reference(q)) {
+        x = q->left + moei_plot_share(q, q->f->reference) * q->cell_w;
+        moei_draw(q->p, "<path d=\"M%c %cV%c\" class=\"a d1\"/><text x=\"%c\" y=\"%c\" class=\"m%s\">", x, q->top - 2.0, bottom, x, bottom + 13.0,
+                  x > MOEI_PHONE * 0.75 ? " r" : x > MOEI_PHONE * 0.35 ? " n" : "");
+        (void)moei_pen_clip(q->p, moei_label(q->f->reference_name, "reference"), 24);
+        moei_draw(q->p, " %s</text>\n", moei_number(room, q->f->reference, q->decimals)), bottom += MOEI_LINE_HEIGHT;
+    }
+    for (c = 0; c < q->columns && q->columns > 1; c++) {
+        moei_rect(q, q->left, bottom + 6.0 + MOEI_LINE_HEIGHT * (double)c, 24.0, 12.0, "f", (int)(c % 8));
+        moei_write_at(q, q->left + 30.0, bottom + 16.5 + MOEI_LINE_HEIGHT * (double)c, "", moei_column_name(q, c, room), 24);
+    }
+}
+
+/* ---- curves ---------------------------------------------------------------------------------------------------------------------------------------- */
+
+static double moei_x(const moe_figure *f, size_t column) { return f->x != NULL ? f->x[column] : (double)column + 1.0; }
+
+/* A round step between marks, of which there are at most `most` or so over half * 2. */
+static double moei_mark_step(double half, double most) {
+    double raw = half / most * 2.0, power = moei_power_below(raw);
+    return raw > power * 5.0 ? power * 10.0 : raw > power * 2.0 ? power * 5.0 : raw > power ? power * 2.0 : power;
+}
+
+/* Makes low < high by more than rounding, so that marks can be told apart. */
+static void moei_widen(moei_plot *q) {
+    double size = moei_larger(q->high < 0.0 ? -q->high : q->high, q->low < 0.0 ? -q->low : q->low);
+    if (!q->any) q->low = 0.0, q->high = 1.0;
+    else if (q->high * 0.5 - q->low * 0.5 <= size * 1e-10 || size < 1e-290) {
+        double more = size < 1e-290 ? 1.0 : size * 0.05;
+        q->low -= q->low > -1e300 ? more : 0.0, q->high += q->high < 1e300 ? more : 0.0;
+    }
+}
+
+/* Marks at round numbers from low to high: number i, or 0 behind the last. */
+static int moei_mark(const moei_plot *q, double most, int i, double *at) {
+    double step = moei_mark_step(q->high * 0.5 - q->low * 0.5, most), first = q->low / step;
+    int64_t k = (int64_t)first;
+    if ((double)k < first) k++;
+    *at = (double)(k + i) * step;
+    return *at <= q->high + step * 1e-6;
+}
+
+/* How the marks' numbers are written. */
+static int moei_mark_decimals(const moei_plot *q, double most) {
+    double step = moei_mark_step(q->high * 0.5 - q->low * 0.5, most), size = moei_larger(q->high, -q->low);
+    int decimals = 0, significant = 1;
+    if (size >= 1e6 || size < 1e-4) {
+        for (; size > step * 1.5 && significant < 15; size /= 10.0) significant++;
+        return significant > 1 ? -significant : -2;
+    }
+    for (; step < 0.99 && decimals < 9; step *= 10.0) decimals++;
+    return decimals;
+}
+
+static void moei_measure_x(moei_plot *q) {
+    size_t c;
+    q->any = 0, q->low = q->high = 0.0;
+    for (c = 0; c < q->f->columns; c++)
+        if (moei_is_number(moei_x(q->f, c))) moei_include(q, moei_x(q->f, c));
+    moei_widen(q);
+}
+
+static void moei_measure_y(moei_plot *q) {
+    moei_figure_measure(q, SIZE_MAX);
+    if (moei_has_reference(q)) moei_include(q, q->f->reference);
+    if (q->low > 0.0 && q->low < q->high * 0.3) q->low = 0.0;
+    moei_widen(q);
+}
+
+enum { MOEI_PLOT_HEIGHT = 190, MOEI_BUCKETS = 320, MOEI_NAMED_LINES = 32 };
+
+static size_t moei_legend_lines(const moei_plot *q) { return q->f->rows == 1 && q->f->row_names == NULL ? 0 : moei_least(q->f->rows, MOEI_NAMED_LINES); }
+static int moei_dash(size_t i) { return (int)((i + i / 8) % 4); }
+
+static void moei_plan_lines(moei_plot *q) {
+    char room[48];
+    double at;
+    int i, decimals;
+    moei_measure_y(q);
+    decimals = moei_mark_decimals(q, 5.0);
+    for (i = 0; moei_mark(q, 5.0, i, &at); i++) q->digits = moei_larger_size(q->digits, moei_strlen(moei_number(room, at, decimals)));
+    q->left = (double)q->digits * moei_char + 8.0;
+    q->top = q->f->value_label != NULL ? MOEI_LINE_HEIGHT + 8.0 : 8.0;
+    q->width = MOEI_PHONE;
+    q->cell_w = q->width - q->left - 8.0;
+    q->height = q->top + MOEI_PLOT_HEIGHT + MOEI_LINE_HEIGHT * 2.0 + 4.0 + (double)moei_legend_lines(q) * MOEI_LINE_HEIGHT + (q->f->rows > MOEI_NAMED_LINES ? MOEI_LINE_HEIGHT : 0.0);
+}
+
+static double moei_y_of(const moei_plot *q, double value) { return q->top + (1.0 - moei_plot_share(q, value)) * MOEI_PLOT_HEIGHT; }
+
+/* One point of a curve; *on: the pen is down. */
+static void moei_point(moei_plot *q, const moei_plot *x, size_t row, size_t column, int *on) {
+    double value, at = moei_x(q->f, column);
+    if (!moei_value(q->f, row, column, &value) || !moei_is_number(at)) {
+        *on = 0;
+        return;
+    }
+    moei_draw(q->p, *on ? "L%c %c" : "M%c %ch0", q->left + moei_plot_share(x, at) * q->cell_w, moei_y_of(q, value)); /* h0: a point alone is a dot */
+    *on = 1;
+}
+
+/* Of many points the lowest and the highest of each bucket, in their order. */
+static void moei_draw_curve(moei_plot *q, const moei_plot *x, size_t row) {
+    size_t n = q->f->columns, step = n > 2 * MOEI_BUCKETS ? (n - 1) / MOEI_BUCKETS + 1 : 1, c, i;
+    double value, low, high;
+    int on = 0;
+    moei_draw(q->p, "<path class=\"l s%d d%d\" d=\"", (int)(row % 8), moei_dash(row));
+    for (c = 0; c < n; c += step) {
+        size_t lowest = c, highest = c, any = 0;
+        low = high = 0.0;
+        for (i = c; i < moei_least(c + step, n); i++) {
+            if (!moei_value(q->f, row, i, &value)) continue;
+            if (!any || value < low) low = value, lowest = i;
+            if (!any || value > high) high = value, highest = i;
+            any = 1;
+        }
+        moei_point(q, x, row, lowest < highest ? lowest : highest, &on);
+        if (lowest != highest) moei_point(q, x, row, lowest < highest ? highest : lowest, &on);
+    }
+    moei_draw(q->p, "\"/>\n");
+}
+
+static void moei_draw_axes(moei_plot *q, const moei_plot *x) {
+    char room[48];
+    double at, bottom = q->top + MOEI_PLOT_HEIGHT, y;
+    int i, decimals = moei_mark_decimals(q, 5.0), x_decimals = moei_mark_decimals(x, 4.0);
+    if (q->f->value_label != NULL) moei_write_at(q, 0.0, 14.0, "m", q->f->value_label, 44);
+    for (i = 0; moei_mark(q, 5.0, i, &at); i++) {
+        y = moei_y_of(q, at);
+        moei_line_at(q, q->left, y, q->left + q->cell_w, y, "g");
+        moei_write_at(q, q->left - 6.0, y + 4.5, "m r", moei_number(room, at, decimals), 20);
+    }
+    for (i = 0; moei_mark(x, 4.0, i, &at); i++) {
+        double where = q->left + moei_plot_share(x, at) * q->cell_w;
+        moei_line_at(q, where, bottom, where, bottom + 4.0, "a");
+        moei_write_at(q, where, bottom + 17.0, where > q->width - 30.0 ? "m r" : "m n", moei_number(room, at, x_decimals), 20);
+    }
+    moei_write_at(q, q->left + q->cell_w / 2.0, bottom + 34.0, "m n", moei_column_label(q), 40);
+    moei_line_at(q, q->left, bottom, q->left + q->cell_w, bottom, "a");
+}
+
+static void moei_draw_lines(moei_plot *q) {
+    char room[48];
+    moei_plot x = *q;
+    size_t r;
+    double y = q->top + MOEI_PLOT_HEIGHT + 40.0, at;
+    moei_measure_x(&x);
+    moei_draw_axes(q, &x);
+    if (moei_has_reference(q)) {
+        at = moei_y_of(q, q->f->reference);
+        moei_line_at(q, q->left, at, q->left + q->cell_w, at, "a d1");
+        moei_write_at(q, q->left + q->cell_w, at > q->top + 20.0 ? at - 4.0 : at + 14.0, "m r", moei_label(q->f->reference_name, "reference"), 40);
+    }
+    for (r = 0; r < q->f->rows; r++) moei_draw_curve(q, &x, r);
+    for (r = 0; r < moei_legend_lines(q); r++, y += MOEI_LINE_HEIGHT) {
+        moei_draw(q->p, "<path d=\"M%c %ch32\" class=\"l s%d d%d\"/>", q->left, y + 7.5, (int)(r % 8), moei_dash(r));
+        moei_write_at(q, q->left + 40.0, y + 12.0, "", moei_row_name(q, r, room), 32);
+    }
+    if (q->f->rows > MOEI_NAMED_LINES) moei_draw(q->p, "<text x=\"%c\" y=\"%c\" class=\"m\">and %z more</text>\n", q->left, y + 12.0, q->f->rows - MOEI_NAMED_LINES);
+}
+
+/* From where to where each curve runs. */
+static void moei_tell_lines(moei_plot *q) {
+    char room[48];
+    size_t r, c;
+    double value;
+    moei_figure_measure(q, SIZE_MAX);
+    moei_draw(q->p, "%z series of %z points. ", q->f->rows, q->f->columns);
+    for (r = 0; r < moei_least(q->f->rows, MOEI_NAMED_LINES); r++) {
+        double first = 0.0, last = 0.0, least = 0.0, most = 0.0;
+        int any = 0;
+        for (c = 0; c < q->f->columns; c++) {
+            if (!moei_value(q->f, r, c, &value)) continue;
+            first = any ? first : value, last = value;
+            least = !any || value < least ? value : least, most = !any || value > most ? value : most;
+            any = 1;
+        }
+        moei_draw(q->p, "%t: ", moei_row_name(q, r, room));
+        if (!any) moei_draw(q->p, "no values. ");
+        else {
+            moei_draw(q->p, "from %s ", moei_number(room, first, q->decimals));
+            moei_draw(q->p, "to %s, ", moei_number(room, last, q->decimals));
+            moei_draw(q->p, "least %s, ", moei_number(room, least, q->decimals));
+            moei_draw(q->p, "most %s. ", moei_number(room, most, q->decimals));
+        }
+    }
+}
+
+/* ---- texts coloured by expert ------------------------------------------------------------------------------------------------------------------------- */
+
+/* The token's text; white space that would not be seen is a sign. */
+static const char *moei_token_text(const moei_plot *q, size_t i, char room[48]) {
+    const char *s = moei_name(q->f->column_names, NULL, i, room);
+    if (*s == '\n' || *s == '\r') return "\xE2\x86\xB5";
+    if (*s == '\t') return "\xE2\x86\xB9";
+    if (*s == '\0' || (*s == ' ' && s[1] == '\0')) return "\xC2\xB7";
+    return s;
+}
+
+static int moei_token_breaks(const moei_plot *q, size_t i) {
+    const char *s = q->f->column_names != NULL && q->f->column_names[i] != NULL ? q->f->column_names[i] : "";
+    while (*s != '\0' && *s != '\n') s++;
+    return *s == '\n';
+}
+
+static double moei_token_width(const moei_plot *q, size_t i) {
+    char room[48];
+    size_t width = moei_least(moei_text_width(moei_token_text(q, i, room)), 36);
+    return (double)moei_larger_size(width, moei_digits_of(q->n_experts)) * 8.0 + 8.0;
+}
+
+/* Tokens one after another as writing goes, each over a chip per layer; returns the height. */
+static double moei_token_flow(moei_plot *q, int draw) {
+    char room[48];
+    double x = 0.0, y = 2.0, line = 22.0 + (double)q->rows * 20.0 + 6.0, value;
+    size_t i, r;
+    for (i = 0; i < q->columns; i++) {
+        double width = moei_token_width(q, i);
+        if (x > 0.0 && x + width > q->width) x = 0.0, y += line;
+        if (draw) {
+            moei_draw(q->p, "<text x=\"%c\" y=\"%c\" class=\"k\">", x + 4.0, y + 15.0);
+            (void)moei_pen_clip(q->p, moei_token_text(q, i, room), 36), moei_draw(q->p, "</text>");
+        }
+        for (r = 0; draw && r < q->rows; r++) {
+            double at = y + 20.0 + 20.0 * (double)r;
+            moei_chip(q, x + 1.0, at, width - 2.0, 17.0, moei_figure_expert(q, r, i));
+            if (moei_value(q->f, r, i, &value) && moei_figure_expert(q, r, i) >= 0)
+                moei_rect(q, x + 1.0, at + 16.0, (width - 2.0) * (value < 0.0 ? 0.0 : value > 1.0 ? 1.0 : value), 2.5, "u", -1);
+        }
+        x += width;
+        if (moei_token_breaks(q, i)) x = q->width;
+    }
+    return y + line;
+}
+
+static void moei_plan_tokens(moei_plot *q) {
+    moei_count_experts(q);
+    moei_thin(q, SIZE_MAX, SIZE_MAX);
+    q->columns = moei_least(q->columns, MOEI_TOKENS_MOST), q->rows = moei_least(q->rows, 64);
+    q->width = MOEI_PHONE;
+    q->top = q->columns > 0 ? moei_token_flow(q, 0) : 0.0;
+    q->height = q->top + moei_legend_height(q, 4) + MOEI_LINE_HEIGHT * 2.0;
+}
+
+/* What the strips under a token are. */
+static void moei_tell_strips(moei_plot *q) {
+    char room[48];
+    if (q->f->rows == 1) moei_draw(q->p, "Under each token: its expert");
+    else moei_draw(q->p, "Under each token: its expert in %t", moei_row_name(q, 0, room)), moei_draw(q->p, " to %t", moei_row_name(q, q->rows - 1, room));
+    if (q->f->values != NULL) moei_draw(q->p, "; line: weight");
+}
+
+static void moei_draw_tokens(moei_plot *q) {
+    (void)moei_token_flow(q, 1);
+    moei_legend(q, q->top);
+    moei_draw(q->p, "<text y=\"%c\" class=\"m\">", q->height - MOEI_LINE_HEIGHT - 6.0), moei_tell_strips(q), moei_draw(q->p, "</text>\n");
+    if (q->columns < q->f->columns) moei_draw(q->p, "<text y=\"%c\" class=\"m\">The first %z of %z tokens</text>\n", q->height - 4.0, q->columns, q->f->columns);
+}
+
+static void moei_tell_experts(moei_plot *q) {
+    char room[48];
+    size_t r, e, groups = q->kind->turned ? q->rows : moei_least(q->rows, 1);
+    for (r = 0; r < groups; r++) {
+        if (q->kind->turned) moei_draw(q->p, "%t: ", moei_row_name(q, r, room));
+        for (e = 0; e < moei_least(q->n_experts, MOEI_LEGEND_MOST); e++) {
+            double share = moei_expert_share(q, q->kind->turned ? r : SIZE_MAX, (int32_t)e);
+            if (share > 0.0) moei_draw(q->p, "expert %z %s %%, ", e, moei_number(room, 100.0 * share, 1));
+        }
+        moei_draw(q->p, "no other. ");
+    }
+}
+
+/* ---- tables --------------------------------------------------------------------------------------------------------------------------------------------- */
+
+enum { MOEI_CELL_MOST = 30, MOEI_HEAD_MOST = 24 };
+
+static const char *moei_cell_text(const moei_plot *q, size_t row, size_t column) { return q->f->cells != NULL ? q->f->cells[moei_at(q->f, row, column)] : NULL; }
+
+static void moei_draw_cell(moei_plot *q, size_t row, size_t column, size_t most) {
+    const char *text = moei_cell_text(q, row, column);
+    double value;
+    if (text != NULL) (void)moei_pen_clip(q->p, text, most);
+    else if (moei_value(q->f, row, column, &value)) moei_draw_value(q, value, moei_figure_spread(q->f, row, column));
+    else moei_draw(q->p, "-");
+}
+
+static size_t moei_cell_width(const moei_plot *q, size_t row, size_t column) {
+    const char *text = moei_cell_text(q, row, column);
+    double value;
+    if (text != NULL) return moei_least(moei_text_width(text), MOEI_CELL_MOST);
+    return moei_value(q->f, row, column, &value) ? moei_value_width(q, value, moei_figure_spread(q->f, row, column)) : 1;
+}
+
+/* The width of a column with its name; sets how its numbers are written. *texts: one of its cells is a text. */
+static size_t moei_column_width(moei_plot *q, size_t column, int *texts) {
+    char room[48];
+    size_t width = moei_least(moei_text_width(moei_name(q->f->column_names, q->f->column_label, column, room)), MOEI_HEAD_MOST), r;
+    moei_figure_measure(q, column);
+    *texts = 0;
+    for (r = 0; r < q->rows; r++) {
+        width = moei_larger_size(width, moei_cell_width(q, r, column));
+        *texts = *texts || moei_cell_text(q, r, column) != NULL;
+    }
+    return width;
+}
+
+/* Column by column, so that each is measured once; returns the width. */
+static double moei_columns(moei_plot *q, int draw) {
+    char room[48];
+    double x = q->left;
+    size_t r, c;
+    int texts;
+    for (c = 0; c < q->columns; c++) {
+        double width = (double)moei_column_width(q, c, &texts) * moei_char, at = texts ? x : x + width;
+        if (draw) moei_write_at(q, at, 16.0, texts ? "m" : "m r", moei_name(q->f->column_names, q->f->column_label, c, room), MOEI_HEAD_MOST);
+        for (r = 0; draw && r < q->rows; r++) {
+            moei_draw(q->p, "<text x=\"%c\" y=\"%c\"%s>", at, (double)r * 24.0 + 41.0, texts ? "" : " class=\"r\"");
+            moei_draw_cell(q, r, c, MOEI_CELL_MOST), moei_draw(q->p, "</text>\n");
+        }
+        x += width + 14.0;
+    }
+    return x - 14.0;
+}
+
+static void moei_plan_table(moei_plot *q) {
+    moei_thin(q, SIZE_MAX, SIZE_MAX);
+    q->rows = moei_least(q->rows, 256), q->columns = moei_least(q->columns, 64);
+    moei_measure_names(q, MOEI_CELL_MOST);
+    q->left = (double)moei_larger_size(q->names, moei_text_width(moei_label(q->f->row_label, ""))) * moei_char + 14.0;
+    q->width = moei_larger(moei_columns(q, 0), MOEI_PHONE);
+    q->height = (double)q->rows * 24.0 + 32.0 + (q->rows < q->f->rows || q->columns < q->f->columns ? MOEI_LINE_HEIGHT : 0.0);
+}
+
+static void moei_draw_table(moei_plot *q) {
+    char room[48];
+    size_t r;
+    moei_write_at(q, 0.0, 16.0, "m", moei_label(q->f->row_label, ""), MOEI_CELL_MOST);
+    for (r = 0; r < q->rows; r++) {
+        moei_line_at(q, 0.0, (double)r * 24.0 + 24.5, q->width, (double)r * 24.0 + 24.5, "g");
+        moei_write_at(q, 0.0, (double)r * 24.0 + 41.0, "", moei_name(q->f->row_names, NULL, r, room), q->names);
+    }
+    (void)moei_columns(q, 1);
+    if (q->rows < q->f->rows || q->columns < q->f->columns)
+        moei_draw(q->p, "<text y=\"%c\" class=\"m\">The first %z of %z rows, %z of %z columns</text>\n", q->height - 4.0, q->rows, q->f->rows, q->columns, q->f->columns);
+}
+
+/* ---- regions ---------------------------------------------------------------------------------------------------------------------------------------------- */
+
+static void moei_plan_map(moei_plot *q) {
+    moei_count_experts(q);
+    moei_thin(q, 128, 128);
+    q->left = q->f->y != NULL ? 48.0 : q->f->row_label != NULL ? 8.0 : 0.0;
+    q->top = q->f->row_label != NULL ? MOEI_LINE_HEIGHT + 4.0 : 2.0;
+    q->width = MOEI_PHONE;
+    q->cell_w = q->columns > 0 ? (q->width - q->left) / (double)q->columns : 1.0;
+    q->cell_h = moei_smaller(q->cell_w, 340.0 / (double)(q->rows > 0 ? q->rows : 1));
+    q->height = q->top + (double)q->rows * q->cell_h + (q->f->x != NULL || q->f->column_label != NULL ? 2.0 * MOEI_LINE_HEIGHT : 0.0) + 8.0 + moei_legend_height(q, 4);
+}
+
+/* The end of the run of one expert that begins at a cell. */
+static size_t moei_map_run(const moei_plot *q, size_t row, size_t column) {
+    int32_t e = moei_figure_expert(q, row, column);
+    size_t end = column + 1;
+    while (end < q->columns && moei_figure_expert(q, row, end) == e) end++;
+    return end;
+}
+
+/* An expert's number stands where it has most room: in the middle of the rows that its longest run is about as long in. */
+static void moei_name_region(moei_plot *q, int32_t e) {
+    char room[48];
+    size_t r, c, end, length = 0, first = 0, from = 0, rows = 0;
+    for (r = 0; r < q->rows; r++)
+        for (c = 0; c < q->columns; c = end) {
+            end = moei_map_run(q, r, c);
+            if (moei_figure_expert(q, r, c) != e) continue;
+            if (end - c > length + length / 8) length = end - c, from = c, first = r, rows = 1;
+            else if (r == first + rows && c < from + length / 2 && end > from + length / 2 && end - c + length / 8 >= length) rows++;
+        }
+    if ((double)length * q->cell_w >= 10.0)
+        moei_write_at(q, q->left + ((double)from + (double)length / 2.0) * q->cell_w, q->top + ((double)first + (double)rows / 2.0) * q->cell_h + 4.5, "e n",
+                     moei_number(room, (double)e, 0), 9);
+}
+
+static void moei_draw_map_axes(moei_plot *q) {
+    char room[48];
+    moei_plot x = *q;
+    double bottom = q->top + (double)q->rows * q->cell_h, low, high;
+    int decimals;
+    moei_write_at(q, 0.0, 14.0, "m", moei_label(q->f->row_label, ""), 44);
+    moei_write_at(q, (q->left + q->width) / 2.0, bottom + 18.0, "m n", moei_label(q->f->column_label, ""), 24);
+    if (q->f->x != NULL && q->columns > 0) {
+        moei_measure_x(&x), decimals = moei_mark_decimals(&x, 5.0);
+        moei_write_at(q, q->left, bottom + 18.0, "m", moei_number(room, q->f->x[0], decimals), 12);
+        moei_write_at(q, q->width, bottom + 18.0, "m r", moei_number(room, q->f->x[q->f->columns - 1], decimals), 12);
+    }
+    if (q->f->y == NULL || q->rows == 0) return;
+    low = q->f->y[q->f->rows - 1], high = q->f->y[0], x.any = 0;
+    moei_include(&x, low), moei_include(&x, high), moei_widen(&x), decimals = moei_mark_decimals(&x, 5.0);
+    moei_write_at(q, q->left - 6.0, q->top + 12.0, "m r", moei_number(room, high, decimals), 12);
+    moei_write_at(q, q->left - 6.0, bottom, "m r", moei_number(room, low, decimals), 12);
+}
+
+static void moei_draw_map(moei_plot *q) {
+    size_t r, c, end, e;
+    for (r = 0; r < q->rows; r++) {
+        for (c = 0; c < q->columns; c = end) {
+            int32_t there = moei_figure_expert(q, r, c);
+            end = moei_map_run(q, r, c);
+            if (there >= 0) /* a little larger, so that no gaps show */
+                moei_rect(q, q->left + (double)c * q->cell_w, q->top + (double)r * q->cell_h, (double)(end - c) * q->cell_w + 0.2, q->cell_h + 0.2, "c",
+                          (int)(there % MOEI_TINTS));
+        }
+        moei_draw(q->p, "\n");
+    }
+    for (e = 0; e < moei_least(q->n_experts, MOEI_LEGEND_MOST); e++) moei_name_region(q, (int32_t)e);
+    moei_draw_map_axes(q);
+    moei_legend(q, q->height - moei_legend_height(q, 4) + 2.0);
+}
+
+static void moei_tell_table(moei_plot *q) { moei_draw(q->p, "A table of %z rows and %z columns.", q->f->rows, q->f->columns); }
+
+/* ---- text ------------------------------------------------------------------------------------------------------------------------------------------------------ */
+
+/* A text in a field: right of the spaces, or left of them. */
+static void moei_field_text(moei_plot *q, const char *s, size_t width, int right) {
+    size_t taken = moei_least(moei_text_width(s), width);
+    if (right) moei_pen_repeat(q->p, " ", width - taken);
+    taken = right ? width : taken, (void)moei_pen_clip(q->p, s, width);
+    moei_pen_repeat(q->p, " ", width - taken);
+}
+
+static void moei_text_paragraph(moei_plot *q, const char *s, size_t columns) {
+    while (s != NULL && *s != '\0') {
+        const char *next, *end = moei_wrap(s, columns, &next);
+        while (s < end) moei_pen_char(q->p, moei_next_shown(&s));
+        moei_draw(q->p, "\n");
+        s = next;
+    }
+}
+
+/* Colours of terminals behind black or white text; the end of them. */
+static void moei_shade(moei_plot *q, int colour, int white) {
+    if (q->p->colour) moei_draw(q->p, "\x1b[48;5;%d;38;5;%dm", colour, white ? 231 : 16);
+}
+
+static void moei_unshade(moei_plot *q) {
+    if (q->p->colour) moei_draw(q->p, "\x1b[0m");
+}
+
+static const unsigned char moei_terminal_tints[MOEI_TINTS] = {153, 216, 157, 218, 228, 252, 159, 183, 75, 173, 78, 175, 178, 247, 80, 141};
+static const unsigned char moei_terminal_levels[MOEI_LEVELS] = {255, 195, 153, 117, 81, 74, 68, 25, 24, 17};
+static const char moei_shades[MOEI_LEVELS + 1] = " .:-=+*#%@";
+
+static void moei_heat_cell(moei_plot *q, size_t r, size_t c, size_t cell) {
+    char room[48];
+    double value;
+    int there = moei_mean(q, r, c, &value), level = there ? moei_level(q, value) : 0;
+    if (there) moei_shade(q, moei_terminal_levels[level], level > 6);
+    if (q->numbers) moei_field_text(q, there ? moei_number(room, value, q->decimals) : "-", cell, 1);
+    else moei_pen_put(q->p, there ? moei_shades + (q->p->colour ? 0 : level) : "?", 1);
+    if (there) moei_unshade(q);
+}
+
+static void moei_text_heat(moei_plot *q, size_t columns) {
+    char room[48];
+    size_t r, c, cell;
+    moei_thin(q, 200, SIZE_MAX);
+    moei_figure_measure(q, SIZE_MAX);
+    moei_from_zero(q);
+    moei_measure_names(q, 16);
+    q->names = moei_larger_size(q->names, moei_least(moei_text_width(moei_row_label(q)), 16));
+    cell = moei_larger_size(q->digits, moei_least(q->heads, 8)) + 2;
+    q->numbers = q->row_step == 1 && q->f->columns <= (columns - q->names) / cell;
+    if (!q->numbers) moei_thin(q, 200, columns - q->names - 2);
+    moei_field_text(q, "", q->names + 2, 0), moei_draw(q->p, "%t\n", moei_column_label(q));
+    moei_field_text(q, moei_row_label(q), q->names, 0);
+    for (c = 0; q->numbers && c < q->columns; c++) moei_draw(q->p, "  "), moei_field_text(q, moei_name(q->f->column_names, NULL, c, room), cell - 2, 1);
+    moei_draw(q->p, "\n");
+    for (r = 0; r < q->rows; r++) {
+        moei_field_text(q, moei_name(q->f->row_names, NULL, r * q->row_step, room), q->names, 1);
+        if (!q->numbers) moei_draw(q->p, "  ");
+        for (c = 0; c < q->columns; c++) moei_heat_cell(q, r, c, cell);
+        moei_draw(q->p, "\n");
+    }
+    if (q->numbers || !q->any) return;
+    moei_draw(q->p, "from %s ", moei_number(room, q->low, q->decimals));
+    moei_draw(q->p, "(%s) to %s (%s)\n", q->p->colour ? "light" : "blank", moei_number(room, q->high, q->decimals), q->p->colour ? "dark" : "@");
+}
+
+static void moei_text_bar(moei_plot *q, size_t row, size_t column, size_t width) {
+    double value, zero = moei_plot_share(q, 0.0) * (double)width, end, at;
+    size_t i, last = 0, mark = moei_has_reference(q) ? (size_t)(moei_plot_share(q, q->f->reference) * ((double)width - 1.0) + 0.5) : width;
+    int there = moei_mean(q, row, column, &value);
+    end = there ? moei_plot_share(q, value) * (double)width : zero;
+    for (i = 0; i < width; i++) {
+        at = (double)i + 0.5;
+        if (i == mark || (at > zero && at < end) || (at < zero && at > end)) moei_pen_repeat(q->p, " ", i - last), moei_draw(q->p, i == mark ? "|" : "#"), last = i + 1;
+    }
+    moei_draw(q->p, "\n");
+}
+
+static void moei_text_bars(moei_plot *q, size_t columns) {
+    char room[48];
+    size_t r, c, width, heads;
+    double value;
+    moei_thin(q, 200, SIZE_MAX);
+    moei_measure_bars(q);
+    moei_measure_names(q, 20);
+    moei_measure_values(q);
+    q->names = moei_larger_size(q->names, moei_least(moei_text_width(moei_label(moei_row_label(q), "")), 20));
+    heads = q->columns > 1 ? moei_least(q->heads, 12) + 2 : 0;
+    q->digits = moei_least(q->digits, 24);
+    width = columns > q->names + heads + q->digits + 12 ? columns - q->names - heads - q->digits - 4 : 8;
+    moei_field_text(q, q->f->row_names == NULL ? moei_label(moei_row_label(q), "") : "", q->names, 0);
+    moei_field_text(q, "", heads + 2, 0), moei_draw(q->p, "%t\n", moei_label(q->f->value_label, ""));
+    for (r = 0; r < q->rows; r++)
+        for (c = 0; c < q->columns; c++) {
+            double spread = q->row_step == 1 ? moei_figure_spread(q->f, r, c) : -1.0;
+            int there = moei_mean(q, r, c, &value);
+            moei_field_text(q, c == 0 ? moei_name(q->f->row_names, NULL, r * q->row_step, room) : "", q->names, q->f->row_names == NULL);
+            if (heads > 0) moei_draw(q->p, "  "), moei_field_text(q, moei_name(q->f->column_names, NULL, c, room), heads - 2, 0);
+            moei_pen_repeat(q->p, " ", 2 + q->digits - moei_least(there ? moei_value_width(q, value, spread) : 1, q->digits));
+            if (there) moei_draw_value(q, value, spread);
+            else moei_draw(q->p, "-");
+            moei_draw(q->p, "  "), moei_text_bar(q, r, c, width);
+        }
+    if (moei_has_reference(q)) moei_draw(q->p, "|: %t, %s\n", moei_label(q->f->reference_name, "reference"), moei_number(room, q->f->reference, q->decimals));
+}
+
+enum { MOEI_TEXT_HEIGHT = 15, MOEI_TEXT_WIDTH = 400 };
+static const char moei_marks[] = "*+ox#@%&abcdefghijklmnpqrstuvwyz";
+
+/* A curve into the picture of characters: straight lines between its points. */
+static void moei_text_curve(const moei_plot *q, const moei_plot *x, size_t row, size_t width, char *picture) {
+    double value, last_x = 0.0, last_y = 0.0;
+    size_t c;
+    int on = 0;
+    for (c = 0; c < q->f->columns; c++) {
+        double at = moei_x(q->f, c), px, py;
+        size_t i, steps;
+        if (!moei_value(q->f, row, c, &value) || !moei_is_number(at)) {
+            on = 0;
+            continue;
+        }
+        px = moei_plot_share(x, at) * (double)(width - 1), py = (1.0 - moei_plot_share(q, value)) * (MOEI_TEXT_HEIGHT - 1);
+        steps = on ? (size_t)(px > last_x ? px - last_x : last_x - px) + 1 : 1;
+        for (i = 1; i <= steps; i++) {
+            double share = on ? (double)i / (double)steps : 1.0;
+            size_t to_x = (size_t)(px * share + last_x * (1.0 - share) + 0.5), to_y = (size_t)(py * share + last_y * (1.0 - share) + 0.5);
+            picture[to_y * MOEI_TEXT_WIDTH + to_x] = moei_marks[row % (sizeof moei_marks - 1)];
+        }
+        last_x = px, last_y = py, on = 1;
+    }
+}
+
+static void moei_text_lines(moei_plot *q, size_t columns) {
+    char picture[MOEI_TEXT_HEIGHT * MOEI_TEXT_WIDTH], room[48];
+    moei_plot x = *q;
+    size_t r, i, width;
+    int decimals;
+    moei_plan_lines(q);
+    moei_measure_x(&x);
+    decimals = moei_mark_decimals(q, 5.0);
+    q->digits = moei_larger_size(moei_strlen(moei_number(room, q->low, decimals)), moei_strlen(moei_number(room, q->high, decimals)));
+    width = columns - moei_least(q->digits, 20) - 2;
+    memset(picture, ' ', sizeof picture);
+    for (r = q->f->rows; r > 0; r--) moei_text_curve(q, &x, r - 1, width, picture); /* the first on top */
+    if (q->f->value_label != NULL) moei_draw(q->p, "%t\n", q->f->value_label);
+    for (i = 0; i < MOEI_TEXT_HEIGHT; i++) {
+        double share = 1.0 - (double)i / (MOEI_TEXT_HEIGHT - 1);
+        size_t end = width;
+        while (end > 0 && picture[i * MOEI_TEXT_WIDTH + end - 1] == ' ') end--;
+        moei_field_text(q, i % 7 == 0 ? moei_number(room, q->low * (1.0 - share) + q->high * share, decimals) : "", q->digits, 1);
+        moei_draw(q->p, end > 0 ? " |" : " |\n"), moei_pen_put(q->p, picture + i * MOEI_TEXT_WIDTH, end);
+        if (end > 0) moei_draw(q->p, "\n");
+    }
+    decimals = moei_mark_decimals(&x, 4.0);
+    moei_field_text(q, "", q->digits + 2, 0), moei_draw(q->p, "%t: from %s ", moei_column_label(q), moei_number(room, x.low, decimals));
+    moei_draw(q->p, "to %s\n", moei_number(room, x.high, decimals));
+    for (r = 0; r < moei_legend_lines(q); r++) {
+        room[0] = moei_marks[r % (sizeof moei_marks - 1)], room[1] = '\0';
+        moei_field_text(q, room, q->digits + 1, 1), moei_draw(q->p, " %t\n", moei_row_name(q, r, room));
+    }
+    if (moei_has_reference(q)) moei_draw(q->p, "%t: %s\n", moei_label(q->f->reference_name, "reference"), moei_number(room, q->f->reference, moei_mark_decimals(q, 5.0) + 1));
+}
+
+static size_t moei_gloss_width(const moei_plot *q, size_t i) {
+    char room[48];
+    return moei_larger_size(moei_least(moei_text_width(moei_token_text(q, i, room)), 36), moei_digits_of(q->n_experts)) + 1;
+}
+
+/* Tokens, and under them the numbers of their experts. */
+static void moei_text_tokens(moei_plot *q, size_t columns) {
+    char room[48];
+    size_t c, r, end, width;
+    moei_plan_tokens(q);
+    q->columns = q->f->columns, q->rows = q->f->rows;
+    for (c = 0; c < q->columns; c = end) {
+        for (end = c, width = 0; end < q->columns && (end == c || (width + moei_gloss_width(q, end) <= columns && !moei_token_breaks(q, end - 1))); end++)
+            width += moei_gloss_width(q, end);
+        for (r = 0; r <= q->rows; r++) {
+            size_t i;
+            for (i = c; i < end; i++) {
+                int32_t e = r > 0 ? moei_figure_expert(q, r - 1, i) : moei_figure_expert(q, 0, i);
+                if (e >= 0 && (r > 0 || q->rows == 1)) moei_shade(q, moei_terminal_tints[e % MOEI_TINTS], 0);
+                if (r == 0) moei_field_text(q, moei_token_text(q, i, room), moei_gloss_width(q, i) - 1, 0);
+                else moei_field_text(q, e >= 0 ? moei_number(room, (double)e, 0) : "-", moei_gloss_width(q, i) - 1, 0);
+                if (e >= 0 && (r > 0 || q->rows == 1)) moei_unshade(q);
+                moei_draw(q->p, i + 1 < end ? " " : "\n");
+            }
+        }
+        moei_draw(q->p, "\n");
+    }
+    moei_tell_strips(q), moei_draw(q->p, "\n");
+}
+
+/* As many columns as there is room for, then the next ones. */
+static void moei_text_table(moei_plot *q, size_t columns) {
+    char room[48];
+    size_t widths[64], from, c, r, end, width;
+    int texts[64], decimals[64];
+    moei_thin(q, SIZE_MAX, SIZE_MAX);
+    q->columns = 0;
+    moei_measure_names(q, MOEI_CELL_MOST);
+    q->names = moei_larger_size(q->names, moei_least(moei_text_width(moei_label(q->f->row_label, "")), MOEI_CELL_MOST));
+    for (from = 0; from < moei_larger_size(q->f->columns, 1); from = end) {
+        for (end = from, width = q->names; end < q->f->columns && end - from < 64; end++) {
+            widths[end - from] = moei_column_width(q, end, &texts[end - from]), decimals[end - from] = q->decimals;
+            if (end > from && width + widths[end - from] + 2 > columns) break;
+            width += widths[end - from] + 2;
+        }
+        if (from > 0) moei_draw(q->p, "\n");
+        moei_field_text(q, moei_label(q->f->row_label, ""), q->names, 0);
+        for (c = from; c < end; c++)
+            moei_draw(q->p, "  "), moei_field_text(q, moei_name(q->f->column_names, q->f->column_label, c, room), widths[c - from], !texts[c - from]);
+        moei_draw(q->p, "\n"), moei_pen_repeat(q->p, "-", moei_least(width, columns)), moei_draw(q->p, "\n");
+        for (r = 0; r < q->f->rows; r++) {
+            moei_field_text(q, moei_name(q->f->row_names, NULL, r, room), q->names, 0);
+            for (c = from; c < end; c++) {
+                size_t blank = widths[c - from];
+                q->decimals = decimals[c - from];
+                blank -= moei_least(moei_cell_width(q, r, c), blank);
+                moei_pen_repeat(q->p, " ", 2 + (texts[c - from] ? 0 : blank)), moei_draw_cell(q, r, c, widths[c - from]);
+                if (texts[c - from] && c + 1 < end) moei_pen_repeat(q->p, " ", blank);
+            }
+            moei_draw(q->p, "\n");
+        }
+        if (end == from) break;
+    }
+}
+
+static void moei_text_map(moei_plot *q, size_t columns) {
+    static const char signs[] = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
+    size_t r, c;
+    moei_plan_map(q);
+    moei_thin(q, columns / 2, columns);
+    if (q->f->rows > q->rows || q->row_step < 2 * q->column_step) moei_thin(q, moei_larger_size(q->columns / 2, 1), columns);
+    for (r = 0; r < q->rows; r++) {
+        for (c = 0; c < q->columns; c++) {
+            int32_t e = moei_figure_expert(q, r, c);
+            if (e >= 0) moei_shade(q, moei_terminal_tints[e % MOEI_TINTS], 0);
+            moei_pen_put(q->p, e < 0 ? " " : e < (int32_t)sizeof signs - 1 ? signs + e : "?", 1);
+            if (e >= 0) moei_unshade(q);
+        }
+        moei_draw(q->p, "\n");
+    }
+    moei_draw(q->p, "%t\n", "a to z: 10 to 35, A to Z: 36 to 61, ?: others");
+}
+
+/* ---- the kinds ---------------------------------------------------------------------------------------------------------------------------------------------- */
+
+static const moei_figure_kind moei_figure_kinds[MOE_FIGURE_COUNT] = {
+    {"Values", "expert", "column", 0, moei_plan_heat, moei_draw_heat, moei_tell_cells, moei_text_heat},
+    {"Bars", "expert", NULL, 0, moei_plan_bars, moei_draw_bars, moei_tell_cells, moei_text_bars},
+    {"Curves", "series", "step", 1, moei_plan_lines, moei_draw_lines, moei_tell_lines, moei_text_lines},
+    {"Tokens by expert", "layer", "token", 1, moei_plan_tokens, moei_draw_tokens, moei_tell_experts, moei_text_tokens},
+    {"Table", NULL, NULL, 0, moei_plan_table, moei_draw_table, moei_tell_table, moei_text_table},
+    {"Regions by expert", NULL, NULL, 0, moei_plan_map, moei_draw_map, moei_tell_experts, moei_text_map}};
+
+/* Is the figure as moe_figure says? Its number in a page is told, or SIZE_MAX. */
+static moe_status moei_figure_check(const moe_figure *f, size_t number, moe_error *error) {
+    static const char *const wanted[] = {"values", "experts"};
+    size_t stride = f->stride > 0 ? f->stride : f->columns, all;
+    int lacks = -1, experts = f->kind == MOE_FIGURE_TOKENS || f->kind == MOE_FIGURE_MAP;
+    if (f->kind < 0 || f->kind >= MOE_FIGURE_COUNT)
+        return moei_error(error, MOE_ERR_ARGUMENT, "figure %z: kind = %d, must be one of MOE_FIGURE_, 0 to %d", number, f->kind, MOE_FIGURE_COUNT - 1);
+    if (stride < f->columns) return moei_error(error, MOE_ERR_ARGUMENT, "figure %z: stride = %z, below columns = %z", number, stride, f->columns);
+    if (!moei_mul(f->rows, stride, &all) || !moei_mul(all, sizeof(double), &all))
+        return moei_error(error, MOE_ERR_OVERFLOW, "figure %z: %z rows of %z numbers are more than memory holds", number, f->rows, stride);
+    if (f->rows == 0 || f->columns == 0) return MOE_OK;
+    if (experts && f->experts == NULL) lacks = 1;
+    if (!experts && f->values == NULL && (f->kind != MOE_FIGURE_TABLE || f->cells == NULL)) lacks = 0;
+    if (lacks >= 0) return moei_error(error, MOE_ERR_ARGUMENT, "figure %z: %s is NULL, but there are %z rows and %z columns", number, wanted[lacks], f->rows, f->columns);
+    if (f->kind == MOE_FIGURE_BARS && f->columns > 4) return moei_error(error, MOE_ERR_ARGUMENT, "figure %z: columns = %z, bars have 1 to 4", number, f->columns);
+    return MOE_OK;
+}
+
+static moei_plot moei_plot_of(const moe_figure *f, moei_pen *p) {
+    moei_plot q;
+    memset(&q, 0, sizeof q);
+    q.f = f, q.kind = &moei_figure_kinds[f->kind], q.p = p;
+    q.rows = f->rows, q.columns = f->columns, q.row_step = q.column_step = 1;
+    return q;
+}
+
+static int moei_is_empty(const moe_figure *f) { return f->rows == 0 || f->columns == 0; }
+static const char *moei_title(const moe_figure *f) { return moei_label(f->title, moei_figure_kinds[f->kind].name); }
+
+/* What a picture had to leave out. */
+static void moei_tell_thinned(moei_plot *q) {
+    if (q->row_step > 1 || q->column_step > 1) {
+        moei_draw(q->p, q->f->kind == MOE_FIGURE_MAP ? "One of %z x %z cells is shown." : "Each is the mean of %z x %z.", q->row_step, q->column_step);
+    } else if (q->f->kind == MOE_FIGURE_LINES && q->f->columns > 2 * MOEI_BUCKETS)
+        moei_draw(q->p, "Lowest and highest of every %z points.", (q->f->columns - 1) / MOEI_BUCKETS + 1);
+}
+
+/* The picture: number SIZE_MAX alone, with its title, caption and style; else within a page. */
+static void moei_picture(moei_plot *q, size_t number) {
+    int alone = number == SIZE_MAX, thinned;
+    double top, width;
+    moei_plot tell;
+    size_t columns;
+    if (moei_is_empty(q->f)) q->width = MOEI_PHONE, q->height = 30.0;
+    else q->kind->plan(q);
+    tell = *q;
+    columns = (size_t)(q->width / 6.9), width = q->width, number = alone ? 0 : number;
+    thinned = q->row_step > 1 || q->column_step > 1 || (q->f->kind == MOE_FIGURE_LINES && q->f->columns > 2 * MOEI_BUCKETS);
+    top = alone ? moei_paragraph(q, q->f->caption, moei_paragraph(q, moei_title(q->f), 0.0, "b", columns * 7 / 9, 0), "m", columns, 0) + 8.0 : 0.0;
+    if (thinned) q->height += MOEI_LINE_HEIGHT;
+    moei_draw(q->p, "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"moe\" viewBox=\"%d %d %c %c\" ", alone ? -10 : 0, alone ? -6 : 0, width + (alone ? 20.0 : 0.0),
+              top + q->height + (alone ? 12.0 : 0.0));
+    if (alone) moei_draw(q->p, "width=\"%c\" height=\"%c\" ", width + 20.0, top + q->height + 12.0);
+    moei_draw(q->p, "style=\"width:100%%;height:auto;max-width:%cpx;", width * 1.5);
+    if (!alone && width > MOEI_PHONE) moei_draw(q->p, "min-width:%cpx", width);
+    moei_draw(q->p, "\" role=\"img\" aria-labelledby=\"t%z d%z\"><title id=\"t%z\">%t</title><desc id=\"d%z\">", number, number, number, moei_title(q->f), number);
+    if (moei_is_empty(q->f)) moei_draw(q->p, "There is nothing to show.");
+    else q->kind->tell(&tell), moei_draw(q->p, " "), moei_tell_thinned(q);
+    moei_draw(q->p, "</desc>\n");
+    if (alone) {
+        moei_draw(q->p, "<style>"), moei_style(q->p), moei_draw(q->p, "</style>\n");
+        moei_rect(q, -10.0, -6.0, width + 20.0, top + q->height + 12.0, "bg", -1);
+        (void)moei_paragraph(q, q->f->caption, moei_paragraph(q, moei_title(q->f), 0.0, "b", columns * 7 / 9, 1), "m", columns, 1);
+    }
+    moei_draw(q->p, "<g transform=\"translate(0 %c)\">\n", top);
+    if (moei_is_empty(q->f)) moei_write_at(q, 0.0, 18.0, "m", "There is nothing to show.", 40);
+    else q->kind->draw(q);
+    if (thinned) moei_draw(q->p, "<text y=\"%c\" class=\"m\">", q->height - 4.0), moei_tell_thinned(q), moei_draw(q->p, "</text>");
+    moei_draw(q->p, "</g></svg>\n");
+}
+
+/* ---- pages -------------------------------------------------------------------------------------------------------------------------------------------------------- */
+
+enum { MOEI_PAGE_ROWS = 1000, MOEI_PAGE_COLUMNS = 100 };
+
+/* One cell of a table of numbers. */
+static void moei_page_cell(moei_plot *q, size_t row, size_t column) {
+    double value;
+    int experts = q->f->kind == MOE_FIGURE_TOKENS || q->f->kind == MOE_FIGURE_MAP;
+    if (!experts) moei_draw(q->p, "<td>"), moei_draw_cell(q, row, column, SIZE_MAX);
+    else {
+        int32_t e = q->f->experts[moei_at(q->f, row, column)];
+        char room[48];
+        moei_draw(q->p, "<td>%s", e < 0 ? "-" : moei_number(room, (double)e, 0));
+        if (e >= 0 && moei_value(q->f, row, column, &value)) moei_draw(q->p, " (%s)", moei_number(room, value, q->decimals));
+    }
+}
+
+/* The figure's numbers; turned: a row per column. */
+static void moei_page_table(moei_plot *q) {
+    char room[48];
+    int turned = q->kind->turned, table = q->f->kind == MOE_FIGURE_TABLE, map = q->f->kind == MOE_FIGURE_MAP;
+    size_t rows = turned ? q->f->columns : q->f->rows, columns = turned ? q->f->rows : q->f->columns, r, c;
+    size_t row_step = (rows - 1) / (map ? 32 : MOEI_PAGE_ROWS) + 1, column_step = (columns - 1) / (map ? 32 : MOEI_PAGE_COLUMNS) + 1;
+    int decimals[MOEI_PAGE_COLUMNS];
+    for (c = 0; c * column_step < columns; c++) moei_figure_measure(q, table ? c * column_step : SIZE_MAX), decimals[c] = q->decimals;
+    moei_draw(q->p, "<table><caption class=\"v\">%t: numbers</caption><thead><tr><th scope=\"col\">%t</th>", moei_title(q->f),
+              moei_label(turned ? moei_column_label(q) : moei_row_label(q), table ? "" : "row"));
+    for (c = 0; c < columns; c += column_step) moei_draw(q->p, "<th scope=\"col\">%t</th>", turned ? moei_row_name(q, c, room) : moei_column_name(q, c, room));
+    moei_draw(q->p, "</tr></thead><tbody>\n");
+    for (r = 0; r < rows; r += row_step) {
+        moei_draw(q->p, "<tr><th scope=\"row\">%t</th>", turned ? moei_column_name(q, r, room) : moei_row_name(q, r, room));
+        for (c = 0; c < columns; c += column_step) {
+            q->decimals = decimals[c / column_step];
+            moei_page_cell(q, turned ? c : r, turned ? r : c);
+            moei_draw(q->p, "</td>");
+        }
+        moei_draw(q->p, "</tr>\n");
+    }
+    moei_draw(q->p, "</tbody></table>\n");
+    if (row_step > 1) moei_draw(q->p, "<p>One of %z rows is shown.</p>\n", row_step);
+    if (column_step > 1) moei_draw(q->p, "<p>One of %z columns is shown.</p>\n", column_step);
+}
+
+/* Tokens as text that flows with the page. */
+static void moei_page_tokens(moei_plot *q) {
+    char room[48];
+    size_t i, r;
+    double value;
+    q->kind->plan(q);
+    moei_draw(q->p, "<div class=\"k\" role=\"img\" aria-label=\""), moei_tell_experts(q), moei_draw(q->p, "\">");
+    for (i = 0; i < q->columns; i++) {
+        moei_draw(q->p, "<span class=\"t\"><b>%t</b>", moei_token_text(q, i, room));
+        for (r = 0; r < q->rows; r++) {
+            int32_t e = moei_figure_expert(q, r, i);
+            if (e < 0) moei_draw(q->p, "<i>-");
+            else moei_draw(q->p, "<i class=\"e c%d\">%d", (int)(e % MOEI_TINTS), (int)e);
+            if (e >= 0 && moei_value(q->f, r, i, &value)) moei_draw(q->p, "<u style=\"width:%c%%\"></u>", 100.0 * (value < 0.0 ? 0.0 : value > 1.0 ? 1.0 : value));
+            moei_draw(q->p, "</i>");
+        }
+        moei_draw(q->p, moei_token_breaks(q, i) ? "</span><br>\n" : "</span>\n");
+    }
+    moei_draw(q->p, "</div>\n<p>"), moei_tell_strips(q), moei_draw(q->p, ".");
+    if (q->columns < q->f->columns) moei_draw(q->p, " The first %z of %z tokens.", q->columns, q->f->columns);
+    moei_draw(q->p, "</p>\n");
+}
+
+static void moei_page_style(moei_pen *p) {
+    moei_style(p);
+    moei_draw(p, "body{margin:0;background:#f3f5f8;color:#1c2330;font:16px/1.5 system-ui,-apple-system,\"Segoe UI\",Roboto,\"Noto Sans\",sans-serif}"
+                 "main{max-width:1340px;margin:auto;padding:8px;display:grid;gap:12px;align-items:start;grid-template-columns:repeat(auto-fill,minmax(min(100%%,364px),1fr))}"
+                 "h1{grid-column:1/-1;font-size:1.6rem;line-height:1.25;margin:.6rem .4rem .2rem}h2{font-size:1.1rem;line-height:1.3;margin:0}p{margin:.3rem 0 .6rem;color:#55606e;font-size:.9rem}"
+                 "h1,h2,p{overflow-wrap:anywhere}figure{box-sizing:border-box;margin:0;padding:8px;min-width:0;background:#fff;border:1px solid #d5dbe3;border-radius:10px}"
+                 ".w{grid-column:1/-1}.box{overflow:auto;position:relative}.box:focus-visible{outline:3px solid #0b62b8;outline-offset:1px}svg{display:block}"
+                 "details{margin-top:.4rem;font-size:.9rem}summary{cursor:pointer;padding:.25rem 0}details .box{max-height:22rem}table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
+                 "th,td{padding:.2rem .6rem;border-bottom:1px solid #d5dbe3;text-align:right;white-space:nowrap}th:first-child{text-align:left}"
+                 ".v{position:absolute;clip-path:inset(50%%);width:1px;height:1px;overflow:hidden;white-space:nowrap}"
+                 ".t{display:inline-block;vertical-align:top;margin:0 1px 7px;font-size:14px;line-height:20px;text-align:center;unicode-bidi:isolate}.t b{display:block;font-weight:400;padding:0 3px;white-space:pre;text-align:left}"
+                 ".t i{display:block;position:relative;font:12px/18px system-ui,sans-serif;margin-bottom:2px;min-width:18px}.t u{position:absolute;left:0;bottom:0;height:3px;background:currentColor}"
+                 "@media(min-width:780px){.w{grid-column:span 2}.x{grid-column:1/-1}main{padding:16px}figure{padding:14px}}"
+                 "@media(prefers-color-scheme:dark){body{background:#0f1216;color:#e8ecf1}p{color:#a9b3c0}figure{background:#171b21;border-color:#39424e}th,td{border-color:#39424e}.box:focus-visible{outline-color:#6cb2ff}}");
+}
+
+static void moei_page_figure(moei_plot *q, size_t number) {
+    moei_plot table = *q, look = *q;
+    int empty = moei_is_empty(q->f), is_table = q->f->kind == MOE_FIGURE_TABLE && !empty, tokens = q->f->kind == MOE_FIGURE_TOKENS && !empty;
+    if (!empty) q->kind->plan(&look);
+    moei_draw(q->p, "<figure%s aria-labelledby=\"f%z\"><figcaption><h2 id=\"f%z\">%t</h2>\n", is_table || look.width > 800.0 ? " class=\"w x\"" : tokens || look.width > 360.0 ? " class=\"w\"" : "",
+              number, number, moei_title(q->f));
+    if (q->f->caption != NULL && *q->f->caption != '\0') moei_draw(q->p, "<p>%t</p>", q->f->caption);
+    moei_draw(q->p, "</figcaption>\n");
+    if (tokens) moei_page_tokens(q);
+    else {
+        moei_draw(q->p, look.width > MOEI_PHONE || is_table ? "<div class=\"box\" tabindex=\"0\" role=\"group\" aria-labelledby=\"f%z\">\n" : "<div class=\"box\">\n", number);
+        if (is_table) moei_page_table(q);
+        else moei_picture(q, number);
+        moei_draw(q->p, "</div>\n");
+    }
+    if (!empty && !is_table) {
+        moei_draw(q->p, "<details><summary>Numbers</summary><div class=\"box\" tabindex=\"0\" role=\"group\" aria-label=\"Numbers: %t\">\n", moei_title(q->f));
+        moei_page_table(&table);
+        moei_draw(q->p, "</div></details>\n");
+    }
+    moei_draw(q->p, "</figure>\n");
+}
+
+/* ---- calls ------------------------------------------------------------------------------------------------------------------------------------------------------------ */
+
+static moe_status moei_report_begin(moei_pen *p, const moe_figure *figures, size_t n, moe_stream *stream, moe_error *error) {
+    size_t i;
+    moe_status status = MOE_OK;
+    if ((figures == NULL && n > 0) || stream == NULL || stream->write == NULL)
+        return moei_error(error, MOE_ERR_ARGUMENT, "figures and a stream that can be written must be there");
+    for (i = 0; i < n && status == MOE_OK; i++) status = moei_figure_check(&figures[i], i, error);
+    memset(p, 0, sizeof *p);
+    p->stream = stream;
+    return status;
+}
+
+static moe_status moei_report_end(moei_pen *p, moe_error *error) {
+    moei_pen_flush(p);
+    return p->status == MOE_OK ? MOE_OK : moei_error(error, p->status, "the stream failed: %s", moe_status_text(p->status));
+}
+
+moe_status moe_report_svg(const moe_figure *figure, moe_stream *stream, moe_error *error) {
+    moei_pen p;
+    moei_plot q;
+    moe_status status = moei_report_begin(&p, figure, 1, stream, error);
+    if (status != MOE_OK) return status;
+    p.xml = 1, q = moei_plot_of(figure, &p);
+    moei_picture(&q, SIZE_MAX);
+    return moei_report_end(&p, error);
+}
+
+moe_status moe_report_html(const char *title, const moe_figure *figures, size_t n, moe_stream *stream, moe_error *error) {
+    moei_pen p;
+    moei_plot q;
+    size_t i;
+    moe_status status = moei_report_begin(&p, figures, n, stream, error);
+    if (status != MOE_OK) return status;
+    p.xml = 1, title = moei_label(title, "Report");
+    moei_draw(&p, "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">"
+                  "<meta name=\"color-scheme\" content=\"light dark\"><title>%t</title>\n<style>", title);
+    moei_page_style(&p);
+    moei_draw(&p, "</style></head>\n<body class=\"moe\"><main><h1>%t</h1>\n", title);
+    for (i = 0; i < n; i++) q = moei_plot_of(&figures[i], &p), moei_page_figure(&q, i);
+    moei_draw(&p, "</main></body></html>\n");
+    return moei_report_end(&p, error);
+}
+
+static void moei_report_plain(const moe_figure *figure, moei_pen *p, size_t columns) {
+    moei_plot q = moei_plot_of(figure, p);
+    moei_text_paragraph(&q, moei_title(figure), columns);
+    moei_text_paragraph(&q, figure->caption, columns);
+    moei_draw(p, "\n");
+    if (moei_is_empty(figure)) moei_draw(p, "There is nothing to show.\n");
+    else q.kind->text(&q, columns);
+    if (!moei_is_empty(figure) && (q.row_step > 1 || q.column_step > 1)) moei_tell_thinned(&q), moei_draw(p, "\n");
+}
+
+moe_status moe_report_text(const moe_figure *figure, int columns, int colour, moe_stream *stream, moe_error *error) {
+    moei_pen p;
+    moe_status status = moei_report_begin(&p, figure, 1, stream, error);
+    if (status != MOE_OK) return status;
+    if (columns != 0 && (columns < 40 || columns > 400)) return moei_error(error, MOE_ERR_ARGUMENT, "columns = %d, must be 0 or 40 to 400", columns);
+    p.colour = colour;
+    moei_report_plain(figure, &p, columns == 0 ? 80 : (size_t)columns);
+    return moei_report_end(&p, error);
+}
+
+#ifndef MOE_NO_STDIO
+typedef struct moei_report_file {
+    const char *path, *title;
+    const moe_figure *figures;
+    size_t n;
+    moe_error *error;
+} moei_report_file;
+
+static int moei_ends(const char *s, const char *ending) {
+    size_t n = moei_strlen(s), m = moei_strlen(ending);
+    return n >= m && moei_strcmp(s + n - m, ending) == 0;
+}
+
+static moe_status moei_report_write(void *ctx, moe_stream *stream) {
+    const moei_report_file *r = (const moei_report_file *)ctx;
+    moe_status status = MOE_OK;
+    size_t i;
+    if (moei_ends(r->path, ".html") || moei_ends(r->path, ".htm")) return moe_report_html(r->title, r->figures, r->n, stream, r->error);
+    if (moei_ends(r->path, ".svg")) return moe_report_svg(r->figures, stream, r->error);
+    for (i = 0; i < r->n && status == MOE_OK; i++) {
+        if (i > 0) status = stream->write(stream->ctx, "\n", 1);
+        if (status == MOE_OK) status = moe_report_text(&r->figures[i], 0, 0, stream, r->error);
+    }
+    return status;
+}
+
+moe_status moe_report_save(const char *path, const char *title, const moe_figure *figures, size_t n, moe_error *error) {
+    moei_report_file r;
+    if (path == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "path is NULL");
+    if (n == 0 && moei_ends(path, ".svg")) return moei_error(error, MOE_ERR_ARGUMENT, "%s: a picture shows one figure, and there is none", path);
+    if (figures == NULL && n > 0) return moei_error(error, MOE_ERR_ARGUMENT, "figures is NULL, n = %z", n);
+    r.path = path, r.title = title, r.figures = figures, r.n = n, r.error = error;
+    return moe_file_replace(path, moei_report_write, &r, error);
+}
+#endif
+
+/* ---- figures of what the library measures ---------------------------------------------------------------------------------------------------------------------- */
+
+moe_figure moe_figure_classes(const moe_report *report) {
+    moe_figure f;
+    memset(&f, 0, sizeof f);
+    if (report == NULL || report->classes == NULL) return f;
+    f.kind = MOE_FIGURE_HEAT, f.title = "Experts and classes", f.row_label = "expert", f.column_label = "class", f.value_label = "tokens";
+    f.rows = report->n_experts, f.columns = report->n_classes, f.values = report->classes;
+    return f;
+}
+
+moe_figure moe_figure_load(const moe_report *report) {
+    moe_figure f;
+    memset(&f, 0, sizeof f);
+    if (report == NULL || report->load == NULL || report->n_experts == 0) return f;
+    f.kind = MOE_FIGURE_BARS, f.title = "Load of the experts", f.row_label = "expert", f.value_label = "tokens";
+    f.rows = report->n_experts, f.columns = 1, f.values = report->load;
+    f.reference = report->n_pairs / (double)report->n_experts, f.reference_name = "even";
+    return f;
+}
+
+moe_status moe_history_add(moe_history *history, double at, const double *values, size_t count) {
+    moe_history *h = history;
+    size_t i, s;
+    if (h == NULL || (values == NULL && count > 0) || count > MOE_HISTORY_SERIES || h->n > MOE_HISTORY_POINTS) return MOE_ERR_ARGUMENT;
+    if (h->every == 0) h->every = 1;
+    if (h->n == MOE_HISTORY_POINTS && (h->seen - 1) % h->every == 0) { /* full: every other point goes */
+        for (i = 0; i < MOE_HISTORY_POINTS; i += 2) {
+            h->at[i / 2] = h->at[i];
+            for (s = 0; s < MOE_HISTORY_SERIES; s++) h->values[s][i / 2] = h->values[s][i];
+        }
+        h->n = MOE_HISTORY_POINTS / 2 + 1, h->every *= 2;
+    } else if (h->n == 0 || (h->seen - 1) % h->every == 0) h->n++; /* the newest point stands last; the next takes its place unless it is one to keep */
+    h->at[h->n - 1] = at;
+    for (s = 0; s < MOE_HISTORY_SERIES; s++) h->values[s][h->n - 1] = s < count ? values[s] : (double)MOEI_INFINITY;
+    h->seen++;
+    return MOE_OK;
+}
+
+moe_figure moe_figure_history(const moe_history *history, size_t first, size_t count, const char *const *names) {
+    moe_figure f;
+    memset(&f, 0, sizeof f);
+    if (history == NULL || first > MOE_HISTORY_SERIES || count > MOE_HISTORY_SERIES - first || history->n > MOE_HISTORY_POINTS) return f;
+    f.kind = MOE_FIGURE_LINES, f.title = "Training", f.column_label = "step";
+    f.rows = count, f.columns = history->n, f.stride = MOE_HISTORY_POINTS, f.values = history->values[first], f.x = history->at, f.row_names = names;
+    return f;
+}
+#endif /* MOE_NO_TRAIN, MOE_NO_REPORT */
 
 #endif /* MOE_IMPLEMENTATION */
