@@ -304,9 +304,13 @@ static void shuffle(samples *d, size_t d_in, moe_rng rng) {
     }
 }
 
+static moe_history history;
+
 static int show_progress(void *ctx, const moe_progress *p) {
     int terminal = isatty(1), last = p->epoch == p->epochs && p->epoch_ended;
+    double point[3] = {(double)p->loss, (double)p->test.loss, (double)p->router_loss};
     *(moe_evaluation *)ctx = p->test; /* what stays is that of the last epoch */
+    if (p->epoch_ended) (void)moe_history_add(&history, p->epoch, point, 3);
     if (!last && !(terminal ? p->step % 16 == 0 : p->epoch_ended && p->epoch % ((p->epochs + 5) / 6) == 0)) return 0;
     printf("%sepoch %d of %d: loss %.4f, routers %.4f", terminal ? "\r" : "", p->epoch, p->epochs, (double)p->loss, (double)p->router_loss);
     if (p->test.n > 0) printf(", %.1f %% of the held-out lines right", 100.0 * (double)p->test.accuracy);
@@ -397,28 +401,119 @@ static void show_experts(const moe_report *r, const schema *s) {
     printf("I(E;Y) = %.3f nats: what an expert tells about the label (by chance: %.3f)\n", r->information, r->information_chance);
 }
 
-/* By which columns an expert's lines differ from the others': means of its first choices, in standard deviations. */
-static void show_features(const schema *s, const samples *d, const answers *a, size_t experts) {
+/* What the lines have in common that an expert is the first choice of. */
+typedef struct kinds {
+    double *mean; /* [experts,features] of their columns, in standard deviations */
+    double *lines; /* [experts] how many they are */
+    size_t experts;
+} kinds;
+
+static int find_kinds(kinds *k, size_t experts, const schema *s, const samples *d, const answers *a) {
+    k->experts = experts, k->mean = (double *)calloc(experts, s->n_features * sizeof *k->mean), k->lines = (double *)calloc(experts, sizeof *k->lines);
+    if (k->mean == NULL || k->lines == NULL) return 1;
+    for (size_t t = 0; t < d->n; t++) {
+        double *mean = k->mean + (size_t)a->first[t] * s->n_features, n = ++k->lines[a->first[t]];
+        for (size_t i = 0; i < s->n_features; i++) mean[i] += ((double)d->x[t * s->n_features + i] - mean[i]) / n;
+    }
+    return 0;
+}
+
+static void free_kinds(kinds *k) { free(k->mean), free(k->lines), k->mean = k->lines = NULL; }
+
+/* The feature in which an expert's lines are the rank-th farthest from the mean of all. */
+static size_t far_feature(const double *mean, size_t n, int rank) {
+    size_t best = n, found;
+    double limit = HUGE_VAL;
+    for (; rank >= 0; rank--) {
+        for (best = n, found = 0; found < n; found++)
+            if (fabs(mean[found]) < limit && (best == n || fabs(mean[found]) > fabs(mean[best]))) best = found;
+        if (best == n) return n;
+        limit = fabs(mean[best]);
+    }
+    return best;
+}
+
+static void show_kinds(const kinds *k, const schema *s) {
     enum { SHOWN = 3 };
-    double *mean = (double *)malloc(s->n_features * sizeof *mean);
     printf("\nWhat the lines have in common that an expert is the first choice of (all lines; in standard deviations from the mean):\n");
-    for (size_t e = 0; e < experts && mean != NULL; e++) {
-        size_t n = 0;
-        for (size_t i = 0; i < s->n_features; i++) mean[i] = 0;
-        for (size_t t = 0; t < d->n; t++)
-            if (a->first[t] == (int32_t)e)
-                for (size_t i = n++, k = 0; k < s->n_features; k++) mean[k] += ((double)d->x[t * s->n_features + k] - mean[k]) / (double)(i + 1);
-        printf("%8d %6lu lines", (int)e, (unsigned long)n);
-        for (int rank = 0; rank < SHOWN && n > 0; rank++) {
-            size_t best = 0;
-            for (size_t i = 1; i < s->n_features; i++) best = fabs(mean[i]) > fabs(mean[best]) ? i : best;
-            if (!(fabs(mean[best]) >= 0.2)) break;
+    for (size_t e = 0; e < k->experts; e++) {
+        const double *mean = k->mean + e * s->n_features;
+        printf("%8d %6.0f lines", (int)e, k->lines[e]);
+        for (int rank = 0; rank < SHOWN && k->lines[e] > 0; rank++) {
+            size_t best = far_feature(mean, s->n_features, rank);
+            if (best == s->n_features || !(fabs(mean[best]) >= 0.2)) break;
             printf("%s", rank > 0 ? "; " : ": "), print_cut(s->features[best].name, (int)-strlen(s->features[best].name)), printf(" %+.1f", mean[best]);
-            mean[best] = 0;
         }
         printf("\n");
     }
-    free(mean);
+}
+
+/* ---- the report as figures -------------------------------------------------------------------------------------------------------------------------- */
+
+enum { SIDE = 60, MOST_FIGURES = 6 };
+
+/* Where two numbers describe a line, the plane of them. */
+static int map_of(const moe_net *net, const schema *s, moe_figure *figure, int32_t *experts, double *axes) {
+    moe_real *x = (moe_real *)malloc(SIDE * SIDE * 2 * sizeof *x);
+    answers a = {0};
+    int failed = x == NULL;
+    for (size_t i = 0; i < SIDE * SIDE && !failed; i++) {
+        x[2 * i] = (moe_real)(3 * (2 * ((double)(i % SIDE) + 0.5) / SIDE - 1));
+        x[2 * i + 1] = (moe_real)(3 * (1 - 2 * ((double)(i / SIDE) + 0.5) / SIDE));
+    }
+    failed = failed || answer(net, SIDE * SIDE, x, NULL, &a, NULL) != MOE_OK;
+    for (size_t i = 0; i < SIDE * SIDE && !failed; i++) experts[i] = a.first[i];
+    for (size_t i = 0; i < SIDE && !failed; i++) {
+        axes[i] = s->features[0].mean + s->features[0].scale * (double)x[2 * i];
+        axes[SIDE + i] = s->features[1].mean + s->features[1].scale * (double)x[2 * i * SIDE + 1];
+    }
+    figure->kind = MOE_FIGURE_MAP, figure->title = "First choices in the plane of both columns", figure->rows = figure->columns = SIDE;
+    figure->experts = experts, figure->x = axes, figure->y = axes + SIDE;
+    figure->row_label = s->features[1].name, figure->column_label = s->features[0].name;
+    return free(x), free_answers(&a), failed;
+}
+
+/* Lines and share of right answers of each label. */
+static moe_figure labels_of(const schema *s, const samples *d, const answers *a, double *values) {
+    static const char *const names[2] = {"held-out lines", "right (%)"};
+    moe_figure figure = {0};
+    for (size_t c = 0; c < 2 * s->n_classes; c++) values[c] = 0;
+    for (size_t t = 0; t < d->n; t++) {
+        double *row = values + 2 * d->labels[t];
+        row[0]++, row[1] += ((best_of(a->y + t * s->n_classes, s->n_classes) == (size_t)d->labels[t] ? 100 : 0) - row[1]) / row[0];
+    }
+    figure.kind = MOE_FIGURE_TABLE, figure.title = "Right answers by label", figure.rows = s->n_classes, figure.columns = 2, figure.values = values;
+    figure.row_names = s->classes, figure.row_label = "label", figure.column_names = names;
+    return figure;
+}
+
+static int save_report(const moe_net *net, const moe_report *r, const schema *s, const samples *held, const answers *a, const kinds *k) {
+    static const char *const curves[3] = {"training", "held out", "routers"};
+    static int32_t experts[SIDE * SIDE];
+    static double axes[2 * SIDE], by_label[2 * MOST_CLASSES];
+    moe_figure figures[MOST_FIGURES] = {{0}};
+    const char **names = (const char **)calloc(s->n_features, sizeof *names);
+    char title[200], shown[CSV_SHOWN_SIZE];
+    moe_error error = {0};
+    size_t n = 0;
+    int failed = names == NULL ? fail(report_path, "out of memory") : 0;
+    for (size_t i = 0; i < s->n_features && !failed; i++) names[i] = s->features[i].name;
+    figures[n] = moe_figure_classes(r);
+    figures[n].title = "Who takes what", figures[n].caption = "Held-out lines that the router sends to each expert, by their label.";
+    figures[n].column_names = s->classes, figures[n++].column_label = "label";
+    figures[n] = labels_of(s, held, a, by_label), n++;
+    figures[n] = moe_figure_load(r), n++;
+    figures[n].title = "What the lines of an expert have in common", figures[n].rows = k->experts, figures[n].columns = s->n_features;
+    figures[n].caption = "Mean of each column over the lines that have the expert as their first choice, in standard deviations from the mean of all lines.";
+    figures[n].values = k->mean, figures[n].column_names = names, figures[n].column_label = "column", figures[n].value_label = "standard deviations";
+    figures[n++].decimals = 1;
+    figures[n] = moe_figure_history(&history, 0, 3, curves);
+    figures[n].title = "Loss over the epochs", figures[n].column_label = "epoch", figures[n++].value_label = "nats";
+    if (s->n_features == 2 && !failed && map_of(net, s, &figures[n++], experts, axes)) failed = fail(report_path, "out of memory");
+    sprintf(title, "Experts of %s: who takes what", csv_shown(path, shown));
+    if (!failed && moe_report_save(report_path, title, figures, n, &error)) failed = fail(report_path, error.message);
+    if (!failed) printf("\nreport     %s\n", report_path);
+    return free(names), failed;
 }
 
 /* ---- files ---------------------------------------------------------------------------------------------------------------------------------------- */
@@ -768,17 +863,19 @@ static int show(const moe_net *net, const schema *s, const samples *d, size_t n_
     moe_metrics metrics;
     moe_report report;
     answers of_held = {0}, of_all = {0};
+    kinds k = {0};
     void *memory = moe_metrics_size(experts, s->n_classes, &bytes) == MOE_OK ? malloc(bytes) : NULL;
     int failed = memory == NULL || moe_metrics_init(&metrics, experts, s->n_classes, memory, bytes) ||
                  answer(net, held.n, held.x, held.labels, &of_held, &metrics) || moe_metrics_report(&metrics, &report) ||
-                 answer(net, d->n, d->x, NULL, &of_all, NULL);
+                 answer(net, d->n, d->x, NULL, &of_all, NULL) || find_kinds(&k, experts, s, d, &of_all);
     if (failed) failed = fail("testing", "out of memory");
     else {
         printf("held-out accuracy %.1f %% of %lu lines; the most frequent label alone would reach %.1f %%\n", 100.0 * (double)result->accuracy,
                (unsigned long)held.n, 100 * most_frequent(s, &held));
-        show_labels(s, &held, &of_held), show_experts(&report, s), show_features(s, d, &of_all, experts);
+        show_labels(s, &held, &of_held), show_experts(&report, s), show_kinds(&k, s);
+        if (report_path != NULL) failed = save_report(net, &report, s, &held, &of_held, &k);
     }
-    return free_answers(&of_held), free_answers(&of_all), free(memory), failed;
+    return free_answers(&of_held), free_answers(&of_all), free_kinds(&k), free(memory), failed;
 }
 
 static int learn(moe_net *net, csv_table *t, schema *s) {
