@@ -8,7 +8,7 @@
 #   ```sh                     commands, run from the repository's folder in a copy of it. <!-- test: with SCRIPT -->: after sed has made them shorter;
 #                             <!-- test: needs TOOL... -->: skipped where a tool is missing. Both: needs TOOL...; with SCRIPT
 #   <!-- test: output -->     what the block before prints, words and layout; numbers may differ, and a line "..." stands for any lines
-#   <!-- test: data NAME -->  a file that later blocks read
+#   <!-- test: file NAME -->  a file that later blocks read; one in C is compiled where they run
 # Any other block is a failure. The library is compiled once and linked to all that includes it, also to the examples that commands run.
 
 LC_ALL=C
@@ -98,7 +98,7 @@ plan() {
         case $language:$marker in
         text:output) ;; # belongs to the block before it
         sh:*) commands=1 ;;
-        text:data*) ;;
+        text:file* | c:file*) commands=1 ;;
         c:around) echo "piece $block" ;;
         c:)
             echo "program $block $first"
@@ -123,6 +123,7 @@ unknown() { # line
 
 # The block of output behind a block, or nothing.
 output_of() { # line
+    set +f
     for before in "$prepared"/block*.before; do
         block=${before%.before}
         [ "$(cat "$before")" = "$1" ] && [ "$(sed -n 1p "$block.marker")" = output ] && echo "$block.text"
@@ -159,6 +160,7 @@ headers_here() { cp "$root"/moe.h "$root"/moe_routers.h "$root"/moe_kernels.h .;
 program() { # line whether-to-compile-as-it-stands
     cp "$prepared/block$1.text" program.c
     warnings='-std=c99 -pedantic -Wall -Wextra -Werror -O1'
+    ! grep -q 'pthread\.h' program.c || warnings="$warnings -D_POSIX_C_SOURCE=200809L -pthread"
     if [ "$2" = 1 ]; then
         headers_here
         # shellcheck disable=SC2086
@@ -191,7 +193,12 @@ commands() {
     for block in $(ls "$prepared" | sed -n 's/^block\([0-9]*\)\.text$/\1/p' | sort -n); do
         marker=$(sed -n 1p "$prepared/block$block.marker")
         case $(cat "$prepared/block$block.language"):$marker in
-        text:data*) cp "$prepared/block$block.text" "$prepared/copy/${marker#data }" ;;
+        text:file*) cp "$prepared/block$block.text" "$prepared/copy/${marker#file }" ;;
+        c:file*)
+            cp "$prepared/block$block.text" "$prepared/copy/${marker#file }"
+            # shellcheck disable=SC2086
+            (cd "$prepared/copy" && run $CC -std=c99 -pedantic -Wall -Wextra -Werror -I. -c "${marker#file }" -o file.o) || failures=$((failures + 1))
+            ;;
         sh:*) one_block "$block" "$marker" || failures=$((failures + 1)) ;;
         esac
     done
@@ -212,7 +219,9 @@ one_block() { # line marker
         ;;
     esac
     sed -e "$script" "$prepared/block$1.text" >commands.sh
-    (cd "$prepared/copy" && sh -e "$top/commands.sh") >printed 2>said </dev/null || {
+    limit=
+    ! setup_tool timeout || limit='timeout 120'
+    (cd "$prepared/copy" && $limit sh -e "$top/commands.sh") >printed 2>said </dev/null || {
         echo "README.md:$1:"
         cat commands.sh printed said
         return 1
@@ -234,8 +243,8 @@ paths() { # page
     {
         tr -c 'A-Za-z0-9_./-' '\n' <"$root/$1" | grep -E '^(tests|examples|\.ci)/[a-z]' | sed -e 's/[.]*$//' -e "s|^|$root/|"
         sed -e 's/](/]\
-(/g' -e 's/\(src\|href\|name\)="/\
-\1="/g' "$root/$1" | sed -n -e 's/^(\([^):#]*\)[#)].*/\1/p' -e 's/^src="\([^":]*\)".*/\1/p' | grep . | sed "s|^|$folder/|"
+link=(/g' -e 's/\(src\|href\|name\)="/\
+\1="/g' "$root/$1" | sed -n -e 's/^link=(\([^):#]*\)[#)].*/\1/p' -e 's/^src="\([^":]*\)".*/\1/p' | grep . | sed "s|^|$folder/|"
         sed -n 's/.*examples\/run \([a-z_0-9]\{1,\}\).*/examples\/\1.c/p' "$root/$1" | sed "s|^|$root/|"
     } | sort -u | while read -r path; do
         [ -e "$path" ] || [ -e "$path.c" ] || echo "${path#"$root/"}"
@@ -255,6 +264,7 @@ places() { # page
 
 # Pictures may differ in the last bits of a border; their words, their kinds of shapes and the page may not.
 gallery() {
+    set +f
     mkdir made
     # shellcheck disable=SC2086
     run "$prepared/cc" -std=c99 -O1 -I"$root" $include "$root/examples/gallery.c" -o program -lm && run ./program --kernels c -o made >said || return 1
