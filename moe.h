@@ -215,6 +215,11 @@
 #define moe_layer_save moe_layer_save_f64
 #define moe_layer_read moe_layer_read_f64
 #define moe_layer_load moe_layer_load_f64
+#define moe_memory_source moe_memory_source_f64
+#define moe_read_published moe_read_published_f64
+#define moe_load_layer moe_load_layer_f64
+#define moe_write_published moe_write_published_f64
+#define moe_save_published moe_save_published_f64
 #define moe_cross_entropy moe_cross_entropy_f64
 #define moe_consistency_loss moe_consistency_loss_f64
 #define moe_evaluate moe_evaluate_f64
@@ -428,6 +433,7 @@ typedef struct moe_file {
     size_t n_tensors;
     size_t at;           /* private: where next continues */
     size_t metadata_at, metadata_end; /* private: where the object __metadata__ lies; 0, 0: there is none */
+    int of_header;       /* private: 1: the bytes end with the header, and element types that are none of MOE_DTYPE_ are let pass */
 } moe_file;
 
 /* Checks all of a file: header length, JSON, types, shapes, sizes, offsets that tile the data without overlap or hole, no
@@ -468,6 +474,9 @@ MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors,
 
 /* Kinds of experts, [out,in] matrices, one block of E in each tensor:
      swiglu      y = down (silu(gate x) * (up x))                        experts.gate, .up [E,f,d], .down [E,o,f]  (Shazeer 2020, GLU variants improve transformer)
+                 or, with expert_bias and the fields swiglu_,            and experts.gate_bias, .up_bias [E,f], .down_bias [E,o]  (as in gpt-oss)
+                   g = gate x + b_g, u = up x + b_u, with a limit L  g := min(g, L), u := max(-L, min(u, L)),
+                   y = down (g sigmoid(alpha g) * (u + offset)) + b_d
      mlp         y = W2 act(W1 x + b1) + b2                              experts.fc1.weight [E,f,d], .fc1.bias [E,f], .fc2.weight [E,o,f], .fc2.bias [E,o]
      linear      y = W x + b                                             experts.weight [E,o,d], .bias [E,o]
      factorised  y = down (silu(expand (reduce x)) * (up x))             experts.reduce [E,l,d], .expand [E,f,l], .up [E,f,d], .down [E,o,f] (Lv et al. 2025) */
@@ -483,7 +492,11 @@ typedef struct moe_layer_config {
     int d_low;                /* l, rows of reduce [(d_model + 2) / 3] */
     int act;                  /* MOE_ACT_ of mlp experts [relu]; swiglu and factorised always take silu */
     int no_expert_bias;       /* 1: mlp and linear experts have no biases [0] */
-    int n_shared;             /* shared experts: one swiglu of width n_shared * d_shared that every token passes [0] */
+    moe_real swiglu_alpha;    /* alpha of swiglu experts, 1e-6 to 1e6 [0: 1] */
+    moe_real swiglu_limit;    /* L of swiglu experts, 1e-6 to 1e6 [0: none]; the derivative beyond a limit is 0 */
+    moe_real swiglu_offset;   /* what is added to their u, -1e6 to 1e6 [0] */
+    int expert_bias;          /* 1: swiglu experts have biases [0] */
+    int n_shared;             /* shared experts: one plain swiglu of width n_shared * d_shared that every token passes [0] */
     int d_shared;             /* width of one shared expert [d_ff] */
     int add_input;            /* 1: y = sum w f(x) + (1 - sum w) x, w the weights of the experts that took the token; needs d_out = d_model [0] */
     int shared_sigmoid;       /* 1: the shared expert is multiplied by sigmoid(shared.sigmoid . x) [0] */
@@ -512,6 +525,9 @@ enum {
     MOE_EXPERTS_BIAS,                    /* "experts.bias" [E,o] */
     MOE_EXPERTS_REDUCE,                  /* "experts.reduce" [E,l,d] */
     MOE_EXPERTS_EXPAND,                  /* "experts.expand" [E,f,l] */
+    MOE_EXPERTS_GATE_BIAS,               /* "experts.gate_bias" [E,f] */
+    MOE_EXPERTS_UP_BIAS,                 /* "experts.up_bias" [E,f] */
+    MOE_EXPERTS_DOWN_BIAS,               /* "experts.down_bias" [E,o] */
     MOE_SHARED_GATE,                     /* "shared.gate" [s,d] */
     MOE_SHARED_UP,                       /* "shared.up" [s,d] */
     MOE_SHARED_DOWN,                     /* "shared.down" [o,s] */
@@ -641,6 +657,64 @@ MOE_API moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t si
 MOE_API moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, const moe_allocator *allocator, moe_error *error);
 #endif
 
+/* ---- published layers: the mixtures of models as their authors ship them ------------------------------------------------------ */
+
+/* Bytes that are read at places, so that of a file of gigabytes only the header and one layer's tensors are fetched. */
+typedef struct moe_source {
+    const char *name; /* what the file is called, without folders; an index names its files so, and messages do. NULL: nothing */
+    uint64_t size;
+    void *ctx;
+    moe_status (*read_at)(void *ctx, uint64_t at, void *to, size_t size); /* size bytes from `at` on; is asked for nothing beyond the end */
+} moe_source;
+
+/* A source of bytes in memory, which stay the caller's and must outlive it. */
+MOE_API moe_source moe_memory_source(const char *name, const void *bytes, size_t size);
+
+/* Makes a layer from a file that another program wrote, with tensors of its own (moe_layer_free; no gradients: moe_layer_save and moe_layer_load with
+   trainable = 1 add them). What it computes is what the model's own program computes, in F32. The families, by the names of their presets:
+     mixtral, phi35_moe, minimax_m2     gate.weight, experts.J.w1, .w3, .w2.weight                             (block_sparse_moe)
+     qwen2_moe, qwen3_next, qwen3_moe, olmoe, deepseek_v2, deepseek_v3, glm4_moe, dots1
+                                        gate.weight, experts.J.gate_proj, .up_proj, .down_proj.weight; shared_expert(s).*, shared_expert_gate.weight,
+                                        gate.e_score_correction_bias
+       and all of these also fused, experts.gate_up_proj [E,2f,d], experts.down_proj [E,d,f], as transformers 5 holds them
+     llama4                             router.weight, experts.gate_up_proj [E,d,2f], experts.down_proj [E,f,d], shared_expert.*
+     gpt_oss                            router.weight, .bias, experts.gate_up_proj [E,d,2f] with gate and up in turn, down_proj [E,f,d], biases
+     granite_moe                        router.layer.weight, input_linear.weight [E,2f,d], output_linear.weight [E,d,f]
+   and GGUF (versions 2 and 3, little-endian): ffn_gate_inp, ffn_{gate,up,down}_exps, ffn_gate_up_exps, ffn_{gate,up,down}_shexp, exp_probs_b, their
+   biases, and ffn_{gate,up,down}.J of older files. Numbers are F32, F16, BF16 or F64, in GGUF also Q8_0 and Q4_0.
+     sources  sources[0] is a safetensors file, an index of several (a text with weight_map) or a GGUF file; the others, found by their names, are the
+              files that the index names, and config.json
+     prefix   what the layer's names begin with: "model.layers.3.mlp", in GGUF "blk.3". A last part mlp, block_sparse_moe or feed_forward may stand for
+              any of these, or be left out
+     preset   a name of moe_presets, or NULL: the family that model_type of config.json (GGUF: general.architecture) names, or the one that the tensors'
+              names show. The router's settings are those that config.json (GGUF: its metadata) gives and that family reads; for the rest with preset
+              = NULL and a model_type what the model's own program assumes, else the preset's. Widths and E come from the tensors. Losses, noise and rates
+              of training are not read
+   deepseek_v2 with norm_topk_prob does not scale, as in its authors' program. Errors: MOE_ERR_NOT_FOUND (no such layer: error lists those of the file; a tensor
+   that is missing; no such preset), MOE_ERR_SHAPE, MOE_ERR_UNSUPPORTED (an element type, a tensor that the family does not have, settings that change the
+   meaning, as hidden_act and quantization_config, by name), MOE_ERR_FORMAT, MOE_ERR_CONFIG (settings and sizes clash), MOE_ERR_IO, MOE_ERR_MEMORY, MOE_ERR_OVERFLOW.
+   Memory while it reads: headers and texts (an index and config.json as a whole), about 250 bytes for each tensor of the layer, and the layer, which is bounded by its
+   tensors in the file. 24 KiB of stack. On failure *layer is untouched. allocator NULL: the standard heap. Thread-safe with sources of its own. */
+MOE_API moe_status moe_read_published(moe_layer *layer, const moe_source *sources, size_t n_sources, const char *prefix, const char *preset,
+                                      const moe_allocator *allocator, moe_error *error);
+#ifndef MOE_NO_STDIO
+/* The same from files. path: a .safetensors or .gguf file, an .index.json, or a folder that holds model.safetensors.index.json or model.safetensors;
+   config.json, if there is one, and an index's files lie beside it. */
+MOE_API moe_status moe_load_layer(moe_layer *layer, const char *path, const char *prefix, const char *preset, const moe_allocator *allocator, moe_error *error);
+#endif
+#ifndef MOE_NO_TRAIN
+/* Writes a layer as a safetensors file with the names, shapes and order of elements that a family (above; its name) ships, one file, metadata
+   {"format":"pt"}. dtype: MOE_DTYPE_F64, _F32, _F16 or _BF16, rounded to nearest even. The layer's settings are not in the file, as with the models' own: their place
+   is config.json, which is not written. State of training is left out. MOE_ERR_CONFIG: the layer has a tensor that the family does not have, or the other
+   way round, or d_out is not d_model; MOE_ERR_ARGUMENT: dtype, a prefix that is not UTF-8 or longer than 180 bytes, a tensor that is not set;
+   MOE_ERR_NOT_FOUND: no such family; MOE_ERR_MEMORY, MOE_ERR_OVERFLOW; else what the stream returns. */
+MOE_API moe_status moe_write_published(const moe_layer *layer, moe_stream *stream, const char *prefix, const char *family, int dtype, moe_error *error);
+#ifndef MOE_NO_STDIO
+/* moe_write_published to a file, by moe_file_replace: a failed save leaves the old file as it was. */
+MOE_API moe_status moe_save_published(const moe_layer *layer, const char *path, const char *prefix, const char *family, int dtype, moe_error *error);
+#endif
+#endif
+
 /* ---- nets: a list of modules, built by calls ------------------------------------------------------------------------------- */
 
 /* Modules; d is the width that arrives.
@@ -744,7 +818,7 @@ MOE_API moe_status moe_net_attention(moe_net *net, const moe_attention_config *c
 MOE_API moe_status moe_net_rms_norm(moe_net *net);
 /* rate in [0,1); draws from call.rng in training, which must then be there unless rate is 0. */
 MOE_API moe_status moe_net_dropout(moe_net *net, moe_real rate);
-/* config: expert, d_ff, d_low, act, no_expert_bias are read, all else must be 0; NULL: {0}, a swiglu of width 4 d. */
+/* config: expert, d_ff, d_low, act, no_expert_bias, swiglu_..., expert_bias are read, all else must be 0; NULL: {0}, a swiglu of width 4 d. */
 MOE_API moe_status moe_net_feed_forward(moe_net *net, const moe_layer_config *config);
 /* Logits by the embedding's own rows (weight tying; Press, Wolf 2017, Using the output embedding to improve language models). The net begins with an
    embedding as wide as what arrives. */
@@ -1334,7 +1408,7 @@ typedef struct moe_model {
     size_t multiplications;   /* multiply-accumulates of one call at most */
 } moe_model;
 
-#define MOE_MODEL_VERSION 1
+#define MOE_MODEL_VERSION 2
 
 /* One call of a model at work; on the stack of moe_infer. */
 typedef struct moe_int_run {
@@ -1595,6 +1669,7 @@ MOE_API void moe_buffer_free(moe_buffer *buffer) {
 
 #ifndef MOE_NO_STDIO
 #include <errno.h>
+#include <limits.h>
 #include <stdio.h>
 
 #ifdef _MSC_VER
@@ -1660,6 +1735,16 @@ MOE_API moe_status moe_file_read(const char *path, moe_buffer *buffer, moe_error
     moe_buffer_free(buffer);
     if (status == MOE_ERR_IO) return moei_file_failed(error, "cannot read", path, reason);
     return moei_error(error, status, "%s: reading %s", moe_status_text(status), path);
+}
+
+/* Only a file that is not there is missing; one that cannot be opened is an error. */
+static int moei_file_is_missing(const char *path) {
+    FILE *file;
+    errno = 0;
+    file = fopen(path, "rb");
+    if (file == NULL) return errno == ENOENT;
+    (void)fclose(file);
+    return 0;
 }
 
 #ifdef _WIN32
@@ -1814,6 +1899,7 @@ typedef struct moei_json {
     size_t at, end;
     moei_span name; /* the tensor being read, for messages; p NULL: none */
     moe_error *error;
+    int any_dtype; /* 1: one that is unknown reads as MOE_DTYPE_COUNT */
 } moei_json;
 
 /* A copy of a span that is safe to print: ASCII, terminated, cut with dots. Returns out. */
@@ -2038,6 +2124,7 @@ static moe_status moei_file_dtype(moei_json *j, int *dtype) {
     if (status != MOE_OK) return status;
     for (*dtype = 0; *dtype < MOE_DTYPE_COUNT; (*dtype)++)
         if (moei_span_is(s, moei_dtype_names[*dtype])) return MOE_OK;
+    if (j->any_dtype) return MOE_OK;
     return moei_json_refuse(j, (size_t)(s.p - j->bytes), MOE_ERR_UNSUPPORTED, "unknown dtype '%s'", moei_span_text(s, shown));
 }
 
@@ -2073,33 +2160,36 @@ static moe_status moei_file_fields(moei_json *j, moe_file_tensor *t, size_t rang
 /* Checks the shape against the byte range, and the range against the data. */
 static moe_status moei_file_place(moei_json *j, size_t at, const moe_file *file, moe_file_tensor *t, const size_t range[2]) {
     size_t start = 8 + file->header_size, size = file->size - start;
-    int i;
+    int i, known = t->dtype < MOE_DTYPE_COUNT;
     t->count = 1;
     for (i = 0; i < t->n_dims; i++)
         if (!moei_mul(t->count, t->shape[i], &t->count))
             return moei_json_refuse(j, at, MOE_ERR_OVERFLOW, "the shape has more elements than size_t holds");
-    if (!moei_mul(t->count, moei_dtype_sizes[t->dtype], &t->bytes))
+    if (!moei_mul(t->count, known ? moei_dtype_sizes[t->dtype] : 0, &t->bytes))
         return moei_json_refuse(j, at, MOE_ERR_OVERFLOW, "the shape needs more bytes than size_t holds");
     if (range[1] > size)
         return moei_json_refuse(j, at, MOE_ERR_FORMAT, "data_offsets [%z, %z] go beyond the %z bytes of data", range[0], range[1], size);
     if (range[0] > range[1])
         return moei_json_refuse(j, at, MOE_ERR_FORMAT, "data_offsets [%z, %z] end before they begin", range[0], range[1]);
+    if (!known) t->bytes = range[1] - range[0];
     if (range[1] - range[0] != t->bytes)
         return moei_json_refuse(j, at, MOE_ERR_FORMAT, "the shape needs %z bytes, data_offsets [%z, %z] hold another size", t->bytes,
                                 range[0], range[1]);
-    t->data = file->bytes + start + range[0];
+    if (!file->of_header) t->data = file->bytes + start + range[0];
     return MOE_OK;
 }
 
 enum { MOEI_ENTRY_END = 0, MOEI_ENTRY_TENSOR = 1, MOEI_ENTRY_METADATA = 2 };
 
-/* The next entry of the header's object. A tensor is read whole; of the metadata only the key is taken. Where there is no tensor, *t is an empty one. */
-static moe_status moei_file_entry(moei_json *j, int first, const moe_file *file, moe_file_tensor *t, int *kind) {
+/* The next entry of the header's object. A tensor is read whole, and *begin gets where in the data it lies; of the metadata only the key is taken. Where
+   there is no tensor, *t is an empty one. */
+static moe_status moei_file_entry(moei_json *j, int first, const moe_file *file, moe_file_tensor *t, size_t *begin, int *kind) {
     size_t range[2] = {0, 0}, at;
     moei_span key;
     int more;
     moe_status status;
     *kind = MOEI_ENTRY_END;
+    *begin = 0;
     memset(t, 0, sizeof *t);
     t->name = (const char *)file->bytes;
     t->data = file->bytes;
@@ -2116,6 +2206,7 @@ static moe_status moei_file_entry(moei_json *j, int first, const moe_file *file,
     (void)moei_json_peek(j);
     at = j->at;
     if ((status = moei_file_fields(j, t, range)) != MOE_OK) return status;
+    *begin = range[0];
     return moei_file_place(j, at, file, t, range);
 }
 
@@ -2334,8 +2425,8 @@ static moe_status moei_file_entries(moei_json *j, moe_file *file, moei_tiles *ti
     int first, kind;
     moe_status status;
     for (first = 1;; first = 0) {
-        size_t at = j->at;
-        if ((status = moei_file_entry(j, first, file, &t, &kind)) != MOE_OK) return status;
+        size_t at = j->at, begin;
+        if ((status = moei_file_entry(j, first, file, &t, &begin, &kind)) != MOE_OK) return status;
         if (kind == MOEI_ENTRY_END) break;
         if (kind == MOEI_ENTRY_METADATA) {
             if ((status = moei_file_metadata_object(j, file, n_metadata)) != MOE_OK) return status;
@@ -2346,7 +2437,7 @@ static moe_status moei_file_entries(moei_json *j, moe_file *file, moei_tiles *ti
         file->n_tensors++;
         if (t.bytes > size - tiles->covered)
             return moei_json_refuse(j, at, MOE_ERR_FORMAT, "tensors overlap: together they are larger than the data, %z bytes", size);
-        moei_tiles_add(tiles, &t, (size_t)(t.data - (file->bytes + start)), at);
+        moei_tiles_add(tiles, &t, begin, at);
     }
     for (; j->at < j->end; j->at++)
         if (j->bytes[j->at] != ' ') return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "only spaces may follow the header's object");
@@ -2363,18 +2454,19 @@ static moe_status moei_file_unique(moei_json *j, const moe_file *file, int metad
                             moei_span_text(name, shown), problem);
 }
 
-MOE_API moe_status moe_file_open(moe_file *file, const void *bytes, size_t size, moe_error *error) {
+/* Of a file of size bytes these are all, or with of_header the first 8 and the header behind them. */
+static moe_status moei_file_check(moe_file *file, const unsigned char *bytes, size_t size, int of_header, moe_error *error) {
     moe_file f;
     moei_json j;
     moei_tiles tiles;
     size_t i, n_metadata = 0;
     moe_status status;
-    if (file == NULL || bytes == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "file or bytes is NULL");
     memset(&f, 0, sizeof f);
     memset(&j, 0, sizeof j);
     memset(&tiles, 0, sizeof tiles);
-    f.bytes = (const unsigned char *)bytes;
+    f.bytes = bytes;
     f.size = size;
+    f.of_header = j.any_dtype = of_header;
     j.bytes = f.bytes;
     j.error = error;
     if ((status = moei_file_header(&j, &f)) != MOE_OK) return status;
@@ -2389,32 +2481,44 @@ MOE_API moe_status moe_file_open(moe_file *file, const void *bytes, size_t size,
     return MOE_OK;
 }
 
+MOE_API moe_status moe_file_open(moe_file *file, const void *bytes, size_t size, moe_error *error) {
+    if (file == NULL || bytes == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "file or bytes is NULL");
+    return moei_file_check(file, (const unsigned char *)bytes, size, 0, error);
+}
+
 static moei_json moei_file_json(const moe_file *file, size_t at) {
     moei_json j;
     memset(&j, 0, sizeof j);
     j.bytes = file->bytes;
     j.at = at;
     j.end = 8 + file->header_size;
+    j.any_dtype = file->of_header;
     return j;
 }
 
-MOE_API moe_status moe_file_next(moe_file *file, moe_file_tensor *tensor) {
+/* moe_file_next, and where in the data the tensor begins. */
+static moe_status moei_file_next(moe_file *file, moe_file_tensor *tensor, size_t *begin) {
     moei_json j;
     moe_file_tensor t;
     moe_status status;
     int kind;
-    if (file == NULL || tensor == NULL) return MOE_ERR_ARGUMENT;
     if (file->n_tensors == 0) return MOE_ERR_NOT_FOUND;
     j = moei_file_json(file, file->at);
-    if ((status = moei_file_entry(&j, j.at == MOEI_FILE_START, file, &t, &kind)) != MOE_OK) return status;
+    if ((status = moei_file_entry(&j, j.at == MOEI_FILE_START, file, &t, begin, &kind)) != MOE_OK) return status;
     if (kind == MOEI_ENTRY_METADATA) {
         j.at = file->metadata_end;
-        if ((status = moei_file_entry(&j, 0, file, &t, &kind)) != MOE_OK) return status;
+        if ((status = moei_file_entry(&j, 0, file, &t, begin, &kind)) != MOE_OK) return status;
     }
     if (kind != MOEI_ENTRY_TENSOR) return MOE_ERR_NOT_FOUND;
     file->at = j.at;
     *tensor = t;
     return MOE_OK;
+}
+
+MOE_API moe_status moe_file_next(moe_file *file, moe_file_tensor *tensor) {
+    size_t begin;
+    if (file == NULL || tensor == NULL) return MOE_ERR_ARGUMENT;
+    return moei_file_next(file, tensor, &begin);
 }
 
 MOE_API void moe_file_rewind(moe_file *file) {
@@ -2427,13 +2531,14 @@ MOE_API moe_status moe_file_find(const moe_file *file, const char *name, moe_fil
     moei_json j;
     moe_file_tensor t;
     moe_status status;
+    size_t begin;
     int kind;
     if (file == NULL || name == NULL || tensor == NULL) return MOE_ERR_ARGUMENT;
     if (file->n_tensors == 0) return MOE_ERR_NOT_FOUND;
     w = moei_names_of(file, 0);
     if (!moei_names_find(&w, name, &span)) return MOE_ERR_NOT_FOUND;
     j = moei_file_json(file, (size_t)(span.p - file->bytes) - 1);
-    if ((status = moei_file_entry(&j, 1, file, &t, &kind)) != MOE_OK) return status;
+    if ((status = moei_file_entry(&j, 1, file, &t, &begin, &kind)) != MOE_OK) return status;
     if (kind != MOEI_ENTRY_TENSOR) return MOE_ERR_NOT_FOUND;
     *tensor = t;
     return MOE_OK;
@@ -2787,9 +2892,25 @@ static moe_status moei_header_metadata(moei_header *h, const moe_metadata *metad
     return MOE_OK;
 }
 
+/* What follows a tensor's name. */
+static void moei_header_put_entry(moei_header *h, int dtype, const size_t *shape, int n_dims, size_t begin, size_t end) {
+    int d;
+    moei_header_put_text(h, ":{\"dtype\":\"");
+    moei_header_put_text(h, moei_dtype_names[dtype]);
+    moei_header_put_text(h, "\",\"shape\":[");
+    for (d = 0; d < n_dims; d++) {
+        if (d > 0) moei_header_put(h, ",", 1);
+        moei_header_put_size(h, shape[d]);
+    }
+    moei_header_put_text(h, "],\"data_offsets\":[");
+    moei_header_put_size(h, begin);
+    moei_header_put(h, ",", 1);
+    moei_header_put_size(h, end);
+    moei_header_put_text(h, "]}");
+}
+
 static moe_status moei_header_tensors(moei_header *h, const moe_tensor *tensors, size_t n, int comma, moe_error *error) {
     size_t i, begin = 0, bytes = 0, end;
-    int d;
     for (i = 0; i < n; i++, begin = end) {
         const moe_tensor *t = &tensors[i];
         moe_status status = moei_write_check(t, i, &bytes, error);
@@ -2797,18 +2918,7 @@ static moe_status moei_header_tensors(moei_header *h, const moe_tensor *tensors,
         if (!moei_add(begin, bytes, &end)) return moei_error(error, MOE_ERR_OVERFLOW, "tensor %z, %s: the file is too large", i, t->name);
         if (comma || i > 0) moei_header_put(h, ",", 1);
         moei_header_put_string(h, t->name);
-        moei_header_put_text(h, ":{\"dtype\":\"");
-        moei_header_put_text(h, moei_dtype_names[MOE_REAL_IS_DOUBLE ? MOE_DTYPE_F64 : MOE_DTYPE_F32]);
-        moei_header_put_text(h, "\",\"shape\":[");
-        for (d = 0; d < t->n_dims; d++) {
-            if (d > 0) moei_header_put(h, ",", 1);
-            moei_header_put_size(h, t->shape[d]);
-        }
-        moei_header_put_text(h, "],\"data_offsets\":[");
-        moei_header_put_size(h, begin);
-        moei_header_put(h, ",", 1);
-        moei_header_put_size(h, end);
-        moei_header_put_text(h, "]}");
+        moei_header_put_entry(h, MOE_REAL_IS_DOUBLE ? MOE_DTYPE_F64 : MOE_DTYPE_F32, t->shape, t->n_dims, begin, end);
     }
     return MOE_OK;
 }
@@ -2825,13 +2935,25 @@ static moe_status moei_header_unique(const moei_header *h, const moei_names *whe
     return moei_error(error, MOE_ERR_ARGUMENT, "%s '%s': %s", w.texts ? "metadata" : "tensor", moei_span_text(name, shown), problem);
 }
 
+/* The object's last brace, spaces up to a multiple of 8, and the length in the first eight bytes. */
+static moe_status moei_header_end(moei_header *h, moe_error *error) {
+    size_t length;
+    int i;
+    moei_header_put(h, "}", 1);
+    moei_header_put(h, "       ", (8 - moei_header_length(h) % 8) % 8);
+    if (h->failed) return moei_error(error, MOE_ERR_MEMORY, "out of memory: the header of the file");
+    length = moei_header_length(h) - 8;
+    if (length > MOEI_FILE_MAX_HEADER)
+        return moei_error(error, MOE_ERR_ARGUMENT, "names and metadata need a header of %z bytes, allowed are 100000000", length);
+    for (i = 0; i < 8; i++) h->text[i] = (char)(unsigned char)((uint64_t)length >> 8 * i & 0xffu);
+    return MOE_OK;
+}
+
 /* Builds the whole header: the length's eight bytes, the object, and spaces up to a multiple of 8. */
 static moe_status moei_header_build(moei_header *h, const moe_tensor *tensors, size_t n_tensors, const moe_metadata *metadata,
                                     size_t n_metadata, moe_error *error) {
     moei_names inner, outer;
     moe_status status;
-    size_t length;
-    int i;
     memset(&inner, 0, sizeof inner);
     memset(&outer, 0, sizeof outer);
     inner.texts = 1;
@@ -2843,13 +2965,7 @@ static moe_status moei_header_build(moei_header *h, const moe_tensor *tensors, s
         inner.end = outer.skip_end = moei_header_length(h);
     }
     if ((status = moei_header_tensors(h, tensors, n_tensors, n_metadata > 0, error)) != MOE_OK) return status;
-    moei_header_put(h, "}", 1);
-    moei_header_put(h, "       ", (8 - moei_header_length(h) % 8) % 8);
-    if (h->failed) return moei_error(error, MOE_ERR_MEMORY, "out of memory: the header of the file");
-    length = moei_header_length(h) - 8;
-    if (length > MOEI_FILE_MAX_HEADER)
-        return moei_error(error, MOE_ERR_ARGUMENT, "names and metadata need a header of %z bytes, allowed are 100000000", length);
-    for (i = 0; i < 8; i++) h->text[i] = (char)(unsigned char)((uint64_t)length >> 8 * i & 0xffu);
+    if ((status = moei_header_end(h, error)) != MOE_OK) return status;
     outer.end = moei_header_length(h);
     if ((status = moei_header_unique(h, &outer, n_tensors, error)) != MOE_OK) return status;
     return moei_header_unique(h, &inner, n_metadata, error);
@@ -2933,11 +3049,11 @@ enum { MOEI_SHARED = MOE_EXPERT_COUNT };
 static const moei_expert moei_experts[MOE_EXPERT_COUNT + 1] = {
     /* swiglu */
     {5,
-     {{MOEI_STEP_MATMUL, 0, MOE_NODE_GATE, MOEI_X, 0, MOE_EXPERTS_GATE, -1},
+     {{MOEI_STEP_MATMUL, 0, MOE_NODE_GATE, MOEI_X, 0, MOE_EXPERTS_GATE, MOE_EXPERTS_GATE_BIAS},
       {MOEI_STEP_ACT, 0, MOE_NODE_ACT, MOE_NODE_GATE, 0, 0, 0},
-      {MOEI_STEP_MATMUL, 0, MOE_NODE_UP, MOEI_X, 0, MOE_EXPERTS_UP, -1},
+      {MOEI_STEP_MATMUL, 0, MOE_NODE_UP, MOEI_X, 0, MOE_EXPERTS_UP, MOE_EXPERTS_UP_BIAS},
       {MOEI_STEP_GATED, 0, MOE_NODE_PRODUCT, MOE_NODE_GATE, MOE_NODE_UP, 0, 0},
-      {MOEI_STEP_MATMUL, 1, MOE_NODE_OUTPUT, MOE_NODE_PRODUCT, 0, MOE_EXPERTS_DOWN, -1},
+      {MOEI_STEP_MATMUL, 1, MOE_NODE_OUTPUT, MOE_NODE_PRODUCT, 0, MOE_EXPERTS_DOWN, MOE_EXPERTS_DOWN_BIAS},
       {0, 0, 0, 0, 0, 0, 0}},
      MOE_NODE_UP,
      MOE_NODE_PRODUCT},
@@ -2998,6 +3114,10 @@ static const moe_field moei_layer_fields[] = {
     MOEI_INT(MOEI_L, d_low, 1, MOE_MAX_WIDTH, "rows of reduce in a factorised expert"),
     MOEI_CHOICE(MOEI_L, act, MOE_ACT_COUNT, moei_act_names, "activation of mlp experts"),
     MOEI_FLAG(MOEI_L, no_expert_bias, "mlp and linear experts have no biases"),
+    MOEI_REAL(MOEI_L, swiglu_alpha, 1e-6, 1e6, "alpha of swiglu experts"),
+    MOEI_REAL(MOEI_L, swiglu_limit, 1e-6, 1e6, "limit of swiglu experts"),
+    MOEI_REAL(MOEI_L, swiglu_offset, -1e6, 1e6, "offset of swiglu experts"),
+    MOEI_FLAG(MOEI_L, expert_bias, "swiglu experts have biases"),
     MOEI_INT(MOEI_L, n_shared, 1, 4096, "number of shared experts"),
     MOEI_INT(MOEI_L, d_shared, 1, MOE_MAX_WIDTH, "width of one shared expert"),
     MOEI_FLAG(MOEI_L, add_input, "what the weights leave over is given to the input itself"),
@@ -3035,6 +3155,17 @@ static void moei_layer_defaults(moe_layer_config *c) {
     if (c->n_shared > 0) moei_default(&c->d_shared, c->d_ff);
 }
 
+/* Whether a real field is set; it is finite. */
+static int moei_is_set(moe_real value) { return value < MOEI_R(0.0) || value > MOEI_R(0.0); }
+
+/* The first field that is set though only swiglu experts have it; NULL for none. */
+static const char *moei_swiglu_field(const moe_layer_config *c) {
+    if (moei_is_set(c->swiglu_alpha)) return "swiglu_alpha";
+    if (moei_is_set(c->swiglu_limit)) return "swiglu_limit";
+    if (moei_is_set(c->swiglu_offset)) return "swiglu_offset";
+    return c->expert_bias ? "expert_bias" : NULL;
+}
+
 static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error) {
     const char *kind = moei_expert_names[c->expert];
     int reads_experts = (moe_router_traits(&c->router) & MOE_TRAIT_NEEDS_ALL_EXPERTS) != 0;
@@ -3051,6 +3182,8 @@ static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error
         return moei_error(error, MOE_ERR_CONFIG, "d_low = %d does not go with expert = %s: only factorised experts have it", c->d_low, kind);
     if (c->no_expert_bias && c->expert != MOE_EXPERT_MLP && c->expert != MOE_EXPERT_LINEAR)
         return moei_error(error, MOE_ERR_CONFIG, "no_expert_bias = 1 does not go with expert = %s: it has no biases anyway", kind);
+    if (moei_swiglu_field(c) != NULL && c->expert != MOE_EXPERT_SWIGLU)
+        return moei_error(error, MOE_ERR_CONFIG, "%s does not go with expert = %s: only swiglu experts have it", moei_swiglu_field(c), kind);
     if (c->n_shared == 0 && (c->d_shared != 0 || c->shared_sigmoid))
         return moei_error(error, MOE_ERR_CONFIG, "%s is set but n_shared = 0: there is no shared expert", c->d_shared != 0 ? "d_shared" : "shared_sigmoid");
     if (c->add_input && c->d_out != c->router.d_model)
@@ -3101,7 +3234,7 @@ static int moei_slot_experts(moe_slot *slot, const moe_layer_config *c, int out,
 moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_slot *out) {
     static const char *const names[MOE_LAYER_SLOTS - (int)MOE_ROUTER_SLOTS] = {
         "experts.gate", "experts.up", "experts.down", "experts.fc1.weight", "experts.fc1.bias", "experts.fc2.weight", "experts.fc2.bias", "experts.weight",
-        "experts.bias", "experts.reduce", "experts.expand", "shared.gate", "shared.up", "shared.down", "shared.sigmoid"};
+        "experts.bias", "experts.reduce", "experts.expand", "experts.gate_bias", "experts.up_bias", "experts.down_bias", "shared.gate", "shared.up", "shared.down", "shared.sigmoid"};
     const moe_layer_config *c = config;
     int swiglu = c->expert == MOE_EXPERT_SWIGLU, mlp = c->expert == MOE_EXPERT_MLP, linear = c->expert == MOE_EXPERT_LINEAR;
     int factorised = c->expert == MOE_EXPERT_FACTORISED, gated = swiglu || factorised, biases = !c->no_expert_bias;
@@ -3143,6 +3276,13 @@ moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_slot *ou
         break;
     case MOE_EXPERTS_EXPAND:
         if (factorised) fits = moei_slot_experts(&made, c, f, c->d_low);
+        break;
+    case MOE_EXPERTS_GATE_BIAS:
+    case MOE_EXPERTS_UP_BIAS:
+        if (swiglu && c->expert_bias) fits = moei_slot_experts(&made, c, f, 0);
+        break;
+    case MOE_EXPERTS_DOWN_BIAS:
+        if (swiglu && c->expert_bias) fits = moei_slot_experts(&made, c, o, 0);
         break;
     case MOE_SHARED_GATE:
     case MOE_SHARED_UP:
@@ -3475,6 +3615,8 @@ typedef struct moei_chain {
     const moei_expert *expert;
     size_t block;  /* which of the E blocks of each tensor; 0 for the shared expert */
     int act, packed; /* packed: the packed weights are read */
+    int shaped;      /* the gate has an alpha, a limit or an offset; limit is infinite for none */
+    moe_real alpha, limit, offset;
     size_t width[MOE_NODE_COUNT], ld[MOE_NODE_COUNT];
     size_t n, d, ldx;
     const moe_real *x;                /* [n,d] */
@@ -3506,6 +3648,14 @@ static size_t moei_stride(const moe_layer *layer, size_t width) {
     return moei_table(layer->kernels)->id == MOE_KERNELS_C ? width : (lines | 1) * MOEI_UNIT;
 }
 
+/* What a swiglu expert's gate has beyond the plain one. */
+static void moei_chain_shape(moei_chain *chain, const moe_layer_config *c) {
+    chain->alpha = c->swiglu_alpha > MOEI_R(0.0) ? c->swiglu_alpha : MOEI_R(1.0);
+    chain->limit = c->swiglu_limit > MOEI_R(0.0) ? c->swiglu_limit : MOEI_INFINITY;
+    chain->offset = c->swiglu_offset;
+    chain->shaped = moei_is_set(chain->alpha - MOEI_R(1.0)) || c->swiglu_limit > MOEI_R(0.0) || moei_is_set(chain->offset);
+}
+
 static moei_chain moei_chain_begin(const moe_layer *layer, int kind) {
     const moe_layer_config *c = &layer->config;
     moei_chain chain;
@@ -3515,6 +3665,7 @@ static moei_chain moei_chain_begin(const moe_layer *layer, int kind) {
     chain.layer = layer;
     chain.expert = &moei_experts[kind];
     chain.act = kind == MOE_EXPERT_MLP ? c->act : MOE_ACT_SILU;
+    if (kind == MOE_EXPERT_SWIGLU) moei_chain_shape(&chain, c);
     chain.d = chain.ldx = (size_t)c->router.d_model;
     chain.ld_dx = chain.d;
     chain.width[MOE_NODE_LOW] = (size_t)c->d_low;
@@ -3599,12 +3750,35 @@ static void moei_matmul_columns(const moei_chain *chain, const moei_step *step, 
     for (i = 0; bias != NULL && i < chain->n; i++) moe_axpy(k, count, MOEI_R(1.0), bias + j, out + i * ld);
 }
 
+/* A shaped gate as a plain one, silu(t) v: t = alpha min(g, L), v = factor (max(-L, min(u, L)) + offset), or factor where up is NULL. */
+static void moei_shape(const moei_chain *chain, size_t n, const moe_real *gate, const moe_real *up, moe_real factor, moe_real *t, moe_real *v) {
+    const moe_real limit = chain->limit;
+    size_t i;
+    for (i = 0; i < n; i++) t[i] = chain->alpha * (gate[i] > limit ? limit : gate[i]);
+    for (i = 0; i < n && up == NULL; i++) v[i] = factor;
+    for (i = 0; i < n && up != NULL; i++) v[i] = factor * ((up[i] > limit ? limit : up[i] < -limit ? -limit : up[i]) + chain->offset);
+}
+
+/* The elementwise steps with a shaped gate; the results may take the place of what is read. */
+static void moei_shaped_columns(const moei_chain *chain, const moei_step *step, size_t j, size_t count) {
+    moe_real t[MOEI_STAGE_COLUMNS], v[MOEI_STAGE_COLUMNS];
+    size_t ld = chain->ld[step->to], i, p, n;
+    for (i = 0; i < chain->n; i++)
+        for (p = j; p < j + count; p += n) {
+            const moe_real *up = step->op == MOEI_STEP_GATED ? chain->node[step->second] + i * chain->ld[step->second] + p : NULL;
+            n = j + count - p < MOEI_STAGE_COLUMNS ? j + count - p : (size_t)MOEI_STAGE_COLUMNS;
+            moei_shape(chain, n, chain->node[step->from] + i * chain->ld[step->from] + p, up, MOEI_R(1.0) / chain->alpha, t, v);
+            moe_gated(chain->layer->kernels, chain->act, 1, n, t, n, v, n, chain->node[step->to] + i * ld + p, ld);
+        }
+}
+
 static void moei_step_columns(const moei_chain *chain, const moei_step *step, size_t j, size_t count) {
     const moe_kernels *k = chain->layer->kernels;
     size_t ld = chain->ld[step->to], ld_in;
     const moe_real *in;
-    if (step->op == MOEI_STEP_MATMUL) {
-        moei_matmul_columns(chain, step, j, count);
+    if (step->op == MOEI_STEP_MATMUL || chain->shaped) {
+        if (step->op == MOEI_STEP_MATMUL) moei_matmul_columns(chain, step, j, count);
+        else moei_shaped_columns(chain, step, j, count);
         return;
     }
     in = moei_from(chain, step->from, &ld_in) + j;
@@ -3679,13 +3853,33 @@ static void moei_input_backward(const moei_chain *chain, const moei_step *step, 
                moei_block(chain, step->weight, to * from) + j, from, d_in + j, ld, sum);
 }
 
+/* Back through n columns, from p, of row i of a shaped gate: y = silu(t) v / alpha, dg = dy v silu'(t), du = dy silu(t) / alpha, 0 beyond a limit. */
+static void moei_shaped_backward(const moei_chain *chain, const moei_step *step, size_t i, size_t p, size_t n) {
+    moe_real t[MOEI_STAGE_COLUMNS], v[MOEI_STAGE_COLUMNS], d_t[MOEI_STAGE_COLUMNS], d_v[MOEI_STAGE_COLUMNS];
+    const moe_real *gate = chain->node[step->from] + i * chain->ld[step->from] + p, limit = chain->limit;
+    const moe_real *up = step->op == MOEI_STEP_GATED ? chain->node[step->second] + i * chain->ld[step->second] + p : NULL;
+    moe_real *d_gate = chain->d_node[step->from] + i * chain->ld[step->from] + p;
+    moe_real *d_up = up != NULL ? chain->d_node[step->second] + i * chain->ld[step->second] + p : NULL;
+    size_t q;
+    moei_shape(chain, n, gate, up, MOEI_R(1.0), t, v);
+    moe_gated_backward(chain->layer->kernels, chain->act, n, t, v, chain->d_node[step->to] + i * chain->ld[step->to] + p, d_t, d_v);
+    for (q = 0; q < n; q++) {
+        if (gate[q] > limit) d_t[q] = MOEI_R(0.0);
+        d_gate[q] = up == NULL && (chain->summed >> step->from & 1u) ? d_gate[q] + d_t[q] : d_t[q];
+    }
+    for (q = 0; q < n && up != NULL; q++) d_up[q] = up[q] > limit || up[q] < -limit ? MOEI_R(0.0) : d_v[q] / chain->alpha;
+}
+
 /* Columns j .. j + count back through an elementwise step. */
 static void moei_elementwise_backward(const moei_chain *chain, const moei_step *step, size_t j, size_t count) {
     const moe_kernels *k = chain->layer->kernels;
     size_t ld = chain->ld[step->to], ld_in, i, p;
     const moe_real *in = moei_from(chain, step->from, &ld_in) + j, *d_out = chain->d_node[step->to] + j;
     moe_real *d_in = chain->d_node[step->from] + j, part[MOEI_STAGE_COLUMNS];
-    for (i = 0; i < chain->n; i++, in += ld_in, d_in += ld_in, d_out += ld) {
+    for (i = 0; i < chain->n && chain->shaped; i++)
+        for (p = 0; p < count; p += MOEI_STAGE_COLUMNS)
+            moei_shaped_backward(chain, step, i, j + p, count - p < MOEI_STAGE_COLUMNS ? count - p : (size_t)MOEI_STAGE_COLUMNS);
+    for (i = 0; i < chain->n && !chain->shaped; i++, in += ld_in, d_in += ld_in, d_out += ld) {
         if (step->op == MOEI_STEP_GATED) {
             size_t at = i * chain->ld[step->second] + j;
             moe_gated_backward(k, chain->act, count, in, chain->node[step->second] + at, d_out, d_in, chain->d_node[step->second] + at);
@@ -4753,6 +4947,10 @@ static const moe_field moei_feed_forward_fields[] = {MOEI_CHOICE(MOEI_L, expert,
                                                      MOEI_INT(MOEI_L, d_low, 1, MOE_MAX_WIDTH, "rows of reduce in a factorised expert"),
                                                      MOEI_CHOICE(MOEI_L, act, MOE_ACT_COUNT, moei_act_names, "activation of an mlp expert"),
                                                      MOEI_FLAG(MOEI_L, no_expert_bias, "mlp and linear experts have no biases"),
+                                                     MOEI_REAL(MOEI_L, swiglu_alpha, 1e-6, 1e6, "alpha of a swiglu expert"),
+                                                     MOEI_REAL(MOEI_L, swiglu_limit, 1e-6, 1e6, "limit of a swiglu expert"),
+                                                     MOEI_REAL(MOEI_L, swiglu_offset, -1e6, 1e6, "offset of a swiglu expert"),
+                                                     MOEI_FLAG(MOEI_L, expert_bias, "a swiglu expert has biases"),
                                                      MOEI_FIELDS_END};
 
 static const char *const moei_module_names[] = {"linear",    "activation", "layer_norm", "mixture", "residual",     "embedding",
@@ -4950,7 +5148,8 @@ static moe_status moei_feed_forward_config(const moe_layer_config *wanted, int d
     for (field = moe_layer_fields(); wanted != NULL && field->name != NULL; field++)
         if (moe_field_find(moei_feed_forward_fields, field->name) == NULL && !moei_field_is_zero(field, wanted)) {
             moe_field_text(field, wanted, value, sizeof value);
-            return moei_error(error, MOE_ERR_CONFIG, "%s = %s: must be 0, a feed_forward has expert, d_ff, d_low, act and no_expert_bias", field->name, value);
+            return moei_error(error, MOE_ERR_CONFIG, "%s = %s: must be 0, a feed_forward has %s", field->name, value,
+                              "expert, d_ff, d_low, act, no_expert_bias, expert_bias and swiglu_...");
         }
     if (wanted != NULL) *c = *wanted;
     c->router.d_model = d;
@@ -7939,16 +8138,6 @@ static moe_status moei_fit_continues(const moei_fit *f, const moei_checkpoint *c
     return moei_error(error, MOE_ERR_FORMAT, "the checkpoint's position is none of this training");
 }
 
-/* Only a file that is not there is no checkpoint; one that cannot be opened is an error. */
-static int moei_file_is_missing(const char *path) {
-    FILE *file;
-    errno = 0;
-    file = fopen(path, "rb");
-    if (file == NULL) return errno == ENOENT;
-    (void)fclose(file);
-    return 0;
-}
-
 static moe_status moei_file_load(const char *path, const moe_allocator *allocator, moe_buffer *buffer, moe_error *error);
 
 static moe_status moei_fit_resume(moei_fit *f, moe_error *error) {
@@ -9333,6 +9522,1818 @@ moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, con
 }
 
 #endif
+
+/* ==== published layers ========================================================================================================= */
+
+/* ---- published layers: what the families call their tensors ---------------------------------------------------------------------- */
+
+/* Kinds of names; a family has some of them. */
+enum {
+    MOEI_N_GATE = 1 << 0,           /* "gate.weight": the router */
+    MOEI_N_ROUTER = 1 << 1,         /* "router.weight" */
+    MOEI_N_ROUTER_BIAS = 1 << 2,
+    MOEI_N_ROUTER_LAYER = 1 << 3,
+    MOEI_N_CORRECTION = 1 << 4,     /* "gate.e_score_correction_bias" */
+    MOEI_N_TOP_CORRECTION = 1 << 5, /* "e_score_correction_bias" */
+    MOEI_N_W123 = 1 << 6,           /* per expert */
+    MOEI_N_PROJ = 1 << 7,
+    MOEI_N_FUSED = 1 << 8,          /* as transformers 5 holds those */
+    MOEI_N_TURNED = 1 << 9,         /* [in,out] */
+    MOEI_N_IN_TURN = 1 << 10,       /* [in,out], gate and up in turn */
+    MOEI_N_LINEAR = 1 << 11,
+    MOEI_N_SHARED = 1 << 12,        /* "shared_expert" */
+    MOEI_N_SHARED_GATE = 1 << 13,
+    MOEI_N_SHARED_MANY = 1 << 14,   /* "shared_experts" */
+    MOEI_G_EXPERTS = 1 << 15,       /* GGUF, with its router */
+    MOEI_G_ROUTER_BIAS = 1 << 16,
+    MOEI_G_BIASES = 1 << 17,
+    MOEI_G_CORRECTION = 1 << 18,
+    MOEI_G_SHARED = 1 << 19,
+    MOEI_G_SHARED_GATE = 1 << 20
+};
+
+/* How the elements lie. */
+enum { MOEI_IS_ROUTER = 1, MOEI_IS_TURNED = 2, MOEI_IS_IN_TURN = 4 };
+
+typedef struct moei_named {
+    long kind;
+    const char *name;  /* % stands for an expert's number: the tensor is that expert's alone */
+    const char *shape; /* a letter for each dimension: E, H d_model, I d_ff, J 2 d_ff, S width of the shared expert, 1 */
+    int place, second; /* whose elements; gate and up in one have two, else second is -1 */
+    int how;
+} moei_named;
+
+static const moei_named moei_names_known[] = {
+    {MOEI_N_GATE, "gate.weight", "EH", MOE_ROUTER_WEIGHT, -1, MOEI_IS_ROUTER},
+    {MOEI_N_ROUTER, "router.weight", "EH", MOE_ROUTER_WEIGHT, -1, MOEI_IS_ROUTER},
+    {MOEI_N_ROUTER_LAYER, "router.layer.weight", "EH", MOE_ROUTER_WEIGHT, -1, MOEI_IS_ROUTER},
+    {MOEI_G_EXPERTS, "ffn_gate_inp.weight", "EH", MOE_ROUTER_WEIGHT, -1, MOEI_IS_ROUTER},
+    {MOEI_N_ROUTER_BIAS, "router.bias", "E", MOE_ROUTER_BIAS, -1, 0},
+    {MOEI_N_CORRECTION, "gate.e_score_correction_bias", "E", MOE_ROUTER_SELECTION_BIAS, -1, 0},
+    {MOEI_N_TOP_CORRECTION, "e_score_correction_bias", "E", MOE_ROUTER_SELECTION_BIAS, -1, 0},
+    {MOEI_N_W123, "experts.%.w1.weight", "IH", MOE_EXPERTS_GATE, -1, 0},
+    {MOEI_N_W123, "experts.%.w2.weight", "HI", MOE_EXPERTS_DOWN, -1, 0},
+    {MOEI_N_W123, "experts.%.w3.weight", "IH", MOE_EXPERTS_UP, -1, 0},
+    {MOEI_N_PROJ, "experts.%.gate_proj.weight", "IH", MOE_EXPERTS_GATE, -1, 0},
+    {MOEI_N_PROJ, "experts.%.up_proj.weight", "IH", MOE_EXPERTS_UP, -1, 0},
+    {MOEI_N_PROJ, "experts.%.down_proj.weight", "HI", MOE_EXPERTS_DOWN, -1, 0},
+    {MOEI_N_FUSED, "experts.gate_up_proj", "EJH", MOE_EXPERTS_GATE, MOE_EXPERTS_UP, 0},
+    {MOEI_N_FUSED, "experts.down_proj", "EHI", MOE_EXPERTS_DOWN, -1, 0},
+    {MOEI_N_TURNED, "experts.gate_up_proj", "EHJ", MOE_EXPERTS_GATE, MOE_EXPERTS_UP, MOEI_IS_TURNED},
+    {MOEI_N_TURNED, "experts.down_proj", "EIH", MOE_EXPERTS_DOWN, -1, MOEI_IS_TURNED},
+    {MOEI_N_IN_TURN, "experts.gate_up_proj", "EHJ", MOE_EXPERTS_GATE, MOE_EXPERTS_UP, MOEI_IS_TURNED | MOEI_IS_IN_TURN},
+    {MOEI_N_IN_TURN, "experts.gate_up_proj_bias", "EJ", MOE_EXPERTS_GATE_BIAS, MOE_EXPERTS_UP_BIAS, MOEI_IS_TURNED | MOEI_IS_IN_TURN},
+    {MOEI_N_IN_TURN, "experts.down_proj", "EIH", MOE_EXPERTS_DOWN, -1, MOEI_IS_TURNED},
+    {MOEI_N_IN_TURN, "experts.down_proj_bias", "EH", MOE_EXPERTS_DOWN_BIAS, -1, 0},
+    {MOEI_N_LINEAR, "input_linear.weight", "EJH", MOE_EXPERTS_GATE, MOE_EXPERTS_UP, 0},
+    {MOEI_N_LINEAR, "output_linear.weight", "EHI", MOE_EXPERTS_DOWN, -1, 0},
+    {MOEI_N_SHARED, "shared_expert.gate_proj.weight", "SH", MOE_SHARED_GATE, -1, 0},
+    {MOEI_N_SHARED, "shared_expert.up_proj.weight", "SH", MOE_SHARED_UP, -1, 0},
+    {MOEI_N_SHARED, "shared_expert.down_proj.weight", "HS", MOE_SHARED_DOWN, -1, 0},
+    {MOEI_N_SHARED_GATE, "shared_expert_gate.weight", "1H", MOE_SHARED_SIGMOID, -1, 0},
+    {MOEI_N_SHARED_MANY, "shared_experts.gate_proj.weight", "SH", MOE_SHARED_GATE, -1, 0},
+    {MOEI_N_SHARED_MANY, "shared_experts.up_proj.weight", "SH", MOE_SHARED_UP, -1, 0},
+    {MOEI_N_SHARED_MANY, "shared_experts.down_proj.weight", "HS", MOE_SHARED_DOWN, -1, 0},
+    {MOEI_G_ROUTER_BIAS, "ffn_gate_inp.bias", "E", MOE_ROUTER_BIAS, -1, 0},
+    {MOEI_G_CORRECTION, "exp_probs_b.bias", "E", MOE_ROUTER_SELECTION_BIAS, -1, 0},
+    {MOEI_G_EXPERTS, "ffn_gate_exps.weight", "EIH", MOE_EXPERTS_GATE, -1, 0},
+    {MOEI_G_EXPERTS, "ffn_up_exps.weight", "EIH", MOE_EXPERTS_UP, -1, 0},
+    {MOEI_G_EXPERTS, "ffn_down_exps.weight", "EHI", MOE_EXPERTS_DOWN, -1, 0},
+    {MOEI_G_EXPERTS, "ffn_gate_up_exps.weight", "EJH", MOE_EXPERTS_GATE, MOE_EXPERTS_UP, 0},
+    {MOEI_G_EXPERTS, "ffn_gate.%.weight", "IH", MOE_EXPERTS_GATE, -1, 0},
+    {MOEI_G_EXPERTS, "ffn_up.%.weight", "IH", MOE_EXPERTS_UP, -1, 0},
+    {MOEI_G_EXPERTS, "ffn_down.%.weight", "HI", MOE_EXPERTS_DOWN, -1, 0},
+    {MOEI_G_BIASES, "ffn_gate_exps.bias", "EI", MOE_EXPERTS_GATE_BIAS, -1, 0},
+    {MOEI_G_BIASES, "ffn_up_exps.bias", "EI", MOE_EXPERTS_UP_BIAS, -1, 0},
+    {MOEI_G_BIASES, "ffn_gate_up_exps.bias", "EJ", MOE_EXPERTS_GATE_BIAS, MOE_EXPERTS_UP_BIAS, MOEI_IS_TURNED},
+    {MOEI_G_BIASES, "ffn_down_exps.bias", "EH", MOE_EXPERTS_DOWN_BIAS, -1, 0},
+    {MOEI_G_SHARED, "ffn_gate_shexp.weight", "SH", MOE_SHARED_GATE, -1, 0},
+    {MOEI_G_SHARED, "ffn_up_shexp.weight", "SH", MOE_SHARED_UP, -1, 0},
+    {MOEI_G_SHARED, "ffn_down_shexp.weight", "HS", MOE_SHARED_DOWN, -1, 0},
+    {MOEI_G_SHARED_GATE, "ffn_gate_inp_shexp.weight", "H", MOE_SHARED_SIGMOID, -1, 0},
+    {0, NULL, NULL, 0, 0, 0}};
+
+typedef struct moei_family {
+    const char *name, *preset;
+    const char *types, *archs; /* model_type, general.architecture; words */
+    long kinds, needs, marks;  /* names that may be there, that must be, and that must be for the names alone to show this family; -1: they never do */
+    long gguf, gguf_needs;
+    const char *keys;          /* settings beyond moei_common_keys that the model's own program reads */
+    const char *assumed;       /* what it assumes where they are missing, if that is not the preset's */
+} moei_family;
+
+#define MOEI_P_QWEN (MOEI_N_GATE | MOEI_N_PROJ | MOEI_N_FUSED)
+#define MOEI_P_DEEP (MOEI_P_QWEN | MOEI_N_SHARED_MANY)
+#define MOEI_P_GROUPS "norm_topk_prob routed_scaling_factor n_group topk_group n_shared_experts " \
+                      "expert_weights_norm expert_weights_scale expert_gating_func expert_group_count expert_group_used_count"
+#define MOEI_P_NORM "norm_topk_prob expert_weights_norm expert_weights_scale expert_gating_func"
+
+static const moei_family moei_families[] = {
+    {"mixtral", "mixtral", "mixtral", "llama", MOEI_N_GATE | MOEI_N_W123 | MOEI_N_FUSED, MOEI_N_GATE, 0, MOEI_G_EXPERTS, MOEI_G_EXPERTS, "", "top_k=2"},
+    {"phi35_moe", "phi35_moe", "phimoe", "phimoe", MOEI_N_GATE | MOEI_N_W123 | MOEI_N_FUSED, MOEI_N_GATE, -1, MOEI_G_EXPERTS, MOEI_G_EXPERTS, "router_jitter_noise", "top_k=2"},
+    {"minimax_m2", "minimax_m2", "minimax_m2", "minimax-m2", MOEI_N_GATE | MOEI_N_W123 | MOEI_N_FUSED | MOEI_N_TOP_CORRECTION,
+     MOEI_N_GATE | MOEI_N_TOP_CORRECTION, 0, MOEI_G_EXPERTS | MOEI_G_CORRECTION, MOEI_G_EXPERTS | MOEI_G_CORRECTION, "scoring_func expert_gating_func", ""},
+    {"qwen2_moe", "qwen2_moe", "qwen2_moe", "qwen2moe", MOEI_P_QWEN | MOEI_N_SHARED | MOEI_N_SHARED_GATE, MOEI_N_GATE | MOEI_N_SHARED | MOEI_N_SHARED_GATE, 0,
+     MOEI_G_EXPERTS | MOEI_G_SHARED | MOEI_G_SHARED_GATE, MOEI_G_EXPERTS | MOEI_G_SHARED | MOEI_G_SHARED_GATE, MOEI_P_NORM, "top_k=4"},
+    {"qwen3_next", "qwen2_moe", "qwen3_next", "qwen3next", MOEI_P_QWEN | MOEI_N_SHARED | MOEI_N_SHARED_GATE, MOEI_N_GATE | MOEI_N_SHARED | MOEI_N_SHARED_GATE, -1,
+     MOEI_G_EXPERTS | MOEI_G_SHARED | MOEI_G_SHARED_GATE, MOEI_G_EXPERTS | MOEI_G_SHARED | MOEI_G_SHARED_GATE, MOEI_P_NORM, "top_k=10 weight=sum"},
+    {"qwen3_moe", "qwen3_moe", "qwen3_moe", "qwen3moe", MOEI_P_QWEN, MOEI_N_GATE, 0, MOEI_G_EXPERTS, MOEI_G_EXPERTS, MOEI_P_NORM, "weight=raw"},
+    {"olmoe", "olmoe", "olmoe", "olmoe", MOEI_P_QWEN, MOEI_N_GATE, 0, MOEI_G_EXPERTS, MOEI_G_EXPERTS, MOEI_P_NORM, ""},
+    {"deepseek_v2", "deepseek_v2", "deepseek_v2", "deepseek2", MOEI_P_DEEP, MOEI_N_GATE, MOEI_N_SHARED_MANY, MOEI_G_EXPERTS | MOEI_G_SHARED, MOEI_G_EXPERTS,
+     MOEI_P_GROUPS " topk_method scoring_func", "select=top_k groups=1 groups_kept=1 scale=1"},
+    {"deepseek_v3", "deepseek_v3", "deepseek_v3 kimi_k2", "deepseek2", MOEI_P_DEEP | MOEI_N_CORRECTION, MOEI_N_GATE | MOEI_N_CORRECTION, 0,
+     MOEI_G_EXPERTS | MOEI_G_SHARED | MOEI_G_CORRECTION, MOEI_G_EXPERTS | MOEI_G_CORRECTION, MOEI_P_GROUPS " topk_method scoring_func", ""},
+    {"glm4_moe", "deepseek_v3", "glm4_moe", "glm4moe", MOEI_P_DEEP | MOEI_N_CORRECTION, MOEI_N_GATE | MOEI_N_CORRECTION, -1,
+     MOEI_G_EXPERTS | MOEI_G_SHARED | MOEI_G_CORRECTION, MOEI_G_EXPERTS | MOEI_G_CORRECTION, MOEI_P_GROUPS, "groups=1 groups_kept=1 scale=1"},
+    {"dots1", "deepseek_v3", "dots1", "dots1", MOEI_P_DEEP | MOEI_N_CORRECTION, MOEI_N_GATE | MOEI_N_CORRECTION, -1,
+     MOEI_G_EXPERTS | MOEI_G_SHARED | MOEI_G_CORRECTION, MOEI_G_EXPERTS | MOEI_G_CORRECTION, MOEI_P_GROUPS, "groups=1 groups_kept=1 scale=1 weight=raw"},
+    {"llama4", "llama4", "llama4 llama4_text", "llama4", MOEI_N_ROUTER | MOEI_N_TURNED | MOEI_N_SHARED, MOEI_N_ROUTER | MOEI_N_SHARED, 0,
+     MOEI_G_EXPERTS | MOEI_G_SHARED, MOEI_G_EXPERTS | MOEI_G_SHARED, "", ""},
+    {"gpt_oss", "gpt_oss", "gpt_oss", "gpt-oss", MOEI_N_ROUTER | MOEI_N_ROUTER_BIAS | MOEI_N_IN_TURN, MOEI_N_ROUTER | MOEI_N_ROUTER_BIAS | MOEI_N_IN_TURN, 0,
+     MOEI_G_EXPERTS | MOEI_G_BIASES | MOEI_G_ROUTER_BIAS, MOEI_G_EXPERTS | MOEI_G_BIASES | MOEI_G_ROUTER_BIAS, "swiglu_limit", ""},
+    {"granite_moe", "granite_moe", "granitemoe", "granitemoe granite-moe", MOEI_N_ROUTER_LAYER | MOEI_N_LINEAR, MOEI_N_ROUTER_LAYER | MOEI_N_LINEAR, 0,
+     MOEI_G_EXPERTS, MOEI_G_EXPERTS, "", "top_k=2"},
+    {NULL, NULL, NULL, NULL, 0, 0, 0, 0, 0, NULL, NULL}};
+
+/* The settings that all families read, of config.json and of GGUF. */
+static const char moei_common_keys[] = "num_experts num_local_experts n_routed_experts hidden_size moe_intermediate_size num_experts_per_tok "
+                                       "experts_per_token hidden_act expert_count expert_used_count";
+
+/* A key with a value sets `settings`; one whose value is NULL is a number, and goes to the field `settings`. Keys of GGUF stand behind "ARCH.". */
+typedef struct moei_setting {
+    const char *key, *value, *settings;
+    int zero; /* 1: the number may be 0, and is then as if it were not there */
+} moei_setting;
+
+static const moei_setting moei_settings[] = {
+    {"num_experts", NULL, "n_experts", 0},
+    {"num_local_experts", NULL, "n_experts", 0},
+    {"n_routed_experts", NULL, "n_experts", 0},
+    {"hidden_size", NULL, "d_model", 0},
+    {"moe_intermediate_size", NULL, "d_ff", 0},
+    {"num_experts_per_tok", NULL, "top_k", 0},
+    {"experts_per_token", NULL, "top_k", 0},
+    {"n_group", NULL, "groups", 1},
+    {"topk_group", NULL, "groups_kept", 1},
+    {"n_shared_experts", NULL, "n_shared", 1},
+    {"routed_scaling_factor", NULL, "scale", 0},
+    {"swiglu_limit", NULL, "swiglu_limit", 0},
+    {"router_jitter_noise", NULL, "sparsemixer_eps", 0},
+    {"norm_topk_prob", "true", "weight=sum", 0},
+    {"norm_topk_prob", "false", "weight=raw", 0},
+    {"scoring_func", "softmax", "gate=softmax", 0},
+    {"scoring_func", "sigmoid", "gate=sigmoid", 0},
+    {"scoring_func", "sqrtsoftplus", "gate=sqrt_softplus", 0},
+    {"topk_method", "greedy", "select=top_k", 0},
+    {"topk_method", "group_limited_greedy", "select=grouped_top_k group_score=max", 0},
+    {"topk_method", "noaux_tc", "select=grouped_top_k group_score=top2_sum", 0},
+    {"hidden_act", "silu", "", 0},
+    {"hidden_act", "swish", "", 0},
+    {"expert_count", NULL, "n_experts", 0},
+    {"expert_used_count", NULL, "top_k", 0},
+    {"expert_group_count", NULL, "groups", 1},
+    {"expert_group_used_count", NULL, "groups_kept", 1},
+    {"expert_weights_scale", NULL, "scale", 1},
+    {"expert_weights_norm", "true", "weight=sum", 0},
+    {"expert_weights_norm", "false", "weight=raw", 0},
+    {"expert_gating_func", "0", "", 0},
+    {"expert_gating_func", "1", "gate=softmax", 0},
+    {"expert_gating_func", "2", "gate=sigmoid", 0},
+    {"expert_gating_func", "3", "weight=softmax", 0},
+    {"expert_gating_func", "4", "gate=sqrt_softplus", 0},
+    {NULL, NULL, NULL, 0}};
+
+/* ---- published layers: sources ----------------------------------------------------------------------------------------------------- */
+
+static moe_status moei_memory_read(void *ctx, uint64_t at, void *to, size_t size) {
+    memcpy(to, (const unsigned char *)ctx + (size_t)at, size);
+    return MOE_OK;
+}
+
+moe_source moe_memory_source(const char *name, const void *bytes, size_t size) {
+    moe_source s;
+    s.name = name;
+    s.size = bytes != NULL ? size : 0;
+    memcpy(&s.ctx, &bytes, sizeof s.ctx); /* it is only read through */
+    s.read_at = moei_memory_read;
+    return s;
+}
+
+/* What stands behind "prefix." in text; NULL if it does not begin so. */
+static const char *moei_after(const char *text, const char *prefix) {
+    while (*prefix != '\0' && *text == *prefix) text++, prefix++;
+    return *prefix == '\0' && *text == '.' ? text + 1 : NULL;
+}
+
+/* Opens a file by its name. MOE_ERR_NOT_FOUND: there is none. */
+typedef struct moei_folder {
+    void *ctx;
+    moe_status (*open)(void *ctx, const char *name, moe_source *source, moe_error *error);
+    void (*close)(void *ctx, moe_source *source);
+} moei_folder;
+
+enum { MOEI_P_NAME = 256, MOEI_P_REST = 64, MOEI_P_TEXT = 64, MOEI_P_CHUNK = 1024, MOEI_P_PREFIX = 180, MOEI_P_CONFIG = 1 << 20 };
+
+/* A file that is open; of safetensors the header is in memory. */
+typedef struct moei_shard {
+    struct moei_shard *next;
+    moe_source source;
+    moe_buffer bytes;
+    moe_file file;
+    char name[MOEI_P_NAME];
+} moei_shard;
+
+/* Element types of GGUF that are none of safetensors, behind MOE_DTYPE_COUNT, which is any other. */
+enum { MOEI_DTYPE_Q8_0 = MOE_DTYPE_COUNT + 1, MOEI_DTYPE_Q4_0 };
+
+/* A tensor of the layer. */
+typedef struct moei_found {
+    char rest[MOEI_P_REST]; /* its name behind the prefix; one that does not fit is cut, and no name of ours is as long */
+    const moei_shard *shard;
+    uint64_t at;            /* where it begins in the file */
+    size_t count, bytes;
+    int dtype, n_dims;
+    int code;               /* GGUF's number of the type */
+    size_t shape[MOE_FILE_MAX_DIMS];
+    const moei_named *row;
+    size_t expert;
+} moei_found;
+
+enum { MOEI_IS_FILE = 0, MOEI_IS_INDEX, MOEI_IS_GGUF };
+enum { MOEI_VALUE_NONE = 0, MOEI_VALUE_SCALAR, MOEI_VALUE_TEXT, MOEI_VALUE_OTHER };
+enum { MOEI_GGUF_KEYS = 8 };
+
+typedef struct moei_gguf_facts {
+    char arch[MOEI_P_TEXT];
+    uint64_t kv_at, infos_at, data_at;
+    size_t n_kv, n_tensors;
+    int kinds[MOEI_GGUF_KEYS];
+    char texts[MOEI_GGUF_KEYS][MOEI_P_TEXT];
+} moei_gguf_facts;
+
+/* Everything about one call; its error is never NULL. */
+typedef struct moei_reader {
+    const moei_folder *folder;
+    moe_allocator allocator;
+    moe_error *error;
+    int kind;
+    moei_shard *shards, *first; /* all, the last opened first; the one that the call names */
+    moe_buffer index, config;   /* texts */
+    size_t weight_map, text_config; /* where these objects begin; 0: there is none */
+    moei_gguf_facts gguf;
+    char prefix[MOEI_P_NAME];
+    moe_buffer found, listed;   /* of moei_found; listed: what an index says, their shard alone is set */
+    const moei_family *family;
+    int by_type;                /* the family is that of model_type or general.architecture */
+    size_t sizes[4];            /* E, H, I, S; 0: not known yet */
+    moe_layer_config settings;
+} moei_reader;
+
+static moe_status moei_source_read(const moei_reader *r, const moei_shard *shard, uint64_t at, void *to, size_t size) {
+    moe_status status;
+    if (at > shard->source.size || size > shard->source.size - at)
+        return moei_error(r->error, MOE_ERR_FORMAT, "%s: the file ends before byte %z", shard->name, (size_t)at + size);
+    status = size > 0 ? shard->source.read_at(shard->source.ctx, at, to, size) : MOE_OK;
+    if (status != MOE_OK) return moei_error(r->error, status, "%s: reading at byte %z: %s", shard->name, (size_t)at, moe_status_text(status));
+    return MOE_OK;
+}
+
+/* size bytes of a file, from its beginning. */
+static moe_status moei_source_take(moei_reader *r, const moei_shard *shard, size_t size, moe_buffer *buffer) {
+    moe_status status;
+    memset(buffer, 0, sizeof *buffer);
+    buffer->allocator = r->allocator;
+    status = moei_buffer_reserve(buffer, size + 1);
+    if (status != MOE_OK) return moei_error(r->error, status, "%s: no memory for %z bytes of it", shard->name, size);
+    buffer->size = size;
+    return moei_source_read(r, shard, 0, buffer->data, size);
+}
+
+/* Copies as much as fits, terminated. */
+static void moei_copy_text(char *to, size_t room, const char *from) {
+    moei_text t;
+    t.out = to, t.room = room, t.length = 0;
+    to[0] = '\0';
+    moei_put(&t, from, moei_strlen(from));
+}
+
+/* Opens a file of the folder. MOE_ERR_NOT_FOUND without a message when it is not there. */
+static moe_status moei_shard_open(moei_reader *r, const char *name, moei_shard **shard) {
+    moei_shard *s = (moei_shard *)moei_alloc(&r->allocator, 1, sizeof *s);
+    moe_status status;
+    if (s == NULL) return moei_error(r->error, MOE_ERR_MEMORY, "no memory to open a file");
+    status = r->folder->open(r->folder->ctx, name, &s->source, r->error);
+    if (status == MOE_OK && s->source.read_at == NULL) {
+        if (r->folder->close != NULL) r->folder->close(r->folder->ctx, &s->source);
+        status = moei_error(r->error, MOE_ERR_ARGUMENT, "a source's read_at is NULL");
+    }
+    if (status != MOE_OK) {
+        moei_free(&r->allocator, s, sizeof *s);
+        return status;
+    }
+    moei_copy_text(s->name, sizeof s->name, name);
+    s->next = r->shards;
+    r->shards = *shard = s;
+    return MOE_OK;
+}
+
+static void moei_reader_close(moei_reader *r) {
+    while (r->shards != NULL) {
+        moei_shard *s = r->shards;
+        r->shards = s->next;
+        if (r->folder->close != NULL) r->folder->close(r->folder->ctx, &s->source);
+        moe_buffer_free(&s->bytes);
+        moei_free(&r->allocator, s, sizeof *s);
+    }
+    moe_buffer_free(&r->index);
+    moe_buffer_free(&r->config);
+    moe_buffer_free(&r->found);
+    moe_buffer_free(&r->listed);
+}
+
+/* Puts the name of the file in front of a message that speaks of bytes. */
+static moe_status moei_of_shard(const moei_reader *r, const char *name, moe_status status) {
+    moe_error why = *r->error;
+    if (status == MOE_OK) return status;
+    return moei_error(r->error, status, "%s, %s", name, why.message);
+}
+
+/* Reads and checks the header of a safetensors file. */
+static moe_status moei_shard_header(moei_reader *r, moei_shard *s) {
+    unsigned char first[8];
+    uint64_t length;
+    moe_status status = moei_source_read(r, s, 0, first, sizeof first);
+    if (status != MOE_OK) return status;
+    length = moei_load(first, 8);
+    if (s->source.size > (uint64_t)(size_t)-1 / 2) return moei_error(r->error, MOE_ERR_OVERFLOW, "%s: it is larger than size_t can say", s->name);
+    if (length == 0 || length > MOEI_FILE_MAX_HEADER || length > s->source.size - 8)
+        return moei_error(r->error, MOE_ERR_FORMAT, "%s: no safetensors file: its header would have %s bytes, the file %z", s->name,
+                          length > MOEI_FILE_MAX_HEADER ? "more than 100000000" : length == 0 ? "no" : "more than follow its", (size_t)s->source.size);
+    status = moei_source_take(r, s, 8 + (size_t)length, &s->bytes);
+    if (status != MOE_OK) return status;
+    return moei_of_shard(r, s->name, moei_file_check(&s->file, s->bytes.data, (size_t)s->source.size, 1, r->error));
+}
+
+/* ---- published layers: GGUF ---------------------------------------------------------------------------------------------------------- */
+
+enum { MOEI_GGUF_BOOL = 7, MOEI_GGUF_STRING = 8, MOEI_GGUF_ARRAY = 9, MOEI_GGUF_TYPES = 13, MOEI_GGUF_DEPTH = 4 };
+
+/* Bytes of a value; signed numbers, then floats. */
+static const unsigned char moei_gguf_sizes[MOEI_GGUF_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+
+static const char *const moei_gguf_names[MOEI_GGUF_KEYS] = {"expert_count",       "expert_used_count",       "expert_group_count",  "expert_group_used_count",
+                                                            "expert_gating_func", "expert_weights_scale", "expert_weights_norm", "expert_shared_count"};
+
+/* Reads along a source; after a failure everything is 0. */
+typedef struct moei_gguf {
+    const moei_reader *r;
+    uint64_t at, base;
+    size_t have;
+    moe_status status;
+    unsigned char window[256];
+} moei_gguf;
+
+static void moei_gguf_begin(moei_gguf *g, const moei_reader *r, uint64_t at) {
+    memset(g, 0, sizeof *g);
+    g->r = r;
+    g->at = at;
+}
+
+static uint64_t moei_gguf_left(const moei_gguf *g) { return g->r->first->source.size - g->at; }
+
+static void moei_gguf_refuse(moei_gguf *g, moe_status status, const char *what) {
+    if (g->status == MOE_OK) g->status = moei_error(g->r->error, status, "%s: byte %z: %s", g->r->first->name, (size_t)g->at, what);
+}
+
+static void moei_gguf_take(moei_gguf *g, void *to, size_t n) {
+    unsigned char *p = (unsigned char *)to;
+    while (n > 0 && g->status == MOE_OK) {
+        size_t from = (size_t)(g->at - g->base), some;
+        if (g->at < g->base || g->at - g->base >= g->have) {
+            from = 0, g->base = g->at;
+            g->have = moei_gguf_left(g) < sizeof g->window ? (size_t)moei_gguf_left(g) : sizeof g->window;
+            if (g->have == 0) moei_gguf_refuse(g, MOE_ERR_FORMAT, "the file ends here, and more is expected");
+            else g->status = moei_source_read(g->r, g->r->first, g->base, g->window, g->have);
+            if (g->status != MOE_OK) break;
+        }
+        some = g->have - from < n ? g->have - from : n;
+        memcpy(p, g->window + from, some);
+        p += some, n -= some, g->at += some;
+    }
+    if (n > 0) memset(p, 0, n);
+}
+
+static uint64_t moei_gguf_number(moei_gguf *g, int bytes) {
+    unsigned char p[8];
+    moei_gguf_take(g, p, (size_t)bytes);
+    return moei_load(p, bytes);
+}
+
+static void moei_gguf_jump(moei_gguf *g, uint64_t count, size_t size) {
+    if (g->status != MOE_OK) return;
+    if (count > moei_gguf_left(g) / size) moei_gguf_refuse(g, MOE_ERR_FORMAT, "the length leads beyond the end of the file");
+    else g->at += count * size;
+}
+
+/* A string, cut to room. */
+static void moei_gguf_string(moei_gguf *g, char *to, size_t room) {
+    uint64_t length = moei_gguf_number(g, 8), keep = length < room - 1 ? length : room - 1;
+    size_t i;
+    to[0] = '\0';
+    if (g->status == MOE_OK && length > moei_gguf_left(g)) moei_gguf_refuse(g, MOE_ERR_FORMAT, "the length of a string leads beyond the end of the file");
+    if (g->status != MOE_OK) return;
+    moei_gguf_take(g, to, (size_t)keep);
+    to[keep] = '\0';
+    for (i = 0; i < (size_t)keep; i++)
+        if ((unsigned char)to[i] < 0x20) to[i] = '?'; /* a name with a zero in it is no name of ours */
+    moei_gguf_jump(g, length - keep, 1);
+}
+
+/* A value of which nothing is wanted. */
+static void moei_gguf_skip(moei_gguf *g, uint32_t type) {
+    uint64_t left[MOEI_GGUF_DEPTH], n;
+    uint32_t types[MOEI_GGUF_DEPTH];
+    int depth = 0;
+    char none[1];
+    for (;;) {
+        if (type >= MOEI_GGUF_TYPES) moei_gguf_refuse(g, MOE_ERR_FORMAT, "a value has an unknown type");
+        else if (type == MOEI_GGUF_STRING) moei_gguf_string(g, none, 1);
+        else if (type != MOEI_GGUF_ARRAY) moei_gguf_jump(g, 1, moei_gguf_sizes[type]);
+        else {
+            type = (uint32_t)moei_gguf_number(g, 4), n = moei_gguf_number(g, 8);
+            if (type < MOEI_GGUF_TYPES && moei_gguf_sizes[type] > 0) moei_gguf_jump(g, n, moei_gguf_sizes[type]);
+            else if (depth == MOEI_GGUF_DEPTH) moei_gguf_refuse(g, MOE_ERR_UNSUPPORTED, "arrays in arrays in arrays");
+            else types[depth] = type, left[depth++] = n;
+        }
+        while (depth > 0 && left[depth - 1] == 0) depth--;
+        if (depth == 0 || g->status != MOE_OK) return;
+        left[depth - 1]--, type = types[depth - 1];
+    }
+}
+
+/* A value as text; its kind. */
+static int moei_gguf_value(moei_gguf *g, uint32_t type, char text[MOEI_P_TEXT]) {
+    unsigned char p[8];
+    int64_t whole;
+    moei_text t;
+    t.out = text, t.room = MOEI_P_TEXT, t.length = 0;
+    text[0] = '\0';
+    if (type == MOEI_GGUF_STRING) {
+        moei_gguf_string(g, text, MOEI_P_TEXT);
+        return MOEI_VALUE_TEXT;
+    }
+    if (type >= MOEI_GGUF_TYPES || type == MOEI_GGUF_ARRAY) {
+        moei_gguf_skip(g, type);
+        return MOEI_VALUE_OTHER;
+    }
+    moei_gguf_take(g, p, moei_gguf_sizes[type]);
+    if (type == MOEI_GGUF_BOOL) moei_put(&t, p[0] != 0 ? "true" : "false", p[0] != 0 ? 4 : 5);
+    else if (type == 6) moei_put_real(&t, (moe_real)moei_binary32((uint32_t)moei_load(p, 4)));
+    else if (type == 12) moei_put_real(&t, moei_real_of_bits(moei_load(p, 8)));
+    else if (type % 2 == 1) { /* the odd ones are signed */
+        whole = moei_load_signed(p, moei_gguf_sizes[type]);
+        moei_put_integer(&t, whole);
+    } else moei_put_unsigned(&t, moei_load(p, moei_gguf_sizes[type]));
+    return MOEI_VALUE_SCALAR;
+}
+
+/* The metadata, once: with facts->arch empty for what stands for itself, then for what stands behind the architecture's name. */
+static void moei_gguf_metadata(moei_gguf *g, moei_gguf_facts *facts, uint32_t *alignment, int behind_arch) {
+    char key[MOEI_P_NAME], text[MOEI_P_TEXT];
+    const char *behind;
+    size_t i, n;
+    int k;
+    for (i = 0; i < facts->n_kv && g->status == MOE_OK; i++) {
+        uint32_t type;
+        int kind = MOEI_VALUE_NONE;
+        moei_gguf_string(g, key, sizeof key);
+        type = (uint32_t)moei_gguf_number(g, 4);
+        behind = behind_arch ? moei_after(key, facts->arch) : NULL;
+        if (behind != NULL) {
+            for (k = 0; k < MOEI_GGUF_KEYS && moei_strcmp(behind, moei_gguf_names[k]) != 0;) k++;
+            if (k < MOEI_GGUF_KEYS) kind = facts->kinds[k] = moei_gguf_value(g, type, facts->texts[k]);
+        } else if (!behind_arch && moei_strcmp(key, "general.architecture") == 0 && type == MOEI_GGUF_STRING) {
+            kind = moei_gguf_value(g, type, facts->arch);
+        } else if (!behind_arch && moei_strcmp(key, "general.alignment") == 0 && type == 4) {
+            kind = moei_gguf_value(g, type, text);
+            for (n = *alignment = 0; text[n] != '\0'; n++) *alignment = *alignment * 10u + (uint32_t)(text[n] - '0');
+        }
+        if (kind == MOEI_VALUE_NONE) moei_gguf_skip(g, type);
+    }
+}
+
+/* What is known of the element types: GGUF's number, ours, elements and bytes of a block. */
+static const struct {
+    int code, dtype;
+    size_t elements, bytes;
+} moei_gguf_types[] = {{0, MOE_DTYPE_F32, 1, 4}, {1, MOE_DTYPE_F16, 1, 2}, {2, MOEI_DTYPE_Q4_0, 32, 18}, {8, MOEI_DTYPE_Q8_0, 32, 34},
+                       {28, MOE_DTYPE_F64, 1, 8}, {30, MOE_DTYPE_BF16, 1, 2}};
+enum { MOEI_GGUF_KNOWN = 6 };
+
+/* The next tensor's description. Its bytes are not known for types that are not read. */
+static void moei_gguf_info(moei_gguf *g, char name[MOEI_P_NAME], moei_found *f) {
+    uint64_t n, i, elements = 1, most = (size_t)-1 / 8;
+    memset(f, 0, sizeof *f);
+    moei_gguf_string(g, name, MOEI_P_NAME);
+    n = moei_gguf_number(g, 4);
+    if (n > 4) moei_gguf_refuse(g, MOE_ERR_FORMAT, "a tensor has more than 4 dimensions");
+    for (i = 0; i < n && g->status == MOE_OK; i++) {
+        uint64_t ne = moei_gguf_number(g, 8);
+        if (ne > 0 && elements > most / ne) moei_gguf_refuse(g, MOE_ERR_OVERFLOW, "a tensor has more elements than size_t holds");
+        else elements *= ne, f->shape[n - 1 - i] = (size_t)ne;
+    }
+    f->n_dims = (int)n;
+    f->count = (size_t)elements;
+    f->code = (int)(moei_gguf_number(g, 4) & 0xffffu);
+    f->at = moei_gguf_number(g, 8);
+    f->dtype = MOE_DTYPE_COUNT;
+    for (i = 0; i < MOEI_GGUF_KNOWN; i++)
+        if (moei_gguf_types[i].code == f->code) {
+            f->dtype = moei_gguf_types[i].dtype;
+            f->bytes = f->count / moei_gguf_types[i].elements * moei_gguf_types[i].bytes;
+            if (n > 0 && f->shape[n - 1] % moei_gguf_types[i].elements != 0)
+                moei_gguf_refuse(g, MOE_ERR_FORMAT, "a tensor's rows are no whole number of blocks");
+        }
+}
+
+/* Walks over all that comes before the data. */
+static moe_status moei_gguf_open(moei_reader *r) {
+    moei_gguf g;
+    moei_gguf_facts *facts = &r->gguf;
+    moei_found f;
+    char name[MOEI_P_NAME];
+    uint64_t version, n_tensors, n_kv;
+    uint32_t alignment = 32;
+    size_t i;
+    if (r->first->source.size > (uint64_t)(size_t)-1 / 2) return moei_error(r->error, MOE_ERR_OVERFLOW, "%s: it is larger than size_t can say", r->first->name);
+    moei_gguf_begin(&g, r, 4);
+    version = moei_gguf_number(&g, 4), n_tensors = moei_gguf_number(&g, 8), n_kv = moei_gguf_number(&g, 8);
+    if (g.status == MOE_OK && version != 2 && version != 3)
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED, "%s: GGUF version %z: 2 and 3, little-endian, are read", r->first->name, (size_t)version);
+    if (n_tensors > MOE_FILE_MAX_TENSORS || n_kv > MOE_FILE_MAX_TENSORS) moei_gguf_refuse(&g, MOE_ERR_UNSUPPORTED, "too many tensors or keys before it");
+    facts->n_tensors = (size_t)n_tensors, facts->n_kv = (size_t)n_kv, facts->kv_at = g.at;
+    moei_gguf_metadata(&g, facts, &alignment, 0);
+    facts->infos_at = g.at;
+    for (i = 0; i < facts->n_tensors && g.status == MOE_OK; i++) moei_gguf_info(&g, name, &f);
+    if (alignment == 0 || alignment > 65536) moei_gguf_refuse(&g, MOE_ERR_FORMAT, "general.alignment must be 1 to 65536");
+    if (g.status != MOE_OK) return g.status;
+    facts->data_at = g.at + (alignment - g.at % alignment) % alignment;
+    moei_gguf_begin(&g, r, facts->kv_at);
+    moei_gguf_metadata(&g, facts, &alignment, 1);
+    return g.status;
+}
+
+/* ---- published layers: texts of JSON, the index and config.json --------------------------------------------------------------------------- */
+
+/* Checks a whole text: one object, nothing behind it. */
+static moe_status moei_text_check(moei_json *j) {
+    if (moei_json_peek(j) != '{') return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "the text is no JSON object");
+    if (moei_config_skip(j) != MOE_OK) return j->error != NULL ? j->error->code : MOE_ERR_FORMAT;
+    if (moei_json_peek(j) >= 0) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "nothing may follow the object");
+    return MOE_OK;
+}
+
+static moei_json moei_text_at(const moe_buffer *text, size_t at, moe_error *error) {
+    moei_json j;
+    memset(&j, 0, sizeof j);
+    j.bytes = text->data;
+    j.at = at;
+    j.end = text->size;
+    j.error = error;
+    return j;
+}
+
+/* Reads a text of a file whole, and checks it. */
+static moe_status moei_text_open(moei_reader *r, const moei_shard *shard, size_t most, moe_buffer *text) {
+    moei_json j;
+    moe_error why;
+    moe_status status;
+    if (shard->source.size > most) return moei_error(r->error, MOE_ERR_UNSUPPORTED, "%s: it has %z bytes, allowed are %z", shard->name, (size_t)shard->source.size, most);
+    status = moei_source_take(r, shard, (size_t)shard->source.size, text);
+    if (status != MOE_OK) return status;
+    why.message[0] = '\0';
+    j = moei_text_at(text, 0, &why);
+    status = moei_text_check(&j);
+    return status == MOE_OK ? MOE_OK : moei_error(r->error, status, "%s, %s", shard->name, why.message);
+}
+
+/* Where the value of a key begins in the object that begins at `at` (a text that was checked); 0: there is none. Of keys that occur twice the last counts, as
+   in Python. */
+static size_t moei_text_member(const moe_buffer *text, size_t at, const char *key) {
+    moei_json j = moei_text_at(text, at, NULL);
+    moei_span name;
+    size_t found = 0;
+    int first, more;
+    if (moei_json_take(&j, '{') != MOE_OK) return 0;
+    for (first = 1; moei_json_key(&j, first, &name, &more) == MOE_OK && more; first = 0) {
+        (void)moei_json_peek(&j);
+        if (moei_span_is(name, key)) found = j.at;
+        if (moei_config_skip(&j) != MOE_OK) break;
+    }
+    return found;
+}
+
+/* The unescaped text, cut to room; a zero cannot be in it. */
+static void moei_span_copy(moei_span s, char *to, size_t room) {
+    moei_chars chars = moei_chars_of(s);
+    size_t n = 0;
+    int c;
+    while (n + 1 < room && (c = moei_chars_next(&chars)) >= 0) to[n++] = (char)c;
+    to[n] = '\0';
+}
+
+/* The kind and text of a key's value in config.json: in text_config if it is there, else at the top. null is none. */
+static int moei_config_lookup(const moei_reader *r, const char *key, char text[MOEI_P_TEXT]) {
+    size_t at = r->text_config > 0 ? moei_text_member(&r->config, r->text_config, key) : 0;
+    moei_json j;
+    moei_span s;
+    int c;
+    text[0] = '\0';
+    if (at == 0) at = moei_text_member(&r->config, 0, key);
+    if (at == 0) return MOEI_VALUE_NONE;
+    j = moei_text_at(&r->config, at, NULL);
+    c = moei_json_peek(&j);
+    if (c == '{' || c == '[') return MOEI_VALUE_OTHER;
+    if (c == '"') {
+        if (moei_json_string(&j, &s) != MOE_OK) return MOEI_VALUE_OTHER;
+        moei_span_copy(s, text, MOEI_P_TEXT);
+        return MOEI_VALUE_TEXT;
+    }
+    s = moei_config_word(&j);
+    if (moei_span_is(s, "null")) return MOEI_VALUE_NONE;
+    moei_span_copy(s, text, MOEI_P_TEXT);
+    return moei_span_length(s) < MOEI_P_TEXT ? MOEI_VALUE_SCALAR : MOEI_VALUE_OTHER;
+}
+
+/* The same for whatever the file has. */
+static int moei_lookup(const moei_reader *r, const char *key, char text[MOEI_P_TEXT]) {
+    int k;
+    text[0] = '\0';
+    if (r->kind != MOEI_IS_GGUF) return r->config.size > 0 ? moei_config_lookup(r, key, text) : (int)MOEI_VALUE_NONE;
+    for (k = 0; k < MOEI_GGUF_KEYS; k++)
+        if (moei_strcmp(key, moei_gguf_names[k]) == 0) {
+            memcpy(text, r->gguf.texts[k], MOEI_P_TEXT);
+            return r->gguf.kinds[k];
+        }
+    return MOEI_VALUE_NONE;
+}
+
+static moe_status moei_config_open(moei_reader *r) {
+    char text[MOEI_P_TEXT];
+    moei_shard *shard;
+    size_t at;
+    moe_status status = moei_shard_open(r, "config.json", &shard);
+    if (status == MOE_ERR_NOT_FOUND) return MOE_OK;
+    if (status == MOE_OK) status = moei_text_open(r, shard, MOEI_P_CONFIG, &r->config);
+    if (status != MOE_OK) return status;
+    at = moei_text_member(&r->config, 0, "text_config");
+    if (at > 0 && r->config.data[at] == '{') r->text_config = at;
+    if (moei_lookup(r, "quantization_config", text) != MOEI_VALUE_NONE)
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED, "config.json: quantization_config: quantised models of this form are not read; save it dequantised (bf16), or as GGUF");
+    return MOE_OK;
+}
+
+/* ---- published layers: the names in a file ---------------------------------------------------------------------------------------------------- */
+
+/* A walk over the names of a file, of an index or of a GGUF file. */
+typedef struct moei_walk {
+    moe_file file;
+    moei_json json;
+    int first;
+    moei_gguf gguf;
+    size_t left;
+} moei_walk;
+
+static void moei_walk_begin(moei_walk *w, const moei_reader *r, const moei_shard *shard) {
+    memset(w, 0, sizeof *w);
+    w->file = shard->file;
+    w->file.at = MOEI_FILE_START;
+    w->left = r->gguf.n_tensors;
+    w->first = 1;
+    if (r->kind == MOEI_IS_GGUF) moei_gguf_begin(&w->gguf, r, r->gguf.infos_at);
+    if (r->kind != MOEI_IS_INDEX) return;
+    w->json = moei_text_at(&r->index, r->weight_map, NULL);
+    (void)moei_json_take(&w->json, '{');
+}
+
+/* The next name of a safetensors file. */
+static moe_status moei_walk_file(moei_walk *w, const moei_shard *shard, char name[MOEI_P_NAME], moei_found *f) {
+    moe_file_tensor t;
+    size_t begin;
+    int i;
+    moe_status status = moei_file_next(&w->file, &t, &begin);
+    if (status != MOE_OK) return status;
+    moei_span_copy(moei_span_of(t.name, t.name_length), name, MOEI_P_NAME);
+    memset(f, 0, sizeof *f);
+    f->at = (uint64_t)8 + w->file.header_size + begin;
+    f->count = t.count, f->bytes = t.bytes, f->dtype = t.dtype, f->n_dims = t.n_dims;
+    for (i = 0; i < t.n_dims; i++) f->shape[i] = t.shape[i];
+    f->shard = shard;
+    return MOE_OK;
+}
+
+/* The next name of an index, and the name of its file. */
+static moe_status moei_walk_index(moei_walk *w, char name[MOEI_P_NAME], char file[MOEI_P_NAME]) {
+    moei_span key, value;
+    int more;
+    moe_status status = moei_json_key(&w->json, w->first, &key, &more);
+    if (status != MOE_OK || !more) return status != MOE_OK ? status : MOE_ERR_NOT_FOUND;
+    w->first = 0;
+    moei_span_copy(key, name, MOEI_P_NAME);
+    if (moei_json_peek(&w->json) != '"') {
+        file[0] = '\0';
+        return moei_config_skip(&w->json);
+    }
+    if ((status = moei_json_string(&w->json, &value)) != MOE_OK) return status;
+    moei_span_copy(value, file, MOEI_P_NAME);
+    return MOE_OK;
+}
+
+/* The next name; MOE_ERR_NOT_FOUND after the last. */
+static moe_status moei_walk_next(moei_walk *w, const moei_reader *r, char name[MOEI_P_NAME], moei_found *f, char file[MOEI_P_NAME]) {
+    memset(f, 0, sizeof *f);
+    file[0] = '\0';
+    if (r->kind == MOEI_IS_INDEX) return moei_walk_index(w, name, file);
+    if (r->kind == MOEI_IS_FILE) return moei_walk_file(w, r->first, name, f);
+    if (w->left == 0) return MOE_ERR_NOT_FOUND;
+    w->left--;
+    moei_gguf_info(&w->gguf, name, f);
+    f->shard = r->first;
+    if (w->gguf.status == MOE_OK && f->at > r->first->source.size) moei_gguf_refuse(&w->gguf, MOE_ERR_FORMAT, "a tensor begins beyond the end of the file");
+    f->at += r->gguf.data_at;
+    return w->gguf.status;
+}
+
+/* Whether rest is the name of a row; *expert is the number in it, decimal without leading zeros. */
+static int moei_is_named(const moei_named *row, const char *rest, size_t *expert) {
+    const char *p = row->name;
+    *expert = 0;
+    for (; *p != '\0'; p++) {
+        int digits = 0;
+        if (*p != '%') {
+            if (*rest++ != *p) return 0;
+            continue;
+        }
+        for (; *rest >= '0' && *rest <= '9' && digits < 6; digits++) *expert = *expert * 10 + (size_t)(*rest++ - '0');
+        if (digits == 0 || (digits > 1 && rest[-digits] == '0')) return 0;
+    }
+    return *rest == '\0';
+}
+
+/* The row of a name among those of the given kinds. */
+static const moei_named *moei_named_row(long kinds, const char *rest, size_t *expert) {
+    const moei_named *row;
+    for (row = moei_names_known; row->name != NULL; row++)
+        if ((row->kind & kinds) != 0 && moei_is_named(row, rest, expert)) return row;
+    return NULL;
+}
+
+#define MOEI_P_GGUF_KINDS (-(long)MOEI_G_EXPERTS)
+
+static long moei_kinds_of_file(const moei_reader *r) { return r->kind == MOEI_IS_GGUF ? MOEI_P_GGUF_KINDS : ~MOEI_P_GGUF_KINDS; }
+
+static int moei_is_router(const moei_reader *r, const char *rest) {
+    size_t expert;
+    const moei_named *row = moei_named_row(moei_kinds_of_file(r), rest, &expert);
+    return row != NULL && (row->how & MOEI_IS_ROUTER) != 0;
+}
+
+/* ---- published layers: where the layer is --------------------------------------------------------------------------------------------------------- */
+
+/* The part of a name before ".gate.weight" or another router's; 0: it is no router's. */
+static size_t moei_router_prefix(const moei_reader *r, const char *name) {
+    size_t i;
+    for (i = 1; name[i - 1] != '\0'; i++)
+        if (name[i] == '.' && moei_is_router(r, name + i + 1)) return i;
+    return 0;
+}
+
+/* Variant i of the prefix that the caller gave, into out; 0: there is none. */
+static int moei_prefix_variant(const moei_reader *r, const char *given, int i, char out[MOEI_P_NAME]) {
+    static const char *const blocks[] = {"mlp", "block_sparse_moe", "feed_forward"};
+    size_t length = moei_strlen(given), last, k;
+    moei_text t;
+    while (length > 0 && given[length - 1] == '.') length--;
+    if (length == 0 || (i > 0 && r->kind == MOEI_IS_GGUF)) return 0;
+    t.out = out, t.room = MOEI_P_NAME, t.length = 0;
+    if (i > 3) { /* in place of the last part */
+        for (last = length; last > 0 && given[last - 1] != '.';) last--;
+        for (k = 0; k < 3 && !(moei_strlen(blocks[k]) == length - last && moei_memcmp(given + last, blocks[k], length - last) == 0);) k++;
+        if (k == 3 || last == 0) return 0;
+        length = last - 1;
+    }
+    moei_put(&t, given, length);
+    if (i > 0) {
+        moei_put(&t, ".", 1);
+        moei_put(&t, blocks[(i - 1) % 3], moei_strlen(blocks[(i - 1) % 3]));
+    }
+    return 1;
+}
+
+/* Whether the file has a router with the prefix of the reader; *dense: it has a dense layer there. */
+static moe_status moei_prefix_try(moei_reader *r, int *is, int *dense) {
+    static const char *const plain[] = {"gate_proj.weight", "w1.weight", "up_proj.weight", "ffn_up.weight"};
+    char name[MOEI_P_NAME], file[MOEI_P_NAME];
+    const char *rest;
+    moei_found f;
+    moei_walk w;
+    int i;
+    moe_status status;
+    moei_walk_begin(&w, r, r->first);
+    while ((status = moei_walk_next(&w, r, name, &f, file)) == MOE_OK && !*is) {
+        rest = moei_after(name, r->prefix);
+        if (rest == NULL) continue;
+        if (moei_is_router(r, rest)) *is = 1;
+        for (i = 0; i < 4; i++)
+            if (moei_strcmp(rest, plain[i]) == 0) *dense = 1;
+    }
+    return status == MOE_ERR_NOT_FOUND ? MOE_OK : status;
+}
+
+/* The error for a prefix without a router: what layers there are. */
+static moe_status moei_prefix_missing(moei_reader *r, const char *given, int dense) {
+    char name[MOEI_P_NAME], file[MOEI_P_NAME], shown[52], first[52], last[52];
+    moei_found f;
+    moei_walk w;
+    size_t n = 0, length;
+    moe_status status;
+    first[0] = last[0] = '\0';
+    moei_walk_begin(&w, r, r->first);
+    while ((status = moei_walk_next(&w, r, name, &f, file)) == MOE_OK) {
+        if ((length = moei_router_prefix(r, name)) == 0) continue;
+        (void)moei_span_text(moei_span_of(name, length), n++ == 0 ? first : last);
+    }
+    if (status != MOE_ERR_NOT_FOUND) return status;
+    (void)moei_span_text(moei_span_of(given, moei_strlen(given)), shown);
+    if (dense) return moei_error(r->error, MOE_ERR_NOT_FOUND, "'%s' is a dense layer, without a router (first_k_dense_replace, mlp_only_layers); mixtures: %z%s%s%s%s", shown, n,
+                                 n > 0 ? ", " : "", first, n > 1 ? " to " : "", last);
+    if (n == 0) return moei_error(r->error, MOE_ERR_NOT_FOUND, "no router at '%s', nor anywhere else: %s has no mixture layer", shown, r->first->name);
+    return moei_error(r->error, MOE_ERR_NOT_FOUND, "no router at '%s'; the file's mixtures (%z): %s%s%s", shown, n, first, n > 2 ? " ... " : n > 1 ? ", " : "", last);
+}
+
+static moe_status moei_prefix_find(moei_reader *r, const char *given) {
+    int i, is = 0, dense = 0;
+    for (i = 0; i < 7; i++) {
+        moe_status status;
+        if (!moei_prefix_variant(r, given, i, r->prefix)) continue;
+        status = moei_prefix_try(r, &is, &dense);
+        if (status != MOE_OK || is) return status;
+    }
+    return moei_prefix_missing(r, given, dense);
+}
+
+/* ---- published layers: which tensors are there ------------------------------------------------------------------------------------------------------ */
+
+static size_t moei_n_found(const moe_buffer *list) { return list->size / sizeof(moei_found); }
+static moei_found *moei_found_at(const moe_buffer *list, size_t i) { return (moei_found *)(void *)list->data + i; }
+
+/* A tensor's whole name, cut in front, safe to print. */
+static const char *moei_full_name(const moei_reader *r, const char *rest, char out[112]) {
+    size_t length = moei_strlen(r->prefix), cut = length > 40 ? length - 40 : 0;
+    moei_text t;
+    char *p;
+    t.out = out, t.room = 112, t.length = 0;
+    moei_put(&t, "...", cut > 0 ? 3 : 0);
+    moei_put(&t, r->prefix + cut, length - cut);
+    moei_put(&t, ".", 1);
+    moei_put(&t, rest, moei_strlen(rest));
+    for (p = out; *p != '\0'; p++)
+        if ((unsigned char)*p < 0x20 || (unsigned char)*p > 0x7e) *p = '?';
+    return out;
+}
+
+static int moei_begins(const char *text, const char *with) {
+    while (*with != '\0' && *text == *with) text++, with++;
+    return *with == '\0';
+}
+
+/* GGUF has a block's attention and norms under the same prefix. */
+static int moei_is_of_mixture(const moei_reader *r, const char *rest) {
+    const char *p;
+    if (r->kind != MOEI_IS_GGUF) return 1;
+    for (p = rest; *p != '\0'; p++)
+        if (moei_begins(p, "norm")) return 0;
+    return moei_begins(rest, "ffn_") || moei_begins(rest, "exp_");
+}
+
+static moe_status moei_list_add(moei_reader *r, moe_buffer *list, moei_found *f, const char *rest) {
+    moe_status status;
+    moei_copy_text(f->rest, sizeof f->rest, rest);
+    list->allocator = r->allocator;
+    status = moei_buffer_write(list, f, sizeof *f);
+    return status == MOE_OK ? MOE_OK : moei_error(r->error, status, "no memory for the list of the layer's tensors");
+}
+
+/* Only plain names: what an index says must not lead out of its folder. */
+static int moei_is_plain_name(const char *name) {
+    const char *p;
+    if (name[0] == '\0' || name[0] == '.') return 0;
+    for (p = name; *p != '\0'; p++)
+        if (*p == '/' || *p == '\\' || *p == ':' || (unsigned char)*p < 0x20) return 0;
+    return 1;
+}
+
+/* The file that an index names, opened when it is not yet. */
+static moe_status moei_shard_of(moei_reader *r, const char *rest, const char *file, moei_shard **shard) {
+    char shown[52], of[52];
+    moe_status status;
+    for (*shard = r->shards; *shard != NULL; *shard = (*shard)->next)
+        if (*shard != r->first && moei_strcmp((*shard)->name, file) == 0) return MOE_OK;
+    (void)moei_span_text(moei_span_of(file, moei_strlen(file)), shown);
+    (void)moei_span_text(moei_span_of(rest, moei_strlen(rest)), of);
+    if (!moei_is_plain_name(file))
+        return moei_error(r->error, MOE_ERR_FORMAT, "%s: the file of '%s' is called '%s': it must be a plain name in the same folder", r->first->name, of, shown);
+    status = moei_shard_open(r, file, shard);
+    if (status == MOE_ERR_NOT_FOUND) return moei_error(r->error, status, "%s: the file '%s', which has '%s', is missing", r->first->name, shown, of);
+    return status == MOE_OK ? moei_shard_header(r, *shard) : status;
+}
+
+/* Collects the tensors behind the prefix. */
+static moe_status moei_collect(moei_reader *r) {
+    char name[MOEI_P_NAME], file[MOEI_P_NAME];
+    const char *rest;
+    moei_shard *shard;
+    moei_found f;
+    moei_walk w;
+    moe_status status;
+    moei_walk_begin(&w, r, r->first);
+    while ((status = moei_walk_next(&w, r, name, &f, file)) == MOE_OK) {
+        rest = moei_after(name, r->prefix);
+        if (rest == NULL || !moei_is_of_mixture(r, rest)) continue;
+        if (r->kind == MOEI_IS_INDEX) {
+            if ((status = moei_shard_of(r, rest, file, &shard)) != MOE_OK) return status;
+            f.shard = shard;
+        }
+        if ((status = moei_list_add(r, r->kind == MOEI_IS_INDEX ? &r->listed : &r->found, &f, rest)) != MOE_OK) return status;
+    }
+    if (status != MOE_ERR_NOT_FOUND) return status;
+    for (shard = r->shards; shard != NULL && r->kind == MOEI_IS_INDEX; shard = shard->next) {
+        if (shard->bytes.size == 0) continue; /* the index itself, config.json */
+        moei_walk_begin(&w, r, shard);
+        while ((status = moei_walk_file(&w, shard, name, &f)) == MOE_OK)
+            if ((rest = moei_after(name, r->prefix)) != NULL && (status = moei_list_add(r, &r->found, &f, rest)) != MOE_OK) return status;
+        if (status != MOE_ERR_NOT_FOUND) return status;
+    }
+    return MOE_OK;
+}
+
+/* ---- published layers: the family ------------------------------------------------------------------------------------------------------------------- */
+
+/* Whether the family reads a key. */
+static int moei_reads(const moei_family *family, const char *key) { return moei_is_word_of(key, moei_common_keys) || moei_is_word_of(key, family->keys); }
+
+static int moei_is_single(const moei_named *row) { return moei_memchr(row->name, '%', moei_strlen(row->name)) != NULL; }
+
+static long moei_kinds_of(const moei_reader *r, const moei_family *family) { return r->kind == MOEI_IS_GGUF ? family->gguf : family->kinds; }
+
+/* Whether the names that are there are those of a family: all are known, and what must be there is. */
+static int moei_family_fits(const moei_reader *r, const moei_family *family, int by_names) {
+    long seen = 0, needs = r->kind == MOEI_IS_GGUF ? family->gguf_needs : family->needs;
+    size_t i, expert;
+    if (by_names && family->marks < 0) return 0;
+    if (by_names && r->kind != MOEI_IS_GGUF) needs |= family->marks;
+    for (i = 0; i < moei_n_found(&r->found); i++) {
+        const moei_named *row = moei_named_row(moei_kinds_of(r, family), moei_found_at(&r->found, i)->rest, &expert);
+        if (row == NULL) return 0;
+        seen |= row->kind;
+    }
+    return (needs & ~seen) == 0;
+}
+
+/* Advice about names that mean a quantised model. */
+static const char *moei_advice(const char *rest) {
+    const char *p;
+    for (p = rest; *p != '\0'; p++)
+        if (moei_begins(p, "_blocks") || moei_begins(p, "scale") || moei_begins(p, "_packed") || moei_begins(p, "qweight") || moei_begins(p, "qzeros"))
+            return ": quantised models of this form (MXFP4, FP8, GPTQ, AWQ) are not read; save it dequantised (bf16), or as GGUF in Q8_0 or Q4_0";
+    return "";
+}
+
+/* The error for names that are not those of a family; NULL: of none. */
+static moe_status moei_family_none(const moei_reader *r, const moei_family *family) {
+    const long kinds = family != NULL ? moei_kinds_of(r, family) : moei_kinds_of_file(r);
+    long missing = family == NULL ? 0 : r->kind == MOEI_IS_GGUF ? family->gguf_needs : family->needs;
+    const moei_named *row;
+    char shown[112];
+    size_t i, expert;
+    for (i = 0; i < moei_n_found(&r->found); i++) {
+        const char *rest = moei_found_at(&r->found, i)->rest;
+        if ((row = moei_named_row(kinds, rest, &expert)) == NULL)
+            return moei_error(r->error, MOE_ERR_UNSUPPORTED, "tensor '%s': %s has none of this name%s", moei_full_name(r, rest, shown),
+                              family != NULL ? family->name : "any known family", moei_advice(rest));
+        missing &= ~row->kind;
+    }
+    for (row = moei_names_known; row->name != NULL; row++)
+        if ((row->kind & missing) != 0) return moei_error(r->error, MOE_ERR_NOT_FOUND, "tensor '%s': missing in the file, and %s needs it", moei_full_name(r, row->name, shown), family->name);
+    return moei_error(r->error, MOE_ERR_UNSUPPORTED, "'%s': the names of its tensors are together those of no family: name the model by preset", r->prefix);
+}
+
+/* What the caller's preset, or model_type or general.architecture, leaves of the families; *by_names: nothing but the names speaks. */
+static moe_status moei_family_candidates(moei_reader *r, const moe_preset *preset, uint32_t *candidates, int *by_names) {
+    char type[MOEI_P_TEXT], outer[MOEI_P_TEXT];
+    const moei_family *family;
+    uint32_t bit = 1, named = 0, exact = 0;
+    int kind = MOEI_VALUE_NONE;
+    *by_names = 0;
+    type[0] = outer[0] = '\0';
+    if (preset == NULL && r->kind == MOEI_IS_GGUF) {
+        memcpy(type, r->gguf.arch, sizeof type);
+        kind = MOEI_VALUE_TEXT;
+    } else if (preset == NULL) kind = moei_lookup(r, "model_type", type);
+    for (family = moei_families; family->name != NULL; family++, bit <<= 1) {
+        if (preset != NULL && moei_strcmp(family->preset, preset->name) == 0) named |= bit;
+        if (preset != NULL && moei_strcmp(family->name, preset->name) == 0) exact |= bit;
+        if (preset == NULL && moei_is_word_of(type, r->kind == MOEI_IS_GGUF ? family->archs : family->types)) named |= bit;
+    }
+    r->by_type = preset == NULL && named != 0;
+    if (exact != 0) named = exact;
+    if (preset == NULL && named == 0 && kind != MOEI_VALUE_NONE)
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED, "%s = '%s': a family that is not known here; name one that computes the same by preset",
+                          r->kind == MOEI_IS_GGUF ? "general.architecture" : "config.json: model_type", type);
+    *by_names = named == 0;
+    *candidates = named != 0 ? named : bit - 1;
+    return MOE_OK;
+}
+
+static moe_status moei_family_find(moei_reader *r, const moe_preset *preset) {
+    const moei_family *family, *fitting = NULL, *candidate = NULL, *second = NULL;
+    uint32_t candidates = 0, bit = 1;
+    int by_names, n = 0;
+    char text[MOEI_P_TEXT];
+    const int normed = moei_lookup(r, "norm_topk_prob", text) != MOEI_VALUE_NONE; /* families that this tells apart need no other name */
+    moe_status status = moei_family_candidates(r, preset, &candidates, &by_names);
+    if (status != MOE_OK) return status;
+    for (family = moei_families; family->name != NULL; family++, bit <<= 1) {
+        if (!(candidates & bit)) continue;
+        if (candidate == NULL) candidate = family;
+        if (!moei_family_fits(r, family, by_names) || (by_names && normed && !moei_reads(family, "norm_topk_prob"))) continue;
+        if (n++ == 0) fitting = family;
+        else second = family;
+    }
+    if (n > 1 && preset == NULL && !normed)
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED, "'%s': its names fit %s and %s: name the model by preset, or put its config.json beside", r->prefix, fitting->name,
+                          second->name);
+    r->family = fitting != NULL ? fitting : candidate;
+    if (fitting != NULL) return MOE_OK;
+    return moei_family_none(r, by_names ? NULL : candidate);
+}
+
+/* ---- published layers: shapes ------------------------------------------------------------------------------------------------------------------------- */
+
+enum { MOEI_AT_E = 0, MOEI_AT_H, MOEI_AT_I, MOEI_AT_S };
+
+/* The size that a letter of a shape stands for, as far as it is known. */
+static size_t moei_letter(const size_t sizes[4], char letter) {
+    switch (letter) {
+    case 'E': return sizes[MOEI_AT_E];
+    case 'H': return sizes[MOEI_AT_H];
+    case 'I': return sizes[MOEI_AT_I];
+    case 'J': return 2 * sizes[MOEI_AT_I];
+    case 'S': return sizes[MOEI_AT_S];
+    default: return 1;
+    }
+}
+
+static moe_status moei_shape_refuse(const moei_reader *r, const moei_found *f) {
+    char shown[112], want[80], have[80];
+    size_t sizes[MOE_FILE_MAX_DIMS];
+    int i, n = (int)moei_strlen(f->row->shape);
+    for (i = 0; i < n; i++) sizes[i] = moei_letter(r->sizes, f->row->shape[i]);
+    return moei_error(r->error, MOE_ERR_SHAPE, "tensor '%s': the shape must be %s, it is %s", moei_full_name(r, f->rest, shown), moei_shape_text(sizes, n, want),
+                      moei_shape_text(f->shape, f->n_dims, have));
+}
+
+/* Takes the sizes that are not known yet from a tensor, and checks the others. */
+static moe_status moei_shape_solve(moei_reader *r, const moei_found *f) {
+    const char *shape = f->row->shape;
+    int i, n = (int)moei_strlen(shape);
+    for (i = 0; i < n && n == f->n_dims; i++) {
+        size_t *size = &r->sizes[shape[i] == 'E' ? MOEI_AT_E : shape[i] == 'H' ? MOEI_AT_H : shape[i] == 'S' ? MOEI_AT_S : MOEI_AT_I];
+        size_t most = shape[i] == 'E' ? (size_t)MOE_MAX_EXPERTS : (size_t)MOE_MAX_WIDTH;
+        if (shape[i] != '1' && *size == 0) *size = shape[i] == 'J' ? f->shape[i] / 2 : f->shape[i];
+        if (f->shape[i] == 0 || f->shape[i] > 2 * most || f->shape[i] != moei_letter(r->sizes, shape[i])) break;
+    }
+    return n == f->n_dims && i == n ? MOE_OK : moei_shape_refuse(r, f);
+}
+
+/* What is read of a file: is the element type known, and do its bytes lie in the file? */
+static moe_status moei_found_check(const moei_reader *r, const moei_found *f) {
+    char shown[112];
+    int known = f->dtype <= MOE_DTYPE_BF16 || f->dtype > MOE_DTYPE_COUNT;
+    if (!known && r->kind == MOEI_IS_GGUF)
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED, "tensor '%s': its type is GGUF's number %d; F32, F16, BF16, F64, Q8_0 and Q4_0 are read",
+                          moei_full_name(r, f->rest, shown), f->code);
+    if (!known)
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED, "tensor '%s': its dtype is %s; F32, F16, BF16 and F64 are read", moei_full_name(r, f->rest, shown),
+                          f->dtype < MOE_DTYPE_COUNT ? moei_dtype_names[f->dtype] : "not known");
+    if (f->at > f->shard->source.size || f->bytes > f->shard->source.size - f->at)
+        return moei_error(r->error, MOE_ERR_FORMAT, "tensor '%s': %z bytes from byte %z on go beyond the end of the file", moei_full_name(r, f->rest, shown), f->bytes,
+                          (size_t)f->at);
+    return MOE_OK;
+}
+
+/* Gives every tensor its row, and solves the sizes in the order of the rows: the router's first. */
+static moe_status moei_found_match(moei_reader *r) {
+    char shown[112];
+    const moei_named *row;
+    size_t i;
+    for (i = 0; i < moei_n_found(&r->found); i++) {
+        moei_found *f = moei_found_at(&r->found, i);
+        moe_status status;
+        f->row = moei_named_row(moei_kinds_of(r, r->family), f->rest, &f->expert);
+        if ((status = moei_found_check(r, f)) != MOE_OK) return status;
+    }
+    for (row = moei_names_known; row->name != NULL; row++)
+        for (i = 0; i < moei_n_found(&r->found) && (row->kind & moei_kinds_of(r, r->family)) != 0; i++) {
+            const moei_found *f = moei_found_at(&r->found, i);
+            moe_status status = f->row == row ? moei_shape_solve(r, f) : MOE_OK;
+            if (status != MOE_OK) return status;
+            if (f->row == row && f->expert >= r->sizes[MOEI_AT_E])
+                return moei_error(r->error, MOE_ERR_SHAPE, "tensor '%s': the router has only %z experts", moei_full_name(r, f->rest, shown), r->sizes[MOEI_AT_E]);
+        }
+    return MOE_OK;
+}
+
+/* ---- published layers: settings ------------------------------------------------------------------------------------------------------------------------- */
+
+/* Where settings come from, for messages. */
+static const char *moei_settings_place(const moei_reader *r) { return r->kind == MOEI_IS_GGUF ? "metadata" : "config.json"; }
+
+/* Applies the value of a key, if it is there. *done: some row knew it. */
+static moe_status moei_setting_apply(moei_reader *r, const moei_setting *s, const char *text, int kind, int *done) {
+    const moe_field *field;
+    moe_error why;
+    moe_status status;
+    why.message[0] = '\0';
+    if (s->value != NULL && moei_strcmp(s->value, text) != 0) return MOE_OK;
+    *done = 1;
+    if (s->value != NULL) return moe_fields_apply(moei_layer_fields, &r->settings, s->settings, r->error);
+    field = moe_field_find(moei_layer_fields, s->settings);
+    status = kind == MOEI_VALUE_SCALAR ? moei_field_set_n(field, &r->settings, text, moei_strlen(text), &why) : MOE_ERR_CONFIG;
+    if (status == MOE_OK && (s->zero || !moei_field_is_zero(field, &r->settings))) return MOE_OK;
+    return moei_error(r->error, MOE_ERR_CONFIG, "%s: %s = %s: a number is expected%s", moei_settings_place(r), s->key, text, status == MOE_OK ? " that is not 0" : "");
+}
+
+/* All that the file says, over what stands in r->settings. */
+static moe_status moei_settings_read(moei_reader *r) {
+    const moei_setting *s, *t;
+    char text[MOEI_P_TEXT];
+    for (s = moei_settings; s->key != NULL; s = t) {
+        int done = 0, kind = moei_reads(r->family, s->key) ? moei_lookup(r, s->key, text) : (int)MOEI_VALUE_NONE;
+        for (t = s; t->key != NULL && moei_strcmp(t->key, s->key) == 0; t++) {
+            moe_status status = kind != MOEI_VALUE_NONE ? moei_setting_apply(r, t, text, kind, &done) : MOE_OK;
+            if (status != MOE_OK) return status;
+        }
+        if (kind != MOEI_VALUE_NONE && !done)
+            return moei_error(r->error, MOE_ERR_UNSUPPORTED, "%s: %s = %s is not supported for %s", moei_settings_place(r), s->key,
+                              kind == MOEI_VALUE_OTHER ? "a list" : text, r->family->name);
+    }
+    return MOE_OK;
+}
+
+/* A size that the settings give must be the tensors'. */
+static moe_status moei_setting_size(const moei_reader *r, const char *what, int *field, size_t size) {
+    if (*field != 0 && (size_t)*field != size)
+        return moei_error(r->error, MOE_ERR_CONFIG, "%s: %s = %d, but the tensors say %z", moei_settings_place(r), what, *field, size);
+    *field = (int)size;
+    return MOE_OK;
+}
+
+/* Settings that belong together, and those of training, which a layer without gradients has no use for. */
+static void moei_settings_settle(moei_reader *r) {
+    moe_router_config *c = &r->settings.router;
+    if (c->select == MOE_SELECT_GROUPED_TOP_K && c->groups <= 1) c->select = MOE_SELECT_TOP_K;
+    if (c->select != MOE_SELECT_GROUPED_TOP_K) c->groups = c->groups_kept = c->group_score = 0;
+    if (moei_strcmp(r->family->name, "deepseek_v2") == 0 && c->weight == MOE_WEIGHT_SUM) c->scale = MOEI_R(1.0);
+    c->bias_rate = c->loss_balance = c->loss_z = MOEI_R(0.0);
+}
+
+/* Which tensors there are decides what the layer has; the widths are theirs. */
+static moe_status moei_settings_sizes(moei_reader *r) {
+    static const int places[4] = {MOE_ROUTER_BIAS, MOE_ROUTER_SELECTION_BIAS, MOE_EXPERTS_DOWN_BIAS, MOE_SHARED_SIGMOID};
+    moe_layer_config *c = &r->settings;
+    int *const flags[4] = {&c->router.router_bias, &c->router.selection_bias, &c->expert_bias, &c->shared_sigmoid};
+    size_t i, shared = r->sizes[MOEI_AT_S];
+    int k;
+    moe_status status = moei_setting_size(r, "number of experts", &c->router.n_experts, r->sizes[MOEI_AT_E]);
+    if (status == MOE_OK) status = moei_setting_size(r, "hidden_size", &c->router.d_model, r->sizes[MOEI_AT_H]);
+    if (status == MOE_OK && r->sizes[MOEI_AT_I] > 0) status = moei_setting_size(r, "moe_intermediate_size", &c->d_ff, r->sizes[MOEI_AT_I]);
+    if (status != MOE_OK) return status;
+    for (k = 0; k < 4; k++) *flags[k] = 0;
+    for (i = 0; i < moei_n_found(&r->found); i++)
+        for (k = 0; k < 4; k++)
+            if (moei_found_at(&r->found, i)->row->place == places[k] || moei_found_at(&r->found, i)->row->second == places[k]) *flags[k] = 1;
+    if (shared > 0 && (c->n_shared <= 0 || shared % (size_t)c->n_shared != 0)) c->n_shared = 1;
+    if (shared > 0) c->d_shared = (int)(shared / (size_t)c->n_shared);
+    return MOE_OK;
+}
+
+static moe_status moei_settings_make(moei_reader *r, const moe_preset *preset) {
+    moe_layer_config *c = &r->settings;
+    moe_status status = moe_layer_preset(preset != NULL ? preset->name : r->family->preset, c, r->error);
+    if (status != MOE_OK) return status;
+    c->router.n_experts = c->n_shared = 0;
+    if (r->by_type && r->kind != MOEI_IS_GGUF) status = moe_fields_apply(moei_layer_fields, c, r->family->assumed, r->error);
+    if (r->by_type && r->kind == MOEI_IS_GGUF) c->router.groups = c->router.groups_kept = 1, c->router.scale = MOEI_R(1.0);
+    if (status == MOE_OK) status = moei_settings_read(r);
+    if (status != MOE_OK) return status;
+    if (r->kind == MOEI_IS_GGUF && c->router.groups > 1) c->router.select = MOE_SELECT_GROUPED_TOP_K; /* it does not say by which score */
+    moei_settings_settle(r);
+    return moei_settings_sizes(r);
+}
+
+/* ---- published layers: reading the values ---------------------------------------------------------------------------------------------------------------- */
+
+/* A tensor of a file beside the layer's numbers: [experts, outs, ins] or, turned, [experts, ins, outs]; outs are gate's and up's where there are two. */
+typedef struct moei_part {
+    moe_real *to[2];
+    size_t experts, outs, ins, count;
+    int two, turned, in_turn;
+} moei_part;
+
+/* slots hold the layer's tensors by place; what is read there may be constant. */
+static moei_part moei_part_of(const moe_layer *layer, const moei_named *row, const size_t sizes[4], size_t expert) {
+    const size_t n = moei_strlen(row->shape);
+    moei_part p;
+    size_t i;
+    memset(&p, 0, sizeof p);
+    for (p.count = 1, i = 0; i < n; i++) p.count *= moei_letter(sizes, row->shape[i]);
+    p.two = row->second >= 0, p.turned = (row->how & MOEI_IS_TURNED) != 0, p.in_turn = (row->how & MOEI_IS_IN_TURN) != 0;
+    p.experts = p.outs = 1, p.ins = p.count;
+    if (p.two || p.turned) {
+        p.experts = sizes[MOEI_AT_E];
+        p.outs = moei_letter(sizes, row->shape[p.turned ? n - 1 : 1]);
+        p.ins = p.count / p.experts / p.outs;
+    }
+    memcpy(&p.to[0], &layer->tensors[row->place], sizeof p.to[0]); /* only read through unless the layer owns them */
+    if (p.two) memcpy(&p.to[1], &layer->tensors[row->second], sizeof p.to[1]);
+    if (moei_is_single(row)) p.to[0] += expert * p.count;
+    return p;
+}
+
+/* The layer's number for one of the file's. */
+static moe_real *moei_part_at(const moei_part *p, size_t expert, size_t out, size_t in) {
+    const size_t half = p->two ? p->outs / 2 : p->outs;
+    const int second = p->two && (p->in_turn ? out % 2 != 0 : out >= half);
+    const size_t row = !p->two ? out : p->in_turn ? out / 2 : second ? out - half : out;
+    return p->to[second] + (expert * half + row) * p->ins + in;
+}
+
+/* Moves elements first .. first + n of the file's tensor to the layer (write = 0) or from it, line by line of the file. */
+static void moei_part_move(const moei_part *p, size_t first, size_t n, moe_real *values, int write) {
+    const size_t line = p->turned ? p->outs : p->ins, lines = p->turned ? p->ins : p->outs;
+    size_t k, run;
+    for (; n > 0; first += run, n -= run, values += run) {
+        const size_t expert = first / line / lines, a = first / line % lines, b = first % line;
+        moe_real *at = p->turned ? NULL : moei_part_at(p, expert, a, b);
+        run = n < line - b ? n : line - b;
+        if (at != NULL) memcpy(write ? values : at, write ? at : values, run * sizeof *at);
+        for (k = 0; k < run && at == NULL; k++) {
+            if (write) values[k] = *moei_part_at(p, expert, b + k, a);
+            else *moei_part_at(p, expert, b + k, a) = values[k];
+        }
+    }
+}
+
+/* Blocks of 32: a scale in half precision, then 32 bytes, or 16 with two numbers each, all low halves first. */
+static void moei_blocks(int dtype, const unsigned char *p, size_t blocks, moe_real *values) {
+    for (; blocks > 0; blocks--, values += 32, p += dtype == MOEI_DTYPE_Q8_0 ? 34 : 18) {
+        moe_real scale = moei_from_f16((uint16_t)moei_load(p, 2));
+        int i;
+        for (i = 0; i < 32 && dtype == MOEI_DTYPE_Q8_0; i++) values[i] = scale * (moe_real)moei_load_signed(p + 2 + i, 1);
+        for (i = 0; i < 16 && dtype == MOEI_DTYPE_Q4_0; i++) {
+            values[i] = scale * (moe_real)((int)(p[2 + i] & 15u) - 8);
+            values[i + 16] = scale * (moe_real)((int)(p[2 + i] >> 4) - 8);
+        }
+    }
+}
+
+static moe_status moei_found_read(moei_reader *r, const moei_found *f, moe_layer *layer) {
+    unsigned char bytes[MOEI_P_CHUNK * 8];
+    moe_real values[MOEI_P_CHUNK];
+    const moei_part part = moei_part_of(layer, f->row, r->sizes, f->expert);
+    moe_file_tensor t;
+    uint64_t at = f->at;
+    size_t done, n, size;
+    moe_status status;
+    memset(&t, 0, sizeof t);
+    for (done = 0; done < f->count; done += n, at += size) {
+        n = f->count - done < MOEI_P_CHUNK ? f->count - done : (size_t)MOEI_P_CHUNK;
+        size = f->dtype > MOE_DTYPE_COUNT ? n / 32 * (f->dtype == MOEI_DTYPE_Q8_0 ? 34u : 18u) : n * moei_dtype_sizes[f->dtype];
+        status = moei_source_read(r, f->shard, at, bytes, size);
+        if (status != MOE_OK) return status;
+        t.dtype = f->dtype, t.count = n, t.data = bytes, t.bytes = size;
+        if (f->dtype > MOE_DTYPE_COUNT) moei_blocks(f->dtype, bytes, n / 32, values);
+        else if ((status = moe_file_values(&t, 0, n, values)) != MOE_OK) return status;
+        moei_part_move(&part, done, n, values, 0);
+    }
+    return MOE_OK;
+}
+
+/* ---- published layers: is everything there, once? ---------------------------------------------------------------------------------------------------------- */
+
+static int moei_is_of_experts(int place) { return place >= MOE_EXPERTS_GATE && place < MOE_SHARED_GATE; }
+
+/* Marks what a row's tensor gives; 0: some of it was there before. seen[e] has a bit for each place. */
+static int moei_mark(uint64_t *seen, size_t experts, const moei_named *row, size_t expert) {
+    const int all = moei_is_of_experts(row->place) && !moei_is_single(row);
+    uint64_t bits = (uint64_t)1 << row->place | (row->second >= 0 ? (uint64_t)1 << row->second : 0);
+    size_t e;
+    int fresh = 1;
+    for (e = all ? 0 : expert; e < (all ? experts : expert + 1); e++) {
+        if (seen[e] & bits) fresh = 0;
+        seen[e] |= bits;
+    }
+    return fresh;
+}
+
+/* The error for a place that nothing fills: a tensor that would, in the form that the others have. */
+static moe_status moei_place_missing(const moei_reader *r, int place, size_t expert) {
+    char shown[112], rest[MOEI_P_REST];
+    const moei_named *row, *best = NULL;
+    const char *p;
+    size_t i;
+    moei_text t;
+    for (row = moei_names_known; row->name != NULL; row++) {
+        if (!(row->kind & moei_kinds_of(r, r->family)) || (row->place != place && row->second != place)) continue;
+        if (best == NULL) best = row;
+        for (i = 0; i < moei_n_found(&r->found); i++) { /* others of its kind are there */
+            const moei_named *other = moei_found_at(&r->found, i)->row;
+            if (other->kind == row->kind && !(other->how & MOEI_IS_ROUTER) && moei_is_single(other) == moei_is_single(row)) best = row;
+        }
+    }
+    if (best == NULL) return moei_error(r->error, MOE_ERR_CONFIG, "the settings need a tensor of the layer, number %d, that %s does not have", place, r->family->name);
+    t.out = rest, t.room = sizeof rest, t.length = 0;
+    for (p = best->name; *p != '\0'; p++) {
+        if (*p == '%') moei_put_integer(&t, (int64_t)expert);
+        else moei_put(&t, p, 1);
+    }
+    return moei_error(r->error, MOE_ERR_NOT_FOUND, "tensor '%s': missing in the file", moei_full_name(r, rest, shown));
+}
+
+/* State of training is not published. */
+static int moei_is_state(int place) { return place >= MOE_ROUTER_STEP && place <= MOE_ROUTER_CAPACITY; }
+
+static moe_status moei_found_complete(moei_reader *r, const moe_layer *layer, uint64_t *seen) {
+    char shown[112], of[52];
+    size_t i, e, expert, experts = r->sizes[MOEI_AT_E];
+    int place;
+    for (i = 0; i < moei_n_found(&r->found); i++) {
+        const moei_found *f = moei_found_at(&r->found, i);
+        if (!moei_mark(seen, experts, f->row, f->expert))
+            return moei_error(r->error, MOE_ERR_FORMAT, "tensor '%s': what it holds is there twice", moei_full_name(r, f->rest, shown));
+    }
+    for (i = 0; i < moei_n_found(&r->listed); i++) {
+        const moei_found *f = moei_found_at(&r->listed, i);
+        const moei_named *row = moei_named_row(moei_kinds_of(r, r->family), f->rest, &expert);
+        if (row == NULL || expert >= experts || !(seen[expert] >> row->place & 1u))
+            return moei_error(r->error, MOE_ERR_NOT_FOUND, "tensor '%s': the index has it in '%s', and it is not there", moei_full_name(r, f->rest, shown),
+                              moei_span_text(moei_span_of(f->shard->name, moei_strlen(f->shard->name)), of));
+    }
+    for (place = 0; place < MOE_LAYER_SLOTS; place++)
+        for (e = 0; e < (moei_is_of_experts(place) ? experts : 1) && (layer->places >> place & 1u) && !moei_is_state(place); e++)
+            if (!(seen[e] >> place & 1u)) return moei_place_missing(r, place, e);
+    return MOE_OK;
+}
+
+/* Settings and sizes are complete: makes the layer and fills it. */
+static moe_status moei_published_fill(moei_reader *r, moe_layer *layer) {
+    uint64_t *seen;
+    size_t i;
+    moe_status status = moe_layer_init(layer, &r->settings, r->error);
+    if (status != MOE_OK) return moei_of_shard(r, r->family->name, status);
+    layer->allocator = r->allocator;
+    seen = (uint64_t *)moei_alloc(&r->allocator, r->sizes[MOEI_AT_E], sizeof *seen);
+    if (seen == NULL) return moei_error(r->error, MOE_ERR_MEMORY, "no memory for the list of %z experts", r->sizes[MOEI_AT_E]);
+    status = moei_found_complete(r, layer, seen);
+    moei_free(&r->allocator, seen, r->sizes[MOEI_AT_E] * sizeof *seen);
+    if (status == MOE_OK) status = moei_layer_allocate(layer, 0, r->error);
+    if (status != MOE_OK) return status;
+    for (i = 0; i < moei_n_found(&r->found) && status == MOE_OK; i++) status = moei_found_read(r, moei_found_at(&r->found, i), layer);
+    if (status != MOE_OK) moe_layer_free(layer);
+    return status;
+}
+
+/* What kind of file it is, and what comes before its tensors. */
+static moe_status moei_published_open(moei_reader *r, const char *name) {
+    unsigned char begin[9];
+    uint64_t size;
+    moe_status status = moei_shard_open(r, name, &r->first);
+    if (status == MOE_ERR_NOT_FOUND) return moei_error(r->error, status, "%s: there is no such file", name);
+    if (status != MOE_OK) return status;
+    size = r->first->source.size;
+    memset(begin, 0, sizeof begin);
+    if ((status = moei_source_read(r, r->first, 0, begin, size < sizeof begin ? (size_t)size : sizeof begin)) != MOE_OK) return status;
+    if (moei_memcmp(begin, "GGUF", 4) == 0) {
+        r->kind = MOEI_IS_GGUF;
+        return moei_gguf_open(r);
+    }
+    if (begin[8] == '{' && begin[7] == 0) {
+        status = moei_shard_header(r, r->first);
+        return status == MOE_OK ? moei_config_open(r) : status;
+    }
+    if (begin[0] != '{' && begin[0] != ' ' && begin[0] != '\n' && begin[0] != '\r')
+        return moei_error(r->error, MOE_ERR_FORMAT, "%s: neither a safetensors file, nor an index of some, nor GGUF", r->first->name);
+    r->kind = MOEI_IS_INDEX;
+    if ((status = moei_text_open(r, r->first, MOEI_FILE_MAX_HEADER, &r->index)) != MOE_OK) return status;
+    r->weight_map = moei_text_member(&r->index, 0, "weight_map");
+    if (r->weight_map == 0 || r->index.data[r->weight_map] != '{')
+        return moei_error(r->error, MOE_ERR_FORMAT, "%s: no index of safetensors files: it has no object 'weight_map'", r->first->name);
+    return moei_config_open(r);
+}
+
+static moe_status moei_published_read(moe_layer *layer, const moei_folder *folder, const char *name, const char *prefix, const char *preset_name,
+                                      const moe_allocator *allocator, moe_error *error) {
+    const moe_preset *preset = preset_name != NULL ? moe_preset_find(preset_name) : NULL;
+    char shown[52];
+    moei_reader r;
+    moe_layer made;
+    moe_error own;
+    moe_status status;
+    if (preset_name != NULL && preset == NULL)
+        return moei_error(error, MOE_ERR_NOT_FOUND, "preset = %s: there is no preset of this name; moe_presets lists them",
+                          moei_span_text(moei_span_of(preset_name, moei_strlen(preset_name)), shown));
+    if (moei_strlen(prefix) > MOEI_P_PREFIX) return moei_error(error, MOE_ERR_ARGUMENT, "prefix: longer than %d bytes", (int)MOEI_P_PREFIX);
+    if (!moei_can_allocate(allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
+    memset(&r, 0, sizeof r);
+    memset(&made, 0, sizeof made);
+    own.message[0] = '\0';
+    r.folder = folder;
+    r.error = &own;
+    if (allocator != NULL) r.allocator = *allocator;
+    status = moei_published_open(&r, name);
+    if (status == MOE_OK) status = moei_prefix_find(&r, prefix);
+    if (status == MOE_OK) status = moei_collect(&r);
+    if (status == MOE_OK) status = moei_family_find(&r, preset);
+    if (status == MOE_OK) status = moei_found_match(&r);
+    if (status == MOE_OK) status = moei_settings_make(&r, preset);
+    if (status == MOE_OK) status = moei_published_fill(&r, &made);
+    moei_reader_close(&r);
+    if (status == MOE_OK) *layer = made;
+    else (void)moei_error(error, status, "%s", own.message[0] != '\0' ? own.message : moe_status_text(status));
+    return status;
+}
+
+/* Sources in memory as a folder; each is opened under its own name, the first under that too. */
+typedef struct moei_sources {
+    const moe_source *sources;
+    size_t n;
+} moei_sources;
+
+static moe_status moei_sources_open(void *ctx, const char *name, moe_source *source, moe_error *error) {
+    const moei_sources *s = (const moei_sources *)ctx;
+    size_t i;
+    (void)error;
+    for (i = 0; i < s->n; i++) {
+        const char *own = s->sources[i].name != NULL ? s->sources[i].name : i == 0 ? "the file" : "";
+        if (moei_strcmp(own, name) != 0) continue;
+        *source = s->sources[i];
+        return MOE_OK;
+    }
+    return MOE_ERR_NOT_FOUND;
+}
+
+moe_status moe_read_published(moe_layer *layer, const moe_source *sources, size_t n_sources, const char *prefix, const char *preset, const moe_allocator *allocator,
+                              moe_error *error) {
+    moei_sources s;
+    moei_folder folder;
+    if (layer == NULL || sources == NULL || n_sources == 0 || prefix == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer, sources or prefix is NULL, or there are no sources");
+    s.sources = sources, s.n = n_sources;
+    folder.ctx = &s, folder.open = moei_sources_open, folder.close = NULL;
+    return moei_published_read(layer, &folder, sources[0].name != NULL ? sources[0].name : "the file", prefix, preset, allocator, error);
+}
+
+#ifndef MOE_NO_STDIO
+
+#ifdef _MSC_VER
+#pragma warning(push)
+#pragma warning(disable : 4996)
+#endif
+
+/* ---- published layers: files ---------------------------------------------------------------------------------------------------------------------------- */
+
+#ifndef MOEI_SEEK_MOST
+#define MOEI_SEEK_MOST LONG_MAX /* the furthest that one seek goes */
+#endif
+
+/* A file and where it stands. */
+typedef struct moei_disk_file {
+    FILE *file;
+    uint64_t at;
+} moei_disk_file;
+
+/* Long seeks are several: long may have 32 bits where files have more. */
+static int moei_disk_seek(FILE *f, uint64_t to) {
+    uint64_t step = to < (uint64_t)MOEI_SEEK_MOST ? to : (uint64_t)MOEI_SEEK_MOST;
+    if (fseek(f, (long)step, SEEK_SET) != 0) return 0;
+    for (to -= step; to > 0; to -= step) {
+        step = to < (uint64_t)MOEI_SEEK_MOST ? to : (uint64_t)MOEI_SEEK_MOST;
+        if (fseek(f, (long)step, SEEK_CUR) != 0) return 0;
+    }
+    return 1;
+}
+
+static moe_status moei_disk_read(void *ctx, uint64_t at, void *to, size_t size) {
+    moei_disk_file *d = (moei_disk_file *)ctx;
+    int good = d->at == at || moei_disk_seek(d->file, at);
+    size_t got = good ? fread(to, 1, size, d->file) : 0;
+    d->at = good && got == size ? at + size : UINT64_MAX;
+    return good && got == size ? MOE_OK : MOE_ERR_IO;
+}
+
+/* Is there a byte at a place? */
+static int moei_disk_has(FILE *f, uint64_t at) {
+    unsigned char byte;
+    return moei_disk_seek(f, at) && fread(&byte, 1, 1, f) == 1;
+}
+
+/* The size of a file: what ftell says, or where it cannot say that in a long, by looking. */
+static uint64_t moei_disk_size(FILE *f) {
+    uint64_t low = 0, high = 1;
+    long end = fseek(f, 0, SEEK_END) == 0 ? ftell(f) : -1;
+    if (end >= 0) return (uint64_t)end;
+    while (high < (uint64_t)1 << 50 && moei_disk_has(f, high - 1)) low = high, high *= 2;
+    while (high - low > 1) { /* low bytes are there, high are not */
+        uint64_t middle = low + (high - low) / 2;
+        if (moei_disk_has(f, middle - 1)) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+typedef struct moei_disk {
+    const moe_allocator *allocator;
+    char path[MOEI_PATH_SIZE]; /* the folder, its last slash included */
+    size_t length;
+} moei_disk;
+
+static moe_status moei_disk_open(void *ctx, const char *name, moe_source *source, moe_error *error) {
+    moei_disk *d = (moei_disk *)ctx;
+    moei_disk_file *f = (moei_disk_file *)moei_alloc(d->allocator, 1, sizeof *f);
+    moei_text t;
+    if (f == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory to open a file");
+    t.out = d->path, t.room = sizeof d->path, t.length = d->length;
+    moei_put(&t, name, moei_strlen(name));
+    errno = 0;
+    f->file = fopen(d->path, "rb");
+    if (f->file == NULL) {
+        int reason = errno;
+        moei_free(d->allocator, f, sizeof *f);
+        return reason == ENOENT || reason == ENOTDIR ? MOE_ERR_NOT_FOUND : moei_file_failed(error, "cannot open", d->path, reason);
+    }
+    f->at = UINT64_MAX;
+    memset(source, 0, sizeof *source);
+    source->size = moei_disk_size(f->file);
+    source->ctx = f;
+    source->read_at = moei_disk_read;
+    return MOE_OK;
+}
+
+static void moei_disk_close(void *ctx, moe_source *source) {
+    moei_disk *d = (moei_disk *)ctx;
+    moei_disk_file *f = (moei_disk_file *)source->ctx;
+    (void)fclose(f->file);
+    moei_free(d->allocator, f, sizeof *f);
+}
+
+/* Takes path as a folder; 0: neither of the two files is in it. */
+static int moei_disk_is_folder(moei_disk *d, const char *path, const char **name) {
+    static const char *const names[2] = {"model.safetensors.index.json", "model.safetensors"};
+    moei_text t;
+    int i;
+    for (i = 0; i < 2; i++) {
+        t.out = d->path, t.room = sizeof d->path, t.length = 0;
+        moei_put(&t, path, moei_strlen(path));
+        if (t.length > 0 && t.out[t.length - 1] != '/') moei_put(&t, "/", 1);
+        d->length = t.length;
+        moei_put(&t, names[i], moei_strlen(names[i]));
+        *name = names[i];
+        if (!moei_file_is_missing(d->path)) return 1;
+    }
+    return 0;
+}
+
+/* Takes path as a file's. */
+static const char *moei_disk_split(moei_disk *d, const char *path) {
+    size_t length = moei_strlen(path);
+    while (length > 0 && path[length - 1] != '/' && path[length - 1] != '\\') length--;
+    memcpy(d->path, path, length);
+    d->path[length] = '\0';
+    d->length = length;
+    return path + length;
+}
+
+static int moei_ends(const char *text, const char *with) {
+    size_t n = moei_strlen(text), m = moei_strlen(with);
+    return n >= m && moei_strcmp(text + n - m, with) == 0;
+}
+
+moe_status moe_load_layer(moe_layer *layer, const char *path, const char *prefix, const char *preset, const moe_allocator *allocator, moe_error *error) {
+    moei_disk disk;
+    moei_folder folder;
+    const char *name;
+    if (layer == NULL || path == NULL || prefix == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer, path or prefix is NULL");
+    if (moei_strlen(path) + MOEI_P_NAME + 2 > MOEI_PATH_SIZE)
+        return moei_error(error, MOE_ERR_ARGUMENT, "the path is longer than %d bytes", (int)MOEI_PATH_SIZE - (int)MOEI_P_NAME - 2);
+    if (!moei_can_allocate(allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
+    memset(&disk, 0, sizeof disk);
+    disk.allocator = allocator;
+    folder.ctx = &disk, folder.open = moei_disk_open, folder.close = moei_disk_close;
+    if (moei_ends(path, ".safetensors") || moei_ends(path, ".gguf") || moei_ends(path, ".json") || !moei_disk_is_folder(&disk, path, &name))
+        name = moei_disk_split(&disk, path);
+    if (moei_strlen(name) >= MOEI_P_NAME) return moei_error(error, MOE_ERR_ARGUMENT, "the file's name is longer than %d bytes", (int)MOEI_P_NAME - 1);
+    return moei_published_read(layer, &folder, name, prefix, preset, allocator, error);
+}
+
+#ifdef _MSC_VER
+#pragma warning(pop)
+#endif
+#endif /* MOE_NO_STDIO */
+
+#ifndef MOE_NO_TRAIN
+
+/* ---- published layers: writing ----------------------------------------------------------------------------------------------------------------------------- */
+
+static const moei_family *moei_family_of(const char *name) {
+    const moei_family *family;
+    for (family = moei_families; family->name != NULL; family++)
+        if (name != NULL && moei_strcmp(family->name, name) == 0) return family;
+    return NULL;
+}
+
+/* The rows that a family's files are written with: where it has both forms, experts each by themselves. */
+static int moei_is_written(const moei_family *family, const moei_named *row) { return (row->kind & family->kinds & ~(long)MOEI_N_FUSED) != 0; }
+
+/* Whether the layer's tensors are those of the family. */
+static moe_status moei_published_check(const moe_layer *layer, const moei_family *family, moe_error *error) {
+    const moei_named *row;
+    uint64_t have = 0;
+    moe_slot slot;
+    int place;
+    if (layer->config.d_out != layer->config.router.d_model)
+        return moei_error(error, MOE_ERR_CONFIG, "d_out = %d: published layers are as wide as their input, %d", layer->config.d_out, layer->config.router.d_model);
+    for (row = moei_names_known; row->name != NULL; row++) {
+        if (!moei_is_written(family, row)) continue;
+        have |= (uint64_t)1 << row->place | (row->second >= 0 ? (uint64_t)1 << row->second : 0);
+        if ((row->kind & family->needs) != 0 && !(layer->places >> row->place & 1u))
+            return moei_error(error, MOE_ERR_CONFIG, "%s has a tensor '%s', and the layer has none for it", family->name, row->name);
+    }
+    for (place = 0; place < MOE_LAYER_SLOTS; place++) {
+        if (!(layer->places >> place & 1u) || moei_is_state(place) || moe_layer_slot(&layer->config, place, &slot) != MOE_OK) continue;
+        if (!(have >> place & 1u)) return moei_error(error, MOE_ERR_CONFIG, "the layer has a tensor '%s', and %s has none for it", slot.name, family->name);
+        if (layer->tensors[place] == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "tensor '%s' is not set", slot.name);
+    }
+    return MOE_OK;
+}
+
+/* One layer being written. */
+typedef struct moei_writer {
+    const moe_layer *layer;
+    const moei_family *family;
+    const char *prefix;
+    int dtype;
+    size_t sizes[4];
+    moei_header header;
+    size_t begin;
+    moe_stream *stream;
+} moei_writer;
+
+/* The entry of a tensor in the header. */
+static moe_status moei_writer_entry(moei_writer *w, const moei_named *row, size_t expert, moe_error *error) {
+    char name[MOEI_P_NAME];
+    size_t shape[MOE_FILE_MAX_DIMS], bytes = moei_dtype_sizes[w->dtype], end;
+    const char *p;
+    moei_text t;
+    int i;
+    t.out = name, t.room = sizeof name, t.length = 0;
+    moei_put(&t, w->prefix, moei_strlen(w->prefix));
+    moei_put(&t, ".", 1);
+    for (p = row->name; *p != '\0'; p++) {
+        if (*p == '%') moei_put_integer(&t, (int64_t)expert);
+        else moei_put(&t, p, 1);
+    }
+    for (i = 0; row->shape[i] != '\0'; i++) {
+        shape[i] = moei_letter(w->sizes, row->shape[i]);
+        if (!moei_mul(bytes, shape[i], &bytes)) return moei_error(error, MOE_ERR_OVERFLOW, "tensor '%s': its bytes do not fit size_t", row->name);
+    }
+    if (!moei_add(w->begin, bytes, &end)) return moei_error(error, MOE_ERR_OVERFLOW, "the file's bytes do not fit size_t");
+    moei_header_put(&w->header, ",", 1);
+    moei_header_put_string(&w->header, name);
+    moei_header_put_entry(&w->header, w->dtype, shape, i, w->begin, end);
+    w->begin = end;
+    return MOE_OK;
+}
+
+/* The nearest number of 32 bits, as its bits. */
+static uint32_t moei_to_binary32(moe_real x) {
+    float nearest;
+    uint32_t bits;
+#if MOE_REAL_IS_DOUBLE
+    double size = x < 0.0 ? -x : x;
+    if (size >= 3.4028235677973366e38) return (x < 0.0 ? 0xff800000u : 0x7f800000u); /* half a step beyond the largest */
+    if (size > 3.4028234663852886e38) x = x < 0.0 ? -3.4028234663852886e38 : 3.4028234663852886e38;
+#endif
+    nearest = (float)x;
+    memcpy(&bits, &nearest, sizeof bits);
+    return bits;
+}
+
+static uint64_t moei_to_bits(int dtype, moe_real x) {
+    uint64_t bits;
+    double wide = (double)x;
+    if (dtype == MOE_DTYPE_F32) return moei_to_binary32(x);
+    if (dtype == MOE_DTYPE_F16) return moei_narrow(x, 5, 10);
+    if (dtype == MOE_DTYPE_BF16) return moei_narrow(x, 8, 7);
+    memcpy(&bits, &wide, sizeof bits);
+    return bits;
+}
+
+/* The values of a tensor. */
+static moe_status moei_writer_values(moei_writer *w, const moei_named *row, size_t expert, moe_error *error) {
+    unsigned char bytes[MOEI_P_CHUNK * 8];
+    moe_real values[MOEI_P_CHUNK];
+    const moei_part part = moei_part_of(w->layer, row, w->sizes, expert);
+    size_t size = moei_dtype_sizes[w->dtype], done, n, i, b;
+    moe_status status = MOE_OK;
+    for (done = 0; done < part.count && status == MOE_OK; done += n) {
+        n = part.count - done < MOEI_P_CHUNK ? part.count - done : (size_t)MOEI_P_CHUNK;
+        moei_part_move(&part, done, n, values, 1);
+        for (i = 0; i < n; i++) {
+            uint64_t bits = moei_to_bits(w->dtype, values[i]);
+            for (b = 0; b < size; b++) bytes[i * size + b] = (unsigned char)(bits >> 8 * b & 0xffu);
+        }
+        status = w->stream->write(w->stream->ctx, bytes, n * size);
+    }
+    if (status != MOE_OK) (void)moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+    return status;
+}
+
+/* All tensors: their entries, or their values. */
+static moe_status moei_writer_rows(moei_writer *w, int values, moe_error *error) {
+    const moei_named *row;
+    size_t expert;
+    moe_status status = MOE_OK;
+    for (row = moei_names_known; row->name != NULL; row++) {
+        if (!moei_is_written(w->family, row) || !(w->layer->places >> row->place & 1u)) continue;
+        for (expert = 0; expert < (moei_is_single(row) ? w->sizes[MOEI_AT_E] : 1) && status == MOE_OK; expert++)
+            status = values ? moei_writer_values(w, row, expert, error) : moei_writer_entry(w, row, expert, error);
+    }
+    return status;
+}
+
+moe_status moe_write_published(const moe_layer *layer, moe_stream *stream, const char *prefix, const char *family, int dtype, moe_error *error) {
+    static const moe_metadata metadata = {"format", "pt"};
+    moei_writer w;
+    moe_status status;
+    memset(&w, 0, sizeof w);
+    if (layer == NULL || stream == NULL || stream->write == NULL || prefix == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer, stream, its write or prefix is NULL");
+    w.layer = layer, w.stream = stream, w.prefix = prefix, w.dtype = dtype;
+    w.family = moei_family_of(family);
+    if (w.family == NULL) return moei_error(error, MOE_ERR_NOT_FOUND, "family = %s: there is none of this name", family);
+    if (dtype < 0 || dtype > MOE_DTYPE_BF16) return moei_error(error, MOE_ERR_ARGUMENT, "dtype = %d: must be MOE_DTYPE_F64, _F32, _F16 or _BF16", dtype);
+    if (moei_strlen(prefix) > MOEI_P_PREFIX || !moei_is_utf8(prefix)) return moei_error(error, MOE_ERR_ARGUMENT, "prefix: longer than %d bytes, or not UTF-8", (int)MOEI_P_PREFIX);
+    status = moei_published_check(layer, w.family, error);
+    if (status != MOE_OK) return status;
+    if (!moei_can_allocate(&layer->allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "the layer has no allocator, and MOE_NO_MALLOC leaves no other");
+    w.sizes[MOEI_AT_E] = (size_t)layer->config.router.n_experts, w.sizes[MOEI_AT_H] = (size_t)layer->config.router.d_model;
+    w.sizes[MOEI_AT_I] = (size_t)layer->config.d_ff, w.sizes[MOEI_AT_S] = (size_t)layer->config.n_shared * (size_t)layer->config.d_shared;
+    w.header.allocator = &layer->allocator;
+    moei_header_put(&w.header, "        {", 9);
+    (void)moei_header_metadata(&w.header, &metadata, 1, error);
+    status = moei_writer_rows(&w, 0, error);
+    if (status == MOE_OK) status = moei_header_end(&w.header, error);
+    if (status == MOE_OK) {
+        status = stream->write(stream->ctx, w.header.text, moei_header_length(&w.header));
+        if (status != MOE_OK) (void)moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+        else status = moei_writer_rows(&w, 1, error);
+    }
+    moei_list_free(&layer->allocator, &w.header.text, 1);
+    return status;
+}
+
+#ifndef MOE_NO_STDIO
+
+/* What moe_file_replace hands to its callback. */
+typedef struct moei_publishing {
+    const moe_layer *layer;
+    const char *prefix, *family;
+    int dtype;
+    moe_error *error;
+} moei_publishing;
+
+static moe_status moei_publish(void *ctx, moe_stream *stream) {
+    const moei_publishing *p = (const moei_publishing *)ctx;
+    return moe_write_published(p->layer, stream, p->prefix, p->family, p->dtype, p->error);
+}
+
+moe_status moe_save_published(const moe_layer *layer, const char *path, const char *prefix, const char *family, int dtype, moe_error *error) {
+    moei_publishing p;
+    p.layer = layer, p.prefix = prefix, p.family = family, p.dtype = dtype, p.error = error;
+    return moe_file_replace(path, moei_publish, &p, error);
+}
+
+#endif
+#endif /* MOE_NO_TRAIN */
 
 /* ==== checkpoints: files of trainers ========================================================================================== */
 
@@ -12278,7 +14279,7 @@ static size_t moei_float_expert(const moe_layer *layer) {
     moe_slot slot;
     size_t count = 0;
     int place;
-    for (place = MOE_EXPERTS_GATE; place <= MOE_EXPERTS_EXPAND; place++)
+    for (place = MOE_EXPERTS_GATE; place < MOE_SHARED_GATE; place++)
         if (moe_layer_slot(&layer->config, place, &slot) == MOE_OK) count += slot.count;
     return count / (size_t)layer->config.router.n_experts;
 }

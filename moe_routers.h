@@ -3993,7 +3993,7 @@ static const moe_preset moei_presets[] = {
     {"gpt_oss", "",
      "OpenAI 2025, gpt-oss model card",
      "w = softmax over the top 4 logits of 128, router bias",
-     "n_experts=128 top_k=4 router_bias=1 weight=softmax", ""},
+     "n_experts=128 top_k=4 router_bias=1 weight=softmax", "expert_bias=1 swiglu_alpha=1.702 swiglu_limit=7 swiglu_offset=1"},
     {"dbrx", "",
      "DBRX as shipped",
      "w = p / sum p over the top 4 of 16",

@@ -218,6 +218,34 @@ static const moe_real *block_of(const moe_layer *layer, int place, size_t e, siz
     return layer->tensors[place] != NULL ? layer->tensors[place] + e * size : NULL;
 }
 
+/* A configuration of swiglu experts with some of what is beyond the plain one; limits that many numbers reach. */
+static void shape(moe_layer_config *c) {
+    c->expert = MOE_EXPERT_SWIGLU, c->expert_bias = below(2);
+    c->swiglu_alpha = below(3) == 0 ? 0 : (moe_real)(below(2) ? 1.702 : 0.25);
+    c->swiglu_limit = below(3) == 0 ? 0 : (moe_real)(below(2) ? 0.5 : 7);
+    c->swiglu_offset = below(3) == 0 ? 0 : (moe_real)(below(2) ? 1 : -0.75);
+}
+
+/* What a gate with the fields swiglu_ makes of a gate g and an up u. */
+static double shaped(const moe_layer_config *c, double g, double u) {
+    double alpha = c->swiglu_alpha > 0 ? (double)c->swiglu_alpha : 1.0, limit = (double)c->swiglu_limit;
+    if (limit > 0.0 && g > limit) g = limit;
+    if (limit > 0.0 && u > limit) u = limit;
+    if (limit > 0.0 && u < -limit) u = -limit;
+    return g / (1.0 + exp(-alpha * g)) * (u + (double)c->swiglu_offset);
+}
+
+static double *naive_swiglu(const moe_layer *layer, size_t e, const double *x) {
+    const moe_layer_config *c = &layer->config;
+    size_t d = (size_t)c->router.d_model, f = (size_t)c->d_ff, o = (size_t)c->d_out, i;
+    double *gate = affine(block_of(layer, MOE_EXPERTS_GATE, e, f * d), block_of(layer, MOE_EXPERTS_GATE_BIAS, e, f), f, d, x);
+    double *up = affine(block_of(layer, MOE_EXPERTS_UP, e, f * d), block_of(layer, MOE_EXPERTS_UP_BIAS, e, f), f, d, x), *y;
+    for (i = 0; i < f; i++) gate[i] = shaped(c, gate[i], up[i]);
+    y = affine(block_of(layer, MOE_EXPERTS_DOWN, e, o * f), block_of(layer, MOE_EXPERTS_DOWN_BIAS, e, o), o, f, gate);
+    free(gate), free(up);
+    return y;
+}
+
 /* down (silu(gate) * up) */
 static double *gated(double *gate, double *up, const moe_real *down, size_t out, size_t f) {
     double *y;
@@ -234,9 +262,7 @@ static double *naive_expert(const moe_layer *layer, size_t e, const double *x) {
     double *hidden, *y;
     if (c->expert == MOE_EXPERT_LINEAR)
         return affine(block_of(layer, MOE_EXPERTS_WEIGHT, e, o * d), block_of(layer, MOE_EXPERTS_BIAS, e, o), o, d, x);
-    if (c->expert == MOE_EXPERT_SWIGLU)
-        return gated(affine(block_of(layer, MOE_EXPERTS_GATE, e, f * d), NULL, f, d, x),
-                     affine(block_of(layer, MOE_EXPERTS_UP, e, f * d), NULL, f, d, x), block_of(layer, MOE_EXPERTS_DOWN, e, o * f), o, f);
+    if (c->expert == MOE_EXPERT_SWIGLU) return naive_swiglu(layer, e, x);
     if (c->expert == MOE_EXPERT_FACTORISED) {
         hidden = affine(block_of(layer, MOE_EXPERTS_REDUCE, e, low * d), NULL, low, d, x);
         y = gated(affine(block_of(layer, MOE_EXPERTS_EXPAND, e, f * low), NULL, f, low, hidden),
@@ -502,6 +528,7 @@ static void test_forward(void) {
                         c.router.d_model = widths[a], c.d_ff = widths[f], c.router.n_experts = experts, c.router.top_k = 1 + below(experts);
                         c.expert = kind++ % MOE_EXPERT_COUNT;
                         if (c.expert == MOE_EXPERT_MLP) c.act = below(MOE_ACT_COUNT), c.no_expert_bias = below(2);
+                        if (c.expert == MOE_EXPERT_SWIGLU && below(4) > 0) shape(&c);
                         if (below(3) == 0) c.d_out = 1 + below(20);
                         if (below(3) == 0) c.n_shared = 1 + below(2), c.d_shared = below(9), c.shared_sigmoid = below(2);
                         if (below(3) == 0) c.router.apply_to = MOE_APPLY_INPUT;
@@ -532,6 +559,7 @@ static void test_selections(void) {
         c.expert = trial % MOE_EXPERT_COUNT, c.router.n_experts = 1 + below(6), c.router.top_k = 1 + below(c.router.n_experts),
         c.router.d_model = 6 + 6 * below(2);
         if (c.expert == MOE_EXPERT_MLP) c.act = below(MOE_ACT_COUNT);
+        if (c.expert == MOE_EXPERT_SWIGLU && below(2)) shape(&c);
         c.router.select = trial % MOE_SELECT_COUNT;
         if (c.router.select == MOE_SELECT_BALANCED) c.router.top_k = 1;
         c.router.score = below(3) == 0 ? MOE_SCORE_CUSTOM : MOE_SCORE_LINEAR;
@@ -834,9 +862,15 @@ static void test_tensors(void) {
                                       {"experts.weight", 3, {4, 6, 6}}};
     static const expected factorised[] = {
         {"experts.up", 3, {4, 5, 6}}, {"experts.down", 3, {4, 6, 5}}, {"experts.reduce", 3, {4, 2, 6}}, {"experts.expand", 3, {4, 5, 2}}};
+    static const expected biased[] = {{"router.weight", 2, {4, 6, 0}},         {"experts.gate", 3, {4, 5, 6}},    {"experts.up", 3, {4, 5, 6}},
+                                      {"experts.down", 3, {4, 3, 5}},          {"experts.gate_bias", 2, {4, 5, 0}}, {"experts.up_bias", 2, {4, 5, 0}},
+                                      {"experts.down_bias", 2, {4, 3, 0}}};
     moe_layer_config c = small_config();
     int trainable;
     for (trainable = 0; trainable < 2; trainable++) {
+        c = small_config();
+        c.d_out = 3, c.expert_bias = 1;
+        check_tensors(&c, trainable, biased, sizeof biased / sizeof biased[0], 24 + 2 * (30 + 30 + 15 + 5 + 5 + 3));
         c = small_config();
         c.d_out = 3;
         check_tensors(&c, trainable, swiglu, sizeof swiglu / sizeof swiglu[0], 24 + 2 * (30 + 30 + 15));
@@ -911,6 +945,15 @@ static void test_messages(void) {
                                           {"expert=mlp d_low=3", "d_low", "mlp"},
                                           {"no_expert_bias=1", "no_expert_bias", "swiglu"},
                                           {"expert=factorised no_expert_bias=1", "no_expert_bias", "factorised"},
+                                          {"expert=mlp expert_bias=1", "expert_bias", "mlp"},
+                                          {"expert=linear swiglu_alpha=2", "swiglu_alpha", "linear"},
+                                          {"expert=mlp swiglu_limit=2", "swiglu_limit", "mlp"},
+                                          {"expert=factorised swiglu_offset=-1", "swiglu_offset", "factorised"},
+                                          {"expert=factorised expert_bias=1", "expert_bias", "factorised"},
+                                          {"swiglu_alpha=-1", "swiglu_alpha = -1", "1e-6 to 1000000"},
+                                          {"swiglu_limit=-7", "swiglu_limit = -7", "1e-6 to 1000000"},
+                                          {"swiglu_limit=1e7", "swiglu_limit = 1", "1e-6 to 1000000"},
+                                          {"swiglu_offset=1e7", "swiglu_offset = 1", "-1000000 to 1000000"},
                                           {"d_shared=3", "d_shared", "n_shared"},
                                           {"shared_sigmoid=1", "shared_sigmoid", "n_shared"},
                                           {"score=norm", "norm_node", "swiglu"},
