@@ -45,11 +45,14 @@ cut_blocks() {
 
 # A compiler that takes a program with the library in it as one that is linked with it.
 make_compiler() {
+    # By its path: the folder of the script comes first in PATH where commands run, and the script is called cc.
+    real=$(command -v "${CC%% *}")
+    case $CC in *' '*) real="$real ${CC#* }" ;; esac
     cat >"$prepared/cc" <<SCRIPT
 #!/bin/sh
 source=
-for word in "\$@"; do case \$word in *.c) source=\$word ;; esac; done
-if [ -z "\$source" ] || ! grep -qx '#define MOE_IMPLEMENTATION' "\$source" || grep -q '^#define MOE_NO_FLOAT' "\$source"; then exec $CC "\$@"; fi
+for word in "\$@"; do case \$word in *.c) source=\$word ;; -c) exec $real "\$@" ;; esac; done
+if [ -z "\$source" ] || ! grep -qx '#define MOE_IMPLEMENTATION' "\$source" || grep -q '^#define MOE_NO_FLOAT' "\$source"; then exec $real "\$@"; fi
 copy=\${TMPDIR:-/tmp}/linked.\$\$.c
 sed 's/^#define MOE_IMPLEMENTATION\$//' "\$source" >"\$copy"
 left=\$#
@@ -60,7 +63,7 @@ while [ "\$left" -gt 0 ]; do
     set -- "\$@" "\$word"
     left=\$((left - 1))
 done
-$CC "\$@"
+$real "\$@"
 status=\$?
 rm -f "\$copy"
 exit \$status
@@ -72,8 +75,7 @@ SCRIPT
 make_copy() {
     mkdir "$prepared/copy" "$prepared/copy/tests" &&
         cp -R moe.h moe_routers.h moe_kernels.h README.md LICENSE amalgamate examples "$prepared/copy" &&
-        cp tests/*.sh tests/run "$prepared/copy/tests"
-    for folder in bindings; do [ ! -d "tests/$folder" ] || cp -R "tests/$folder" "$prepared/copy/tests"; done
+        cp tests/*.sh tests/*.py tests/run "$prepared/copy/tests"
 }
 
 prepare() {
@@ -185,9 +187,9 @@ piece() { # line
 
 # The blocks of commands one after another, in one copy of the repository, as a reader would type them.
 commands() {
-    CC=$prepared/cc STB_DS=${STB_DS:-}
+    PATH=$prepared:$PATH CC=$prepared/cc STB_DS=${STB_DS:-}
     [ -n "$STB_DS" ] || unset STB_DS
-    export CC
+    export CC PATH
     failures=0
     top=$PWD
     for block in $(ls "$prepared" | sed -n 's/^block\([0-9]*\)\.text$/\1/p' | sort -n); do
@@ -196,8 +198,9 @@ commands() {
         text:file*) cp "$prepared/block$block.text" "$prepared/copy/${marker#file }" ;;
         c:file*)
             cp "$prepared/block$block.text" "$prepared/copy/${marker#file }"
+            # What has a main is compiled by the commands that follow.
             # shellcheck disable=SC2086
-            (cd "$prepared/copy" && run $CC -std=c99 -pedantic -Wall -Wextra -Werror -I. -c "${marker#file }" -o file.o) || failures=$((failures + 1))
+            grep -q 'int main(' "$prepared/block$block.text" || (cd "$prepared/copy" && run $CC -std=c99 -pedantic -Wall -Wextra -Werror -I. $include -c "${marker#file }" -o file.o) || failures=$((failures + 1))
             ;;
         sh:*) one_block "$block" "$marker" || failures=$((failures + 1)) ;;
         esac
@@ -220,12 +223,13 @@ one_block() { # line marker
     esac
     sed -e "$script" "$prepared/block$1.text" >commands.sh
     limit=
-    ! setup_tool timeout || limit='timeout 120'
+    ! setup_tool timeout || limit='timeout 300'
     (cd "$prepared/copy" && $limit sh -e "$top/commands.sh") >printed 2>said </dev/null || {
         echo "README.md:$1:"
         cat commands.sh printed said
         return 1
     }
+    cat said >>printed # emulators say there what the program prints
     check_output "$1" printed || {
         echo "README.md:$1 shows something else than its commands print"
         return 1
@@ -297,6 +301,8 @@ gallery() {
         *) echo "$name is not on the page" ;;
         esac
     done <names.txt >absent
+    while read -r name; do grep -qF "| $name |" "$root/README.md" || echo "$name: README.md has no line about it"; done <names.txt >>absent
+    grep -q "knows $(($(wc -l <names.txt))) named settings" "$root/README.md" || echo "README.md counts other presets than $(wc -l <names.txt)" >>absent
     empty 'presets:' "$(cat absent)"
 }
 
