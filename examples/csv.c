@@ -283,7 +283,8 @@ static moe_status build(moe_net *net, const schema *s, moe_error *error) {
     config.router.top_k = (int)(top_k > 0 ? top_k : n_experts < 2 ? 1 : config.router.top_k < 2 ? config.router.top_k : 2);
     if (router == NULL) config.router.loss_balance = (moe_real)0.02; /* or one expert would take all */
     if (router == NULL && config.router.top_k == 1) config.router.weight = MOE_WEIGHT_RAW;
-    config.expert = MOE_EXPERT_MLP, config.act = MOE_ACT_RELU, config.d_ff = (int)width, config.d_out = (int)s->n_classes;
+    if (router == NULL) config.expert = MOE_EXPERT_MLP, config.act = MOE_ACT_RELU; /* a preset may read its own kind of experts */
+    config.d_ff = (int)width, config.d_out = (int)s->n_classes;
     config.n_shared = config.shared_sigmoid = 0;
     moe_net_init(net, (int)s->n_features, kernels, NULL);
     moe_net_mixture(net, &config);
@@ -766,7 +767,7 @@ static int load(moe_net *net, csv_table *t, schema *s) {
     int failed = 0;
     if (moe_file_read(load_path, &bytes, &error) || moe_file_open(&file, bytes.data, bytes.size, &error) ||
         moe_net_read(net, bytes.data, bytes.size, 0, kernels, NULL, &error))
-        failed = fail(load_path, error.message);
+        fprintf(stderr, "csv: %s: %s (--load takes what --save wrote)\n", load_path, error.message), failed = 1;
     else if (moe_file_metadata(&file, "csv", NULL, 0, &length) == MOE_ERR_NOT_FOUND)
         failed = fail(load_path, "it says nothing about a table's columns: was it saved by sh examples/run csv FILE.csv --save?");
     else if ((text = (char *)malloc(length + 1)) == NULL || moe_file_metadata(&file, "csv", text, length + 1, NULL) || stream.write(stream.ctx, text, strlen(text) + 1))

@@ -312,7 +312,7 @@ enum { TOP_K, MANY, ASSIGNED, EXPERTS_SAY, CLUSTERS, REFINED, ALL, CHANCE, PUBLI
 static const struct {
     const char *title, *about;
 } groups[N_GROUPS] = {
-    {"The best k by a score", "Each token takes the k experts with the largest score, of which the weights are made. Begin here: dropless, causal, cheap."},
+    {"The best k by a score", "Each token takes the k experts with the largest score, of which the weights are made. Begin here: causal and cheap, and dropless but for gshard and vmoe."},
     {"As many experts as a token needs", "The number of experts follows from the gate: sure tokens take few, hard ones more."},
     {"Load made even by the choice itself", "Experts choose tokens, or an assignment serves both sides. Even load without a balance loss; what a token gets depends on the others in the call."},
     {"The experts say who is fit", "The score is read from inside the experts, which therefore all begin on every token."},
@@ -397,7 +397,7 @@ static moe_status put_group(moe_stream *stream, const page *of, int group) {
     if (status == MOE_OK) status = put(stream, groups[group].title);
     if (status == MOE_OK) status = put(stream, "\n\n");
     if (status == MOE_OK) status = put(stream, groups[group].about);
-    if (status == MOE_OK) status = put(stream, "\n\n| first choices | |\n|:-:|---|\n");
+    if (status == MOE_OK) status = put(stream, "\n\n| first choices | preset |\n|:-:|---|\n");
     for (p = moe_presets(); p->name != NULL && status == MOE_OK; p++)
         if (group_of(p) == group) status = put_preset(stream, p, of->why[p - moe_presets()]);
     return status;
@@ -405,7 +405,7 @@ static moe_status put_group(moe_stream *stream, const page *of, int group) {
 
 /* Names with links, group by group. */
 static moe_status put_contents(moe_stream *stream) {
-    moe_status status = put(stream, "| | |\n|---|---|\n");
+    moe_status status = put(stream, "| kind | presets |\n|---|---|\n");
     for (int group = 0; group < N_GROUPS && status == MOE_OK; group++) {
         const char *gap = "";
         status = put(stream, "| ");
