@@ -149,6 +149,10 @@
      Memory.   Objects that own memory take it from a moe_allocator (NULL: the standard heap) and say so; forward and backward work in the caller's memory and
      allocate nothing. Work sizes come from the function that also lays the memory out, so they are exact.
 
+     Pointers.   Every moe_error may be NULL, every moe_allocator (the standard heap) and every configuration of which {0} is a valid one and that says so;
+     what else may be NULL is said with the function or field. Where another pointer is NULL, a call that returns moe_status answers MOE_ERR_ARGUMENT
+     (moe_layer_slot does not look), and one that frees does nothing.
+
      Errors.   Every call that can fail returns a moe_status; 0 is success. Calls that check a configuration or read a file also fill a moe_error:
      one line that names the field or byte and the value. A failed call leaves its objects as they were. Nothing aborts or prints.
 
@@ -171,6 +175,10 @@
 
 #ifndef MOE_H
 #define MOE_H
+
+#if MOE_VERSION_MAJOR != 0 || MOE_VERSION_MINOR != 1 || MOE_VERSION_PATCH != 0
+#error "moe: this is moe.h of version 0.1.0, and moe_kernels.h is of another: copy all headers of one version"
+#endif
 
 /* In the double build every public function carries the suffix _f64; see moe_kernels.h. */
 #if MOE_REAL_IS_DOUBLE
@@ -321,6 +329,8 @@
 #define moe_figure_load moe_figure_load_f64
 #define moe_history_add moe_history_add_f64
 #define moe_figure_history moe_figure_history_f64
+#define moe_struct_names moe_struct_names_f64
+#define moe_struct_place moe_struct_place_f64
 #endif
 
 #ifdef __cplusplus
@@ -378,7 +388,7 @@ MOE_API void moe_buffer_free(moe_buffer *buffer);
 MOE_API moe_status moe_file_read(const char *path, moe_buffer *buffer, moe_error *error);
 /* Calls write_contents(ctx, stream) on a new file beside path ("path.tmp0", or the next free number), flushes it and renames it
    over path; when anything fails, path still holds what it held before and the new file is removed. When write_contents itself
-   fails, its status comes back, and what it put into error (if it holds the same one) stays. The new file has default permissions;
+   fails, its status comes back, and what it put into error (if it holds the same one) stays; else MOE_ERR_IO. The new file has default permissions;
    a symbolic link at path is replaced, not followed. */
 MOE_API moe_status moe_file_replace(const char *path, moe_status (*write_contents)(void *ctx, moe_stream *stream), void *ctx,
                                     moe_error *error);
@@ -386,6 +396,7 @@ MOE_API moe_status moe_file_replace(const char *path, moe_status (*write_content
 
 /* ---- tensors ------------------------------------------------------------------------------------------------------------- */
 
+/* Room for a tensor's name, its end included. */
 enum { MOE_NAME_SIZE = 64 };
 
 /* One named parameter: row-major, shape[0] slowest. data and gradient belong to whoever made the object. */
@@ -407,6 +418,7 @@ enum {
     MOE_DTYPE_U64, MOE_DTYPE_U32, MOE_DTYPE_U16, MOE_DTYPE_U8, MOE_DTYPE_BOOL, MOE_DTYPE_COUNT
 };
 
+/* The most dimensions of a tensor in a file. */
 enum { MOE_FILE_MAX_DIMS = 8 };
 
 /* The most tensors, and the most metadata entries, that a file may have: it bounds the time that a hostile file can take. */
@@ -474,9 +486,8 @@ MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors,
 
 /* Kinds of experts, [out,in] matrices, one block of E in each tensor:
      swiglu      y = down (silu(gate x) * (up x))                        experts.gate, .up [E,f,d], .down [E,o,f]  (Shazeer 2020, GLU variants improve transformer)
-                 or, with expert_bias and the fields swiglu_,            and experts.gate_bias, .up_bias [E,f], .down_bias [E,o]  (as in gpt-oss)
-                   g = gate x + b_g, u = up x + b_u, with a limit L  g := min(g, L), u := max(-L, min(u, L)),
-                   y = down (g sigmoid(alpha g) * (u + offset)) + b_d
+       or, with g = min(gate x + b_g, L), u = max(-L, min(up x + b_u, L)),
+                 y = down (g sigmoid(alpha g) * (u + offset)) + b_d      with expert_bias: experts.gate_bias, .up_bias [E,f], .down_bias [E,o]  (OpenAI 2025, gpt-oss model card)
      mlp         y = W2 act(W1 x + b1) + b2                              experts.fc1.weight [E,f,d], .fc1.bias [E,f], .fc2.weight [E,o,f], .fc2.bias [E,o]
      linear      y = W x + b                                             experts.weight [E,o,d], .bias [E,o]
      factorised  y = down (silu(expand (reduce x)) * (up x))             experts.reduce [E,l,d], .expand [E,f,l], .up [E,f,d], .down [E,o,f] (Lv et al. 2025) */
@@ -555,10 +566,12 @@ typedef struct moe_layer {
 /* Describes tensor `slot` of a checked configuration. MOE_ERR_NOT_FOUND when this configuration has none there, MOE_ERR_OVERFLOW. */
 MOE_API moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_slot *out);
 
-/* Checks config and makes a layer without tensors and without memory; set layer->tensors (moe_layer_slot tells the shapes). */
+/* Checks config and makes a layer without tensors and without memory; set layer->tensors (moe_layer_slot tells the shapes). Errors as moe_layer_check;
+   MOE_ERR_UNSUPPORTED: these kernels cannot run here; MOE_ERR_OVERFLOW. On failure *layer is untouched. */
 MOE_API moe_status moe_layer_init(moe_layer *layer, const moe_layer_config *config, moe_error *error);
 /* Checks config and makes a layer that owns its tensors (moe_layer_free) and, with trainable = 1, their gradients, set to 0. The
-   tensors start at random from seed: by a moe_rng seeded with it, so draw data from another seed. allocator NULL: the standard heap. On failure *layer is untouched. */
+   tensors start at random from seed: by a moe_rng seeded with it, so draw data from another seed. allocator NULL: the standard heap. Errors as moe_layer_init;
+   MOE_ERR_MEMORY. On failure *layer is untouched. */
 MOE_API moe_status moe_layer_create(moe_layer *layer, const moe_layer_config *config, int trainable, uint64_t seed, const moe_allocator *allocator,
                                     moe_error *error);
 /* Gives back what create took; {0} and a second call are harmless. */
@@ -645,13 +658,14 @@ MOE_API moe_status moe_layer_backward_experts(const moe_layer *layer, const moe_
 MOE_API moe_status moe_layer_observe(moe_layer *layer, const moe_layer_pass *pass);
 MOE_API moe_status moe_layer_advance(moe_layer *layer);
 /* Writes configuration and tensors to a safetensors file; moe_layer_load reads it into a new layer with tensors of its own. A failed save
-   leaves the old file, a failed load *layer, as it was. */
+   leaves the old file, a failed load *layer, as it was. Errors as moe_file_write; a file's also as moe_file_replace. */
 MOE_API moe_status moe_layer_write(const moe_layer *layer, moe_stream *stream, moe_error *error);
 #ifndef MOE_NO_STDIO
 MOE_API moe_status moe_layer_save(const moe_layer *layer, const char *path, moe_error *error);
 #endif
 #endif
-/* Makes a layer from a file in memory; bytes are not needed afterwards. trainable and allocator as in create. */
+/* Makes a layer from a file in memory; bytes are not needed afterwards. trainable and allocator as in create. Errors as moe_net_read, a file's also as
+   moe_file_read. */
 MOE_API moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_allocator *allocator, moe_error *error);
 #ifndef MOE_NO_STDIO
 MOE_API moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, const moe_allocator *allocator, moe_error *error);
@@ -862,8 +876,8 @@ MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int tr
    x may hold infinities and NaN: mixtures and feed_forwards (these in padding too) end the call with MOE_ERR_NONFINITE, in the other modules they stay in
    their token's row, and attention takes them to the tokens that see it, to the bit no others. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
-/* Whether the net can decode token by token: no attention is full, and all mixture layers pass moe_router_check_decoding; error names the first
-   module that cannot. */
+/* Whether the net can decode token by token: no attention is full, and all mixture layers pass moe_router_check_decoding. MOE_ERR_UNSUPPORTED: error
+   names the first module that cannot. */
 MOE_API moe_status moe_net_check_decoding(const moe_net *net, moe_error *error);
 /* The routing of module i in a pass, or NULL when module i is not a mixture or not there. */
 MOE_API const moe_routing *moe_net_routing(const moe_net *net, const moe_net_pass *pass, size_t i);
@@ -1201,8 +1215,8 @@ MOE_API moe_status moe_hme_create(moe_hme *hme, const moe_hme_config *config, ui
                                   moe_error *error);
 /* Gives back what create took; {0}, NULL and a second call are harmless. */
 MOE_API void moe_hme_free(moe_hme *hme);
-/* y [n,C] = sum_i g_i sum_j g_{j|i} y_ij for x [n,d], the mean or class probabilities. Errors, of the calls below too: MOE_ERR_STATE (not
-   created), MOE_ERR_ARGUMENT (an array is missing, a label is out of range), MOE_ERR_NONFINITE (x, a target, or a result),
+/* y [n,C] = sum_i g_i sum_j g_{j|i} y_ij for x [n,d], the mean or class probabilities. Errors, of this and the next calls up to moe_hme_gradient:
+   MOE_ERR_STATE (not created), MOE_ERR_ARGUMENT (an array is missing, a label is out of range), MOE_ERR_NONFINITE (x, a target, or a result),
    MOE_ERR_OVERFLOW; error names row and value. After a failure the arrays of results are unspecified, *log_likelihood and *hme as they
    were. None allocates. */
 MOE_API moe_status moe_hme_predict(const moe_hme *hme, size_t n, const moe_real *x, moe_real *y, moe_error *error);
@@ -1408,6 +1422,7 @@ typedef struct moe_model {
     size_t multiplications;   /* multiply-accumulates of one call at most */
 } moe_model;
 
+/* What moe_model.version must be: it changes when what models hold does. */
 #define MOE_MODEL_VERSION 2
 
 /* One call of a model at work; on the stack of moe_infer. */
@@ -1441,16 +1456,17 @@ MOE_API void moe_int_op_attention(const moe_int_op *op, moe_int_run *run); /* ou
 /* of routers */
 MOE_API void moe_int_op_unit(const moe_int_op *op, moe_int_run *run); /* out = in / |in| */
 MOE_API void moe_int_op_cluster(const moe_int_op *op, moe_int_run *run); /* out = in * the row of a table that the previous mixture's choices mean */
-MOE_API void moe_int_op_norm_l1(const moe_int_op *op, moe_int_run *run); /* out_e = a norm of in, which the next k operations have made of expert e */
-MOE_API void moe_int_op_norm_l2(const moe_int_op *op, moe_int_run *run);
-MOE_API void moe_int_op_norm_linf(const moe_int_op *op, moe_int_run *run);
+MOE_API void moe_int_op_norm_l1(const moe_int_op *op, moe_int_run *run); /* out_e = a norm of in, which the next k operations have made of expert e: the sum of the sizes */
+MOE_API void moe_int_op_norm_l2(const moe_int_op *op, moe_int_run *run); /* the same with the square root of the sum of squares */
+MOE_API void moe_int_op_norm_linf(const moe_int_op *op, moe_int_run *run); /* the same with the largest */
 MOE_API void moe_int_op_match(const moe_int_op *op, moe_int_run *run); /* out_e = in . other, in made likewise */
 /* of a mixture's experts and shared expert */
 MOE_API void moe_int_op_weigh(const moe_int_op *op, moe_int_run *run); /* out = weight * in; what follows has weight 1 */
 MOE_API void moe_int_op_weight(const moe_int_op *op, moe_int_run *run); /* what follows has the weight in_0 */
 MOE_API void moe_int_op_accumulate(const moe_int_op *op, moe_int_run *run); /* sum out += weight * in */
 MOE_API void moe_int_op_rest(const moe_int_op *op, moe_int_run *run); /* sum out += (1 - the sum of the chosen experts' weights) * in */
-/* What moe_model.run and moe_model.choices are: integer and float models. */
+/* What moe_model.run and moe_model.choices are: integer and float models. moe_infer and moe_infer_choices call them, and errors are as there; here
+   pointers are not looked at. */
 MOE_API moe_status moe_int_model_run(const moe_model *model, const moe_loader *loader, const void *input, void *output, void *scratch);
 MOE_API moe_status moe_int_model_choices(const moe_model *model, size_t mixture, const void *scratch, struct moe_choice *choices, size_t room, size_t *count);
 #ifndef MOE_NO_FLOAT
@@ -1529,6 +1545,17 @@ MOE_API void moe_model_free(moe_built_model *built);
 MOE_API moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stream *stream, moe_error *error);
 /* Writes the blocks of all experts as bytes, for a loader; MOE_ERR_STATE: they are part of the model. */
 MOE_API moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, moe_error *error);
+
+/* ---- for programs in other languages -------------------------------------------------------------------------------------------- */
+
+/* Where the members of all public structs lie, for programs that cannot include the headers: they ask, and need no layout of their own, which another
+   version or machine would break. Struct number i, 0, 1, ...: its name and those of its members in order, a space between them ("moe_error code message");
+   NULL past the last. A constant string. Thread-safe. */
+MOE_API const char *moe_struct_names(size_t i);
+/* *offset and *size (either may be NULL) in bytes of a member of a struct, with member NULL of the struct itself: moe_struct_place("moe_call", "x",
+   &offset, &size). A member of a member is found in two steps. MOE_ERR_NOT_FOUND: there is no such struct or member; MOE_ERR_ARGUMENT: name is NULL.
+   Then both are untouched. Thread-safe. */
+MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t *offset, size_t *size);
 #endif
 
 #ifdef __cplusplus
@@ -3158,16 +3185,19 @@ static void moei_layer_defaults(moe_layer_config *c) {
 /* Whether a real field is set; it is finite. */
 static int moei_is_set(moe_real value) { return value < MOEI_R(0.0) || value > MOEI_R(0.0); }
 
-/* The first field that is set though only swiglu experts have it; NULL for none. */
-static const char *moei_swiglu_field(const moe_layer_config *c) {
-    if (moei_is_set(c->swiglu_alpha)) return "swiglu_alpha";
-    if (moei_is_set(c->swiglu_limit)) return "swiglu_limit";
-    if (moei_is_set(c->swiglu_offset)) return "swiglu_offset";
-    return c->expert_bias ? "expert_bias" : NULL;
+/* The first field that is set though only swiglu experts have it, and its value; NULL for none. */
+static const char *moei_swiglu_field(const moe_layer_config *c, double *value) {
+    static const char *const names[] = {"swiglu_alpha", "swiglu_limit", "swiglu_offset", "expert_bias"};
+    const moe_real values[] = {c->swiglu_alpha, c->swiglu_limit, c->swiglu_offset, (moe_real)c->expert_bias};
+    size_t i = 0;
+    while (i < 4 && !moei_is_set(values[i])) i++;
+    *value = i < 4 ? (double)values[i] : 0.0;
+    return i < 4 ? names[i] : NULL;
 }
 
 static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error) {
-    const char *kind = moei_expert_names[c->expert];
+    const char *kind = moei_expert_names[c->expert], *name;
+    double value;
     int reads_experts = (moe_router_traits(&c->router) & MOE_TRAIT_NEEDS_ALL_EXPERTS) != 0;
     if (c->router.score == MOE_SCORE_ATTENTIVE && moei_scored_node(c) < 0)
         return moei_error(error, MOE_ERR_CONFIG, "score = attentive does not go with expert = %s: it has no hidden layer", kind);
@@ -3182,8 +3212,8 @@ static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error
         return moei_error(error, MOE_ERR_CONFIG, "d_low = %d does not go with expert = %s: only factorised experts have it", c->d_low, kind);
     if (c->no_expert_bias && c->expert != MOE_EXPERT_MLP && c->expert != MOE_EXPERT_LINEAR)
         return moei_error(error, MOE_ERR_CONFIG, "no_expert_bias = 1 does not go with expert = %s: it has no biases anyway", kind);
-    if (moei_swiglu_field(c) != NULL && c->expert != MOE_EXPERT_SWIGLU)
-        return moei_error(error, MOE_ERR_CONFIG, "%s does not go with expert = %s: only swiglu experts have it", moei_swiglu_field(c), kind);
+    if (c->expert != MOE_EXPERT_SWIGLU && (name = moei_swiglu_field(c, &value)) != NULL)
+        return moei_error(error, MOE_ERR_CONFIG, "%s = %g does not go with expert = %s: only swiglu experts have it", name, value, kind);
     if (c->n_shared == 0 && (c->d_shared != 0 || c->shared_sigmoid))
         return moei_error(error, MOE_ERR_CONFIG, "%s is set but n_shared = 0: there is no shared expert", c->d_shared != 0 ? "d_shared" : "shared_sigmoid");
     if (c->add_input && c->d_out != c->router.d_model)
@@ -3234,7 +3264,8 @@ static int moei_slot_experts(moe_slot *slot, const moe_layer_config *c, int out,
 moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_slot *out) {
     static const char *const names[MOE_LAYER_SLOTS - (int)MOE_ROUTER_SLOTS] = {
         "experts.gate", "experts.up", "experts.down", "experts.fc1.weight", "experts.fc1.bias", "experts.fc2.weight", "experts.fc2.bias", "experts.weight",
-        "experts.bias", "experts.reduce", "experts.expand", "experts.gate_bias", "experts.up_bias", "experts.down_bias", "shared.gate", "shared.up", "shared.down", "shared.sigmoid"};
+        "experts.bias", "experts.reduce", "experts.expand", "experts.gate_bias", "experts.up_bias", "experts.down_bias", "shared.gate", "shared.up",
+        "shared.down", "shared.sigmoid"};
     const moe_layer_config *c = config;
     int swiglu = c->expert == MOE_EXPERT_SWIGLU, mlp = c->expert == MOE_EXPERT_MLP, linear = c->expert == MOE_EXPERT_LINEAR;
     int factorised = c->expert == MOE_EXPERT_FACTORISED, gated = swiglu || factorised, biases = !c->no_expert_bias;
@@ -3751,12 +3782,13 @@ static void moei_matmul_columns(const moei_chain *chain, const moei_step *step, 
 }
 
 /* A shaped gate as a plain one, silu(t) v: t = alpha min(g, L), v = factor (max(-L, min(u, L)) + offset), or factor where up is NULL. */
-static void moei_shape(const moei_chain *chain, size_t n, const moe_real *gate, const moe_real *up, moe_real factor, moe_real *t, moe_real *v) {
-    const moe_real limit = chain->limit;
+static void moei_shape(const moei_chain *chain, size_t n, const moe_real *gate, const moe_real *up, moe_real factor, moe_real *t,
+                       moe_real *v) {
+    const moe_real limit = chain->limit, alpha = chain->alpha, offset = chain->offset;
     size_t i;
-    for (i = 0; i < n; i++) t[i] = chain->alpha * (gate[i] > limit ? limit : gate[i]);
+    for (i = 0; i < n; i++) t[i] = alpha * (gate[i] > limit ? limit : gate[i]);
     for (i = 0; i < n && up == NULL; i++) v[i] = factor;
-    for (i = 0; i < n && up != NULL; i++) v[i] = factor * ((up[i] > limit ? limit : up[i] < -limit ? -limit : up[i]) + chain->offset);
+    for (i = 0; i < n && up != NULL; i++) v[i] = factor * ((up[i] > limit ? limit : up[i] < -limit ? -limit : up[i]) + offset);
 }
 
 /* The elementwise steps with a shaped gate; the results may take the place of what is read. */
@@ -3853,7 +3885,8 @@ static void moei_input_backward(const moei_chain *chain, const moei_step *step, 
                moei_block(chain, step->weight, to * from) + j, from, d_in + j, ld, sum);
 }
 
-/* Back through n columns, from p, of row i of a shaped gate: y = silu(t) v / alpha, dg = dy v silu'(t), du = dy silu(t) / alpha, 0 beyond a limit. */
+/* Back through n columns, from p, of row i of a shaped gate: y = silu(t) v / alpha, dg = dy v silu'(t), du = dy silu(t) / alpha; 0 beyond a
+   limit. */
 static void moei_shaped_backward(const moei_chain *chain, const moei_step *step, size_t i, size_t p, size_t n) {
     moe_real t[MOEI_STAGE_COLUMNS], v[MOEI_STAGE_COLUMNS], d_t[MOEI_STAGE_COLUMNS], d_v[MOEI_STAGE_COLUMNS];
     const moe_real *gate = chain->node[step->from] + i * chain->ld[step->from] + p, limit = chain->limit;
@@ -12430,17 +12463,21 @@ static uint32_t moei_widened(moei_maker *m, uint32_t x) {
 
 /* ---- products ---- */
 
-/* Weights [count][n,k], biases [count][n] or NULL; count matrices with one operation: experts. */
+/* Weights [count][n,k], biases [count][n] or NULL, to which offset is added; count matrices with one operation: experts. */
 typedef struct moei_int_matrix {
     const moe_real *w, *bias;
     size_t count, n, k;
+    double offset;
 } moei_int_matrix;
 
 static moei_int_matrix moei_int_matrix_of(const moe_real *w, const moe_real *bias, size_t count, size_t n, size_t k) {
     moei_int_matrix x;
-    x.w = w, x.bias = bias, x.count = count, x.n = n, x.k = k;
+    x.w = w, x.bias = bias, x.count = count, x.n = n, x.k = k, x.offset = 0;
     return x;
 }
+
+/* What row i adds to its sum. */
+static double moei_int_bias(const moei_int_matrix *x, size_t i) { return (x->bias != NULL ? (double)x->bias[i] : 0) + x->offset; }
 
 /* A matrix in integers; one row's real weight is level * (int4: block *) row. */
 typedef struct moei_int_levels {
@@ -12528,7 +12565,7 @@ static void moei_int_levels_begin(moei_maker *m, const moei_int_matrix *x, doubl
         return;
     }
     for (i = 0; i < x->count * x->n; i++) {
-        l->row[i] = moei_int_row(m, x->w + i * x->k, x->k, x->bias != NULL ? (double)x->bias[i] : 0, in_scale);
+        l->row[i] = moei_int_row(m, x->w + i * x->k, x->k, moei_int_bias(x, i), in_scale);
         if (l->row[i] > l->most) l->most = l->row[i];
     }
 }
@@ -12569,7 +12606,7 @@ static uint32_t moei_matrix_pack(moei_maker *m, const moei_int_matrix *x, moei_i
             const size_t i = e * x->n + j;
             const double one = in_scale * l->row[i];
             moei_int_row_levels(m, x, x->w + i * x->k, l->row[i], l, j);
-            l->bias[j] = x->bias != NULL && one > 0 ? moei_nearest((double)x->bias[i] / one, 536870911) : 0;
+            l->bias[j] = one > 0 ? moei_nearest(moei_int_bias(x, i) / one, 536870911) : 0;
             l->factor[j] = (int16_t)moei_nearest(one * unit, 32767);
             if (l->factor[j] > 0) l->bias[j] += 32768 / l->factor[j]; /* what >> 16 drops is rounded, not cut off */
         }
@@ -12593,8 +12630,9 @@ static uint32_t moei_product_constants(moei_maker *m, const moei_int_matrix *x, 
     return (uint32_t)at;
 }
 
-/* y = W x + b of a narrow vector. range: the largest |y|; limit: of its levels; relu: y = max(y, 0); scale: that of y, 0: what range asks for. */
-static uint32_t moei_product(moei_maker *m, const moei_int_matrix *x, uint32_t in, int limit, int relu, double range, double scale) {
+/* y = max(low, min(W x + b, high)) of a narrow vector. range: the largest |y|; limit: of its levels; scale: that of y, 0: what range asks for. */
+static uint32_t moei_product_within(moei_maker *m, const moei_int_matrix *x, uint32_t in, int limit, double low, double high, double range,
+                                    double scale) {
     moei_int_levels l;
     moe_int_op op;
     uint32_t out;
@@ -12611,11 +12649,17 @@ static uint32_t moei_product(moei_maker *m, const moei_int_matrix *x, uint32_t i
     }
     shift = moei_shift_for(in_scale * l.most / scale, 16, 15);
     out = moei_value_new(m, x->n, limit, scale, range);
-    op = moei_op(m->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8 : moe_int_op_int4, x->n, x->k, relu ? 0 : -limit, limit, shift < 0 ? 0 : shift);
+    op = moei_op(m->weights == MOE_WEIGHTS_INT8 ? moe_int_op_int8 : moe_int_op_int4, x->n, x->k, (int)moei_nearest(low / scale, limit),
+                 (int)moei_nearest(high / scale, limit), shift < 0 ? 0 : shift);
     op.at = moei_product_constants(m, x, &l, in_scale, ldexp(1.0, 16 + op.shape.shift) / scale);
     moei_int_levels_free(m, x, &l);
     moei_op_append(m, op, in, in, out);
     return out;
+}
+
+/* y = W x + b, or with relu max(W x + b, 0). */
+static uint32_t moei_product(moei_maker *m, const moei_int_matrix *x, uint32_t in, int limit, int relu, double range, double scale) {
+    return moei_product_within(m, x, in, limit, relu ? 0 : -HUGE_VAL, HUGE_VAL, range, scale);
 }
 
 /* sum += weight (W x + b): the last product of an expert. A sum's unit is a level of the mixture's output over 2^shift; a weight's is 2^(bits - 15). */
@@ -12635,7 +12679,7 @@ static double moei_matrix_most(moei_maker *m, const moei_int_matrix *x, double i
     double most = 0, row;
     size_t i;
     for (i = 0; i < x->count * x->n; i++) {
-        row = moei_int_row(m, x->w + i * x->k, x->k, x->bias != NULL ? (double)x->bias[i] : 0, in_scale);
+        row = moei_int_row(m, x->w + i * x->k, x->k, moei_int_bias(x, i), in_scale);
         if (row > most) most = row;
     }
     return most * in_scale;
@@ -12645,8 +12689,8 @@ static double moei_matrix_most(moei_maker *m, const moei_int_matrix *x, double i
 
 enum { MOEI_SOFTPLUS = MOE_ACT_COUNT }; /* one more that curves can be */
 
-/* y = act(x), x wide. The curve's points are act at 65 places. */
-static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, double scale, double range) {
+/* y = act(alpha x) / alpha, x wide. The curve's points are y at 65 places. */
+static uint32_t moei_curve_of(moei_maker *m, int act, double alpha, uint32_t in, int limit, double scale, double range) {
     const double fine = limit == MOEI_NARROW ? 256 : 1;
     unsigned char points[65 * 2];
     moe_int_op op;
@@ -12654,10 +12698,10 @@ static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, doubl
     int i;
     if (m->status != MOE_OK) return 0;
     for (i = 0; i <= 64; i++) {
-        moe_real x = (moe_real)(((double)i * 1024 - 32768) * m->values[in].scale), y;
+        moe_real x = (moe_real)(((double)i * 1024 - 32768) * m->values[in].scale * alpha), y;
         if (act == MOEI_SOFTPLUS) y = moe_softplus(x);
         else moe_activate(NULL, act, 1, &x, &y);
-        moei_put_16_le(points + 2 * i, moei_nearest((double)y / (scale > 0 ? scale : 1) * fine, 32767));
+        moei_put_16_le(points + 2 * i, moei_nearest((double)y / alpha / (scale > 0 ? scale : 1) * fine, 32767));
     }
     out = moei_value_new(m, m->values[in].width, limit, scale, range);
     op = moei_op(moe_int_op_curve, m->values[in].width, 0, -limit, limit, limit == MOEI_NARROW ? 8 : 0);
@@ -12666,8 +12710,12 @@ static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, doubl
     return out;
 }
 
-/* y = act(gate) * up, narrow. The curve's scale is free, and makes y's what it shall be. */
-static uint32_t moei_gated_product(moei_maker *m, int act, uint32_t gate, uint32_t up, double act_range, double range) {
+static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, double scale, double range) {
+    return moei_curve_of(m, act, 1, in, limit, scale, range);
+}
+
+/* y = act(alpha gate) / alpha * up, narrow. The curve's scale is free, and makes y's what it shall be. */
+static uint32_t moei_gated_product(moei_maker *m, int act, double alpha, uint32_t gate, uint32_t up, double act_range, double range) {
     double scale = range / MOEI_NARROW, finest, fine;
     int shift = 0;
     uint32_t curved, out;
@@ -12676,7 +12724,7 @@ static uint32_t moei_gated_product(moei_maker *m, int act, uint32_t gate, uint32
     finest = (act_range > 0 ? act_range : 1) * 1.1 / MOEI_WIDE * m->values[up].scale;
     while (shift < 30 && ldexp(finest, shift + 1) <= scale) shift++;
     fine = scale / ldexp(m->values[up].scale, shift);
-    curved = moei_curve(m, act, gate, MOEI_WIDE, fine, act_range);
+    curved = moei_curve_of(m, act, alpha, gate, MOEI_WIDE, fine, act_range);
     if (m->status != MOE_OK) return 0;
     out = moei_value_new(m, m->values[up].width, MOEI_NARROW, scale, range);
     moei_op_append(m, moei_op(moe_int_op_multiply, m->values[up].width, 0, -MOEI_NARROW, MOEI_NARROW, shift), curved, up, out);
@@ -12725,10 +12773,25 @@ static int moei_step_is_relu(const moei_chain *chain, const moei_step *step) {
     return chain->act == MOE_ACT_RELU && step[1].op == MOEI_STEP_ACT && step[1].from == step->to && step + 1 < chain->expert->steps + chain->expert->n_steps;
 }
 
+/* How large the gate of a shaped expert is taken to be: beyond its limit it does not matter, nor where silu is as good as 0. */
+static double moei_gate_range(const moei_chain *chain, double range) {
+    const double most = chain->shaped && (double)chain->limit < 16 / (double)chain->alpha ? 16 / (double)chain->alpha : (double)chain->limit;
+    return chain->shaped && range > most ? most : range;
+}
+
+/* What a shaped gate reads: min(g, L), or max(-L, min(u, L)) + offset. Nothing else reads it. */
+static uint32_t moei_shaped_product(moei_maker *m, const moei_chain *chain, int node, moei_int_matrix w, uint32_t in, double range) {
+    const double limit = (double)chain->limit, offset = (double)chain->offset;
+    if (node == MOE_NODE_GATE) return moei_product_within(m, &w, in, MOEI_WIDE, -HUGE_VAL, limit, moei_gate_range(chain, range), 0);
+    w.offset = offset;
+    return moei_product_within(m, &w, in, MOEI_WIDE, offset - limit, offset + limit, (range < limit ? range : limit) + fabs(offset), 0);
+}
+
 /* The operations of one kind of experts but the last; what that reads. x is narrow. node receives the vectors of all activations; chain->needed names
    those that must be there. */
 static uint32_t moei_expert_hidden(moei_maker *m, const moei_chain *chain, size_t count, uint32_t x, const double *range, uint32_t *node) {
     const int fuses = moei_scored_node(&chain->layer->config) != MOE_NODE_GATE; /* the product itself is not looked at */
+    const double alpha = chain->shaped ? (double)chain->alpha : 1;
     uint32_t from = x;
     int i, j;
     for (i = 0; i < MOE_NODE_COUNT; i++) node[i] = MOE_INT_NONE;
@@ -12737,13 +12800,16 @@ static uint32_t moei_expert_hidden(moei_maker *m, const moei_chain *chain, size_
         moei_int_matrix w;
         if (!(chain->needed >> step->to & 1u) || node[step->to] != MOE_INT_NONE) continue;
         from = step->from == MOEI_X ? x : node[step->from];
-        if (step->op == MOEI_STEP_ACT) node[step->to] = moei_curve(m, chain->act, from, MOEI_NARROW, range[step->to] / MOEI_NARROW, range[step->to]);
+        if (step->op == MOEI_STEP_ACT)
+            node[step->to] = moei_curve_of(m, chain->act, alpha, from, MOEI_NARROW, range[step->to] / MOEI_NARROW, range[step->to]);
         else if (step->op == MOEI_STEP_GATED)
-            node[step->to] = moei_gated_product(m, chain->act, from, node[step->second], range[step->from], range[step->to]);
+            node[step->to] = moei_gated_product(m, chain->act, alpha, from, node[step->second], moei_gate_range(chain, range[step->from]),
+                                                range[step->to]);
         else {
             w = moei_int_matrix_of(chain->layer->tensors[step->weight], step->bias < 0 ? NULL : chain->layer->tensors[step->bias], count,
                                    chain->width[step->to], moei_from_width(chain, step->from));
             if (fuses && moei_step_is_relu(chain, step)) node[step[1].to] = moei_product(m, &w, from, MOEI_NARROW, 1, range[step[1].to], 0);
+            else if (chain->shaped) node[step->to] = moei_shaped_product(m, chain, step->to, w, from, range[step->to]);
             else node[step->to] = moei_product(m, &w, from, step->to == MOE_NODE_LOW ? MOEI_NARROW : MOEI_WIDE, 0, range[step->to], 0);
         }
     }
@@ -12792,7 +12858,7 @@ static double moei_matrix_bound(const moei_int_matrix *x, double in_scale) {
     double most = 0;
     size_t i, p;
     for (i = 0; i < x->count * x->n; i++) {
-        double sum = x->bias != NULL ? fabs((double)x->bias[i]) : 0;
+        double sum = fabs(moei_int_bias(x, i));
         for (p = 0; p < x->k; p++) sum += 127.0 * in_scale * fabs((double)x->w[i * x->k + p]);
         if (sum > most) most = sum;
     }
@@ -13178,12 +13244,21 @@ static uint32_t (*const moei_scores_ints[MOE_SCORE_COUNT])(moei_maker *m, moei_s
     /* grap, attentive, competition, dselect, custom */
     moei_logits_grap, moei_logits_attentive, moei_logits_competition, NULL, NULL};
 
+/* Whether the score reads a vector that a shaped gate's limit or offset is already part of. */
+static int moei_shape_is_scored(const moe_layer_config *c) {
+    const int node = moei_scored_node(c), limited = c->swiglu_limit > MOEI_R(0.0);
+    return (node == MOE_NODE_GATE && limited) || (node == MOE_NODE_UP && (limited || moei_is_set(c->swiglu_offset)));
+}
+
 /* What the integers cannot say; what the router refuses comes on top. */
 static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int frozen) {
     const size_t i = m->module;
     const moe_router_config *r = &c->router;
     static const char hint[] = "has no integer form; MOE_WEIGHTS_FLOAT takes it";
     if (moei_scores_ints[r->score] == NULL) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: score = %s %s", i, moei_score_names[r->score], hint);
+    if (moei_shape_is_scored(c))
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s with norm_node = %s %s", i,
+                          c->swiglu_limit > MOEI_R(0.0) ? "swiglu_limit" : "swiglu_offset", moei_node_names[r->norm_node], hint);
     if (r->refine != MOE_REFINE_NONE) MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: refine = %s %s", i, moei_refine_names[r->refine], hint);
     if (r->apply_to == MOE_APPLY_INPUT && moei_scored_node(c) >= 0)
         MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: apply_to = input with score = %s %s", i, moei_score_names[r->score], hint);
@@ -14457,6 +14532,176 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
     if (!built->external) return moei_error(error, MOE_ERR_STATE, "the experts are part of the model: it was not made with loader = 1");
     status = stream->write(stream->ctx, built->experts.data, built->experts.size);
     return status == MOE_OK ? MOE_OK : moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+}
+
+/* ==== layouts of the public structs ====================================================================================== */
+
+/* The members of each struct, in order; the list of structs. */
+/* layouts: begin (written by sh tests/bindings.sh --write) */
+#define MOEI_OF_moe_error(M, s) M(s, code) M(s, message)
+#define MOEI_OF_moe_parallel(M, s) M(s, ctx) M(s, threads) M(s, always) M(s, run)
+#define MOEI_OF_moe_adamw_step(M, s) M(s, scale) M(s, rate) M(s, beta1) M(s, beta2) M(s, epsilon) M(s, decay) M(s, over1) M(s, over2)
+#define MOEI_OF_moe_kernels(M, s) M(s, name) M(s, id) M(s, matmul) M(s, dot) M(s, axpy) M(s, activate) M(s, activate_backward) M(s, softmax) \
+    M(s, top_k) M(s, multiply) M(s, spread) M(s, log_posterior) M(s, exp_sum) M(s, entropy) M(s, panels) M(s, gated) M(s, gated_backward) \
+    M(s, adamw) M(s, quant) M(s, quantise) M(s, widen)
+#define MOEI_OF_moe_rng(M, s) M(s, state)
+#define MOEI_OF_moe_int_shape(M, s) M(s, n) M(s, k) M(s, low) M(s, high) M(s, shift)
+#define MOEI_OF_moe_field(M, s) M(s, name) M(s, kind) M(s, offset) M(s, min) M(s, max) M(s, choices) M(s, about)
+#define MOEI_OF_moe_router_config(M, s) M(s, d_model) M(s, n_experts) M(s, top_k) M(s, input) M(s, jitter_eps) M(s, ac_mode) M(s, ac_spread) \
+    M(s, ac_mix) M(s, ac_lambda) M(s, ac_rho) M(s, score) M(s, router_bias) M(s, cosine_dim) M(s, cosine_keep_length) M(s, cosine_learn_tau) \
+    M(s, cosine_tau) M(s, norm_node) M(s, norm_order) M(s, router_hidden) M(s, router_act) M(s, grap_cosine) M(s, noise) M(s, noise_floor) \
+    M(s, noise_sigma) M(s, gate) M(s, gate_temperature) M(s, refine) M(s, similarity_tau) M(s, similarity_scale) M(s, similarity_learned) \
+    M(s, lower_entropy_only) M(s, causal) M(s, heads) M(s, attention_heads) M(s, attention_head) M(s, attention_sigma) M(s, attention_u) \
+    M(s, select) M(s, selection_bias) M(s, groups) M(s, groups_kept) M(s, group_score) M(s, top_p) M(s, threshold) M(s, threshold_learned) \
+    M(s, threshold_sigmoid) M(s, threshold_fallback) M(s, custom_batch) M(s, expert_choice_score) M(s, affinity_mass) M(s, affinity_sum) \
+    M(s, capacity) M(s, table_size) M(s, slots) M(s, soft_normalise) M(s, soft_sequences) M(s, weight) M(s, weight_p) M(s, sparsemixer_eps) \
+    M(s, expert_scale) M(s, scale) M(s, apply_to) M(s, capacity_factor) M(s, capacity_factor_eval) M(s, drop_capacity) M(s, capacity_min) \
+    M(s, capacity_bound) M(s, capacity_rho) M(s, drop_order) M(s, drop_rule) M(s, renormalize) M(s, loss_balance) M(s, balance_over) \
+    M(s, balance_scope) M(s, loss_z) M(s, loss_importance) M(s, importance_over) M(s, unbiased) M(s, loss_entropy) M(s, loss_usage_entropy) \
+    M(s, loss_similarity_same) M(s, loss_similarity_diff) M(s, loss_locality) M(s, nodes) M(s, loss_l1) M(s, loss_load) M(s, loss_orthogonal) \
+    M(s, loss_distill) M(s, distill) M(s, student) M(s, expert_temperature) M(s, bias_rate) M(s, l1_controller) M(s, schedule_steps) M(s, k_end) \
+    M(s, tau_schedule) M(s, tau_end) M(s, freeze_at) M(s, switch_at) M(s, switch_from) M(s, untrained)
+#define MOEI_OF_moe_preset(M, s) M(s, name) M(s, aliases) M(s, source) M(s, formula) M(s, router) M(s, layer)
+#define MOEI_OF_moe_slot(M, s) M(s, name) M(s, n_dims) M(s, shape) M(s, count) M(s, flags) M(s, init_value) M(s, init_spread)
+#define MOEI_OF_moe_call(M, s) M(s, n_tokens) M(s, x) M(s, parallel) M(s, router_x) M(s, mask) M(s, sequences) M(s, n_sequences) M(s, given) \
+    M(s, token_ids) M(s, noise) M(s, previous_input) M(s, previous_experts) M(s, previous_weights) M(s, n_previous) M(s, attention_weights) \
+    M(s, attention_outputs) M(s, attention_output) M(s, d_attention_weights) M(s, d_attention_outputs) M(s, d_attention_output) M(s, jitter) \
+    M(s, home) M(s, expert_node) M(s, teacher) M(s, distances) M(s, nodes) M(s, node_width) M(s, n_past) M(s, past_u) M(s, past_gate) \
+    M(s, decoding) M(s, training) M(s, keep) M(s, rng)
+#define MOEI_OF_moe_entry(M, s) M(s, token) M(s, rank) M(s, weight_in) M(s, weight_out)
+#define MOEI_OF_moe_plan(M, s) M(s, n_tokens) M(s, n_experts) M(s, offsets) M(s, entries) M(s, rows)
+#define MOEI_OF_moe_routing(M, s) M(s, n_tokens) M(s, n_experts) M(s, n_real) M(s, u) M(s, logits) M(s, gate) M(s, probabilities) M(s, choices) \
+    M(s, n_choices) M(s, kept) M(s, max_choices) M(s, section_weights) M(s, weights) M(s, selected) M(s, counts) M(s, first_counts) \
+    M(s, n_dropped) M(s, capacity) M(s, capacity_bound) M(s, capacity_clamped) M(s, top_k) M(s, plan) M(s, loss) M(s, bound_now) M(s, d_weight_in) \
+    M(s, d_weight_out) M(s, memory)
+#define MOEI_OF_moe_custom(M, s) M(s, ctx) M(s, score) M(s, score_backward) M(s, select)
+#define MOEI_OF_moe_router(M, s) M(s, config) M(s, custom) M(s, kernels) M(s, places) M(s, parts) M(s, tensors)
+#define MOEI_OF_moe_metrics(M, s) M(s, n_experts) M(s, n_classes) M(s, n_calls) M(s, n_tokens) M(s, n_routed) M(s, n_pairs) M(s, n_dropped) \
+    M(s, entropy) M(s, entropy_normalised) M(s, entropy_calls) M(s, n_classified) M(s, choices) M(s, choices_squared) M(s, load) M(s, first) \
+    M(s, kept) M(s, importance) M(s, logits) M(s, classes) M(s, first_classes) M(s, mean_gate) M(s, mean_logit) M(s, row)
+#define MOEI_OF_moe_report(M, s) M(s, n_experts) M(s, n_classes) M(s, n_calls) M(s, n_tokens) M(s, n_pairs) M(s, n_dropped) M(s, dropped_share) \
+    M(s, experts_per_token) M(s, gate_entropy) M(s, usage_entropy) M(s, usage_entropy_calls) M(s, confidence_entropy) M(s, importance_cv2) \
+    M(s, load_entropy) M(s, load_balance_score) M(s, load_cv2) M(s, load_max_over_mean) M(s, load_max_minus_min) M(s, capacity_use) \
+    M(s, first_share_max) M(s, trivial_gate) M(s, n_classified) M(s, information) M(s, information_chance) M(s, information_first) \
+    M(s, information_first_chance) M(s, classes) M(s, first_classes) M(s, load) M(s, first) M(s, kept) M(s, mean_gate) M(s, mean_logit)
+#define MOEI_OF_moe_instability_report(M, s) M(s, instability) M(s, chance) M(s, q1) M(s, q2)
+#define MOEI_OF_moe_error_shares(M, s) M(s, n_samples) M(s, error) M(s, gate_error) M(s, expert_error)
+#define MOEI_OF_moe_int_router(M, s) M(s, gate) M(s, select) M(s, values) M(s, weight) M(s, scale) M(s, n_experts) M(s, top_k) M(s, most) \
+    M(s, scratch) M(s, groups) M(s, groups_kept) M(s, factor) M(s, z_bits) M(s, weight_shift) M(s, flags) M(s, threshold) M(s, tokens) M(s, bias) \
+    M(s, thresholds) M(s, scales) M(s, table)
+#define MOEI_OF_moe_int_router_plan(M, s) M(s, router) M(s, gate) M(s, select) M(s, values) M(s, weight) M(s, scale) M(s, z_scale) \
+    M(s, weight_scale) M(s, table_size) M(s, needs_logits)
+#define MOEI_OF_moe_allocator(M, s) M(s, ctx) M(s, resize)
+#define MOEI_OF_moe_arena(M, s) M(s, base) M(s, size) M(s, used)
+#define MOEI_OF_moe_stream(M, s) M(s, ctx) M(s, read) M(s, write)
+#define MOEI_OF_moe_buffer(M, s) M(s, allocator) M(s, data) M(s, size) M(s, capacity)
+#define MOEI_OF_moe_tensor(M, s) M(s, name) M(s, n_dims) M(s, shape) M(s, count) M(s, flags) M(s, data) M(s, gradient)
+#define MOEI_OF_moe_file_tensor(M, s) M(s, name) M(s, name_length) M(s, dtype) M(s, n_dims) M(s, shape) M(s, count) M(s, data) M(s, bytes)
+#define MOEI_OF_moe_file(M, s) M(s, bytes) M(s, size) M(s, header_size) M(s, n_tensors) M(s, at) M(s, metadata_at) M(s, metadata_end)
+#define MOEI_OF_moe_metadata(M, s) M(s, key) M(s, value)
+#define MOEI_OF_moe_layer_config(M, s) M(s, router) M(s, d_out) M(s, expert) M(s, d_ff) M(s, d_low) M(s, act) M(s, no_expert_bias) M(s, n_shared) \
+    M(s, d_shared) M(s, add_input) M(s, shared_sigmoid) M(s, kernels)
+#define MOEI_OF_moe_layer(M, s) M(s, config) M(s, router) M(s, kernels) M(s, places) M(s, tensors) M(s, gradients) M(s, packed) M(s, packed_type) \
+    M(s, is_packed) M(s, memory) M(s, memory_size) M(s, allocator)
+#define MOEI_OF_moe_quant_error(M, s) M(s, rows) M(s, output)
+#define MOEI_OF_moe_layer_pass(M, s) M(s, routing) M(s, call) M(s, x) M(s, node) M(s, all) M(s, quantised) M(s, quantised_size) M(s, rows) \
+    M(s, d_rows) M(s, clean) M(s, d_node) M(s, d_all) M(s, shared) M(s, d_shared) M(s, shared_factor) M(s, route_memory) M(s, route_size)
+#define MOEI_OF_moe_attention_config(M, s) M(s, heads) M(s, d_head) M(s, full) M(s, rotary) M(s, rotary_base)
+#define MOEI_OF_moe_module(M, s) M(s, kind) M(s, d_in) M(s, d_out) M(s, act) M(s, span) M(s, n_rows) M(s, rate) M(s, attention) M(s, layer) \
+    M(s, tensors) M(s, gradients) M(s, first_tensor)
+#define MOEI_OF_moe_net(M, s) M(s, d_in) M(s, d_out) M(s, n_modules) M(s, modules) M(s, n_tensors) M(s, tensors) M(s, kernels_wanted) \
+    M(s, kernels) M(s, allocator) M(s, memory) M(s, memory_size) M(s, built) M(s, trainable) M(s, error)
+#define MOEI_OF_moe_net_pass(M, s) M(s, n_tokens) M(s, training) M(s, y) M(s, call) M(s, past) M(s, most) M(s, modules) M(s, scratch) M(s, d_x)
+#define MOEI_OF_moe_cache(M, s) M(s, net) M(s, n_tokens) M(s, most) M(s, memory) M(s, size)
+#define MOEI_OF_moe_sampling(M, s) M(s, greedy) M(s, temperature) M(s, top_k) M(s, top_p)
+#define MOEI_OF_moe_data(M, s) M(s, n) M(s, x) M(s, labels) M(s, targets) M(s, call) M(s, token_ids) M(s, length)
+#define MOEI_OF_moe_evaluation(M, s) M(s, n) M(s, loss) M(s, accuracy)
+#define MOEI_OF_moe_progress(M, s) M(s, epoch) M(s, epochs) M(s, step) M(s, steps) M(s, loss) M(s, router_loss) M(s, gradient_norm) \
+    M(s, epoch_ended) M(s, test) M(s, rate) M(s, total_step) M(s, total_steps) M(s, samples)
+#define MOEI_OF_moe_param_group(M, s) M(s, pattern) M(s, rate) M(s, decay) M(s, frozen)
+#define MOEI_OF_moe_train_config(M, s) M(s, criterion) M(s, optimizer) M(s, epochs) M(s, batch) M(s, rate) M(s, final_rate) M(s, momentum) \
+    M(s, beta1) M(s, beta2) M(s, epsilon) M(s, decay) M(s, clip) M(s, seed) M(s, progress) M(s, progress_ctx) M(s, accumulate) M(s, schedule) \
+    M(s, warmup) M(s, total_steps) M(s, groups) M(s, n_groups) M(s, evaluate_every) M(s, checkpoint) M(s, checkpoint_every) M(s, resume)
+#define MOEI_OF_moe_trainer(M, s) M(s, net) M(s, config) M(s, steps) M(s, rng) M(s, rate) M(s, total_steps) M(s, n_accumulated) M(s, position) \
+    M(s, memory) M(s, memory_size) M(s, factors) M(s, work) M(s, work_size)
+#define MOEI_OF_moe_step(M, s) M(s, loss) M(s, router_loss) M(s, gradient_norm)
+#define MOEI_OF_moe_modular(M, s) M(s, trainer) M(s, memory) M(s, memory_size) M(s, teacher) M(s, n_teacher) M(s, n_mixtures) M(s, candidate) \
+    M(s, best) M(s, drawn) M(s, changed) M(s, sequences) M(s, net_work) M(s, net_size)
+#define MOEI_OF_moe_modular_step_result(M, s) M(s, log_likelihood) M(s, changed) M(s, last)
+#define MOEI_OF_moe_mixture(M, s) M(s, n) M(s, experts) M(s, width) M(s, p) M(s, expert_p) M(s, outputs) M(s, labels) M(s, targets) \
+    M(s, temperature)
+#define MOEI_OF_moe_hme_config(M, s) M(s, d_in) M(s, d_out) M(s, n_groups) M(s, n_experts) M(s, family) M(s, steps) M(s, variance) \
+    M(s, min_variance)
+#define MOEI_OF_moe_hme(M, s) M(s, config) M(s, gate) M(s, gates) M(s, experts) M(s, variances) M(s, parameters) M(s, n_parameters) M(s, kept) \
+    M(s, best) M(s, gradient) M(s, normal) M(s, outputs) M(s, groups) M(s, row) M(s, width) M(s, in_group) M(s, all) M(s, memory) \
+    M(s, memory_size) M(s, allocator)
+#define MOEI_OF_moe_loader(M, s) M(s, ctx) M(s, fetch)
+#define MOEI_OF_moe_int_op(M, s) M(s, run) M(s, shape) M(s, at) M(s, in) M(s, other) M(s, out) M(s, factor) M(s, factor2) M(s, index)
+#define MOEI_OF_moe_int_mixture(M, s) M(s, router) M(s, score) M(s, n_score) M(s, expert) M(s, n_expert) M(s, shared) M(s, n_shared) M(s, experts) \
+    M(s, stride) M(s, z) M(s, p) M(s, sum) M(s, choices) M(s, block) M(s, weight_bits)
+#define MOEI_OF_moe_int_attention(M, s) M(s, heads) M(s, d_head) M(s, keys) M(s, values) M(s, value) M(s, room) M(s, bits)
+#define MOEI_OF_moe_model(M, s) M(s, version) M(s, weights_are) M(s, run) M(s, choices) M(s, d_in) M(s, d_out) M(s, length) M(s, scratch_size) \
+    M(s, state_size) M(s, input_scale) M(s, output_scale) M(s, weights) M(s, weights_size) M(s, experts) M(s, experts_size) M(s, ops) M(s, n_ops) \
+    M(s, n_main) M(s, mixtures) M(s, n_mixtures) M(s, attentions) M(s, n_attentions) M(s, net) M(s, multiplications)
+#define MOEI_OF_moe_int_run(M, s) M(s, model) M(s, loader) M(s, base) M(s, vectors) M(s, state) M(s, token) M(s, place) M(s, weight) M(s, status)
+#define MOEI_OF_moe_choice(M, s) M(s, expert) M(s, weight)
+#define MOEI_OF_moe_model_config(M, s) M(s, weights) M(s, calibration) M(s, length) M(s, loader) M(s, allocator)
+#define MOEI_OF_moe_int_router_names(M, s) M(s, name)
+#define MOEI_OF_moe_built_model(M, s) M(s, model) M(s, weights) M(s, experts) M(s, ops) M(s, mixtures) M(s, router_names) M(s, attentions) \
+    M(s, external) M(s, net) M(s, allocator)
+#define MOEI_STRUCTS(S) S(moe_error) S(moe_parallel) S(moe_adamw_step) S(moe_kernels) S(moe_rng) S(moe_int_shape) S(moe_field) \
+    S(moe_router_config) S(moe_preset) S(moe_slot) S(moe_call) S(moe_entry) S(moe_plan) S(moe_routing) S(moe_custom) S(moe_router) S(moe_metrics) \
+    S(moe_report) S(moe_instability_report) S(moe_error_shares) S(moe_int_router) S(moe_int_router_plan) S(moe_allocator) S(moe_arena) \
+    S(moe_stream) S(moe_buffer) S(moe_tensor) S(moe_file_tensor) S(moe_file) S(moe_metadata) S(moe_layer_config) S(moe_layer) S(moe_quant_error) \
+    S(moe_layer_pass) S(moe_attention_config) S(moe_module) S(moe_net) S(moe_net_pass) S(moe_cache) S(moe_sampling) S(moe_data) S(moe_evaluation) \
+    S(moe_progress) S(moe_param_group) S(moe_train_config) S(moe_trainer) S(moe_step) S(moe_modular) S(moe_modular_step_result) S(moe_mixture) \
+    S(moe_hme_config) S(moe_hme) S(moe_loader) S(moe_int_op) S(moe_int_mixture) S(moe_int_attention) S(moe_model) S(moe_int_run) S(moe_choice) \
+    S(moe_model_config) S(moe_int_router_names) S(moe_built_model)
+/* layouts: end */
+
+#define MOEI_LAYOUT_WORD(s, member) " " #member
+#define MOEI_LAYOUT_WORDS(s) #s MOEI_JOIN(MOEI_OF_, s)(MOEI_LAYOUT_WORD, s),
+#define MOEI_LAYOUT_MEMBER(s, member) {(uint16_t)offsetof(s, member), (uint16_t)sizeof(((s *)NULL)->member)},
+#define MOEI_LAYOUT_STRUCT(s) {0, (uint16_t)sizeof(s)}, MOEI_JOIN(MOEI_OF_, s)(MOEI_LAYOUT_MEMBER, s)
+
+static const char *const moei_layout_names[] = {MOEI_STRUCTS(MOEI_LAYOUT_WORDS)};
+
+/* One for each word of the names. */
+static const struct {
+    uint16_t offset, size;
+} moei_layout_places[] = {MOEI_STRUCTS(MOEI_LAYOUT_STRUCT)};
+
+const char *moe_struct_names(size_t i) {
+    return i < sizeof moei_layout_names / sizeof *moei_layout_names ? moei_layout_names[i] : NULL;
+}
+
+/* Whether word, which a space or the end of the text ends, is name; *length is the word's. */
+static int moei_is_word(const char *word, const char *name, size_t *length) {
+    size_t n = 0;
+    while (word[n] != ' ' && word[n] != '\0') n++;
+    *length = n;
+    return moei_strlen(name) == n && moei_memcmp(word, name, n) == 0;
+}
+
+moe_status moe_struct_place(const char *name, const char *member, size_t *offset, size_t *size) {
+    size_t i, at = 0, length;
+    if (name == NULL) return MOE_ERR_ARGUMENT;
+    for (i = 0; i < sizeof moei_layout_names / sizeof *moei_layout_names; i++) {
+        const char *word = moei_layout_names[i];
+        int inside = moei_is_word(word, name, &length), found = inside && member == NULL;
+        while (!found && word[length] != '\0') {
+            word += length + 1;
+            at++;
+            found = moei_is_word(word, member != NULL ? member : "", &length) && inside;
+        }
+        if (found) {
+            if (offset != NULL) *offset = moei_layout_places[at].offset;
+            if (size != NULL) *size = moei_layout_places[at].size;
+            return MOE_OK;
+        }
+        at++;
+    }
+    return MOE_ERR_NOT_FOUND;
 }
 
 #endif /* MOE_NO_TRAIN */

@@ -30,6 +30,7 @@
      MOE_STATIC           everything private to this file; implies MOE_IMPLEMENTATION               no
      MOE_REAL             type of all numbers: float (default) or double; in double every public    yes; a mismatch does not link
                           function's symbol ends in _f64 and only the plain C kernels exist
+     MOE_NO_MATCH         leaves out the reference by which files of different versions do not link no
      MOE_NO_SIMD          compiles the plain C kernels only                                         no: read by the implementation
      MOE_NO_AVX512        compiles no kernels for AVX-512                                           no: read by the implementation
      MOE_NO_QUANT         leaves out int8 and int4 weights                                          yes, or calls do not link
@@ -122,6 +123,9 @@
    them: moe_pack makes them once, moe_matmul_packed multiplies, with the bits of moe_matmul. While a tile is computed the panel after it is
    fetched; a left operand of up to 192 rows passes in pieces that stay in the second-level cache (512 KiB are counted on).
 
+   Pointers. k, a table of kernels, may be NULL everywhere: plain C. What else may be NULL is said with the function. Any other pointer points to as
+   many numbers as are asked for; the calls here do not look whether it is NULL, but for those that say so (MOE_ERR_ARGUMENT).
+
    Threads. There is no mutable state: any number of threads may call anything at once on their own outputs. A moe_rng belongs to
    one thread at a time. moe_parallel is how a caller lends threads to the calls of moe.h.
 
@@ -132,9 +136,19 @@
    the other places, give it a MOE_KERNELS_ number and a name, and let moe_kernels_select return it when moe_cpu_features has its
    bits. Keep the order of summation: let vectors run along the columns of C. tests/kernels.c tests every table it can select.
 
-   Porting. Needed are 8-bit bytes, IEEE float or double, and from libm exp, log, log1p, sqrt, tanh, erfc (and fma where it is an
-   instruction), in the type of the build. Byte order and the size of int and pointers do not matter. pcc takes !(a > b) for a <= b, so what
-   is said here about NaN does not hold there.
+   Porting notes.
+     Machine    8-bit bytes, two's complement, >> of a negative number rounds down, int8_t to int64_t, IEEE float (or double) with its own rounding. int
+                may have 16 bits (AVR), pointers and size_t 16 to 64; byte order, and whether char is signed, do not matter.
+     Compiler   C99 without variable-length arrays, complex numbers and designated initialisers, or C++11. Vectors and inline assembly are used where
+                gcc, clang or MSVC is known by its macros; any other compiler gets plain C, as do all with MOE_NO_SIMD and MOE_NO_DSP. pcc takes
+                !(a > b) for a <= b, so what is said here about NaN does not hold there. x87 rounds sums twice: results then agree within rounding.
+     Library    exp, log, log1p, sqrt, tanh, erfc (and fma where it is an instruction) in the type of the build, or MOE_NO_LIBM; memcpy, memmove, memset
+                and what <string.h> has. Files and heap can be left out; threads, locale and time are not used, errno by files alone.
+     Bare metal see "freestanding builds"; MOE_NO_FLOAT where there is no floating point. Constants stay in flash, nothing is initialised at the start.
+     Linker     files of different versions do not link (see moe_version): by a reference that compilers keep, with MSVC by detect_mismatch.
+     Trying it  CC="compiler -options" sh tests/run kernels golden robust    where programs run;  sh tests/portability.sh has rows of compilers and
+                machines (emulated too) for one more;  sh tests/devices.sh has boards without an operating system.
+     New vectors  see "adding an instruction set" above; moe_cpu_features is the place for the question to the processor.
 */
 #ifndef MOE_KERNELS_H
 #define MOE_KERNELS_H
@@ -144,6 +158,7 @@
 
 /* ---- version ------------------------------------------------------------------------------------------------ */
 
+/* The version of these headers, as numbers and as text; moe_version() is that of the compiled code. */
 #define MOE_VERSION_MAJOR 0
 #define MOE_VERSION_MINOR 1
 #define MOE_VERSION_PATCH 0
@@ -159,6 +174,7 @@
 #define MOEI_REAL_double 2
 #define MOEI_JOIN_(a, b) a##b
 #define MOEI_JOIN(a, b) MOEI_JOIN_(a, b)
+/* 1 in the double build, else 0. */
 #if MOEI_JOIN(MOEI_REAL_, MOE_REAL) == 2
 #define MOE_REAL_IS_DOUBLE 1
 #elif MOEI_JOIN(MOEI_REAL_, MOE_REAL) == 1
@@ -192,6 +208,7 @@
 #error "moe: MOE_NO_LIBM needs MOE_NO_TRAIN and MOE_REAL float"
 #endif
 
+/* Stands in front of every public function: static with MOE_STATIC, else extern. */
 #if defined(MOE_STATIC)
 #ifndef MOE_IMPLEMENTATION
 #define MOE_IMPLEMENTATION
@@ -280,6 +297,45 @@ typedef MOE_REAL moe_real;
 /* Version of the compiled implementation, "major.minor.patch"; a constant string. Thread-safe. */
 MOE_API const char *moe_version(void);
 
+/* Files that were compiled with headers of different versions, or with another MOE_REAL, do not link: the file with the implementation defines a
+   constant whose name says what its headers are, all others refer to the one of theirs. "undefined reference to moe_headers_are_of_version_0_1_0"
+   means that the implementation is of another version, or that there is none. MOE_NO_MATCH leaves the reference out. It takes no memory where
+   the linker removes what is not used. */
+#if !defined(MOE_STATIC)
+#if defined(__AVR__) && defined(MOE_NO_PROGMEM)
+#define MOEI_MATCH_PROGMEM _no_progmem
+#else
+#define MOEI_MATCH_PROGMEM
+#endif
+#if MOE_REAL_IS_DOUBLE
+#define MOEI_MATCH_REAL _f64
+#else
+#define MOEI_MATCH_REAL
+#endif
+#define MOEI_MATCH_VERSION MOEI_JOIN(MOEI_JOIN(MOE_VERSION_MAJOR, MOEI_JOIN(_, MOE_VERSION_MINOR)), MOEI_JOIN(_, MOE_VERSION_PATCH))
+#define MOEI_MATCH MOEI_JOIN(moe_headers_are_of_version_, MOEI_JOIN(MOEI_MATCH_VERSION, MOEI_JOIN(MOEI_MATCH_PROGMEM, MOEI_MATCH_REAL)))
+extern const unsigned char MOEI_MATCH;
+#if !defined(MOE_NO_MATCH) && defined(_MSC_VER) /* here the linker compares */
+#if MOE_REAL_IS_DOUBLE
+#pragma detect_mismatch("moe_headers_are_of_version", MOE_VERSION "_f64")
+#else
+#pragma detect_mismatch("moe_headers_are_of_version", MOE_VERSION)
+#endif
+#elif !defined(MOE_NO_MATCH) && !defined(MOE_IMPLEMENTATION)
+#if defined(__has_attribute) && defined(__linux__) && defined(__ELF__)
+#if __has_attribute(__retain__)
+#define MOEI_MATCH_KEPT __attribute__((__used__, __retain__))
+#endif
+#endif
+#if !defined(MOEI_MATCH_KEPT) && defined(__GNUC__)
+#define MOEI_MATCH_KEPT __attribute__((__used__))
+#elif !defined(MOEI_MATCH_KEPT)
+#define MOEI_MATCH_KEPT
+#endif
+static const unsigned char *const moei_match MOEI_MATCH_KEPT = &MOEI_MATCH;
+#endif
+#endif
+
 /* ---- status codes ---------------------------------------------------------------------------------------------- */
 
 /* Every call that can fail returns one of these; 0 is success, the rest are negative. */
@@ -302,6 +358,7 @@ typedef int moe_status;
     X(MOE_ERR_STATE, -12, "the call does not fit the object's state")                                                  \
     X(MOE_ERR_STOPPED, -13, "a callback asked to stop")
 
+/* The codes of the list as constants. */
 enum {
 #define MOEI_STATUS_CODE(name, value, text) name = value,
     MOE_STATUS_LIST(MOEI_STATUS_CODE)
@@ -1437,6 +1494,10 @@ extern "C" {
 #endif
 
 /* ==== version, status codes, bits ======================================================================================== */
+
+#if !defined(MOE_STATIC)
+const unsigned char MOEI_MATCH = 1;
+#endif
 
 const char *moe_version(void) {
     return MOE_VERSION;

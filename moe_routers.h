@@ -85,12 +85,19 @@
      Soft selection goes another way after u: every expert works on mixtures of tokens; score, gate, weight and losses take no part.
      Metrics. moe_metrics_add after each moe_route, moe_metrics_report when wanted: entropies, load, capacity, expert and class, in double.
      Integers. moe_int_route routes one token without floating point; moe_int_router_plan_make says how, from a configuration.
+     Pointers. Every moe_error may be NULL, and a table of kernels (plain C); what else may be NULL is said with the function or field. Where another
+     pointer is NULL, a call that returns moe_status answers MOE_ERR_ARGUMENT; moe_router_slot, moe_int_route, and calls that return something else,
+     do not look.
      Threads. No function keeps anything to itself. Calls with different memory may run at the same time; a moe_rng belongs to one call at a time.
 */
 #include "moe_kernels.h"
 
 #ifndef MOE_ROUTERS_H
 #define MOE_ROUTERS_H
+
+#if MOE_VERSION_MAJOR != 0 || MOE_VERSION_MINOR != 1 || MOE_VERSION_PATCH != 0
+#error "moe: this is moe_routers.h of version 0.1.0, and moe_kernels.h is of another: copy all headers of one version"
+#endif
 
 #if MOE_REAL_IS_DOUBLE
 #define moe_field_find moe_field_find_f64
@@ -151,11 +158,13 @@ extern "C" {
    Every field of a configuration is one row of a table. The rows make the checks, the messages, the text in files and the
    settings of presets, so that no field can be forgotten in one of them. */
 
+/* Kinds of fields: an int, an int that is 0 or 1, an int that indexes choices, a moe_real. */
 enum { MOE_FIELD_INT = 0, MOE_FIELD_FLAG = 1, MOE_FIELD_CHOICE = 2, MOE_FIELD_REAL = 3 };
 
+/* One field: a row of moe_router_fields or moe_layer_fields. */
 typedef struct moe_field {
     const char *name;           /* in files, presets and messages */
-    int kind;                   /* MOE_FIELD_: an int, an int that is 0 or 1, an int that indexes choices, a moe_real */
+    int kind;                   /* MOE_FIELD_ */
     size_t offset;              /* in the configuration struct */
     double min, max;            /* allowed values; 0 is always allowed and means the default */
     const char *const *choices; /* names of the values 0, 1, ...; NULL at the end; NULL unless MOE_FIELD_CHOICE */
@@ -169,7 +178,8 @@ MOE_API const moe_field *moe_field_find(const moe_field *fields, const char *nam
 MOE_API moe_status moe_field_set(const moe_field *fields, void *config, const char *name, const char *value, moe_error *error);
 /* The value of a field as the text that moe_field_set reads back to the same value; terminated, cut off at room. */
 MOE_API void moe_field_text(const moe_field *field, const void *config, char *text, size_t room);
-/* Applies "name=value name=value ..." in order; stops at the first error. settings NULL or empty does nothing. */
+/* Applies "name=value name=value ..." in order; stops at the first error, what stands before it stays set. settings NULL or empty does nothing. Errors
+   as moe_field_set; MOE_ERR_CONFIG too where a name has no "=". */
 MOE_API moe_status moe_fields_apply(const moe_field *fields, void *config, const char *settings, moe_error *error);
 
 /* ---- stages: 0 is the default everywhere ------------------------------------------------------------------------------- */
@@ -220,7 +230,8 @@ enum { MOE_SCORE_LINEAR = 0, MOE_SCORE_RANDOM, MOE_SCORE_MLP, MOE_SCORE_COSINE, 
        MOE_SCORE_DSELECT, MOE_SCORE_CUSTOM, MOE_SCORE_COUNT };
 
 /* Which activation the score norm reads. low is reduce x of a factorised expert ("down" in files, after the paper's W_down); gate is what enters the
-   expert's activation function, act what leaves it, up the linear branch, product act times up; an mlp expert has gate (= up) and act (= product). */
+   expert's activation function, act what leaves it, up the linear branch, product act times up; an mlp expert has gate (= up) and act (= product).
+   A swiglu expert's limit and offset come after gate and up, before act and product. */
 enum { MOE_NODE_LOW = 0, MOE_NODE_GATE, MOE_NODE_UP, MOE_NODE_ACT, MOE_NODE_PRODUCT, MOE_NODE_OUTPUT, MOE_NODE_COUNT };
 enum { MOE_NORM_L2 = 0, MOE_NORM_L1, MOE_NORM_LINF, MOE_NORM_COUNT };
 
@@ -443,7 +454,7 @@ MOE_API moe_status moe_router_check(const moe_router_config *config, moe_router_
 
 #ifndef MOE_NO_TRAIN
 /* The further check for training: with K = 1 the weights sum and softmax are always 1, so no gradient would ever reach the
-   router's own parameters; refused unless a loss reaches them, the score has none, or untrained says that this is wanted. */
+   router's own parameters; refused (MOE_ERR_CONFIG) unless a loss reaches them, the score has none, or untrained says that this is wanted. */
 MOE_API moe_status moe_router_check_training(const moe_router_config *config, moe_error *error);
 #endif
 
@@ -460,6 +471,7 @@ MOE_API const char *moe_loss_name(int loss);
 
 /* ---- presets: one row of data each -------------------------------------------------------------------------------------- */
 
+/* A named method as settings. */
 typedef struct moe_preset {
     const char *name;
     const char *aliases; /* other names, separated by a space, or "" */
@@ -479,6 +491,7 @@ MOE_API moe_status moe_router_preset(const char *name, moe_router_config *config
 
 /* ---- the router's tensors ------------------------------------------------------------------------------------------------ */
 
+/* The most dimensions of a tensor of ours. */
 enum { MOE_MAX_DIMS = 4 };
 
 /* What a parameter is for: bits of moe_slot.flags and moe_tensor.flags. */
@@ -647,7 +660,8 @@ typedef struct moe_router {
     const moe_real *tensors[MOE_ROUTER_SLOTS]; /* the caller's, by place; NULL where moe_router_slot finds none */
 } moe_router;
 
-/* Checks config and makes a router without tensors; set router->tensors before routing. kernels NULL: plain C. */
+/* Checks config and makes a router without tensors; set router->tensors before routing. kernels NULL: plain C. Errors as moe_router_check. On failure
+   *router is untouched. */
 MOE_API moe_status moe_router_init(moe_router *router, const moe_router_config *config, const moe_kernels *kernels, moe_error *error);
 
 /* Exact bytes that moe_route needs for n_tokens (n_past + n_tokens). MOE_ERR_OVERFLOW when they do not fit. training as in moe_call. */
@@ -662,7 +676,7 @@ MOE_API moe_status moe_route(const moe_router *router, const moe_call *call, voi
 #ifndef MOE_NO_TRAIN
 /* The way back from routing->d_weight_in and d_weight_out and all losses: adds to d_tensors[slot] (NULL entries are skipped), to
    dx [N,d], the gradient of x or of router_x when that was given (NULL: not wanted), and to d_nodes [E,N,node_width] (NULL unless
-   the score reads nodes). call is the one of moe_route, with training = 1. Selection is a constant. */
+   the score reads nodes). call is the one of moe_route, with training = 1. Selection is a constant. MOE_ERR_STATE: it was not a call of training. */
 MOE_API moe_status moe_route_backward(const moe_router *router, const moe_call *call, moe_routing *routing, moe_real *const *d_tensors,
                                       moe_real *dx, moe_real *d_nodes);
 #endif
@@ -865,11 +879,13 @@ MOE_API moe_status moe_trivial_experts(size_t n, size_t n_experts, const int32_t
    the plan gives. Against real arithmetic on the same z a weight is off by less than 2^-13 (sqrt_softplus: while z_bits is 8 or more). Choices by z are
    exact; by p they differ only where two keys (a sum, a threshold) lie within 2^-13 (sqrt_softplus: 4 units of p, logits and relu: 2 units) of each other. */
 
+/* A router in integers, and the functions of its stages: logits z [n] -> p [n]; z, p + bias -> experts, how many; what weights the chosen ones get. */
 typedef struct moe_int_router moe_int_router;
 typedef void moe_int_gate(const moe_int_router *r, size_t n, const int16_t *z, int32_t *p);
 typedef size_t moe_int_select(const moe_int_router *r, const unsigned char *base, int32_t token, const int16_t *z, int32_t *p, int16_t *experts);
 typedef void moe_int_weight(const moe_int_router *r, const int16_t *z, int32_t *p, size_t count, const int16_t *experts, int16_t *weights);
-struct moe_int_router { /* initialised in this order; base is where the offsets count from */
+/* Initialised in this order; base is where the offsets count from. */
+struct moe_int_router {
     moe_int_gate *gate;     /* p of all experts for select. NULL: select reads no p */
     moe_int_select *select; /* fills experts in order of choice, returns how many */
     moe_int_gate *values;   /* p of the chosen for weight, in order of choice. NULL: weight reads no such p */
@@ -892,6 +908,7 @@ struct moe_int_router { /* initialised in this order; base is where the offsets 
     uint32_t table;       /* hash: bytes [tokens,K], the experts of each token id */
 };
 
+/* The most experts of a router in integers; the offset of a table that is not there. */
 enum { MOE_INT_EXPERTS = 256 };
 #define MOE_INT_NONE 0xffffffffu
 /* flags: where no expert passes a threshold the best one is taken; a group is worth its two best experts together, not its best one. */
@@ -1091,6 +1108,7 @@ MOEI_TOOL int moei_field_is_zero(const moe_field *field, const void *config) {
 moe_status moe_fields_apply(const moe_field *fields, void *config, const char *settings, moe_error *error) {
     const char *p = settings;
     if (p == NULL) return MOE_OK;
+    if (config == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "config must not be NULL");
     while (*p != '\0') {
         char name[MOEI_FIELD_NAME];
         const moe_field *field;

@@ -299,7 +299,7 @@ typedef struct sample {
 } sample;
 
 static struct {
-    language language;
+    struct language language;
     language_text train;
     sample held, test, draws[DRAWS];
     int32_t absent;       /* an id that no text has */
@@ -363,7 +363,7 @@ static const variant *variant_of_layer(const settings *s, const variant *v, int 
 /* The number that @name stands for. */
 static double filled_in(const settings *s, const char *name, size_t length) {
     static const char *const names[] = {"sqrt_width", "half_steps", "ids"};
-    double values[] = {sqrt(s->value[WIDTH]), floor(s->value[STEPS] / 2) + 1, data.ids};
+    double values[] = {sqrt(s->value[WIDTH]), floor(s->value[STEPS] / 2) + 1, (double)data.ids};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         if (strlen(names[i]) == length && strncmp(names[i], name, length) == 0) return values[i];
     for (int i = 0; i < N_SETTINGS; i++)
@@ -1578,7 +1578,7 @@ static size_t parameters_of(const char *name) {
 
 static void check_measures(void) {
     static const moe_real u[] = {1, 0, 0, 0, 0, 0};
-    moe_router_config c = {.d_model = 2, .refine = MOE_REFINE_SIMILARITY, .causal = 1, .similarity_tau = 1};
+    moe_router_config c = {.d_model = 2, .refine = MOE_REFINE_SIMILARITY, .similarity_tau = 1, .causal = 1};
     moe_routing r = {.n_tokens = 3, .u = u};
     double aoe = (double)parameters_of("aoe"), smoe = (double)parameters_of("smoe");
     near(off_diagonal(&c, &r, 3), (0 + 1.0 / 2 + 2.0 / 3) / 3, "mass off the diagonal of even rows");

@@ -679,7 +679,7 @@ static const result *run(const method *m, const setting *s, FILE *csv) {
     memset(&made, 0, sizeof made);
     key_of(m, s, made.key);
     if ((known = find_result(made.key)) != NULL) return known;
-    if (n_results == MAX_RESULTS) return fail(made.key, "no room for more results"), NULL;
+    if (n_results == MAX_RESULTS) return fail(made.key, "no room for more results"), (const result *)NULL;
     p = cut(s);
     status = train_method(m, s, &p, &net, made.value, &error);
     if (status == MOE_OK && stopped) status = MOE_ERR_STOPPED;

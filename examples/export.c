@@ -236,7 +236,7 @@ static void show_model(const moe_model *model) {
     printf("\nwork         %.0f multiplications per %s at most\n", (double)model->multiplications, model->d_in > 0 ? "input" : "token");
 }
 
-static int export(moe_net *net, samples *s, moe_built_model *floats, moe_built_model *made) {
+static int export_net(moe_net *net, samples *s, moe_built_model *floats, moe_built_model *made) {
     moe_model_config config = {.length = (size_t)length};
     moe_error error = {0};
     size_t all, used;
@@ -259,7 +259,7 @@ int main(int count, char **words) {
     moe_net net = {0};
     samples s = {0};
     moe_built_model floats = {0}, made = {0};
-    int failed = read_options(count, words) || export(&net, &s, &floats, &made);
+    int failed = read_options(count, words) || export_net(&net, &s, &floats, &made);
     moe_model_free(&made), moe_model_free(&floats), moe_net_free(&net);
     free(s.x), free(s.ids), free(s.labels);
     return failed;

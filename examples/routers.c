@@ -126,7 +126,10 @@ static const row rows[] = {
     {"freeze_at", "", "from step {freeze_at} on the router is fixed{student?; its student V chooses: S = the {top_k} largest V u}"},
     {"capacity_rho", "", "C is averaged over calls: {capacity_rho} C + (1 - {capacity_rho}) C of the call"},
     {"", "experts", ""},
-    {"expert", "swiglu", "f_e(x) = down (silu(gate x) * (up x)), hidden width {d_ff}"}, {"expert", "linear", "f_e(x) = W_e x + b_e"},
+    {"expert", "swiglu", "f_e(x) = down (silu(gate x) * (up x)), hidden width {d_ff}{expert_bias?; each product adds a bias}"
+        "{swiglu_limit?; gate x at most {swiglu_limit}, up x -{swiglu_limit} to {swiglu_limit}}{swiglu_offset?; {swiglu_offset} + up x}"
+        "{swiglu_alpha?; silu(g) = g/(1 + exp(-{swiglu_alpha} g))}"},
+    {"expert", "linear", "f_e(x) = W_e x + b_e"},
     {"expert", "mlp", "f_e(x) = W2 a(W1 x + b1) + b2, hidden width {d_ff}, {act}"},
     {"expert", "factorised", "f_e(x) = down (silu(expand (reduce x)) * (up x)), hidden width {d_ff}, reduce to {d_low}"},
     {"apply_to", "output", "y = sum over S of w_e f_e(x)"}, {"apply_to", "input", "y = sum over S of f_e(w_e x)"},

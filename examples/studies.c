@@ -468,7 +468,7 @@ enum { WIDTH = 64, FF = 64, LAYERS = 2, EXPERTS = 8, CONTEXT = 64, SEQUENCES = 8
 /* A text, dealt into a part to learn from and one to test on; the largest articles also one by one, as the classes of a task. */
 typedef struct corpus {
     moe_buffer text;
-    language language;
+    struct language language;
     language_text train, held, class_train[MAX_CLASSES], class_held[MAX_CLASSES];
     int classes;
 } corpus;

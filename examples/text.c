@@ -28,7 +28,7 @@ static struct {
     double rate, temperature, top_p;
     long words, vocabulary, width, layers, heads, experts, top_k, d_ff, context, batch, steps, epochs, warmup, seed, resume, stop_after;
     long generate, sample_k, only_generate, check, quiet;
-} set = {.output = "text.safetensors", .prompt = "", .kernels = "auto", .rate = 0.002, .temperature = 0.8, .top_p = 0.95,
+} set = {.output = "text.safetensors", .kernels = "auto", .prompt = "", .rate = 0.002, .temperature = 0.8, .top_p = 0.95,
          .vocabulary = 4096, .width = 64, .layers = 3, .experts = 16, .context = 128, .batch = 16, .steps = 1000, .warmup = 50,
          .seed = 1, .generate = 400};
 static int kernels;
@@ -419,7 +419,7 @@ static int progress(void *ctx, const moe_progress *p) {
 /* Sequences of --context tokens, one after another; the label of a token is the next one. */
 static moe_data data_of(const int32_t *ids, size_t n) {
     size_t length = (size_t)set.context;
-    moe_data data = {.n = n > length ? (n - 1) / length * length : 0, .token_ids = ids, .labels = ids + 1, .length = length};
+    moe_data data = {.n = n > length ? (n - 1) / length * length : 0, .labels = ids + 1, .token_ids = ids, .length = length};
     return data;
 }
 

@@ -12,6 +12,8 @@ root=$PWD
 
 plan() {
     echo 'same_bytes'
+    for tools in mawk gawk original-awk busybox; do echo "same_bytes_by $tools"; done
+    echo 'revisions'
     echo 'licences'
     echo 'opened gcc'
     echo 'stb_names gcc'
@@ -27,14 +29,16 @@ plan() {
             echo "plusplus $compiler $real"
         done
         echo "tiny tcc $real"
-        echo "units gcc $real"
-        echo "static_units gcc $real"
+        echo "units tcc $real"
+        echo "static_units tcc $real"
     done
+    echo 'units gcc float'
+    echo 'static_units gcc float'
     echo 'static_units g++ float'
-    echo 'later gcc'
+    echo 'later tcc'
     echo 'first_program gcc'
     echo 'first_program g++'
-    for compiler in gcc g++; do
+    for compiler in tcc g++; do
         echo "user_stb $compiler before"
         echo "user_stb $compiler after"
         echo "user_stb $compiler around"
@@ -44,6 +48,8 @@ plan() {
     echo 'no_heap gcc'
     echo 'golden gcc'
     echo 'quickstart gcc'
+    echo 'examples gcc'
+    echo 'examples g++'
 }
 
 # Each check starts in an empty folder. This puts the file there; nothing else of the repository is in reach of the compiler.
@@ -53,9 +59,59 @@ quick=-DMOE_NO_SIMD # where the vector kernels are not the matter: they take mos
 
 prepare() { mkdir "$prepared/one" && sh "$root/amalgamate" >"$prepared/one/moe.h"; }
 
-# Once more, from another folder.
+# Once more, from another folder, with another locale, time zone and mask of permissions.
 same_bytes() {
-    (cd / && sh "$root/amalgamate") >again.h && run cmp again.h "$prepared/one/moe.h"
+    (cd / && umask 077 && LC_ALL=C.UTF-8 TZ=Asia/Tokyo sh "$root/amalgamate") >again.h && run cmp again.h "$prepared/one/moe.h"
+}
+
+# With another awk, or with all of busybox's programs.
+same_bytes_by() { # awk or busybox
+    # Continuous integration goes without gawk: its package makes it the awk of all scripts.
+    [ "$1" = gawk ] && ! setup_tool gawk && missing gawk
+    needs "$1"
+    mkdir tools
+    case $1 in
+    busybox)
+        for name in awk sed tr cksum cat dirname grep; do
+            busybox --list | grep -qx $name && ln -s "$(command -v busybox)" tools/$name
+        done
+        ;;
+    *) ln -s "$(command -v "$1")" tools/awk ;;
+    esac
+    PATH=$PWD/tools:$PATH sh "$root/amalgamate" >again.h && run cmp again.h "$prepared/one/moe.h"
+}
+
+# What it says of the revision: in a repository, in whole and shallow clones of it, which give the same bytes, in an archive, in a folder that is no
+# repository, after a change.
+revisions() {
+    needs git
+    mkdir -p plain/tests
+    for file in amalgamate LICENSE moe_kernels.h moe_routers.h moe.h tests/setup.sh .gitattributes; do cp "$root/$file" plain/$file || return 1; done
+    cp -R plain first
+    GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null
+    GIT_AUTHOR_NAME=a GIT_AUTHOR_EMAIL=a@a GIT_COMMITTER_NAME=a GIT_COMMITTER_EMAIL=a@a
+    export GIT_CONFIG_NOSYSTEM GIT_CONFIG_GLOBAL GIT_AUTHOR_NAME GIT_AUTHOR_EMAIL GIT_COMMITTER_NAME GIT_COMMITTER_EMAIL
+    (cd first && git init -q . && git add . && git commit -q -m one && git commit -q --allow-empty -m two) || return 1
+    run git clone -q first second && run git clone -q --depth 1 "file://$PWD/first" third && [ -f third/.git/shallow ] || return 1
+    mkdir archive
+    (cd first && git archive HEAD) | tar -xf - -C archive || return 1
+    for folder in plain first second third archive; do sh $folder/amalgamate >$folder.h || return 1; done
+    commit=$(cd first && git rev-parse HEAD)
+    run cmp first.h second.h && run cmp first.h third.h || return 1
+    said first "revision $commit," && said archive "an archive of revision $commit," && said plain 'an unknown revision,' || return 1
+    for folder in plain archive; do
+        sed 3d $folder.h >one && sed 3d first.h >other && run cmp one other || return 1
+    done
+    said first "$(cksum <first/moe.h | awk '{ print $1 "  " $2 "  moe.h" }')" && said first " $(sed -n 's/^#define MOE_VERSION "\(.*\)"$/\1/p' first/moe_kernels.h) " || return 1
+    echo '/* changed */' >>first/moe_routers.h
+    sh first/amalgamate >first.h && said first "revision $commit, modified," && said first "$(cksum <first/moe_routers.h | awk '{ print $1 "  " $2 "  moe_routers.h" }')"
+}
+
+said() { # file words
+    sed -n 1,8p "$1.h" | grep -qF "$2" && return 0
+    echo "$1 does not say '$2':"
+    sed -n 1,8p "$1.h"
+    return 1
 }
 
 licences() {
@@ -247,6 +303,36 @@ quickstart() { # compiler
     sed 's|"\.\./moe\.h"|"moe.h"|' "$root/examples/quickstart.c" >quickstart.c
     cp "$root/examples/data/digits.csv" .
     run "$1" -std=c99 -pedantic -Wall -Wextra -Werror -O2 -I. quickstart.c -o quickstart -lm && run ./quickstart digits.csv
+}
+
+# All examples, in a folder that holds the file and the examples' own sources: nothing else is opened but what the system brings, and that is not stb_ds.
+# The implementation is compiled once. In C++ they use what g++ and clang++ take over from C99: designated initialisers and compound literals.
+examples() { # compiler
+    needs "$1"
+    bring
+    set +f
+    language=-std=c99
+    case $1 in
+    *++) language='-std=gnu++11 -x c++' ;;
+    esac
+    printf '#define MOE_IMPLEMENTATION\n#include "moe.h"\n' >moe.c
+    run "$1" $language $quick -O1 -I. -c moe.c -o moe.o || return 1
+    cp "$root"/examples/*.h "$root/examples/data/digits.csv" . || return 1
+    for name in quickstart digits text compare studies quantise routers export microdigits; do
+        [ -f "$root/examples/$name.c" ] || { echo "there is no example $name" && return 1; }
+    done
+    for file in "$root"/examples/*.c; do
+        name=${file##*/}
+        name=${name%.c}
+        grep -v '^#define MOE_IMPLEMENTATION$' "$file" >"$name.c"
+        run "$1" $language $quick -O0 -I. -MD -MF "$name.d" -c "$name.c" -o "$name.o" && run "$1" "$name.o" moe.o -o "$name" -lm || return 1
+        empty "$name opened:" "$(tr ' \\' '\n\n' <"$name.d" | grep -E '^\.\./|stb|moe_|^/' | grep -vE '^/(usr|lib|opt)/' ; grep stb "$name.d")" || return 1
+        ./"$name" -h >"$name.help" || { echo "$name -h fails" && return 1; }
+        run grep -q "^$name\|^ *$name" "$name.help" || return 1
+    done
+    run ./quickstart --epochs 2 digits.csv >out && run ./routers >out && run ./routers mixtral --show >out &&
+        run ./microdigits --epochs 2 -o digits.h --save digits.safetensors digits.csv >out &&
+        run ./export digits.safetensors --calibration digits.csv --divide 16 --rows 100 --name net -o net.h >out && [ -s net.h ]
 }
 
 run_checks "$@"

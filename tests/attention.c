@@ -346,10 +346,14 @@ static double *ref_expert(const moe_net *net, size_t i, const moe_layer_config *
         size_t low = (size_t)c->d_low;
         gate = ref_affine(rows, f, low, ref_affine(rows, low, d, x, weights(net, i, "experts.reduce"), NULL),
                           weights(net, i, "experts.expand"), NULL);
-    } else gate = ref_affine(rows, f, d, x, weights(net, i, "experts.gate"), NULL);
-    up = ref_affine(rows, f, d, x, weights(net, i, "experts.up"), NULL);
-    for (k = 0; k < rows * f; k++) gate[k] = ref_act(MOE_ACT_SILU, gate[k]) * up[k];
-    return ref_affine(rows, o, f, gate, weights(net, i, "experts.down"), NULL);
+    } else gate = ref_affine(rows, f, d, x, weights(net, i, "experts.gate"), c->expert_bias ? weights(net, i, "experts.gate_bias") : NULL);
+    up = ref_affine(rows, f, d, x, weights(net, i, "experts.up"), c->expert_bias ? weights(net, i, "experts.up_bias") : NULL);
+    for (k = 0; k < rows * f; k++) {
+        const double limit = c->swiglu_limit > 0 ? (double)c->swiglu_limit : HUGE_VAL, alpha = c->swiglu_alpha > 0 ? (double)c->swiglu_alpha : 1.0;
+        const double g = fmin(gate[k], limit), u = fmax(-limit, fmin(up[k], limit));
+        gate[k] = g / (1.0 + exp(-alpha * g)) * (u + (double)c->swiglu_offset);
+    }
+    return ref_affine(rows, o, f, gate, weights(net, i, "experts.down"), c->expert_bias ? weights(net, i, "experts.down_bias") : NULL);
 }
 
 /* What attention computes on its way. */
@@ -571,6 +575,8 @@ static void test_feed_forward(int kernels) {
                 if (more & 1) c.d_ff = 1 + below(12);
                 if ((more & 1) && expert == MOE_EXPERT_FACTORISED) c.d_low = 1 + below(4);
                 if ((more & 2) && (expert == MOE_EXPERT_MLP || expert == MOE_EXPERT_LINEAR)) c.no_expert_bias = 1;
+                if ((more & 2) && expert == MOE_EXPERT_SWIGLU)
+                    c.expert_bias = 1, c.swiglu_alpha = (moe_real)1.702, c.swiglu_limit = (moe_real)0.5, c.swiglu_offset = 1;
                 filled = c;
                 if (filled.d_ff == 0) filled.d_ff = 4 * (int)d;
                 if (filled.d_low == 0) filled.d_low = ((int)d + 2) / 3;
@@ -580,7 +586,7 @@ static void test_feed_forward(int kernels) {
                 moe_net_feed_forward(&net, expert == 0 && more == 0 ? NULL : &c);
                 if (built(&net, 1)) {
                     if (expert == MOE_EXPERT_SWIGLU)
-                        CHECK(has_shape(&net, "0.experts.gate", 1, (size_t)filled.d_ff, d) && net.n_tensors == 3, "shapes");
+                        CHECK(has_shape(&net, "0.experts.gate", 1, (size_t)filled.d_ff, d) && net.n_tensors == (more & 2 ? 6 : 3), "shapes");
                     CHECK_NEAR(checked_outputs(&net, &t->call), ref_expert(&net, 0, &filled, n, d, widened(t->x, n * d)), n * d,
                                "feed_forward");
                 }

@@ -995,6 +995,7 @@ static const char *const model_rows[] = {
     "score=norm norm_node=down expert=factorised d_low=3 top_k=2", "score=grap top_k=2", "score=grap grap_cosine=1 top_k=2", "score=cosine cosine_dim=5 top_k=2", "score=cosine top_k=2",
     "score=mlp router_hidden=5 router_act=tanh top_k=2", "input=scaled_rms top_k=2", "apply_to=input top_k=2", "expert_scale=1 weight=raw top_k=2", "select=threshold threshold=0.2 threshold_learned=1 weight=raw",
     "select=grouped_top_k groups=2 groups_kept=1 top_k=1 weight=raw", "n_shared=1 d_shared=3 shared_sigmoid=1 top_k=2", "add_input=1 top_k=2 d_out=8", "expert=mlp act=gelu top_k=2", "expert=linear d_ff=0 top_k=2",
+    "expert_bias=1 swiglu_alpha=1.702 swiglu_limit=7 swiglu_offset=1 top_k=2",
     "gate=sigmoid selection_bias=1 top_k=2", "gate=sqrt_softplus top_k=2", "weight=p_norm weight_p=2 top_k=2", "weight=sparsemixer top_k=2", "select=top_p top_p=0.7",
     "input=adaptive_clustering ac_mode=running top_k=2"};
 
@@ -1391,8 +1392,30 @@ static void test_texts(void) {
     CHECK(moe_field_set(moe_router_fields(), &back, "scale", "0.0000000001e11", NULL) == MOE_OK && !(back.scale < real(10) ) && !(back.scale > real(10)));
 }
 
+/* Where members lie, by name; what is no name of a struct or of a member of it is refused. tests/bindings.sh compares all of them. */
+static void test_struct_places(void) {
+    static const char *const none[][2] = {{"moe_nothing", NULL}, {"moe_cal", NULL}, {"moe_calls", NULL}, {"", NULL}, {"moe_call", ""}, {"moe_call", "nothing"},
+                                          {"moe_call", "moe_call"}, {"moe_call", "n_tokens x"}, {"moe_error code", NULL}, {"moe_error", "n_tokens"}};
+    size_t i, offset = 7, size = 7;
+    CHECK(moe_struct_names(0) != NULL && strcmp(moe_struct_names(0), "moe_error code message") == 0);
+    for (i = 0; moe_struct_names(i) != NULL; i++) CHECK(strncmp(moe_struct_names(i), "moe_", 4) == 0);
+    CHECK(i > 50 && moe_struct_names(i + 1) == NULL && moe_struct_names((size_t)-1) == NULL);
+    for (i = 0; i < sizeof none / sizeof *none; i++) IS(MOE_ERR_NOT_FOUND, moe_struct_place(none[i][0], none[i][1], &offset, &size));
+    IS(MOE_ERR_ARGUMENT, moe_struct_place(NULL, "x", &offset, &size));
+    CHECK(offset == 7 && size == 7);
+    IS(MOE_OK, moe_struct_place("moe_call", "x", &offset, &size));
+    CHECK(offset == offsetof(moe_call, x) && size == sizeof(const moe_real *));
+    IS(MOE_OK, moe_struct_place("moe_error", "message", &offset, NULL));
+    CHECK(offset == offsetof(moe_error, message));
+    IS(MOE_OK, moe_struct_place("moe_net", NULL, NULL, &size));
+    CHECK(size == sizeof(moe_net));
+    IS(MOE_OK, moe_struct_place("moe_built_model", "allocator", &offset, &size));
+    CHECK(offset == offsetof(moe_built_model, allocator) && size == sizeof(moe_allocator));
+}
+
 int main(void) {
     fill();
+    test_struct_places();
     test_layers();
     test_nets();
     test_training();

@@ -28,6 +28,7 @@ static const char *const rows[] = {
     "in 6; layer_norm; linear 6; residual 2; rms_norm; mixture n_experts=5 top_k=2 d_ff=7; residual 2; dropout; activation 5; linear 4",
     "in 8; mixture expert=mlp act=gelu d_ff=5 n_experts=4; mixture expert=linear n_experts=3 d_out=5; mixture expert=factorised d_low=3 d_ff=6",
     "in 8; mixture expert=mlp no_expert_bias=1 act=tanh d_ff=5 n_experts=4 add_input=1; feed_forward expert=mlp d_ff=5; feed_forward d_ff=9",
+    "in 8; mixture expert_bias=1 swiglu_alpha=1.702 swiglu_limit=7 swiglu_offset=1 d_ff=5 n_experts=4; feed_forward d_ff=9 expert_bias=1 swiglu_limit=0.5",
     "in 8; mixture n_shared=2 d_shared=3 shared_sigmoid=1 d_ff=6; feed_forward expert=factorised d_ff=9 d_low=2; residual 1",
     "in 8; mixture n_experts=40 top_k=3 d_ff=4 d_out=11; layer_norm; linear 300; activation 1; linear 2",
     "ids; embedding 20 8; mixture select=hash table_size=20 d_ff=6; tied",

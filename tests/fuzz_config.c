@@ -1187,6 +1187,7 @@ static void draw_feed_forward(fuzz *f, moe_layer_config *c) {
     if (draw(f, 2)) c->d_low = 1 + (int)draw(f, 9);
     if (draw(f, 2)) c->act = (int)draw(f, MOE_ACT_COUNT);
     c->no_expert_bias = (int)draw(f, 2);
+    if (one_in(f, 3)) c->expert_bias = (int)draw(f, 2), c->swiglu_alpha = (moe_real)draw(f, 3), c->swiglu_limit = (moe_real)draw(f, 3), c->swiglu_offset = (moe_real)draw(f, 3) - 1;
 }
 
 static void draw_attention(fuzz *f, moe_attention_config *c) {

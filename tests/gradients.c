@@ -434,11 +434,22 @@ static void note_score(layer_case *c, notes *n) {
     }
 }
 
-/* Where relu of mlp experts bends. */
+/* On which side of its limits each number lies; below: there is a lower one too. */
+static void note_limits(notes *n, const double *v, size_t count, double limit, int below_too) {
+    size_t i;
+    for (i = 0; v != NULL && i < count; i++) note(n, v[i] > limit ? 1 : below_too && v[i] < -limit ? 2 : 3);
+}
+
+/* Where relu of mlp experts bends, and swiglu with a limit. */
 static void note_experts(layer_case *c, notes *n) {
     const moe_layer_config *l = &c->layer.config;
     const moe_plan *plan = &c->pass.routing.plan;
     size_t width = (size_t)l->d_ff, rows = plan->rows > 0 ? plan->rows * plan->n_experts : plan->offsets[plan->n_experts];
+    int node;
+    for (node = MOE_NODE_GATE; node <= MOE_NODE_UP && l->swiglu_limit > 0.0; node++) {
+        note_limits(n, c->pass.all[node], plan->n_experts * plan->n_tokens * width, l->swiglu_limit, node == MOE_NODE_UP);
+        if (c->pass.all[node] == NULL || l->router.apply_to == MOE_APPLY_INPUT) note_limits(n, c->pass.node[node], rows * width, l->swiglu_limit, node == MOE_NODE_UP);
+    }
     if (l->expert != MOE_EXPERT_MLP || l->act != MOE_ACT_RELU) return;
     if (c->pass.all[MOE_NODE_GATE] != NULL) note_signs(n, c->pass.all[MOE_NODE_GATE], plan->n_experts * plan->n_tokens * width);
     if (c->pass.all[MOE_NODE_GATE] == NULL || l->router.apply_to == MOE_APPLY_INPUT)
@@ -980,6 +991,22 @@ static void check_experts(void) {
                     c.d_out = out ? 7 : 0;
                     check_layer("shared", &c, 5, out ? WITH_MASK : 0);
                 }
+}
+
+/* Swiglu experts with biases and shaped gates, also behind scores that read each of their activations. */
+static void check_shaped(void) {
+    int which, node, apply;
+    for (which = 0; which < 16; which++)
+        for (node = -1; node < MOE_NODE_COUNT; node++)
+            for (apply = 0; apply < MOE_APPLY_COUNT; apply++) {
+                moe_layer_config c = small_layer();
+                c.expert = MOE_EXPERT_SWIGLU, c.router.apply_to = apply, c.expert_bias = which & 1;
+                c.swiglu_alpha = which & 2 ? 1.702 : 0.0, c.swiglu_limit = which & 4 ? 0.5 : 0.0, c.swiglu_offset = which & 8 ? 1.0 : 0.0;
+                if (node >= 0) c.router.score = MOE_SCORE_NORM, c.router.norm_node = node, c.router.weight = MOE_WEIGHT_RAW;
+                c.d_out = node == MOE_NODE_ACT ? 3 : 0, c.n_shared = node == MOE_NODE_UP, c.d_shared = c.n_shared * 2;
+                if (which == 15) c.d_ff = 70; /* more columns than pass together */
+                if (!check_accepted("shaped", &c, 5, which % 3 == 0 ? WITH_MASK : 0)) report("shaped", "accepted", node == MOE_NODE_LOW, "");
+            }
 }
 
 static void check_norms(void) {
@@ -1683,6 +1710,10 @@ static const option_row option_rows[] = {
     {"d_low", "2", "expert=factorised", 0},
     {"act", "relu silu gelu tanh sigmoid identity", "expert=mlp", 0},
     {"no_expert_bias", "1", "", 0},
+    {"swiglu_alpha", "1.7", "expert=swiglu", 0},
+    {"swiglu_limit", "0.5", "expert=swiglu", 0},
+    {"swiglu_offset", "1", "expert=swiglu", 0},
+    {"expert_bias", "1", "expert=swiglu", 0},
     {"n_shared", "1", "", 0},
     {"d_shared", "3", "n_shared=2", 0},
     {"shared_sigmoid", "1", "n_shared=1", 0},
@@ -1893,6 +1924,8 @@ static void draw_config(moe_layer_config *c) {
     r->d_model = 4 + 2 * below(2), r->n_experts = 1 + below(4), r->top_k = 1 + below(r->n_experts);
     c->expert = below(MOE_EXPERT_COUNT), c->d_ff = 3;
     if (c->expert == MOE_EXPERT_MLP) c->act = 1 + below(MOE_ACT_COUNT - 1);
+    if (c->expert == MOE_EXPERT_SWIGLU && chance(50))
+        c->expert_bias = below(2), c->swiglu_alpha = below(2) * 1.7, c->swiglu_limit = below(2) * 0.6, c->swiglu_offset = below(3) * 0.5 - 0.5;
     if (chance(20)) c->d_out = 3;
     if (chance(20)) c->n_shared = 1, c->d_shared = 2;
     c->add_input = c->d_out == 0 && chance(15);
@@ -2227,6 +2260,7 @@ int main(int argc, char **argv) {
     check_rows();
     check_experts();
     check_norms();
+    check_shaped();
     check_grid();
     check_stages();
     check_inputs();

@@ -24,9 +24,11 @@ plan() {
             echo "plusplus $header g++ $real"
             echo "plusplus $header clang++ $real"
             echo "tiny $header tcc $real"
-            echo "units $header gcc $real"
-            echo "static_units $header gcc $real"
+            echo "units $header tcc $real"
+            echo "static_units $header tcc $real"
         done
+        echo "units $header gcc float"
+        echo "static_units $header gcc float"
         echo "units $header clang float"
         echo "static_units $header g++ float"
         echo "static_symbols $header gcc float"
@@ -34,9 +36,9 @@ plan() {
             echo "plusplus_later $header g++ $standard"
             echo "plusplus_later $header clang++ $standard"
         done
-        echo "twice $header gcc"
+        echo "twice $header tcc"
         echo "twice $header g++"
-        echo "later $header gcc"
+        echo "later $header tcc"
         echo "later $header g++"
         echo "first_program $header gcc"
         echo "first_program $header g++"
@@ -44,15 +46,28 @@ plan() {
     done
     for order in 'moe_kernels.h moe_routers.h moe.h' 'moe_kernels.h moe.h moe_routers.h' 'moe_routers.h moe_kernels.h moe.h' \
         'moe_routers.h moe.h moe_kernels.h' 'moe.h moe_kernels.h moe_routers.h' 'moe.h moe_routers.h moe_kernels.h'; do
-        echo "order gcc $order"
-        echo "staggered gcc $order"
+        echo "order tcc $order"
+        echo "staggered tcc $order"
     done
+    echo 'order gcc moe_kernels.h moe_routers.h moe.h'
+    echo 'staggered gcc moe_kernels.h moe.h moe_routers.h'
     for real in float double; do
-        echo "defined gcc $real"
+        echo "defined tcc $real"
         echo "exported gcc $real"
     done
+    echo 'defined gcc float'
     echo 'c_from_cpp gcc g++'
     echo 'mixing gcc'
+    for compiler in gcc clang g++ clang++; do
+        for options in -O0 -O3 '-O2 -ffunction-sections -fdata-sections'; do echo "versions $compiler $options"; done
+    done
+    echo 'versions gcc -O2 -flto'
+    echo 'versions gcc -O2 -DMOE_REAL=double'
+    echo 'versions x86_64-w64-mingw32-gcc -O1'
+    echo 'versions tcc'
+    echo 'versions_of_headers gcc'
+    echo 'two_implementations gcc'
+    echo 'match_left_out gcc'
     # Combinations of options: tests/portability.sh has every pair of them. These are what people choose.
     echo 'options gcc -DMOE_NO_TRAIN'
     echo 'options gcc -DMOE_NO_TRAIN -DMOE_STDIO'
@@ -81,6 +96,8 @@ plan() {
     echo "without gcc -DMOE_NO_MALLOC $heap"
     echo "without gcc -DMOE_NO_STDIO $stdio"
     echo "without gcc -DMOE_NO_TRAIN $heap|$stdio"
+    echo 'comments'
+    echo 'comments_noticed'
     echo 'alone compile_time gcc'
 }
 
@@ -117,10 +134,12 @@ declarations() { # header compiler real
     run "$2" $(strict_flags "$2") $(real_option "$3") -I"$root" -c a.c -o a.o
 }
 
+# The vector kernels are compiled with moe.h, which has all of the others in it.
 plusplus() { # header compiler real
     needs "$2"
     program "$1" >a.cpp
-    in_language "$2" "$root" $(real_option "$3") a.cpp -o a -lm && run ./a
+    [ "$1" = moe.h ] && parts= || parts=$quick
+    in_language "$2" "$root" $parts $(real_option "$3") a.cpp -o a -lm && run ./a
 }
 
 # A later standard, without making code.
@@ -141,7 +160,7 @@ units() { # header compiler real
     needs "$2"
     program "$1" | sed 's/return /int moe_unit(void); return moe_unit() || /' >a.c
     unit "$1" >b.c
-    run "$2" -std=c99 $quick $(real_option "$3") -I"$root" a.c b.c -o a -lm && run ./a
+    run "$2" $(strict_flags "$2") $quick $(real_option "$3") -I"$root" a.c b.c -o a -lm && run ./a
 }
 
 static_units() { # header compiler real
@@ -233,7 +252,7 @@ defined() { # compiler real
         printf '        (any)%s,\n' $functions
         printf '    };\n    size_t i;\n    for (i = 0; i < sizeof all / sizeof all[0]; i++)\n        if (all[i] == NULL) return 1;\n    return 0;\n}\n'
     } >a.c
-    run "$1" -std=c99 $quick $(real_option "$2") -I"$root" a.c -o a -lm && run ./a && echo "note: $count public functions, all defined ($2)"
+    run "$1" -std=c99 $quick $(real_option "$2") -I"$root" -I"$stb_folder" a.c -o a -lm && run ./a && echo "note: $count public functions, all defined ($2)"
 }
 
 # What the object exports is what the headers declare; with _f64 behind each name in the double build.
@@ -242,7 +261,8 @@ exported() { # compiler real
     needs nm
     program moe.h | sed '$d' >a.c
     run "$1" -std=c99 -O0 $(real_option "$2") -I"$root" -c a.c -o a.o || return 1
-    (cd "$root" && public_functions) | if [ "$2" = double ]; then sed 's/$/_f64/'; else cat; fi | sort >declared
+    (cd "$root" && public_functions && sed -n 's/^#define MOE_VERSION "\(.*\)"$/moe_headers_are_of_version_\1/p' moe_kernels.h | tr . _) |
+        if [ "$2" = double ]; then sed 's/$/_f64/'; else cat; fi | sort >declared
     nm -g --defined-only a.o | awk '{ print $3 }' | grep -E '^moei?_' | sort >exported
     empty 'declared and not exported:' "$(comm -23 declared exported)" && empty 'exported and not declared:' "$(comm -13 declared exported)"
 }
@@ -269,6 +289,119 @@ mixing() { # compiler
         cat linker
         return 1
     }
+}
+
+# A unit with the headers of another version does not link, and the linker's message says why; one with those of the same version does. The
+# older headers are the present ones under another number.
+versions() { # compiler options...
+    needs "$1"
+    mkdir older newer
+    for header in moe_kernels.h moe_routers.h moe.h; do
+        cp "$root/$header" newer/$header
+        sed -e 's/MOE_VERSION_MINOR 1$/MOE_VERSION_MINOR 0/' -e 's/MOE_VERSION_MINOR != 1 /MOE_VERSION_MINOR != 0 /' -e 's/^\(#define MOE_VERSION\) "0\.1\.0"/\1 "0.0.0"/' \
+            "$root/$header" >older/$header
+    done
+    version=$(sed -n 's/^#define MOE_VERSION "\(.*\)"$/\1/p' older/moe_kernels.h | tr . _)
+    if [ "$version" != 0_0_0 ]; then
+        echo 'the version was not changed: mend this test'
+        return 1
+    fi
+    printf '#define MOE_IMPLEMENTATION\n#include "moe_kernels.h"\n' >a.c
+    # Nothing is called by name: the headers alone make the difference.
+    printf '#include "moe.h"\nint main(void) { return MOE_OK; }\n' >b.c
+    compiler=$1
+    shift
+    case $compiler in
+    tcc) set -- -std=c99 -Wall -Werror "$@" ;;
+    *++) set -- -std=c++11 -Wall -Wextra -Werror -x c++ "$@" ;;
+    *) set -- $(strict_flags "$compiler") "$@" ;;
+    esac
+    run "$compiler" "$@" $quick -Inewer -c a.c -o a.o || return 1
+    for folder in newer older; do run "$compiler" "$@" $quick -I$folder -c b.c -o $folder.o || return 1; done
+    set -- $(printf '%s\n' "$@" | grep -vxE -e '-x|c\+\+')
+    case " $* " in *-sections*) set -- "$@" -Wl,--gc-sections ;; esac
+    run "$compiler" "$@" newer.o a.o -o a -lm || return 1
+    case $compiler in
+    *mingw*) ;;
+    *) run ./a || return 1 ;;
+    esac
+    if "$compiler" "$@" older.o a.o -o a -lm >linker 2>&1; then
+        echo 'headers of another version were linked'
+        return 1
+    fi
+    suffix=
+    case " $* " in *MOE_REAL=double*) suffix=_f64 ;; esac
+    grep -qE "undefined .*moe_headers_are_of_version_$version$suffix'?\"?\$" linker && return 0
+    cat linker
+    return 1
+}
+
+# Three headers of which one is of another version stop the compiler.
+versions_of_headers() { # compiler
+    needs "$1"
+    for changed in moe_kernels.h moe_routers.h moe.h; do
+        mkdir here
+        for header in moe_kernels.h moe_routers.h moe.h; do cp "$root/$header" here/$header; done
+        sed -e 's/MOE_VERSION_PATCH 0$/MOE_VERSION_PATCH 1/' -e 's/MOE_VERSION_PATCH != 0$/MOE_VERSION_PATCH != 1/' "$root/$changed" >here/$changed
+        cmp -s "$root/$changed" here/$changed && echo "no version stands in $changed" && return 1
+        echo '#include "moe.h"' >a.c
+        "$1" -std=c99 -Ihere -fsyntax-only a.c >messages 2>&1 && echo "$changed of another version was accepted" && return 1
+        grep -q '#error "moe: .*copy all headers of one version' messages || { cat messages && return 1; }
+        rm -r here
+    done
+}
+
+# Two files with an implementation, of the same version or not: the linker names what is there twice, and both files.
+two_implementations() { # compiler
+    needs "$1"
+    mkdir older
+    sed 's/MOE_VERSION_MINOR 1$/MOE_VERSION_MINOR 0/' "$root/moe_kernels.h" >older/moe_kernels.h
+    printf '#define MOE_IMPLEMENTATION\n#include "moe_kernels.h"\n' >first.c
+    cp first.c again.c
+    cp first.c other.c
+    echo 'int main(void) { return 0; }' >>first.c
+    for name in first again; do run "$1" -std=c99 $quick -I"$root" -c $name.c -o $name.o || return 1; done
+    run "$1" -std=c99 $quick -Iolder -c other.c -o other.o || return 1
+    for name in again other; do
+        "$1" first.o $name.o -o a -lm >linker 2>&1 && echo "first.o and $name.o were linked" && return 1
+        grep -q "$name.*multiple definition of .moe_version.*first" linker || { cat linker && return 1; }
+    done
+}
+
+# Where the implementation is, and with MOE_NO_MATCH, nothing refers to the constant: a linker that removes what is unused removes it.
+match_left_out() { # compiler
+    needs "$1"
+    needs nm
+    program moe_kernels.h >a.c
+    run "$1" -std=c99 $quick -ffunction-sections -fdata-sections -Wl,--gc-sections -I"$root" a.c -o a -lm && nm a >symbols || return 1
+    empty 'in the program:' "$(grep -i match symbols; grep moe_headers symbols)" || return 1
+    unit moe.h >b.c
+    run "$1" -std=c99 -DMOE_NO_MATCH -I"$root" -c b.c -o b.o && nm b.o >symbols || return 1
+    empty 'with MOE_NO_MATCH:' "$(grep -i match symbols; grep moe_headers symbols)"
+}
+
+# The agreed form of comments: see tests/comments.py.
+comments() {
+    needs python3
+    python3 "$root/tests/comments.py" "$root" >out 2>&1 && passed_all out && return 0
+    cat out
+    return 1
+}
+
+# Names without a comment, a call that does not say how it fails, a manual without a word on threads.
+comments_noticed() {
+    needs python3
+    for change in 's/^MOE_API void moe_layer_free(.*/&\n\nMOE_API void moe_layer_undone(void);/' 's/^typedef struct moe_tensor {/typedef struct moe_more {\n    int a;\n} moe_more;\n\n&/' \
+        's/^enum { MOE_MAX_DIMS = 4 };/&\n\nenum { MOE_MIN_DIMS = 0 };/' 's/MOE_ERR_SHAPE beyond the end/Not beyond the end/' 's/^#define MOE_MODEL_VERSION 1/&\n\n#define MOE_MODEL_AGE 1/' \
+        's/ Threads\. / Strings. /'; do
+        mkdir changed
+        for header in moe_kernels.h moe_routers.h moe.h; do sed "$change" "$root/$header" >changed/$header; done
+        cat "$root"/moe_kernels.h "$root"/moe_routers.h "$root"/moe.h >before
+        cat changed/moe_kernels.h changed/moe_routers.h changed/moe.h | cmp -s before - && echo "nothing was changed: $change" && return 1
+        python3 "$root/tests/comments.py" changed >out 2>&1 && echo "not noticed: $change" && return 1
+        tail -n 1 out | grep -qE '^[0-9]+ passed, [1-9][0-9]* failed$' || { cat out && return 1; }
+        rm -r changed
+    done
 }
 
 options() { # compiler options...

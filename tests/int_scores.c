@@ -223,9 +223,11 @@ static void compare_logits(const moe_built_model *b, int mixture, const moe_rout
 static int32_t ids[ROWS]; /* all 0, for routers that hash them */
 static moe_real calibration[ROWS * WIDEST], fresh[FRESH * WIDEST];
 
+static double shrink = 1; /* the size of what draw draws */
+
 static void draw(moe_real *x, size_t n, size_t d) {
     size_t i;
-    for (i = 0; i < n * d; i++) x[i] = gauss();
+    for (i = 0; i < n * d; i++) x[i] = (moe_real)(shrink * (double)gauss());
 }
 
 static moe_status create(const trial *t, const moe_net *net, moe_built_model *built, moe_error *error) {
@@ -348,14 +350,16 @@ static bounds bounds_of(const trial *t) {
 
 /* ---- presets ---- */
 
-static void preset_trial(const char *name, int weights) {
+/* plain: with plain gates, whatever the preset's experts have. */
+static void preset_trial(const char *name, int weights, int plain) {
     trial t;
     bounds b;
     outcome o;
     moe_error error;
     memset(&t, 0, sizeof t);
     if (!CHECK(moe_layer_preset(name, &t.layer[0], &error) == MOE_OK, name)) return;
-    sprintf(t.name, "%s int%d", name, weights == MOE_WEIGHTS_INT8 ? 8 : 4);
+    sprintf(t.name, "%s int%d%s", name, weights == MOE_WEIGHTS_INT8 ? 8 : 4, plain ? "" : " shaped");
+    if (plain) t.layer[0].expert_bias = 0, t.layer[0].swiglu_alpha = t.layer[0].swiglu_limit = t.layer[0].swiglu_offset = 0;
     t.layers = 1, t.d = 32, t.weights = weights;
     if (t.layer[0].router.n_experts > 32) t.layer[0].router.n_experts = 32;
     if (t.layer[0].router.groups > 0) t.layer[0].router.groups = 8;
@@ -372,12 +376,19 @@ static void preset_trial(const char *name, int weights) {
         return;
     }
     b = bounds_of(&t);
-    (void)try_one(&t, &b, &o);
+    if (try_one(&t, &b, &o)) return;
+    CHECK(plain, t.name);
 }
 
 static void test_presets(void) {
     const moe_preset *p;
-    for (p = moe_presets(); p->name != NULL; p++) preset_trial(p->name, MOE_WEIGHTS_INT8);
+    moe_rng after;
+    for (p = moe_presets(); p->name != NULL; p++) {
+        preset_trial(p->name, MOE_WEIGHTS_INT8, 1);
+        after = rng;
+        if (strstr(p->layer, "swiglu_") != NULL) preset_trial(p->name, MOE_WEIGHTS_INT8, 0);
+        rng = after; /* the next trials draw the same whatever gates there are */
+    }
 }
 
 /* ---- layers drawn at random ---- */
@@ -460,6 +471,59 @@ static void test_random(int wanted) {
     }
     printf("random layers: %d made, %d refused\n", made, refused);
     CHECK(made == wanted, "random layers");
+}
+
+/* ---- short tokens: a direction does not depend on the length ---- */
+
+static void test_short(void) {
+    trial t;
+    outcome o;
+    moe_net net;
+    moe_built_model built;
+    moe_error error;
+    memset(&t, 0, sizeof t), memset(&o, 0, sizeof o), memset(&built, 0, sizeof built);
+    sprintf(t.name, "grap_cosine, short tokens");
+    t.layers = 1, t.d = 32, t.weights = MOE_WEIGHTS_INT8;
+    t.layer[0].router.d_model = 32, t.layer[0].router.n_experts = 8, t.layer[0].router.top_k = 2, t.layer[0].expert = MOE_EXPERT_MLP, t.layer[0].d_ff = 16;
+    t.layer[0].router.score = MOE_SCORE_GRAP, t.layer[0].router.grap_cosine = 1;
+    if (!CHECK(build(&t, &net, &error) == MOE_OK, t.name)) return;
+    shrink = 0.05; /* so short that a 1 beside their squares would show */
+    draw(calibration, ROWS, (size_t)t.d);
+    if (CHECK(create(&t, &net, &built, &error) == MOE_OK, t.name)) compare(&t, &net, &built, &o);
+    shrink = 1;
+    CHECK(o.rows == FRESH && relative(o.w_error, o.w_size) < 0.02, t.name);
+    if (shows) printf("%-44s weights %.4f\n", t.name, relative(o.w_error, o.w_size));
+    moe_model_free(&built), moe_net_free(&net);
+}
+
+/* ---- swiglu experts with biases, and gates with alpha, limit and offset ---- */
+
+static void test_shaped(int wanted) {
+    int made, refused = 0, number = 0;
+    for (made = 0; made < wanted; number++) {
+        trial t;
+        bounds b;
+        outcome o;
+        moe_layer_config *c = &t.layer[0];
+        memset(&t, 0, sizeof t);
+        t.layers = 1, t.d = 8 + (int)below(57), t.weights = MOE_WEIGHTS_INT8, t.loader = number % 3 == 0;
+        c->router.d_model = t.d, c->router.n_experts = 4 + (int)below(12), c->router.top_k = 1 + (int)below(4), c->d_ff = 8 + (int)below(40);
+        c->expert_bias = number % 2, c->d_out = below(2) ? 3 + (int)below(60) : 0;
+        c->swiglu_alpha = number % 4 < 2 ? (moe_real)1.702 : below(2) ? (moe_real)0.5 : 0;
+        c->swiglu_limit = number % 8 < 4 ? (moe_real)(below(2) ? 0.7 : 7) : 0;
+        c->swiglu_offset = number % 3 == 0 ? 0 : (moe_real)(below(2) ? 1 : -0.5);
+        if (number % 5 == 0) c->router.score = MOE_SCORE_NORM, c->router.norm_node = (int)below(MOE_NODE_COUNT);
+        if (number % 7 == 0) c->n_shared = 1, c->d_shared = 9;
+        sprintf(t.name, "shaped %d: d %d E %d f %d alpha %g limit %g offset %g%s%s", number, t.d, c->router.n_experts, c->d_ff, (double)c->swiglu_alpha,
+                (double)c->swiglu_limit, (double)c->swiglu_offset, c->expert_bias ? " biases" : "", c->router.score == MOE_SCORE_NORM ? " norm" : "");
+        if (moe_layer_check(c, NULL, NULL) != MOE_OK) continue;
+        b = bounds_of(&t);
+        if (c->router.score == MOE_SCORE_NORM) b.w_error = 0.05; /* it reads products, with their wide steps */
+        if (try_one(&t, &b, &o)) made++;
+        else refused++;
+    }
+    printf("shaped layers: %d made, %d refused\n", made, refused);
+    CHECK(refused < wanted / 4, "shaped layers");
 }
 
 /* ---- a previous mixture that may choose nobody ---- */
@@ -632,6 +696,12 @@ static void test_refusals(void) {
     refuses(&c, "apply_to");
     memset(&c, 0, sizeof c), c.router.select = MOE_SELECT_HASH, c.router.table_size = 9;
     refuses(&c, "hash");
+    memset(&c, 0, sizeof c), c.router.score = MOE_SCORE_NORM, c.router.norm_node = MOE_NODE_GATE, c.swiglu_limit = 2;
+    refuses(&c, "swiglu_limit with norm_node = gate");
+    c.router.norm_node = MOE_NODE_UP;
+    refuses(&c, "swiglu_limit with norm_node = up");
+    c.swiglu_limit = 0, c.swiglu_offset = 1;
+    refuses(&c, "swiglu_offset with norm_node = up");
     (void)moe_layer_preset("stablemoe", &c, NULL), c.router.freeze_at = 5;
     refuses(&c, "student");
 }
@@ -645,6 +715,8 @@ int main(int argc, char **argv) {
     test_loading(argc > 1 && strcmp(argv[1], "few") == 0 ? 10 : 40);
     test_printing();
     test_refusals();
+    test_shaped(argc > 1 && strcmp(argv[1], "few") == 0 ? 8 : 60);
+    test_short();
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed > 0;
 }

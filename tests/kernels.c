@@ -179,6 +179,7 @@ static void test_products(const moe_kernels *table) {
     for (k = 0; k <= 67; k += few ? 7 : 1)
         for (i = few ? k % 2 : 0; i < 36; i += few ? 2 : 1) check_size(table, some_m[i / 6], some_n[i % 6], k);
     for (i = 0; i < 36; i += few ? 5 : 1) check_size(table, some_m[i / 6], 11 + i, some_k[i % 6]);
+    check_size(table, 1, 9, 2309), check_size(table, 2, 5, 1300); /* several steps of four blocks */
     for (m = 190; m < 400; m += few ? 71 : 19) check_size(table, m, 7 + m % 12, 5 + m % 9);
 }
 

@@ -945,10 +945,10 @@ static void test_messages(void) {
                                           {"expert=mlp d_low=3", "d_low", "mlp"},
                                           {"no_expert_bias=1", "no_expert_bias", "swiglu"},
                                           {"expert=factorised no_expert_bias=1", "no_expert_bias", "factorised"},
-                                          {"expert=mlp expert_bias=1", "expert_bias", "mlp"},
-                                          {"expert=linear swiglu_alpha=2", "swiglu_alpha", "linear"},
+                                          {"expert=mlp expert_bias=1", "expert_bias = 1", "mlp"},
+                                          {"expert=linear swiglu_alpha=2", "swiglu_alpha = 2", "linear"},
                                           {"expert=mlp swiglu_limit=2", "swiglu_limit", "mlp"},
-                                          {"expert=factorised swiglu_offset=-1", "swiglu_offset", "factorised"},
+                                          {"expert=factorised swiglu_offset=-1", "swiglu_offset = -1", "factorised"},
                                           {"expert=factorised expert_bias=1", "expert_bias", "factorised"},
                                           {"swiglu_alpha=-1", "swiglu_alpha = -1", "1e-6 to 1000000"},
                                           {"swiglu_limit=-7", "swiglu_limit = -7", "1e-6 to 1000000"},
@@ -1478,6 +1478,10 @@ static void draw_layer_config(moe_layer_config *c) {
         c->router.loss_z = moe_rng_uniform(&rng) / 100;
         c->expert = below(MOE_EXPERT_COUNT), c->d_ff = 1 + below(9), c->d_low = below(3), c->act = below(MOE_ACT_COUNT),
         c->no_expert_bias = below(2);
+        if (below(2)) {
+            shape(c);
+            c->act = c->d_low = c->no_expert_bias = 0;
+        }
         c->n_shared = below(3), c->d_shared = below(4), c->shared_sigmoid = below(2), c->d_out = below(7);
         c->add_input = below(4) == 0, c->router.capacity_bound = below(6) == 0 ? 1 + below(2) : 0;
         if (below(3) == 0)

@@ -459,6 +459,10 @@ static moe_layer_config random_experts(moe_rng *rng) {
     if (c.expert == MOE_EXPERT_FACTORISED) c.d_low = 1 + one_of(rng, 9);
     if (c.expert == MOE_EXPERT_MLP) c.act = one_of(rng, MOE_ACT_COUNT);
     if (c.expert == MOE_EXPERT_MLP || c.expert == MOE_EXPERT_LINEAR) c.no_expert_bias = one_of(rng, 2);
+    if (c.expert == MOE_EXPERT_SWIGLU && one_of(rng, 2)) {
+        c.expert_bias = one_of(rng, 2), c.swiglu_alpha = (moe_real)(one_of(rng, 2) * 1.702);
+        c.swiglu_limit = (moe_real)(one_of(rng, 3) * 3.5), c.swiglu_offset = (moe_real)(one_of(rng, 3) - 1);
+    }
     return c;
 }
 

@@ -1466,6 +1466,53 @@ static void test_language_model_files(void) {
     free(work[0]), free(work[1]);
 }
 
+/* ---- swiglu experts with biases and shaped gates come back from a file --------------------------------------------------------------- */
+
+static void test_shaped_files(void) {
+    moe_net net, back;
+    moe_layer_config c;
+    moe_buffer bytes;
+    moe_error error;
+    moe_real x[5 * 8], *y, *z;
+    size_t i, k;
+    moe_net_init(&net, 8, MOE_KERNELS_C, NULL);
+    CHECK_STATUS(moe_layer_preset("gpt_oss", &c, &error), MOE_OK, "preset");
+    CHECK(c.expert_bias && fabs((double)c.swiglu_alpha - 1.702) < 1e-6 && fabs((double)c.swiglu_limit - 7) < 1e-6 && fabs((double)c.swiglu_offset - 1) < 1e-6, "gpt_oss");
+    c.router.n_experts = 6, c.d_ff = 5;
+    moe_net_mixture(&net, &c);
+    memset(&c, 0, sizeof c);
+    c.d_ff = 7, c.expert_bias = 1, c.swiglu_limit = (moe_real)0.25, c.swiglu_offset = (moe_real)-0.5;
+    moe_net_feed_forward(&net, &c);
+    if (!CHECK_STATUS(moe_net_build(&net, 1, 3, &error), MOE_OK, "build")) return;
+    for (i = 0; i < net.n_tensors; i++)
+        for (k = 0; k < net.tensors[i].count; k++) net.tensors[i].data[k] += (moe_real)(0.01 * (double)(k % 17));
+    CHECK(moe_net_find(&net, "0.experts.gate_bias") != NULL && moe_net_find(&net, "0.experts.up_bias") != NULL && moe_net_find(&net, "0.experts.down_bias") != NULL &&
+              moe_net_find(&net, "1.experts.down_bias") != NULL,
+          "names");
+    for (i = 0; i < 5 * 8; i++) x[i] = (moe_real)(0.3 * (double)(i % 11) - 1.5);
+    bytes = written(&net);
+    if (CHECK_STATUS(moe_net_read(&back, bytes.data, bytes.size, 0, MOE_KERNELS_C, NULL, &error), MOE_OK, "read")) {
+        CHECK(same_bits(&back.modules[0].layer.config, &net.modules[0].layer.config, sizeof c) && same_bits(&back.modules[1].layer.config, &net.modules[1].layer.config, sizeof c),
+              "the configurations");
+        y = outputs(&net, x, 5), z = outputs(&back, x, 5);
+        CHECK(same_bits(y, z, 5 * 8 * sizeof *y), "the same outputs");
+        free(y), free(z);
+        moe_net_free(&back);
+    } else printf("        %s\n", error.message);
+    moe_buffer_free(&bytes);
+    moe_net_free(&net);
+    moe_net_init(&net, 8, MOE_KERNELS_C, NULL);
+    c.n_shared = 1;
+    CHECK_STATUS(moe_net_feed_forward(&net, &c), MOE_ERR_CONFIG, "a feed_forward has no shared expert");
+    CHECK(strstr(net.error.message, "n_shared = 1") != NULL && strstr(net.error.message, "swiglu_...") != NULL, "the message says what it has");
+    c.n_shared = 0, c.expert = MOE_EXPERT_MLP;
+    moe_net_free(&net);
+    moe_net_init(&net, 8, MOE_KERNELS_C, NULL);
+    CHECK_STATUS(moe_net_feed_forward(&net, &c), MOE_ERR_CONFIG, "an mlp has no limit");
+    CHECK(strstr(net.error.message, "swiglu_limit = 0.25") != NULL, "named");
+    moe_net_free(&net);
+}
+
 int main(int count, char **words) {
     const char *folder = count > 1 ? words[1] : ".";
     if (strlen(folder) > 500) return fprintf(stderr, "net: the folder's name is too long\n"), 2;
@@ -1492,6 +1539,7 @@ int main(int count, char **words) {
     test_layer_files();
     test_presets();
     test_language_model_files();
+    test_shaped_files();
     test_build_without_memory();
     test_training_without_memory();
     test_files_without_memory();

@@ -412,6 +412,7 @@ static const layer_row layers[] = {
     {"linear", "expert=linear score=cosine cosine_dim=8 gate=sigmoid select=threshold threshold=0.5 weight=uniform"},
     {"factorised", "expert=factorised d_low=6 d_ff=16 score=norm norm_node=down"},
     {"shared", "d_ff=12 n_shared=1 d_shared=10 shared_sigmoid=1 add_input=1 weight=raw loss_balance=0.1 loss_z=0.01"},
+    {"shaped", "d_ff=20 expert_bias=1 swiglu_alpha=1.702 swiglu_limit=2 swiglu_offset=1"},
     {"narrow", "expert=mlp act=tanh d_ff=12 d_out=5 select=expert_choice apply_to=input"},
     {"soft", "expert=mlp act=silu d_ff=12 select=soft slots=2"},
     {"dense", "expert=linear select=dense score=mlp router_hidden=10 router_act=relu gate=sqrt_softplus weight=sum"}};

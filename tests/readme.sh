@@ -251,7 +251,7 @@ link=(/g' -e 's/\(src\|href\|name\)="/\
 \1="/g' "$root/$1" | sed -n -e 's/^link=(\([^):#]*\)[#)].*/\1/p' -e 's/^src="\([^":]*\)".*/\1/p' | grep . | sed "s|^|$folder/|"
         sed -n 's/.*examples\/run \([a-z_0-9]\{1,\}\).*/examples\/\1.c/p' "$root/$1" | sed "s|^|$root/|"
     } | sort -u | while read -r path; do
-        [ -e "$path" ] || [ -e "$path.c" ] || echo "${path#"$root/"}"
+        [ -e "$path" ] || [ -e "$path.c" ] || [ -e "${path%.c}/run" ] || echo "${path#"$root/"}"
     done >absent
     empty "$1 names, and there is not:" "$(cat absent)" && places "$1"
 }

@@ -1044,6 +1044,19 @@ static void test_routers(void) {
         }
 }
 
+/* Swiglu experts with biases and shaped gates, of any size. */
+static void test_shaped(void) {
+    static const char *const settings[] = {"expert_bias=1 swiglu_alpha=1.702 swiglu_limit=7 swiglu_offset=1", "swiglu_alpha=1e6 swiglu_offset=-1e6", "swiglu_alpha=1e-6 swiglu_limit=1e6",
+                                           "expert_bias=1 swiglu_limit=1e-6", "swiglu_offset=1e6 swiglu_limit=1e6 swiglu_alpha=1e6"};
+    size_t i;
+    for (i = 0; i < sizeof settings / sizeof *settings; i++) {
+        moe_layer_config c = small_layer();
+        CHECK(T(moe_fields_apply)(T(moe_layer_fields)(), &c, settings[i], NULL) == MOE_OK, "%s", settings[i]);
+        test_layer_config(&c, settings[i], 1);
+        test_layer_scales(&c, settings[i]);
+    }
+}
+
 /* Gates, selections and weights with each other, all losses on. */
 static void test_scaled_grid(void) {
     static const int selects[] = {MOE_SELECT_TOP_K, MOE_SELECT_DENSE, MOE_SELECT_GIVEN, MOE_SELECT_TOP_P, MOE_SELECT_THRESHOLD, MOE_SELECT_POSITIVE, MOE_SELECT_EXPERT_CHOICE,
@@ -2313,7 +2326,7 @@ static const row rows[] = {
     {"moe_int_weight_sum", ""}, {"moe_int_weight_norm", ""}, {"moe_int_weight_softmax", ""}, {"moe_int_weight_uniform", ""},
     {"moe_int_weight_one", ""}, {"moe_int_weight_sparsemixer", ""}, {"moe_int_scale", ""},
     {"moe_int_router_plan_make", "MOE_ERR_ARGUMENT for what is not finite"},
-    {"moe_int_router_move", ""}, {"moe_arena_allocator", ""}, {"moe_buffer_stream", ""}, {"moe_buffer_free", ""}, {"moe_file_read", ""},
+    {"moe_int_router_move", ""}, {"moe_struct_names", ""}, {"moe_struct_place", ""}, {"moe_arena_allocator", ""}, {"moe_buffer_stream", ""}, {"moe_buffer_free", ""}, {"moe_file_read", ""},
     {"moe_file_replace", ""}, {"moe_file_open", ""}, {"moe_file_next", ""}, {"moe_file_rewind", ""}, {"moe_file_find", ""}, {"moe_file_metadata", ""},
     {"moe_file_values", "as stored"},
     {"moe_file_integers", ""},
@@ -2455,6 +2468,7 @@ int main(int argc, char **argv) {
     test_kernels();
     test_random();
     test_routers();
+    test_shaped();
     test_scaled_grid();
     test_any_logits();
     printf("routed calls with a special number: %ld good, %ld refused as not finite\n", good_calls, nonfinite_calls);
