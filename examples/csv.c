@@ -32,7 +32,8 @@ static const char help[] =
 
 enum { MOST_CLASSES = 100, MOST_COLUMNS = 4096, BATCH = 32, STEPS = 3000, DEVICE_ROWS = 10, PATH_SIZE = 1000, NAME_SIZE = 40 };
 
-static const char *path, *label_wanted, *skipped, *header_wanted, *router, *report_path, *save_path, *firmware_path, *predict_path, *load_path;
+static const char *path, *label_wanted, *skipped, *header_wanted, *router, *report_path, *save_path, *firmware_path, *predict_path,
+    *load_path;
 static long n_experts = 4, top_k, width = 16, epochs, seed = 1, drop;
 static int kernels;
 
@@ -41,7 +42,7 @@ static int fail(const char *what, const char *why) { return fprintf(stderr, "csv
 /* What was printed has arrived; else that is the failure. */
 static int finish(void) { return fflush(stdout) != 0 || ferror(stdout) ? fail("the output", "cannot be written") : 0; }
 
-/* ---- options ------------------------------------------------------------------------------------------------------------------------------ */
+/* ---- options ------------------------------------------------------------------------------------------------------------------------- */
 
 typedef struct option {
     const char *name;
@@ -50,13 +51,15 @@ typedef struct option {
 } option;
 
 static const option options[] = {
-    {"--label", &label_wanted, NULL, 0, 0}, {"--skip", &skipped, NULL, 0, 0}, {"--header", &header_wanted, NULL, 0, 0},
-    {"--router", &router, NULL, 0, 0}, {"--report", &report_path, NULL, 0, 0}, {"--save", &save_path, NULL, 0, 0},
+    {"--label", &label_wanted, NULL, 0, 0},     {"--skip", &skipped, NULL, 0, 0},         {"--header", &header_wanted, NULL, 0, 0},
+    {"--router", &router, NULL, 0, 0},          {"--report", &report_path, NULL, 0, 0},   {"--save", &save_path, NULL, 0, 0},
     {"--firmware", &firmware_path, NULL, 0, 0}, {"--predict", &predict_path, NULL, 0, 0}, {"--load", &load_path, NULL, 0, 0},
-    {"--experts", NULL, &n_experts, 1, 256}, {"--top-k", NULL, &top_k, 1, 256}, {"--width", NULL, &width, 1, 4096},
-    {"--epochs", NULL, &epochs, 1, 100000}, {"--seed", NULL, &seed, 0, 2000000000}, {NULL, NULL, NULL, 0, 0}};
+    {"--experts", NULL, &n_experts, 1, 256},    {"--top-k", NULL, &top_k, 1, 256},        {"--width", NULL, &width, 1, 4096},
+    {"--epochs", NULL, &epochs, 1, 100000},     {"--seed", NULL, &seed, 0, 2000000000},   {NULL, NULL, NULL, 0, 0}};
 
-static int bad_value(const char *word, const char *value) { return fprintf(stderr, "csv: %s %s: not a value of this option; -h explains\n", word, value), 1; }
+static int bad_value(const char *word, const char *value) {
+    return fprintf(stderr, "csv: %s %s: not a value of this option; -h explains\n", word, value), 1;
+}
 
 static int read_kernels(const char *value) {
     for (kernels = 0; moe_kernels_name(kernels) != NULL && strcmp(moe_kernels_name(kernels), value) != 0;) kernels++;
@@ -84,15 +87,19 @@ static int read_options(int count, char **words) {
         else if (read_option(word, count > 1 ? words[1] : "")) return 1;
         else words++, count--;
     }
-    if (header_wanted != NULL && strcmp(header_wanted, "yes") != 0 && strcmp(header_wanted, "no") != 0) return bad_value("--header", header_wanted);
+    if (header_wanted != NULL && strcmp(header_wanted, "yes") != 0 && strcmp(header_wanted, "no") != 0)
+        return bad_value("--header", header_wanted);
     if (path == NULL && load_path == NULL) return fail("no table", "which file? sh examples/run csv FILE.csv; -h explains");
-    if (path != NULL && load_path != NULL) return fail("--load", "a saved classifier is not trained again: leave out the table, and name the one to predict with --predict");
-    if (load_path != NULL && predict_path == NULL) return fail("--load", "and then? --predict FILE.csv names the table whose labels are wanted");
-    if (firmware_path != NULL && save_path == NULL) return fail("--firmware", "it includes the header that export makes of the saved classifier: add --save MODEL.safetensors");
+    if (path != NULL && load_path != NULL)
+        return fail("--load", "a saved classifier is not trained again: leave out the table, and name the one to predict with --predict");
+    if (load_path != NULL && predict_path == NULL)
+        return fail("--load", "and then? --predict FILE.csv names the table whose labels are wanted");
+    if (firmware_path != NULL && save_path == NULL)
+        return fail("--firmware", "it includes the header that export makes of the saved classifier: add --save MODEL.safetensors");
     return 0;
 }
 
-/* ---- from cells to numbers ------------------------------------------------------------------------------------------------------------------- */
+/* ---- from cells to numbers ----------------------------------------------------------------------------------------------------------- */
 
 typedef struct column {
     const char *name;
@@ -116,7 +123,7 @@ typedef struct samples {
     int32_t *labels; /* [n], -1: none */
     size_t *lines;   /* [n] */
     size_t n;
-    size_t dropped;  /* lines left out */
+    size_t dropped; /* lines left out */
 } samples;
 
 static void free_samples(samples *s) { free(s->x), free(s->labels), free(s->lines), memset(s, 0, sizeof *s); }
@@ -143,7 +150,8 @@ static size_t find_column(const csv_table *t, int header, const char *text, size
 
 static int no_column(const csv_table *t, int header, const char *word, const char *text, size_t n) {
     char shown[CSV_SHOWN_SIZE];
-    fprintf(stderr, "csv: %s: there is no column %.*s in %s; it has %lu columns", word, (int)(n < 60 ? n : 60), text, path, (unsigned long)t->columns);
+    fprintf(stderr, "csv: %s: there is no column %.*s in %s; it has %lu columns", word, (int)(n < 60 ? n : 60), text, path,
+            (unsigned long)t->columns);
     for (size_t i = 0; header && i < t->columns && i < 12; i++) fprintf(stderr, "%s%s", i > 0 ? ", " : ": ", csv_shown(t->cells[i], shown));
     return fprintf(stderr, "%s\n", header && t->columns > 12 ? ", ..." : header ? "" : ", and its first line no names"), 1;
 }
@@ -172,7 +180,8 @@ static int choose_columns(const csv_table *t, int header, schema *s) {
         s->features[s->n_features++].place = i;
     }
     free(used);
-    if (s->n_features == 0) return fail(path, "no column is left to predict the label from; the table needs one column of numbers and one of labels");
+    if (s->n_features == 0)
+        return fail(path, "no column is left to predict the label from; the table needs one column of numbers and one of labels");
     return s->n_features > MOST_COLUMNS ? fail(path, "more than 4096 columns") : 0;
 }
 
@@ -182,11 +191,17 @@ static int bad_cell(const char *file, const csv_table *t, size_t row, const colu
     const char *text = t->cells[row * t->columns + c->place];
     csv_shown(text, cell), csv_shown(c->name, name);
     fprintf(stderr, "csv: %s:%lu: column %lu (%s) ", file, (unsigned long)t->lines[row], (unsigned long)c->place + 1, name);
-    if (kind == CSV_MISSING) fprintf(stderr, "has no value (\"%s\"): fill it in, or leave such lines out with --drop, or the column with --skip %lu\n", cell, (unsigned long)c->place + 1);
-    else if (kind == CSV_INFINITE) fprintf(stderr, "is %s: numbers must be finite; --skip %lu leaves the column out\n", cell, (unsigned long)c->place + 1);
-    else if (strchr(text, ',') != NULL && t->separator != ',') fprintf(stderr, "is \"%s\": write numbers with a point, 3.5 and not 3,5\n", cell);
-    else fprintf(stderr, "is \"%s\", which is not a number: leave the column out with --skip %lu, or write a number for each of its words%s\n", cell,
-                 (unsigned long)c->place + 1, row == 0 ? "; if this line holds the columns' names, add --header yes" : "");
+    if (kind == CSV_MISSING)
+        fprintf(stderr, "has no value (\"%s\"): fill it in, or leave such lines out with --drop, or the column with --skip %lu\n", cell,
+                (unsigned long)c->place + 1);
+    else if (kind == CSV_INFINITE)
+        fprintf(stderr, "is %s: numbers must be finite; --skip %lu leaves the column out\n", cell, (unsigned long)c->place + 1);
+    else if (strchr(text, ',') != NULL && t->separator != ',')
+        fprintf(stderr, "is \"%s\": write numbers with a point, 3.5 and not 3,5\n", cell);
+    else
+        fprintf(stderr,
+                "is \"%s\", which is not a number: leave the column out with --skip %lu, or write a number for each of its words%s\n", cell,
+                (unsigned long)c->place + 1, row == 0 ? "; if this line holds the columns' names, add --header yes" : "");
     return 1;
 }
 
@@ -203,9 +218,14 @@ static int bad_label(const csv_table *t, const schema *s, size_t row, const char
     double value;
     unsigned long line = (unsigned long)t->lines[row];
     if (csv_number(text, &value) == CSV_MISSING)
-        return fprintf(stderr, "csv: %s:%lu: the label (column %lu) is missing: fill it in, or leave such lines out with --drop\n", path, line, (unsigned long)s->label_place + 1), 1;
-    return fprintf(stderr, "csv: %s:%lu: column %lu has more than %d different labels: is it the label? --label names another column; "
-                           "this program tells kinds apart, it does not estimate amounts\n", path, line, (unsigned long)s->label_place + 1, MOST_CLASSES), 1;
+        return fprintf(stderr, "csv: %s:%lu: the label (column %lu) is missing: fill it in, or leave such lines out with --drop\n", path,
+                       line, (unsigned long)s->label_place + 1),
+               1;
+    return fprintf(stderr,
+                   "csv: %s:%lu: column %lu has more than %d different labels: is it the label? --label names another column; "
+                   "this program tells kinds apart, it does not estimate amounts\n",
+                   path, line, (unsigned long)s->label_place + 1, MOST_CLASSES),
+           1;
 }
 
 /* One row of raw numbers; 0 taken, 1 left out, -1 after saying what is wrong. */
@@ -220,7 +240,8 @@ static int read_row(const char *file, const csv_table *t, size_t row, schema *s,
     }
     *label = -1;
     if (s->label_place >= t->columns) return 0;
-    if (growing && csv_number(cells[s->label_place], &value) == CSV_MISSING) return drop ? 1 : (bad_label(t, s, row, cells[s->label_place]), -1);
+    if (growing && csv_number(cells[s->label_place], &value) == CSV_MISSING)
+        return drop ? 1 : (bad_label(t, s, row, cells[s->label_place]), -1);
     *label = class_of(s, cells[s->label_place], growing);
     return growing && *label < 0 ? (bad_label(t, s, row, cells[s->label_place]), -1) : 0;
 }
@@ -230,7 +251,8 @@ static void standardise(samples *d, schema *s, const double *values) {
         column *c = &s->features[i];
         double sum = 0, squares = 0;
         for (size_t t = 0; t < d->n; t++) sum += values[t * s->n_features + i] / (double)d->n;
-        for (size_t t = 0; t < d->n; t++) squares += (values[t * s->n_features + i] - sum) / (double)d->n * (values[t * s->n_features + i] - sum);
+        for (size_t t = 0; t < d->n; t++)
+            squares += (values[t * s->n_features + i] - sum) / (double)d->n * (values[t * s->n_features + i] - sum);
         c->mean = sum, c->scale = squares > 0 ? sqrt(squares) : 1;
     }
 }
@@ -263,16 +285,22 @@ static int read_table(csv_table *t, schema *s, samples *d) {
     if (t->columns < 2) return fail(path, "it has one column only; cells are separated by commas, semicolons, tabs or blanks");
     header = has_header(t);
     if (choose_columns(t, header, s) || read_samples(path, t, (size_t)header, s, 1, d)) return 1;
-    if (d->n < 10) return sprintf(why, "%lu lines can be used%s; at least 10 are needed to learn from some and to be tested on others", (unsigned long)d->n,
-                                  d->dropped > 0 ? " (--drop left out the others)" : ""), fail(path, why);
-    if (s->n_classes < 2) return sprintf(why, "all lines have the same label: is column %lu the label? --label names another", (unsigned long)s->label_place + 1), fail(path, why);
+    if (d->n < 10)
+        return sprintf(why, "%lu lines can be used%s; at least 10 are needed to learn from some and to be tested on others",
+                       (unsigned long)d->n, d->dropped > 0 ? " (--drop left out the others)" : ""),
+               fail(path, why);
+    if (s->n_classes < 2)
+        return sprintf(why, "all lines have the same label: is column %lu the label? --label names another",
+                       (unsigned long)s->label_place + 1),
+               fail(path, why);
     if (2 * s->n_classes > d->n)
-        return sprintf(why, "column %lu has %lu different labels in %lu lines: is it the label? --label names another", (unsigned long)s->label_place + 1,
-                       (unsigned long)s->n_classes, (unsigned long)d->n), fail(path, why);
+        return sprintf(why, "column %lu has %lu different labels in %lu lines: is it the label? --label names another",
+                       (unsigned long)s->label_place + 1, (unsigned long)s->n_classes, (unsigned long)d->n),
+               fail(path, why);
     return 0;
 }
 
-/* ---- the classifier ---------------------------------------------------------------------------------------------------------------------------- */
+/* ---- the classifier ------------------------------------------------------------------------------------------------------------------ */
 
 /* One mixture is the whole net: its experts are small networks that answer with the classes' logits. */
 static moe_status build(moe_net *net, const schema *s, moe_error *error) {
@@ -360,7 +388,7 @@ static size_t best_of(const moe_real *y, size_t n) {
     return best;
 }
 
-/* ---- who went where ------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- who went where ------------------------------------------------------------------------------------------------------------------ */
 
 static void print_cut(const char *text, int columns) {
     char shown[CSV_SHOWN_SIZE];
@@ -397,20 +425,22 @@ static void show_experts(const moe_report *r, const schema *s) {
     for (size_t e = 0; e < r->n_experts; e++) {
         printf("%8d", (int)e);
         for (size_t c = 0; c < shown; c++) printf(" %*.0f", (int)wide, r->classes[e * r->n_classes + c]);
-        printf("%s %8.0f %5.1f%%\n", shown < s->n_classes ? "    " : "", r->load[e], r->n_pairs > 0 ? 100.0 * r->load[e] / r->n_pairs : 0.0);
+        printf("%s %8.0f %5.1f%%\n", shown < s->n_classes ? "    " : "", r->load[e],
+               r->n_pairs > 0 ? 100.0 * r->load[e] / r->n_pairs : 0.0);
     }
     printf("I(E;Y) = %.3f nats: what an expert tells about the label (by chance: %.3f)\n", r->information, r->information_chance);
 }
 
 /* What the lines have in common that an expert is the first choice of. */
 typedef struct kinds {
-    double *mean; /* [experts,features] of their columns, in standard deviations */
+    double *mean;  /* [experts,features] of their columns, in standard deviations */
     double *lines; /* [experts] how many they are */
     size_t experts;
 } kinds;
 
 static int find_kinds(kinds *k, size_t experts, const schema *s, const samples *d, const answers *a) {
-    k->experts = experts, k->mean = (double *)calloc(experts, s->n_features * sizeof *k->mean), k->lines = (double *)calloc(experts, sizeof *k->lines);
+    k->experts = experts, k->mean = (double *)calloc(experts, s->n_features * sizeof *k->mean),
+    k->lines = (double *)calloc(experts, sizeof *k->lines);
     if (k->mean == NULL || k->lines == NULL) return 1;
     for (size_t t = 0; t < d->n; t++) {
         double *mean = k->mean + (size_t)a->first[t] * s->n_features, n = ++k->lines[a->first[t]];
@@ -443,13 +473,14 @@ static void show_kinds(const kinds *k, const schema *s) {
         for (int rank = 0; rank < SHOWN && k->lines[e] > 0; rank++) {
             size_t best = far_feature(mean, s->n_features, rank);
             if (best == s->n_features || !(fabs(mean[best]) >= 0.2)) break;
-            printf("%s", rank > 0 ? "; " : ": "), print_cut(s->features[best].name, (int)-strlen(s->features[best].name)), printf(" %+.1f", mean[best]);
+            printf("%s", rank > 0 ? "; " : ": "), print_cut(s->features[best].name, (int)-strlen(s->features[best].name)),
+                printf(" %+.1f", mean[best]);
         }
         printf("\n");
     }
 }
 
-/* ---- the report as figures -------------------------------------------------------------------------------------------------------------------------- */
+/* ---- the report as figures ----------------------------------------------------------------------------------------------------------- */
 
 enum { SIDE = 60, MOST_FIGURES = 6 };
 
@@ -483,7 +514,8 @@ static moe_figure labels_of(const schema *s, const samples *d, const answers *a,
         double *row = values + 2 * d->labels[t];
         row[0]++, row[1] += ((best_of(a->y + t * s->n_classes, s->n_classes) == (size_t)d->labels[t] ? 100 : 0) - row[1]) / row[0];
     }
-    figure.kind = MOE_FIGURE_TABLE, figure.title = "Right answers by label", figure.rows = s->n_classes, figure.columns = 2, figure.values = values;
+    figure.kind = MOE_FIGURE_TABLE, figure.title = "Right answers by label", figure.rows = s->n_classes, figure.columns = 2,
+    figure.values = values;
     figure.row_names = s->classes, figure.row_label = "label", figure.column_names = names;
     return figure;
 }
@@ -505,8 +537,10 @@ static int save_report(const moe_net *net, const moe_report *r, const schema *s,
     figures[n] = labels_of(s, held, a, by_label), n++;
     figures[n] = moe_figure_load(r), n++;
     figures[n].title = "What the lines of an expert have in common", figures[n].rows = k->experts, figures[n].columns = s->n_features;
-    figures[n].caption = "Mean of each column over the lines that have the expert as their first choice, in standard deviations from the mean of all lines.";
-    figures[n].values = k->mean, figures[n].column_names = names, figures[n].column_label = "column", figures[n].value_label = "standard deviations";
+    figures[n].caption =
+        "Mean of each column over the lines that have the expert as their first choice, in standard deviations from the mean of all lines.";
+    figures[n].values = k->mean, figures[n].column_names = names, figures[n].column_label = "column",
+    figures[n].value_label = "standard deviations";
     figures[n++].decimals = 1;
     figures[n] = moe_figure_history(&history, 0, 3, curves);
     figures[n].title = "Loss over the epochs", figures[n].column_label = "epoch", figures[n++].value_label = "nats";
@@ -517,7 +551,7 @@ static int save_report(const moe_net *net, const moe_report *r, const schema *s,
     return free(names), failed;
 }
 
-/* ---- files ---------------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- files --------------------------------------------------------------------------------------------------------------------------- */
 
 static moe_status put(moe_stream *stream, const char *text) { return stream->write(stream->ctx, text, strlen(text)); }
 
@@ -566,7 +600,8 @@ static moe_status write_model(void *ctx, moe_stream *stream) {
     char *text = NULL;
     moe_status status = moe_net_write(k->net, &plain_stream, k->error);
     if (status == MOE_OK) status = moe_file_open(&file, plain.data, plain.size, k->error);
-    if (status == MOE_OK && moe_file_metadata(&file, "moe", NULL, 0, &length) == MOE_ERR_SPACE && (text = (char *)malloc(length + 1)) != NULL)
+    if (status == MOE_OK && moe_file_metadata(&file, "moe", NULL, 0, &length) == MOE_ERR_SPACE &&
+        (text = (char *)malloc(length + 1)) != NULL)
         status = moe_file_metadata(&file, "moe", text, length + 1, NULL);
     if (status == MOE_OK && text == NULL) status = MOE_ERR_MEMORY;
     if (status == MOE_OK) status = put_schema(&columns_stream, k->s);
@@ -727,11 +762,12 @@ static int save(trained *k) {
     printf("\nsaved as %s (the columns' names, means and scales are in it), rows for calibration as %s\n", save_path, calibration);
     printf("predict:   sh examples/run csv --load %s --predict OTHER.csv\n", save_path);
     printf("as C:      sh examples/run export %s --calibration %s -o %s.h\n", save_path, calibration, k->name);
-    if (firmware_path != NULL) printf("emulator:  sh examples/mcu/run cortex-m4 %s (it includes %s.h, which lies beside it)\n", firmware_path, k->name);
+    if (firmware_path != NULL)
+        printf("emulator:  sh examples/mcu/run cortex-m4 %s (it includes %s.h, which lies beside it)\n", firmware_path, k->name);
     return 0;
 }
 
-/* ---- prediction ----------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- prediction ---------------------------------------------------------------------------------------------------------------------- */
 
 /* A number of a schema's table. */
 static int schema_number(const csv_table *t, size_t row, size_t cell, double least, double most, double *value) {
@@ -745,9 +781,12 @@ static int read_schema(const csv_table *t, schema *s) {
     for (size_t row = 0; row < t->rows; row++) {
         const char *kind = t->cells[row * 5];
         double number, mean, scale;
-        if (!schema_number(t, row, 2, 0, 1e9, &number) || !schema_number(t, row, 3, -1e30, 1e30, &mean) || !schema_number(t, row, 4, 0, 1e30, &scale)) return 1;
+        if (!schema_number(t, row, 2, 0, 1e9, &number) || !schema_number(t, row, 3, -1e30, 1e30, &mean) ||
+            !schema_number(t, row, 4, 0, 1e30, &scale))
+            return 1;
         if (!(scale > 0)) return 1;
-        if (strcmp(kind, "label") == 0) s->label = t->cells[row * 5 + 1], s->label_place = (size_t)number, s->n_columns = mean >= 0 && mean <= 1e9 ? (size_t)mean : 0;
+        if (strcmp(kind, "label") == 0)
+            s->label = t->cells[row * 5 + 1], s->label_place = (size_t)number, s->n_columns = mean >= 0 && mean <= 1e9 ? (size_t)mean : 0;
         else if (strcmp(kind, "class") == 0 && s->n_classes < MOST_CLASSES) s->classes[s->n_classes++] = t->cells[row * 5 + 1];
         else if (strcmp(kind, "feature") == 0) {
             column c = {t->cells[row * 5 + 1], (size_t)number, mean, scale};
@@ -770,7 +809,8 @@ static int load(moe_net *net, csv_table *t, schema *s) {
         fprintf(stderr, "csv: %s: %s (--load takes what --save wrote)\n", load_path, error.message), failed = 1;
     else if (moe_file_metadata(&file, "csv", NULL, 0, &length) == MOE_ERR_NOT_FOUND)
         failed = fail(load_path, "it says nothing about a table's columns: was it saved by sh examples/run csv FILE.csv --save?");
-    else if ((text = (char *)malloc(length + 1)) == NULL || moe_file_metadata(&file, "csv", text, length + 1, NULL) || stream.write(stream.ctx, text, strlen(text) + 1))
+    else if ((text = (char *)malloc(length + 1)) == NULL || moe_file_metadata(&file, "csv", text, length + 1, NULL) ||
+             stream.write(stream.ctx, text, strlen(text) + 1))
         failed = fail(load_path, "out of memory");
     else if (csv_cut(t, (size_t)-1) || read_schema(t, s) || s->n_features != (size_t)net->d_in || s->n_classes != (size_t)net->d_out ||
              net->n_modules != 1 || net->modules[0].kind != MOE_MODULE_MIXTURE)
@@ -788,8 +828,12 @@ static int match_columns(const csv_table *t, int header, schema *s) {
         size_t place = header ? find_column(t, 1, c->name, strlen(c->name)) : by_order ? i : c->place;
         if (header && place == t->columns && t->columns == s->n_columns) place = c->place;
         if (place >= t->columns)
-            return sprintf(why, header ? "there is no column %s, by which the classifier was trained; it has %lu columns" : "there is no column %s; it has %lu columns, "
-                           "the table of the training had %lu", csv_shown(c->name, shown), (unsigned long)t->columns, (unsigned long)s->n_columns), fail(predict_path, why);
+            return sprintf(why,
+                           header ? "there is no column %s, by which the classifier was trained; it has %lu columns"
+                                  : "there is no column %s; it has %lu columns, "
+                                    "the table of the training had %lu",
+                           csv_shown(c->name, shown), (unsigned long)t->columns, (unsigned long)s->n_columns),
+                   fail(predict_path, why);
         c->place = place;
     }
     s->label_place = header ? label : by_order ? t->columns : s->label_place;
@@ -810,19 +854,22 @@ static int predict(const moe_net *net, schema *s) {
     int header = 0, failed = csv_read(predict_path, (size_t)-1, &t) ? fail(predict_path, t.why) : 0;
     if (!failed) header = has_header(&t);
     failed = failed || match_columns(&t, header, s) || read_samples(predict_path, &t, (size_t)header, s, 0, &d);
-    if (!failed && answer(net, d.n, d.x, NULL, &a, NULL)) failed = fail(predict_path, "out of memory, or a number is too far from those of the training");
+    if (!failed && answer(net, d.n, d.x, NULL, &a, NULL))
+        failed = fail(predict_path, "out of memory, or a number is too far from those of the training");
     if (!failed) printf("line,label,probability,expert\n");
     for (size_t i = 0; i < d.n && !failed; i++) {
         size_t best = best_of(a.y + i * s->n_classes, s->n_classes);
         char text[CSV_SHOWN_SIZE];
-        printf("%lu,%s,%.3f,%d\n", (unsigned long)d.lines[i], csv_shown(s->classes[best], text), probability(a.y + i * s->n_classes, s->n_classes, best), (int)a.first[i]);
+        printf("%lu,%s,%.3f,%d\n", (unsigned long)d.lines[i], csv_shown(s->classes[best], text),
+               probability(a.y + i * s->n_classes, s->n_classes, best), (int)a.first[i]);
         known += d.labels[i] >= 0, right += d.labels[i] == (int32_t)best;
     }
-    if (!failed && known > 0) fprintf(stderr, "%lu of the %lu lines that have a label are right\n", (unsigned long)right, (unsigned long)known);
+    if (!failed && known > 0)
+        fprintf(stderr, "%lu of the %lu lines that have a label are right\n", (unsigned long)right, (unsigned long)known);
     return free_answers(&a), free_samples(&d), csv_free(&t), failed;
 }
 
-/* ---- the whole ------------------------------------------------------------------------------------------------------------------------------------ */
+/* ---- the whole ----------------------------------------------------------------------------------------------------------------------- */
 
 /* The share of the label that is the most frequent: what a classifier that knows nothing reaches. */
 static double most_frequent(const schema *s, const samples *d) {
@@ -839,9 +886,10 @@ static void show_table(const csv_table *t, const schema *s, const samples *d) {
     char shown[CSV_SHOWN_SIZE];
     printf("read       %s: %lu lines", path, (unsigned long)d->n);
     if (d->dropped > 0) printf(" (%lu with missing values left out)", (unsigned long)d->dropped);
-    printf(", %lu numbers each, %lu labels in column %lu (%s)\n", (unsigned long)s->n_features, (unsigned long)s->n_classes, (unsigned long)s->label_place + 1,
-           csv_shown(s->label, shown));
-    if (t->separator != ',') printf("           cells end at %s\n", t->separator == ';' ? "semicolons" : t->separator == '\t' ? "tabs" : "blanks");
+    printf(", %lu numbers each, %lu labels in column %lu (%s)\n", (unsigned long)s->n_features, (unsigned long)s->n_classes,
+           (unsigned long)s->label_place + 1, csv_shown(s->label, shown));
+    if (t->separator != ',')
+        printf("           cells end at %s\n", t->separator == ';' ? "semicolons" : t->separator == '\t' ? "tabs" : "blanks");
 }
 
 static int train(moe_net *net, const schema *s, const samples *d, size_t n_train, moe_evaluation *result) {
@@ -871,8 +919,8 @@ static int show(const moe_net *net, const schema *s, const samples *d, size_t n_
                  answer(net, d->n, d->x, NULL, &of_all, NULL) || find_kinds(&k, experts, s, d, &of_all);
     if (failed) failed = fail("testing", "out of memory");
     else {
-        printf("held-out accuracy %.1f %% of %lu lines; the most frequent label alone would reach %.1f %%\n", 100.0 * (double)result->accuracy,
-               (unsigned long)held.n, 100 * most_frequent(s, &held));
+        printf("held-out accuracy %.1f %% of %lu lines; the most frequent label alone would reach %.1f %%\n",
+               100.0 * (double)result->accuracy, (unsigned long)held.n, 100 * most_frequent(s, &held));
         show_labels(s, &held, &of_held), show_experts(&report, s), show_kinds(&k, s);
         if (report_path != NULL) failed = save_report(net, &report, s, &held, &of_held, &k);
     }

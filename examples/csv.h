@@ -133,23 +133,54 @@ static inline int csv_line(csv_table *t, char **p, size_t line) {
             break;
         }
         if ((cell = csv_cell(&s, t->separator, &after)) == NULL)
-            return sprintf(t->why, "line %lu: a quote is not closed; a cell must end on its line, and a quote inside a quoted cell is doubled", (unsigned long)line), 1;
+            return sprintf(t->why,
+                           "line %lu: a quote is not closed; a cell must end on its line, and a quote inside a quoted cell is doubled",
+                           (unsigned long)line),
+                   1;
         if (n < t->columns) row[n] = cell;
         n++;
         if (after != t->separator && !(t->separator == ' ' && csv_is_blank(after))) break;
     }
     *p = s + (after == '\n');
     if (n != t->columns)
-        return sprintf(t->why, "line %lu has %lu cells, the first line has %lu: every line must have the same columns; add the missing cells, delete the line, or put cells that contain a separator into quotes",
-                       (unsigned long)line, (unsigned long)n, (unsigned long)t->columns), 1;
+        return sprintf(t->why,
+                       "line %lu has %lu cells, the first line has %lu: every line must have the same columns; add the missing cells, "
+                       "delete the "
+                       "line, or put cells that contain a separator into quotes",
+                       (unsigned long)line, (unsigned long)n, (unsigned long)t->columns),
+               1;
     return t->lines[t->rows++] = line, 0;
+}
+
+/* Bytes of the UTF-8 character at s, 0 when there is none. */
+static inline size_t csv_character(const unsigned char *s) {
+    unsigned least = s[0] == 0xe0 ? 0xa0 : s[0] == 0xf0 ? 0x90 : 0x80, most = s[0] == 0xed ? 0x9f : s[0] == 0xf4 ? 0x8f : 0xbf;
+    size_t n = s[0] < 0x80 ? 1 : s[0] < 0xc2 ? 0 : s[0] < 0xe0 ? 2 : s[0] < 0xf0 ? 3 : s[0] < 0xf5 ? 4 : 0, i;
+    if (n > 1 && (s[1] < least || s[1] > most)) return 0;
+    for (i = 2; i < n; i++)
+        if (s[i] < 0x80 || s[i] > 0xbf) return 0;
+    return n;
+}
+
+/* The line in which a text stops being UTF-8, 0 when it does not. */
+static inline size_t csv_broken_line(const char *text) {
+    const unsigned char *s = (const unsigned char *)text;
+    size_t line = 1, n;
+    for (; *s != '\0'; s += n) {
+        line += *s == '\n';
+        if ((n = csv_character(s)) == 0) return line;
+    }
+    return 0;
 }
 
 /* Cuts t->text, which ends with a zero, into at most most_rows rows. 0, or 1 after t->why was written. */
 static inline int csv_cut(csv_table *t, size_t most_rows) {
     char *p = (char *)t->text.data;
     size_t line, length = strlen(p);
-    if (length + 1 < t->text.size) return sprintf(t->why, "byte %lu is zero: this is no text; save the table as CSV, in UTF-8", (unsigned long)length + 1), 1;
+    if (length + 1 < t->text.size)
+        return sprintf(t->why, "byte %lu is zero: this is no text; save the table as CSV, in UTF-8", (unsigned long)length + 1), 1;
+    if ((line = csv_broken_line(p)) > 0)
+        return sprintf(t->why, "line %lu has a character that is not UTF-8: save the table as CSV in UTF-8", (unsigned long)line), 1;
     if (strncmp(p, "\xef\xbb\xbf", 3) == 0) p += 3;
     for (line = 1; *p != '\0' && t->rows < most_rows; line++) {
         size_t blank = strspn(p, " \t\r");

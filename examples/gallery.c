@@ -18,7 +18,19 @@ static const char help[] =
     "  --kernels NAME    instruction set: auto, c, avx2, ... (c: the pictures in the repository are made with it)\n";
 
 /* GRID cells on a side of the picture, POINTS of each of BLOBS clusters, whose labels go round. */
-enum { GRID = 64, BLOBS = 7, POINTS = 32, N = BLOBS * POINTS, LABELS = 3, EXPERTS = 6, WIDTH = 12, HIDDEN = 16, BATCH = 56, NOBODY = EXPERTS, PATH = 1000 };
+enum {
+    GRID = 64,
+    BLOBS = 7,
+    POINTS = 32,
+    N = BLOBS * POINTS,
+    LABELS = 3,
+    EXPERTS = 6,
+    WIDTH = 12,
+    HIDDEN = 16,
+    BATCH = 56,
+    NOBODY = EXPERTS,
+    PATH = 1000
+};
 #define REACH 1.7 /* the picture shows -REACH .. REACH */
 
 static const char *folder = "examples/gallery", *only;
@@ -41,17 +53,19 @@ static int read_options(int count, char **words) {
         else if (strcmp(word, "--seed") == 0) seed = strtol(value, &end, 10);
         else if (strcmp(word, "--steps") == 0) steps = strtol(value, &end, 10);
         else if (strcmp(word, "--kernels") != 0) return fail(word, "no such option; -h explains");
-        else for (kernels = 0; moe_kernels_name(kernels) != NULL && strcmp(moe_kernels_name(kernels), value) != 0;) kernels++;
+        else
+            for (kernels = 0; moe_kernels_name(kernels) != NULL && strcmp(moe_kernels_name(kernels), value) != 0;) kernels++;
         if ((end != NULL && (*end != '\0' || end == value)) || steps < 1 || steps > 100000 || moe_kernels_name(kernels) == NULL)
             return fprintf(stderr, "gallery: %s %s: not a value of this option; -h explains\n", word, value), 1;
         count--, words++;
     }
     if (strlen(folder) > PATH - 100) return fail("-o", "the folder's name is too long");
-    if (only != NULL && moe_preset_find(only) == NULL) return fail(only, "there is no preset of this name; sh examples/run routers lists them");
+    if (only != NULL && moe_preset_find(only) == NULL)
+        return fail(only, "there is no preset of this name; sh examples/run routers lists them");
     return 0;
 }
 
-/* ---- the same points for all -------------------------------------------------------------------------------------------------------------- */
+/* ---- the same points for all --------------------------------------------------------------------------------------------------------- */
 
 static moe_real x[N * 2];
 static int32_t labels[N];
@@ -69,7 +83,7 @@ static void make_points(void) {
     }
 }
 
-/* ---- one preset ----------------------------------------------------------------------------------------------------------------------------- */
+/* ---- one preset ---------------------------------------------------------------------------------------------------------------------- */
 
 /* A preset at the size of the picture: six experts, at most two of them for a token. */
 static moe_status configure(const char *name, moe_layer_config *c, moe_error *error) {
@@ -138,7 +152,7 @@ static moe_status fill(const moe_net *net, size_t module, unsigned char *grid, m
     return free(work), status;
 }
 
-/* ---- the picture ------------------------------------------------------------------------------------------------------------------------------ */
+/* ---- the picture --------------------------------------------------------------------------------------------------------------------- */
 
 typedef struct picture {
     const moe_preset *preset;
@@ -231,7 +245,8 @@ static moe_status put_numbers(moe_stream *stream, const unsigned char *grid) {
 
 /* Half of the points, by label: discs, squares, bars. */
 static moe_status put_points(moe_stream *stream) {
-    static const char *const shape[LABELS] = {"<path class=\"p\" stroke-linecap=\"round\" d=\"", "<path class=\"p\" stroke-linecap=\"square\" d=\"", "<path class=\"p bar\" d=\""};
+    static const char *const shape[LABELS] = {"<path class=\"p\" stroke-linecap=\"round\" d=\"",
+                                              "<path class=\"p\" stroke-linecap=\"square\" d=\"", "<path class=\"p bar\" d=\""};
     moe_status status = MOE_OK;
     char text[60];
     for (int label = 0; label < LABELS && status == MOE_OK; label++) {
@@ -264,18 +279,21 @@ static moe_status put_shares(moe_stream *stream, const unsigned char *grid) {
 
 /* Colours that are told apart with the common kinds of colour blindness (Okabe, Ito 2008, Color universal design). */
 static moe_status write_svg(void *ctx, moe_stream *stream) {
-    static const char begin[] = "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 64 64\" width=\"256\" height=\"256\" role=\"img\" aria-labelledby=\"t d\">\n<title id=\"t\">";
+    static const char begin[] = "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 64 64\" width=\"256\" height=\"256\" role=\"img\" "
+                                "aria-labelledby=\"t d\">\n<title id=\"t\">";
     static const char style[] =
         "</desc>\n<style>\n"
         ".b{fill:#fff}.e0{fill:#e69f00}.e1{fill:#56b4e9}.e2{fill:#009e73}.e3{fill:#f0e442}.e4{fill:#4a7fd0}.e5{fill:#cc79a7}\n"
         "path{fill-opacity:.62}.p{fill:none;stroke:#000;stroke-opacity:.5;stroke-width:1.1}.bar{stroke-width:.8}\n"
-        ".n{font:bold 6px sans-serif;text-anchor:middle;fill:#000;stroke:#fff;stroke-width:1.4px;paint-order:stroke;stroke-linejoin:round}\n"
+        ".n{font:bold 6px "
+        "sans-serif;text-anchor:middle;fill:#000;stroke:#fff;stroke-width:1.4px;paint-order:stroke;stroke-linejoin:round}\n"
         "@media(prefers-color-scheme:dark){.b{fill:#0d1117}.p{stroke:#fff}.n{fill:#fff;stroke:#0d1117}}\n"
         "</style>\n<rect class=\"b\" width=\"64\" height=\"64\"/>\n<g shape-rendering=\"crispEdges\">\n";
     const picture *p = (const picture *)ctx;
     moe_status status = put(stream, begin);
     if (status == MOE_OK) status = put_escaped(stream, p->preset->name, 0);
-    if (status == MOE_OK) status = put(stream, ": which expert is the first choice where</title>\n<desc id=\"d\">The plane of two inputs. ");
+    if (status == MOE_OK)
+        status = put(stream, ": which expert is the first choice where</title>\n<desc id=\"d\">The plane of two inputs. ");
     if (status == MOE_OK) status = put_escaped(stream, p->preset->formula, 0);
     if (status == MOE_OK) status = put_shares(stream, p->grid);
     if (status == MOE_OK) status = put(stream, style);
@@ -306,21 +324,27 @@ static int draw(const moe_preset *preset, char *why) {
     return moe_file_replace(path, write_svg, &p, &error) != MOE_OK ? fail(path, error.message) : 0;
 }
 
-/* ---- the page ------------------------------------------------------------------------------------------------------------------------------------ */
+/* ---- the page ------------------------------------------------------------------------------------------------------------------------ */
 
 enum { TOP_K, MANY, ASSIGNED, EXPERTS_SAY, CLUSTERS, REFINED, ALL, CHANCE, PUBLISHED, N_GROUPS };
 static const struct {
     const char *title, *about;
 } groups[N_GROUPS] = {
-    {"The best k by a score", "Each token takes the k experts with the largest score, of which the weights are made. Begin here: causal and cheap, and dropless but for gshard and vmoe."},
+    {"The best k by a score", "Each token takes the k experts with the largest score, of which the weights are made. Begin here: causal "
+                              "and cheap, and dropless but for gshard and vmoe."},
     {"As many experts as a token needs", "The number of experts follows from the gate: sure tokens take few, hard ones more."},
-    {"Load made even by the choice itself", "Experts choose tokens, or an assignment serves both sides. Even load without a balance loss; what a token gets depends on the others in the call."},
+    {"Load made even by the choice itself", "Experts choose tokens, or an assignment serves both sides. Even load without a balance loss; "
+                                            "what a token gets depends on the others in the call."},
     {"The experts say who is fit", "The score is read from inside the experts, which therefore all begin on every token."},
-    {"Adaptive clustering", "Features count more where the cluster of the token is tight. Needs a mixture before it in the net; here one of smoe."},
+    {"Adaptive clustering",
+     "Features count more where the cluster of the token is tight. Needs a mixture before it in the net; here one of smoe."},
     {"Refined by other tokens", "A token's gate is mixed with those of tokens like it, or that it attends to."},
-    {"All experts take part", "Dense gates of small experts, and soft mixtures of tokens: nothing is chosen, so every step is differentiable. The picture shows the largest weight."},
-    {"By chance or by table", "The router is not learned: a random start that stays, a draw, or a table of token ids. Baselines that are hard to beat by much."},
-    {"As published models have it", "The routing of models whose weights are public, in their own numbers of experts; the pictures have six."},
+    {"All experts take part", "Dense gates of small experts, and soft mixtures of tokens: nothing is chosen, so every step is "
+                              "differentiable. The picture shows the largest weight."},
+    {"By chance or by table",
+     "The router is not learned: a random start that stays, a draw, or a table of token ids. Baselines that are hard to beat by much."},
+    {"As published models have it",
+     "The routing of models whose weights are public, in their own numbers of experts; the pictures have six."},
 };
 
 /* Where a preset belongs: those from mixtral on are of published models, the others go by what is special about them. */
@@ -333,8 +357,8 @@ static int group_of(const moe_preset *p) {
     if (c.select == MOE_SELECT_DENSE || c.select == MOE_SELECT_SOFT) return ALL;
     if (c.select == MOE_SELECT_HASH || c.select == MOE_SELECT_SAMPLE || c.score == MOE_SCORE_RANDOM) return CHANCE;
     if (c.select == MOE_SELECT_TOP_P || c.select == MOE_SELECT_THRESHOLD || c.select == MOE_SELECT_POSITIVE) return MANY;
-    return c.select == MOE_SELECT_EXPERT_CHOICE || c.select == MOE_SELECT_AFFINITY || c.select == MOE_SELECT_SINKHORN || c.select == MOE_SELECT_BALANCED ||
-                   c.score == MOE_SCORE_GRAP
+    return c.select == MOE_SELECT_EXPERT_CHOICE || c.select == MOE_SELECT_AFFINITY || c.select == MOE_SELECT_SINKHORN ||
+                   c.select == MOE_SELECT_BALANCED || c.score == MOE_SCORE_GRAP
                ? ASSIGNED
                : TOP_K;
 }
@@ -365,7 +389,8 @@ static moe_status put_preset(moe_stream *stream, const moe_preset *p, const char
     if (status != MOE_OK) return status;
     c.router.d_model = 512;
     if (c.router.select == MOE_SELECT_HASH) c.router.table_size = 32000;
-    if (*why == '\0') sprintf(text, "| <img src=\"%s.svg\" width=\"180\" alt=\"regions of %s\"> | ", p->name, p->name), status = put(stream, text);
+    if (*why == '\0')
+        sprintf(text, "| <img src=\"%s.svg\" width=\"180\" alt=\"regions of %s\"> | ", p->name, p->name), status = put(stream, text);
     else {
         status = put(stream, "| no picture: ");
         if (status == MOE_OK) status = put_escaped(stream, why, 1);
@@ -425,16 +450,24 @@ static moe_status put_contents(moe_stream *stream) {
 static moe_status write_page(void *ctx, moe_stream *stream) {
     static const char begin[] =
         "# The routers, one by one\n\n"
-        "Made by `sh examples/run gallery` from the library's table of presets; nothing here is written by hand. Every preset was trained on the same 224\n"
-        "points of a plane (seven clusters, three labels: discs, squares, bars), in the same net: a linear layer from 2 to 12 numbers, the mixture with six\n"
-        "experts, at most two of them for a point, and a linear layer that answers. Colour and number tell which expert is a point's first choice; where no\n"
-        "expert takes a point the ground shows. Each row of a picture is routed in one call with the training points, so that routers which look at other\n"
-        "tokens find them there. A picture shows one seed, and no more than where borders can run; presets that differ only in weights, losses or numbers of\n"
+        "Made by `sh examples/run gallery` from the library's table of presets; nothing here is written by hand. Every preset was trained "
+        "on the same 224\n"
+        "points of a plane (seven clusters, three labels: discs, squares, bars), in the same net: a linear layer from 2 to 12 numbers, the "
+        "mixture with six\n"
+        "experts, at most two of them for a point, and a linear layer that answers. Colour and number tell which expert is a point's first "
+        "choice; where no\n"
+        "expert takes a point the ground shows. Each row of a picture is routed in one call with the training points, so that routers "
+        "which look at other\n"
+        "tokens find them there. A picture shows one seed, and no more than where borders can run; presets that differ only in weights, "
+        "losses or numbers of\n"
         "experts look alike here.\n\n"
-        "`moe_layer_preset(NAME, &config, &error)` sets what stands behind *set by*; every field can be changed afterwards. `sh examples/run routers NAME`\n"
+        "`moe_layer_preset(NAME, &config, &error)` sets what stands behind *set by*; every field can be changed afterwards. `sh "
+        "examples/run routers NAME`\n"
         "explains a preset stage by stage, `routers NAME --show` follows a token through it.\n\n"
-        "Traits: *causal*, later tokens do not change a token's result; *needs\\_batch*, other tokens of the call do; *needs\\_token\\_ids*,\n"
-        "*needs\\_attention*, *needs\\_previous\\_layer*, what the caller or the net must supply; *needs\\_all\\_experts*, all experts begin on every token;\n"
+        "Traits: *causal*, later tokens do not change a token's result; *needs\\_batch*, other tokens of the call do; "
+        "*needs\\_token\\_ids*,\n"
+        "*needs\\_attention*, *needs\\_previous\\_layer*, what the caller or the net must supply; *needs\\_all\\_experts*, all experts "
+        "begin on every token;\n"
         "*stochastic*, draws random numbers in training; *stateful*, keeps numbers between steps, which are saved with the model.\n\n";
     const page *of = (const page *)ctx;
     moe_status status = put(stream, begin);

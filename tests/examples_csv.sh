@@ -58,6 +58,7 @@ refused all_lines_have_the_same_label 2,$s/[^,]*$/same/
 refused is_it_the_label? s/[^,]*$/&/;=
 refused is_zero:_this_is_no_text 3s/,/\x00/
 refused nothing_is_in_it d
+refused line_4_has_a_character_that_is_not_UTF-8 4s/long\|wide\|small/caf\xe9/
 refused one_column_only s/,.*//
 told no_column_colour --label colour
 told no_column_7 --skip length,7
