@@ -533,18 +533,17 @@ static int save_report(const moe_net *net, const moe_report *r, const schema *s,
     for (size_t i = 0; i < s->n_features && !failed; i++) names[i] = s->features[i].name;
     figures[n] = moe_figure_classes(r);
     figures[n].title = "Who takes what", figures[n].caption = "Held-out lines that the router sends to each expert, by their label.";
-    figures[n].column_names = s->classes, figures[n++].column_label = "label";
-    figures[n] = labels_of(s, held, a, by_label), n++;
-    figures[n] = moe_figure_load(r), n++;
+    figures[n].column_names = s->classes, figures[n].value_label = "lines", figures[n++].column_label = "label";
+    figures[n] = moe_figure_load(r), figures[n++].value_label = "lines";
     figures[n].title = "What the lines of an expert have in common", figures[n].rows = k->experts, figures[n].columns = s->n_features;
     figures[n].caption =
         "Mean of each column over the lines that have the expert as their first choice, in standard deviations from the mean of all lines.";
-    figures[n].values = k->mean, figures[n].column_names = names, figures[n].column_label = "column",
-    figures[n].value_label = "standard deviations";
+    figures[n].values = k->mean, figures[n].column_names = names, figures[n].column_label = "column", figures[n].value_label = "st. dev.";
     figures[n++].decimals = 1;
     figures[n] = moe_figure_history(&history, 0, 3, curves);
     figures[n].title = "Loss over the epochs", figures[n].column_label = "epoch", figures[n++].value_label = "nats";
     if (s->n_features == 2 && !failed && map_of(net, s, &figures[n++], experts, axes)) failed = fail(report_path, "out of memory");
+    figures[n] = labels_of(s, held, a, by_label), n++;
     sprintf(title, "Experts of %s: who takes what", csv_shown(path, shown));
     if (!failed && moe_report_save(report_path, title, figures, n, &error)) failed = fail(report_path, error.message);
     if (!failed) printf("\nreport     %s\n", report_path);
