@@ -49,6 +49,8 @@
      MOE_NO_QUANT      yes   no int8 and int4 weights (see moe_kernels.h)
      MOE_NO_REPORT     yes   no figures and reports (moe_report_svg and its neighbours); MOE_NO_TRAIN leaves them out too
      MOE_STB_DS_PATH   no    the header's name in quotes, when it is not found as "stb_ds.h" or <stb/stb_ds.h>
+     What they save of the object's 578 kB (gcc -O2, x86-64; measured by tests/options.sh, more in moe_kernels.h): MOE_NO_TRAIN 234 kB, MOE_NO_QUANT 111 kB,
+     MOE_NO_STDIO 7 kB, MOE_NO_MALLOC next to nothing. None of them changes the speed of a forward pass.
 
    Glossary (the words of moe_routers.h, and)
      layer        a router and E experts: y_t = sum over the chosen e of w_te f_e(x_t), plus shared experts.
@@ -121,6 +123,11 @@
      beyond the first two read its experts one by one (moe_mixture_loss does it for arrays of your own). moe_modular_* are modular networks by hard
      EM, moe_hme_* the hierarchical mixture. Decoupled training: train the experts on splits of the data, freeze them (MOE_PARAM_FROZEN in the flags
      of their tensors), then train the gate; an attentive gate teaches an ordinary one by loss_distill with its logits as the teacher.
+
+     Reports.   A moe_figure is plain data: an expert x class table, loads, curves over training, a text coloured by expert, a comparison, a map of regions.
+     moe_report_svg draws it, moe_report_html makes a page of several, moe_report_text writes it for a terminal; moe_report_save takes the form from a name:
+       moe_figure figures[2];  figures[0] = moe_figure_classes(&report);  figures[1] = moe_figure_history(&history, 0, 2, names);
+       moe_report_save("report.html", "My experts", figures, 2, &error);         report is that of moe_metrics_report, history of moe_history_add
 
      A model for small machines.   moe_model_create makes one of a trained net, with float weights or in integers; moe_infer runs it here;
      moe_export_c writes it as a C header with constants, which firmware includes:
@@ -321,6 +328,8 @@
 #define moe_int_op_accumulate moe_int_op_accumulate_f64
 #define moe_int_op_rest moe_int_op_rest_f64
 #define moe_mixture_loss moe_mixture_loss_f64
+#define moe_struct_names moe_struct_names_f64
+#define moe_struct_place moe_struct_place_f64
 #define moe_report_svg moe_report_svg_f64
 #define moe_report_html moe_report_html_f64
 #define moe_report_text moe_report_text_f64
@@ -329,8 +338,6 @@
 #define moe_figure_load moe_figure_load_f64
 #define moe_history_add moe_history_add_f64
 #define moe_figure_history moe_figure_history_f64
-#define moe_struct_names moe_struct_names_f64
-#define moe_struct_place moe_struct_place_f64
 #endif
 
 #ifdef __cplusplus
@@ -487,7 +494,7 @@ MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors,
 /* Kinds of experts, [out,in] matrices, one block of E in each tensor:
      swiglu      y = down (silu(gate x) * (up x))                        experts.gate, .up [E,f,d], .down [E,o,f]  (Shazeer 2020, GLU variants improve transformer)
        or, with g = min(gate x + b_g, L), u = max(-L, min(up x + b_u, L)),
-                 y = down (g sigmoid(alpha g) * (u + offset)) + b_d      with expert_bias: experts.gate_bias, .up_bias [E,f], .down_bias [E,o]  (OpenAI 2025, gpt-oss model card)
+                 y = down (g sigmoid(alpha g) * (u + offset)) + b_d      and experts.gate_bias, .up_bias [E,f], .down_bias [E,o]  (gpt-oss, 2025)
      mlp         y = W2 act(W1 x + b1) + b2                              experts.fc1.weight [E,f,d], .fc1.bias [E,f], .fc2.weight [E,o,f], .fc2.bias [E,o]
      linear      y = W x + b                                             experts.weight [E,o,d], .bias [E,o]
      factorised  y = down (silu(expand (reduce x)) * (up x))             experts.reduce [E,l,d], .expand [E,f,l], .up [E,f,d], .down [E,o,f] (Lv et al. 2025) */
@@ -1269,7 +1276,7 @@ MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, i
 /* What a figure shows. The first is {0}.
      HEAT    a table coloured by value: expert x class, layer x expert
      BARS    a bar per row, for up to 4 columns side by side; spread: whiskers
-     LINES   a curve per row through its columns: losses and entropies over steps; up to 16 rows have a style and a name each
+     LINES   a curve per row through those of its columns that have a value: losses and entropies over steps; 32 rows have a style and a name each
      TOKENS  a text, column by column, with the expert that each row (a layer) chose for each token; values: its weight, 0..1
      TABLE   numbers, or texts where there are cells: comparisons; spread: "0.52 +- 0.03"
      MAP     a plane of regions: the expert at each point of a grid, row 0 at the top */
@@ -3679,13 +3686,21 @@ static size_t moei_stride(const moe_layer *layer, size_t width) {
     return moei_table(layer->kernels)->id == MOE_KERNELS_C ? width : (lines | 1) * MOEI_UNIT;
 }
 
-/* What a swiglu expert's gate has beyond the plain one. */
+/* Whether the experts' gates are more than silu(gate) * up. */
+static int moei_is_shaped(const moe_layer_config *c) {
+    if (moei_is_set(c->swiglu_alpha) && moei_is_set(c->swiglu_alpha - MOEI_R(1.0))) return 1;
+    return moei_is_set(c->swiglu_limit) || moei_is_set(c->swiglu_offset);
+}
+
 static void moei_chain_shape(moei_chain *chain, const moe_layer_config *c) {
     chain->alpha = c->swiglu_alpha > MOEI_R(0.0) ? c->swiglu_alpha : MOEI_R(1.0);
     chain->limit = c->swiglu_limit > MOEI_R(0.0) ? c->swiglu_limit : MOEI_INFINITY;
     chain->offset = c->swiglu_offset;
-    chain->shaped = moei_is_set(chain->alpha - MOEI_R(1.0)) || c->swiglu_limit > MOEI_R(0.0) || moei_is_set(chain->offset);
+    chain->shaped = moei_is_shaped(c);
 }
+
+/* A constant 0 where such gates are left out. */
+#define MOEI_SHAPED(chain) (MOEI_KEPT(EXTRAS, MOE_EXTRA_SHAPED) && (chain)->shaped)
 
 static moei_chain moei_chain_begin(const moe_layer *layer, int kind) {
     const moe_layer_config *c = &layer->config;
@@ -3808,7 +3823,7 @@ static void moei_step_columns(const moei_chain *chain, const moei_step *step, si
     const moe_kernels *k = chain->layer->kernels;
     size_t ld = chain->ld[step->to], ld_in;
     const moe_real *in;
-    if (step->op == MOEI_STEP_MATMUL || chain->shaped) {
+    if (step->op == MOEI_STEP_MATMUL || MOEI_SHAPED(chain)) {
         if (step->op == MOEI_STEP_MATMUL) moei_matmul_columns(chain, step, j, count);
         else moei_shaped_columns(chain, step, j, count);
         return;
@@ -3909,10 +3924,10 @@ static void moei_elementwise_backward(const moei_chain *chain, const moei_step *
     size_t ld = chain->ld[step->to], ld_in, i, p;
     const moe_real *in = moei_from(chain, step->from, &ld_in) + j, *d_out = chain->d_node[step->to] + j;
     moe_real *d_in = chain->d_node[step->from] + j, part[MOEI_STAGE_COLUMNS];
-    for (i = 0; i < chain->n && chain->shaped; i++)
+    for (i = 0; i < chain->n && MOEI_SHAPED(chain); i++)
         for (p = 0; p < count; p += MOEI_STAGE_COLUMNS)
             moei_shaped_backward(chain, step, i, j + p, count - p < MOEI_STAGE_COLUMNS ? count - p : (size_t)MOEI_STAGE_COLUMNS);
-    for (i = 0; i < chain->n && !chain->shaped; i++, in += ld_in, d_in += ld_in, d_out += ld) {
+    for (i = 0; i < chain->n && !MOEI_SHAPED(chain); i++, in += ld_in, d_in += ld_in, d_out += ld) {
         if (step->op == MOEI_STEP_GATED) {
             size_t at = i * chain->ld[step->second] + j;
             moe_gated_backward(k, chain->act, count, in, chain->node[step->second] + at, d_out, d_in, chain->d_node[step->second] + at);
@@ -4475,6 +4490,7 @@ static moe_status moei_layer_call_check(const moe_layer *layer, const moe_call *
     if (!MOEI_KEPT(ACTS, layer->config.expert == MOE_EXPERT_MLP ? layer->config.act : (int)MOE_ACT_SILU) && layer->config.expert != MOE_EXPERT_LINEAR)
         return MOE_ERR_UNSUPPORTED;
     if (layer->config.n_shared > 0 && !MOEI_KEPT(ACTS, MOE_ACT_SILU)) return MOE_ERR_UNSUPPORTED;
+    if (!MOEI_KEPT(EXTRAS, MOE_EXTRA_SHAPED) && moei_is_shaped(&layer->config)) return MOE_ERR_UNSUPPORTED;
     if (!MOEI_FITS_INT32(call->n_tokens)) return MOE_ERR_OVERFLOW;
     if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
     for (place = 0; layer->places >> place != 0; place++)
@@ -6663,8 +6679,7 @@ static void moei_line_bits(moei_lines *p, uint64_t bits) {
     moei_text t;
     t.out = digits, t.room = sizeof digits, t.length = 0;
     moei_put_unsigned(&t, bits);
-    moei_line(p, "%su", digits);
-    if (bits >> 32 != 0) moei_line(p, "ll");
+    moei_line(p, "%su%s", digits, bits >> 32 != 0 ? "ll" : ""); /* one piece: no line ends inside */
 }
 
 /* In the order of moe_layer's members; its router's own tensors stay empty. */
@@ -14449,6 +14464,7 @@ static moei_masks moei_masks_of(const moe_net *net) {
         if (!moei_is_layer(module)) continue;
         moei_mask_router(&m, &c->router); /* a feed_forward has one too */
         if (c->expert == MOE_EXPERT_MLP) m.acts |= moei_mask_bit(c->act);
+        if (moei_is_shaped(c)) m.extras |= moei_mask_bit(MOE_EXTRA_SHAPED);
         if (c->expert == MOE_EXPERT_SWIGLU || c->expert == MOE_EXPERT_FACTORISED || c->n_shared > 0) m.acts |= moei_mask_bit(MOE_ACT_SILU);
     }
     return m;
@@ -14599,8 +14615,9 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
 #define MOEI_OF_moe_file_tensor(M, s) M(s, name) M(s, name_length) M(s, dtype) M(s, n_dims) M(s, shape) M(s, count) M(s, data) M(s, bytes)
 #define MOEI_OF_moe_file(M, s) M(s, bytes) M(s, size) M(s, header_size) M(s, n_tensors) M(s, at) M(s, metadata_at) M(s, metadata_end)
 #define MOEI_OF_moe_metadata(M, s) M(s, key) M(s, value)
-#define MOEI_OF_moe_layer_config(M, s) M(s, router) M(s, d_out) M(s, expert) M(s, d_ff) M(s, d_low) M(s, act) M(s, no_expert_bias) M(s, n_shared) \
-    M(s, d_shared) M(s, add_input) M(s, shared_sigmoid) M(s, kernels)
+#define MOEI_OF_moe_layer_config(M, s) M(s, router) M(s, d_out) M(s, expert) M(s, d_ff) M(s, d_low) M(s, act) M(s, no_expert_bias) \
+    M(s, swiglu_alpha) M(s, swiglu_limit) M(s, swiglu_offset) M(s, expert_bias) M(s, n_shared) M(s, d_shared) M(s, add_input) M(s, shared_sigmoid) \
+    M(s, kernels)
 #define MOEI_OF_moe_layer(M, s) M(s, config) M(s, router) M(s, kernels) M(s, places) M(s, tensors) M(s, gradients) M(s, packed) M(s, packed_type) \
     M(s, is_packed) M(s, memory) M(s, memory_size) M(s, allocator)
 #define MOEI_OF_moe_quant_error(M, s) M(s, rows) M(s, output)
@@ -14635,6 +14652,10 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
 #define MOEI_OF_moe_hme(M, s) M(s, config) M(s, gate) M(s, gates) M(s, experts) M(s, variances) M(s, parameters) M(s, n_parameters) M(s, kept) \
     M(s, best) M(s, gradient) M(s, normal) M(s, outputs) M(s, groups) M(s, row) M(s, width) M(s, in_group) M(s, all) M(s, memory) \
     M(s, memory_size) M(s, allocator)
+#define MOEI_OF_moe_figure(M, s) M(s, kind) M(s, title) M(s, caption) M(s, rows) M(s, columns) M(s, stride) M(s, values) M(s, spread) \
+    M(s, experts) M(s, cells) M(s, row_names) M(s, column_names) M(s, row_label) M(s, column_label) M(s, value_label) M(s, x) M(s, y) \
+    M(s, n_experts) M(s, decimals) M(s, reference) M(s, reference_name)
+#define MOEI_OF_moe_history(M, s) M(s, n) M(s, at) M(s, values) M(s, seen) M(s, every)
 #define MOEI_OF_moe_loader(M, s) M(s, ctx) M(s, fetch)
 #define MOEI_OF_moe_int_op(M, s) M(s, run) M(s, shape) M(s, at) M(s, in) M(s, other) M(s, out) M(s, factor) M(s, factor2) M(s, index)
 #define MOEI_OF_moe_int_mixture(M, s) M(s, router) M(s, score) M(s, n_score) M(s, expert) M(s, n_expert) M(s, shared) M(s, n_shared) M(s, experts) \
@@ -14655,8 +14676,8 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
     S(moe_stream) S(moe_buffer) S(moe_tensor) S(moe_file_tensor) S(moe_file) S(moe_metadata) S(moe_layer_config) S(moe_layer) S(moe_quant_error) \
     S(moe_layer_pass) S(moe_attention_config) S(moe_module) S(moe_net) S(moe_net_pass) S(moe_cache) S(moe_sampling) S(moe_data) S(moe_evaluation) \
     S(moe_progress) S(moe_param_group) S(moe_train_config) S(moe_trainer) S(moe_step) S(moe_modular) S(moe_modular_step_result) S(moe_mixture) \
-    S(moe_hme_config) S(moe_hme) S(moe_loader) S(moe_int_op) S(moe_int_mixture) S(moe_int_attention) S(moe_model) S(moe_int_run) S(moe_choice) \
-    S(moe_model_config) S(moe_int_router_names) S(moe_built_model)
+    S(moe_hme_config) S(moe_hme) S(moe_figure) S(moe_history) S(moe_loader) S(moe_int_op) S(moe_int_mixture) S(moe_int_attention) S(moe_model) \
+    S(moe_int_run) S(moe_choice) S(moe_model_config) S(moe_int_router_names) S(moe_built_model)
 /* layouts: end */
 
 #define MOEI_LAYOUT_WORD(s, member) " " #member
@@ -14717,6 +14738,7 @@ typedef struct moei_pen {
     moe_status status;
     int xml, colour; /* escapes; colours of terminals */
     size_t used;
+    size_t blanks; /* of text: spaces that are written once something follows them on the line */
     char room[512];
 } moei_pen;
 
@@ -14725,10 +14747,20 @@ static void moei_pen_flush(moei_pen *p) {
     p->used = 0;
 }
 
+static void moei_pen_byte(moei_pen *p, char c) {
+    if (p->used == sizeof p->room) moei_pen_flush(p);
+    p->room[p->used++] = c;
+}
+
 static void moei_pen_put(moei_pen *p, const char *s, size_t n) {
     for (; n > 0; s++, n--) {
-        if (p->used == sizeof p->room) moei_pen_flush(p);
-        p->room[p->used++] = *s;
+        if (!p->xml && *s == ' ') {
+            p->blanks++;
+            continue;
+        }
+        if (*s == '\n') p->blanks = 0;
+        for (; p->blanks > 0; p->blanks--) moei_pen_byte(p, ' ');
+        moei_pen_byte(p, *s);
     }
 }
 
@@ -14805,7 +14837,7 @@ static void moei_draw(moei_pen *p, const char *format, ...) {
         else if (*format == 'z') moei_put_unsigned(&t, va_arg(arguments, size_t));
         else if (*format == 'c') {
             double tenths = va_arg(arguments, double) * 10.0;
-            int64_t whole = (int64_t)(tenths < 0.0 ? tenths - 0.5 : tenths + 0.5), size = whole < 0 ? -whole : whole;
+            int64_t whole = (int64_t)(!(tenths > -1e9 && tenths < 1e9) ? 0.0 : tenths < 0.0 ? tenths - 0.5 : tenths + 0.5), size = whole < 0 ? -whole : whole;
             if (whole < 0) moei_put(&t, "-", 1);
             moei_put_integer(&t, size / 10);
             if (size % 10 > 0) moei_put(&t, ".", 1), moei_put_integer(&t, size % 10);
@@ -14873,15 +14905,15 @@ struct moei_plot {
     const moei_figure_kind *kind;
     moei_pen *p;
     size_t rows, columns, row_step, column_step; /* what is shown: each a mean of (MAP, tables: the first of) so many */
-    size_t n_experts;
+    size_t n_experts, number;    /* number: of the figure in its page */
     double low, high;            /* of the values */
     int any, decimals, numbers, turned; /* any: there is a value; numbers: they stand in the cells; turned: names of columns do */
     double left, top, width, height, cell_w, cell_h;
     size_t digits, names, heads; /* columns that the widest number, row's name and column's name take */
 };
 
-enum { MOEI_PHONE = 340 /* the width of most figures */, MOEI_LINE_HEIGHT = 18, MOEI_LEGEND_MOST = 64, MOEI_TINTS = 16, MOEI_LEVELS = 10, MOEI_TOKENS_MOST = 3000 };
-static const double moei_char = 7.4; /* of one character, in pixels */
+enum { MOEI_LEGEND_MOST = 64, MOEI_TINTS = 16, MOEI_LEVELS = 10, MOEI_TOKENS_MOST = 3000 };
+static const double moei_char = 7.4, moei_line_height = 18.0, moei_phone = 340.0, moei_plot_height = 190.0; /* in pixels; phone: width of most figures */
 
 static size_t moei_least(size_t a, size_t b) { return a < b ? a : b; }
 static size_t moei_larger_size(size_t a, size_t b) { return a > b ? a : b; }
@@ -14980,7 +15012,7 @@ static void moei_figure_measure(moei_plot *q, size_t only) {
 
 static double moei_plot_share(const moei_plot *q, double value) {
     double share = q->high > q->low ? (value * 0.5 - q->low * 0.5) / (q->high * 0.5 - q->low * 0.5) : 0.0;
-    return share < 0.0 ? 0.0 : share > 1.0 ? 1.0 : share;
+    return !(share > 0.0) ? 0.0 : share > 1.0 ? 1.0 : share; /* halves of the least numbers there are make 0 / 0 */
 }
 
 /* Room for names and numbers; names are cut at `most` columns. */
@@ -15033,7 +15065,7 @@ static void moei_colours(moei_pen *p, int dark) {
 static void moei_style(moei_pen *p) {
     moei_draw(p, ".moe text{font:13px system-ui,-apple-system,\"Segoe UI\",Roboto,\"Noto Sans\",sans-serif;white-space:pre}.moe .b{font-size:16px;font-weight:600}"
                  ".moe .r{text-anchor:end}.moe .n{text-anchor:middle}.moe .k{font-family:ui-monospace,\"DejaVu Sans Mono\",Menlo,Consolas,monospace}"
-                 ".moe .l{fill:none;stroke-width:2;stroke-linecap:round;stroke-linejoin:round}.moe .g,.moe .a{fill:none}"
+                 ".moe .l{fill:none;stroke-width:2;stroke-linecap:round;stroke-linejoin:round}.moe .g,.moe .a{fill:none}.moe .z{shape-rendering:crispEdges}"
                  ".moe .d1{stroke-dasharray:7 4}.moe .d2{stroke-dasharray:2 4}.moe .d3{stroke-dasharray:9 4 2 4}");
     moei_colours(p, 0);
     moei_draw(p, "@media(prefers-color-scheme:dark){"), moei_colours(p, 1), moei_draw(p, "}");
@@ -15077,7 +15109,7 @@ static const char *moei_wrap(const char *s, size_t width, const char **next) {
 static double moei_paragraph(moei_plot *q, const char *s, double y, const char *class_name, size_t width, int draw) {
     while (s != NULL && *s != '\0') {
         const char *next, *end = moei_wrap(s, width, &next);
-        y += MOEI_LINE_HEIGHT + (*class_name == 'b' ? 3 : 0);
+        y += moei_line_height + (*class_name == 'b' ? 3 : 0);
         if (draw) {
             moei_draw(q->p, "<text y=\"%c\" class=\"%s\">", y - 4.0, class_name);
             while (s < end) moei_pen_char(q->p, moei_next_shown(&s));
@@ -15096,7 +15128,6 @@ static void moei_chip(moei_plot *q, double x, double y, double width, double hei
     moei_write_at(q, x + width / 2.0, y + height - 4.0, "e n", moei_number(room, (double)e, 0), 9);
 }
 
-static double moei_legend_height(const moei_plot *q, size_t columns) { return q->n_experts > MOEI_LEGEND_MOST ? 0.0 : (double)((q->n_experts + columns - 1) / columns) * 22.0 + 6.0; }
 
 /* The share of the cells of row `row` (SIZE_MAX: of all) that expert e has, of those with an expert. */
 static double moei_expert_share(const moei_plot *q, size_t row, int32_t e) {
@@ -15109,16 +15140,20 @@ static double moei_expert_share(const moei_plot *q, size_t row, int32_t e) {
     return all > 0 ? (double)its / (double)all : 0.0;
 }
 
-/* Experts and their shares. */
-static void moei_legend(moei_plot *q, double y) {
+/* Experts and their shares, from y on, if draw; returns the height. */
+static double moei_legend(moei_plot *q, double y, int draw) {
     char room[48];
-    size_t e;
-    if (q->n_experts > MOEI_LEGEND_MOST) return;
-    for (e = 0; e < q->n_experts; e++) {
-        double x = (double)(e % 4) * 85.0, at = y + (double)(e / 4) * 22.0;
-        moei_chip(q, x, at, 28.0, 18.0, (int32_t)e);
-        moei_draw(q->p, "<text x=\"%c\" y=\"%c\" class=\"m\">%s %%</text>\n", x + 33.0, at + 14.0, moei_number(room, 100.0 * moei_expert_share(q, SIZE_MAX, (int32_t)e), 1));
+    size_t e, shown = 0;
+    for (e = 0; e < moei_least(q->n_experts, MOEI_LEGEND_MOST); e++) {
+        double share = moei_expert_share(q, SIZE_MAX, (int32_t)e), x = (double)(shown % 4) * 85.0, at = y + (double)(shown / 4) * 22.0;
+        if (!(share > 0.0) && q->f->n_experts <= 0) continue;
+        if (draw) {
+            moei_chip(q, x, at, 28.0, 18.0, (int32_t)e);
+            moei_draw(q->p, "<text x=\"%c\" y=\"%c\" class=\"m\">%s %%</text>\n", x + 33.0, at + 14.0, moei_number(room, 100.0 * share, 1));
+        }
+        shown++;
     }
+    return (double)((shown + 3) / 4) * 22.0 + 6.0;
 }
 
 /* How many digits the largest of n experts has. */
@@ -15145,7 +15180,7 @@ static void moei_from_zero(moei_plot *q) {
     if (q->low > 0.0 && q->low <= q->high * 0.5) q->low = 0.0;
 }
 
-static int moei_level(const moei_plot *q, double value) { return (int)moei_smaller(moei_plot_share(q, value) * MOEI_LEVELS, MOEI_LEVELS - 1.0); }
+static int moei_level(const moei_plot *q, double value) { return (int)moei_smaller(moei_plot_share(q, value) * 10.0, 9.0); }
 
 static void moei_plan_heat(moei_plot *q) {
     size_t label;
@@ -15156,12 +15191,12 @@ static void moei_plan_heat(moei_plot *q) {
     q->numbers = q->column_step == 1 && q->row_step == 1 && q->columns <= 48 && q->digits <= 10;
     label = moei_text_width(moei_row_label(q));
     q->left = (double)moei_larger_size(q->names, moei_least(label, 10)) * moei_char + 8.0;
-    q->cell_w = q->numbers ? (double)q->digits * moei_char + 8.0 : 12.0;
-    if (q->columns > 0) q->cell_w = moei_larger(q->cell_w, moei_smaller((MOEI_PHONE - q->left) / (double)q->columns, 60.0));
+    q->cell_w = q->numbers ? (double)q->digits * moei_char + 6.0 : 12.0;
+    if (q->columns > 0) q->cell_w = moei_larger(q->cell_w, moei_smaller((moei_phone - q->left) / (double)q->columns, 60.0));
     q->cell_h = q->numbers ? 24.0 : 14.0;
     q->turned = (double)q->heads * moei_char > q->cell_w - 2.0;
-    q->top = MOEI_LINE_HEIGHT + (q->turned ? (double)q->heads * moei_char + 10.0 : MOEI_LINE_HEIGHT);
-    q->width = moei_larger(MOEI_PHONE, q->left + (double)q->columns * q->cell_w);
+    q->top = moei_line_height + (q->turned ? (double)q->heads * moei_char + 10.0 : moei_line_height);
+    q->width = moei_larger(moei_phone, q->left + (double)q->columns * q->cell_w);
     q->height = q->top + (double)q->rows * q->cell_h + 50.0;
 }
 
@@ -15214,7 +15249,8 @@ static void moei_tell_extreme(moei_plot *q, const char *what, double sign) {
     for (r = 0; r < q->f->rows; r++)
         for (c = 0; c < q->f->columns; c++)
             if (moei_value(q->f, r, c, &value) && (!any || value * sign > best * sign)) best = value, row = r, column = c, any = 1;
-    moei_draw(q->p, "%s %s at %t", what, moei_number(room, best, q->decimals), moei_row_name(q, row, room));
+    moei_draw(q->p, "%s %s at ", what, moei_number(room, best, q->decimals));
+    moei_draw(q->p, "%t", moei_row_name(q, row, room));
     if (q->f->columns > 1) moei_draw(q->p, ", %t", moei_column_name(q, column, room));
     moei_draw(q->p, ". ");
 }
@@ -15271,13 +15307,13 @@ static void moei_plan_bars(moei_plot *q) {
     moei_measure_bars(q);
     moei_measure_names(q, 16);
     moei_measure_values(q);
-    q->top = moei_label(q->f->value_label, NULL) != NULL || moei_row_label(q) != NULL ? MOEI_LINE_HEIGHT + 6.0 : 4.0;
+    q->top = moei_label(q->f->value_label, NULL) != NULL || moei_row_label(q) != NULL ? moei_line_height + 6.0 : 4.0;
     q->left = (double)moei_larger_size(q->names, q->f->row_names == NULL ? moei_least(moei_text_width(moei_row_label(q)), 10) : 0) * moei_char + 8.0;
     q->cell_h = q->columns > 1 ? (double)q->columns * 16.0 + 6.0 : 21.0;
-    q->cell_w = MOEI_PHONE - q->left - (double)q->digits * moei_char - 8.0;
+    q->cell_w = moei_phone - q->left - (double)q->digits * moei_char - 8.0;
     if (q->cell_w < 80.0) q->cell_w = 80.0;
     q->width = q->left + q->cell_w + 8.0 + (double)q->digits * moei_char;
-    q->height = q->top + (double)q->rows * q->cell_h + 6.0 + (moei_has_reference(q) ? MOEI_LINE_HEIGHT : 0.0) + (q->columns > 1 ? (double)q->columns * MOEI_LINE_HEIGHT + 4.0 : 0.0);
+    q->height = q->top + (double)q->rows * q->cell_h + 6.0 + (moei_has_reference(q) ? moei_line_height : 0.0) + (q->columns > 1 ? (double)q->columns * moei_line_height + 4.0 : 0.0);
 }
 
 static void moei_draw_bar(moei_plot *q, size_t row, size_t column, double y) {
@@ -15309,13 +15345,13 @@ static void moei_draw_bars(moei_plot *q) {
     if (moei_has_reference(q)) {
         x = q->left + moei_plot_share(q, q->f->reference) * q->cell_w;
         moei_draw(q->p, "<path d=\"M%c %cV%c\" class=\"a d1\"/><text x=\"%c\" y=\"%c\" class=\"m%s\">", x, q->top - 2.0, bottom, x, bottom + 13.0,
-                  x > MOEI_PHONE * 0.75 ? " r" : x > MOEI_PHONE * 0.35 ? " n" : "");
+                  x > moei_phone * 0.75 ? " r" : x > moei_phone * 0.35 ? " n" : "");
         (void)moei_pen_clip(q->p, moei_label(q->f->reference_name, "reference"), 24);
-        moei_draw(q->p, " %s</text>\n", moei_number(room, q->f->reference, q->decimals)), bottom += MOEI_LINE_HEIGHT;
+        moei_draw(q->p, " %s</text>\n", moei_number(room, q->f->reference, q->decimals)), bottom += moei_line_height;
     }
     for (c = 0; c < q->columns && q->columns > 1; c++) {
-        moei_rect(q, q->left, bottom + 6.0 + MOEI_LINE_HEIGHT * (double)c, 24.0, 12.0, "f", (int)(c % 8));
-        moei_write_at(q, q->left + 30.0, bottom + 16.5 + MOEI_LINE_HEIGHT * (double)c, "", moei_column_name(q, c, room), 24);
+        moei_rect(q, q->left, bottom + 6.0 + moei_line_height * (double)c, 24.0, 12.0, "f", (int)(c % 8));
+        moei_write_at(q, q->left + 30.0, bottom + 16.5 + moei_line_height * (double)c, "", moei_column_name(q, c, room), 24);
     }
 }
 
@@ -15326,6 +15362,7 @@ static double moei_x(const moe_figure *f, size_t column) { return f->x != NULL ?
 /* A round step between marks, of which there are at most `most` or so over half * 2. */
 static double moei_mark_step(double half, double most) {
     double raw = half / most * 2.0, power = moei_power_below(raw);
+    raw *= 0.999999; /* of a span that is a whole number of steps */
     return raw > power * 5.0 ? power * 10.0 : raw > power * 2.0 ? power * 5.0 : raw > power ? power * 2.0 : power;
 }
 
@@ -15339,13 +15376,13 @@ static void moei_widen(moei_plot *q) {
     }
 }
 
+static int64_t moei_whole_below(double x) { return (int64_t)x - ((double)(int64_t)x > x); }
+
 /* Marks at round numbers from low to high: number i, or 0 behind the last. */
 static int moei_plot_mark(const moei_plot *q, double most, int i, double *at) {
-    double step = moei_mark_step(q->high * 0.5 - q->low * 0.5, most), first = q->low / step;
-    int64_t k = (int64_t)first;
-    if ((double)k < first) k++;
-    *at = (double)(k + i) * step;
-    return *at <= q->high + step * 1e-6;
+    double step = moei_mark_step(q->high * 0.5 - q->low * 0.5, most);
+    *at = (double)(i - moei_whole_below(-q->low / step + 1e-6)) * step;
+    return moei_is_number(*at) && *at <= q->high + step * 1e-6;
 }
 
 /* How the marks' numbers are written. */
@@ -15369,13 +15406,17 @@ static void moei_measure_x(moei_plot *q) {
 }
 
 static void moei_measure_y(moei_plot *q) {
+    double step, low, high;
     moei_figure_measure(q, SIZE_MAX);
     if (moei_has_reference(q)) moei_include(q, q->f->reference);
     if (q->low > 0.0 && q->low < q->high * 0.3) q->low = 0.0;
     moei_widen(q);
+    step = moei_mark_step(q->high * 0.5 - q->low * 0.5, 5.0); /* out to the next marks */
+    low = (double)moei_whole_below(q->low / step) * step, high = -(double)moei_whole_below(-q->high / step) * step;
+    if (moei_is_number(low) && moei_is_number(high)) q->low = low, q->high = high;
 }
 
-enum { MOEI_PLOT_HEIGHT = 190, MOEI_BUCKETS = 320, MOEI_NAMED_LINES = 32 };
+enum { MOEI_BUCKETS = 320, MOEI_NAMED_LINES = 32 };
 
 static size_t moei_legend_lines(const moei_plot *q) { return q->f->rows == 1 && q->f->row_names == NULL ? 0 : moei_least(q->f->rows, MOEI_NAMED_LINES); }
 static int moei_dash(size_t i) { return (int)((i + i / 8) % 4); }
@@ -15388,22 +15429,19 @@ static void moei_plan_lines(moei_plot *q) {
     decimals = moei_mark_decimals(q, 5.0);
     for (i = 0; moei_plot_mark(q, 5.0, i, &at); i++) q->digits = moei_larger_size(q->digits, moei_strlen(moei_number(room, at, decimals)));
     q->left = (double)q->digits * moei_char + 8.0;
-    q->top = q->f->value_label != NULL ? MOEI_LINE_HEIGHT + 8.0 : 8.0;
-    q->width = MOEI_PHONE;
+    q->top = q->f->value_label != NULL ? moei_line_height + 8.0 : 8.0;
+    q->width = moei_phone;
     q->cell_w = q->width - q->left - 8.0;
-    q->height = q->top + MOEI_PLOT_HEIGHT + MOEI_LINE_HEIGHT * 2.0 + 4.0 + (double)moei_legend_lines(q) * MOEI_LINE_HEIGHT + (q->f->rows > MOEI_NAMED_LINES ? MOEI_LINE_HEIGHT : 0.0);
+    q->height = q->top + moei_plot_height + moei_line_height * 2.0 + 4.0 + (double)(moei_legend_lines(q) + (q->f->rows > MOEI_NAMED_LINES) + (size_t)moei_has_reference(q)) * moei_line_height;
 }
 
-static double moei_y_of(const moei_plot *q, double value) { return q->top + (1.0 - moei_plot_share(q, value)) * MOEI_PLOT_HEIGHT; }
+static double moei_y_of(const moei_plot *q, double value) { return q->top + (1.0 - moei_plot_share(q, value)) * moei_plot_height; }
 
 /* One point of a curve; *on: the pen is down. */
 static void moei_point(moei_plot *q, const moei_plot *x, size_t row, size_t column, int *on) {
     double value, at = moei_x(q->f, column);
-    if (!moei_value(q->f, row, column, &value) || !moei_is_number(at)) {
-        *on = 0;
-        return;
-    }
-    moei_draw(q->p, *on ? "L%c %c" : "M%c %ch0", q->left + moei_plot_share(x, at) * q->cell_w, moei_y_of(q, value)); /* h0: a point alone is a dot */
+    if (!moei_value(q->f, row, column, &value) || !moei_is_number(at)) return;
+    moei_draw(q->p, *on ? "L%c %c" : "M%c %ch.1", q->left + moei_plot_share(x, at) * q->cell_w, moei_y_of(q, value)); /* h: a point alone is a dot */
     *on = 1;
 }
 
@@ -15430,7 +15468,7 @@ static void moei_draw_curve(moei_plot *q, const moei_plot *x, size_t row) {
 
 static void moei_draw_axes(moei_plot *q, const moei_plot *x) {
     char room[48];
-    double at, bottom = q->top + MOEI_PLOT_HEIGHT, y;
+    double at, bottom = q->top + moei_plot_height, y;
     int i, decimals = moei_mark_decimals(q, 5.0), x_decimals = moei_mark_decimals(x, 4.0);
     if (q->f->value_label != NULL) moei_write_at(q, 0.0, 14.0, "m", q->f->value_label, 44);
     for (i = 0; moei_plot_mark(q, 5.0, i, &at); i++) {
@@ -15451,16 +15489,19 @@ static void moei_draw_lines(moei_plot *q) {
     char room[48];
     moei_plot x = *q;
     size_t r;
-    double y = q->top + MOEI_PLOT_HEIGHT + 40.0, at;
+    double y = q->top + moei_plot_height + 40.0, at;
     moei_measure_x(&x);
     moei_draw_axes(q, &x);
     if (moei_has_reference(q)) {
         at = moei_y_of(q, q->f->reference);
         moei_line_at(q, q->left, at, q->left + q->cell_w, at, "a d1");
-        moei_write_at(q, q->left + q->cell_w, at > q->top + 20.0 ? at - 4.0 : at + 14.0, "m r", moei_label(q->f->reference_name, "reference"), 40);
+        moei_line_at(q, q->left, y + 7.5, q->left + 32.0, y + 7.5, "a d1");
+        moei_draw(q->p, "<text x=\"%c\" y=\"%c\" class=\"m\">", q->left + 40.0, y + 12.0);
+        (void)moei_pen_clip(q->p, moei_label(q->f->reference_name, "reference"), 24);
+        moei_draw(q->p, ": %s</text>\n", moei_number(room, q->f->reference, moei_mark_decimals(q, 5.0) + 1)), y += moei_line_height;
     }
     for (r = 0; r < q->f->rows; r++) moei_draw_curve(q, &x, r);
-    for (r = 0; r < moei_legend_lines(q); r++, y += MOEI_LINE_HEIGHT) {
+    for (r = 0; r < moei_legend_lines(q); r++, y += moei_line_height) {
         moei_draw(q->p, "<path d=\"M%c %ch32\" class=\"l s%d d%d\"/>", q->left, y + 7.5, (int)(r % 8), moei_dash(r));
         moei_write_at(q, q->left + 40.0, y + 12.0, "", moei_row_name(q, r, room), 32);
     }
@@ -15499,8 +15540,8 @@ static void moei_tell_lines(moei_plot *q) {
 /* The token's text; white space that would not be seen is a sign. */
 static const char *moei_token_text(const moei_plot *q, size_t i, char room[48]) {
     const char *s = moei_name(q->f->column_names, NULL, i, room);
-    if (*s == '\n' || *s == '\r') return "\xE2\x86\xB5";
-    if (*s == '\t') return "\xE2\x86\xB9";
+    if (*s == '\n' || *s == '\r') return "\\n";
+    if (*s == '\t') return "\\t";
     if (*s == '\0' || (*s == ' ' && s[1] == '\0')) return "\xC2\xB7";
     return s;
 }
@@ -15545,9 +15586,9 @@ static void moei_plan_tokens(moei_plot *q) {
     moei_count_experts(q);
     moei_thin(q, SIZE_MAX, SIZE_MAX);
     q->columns = moei_least(q->columns, MOEI_TOKENS_MOST), q->rows = moei_least(q->rows, 64);
-    q->width = MOEI_PHONE;
+    q->width = moei_phone;
     q->top = q->columns > 0 ? moei_token_flow(q, 0) : 0.0;
-    q->height = q->top + moei_legend_height(q, 4) + MOEI_LINE_HEIGHT * 2.0;
+    q->height = q->top + moei_legend(q, 0.0, 0) + moei_line_height * 2.0;
 }
 
 /* What the strips under a token are. */
@@ -15560,8 +15601,8 @@ static void moei_tell_strips(moei_plot *q) {
 
 static void moei_draw_tokens(moei_plot *q) {
     (void)moei_token_flow(q, 1);
-    moei_legend(q, q->top);
-    moei_draw(q->p, "<text y=\"%c\" class=\"m\">", q->height - MOEI_LINE_HEIGHT - 6.0), moei_tell_strips(q), moei_draw(q->p, "</text>\n");
+    (void)moei_legend(q, q->top, 1);
+    moei_draw(q->p, "<text y=\"%c\" class=\"m\">", q->height - moei_line_height - 6.0), moei_tell_strips(q), moei_draw(q->p, "</text>\n");
     if (q->columns < q->f->columns) moei_draw(q->p, "<text y=\"%c\" class=\"m\">The first %z of %z tokens</text>\n", q->height - 4.0, q->columns, q->f->columns);
 }
 
@@ -15583,6 +15624,12 @@ static void moei_tell_experts(moei_plot *q) {
 enum { MOEI_CELL_MOST = 30, MOEI_HEAD_MOST = 24 };
 
 static const char *moei_cell_text(const moei_plot *q, size_t row, size_t column) { return q->f->cells != NULL ? q->f->cells[moei_at(q->f, row, column)] : NULL; }
+
+/* Whether a cell stands at the left: it is words, and no number. */
+static int moei_is_words(const moei_plot *q, size_t row, size_t column) {
+    const char *text = moei_cell_text(q, row, column);
+    return text != NULL && *text != '\0' && moei_memchr("0123456789+-.<>", *text, 15) == NULL;
+}
 
 static void moei_draw_cell(moei_plot *q, size_t row, size_t column, size_t most) {
     const char *text = moei_cell_text(q, row, column);
@@ -15607,7 +15654,7 @@ static size_t moei_column_width(moei_plot *q, size_t column, int *texts) {
     *texts = 0;
     for (r = 0; r < q->rows; r++) {
         width = moei_larger_size(width, moei_cell_width(q, r, column));
-        *texts = *texts || moei_cell_text(q, r, column) != NULL;
+        *texts = *texts || moei_is_words(q, r, column);
     }
     return width;
 }
@@ -15635,8 +15682,8 @@ static void moei_plan_table(moei_plot *q) {
     q->rows = moei_least(q->rows, 256), q->columns = moei_least(q->columns, 64);
     moei_measure_names(q, MOEI_CELL_MOST);
     q->left = (double)moei_larger_size(q->names, moei_text_width(moei_label(q->f->row_label, ""))) * moei_char + 14.0;
-    q->width = moei_larger(moei_columns(q, 0), MOEI_PHONE);
-    q->height = (double)q->rows * 24.0 + 32.0 + (q->rows < q->f->rows || q->columns < q->f->columns ? MOEI_LINE_HEIGHT : 0.0);
+    q->width = moei_larger(moei_columns(q, 0), moei_phone);
+    q->height = (double)q->rows * 24.0 + 32.0 + (q->rows < q->f->rows || q->columns < q->f->columns ? moei_line_height : 0.0);
 }
 
 static void moei_draw_table(moei_plot *q) {
@@ -15658,11 +15705,11 @@ static void moei_plan_map(moei_plot *q) {
     moei_count_experts(q);
     moei_thin(q, 128, 128);
     q->left = q->f->y != NULL ? 48.0 : q->f->row_label != NULL ? 8.0 : 0.0;
-    q->top = q->f->row_label != NULL ? MOEI_LINE_HEIGHT + 4.0 : 2.0;
-    q->width = MOEI_PHONE;
+    q->top = q->f->row_label != NULL ? moei_line_height + 4.0 : 2.0;
+    q->width = moei_phone;
     q->cell_w = q->columns > 0 ? (q->width - q->left) / (double)q->columns : 1.0;
     q->cell_h = moei_smaller(q->cell_w, 340.0 / (double)(q->rows > 0 ? q->rows : 1));
-    q->height = q->top + (double)q->rows * q->cell_h + (q->f->x != NULL || q->f->column_label != NULL ? 2.0 * MOEI_LINE_HEIGHT : 0.0) + 8.0 + moei_legend_height(q, 4);
+    q->height = q->top + (double)q->rows * q->cell_h + (q->f->x != NULL || q->f->column_label != NULL ? 2.0 * moei_line_height : 0.0) + 8.0 + moei_legend(q, 0.0, 0);
 }
 
 /* The end of the run of one expert that begins at a cell. */
@@ -15710,19 +15757,23 @@ static void moei_draw_map_axes(moei_plot *q) {
 
 static void moei_draw_map(moei_plot *q) {
     size_t r, c, end, e;
+    if (q->n_experts > MOEI_TINTS) /* tints come again with stripes */
+        moei_draw(q->p, "<pattern id=\"h%z\" width=\"7\" height=\"7\" patternUnits=\"userSpaceOnUse\" patternTransform=\"rotate(45)\"><path d=\"M0 0V7\" class=\"a\"/></pattern>\n",
+                  q->number);
     for (r = 0; r < q->rows; r++) {
         for (c = 0; c < q->columns; c = end) {
             int32_t there = moei_figure_expert(q, r, c);
+            double x = q->left + (double)c * q->cell_w, y = q->top + (double)r * q->cell_h;
             end = moei_map_run(q, r, c);
-            if (there >= 0) /* a little larger, so that no gaps show */
-                moei_rect(q, q->left + (double)c * q->cell_w, q->top + (double)r * q->cell_h, (double)(end - c) * q->cell_w + 0.2, q->cell_h + 0.2, "c",
-                          (int)(there % MOEI_TINTS));
+            if (there >= 0) moei_rect(q, x, y, (double)(end - c) * q->cell_w + 0.2, q->cell_h + 0.2, "z c", (int)(there % MOEI_TINTS)); /* without gaps */
+            if (there >= MOEI_TINTS)
+                moei_draw(q->p, "<rect x=\"%c\" y=\"%c\" width=\"%c\" height=\"%c\" fill=\"url(#h%z)\"/>", x, y, (double)(end - c) * q->cell_w, q->cell_h, q->number);
         }
         moei_draw(q->p, "\n");
     }
     for (e = 0; e < moei_least(q->n_experts, MOEI_LEGEND_MOST); e++) moei_name_region(q, (int32_t)e);
     moei_draw_map_axes(q);
-    moei_legend(q, q->height - moei_legend_height(q, 4) + 2.0);
+    (void)moei_legend(q, q->height - moei_legend(q, 0.0, 0) + 2.0, 1);
 }
 
 static void moei_tell_table(moei_plot *q) { moei_draw(q->p, "A table of %z rows and %z columns.", q->f->rows, q->f->columns); }
@@ -15846,11 +15897,8 @@ static void moei_text_curve(const moei_plot *q, const moei_plot *x, size_t row, 
     for (c = 0; c < q->f->columns; c++) {
         double at = moei_x(q->f, c), px, py;
         size_t i, steps;
-        if (!moei_value(q->f, row, c, &value) || !moei_is_number(at)) {
-            on = 0;
-            continue;
-        }
-        px = moei_plot_share(x, at) * (double)(width - 1), py = (1.0 - moei_plot_share(q, value)) * (MOEI_TEXT_HEIGHT - 1);
+        if (!moei_value(q->f, row, c, &value) || !moei_is_number(at)) continue;
+        px = moei_plot_share(x, at) * (double)(width - 1), py = (1.0 - moei_plot_share(q, value)) * (double)(MOEI_TEXT_HEIGHT - 1);
         steps = on ? (size_t)(px > last_x ? px - last_x : last_x - px) + 1 : 1;
         for (i = 1; i <= steps; i++) {
             double share = on ? (double)i / (double)steps : 1.0;
@@ -15875,7 +15923,7 @@ static void moei_text_lines(moei_plot *q, size_t columns) {
     for (r = q->f->rows; r > 0; r--) moei_text_curve(q, &x, r - 1, width, picture); /* the first on top */
     if (q->f->value_label != NULL) moei_draw(q->p, "%t\n", q->f->value_label);
     for (i = 0; i < MOEI_TEXT_HEIGHT; i++) {
-        double share = 1.0 - (double)i / (MOEI_TEXT_HEIGHT - 1);
+        double share = 1.0 - (double)i / (double)(MOEI_TEXT_HEIGHT - 1);
         size_t end = width;
         while (end > 0 && picture[i * MOEI_TEXT_WIDTH + end - 1] == ' ') end--;
         moei_field_text(q, i % 7 == 0 ? moei_number(room, q->low * (1.0 - share) + q->high * share, decimals) : "", q->digits, 1);
@@ -15949,7 +15997,7 @@ static void moei_text_table(moei_plot *q, size_t columns) {
                 q->decimals = decimals[c - from];
                 blank -= moei_least(moei_cell_width(q, r, c), blank);
                 moei_pen_repeat(q->p, " ", 2 + (texts[c - from] ? 0 : blank)), moei_draw_cell(q, r, c, widths[c - from]);
-                if (texts[c - from] && c + 1 < end) moei_pen_repeat(q->p, " ", blank);
+                if (texts[c - from]) moei_pen_repeat(q->p, " ", blank);
             }
             moei_draw(q->p, "\n");
         }
@@ -15960,9 +16008,8 @@ static void moei_text_table(moei_plot *q, size_t columns) {
 static void moei_text_map(moei_plot *q, size_t columns) {
     static const char signs[] = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
     size_t r, c;
-    moei_plan_map(q);
-    moei_thin(q, columns / 2, columns);
-    if (q->f->rows > q->rows || q->row_step < 2 * q->column_step) moei_thin(q, moei_larger_size(q->columns / 2, 1), columns);
+    moei_thin(q, SIZE_MAX, columns);
+    moei_thin(q, moei_least(moei_larger_size(q->f->rows / (2 * q->column_step), 1), columns), columns); /* characters are twice as high as wide */
     for (r = 0; r < q->rows; r++) {
         for (c = 0; c < q->columns; c++) {
             int32_t e = moei_figure_expert(q, r, c);
@@ -15972,7 +16019,8 @@ static void moei_text_map(moei_plot *q, size_t columns) {
         }
         moei_draw(q->p, "\n");
     }
-    moei_draw(q->p, "%t\n", "a to z: 10 to 35, A to Z: 36 to 61, ?: others");
+    moei_count_experts(q);
+    if (q->n_experts > 10) moei_draw(q->p, "a to z: 10 to 35, A to Z: 36 to 61, ?: others\n");
 }
 
 /* ---- the kinds ---------------------------------------------------------------------------------------------------------------------------------------------- */
@@ -16028,18 +16076,18 @@ static void moei_picture(moei_plot *q, size_t number) {
     double top, width;
     moei_plot tell;
     size_t columns;
-    if (moei_is_empty(q->f)) q->width = MOEI_PHONE, q->height = 30.0;
+    if (moei_is_empty(q->f)) q->width = moei_phone, q->height = 30.0;
     else q->kind->plan(q);
     tell = *q;
-    columns = (size_t)(q->width / 6.9), width = q->width, number = alone ? 0 : number;
+    columns = (size_t)(q->width / 6.9), width = q->width, q->number = number = alone ? 0 : number;
     thinned = q->row_step > 1 || q->column_step > 1 || (q->f->kind == MOE_FIGURE_LINES && q->f->columns > 2 * MOEI_BUCKETS);
     top = alone ? moei_paragraph(q, q->f->caption, moei_paragraph(q, moei_title(q->f), 0.0, "b", columns * 7 / 9, 0), "m", columns, 0) + 8.0 : 0.0;
-    if (thinned) q->height += MOEI_LINE_HEIGHT;
+    if (thinned) q->height += moei_line_height;
     moei_draw(q->p, "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"moe\" viewBox=\"%d %d %c %c\" ", alone ? -10 : 0, alone ? -6 : 0, width + (alone ? 20.0 : 0.0),
               top + q->height + (alone ? 12.0 : 0.0));
     if (alone) moei_draw(q->p, "width=\"%c\" height=\"%c\" ", width + 20.0, top + q->height + 12.0);
     moei_draw(q->p, "style=\"width:100%%;height:auto;max-width:%cpx;", width * 1.5);
-    if (!alone && width > MOEI_PHONE) moei_draw(q->p, "min-width:%cpx", width);
+    if (!alone && width > moei_phone + 1.0) moei_draw(q->p, "min-width:%cpx", width * 0.95);
     moei_draw(q->p, "\" role=\"img\" aria-labelledby=\"t%z d%z\"><title id=\"t%z\">%t</title><desc id=\"d%z\">", number, number, number, moei_title(q->f), number);
     if (moei_is_empty(q->f)) moei_draw(q->p, "There is nothing to show.");
     else q->kind->tell(&tell), moei_draw(q->p, " "), moei_tell_thinned(q);
@@ -16064,7 +16112,7 @@ enum { MOEI_PAGE_ROWS = 1000, MOEI_PAGE_COLUMNS = 100 };
 static void moei_page_cell(moei_plot *q, size_t row, size_t column) {
     double value;
     int experts = q->f->kind == MOE_FIGURE_TOKENS || q->f->kind == MOE_FIGURE_MAP;
-    if (!experts) moei_draw(q->p, "<td>"), moei_draw_cell(q, row, column, SIZE_MAX);
+    if (!experts) moei_draw(q->p, moei_is_words(q, row, column) ? "<td class=\"q\">" : "<td>"), moei_draw_cell(q, row, column, SIZE_MAX);
     else {
         int32_t e = q->f->experts[moei_at(q->f, row, column)];
         char room[48];
@@ -16080,10 +16128,13 @@ static void moei_page_table(moei_plot *q) {
     size_t rows = turned ? q->f->columns : q->f->rows, columns = turned ? q->f->rows : q->f->columns, r, c;
     size_t row_step = (rows - 1) / (map ? 32 : MOEI_PAGE_ROWS) + 1, column_step = (columns - 1) / (map ? 32 : MOEI_PAGE_COLUMNS) + 1;
     int decimals[MOEI_PAGE_COLUMNS];
+    const char *corner;
     for (c = 0; c * column_step < columns; c++) moei_figure_measure(q, table ? c * column_step : SIZE_MAX), decimals[c] = q->decimals;
-    moei_draw(q->p, "<table><caption class=\"v\">%t: numbers</caption><thead><tr><th scope=\"col\">%t</th>", moei_title(q->f),
-              moei_label(turned ? moei_column_label(q) : moei_row_label(q), table ? "" : "row"));
-    for (c = 0; c < columns; c += column_step) moei_draw(q->p, "<th scope=\"col\">%t</th>", turned ? moei_row_name(q, c, room) : moei_column_name(q, c, room));
+    moei_draw(q->p, "<table><caption class=\"v\">%t: numbers</caption><thead><tr>", moei_title(q->f));
+    corner = moei_label(turned ? moei_column_label(q) : moei_row_label(q), "");
+    moei_draw(q->p, *corner != '\0' ? "<th scope=\"col\">%t</th>" : "<td></td>", corner);
+    for (c = 0; c < columns; c += column_step) moei_draw(q->p, table && moei_is_words(q, 0, c) ? "<th scope=\"col\" class=\"q\">%t</th>" : "<th scope=\"col\">%t</th>",
+                                                           turned ? moei_row_name(q, c, room) : moei_column_name(q, c, room));
     moei_draw(q->p, "</tr></thead><tbody>\n");
     for (r = 0; r < rows; r += row_step) {
         moei_draw(q->p, "<tr><th scope=\"row\">%t</th>", turned ? moei_column_name(q, r, room) : moei_row_name(q, r, room));
@@ -16119,21 +16170,27 @@ static void moei_page_tokens(moei_plot *q) {
     }
     moei_draw(q->p, "</div>\n<p>"), moei_tell_strips(q), moei_draw(q->p, ".");
     if (q->columns < q->f->columns) moei_draw(q->p, " The first %z of %z tokens.", q->columns, q->f->columns);
+    moei_draw(q->p, " Shares of the experts:</p>\n<p>");
+    for (i = 0; i < moei_least(q->n_experts, MOEI_LEGEND_MOST); i++) {
+        value = 100.0 * moei_expert_share(q, SIZE_MAX, (int32_t)i);
+        if (value > 0.0 || q->f->n_experts > 0)
+            moei_draw(q->p, "<span class=\"y\"><i class=\"e c%d\">%z</i> %s %%</span>\n", (int)(i % MOEI_TINTS), i, moei_number(room, value, 1));
+    }
     moei_draw(q->p, "</p>\n");
 }
 
 static void moei_page_style(moei_pen *p) {
     moei_style(p);
     moei_draw(p, "body{margin:0;background:#f3f5f8;color:#1c2330;font:16px/1.5 system-ui,-apple-system,\"Segoe UI\",Roboto,\"Noto Sans\",sans-serif}"
-                 "main{max-width:1340px;margin:auto;padding:8px;display:grid;gap:12px;align-items:start;grid-template-columns:repeat(auto-fill,minmax(min(100%%,364px),1fr))}"
+                 "main{max-width:1340px;margin:auto;padding:8px;display:grid;gap:12px;align-items:start;grid-auto-flow:dense;grid-template-columns:repeat(auto-fill,minmax(min(100%%,364px),1fr))}"
                  "h1{grid-column:1/-1;font-size:1.6rem;line-height:1.25;margin:.6rem .4rem .2rem}h2{font-size:1.1rem;line-height:1.3;margin:0}p{margin:.3rem 0 .6rem;color:#55606e;font-size:.9rem}"
                  "h1,h2,p{overflow-wrap:anywhere}figure{box-sizing:border-box;margin:0;padding:8px;min-width:0;background:#fff;border:1px solid #d5dbe3;border-radius:10px}"
                  ".w{grid-column:1/-1}.box{overflow:auto;position:relative}.box:focus-visible{outline:3px solid #0b62b8;outline-offset:1px}svg{display:block}"
-                 "details{margin-top:.4rem;font-size:.9rem}summary{cursor:pointer;padding:.25rem 0}details .box{max-height:22rem}table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
-                 "th,td{padding:.2rem .6rem;border-bottom:1px solid #d5dbe3;text-align:right;white-space:nowrap}th:first-child{text-align:left}"
+                 "details{margin-top:.4rem;font-size:.9rem}summary{cursor:pointer;padding:.25rem 0}details .box{max-height:22rem}table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}"
+                 "th,td{padding:.2rem .6rem;border-bottom:1px solid #d5dbe3;text-align:right;white-space:nowrap}th:first-child,.q{text-align:left}td{vertical-align:top}td.q{white-space:normal;min-width:9rem;max-width:26rem}th:first-child{padding-left:0}"
                  ".v{position:absolute;clip-path:inset(50%%);width:1px;height:1px;overflow:hidden;white-space:nowrap}"
                  ".t{display:inline-block;vertical-align:top;margin:0 1px 7px;font-size:14px;line-height:20px;text-align:center;unicode-bidi:isolate}.t b{display:block;font-weight:400;padding:0 3px;white-space:pre;text-align:left}"
-                 ".t i{display:block;position:relative;font:12px/18px system-ui,sans-serif;margin-bottom:2px;min-width:18px}.t u{position:absolute;left:0;bottom:0;height:3px;background:currentColor}"
+                 ".y{display:inline-block;width:6.2rem}.y i{display:inline-block;min-width:28px;text-align:center;font-style:normal}.t i{display:block;position:relative;font:12px/18px system-ui,sans-serif;margin-bottom:2px;min-width:18px}.t u{position:absolute;left:0;bottom:0;height:2px;background:currentColor}"
                  "@media(min-width:780px){.w{grid-column:span 2}.x{grid-column:1/-1}main{padding:16px}figure{padding:14px}}"
                  "@media(prefers-color-scheme:dark){body{background:#0f1216;color:#e8ecf1}p{color:#a9b3c0}figure{background:#171b21;border-color:#39424e}th,td{border-color:#39424e}.box:focus-visible{outline-color:#6cb2ff}}");
 }
@@ -16142,13 +16199,14 @@ static void moei_page_figure(moei_plot *q, size_t number) {
     moei_plot table = *q, look = *q;
     int empty = moei_is_empty(q->f), is_table = q->f->kind == MOE_FIGURE_TABLE && !empty, tokens = q->f->kind == MOE_FIGURE_TOKENS && !empty;
     if (!empty) q->kind->plan(&look);
-    moei_draw(q->p, "<figure%s aria-labelledby=\"f%z\"><figcaption><h2 id=\"f%z\">%t</h2>\n", is_table || look.width > 800.0 ? " class=\"w x\"" : tokens || look.width > 360.0 ? " class=\"w\"" : "",
+    if (is_table) look.width *= 1.25; /* its text is larger */
+    moei_draw(q->p, "<figure%s aria-labelledby=\"f%z\"><figcaption><h2 id=\"f%z\">%t</h2>\n", tokens || look.width > 800.0 ? " class=\"w x\"" : look.width > 380.0 ? " class=\"w\"" : "",
               number, number, moei_title(q->f));
     if (q->f->caption != NULL && *q->f->caption != '\0') moei_draw(q->p, "<p>%t</p>", q->f->caption);
     moei_draw(q->p, "</figcaption>\n");
     if (tokens) moei_page_tokens(q);
     else {
-        moei_draw(q->p, look.width > MOEI_PHONE || is_table ? "<div class=\"box\" tabindex=\"0\" role=\"group\" aria-labelledby=\"f%z\">\n" : "<div class=\"box\">\n", number);
+        moei_draw(q->p, look.width > moei_phone + 1.0 || is_table ? "<div class=\"box\" tabindex=\"0\" role=\"group\" aria-labelledby=\"f%z\">\n" : "<div class=\"box\">\n", number);
         if (is_table) moei_page_table(q);
         else moei_picture(q, number);
         moei_draw(q->p, "</div>\n");

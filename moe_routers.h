@@ -35,7 +35,7 @@
  * }
  * --- end ---
 
-   Options: those of moe_kernels.h. MOE_NO_TRAIN drops the backward pass and the losses.
+   Options: those of moe_kernels.h, where a table says what they cost. MOE_NO_TRAIN drops the backward pass and the losses.
 
    Glossary
      token        one row of x, d_model numbers. A sample that is not part of a text is a token as well.
@@ -330,8 +330,8 @@ enum {
 /* ---- the router's configuration ---------------------------------------------------------------------------------------- */
 
 /* What small builds may leave out beside stages (MOE_KEEP_EXTRAS, see moe_kernels.h): limits on the tokens of an expert; what changes with steps; calls with
-   training = 1. */
-enum { MOE_EXTRA_CAPACITY = 0, MOE_EXTRA_SCHEDULE, MOE_EXTRA_TRAINING, MOE_EXTRA_COUNT };
+   training = 1; swiglu experts with swiglu_alpha, swiglu_limit or swiglu_offset. */
+enum { MOE_EXTRA_CAPACITY = 0, MOE_EXTRA_SCHEDULE, MOE_EXTRA_TRAINING, MOE_EXTRA_SHAPED, MOE_EXTRA_COUNT };
 
 /* 65536 and 2^24; less where an int has 16 bits. */
 enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof(int) > 2 ? 16777216 : 32767 };

@@ -40,7 +40,7 @@ static const char help[] =
     "  --valid FILE      held-out text (a tenth of the training text, in 20 stretches)\n"
     "  --test FILE       text that is scored once, at the end of each run; nothing is chosen by it\n"
     "  --csv FILE        keeps a row per run there; the same command goes on where it was stopped\n"
-    "  --markdown        prints tables for a README\n";
+    "  --markdown        prints tables for a README\n" REPORT_HELP;
 
 /* ---- settings: what must be the same for two runs to be compared --------------------------------------------------------------------- */
 
@@ -1154,6 +1154,7 @@ static void print_predictions(void) {
     table_heads("router|loss|+-|differs|+-|ppl|contam.|clean|test|steps");
     for (int i = 0; i < n_entries; i++) put_prediction(&entries[i]);
     table_print();
+    table_report("How well they predict", "Nats per token of held-out text with 95 % t-intervals; differs: from the first one, paired by seed.");
 }
 
 static void print_routing(void) {
@@ -1172,6 +1173,7 @@ static void print_routing(void) {
            "with each other; shares of choices dropped and of tokens served; params: numbers learned, active: used\n"
            "by a token; ms: processor time of a step.\n\n");
     table_print();
+    table_report("How they route", "Mean over layers. fluct.: share of first choices that change between evaluations; load: largest / mean.");
 }
 
 static void print_notes(void) {
@@ -1187,6 +1189,59 @@ static void print_notes(void) {
 }
 
 /* ---- claims -------------------------------------------------------------------------------------------------------------------------- */
+
+/* ---- the report's pictures ------------------------------------------------------------------------------------------------------------ */
+
+/* Loss over steps, the mean over seeds; routers that were looked at at other steps than the first one are left out. */
+static void report_curves(void) {
+    enum { POINTS = CURVE / 4 };
+    static double steps[POINTS], sums[POINTS];
+    const char **names = (const char **)report_grab((size_t)n_entries, sizeof *names);
+    double *values = (double *)report_grab((size_t)n_entries * POINTS, sizeof *values);
+    size_t n = 0, n_lines = 0;
+    for (int i = 0; i < n_entries; i++) {
+        size_t points = 0, same = 1;
+        int found = 0, used;
+        memset(sums, 0, sizeof sums);
+        for (int s = 0; s < n_seeds; s++) {
+            const row *r = find_row(&entries[i], seeds[s]);
+            double step, value;
+            points = 0;
+            for (const char *at = r != NULL ? r->curve : ""; points < POINTS && sscanf(at, "%lf:%lf %n", &step, &value, &used) == 2; at += used, points++) {
+                if (n_lines == 0 && found == 0) steps[points] = step, n = points + 1;
+                same = same && points < n && fabs(steps[points] - step) < 0.5, sums[points] += value;
+            }
+            found += r != NULL;
+        }
+        if (found == 0 || !same || points != n) continue;
+        for (size_t k = 0; k < n; k++) values[n_lines * POINTS + k] = sums[k] / found;
+        names[n_lines++] = entries[i].v->name;
+    }
+    moe_figure *f = report_add(MOE_FIGURE_LINES, "Loss while training", n_lines, n);
+    f->caption = "Held-out text, mean over seeds.", f->stride = POINTS, f->values = values, f->x = report_numbers(steps, n), f->row_names = names;
+    f->value_label = "loss (nats per token)";
+}
+
+/* By how much each router differs from the first one. */
+static void report_differences(void) {
+    const char **names = (const char **)report_grab((size_t)n_entries, sizeof *names);
+    double *by = (double *)report_grab((size_t)n_entries, sizeof *by), *half = (double *)report_grab((size_t)n_entries, sizeof *half);
+    size_t n = 0;
+    for (int i = 1; i < n_entries; i++) {
+        estimate d = difference_of(&entries[i], &entries[0], LOSS, 0);
+        if (is_causal(&entries[i]) && is_causal(&entries[0])) names[n] = entries[i].v->name, by[n] = d.mean, half[n++] = d.half;
+    }
+    if (n == 0) return;
+    moe_figure *f = report_add(MOE_FIGURE_BARS, "Against the first router", n, 1);
+    f->caption = "Loss minus that of the first router, paired by seed, with 95 % t-intervals; below 0 is better.";
+    f->row_names = names, f->values = by, f->spread = half, f->value_label = "nats per token";
+}
+
+static int report_comparison(void) {
+    if (report_path == NULL) return 0;
+    if (n_entries > 0) report_curves(), report_differences();
+    return report_write_added("compare", "Routers compared");
+}
 
 static const entry *entry_named(const char *name) {
     for (int i = 0; i < n_entries; i++)
@@ -1248,6 +1303,7 @@ static void print_claims(const char *asked) {
             if (strcmp(claims[c].paper, papers[i].name) == 0) put_claim(&claims[c], d[c], p[c], may_judge[c]);
     }
     table_print();
+    table_report("Claims of papers", "Treatment - baseline, paired by seed, with its 95 % t-interval; p by Holm over all that are judged here.");
 }
 
 static const char *paper_name(int i) { return i < N_PAPERS ? papers[i].name : NULL; }
@@ -1321,6 +1377,7 @@ static void print_sweep(const settings *s) {
         table_number(perplexity(level_of(e, TEST)), 3), table_number(level_of(e, MS).mean, 1);
     }
     table_print();
+    table_report("Width, experts and steps", "Each block changes one of them.");
 }
 
 /* ---- the command line ---------------------------------------------------------------------------------------------------------------- */
@@ -1424,7 +1481,7 @@ static int read_options(int count, char **words) {
     } plain[] = {{"--markdown", &table.markdown, NULL}, {"--sweep", &options.sweep, NULL},  {"--list", &options.list, NULL},
                  {"--claims", &options.claims, NULL},   {"--check", &options.check, NULL},  {"--routers", NULL, &options.routers},
                  {"--claim", NULL, &options.claim},     {"--ablate", NULL, &options.study}, {"--csv", NULL, &csv_path},
-                 {"--valid", NULL, &options.valid},     {"--test", NULL, &options.test}};
+                 {"--valid", NULL, &options.valid},     {"--test", NULL, &options.test},   {"--report", NULL, &report_path}};
     for (int i = 1, used; i < count; i += 1 + used) {
         const char *word = words[i], *value = i + 1 < count ? words[i + 1] : "";
         size_t p = 0;
@@ -1484,11 +1541,13 @@ static void print_all(void) {
 static int perform(void) {
     moe_error error;
     int ran, failed;
+    if (!report_possible()) return fprintf(stderr, "compare: %s: the report cannot be written there\n", report_path), 1;
     if (read_data(options.train, options.n_train, options.valid, options.test, &options.s, &error) != MOE_OK)
         return complain(error.message);
     if (add_asked() || check_entries() || read_csv()) return 1;
     failed = run_entries(&ran);
     print_all();
+    if (report_comparison()) return 1;
     if (stopped) return 128 + stopped;
     return fflush(stdout) == 0 && !ferror(stdout) ? failed : complain("the output could not be written");
 }

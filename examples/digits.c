@@ -13,6 +13,7 @@
 
 #define MOE_IMPLEMENTATION
 #include "moe.h"
+#include "report.h"
 #include "statistics.h"
 
 #include <signal.h>
@@ -38,7 +39,7 @@ static const char help[] =
     "  --tasks N         2: inverted digits too, as classes 10..19    --attack        the nets for attacks instead of the mixtures\n"
     "  --tables          prints the expert x class table of new runs  --csv FILE      appends each run; none there is repeated\n"
     "  --claims          runs what the claims need and judges them    --only a,b      these claims only\n"
-    "  --check           a quick test of all this                     --data FILE     the digits (examples/data/digits.csv)\n"
+    "  --check           a quick test of all this                     --data FILE     the digits (examples/data/digits.csv)\n" REPORT_HELP
     "An interrupted program (Ctrl-C) has its finished runs in the CSV and goes on from there. Another version: another CSV.\n";
 
 /* ---- what is measured --------------------------------------------------------------------------------------------------------------- */
@@ -183,6 +184,7 @@ static const struct option {
     {"--only", .text = &wanted_claims},
     {"--csv", .text = &csv_path},
     {"--data", .text = &data_path},
+    {"--report", .text = &report_path},
     {"--attack", .flag = &attack},
     {"--tables", .flag = &tables},
     {"--claims", .flag = &judge},
@@ -493,6 +495,18 @@ static void show_table(const moe_report *r) {
     }
 }
 
+/* The same as a figure, of a method's first run in this program. */
+static void report_classes(const method *m, const moe_report *r) {
+    static const method *last;
+    char title[80];
+    moe_figure *f;
+    if (m == last) return;
+    last = m;
+    snprintf(title, sizeof title, "%s: experts and answers", m->name);
+    f = report_take(moe_figure_classes(r), title);
+    f->values = report_numbers(r->first_classes, r->n_experts * r->n_classes), f->column_label = "the model's answer", f->caption = m->about;
+}
+
 /* The held-out part, read once. */
 static moe_status measure_mixture(const moe_net *net, const method *m, const moe_data *test, double *value, moe_error *error) {
     static double memory[8192];
@@ -528,6 +542,7 @@ static moe_status measure_mixture(const moe_net *net, const method *m, const moe
     value[TRIVIAL_GATE] = report.trivial_gate, value[TRIVIAL_EXPERTS] = (double)trivial;
     for (size_t e = 0; e < experts; e++) value[USED] += report.first[e] * 2 * (double)experts > (double)n;
     if (tables) show_table(&report);
+    if (report_path != NULL) report_classes(m, &report);
     return MOE_OK;
 }
 
@@ -718,6 +733,24 @@ static void show_row(const char *name, const char *seed, const double *value, co
     fflush(stdout);
 }
 
+/* A row of the report's table; the figure is made with the first. */
+static void report_mean(const method *m, const double *mean) {
+    static moe_figure *tables_of[2];
+    static double values[2][METHODS * MEASURES];
+    static const char *names[2][METHODS], *heads[2][MEASURES];
+    int nets = m->family == ATTACKED_NETS;
+    const int *columns = nets ? attack_columns : mixture_columns;
+    moe_figure *f = tables_of[nets];
+    size_t n = 0;
+    if (f == NULL) f = tables_of[nets] = report_add(MOE_FIGURE_TABLE, nets ? "Nets under attack, means" : "Methods, means", 0, 0);
+    for (; columns[n] >= 0; n++) {
+        heads[nets][n] = measures[columns[n]].name;
+        values[nets][f->rows * MEASURES + n] = mean[columns[n]] * (measures[columns[n]].percent ? 100 : 1);
+    }
+    names[nets][f->rows++] = m->name, f->columns = n, f->stride = MEASURES, f->values = values[nets];
+    f->row_names = names[nets], f->column_names = heads[nets], f->row_label = "method", f->caption = "Errors in percent, entropies in nats; digits --list says more.";
+}
+
 /* One method with every seed. */
 static int study_method(const method *m, FILE *csv) {
     const int *columns = m->family == ATTACKED_NETS ? attack_columns : mixture_columns;
@@ -734,6 +767,7 @@ static int study_method(const method *m, FILE *csv) {
         show_row(m->name, seed, r->value, columns);
     }
     if (seeds > 1) show_row(m->name, "mean", mean, columns);
+    if (report_path != NULL) report_mean(m, mean);
     return 0;
 }
 
@@ -880,6 +914,23 @@ static void show_claim(const claim *c, const statistics_result *r, double p, dou
                100 * error.low, 100 * error.high);
 }
 
+static void report_claims(const statistics_result *found, const double *holm, size_t n) {
+    static const char *const heads[] = {"difference", "p", "verdict"};
+    moe_figure *f = report_add(MOE_FIGURE_TABLE, "Claims", n, 3);
+    const char **names = (const char **)report_grab(n, sizeof *names), **cells = (const char **)report_grab(3 * n, sizeof *cells);
+    double *values = (double *)report_grab(3 * n, sizeof *values), *spread = (double *)report_grab(3 * n, sizeof *spread);
+    size_t at = 0;
+    for (int i = 0; i < CLAIMS; i++) {
+        double unit = measures[claims[i].measure].percent ? 100 : 1;
+        if (!is_wanted(&claims[i])) continue;
+        values[3 * at] = unit * found[at].mean, spread[3 * at] = unit * (found[at].high - found[at].mean);
+        values[3 * at + 1] = holm[at], spread[3 * at + 1] = -1, cells[3 * at + 2] = verdict(&claims[i], &found[at], holm[at]);
+        names[at++] = claims[i].statement;
+    }
+    f->caption = "Differences paired by seed with 95 % intervals; p by Holm over these claims.";
+    f->row_names = names, f->column_names = heads, f->values = values, f->spread = spread, f->cells = cells, f->row_label = "claim";
+}
+
 static int judge_claims(FILE *csv) {
     statistics_result found[CLAIMS];
     double p[CLAIMS], holm[CLAIMS], mean_a[CLAIMS], mean_b[CLAIMS];
@@ -898,6 +949,7 @@ static int judge_claims(FILE *csv) {
     n = 0;
     for (int i = 0; i < CLAIMS; i++)
         if (is_wanted(&claims[i])) show_claim(&claims[i], &found[n], holm[n], mean_a[n], mean_b[n]), n++;
+    if (report_path != NULL) report_claims(found, holm, n);
     return 0;
 }
 
@@ -1038,8 +1090,10 @@ int main(int count, char **words) {
     if (read_options(count, words) || check_names() || read_digits()) return 1;
     signal(SIGINT, on_interrupt);
     if (check) return run_check();
+    if (!report_possible()) return fail(report_path, "the report cannot be written there");
     if (open_csv(&csv)) return 1;
     status = judge ? judge_claims(csv) : study(csv);
+    if (status == 0) status = report_write_added("digits", "What experts learn of digits");
     if (status == 0) status = finish();
     if (csv != NULL && fclose(csv) != 0) return fail(csv_path, "cannot be written");
     return status;

@@ -4,6 +4,7 @@
 #define MOE_IMPLEMENTATION
 #include "moe.h"
 #include "csv.h"
+#include "report.h"
 
 static const char help[] = "export MODEL.safetensors [options]   writes a saved net as a C header for firmware\n"
                            "  -o FILE             the header (NAME.h)\n"
@@ -14,6 +15,7 @@ static const char help[] = "export MODEL.safetensors [options]   writes a saved 
                            "  --tokens FILE       the same for a net that reads tokens: a text, whose bytes are the tokens\n"
                            "  --rows N            at most so many lines or tokens of that file (2000)\n"
                            "  --length N          most tokens of a sequence, for nets with attention or positions (128)\n"
+                           REPORT_HELP
                            "Example: sh examples/run microdigits\n"
                            "         sh examples/run export digits.safetensors --calibration examples/data/digits.csv --divide 16\n";
 enum { NAME_SIZE = 40, MOST_CHOSEN = 64 };
@@ -47,6 +49,7 @@ static int read_options(int count, char **words) {
         if (option && *value == '\0') return fail(word, "no such option, or its value is missing; -h explains");
         if (!option) path = word;
         else if (strcmp(word, "-o") == 0) output = value;
+        else if (strcmp(word, "--report") == 0) report_path = value;
         else if (strcmp(word, "--name") == 0) sprintf(name, "%.*s", (int)NAME_SIZE, value);
         else if (strcmp(word, "--calibration") == 0) rows_path = value;
         else if (strcmp(word, "--tokens") == 0) text_path = value;
@@ -206,6 +209,16 @@ static int compare(const samples *s, const moe_model *floats, const moe_model *i
         wrong += d, size += y, same += a.best == b.best;
         first->rows++, first->wrong += d, first->size += y;
     }
+    if (status == MOE_OK && report_path != NULL && integers->n_mixtures > 0) {
+        double *off = (double *)report_grab(n_experts, sizeof *off), *rows = (double *)report_grab(n_experts, sizeof *rows);
+        moe_figure *f;
+        for (size_t e = 0; e < n_experts; e++) {
+            rows[e] = experts[e].rows, off[e] = experts[e].rows > 0 ? 100 * sqrt(experts[e].wrong / (experts[e].size > 0 ? experts[e].size : 1)) : HUGE_VAL;
+        }
+        f = report_add(MOE_FIGURE_BARS, "What integers change", n_experts, 1), f->values = off, f->value_label = "% of the output";
+        f->caption = "How far the outputs are off (root mean square), by the expert that is chosen first.";
+        f = report_add(MOE_FIGURE_BARS, "Inputs by first expert", n_experts, 1), f->values = rows, f->value_label = "inputs";
+    }
     if (status == MOE_OK) {
         double n = (double)s->data.n;
         printf("compared     with the net in float on these %.0f %s: outputs differ by %.2f %% (root mean square), %.2f %% of the answers are the same\n", n,
@@ -236,6 +249,13 @@ static void show_model(const moe_model *model) {
     printf("\nwork         %.0f multiplications per %s at most\n", (double)model->multiplications, model->d_in > 0 ? "input" : "token");
 }
 
+static void report_model(const moe_model *model) {
+    static const char *const heads[] = {"value"}, *const names[] = {"bytes of weights (flash)", "of them experts'", "bytes of scratch memory (RAM)", "multiplications per input, at most"};
+    moe_figure *f = report_add(MOE_FIGURE_TABLE, "The model", 4, 1);
+    double found[] = {(double)(model->weights_size + model->experts_size), (double)model->experts_size, (double)model->scratch_size, (double)model->multiplications};
+    f->values = report_numbers(found, 4), f->row_names = names, f->column_names = heads;
+}
+
 static int export_net(moe_net *net, samples *s, moe_built_model *floats, moe_built_model *made) {
     moe_model_config config = {.length = (size_t)length};
     moe_error error = {0};
@@ -250,6 +270,8 @@ static int export_net(moe_net *net, samples *s, moe_built_model *floats, moe_bui
     if (moe_file_replace(output, write_header, made, &error)) return fail(output, error.message);
     show_model(&made->model);
     if (s->data.n > 0 && weights != MOE_WEIGHTS_FLOAT && compare(s, &floats->model, &made->model)) return 1;
+    report_model(&made->model);
+    if (report_write_added("export", "A model for firmware")) return 1;
     printf("next         include it in the firmware; %s begins with how. To see that it compiles:\n", output);
     printf("             cc -std=c99 -Os -I. -DMOE_IMPLEMENTATION %s-x c -c %s -o /dev/null\n", weights == MOE_WEIGHTS_FLOAT ? "-DMOE_NO_TRAIN " : "-DMOE_NO_FLOAT ", output);
     return finish();
@@ -259,7 +281,7 @@ int main(int count, char **words) {
     moe_net net = {0};
     samples s = {0};
     moe_built_model floats = {0}, made = {0};
-    int failed = read_options(count, words) || export_net(&net, &s, &floats, &made);
+    int failed = read_options(count, words) || (!report_possible() && fail(report_path, "the report cannot be written there")) || export_net(&net, &s, &floats, &made);
     moe_model_free(&made), moe_model_free(&floats), moe_net_free(&net);
     free(s.x), free(s.ids), free(s.labels);
     return failed;

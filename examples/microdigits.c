@@ -4,6 +4,7 @@
 #define MOE_IMPLEMENTATION
 #include "moe.h"
 #include "microdigits.h"
+#include "report.h"
 #ifdef _WIN32
 #include <io.h>
 #else
@@ -17,7 +18,7 @@ static const char help[] = "microdigits [options] [FILE]   trains on four fifths
                            "  --seed N     start of all random choices: rows held out, weights, order (1)\n"
                            "  --epochs N   passes through the training digits (40)\n"
                            "  --int4       weights of 4 bits instead of 8\n"
-                           "  --turned     the digits come in any of four orientations, as on a device that is held any way round\n";
+                           "  --turned     the digits come in any of four orientations, as on a device that is held any way round\n" REPORT_HELP;
 static const char *data_path = "examples/data/digits.csv", *header = "digits.h", *saved = "digits.safetensors";
 static long epochs = 40, seed = 1;
 static int turned, weights = MOE_WEIGHTS_INT8;
@@ -37,6 +38,7 @@ static int read_options(int count, char **words) {
         else if (strcmp(word, "--int4") == 0) weights = MOE_WEIGHTS_INT4;
         else if (!option) data_path = word;
         else if (strcmp(word, "-o") == 0 && *value != '\0') header = value;
+        else if (strcmp(word, "--report") == 0 && *value != '\0') report_path = value;
         else if (strcmp(word, "--save") == 0 && *value != '\0') saved = value;
         else if (strcmp(word, "--seed") == 0) seed = strtol(value, &end, 10);
         else if (strcmp(word, "--epochs") == 0) epochs = strtol(value, &end, 10);
@@ -48,9 +50,14 @@ static int read_options(int count, char **words) {
     return 0;
 }
 
+static moe_history history; /* of the training, for the report: loss, router loss, held-out digits right in percent */
+static double counts[EXPERTS * CLASSES];
+
 static int show_progress(void *ctx, const moe_progress *p) {
+    double v[] = {(double)p->loss, (double)p->router_loss, 100 * (double)p->test.accuracy};
     int terminal = isatty(1), last = p->epoch == p->epochs && p->epoch_ended;
     *(moe_evaluation *)ctx = p->test; /* what stays is that of the last epoch */
+    if (p->epoch_ended && moe_history_add(&history, p->epoch, v, 3) != MOE_OK) return 1;
     if (!last && !(terminal ? p->step % 32 == 0 : p->epoch_ended && p->epoch % 10 == 0)) return 0;
     printf("%sepoch %d of %d: loss %.4f", terminal ? "\r" : "", p->epoch, p->epochs, (double)p->loss);
     if (p->test.n > 0) printf(", %.1f %% of the held-out digits right", 100.0 * (double)p->test.accuracy);
@@ -69,7 +76,7 @@ static int show_experts(const moe_model *model, const moe_data *test) {
         size_t n = 0;
         if (scratch == NULL || microdigits_answer(model, test->x + i * PIXELS, scratch) < 0 || moe_infer_choices(model, 0, scratch, chosen, TOP_K, &n) != MOE_OK)
             return free(scratch), fail("inference", "failed");
-        while (n-- > 0) count[chosen[n].expert][test->labels[i]]++;
+        while (n-- > 0) count[chosen[n].expert][test->labels[i]]++, counts[chosen[n].expert * CLASSES + test->labels[i]]++;
     }
     free(scratch);
     printf("\nHeld-out digits that went to each expert (every one goes to %d):\n  expert    0    1    2    3    4    5    6    7    8    9\n", TOP_K);
@@ -79,6 +86,23 @@ static int show_experts(const moe_model *model, const moe_data *test) {
         printf("\n");
     }
     return 0;
+}
+
+static int write_report(const moe_model *model, double in_float, double in_integers) {
+    static const char *const losses[] = {"training", "routers'"}, *const heads[] = {"value"},
+                      *const names[] = {"held-out digits right in float (%)", "the same in integers (%)", "bytes of weights", "bytes of scratch memory", "multiplications per digit, at most"};
+    double found[] = {in_float, in_integers, (double)(model->weights_size + model->experts_size), (double)model->scratch_size, (double)model->multiplications};
+    moe_figure f[4];
+    char texts[5][24];
+    const char *cells[5];
+    for (int i = 0; i < 5; i++) cells[i] = (sprintf(texts[i], i < 2 ? "%.2f" : "%.0f", found[i]), texts[i]);
+    memset(f, 0, sizeof f);
+    f[0].kind = MOE_FIGURE_HEAT, f[0].title = "Who reads which digit", f[0].rows = EXPERTS, f[0].columns = CLASSES, f[0].values = counts, f[0].column_label = "digit";
+    f[0].caption = "Held-out digits that went to each expert, as the model in integers decides.", f[0].value_label = "digits";
+    f[1] = moe_figure_history(&history, 0, 2, losses), f[1].title = "Losses", f[1].value_label = "loss (nats)", f[1].column_label = "epoch";
+    f[2] = moe_figure_history(&history, 2, 1, NULL), f[2].title = "Held-out digits read right", f[2].value_label = "%", f[2].column_label = "epoch";
+    f[3].kind = MOE_FIGURE_TABLE, f[3].title = "The model", f[3].rows = 5, f[3].columns = 1, f[3].cells = cells, f[3].row_names = names, f[3].column_names = heads;
+    return report_write("microdigits", "Digits on a microcontroller", f, 4);
 }
 
 static int run(const microdigits *digits, moe_net *net, moe_built_model *built) {
@@ -102,6 +126,7 @@ static int run(const microdigits *digits, moe_net *net, moe_built_model *built) 
     if (moe_net_save(net, saved, &error)) return fail(saved, error.message);
     if (moe_file_replace(header, write_header, built, &error)) return fail(header, error.message);
     printf("saved as %s; written for firmware as %s, which says how to use it\n", saved, header);
+    if (write_report(model, 100.0 * (double)result.accuracy, accuracy)) return 1;
     printf("next         a firmware with it in an emulator:  sh examples/mcu/run\n");
     printf("             other weights, or a net of your own: sh examples/run export %s --weights float --calibration %s --divide 16\n", saved, data_path);
     return finish();
@@ -111,7 +136,7 @@ int main(int count, char **words) {
     microdigits digits = {0};
     moe_net net = {0};
     moe_built_model built = {0};
-    int failed = read_options(count, words) || !microdigits_read(&digits, data_path, (uint64_t)seed, turned) || run(&digits, &net, &built);
+    int failed = read_options(count, words) || (!report_possible() && fail(report_path, "the report cannot be written there")) || !microdigits_read(&digits, data_path, (uint64_t)seed, turned) || run(&digits, &net, &built);
     moe_model_free(&built), moe_net_free(&net), microdigits_free(&digits);
     return failed;
 }

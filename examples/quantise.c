@@ -3,10 +3,12 @@
 
 #define MOE_IMPLEMENTATION
 #include "moe.h"
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include "report.h"
 
 enum { SIDE = 8, PIXELS = SIDE * SIDE, CLASSES = 10, EXPERTS = 8, WIDTH = 64, D_FF = 32, MIXTURE = 2 /* its place in the net */ };
 enum { MAX_ROWS = 5000, COPIES = 5, CALIBRATION = 512 /* digits that errors are measured on */, SEEDS = 3 /* of a check */, UNPACKED = -1 };
@@ -14,7 +16,7 @@ enum { MAX_ROWS = 5000, COPIES = 5, CALIBRATION = 512 /* digits that errors are 
 static const char help[] = "quantise [options]   trains on four fifths of examples/data/digits.csv, packs the experts, tests on the rest\n"
                            "  --seed N     start of all random choices: rows held out, weights, order (1)\n"
                            "  --epochs N   passes through the training digits (30)\n"
-                           "  --check      seeds N to N + 2; exit status 1 if int8 loses 0.5 points or more in their mean, int4 2\n";
+                           "  --check      seeds N to N + 2; exit status 1 if int8 loses 0.5 points or more in their mean, int4 2\n" REPORT_HELP;
 static const char data_path[] = "examples/data/digits.csv";
 static long epochs = 30, first_seed = 1;
 static int checks;
@@ -43,7 +45,10 @@ static int read_options(int count, char **words) {
         char *end = NULL;
         if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0);
         if (strcmp(word, "--check") == 0) checks = 1;
-        else if (strcmp(word, "--seed") == 0) first_seed = strtol(value, &end, 10);
+        else if (strcmp(word, "--report") == 0 && *value != '\0') {
+            report_path = value, count--, words++;
+            continue;
+        } else if (strcmp(word, "--seed") == 0) first_seed = strtol(value, &end, 10);
         else if (strcmp(word, "--epochs") == 0) epochs = strtol(value, &end, 10);
         else return fail(word, "no such option; -h explains");
         if (end == NULL) continue;
@@ -179,7 +184,10 @@ static moe_status measure_time(const moe_net *net, const moe_data *data, double 
     return free(work), status;
 }
 
-static void show_errors(const moe_quant_error *errors) {
+enum { BYTES, RIGHT, LOST, MEAN_ERROR, LARGEST_ERROR, MICROSECONDS, MEASURED };
+static double measured[ROWS][MEASURED]; /* of the first seed, for the report */
+
+static void show_errors(const moe_quant_error *errors, double *row) {
     double least = 1e30, largest = 0, sum = 0;
     int unvisited = 0;
     for (int e = 0; e < EXPERTS; e++) {
@@ -188,6 +196,7 @@ static void show_errors(const moe_quant_error *errors) {
         unvisited += errors[e].rows == 0;
     }
     printf("%10.4f%10.4f%10.4f%11d", least, sum / EXPERTS, largest, unvisited);
+    row[MEAN_ERROR] = sum / EXPERTS, row[LARGEST_ERROR] = largest;
 }
 
 /* Packs the net in every way and prints the table. */
@@ -212,8 +221,9 @@ static moe_status show_table(moe_net *net, const moe_data *test, const moe_call 
         rows[r].lost += before - right;
         printf("%-11s%7d%9.2f%7.2f", rows[r].name, (int)bytes, right, before - right);
         if (rows[r].type == UNPACKED) printf("%10s%10s%10s%11s", "-", "-", "-", "-");
-        else show_errors(errors);
+        else show_errors(errors, measured[r]);
         printf("%10.2f\n", time);
+        measured[r][BYTES] = (double)bytes, measured[r][RIGHT] = right, measured[r][LOST] = before - right, measured[r][MICROSECONDS] = time;
     }
     printf("\n");
     return free(memory), status;
@@ -252,9 +262,27 @@ static int judge(void) {
     return failed > 0 ? fail("check", "too much accuracy is lost") : 0;
 }
 
+/* The table, and its two most telling columns as bars. */
+static int write_report(void) {
+    static const char *const heads[] = {"bytes", "right %", "points lost", "mean error %", "largest error %", "us per digit"};
+    const char *names[ROWS];
+    moe_figure f[3];
+    memset(f, 0, sizeof f);
+    for (int r = 0; r < ROWS; r++) names[r] = rows[r].name;
+    measured[0][MEAN_ERROR] = measured[0][LARGEST_ERROR] = HUGE_VAL; /* none */
+    for (int i = 0; i < 3; i++) f[i].row_names = names, f[i].rows = ROWS, f[i].columns = 1, f[i].stride = MEASURED, f[i].kind = MOE_FIGURE_BARS;
+    f[0].title = "Memory of the experts", f[0].values = measured[0], f[0].value_label = "bytes";
+    f[1].title = "Error of the experts", f[1].values = &measured[0][MEAN_ERROR], f[1].value_label = "% of their output";
+    f[1].caption = "Mean over the experts of how far their outputs on training digits are off.";
+    f[2].kind = MOE_FIGURE_TABLE, f[2].columns = MEASURED, f[2].values = measured[0], f[2].column_names = heads, f[2].row_label = "weights";
+    f[2].title = "In numbers", f[2].caption = "Digits that were held out.";
+    return report_write("quantise", "Smaller weights for experts", f, 3);
+}
+
 int main(int count, char **words) {
     if (read_options(count, words)) return 1;
+    if (!report_possible()) return fail(report_path, "the report cannot be written there");
     for (int i = 0; i < (checks ? SEEDS : 1); i++)
-        if (run((uint64_t)(first_seed + i))) return 1;
+        if (run((uint64_t)(first_seed + i)) || (i == 0 && write_report())) return 1;
     return checks && judge() ? 1 : finish();
 }

@@ -3,6 +3,7 @@
 
 #define MOE_IMPLEMENTATION
 #include "moe.h"
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,6 +13,7 @@
 #else
 #include <unistd.h>
 #endif
+#include "report.h"
 
 enum { SIDE = 8, PIXELS = SIDE * SIDE, CLASSES = 10, EXPERTS = 8, MIXTURE = 2 /* its place in the net */, MAX_ROWS = 5000, COPIES = 5 };
 
@@ -20,7 +22,7 @@ static const char help[] = "quickstart [options] [FILE]   trains on four fifths 
                            "  -o FILE         where the trained net is written (digits.safetensors)\n"
                            "  --seed N        start of all random choices: rows held out, weights, order (1)\n"
                            "  --epochs N      passes through the training digits (30)\n"
-                           "  --kernels NAME  instruction set: auto, c, avx2, ... (auto)\n";
+                           "  --kernels NAME  instruction set: auto, c, avx2, ... (auto)\n" REPORT_HELP;
 static const char *data_path = "examples/data/digits.csv", *output = "digits.safetensors";
 static long epochs = 30, seed = 1;
 static int kernels;
@@ -41,6 +43,7 @@ static int read_options(int count, char **words) {
         if (strcmp(word, "-h") == 0 || strcmp(word, "--help") == 0) exit(fputs(help, stdout) < 0);
         if (!option) data_path = word;
         else if (strcmp(word, "-o") == 0 && *value != '\0') output = value;
+        else if (strcmp(word, "--report") == 0 && *value != '\0') report_path = value;
         else if (strcmp(word, "--seed") == 0) seed = strtol(value, &end, 10);
         else if (strcmp(word, "--epochs") == 0) epochs = strtol(value, &end, 10);
         else if (strcmp(word, "--kernels") != 0) return fail(word, "no such option, or its value is missing; -h explains");
@@ -115,9 +118,41 @@ static moe_status build(moe_net *net, moe_error *error) {
     return moe_net_build(net, 1, (uint64_t)seed, error); /* the first call above that failed is reported here */
 }
 
+/* What is kept of the training for the report. */
+enum { LOSS, ROUTER_LOSS, HELD_OUT_LOSS, RIGHT, H_B, H_E, CHANGED, SERIES };
+typedef struct training_record {
+    const moe_net *net;
+    const moe_data *test;
+    moe_evaluation result;         /* of the last epoch */
+    moe_history steps;             /* the losses and RIGHT over steps, the others over epochs */
+    moe_history epochs;
+    int32_t first[2][MAX_ROWS];    /* the held-out digits' first experts, of this epoch and the one before */
+} training_record;
+static training_record record;
+
+static moe_status predict(const moe_net *net, const moe_data *data, size_t batch, moe_real *out, moe_metrics *metrics, int32_t *first);
+
+/* How undecided, even and changing the router is after an epoch; 1: failed. */
+static int watch_router(training_record *r, const moe_progress *p) {
+    moe_metrics metrics;
+    moe_report report;
+    double v[SERIES] = {(double)p->loss, (double)p->router_loss, (double)p->test.loss, 100 * (double)p->test.accuracy, 0, 0, NAN};
+    int32_t *now = r->first[p->epoch % 2], *before = r->first[(p->epoch + 1) % 2];
+    if (moe_metrics_init(&metrics, EXPERTS, CLASSES, metrics_memory, sizeof metrics_memory) || predict(r->net, r->test, r->test->n, NULL, &metrics, now) ||
+        moe_metrics_report(&metrics, &report))
+        return 1;
+    v[H_B] = report.gate_entropy, v[H_E] = report.usage_entropy;
+    if (p->epoch > 1 && moe_fluctuation(r->test->n, before, now, NULL, &v[CHANGED])) return 1;
+    v[CHANGED] *= 100;
+    return moe_history_add(&r->epochs, p->epoch, v, SERIES) != MOE_OK;
+}
+
 static int show_progress(void *ctx, const moe_progress *p) {
     int terminal = isatty(1), last = p->epoch == p->epochs && p->epoch_ended;
-    *(moe_evaluation *)ctx = p->test; /* what stays is that of the last epoch */
+    training_record *r = (training_record *)ctx;
+    double losses[] = {(double)p->loss, (double)p->router_loss};
+    r->result = p->test;
+    if (report_path != NULL && (moe_history_add(&r->steps, (double)p->total_step, losses, 2) || (p->epoch_ended && watch_router(r, p)))) return 1;
     if (!last && !(terminal ? p->step % 16 == 0 : p->epoch_ended && p->epoch % 5 == 0)) return 0;
     printf("%sepoch %d of %d: loss %.4f, routers %.4f", terminal ? "\r" : "", p->epoch, p->epochs, (double)p->loss, (double)p->router_loss);
     if (p->test.n > 0) printf(", %.1f %% of the held-out digits right", 100.0 * (double)p->test.accuracy);
@@ -125,8 +160,8 @@ static int show_progress(void *ctx, const moe_progress *p) {
     return fflush(stdout), 0;
 }
 
-/* Runs data through net in calls of `batch` digits. Outputs go to out and routings to metrics, where these are not NULL. */
-static moe_status predict(const moe_net *net, const moe_data *data, size_t batch, moe_real *out, moe_metrics *metrics) {
+/* Runs data through net in calls of `batch` digits. Outputs go to out, routings to metrics and the first experts to first, where these are not NULL. */
+static moe_status predict(const moe_net *net, const moe_data *data, size_t batch, moe_real *out, moe_metrics *metrics, int32_t *first) {
     moe_call call = {0};
     moe_net_pass pass;
     size_t bytes;
@@ -139,6 +174,7 @@ static moe_status predict(const moe_net *net, const moe_data *data, size_t batch
         if ((status = moe_net_forward(net, &call, work, bytes, &pass)) != MOE_OK) break;
         if (out != NULL) memcpy(out + at * CLASSES, pass.y, call.n_tokens * CLASSES * sizeof *out);
         if (metrics != NULL) status = moe_metrics_add(metrics, moe_net_routing(net, &pass, MIXTURE), NULL, data->labels + at);
+        if (first != NULL && status == MOE_OK) status = moe_first_choices(moe_net_routing(net, &pass, MIXTURE), first + at);
     }
     free(work);
     return status;
@@ -161,11 +197,33 @@ static void show_experts(const moe_report *r) {
 static double microseconds(const moe_net *net, const moe_data *data, size_t batch) {
     double best = 1e30;
     for (int i = 0; i < 20; i++) {
-        clock_t start = clock(), end = predict(net, data, batch, NULL, NULL) == MOE_OK ? clock() : start;
+        clock_t start = clock(), end = predict(net, data, batch, NULL, NULL, NULL) == MOE_OK ? clock() : start;
         double took = 1e6 * (double)(end - start) / CLOCKS_PER_SEC / (double)data->n;
         if (took < best) best = took;
     }
     return best;
+}
+
+/* The pages and pictures of --report. */
+static int write_report(const moe_report *r, size_t all, size_t used) {
+    static const char *const losses[] = {"training", "routers'"}, *const entropies[] = {"H_b, per digit", "H_e, over all digits"}, *const numbers[] = {
+        "held-out digits right (%)", "H_b: how undecided the router is (nats)", "H_e: how evenly experts are used (nats)", "I(E;Y): what an expert tells (nats)",
+        "I(E;Y) by chance (nats)", "parameters", "parameters that a digit uses"}, *const value[] = {"value"};
+    double found[] = {100.0 * (double)record.result.accuracy, r->gate_entropy, r->usage_entropy, r->information, r->information_chance, (double)all, (double)used};
+    char texts[7][24];
+    const char *cells[7];
+    moe_figure f[7] = {moe_figure_classes(r), moe_figure_load(r), moe_figure_history(&record.steps, LOSS, 2, losses), moe_figure_history(&record.epochs, RIGHT, 1, NULL),
+                       moe_figure_history(&record.epochs, H_B, 2, entropies), moe_figure_history(&record.epochs, CHANGED, 1, NULL), {0}};
+    for (int i = 0; i < 7; i++) cells[i] = (sprintf(texts[i], i > 4 ? "%.0f" : "%.3f", found[i]), texts[i]);
+    f[0].title = "Who reads which digit", f[0].caption = "Held-out digits that went to each expert; every one goes to 2.", f[0].column_label = "digit", f[0].value_label = "digits";
+    f[1].caption = "How many held-out digits each expert reads.", f[1].value_label = "digits";
+    f[2].title = "Losses", f[2].caption = "Mean of the epoch so far.", f[2].value_label = "loss (nats)";
+    f[3].title = "Held-out digits read right", f[3].value_label = "%", f[3].column_label = "epoch";
+    f[4].title = "Entropies of the router", f[4].value_label = "nats", f[4].column_label = "epoch", f[4].reference = 2.0794415416798357, f[4].reference_name = "ln 8, the most";
+    f[4].caption = "Low H_b: the router is decided about each digit. High H_e: all experts are used.";
+    f[5].title = "Digits whose expert changed", f[5].value_label = "% since the epoch before", f[5].column_label = "epoch";
+    f[6].kind = MOE_FIGURE_TABLE, f[6].title = "In numbers", f[6].rows = 7, f[6].columns = 1, f[6].cells = cells, f[6].row_names = numbers, f[6].column_names = value;
+    return report_write("quickstart", "Eight experts read digits", f, 7);
 }
 
 int main(int count, char **words) {
@@ -174,30 +232,32 @@ int main(int count, char **words) {
     moe_metrics metrics;
     moe_report report;
     moe_error error = {0};
-    moe_evaluation result;
     size_t n, used, all;
     FILE *f;
     if (read_options(count, words)) return 1;
+    if (!report_possible()) return fail(report_path, "the report cannot be written there");
     if ((f = fopen(data_path, "rb")) == NULL) return fail(data_path, "cannot be opened");
     n = read_rows(data_path, f, (moe_rng){(uint64_t)seed});
     fclose(f);
     if (n == 0) return 1;
     moe_data train = training_set(n - n / 5), test = {.n = n / 5, .x = x + (n - n / 5) * PIXELS, .labels = digits + (n - n / 5)};
-    training.progress = show_progress, training.progress_ctx = &result;
+    record.net = &net, record.test = &test;
+    training.progress = show_progress, training.progress_ctx = &record;
     training.epochs = (int)epochs, training.batch = 64, training.seed = (uint64_t)seed;
     training.rate = (moe_real)0.004, training.final_rate = (moe_real)0.05, training.decay = (moe_real)0.3, training.clip = 1;
     if (build(&net, &error) || moe_fit(&net, &train, &test, &training, &error)) return fail("training", error.message);
     if (moe_metrics_init(&metrics, EXPERTS, CLASSES, metrics_memory, sizeof metrics_memory)) return fail("metrics", "no room");
-    if (predict(&net, &test, test.n, y, &metrics) || moe_metrics_report(&metrics, &report)) return fail("testing", "out of memory");
-    printf("test accuracy %.2f %% on %d digits that training has not seen\n", 100.0 * (double)result.accuracy, (int)test.n);
+    if (predict(&net, &test, test.n, y, &metrics, NULL) || moe_metrics_report(&metrics, &report)) return fail("testing", "out of memory");
+    printf("test accuracy %.2f %% on %d digits that training has not seen\n", 100.0 * (double)record.result.accuracy, (int)test.n);
     show_experts(&report);
     all = moe_net_parameters(&net, &used);
     printf("\n%d parameters, of which a digit uses %d\n", (int)all, (int)used);
     if (moe_net_save(&net, output, &error) || moe_net_load(&loaded, output, 0, kernels, NULL, &error)) return fail(output, error.message);
-    if (predict(&loaded, &test, test.n, loaded_y, NULL) || memcmp(y, loaded_y, test.n * CLASSES * sizeof *y) != 0)
+    if (predict(&loaded, &test, test.n, loaded_y, NULL, NULL) || memcmp(y, loaded_y, test.n * CLASSES * sizeof *y) != 0)
         return fail(output, "the loaded net answers differently");
     printf("saved as %s, loaded into a new net: the same outputs, bit for bit\n", output);
     printf("kernels %s: %.1f us per digit in one call of %d, ", net.kernels->name, microseconds(&loaded, &test, test.n), (int)test.n);
     printf("%.1f us one by one\n", microseconds(&loaded, &test, 1));
+    if (write_report(&report, all, used)) return 1;
     return moe_net_free(&net), moe_net_free(&loaded), finish();
 }

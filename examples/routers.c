@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include "report.h"
 
 static const char *const help =
     "routers                 lists all presets\n"
@@ -15,7 +16,7 @@ static const char *const help =
     "routers NAME --show     follows one token through it and prints the numbers after every stage; these imply it:\n"
     "          --token N     this token, from 0 (else the first that lost a choice or did not get its best experts)\n"
     "          --tokens N    so many tokens, 1 to 64 (6)\n"
-    "          --seed N      other tokens and tensors (1)\n";
+    "          --seed N      other tokens and tensors (1)\n" REPORT_HELP;
 
 /* The first row is for explaining, the second for showing, where formulas stand from column WHY on. */
 enum { D_MODEL = 512, D_FF = 1024, COLUMNS = 100, LONG = 1000,
@@ -367,6 +368,26 @@ static int list(int csv) {
     if (!csv) printf("\nexperts: of one token; ~ on average. decodes: token by token.\n"
                      "Next: routers NAME explains one, routers NAME --show follows a token through it.\n");
     return 0;
+}
+
+/* The list with formulas as a page. */
+static int report_presets(void) {
+    static const char *const heads[] = {"formula", "source", "traits"};
+    const moe_preset *p;
+    const char **names, **cells;
+    moe_figure *f;
+    moe_layer_config c;
+    moe_error error;
+    size_t n = 0, i;
+    for (p = moe_presets(); p->name != NULL; p++) n++;
+    f = report_add(MOE_FIGURE_TABLE, "Presets", n, 3);
+    names = (const char **)report_grab(n, sizeof *names), cells = (const char **)report_grab(3 * n, sizeof *cells);
+    for (p = moe_presets(), i = 0; i < n; p++, i++) {
+        if (configure(p->name, 0, &c, &error) != MOE_OK) return complain(error.message);
+        names[i] = p->name, cells[3 * i] = p->formula, cells[3 * i + 1] = p->source, cells[3 * i + 2] = report_text(traits_of(&c.router));
+    }
+    f->row_names = names, f->column_names = heads, f->cells = cells, f->row_label = "preset";
+    return report_write_added("routers", "Routers");
 }
 
 /* ---- one preset explained ----------------------------------------------------------------------------------------------------------- */
@@ -734,6 +755,21 @@ static void show_all(const char *name, const moe_layer *layer, const moe_call *c
     show_losses(&layer->config, r);
 }
 
+/* Gate, weights and load of all tokens as figures. */
+static void report_routing(const moe_routing *r) {
+    double *p = (double *)report_grab(r->n_tokens * EXPERTS, sizeof *p), *w = (double *)report_grab(r->n_tokens * EXPERTS, sizeof *w), load[EXPERTS];
+    moe_figure *f;
+    size_t i;
+    for (i = 0; i < r->n_tokens * EXPERTS; i++) p[i] = (double)r->probabilities[i], w[i] = (double)r->weights[i];
+    f = report_add(MOE_FIGURE_HEAT, "Gate", r->n_tokens, EXPERTS), f->values = p, f->row_label = "token", f->column_label = "expert", f->value_label = "p";
+    f->caption = "What the gate gives each expert, after refining.";
+    f = report_add(MOE_FIGURE_HEAT, "Weights", r->n_tokens, EXPERTS), f->values = w, f->row_label = "token", f->column_label = "expert", f->value_label = "w";
+    f->caption = "What experts add to each token, after capacity; 0: not chosen.";
+    if (r->plan.rows > 0) return; /* soft: no choices */
+    for (i = 0; i < EXPERTS; i++) load[i] = (double)r->counts[i];
+    f = report_add(MOE_FIGURE_BARS, "Load", EXPERTS, 1), f->values = report_numbers(load, EXPERTS), f->value_label = "choices";
+}
+
 static int show(const char *name, const unsigned long *number) {
     moe_layer_config c;
     moe_layer layer;
@@ -753,6 +789,7 @@ static int show(const char *name, const unsigned long *number) {
     if (status == MOE_OK && (work = malloc(bytes)) == NULL) status = MOE_ERR_MEMORY;
     if (status == MOE_OK) status = perform(&layer, &call, &rng, work, bytes, &pass);
     if (status == MOE_OK) show_all(name, &layer, &call, &pass.routing, number[TOKEN]);
+    if (status == MOE_OK && report_path != NULL) report_routing(&pass.routing);
     free(work);
     moe_layer_free(&layer);
     return status == MOE_OK ? 0 : complain(moe_status_text(status));
@@ -806,6 +843,7 @@ int main(int argc, char **argv) {
         } else if (strcmp(argv[i], "-h") == 0 || strcmp(argv[i], "--help") == 0) return finish(fputs(help, stdout) < 0);
         else if (strcmp(argv[i], "--show") == 0) shown = 1;
         else if (strcmp(argv[i], "--csv") == 0) csv = 1;
+        else if (strcmp(argv[i], "--report") == 0 && i + 1 < argc && *argv[i + 1] != '\0') report_path = argv[++i];
         else if (argv[i][0] != '-' && name == NULL) name = argv[i];
         else return fprintf(stderr, "routers: %s: no such option, or a second name; -h explains\n", argv[i]), 1;
     }
@@ -813,8 +851,11 @@ int main(int argc, char **argv) {
     if (shown && name == NULL) return complain("which preset? routers lists them, routers NAME --show shows one");
     if (number[N_TOKENS] < 1 || number[N_TOKENS] > MAX_TOKENS) return complain("--tokens goes from 1 to 64");
     if (number[TOKEN] != ANY && number[TOKEN] >= number[N_TOKENS]) return complain("--token: the first is 0; --tokens N makes more");
-    if (name == NULL) return finish(list(csv));
+    if (!report_possible()) return fprintf(stderr, "routers: %s: the report cannot be written there\n", report_path), 1;
+    if (name == NULL && list(csv)) return 1;
+    if (name == NULL) return finish(report_path != NULL && report_presets());
     if (moe_preset_find(name) == NULL) return suggest(name);
     name = moe_preset_find(name)->name;
-    return finish(shown ? show(name, number) : explain(name));
+    if (shown || report_path != NULL) return finish(show(name, number) || report_write_added("routers", name));
+    return finish(explain(name));
 }

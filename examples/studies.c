@@ -5,6 +5,7 @@
 #include "moe.h"
 
 #include "language.h"
+#include "report.h"
 #include "statistics.h"
 #include <signal.h>
 #include <stdarg.h>
@@ -25,7 +26,7 @@ static const char help[] = "studies                  lists the studies\n"
                            "  --first N    the first seed (1)\n"
                            "  --data FILE  the text of locmoe and finetune; an article begins at a line \" = Title = \"\n"
                            "               as in WikiText (the library's own three headers, each an article)\n"
-                           "  --svg FILE   draws the curves (aoe_toy, locmoe)\n"
+                           "  --svg FILE   draws the curves (aoe_toy, locmoe)\n" REPORT_HELP
                            "studies --check          tests the parts of the studies, in seconds\n";
 static const char *svg_path, *data_path;
 static size_t seeds = 5, first_seed = 1;
@@ -113,6 +114,21 @@ static int verdict_on(const char *claim, const part *parts, size_t m, const int 
     return verdict;
 }
 
+/* The parts as a table of the report. */
+static void report_parts(const part *parts, size_t m, const double *p, const int *outcome) {
+    static const char *const heads[] = {"mean", "p", "outcome"};
+    moe_figure *f = report_add(MOE_FIGURE_TABLE, "What was claimed to be below 0", m, 3);
+    const char **names = (const char **)report_grab(m, sizeof *names), **cells = (const char **)report_grab(3 * m, sizeof *cells);
+    double *values = (double *)report_grab(3 * m, sizeof *values), *spread = (double *)report_grab(3 * m, sizeof *spread);
+    for (size_t i = 0; i < m; i++) {
+        statistics_result r = statistics_paired(seeds, parts[i].value, NULL);
+        names[i] = parts[i].text, values[3 * i] = r.mean, spread[3 * i] = r.high - r.mean, values[3 * i + 1] = p[i], spread[3 * i + 1] = -1;
+        cells[3 * i + 2] = outcomes[outcome[i] + 1];
+    }
+    f->caption = "Mean over seeds with its 95 % interval; p after Holm's correction.";
+    f->row_names = names, f->column_names = heads, f->values = values, f->spread = spread, f->cells = cells, f->row_label = "part";
+}
+
 /* Prints the parts and what follows from them. */
 static void conclude(const part *parts, size_t m) {
     int outcome[MAX_PARTS];
@@ -123,6 +139,7 @@ static void conclude(const part *parts, size_t m) {
         statistics_result r = statistics_paired(seeds, parts[i].value, NULL);
         printf("  %-50s %7.3f [%.3f, %.3f]  p %.2g  %s\n", parts[i].text, r.mean, r.low, r.high, p[i], outcomes[outcome[i] + 1]);
     }
+    if (report_path != NULL) report_parts(parts, m, p, outcome);
     for (size_t i = 0; i < m; i++)
         if (i == 0 || strcmp(parts[i].claim, parts[i - 1].claim) != 0)
             printf("Verdict: %s: %s.\n", parts[i].claim, outcomes[verdict_on(parts[i].claim, parts, m, outcome) + 1]);
@@ -201,9 +218,30 @@ static void draw_panel(FILE *f, const panel *p) {
     }
 }
 
+/* The panels as figures of the report; the lines of one share their places on the x axis. */
+static void report_panels(const panel *panels, int n) {
+    for (int i = 0; i < n; i++) {
+        const panel *p = &panels[i];
+        moe_figure *f = report_add(MOE_FIGURE_LINES, p->title, (size_t)p->n_lines, MAX_POINTS);
+        const char **names = (const char **)report_grab(MAX_LINES, sizeof *names);
+        double *values = (double *)report_grab(MAX_LINES * MAX_POINTS, sizeof *values);
+        int longest = 0;
+        for (int l = 0; l < p->n_lines; l++) {
+            if (p->line[l].n > p->line[longest].n) longest = l;
+            for (int k = 0; k < MAX_POINTS; k++) values[l * MAX_POINTS + k] = k < p->line[l].n ? p->line[l].y[k] : HUGE_VAL;
+            names[l] = report_text(p->line[l].name);
+        }
+        f->columns = (size_t)p->line[longest].n, f->stride = MAX_POINTS, f->values = values, f->row_names = names;
+        f->x = report_numbers(p->line[longest].x, f->columns), f->column_label = report_text(p->x_label), f->caption = "Means over seeds.";
+    }
+}
+
 /* Panels, two in a row, in one file that needs no other; its colours follow the reader's light or dark setting. */
 static void draw(const char *path, const panel *panels, int n) {
-    FILE *f = fopen(path, "wb");
+    FILE *f;
+    if (report_path != NULL) report_panels(panels, n);
+    if (path == NULL) return;
+    f = fopen(path, "wb");
     int failed, wide = WIDE * (n < IN_A_ROW ? n : IN_A_ROW), high = HIGH * ((n + IN_A_ROW - 1) / IN_A_ROW);
     if (f == NULL) stop(path, "cannot be written");
     fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\" ", wide, high);
@@ -451,7 +489,7 @@ static void aoe_toy(void) {
         }
     progress("");
     toy_table(found);
-    if (svg_path != NULL) toy_picture(found);
+    if (svg_path != NULL || report_path != NULL) toy_picture(found);
     toy_parts(found[TOY_LINEAR], parts);
     judge(parts, 3, seeds, outcome, p);
     printf("\nThe linear router by the same test, which is no part of the claim: two stages %s.\n",
@@ -855,7 +893,7 @@ static void locmoe(void) {
         }
     progress("");
     loc_tables(share, loss, served, capacity);
-    if (svg_path != NULL) loc_picture(share, loss, served, capacity);
+    if (svg_path != NULL || report_path != NULL) loc_picture(share, loss, served, capacity);
     loc_parts(loss, capacity, parts);
     conclude(parts, 4);
     corpus_free(&c);
@@ -1142,6 +1180,7 @@ int main(int count, char **words) {
         if (strcmp(word, "--seeds") == 0) seeds = read_number(word, value, 2, MAX_SEEDS), i++;
         else if (strcmp(word, "--first") == 0) first_seed = read_number(word, value, 0, 1000000), i++;
         else if (strcmp(word, "--svg") == 0 && *value != '\0') svg_path = value, i++;
+        else if (strcmp(word, "--report") == 0 && *value != '\0') report_path = value, i++;
         else if (strcmp(word, "--data") == 0 && *value != '\0') data_path = value, i++;
         else if (word[0] == '-' || study != NULL) stop(word, "no such option, its value is missing, or a second name; -h explains");
         else {
@@ -1155,8 +1194,10 @@ int main(int count, char **words) {
         return 0;
     }
     if (svg_path != NULL && !study->picture) stop(study->name, "this study has no picture for --svg");
+    if (!report_possible()) stop(report_path, "the report cannot be written there");
     signal(SIGINT, on_interrupt);
     printf("Claim: %s (%s)\n", study->claim, study->source);
     study->run();
+    if (report_write_added("studies", study->claim)) return 1;
     return fflush(stdout) != 0 || ferror(stdout);
 }

@@ -3,6 +3,7 @@
 #ifndef STUDY_H
 #define STUDY_H
 
+#include "report.h"
 #include "statistics.h"
 #include <stdarg.h>
 #include <stdio.h>
@@ -105,6 +106,23 @@ static inline void table_print(void) {
             printf("|---%s%s", c < table.left ? "" : ":", c + 1 == columns ? "|\n" : "");
     }
     printf("\n");
+}
+
+/* The table as a figure of the report, if one is wanted. */
+static inline void table_report(const char *title, const char *caption) {
+    int columns = table.n_cells[0], rows = table.n_rows - 1;
+    moe_figure *f;
+    const char **names, **heads, **cells;
+    if (report_path == NULL || rows < 1 || columns < 2) return;
+    f = report_add(MOE_FIGURE_TABLE, title, (size_t)rows, (size_t)columns - 1);
+    names = (const char **)report_grab((size_t)rows, sizeof *names), heads = (const char **)report_grab((size_t)columns, sizeof *heads);
+    cells = (const char **)report_grab((size_t)(rows * (columns - 1)), sizeof *cells);
+    for (int c = 1; c < columns; c++) heads[c - 1] = report_text(table.cell[0][c]);
+    for (int r = 0; r < rows; r++) {
+        names[r] = report_text(table.cell[r + 1][0]);
+        for (int c = 1; c < columns; c++) cells[r * (columns - 1) + c - 1] = c < table.n_cells[r + 1] ? report_text(table.cell[r + 1][c]) : "";
+    }
+    f->caption = caption, f->row_names = names, f->column_names = heads, f->cells = cells, f->row_label = report_text(table.cell[0][0]);
 }
 
 #endif

@@ -18,6 +18,7 @@
 #else
 #include <unistd.h>
 #endif
+#include "report.h"
 
 enum { LONGEST = 48 /* bytes of a token */, KINDS = 7, COLUMNS = 100, MAX_LAYERS = 64, PATH_SIZE = 1000 };
 
@@ -69,6 +70,7 @@ static const struct option {
     {"--top-p", "X", REAL, &set.top_p, 1e-6, 1, "only the most probable tokens, with this sum"},
     {"--top-k-sample", "N", WHOLE, &set.sample_k, 0, 1e6, "only so many of the most probable tokens; 0: all"},
     {"--route", "TEXT", TEXT, &set.route, 0, 0, "shows the expert of each token of this text"},
+    {"--report", "FILE", TEXT, &report_path, 0, 0, "what was found: a page (FILE.html), a picture (.svg) or text; -: on the screen"},
     {"--kernels", "NAME", TEXT, &set.kernels, 0, 0, "instruction set: auto, c, avx2, ..."},
     {"--check", "", FLAG, &set.check, 0, 0, "tests this program on a small model"}};
 enum { OPTIONS = sizeof options / sizeof *options };
@@ -404,10 +406,14 @@ static void show_step(run *r, const moe_progress *p, int keep) {
     if (keep) r->loss_sum = sum, r->loss_steps = (double)p->step;
 }
 
+static moe_history history; /* for the report */
+
 /* After every step. On a terminal the line is renewed in place; twelve of them stay. */
 static int progress(void *ctx, const moe_progress *p) {
     run *r = (run *)ctx;
     uint64_t every = r->steps / 12 + 1;
+    double losses[] = {(double)p->loss, (double)p->router_loss};
+    if (report_path != NULL) (void)moe_history_add(&history, (double)p->total_step, losses, 2);
     if (p->epoch != r->epoch) /* a new one, or the middle of that in which training stopped: its steps before do not count */
         r->epoch = p->epoch, r->loss_steps = p->step > 1 ? (double)p->step : 0, r->loss_sum = (double)p->loss * r->loss_steps;
     r->step = p->total_step;
@@ -576,6 +582,18 @@ static void show_layer(const model *m, int layer, census *c) {
     printf("I(expert;kind) = %.3f nats: what the expert tells of the kind (by chance %.3f)\n", r.information, r.information_chance);
 }
 
+/* The layer's tables as figures; they point into the census. */
+static void report_layer(const model *m, int layer, const census *c) {
+    char title[80];
+    moe_metrics all = c->kinds;
+    moe_report r;
+    moe_figure *f;
+    if (moe_metrics_report(&all, &r) != MOE_OK) return;
+    sprintf(title, "Layer %d: what each expert takes", layer);
+    f = report_take(moe_figure_classes(&r), title), f->column_names = kinds[m->bytes], f->column_label = "kind of token";
+    sprintf(title, "Layer %d: load", layer), report_take(moe_figure_load(&r), title);
+}
+
 static int show_experts(const model *m, const moe_data *data) {
     census of[MAX_LAYERS];
     int layers = 0;
@@ -587,6 +605,7 @@ static int show_experts(const model *m, const moe_data *data) {
     }
     if (status == MOE_OK) status = take_census(m, data, of);
     for (int i = 0; i < layers && status == MOE_OK; i++) show_layer(m, i + 1, &of[i]);
+    for (int i = 0; i < layers && status == MOE_OK && report_path != NULL; i++) report_layer(m, i + 1, &of[i]);
     return status == MOE_OK ? 0 : fail("counting experts", moe_status_text(status));
 }
 
@@ -617,6 +636,35 @@ static int show_route(const model *m, const char *text) {
         }
         printf("\n");
     }
+    return 0;
+}
+
+/* The first tokens of a text, coloured by the expert that each goes to first, layer by layer. */
+static int report_tokens(const model *m, const char *title, const int32_t *ids, size_t n) {
+    moe_call call = {.n_tokens = n < (size_t)set.context ? n : (size_t)set.context, .token_ids = ids};
+    moe_net_pass pass;
+    size_t bytes, layers = 0;
+    moe_status status = moe_net_work_size(&m->net, call.n_tokens, 0, &bytes);
+    void *work = grab(status == MOE_OK ? bytes : 1, 1);
+    int32_t *experts = (int32_t *)report_grab(call.n_tokens * MAX_LAYERS, sizeof *experts);
+    double *weights = (double *)report_grab(call.n_tokens * MAX_LAYERS, sizeof *weights);
+    const char **names = (const char **)report_grab(call.n_tokens, sizeof *names), **rows = (const char **)report_grab(MAX_LAYERS, sizeof *rows);
+    char row[16];
+    if (status == MOE_OK) status = moe_net_forward(&m->net, &call, work, bytes, &pass);
+    if (status != MOE_OK) return fail("--report", moe_status_text(status));
+    for (size_t t = 0; t < call.n_tokens; t++) names[t] = (const char *)memcpy(report_grab(LONGEST + 1, 1), m->words[ids[t]].p, m->words[ids[t]].n);
+    for (size_t i = 0; i < m->net.n_modules && layers < MAX_LAYERS; i++) {
+        const moe_routing *r = moe_net_routing(&m->net, &pass, i);
+        if (r == NULL || moe_first_choices(r, experts + layers * call.n_tokens) != MOE_OK) continue; /* no mixture */
+        for (size_t t = 0; t < call.n_tokens; t++) {
+            int32_t e = experts[layers * call.n_tokens + t];
+            weights[layers * call.n_tokens + t] = e >= 0 ? (double)r->weights[t * r->n_experts + (size_t)e] : 0;
+        }
+        sprintf(row, "layer %d", (int)layers + 1), rows[layers++] = report_text(row);
+    }
+    moe_figure *f = report_add(MOE_FIGURE_TOKENS, title, layers, call.n_tokens);
+    f->experts = experts, f->values = weights, f->column_names = names, f->row_names = rows, f->n_experts = (int)set.experts;
+    f->caption = "Under each token the expert that it goes to first.";
     return 0;
 }
 
@@ -737,6 +785,12 @@ static int test_on(const model *m, const char *path) {
     return moe_buffer_free(&text), failed || tell_perplexity(m, path, ids, n);
 }
 
+static void report_training(void) {
+    static const char *const names[] = {"training", "routers'"};
+    moe_figure *f = report_take(moe_figure_history(&history, 0, 2, names), "Losses while training");
+    f->caption = "Mean of the epoch so far.", f->value_label = "loss (nats)";
+}
+
 static int run_all(void) {
     model m = {.n_words = 0};
     corpus c = {.n = 0};
@@ -744,11 +798,20 @@ static int run_all(void) {
     int result = set.only_generate ? (load_model(&m, set.output) ? FAILED : DONE) : learn(&m, &c), good = result == DONE;
     if (good && !set.only_generate) {
         moe_data held_out = data_of(c.held_out, c.n_held_out);
+        if (report_path != NULL) report_training();
         good = !tell_perplexity(&m, "held out", c.held_out, c.n_held_out) && !show_experts(&m, &held_out);
     }
     if (good && set.test != NULL) good = !test_on(&m, set.test);
     if (good && set.route != NULL) good = !show_route(&m, set.route);
-    if (good && set.generate > 0) good = printf("\n") > 0 && generate(&m, &n) != NULL;
+    if (good && report_path != NULL && set.route != NULL) {
+        int32_t *ids = encode(&m, set.route, strlen(set.route), &n);
+        good = !report_tokens(&m, "The text by expert", ids, n);
+    } else if (good && report_path != NULL && c.held_out != NULL) good = !report_tokens(&m, "Held-out text by expert", c.held_out, c.n_held_out);
+    if (good && set.generate > 0) {
+        int32_t *written = printf("\n") > 0 ? generate(&m, &n) : NULL;
+        good = written != NULL && (report_path == NULL || !report_tokens(&m, "The text that it wrote", written, n));
+    }
+    if (good) good = !report_write_added("text", "A language model with experts");
     moe_buffer_free(&c.text), free_model(&m), release();
     return result == STOPPED ? (stopped_by != 0 ? 128 + (int)stopped_by : 0) : !good;
 }
@@ -868,6 +931,7 @@ int main(int count, char **words) {
     snprintf(checkpoint, sizeof checkpoint, "%s", beside(set.output, ".checkpoint"));
     if (set.checkpoint == NULL) set.checkpoint = checkpoint;
     if (set.check) return check_all();
+    if (!report_possible()) return fail(report_path, "the report cannot be written there");
     int status = run_all();
     return status != 0 ? status : finish();
 }

@@ -136,6 +136,18 @@ async function audit(page, axe, label) {
     const found = await page.evaluate(async () => {
         const results = await window.axe.run(document, { resultTypes: ['violations', 'incomplete'] });
         for (const v of results.incomplete) v.nodes = v.nodes.filter((node) => !document.querySelector(node.target[0])?.closest('svg'));
+        // What is scrolled out of sight in a box of its own is looked at with the box open and room for it.
+        const boxes = [...document.querySelectorAll('[tabindex="0"]')].filter((e) => e.scrollWidth > e.clientWidth || e.scrollHeight > e.clientHeight);
+        const style = document.documentElement.style;
+        if (boxes.length > 0) style.minWidth = '4000px';
+        for (const box of boxes) box.style.overflow = 'visible';
+        const open = boxes.length > 0 ? await window.axe.run(document, { runOnly: ['color-contrast'], resultTypes: ['violations', 'incomplete'] }) : null;
+        for (const box of boxes) box.style.overflow = '';
+        style.minWidth = '';
+        const inBox = (node) => boxes.some((box) => box.contains(document.querySelector(node.target[0])));
+        if (open) for (const v of results.incomplete.filter((i) => i.id === 'color-contrast')) v.nodes = v.nodes.filter((node) => !inBox(node));
+        if (open) for (const kind of ['violations', 'incomplete'])
+            for (const v of open[kind]) results[kind].push({ ...v, nodes: v.nodes.filter((node) => inBox(node) && !document.querySelector(node.target[0])?.closest('svg')) });
         return results;
     });
     const offences = found.violations.flatMap((v) => v.nodes.map((node) =>

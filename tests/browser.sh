@@ -100,6 +100,7 @@ TEXT
 prepare() {
     shots=${shots:-$prepared/shots}
     mkdir -p "$shots" "$prepared/pages"
+    [ -n "$pages" ] || make_reports >"$prepared/reports.log" 2>&1
     [ -n "$pages" ] || sh examples/run web -o "$prepared/web.html" >"$prepared/web.log" 2>&1
     [ -d "$modules/node_modules/playwright-core" ] && [ -d "$modules/node_modules/axe-core" ] && return 0
     setup_tool npm || return 0 # the checks say what is missing
@@ -120,6 +121,7 @@ plan() {
     fi
     everywhere control
     everywhere web
+    for report in $reports; do everywhere "report $report"; done
     echo 'clean_c'
     echo 'refuses a_folder -o .'
     echo 'refuses missing/page.html -o missing/page.html'
@@ -131,6 +133,40 @@ plan() {
     done
     echo 'only_narrow overflow'
     echo 'only_dark color-contrast'
+}
+
+# The reports that are looked at: figures of all kinds, and what examples write. NAME.html and NAME.svg are made of each.
+reports='kinds quickstart routers quantise'
+
+make_reports() {
+    setup_compiler_quietly
+    setup_stb
+    setup_stb_flag "$CC"
+    for report in $reports; do
+        program=examples/$report.c
+        [ "$report" != kinds ] || program=tests/report.c
+        # shellcheck disable=SC2086
+        $CC -std=c99 -O1 -DMOE_NO_SIMD -I"$root" ${stb_flag:+-I"$stb_flag"} "$program" -o "$prepared/$report" -lm || return 1
+        for ending in html svg; do
+            case $report in
+            kinds) set -- page ;;
+            quickstart) set -- --epochs 3 -o "$prepared/net" --report ;;
+            quantise) set -- --epochs 1 --report ;;
+            routers) set -- smoe --report ;;
+            esac
+            "$prepared/$report" "$@" "$prepared/$report.$ending" || return 1
+        done
+    done
+}
+
+# A report as a page, and its picture alone.
+report() { # name width scheme
+    needs_browser
+    if ! [ -f "$prepared/$1.html" ] || ! [ -f "$prepared/$1.svg" ]; then
+        cat "$prepared/reports.log"
+        return 1
+    fi
+    page "$prepared/$1.html" "$2" "$3" && page "$prepared/$1.svg" "$2" "$3"
 }
 
 everywhere() { # function and its arguments

@@ -1376,6 +1376,8 @@ static void test_texts(void) {
     int k, set = 0;
     memset(&c, 0, sizeof c), memset(&back, 0, sizeof back);
     if (!CHECK(field != NULL)) return;
+    REFUSED(MOE_ERR_ARGUMENT, "config", moe_fields_apply(moe_router_fields(), NULL, "top_k=1", &error));
+    IS(MOE_OK, moe_fields_apply(moe_router_fields(), NULL, NULL, NULL));
     for (k = -330; k <= 309; k++) {
         const double v = k == 309 ? (double)real(1.7976931348623157e308) : (double)real((k % 2 ? -1.2345678901234567 : 9.8765432109876543) * pow(10.0, k));
         if (!(fabs(v) < HUGE_VAL) || !moe_is_finite((moe_real)v)) continue;

@@ -11,7 +11,7 @@ root=$PWD
 . tests/setup.sh
 . tests/checks.sh
 
-programs='quickstart microdigits export csv quantise digits text compare studies'
+programs='quickstart microdigits export csv quantise digits text compare studies routers'
 
 prepare() {
     setup_stb_flag "$CC"
@@ -47,6 +47,14 @@ digits      csv  added    --methods expectation --seeds 1 --epochs 1 --data IN -
 text        text replaced --steps 1 --width 8 --layers 1 --experts 2 --context 16 --batch 2 --generate 5 -o OUT IN
 compare     text added    --routers smoe --seeds 1 --steps 1 --width 8 --layers 1 --context 16 --batch 1 --experts 2 --held 64 --data IN --csv OUT
 studies     text -        locmoe --data IN
+quickstart  -    replaced --epochs 1 -o other --report OUT
+microdigits -    replaced --epochs 1 -o other --save other --report OUT
+export      -    replaced NET --calibration examples/data/digits.csv --divide 16 --rows 300 -o other --report OUT
+quantise    -    replaced --epochs 1 --report OUT
+digits      -    replaced --methods expectation --seeds 1 --epochs 1 --report OUT
+text        text replaced --steps 1 --width 8 --layers 1 --experts 2 --context 16 --batch 2 --generate 5 -o other --report OUT IN
+compare     text replaced --routers smoe --seeds 1 --steps 1 --width 8 --layers 1 --context 16 --batch 1 --experts 2 --held 64 --data IN --report OUT
+routers     -    replaced smoe --report OUT
 TEXT
 }
 

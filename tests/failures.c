@@ -735,6 +735,28 @@ static moe_status run_file_write(world *w, moe_error *error) {
     moe_stream s = sink();
     return moe_file_write(&s, w->net.tensors, w->net.n_tensors, metadata, 2, w->allocator, error);
 }
+static moe_figure some_figure(void) {
+    static const double values[] = {1, 2, 3, 4};
+    moe_figure f;
+    memset(&f, 0, sizeof f);
+    f.rows = f.columns = 2, f.values = values;
+    return f;
+}
+static moe_status run_report_svg(world *w, moe_error *error) {
+    const moe_figure f = some_figure();
+    moe_stream s = sink();
+    return (void)w, moe_report_svg(&f, &s, error);
+}
+static moe_status run_report_html(world *w, moe_error *error) {
+    const moe_figure f = some_figure();
+    moe_stream s = sink();
+    return (void)w, moe_report_html("Report", &f, 1, &s, error);
+}
+static moe_status run_report_text(world *w, moe_error *error) {
+    const moe_figure f = some_figure();
+    moe_stream s = sink();
+    return (void)w, moe_report_text(&f, 0, 1, &s, error);
+}
 static moe_status run_net_write(world *w, moe_error *error) {
     moe_stream s = sink();
     return moe_net_write(&w->net, &s, error);
@@ -792,6 +814,10 @@ static moe_status run_tokens(world *w, moe_error *error) {
     return read_tokens(w);
 }
 #ifndef MOE_NO_STDIO
+static moe_status run_report_save(world *w, moe_error *error) {
+    const moe_figure f = some_figure();
+    return (void)w, moe_report_save(path, NULL, &f, 1, error);
+}
 static moe_status run_net_save(world *w, moe_error *error) { return moe_net_save(&w->net, path, error); }
 static moe_status run_layer_save(world *w, moe_error *error) { return moe_layer_save(&w->layer, path, error); }
 static moe_status run_trainer_save(world *w, moe_error *error) { return moe_trainer_save(&w->trainer, path, error); }
@@ -876,6 +902,10 @@ static const row rows[] = {
     {"moe_layer_save", FILES, LAYER, 0, 0, DISK_OLD, 0, AROUND | CONSTANT, BOTH(run_layer_save)},
     {"moe_trainer_save", OP_MEMORY, NET | TRAINER, 0, PLAIN, DISK_OLD, 0, AROUND | CONSTANT, BOTH(run_trainer_save)},
     {"moe_trainer_save", FILES, NET | TRAINER, 0, PLAIN, DISK_OLD, 0, AROUND | CONSTANT, BOTH(run_trainer_save)},
+    {"moe_report_svg", OP_STREAM, 0, 0, 0, 0, 0, CONSTANT, TRAINING(run_report_svg)},
+    {"moe_report_html", OP_STREAM, 0, 0, 0, 0, 0, CONSTANT, TRAINING(run_report_html)},
+    {"moe_report_text", OP_STREAM, 0, 0, 0, 0, 0, CONSTANT, TRAINING(run_report_text)},
+    {"moe_report_save", FILES, 0, 0, 0, DISK_OLD, 0, AROUND | CONSTANT, BOTH(run_report_save)},
     {"moe_trainer_init", OP_MEMORY, NET, TRAINER, PLAIN, 0, 0, 0, TRAINING(run_trainer_init)},
     {"moe_trainer_init", OP_MEMORY, NET, TRAINER, PLAIN, 0, 1, 0, TRAINING(run_trainer_init)},
     {"moe_trainer_read", OP_MEMORY, NET | TRAINER, 0, PLAIN, 0, 0, AROUND, TRAINING(run_trainer_read)},

@@ -23,6 +23,7 @@ READERS(READER)
 extern FILE *fuzz_nowhere;
 FILE *fuzz_fopen(const char *path, const char *mode);
 void fuzz_exit(int status);
+int fuzz_remove(const char *path);
 
 #if defined(READ_QUICKSTART) || defined(READ_QUANTISE) || defined(READ_MICRODIGITS) || defined(READ_DIGITS) || defined(READ_EXPORT) || \
     defined(READ_CSV) || defined(READ_COMPARE) || defined(READ_TEXT) || defined(READ_LANGUAGE) || defined(READ_ROUTERS) || defined(READ_STUDIES)
@@ -41,6 +42,7 @@ void fuzz_exit(int status);
 #define printf(...) fprintf(fuzz_nowhere, __VA_ARGS__)
 #define fopen fuzz_fopen
 #define exit fuzz_exit
+#define remove fuzz_remove
 
 /* What an input before this one has set. */
 #define UNSAID "file"
@@ -197,7 +199,7 @@ int take_text(int count, char **argv, const char *contents, size_t size) {
     size_t n = 0, at = 0;
     int refused;
     if (!known) memcpy(usual, &set, sizeof set), known = 1;
-    memcpy(&set, usual, sizeof set), set.quiet = 1;
+    memcpy(&set, usual, sizeof set), set.quiet = 1, report_path = NULL;
     if (read_options(count, argv)) return 1;
     if (set.words) refused = find_words(&m, (const unsigned char *)contents, size);
     else refused = stream.write(stream.ctx, contents, size) != MOE_OK || read_words(&m, UNSAID);
@@ -249,7 +251,7 @@ int take_language(int count, char **argv, const char *contents, size_t size) {
 
 int take_routers(int count, char **argv, const char *contents, size_t size) {
     (void)contents, (void)size;
-    taken = 0; /* main runs more than once here */
+    taken = 0, report_path = NULL, report_free(); /* main runs more than once here */
     return routers_main(count, argv) != 0;
 }
 #endif
@@ -274,7 +276,7 @@ int take_studies(int count, char **argv, const char *contents, size_t size) {
 #include <setjmp.h>
 
 static int fuzz_rename(const char *from, const char *to) { return (void)from, (void)to, 0; }
-static int fuzz_remove(const char *path) { return (void)path, 0; }
+int fuzz_remove(const char *path) { return (void)path, 0; }
 
 #define fopen fuzz_fopen
 #define rename fuzz_rename

@@ -78,6 +78,8 @@ plan() {
     echo 'options gcc -DMOE_NO_QUANT -DMOE_NO_SIMD'
     echo 'options gcc -DMOE_NO_QUANT -DMOE_REAL=double'
     echo 'options gcc -DMOE_NO_AVX512'
+    echo 'options gcc -DMOE_NO_REPORT'
+    echo 'options clang -DMOE_NO_REPORT -DMOE_NO_STDIO'
     echo 'options clang -DMOE_NO_QUANT'
     echo 'options clang -DMOE_NO_AVX512 -DMOE_NO_TRAIN'
     echo 'options clang -DMOE_NO_TRAIN'
@@ -298,14 +300,10 @@ versions() { # compiler options...
     mkdir older newer
     for header in moe_kernels.h moe_routers.h moe.h; do
         cp "$root/$header" newer/$header
-        sed -e 's/MOE_VERSION_MINOR 1$/MOE_VERSION_MINOR 0/' -e 's/MOE_VERSION_MINOR != 1 /MOE_VERSION_MINOR != 0 /' -e 's/^\(#define MOE_VERSION\) "0\.1\.0"/\1 "0.0.0"/' \
-            "$root/$header" >older/$header
+        sed -e 's/\(MOE_VERSION_MINOR\) [0-9]*$/\1 987/' -e 's/\(MOE_VERSION_MINOR !=\) [0-9]* /\1 987 /' "$root/$header" >older/$header
     done
-    version=$(sed -n 's/^#define MOE_VERSION "\(.*\)"$/\1/p' older/moe_kernels.h | tr . _)
-    if [ "$version" != 0_0_0 ]; then
-        echo 'the version was not changed: mend this test'
-        return 1
-    fi
+    version=$(sed -n 's/^#define MOE_VERSION "\([0-9]*\)\.[0-9]*\.\([0-9]*\)"$/\1_987_\2/p' older/moe_kernels.h)
+    grep -q '^#define MOE_VERSION_MINOR 987$' older/moe_kernels.h && [ -n "$version" ] || { echo 'the version was not changed: mend this test' && return 1; }
     printf '#define MOE_IMPLEMENTATION\n#include "moe_kernels.h"\n' >a.c
     # Nothing is called by name: the headers alone make the difference.
     printf '#include "moe.h"\nint main(void) { return MOE_OK; }\n' >b.c
@@ -339,10 +337,15 @@ versions() { # compiler options...
 # Three headers of which one is of another version stop the compiler.
 versions_of_headers() { # compiler
     needs "$1"
+    version=$(sed -n 's/^#define MOE_VERSION "\(.*\)"$/\1/p' "$root/moe_kernels.h")
+    for header in moe_kernels.h moe_routers.h moe.h; do
+        sed -n 1p "$root/$header" | grep -qF -- "- ${version} -" || sed -n 1p "$root/$header" | grep -qF -- "- v${version} -" || { echo "$header is not of version $version in its first line" && return 1; }
+        [ $header = moe_kernels.h ] || grep -qF "this is $header of version $version, and" "$root/$header" || { echo "$header speaks of another version" && return 1; }
+    done
     for changed in moe_kernels.h moe_routers.h moe.h; do
         mkdir here
         for header in moe_kernels.h moe_routers.h moe.h; do cp "$root/$header" here/$header; done
-        sed -e 's/MOE_VERSION_PATCH 0$/MOE_VERSION_PATCH 1/' -e 's/MOE_VERSION_PATCH != 0$/MOE_VERSION_PATCH != 1/' "$root/$changed" >here/$changed
+        sed -e 's/\(MOE_VERSION_PATCH\) [0-9]*$/\1 987/' -e 's/\(MOE_VERSION_PATCH !=\) [0-9]*$/\1 987/' "$root/$changed" >here/$changed
         cmp -s "$root/$changed" here/$changed && echo "no version stands in $changed" && return 1
         echo '#include "moe.h"' >a.c
         "$1" -std=c99 -Ihere -fsyntax-only a.c >messages 2>&1 && echo "$changed of another version was accepted" && return 1
@@ -355,7 +358,8 @@ versions_of_headers() { # compiler
 two_implementations() { # compiler
     needs "$1"
     mkdir older
-    sed 's/MOE_VERSION_MINOR 1$/MOE_VERSION_MINOR 0/' "$root/moe_kernels.h" >older/moe_kernels.h
+    sed 's/\(MOE_VERSION_MINOR\) [0-9]*$/\1 987/' "$root/moe_kernels.h" >older/moe_kernels.h
+    cmp -s "$root/moe_kernels.h" older/moe_kernels.h && echo 'the version was not changed' && return 1
     printf '#define MOE_IMPLEMENTATION\n#include "moe_kernels.h"\n' >first.c
     cp first.c again.c
     cp first.c other.c
@@ -392,7 +396,7 @@ comments() {
 comments_noticed() {
     needs python3
     for change in 's/^MOE_API void moe_layer_free(.*/&\n\nMOE_API void moe_layer_undone(void);/' 's/^typedef struct moe_tensor {/typedef struct moe_more {\n    int a;\n} moe_more;\n\n&/' \
-        's/^enum { MOE_MAX_DIMS = 4 };/&\n\nenum { MOE_MIN_DIMS = 0 };/' 's/MOE_ERR_SHAPE beyond the end/Not beyond the end/' 's/^#define MOE_MODEL_VERSION 1/&\n\n#define MOE_MODEL_AGE 1/' \
+        's/^enum { MOE_MAX_DIMS = 4 };/&\n\nenum { MOE_MIN_DIMS = 0 };/' 's/MOE_ERR_SHAPE beyond the end/Not beyond the end/' 's/^#define MOE_MODEL_VERSION .*/&\n\n#define MOE_MODEL_AGE 1/' \
         's/ Threads\. / Strings. /'; do
         mkdir changed
         for header in moe_kernels.h moe_routers.h moe.h; do sed "$change" "$root/$header" >changed/$header; done

@@ -293,7 +293,9 @@ static int kept_router(const moe_router_config *c) {
 
 static int kept_layer(const moe_layer_config *c) {
     const int act = c->expert == MOE_EXPERT_MLP ? c->act : (int)MOE_ACT_SILU;
-    return kept_router(&c->router) && (c->expert == MOE_EXPERT_LINEAR || KEPT(ACTS, act)) && (c->n_shared == 0 || KEPT(ACTS, MOE_ACT_SILU));
+    const int shaped = c->swiglu_alpha > 0 || c->swiglu_limit > 0 || c->swiglu_offset > 0;
+    return kept_router(&c->router) && (c->expert == MOE_EXPERT_LINEAR || KEPT(ACTS, act)) && (c->n_shared == 0 || KEPT(ACTS, MOE_ACT_SILU)) &&
+           (!shaped || KEPT(EXTRAS, MOE_EXTRA_SHAPED));
 }
 
 static int kept_net(const moe_net *net) {

@@ -2398,7 +2398,41 @@ static const row rows[] = {
     {"moe_infer_choices", ""},
     {"moe_model_create", "MOE_ERR_NONFINITE for integers"},
     {"moe_model_free", ""}, {"moe_export_c", ""}, {"moe_export_experts", ""},
+    {"moe_report_svg", "what is not finite is no value"}, {"moe_report_html", "as moe_report_svg"}, {"moe_report_text", "as moe_report_svg"},
+    {"moe_report_save", "as moe_report_svg"}, {"moe_figure_classes", ""}, {"moe_figure_load", ""}, {"moe_history_add", "kept as they are"}, {"moe_figure_history", ""},
 };
+
+/* ---- reports: any numbers in any kind of figure -------------------------------------------------------------------------------------- */
+
+static void test_reports(void) {
+    static const double odd[] = {0, -0.0, 5e-324, 1.7976931348623157e308, -1.7976931348623157e308, HUGE_VAL, -HUGE_VAL, 1, 1e-300, -3};
+    enum { ODD = sizeof odd / sizeof odd[0] };
+    static moe_history history;
+    double values[12];
+    int32_t chosen[12];
+    size_t i, j;
+    moe_figure f;
+    moe_error error;
+    memset(&f, 0, sizeof f);
+    f.rows = 3, f.columns = 4, f.values = f.x = f.y = values, f.experts = chosen;
+    for (i = 0; i < 12; i++) chosen[i] = (int32_t)(i % 5) - 1;
+    for (f.kind = 0; f.kind < MOE_FIGURE_COUNT; f.kind++)
+        for (i = 0; i < ODD * 3; i++) {
+            moe_buffer buffer;
+            moe_stream stream;
+            memset(&buffer, 0, sizeof buffer), stream = moe_buffer_stream(&buffer);
+            for (j = 0; j < 12; j++) values[j] = i < ODD ? odd[i] : odd[(i * 7 + j * (1 + i / ODD)) % ODD];
+            values[i % 12] = (double)(odd[5] - odd[5]); /* NaN */
+            f.reference = values[5], f.spread = f.kind == MOE_FIGURE_BARS || f.kind == MOE_FIGURE_TABLE ? values : NULL;
+            CHECK(T(moe_report_svg)(&f, &stream, &error) == MOE_OK && T(moe_report_html)("x", &f, 1, &stream, &error) == MOE_OK, "a figure of odd numbers");
+            CHECK(T(moe_report_text)(&f, 0, 0, &stream, &error) == MOE_OK && buffer.size > 100, "a text of odd numbers");
+            CHECK(memchr(buffer.data, '\0', buffer.size) == NULL, "no zero bytes");
+            moe_buffer_free(&buffer);
+        }
+    for (i = 0; i < ODD; i++) CHECK(T(moe_history_add)(&history, odd[i], &odd[i], 1) == MOE_OK && memcmp(&history.values[0][i], &odd[i], sizeof odd[i]) == 0, "kept");
+    f = moe_figure_history(&history, 0, 1, NULL);
+    CHECK(T(moe_report_save)("robust-report.html", NULL, &f, 1, &error) == MOE_OK && remove("robust-report.html") == 0, "%s", error.message);
+}
 
 /* Names of the functions that a header declares. */
 static size_t read_declarations(const char *header, char (*names)[64], size_t n, size_t room) {
@@ -2480,6 +2514,7 @@ int main(int argc, char **argv) {
     test_modular();
     test_sampling();
     test_metrics();
+    test_reports();
     test_classical();
     test_hierarchical();
     test_fields();

@@ -1,0 +1,101 @@
+/* What the examples share for --report FILE: a page (.html), a picture (.svg) or text of what they found. It is included after moe.h. */
+#ifndef REPORT_H
+#define REPORT_H
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef _WIN32
+#include <io.h>
+#else
+#include <unistd.h>
+#endif
+
+#define REPORT_HELP "  --report FILE   pictures and tables of what was found: FILE.html is a page, FILE.svg the first picture, else it is text; -: on the screen\n"
+
+static const char *report_path; /* of --report; NULL: none is wanted */
+
+/* Whether a report can be written to path: asked before the long work, for nothing is more annoying behind it. */
+static inline int report_possible(void) {
+    const char *path = report_path;
+    FILE *f;
+    int there;
+    if (path == NULL || strcmp(path, "-") == 0) return 1;
+    f = fopen(path, "rb"), there = f != NULL;
+    if (f != NULL) fclose(f);
+    if ((f = fopen(path, "ab")) == NULL) return 0;
+    return fclose(f) == 0 && (there || remove(path) == 0);
+}
+
+static inline moe_status report_to_screen(void *ctx, const void *from, size_t size) {
+    return fwrite(from, 1, size, (FILE *)ctx) == size ? MOE_OK : MOE_ERR_IO;
+}
+
+/* ---- figures that gather while a program works: their arrays and texts live until the report is written ---- */
+
+enum { REPORT_MOST = 64 };
+static moe_figure report_figures[REPORT_MOST + 1];
+static size_t report_n;
+static void *report_blocks; /* a list */
+
+/* Zeros. */
+static inline void *report_grab(size_t count, size_t size) {
+    void **block = (void **)(count < SIZE_MAX / 2 / size ? calloc(1, 2 * sizeof(double) + count * size) : NULL);
+    if (block == NULL) exit(fputs("the report: there is not enough memory\n", stderr) < 0 ? 2 : 1);
+    *block = report_blocks, report_blocks = block;
+    return (char *)block + 2 * sizeof(double);
+}
+
+static inline const char *report_text(const char *text) { return (const char *)memcpy(report_grab(strlen(text) + 1, 1), text, strlen(text) + 1); }
+
+/* One more figure of the kind, zeros but for these; the one behind the last for what is too much. */
+static inline moe_figure *report_add(int kind, const char *title, size_t rows, size_t columns) {
+    moe_figure *f = &report_figures[report_n < REPORT_MOST ? report_n++ : REPORT_MOST];
+    memset(f, 0, sizeof *f);
+    f->kind = kind, f->title = report_text(title), f->rows = rows, f->columns = columns;
+    return f;
+}
+
+/* Adds a figure that is made already; its title is copied. */
+static inline moe_figure *report_take(moe_figure made, const char *title) {
+    moe_figure *f = report_add(made.kind, title, 0, 0);
+    made.title = f->title;
+    return *f = made, f;
+}
+
+/* A copy of numbers. */
+static inline const double *report_numbers(const double *x, size_t n) { return (const double *)memcpy(report_grab(n + 1, sizeof *x), x, n * sizeof *x); }
+
+static inline void report_free(void) {
+    for (void **block; (block = (void **)report_blocks) != NULL; free(block)) report_blocks = *block;
+    report_n = 0;
+}
+
+/* ---- writing ---- */
+
+/* Writes the figures to path, "-" to standard output, with colours if it is a terminal; 1 after saying what failed. Without a path it does nothing. */
+static inline int report_write(const char *program, const char *title, const moe_figure *figures, size_t n) {
+    const char *path = report_path;
+    moe_stream screen = {stdout, NULL, report_to_screen};
+    moe_error error = {MOE_OK, ""};
+    moe_status status = MOE_OK;
+    size_t i;
+    if (path == NULL) return 0;
+    if (strcmp(path, "-") != 0) status = moe_report_save(path, title, figures, n, &error);
+    for (i = 0; strcmp(path, "-") == 0 && i < n && status == MOE_OK; i++) {
+        printf("\n");
+        status = moe_report_text(&figures[i], 0, isatty(1) && getenv("NO_COLOR") == NULL, &screen, &error);
+    }
+    if (status != MOE_OK) return fprintf(stderr, "%s: the report: %s\n", program, error.message), 1;
+    if (strcmp(path, "-") != 0) printf("report written to %s\n", path);
+    return 0;
+}
+
+/* The same with the figures that were added. */
+static inline int report_write_added(const char *program, const char *title) {
+    int failed = report_write(program, title, report_figures, report_n);
+    return report_free(), failed;
+}
+
+#endif

@@ -1,0 +1,694 @@
+/* Tests the reports of moe.h: SVG and HTML by a small parser of its own, text by its lines; escaping, odd numbers and sizes, contrast of the colours, the same
+   bytes twice, streams that fail at each write, arguments, figures of metrics, histories.
+       cc -std=c99 -O2 -I. tests/report.c -o report -lm && ./report
+   ./report page FILE writes a page of all kinds to look at (tests/browser.sh). Also meant to pass with -DMOE_REAL=double. */
+
+#ifndef TEST_LINKED
+#define MOE_IMPLEMENTATION
+#endif
+#include "../moe.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static long passed, failed;
+
+static int check(int good, int line, const char *what) {
+    if (good) passed++;
+    else if (++failed <= 40) printf("tests/report.c:%d: %s\n", line, what);
+    return good;
+}
+
+#define CHECK(condition) check((condition) ? 1 : 0, __LINE__, #condition)
+
+static double none(void) {
+    volatile double zero = 0;
+    return zero / zero;
+}
+
+/* ---- what is written ------------------------------------------------------------------------------------------------------------------- */
+
+enum { SVG, HTML, TEXT, COLOUR, FORMS };
+static char *written; /* by the last call of write_as, ended by 0 */
+static size_t written_size;
+static int quiet; /* the parser says nothing */
+
+static moe_status write_form(const moe_figure *f, int form, moe_stream *stream, moe_error *error) {
+    if (form == SVG) return moe_report_svg(f, stream, error);
+    if (form == HTML) return moe_report_html("Title", f, 1, stream, error);
+    return moe_report_text(f, 0, form == COLOUR, stream, error);
+}
+
+static moe_status write_as(const moe_figure *f, int form) {
+    moe_buffer buffer;
+    moe_stream stream;
+    moe_error error;
+    moe_status status;
+    memset(&buffer, 0, sizeof buffer);
+    stream = moe_buffer_stream(&buffer);
+    status = write_form(f, form, &stream, &error);
+    free(written);
+    written = (char *)calloc(buffer.size + 1, 1), written_size = buffer.size;
+    if (written == NULL) exit(2);
+    if (buffer.size > 0) memcpy(written, buffer.data, buffer.size);
+    moe_buffer_free(&buffer);
+    return status;
+}
+
+static int holds(const char *text) { return strstr(written, text) != NULL; }
+
+/* ---- a parser for what pages and pictures may be made of ------------------------------------------------------------------------------------- */
+
+enum { DEEPEST = 40 };
+typedef struct parser {
+    const char *at, *wrong;
+    char open[DEEPEST][24];
+    int depth, html;
+    long elements, ids;
+    char id[2000][12];
+} parser;
+
+static int is_name(int c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '-' || c == ':'; }
+
+/* Text up to end: no bare & or <, only characters that XML has, in UTF-8. */
+static void parse_text(parser *p, char end) {
+    static const char *const entities[] = {"&amp;", "&lt;", "&gt;", "&quot;", "&#39;"};
+    while (*p->at != end && *p->at != '\0' && p->wrong == NULL) {
+        const unsigned char *s = (const unsigned char *)p->at;
+        int more = *s < 0x80 ? 0 : *s >= 0xC2 && *s < 0xE0 ? 1 : *s >= 0xE0 && *s < 0xF0 ? 2 : *s >= 0xF0 && *s < 0xF5 ? 3 : -1, i;
+        if (*s == '&') {
+            for (i = 0; i < 5 && strncmp(p->at, entities[i], strlen(entities[i])) != 0;) i++;
+            if (i == 5) p->wrong = "a bare &";
+        }
+        if (*s == '<' || (*s < 0x20 && *s != '\n') || *s == 0x7F || more < 0) p->wrong = "a character that must not be there";
+        if (more == 2 && s[0] == 0xEF && s[1] == 0xBF && s[2] >= 0xBE) p->wrong = "U+FFFE or U+FFFF";
+        if (more == 1 && s[0] == 0xC2 && s[1] < 0xA0) p->wrong = "a control character";
+        if (more == 2 && s[0] == 0xE2 && s[1] == 0x80 && s[2] >= 0xAA && s[2] <= 0xAE) p->wrong = "the direction of writing is turned";
+        for (i = 1; i <= more && p->wrong == NULL; i++)
+            if ((s[i] & 0xC0) != 0x80) p->wrong = "no UTF-8";
+        p->at += more < 0 ? 1 : more + 1;
+    }
+}
+
+static void parse_word(parser *p, char *word, size_t room) {
+    size_t n = 0;
+    while (is_name((unsigned char)*p->at) && n + 1 < room) word[n++] = *p->at++;
+    word[n] = '\0';
+    if (n == 0) p->wrong = "a name is missing";
+}
+
+/* Whether seven digits stand in a row. */
+static int has_long_number(const char *from, const char *to) {
+    int run = 0;
+    for (; from < to && run < 7; from++) run = *from >= '0' && *from <= '9' ? run + 1 : 0;
+    return run == 7;
+}
+
+/* name="value" ...; ids are kept and must be new. */
+static void parse_attributes(parser *p) {
+    char name[24], seen[24][24];
+    const char *value;
+    int n = 0, i;
+    while (*p->at == ' ' && p->wrong == NULL) {
+        while (*p->at == ' ') p->at++;
+        if (*p->at == '/' || *p->at == '>') break;
+        parse_word(p, name, sizeof name);
+        for (i = 0; i < n; i++)
+            if (strcmp(seen[i], name) == 0) p->wrong = "an attribute stands twice";
+        if (n < 24) strcpy(seen[n++], name);
+        if (p->wrong != NULL || p->at[0] != '=' || p->at[1] != '"') {
+            p->wrong = "an attribute without a quoted value";
+            break;
+        }
+        p->at += 2;
+        if (strcmp(name, "id") == 0 && p->ids < 2000) {
+            size_t length = strcspn(p->at, "\"");
+            sprintf(p->id[p->ids], "%.*s", (int)(length < 11 ? length : 11), p->at);
+            for (i = 0; i < p->ids; i++)
+                if (strcmp(p->id[i], p->id[p->ids]) == 0) p->wrong = "an id stands twice";
+            p->ids++;
+        }
+        if (strcmp(name, "src") == 0 || strcmp(name, "href") == 0 || strncmp(name, "on", 2) == 0) p->wrong = "something is fetched or run";
+        value = p->at, parse_text(p, '"');
+        if (strncmp(name, "aria", 4) != 0 && has_long_number(value, p->at)) p->wrong = "a coordinate far away";
+        if (*p->at++ != '"') p->wrong = "a value does not end";
+    }
+}
+
+/* What is wrong with an XML or HTML file as these here are; NULL: nothing. */
+static const char *parse(int html) {
+    static parser p;
+    char name[24];
+    memset(&p, 0, sizeof p);
+    p.at = written, p.html = html;
+    if (html && strncmp(p.at, "<!DOCTYPE html>\n", 16) == 0) p.at += 16;
+    while (*p.at != '\0' && p.wrong == NULL) {
+        if (*p.at != '<') {
+            parse_text(&p, '<');
+            if (p.depth == 0 && p.at[-1] != '\n') p.wrong = "text outside";
+        } else if (p.at[1] == '/') {
+            p.at += 2;
+            parse_word(&p, name, sizeof name);
+            if (p.depth == 0 || strcmp(p.open[--p.depth], name) != 0 || *p.at++ != '>') p.wrong = "an end without its beginning";
+        } else {
+            int empty;
+            p.at++;
+            parse_word(&p, name, sizeof name);
+            if (strcmp(name, "script") == 0 || strcmp(name, "link") == 0 || strcmp(name, "img") == 0 || strcmp(name, "iframe") == 0) p.wrong = "foreign things";
+            parse_attributes(&p);
+            empty = *p.at == '/' || (html && (strcmp(name, "meta") == 0 || strcmp(name, "br") == 0));
+            p.at += *p.at == '/';
+            if (p.wrong == NULL && *p.at++ != '>') p.wrong = "a tag does not end";
+            if (!empty && p.depth < DEEPEST) strcpy(p.open[p.depth++], name);
+            if (p.depth == DEEPEST) p.wrong = "too deep";
+            p.elements++;
+        }
+    }
+    if (p.wrong != NULL && !quiet) printf("%s: %.60s\n", p.wrong, p.at > written + 20 ? p.at - 20 : written);
+    if (p.wrong == NULL && p.depth > 0) p.wrong = "something is not closed";
+    return p.wrong;
+}
+
+/* The longest line, in characters, of ASCII text without colours. */
+static size_t longest_line(void) {
+    size_t most = 0, length = 0, i;
+    for (i = 0; i < written_size; i++) {
+        length = written[i] == '\n' ? 0 : length + ((written[i] & 0xC0) != 0x80);
+        if (length > most) most = length;
+    }
+    return most;
+}
+
+/* ---- figures ------------------------------------------------------------------------------------------------------------------------------------ */
+
+enum { MOST = 100000 };
+static double numbers[MOST + 64], widths[8192], places[MOST];
+static int32_t experts[MOST + 64];
+static const char *names[MOST], *cells[4096];
+
+static moe_figure figure(int kind, size_t rows, size_t columns) {
+    moe_figure f;
+    memset(&f, 0, sizeof f);
+    f.kind = kind, f.rows = rows, f.columns = columns;
+    if (kind != MOE_FIGURE_MAP) f.values = numbers;
+    if (kind == MOE_FIGURE_TOKENS || kind == MOE_FIGURE_MAP) f.experts = experts;
+    return f;
+}
+
+static void usual_numbers(void) {
+    moe_rng rng = {7};
+    size_t i;
+    for (i = 0; i < MOST; i++) numbers[i] = (double)moe_rng_uniform(&rng), experts[i] = (int32_t)moe_rng_below(&rng, 20), places[i] = (double)i, names[i] = "tok";
+    for (i = 0; i < 8192; i++) widths[i] = 0.1 * numbers[i];
+    for (i = 0; i < 4096; i++) cells[i] = i % 3 == 0 ? NULL : i % 3 == 1 ? "words" : "1.5";
+}
+
+/* Everything that is written of a figure is well-formed, and the same twice. */
+static void check_all_forms(const moe_figure *f) {
+    int form;
+    for (form = 0; form < FORMS; form++) {
+        char *first;
+        size_t size, i, controls = 0;
+        if (!CHECK(write_as(f, form) == MOE_OK)) continue;
+        first = written, size = written_size, written = NULL;
+        CHECK(write_as(f, form) == MOE_OK && size == written_size && memcmp(first, written, size) == 0);
+        free(first);
+        CHECK(!holds("nan") && !holds("inf\"") && !holds("-inf"));
+        if (form == SVG || form == HTML) {
+            CHECK(parse(form == HTML) == NULL);
+            CHECK(holds("<title") && (form == HTML || (holds("<desc") && holds("role=\"img\"") && holds("viewBox"))));
+        } else {
+            for (i = 0; i < size; i++) controls += (unsigned char)written[i] < 0x20 && written[i] != '\n' && (form == TEXT || written[i] != 0x1b);
+            CHECK(controls == 0);
+            for (i = 1; i < size; i++) controls += written[i] == '\n' && written[i - 1] == ' ';
+            CHECK(controls == 0);
+        }
+    }
+}
+
+static void test_kinds(void) {
+    static const size_t sizes[][2] = {{0, 0}, {0, 5}, {5, 0}, {1, 1}, {1, 2}, {2, 1}, {8, 10}, {3, 4}, {17, 33}, {64, 100}};
+    int kind;
+    size_t i;
+    for (kind = 0; kind < MOE_FIGURE_COUNT; kind++)
+        for (i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+            moe_figure f = figure(kind, sizes[i][0], sizes[i][1]);
+            if (kind == MOE_FIGURE_BARS && f.columns > 4) f.columns = 4;
+            check_all_forms(&f);
+            f.title = "A title", f.caption = "A caption that is long enough to be wrapped somewhere, whatever the width may be, if it is not too wide.";
+            f.row_label = "row", f.column_label = "column", f.value_label = "unit", f.x = places, f.y = places, f.column_names = names, f.row_names = names;
+            f.reference = 0.5, f.reference_name = "half", f.decimals = 2, f.n_experts = 20;
+            if (kind == MOE_FIGURE_BARS || kind == MOE_FIGURE_TABLE) f.spread = widths;
+            if (kind == MOE_FIGURE_TABLE && f.rows * f.columns <= 4096) f.cells = cells;
+            check_all_forms(&f);
+            if (f.rows * f.columns > 0 && write_as(&f, TEXT) == MOE_OK) CHECK(longest_line() <= 80);
+        }
+}
+
+static void test_large(void) {
+    static const size_t sizes[MOE_FIGURE_COUNT][2] = {{300, 300}, {MOST, 1}, {1, MOST}, {1, MOST}, {5000, 20}, {300, 300}};
+    int kind;
+    for (kind = 0; kind < MOE_FIGURE_COUNT; kind++) {
+        moe_figure f = figure(kind, sizes[kind][0], sizes[kind][1]);
+        f.column_names = kind == MOE_FIGURE_TOKENS ? names : NULL;
+        CHECK(write_as(&f, SVG) == MOE_OK && parse(0) == NULL && written_size < 3000000);
+        CHECK(write_as(&f, HTML) == MOE_OK && parse(1) == NULL && written_size < 4000000);
+        CHECK(write_as(&f, TEXT) == MOE_OK);
+    }
+}
+
+/* Numbers of every size; what is no number leaves no trace but a dash. */
+static void test_odd_numbers(void) {
+    static const double odd[] = {0, -0.0, 5e-324, -5e-324, 1e-300, 1.7976931348623157e308, -1.7976931348623157e308, 1e15, 123456789.123, -1e-7, 1, 0.1};
+    double kept[64];
+    size_t i, j;
+    int kind;
+    memcpy(kept, numbers, sizeof kept);
+    for (kind = 0; kind < MOE_FIGURE_COUNT; kind++) {
+        moe_figure f = figure(kind, 3, 4);
+        f.reference = HUGE_VAL, f.x = numbers, f.y = numbers, f.spread = kind == MOE_FIGURE_BARS || kind == MOE_FIGURE_TABLE ? numbers : NULL;
+        for (i = 0; i < sizeof odd / sizeof *odd; i++) {
+            for (j = 0; j < 12; j++) numbers[j] = odd[i]; /* all alike */
+            check_all_forms(&f);
+            for (j = 0; j < 12; j++) numbers[j] = j % 2 == 0 ? odd[i] : odd[(i + j) % 12];
+            check_all_forms(&f);
+        }
+        for (i = 0; i < 12; i++) numbers[i] = i % 3 == 0 ? none() : i % 3 == 1 ? HUGE_VAL : -HUGE_VAL; /* none at all */
+        check_all_forms(&f);
+        numbers[5] = 2;
+        check_all_forms(&f);
+    }
+    for (i = 0; i < 12; i++) numbers[i] = (double)i;
+    numbers[7] = none();
+    {
+        moe_figure f = figure(MOE_FIGURE_HEAT, 3, 4);
+        CHECK(write_as(&f, TEXT) == MOE_OK && holds("     1   4   5   6   -\n"));
+    }
+    memcpy(numbers, kept, sizeof kept);
+}
+
+/* Fixed decimals against printf, where both round the same way. */
+static void test_numbers(void) {
+    char wanted[80];
+    moe_rng rng = {3};
+    int i, wrong = 0;
+    for (i = 0; i < 2000; i++) {
+        double kept = numbers[0];
+        moe_figure f = figure(MOE_FIGURE_TABLE, 1, 1);
+        int decimals = (int)moe_rng_below(&rng, 7);
+        numbers[0] = ((double)moe_rng_below(&rng, 2000001) - 1000000) * 0.001 + 1e-7; /* no ties */
+        f.decimals = decimals > 0 ? decimals : -1;
+        sprintf(wanted, "\n0  %.*f\n", decimals, numbers[0]);
+        if (strcmp(wanted, "\n0  -0\n") == 0) strcpy(wanted, "\n0  0\n");
+        if (write_as(&f, TEXT) != MOE_OK || (!holds(wanted) && strstr(wanted, " -0.0") == NULL)) {
+            char *row = strstr(written, "\n0 "); /* the cell may be padded to its heading */
+            double read = row != NULL ? strtod(row + 2, NULL) : none();
+            if (!(fabs(read - numbers[0]) <= 0.5 * pow(10, -decimals) + 1e-9)) wrong++;
+        }
+        numbers[0] = kept;
+    }
+    CHECK(wrong == 0);
+}
+
+/* ---- texts of users ----------------------------------------------------------------------------------------------------------------------------- */
+
+static void test_texts(void) {
+    static const char *const evil[] = {"<script>alert(1)</script>", "\"' onload=\"x", "a & b &lt;", "\x01\x02\x7f\x1b[31m", "\xff\xfe\xc0\xaf\xed\xa0\x80\xf8", "caf\xc3\xa9 \xe6\x97\xa5\xe6\x9c\xac",
+                                       "\xe2\x80\xae turned \xe2\x81\xa6", "\xef\xbf\xbe\xef\xbf\xbf", "]]>-->", "\n\t\r lines", "", "\xc3", "e\xcc\x81", "\xf0\x9f\x98\x80", "\xc2\x85", "%s%n%d"};
+    enum { EVIL = sizeof evil / sizeof *evil };
+    const char *all[12];
+    size_t i, j;
+    int kind;
+    for (kind = 0; kind < MOE_FIGURE_COUNT; kind++)
+        for (i = 0; i < EVIL; i++) {
+            moe_figure f = figure(kind, 3, 4);
+            for (j = 0; j < 12; j++) all[j] = evil[(i + j) % EVIL];
+            f.title = f.caption = f.row_label = f.column_label = f.value_label = f.reference_name = evil[i];
+            f.row_names = all, f.column_names = all + 3, f.reference = 0.25;
+            if (kind == MOE_FIGURE_TABLE) f.cells = all;
+            check_all_forms(&f);
+        }
+    {
+        moe_figure f = figure(MOE_FIGURE_HEAT, 1, 1);
+        f.title = "a<b>&\"'\xff\x01";
+        CHECK(write_as(&f, SVG) == MOE_OK && holds(">a&lt;b&gt;&amp;&quot;&#39;\xef\xbf\xbd\xef\xbf\xbd<"));
+        CHECK(write_as(&f, TEXT) == MOE_OK && strncmp(written, "a<b>&\"'\xef\xbf\xbd\xef\xbf\xbd\n", 14) == 0);
+        f.title = "a\nb";
+        CHECK(write_as(&f, TEXT) == MOE_OK && strncmp(written, "a b\n", 4) == 0);
+    }
+}
+
+/* The parser itself: what is wrong is found. */
+static void test_parser(void) {
+    static const char *const bad[] = {"<a>&</a>", "<a><b></a></b>", "<a", "<a b=c></a>", "<a b=\"1\" b=\"2\"/>", "<a>", "<a>\x01</a>", "<a>\xff</a>", "<script></script>", "<a id=\"x\"><b id=\"x\"/></a>", "<a src=\"x\"/>", "<a x=\"12345678\"/>", "<a>&copy;</a>"};
+    size_t i;
+    for (i = 0; i < sizeof bad / sizeof *bad; i++) {
+        const char *wrong;
+        free(written), written_size = strlen(bad[i]), written = (char *)calloc(written_size + 1, 1);
+        if (written == NULL) exit(2);
+        memcpy(written, bad[i], written_size);
+        quiet = 1, wrong = parse(0), quiet = 0;
+        CHECK(wrong != NULL);
+    }
+}
+
+/* Long words and lines. */
+static void test_wrapping(void) {
+    static char word[1000];
+    moe_figure f = figure(MOE_FIGURE_HEAT, 2, 2);
+    size_t i;
+    memset(word, 'x', sizeof word - 1);
+    for (i = 3; i < 500; i += 7) word[i] = ' ';
+    f.title = f.caption = f.row_label = f.column_label = word;
+    check_all_forms(&f);
+    CHECK(write_as(&f, TEXT) == MOE_OK);
+    for (i = 0; i < 100; i++) {
+        char *line = strstr(written, "\n\n");
+        if (line != NULL) *line = '\0';
+    }
+    written_size = strlen(written);
+    CHECK(longest_line() <= 80);
+}
+
+/* ---- colours ------------------------------------------------------------------------------------------------------------------------------------- */
+
+/* The colour of a class in the light or dark part of the style: the last that is set up to there. */
+static double luminance(const char *class_name, const char *property, int dark) {
+    char wanted[40];
+    const char *style = strstr(written, "<style>"), *night = style != NULL ? strstr(style, "@media(prefers-color-scheme:dark){") : NULL, *at;
+    const char *colour = NULL;
+    unsigned long rgb;
+    double sum = 0;
+    int i;
+    sprintf(wanted, ".moe %s{", class_name);
+    if (night == NULL) return none();
+    for (at = strstr(dark ? night : style, wanted); at != NULL && (dark || at < night); at = strstr(at + 1, wanted))
+        if (strncmp(at + strlen(wanted), property, strlen(property)) == 0) colour = at + strlen(wanted) + strlen(property);
+    if (colour == NULL) return none();
+    rgb = strtoul(colour, NULL, 16);
+    if (strspn(colour, "0123456789abcdef") == 3) rgb = (rgb & 0xf00) * 0x1100 + (rgb & 0xf0) * 0x110 + (rgb & 0xf) * 0x11;
+    for (i = 0; i < 3; i++) {
+        double c = (double)(rgb >> (16 - 8 * i) & 255) / 255, share[3];
+        share[0] = 0.2126, share[1] = 0.7152, share[2] = 0.0722;
+        sum += share[i] * (c <= 0.04045 ? c / 12.92 : pow((c + 0.055) / 1.055, 2.4));
+    }
+    return sum;
+}
+
+static double contrast(double a, double b) { return a > b ? (a + 0.05) / (b + 0.05) : (b + 0.05) / (a + 0.05); }
+
+static void test_contrast(void) {
+    moe_figure f = figure(MOE_FIGURE_HEAT, 2, 2);
+    char name[16], ink[16];
+    int dark, i;
+    CHECK(write_as(&f, SVG) == MOE_OK);
+    for (dark = 0; dark < 2; dark++) {
+        double ground = luminance(".bg", "fill:#", dark);
+        CHECK(contrast(ground, luminance("text,.moe .u", "fill:#", dark)) >= 7);
+        CHECK(contrast(ground, luminance(".m", "fill:#", dark)) >= 4.5);
+        CHECK(contrast(ground, luminance(".a", "stroke:#", dark)) >= 3);
+        for (i = 0; i < 16; i++) {
+            sprintf(name, ".c%d", i);
+            CHECK(contrast(luminance(".e", "fill:#", dark), luminance(name, "fill:#", dark)) >= 4.5);
+        }
+        for (i = 0; i < 10; i++) {
+            sprintf(name, ".h%d", i), sprintf(ink, ".i%d", i);
+            CHECK(contrast(luminance(ink, "fill:#", dark), luminance(name, "fill:#", dark)) >= 4.5);
+        }
+        for (i = 0; i < 8; i++) {
+            sprintf(name, ".s%d", i), sprintf(ink, ".f%d", i);
+            CHECK(contrast(ground, luminance(name, "stroke:#", dark)) >= 3 && contrast(ground, luminance(ink, "fill:#", dark)) >= 3);
+        }
+    }
+}
+
+/* ---- what pictures say ------------------------------------------------------------------------------------------------------------------------------ */
+
+static void test_messages(void) {
+    static const double table[] = {3, 1, 4, 1, 5, 9}, curve[] = {9, 7, 3, 4};
+    static const int32_t chosen[] = {2, 2, 0, -1};
+    static const char *const words[] = {"a", "b\n", " ", "d"}, *const rows[] = {"first", "second"};
+    moe_figure f = figure(MOE_FIGURE_HEAT, 2, 3);
+    f.values = table;
+    CHECK(write_as(&f, SVG) == MOE_OK && holds("Largest: 9 at expert 1, column 2. Smallest: 1 at expert 0, column 1."));
+    f = figure(MOE_FIGURE_BARS, 2, 1), f.values = table, f.row_names = rows;
+    CHECK(write_as(&f, SVG) == MOE_OK && holds("Largest: 3 at first. Smallest: 1 at second."));
+    f = figure(MOE_FIGURE_LINES, 1, 4), f.values = curve, f.row_names = rows;
+    CHECK(write_as(&f, SVG) == MOE_OK && holds("first: from 9 to 4, least 3, most 9."));
+    f = figure(MOE_FIGURE_TOKENS, 1, 4), f.experts = chosen, f.column_names = words, f.values = NULL;
+    CHECK(write_as(&f, SVG) == MOE_OK && holds("layer 0: expert 0 33.3 %, expert 2 66.7 %, no other."));
+    CHECK(write_as(&f, TEXT) == MOE_OK && holds("a b\n2 2\n\n") && holds("\xc2\xb7 d\n0 -\n"));
+    CHECK(write_as(&f, COLOUR) == MOE_OK && holds("\x1b[48;5;157;38;5;16ma\x1b[0m"));
+    f = figure(MOE_FIGURE_MAP, 2, 2), f.experts = chosen;
+    CHECK(write_as(&f, TEXT) == MOE_OK && holds("\n22\n"));
+    f = figure(MOE_FIGURE_TABLE, 1, 2), f.values = table;
+    CHECK(write_as(&f, TEXT) == MOE_OK && holds("\n0  3  1\n"));
+    f = figure(MOE_FIGURE_LINES, 1, MOST);
+    CHECK(write_as(&f, SVG) == MOE_OK && holds("Lowest and highest of every 313 points."));
+    f = figure(MOE_FIGURE_HEAT, 300, 300);
+    CHECK(write_as(&f, SVG) == MOE_OK && holds("Each is the mean of 3 x 3."));
+    CHECK(write_as(&f, HTML) == MOE_OK && holds("One of 3 columns is shown."));
+    f = figure(MOE_FIGURE_TOKENS, 1, MOST), f.column_names = names;
+    CHECK(write_as(&f, HTML) == MOE_OK && holds("The first 3000 of 100000 tokens.") && holds("One of 100 rows is shown."));
+}
+
+/* A bar that is twice as long as another stands for a number that is twice as large. */
+static void test_lengths(void) {
+    static const double table[] = {10, 20, 5};
+    moe_figure f = figure(MOE_FIGURE_BARS, 3, 1);
+    double width[3] = {0, 0, 0};
+    const char *at;
+    int n = 0;
+    f.values = table;
+    CHECK(write_as(&f, SVG) == MOE_OK);
+    for (at = written; (at = strstr(at, "<rect ")) != NULL && n < 3; at++) {
+        const char *end = strchr(at, '>'), *bar = strstr(at, "class=\"f0\"");
+        if (bar != NULL && bar < end) width[n++] = strtod(strstr(at, "width=\"") + 7, NULL);
+    }
+    CHECK(n == 3 && fabs(width[1] - 2 * width[0]) < 0.3 && fabs(width[0] - 2 * width[2]) < 0.3);
+    CHECK(write_as(&f, TEXT) == MOE_OK);
+    at = strchr(written, '#');
+    CHECK(at != NULL && strspn(at, "#") > 20);
+}
+
+/* ---- streams and arguments ---------------------------------------------------------------------------------------------------------------------------- */
+
+typedef struct trap {
+    long left, calls;
+} trap;
+
+static moe_status write_trap(void *ctx, const void *from, size_t size) {
+    trap *t = (trap *)ctx;
+    (void)from, (void)size;
+    t->calls++;
+    return t->left-- > 0 ? MOE_OK : MOE_ERR_IO;
+}
+
+static void test_streams(void) {
+    int kind, form;
+    for (kind = 0; kind < MOE_FIGURE_COUNT; kind++)
+        for (form = 0; form < FORMS; form++) {
+            moe_figure f = figure(kind, 3, 4);
+            trap t = {0, 0};
+            long at, wrong = 0, calls;
+            moe_stream stream;
+            moe_error error;
+            stream.ctx = &t, stream.read = NULL, stream.write = write_trap;
+            t.left = 1000000;
+            CHECK(write_form(&f, form, &stream, &error) == MOE_OK);
+            for (calls = t.calls, at = 0; at < calls; at++) {
+                t.left = at, t.calls = 0, error.message[0] = '\0';
+                if (write_form(&f, form, &stream, &error) != MOE_ERR_IO || t.calls != at + 1 || strstr(error.message, "stream") == NULL) wrong++;
+            }
+            CHECK(calls > 0 && wrong == 0);
+        }
+}
+
+static void refused(const moe_figure *f, moe_status wanted, const char *says) {
+    moe_buffer buffer;
+    moe_stream stream;
+    moe_error error;
+    int form;
+    memset(&buffer, 0, sizeof buffer);
+    stream = moe_buffer_stream(&buffer);
+    for (form = 0; form < FORMS; form++) {
+        error.message[0] = '\0';
+        CHECK(write_form(f, form, &stream, &error) == wanted && write_form(f, form, &stream, NULL) == wanted);
+        if (!CHECK(strstr(error.message, says) != NULL)) printf("    %s\n", error.message);
+        CHECK(buffer.size == 0);
+    }
+}
+
+static void test_arguments(void) {
+    moe_figure f = figure(MOE_FIGURE_HEAT, 2, 2), two[2];
+    moe_buffer buffer;
+    moe_stream stream, silent;
+    moe_error error;
+    memset(&buffer, 0, sizeof buffer), memset(&silent, 0, sizeof silent);
+    stream = moe_buffer_stream(&buffer);
+    CHECK(moe_report_svg(NULL, &stream, &error) == MOE_ERR_ARGUMENT && moe_report_svg(&f, NULL, &error) == MOE_ERR_ARGUMENT);
+    CHECK(moe_report_svg(&f, &silent, &error) == MOE_ERR_ARGUMENT && moe_report_text(NULL, 80, 0, &stream, &error) == MOE_ERR_ARGUMENT);
+    CHECK(moe_report_html(NULL, NULL, 1, &stream, &error) == MOE_ERR_ARGUMENT && moe_report_html("x", &f, 1, &silent, NULL) == MOE_ERR_ARGUMENT);
+    CHECK(moe_report_text(&f, 39, 0, &stream, &error) == MOE_ERR_ARGUMENT && strstr(error.message, "39") != NULL);
+    CHECK(moe_report_text(&f, 401, 0, &stream, &error) == MOE_ERR_ARGUMENT && moe_report_text(&f, -1, 0, &stream, &error) == MOE_ERR_ARGUMENT);
+    CHECK(buffer.size == 0 && moe_report_text(&f, 40, 0, &stream, &error) == MOE_OK && moe_report_text(&f, 400, 0, &stream, &error) == MOE_OK);
+    buffer.size = 0;
+    CHECK(moe_report_html(NULL, NULL, 0, &stream, NULL) == MOE_OK && buffer.size > 0);
+    f.kind = MOE_FIGURE_COUNT, refused(&f, MOE_ERR_ARGUMENT, "kind = 6");
+    f.kind = -1, refused(&f, MOE_ERR_ARGUMENT, "kind = -1");
+    f = figure(MOE_FIGURE_HEAT, 2, 2), f.values = NULL, refused(&f, MOE_ERR_ARGUMENT, "values is NULL");
+    f = figure(MOE_FIGURE_TABLE, 2, 2), f.values = NULL, refused(&f, MOE_ERR_ARGUMENT, "values is NULL");
+    f = figure(MOE_FIGURE_MAP, 2, 2), f.experts = NULL, refused(&f, MOE_ERR_ARGUMENT, "experts is NULL");
+    f = figure(MOE_FIGURE_HEAT, 2, 4), f.stride = 3, refused(&f, MOE_ERR_ARGUMENT, "stride = 3");
+    f = figure(MOE_FIGURE_BARS, 2, 5), refused(&f, MOE_ERR_ARGUMENT, "columns = 5");
+    f = figure(MOE_FIGURE_HEAT, (size_t)-1 / 4, 8), refused(&f, MOE_ERR_OVERFLOW, "rows");
+    f = figure(MOE_FIGURE_HEAT, (size_t)-1 / 8, 4), refused(&f, MOE_ERR_OVERFLOW, "rows");
+    two[0] = figure(MOE_FIGURE_HEAT, 2, 2), two[1] = f, buffer.size = 0;
+    CHECK(moe_report_html("x", two, 2, &stream, &error) == MOE_ERR_OVERFLOW && strncmp(error.message, "figure 1:", 9) == 0 && buffer.size == 0);
+    f = figure(MOE_FIGURE_TABLE, 2, 2), f.values = NULL, f.cells = cells;
+    CHECK(write_as(&f, SVG) == MOE_OK && holds("words"));
+    moe_buffer_free(&buffer);
+}
+
+/* ---- figures of metrics, histories, files -------------------------------------------------------------------------------------------------------------- */
+
+static void test_metrics(void) {
+    static const double classes[] = {1, 2, 3, 4, 5, 6}, load[] = {6, 15};
+    moe_report report;
+    moe_figure f;
+    memset(&report, 0, sizeof report);
+    CHECK(moe_figure_classes(NULL).rows == 0 && moe_figure_classes(&report).rows == 0 && moe_figure_load(NULL).rows == 0 && moe_figure_load(&report).rows == 0);
+    report.n_experts = 2, report.n_classes = 3, report.classes = classes, report.load = load, report.n_pairs = 21;
+    f = moe_figure_classes(&report);
+    CHECK(f.kind == MOE_FIGURE_HEAT && f.rows == 2 && f.columns == 3 && f.values == classes);
+    check_all_forms(&f);
+    f = moe_figure_load(&report);
+    CHECK(f.kind == MOE_FIGURE_BARS && f.rows == 2 && f.columns == 1 && f.values == load && fabs(f.reference - 10.5) < 1e-12);
+    check_all_forms(&f);
+}
+
+static void test_history(void) {
+    static moe_history h;
+    double v[MOE_HISTORY_SERIES];
+    size_t i, n, s;
+    moe_figure f;
+    for (s = 0; s < MOE_HISTORY_SERIES; s++) v[s] = 0;
+    CHECK(moe_history_add(NULL, 0, v, 1) == MOE_ERR_ARGUMENT && moe_history_add(&h, 0, NULL, 1) == MOE_ERR_ARGUMENT);
+    CHECK(moe_history_add(&h, 0, v, MOE_HISTORY_SERIES + 1) == MOE_ERR_ARGUMENT && h.n == 0);
+    for (n = 1; n <= 5000; n++) {
+        size_t step = 1, wrong = 0;
+        v[0] = (double)(3 * n), v[1] = -(double)n;
+        if (moe_history_add(&h, (double)n, v, 2) != MOE_OK) wrong++;
+        if (h.n == 0 || h.n > MOE_HISTORY_POINTS || h.at[0] > 1 || h.at[0] < 1 || h.at[h.n - 1] > (double)n || h.at[h.n - 1] < (double)n) wrong++;
+        if (n > MOE_HISTORY_POINTS && h.n < MOE_HISTORY_POINTS / 2) wrong++;
+        for (i = 0; i < h.n && wrong == 0; i++) {
+            if (fabs(h.values[0][i] - 3 * h.at[i]) > 0 || fabs(h.values[1][i] + h.at[i]) > 0 || (h.values[2][i] >= -1e300 && h.values[2][i] <= 1e300)) wrong++;
+            if (i == 1) step = (size_t)(h.at[1] - h.at[0]);
+            if (i > 0 && i + 1 < h.n && fabs(h.at[i] - h.at[i - 1] - (double)step) > 0) wrong++; /* evenly, but for the newest */
+        }
+        if (wrong > 0 || n % 500 == 0) CHECK(wrong == 0);
+    }
+    f = moe_figure_history(&h, 0, 2, NULL);
+    CHECK(f.kind == MOE_FIGURE_LINES && f.rows == 2 && f.columns == h.n && f.stride == MOE_HISTORY_POINTS && f.x == h.at);
+    check_all_forms(&f);
+    CHECK(moe_figure_history(NULL, 0, 1, NULL).rows == 0 && moe_figure_history(&h, 0, MOE_HISTORY_SERIES + 1, NULL).rows == 0);
+    CHECK(moe_figure_history(&h, MOE_HISTORY_SERIES + 1, 0, NULL).rows == 0 && moe_figure_history(&h, MOE_HISTORY_SERIES, 1, NULL).rows == 0);
+    h.n = MOE_HISTORY_POINTS + 1; /* damaged */
+    CHECK(moe_history_add(&h, 0, v, 1) == MOE_ERR_ARGUMENT && moe_figure_history(&h, 0, 1, NULL).rows == 0);
+    f = moe_figure_history(&h, 0, 0, NULL);
+    check_all_forms(&f);
+}
+
+#ifndef MOE_NO_STDIO
+static int file_begins(const char *path, const char *text) {
+    moe_buffer buffer;
+    int good;
+    memset(&buffer, 0, sizeof buffer);
+    good = moe_file_read(path, &buffer, NULL) == MOE_OK && buffer.size >= strlen(text) && memcmp(buffer.data, text, strlen(text)) == 0;
+    moe_buffer_free(&buffer);
+    return remove(path) == 0 && good;
+}
+
+static void test_files(void) {
+    moe_figure two[2];
+    moe_error error;
+    two[0] = figure(MOE_FIGURE_HEAT, 2, 2), two[1] = figure(MOE_FIGURE_BARS, 2, 1);
+    two[0].title = "First", two[1].title = "Second";
+    CHECK(moe_report_save("report-test.html", "All", two, 2, &error) == MOE_OK && file_begins("report-test.html", "<!DOCTYPE html>"));
+    CHECK(moe_report_save("report-test.htm", "All", two, 0, &error) == MOE_OK && file_begins("report-test.htm", "<!DOCTYPE html>"));
+    CHECK(moe_report_save("report-test.svg", NULL, two, 2, &error) == MOE_OK && file_begins("report-test.svg", "<svg "));
+    CHECK(moe_report_save("report-test", NULL, two, 2, &error) == MOE_OK && file_begins("report-test", "First\n"));
+    CHECK(moe_report_save(NULL, NULL, two, 2, &error) == MOE_ERR_ARGUMENT && moe_report_save("x.svg", NULL, two, 0, &error) == MOE_ERR_ARGUMENT);
+    CHECK(moe_report_save("x.txt", NULL, NULL, 2, &error) == MOE_ERR_ARGUMENT);
+    CHECK(moe_report_save("no/such/folder/x.html", NULL, two, 2, &error) == MOE_ERR_IO && strstr(error.message, "no/such/folder/x.html") != NULL);
+    two[1].kind = 99;
+    CHECK(moe_report_save("report-test.html", NULL, two, 2, &error) == MOE_ERR_ARGUMENT && remove("report-test.html") != 0);
+    CHECK(moe_report_save("report-test.txt", NULL, two, 2, &error) == MOE_ERR_ARGUMENT && strstr(error.message, "kind = 99") != NULL && remove("report-test.txt") != 0);
+}
+
+/* ---- a page to look at ----------------------------------------------------------------------------------------------------------------------------------- */
+
+static int write_page(const char *path) {
+    enum { SIDE = 90 };
+    static const char *const words[] = {"The", " quick", " brown", " fox", " jumps", " over", " the", " lazy", " dog", ".", "\n", "It", " was", " <good>", " & fine", "\t", "caf\xc3\xa9", "internationalisation"};
+    static const char *const losses[] = {"training", "routers'", "held out"}, *const routers[] = {"smoe", "similarity_smoe", "expert_choice"},
+                      *const heads[] = {"loss", "perplexity", "note"}, *const notes[9] = {NULL, NULL, "baseline", NULL, NULL, "", NULL, NULL, "sees later tokens"};
+    static double counts[80], curves[3 * 400], compared[9], half[9], at[SIDE];
+    static int32_t regions[SIDE * SIDE], chosen[2 * 72];
+    static const char *tokens[72];
+    moe_figure f[9];
+    moe_error error;
+    moe_rng rng = {5};
+    int i, j;
+    usual_numbers();
+    for (i = 0; i < 80; i++) counts[i] = floor(120 * pow((double)moe_rng_uniform(&rng), 4));
+    counts[13] = none();
+    for (i = 0; i < 400; i++) curves[i] = 2.2 * exp(-i / 80.0) + 0.1 + 0.02 * numbers[i], curves[400 + i] = 0.3 * exp(-i / 50.0) + 0.05, curves[800 + i] = i % 50 == 0 ? 1.5 * exp(-i / 90.0) + 0.2 : none();
+    for (i = 0; i < 72; i++) tokens[i] = words[i % 18], chosen[i] = (int32_t)moe_rng_below(&rng, 20), chosen[72 + i] = (int32_t)moe_rng_below(&rng, 8);
+    for (i = 0; i < 9; i++) compared[i] = 1 + numbers[i], half[i] = i % 3 == 0 ? 0.03 : -1;
+    for (i = 0; i < SIDE; i++) at[i] = 2 - 4.0 * i / (SIDE - 1);
+    for (i = 0; i < SIDE; i++)
+        for (j = 0; j < SIDE; j++) regions[i * SIDE + j] = at[i] * at[i] + at[j] * at[j] < 0.8 ? 0 : at[i] > sin(3 * at[j]) ? (at[j] > 0 ? 1 : 2) : at[j] > 0.5 ? 3 : 17;
+    f[0] = figure(MOE_FIGURE_HEAT, 8, 10), f[0].values = counts, f[0].title = "Who reads which digit", f[0].caption = "Digits that went to each expert.", f[0].column_label = "digit", f[0].value_label = "digits";
+    f[1] = figure(MOE_FIGURE_BARS, 8, 1), f[1].values = counts + 20, f[1].reference = 30, f[1].reference_name = "even", f[1].title = "Load", f[1].value_label = "digits";
+    f[2] = figure(MOE_FIGURE_LINES, 3, 400), f[2].values = curves, f[2].row_names = losses, f[2].title = "Losses", f[2].value_label = "loss (nats)", f[2].reference = 2.3, f[2].reference_name = "by chance";
+    f[3] = figure(MOE_FIGURE_TOKENS, 2, 72), f[3].experts = chosen, f[3].column_names = tokens, f[3].title = "A text by expert", f[3].n_experts = 20;
+    f[4] = figure(MOE_FIGURE_TABLE, 3, 3), f[4].values = compared, f[4].spread = half, f[4].cells = notes, f[4].row_names = routers, f[4].column_names = heads, f[4].row_label = "router", f[4].title = "Comparison";
+    f[5] = figure(MOE_FIGURE_MAP, SIDE, SIDE), f[5].experts = regions, f[5].x = at, f[5].y = at, f[5].title = "Regions of the plane", f[5].row_label = "x2", f[5].column_label = "x1";
+    f[6] = figure(MOE_FIGURE_BARS, 3, 2), f[6].values = compared, f[6].spread = widths, f[6].row_names = routers, f[6].title = "Two series with intervals";
+    f[7] = figure(MOE_FIGURE_HEAT, 64, 100), f[7].title = "64 experts, 100 classes", f[7].column_label = "class";
+    f[8] = figure(MOE_FIGURE_LINES, 0, 0), f[8].title = "Nothing";
+    if (moe_report_save(path, "All kinds of figures & <signs>", f, 9, &error) == MOE_OK) return 0;
+    return printf("%s\n", error.message), 1;
+}
+#endif
+
+int main(int count, char **words) {
+#ifndef MOE_NO_STDIO
+    if (count == 3 && strcmp(words[1], "page") == 0) return write_page(words[2]);
+#endif
+    (void)count, (void)words;
+    usual_numbers();
+    test_kinds();
+    test_large();
+    test_odd_numbers();
+    test_numbers();
+    test_parser();
+    test_texts();
+    test_wrapping();
+    test_contrast();
+    test_messages();
+    test_lengths();
+    test_streams();
+    test_arguments();
+    test_metrics();
+    test_history();
+#ifndef MOE_NO_STDIO
+    test_files();
+#endif
+    free(written);
+    printf("%ld passed, %ld failed\n", passed, failed);
+    return failed > 0;
+}
