@@ -14613,7 +14613,8 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
 #define MOEI_OF_moe_buffer(M, s) M(s, allocator) M(s, data) M(s, size) M(s, capacity)
 #define MOEI_OF_moe_tensor(M, s) M(s, name) M(s, n_dims) M(s, shape) M(s, count) M(s, flags) M(s, data) M(s, gradient)
 #define MOEI_OF_moe_file_tensor(M, s) M(s, name) M(s, name_length) M(s, dtype) M(s, n_dims) M(s, shape) M(s, count) M(s, data) M(s, bytes)
-#define MOEI_OF_moe_file(M, s) M(s, bytes) M(s, size) M(s, header_size) M(s, n_tensors) M(s, at) M(s, metadata_at) M(s, metadata_end)
+#define MOEI_OF_moe_file(M, s) M(s, bytes) M(s, size) M(s, header_size) M(s, n_tensors) M(s, at) M(s, metadata_at) M(s, metadata_end) \
+    M(s, of_header)
 #define MOEI_OF_moe_metadata(M, s) M(s, key) M(s, value)
 #define MOEI_OF_moe_layer_config(M, s) M(s, router) M(s, d_out) M(s, expert) M(s, d_ff) M(s, d_low) M(s, act) M(s, no_expert_bias) \
     M(s, swiglu_alpha) M(s, swiglu_limit) M(s, swiglu_offset) M(s, expert_bias) M(s, n_shared) M(s, d_shared) M(s, add_input) M(s, shared_sigmoid) \
@@ -14623,6 +14624,7 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
 #define MOEI_OF_moe_quant_error(M, s) M(s, rows) M(s, output)
 #define MOEI_OF_moe_layer_pass(M, s) M(s, routing) M(s, call) M(s, x) M(s, node) M(s, all) M(s, quantised) M(s, quantised_size) M(s, rows) \
     M(s, d_rows) M(s, clean) M(s, d_node) M(s, d_all) M(s, shared) M(s, d_shared) M(s, shared_factor) M(s, route_memory) M(s, route_size)
+#define MOEI_OF_moe_source(M, s) M(s, name) M(s, size) M(s, ctx) M(s, read_at)
 #define MOEI_OF_moe_attention_config(M, s) M(s, heads) M(s, d_head) M(s, full) M(s, rotary) M(s, rotary_base)
 #define MOEI_OF_moe_module(M, s) M(s, kind) M(s, d_in) M(s, d_out) M(s, act) M(s, span) M(s, n_rows) M(s, rate) M(s, attention) M(s, layer) \
     M(s, tensors) M(s, gradients) M(s, first_tensor)
@@ -14674,10 +14676,10 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
     S(moe_router_config) S(moe_preset) S(moe_slot) S(moe_call) S(moe_entry) S(moe_plan) S(moe_routing) S(moe_custom) S(moe_router) S(moe_metrics) \
     S(moe_report) S(moe_instability_report) S(moe_error_shares) S(moe_int_router) S(moe_int_router_plan) S(moe_allocator) S(moe_arena) \
     S(moe_stream) S(moe_buffer) S(moe_tensor) S(moe_file_tensor) S(moe_file) S(moe_metadata) S(moe_layer_config) S(moe_layer) S(moe_quant_error) \
-    S(moe_layer_pass) S(moe_attention_config) S(moe_module) S(moe_net) S(moe_net_pass) S(moe_cache) S(moe_sampling) S(moe_data) S(moe_evaluation) \
-    S(moe_progress) S(moe_param_group) S(moe_train_config) S(moe_trainer) S(moe_step) S(moe_modular) S(moe_modular_step_result) S(moe_mixture) \
-    S(moe_hme_config) S(moe_hme) S(moe_figure) S(moe_history) S(moe_loader) S(moe_int_op) S(moe_int_mixture) S(moe_int_attention) S(moe_model) \
-    S(moe_int_run) S(moe_choice) S(moe_model_config) S(moe_int_router_names) S(moe_built_model)
+    S(moe_layer_pass) S(moe_source) S(moe_attention_config) S(moe_module) S(moe_net) S(moe_net_pass) S(moe_cache) S(moe_sampling) S(moe_data) \
+    S(moe_evaluation) S(moe_progress) S(moe_param_group) S(moe_train_config) S(moe_trainer) S(moe_step) S(moe_modular) S(moe_modular_step_result) \
+    S(moe_mixture) S(moe_hme_config) S(moe_hme) S(moe_figure) S(moe_history) S(moe_loader) S(moe_int_op) S(moe_int_mixture) S(moe_int_attention) \
+    S(moe_model) S(moe_int_run) S(moe_choice) S(moe_model_config) S(moe_int_router_names) S(moe_built_model)
 /* layouts: end */
 
 #define MOEI_LAYOUT_WORD(s, member) " " #member
