@@ -153,6 +153,11 @@
      read may come from strangers: every length, offset, shape, type and name is checked before it is used. A file is replaced by writing
      beside it and renaming, so a failed save leaves the old one.
 
+     Published layers.   The mixtures of Mixtral, Qwen, OLMoE, DeepSeek, Llama 4, GPT-OSS and others load from the files that their authors ship:
+       moe_load_layer(&layer, "Mixtral-8x7B", "model.layers.3.mlp", NULL, NULL, &error);    a folder, a .safetensors, an index or a .gguf (blk.3)
+       moe_save_published(&layer, "new.safetensors", "model.layers.3.block_sparse_moe", "mixtral", MOE_DTYPE_BF16, &error);
+     Settings come from config.json beside the file or the GGUF's metadata, else from a preset. Of large files only the layer's own part is read.
+
      Memory.   Objects that own memory take it from a moe_allocator (NULL: the standard heap) and say so; forward and backward work in the caller's memory and
      allocate nothing. Work sizes come from the function that also lays the memory out, so they are exact.
 
@@ -9689,7 +9694,7 @@ static const moei_family moei_families[] = {
     {"olmoe", "olmoe", "olmoe", "olmoe", MOEI_P_QWEN, MOEI_N_GATE, 0, MOEI_G_EXPERTS, MOEI_G_EXPERTS, MOEI_P_NORM, ""},
     {"deepseek_v2", "deepseek_v2", "deepseek_v2", "deepseek2", MOEI_P_DEEP, MOEI_N_GATE, MOEI_N_SHARED_MANY, MOEI_G_EXPERTS | MOEI_G_SHARED, MOEI_G_EXPERTS,
      MOEI_P_GROUPS " topk_method scoring_func", "select=top_k groups=1 groups_kept=1 scale=1"},
-    {"deepseek_v3", "deepseek_v3", "deepseek_v3 kimi_k2", "deepseek2", MOEI_P_DEEP | MOEI_N_CORRECTION, MOEI_N_GATE | MOEI_N_CORRECTION, 0,
+    {"deepseek_v3", "deepseek_v3", "deepseek_v3 deepseek_v32 kimi_k2", "deepseek2", MOEI_P_DEEP | MOEI_N_CORRECTION, MOEI_N_GATE | MOEI_N_CORRECTION, 0,
      MOEI_G_EXPERTS | MOEI_G_SHARED | MOEI_G_CORRECTION, MOEI_G_EXPERTS | MOEI_G_CORRECTION, MOEI_P_GROUPS " topk_method scoring_func", ""},
     {"glm4_moe", "deepseek_v3", "glm4_moe", "glm4moe", MOEI_P_DEEP | MOEI_N_CORRECTION, MOEI_N_GATE | MOEI_N_CORRECTION, -1,
      MOEI_G_EXPERTS | MOEI_G_SHARED | MOEI_G_CORRECTION, MOEI_G_EXPERTS | MOEI_G_CORRECTION, MOEI_P_GROUPS, "groups=1 groups_kept=1 scale=1"},
@@ -9778,6 +9783,7 @@ typedef struct moei_folder {
     void *ctx;
     moe_status (*open)(void *ctx, const char *name, moe_source *source, moe_error *error);
     void (*close)(void *ctx, moe_source *source);
+    const char *(*reason)(void *ctx); /* why the last read failed; NULL: the status says it */
 } moei_folder;
 
 enum { MOEI_P_NAME = 256, MOEI_P_REST = 64, MOEI_P_TEXT = 64, MOEI_P_CHUNK = 1024, MOEI_P_PREFIX = 180, MOEI_P_CONFIG = 1 << 20 };
@@ -9842,8 +9848,9 @@ static moe_status moei_source_read(const moei_reader *r, const moei_shard *shard
     if (at > shard->source.size || size > shard->source.size - at)
         return moei_error(r->error, MOE_ERR_FORMAT, "%s: the file ends before byte %z", shard->name, (size_t)at + size);
     status = size > 0 ? shard->source.read_at(shard->source.ctx, at, to, size) : MOE_OK;
-    if (status != MOE_OK) return moei_error(r->error, status, "%s: reading at byte %z: %s", shard->name, (size_t)at, moe_status_text(status));
-    return MOE_OK;
+    if (status == MOE_OK) return MOE_OK;
+    return moei_error(r->error, status, "%s: reading at byte %z: %s", shard->name, (size_t)at,
+                      r->folder->reason != NULL ? r->folder->reason(r->folder->ctx) : moe_status_text(status));
 }
 
 /* size bytes of a file, from its beginning. */
@@ -10085,6 +10092,7 @@ static void moei_gguf_info(moei_gguf *g, char name[MOEI_P_NAME], moei_found *f) 
     moei_gguf_string(g, name, MOEI_P_NAME);
     n = moei_gguf_number(g, 4);
     if (n > 4) moei_gguf_refuse(g, MOE_ERR_FORMAT, "a tensor has more than 4 dimensions");
+    if (g->status != MOE_OK) return;
     for (i = 0; i < n && g->status == MOE_OK; i++) {
         uint64_t ne = moei_gguf_number(g, 8);
         if (ne > 0 && elements > most / ne) moei_gguf_refuse(g, MOE_ERR_OVERFLOW, "a tensor has more elements than size_t holds");
@@ -10095,7 +10103,7 @@ static void moei_gguf_info(moei_gguf *g, char name[MOEI_P_NAME], moei_found *f) 
     f->code = (int)(moei_gguf_number(g, 4) & 0xffffu);
     f->at = moei_gguf_number(g, 8);
     f->dtype = MOE_DTYPE_COUNT;
-    for (i = 0; i < MOEI_GGUF_KNOWN; i++)
+    for (i = 0; i < MOEI_GGUF_KNOWN && g->status == MOE_OK; i++)
         if (moei_gguf_types[i].code == f->code) {
             f->dtype = moei_gguf_types[i].dtype;
             f->bytes = f->count / moei_gguf_types[i].elements * moei_gguf_types[i].bytes;
@@ -10233,7 +10241,7 @@ static moe_status moei_config_open(moei_reader *r) {
     moe_status status = moei_shard_open(r, "config.json", &shard);
     if (status == MOE_ERR_NOT_FOUND) return MOE_OK;
     if (status == MOE_OK) status = moei_text_open(r, shard, MOEI_P_CONFIG, &r->config);
-    if (status != MOE_OK) return status;
+    if (status != MOE_OK) return moei_of_shard(r, r->first->name, status);
     at = moei_text_member(&r->config, 0, "text_config");
     if (at > 0 && r->config.data[at] == '{') r->text_config = at;
     if (moei_lookup(r, "quantization_config", text) != MOEI_VALUE_NONE)
@@ -10883,7 +10891,7 @@ static moe_status moei_found_read(moei_reader *r, const moei_found *f, moe_layer
 static int moei_is_of_experts(int place) { return place >= MOE_EXPERTS_GATE && place < MOE_SHARED_GATE; }
 
 /* Marks what a row's tensor gives; 0: some of it was there before. seen[e] has a bit for each place. */
-static int moei_mark(uint64_t *seen, size_t experts, const moei_named *row, size_t expert) {
+static int moei_found_mark(uint64_t *seen, size_t experts, const moei_named *row, size_t expert) {
     const int all = moei_is_of_experts(row->place) && !moei_is_single(row);
     uint64_t bits = (uint64_t)1 << row->place | (row->second >= 0 ? (uint64_t)1 << row->second : 0);
     size_t e;
@@ -10901,13 +10909,15 @@ static moe_status moei_place_missing(const moei_reader *r, int place, size_t exp
     const moei_named *row, *best = NULL;
     const char *p;
     size_t i;
+    int sure = 0;
     moei_text t;
     for (row = moei_names_known; row->name != NULL; row++) {
         if (!(row->kind & moei_kinds_of(r, r->family)) || (row->place != place && row->second != place)) continue;
         if (best == NULL) best = row;
-        for (i = 0; i < moei_n_found(&r->found); i++) { /* others of its kind are there */
+        for (i = 0; i < moei_n_found(&r->found) && !sure; i++) { /* others of its form are there */
             const moei_named *other = moei_found_at(&r->found, i)->row;
-            if (other->kind == row->kind && !(other->how & MOEI_IS_ROUTER) && moei_is_single(other) == moei_is_single(row)) best = row;
+            sure = other->kind == row->kind && !(other->how & MOEI_IS_ROUTER) && moei_is_single(other) == moei_is_single(row);
+            if (sure) best = row;
         }
     }
     if (best == NULL) return moei_error(r->error, MOE_ERR_CONFIG, "the settings need a tensor of the layer, number %d, that %s does not have", place, r->family->name);
@@ -10928,7 +10938,7 @@ static moe_status moei_found_complete(moei_reader *r, const moe_layer *layer, ui
     int place;
     for (i = 0; i < moei_n_found(&r->found); i++) {
         const moei_found *f = moei_found_at(&r->found, i);
-        if (!moei_mark(seen, experts, f->row, f->expert))
+        if (!moei_found_mark(seen, experts, f->row, f->expert))
             return moei_error(r->error, MOE_ERR_FORMAT, "tensor '%s': what it holds is there twice", moei_full_name(r, f->rest, shown));
     }
     for (i = 0; i < moei_n_found(&r->listed); i++) {
@@ -10967,7 +10977,6 @@ static moe_status moei_published_open(moei_reader *r, const char *name) {
     unsigned char begin[9];
     uint64_t size;
     moe_status status = moei_shard_open(r, name, &r->first);
-    if (status == MOE_ERR_NOT_FOUND) return moei_error(r->error, status, "%s: there is no such file", name);
     if (status != MOE_OK) return status;
     size = r->first->source.size;
     memset(begin, 0, sizeof begin);
@@ -11047,7 +11056,7 @@ moe_status moe_read_published(moe_layer *layer, const moe_source *sources, size_
     moei_folder folder;
     if (layer == NULL || sources == NULL || n_sources == 0 || prefix == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer, sources or prefix is NULL, or there are no sources");
     s.sources = sources, s.n = n_sources;
-    folder.ctx = &s, folder.open = moei_sources_open, folder.close = NULL;
+    folder.ctx = &s, folder.open = moei_sources_open, folder.close = NULL, folder.reason = NULL;
     return moei_published_read(layer, &folder, sources[0].name != NULL ? sources[0].name : "the file", prefix, preset, allocator, error);
 }
 
@@ -11064,8 +11073,17 @@ moe_status moe_read_published(moe_layer *layer, const moe_source *sources, size_
 #define MOEI_SEEK_MOST LONG_MAX /* the furthest that one seek goes */
 #endif
 
+typedef struct moei_disk {
+    const moe_allocator *allocator;
+    char path[MOEI_PATH_SIZE]; /* the folder, its last slash included, then the file opened last */
+    size_t length;             /* of the folder's */
+    int failed;                /* errno of the last read */
+    int opened;                /* files so far: the first must be there */
+} moei_disk;
+
 /* A file and where it stands. */
 typedef struct moei_disk_file {
+    moei_disk *disk;
     FILE *file;
     uint64_t at;
 } moei_disk_file;
@@ -11082,38 +11100,52 @@ static int moei_disk_seek(FILE *f, uint64_t to) {
 }
 
 static moe_status moei_disk_read(void *ctx, uint64_t at, void *to, size_t size) {
-    moei_disk_file *d = (moei_disk_file *)ctx;
-    int good = d->at == at || moei_disk_seek(d->file, at);
-    size_t got = good ? fread(to, 1, size, d->file) : 0;
-    d->at = good && got == size ? at + size : UINT64_MAX;
-    return good && got == size ? MOE_OK : MOE_ERR_IO;
+    moei_disk_file *f = (moei_disk_file *)ctx;
+    size_t done = 0, got = 1;
+    int good;
+    errno = 0;
+    good = f->at == at || moei_disk_seek(f->file, at);
+    for (; good && done < size && got > 0; done += got) got = fread((unsigned char *)to + done, 1, size - done, f->file);
+    f->disk->failed = errno;
+    f->at = good && done == size ? at + size : UINT64_MAX;
+    if (good && done == size) return MOE_OK;
+    return good && !ferror(f->file) ? MOE_ERR_FORMAT : MOE_ERR_IO;
 }
 
-/* Is there a byte at a place? */
+static const char *moei_disk_reason(void *ctx) {
+    const moei_disk *d = (const moei_disk *)ctx;
+    return d->failed != 0 ? strerror(d->failed) : "the file has become shorter, or the system gives no reason";
+}
+
+/* 1: there is a byte at a place; 0: there is none; -1: that cannot be told. */
 static int moei_disk_has(FILE *f, uint64_t at) {
     unsigned char byte;
-    return moei_disk_seek(f, at) && fread(&byte, 1, 1, f) == 1;
+    if (!moei_disk_seek(f, at)) return -1;
+    if (fread(&byte, 1, 1, f) == 1) return 1;
+    return ferror(f) ? -1 : 0;
 }
 
 /* The size of a file: what ftell says, or where it cannot say that in a long, by looking. */
-static uint64_t moei_disk_size(FILE *f) {
+static int moei_disk_size(FILE *f, uint64_t *size) {
     uint64_t low = 0, high = 1;
     long end = fseek(f, 0, SEEK_END) == 0 ? ftell(f) : -1;
-    if (end >= 0) return (uint64_t)end;
-    while (high < (uint64_t)1 << 50 && moei_disk_has(f, high - 1)) low = high, high *= 2;
-    while (high - low > 1) { /* low bytes are there, high are not */
+    int has = 1;
+    *size = (uint64_t)end;
+    if (end > 0) return 1; /* of a file that says 0 something may come yet, or why it cannot be read */
+    while (has > 0 && high < (uint64_t)1 << 50)
+        if ((has = moei_disk_has(f, high - 1)) > 0) low = high, high *= 2;
+    while (has >= 0 && high - low > 1) { /* low bytes are there, high are not */
         uint64_t middle = low + (high - low) / 2;
-        if (moei_disk_has(f, middle - 1)) low = middle;
+        has = moei_disk_has(f, middle - 1);
+        if (has > 0) low = middle;
         else high = middle;
     }
-    return low;
+    *size = low;
+    return has >= 0;
 }
 
-typedef struct moei_disk {
-    const moe_allocator *allocator;
-    char path[MOEI_PATH_SIZE]; /* the folder, its last slash included */
-    size_t length;
-} moei_disk;
+/* Whether a file could not be opened because there is none. */
+static int moei_is_absence(int reason) { return reason == ENOENT || reason == ENOTDIR; }
 
 static moe_status moei_disk_open(void *ctx, const char *name, moe_source *source, moe_error *error) {
     moei_disk *d = (moei_disk *)ctx;
@@ -11127,11 +11159,18 @@ static moe_status moei_disk_open(void *ctx, const char *name, moe_source *source
     if (f->file == NULL) {
         int reason = errno;
         moei_free(d->allocator, f, sizeof *f);
-        return reason == ENOENT || reason == ENOTDIR ? MOE_ERR_NOT_FOUND : moei_file_failed(error, "cannot open", d->path, reason);
+        return moei_is_absence(reason) && d->opened > 0 ? MOE_ERR_NOT_FOUND : moei_file_failed(error, "cannot open", d->path, reason);
     }
-    f->at = UINT64_MAX;
     memset(source, 0, sizeof *source);
-    source->size = moei_disk_size(f->file);
+    errno = 0;
+    if (!moei_disk_size(f->file, &source->size)) {
+        int reason = errno;
+        (void)fclose(f->file);
+        moei_free(d->allocator, f, sizeof *f);
+        return moei_file_failed(error, "cannot read", d->path, reason);
+    }
+    f->disk = d, f->at = UINT64_MAX;
+    d->opened++;
     source->ctx = f;
     source->read_at = moei_disk_read;
     return MOE_OK;
@@ -11144,21 +11183,26 @@ static void moei_disk_close(void *ctx, moe_source *source) {
     moei_free(d->allocator, f, sizeof *f);
 }
 
-/* Takes path as a folder; 0: neither of the two files is in it. */
-static int moei_disk_is_folder(moei_disk *d, const char *path, const char **name) {
+/* Takes path as a folder; *name stays NULL where neither of the two files is in it. */
+static moe_status moei_disk_folder(moei_disk *d, const char *path, const char **name, moe_error *error) {
     static const char *const names[2] = {"model.safetensors.index.json", "model.safetensors"};
     moei_text t;
+    FILE *f;
     int i;
-    for (i = 0; i < 2; i++) {
+    for (i = 0; i < 2 && *name == NULL; i++) {
         t.out = d->path, t.room = sizeof d->path, t.length = 0;
         moei_put(&t, path, moei_strlen(path));
         if (t.length > 0 && t.out[t.length - 1] != '/') moei_put(&t, "/", 1);
         d->length = t.length;
         moei_put(&t, names[i], moei_strlen(names[i]));
+        errno = 0;
+        f = fopen(d->path, "rb");
+        if (f == NULL && !moei_is_absence(errno)) return moei_file_failed(error, "cannot open", path, errno);
+        if (f == NULL) continue;
+        (void)fclose(f);
         *name = names[i];
-        if (!moei_file_is_missing(d->path)) return 1;
     }
-    return 0;
+    return MOE_OK;
 }
 
 /* Takes path as a file's. */
@@ -11171,7 +11215,7 @@ static const char *moei_disk_split(moei_disk *d, const char *path) {
     return path + length;
 }
 
-static int moei_ends(const char *text, const char *with) {
+static int moei_path_ends(const char *text, const char *with) {
     size_t n = moei_strlen(text), m = moei_strlen(with);
     return n >= m && moei_strcmp(text + n - m, with) == 0;
 }
@@ -11179,16 +11223,18 @@ static int moei_ends(const char *text, const char *with) {
 moe_status moe_load_layer(moe_layer *layer, const char *path, const char *prefix, const char *preset, const moe_allocator *allocator, moe_error *error) {
     moei_disk disk;
     moei_folder folder;
-    const char *name;
+    const char *name = NULL;
+    moe_status status = MOE_OK;
     if (layer == NULL || path == NULL || prefix == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer, path or prefix is NULL");
     if (moei_strlen(path) + MOEI_P_NAME + 2 > MOEI_PATH_SIZE)
         return moei_error(error, MOE_ERR_ARGUMENT, "the path is longer than %d bytes", (int)MOEI_PATH_SIZE - (int)MOEI_P_NAME - 2);
     if (!moei_can_allocate(allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
     memset(&disk, 0, sizeof disk);
     disk.allocator = allocator;
-    folder.ctx = &disk, folder.open = moei_disk_open, folder.close = moei_disk_close;
-    if (moei_ends(path, ".safetensors") || moei_ends(path, ".gguf") || moei_ends(path, ".json") || !moei_disk_is_folder(&disk, path, &name))
-        name = moei_disk_split(&disk, path);
+    folder.ctx = &disk, folder.open = moei_disk_open, folder.close = moei_disk_close, folder.reason = moei_disk_reason;
+    if (!moei_path_ends(path, ".safetensors") && !moei_path_ends(path, ".gguf") && !moei_path_ends(path, ".json")) status = moei_disk_folder(&disk, path, &name, error);
+    if (status != MOE_OK) return status;
+    if (name == NULL) name = moei_disk_split(&disk, path);
     if (moei_strlen(name) >= MOEI_P_NAME) return moei_error(error, MOE_ERR_ARGUMENT, "the file's name is longer than %d bytes", (int)MOEI_P_NAME - 1);
     return moei_published_read(layer, &folder, name, prefix, preset, allocator, error);
 }

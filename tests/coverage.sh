@@ -51,6 +51,7 @@ linked double edges
 linked float net
 linked float golden tests/golden
 linked float metrics
+linked float published
 linked float int_routers few
 linked float integers
 alone gathered

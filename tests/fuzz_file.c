@@ -587,8 +587,110 @@ static int use_file(const uint8_t *data, size_t size) {
     return 1;
 }
 
+/* ---- published layers ------------------------------------------------------------------------------------------------------------ */
+
+/* An input for these begins with MOEP; then pieces follow, each behind its length in two bytes: prefix, preset, the model (safetensors, an index, GGUF),
+   config.json, and two files that an index may name. Pieces at the end may be missing. */
+enum { PIECES = 6 };
+
+static int is_published(const uint8_t *data, size_t size) { return size >= 4 && memcmp(data, "MOEP", 4) == 0; }
+
+typedef struct pieces {
+    const uint8_t *p[PIECES];
+    size_t n[PIECES];
+} pieces;
+
+static void take_pieces(const uint8_t *data, size_t size, pieces *out) {
+    size_t at = 4, k;
+    for (k = 0; k < PIECES; k++) {
+        size_t n = at + 2 <= size ? (size_t)data[at] | (size_t)data[at + 1] << 8 : 0;
+        at = at + 2 <= size ? at + 2 : size;
+        if (n > size - at) n = size - at;
+        out->p[k] = data + at, out->n[k] = n;
+        at += n;
+    }
+}
+
+/* A piece as a text of its own. */
+static char *text_of_piece(const pieces *of, int k) {
+    char *text = (char *)grab(of->n[k] + 1);
+    memcpy(text, of->p[k], of->n[k]);
+    text[of->n[k]] = '\0';
+    return text;
+}
+
+/* A layer that was read computes, is written in the form of whatever family has its names, and comes back with the same bits. */
+static void use_published_layer(const moe_layer *layer, const moe_allocator *a) {
+    static const char *const families[] = {"mixtral", "minimax_m2", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "llama4", "gpt_oss", "granite_moe"};
+    const size_t n = 2, d = (size_t)layer->config.router.d_model;
+    size_t i, bytes, at;
+    moe_call call;
+    if (d <= WIDEST && moe_layer_work_size(layer, n, 0, &bytes) == MOE_OK && bytes <= MOST_WORK) {
+        void *work = grab(bytes);
+        memset(&call, 0, sizeof call);
+        in.random = 7, fill(in.x, n * d);
+        call.n_tokens = n, call.x = in.x;
+        (void)moe_layer_forward(layer, &call, in.y, work, bytes, NULL);
+        free(work);
+    }
+    for (i = 0; i < sizeof families / sizeof families[0]; i++) {
+        moe_buffer buffer;
+        moe_stream stream;
+        moe_source source;
+        moe_layer back;
+        memset(&buffer, 0, sizeof buffer);
+        stream = moe_buffer_stream(&buffer);
+        if (moe_write_published(layer, &stream, "m", families[i], MOE_REAL_IS_DOUBLE ? MOE_DTYPE_F64 : MOE_DTYPE_F32, NULL) == MOE_OK) {
+            source = moe_memory_source("m", buffer.data, buffer.size);
+            if (moe_read_published(&back, &source, 1, "m", families[i], a, NULL) == MOE_OK) { /* a preset may want more experts */
+                for (at = 0; at < MOE_LAYER_SLOTS; at++) {
+                    moe_slot slot;
+                    if (!back.tensors[at] || moe_layer_slot(&back.config, (int)at, &slot) != MOE_OK || (at >= MOE_ROUTER_STEP && at <= MOE_ROUTER_CAPACITY)) continue;
+                    want(layer->tensors[at] != NULL && memcmp(back.tensors[at], layer->tensors[at], slot.count * sizeof(moe_real)) == 0);
+                }
+                moe_layer_free(&back);
+            }
+        }
+        moe_buffer_free(&buffer);
+    }
+}
+
+static int use_published(const uint8_t *data, size_t size) {
+    static const char *const names[4] = {"model", "config.json", "a.safetensors", "b.safetensors"};
+    heap h;
+    moe_allocator a = allocator_of(&h);
+    moe_source sources[4];
+    moe_layer layer, before;
+    moe_error error;
+    moe_status status;
+    pieces of;
+    char *prefix, *preset;
+    size_t n = 1, k;
+    take_pieces(data, size, &of);
+    prefix = text_of_piece(&of, 0), preset = text_of_piece(&of, 1);
+    for (k = 0; k < 4; k++)
+        if (k == 0 || of.n[k + 2] > 0) sources[k == 0 ? 0 : n++] = moe_memory_source(names[k], of.p[k + 2], of.n[k + 2]);
+    h.now = 0, h.most = (sizeof(moe_real) * 2 + 40) * size + 65536;
+    memset(&layer, 0x5a, sizeof layer);
+    before = layer, error.message[0] = '\0';
+    status = moe_read_published(&layer, sources, n, prefix, preset[0] != '\0' ? preset : NULL, &a, &error);
+    want(status != MOE_ERR_MEMORY);
+    if (status != MOE_OK) {
+        want(h.now == 0 && memcmp(&before, &layer, sizeof layer) == 0);
+        want(error.code == status && error.message[0] != '\0' && memchr(error.message, '\0', sizeof error.message) != NULL);
+    } else {
+        h.most = SIZE_MAX / 2;
+        use_published_layer(&layer, &a);
+        moe_layer_free(&layer);
+        want(h.now == 0);
+    }
+    free(prefix), free(preset);
+    return status == MOE_OK;
+}
+
 static const char *fuzz_outcome(const uint8_t *data, size_t size) {
     int net;
+    if (is_published(data, size)) return use_published(data, size) ? "published" : "unpublished";
     if (!use_file(data, size)) return "refused";
     if ((net = use_net(data, size)) > 0) return net > 1 ? "checkpoint" : "net";
     return use_layer(data, size) ? "layer" : "tensors";
@@ -1108,6 +1210,32 @@ static void change_data(maker *m, const uint8_t *data, size_t size) {
     }
 }
 
+/* One piece of an input for published layers changes: of a safetensors file mostly the header, whose length is set again. */
+static size_t change_piece(maker *m, uint8_t *data, size_t size, size_t max_size) {
+    uint8_t *all = (uint8_t *)grab(max_size), *piece = (uint8_t *)grab(max_size);
+    size_t at = 4, k, n, which = below(m, 8);
+    pieces of;
+    take_pieces(data, size, &of);
+    if (which >= PIECES || of.n[which] == 0) which = 2; /* the model most of all */
+    memcpy(all, "MOEP", 4);
+    for (k = 0; k < PIECES && at + 2 < max_size; k++) {
+        size_t room = max_size - at - 2 < 0xffff ? max_size - at - 2 : 0xffff;
+        n = of.n[k] < room ? of.n[k] : room;
+        memcpy(piece, of.p[k], n);
+        if (k == which && n > 16 && piece[8] == '{' && below(m, 3) > 0) {
+            maker inner = *m;
+            inner.out = piece, inner.room = room;
+            n = change_header(&inner, n, room);
+        } else if (k == which) n = LLVMFuzzerMutate(piece, n, room);
+        all[at] = (uint8_t)(n & 255), all[at + 1] = (uint8_t)(n >> 8);
+        memcpy(all + at + 2, piece, n);
+        at += 2 + n;
+    }
+    memcpy(data, all, at);
+    free(all), free(piece);
+    return at;
+}
+
 size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsigned int seed) {
     static texts t;
     maker m;
@@ -1115,6 +1243,7 @@ size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsi
     memset(&m, 0, sizeof m);
     m.out = data, m.room = max_size, m.random = seed;
     way = below(&m, 100);
+    if (max_size >= 16 && is_published(data, size) && way < 97) return change_piece(&m, data, size, max_size);
     if (max_size < 16 || way < 4) return LLVMFuzzerMutate(data, size, max_size);
     if (way < 10) return change_header(&m, size, max_size);
     if (way < 18) {

@@ -141,7 +141,834 @@ static void of_another_program(const char *seed) {
     CHECK(system("rm -rf " FOLDER) == 0);
 }
 
+/* ---- files by hand: lists of tensors ----------------------------------------------------------------------------------------------------- */
+
+/* "name:dtype:shape" with spaces between; % stands for each of four experts. Width 6, experts 3 wide. */
+static const char mixtral[] = "gate.weight:F32:4,6 experts.%.w1.weight:F32:3,6 experts.%.w3.weight:F16:3,6 experts.%.w2.weight:BF16:6,3";
+static const char qwen3[] = "gate.weight:F32:4,6 experts.%.gate_proj.weight:F32:3,6 experts.%.up_proj.weight:F16:3,6 experts.%.down_proj.weight:BF16:6,3";
+static const char fused[] = "gate.weight:F32:4,6 experts.gate_up_proj:F32:4,6,6 experts.down_proj:F64:4,6,3";
+static const char llama4[] = "router.weight:F32:4,6 experts.gate_up_proj:F32:4,6,6 experts.down_proj:F32:4,3,6 shared_expert.gate_proj.weight:F32:5,6 "
+                             "shared_expert.up_proj.weight:F32:5,6 shared_expert.down_proj.weight:F32:6,5";
+static const char gpt_oss[] = "router.weight:F32:4,6 router.bias:F32:4 experts.gate_up_proj:F32:4,6,6 experts.gate_up_proj_bias:F32:4,6 experts.down_proj:F32:4,3,6 "
+                              "experts.down_proj_bias:F32:4,6";
+static const char correction[] = "gate.e_score_correction_bias:F32:4";
+static const char shared_experts[] = "shared_experts.gate_proj.weight:F32:6,6 shared_experts.up_proj.weight:F32:6,6 shared_experts.down_proj.weight:F32:6,6";
+
+enum { MOST = 1 << 16 };
+
+typedef struct text {
+    char p[MOST];
+    size_t n;
+} text;
+
+static void put(text *t, const void *p, size_t n) {
+    if (t->n + n > MOST) exit(2);
+    memcpy(t->p + t->n, p, n);
+    t->n += n;
+}
+
+static void put_text(text *t, const char *s) { put(t, s, strlen(s)); }
+
+static void put_number(text *t, uint64_t value, int bytes) {
+    char b[8];
+    int i;
+    for (i = 0; i < bytes; i++) b[i] = (char)(unsigned char)(value >> 8 * i & 0xffu);
+    put(t, b, (size_t)bytes);
+}
+
+/* What a word of a list stands for: its name with the expert's number, bytes of its type, elements. */
+typedef struct entry {
+    char name[160], dtype[16], shape[64];
+    size_t count, size;
+} entry;
+
+static size_t size_of(const char *dtype) {
+    if (strcmp(dtype, "F64") == 0) return 8;
+    return dtype[0] == 'F' && dtype[1] == '3' ? 4 : strcmp(dtype, "U8") == 0 || strncmp(dtype, "F8", 2) == 0 ? 1 : 2;
+}
+
+static void entry_of(entry *e, const char *word, size_t length, const char *prefix, int expert) {
+    char copy[200], *name = copy, *colon, *p;
+    size_t n;
+    if (length >= sizeof copy) exit(2);
+    memcpy(copy, word, length);
+    copy[length] = '\0';
+    colon = strchr(copy, ':');
+    *colon = '\0';
+    e->name[0] = '\0';
+    if (name[0] == '/') name++; /* a name that stands elsewhere */
+    else sprintf(e->name, "%s.", prefix);
+    for (n = strlen(e->name); *name != '\0'; name++) {
+        if (*name == '%') n += (size_t)sprintf(e->name + n, "%d", expert);
+        else e->name[n++] = *name;
+    }
+    e->name[n] = '\0';
+    p = strchr(colon + 1, ':');
+    *p = '\0';
+    strcpy(e->dtype, colon + 1);
+    strcpy(e->shape, p + 1);
+    for (e->count = 1, p = e->shape; *p != '\0'; p += strspn(p, ",")) e->count *= (size_t)strtol(p, &p, 10);
+    e->size = e->count * size_of(e->dtype);
+}
+
+/* Whether a list has a word that begins as this one: its name. */
+static int has_name(const char *list, const char *word) {
+    const size_t n = strcspn(word, ": ");
+    const char *p;
+    if (list == NULL) return 0;
+    for (p = list; *p != '\0';) {
+        size_t length = strcspn(p, " "), name = strcspn(p, ": ");
+        if (name == n && memcmp(p, word, n) == 0) return 1;
+        p += length;
+        p += strspn(p, " ");
+    }
+    return 0;
+}
+
+/* A safetensors file of lists: without those names in `without`; a later list with the same name takes a word's place. */
+static void make_file(text *file, const char *prefix, const char *list, const char *more, const char *without) {
+    static text header, data;
+    const char *lists[2];
+    entry e;
+    size_t at = 0;
+    int which, expert, first = 1;
+    header.n = data.n = file->n = 0;
+    lists[0] = list, lists[1] = more;
+    put_text(&header, "{");
+    for (which = 0; which < 2; which++) {
+        const char *p = lists[which] != NULL ? lists[which] : "";
+        while (*p != '\0') {
+            const size_t length = strcspn(p, " ");
+            const int each = memchr(p, '%', length) != NULL;
+            for (expert = 0; expert < (each ? 4 : 1); expert++) {
+                char numbers[300];
+                entry_of(&e, p, length, prefix, expert);
+                if (has_name(without, e.name + (strncmp(e.name, prefix, strlen(prefix)) == 0 ? strlen(prefix) + 1 : 0))) continue;
+                if (which == 0 && more != NULL && has_name(more, e.name + strlen(prefix) + 1)) continue;
+                sprintf(numbers, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%lu,%lu]}", first ? "" : ",", e.name, e.dtype, e.shape, (unsigned long)at,
+                        (unsigned long)(at + e.size));
+                put_text(&header, numbers);
+                for (at += e.size; data.n < at;) put_number(&data, data.n % 4 == 3 ? 0x3e : data.n * 7 % 32, 1);
+                first = 0;
+            }
+            p += length;
+            p += strspn(p, " ");
+        }
+    }
+    put_text(&header, "}");
+    put_number(file, header.n, 8);
+    put(file, header.p, header.n);
+    put(file, data.p, data.n);
+}
+
+static moe_source source(const char *name, const text *t) { return moe_memory_source(name, t->p, t->n); }
+
+/* Reads, and sees to it that a failure says why and changes nothing. */
+static moe_status try_read(moe_layer *layer, const moe_source *sources, size_t n, const char *prefix, const char *preset, moe_error *error) {
+    moe_layer before;
+    moe_status status, again;
+    memset(layer, 0x5a, sizeof *layer);
+    before = *layer;
+    error->message[0] = '\0';
+    status = moe_read_published(layer, sources, n, prefix, preset, NULL, error);
+    if (status != MOE_OK) {
+        CHECK(memcmp(&before, layer, sizeof before) == 0);
+        CHECK(error->message[0] != '\0' && error->code == status);
+        again = moe_read_published(layer, sources, n, prefix, preset, NULL, NULL);
+        CHECK(again == status);
+    }
+    return status;
+}
+
+/* Whether the settings of a layer are those of a list "field=value ...". */
+static int has_settings(const moe_layer_config *c, const char *list) {
+    char name[64], value[64], shown[64];
+    const moe_field *field;
+    while (*list != '\0') {
+        const size_t length = strcspn(list, " "), n = strcspn(list, "=");
+        memcpy(name, list, n), name[n] = '\0';
+        memcpy(value, list + n + 1, length - n - 1), value[length - n - 1] = '\0';
+        field = moe_field_find(moe_layer_fields(), name);
+        if (field == NULL) return 0;
+        moe_field_text(field, c, shown, sizeof shown);
+        if (strcmp(shown, value) != 0) {
+            printf("%s = %s, wanted %s\n", name, shown, value);
+            return 0;
+        }
+        list += length;
+        list += strspn(list, " ");
+    }
+    return 1;
+}
+
+/* ---- what is refused, and what settings come to be ----------------------------------------------------------------------------------------- */
+
+typedef struct row {
+    const char *list, *more, *without, *config, *prefix, *preset;
+    moe_status status;
+    const char *says; /* what the message must have in it; of a layer that is made, its settings */
+} row;
+
+#define AT "model.layers.3.mlp"
+
+static const row rows[] = {
+    {mixtral, NULL, NULL, NULL, AT, NULL, MOE_OK, "n_experts=4 top_k=2 d_model=6 d_ff=3 weight=softmax selection_bias=0 n_shared=0 bias_rate=0"},
+    {mixtral, NULL, NULL, "{\"model_type\":\"mixtral\",\"num_experts_per_tok\":3,\"norm_topk_prob\":false,\"n_group\":4}", AT, NULL, MOE_OK, "top_k=3 weight=softmax groups=1"},
+    {mixtral, NULL, NULL, "{\"model_type\":\"mixtral\"}", AT ".", NULL, MOE_OK, "top_k=2"},
+    {mixtral, NULL, NULL, NULL, "model.layers.3", NULL, MOE_OK, "top_k=2"},
+    {mixtral, NULL, NULL, NULL, "model.layers.3.block_sparse_moe", NULL, MOE_OK, "top_k=2"},
+    {mixtral, NULL, NULL, NULL, "model.layers.3.feed_forward...", NULL, MOE_OK, "top_k=2"},
+    {mixtral, NULL, NULL, NULL, AT, "dbrx", MOE_OK, "top_k=4 weight=p_norm"},
+    {mixtral, NULL, NULL, "{\"model_type\":\"phimoe\",\"num_experts_per_tok\":2,\"router_jitter_noise\":0.02}", AT, NULL, MOE_OK, "weight=sparsemixer sparsemixer_eps=0.02"},
+    {qwen3, NULL, NULL, NULL, AT, NULL, MOE_ERR_UNSUPPORTED, "its names fit qwen3_moe and olmoe"},
+    {fused, NULL, NULL, NULL, AT, NULL, MOE_ERR_UNSUPPORTED, "name the model by preset"},
+    {fused, NULL, NULL, NULL, AT, "mixtral", MOE_OK, "top_k=2 weight=softmax d_ff=3"},
+    {qwen3, NULL, NULL, "{\"num_experts_per_tok\":2,\"norm_topk_prob\":true}", AT, NULL, MOE_OK, "top_k=2 weight=sum"},
+    {qwen3, NULL, NULL, "{\"num_experts_per_tok\":2,\"norm_topk_prob\":false}", AT, NULL, MOE_OK, "top_k=2 weight=raw"},
+    {fused, NULL, NULL, "{\"num_experts_per_tok\":2,\"norm_topk_prob\":false}", AT, NULL, MOE_OK, "top_k=2 weight=raw"},
+    {qwen3, NULL, NULL, "{\"model_type\":\"qwen3_moe\",\"num_experts_per_tok\":2}", AT, NULL, MOE_OK, "weight=raw"},
+    {qwen3, NULL, NULL, "{\"num_experts_per_tok\":2}", AT, "qwen3_moe", MOE_OK, "weight=sum"},
+    {qwen3, NULL, NULL, "{\"model_type\":\"olmoe\",\"num_experts_per_tok\":1,\"hidden_act\":\"swish\"}", AT, "qwen3_moe", MOE_OK, "weight=sum top_k=1"},
+    {qwen3, NULL, NULL, "{\"model_type\":\"olmoe\",\"num_experts_per_tok\":null, \"num_experts_per_tok\" : 3 }", AT, NULL, MOE_OK, "weight=raw top_k=3"},
+    {qwen3, NULL, NULL, NULL, AT, "qwen3_moe", MOE_ERR_CONFIG, "qwen3_moe, top_k = 8"},
+    {qwen3, shared_experts, NULL, "{\"num_experts_per_tok\":2,\"n_group\":2,\"topk_group\":1}", AT, NULL, MOE_OK, "select=grouped_top_k groups=2 groups_kept=1 scale=16 n_shared=1 d_shared=6"},
+    {qwen3, shared_experts, NULL, "{\"model_type\":\"deepseek_v2\",\"num_experts_per_tok\":2,\"n_group\":2,\"topk_group\":1,\"n_shared_experts\":2}", AT, NULL, MOE_OK,
+     "select=top_k groups=1 groups_kept=1 scale=1 n_shared=2 d_shared=3"},
+    {qwen3, NULL, NULL, "{\"model_type\":\"deepseek_v2\",\"num_experts_per_tok\":2,\"n_shared_experts\":null}", AT, NULL, MOE_OK, "n_shared=0"},
+    {qwen3, NULL, NULL, "{\"model_type\":\"deepseek_v2\",\"num_experts_per_tok\":2,\"n_shared_experts\":1}", AT, NULL, MOE_ERR_NOT_FOUND,
+     "'model.layers.3.mlp.shared_experts.gate_proj.weight': missing"},
+    {qwen3, NULL, NULL, "{\"model_type\":\"deepseek_v2\",\"num_experts_per_tok\":2,\"norm_topk_prob\":true,\"routed_scaling_factor\":16}", AT, NULL, MOE_OK, "weight=sum scale=1"},
+    {qwen3, correction, NULL, "{\"model_type\":\"deepseek_v3\",\"num_experts_per_tok\":2,\"n_group\":2,\"topk_group\":2,\"scoring_func\":\"softmax\"}", AT, NULL, MOE_OK,
+     "gate=softmax selection_bias=1 select=grouped_top_k group_score=top2_sum scale=2.5 weight=sum"},
+    {qwen3, correction, NULL, "{\"model_type\":\"glm4_moe\",\"num_experts_per_tok\":2,\"n_group\":0}", AT, NULL, MOE_OK, "gate=sigmoid select=top_k scale=1 weight=sum"},
+    {qwen3, NULL, NULL, "{\"model_type\":\"deepseek_v3\",\"num_experts_per_tok\":2}", AT, NULL, MOE_ERR_NOT_FOUND, "gate.e_score_correction_bias': missing"},
+    {llama4, NULL, NULL, NULL, AT, NULL, MOE_OK, "top_k=1 gate=sigmoid apply_to=input n_shared=1 d_shared=5 d_ff=3"},
+    {llama4, NULL, NULL, "{\"model_type\":\"llama4\",\"num_experts_per_tok\":9,\"text_config\":{\"num_experts_per_tok\":2,\"model_type\":\"llama4_text\"}}", AT, NULL, MOE_OK, "top_k=2"},
+    {gpt_oss, NULL, NULL, NULL, AT, NULL, MOE_OK, "top_k=4 router_bias=1 expert_bias=1 swiglu_alpha=1.702 swiglu_limit=7 swiglu_offset=1"},
+    {gpt_oss, NULL, NULL, "{\"model_type\":\"gpt_oss\",\"experts_per_token\":2,\"swiglu_limit\":5.5}", AT, NULL, MOE_OK, "top_k=2 swiglu_limit=5.5"},
+
+    {mixtral, NULL, NULL, NULL, "model.layers.9.mlp", NULL, MOE_ERR_NOT_FOUND, "no router at 'model.layers.9.mlp'; the file's mixtures (1): model.layers.3.mlp"},
+    {mixtral, "/model.layers.4.mlp.gate.weight:F32:2,2 /model.layers.5.moe.gate.weight:F32:2,2", NULL, NULL, "x", NULL, MOE_ERR_NOT_FOUND,
+     "(3): model.layers.3.mlp ... model.layers.5.moe"},
+    {mixtral, "/model.layers.4.mlp.gate.weight:F32:2,2", NULL, NULL, "x", NULL, MOE_ERR_NOT_FOUND, "(2): model.layers.3.mlp, model.layers.4.mlp"},
+    {mixtral, "/model.layers.0.mlp.up_proj.weight:F32:2,2", NULL, NULL, "model.layers.0.mlp", NULL, MOE_ERR_NOT_FOUND, "'model.layers.0.mlp' is a dense layer"},
+    {mixtral, "/model.layers.0.mlp.up_proj.weight:F32:2,2", "gate.weight", NULL, "model.layers.0", NULL, MOE_ERR_NOT_FOUND, "'model.layers.0' is a dense layer"},
+    {mixtral, NULL, "gate.weight", NULL, AT, NULL, MOE_ERR_NOT_FOUND, "has no mixture layer"},
+    {mixtral, NULL, NULL, NULL, "", NULL, MOE_ERR_NOT_FOUND, "no router at ''"},
+    {mixtral, NULL, NULL, NULL, "...", NULL, MOE_ERR_NOT_FOUND, "no router at '...'"},
+    {mixtral, NULL, NULL, NULL, "mlp", NULL, MOE_ERR_NOT_FOUND, "no router at 'mlp'"},
+    {mixtral, NULL, NULL, NULL, AT, "no such", MOE_ERR_NOT_FOUND, "preset = no such"},
+    {mixtral, NULL, "experts.2.w3.weight", NULL, AT, NULL, MOE_ERR_NOT_FOUND, "'model.layers.3.mlp.experts.2.w3.weight': missing in the file"},
+    {fused, NULL, "experts.down_proj", NULL, AT, "mixtral", MOE_ERR_NOT_FOUND, "'model.layers.3.mlp.experts.down_proj': missing"},
+    {mixtral, NULL, "experts.0.w1.weight experts.1.w1.weight experts.2.w1.weight experts.3.w1.weight", NULL, AT, "mixtral", MOE_ERR_NOT_FOUND, "experts.0.w1.weight': missing"},
+    {mixtral, "experts.gate_up_proj:F32:4,6,6", NULL, NULL, AT, "mixtral", MOE_ERR_FORMAT, "is there twice"},
+    {mixtral, "experts.4.w1.weight:F32:3,6", NULL, NULL, AT, NULL, MOE_ERR_SHAPE, "experts.4.w1.weight': the router has only 4 experts"},
+    {mixtral, "experts.01.w1.weight:F32:3,6", NULL, NULL, AT, NULL, MOE_ERR_UNSUPPORTED, "experts.01.w1.weight': any known family has none"},
+    {mixtral, "experts.1000000.w1.weight:F32:3,6", NULL, NULL, AT, "mixtral", MOE_ERR_UNSUPPORTED, "mixtral has none of this name"},
+    {mixtral, "experts..w1.weight:F32:3,6", NULL, NULL, AT, "mixtral", MOE_ERR_UNSUPPORTED, "mixtral has none of this name"},
+    {mixtral, "experts.1.w1.weight:F32:6,3", NULL, NULL, AT, NULL, MOE_ERR_SHAPE, "experts.1.w1.weight': the shape must be [3,6], it is [6,3]"},
+    {mixtral, "experts.2.w2.weight:F32:18", NULL, NULL, AT, NULL, MOE_ERR_SHAPE, "must be [6,3], it is [18]"},
+    {mixtral, "gate.weight:F32:4,6,1", NULL, NULL, AT, NULL, MOE_ERR_SHAPE, "gate.weight': the shape must be [0,0]"},
+    {mixtral, "gate.weight:F32:0,6", NULL, NULL, AT, NULL, MOE_ERR_SHAPE, "it is [0,6]"},
+    {fused, "experts.gate_up_proj:F32:4,5,6", NULL, NULL, AT, "olmoe", MOE_ERR_SHAPE, "must be [4,4,6], it is [4,5,6]"},
+    {fused, "experts.down_proj:F32:4,3,6", NULL, NULL, AT, "olmoe", MOE_ERR_SHAPE, "must be [4,6,3], it is [4,3,6]"},
+    {mixtral, "experts.1.w1.weight:I16:3,6", NULL, NULL, AT, NULL, MOE_ERR_UNSUPPORTED, "its dtype is I16"},
+    {mixtral, "experts.1.w1.weight:F8_E4M3:3,6", NULL, NULL, AT, NULL, MOE_ERR_UNSUPPORTED, "its dtype is not known"},
+    {mixtral, "/elsewhere:F8_E5M2:3,6", NULL, NULL, AT, NULL, MOE_OK, "top_k=2"},
+    {mixtral, "experts.1.w1.weight_scale_inv:F32:1", NULL, NULL, AT, NULL, MOE_ERR_UNSUPPORTED, "save it dequantised"},
+    {gpt_oss, "experts.gate_up_proj_blocks:U8:4", NULL, NULL, AT, NULL, MOE_ERR_UNSUPPORTED, "save it dequantised"},
+    {mixtral, "experts.1.something:F32:1", NULL, NULL, AT, NULL, MOE_ERR_UNSUPPORTED, "experts.1.something': any known family has none of this name"},
+    {mixtral, "router.bias:F32:4", NULL, NULL, AT, NULL, MOE_ERR_UNSUPPORTED, "together those of no family"},
+    {gpt_oss, NULL, "router.bias", "{\"model_type\":\"gpt_oss\"}", AT, NULL, MOE_ERR_NOT_FOUND, "router.bias': missing in the file, and gpt_oss needs it"},
+
+    {mixtral, NULL, NULL, "{\"model_type\":\"mixtral\",\"hidden_act\":\"gelu\"}", AT, NULL, MOE_ERR_UNSUPPORTED, "config.json: hidden_act = gelu is not supported"},
+    {mixtral, NULL, NULL, "{\"model_type\":\"mixtral\",\"hidden_act\":[1]}", AT, NULL, MOE_ERR_UNSUPPORTED, "hidden_act = a list"},
+    {mixtral, NULL, NULL, "{\"model_type\":\"mixtral\",\"quantization_config\":{\"quant_method\":\"fp8\"}}", AT, NULL, MOE_ERR_UNSUPPORTED, "quantization_config"},
+    {mixtral, NULL, NULL, "{\"quantization_config\":null}", AT, NULL, MOE_OK, "top_k=2"},
+    {mixtral, NULL, NULL, "{\"model_type\":\"something\"}", AT, NULL, MOE_ERR_UNSUPPORTED, "model_type = 'something': a family that is not known here"},
+    {mixtral, NULL, NULL, "{\"model_type\":\"something\"}", AT, "mixtral", MOE_OK, "top_k=2"},
+    {mixtral, NULL, NULL, "{\"model_type\":\"qwen3_moe\"}", AT, NULL, MOE_ERR_UNSUPPORTED, "qwen3_moe has none of this name"},
+    {mixtral, NULL, NULL, "{\"num_experts_per_tok\":\"2\"}", AT, NULL, MOE_ERR_CONFIG, "num_experts_per_tok = 2: a number is expected"},
+    {mixtral, NULL, NULL, "{\"num_experts_per_tok\":2.5}", AT, NULL, MOE_ERR_CONFIG, "num_experts_per_tok = 2.5: a number is expected"},
+    {mixtral, NULL, NULL, "{\"num_experts_per_tok\":0}", AT, NULL, MOE_ERR_CONFIG, "that is not 0"},
+    {mixtral, NULL, NULL, "{\"num_experts_per_tok\":-1}", AT, NULL, MOE_ERR_CONFIG, "top_k"},
+    {mixtral, NULL, NULL, "{\"num_experts_per_tok\":5}", AT, NULL, MOE_ERR_CONFIG, "mixtral, top_k = 5"},
+    {mixtral, NULL, NULL, "{\"num_experts_per_tok\":[2]}", AT, NULL, MOE_ERR_CONFIG, "a number is expected"},
+    {mixtral, NULL, NULL, "{\"num_experts_per_tok\":00000000000000000000000000000000000000000000000000000000000000000000000000}", AT, NULL, MOE_ERR_FORMAT, "a value is expected"},
+    {mixtral, NULL, NULL, "{\"num_experts_per_tok\":1.00000000000000000000000000000000000000000000000000000000000000000000000}", AT, NULL, MOE_ERR_CONFIG, "a number is expected"},
+    {mixtral, NULL, NULL, "{\"num_local_experts\":8}", AT, NULL, MOE_ERR_CONFIG, "number of experts = 8, but the tensors say 4"},
+    {mixtral, NULL, NULL, "{\"hidden_size\":8}", AT, NULL, MOE_ERR_CONFIG, "hidden_size = 8, but the tensors say 6"},
+    {mixtral, NULL, NULL, "{\"moe_intermediate_size\":8}", AT, NULL, MOE_ERR_CONFIG, "moe_intermediate_size = 8, but the tensors say 3"},
+    {qwen3, NULL, NULL, "{\"model_type\":\"olmoe\",\"norm_topk_prob\":1}", AT, NULL, MOE_ERR_UNSUPPORTED, "norm_topk_prob = 1 is not supported for olmoe"},
+    {qwen3, correction, NULL, "{\"model_type\":\"deepseek_v3\",\"topk_method\":\"other\"}", AT, NULL, MOE_ERR_UNSUPPORTED, "topk_method = other"},
+    {qwen3, correction, NULL, "{\"model_type\":\"deepseek_v3\",\"num_experts_per_tok\":1,\"n_group\":3,\"topk_group\":1}", AT, NULL, MOE_ERR_CONFIG, "groups = 3"},
+    {qwen3, correction, NULL, "{\"model_type\":\"deepseek_v3\",\"routed_scaling_factor\":0}", AT, NULL, MOE_ERR_CONFIG, "that is not 0"},
+    {mixtral, NULL, NULL, "", AT, NULL, MOE_ERR_FORMAT, "config.json, byte 0: the text is no JSON object"},
+    {mixtral, NULL, NULL, "[]", AT, NULL, MOE_ERR_FORMAT, "no JSON object"},
+    {mixtral, NULL, NULL, "{\"a\":1} x", AT, NULL, MOE_ERR_FORMAT, "nothing may follow"},
+    {mixtral, NULL, NULL, "{\"a\":tru}", AT, NULL, MOE_ERR_FORMAT, "a value is expected"},
+    {mixtral, NULL, NULL, "{\"a\":[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]}", AT, NULL, MOE_ERR_UNSUPPORTED, "levels of nesting"},
+    {mixtral, NULL, NULL, "{\"text_config\":3,\"num_experts_per_tok\":1}", AT, NULL, MOE_OK, "top_k=1"}};
+
+static void of_rows(void) {
+    static text file, config;
+    moe_source sources[2];
+    moe_layer layer;
+    moe_error error;
+    size_t i;
+    char says[400];
+    for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        const row *r = &rows[i];
+        moe_status status;
+        make_file(&file, AT, r->list, r->more, r->without);
+        config.n = 0;
+        put_text(&config, r->config != NULL ? r->config : "");
+        sources[0] = source(NULL, &file), sources[1] = source("config.json", &config);
+        status = try_read(&layer, sources, r->config != NULL ? 2 : 1, r->prefix, r->preset, &error);
+        sprintf(says, "row %lu: %s: %.250s, wanted: %.90s", (unsigned long)i, moe_status_text(status), status != MOE_OK ? error.message : "", r->says);
+        if (!CHECK_SAYS(status == r->status, says)) continue;
+        if (status == MOE_OK) {
+            CHECK_SAYS(has_settings(&layer.config, r->says), says);
+            moe_layer_free(&layer);
+        } else CHECK_SAYS(strstr(error.message, r->says) != NULL, says);
+    }
+}
+
+/* ---- indexes -------------------------------------------------------------------------------------------------------------------------------- */
+
+static void index_says(const moe_source *sources, size_t n, const char *prefix, moe_status wanted, const char *says, int line) {
+    moe_layer layer;
+    moe_error error;
+    char shown[400];
+    moe_status status = try_read(&layer, sources, n, prefix, NULL, &error);
+    sprintf(shown, "%s: %.250s", moe_status_text(status), status != MOE_OK ? error.message : "");
+    check(status == wanted && (status == MOE_OK || strstr(error.message, says) != NULL), says, shown, line);
+    if (status == MOE_OK) moe_layer_free(&layer);
+}
+
+#define INDEX(wanted, says) index_says(sources, n, AT, wanted, says, __LINE__)
+
+static void put_map(text *t, const char *a, const char *list_a, const char *b, const char *list_b, const char *more) {
+    const char *files[2], *lists[2];
+    int i, expert, first = 1;
+    files[0] = a, files[1] = b, lists[0] = list_a, lists[1] = list_b;
+    t->n = 0;
+    put_text(t, "{\"metadata\":{},\"weight_map\":{");
+    for (i = 0; i < 2; i++) {
+        const char *p = lists[i];
+        while (*p != '\0') {
+            const size_t length = strcspn(p, " ");
+            for (expert = 0; expert < (memchr(p, '%', length) != NULL ? 4 : 1); expert++) {
+                char line[400];
+                entry e;
+                entry_of(&e, p, length, AT, expert);
+                sprintf(line, "%s\"%s\":\"%s\"", first ? "" : ",", e.name, files[i]);
+                put_text(t, line);
+                first = 0;
+            }
+            p += length;
+            p += strspn(p, " ");
+        }
+    }
+    put_text(t, more);
+    put_text(t, "}}");
+}
+
+static void of_indexes(void) {
+    static const char part_a[] = "gate.weight:F32:4,6 experts.%.w1.weight:F32:3,6", part_b[] = "experts.%.w3.weight:F16:3,6 experts.%.w2.weight:BF16:6,3";
+    static text map, a, b, c;
+    static const char *const bad[] = {"../b.safetensors", "/b", "x/b", "c:b", "..\\b", "", ".hidden", "a\\u0001"};
+    moe_source sources[4];
+    size_t n = 3, i;
+    make_file(&a, AT, part_a, NULL, NULL);
+    make_file(&b, AT, part_b, NULL, NULL);
+    put_map(&map, "a.safetensors", part_a, "b.safetensors", part_b, ",\"other\":\"none.safetensors\",\"odd\":[3]");
+    sources[0] = source("model.safetensors.index.json", &map), sources[1] = source("a.safetensors", &a), sources[2] = source("b.safetensors", &b);
+    INDEX(MOE_OK, "");
+    index_says(sources, n, "model.layers.7", MOE_ERR_NOT_FOUND, "(1): model.layers.3.mlp", __LINE__);
+    n = 2;
+    INDEX(MOE_ERR_NOT_FOUND, "the file 'b.safetensors', which has 'experts.0.w3.weight', is missing");
+    n = 3;
+    put_map(&map, "a.safetensors", part_a, "b.safetensors", part_b, ",\"" AT ".odd\":\"a.safetensors\"");
+    sources[0] = source("index", &map);
+    INDEX(MOE_ERR_NOT_FOUND, "the index has it in 'a.safetensors', and it is not there");
+    put_map(&map, "a.safetensors", part_a, "b.safetensors", part_b, ",\"" AT ".experts.9.w1.weight\":\"a.safetensors\"");
+    sources[0] = source("index", &map);
+    INDEX(MOE_ERR_NOT_FOUND, "and it is not there");
+    put_map(&map, "a.safetensors", part_a, "b.safetensors", part_b, ",\"" AT ".experts.3.w2.weight\":3");
+    sources[0] = source("index", &map);
+    INDEX(MOE_ERR_FORMAT, "is called ''");
+    make_file(&b, AT, part_b, NULL, "experts.3.w2.weight");
+    put_map(&map, "a.safetensors", part_a, "b.safetensors", part_b, "");
+    sources[0] = source("index", &map), sources[2] = source("b.safetensors", &b);
+    INDEX(MOE_ERR_NOT_FOUND, "experts.3.w2.weight': the index has it in 'b.safetensors', and it is not there");
+    make_file(&b, AT, part_b, part_a, NULL);
+    sources[2] = source("b.safetensors", &b);
+    INDEX(MOE_ERR_FORMAT, "is there twice");
+    make_file(&b, AT, part_b, NULL, NULL);
+    for (i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        put_map(&map, "a.safetensors", part_a, bad[i], part_b, "");
+        sources[0] = source("index", &map), sources[2] = source(bad[i], &b);
+        INDEX(MOE_ERR_FORMAT, "must be a plain name in the same folder");
+    }
+    put_map(&map, "a.safetensors", part_a, "config.json", part_b, "");
+    c.n = 0, put_text(&c, "{\"model_type\":\"mixtral\"}");
+    sources[0] = source("index", &map), sources[2] = source("config.json", &c);
+    INDEX(MOE_ERR_NOT_FOUND, "the index has it in 'config.json'");
+    put_map(&map, "a.safetensors", part_a, "index", part_b, "");
+    sources[0] = source("index", &map);
+    INDEX(MOE_ERR_FORMAT, "no safetensors file");
+    map.n = 0, put_text(&map, "{\"weight_map\":[]}");
+    sources[0] = source("index", &map);
+    INDEX(MOE_ERR_FORMAT, "no object 'weight_map'");
+    map.n = 0, put_text(&map, " {\"metadata\":{}}");
+    sources[0] = source("index", &map);
+    INDEX(MOE_ERR_FORMAT, "no object 'weight_map'");
+    map.n = 0, put_text(&map, "\n{\"weight_map\":{}");
+    sources[0] = source("index", &map);
+    INDEX(MOE_ERR_FORMAT, "index, byte");
+    map.n = 0, put_text(&map, "\r\n[1]");
+    sources[0] = source("index", &map);
+    INDEX(MOE_ERR_FORMAT, "no JSON object");
+    map.n = 0, put_text(&map, "neither");
+    sources[0] = source("index", &map);
+    INDEX(MOE_ERR_FORMAT, "neither a safetensors file");
+    map.n = 0;
+    sources[0] = source("index", &map);
+    INDEX(MOE_ERR_FORMAT, "neither a safetensors file");
+    /* a file whose header lies */
+    make_file(&a, AT, mixtral, NULL, NULL);
+    a.p[0] = (char)(a.p[0] + 1);
+    sources[0] = source("a", &a), n = 1;
+    INDEX(MOE_ERR_FORMAT, "a, ");
+    a.p[6] = 1;
+    sources[0] = source("a", &a);
+    INDEX(MOE_ERR_FORMAT, "more than 100000000");
+    a.p[6] = 0, a.p[1] = 0x40, a.p[2] = 2;
+    sources[0] = source("a", &a);
+    INDEX(MOE_ERR_FORMAT, "more than follow");
+    memset(a.p, 0, 8);
+    sources[0] = source("a", &a);
+    INDEX(MOE_ERR_FORMAT, "no bytes");
+}
+
+/* ---- GGUF ---------------------------------------------------------------------------------------------------------------------------------- */
+
+static void gguf_string(text *t, const char *s) {
+    put_number(t, strlen(s), 8);
+    put_text(t, s);
+}
+
+static void gguf_key(text *t, const char *key, int type) {
+    gguf_string(t, key);
+    put_number(t, (uint64_t)type, 4);
+}
+
+typedef struct gguf {
+    const char *arch;    /* NULL: none */
+    int version, n_kv;   /* n_kv: keys in kv */
+    const text *kv;
+    const char *tensors; /* "name:type:ne" */
+    uint64_t n_tensors;  /* 0: as many as there are */
+    uint64_t offset;     /* added to the last tensor's */
+} gguf;
+
+/* The bytes of so many elements. */
+static size_t gguf_bytes(long type, size_t count) {
+    switch (type) {
+    case 0: return count * 4;
+    case 2: return count / 32 * 18;
+    case 8: return count / 32 * 34;
+    case 28: return count * 8;
+    default: return count * 2;
+    }
+}
+
+static void make_gguf(text *file, const gguf *g) {
+    static text infos, data;
+    const char *p = g->tensors;
+    uint64_t n = 0;
+    infos.n = data.n = file->n = 0;
+    while (*p != '\0') {
+        char name[100];
+        size_t length = strcspn(p, ":"), count = 1, at;
+        unsigned dims = 0;
+        long type;
+        char *end;
+        memcpy(name, p, length), name[length] = '\0';
+        type = strtol(p + length + 1, &end, 10);
+        gguf_string(&infos, name);
+        at = infos.n;
+        put_number(&infos, 0, 4);
+        for (p = end; *p == ':' || *p == ','; dims++) {
+            const unsigned long ne = strtoul(p + 1, &end, 10);
+            put_number(&infos, ne, 8);
+            count *= ne, p = end;
+        }
+        infos.p[at] = (char)dims;
+        put_number(&infos, (uint64_t)type, 4);
+        p += strspn(p, " ");
+        put_number(&infos, data.n + (*p == '\0' ? g->offset : 0), 8);
+        if (count < MOST / 8)
+            for (at = data.n + gguf_bytes(type, count); data.n < at || data.n % 32 != 0;) put_number(&data, data.n % 4 == 3 ? 0x3e : data.n * 7 % 32, 1);
+        n++;
+    }
+    put_text(file, "GGUF");
+    put_number(file, (uint64_t)g->version, 4);
+    put_number(file, g->n_tensors > 0 ? g->n_tensors : n, 8);
+    put_number(file, (uint64_t)(g->n_kv + (g->arch != NULL)), 8);
+    if (g->kv != NULL) put(file, g->kv->p, g->kv->n);
+    if (g->arch != NULL) gguf_key(file, "general.architecture", 8), gguf_string(file, g->arch);
+    put(file, infos.p, infos.n);
+    while (file->n % 32 != 0) put_number(file, 0, 1);
+    put(file, data.p, data.n);
+}
+
+static const char gguf_mixtral[] = "blk.3.ffn_gate_inp.weight:0:32,4 blk.3.ffn_gate_exps.weight:8:32,32,4 blk.3.ffn_up_exps.weight:2:32,32,4 blk.3.ffn_down_exps.weight:1:32,32,4";
+
+static void gguf_says(const gguf *g, const char *prefix, const char *preset, moe_status wanted, const char *says, int line) {
+    static text file;
+    moe_source s;
+    moe_layer layer;
+    moe_error error;
+    char shown[400];
+    moe_status status;
+    make_gguf(&file, g);
+    s = source("model.gguf", &file);
+    status = try_read(&layer, &s, 1, prefix, preset, &error);
+    sprintf(shown, "%s: %.250s", moe_status_text(status), status != MOE_OK ? error.message : "");
+    if (!check(status == wanted && (status == MOE_OK || strstr(error.message, says) != NULL), says, shown, line) || status != MOE_OK) return;
+    check(has_settings(&layer.config, says), says, "", line);
+    moe_layer_free(&layer);
+}
+
+#define GGUF(wanted, says) gguf_says(&g, "blk.3", NULL, wanted, says, __LINE__)
+
+static void gguf_number(text *kv, const char *key, uint32_t value) {
+    gguf_key(kv, key, 4);
+    put_number(kv, value, 4);
+}
+
+static void of_gguf(void) {
+    static text kv;
+    gguf g;
+    int i;
+    memset(&g, 0, sizeof g);
+    g.arch = "llama", g.version = 3, g.tensors = gguf_mixtral;
+    GGUF(MOE_OK, "top_k=2 weight=softmax d_model=32 d_ff=32");
+    gguf_says(&g, "blk.0", NULL, MOE_ERR_NOT_FOUND, "no router at 'blk.0'; the file's mixtures (1): blk.3", __LINE__);
+    g.arch = "other";
+    GGUF(MOE_ERR_UNSUPPORTED, "general.architecture = 'other'");
+    gguf_says(&g, "blk.3", "mixtral", MOE_OK, "top_k=2", __LINE__);
+    g.arch = NULL;
+    GGUF(MOE_ERR_UNSUPPORTED, "general.architecture = ''");
+    g.arch = "llama", g.version = 1;
+    GGUF(MOE_ERR_UNSUPPORTED, "GGUF version 1: 2 and 3, little-endian");
+    g.version = 0x03000000;
+    GGUF(MOE_ERR_UNSUPPORTED, "GGUF version 50331648");
+    g.version = 2, g.n_tensors = 70000;
+    GGUF(MOE_ERR_UNSUPPORTED, "too many tensors");
+    g.n_tensors = 400;
+    GGUF(MOE_ERR_FORMAT, "model.gguf: byte");
+    g.n_tensors = 0, g.offset = 1 << 20;
+    GGUF(MOE_ERR_FORMAT, "a tensor begins beyond the end");
+    g.offset = 32;
+    GGUF(MOE_ERR_FORMAT, "blk.3.ffn_down_exps.weight': 8192 bytes from byte");
+    g.offset = 0;
+    g.tensors = "blk.3.ffn_gate_inp.weight:0:32,4 blk.3.ffn_gate_exps.weight:12:32,2,4";
+    GGUF(MOE_ERR_UNSUPPORTED, "its type is GGUF's number 12");
+    g.tensors = "blk.3.ffn_gate_inp.weight:0:32,4 blk.3.ffn_gate_exps.weight:8:16,2,4";
+    GGUF(MOE_ERR_FORMAT, "no whole number of blocks");
+    g.tensors = "blk.3.ffn_gate_inp.weight:0:32,4 blk.3.ffn_gate_exps.weight:8:32,2,4,1,1";
+    GGUF(MOE_ERR_FORMAT, "more than 4 dimensions");
+    g.tensors = "x:0:4294967295,4294967295,4294967295";
+    GGUF(MOE_ERR_OVERFLOW, "more elements than size_t holds");
+    g.tensors = "blk.3.ffn_gate_inp.weight:0:32,4 blk.3.ffn_gate_exps.weight:8:32,2,4 blk.3.ffn_gate_exps.weight:8:32,2,4";
+    GGUF(MOE_ERR_FORMAT, "is there twice");
+    g.tensors = "blk.3.ffn_gate_inp.weight:0:32,4 blk.3.ffn_gate_exps.weight:8:32,2,4";
+    GGUF(MOE_ERR_NOT_FOUND, "'blk.3.ffn_up_exps.weight': missing");
+    g.tensors = "blk.3.ffn_gate_inp.weight:0:32,4 blk.3.ffn_gate.0.weight:8:32,2";
+    GGUF(MOE_ERR_NOT_FOUND, "'blk.3.ffn_gate.1.weight': missing");
+    g.tensors = "blk.3.ffn_gate_inp.weight:0:32,4 blk.3.ffn_gate_chexps.weight:8:32,2,4";
+    GGUF(MOE_ERR_UNSUPPORTED, "ffn_gate_chexps.weight': mixtral has none");
+    g.arch = "deepseek2";
+    g.tensors = "blk.3.ffn_gate_inp.weight:0:32,4 blk.3.ffn_gate_tid2eid.weight:26:32,2,4";
+    GGUF(MOE_ERR_UNSUPPORTED, "ffn_gate_tid2eid.weight': deepseek_v2 has none");
+    g.tensors = "blk.3.ffn_up.weight:0:32,4 blk.3.ffn_norm.weight:0:32";
+    GGUF(MOE_ERR_NOT_FOUND, "'blk.3' is a dense layer");
+    /* metadata */
+    g.tensors = gguf_mixtral, g.arch = "llama", g.kv = &kv, g.n_kv = 1;
+    for (i = 0; i < 13; i++) { /* a K of each type */
+        static const unsigned char sizes[13] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+        kv.n = 0;
+        gguf_key(&kv, "llama.expert_used_count", i);
+        if (i == 8) gguf_string(&kv, "3");
+        else if (i == 9) put_number(&kv, 4, 4), put_number(&kv, 1, 8), put_number(&kv, 3, 4);
+        else put_number(&kv, i == 6 ? 0x40400000 : i == 12 ? UINT64_C(0x4008000000000000) : 3, sizes[i]);
+        if (i == 7) GGUF(MOE_ERR_CONFIG, "metadata: expert_used_count = true");
+        else if (i == 8) GGUF(MOE_ERR_CONFIG, "metadata: expert_used_count = 3: a number");
+        else if (i == 9) GGUF(MOE_ERR_CONFIG, "metadata: expert_used_count = : a number");
+        else GGUF(MOE_OK, "top_k=3");
+    }
+    kv.n = 0, gguf_key(&kv, "llama.expert_used_count", 1), put_number(&kv, 0xff, 1);
+    GGUF(MOE_ERR_CONFIG, "top_k = -1");
+    kv.n = 0, gguf_number(&kv, "llama.expert_count", 5);
+    GGUF(MOE_ERR_CONFIG, "metadata: number of experts = 5, but the tensors say 4");
+    kv.n = 0, gguf_number(&kv, "general.alignment", 0);
+    GGUF(MOE_ERR_FORMAT, "general.alignment must be 1 to 65536");
+    kv.n = 0, gguf_number(&kv, "general.alignment", 65537);
+    GGUF(MOE_ERR_FORMAT, "general.alignment must be 1 to 65536");
+    kv.n = 0, gguf_key(&kv, "a", 13);
+    GGUF(MOE_ERR_FORMAT, "unknown type");
+    kv.n = 0, gguf_key(&kv, "llama.expert_used_count", 13);
+    GGUF(MOE_ERR_FORMAT, "unknown type");
+    kv.n = 0, gguf_key(&kv, "a", 8), put_number(&kv, UINT64_MAX, 8);
+    GGUF(MOE_ERR_FORMAT, "length of a string leads beyond");
+    kv.n = 0, gguf_key(&kv, "a", 9), put_number(&kv, 10, 4), put_number(&kv, UINT64_MAX / 8 + 1, 8);
+    GGUF(MOE_ERR_FORMAT, "leads beyond the end");
+    kv.n = 0, gguf_key(&kv, "a", 9), put_number(&kv, 77, 4), put_number(&kv, 1, 8);
+    GGUF(MOE_ERR_FORMAT, "unknown type");
+    kv.n = 0, gguf_key(&kv, "a", 9);
+    for (i = 0; i < 6; i++) put_number(&kv, 9, 4), put_number(&kv, 1, 8);
+    GGUF(MOE_ERR_UNSUPPORTED, "arrays in arrays");
+    kv.n = 0, gguf_key(&kv, "a", 9), put_number(&kv, 8, 4), put_number(&kv, 0, 8);
+    GGUF(MOE_OK, "top_k=2");
+    g.arch = "minimax-m2";
+    g.tensors = "blk.3.ffn_gate_inp.weight:0:32,4 blk.3.ffn_gate_exps.weight:30:32,2,4 blk.3.ffn_up_exps.weight:28:32,2,4 blk.3.ffn_down_exps.weight:0:2,32,4 blk.3.exp_probs_b.bias:0:4";
+    g.n_kv = 2;
+    kv.n = 0, gguf_number(&kv, "minimax-m2.expert_used_count", 2), gguf_number(&kv, "minimax-m2.expert_gating_func", 4);
+    GGUF(MOE_OK, "gate=sqrt_softplus selection_bias=1");
+    kv.n = 0, gguf_number(&kv, "minimax-m2.expert_used_count", 2), gguf_number(&kv, "minimax-m2.expert_gating_func", 0);
+    GGUF(MOE_OK, "gate=sigmoid");
+    kv.n = 0, gguf_number(&kv, "minimax-m2.expert_used_count", 2), gguf_number(&kv, "minimax-m2.expert_gating_func", 9);
+    GGUF(MOE_ERR_UNSUPPORTED, "expert_gating_func = 9 is not supported for minimax_m2");
+    kv.n = 0, gguf_number(&kv, "minimax-m2.expert_used_count", 2), gguf_number(&kv, "minimax-m2x.expert_gating_func", 9);
+    GGUF(MOE_OK, "gate=sigmoid");
+}
+
+/* Files cut off at every byte, and with every byte changed: nothing worse than an error may come of it. */
+static void of_spoilt(const text *good, const char *prefix, const char *name) {
+    static const unsigned char other[3] = {0, 0xff, '"'};
+    size_t i, n;
+    int k;
+    for (i = 0; i < good->n; i++)
+        for (k = 0; k < 5; k++) {
+            char *exact;
+            moe_source s;
+            moe_layer layer;
+            moe_error error;
+            n = k == 4 ? i : good->n;
+            exact = (char *)grab(n); /* so that a sanitizer sees one byte too far */
+            memcpy(exact, good->p, n);
+            if (k < 4) exact[i] = (char)(k < 3 ? other[k] : (unsigned char)exact[i] ^ 1u);
+            s = moe_memory_source(name, exact, n);
+            if (try_read(&layer, &s, 1, prefix, "mixtral", &error) == MOE_OK) {
+                if (k == 4) CHECK(!"a file that was cut off is read");
+                moe_layer_free(&layer);
+            }
+            free(exact);
+        }
+}
+
+/* ---- calls ---------------------------------------------------------------------------------------------------------------------------------- */
+
+static moe_status write_some(void *ctx, const void *from, size_t size) {
+    size_t *room = (size_t *)ctx;
+    (void)from;
+    if (size > *room) return MOE_ERR_SPACE;
+    *room -= size;
+    return MOE_OK;
+}
+
+static moe_status refuse_read(void *ctx, uint64_t at, void *to, size_t size) {
+    (void)ctx, (void)at;
+    memset(to, 0, size);
+    return MOE_ERR_IO;
+}
+
+#define REFUSED(call, wanted, says) \
+    do { \
+        error.message[0] = '\0'; \
+        CHECK_SAYS((call) == (wanted), error.message); \
+        CHECK_SAYS(strstr(error.message, says) != NULL, error.message); \
+    } while (0)
+
+static void of_reading_calls(const text *file) {
+    char name[300], *longer = (char *)grab(5000);
+    moe_source s = source(NULL, file), none = s;
+    moe_layer layer;
+    moe_error error;
+    memset(name, 'a', sizeof name), name[sizeof name - 1] = '\0';
+    memset(longer, 'b', 4999), longer[4999] = '\0';
+    REFUSED(moe_read_published(NULL, &s, 1, AT, NULL, NULL, &error), MOE_ERR_ARGUMENT, "is NULL");
+    REFUSED(moe_read_published(&layer, NULL, 1, AT, NULL, NULL, &error), MOE_ERR_ARGUMENT, "is NULL");
+    REFUSED(moe_read_published(&layer, &s, 0, AT, NULL, NULL, &error), MOE_ERR_ARGUMENT, "no sources");
+    REFUSED(moe_read_published(&layer, &s, 1, NULL, NULL, NULL, &error), MOE_ERR_ARGUMENT, "prefix is NULL");
+    REFUSED(moe_read_published(&layer, &s, 1, name, NULL, NULL, &error), MOE_ERR_ARGUMENT, "prefix: longer than 180");
+    none.read_at = NULL;
+    REFUSED(moe_read_published(&layer, &none, 1, AT, NULL, NULL, &error), MOE_ERR_ARGUMENT, "read_at is NULL");
+    none = s, none.read_at = refuse_read;
+    REFUSED(moe_read_published(&layer, &none, 1, AT, NULL, NULL, &error), MOE_ERR_IO, "the file: reading at byte 0");
+    none = s, none.size = UINT64_MAX;
+    REFUSED(moe_read_published(&layer, &none, 1, AT, NULL, NULL, &error), MOE_ERR_OVERFLOW, "larger than size_t can say");
+    none = moe_memory_source("x", NULL, 100);
+    REFUSED(moe_read_published(&layer, &none, 1, AT, NULL, NULL, &error), MOE_ERR_FORMAT, "neither a safetensors file");
+    REFUSED(moe_load_layer(&layer, "no such file.safetensors", AT, NULL, NULL, &error), MOE_ERR_IO, "cannot open no such file.safetensors: ");
+    REFUSED(moe_load_layer(&layer, "no such folder", AT, NULL, NULL, &error), MOE_ERR_IO, "cannot open no such folder: ");
+    REFUSED(moe_load_layer(NULL, "x", AT, NULL, NULL, &error), MOE_ERR_ARGUMENT, "is NULL");
+    REFUSED(moe_load_layer(&layer, NULL, AT, NULL, NULL, &error), MOE_ERR_ARGUMENT, "is NULL");
+    REFUSED(moe_load_layer(&layer, "x", NULL, NULL, NULL, &error), MOE_ERR_ARGUMENT, "is NULL");
+    memcpy(name + sizeof name - 6, ".gguf", 6);
+    REFUSED(moe_load_layer(&layer, name, AT, NULL, NULL, &error), MOE_ERR_ARGUMENT, "the file's name is longer");
+    REFUSED(moe_load_layer(&layer, longer, AT, NULL, NULL, &error), MOE_ERR_ARGUMENT, "the path is longer");
+    free(longer);
+}
+
+static void of_writing_calls(const text *file) {
+    char name[300];
+    moe_source s = source(NULL, file);
+    moe_layer layer, copy;
+    moe_layer_config config;
+    moe_error error;
+    moe_buffer buffer;
+    moe_stream stream, small;
+    size_t room = 10;
+    memset(&buffer, 0, sizeof buffer);
+    memset(name, 'a', sizeof name), name[sizeof name - 1] = '\0';
+    stream = moe_buffer_stream(&buffer);
+    CHECK(moe_read_published(&layer, &s, 1, AT, NULL, NULL, &error) == MOE_OK);
+    REFUSED(moe_write_published(NULL, &stream, AT, "mixtral", MOE_DTYPE_F32, &error), MOE_ERR_ARGUMENT, "is NULL");
+    REFUSED(moe_write_published(&layer, NULL, AT, "mixtral", MOE_DTYPE_F32, &error), MOE_ERR_ARGUMENT, "is NULL");
+    REFUSED(moe_write_published(&layer, &stream, NULL, "mixtral", MOE_DTYPE_F32, &error), MOE_ERR_ARGUMENT, "is NULL");
+    REFUSED(moe_write_published(&layer, &stream, AT, NULL, MOE_DTYPE_F32, &error), MOE_ERR_NOT_FOUND, "family");
+    REFUSED(moe_write_published(&layer, &stream, AT, "smoe", MOE_DTYPE_F32, &error), MOE_ERR_NOT_FOUND, "family = smoe");
+    REFUSED(moe_write_published(&layer, &stream, AT, "mixtral", MOE_DTYPE_I64, &error), MOE_ERR_ARGUMENT, "dtype = 4");
+    REFUSED(moe_write_published(&layer, &stream, AT, "mixtral", -1, &error), MOE_ERR_ARGUMENT, "dtype = -1");
+    REFUSED(moe_write_published(&layer, &stream, name, "mixtral", MOE_DTYPE_F32, &error), MOE_ERR_ARGUMENT, "prefix");
+    REFUSED(moe_write_published(&layer, &stream, "a\xff", "mixtral", MOE_DTYPE_F32, &error), MOE_ERR_ARGUMENT, "not UTF-8");
+    REFUSED(moe_write_published(&layer, &stream, AT, "gpt_oss", MOE_DTYPE_F32, &error), MOE_ERR_CONFIG, "gpt_oss has a tensor 'router.bias'");
+    REFUSED(moe_write_published(&layer, &stream, AT, "deepseek_v3", MOE_DTYPE_F32, &error), MOE_ERR_CONFIG, "gate.e_score_correction_bias");
+    copy = layer, copy.tensors[MOE_EXPERTS_UP] = NULL;
+    REFUSED(moe_write_published(&copy, &stream, AT, "mixtral", MOE_DTYPE_F32, &error), MOE_ERR_ARGUMENT, "experts.up' is not set");
+    copy = layer, copy.config.d_out = 5;
+    REFUSED(moe_write_published(&copy, &stream, AT, "mixtral", MOE_DTYPE_F32, &error), MOE_ERR_CONFIG, "d_out = 5");
+    CHECK(buffer.size == 0);
+    small.ctx = &room, small.read = NULL, small.write = write_some;
+    REFUSED(moe_write_published(&layer, &small, AT, "mixtral", MOE_DTYPE_F32, &error), MOE_ERR_SPACE, "the stream failed");
+    CHECK(moe_write_published(&layer, &stream, AT, "mixtral", MOE_DTYPE_F32, &error) == MOE_OK);
+    room = buffer.size - 10, moe_buffer_free(&buffer);
+    REFUSED(moe_write_published(&layer, &small, AT, "mixtral", MOE_DTYPE_F32, &error), MOE_ERR_SPACE, "the stream failed");
+    small.write = NULL;
+    REFUSED(moe_write_published(&layer, &small, AT, "mixtral", MOE_DTYPE_F32, &error), MOE_ERR_ARGUMENT, "is NULL");
+    REFUSED(moe_save_published(NULL, "published-test.safetensors", AT, "mixtral", MOE_DTYPE_F32, &error), MOE_ERR_ARGUMENT, "is NULL");
+    REFUSED(moe_save_published(&layer, NULL, AT, "mixtral", MOE_DTYPE_F32, &error), MOE_ERR_ARGUMENT, "path");
+    REFUSED(moe_save_published(&layer, "published-test.safetensors", AT, "olmo", MOE_DTYPE_F32, &error), MOE_ERR_NOT_FOUND, "family = olmo");
+    CHECK(fopen("published-test.safetensors", "rb") == NULL);
+    /* what was written is read again, with the same bits */
+    CHECK(moe_write_published(&layer, &stream, "x", "qwen3_moe", MOE_REAL_IS_DOUBLE ? MOE_DTYPE_F64 : MOE_DTYPE_F32, &error) == MOE_OK);
+    s = moe_memory_source("x", buffer.data, buffer.size);
+    CHECK_SAYS(moe_read_published(&copy, &s, 1, "x", "qwen3_moe", NULL, &error) == MOE_ERR_CONFIG, error.message); /* 8 of 4 experts */
+    CHECK_SAYS(moe_read_published(&copy, &s, 1, "x", "grok1", NULL, &error) == MOE_OK, error.message);
+    CHECK(copy.memory_size == layer.memory_size && memcmp(copy.memory, layer.memory, layer.memory_size) == 0);
+    moe_layer_free(&copy);
+    moe_layer_free(&layer);
+    moe_buffer_free(&buffer);
+    /* a layer that no family has */
+    CHECK(moe_layer_preset("switch", &config, &error) == MOE_OK);
+    config.router.d_model = 4, config.router.n_experts = 4, config.d_ff = 4;
+    CHECK(moe_layer_create(&layer, &config, 0, 1, NULL, &error) == MOE_OK);
+    REFUSED(moe_write_published(&layer, &stream, AT, "mixtral", MOE_DTYPE_F32, &error), MOE_ERR_CONFIG, "'experts.fc1.weight', and mixtral has none for it");
+    moe_layer_free(&layer);
+    moe_buffer_free(&buffer);
+}
+
+/* Numbers at the ends of the narrower types. */
+static void of_numbers(void) {
+    static const double values[] = {0, -0.0, 1, -1.5, 65504, 65519, 65520, -1e6, 3.3895e38, 3.4028234e38, 1e-8, -6e-8, 5.9604644775390625e-8, 1e-40, 0.1, 1.0 / 3};
+    moe_layer_config config;
+    moe_layer layer, back;
+    moe_error error;
+    moe_buffer buffer;
+    moe_stream stream;
+    moe_source s;
+    moe_tensor t;
+    int dtype, i;
+    CHECK(moe_layer_preset("mixtral", &config, &error) == MOE_OK);
+    config.router.d_model = 4, config.router.n_experts = 4, config.d_ff = 1;
+    CHECK(moe_layer_create(&layer, &config, 0, 1, NULL, &error) == MOE_OK);
+    CHECK(moe_layer_find(&layer, "router.weight", &t) == MOE_OK && t.count == 16);
+    for (i = 0; i < 16; i++) t.data[i] = (moe_real)values[i];
+    for (dtype = MOE_DTYPE_F64; dtype <= MOE_DTYPE_BF16; dtype++) {
+        const double step = ldexp(1, dtype == MOE_DTYPE_F16 ? -11 : dtype == MOE_DTYPE_BF16 ? -8 : -24), least = ldexp(1, dtype == MOE_DTYPE_F16 ? -25 : -134);
+        memset(&buffer, 0, sizeof buffer);
+        stream = moe_buffer_stream(&buffer);
+        CHECK(moe_write_published(&layer, &stream, "x", "mixtral", dtype, &error) == MOE_OK);
+        s = moe_memory_source("x", buffer.data, buffer.size);
+        if (!CHECK_SAYS(moe_read_published(&back, &s, 1, "x", "mixtral", NULL, &error) == MOE_OK, error.message)) continue;
+        for (i = 0; i < 16; i++) {
+            const moe_real *of = &back.tensors[MOE_ROUTER_WEIGHT][i];
+            const double want = (double)t.data[i], found = (double)*of;
+            if (dtype == MOE_DTYPE_F64 || (dtype == MOE_DTYPE_F32 && !MOE_REAL_IS_DOUBLE)) CHECK(memcmp(&t.data[i], of, sizeof *of) == 0);
+            else if (dtype == MOE_DTYPE_F16 && fabs(want) >= 65520) CHECK(found == (want < 0 ? -HUGE_VAL : HUGE_VAL));
+            else if (dtype == MOE_DTYPE_BF16 && fabs(want) >= 3.396e38) CHECK(found == HUGE_VAL);
+            else CHECK(fabs(found - want) <= step * fabs(want) + least);
+        }
+        moe_layer_free(&back);
+        moe_buffer_free(&buffer);
+    }
+    moe_layer_free(&layer);
+}
+
+/* In the double build: what floats cannot hold. */
+static void of_large_numbers(void) {
+#if MOE_REAL_IS_DOUBLE
+    static const double values[4] = {3.4028235677973366e38, -1e300, 3.4028235e38, -3.40282356e38};
+    static const double wanted[4] = {HUGE_VAL, -HUGE_VAL, 3.4028234663852886e38, -3.4028234663852886e38};
+    moe_layer_config config;
+    moe_layer layer, back;
+    moe_error error;
+    moe_buffer buffer;
+    moe_stream stream;
+    moe_source s;
+    moe_tensor t;
+    int i;
+    memset(&buffer, 0, sizeof buffer);
+    stream = moe_buffer_stream(&buffer);
+    CHECK(moe_layer_preset("mixtral", &config, &error) == MOE_OK);
+    config.router.d_model = 4, config.router.n_experts = 4, config.d_ff = 1;
+    CHECK(moe_layer_create(&layer, &config, 0, 1, NULL, &error) == MOE_OK && moe_layer_find(&layer, "router.weight", &t) == MOE_OK);
+    for (i = 0; i < 4; i++) t.data[i] = values[i];
+    CHECK(moe_write_published(&layer, &stream, "x", "mixtral", MOE_DTYPE_F32, &error) == MOE_OK);
+    s = moe_memory_source("x", buffer.data, buffer.size);
+    CHECK(moe_read_published(&back, &s, 1, "x", "mixtral", NULL, &error) == MOE_OK);
+    for (i = 0; i < 4; i++) CHECK(back.tensors[MOE_ROUTER_WEIGHT][i] == wanted[i]);
+    moe_layer_free(&back);
+    moe_layer_free(&layer);
+    moe_buffer_free(&buffer);
+#endif
+}
+
+static void of_hands(void) {
+    static text file;
+    gguf g;
+    of_rows();
+    of_indexes();
+    of_gguf();
+    make_file(&file, AT, mixtral, NULL, NULL);
+    of_reading_calls(&file);
+    of_writing_calls(&file);
+    of_numbers();
+    of_large_numbers();
+    make_file(&file, AT, "gate.weight:F32:2,2 experts.gate_up_proj:F16:2,2,2 experts.down_proj:BF16:2,2,1", NULL, NULL);
+    of_spoilt(&file, AT, "spoilt");
+    memset(&g, 0, sizeof g);
+    g.arch = "llama", g.version = 3, g.tensors = "blk.3.ffn_gate_inp.weight:0:32,2 blk.3.ffn_gate_up_exps.weight:2:32,2,2 blk.3.ffn_down_exps.weight:1:1,32,2";
+    make_gguf(&file, &g);
+    of_spoilt(&file, "blk.3", "spoilt.gguf");
+}
+
 int main(int argc, char **argv) {
+    of_hands();
     of_another_program(argc > 1 ? argv[1] : "1");
     printf("%lu passed, %lu failed", passed, failed);
     printf(skipped > 0 ? ", %lu skipped\n" : "\n", skipped);

@@ -6,6 +6,9 @@
   python3 tests/published.py check FOLDER
       compares the files that tests/published.c wrote beside them with the originals: names, shapes, types and bits
 
+  python3 tests/published.py seeds FOLDER MADE
+      puts small ones of the models in MADE, which make wrote, into FOLDER as inputs of tests/fuzz_file.c
+
 Nothing here shares code with the library: numbers are Python's, the formulas those of the models' papers and programs (shared/routers.md names them).
 A line of cases.txt: name path prefix preset tokens width file-to-compare(-: none) family dtype. NAME.xy holds tokens * width inputs, then as many outputs,
 doubles, little-endian.
@@ -687,9 +690,39 @@ def check(folder):
     return 0 if passed and not failed else 1
 
 
+def seeds(folder, source):
+    """Small models as inputs of tests/fuzz_file.c: the file, what lies beside it, prefix and preset in one."""
+    with open(os.path.join(source, 'cases.txt')) as file:
+        lines = [line.split() for line in file.read().split('\n') if line]
+    kept = set()
+    for name, path, prefix, preset, _, _, _, family, dtype in lines:
+        where = os.path.dirname(path) if not os.path.isdir(path) else path
+        form = (family, os.path.basename(path))
+        size = sum(os.path.getsize(os.path.join(where, f)) for f in os.listdir(where))
+        if form in kept or size > 8000:
+            continue
+        kept.add(form)
+        if os.path.isdir(path):
+            path = os.path.join(path, 'model.safetensors.index.json' if 'model.safetensors.index.json' in os.listdir(path) else 'model.safetensors')
+        pieces = [prefix.encode(), b'' if preset == '-' else preset.encode()]
+        shards = sorted(f for f in os.listdir(where) if '-of-' in f)
+        for f in [path, os.path.join(where, 'config.json')] + [os.path.join(where, f) for f in shards[:2]]:
+            data = open(f, 'rb').read() if os.path.exists(f) else b''
+            for i, shard in enumerate(shards):
+                data = data.replace(shard.encode(), ('%s.safetensors' % 'ab'[i]).encode()) if f == path and i < 2 else data
+            pieces.append(data)
+        if len(shards) > 2:
+            continue
+        with open(os.path.join(folder, 'published-%s-%s' % (family, name)), 'wb') as file:
+            file.write(b'MOEP' + b''.join(struct.pack('<H', len(p)) + p for p in pieces))
+
+
 def main():
     if len(sys.argv) >= 3 and sys.argv[1] == 'make':
         make(sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 1, int(sys.argv[4]) if len(sys.argv) > 4 else 1)
+        return 0
+    if len(sys.argv) == 4 and sys.argv[1] == 'seeds':
+        seeds(sys.argv[2], sys.argv[3])
         return 0
     if len(sys.argv) == 3 and sys.argv[1] == 'check':
         return check(sys.argv[2])

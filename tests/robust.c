@@ -1788,6 +1788,35 @@ static void test_files(void) {
     }
 }
 
+/* The same for files with other programs' names. */
+static void test_published(void) {
+    static const char settings[] = "{\"model_type\":\"deepseek_v2\",\"num_experts_per_tok\":1,\"routed_scaling_factor\":1e999}";
+    moe_layer layer, other;
+    moe_layer_config c;
+    moe_buffer buffer;
+    moe_stream stream;
+    moe_source sources[2];
+    moe_error error;
+    CHECK(T(moe_layer_preset)("mixtral", &c, &error) == MOE_OK, "preset");
+    c.router.d_model = SPECIALS, c.router.n_experts = 2, c.d_ff = 1;
+    CHECK(T(moe_layer_create)(&layer, &c, 0, 3, NULL, &error) == MOE_OK, "layer");
+    memcpy((moe_real *)(void *)(uintptr_t)layer.tensors[MOE_ROUTER_WEIGHT], specials, sizeof specials);
+    memset(&buffer, 0, sizeof buffer), stream = T(moe_buffer_stream)(&buffer);
+    CHECK(T(moe_write_published)(&layer, &stream, "m", "qwen3_moe", MOE_REAL_IS_DOUBLE ? MOE_DTYPE_F64 : MOE_DTYPE_F32, &error) == MOE_OK, "writes special numbers");
+    sources[0] = T(moe_memory_source)("m", buffer.data, buffer.size), sources[1] = T(moe_memory_source)("config.json", settings, sizeof settings - 1);
+    CHECK(T(moe_read_published)(&other, sources, 1, "m", "grok1", NULL, &error) == MOE_OK, "and reads them");
+    CHECK(same_bits(other.tensors[MOE_ROUTER_WEIGHT], specials, IS_NAN) && is_nan(other.tensors[MOE_ROUTER_WEIGHT][IS_NAN]), "bit for bit");
+    T(moe_layer_free)(&other);
+    CHECK(T(moe_read_published)(&other, sources, 2, "m", NULL, NULL, &error) == MOE_ERR_CONFIG, "a scale that is not finite is refused: %s", error.message);
+    T(moe_buffer_free)(&buffer);
+    memset(&buffer, 0, sizeof buffer), stream = T(moe_buffer_stream)(&buffer);
+    CHECK(T(moe_write_published)(&layer, &stream, "m", "qwen3_moe", MOE_DTYPE_BF16, &error) == MOE_OK, "writes them narrow");
+    sources[0] = T(moe_memory_source)("m", buffer.data, buffer.size);
+    CHECK(T(moe_read_published)(&other, sources, 1, "m", "grok1", NULL, &error) == MOE_OK && is_nan(other.tensors[MOE_ROUTER_WEIGHT][IS_NAN]), "what is no number stays none");
+    T(moe_layer_free)(&other), T(moe_layer_free)(&layer);
+    T(moe_buffer_free)(&buffer);
+}
+
 /* Float models do what the net does; integer models clamp, and refuse to be made of what is not finite. */
 static void test_models(void) {
     moe_net net;
@@ -2347,7 +2376,11 @@ static const row rows[] = {
     {"moe_layer_write", "bits as they are"},
     {"moe_layer_save", ""},
     {"moe_layer_read", "bits as they are"},
-    {"moe_layer_load", ""}, {"moe_net_init", ""}, {"moe_net_linear", ""}, {"moe_net_activation", ""}, {"moe_net_layer_norm", ""},
+    {"moe_layer_load", ""}, {"moe_memory_source", ""},
+    {"moe_read_published", "numbers as they are; a setting that is not finite is none"},
+    {"moe_load_layer", ""},
+    {"moe_write_published", "F32 in the float build: bits as they are; what a type cannot hold is infinite there"},
+    {"moe_save_published", ""}, {"moe_net_init", ""}, {"moe_net_linear", ""}, {"moe_net_activation", ""}, {"moe_net_layer_norm", ""},
     {"moe_net_mixture", ""}, {"moe_net_residual", ""}, {"moe_net_embedding", ""}, {"moe_net_positions", ""},
     {"moe_net_attention", "rotary_base not finite: MOE_ERR_CONFIG"},
     {"moe_net_rms_norm", ""},
@@ -2519,6 +2552,7 @@ int main(int argc, char **argv) {
     test_hierarchical();
     test_fields();
     test_files();
+    test_published();
     test_models();
     test_int_plan();
     test_long_training(steps);
