@@ -1275,7 +1275,7 @@ MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, i
                                 moe_error *error);
 #endif
 
-#if !defined(MOE_NO_TRAIN) && !defined(MOE_NO_REPORT)
+#ifndef MOE_NO_TRAIN
 /* ---- reports: figures as SVG, HTML and text --------------------------------------------------------------------------------- */
 
 /* What a figure shows. The first is {0}.
@@ -1314,6 +1314,7 @@ typedef struct moe_figure {
     const char *reference_name; /* ["reference"] */
 } moe_figure;
 
+#ifndef MOE_NO_REPORT
 /* Writes figure as one SVG file: no script, nothing fetched, the same bytes for the same figure everywhere. Colours follow the reader's light or dark
    scheme, text has a contrast of 4.5 and more, an expert or series is told by number, name or pattern too; title and description say in words what
    the picture shows. One unit is one pixel, and text has at least 12 of them; it is as wide as a phone where the figure allows, and grows to
@@ -1321,7 +1322,7 @@ typedef struct moe_figure {
    MOE_ERR_OVERFLOW: rows times stride; else what the stream returned. Allocates nothing; thread-safe. */
 MOE_API moe_status moe_report_svg(const moe_figure *figure, moe_stream *stream, moe_error *error);
 /* Writes a page with n figures (0 or more) as one HTML file, under the same promises; the figures stand in as many columns as the screen has room for, a
-   wide one scrolls in its own frame, and behind each its numbers are a table (of up to 1000 rows: then every so many-th). title NULL: "Report". */
+   wide one scrolls in its own frame, and behind each its numbers are a table (of up to 1000 rows: then every so many-th). title NULL: "Report". Errors as moe_report_svg. */
 MOE_API moe_status moe_report_html(const char *title, const moe_figure *figures, size_t n, moe_stream *stream, moe_error *error);
 /* Writes figure as text in lines of at most `columns` characters (0: 80; 40 to 400). Frames and bars are ASCII. colour 1: with the colours of ANSI
    terminals (ESC [ 48;5;n m), for the caller who knows that the stream is one. Errors as moe_report_svg, MOE_ERR_ARGUMENT for columns too. */
@@ -1337,6 +1338,8 @@ MOE_API moe_status moe_report_save(const char *path, const char *title, const mo
 MOE_API moe_figure moe_figure_classes(const moe_report *report);
 MOE_API moe_figure moe_figure_load(const moe_report *report);
 
+#endif /* MOE_NO_REPORT */
+
 /* A record of numbers over training, of any length in this much memory: when it is full, every other point goes and from then on every other one
    is kept; the first and the newest are always there. {0} is empty. Read freely, change only by moe_history_add. */
 enum { MOE_HISTORY_POINTS = 512, MOE_HISTORY_SERIES = 8 };
@@ -1347,13 +1350,15 @@ typedef struct moe_history {
     size_t seen, every;      /* private: points added, and how many of them make one that is kept */
 } moe_history;
 
+#ifndef MOE_NO_REPORT
 /* Adds a point: at (a step, an epoch) and the first `count` series there; the other series have no value there, nor have NaNs. Call it from the progress
    callback of moe_fit, for example with loss, router_loss and test.loss. MOE_ERR_ARGUMENT: NULL (values may be NULL for count = 0), or count beyond MOE_HISTORY_SERIES. */
 MOE_API moe_status moe_history_add(moe_history *history, double at, const double *values, size_t count);
 /* LINES of `count` series from `first` on, which names [count] names (the caller's; NULL: numbers). Points into history, which must outlive it. NULL, or series that are not
    there: {0}. */
 MOE_API moe_figure moe_figure_history(const moe_history *history, size_t first, size_t count, const char *const *names);
-#endif /* MOE_NO_TRAIN, MOE_NO_REPORT */
+#endif /* MOE_NO_REPORT */
+#endif /* MOE_NO_TRAIN */
 
 #endif /* MOE_NO_FLOAT */
 
