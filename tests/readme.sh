@@ -141,7 +141,7 @@ same_output() { # shown printed
         NR == FNR { line[++n] = $0; next }
         $0 == "..." { open = 1; next }
         {
-            start = at
+            start = at + 0
             do at++; while (open && at <= n && line[at] != $0)
             if (at > n || line[at] != $0) { print "shown, but not printed (behind line " start "): " $0; bad = 1; exit 1 }
             open = 0
