@@ -15432,7 +15432,7 @@ static void moei_widen(moei_plot *q) {
 static int64_t moei_whole_below(double x) { return (int64_t)x - ((double)(int64_t)x > x); }
 
 /* Marks at round numbers from low to high: number i, or 0 behind the last. */
-static int moei_mark(const moei_plot *q, double most, int i, double *at) {
+static int moei_plot_mark(const moei_plot *q, double most, int i, double *at) {
     double step = moei_mark_step(q->high * 0.5 - q->low * 0.5, most);
     *at = (double)(i - moei_whole_below(-q->low / step + 1e-6)) * step;
     return moei_is_number(*at) && *at <= q->high + step * 1e-6;
@@ -15480,7 +15480,7 @@ static void moei_plan_lines(moei_plot *q) {
     int i, decimals;
     moei_measure_y(q);
     decimals = moei_mark_decimals(q, 5.0);
-    for (i = 0; moei_mark(q, 5.0, i, &at); i++) q->digits = moei_larger_size(q->digits, moei_strlen(moei_number(room, at, decimals)));
+    for (i = 0; moei_plot_mark(q, 5.0, i, &at); i++) q->digits = moei_larger_size(q->digits, moei_strlen(moei_number(room, at, decimals)));
     q->left = (double)q->digits * moei_char + 8.0;
     q->top = q->f->value_label != NULL ? moei_line_height + 8.0 : 8.0;
     q->width = moei_phone;
@@ -15525,12 +15525,12 @@ static void moei_draw_axes(moei_plot *q, const moei_plot *x) {
     double at, bottom = q->top + moei_plot_height, y;
     int i, decimals = moei_mark_decimals(q, 5.0), x_decimals = moei_mark_decimals(x, 4.0);
     if (q->f->value_label != NULL) moei_write_at(q, 0.0, 14.0, "m", q->f->value_label, 44);
-    for (i = 0; moei_mark(q, 5.0, i, &at); i++) {
+    for (i = 0; moei_plot_mark(q, 5.0, i, &at); i++) {
         y = moei_y_of(q, at);
         moei_line_at(q, q->left, y, q->left + q->cell_w, y, "g");
         moei_write_at(q, q->left - 6.0, y + 4.5, "m r", moei_number(room, at, decimals), 20);
     }
-    for (i = 0; moei_mark(x, 4.0, i, &at); i++) {
+    for (i = 0; moei_plot_mark(x, 4.0, i, &at); i++) {
         double where = q->left + moei_plot_share(x, at) * q->cell_w;
         moei_line_at(q, where, bottom, where, bottom + 4.0, "a");
         moei_write_at(q, where, bottom + 17.0, where > q->width - 30.0 ? "m r" : "m n", moei_number(room, at, x_decimals), 20);
@@ -16363,7 +16363,7 @@ typedef struct moei_report_file {
     moe_error *error;
 } moei_report_file;
 
-static int moei_ends(const char *s, const char *ending) {
+static int moei_name_ends(const char *s, const char *ending) {
     size_t n = moei_strlen(s), m = moei_strlen(ending);
     return n >= m && moei_strcmp(s + n - m, ending) == 0;
 }
@@ -16372,8 +16372,8 @@ static moe_status moei_report_write(void *ctx, moe_stream *stream) {
     const moei_report_file *r = (const moei_report_file *)ctx;
     moe_status status = MOE_OK;
     size_t i;
-    if (moei_ends(r->path, ".html") || moei_ends(r->path, ".htm")) return moe_report_html(r->title, r->figures, r->n, stream, r->error);
-    if (moei_ends(r->path, ".svg")) return moe_report_svg(r->figures, stream, r->error);
+    if (moei_name_ends(r->path, ".html") || moei_name_ends(r->path, ".htm")) return moe_report_html(r->title, r->figures, r->n, stream, r->error);
+    if (moei_name_ends(r->path, ".svg")) return moe_report_svg(r->figures, stream, r->error);
     for (i = 0; i < r->n && status == MOE_OK; i++) {
         if (i > 0) status = stream->write(stream->ctx, "\n", 1);
         if (status == MOE_OK) status = moe_report_text(&r->figures[i], 0, 0, stream, r->error);
@@ -16384,7 +16384,7 @@ static moe_status moei_report_write(void *ctx, moe_stream *stream) {
 moe_status moe_report_save(const char *path, const char *title, const moe_figure *figures, size_t n, moe_error *error) {
     moei_report_file r;
     if (path == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "path is NULL");
-    if (n == 0 && moei_ends(path, ".svg")) return moei_error(error, MOE_ERR_ARGUMENT, "%s: a picture shows one figure, and there is none", path);
+    if (n == 0 && moei_name_ends(path, ".svg")) return moei_error(error, MOE_ERR_ARGUMENT, "%s: a picture shows one figure, and there is none", path);
     if (figures == NULL && n > 0) return moei_error(error, MOE_ERR_ARGUMENT, "figures is NULL, n = %z", n);
     r.path = path, r.title = title, r.figures = figures, r.n = n, r.error = error;
     return moe_file_replace(path, moei_report_write, &r, error);

@@ -3,11 +3,7 @@
 
 #define MOE_IMPLEMENTATION
 #include "moe.h"
-#include <ctype.h>
-#include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include "csv.h"
 #include "report.h"
 
 static const char help[] = "export MODEL.safetensors [options]   writes a saved net as a C header for firmware\n"
@@ -83,39 +79,36 @@ typedef struct samples {
     int32_t *ids, *labels; /* labels: NULL, or what each row should give */
 } samples;
 
-/* One line of numbers: width inputs, perhaps a label. Returns what is wrong, NULL when nothing is. */
-static const char *read_line(char *line, size_t width, size_t classes, moe_real *x, int32_t *label, size_t *columns) {
-    char *end = line;
+/* One row of numbers: width inputs, perhaps a label. Returns what is wrong, NULL when nothing is. */
+static const char *read_row(char *const *cells, size_t columns, size_t width, size_t classes, moe_real *x, int32_t *label) {
     double value;
-    for (*columns = 0; *line != '\0'; ++*columns) {
-        value = strtod(line, &end);
-        if (end == line) return "a column is not a number";
-        if (*columns < width) x[*columns] = (moe_real)(value / divisor);
-        else if (*columns > width || !(value >= 0 && value < (double)classes)) return "more numbers than the net has inputs, and the last is not a label";
+    for (size_t i = 0; i < columns; i++) {
+        int kind = csv_number(cells[i], &value);
+        if (kind != CSV_NUMBER) return kind == CSV_TEXT ? "a column is not a number" : kind == CSV_MISSING ? "a value is missing" : "a number is infinite";
+        if (i < width) x[i] = (moe_real)(value / divisor);
+        else if (i > width || !(value >= 0 && value < (double)classes)) return "more numbers than the net has inputs, and the last is not a label";
         else *label = (int32_t)value;
-        while (*end == ',' || *end == ';' || isspace((unsigned char)*end)) end++;
-        line = end;
     }
-    return *columns < width ? "fewer numbers than the net has inputs" : NULL;
+    return columns < width ? "fewer numbers than the net has inputs" : NULL;
 }
 
-static int read_rows(samples *s, const moe_net *net, char *text) {
-    size_t width = (size_t)net->d_in, columns = width, first = 0, line;
-    char why[200];
-    s->x = (moe_real *)calloc((size_t)most_rows, width * sizeof *s->x), s->labels = (int32_t *)calloc((size_t)most_rows, sizeof *s->labels);
-    if (s->x == NULL || s->labels == NULL) return fail(rows_path, "out of memory");
-    for (line = 1; *text != '\0' && s->data.n < (size_t)most_rows; line++) {
-        char *next = text + strcspn(text, "\n");
-        const char *wrong;
-        if (*next != '\0') *next++ = '\0';
-        wrong = read_line(text, width, (size_t)net->d_out, s->x + s->data.n * width, &s->labels[s->data.n], &columns);
-        if (first == 0) first = columns;
-        if (wrong == NULL && columns != first) wrong = "another number of columns than in the first line";
-        if (wrong != NULL) return sprintf(why, "line %d: %s: it reads %d, here are %d", (int)line, wrong, net->d_in, (int)columns), fail(rows_path, why);
-        s->data.n++, text = next;
+/* A first line of names, as in a table, is passed over. */
+static int read_rows(samples *s, const moe_net *net) {
+    csv_table t = {.rows = 0};
+    size_t width = (size_t)net->d_in, row;
+    double value;
+    int names = 1, failed = csv_read(rows_path, (size_t)most_rows + 1, &t);
+    if (failed) return fail(rows_path, t.why), csv_free(&t), 1;
+    for (size_t i = 0; i < t.columns; i++) names = names && csv_number(t.cells[i], &value) == CSV_TEXT;
+    s->x = (moe_real *)calloc(t.rows, width * sizeof *s->x), s->labels = (int32_t *)calloc(t.rows, sizeof *s->labels);
+    if (s->x == NULL || s->labels == NULL) return csv_free(&t), fail(rows_path, "out of memory");
+    for (row = names && t.rows > 1; row < t.rows && s->data.n < (size_t)most_rows && !failed; row++) {
+        const char *wrong = read_row(t.cells + row * t.columns, t.columns, width, (size_t)net->d_out, s->x + s->data.n * width, &s->labels[s->data.n]);
+        if (wrong != NULL) sprintf(t.why, "line %lu: %s: it reads %d, here are %lu", (unsigned long)t.lines[row], wrong, net->d_in, (unsigned long)t.columns), failed = fail(rows_path, t.why);
+        s->data.n++;
     }
-    if (first <= width) free(s->labels), s->labels = NULL;
-    return s->data.x = s->x, 0;
+    if (t.columns <= width) free(s->labels), s->labels = NULL;
+    return csv_free(&t), s->data.x = s->x, failed;
 }
 
 /* Bytes as ids; the label of a token is the next one. */
@@ -130,25 +123,29 @@ static int read_tokens(samples *s, const moe_net *net, const moe_buffer *text) {
     return s->data.token_ids = s->ids, 0;
 }
 
-/* sequences: 1 when the model takes them; s->data is cut to whole ones. */
-static int read_samples(samples *s, const moe_net *net, size_t sequences) {
-    const char *from = net->d_in > 0 ? rows_path : text_path;
+static int read_text(samples *s, const moe_net *net) {
     moe_buffer text = {0};
     moe_stream stream = moe_buffer_stream(&text);
     moe_error error = {0};
     int failed;
+    if (moe_file_read(text_path, &text, &error)) return fail(text_path, error.message);
+    if (stream.write(stream.ctx, "", 1) != MOE_OK) return moe_buffer_free(&text), fail(text_path, "out of memory");
+    text.size--;
+    failed = read_tokens(s, net, &text);
+    return moe_buffer_free(&text), failed;
+}
+
+/* sequences: 1 when the model takes them; s->data is cut to whole ones. */
+static int read_samples(samples *s, const moe_net *net, size_t sequences) {
+    const char *from = net->d_in > 0 ? rows_path : text_path;
     if (from == NULL && weights == MOE_WEIGHTS_FLOAT) return 0;
     if (from == NULL)
         return net->d_in > 0 ? fail(path, "whole numbers need ranges, and these need inputs: add --calibration FILE.csv (or --weights float); -h explains")
                              : fail(path, "the net reads tokens: add --tokens FILE, a text (or --weights float); -h explains");
-    if (moe_file_read(from, &text, &error)) return fail(from, error.message);
-    if (stream.write(stream.ctx, "", 1) != MOE_OK) return fail(from, "out of memory");
-    text.size--;
-    failed = net->d_in > 0 ? read_rows(s, net, (char *)text.data) : read_tokens(s, net, &text);
-    moe_buffer_free(&text);
+    if (net->d_in > 0 ? read_rows(s, net) : read_text(s, net)) return 1;
     if (sequences) s->data.length = s->data.n < (size_t)length ? s->data.n : (size_t)length;
     if (s->data.length > 0) s->data.n -= s->data.n % s->data.length;
-    return failed || s->data.n > 0 ? failed : fail(from, "nothing is in it");
+    return s->data.n > 0 ? 0 : fail(from, "nothing is in it");
 }
 
 /* ---- float against integers ------------------------------------------------------------------------------------------------------------ */

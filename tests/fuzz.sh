@@ -15,7 +15,7 @@ unset CDPATH
 cd -- "$(dirname -- "$0")/.." || exit 1
 . tests/setup.sh
 
-readers='QUICKSTART QUANTISE MICRODIGITS DIGITS EXPORT COMPARE TEXT LANGUAGE ROUTERS STUDIES'
+readers='QUICKSTART QUANTISE MICRODIGITS DIGITS EXPORT CSV COMPARE TEXT LANGUAGE ROUTERS STUDIES'
 targets=${FUZZ_TARGETS:-files texts configs}
 case ${1:-} in corpus) [ -n "${FUZZ_TARGETS:-}" ] || targets='files texts' ;; esac # fuzz_config is a program of its own
 passed=0

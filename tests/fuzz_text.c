@@ -1,7 +1,7 @@
 /* Texts from strangers: the tables, words, options and settings that the library and its examples read. An input is a line that names the
    reader, a line of options with spaces between them, and what the file holds. This file is compiled once for each example, which it includes
    with a function around its readers, and once for the program (sh tests/fuzz.sh does it):
-     for e in QUICKSTART QUANTISE MICRODIGITS DIGITS EXPORT COMPARE TEXT LANGUAGE ROUTERS STUDIES; do
+     for e in QUICKSTART QUANTISE MICRODIGITS DIGITS EXPORT CSV COMPARE TEXT LANGUAGE ROUTERS STUDIES; do
          cc -std=c99 -O1 -I. -DREAD_$e -c tests/fuzz_text.c -o $e.o
      done
      cc -std=c99 -O1 -I. tests/fuzz_text.c *.o -o fuzz_text -lm
@@ -16,7 +16,7 @@
 #include <string.h>
 
 /* An example's readers at work on options[1..count-1] and the file; 0: taken, 1: refused. */
-#define READERS(X) X(quickstart) X(quantise) X(microdigits) X(digits) X(export) X(compare) X(text) X(language) X(routers) X(studies)
+#define READERS(X) X(quickstart) X(quantise) X(microdigits) X(digits) X(export) X(csv) X(compare) X(text) X(language) X(routers) X(studies)
 #define READER(name) int take_##name(int count, char **argv, const char *contents, size_t size);
 READERS(READER)
 
@@ -26,7 +26,7 @@ void fuzz_exit(int status);
 int fuzz_remove(const char *path);
 
 #if defined(READ_QUICKSTART) || defined(READ_QUANTISE) || defined(READ_MICRODIGITS) || defined(READ_DIGITS) || defined(READ_EXPORT) || \
-    defined(READ_COMPARE) || defined(READ_TEXT) || defined(READ_LANGUAGE) || defined(READ_ROUTERS) || defined(READ_STUDIES)
+    defined(READ_CSV) || defined(READ_COMPARE) || defined(READ_TEXT) || defined(READ_LANGUAGE) || defined(READ_ROUTERS) || defined(READ_STUDIES)
 
 /* ---- an example ---------------------------------------------------------------------------------------------------------------- */
 
@@ -134,6 +134,34 @@ int take_export(int count, char **argv, const char *contents, size_t size) {
     refused = read_samples(&s, &net, text_path != NULL);
     moe_net_free(&net), free(s.x), free(s.ids), free(s.labels);
     return refused;
+}
+#endif
+
+#ifdef READ_CSV
+#define main csv_main
+#include "examples/csv.c"
+
+/* A table as the program reads it before it learns; with --load a saved description of one, which --predict then matches with itself as a table. */
+int take_csv(int count, char **argv, const char *contents, size_t size) {
+    csv_table t = {.rows = 0};
+    schema s = {0};
+    samples d = {0};
+    int refused;
+    (void)contents, (void)size;
+    path = label_wanted = skipped = header_wanted = router = report_path = save_path = firmware_path = predict_path = load_path = NULL;
+    n_experts = 4, top_k = 0, width = 16, epochs = 0, seed = 1, drop = 0, kernels = 0;
+    if (read_options(count, argv)) return 1;
+    if (load_path == NULL) {
+        refused = read_table(&t, &s, &d);
+        if (!refused && (d.n < 10 || s.n_classes < 2 || s.n_features == 0)) abort();
+        for (size_t i = 0; i < d.n && !refused; i++)
+            if (d.labels[i] < 0 || (size_t)d.labels[i] >= s.n_classes || d.lines[i] == 0) abort();
+    } else {
+        refused = csv_read(UNSAID, (size_t)-1, &t) || read_schema(&t, &s) || match_columns(&t, has_header(&t), &s);
+        for (size_t i = 0; i < s.n_features && !refused; i++)
+            if (s.features[i].place >= t.columns) abort();
+    }
+    return free_samples(&d), free_schema(&s), csv_free(&t), refused;
 }
 #endif
 

@@ -1,7 +1,15 @@
 #!/bin/sh
-# Tests README.md: a C block (```c) with a main is compiled with warnings as errors and run, in a folder that holds copies of the three
-# headers and of the files in examples/data; a C block without main is a piece for reading. Paths that the text names must exist.
-# sh tests/readme.sh [-v] [WORD], as tests/headers.sh.
+# Tests README.md and examples/gallery/README.md: every block between fences is compiled and run, links and images exist, and the gallery is what
+# examples/gallery.c makes. sh tests/readme.sh [-v] [WORD], as tests/headers.sh.
+#
+# What a block is follows from its language, and from a comment before it, which readers do not see:
+#   ```c with a main          a program: the first is compiled as it stands, all are run
+#   <!-- test: around         a piece of C: the lines behind the first, with the block in place of the line "...", are the body of a main
+#   ```sh                     commands, run from the repository's folder in a copy of it. <!-- test: with SCRIPT -->: after sed has made them shorter;
+#                             <!-- test: needs TOOL... -->: skipped where a tool is missing. Both: needs TOOL...; with SCRIPT
+#   <!-- test: output -->     what the block before prints, words and layout; numbers may differ, and a line "..." stands for any lines
+#   <!-- test: file NAME -->  a file that later blocks read; one in C is compiled where they run
+# Any other block is a failure. The library is compiled once and linked to all that includes it, also to the examples that commands run.
 
 LC_ALL=C
 export LC_ALL
@@ -12,47 +20,290 @@ root=$PWD
 . tests/setup.sh
 . tests/checks.sh
 
-# Cuts the blocks out, each into a file of its own with the README's line number in its name.
+# Cuts the blocks out, each into a file of its own with the README's line number in its name: its text, its language, the comment before it.
+cut_blocks() {
+    awk -v folder="$prepared" '
+        fenced && /^```[ \t]*$/ { close(file); fenced = 0; before = NR; next }
+        fenced { print > file; next }
+        comment { if (/-->[ \t]*$/) { sub(/[ \t]*-->[ \t]*$/, ""); comment = 0 } if (!comment && $0 == "") next; marker = marker "\n" $0; next }
+        /^<!-- test: / { sub(/^<!-- test: /, ""); comment = !/-->[ \t]*$/; sub(/[ \t]*-->[ \t]*$/, ""); marker = $0; next }
+        /^```/ {
+            file = folder "/block" NR ".text"
+            printf "" > file
+            print substr($0, 4) > (folder "/block" NR ".language")
+            print marker > (folder "/block" NR ".marker")
+            print last > (folder "/block" NR ".before")
+            if (marker !~ /^output/) last = NR
+            fenced = 1; marker = ""
+            next
+        }
+        /^    [^ ]/ && blank && !list { print NR > (folder "/indented") }
+        { list = /^[-*0-9]/ || (list && !/^[^ ]/); blank = /^[ \t]*$/ }
+        marker != "" && !blank { print NR ": no block follows the comment before it" > (folder "/lost"); marker = "" }
+        END { if (fenced || comment) print "a block or comment does not end" > (folder "/lost") }' README.md
+}
+
+# A compiler that takes a program with the library in it as one that is linked with it.
+make_compiler() {
+    # By its path: the folder of the script comes first in PATH where commands run, and the script is called cc.
+    real=$(command -v "${CC%% *}")
+    case $CC in *' '*) real="$real ${CC#* }" ;; esac
+    cat >"$prepared/cc" <<SCRIPT
+#!/bin/sh
+source=
+for word in "\$@"; do case \$word in *.c) source=\$word ;; -c) exec $real "\$@" ;; esac; done
+if [ -z "\$source" ] || ! grep -qx '#define MOE_IMPLEMENTATION' "\$source" || grep -q '^#define MOE_NO_FLOAT' "\$source"; then exec $real "\$@"; fi
+copy=\${TMPDIR:-/tmp}/linked.\$\$.c
+sed 's/^#define MOE_IMPLEMENTATION\$//' "\$source" >"\$copy"
+left=\$#
+while [ "\$left" -gt 0 ]; do
+    word=\$1
+    shift
+    [ "\$word" != "\$source" ] || { set -- "\$@" -I"\$(dirname -- "\$source")" "\$copy" && word=$prepared/library.o; }
+    set -- "\$@" "\$word"
+    left=\$((left - 1))
+done
+$real "\$@"
+status=\$?
+rm -f "\$copy"
+exit \$status
+SCRIPT
+    chmod +x "$prepared/cc"
+}
+
+# The repository without what tests are made of.
+make_copy() {
+    mkdir "$prepared/copy" "$prepared/copy/tests" &&
+        cp -R moe.h moe_routers.h moe_kernels.h README.md LICENSE amalgamate examples "$prepared/copy" &&
+        cp tests/*.sh tests/*.py tests/run "$prepared/copy/tests"
+}
+
 prepare() {
     [ -f README.md ] || {
         echo 'README.md is not there'
         return 1
     }
-    awk -v folder="$prepared" '
-        inside && /^[ \t]*```/ { close(file); inside = 0; next }
-        inside { print > file; next }
-        /^[ \t]*```c[ \t]*$/ { file = sprintf("%s/block%d.c", folder, NR); inside = 1; next }
-        /^[ \t]*```/ { file = "/dev/null"; inside = 1 }' README.md
+    setup_stb_flag "$CC"
+    include=${stb_flag:+-I"$stb_flag"}
+    cut_blocks && make_compiler && make_copy || return 1
+    # CC may hold several words.
+    # shellcheck disable=SC2086
+    echo '#include "moe.h"' | $CC -std=c99 -O1 -DMOE_NO_SIMD -DMOE_IMPLEMENTATION -I. $include -x c -c - -o "$prepared/library.o"
 }
 
 plan() {
-    for block in "$prepared"/block*.c; do
-        [ -f "$block" ] || continue
-        grep -qE '(^|[^a-z_])main *\(' "$block" || continue
-        number=${block##*/block}
-        echo "c_block ${number%.c} ${CC%% *}"
+    first=1
+    commands=0
+    for block in $(ls "$prepared" | sed -n 's/^block\([0-9]*\)\.text$/\1/p' | sort -n); do
+        language=$(cat "$prepared/block$block.language")
+        marker=$(sed -n 1p "$prepared/block$block.marker")
+        case $language:$marker in
+        text:output) ;; # belongs to the block before it
+        sh:*) commands=1 ;;
+        text:file* | c:file*) commands=1 ;;
+        c:around) echo "piece $block" ;;
+        c:)
+            echo "program $block $first"
+            first=0
+            ;;
+        *) echo "unknown $block" ;;
+        esac
     done
-    echo 'paths'
+    [ "$commands" = 0 ] || echo 'commands'
+    cat <<'TEXT'
+layout
+paths README.md
+paths examples/gallery/README.md
+gallery
+TEXT
 }
 
-c_block() { # line-number compiler
-    cp "$root"/moe.h "$root"/moe_routers.h "$root"/moe_kernels.h .
-    cp "$root"/examples/data/* . 2>/dev/null
-    cp "$prepared/block$1.c" program.c
-    setup_stb_flag "$2"
-    run "$2" -std=c99 -pedantic -Wall -Wextra -Werror -O2 ${stb_flag:+-I"$stb_flag"} program.c -o program -lm && run ./program
+unknown() { # line
+    echo "README.md:$1: a block of the language \"$(cat "$prepared/block$1.language")\" with the comment \"$(cat "$prepared/block$1.marker")\": tests/readme.sh says what there may be"
+    return 1
 }
 
-# Files of tests and examples, links to files, and examples that a command names.
-paths() {
+# The block of output behind a block, or nothing.
+output_of() { # line
+    set +f
+    for before in "$prepared"/block*.before; do
+        block=${before%.before}
+        [ "$(cat "$before")" = "$1" ] && [ "$(sed -n 1p "$block.marker")" = output ] && echo "$block.text"
+    done
+}
+
+# Words and layout of two texts; a line "..." in the first stands for any lines, so each piece between such lines must occur, one behind the other.
+same_output() { # shown printed
+    for file in "$1" "$2"; do
+        sed -e 's/[-+]\{0,1\}[0-9][0-9.,:]*/N/g' -e 's/[ 	][ 	]*/ /g' -e 's/^ //' -e 's/ $//' "$file" >"$(basename "$file").words"
+    done
+    awk '
+        NR == FNR { line[++n] = $0; next }
+        $0 == "..." { open = 1; next }
+        {
+            start = at + 0
+            do at++; while (open && at <= n && line[at] != $0)
+            if (at > n || line[at] != $0) { print "shown, but not printed (behind line " start "): " $0; bad = 1; exit 1 }
+            open = 0
+        }
+        END { if (!bad && !open && at < n) { print "printed, but not shown: " line[at + 1]; exit 1 } }' "$(basename "$2").words" "$(basename "$1").words" || {
+        cat "$2"
+        return 1
+    }
+}
+
+check_output() { # line printed
+    shown=$(output_of "$1")
+    [ -z "$shown" ] || same_output "$shown" "$2"
+}
+
+headers_here() { cp "$root"/moe.h "$root"/moe_routers.h "$root"/moe_kernels.h .; }
+
+program() { # line whether-to-compile-as-it-stands
+    cp "$prepared/block$1.text" program.c
+    warnings='-std=c99 -pedantic -Wall -Wextra -Werror -O1'
+    ! grep -q 'pthread\.h' program.c || warnings="$warnings -D_POSIX_C_SOURCE=200809L -pthread"
+    if [ "$2" = 1 ]; then
+        headers_here
+        # shellcheck disable=SC2086
+        run $CC $warnings $include program.c -o program -lm || return 1
+    else
+        # shellcheck disable=SC2086
+        run "$prepared/cc" $warnings -I"$root" $include program.c -o program -lm || return 1
+    fi
+    run ./program >printed && check_output "$1" printed
+}
+
+# Compiled as C99 with all warnings; what the reader does not see stands in the comment.
+piece() { # line
     {
-        tr -c 'A-Za-z0-9_./-' '\n' <"$root/README.md" | grep -E '^(tests|examples|\.ci)/[a-z]' | sed 's/[.]*$//'
-        sed -n 's/.*](\([^):#]*\)).*/\1/p' "$root/README.md"
-        sed -n 's/.*examples\/run \([a-z_0-9]\{1,\}\).*/examples\/\1.c/p' "$root/README.md"
+        printf '#include "moe.h"\n#include <stdio.h>\n#include <stdlib.h>\n#include <string.h>\nint main(void) {\n'
+        awk -v block="$prepared/block$1.text" 'NR == 1 { next } $0 == "..." { print "#line 1"; while ((getline line < block) > 0) print line; next } { print }' "$prepared/block$1.marker"
+        printf 'return 0;\n}\n'
+    } >piece.c
+    # shellcheck disable=SC2086
+    run $CC -std=c99 -pedantic -Wall -Wextra -Werror -O1 -I"$root" $include piece.c "$prepared/library.o" -o piece -lm && run ./piece >printed && check_output "$1" printed
+}
+
+# The blocks of commands one after another, in one copy of the repository, as a reader would type them.
+commands() {
+    PATH=$prepared:$PATH CC=$prepared/cc STB_DS=${STB_DS:-}
+    [ -n "$STB_DS" ] || unset STB_DS
+    export CC PATH
+    failures=0
+    top=$PWD
+    for block in $(ls "$prepared" | sed -n 's/^block\([0-9]*\)\.text$/\1/p' | sort -n); do
+        marker=$(sed -n 1p "$prepared/block$block.marker")
+        case $(cat "$prepared/block$block.language"):$marker in
+        text:file*) cp "$prepared/block$block.text" "$prepared/copy/${marker#file }" ;;
+        c:file*)
+            cp "$prepared/block$block.text" "$prepared/copy/${marker#file }"
+            # What has a main is compiled by the commands that follow.
+            # shellcheck disable=SC2086
+            grep -q 'int main(' "$prepared/block$block.text" || (cd "$prepared/copy" && run $CC -std=c99 -pedantic -Wall -Wextra -Werror -I. $include -c "${marker#file }" -o file.o) || failures=$((failures + 1))
+            ;;
+        sh:*) one_block "$block" "$marker" || failures=$((failures + 1)) ;;
+        esac
+    done
+    [ "$failures" = 0 ]
+}
+
+one_block() { # line marker
+    script=
+    case $2 in *with\ *) script=${2#*with } ;; esac
+    case $2 in needs\ *)
+        tools=${2#needs }
+        for tool in ${tools%%;*}; do
+            setup_tool "$tool" && continue
+            [ "${REQUIRE_TOOLS:-0}" != 1 ] || return 1
+            echo "note: README.md:$1 is not run: $tool is not there"
+            return 0
+        done
+        ;;
+    esac
+    sed -e "$script" "$prepared/block$1.text" >commands.sh
+    limit=
+    ! setup_tool timeout || limit='timeout 300'
+    (cd "$prepared/copy" && $limit sh -e "$top/commands.sh") >printed 2>said </dev/null || {
+        echo "README.md:$1:"
+        cat commands.sh printed said
+        return 1
+    }
+    cat said >>printed # emulators say there what the program prints
+    check_output "$1" printed || {
+        echo "README.md:$1 shows something else than its commands print"
+        return 1
+    }
+}
+
+layout() {
+    empty 'blocks of code stand between fences; indented ones are not tested. README.md, lines:' "$(cat "$prepared/indented" 2>/dev/null)" &&
+        empty 'comments for tests without a block, or an open one:' "$(cat "$prepared/lost" 2>/dev/null)"
+}
+
+# Files of tests and examples, links and pictures, places in the page, and examples that a command names.
+paths() { # page
+    folder=$root/$(dirname "$1")
+    {
+        tr -c 'A-Za-z0-9_./-' '\n' <"$root/$1" | grep -E '^(tests|examples|\.ci)/[a-z]' | sed -e 's/[.]*$//' -e "s|^|$root/|"
+        sed -e 's/](/]\
+link=(/g' -e 's/\(src\|href\|name\)="/\
+\1="/g' "$root/$1" | sed -n -e 's/^link=(\([^):#]*\)[#)].*/\1/p' -e 's/^src="\([^":]*\)".*/\1/p' | grep . | sed "s|^|$folder/|"
+        sed -n 's/.*examples\/run \([a-z_0-9]\{1,\}\).*/examples\/\1.c/p' "$root/$1" | sed "s|^|$root/|"
     } | sort -u | while read -r path; do
-        [ -e "$root/$path" ] || [ -e "$root/$path.c" ] || [ -e "$root/${path%.c}/run" ] || echo "$path"
+        [ -e "$path" ] || [ -e "$path.c" ] || [ -e "${path%.c}/run" ] || echo "${path#"$root/"}"
     done >absent
-    empty 'README.md names, and there is not:' "$(cat absent)"
+    empty "$1 names, and there is not:" "$(cat absent)" && places "$1"
+}
+
+# Links to places in the same page: headings as code hosts name them, and names.
+places() { # page
+    sed -n -e 's/^#\{1,\} //p' "$root/$1" | tr 'A-Z' 'a-z' | sed -e 's/[^a-z0-9 _-]//g' -e 's/ /-/g' >there
+    sed 's/<a name="/\
+<a name="/g' "$root/$1" | sed -n 's/^<a name="\([^"]*\)".*/\1/p' >>there
+    sed 's/](#/\
+](#/g' "$root/$1" | sed -n 's/^](#\([^)]*\)).*/\1/p' | sort -u | while read -r place; do grep -qxF -- "$place" there || echo "#$place"; done >absent
+    empty "$1 links to places that are not in it:" "$(cat absent)"
+}
+
+# Pictures may differ in the last bits of a border; their words, their kinds of shapes and the page may not.
+gallery() {
+    set +f
+    mkdir made
+    # shellcheck disable=SC2086
+    run "$prepared/cc" -std=c99 -O1 -I"$root" $include "$root/examples/gallery.c" -o program -lm && run ./program --kernels c -o made >said || return 1
+    cmp made/README.md "$root/examples/gallery/README.md" || {
+        echo 'the page is not what the program makes: sh examples/run gallery'
+        return 1
+    }
+    (cd made && ls) >new
+    (cd "$root/examples/gallery" && ls) >old
+    cmp new old || return 1
+    for picture in made/*.svg; do
+        name=$(basename "$picture")
+        for file in "$picture" "$root/examples/gallery/$name"; do
+            sed -e 's/;.*<\/desc>//' -e '/^<path class="e/d' -e '/^<text/d' -e 's/[0-9][0-9.]*/N/g' "$file"
+            tail -n 1 "$file" | grep -qx '</svg>' && [ "$(wc -c <"$file")" -le 12288 ] && [ "$(grep -c '^<path class="e' "$file")" -ge 2 ] || echo "$file: cut, too large, or of one colour" >>bad
+        done | sort | uniq -c | awk '$1 % 2 { print }' >differ
+        [ ! -s differ ] || { echo "$name differs:" && cat differ && return 1; }
+    done
+    empty 'pictures:' "$(cat bad 2>/dev/null)" || return 1
+    # Every preset is on the page, and has its picture or the library's reason.
+    printf '#include "moe.h"\n#include <stdio.h>\nint main(void) {\n    const moe_preset *p;\n    for (p = moe_presets(); p->name != NULL; p++) puts(p->name);\n    return 0;\n}\n' >names.c
+    # shellcheck disable=SC2086
+    run $CC -std=c99 -I"$root" $include names.c "$prepared/library.o" -o names -lm && ./names >names.txt || return 1
+    [ "$(wc -l <names.txt)" -gt 50 ] || return 1
+    while read -r name; do
+        row=$(grep -F "<a name=\"$name\">" made/README.md)
+        case $row in
+        *"src=\"$name.svg\""*) [ -s "made/$name.svg" ] || echo "$name has no picture" ;;
+        *'| no picture: '*) grep "^$name " said | grep -q 'drawn$' && echo "$name: drawn, and the page says not" ;;
+        *) echo "$name is not on the page" ;;
+        esac
+    done <names.txt >absent
+    while read -r name; do grep -qF "| $name |" "$root/README.md" || echo "$name: README.md has no line about it"; done <names.txt >>absent
+    grep -q "knows $(($(wc -l <names.txt))) named settings" "$root/README.md" || echo "README.md counts other presets than $(wc -l <names.txt)" >>absent
+    empty 'presets:' "$(cat absent)"
 }
 
 run_checks "$@"
