@@ -10451,6 +10451,7 @@ static const char *moei_full_name(const moei_reader *r, const char *rest, char o
     moei_text t;
     char *p;
     t.out = out, t.room = 112, t.length = 0;
+    out[0] = '\0';
     moei_put(&t, "...", cut > 0 ? 3 : 0);
     moei_put(&t, r->prefix + cut, length - cut);
     moei_put(&t, ".", 1);
@@ -10877,11 +10878,11 @@ static moe_status moei_found_read(moei_reader *r, const moei_found *f, moe_layer
     memset(&t, 0, sizeof t);
     for (done = 0; done < f->count; done += n, at += size) {
         n = f->count - done < MOEI_P_CHUNK ? f->count - done : (size_t)MOEI_P_CHUNK;
-        size = f->dtype > MOE_DTYPE_COUNT ? n / 32 * (f->dtype == MOEI_DTYPE_Q8_0 ? 34u : 18u) : n * moei_dtype_sizes[f->dtype];
+        size = f->dtype >= MOE_DTYPE_COUNT ? n / 32 * (f->dtype == MOEI_DTYPE_Q8_0 ? 34u : 18u) : n * moei_dtype_sizes[f->dtype];
         status = moei_source_read(r, f->shard, at, bytes, size);
         if (status != MOE_OK) return status;
         t.dtype = f->dtype, t.count = n, t.data = bytes, t.bytes = size;
-        if (f->dtype > MOE_DTYPE_COUNT) moei_blocks(f->dtype, bytes, n / 32, values);
+        if (f->dtype >= MOE_DTYPE_COUNT) moei_blocks(f->dtype, bytes, n / 32, values);
         else if ((status = moe_file_values(&t, 0, n, values)) != MOE_OK) return status;
         moei_part_move(&part, done, n, values, 0);
     }
@@ -15194,7 +15195,8 @@ static double moei_legend(moei_plot *q, double y, int draw) {
     char room[48];
     size_t e, shown = 0;
     for (e = 0; e < moei_least(q->n_experts, MOEI_LEGEND_MOST); e++) {
-        double share = moei_expert_share(q, SIZE_MAX, (int32_t)e), x = (double)(shown % 4) * 85.0, at = y + (double)(shown / 4) * 22.0;
+        const size_t line = shown / 4;
+        double share = moei_expert_share(q, SIZE_MAX, (int32_t)e), x = (double)(shown - 4 * line) * 85.0, at = y + (double)line * 22.0;
         if (!(share > 0.0) && q->f->n_experts <= 0) continue;
         if (draw) {
             moei_chip(q, x, at, 28.0, 18.0, (int32_t)e);
@@ -15202,7 +15204,8 @@ static double moei_legend(moei_plot *q, double y, int draw) {
         }
         shown++;
     }
-    return (double)((shown + 3) / 4) * 22.0 + 6.0;
+    shown = (shown + 3) / 4;
+    return (double)shown * 22.0 + 6.0;
 }
 
 /* How many digits the largest of n experts has. */
@@ -16185,7 +16188,7 @@ static void moei_page_table(moei_plot *q) {
     int turned = q->kind->turned, table = q->f->kind == MOE_FIGURE_TABLE, map = q->f->kind == MOE_FIGURE_MAP;
     size_t rows = turned ? q->f->columns : q->f->rows, columns = turned ? q->f->rows : q->f->columns, r, c;
     size_t row_step = (rows - 1) / (map ? 32 : MOEI_PAGE_ROWS) + 1, column_step = (columns - 1) / (map ? 32 : MOEI_PAGE_COLUMNS) + 1;
-    int decimals[MOEI_PAGE_COLUMNS];
+    int decimals[MOEI_PAGE_COLUMNS] = {0};
     const char *corner;
     for (c = 0; c * column_step < columns; c++) moei_figure_measure(q, table ? c * column_step : SIZE_MAX), decimals[c] = q->decimals;
     moei_draw(q->p, "<table><caption class=\"v\">%t: numbers</caption><thead><tr>", moei_title(q->f));
@@ -16433,7 +16436,7 @@ moe_status moe_history_add(moe_history *history, double at, const double *values
 moe_figure moe_figure_history(const moe_history *history, size_t first, size_t count, const char *const *names) {
     moe_figure f;
     memset(&f, 0, sizeof f);
-    if (history == NULL || first > MOE_HISTORY_SERIES || count > MOE_HISTORY_SERIES - first || history->n > MOE_HISTORY_POINTS) return f;
+    if (history == NULL || first >= MOE_HISTORY_SERIES || count > MOE_HISTORY_SERIES - first || history->n > MOE_HISTORY_POINTS) return f;
     f.kind = MOE_FIGURE_LINES, f.title = "Training", f.column_label = "step";
     f.rows = count, f.columns = history->n, f.stride = MOE_HISTORY_POINTS, f.values = history->values[first], f.x = history->at, f.row_names = names;
     return f;

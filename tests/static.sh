@@ -78,6 +78,7 @@ cppcheck|uninitStructMember|moe.h|if (error != NULL && status == MOE_OK) *error 
 cppcheck|shiftTooManyBitsSigned|moe.h|if (bits < 0) return level >> (bits < -31 ? 31 : -bits);|the headers want >> of a negative number to be arithmetic, as it is everywhere they compile; 31 is meant
 tidy|bugprone-macro-parentheses|moe_kernels.h|#define MOEI_STATUS_CODE(name, value, text) name = value,|makes lines of an enumeration
 tidy|bugprone-macro-parentheses|moe_kernels.h|#define MOEI_ADD_TO(s, a, b) s += (a) * (b)|a statement
+tidy|bugprone-sizeof-expression|moe.h|} moei_layout_places[] = {MOEI_STRUCTS(MOEI_LAYOUT_STRUCT)};|members that are pointers: their size is meant
 tidy|bugprone-narrowing-conversions|moe.h|y[i] = m > 0 ? moei_int_clamp(|the clamp is within int16
 KNOWN
 }
