@@ -63,7 +63,8 @@ static const struct {
      "bias_rate 0 1000000, schedule_steps 1 16777216, k_end 1 65536, tau_end 1e-06 1000000, freeze_at 1 16777216, "
      "switch_at 1 16777216, "},
     {"layer", moei_layer_fields, "switch_from",
-     "d_out 1 16777216, d_ff 1 16777216, d_low 1 16777216, n_shared 1 4096, d_shared 1 16777216, "},
+     "d_out 1 16777216, d_ff 1 16777216, d_low 1 16777216, swiglu_alpha 1e-06 1000000, swiglu_limit 1e-06 1000000, "
+     "swiglu_offset -1000000 1000000, n_shared 1 4096, d_shared 1 16777216, "},
     {"net", moei_net_fields, NULL,
      "d_in 0 16777216, "},
     {"linear", moei_linear_fields, NULL,
@@ -79,7 +80,7 @@ static const struct {
     {"dropout", moei_dropout_fields, NULL,
      "rate 0 1, "},
     {"feed_forward", moei_feed_forward_fields, NULL,
-     "d_ff 1 16777216, d_low 1 16777216, "},
+     "d_ff 1 16777216, d_low 1 16777216, swiglu_alpha 1e-06 1000000, swiglu_limit 1e-06 1000000, swiglu_offset -1000000 1000000, "},
     {"sampling", moei_sampling_fields, NULL,
      "temperature 1e-06 1000000, top_k 1 2147483647, top_p 0 1, "},
     {"train", moei_train_fields, NULL,
