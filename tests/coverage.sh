@@ -52,6 +52,7 @@ linked float net
 linked float golden tests/golden
 linked float metrics
 linked float published
+linked double published
 linked float report
 linked float int_routers few
 linked float integers
