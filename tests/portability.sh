@@ -79,6 +79,7 @@ off.MOE_NO_DSP -DMOE_NO_DSP
 off.MOE_NO_PROGMEM -DMOE_NO_PROGMEM
 off.MOE_NO_STDIO -DMOE_NO_STDIO
 off.MOE_NO_REPORT -DMOE_NO_REPORT
+off.MOE_NO_MATCH -DMOE_NO_MATCH
 off.MOE_STDIO -DMOE_STDIO
 off.MOE_NO_MALLOC -DMOE_NO_MALLOC
 off.MOE_MALLOC -DMOE_MALLOC
@@ -116,6 +117,9 @@ MOE_KERNELS_H a guard
 MOE_ROUTERS_H a guard
 MOE_H a guard
 MOE_REAL_IS_DOUBLE defined by moe_kernels.h
+MOE_VERSION_MAJOR defined by moe_kernels.h, compared by the others
+MOE_VERSION_MINOR likewise
+MOE_VERSION_PATCH likewise
 MOE_KEEP_ALL read by headers that moe_export_c writes: tests/export_float.sh
 TABLE
 }
