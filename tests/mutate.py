@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Mutation testing: changes one place of a header at a time and looks which changes the test programs notice.
 
-    python3 tests/mutate.py [-n COUNT] [-s SEED] [--header NAME] [--bar PERCENT] [--journal FILE] [--retry] [--list] [-v]
+    python3 tests/mutate.py [-n COUNT] [-s SEED] [--part I/N] [--header NAME] [--bar PERCENT] [--journal FILE] [--retry] [--list] [-v]
 
 A line of the implementation is drawn at random, then one of its mutants; no line is drawn twice. A mutant is killed when a test program fails, crashes,
 or takes ten times as long as usual (a slow one: ten seconds and three times as long). tcc compiles the library in a tenth of a second, so that every mutant is compiled anew, in float, in double and
@@ -12,6 +12,7 @@ Lines that no build of this machine has (NEON, WebAssembly, AVR, MSVC) are not d
 tests/mutants.txt lists survivors that were looked at: equivalent ones, and others with the reason why no test is wanted.
 
     -n COUNT        mutants (500)                       -s SEED   seed of the draw (1)
+    --part I/N      the I-th of N parts of the sample, for processors side by side; their journals put together judge the whole
     --bar PERCENT   fails when fewer of those that are not equivalent are killed (90)
     --header NAME   only moe.h, moe_routers.h or moe_kernels.h
     --journal FILE  results are kept in it, and a run that is repeated goes on from there; --retry: survivors run again, with the programs
@@ -721,6 +722,7 @@ def main():
     parser.add_argument('-n', type=int, default=500)
     parser.add_argument('-s', type=int, default=1)
     parser.add_argument('--bar', type=float, default=90)
+    parser.add_argument('--part', default='1/1')
     parser.add_argument('--header')
     parser.add_argument('--journal')
     parser.add_argument('--retry', action='store_true')
@@ -733,7 +735,8 @@ def main():
     started = time.time()
     headers = [Header(ROOT, name) for name in HEADERS]
     drawn, lines, foreign, total = draw(headers, 10 ** 9, options.s)
-    drawn = [m for m in drawn if options.header in (None, m.header.name)][:options.n]
+    part, parts = (int(word) for word in options.part.split('/'))
+    drawn = [m for m in drawn if options.header in (None, m.header.name)][:options.n][part - 1::parts]
     print('%d mutants of %d, on %d lines that builds of this machine have (%d lines are for others), seed %d' %
           (len(drawn), total, lines, foreign, options.s))
     if options.list:
