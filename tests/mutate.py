@@ -68,6 +68,8 @@ models        float   few           1.7
 export_float  float   few           0.5
 models        float   write         0.1
 files         float   slow          1.8
+published     float   -             2.5
+report        float   -             8
 fuzz_config   float   few           2
 classic       float   -             2.4
 int_scores    float   few           3.3
