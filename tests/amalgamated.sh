@@ -19,8 +19,6 @@ plan() {
     echo 'stb_names gcc'
     echo 'macros gcc'
     echo 'symbols gcc'
-    echo 'strict gcc -O2 float'
-    echo 'strict clang -O2 double'
     for real in float double; do
         for compiler in gcc clang; do
             echo "strict $compiler -O0 $real"
@@ -47,7 +45,6 @@ plan() {
     echo 'stb_options gcc'
     echo 'no_heap gcc'
     echo 'golden gcc'
-    echo 'quickstart gcc'
     echo 'examples gcc'
     echo 'examples g++'
 }
@@ -220,7 +217,7 @@ first_program() { # compiler
     needs "$1"
     bring
     cut_first_program moe.h >a.c || return 1
-    in_language "$1" . -O1 -Wno-missing-field-initializers a.c -o a -lm && run ./a
+    in_language "$1" . $quick -Wno-missing-field-initializers a.c -o a -lm && run ./a
 }
 
 # The user's own stb_ds.h, with its own implementation and short names, does not meet ours.
@@ -293,16 +290,7 @@ golden() { # compiler
     needs "$1"
     bring
     sed 's|"\.\./moe\.h"|"moe.h"|' "$root/tests/golden.c" >golden.c
-    run "$1" -std=c99 -O1 -I. golden.c -o a -lm && run ./a "$root/tests/golden"
-}
-
-# In a folder that holds the file, the program and its data, and nothing else.
-quickstart() { # compiler
-    needs "$1"
-    bring
-    sed 's|"\.\./moe\.h"|"moe.h"|' "$root/examples/quickstart.c" >quickstart.c
-    cp "$root/examples/data/digits.csv" .
-    run "$1" -std=c99 -pedantic -Wall -Wextra -Werror -O2 -I. -I"$root/examples" quickstart.c -o quickstart -lm && run ./quickstart digits.csv
+    run "$1" -std=c99 $quick -I. golden.c -o a -lm && run ./a "$root/tests/golden"
 }
 
 # All examples, in a folder that holds the file and the examples' own sources: nothing else is opened but what the system brings, and that is not stb_ds.

@@ -58,9 +58,8 @@ plan() {
     echo 'defined gcc float'
     echo 'c_from_cpp gcc g++'
     echo 'mixing gcc'
-    for compiler in gcc clang g++ clang++; do
-        for options in -O0 -O3 '-O2 -ffunction-sections -fdata-sections'; do echo "versions $compiler $options"; done
-    done
+    for options in -O0 -O3 '-O2 -ffunction-sections -fdata-sections'; do echo "versions gcc $options"; done
+    for compiler in clang g++ clang++; do echo "versions $compiler -O3 -ffunction-sections -fdata-sections"; done
     echo 'versions gcc -O2 -flto'
     echo 'versions gcc -O2 -DMOE_REAL=double'
     echo 'versions x86_64-w64-mingw32-gcc -O1'
@@ -70,14 +69,14 @@ plan() {
     echo 'match_left_out gcc'
     # Combinations of options: tests/portability.sh has every pair of them. These are what people choose.
     echo 'options gcc -DMOE_NO_TRAIN'
-    echo 'options gcc -DMOE_NO_TRAIN -DMOE_STDIO'
-    echo 'options gcc -DMOE_NO_TRAIN -DMOE_MALLOC'
+    echo 'options clang -DMOE_NO_TRAIN -DMOE_STDIO'
+    echo 'options clang -DMOE_NO_TRAIN -DMOE_MALLOC'
     echo 'options gcc -DMOE_NO_TRAIN -DMOE_STDIO -DMOE_MALLOC'
-    echo 'options gcc -DMOE_NO_TRAIN -DMOE_STATIC'
+    echo 'options clang -DMOE_NO_TRAIN -DMOE_STATIC'
     echo 'options gcc -DMOE_NO_QUANT'
-    echo 'options gcc -DMOE_NO_QUANT -DMOE_NO_SIMD'
-    echo 'options gcc -DMOE_NO_QUANT -DMOE_REAL=double'
-    echo 'options gcc -DMOE_NO_AVX512'
+    echo 'options clang -DMOE_NO_QUANT -DMOE_NO_SIMD'
+    echo 'options clang -DMOE_NO_QUANT -DMOE_REAL=double'
+    echo 'options clang -DMOE_NO_AVX512'
     echo 'options gcc -DMOE_NO_REPORT'
     echo 'options clang -DMOE_NO_REPORT -DMOE_NO_STDIO'
     echo 'options clang -DMOE_NO_QUANT'
@@ -124,10 +123,13 @@ public_functions() {
 
 # ---- check functions: 0 passed, 77 skipped, else failed; what they print is shown when they fail ----
 
+# The vector kernels are compiled with moe.h, which has all of the others in it.
+parts_of() { [ "$1" = moe.h ] || echo "$quick"; } # header
+
 strict() { # header compiler optimisation real
     needs "$2"
     program "$1" >a.c
-    run "$2" $(strict_flags "$2") "$3" $(real_option "$4") -I"$root" -c a.c -o a.o
+    run "$2" $(strict_flags "$2") "$3" $(parts_of "$1") $(real_option "$4") -I"$root" -c a.c -o a.o
 }
 
 declarations() { # header compiler real
@@ -136,12 +138,10 @@ declarations() { # header compiler real
     run "$2" $(strict_flags "$2") $(real_option "$3") -I"$root" -c a.c -o a.o
 }
 
-# The vector kernels are compiled with moe.h, which has all of the others in it.
 plusplus() { # header compiler real
     needs "$2"
     program "$1" >a.cpp
-    [ "$1" = moe.h ] && parts= || parts=$quick
-    in_language "$2" "$root" $parts $(real_option "$3") a.cpp -o a -lm && run ./a
+    in_language "$2" "$root" $(parts_of "$1") $(real_option "$3") a.cpp -o a -lm && run ./a
 }
 
 # A later standard, without making code.
@@ -183,7 +183,7 @@ static_symbols() { # header compiler real
     needs "$2"
     needs nm
     { echo '#define MOE_STATIC' && echo "#include \"$1\"" && echo 'int main(void) { return moe_version()[0] == 0; }'; } >a.c
-    run "$2" -std=c99 -O0 -I"$root" -c a.c -o a.o || return 1
+    run "$2" -std=c99 -O0 $(parts_of "$1") -I"$root" -c a.c -o a.o || return 1
     empty 'exported or undefined:' "$(nm -g a.o | grep -E ' (moe|moei|stb|stbds)_')"
 }
 
@@ -227,7 +227,7 @@ staggered() { # compiler headers...
 first_program() { # header compiler
     needs "$2"
     cut_first_program "$1" >a.c || return 1
-    in_language "$2" "$root" -O1 -Wno-missing-field-initializers a.c -o a -lm && run ./a
+    in_language "$2" "$root" $quick -Wno-missing-field-initializers a.c -o a -lm && run ./a
 }
 
 # The preprocessor shows a user who includes the declarations only names of ours and of the standard headers.
@@ -408,11 +408,17 @@ comments_noticed() {
     done
 }
 
+# clang tells of what is unused without making code, which takes most of the time; tcc then makes a program.
 options() { # compiler options...
     needs "$1"
     compiler=$1
     shift
     printf '#define MOE_IMPLEMENTATION\n#include "moe.h"\nint main(void) { return moe_version()[0] == 0; }\n' >a.c
+    if [ "$compiler" = clang ]; then
+        run "$compiler" $(strict_flags "$compiler") "$@" -I"$root" -fsyntax-only a.c || return 1
+        setup_tool tcc || return 0
+        compiler=tcc
+    fi
     run "$compiler" $(strict_flags "$compiler") "$@" -I"$root" a.c -o a -lm && run ./a
 }
 
