@@ -3,6 +3,7 @@
 
 #define MOE_IMPLEMENTATION
 #include "moe.h"
+#include "report.h"
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,7 +16,8 @@ static const char help[] =
     "  --preset NAME     this one only; the page stays as it is\n"
     "  --seed N          other points, weights and order (1)\n"
     "  --steps N         steps of training (400)\n"
-    "  --kernels NAME    instruction set: auto, c, avx2, ... (c: the pictures in the repository are made with it)\n";
+    "  --kernels NAME    instruction set: auto, c, avx2, ... (c: the pictures in the repository are made with it)\n"
+    REPORT_HELP;
 
 /* GRID cells on a side of the picture, POINTS of each of BLOBS clusters, whose labels go round. */
 enum {
@@ -50,6 +52,7 @@ static int read_options(int count, char **words) {
         if (*value == '\0') return fail(word, "no such option, or its value is missing; -h explains");
         if (strcmp(word, "-o") == 0) folder = value;
         else if (strcmp(word, "--preset") == 0) only = value;
+        else if (strcmp(word, "--report") == 0) report_path = value;
         else if (strcmp(word, "--seed") == 0) seed = strtol(value, &end, 10);
         else if (strcmp(word, "--steps") == 0) steps = strtol(value, &end, 10);
         else if (strcmp(word, "--kernels") != 0) return fail(word, "no such option; -h explains");
@@ -62,6 +65,7 @@ static int read_options(int count, char **words) {
     if (strlen(folder) > PATH - 100) return fail("-o", "the folder's name is too long");
     if (only != NULL && moe_preset_find(only) == NULL)
         return fail(only, "there is no preset of this name; sh examples/run routers lists them");
+    if (!report_possible()) return fail(report_path, "the report cannot be written there");
     return 0;
 }
 
@@ -304,6 +308,14 @@ static moe_status write_svg(void *ctx, moe_stream *stream) {
     return status == MOE_OK ? put(stream, "</svg>\n") : status;
 }
 
+/* The regions as a figure of the report. */
+static void report_picture(const picture *p) {
+    moe_figure *f = report_add(MOE_FIGURE_MAP, p->preset->name, GRID, GRID);
+    int32_t *experts = (int32_t *)report_grab(GRID * GRID, sizeof *experts);
+    for (size_t i = 0; i < GRID * GRID; i++) experts[i] = p->grid[i] == NOBODY ? -1 : p->grid[i];
+    f->experts = experts, f->n_experts = EXPERTS, f->caption = p->preset->formula;
+}
+
 /* Trains and draws one; why becomes the library's message when it cannot be drawn, else empty. Returns 1 when a file cannot be written. */
 static int draw(const moe_preset *preset, char *why) {
     static picture p;
@@ -321,6 +333,7 @@ static int draw(const moe_preset *preset, char *why) {
     sprintf(path, "%s/%.60s.svg", folder, preset->name);
     if (status != MOE_OK) return strcpy(why, error.message), remove(path), 0;
     p.preset = preset;
+    if (report_path != NULL) report_picture(&p);
     return moe_file_replace(path, write_svg, &p, &error) != MOE_OK ? fail(path, error.message) : 0;
 }
 
@@ -498,5 +511,5 @@ int main(int count, char **words) {
     sprintf(path, "%s/README.md", folder);
     if (only == NULL && moe_file_replace(path, write_page, &of, &error)) return fail(path, error.message);
     printf("%d of %d presets drawn into %s%s\n", drawn, only != NULL ? 1 : n, folder, only != NULL ? "" : ", with README.md");
-    return finish();
+    return report_write_added("gallery", "How each router splits the same plane") || finish();
 }
