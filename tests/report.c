@@ -144,7 +144,7 @@ static const char *parse(int html) {
     memset(&p, 0, sizeof p);
     p.at = written, p.html = html;
     if (html && strncmp(p.at, "<!DOCTYPE html>\n", 16) == 0) p.at += 16;
-    while (*p.at != '\0' && p.wrong == NULL) {
+    while (p.wrong == NULL && *p.at != '\0') {
         if (*p.at != '<') {
             parse_text(&p, '<');
             if (p.depth == 0 && p.at[-1] != '\n') p.wrong = "text outside";
