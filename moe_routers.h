@@ -2699,6 +2699,13 @@ static moe_real moei_sinkhorn_step(moei_pass *s, const moe_real *q, moe_real *d0
     return change / (moe_real)s->experts;
 }
 
+/* q d0 d1, of which two may be beyond the type's range in opposite directions: then they say nothing. */
+static moe_real moei_sinkhorn_share(moe_real q, moe_real d0, moe_real d1) {
+    const moe_real share = q * d0 * d1;
+    if (moe_is_finite(share)) return share;
+    return q > MOEI_R(0.0) && d0 > MOEI_R(0.0) && d1 > MOEI_R(0.0) ? MOEI_INFINITY : MOEI_R(0.0);
+}
+
 static moe_status moei_select_sinkhorn(moei_pass *s) {
     moe_real *q = s->r->weights, *d0 = s->m.column, *d1 = s->m.row, *next = d1 + s->experts; /* weights are filled in later */
     size_t t, e, step;
@@ -2713,7 +2720,7 @@ static moe_status moei_select_sinkhorn(moei_pass *s) {
     for (e = 0; e < s->experts; e++) d1[e] = MOEI_R(1.0);
     for (step = 0; step < 100 && moei_sinkhorn_step(s, q, d0, d1, next) >= MOEI_R(1e-4);) step++;
     for (t = 0; t < s->n; t++) {
-        for (e = 0; e < s->experts && moei_is_real(s->call, t); e++) q[t * s->experts + e] *= d0[t] * d1[e];
+        for (e = 0; e < s->experts && moei_is_real(s->call, t); e++) q[t * s->experts + e] = moei_sinkhorn_share(q[t * s->experts + e], d0[t], d1[e]);
         if (moei_is_real(s->call, t)) moei_mark_largest(s, t, q + t * s->experts);
     }
     return MOE_OK;
