@@ -2702,8 +2702,8 @@ static moe_real moei_sinkhorn_step(moei_pass *s, const moe_real *q, moe_real *d0
 /* q d0 d1, of which two may be beyond the type's range in opposite directions: then they say nothing. */
 static moe_real moei_sinkhorn_share(moe_real q, moe_real d0, moe_real d1) {
     const moe_real share = q * d0 * d1;
-    if (moe_is_finite(share)) return share;
-    return q > MOEI_R(0.0) && d0 > MOEI_R(0.0) && d1 > MOEI_R(0.0) ? MOEI_INFINITY : MOEI_R(0.0);
+    const int is_large = q > MOEI_R(0.0) && d0 > MOEI_R(0.0) && d1 > MOEI_R(0.0);
+    return moe_is_finite(share) ? share : is_large ? MOEI_INFINITY : MOEI_R(0.0);
 }
 
 static moe_status moei_select_sinkhorn(moei_pass *s) {
