@@ -13,5 +13,5 @@ done
 . tests/setup.sh
 setup_scratch
 setup_stb
-[ $# -gt 0 ] || set -- -n 16 -s "${MUTATION_SEED:-$(date -u +%Y%m%d)}" --quick 2 --bar 60
+[ $# -gt 0 ] || set -- -n 16 -s "${MUTATION_SEED:-$(date -u +%Y%m%d)}" --quick 3 --bar 60
 STB_DS=$stb_folder python3 tests/mutate.py "$@"
