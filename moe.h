@@ -236,6 +236,9 @@
 #define moe_layer_read moe_layer_read_f64
 #define moe_layer_load moe_layer_load_f64
 #define moe_memory_source moe_memory_source_f64
+#define moe_rank_part moe_rank_part_f64
+#define moe_transport_begin moe_transport_begin_f64
+#define moe_transport_agree moe_transport_agree_f64
 #define moe_read_published moe_read_published_f64
 #define moe_load_layer moe_load_layer_f64
 #define moe_write_published moe_write_published_f64
@@ -524,6 +527,7 @@ typedef struct moe_layer_config {
     int add_input;            /* 1: y = sum w f(x) + (1 - sum w) x, w the weights of the experts that took the token; needs d_out = d_model [0] */
     int shared_sigmoid;       /* 1: the shared expert is multiplied by sigmoid(shared.sigmoid . x) [0] */
     int kernels;              /* MOE_KERNELS_ [auto]; not saved in files */
+    const struct moe_transport *transport; /* the processes that share the experts, see "experts on several machines"; not saved in files [NULL: all are here] */
 } moe_layer_config;
 
 /* The rows of moe_layer_config, those of its router included; the last has name NULL. Constant, thread-safe. */
@@ -682,6 +686,73 @@ MOE_API moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t si
 #ifndef MOE_NO_STDIO
 MOE_API moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, const moe_allocator *allocator, moe_error *error);
 #endif
+
+/* ---- experts on several machines -------------------------------------------------------------------------------------------------
+   Processes, called ranks 0..R-1 as in MPI, share the experts of a layer: rank r holds experts moe_rank_part(E, r, R) and no others. Every rank
+   brings its own tokens; a call takes them together as one batch, those of rank 0 first. It routes them, sends each token's row to its experts' home,
+   computes there, and sends the results back:
+     plan -> counts -> rows of x -> experts at home -> rows of f_e(x) -> y          backward: rows of w dy -> experts at home -> rows of dx
+   What comes out is what one process would make of the whole batch (a moe_call of all tokens): y, dx and the experts' gradients have its bits with the
+   plain C kernels (other kernels: within rounding), capacity, losses, metrics and the routers' state are those of the whole batch. The
+   gradients of what every rank holds (router, shared expert) are the part of the rank's own tokens; moe_transport.sum over all ranks completes them
+   (the trainer does it), so they agree within rounding. So does dx of routers that read experts (trait needs_all_experts), and their experts' gradients.
+   Calls with a transport are collective: all ranks make the same calls in the same order, with tokens or without, and the same configuration. Where
+   one rank fails before it sends, the others end the call too, with MOE_ERR_PEER, and all can go on. MOE_ERR_TRANSPORT: a function of the transport
+   failed; what the ranks have agreed upon is lost, end them all. The library moves no byte by itself: examples/mpi.c has the three functions for MPI. */
+
+/* Rows on their way: rank r gets send_counts[r] rows from row send_at[r] of send on, and what it sends comes to row receive_at[r] of receive on. */
+typedef struct moe_exchange {
+    size_t row_bytes;             /* of one row; rows are bytes to the transport */
+    const void *send;             /* stays unchanged until the exchange has ended */
+    const size_t *send_counts;    /* [R]; what a rank sends to itself is there too */
+    const size_t *send_at;        /* [R]; several ranks may be sent the same rows */
+    void *receive;                /* apart from send */
+    const size_t *receive_counts; /* [R] what the other side sends, known beforehand */
+    const size_t *receive_at;     /* [R] */
+    int slot;                     /* 0..MOE_EXCHANGES-1, one for each exchange that is under way: the place of the transport's requests */
+} moe_exchange;
+
+/* The most exchanges under way at a time; the two parts of one. */
+enum { MOE_EXCHANGES = 2, MOE_EXCHANGE_BEGIN = 1, MOE_EXCHANGE_END = 2 };
+
+/* What a rank has sent; the library adds, the caller makes it {0}. The arrays are the caller's, [R] or NULL. */
+typedef struct moe_traffic {
+    uint64_t *rows;       /* token rows sent to each rank: x, w dy and what comes back; the rank itself included, where nothing travels */
+    uint64_t *bytes;      /* all bytes sent to each rank: rows, what routers gather, counts; for the rank itself 0 */
+    uint64_t tokens;      /* tokens routed */
+    uint64_t pairs;       /* tokens times experts that took them */
+    uint64_t pairs_away;  /* those whose expert lives on another rank */
+    uint64_t pairs_far;   /* those whose expert lives on another node */
+    uint64_t exchanges;   /* calls of rows with MOE_EXCHANGE_BEGIN */
+} moe_traffic;
+
+/* How ranks reach each other: three functions of the caller's, which return MOE_OK or MOE_ERR_TRANSPORT. Set the fields, then call moe_transport_begin. It must
+   outlive the layers and nets that are configured with it and stay where it is. One thread at a time. */
+typedef struct moe_transport {
+    void *ctx;               /* the caller's, handed to every function */
+    int rank, n_ranks;       /* r and R, 0 <= r < R */
+    int ranks_per_node;      /* consecutive ranks that share a machine [R]; divides R */
+    int two_level;           /* 1: rows for another node go through the rank of the own node that has the place of their goal there: fewer, longer messages [0] */
+    int chunks;              /* the experts of a home are computed in so many parts, and the rows of one part travel while another is computed [1] */
+    /* receive[r n ..] = what rank r has at send[own rank * n ..]: n numbers from every rank to every rank, send and receive [R,n]. */
+    moe_status (*counts)(void *ctx, size_t n, const uint64_t *send, uint64_t *receive);
+    /* stage MOE_EXCHANGE_BEGIN starts moving rows, MOE_EXCHANGE_END (the same exchange, the same arrays) returns when they are there; both bits: at once. A transport
+       that cannot do otherwise moves everything at BEGIN. */
+    moe_status (*rows)(void *ctx, int stage, const moe_exchange *exchange);
+    /* values[i] = the sum over all ranks of values[i], the same bits on all of them. */
+    moe_status (*sum)(void *ctx, size_t n, moe_real *values);
+    moe_traffic *traffic;    /* counted there, or NULL */
+    const struct moe_ways *ways; /* private: set by moe_transport_begin */
+} moe_transport;
+
+/* Part r of R of n things: *count of them from *first on. Parts are consecutive and differ by at most one in length. r in 0..R-1. Thread-safe. */
+MOE_API void moe_rank_part(size_t n, int rank, int n_ranks, size_t *first, size_t *count);
+/* Checks the transport and makes it ready. Collective. MOE_ERR_CONFIG: a field is out of range, or another rank has another value there (error names both);
+   MOE_ERR_ARGUMENT: a function is NULL; MOE_ERR_TRANSPORT, MOE_ERR_PEER. */
+MOE_API moe_status moe_transport_begin(moe_transport *transport, moe_error *error);
+/* Whether all ranks have the same n numbers: MOE_OK on all, or MOE_ERR_CONFIG on all. *rank and *i (may be NULL) name the first rank that differs from this
+   one and the first of its numbers. For settings of the caller's own. Collective. */
+MOE_API moe_status moe_transport_agree(const moe_transport *transport, size_t n, const uint64_t *values, int *rank, size_t *i);
 
 /* ---- published layers: the mixtures of models as their authors ship them ------------------------------------------------------ */
 

@@ -366,7 +366,9 @@ typedef int moe_status;
     X(MOE_ERR_UNSUPPORTED, -10, "not supported by this version or on this machine")                                    \
     X(MOE_ERR_NOT_FOUND, -11, "there is nothing of that name")                                                         \
     X(MOE_ERR_STATE, -12, "the call does not fit the object's state")                                                  \
-    X(MOE_ERR_STOPPED, -13, "a callback asked to stop")
+    X(MOE_ERR_STOPPED, -13, "a callback asked to stop")                                                                \
+    X(MOE_ERR_PEER, -14, "another of the processes that share the work failed")                                        \
+    X(MOE_ERR_TRANSPORT, -15, "the transport between processes failed")
 
 /* The codes of the list as constants. */
 enum {

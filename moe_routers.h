@@ -549,6 +549,18 @@ MOE_API moe_status moe_router_slot(const moe_router_config *config, int slot, mo
 
 /* ---- one call -------------------------------------------------------------------------------------------------------------- */
 
+/* A batch whose tokens are spread over several processes, each of which calls moe_route with its own: they decide together, as one call of all tokens
+   would. The same configuration, state and random numbers in all of them. */
+typedef struct moe_batch {
+    size_t first; /* tokens of the processes before this one */
+    size_t total; /* tokens of all processes */
+    int lead;     /* 1 in exactly one process: it adds the gradients that belong to no token (loss_orthogonal) */
+    void *ctx;    /* the caller's, handed to gather */
+    /* rows holds `total` rows of row_bytes, those of this process's tokens in their place; gather fills in the others'. All processes call it alike, also
+       with a status that is not MOE_OK: then all of them return an error (here that status, elsewhere MOE_ERR_PEER) and rows is unspecified. */
+    moe_status (*gather)(void *ctx, moe_status status, size_t row_bytes, void *rows);
+} moe_batch;
+
 /* The tokens of one call. {0} plus n_tokens and x is enough for most routers. Everything is the caller's and only read, but rng. */
 typedef struct moe_call {
     size_t n_tokens;            /* N, padding included; 0 is allowed */
@@ -585,6 +597,7 @@ typedef struct moe_call {
     int training;               /* 1: losses are computed and what the backward pass needs is kept */
     int keep;                   /* 1: a layer keeps the outputs of all experts as in training (moe_layer_expert_outputs); memory as for training */
     moe_rng *rng;               /* for stochastic stages; NULL where there are none */
+    const moe_batch *batch;     /* other processes' tokens are routed together with these, or NULL */
 } moe_call;
 
 /* One token at one expert. */
