@@ -120,6 +120,8 @@
 #define moe_router_slot moe_router_slot_f64
 #define moe_router_init moe_router_init_f64
 #define moe_route_size moe_route_size_f64
+#define moe_route_batch_size moe_route_batch_size_f64
+#define moe_routing_own moe_routing_own_f64
 #define moe_route moe_route_f64
 #define moe_route_backward moe_route_backward_f64
 #define moe_int_route moe_int_route_f64
@@ -330,8 +332,8 @@ enum {
 /* ---- the router's configuration ---------------------------------------------------------------------------------------- */
 
 /* What small builds may leave out beside stages (MOE_KEEP_EXTRAS, see moe_kernels.h): limits on the tokens of an expert; what changes with steps; calls with
-   training = 1; swiglu experts with swiglu_alpha, swiglu_limit or swiglu_offset. */
-enum { MOE_EXTRA_CAPACITY = 0, MOE_EXTRA_SCHEDULE, MOE_EXTRA_TRAINING, MOE_EXTRA_SHAPED, MOE_EXTRA_COUNT };
+   training = 1; swiglu experts with swiglu_alpha, swiglu_limit or swiglu_offset; calls with a batch. */
+enum { MOE_EXTRA_CAPACITY = 0, MOE_EXTRA_SCHEDULE, MOE_EXTRA_TRAINING, MOE_EXTRA_SHAPED, MOE_EXTRA_BATCH, MOE_EXTRA_COUNT };
 
 /* 65536 and 2^24; less where an int has 16 bits. */
 enum { MOE_MAX_EXPERTS = sizeof(int) > 2 ? 65536 : 32767, MOE_MAX_WIDTH = sizeof(int) > 2 ? 16777216 : 32767 };
@@ -550,7 +552,10 @@ MOE_API moe_status moe_router_slot(const moe_router_config *config, int slot, mo
 /* ---- one call -------------------------------------------------------------------------------------------------------------- */
 
 /* A batch whose tokens are spread over several processes, each of which calls moe_route with its own: they decide together, as one call of all tokens
-   would. The same configuration, state and random numbers in all of them. */
+   would, the tokens of one process behind those of another. Configuration, state, random numbers and what is supplied (given, token_ids, ...)
+   are alike in all of them; a sequence lies in one process; distances, where given, are those of the batch. Where no token depends on other sequences
+   (outside training: no capacity, no selection among tokens, no adaptive clustering of the call) and for select = soft every process decides for itself,
+   and nothing is gathered. n_past must be 0. */
 typedef struct moe_batch {
     size_t first; /* tokens of the processes before this one */
     size_t total; /* tokens of all processes */
@@ -611,7 +616,7 @@ typedef struct moe_entry {
 /* The plan, all that experts need to know: compressed rows, one per expert. Entries of a row ascend by token. It is plain data: it can
    be kept, printed, replayed (select given) or sent. */
 typedef struct moe_plan {
-    size_t n_tokens, n_experts;
+    size_t n_tokens, n_experts; /* tokens of the call */
     size_t *offsets;    /* [E+1]; expert e has entries offsets[e] .. offsets[e+1]-1 */
     moe_entry *entries; /* [offsets[E]] */
     size_t rows;        /* 0: every entry is a row of its expert's input. Soft: rows per expert, each a mixture of entries */
@@ -620,9 +625,10 @@ typedef struct moe_plan {
 /* All that one call decided, stage by stage. The arrays lie in the memory given to moe_route; rows of padding in logits, gate and
    probabilities are unspecified. */
 typedef struct moe_routing {
-    size_t n_tokens, n_experts;
+    size_t n_tokens, n_experts; /* N: tokens of the call, or of the batch (moe_call.batch) where that decided together */
+    size_t first;            /* row of the call's first token in the arrays; 0 without a batch */
     size_t n_real;           /* tokens that are not padding */
-    const moe_real *u;       /* [N,d] the router's input after the input stage */
+    const moe_real *u;       /* [n,d] the router's input after the input stage, of the call's tokens */
     moe_real *logits;        /* z [N,E]; soft: L [N,E slots] */
     moe_real *gate;          /* r [N,E]; soft: dispatch D [N,E slots] */
     moe_real *probabilities; /* p [N,E]; soft: combine C [N,E slots] */
@@ -679,6 +685,8 @@ MOE_API moe_status moe_router_init(moe_router *router, const moe_router_config *
 
 /* Exact bytes that moe_route needs for n_tokens (n_past + n_tokens). MOE_ERR_OVERFLOW when they do not fit. training as in moe_call. */
 MOE_API moe_status moe_route_size(const moe_router *router, size_t n_tokens, int training, size_t *bytes);
+/* The same for a call with a batch: n_tokens of its own, total of all processes. MOE_ERR_ARGUMENT too where total is less than n_tokens. */
+MOE_API moe_status moe_route_batch_size(const moe_router *router, size_t n_tokens, size_t total, int training, size_t *bytes);
 
 /* x -> z -> r -> p -> S -> w -> plan, in memory[size] (any alignment). Allocates nothing. Errors: MOE_ERR_ARGUMENT (missing tensor or array, bad
    offsets, bad given indices), MOE_ERR_SPACE, MOE_ERR_NONFINITE (a logit of a real token, a p behind refine or a weight of the plan). On failure
@@ -704,6 +712,9 @@ MOE_API moe_status moe_router_observe(const moe_router *router, const moe_call *
 MOE_API moe_status moe_router_advance(const moe_router *router, moe_real *const *state);
 #endif
 
+/* *own = the routing of the call's own tokens alone, whose rows it shares, where a batch decided together; else a copy: for metrics and reports of one
+   process's part. counts, first_counts, capacity and losses stay those of the batch. It is for reading only. mask as in the call. MOE_ERR_ARGUMENT: NULL. */
+MOE_API moe_status moe_routing_own(const moe_routing *routing, const unsigned char *mask, moe_routing *own);
 /* given[N,max_choices] receives the choices of a call in order of rank, -1 behind the last: what call.given replays. keep_dropped 0 leaves out
    those that capacity dropped. MOE_ERR_ARGUMENT: NULL (given may be NULL for N = 0), or a soft routing, which has no choices. */
 MOE_API moe_status moe_recorded_choices(const moe_routing *routing, int keep_dropped, int32_t *given);
@@ -1319,7 +1330,8 @@ enum {
     MOEI_PART_MEMORY = 1,    /* arrays beyond those that every call has */
     MOEI_PART_MOVES = 2,     /* schedules, state or a capacity bound change the configuration from call to call */
     MOEI_PART_SUPPLIES = 4,  /* the call must bring more than x */
-    MOEI_PART_NO_DECODING = 8
+    MOEI_PART_NO_DECODING = 8,
+    MOEI_PART_BATCH = 16     /* tokens of different sequences are decided together */
 };
 
 enum { MOEI_COLUMNS = 16 }; /* of a matrix that are turned into rows at a time: a cache line of floats */
@@ -1337,6 +1349,9 @@ typedef struct moei_scratch {
     double *flow_cost;
     unsigned char *flow_extra;
     int32_t *flow_mover;
+    unsigned char *batch_mask;  /* [N] of a batch that decides together, first with MOEI_BEGINS */
+    int32_t *batch_sequences, *batch_ids, *batch_given, *batch_home, *clusters_of;
+    moe_real *batch_teacher, *batch_h, *batch_x;
     moe_real *d_student, *d_logits, *d_gate, *d_probabilities, *d_weights, *d_final, *d_unused, *d_clean, *d_clean_gate, *d_noise, *d_unit;
     moe_real *d_keys, *d_block, *d_input, *d_hidden, *d_query, *d_keyed;
 } moei_scratch;
@@ -1350,6 +1365,8 @@ typedef struct moei_pass {
     size_t n, experts, d;
     moe_status status; /* of a custom stage */
     int frozen;        /* past freeze_at */
+    int is_part;          /* the call's tokens of a batch that decides together, of which these are those of other processes: */
+    size_t before, after;
     size_t past, span; /* refine: tokens before the call's, and with them; u and gate of all of these */
     const moe_real *all_u, *all_gate;
     moe_real *const *d_tensors;
@@ -1417,9 +1434,20 @@ static void moei_schedule(moei_pass *s) {
     if (c->freeze_at > 0 && step >= (moe_real)c->freeze_at) moei_freeze(s);
 }
 
+/* ---- a batch of several processes ---------------------------------------------------------------------------------------------
+   The stages up to refine work on the call's own tokens, those from select on, on all tokens of the batch, in every process alike: two passes
+   over the same arrays, the second (`batch`) with all of their rows. Between them the rows are gathered. Without a batch both are one. */
+
+enum { MOEI_REAL_TOKEN = 1, MOEI_BEGINS = 2 }; /* what a process tells of each of its tokens */
+
+/* Fills in the rows of other processes' tokens. */
+static moe_status moei_gather_rows(const moei_pass *s, size_t row_bytes, void *rows) {
+    return s->call->batch->gather(s->call->batch->ctx, MOE_OK, row_bytes, rows);
+}
+
 /* ---- input: x -> u, one token -------------------------------------------------------------------------------------------- */
 
-/* xi, drawn once per call and kept for the way back. */
+/* xi, drawn once per call and kept for the way back; those of other processes' tokens are drawn too. */
 static void moei_input_jitter(const moei_pass *s, size_t t, const moe_real *x, moe_real *u) {
     moe_real *xi = s->m.input_factor + t * s->d, eps = s->c->jitter_eps;
     size_t q;
@@ -1448,8 +1476,15 @@ static int32_t moei_cluster(const moei_pass *s, size_t t) {
     return best;
 }
 
-/* Until there are choices, their counts hold the cluster of each token. */
-static int32_t *moei_clusters_of(const moei_pass *s) { return s->r->n_choices; }
+/* Until there are choices, their counts hold the cluster of each token. A batch that decides together keeps them. */
+static int32_t *moei_clusters_of(const moei_pass *s) { return s->m.clusters_of != NULL ? s->m.clusters_of : s->r->n_choices; }
+
+/* The tokens whose spread makes M: of this layer in mode code, else of the previous one. */
+static const moe_real *moei_cluster_tokens(const moei_pass *s) {
+    if (s->m.batch_h != NULL && !s->is_part) return s->m.batch_h;
+    if (s->c->ac_mode != MOE_AC_CODE) return s->call->previous_input;
+    return s->call->router_x != NULL ? s->call->router_x : s->call->x;
+}
 
 /* The tokens of cluster k: order[starts[k]] .. order[starts[k + 1] - 1], ascending. */
 static void moei_input_sort(const moei_pass *s, int32_t *order, size_t *starts) {
@@ -1550,17 +1585,32 @@ static void moei_fill(moe_real *v, size_t n, moe_real value) {
     for (i = 0; i < n; i++) v[i] = value;
 }
 
+/* The cluster of every token, and of a batch that decides together also what the clusters' spread is measured on. */
+static moe_status moei_input_find(const moei_pass *s, const moei_pass *batch) {
+    const moe_real *h = moei_cluster_tokens(s);
+    int32_t *clusters = moei_clusters_of(s);
+    moe_status status;
+    size_t t;
+    for (t = 0; t < s->n; t++) clusters[t] = moei_is_real(s->call, t) ? moei_cluster(s, t) : -1;
+    if (s == batch) return MOE_OK;
+    status = moei_gather_rows(batch, sizeof(int32_t), batch->m.clusters_of);
+    if (status != MOE_OK || batch->m.batch_h == NULL) return status;
+    if (s->n > 0) memcpy(batch->m.batch_h + s->before * s->d, h, s->n * s->d * sizeof(moe_real));
+    return moei_gather_rows(batch, s->d * sizeof(moe_real), batch->m.batch_h);
+}
+
 /* M [E,d] of this call, and a last row of 1 for tokens that are in no cluster. */
-static void moei_input_clusters(const moei_pass *s) {
-    const moe_real *h = s->call->previous_input, *state = moei_tensor(s, MOE_ROUTER_AC_RUNNING);
-    size_t *starts = s->r->plan.offsets, k, t; /* before there is a plan, its offsets are free */
-    for (t = 0; t < s->n; t++) moei_clusters_of(s)[t] = moei_is_real(s->call, t) ? moei_cluster(s, t) : -1;
+static moe_status moei_input_clusters(const moei_pass *own, const moei_pass *s) {
+    const moe_real *h, *state = moei_tensor(s, MOE_ROUTER_AC_RUNNING);
+    size_t *starts = s->r->plan.offsets, k; /* before there is a plan, its offsets are free */
+    moe_status status = moei_input_find(own, s);
+    if (status != MOE_OK) return status;
     moei_fill(s->m.clusters + s->experts * s->d, s->d, MOEI_R(1.0));
     if (state != NULL) {
         memcpy(s->m.clusters, state, s->experts * s->d * sizeof(moe_real));
-        return;
+        return MOE_OK;
     }
-    if (s->c->ac_mode == MOE_AC_CODE) h = s->call->router_x != NULL ? s->call->router_x : s->call->x;
+    h = moei_cluster_tokens(s);
     moei_input_sort(s, s->m.order, starts);
     moei_cluster_sums(s, h);
     for (k = 0; k < s->experts; k++) {
@@ -1574,6 +1624,7 @@ static void moei_input_clusters(const moei_pass *s) {
         moei_cluster_weights(s, m);
     }
     if (s->c->ac_mode == MOE_AC_CODE && s->c->ac_spread != MOE_SPREAD_VARIANCE && !(s->c->ac_lambda > MOEI_R(0.0))) moei_code_weights(s, starts);
+    return MOE_OK;
 }
 
 /* sum_j a_j M_j over the J best of the previous layer's experts, their weights a renormalised; 1 without any. */
@@ -1630,7 +1681,7 @@ static void moei_input_scaled_rms_backward(const moei_pass *s, size_t t, const m
 #endif
 
 typedef struct moei_input {
-    void (*prepare)(const moei_pass *s); /* once per call, or NULL */
+    moe_status (*prepare)(const moei_pass *own, const moei_pass *batch); /* once per call, or NULL; without a batch both are the call */
     void (*forward)(const moei_pass *s, size_t t, const moe_real *x, moe_real *u);
     void (*backward)(const moei_pass *s, size_t t, const moe_real *x, moe_real *du, moe_real *dx); /* dx may be a scratch row */
     int training_only; /* plain outside training */
@@ -2032,6 +2083,7 @@ static moe_real moei_noise_draw(const moei_pass *s) {
 static void moei_route_noise(moei_pass *s) {
     size_t cells = s->n * s->experts, i;
     if (!moei_is_noisy(s)) return;
+    for (i = 0; i < s->before * s->experts && s->call->noise == NULL; i++) (void)moei_noise_draw(s); /* of the other processes' tokens */
     if (s->c->noise == MOE_NOISE_NOISY_TOPK)
         moei_affine(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_NOISE_WEIGHT), NULL, s->m.noise_raw);
     memcpy(s->m.clean_logits, s->r->logits, cells * sizeof(moe_real));
@@ -2041,6 +2093,7 @@ static void moei_route_noise(moei_pass *s) {
         s->m.noise_value[i] = n;
         s->r->logits[i] += s->call->noise != NULL && s->c->noise != MOE_NOISE_NOISY_TOPK ? n : n * moei_noise_scale(s, i);
     }
+    for (i = 0; i < s->after * s->experts && s->call->noise == NULL; i++) (void)moei_noise_draw(s);
 }
 
 #ifndef MOE_NO_TRAIN
@@ -3286,6 +3339,7 @@ static moe_real moei_distance(const moe_real *a, const moe_real *b, size_t n) {
 
 /* Over ordered pairs of tokens: D (same/E sum_e p_e p'_e - diff/(E^2-E) sum_{e != e'} p_e p'_e'), divided by B^2 - B. */
 static moe_real moei_loss_similarity(moei_pass *s, moe_real factor, int backward) {
+    const moe_real *x = s->m.batch_x != NULL ? s->m.batch_x : s->call->x;
     size_t t, o, e, count = s->experts;
     moe_real pairs = (moe_real)s->r->n_real * ((moe_real)s->r->n_real - MOEI_R(1.0)), value = MOEI_R(0.0);
     moe_real same = s->c->loss_similarity_same / (moe_real)count;
@@ -3297,7 +3351,7 @@ static moe_real moei_loss_similarity(moei_pass *s, moe_real factor, int backward
             const moe_real *p = s->r->probabilities + t * count, *other = s->r->probabilities + o * count;
             moe_real distance, together = MOEI_R(0.0), mass = MOEI_R(0.0), other_mass = MOEI_R(0.0);
             if (t == o || !moei_is_real(s->call, t) || !moei_is_real(s->call, o)) continue;
-            distance = s->call->distances != NULL ? s->call->distances[t * s->n + o] : moei_distance(s->call->x + t * s->d, s->call->x + o * s->d, s->d);
+            distance = s->call->distances != NULL ? s->call->distances[t * s->n + o] : moei_distance(x + t * s->d, x + o * s->d, s->d);
             distance /= pairs;
             for (e = 0; e < count; e++) together += p[e] * other[e], mass += p[e], other_mass += other[e];
             value += distance * (same * together - diff * (mass * other_mass - together));
@@ -4297,21 +4351,22 @@ static int moei_has_selection(const moe_router_config *c, int select) {
     return c->select == select || (c->switch_at > 0 && c->switch_from == select);
 }
 
-/* The arrays of the stages that only some configurations have, and of training. */
-static void moei_special_layout(const moe_router_config *c, size_t n, int training, moei_layout *l, moe_routing *r, moei_scratch *m) {
+/* The arrays of the stages that only some configurations have, and of training: for `all` tokens of a batch what stages share or hand on, for the
+   call's own n what stays with the stage. */
+static void moei_special_layout(const moe_router_config *c, size_t all, size_t n, int training, moei_layout *l, moe_routing *r, moei_scratch *m) {
     size_t experts = (size_t)c->n_experts, d = (size_t)c->d_model, width = moei_score_width(c), choices = moei_max_choices(c), row = 0;
     int soft = moei_is_soft(c), own = soft || c->refine != MOE_REFINE_NONE; /* probabilities of their own */
     size_t columns = soft ? choices : experts;
-    if (own) r->probabilities = moei_take_reals(l, n, columns);
-    if (soft || moei_has_selection(c, MOE_SELECT_EXPERT_CHOICE)) m->columns = moei_take_reals(l, MOEI_COLUMNS, n + MOEI_COLUMNS);
+    if (own) r->probabilities = moei_take_reals(l, all, columns);
+    if (soft || moei_has_selection(c, MOE_SELECT_EXPERT_CHOICE)) m->columns = moei_take_reals(l, MOEI_COLUMNS, all + MOEI_COLUMNS);
     if (soft && c->soft_normalise) {
         m->unit = moei_take_reals(l, n, d);
         m->keys = moei_take_reals(l, choices, d);
     }
     moei_refine_layout(c, n, training, l, m);
     if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING) m->clusters = moei_take_reals(l, experts + 1, d);
-    if (c->expert_scale) m->base_weights = moei_take_reals(l, n, choices);
-    if (c->student) m->student_logits = moei_take_reals(l, n, experts);
+    if (c->expert_scale) m->base_weights = moei_take_reals(l, all, choices);
+    if (c->student) m->student_logits = moei_take_reals(l, all, experts);
     if (width > 0) m->hidden = moei_take_reals(l, n, width);
     if (width > 0 && c->score != MOE_SCORE_COSINE) m->hidden_act = moei_take_reals(l, n, width);
     if (c->score == MOE_SCORE_ATTENTIVE || c->score == MOE_SCORE_DSELECT) m->query = moei_take_reals(l, n, width);
@@ -4321,13 +4376,13 @@ static void moei_special_layout(const moe_router_config *c, size_t n, int traini
     if (c->input == MOE_INPUT_SCALED_RMS) m->input_factor = moei_take_reals(l, n, 1);
     if (!training) return;
     if (c->noise != MOE_NOISE_NONE) {
-        m->clean_logits = moei_take_reals(l, n, experts);
-        m->clean_gate = moei_take_reals(l, n, experts);
-        m->noise_raw = moei_take_reals(l, n, experts);
-        m->noise_value = moei_take_reals(l, n, experts);
-        m->d_clean = moei_take_reals(l, n, experts);
-        m->d_clean_gate = moei_take_reals(l, n, experts);
-        m->d_noise = moei_take_reals(l, n, experts);
+        m->clean_logits = moei_take_reals(l, all, experts);
+        m->clean_gate = moei_take_reals(l, all, experts);
+        m->noise_raw = moei_take_reals(l, all, experts);
+        m->noise_value = moei_take_reals(l, all, experts);
+        m->d_clean = moei_take_reals(l, all, experts);
+        m->d_clean_gate = moei_take_reals(l, all, experts);
+        m->d_noise = moei_take_reals(l, all, experts);
     }
     if (moei_has_selection(c, MOE_SELECT_BALANCED)) {
         m->flow_cost = (double *)moei_take(l, experts + 1, sizeof(double));
@@ -4337,21 +4392,45 @@ static void moei_special_layout(const moe_router_config *c, size_t n, int traini
     }
     r->d_weight_in = moei_take_reals(l, n, choices);
     r->d_weight_out = moei_take_reals(l, n, choices);
-    m->d_student = c->student ? moei_take_reals(l, n, experts) : NULL;
-    m->d_logits = moei_take_reals(l, n, columns);
-    m->d_gate = moei_take_reals(l, n, columns);
+    m->d_student = c->student ? moei_take_reals(l, all, experts) : NULL;
+    m->d_logits = moei_take_reals(l, all, columns);
+    m->d_gate = moei_take_reals(l, all, columns);
     if (soft && c->soft_normalise) {
         m->d_unit = moei_take_reals(l, n, d);
         m->d_keys = moei_take_reals(l, choices, d);
     }
-    m->d_probabilities = own ? moei_take_reals(l, n, columns) : m->d_gate;
-    m->d_weights = moei_take_reals(l, n, experts);
-    m->d_final = moei_take_reals(l, n, experts);
+    m->d_probabilities = own ? moei_take_reals(l, all, columns) : m->d_gate;
+    m->d_weights = moei_take_reals(l, all, experts);
+    m->d_final = moei_take_reals(l, all, experts);
     m->d_input = moei_take_reals(l, n, d);
     m->d_unused = moei_take_reals(l, d, 1);
     m->d_hidden = width > 0 ? moei_take_reals(l, n, width) : NULL;
     m->d_query = c->score == MOE_SCORE_ATTENTIVE ? moei_take_reals(l, n, width) : NULL;
     m->d_keyed = c->score == MOE_SCORE_ATTENTIVE ? moei_take_reals(l, n, width) : NULL;
+}
+
+/* Whether a token's experts depend on tokens of other sequences, outside training too. */
+static int moei_crosses_sequences(const moe_router_config *c) {
+    if (moei_needs_others(c->select) || (c->switch_at > 0 && moei_needs_others(c->switch_from)) || c->custom_batch) return 1;
+    if (c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0) || c->drop_capacity > 0 || c->capacity_bound != MOE_BOUND_NONE) return 1;
+    return c->input == MOE_INPUT_ADAPTIVE_CLUSTERING && (c->ac_mode == MOE_AC_PAPER || c->ac_mode == MOE_AC_CODE);
+}
+
+/* What a batch that decides together gathers. */
+static void moei_together_layout(const moe_router_config *c, size_t all, int training, moei_layout *l, moei_scratch *m) {
+    size_t d = (size_t)c->d_model, choices = 0;
+    int clusters = c->input == MOE_INPUT_ADAPTIVE_CLUSTERING, spread = c->ac_mode == MOE_AC_PAPER || c->ac_mode == MOE_AC_CODE;
+    m->batch_mask = (unsigned char *)moei_take(l, all, 1);
+    m->batch_sequences = (int32_t *)moei_take(l, all, sizeof(int32_t));
+    (void)moei_take(l, 2, sizeof(int32_t)); /* behind them the end and their number */
+    if (moei_has_selection(c, MOE_SELECT_HASH)) m->batch_ids = (int32_t *)moei_take(l, all, sizeof(int32_t));
+    if (!moei_mul(moei_max_choices(c), sizeof(int32_t), &choices)) l->overflow = 1;
+    m->batch_given = (int32_t *)moei_take(l, all, choices);
+    if (training && c->loss_locality > MOEI_R(0.0)) m->batch_home = (int32_t *)moei_take(l, all, sizeof(int32_t));
+    if (clusters) m->clusters_of = (int32_t *)moei_take(l, all, sizeof(int32_t));
+    if (clusters && (spread || (training && c->ac_mode == MOE_AC_RUNNING))) m->batch_h = moei_take_reals(l, all, d);
+    if (training && c->loss_distill > MOEI_R(0.0) && !c->student) m->batch_teacher = moei_take_reals(l, all, (size_t)c->n_experts);
+    if (training && (c->loss_similarity_same > MOEI_R(0.0) || c->loss_similarity_diff > MOEI_R(0.0))) m->batch_x = moei_take_reals(l, all, d);
 }
 
 /* MOEI_PART_ bits of a checked configuration. */
@@ -4363,13 +4442,14 @@ static unsigned moei_router_parts(const moe_router_config *c) {
     size_t none = l.used;
     moe_routing r;
     moei_scratch m;
-    moei_special_layout(c, 1, 0, &l, &r, &m);
+    moei_special_layout(c, 1, 1, 0, &l, &r, &m);
     if (l.used > none || l.overflow) parts |= MOEI_PART_MEMORY;
     if (c->k_end > 0 || c->tau_schedule != MOE_TAU_NONE || c->switch_at > 0 || c->freeze_at > 0 || c->l1_controller ||
         c->capacity_bound != MOE_BOUND_NONE)
         parts |= MOEI_PART_MOVES;
     if ((moe_router_traits(c) & supplied) || moei_is_soft(c) || c->loss_locality > MOEI_R(0.0)) parts |= MOEI_PART_SUPPLIES;
     if (moei_decoding_obstacle(c).field != NULL) parts |= MOEI_PART_NO_DECODING;
+    if (moei_crosses_sequences(c)) parts |= MOEI_PART_BATCH;
     return parts;
 }
 
@@ -4400,33 +4480,63 @@ static void moei_routing_clear(moe_routing *r) {
     memset(r->loss, 0, sizeof r->loss);
 }
 
-/* Lays a routing out in memory; the same function with an empty base counts the bytes. */
-static void moei_route_layout(const moe_router *router, size_t n, int training, moei_layout *l, moe_routing *r, moei_scratch *m) {
+/* Lays a routing of n own tokens among `all` out in memory; the same function with an empty base counts the bytes. */
+static void moei_route_layout(const moe_router *router, size_t n, size_t all, int together, int training, moei_layout *l, moe_routing *r, moei_scratch *m) {
     moei_routing_clear(r);
-    moei_common_layout(&router->config, n, l, r, m);
+    moei_common_layout(&router->config, all, l, r, m);
     m->input = moei_take_reals(l, n, (size_t)router->config.d_model);
-    if (!training && !(router->parts & MOEI_PART_MEMORY)) return;
+    m->clusters_of = NULL, m->batch_h = NULL, m->batch_x = NULL; /* what stages look at that every call has */
+    if (!training && !together && !(router->parts & MOEI_PART_MEMORY)) return;
     memset(&m->input_factor, 0, sizeof *m - offsetof(moei_scratch, input_factor));
-    moei_special_layout(&router->config, n, training, l, r, m);
+    moei_special_layout(&router->config, all, n, training, l, r, m);
+    if (together) moei_together_layout(&router->config, all, training, l, m);
+}
+
+/* Whether the processes of a batch decide together. */
+static int moei_is_together(const moe_router *router, const moe_call *call) {
+    if (!MOEI_KEPT(EXTRAS, MOE_EXTRA_BATCH) || call->batch == NULL || moei_is_soft(&router->config)) return 0;
+    return call->training || (router->parts & MOEI_PART_BATCH) != 0;
+}
+
+/* The layout of a call. */
+static void moei_call_layout(const moe_router *router, const moe_call *call, moei_layout *l, moe_routing *r, moei_scratch *m) {
+    size_t n = call->n_past + call->n_tokens;
+    int together = moei_is_together(router, call);
+    moei_route_layout(router, n, together ? call->batch->total : n, together, call->training, l, r, m);
 }
 
 /* The private arrays of a routing that moe_route has made. */
 MOEI_TOOL void moei_scratch_again(const moe_router *router, const moe_call *call, const moe_routing *routing, moei_scratch *m) {
     moei_layout l = moei_layout_begin(routing->memory);
     moe_routing r;
-    moei_route_layout(router, call->n_past + call->n_tokens, call->training, &l, &r, m);
+    moei_call_layout(router, call, &l, &r, m);
 }
 
-moe_status moe_route_size(const moe_router *router, size_t n_tokens, int training, size_t *bytes) {
+static moe_status moei_route_bytes(const moe_router *router, size_t n, size_t all, int together, int training, size_t *bytes) {
     moei_layout l = moei_layout_begin(NULL);
     moe_routing r;
     moei_scratch m;
-    if (router == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
-    if (!MOEI_FITS_INT32(n_tokens)) return MOE_ERR_OVERFLOW;
-    moei_route_layout(router, n_tokens, training, &l, &r, &m);
+    if (!MOEI_FITS_INT32(all)) return MOE_ERR_OVERFLOW;
+    moei_route_layout(router, n, all, together, training, &l, &r, &m);
     if (l.overflow) return MOE_ERR_OVERFLOW;
     *bytes = l.used;
     return MOE_OK;
+}
+
+moe_status moe_route_size(const moe_router *router, size_t n_tokens, int training, size_t *bytes) {
+    if (router == NULL || bytes == NULL) return MOE_ERR_ARGUMENT;
+    return moei_route_bytes(router, n_tokens, n_tokens, 0, training, bytes);
+}
+
+moe_status moe_route_batch_size(const moe_router *router, size_t n_tokens, size_t total, int training, size_t *bytes) {
+    moe_batch batch;
+    moe_call call;
+    if (router == NULL || bytes == NULL || total < n_tokens) return MOE_ERR_ARGUMENT;
+    memset(&batch, 0, sizeof batch);
+    memset(&call, 0, sizeof call);
+    call.batch = &batch, call.training = training;
+    if (!moei_is_together(router, &call)) return moei_route_bytes(router, n_tokens, n_tokens, 0, training, bytes);
+    return moei_route_bytes(router, n_tokens, total, 1, training, bytes);
 }
 
 /* Whether a training call of this router draws random numbers. */
@@ -4498,6 +4608,7 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
     size_t i;
     if (moei_left_out(c) != NULL || (!MOEI_KEPT(SELECTS, MOE_SELECT_GIVEN) && call->given != NULL)) return MOE_ERR_UNSUPPORTED;
     if (!MOEI_KEPT(EXTRAS, MOE_EXTRA_TRAINING) && call->training) return MOE_ERR_UNSUPPORTED;
+    if (!MOEI_KEPT(EXTRAS, MOE_EXTRA_BATCH) && call->batch != NULL) return MOE_ERR_UNSUPPORTED;
     if (!MOEI_FITS_INT32(call->n_tokens)) return MOE_ERR_OVERFLOW;
     if (call->n_tokens > 0 && call->x == NULL) return MOE_ERR_ARGUMENT;
     if (!moei_tensors_fit(router)) return MOE_ERR_ARGUMENT;
@@ -4507,7 +4618,7 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
             if (call->sequences[i + 1] < call->sequences[i]) return MOE_ERR_ARGUMENT;
         if ((size_t)call->sequences[call->n_sequences] != call->n_tokens) return MOE_ERR_ARGUMENT;
     }
-    if (call->n_past > 0 && (!moei_fit_int32(call->n_past, call->n_tokens) || c->refine == MOE_REFINE_NONE || !c->causal || call->training ||
+    if (call->n_past > 0 && (call->batch != NULL || !moei_fit_int32(call->n_past, call->n_tokens) || c->refine == MOE_REFINE_NONE || !c->causal || call->training ||
                              moei_sequence_count(call) != 1 || call->past_u == NULL || call->past_gate == NULL))
         return MOE_ERR_ARGUMENT;
     if (call->decoding && (call->training || (router->parts & MOEI_PART_NO_DECODING))) return MOE_ERR_UNSUPPORTED;
@@ -4520,23 +4631,41 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
     return call->n_tokens > 0 ? moei_supplies_check(c, call) : MOE_OK;
 }
 
+/* How many of the tokens [from, to) are no padding. */
+static size_t moei_real_tokens(const moe_call *call, size_t from, size_t to) {
+    size_t t, real = to - from;
+    for (t = from; t < to && call->mask != NULL; t++) real -= call->mask[t] == 0;
+    return real;
+}
+
+/* The factors of so many tokens of other processes. */
+static void moei_skip_jitter(const moei_pass *s, size_t tokens) {
+    size_t i;
+    for (i = 0; i < tokens * s->d && s->c->input == MOE_INPUT_JITTER && s->call->training && s->call->jitter == NULL; i++)
+        (void)moe_rng_uniform(s->call->rng);
+}
+
 /* input: u. Padding is replaced by zeros, so that whatever stands there cannot reach a gradient. */
-static void moei_route_input(moei_pass *s) {
+static moe_status moei_route_input(moei_pass *s, const moei_pass *batch) {
     const moe_real *x = s->call->router_x != NULL ? s->call->router_x : s->call->x;
     const moei_input *stage = moei_input_stage(s);
+    moe_status status;
     size_t t;
-    s->r->n_real = s->call->mask == NULL ? s->n : 0;
-    for (t = 0; t < s->n && s->call->mask != NULL; t++) s->r->n_real += s->call->mask[t] != 0;
+    s->r->n_real = moei_real_tokens(s->call, 0, s->n);
     s->r->u = x;
-    if (s->call->mask == NULL && stage->forward == NULL) return;
-    if (stage->prepare != NULL) stage->prepare(s);
+    if (s->call->mask == NULL && stage->forward == NULL) return MOE_OK;
+    status = stage->prepare != NULL ? stage->prepare(s, batch) : MOE_OK;
+    if (status != MOE_OK) return status;
+    moei_skip_jitter(s, moei_real_tokens(batch->call, 0, s->before));
     for (t = 0; t < s->n; t++) {
         moe_real *u = s->m.input + t * s->d;
         if (!moei_is_real(s->call, t)) memset(u, 0, s->d * sizeof(moe_real));
         else if (stage->forward != NULL) stage->forward(s, t, x + t * s->d, u);
         else memcpy(u, x + t * s->d, s->d * sizeof(moe_real));
     }
+    moei_skip_jitter(s, moei_real_tokens(batch->call, s->before + s->n, s->before + s->n + s->after));
     s->r->u = s->m.input;
+    return MOE_OK;
 }
 
 /* Whether n numbers are finite, eight bytes at a time: 1 added to an exponent of all ones carries into the place of the sign. */
@@ -4655,14 +4784,26 @@ static moe_real moei_largest_cosine(const moei_pass *s, size_t width) {
     return largest < MOEI_R(1.0) ? largest : MOEI_R(1.0);
 }
 
-/* Raises capacity_min to C_min = exp(d delta^2 / (2 - delta^2)) / E, in logarithms so that it cannot overflow; the state keeps at most 2^24. */
-static void moei_route_bound(moei_pass *s) {
+/* C_min of earlier calls, 0 when there is none. */
+static moe_real moei_bound_before(const moei_pass *s) {
     const moe_real *state = moei_tensor(s, MOE_ROUTER_CAPACITY);
-    size_t width = s->c->score == MOE_SCORE_COSINE ? moei_cosine_width(s) : s->d, least;
-    moe_real delta, log_bound, bound = state != NULL ? state[0] : MOEI_R(0.0);
+    return state != NULL ? state[0] : MOEI_R(0.0);
+}
+
+/* Whether C_min of this call is wanted. */
+static int moei_makes_bound(const moei_pass *s) {
+    if (!MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY) || s->c->capacity_bound == MOE_BOUND_NONE) return 0;
+    return s->c->capacity_bound == MOE_BOUND_EVERY || !(moei_bound_before(s) > MOEI_R(0.0));
+}
+
+static size_t moei_bound_width(const moei_pass *s) { return s->c->score == MOE_SCORE_COSINE ? moei_cosine_width(s) : s->d; }
+
+/* Raises capacity_min to C_min = exp(d delta^2 / (2 - delta^2)) / E, in logarithms so that it cannot overflow; the state keeps at most 2^24. */
+static void moei_route_bound(moei_pass *s, moe_real delta) {
+    size_t width = moei_bound_width(s), least;
+    moe_real log_bound, bound = moei_bound_before(s);
     if (!MOEI_KEPT(EXTRAS, MOE_EXTRA_CAPACITY) || s->c->capacity_bound == MOE_BOUND_NONE) return;
-    if (s->c->capacity_bound == MOE_BOUND_EVERY || !(bound > MOEI_R(0.0))) {
-        delta = moei_largest_cosine(s, width);
+    if (moei_makes_bound(s)) {
         log_bound = (moe_real)width * delta * delta / (MOEI_R(2.0) - delta * delta) - MOEI_F(log)((moe_real)s->experts);
         if (log_bound > MOEI_F(log)(MOEI_R(16777216.0))) s->r->bound_now = MOEI_R(16777216.0);
         else s->r->bound_now = MOEI_F(exp)(log_bound);
@@ -4915,29 +5056,197 @@ static void moei_route_nothing(moe_routing *r) {
     memset(r->plan.offsets, 0, (r->n_experts + 1) * sizeof(size_t));
 }
 
-/* The stages of the pipeline, in their order. */
-static moe_status moei_route_stages(moei_pass *s) {
-    moe_status status;
-    moei_route_input(s);
-    if (moei_is_soft(s->c)) {
-        moei_route_soft(s);
-        return moei_finite_rows(s, s->r->logits, moei_slot_total(s->c)) ? MOE_OK : MOE_ERR_NONFINITE;
-    }
-    status = moei_route_score(s);
-    if (status != MOE_OK) return status;
-    moei_route_bound(s);
+/* What is decided for each token by itself and its sequence: z, r, p. */
+static moe_status moei_route_tokens(moei_pass *s, const moei_pass *batch, moe_real *delta) {
+    moe_status status = moei_route_input(s, batch);
+    if (status == MOE_OK && s->n > 0) status = moei_route_score(s);
+    if (status != MOE_OK || s->n == 0) return status;
+    if (moei_makes_bound(s)) *delta = moei_largest_cosine(s, moei_bound_width(s));
     moei_route_gate(s);
     moei_route_refine(s);
-    if (s->c->refine != MOE_REFINE_NONE && !moei_finite_rows(s, s->r->probabilities, s->experts)) return MOE_ERR_NONFINITE;
+    return s->c->refine == MOE_REFINE_NONE || moei_finite_rows(s, s->r->probabilities, s->experts) ? MOE_OK : MOE_ERR_NONFINITE;
+}
+
+/* What is decided among the tokens: S, w and who stays. own: the pass whose tokens the plan is for. */
+static moe_status moei_route_among(moei_pass *s, moei_pass *own, moe_real delta) {
+    moe_status status;
+    moei_route_bound(s, delta);
     status = moei_route_select(s);
     if (status != MOE_OK) return status;
     moei_route_weight(s);
     if (!moei_route_capacity(s)) return MOE_ERR_NONFINITE;
-    moei_route_plan(s);
+    own->r->n_dropped = own == s ? s->r->n_dropped : 1; /* of a part of the tokens the pairs are counted anew */
+    moei_route_plan(own);
 #ifndef MOE_NO_TRAIN
     if (s->call->training) moei_route_losses(s);
 #endif
     return MOE_OK;
+}
+
+/* The stages of the pipeline, in their order. */
+static moe_status moei_route_stages(moei_pass *s) {
+    moe_real delta = MOEI_R(0.0);
+    moe_status status;
+    if (moei_is_soft(s->c)) {
+        (void)moei_route_input(s, s);
+        moei_route_soft(s);
+        return moei_finite_rows(s, s->r->logits, moei_slot_total(s->c)) ? MOE_OK : MOE_ERR_NONFINITE;
+    }
+    status = moei_route_tokens(s, s, &delta);
+    return status == MOE_OK ? moei_route_among(s, s, delta) : status;
+}
+
+/* ---- one call among several processes ------------------------------------------------------------------------------------------- */
+
+/* The call of all tokens of a batch, of what moei_tell_call has gathered. */
+static moe_call moei_batch_call(const moe_call *call, const moei_scratch *m) {
+    moe_call all = *call;
+    size_t total = call->batch->total;
+    all.n_tokens = total;
+    all.x = all.router_x = all.noise = all.jitter = all.previous_input = NULL;
+    all.mask = m->batch_mask;
+    all.sequences = m->batch_sequences;
+    all.n_sequences = (size_t)m->batch_sequences[total + 1];
+    if (call->token_ids != NULL) all.token_ids = m->batch_ids;
+    if (call->given != NULL) all.given = m->batch_given;
+    if (call->home != NULL) all.home = m->batch_home;
+    if (call->teacher != NULL) all.teacher = m->batch_teacher;
+    return all;
+}
+
+/* A copy of n own rows in their place among those of all, and then these. */
+static moe_status moei_tell(const moe_call *call, moe_status status, size_t row_bytes, const void *own, void *rows) {
+    unsigned char *to = (unsigned char *)rows;
+    if (status == MOE_OK && call->n_tokens > 0 && own != NULL) memcpy(to + call->batch->first * row_bytes, own, call->n_tokens * row_bytes);
+    return call->batch->gather(call->batch->ctx, status, row_bytes, rows);
+}
+
+/* Where sequences begin, as offsets; behind them their number. Empty ones are left out. */
+static void moei_tell_sequences(size_t total, unsigned char *flags, int32_t *sequences) {
+    size_t t, n = 0;
+    for (t = 0; t < total; t++) {
+        if (flags[t] & MOEI_BEGINS) sequences[n++] = (int32_t)t;
+        flags[t] &= MOEI_REAL_TOKEN;
+    }
+    sequences[n] = (int32_t)total;
+    sequences[total + 1] = (int32_t)n;
+}
+
+/* Tells the other processes what every stage may need to know of the own tokens. status: whether the call is good here. */
+static moe_status moei_tell_call(const moe_call *call, moe_status status, size_t choices, const moei_scratch *m) {
+    const moe_batch *batch = call->batch;
+    size_t t, i;
+    for (t = 0; t < call->n_tokens && status == MOE_OK; t++) m->batch_mask[batch->first + t] = moei_is_real(call, t) ? MOEI_REAL_TOKEN : 0;
+    for (i = 0; i < moei_sequence_count(call) && status == MOE_OK; i++) {
+        size_t from, to;
+        moei_sequence(call, i, &from, &to);
+        if (to > from) m->batch_mask[batch->first + from] |= MOEI_BEGINS;
+    }
+    status = moei_tell(call, status, 1, NULL, m->batch_mask);
+    if (status != MOE_OK) return status;
+    moei_tell_sequences(batch->total, m->batch_mask, m->batch_sequences);
+    if (call->token_ids != NULL && m->batch_ids != NULL) status = moei_tell(call, status, sizeof(int32_t), call->token_ids, m->batch_ids);
+    if (status == MOE_OK && call->given != NULL) status = moei_tell(call, status, choices * sizeof(int32_t), call->given, m->batch_given);
+    if (status == MOE_OK && call->home != NULL && m->batch_home != NULL) status = moei_tell(call, status, sizeof(int32_t), call->home, m->batch_home);
+    return status;
+}
+
+/* The rows of a batch's array from the own tokens on. */
+static moe_real *moei_from_row(moe_real *rows, size_t row) { return rows != NULL ? rows + row : NULL; }
+
+/* The pass of the own tokens from that of the batch: the same arrays, from their own rows on. own_r takes its routing. */
+static moei_pass moei_own_pass(const moei_pass *s, const moe_call *call, moe_routing *own_r) {
+    moei_pass own = *s;
+    size_t first = call->batch->first, cell = first * s->experts, pair = first * s->r->max_choices;
+    moei_scratch *m = &own.m;
+    if (s->c == &s->effective) own.c = &own.effective;
+    own.call = call, own.r = own_r, own.n = call->n_tokens;
+    own.is_part = 1, own.before = first, own.after = call->batch->total - first - call->n_tokens;
+    *own_r = *s->r;
+    own_r->logits += cell, own_r->gate += cell, own_r->probabilities += cell;
+    own_r->choices += pair, own_r->n_choices += first, own_r->kept += pair, own_r->section_weights += pair;
+    own_r->weights += cell, own_r->selected += cell;
+    m->base_weights += pair, m->column += first;
+    m->clean_logits = moei_from_row(m->clean_logits, cell), m->clean_gate = moei_from_row(m->clean_gate, cell);
+    m->noise_raw = moei_from_row(m->noise_raw, cell), m->noise_value = moei_from_row(m->noise_value, cell);
+    m->student_logits = moei_from_row(m->student_logits, cell), m->d_student = moei_from_row(m->d_student, cell);
+    m->d_logits = moei_from_row(m->d_logits, cell), m->d_gate = moei_from_row(m->d_gate, cell);
+    m->d_probabilities = moei_from_row(m->d_probabilities, cell), m->d_weights = moei_from_row(m->d_weights, cell);
+    m->d_final = moei_from_row(m->d_final, cell), m->d_clean = moei_from_row(m->d_clean, cell);
+    m->d_clean_gate = moei_from_row(m->d_clean_gate, cell), m->d_noise = moei_from_row(m->d_noise, cell);
+    if (m->clusters_of != NULL) m->clusters_of += first;
+    return own;
+}
+
+/* Tells the others what the own tokens came to: all that the stages behind read. */
+static moe_status moei_tell_tokens(const moei_pass *s, const moei_pass *own, moe_status status, moe_real *delta) {
+    const moe_call *call = own->call;
+    size_t row = s->experts * sizeof(moe_real), t;
+    status = moei_tell(call, status, row, NULL, s->r->logits);
+    if (status == MOE_OK && s->c->refine != MOE_REFINE_NONE) status = moei_tell(call, status, row, NULL, s->r->probabilities);
+    if (status == MOE_OK && moei_is_noisy(s)) status = moei_tell(call, status, row, NULL, s->m.clean_logits);
+    if (status == MOE_OK && moei_is_noisy(s) && s->c->noise == MOE_NOISE_NOISY_TOPK) status = moei_tell(call, status, row, NULL, s->m.noise_raw);
+    if (status == MOE_OK && s->c->student) status = moei_tell(call, status, row, NULL, s->m.student_logits);
+    if (status == MOE_OK && s->m.batch_teacher != NULL) status = moei_tell(call, status, row, call->teacher, s->m.batch_teacher);
+    if (status == MOE_OK && s->m.batch_x != NULL && call->distances == NULL) status = moei_tell(call, status, s->d * sizeof(moe_real), call->x, s->m.batch_x);
+    if (status != MOE_OK || !moei_makes_bound(s)) return status;
+    for (t = 0; t < own->n; t++) own->m.column[t] = *delta;
+    status = moei_tell(call, status, sizeof(moe_real), NULL, s->m.column);
+    for (t = 0; t < s->n && status == MOE_OK; t++)
+        if (s->m.column[t] > *delta) *delta = s->m.column[t];
+    return status;
+}
+
+/* A call whose batch decides together. status: whether the call is good here; the other processes hear of it. */
+static moe_status moei_route_together(moei_pass *s, moe_status status) {
+    const moe_call *call = s->call;
+    moe_call all;
+    moe_routing own_r;
+    moei_pass own;
+    moe_real delta = MOEI_R(0.0);
+    status = moei_tell_call(call, status, s->r->max_choices, &s->m);
+    if (status != MOE_OK) return status;
+    all = moei_batch_call(call, &s->m);
+    s->call = &all, s->n = all.n_tokens;
+    own = moei_own_pass(s, call, &own_r);
+    if (s->n == 0) {
+        moei_route_nothing(s->r);
+        return MOE_OK;
+    }
+    s->r->n_real = moei_real_tokens(&all, 0, s->n);
+    status = moei_route_tokens(&own, s, &delta);
+    s->r->u = own_r.u;
+    status = moei_tell_tokens(s, &own, status, &delta);
+    if (status != MOE_OK) return status;
+    moei_route_gate(s);
+    return moei_route_among(s, &own, delta);
+}
+
+moe_status moe_routing_own(const moe_routing *routing, const unsigned char *mask, moe_routing *own) {
+    const moe_routing *r = routing;
+    moe_routing made;
+    size_t n, t, i, cell, pair;
+    if (routing == NULL || own == NULL) return MOE_ERR_ARGUMENT;
+    made = *routing;
+    n = r->plan.n_tokens;
+    if (n < r->n_tokens) {
+        cell = r->first * r->n_experts, pair = r->first * r->max_choices;
+        made.n_tokens = n, made.first = made.n_real = made.n_dropped = 0;
+        made.logits += cell, made.gate += cell, made.probabilities += cell, made.weights += cell, made.selected += cell;
+        made.choices += pair, made.n_choices += r->first, made.kept += pair, made.section_weights += pair;
+        for (t = 0; t < n; t++) {
+            made.n_real += mask == NULL || mask[t] != 0;
+            for (i = 0; i < (size_t)made.n_choices[t]; i++) made.n_dropped += !made.kept[t * r->max_choices + i];
+        }
+    }
+    *own = made;
+    return MOE_OK;
+}
+
+/* Whether the call's tokens have their place in its batch. */
+static int moei_batch_fits(const moe_call *call) {
+    const moe_batch *b = call->batch;
+    return b == NULL || (b->gather != NULL && b->first <= b->total && call->n_tokens <= b->total - b->first && MOEI_FITS_INT32(b->total));
 }
 
 moe_status moe_route(const moe_router *router, const moe_call *call, void *memory, size_t size, moe_routing *routing) {
@@ -4945,18 +5254,24 @@ moe_status moe_route(const moe_router *router, const moe_call *call, void *memor
     moe_routing r;
     moei_pass s;
     moe_status status;
-    if (router == NULL || call == NULL || memory == NULL || routing == NULL) return MOE_ERR_ARGUMENT;
+    int together;
+    if (router == NULL || call == NULL || memory == NULL || routing == NULL || !moei_batch_fits(call)) return MOE_ERR_ARGUMENT;
     status = moei_call_check(router, call);
-    if (status != MOE_OK) return status;
-    moei_route_layout(router, call->n_past + call->n_tokens, call->training, &l, &r, &s.m);
-    if (l.overflow) return MOE_ERR_OVERFLOW;
-    if (l.used > size) return MOE_ERR_SPACE;
+    together = moei_is_together(router, call);
+    if (status != MOE_OK && !together) return status;
+    moei_call_layout(router, call, &l, &r, &s.m);
+    if (l.overflow && status == MOE_OK) status = MOE_ERR_OVERFLOW;
+    if (l.used > size && status == MOE_OK) status = MOE_ERR_SPACE;
     moei_pass_begin(&s, router, call, &r);
-    r.n_tokens = r.plan.n_tokens = s.n;
+    r.n_tokens = together ? call->batch->total : s.n;
+    r.first = together ? call->batch->first : 0;
+    r.plan.n_tokens = s.n;
     r.n_experts = r.plan.n_experts = s.experts;
     r.top_k = s.c->top_k;
     r.memory = memory;
-    if (s.n == 0) moei_route_nothing(&r);
+    if (together) status = moei_route_together(&s, status);
+    else if (status != MOE_OK) return status;
+    else if (s.n == 0) moei_route_nothing(&r);
     else status = moei_route_stages(&s);
     if (status == MOE_OK) { /* in two parts: a copy of this size as a whole is a slow instruction with some compilers */
         memcpy(routing, &r, offsetof(moe_routing, counts));
@@ -5091,23 +5406,45 @@ static void moei_soft_backward(moei_pass *s) {
     if (d_phi != NULL) moei_unit_backward(s, total, phi, s->m.keys, s->m.d_keys, d_phi);
 }
 
+/* Back from the plan's entries and what the losses have left, for the call's own tokens. */
+static moe_status moei_backward_tokens(moei_pass *s, moe_real *dx) {
+    moei_backward_plan(s);
+    moei_backward_weight(s);
+    moei_refine_backward(s);
+    moei_backward_gate(s);
+    moei_noise_backward(s);
+    moei_scores[s->c->score].backward(s);
+    if (s->m.d_student != NULL && !s->frozen)
+        moei_affine_backward(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_STUDENT), s->m.d_student, s->m.d_input,
+                             moei_gradient(s, MOE_ROUTER_STUDENT), NULL);
+    moei_backward_input(s, dx);
+    return s->status;
+}
+
 moe_status moe_route_backward(const moe_router *router, const moe_call *call, moe_routing *routing, moe_real *const *d_tensors, moe_real *dx,
                               moe_real *d_nodes) {
-    moei_pass s;
+    moei_pass s, own;
+    moe_call all;
+    moe_routing own_r;
     size_t cells;
-    int loss;
+    int loss, together;
     if (router == NULL || call == NULL || routing == NULL) return MOE_ERR_ARGUMENT;
     if (routing->d_weight_out == NULL || !call->training) return MOE_ERR_STATE;
-    if (call->n_tokens == 0) return MOE_OK;
+    if (routing->n_tokens == 0) return MOE_OK;
+    together = moei_is_together(router, call);
     moei_pass_begin(&s, router, call, routing);
     moei_scratch_again(router, call, routing, &s.m);
+    if (together) {
+        all = moei_batch_call(call, &s.m);
+        s.call = &all, s.n = all.n_tokens;
+    }
     s.d_tensors = d_tensors;
     s.d_nodes = d_nodes;
     cells = s.n * (moei_is_soft(s.c) ? moei_slot_total(s.c) : s.experts) * sizeof(moe_real);
     memset(s.m.d_logits, 0, cells);
     memset(s.m.d_gate, 0, cells);
     memset(s.m.d_probabilities, 0, cells);
-    memset(s.m.d_input, 0, s.n * s.d * sizeof(moe_real));
+    memset(s.m.d_input, 0, call->n_tokens * s.d * sizeof(moe_real));
     if (moei_is_soft(s.c)) {
         moei_soft_backward(&s);
         moei_backward_input(&s, dx);
@@ -5120,21 +5457,15 @@ moe_status moe_route_backward(const moe_router *router, const moe_call *call, mo
         memset(s.m.d_noise, 0, cells);
     }
     if (s.m.d_student != NULL) memset(s.m.d_student, 0, cells);
+    if (together && !call->batch->lead) s.d_tensors = NULL;
     for (loss = 0; loss < MOE_LOSS_COUNT; loss++) {
         moe_real factor = moei_loss_factor(s.c, loss);
         if (factor > MOEI_R(0.0) && routing->n_real > 0) (void)moei_losses[loss].value(&s, factor, 1);
     }
-    moei_backward_plan(&s);
-    moei_backward_weight(&s);
-    moei_refine_backward(&s);
-    moei_backward_gate(&s);
-    moei_noise_backward(&s);
-    moei_scores[s.c->score].backward(&s);
-    if (s.m.d_student != NULL && !s.frozen)
-        moei_affine_backward(s.router->kernels, s.n, s.experts, s.d, routing->u, moei_tensor(&s, MOE_ROUTER_STUDENT), s.m.d_student, s.m.d_input,
-                             moei_gradient(&s, MOE_ROUTER_STUDENT), NULL);
-    moei_backward_input(&s, dx);
-    return s.status;
+    s.d_tensors = d_tensors;
+    if (!together) return moei_backward_tokens(&s, dx);
+    own = moei_own_pass(&s, call, &own_r);
+    return own.n > 0 ? moei_backward_tokens(&own, dx) : MOE_OK;
 }
 
 /* ==== state =============================================================================================================================== */
@@ -5151,12 +5482,12 @@ static int moei_state_fits(const moe_router *router, moe_real *const *state) {
 /* table <- rho table + (1 - rho) M for the clusters of at least two tokens, M as in mode paper. */
 static void moei_observe_clusters(const moei_pass *s, moe_real *table) {
     moe_real *m = s->m.clusters, rho = s->c->ac_rho; /* its first row is free after the call */
-    const moe_real *h = s->call->previous_input;
+    const moe_real *h = moei_cluster_tokens(s);
     size_t k, q, t, count;
     for (k = 0; k < s->experts; k++) {
         moei_fill(m, s->d, MOEI_R(0.0));
         for (t = 0, count = 0; t < s->n; t++) {
-            if (!moei_is_real(s->call, t) || moei_cluster(s, t) != (int32_t)k) continue;
+            if (!moei_is_real(s->call, t) || (s->m.clusters_of != NULL ? s->m.clusters_of[t] : moei_cluster(s, t)) != (int32_t)k) continue;
             s->m.order[count++] = (int32_t)t;
             moe_axpy(s->router->kernels, s->d, MOEI_R(1.0), h + t * s->d, m);
         }
@@ -5170,18 +5501,23 @@ static void moei_observe_clusters(const moei_pass *s, moe_real *table) {
 
 moe_status moe_router_observe(const moe_router *router, const moe_call *call, const moe_routing *routing, moe_real *const *state) {
     moei_pass s;
+    moe_call all;
     moe_routing r;
     size_t e;
     moe_real *load;
     if (router == NULL || call == NULL || routing == NULL || state == NULL || !moei_state_fits(router, state)) return MOE_ERR_ARGUMENT;
     if (!call->training) return MOE_ERR_STATE;
-    if (call->n_tokens == 0 || routing->n_real == 0) return MOE_OK;
+    if (routing->n_tokens == 0 || routing->n_real == 0) return MOE_OK;
     r = *routing;
     moei_pass_begin(&s, router, call, &r);
     moei_scratch_again(router, call, routing, &s.m);
+    if (moei_is_together(router, call)) {
+        all = moei_batch_call(call, &s.m);
+        s.call = &all, s.n = all.n_tokens;
+    }
     load = state[MOE_ROUTER_LOAD];
     if (router->config.input == MOE_INPUT_ADAPTIVE_CLUSTERING && router->config.ac_mode == MOE_AC_RUNNING) {
-        if (call->previous_input == NULL) return MOE_ERR_ARGUMENT;
+        if (call->n_tokens > 0 && call->previous_input == NULL) return MOE_ERR_ARGUMENT;
         if (!s.frozen) moei_observe_clusters(&s, state[MOE_ROUTER_AC_RUNNING]);
     }
     for (e = 0; e < s.experts && load != NULL; e++) load[e] += (moe_real)r.counts[e];
