@@ -239,6 +239,8 @@
 #define moe_rank_part moe_rank_part_f64
 #define moe_transport_begin moe_transport_begin_f64
 #define moe_transport_agree moe_transport_agree_f64
+#define moe_transport_end moe_transport_end_f64
+#define moe_transport_status moe_transport_status_f64
 #define moe_read_published moe_read_published_f64
 #define moe_load_layer moe_load_layer_f64
 #define moe_write_published moe_write_published_f64
@@ -587,7 +589,7 @@ MOE_API moe_status moe_layer_slot(const moe_layer_config *config, int slot, moe_
 MOE_API moe_status moe_layer_init(moe_layer *layer, const moe_layer_config *config, moe_error *error);
 /* Checks config and makes a layer that owns its tensors (moe_layer_free) and, with trainable = 1, their gradients, set to 0. The
    tensors start at random from seed: by a moe_rng seeded with it, so draw data from another seed. allocator NULL: the standard heap. Errors as moe_layer_init;
-   MOE_ERR_MEMORY. On failure *layer is untouched. */
+   MOE_ERR_MEMORY. On failure *layer is untouched. With a transport it is collective, and a setting that another rank has otherwise is MOE_ERR_CONFIG. */
 MOE_API moe_status moe_layer_create(moe_layer *layer, const moe_layer_config *config, int trainable, uint64_t seed, const moe_allocator *allocator,
                                     moe_error *error);
 /* Gives back what create took; {0} and a second call are harmless. */
@@ -645,6 +647,7 @@ typedef struct moe_layer_pass {
     moe_real *shared[MOE_NODE_COUNT], *d_shared[MOE_NODE_COUNT], *shared_factor;
     void *route_memory;
     size_t route_size;
+    struct moei_ranks *ranks;             /* with a transport */
 } moe_layer_pass;
 
 /* Exact bytes of work memory for n_tokens: for forward alone (training = 0) or forward and backward (1); those of n_past + n_tokens are enough for a
@@ -662,7 +665,8 @@ MOE_API moe_status moe_layer_forward(const moe_layer *layer, const moe_call *cal
    x, router_x and the tensors are as they were in forward. Padding's rows of x reach no gradient, whatever they hold, but those of a shared expert. */
 MOE_API moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_real *dx, moe_real *d_router_x, moe_layer_pass *pass);
 /* The outputs of all entries of the plan after a forward with call->training or keep = 1, in the plan's order: [offsets[E],o], rows offsets[e].. are expert e's. For
-   select = dense without padding that is [E,N,o]. They lie in the work memory. NULL: not such a pass, or soft, whose rows are mixtures. */
+   select = dense without padding that is [E,N,o]. They lie in the work memory. NULL: not such a pass, or soft, whose rows are mixtures, or
+   with a transport. */
 MOE_API const moe_real *moe_layer_expert_outputs(const moe_layer *layer, const moe_layer_pass *pass);
 /* The way back for a loss that reads the experts one by one instead of y (section "the classical mixture"): d_outputs [offsets[E],o] and d_weights
    [offsets[E]] are its gradients by the outputs and by the weights of the entries. Otherwise as moe_layer_backward. MOE_ERR_STATE as there and for
@@ -742,17 +746,24 @@ typedef struct moe_transport {
     /* values[i] = the sum over all ranks of values[i], the same bits on all of them. */
     moe_status (*sum)(void *ctx, size_t n, moe_real *values);
     moe_traffic *traffic;    /* counted there, or NULL */
-    const struct moe_ways *ways; /* private: set by moe_transport_begin */
+    const moe_allocator *allocator; /* of a few numbers per rank [the standard heap] */
+    const struct moei_ways *ways; /* private, as what follows: set by moe_transport_begin */
+    uint64_t *memory;        /* [2,R,MOEI_WORDS] */
+    size_t memory_size;
 } moe_transport;
 
 /* Part r of R of n things: *count of them from *first on. Parts are consecutive and differ by at most one in length. r in 0..R-1. Thread-safe. */
 MOE_API void moe_rank_part(size_t n, int rank, int n_ranks, size_t *first, size_t *count);
-/* Checks the transport and makes it ready. Collective. MOE_ERR_CONFIG: a field is out of range, or another rank has another value there (error names both);
-   MOE_ERR_ARGUMENT: a function is NULL; MOE_ERR_TRANSPORT, MOE_ERR_PEER. */
+/* Checks the transport and makes it ready. Collective. MOE_ERR_CONFIG: a field is out of range, or another rank has another value there, or another
+   version or MOE_REAL (error names field and rank); MOE_ERR_ARGUMENT: a function is NULL; MOE_ERR_MEMORY; MOE_ERR_TRANSPORT. */
 MOE_API moe_status moe_transport_begin(moe_transport *transport, moe_error *error);
+/* Gives back what begin took; {0} and a second call are harmless. Not collective. */
+MOE_API void moe_transport_end(moe_transport *transport);
 /* Whether all ranks have the same n numbers: MOE_OK on all, or MOE_ERR_CONFIG on all. *rank and *i (may be NULL) name the first rank that differs from this
    one and the first of its numbers. For settings of the caller's own. Collective. */
 MOE_API moe_status moe_transport_agree(const moe_transport *transport, size_t n, const uint64_t *values, int *rank, size_t *i);
+/* Ends a stretch of work in which one rank may have failed: MOE_OK where all ranks say so, else on each its own status, or MOE_ERR_PEER. Collective. */
+MOE_API moe_status moe_transport_status(const moe_transport *transport, moe_status status);
 
 /* ---- published layers: the mixtures of models as their authors ship them ------------------------------------------------------ */
 
@@ -3218,6 +3229,16 @@ static const char *const moei_kernel_names[] = {"auto", "c", "avx2", "avx512", "
 #define MOEI_L moe_layer_config
 
 /* The router's rows come first: its configuration stands at offset 0. */
+struct moei_returned;
+
+/* What layers do with a transport. They reach it through moe_transport_begin alone, so that a program without a transport does not link it. */
+typedef struct moei_ways {
+    moe_status (*agree)(const moe_layer_config *config, uint64_t seed, moe_error *error);
+    moe_status (*size)(const moe_layer *layer, size_t n, int training, size_t *bytes);
+    moe_status (*forward)(const moe_layer *layer, const moe_call *call, moe_real *y, void *work, size_t work_size, moe_layer_pass *pass);
+    moe_status (*backward)(const moe_layer *layer, const struct moei_returned *back, moe_real *dx, moe_real *d_router_x, moe_layer_pass *pass);
+} moei_ways;
+
 static const moe_field moei_layer_fields[] = {
     MOEI_ROUTER_FIELDS,
     MOEI_INT(MOEI_L, d_out, 1, MOE_MAX_WIDTH, "width of the output"),
@@ -3307,6 +3328,11 @@ static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error
         return moei_error(error, MOE_ERR_CONFIG, "add_input = 1 does not go with %s", moei_is_soft(&c->router) ? "select = soft" : "apply_to = input");
     if (c->n_shared > 0 && c->d_shared > MOE_MAX_WIDTH / c->n_shared)
         return moei_error(error, MOE_ERR_CONFIG, "d_shared = %d: n_shared = %d of them are wider than %d", c->d_shared, c->n_shared, (int)MOE_MAX_WIDTH);
+    if (c->transport != NULL && c->transport->ways == NULL)
+        return moei_error(error, MOE_ERR_CONFIG, "transport is not ready: call moe_transport_begin first");
+    if (c->transport != NULL && c->transport->n_ranks > c->router.n_experts)
+        return moei_error(error, MOE_ERR_CONFIG, "n_experts = %d: the transport has n_ranks = %d, and every rank must hold at least one expert",
+                          c->router.n_experts, c->transport->n_ranks);
     return MOE_OK;
 }
 
@@ -3339,9 +3365,17 @@ moe_status moe_layer_preset(const char *name, moe_layer_config *config, moe_erro
 
 /* ==== the layer's tensors ===================================================================================================== */
 
+/* The experts that a layer of this configuration holds: all, or its rank's. */
+MOEI_TOOL size_t moei_own_experts(const moe_layer_config *c, size_t *first) {
+    size_t count = (size_t)c->router.n_experts;
+    *first = 0;
+    if (c->transport != NULL) moe_rank_part(count, c->transport->rank, c->transport->n_ranks, first, &count);
+    return count;
+}
+
 /* E matrices [out,in], or E bias rows when in is 0. */
 static int moei_slot_experts(moe_slot *slot, const moe_layer_config *c, int out, int in) {
-    size_t experts = (size_t)c->router.n_experts;
+    size_t first, experts = moei_own_experts(c, &first);
     if (in == 0) return moei_slot_set(slot, 2, experts, (size_t)out, 1, MOE_PARAM_NO_DECAY, MOEI_R(0.0), MOEI_R(0.0));
     return moei_slot_set(slot, 3, experts, (size_t)out, (size_t)in, MOE_PARAM_TRAINED, MOEI_R(0.0), MOEI_R(1.0) / MOEI_F(sqrt)((moe_real)in));
 }
@@ -3502,14 +3536,23 @@ static void moei_table_fill(const moe_slot *slot, size_t experts, moe_real *tabl
     }
 }
 
-/* Starts one tensor of a layer at random. */
+/* Passes by what other ranks' experts draw. */
+static void moei_slot_skip(const moe_slot *slot, size_t experts, moe_rng *rng) {
+    size_t i, own = slot->shape[0] > 0 ? slot->count / slot->shape[0] : 0;
+    for (i = 0; i < experts * own && slot->init_spread > MOEI_R(0.0); i++) (void)moe_rng_normal(rng);
+}
+
+/* Starts one tensor of a layer at random; of a tensor of experts the own ones, with the numbers that they have among all. */
 static void moei_place_fill(const moe_layer_config *c, int place, const moe_slot *slot, moe_real *values, moe_rng *rng) {
-    size_t i;
+    size_t i, first = 0, others = 0;
     if (place == MOE_ROUTER_TABLE) {
         moei_table_fill(slot, (size_t)c->router.n_experts, values, rng);
         return;
     }
+    if (place >= MOE_EXPERTS_GATE && place < MOE_SHARED_GATE) others = (size_t)c->router.n_experts - moei_own_experts(c, &first);
+    moei_slot_skip(slot, first, rng);
     moei_slot_fill(slot, values, rng);
+    moei_slot_skip(slot, others - first, rng);
     for (i = 0; i < slot->count && place == MOE_ROUTER_AC_RUNNING; i++) /* factors of features are not negative */
         if (values[i] < MOEI_R(0.0)) values[i] = MOEI_R(0.0);
 }
@@ -3552,6 +3595,7 @@ moe_status moe_layer_create(moe_layer *layer, const moe_layer_config *config, in
     if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
     if (!moei_can_allocate(allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
     status = moe_layer_init(&made, config, error);
+    if (status == MOE_OK && made.config.transport != NULL) status = made.config.transport->ways->agree(&made.config, seed, error);
     if (status != MOE_OK) return status;
     if (allocator != NULL) made.allocator = *allocator;
     status = moei_layer_allocate(&made, trainable, error);
@@ -3630,11 +3674,11 @@ static int moei_all_read(const moe_layer *layer, int place) {
 }
 
 size_t moe_layer_parameters(const moe_layer *layer, size_t *used_per_token) {
-    size_t count = 0, used = 0, experts, chosen;
+    size_t count = 0, used = 0, experts, chosen, first;
     moe_slot slot;
     int place;
     if (layer == NULL) return 0;
-    experts = (size_t)layer->config.router.n_experts;
+    experts = moei_own_experts(&layer->config, &first);
     chosen = moei_is_soft(&layer->config.router) ? experts : layer->config.router.select == MOE_SELECT_AFFINITY ? 1 : moei_max_choices(&layer->config.router);
     for (place = 0; place < MOE_LAYER_SLOTS; place++) {
         if (moe_layer_slot(&layer->config, place, &slot) != MOE_OK) continue;
@@ -4171,6 +4215,7 @@ static moe_status moei_layer_size(const moe_layer *layer, size_t n, size_t past,
     moe_layer_pass p;
     moei_chain chain;
     if (!MOEI_FITS_INT32(n)) return MOE_ERR_OVERFLOW;
+    if (layer->config.transport != NULL) return past > 0 ? MOE_ERR_UNSUPPORTED : layer->config.transport->ways->size(layer, n, training, bytes);
     chain = moei_chain_begin(layer, layer->config.expert);
     moei_layer_layout(layer, &chain, n, past, training, &l, &p);
     if (l.overflow) return MOE_ERR_OVERFLOW;
@@ -4332,16 +4377,22 @@ static void moei_score_task(void *work, int index) {
     }
 }
 
+/* A copy of x with zeros for padding. */
+static void moei_clean(const moe_call *call, size_t d, moe_real *clean) {
+    size_t t;
+    for (t = 0; t < call->n_tokens; t++)
+        if (moei_is_real(call, t)) memcpy(clean + t * d, call->x + t * d, d * sizeof(moe_real));
+        else memset(clean + t * d, 0, d * sizeof(moe_real));
+}
+
 /* For scores that read experts: the activation of every expert for every token. Padding counts as zeros. */
 static void moei_layer_score_experts(const moe_layer *layer, moe_layer_pass *p, const moei_chain *chain, const moe_parallel *team) {
     int scored = moei_scored_node(&layer->config);
-    size_t d = (size_t)layer->config.router.d_model, experts = (size_t)layer->config.router.n_experts, t;
+    size_t d = (size_t)layer->config.router.d_model, experts = (size_t)layer->config.router.n_experts;
     moei_job job;
     if (scored < 0 || p->call.n_tokens == 0) return;
     job = moei_job_begin(layer, p, chain);
-    memcpy(p->clean, p->x, p->call.n_tokens * d * sizeof(moe_real));
-    for (t = 0; t < p->call.n_tokens; t++)
-        if (!moei_is_real(&p->call, t)) memset(p->clean + t * d, 0, d * sizeof(moe_real));
+    moei_clean(&p->call, d, p->clean);
     job.of = moei_tasks(team, &job.chain, p->call.n_tokens * experts, experts);
     job.mask = moei_all_nodes(layer);
     for (job.end = 0; job.end < experts; ) { /* all experts together, or one by one where they share the buffer of quantised rows */
@@ -4506,7 +4557,7 @@ static void moei_layer_experts(const moe_layer *layer, moe_layer_pass *p, const 
 static moe_real moei_input_share(const moe_layer *layer, const moe_layer_pass *p, size_t t) {
     size_t experts = (size_t)layer->config.router.n_experts, e;
     moe_real share = MOEI_R(1.0);
-    for (e = 0; e < experts; e++) share -= p->routing.weights[t * experts + e];
+    for (e = 0; e < experts; e++) share -= p->routing.weights[(p->routing.first + t) * experts + e];
     return share;
 }
 
@@ -4585,7 +4636,8 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     moe_router router;
     moe_status status;
     if (layer == NULL || call == NULL || work == NULL || (call->n_tokens > 0 && y == NULL)) return MOE_ERR_ARGUMENT;
-    status = moei_layer_call_check(layer, call);
+    if (layer->config.transport != NULL) return layer->config.transport->ways->forward(layer, call, y, work, work_size, pass);
+    status = call->batch == NULL ? moei_layer_call_check(layer, call) : MOE_ERR_ARGUMENT; /* a batch needs the experts of all */
     if (status != MOE_OK) return status;
     chain = moei_chain_begin(layer, layer->config.expert);
     moei_layer_layout(layer, &chain, call->n_tokens, call->n_past, moei_keeps(call), &l, &p);
@@ -4940,13 +4992,14 @@ moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_re
     moei_returned back;
     if (layer == NULL || pass == NULL || (pass->call.n_tokens > 0 && dy == NULL)) return MOE_ERR_ARGUMENT;
     if (pass->d_rows == NULL || !pass->call.training) return MOE_ERR_STATE;
-    if (pass->call.n_tokens == 0) return MOE_OK;
     back.dy = dy, back.d_outputs = back.d_weights = NULL;
+    if (pass->ranks != NULL) return layer->config.transport->ways->backward(layer, &back, dx, d_router_x, pass);
+    if (pass->call.n_tokens == 0) return MOE_OK;
     return moei_layer_backward(layer, &back, dx, d_router_x, pass);
 }
 
 const moe_real *moe_layer_expert_outputs(const moe_layer *layer, const moe_layer_pass *pass) {
-    if (layer == NULL || pass == NULL || pass->d_rows == NULL || pass->routing.plan.rows > 0) return NULL;
+    if (layer == NULL || pass == NULL || pass->d_rows == NULL || pass->routing.plan.rows > 0 || pass->ranks != NULL) return NULL;
     return pass->node[MOE_NODE_OUTPUT];
 }
 
@@ -4955,7 +5008,8 @@ moe_status moe_layer_backward_experts(const moe_layer *layer, const moe_real *d_
     moei_returned back;
     if (layer == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
     if (pass->d_rows == NULL || !pass->call.training || pass->routing.plan.rows > 0) return MOE_ERR_STATE;
-    if (layer->config.n_shared > 0 || layer->config.add_input || layer->config.router.apply_to == MOE_APPLY_INPUT) return MOE_ERR_UNSUPPORTED;
+    if (layer->config.n_shared > 0 || layer->config.add_input || layer->config.router.apply_to == MOE_APPLY_INPUT || pass->ranks != NULL)
+        return MOE_ERR_UNSUPPORTED;
     if (pass->call.n_tokens == 0) return MOE_OK;
     if (d_outputs == NULL || d_weights == NULL) return MOE_ERR_ARGUMENT;
     back.dy = NULL, back.d_outputs = d_outputs, back.d_weights = d_weights;
@@ -4996,6 +5050,868 @@ moe_status moe_layer_advance(moe_layer *layer) {
 }
 
 #endif
+
+/* ==== experts on several machines ======================================================================================================= */
+
+void moe_rank_part(size_t n, int rank, int n_ranks, size_t *first, size_t *count) {
+    size_t parts = n_ranks > 0 ? (size_t)n_ranks : 1, part = rank > 0 ? (size_t)rank : 0, each = n / parts, more = n % parts;
+    *first = part * each + (part < more ? part : more);
+    *count = each + (part < more);
+}
+
+enum { MOEI_WORDS = 8 }; /* numbers for each rank that a transport can exchange without other memory */
+
+/* ---- agreement ------------------------------------------------------------------------------------------------------------------- */
+
+/* counts of the transport, counted. */
+static moe_status moei_counts(const moe_transport *t, size_t n, const uint64_t *send, uint64_t *receive) {
+    int r;
+    for (r = 0; r < t->n_ranks && t->traffic != NULL && t->traffic->bytes != NULL; r++)
+        if (r != t->rank) t->traffic->bytes[r] += n * sizeof(uint64_t);
+    return t->counts(t->ctx, n, send, receive) == MOE_OK ? MOE_OK : MOE_ERR_TRANSPORT;
+}
+
+/* The same n <= MOEI_WORDS numbers to all; *all = those of rank r from all[r n] on. */
+static moe_status moei_tell_ranks(const moe_transport *t, size_t n, const uint64_t *values, const uint64_t **all) {
+    uint64_t *send = t->memory, *receive = send + (size_t)t->n_ranks * MOEI_WORDS;
+    int r;
+    for (r = 0; r < t->n_ranks; r++) memcpy(send + (size_t)r * n, values, n * sizeof *values);
+    *all = receive;
+    return moei_counts(t, n, send, receive);
+}
+
+/* A status as a number, and what a rank returns that hears those of all, `stride` numbers apart. */
+static uint64_t moei_status_word(moe_status status) { return (uint64_t)(unsigned)-(int)status; }
+
+static moe_status moei_heard(const moe_transport *t, moe_status own, const uint64_t *words, size_t stride) {
+    int r;
+    for (r = 0; r < t->n_ranks && own == MOE_OK; r++)
+        if (words[(size_t)r * stride] != 0) own = MOE_ERR_PEER;
+    return own;
+}
+
+moe_status moe_transport_status(const moe_transport *transport, moe_status status) {
+    const uint64_t *all;
+    uint64_t word = moei_status_word(status);
+    moe_status sent;
+    if (transport == NULL || transport->ways == NULL) return MOE_ERR_ARGUMENT;
+    sent = moei_tell_ranks(transport, 1, &word, &all);
+    return sent == MOE_OK ? moei_heard(transport, status, all, 1) : sent;
+}
+
+/* *rank: the first that differs in *i, the first number that any rank has otherwise than rank 0; *theirs is its number. All ranks see the same. */
+static moe_status moei_agree(const moe_transport *t, size_t n, const uint64_t *values, int *rank, size_t *i, uint64_t *theirs) {
+    const uint64_t *all;
+    size_t from, part, j;
+    int r;
+    for (from = 0; from < n; from += part) {
+        part = n - from < MOEI_WORDS ? n - from : (size_t)MOEI_WORDS;
+        if (moei_tell_ranks(t, part, values + from, &all) != MOE_OK) return MOE_ERR_TRANSPORT;
+        for (j = 0; j < part; j++)
+            for (r = 1; r < t->n_ranks; r++)
+                if (all[(size_t)r * part + j] != all[j]) {
+                    for (*rank = 0; all[(size_t)*rank * part + j] == all[(size_t)t->rank * part + j];) ++*rank; /* as seen from here */
+                    *i = from + j, *theirs = all[(size_t)*rank * part + j];
+                    return MOE_ERR_CONFIG;
+                }
+    }
+    return MOE_OK;
+}
+
+moe_status moe_transport_agree(const moe_transport *transport, size_t n, const uint64_t *values, int *rank, size_t *i) {
+    uint64_t theirs = 0;
+    int other = 0;
+    size_t place = 0;
+    moe_status status;
+    if (transport == NULL || transport->ways == NULL || (n > 0 && values == NULL)) return MOE_ERR_ARGUMENT;
+    status = moei_agree(transport, n, values, &other, &place, &theirs);
+    if (status == MOE_ERR_CONFIG && rank != NULL) *rank = other;
+    if (status == MOE_ERR_CONFIG && i != NULL) *i = place;
+    return status;
+}
+
+/* A field of a configuration as a number. */
+MOEI_TOOL uint64_t moei_field_bits(const moe_field *field, const void *config) {
+    const unsigned char *at = (const unsigned char *)config + field->offset;
+    uint64_t bits = 0;
+    double real;
+    moe_real value;
+    int whole;
+    if (field->kind == MOE_FIELD_REAL) {
+        memcpy(&value, at, sizeof value);
+        real = (double)value;
+        memcpy(&bits, &real, sizeof bits);
+        return bits;
+    }
+    memcpy(&whole, at, sizeof whole);
+    return (uint64_t)(int64_t)whole;
+}
+
+/* Writes a field's number, which another rank has, into a configuration of scratch, and its text. */
+static void moei_bits_text(const moe_field *field, uint64_t bits, void *config, char *text, size_t room) {
+    unsigned char *at = (unsigned char *)config + field->offset;
+    double real;
+    moe_real value;
+    int whole = (int)(int64_t)bits;
+    memcpy(&real, &bits, sizeof real);
+    value = (moe_real)real;
+    if (field->kind == MOE_FIELD_REAL) memcpy(at, &value, sizeof value);
+    else memcpy(at, &whole, sizeof whole);
+    moe_field_text(field, config, text, room);
+}
+
+/* Whether all ranks have the same in every field; `scratch` is a copy of config that may be written to. The instruction set is each rank's own. */
+MOEI_TOOL moe_status moei_agree_fields(const moe_transport *t, const moe_field *fields, const void *config, void *scratch, const char *what, moe_error *error) {
+    char own[40], other[40];
+    uint64_t bits, theirs = 0;
+    size_t i, f;
+    int rank = 0;
+    moe_status status;
+    for (f = 0; fields[f].name != NULL; f++) {
+        if (moei_strcmp(fields[f].name, "kernels") == 0) continue;
+        bits = moei_field_bits(&fields[f], config);
+        status = moei_agree(t, 1, &bits, &rank, &i, &theirs);
+        if (status == MOE_ERR_TRANSPORT) return moei_error(error, status, "%s: the transport failed", what);
+        if (status == MOE_OK) continue;
+        moe_field_text(&fields[f], config, own, sizeof own);
+        moei_bits_text(&fields[f], theirs, scratch, other, sizeof other);
+        return moei_error(error, status, "%s%s = %s: rank %d has %s; all ranks must have the same settings", what, fields[f].name, own, rank, other);
+    }
+    return MOE_OK;
+}
+
+static moe_status moei_layer_agree(const moe_layer_config *config, uint64_t seed, moe_error *error) {
+    moe_layer_config scratch = *config;
+    uint64_t theirs = 0;
+    size_t i;
+    int rank = 0;
+    moe_status status = moei_agree_fields(config->transport, moei_layer_fields, config, &scratch, "", error);
+    if (status == MOE_OK && (status = moei_agree(config->transport, 1, &seed, &rank, &i, &theirs)) != MOE_OK)
+        return moei_error(error, status, "seed: rank %d has another one; all ranks must have the same", rank);
+    return status;
+}
+
+/* All settings as one number. */
+static uint64_t moei_settings_sum(const moe_layer_config *config) {
+    uint64_t sum = 0;
+    const moe_field *field;
+    for (field = moei_layer_fields; field->name != NULL; field++)
+        if (moei_strcmp(field->name, "kernels") != 0) sum = (sum ^ moei_field_bits(field, config)) * UINT64_C(0x9e3779b97f4a7c15) + (sum >> 29);
+    return sum;
+}
+
+/* ---- a batch of all ranks --------------------------------------------------------------------------------------------------------- */
+
+/* The places of rows in one exchange, R numbers each. */
+typedef struct moei_places {
+    size_t *send_counts, *send_at, *receive_counts, *receive_at;
+} moei_places;
+
+/* What a layer with a transport needs in one call beside the pass of its own tokens. It lies in the work memory. */
+typedef struct moei_ranks {
+    const moe_transport *transport;
+    moe_batch batch;
+    size_t most;                 /* the most tokens of a rank */
+    size_t first_expert, experts, most_experts; /* own, the most of a rank */
+    size_t chunks;
+    size_t *first_tokens;        /* [R+1] of each rank, and the end */
+    uint64_t *out_counts, *in_counts; /* [R,most_experts+1] a status, and rows for each expert of the goal */
+    moei_places places[MOE_EXCHANGES];
+    moe_exchange exchange[MOE_EXCHANGES];
+    unsigned char *copy;         /* own rows on their way to all */
+    moe_real *rows, *outputs, *d_outputs; /* [own rows: d, o, o] of the plan: x, f(x), its gradient */
+    moe_real *received, *made, *d_received; /* [rows at home: d, o, d] x, f(x) or its gradient, gradient of x */
+    size_t most_received;
+    size_t *chunk_offsets;       /* [own experts + 1] the home's plan, but for the experts of one chunk without rows */
+    moe_layer home;              /* the own experts as a layer of their own */
+    moe_layer_pass home_pass;    /* its pass on what has been received */
+    moe_layer_pass scored_pass;  /* and, for scores that read experts, on the tokens of all ranks */
+    moe_real *all_x, *d_all_x;   /* [R most,d] */
+    moe_real *nodes, *d_nodes;   /* [E,most,width] what the score reads of the own tokens */
+    moe_real *parts;             /* [R most,d] gradients of the own tokens, from each rank */
+} moei_ranks;
+
+/* A step of an exchange. counted: its rows are token rows. */
+static moe_status moei_move(const moei_ranks *k, int slot, int stage, int counted) {
+    const moe_transport *t = k->transport;
+    const moe_exchange *e = &k->exchange[slot];
+    int r;
+    for (r = 0; r < t->n_ranks && t->traffic != NULL && (stage & MOE_EXCHANGE_BEGIN); r++) {
+        if (counted && t->traffic->rows != NULL) t->traffic->rows[r] += e->send_counts[r];
+        if (r != t->rank && t->traffic->bytes != NULL) t->traffic->bytes[r] += e->send_counts[r] * e->row_bytes;
+    }
+    if (t->traffic != NULL && (stage & MOE_EXCHANGE_BEGIN)) t->traffic->exchanges++;
+    return t->rows(t->ctx, stage, e) == MOE_OK ? MOE_OK : MOE_ERR_TRANSPORT;
+}
+
+/* Sets up an exchange whose places are filled in. */
+static void moei_exchange_of(moei_ranks *k, int slot, size_t row_bytes, const void *send, void *receive, int back) {
+    const moei_places *p = &k->places[slot];
+    moe_exchange *e = &k->exchange[slot];
+    e->slot = slot, e->row_bytes = row_bytes, e->send = send, e->receive = receive;
+    e->send_counts = back ? p->receive_counts : p->send_counts, e->send_at = back ? p->receive_at : p->send_at;
+    e->receive_counts = back ? p->send_counts : p->receive_counts, e->receive_at = back ? p->send_at : p->receive_at;
+}
+
+/* moe_batch.gather: the own rows to all. */
+static moe_status moei_ranks_gather(void *ctx, moe_status status, size_t row_bytes, void *rows) {
+    moei_ranks *k = (moei_ranks *)ctx;
+    const moei_places *p = &k->places[0];
+    size_t rank = (size_t)k->transport->rank, own = k->first_tokens[rank + 1] - k->first_tokens[rank];
+    int r;
+    status = moe_transport_status(k->transport, status);
+    if (status != MOE_OK) return status;
+    if (own > 0) memcpy(k->copy, (unsigned char *)rows + k->batch.first * row_bytes, own * row_bytes);
+    for (r = 0; r < k->transport->n_ranks; r++) {
+        p->send_counts[r] = own, p->send_at[r] = 0;
+        p->receive_counts[r] = k->first_tokens[r + 1] - k->first_tokens[r], p->receive_at[r] = k->first_tokens[r];
+    }
+    moei_exchange_of(k, 0, row_bytes, k->copy, rows, 0);
+    return moei_move(k, 0, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, 0);
+}
+
+/* The experts of a rank, and those of them that are in a chunk, counted from the rank's first. */
+static void moei_rank_experts(const moe_layer *layer, int rank, size_t *first, size_t *count) {
+    moe_rank_part((size_t)layer->config.router.n_experts, rank, layer->config.transport->n_ranks, first, count);
+}
+
+static void moei_chunk_of(const moei_ranks *k, size_t experts, size_t chunk, size_t *from, size_t *to) {
+    size_t count;
+    moe_rank_part(experts, (int)chunk, (int)k->chunks, from, &count);
+    *to = *from + count;
+}
+
+/* ---- work memory ------------------------------------------------------------------------------------------------------------------ */
+
+/* The own experts as a layer: rows in, rows out. */
+static moe_layer moei_home_layer(const moe_layer *layer) {
+    moe_layer home = *layer;
+    size_t first;
+    home.config.router.n_experts = (int)moei_own_experts(&layer->config, &first);
+    home.config.router.select = MOE_SELECT_TOP_K;
+    home.config.router.top_k = 1;
+    home.config.router.apply_to = MOE_APPLY_OUTPUT;
+    home.config.router.score = MOE_SCORE_LINEAR;
+    home.config.transport = NULL;
+    home.config.n_shared = 0;
+    return home;
+}
+
+/* The most rows that one expert gets from all ranks, and that all experts of one rank get. */
+static int moei_home_rows(const moe_layer *layer, const moei_ranks *k, size_t *of_one, size_t *of_all) {
+    const moe_layer_config *c = &layer->config;
+    size_t choices = moei_max_choices(&c->router), experts = moei_is_soft(&c->router) || choices > k->experts ? k->experts : choices;
+    return moei_mul(moei_expert_rows(c, k->most), (size_t)k->transport->n_ranks, of_one) && moei_mul(*of_one, experts, of_all);
+}
+
+static void moei_home_layout(const moe_layer *layer, moei_ranks *k, int training, moei_layout *l) {
+    moei_chain chain = moei_chain_begin(&k->home, k->home.config.expert);
+    moe_layer_pass *h = &k->home_pass;
+    size_t of_one = 0, of_all = 0, stride = moei_stride(layer, chain.d);
+    if (!moei_home_rows(layer, k, &of_one, &of_all)) l->overflow = 1;
+    k->most_received = of_all;
+    memset(h, 0, sizeof *h);
+    h->call.n_tokens = of_one; /* what one expert may get */
+    h->routing.plan.offsets = (size_t *)moei_take(l, k->experts + 1, sizeof(size_t));
+    h->routing.plan.entries = (moe_entry *)moei_take(l, of_all, sizeof(moe_entry));
+    h->routing.plan.n_experts = k->experts;
+    k->chunk_offsets = (size_t *)moei_take(l, k->experts + 1, sizeof(size_t));
+    k->received = moei_take_reals(l, of_all, chain.d);
+    k->made = moei_take_reals(l, of_all, chain.width[MOE_NODE_OUTPUT]);
+    h->x = k->received;
+    h->rows = moei_take_lines(layer, l, of_one, stride);
+    moei_take_nodes(&chain, l, training ? of_all : of_one, training, h->node);
+    if (!training) {
+        moei_take_quantised(&k->home, l, of_one, of_one, h);
+        return;
+    }
+    h->routing.d_weight_out = moei_take_reals(l, of_all, 1);
+    k->d_received = moei_take_reals(l, of_all, chain.d);
+    h->d_rows = moei_take_lines(layer, l, of_one, stride);
+    moei_take_nodes(&chain, l, of_one, 1, h->d_node);
+}
+
+/* For scores that read experts: the own experts on the tokens of all ranks. */
+static void moei_scored_layout(const moe_layer *layer, moei_ranks *k, int training, moei_layout *l) {
+    const moe_layer_config *c = &layer->config;
+    moei_chain chain = moei_chain_begin(layer, c->expert);
+    moe_layer_pass *a = &k->scored_pass;
+    unsigned all = moei_all_nodes(layer);
+    size_t total = 0, cells = 0, own = 0, width;
+    int node;
+    memset(a, 0, sizeof *a);
+    if (all == 0) return;
+    width = chain.width[moei_scored_node(c)];
+    if (!moei_mul((size_t)k->transport->n_ranks, k->most, &total) || !moei_mul(total, k->experts, &cells) ||
+        !moei_mul(k->most, (size_t)c->router.n_experts, &own))
+        l->overflow = 1;
+    k->all_x = moei_take_reals(l, total, chain.d);
+    k->nodes = moei_take_reals(l, own, width);
+    a->clean = moei_take_reals(l, total, chain.d);
+    for (node = 0; node < MOE_NODE_COUNT; node++)
+        if (all >> node & 1u) a->all[node] = moei_take_reals(l, cells, chain.width[node]);
+    if (!training) {
+        moei_take_quantised(layer, l, total, total, a);
+        return;
+    }
+    k->d_nodes = moei_take_reals(l, own, width);
+    k->d_all_x = moei_take_reals(l, total, chain.d);
+    k->parts = moei_take_reals(l, total, chain.d);
+    for (node = 0; node < MOE_NODE_COUNT; node++)
+        if (all >> node & 1u) a->d_all[node] = moei_take_reals(l, cells, chain.width[node]);
+}
+
+/* Bytes of the longest row that a router gathers. */
+static size_t moei_longest_row(const moe_router_config *c) {
+    size_t row = (size_t)c->n_experts > (size_t)c->d_model ? (size_t)c->n_experts : (size_t)c->d_model, choices = moei_max_choices(c) * sizeof(int32_t);
+    return row * sizeof(moe_real) > choices ? row * sizeof(moe_real) : choices;
+}
+
+static void moei_shared_layout(const moe_layer *layer, size_t n, int training, moei_layout *l, moe_layer_pass *p) {
+    moei_chain shared;
+    if (layer->config.n_shared == 0) return;
+    shared = moei_chain_begin(layer, MOEI_SHARED);
+    moei_take_nodes(&shared, l, n, training, p->shared);
+    p->shared_factor = moei_take_reals(l, n, 1);
+    if (training) moei_take_nodes(&shared, l, n, 1, p->d_shared);
+    else moei_take_quantised(layer, l, n, n, p);
+}
+
+/* Lays a pass out in memory where no rank brings more than `most` tokens; the same function with an empty base counts the bytes. */
+static moei_ranks *moei_ranks_layout(const moe_layer *layer, size_t most, int training, moei_layout *l, moe_layer_pass *p, moei_ranks *counting) {
+    const moe_transport *t = layer->config.transport;
+    moei_ranks *k = (moei_ranks *)moei_take(l, 1, sizeof *k);
+    size_t ranks = (size_t)t->n_ranks, total = 0, rows = 0, words = 0, d = (size_t)layer->config.router.d_model, o = (size_t)layer->config.d_out;
+    int slot;
+    memset(p, 0, sizeof *p);
+    if (k == NULL) k = counting;
+    memset(k, 0, sizeof *k);
+    k->transport = t, k->most = most;
+    k->experts = moei_own_experts(&layer->config, &k->first_expert);
+    k->most_experts = ((size_t)layer->config.router.n_experts + ranks - 1) / ranks;
+    k->chunks = t->chunks > 1 ? (size_t)t->chunks : 1;
+    if (k->chunks > k->most_experts) k->chunks = k->most_experts;
+    k->home = moei_home_layer(layer);
+    if (!moei_mul(most, ranks, &total) || !MOEI_FITS_INT32(total) || !moei_kept_rows(&layer->config, most, &rows) ||
+        !moei_mul(ranks, k->most_experts + 1, &words))
+        l->overflow = 1;
+    k->first_tokens = (size_t *)moei_take(l, ranks + 1, sizeof(size_t));
+    k->out_counts = (uint64_t *)moei_take(l, words, sizeof(uint64_t));
+    k->in_counts = (uint64_t *)moei_take(l, words, sizeof(uint64_t));
+    for (slot = 0; slot < MOE_EXCHANGES; slot++) {
+        k->places[slot].send_counts = (size_t *)moei_take(l, ranks, sizeof(size_t));
+        k->places[slot].send_at = (size_t *)moei_take(l, ranks, sizeof(size_t));
+        k->places[slot].receive_counts = (size_t *)moei_take(l, ranks, sizeof(size_t));
+        k->places[slot].receive_at = (size_t *)moei_take(l, ranks, sizeof(size_t));
+    }
+    k->copy = (unsigned char *)moei_take(l, most, moei_longest_row(&layer->config.router));
+    if (l->overflow || moe_route_batch_size(&layer->router, most, total, training, &p->route_size) != MOE_OK) l->overflow = 1;
+    p->route_memory = moei_take(l, p->route_size, 1);
+    p->clean = moei_all_nodes(layer) != 0 ? moei_take_reals(l, most, d) : NULL;
+    k->rows = moei_take_reals(l, rows, d);
+    k->outputs = moei_take_reals(l, rows, o);
+    if (training) k->d_outputs = moei_take_reals(l, rows, o);
+    moei_home_layout(layer, k, training, l);
+    moei_scored_layout(layer, k, training, l);
+    moei_shared_layout(layer, most, training, l, p);
+    p->d_rows = training ? k->rows : NULL;
+    p->ranks = k;
+    return k;
+}
+
+static moe_status moei_ranks_size(const moe_layer *layer, size_t n, int training, size_t *bytes) {
+    moei_layout l = moei_layout_begin(NULL);
+    moe_layer_pass p;
+    moei_ranks counting;
+    (void)moei_ranks_layout(layer, n, training, &l, &p, &counting);
+    if (l.overflow) return MOE_ERR_OVERFLOW;
+    *bytes = l.used;
+    return MOE_OK;
+}
+
+/* ---- to the experts and back -------------------------------------------------------------------------------------------------------- */
+
+static size_t moei_plan_length(const moe_layer *layer, const moe_layer_pass *p) {
+    size_t experts = (size_t)layer->config.router.n_experts;
+    return p->routing.plan.rows > 0 ? experts * p->routing.plan.rows : p->routing.plan.offsets[experts];
+}
+
+/* Tells every rank how many rows its experts get, or that there will be none. */
+static moe_status moei_tell_counts(const moe_layer *layer, const moe_layer_pass *p, moe_status status) {
+    moei_ranks *k = p->ranks;
+    size_t n = k->most_experts + 1, first, count, e;
+    moe_status sent;
+    int r;
+    memset(k->out_counts, 0, (size_t)k->transport->n_ranks * n * sizeof(uint64_t));
+    for (r = 0; r < k->transport->n_ranks; r++) {
+        moei_rank_experts(layer, r, &first, &count);
+        k->out_counts[(size_t)r * n] = moei_status_word(status);
+        for (e = 0; e < count && status == MOE_OK; e++) k->out_counts[(size_t)r * n + 1 + e] = moei_rows_of(p, first + e);
+    }
+    sent = moei_counts(k->transport, n, k->out_counts, k->in_counts);
+    return sent == MOE_OK ? moei_heard(k->transport, status, k->in_counts, n) : sent;
+}
+
+/* The home's plan: the rows of an expert by rank, then as the rank sent them, which is the order of tokens. They are received chunk after chunk, in it rank
+   after rank. Numbers that no rank can have are the transport's fault. */
+static moe_status moei_home_plan(moei_ranks *k) {
+    moe_plan *plan = &k->home_pass.routing.plan;
+    size_t n = k->most_experts + 1, e, at = 0, chunk, from, to, r, i;
+    for (e = 0; e < k->experts; e++)
+        for (r = 0, plan->offsets[e] = at; r < (size_t)k->transport->n_ranks; r++) {
+            uint64_t count = k->in_counts[r * n + 1 + e];
+            if (count > k->most_received - at) return MOE_ERR_TRANSPORT;
+            at += (size_t)count;
+        }
+    plan->offsets[k->experts] = at;
+    memcpy(k->chunk_offsets, plan->offsets, (k->experts + 1) * sizeof(size_t)); /* here: where the next row of an expert goes */
+    for (chunk = 0, at = 0; chunk < k->chunks; chunk++) {
+        moei_chunk_of(k, k->experts, chunk, &from, &to);
+        for (r = 0; r < (size_t)k->transport->n_ranks; r++)
+            for (e = from; e < to; e++)
+                for (i = 0; i < (size_t)k->in_counts[r * n + 1 + e]; i++) {
+                    moe_entry *entry = plan->entries + k->chunk_offsets[e]++;
+                    entry->token = (int32_t)at++;
+                    entry->rank = 0;
+                    entry->weight_in = entry->weight_out = MOEI_R(1.0);
+                }
+    }
+    plan->n_tokens = at;
+    return MOE_OK;
+}
+
+/* The places of a chunk's rows: in the own plan, and among what is received. */
+static void moei_chunk_places(const moe_layer *layer, const moe_layer_pass *p, size_t chunk, const moei_places *places) {
+    const moei_ranks *k = p->ranks;
+    size_t n = k->most_experts + 1, first, count, from, to, e, at;
+    int r;
+    moei_chunk_of(k, k->experts, chunk, &from, &to);
+    at = k->home_pass.routing.plan.offsets[from]; /* all rows of earlier chunks, which are earlier experts */
+    for (r = 0; r < k->transport->n_ranks; r++) {
+        places->receive_counts[r] = 0;
+        for (e = from; e < to; e++) places->receive_counts[r] += (size_t)k->in_counts[(size_t)r * n + 1 + e];
+        places->receive_at[r] = at;
+        at += places->receive_counts[r];
+    }
+    for (r = 0; r < k->transport->n_ranks; r++) {
+        size_t own_from, own_to;
+        moei_rank_experts(layer, r, &first, &count);
+        moei_chunk_of(k, count, chunk, &own_from, &own_to);
+        places->send_counts[r] = 0;
+        for (e = own_from; e < own_to; e++) places->send_counts[r] += moei_rows_of(p, first + e);
+        places->send_at[r] = places->send_counts[r] > 0 ? moei_first_row(p, first + own_from) : 0;
+    }
+}
+
+/* The home's pass with the rows of one chunk alone: the other experts have none, and all keep their places. */
+static void moei_chunk_pass(moei_ranks *k, size_t chunk, moe_layer_pass *pass) {
+    const size_t *all = k->home_pass.routing.plan.offsets;
+    size_t from, to, e;
+    moei_chunk_of(k, k->experts, chunk, &from, &to);
+    for (e = 0; e <= k->experts; e++) k->chunk_offsets[e] = all[e < from ? from : e > to ? to : e];
+    *pass = k->home_pass;
+    pass->routing.plan.offsets = k->chunk_offsets;
+}
+
+/* What a chunk's rows become at home: a row of numbers each. */
+typedef struct moei_errand {
+    const moe_layer *layer;
+    moe_layer_pass *p;
+    const moe_parallel *team;
+    size_t d_there, d_back;        /* widths of rows */
+    const moe_real *there;         /* own rows on their way out, [own rows,d_there] */
+    moe_real *at_home, *from_home; /* [rows at home: d_there, d_back] */
+    moe_real *back;                /* [own rows,d_back] */
+    void (*work)(const struct moei_errand *errand, moe_layer_pass *pass);
+} moei_errand;
+
+/* Takes all chunks there and back. The rows of one travel while another is worked on: slot 0 out, slot 1 back. */
+static moe_status moei_run_errand(const moei_errand *errand) {
+    enum { OUT = 0, BACK = 1 };
+    moei_ranks *k = errand->p->ranks;
+    size_t there = errand->d_there * sizeof(moe_real), back = errand->d_back * sizeof(moe_real), chunk, first, end;
+    moe_layer_pass pass;
+    moe_status status;
+    moei_chunk_places(errand->layer, errand->p, 0, &k->places[OUT]);
+    moei_exchange_of(k, OUT, there, errand->there, errand->at_home, 0);
+    status = moei_move(k, OUT, MOE_EXCHANGE_BEGIN, 1);
+    for (chunk = 0; chunk < k->chunks && status == MOE_OK; chunk++) {
+        status = moei_move(k, OUT, MOE_EXCHANGE_END, 1);
+        if (status == MOE_OK && chunk + 1 < k->chunks) {
+            moei_chunk_places(errand->layer, errand->p, chunk + 1, &k->places[OUT]);
+            moei_exchange_of(k, OUT, there, errand->there, errand->at_home, 0);
+            status = moei_move(k, OUT, MOE_EXCHANGE_BEGIN, 1);
+        }
+        moei_chunk_pass(k, chunk, &pass);
+        first = pass.routing.plan.offsets[0], end = pass.routing.plan.offsets[k->experts];
+        if (end > first) memset(errand->from_home + first * errand->d_back, 0, (end - first) * back);
+        if (status == MOE_OK) errand->work(errand, &pass);
+        if (status == MOE_OK && chunk > 0) status = moei_move(k, BACK, MOE_EXCHANGE_END, 1);
+        moei_chunk_places(errand->layer, errand->p, chunk, &k->places[BACK]);
+        moei_exchange_of(k, BACK, back, errand->from_home, errand->back, 1);
+        if (status == MOE_OK) status = moei_move(k, BACK, MOE_EXCHANGE_BEGIN, 1);
+    }
+    return status == MOE_OK ? moei_move(k, BACK, MOE_EXCHANGE_END, 1) : status;
+}
+
+static void moei_errand_forward(const moei_errand *errand, moe_layer_pass *pass) {
+    const moe_layer *home = &errand->p->ranks->home;
+    moei_chain chain = moei_chain_begin(home, home->config.expert);
+    moei_layer_experts(home, pass, &chain, errand->from_home, errand->team);
+}
+
+/* The rows of x that the plan names, times the weight on the input; soft mixes them. */
+static void moei_send_rows(const moe_layer *layer, const moe_layer_pass *p, moe_real *rows) {
+    size_t d = (size_t)layer->config.router.d_model, e, i;
+    int plain = moei_is_plain(layer, p);
+    if (!plain) memset(rows, 0, moei_plan_length(layer, p) * d * sizeof(moe_real));
+    for (e = 0; e < (size_t)layer->config.router.n_experts; e++)
+        for (i = 0; i < moei_entry_count(p, e); i++) {
+            const moe_entry *entry = p->routing.plan.entries + p->routing.plan.offsets[e] + i;
+            const moe_real *x = p->x + (size_t)entry->token * d;
+            moe_real *row = rows + (moei_first_row(p, e) + moei_row_of(p, entry, i)) * d;
+            if (plain) memcpy(row, x, d * sizeof(moe_real));
+            else moe_axpy(layer->kernels, d, entry->weight_in, x, row);
+        }
+}
+
+/* y_t += w_te f_e(x_t), experts in ascending order. */
+static void moei_combine(const moe_layer *layer, const moe_layer_pass *p, const moe_real *outputs, moe_real *y) {
+    size_t o = (size_t)layer->config.d_out, e, i;
+    for (e = 0; e < (size_t)layer->config.router.n_experts; e++)
+        for (i = 0; i < moei_entry_count(p, e); i++) {
+            const moe_entry *entry = p->routing.plan.entries + p->routing.plan.offsets[e] + i;
+            moe_axpy(layer->kernels, o, entry->weight_out, outputs + (moei_first_row(p, e) + moei_row_of(p, entry, i)) * o, y + (size_t)entry->token * o);
+        }
+}
+
+static void moei_count_pairs(const moe_layer *layer, const moe_layer_pass *p) {
+    const moe_transport *t = layer->config.transport;
+    int per_node = t->ranks_per_node > 0 ? t->ranks_per_node : t->n_ranks, r;
+    size_t first, count, e, rows;
+    if (t->traffic == NULL) return;
+    t->traffic->tokens += moei_real_tokens(&p->call, 0, p->call.n_tokens);
+    for (r = 0; r < t->n_ranks; r++) {
+        moei_rank_experts(layer, r, &first, &count);
+        for (e = first, rows = 0; e < first + count; e++) rows += moei_rows_of(p, e);
+        t->traffic->pairs += rows;
+        if (r != t->rank) t->traffic->pairs_away += rows;
+        if (r / per_node != t->rank / per_node) t->traffic->pairs_far += rows;
+    }
+}
+
+/* ---- scores that read experts ---------------------------------------------------------------------------------------------------------- */
+
+/* The places of [total,d] rows, those of each rank's tokens: own ones to all. */
+static void moei_all_places(const moei_ranks *k, const moei_places *places) {
+    size_t rank = (size_t)k->transport->rank;
+    int r;
+    for (r = 0; r < k->transport->n_ranks; r++) {
+        places->send_counts[r] = k->first_tokens[rank + 1] - k->first_tokens[rank], places->send_at[r] = 0;
+        places->receive_counts[r] = k->first_tokens[r + 1] - k->first_tokens[r], places->receive_at[r] = k->first_tokens[r];
+    }
+}
+
+/* The rows of a node: from home, where expert number e of every rank has those of all tokens, to the tokens' ranks. */
+static void moei_node_places(const moe_layer *layer, const moei_ranks *k, size_t e, const moei_places *places) {
+    size_t rank = (size_t)k->transport->rank, own = k->first_tokens[rank + 1] - k->first_tokens[rank], first, count;
+    int r;
+    for (r = 0; r < k->transport->n_ranks; r++) {
+        moei_rank_experts(layer, r, &first, &count);
+        places->send_counts[r] = e < k->experts ? k->first_tokens[r + 1] - k->first_tokens[r] : 0;
+        places->send_at[r] = e < k->experts ? e * k->batch.total + k->first_tokens[r] : 0;
+        places->receive_counts[r] = e < count ? own : 0;
+        places->receive_at[r] = e < count ? (first + e) * own : 0;
+    }
+}
+
+/* Every expert's activation for the own tokens: the tokens go to all ranks, what the own experts make of all tokens comes back. */
+static moe_status moei_ranks_score(const moe_layer *layer, moe_layer_pass *p, const moe_parallel *team) {
+    moei_ranks *k = p->ranks;
+    moe_layer_pass *a = &k->scored_pass;
+    moe_layer own = *layer;
+    moei_chain chain;
+    size_t e, row;
+    moe_status status;
+    int scored = moei_scored_node(&layer->config);
+    if (scored < 0) return MOE_OK;
+    own.config.router.n_experts = (int)k->experts, own.config.transport = NULL;
+    chain = moei_chain_begin(&own, own.config.expert);
+    moei_clean(&p->call, chain.d, p->clean);
+    moei_all_places(k, &k->places[0]);
+    moei_exchange_of(k, 0, chain.d * sizeof(moe_real), p->clean, k->all_x, 0);
+    status = moei_move(k, 0, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, 1);
+    if (status != MOE_OK) return status;
+    a->call.n_tokens = k->batch.total, a->call.x = a->x = k->all_x, a->call.training = p->call.training, a->call.keep = p->call.keep;
+    moei_layer_score_experts(&own, a, &chain, team);
+    row = chain.width[scored];
+    for (e = 0; e < k->most_experts && status == MOE_OK; e++) {
+        moei_node_places(layer, k, e, &k->places[0]);
+        moei_exchange_of(k, 0, row * sizeof(moe_real), a->all[scored], k->nodes, 0);
+        status = moei_move(k, 0, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, 1);
+    }
+    p->call.nodes = k->nodes, p->call.node_width = row;
+    return status;
+}
+
+/* ---- forward ----------------------------------------------------------------------------------------------------------------------------- */
+
+/* What the ranks tell each other at the start of a call. */
+enum { MOEI_SAYS_STATUS = 0, MOEI_SAYS_TOKENS, MOEI_SAYS_SETTINGS, MOEI_SAYS_KIND, MOEI_SAYS };
+
+/* Who brings how many tokens; whether all make the same call. Afterwards the transport's memory holds what every rank said. */
+static moe_status moei_ranks_meet(const moe_layer *layer, const moe_call *call, moe_status status, size_t *most, const uint64_t **said) {
+    const moe_transport *t = layer->config.transport;
+    uint64_t say[MOEI_SAYS], sum = 0;
+    moe_status sent;
+    int r;
+    say[MOEI_SAYS_STATUS] = moei_status_word(status), say[MOEI_SAYS_TOKENS] = call->n_tokens, say[MOEI_SAYS_SETTINGS] = moei_settings_sum(&layer->config);
+    say[MOEI_SAYS_KIND] = (uint64_t)(unsigned)(call->training != 0) | (uint64_t)(unsigned)(call->keep != 0) << 1;
+    sent = moei_tell_ranks(t, MOEI_SAYS, say, said);
+    if (sent != MOE_OK) return sent;
+    status = moei_heard(t, status, *said, MOEI_SAYS);
+    for (r = 0, *most = 0; r < t->n_ranks && status == MOE_OK; r++) {
+        const uint64_t *one = *said + (size_t)r * MOEI_SAYS;
+        if (one[MOEI_SAYS_SETTINGS] != (*said)[MOEI_SAYS_SETTINGS]) status = MOE_ERR_CONFIG;
+        if (one[MOEI_SAYS_KIND] != (*said)[MOEI_SAYS_KIND]) status = MOE_ERR_STATE;
+        if (one[MOEI_SAYS_TOKENS] > INT32_MAX || (sum += one[MOEI_SAYS_TOKENS]) > INT32_MAX) return MOE_ERR_OVERFLOW;
+        if (one[MOEI_SAYS_TOKENS] > *most) *most = (size_t)one[MOEI_SAYS_TOKENS];
+    }
+    return status;
+}
+
+/* The batch of this call, from what the ranks said. */
+static void moei_ranks_batch(moei_ranks *k, const uint64_t *said) {
+    size_t rank = (size_t)k->transport->rank;
+    int r;
+    for (r = 0, k->first_tokens[0] = 0; r < k->transport->n_ranks; r++)
+        k->first_tokens[r + 1] = k->first_tokens[r] + (size_t)said[(size_t)r * MOEI_SAYS + MOEI_SAYS_TOKENS];
+    k->batch.first = k->first_tokens[rank];
+    k->batch.total = k->first_tokens[k->transport->n_ranks];
+    k->batch.lead = rank == 0;
+    k->batch.ctx = k;
+    k->batch.gather = moei_ranks_gather;
+}
+
+/* Routes the own tokens and takes their rows to the experts and back. */
+static moe_status moei_ranks_experts(const moe_layer *layer, moe_layer_pass *p, const moe_parallel *team) {
+    moei_ranks *k = p->ranks;
+    moe_router router = moei_layer_router(layer);
+    moei_errand errand;
+    moe_status status = moei_ranks_score(layer, p, team);
+    if (status != MOE_OK) return status;
+    status = moe_route(&router, &p->call, p->route_memory, p->route_size, &p->routing);
+    status = moei_tell_counts(layer, p, status);
+    if (status == MOE_OK) status = moei_home_plan(k);
+    if (status != MOE_OK) return status;
+    moei_count_pairs(layer, p);
+    moei_send_rows(layer, p, k->rows);
+    k->home_pass.call.training = p->call.training, k->home_pass.call.keep = p->call.keep;
+    memset(&errand, 0, sizeof errand);
+    errand.layer = layer, errand.p = p, errand.team = team;
+    errand.d_there = (size_t)layer->config.router.d_model, errand.d_back = (size_t)layer->config.d_out;
+    errand.there = k->rows, errand.at_home = k->received, errand.from_home = k->made, errand.back = k->outputs;
+    errand.work = moei_errand_forward;
+    return moei_run_errand(&errand);
+}
+
+static moe_status moei_ranks_forward(const moe_layer *layer, const moe_call *call, moe_real *y, void *work, size_t work_size, moe_layer_pass *pass) {
+    moei_layout l = moei_layout_begin(work);
+    moe_layer_pass p;
+    moei_ranks counting, *k;
+    const uint64_t *said;
+    moe_parallel team;
+    size_t most = 0;
+    moe_status status = moei_layer_call_check(layer, call);
+    if (status == MOE_OK && (call->n_past > 0 || call->decoding || call->batch != NULL)) status = MOE_ERR_UNSUPPORTED;
+    status = moei_ranks_meet(layer, call, status, &most, &said);
+    if (status != MOE_OK) return status;
+    {
+        moei_layout room = moei_layout_begin(NULL);
+        (void)moei_ranks_layout(layer, most, moei_keeps(call), &room, &p, &counting);
+        status = room.overflow ? MOE_ERR_OVERFLOW : room.used > work_size ? MOE_ERR_SPACE : MOE_OK;
+    }
+    if (status == MOE_OK) {
+        k = moei_ranks_layout(layer, most, moei_keeps(call), &l, &p, &counting);
+        moei_ranks_batch(k, said);
+    }
+    status = moe_transport_status(layer->config.transport, status);
+    if (status != MOE_OK) return status;
+    p.call = *call;
+    p.call.batch = &p.ranks->batch;
+    p.x = call->x;
+    team = moei_team(call);
+    status = moei_ranks_experts(layer, &p, &team);
+    if (status != MOE_OK) return status;
+    if (call->n_tokens > 0) memset(y, 0, call->n_tokens * (size_t)layer->config.d_out * sizeof(moe_real));
+    moei_combine(layer, &p, p.ranks->outputs, y);
+    moei_layer_add_input(layer, &p, y);
+    moei_layer_shared(layer, &p, y, &team);
+    if (pass != NULL) *pass = p;
+    return MOE_OK;
+}
+
+/* ---- backward ---------------------------------------------------------------------------------------------------------------------------- */
+
+#ifndef MOE_NO_TRAIN
+static void moei_errand_backward(const moei_errand *errand, moe_layer_pass *pass) {
+    moei_returned back;
+    back.dy = errand->at_home, back.d_outputs = back.d_weights = NULL;
+    moei_experts_backward(&errand->p->ranks->home, pass, &back, errand->from_home, errand->team);
+}
+
+/* Rows of w_te dy_t for the experts. */
+static void moei_send_gradients(const moe_layer *layer, const moe_layer_pass *p, const moe_real *dy, moe_real *rows) {
+    size_t o = (size_t)layer->config.d_out, e, i;
+    memset(rows, 0, moei_plan_length(layer, p) * o * sizeof(moe_real));
+    for (e = 0; e < (size_t)layer->config.router.n_experts; e++)
+        for (i = 0; i < moei_entry_count(p, e); i++) {
+            const moe_entry *entry = p->routing.plan.entries + p->routing.plan.offsets[e] + i;
+            moe_axpy(layer->kernels, o, entry->weight_out, dy + (size_t)entry->token * o, rows + (moei_first_row(p, e) + moei_row_of(p, entry, i)) * o);
+        }
+}
+
+/* dx_t += w_in dx_row, dw_out = dy_t . f_e(x_t), dw_in = dx_row . x_t, experts in ascending order. */
+static void moei_take_gradients(const moe_layer *layer, moe_layer_pass *p, const moe_real *dy, const moe_real *d_rows, moe_real *dx) {
+    size_t d = (size_t)layer->config.router.d_model, o = (size_t)layer->config.d_out, e, i;
+    int plain = moei_is_plain(layer, p);
+    for (e = 0; e < (size_t)layer->config.router.n_experts; e++)
+        for (i = 0; i < moei_entry_count(p, e); i++) {
+            size_t at = p->routing.plan.offsets[e] + i;
+            const moe_entry *entry = p->routing.plan.entries + at;
+            size_t row = moei_first_row(p, e) + moei_row_of(p, entry, i), t = (size_t)entry->token;
+            if (dx != NULL) moe_axpy(layer->kernels, d, entry->weight_in, d_rows + row * d, dx + t * d);
+            p->routing.d_weight_out[at] = moe_dot(layer->kernels, o, dy + t * o, p->ranks->outputs + row * o);
+            if (!plain) p->routing.d_weight_in[at] = moe_dot(layer->kernels, d, d_rows + row * d, p->x + t * d);
+        }
+}
+
+/* Back through the activations that the score read: their gradients go home, those of the tokens come back from every rank and are added in the ranks' order. */
+static moe_status moei_ranks_score_backward(const moe_layer *layer, moe_layer_pass *p, moe_real *dx) {
+    moei_ranks *k = p->ranks;
+    moe_layer_pass *a = &k->scored_pass;
+    moe_layer own = *layer;
+    moei_chain common, chain;
+    moei_job job;
+    size_t e, t, own_tokens = p->call.n_tokens, r;
+    moe_status status = MOE_OK;
+    int scored = moei_scored_node(&layer->config);
+    if (scored < 0) return MOE_OK;
+    own.config.router.n_experts = (int)k->experts, own.config.transport = NULL;
+    common = moei_chain_begin(&own, own.config.expert);
+    job = moei_job_begin(&own, a, &common);
+    for (e = 0; e < k->experts; e++) {
+        chain = moei_all_chain(&job, e);
+        moei_zero_nodes(&chain);
+    }
+    for (e = 0; e < k->most_experts && status == MOE_OK; e++) {
+        moei_node_places(layer, k, e, &k->places[0]);
+        moei_exchange_of(k, 0, common.width[scored] * sizeof(moe_real), k->d_nodes, a->d_all[scored], 1);
+        status = moei_move(k, 0, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, 1);
+    }
+    if (status != MOE_OK) return status;
+    memset(k->d_all_x, 0, k->batch.total * common.d * sizeof(moe_real));
+    for (e = 0; e < k->experts; e++) {
+        chain = moei_all_chain(&job, e);
+        chain.d_x = k->d_all_x;
+        moei_chain_backward(&chain, moei_all_nodes(layer));
+    }
+    moei_all_places(k, &k->places[0]);
+    for (r = 0; r < (size_t)k->transport->n_ranks; r++) k->places[0].send_at[r] = r * own_tokens;
+    moei_exchange_of(k, 0, common.d * sizeof(moe_real), k->d_all_x, k->parts, 1);
+    status = moei_move(k, 0, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, 1);
+    for (r = 0; r < (size_t)k->transport->n_ranks && status == MOE_OK && dx != NULL; r++)
+        for (t = 0; t < own_tokens; t++) moe_axpy(layer->kernels, common.d, MOEI_R(1.0), k->parts + (r * own_tokens + t) * common.d, dx + t * common.d);
+    return status;
+}
+
+static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returned *back, moe_real *dx, moe_real *d_router_x, moe_layer_pass *pass) {
+    moei_ranks *k = pass->ranks;
+    moe_parallel team = moei_team(&pass->call);
+    moe_router router = moei_layer_router(layer);
+    moei_errand errand;
+    moe_status status;
+    size_t own = pass->call.n_tokens, experts = (size_t)layer->config.router.n_experts;
+    int scored = moei_scored_node(&layer->config);
+    if (own > 0) moei_shared_backward(layer, pass, back->dy, dx, &team);
+    moei_send_gradients(layer, pass, back->dy, k->d_outputs);
+    memset(&errand, 0, sizeof errand);
+    errand.layer = layer, errand.p = pass, errand.team = &team;
+    errand.d_there = (size_t)layer->config.d_out, errand.d_back = (size_t)layer->config.router.d_model;
+    errand.there = k->d_outputs, errand.at_home = k->made, errand.from_home = k->d_received, errand.back = k->rows;
+    errand.work = moei_errand_backward;
+    status = moei_run_errand(&errand);
+    if (status != MOE_OK) return status;
+    moei_take_gradients(layer, pass, back->dy, k->rows, dx);
+    if (own > 0) moei_add_input_backward(layer, pass, back->dy, dx);
+    if (scored >= 0) memset(k->d_nodes, 0, experts * own * pass->call.node_width * sizeof(moe_real));
+    status = moe_route_backward(&router, &pass->call, &pass->routing, layer->gradients, pass->call.router_x != NULL ? d_router_x : dx,
+                                scored < 0 ? NULL : k->d_nodes);
+    return status == MOE_OK ? moei_ranks_score_backward(layer, pass, dx) : status;
+}
+#define MOEI_RANKS_BACKWARD moei_ranks_backward
+#else
+#define MOEI_RANKS_BACKWARD NULL
+#endif
+
+/* ---- the transport ----------------------------------------------------------------------------------------------------------------------- */
+
+static const moei_ways moei_rank_ways = {moei_layer_agree, moei_ranks_size, moei_ranks_forward, MOEI_RANKS_BACKWARD};
+
+static moe_status moei_transport_check(const moe_transport *t, moe_error *error) {
+    if (t->counts == NULL || t->rows == NULL || t->sum == NULL)
+        return moei_error(error, MOE_ERR_ARGUMENT, "transport: %s must not be NULL", t->counts == NULL ? "counts" : t->rows == NULL ? "rows" : "sum");
+    if (t->n_ranks < 1 || t->n_ranks > MOE_MAX_EXPERTS)
+        return moei_error(error, MOE_ERR_CONFIG, "n_ranks = %d: must be 1 to %d", t->n_ranks, (int)MOE_MAX_EXPERTS);
+    if (t->rank < 0 || t->rank >= t->n_ranks) return moei_error(error, MOE_ERR_CONFIG, "rank = %d: must be 0 to n_ranks - 1 = %d", t->rank, t->n_ranks - 1);
+    if (t->ranks_per_node < 0 || (t->ranks_per_node > 0 && t->n_ranks % t->ranks_per_node != 0))
+        return moei_error(error, MOE_ERR_CONFIG, "ranks_per_node = %d: must divide n_ranks = %d", t->ranks_per_node, t->n_ranks);
+    if (t->two_level != 0 && t->two_level != 1) return moei_error(error, MOE_ERR_CONFIG, "two_level = %d: must be 0 or 1", t->two_level);
+    if (t->chunks < 0 || t->chunks > MOE_MAX_EXPERTS) return moei_error(error, MOE_ERR_CONFIG, "chunks = %d: must be 0 to %d", t->chunks, (int)MOE_MAX_EXPERTS);
+    return MOE_OK;
+}
+
+moe_status moe_transport_begin(moe_transport *transport, moe_error *error) {
+    static const char *const names[] = {"version of moe", "size of moe_real", "n_ranks", "ranks_per_node", "two_level", "chunks"};
+    uint64_t said[6], theirs = 0;
+    moe_transport made;
+    moe_allocator allocator;
+    moe_status status;
+    size_t i = 0;
+    int rank = 0;
+    if (transport == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "transport must not be NULL");
+    status = moei_transport_check(transport, error);
+    if (status != MOE_OK) return status;
+    if (!moei_can_allocate(transport->allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
+    made = *transport;
+    memset(&allocator, 0, sizeof allocator);
+    if (made.allocator != NULL) allocator = *made.allocator;
+    if (made.ranks_per_node == 0) made.ranks_per_node = made.n_ranks;
+    if (made.chunks == 0) made.chunks = 1;
+    made.memory_size = 2 * MOEI_WORDS * (size_t)made.n_ranks * sizeof(uint64_t);
+    made.memory = (uint64_t *)moei_alloc(&allocator, made.memory_size, 1);
+    if (made.memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of the transport", made.memory_size);
+    said[0] = MOE_VERSION_MAJOR * 1000000 + MOE_VERSION_MINOR * 1000 + MOE_VERSION_PATCH, said[1] = sizeof(moe_real);
+    said[2] = (uint64_t)made.n_ranks, said[3] = (uint64_t)made.ranks_per_node, said[4] = (uint64_t)made.two_level, said[5] = (uint64_t)made.chunks;
+    status = moei_agree(&made, 6, said, &rank, &i, &theirs);
+    if (status == MOE_OK) {
+        made.ways = &moei_rank_ways;
+        *transport = made;
+        return MOE_OK;
+    }
+    moei_free(&allocator, made.memory, made.memory_size);
+    if (status == MOE_ERR_TRANSPORT) return moei_error(error, status, "the transport's counts failed");
+    return moei_error(error, status, "%s = %z: rank %d has %z; all ranks must have the same", names[i], (size_t)said[i], rank, (size_t)theirs);
+}
+
+void moe_transport_end(moe_transport *transport) {
+    moe_allocator allocator;
+    if (transport == NULL) return;
+    memset(&allocator, 0, sizeof allocator);
+    if (transport->allocator != NULL) allocator = *transport->allocator;
+    if (transport->memory != NULL) moei_free(&allocator, transport->memory, transport->memory_size);
+    transport->memory = NULL, transport->memory_size = 0, transport->ways = NULL;
+}
 
 #ifdef __cplusplus
 }
