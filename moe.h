@@ -3330,6 +3330,8 @@ static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error
         return moei_error(error, MOE_ERR_CONFIG, "d_shared = %d: n_shared = %d of them are wider than %d", c->d_shared, c->n_shared, (int)MOE_MAX_WIDTH);
     if (c->transport != NULL && c->transport->ways == NULL)
         return moei_error(error, MOE_ERR_CONFIG, "transport is not ready: call moe_transport_begin first");
+    if (c->transport != NULL && moei_is_soft(&c->router) && moei_crosses_sequences(&c->router))
+        return moei_error(error, MOE_ERR_CONFIG, "select = soft with input = adaptive_clustering does not go with a transport: the clusters are those of all ranks' tokens");
     if (c->transport != NULL && c->transport->n_ranks > c->router.n_experts)
         return moei_error(error, MOE_ERR_CONFIG, "n_experts = %d: the transport has n_ranks = %d, and every rank must hold at least one expert",
                           c->router.n_experts, c->transport->n_ranks);

@@ -555,7 +555,7 @@ MOE_API moe_status moe_router_slot(const moe_router_config *config, int slot, mo
    would, the tokens of one process behind those of another. Configuration, state, random numbers and what is supplied (given, token_ids, ...)
    are alike in all of them; a sequence lies in one process; distances, where given, are those of the batch. Where no token depends on other sequences
    (outside training: no capacity, no selection among tokens, no adaptive clustering of the call) and for select = soft every process decides for itself,
-   and nothing is gathered. n_past must be 0. */
+   and nothing is gathered; soft with adaptive clustering of the call is MOE_ERR_UNSUPPORTED. n_past must be 0. */
 typedef struct moe_batch {
     size_t first; /* tokens of the processes before this one */
     size_t total; /* tokens of all processes */
@@ -4411,9 +4411,10 @@ static void moei_special_layout(const moe_router_config *c, size_t all, size_t n
 
 /* Whether a token's experts depend on tokens of other sequences, outside training too. */
 static int moei_crosses_sequences(const moe_router_config *c) {
+    if (c->input == MOE_INPUT_ADAPTIVE_CLUSTERING && (c->ac_mode == MOE_AC_PAPER || c->ac_mode == MOE_AC_CODE)) return 1;
+    if (moei_is_soft(c)) return 0;
     if (moei_needs_others(c->select) || (c->switch_at > 0 && moei_needs_others(c->switch_from)) || c->custom_batch) return 1;
-    if (c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0) || c->drop_capacity > 0 || c->capacity_bound != MOE_BOUND_NONE) return 1;
-    return c->input == MOE_INPUT_ADAPTIVE_CLUSTERING && (c->ac_mode == MOE_AC_PAPER || c->ac_mode == MOE_AC_CODE);
+    return c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0) || c->drop_capacity > 0 || c->capacity_bound != MOE_BOUND_NONE;
 }
 
 /* What a batch that decides together gathers. */
@@ -4618,6 +4619,7 @@ static moe_status moei_call_check(const moe_router *router, const moe_call *call
             if (call->sequences[i + 1] < call->sequences[i]) return MOE_ERR_ARGUMENT;
         if ((size_t)call->sequences[call->n_sequences] != call->n_tokens) return MOE_ERR_ARGUMENT;
     }
+    if (call->batch != NULL && moei_is_soft(c) && moei_crosses_sequences(c)) return MOE_ERR_UNSUPPORTED;
     if (call->n_past > 0 && (call->batch != NULL || !moei_fit_int32(call->n_past, call->n_tokens) || c->refine == MOE_REFINE_NONE || !c->causal || call->training ||
                              moei_sequence_count(call) != 1 || call->past_u == NULL || call->past_gate == NULL))
         return MOE_ERR_ARGUMENT;
@@ -5059,7 +5061,8 @@ static void moei_route_nothing(moe_routing *r) {
 /* What is decided for each token by itself and its sequence: z, r, p. */
 static moe_status moei_route_tokens(moei_pass *s, const moei_pass *batch, moe_real *delta) {
     moe_status status = moei_route_input(s, batch);
-    if (status == MOE_OK && s->n > 0) status = moei_route_score(s);
+    if (status == MOE_OK && s->n == 0) moei_route_noise(s); /* a part without tokens draws as the others do */
+    else if (status == MOE_OK) status = moei_route_score(s);
     if (status != MOE_OK || s->n == 0) return status;
     if (moei_makes_bound(s)) *delta = moei_largest_cosine(s, moei_bound_width(s));
     moei_route_gate(s);
@@ -5155,13 +5158,13 @@ static moe_status moei_tell_call(const moe_call *call, moe_status status, size_t
 static moe_real *moei_from_row(moe_real *rows, size_t row) { return rows != NULL ? rows + row : NULL; }
 
 /* The pass of the own tokens from that of the batch: the same arrays, from their own rows on. own_r takes its routing. */
-static moei_pass moei_own_pass(const moei_pass *s, const moe_call *call, moe_routing *own_r) {
-    moei_pass own = *s;
+static void moei_own_pass(const moei_pass *s, const moe_call *call, moe_routing *own_r, moei_pass *own) {
     size_t first = call->batch->first, cell = first * s->experts, pair = first * s->r->max_choices;
-    moei_scratch *m = &own.m;
-    if (s->c == &s->effective) own.c = &own.effective;
-    own.call = call, own.r = own_r, own.n = call->n_tokens;
-    own.is_part = 1, own.before = first, own.after = call->batch->total - first - call->n_tokens;
+    moei_scratch *m = &own->m;
+    *own = *s;
+    if (s->c == &s->effective) own->c = &own->effective;
+    own->call = call, own->r = own_r, own->n = call->n_tokens;
+    own->is_part = 1, own->before = first, own->after = call->batch->total - first - call->n_tokens;
     *own_r = *s->r;
     own_r->logits += cell, own_r->gate += cell, own_r->probabilities += cell;
     own_r->choices += pair, own_r->n_choices += first, own_r->kept += pair, own_r->section_weights += pair;
@@ -5175,7 +5178,6 @@ static moei_pass moei_own_pass(const moei_pass *s, const moe_call *call, moe_rou
     m->d_final = moei_from_row(m->d_final, cell), m->d_clean = moei_from_row(m->d_clean, cell);
     m->d_clean_gate = moei_from_row(m->d_clean_gate, cell), m->d_noise = moei_from_row(m->d_noise, cell);
     if (m->clusters_of != NULL) m->clusters_of += first;
-    return own;
 }
 
 /* Tells the others what the own tokens came to: all that the stages behind read. */
@@ -5208,7 +5210,7 @@ static moe_status moei_route_together(moei_pass *s, moe_status status) {
     if (status != MOE_OK) return status;
     all = moei_batch_call(call, &s->m);
     s->call = &all, s->n = all.n_tokens;
-    own = moei_own_pass(s, call, &own_r);
+    moei_own_pass(s, call, &own_r, &own);
     if (s->n == 0) {
         moei_route_nothing(s->r);
         return MOE_OK;
@@ -5464,7 +5466,7 @@ moe_status moe_route_backward(const moe_router *router, const moe_call *call, mo
     }
     s.d_tensors = d_tensors;
     if (!together) return moei_backward_tokens(&s, dx);
-    own = moei_own_pass(&s, call, &own_r);
+    moei_own_pass(&s, call, &own_r, &own);
     return own.n > 0 ? moei_backward_tokens(&own, dx) : MOE_OK;
 }
 
