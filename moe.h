@@ -721,13 +721,15 @@ enum { MOE_EXCHANGES = 2, MOE_EXCHANGE_BEGIN = 1, MOE_EXCHANGE_END = 2 };
 
 /* What a rank has sent; the library adds, the caller makes it {0}. The arrays are the caller's, [R] or NULL. */
 typedef struct moe_traffic {
-    uint64_t *rows;       /* token rows sent to each rank: x, w dy and what comes back; the rank itself included, where nothing travels */
-    uint64_t *bytes;      /* all bytes sent to each rank: rows, what routers gather, counts; for the rank itself 0 */
+    uint64_t *rows;       /* token rows for each rank: x, w dy and what comes back; the rank itself included, where nothing travels */
+    uint64_t *bytes;      /* all bytes sent to each rank: rows, what routers gather, counts; with two_level, to the next rank on their way; for the rank itself 0 */
     uint64_t tokens;      /* tokens routed */
     uint64_t pairs;       /* tokens times experts that took them */
     uint64_t pairs_away;  /* those whose expert lives on another rank */
     uint64_t pairs_far;   /* those whose expert lives on another node */
     uint64_t exchanges;   /* calls of rows with MOE_EXCHANGE_BEGIN */
+    uint64_t messages;    /* in these, other ranks that are sent at least a row */
+    uint64_t messages_far; /* those of them on another node */
 } moe_traffic;
 
 /* How ranks reach each other: three functions of the caller's, which return MOE_OK or MOE_ERR_TRANSPORT. Set the fields, then call moe_transport_begin. It must
@@ -5220,6 +5222,11 @@ typedef struct moei_ranks {
     uint64_t *out_counts, *in_counts; /* [R,most_experts+1] a status, and rows for each expert of the goal */
     moei_places places[MOE_EXCHANGES];
     moe_exchange exchange[MOE_EXCHANGES];
+    moei_places hop_places[MOE_EXCHANGES]; /* with two_level: of the present hop, its rows on their way out and in, [hop_rows] */
+    moe_exchange hop[MOE_EXCHANGES];
+    unsigned char *hop_out[MOE_EXCHANGES], *hop_in[MOE_EXCHANGES];
+    size_t hop_bytes;
+    uint64_t *hop_counts, *hop_heard; /* [R,nodes] rows for the ranks of one place in every node */
     unsigned char *copy;         /* own rows on their way to all */
     moe_real *rows, *outputs, *d_outputs; /* [own rows: d, o, o] of the plan: x, f(x), its gradient */
     moe_real *received, *made, *d_received; /* [rows at home: d, o, d] x, f(x) or its gradient, gradient of x */
@@ -5233,17 +5240,123 @@ typedef struct moei_ranks {
     moe_real *parts;             /* [R most,d] gradients of the own tokens, from each rank */
 } moei_ranks;
 
-/* A step of an exchange. counted: its rows are token rows. */
-static moe_status moei_move(const moei_ranks *k, int slot, int stage, int counted) {
-    const moe_transport *t = k->transport;
-    const moe_exchange *e = &k->exchange[slot];
+/* rows of the transport, counted. */
+static moe_status moei_rows(const moe_transport *t, int stage, const moe_exchange *e) {
     int r;
     for (r = 0; r < t->n_ranks && t->traffic != NULL && (stage & MOE_EXCHANGE_BEGIN); r++) {
-        if (counted && t->traffic->rows != NULL) t->traffic->rows[r] += e->send_counts[r];
-        if (r != t->rank && t->traffic->bytes != NULL) t->traffic->bytes[r] += e->send_counts[r] * e->row_bytes;
+        if (r == t->rank || e->send_counts[r] == 0) continue;
+        if (t->traffic->bytes != NULL) t->traffic->bytes[r] += e->send_counts[r] * e->row_bytes;
+        t->traffic->messages++;
+        t->traffic->messages_far += r / t->ranks_per_node != t->rank / t->ranks_per_node;
     }
     if (t->traffic != NULL && (stage & MOE_EXCHANGE_BEGIN)) t->traffic->exchanges++;
     return t->rows(t->ctx, stage, e) == MOE_OK ? MOE_OK : MOE_ERR_TRANSPORT;
+}
+
+/* ---- two levels: to the rank of the own node that has the place of the goal in its node, and from there to the goal -------------------------- */
+
+static unsigned char *moei_copy_rows(unsigned char *to, const void *rows, size_t at, size_t count, size_t bytes) {
+    if (count > 0) memcpy(to, (const unsigned char *)rows + at * bytes, count * bytes);
+    return to + count * bytes;
+}
+
+/* Where a hop's rows lie: those of each rank behind those of the rank before. Returns how many come in. */
+static size_t moei_hop_places(const moe_transport *t, const moei_places *p) {
+    size_t out = 0, in = 0;
+    int r;
+    for (r = 0; r < t->n_ranks; r++) {
+        p->send_at[r] = out, out += p->send_counts[r];
+        p->receive_at[r] = in, in += p->receive_counts[r];
+    }
+    return in;
+}
+
+/* The first hop, inside the node: the rows for the ranks of place j in all nodes go to place j of this one; and how many come in for each node. */
+static moe_status moei_hop_inside(moei_ranks *k, int slot, const moe_exchange *e) {
+    const moe_transport *t = k->transport;
+    const moei_places *p = &k->hop_places[slot];
+    int each = t->ranks_per_node, nodes = t->n_ranks / each, node = t->rank / each, r, b;
+    unsigned char *out = k->hop_out[slot];
+    moe_status status;
+    memset(k->hop_counts, 0, (size_t)t->n_ranks * (size_t)nodes * sizeof(uint64_t));
+    for (r = 0; r < t->n_ranks; r++) {
+        p->send_counts[r] = p->receive_counts[r] = 0;
+        for (b = 0; b < nodes && r / each == node; b++) {
+            int goal = b * each + r % each;
+            k->hop_counts[(size_t)r * (size_t)nodes + (size_t)b] = e->send_counts[goal];
+            p->send_counts[r] += e->send_counts[goal];
+            out = moei_copy_rows(out, e->send, e->send_at[goal], e->send_counts[goal], e->row_bytes);
+        }
+    }
+    status = moei_counts(t, (size_t)nodes, k->hop_counts, k->hop_heard);
+    if (status != MOE_OK) return status;
+    for (r = 0; r < t->n_ranks; r++)
+        for (b = 0; b < nodes && r / each == node; b++) {
+            uint64_t count = k->hop_heard[(size_t)r * (size_t)nodes + (size_t)b];
+            if (count > k->hop_bytes / e->row_bytes) return MOE_ERR_TRANSPORT;
+            p->receive_counts[r] += (size_t)count;
+        }
+    if (moei_hop_places(t, p) > k->hop_bytes / e->row_bytes) return MOE_ERR_TRANSPORT;
+    k->hop[slot] = *e;
+    k->hop[slot].send = k->hop_out[slot], k->hop[slot].receive = k->hop_in[slot];
+    k->hop[slot].send_counts = p->send_counts, k->hop[slot].send_at = p->send_at;
+    k->hop[slot].receive_counts = p->receive_counts, k->hop[slot].receive_at = p->receive_at;
+    return moei_rows(t, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, &k->hop[slot]);
+}
+
+/* The second hop, between nodes: what the ranks of this node have for each other node, rank after rank. */
+static moe_status moei_hop_across(moei_ranks *k, int slot, const moe_exchange *e) {
+    const moe_transport *t = k->transport;
+    const moei_places *p = &k->hop_places[slot];
+    int each = t->ranks_per_node, nodes = t->n_ranks / each, node = t->rank / each, place = t->rank % each, r, b, i;
+    unsigned char *out = k->hop_out[slot];
+    for (b = 0; b < nodes; b++)
+        for (i = 0; i < each; i++) { /* what rank i of this node sent: its rows for node 0, 1, ... */
+            const uint64_t *counts = k->hop_heard + (size_t)(node * each + i) * (size_t)nodes;
+            size_t at = p->receive_at[node * each + i];
+            for (r = 0; r < b; r++) at += (size_t)counts[r];
+            out = moei_copy_rows(out, k->hop_in[slot], at, (size_t)counts[b], e->row_bytes);
+        }
+    for (r = 0; r < t->n_ranks; r++) {
+        p->send_counts[r] = p->receive_counts[r] = 0;
+        for (i = 0; i < each && r % each == place; i++) {
+            p->send_counts[r] += (size_t)k->hop_heard[(size_t)(node * each + i) * (size_t)nodes + (size_t)(r / each)];
+            p->receive_counts[r] += e->receive_counts[r / each * each + i];
+        }
+    }
+    if (moei_hop_places(t, p) > k->hop_bytes / e->row_bytes) return MOE_ERR_TRANSPORT;
+    return moei_rows(t, MOE_EXCHANGE_BEGIN, &k->hop[slot]);
+}
+
+static moe_status moei_two_hops(moei_ranks *k, int slot, int stage) {
+    const moe_exchange *e = &k->exchange[slot];
+    const unsigned char *in = k->hop_in[slot];
+    moe_status status = MOE_OK;
+    int r;
+    if (stage & MOE_EXCHANGE_BEGIN) {
+        status = moei_hop_inside(k, slot, e);
+        if (status == MOE_OK) status = moei_hop_across(k, slot, e);
+    }
+    if (status != MOE_OK || !(stage & MOE_EXCHANGE_END)) return status;
+    status = moei_rows(k->transport, MOE_EXCHANGE_END, &k->hop[slot]);
+    for (r = 0; r < k->transport->n_ranks && status == MOE_OK; r++) {
+        if (e->receive_counts[r] > 0)
+            memcpy((unsigned char *)e->receive + e->receive_at[r] * e->row_bytes, in, e->receive_counts[r] * e->row_bytes);
+        in += e->receive_counts[r] * e->row_bytes;
+    }
+    return status;
+}
+
+/* Kinds of rows: of settings and decisions; of tokens; of the tokens of a plan, which go by two levels where that is wanted. */
+enum { MOEI_ROWS_PLAIN = 0, MOEI_ROWS_TOKENS, MOEI_ROWS_PLAN };
+
+/* A step of an exchange. */
+static moe_status moei_move(moei_ranks *k, int slot, int stage, int kind) {
+    const moe_transport *t = k->transport;
+    int r;
+    for (r = 0; r < t->n_ranks && kind != MOEI_ROWS_PLAIN && t->traffic != NULL && t->traffic->rows != NULL && (stage & MOE_EXCHANGE_BEGIN); r++)
+        t->traffic->rows[r] += k->exchange[slot].send_counts[r];
+    return kind == MOEI_ROWS_PLAN && k->hop_bytes > 0 ? moei_two_hops(k, slot, stage) : moei_rows(t, stage, &k->exchange[slot]);
 }
 
 /* Sets up an exchange whose places are filled in. */
@@ -5269,7 +5382,7 @@ static moe_status moei_ranks_gather(void *ctx, moe_status status, size_t row_byt
         p->receive_counts[r] = k->first_tokens[r + 1] - k->first_tokens[r], p->receive_at[r] = k->first_tokens[r];
     }
     moei_exchange_of(k, 0, row_bytes, k->copy, rows, 0);
-    return moei_move(k, 0, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, 0);
+    return moei_move(k, 0, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, MOEI_ROWS_PLAIN);
 }
 
 /* The experts of a rank, and those of them that are in a chunk, counted from the rank's first. */
@@ -5379,6 +5492,29 @@ static void moei_shared_layout(const moe_layer *layer, size_t n, int training, m
     else moei_take_quantised(layer, l, n, n, p);
 }
 
+static void moei_take_places(moei_layout *l, size_t ranks, moei_places *places) {
+    places->send_counts = (size_t *)moei_take(l, ranks, sizeof(size_t));
+    places->send_at = (size_t *)moei_take(l, ranks, sizeof(size_t));
+    places->receive_counts = (size_t *)moei_take(l, ranks, sizeof(size_t));
+    places->receive_at = (size_t *)moei_take(l, ranks, sizeof(size_t));
+}
+
+/* On a rank of the way meet the rows of all ranks of its node, or those for the ranks of its place in all nodes; at the goal all that it receives. */
+static void moei_hop_layout(moei_ranks *k, size_t own_rows, size_t width, moei_layout *l) {
+    size_t ranks = (size_t)k->transport->n_ranks, each = (size_t)k->transport->ranks_per_node, nodes = ranks / each, most = 0, words = 0;
+    int slot;
+    if (!moei_mul(own_rows, each > nodes ? each : nodes, &most) || !moei_mul(ranks, nodes, &words)) l->overflow = 1;
+    if (most < k->most_received) most = k->most_received;
+    if (!moei_mul(most > 0 ? most : 1, width, &k->hop_bytes) || !moei_mul(k->hop_bytes, sizeof(moe_real), &k->hop_bytes)) l->overflow = 1;
+    k->hop_counts = (uint64_t *)moei_take(l, words, sizeof(uint64_t));
+    k->hop_heard = (uint64_t *)moei_take(l, words, sizeof(uint64_t));
+    for (slot = 0; slot < MOE_EXCHANGES; slot++) {
+        moei_take_places(l, ranks, &k->hop_places[slot]);
+        k->hop_out[slot] = (unsigned char *)moei_take(l, k->hop_bytes, 1);
+        k->hop_in[slot] = (unsigned char *)moei_take(l, k->hop_bytes, 1);
+    }
+}
+
 /* Lays a pass out in memory where no rank brings more than `most` tokens; the same function with an empty base counts the bytes. */
 static moei_ranks *moei_ranks_layout(const moe_layer *layer, size_t most, int training, moei_layout *l, moe_layer_pass *p, moei_ranks *counting) {
     const moe_transport *t = layer->config.transport;
@@ -5400,12 +5536,7 @@ static moei_ranks *moei_ranks_layout(const moe_layer *layer, size_t most, int tr
     k->first_tokens = (size_t *)moei_take(l, ranks + 1, sizeof(size_t));
     k->out_counts = (uint64_t *)moei_take(l, words, sizeof(uint64_t));
     k->in_counts = (uint64_t *)moei_take(l, words, sizeof(uint64_t));
-    for (slot = 0; slot < MOE_EXCHANGES; slot++) {
-        k->places[slot].send_counts = (size_t *)moei_take(l, ranks, sizeof(size_t));
-        k->places[slot].send_at = (size_t *)moei_take(l, ranks, sizeof(size_t));
-        k->places[slot].receive_counts = (size_t *)moei_take(l, ranks, sizeof(size_t));
-        k->places[slot].receive_at = (size_t *)moei_take(l, ranks, sizeof(size_t));
-    }
+    for (slot = 0; slot < MOE_EXCHANGES; slot++) moei_take_places(l, ranks, &k->places[slot]);
     k->copy = (unsigned char *)moei_take(l, most, moei_longest_row(&layer->config.router));
     if (l->overflow || moe_route_batch_size(&layer->router, most, total, training, &p->route_size) != MOE_OK) l->overflow = 1;
     p->route_memory = moei_take(l, p->route_size, 1);
@@ -5414,6 +5545,7 @@ static moei_ranks *moei_ranks_layout(const moe_layer *layer, size_t most, int tr
     k->outputs = moei_take_reals(l, rows, o);
     if (training) k->d_outputs = moei_take_reals(l, rows, o);
     moei_home_layout(layer, k, training, l);
+    if (t->two_level && t->ranks_per_node < t->n_ranks) moei_hop_layout(k, rows, d > o ? d : o, l);
     moei_scored_layout(layer, k, training, l);
     moei_shared_layout(layer, most, training, l, p);
     p->d_rows = training ? k->rows : NULL;
@@ -5536,24 +5668,24 @@ static moe_status moei_run_errand(const moei_errand *errand) {
     moe_status status;
     moei_chunk_places(errand->layer, errand->p, 0, &k->places[OUT]);
     moei_exchange_of(k, OUT, there, errand->there, errand->at_home, 0);
-    status = moei_move(k, OUT, MOE_EXCHANGE_BEGIN, 1);
+    status = moei_move(k, OUT, MOE_EXCHANGE_BEGIN, MOEI_ROWS_PLAN);
     for (chunk = 0; chunk < k->chunks && status == MOE_OK; chunk++) {
-        status = moei_move(k, OUT, MOE_EXCHANGE_END, 1);
+        status = moei_move(k, OUT, MOE_EXCHANGE_END, MOEI_ROWS_PLAN);
         if (status == MOE_OK && chunk + 1 < k->chunks) {
             moei_chunk_places(errand->layer, errand->p, chunk + 1, &k->places[OUT]);
             moei_exchange_of(k, OUT, there, errand->there, errand->at_home, 0);
-            status = moei_move(k, OUT, MOE_EXCHANGE_BEGIN, 1);
+            status = moei_move(k, OUT, MOE_EXCHANGE_BEGIN, MOEI_ROWS_PLAN);
         }
         moei_chunk_pass(k, chunk, &pass);
         first = pass.routing.plan.offsets[0], end = pass.routing.plan.offsets[k->experts];
         if (end > first) memset(errand->from_home + first * errand->d_back, 0, (end - first) * back);
         if (status == MOE_OK) errand->work(errand, &pass);
-        if (status == MOE_OK && chunk > 0) status = moei_move(k, BACK, MOE_EXCHANGE_END, 1);
+        if (status == MOE_OK && chunk > 0) status = moei_move(k, BACK, MOE_EXCHANGE_END, MOEI_ROWS_PLAN);
         moei_chunk_places(errand->layer, errand->p, chunk, &k->places[BACK]);
         moei_exchange_of(k, BACK, back, errand->from_home, errand->back, 1);
-        if (status == MOE_OK) status = moei_move(k, BACK, MOE_EXCHANGE_BEGIN, 1);
+        if (status == MOE_OK) status = moei_move(k, BACK, MOE_EXCHANGE_BEGIN, MOEI_ROWS_PLAN);
     }
-    return status == MOE_OK ? moei_move(k, BACK, MOE_EXCHANGE_END, 1) : status;
+    return status == MOE_OK ? moei_move(k, BACK, MOE_EXCHANGE_END, MOEI_ROWS_PLAN) : status;
 }
 
 static void moei_errand_forward(const moei_errand *errand, moe_layer_pass *pass) {
@@ -5589,7 +5721,7 @@ static void moei_combine(const moe_layer *layer, const moe_layer_pass *p, const 
 
 static void moei_count_pairs(const moe_layer *layer, const moe_layer_pass *p) {
     const moe_transport *t = layer->config.transport;
-    int per_node = t->ranks_per_node > 0 ? t->ranks_per_node : t->n_ranks, r;
+    int per_node = t->ranks_per_node, r;
     size_t first, count, e, rows;
     if (t->traffic == NULL) return;
     t->traffic->tokens += moei_real_tokens(&p->call, 0, p->call.n_tokens);
@@ -5642,7 +5774,7 @@ static moe_status moei_ranks_score(const moe_layer *layer, moe_layer_pass *p, co
     moei_clean(&p->call, chain.d, p->clean);
     moei_all_places(k, &k->places[0]);
     moei_exchange_of(k, 0, chain.d * sizeof(moe_real), p->clean, k->all_x, 0);
-    status = moei_move(k, 0, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, 1);
+    status = moei_move(k, 0, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, MOEI_ROWS_TOKENS);
     if (status != MOE_OK) return status;
     a->call.n_tokens = k->batch.total, a->call.x = a->x = k->all_x, a->call.training = p->call.training, a->call.keep = p->call.keep;
     moei_layer_score_experts(&own, a, &chain, team);
@@ -5650,7 +5782,7 @@ static moe_status moei_ranks_score(const moe_layer *layer, moe_layer_pass *p, co
     for (e = 0; e < k->most_experts && status == MOE_OK; e++) {
         moei_node_places(layer, k, e, &k->places[0]);
         moei_exchange_of(k, 0, row * sizeof(moe_real), a->all[scored], k->nodes, 0);
-        status = moei_move(k, 0, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, 1);
+        status = moei_move(k, 0, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, MOEI_ROWS_TOKENS);
     }
     p->call.nodes = k->nodes, p->call.node_width = row;
     return status;
@@ -5809,7 +5941,7 @@ static moe_status moei_ranks_score_backward(const moe_layer *layer, moe_layer_pa
     for (e = 0; e < k->most_experts && status == MOE_OK; e++) {
         moei_node_places(layer, k, e, &k->places[0]);
         moei_exchange_of(k, 0, common.width[scored] * sizeof(moe_real), k->d_nodes, a->d_all[scored], 1);
-        status = moei_move(k, 0, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, 1);
+        status = moei_move(k, 0, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, MOEI_ROWS_TOKENS);
     }
     if (status != MOE_OK) return status;
     memset(k->d_all_x, 0, k->batch.total * common.d * sizeof(moe_real));
@@ -5821,7 +5953,7 @@ static moe_status moei_ranks_score_backward(const moe_layer *layer, moe_layer_pa
     moei_all_places(k, &k->places[0]);
     for (r = 0; r < (size_t)k->transport->n_ranks; r++) k->places[0].send_at[r] = r * own_tokens;
     moei_exchange_of(k, 0, common.d * sizeof(moe_real), k->d_all_x, k->parts, 1);
-    status = moei_move(k, 0, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, 1);
+    status = moei_move(k, 0, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, MOEI_ROWS_TOKENS);
     for (r = 0; r < (size_t)k->transport->n_ranks && status == MOE_OK && dx != NULL; r++)
         for (t = 0; t < own_tokens; t++) moe_axpy(layer->kernels, common.d, MOEI_R(1.0), k->parts + (r * own_tokens + t) * common.d, dx + t * common.d);
     return status;

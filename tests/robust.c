@@ -2441,7 +2441,7 @@ static const row rows[] = {
 /* ---- reports: any numbers in any kind of figure -------------------------------------------------------------------------------------- */
 
 static void test_reports(void) {
-    static const double odd[] = {0, -0.0, 5e-324, 1.7976931348623157e308, -1.7976931348623157e308, HUGE_VAL, -HUGE_VAL, 1, 1e-300, -3};
+    const double odd[] = {0, -0.0, 5e-324, 1.7976931348623157e308, -1.7976931348623157e308, HUGE_VAL, -HUGE_VAL, 1, 1e-300, -3};
     enum { ODD = sizeof odd / sizeof odd[0] };
     static moe_history history;
     double values[12];
