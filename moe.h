@@ -748,7 +748,7 @@ typedef struct moe_transport {
     /* values[i] = the sum over all ranks of values[i], the same bits on all of them. */
     moe_status (*sum)(void *ctx, size_t n, moe_real *values);
     moe_traffic *traffic;    /* counted there, or NULL */
-    const moe_allocator *allocator; /* of a few numbers per rank [the standard heap] */
+    const moe_allocator *allocator; /* of 128 bytes for each rank [the standard heap] */
     const struct moei_ways *ways; /* private, as what follows: set by moe_transport_begin */
     uint64_t *memory;        /* [2,R,MOEI_WORDS] */
     size_t memory_size;
@@ -4639,8 +4639,9 @@ moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_r
     moei_chain chain;
     moe_router router;
     moe_status status;
-    if (layer == NULL || call == NULL || work == NULL || (call->n_tokens > 0 && y == NULL)) return MOE_ERR_ARGUMENT;
+    if (layer == NULL || call == NULL) return MOE_ERR_ARGUMENT;
     if (layer->config.transport != NULL) return layer->config.transport->ways->forward(layer, call, y, work, work_size, pass);
+    if (work == NULL || (call->n_tokens > 0 && y == NULL)) return MOE_ERR_ARGUMENT;
     status = call->batch == NULL ? moei_layer_call_check(layer, call) : MOE_ERR_ARGUMENT; /* a batch needs the experts of all */
     if (status != MOE_OK) return status;
     chain = moei_chain_begin(layer, layer->config.expert);
@@ -4760,6 +4761,8 @@ moe_status moe_layer_quantise(moe_layer *layer, int type, void *memory, size_t s
     moe_status status;
     size_t bytes;
     if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    if (errors != NULL && layer->config.transport != NULL)
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "a report needs all experts, and the layer holds those of one rank: errors must be NULL");
     if (errors != NULL && (calibration == NULL || work == NULL || calibration->n_tokens == 0))
         return moei_error(error, MOE_ERR_ARGUMENT, "a report needs calibration with at least one token, and work");
     if (errors != NULL) {
@@ -4994,10 +4997,11 @@ static moe_status moei_layer_backward(const moe_layer *layer, const moei_returne
 
 moe_status moe_layer_backward(const moe_layer *layer, const moe_real *dy, moe_real *dx, moe_real *d_router_x, moe_layer_pass *pass) {
     moei_returned back;
-    if (layer == NULL || pass == NULL || (pass->call.n_tokens > 0 && dy == NULL)) return MOE_ERR_ARGUMENT;
-    if (pass->d_rows == NULL || !pass->call.training) return MOE_ERR_STATE;
+    if (layer == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
     back.dy = dy, back.d_outputs = back.d_weights = NULL;
     if (pass->ranks != NULL) return layer->config.transport->ways->backward(layer, &back, dx, d_router_x, pass);
+    if (pass->call.n_tokens > 0 && dy == NULL) return MOE_ERR_ARGUMENT;
+    if (pass->d_rows == NULL || !pass->call.training) return MOE_ERR_STATE;
     if (pass->call.n_tokens == 0) return MOE_OK;
     return moei_layer_backward(layer, &back, dx, d_router_x, pass);
 }
@@ -5164,13 +5168,22 @@ static void moei_bits_text(const moe_field *field, uint64_t bits, void *config, 
     moe_field_text(field, config, text, room);
 }
 
-/* Whether all ranks have the same in every field; `scratch` is a copy of config that may be written to. The instruction set is each rank's own. */
+/* All settings as one number. The instruction set is each rank's own. */
+static uint64_t moei_fields_sum(const moe_field *fields, const void *config) {
+    uint64_t sum = 0;
+    for (; fields->name != NULL; fields++)
+        if (moei_strcmp(fields->name, "kernels") != 0) sum = (sum ^ moei_field_bits(fields, config)) * UINT64_C(0x9e3779b97f4a7c15) + (sum >> 29);
+    return sum;
+}
+
+/* Whether all ranks have the same in every field; `scratch` is a copy of config that may be written to. */
 MOEI_TOOL moe_status moei_agree_fields(const moe_transport *t, const moe_field *fields, const void *config, void *scratch, const char *what, moe_error *error) {
     char own[40], other[40];
-    uint64_t bits, theirs = 0;
+    uint64_t bits = moei_fields_sum(fields, config), theirs = 0;
     size_t i, f;
     int rank = 0;
-    moe_status status;
+    moe_status status = moei_agree(t, 1, &bits, &rank, &i, &theirs);
+    if (status == MOE_OK) return MOE_OK;
     for (f = 0; fields[f].name != NULL; f++) {
         if (moei_strcmp(fields[f].name, "kernels") == 0) continue;
         bits = moei_field_bits(&fields[f], config);
@@ -5195,15 +5208,6 @@ static moe_status moei_layer_agree(const moe_layer_config *config, uint64_t seed
     return status;
 }
 
-/* All settings as one number. */
-static uint64_t moei_settings_sum(const moe_layer_config *config) {
-    uint64_t sum = 0;
-    const moe_field *field;
-    for (field = moei_layer_fields; field->name != NULL; field++)
-        if (moei_strcmp(field->name, "kernels") != 0) sum = (sum ^ moei_field_bits(field, config)) * UINT64_C(0x9e3779b97f4a7c15) + (sum >> 29);
-    return sum;
-}
-
 /* ---- a batch of all ranks --------------------------------------------------------------------------------------------------------- */
 
 /* The places of rows in one exchange, R numbers each. */
@@ -5218,6 +5222,7 @@ typedef struct moei_ranks {
     size_t most;                 /* the most tokens of a rank */
     size_t first_expert, experts, most_experts; /* own, the most of a rank */
     size_t chunks;
+    int is_broken;               /* the transport has failed; nobody calls it again */
     size_t *first_tokens;        /* [R+1] of each rank, and the end */
     uint64_t *out_counts, *in_counts; /* [R,most_experts+1] a status, and rows for each expert of the goal */
     moei_places places[MOE_EXCHANGES];
@@ -5373,8 +5378,14 @@ static moe_status moei_ranks_gather(void *ctx, moe_status status, size_t row_byt
     moei_ranks *k = (moei_ranks *)ctx;
     const moei_places *p = &k->places[0];
     size_t rank = (size_t)k->transport->rank, own = k->first_tokens[rank + 1] - k->first_tokens[rank];
+    uint64_t word = moei_status_word(status);
+    const uint64_t *heard;
+    moe_status sent;
     int r;
-    status = moe_transport_status(k->transport, status);
+    if (k->is_broken) return MOE_ERR_TRANSPORT;
+    sent = moei_tell_ranks(k->transport, 1, &word, &heard);
+    k->is_broken = sent != MOE_OK;
+    status = sent == MOE_OK ? moei_heard(k->transport, status, heard, 1) : sent;
     if (status != MOE_OK) return status;
     if (own > 0) memcpy(k->copy, (unsigned char *)rows + k->batch.first * row_bytes, own * row_bytes);
     for (r = 0; r < k->transport->n_ranks; r++) {
@@ -5382,7 +5393,9 @@ static moe_status moei_ranks_gather(void *ctx, moe_status status, size_t row_byt
         p->receive_counts[r] = k->first_tokens[r + 1] - k->first_tokens[r], p->receive_at[r] = k->first_tokens[r];
     }
     moei_exchange_of(k, 0, row_bytes, k->copy, rows, 0);
-    return moei_move(k, 0, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, MOEI_ROWS_PLAIN);
+    sent = moei_move(k, 0, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, MOEI_ROWS_PLAIN);
+    k->is_broken = sent != MOE_OK;
+    return sent;
 }
 
 /* The experts of a rank, and those of them that are in a chunk, counted from the rank's first. */
@@ -5799,7 +5812,7 @@ static moe_status moei_ranks_meet(const moe_layer *layer, const moe_call *call, 
     uint64_t say[MOEI_SAYS], sum = 0;
     moe_status sent;
     int r;
-    say[MOEI_SAYS_STATUS] = moei_status_word(status), say[MOEI_SAYS_TOKENS] = call->n_tokens, say[MOEI_SAYS_SETTINGS] = moei_settings_sum(&layer->config);
+    say[MOEI_SAYS_STATUS] = moei_status_word(status), say[MOEI_SAYS_TOKENS] = call->n_tokens, say[MOEI_SAYS_SETTINGS] = moei_fields_sum(moei_layer_fields, &layer->config);
     say[MOEI_SAYS_KIND] = (uint64_t)(unsigned)(call->training != 0) | (uint64_t)(unsigned)(call->keep != 0) << 1;
     sent = moei_tell_ranks(t, MOEI_SAYS, say, said);
     if (sent != MOE_OK) return sent;
@@ -5835,6 +5848,7 @@ static moe_status moei_ranks_experts(const moe_layer *layer, moe_layer_pass *p, 
     moe_status status = moei_ranks_score(layer, p, team);
     if (status != MOE_OK) return status;
     status = moe_route(&router, &p->call, p->route_memory, p->route_size, &p->routing);
+    if (k->is_broken) return MOE_ERR_TRANSPORT;
     status = moei_tell_counts(layer, p, status);
     if (status == MOE_OK) status = moei_home_plan(k);
     if (status != MOE_OK) return status;
@@ -5856,7 +5870,7 @@ static moe_status moei_ranks_forward(const moe_layer *layer, const moe_call *cal
     const uint64_t *said;
     moe_parallel team;
     size_t most = 0;
-    moe_status status = moei_layer_call_check(layer, call);
+    moe_status status = work == NULL || (call->n_tokens > 0 && y == NULL) ? MOE_ERR_ARGUMENT : moei_layer_call_check(layer, call);
     if (status == MOE_OK && (call->n_past > 0 || call->decoding || call->batch != NULL)) status = MOE_ERR_UNSUPPORTED;
     status = moei_ranks_meet(layer, call, status, &most, &said);
     if (status != MOE_OK) return status;
@@ -5967,6 +5981,9 @@ static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returne
     moe_status status;
     size_t own = pass->call.n_tokens, experts = (size_t)layer->config.router.n_experts;
     int scored = moei_scored_node(&layer->config);
+    status = pass->d_rows == NULL || !pass->call.training ? MOE_ERR_STATE : own > 0 && back->dy == NULL ? MOE_ERR_ARGUMENT : MOE_OK;
+    status = moe_transport_status(k->transport, status);
+    if (status != MOE_OK) return status;
     if (own > 0) moei_shared_backward(layer, pass, back->dy, dx, &team);
     moei_send_gradients(layer, pass, back->dy, k->d_outputs);
     memset(&errand, 0, sizeof errand);
@@ -5992,12 +6009,17 @@ static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returne
 
 static const moei_ways moei_rank_ways = {moei_layer_agree, moei_ranks_size, moei_ranks_forward, MOEI_RANKS_BACKWARD};
 
-static moe_status moei_transport_check(const moe_transport *t, moe_error *error) {
+/* What must be right before a rank can tell others that something is not. */
+static moe_status moei_transport_speaks(const moe_transport *t, moe_error *error) {
     if (t->counts == NULL || t->rows == NULL || t->sum == NULL)
         return moei_error(error, MOE_ERR_ARGUMENT, "transport: %s must not be NULL", t->counts == NULL ? "counts" : t->rows == NULL ? "rows" : "sum");
     if (t->n_ranks < 1 || t->n_ranks > MOE_MAX_EXPERTS)
         return moei_error(error, MOE_ERR_CONFIG, "n_ranks = %d: must be 1 to %d", t->n_ranks, (int)MOE_MAX_EXPERTS);
     if (t->rank < 0 || t->rank >= t->n_ranks) return moei_error(error, MOE_ERR_CONFIG, "rank = %d: must be 0 to n_ranks - 1 = %d", t->rank, t->n_ranks - 1);
+    return MOE_OK;
+}
+
+static moe_status moei_transport_check(const moe_transport *t, moe_error *error) {
     if (t->ranks_per_node < 0 || (t->ranks_per_node > 0 && t->n_ranks % t->ranks_per_node != 0))
         return moei_error(error, MOE_ERR_CONFIG, "ranks_per_node = %d: must divide n_ranks = %d", t->ranks_per_node, t->n_ranks);
     if (t->two_level != 0 && t->two_level != 1) return moei_error(error, MOE_ERR_CONFIG, "two_level = %d: must be 0 or 1", t->two_level);
@@ -6007,14 +6029,15 @@ static moe_status moei_transport_check(const moe_transport *t, moe_error *error)
 
 moe_status moe_transport_begin(moe_transport *transport, moe_error *error) {
     static const char *const names[] = {"version of moe", "size of moe_real", "n_ranks", "ranks_per_node", "two_level", "chunks"};
-    uint64_t said[6], theirs = 0;
+    uint64_t said[6], word, theirs = 0;
+    const uint64_t *heard;
     moe_transport made;
     moe_allocator allocator;
     moe_status status;
     size_t i = 0;
     int rank = 0;
     if (transport == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "transport must not be NULL");
-    status = moei_transport_check(transport, error);
+    status = moei_transport_speaks(transport, error);
     if (status != MOE_OK) return status;
     if (!moei_can_allocate(transport->allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
     made = *transport;
@@ -6025,6 +6048,14 @@ moe_status moe_transport_begin(moe_transport *transport, moe_error *error) {
     made.memory_size = 2 * MOEI_WORDS * (size_t)made.n_ranks * sizeof(uint64_t);
     made.memory = (uint64_t *)moei_alloc(&allocator, made.memory_size, 1);
     if (made.memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of the transport", made.memory_size);
+    word = moei_status_word(status = moei_transport_check(transport, error));
+    if (moei_tell_ranks(&made, 1, &word, &heard) != MOE_OK) status = moei_error(error, MOE_ERR_TRANSPORT, "the transport's counts failed");
+    else if (status == MOE_OK && moei_heard(&made, status, heard, 1) != MOE_OK)
+        status = moei_error(error, MOE_ERR_PEER, "another rank's transport is not set up well");
+    if (status != MOE_OK) {
+        moei_free(&allocator, made.memory, made.memory_size);
+        return status;
+    }
     said[0] = MOE_VERSION_MAJOR * 1000000 + MOE_VERSION_MINOR * 1000 + MOE_VERSION_PATCH, said[1] = sizeof(moe_real);
     said[2] = (uint64_t)made.n_ranks, said[3] = (uint64_t)made.ranks_per_node, said[4] = (uint64_t)made.two_level, said[5] = (uint64_t)made.chunks;
     status = moei_agree(&made, 6, said, &rank, &i, &theirs);
@@ -12398,6 +12429,8 @@ static moe_status moei_published_check(const moe_layer *layer, const moei_family
     uint64_t have = 0;
     moe_slot slot;
     int place;
+    if (layer->config.transport != NULL)
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "a published file holds all experts, and the layer those of one rank: save it (moe_layer_save) and load it without a transport");
     if (layer->config.d_out != layer->config.router.d_model)
         return moei_error(error, MOE_ERR_CONFIG, "d_out = %d: published layers are as wide as their input, %d", layer->config.d_out, layer->config.router.d_model);
     for (row = moei_names_known; row->name != NULL; row++) {
