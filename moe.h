@@ -5184,11 +5184,12 @@ MOEI_TOOL moe_status moei_agree_fields(const moe_transport *t, const moe_field *
     int rank = 0;
     moe_status status = moei_agree(t, 1, &bits, &rank, &i, &theirs);
     if (status == MOE_OK) return MOE_OK;
+    if (status == MOE_ERR_TRANSPORT) return moei_error(error, status, "%sthe transport failed", what);
     for (f = 0; fields[f].name != NULL; f++) {
         if (moei_strcmp(fields[f].name, "kernels") == 0) continue;
         bits = moei_field_bits(&fields[f], config);
         status = moei_agree(t, 1, &bits, &rank, &i, &theirs);
-        if (status == MOE_ERR_TRANSPORT) return moei_error(error, status, "%s: the transport failed", what);
+        if (status == MOE_ERR_TRANSPORT) return moei_error(error, status, "%sthe transport failed", what);
         if (status == MOE_OK) continue;
         moe_field_text(&fields[f], config, own, sizeof own);
         moei_bits_text(&fields[f], theirs, scratch, other, sizeof other);
