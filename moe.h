@@ -15802,15 +15802,16 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
     M(s, tau_schedule) M(s, tau_end) M(s, freeze_at) M(s, switch_at) M(s, switch_from) M(s, untrained)
 #define MOEI_OF_moe_preset(M, s) M(s, name) M(s, aliases) M(s, source) M(s, formula) M(s, router) M(s, layer)
 #define MOEI_OF_moe_slot(M, s) M(s, name) M(s, n_dims) M(s, shape) M(s, count) M(s, flags) M(s, init_value) M(s, init_spread)
+#define MOEI_OF_moe_batch(M, s) M(s, first) M(s, total) M(s, lead) M(s, ctx) M(s, gather)
 #define MOEI_OF_moe_call(M, s) M(s, n_tokens) M(s, x) M(s, parallel) M(s, router_x) M(s, mask) M(s, sequences) M(s, n_sequences) M(s, given) \
     M(s, token_ids) M(s, noise) M(s, previous_input) M(s, previous_experts) M(s, previous_weights) M(s, n_previous) M(s, attention_weights) \
     M(s, attention_outputs) M(s, attention_output) M(s, d_attention_weights) M(s, d_attention_outputs) M(s, d_attention_output) M(s, jitter) \
     M(s, home) M(s, expert_node) M(s, teacher) M(s, distances) M(s, nodes) M(s, node_width) M(s, n_past) M(s, past_u) M(s, past_gate) \
-    M(s, decoding) M(s, training) M(s, keep) M(s, rng)
+    M(s, decoding) M(s, training) M(s, keep) M(s, rng) M(s, batch)
 #define MOEI_OF_moe_entry(M, s) M(s, token) M(s, rank) M(s, weight_in) M(s, weight_out)
 #define MOEI_OF_moe_plan(M, s) M(s, n_tokens) M(s, n_experts) M(s, offsets) M(s, entries) M(s, rows)
-#define MOEI_OF_moe_routing(M, s) M(s, n_tokens) M(s, n_experts) M(s, n_real) M(s, u) M(s, logits) M(s, gate) M(s, probabilities) M(s, choices) \
-    M(s, n_choices) M(s, kept) M(s, max_choices) M(s, section_weights) M(s, weights) M(s, selected) M(s, counts) M(s, first_counts) \
+#define MOEI_OF_moe_routing(M, s) M(s, n_tokens) M(s, n_experts) M(s, first) M(s, n_real) M(s, u) M(s, logits) M(s, gate) M(s, probabilities) \
+    M(s, choices) M(s, n_choices) M(s, kept) M(s, max_choices) M(s, section_weights) M(s, weights) M(s, selected) M(s, counts) M(s, first_counts) \
     M(s, n_dropped) M(s, capacity) M(s, capacity_bound) M(s, capacity_clamped) M(s, top_k) M(s, plan) M(s, loss) M(s, bound_now) M(s, d_weight_in) \
     M(s, d_weight_out) M(s, memory)
 #define MOEI_OF_moe_custom(M, s) M(s, ctx) M(s, score) M(s, score_backward) M(s, select)
@@ -15841,12 +15842,19 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
 #define MOEI_OF_moe_metadata(M, s) M(s, key) M(s, value)
 #define MOEI_OF_moe_layer_config(M, s) M(s, router) M(s, d_out) M(s, expert) M(s, d_ff) M(s, d_low) M(s, act) M(s, no_expert_bias) \
     M(s, swiglu_alpha) M(s, swiglu_limit) M(s, swiglu_offset) M(s, expert_bias) M(s, n_shared) M(s, d_shared) M(s, add_input) M(s, shared_sigmoid) \
-    M(s, kernels)
+    M(s, kernels) M(s, transport)
 #define MOEI_OF_moe_layer(M, s) M(s, config) M(s, router) M(s, kernels) M(s, places) M(s, tensors) M(s, gradients) M(s, packed) M(s, packed_type) \
     M(s, is_packed) M(s, memory) M(s, memory_size) M(s, allocator)
 #define MOEI_OF_moe_quant_error(M, s) M(s, rows) M(s, output)
 #define MOEI_OF_moe_layer_pass(M, s) M(s, routing) M(s, call) M(s, x) M(s, node) M(s, all) M(s, quantised) M(s, quantised_size) M(s, rows) \
-    M(s, d_rows) M(s, clean) M(s, d_node) M(s, d_all) M(s, shared) M(s, d_shared) M(s, shared_factor) M(s, route_memory) M(s, route_size)
+    M(s, d_rows) M(s, clean) M(s, d_node) M(s, d_all) M(s, shared) M(s, d_shared) M(s, shared_factor) M(s, route_memory) M(s, route_size) \
+    M(s, ranks)
+#define MOEI_OF_moe_exchange(M, s) M(s, row_bytes) M(s, send) M(s, send_counts) M(s, send_at) M(s, receive) M(s, receive_counts) M(s, receive_at) \
+    M(s, slot)
+#define MOEI_OF_moe_traffic(M, s) M(s, rows) M(s, bytes) M(s, tokens) M(s, pairs) M(s, pairs_away) M(s, pairs_far) M(s, exchanges) M(s, messages) \
+    M(s, messages_far)
+#define MOEI_OF_moe_transport(M, s) M(s, ctx) M(s, rank) M(s, n_ranks) M(s, ranks_per_node) M(s, two_level) M(s, chunks) M(s, counts) M(s, rows) \
+    M(s, sum) M(s, traffic) M(s, allocator) M(s, ways) M(s, memory) M(s, memory_size)
 #define MOEI_OF_moe_source(M, s) M(s, name) M(s, size) M(s, ctx) M(s, read_at)
 #define MOEI_OF_moe_attention_config(M, s) M(s, heads) M(s, d_head) M(s, full) M(s, rotary) M(s, rotary_base)
 #define MOEI_OF_moe_module(M, s) M(s, kind) M(s, d_in) M(s, d_out) M(s, act) M(s, span) M(s, n_rows) M(s, rate) M(s, attention) M(s, layer) \
@@ -15896,13 +15904,14 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
 #define MOEI_OF_moe_built_model(M, s) M(s, model) M(s, weights) M(s, experts) M(s, ops) M(s, mixtures) M(s, router_names) M(s, attentions) \
     M(s, external) M(s, net) M(s, allocator)
 #define MOEI_STRUCTS(S) S(moe_error) S(moe_parallel) S(moe_adamw_step) S(moe_kernels) S(moe_rng) S(moe_int_shape) S(moe_field) \
-    S(moe_router_config) S(moe_preset) S(moe_slot) S(moe_call) S(moe_entry) S(moe_plan) S(moe_routing) S(moe_custom) S(moe_router) S(moe_metrics) \
-    S(moe_report) S(moe_instability_report) S(moe_error_shares) S(moe_int_router) S(moe_int_router_plan) S(moe_allocator) S(moe_arena) \
-    S(moe_stream) S(moe_buffer) S(moe_tensor) S(moe_file_tensor) S(moe_file) S(moe_metadata) S(moe_layer_config) S(moe_layer) S(moe_quant_error) \
-    S(moe_layer_pass) S(moe_source) S(moe_attention_config) S(moe_module) S(moe_net) S(moe_net_pass) S(moe_cache) S(moe_sampling) S(moe_data) \
-    S(moe_evaluation) S(moe_progress) S(moe_param_group) S(moe_train_config) S(moe_trainer) S(moe_step) S(moe_modular) S(moe_modular_step_result) \
-    S(moe_mixture) S(moe_hme_config) S(moe_hme) S(moe_figure) S(moe_history) S(moe_loader) S(moe_int_op) S(moe_int_mixture) S(moe_int_attention) \
-    S(moe_model) S(moe_int_run) S(moe_choice) S(moe_model_config) S(moe_int_router_names) S(moe_built_model)
+    S(moe_router_config) S(moe_preset) S(moe_slot) S(moe_batch) S(moe_call) S(moe_entry) S(moe_plan) S(moe_routing) S(moe_custom) S(moe_router) \
+    S(moe_metrics) S(moe_report) S(moe_instability_report) S(moe_error_shares) S(moe_int_router) S(moe_int_router_plan) S(moe_allocator) \
+    S(moe_arena) S(moe_stream) S(moe_buffer) S(moe_tensor) S(moe_file_tensor) S(moe_file) S(moe_metadata) S(moe_layer_config) S(moe_layer) \
+    S(moe_quant_error) S(moe_layer_pass) S(moe_exchange) S(moe_traffic) S(moe_transport) S(moe_source) S(moe_attention_config) S(moe_module) \
+    S(moe_net) S(moe_net_pass) S(moe_cache) S(moe_sampling) S(moe_data) S(moe_evaluation) S(moe_progress) S(moe_param_group) S(moe_train_config) \
+    S(moe_trainer) S(moe_step) S(moe_modular) S(moe_modular_step_result) S(moe_mixture) S(moe_hme_config) S(moe_hme) S(moe_figure) S(moe_history) \
+    S(moe_loader) S(moe_int_op) S(moe_int_mixture) S(moe_int_attention) S(moe_model) S(moe_int_run) S(moe_choice) S(moe_model_config) \
+    S(moe_int_router_names) S(moe_built_model)
 /* layouts: end */
 
 #define MOEI_LAYOUT_WORD(s, member) " " #member
