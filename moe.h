@@ -7848,8 +7848,8 @@ static void moei_line_layer(moei_lines *p, const moe_net *net, size_t i) {
     moei_line(p, "{{");
     moei_line_router_config(p, &layer->config.router);
     moei_line(p, ", ");
-    moei_line_fields(p, moe_layer_fields(), &layer->config, sizeof layer->config.router, sizeof layer->config);
-    moei_line(p, "}, {");
+    moei_line_fields(p, moe_layer_fields(), &layer->config, sizeof layer->config.router, offsetof(moe_layer_config, kernels) + sizeof(int));
+    moei_line(p, ", NULL}, {"); /* no transport */
     moei_line_router_config(p, &layer->router.config);
     moei_line(p, ", {NULL, NULL, NULL, NULL}, NULL, ");
     moei_line_bits(p, layer->router.places);
