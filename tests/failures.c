@@ -743,6 +743,29 @@ static moe_status run_layer_create(world *w, moe_error *error) {
     moe_layer_config c = rich_layer();
     return moe_layer_create(&w->layer, &c, w->parameter, 5, w->allocator, error);
 }
+static moe_status counts_alone(void *ctx, size_t n, const uint64_t *send, uint64_t *receive) {
+    (void)ctx;
+    memcpy(receive, send, n * sizeof *send);
+    return MOE_OK;
+}
+static moe_status rows_alone(void *ctx, int stage, const moe_exchange *exchange) {
+    (void)ctx, (void)stage, (void)exchange;
+    return MOE_ERR_TRANSPORT; /* nobody asks for it */
+}
+static moe_status sum_alone(void *ctx, size_t n, moe_real *values) {
+    (void)ctx, (void)n, (void)values;
+    return MOE_OK;
+}
+static moe_status run_transport(world *w, moe_error *error) {
+    moe_transport transport;
+    moe_status status;
+    memset(&transport, 0, sizeof transport);
+    transport.n_ranks = 1, transport.allocator = w->allocator;
+    transport.counts = counts_alone, transport.rows = rows_alone, transport.sum = sum_alone;
+    status = moe_transport_begin(&transport, error);
+    moe_transport_end(&transport);
+    return status;
+}
 static moe_status run_published_read(world *w, moe_error *error) {
     const bytes_made *f = w->parameter ? &gguf_file : &model_file;
     moe_source source = moe_memory_source("some.file", f->data, f->size);
@@ -948,6 +971,7 @@ static const row rows[] = {
     {"moe_net_read", OP_MEMORY, 0, NET, 0, 0, 1, 0, TRAINING(run_net_read)},
     {"moe_layer_create", OP_MEMORY, 0, LAYER, 0, 0, 0, 0, run_layer_create},
     {"moe_layer_create", OP_MEMORY, 0, LAYER, 0, 0, 1, 0, TRAINING(run_layer_create)},
+    {"moe_transport_begin", OP_MEMORY, 0, 0, 0, 0, 0, CONSTANT, run_transport},
     {"moe_layer_read", OP_MEMORY, 0, LAYER, 0, 0, 0, 0, run_layer_read},
     {"moe_layer_read", OP_MEMORY, 0, LAYER, 0, 0, 1, 0, TRAINING(run_layer_read)},
     {"moe_file_read", OP_MEMORY, 0, BUFFER, 0, DISK_NET, 0, AROUND, STDIO(run_file_read)},
