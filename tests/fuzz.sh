@@ -14,6 +14,7 @@ export LC_ALL
 unset CDPATH
 cd -- "$(dirname -- "$0")/.." || exit 1
 . tests/setup.sh
+. tests/jobs.sh
 
 readers='QUICKSTART QUANTISE MICRODIGITS DIGITS EXPORT CSV COMPARE TEXT LANGUAGE ROUTERS STUDIES'
 targets=${FUZZ_TARGETS:-files texts configs}
@@ -92,7 +93,7 @@ fuzz() { # target
         return
     fi
     begin=$(date +%s)
-    "$scratch/$1" -seed="${FUZZ_SEED:-1}" -entropic=0 -len_control=0 -max_len="$(longest "$1")" -max_total_time="${FUZZ_SECONDS:-60}" \
+    "$scratch/$1" -seed="${FUZZ_SEED:-1}" -entropic=0 -len_control=0 -max_len="$(longest "$1")" -max_total_time="$seconds" \
         -timeout=20 -rss_limit_mb=2048 -print_final_stats=1 -artifact_prefix=build/ "$new" "tests/corpus/$1" >"$scratch/$1.log" 2>&1 </dev/null
     status=$?
     runs=$(sed -n 's/^stat::number_of_executed_units: *//p' "$scratch/$1.log")
@@ -103,6 +104,30 @@ fuzz() { # target
     else
         fail "$1: status $status" "$scratch/$1.log"
     fi
+}
+
+# All targets at a time: where processors are fewer, each is given so much longer that it has its seconds of one.
+fuzz_all() {
+    # shellcheck disable=SC2086
+    printf '%s\n' $targets >"$scratch/targets"
+    lanes=$(awk 'END { print NR }' "$scratch/targets")
+    cores=$(jobs_count)
+    seconds=${FUZZ_SECONDS:-60}
+    [ "$cores" -ge "$lanes" ] || seconds=$(((seconds * lanes + cores - 1) / cores))
+    JOBS=$lanes
+    jobs_run "$scratch/targets"
+}
+
+job_work() { # number target
+    fuzz "$2" >"$jobs/$1.said" 2>&1
+}
+
+job_show() { # number target
+    said=$jobs/$1.said
+    [ -s "$said" ] || echo "failed: $2: nothing was said" >"$said"
+    cat "$said"
+    passed=$((passed + $(grep -c '^ok: ' "$said")))
+    failed=$((failed + $(grep -c '^failed: ' "$said")))
 }
 
 # ---- without a fuzzer ----
@@ -180,9 +205,7 @@ setup_scratch
 setup_stb
 case ${1:-} in
 '')
-    for target in $targets; do
-        if has_libfuzzer; then fuzz "$target"; else skip "libFuzzer (on Debian: clang libclang-rt-14-dev)"; fi
-    done
+    if has_libfuzzer; then fuzz_all; else for target in $targets; do skip "libFuzzer (on Debian: clang libclang-rt-14-dev)"; done; fi
     ;;
 corpus)
     setup_compiler
