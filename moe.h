@@ -651,12 +651,14 @@ typedef struct moe_layer_pass {
 } moe_layer_pass;
 
 /* Exact bytes of work memory for n_tokens: for forward alone (training = 0) or forward and backward (1); those of n_past + n_tokens are enough for a
-   call with n_past. MOE_ERR_OVERFLOW. */
+   call with n_past. With a transport n_tokens is the most that any rank brings, and the memory holds what all ranks may send to the own experts (MOE_ERR_UNSUPPORTED
+   for n_past). MOE_ERR_OVERFLOW. */
 MOE_API moe_status moe_layer_work_size(const moe_layer *layer, size_t n_tokens, int training, size_t *bytes);
 /* y_t = sum over e in S_t, ascending, of w_te f_e(x_t) + shared(x_t);  y [N,o] is overwritten, must not overlap x. Padding gets the shared
    expert only. work[work_size] has any alignment and stays in use until backward is done. Allocates nothing. Errors as moe_route. pass may be NULL
    when neither the routing nor backward is wanted. On failure y is unspecified and *pass untouched. An expert that computes infinity or NaN for a token
-   is no error: it is in y_t and in no other row of y (soft: in all rows that read the slot). */
+   is no error: it is in y_t and in no other row of y (soft: in all rows that read the slot). With a transport: collective, see there; n_past, decoding and
+   batch are MOE_ERR_UNSUPPORTED; MOE_ERR_CONFIG or MOE_ERR_STATE where ranks have other settings or another kind of call. */
 MOE_API moe_status moe_layer_forward(const moe_layer *layer, const moe_call *call, moe_real *y, void *work, size_t work_size, moe_layer_pass *pass);
 
 #ifndef MOE_NO_TRAIN
