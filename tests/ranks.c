@@ -44,6 +44,7 @@ int main(void) {
 enum { MOST_STEPS = 4, MOST_TOKENS = 64, HEADS = 2, PREVIOUS = 2, IDS = 11, NAME_SIZE = 200 };
 
 static long passed, failed; /* counted by the first thread alone */
+static int shown;           /* failures of this scene */
 static moe_rng rng;
 
 #define CHECK(condition, what) check((condition) != 0, what, __LINE__)
@@ -52,7 +53,7 @@ static int check(int good, const char *what, int line) {
     if (good) passed++;
     else {
         failed++;
-        if (failed <= 60) printf("FAILED: ranks.c:%d: %s\n", line, what);
+        if (shown++ < 3) printf("FAILED: ranks.c:%d: %s\n", line, what);
     }
     return good;
 }
@@ -111,7 +112,8 @@ enum {
     WITH_GIVEN = 128,   /* replay */
     WITH_LAST = 256,    /* replay of choices that are all among the last two experts */
     WITH_PACKED = 512,
-    WITH_HOME = 1024
+    WITH_HOME = 1024,
+    WITH_DISTANCES = 2048
 };
 
 /* A layer, a batch on ranks, and how rows travel. */
@@ -119,6 +121,7 @@ typedef struct scene {
     const char *name;
     moe_layer_config config;
     int ranks, training, steps;
+    int routes; /* 1: moe_route alone with a moe_batch of the test's own, no layer with a transport */
     size_t n_of[RANKS_MOST];
     unsigned with;
     int chunks, two_level, per_node, moving;
@@ -129,6 +132,7 @@ typedef struct scene {
 typedef struct tokens {
     moe_call call;
     moe_real *x, *router_x, *dy, *noise, *jitter, *previous_input, *previous_weights, *attention, *outputs, *output, *teacher;
+    moe_real *distances, *nodes_read; /* of the whole batch; [E,N,width] activations for a router alone */
     moe_real *d_attention, *d_outputs, *d_output;
     int32_t *sequences, *given, *ids, *previous, *home, *nodes;
     unsigned char *mask;
@@ -197,6 +201,9 @@ static void lean(const scene *s, moe_real *x, size_t n, size_t d) {
     free(side);
 }
 
+/* Numbers per expert and token that a score reads. */
+static size_t node_width(const scene *s) { return s->config.router.score == MOE_SCORE_ATTENTIVE ? (size_t)s->config.d_ff : 4; }
+
 /* Points the call at what the router asks for. */
 static void wire(const scene *s, tokens *t) {
     const moe_router_config *c = &s->config.router;
@@ -209,6 +216,8 @@ static void wire(const scene *s, tokens *t) {
         call->attention_weights = t->attention, call->attention_outputs = t->outputs, call->attention_output = t->output;
         if (s->training) call->d_attention_weights = t->d_attention, call->d_attention_outputs = t->d_outputs, call->d_attention_output = t->d_output;
     }
+    call->distances = t->distances;
+    if (s->routes && moe_router_traits(c) & MOE_TRAIT_NEEDS_ALL_EXPERTS) call->nodes = t->nodes_read, call->node_width = node_width(s);
     call->home = t->home, call->expert_node = t->nodes, call->teacher = t->teacher;
     if (s->with & WITH_TEAM) t->team.threads = 3, t->team.always = 1, t->team.run = backwards, call->parallel = &t->team;
 }
@@ -240,6 +249,11 @@ static void draw_whole(const scene *s, batch *b) {
     t->attention = draw_attention(t), t->outputs = normals(HEADS * n * d, 0.7), t->output = normals(n * d, 0.7);
     t->d_attention = zeros(HEADS * n * n), t->d_outputs = zeros(HEADS * n * d), t->d_output = zeros(n * d);
     if (c->loss_distill > 0 && !c->student) t->teacher = normals(n * experts, 1.0);
+    if (s->with & WITH_DISTANCES) {
+        t->distances = normals(n * n, 1.0);
+        for (i = 0; i < n * n; i++) t->distances[i] = (moe_real)fabs((double)t->distances[i]);
+    }
+    if (s->routes) t->nodes_read = normals(experts * n * node_width(s), 1.0);
     if (s->with & WITH_HOME && c->nodes > 1) {
         t->home = integers(n, c->nodes), t->nodes = integers(experts, c->nodes);
         for (i = 0; i < (size_t)c->nodes && i < experts; i++) t->nodes[i] = (int32_t)i;
@@ -283,6 +297,12 @@ static void cut_part(const scene *s, batch *b, int r) {
     }
     t->output = rows_of(w->output, from, n, d);
     t->d_attention = zeros(HEADS * n * n), t->d_outputs = zeros(HEADS * n * d), t->d_output = zeros(n * d);
+    if (w->distances != NULL) t->distances = rows_of(w->distances, 0, b->n, b->n);
+    if (s->routes) {
+        t->nodes_read = zeros(experts * n * node_width(s));
+        for (i = 0; i < experts && n > 0; i++)
+            memcpy(t->nodes_read + i * n * node_width(s), w->nodes_read + (i * b->n + from) * node_width(s), n * node_width(s) * sizeof(moe_real));
+    }
     t->teacher = rows_of(w->teacher, from, n, experts), t->home = integers_of(w->home, from, n, 1), t->nodes = integers_of(w->nodes, 0, experts, 1);
     wire(s, t);
 }
@@ -303,7 +323,7 @@ static void batch_begin(const scene *s, batch *b) {
 static void tokens_end(tokens *t) {
     free(t->x), free(t->router_x), free(t->dy), free(t->noise), free(t->jitter), free(t->previous_input), free(t->previous_weights), free(t->attention);
     free(t->outputs), free(t->output), free(t->teacher), free(t->d_attention), free(t->d_outputs), free(t->d_output);
-    free(t->sequences), free(t->given), free(t->ids), free(t->previous), free(t->home), free(t->nodes), free(t->mask);
+    free(t->distances), free(t->nodes_read), free(t->sequences), free(t->given), free(t->ids), free(t->previous), free(t->home), free(t->nodes), free(t->mask);
 }
 
 static void batch_end(const scene *s, batch *b) {
@@ -320,6 +340,7 @@ typedef struct result {
     moe_real *y, *dx, *d_router_x;
     moe_real *gradients, *state; /* of all tensors, in their order */
     moe_real *d_attention, *d_outputs, *d_output;
+    moe_real *d_nodes;   /* of a router alone [E,n,width] */
     uint64_t draws;      /* where the random numbers are */
     moe_routing routing; /* its arrays are copies as well; u is NULL */
     moe_entry *entries;
@@ -329,6 +350,8 @@ typedef struct result {
 /* One that plays: its layer and what it computed. */
 typedef struct player {
     int rank; /* -1: the single process */
+    ranks_rank *self;
+    size_t first, total; /* tokens of ranks before this one, of all */
     moe_transport transport;
     moe_traffic traffic;
     uint64_t rows[RANKS_MOST], bytes[RANKS_MOST];
@@ -372,12 +395,12 @@ static moe_real *tensors_of(const moe_layer *layer, int gradients, int state) {
     return all;
 }
 
-static int is_of_experts(const char *name) { return strncmp(name, "experts.", 8) == 0; }
+static int is_of_experts(const scene *s, const char *name) { return !s->routes && strncmp(name, "experts.", 8) == 0; }
 
 /* Where tensor i of a rank's layer lies in that of the whole. */
 static size_t rows_before(const scene *s, int rank, const moe_tensor *t) {
     size_t first = 0, count = 0;
-    if (rank < 0 || !is_of_experts(t->name)) return 0;
+    if (rank < 0 || !is_of_experts(s, t->name)) return 0;
     moe_rank_part((size_t)s->config.router.n_experts, rank, s->ranks, &first, &count);
     return count > 0 ? first * (t->count / count) : 0;
 }
@@ -454,7 +477,7 @@ static void keep_routing(result *r, const moe_routing *from) {
 }
 
 static void result_end(result *r) {
-    free(r->y), free(r->dx), free(r->d_router_x), free(r->gradients), free(r->state), free(r->d_attention), free(r->d_outputs), free(r->d_output);
+    free(r->y), free(r->dx), free(r->d_router_x), free(r->gradients), free(r->state), free(r->d_attention), free(r->d_outputs), free(r->d_output), free(r->d_nodes);
     free(r->routing.logits), free(r->routing.probabilities), free(r->routing.choices), free(r->routing.n_choices), free(r->routing.kept);
     free(r->routing.section_weights), free(r->routing.weights), free(r->routing.selected), free(r->routing.counts), free(r->routing.first_counts);
     free(r->offsets), free(r->entries);
@@ -510,6 +533,95 @@ static void play_step(const scene *s, player *p, tokens *t, void *work, size_t b
     r->state = tensors_of(&p->layer, 0, 1);
 }
 
+/* ---- a router alone: moe_batch over the transport's functions ---------------------------------------------------------------------------- */
+
+/* Every rank sends its rows to all others. */
+static moe_status gather(void *ctx, moe_status status, size_t row_bytes, void *rows) {
+    player *p = (player *)ctx;
+    ranks_rank *self = p->self;
+    const int n = self->world->n_ranks;
+    uint64_t mine[3 * RANKS_MOST], theirs[3 * RANKS_MOST];
+    size_t send_counts[RANKS_MOST], send_at[RANKS_MOST], receive_counts[RANKS_MOST], receive_at[RANKS_MOST];
+    moe_exchange e;
+    unsigned char *others;
+    int r, bad = 0;
+    for (r = 0; r < n; r++) mine[3 * r] = status != MOE_OK, mine[3 * r + 1] = p->first, mine[3 * r + 2] = row_bytes;
+    if (ranks_counts(self, 3, mine, theirs) != MOE_OK) return MOE_ERR_TRANSPORT;
+    for (r = 0; r < n; r++) bad |= theirs[3 * r] != 0;
+    if (status != MOE_OK) return status;
+    if (bad) return MOE_ERR_PEER;
+    memset(&e, 0, sizeof e);
+    others = (unsigned char *)grab(p->total, row_bytes);
+    for (r = 0; r < n; r++) {
+        const size_t end = r + 1 < n ? (size_t)theirs[3 * r + 4] : p->total;
+        if (theirs[3 * r + 2] != row_bytes) (void)ranks_fault(self, "rows of another size are gathered elsewhere");
+        receive_at[r] = (size_t)theirs[3 * r + 1], receive_counts[r] = end - receive_at[r];
+        send_at[r] = 0;
+    }
+    for (r = 0; r < n; r++) send_counts[r] = receive_counts[self->rank];
+    e.row_bytes = row_bytes, e.send = (unsigned char *)rows + p->first * row_bytes, e.receive = others;
+    e.send_counts = send_counts, e.send_at = send_at, e.receive_counts = receive_counts, e.receive_at = receive_at;
+    status = ranks_rows(self, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, &e);
+    if (status == MOE_OK && p->total > 0) memcpy(rows, others, p->total * row_bytes);
+    free(others);
+    return status;
+}
+
+static moe_real entry_gradient(const scene *s, size_t token, size_t e, int input) { return small_noise(s->seed, 1000 + e, 2 * token + (size_t)input); }
+
+/* The gradients of the plan's weights, alike in all players. */
+static void fill_entry_gradients(const scene *s, const player *p, moe_routing *r) {
+    size_t e, i;
+    for (e = 0; e < r->n_experts; e++)
+        for (i = r->plan.offsets[e]; i < r->plan.offsets[e + 1]; i++) {
+            const size_t token = p->first + (size_t)r->plan.entries[i].token;
+            r->d_weight_in[i] = s->config.router.apply_to == MOE_APPLY_INPUT ? entry_gradient(s, token, e, 1) : 0;
+            r->d_weight_out[i] = s->config.router.apply_to == MOE_APPLY_INPUT ? 0 : entry_gradient(s, token, e, 0);
+        }
+}
+
+static void play_route(const scene *s, player *p, tokens *t, void *work, size_t bytes, int step) {
+    result *r = &p->results[step];
+    const size_t n = t->call.n_tokens, d = (size_t)s->config.router.d_model, experts = (size_t)s->config.router.n_experts;
+    moe_router router = p->layer.router;
+    moe_routing routing;
+    moe_batch together;
+    moe_call call = t->call;
+    moe_real *state[MOE_ROUTER_SLOTS];
+    moe_rng own;
+    size_t i;
+    moe_rng_seed(&own, s->seed * 31 + (uint64_t)step);
+    memset(&together, 0, sizeof together);
+    together.first = p->first, together.total = p->total, together.lead = p->rank == s->ranks - 1, together.ctx = p, together.gather = gather;
+    call.rng = &own, call.batch = p->rank >= 0 ? &together : NULL;
+    memcpy(router.tensors, p->layer.tensors, sizeof router.tensors);
+    memcpy(state, p->layer.tensors, sizeof state);
+    r->y = zeros(n * d), r->dx = zeros(n * d), r->d_router_x = zeros(n * d), r->d_nodes = zeros(experts * n * node_width(s));
+    r->status = moe_route(&router, &call, work, bytes, &routing);
+    r->draws = own.state;
+    if (r->status != MOE_OK) return;
+    if (!s->training) {
+        keep_routing(r, &routing);
+        return;
+    }
+    zero_gradients(&p->layer);
+    clear(t->d_attention, HEADS * n * n), clear(t->d_outputs, HEADS * n * d), clear(t->d_output, n * d);
+    fill_entry_gradients(s, p, &routing);
+    r->back = moe_route_backward(&router, &call, &routing, p->layer.gradients, r->dx, call.nodes != NULL ? r->d_nodes : NULL);
+    keep_routing(r, &routing);
+    r->gradients = tensors_of(&p->layer, 1, 0);
+    r->d_attention = (moe_real *)copy_of(t->d_attention, HEADS * n * n, sizeof(moe_real));
+    r->d_outputs = (moe_real *)copy_of(t->d_outputs, HEADS * n * d, sizeof(moe_real));
+    r->d_output = (moe_real *)copy_of(t->d_output, n * d, sizeof(moe_real));
+    for (i = 0; i < MOE_ROUTER_SLOTS; i++) {
+        moe_slot slot;
+        if (moe_router_slot(&router.config, (int)i, &slot) != MOE_OK || !(slot.flags & MOE_PARAM_STATE)) state[i] = NULL;
+    }
+    r->observed = moe_router_observe(&router, &call, &routing, state);
+    r->advanced = moe_router_advance(&router, state);
+    r->state = tensors_of(&p->layer, 0, 1);
+}
+
 static void play(const scene *s, player *p, tokens *t, size_t most) {
     moe_layer_config config = s->config;
     moe_allocator counted;
@@ -517,7 +629,7 @@ static void play(const scene *s, player *p, tokens *t, size_t most) {
     size_t bytes = 0, i, packed_bytes = 0;
     int step;
     counted.ctx = &p->blocks, counted.resize = counted_resize;
-    config.transport = p->rank >= 0 ? &p->transport : NULL;
+    config.transport = p->rank >= 0 && !s->routes ? &p->transport : NULL;
     p->made = moe_layer_create(&p->layer, &config, s->training, s->seed, &counted, &p->error);
     if (p->made != MOE_OK) return;
     p->layer.router.custom.score = own_score, p->layer.router.custom.score_backward = own_score_backward, p->layer.router.custom.select = own_select;
@@ -530,12 +642,15 @@ static void play(const scene *s, player *p, tokens *t, size_t most) {
         for (i = 0; i < MOE_LAYER_SLOTS; i++)
             if (p->layer.packed[i] != NULL) p->layer.tensors[i] = NULL;
     }
-    p->sized = moe_layer_work_size(&p->layer, most, s->training, &bytes);
+    if (s->routes) p->sized = p->rank < 0 ? moe_route_size(&p->layer.router, p->total, s->training, &bytes)
+                                          : moe_route_batch_size(&p->layer.router, t->call.n_tokens, p->total, s->training, &bytes);
+    else p->sized = moe_layer_work_size(&p->layer, most, s->training, &bytes);
     work = (unsigned char *)grab(bytes + 64, 1);
     for (step = 0; step < s->steps; step++) {
         memset(work, 0x55, bytes + 64);
         if (!(s->with & WITH_PACKED)) stir(s, p, step);
-        play_step(s, p, t, work, bytes, step);
+        if (s->routes) play_route(s, p, t, work, bytes, step);
+        else play_step(s, p, t, work, bytes, step);
         for (i = 0; i < 64; i++)
             if (work[bytes + i] != 0x55) p->sized = MOE_ERR_SPACE; /* written behind the end */
         if (p->results[step].status == MOE_ERR_TRANSPORT || p->results[step].back == MOE_ERR_TRANSPORT) break;
@@ -557,12 +672,12 @@ static void play_rank(ranks_rank *self, void *ctx) {
     stage *g = (stage *)ctx;
     const scene *s = g->scene;
     player *p = &g->parts[self->rank];
-    p->rank = self->rank;
+    p->rank = self->rank, p->self = self, p->first = g->batch.first[self->rank], p->total = g->batch.n;
     p->transport = ranks_transport(self);
     p->transport.chunks = s->chunks, p->transport.two_level = s->two_level, p->transport.ranks_per_node = s->per_node;
     p->traffic.rows = p->rows, p->traffic.bytes = p->bytes;
     p->transport.traffic = &p->traffic;
-    p->begun = moe_transport_begin(&p->transport, &p->error);
+    p->begun = s->routes ? MOE_OK : moe_transport_begin(&p->transport, &p->error);
     if (p->begun == MOE_OK) play(s, p, &g->batch.part[self->rank], g->batch.most);
 }
 
@@ -570,7 +685,7 @@ static stage *stage_begin(const scene *s) {
     stage *g = (stage *)grab(1, sizeof *g);
     g->scene = s;
     batch_begin(s, &g->batch);
-    g->whole.rank = -1;
+    g->whole.rank = -1, g->whole.total = g->batch.n;
     play(s, &g->whole, &g->batch.whole, g->batch.n);
     ranks_begin(&g->world, s->ranks, s->moving);
     g->fault = ranks_run(&g->world, play_rank, g);
@@ -590,7 +705,7 @@ static void stage_end(stage *g) {
 
 static const char *naming(const scene *s, const char *what) {
     static char text[NAME_SIZE + 100];
-    sprintf(text, "%.100s, %d ranks, %s, with %u, seed %lu: %.80s", s->name, s->ranks, s->training ? "training" : "inference", s->with, (unsigned long)s->seed, what);
+    sprintf(text, "%.120s, %d ranks, %s, with %u, seed %lu: %.80s", s->name, s->ranks, s->training ? "training" : "inference", s->with, (unsigned long)s->seed, what);
     return text;
 }
 
@@ -658,7 +773,7 @@ static void compare_routing(const stage *g, const scene *s, const result *one, c
     const size_t from = is_whole ? 0 : g->batch.first[rank];
     size_t t, k;
     int good = 1;
-    AGREES(s->training ? is_whole : is_whole || is_own, "the routing is that of the batch");
+    AGREES(s->training && s->config.router.select != MOE_SELECT_SOFT ? is_whole : is_whole || is_own, "the routing is that of the batch");
     if (!is_whole && !is_own) return;
     AGREES(a->n_experts == b->n_experts && a->max_choices == b->max_choices && a->top_k == b->top_k, "the sizes of the routing");
     AGREES(same_rows(s, whole, a->logits, b->logits, from, n, columns), "logits");
@@ -699,7 +814,7 @@ static void compare_gradients(const stage *g, const scene *s, int step) {
                 free(sum);
                 return;
             }
-            if (is_of_experts(t.name)) {
+            if (is_of_experts(s, t.name)) {
                 const size_t from = rows_before(s, r, &own);
                 good &= near(part, want + from, own.count, is_exact(s) && !scored, largest(want, t.count));
             } else {
@@ -708,7 +823,7 @@ static void compare_gradients(const stage *g, const scene *s, int step) {
             }
             at[r] += own.count;
         }
-        if (!is_of_experts(t.name)) good = near(sum, want, t.count, 0, size);
+        if (!is_of_experts(s, t.name)) good = near(sum, want, t.count, 0, size);
         if (!good) AGREES(0, t.name);
         free(sum);
     }
@@ -735,13 +850,24 @@ static int same_attention(const stage *g, const scene *s, const result *r, const
     return good && near(r->d_output, one->d_output + from * d, n * d, is_exact(s), 1.0);
 }
 
+static int same_nodes(const stage *g, const scene *s, const result *r, const result *one, int rank) {
+    const size_t row = s->n_of[rank] * node_width(s);
+    size_t e;
+    int good = 1;
+    for (e = 0; e < (size_t)s->config.router.n_experts; e++)
+        good &= near(r->d_nodes + e * row, one->d_nodes + (e * g->batch.n + g->batch.first[rank]) * node_width(s), row, is_exact(s), 1.0);
+    return good;
+}
+
 /* A call that fails in one process fails on the ranks: somewhere as there, elsewhere because of that. */
 static void compare_failure(const stage *g, const scene *s, int step) {
     const moe_status want = g->whole.results[step].status;
     int r, found = 0;
     for (r = 0; r < s->ranks; r++) {
         const moe_status status = g->parts[r].results[step].status;
-        AGREES(status == want || status == MOE_ERR_PEER, "the call fails on all ranks");
+        char text[80];
+        sprintf(text, "rank %d fails with %d as one process does with %d", r, status, want);
+        AGREES(status == want || status == MOE_ERR_PEER, text);
         found += status == want;
     }
     AGREES(found > 0, "one rank says why");
@@ -777,6 +903,7 @@ static void compare_step(const stage *g, int step) {
         AGREES(near(p->dx, one->dx + from * d, n * d, exact && !scored, largest(one->dx, g->batch.n * d)), "dx");
         AGREES(near(p->d_router_x, one->d_router_x + from * d, n * d, exact && !scored, largest(one->d_router_x, g->batch.n * d)), "d_router_x");
         AGREES(same_attention(g, s, p, one, r), "the gradients of attention");
+        if (s->routes) AGREES(same_nodes(g, s, p, one, r), "d_nodes");
         compare_state(g, s, step, r);
     }
     if (s->training) compare_gradients(g, s, step);
@@ -796,10 +923,10 @@ static void compare_start(const stage *g, const scene *s) {
             else {
                 good &= strcmp(t.name, own.name) == 0 && t.n_dims == own.n_dims && own.shape[t.n_dims - 1] == t.shape[t.n_dims - 1];
                 good &= own.count <= t.count && near(g->parts[r].start + at[r], one->start + all + rows_before(s, r, &own), own.count, 1, 0.0);
-                sum += is_of_experts(t.name) ? own.count : t.count, at[r] += own.count;
+                sum += is_of_experts(s, t.name) ? own.count : t.count, at[r] += own.count;
             }
         }
-        if (!good || sum != (is_of_experts(t.name) ? t.count : t.count * (size_t)s->ranks)) AGREES(0, t.name);
+        if (!good || sum != (is_of_experts(s, t.name) ? t.count : t.count * (size_t)s->ranks)) AGREES(0, t.name);
     }
     AGREES(all == one->count, "the tensors start alike");
 }
@@ -810,6 +937,7 @@ static int soft_refused;
 static void test_scene(const scene *s) {
     stage *g = stage_begin(s);
     int r, step, good = 1;
+    shown = 0;
     if (!AGREES(g->fault == NULL, g->fault != NULL ? g->fault : "the ranks keep the rules") || !AGREES(g->whole.made == MOE_OK, g->whole.error.message)) {
         stage_end(g);
         return;
@@ -843,13 +971,21 @@ static void spread(scene *s, int turn) {
 static void shrink(moe_layer_config *c, int ranks) {
     const int experts = ranks == 5 ? 7 : 8;
     c->router.n_experts = experts;
-    c->router.d_model = 3 * experts, c->d_ff = 5, c->d_low = 4;
+    c->router.d_model = 3 * experts, c->d_ff = 5, c->d_low = c->expert == MOE_EXPERT_FACTORISED ? 4 : 0;
     if (c->router.top_k > 3) c->router.top_k = 3;
     if (c->router.select == MOE_SELECT_GROUPED_TOP_K) c->router.groups = experts == 8 ? 4 : 7, c->router.groups_kept = experts == 8 ? 2 : 4;
     if (c->router.select == MOE_SELECT_HASH) c->router.table_size = IDS;
     if (c->router.refine == MOE_REFINE_ATTENTION) c->router.heads = HEADS;
     if (c->router.select == MOE_SELECT_SOFT) c->router.soft_sequences = 3 * RANKS_MOST;
     c->router.untrained = 1;
+}
+
+/* Fills in what is left to defaults: the test's own arrays have sizes by it. */
+static int complete(moe_layer_config *c, const char *name) {
+    moe_error error;
+    if (CHECK(moe_layer_check(c, c, &error) == MOE_OK, name)) return 1;
+    printf("  %s\n", error.message);
+    return 0;
 }
 
 /* What does not matter to results changes from scene to scene. */
@@ -861,7 +997,22 @@ static void vary(scene *s, int turn) {
     spread(s, turn);
 }
 
-static void test_presets(void) {
+/* What a scene has beside its router's needs: another mixture for every number. */
+static unsigned draw_with(int turn) {
+    static const struct {
+        unsigned with;
+        int one_in;
+    } rows[] = {{WITH_MASK, 3}, {WITH_SEQUENCES, 3}, {WITH_ROUTER_X, 5}, {WITH_NOISE, 3}, {WITH_TEAM, 9}, {WITH_LATE, 8}, {WITH_CROWD, 8}, {WITH_HOME, 2}, {WITH_DISTANCES, 2}, {WITH_GIVEN, 12}};
+    unsigned with = 0;
+    size_t i;
+    moe_rng own;
+    moe_rng_seed(&own, (uint64_t)turn);
+    for (i = 0; i < sizeof rows / sizeof *rows; i++)
+        if (moe_rng_below(&own, (uint64_t)rows[i].one_in) == 0) with |= rows[i].with;
+    return with;
+}
+
+static void with_presets(int routes) {
     const moe_preset *preset;
     int turn = 0;
     for (preset = moe_presets(); preset->name != NULL; preset++) {
@@ -871,29 +1022,161 @@ static void test_presets(void) {
                 scene s;
                 memset(&s, 0, sizeof s);
                 turn++;
+                s.routes = routes;
                 s.name = preset->name, s.ranks = ranks, s.training = training, s.steps = training ? 2 : 1, s.seed = (uint64_t)turn;
                 if (!CHECK(moe_layer_preset(preset->name, &s.config, NULL) == MOE_OK, preset->name)) continue;
                 shrink(&s.config, ranks);
+                if (!complete(&s.config, preset->name)) continue;
                 vary(&s, turn / 2);
                 s.config.kernels = turn % 7 == 3 ? MOE_KERNELS_AUTO : MOE_KERNELS_C;
-                if (turn % 3 == 0) s.with |= WITH_MASK;
-                if (turn % 4 == 1) s.with |= WITH_SEQUENCES;
-                if (turn % 5 == 0 && s.config.router.score != MOE_SCORE_NORM) s.with |= WITH_ROUTER_X;
-                if (turn % 11 == 0) s.with |= WITH_TEAM;
-                if (turn % 13 == 0) s.with |= WITH_LATE;
-                if (turn % 6 == 5) s.with |= WITH_NOISE;
-                if (turn % 17 == 4) s.with |= WITH_CROWD;
-                if (turn % 2 == 1) s.with |= WITH_HOME;
+                s.with = draw_with(turn);
+                if (s.config.router.score == MOE_SCORE_NORM) s.with &= ~(unsigned)WITH_ROUTER_X;
                 test_scene(&s);
             }
     }
 }
 
+/* Settings of a configuration as presets have them. */
+static int apply(moe_layer_config *c, const char *settings) {
+    moe_error error;
+    if (CHECK(moe_fields_apply(moe_layer_fields(), c, settings, &error) == MOE_OK, settings)) return 1;
+    printf("  %s\n", error.message);
+    return 0;
+}
+
+/* A plain layer with some settings, for so many ranks. */
+static int begin_scene(scene *s, const char *settings, int ranks, int training, int turn) {
+    memset(s, 0, sizeof *s);
+    s->name = settings, s->ranks = ranks, s->training = training, s->steps = training ? 2 : 1, s->seed = 5000 + (uint64_t)turn;
+    if (!apply(&s->config, settings)) return 0;
+    shrink(&s->config, ranks);
+    if (!complete(&s->config, settings)) return 0;
+    vary(s, turn);
+    s->config.kernels = turn % 6 == 5 ? MOE_KERNELS_AUTO : MOE_KERNELS_C;
+    s->with = draw_with(turn + 77);
+    return 1;
+}
+
+/* Every rule of capacity with every other. */
+static void with_capacity(int routes) {
+    static const char *const limits[] = {"capacity_factor=0.6", "capacity_factor=1.3 capacity_factor_eval=0.5", "drop_capacity=2", "capacity_factor=0.2 capacity_min=2", "capacity_bound=first",
+                                         "capacity_bound=every capacity_factor=0.4", "capacity_bound=every capacity_rho=0.7"};
+    static const char *const orders[] = {"position", "priority", "random", "score"}, *const rules[] = {"none", "gshard", "st_moe"}, *const renormalize[] = {"before", "after"};
+    int limit, order, rule, which, training, turn = 0;
+    for (limit = 0; limit < 7; limit++)
+        for (order = 0; order < 4; order++)
+            for (rule = 0; rule < 3; rule++)
+                for (which = 0; which < 2; which++)
+                    for (training = 0; training < 2; training++) {
+                        char text[NAME_SIZE];
+                        scene s;
+                        turn++;
+                        sprintf(text, "%s drop_order=%s drop_rule=%s renormalize=%s top_k=%d weight=%s loss_balance=0.1", limits[limit], orders[order], rules[rule], renormalize[which],
+                                1 + turn % 3, turn % 2 ? "sum" : "raw");
+                        if (!begin_scene(&s, text, 1 + (turn / 2) % 5, training, turn)) continue;
+                        s.routes = routes;
+                        test_scene(&s);
+                    }
+}
+
+/* Selections among all tokens, replays, schedules, losses over sequences, and stages of the caller's own. */
+static void with_rules(int routes) {
+    static const char *const rows[] = {
+        "select=given top_k=2 capacity_factor=0.5", "select=expert_choice capacity_factor=1.5 weight=raw", "select=expert_choice expert_choice_score=z capacity_factor_eval=0.5 weight=raw",
+        "select=affinity affinity_mass=0.4 weight=raw top_k=1", "select=affinity affinity_sum=1 capacity=2 capacity_min=2 weight=raw top_k=1",
+        "select=affinity capacity=3 weight=raw top_k=1 switch_at=1", "select=sinkhorn top_k=2 weight=raw capacity_factor=1", "select=balanced top_k=1 weight=raw gate=sigmoid",
+        "select=sample top_k=2 weight=raw", "select=sample top_k=1 weight=raw capacity_factor=0.7 drop_order=random", "select=top_p top_p=0.7 weight=raw drop_capacity=3",
+        "select=threshold threshold=0.15 threshold_fallback=never weight=raw", "select=dense weight=raw loss_entropy=0.1 loss_usage_entropy=0.1", "select=positive gate=relu weight=raw loss_l1=0.1 l1_controller=1 capacity_factor=1",
+        "top_k=3 k_end=1 schedule_steps=2 weight=raw", "gate_temperature=2 tau_schedule=gate_temperature tau_end=0.5 schedule_steps=3", "freeze_at=1 loss_balance=0.1 weight=raw",
+        "loss_balance=0.1 balance_scope=sequences balance_over=first loss_z=0.1", "loss_balance=0.1 balance_over=tokens loss_importance=0.1 loss_orthogonal=0.1",
+        "loss_importance=0.1 importance_over=weights noise=gaussian loss_load=0.1", "noise=noisy_topk loss_load=0.1 loss_importance=0.2 importance_over=gate drop_order=random capacity_factor=1",
+        "noise=gumbel drop_rule=st_moe capacity_factor=1.2", "input=jitter jitter_eps=0.1 noise=gaussian drop_order=random capacity_factor=0.8 weight=raw", "input=jitter top_k=1 weight=raw",
+        "loss_similarity_same=0.1 loss_similarity_diff=0.2 weight=raw", "loss_locality=0.3 nodes=2 weight=raw", "loss_locality=0.3 nodes=3 weight=raw capacity_bound=first", "loss_distill=0.4 distill=ce_soft", "loss_distill=0.4 distill=mse",
+        "student=1 loss_distill=0.5 freeze_at=1 weight=raw", "selection_bias=1 bias_rate=0.1 weight=raw", "selection_bias=1 bias_rate=0.1 select=grouped_top_k groups=1 groups_kept=1 gate=sigmoid weight=raw",
+        "score=custom", "score=custom select=custom weight=raw", "score=mlp router_hidden=9 router_act=gelu loss_z=0.1", "score=cosine cosine_dim=5 cosine_learn_tau=1 tau_schedule=none", "score=dselect gate=identity select=positive top_k=2 loss_entropy=0.1",
+        "input=scaled_rms expert_scale=1 scale=2.5", "input=adaptive_clustering ac_mode=running weight=raw", "input=adaptive_clustering ac_mode=running ac_rho=0.5 ac_spread=pairwise weight=raw",
+        "input=adaptive_clustering ac_mode=code ac_spread=variance weight=raw", "input=adaptive_clustering ac_mode=code weight=raw", "input=adaptive_clustering ac_spread=pairwise ac_mix=2 weight=raw",
+        "input=adaptive_clustering ac_mode=random weight=raw", "input=adaptive_clustering ac_lambda=0.5 weight=raw", "refine=similarity similarity_learned=1 lower_entropy_only=1", "refine=similarity causal=1 similarity_scale=l2 capacity_factor=1",
+        "refine=attention attention_heads=all", "refine=attention attention_heads=fixed attention_head=1 attention_u=output causal=1", "refine=attention attention_heads=min_entropy drop_order=priority capacity_factor=0.9",
+        "weight=sparsemixer top_k=2 capacity_factor=1", "weight=p_norm weight_p=2", "weight=softmax drop_capacity=1 renormalize=after", "score=random weight=raw", "score=grap weight=raw top_k=2 capacity_bound=every"};
+    size_t i;
+    int turn = 0, training, again;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++)
+        for (training = 0; training < 2; training++)
+            for (again = 0; again < 2; again++) {
+                scene s;
+                turn++;
+                if (!begin_scene(&s, rows[i], 2 + (turn + turn / 4) % 4, training, turn)) continue;
+                s.routes = routes, s.steps = training ? 3 : 1;
+                if (strstr(rows[i], "heads=") != NULL || strstr(rows[i], "causal") != NULL) s.with &= ~(unsigned)WITH_CROWD;
+                test_scene(&s);
+            }
+}
+
+/* A preset with a few fields set at random. */
+static int draw_config(moe_layer_config *c, int ranks, char *text) {
+    const moe_field *fields = moe_layer_fields();
+    const moe_preset *presets = moe_presets();
+    size_t n_fields = 0, n_presets = 0;
+    int changes = 1 + below(4);
+    moe_error error;
+    while (fields[n_fields].name != NULL) n_fields++;
+    while (presets[n_presets].name != NULL) n_presets++;
+    n_presets = (size_t)below((int)n_presets);
+    if (moe_layer_preset(presets[n_presets].name, c, &error) != MOE_OK) return 0;
+    shrink(c, ranks);
+    sprintf(text, "%s", presets[n_presets].name);
+    for (; changes > 0; changes--) {
+        const moe_field *f = &fields[below((int)n_fields)];
+        static const char *const ints[] = {"1", "2", "3", "5"}, *const reals[] = {"0.05", "0.3", "0.9", "1.5"};
+        const char *value = f->kind == MOE_FIELD_FLAG ? "1" : f->kind == MOE_FIELD_REAL ? reals[below(4)] : ints[below(4)];
+        int n = 0;
+        if (f->kind == MOE_FIELD_CHOICE) {
+            while (f->choices[n] != NULL) n++;
+            value = f->choices[below(n)];
+        }
+        if (strcmp(f->name, "n_experts") == 0 || strcmp(f->name, "d_model") == 0 || strcmp(f->name, "kernels") == 0) continue;
+        if (moe_field_set(fields, c, f->name, value, &error) == MOE_OK) sprintf(text + strlen(text), " %s=%s", f->name, value);
+    }
+    if (c->router.refine == MOE_REFINE_ATTENTION) c->router.heads = HEADS;
+    if (c->router.select == MOE_SELECT_HASH) c->router.table_size = IDS;
+    return moe_layer_check(c, c, &error) == MOE_OK;
+}
+
+static void with_random(int routes) {
+    int turn, drawn = 0;
+    for (turn = 1; drawn < 250; turn++) {
+        char text[2 * NAME_SIZE];
+        scene s;
+        memset(&s, 0, sizeof s);
+        moe_rng_seed(&rng, 90000 + (uint64_t)turn);
+        s.ranks = 1 + turn % 5;
+        if (!draw_config(&s.config, s.ranks, text)) continue;
+        s.name = text, s.routes = routes, s.training = below(3) > 0, s.steps = s.training ? 2 : 1, s.seed = 70000 + (uint64_t)turn;
+        vary(&s, turn + turn / 5);
+        s.config.kernels = turn % 6 == 5 ? MOE_KERNELS_AUTO : MOE_KERNELS_C;
+        s.with = draw_with(turn + 177);
+        if (s.config.router.score == MOE_SCORE_NORM) s.with &= ~(unsigned)WITH_ROUTER_X;
+        test_scene(&s);
+        drawn++;
+    }
+}
+
+static void test_routers(void) { with_presets(1), with_capacity(1), with_rules(1), with_random(1); }
+
+static void test_presets(void) { with_presets(0); }
+
+static void test_capacity(void) { with_capacity(0); }
+
+static void test_rules(void) { with_rules(0); }
+
+static void test_random(void) { with_random(0); }
+
 int main(int argc, char **argv) {
     static const struct {
         void (*test)(void);
         const char *name;
-    } tests[] = {{test_presets, "presets"}};
+    } tests[] = {{test_routers, "routers"}, {test_presets, "presets"}, {test_capacity, "capacity"}, {test_rules, "rules"}, {test_random, "random"}};
     size_t i;
     for (i = 0; i < sizeof tests / sizeof *tests; i++)
         if (argc < 2 || strncmp(argv[1], tests[i].name, strlen(argv[1])) == 0) tests[i].test();
