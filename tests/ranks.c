@@ -367,7 +367,8 @@ typedef struct player {
     moe_layer layer;
     moe_status begun, made, sized, packed;
     moe_error error;
-    const moe_real *kept; /* a tensor that is taken away for a while */
+    const moe_real *kept; /* a tensor that is taken away for a while, a number that is replaced */
+    moe_real kept_x;
     moe_real *start;     /* the tensors as they were made */
     size_t count;        /* numbers in all tensors */
     long blocks;         /* that its allocator has given and not got back */
@@ -499,6 +500,7 @@ static void player_end(player *p) {
     for (i = 0; i < MOST_STEPS; i++) result_end(&p->results[i]);
     free(p->start);
     moe_layer_free(&p->layer);
+    moe_transport_end(&p->transport);
 }
 
 static void zero_gradients(const moe_layer *layer) {
@@ -515,9 +517,11 @@ static void clear(moe_real *v, size_t count) {
 /* Makes a call go wrong; restore: what it changed that is not the call's. */
 static void spoil_call(int spoil, player *p, tokens *t, moe_call *call, size_t *bytes, const moe_real **dy, int restore) {
     static const int32_t bad[] = {0, 3, 1};
-    moe_real *x = t->x;
     switch (spoil) {
-    case SPOIL_NAN: x[0] = restore ? (moe_real)0.5 : (moe_real)HUGE_VAL - (moe_real)HUGE_VAL; break;
+    case SPOIL_NAN:
+        if (!restore) p->kept_x = t->x[0];
+        t->x[0] = restore ? p->kept_x : (moe_real)HUGE_VAL - (moe_real)HUGE_VAL;
+        break;
     case SPOIL_NO_X: call->x = NULL; break;
     case SPOIL_WORK: *bytes -= *bytes > 0; break;
     case SPOIL_SEQUENCES: call->sequences = bad, call->n_sequences = 2; break;
@@ -1358,6 +1362,7 @@ static void open_task(ranks_rank *self, void *ctx) {
         if (o->kind == OPEN_OTHER_LEVEL) t.two_level = 1;
     }
     o->status[self->rank] = moe_transport_begin(&t, &o->error[self->rank]);
+    moe_transport_end(&t), moe_transport_end(&t);
 }
 
 static void test_begin(void) {
@@ -1402,6 +1407,7 @@ static void agree_task(ranks_rank *self, void *ctx) {
     q->rank[self->rank] = -7, q->i[self->rank] = 77;
     q->status[self->rank] = moe_transport_begin(&t, NULL);
     if (q->status[self->rank] == MOE_OK) q->status[self->rank] = moe_transport_agree(&t, 5, values, self->rank == 2 ? NULL : &q->rank[self->rank], self->rank == 2 ? NULL : &q->i[self->rank]);
+    moe_transport_end(&t);
 }
 
 static void test_agree(void) {
@@ -1422,23 +1428,49 @@ static void test_agree(void) {
         }
 }
 
-/* More ranks than experts. */
-static void test_too_many(void) {
-    ranks_world w;
+/* What layers say of a transport. */
+typedef struct layer_try {
+    int experts, wrong;
+    moe_status checked[RANKS_MOST], made[RANKS_MOST];
+    moe_error error[RANKS_MOST];
+} layer_try;
+
+static void too_many_task(ranks_rank *self, void *ctx) {
+    layer_try *l = (layer_try *)ctx;
+    moe_transport t = ranks_transport(self);
     moe_layer_config c;
-    moe_transport t;
-    moe_error error;
     moe_layer layer;
+    const int r = self->rank;
     memset(&c, 0, sizeof c), memset(&layer, 0, sizeof layer);
-    ranks_begin(&w, 5, RANKS_AT_END);
-    t = ranks_transport(&w.ranks[0]);
-    c.router.d_model = 6, c.router.n_experts = 4, c.transport = &t;
-    error.message[0] = '\0';
-    CHECK(moe_layer_check(&c, NULL, &error) == MOE_ERR_CONFIG && strstr(error.message, "n_experts = 4") != NULL && strstr(error.message, "5") != NULL, error.message);
-    CHECK(moe_layer_create(&layer, &c, 0, 1, NULL, &error) == MOE_ERR_CONFIG, "more ranks than experts");
-    c.router.n_experts = 5;
-    CHECK(moe_layer_check(&c, NULL, &error) == MOE_OK, "as many ranks as experts");
-    ranks_end(&w);
+    c.router.d_model = 6, c.router.n_experts = l->experts, c.d_ff = 4, c.transport = &t;
+    if (moe_layer_check(&c, NULL, NULL) != MOE_ERR_CONFIG) l->wrong = 1; /* moe_transport_begin was not called */
+    if (moe_transport_begin(&t, NULL) != MOE_OK) l->wrong = 1;
+    l->error[r].message[0] = '\0';
+    l->checked[r] = moe_layer_check(&c, NULL, &l->error[r]);
+    l->made[r] = moe_layer_create(&layer, &c, 0, 1, NULL, &l->error[r]);
+    moe_layer_free(&layer);
+    moe_transport_end(&t);
+}
+
+/* More ranks than experts are refused, as many as experts are not. */
+static void test_too_many(void) {
+    int experts, r;
+    for (experts = 1; experts <= 6; experts++) {
+        const moe_status want = experts < 5 ? MOE_ERR_CONFIG : MOE_OK;
+        ranks_world w;
+        layer_try l;
+        memset(&l, 0, sizeof l);
+        l.experts = experts;
+        ranks_begin(&w, 5, RANKS_AT_END);
+        CHECK(ranks_run(&w, too_many_task, &l) == NULL && !l.wrong, "the ranks keep the rules");
+        for (r = 0; r < 5; r++) {
+            char text[30];
+            sprintf(text, "n_experts = %d", experts);
+            CHECK(l.checked[r] == want && l.made[r] == want, "one expert at least for every rank");
+            CHECK(want == MOE_OK || (strstr(l.error[r].message, text) != NULL && strstr(l.error[r].message, "n_ranks = 5") != NULL), l.error[r].message);
+        }
+        ranks_end(&w);
+    }
 }
 
 /* One rank does something that fails: all end the call, and the next one is good. */
@@ -1486,6 +1518,7 @@ static void test_failing(void) {
                         int ended = 0;
                         if (!begin_scene(&s, rows[i], ranks, training, (int)k)) break;
                         s.steps = 1, s.with = 0, s.fail_rank = (int)k % ranks, s.fail_at = k, s.fail_late = late, s.chunks = 2, s.two_level = ranks == 4, s.per_node = 2;
+                        shown = 0;
                         g = stage_begin(&s);
                         CHECK(g->world.fault[0] == '\0', naming(&s, g->world.fault));
                         if (g->world.ranks[s.fail_rank].calls >= k) most = k + 1;
