@@ -113,7 +113,10 @@ enum {
     WITH_LAST = 256,    /* replay of choices that are all among the last two experts */
     WITH_PACKED = 512,
     WITH_HOME = 1024,
-    WITH_DISTANCES = 2048
+    WITH_DISTANCES = 2048,
+    WITH_KEEP = 4096,
+    WITH_PADDING = 16384, /* nothing else */
+    WITH_ROOM = 8192 /* work memory for more tokens than there are */
 };
 
 /* A layer, a batch on ranks, and how rows travel. */
@@ -228,6 +231,7 @@ static void wire(const scene *s, tokens *t) {
     call->distances = t->distances;
     if (s->routes && moe_router_traits(c) & MOE_TRAIT_NEEDS_ALL_EXPERTS) call->nodes = t->nodes_read, call->node_width = node_width(s);
     call->home = t->home, call->expert_node = t->nodes, call->teacher = t->teacher;
+    call->keep = (s->with & WITH_KEEP) != 0;
     if (s->with & WITH_TEAM) t->team.threads = 3, t->team.always = 1, t->team.run = backwards, call->parallel = &t->team;
 }
 
@@ -245,6 +249,7 @@ static void draw_whole(const scene *s, batch *b) {
         t->mask = (unsigned char *)grab(n, 1);
         for (i = 0; i < n; i++) t->mask[i] = below(4) > 0;
     }
+    if (s->with & WITH_PADDING) t->mask = (unsigned char *)grab(n, 1);
     if (c->select == MOE_SELECT_GIVEN || s->with & (WITH_GIVEN | WITH_LAST)) t->given = draw_given(c, n, (s->with & WITH_LAST) != 0);
     if (s->with & WITH_NOISE && c->noise != MOE_NOISE_NONE) t->noise = normals(n * experts, 0.5);
     if (s->with & WITH_NOISE && c->input == MOE_INPUT_JITTER) {
@@ -354,6 +359,10 @@ typedef struct result {
     moe_routing routing; /* its arrays are copies as well; u is NULL */
     moe_entry *entries;
     size_t *offsets;
+    moe_status owned;    /* of the routing of the own tokens: */
+    size_t own_real, own_dropped, own_tokens;
+    double pairs, dropped, tokens, logits; /* of its metrics */
+    int32_t *recorded;   /* its choices */
 } result;
 
 /* One that plays: its layer and what it computed. */
@@ -487,7 +496,31 @@ static void keep_routing(result *r, const moe_routing *from) {
     to->plan.entries = r->entries = (moe_entry *)copy_of(from->plan.entries, pairs, sizeof(moe_entry));
 }
 
+/* What a rank's own routing says of its tokens. */
+static void keep_own(result *r, const moe_routing *from, const moe_call *call) {
+    const size_t experts = from->n_experts;
+    moe_routing own;
+    moe_metrics m;
+    size_t bytes = 0, e;
+    void *memory;
+    r->owned = moe_routing_own(from, call->mask, &own);
+    if (r->owned != MOE_OK || own.plan.rows > 0) return;
+    r->own_real = own.n_real, r->own_dropped = own.n_dropped, r->own_tokens = own.n_tokens;
+    r->recorded = (int32_t *)grab(own.n_tokens * own.max_choices, sizeof(int32_t));
+    r->owned = moe_recorded_choices(&own, 1, r->recorded);
+    if (r->owned == MOE_OK) r->owned = moe_metrics_size(experts, 0, &bytes);
+    memory = grab(bytes, 1);
+    if (r->owned == MOE_OK) r->owned = moe_metrics_init(&m, experts, 0, memory, bytes);
+    if (r->owned == MOE_OK) r->owned = moe_metrics_add(&m, &own, call->mask, NULL);
+    if (r->owned == MOE_OK) {
+        r->pairs = m.n_pairs, r->dropped = m.n_dropped, r->tokens = m.n_tokens;
+        for (e = 0; e < experts; e++) r->logits += m.logits[e];
+    }
+    free(memory);
+}
+
 static void result_end(result *r) {
+    free(r->recorded);
     free(r->y), free(r->dx), free(r->d_router_x), free(r->gradients), free(r->state), free(r->d_attention), free(r->d_outputs), free(r->d_output), free(r->d_nodes);
     free(r->routing.logits), free(r->routing.probabilities), free(r->routing.choices), free(r->routing.n_choices), free(r->routing.kept);
     free(r->routing.section_weights), free(r->routing.weights), free(r->routing.selected), free(r->routing.counts), free(r->routing.first_counts);
@@ -554,13 +587,13 @@ static void play_step(const scene *s, player *p, tokens *t, void *work, size_t b
     r->draws = own.state;
     if (r->status != MOE_OK) return;
     if (!s->training) {
-        keep_routing(r, &pass.routing);
+        keep_routing(r, &pass.routing), keep_own(r, &pass.routing, &call);
         return;
     }
     zero_gradients(&p->layer);
     clear(t->d_attention, HEADS * n * n), clear(t->d_outputs, HEADS * n * d), clear(t->d_output, n * d);
     r->back = moe_layer_backward(&p->layer, dy, r->dx, call.router_x != NULL ? r->d_router_x : NULL, &pass);
-    keep_routing(r, &pass.routing);
+    keep_routing(r, &pass.routing), keep_own(r, &pass.routing, &call);
     r->gradients = tensors_of(&p->layer, 1, 0);
     r->d_attention = (moe_real *)copy_of(t->d_attention, HEADS * n * n, sizeof(moe_real));
     r->d_outputs = (moe_real *)copy_of(t->d_outputs, HEADS * n * d, sizeof(moe_real));
@@ -639,14 +672,14 @@ static void play_route(const scene *s, player *p, tokens *t, void *work, size_t 
     r->draws = own.state;
     if (r->status != MOE_OK) return;
     if (!s->training) {
-        keep_routing(r, &routing);
+        keep_routing(r, &routing), keep_own(r, &routing, &call);
         return;
     }
     zero_gradients(&p->layer);
     clear(t->d_attention, HEADS * n * n), clear(t->d_outputs, HEADS * n * d), clear(t->d_output, n * d);
     fill_entry_gradients(s, p, &routing);
     r->back = moe_route_backward(&router, &call, &routing, p->layer.gradients, r->dx, call.nodes != NULL ? r->d_nodes : NULL);
-    keep_routing(r, &routing);
+    keep_routing(r, &routing), keep_own(r, &routing, &call);
     r->gradients = tensors_of(&p->layer, 1, 0);
     r->d_attention = (moe_real *)copy_of(t->d_attention, HEADS * n * n, sizeof(moe_real));
     r->d_outputs = (moe_real *)copy_of(t->d_outputs, HEADS * n * d, sizeof(moe_real));
@@ -682,7 +715,7 @@ static void play(const scene *s, player *p, tokens *t, size_t most) {
     }
     if (s->routes) p->sized = p->rank < 0 ? moe_route_size(&p->layer.router, p->total, s->training, &bytes)
                                           : moe_route_batch_size(&p->layer.router, t->call.n_tokens, p->total, s->training, &bytes);
-    else p->sized = moe_layer_work_size(&p->layer, most, s->training, &bytes);
+    else p->sized = moe_layer_work_size(&p->layer, most + (s->with & WITH_ROOM ? 5 : 0), s->training || s->with & WITH_KEEP, &bytes);
     work = (unsigned char *)grab(bytes + 64, 1);
     for (step = 0; step < s->steps; step++) {
         memset(work, 0x55, bytes + 64);
@@ -835,6 +868,26 @@ static void compare_routing(const stage *g, const scene *s, const result *one, c
     AGREES(near(a->loss, b->loss, MOE_LOSS_COUNT, is_exact(s), 0.0), "losses");
 }
 
+/* The routings of the own tokens: a rank's choices are those of its rows, and over all ranks the numbers add up to the whole's. */
+static void compare_own(const stage *g, const scene *s, int step) {
+    const result *one = &g->whole.results[step];
+    const size_t width = one->routing.max_choices;
+    double pairs = 0.0, dropped = 0.0, tokens = 0.0, logits = 0.0;
+    size_t real = 0;
+    int r;
+    AGREES(one->owned == MOE_OK, "the own routing of one process");
+    if (one->routing.plan.rows > 0) return;
+    for (r = 0; r < s->ranks; r++) {
+        const result *p = &g->parts[r].results[step];
+        AGREES(p->owned == MOE_OK && p->own_tokens == s->n_of[r], "the own routing");
+        if (p->owned != MOE_OK || p->own_tokens != s->n_of[r]) return;
+        AGREES(memcmp(p->recorded, one->recorded + g->all.first[r] * width, s->n_of[r] * width * sizeof(int32_t)) == 0, "the own choices");
+        pairs += p->pairs, dropped += p->dropped, tokens += p->tokens, logits += p->logits, real += p->own_real;
+    }
+    AGREES(real == one->own_real && fabs(tokens - one->tokens) < 0.5 && fabs(pairs - one->pairs) < 0.5 && fabs(dropped - one->dropped) < 0.5, "numbers of the own routings");
+    AGREES(fabs(logits - one->logits) <= 1e-3 * (1.0 + fabs(one->logits)), "metrics of the own routings");
+}
+
 /* Gradients of the experts are complete on their rank; the others' must be added over the ranks. */
 static void compare_gradients(const stage *g, const scene *s, int step) {
     const player *one = &g->whole;
@@ -947,6 +1000,7 @@ static void compare_step(const stage *g, int step) {
         compare_state(g, s, step, r);
     }
     if (s->training) compare_gradients(g, s, step);
+    compare_own(g, s, step);
 }
 
 /* The tensors of each rank start as its part of the whole's. */
@@ -986,11 +1040,69 @@ static void compare_spoilt(const stage *g, const scene *s) {
     }
 }
 
+static int home_of(const scene *s, size_t expert) {
+    size_t first = 0, count = 0;
+    int r;
+    for (r = 0; r < s->ranks; r++) {
+        moe_rank_part((size_t)s->config.router.n_experts, r, s->ranks, &first, &count);
+        if (expert >= first && expert < first + count) return r;
+    }
+    return -1;
+}
+
+static int rank_of(const stage *g, const scene *s, size_t token) {
+    int r = 0;
+    while (r + 1 < s->ranks && token >= g->all.first[r + 1]) r++;
+    return r;
+}
+
+/* Rows of x from each rank's tokens to each rank's experts, from the plan of one process. */
+static void count_pairs(const stage *g, const scene *s, uint64_t pairs[RANKS_MOST][RANKS_MOST]) {
+    const size_t experts = (size_t)s->config.router.n_experts;
+    size_t e, i;
+    int step, r;
+    for (step = 0; step < s->steps; step++) {
+        const moe_plan *plan = &g->whole.results[step].routing.plan;
+        for (e = 0; e < experts; e++) {
+            const int home = home_of(s, e);
+            if (s->config.router.select == MOE_SELECT_SOFT)
+                for (r = 0; r < s->ranks; r++) pairs[r][home] += s->n_of[r] > 0 ? (uint64_t)s->config.router.slots * (s->with & WITH_SEQUENCES ? 3 : 1) : 0;
+            else
+                for (i = plan->offsets[e]; i < plan->offsets[e + 1]; i++) pairs[rank_of(g, s, (size_t)plan->entries[i].token)][home]++;
+        }
+    }
+}
+
+/* What the library counted is what the transport saw, and what the plan says. */
+static void compare_traffic(const stage *g, const scene *s) {
+    const int scored = (moe_router_traits(&s->config.router) & (unsigned)MOE_TRAIT_NEEDS_ALL_EXPERTS) != 0, node = s->per_node > 0 ? s->per_node : s->ranks;
+    uint64_t pairs[RANKS_MOST][RANKS_MOST];
+    int r, to;
+    size_t t;
+    memset(pairs, 0, sizeof pairs);
+    count_pairs(g, s, pairs);
+    for (r = 0; r < s->ranks; r++) {
+        const player *p = &g->parts[r];
+        const ranks_rank *seen = &g->world.ranks[r];
+        uint64_t all = 0, away = 0, far_away = 0, tokens = 0;
+        for (t = g->all.first[r]; t < g->all.first[r + 1]; t++) tokens += g->all.whole.mask == NULL || g->all.whole.mask[t] ? (uint64_t)s->steps : 0;
+        for (to = 0; to < s->ranks; to++) {
+            all += pairs[r][to], away += to != r ? pairs[r][to] : 0, far_away += to / node != r / node ? pairs[r][to] : 0;
+            AGREES(p->bytes[to] == seen->bytes[to], "bytes that were counted are those that went");
+            if (!scored && !s->two_level) AGREES(p->rows[to] == (pairs[r][to] + pairs[to][r]) * (s->training ? 2u : 1u), "rows there and back");
+        }
+        AGREES(p->traffic.exchanges == seen->begins, "exchanges");
+        AGREES(p->traffic.tokens == tokens && p->traffic.pairs == all && p->traffic.pairs_away == away && p->traffic.pairs_far == far_away, "tokens and pairs, and how far they went");
+    }
+}
+
 /* Plays a scene and compares. */
-static void test_scene(const scene *s) {
-    stage *g = stage_begin(s);
+static void test_scene(scene *s) {
+    stage *g;
     int r, step, good = 1;
     shown = 0;
+    if (s->config.router.select == MOE_SELECT_SOFT) s->with &= ~(unsigned)(WITH_GIVEN | WITH_LAST);
+    g = stage_begin(s);
     if (!AGREES(g->fault == NULL, g->fault != NULL ? g->fault : "the ranks keep the rules") || !AGREES(g->whole.made == MOE_OK, g->whole.error.message)) {
         stage_end(g);
         return;
@@ -1004,6 +1116,8 @@ static void test_scene(const scene *s) {
     if (good) {
         compare_start(g, s);
         for (step = s->spoil != SPOIL_NOT; step < s->steps; step++) compare_step(g, step);
+        for (step = 0; step < s->steps; step++) good &= g->whole.results[step].status == MOE_OK;
+        if (good && !s->routes && s->spoil == SPOIL_NOT) compare_traffic(g, s);
         for (r = 0; r < s->ranks; r++) {
             moe_layer_free(&g->parts[r].layer);
             AGREES(g->parts[r].blocks == 0, "no block is left");
@@ -1056,7 +1170,8 @@ static unsigned draw_with(int turn) {
     static const struct {
         unsigned with;
         int one_in;
-    } rows[] = {{WITH_MASK, 3}, {WITH_SEQUENCES, 3}, {WITH_ROUTER_X, 5}, {WITH_NOISE, 3}, {WITH_TEAM, 9}, {WITH_LATE, 8}, {WITH_CROWD, 8}, {WITH_HOME, 2}, {WITH_DISTANCES, 2}, {WITH_GIVEN, 12}};
+    } rows[] = {{WITH_MASK, 3}, {WITH_SEQUENCES, 3}, {WITH_ROUTER_X, 5}, {WITH_NOISE, 3}, {WITH_TEAM, 9}, {WITH_LATE, 8}, {WITH_CROWD, 8}, {WITH_HOME, 2}, {WITH_DISTANCES, 2}, {WITH_GIVEN, 12},
+              {WITH_KEEP, 8},       {WITH_ROOM, 8}};
     unsigned with = 0;
     size_t i;
     moe_rng own;
@@ -1536,6 +1651,70 @@ static void test_failing(void) {
                 }
 }
 
+/* Every kind of expert with what a layer can have beside it. */
+static void test_experts(void) {
+    static const char *const kinds[] = {"expert=swiglu", "expert=swiglu expert_bias=1 swiglu_alpha=1.702 swiglu_limit=0.5 swiglu_offset=1", "expert=mlp act=gelu", "expert=mlp act=relu no_expert_bias=1",
+                                        "expert=linear", "expert=linear no_expert_bias=1", "expert=factorised"};
+    static const char *const besides[] = {"", "n_shared=1", "n_shared=2 d_shared=3 shared_sigmoid=1", "add_input=1 weight=raw", "apply_to=input weight=raw", "apply_to=input n_shared=1 capacity_factor=0.7 weight=raw",
+                                          "add_input=1 n_shared=1 capacity_factor=0.5 renormalize=after", "d_out=5", "d_out=31 apply_to=input", "select=soft soft_normalise=1 slots=2", "select=soft n_shared=1 d_out=9"};
+    size_t kind, beside;
+    int training, turn = 0, again;
+    for (kind = 0; kind < sizeof kinds / sizeof *kinds; kind++)
+        for (beside = 0; beside < sizeof besides / sizeof *besides; beside++)
+            for (training = 0; training < 2; training++)
+                for (again = 0; again < 2; again++) {
+                    char text[NAME_SIZE];
+                    scene s;
+                    turn++;
+                    sprintf(text, "%s %s", kinds[kind], besides[beside]);
+                    if (!begin_scene(&s, text, 1 + (turn + turn / 4) % 5, training, turn)) continue;
+                    if (s.config.expert == MOE_EXPERT_LINEAR) s.config.d_ff = 0;
+                    if (!training && turn % 3 != 0) s.with |= WITH_PACKED, s.with &= ~(unsigned)WITH_KEEP;
+                    if (turn % 5 == 0 && s.config.router.select != MOE_SELECT_SOFT) s.with |= WITH_LAST; /* only the last rank's experts have work */
+                    test_scene(&s);
+                }
+}
+
+/* Layers of one expert for each rank, and of very many. */
+static void test_sizes(void) {
+    int experts, ranks, training, turn = 0;
+    for (experts = 1; experts <= 37; experts += experts < 6 ? 1 : 31)
+        for (ranks = 1; ranks <= 5 && ranks <= experts; ranks++)
+            for (training = 0; training < 2; training++) {
+                scene s;
+                turn++;
+                memset(&s, 0, sizeof s);
+                s.name = "sizes", s.ranks = ranks, s.training = training, s.steps = 1, s.seed = 800 + (uint64_t)turn;
+                s.config.router.d_model = 1 + turn % 7, s.config.router.n_experts = experts, s.config.router.top_k = experts < 3 ? experts : 3, s.config.d_ff = 1 + turn % 5;
+                s.config.router.untrained = 1;
+                if (!complete(&s.config, "sizes")) continue;
+                vary(&s, turn);
+                s.chunks = 1 + turn % 40; /* more than a rank has experts */
+                s.config.kernels = turn % 2 ? MOE_KERNELS_C : MOE_KERNELS_AUTO;
+                test_scene(&s);
+            }
+}
+
+/* No rank has a token; all tokens are padding. */
+static void test_nothing(void) {
+    static const char *const rows[] = {"top_k=2", "capacity_factor=1 n_shared=1", "select=expert_choice weight=raw", "select=soft", "score=norm norm_node=product", "input=adaptive_clustering weight=raw", "select=balanced top_k=1 weight=raw",
+                                       "loss_balance=0.1 loss_z=0.1 noise=gaussian loss_load=0.1 loss_orthogonal=0.1"};
+    size_t i;
+    int ranks, training, turn = 0, padding;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++)
+        for (ranks = 1; ranks <= 4; ranks++)
+            for (training = 0; training < 2; training++)
+                for (padding = 0; padding < 2; padding++) {
+                    scene s;
+                    turn++;
+                    if (!begin_scene(&s, rows[i], ranks, training, turn)) continue;
+                    s.with &= ~(unsigned)(WITH_MASK | WITH_GIVEN);
+                    if (padding) s.with |= WITH_PADDING;
+                    else memset(s.n_of, 0, sizeof s.n_of);
+                    test_scene(&s);
+                }
+}
+
 static void test_routers(void) { with_presets(1), with_capacity(1), with_rules(1), with_random(1); }
 
 static void test_presets(void) { with_presets(0); }
@@ -1551,7 +1730,7 @@ int main(int argc, char **argv) {
         void (*test)(void);
         const char *name;
     } tests[] = {{test_transport, "transport"}, {test_parts, "parts"}, {test_begin, "begin"}, {test_agree, "agree"}, {test_too_many, "too many"},
-                 {test_spoilt, "spoilt"}, {test_failing, "failing"}, {test_routers, "routers"}, {test_presets, "presets"}, {test_capacity, "capacity"}, {test_rules, "rules"}, {test_random, "random"}};
+                 {test_spoilt, "spoilt"}, {test_failing, "failing"}, {test_routers, "routers"}, {test_presets, "presets"}, {test_capacity, "capacity"}, {test_rules, "rules"}, {test_random, "random"}, {test_experts, "experts"}, {test_sizes, "sizes"}, {test_nothing, "nothing"}};
     size_t i;
     for (i = 0; i < sizeof tests / sizeof *tests; i++)
         if (argc < 2 || strncmp(argv[1], tests[i].name, strlen(argv[1])) == 0) tests[i].test();
