@@ -1086,14 +1086,15 @@ static void compare_traffic(const stage *g, const scene *s) {
     for (r = 0; r < s->ranks; r++) {
         const player *p = &g->parts[r];
         const ranks_rank *seen = &g->world.ranks[r];
-        uint64_t all = 0, away = 0, far_away = 0, tokens = 0;
+        uint64_t all = 0, away = 0, far_away = 0, tokens = 0, messages = 0, messages_far = 0;
         for (t = g->all.first[r]; t < g->all.first[r + 1]; t++) tokens += g->all.whole.mask == NULL || g->all.whole.mask[t] ? (uint64_t)s->steps : 0;
         for (to = 0; to < s->ranks; to++) {
             all += pairs[r][to], away += to != r ? pairs[r][to] : 0, far_away += to / node != r / node ? pairs[r][to] : 0;
             AGREES(p->bytes[to] == seen->bytes[to], "bytes that were counted are those that went");
-            if (!scored && !s->two_level) AGREES(p->rows[to] == (pairs[r][to] + pairs[to][r]) * (s->training ? 2u : 1u), "rows there and back");
+            messages += to != r ? seen->messages[to] : 0, messages_far += to / node != r / node ? seen->messages[to] : 0;
+            if (!scored) AGREES(p->rows[to] == (pairs[r][to] + pairs[to][r]) * (s->training ? 2u : 1u), "rows there and back");
         }
-        AGREES(p->traffic.exchanges == seen->begins, "exchanges");
+        AGREES(p->traffic.exchanges == seen->begins && p->traffic.messages == messages && p->traffic.messages_far == messages_far, "exchanges and messages");
         AGREES(p->traffic.tokens == tokens && p->traffic.pairs == all && p->traffic.pairs_away == away && p->traffic.pairs_far == far_away, "tokens and pairs, and how far they went");
     }
 }
@@ -1113,8 +1114,9 @@ static void compare_refused(const stage *g, const scene *s) {
     }
 }
 
-/* Plays a scene and compares. */
-static void test_scene(scene *s) {
+/* Plays a scene and compares. Returns how many messages went to other nodes. */
+static uint64_t test_scene(scene *s) {
+    uint64_t far_away = 0;
     stage *g;
     int r, step, good = 1;
     shown = 0;
@@ -1122,12 +1124,12 @@ static void test_scene(scene *s) {
     g = stage_begin(s);
     if (!AGREES(g->fault == NULL, g->fault != NULL ? g->fault : "the ranks keep the rules") || !AGREES(g->whole.made == MOE_OK, g->whole.error.message)) {
         stage_end(g);
-        return;
+        return 0;
     }
     if (is_refused(s)) {
         compare_refused(g, s);
         stage_end(g);
-        return;
+        return 0;
     }
     for (r = 0; r < s->ranks; r++) {
         player *p = &g->parts[r];
@@ -1145,7 +1147,9 @@ static void test_scene(scene *s) {
             AGREES(g->parts[r].blocks == 0, "no block is left");
         }
     }
+    for (r = 0; r < s->ranks; r++) far_away += g->parts[r].traffic.messages_far;
     stage_end(g);
+    return far_away;
 }
 
 /* ---- what scenes are made of --------------------------------------------------------------------------------------------------------------- */
@@ -1222,7 +1226,7 @@ static void with_presets(int routes) {
                 s.config.kernels = turn % 7 == 3 ? MOE_KERNELS_AUTO : MOE_KERNELS_C;
                 s.with = draw_with(turn);
                 if (s.config.router.score == MOE_SCORE_NORM) s.with &= ~(unsigned)WITH_ROUTER_X;
-                test_scene(&s);
+                (void)test_scene(&s);
             }
     }
 }
@@ -1266,7 +1270,7 @@ static void with_capacity(int routes) {
                                 1 + turn % 3, turn % 2 ? "sum" : "raw");
                         if (!begin_scene(&s, text, 1 + (turn / 2) % 5, training, turn)) continue;
                         s.routes = routes;
-                        test_scene(&s);
+                        (void)test_scene(&s);
                     }
 }
 
@@ -1300,7 +1304,7 @@ static void with_rules(int routes) {
                 if (!begin_scene(&s, rows[i], 2 + (turn + turn / 4) % 4, training, turn)) continue;
                 s.routes = routes, s.steps = training ? 3 : 1;
                 if (strstr(rows[i], "heads=") != NULL || strstr(rows[i], "causal") != NULL) s.with &= ~(unsigned)WITH_CROWD;
-                test_scene(&s);
+                (void)test_scene(&s);
             }
 }
 
@@ -1348,7 +1352,7 @@ static void with_random(int routes) {
         s.config.kernels = turn % 6 == 5 ? MOE_KERNELS_AUTO : MOE_KERNELS_C;
         s.with = draw_with(turn + 177);
         if (s.config.router.score == MOE_SCORE_NORM) s.with &= ~(unsigned)WITH_ROUTER_X;
-        test_scene(&s);
+        (void)test_scene(&s);
         drawn++;
     }
 }
@@ -1635,7 +1639,7 @@ static void test_spoilt(void) {
                     s.with &= WITH_MASK | WITH_SEQUENCES;
                     if (rows[i].spoil == SPOIL_NAN) s.with &= ~(unsigned)WITH_MASK;
                     s.spoil = rows[i].spoil, s.spoiler = spoiler, s.steps = 2, s.config.kernels = MOE_KERNELS_C;
-                    test_scene(&s);
+                    (void)test_scene(&s);
                 }
 }
 
@@ -1830,7 +1834,7 @@ static void test_experts(void) {
                     if (s.config.expert == MOE_EXPERT_LINEAR) s.config.d_ff = 0;
                     if (!training && turn % 3 != 0) s.with |= WITH_PACKED, s.with &= ~(unsigned)WITH_KEEP;
                     if (turn % 5 == 0 && s.config.router.select != MOE_SELECT_SOFT) s.with |= WITH_LAST; /* only the last rank's experts have work */
-                    test_scene(&s);
+                    (void)test_scene(&s);
                 }
 }
 
@@ -1850,7 +1854,32 @@ static void test_sizes(void) {
                 vary(&s, turn);
                 s.chunks = 1 + turn % 40; /* more than a rank has experts */
                 s.config.kernels = turn % 2 ? MOE_KERNELS_C : MOE_KERNELS_AUTO;
-                test_scene(&s);
+                (void)test_scene(&s);
+            }
+}
+
+/* Ranks on nodes: by one level or two, which changes no bit, and sends fewer messages to other nodes. */
+static void test_nodes(void) {
+    static const char *const rows[] = {"top_k=3", "capacity_factor=0.8 n_shared=1 apply_to=input weight=raw", "select=soft slots=2", "score=norm norm_node=output", "select=dense weight=raw"};
+    static const int shapes[][2] = {{4, 1}, {4, 2}, {4, 4}, {6, 1}, {6, 2}, {6, 3}, {8, 2}, {8, 4}};
+    size_t i, k;
+    int training, two_level, turn = 0;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++)
+        for (k = 0; k < sizeof shapes / sizeof *shapes; k++)
+            for (training = 0; training < 2; training++) {
+                uint64_t far_away[2] = {0, 0};
+                turn++;
+                for (two_level = 0; two_level < 2; two_level++) {
+                    scene s;
+                    int r;
+                    if (!begin_scene(&s, rows[i], 4, training, turn)) continue;
+                    s.ranks = shapes[k][0], s.per_node = shapes[k][1], s.two_level = two_level, s.chunks = 1 + turn % 3, s.moving = turn / 2 % RANKS_MOVING;
+                    s.seed = 6000 + (uint64_t)turn, s.config.kernels = MOE_KERNELS_C, s.with = draw_with(turn);
+                    for (r = 0; r < s.ranks; r++) s.n_of[r] = (size_t)((r * 5 + turn) % 4);
+                    far_away[two_level] = test_scene(&s);
+                }
+                CHECK(far_away[1] <= far_away[0], "two levels send no more messages to other nodes");
+                if (i == 4 && shapes[k][1] > 1 && shapes[k][1] < shapes[k][0]) CHECK(far_away[1] < far_away[0], "two levels send fewer messages to other nodes");
             }
 }
 
@@ -1870,7 +1899,7 @@ static void test_nothing(void) {
                     s.with &= ~(unsigned)(WITH_MASK | WITH_GIVEN);
                     if (padding) s.with |= WITH_PADDING;
                     else memset(s.n_of, 0, sizeof s.n_of);
-                    test_scene(&s);
+                    (void)test_scene(&s);
                 }
 }
 
@@ -1889,7 +1918,7 @@ int main(int argc, char **argv) {
         void (*test)(void);
         const char *name;
     } tests[] = {{test_transport, "transport"}, {test_parts, "parts"}, {test_begin, "begin"}, {test_agree, "agree"}, {test_too_many, "too many"},
-                 {test_mismatch, "mismatch"}, {test_alone, "alone"}, {test_spoilt, "spoilt"}, {test_failing, "failing"}, {test_routers, "routers"}, {test_presets, "presets"}, {test_capacity, "capacity"}, {test_rules, "rules"}, {test_random, "random"}, {test_experts, "experts"}, {test_sizes, "sizes"}, {test_nothing, "nothing"}};
+                 {test_mismatch, "mismatch"}, {test_alone, "alone"}, {test_spoilt, "spoilt"}, {test_failing, "failing"}, {test_routers, "routers"}, {test_presets, "presets"}, {test_capacity, "capacity"}, {test_rules, "rules"}, {test_random, "random"}, {test_experts, "experts"}, {test_sizes, "sizes"}, {test_nothing, "nothing"}, {test_nodes, "nodes"}};
     size_t i;
     for (i = 0; i < sizeof tests / sizeof *tests; i++)
         if (argc < 2 || strncmp(argv[1], tests[i].name, strlen(argv[1])) == 0) tests[i].test();

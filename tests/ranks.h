@@ -46,6 +46,7 @@ typedef struct ranks_rank {
     size_t n;
     ranks_pending pending[MOE_EXCHANGES];
     uint64_t bytes[RANKS_MOST], rows[RANKS_MOST]; /* sent to each rank, in all kinds of calls; rows in exchanges */
+    uint64_t messages[RANKS_MOST]; /* exchanges with at least a row for that rank */
     uint64_t summed, counted;                     /* bytes of calls of sum and of counts to one other rank */
     void (*task)(struct ranks_rank *self, void *ctx);
     void *ctx;
@@ -242,7 +243,7 @@ static moe_status ranks_move(ranks_rank *r, int slot) {
         if (other->send_counts[r->rank] != own->receive_counts[i]) return ranks_fault(r, "the counts of the two sides differ");
         if (own->receive_counts[i] > 0)
             memcpy(ranks_rows_at(own->exchange.receive, bytes, own->receive_at[i]), ranks_rows_at(other->exchange.send, bytes, other->send_at[r->rank]), own->receive_counts[i] * bytes);
-        r->rows[i] += own->send_counts[i];
+        r->rows[i] += own->send_counts[i], r->messages[i] += own->send_counts[i] > 0;
         if (i != r->rank) r->bytes[i] += own->send_counts[i] * bytes;
     }
     own->moved = 1;
