@@ -4,7 +4,7 @@
 
    A scene is a layer and a batch that is spread over ranks. It is played twice, by one process with the whole batch and by the ranks with their parts,
    and what comes out must be the same: to the bit with the plain C kernels, else within rounding. Without POSIX threads all is skipped. `ranks NAME`
-   plays the tests whose names begin so. Exit status 1 if a check failed. */
+   plays the tests whose names begin so, `ranks few` a part of all. Exit status 1 if a check failed. */
 
 #if !defined(_POSIX_C_SOURCE) && !defined(__APPLE__)
 #define _POSIX_C_SOURCE 200112L
@@ -45,6 +45,7 @@ enum { MOST_STEPS = 4, MOST_TOKENS = 64, HEADS = 2, PREVIOUS = 2, IDS = 11, NAME
 
 static long passed, failed; /* counted by the first thread alone */
 static int shown;           /* failures of this scene */
+static int few;             /* 1: one scene in six, for patient tools */
 static moe_rng rng;
 
 #define CHECK(condition, what) check((condition) != 0, what, __LINE__)
@@ -1116,10 +1117,12 @@ static void compare_refused(const stage *g, const scene *s) {
 
 /* Plays a scene and compares. Returns how many messages went to other nodes. */
 static uint64_t test_scene(scene *s) {
+    static unsigned turn;
     uint64_t far_away = 0;
     stage *g;
     int r, step, good = 1;
     shown = 0;
+    if (few && turn++ % 6 != 0) return 0;
     if (s->config.router.select == MOE_SELECT_SOFT) s->with &= ~(unsigned)(WITH_GIVEN | WITH_LAST);
     g = stage_begin(s);
     if (!AGREES(g->fault == NULL, g->fault != NULL ? g->fault : "the ranks keep the rules") || !AGREES(g->whole.made == MOE_OK, g->whole.error.message)) {
@@ -1682,7 +1685,7 @@ static void test_failing(void) {
                     if (!begin_scene(&s, rows[i], ranks, training, (int)i)) break;
                     s.steps = 1, s.with = 0, s.fail_late = late, s.chunks = 2, s.two_level = ranks == 4, s.per_node = 2;
                     CHECK(!fails_at(&s, 1000000, &whole), "no failure");
-                    while (fails_at(&s, k, &made)) k += k + 3 < whole ? 7 : 1; /* agreeing on settings takes many calls that are alike */
+                    while (fails_at(&s, k, &made)) k += k + 3 < whole ? 7 : few ? 5 : 1; /* agreeing on settings takes many calls that are alike */
                     CHECK(k > 8, "there were calls to fail");
                 }
 }
@@ -1880,8 +1883,8 @@ static void test_nodes(void) {
                     for (r = 0; r < s.ranks; r++) s.n_of[r] = (size_t)((r * 5 + turn) % 4);
                     far_away[two_level] = test_scene(&s);
                 }
-                CHECK(far_away[1] <= far_away[0], "two levels send no more messages to other nodes");
-                if (i == 4 && shapes[k][1] > 1 && shapes[k][1] < shapes[k][0]) CHECK(far_away[1] < far_away[0], "two levels send fewer messages to other nodes");
+                CHECK(few || far_away[1] <= far_away[0], "two levels send no more messages to other nodes");
+                if (!few && i == 4 && shapes[k][1] > 1 && shapes[k][1] < shapes[k][0]) CHECK(far_away[1] < far_away[0], "two levels send fewer messages to other nodes");
             }
 }
 
@@ -1922,8 +1925,9 @@ int main(int argc, char **argv) {
     } tests[] = {{test_transport, "transport"}, {test_parts, "parts"}, {test_begin, "begin"}, {test_agree, "agree"}, {test_too_many, "too many"},
                  {test_mismatch, "mismatch"}, {test_alone, "alone"}, {test_spoilt, "spoilt"}, {test_failing, "failing"}, {test_routers, "routers"}, {test_presets, "presets"}, {test_capacity, "capacity"}, {test_rules, "rules"}, {test_random, "random"}, {test_experts, "experts"}, {test_sizes, "sizes"}, {test_nothing, "nothing"}, {test_nodes, "nodes"}};
     size_t i;
+    few = argc > 1 && strcmp(argv[1], "few") == 0;
     for (i = 0; i < sizeof tests / sizeof *tests; i++)
-        if (argc < 2 || strncmp(argv[1], tests[i].name, strlen(argv[1])) == 0) tests[i].test();
+        if (argc < 2 || few || strncmp(argv[1], tests[i].name, strlen(argv[1])) == 0) tests[i].test();
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed > 0;
 }
