@@ -236,18 +236,19 @@ static moe_status ranks_move(ranks_rank *r, int slot) {
     ranks_pending *own = &r->pending[slot];
     const size_t bytes = own->exchange.row_bytes;
     moe_status status = ranks_agree(r);
-    int i;
+    int i, differ = 0, met;
     if (status != MOE_OK) return status;
     for (i = 0; i < w->n_ranks; i++) {
         const ranks_pending *other = &w->ranks[i].pending[slot];
-        if (other->send_counts[r->rank] != own->receive_counts[i]) return ranks_fault(r, "the counts of the two sides differ");
-        if (own->receive_counts[i] > 0)
+        if (other->send_counts[r->rank] != own->receive_counts[i]) differ = 1;
+        else if (own->receive_counts[i] > 0)
             memcpy(ranks_rows_at(own->exchange.receive, bytes, own->receive_at[i]), ranks_rows_at(other->exchange.send, bytes, other->send_at[r->rank]), own->receive_counts[i] * bytes);
         r->rows[i] += own->send_counts[i], r->messages[i] += own->send_counts[i] > 0;
         if (i != r->rank) r->bytes[i] += own->send_counts[i] * bytes;
     }
     own->moved = 1;
-    return ranks_meet(w) ? MOE_OK : MOE_ERR_TRANSPORT;
+    met = ranks_meet(w); /* nobody leaves, and takes its rows away, before all have copied */
+    return differ ? ranks_fault(r, "the counts of the two sides differ") : met ? MOE_OK : MOE_ERR_TRANSPORT;
 }
 
 static void ranks_poison(const ranks_rank *r, const ranks_pending *p) {
