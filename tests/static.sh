@@ -37,6 +37,7 @@ plan() {
     echo 'eva_reader 24'
     echo 'thread_sanitizer threads gcc'
     echo 'thread_sanitizer parallel gcc'
+    echo 'thread_sanitizer ranks gcc'
     for program in files golden; do echo "memory_sanitizer $program"; done
     [ "$all" = 1 ] || return 0
     echo 'gcc_analyzer moe.h'
@@ -226,7 +227,10 @@ under() { # sanitizer compiler name arguments...
 
 thread_sanitizer() { # program compiler
     needs "$2"
-    under thread "$2" "$1"
+    case $1 in
+    ranks) under thread "$2" "$1" few ;;
+    *) under thread "$2" "$1" ;;
+    esac
 }
 
 memory_sanitizer() { # program
