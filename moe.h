@@ -890,6 +890,8 @@ typedef struct moe_net {
     moe_tensor *tensors;  /* owned: every parameter by name, in the order of files; filled by build */
     int kernels_wanted;   /* MOE_KERNELS_ */
     const moe_kernels *kernels;
+    const moe_transport *transport; /* the processes that share the net, see "nets on several machines": the caller's, set after init and before the
+                                       modules [NULL: it is here alone] */
     moe_allocator allocator;
     moe_real *memory;     /* owned: the tensors' values, then their gradients */
     size_t memory_size;   /* bytes */
@@ -955,6 +957,7 @@ typedef struct moe_net_pass {
     /* Private to moe.h. */
     moe_call call;
     size_t past, most; /* decoding: tokens before those of the call, room of the cache (else 0) */
+    size_t first, total; /* tokens of the ranks before this one, and of all */
     struct moe_module_pass *modules;
     void *scratch;
     moe_real *d_x;
@@ -6122,6 +6125,126 @@ static void moei_net_drop(const moe_allocator *a, void *list, size_t element_siz
 #endif
 }
 
+/* ---- ranks: what the processes that share a net tell each other ---------------------------------------------------------------- */
+
+/* Whether all went well on all ranks: a status other than MOE_OK comes back as it is; elsewhere, where others failed, it is MOE_ERR_PEER. *wishes (may be
+   NULL): the caller's number before, the sum of all ranks' after. Takes no memory: a rank that has none can say so. After MOE_ERR_TRANSPORT nobody
+   listens. */
+static moe_status moei_ranks_vote(const moe_transport *t, moe_status status, int *wishes, moe_error *error) {
+    moe_real words[4], ranks;
+    if (t == NULL || status == MOE_ERR_TRANSPORT) return status;
+    words[0] = status != MOE_OK ? MOEI_R(1.0) : MOEI_R(0.0);
+    words[1] = words[0] * (moe_real)t->rank;
+    words[2] = (moe_real)-status;
+    words[3] = wishes != NULL ? (moe_real)*wishes : MOEI_R(0.0);
+    ranks = (moe_real)t->n_ranks;
+    if (t->sum(t->ctx, 4, words) != MOE_OK || !(words[0] >= MOEI_R(0.0) && words[0] <= ranks && words[3] >= MOEI_R(0.0) && words[3] <= ranks))
+        return moei_error(error, MOE_ERR_TRANSPORT, "the transport's sum failed");
+    if (wishes != NULL) *wishes = (int)words[3];
+    if (status != MOE_OK || words[0] < MOEI_R(0.5)) return status;
+    if (words[0] < MOEI_R(1.5) && words[1] < ranks && words[2] < MOEI_R(100.0))
+        return moei_error(error, MOE_ERR_PEER, "rank %d: %s", (int)words[1], moe_status_text(-(int)words[2]));
+    return moei_error(error, MOE_ERR_PEER, "%d other ranks failed", (int)words[0]);
+}
+
+/* The words that moei_ranks_tell needs for n of each rank. */
+static size_t moei_ranks_room(const moe_transport *t, size_t n) { return t != NULL ? 2 * n * (size_t)t->n_ranks : 0; }
+
+/* Tells all ranks the status and n - 1 more words, mine[1..n-1]; what rank r says begins at *told + n r, in room [moei_ranks_room]. The result is as that
+   of a vote. */
+static moe_status moei_ranks_tell(const moe_transport *t, moe_status status, size_t n, uint64_t *mine, uint64_t *room, const uint64_t **told, moe_error *error) {
+    size_t r, ranks = (size_t)t->n_ranks;
+    uint64_t *all = room + n * ranks;
+    if (status == MOE_ERR_TRANSPORT) return status;
+    mine[0] = (uint64_t)-(int64_t)status;
+    for (r = 0; r < ranks; r++) memcpy(room + r * n, mine, n * sizeof *mine);
+    if (t->counts(t->ctx, n, room, all) != MOE_OK) return moei_error(error, MOE_ERR_TRANSPORT, "the transport's exchange of counts failed");
+    *told = all;
+    for (r = 0; r < ranks && status == MOE_OK; r++)
+        if (all[r * n] != 0) status = moei_error(error, MOE_ERR_PEER, "rank %z: %s", r, all[r * n] < 100 ? moe_status_text(-(int)all[r * n]) : "failed");
+    return status;
+}
+
+/* The tokens of all ranks in one call. */
+typedef struct moei_tokens {
+    size_t first, total, most; /* those of the ranks before this one, all, and the most that one of them brings */
+} moei_tokens;
+
+static moei_tokens moei_tokens_alone(size_t n) {
+    moei_tokens s;
+    s.first = 0, s.total = s.most = n;
+    return s;
+}
+
+/* From each rank's number, `step` words apart. They must all fit an int32. */
+static moe_status moei_tokens_of(const moe_transport *t, const uint64_t *numbers, size_t step, moei_tokens *s) {
+    uint64_t first = 0, total = 0, most = 0;
+    int r;
+    for (r = 0; r < t->n_ranks; r++) {
+        uint64_t n = numbers[(size_t)r * step];
+        if (n > (uint64_t)INT32_MAX - total) return MOE_ERR_OVERFLOW;
+        if (r < t->rank) first += n;
+        if (n > most) most = n;
+        total += n;
+    }
+    s->first = (size_t)first, s->total = (size_t)total, s->most = (size_t)most;
+    return MOE_OK;
+}
+
+static uint64_t moei_double_bits(double value) {
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+/* Settings that must be the same on all ranks: up to so many are compared at once. */
+enum { MOEI_SETTINGS = 32 };
+
+typedef struct moei_agreed {
+    const moe_transport *transport;
+    const char *where; /* "module 3 (mixture): " */
+    size_t n;
+    uint64_t values[MOEI_SETTINGS];
+    const char *names[MOEI_SETTINGS];
+    moe_error *error;
+} moei_agreed;
+
+static moei_agreed moei_agreed_begin(const moe_transport *t, const char *where, moe_error *error) {
+    moei_agreed s;
+    memset(&s, 0, sizeof s);
+    s.transport = t, s.where = where, s.error = error;
+    return s;
+}
+
+/* Compares what has been collected: MOE_OK on all ranks, or on none. */
+static moe_status moei_agreed_end(moei_agreed *s) {
+    size_t i = 0;
+    int rank = 0;
+    moe_status status = s->n > 0 ? moe_transport_agree(s->transport, s->n, s->values, &rank, &i) : MOE_OK;
+    if (status == MOE_ERR_CONFIG && i < s->n)
+        return moei_error(s->error, status, "%s%s: rank %d has another value than rank %d", s->where, s->names[i], rank, s->transport->rank);
+    s->n = 0;
+    return status == MOE_OK ? status : moei_error(s->error, status, "%sthe ranks could not compare their settings: %s", s->where, moe_status_text(status));
+}
+
+static moe_status moei_agreed_add(moei_agreed *s, const char *name, uint64_t value) {
+    moe_status status = s->n == MOEI_SETTINGS ? moei_agreed_end(s) : MOE_OK;
+    if (status != MOE_OK) return status;
+    s->values[s->n] = value, s->names[s->n++] = name;
+    return MOE_OK;
+}
+
+/* All fields of a configuration. */
+static moe_status moei_agreed_fields(moei_agreed *s, const moe_field *fields, const void *config) {
+    moe_status status = MOE_OK;
+    for (; fields->name != NULL && status == MOE_OK; fields++) {
+        int real = fields->kind == MOE_FIELD_REAL;
+        uint64_t value = real ? moei_double_bits((double)moei_field_get_real(fields, config)) : (uint64_t)(int64_t)moei_field_get_int(fields, config);
+        status = moei_agreed_add(s, fields->name, value);
+    }
+    return status;
+}
+
 /* ---- kinds of modules as data ------------------------------------------------------------------------------------------------- */
 
 /* The settings of modules, as files name them. */
@@ -6184,6 +6307,17 @@ static const moe_field *moei_module_fields(int kind) {
 static void *moei_module_settings(moei_module_config *config, int kind) {
     if (kind == MOE_MODULE_MIXTURE || kind == MOE_MODULE_FEED_FORWARD) return &config->layer;
     return kind == MOE_MODULE_ATTENTION ? (void *)&config->attention : (void *)config;
+}
+
+/* The settings of a module, as files name them. */
+static moei_module_config moei_module_config_of(const moe_module *m) {
+    moei_module_config config;
+    memset(&config, 0, sizeof config);
+    config.d_out = config.d = m->d_out, config.act = m->act, config.span = m->span;
+    config.vocabulary = config.most = m->n_rows, config.rate = m->rate;
+    config.attention = m->attention;
+    config.layer = m->layer.config;
+    return config;
 }
 
 /* Whether a module is a moe_layer. Only a mixture's has a router to speak of. */
@@ -6361,6 +6495,7 @@ static moe_status moei_feed_forward_config(const moe_layer_config *wanted, int d
                               "expert, d_ff, d_low, act, no_expert_bias, expert_bias and swiglu_...");
         }
     if (wanted != NULL) *c = *wanted;
+    c->transport = NULL; /* every rank has all of it */
     c->router.d_model = d;
     c->router.n_experts = c->router.top_k = 1;
     c->router.score = MOE_SCORE_GRAP;
@@ -6441,6 +6576,9 @@ moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
     if (c.router.d_model != m.d_in)
         return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "d_model = %d, but width %d arrives", c.router.d_model, m.d_in);
     if (c.kernels == MOE_KERNELS_AUTO) c.kernels = moei_table(net->kernels)->id;
+    if (c.transport == NULL) c.transport = net->transport;
+    if (c.transport != net->transport)
+        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "transport is not the net's: set net.transport before the modules, config.transport stays NULL");
     status = moei_refine_fit(net, &c.router, &why);
     if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
     if (status == MOE_OK) status = moei_previous_check(net, &m.layer.config.router, &why);
@@ -6616,6 +6754,49 @@ static moe_status moei_net_check_training(const moe_net *net, moe_error *error) 
 #endif
 }
 
+/* Settings of the net itself. Every message names a setting: kernels that differ would let what all ranks hold drift apart. */
+static moe_status moei_net_agree_top(const moe_net *net, int trainable, uint64_t seed, moe_error *error) {
+    moei_agreed s = moei_agreed_begin(net->transport, "the net: ", error);
+    (void)moei_agreed_add(&s, "MOE_REAL", sizeof(moe_real));
+    (void)moei_agreed_add(&s, "the version of the library", MOE_VERSION_MAJOR << 16 | MOE_VERSION_MINOR << 8 | MOE_VERSION_PATCH);
+    (void)moei_agreed_add(&s, "kernels", (uint64_t)(int64_t)moei_table(net->kernels)->id);
+    (void)moei_agreed_add(&s, "d_in", (uint64_t)net->d_in);
+    (void)moei_agreed_add(&s, "the number of modules", net->n_modules);
+    (void)moei_agreed_add(&s, "trainable", trainable != 0);
+    (void)moei_agreed_add(&s, "seed", seed);
+    return moei_agreed_end(&s);
+}
+
+/* "module 3 (mixture): " */
+static const char *moei_module_where(const moe_net *net, size_t i, char out[64]) {
+    const char *name = moei_module_names[net->modules[i].kind];
+    moei_text t;
+    t.out = out, t.room = 64, t.length = 0;
+    moei_put(&t, "module ", 7);
+    moei_put_unsigned(&t, i);
+    moei_put(&t, " (", 2);
+    moei_put(&t, name, moei_strlen(name));
+    moei_put(&t, "): ", 3);
+    return out;
+}
+
+/* Whether all ranks have the same modules and settings. Collective, and so is the result: MOE_OK on all ranks, or on none. */
+static moe_status moei_net_agree(const moe_net *net, int trainable, uint64_t seed, moe_error *error) {
+    char where[64];
+    size_t i;
+    moe_status status = moei_net_agree_top(net, trainable, seed, error);
+    for (i = 0; i < net->n_modules && status == MOE_OK; i++) {
+        const moe_module *m = &net->modules[i];
+        moei_module_config config = moei_module_config_of(m);
+        moei_agreed s = moei_agreed_begin(net->transport, moei_module_where(net, i, where), error);
+        status = moei_agreed_add(&s, "the kind of module", (uint64_t)m->kind);
+        if (status == MOE_OK) status = moei_agreed_end(&s); /* the same kinds have the same fields */
+        if (status == MOE_OK) status = moei_agreed_fields(&s, moei_module_fields(m->kind), moei_module_settings(&config, m->kind));
+        if (status == MOE_OK) status = moei_agreed_end(&s);
+    }
+    return status;
+}
+
 /* The memory of a registered net, all zero; the last step that can fail. */
 static moe_status moei_net_allocate(moe_net *net, int trainable, moe_error *error) {
     size_t count, numbers, all, bytes;
@@ -6648,16 +6829,46 @@ static void moei_net_start(moe_net *net, uint64_t seed) {
     }
 }
 
-moe_status moe_net_build(moe_net *net, int trainable, uint64_t seed, moe_error *error) {
-    moe_status status;
-    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+/* Takes back what register and allocate have done. */
+static void moei_net_unbuild(moe_net *net) {
+    size_t i;
+    for (i = 0; net->built && i < net->n_modules; i++) {
+        moe_module *m = &net->modules[i];
+        memset(m->layer.tensors, 0, sizeof m->layer.tensors);
+        memset(m->layer.gradients, 0, sizeof m->layer.gradients);
+        memset(m->tensors, 0, sizeof m->tensors);
+        memset(m->gradients, 0, sizeof m->gradients);
+    }
+    moei_free(&net->allocator, net->memory, net->memory_size);
+    net->memory = NULL;
+    net->memory_size = 0;
+    net->built = net->trainable = 0;
+    moei_net_unregister(net);
+}
+
+/* Whether a net can be built, as far as it knows by itself. */
+static moe_status moei_net_ready(const moe_net *net, moe_error *error) {
+    size_t i;
     if (net->error.code != MOE_OK) return moei_error(error, net->error.code, "%s", net->error.message);
     if (net->built) return moei_error(error, MOE_ERR_STATE, "the net is built already");
     if (net->n_modules == 0) return moei_error(error, MOE_ERR_CONFIG, "the net has no modules");
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && net->modules[i].layer.config.transport != net->transport)
+            return moei_error(error, MOE_ERR_CONFIG, "module %z (mixture): its transport is not the net's: net.transport is set before the modules", i);
+    return MOE_OK;
+}
+
+moe_status moe_net_build(moe_net *net, int trainable, uint64_t seed, moe_error *error) {
+    moe_status status;
+    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+    status = moei_ranks_vote(net->transport, moei_net_ready(net, error), NULL, error);
+    if (status == MOE_OK && net->transport != NULL) status = moei_net_agree(net, trainable, seed, error);
+    if (status != MOE_OK) return status;
     status = moei_net_register(net, error);
     if (status == MOE_OK) status = moei_net_allocate(net, trainable, error);
+    status = moei_ranks_vote(net->transport, status, NULL, error);
     if (status == MOE_OK) moei_net_start(net, seed);
-    else moei_net_unregister(net);
+    else moei_net_unbuild(net);
     return status;
 }
 
@@ -6843,12 +7054,21 @@ static moei_room moei_room_layout(const moe_module *m, const moei_extent *e, moe
     return room;
 }
 
+/* What ranks tell each other at the beginning of a pass: the first of its memory. */
+enum { MOEI_NET_WORDS = 3 };
+
+static uint64_t *moei_net_room(const moe_net *net, moei_layout *l) {
+    if (net->transport == NULL) return NULL;
+    return (uint64_t *)moei_take(l, moei_ranks_room(net->transport, MOEI_NET_WORDS), sizeof(uint64_t));
+}
+
 /* Lays a pass out in memory; the same function with an empty base counts the bytes. Every module keeps its output: any later
    residual or report may read it. */
 static moe_status moei_net_layout(const moe_net *net, const moei_extent *e, moei_layout *l, moe_net_pass *pass) {
     struct moe_module_pass unplaced;
     size_t i, most = 0;
     memset(pass, 0, sizeof *pass);
+    (void)moei_net_room(net, l);
     pass->modules = (struct moe_module_pass *)moei_take(l, net->n_modules, sizeof *pass->modules);
     for (i = 0; i < net->n_modules; i++) {
         moei_layout room = moei_layout_begin(NULL);
@@ -6959,15 +7179,23 @@ static moe_status moei_positions_forward(const moei_run *r) {
     return MOE_OK;
 }
 
+/* The draws of other ranks' tokens, `each` for one. */
+static void moei_skip(moe_rng *rng, size_t tokens, size_t each) {
+    for (tokens *= each; tokens > 0; tokens--) (void)moe_rng_next(rng);
+}
+
 /* y = x where it stays, times 1 / (1 - rate). */
 static moe_status moei_dropout_forward(const moei_run *r) {
     moe_real factor = MOEI_R(1.0) / (MOEI_R(1.0) - r->m->rate);
+    int draws = r->pass->training && r->m->rate > MOEI_R(0.0);
     size_t i;
+    if (draws) moei_skip(r->pass->call.rng, r->pass->first, r->d_in);
     memcpy(r->p->y, r->p->x, r->n * r->d_in * sizeof(moe_real));
     for (i = 0; r->pass->training && i < r->n * r->d_in; i++) {
         r->p->stays[i] = !(r->m->rate > MOEI_R(0.0)) || moe_rng_uniform(r->pass->call.rng) >= r->m->rate;
         r->p->y[i] = r->p->stays[i] ? r->p->x[i] * factor : MOEI_R(0.0);
     }
+    if (draws) moei_skip(r->pass->call.rng, r->pass->total - r->pass->first - r->n, r->d_in);
     return MOE_OK;
 }
 
@@ -7146,13 +7374,14 @@ static moe_status moei_feed_forward_forward(const moei_run *r) {
 static void moei_mixture_previous(const moei_run *r, moe_call *call) {
     size_t at = moei_previous_mixture(r->net, r->i), width = r->p->n_previous, t, j;
     const moe_routing *before = &r->pass->modules[at].layer.routing;
+    size_t first = before->first; /* where ranks decide together the routing is of all their tokens */
     int soft = before->plan.rows > 0;
     for (t = 0; t < r->n; t++)
         for (j = 0; j < width; j++) {
-            size_t to = t * width + j, choice = t * before->max_choices + j;
-            int kept = soft ? moei_is_real(call, t) : j < (size_t)before->n_choices[t] && before->kept[choice];
+            size_t to = t * width + j, choice = (first + t) * before->max_choices + j;
+            int kept = soft ? moei_is_real(call, t) : j < (size_t)before->n_choices[first + t] && before->kept[choice];
             r->p->previous_experts[to] = !kept ? -1 : soft ? (int32_t)j : before->choices[choice];
-            r->p->previous_weights[to] = kept ? before->weights[t * before->n_experts + (size_t)r->p->previous_experts[to]] : MOEI_R(0.0);
+            r->p->previous_weights[to] = kept ? before->weights[(first + t) * before->n_experts + (size_t)r->p->previous_experts[to]] : MOEI_R(0.0);
         }
     call->previous_input = r->pass->modules[at].x;
     call->previous_experts = r->p->previous_experts;
@@ -7441,44 +7670,96 @@ static moe_status moei_net_call_check(const moe_net *net, const moe_call *call, 
     return MOE_OK;
 }
 
-/* Runs all modules of a pass that is laid out. */
-static moe_status moei_net_run(const moe_net *net, const moe_call *call, moe_net_pass *p) {
+/* Runs all modules of a pass that is laid out. What can fail on one rank alone is a feed_forward: the ranks hear of it before they meet in the next
+   mixture, or at the end. */
+static moe_status moei_net_run(const moe_net *net, const moe_call *call, const moei_tokens *share, moe_net_pass *p) {
     moe_status status = MOE_OK;
     size_t i;
+    int alone = 0;
     p->n_tokens = call->n_tokens;
     p->training = call->training;
     p->call = *call;
-    for (i = 0; i < net->n_modules && status == MOE_OK; i++) {
+    p->first = share->first, p->total = share->total;
+    for (i = 0; i < net->n_modules; i++) {
         moei_run r = moei_run_begin(net, p, i);
+        if (alone && r.m->kind == MOE_MODULE_MIXTURE) status = moei_ranks_vote(net->transport, status, NULL, NULL), alone = 0;
+        if (status != MOE_OK && !alone) return status;
         r.p->x = i > 0 ? p->modules[i - 1].y : net->d_in > 0 && call->x != NULL ? call->x : r.p->y; /* there is nothing to read: any address will do */
-        status = moei_module_kinds[net->modules[i].kind].forward(&r);
+        if (status == MOE_OK) status = moei_module_kinds[net->modules[i].kind].forward(&r);
+        if (net->transport != NULL && r.m->kind == MOE_MODULE_FEED_FORWARD) alone = 1;
     }
     p->y = p->modules[net->n_modules - 1].y;
+    return alone ? moei_ranks_vote(net->transport, status, NULL, NULL) : status;
+}
+
+/* A pass whose call is checked, laid out in work. */
+static moe_status moei_net_pass(const moe_net *net, const moe_call *call, const moei_tokens *share, void *work, moe_net_pass *pass) {
+    moei_layout l = moei_layout_begin(work);
+    moei_extent e = moei_extent_of(share->most, moei_keeps(call));
+    moe_net_pass p;
+    moe_status status = moei_net_layout(net, &e, &l, &p);
+    if (status == MOE_OK) status = moei_net_run(net, call, share, &p);
+    if (status == MOE_OK) *pass = p;
     return status;
 }
 
-moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
-    moei_layout l = moei_layout_begin(work);
-    moei_extent e;
-    moe_net_pass p;
-    moe_status status;
+/* Whether work is large enough for a pass. */
+static moe_status moei_net_fits(const moe_net *net, const moe_call *call, const moei_tokens *share, size_t work_size) {
+    moei_extent e = moei_extent_of(share->most, moei_keeps(call));
     size_t size;
-    if (net == NULL || call == NULL || work == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
+    moe_status status = moei_net_size(net, &e, &size);
+    return status != MOE_OK ? status : size > work_size ? MOE_ERR_SPACE : MOE_OK;
+}
+
+/* What can be said of a call before others' tokens are known. */
+static moe_status moei_net_forward_check(const moe_net *net, const moe_call *call, const void *work, const moe_net_pass *pass) {
+    if (call == NULL || work == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
     if (!net->built) return MOE_ERR_STATE;
-    if ((status = moei_net_call_check(net, call, 0)) != MOE_OK) return status;
-    e = moei_extent_of(call->n_tokens, moei_keeps(call));
-    if ((status = moei_net_size(net, &e, &size)) != MOE_OK) return status;
-    if (size > work_size) return MOE_ERR_SPACE;
-    if ((status = moei_net_layout(net, &e, &l, &p)) != MOE_OK) return status;
-    status = moei_net_run(net, call, &p);
-    if (status == MOE_OK) *pass = p;
-    return status;
+    return moei_net_call_check(net, call, 0);
+}
+
+/* All ranks or none train. They draw the same random numbers. */
+static moe_status moei_net_meet(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_status status, moei_tokens *share) {
+    const moe_transport *t = net->transport;
+    const uint64_t *told;
+    uint64_t *room, mine[MOEI_NET_WORDS];
+    moei_layout l = moei_layout_begin(work);
+    int training = status == MOE_OK && call->training, r;
+    room = moei_net_room(net, &l);
+    if (status == MOE_OK && call->batch != NULL) status = MOE_ERR_ARGUMENT;
+    if (status == MOE_OK && (l.overflow || l.used > work_size)) status = MOE_ERR_SPACE;
+    status = moei_ranks_vote(t, status, &training, NULL);
+    if (status == MOE_OK && training != 0 && training != t->n_ranks) status = MOE_ERR_ARGUMENT; /* on all ranks */
+    if (status != MOE_OK) return status;
+    mine[1] = call->n_tokens;
+    mine[2] = call->training && call->rng != NULL ? call->rng->state : 0;
+    status = moei_ranks_tell(t, status, MOEI_NET_WORDS, mine, room, &told, NULL);
+    for (r = 0; r < t->n_ranks && status == MOE_OK; r++)
+        if (told[r * MOEI_NET_WORDS + 2] != mine[2]) status = MOE_ERR_ARGUMENT;
+    if (status == MOE_OK) status = moei_tokens_of(t, told + 1, MOEI_NET_WORDS, share);
+    if (status != MOE_OK) return status;
+    return moei_ranks_vote(t, moei_net_fits(net, call, share, work_size), NULL, NULL);
+}
+
+moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
+    moei_tokens share;
+    moe_status status;
+    if (net == NULL) return MOE_ERR_ARGUMENT;
+    status = moei_net_forward_check(net, call, work, pass);
+    if (net->transport != NULL) status = moei_net_meet(net, call, work, work_size, status, &share);
+    else if (status == MOE_OK) {
+        share = moei_tokens_alone(call->n_tokens);
+        status = moei_net_fits(net, call, &share, work_size);
+        if (call->batch != NULL) share.first = call->batch->first, share.total = call->batch->total;
+    }
+    return status == MOE_OK ? moei_net_pass(net, call, &share, work, pass) : status;
 }
 
 moe_status moe_net_check_decoding(const moe_net *net, moe_error *error) {
     moe_error why;
     size_t i;
     if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+    if (net->transport != NULL) return moei_error(error, MOE_ERR_UNSUPPORTED, "a net on several ranks cannot decode: load its file without transport");
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
         moe_status status = MOE_OK;
@@ -7548,6 +7829,7 @@ moe_status moe_net_decode_work_size(const moe_net *net, size_t most, size_t n_to
 /* What moe_net_decode asks of a call and the cache. */
 static moe_status moei_decode_check(const moe_net *net, const moe_cache *cache, const moe_call *call) {
     if (!net->built) return MOE_ERR_STATE;
+    if (net->transport != NULL) return MOE_ERR_UNSUPPORTED;
     if (cache->net != net || cache->n_tokens > cache->most || call->training || call->keep || call->sequences != NULL || call->mask != NULL ||
         call->past_u != NULL || call->past_gate != NULL)
         return MOE_ERR_ARGUMENT;
@@ -7558,6 +7840,7 @@ static moe_status moei_decode_check(const moe_net *net, const moe_cache *cache, 
 moe_status moe_net_decode(const moe_net *net, moe_cache *cache, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
     moei_layout l = moei_layout_begin(work), of_cache;
     moei_extent e;
+    moei_tokens share;
     moe_net_pass p;
     moe_status status;
     size_t size;
@@ -7571,7 +7854,8 @@ moe_status moe_net_decode(const moe_net *net, moe_cache *cache, const moe_call *
     moei_cache_layout(net, cache->most, &of_cache, p.modules);
     p.past = cache->n_tokens;
     p.most = cache->most;
-    status = moei_net_run(net, call, &p);
+    share = moei_tokens_alone(call->n_tokens);
+    status = moei_net_run(net, call, &share, &p);
     if (status != MOE_OK) return status;
     cache->n_tokens += call->n_tokens;
     *pass = p;
@@ -7899,7 +8183,7 @@ MOEI_TOOL moe_status moei_print_net(moe_stream *out, const char *name, const moe
     moei_line_name(&p, NULL, 0);
     moei_line(&p, " = {%d, %d, %z, (moe_module *)", net->d_in, net->d_out, net->n_modules);
     moei_line_name(&p, NULL, 0);
-    moei_line(&p, "_modules, 0, NULL, MOE_KERNELS_C, NULL, {NULL, NULL}, NULL, 0, 1, 0, {MOE_OK, \"\"}};");
+    moei_line(&p, "_modules, 0, NULL, MOE_KERNELS_C, NULL, NULL, {NULL, NULL}, NULL, 0, 1, 0, {MOE_OK, \"\"}};");
     moei_line_end(&p);
     return p.status == MOE_OK ? MOE_OK : moei_error(error, p.status, "writing net %s: %s", name, moe_status_text(p.status));
 }
@@ -8040,11 +8324,13 @@ static moe_status moei_net_backward(const moe_net *net, moe_net_pass *pass, cons
 
 moe_status moe_net_backward(const moe_net *net, moe_net_pass *pass, const moe_real *dy, moe_real *dx) {
     moei_returned back;
+    moe_status status;
     if (net == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
-    if (!net->built || !net->trainable || !pass->training || pass->modules == NULL) return MOE_ERR_STATE;
-    if (pass->n_tokens == 0) return MOE_OK;
-    if (dy == NULL) return MOE_ERR_ARGUMENT;
-    back.dy = dy, back.d_outputs = back.d_weights = NULL;
+    status = !net->built || !net->trainable || !pass->training || pass->modules == NULL ? MOE_ERR_STATE : MOE_OK;
+    if (status == MOE_OK && dy == NULL && pass->n_tokens > 0) status = MOE_ERR_ARGUMENT;
+    status = moei_ranks_vote(net->transport, status, NULL, NULL);
+    if (status != MOE_OK || pass->total == 0) return status;
+    back.dy = dy != NULL ? dy : pass->y, /* which has no rows */ back.d_outputs = back.d_weights = NULL;
     return moei_net_backward(net, pass, &back, dx);
 }
 
@@ -8366,6 +8652,12 @@ static moe_call moei_data_call(const moe_data *data, int32_t *sequences) {
 }
 
 /* ---- evaluation ---------------------------------------------------------------------------------------------------------------- */
+
+/* The part of one rank in n things that come in units of so many. */
+static void moei_own_part(const moe_transport *t, size_t n, size_t unit, size_t *first, size_t *count) {
+    moe_rank_part(n / unit, t->rank, t->n_ranks, first, count);
+    *first *= unit, *count *= unit;
+}
 
 /* How many samples go into one batch at most. */
 static size_t moei_evaluate_most(const moe_net *net, const moe_data *data) {
@@ -10161,12 +10453,7 @@ static void moei_config_put_fields(moei_config_text *c, const moe_field *fields,
 }
 
 static void moei_config_put_module(moei_config_text *c, const moe_module *m) {
-    moei_module_config config;
-    memset(&config, 0, sizeof config);
-    config.d_out = config.d = m->d_out, config.act = m->act, config.span = m->span;
-    config.vocabulary = config.most = m->n_rows, config.rate = m->rate;
-    config.attention = m->attention;
-    config.layer = m->layer.config;
+    moei_module_config config = moei_module_config_of(m);
     moei_config_put(c, "{\"module\":\"");
     moei_config_put(c, moei_module_names[m->kind]);
     moei_config_put(c, "\"");
