@@ -1152,6 +1152,7 @@ typedef struct moe_trainer {
     moe_real *factors;       /* private: [tensors,2] of the groups */
     void *work;              /* owned: for one batch */
     size_t work_size;
+    size_t most;             /* private: the most samples of a batch on this rank */
 } moe_trainer;
 
 /* What one step saw. */
@@ -6197,6 +6198,12 @@ static uint64_t moei_double_bits(double value) {
     return bits;
 }
 
+MOEI_TOOL double moei_bits_double(uint64_t bits) {
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 /* Settings that must be the same on all ranks: up to so many are compared at once. */
 enum { MOEI_SETTINGS = 32 };
 
@@ -6707,6 +6714,16 @@ static moe_status moei_net_register(moe_net *net, moe_error *error) {
 static void moei_net_unregister(moe_net *net) {
     moei_net_drop(&net->allocator, &net->tensors, sizeof *net->tensors, net->n_tensors);
     net->n_tensors = 0;
+}
+
+/* Whether each rank has its own part of a tensor: the experts of a mixture. Of all others every rank has the same values. */
+static int moei_is_parted(const moe_net *net, const moe_tensor *t) {
+    static const char experts[] = ".experts.";
+    const char *p = t->name;
+    size_t i = 0;
+    if (net->transport == NULL) return 0;
+    for (; *p >= '0' && *p <= '9' && i < net->n_modules; p++) i = i * 10 + (size_t)(*p - '0');
+    return i < net->n_modules && net->modules[i].kind == MOE_MODULE_MIXTURE && moei_strlen(p) >= sizeof experts - 1 && moei_memcmp(p, experts, sizeof experts - 1) == 0;
 }
 
 /* The first tensor behind those of module i. */
@@ -8402,8 +8419,9 @@ static moe_real moei_cross_entropy_row(const moe_kernels *kernels, size_t n, con
     return y[best] - y[label] + MOEI_F(log1p)(others);
 }
 
-static moe_real moei_cross_entropy(const moe_kernels *kernels, size_t n, size_t classes, const moe_real *y, const int32_t *labels, moe_real *dy) {
-    size_t t, labelled = moei_count_labelled(n, labels);
+/* The rows' part in the mean over `labelled` rows. */
+static moe_real moei_cross_entropy(const moe_kernels *kernels, size_t n, size_t classes, size_t labelled, const moe_real *y, const int32_t *labels, moe_real *dy) {
+    size_t t;
     moe_real over_n = labelled > 0 ? MOEI_R(1.0) / (moe_real)labelled : MOEI_R(0.0), sum = MOEI_R(0.0);
     for (t = 0; t < n; t++, y += classes) {
         moe_real *d = dy != NULL ? dy + t * classes : NULL;
@@ -8414,11 +8432,12 @@ static moe_real moei_cross_entropy(const moe_kernels *kernels, size_t n, size_t 
 }
 
 moe_real moe_cross_entropy(size_t n, size_t classes, const moe_real *y, const int32_t *labels, moe_real *dy) {
-    return moei_cross_entropy(NULL, n, classes, y, labels, dy);
+    return moei_cross_entropy(NULL, n, classes, moei_count_labelled(n, labels), y, labels, dy);
 }
 
-moe_real moe_squared_error(size_t n, size_t width, const moe_real *y, const moe_real *targets, moe_real *dy) {
-    moe_real over_n = n > 0 ? MOEI_R(1.0) / (moe_real)n : MOEI_R(0.0), sum = MOEI_R(0.0);
+/* The rows' part in the mean over `all` rows. */
+static moe_real moei_squared_error(size_t n, size_t width, size_t all, const moe_real *y, const moe_real *targets, moe_real *dy) {
+    moe_real over_n = all > 0 ? MOEI_R(1.0) / (moe_real)all : MOEI_R(0.0), sum = MOEI_R(0.0);
     size_t i;
     for (i = 0; i < n * width; i++) {
         moe_real e = y[i] - targets[i];
@@ -8426,6 +8445,10 @@ moe_real moe_squared_error(size_t n, size_t width, const moe_real *y, const moe_
         if (dy != NULL) dy[i] = over_n * e;
     }
     return MOEI_R(0.5) * sum * over_n;
+}
+
+moe_real moe_squared_error(size_t n, size_t width, const moe_real *y, const moe_real *targets, moe_real *dy) {
+    return moei_squared_error(n, width, n, y, targets, dy);
 }
 
 /* With l = ln p - ln q the loss is sum (p - q) l / 2; its slope by a_j is (p_j (l_j - sum p l) + p_j - q_j) / 2, by b_j the same with p and q exchanged. */
@@ -8469,6 +8492,8 @@ static moe_status moei_mixture_fits(const moe_net *net, int criterion, moe_error
     const moe_module *last = &net->modules[net->n_modules - 1];
     const moe_router_config *c = &last->layer.config.router;
     if (!moei_reads_experts(net, criterion)) return MOE_OK;
+    if (net->transport != NULL)
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "criterion = %s reads all experts, and net.transport spreads them over ranks", moei_criterion_names[criterion]);
     if (last->kind != MOE_MODULE_MIXTURE)
         return moei_error(error, MOE_ERR_CONFIG, "criterion = %s: the net's last module must be a mixture", moei_criterion_names[criterion]);
     if (c->select != MOE_SELECT_DENSE || c->weight != MOE_WEIGHT_RAW || c->scale < MOEI_R(1.0) || c->scale > MOEI_R(1.0) || c->expert_scale || c->capacity_factor > MOEI_R(0.0) ||
@@ -8481,10 +8506,11 @@ static moe_status moei_mixture_fits(const moe_net *net, int criterion, moe_error
     return MOE_OK;
 }
 
-static moe_real moei_criterion(int criterion, const moe_net *net, const moe_data *data, const moe_real *y, moe_real *dy) {
+/* The samples' part in the mean over `counted` of them. */
+static moe_real moei_criterion(int criterion, const moe_net *net, const moe_data *data, size_t counted, const moe_real *y, moe_real *dy) {
     size_t width = (size_t)net->d_out;
-    if (criterion == MOE_CRITERION_CROSS_ENTROPY) return moei_cross_entropy(net->kernels, data->n, width, y, data->labels, dy);
-    return moe_squared_error(data->n, width, y, data->targets, dy);
+    if (criterion == MOE_CRITERION_CROSS_ENTROPY) return moei_cross_entropy(net->kernels, data->n, width, counted, y, data->labels, dy);
+    return moei_squared_error(data->n, width, counted, y, data->targets, dy);
 }
 
 /* ---- data ---------------------------------------------------------------------------------------------------------------------- */
@@ -8621,6 +8647,7 @@ static moe_status moei_routers_check(const moe_net *net, const moe_data *data, s
 
 /* How many samples the loss is the mean of. */
 static size_t moei_counted(int criterion, const moe_data *data) {
+    if (data->n == 0) return 0;
     return moei_is_squared(criterion) ? data->n : moei_count_labelled(data->n, data->labels);
 }
 
@@ -8644,7 +8671,8 @@ static moe_call moei_data_call(const moe_data *data, int32_t *sequences) {
     call.n_tokens = data->n;
     call.x = data->x;
     if (call.token_ids == NULL) call.token_ids = data->token_ids;
-    if (call.sequences != NULL || data->length == 0) return call;
+    if (data->n == 0) call.sequences = NULL, call.n_sequences = 0; /* a rank without samples has no sequence to begin */
+    if (call.sequences != NULL || data->length == 0 || data->n == 0) return call;
     call.n_sequences = data->n / data->length;
     for (i = 0; i <= call.n_sequences; i++) sequences[i] = (int32_t)(i * data->length);
     call.sequences = sequences;
@@ -8653,10 +8681,20 @@ static moe_call moei_data_call(const moe_data *data, int32_t *sequences) {
 
 /* ---- evaluation ---------------------------------------------------------------------------------------------------------------- */
 
-/* The part of one rank in n things that come in units of so many. */
-static void moei_own_part(const moe_transport *t, size_t n, size_t unit, size_t *first, size_t *count) {
-    moe_rank_part(n / unit, t->rank, t->n_ranks, first, count);
-    *first *= unit, *count *= unit;
+/* The part of this rank in n samples that come in units of so many. */
+static moei_tokens moei_tokens_split(const moe_transport *t, size_t n, size_t unit, size_t *own) {
+    moei_tokens s;
+    moe_rank_part(n / unit, t->rank, t->n_ranks, &s.first, own);
+    s.first *= unit, *own *= unit;
+    s.total = n;
+    s.most = (n / unit + (size_t)t->n_ranks - 1) / (size_t)t->n_ranks * unit;
+    return s;
+}
+
+/* The most samples that a rank gets of n. */
+static size_t moei_part_most(const moe_transport *t, size_t n, size_t length) {
+    size_t own;
+    return t != NULL ? moei_tokens_split(t, n, length > 0 ? length : 1, &own).most : n;
 }
 
 /* How many samples go into one batch at most. */
@@ -8678,11 +8716,20 @@ typedef struct moei_answers {
     size_t net_size;
 } moei_answers;
 
+/* What ranks tell each other at the end: the first of an evaluation's memory. */
+enum { MOEI_EVALUATE_WORDS = 4 };
+
+static uint64_t *moei_evaluate_room(const moe_net *net, moei_layout *l) {
+    if (net->transport == NULL) return NULL;
+    return (uint64_t *)moei_take(l, moei_ranks_room(net->transport, MOEI_EVALUATE_WORDS), sizeof(uint64_t));
+}
+
 static moe_status moei_answers_layout(const moe_net *net, int criterion, const moe_data *all, moei_layout *l, moei_answers *a) {
     int reads = moei_reads_experts(net, criterion);
-    size_t most = moei_evaluate_most(net, all);
+    size_t most = moei_part_most(net->transport, moei_evaluate_most(net, all), all->length);
     moe_status status = moe_net_work_size(net, most, reads, &a->net_size);
     if (status != MOE_OK) return status;
+    (void)moei_evaluate_room(net, l);
     a->answer = reads ? moei_take_reals(l, most, (size_t)net->d_out) : NULL;
     a->sequences = all->length > 0 ? (int32_t *)moei_take(l, most / all->length + 1, sizeof(int32_t)) : NULL;
     a->net_work = moei_take(l, a->net_size, 1);
@@ -8724,10 +8771,19 @@ typedef struct moei_evaluated {
     size_t counted, right;
 } moei_evaluated;
 
-/* Adds one batch of all the samples. */
-static moe_status moei_evaluate_batch(const moe_net *net, const moe_data *batch, const moe_data *all, int criterion, void *work, moei_evaluated *sums,
-                                      moe_error *error) {
-    moei_layout l = moei_layout_begin(work);
+/* One batch of an evaluation at work. */
+typedef struct moei_evaluating {
+    const moe_net *net;
+    const moe_data *all; /* the samples */
+    int criterion;
+    void *work;
+    moei_evaluated sums;
+} moei_evaluating;
+
+/* Adds the samples of a batch that are this rank's. */
+static moe_status moei_evaluate_part(moei_evaluating *e, const moe_data *batch, const moei_tokens *tokens, moe_error *error) {
+    const moe_net *net = e->net;
+    moei_layout l = moei_layout_begin(e->work);
     moei_answers a;
     moe_call call;
     moe_net_pass pass;
@@ -8735,72 +8791,143 @@ static moe_status moei_evaluate_batch(const moe_net *net, const moe_data *batch,
     moe_status status;
     moe_real mean = MOEI_R(0.0);
     const moe_real *answer;
-    size_t t, counted = moei_counted(criterion, batch), width = (size_t)net->d_out;
-    status = moei_answers_layout(net, criterion, all, &l, &a);
+    size_t t, counted = moei_counted(e->criterion, batch), width = (size_t)net->d_out;
+    status = moei_answers_layout(net, e->criterion, e->all, &l, &a);
     if (status == MOE_OK) {
         call = moei_data_call(batch, a.sequences);
-        call.keep = moei_reads_experts(net, criterion);
-        status = moe_net_forward(net, &call, a.net_work, a.net_size, &pass);
+        call.keep = moei_reads_experts(net, e->criterion);
+        status = moei_net_call_check(net, &call, 0);
+        if (status == MOE_OK) status = moei_net_pass(net, &call, tokens, a.net_work, &pass);
     }
     if (status != MOE_OK) return moei_error(error, status, "the net's forward pass: %s", moe_status_text(status));
     answer = pass.y;
     status = moei_reals_check("the net's output", pass.y, batch->n, width, error);
     if (status != MOE_OK) return status;
-    if (moei_reads_experts(net, criterion)) {
+    if (moei_reads_experts(net, e->criterion)) {
         mixture = moei_mixture_of(net, &pass, batch);
-        status = moe_mixture_loss(criterion, &mixture, &mean, NULL, NULL, error);
-        if (status == MOE_OK) status = moe_mixture_answer(criterion, &mixture, NULL, a.answer, error);
+        status = moe_mixture_loss(e->criterion, &mixture, &mean, NULL, NULL, error);
+        if (status == MOE_OK) status = moe_mixture_answer(e->criterion, &mixture, NULL, a.answer, error);
         if (status != MOE_OK) return status;
         answer = a.answer;
-    } else mean = moei_criterion(criterion, net, batch, pass.y, NULL);
-    sums->loss += (double)mean * (double)counted;
-    sums->counted += counted;
-    for (t = 0; !moei_is_squared(criterion) && t < batch->n; t++)
-        if (batch->labels[t] >= 0) sums->right += moei_largest(width, answer + t * width) == (size_t)batch->labels[t];
+    } else mean = moei_criterion(e->criterion, net, batch, counted, pass.y, NULL);
+    e->sums.loss += (double)mean * (double)counted;
+    e->sums.counted += counted;
+    for (t = 0; !moei_is_squared(e->criterion) && t < batch->n; t++)
+        if (batch->labels[t] >= 0) e->sums.right += moei_largest(width, answer + t * width) == (size_t)batch->labels[t];
+    return MOE_OK;
+}
+
+/* The batch of one process, n samples from `from` on; each rank takes its part of it. */
+static moe_status moei_evaluate_batch(moei_evaluating *e, size_t from, size_t n, moe_error *error) {
+    const moe_transport *t = e->net->transport;
+    moei_tokens tokens = moei_tokens_alone(n);
+    moe_data part;
+    size_t first = 0, own = n;
+    if (t != NULL) {
+        tokens = moei_tokens_split(t, n, e->all->length > 0 ? e->all->length : 1, &own);
+        first = tokens.first;
+    }
+    part = moei_data_part(e->net, e->all, from + first, own);
+    return moei_ranks_vote(t, moei_evaluate_part(e, &part, &tokens, error), NULL, error);
+}
+
+/* Adds the sums of all ranks, in their order: the same bits on all of them. */
+static moe_status moei_evaluate_add(moei_evaluating *e, moe_error *error) {
+    const moe_transport *t = e->net->transport;
+    moei_layout l = moei_layout_begin(e->work);
+    uint64_t mine[MOEI_EVALUATE_WORDS], *room;
+    const uint64_t *told = NULL;
+    moe_status status;
+    int r;
+    if (t == NULL) return MOE_OK;
+    room = moei_evaluate_room(e->net, &l);
+    mine[1] = moei_double_bits(e->sums.loss), mine[2] = e->sums.counted, mine[3] = e->sums.right;
+    status = moei_ranks_tell(t, MOE_OK, MOEI_EVALUATE_WORDS, mine, room, &told, error);
+    if (status != MOE_OK) return status;
+    memset(&e->sums, 0, sizeof e->sums);
+    for (r = 0; r < t->n_ranks; r++, told += MOEI_EVALUATE_WORDS)
+        e->sums.loss += moei_bits_double(told[1]), e->sums.counted += (size_t)told[2], e->sums.right += (size_t)told[3];
     return MOE_OK;
 }
 
 static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int criterion, void *work, moe_evaluation *result, moe_error *error) {
+    moei_evaluating e;
     moe_evaluation made;
-    moei_evaluated sums;
+    moe_status status = MOE_OK;
     size_t from, most = moei_evaluate_most(net, data);
-    memset(&sums, 0, sizeof sums);
-    for (from = 0; from < data->n;) {
-        moe_data batch = moei_data_part(net, data, from, data->n - from < most ? data->n - from : most);
-        moe_status status = moei_evaluate_batch(net, &batch, data, criterion, work, &sums, error);
-        if (status != MOE_OK) return status;
-        from += batch.n;
-    }
+    memset(&e, 0, sizeof e);
+    e.net = net, e.all = data, e.criterion = criterion, e.work = work;
+    for (from = 0; from < data->n && status == MOE_OK; from += most)
+        status = moei_evaluate_batch(&e, from, data->n - from < most ? data->n - from : most, error);
+    if (status == MOE_OK) status = moei_evaluate_add(&e, error);
+    if (status != MOE_OK) return status;
     memset(&made, 0, sizeof made);
-    made.n = sums.counted;
-    if (sums.counted > 0) {
-        made.loss = (moe_real)(sums.loss / (double)sums.counted);
-        made.accuracy = (moe_real)((double)sums.right / (double)sums.counted);
+    made.n = e.sums.counted;
+    if (made.n > 0) {
+        made.loss = (moe_real)(e.sums.loss / (double)made.n);
+        made.accuracy = (moe_real)((double)e.sums.right / (double)made.n);
     }
     if (!moe_is_finite(made.loss)) return moei_error(error, MOE_ERR_NONFINITE, "the loss is not finite: %g", (double)made.loss);
     *result = made;
     return MOE_OK;
 }
 
-moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result, moe_error *error) {
+static uint64_t moei_hash(uint64_t hash, const void *bytes, size_t n) {
+    const unsigned char *p = (const unsigned char *)bytes;
+    uint64_t word;
+    for (; n >= sizeof word; p += sizeof word, n -= sizeof word) {
+        memcpy(&word, p, sizeof word);
+        hash = (hash ^ word) * UINT64_C(0x9e3779b97f4a7c15);
+        hash ^= hash >> 32;
+    }
+    for (; n > 0; p++, n--) hash = (hash ^ *p) * UINT64_C(0x100000001b3);
+    return hash;
+}
+
+/* Whether all ranks have the same samples, for they are split among them. */
+static moe_status moei_data_agree(const moe_net *net, const moe_data *data, int criterion, const char *where, moe_error *error) {
+    moei_agreed s = moei_agreed_begin(net->transport, where, error);
+    int squared = moei_is_squared(criterion);
+    size_t n = data->n;
+    if (net->transport == NULL) return MOE_OK;
+    (void)moei_agreed_add(&s, "criterion", (uint64_t)criterion);
+    (void)moei_agreed_add(&s, "n", n);
+    (void)moei_agreed_add(&s, "length", data->length);
+    (void)moei_agreed_add(&s, "x", n > 0 && net->d_in > 0 ? moei_hash(0, data->x, n * (size_t)net->d_in * sizeof(moe_real)) : 0);
+    (void)moei_agreed_add(&s, "token_ids", n > 0 && data->token_ids != NULL ? moei_hash(0, data->token_ids, n * sizeof(int32_t)) : 0);
+    (void)moei_agreed_add(&s, "labels", n > 0 && !squared ? moei_hash(0, data->labels, n * sizeof(int32_t)) : 0);
+    (void)moei_agreed_add(&s, "targets", n > 0 && squared ? moei_hash(0, data->targets, n * (size_t)net->d_out * sizeof(moe_real)) : 0);
+    return moei_agreed_end(&s);
+}
+
+/* What an evaluation can find wrong before it begins. */
+static moe_status moei_evaluate_check(const moe_net *net, const moe_data *data, int criterion, const moe_evaluation *result, moe_error *error) {
     moe_status status;
-    size_t size;
-    void *work;
-    if (net == NULL || result == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and result must not be NULL");
+    if (result == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and result must not be NULL");
     if (!net->built) return moei_error(error, MOE_ERR_STATE, "the net is not built");
     if (criterion < 0 || criterion >= MOE_CRITERION_COUNT)
         return moei_error(error, MOE_ERR_ARGUMENT, "criterion = %d: there is no such one", criterion);
     status = moei_data_check(net, data, criterion, error);
     if (status == MOE_OK) status = moei_samples_alone(net, data, error);
     if (status == MOE_OK && data->n > 0) status = moei_routers_check(net, data, 1, 0, error);
-    if (status == MOE_OK) status = moei_mixture_fits(net, criterion, error);
+    return status == MOE_OK ? moei_mixture_fits(net, criterion, error) : status;
+}
+
+moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result, moe_error *error) {
+    moe_status status;
+    size_t size = 0;
+    void *work = NULL;
+    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and result must not be NULL");
+    status = moei_ranks_vote(net->transport, moei_evaluate_check(net, data, criterion, result, error), NULL, error);
+    if (status == MOE_OK) status = moei_data_agree(net, data, criterion, "the samples: ", error);
     if (status != MOE_OK) return status;
     status = moei_evaluate_size(net, criterion, data, &size);
-    if (status != MOE_OK) return moei_error(error, status, "work memory: %s", moe_status_text(status));
-    work = moei_alloc(&net->allocator, size, 1);
-    if (work == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of work", size);
-    status = moei_evaluate(net, data, criterion, work, result, error);
-    moei_free(&net->allocator, work, size);
+    if (status != MOE_OK) (void)moei_error(error, status, "work memory: %s", moe_status_text(status));
+    else work = moei_alloc(&net->allocator, size, 1);
+    if (status == MOE_OK && work == NULL) status = moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of work", size);
+    status = moei_ranks_vote(net->transport, status, NULL, error);
+    if (status == MOE_OK) status = moei_evaluate(net, data, criterion, work, result, error);
+    if (work != NULL) moei_free(&net->allocator, work, size);
     return status;
 }
 
@@ -8905,6 +9032,7 @@ static void moei_group_factors(const moe_train_config *config, const moe_tensor 
 
 /* One batch in the trainer's work memory. */
 typedef struct moei_batch {
+    uint64_t *room;     /* what ranks tell each other */
     moe_real *dy;       /* [batch,d_out] */
     int32_t *sequences; /* [batch+1] */
     moe_real *expert_p, *d_p, *d_weights, *d_outputs; /* [batch,E], [E,batch], [E,batch,d_out] of a classical mixture */
@@ -8912,10 +9040,13 @@ typedef struct moei_batch {
     size_t net_size;
 } moei_batch;
 
+enum { MOEI_TRAINER_WORDS = 4 };
+
 static moe_status moei_batch_layout(const moe_trainer *trainer, moei_layout *l, moei_batch *b) {
-    size_t batch = (size_t)trainer->config.batch;
+    size_t batch = trainer->most;
     moe_status status = moe_net_work_size(trainer->net, batch, 1, &b->net_size);
     if (status != MOE_OK) return status;
+    b->room = trainer->net->transport != NULL ? (uint64_t *)moei_take(l, moei_ranks_room(trainer->net->transport, MOEI_TRAINER_WORDS), sizeof(uint64_t)) : NULL;
     b->dy = moei_take_reals(l, batch, (size_t)trainer->net->d_out);
     b->sequences = (int32_t *)moei_take(l, batch + 1, sizeof(int32_t));
     if (moei_reads_experts(trainer->net, trainer->config.criterion)) {
@@ -8951,6 +9082,7 @@ static moe_status moei_trainer_allocate(moe_trainer *t, moe_error *error) {
     if (t->memory != NULL && t->work != NULL) return MOE_OK;
     moei_free(a, t->memory, t->memory_size);
     moei_free(a, t->work, t->work_size);
+    t->memory = NULL;
     return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of moments and %z of work", t->memory_size, t->work_size);
 }
 
@@ -8968,19 +9100,53 @@ static void moei_trainer_rate(moe_trainer *t) {
     t->rate = c->rate * (c->final_rate + (MOEI_R(1.0) - c->final_rate) * left);
 }
 
-static moe_status moei_trainer_make(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error) {
+/* The settings of a trainer, which all ranks must have alike. */
+static moe_status moei_train_agree(const moe_net *net, const moe_train_config *c, moe_error *error) {
+    moei_agreed s = moei_agreed_begin(net->transport, "training: ", error);
+    moe_status status = moei_agreed_fields(&s, moei_train_fields, c);
+    int g;
+    if (status == MOE_OK) status = moei_agreed_add(&s, "seed", c->seed);
+    if (status == MOE_OK) status = moei_agreed_add(&s, "checkpoint (there is one, or none)", c->checkpoint != NULL);
+    if (status == MOE_OK) status = moei_agreed_end(&s);
+    for (g = 0; g < c->n_groups && status == MOE_OK; g++) {
+        status = moei_agreed_add(&s, "the pattern of a group", moei_hash((uint64_t)g, c->groups[g].pattern, moei_strlen(c->groups[g].pattern)));
+        if (status == MOE_OK) status = moei_agreed_fields(&s, moei_group_fields, &c->groups[g]);
+    }
+    return status == MOE_OK ? moei_agreed_end(&s) : status;
+}
+
+/* Everything that a trainer's configuration can get wrong; *c with defaults filled in. */
+static moe_status moei_trainer_config(const moe_trainer *trainer, const moe_net *net, const moe_train_config *config, int fit, moe_train_config *c, moe_error *error) {
+    moe_status status;
+    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and net must not be NULL");
+    if (!net->built || !net->trainable) return moei_error(error, MOE_ERR_STATE, "the net is not built with trainable = 1");
+    if (!fit && config != NULL && config->warmup > 0 && config->total_steps == 0)
+        return moei_error(error, MOE_ERR_CONFIG, "warmup = %d: a trainer needs total_steps for it, which only moe_fit knows by itself", config->warmup);
+    status = moei_train_check(config, c, error);
+    if (status == MOE_OK) status = moei_groups_check(net, c, error);
+    return status == MOE_OK ? moei_mixture_fits(net, c->criterion, error) : status;
+}
+
+/* data: the samples of moe_fit, of which each rank takes its part; NULL: there are none, or it is a trainer of the caller's own. */
+static moe_status moei_trainer_make(moe_trainer *trainer, moe_net *net, const moe_train_config *config, int fit, const moe_data *data, moe_error *error) {
     moe_trainer made;
     moe_status status;
     size_t i;
-    if (trainer == NULL || net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and net must not be NULL");
-    if (!net->built || !net->trainable) return moei_error(error, MOE_ERR_STATE, "the net is not built with trainable = 1");
+    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and net must not be NULL");
     memset(&made, 0, sizeof made);
     made.net = net;
-    status = moei_train_check(config, &made.config, error);
-    if (status == MOE_OK) status = moei_groups_check(net, &made.config, error);
-    if (status == MOE_OK) status = moei_mixture_fits(net, made.config.criterion, error);
-    if (status == MOE_OK) status = moei_trainer_allocate(&made, error);
+    status = moei_ranks_vote(net->transport, moei_trainer_config(trainer, net, config, fit, &made.config, error), NULL, error);
+    if (status == MOE_OK && net->transport != NULL) status = moei_train_agree(net, &made.config, error);
     if (status != MOE_OK) return status;
+    made.most = (size_t)made.config.batch;
+    if (data != NULL && data->n < made.most) made.most = data->n;
+    made.most = data != NULL ? moei_part_most(net->transport, made.most, data->length) : made.most;
+    status = moei_trainer_allocate(&made, error);
+    status = moei_ranks_vote(net->transport, status, NULL, error);
+    if (status != MOE_OK) {
+        if (made.memory != NULL) moe_trainer_free(&made);
+        return status;
+    }
     for (i = 0; i < net->n_tensors; i++) moei_group_factors(&made.config, &net->tensors[i], made.factors + 2 * i);
     made.config.groups = NULL;
     moe_rng_seed(&made.rng, made.config.seed);
@@ -8992,9 +9158,7 @@ static moe_status moei_trainer_make(moe_trainer *trainer, moe_net *net, const mo
 }
 
 moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error) {
-    if (config != NULL && config->warmup > 0 && config->total_steps == 0)
-        return moei_error(error, MOE_ERR_CONFIG, "warmup = %d: a trainer needs total_steps for it, which only moe_fit knows by itself", config->warmup);
-    return moei_trainer_make(trainer, net, config, error);
+    return moei_trainer_make(trainer, net, config, 0, NULL, error);
 }
 
 void moe_trainer_free(moe_trainer *trainer) {
@@ -9028,24 +9192,93 @@ static moe_status moei_mixture_gradients(const moe_trainer *t, const moe_data *d
     return status;
 }
 
-/* Forward, loss and backward on one batch, added to the gradients since the last step. */
-static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, moe_net_pass *pass, moe_step *step, moe_error *error) {
+/* What all ranks bring to a batch. */
+typedef struct moei_brought {
+    moei_tokens tokens;
+    size_t counted; /* samples that the loss is the mean of */
+} moei_brought;
+
+/* What must be the same on all ranks between two batches: if it is not they would drift apart in silence. */
+static uint64_t moei_trainer_mark(const moe_trainer *t) {
+    uint64_t mark = moei_hash(t->steps, &t->rng.state, sizeof t->rng.state);
+    size_t i;
+    mark = moei_hash(mark, &t->rate, sizeof t->rate);
+    mark = moei_hash(mark, &t->n_accumulated, sizeof t->n_accumulated);
+    for (i = 0; i < t->net->n_tensors; i++) {
+        unsigned char trained = (unsigned char)moei_is_trained(t, i);
+        mark = moei_hash(mark, &trained, 1);
+    }
+    return mark;
+}
+
+/* MOE_ERR_STATE on all ranks when their trainers are out of step; told: words of MOEI_TRAINER_WORDS, the second is a mark. */
+static moe_status moei_marks_check(const moe_transport *t, const uint64_t *told, moe_error *error) {
+    int r;
+    for (r = 1; r < t->n_ranks; r++)
+        if (told[r * MOEI_TRAINER_WORDS + 1] != told[1])
+            return moei_error(error, MOE_ERR_STATE, "rank %d is out of step with rank 0: its steps, batches since the last one, rate, random state or frozen tensors are others", r);
+    return MOE_OK;
+}
+
+/* The ranks tell each other whether a batch may begin, and what they bring to it. */
+static moe_status moei_trainer_meet(const moe_trainer *t, const moe_data *data, moe_status status, moei_brought *b, moe_error *error) {
+    const moe_transport *transport = t->net->transport;
+    moei_layout l = moei_layout_begin(t->work);
+    moei_batch batch;
+    uint64_t mine[MOEI_TRAINER_WORDS];
+    const uint64_t *told = NULL;
+    int r;
+    if (transport == NULL && status != MOE_OK) return status;
+    if (status == MOE_OK) b->tokens = moei_tokens_alone(data->n), b->counted = moei_counted(t->config.criterion, data);
+    if (transport == NULL) return MOE_OK;
+    (void)moei_batch_layout(t, &l, &batch);
+    mine[1] = moei_trainer_mark(t), mine[2] = status == MOE_OK ? data->n : 0, mine[3] = status == MOE_OK ? b->counted : 0;
+    status = moei_ranks_tell(transport, status, MOEI_TRAINER_WORDS, mine, batch.room, &told, error);
+    if (status == MOE_OK) status = moei_marks_check(transport, told, error);
+    if (status != MOE_OK) return status;
+    status = moei_tokens_of(transport, told + 2, MOEI_TRAINER_WORDS, &b->tokens);
+    if (status != MOE_OK) return moei_error(error, status, "the samples of all ranks: %s", moe_status_text(status));
+    if (b->tokens.total == 0) return moei_error(error, MOE_ERR_ARGUMENT, "n = 0: at least one rank must have a sample");
+    for (b->counted = 0, r = 0; r < transport->n_ranks; r++) b->counted += (size_t)told[r * MOEI_TRAINER_WORDS + 3];
+    return MOE_OK;
+}
+
+/* *sum = that of all ranks, in their order: the same bits on all of them. */
+static moe_status moei_trainer_sum(const moe_trainer *t, moe_status status, double *sum, moe_error *error) {
+    const moe_transport *transport = t->net->transport;
+    moei_layout l = moei_layout_begin(t->work);
+    moei_batch batch;
+    uint64_t mine[2];
+    const uint64_t *told = NULL;
+    int r;
+    if (transport == NULL) return status;
+    (void)moei_batch_layout(t, &l, &batch);
+    mine[1] = moei_double_bits(*sum);
+    status = moei_ranks_tell(transport, status, 2, mine, batch.room, &told, error);
+    if (status != MOE_OK) return status;
+    for (*sum = 0.0, r = 0; r < transport->n_ranks; r++) *sum += moei_bits_double(told[2 * r + 1]);
+    return MOE_OK;
+}
+
+/* Forward, loss and backward on one batch, added to the gradients since the last step. What fails, fails on all ranks. */
+static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, const moe_call *call, const moei_brought *brought, moe_net_pass *pass, moe_step *step,
+                                         moe_error *error) {
     moei_layout l = moei_layout_begin(t->work);
     moei_batch batch;
     moei_returned back;
-    moe_call call;
     size_t i;
+    double all;
     int loss, reads = moei_reads_experts(t->net, t->config.criterion);
     moe_status status = moei_batch_layout(t, &l, &batch);
-    call = moei_data_call(data, batch.sequences);
-    call.training = 1;
-    call.rng = &t->rng;
     if (t->n_accumulated == 0) moe_net_zero_gradients(t->net);
-    if (status == MOE_OK) status = moe_net_forward(t->net, &call, batch.net_work, batch.net_size, pass);
+    if (status == MOE_OK) status = moei_net_pass(t->net, call, &brought->tokens, batch.net_work, pass);
     if (status != MOE_OK) return moei_error(error, status, "the net's forward pass: %s", moe_status_text(status));
-    if (!reads) step->loss = moei_criterion(t->config.criterion, t->net, data, pass->y, batch.dy);
+    if (!reads) step->loss = moei_criterion(t->config.criterion, t->net, data, brought->counted, pass->y, batch.dy);
     else status = moei_mixture_gradients(t, data, pass, &batch, &step->loss, error);
+    all = (double)step->loss;
+    if (status == MOE_OK) status = moei_trainer_sum(t, status, &all, error);
     if (status != MOE_OK) return status;
+    step->loss = (moe_real)all;
     step->router_loss = MOEI_R(0.0);
     for (i = 0; i < t->net->n_modules; i++) {
         const moe_routing *routing = moe_net_routing(t->net, pass, i);
@@ -9075,23 +9308,52 @@ static moe_status moei_add_squares(const moe_kernels *kernels, const moe_tensor 
     return MOE_OK;
 }
 
-/* The norm of the mean of n batches' gradients, of all trained tensors together. Beyond 1e19 (float) its square, which AdamW forms, would not be
-   finite. */
-static moe_status moei_trainer_norm(const moe_trainer *trainer, int n, moe_real *norm, moe_error *error) {
+/* The squares of all trained tensors' gradients: of those that each rank has its own part of, or of the others. */
+static moe_status moei_trainer_squares(const moe_trainer *trainer, int parted, double *sum, moe_error *error) {
     enum { PART = 1024 };
-    double sum = 0.0, length;
     moe_status status = MOE_OK;
     size_t i, j;
     for (i = 0; i < trainer->net->n_tensors; i++) {
         const moe_tensor *t = &trainer->net->tensors[i];
-        for (j = 0; moei_is_trained(trainer, i) && j < t->count && status == MOE_OK; j += PART)
-            status = moei_add_squares(trainer->net->kernels, t, j, t->count - j < PART ? t->count - j : (size_t)PART, &sum, error);
+        if (!moei_is_trained(trainer, i) || moei_is_parted(trainer->net, t) != parted) continue;
+        for (j = 0; j < t->count && status == MOE_OK; j += PART)
+            status = moei_add_squares(trainer->net->kernels, t, j, t->count - j < PART ? t->count - j : (size_t)PART, sum, error);
     }
+    return status;
+}
+
+/* The norm of the mean of n batches' gradients, of all trained tensors together; whole: of all ranks, else of what is here. Beyond 1e19 (float) its square, which AdamW
+   forms, would not be finite. */
+static moe_status moei_trainer_norm(const moe_trainer *trainer, int n, int whole, moe_real *norm, moe_error *error) {
+    double sum = 0.0, parts = 0.0, length;
+    moe_status status = moei_trainer_squares(trainer, 0, &sum, error);
+    if (status == MOE_OK && trainer->net->transport != NULL) status = moei_trainer_squares(trainer, 1, &parts, error);
+    if (whole) status = moei_trainer_sum(trainer, status, &parts, error);
     if (status != MOE_OK) return status;
-    length = sqrt(sum) / (double)n;
+    length = sqrt(sum + parts) / (double)n;
     if (!(length <= (MOE_REAL_IS_DOUBLE ? 1e150 : 1e19))) return moei_error(error, MOE_ERR_NONFINITE, "the gradient is too large to square");
     *norm = (moe_real)length;
     return MOE_OK;
+}
+
+/* The gradients of what all ranks hold become the sums over all of them: one call for what lies between the experts of two mixtures. */
+static moe_status moei_trainer_reduce(const moe_trainer *trainer, moe_error *error) {
+    const moe_transport *transport = trainer->net->transport;
+    const size_t most = (size_t)1 << 24; /* numbers in one call */
+    size_t i, n = 0;
+    moe_real *from = NULL;
+    moe_status status = MOE_OK;
+    if (transport == NULL) return MOE_OK;
+    for (i = 0; i <= trainer->net->n_tensors && status == MOE_OK; i++) {
+        const moe_tensor *t = &trainer->net->tensors[i < trainer->net->n_tensors ? i : 0];
+        if (i < trainer->net->n_tensors && !moei_is_parted(trainer->net, t)) {
+            if (n == 0) from = t->gradient;
+            n += t->count;
+            continue;
+        }
+        for (; n > 0 && status == MOE_OK; from += n < most ? n : most, n -= n < most ? n : most) status = transport->sum(transport->ctx, n < most ? n : most, from);
+    }
+    return status == MOE_OK ? status : moei_error(error, MOE_ERR_TRANSPORT, "the transport's sum of gradients failed");
 }
 
 /* base to the power n, by squaring: the same bits wherever multiplication is. */
@@ -9133,27 +9395,54 @@ static void moei_trainer_move(moe_trainer *trainer, moe_real scale) {
 /* Checks a batch; changes nothing. */
 static moe_status moei_trainer_check(const moe_trainer *trainer, const moe_data *batch, moe_error *error) {
     moe_status status;
-    if (trainer == NULL || batch == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and batch must not be NULL");
-    if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+    size_t least = trainer->net->transport == NULL;
+    if (batch == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and batch must not be NULL");
     if (trainer->n_accumulated == INT32_MAX) return moei_error(error, MOE_ERR_STATE, "%d batches since the last update", trainer->n_accumulated);
-    if (batch->n < 1 || batch->n > (size_t)trainer->config.batch)
-        return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be 1 to batch = %d", batch->n, trainer->config.batch);
+    if (batch->n < least || batch->n > trainer->most)
+        return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be %z to batch = %z", batch->n, least, trainer->most);
     if (!moe_is_finite(trainer->rate))
         return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
     status = moei_data_check(trainer->net, batch, trainer->config.criterion, error);
     if (status != MOE_OK) return status;
+    if (batch->n == 0) return MOE_OK;
     return moei_routers_check(trainer->net, batch, moei_batch_sequences(batch, batch->n), 1, error);
 }
 
-/* The first half of a step; *norm is that of the mean gradient so far. The routers see the pass last, when nothing can fail any more. */
-static moe_status moei_trainer_add(moe_trainer *trainer, const moe_data *batch, moe_step *made, moe_real *norm, moe_error *error) {
+/* The call of a batch that is checked. */
+static moe_status moei_trainer_call(moe_trainer *t, const moe_data *data, moe_call *call, moe_error *error) {
+    moei_layout l = moei_layout_begin(t->work);
+    moei_batch batch;
+    moe_status status = moei_trainer_check(t, data, error);
+    if (status != MOE_OK) return status;
+    (void)moei_batch_layout(t, &l, &batch);
+    *call = moei_data_call(data, batch.sequences);
+    call->training = 1;
+    call->rng = &t->rng;
+    status = moei_net_call_check(t->net, call, 0);
+    if (status == MOE_OK && call->batch != NULL) status = MOE_ERR_ARGUMENT;
+    return status == MOE_OK ? status : moei_error(error, status, "the net's forward pass: %s", moe_status_text(status));
+}
+
+/* The first half of a step; *norm is that of the mean gradient so far, with last = 1 of all ranks, whose gradients are then added up. The routers see the
+   pass last, when nothing can fail any more. */
+static moe_status moei_trainer_add(moe_trainer *trainer, const moe_data *batch, int last, moe_step *made, moe_real *norm, moe_error *error) {
+    const moe_transport *transport;
     moe_net_pass pass;
     moe_rng rng;
-    moe_status status = moei_trainer_check(trainer, batch, error);
+    moe_call call;
+    moei_brought brought;
+    moe_status status;
+    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and batch must not be NULL");
+    if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+    transport = trainer->net->transport;
+    status = moei_trainer_call(trainer, batch, &call, error);
+    status = moei_trainer_meet(trainer, batch, status, &brought, error);
     if (status != MOE_OK) return status;
     rng = trainer->rng;
-    status = moei_trainer_gradients(trainer, batch, &pass, made, error);
-    if (status == MOE_OK) status = moei_trainer_norm(trainer, trainer->n_accumulated + 1, norm, error);
+    status = moei_trainer_gradients(trainer, batch, &call, &brought, &pass, made, error);
+    if (status == MOE_OK && last) status = moei_trainer_reduce(trainer, error);
+    if (status == MOE_OK) status = moei_trainer_norm(trainer, trainer->n_accumulated + 1, last, norm, error);
+    if (!last) status = moei_ranks_vote(transport, status, NULL, error);
     if (status == MOE_OK && (status = moe_net_observe(trainer->net, &pass)) != MOE_OK)
         (void)moei_error(error, status, "the routers' state: %s", moe_status_text(status));
     if (status == MOE_OK) trainer->n_accumulated++;
@@ -9178,27 +9467,52 @@ static moe_status moei_trainer_apply(moe_trainer *trainer, moe_real norm, moe_er
 moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error) {
     moe_step made;
     moe_real norm;
-    moe_status status = moei_trainer_add(trainer, batch, &made, &norm, error);
+    moe_status status = moei_trainer_add(trainer, batch, 0, &made, &norm, error);
     if (status == MOE_OK && step != NULL) step->loss = made.loss, step->router_loss = made.router_loss;
     return status;
+}
+
+/* Whether a step can be taken. */
+static moe_status moei_update_check(const moe_trainer *trainer, moe_error *error) {
+    if (trainer->n_accumulated < 1) return moei_error(error, MOE_ERR_STATE, "no batch since the last update");
+    if (!moe_is_finite(trainer->rate))
+        return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
+    return MOE_OK;
+}
+
+/* The ranks tell each other whether they can, and whether they stand at the same place. */
+static moe_status moei_update_meet(const moe_trainer *trainer, moe_error *error) {
+    const moe_transport *t = trainer->net->transport;
+    moei_layout l = moei_layout_begin(trainer->work);
+    moei_batch batch;
+    uint64_t mine[MOEI_TRAINER_WORDS] = {0};
+    const uint64_t *told = NULL;
+    moe_status status = moei_update_check(trainer, error);
+    if (t == NULL) return status;
+    (void)moei_batch_layout(trainer, &l, &batch);
+    mine[1] = moei_trainer_mark(trainer);
+    status = moei_ranks_tell(t, status, MOEI_TRAINER_WORDS, mine, batch.room, &told, error);
+    return status == MOE_OK ? moei_marks_check(t, told, error) : status;
 }
 
 moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error) {
     moe_real norm;
     moe_status status;
     if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must not be NULL");
-    if (trainer->net == NULL || trainer->n_accumulated < 1) return moei_error(error, MOE_ERR_STATE, "no batch since the last update");
-    if (!moe_is_finite(trainer->rate))
-        return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
-    status = moei_trainer_norm(trainer, trainer->n_accumulated, &norm, error);
+    if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "no batch since the last update");
+    status = moei_update_meet(trainer, error);
+    if (status != MOE_OK) return status;
+    status = moei_trainer_reduce(trainer, error);
+    if (status == MOE_OK) status = moei_trainer_norm(trainer, trainer->n_accumulated, 1, &norm, error);
     if (status == MOE_OK) status = moei_trainer_apply(trainer, norm, error);
+    if (status != MOE_OK && trainer->net->transport != NULL) trainer->n_accumulated = 0; /* the gradients are sums by now */
     if (status == MOE_OK && step != NULL) step->gradient_norm = norm;
     return status;
 }
 
 moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error) {
     moe_step made;
-    moe_status status = moei_trainer_add(trainer, batch, &made, &made.gradient_norm, error);
+    moe_status status = moei_trainer_add(trainer, batch, 1, &made, &made.gradient_norm, error);
     if (status == MOE_OK) status = moei_trainer_apply(trainer, made.gradient_norm, error);
     if (status == MOE_OK && step != NULL) *step = made;
     return status;
@@ -9230,6 +9544,7 @@ moe_status moe_modular_init(moe_modular *modular, moe_trainer *trainer, moe_erro
     moe_status status;
     size_t i;
     if (modular == NULL || trainer == NULL || trainer->net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "modular and trainer must not be NULL");
+    if (trainer->net->transport != NULL) return moei_error(error, MOE_ERR_UNSUPPORTED, "a modular network lives in one process: net.transport must be NULL");
     for (i = 0; i < trainer->net->n_modules; i++) {
         const moe_router_config *c = &trainer->net->modules[i].layer.config.router;
         if (trainer->net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
@@ -9273,7 +9588,7 @@ static moe_status moei_modular_pass(moe_modular *m, const moe_data *batch, const
     if (status != MOE_OK) return status;
     for (t = 0; t < batch->n; t++) {
         moe_data row = moei_data_part(net, batch, t, 1);
-        scores[t] = -(double)moei_criterion(m->trainer->config.criterion, net, &row, pass.y + t * width, NULL);
+        scores[t] = -(double)moei_criterion(m->trainer->config.criterion, net, &row, moei_counted(m->trainer->config.criterion, &row), pass.y + t * width, NULL);
         if (!(scores[t] > -MOEI_HUGE)) return MOE_ERR_NONFINITE;
     }
     for (i = 0; i < net->n_modules; i++) {
@@ -9375,7 +9690,7 @@ typedef struct moei_fit {
     size_t *order;         /* [units] where samples, or sequences, are taken from */
     size_t unit, units;    /* samples that stay together, and how many of these there are */
     moe_rng rng;           /* of the order; trainer.rng is for the routers' random stages */
-    moe_real *x, *targets; /* one batch, gathered */
+    moe_real *x, *targets; /* one batch, gathered: this rank's part of it */
     int32_t *labels, *token_ids;
     void *test_work;
     size_t test_size;
@@ -9386,7 +9701,7 @@ typedef struct moei_fit {
 
 static moe_status moei_fit_layout(moei_fit *f, moei_layout *l) {
     const moe_net *net = f->trainer.net;
-    size_t batch = (size_t)f->trainer.config.batch;
+    size_t batch = f->trainer.most;
     int labels = !moei_is_squared(f->trainer.config.criterion);
     moe_status status = f->test != NULL ? moei_evaluate_size(net, f->trainer.config.criterion, f->test, &f->test_size) : MOE_OK;
     if (status != MOE_OK) return status;
@@ -9439,20 +9754,42 @@ static void moei_fit_count(moei_fit *f) {
     moe_rng_seed(&t->rng, moe_rng_next(&other));
 }
 
+/* Whether all ranks have the same samples. */
+static moe_status moei_fit_agree(const moei_fit *f, moe_error *error) {
+    const moe_net *net = f->trainer.net;
+    moei_agreed s = moei_agreed_begin(net->transport, "", error);
+    moe_status status;
+    if (net->transport == NULL) return MOE_OK;
+    (void)moei_agreed_add(&s, "whether there are samples to test on", f->test != NULL);
+    status = moei_agreed_end(&s);
+    if (status == MOE_OK) status = moei_data_agree(net, f->train, f->trainer.config.criterion, "the samples to train on: ", error);
+    return status == MOE_OK && f->test != NULL ? moei_data_agree(net, f->test, f->trainer.config.criterion, "the samples to test on: ", error) : status;
+}
+
+/* *l: the layout of what is allocated. */
+static moe_status moei_fit_allocate(moei_fit *f, moei_layout *l, moe_error *error) {
+    moe_status status = moei_fit_layout(f, l);
+    if (status != MOE_OK) return moei_error(error, status, "work memory: %s", moe_status_text(status));
+    f->memory = moei_alloc(&f->trainer.net->allocator, l->used, 1);
+    if (f->memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of samples", l->used);
+    f->memory_size = l->used;
+    return MOE_OK;
+}
+
 static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_config *config, moe_error *error) {
     moei_layout l = moei_layout_begin(NULL);
     size_t i;
-    moe_status status = moei_trainer_make(&f->trainer, net, config, error);
-    if (status == MOE_OK) status = moei_fit_files_check(&f->trainer.config, error);
+    moe_status status = moei_trainer_make(&f->trainer, net, config, 1, f->train, error);
+    if (status != MOE_OK) return status;
+    status = moei_fit_files_check(&f->trainer.config, error);
     if (status == MOE_OK) status = moei_fit_check(f, error);
+    status = moei_ranks_vote(net->transport, status, NULL, error);
+    if (status == MOE_OK) status = moei_fit_agree(f, error);
     if (status != MOE_OK) return status;
     f->unit = f->train->length > 0 ? f->train->length : 1;
     f->units = f->train->n / f->unit;
-    status = moei_fit_layout(f, &l);
-    if (status != MOE_OK) return moei_error(error, status, "work memory: %s", moe_status_text(status));
-    f->memory = moei_alloc(&net->allocator, l.used, 1);
-    if (f->memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of samples", l.used);
-    f->memory_size = l.used;
+    status = moei_ranks_vote(net->transport, moei_fit_allocate(f, &l, error), NULL, error);
+    if (status != MOE_OK) return status;
     l = moei_layout_begin(f->memory);
     (void)moei_fit_layout(f, &l);
     for (i = 0; i < f->units; i++) f->order[i] = i;
@@ -9474,12 +9811,19 @@ static void moei_fit_shuffle(moei_fit *f) {
 /* The sample that stands in place i of this epoch's order. */
 static size_t moei_fit_row(const moei_fit *f, size_t i) { return f->order[i / f->unit] * f->unit + i % f->unit; }
 
-/* The batch that begins with sample `from` of this epoch's order. */
+/* The samples of the batch that begins with sample `from` of this epoch's order. */
+static size_t moei_fit_size(const moei_fit *f, size_t from) {
+    size_t left = f->train->n - from, batch = (size_t)f->trainer.config.batch;
+    return left < batch ? left : batch;
+}
+
+/* This rank's part of them. */
 static moe_data moei_fit_batch(moei_fit *f, size_t from) {
+    const moe_transport *t = f->trainer.net->transport;
     size_t d = (size_t)f->trainer.net->d_in, o = (size_t)f->trainer.net->d_out, i;
     moe_data batch = *f->train;
-    batch.n = f->train->n - from;
-    if (batch.n > (size_t)f->trainer.config.batch) batch.n = (size_t)f->trainer.config.batch;
+    batch.n = moei_fit_size(f, from);
+    if (t != NULL) from += moei_tokens_split(t, batch.n, f->unit, &batch.n).first;
     for (i = 0; i < batch.n; i++) {
         size_t row = moei_fit_row(f, from + i);
         if (d > 0) memcpy(f->x + i * d, f->train->x + row * d, d * sizeof(moe_real));
@@ -9494,6 +9838,13 @@ static moe_data moei_fit_batch(moei_fit *f, size_t from) {
     return batch;
 }
 
+/* How many of n samples from `from` on count in the loss. */
+static size_t moei_fit_counted(const moei_fit *f, size_t from, size_t n) {
+    size_t i, counted = 0;
+    for (i = from; i < from + n; i++) counted += f->labels == NULL || f->train->labels[moei_fit_row(f, i)] >= 0;
+    return counted;
+}
+
 /* A failure in the middle, with the place where it happened. */
 static moe_status moei_fit_failed(const moei_fit *f, const moe_error *why, moe_error *error) {
     return moei_error(error, why->code, "epoch %d, step %z: %s", f->progress.epoch, f->progress.step, why->message);
@@ -9505,15 +9856,16 @@ static moe_status moei_fit_step(moei_fit *f, moe_error *error) {
     int i;
     for (i = 0; i < c->accumulate && f->seen < f->train->n; i++) {
         moe_data batch = moei_fit_batch(f, f->seen);
-        size_t counted = moei_counted(c->criterion, &batch);
+        size_t n = moei_fit_size(f, f->seen), counted = moei_fit_counted(f, f->seen, n);
+        int last = i + 1 == c->accumulate || f->seen + n == f->train->n;
         moe_step step;
-        moe_status status = moei_trainer_add(&f->trainer, &batch, &step, &f->progress.gradient_norm, error);
+        moe_status status = moei_trainer_add(&f->trainer, &batch, last, &step, &f->progress.gradient_norm, error);
         if (status != MOE_OK) return status;
         f->loss += (double)step.loss * (double)counted;
-        f->router_loss += (double)step.router_loss * (double)batch.n;
+        f->router_loss += (double)step.router_loss * (double)n;
         f->counted += counted;
-        f->seen += batch.n;
-        f->progress.samples += batch.n;
+        f->seen += n;
+        f->progress.samples += n;
     }
     f->progress.rate = f->trainer.rate;
     return moei_trainer_apply(&f->trainer, f->progress.gradient_norm, error);
@@ -9522,6 +9874,8 @@ static moe_status moei_fit_step(moei_fit *f, moe_error *error) {
 static moe_status moei_fit_report(moei_fit *f, moe_error *error) {
     const moe_train_config *c = &f->trainer.config;
     moe_progress *p = &f->progress;
+    moe_status status;
+    int stop;
     p->loss = f->counted > 0 ? (moe_real)(f->loss / (double)f->counted) : MOEI_R(0.0);
     p->router_loss = (moe_real)(f->router_loss / (double)f->seen);
     p->epoch_ended = p->step == p->steps;
@@ -9531,7 +9885,9 @@ static moe_status moei_fit_report(moei_fit *f, moe_error *error) {
         moe_error why;
         if (moei_evaluate(f->trainer.net, f->test, c->criterion, f->test_work, &p->test, &why) != MOE_OK) return moei_fit_failed(f, &why, error);
     }
-    if (c->progress == NULL || c->progress(c->progress_ctx, p) == 0) return MOE_OK;
+    stop = c->progress != NULL && c->progress(c->progress_ctx, p) != 0;
+    status = moei_ranks_vote(f->trainer.net->transport, MOE_OK, &stop, error);
+    if (status != MOE_OK || !stop) return status;
     return moei_error(error, MOE_ERR_STOPPED, "the progress callback stopped training in epoch %d, step %z", p->epoch, p->step);
 }
 
@@ -9602,10 +9958,9 @@ static void moei_fit_seen(moei_fit *f) {
 
 static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
     moe_status status = MOE_OK, kept;
-    size_t i;
     moei_fit_shuffle(f);
     moei_fit_seen(f);
-    for (i = 0; i < f->seen; i++) f->counted += f->labels == NULL || f->train->labels[moei_fit_row(f, i)] >= 0;
+    f->counted = moei_fit_counted(f, 0, f->seen);
     while (status == MOE_OK && f->seen < f->train->n) {
         moe_error why;
         f->progress.step++;
