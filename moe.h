@@ -234,7 +234,9 @@
 #define moe_layer_write moe_layer_write_f64
 #define moe_layer_save moe_layer_save_f64
 #define moe_layer_read moe_layer_read_f64
+#define moe_layer_read_shared moe_layer_read_shared_f64
 #define moe_layer_load moe_layer_load_f64
+#define moe_layer_load_shared moe_layer_load_shared_f64
 #define moe_memory_source moe_memory_source_f64
 #define moe_rank_part moe_rank_part_f64
 #define moe_transport_begin moe_transport_begin_f64
@@ -259,9 +261,11 @@
 #define moe_net_layer_norm moe_net_layer_norm_f64
 #define moe_net_linear moe_net_linear_f64
 #define moe_net_load moe_net_load_f64
+#define moe_net_load_shared moe_net_load_shared_f64
 #define moe_net_mixture moe_net_mixture_f64
 #define moe_net_parameters moe_net_parameters_f64
 #define moe_net_read moe_net_read_f64
+#define moe_net_read_shared moe_net_read_shared_f64
 #define moe_net_residual moe_net_residual_f64
 #define moe_net_routing moe_net_routing_f64
 #define moe_net_save moe_net_save_f64
@@ -687,8 +691,14 @@ MOE_API moe_status moe_layer_save(const moe_layer *layer, const char *path, moe_
 /* Makes a layer from a file in memory; bytes are not needed afterwards. trainable and allocator as in create. Errors as moe_net_read, a file's also as
    moe_file_read. */
 MOE_API moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_allocator *allocator, moe_error *error);
+/* The same on several ranks, transport as in moe_layer_config: every rank reads the same file and keeps its own experts. Collective. NULL: all are here. Also
+   MOE_ERR_CONFIG (error names what differs between the ranks), MOE_ERR_PEER, MOE_ERR_TRANSPORT. */
+MOE_API moe_status moe_layer_read_shared(moe_layer *layer, const void *bytes, size_t size, int trainable, const struct moe_transport *transport,
+                                         const moe_allocator *allocator, moe_error *error);
 #ifndef MOE_NO_STDIO
 MOE_API moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, const moe_allocator *allocator, moe_error *error);
+MOE_API moe_status moe_layer_load_shared(moe_layer *layer, const char *path, int trainable, const struct moe_transport *transport, const moe_allocator *allocator,
+                                         moe_error *error);
 #endif
 
 /* ---- experts on several machines -------------------------------------------------------------------------------------------------
@@ -1357,10 +1367,16 @@ MOE_API moe_status moe_net_save(const moe_net *net, const char *path, moe_error 
    it. On failure *net is untouched. */
 MOE_API moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
                                 moe_error *error);
+/* The same on several ranks: net.transport becomes transport, every rank reads the same file, of a net or a trainer on any number of ranks, and keeps its own
+   experts. Collective. NULL: all are here. Also MOE_ERR_CONFIG (error names what differs between the ranks), MOE_ERR_PEER, MOE_ERR_TRANSPORT. */
+MOE_API moe_status moe_net_read_shared(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_transport *transport,
+                                       const moe_allocator *allocator, moe_error *error);
 #ifndef MOE_NO_STDIO
 /* The same from a file; also the errors of moe_file_read. */
 MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, int kernels, const moe_allocator *allocator,
                                 moe_error *error);
+MOE_API moe_status moe_net_load_shared(moe_net *net, const char *path, int trainable, int kernels, const moe_transport *transport, const moe_allocator *allocator,
+                                       moe_error *error);
 #endif
 
 #ifndef MOE_NO_TRAIN
@@ -3121,11 +3137,16 @@ static moe_status moei_write_reals(moe_stream *stream, const moe_real *x, size_t
     return MOE_OK;
 }
 
-MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors, size_t n_tensors, const moe_metadata *metadata,
-                                  size_t n_metadata, const moe_allocator *allocator, moe_error *error) {
-    moei_header h;
-    moe_status status;
-    size_t i;
+/* Where the values of a file's tensors come from, when their data is not all of them. */
+typedef struct moei_values {
+    void *ctx;
+    moe_status (*ready)(void *ctx, moe_status status, moe_error *error); /* the header is made, or could not be */
+    /* Writes tensor i, unless status says that an earlier write has failed; the status now. */
+    moe_status (*put)(void *ctx, moe_status status, size_t i, moe_error *error);
+} moei_values;
+
+static moe_status moei_write_check_call(const moe_stream *stream, const moe_tensor *tensors, size_t n_tensors, const moe_metadata *metadata, size_t n_metadata,
+                                        const moe_allocator *allocator, moe_error *error) {
     if (stream == NULL || stream->write == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "stream or its write is NULL");
     if ((tensors == NULL && n_tensors > 0) || (metadata == NULL && n_metadata > 0))
         return moei_error(error, MOE_ERR_ARGUMENT, "tensors or metadata is NULL");
@@ -3133,16 +3154,32 @@ MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors,
         return moei_error(error, MOE_ERR_ARGUMENT, "%z tensors, %z metadata: a file takes %z of each", n_tensors, n_metadata,
                           (size_t)MOE_FILE_MAX_TENSORS);
     if (!moei_can_allocate(allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
+    return MOE_OK;
+}
+
+/* values NULL: the tensors' data. */
+static moe_status moei_file_write(moe_stream *stream, const moe_tensor *tensors, size_t n_tensors, const moe_metadata *metadata, size_t n_metadata,
+                                  const moei_values *values, const moe_allocator *allocator, moe_error *error) {
+    moei_header h;
+    moe_status status = moei_write_check_call(stream, tensors, n_tensors, metadata, n_metadata, allocator, error);
+    size_t i;
     memset(&h, 0, sizeof h);
     h.allocator = allocator;
-    status = moei_header_build(&h, tensors, n_tensors, metadata, n_metadata, error);
+    if (status == MOE_OK) status = moei_header_build(&h, tensors, n_tensors, metadata, n_metadata, error);
+    if (values != NULL) status = values->ready(values->ctx, status, error);
     if (status == MOE_OK) {
         status = stream->write(stream->ctx, h.text, moei_header_length(&h));
-        for (i = 0; i < n_tensors && status == MOE_OK; i++) status = moei_write_reals(stream, tensors[i].data, tensors[i].count);
+        for (i = 0; i < n_tensors && status == MOE_OK && values == NULL; i++) status = moei_write_reals(stream, tensors[i].data, tensors[i].count);
         if (status != MOE_OK) (void)moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+        for (i = 0; i < n_tensors && values != NULL; i++) status = values->put(values->ctx, status, i, error);
     }
     moei_list_free(allocator, &h.text, 1);
     return status;
+}
+
+MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors, size_t n_tensors, const moe_metadata *metadata,
+                                  size_t n_metadata, const moe_allocator *allocator, moe_error *error) {
+    return moei_file_write(stream, tensors, n_tensors, metadata, n_metadata, NULL, allocator, error);
 }
 
 #endif /* MOE_NO_TRAIN */
@@ -6192,6 +6229,18 @@ static moe_status moei_tokens_of(const moe_transport *t, const uint64_t *numbers
     return MOE_OK;
 }
 
+static uint64_t moei_hash(uint64_t hash, const void *bytes, size_t n) {
+    const unsigned char *p = (const unsigned char *)bytes;
+    uint64_t word;
+    for (; n >= sizeof word; p += sizeof word, n -= sizeof word) {
+        memcpy(&word, p, sizeof word);
+        hash = (hash ^ word) * UINT64_C(0x9e3779b97f4a7c15);
+        hash ^= hash >> 32;
+    }
+    for (; n > 0; p++, n--) hash = (hash ^ *p) * UINT64_C(0x100000001b3);
+    return hash;
+}
+
 static uint64_t moei_double_bits(double value) {
     uint64_t bits;
     memcpy(&bits, &value, sizeof bits);
@@ -6716,14 +6765,36 @@ static void moei_net_unregister(moe_net *net) {
     net->n_tensors = 0;
 }
 
-/* Whether each rank has its own part of a tensor: the experts of a mixture. Of all others every rank has the same values. */
-static int moei_is_parted(const moe_net *net, const moe_tensor *t) {
-    static const char experts[] = ".experts.";
+/* How many experts all ranks together have in a tensor of which each has its own: one of a mixture's experts. 0: all ranks have all of the tensor. The net may be the
+   list of a layer's tensors: no modules, but modules[0] is the layer. */
+static size_t moei_parted(const moe_net *net, const moe_tensor *t) {
+    static const char experts[] = "experts.";
     const char *p = t->name;
     size_t i = 0;
     if (net->transport == NULL) return 0;
-    for (; *p >= '0' && *p <= '9' && i < net->n_modules; p++) i = i * 10 + (size_t)(*p - '0');
-    return i < net->n_modules && net->modules[i].kind == MOE_MODULE_MIXTURE && moei_strlen(p) >= sizeof experts - 1 && moei_memcmp(p, experts, sizeof experts - 1) == 0;
+    if (net->n_modules > 0) {
+        for (; *p >= '0' && *p <= '9' && i < net->n_modules; p++) i = i * 10 + (size_t)(*p - '0');
+        if (i >= net->n_modules || net->modules[i].kind != MOE_MODULE_MIXTURE || *p++ != '.') return 0;
+    }
+    if (moei_strlen(p) < sizeof experts || moei_memcmp(p, experts, sizeof experts - 1) != 0) return 0;
+    return (size_t)net->modules[i].layer.config.router.n_experts;
+}
+
+/* The tensor as it stands in files: with the experts of all ranks. */
+static moe_tensor moei_whole_tensor(const moe_net *net, const moe_tensor *t) {
+    moe_tensor whole = *t;
+    size_t experts = moei_parted(net, t);
+    if (experts == 0) return whole;
+    whole.shape[0] = experts;
+    if (!moei_mul(t->count / t->shape[0], experts, &whole.count)) whole.count = 0; /* the writer finds that its shape is too large */
+    return whole;
+}
+
+/* Where the values of this rank begin in it. */
+static size_t moei_whole_first(const moe_net *net, const moe_tensor *t) {
+    size_t experts = moei_parted(net, t), first = 0, count;
+    if (experts > 0) moe_rank_part(experts, net->transport->rank, net->transport->n_ranks, &first, &count);
+    return experts > 0 ? t->count / t->shape[0] * first : 0;
 }
 
 /* The first tensor behind those of module i. */
@@ -8872,18 +8943,6 @@ static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int cr
     return MOE_OK;
 }
 
-static uint64_t moei_hash(uint64_t hash, const void *bytes, size_t n) {
-    const unsigned char *p = (const unsigned char *)bytes;
-    uint64_t word;
-    for (; n >= sizeof word; p += sizeof word, n -= sizeof word) {
-        memcpy(&word, p, sizeof word);
-        hash = (hash ^ word) * UINT64_C(0x9e3779b97f4a7c15);
-        hash ^= hash >> 32;
-    }
-    for (; n > 0; p++, n--) hash = (hash ^ *p) * UINT64_C(0x100000001b3);
-    return hash;
-}
-
 /* Whether all ranks have the same samples, for they are split among them. */
 static moe_status moei_data_agree(const moe_net *net, const moe_data *data, int criterion, const char *where, moe_error *error) {
     moei_agreed s = moei_agreed_begin(net->transport, where, error);
@@ -9315,7 +9374,7 @@ static moe_status moei_trainer_squares(const moe_trainer *trainer, int parted, d
     size_t i, j;
     for (i = 0; i < trainer->net->n_tensors; i++) {
         const moe_tensor *t = &trainer->net->tensors[i];
-        if (!moei_is_trained(trainer, i) || moei_is_parted(trainer->net, t) != parted) continue;
+        if (!moei_is_trained(trainer, i) || (moei_parted(trainer->net, t) > 0) != parted) continue;
         for (j = 0; j < t->count && status == MOE_OK; j += PART)
             status = moei_add_squares(trainer->net->kernels, t, j, t->count - j < PART ? t->count - j : (size_t)PART, sum, error);
     }
@@ -9346,7 +9405,7 @@ static moe_status moei_trainer_reduce(const moe_trainer *trainer, moe_error *err
     if (transport == NULL) return MOE_OK;
     for (i = 0; i <= trainer->net->n_tensors && status == MOE_OK; i++) {
         const moe_tensor *t = &trainer->net->tensors[i < trainer->net->n_tensors ? i : 0];
-        if (i < trainer->net->n_tensors && !moei_is_parted(trainer->net, t)) {
+        if (i < trainer->net->n_tensors && moei_parted(trainer->net, t) == 0) {
             if (n == 0) from = t->gradient;
             n += t->count;
             continue;
@@ -9679,7 +9738,7 @@ typedef struct moei_checkpoint {
 } moei_checkpoint;
 
 static moei_checkpoint moei_checkpoint_of(const moe_trainer *trainer);
-static moe_status moei_checkpoint_write(const moe_trainer *trainer, const moei_checkpoint *c, moe_stream *stream, moe_error *error);
+static moe_status moei_checkpoint_write(const moe_trainer *trainer, const moei_checkpoint *c, moe_stream *stream, moe_status status, moe_error *error);
 
 /* One training from beginning to end; all memory is taken before the first step. */
 typedef struct moei_fit {
@@ -9905,6 +9964,8 @@ static void moei_fit_position(moei_fit *f) {
 
 #ifndef MOE_NO_STDIO
 
+static moe_status moei_save_on(const moe_transport *t, const char *path, moe_status (*write)(void *ctx, moe_stream *stream), void *ctx, int *begun, moe_error *error);
+
 static moei_checkpoint moei_fit_numbers(const moei_fit *f) {
     moei_checkpoint c = moei_checkpoint_of(&f->trainer);
     c.n = f->train->n, c.length = f->train->length;
@@ -9915,12 +9976,14 @@ static moei_checkpoint moei_fit_numbers(const moei_fit *f) {
 typedef struct moei_fit_saved {
     const moei_fit *fit;
     moe_error *error;
+    int begun;
 } moei_fit_saved;
 
 static moe_status moei_fit_write(void *ctx, moe_stream *stream) {
-    const moei_fit_saved *s = (const moei_fit_saved *)ctx;
+    moei_fit_saved *s = (moei_fit_saved *)ctx;
     moei_checkpoint c = moei_fit_numbers(s->fit);
-    return moei_checkpoint_write(&s->fit->trainer, &c, stream, s->error);
+    s->begun = 1;
+    return moei_checkpoint_write(&s->fit->trainer, &c, stream, MOE_OK, s->error);
 }
 
 /* Writes the checkpoint when it is due, or when training is about to stop. */
@@ -9932,7 +9995,7 @@ static moe_status moei_fit_keep(moei_fit *f, int stopped, moe_error *error) {
     moei_fit_position(f);
     s.fit = f, s.error = error;
     if (c->checkpoint == NULL || (!due && !stopped && p->total_step != p->total_steps)) return MOE_OK;
-    return moe_file_replace(c->checkpoint, moei_fit_write, &s, error);
+    return moei_save_on(f->trainer.net->transport, c->checkpoint, moei_fit_write, &s, &s.begun, error);
 }
 
 #else
@@ -9993,7 +10056,8 @@ static moe_status moei_fit_continues(const moei_fit *f, const moei_checkpoint *c
     return moei_error(error, MOE_ERR_FORMAT, "the checkpoint's position is none of this training");
 }
 
-static moe_status moei_file_load(const char *path, const moe_allocator *allocator, moe_buffer *buffer, moe_error *error);
+static moe_status moei_shared_load(const moe_transport *t, const char *path, const moe_allocator *allocator, moe_buffer *buffer, moe_error *error);
+static moe_status moei_file_agree(const moe_transport *t, const void *bytes, size_t size, int trainable, const moe_kernels *kernels, moe_error *error);
 
 static moe_status moei_fit_resume(moei_fit *f, moe_error *error) {
     const char *path = f->trainer.config.checkpoint;
@@ -10001,10 +10065,19 @@ static moe_status moei_fit_resume(moei_fit *f, moe_error *error) {
     moei_checkpoint c;
     moe_file file;
     moe_status status;
-    if (!f->trainer.config.resume || moei_file_is_missing(path)) return MOE_OK;
-    status = moei_file_load(path, &f->trainer.net->allocator, &buffer, error);
-    if (status == MOE_OK) status = moei_checkpoint_open(&f->trainer, buffer.data, buffer.size, &file, &c, error);
-    if (status == MOE_OK) status = moei_fit_continues(f, &c, error);
+    const moe_transport *t = f->trainer.net->transport;
+    int missing = f->trainer.config.resume && moei_file_is_missing(path);
+    if (!f->trainer.config.resume) return MOE_OK;
+    status = moei_ranks_vote(t, MOE_OK, &missing, error);
+    if (status != MOE_OK || missing == (t != NULL ? t->n_ranks : 1)) return status;
+    if (missing > 0) return moei_error(error, MOE_ERR_CONFIG, "checkpoint = '%s': it is missing on %d of %d ranks", path, missing, t->n_ranks);
+    status = moei_shared_load(t, path, &f->trainer.net->allocator, &buffer, error);
+    if (status == MOE_OK) {
+        status = moei_checkpoint_open(&f->trainer, buffer.data, buffer.size, &file, &c, error);
+        if (status == MOE_OK) status = moei_fit_continues(f, &c, error);
+        status = moei_ranks_vote(t, status, NULL, error);
+    }
+    if (status == MOE_OK) status = moei_file_agree(t, buffer.data, buffer.size, 1, f->trainer.net->kernels, error);
     if (status == MOE_OK) status = moei_checkpoint_apply(&f->trainer, &file, &c, error);
     moe_buffer_free(&buffer);
     return status;
@@ -10775,6 +10848,21 @@ enum { MOEI_CONFIG_FORMAT = 1 };
 /* Rows that say how something is run, not what it is: never in files. */
 static int moei_is_saved(const moe_field *field) { return moei_strcmp(field->name, "kernels") != 0; }
 
+/* The tensors of a layer as the list of a net without modules; *module becomes that layer. */
+static moe_net moei_layer_list(const moe_layer *layer, moe_tensor tensors[MOE_LAYER_SLOTS], moe_module *module) {
+    moe_net list;
+    memset(&list, 0, sizeof list);
+    memset(module, 0, sizeof *module);
+    module->kind = MOE_MODULE_MIXTURE, module->layer = *layer;
+    list.allocator = layer->allocator;
+    list.transport = layer->config.transport;
+    list.modules = module;
+    list.tensors = tensors;
+    while (list.n_tensors < MOE_LAYER_SLOTS && moe_layer_tensor(layer, list.n_tensors, &tensors[list.n_tensors]) == MOE_OK)
+        list.n_tensors++;
+    return list;
+}
+
 /* ---- writing the configuration ------------------------------------------------------------------------------------------------- */
 
 #ifndef MOE_NO_TRAIN
@@ -10837,40 +10925,206 @@ static void moei_config_put_layer(moei_config_text *c, const moe_layer_config *c
     moei_config_put(c, "}}");
 }
 
-/* Writes the file and gives the text back. */
-static moe_status moei_config_write(moei_config_text *c, moe_stream *stream, const moe_tensor *tensors, size_t n_tensors,
-                                    moe_error *error) {
-    moe_metadata metadata;
-    moe_status status = c->status;
-    if (status == MOE_OK) status = moei_buffer_write(&c->buffer, "", 1);
-    metadata.key = MOEI_CONFIG_KEY;
-    metadata.value = (const char *)c->buffer.data;
-    if (status == MOE_OK) status = moe_file_write(stream, tensors, n_tensors, &metadata, 1, &c->buffer.allocator, error);
-    else (void)moei_error(error, status, "the configuration's text: %s", moe_status_text(status));
-    moe_buffer_free(&c->buffer);
+/* The text as the value of metadata, terminated. */
+static moe_status moei_config_end(moei_config_text *c, moe_error *error) {
+    if (c->status == MOE_OK) c->status = moei_buffer_write(&c->buffer, "", 1);
+    return c->status == MOE_OK ? MOE_OK : moei_error(error, c->status, "the configuration's text: %s", moe_status_text(c->status));
+}
+
+/* ---- writing the tensors: on several ranks the first one writes, and fetches the others' experts piece by piece --------------------- */
+
+enum { MOEI_PIECE = 65536 }; /* numbers */
+
+static const char *const moei_moment_names[] = {"trainer.first", "trainer.second"};
+
+/* Whether this rank writes the file. */
+static int moei_writes(const moe_transport *t) { return t == NULL || t->rank == 0; }
+
+/* A file in the making. */
+typedef struct moei_writing {
+    const moe_net *net;         /* or the list of a layer's tensors */
+    const moe_trainer *trainer; /* its moments follow the net's tensors, or NULL */
+    moe_stream *stream;         /* of rank 0 */
+    int over;                   /* 1: all ranks know that it has failed */
+    size_t n_tensors;           /* in the file */
+    moe_tensor *tensors;        /* [n_tensors] as they stand in the file */
+    size_t *counts;             /* [2,R] several ranks: what each sends, and zeros */
+    moe_real *piece;            /* [MOEI_PIECE] of rank 0 */
+    void *memory;               /* all of these */
+    size_t size;
+} moei_writing;
+
+/* Piece at..at+n-1 of the own numbers of rank r comes to rank 0. */
+static moe_status moei_fetch_piece(const moei_writing *w, int r, const moe_real *own, size_t n) {
+    const moe_transport *t = w->net->transport;
+    size_t *zeros = w->counts + t->n_ranks;
+    moe_exchange e;
+    moe_status status;
+    memset(&e, 0, sizeof e);
+    memset(w->counts, 0, 2 * (size_t)t->n_ranks * sizeof *w->counts);
+    w->counts[t->rank == 0 ? r : 0] = t->rank == 0 || t->rank == r ? n : 0;
+    e.row_bytes = sizeof(moe_real);
+    e.send = own, e.send_counts = t->rank == r ? w->counts : zeros, e.send_at = zeros;
+    e.receive = w->piece, e.receive_counts = t->rank == 0 ? w->counts : zeros, e.receive_at = zeros;
+    status = t->rows(t->ctx, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, &e);
+    return status == MOE_OK ? MOE_OK : MOE_ERR_TRANSPORT;
+}
+
+/* All experts of a tensor, of which data [count] is this rank's part; the ranks then know whether all went well. */
+static moe_status moei_put_parts(const moei_writing *w, moe_status status, size_t experts, const moe_tensor *tensor, const moe_real *data, moe_error *error) {
+    const moe_transport *t = w->net->transport;
+    size_t row = tensor->count / tensor->shape[0], at, n, first, count;
+    int r;
+    for (r = 0; r < t->n_ranks; r++) {
+        moe_rank_part(experts, r, t->n_ranks, &first, &count);
+        for (at = 0; at < count * row; at += n) {
+            const moe_real *piece = r > 0 ? w->piece : data + at;
+            n = count * row - at < MOEI_PIECE ? count * row - at : (size_t)MOEI_PIECE;
+            if (r > 0 && moei_fetch_piece(w, r, t->rank == r ? data + at : NULL, n) != MOE_OK)
+                return moei_error(error, MOE_ERR_TRANSPORT, "%s: the transport's exchange of rows failed", tensor->name);
+            if (t->rank > 0 || status != MOE_OK) continue;
+            status = moei_write_reals(w->stream, piece, n);
+            if (status != MOE_OK) (void)moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+        }
+    }
+    return moei_ranks_vote(t, status, NULL, error);
+}
+
+/* A tensor of the net, or its moments: data [count] of what this rank holds. After a failure that all ranks know of nothing happens. */
+static moe_status moei_put_tensor(moei_writing *w, moe_status status, const moe_tensor *tensor, const moe_real *data, moe_error *error) {
+    size_t experts = moei_parted(w->net, tensor);
+    if (w->over) return status;
+    if (experts > 0) {
+        status = moei_put_parts(w, status, experts, tensor, data, error);
+        w->over = status != MOE_OK;
+        return status;
+    }
+    if (status != MOE_OK || w->stream == NULL) return status;
+    status = moei_write_reals(w->stream, data, tensor->count);
+    return status == MOE_OK ? status : moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+}
+
+/* Tensor i of the file. */
+static moe_status moei_put_values(void *ctx, moe_status status, size_t i, moe_error *error) {
+    moei_writing *w = (moei_writing *)ctx;
+    const moe_net *net = w->net;
+    const moe_real *moments;
+    size_t k;
+    if (i < net->n_tensors) return moei_put_tensor(w, status, &net->tensors[i], net->tensors[i].data, error);
+    moments = w->trainer->memory + (i - net->n_tensors) * moei_net_numbers(net);
+    for (k = 0; k < net->n_tensors; k++)
+        status = moei_put_tensor(w, status, &net->tensors[k], moments + (net->tensors[k].data - net->memory), error);
     return status;
+}
+
+static moe_status moei_put_ready(void *ctx, moe_status status, moe_error *error) {
+    return moei_ranks_vote(((const moei_writing *)ctx)->net->transport, status, NULL, error);
+}
+
+/* The numbers in the net's tensors as they stand in files; 0: they do not fit size_t. */
+static size_t moei_whole_numbers(const moe_net *net) {
+    size_t i, numbers = 0;
+    for (i = 0; i < net->n_tensors; i++) {
+        moe_tensor whole = moei_whole_tensor(net, &net->tensors[i]);
+        if ((whole.count == 0 && net->tensors[i].count > 0) || !moei_add(numbers, whole.count, &numbers)) return 0;
+    }
+    return numbers;
+}
+
+/* Moment i as a tensor of the file. */
+static void moei_moment(const moe_trainer *trainer, size_t i, moe_tensor *out) {
+    memset(out, 0, sizeof *out);
+    memcpy(out->name, moei_moment_names[i], moei_strlen(moei_moment_names[i]));
+    out->n_dims = 1;
+    out->shape[0] = out->count = moei_whole_numbers(trainer->net);
+    out->data = trainer->memory + i * moei_net_numbers(trainer->net);
+}
+
+static moe_status moei_writing_begin(moei_writing *w, const moe_net *net, const moe_trainer *trainer, moe_stream *stream, moe_error *error) {
+    const moe_transport *t = net->transport;
+    moei_layout l = moei_layout_begin(NULL);
+    size_t i, moments = trainer != NULL ? moei_moments(trainer) : 0;
+    int again;
+    memset(w, 0, sizeof *w);
+    w->net = net, w->trainer = trainer, w->stream = t == NULL || t->rank == 0 ? stream : NULL;
+    w->n_tensors = net->n_tensors + moments;
+    for (again = 0; again < 2; again++) {
+        w->tensors = (moe_tensor *)moei_take(&l, w->n_tensors, sizeof *w->tensors);
+        w->counts = t != NULL ? (size_t *)moei_take(&l, 2, (size_t)t->n_ranks * sizeof(size_t)) : NULL;
+        w->piece = t != NULL && t->rank == 0 ? moei_take_reals(&l, MOEI_PIECE, 1) : NULL;
+        if (again) break;
+        w->size = l.used;
+        w->memory = l.overflow ? NULL : moei_alloc(&net->allocator, w->size, 1);
+        if (w->memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for the list of %z tensors", w->n_tensors);
+        l = moei_layout_begin(w->memory);
+    }
+    for (i = 0; i < net->n_tensors; i++) w->tensors[i] = moei_whole_tensor(net, &net->tensors[i]);
+    for (i = 0; i < moments; i++) moei_moment(trainer, i, &w->tensors[net->n_tensors + i]);
+    return MOE_OK;
+}
+
+/* Writes a file whose metadata is made, or, as status says, could not be. Collective; rank 0 writes, the others give it their experts. */
+static moe_status moei_write(const moe_net *net, const moe_trainer *trainer, const moe_metadata *metadata, size_t n_metadata, moe_stream *stream, moe_status status,
+                             moe_error *error) {
+    const moe_transport *t = net->transport;
+    moei_writing w;
+    moei_values values;
+    size_t i;
+    int begun;
+    memset(&w, 0, sizeof w);
+    if (status == MOE_OK) status = moei_writing_begin(&w, net, trainer, stream, error);
+    status = moei_ranks_vote(t, status, NULL, error);
+    begun = status == MOE_OK;
+    values.ctx = &w, values.ready = moei_put_ready, values.put = moei_put_values;
+    if (status == MOE_OK && (t == NULL || t->rank == 0))
+        status = moei_file_write(stream, w.tensors, w.n_tensors, metadata, n_metadata, &values, &net->allocator, error);
+    else if (status == MOE_OK) {
+        status = moei_put_ready(&w, status, error);
+        for (i = 0; i < w.n_tensors && status == MOE_OK; i++) status = moei_put_values(&w, status, i, error);
+    }
+    if (w.memory != NULL) moei_free(&net->allocator, w.memory, w.size);
+    return begun ? moei_ranks_vote(t, status, NULL, error) : status;
 }
 
 moe_status moe_net_write(const moe_net *net, moe_stream *stream, moe_error *error) {
     moei_config_text c;
-    if (net == NULL || stream == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and stream must not be NULL");
-    if (!net->built) return moei_error(error, MOE_ERR_STATE, "the net is not built");
+    moe_metadata metadata;
+    moe_status status = MOE_OK;
+    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and stream must not be NULL");
     memset(&c, 0, sizeof c);
     c.buffer.allocator = net->allocator;
-    moei_config_put_net(&c, net);
-    return moei_config_write(&c, stream, net->tensors, net->n_tensors, error);
+    if (stream == NULL && moei_writes(net->transport)) status = moei_error(error, MOE_ERR_ARGUMENT, "net and stream must not be NULL");
+    else if (!net->built) status = moei_error(error, MOE_ERR_STATE, "the net is not built");
+    else if (moei_writes(net->transport)) {
+        moei_config_put_net(&c, net);
+        status = moei_config_end(&c, error);
+    }
+    metadata.key = MOEI_CONFIG_KEY, metadata.value = (const char *)c.buffer.data;
+    status = moei_write(net, NULL, &metadata, 1, stream, status, error);
+    moe_buffer_free(&c.buffer);
+    return status;
 }
 
 moe_status moe_layer_write(const moe_layer *layer, moe_stream *stream, moe_error *error) {
     moei_config_text c;
+    moe_metadata metadata;
     moe_tensor tensors[MOE_LAYER_SLOTS];
-    size_t n = 0;
-    if (layer == NULL || stream == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer and stream must not be NULL");
-    while (n < MOE_LAYER_SLOTS && moe_layer_tensor(layer, n, &tensors[n]) == MOE_OK) n++;
+    moe_module module;
+    moe_net list;
+    moe_status status = MOE_OK;
+    if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer and stream must not be NULL");
+    list = moei_layer_list(layer, tensors, &module);
     memset(&c, 0, sizeof c);
     c.buffer.allocator = layer->allocator;
-    moei_config_put_layer(&c, &layer->config);
-    return moei_config_write(&c, stream, tensors, n, error);
+    if (stream == NULL && moei_writes(list.transport)) status = moei_error(error, MOE_ERR_ARGUMENT, "layer and stream must not be NULL");
+    else if (moei_writes(list.transport)) {
+        moei_config_put_layer(&c, &layer->config);
+        status = moei_config_end(&c, error);
+    }
+    metadata.key = MOEI_CONFIG_KEY, metadata.value = (const char *)c.buffer.data;
+    status = moei_write(&list, NULL, &metadata, 1, stream, status, error);
+    moe_buffer_free(&c.buffer);
+    return status;
 }
 
 #ifndef MOE_NO_STDIO
@@ -10880,25 +11134,37 @@ typedef struct moei_saved {
     const moe_net *net;
     const moe_layer *layer;
     moe_error *error;
+    int begun;
 } moei_saved;
 
 static moe_status moei_save(void *ctx, moe_stream *stream) {
-    const moei_saved *s = (const moei_saved *)ctx;
+    moei_saved *s = (moei_saved *)ctx;
+    s->begun = 1;
     return s->net != NULL ? moe_net_write(s->net, stream, s->error) : moe_layer_write(s->layer, stream, s->error);
+}
+
+/* moe_file_replace on rank 0, while the others give it what they have. write sets *begun and then votes: where no file can be made rank 0 does it here. */
+static moe_status moei_save_on(const moe_transport *t, const char *path, moe_status (*write)(void *ctx, moe_stream *stream), void *ctx, int *begun, moe_error *error) {
+    moe_status status;
+    if (t == NULL) return moe_file_replace(path, write, ctx, error);
+    *begun = 0;
+    status = t->rank == 0 ? moe_file_replace(path, write, ctx, error) : write(ctx, NULL);
+    if (!*begun) status = moei_ranks_vote(t, status, NULL, error);
+    return moei_ranks_vote(t, status, NULL, error);
 }
 
 moe_status moe_net_save(const moe_net *net, const char *path, moe_error *error) {
     moei_saved s;
     if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
     s.net = net, s.layer = NULL, s.error = error;
-    return moe_file_replace(path, moei_save, &s, error);
+    return moei_save_on(net->transport, path, moei_save, &s, &s.begun, error);
 }
 
 moe_status moe_layer_save(const moe_layer *layer, const char *path, moe_error *error) {
     moei_saved s;
     if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
     s.net = NULL, s.layer = layer, s.error = error;
-    return moe_file_replace(path, moei_save, &s, error);
+    return moei_save_on(layer->config.transport, path, moei_save, &s, &s.begun, error);
 }
 
 #endif
@@ -11144,6 +11410,7 @@ static moe_status moei_config_top(moei_json *j, const char *wanted, size_t *valu
 typedef struct moei_net_options {
     int kernels;
     const moe_allocator *allocator;
+    const moe_transport *transport;
 } moei_net_options;
 
 static moe_status moei_config_net(moei_json *j, moe_net *net, const moei_net_options *options) {
@@ -11161,6 +11428,7 @@ static moe_status moei_config_net(moei_json *j, moe_net *net, const moei_net_opt
     if ((status = moei_config_value(j, "net", moei_net_fields, &small)) != MOE_OK) return status;
     status = moe_net_init(net, small.d_in, options->kernels, options->allocator);
     if (status != MOE_OK) return moei_json_refuse(j, at[0], status, "%s", net->error.message);
+    net->transport = options->transport;
     j->at = at[1];
     if ((status = moei_json_take(j, '[')) != MOE_OK) return status;
     do {
@@ -11250,12 +11518,14 @@ static const char *moei_shape_text(const size_t *shape, int n_dims, char out[80]
 static moe_status moei_file_compare(const moe_net *net, const moe_file_tensor *found, const moe_tensor **wanted, moe_error *error) {
     char shown[52], want[80], have[80];
     const moe_tensor *t = moei_file_wanted(net, found);
+    moe_tensor whole;
     if (t == NULL)
         return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': the configuration has none of this name",
                           moei_span_text(moei_span_of(found->name, found->name_length), shown));
-    if (t->n_dims != found->n_dims || moei_memcmp(t->shape, found->shape, (size_t)t->n_dims * sizeof t->shape[0]) != 0)
+    whole = moei_whole_tensor(net, t);
+    if (t->n_dims != found->n_dims || moei_memcmp(whole.shape, found->shape, (size_t)t->n_dims * sizeof t->shape[0]) != 0)
         return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be %s, the file has %s", t->name,
-                          moei_shape_text(t->shape, t->n_dims, want), moei_shape_text(found->shape, found->n_dims, have));
+                          moei_shape_text(whole.shape, t->n_dims, want), moei_shape_text(found->shape, found->n_dims, have));
     *wanted = t;
     return MOE_OK;
 }
@@ -11289,71 +11559,100 @@ static moe_status moei_file_fill(const moe_net *net, moe_file *file, moe_error *
     while (status == MOE_OK && moe_file_next(file, &found) == MOE_OK) {
         const moe_tensor *t = moei_file_wanted(net, &found);
         if (net->n_modules > 0 && moei_is_of_trainer(&found)) continue;
-        status = t != NULL ? moe_file_values(&found, 0, t->count, t->data) : MOE_ERR_FORMAT;
+        status = t != NULL ? moe_file_values(&found, moei_whole_first(net, t), t->count, t->data) : MOE_ERR_FORMAT;
         if (status != MOE_OK) (void)moei_error(error, status, "a tensor's values: %s", moe_status_text(status));
     }
     return status;
 }
 
-moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
-                        moe_error *error) {
+/* Whether all ranks read the same file in the same way: each checks all of it, and takes its part. */
+static moe_status moei_file_agree(const moe_transport *t, const void *bytes, size_t size, int trainable, const moe_kernels *kernels, moe_error *error) {
+    moei_agreed s = moei_agreed_begin(t, "the file: ", error);
+    if (t == NULL) return MOE_OK;
+    (void)moei_agreed_add(&s, "its length", size);
+    (void)moei_agreed_add(&s, "its contents", moei_hash(0, bytes, size));
+    (void)moei_agreed_add(&s, "trainable", trainable != 0);
+    (void)moei_agreed_add(&s, "kernels", (uint64_t)(int64_t)moei_table(kernels)->id);
+    return moei_agreed_end(&s);
+}
+
+moe_status moe_net_read_shared(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_transport *transport,
+                               const moe_allocator *allocator, moe_error *error) {
     moei_net_options options;
     moe_net made;
     moe_file file;
     moe_status status;
-    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
-    status = moe_file_open(&file, bytes, size, error);
-    if (status != MOE_OK) return status;
     memset(&made, 0, sizeof made);
-    options.kernels = kernels, options.allocator = allocator;
-    status = moei_config_read(&file, &options, &made, NULL, error);
+    options.kernels = kernels, options.allocator = allocator, options.transport = transport;
+    status = net != NULL ? moe_file_open(&file, bytes, size, error) : moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+    if (status == MOE_OK) status = moei_config_read(&file, &options, &made, NULL, error);
     if (status == MOE_OK) status = moei_net_register(&made, error);
     if (status == MOE_OK) status = moei_file_match(&made, &file, error);
-    if (status == MOE_OK) status = moei_net_allocate(&made, trainable, error);
-    if (status == MOE_OK) status = moei_file_fill(&made, &file, error);
+    status = moei_ranks_vote(transport, status, NULL, error);
+    if (status == MOE_OK) status = moei_file_agree(transport, bytes, size, trainable, made.kernels, error);
+    if (status == MOE_OK) {
+        status = moei_net_allocate(&made, trainable, error);
+        if (status == MOE_OK) status = moei_file_fill(&made, &file, error);
+        status = moei_ranks_vote(transport, status, NULL, error);
+    }
     if (status == MOE_OK) *net = made;
     else moe_net_free(&made);
     return status;
 }
 
-/* The tensors of a layer as the list of a net without modules. */
-static moe_net moei_layer_list(const moe_layer *layer, moe_tensor tensors[MOE_LAYER_SLOTS]) {
+moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
+                        moe_error *error) {
+    return moe_net_read_shared(net, bytes, size, trainable, kernels, NULL, allocator, error);
+}
+
+/* The layer that a file describes, without tensors; matched with those of the file. */
+static moe_status moei_layer_open(moe_layer *made, moe_file *file, const void *bytes, size_t size, const moei_net_options *options, moe_error *error) {
+    moe_layer_config config;
+    moe_tensor tensors[MOE_LAYER_SLOTS];
+    moe_module module;
     moe_net list;
-    memset(&list, 0, sizeof list);
-    list.allocator = layer->allocator;
-    list.tensors = tensors;
-    while (list.n_tensors < MOE_LAYER_SLOTS && moe_layer_tensor(layer, list.n_tensors, &tensors[list.n_tensors]) == MOE_OK)
-        list.n_tensors++;
-    return list;
+    moe_status status = moe_file_open(file, bytes, size, error);
+    if (status == MOE_OK) status = moei_config_read(file, options, NULL, &config, error);
+    if (status != MOE_OK) return status;
+    config.transport = options->transport;
+    status = moe_layer_init(made, &config, error);
+    if (status != MOE_OK) return status;
+    if (options->allocator != NULL) made->allocator = *options->allocator;
+    list = moei_layer_list(made, tensors, &module);
+    return moei_file_match(&list, file, error);
+}
+
+/* Memory for it, and the values. */
+static moe_status moei_layer_take(moe_layer *made, moe_file *file, int trainable, moe_error *error) {
+    moe_tensor tensors[MOE_LAYER_SLOTS];
+    moe_module module;
+    moe_net list;
+    moe_status status = moei_layer_allocate(made, trainable, error);
+    if (status != MOE_OK) return status;
+    list = moei_layer_list(made, tensors, &module);
+    return moei_file_fill(&list, file, error);
+}
+
+moe_status moe_layer_read_shared(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_transport *transport, const moe_allocator *allocator,
+                                 moe_error *error) {
+    moei_net_options options;
+    moe_layer made;
+    moe_file file;
+    moe_status status;
+    memset(&made, 0, sizeof made);
+    options.kernels = MOE_KERNELS_AUTO, options.allocator = allocator, options.transport = transport;
+    status = layer != NULL ? moei_layer_open(&made, &file, bytes, size, &options, error) : moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    status = moei_ranks_vote(transport, status, NULL, error);
+    if (status == MOE_OK) status = moei_file_agree(transport, bytes, size, trainable, made.kernels, error);
+    if (status == MOE_OK) status = moei_ranks_vote(transport, moei_layer_take(&made, &file, trainable, error), NULL, error);
+    if (status == MOE_OK) *layer = made;
+    else moe_layer_free(&made);
+    return status;
 }
 
 moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_allocator *allocator,
                           moe_error *error) {
-    moei_net_options options;
-    moe_layer_config config;
-    moe_tensor tensors[MOE_LAYER_SLOTS];
-    moe_layer made;
-    moe_net list;
-    moe_file file;
-    moe_status status;
-    if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
-    status = moe_file_open(&file, bytes, size, error);
-    if (status != MOE_OK) return status;
-    memset(&made, 0, sizeof made);
-    options.kernels = MOE_KERNELS_AUTO, options.allocator = allocator;
-    status = moei_config_read(&file, &options, NULL, &config, error);
-    if (status == MOE_OK) status = moe_layer_init(&made, &config, error);
-    if (status != MOE_OK) return status;
-    if (allocator != NULL) made.allocator = *allocator;
-    list = moei_layer_list(&made, tensors);
-    status = moei_file_match(&list, &file, error);
-    if (status == MOE_OK) status = moei_layer_allocate(&made, trainable, error);
-    if (status != MOE_OK) return status;
-    list = moei_layer_list(&made, tensors);
-    status = moei_file_fill(&list, &file, error);
-    if (status == MOE_OK) *layer = made;
-    else moe_layer_free(&made);
-    return status;
+    return moe_layer_read_shared(layer, bytes, size, trainable, NULL, allocator, error);
 }
 
 #ifndef MOE_NO_STDIO
@@ -11365,20 +11664,37 @@ static moe_status moei_file_load(const char *path, const moe_allocator *allocato
     return moe_file_read(path, buffer, error);
 }
 
-moe_status moe_net_load(moe_net *net, const char *path, int trainable, int kernels, const moe_allocator *allocator, moe_error *error) {
+/* The same; without the file there are no bytes, which the other ranks hear of. */
+static moe_status moei_shared_load(const moe_transport *t, const char *path, const moe_allocator *allocator, moe_buffer *buffer, moe_error *error) {
+    moe_status status = moei_ranks_vote(t, moei_file_load(path, allocator, buffer, error), NULL, error);
+    if (status != MOE_OK) moe_buffer_free(buffer);
+    return status;
+}
+
+moe_status moe_net_load_shared(moe_net *net, const char *path, int trainable, int kernels, const moe_transport *transport, const moe_allocator *allocator,
+                               moe_error *error) {
     moe_buffer buffer;
-    moe_status status = moei_file_load(path, allocator, &buffer, error);
-    if (status == MOE_OK) status = moe_net_read(net, buffer.data, buffer.size, trainable, kernels, allocator, error);
+    moe_status status = moei_shared_load(transport, path, allocator, &buffer, error);
+    if (status == MOE_OK) status = moe_net_read_shared(net, buffer.data, buffer.size, trainable, kernels, transport, allocator, error);
+    moe_buffer_free(&buffer);
+    return status;
+}
+
+moe_status moe_net_load(moe_net *net, const char *path, int trainable, int kernels, const moe_allocator *allocator, moe_error *error) {
+    return moe_net_load_shared(net, path, trainable, kernels, NULL, allocator, error);
+}
+
+moe_status moe_layer_load_shared(moe_layer *layer, const char *path, int trainable, const moe_transport *transport, const moe_allocator *allocator,
+                                 moe_error *error) {
+    moe_buffer buffer;
+    moe_status status = moei_shared_load(transport, path, allocator, &buffer, error);
+    if (status == MOE_OK) status = moe_layer_read_shared(layer, buffer.data, buffer.size, trainable, transport, allocator, error);
     moe_buffer_free(&buffer);
     return status;
 }
 
 moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, const moe_allocator *allocator, moe_error *error) {
-    moe_buffer buffer;
-    moe_status status = moei_file_load(path, allocator, &buffer, error);
-    if (status == MOE_OK) status = moe_layer_read(layer, buffer.data, buffer.size, trainable, allocator, error);
-    moe_buffer_free(&buffer);
-    return status;
+    return moe_layer_load_shared(layer, path, trainable, NULL, allocator, error);
 }
 
 #endif
@@ -13246,8 +13562,6 @@ moe_status moe_save_published(const moe_layer *layer, const char *path, const ch
 #define MOEI_CHECKPOINT_KEY "moe.trainer"
 enum { MOEI_CHECKPOINT_FORMAT = 1, MOEI_CHECKPOINT_TEXT = 800 };
 
-static const char *const moei_moment_names[] = {"trainer.first", "trainer.second"};
-
 /* The text is that of all rows, "name number", with a space between. */
 typedef struct moei_checkpoint_row {
     const char *name;
@@ -13309,58 +13623,39 @@ static void moei_checkpoint_put(const moei_checkpoint *c, char out[MOEI_CHECKPOI
     }
 }
 
-/* Moment i as a tensor. */
-static void moei_moment(const moe_trainer *trainer, size_t i, moe_tensor *out) {
-    memset(out, 0, sizeof *out);
-    memcpy(out->name, moei_moment_names[i], moei_strlen(moei_moment_names[i]));
-    out->n_dims = 1;
-    out->shape[0] = out->count = moei_net_numbers(trainer->net);
-    out->data = trainer->memory + i * out->count;
-}
-
-/* The file, with room for the list of its tensors. */
-static moe_status moei_checkpoint_file(const moe_trainer *trainer, const moe_metadata metadata[2], moe_tensor *tensors, moe_stream *stream,
-                                       moe_error *error) {
-    const moe_net *net = trainer->net;
-    size_t i;
-    for (i = 0; i < net->n_tensors; i++) tensors[i] = net->tensors[i];
-    for (i = 0; i < moei_moments(trainer); i++) moei_moment(trainer, i, &tensors[net->n_tensors + i]);
-    return moe_file_write(stream, tensors, net->n_tensors + i, metadata, 2, &net->allocator, error);
-}
-
 /* The configuration of the net as text, terminated; moe_buffer_free. */
 static moe_status moei_checkpoint_config(const moe_net *net, moei_config_text *text, moe_error *error) {
+    moe_status status;
     memset(text, 0, sizeof *text);
     text->buffer.allocator = net->allocator;
     moei_config_put_net(text, net);
-    if (text->status == MOE_OK) text->status = moei_buffer_write(&text->buffer, "", 1);
-    if (text->status == MOE_OK) return MOE_OK;
-    moe_buffer_free(&text->buffer);
-    return moei_error(error, text->status, "the configuration's text: %s", moe_status_text(text->status));
+    status = moei_config_end(text, error);
+    if (status != MOE_OK) moe_buffer_free(&text->buffer);
+    return status;
 }
 
-static moe_status moei_checkpoint_write(const moe_trainer *trainer, const moei_checkpoint *c, moe_stream *stream, moe_error *error) {
-    const moe_allocator *a = &trainer->net->allocator;
+/* status: whether a checkpoint may be written. */
+static moe_status moei_checkpoint_write(const moe_trainer *trainer, const moei_checkpoint *c, moe_stream *stream, moe_status status, moe_error *error) {
     char numbers[MOEI_CHECKPOINT_TEXT];
     moei_config_text text;
     moe_metadata metadata[2];
-    moe_tensor *tensors;
-    moe_status status = moei_checkpoint_config(trainer->net, &text, error);
-    if (status != MOE_OK) return status;
+    memset(&text, 0, sizeof text);
+    if (status == MOE_OK && stream == NULL && moei_writes(trainer->net->transport)) status = moei_error(error, MOE_ERR_ARGUMENT, "stream or its write is NULL");
+    if (status == MOE_OK) status = moei_checkpoint_config(trainer->net, &text, error);
     moei_checkpoint_put(c, numbers);
     metadata[0].key = MOEI_CONFIG_KEY, metadata[0].value = (const char *)text.buffer.data;
     metadata[1].key = MOEI_CHECKPOINT_KEY, metadata[1].value = numbers;
-    tensors = (moe_tensor *)moei_alloc(a, trainer->net->n_tensors + 2, sizeof *tensors);
-    if (tensors != NULL) status = moei_checkpoint_file(trainer, metadata, tensors, stream, error);
-    else status = moei_error(error, MOE_ERR_MEMORY, "no memory for the list of %z tensors", trainer->net->n_tensors + 2);
-    moei_free(a, tensors, (trainer->net->n_tensors + 2) * sizeof *tensors);
+    status = moei_write(trainer->net, trainer, metadata, 2, stream, status, error);
     moe_buffer_free(&text.buffer);
     return status;
 }
 
-static moe_status moei_trainer_between_steps(const moe_trainer *trainer, moe_error *error) {
+static moe_status moei_trainer_is_made(const moe_trainer *trainer, moe_error *error) {
     if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must not be NULL");
-    if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+    return trainer->net != NULL ? MOE_OK : moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+}
+
+static moe_status moei_trainer_between_steps(const moe_trainer *trainer, moe_error *error) {
     if (trainer->n_accumulated > 0)
         return moei_error(error, MOE_ERR_STATE, "%d batches are accumulated: a checkpoint is written between steps", trainer->n_accumulated);
     return MOE_OK;
@@ -13368,10 +13663,10 @@ static moe_status moei_trainer_between_steps(const moe_trainer *trainer, moe_err
 
 moe_status moe_trainer_write(const moe_trainer *trainer, moe_stream *stream, moe_error *error) {
     moei_checkpoint c;
-    moe_status status = moei_trainer_between_steps(trainer, error);
+    moe_status status = moei_trainer_is_made(trainer, error);
     if (status != MOE_OK) return status;
     c = moei_checkpoint_of(trainer);
-    return moei_checkpoint_write(trainer, &c, stream, error);
+    return moei_checkpoint_write(trainer, &c, stream, moei_trainer_between_steps(trainer, error), error);
 }
 
 /* ---- reading ---------------------------------------------------------------------------------------------------------------------- */
@@ -13463,7 +13758,7 @@ static moe_status moei_checkpoint_same_net(const moe_net *net, const moe_file *f
 static moe_status moei_checkpoint_moments(const moe_trainer *trainer, moe_file *file, moe_error *error) {
     char have[80];
     moe_file_tensor found;
-    size_t i, count = 0, numbers = moei_net_numbers(trainer->net);
+    size_t i, count = 0, numbers = moei_whole_numbers(trainer->net);
     for (i = 0; i < moei_moments(trainer); i++) {
         if (moe_file_find(file, moei_moment_names[i], &found) != MOE_OK)
             return moei_error(error, MOE_ERR_NOT_FOUND, "tensor '%s': missing in the file", moei_moment_names[i]);
@@ -13493,16 +13788,27 @@ static moe_status moei_checkpoint_open(const moe_trainer *trainer, const void *b
     return status == MOE_OK ? moei_checkpoint_moments(trainer, file, error) : status;
 }
 
+/* Moment i: of each tensor what this rank holds. */
+static moe_status moei_moment_fill(moe_trainer *trainer, const moe_file *file, size_t i) {
+    const moe_net *net = trainer->net;
+    moe_real *to = trainer->memory + i * moei_net_numbers(net);
+    moe_file_tensor found;
+    moe_status status = moe_file_find(file, moei_moment_names[i], &found);
+    size_t k, at = 0;
+    for (k = 0; k < net->n_tensors && status == MOE_OK; k++) {
+        const moe_tensor *t = &net->tensors[k];
+        status = moe_file_values(&found, at + moei_whole_first(net, t), t->count, to + (t->data - net->memory));
+        at += moei_whole_tensor(net, t).count;
+    }
+    return status;
+}
+
 /* After open: nothing can fail. */
 static moe_status moei_checkpoint_apply(moe_trainer *trainer, moe_file *file, const moei_checkpoint *c, moe_error *error) {
-    moe_file_tensor found;
     double rate;
-    size_t i, numbers = moei_net_numbers(trainer->net);
+    size_t i;
     moe_status status = moei_file_fill(trainer->net, file, error);
-    for (i = 0; i < moei_moments(trainer) && status == MOE_OK; i++) {
-        status = moe_file_find(file, moei_moment_names[i], &found);
-        if (status == MOE_OK) status = moe_file_values(&found, 0, numbers, trainer->memory + i * numbers);
-    }
+    for (i = 0; i < moei_moments(trainer) && status == MOE_OK; i++) status = moei_moment_fill(trainer, file, i);
     for (i = 0; i < trainer->net->n_modules; i++) trainer->net->modules[i].layer.is_packed = 0;
     trainer->steps = c->steps;
     trainer->rng.state = c->rng;
@@ -13517,10 +13823,10 @@ static moe_status moei_checkpoint_apply(moe_trainer *trainer, moe_file *file, co
 moe_status moe_trainer_read(moe_trainer *trainer, const void *bytes, size_t size, moe_error *error) {
     moei_checkpoint c;
     moe_file file;
-    moe_status status;
-    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must not be NULL");
-    if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
-    status = moei_checkpoint_open(trainer, bytes, size, &file, &c, error);
+    moe_status status = moei_trainer_is_made(trainer, error);
+    if (status != MOE_OK) return status;
+    status = moei_ranks_vote(trainer->net->transport, moei_checkpoint_open(trainer, bytes, size, &file, &c, error), NULL, error);
+    if (status == MOE_OK) status = moei_file_agree(trainer->net->transport, bytes, size, 1, trainer->net->kernels, error);
     return status == MOE_OK ? moei_checkpoint_apply(trainer, &file, &c, error) : status;
 }
 
@@ -13530,25 +13836,29 @@ moe_status moe_trainer_read(moe_trainer *trainer, const void *bytes, size_t size
 typedef struct moei_trainer_saved {
     const moe_trainer *trainer;
     moe_error *error;
+    int begun;
 } moei_trainer_saved;
 
 static moe_status moei_trainer_save(void *ctx, moe_stream *stream) {
-    const moei_trainer_saved *s = (const moei_trainer_saved *)ctx;
+    moei_trainer_saved *s = (moei_trainer_saved *)ctx;
+    s->begun = 1;
     return moe_trainer_write(s->trainer, stream, s->error);
 }
 
 moe_status moe_trainer_save(const moe_trainer *trainer, const char *path, moe_error *error) {
     moei_trainer_saved s;
-    moe_status status = moei_trainer_between_steps(trainer, error);
+    moe_status status = moei_trainer_is_made(trainer, error);
+    if (status != MOE_OK) return status;
+    status = moei_ranks_vote(trainer->net->transport, moei_trainer_between_steps(trainer, error), NULL, error);
     s.trainer = trainer, s.error = error;
-    return status == MOE_OK ? moe_file_replace(path, moei_trainer_save, &s, error) : status;
+    return status == MOE_OK ? moei_save_on(trainer->net->transport, path, moei_trainer_save, &s, &s.begun, error) : status;
 }
 
 moe_status moe_trainer_load(moe_trainer *trainer, const char *path, moe_error *error) {
     moe_buffer buffer;
     moe_status status;
     if (trainer == NULL || trainer->net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must be one that init has made");
-    status = moei_file_load(path, &trainer->net->allocator, &buffer, error);
+    status = moei_shared_load(trainer->net->transport, path, &trainer->net->allocator, &buffer, error);
     if (status == MOE_OK) status = moe_trainer_read(trainer, buffer.data, buffer.size, error);
     moe_buffer_free(&buffer);
     return status;
@@ -16032,6 +16342,7 @@ static moe_status moei_model_config_check(const moe_net *net, const moe_model_co
     if (config->loader && config->weights == MOE_WEIGHTS_FLOAT)
         return moei_error(error, MOE_ERR_UNSUPPORTED, "loader = 1: only integer models fetch experts");
     if (!moei_can_allocate(&config->allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator: missing, and MOE_NO_MALLOC leaves no other");
+    if (net->transport != NULL) return moei_error(error, MOE_ERR_UNSUPPORTED, "net.transport: a model is made of a net in one process; load its file without transport");
     return moe_net_check_decoding(net, error);
 }
 
