@@ -3276,6 +3276,7 @@ struct moei_returned;
 
 /* What layers do with a transport. They reach it through moe_transport_begin alone, so that a program without a transport does not link it. */
 typedef struct moei_ways {
+    moe_status (*tell)(const moe_transport *t, size_t n, const uint64_t *values, const uint64_t **all);
     moe_status (*agree)(const moe_layer_config *config, uint64_t seed, moe_error *error);
     moe_status (*size)(const moe_layer *layer, size_t n, int training, size_t *bytes);
     moe_status (*forward)(const moe_layer *layer, const moe_call *call, moe_real *y, void *work, size_t work_size, moe_layer_pass *pass);
@@ -6049,7 +6050,7 @@ static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returne
 
 /* ---- the transport ----------------------------------------------------------------------------------------------------------------------- */
 
-static const moei_ways moei_rank_ways = {moei_layer_agree, moei_ranks_size, moei_ranks_forward, MOEI_RANKS_BACKWARD};
+static const moei_ways moei_rank_ways = {moei_tell_ranks, moei_layer_agree, moei_ranks_size, moei_ranks_forward, MOEI_RANKS_BACKWARD};
 
 /* What must be right before a rank can tell others that something is not. */
 static moe_status moei_transport_speaks(const moe_transport *t, moe_error *error) {
@@ -6165,41 +6166,31 @@ static void moei_net_drop(const moe_allocator *a, void *list, size_t element_siz
 
 /* ---- ranks: what the processes that share a net tell each other ---------------------------------------------------------------- */
 
-/* Whether all went well on all ranks: a status other than MOE_OK comes back as it is; elsewhere, where others failed, it is MOE_ERR_PEER. *wishes (may be
-   NULL): the caller's number before, the sum of all ranks' after. Takes no memory: a rank that has none can say so. After MOE_ERR_TRANSPORT nobody
-   listens. */
-static moe_status moei_ranks_vote(const moe_transport *t, moe_status status, int *wishes, moe_error *error) {
-    moe_real words[4], ranks;
-    if (t == NULL || status == MOE_ERR_TRANSPORT) return status;
-    words[0] = status != MOE_OK ? MOEI_R(1.0) : MOEI_R(0.0);
-    words[1] = words[0] * (moe_real)t->rank;
-    words[2] = (moe_real)-status;
-    words[3] = wishes != NULL ? (moe_real)*wishes : MOEI_R(0.0);
-    ranks = (moe_real)t->n_ranks;
-    if (t->sum(t->ctx, 4, words) != MOE_OK || !(words[0] >= MOEI_R(0.0) && words[0] <= ranks && words[3] >= MOEI_R(0.0) && words[3] <= ranks))
-        return moei_error(error, MOE_ERR_TRANSPORT, "the transport's sum failed");
-    if (wishes != NULL) *wishes = (int)words[3];
-    if (status != MOE_OK || words[0] < MOEI_R(0.5)) return status;
-    if (words[0] < MOEI_R(1.5) && words[1] < ranks && words[2] < MOEI_R(100.0))
-        return moei_error(error, MOE_ERR_PEER, "rank %d: %s", (int)words[1], moe_status_text(-(int)words[2]));
-    return moei_error(error, MOE_ERR_PEER, "%d other ranks failed", (int)words[0]);
+/* Tells all ranks the status and n - 1 more numbers, mine[1..n-1], n <= MOEI_WORDS; what rank r says begins at *told + n r, until they tell each other
+   something else. A status other than MOE_OK comes back as it is; elsewhere, where others failed, it is MOE_ERR_PEER. After MOE_ERR_TRANSPORT nobody listens. */
+static moe_status moei_ranks_tell(const moe_transport *t, moe_status status, size_t n, uint64_t *mine, const uint64_t **told, moe_error *error) {
+    int r;
+    if (status == MOE_ERR_TRANSPORT) return status;
+    if (t->ways == NULL) return status != MOE_OK ? status : moei_error(error, MOE_ERR_CONFIG, "transport is not ready: call moe_transport_begin first");
+    mine[0] = moei_status_word(status);
+    if (t->ways->tell(t, n, mine, told) != MOE_OK) return moei_error(error, MOE_ERR_TRANSPORT, "the transport's exchange of counts failed");
+    for (r = 0; r < t->n_ranks && status == MOE_OK; r++) {
+        uint64_t word = (*told)[(size_t)r * n];
+        if (word != 0) status = moei_error(error, MOE_ERR_PEER, "rank %d: %s", r, word < 100 ? moe_status_text(-(int)word) : "failed");
+    }
+    return status;
 }
 
-/* The words that moei_ranks_tell needs for n of each rank. */
-static size_t moei_ranks_room(const moe_transport *t, size_t n) { return t != NULL ? 2 * n * (size_t)t->n_ranks : 0; }
-
-/* Tells all ranks the status and n - 1 more words, mine[1..n-1]; what rank r says begins at *told + n r, in room [moei_ranks_room]. The result is as that
-   of a vote. */
-static moe_status moei_ranks_tell(const moe_transport *t, moe_status status, size_t n, uint64_t *mine, uint64_t *room, const uint64_t **told, moe_error *error) {
-    size_t r, ranks = (size_t)t->n_ranks;
-    uint64_t *all = room + n * ranks;
-    if (status == MOE_ERR_TRANSPORT) return status;
-    mine[0] = (uint64_t)-(int64_t)status;
-    for (r = 0; r < ranks; r++) memcpy(room + r * n, mine, n * sizeof *mine);
-    if (t->counts(t->ctx, n, room, all) != MOE_OK) return moei_error(error, MOE_ERR_TRANSPORT, "the transport's exchange of counts failed");
-    *told = all;
-    for (r = 0; r < ranks && status == MOE_OK; r++)
-        if (all[r * n] != 0) status = moei_error(error, MOE_ERR_PEER, "rank %z: %s", r, all[r * n] < 100 ? moe_status_text(-(int)all[r * n]) : "failed");
+/* Whether all went well on all ranks, as told. *wishes (may be NULL): the caller's number before, the sum of all ranks' after. Takes no memory, so a rank that
+   has none can say so. t NULL: there is one process. */
+static moe_status moei_ranks_vote(const moe_transport *t, moe_status status, int *wishes, moe_error *error) {
+    uint64_t mine[2];
+    const uint64_t *told;
+    int r;
+    if (t == NULL) return status;
+    mine[1] = wishes != NULL ? (uint64_t)(int64_t)*wishes : 0;
+    status = moei_ranks_tell(t, status, 2, mine, &told, error);
+    for (r = 0; r < t->n_ranks && wishes != NULL && status == MOE_OK; r++) *wishes = (r > 0 ? *wishes : 0) + (int)told[2 * r + 1];
     return status;
 }
 
@@ -6253,52 +6244,14 @@ MOEI_TOOL double moei_bits_double(uint64_t bits) {
     return value;
 }
 
-/* Settings that must be the same on all ranks: up to so many are compared at once. */
-enum { MOEI_SETTINGS = 32 };
-
-typedef struct moei_agreed {
-    const moe_transport *transport;
-    const char *where; /* "module 3 (mixture): " */
-    size_t n;
-    uint64_t values[MOEI_SETTINGS];
-    const char *names[MOEI_SETTINGS];
-    moe_error *error;
-} moei_agreed;
-
-static moei_agreed moei_agreed_begin(const moe_transport *t, const char *where, moe_error *error) {
-    moei_agreed s;
-    memset(&s, 0, sizeof s);
-    s.transport = t, s.where = where, s.error = error;
-    return s;
-}
-
-/* Compares what has been collected: MOE_OK on all ranks, or on none. */
-static moe_status moei_agreed_end(moei_agreed *s) {
+/* Whether all ranks have the same n named numbers: MOE_OK on all, or on none. */
+static moe_status moei_agree_named(const moe_transport *t, size_t n, const char *const *names, const uint64_t *values, const char *where, moe_error *error) {
     size_t i = 0;
     int rank = 0;
-    moe_status status = s->n > 0 ? moe_transport_agree(s->transport, s->n, s->values, &rank, &i) : MOE_OK;
-    if (status == MOE_ERR_CONFIG && i < s->n)
-        return moei_error(s->error, status, "%s%s: rank %d has another value than rank %d", s->where, s->names[i], rank, s->transport->rank);
-    s->n = 0;
-    return status == MOE_OK ? status : moei_error(s->error, status, "%sthe ranks could not compare their settings: %s", s->where, moe_status_text(status));
-}
-
-static moe_status moei_agreed_add(moei_agreed *s, const char *name, uint64_t value) {
-    moe_status status = s->n == MOEI_SETTINGS ? moei_agreed_end(s) : MOE_OK;
-    if (status != MOE_OK) return status;
-    s->values[s->n] = value, s->names[s->n++] = name;
-    return MOE_OK;
-}
-
-/* All fields of a configuration. */
-static moe_status moei_agreed_fields(moei_agreed *s, const moe_field *fields, const void *config) {
-    moe_status status = MOE_OK;
-    for (; fields->name != NULL && status == MOE_OK; fields++) {
-        int real = fields->kind == MOE_FIELD_REAL;
-        uint64_t value = real ? moei_double_bits((double)moei_field_get_real(fields, config)) : (uint64_t)(int64_t)moei_field_get_int(fields, config);
-        status = moei_agreed_add(s, fields->name, value);
-    }
-    return status;
+    moe_status status = moe_transport_agree(t, n, values, &rank, &i);
+    if (status == MOE_OK) return status;
+    if (status != MOE_ERR_CONFIG) return moei_error(error, status, "%sthe ranks could not compare their settings: %s", where, moe_status_text(status));
+    return moei_error(error, status, "%s%s: rank %d has another; all ranks must have the same", where, names[i], rank);
 }
 
 /* ---- kinds of modules as data ------------------------------------------------------------------------------------------------- */
@@ -6842,17 +6795,13 @@ static moe_status moei_net_check_training(const moe_net *net, moe_error *error) 
 #endif
 }
 
-/* Settings of the net itself. Every message names a setting: kernels that differ would let what all ranks hold drift apart. */
+/* Settings of the net itself. With other kernels what all ranks hold would be trained to other bits on each. */
 static moe_status moei_net_agree_top(const moe_net *net, int trainable, uint64_t seed, moe_error *error) {
-    moei_agreed s = moei_agreed_begin(net->transport, "the net: ", error);
-    (void)moei_agreed_add(&s, "MOE_REAL", sizeof(moe_real));
-    (void)moei_agreed_add(&s, "the version of the library", MOE_VERSION_MAJOR << 16 | MOE_VERSION_MINOR << 8 | MOE_VERSION_PATCH);
-    (void)moei_agreed_add(&s, "kernels", (uint64_t)(int64_t)moei_table(net->kernels)->id);
-    (void)moei_agreed_add(&s, "d_in", (uint64_t)net->d_in);
-    (void)moei_agreed_add(&s, "the number of modules", net->n_modules);
-    (void)moei_agreed_add(&s, "trainable", trainable != 0);
-    (void)moei_agreed_add(&s, "seed", seed);
-    return moei_agreed_end(&s);
+    static const char *const names[] = {"d_in", "the number of modules", "trainable", "seed", "kernels (auto takes each machine's best)"};
+    uint64_t values[5];
+    values[0] = (uint64_t)net->d_in, values[1] = net->n_modules, values[2] = trainable != 0, values[3] = seed;
+    values[4] = trainable ? (uint64_t)(int64_t)moei_table(net->kernels)->id : 0;
+    return moei_agree_named(net->transport, 5, names, values, "the net: ", error);
 }
 
 /* "module 3 (mixture): " */
@@ -6870,17 +6819,19 @@ static const char *moei_module_where(const moe_net *net, size_t i, char out[64])
 
 /* Whether all ranks have the same modules and settings. Collective, and so is the result: MOE_OK on all ranks, or on none. */
 static moe_status moei_net_agree(const moe_net *net, int trainable, uint64_t seed, moe_error *error) {
+    static const char *const names[] = {"the kind of module", "the width"};
     char where[64];
+    uint64_t values[2];
     size_t i;
     moe_status status = moei_net_agree_top(net, trainable, seed, error);
     for (i = 0; i < net->n_modules && status == MOE_OK; i++) {
         const moe_module *m = &net->modules[i];
-        moei_module_config config = moei_module_config_of(m);
-        moei_agreed s = moei_agreed_begin(net->transport, moei_module_where(net, i, where), error);
-        status = moei_agreed_add(&s, "the kind of module", (uint64_t)m->kind);
-        if (status == MOE_OK) status = moei_agreed_end(&s); /* the same kinds have the same fields */
-        if (status == MOE_OK) status = moei_agreed_fields(&s, moei_module_fields(m->kind), moei_module_settings(&config, m->kind));
-        if (status == MOE_OK) status = moei_agreed_end(&s);
+        moei_module_config config = moei_module_config_of(m), scratch = config;
+        (void)moei_module_where(net, i, where);
+        values[0] = (uint64_t)m->kind, values[1] = (uint64_t)m->d_out;
+        status = moei_agree_named(net->transport, 2, names, values, where, error);
+        if (status == MOE_OK) /* the same kinds have the same fields */
+            status = moei_agree_fields(net->transport, moei_module_fields(m->kind), moei_module_settings(&config, m->kind), moei_module_settings(&scratch, m->kind), where, error);
     }
     return status;
 }
@@ -7142,21 +7093,12 @@ static moei_room moei_room_layout(const moe_module *m, const moei_extent *e, moe
     return room;
 }
 
-/* What ranks tell each other at the beginning of a pass: the first of its memory. */
-enum { MOEI_NET_WORDS = 3 };
-
-static uint64_t *moei_net_room(const moe_net *net, moei_layout *l) {
-    if (net->transport == NULL) return NULL;
-    return (uint64_t *)moei_take(l, moei_ranks_room(net->transport, MOEI_NET_WORDS), sizeof(uint64_t));
-}
-
 /* Lays a pass out in memory; the same function with an empty base counts the bytes. Every module keeps its output: any later
    residual or report may read it. */
 static moe_status moei_net_layout(const moe_net *net, const moei_extent *e, moei_layout *l, moe_net_pass *pass) {
     struct moe_module_pass unplaced;
     size_t i, most = 0;
     memset(pass, 0, sizeof *pass);
-    (void)moei_net_room(net, l);
     pass->modules = (struct moe_module_pass *)moei_take(l, net->n_modules, sizeof *pass->modules);
     for (i = 0; i < net->n_modules; i++) {
         moei_layout room = moei_layout_begin(NULL);
@@ -7806,41 +7748,40 @@ static moe_status moei_net_forward_check(const moe_net *net, const moe_call *cal
     return moei_net_call_check(net, call, 0);
 }
 
-/* All ranks or none train. They draw the same random numbers. */
-static moe_status moei_net_meet(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_status status, moei_tokens *share) {
+/* What the ranks tell each other at the beginning of a pass. */
+enum { MOEI_PASS_STATUS = 0, MOEI_PASS_TOKENS, MOEI_PASS_TRAINING, MOEI_PASS_RNG, MOEI_PASS_SAYS };
+
+/* All ranks or none train, and all draw the same random numbers. */
+static moe_status moei_net_meet(const moe_net *net, const moe_call *call, size_t work_size, moe_status status, moei_tokens *tokens) {
     const moe_transport *t = net->transport;
     const uint64_t *told;
-    uint64_t *room, mine[MOEI_NET_WORDS];
-    moei_layout l = moei_layout_begin(work);
-    int training = status == MOE_OK && call->training, r;
-    room = moei_net_room(net, &l);
+    uint64_t mine[MOEI_PASS_SAYS] = {0};
+    int r;
     if (status == MOE_OK && call->batch != NULL) status = MOE_ERR_ARGUMENT;
-    if (status == MOE_OK && (l.overflow || l.used > work_size)) status = MOE_ERR_SPACE;
-    status = moei_ranks_vote(t, status, &training, NULL);
-    if (status == MOE_OK && training != 0 && training != t->n_ranks) status = MOE_ERR_ARGUMENT; /* on all ranks */
+    if (status == MOE_OK) {
+        mine[MOEI_PASS_TOKENS] = call->n_tokens, mine[MOEI_PASS_TRAINING] = call->training != 0;
+        mine[MOEI_PASS_RNG] = call->training && call->rng != NULL ? call->rng->state : 0;
+    }
+    status = moei_ranks_tell(t, status, MOEI_PASS_SAYS, mine, &told, NULL);
     if (status != MOE_OK) return status;
-    mine[1] = call->n_tokens;
-    mine[2] = call->training && call->rng != NULL ? call->rng->state : 0;
-    status = moei_ranks_tell(t, status, MOEI_NET_WORDS, mine, room, &told, NULL);
-    for (r = 0; r < t->n_ranks && status == MOE_OK; r++)
-        if (told[r * MOEI_NET_WORDS + 2] != mine[2]) status = MOE_ERR_ARGUMENT;
-    if (status == MOE_OK) status = moei_tokens_of(t, told + 1, MOEI_NET_WORDS, share);
-    if (status != MOE_OK) return status;
-    return moei_ranks_vote(t, moei_net_fits(net, call, share, work_size), NULL, NULL);
+    for (r = 1; r < t->n_ranks; r++)
+        if (moei_memcmp(told + (size_t)r * MOEI_PASS_SAYS + MOEI_PASS_TRAINING, told + MOEI_PASS_TRAINING, 2 * sizeof *told) != 0) return MOE_ERR_STATE;
+    status = moei_tokens_of(t, told + MOEI_PASS_TOKENS, MOEI_PASS_SAYS, tokens);
+    return status == MOE_OK ? moei_ranks_vote(t, moei_net_fits(net, call, tokens, work_size), NULL, NULL) : status;
 }
 
 moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
-    moei_tokens share;
+    moei_tokens tokens;
     moe_status status;
     if (net == NULL) return MOE_ERR_ARGUMENT;
     status = moei_net_forward_check(net, call, work, pass);
-    if (net->transport != NULL) status = moei_net_meet(net, call, work, work_size, status, &share);
+    if (net->transport != NULL) status = moei_net_meet(net, call, work_size, status, &tokens);
     else if (status == MOE_OK) {
-        share = moei_tokens_alone(call->n_tokens);
-        status = moei_net_fits(net, call, &share, work_size);
-        if (call->batch != NULL) share.first = call->batch->first, share.total = call->batch->total;
+        tokens = moei_tokens_alone(call->n_tokens);
+        status = moei_net_fits(net, call, &tokens, work_size);
+        if (call->batch != NULL) tokens.first = call->batch->first, tokens.total = call->batch->total;
     }
-    return status == MOE_OK ? moei_net_pass(net, call, &share, work, pass) : status;
+    return status == MOE_OK ? moei_net_pass(net, call, &tokens, work, pass) : status;
 }
 
 moe_status moe_net_check_decoding(const moe_net *net, moe_error *error) {
@@ -8787,20 +8728,11 @@ typedef struct moei_answers {
     size_t net_size;
 } moei_answers;
 
-/* What ranks tell each other at the end: the first of an evaluation's memory. */
-enum { MOEI_EVALUATE_WORDS = 4 };
-
-static uint64_t *moei_evaluate_room(const moe_net *net, moei_layout *l) {
-    if (net->transport == NULL) return NULL;
-    return (uint64_t *)moei_take(l, moei_ranks_room(net->transport, MOEI_EVALUATE_WORDS), sizeof(uint64_t));
-}
-
 static moe_status moei_answers_layout(const moe_net *net, int criterion, const moe_data *all, moei_layout *l, moei_answers *a) {
     int reads = moei_reads_experts(net, criterion);
     size_t most = moei_part_most(net->transport, moei_evaluate_most(net, all), all->length);
     moe_status status = moe_net_work_size(net, most, reads, &a->net_size);
     if (status != MOE_OK) return status;
-    (void)moei_evaluate_room(net, l);
     a->answer = reads ? moei_take_reals(l, most, (size_t)net->d_out) : NULL;
     a->sequences = all->length > 0 ? (int32_t *)moei_take(l, most / all->length + 1, sizeof(int32_t)) : NULL;
     a->net_work = moei_take(l, a->net_size, 1);
@@ -8905,18 +8837,16 @@ static moe_status moei_evaluate_batch(moei_evaluating *e, size_t from, size_t n,
 /* Adds the sums of all ranks, in their order: the same bits on all of them. */
 static moe_status moei_evaluate_add(moei_evaluating *e, moe_error *error) {
     const moe_transport *t = e->net->transport;
-    moei_layout l = moei_layout_begin(e->work);
-    uint64_t mine[MOEI_EVALUATE_WORDS], *room;
+    uint64_t mine[4];
     const uint64_t *told = NULL;
     moe_status status;
     int r;
     if (t == NULL) return MOE_OK;
-    room = moei_evaluate_room(e->net, &l);
     mine[1] = moei_double_bits(e->sums.loss), mine[2] = e->sums.counted, mine[3] = e->sums.right;
-    status = moei_ranks_tell(t, MOE_OK, MOEI_EVALUATE_WORDS, mine, room, &told, error);
+    status = moei_ranks_tell(t, MOE_OK, 4, mine, &told, error);
     if (status != MOE_OK) return status;
     memset(&e->sums, 0, sizeof e->sums);
-    for (r = 0; r < t->n_ranks; r++, told += MOEI_EVALUATE_WORDS)
+    for (r = 0; r < t->n_ranks; r++, told += 4)
         e->sums.loss += moei_bits_double(told[1]), e->sums.counted += (size_t)told[2], e->sums.right += (size_t)told[3];
     return MOE_OK;
 }
@@ -8945,18 +8875,16 @@ static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int cr
 
 /* Whether all ranks have the same samples, for they are split among them. */
 static moe_status moei_data_agree(const moe_net *net, const moe_data *data, int criterion, const char *where, moe_error *error) {
-    moei_agreed s = moei_agreed_begin(net->transport, where, error);
-    int squared = moei_is_squared(criterion);
+    static const char *const names[] = {"criterion", "n", "length", "x", "token_ids", "labels", "targets"};
+    uint64_t values[7] = {0};
     size_t n = data->n;
     if (net->transport == NULL) return MOE_OK;
-    (void)moei_agreed_add(&s, "criterion", (uint64_t)criterion);
-    (void)moei_agreed_add(&s, "n", n);
-    (void)moei_agreed_add(&s, "length", data->length);
-    (void)moei_agreed_add(&s, "x", n > 0 && net->d_in > 0 ? moei_hash(0, data->x, n * (size_t)net->d_in * sizeof(moe_real)) : 0);
-    (void)moei_agreed_add(&s, "token_ids", n > 0 && data->token_ids != NULL ? moei_hash(0, data->token_ids, n * sizeof(int32_t)) : 0);
-    (void)moei_agreed_add(&s, "labels", n > 0 && !squared ? moei_hash(0, data->labels, n * sizeof(int32_t)) : 0);
-    (void)moei_agreed_add(&s, "targets", n > 0 && squared ? moei_hash(0, data->targets, n * (size_t)net->d_out * sizeof(moe_real)) : 0);
-    return moei_agreed_end(&s);
+    values[0] = (uint64_t)criterion, values[1] = n, values[2] = data->length;
+    if (n > 0 && net->d_in > 0) values[3] = moei_hash(0, data->x, n * (size_t)net->d_in * sizeof(moe_real));
+    if (n > 0 && data->token_ids != NULL) values[4] = moei_hash(0, data->token_ids, n * sizeof(int32_t));
+    if (n > 0 && !moei_is_squared(criterion)) values[5] = moei_hash(0, data->labels, n * sizeof(int32_t));
+    if (n > 0 && moei_is_squared(criterion)) values[6] = moei_hash(0, data->targets, n * (size_t)net->d_out * sizeof(moe_real));
+    return moei_agree_named(net->transport, 7, names, values, where, error);
 }
 
 /* What an evaluation can find wrong before it begins. */
@@ -9091,7 +9019,6 @@ static void moei_group_factors(const moe_train_config *config, const moe_tensor 
 
 /* One batch in the trainer's work memory. */
 typedef struct moei_batch {
-    uint64_t *room;     /* what ranks tell each other */
     moe_real *dy;       /* [batch,d_out] */
     int32_t *sequences; /* [batch+1] */
     moe_real *expert_p, *d_p, *d_weights, *d_outputs; /* [batch,E], [E,batch], [E,batch,d_out] of a classical mixture */
@@ -9099,13 +9026,10 @@ typedef struct moei_batch {
     size_t net_size;
 } moei_batch;
 
-enum { MOEI_TRAINER_WORDS = 4 };
-
 static moe_status moei_batch_layout(const moe_trainer *trainer, moei_layout *l, moei_batch *b) {
     size_t batch = trainer->most;
     moe_status status = moe_net_work_size(trainer->net, batch, 1, &b->net_size);
     if (status != MOE_OK) return status;
-    b->room = trainer->net->transport != NULL ? (uint64_t *)moei_take(l, moei_ranks_room(trainer->net->transport, MOEI_TRAINER_WORDS), sizeof(uint64_t)) : NULL;
     b->dy = moei_take_reals(l, batch, (size_t)trainer->net->d_out);
     b->sequences = (int32_t *)moei_take(l, batch + 1, sizeof(int32_t));
     if (moei_reads_experts(trainer->net, trainer->config.criterion)) {
@@ -9161,17 +9085,26 @@ static void moei_trainer_rate(moe_trainer *t) {
 
 /* The settings of a trainer, which all ranks must have alike. */
 static moe_status moei_train_agree(const moe_net *net, const moe_train_config *c, moe_error *error) {
-    moei_agreed s = moei_agreed_begin(net->transport, "training: ", error);
-    moe_status status = moei_agreed_fields(&s, moei_train_fields, c);
+    static const char *const names[] = {"seed", "checkpoint (a file, or none)"}, *const of_group[] = {"the pattern"};
+    moe_train_config scratch = *c;
+    uint64_t values[2];
+    char where[40];
+    moei_text text;
     int g;
-    if (status == MOE_OK) status = moei_agreed_add(&s, "seed", c->seed);
-    if (status == MOE_OK) status = moei_agreed_add(&s, "checkpoint (there is one, or none)", c->checkpoint != NULL);
-    if (status == MOE_OK) status = moei_agreed_end(&s);
+    moe_status status = moei_agree_fields(net->transport, moei_train_fields, c, &scratch, "training: ", error);
+    values[0] = c->seed, values[1] = c->checkpoint != NULL;
+    if (status == MOE_OK) status = moei_agree_named(net->transport, 2, names, values, "training: ", error);
     for (g = 0; g < c->n_groups && status == MOE_OK; g++) {
-        status = moei_agreed_add(&s, "the pattern of a group", moei_hash((uint64_t)g, c->groups[g].pattern, moei_strlen(c->groups[g].pattern)));
-        if (status == MOE_OK) status = moei_agreed_fields(&s, moei_group_fields, &c->groups[g]);
+        moe_param_group group = c->groups[g];
+        text.out = where, text.room = sizeof where, text.length = 0;
+        moei_put(&text, "groups[", 7);
+        moei_put_integer(&text, g);
+        moei_put(&text, "]: ", 3);
+        values[0] = moei_hash(0, group.pattern, moei_strlen(group.pattern));
+        status = moei_agree_named(net->transport, 1, of_group, values, where, error);
+        if (status == MOE_OK) status = moei_agree_fields(net->transport, moei_group_fields, &c->groups[g], &group, where, error);
     }
-    return status == MOE_OK ? moei_agreed_end(&s) : status;
+    return status;
 }
 
 /* Everything that a trainer's configuration can get wrong; *c with defaults filled in. */
@@ -9270,11 +9203,14 @@ static uint64_t moei_trainer_mark(const moe_trainer *t) {
     return mark;
 }
 
-/* MOE_ERR_STATE on all ranks when their trainers are out of step; told: words of MOEI_TRAINER_WORDS, the second is a mark. */
+/* What the ranks tell each other before a batch and before a step. */
+enum { MOEI_TRAINER_STATUS = 0, MOEI_TRAINER_MARK, MOEI_TRAINER_SAMPLES, MOEI_TRAINER_COUNTED, MOEI_TRAINER_SAYS };
+
+/* MOE_ERR_STATE on all ranks when their trainers are out of step. */
 static moe_status moei_marks_check(const moe_transport *t, const uint64_t *told, moe_error *error) {
     int r;
     for (r = 1; r < t->n_ranks; r++)
-        if (told[r * MOEI_TRAINER_WORDS + 1] != told[1])
+        if (told[r * MOEI_TRAINER_SAYS + MOEI_TRAINER_MARK] != told[MOEI_TRAINER_MARK])
             return moei_error(error, MOE_ERR_STATE, "rank %d is out of step with rank 0: its steps, batches since the last one, rate, random state or frozen tensors are others", r);
     return MOE_OK;
 }
@@ -9282,38 +9218,33 @@ static moe_status moei_marks_check(const moe_transport *t, const uint64_t *told,
 /* The ranks tell each other whether a batch may begin, and what they bring to it. */
 static moe_status moei_trainer_meet(const moe_trainer *t, const moe_data *data, moe_status status, moei_brought *b, moe_error *error) {
     const moe_transport *transport = t->net->transport;
-    moei_layout l = moei_layout_begin(t->work);
-    moei_batch batch;
-    uint64_t mine[MOEI_TRAINER_WORDS];
+    uint64_t mine[MOEI_TRAINER_SAYS] = {0};
     const uint64_t *told = NULL;
     int r;
     if (transport == NULL && status != MOE_OK) return status;
     if (status == MOE_OK) b->tokens = moei_tokens_alone(data->n), b->counted = moei_counted(t->config.criterion, data);
     if (transport == NULL) return MOE_OK;
-    (void)moei_batch_layout(t, &l, &batch);
-    mine[1] = moei_trainer_mark(t), mine[2] = status == MOE_OK ? data->n : 0, mine[3] = status == MOE_OK ? b->counted : 0;
-    status = moei_ranks_tell(transport, status, MOEI_TRAINER_WORDS, mine, batch.room, &told, error);
+    mine[MOEI_TRAINER_MARK] = moei_trainer_mark(t);
+    if (status == MOE_OK) mine[MOEI_TRAINER_SAMPLES] = data->n, mine[MOEI_TRAINER_COUNTED] = b->counted;
+    status = moei_ranks_tell(transport, status, MOEI_TRAINER_SAYS, mine, &told, error);
     if (status == MOE_OK) status = moei_marks_check(transport, told, error);
     if (status != MOE_OK) return status;
-    status = moei_tokens_of(transport, told + 2, MOEI_TRAINER_WORDS, &b->tokens);
+    status = moei_tokens_of(transport, told + MOEI_TRAINER_SAMPLES, MOEI_TRAINER_SAYS, &b->tokens);
     if (status != MOE_OK) return moei_error(error, status, "the samples of all ranks: %s", moe_status_text(status));
     if (b->tokens.total == 0) return moei_error(error, MOE_ERR_ARGUMENT, "n = 0: at least one rank must have a sample");
-    for (b->counted = 0, r = 0; r < transport->n_ranks; r++) b->counted += (size_t)told[r * MOEI_TRAINER_WORDS + 3];
+    for (b->counted = 0, r = 0; r < transport->n_ranks; r++) b->counted += (size_t)told[r * MOEI_TRAINER_SAYS + MOEI_TRAINER_COUNTED];
     return MOE_OK;
 }
 
 /* *sum = that of all ranks, in their order: the same bits on all of them. */
 static moe_status moei_trainer_sum(const moe_trainer *t, moe_status status, double *sum, moe_error *error) {
     const moe_transport *transport = t->net->transport;
-    moei_layout l = moei_layout_begin(t->work);
-    moei_batch batch;
     uint64_t mine[2];
     const uint64_t *told = NULL;
     int r;
     if (transport == NULL) return status;
-    (void)moei_batch_layout(t, &l, &batch);
     mine[1] = moei_double_bits(*sum);
-    status = moei_ranks_tell(transport, status, 2, mine, batch.room, &told, error);
+    status = moei_ranks_tell(transport, status, 2, mine, &told, error);
     if (status != MOE_OK) return status;
     for (*sum = 0.0, r = 0; r < transport->n_ranks; r++) *sum += moei_bits_double(told[2 * r + 1]);
     return MOE_OK;
@@ -9542,15 +9473,12 @@ static moe_status moei_update_check(const moe_trainer *trainer, moe_error *error
 /* The ranks tell each other whether they can, and whether they stand at the same place. */
 static moe_status moei_update_meet(const moe_trainer *trainer, moe_error *error) {
     const moe_transport *t = trainer->net->transport;
-    moei_layout l = moei_layout_begin(trainer->work);
-    moei_batch batch;
-    uint64_t mine[MOEI_TRAINER_WORDS] = {0};
+    uint64_t mine[MOEI_TRAINER_SAYS] = {0};
     const uint64_t *told = NULL;
     moe_status status = moei_update_check(trainer, error);
     if (t == NULL) return status;
-    (void)moei_batch_layout(trainer, &l, &batch);
-    mine[1] = moei_trainer_mark(trainer);
-    status = moei_ranks_tell(t, status, MOEI_TRAINER_WORDS, mine, batch.room, &told, error);
+    mine[MOEI_TRAINER_MARK] = moei_trainer_mark(trainer);
+    status = moei_ranks_tell(t, status, MOEI_TRAINER_SAYS, mine, &told, error);
     return status == MOE_OK ? moei_marks_check(t, told, error) : status;
 }
 
@@ -9815,12 +9743,12 @@ static void moei_fit_count(moei_fit *f) {
 
 /* Whether all ranks have the same samples. */
 static moe_status moei_fit_agree(const moei_fit *f, moe_error *error) {
+    static const char *const names[] = {"whether there are samples to test on"};
     const moe_net *net = f->trainer.net;
-    moei_agreed s = moei_agreed_begin(net->transport, "", error);
+    uint64_t tested = f->test != NULL;
     moe_status status;
     if (net->transport == NULL) return MOE_OK;
-    (void)moei_agreed_add(&s, "whether there are samples to test on", f->test != NULL);
-    status = moei_agreed_end(&s);
+    status = moei_agree_named(net->transport, 1, names, &tested, "", error);
     if (status == MOE_OK) status = moei_data_agree(net, f->train, f->trainer.config.criterion, "the samples to train on: ", error);
     return status == MOE_OK && f->test != NULL ? moei_data_agree(net, f->test, f->trainer.config.criterion, "the samples to test on: ", error) : status;
 }
@@ -11567,13 +11495,12 @@ static moe_status moei_file_fill(const moe_net *net, moe_file *file, moe_error *
 
 /* Whether all ranks read the same file in the same way: each checks all of it, and takes its part. */
 static moe_status moei_file_agree(const moe_transport *t, const void *bytes, size_t size, int trainable, const moe_kernels *kernels, moe_error *error) {
-    moei_agreed s = moei_agreed_begin(t, "the file: ", error);
+    static const char *const names[] = {"its length", "its contents", "trainable", "kernels (auto takes each machine's best)"};
+    uint64_t values[4];
     if (t == NULL) return MOE_OK;
-    (void)moei_agreed_add(&s, "its length", size);
-    (void)moei_agreed_add(&s, "its contents", moei_hash(0, bytes, size));
-    (void)moei_agreed_add(&s, "trainable", trainable != 0);
-    (void)moei_agreed_add(&s, "kernels", (uint64_t)(int64_t)moei_table(kernels)->id);
-    return moei_agreed_end(&s);
+    values[0] = size, values[1] = moei_hash(0, bytes, size), values[2] = trainable != 0;
+    values[3] = trainable ? (uint64_t)(int64_t)moei_table(kernels)->id : 0;
+    return moei_agree_named(t, 4, names, values, "the file: ", error);
 }
 
 moe_status moe_net_read_shared(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_transport *transport,
