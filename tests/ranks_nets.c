@@ -512,6 +512,780 @@ static void test_all_trainings(void) {
     test_training(&g, "accumulated, scheduled");
 }
 
+/* ---- moe_fit and moe_evaluate ---------------------------------------------------------------------------------------------------------- */
+
+enum { MOST_PROGRESS = 80 };
+
+/* What progress told, and when it stops training. */
+typedef struct watching {
+    moe_progress seen[MOST_PROGRESS];
+    size_t n;
+    uint64_t stop_at; /* total_step; 0: never */
+} watching;
+
+typedef struct fitted {
+    outcome o;
+    watching w;
+    moe_evaluation evaluation;
+    moe_buffer file;
+    moe_status status;
+} fitted;
+
+typedef struct fitting {
+    int kind, ranks, stop_rank;
+    uint64_t stop_at;
+    size_t n;
+    moe_train_config config;
+    fitted results[MOST_RANKS];
+} fitting;
+
+static int watch(void *ctx, const moe_progress *p) {
+    watching *w = (watching *)ctx;
+    if (w->n < MOST_PROGRESS) w->seen[w->n++] = *p;
+    return w->stop_at > 0 && p->total_step == w->stop_at;
+}
+
+static void fit(const fitting *f, fitted *r, int rank, const moe_transport *t) {
+    moe_train_config config = f->config;
+    moe_data train = data_of(f->kind, 0, f->n), test = data_of(f->kind, 8, SAMPLES - 12);
+    moe_allocator allocator = memory_allocator(&r->o.memory);
+    moe_stream stream = moe_buffer_stream(&r->file);
+    moe_error error;
+    r->w.stop_at = rank == f->stop_rank ? f->stop_at : 0;
+    config.progress = watch, config.progress_ctx = &r->w;
+    if (!STATUS(build(&r->o.net, f->kind, t, &allocator, &error), MOE_OK, "build", &error)) return;
+    r->status = moe_fit(&r->o.net, &train, &test, &config, &error);
+    STATUS(r->status, f->stop_at > 0 ? MOE_ERR_STOPPED : MOE_OK, "fit", &error);
+    STATUS(moe_evaluate(&r->o.net, &test, MOE_CRITERION_CROSS_ENTROPY, &r->evaluation, &error), MOE_OK, "evaluate", &error);
+    STATUS(moe_net_write(&r->o.net, rank == 0 ? &stream : NULL, &error), MOE_OK, "write", &error);
+}
+
+static void fit_task(ranks_rank *self, void *ctx) {
+    fitting *f = (fitting *)ctx;
+    fitted *r = &f->results[self->rank];
+    fit(f, r, self->rank, begin(&r->o, self));
+}
+
+static void fitted_free(fitted *r) {
+    outcome_free(&r->o);
+    moe_buffer_free(&r->file);
+}
+
+/* Runs it on f->ranks ranks, 0: in one process. */
+static void run_fit(fitting *f, const char *what) {
+    ranks_world w;
+    const char *fault;
+    memset(f->results, 0, sizeof f->results);
+    if (f->ranks == 0) {
+        fit(f, &f->results[0], 0, NULL);
+        return;
+    }
+    ranks_begin(&w, f->ranks, RANKS_BY_TURNS);
+    fault = ranks_run(&w, fit_task, f);
+    if (!CHECK(fault == NULL, what)) printf("        %s\n", fault);
+    ranks_end(&w);
+}
+
+static void free_fit(fitting *f) {
+    int r;
+    for (r = 0; r < (f->ranks > 0 ? f->ranks : 1); r++) fitted_free(&f->results[r]);
+}
+
+static int same_progress(const moe_progress *a, const moe_progress *b) {
+    return a->epoch == b->epoch && a->epochs == b->epochs && a->step == b->step && a->steps == b->steps && near_to((double)a->loss, (double)b->loss) &&
+           near_to((double)a->router_loss, (double)b->router_loss) && near_to((double)a->gradient_norm, (double)b->gradient_norm) &&
+           a->epoch_ended == b->epoch_ended && a->test.n == b->test.n && near_to((double)a->test.loss, (double)b->test.loss) &&
+           fabs((double)a->test.accuracy - (double)b->test.accuracy) < 0.03 && same_bits(&a->rate, &b->rate, sizeof a->rate) && a->total_step == b->total_step &&
+           a->total_steps == b->total_steps && a->samples == b->samples;
+}
+
+static void compare_fits(const fitting *one, const fitting *many, const char *what) {
+    size_t i;
+    int r, good = 1, same = 1;
+    for (r = 0; r < many->ranks; r++) {
+        const fitted *a = &one->results[0], *b = &many->results[r];
+        good = good && a->w.n == b->w.n && a->w.n > 4;
+        for (i = 0; i < a->w.n && i < b->w.n; i++) good = good && same_progress(&a->w.seen[i], &b->w.seen[i]);
+        same = same && same_bits(&b->evaluation, &many->results[0].evaluation, sizeof b->evaluation);
+        CHECK(b->evaluation.n == a->evaluation.n && near_to((double)b->evaluation.loss, (double)a->evaluation.loss), what);
+    }
+    CHECK(good, what);
+    CHECK(same, what);
+}
+
+/* Whether two nets' files have the same names and nearly the same values. */
+static void compare_near(const moe_buffer *a, const moe_buffer *b, const char *what) {
+    moe_file one, other;
+    moe_file_tensor t, u;
+    moe_real x[64], y[64];
+    size_t at, n;
+    int good = moe_file_open(&one, a->data, a->size, NULL) == MOE_OK && moe_file_open(&other, b->data, b->size, NULL) == MOE_OK;
+    if (!CHECK(good, what)) return;
+    while (moe_file_next(&one, &t) == MOE_OK) {
+        good = good && moe_file_next(&other, &u) == MOE_OK && t.count == u.count;
+        for (at = 0; at < t.count && good; at += n) {
+            n = t.count - at < 64 ? t.count - at : 64;
+            good = moe_file_values(&t, at, n, x) == MOE_OK && moe_file_values(&u, at, n, y) == MOE_OK && all_near(y, x, n);
+        }
+    }
+    CHECK(good, what);
+}
+
+static fitting fitting_of(int kind) {
+    fitting f;
+    memset(&f, 0, sizeof f);
+    f.kind = kind;
+    f.n = has_sequences(kind) ? 76 : 77;
+    f.stop_rank = -1;
+    f.config.batch = 12;
+    f.config.epochs = 3;
+    f.config.rate = (moe_real)0.01;
+    f.config.accumulate = 2;
+    f.config.clip = 1;
+    f.config.final_rate = (moe_real)0.2;
+    f.config.warmup = 3;
+    f.config.seed = 8;
+    f.config.evaluate_every = 3;
+    return f;
+}
+
+static void test_fit(int kind) {
+    static fitting one, many, rest;
+    int ranks;
+    one = fitting_of(kind);
+    run_fit(&one, kind_names[kind]);
+    for (ranks = 1; ranks <= MOST_RANKS; ranks++) {
+        many = fitting_of(kind);
+        many.ranks = ranks;
+        run_fit(&many, kind_names[kind]);
+        compare_fits(&one, &many, kind_names[kind]);
+        compare_near(&one.results[0].file, &many.results[0].file, kind_names[kind]);
+        rest = fitting_of(kind); /* stopped by its last rank, then resumed by as many */
+        rest.ranks = ranks;
+        rest.config.checkpoint = path[0], rest.config.checkpoint_every = 2, rest.config.resume = 1;
+        rest.stop_rank = ranks - 1, rest.stop_at = 5;
+        (void)remove(path[0]);
+        run_fit(&rest, "stopped");
+        free_fit(&rest);
+        rest.stop_at = 0;
+        run_fit(&rest, "resumed");
+        CHECK(same_buffers(&rest.results[0].file, &many.results[0].file), "resumed training has the bits of training that was not stopped");
+        free_fit(&rest);
+        rest.ranks = ranks % MOST_RANKS + 1; /* stopped, and resumed by others */
+        rest.stop_rank = 0, rest.stop_at = 7;
+        (void)remove(path[0]);
+        run_fit(&rest, "stopped");
+        free_fit(&rest);
+        rest.ranks = ranks == 3 ? 0 : ranks;
+        rest.stop_at = 0;
+        run_fit(&rest, "resumed by others");
+        compare_near(&rest.results[0].file, &one.results[0].file, "resumed by another number of ranks");
+        free_fit(&rest);
+        free_fit(&many);
+    }
+    free_fit(&one);
+}
+
+/* ---- what goes wrong on one rank ----------------------------------------------------------------------------------------------------- */
+
+/* A scene that all ranks play; on rank `bad` (-1: none) something is wrong. */
+typedef struct scene {
+    int kind, bad, which, ranks;
+    long fail_at;        /* allocation that fails there */
+    unsigned long break_at; /* call of the transport that fails there */
+    int done;            /* 1: it came to its end, on rank 0 */
+    long calls;          /* allocations of the bad rank */
+    const char *file;
+} scene;
+
+typedef struct actor {
+    scene *s;
+    ranks_rank *self;
+    outcome o;
+    moe_error error;
+    int bad;
+} actor;
+
+/* The status of the bad rank, and that of the others: MOE_ERR_PEER with an error that names the rank. */
+#define ONE_FAILS(a, call, wanted) one_fails(a, call, wanted, #call, __LINE__)
+
+static int names_rank(const actor *a) {
+    char text[20];
+    sprintf(text, "rank %d: ", a->s->bad);
+    return strstr(a->error.message, text) != NULL;
+}
+
+static void one_fails(actor *a, moe_status status, moe_status wanted, const char *what, int line) {
+    moe_status other = a->s->bad < 0 ? MOE_OK : MOE_ERR_PEER;
+    check_status(status, a->bad ? wanted : other, what, &a->error, line);
+    if (status == MOE_ERR_PEER && !check(names_rank(a), what, line)) printf("        %s\n", a->error.message);
+}
+
+/* The same on all ranks: error says `part`. */
+#define ALL_FAIL(a, call, wanted, part) all_fail(a, call, wanted, part, #call, __LINE__)
+
+static void all_fail(actor *a, moe_status status, moe_status wanted, const char *part, const char *what, int line) {
+    check_status(status, wanted, what, &a->error, line);
+    if (status != MOE_OK && !check(strstr(a->error.message, part) != NULL, part, line)) printf("        %s\n", a->error.message);
+}
+
+typedef void (*play_fn)(actor *a);
+
+static play_fn the_play;
+
+static void play_task(ranks_rank *self, void *ctx) {
+    static actor actors[MOST_RANKS];
+    actor *a = &actors[self->rank];
+    memset(a, 0, sizeof *a);
+    a->s = (scene *)ctx, a->self = self, a->bad = self->rank == a->s->bad;
+    a->error.message[0] = '\0';
+    the_play(a);
+    outcome_free(&a->o);
+}
+
+static void play(play_fn what, scene *s, const char *name) {
+    ranks_world w;
+    const char *fault;
+    if (s->ranks == 0) s->ranks = 3;
+    ranks_begin(&w, s->ranks, RANKS_AT_END);
+    if (s->break_at > 0) w.ranks[s->bad].fail_at = s->break_at;
+    the_play = what;
+    fault = ranks_run(&w, play_task, s);
+    if (s->break_at == 0 && !CHECK(fault == NULL, name)) printf("        %s: %s\n", name, fault);
+    ranks_end(&w);
+}
+
+static scene scene_of(int kind, int bad, int which) {
+    scene s;
+    memset(&s, 0, sizeof s);
+    s.kind = kind, s.bad = bad, s.which = which;
+    return s;
+}
+
+/* Makes the rank's net and trainer, with memory that can be told to fail later on. */
+static int act_begin(actor *a, int with_trainer) {
+    moe_allocator allocator = memory_allocator(&a->o.memory);
+    moe_train_config config = training_of(a->s->kind).config;
+    if (!STATUS(build(&a->o.net, a->s->kind, begin(&a->o, a->self), &allocator, &a->error), MOE_OK, "build", &a->error)) return 0;
+    return !with_trainer || STATUS(moe_trainer_init(&a->o.trainer, &a->o.net, &config, &a->error), MOE_OK, "trainer", &a->error);
+}
+
+/* The own samples of a batch of 12. */
+static moe_data act_data(const actor *a) {
+    size_t first, count;
+    moe_rank_part(12 / LENGTH, a->self->rank, a->s->ranks, &first, &count);
+    return data_of(a->s->kind, first * LENGTH, count * LENGTH);
+}
+
+/* All ranks take a good step; their losses are alike. */
+static void act_go_on(actor *a) {
+    moe_data data = act_data(a);
+    STATUS(moe_trainer_step(&a->o.trainer, &data, NULL, &a->error), MOE_OK, "the ranks go on", &a->error);
+}
+
+/* -- building */
+
+static void act_build(actor *a) {
+    static const struct {
+        const char *setting, *part;
+    } other[] = {{"n_experts=6 top_k=2 d_ff=7", "n_experts = "}, {"n_experts=5 top_k=2 d_ff=7 loss_z=0.5", "loss_z = "}, {"n_experts=5 top_k=2 d_ff=8", "d_ff = "}};
+    moe_layer_config config = layer_of("n_experts=5 top_k=2 d_ff=7");
+    moe_net *net = &a->o.net;
+    moe_transport *t = begin(&a->o, a->self);
+    char rank[20];
+    int i, which, bad = a->bad;
+    for (i = 0; i < 3; i++) {
+        moe_layer_config mine = bad ? layer_of(other[i].setting) : config;
+        moe_net_init(net, D, MOE_KERNELS_C, NULL);
+        net->transport = t;
+        moe_net_linear(net, 8), moe_net_mixture(net, &mine);
+        ALL_FAIL(a, moe_net_build(net, 1, 1, &a->error), MOE_ERR_CONFIG, other[i].part);
+        CHECK(strstr(a->error.message, "module 1 (mixture): ") == a->error.message, "the error names the module");
+        sprintf(rank, "rank %d", !bad ? a->s->bad : a->s->bad == 0 ? 1 : 0);
+        CHECK(strstr(a->error.message, rank) != NULL, "the error names the rank");
+        CHECK(!net->built && net->tensors == NULL && net->memory == NULL, "nothing was built");
+        moe_net_free(net);
+    }
+    for (which = 0; which < 7; which++) {
+        static const char *const parts[] = {"d_in: ", "the number of modules: ", "seed: ", "trainable: ", "the kind of module: ", "the width: ", "span = "};
+        moe_net_init(net, bad && which == 0 ? D + 1 : D, MOE_KERNELS_C, NULL);
+        net->transport = t;
+        moe_net_linear(net, 8), moe_net_linear(net, bad && which == 5 ? 7 : 8);
+        if (bad && which == 4) moe_net_rms_norm(net);
+        else moe_net_layer_norm(net);
+        if (which == 6) moe_net_residual(net, bad ? 2 : 1);
+        if (bad && which == 1) moe_net_linear(net, 8);
+        ALL_FAIL(a, moe_net_build(net, !(bad && which == 3), bad && which == 2 ? 2 : 1, &a->error), MOE_ERR_CONFIG, parts[which]);
+        moe_net_free(net);
+    }
+    for (which = 0; which < 2; which++) { /* a call before build failed; it is built already */
+        moe_net_init(net, D, MOE_KERNELS_C, NULL);
+        net->transport = t;
+        moe_net_linear(net, bad && which == 0 ? 0 : 8), moe_net_mixture(net, &config);
+        if (which == 0) ONE_FAILS(a, moe_net_build(net, 1, 1, &a->error), MOE_ERR_CONFIG);
+        if (which == 0) moe_net_free(net);
+    }
+    STATUS(moe_net_build(net, 1, 1, &a->error), MOE_OK, "build", &a->error);
+    ALL_FAIL(a, moe_net_build(net, 1, 1, &a->error), MOE_ERR_STATE, "built already");
+}
+
+static void act_build_alone(actor *a) { /* no word is said to others */
+    moe_layer_config config = layer_of("n_experts=5 top_k=2 d_ff=7");
+    moe_transport fresh = ranks_transport(a->self), *t = begin(&a->o, a->self);
+    moe_net *net = &a->o.net;
+    moe_net_init(net, D, MOE_KERNELS_C, NULL);
+    config.transport = t;
+    ALL_FAIL(a, (moe_net_mixture(net, &config), moe_net_build(net, 0, 1, &a->error)), MOE_ERR_CONFIG, "transport is not the net's");
+    moe_net_free(net);
+    moe_net_init(net, D, MOE_KERNELS_C, NULL);
+    config.transport = NULL;
+    moe_net_mixture(net, &config);
+    net->transport = t;
+    ALL_FAIL(a, moe_net_build(net, 0, 1, &a->error), MOE_ERR_CONFIG, "module 0 (mixture): its transport is not the net's");
+    moe_net_free(net);
+    moe_net_init(net, D, MOE_KERNELS_C, NULL);
+    net->transport = &fresh;
+    moe_net_linear(net, 8);
+    ALL_FAIL(a, moe_net_build(net, 0, 1, &a->error), MOE_ERR_CONFIG, "moe_transport_begin");
+}
+
+/* Fails the n-th allocation of one rank, for all n, until all goes well. */
+static void fail_memory(play_fn what, scene s, const char *name) {
+    long n;
+    for (n = 1; n < 200; n++) {
+        s.fail_at = n, s.done = 0;
+        (void)remove(path[0]);
+        play(what, &s, name);
+        if (s.done) break;
+    }
+    CHECK(n > 1 && n < 200, name);
+}
+
+/* Whether a call has succeeded; if not its status is what a failed allocation of the bad rank gives. (A buffer that cannot double may still grow.) */
+static int memory_failed(actor *a, moe_status status, const char *what) {
+    int hit = a->o.memory.fail_at > 0 && a->o.memory.calls >= a->o.memory.fail_at;
+    if (status == MOE_OK) return 1;
+    check_status(status, hit ? MOE_ERR_MEMORY : MOE_ERR_PEER, what, &a->error, __LINE__);
+    return 0;
+}
+
+/* The last call has succeeded, and nothing was left that could fail. */
+static void memory_done(actor *a) {
+    if (a->bad && a->o.memory.calls < a->o.memory.fail_at) a->s->done = 1;
+}
+
+static void act_build_memory(actor *a) {
+    moe_allocator allocator = memory_allocator(&a->o.memory);
+    moe_transport *t = begin(&a->o, a->self);
+    moe_status status;
+    moe_net_init(&a->o.net, has_ids(a->s->kind) ? 0 : D, MOE_KERNELS_C, &allocator);
+    a->o.net.transport = t;
+    append(&a->o.net, a->s->kind);
+    a->o.memory.calls = 0, a->o.memory.fail_at = a->bad ? a->s->fail_at : 0;
+    status = moe_net_build(&a->o.net, 1, 17, &a->error);
+    if (memory_failed(a, status, "build")) memory_done(a);
+    if (status == MOE_OK) return;
+    CHECK(!a->o.net.built && a->o.net.memory == NULL, "a failed build leaves nothing");
+    a->o.memory.fail_at = 0;
+    STATUS(moe_net_build(&a->o.net, 1, 17, &a->error), MOE_OK, "build after a failure", &a->error);
+}
+
+static void act_trainer_memory(actor *a) {
+    moe_train_config config = training_of(a->s->kind).config;
+    moe_status status;
+    if (!act_begin(a, 0)) return;
+    a->o.memory.calls = 0, a->o.memory.fail_at = a->bad ? a->s->fail_at : 0;
+    status = moe_trainer_init(&a->o.trainer, &a->o.net, &config, &a->error);
+    if (memory_failed(a, status, "trainer")) memory_done(a);
+    CHECK((status == MOE_OK) == (a->o.trainer.net != NULL), "a failed init leaves the trainer");
+}
+
+static void act_fit_memory(actor *a) {
+    moe_train_config config = training_of(a->s->kind).config;
+    moe_data data = data_of(a->s->kind, 0, 24);
+    moe_evaluation evaluation;
+    moe_status status;
+    if (!act_begin(a, 0)) return;
+    config.epochs = 1, config.batch = 12, config.checkpoint = path[0], config.resume = 1;
+    STATUS(moe_fit(&a->o.net, &data, &data, &config, &a->error), MOE_OK, "fit", &a->error);
+    config.epochs = 2;
+    a->o.memory.calls = 0, a->o.memory.fail_at = a->bad ? a->s->fail_at : 0;
+    status = moe_fit(&a->o.net, &data, &data, &config, &a->error);
+    if (!memory_failed(a, status, "fit")) return;
+    status = moe_evaluate(&a->o.net, &data, MOE_CRITERION_CROSS_ENTROPY, &evaluation, &a->error);
+    if (memory_failed(a, status, "evaluate")) memory_done(a);
+}
+
+static void act_file_memory(actor *a) {
+    moe_buffer file;
+    moe_stream stream = moe_buffer_stream(&file);
+    moe_allocator allocator;
+    moe_net net;
+    moe_status status;
+    memset(&file, 0, sizeof file);
+    memset(&net, 0, sizeof net);
+    if (!act_begin(a, 1)) return;
+    allocator = a->o.net.allocator;
+    file.allocator = allocator;
+    a->o.memory.calls = 0, a->o.memory.fail_at = a->bad ? a->s->fail_at : 0;
+    status = moe_trainer_save(&a->o.trainer, path[0], &a->error);
+    if (memory_failed(a, status, "save")) {
+        status = moe_trainer_load(&a->o.trainer, path[0], &a->error);
+        if (memory_failed(a, status, "load")) {
+            status = moe_net_load_shared(&net, path[0], 1, MOE_KERNELS_C, &a->o.transport, &allocator, &a->error);
+            if (memory_failed(a, status, "net")) {
+                status = moe_net_write(&net, a->self->rank == 0 ? &stream : NULL, &a->error);
+                if (memory_failed(a, status, "write")) memory_done(a);
+            }
+        }
+    }
+    moe_net_free(&net);
+    moe_buffer_free(&file);
+}
+
+/* -- training */
+
+static void act_trainer(actor *a) {
+    static const moe_param_group groups[] = {{"*.weight", 2, 0, 0}, {"*.bias", 2, 0, 0}, {"*.weight", 3, 0, 0}};
+    static const char *const parts[] = {"rate = ", "training: seed: ", "checkpoint", "groups[0]: the pattern: ", "groups[0]: rate = ", "epochs = ", "n_groups = "};
+    moe_train_config config;
+    moe_data data;
+    moe_step step;
+    size_t i;
+    int which, bad = a->bad;
+    if (!act_begin(a, 0)) return;
+    for (which = 0; which < 7; which++) {
+        memset(&config, 0, sizeof config);
+        config.groups = groups + (bad && which == 3 ? 1 : bad && which == 4 ? 2 : 0), config.n_groups = bad && which == 6 ? 2 : 1;
+        if (bad && which == 0) config.rate = (moe_real)0.5;
+        if (bad && which == 1) config.seed = 9;
+        if (bad && which == 2) config.checkpoint = "x";
+        if (bad && which == 5) config.epochs = 3;
+        ALL_FAIL(a, moe_trainer_init(&a->o.trainer, &a->o.net, &config, &a->error), MOE_ERR_CONFIG, parts[which]);
+        CHECK(a->o.trainer.net == NULL, "a failed init leaves the trainer");
+    }
+    memset(&config, 0, sizeof config);
+    config.rate = bad ? -1 : 1;
+    ONE_FAILS(a, moe_trainer_init(&a->o.trainer, &a->o.net, &config, &a->error), MOE_ERR_CONFIG);
+    ONE_FAILS(a, moe_trainer_init(bad ? NULL : &a->o.trainer, &a->o.net, NULL, &a->error), MOE_ERR_ARGUMENT);
+    memset(&config, 0, sizeof config);
+    config.batch = 12;
+    STATUS(moe_trainer_init(&a->o.trainer, &a->o.net, &config, &a->error), MOE_OK, "trainer", &a->error);
+    for (which = 0; which < 6; which++) { /* samples that are refused change nothing */
+        moe_real x[12 * D];
+        int32_t labels[12];
+        uint64_t rng = a->o.trainer.rng.state;
+        data = act_data(a);
+        memcpy(x, data.x, data.n * D * sizeof *x), memcpy(labels, data.labels, data.n * sizeof *labels);
+        data.x = x, data.labels = labels;
+        if (bad && which == 0) labels[0] = CLASSES;
+        if (bad && which == 1) x[1] = (moe_real)INFINITY;
+        if (bad && which == 2) data.n = 13;
+        if (bad && which == 3) data.x = NULL;
+        if (bad && which == 4) a->o.trainer.rate = (moe_real)NAN;
+        if (bad && which == 5) ONE_FAILS(a, moe_trainer_step(&a->o.trainer, NULL, &step, &a->error), MOE_ERR_ARGUMENT);
+        else ONE_FAILS(a, moe_trainer_step(&a->o.trainer, &data, &step, &a->error), which == 1 ? MOE_ERR_NONFINITE : MOE_ERR_ARGUMENT);
+        CHECK(a->o.trainer.rng.state == rng && a->o.trainer.steps == 0 && a->o.trainer.n_accumulated == 0, "nothing has changed");
+        a->o.trainer.rate = a->o.trainer.config.rate;
+    }
+    data = data_of(a->s->kind, 0, 0);
+    ALL_FAIL(a, moe_trainer_step(&a->o.trainer, &data, &step, &a->error), MOE_ERR_ARGUMENT, "at least one rank");
+    act_go_on(a);
+    for (which = 0; which < 4; which++) { /* a rank that is out of step */
+        moe_trainer before = a->o.trainer;
+        unsigned flags = a->o.net.tensors[0].flags;
+        if (bad && which == 0) a->o.trainer.rate *= 2;
+        if (bad && which == 1) a->o.trainer.steps++;
+        if (bad && which == 2) a->o.trainer.rng.state++;
+        if (bad && which == 3) a->o.net.tensors[0].flags |= MOE_PARAM_FROZEN;
+        data = act_data(a);
+        ALL_FAIL(a, moe_trainer_step(&a->o.trainer, &data, &step, &a->error), MOE_ERR_STATE, "out of step");
+        a->o.trainer = before, a->o.net.tensors[0].flags = flags;
+    }
+    act_go_on(a);
+    data = act_data(a);
+    ALL_FAIL(a, moe_trainer_update(&a->o.trainer, &step, &a->error), MOE_ERR_STATE, "no batch");
+    STATUS(moe_trainer_accumulate(&a->o.trainer, &data, &step, &a->error), MOE_OK, "accumulate", &a->error);
+    if (bad) a->o.trainer.rate = (moe_real)NAN;
+    ONE_FAILS(a, moe_trainer_update(&a->o.trainer, &step, &a->error), MOE_ERR_ARGUMENT);
+    CHECK(a->o.trainer.n_accumulated == 1, "a refused update keeps the batch");
+    a->o.trainer.rate = a->o.trainer.config.rate;
+    {
+        moe_stream none;
+        memset(&none, 0, sizeof none);
+        ALL_FAIL(a, moe_trainer_write(&a->o.trainer, &none, &a->error), MOE_ERR_STATE, "accumulated");
+        ALL_FAIL(a, moe_trainer_save(&a->o.trainer, path[0], &a->error), MOE_ERR_STATE, "accumulated");
+    }
+    if (bad) a->o.trainer.rate *= 2;
+    ALL_FAIL(a, moe_trainer_update(&a->o.trainer, &step, &a->error), MOE_ERR_STATE, "out of step");
+    a->o.trainer.rate = a->o.trainer.config.rate;
+    STATUS(moe_trainer_update(&a->o.trainer, &step, &a->error), MOE_OK, "update", &a->error);
+    /* a gradient that is not finite on one rank: the batches are lost on all */
+    STATUS(moe_trainer_accumulate(&a->o.trainer, &data, &step, &a->error), MOE_OK, "accumulate", &a->error);
+    if (bad) a->o.net.tensors[0].gradient[0] = (moe_real)INFINITY;
+    ONE_FAILS(a, moe_trainer_accumulate(&a->o.trainer, &data, &step, &a->error), MOE_ERR_NONFINITE);
+    CHECK(a->o.trainer.n_accumulated == 0, "the batches are lost");
+    STATUS(moe_trainer_accumulate(&a->o.trainer, &data, &step, &a->error), MOE_OK, "accumulate", &a->error);
+    if (bad) a->o.net.tensors[0].gradient[0] = (moe_real)INFINITY;
+    ALL_FAIL(a, moe_trainer_update(&a->o.trainer, &step, &a->error), MOE_ERR_NONFINITE, "not finite");
+    CHECK(a->o.trainer.n_accumulated == 0, "the batches are lost");
+    /* a broken weight that only one rank has */
+    for (i = 0; i < a->o.net.n_tensors; i++)
+        if (strstr(a->o.net.tensors[i].name, ".experts.") != NULL && bad) a->o.net.tensors[i].data[0] = (moe_real)NAN;
+    if (kind_mixtures[a->s->kind] != NULL) CHECK(moe_trainer_step(&a->o.trainer, &data, &step, &a->error) != MOE_OK, "a broken expert stops all ranks");
+}
+
+static void act_fit(actor *a) {
+    static const char *const parts[] = {"the samples to train on: n: ", "the samples to train on: x: ", "the samples to train on: labels: ", "samples to test on", "is missing on 2 of 3"};
+    moe_train_config config = training_of(a->s->kind).config;
+    moe_data data, other;
+    moe_evaluation evaluation;
+    moe_real x[24 * D];
+    int32_t labels[24];
+    int which, bad = a->bad;
+    if (!act_begin(a, 0)) return;
+    config.epochs = 1, config.batch = 12;
+    for (which = 0; which < 5; which++) {
+        data = other = data_of(a->s->kind, 0, 24);
+        memcpy(x, data.x, sizeof x), memcpy(labels, data.labels, sizeof labels);
+        data.x = x, data.labels = labels;
+        if (bad && which == 0) data.n = 20;
+        if (bad && which == 1) x[3] += 1;
+        if (bad && which == 2) labels[3] = (labels[3] + 1) % CLASSES;
+        if (which == 4) config.checkpoint = bad ? a->s->file : "/nowhere/at/all", config.resume = 1;
+        ALL_FAIL(a, moe_fit(&a->o.net, &data, which == 3 && bad ? &other : NULL, &config, &a->error), MOE_ERR_CONFIG, parts[which]);
+        if (which < 3) ALL_FAIL(a, moe_evaluate(&a->o.net, &data, MOE_CRITERION_CROSS_ENTROPY, &evaluation, &a->error), MOE_ERR_CONFIG, "the samples: ");
+    }
+    config.checkpoint = NULL, config.resume = 0;
+    data = data_of(a->s->kind, 0, 24);
+    ONE_FAILS(a, moe_fit(&a->o.net, bad ? NULL : &data, NULL, &config, &a->error), MOE_ERR_ARGUMENT);
+    ONE_FAILS(a, moe_evaluate(&a->o.net, &data, MOE_CRITERION_CROSS_ENTROPY, bad ? NULL : &evaluation, &a->error), MOE_ERR_ARGUMENT);
+    ONE_FAILS(a, moe_evaluate(&a->o.net, bad ? NULL : &data, MOE_CRITERION_CROSS_ENTROPY, &evaluation, &a->error), MOE_ERR_ARGUMENT);
+    ALL_FAIL(a, moe_fit(&a->o.net, &data, NULL, (config.criterion = MOE_CRITERION_EXPECTATION, &config), &a->error), MOE_ERR_UNSUPPORTED, "net.transport");
+    data.n = 3; /* without a label is none of these */
+    ALL_FAIL(a, moe_evaluate(&a->o.net, &data, MOE_CRITERION_JACOBS, &evaluation, &a->error), MOE_ERR_UNSUPPORTED, "net.transport");
+    config.criterion = MOE_CRITERION_CROSS_ENTROPY;
+    data.n = 0;
+    STATUS(moe_evaluate(&a->o.net, &data, MOE_CRITERION_CROSS_ENTROPY, &evaluation, &a->error), MOE_OK, "no samples", &a->error);
+    CHECK(evaluation.n == 0, "no samples");
+    data = data_of(a->s->kind, 0, 24);
+    if (bad) a->o.net.tensors[a->o.net.n_tensors - 1].data[0] = (moe_real)INFINITY; /* the last bias: this rank's outputs alone */
+    ONE_FAILS(a, moe_evaluate(&a->o.net, &data, MOE_CRITERION_CROSS_ENTROPY, &evaluation, &a->error), MOE_ERR_NONFINITE);
+}
+
+/* -- forward passes */
+
+static void act_forward(actor *a) {
+    moe_data data;
+    moe_call call, other;
+    moe_batch batch;
+    moe_net_pass pass;
+    moe_rng rng = {3}, ahead = {4};
+    moe_real dy[24 * CLASSES], x[12 * D];
+    void *work;
+    size_t size, most = 4;
+    int bad = a->bad;
+    if (!act_begin(a, 0)) return;
+    memset(dy, 0, sizeof dy);
+    memset(&call, 0, sizeof call);
+    memset(&batch, 0, sizeof batch);
+    data = act_data(a);
+    STATUS(moe_net_work_size(&a->o.net, most, 1, &size), MOE_OK, "size", NULL);
+    work = grab(size, 1);
+    call.n_tokens = data.n, call.x = data.x, call.training = 1, call.rng = &rng;
+#define FORWARD(c, w, s, p) moe_net_forward(&a->o.net, c, w, s, p)
+#define FAILS(call, wanted) STATUS(call, bad ? wanted : MOE_ERR_PEER, #call, NULL)
+    FAILS(FORWARD(bad ? NULL : &call, work, size, &pass), MOE_ERR_ARGUMENT);
+    FAILS(FORWARD(&call, bad ? NULL : work, size, &pass), MOE_ERR_ARGUMENT);
+    FAILS(FORWARD(&call, work, size, bad ? NULL : &pass), MOE_ERR_ARGUMENT);
+    FAILS(FORWARD(&call, work, bad ? 3 : size, &pass), MOE_ERR_SPACE);
+    FAILS(FORWARD(&call, work, bad ? size - 1 : size, &pass), MOE_ERR_SPACE);
+    other = call, other.batch = &batch, batch.total = data.n;
+    FAILS(FORWARD(bad ? &other : &call, work, size, &pass), MOE_ERR_ARGUMENT);
+    other = call, other.rng = bad ? NULL : &rng;
+    FAILS(FORWARD(&other, work, size, &pass), MOE_ERR_ARGUMENT);
+    other = call, other.rng = bad ? &ahead : &rng;
+    STATUS(FORWARD(&other, work, size, &pass), MOE_ERR_STATE, "random numbers that differ", NULL);
+    other = call, other.training = !bad;
+    STATUS(FORWARD(&other, work, size, &pass), MOE_ERR_STATE, "not all train", NULL);
+    CHECK(rng.state == 3 && ahead.state == 4, "nothing was drawn");
+    memcpy(x, data.x, data.n * D * sizeof *x);
+    if (bad) x[0] = (moe_real)INFINITY;
+    other = call, other.x = x;
+    FAILS(FORWARD(&other, work, size, &pass), MOE_ERR_NONFINITE);
+    rng.state = 3;
+    STATUS(FORWARD(&call, work, size, &pass), MOE_OK, "forward", NULL);
+    FAILS(moe_net_backward(&a->o.net, &pass, bad ? NULL : dy, NULL), MOE_ERR_ARGUMENT);
+    STATUS(moe_net_backward(&a->o.net, &pass, dy, NULL), MOE_OK, "backward", NULL);
+    other = call, other.training = 0, other.n_tokens = a->self->rank == 0 ? 4 : 0, other.x = other.n_tokens > 0 ? data.x : NULL;
+    STATUS(FORWARD(&other, work, size, &pass), MOE_OK, "one rank has tokens", NULL);
+    other.n_tokens = 0;
+    STATUS(FORWARD(&other, work, size, &pass), MOE_OK, "no rank has tokens", NULL);
+    other = call, other.n_tokens = 0, other.x = NULL;
+    STATUS(FORWARD(&other, work, size, &pass), MOE_OK, "no rank has tokens", NULL);
+    STATUS(moe_net_backward(&a->o.net, &pass, NULL, NULL), MOE_OK, "and none comes back", NULL);
+    free(work);
+}
+
+/* -- what does not go with a transport */
+
+static void act_refused(actor *a) {
+    moe_model_config config;
+    moe_built_model built;
+    moe_modular modular;
+    moe_cache cache;
+    unsigned char room[64];
+    memset(&config, 0, sizeof config);
+    memset(&cache, 0, sizeof cache);
+    if (!act_begin(a, 1)) return;
+    ALL_FAIL(a, moe_net_check_decoding(&a->o.net, &a->error), MOE_ERR_UNSUPPORTED, "several ranks");
+    ALL_FAIL(a, moe_net_cache_init(&cache, &a->o.net, 0, room, sizeof room, &a->error), MOE_ERR_UNSUPPORTED, "several ranks");
+    ALL_FAIL(a, moe_model_create(&built, &a->o.net, &config, &a->error), MOE_ERR_UNSUPPORTED, "net.transport");
+    ALL_FAIL(a, moe_modular_init(&modular, &a->o.trainer, &a->error), MOE_ERR_UNSUPPORTED, "net.transport");
+    {
+        moe_call call;
+        moe_net_pass pass;
+        memset(&call, 0, sizeof call);
+        cache.net = &a->o.net;
+        STATUS(moe_net_decode(&a->o.net, &cache, &call, room, sizeof room, &pass), MOE_ERR_UNSUPPORTED, "decode", NULL);
+    }
+}
+
+/* -- files */
+
+/* A stream that takes so many bytes. */
+typedef struct narrow {
+    size_t left;
+} narrow;
+
+static moe_status narrow_write(void *ctx, const void *from, size_t size) {
+    narrow *n = (narrow *)ctx;
+    (void)from;
+    if (size > n->left) return MOE_ERR_IO;
+    n->left -= size;
+    return MOE_OK;
+}
+
+static void act_write(actor *a) {
+    narrow n;
+    moe_stream stream;
+    moe_buffer file;
+    size_t at, step;
+    memset(&file, 0, sizeof file);
+    memset(&stream, 0, sizeof stream);
+    if (!act_begin(a, 1)) return;
+    stream.ctx = &n, stream.write = narrow_write;
+    n.left = (size_t)1 << 30;
+    STATUS(moe_trainer_write(&a->o.trainer, a->self->rank == 0 ? &stream : NULL, &a->error), MOE_OK, "write", &a->error);
+    at = ((size_t)1 << 30) - n.left;
+    for (step = 0; step <= 40; step++) { /* the disk is full */
+        n.left = step == 40 ? at - 1 : at / 40 * step;
+        ONE_FAILS(a, moe_trainer_write(&a->o.trainer, a->self->rank == 0 ? &stream : NULL, &a->error), MOE_ERR_IO);
+        n.left = step == 40 ? at - 1 : at / 40 * step;
+        if (step < 10) ONE_FAILS(a, moe_net_write(&a->o.net, a->self->rank == 0 ? &stream : NULL, &a->error), MOE_ERR_IO);
+    }
+    ONE_FAILS(a, moe_net_write(&a->o.net, NULL, &a->error), MOE_ERR_ARGUMENT);
+    ONE_FAILS(a, moe_trainer_write(&a->o.trainer, NULL, &a->error), MOE_ERR_ARGUMENT);
+    stream.write = NULL;
+    ONE_FAILS(a, moe_net_write(&a->o.net, &stream, &a->error), MOE_ERR_ARGUMENT);
+    ONE_FAILS(a, moe_net_save(&a->o.net, "/nowhere/at/all", &a->error), MOE_ERR_IO);
+    ONE_FAILS(a, moe_net_save(&a->o.net, NULL, &a->error), MOE_ERR_ARGUMENT);
+    ONE_FAILS(a, moe_trainer_save(&a->o.trainer, "/nowhere/at/all", &a->error), MOE_ERR_IO);
+    act_go_on(a);
+}
+
+static void act_load(actor *a) {
+    moe_net net, *of = &a->o.net;
+    const char *mine = a->bad ? "/nowhere/at/all" : path[0], *other = a->bad ? path[1] : path[0];
+    memset(&net, 0, sizeof net);
+    if (!act_begin(a, 1)) return;
+    STATUS(moe_trainer_save(&a->o.trainer, path[0], &a->error), MOE_OK, "save", &a->error);
+    act_go_on(a);
+    STATUS(moe_trainer_save(&a->o.trainer, path[1], &a->error), MOE_OK, "save", &a->error);
+    ONE_FAILS(a, moe_trainer_load(&a->o.trainer, mine, &a->error), MOE_ERR_IO);
+    ONE_FAILS(a, moe_net_load_shared(&net, mine, 0, MOE_KERNELS_C, of->transport, NULL, &a->error), MOE_ERR_IO);
+    ONE_FAILS(a, moe_net_load_shared(a->bad ? NULL : &net, path[0], 0, MOE_KERNELS_C, of->transport, NULL, &a->error), MOE_ERR_ARGUMENT);
+    ALL_FAIL(a, moe_trainer_load(&a->o.trainer, other, &a->error), MOE_ERR_CONFIG, "the file: its ");
+    ALL_FAIL(a, moe_net_load_shared(&net, other, 0, MOE_KERNELS_C, of->transport, NULL, &a->error), MOE_ERR_CONFIG, "the file: its ");
+    ALL_FAIL(a, moe_net_load_shared(&net, path[0], a->bad, MOE_KERNELS_C, of->transport, NULL, &a->error), MOE_ERR_CONFIG, "the file: trainable: ");
+    CHECK(net.modules == NULL, "a failed load leaves the net");
+    ALL_FAIL(a, moe_trainer_read(&a->o.trainer, "x", 1, &a->error), MOE_ERR_FORMAT, "byte 0");
+    STATUS(moe_trainer_load(&a->o.trainer, path[0], &a->error), MOE_OK, "load", &a->error);
+    CHECK(a->o.trainer.steps == 0, "back to the first step");
+    act_go_on(a);
+}
+
+/* Whole work, of which one call of the transport fails on one rank: every rank gets an error, none waits for ever, none leaks. */
+static void act_broken(actor *a) {
+    moe_train_config config = training_of(a->s->kind).config;
+    moe_allocator allocator = memory_allocator(&a->o.memory);
+    moe_data data = data_of(a->s->kind, 0, 24), part = act_data(a);
+    moe_evaluation evaluation;
+    moe_net net;
+    moe_status status = MOE_OK;
+    memset(&net, 0, sizeof net);
+    a->o.transport = ranks_transport(a->self);
+    status = moe_transport_begin(&a->o.transport, &a->error);
+    if (status == MOE_OK) status = build(&a->o.net, a->s->kind, &a->o.transport, &allocator, &a->error);
+    if (status == MOE_OK) status = moe_trainer_init(&a->o.trainer, &a->o.net, &config, &a->error);
+    if (status == MOE_OK) status = moe_trainer_accumulate(&a->o.trainer, &part, NULL, &a->error);
+    if (status == MOE_OK) status = moe_trainer_update(&a->o.trainer, NULL, &a->error);
+    if (status == MOE_OK) status = moe_trainer_step(&a->o.trainer, &part, NULL, &a->error);
+    if (status == MOE_OK) status = moe_trainer_save(&a->o.trainer, path[0], &a->error);
+    if (status == MOE_OK) status = moe_trainer_load(&a->o.trainer, path[0], &a->error);
+    if (status == MOE_OK) status = moe_net_load_shared(&net, path[0], 1, MOE_KERNELS_C, &a->o.transport, &allocator, &a->error);
+    config.epochs = 1, config.batch = 24, config.checkpoint = path[0], config.resume = 0;
+    if (status == MOE_OK) status = moe_fit(&net, &data, &data, &config, &a->error);
+    if (status == MOE_OK) status = moe_evaluate(&net, &data, MOE_CRITERION_CROSS_ENTROPY, &evaluation, &a->error);
+    CHECK(status == MOE_OK || status == MOE_ERR_TRANSPORT, "a broken transport is said to be one");
+    CHECK(status == MOE_OK || a->error.message[0] != '\0', "with a message");
+    if (status == MOE_OK && a->self->rank == 0) a->s->done = 1;
+    if (status == MOE_OK && a->self->rank == 1) a->s->calls = (long)a->self->calls;
+    moe_net_free(&net);
+}
+
+static void test_broken(int kind) {
+    scene s = scene_of(kind, 1, 0);
+    unsigned long at, last;
+    s.ranks = 2;
+    play(act_broken, &s, "nothing is broken");
+    last = (unsigned long)s.calls;
+    CHECK(s.done && last > 50, "nothing is broken");
+    for (at = 1; at <= last; at++) {
+        s.break_at = at, s.done = 0;
+        play(act_broken, &s, "broken");
+        CHECK(!s.done, "a broken transport is noticed");
+    }
+}
+
+static void test_failures(void) {
+    scene s;
+    FILE *file = fopen(path[1], "wb");
+    int bad, kind;
+    if (!CHECK(file != NULL && fclose(file) == 0, "a file that is no checkpoint")) return;
+    for (bad = 0; bad < 3; bad++) {
+        s = scene_of(CHOICE, bad, 0), play(act_build, &s, "build");
+        s = scene_of(CHOICE, bad, 0), play(act_trainer, &s, "trainer");
+        s = scene_of(DENSE, bad, 0), play(act_trainer, &s, "trainer of a dense net");
+        s = scene_of(CAPACITY, bad, 0), s.file = path[1], play(act_fit, &s, "fit");
+        s = scene_of(CHOICE, bad, 0), play(act_forward, &s, "forward");
+        s = scene_of(DENSE, bad, 0), play(act_forward, &s, "forward of a dense net");
+        for (kind = DENSE; kind <= TEXT; kind += TEXT) {
+            fail_memory(act_build_memory, scene_of(kind, bad, 0), "memory to build");
+            fail_memory(act_trainer_memory, scene_of(kind, bad, 0), "memory to train");
+            fail_memory(act_fit_memory, scene_of(kind, bad, 0), "memory to fit");
+            fail_memory(act_file_memory, scene_of(kind, bad, 0), "memory for files");
+        }
+    }
+    for (bad = 0; bad < 3; bad++) s = scene_of(NOISY, bad, 0), play(act_load, &s, "load");
+    s = scene_of(CHOICE, -1, 0), play(act_build_alone, &s, "transports that do not fit");
+    s = scene_of(CHOICE, -1, 0), play(act_refused, &s, "what is refused");
+    s = scene_of(CHOICE, 0, 0), play(act_write, &s, "write");
+    s = scene_of(DENSE, 0, 0), play(act_write, &s, "write a dense net");
+    test_broken(CHOICE);
+    test_broken(DENSE);
+}
+
 int main(int argc, char **argv) {
     const char *folder = argc > 1 ? argv[1] : ".";
     int i;
@@ -519,6 +1293,8 @@ int main(int argc, char **argv) {
     for (i = 0; i < 2; i++) sprintf(path[i], "%s/ranks_nets-%d.safetensors", folder, i);
     samples_begin();
     test_all_trainings();
+    for (i = 0; i < KINDS; i++) test_fit(i);
+    test_failures();
     for (i = 0; i < 2; i++) (void)remove(path[i]);
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed > 0;
