@@ -234,7 +234,9 @@
 #define moe_layer_write moe_layer_write_f64
 #define moe_layer_save moe_layer_save_f64
 #define moe_layer_read moe_layer_read_f64
+#define moe_layer_read_shared moe_layer_read_shared_f64
 #define moe_layer_load moe_layer_load_f64
+#define moe_layer_load_shared moe_layer_load_shared_f64
 #define moe_memory_source moe_memory_source_f64
 #define moe_rank_part moe_rank_part_f64
 #define moe_transport_begin moe_transport_begin_f64
@@ -259,9 +261,11 @@
 #define moe_net_layer_norm moe_net_layer_norm_f64
 #define moe_net_linear moe_net_linear_f64
 #define moe_net_load moe_net_load_f64
+#define moe_net_load_shared moe_net_load_shared_f64
 #define moe_net_mixture moe_net_mixture_f64
 #define moe_net_parameters moe_net_parameters_f64
 #define moe_net_read moe_net_read_f64
+#define moe_net_read_shared moe_net_read_shared_f64
 #define moe_net_residual moe_net_residual_f64
 #define moe_net_routing moe_net_routing_f64
 #define moe_net_save moe_net_save_f64
@@ -689,8 +693,14 @@ MOE_API moe_status moe_layer_save(const moe_layer *layer, const char *path, moe_
 /* Makes a layer from a file in memory; bytes are not needed afterwards. trainable and allocator as in create. Errors as moe_net_read, a file's also as
    moe_file_read. */
 MOE_API moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_allocator *allocator, moe_error *error);
+/* The same on several ranks, transport as in moe_layer_config: every rank reads the same file and keeps its own experts. Collective. NULL: all are here. Also
+   MOE_ERR_CONFIG (error names what differs between the ranks), MOE_ERR_PEER, MOE_ERR_TRANSPORT. */
+MOE_API moe_status moe_layer_read_shared(moe_layer *layer, const void *bytes, size_t size, int trainable, const struct moe_transport *transport,
+                                         const moe_allocator *allocator, moe_error *error);
 #ifndef MOE_NO_STDIO
 MOE_API moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, const moe_allocator *allocator, moe_error *error);
+MOE_API moe_status moe_layer_load_shared(moe_layer *layer, const char *path, int trainable, const struct moe_transport *transport, const moe_allocator *allocator,
+                                         moe_error *error);
 #endif
 
 /* ---- experts on several machines -------------------------------------------------------------------------------------------------
@@ -892,6 +902,8 @@ typedef struct moe_net {
     moe_tensor *tensors;  /* owned: every parameter by name, in the order of files; filled by build */
     int kernels_wanted;   /* MOE_KERNELS_ */
     const moe_kernels *kernels;
+    const moe_transport *transport; /* the processes that share the net, see "nets on several machines": the caller's, set after init and before the
+                                       modules [NULL: it is here alone] */
     moe_allocator allocator;
     moe_real *memory;     /* owned: the tensors' values, then their gradients */
     size_t memory_size;   /* bytes */
@@ -957,6 +969,7 @@ typedef struct moe_net_pass {
     /* Private to moe.h. */
     moe_call call;
     size_t past, most; /* decoding: tokens before those of the call, room of the cache (else 0) */
+    size_t first, total; /* tokens of the ranks before this one, and of all */
     struct moe_module_pass *modules;
     void *scratch;
     moe_real *d_x;
@@ -1151,6 +1164,7 @@ typedef struct moe_trainer {
     moe_real *factors;       /* private: [tensors,2] of the groups */
     void *work;              /* owned: for one batch */
     size_t work_size;
+    size_t most;             /* private: the most samples of a batch on this rank */
 } moe_trainer;
 
 /* What one step saw. */
@@ -1355,10 +1369,16 @@ MOE_API moe_status moe_net_save(const moe_net *net, const char *path, moe_error 
    it. On failure *net is untouched. */
 MOE_API moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
                                 moe_error *error);
+/* The same on several ranks: net.transport becomes transport, every rank reads the same file, of a net or a trainer on any number of ranks, and keeps its own
+   experts. Collective. NULL: all are here. Also MOE_ERR_CONFIG (error names what differs between the ranks), MOE_ERR_PEER, MOE_ERR_TRANSPORT. */
+MOE_API moe_status moe_net_read_shared(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_transport *transport,
+                                       const moe_allocator *allocator, moe_error *error);
 #ifndef MOE_NO_STDIO
 /* The same from a file; also the errors of moe_file_read. */
 MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, int kernels, const moe_allocator *allocator,
                                 moe_error *error);
+MOE_API moe_status moe_net_load_shared(moe_net *net, const char *path, int trainable, int kernels, const moe_transport *transport, const moe_allocator *allocator,
+                                       moe_error *error);
 #endif
 
 #ifndef MOE_NO_TRAIN
@@ -3119,11 +3139,16 @@ static moe_status moei_write_reals(moe_stream *stream, const moe_real *x, size_t
     return MOE_OK;
 }
 
-MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors, size_t n_tensors, const moe_metadata *metadata,
-                                  size_t n_metadata, const moe_allocator *allocator, moe_error *error) {
-    moei_header h;
-    moe_status status;
-    size_t i;
+/* Where the values of a file's tensors come from, when their data is not all of them. */
+typedef struct moei_values {
+    void *ctx;
+    moe_status (*ready)(void *ctx, moe_status status, moe_error *error); /* the header is made, or could not be */
+    /* Writes tensor i, unless status says that an earlier write has failed; the status now. */
+    moe_status (*put)(void *ctx, moe_status status, size_t i, moe_error *error);
+} moei_values;
+
+static moe_status moei_write_check_call(const moe_stream *stream, const moe_tensor *tensors, size_t n_tensors, const moe_metadata *metadata, size_t n_metadata,
+                                        const moe_allocator *allocator, moe_error *error) {
     if (stream == NULL || stream->write == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "stream or its write is NULL");
     if ((tensors == NULL && n_tensors > 0) || (metadata == NULL && n_metadata > 0))
         return moei_error(error, MOE_ERR_ARGUMENT, "tensors or metadata is NULL");
@@ -3131,16 +3156,32 @@ MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors,
         return moei_error(error, MOE_ERR_ARGUMENT, "%z tensors, %z metadata: a file takes %z of each", n_tensors, n_metadata,
                           (size_t)MOE_FILE_MAX_TENSORS);
     if (!moei_can_allocate(allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
+    return MOE_OK;
+}
+
+/* values NULL: the tensors' data. */
+static moe_status moei_file_write(moe_stream *stream, const moe_tensor *tensors, size_t n_tensors, const moe_metadata *metadata, size_t n_metadata,
+                                  const moei_values *values, const moe_allocator *allocator, moe_error *error) {
+    moei_header h;
+    moe_status status = moei_write_check_call(stream, tensors, n_tensors, metadata, n_metadata, allocator, error);
+    size_t i;
     memset(&h, 0, sizeof h);
     h.allocator = allocator;
-    status = moei_header_build(&h, tensors, n_tensors, metadata, n_metadata, error);
+    if (status == MOE_OK) status = moei_header_build(&h, tensors, n_tensors, metadata, n_metadata, error);
+    if (values != NULL) status = values->ready(values->ctx, status, error);
     if (status == MOE_OK) {
         status = stream->write(stream->ctx, h.text, moei_header_length(&h));
-        for (i = 0; i < n_tensors && status == MOE_OK; i++) status = moei_write_reals(stream, tensors[i].data, tensors[i].count);
+        for (i = 0; i < n_tensors && status == MOE_OK && values == NULL; i++) status = moei_write_reals(stream, tensors[i].data, tensors[i].count);
         if (status != MOE_OK) (void)moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+        for (i = 0; i < n_tensors && values != NULL; i++) status = values->put(values->ctx, status, i, error);
     }
     moei_list_free(allocator, &h.text, 1);
     return status;
+}
+
+MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors, size_t n_tensors, const moe_metadata *metadata,
+                                  size_t n_metadata, const moe_allocator *allocator, moe_error *error) {
+    return moei_file_write(stream, tensors, n_tensors, metadata, n_metadata, NULL, allocator, error);
 }
 
 #endif /* MOE_NO_TRAIN */
@@ -3237,6 +3278,7 @@ struct moei_returned;
 
 /* What layers do with a transport. They reach it through moe_transport_begin alone, so that a program without a transport does not link it. */
 typedef struct moei_ways {
+    moe_status (*tell)(const moe_transport *t, size_t n, const uint64_t *values, const uint64_t **all);
     moe_status (*agree)(const moe_layer_config *config, uint64_t seed, moe_error *error);
     moe_status (*size)(const moe_layer *layer, size_t n, int training, size_t *bytes);
     moe_status (*forward)(const moe_layer *layer, const moe_call *call, moe_real *y, void *work, size_t work_size, moe_layer_pass *pass);
@@ -6010,7 +6052,7 @@ static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returne
 
 /* ---- the transport ----------------------------------------------------------------------------------------------------------------------- */
 
-static const moei_ways moei_rank_ways = {moei_layer_agree, moei_ranks_size, moei_ranks_forward, MOEI_RANKS_BACKWARD};
+static const moei_ways moei_rank_ways = {moei_tell_ranks, moei_layer_agree, moei_ranks_size, moei_ranks_forward, MOEI_RANKS_BACKWARD};
 
 /* What must be right before a rank can tell others that something is not. */
 static moe_status moei_transport_speaks(const moe_transport *t, moe_error *error) {
@@ -6124,6 +6166,96 @@ static void moei_net_drop(const moe_allocator *a, void *list, size_t element_siz
 #endif
 }
 
+/* ---- ranks: what the processes that share a net tell each other ---------------------------------------------------------------- */
+
+/* Tells all ranks the status and n - 1 more numbers, mine[1..n-1], n <= MOEI_WORDS; what rank r says begins at *told + n r, until they tell each other
+   something else. A status other than MOE_OK comes back as it is; elsewhere, where others failed, it is MOE_ERR_PEER. After MOE_ERR_TRANSPORT nobody listens. */
+static moe_status moei_ranks_tell(const moe_transport *t, moe_status status, size_t n, uint64_t *mine, const uint64_t **told, moe_error *error) {
+    int r;
+    if (status == MOE_ERR_TRANSPORT) return status;
+    if (t->ways == NULL) return status != MOE_OK ? status : moei_error(error, MOE_ERR_CONFIG, "transport is not ready: call moe_transport_begin first");
+    mine[0] = moei_status_word(status);
+    if (t->ways->tell(t, n, mine, told) != MOE_OK) return moei_error(error, MOE_ERR_TRANSPORT, "the transport's exchange of counts failed");
+    for (r = 0; r < t->n_ranks && status == MOE_OK; r++) {
+        uint64_t word = (*told)[(size_t)r * n];
+        if (word != 0) status = moei_error(error, MOE_ERR_PEER, "rank %d: %s", r, word < 100 ? moe_status_text(-(int)word) : "failed");
+    }
+    return status;
+}
+
+/* Whether all went well on all ranks, as told. *wishes (may be NULL): the caller's number before, the sum of all ranks' after. Takes no memory, so a rank that
+   has none can say so. t NULL: there is one process. */
+static moe_status moei_ranks_vote(const moe_transport *t, moe_status status, int *wishes, moe_error *error) {
+    uint64_t mine[2];
+    const uint64_t *told;
+    int r;
+    if (t == NULL) return status;
+    mine[1] = wishes != NULL ? (uint64_t)(int64_t)*wishes : 0;
+    status = moei_ranks_tell(t, status, 2, mine, &told, error);
+    for (r = 0; r < t->n_ranks && wishes != NULL && status == MOE_OK; r++) *wishes = (r > 0 ? *wishes : 0) + (int)told[2 * r + 1];
+    return status;
+}
+
+/* The tokens of all ranks in one call. */
+typedef struct moei_tokens {
+    size_t first, total, most; /* those of the ranks before this one, all, and the most that one of them brings */
+} moei_tokens;
+
+static moei_tokens moei_tokens_alone(size_t n) {
+    moei_tokens s;
+    s.first = 0, s.total = s.most = n;
+    return s;
+}
+
+/* From each rank's number, `step` words apart. They must all fit an int32. */
+static moe_status moei_tokens_of(const moe_transport *t, const uint64_t *numbers, size_t step, moei_tokens *s) {
+    uint64_t first = 0, total = 0, most = 0;
+    int r;
+    for (r = 0; r < t->n_ranks; r++) {
+        uint64_t n = numbers[(size_t)r * step];
+        if (n > (uint64_t)INT32_MAX - total) return MOE_ERR_OVERFLOW;
+        if (r < t->rank) first += n;
+        if (n > most) most = n;
+        total += n;
+    }
+    s->first = (size_t)first, s->total = (size_t)total, s->most = (size_t)most;
+    return MOE_OK;
+}
+
+static uint64_t moei_hash(uint64_t hash, const void *bytes, size_t n) {
+    const unsigned char *p = (const unsigned char *)bytes;
+    uint64_t word;
+    for (; n >= sizeof word; p += sizeof word, n -= sizeof word) {
+        memcpy(&word, p, sizeof word);
+        hash = (hash ^ word) * UINT64_C(0x9e3779b97f4a7c15);
+        hash ^= hash >> 32;
+    }
+    for (; n > 0; p++, n--) hash = (hash ^ *p) * UINT64_C(0x100000001b3);
+    return hash;
+}
+
+static uint64_t moei_double_bits(double value) {
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+MOEI_TOOL double moei_bits_double(uint64_t bits) {
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* Whether all ranks have the same n named numbers: MOE_OK on all, or on none. */
+static moe_status moei_agree_named(const moe_transport *t, size_t n, const char *const *names, const uint64_t *values, const char *where, moe_error *error) {
+    size_t i = 0;
+    int rank = 0;
+    moe_status status = moe_transport_agree(t, n, values, &rank, &i);
+    if (status == MOE_OK) return status;
+    if (status != MOE_ERR_CONFIG) return moei_error(error, status, "%sthe ranks could not compare their settings: %s", where, moe_status_text(status));
+    return moei_error(error, status, "%s%s: rank %d has another; all ranks must have the same", where, names[i], rank);
+}
+
 /* ---- kinds of modules as data ------------------------------------------------------------------------------------------------- */
 
 /* The settings of modules, as files name them. */
@@ -6186,6 +6318,17 @@ static const moe_field *moei_module_fields(int kind) {
 static void *moei_module_settings(moei_module_config *config, int kind) {
     if (kind == MOE_MODULE_MIXTURE || kind == MOE_MODULE_FEED_FORWARD) return &config->layer;
     return kind == MOE_MODULE_ATTENTION ? (void *)&config->attention : (void *)config;
+}
+
+/* The settings of a module, as files name them. */
+static moei_module_config moei_module_config_of(const moe_module *m) {
+    moei_module_config config;
+    memset(&config, 0, sizeof config);
+    config.d_out = config.d = m->d_out, config.act = m->act, config.span = m->span;
+    config.vocabulary = config.most = m->n_rows, config.rate = m->rate;
+    config.attention = m->attention;
+    config.layer = m->layer.config;
+    return config;
 }
 
 /* Whether a module is a moe_layer. Only a mixture's has a router to speak of. */
@@ -6363,6 +6506,7 @@ static moe_status moei_feed_forward_config(const moe_layer_config *wanted, int d
                               "expert, d_ff, d_low, act, no_expert_bias, expert_bias and swiglu_...");
         }
     if (wanted != NULL) *c = *wanted;
+    c->transport = NULL; /* every rank has all of it */
     c->router.d_model = d;
     c->router.n_experts = c->router.top_k = 1;
     c->router.score = MOE_SCORE_GRAP;
@@ -6443,6 +6587,9 @@ moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config) {
     if (c.router.d_model != m.d_in)
         return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "d_model = %d, but width %d arrives", c.router.d_model, m.d_in);
     if (c.kernels == MOE_KERNELS_AUTO) c.kernels = moei_table(net->kernels)->id;
+    if (c.transport == NULL) c.transport = net->transport;
+    if (c.transport != net->transport)
+        return moei_module_refuse(net, m.kind, MOE_ERR_CONFIG, "transport is not the net's: set net.transport before the modules, config.transport stays NULL");
     status = moei_refine_fit(net, &c.router, &why);
     if (status == MOE_OK) status = moe_layer_init(&m.layer, &c, &why);
     if (status == MOE_OK) status = moei_previous_check(net, &m.layer.config.router, &why);
@@ -6573,6 +6720,38 @@ static void moei_net_unregister(moe_net *net) {
     net->n_tensors = 0;
 }
 
+/* How many experts all ranks together have in a tensor of which each has its own: one of a mixture's experts. 0: all ranks have all of the tensor. The net may be the
+   list of a layer's tensors: no modules, but modules[0] is the layer. */
+static size_t moei_parted(const moe_net *net, const moe_tensor *t) {
+    static const char experts[] = "experts.";
+    const char *p = t->name;
+    size_t i = 0;
+    if (net->transport == NULL) return 0;
+    if (net->n_modules > 0) {
+        for (; *p >= '0' && *p <= '9' && i < net->n_modules; p++) i = i * 10 + (size_t)(*p - '0');
+        if (i >= net->n_modules || net->modules[i].kind != MOE_MODULE_MIXTURE || *p++ != '.') return 0;
+    }
+    if (moei_strlen(p) < sizeof experts || moei_memcmp(p, experts, sizeof experts - 1) != 0) return 0;
+    return (size_t)net->modules[i].layer.config.router.n_experts;
+}
+
+/* The tensor as it stands in files: with the experts of all ranks. */
+static moe_tensor moei_whole_tensor(const moe_net *net, const moe_tensor *t) {
+    moe_tensor whole = *t;
+    size_t experts = moei_parted(net, t);
+    if (experts == 0) return whole;
+    whole.shape[0] = experts;
+    if (!moei_mul(t->count / t->shape[0], experts, &whole.count)) whole.count = 0; /* the writer finds that its shape is too large */
+    return whole;
+}
+
+/* Where the values of this rank begin in it. */
+static size_t moei_whole_first(const moe_net *net, const moe_tensor *t) {
+    size_t experts = moei_parted(net, t), first = 0, count;
+    if (experts > 0) moe_rank_part(experts, net->transport->rank, net->transport->n_ranks, &first, &count);
+    return experts > 0 ? t->count / t->shape[0] * first : 0;
+}
+
 /* The first tensor behind those of module i. */
 static size_t moei_last_tensor(const moe_net *net, size_t i) {
     return i + 1 < net->n_modules ? net->modules[i + 1].first_tensor : net->n_tensors;
@@ -6618,6 +6797,47 @@ static moe_status moei_net_check_training(const moe_net *net, moe_error *error) 
 #endif
 }
 
+/* Settings of the net itself. With other kernels what all ranks hold would be trained to other bits on each. */
+static moe_status moei_net_agree_top(const moe_net *net, int trainable, uint64_t seed, moe_error *error) {
+    static const char *const names[] = {"d_in", "the number of modules", "trainable", "seed", "kernels (auto takes each machine's best)"};
+    uint64_t values[5];
+    values[0] = (uint64_t)net->d_in, values[1] = net->n_modules, values[2] = trainable != 0, values[3] = seed;
+    values[4] = trainable ? (uint64_t)(int64_t)moei_table(net->kernels)->id : 0;
+    return moei_agree_named(net->transport, 5, names, values, "the net: ", error);
+}
+
+/* "module 3 (mixture): " */
+static const char *moei_module_where(const moe_net *net, size_t i, char out[64]) {
+    const char *name = moei_module_names[net->modules[i].kind];
+    moei_text t;
+    t.out = out, t.room = 64, t.length = 0;
+    moei_put(&t, "module ", 7);
+    moei_put_unsigned(&t, i);
+    moei_put(&t, " (", 2);
+    moei_put(&t, name, moei_strlen(name));
+    moei_put(&t, "): ", 3);
+    return out;
+}
+
+/* Whether all ranks have the same modules and settings. Collective, and so is the result: MOE_OK on all ranks, or on none. */
+static moe_status moei_net_agree(const moe_net *net, int trainable, uint64_t seed, moe_error *error) {
+    static const char *const names[] = {"the kind of module", "the width"};
+    char where[64];
+    uint64_t values[2];
+    size_t i;
+    moe_status status = moei_net_agree_top(net, trainable, seed, error);
+    for (i = 0; i < net->n_modules && status == MOE_OK; i++) {
+        const moe_module *m = &net->modules[i];
+        moei_module_config config = moei_module_config_of(m), scratch = config;
+        (void)moei_module_where(net, i, where);
+        values[0] = (uint64_t)m->kind, values[1] = (uint64_t)m->d_out;
+        status = moei_agree_named(net->transport, 2, names, values, where, error);
+        if (status == MOE_OK) /* the same kinds have the same fields */
+            status = moei_agree_fields(net->transport, moei_module_fields(m->kind), moei_module_settings(&config, m->kind), moei_module_settings(&scratch, m->kind), where, error);
+    }
+    return status;
+}
+
 /* The memory of a registered net, all zero; the last step that can fail. */
 static moe_status moei_net_allocate(moe_net *net, int trainable, moe_error *error) {
     size_t count, numbers, all, bytes;
@@ -6650,16 +6870,46 @@ static void moei_net_start(moe_net *net, uint64_t seed) {
     }
 }
 
-moe_status moe_net_build(moe_net *net, int trainable, uint64_t seed, moe_error *error) {
-    moe_status status;
-    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+/* Takes back what register and allocate have done. */
+static void moei_net_unbuild(moe_net *net) {
+    size_t i;
+    for (i = 0; net->built && i < net->n_modules; i++) {
+        moe_module *m = &net->modules[i];
+        memset(m->layer.tensors, 0, sizeof m->layer.tensors);
+        memset(m->layer.gradients, 0, sizeof m->layer.gradients);
+        memset(m->tensors, 0, sizeof m->tensors);
+        memset(m->gradients, 0, sizeof m->gradients);
+    }
+    moei_free(&net->allocator, net->memory, net->memory_size);
+    net->memory = NULL;
+    net->memory_size = 0;
+    net->built = net->trainable = 0;
+    moei_net_unregister(net);
+}
+
+/* Whether a net can be built, as far as it knows by itself. */
+static moe_status moei_net_ready(const moe_net *net, moe_error *error) {
+    size_t i;
     if (net->error.code != MOE_OK) return moei_error(error, net->error.code, "%s", net->error.message);
     if (net->built) return moei_error(error, MOE_ERR_STATE, "the net is built already");
     if (net->n_modules == 0) return moei_error(error, MOE_ERR_CONFIG, "the net has no modules");
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_MIXTURE && net->modules[i].layer.config.transport != net->transport)
+            return moei_error(error, MOE_ERR_CONFIG, "module %z (mixture): its transport is not the net's: net.transport is set before the modules", i);
+    return MOE_OK;
+}
+
+moe_status moe_net_build(moe_net *net, int trainable, uint64_t seed, moe_error *error) {
+    moe_status status;
+    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+    status = moei_ranks_vote(net->transport, moei_net_ready(net, error), NULL, error);
+    if (status == MOE_OK && net->transport != NULL) status = moei_net_agree(net, trainable, seed, error);
+    if (status != MOE_OK) return status;
     status = moei_net_register(net, error);
     if (status == MOE_OK) status = moei_net_allocate(net, trainable, error);
+    status = moei_ranks_vote(net->transport, status, NULL, error);
     if (status == MOE_OK) moei_net_start(net, seed);
-    else moei_net_unregister(net);
+    else moei_net_unbuild(net);
     return status;
 }
 
@@ -6961,15 +7211,23 @@ static moe_status moei_positions_forward(const moei_run *r) {
     return MOE_OK;
 }
 
+/* The draws of other ranks' tokens, `each` for one. */
+static void moei_skip(moe_rng *rng, size_t tokens, size_t each) {
+    for (tokens *= each; tokens > 0; tokens--) (void)moe_rng_next(rng);
+}
+
 /* y = x where it stays, times 1 / (1 - rate). */
 static moe_status moei_dropout_forward(const moei_run *r) {
     moe_real factor = MOEI_R(1.0) / (MOEI_R(1.0) - r->m->rate);
+    int draws = r->pass->training && r->m->rate > MOEI_R(0.0);
     size_t i;
+    if (draws) moei_skip(r->pass->call.rng, r->pass->first, r->d_in);
     memcpy(r->p->y, r->p->x, r->n * r->d_in * sizeof(moe_real));
     for (i = 0; r->pass->training && i < r->n * r->d_in; i++) {
         r->p->stays[i] = !(r->m->rate > MOEI_R(0.0)) || moe_rng_uniform(r->pass->call.rng) >= r->m->rate;
         r->p->y[i] = r->p->stays[i] ? r->p->x[i] * factor : MOEI_R(0.0);
     }
+    if (draws) moei_skip(r->pass->call.rng, r->pass->total - r->pass->first - r->n, r->d_in);
     return MOE_OK;
 }
 
@@ -7148,13 +7406,14 @@ static moe_status moei_feed_forward_forward(const moei_run *r) {
 static void moei_mixture_previous(const moei_run *r, moe_call *call) {
     size_t at = moei_previous_mixture(r->net, r->i), width = r->p->n_previous, t, j;
     const moe_routing *before = &r->pass->modules[at].layer.routing;
+    size_t first = before->first; /* where ranks decide together the routing is of all their tokens */
     int soft = before->plan.rows > 0;
     for (t = 0; t < r->n; t++)
         for (j = 0; j < width; j++) {
-            size_t to = t * width + j, choice = t * before->max_choices + j;
-            int kept = soft ? moei_is_real(call, t) : j < (size_t)before->n_choices[t] && before->kept[choice];
+            size_t to = t * width + j, choice = (first + t) * before->max_choices + j;
+            int kept = soft ? moei_is_real(call, t) : j < (size_t)before->n_choices[first + t] && before->kept[choice];
             r->p->previous_experts[to] = !kept ? -1 : soft ? (int32_t)j : before->choices[choice];
-            r->p->previous_weights[to] = kept ? before->weights[t * before->n_experts + (size_t)r->p->previous_experts[to]] : MOEI_R(0.0);
+            r->p->previous_weights[to] = kept ? before->weights[(first + t) * before->n_experts + (size_t)r->p->previous_experts[to]] : MOEI_R(0.0);
         }
     call->previous_input = r->pass->modules[at].x;
     call->previous_experts = r->p->previous_experts;
@@ -7443,44 +7702,95 @@ static moe_status moei_net_call_check(const moe_net *net, const moe_call *call, 
     return MOE_OK;
 }
 
-/* Runs all modules of a pass that is laid out. */
-static moe_status moei_net_run(const moe_net *net, const moe_call *call, moe_net_pass *p) {
+/* Runs all modules of a pass that is laid out. What can fail on one rank alone is a feed_forward: the ranks hear of it before they meet in the next
+   mixture, or at the end. */
+static moe_status moei_net_run(const moe_net *net, const moe_call *call, const moei_tokens *share, moe_net_pass *p) {
     moe_status status = MOE_OK;
     size_t i;
+    int alone = 0;
     p->n_tokens = call->n_tokens;
     p->training = call->training;
     p->call = *call;
-    for (i = 0; i < net->n_modules && status == MOE_OK; i++) {
+    p->first = share->first, p->total = share->total;
+    for (i = 0; i < net->n_modules; i++) {
         moei_run r = moei_run_begin(net, p, i);
+        if (alone && r.m->kind == MOE_MODULE_MIXTURE) status = moei_ranks_vote(net->transport, status, NULL, NULL), alone = 0;
+        if (status != MOE_OK && !alone) return status;
         r.p->x = i > 0 ? p->modules[i - 1].y : net->d_in > 0 && call->x != NULL ? call->x : r.p->y; /* there is nothing to read: any address will do */
-        status = moei_module_kinds[net->modules[i].kind].forward(&r);
+        if (status == MOE_OK) status = moei_module_kinds[net->modules[i].kind].forward(&r);
+        if (net->transport != NULL && r.m->kind == MOE_MODULE_FEED_FORWARD) alone = 1;
     }
     p->y = p->modules[net->n_modules - 1].y;
+    return alone ? moei_ranks_vote(net->transport, status, NULL, NULL) : status;
+}
+
+/* A pass whose call is checked, laid out in work. */
+static moe_status moei_net_pass(const moe_net *net, const moe_call *call, const moei_tokens *share, void *work, moe_net_pass *pass) {
+    moei_layout l = moei_layout_begin(work);
+    moei_extent e = moei_extent_of(share->most, moei_keeps(call));
+    moe_net_pass p;
+    moe_status status = moei_net_layout(net, &e, &l, &p);
+    if (status == MOE_OK) status = moei_net_run(net, call, share, &p);
+    if (status == MOE_OK) *pass = p;
     return status;
 }
 
-moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
-    moei_layout l = moei_layout_begin(work);
-    moei_extent e;
-    moe_net_pass p;
-    moe_status status;
+/* Whether work is large enough for a pass. */
+static moe_status moei_net_fits(const moe_net *net, const moe_call *call, const moei_tokens *share, size_t work_size) {
+    moei_extent e = moei_extent_of(share->most, moei_keeps(call));
     size_t size;
-    if (net == NULL || call == NULL || work == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
+    moe_status status = moei_net_size(net, &e, &size);
+    return status != MOE_OK ? status : size > work_size ? MOE_ERR_SPACE : MOE_OK;
+}
+
+/* What can be said of a call before others' tokens are known. */
+static moe_status moei_net_forward_check(const moe_net *net, const moe_call *call, const void *work, const moe_net_pass *pass) {
+    if (call == NULL || work == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
     if (!net->built) return MOE_ERR_STATE;
-    if ((status = moei_net_call_check(net, call, 0)) != MOE_OK) return status;
-    e = moei_extent_of(call->n_tokens, moei_keeps(call));
-    if ((status = moei_net_size(net, &e, &size)) != MOE_OK) return status;
-    if (size > work_size) return MOE_ERR_SPACE;
-    if ((status = moei_net_layout(net, &e, &l, &p)) != MOE_OK) return status;
-    status = moei_net_run(net, call, &p);
-    if (status == MOE_OK) *pass = p;
-    return status;
+    return moei_net_call_check(net, call, 0);
+}
+
+/* What the ranks tell each other at the beginning of a pass. */
+enum { MOEI_PASS_STATUS = 0, MOEI_PASS_TOKENS, MOEI_PASS_TRAINING, MOEI_PASS_RNG, MOEI_PASS_SAYS };
+
+/* All ranks or none train, and all draw the same random numbers. */
+static moe_status moei_net_meet(const moe_net *net, const moe_call *call, size_t work_size, moe_status status, moei_tokens *tokens) {
+    const moe_transport *t = net->transport;
+    const uint64_t *told;
+    uint64_t mine[MOEI_PASS_SAYS] = {0};
+    int r;
+    if (status == MOE_OK && call->batch != NULL) status = MOE_ERR_ARGUMENT;
+    if (status == MOE_OK) {
+        mine[MOEI_PASS_TOKENS] = call->n_tokens, mine[MOEI_PASS_TRAINING] = call->training != 0;
+        mine[MOEI_PASS_RNG] = call->training && call->rng != NULL ? call->rng->state : 0;
+    }
+    status = moei_ranks_tell(t, status, MOEI_PASS_SAYS, mine, &told, NULL);
+    if (status != MOE_OK) return status;
+    for (r = 1; r < t->n_ranks; r++)
+        if (moei_memcmp(told + (size_t)r * MOEI_PASS_SAYS + MOEI_PASS_TRAINING, told + MOEI_PASS_TRAINING, 2 * sizeof *told) != 0) return MOE_ERR_STATE;
+    status = moei_tokens_of(t, told + MOEI_PASS_TOKENS, MOEI_PASS_SAYS, tokens);
+    return status == MOE_OK ? moei_ranks_vote(t, moei_net_fits(net, call, tokens, work_size), NULL, NULL) : status;
+}
+
+moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
+    moei_tokens tokens;
+    moe_status status;
+    if (net == NULL) return MOE_ERR_ARGUMENT;
+    status = moei_net_forward_check(net, call, work, pass);
+    if (net->transport != NULL) status = moei_net_meet(net, call, work_size, status, &tokens);
+    else if (status == MOE_OK) {
+        tokens = moei_tokens_alone(call->n_tokens);
+        status = moei_net_fits(net, call, &tokens, work_size);
+        if (call->batch != NULL) tokens.first = call->batch->first, tokens.total = call->batch->total;
+    }
+    return status == MOE_OK ? moei_net_pass(net, call, &tokens, work, pass) : status;
 }
 
 moe_status moe_net_check_decoding(const moe_net *net, moe_error *error) {
     moe_error why;
     size_t i;
     if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+    if (net->transport != NULL) return moei_error(error, MOE_ERR_UNSUPPORTED, "a net on several ranks cannot decode: load its file without transport");
     for (i = 0; i < net->n_modules; i++) {
         const moe_module *m = &net->modules[i];
         moe_status status = MOE_OK;
@@ -7550,6 +7860,7 @@ moe_status moe_net_decode_work_size(const moe_net *net, size_t most, size_t n_to
 /* What moe_net_decode asks of a call and the cache. */
 static moe_status moei_decode_check(const moe_net *net, const moe_cache *cache, const moe_call *call) {
     if (!net->built) return MOE_ERR_STATE;
+    if (net->transport != NULL) return MOE_ERR_UNSUPPORTED;
     if (cache->net != net || cache->n_tokens > cache->most || call->training || call->keep || call->sequences != NULL || call->mask != NULL ||
         call->past_u != NULL || call->past_gate != NULL)
         return MOE_ERR_ARGUMENT;
@@ -7560,6 +7871,7 @@ static moe_status moei_decode_check(const moe_net *net, const moe_cache *cache, 
 moe_status moe_net_decode(const moe_net *net, moe_cache *cache, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
     moei_layout l = moei_layout_begin(work), of_cache;
     moei_extent e;
+    moei_tokens share;
     moe_net_pass p;
     moe_status status;
     size_t size;
@@ -7573,7 +7885,8 @@ moe_status moe_net_decode(const moe_net *net, moe_cache *cache, const moe_call *
     moei_cache_layout(net, cache->most, &of_cache, p.modules);
     p.past = cache->n_tokens;
     p.most = cache->most;
-    status = moei_net_run(net, call, &p);
+    share = moei_tokens_alone(call->n_tokens);
+    status = moei_net_run(net, call, &share, &p);
     if (status != MOE_OK) return status;
     cache->n_tokens += call->n_tokens;
     *pass = p;
@@ -7901,7 +8214,7 @@ MOEI_TOOL moe_status moei_print_net(moe_stream *out, const char *name, const moe
     moei_line_name(&p, NULL, 0);
     moei_line(&p, " = {%d, %d, %z, (moe_module *)", net->d_in, net->d_out, net->n_modules);
     moei_line_name(&p, NULL, 0);
-    moei_line(&p, "_modules, 0, NULL, MOE_KERNELS_C, NULL, {NULL, NULL}, NULL, 0, 1, 0, {MOE_OK, \"\"}};");
+    moei_line(&p, "_modules, 0, NULL, MOE_KERNELS_C, NULL, NULL, {NULL, NULL}, NULL, 0, 1, 0, {MOE_OK, \"\"}};");
     moei_line_end(&p);
     return p.status == MOE_OK ? MOE_OK : moei_error(error, p.status, "writing net %s: %s", name, moe_status_text(p.status));
 }
@@ -8042,11 +8355,13 @@ static moe_status moei_net_backward(const moe_net *net, moe_net_pass *pass, cons
 
 moe_status moe_net_backward(const moe_net *net, moe_net_pass *pass, const moe_real *dy, moe_real *dx) {
     moei_returned back;
+    moe_status status;
     if (net == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
-    if (!net->built || !net->trainable || !pass->training || pass->modules == NULL) return MOE_ERR_STATE;
-    if (pass->n_tokens == 0) return MOE_OK;
-    if (dy == NULL) return MOE_ERR_ARGUMENT;
-    back.dy = dy, back.d_outputs = back.d_weights = NULL;
+    status = !net->built || !net->trainable || !pass->training || pass->modules == NULL ? MOE_ERR_STATE : MOE_OK;
+    if (status == MOE_OK && dy == NULL && pass->n_tokens > 0) status = MOE_ERR_ARGUMENT;
+    status = moei_ranks_vote(net->transport, status, NULL, NULL);
+    if (status != MOE_OK || pass->total == 0) return status;
+    back.dy = dy != NULL ? dy : pass->y, /* which has no rows */ back.d_outputs = back.d_weights = NULL;
     return moei_net_backward(net, pass, &back, dx);
 }
 
@@ -8118,8 +8433,9 @@ static moe_real moei_cross_entropy_row(const moe_kernels *kernels, size_t n, con
     return y[best] - y[label] + MOEI_F(log1p)(others);
 }
 
-static moe_real moei_cross_entropy(const moe_kernels *kernels, size_t n, size_t classes, const moe_real *y, const int32_t *labels, moe_real *dy) {
-    size_t t, labelled = moei_count_labelled(n, labels);
+/* The rows' part in the mean over `labelled` rows. */
+static moe_real moei_cross_entropy(const moe_kernels *kernels, size_t n, size_t classes, size_t labelled, const moe_real *y, const int32_t *labels, moe_real *dy) {
+    size_t t;
     moe_real over_n = labelled > 0 ? MOEI_R(1.0) / (moe_real)labelled : MOEI_R(0.0), sum = MOEI_R(0.0);
     for (t = 0; t < n; t++, y += classes) {
         moe_real *d = dy != NULL ? dy + t * classes : NULL;
@@ -8130,11 +8446,12 @@ static moe_real moei_cross_entropy(const moe_kernels *kernels, size_t n, size_t 
 }
 
 moe_real moe_cross_entropy(size_t n, size_t classes, const moe_real *y, const int32_t *labels, moe_real *dy) {
-    return moei_cross_entropy(NULL, n, classes, y, labels, dy);
+    return moei_cross_entropy(NULL, n, classes, moei_count_labelled(n, labels), y, labels, dy);
 }
 
-moe_real moe_squared_error(size_t n, size_t width, const moe_real *y, const moe_real *targets, moe_real *dy) {
-    moe_real over_n = n > 0 ? MOEI_R(1.0) / (moe_real)n : MOEI_R(0.0), sum = MOEI_R(0.0);
+/* The rows' part in the mean over `all` rows. */
+static moe_real moei_squared_error(size_t n, size_t width, size_t all, const moe_real *y, const moe_real *targets, moe_real *dy) {
+    moe_real over_n = all > 0 ? MOEI_R(1.0) / (moe_real)all : MOEI_R(0.0), sum = MOEI_R(0.0);
     size_t i;
     for (i = 0; i < n * width; i++) {
         moe_real e = y[i] - targets[i];
@@ -8142,6 +8459,10 @@ moe_real moe_squared_error(size_t n, size_t width, const moe_real *y, const moe_
         if (dy != NULL) dy[i] = over_n * e;
     }
     return MOEI_R(0.5) * sum * over_n;
+}
+
+moe_real moe_squared_error(size_t n, size_t width, const moe_real *y, const moe_real *targets, moe_real *dy) {
+    return moei_squared_error(n, width, n, y, targets, dy);
 }
 
 /* With l = ln p - ln q the loss is sum (p - q) l / 2; its slope by a_j is (p_j (l_j - sum p l) + p_j - q_j) / 2, by b_j the same with p and q exchanged. */
@@ -8185,6 +8506,8 @@ static moe_status moei_mixture_fits(const moe_net *net, int criterion, moe_error
     const moe_module *last = &net->modules[net->n_modules - 1];
     const moe_router_config *c = &last->layer.config.router;
     if (!moei_reads_experts(net, criterion)) return MOE_OK;
+    if (net->transport != NULL)
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "criterion = %s reads all experts, and net.transport spreads them over ranks", moei_criterion_names[criterion]);
     if (last->kind != MOE_MODULE_MIXTURE)
         return moei_error(error, MOE_ERR_CONFIG, "criterion = %s: the net's last module must be a mixture", moei_criterion_names[criterion]);
     if (c->select != MOE_SELECT_DENSE || c->weight != MOE_WEIGHT_RAW || c->scale < MOEI_R(1.0) || c->scale > MOEI_R(1.0) || c->expert_scale || c->capacity_factor > MOEI_R(0.0) ||
@@ -8197,10 +8520,11 @@ static moe_status moei_mixture_fits(const moe_net *net, int criterion, moe_error
     return MOE_OK;
 }
 
-static moe_real moei_criterion(int criterion, const moe_net *net, const moe_data *data, const moe_real *y, moe_real *dy) {
+/* The samples' part in the mean over `counted` of them. */
+static moe_real moei_criterion(int criterion, const moe_net *net, const moe_data *data, size_t counted, const moe_real *y, moe_real *dy) {
     size_t width = (size_t)net->d_out;
-    if (criterion == MOE_CRITERION_CROSS_ENTROPY) return moei_cross_entropy(net->kernels, data->n, width, y, data->labels, dy);
-    return moe_squared_error(data->n, width, y, data->targets, dy);
+    if (criterion == MOE_CRITERION_CROSS_ENTROPY) return moei_cross_entropy(net->kernels, data->n, width, counted, y, data->labels, dy);
+    return moei_squared_error(data->n, width, counted, y, data->targets, dy);
 }
 
 /* ---- data ---------------------------------------------------------------------------------------------------------------------- */
@@ -8337,6 +8661,7 @@ static moe_status moei_routers_check(const moe_net *net, const moe_data *data, s
 
 /* How many samples the loss is the mean of. */
 static size_t moei_counted(int criterion, const moe_data *data) {
+    if (data->n == 0) return 0;
     return moei_is_squared(criterion) ? data->n : moei_count_labelled(data->n, data->labels);
 }
 
@@ -8360,7 +8685,8 @@ static moe_call moei_data_call(const moe_data *data, int32_t *sequences) {
     call.n_tokens = data->n;
     call.x = data->x;
     if (call.token_ids == NULL) call.token_ids = data->token_ids;
-    if (call.sequences != NULL || data->length == 0) return call;
+    if (data->n == 0) call.sequences = NULL, call.n_sequences = 0; /* a rank without samples has no sequence to begin */
+    if (call.sequences != NULL || data->length == 0 || data->n == 0) return call;
     call.n_sequences = data->n / data->length;
     for (i = 0; i <= call.n_sequences; i++) sequences[i] = (int32_t)(i * data->length);
     call.sequences = sequences;
@@ -8368,6 +8694,22 @@ static moe_call moei_data_call(const moe_data *data, int32_t *sequences) {
 }
 
 /* ---- evaluation ---------------------------------------------------------------------------------------------------------------- */
+
+/* The part of this rank in n samples that come in units of so many. */
+static moei_tokens moei_tokens_split(const moe_transport *t, size_t n, size_t unit, size_t *own) {
+    moei_tokens s;
+    moe_rank_part(n / unit, t->rank, t->n_ranks, &s.first, own);
+    s.first *= unit, *own *= unit;
+    s.total = n;
+    s.most = (n / unit + (size_t)t->n_ranks - 1) / (size_t)t->n_ranks * unit;
+    return s;
+}
+
+/* The most samples that a rank gets of n. */
+static size_t moei_part_most(const moe_transport *t, size_t n, size_t length) {
+    size_t own;
+    return t != NULL ? moei_tokens_split(t, n, length > 0 ? length : 1, &own).most : n;
+}
 
 /* How many samples go into one batch at most. */
 static size_t moei_evaluate_most(const moe_net *net, const moe_data *data) {
@@ -8390,7 +8732,7 @@ typedef struct moei_answers {
 
 static moe_status moei_answers_layout(const moe_net *net, int criterion, const moe_data *all, moei_layout *l, moei_answers *a) {
     int reads = moei_reads_experts(net, criterion);
-    size_t most = moei_evaluate_most(net, all);
+    size_t most = moei_part_most(net->transport, moei_evaluate_most(net, all), all->length);
     moe_status status = moe_net_work_size(net, most, reads, &a->net_size);
     if (status != MOE_OK) return status;
     a->answer = reads ? moei_take_reals(l, most, (size_t)net->d_out) : NULL;
@@ -8434,10 +8776,19 @@ typedef struct moei_evaluated {
     size_t counted, right;
 } moei_evaluated;
 
-/* Adds one batch of all the samples. */
-static moe_status moei_evaluate_batch(const moe_net *net, const moe_data *batch, const moe_data *all, int criterion, void *work, moei_evaluated *sums,
-                                      moe_error *error) {
-    moei_layout l = moei_layout_begin(work);
+/* One batch of an evaluation at work. */
+typedef struct moei_evaluating {
+    const moe_net *net;
+    const moe_data *all; /* the samples */
+    int criterion;
+    void *work;
+    moei_evaluated sums;
+} moei_evaluating;
+
+/* Adds the samples of a batch that are this rank's. */
+static moe_status moei_evaluate_part(moei_evaluating *e, const moe_data *batch, const moei_tokens *tokens, moe_error *error) {
+    const moe_net *net = e->net;
+    moei_layout l = moei_layout_begin(e->work);
     moei_answers a;
     moe_call call;
     moe_net_pass pass;
@@ -8445,72 +8796,127 @@ static moe_status moei_evaluate_batch(const moe_net *net, const moe_data *batch,
     moe_status status;
     moe_real mean = MOEI_R(0.0);
     const moe_real *answer;
-    size_t t, counted = moei_counted(criterion, batch), width = (size_t)net->d_out;
-    status = moei_answers_layout(net, criterion, all, &l, &a);
+    size_t t, counted = moei_counted(e->criterion, batch), width = (size_t)net->d_out;
+    status = moei_answers_layout(net, e->criterion, e->all, &l, &a);
     if (status == MOE_OK) {
         call = moei_data_call(batch, a.sequences);
-        call.keep = moei_reads_experts(net, criterion);
-        status = moe_net_forward(net, &call, a.net_work, a.net_size, &pass);
+        call.keep = moei_reads_experts(net, e->criterion);
+        status = moei_net_call_check(net, &call, 0);
+        if (status == MOE_OK) status = moei_net_pass(net, &call, tokens, a.net_work, &pass);
     }
     if (status != MOE_OK) return moei_error(error, status, "the net's forward pass: %s", moe_status_text(status));
     answer = pass.y;
     status = moei_reals_check("the net's output", pass.y, batch->n, width, error);
     if (status != MOE_OK) return status;
-    if (moei_reads_experts(net, criterion)) {
+    if (moei_reads_experts(net, e->criterion)) {
         mixture = moei_mixture_of(net, &pass, batch);
-        status = moe_mixture_loss(criterion, &mixture, &mean, NULL, NULL, error);
-        if (status == MOE_OK) status = moe_mixture_answer(criterion, &mixture, NULL, a.answer, error);
+        status = moe_mixture_loss(e->criterion, &mixture, &mean, NULL, NULL, error);
+        if (status == MOE_OK) status = moe_mixture_answer(e->criterion, &mixture, NULL, a.answer, error);
         if (status != MOE_OK) return status;
         answer = a.answer;
-    } else mean = moei_criterion(criterion, net, batch, pass.y, NULL);
-    sums->loss += (double)mean * (double)counted;
-    sums->counted += counted;
-    for (t = 0; !moei_is_squared(criterion) && t < batch->n; t++)
-        if (batch->labels[t] >= 0) sums->right += moei_largest(width, answer + t * width) == (size_t)batch->labels[t];
+    } else mean = moei_criterion(e->criterion, net, batch, counted, pass.y, NULL);
+    e->sums.loss += (double)mean * (double)counted;
+    e->sums.counted += counted;
+    for (t = 0; !moei_is_squared(e->criterion) && t < batch->n; t++)
+        if (batch->labels[t] >= 0) e->sums.right += moei_largest(width, answer + t * width) == (size_t)batch->labels[t];
+    return MOE_OK;
+}
+
+/* The batch of one process, n samples from `from` on; each rank takes its part of it. */
+static moe_status moei_evaluate_batch(moei_evaluating *e, size_t from, size_t n, moe_error *error) {
+    const moe_transport *t = e->net->transport;
+    moei_tokens tokens = moei_tokens_alone(n);
+    moe_data part;
+    size_t first = 0, own = n;
+    if (t != NULL) {
+        tokens = moei_tokens_split(t, n, e->all->length > 0 ? e->all->length : 1, &own);
+        first = tokens.first;
+    }
+    part = moei_data_part(e->net, e->all, from + first, own);
+    return moei_ranks_vote(t, moei_evaluate_part(e, &part, &tokens, error), NULL, error);
+}
+
+/* Adds the sums of all ranks, in their order: the same bits on all of them. */
+static moe_status moei_evaluate_add(moei_evaluating *e, moe_error *error) {
+    const moe_transport *t = e->net->transport;
+    uint64_t mine[4];
+    const uint64_t *told = NULL;
+    moe_status status;
+    int r;
+    if (t == NULL) return MOE_OK;
+    mine[1] = moei_double_bits(e->sums.loss), mine[2] = e->sums.counted, mine[3] = e->sums.right;
+    status = moei_ranks_tell(t, MOE_OK, 4, mine, &told, error);
+    if (status != MOE_OK) return status;
+    memset(&e->sums, 0, sizeof e->sums);
+    for (r = 0; r < t->n_ranks; r++, told += 4)
+        e->sums.loss += moei_bits_double(told[1]), e->sums.counted += (size_t)told[2], e->sums.right += (size_t)told[3];
     return MOE_OK;
 }
 
 static moe_status moei_evaluate(const moe_net *net, const moe_data *data, int criterion, void *work, moe_evaluation *result, moe_error *error) {
+    moei_evaluating e;
     moe_evaluation made;
-    moei_evaluated sums;
+    moe_status status = MOE_OK;
     size_t from, most = moei_evaluate_most(net, data);
-    memset(&sums, 0, sizeof sums);
-    for (from = 0; from < data->n;) {
-        moe_data batch = moei_data_part(net, data, from, data->n - from < most ? data->n - from : most);
-        moe_status status = moei_evaluate_batch(net, &batch, data, criterion, work, &sums, error);
-        if (status != MOE_OK) return status;
-        from += batch.n;
-    }
+    memset(&e, 0, sizeof e);
+    e.net = net, e.all = data, e.criterion = criterion, e.work = work;
+    for (from = 0; from < data->n && status == MOE_OK; from += most)
+        status = moei_evaluate_batch(&e, from, data->n - from < most ? data->n - from : most, error);
+    if (status == MOE_OK) status = moei_evaluate_add(&e, error);
+    if (status != MOE_OK) return status;
     memset(&made, 0, sizeof made);
-    made.n = sums.counted;
-    if (sums.counted > 0) {
-        made.loss = (moe_real)(sums.loss / (double)sums.counted);
-        made.accuracy = (moe_real)((double)sums.right / (double)sums.counted);
+    made.n = e.sums.counted;
+    if (made.n > 0) {
+        made.loss = (moe_real)(e.sums.loss / (double)made.n);
+        made.accuracy = (moe_real)((double)e.sums.right / (double)made.n);
     }
     if (!moe_is_finite(made.loss)) return moei_error(error, MOE_ERR_NONFINITE, "the loss is not finite: %g", (double)made.loss);
     *result = made;
     return MOE_OK;
 }
 
-moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result, moe_error *error) {
+/* Whether all ranks have the same samples, for they are split among them. */
+static moe_status moei_data_agree(const moe_net *net, const moe_data *data, int criterion, const char *where, moe_error *error) {
+    static const char *const names[] = {"criterion", "n", "length", "x", "token_ids", "labels", "targets"};
+    uint64_t values[7] = {0};
+    size_t n = data->n;
+    if (net->transport == NULL) return MOE_OK;
+    values[0] = (uint64_t)criterion, values[1] = n, values[2] = data->length;
+    if (n > 0 && net->d_in > 0) values[3] = moei_hash(0, data->x, n * (size_t)net->d_in * sizeof(moe_real));
+    if (n > 0 && data->token_ids != NULL) values[4] = moei_hash(0, data->token_ids, n * sizeof(int32_t));
+    if (n > 0 && !moei_is_squared(criterion)) values[5] = moei_hash(0, data->labels, n * sizeof(int32_t));
+    if (n > 0 && moei_is_squared(criterion)) values[6] = moei_hash(0, data->targets, n * (size_t)net->d_out * sizeof(moe_real));
+    return moei_agree_named(net->transport, 7, names, values, where, error);
+}
+
+/* What an evaluation can find wrong before it begins. */
+static moe_status moei_evaluate_check(const moe_net *net, const moe_data *data, int criterion, const moe_evaluation *result, moe_error *error) {
     moe_status status;
-    size_t size;
-    void *work;
-    if (net == NULL || result == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and result must not be NULL");
+    if (result == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and result must not be NULL");
     if (!net->built) return moei_error(error, MOE_ERR_STATE, "the net is not built");
     if (criterion < 0 || criterion >= MOE_CRITERION_COUNT)
         return moei_error(error, MOE_ERR_ARGUMENT, "criterion = %d: there is no such one", criterion);
     status = moei_data_check(net, data, criterion, error);
     if (status == MOE_OK) status = moei_samples_alone(net, data, error);
     if (status == MOE_OK && data->n > 0) status = moei_routers_check(net, data, 1, 0, error);
-    if (status == MOE_OK) status = moei_mixture_fits(net, criterion, error);
+    return status == MOE_OK ? moei_mixture_fits(net, criterion, error) : status;
+}
+
+moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result, moe_error *error) {
+    moe_status status;
+    size_t size = 0;
+    void *work = NULL;
+    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and result must not be NULL");
+    status = moei_ranks_vote(net->transport, moei_evaluate_check(net, data, criterion, result, error), NULL, error);
+    if (status == MOE_OK) status = moei_data_agree(net, data, criterion, "the samples: ", error);
     if (status != MOE_OK) return status;
     status = moei_evaluate_size(net, criterion, data, &size);
-    if (status != MOE_OK) return moei_error(error, status, "work memory: %s", moe_status_text(status));
-    work = moei_alloc(&net->allocator, size, 1);
-    if (work == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of work", size);
-    status = moei_evaluate(net, data, criterion, work, result, error);
-    moei_free(&net->allocator, work, size);
+    if (status != MOE_OK) (void)moei_error(error, status, "work memory: %s", moe_status_text(status));
+    else work = moei_alloc(&net->allocator, size, 1);
+    if (status == MOE_OK && work == NULL) status = moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of work", size);
+    status = moei_ranks_vote(net->transport, status, NULL, error);
+    if (status == MOE_OK) status = moei_evaluate(net, data, criterion, work, result, error);
+    if (work != NULL) moei_free(&net->allocator, work, size);
     return status;
 }
 
@@ -8623,7 +9029,7 @@ typedef struct moei_batch {
 } moei_batch;
 
 static moe_status moei_batch_layout(const moe_trainer *trainer, moei_layout *l, moei_batch *b) {
-    size_t batch = (size_t)trainer->config.batch;
+    size_t batch = trainer->most;
     moe_status status = moe_net_work_size(trainer->net, batch, 1, &b->net_size);
     if (status != MOE_OK) return status;
     b->dy = moei_take_reals(l, batch, (size_t)trainer->net->d_out);
@@ -8661,6 +9067,7 @@ static moe_status moei_trainer_allocate(moe_trainer *t, moe_error *error) {
     if (t->memory != NULL && t->work != NULL) return MOE_OK;
     moei_free(a, t->memory, t->memory_size);
     moei_free(a, t->work, t->work_size);
+    t->memory = NULL;
     return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of moments and %z of work", t->memory_size, t->work_size);
 }
 
@@ -8678,19 +9085,62 @@ static void moei_trainer_rate(moe_trainer *t) {
     t->rate = c->rate * (c->final_rate + (MOEI_R(1.0) - c->final_rate) * left);
 }
 
-static moe_status moei_trainer_make(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error) {
+/* The settings of a trainer, which all ranks must have alike. */
+static moe_status moei_train_agree(const moe_net *net, const moe_train_config *c, moe_error *error) {
+    static const char *const names[] = {"seed", "checkpoint (a file, or none)"}, *const of_group[] = {"the pattern"};
+    moe_train_config scratch = *c;
+    uint64_t values[2];
+    char where[40];
+    moei_text text;
+    int g;
+    moe_status status = moei_agree_fields(net->transport, moei_train_fields, c, &scratch, "training: ", error);
+    values[0] = c->seed, values[1] = c->checkpoint != NULL;
+    if (status == MOE_OK) status = moei_agree_named(net->transport, 2, names, values, "training: ", error);
+    for (g = 0; g < c->n_groups && status == MOE_OK; g++) {
+        moe_param_group group = c->groups[g];
+        text.out = where, text.room = sizeof where, text.length = 0;
+        moei_put(&text, "groups[", 7);
+        moei_put_integer(&text, g);
+        moei_put(&text, "]: ", 3);
+        values[0] = moei_hash(0, group.pattern, moei_strlen(group.pattern));
+        status = moei_agree_named(net->transport, 1, of_group, values, where, error);
+        if (status == MOE_OK) status = moei_agree_fields(net->transport, moei_group_fields, &c->groups[g], &group, where, error);
+    }
+    return status;
+}
+
+/* Everything that a trainer's configuration can get wrong; *c with defaults filled in. */
+static moe_status moei_trainer_config(const moe_trainer *trainer, const moe_net *net, const moe_train_config *config, int fit, moe_train_config *c, moe_error *error) {
+    moe_status status;
+    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and net must not be NULL");
+    if (!net->built || !net->trainable) return moei_error(error, MOE_ERR_STATE, "the net is not built with trainable = 1");
+    if (!fit && config != NULL && config->warmup > 0 && config->total_steps == 0)
+        return moei_error(error, MOE_ERR_CONFIG, "warmup = %d: a trainer needs total_steps for it, which only moe_fit knows by itself", config->warmup);
+    status = moei_train_check(config, c, error);
+    if (status == MOE_OK) status = moei_groups_check(net, c, error);
+    return status == MOE_OK ? moei_mixture_fits(net, c->criterion, error) : status;
+}
+
+/* data: the samples of moe_fit, of which each rank takes its part; NULL: there are none, or it is a trainer of the caller's own. */
+static moe_status moei_trainer_make(moe_trainer *trainer, moe_net *net, const moe_train_config *config, int fit, const moe_data *data, moe_error *error) {
     moe_trainer made;
     moe_status status;
     size_t i;
-    if (trainer == NULL || net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and net must not be NULL");
-    if (!net->built || !net->trainable) return moei_error(error, MOE_ERR_STATE, "the net is not built with trainable = 1");
+    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and net must not be NULL");
     memset(&made, 0, sizeof made);
     made.net = net;
-    status = moei_train_check(config, &made.config, error);
-    if (status == MOE_OK) status = moei_groups_check(net, &made.config, error);
-    if (status == MOE_OK) status = moei_mixture_fits(net, made.config.criterion, error);
-    if (status == MOE_OK) status = moei_trainer_allocate(&made, error);
+    status = moei_ranks_vote(net->transport, moei_trainer_config(trainer, net, config, fit, &made.config, error), NULL, error);
+    if (status == MOE_OK && net->transport != NULL) status = moei_train_agree(net, &made.config, error);
     if (status != MOE_OK) return status;
+    made.most = (size_t)made.config.batch;
+    if (data != NULL && data->n < made.most) made.most = data->n;
+    made.most = data != NULL ? moei_part_most(net->transport, made.most, data->length) : made.most;
+    status = moei_trainer_allocate(&made, error);
+    status = moei_ranks_vote(net->transport, status, NULL, error);
+    if (status != MOE_OK) {
+        if (made.memory != NULL) moe_trainer_free(&made);
+        return status;
+    }
     for (i = 0; i < net->n_tensors; i++) moei_group_factors(&made.config, &net->tensors[i], made.factors + 2 * i);
     made.config.groups = NULL;
     moe_rng_seed(&made.rng, made.config.seed);
@@ -8702,9 +9152,7 @@ static moe_status moei_trainer_make(moe_trainer *trainer, moe_net *net, const mo
 }
 
 moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error) {
-    if (config != NULL && config->warmup > 0 && config->total_steps == 0)
-        return moei_error(error, MOE_ERR_CONFIG, "warmup = %d: a trainer needs total_steps for it, which only moe_fit knows by itself", config->warmup);
-    return moei_trainer_make(trainer, net, config, error);
+    return moei_trainer_make(trainer, net, config, 0, NULL, error);
 }
 
 void moe_trainer_free(moe_trainer *trainer) {
@@ -8738,24 +9186,91 @@ static moe_status moei_mixture_gradients(const moe_trainer *t, const moe_data *d
     return status;
 }
 
-/* Forward, loss and backward on one batch, added to the gradients since the last step. */
-static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, moe_net_pass *pass, moe_step *step, moe_error *error) {
+/* What all ranks bring to a batch. */
+typedef struct moei_brought {
+    moei_tokens tokens;
+    size_t counted; /* samples that the loss is the mean of */
+} moei_brought;
+
+/* What must be the same on all ranks between two batches: if it is not they would drift apart in silence. */
+static uint64_t moei_trainer_mark(const moe_trainer *t) {
+    uint64_t mark = moei_hash(t->steps, &t->rng.state, sizeof t->rng.state);
+    size_t i;
+    mark = moei_hash(mark, &t->rate, sizeof t->rate);
+    mark = moei_hash(mark, &t->n_accumulated, sizeof t->n_accumulated);
+    for (i = 0; i < t->net->n_tensors; i++) {
+        unsigned char trained = (unsigned char)moei_is_trained(t, i);
+        mark = moei_hash(mark, &trained, 1);
+    }
+    return mark;
+}
+
+/* What the ranks tell each other before a batch and before a step. */
+enum { MOEI_TRAINER_STATUS = 0, MOEI_TRAINER_MARK, MOEI_TRAINER_SAMPLES, MOEI_TRAINER_COUNTED, MOEI_TRAINER_SAYS };
+
+/* MOE_ERR_STATE on all ranks when their trainers are out of step. */
+static moe_status moei_marks_check(const moe_transport *t, const uint64_t *told, moe_error *error) {
+    int r;
+    for (r = 1; r < t->n_ranks; r++)
+        if (told[r * MOEI_TRAINER_SAYS + MOEI_TRAINER_MARK] != told[MOEI_TRAINER_MARK])
+            return moei_error(error, MOE_ERR_STATE, "rank %d is out of step with rank 0: its steps, batches since the last one, rate, random state or frozen tensors are others", r);
+    return MOE_OK;
+}
+
+/* The ranks tell each other whether a batch may begin, and what they bring to it. */
+static moe_status moei_trainer_meet(const moe_trainer *t, const moe_data *data, moe_status status, moei_brought *b, moe_error *error) {
+    const moe_transport *transport = t->net->transport;
+    uint64_t mine[MOEI_TRAINER_SAYS] = {0};
+    const uint64_t *told = NULL;
+    int r;
+    if (transport == NULL && status != MOE_OK) return status;
+    if (status == MOE_OK) b->tokens = moei_tokens_alone(data->n), b->counted = moei_counted(t->config.criterion, data);
+    if (transport == NULL) return MOE_OK;
+    mine[MOEI_TRAINER_MARK] = moei_trainer_mark(t);
+    if (status == MOE_OK) mine[MOEI_TRAINER_SAMPLES] = data->n, mine[MOEI_TRAINER_COUNTED] = b->counted;
+    status = moei_ranks_tell(transport, status, MOEI_TRAINER_SAYS, mine, &told, error);
+    if (status == MOE_OK) status = moei_marks_check(transport, told, error);
+    if (status != MOE_OK) return status;
+    status = moei_tokens_of(transport, told + MOEI_TRAINER_SAMPLES, MOEI_TRAINER_SAYS, &b->tokens);
+    if (status != MOE_OK) return moei_error(error, status, "the samples of all ranks: %s", moe_status_text(status));
+    if (b->tokens.total == 0) return moei_error(error, MOE_ERR_ARGUMENT, "n = 0: at least one rank must have a sample");
+    for (b->counted = 0, r = 0; r < transport->n_ranks; r++) b->counted += (size_t)told[r * MOEI_TRAINER_SAYS + MOEI_TRAINER_COUNTED];
+    return MOE_OK;
+}
+
+/* *sum = that of all ranks, in their order: the same bits on all of them. */
+static moe_status moei_trainer_sum(const moe_trainer *t, moe_status status, double *sum, moe_error *error) {
+    const moe_transport *transport = t->net->transport;
+    uint64_t mine[2];
+    const uint64_t *told = NULL;
+    int r;
+    if (transport == NULL) return status;
+    mine[1] = moei_double_bits(*sum);
+    status = moei_ranks_tell(transport, status, 2, mine, &told, error);
+    if (status != MOE_OK) return status;
+    for (*sum = 0.0, r = 0; r < transport->n_ranks; r++) *sum += moei_bits_double(told[2 * r + 1]);
+    return MOE_OK;
+}
+
+/* Forward, loss and backward on one batch, added to the gradients since the last step. What fails, fails on all ranks. */
+static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, const moe_call *call, const moei_brought *brought, moe_net_pass *pass, moe_step *step,
+                                         moe_error *error) {
     moei_layout l = moei_layout_begin(t->work);
     moei_batch batch;
     moei_returned back;
-    moe_call call;
     size_t i;
+    double all;
     int loss, reads = moei_reads_experts(t->net, t->config.criterion);
     moe_status status = moei_batch_layout(t, &l, &batch);
-    call = moei_data_call(data, batch.sequences);
-    call.training = 1;
-    call.rng = &t->rng;
     if (t->n_accumulated == 0) moe_net_zero_gradients(t->net);
-    if (status == MOE_OK) status = moe_net_forward(t->net, &call, batch.net_work, batch.net_size, pass);
+    if (status == MOE_OK) status = moei_net_pass(t->net, call, &brought->tokens, batch.net_work, pass);
     if (status != MOE_OK) return moei_error(error, status, "the net's forward pass: %s", moe_status_text(status));
-    if (!reads) step->loss = moei_criterion(t->config.criterion, t->net, data, pass->y, batch.dy);
+    if (!reads) step->loss = moei_criterion(t->config.criterion, t->net, data, brought->counted, pass->y, batch.dy);
     else status = moei_mixture_gradients(t, data, pass, &batch, &step->loss, error);
+    all = (double)step->loss;
+    if (status == MOE_OK) status = moei_trainer_sum(t, status, &all, error);
     if (status != MOE_OK) return status;
+    step->loss = (moe_real)all;
     step->router_loss = MOEI_R(0.0);
     for (i = 0; i < t->net->n_modules; i++) {
         const moe_routing *routing = moe_net_routing(t->net, pass, i);
@@ -8785,23 +9300,52 @@ static moe_status moei_add_squares(const moe_kernels *kernels, const moe_tensor 
     return MOE_OK;
 }
 
-/* The norm of the mean of n batches' gradients, of all trained tensors together. Beyond 1e19 (float) its square, which AdamW forms, would not be
-   finite. */
-static moe_status moei_trainer_norm(const moe_trainer *trainer, int n, moe_real *norm, moe_error *error) {
+/* The squares of all trained tensors' gradients: of those that each rank has its own part of, or of the others. */
+static moe_status moei_trainer_squares(const moe_trainer *trainer, int parted, double *sum, moe_error *error) {
     enum { PART = 1024 };
-    double sum = 0.0, length;
     moe_status status = MOE_OK;
     size_t i, j;
     for (i = 0; i < trainer->net->n_tensors; i++) {
         const moe_tensor *t = &trainer->net->tensors[i];
-        for (j = 0; moei_is_trained(trainer, i) && j < t->count && status == MOE_OK; j += PART)
-            status = moei_add_squares(trainer->net->kernels, t, j, t->count - j < PART ? t->count - j : (size_t)PART, &sum, error);
+        if (!moei_is_trained(trainer, i) || (moei_parted(trainer->net, t) > 0) != parted) continue;
+        for (j = 0; j < t->count && status == MOE_OK; j += PART)
+            status = moei_add_squares(trainer->net->kernels, t, j, t->count - j < PART ? t->count - j : (size_t)PART, sum, error);
     }
+    return status;
+}
+
+/* The norm of the mean of n batches' gradients, of all trained tensors together; whole: of all ranks, else of what is here. Beyond 1e19 (float) its square, which AdamW
+   forms, would not be finite. */
+static moe_status moei_trainer_norm(const moe_trainer *trainer, int n, int whole, moe_real *norm, moe_error *error) {
+    double sum = 0.0, parts = 0.0, length;
+    moe_status status = moei_trainer_squares(trainer, 0, &sum, error);
+    if (status == MOE_OK && trainer->net->transport != NULL) status = moei_trainer_squares(trainer, 1, &parts, error);
+    if (whole) status = moei_trainer_sum(trainer, status, &parts, error);
     if (status != MOE_OK) return status;
-    length = sqrt(sum) / (double)n;
+    length = sqrt(sum + parts) / (double)n;
     if (!(length <= (MOE_REAL_IS_DOUBLE ? 1e150 : 1e19))) return moei_error(error, MOE_ERR_NONFINITE, "the gradient is too large to square");
     *norm = (moe_real)length;
     return MOE_OK;
+}
+
+/* The gradients of what all ranks hold become the sums over all of them: one call for what lies between the experts of two mixtures. */
+static moe_status moei_trainer_reduce(const moe_trainer *trainer, moe_error *error) {
+    const moe_transport *transport = trainer->net->transport;
+    const size_t most = (size_t)1 << 24; /* numbers in one call */
+    size_t i, n = 0;
+    moe_real *from = NULL;
+    moe_status status = MOE_OK;
+    if (transport == NULL) return MOE_OK;
+    for (i = 0; i <= trainer->net->n_tensors && status == MOE_OK; i++) {
+        const moe_tensor *t = &trainer->net->tensors[i < trainer->net->n_tensors ? i : 0];
+        if (i < trainer->net->n_tensors && moei_parted(trainer->net, t) == 0) {
+            if (n == 0) from = t->gradient;
+            n += t->count;
+            continue;
+        }
+        for (; n > 0 && status == MOE_OK; from += n < most ? n : most, n -= n < most ? n : most) status = transport->sum(transport->ctx, n < most ? n : most, from);
+    }
+    return status == MOE_OK ? status : moei_error(error, MOE_ERR_TRANSPORT, "the transport's sum of gradients failed");
 }
 
 /* base to the power n, by squaring: the same bits wherever multiplication is. */
@@ -8843,27 +9387,54 @@ static void moei_trainer_move(moe_trainer *trainer, moe_real scale) {
 /* Checks a batch; changes nothing. */
 static moe_status moei_trainer_check(const moe_trainer *trainer, const moe_data *batch, moe_error *error) {
     moe_status status;
-    if (trainer == NULL || batch == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and batch must not be NULL");
-    if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+    size_t least = trainer->net->transport == NULL;
+    if (batch == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and batch must not be NULL");
     if (trainer->n_accumulated == INT32_MAX) return moei_error(error, MOE_ERR_STATE, "%d batches since the last update", trainer->n_accumulated);
-    if (batch->n < 1 || batch->n > (size_t)trainer->config.batch)
-        return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be 1 to batch = %d", batch->n, trainer->config.batch);
+    if (batch->n < least || batch->n > trainer->most)
+        return moei_error(error, MOE_ERR_ARGUMENT, "n = %z: must be %z to batch = %z", batch->n, least, trainer->most);
     if (!moe_is_finite(trainer->rate))
         return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
     status = moei_data_check(trainer->net, batch, trainer->config.criterion, error);
     if (status != MOE_OK) return status;
+    if (batch->n == 0) return MOE_OK;
     return moei_routers_check(trainer->net, batch, moei_batch_sequences(batch, batch->n), 1, error);
 }
 
-/* The first half of a step; *norm is that of the mean gradient so far. The routers see the pass last, when nothing can fail any more. */
-static moe_status moei_trainer_add(moe_trainer *trainer, const moe_data *batch, moe_step *made, moe_real *norm, moe_error *error) {
+/* The call of a batch that is checked. */
+static moe_status moei_trainer_call(moe_trainer *t, const moe_data *data, moe_call *call, moe_error *error) {
+    moei_layout l = moei_layout_begin(t->work);
+    moei_batch batch;
+    moe_status status = moei_trainer_check(t, data, error);
+    if (status != MOE_OK) return status;
+    (void)moei_batch_layout(t, &l, &batch);
+    *call = moei_data_call(data, batch.sequences);
+    call->training = 1;
+    call->rng = &t->rng;
+    status = moei_net_call_check(t->net, call, 0);
+    if (status == MOE_OK && call->batch != NULL) status = MOE_ERR_ARGUMENT;
+    return status == MOE_OK ? status : moei_error(error, status, "the net's forward pass: %s", moe_status_text(status));
+}
+
+/* The first half of a step; *norm is that of the mean gradient so far, with last = 1 of all ranks, whose gradients are then added up. The routers see the
+   pass last, when nothing can fail any more. */
+static moe_status moei_trainer_add(moe_trainer *trainer, const moe_data *batch, int last, moe_step *made, moe_real *norm, moe_error *error) {
+    const moe_transport *transport;
     moe_net_pass pass;
     moe_rng rng;
-    moe_status status = moei_trainer_check(trainer, batch, error);
+    moe_call call;
+    moei_brought brought;
+    moe_status status;
+    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer and batch must not be NULL");
+    if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+    transport = trainer->net->transport;
+    status = moei_trainer_call(trainer, batch, &call, error);
+    status = moei_trainer_meet(trainer, batch, status, &brought, error);
     if (status != MOE_OK) return status;
     rng = trainer->rng;
-    status = moei_trainer_gradients(trainer, batch, &pass, made, error);
-    if (status == MOE_OK) status = moei_trainer_norm(trainer, trainer->n_accumulated + 1, norm, error);
+    status = moei_trainer_gradients(trainer, batch, &call, &brought, &pass, made, error);
+    if (status == MOE_OK && last) status = moei_trainer_reduce(trainer, error);
+    if (status == MOE_OK) status = moei_trainer_norm(trainer, trainer->n_accumulated + 1, last, norm, error);
+    if (!last) status = moei_ranks_vote(transport, status, NULL, error);
     if (status == MOE_OK && (status = moe_net_observe(trainer->net, &pass)) != MOE_OK)
         (void)moei_error(error, status, "the routers' state: %s", moe_status_text(status));
     if (status == MOE_OK) trainer->n_accumulated++;
@@ -8888,27 +9459,49 @@ static moe_status moei_trainer_apply(moe_trainer *trainer, moe_real norm, moe_er
 moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error) {
     moe_step made;
     moe_real norm;
-    moe_status status = moei_trainer_add(trainer, batch, &made, &norm, error);
+    moe_status status = moei_trainer_add(trainer, batch, 0, &made, &norm, error);
     if (status == MOE_OK && step != NULL) step->loss = made.loss, step->router_loss = made.router_loss;
     return status;
+}
+
+/* Whether a step can be taken. */
+static moe_status moei_update_check(const moe_trainer *trainer, moe_error *error) {
+    if (trainer->n_accumulated < 1) return moei_error(error, MOE_ERR_STATE, "no batch since the last update");
+    if (!moe_is_finite(trainer->rate))
+        return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
+    return MOE_OK;
+}
+
+/* The ranks tell each other whether they can, and whether they stand at the same place. */
+static moe_status moei_update_meet(const moe_trainer *trainer, moe_error *error) {
+    const moe_transport *t = trainer->net->transport;
+    uint64_t mine[MOEI_TRAINER_SAYS] = {0};
+    const uint64_t *told = NULL;
+    moe_status status = moei_update_check(trainer, error);
+    if (t == NULL) return status;
+    mine[MOEI_TRAINER_MARK] = moei_trainer_mark(trainer);
+    status = moei_ranks_tell(t, status, MOEI_TRAINER_SAYS, mine, &told, error);
+    return status == MOE_OK ? moei_marks_check(t, told, error) : status;
 }
 
 moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error) {
     moe_real norm;
     moe_status status;
     if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must not be NULL");
-    if (trainer->net == NULL || trainer->n_accumulated < 1) return moei_error(error, MOE_ERR_STATE, "no batch since the last update");
-    if (!moe_is_finite(trainer->rate))
-        return moei_error(error, MOE_ERR_ARGUMENT, "rate = %g: must be a finite number", (double)trainer->rate);
-    status = moei_trainer_norm(trainer, trainer->n_accumulated, &norm, error);
+    if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "no batch since the last update");
+    status = moei_update_meet(trainer, error);
+    if (status != MOE_OK) return status;
+    status = moei_trainer_reduce(trainer, error);
+    if (status == MOE_OK) status = moei_trainer_norm(trainer, trainer->n_accumulated, 1, &norm, error);
     if (status == MOE_OK) status = moei_trainer_apply(trainer, norm, error);
+    if (status != MOE_OK && trainer->net->transport != NULL) trainer->n_accumulated = 0; /* the gradients are sums by now */
     if (status == MOE_OK && step != NULL) step->gradient_norm = norm;
     return status;
 }
 
 moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error) {
     moe_step made;
-    moe_status status = moei_trainer_add(trainer, batch, &made, &made.gradient_norm, error);
+    moe_status status = moei_trainer_add(trainer, batch, 1, &made, &made.gradient_norm, error);
     if (status == MOE_OK) status = moei_trainer_apply(trainer, made.gradient_norm, error);
     if (status == MOE_OK && step != NULL) *step = made;
     return status;
@@ -8940,6 +9533,7 @@ moe_status moe_modular_init(moe_modular *modular, moe_trainer *trainer, moe_erro
     moe_status status;
     size_t i;
     if (modular == NULL || trainer == NULL || trainer->net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "modular and trainer must not be NULL");
+    if (trainer->net->transport != NULL) return moei_error(error, MOE_ERR_UNSUPPORTED, "a modular network lives in one process: net.transport must be NULL");
     for (i = 0; i < trainer->net->n_modules; i++) {
         const moe_router_config *c = &trainer->net->modules[i].layer.config.router;
         if (trainer->net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
@@ -8983,7 +9577,7 @@ static moe_status moei_modular_pass(moe_modular *m, const moe_data *batch, const
     if (status != MOE_OK) return status;
     for (t = 0; t < batch->n; t++) {
         moe_data row = moei_data_part(net, batch, t, 1);
-        scores[t] = -(double)moei_criterion(m->trainer->config.criterion, net, &row, pass.y + t * width, NULL);
+        scores[t] = -(double)moei_criterion(m->trainer->config.criterion, net, &row, moei_counted(m->trainer->config.criterion, &row), pass.y + t * width, NULL);
         if (!(scores[t] > -MOEI_HUGE)) return MOE_ERR_NONFINITE;
     }
     for (i = 0; i < net->n_modules; i++) {
@@ -9074,7 +9668,7 @@ typedef struct moei_checkpoint {
 } moei_checkpoint;
 
 static moei_checkpoint moei_checkpoint_of(const moe_trainer *trainer);
-static moe_status moei_checkpoint_write(const moe_trainer *trainer, const moei_checkpoint *c, moe_stream *stream, moe_error *error);
+static moe_status moei_checkpoint_write(const moe_trainer *trainer, const moei_checkpoint *c, moe_stream *stream, moe_status status, moe_error *error);
 
 /* One training from beginning to end; all memory is taken before the first step. */
 typedef struct moei_fit {
@@ -9085,7 +9679,7 @@ typedef struct moei_fit {
     size_t *order;         /* [units] where samples, or sequences, are taken from */
     size_t unit, units;    /* samples that stay together, and how many of these there are */
     moe_rng rng;           /* of the order; trainer.rng is for the routers' random stages */
-    moe_real *x, *targets; /* one batch, gathered */
+    moe_real *x, *targets; /* one batch, gathered: this rank's part of it */
     int32_t *labels, *token_ids;
     void *test_work;
     size_t test_size;
@@ -9096,7 +9690,7 @@ typedef struct moei_fit {
 
 static moe_status moei_fit_layout(moei_fit *f, moei_layout *l) {
     const moe_net *net = f->trainer.net;
-    size_t batch = (size_t)f->trainer.config.batch;
+    size_t batch = f->trainer.most;
     int labels = !moei_is_squared(f->trainer.config.criterion);
     moe_status status = f->test != NULL ? moei_evaluate_size(net, f->trainer.config.criterion, f->test, &f->test_size) : MOE_OK;
     if (status != MOE_OK) return status;
@@ -9149,20 +9743,42 @@ static void moei_fit_count(moei_fit *f) {
     moe_rng_seed(&t->rng, moe_rng_next(&other));
 }
 
+/* Whether all ranks have the same samples. */
+static moe_status moei_fit_agree(const moei_fit *f, moe_error *error) {
+    static const char *const names[] = {"whether there are samples to test on"};
+    const moe_net *net = f->trainer.net;
+    uint64_t tested = f->test != NULL;
+    moe_status status;
+    if (net->transport == NULL) return MOE_OK;
+    status = moei_agree_named(net->transport, 1, names, &tested, "", error);
+    if (status == MOE_OK) status = moei_data_agree(net, f->train, f->trainer.config.criterion, "the samples to train on: ", error);
+    return status == MOE_OK && f->test != NULL ? moei_data_agree(net, f->test, f->trainer.config.criterion, "the samples to test on: ", error) : status;
+}
+
+/* *l: the layout of what is allocated. */
+static moe_status moei_fit_allocate(moei_fit *f, moei_layout *l, moe_error *error) {
+    moe_status status = moei_fit_layout(f, l);
+    if (status != MOE_OK) return moei_error(error, status, "work memory: %s", moe_status_text(status));
+    f->memory = moei_alloc(&f->trainer.net->allocator, l->used, 1);
+    if (f->memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of samples", l->used);
+    f->memory_size = l->used;
+    return MOE_OK;
+}
+
 static moe_status moei_fit_begin(moei_fit *f, moe_net *net, const moe_train_config *config, moe_error *error) {
     moei_layout l = moei_layout_begin(NULL);
     size_t i;
-    moe_status status = moei_trainer_make(&f->trainer, net, config, error);
-    if (status == MOE_OK) status = moei_fit_files_check(&f->trainer.config, error);
+    moe_status status = moei_trainer_make(&f->trainer, net, config, 1, f->train, error);
+    if (status != MOE_OK) return status;
+    status = moei_fit_files_check(&f->trainer.config, error);
     if (status == MOE_OK) status = moei_fit_check(f, error);
+    status = moei_ranks_vote(net->transport, status, NULL, error);
+    if (status == MOE_OK) status = moei_fit_agree(f, error);
     if (status != MOE_OK) return status;
     f->unit = f->train->length > 0 ? f->train->length : 1;
     f->units = f->train->n / f->unit;
-    status = moei_fit_layout(f, &l);
-    if (status != MOE_OK) return moei_error(error, status, "work memory: %s", moe_status_text(status));
-    f->memory = moei_alloc(&net->allocator, l.used, 1);
-    if (f->memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of samples", l.used);
-    f->memory_size = l.used;
+    status = moei_ranks_vote(net->transport, moei_fit_allocate(f, &l, error), NULL, error);
+    if (status != MOE_OK) return status;
     l = moei_layout_begin(f->memory);
     (void)moei_fit_layout(f, &l);
     for (i = 0; i < f->units; i++) f->order[i] = i;
@@ -9184,12 +9800,19 @@ static void moei_fit_shuffle(moei_fit *f) {
 /* The sample that stands in place i of this epoch's order. */
 static size_t moei_fit_row(const moei_fit *f, size_t i) { return f->order[i / f->unit] * f->unit + i % f->unit; }
 
-/* The batch that begins with sample `from` of this epoch's order. */
+/* The samples of the batch that begins with sample `from` of this epoch's order. */
+static size_t moei_fit_size(const moei_fit *f, size_t from) {
+    size_t left = f->train->n - from, batch = (size_t)f->trainer.config.batch;
+    return left < batch ? left : batch;
+}
+
+/* This rank's part of them. */
 static moe_data moei_fit_batch(moei_fit *f, size_t from) {
+    const moe_transport *t = f->trainer.net->transport;
     size_t d = (size_t)f->trainer.net->d_in, o = (size_t)f->trainer.net->d_out, i;
     moe_data batch = *f->train;
-    batch.n = f->train->n - from;
-    if (batch.n > (size_t)f->trainer.config.batch) batch.n = (size_t)f->trainer.config.batch;
+    batch.n = moei_fit_size(f, from);
+    if (t != NULL) from += moei_tokens_split(t, batch.n, f->unit, &batch.n).first;
     for (i = 0; i < batch.n; i++) {
         size_t row = moei_fit_row(f, from + i);
         if (d > 0) memcpy(f->x + i * d, f->train->x + row * d, d * sizeof(moe_real));
@@ -9204,6 +9827,13 @@ static moe_data moei_fit_batch(moei_fit *f, size_t from) {
     return batch;
 }
 
+/* How many of n samples from `from` on count in the loss. */
+static size_t moei_fit_counted(const moei_fit *f, size_t from, size_t n) {
+    size_t i, counted = 0;
+    for (i = from; i < from + n; i++) counted += f->labels == NULL || f->train->labels[moei_fit_row(f, i)] >= 0;
+    return counted;
+}
+
 /* A failure in the middle, with the place where it happened. */
 static moe_status moei_fit_failed(const moei_fit *f, const moe_error *why, moe_error *error) {
     return moei_error(error, why->code, "epoch %d, step %z: %s", f->progress.epoch, f->progress.step, why->message);
@@ -9215,15 +9845,16 @@ static moe_status moei_fit_step(moei_fit *f, moe_error *error) {
     int i;
     for (i = 0; i < c->accumulate && f->seen < f->train->n; i++) {
         moe_data batch = moei_fit_batch(f, f->seen);
-        size_t counted = moei_counted(c->criterion, &batch);
+        size_t n = moei_fit_size(f, f->seen), counted = moei_fit_counted(f, f->seen, n);
+        int last = i + 1 == c->accumulate || f->seen + n == f->train->n;
         moe_step step;
-        moe_status status = moei_trainer_add(&f->trainer, &batch, &step, &f->progress.gradient_norm, error);
+        moe_status status = moei_trainer_add(&f->trainer, &batch, last, &step, &f->progress.gradient_norm, error);
         if (status != MOE_OK) return status;
         f->loss += (double)step.loss * (double)counted;
-        f->router_loss += (double)step.router_loss * (double)batch.n;
+        f->router_loss += (double)step.router_loss * (double)n;
         f->counted += counted;
-        f->seen += batch.n;
-        f->progress.samples += batch.n;
+        f->seen += n;
+        f->progress.samples += n;
     }
     f->progress.rate = f->trainer.rate;
     return moei_trainer_apply(&f->trainer, f->progress.gradient_norm, error);
@@ -9232,6 +9863,8 @@ static moe_status moei_fit_step(moei_fit *f, moe_error *error) {
 static moe_status moei_fit_report(moei_fit *f, moe_error *error) {
     const moe_train_config *c = &f->trainer.config;
     moe_progress *p = &f->progress;
+    moe_status status;
+    int stop;
     p->loss = f->counted > 0 ? (moe_real)(f->loss / (double)f->counted) : MOEI_R(0.0);
     p->router_loss = (moe_real)(f->router_loss / (double)f->seen);
     p->epoch_ended = p->step == p->steps;
@@ -9241,7 +9874,9 @@ static moe_status moei_fit_report(moei_fit *f, moe_error *error) {
         moe_error why;
         if (moei_evaluate(f->trainer.net, f->test, c->criterion, f->test_work, &p->test, &why) != MOE_OK) return moei_fit_failed(f, &why, error);
     }
-    if (c->progress == NULL || c->progress(c->progress_ctx, p) == 0) return MOE_OK;
+    stop = c->progress != NULL && c->progress(c->progress_ctx, p) != 0;
+    status = moei_ranks_vote(f->trainer.net->transport, MOE_OK, &stop, error);
+    if (status != MOE_OK || !stop) return status;
     return moei_error(error, MOE_ERR_STOPPED, "the progress callback stopped training in epoch %d, step %z", p->epoch, p->step);
 }
 
@@ -9259,6 +9894,8 @@ static void moei_fit_position(moei_fit *f) {
 
 #ifndef MOE_NO_STDIO
 
+static moe_status moei_save_on(const moe_transport *t, const char *path, moe_status (*write)(void *ctx, moe_stream *stream), void *ctx, int *begun, moe_error *error);
+
 static moei_checkpoint moei_fit_numbers(const moei_fit *f) {
     moei_checkpoint c = moei_checkpoint_of(&f->trainer);
     c.n = f->train->n, c.length = f->train->length;
@@ -9269,12 +9906,14 @@ static moei_checkpoint moei_fit_numbers(const moei_fit *f) {
 typedef struct moei_fit_saved {
     const moei_fit *fit;
     moe_error *error;
+    int begun;
 } moei_fit_saved;
 
 static moe_status moei_fit_write(void *ctx, moe_stream *stream) {
-    const moei_fit_saved *s = (const moei_fit_saved *)ctx;
+    moei_fit_saved *s = (moei_fit_saved *)ctx;
     moei_checkpoint c = moei_fit_numbers(s->fit);
-    return moei_checkpoint_write(&s->fit->trainer, &c, stream, s->error);
+    s->begun = 1;
+    return moei_checkpoint_write(&s->fit->trainer, &c, stream, MOE_OK, s->error);
 }
 
 /* Writes the checkpoint when it is due, or when training is about to stop. */
@@ -9286,7 +9925,7 @@ static moe_status moei_fit_keep(moei_fit *f, int stopped, moe_error *error) {
     moei_fit_position(f);
     s.fit = f, s.error = error;
     if (c->checkpoint == NULL || (!due && !stopped && p->total_step != p->total_steps)) return MOE_OK;
-    return moe_file_replace(c->checkpoint, moei_fit_write, &s, error);
+    return moei_save_on(f->trainer.net->transport, c->checkpoint, moei_fit_write, &s, &s.begun, error);
 }
 
 #else
@@ -9312,10 +9951,9 @@ static void moei_fit_seen(moei_fit *f) {
 
 static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
     moe_status status = MOE_OK, kept;
-    size_t i;
     moei_fit_shuffle(f);
     moei_fit_seen(f);
-    for (i = 0; i < f->seen; i++) f->counted += f->labels == NULL || f->train->labels[moei_fit_row(f, i)] >= 0;
+    f->counted = moei_fit_counted(f, 0, f->seen);
     while (status == MOE_OK && f->seen < f->train->n) {
         moe_error why;
         f->progress.step++;
@@ -9348,7 +9986,8 @@ static moe_status moei_fit_continues(const moei_fit *f, const moei_checkpoint *c
     return moei_error(error, MOE_ERR_FORMAT, "the checkpoint's position is none of this training");
 }
 
-static moe_status moei_file_load(const char *path, const moe_allocator *allocator, moe_buffer *buffer, moe_error *error);
+static moe_status moei_shared_load(const moe_transport *t, const char *path, const moe_allocator *allocator, moe_buffer *buffer, moe_error *error);
+static moe_status moei_file_agree(const moe_transport *t, const void *bytes, size_t size, int trainable, const moe_kernels *kernels, moe_error *error);
 
 static moe_status moei_fit_resume(moei_fit *f, moe_error *error) {
     const char *path = f->trainer.config.checkpoint;
@@ -9356,10 +9995,19 @@ static moe_status moei_fit_resume(moei_fit *f, moe_error *error) {
     moei_checkpoint c;
     moe_file file;
     moe_status status;
-    if (!f->trainer.config.resume || moei_file_is_missing(path)) return MOE_OK;
-    status = moei_file_load(path, &f->trainer.net->allocator, &buffer, error);
-    if (status == MOE_OK) status = moei_checkpoint_open(&f->trainer, buffer.data, buffer.size, &file, &c, error);
-    if (status == MOE_OK) status = moei_fit_continues(f, &c, error);
+    const moe_transport *t = f->trainer.net->transport;
+    int missing = f->trainer.config.resume && moei_file_is_missing(path);
+    if (!f->trainer.config.resume) return MOE_OK;
+    status = moei_ranks_vote(t, MOE_OK, &missing, error);
+    if (status != MOE_OK || missing == (t != NULL ? t->n_ranks : 1)) return status;
+    if (missing > 0) return moei_error(error, MOE_ERR_CONFIG, "checkpoint = '%s': it is missing on %d of %d ranks", path, missing, t->n_ranks);
+    status = moei_shared_load(t, path, &f->trainer.net->allocator, &buffer, error);
+    if (status == MOE_OK) {
+        status = moei_checkpoint_open(&f->trainer, buffer.data, buffer.size, &file, &c, error);
+        if (status == MOE_OK) status = moei_fit_continues(f, &c, error);
+        status = moei_ranks_vote(t, status, NULL, error);
+    }
+    if (status == MOE_OK) status = moei_file_agree(t, buffer.data, buffer.size, 1, f->trainer.net->kernels, error);
     if (status == MOE_OK) status = moei_checkpoint_apply(&f->trainer, &file, &c, error);
     moe_buffer_free(&buffer);
     return status;
@@ -10130,6 +10778,21 @@ enum { MOEI_CONFIG_FORMAT = 1 };
 /* Rows that say how something is run, not what it is: never in files. */
 static int moei_is_saved(const moe_field *field) { return moei_strcmp(field->name, "kernels") != 0; }
 
+/* The tensors of a layer as the list of a net without modules; *module becomes that layer. */
+static moe_net moei_layer_list(const moe_layer *layer, moe_tensor tensors[MOE_LAYER_SLOTS], moe_module *module) {
+    moe_net list;
+    memset(&list, 0, sizeof list);
+    memset(module, 0, sizeof *module);
+    module->kind = MOE_MODULE_MIXTURE, module->layer = *layer;
+    list.allocator = layer->allocator;
+    list.transport = layer->config.transport;
+    list.modules = module;
+    list.tensors = tensors;
+    while (list.n_tensors < MOE_LAYER_SLOTS && moe_layer_tensor(layer, list.n_tensors, &tensors[list.n_tensors]) == MOE_OK)
+        list.n_tensors++;
+    return list;
+}
+
 /* ---- writing the configuration ------------------------------------------------------------------------------------------------- */
 
 #ifndef MOE_NO_TRAIN
@@ -10163,12 +10826,7 @@ static void moei_config_put_fields(moei_config_text *c, const moe_field *fields,
 }
 
 static void moei_config_put_module(moei_config_text *c, const moe_module *m) {
-    moei_module_config config;
-    memset(&config, 0, sizeof config);
-    config.d_out = config.d = m->d_out, config.act = m->act, config.span = m->span;
-    config.vocabulary = config.most = m->n_rows, config.rate = m->rate;
-    config.attention = m->attention;
-    config.layer = m->layer.config;
+    moei_module_config config = moei_module_config_of(m);
     moei_config_put(c, "{\"module\":\"");
     moei_config_put(c, moei_module_names[m->kind]);
     moei_config_put(c, "\"");
@@ -10197,40 +10855,206 @@ static void moei_config_put_layer(moei_config_text *c, const moe_layer_config *c
     moei_config_put(c, "}}");
 }
 
-/* Writes the file and gives the text back. */
-static moe_status moei_config_write(moei_config_text *c, moe_stream *stream, const moe_tensor *tensors, size_t n_tensors,
-                                    moe_error *error) {
-    moe_metadata metadata;
-    moe_status status = c->status;
-    if (status == MOE_OK) status = moei_buffer_write(&c->buffer, "", 1);
-    metadata.key = MOEI_CONFIG_KEY;
-    metadata.value = (const char *)c->buffer.data;
-    if (status == MOE_OK) status = moe_file_write(stream, tensors, n_tensors, &metadata, 1, &c->buffer.allocator, error);
-    else (void)moei_error(error, status, "the configuration's text: %s", moe_status_text(status));
-    moe_buffer_free(&c->buffer);
+/* The text as the value of metadata, terminated. */
+static moe_status moei_config_end(moei_config_text *c, moe_error *error) {
+    if (c->status == MOE_OK) c->status = moei_buffer_write(&c->buffer, "", 1);
+    return c->status == MOE_OK ? MOE_OK : moei_error(error, c->status, "the configuration's text: %s", moe_status_text(c->status));
+}
+
+/* ---- writing the tensors: on several ranks the first one writes, and fetches the others' experts piece by piece --------------------- */
+
+enum { MOEI_PIECE = 65536 }; /* numbers */
+
+static const char *const moei_moment_names[] = {"trainer.first", "trainer.second"};
+
+/* Whether this rank writes the file. */
+static int moei_writes(const moe_transport *t) { return t == NULL || t->rank == 0; }
+
+/* A file in the making. */
+typedef struct moei_writing {
+    const moe_net *net;         /* or the list of a layer's tensors */
+    const moe_trainer *trainer; /* its moments follow the net's tensors, or NULL */
+    moe_stream *stream;         /* of rank 0 */
+    int over;                   /* 1: all ranks know that it has failed */
+    size_t n_tensors;           /* in the file */
+    moe_tensor *tensors;        /* [n_tensors] as they stand in the file */
+    size_t *counts;             /* [2,R] several ranks: what each sends, and zeros */
+    moe_real *piece;            /* [MOEI_PIECE] of rank 0 */
+    void *memory;               /* all of these */
+    size_t size;
+} moei_writing;
+
+/* Piece at..at+n-1 of the own numbers of rank r comes to rank 0. */
+static moe_status moei_fetch_piece(const moei_writing *w, int r, const moe_real *own, size_t n) {
+    const moe_transport *t = w->net->transport;
+    size_t *zeros = w->counts + t->n_ranks;
+    moe_exchange e;
+    moe_status status;
+    memset(&e, 0, sizeof e);
+    memset(w->counts, 0, 2 * (size_t)t->n_ranks * sizeof *w->counts);
+    w->counts[t->rank == 0 ? r : 0] = t->rank == 0 || t->rank == r ? n : 0;
+    e.row_bytes = sizeof(moe_real);
+    e.send = own, e.send_counts = t->rank == r ? w->counts : zeros, e.send_at = zeros;
+    e.receive = w->piece, e.receive_counts = t->rank == 0 ? w->counts : zeros, e.receive_at = zeros;
+    status = t->rows(t->ctx, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, &e);
+    return status == MOE_OK ? MOE_OK : MOE_ERR_TRANSPORT;
+}
+
+/* All experts of a tensor, of which data [count] is this rank's part; the ranks then know whether all went well. */
+static moe_status moei_put_parts(const moei_writing *w, moe_status status, size_t experts, const moe_tensor *tensor, const moe_real *data, moe_error *error) {
+    const moe_transport *t = w->net->transport;
+    size_t row = tensor->count / tensor->shape[0], at, n, first, count;
+    int r;
+    for (r = 0; r < t->n_ranks; r++) {
+        moe_rank_part(experts, r, t->n_ranks, &first, &count);
+        for (at = 0; at < count * row; at += n) {
+            const moe_real *piece = r > 0 ? w->piece : data + at;
+            n = count * row - at < MOEI_PIECE ? count * row - at : (size_t)MOEI_PIECE;
+            if (r > 0 && moei_fetch_piece(w, r, t->rank == r ? data + at : NULL, n) != MOE_OK)
+                return moei_error(error, MOE_ERR_TRANSPORT, "%s: the transport's exchange of rows failed", tensor->name);
+            if (t->rank > 0 || status != MOE_OK) continue;
+            status = moei_write_reals(w->stream, piece, n);
+            if (status != MOE_OK) (void)moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+        }
+    }
+    return moei_ranks_vote(t, status, NULL, error);
+}
+
+/* A tensor of the net, or its moments: data [count] of what this rank holds. After a failure that all ranks know of nothing happens. */
+static moe_status moei_put_tensor(moei_writing *w, moe_status status, const moe_tensor *tensor, const moe_real *data, moe_error *error) {
+    size_t experts = moei_parted(w->net, tensor);
+    if (w->over) return status;
+    if (experts > 0) {
+        status = moei_put_parts(w, status, experts, tensor, data, error);
+        w->over = status != MOE_OK;
+        return status;
+    }
+    if (status != MOE_OK || w->stream == NULL) return status;
+    status = moei_write_reals(w->stream, data, tensor->count);
+    return status == MOE_OK ? status : moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+}
+
+/* Tensor i of the file. */
+static moe_status moei_put_values(void *ctx, moe_status status, size_t i, moe_error *error) {
+    moei_writing *w = (moei_writing *)ctx;
+    const moe_net *net = w->net;
+    const moe_real *moments;
+    size_t k;
+    if (i < net->n_tensors) return moei_put_tensor(w, status, &net->tensors[i], net->tensors[i].data, error);
+    moments = w->trainer->memory + (i - net->n_tensors) * moei_net_numbers(net);
+    for (k = 0; k < net->n_tensors; k++)
+        status = moei_put_tensor(w, status, &net->tensors[k], moments + (net->tensors[k].data - net->memory), error);
     return status;
+}
+
+static moe_status moei_put_ready(void *ctx, moe_status status, moe_error *error) {
+    return moei_ranks_vote(((const moei_writing *)ctx)->net->transport, status, NULL, error);
+}
+
+/* The numbers in the net's tensors as they stand in files; 0: they do not fit size_t. */
+static size_t moei_whole_numbers(const moe_net *net) {
+    size_t i, numbers = 0;
+    for (i = 0; i < net->n_tensors; i++) {
+        moe_tensor whole = moei_whole_tensor(net, &net->tensors[i]);
+        if ((whole.count == 0 && net->tensors[i].count > 0) || !moei_add(numbers, whole.count, &numbers)) return 0;
+    }
+    return numbers;
+}
+
+/* Moment i as a tensor of the file. */
+static void moei_moment(const moe_trainer *trainer, size_t i, moe_tensor *out) {
+    memset(out, 0, sizeof *out);
+    memcpy(out->name, moei_moment_names[i], moei_strlen(moei_moment_names[i]));
+    out->n_dims = 1;
+    out->shape[0] = out->count = moei_whole_numbers(trainer->net);
+    out->data = trainer->memory + i * moei_net_numbers(trainer->net);
+}
+
+static moe_status moei_writing_begin(moei_writing *w, const moe_net *net, const moe_trainer *trainer, moe_stream *stream, moe_error *error) {
+    const moe_transport *t = net->transport;
+    moei_layout l = moei_layout_begin(NULL);
+    size_t i, moments = trainer != NULL ? moei_moments(trainer) : 0;
+    int again;
+    memset(w, 0, sizeof *w);
+    w->net = net, w->trainer = trainer, w->stream = t == NULL || t->rank == 0 ? stream : NULL;
+    w->n_tensors = net->n_tensors + moments;
+    for (again = 0; again < 2; again++) {
+        w->tensors = (moe_tensor *)moei_take(&l, w->n_tensors, sizeof *w->tensors);
+        w->counts = t != NULL ? (size_t *)moei_take(&l, 2, (size_t)t->n_ranks * sizeof(size_t)) : NULL;
+        w->piece = t != NULL && t->rank == 0 ? moei_take_reals(&l, MOEI_PIECE, 1) : NULL;
+        if (again) break;
+        w->size = l.used;
+        w->memory = l.overflow ? NULL : moei_alloc(&net->allocator, w->size, 1);
+        if (w->memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for the list of %z tensors", w->n_tensors);
+        l = moei_layout_begin(w->memory);
+    }
+    for (i = 0; i < net->n_tensors; i++) w->tensors[i] = moei_whole_tensor(net, &net->tensors[i]);
+    for (i = 0; i < moments; i++) moei_moment(trainer, i, &w->tensors[net->n_tensors + i]);
+    return MOE_OK;
+}
+
+/* Writes a file whose metadata is made, or, as status says, could not be. Collective; rank 0 writes, the others give it their experts. */
+static moe_status moei_write(const moe_net *net, const moe_trainer *trainer, const moe_metadata *metadata, size_t n_metadata, moe_stream *stream, moe_status status,
+                             moe_error *error) {
+    const moe_transport *t = net->transport;
+    moei_writing w;
+    moei_values values;
+    size_t i;
+    int begun;
+    memset(&w, 0, sizeof w);
+    if (status == MOE_OK) status = moei_writing_begin(&w, net, trainer, stream, error);
+    status = moei_ranks_vote(t, status, NULL, error);
+    begun = status == MOE_OK;
+    values.ctx = &w, values.ready = moei_put_ready, values.put = moei_put_values;
+    if (status == MOE_OK && (t == NULL || t->rank == 0))
+        status = moei_file_write(stream, w.tensors, w.n_tensors, metadata, n_metadata, &values, &net->allocator, error);
+    else if (status == MOE_OK) {
+        status = moei_put_ready(&w, status, error);
+        for (i = 0; i < w.n_tensors && status == MOE_OK; i++) status = moei_put_values(&w, status, i, error);
+    }
+    if (w.memory != NULL) moei_free(&net->allocator, w.memory, w.size);
+    return begun ? moei_ranks_vote(t, status, NULL, error) : status;
 }
 
 moe_status moe_net_write(const moe_net *net, moe_stream *stream, moe_error *error) {
     moei_config_text c;
-    if (net == NULL || stream == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and stream must not be NULL");
-    if (!net->built) return moei_error(error, MOE_ERR_STATE, "the net is not built");
+    moe_metadata metadata;
+    moe_status status = MOE_OK;
+    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net and stream must not be NULL");
     memset(&c, 0, sizeof c);
     c.buffer.allocator = net->allocator;
-    moei_config_put_net(&c, net);
-    return moei_config_write(&c, stream, net->tensors, net->n_tensors, error);
+    if (stream == NULL && moei_writes(net->transport)) status = moei_error(error, MOE_ERR_ARGUMENT, "net and stream must not be NULL");
+    else if (!net->built) status = moei_error(error, MOE_ERR_STATE, "the net is not built");
+    else if (moei_writes(net->transport)) {
+        moei_config_put_net(&c, net);
+        status = moei_config_end(&c, error);
+    }
+    metadata.key = MOEI_CONFIG_KEY, metadata.value = (const char *)c.buffer.data;
+    status = moei_write(net, NULL, &metadata, 1, stream, status, error);
+    moe_buffer_free(&c.buffer);
+    return status;
 }
 
 moe_status moe_layer_write(const moe_layer *layer, moe_stream *stream, moe_error *error) {
     moei_config_text c;
+    moe_metadata metadata;
     moe_tensor tensors[MOE_LAYER_SLOTS];
-    size_t n = 0;
-    if (layer == NULL || stream == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer and stream must not be NULL");
-    while (n < MOE_LAYER_SLOTS && moe_layer_tensor(layer, n, &tensors[n]) == MOE_OK) n++;
+    moe_module module;
+    moe_net list;
+    moe_status status = MOE_OK;
+    if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer and stream must not be NULL");
+    list = moei_layer_list(layer, tensors, &module);
     memset(&c, 0, sizeof c);
     c.buffer.allocator = layer->allocator;
-    moei_config_put_layer(&c, &layer->config);
-    return moei_config_write(&c, stream, tensors, n, error);
+    if (stream == NULL && moei_writes(list.transport)) status = moei_error(error, MOE_ERR_ARGUMENT, "layer and stream must not be NULL");
+    else if (moei_writes(list.transport)) {
+        moei_config_put_layer(&c, &layer->config);
+        status = moei_config_end(&c, error);
+    }
+    metadata.key = MOEI_CONFIG_KEY, metadata.value = (const char *)c.buffer.data;
+    status = moei_write(&list, NULL, &metadata, 1, stream, status, error);
+    moe_buffer_free(&c.buffer);
+    return status;
 }
 
 #ifndef MOE_NO_STDIO
@@ -10240,25 +11064,37 @@ typedef struct moei_saved {
     const moe_net *net;
     const moe_layer *layer;
     moe_error *error;
+    int begun;
 } moei_saved;
 
 static moe_status moei_save(void *ctx, moe_stream *stream) {
-    const moei_saved *s = (const moei_saved *)ctx;
+    moei_saved *s = (moei_saved *)ctx;
+    s->begun = 1;
     return s->net != NULL ? moe_net_write(s->net, stream, s->error) : moe_layer_write(s->layer, stream, s->error);
+}
+
+/* moe_file_replace on rank 0, while the others give it what they have. write sets *begun and then votes: where no file can be made rank 0 does it here. */
+static moe_status moei_save_on(const moe_transport *t, const char *path, moe_status (*write)(void *ctx, moe_stream *stream), void *ctx, int *begun, moe_error *error) {
+    moe_status status;
+    if (t == NULL) return moe_file_replace(path, write, ctx, error);
+    *begun = 0;
+    status = t->rank == 0 ? moe_file_replace(path, write, ctx, error) : write(ctx, NULL);
+    if (!*begun) status = moei_ranks_vote(t, status, NULL, error);
+    return moei_ranks_vote(t, status, NULL, error);
 }
 
 moe_status moe_net_save(const moe_net *net, const char *path, moe_error *error) {
     moei_saved s;
     if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
     s.net = net, s.layer = NULL, s.error = error;
-    return moe_file_replace(path, moei_save, &s, error);
+    return moei_save_on(net->transport, path, moei_save, &s, &s.begun, error);
 }
 
 moe_status moe_layer_save(const moe_layer *layer, const char *path, moe_error *error) {
     moei_saved s;
     if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
     s.net = NULL, s.layer = layer, s.error = error;
-    return moe_file_replace(path, moei_save, &s, error);
+    return moei_save_on(layer->config.transport, path, moei_save, &s, &s.begun, error);
 }
 
 #endif
@@ -10504,6 +11340,7 @@ static moe_status moei_config_top(moei_json *j, const char *wanted, size_t *valu
 typedef struct moei_net_options {
     int kernels;
     const moe_allocator *allocator;
+    const moe_transport *transport;
 } moei_net_options;
 
 static moe_status moei_config_net(moei_json *j, moe_net *net, const moei_net_options *options) {
@@ -10521,6 +11358,7 @@ static moe_status moei_config_net(moei_json *j, moe_net *net, const moei_net_opt
     if ((status = moei_config_value(j, "net", moei_net_fields, &small)) != MOE_OK) return status;
     status = moe_net_init(net, small.d_in, options->kernels, options->allocator);
     if (status != MOE_OK) return moei_json_refuse(j, at[0], status, "%s", net->error.message);
+    net->transport = options->transport;
     j->at = at[1];
     if ((status = moei_json_take(j, '[')) != MOE_OK) return status;
     do {
@@ -10610,12 +11448,14 @@ static const char *moei_shape_text(const size_t *shape, int n_dims, char out[80]
 static moe_status moei_file_compare(const moe_net *net, const moe_file_tensor *found, const moe_tensor **wanted, moe_error *error) {
     char shown[52], want[80], have[80];
     const moe_tensor *t = moei_file_wanted(net, found);
+    moe_tensor whole;
     if (t == NULL)
         return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': the configuration has none of this name",
                           moei_span_text(moei_span_of(found->name, found->name_length), shown));
-    if (t->n_dims != found->n_dims || moei_memcmp(t->shape, found->shape, (size_t)t->n_dims * sizeof t->shape[0]) != 0)
+    whole = moei_whole_tensor(net, t);
+    if (t->n_dims != found->n_dims || moei_memcmp(whole.shape, found->shape, (size_t)t->n_dims * sizeof t->shape[0]) != 0)
         return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be %s, the file has %s", t->name,
-                          moei_shape_text(t->shape, t->n_dims, want), moei_shape_text(found->shape, found->n_dims, have));
+                          moei_shape_text(whole.shape, t->n_dims, want), moei_shape_text(found->shape, found->n_dims, have));
     *wanted = t;
     return MOE_OK;
 }
@@ -10649,71 +11489,99 @@ static moe_status moei_file_fill(const moe_net *net, moe_file *file, moe_error *
     while (status == MOE_OK && moe_file_next(file, &found) == MOE_OK) {
         const moe_tensor *t = moei_file_wanted(net, &found);
         if (net->n_modules > 0 && moei_is_of_trainer(&found)) continue;
-        status = t != NULL ? moe_file_values(&found, 0, t->count, t->data) : MOE_ERR_FORMAT;
+        status = t != NULL ? moe_file_values(&found, moei_whole_first(net, t), t->count, t->data) : MOE_ERR_FORMAT;
         if (status != MOE_OK) (void)moei_error(error, status, "a tensor's values: %s", moe_status_text(status));
     }
     return status;
 }
 
-moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
-                        moe_error *error) {
+/* Whether all ranks read the same file in the same way: each checks all of it, and takes its part. */
+static moe_status moei_file_agree(const moe_transport *t, const void *bytes, size_t size, int trainable, const moe_kernels *kernels, moe_error *error) {
+    static const char *const names[] = {"its length", "its contents", "trainable", "kernels (auto takes each machine's best)"};
+    uint64_t values[4];
+    if (t == NULL) return MOE_OK;
+    values[0] = size, values[1] = moei_hash(0, bytes, size), values[2] = trainable != 0;
+    values[3] = trainable ? (uint64_t)(int64_t)moei_table(kernels)->id : 0;
+    return moei_agree_named(t, 4, names, values, "the file: ", error);
+}
+
+moe_status moe_net_read_shared(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_transport *transport,
+                               const moe_allocator *allocator, moe_error *error) {
     moei_net_options options;
     moe_net made;
     moe_file file;
     moe_status status;
-    if (net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
-    status = moe_file_open(&file, bytes, size, error);
-    if (status != MOE_OK) return status;
     memset(&made, 0, sizeof made);
-    options.kernels = kernels, options.allocator = allocator;
-    status = moei_config_read(&file, &options, &made, NULL, error);
+    options.kernels = kernels, options.allocator = allocator, options.transport = transport;
+    status = net != NULL ? moe_file_open(&file, bytes, size, error) : moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+    if (status == MOE_OK) status = moei_config_read(&file, &options, &made, NULL, error);
     if (status == MOE_OK) status = moei_net_register(&made, error);
     if (status == MOE_OK) status = moei_file_match(&made, &file, error);
-    if (status == MOE_OK) status = moei_net_allocate(&made, trainable, error);
-    if (status == MOE_OK) status = moei_file_fill(&made, &file, error);
+    status = moei_ranks_vote(transport, status, NULL, error);
+    if (status == MOE_OK) status = moei_file_agree(transport, bytes, size, trainable, made.kernels, error);
+    if (status == MOE_OK) {
+        status = moei_net_allocate(&made, trainable, error);
+        if (status == MOE_OK) status = moei_file_fill(&made, &file, error);
+        status = moei_ranks_vote(transport, status, NULL, error);
+    }
     if (status == MOE_OK) *net = made;
     else moe_net_free(&made);
     return status;
 }
 
-/* The tensors of a layer as the list of a net without modules. */
-static moe_net moei_layer_list(const moe_layer *layer, moe_tensor tensors[MOE_LAYER_SLOTS]) {
+moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
+                        moe_error *error) {
+    return moe_net_read_shared(net, bytes, size, trainable, kernels, NULL, allocator, error);
+}
+
+/* The layer that a file describes, without tensors; matched with those of the file. */
+static moe_status moei_layer_open(moe_layer *made, moe_file *file, const void *bytes, size_t size, const moei_net_options *options, moe_error *error) {
+    moe_layer_config config;
+    moe_tensor tensors[MOE_LAYER_SLOTS];
+    moe_module module;
     moe_net list;
-    memset(&list, 0, sizeof list);
-    list.allocator = layer->allocator;
-    list.tensors = tensors;
-    while (list.n_tensors < MOE_LAYER_SLOTS && moe_layer_tensor(layer, list.n_tensors, &tensors[list.n_tensors]) == MOE_OK)
-        list.n_tensors++;
-    return list;
+    moe_status status = moe_file_open(file, bytes, size, error);
+    if (status == MOE_OK) status = moei_config_read(file, options, NULL, &config, error);
+    if (status != MOE_OK) return status;
+    config.transport = options->transport;
+    status = moe_layer_init(made, &config, error);
+    if (status != MOE_OK) return status;
+    if (options->allocator != NULL) made->allocator = *options->allocator;
+    list = moei_layer_list(made, tensors, &module);
+    return moei_file_match(&list, file, error);
+}
+
+/* Memory for it, and the values. */
+static moe_status moei_layer_take(moe_layer *made, moe_file *file, int trainable, moe_error *error) {
+    moe_tensor tensors[MOE_LAYER_SLOTS];
+    moe_module module;
+    moe_net list;
+    moe_status status = moei_layer_allocate(made, trainable, error);
+    if (status != MOE_OK) return status;
+    list = moei_layer_list(made, tensors, &module);
+    return moei_file_fill(&list, file, error);
+}
+
+moe_status moe_layer_read_shared(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_transport *transport, const moe_allocator *allocator,
+                                 moe_error *error) {
+    moei_net_options options;
+    moe_layer made;
+    moe_file file;
+    moe_status status;
+    memset(&made, 0, sizeof made);
+    options.kernels = MOE_KERNELS_AUTO, options.allocator = allocator, options.transport = transport;
+    status = layer != NULL ? moei_layer_open(&made, &file, bytes, size, &options, error) : moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    status = moei_ranks_vote(transport, status, NULL, error);
+    if (status == MOE_OK) status = moei_file_agree(transport, bytes, size, trainable, made.kernels, error);
+    if (status == MOE_OK) status = moei_ranks_vote(transport, moei_layer_take(&made, &file, trainable, error), NULL, error);
+    if (status == MOE_OK) *layer = made;
+    else moe_layer_free(&made);
+    return status;
 }
 
 moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_allocator *allocator,
                           moe_error *error) {
-    moei_net_options options;
-    moe_layer_config config;
-    moe_tensor tensors[MOE_LAYER_SLOTS];
-    moe_layer made;
-    moe_net list;
-    moe_file file;
-    moe_status status;
-    if (layer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
-    status = moe_file_open(&file, bytes, size, error);
-    if (status != MOE_OK) return status;
-    memset(&made, 0, sizeof made);
-    options.kernels = MOE_KERNELS_AUTO, options.allocator = allocator;
-    status = moei_config_read(&file, &options, NULL, &config, error);
-    if (status == MOE_OK) status = moe_layer_init(&made, &config, error);
-    if (status != MOE_OK) return status;
-    if (allocator != NULL) made.allocator = *allocator;
-    list = moei_layer_list(&made, tensors);
-    status = moei_file_match(&list, &file, error);
-    if (status == MOE_OK) status = moei_layer_allocate(&made, trainable, error);
-    if (status != MOE_OK) return status;
-    list = moei_layer_list(&made, tensors);
-    status = moei_file_fill(&list, &file, error);
-    if (status == MOE_OK) *layer = made;
-    else moe_layer_free(&made);
-    return status;
+    return moe_layer_read_shared(layer, bytes, size, trainable, NULL, allocator, error);
 }
 
 #ifndef MOE_NO_STDIO
@@ -10725,20 +11593,37 @@ static moe_status moei_file_load(const char *path, const moe_allocator *allocato
     return moe_file_read(path, buffer, error);
 }
 
-moe_status moe_net_load(moe_net *net, const char *path, int trainable, int kernels, const moe_allocator *allocator, moe_error *error) {
+/* The same; without the file there are no bytes, which the other ranks hear of. */
+static moe_status moei_shared_load(const moe_transport *t, const char *path, const moe_allocator *allocator, moe_buffer *buffer, moe_error *error) {
+    moe_status status = moei_ranks_vote(t, moei_file_load(path, allocator, buffer, error), NULL, error);
+    if (status != MOE_OK) moe_buffer_free(buffer);
+    return status;
+}
+
+moe_status moe_net_load_shared(moe_net *net, const char *path, int trainable, int kernels, const moe_transport *transport, const moe_allocator *allocator,
+                               moe_error *error) {
     moe_buffer buffer;
-    moe_status status = moei_file_load(path, allocator, &buffer, error);
-    if (status == MOE_OK) status = moe_net_read(net, buffer.data, buffer.size, trainable, kernels, allocator, error);
+    moe_status status = moei_shared_load(transport, path, allocator, &buffer, error);
+    if (status == MOE_OK) status = moe_net_read_shared(net, buffer.data, buffer.size, trainable, kernels, transport, allocator, error);
+    moe_buffer_free(&buffer);
+    return status;
+}
+
+moe_status moe_net_load(moe_net *net, const char *path, int trainable, int kernels, const moe_allocator *allocator, moe_error *error) {
+    return moe_net_load_shared(net, path, trainable, kernels, NULL, allocator, error);
+}
+
+moe_status moe_layer_load_shared(moe_layer *layer, const char *path, int trainable, const moe_transport *transport, const moe_allocator *allocator,
+                                 moe_error *error) {
+    moe_buffer buffer;
+    moe_status status = moei_shared_load(transport, path, allocator, &buffer, error);
+    if (status == MOE_OK) status = moe_layer_read_shared(layer, buffer.data, buffer.size, trainable, transport, allocator, error);
     moe_buffer_free(&buffer);
     return status;
 }
 
 moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, const moe_allocator *allocator, moe_error *error) {
-    moe_buffer buffer;
-    moe_status status = moei_file_load(path, allocator, &buffer, error);
-    if (status == MOE_OK) status = moe_layer_read(layer, buffer.data, buffer.size, trainable, allocator, error);
-    moe_buffer_free(&buffer);
-    return status;
+    return moe_layer_load_shared(layer, path, trainable, NULL, allocator, error);
 }
 
 #endif
@@ -12606,8 +13491,6 @@ moe_status moe_save_published(const moe_layer *layer, const char *path, const ch
 #define MOEI_CHECKPOINT_KEY "moe.trainer"
 enum { MOEI_CHECKPOINT_FORMAT = 1, MOEI_CHECKPOINT_TEXT = 800 };
 
-static const char *const moei_moment_names[] = {"trainer.first", "trainer.second"};
-
 /* The text is that of all rows, "name number", with a space between. */
 typedef struct moei_checkpoint_row {
     const char *name;
@@ -12669,58 +13552,39 @@ static void moei_checkpoint_put(const moei_checkpoint *c, char out[MOEI_CHECKPOI
     }
 }
 
-/* Moment i as a tensor. */
-static void moei_moment(const moe_trainer *trainer, size_t i, moe_tensor *out) {
-    memset(out, 0, sizeof *out);
-    memcpy(out->name, moei_moment_names[i], moei_strlen(moei_moment_names[i]));
-    out->n_dims = 1;
-    out->shape[0] = out->count = moei_net_numbers(trainer->net);
-    out->data = trainer->memory + i * out->count;
-}
-
-/* The file, with room for the list of its tensors. */
-static moe_status moei_checkpoint_file(const moe_trainer *trainer, const moe_metadata metadata[2], moe_tensor *tensors, moe_stream *stream,
-                                       moe_error *error) {
-    const moe_net *net = trainer->net;
-    size_t i;
-    for (i = 0; i < net->n_tensors; i++) tensors[i] = net->tensors[i];
-    for (i = 0; i < moei_moments(trainer); i++) moei_moment(trainer, i, &tensors[net->n_tensors + i]);
-    return moe_file_write(stream, tensors, net->n_tensors + i, metadata, 2, &net->allocator, error);
-}
-
 /* The configuration of the net as text, terminated; moe_buffer_free. */
 static moe_status moei_checkpoint_config(const moe_net *net, moei_config_text *text, moe_error *error) {
+    moe_status status;
     memset(text, 0, sizeof *text);
     text->buffer.allocator = net->allocator;
     moei_config_put_net(text, net);
-    if (text->status == MOE_OK) text->status = moei_buffer_write(&text->buffer, "", 1);
-    if (text->status == MOE_OK) return MOE_OK;
-    moe_buffer_free(&text->buffer);
-    return moei_error(error, text->status, "the configuration's text: %s", moe_status_text(text->status));
+    status = moei_config_end(text, error);
+    if (status != MOE_OK) moe_buffer_free(&text->buffer);
+    return status;
 }
 
-static moe_status moei_checkpoint_write(const moe_trainer *trainer, const moei_checkpoint *c, moe_stream *stream, moe_error *error) {
-    const moe_allocator *a = &trainer->net->allocator;
+/* status: whether a checkpoint may be written. */
+static moe_status moei_checkpoint_write(const moe_trainer *trainer, const moei_checkpoint *c, moe_stream *stream, moe_status status, moe_error *error) {
     char numbers[MOEI_CHECKPOINT_TEXT];
     moei_config_text text;
     moe_metadata metadata[2];
-    moe_tensor *tensors;
-    moe_status status = moei_checkpoint_config(trainer->net, &text, error);
-    if (status != MOE_OK) return status;
+    memset(&text, 0, sizeof text);
+    if (status == MOE_OK && stream == NULL && moei_writes(trainer->net->transport)) status = moei_error(error, MOE_ERR_ARGUMENT, "stream or its write is NULL");
+    if (status == MOE_OK) status = moei_checkpoint_config(trainer->net, &text, error);
     moei_checkpoint_put(c, numbers);
     metadata[0].key = MOEI_CONFIG_KEY, metadata[0].value = (const char *)text.buffer.data;
     metadata[1].key = MOEI_CHECKPOINT_KEY, metadata[1].value = numbers;
-    tensors = (moe_tensor *)moei_alloc(a, trainer->net->n_tensors + 2, sizeof *tensors);
-    if (tensors != NULL) status = moei_checkpoint_file(trainer, metadata, tensors, stream, error);
-    else status = moei_error(error, MOE_ERR_MEMORY, "no memory for the list of %z tensors", trainer->net->n_tensors + 2);
-    moei_free(a, tensors, (trainer->net->n_tensors + 2) * sizeof *tensors);
+    status = moei_write(trainer->net, trainer, metadata, 2, stream, status, error);
     moe_buffer_free(&text.buffer);
     return status;
 }
 
-static moe_status moei_trainer_between_steps(const moe_trainer *trainer, moe_error *error) {
+static moe_status moei_trainer_is_made(const moe_trainer *trainer, moe_error *error) {
     if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must not be NULL");
-    if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+    return trainer->net != NULL ? MOE_OK : moei_error(error, MOE_ERR_STATE, "the trainer is not made");
+}
+
+static moe_status moei_trainer_between_steps(const moe_trainer *trainer, moe_error *error) {
     if (trainer->n_accumulated > 0)
         return moei_error(error, MOE_ERR_STATE, "%d batches are accumulated: a checkpoint is written between steps", trainer->n_accumulated);
     return MOE_OK;
@@ -12728,10 +13592,10 @@ static moe_status moei_trainer_between_steps(const moe_trainer *trainer, moe_err
 
 moe_status moe_trainer_write(const moe_trainer *trainer, moe_stream *stream, moe_error *error) {
     moei_checkpoint c;
-    moe_status status = moei_trainer_between_steps(trainer, error);
+    moe_status status = moei_trainer_is_made(trainer, error);
     if (status != MOE_OK) return status;
     c = moei_checkpoint_of(trainer);
-    return moei_checkpoint_write(trainer, &c, stream, error);
+    return moei_checkpoint_write(trainer, &c, stream, moei_trainer_between_steps(trainer, error), error);
 }
 
 /* ---- reading ---------------------------------------------------------------------------------------------------------------------- */
@@ -12823,7 +13687,7 @@ static moe_status moei_checkpoint_same_net(const moe_net *net, const moe_file *f
 static moe_status moei_checkpoint_moments(const moe_trainer *trainer, moe_file *file, moe_error *error) {
     char have[80];
     moe_file_tensor found;
-    size_t i, count = 0, numbers = moei_net_numbers(trainer->net);
+    size_t i, count = 0, numbers = moei_whole_numbers(trainer->net);
     for (i = 0; i < moei_moments(trainer); i++) {
         if (moe_file_find(file, moei_moment_names[i], &found) != MOE_OK)
             return moei_error(error, MOE_ERR_NOT_FOUND, "tensor '%s': missing in the file", moei_moment_names[i]);
@@ -12853,16 +13717,27 @@ static moe_status moei_checkpoint_open(const moe_trainer *trainer, const void *b
     return status == MOE_OK ? moei_checkpoint_moments(trainer, file, error) : status;
 }
 
+/* Moment i: of each tensor what this rank holds. */
+static moe_status moei_moment_fill(moe_trainer *trainer, const moe_file *file, size_t i) {
+    const moe_net *net = trainer->net;
+    moe_real *to = trainer->memory + i * moei_net_numbers(net);
+    moe_file_tensor found;
+    moe_status status = moe_file_find(file, moei_moment_names[i], &found);
+    size_t k, at = 0;
+    for (k = 0; k < net->n_tensors && status == MOE_OK; k++) {
+        const moe_tensor *t = &net->tensors[k];
+        status = moe_file_values(&found, at + moei_whole_first(net, t), t->count, to + (t->data - net->memory));
+        at += moei_whole_tensor(net, t).count;
+    }
+    return status;
+}
+
 /* After open: nothing can fail. */
 static moe_status moei_checkpoint_apply(moe_trainer *trainer, moe_file *file, const moei_checkpoint *c, moe_error *error) {
-    moe_file_tensor found;
     double rate;
-    size_t i, numbers = moei_net_numbers(trainer->net);
+    size_t i;
     moe_status status = moei_file_fill(trainer->net, file, error);
-    for (i = 0; i < moei_moments(trainer) && status == MOE_OK; i++) {
-        status = moe_file_find(file, moei_moment_names[i], &found);
-        if (status == MOE_OK) status = moe_file_values(&found, 0, numbers, trainer->memory + i * numbers);
-    }
+    for (i = 0; i < moei_moments(trainer) && status == MOE_OK; i++) status = moei_moment_fill(trainer, file, i);
     for (i = 0; i < trainer->net->n_modules; i++) trainer->net->modules[i].layer.is_packed = 0;
     trainer->steps = c->steps;
     trainer->rng.state = c->rng;
@@ -12877,10 +13752,10 @@ static moe_status moei_checkpoint_apply(moe_trainer *trainer, moe_file *file, co
 moe_status moe_trainer_read(moe_trainer *trainer, const void *bytes, size_t size, moe_error *error) {
     moei_checkpoint c;
     moe_file file;
-    moe_status status;
-    if (trainer == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must not be NULL");
-    if (trainer->net == NULL) return moei_error(error, MOE_ERR_STATE, "the trainer is not made");
-    status = moei_checkpoint_open(trainer, bytes, size, &file, &c, error);
+    moe_status status = moei_trainer_is_made(trainer, error);
+    if (status != MOE_OK) return status;
+    status = moei_ranks_vote(trainer->net->transport, moei_checkpoint_open(trainer, bytes, size, &file, &c, error), NULL, error);
+    if (status == MOE_OK) status = moei_file_agree(trainer->net->transport, bytes, size, 1, trainer->net->kernels, error);
     return status == MOE_OK ? moei_checkpoint_apply(trainer, &file, &c, error) : status;
 }
 
@@ -12890,25 +13765,29 @@ moe_status moe_trainer_read(moe_trainer *trainer, const void *bytes, size_t size
 typedef struct moei_trainer_saved {
     const moe_trainer *trainer;
     moe_error *error;
+    int begun;
 } moei_trainer_saved;
 
 static moe_status moei_trainer_save(void *ctx, moe_stream *stream) {
-    const moei_trainer_saved *s = (const moei_trainer_saved *)ctx;
+    moei_trainer_saved *s = (moei_trainer_saved *)ctx;
+    s->begun = 1;
     return moe_trainer_write(s->trainer, stream, s->error);
 }
 
 moe_status moe_trainer_save(const moe_trainer *trainer, const char *path, moe_error *error) {
     moei_trainer_saved s;
-    moe_status status = moei_trainer_between_steps(trainer, error);
+    moe_status status = moei_trainer_is_made(trainer, error);
+    if (status != MOE_OK) return status;
+    status = moei_ranks_vote(trainer->net->transport, moei_trainer_between_steps(trainer, error), NULL, error);
     s.trainer = trainer, s.error = error;
-    return status == MOE_OK ? moe_file_replace(path, moei_trainer_save, &s, error) : status;
+    return status == MOE_OK ? moei_save_on(trainer->net->transport, path, moei_trainer_save, &s, &s.begun, error) : status;
 }
 
 moe_status moe_trainer_load(moe_trainer *trainer, const char *path, moe_error *error) {
     moe_buffer buffer;
     moe_status status;
     if (trainer == NULL || trainer->net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must be one that init has made");
-    status = moei_file_load(path, &trainer->net->allocator, &buffer, error);
+    status = moei_shared_load(trainer->net->transport, path, &trainer->net->allocator, &buffer, error);
     if (status == MOE_OK) status = moe_trainer_read(trainer, buffer.data, buffer.size, error);
     moe_buffer_free(&buffer);
     return status;
@@ -15392,6 +16271,7 @@ static moe_status moei_model_config_check(const moe_net *net, const moe_model_co
     if (config->loader && config->weights == MOE_WEIGHTS_FLOAT)
         return moei_error(error, MOE_ERR_UNSUPPORTED, "loader = 1: only integer models fetch experts");
     if (!moei_can_allocate(&config->allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator: missing, and MOE_NO_MALLOC leaves no other");
+    if (net->transport != NULL) return moei_error(error, MOE_ERR_UNSUPPORTED, "net.transport: a model is made of a net in one process; load its file without transport");
     return moe_net_check_decoding(net, error);
 }
 
