@@ -6234,7 +6234,7 @@ static uint64_t moei_hash(uint64_t hash, const void *bytes, size_t n) {
     return hash;
 }
 
-static uint64_t moei_double_bits(double value) {
+MOEI_TOOL uint64_t moei_double_bits(double value) {
     uint64_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
