@@ -20,12 +20,12 @@ enum { MAX_LAYERS = 64, MAX_RANKS = 4096, MAX_SEEDS = 64, PARTS = 20 /* from eac
 /* ---- what can be set ---------------------------------------------------------------------------------------------------------------- */
 
 static struct {
-    const char *text, *router, *fields, *plus, *kernels, *save, *checkpoint, *die, *hang;
+    const char *text, *router, *fields, *plus, *kernels, *save, *checkpoint, *die, *hang, *mismatch;
     double rate, factor, locality, patience;
     long words, vocabulary, width, layers, heads, experts, top_k, d_ff, context, batch, steps, warmup, seed;
-    long chunks, two_level, ranks_per_node, nodes, untimed, checkpoint_every, resume, stop_after, compare, seeds, threads_too, mismatch, check;
+    long chunks, two_level, ranks_per_node, nodes, untimed, checkpoint_every, resume, stop_after, compare, seeds, threads_too, check;
 } set = {.fields = "", .plus = "", .kernels = "auto", .rate = 0.002, .factor = 1.1, .patience = 30, .vocabulary = 4096, .width = 64, .layers = 2,
-         .experts = 8, .context = 64, .batch = 16, .steps = 200, .warmup = 20, .seed = 1, .chunks = 1, .checkpoint_every = 50, .seeds = 5, .mismatch = -1};
+         .experts = 8, .context = 64, .batch = 16, .steps = 200, .warmup = 20, .seed = 1, .chunks = 1, .checkpoint_every = 50, .seeds = 5};
 static int kernels;
 
 enum { FLAG, WHOLE, REAL, TEXT };
@@ -71,7 +71,7 @@ static const struct option {
     {"--patience", "SECONDS", REAL, &set.patience, 0.1, 1e6, "how long a rank waits for others before it ends all"},
     {"--die", "RANK,STEP", TEXT, &set.die, 0, 0, "for tests: this rank is killed in this step"},
     {"--hang", "RANK,STEP", TEXT, &set.hang, 0, 0, "for tests: this rank stands still in this step"},
-    {"--mismatch", "RANK", WHOLE, &set.mismatch, -1, MAX_RANKS, "for tests: this rank has another --d-ff than the others"},
+    {"--mismatch", "RANK,OPTION,VALUE", TEXT, &set.mismatch, 0, 0, "for tests: this rank has another value of an option than the others"},
     {"--report", "FILE", TEXT, &report_path, 0, 0, "what was found: a page (FILE.html), a picture (.svg) or text; -: on the screen"},
     {"--kernels", "NAME", TEXT, &set.kernels, 0, 0, "instruction set: auto, c, avx2, ..."},
     {"--check", "", FLAG, &set.check, 0, 0, "tests the transport with this number of ranks"}};
@@ -92,7 +92,7 @@ static int show_help(void) {
            "sh examples/run mpi -n RANKS [options] [FILE]   in so many processes; --hosts HOST:SLOTS,...: on these machines\n");
     for (const struct option *o = options; o < options + OPTIONS; o++) {
         printf("  %-18s %-9s  %s", o->name, o->value, o->help);
-        if (o->kind == WHOLE && *(const long *)o->at >= 0) printf(" (%ld)", *(const long *)o->at);
+        if (o->kind == WHOLE) printf(" (%ld)", *(const long *)o->at);
         if (o->kind == REAL) printf(" (%g)", *(const double *)o->at);
         printf("\n");
     }
@@ -112,13 +112,27 @@ static int set_option(const struct option *o, const char *value) {
     return 0;
 }
 
+static const struct option *find_option(const char *name, size_t length) {
+    const struct option *o = options;
+    while (o < options + OPTIONS && (strlen(o->name) != length || strncmp(name, o->name, length) != 0)) o++;
+    return o < options + OPTIONS ? o : NULL;
+}
+
+/* --mismatch: on one rank an option gets a value that the others do not have. */
+static int differ(const char *text) {
+    const char *name = text != NULL ? strchr(text, ',') : NULL, *value = name != NULL ? strchr(name + 1, ',') : NULL;
+    const struct option *o = value != NULL ? find_option(name + 1, (size_t)(value - name - 1)) : NULL;
+    if (text == NULL) return 0;
+    if (o == NULL) return fail("--mismatch", "wants RANK,OPTION,VALUE, as 1,--seed,2");
+    return strtol(text, NULL, 10) == rank && set_option(o, value + 1);
+}
+
 static int read_options(int count, char **words) {
     while (--count > 0) {
         const char *word = *++words;
-        const struct option *o = options;
-        while (o < options + OPTIONS && strcmp(word, o->name) != 0) o++;
+        const struct option *o = find_option(word, strlen(word));
         if (*word != '-' && set.text == NULL) set.text = word;
-        else if (o == options + OPTIONS) return fail(word, "no such option, or a second text; -h explains");
+        else if (o == NULL) return fail(word, "no such option, or a second text; -h explains");
         else if (o->kind == FLAG) *(long *)o->at = 1;
         else if (--count == 0) return fail(word, "its value is missing; -h explains");
         else if (set_option(o, *++words)) return 1;
@@ -126,7 +140,7 @@ static int read_options(int count, char **words) {
     for (kernels = 0; moe_kernels_name(kernels) != NULL && strcmp(moe_kernels_name(kernels), set.kernels) != 0;) kernels++;
     if (moe_kernels_name(kernels) == NULL) return fail(set.kernels, "no such kernels");
     if (set.resume && set.checkpoint == NULL) return fail("--resume", "wants --checkpoint FILE, from which to go on");
-    return 0;
+    return differ(set.mismatch);
 }
 
 /* ---- the end when something fails ----------------------------------------------------------------------------------------------------- */
@@ -282,7 +296,7 @@ static void configure(const method *m, moe_layer_config *c) {
     must(moe_fields_apply(moe_layer_fields(), c, set.fields, &error), "--set", &error);
     r->nodes = nodes();
     if (nodes() < 2) r->nodes = 0, r->loss_locality = 0; /* there is but one place to be */
-    if (c->d_ff == 0) c->d_ff = (int)(set.d_ff > 0 ? set.d_ff : 2 * set.width) + (set.mismatch == rank);
+    if (c->d_ff == 0) c->d_ff = (int)(set.d_ff > 0 ? set.d_ff : 2 * set.width);
 }
 
 /* with: the transport, or NULL for a net of one process. */
@@ -491,10 +505,11 @@ static void train(moe_trainer *t, uint64_t seed, int shown, result *r) {
 
 /* ---- held-out text ------------------------------------------------------------------------------------------------------------------ */
 
-static share held_share(void) {
+static share held_share(size_t *sequences) {
     size_t there = (held_text.n - 1) / (size_t)set.context, n = there < HELD_SEQUENCES ? there : HELD_SEQUENCES;
     share s = share_of(n, 0);
     (void)language_spread(&held_text, n, (size_t)set.context, s.ids, s.labels);
+    *sequences = n;
     return s;
 }
 
@@ -525,13 +540,15 @@ static double take_loads(const moe_net *net, const share *held, double *loads) {
 }
 
 static void judge(const moe_net *net, result *r, double *loads) {
-    share held = held_share();
+    size_t sequences;
+    share held = held_share(&sequences);
+    moe_data all; /* moe_evaluate deals it out by itself */
     moe_evaluation e;
     moe_error error = {0};
     double most = 0, tokens;
     share_point(&held);
-    held.data.call = NULL; /* as moe_evaluate wants it */
-    must(moe_evaluate(net, &held.data, MOE_CRITERION_CROSS_ENTROPY, &e, &error), "held-out text", &error);
+    all = held.data, all.call = NULL, all.token_ids = held.ids, all.labels = held.labels, all.n = sequences * all.length;
+    must(moe_evaluate(net, &all, MOE_CRITERION_CROSS_ENTROPY, &e, &error), "held-out text", &error);
     r->held = (double)e.loss;
     tokens = take_loads(net, &held, loads);
     for (long i = 0; i < set.layers * set.experts; i++) most = loads[i] > most ? loads[i] : most;
@@ -1004,7 +1021,7 @@ static int work(int count, char **words) {
     if (rank == 0 && !wrong) wrong = report_write_added("mpi", "Experts on several machines");
     free(traffic.rows), free(traffic.bytes), free(link_rows);
     free(vocabulary.word), free(train_text.ids), free(held_text.ids), moe_buffer_free(&train_bytes), moe_buffer_free(&held_bytes);
-    moe_mpi_close(&mpi);
+    moe_transport_end(&transport), moe_mpi_close(&mpi);
     return wrong;
 }
 
