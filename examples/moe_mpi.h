@@ -315,7 +315,7 @@ static inline moe_status moe_mpi_sum(void *ctx, size_t n, moe_real *values) {
     moe_mpi *m = (moe_mpi *)ctx;
     moe_status status = MOE_OK;
     while (n > 0 && m->n_ranks > 1 && status == MOE_OK) {
-        size_t part = n < MOE_MPI_LONGEST ? n : MOE_MPI_LONGEST;
+        size_t part = n < (size_t)MOE_MPI_LONGEST ? n : (size_t)MOE_MPI_LONGEST;
         status = moe_mpi_start(m, MOE_MPI_SUM, MOE_EXCHANGES);
         if (status == MOE_OK) status = part <= 512 ? moe_mpi_sum_few(m, part, values) : moe_mpi_sum_many(m, part, values);
         n -= part, values += part;

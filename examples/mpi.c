@@ -476,10 +476,10 @@ static void train(moe_trainer *t, uint64_t seed, int shown, result *r) {
     moe_error error = {0};
     moe_step step;
     uint64_t last = set.stop_after > 0 && set.stop_after < set.steps ? (uint64_t)set.stop_after : (uint64_t)set.steps, first = t->steps;
-    double began, since, sum = 0, losses[2], ended = 0, pairs[2] = {0, 0};
+    double began, sum = 0, losses[2], ended = 0, pairs[2] = {0, 0};
     memset(r, 0, sizeof *r);
     share_point(&s), clear_counts();
-    began = since = MPI_Wtime();
+    began = MPI_Wtime();
     while (t->steps < last) {
         double before = (double)traffic.pairs;
         obey_tests(t->steps + 1), watch(1);
@@ -490,13 +490,9 @@ static void train(moe_trainer *t, uint64_t seed, int shown, result *r) {
         if (t->steps > last - (last + 9) / 10) r->loss += (double)step.loss, r->steps++;
         losses[0] = (double)step.loss, losses[1] = (double)step.router_loss;
         if (shown && report_path != NULL) (void)moe_history_add(&history, (double)t->steps, losses, 2);
-        if (shown && (t->steps % ((last + 9) / 10) == 0 || t->steps == last)) {
-            tell(t, sum / (double)(t->steps - first), ended - began, t->steps - first);
-            since = ended;
-        }
+        if (shown && (t->steps % ((last + 9) / 10) == 0 || t->steps == last)) tell(t, sum / (double)(t->steps - first), ended - began, t->steps - first);
         if (shown && (t->steps % (uint64_t)set.checkpoint_every == 0 || t->steps == last)) save_checkpoint(t);
     }
-    (void)since;
     r->loss /= r->steps > 0 ? (double)r->steps : 1;
     r->steps = last > first ? last - first : 1;
     take_counts(r, ended > began ? ended - began : 0, pairs);
@@ -710,17 +706,20 @@ static void compare_threads(const moe_layer_config *experts, const result *r) {
 
 /* ---- --compare ------------------------------------------------------------------------------------------------------------------------ */
 
-enum { BASELINE, SWITCH, LOCMOE, PLUS, METHODS };
-static char factor_fields[METHODS][400];
-static method methods[METHODS] = {{"baseline, 2 experts", "mixtral", factor_fields[BASELINE]},
-                                  {"baseline, 1 expert", NULL, factor_fields[SWITCH]},
-                                  {"LocMoE", "locmoe", factor_fields[LOCMOE]},
-                                  {"LocMoE+", "locmoe_plus", factor_fields[PLUS]}};
+/* The last two have a shared expert, which every token passes at home; CONTROL drops tokens by their place instead of by affinity. */
+enum { BASELINE, SWITCH, LOCMOE, PLUS, SHARED, CONTROL, METHODS };
+static char method_fields[METHODS][400];
+static method methods[METHODS] = {{"baseline, 2 experts", "mixtral", method_fields[BASELINE]},
+                                  {"baseline, 1 expert", NULL, method_fields[SWITCH]},
+                                  {"LocMoE", "locmoe", ""},
+                                  {"LocMoE+", "locmoe_plus", method_fields[PLUS]},
+                                  {"LocMoE+, shared expert", "locmoe_plus", method_fields[SHARED]},
+                                  {"1 and a shared expert", NULL, method_fields[CONTROL]}};
 
-typedef double numbers[MAX_SEEDS];
+typedef double by_seed[MAX_SEEDS];
 
 static void put_estimate(const double *x, double scale, int decimals) {
-    numbers scaled;
+    by_seed scaled;
     for (long s = 0; s < set.seeds; s++) scaled[s] = scale * x[s];
     estimate e = estimate_of(scaled, (int)set.seeds, 0);
     if (e.n < 2) table_number(e.mean, decimals);
@@ -734,7 +733,7 @@ static void ratios(const double *a, const double *b, double *out) {
 
 /* Everything of a result that the tables show. */
 enum { LOSS, HELD, ROWS, ROWS_FAR, BYTES, AWAY, FAR, TOKENS, MOST, FIRST, SECOND, TIME, COMPUTING, EXCHANGING, WAITING, SHOWN };
-static numbers found[METHODS][SHOWN];
+static by_seed found[METHODS][SHOWN];
 
 static void keep(int m, long s, const result *r) {
     double values[SHOWN] = {r->loss, r->held, r->rows, r->rows_far, r->bytes, r->pairs_away, r->pairs_far, r->per_expert, r->most_per_expert,
@@ -742,11 +741,11 @@ static void keep(int m, long s, const result *r) {
     for (int i = 0; i < SHOWN; i++) found[m][i][s] = values[i];
 }
 
-static void show_verdict(int against) {
-    numbers rows, held, loss;
-    ratios(found[PLUS][ROWS], found[against][ROWS], rows), ratios(found[PLUS][HELD], found[against][HELD], held), ratios(found[PLUS][LOSS], found[against][LOSS], loss);
+static void show_verdict(int m, int against) {
+    by_seed rows, held, loss;
+    ratios(found[m][ROWS], found[against][ROWS], rows), ratios(found[m][HELD], found[against][HELD], held), ratios(found[m][LOSS], found[against][LOSS], loss);
     estimate r = estimate_of(rows, (int)set.seeds, 0), h = estimate_of(held, (int)set.seeds, 0), l = estimate_of(loss, (int)set.seeds, 0);
-    printf("LocMoE+ against %s: %+.1f %% rows", methods[against].name, r.mean);
+    printf("%s against %s: %+.1f %% rows", methods[m].name, methods[against].name, r.mean);
     if (r.n > 1) printf(" [%+.1f, %+.1f]", r.mean - r.half, r.mean + r.half);
     printf(", %+.2f %% loss on held-out text", h.mean);
     if (h.n > 1) printf(" [%+.2f, %+.2f]", h.mean - h.half, h.mean + h.half);
@@ -776,14 +775,16 @@ static void show_comparison(void) {
     }
     printf("Time of a step\n");
     table_print(), table_report("Time of a step", "Milliseconds, means over ranks, with 95 % intervals over seeds.");
-    show_verdict(BASELINE), show_verdict(SWITCH);
+    for (int m = LOCMOE; m < METHODS; m++) show_verdict(m, BASELINE);
 }
 
 static void compare(void) {
     double *loads = (double *)grab((size_t)(set.layers * set.experts), sizeof *loads);
-    snprintf(factor_fields[BASELINE], sizeof factor_fields[0], "top_k=2 loss_balance=0.01 capacity_factor=%g", set.factor);
-    snprintf(factor_fields[SWITCH], sizeof factor_fields[0], "top_k=1 weight=raw loss_balance=0.01 balance_over=first capacity_factor=%g", set.factor);
-    snprintf(factor_fields[PLUS], sizeof factor_fields[0], "%s", set.plus);
+    snprintf(method_fields[BASELINE], sizeof method_fields[0], "top_k=2 loss_balance=0.01 capacity_factor=%g", set.factor);
+    snprintf(method_fields[SWITCH], sizeof method_fields[0], "top_k=1 weight=raw loss_balance=0.01 balance_over=first capacity_factor=%g", set.factor);
+    snprintf(method_fields[PLUS], sizeof method_fields[0], "%s", set.plus);
+    snprintf(method_fields[SHARED], sizeof method_fields[0], "affinity_mass=0.8 n_shared=1 scale=2 %s", set.plus);
+    snprintf(method_fields[CONTROL], sizeof method_fields[0], "top_k=1 weight=raw capacity_factor=0.7 n_shared=1");
     if (rank == 0)
         printf("%ld steps of %ld tokens on %d ranks, %d nodes; %ld layers of %ld experts of width %ld; capacity factor of the baselines %g\n", set.steps,
                set.batch * set.context, n_ranks, nodes(), set.layers, set.experts, set.d_ff > 0 ? set.d_ff : 2 * set.width, set.factor);
@@ -799,7 +800,7 @@ static void compare(void) {
             train(&trainer, seed, 0, &r), judge(&net, &r, loads), keep(m, s, &r);
             moe_trainer_free(&trainer), moe_net_free(&net);
             if (rank == 0) {
-                printf("seed %ld, %-20s loss %.3f, held out %.3f, %7.0f rows, %6.2f ms per step\n", set.seed + s, methods[m].name, r.loss, r.held, r.rows, 1e3 * r.seconds);
+                printf("seed %ld, %-22s loss %.3f, held out %.3f, %7.0f rows, %6.2f ms per step\n", set.seed + s, methods[m].name, r.loss, r.held, r.rows, 1e3 * r.seconds);
                 fflush(stdout);
             }
         }
