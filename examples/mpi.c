@@ -999,7 +999,7 @@ static void begin_transport(void) {
 /* What would fail after training fails before it. */
 static int check_files(void) {
     FILE *f;
-    if (!report_possible()) return fail(report_path, "the report cannot be written there");
+    if (rank == 0 && !report_possible()) return fail(report_path, "the report cannot be written there");
     if (set.resume && !exists(set.checkpoint)) return fail(set.checkpoint, "is not there: nothing to resume");
     if (!set.resume && exists(set.checkpoint)) return fail(set.checkpoint, "holds training that was stopped: --resume goes on; remove it to begin anew");
     if (set.save == NULL || rank != 0) return 0;
