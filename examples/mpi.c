@@ -123,7 +123,7 @@ static int differ(const char *text) {
     const char *name = text != NULL ? strchr(text, ',') : NULL, *value = name != NULL ? strchr(name + 1, ',') : NULL;
     const struct option *o = value != NULL ? find_option(name + 1, (size_t)(value - name - 1)) : NULL;
     if (text == NULL) return 0;
-    if (o == NULL) return fail("--mismatch", "wants RANK,OPTION,VALUE, as 1,--seed,2");
+    if (o == NULL || o->kind == FLAG) return fail("--mismatch", "wants RANK,OPTION,VALUE, as 1,--seed,2");
     return strtol(text, NULL, 10) == rank && set_option(o, value + 1);
 }
 
@@ -154,7 +154,7 @@ static void end_all(moe_status status, const char *what, const moe_error *error)
         struct timespec second = {.tv_sec = 1};
         nanosleep(&second, NULL);
     }
-    fprintf(stderr, "mpi: rank %d of %d ends all: %s: %s\n", rank, n_ranks, what, why);
+    fprintf(stderr, "mpi: %s: %s (rank %d of %d ends all)\n", what, why, rank, n_ranks);
     if (saved_step > 0) fprintf(stderr, "mpi: %s holds step %.0f: the same command with --resume goes on\n", set.checkpoint, (double)saved_step);
     MPI_Abort(MPI_COMM_WORLD, 1);
     exit(1);
@@ -346,9 +346,9 @@ static uint64_t mix(uint64_t hash, const void *bytes, size_t n) { /* FNV-1a */
 
 /* Before the first step: names what differs. */
 static void agree(const moe_layer_config *experts, const moe_trainer *trainer) {
-    static const char *const names[] = {"its text", "its --words or --vocabulary", "its --width", "its --layers", "its --heads", "its --context", "its --batch",
-                                        "its --steps or --stop-after", "its --rate or --warmup", "its --seed", "its --nodes", "the step of its checkpoint",
-                                        "its --checkpoint-every", "the size of its numbers", "the router or the experts of its layers"};
+    static const char *const names[] = {"text", "--words or --vocabulary", "--width", "--layers", "--heads", "--context", "--batch", "--steps or --stop-after",
+                                        "--rate or --warmup", "--seed", "--nodes", "step in its checkpoint", "--checkpoint-every", "size of numbers",
+                                        "router or experts in its layers"};
     enum { N = sizeof names / sizeof *names };
     uint64_t values[N], hash = 14695981039346656037u;
     char text[100];
@@ -366,7 +366,7 @@ static void agree(const moe_layer_config *experts, const moe_trainer *trainer) {
     }
     values[14] = hash;
     moe_status status = moe_transport_agree(&transport, N, values, &who, &what);
-    if (status == MOE_ERR_CONFIG) language_error(&error, status, "rank %d has not what rank %d has: %s differs", who, rank, what < N ? names[what] : "something");
+    if (status == MOE_ERR_CONFIG) language_error(&error, status, "rank %d has another %s than rank %d", who, what < N ? names[what] : "setting", rank);
     must(status, "before the first step", &error);
 }
 
@@ -918,6 +918,26 @@ static void check_refusals(void) {
     mpi.error[0] = '\0';
 }
 
+/* What a rank says that has waited too long: who does not answer, who waits elsewhere. A transport of its own takes the damage. */
+static void check_lost(void) {
+    static uint64_t out[MAX_RANKS], in[MAX_RANKS]; /* an exchange that never ends may still write there */
+    struct timespec sleep = {.tv_sec = 3};
+    char name[80];
+    moe_mpi lost;
+    int last = n_ranks - 1, opened = moe_mpi_open(&lost, MPI_COMM_WORLD, 1) == MOE_OK;
+    if (n_ranks != 3 || !opened) return check(opened, "a second transport"), moe_mpi_close(&lost);
+    lost.doing = MOE_MPI_SUM, lost.calls = 5;
+    check(moe_mpi_lost(&lost, 1) == MOE_ERR_TRANSPORT && strstr(lost.error, "a message was lost") != NULL, "all wait in the same place");
+    moe_mpi_counts(&mpi, 1, out, in);
+    if (rank == last) lost.doing = MOE_MPI_ROWS, lost.calls = 7;
+    snprintf(name, sizeof name, "rank %d waits in %s, its %d. call", rank == last ? 0 : last, rank == last ? "a sum" : "an exchange of rows", rank == last ? 5 : 7);
+    check(moe_mpi_lost(&lost, 1) == MOE_ERR_TRANSPORT && strstr(lost.error, name) != NULL && strstr(lost.error, "same calls") != NULL, "one waits elsewhere");
+    snprintf(name, sizeof name, "rank %d does not answer", last);
+    if (rank == last) nanosleep(&sleep, NULL);
+    else check(moe_mpi_counts(&lost, 1, out, in) == MOE_ERR_TRANSPORT && strstr(lost.error, name) != NULL, "one does not answer");
+    if (rank != last && n_ranks > 2) check(strstr(lost.error, rank == 0 ? "rank 1 " : "rank 0 ") == NULL, "those that answer are not blamed");
+}
+
 static void check_parts(void) {
     size_t first, n, next = 0;
     for (int r = 0; r < n_ranks; r++) {
@@ -931,7 +951,7 @@ static int check_all(void) {
     double sums[2];
     watch(1);
     for (int timed = 0; timed < 2; timed++) mpi.timed = timed, check_counts(), check_rows(), check_sums();
-    check_refusals(), check_parts(), check_counts();
+    check_refusals(), check_parts(), check_lost(), check_counts();
     check(mpi.calls == 0 || n_ranks > 1, "one rank needs no exchange");
     sums[0] = (double)passed, sums[1] = (double)failed;
     add_up(2, sums);
