@@ -82,7 +82,7 @@ needs_mpi() {
 mpi() { # processes program arguments...
     mpi_ranks=$1
     shift
-    timeout 60 mpirun --oversubscribe --bind-to none -n "$mpi_ranks" "$@"
+    timeout 60 mpirun --oversubscribe --bind-to none -n "$mpi_ranks" "$@" </dev/null
 }
 
 compiles() { # compiler real
@@ -162,21 +162,24 @@ checkpoint() {
     needs_mpi
     losses 1 '--save whole.safetensors' || return 1
     tail -n 1 losses.1 >want
-    before=
-    for processes in 3 1 4 2; do
+    while read -r processes others; do
         rm -f c.safetensors
-        losses $processes '--checkpoint c.safetensors --stop-after 4' >log 2>&1 && echo 'no' && return 1 # shows too few losses: it stops
+        losses "$processes" '--checkpoint c.safetensors --stop-after 4' >log 2>&1 && echo 'it does not stop' && return 1 # it shows too few losses
         [ -s c.safetensors ] || { cat log; return 1; }
-        for others in 1 2 3 4; do
-            [ $others != $processes ] || continue
+        for to in $others; do
             cp c.safetensors d.safetensors
             # shellcheck disable=SC2086
-            run mpi $others "$prepared/mpi_float" $small "$prepared/text" --checkpoint d.safetensors --resume --save from.safetensors >out || return 1
+            run mpi "$to" "$prepared/mpi_float" $small "$prepared/text" --checkpoint d.safetensors --resume --save from.safetensors >out || return 1
             sed -n 's/^held out: loss \([0-9.]*\),.*/\1/p' out >got
-            near want got 2e-5 || { echo "from $processes to $others"; return 1; }
+            near want got 2e-5 || { echo "from $processes to $to"; return 1; }
             [ "$(wc -c <from.safetensors)" = "$(wc -c <whole.safetensors)" ] || { ls -l ./*.safetensors; return 1; }
         done
-    done
+    done <<'PAIRS'
+3 1 2 4
+1 3
+4 2
+2 4
+PAIRS
 }
 
 # Ends within so many seconds with status not 0; what it said is in said. Nothing of it is left.
@@ -215,7 +218,7 @@ differs() { # option value
     needs_mpi
     ends_within 15 3 "--mismatch 1,$1,$2" && run grep -qE 'rank [0-2] ' said || return 1
     ! grep -q '^step' said && [ ! -e c.safetensors ] || { cat said; return 1; }
-    grep -qi 'differ\|another\|other' said || { cat said; return 1; }
+    grep -q 'another\|must have the same' said || { cat said; return 1; }
 }
 
 refuses_ranks() {
