@@ -1,0 +1,1066 @@
+/* Trains a language model whose experts live in several processes, on one machine or many, by Open MPI; counts what travels, and compares LocMoE with its baseline.
+     sh examples/run mpi -n 4 [options]
+   or, with Open MPI there: mpicc -std=c99 -O2 -I. examples/mpi.c -o mpi -lm -pthread, then mpirun -n 4 ./mpi */
+
+#define _POSIX_C_SOURCE 200112L /* alarm, nanosleep, threads */
+#define MOE_IMPLEMENTATION
+#include "moe.h"
+
+#include "language.h"
+#include "moe_mpi.h"
+#include "study.h"
+#include <errno.h>
+#include <math.h>
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+enum { MAX_LAYERS = 64, MAX_RANKS = 4096, MAX_SEEDS = 64, PARTS = 20 /* from each of which some text is held out */, HELD_SEQUENCES = 128, AT_ONCE = 16 };
+
+/* ---- what can be set ---------------------------------------------------------------------------------------------------------------- */
+
+static struct {
+    const char *text, *router, *fields, *plus, *kernels, *save, *checkpoint, *die, *hang, *mismatch;
+    double rate, factor, locality, patience;
+    long words, vocabulary, width, layers, heads, experts, top_k, d_ff, context, batch, steps, warmup, seed;
+    long chunks, two_level, ranks_per_node, nodes, untimed, checkpoint_every, resume, stop_after, compare, seeds, threads_too, check;
+} set = {.fields = "", .plus = "", .kernels = "auto", .rate = 0.002, .factor = 1.1, .patience = 30, .vocabulary = 4096, .width = 64, .layers = 2,
+         .experts = 8, .context = 64, .batch = 16, .steps = 200, .warmup = 20, .seed = 1, .chunks = 1, .checkpoint_every = 50, .seeds = 5};
+static int kernels;
+
+enum { FLAG, WHOLE, REAL, TEXT };
+static const struct option {
+    const char *name, *value;
+    int kind;
+    void *at;
+    double least, most;
+    const char *help;
+} options[] = {
+    {"--words", "", FLAG, &set.words, 0, 0, "tokens are words between white space instead of bytes"},
+    {"--vocabulary", "N", WHOLE, &set.vocabulary, 2, 1e6, "so many different words, the most frequent"},
+    {"--width", "N", WHOLE, &set.width, 2, 4096, "numbers per token"},
+    {"--layers", "N", WHOLE, &set.layers, 1, MAX_LAYERS, "attention and experts, so many times"},
+    {"--heads", "N", WHOLE, &set.heads, 0, 256, "heads of attention; 0: one per 32 of the width"},
+    {"--experts", "N", WHOLE, &set.experts, 1, 1024, "experts in a layer, spread over the ranks"},
+    {"--top-k", "N", WHOLE, &set.top_k, 0, 1024, "experts that a token goes to; 0: as --router says"},
+    {"--d-ff", "N", WHOLE, &set.d_ff, 0, 65536, "hidden numbers of an expert; 0: twice the width"},
+    {"--router", "PRESET", TEXT, &set.router, 0, 0, "how tokens find experts: a name that `sh examples/run routers` lists; else the 2 best"},
+    {"--set", "FIELDS", TEXT, &set.fields, 0, 0, "fields of the layers, as \"capacity_factor=1.1 top_k=2\""},
+    {"--context", "N", WHOLE, &set.context, 2, 65536, "tokens of a sequence"},
+    {"--batch", "N", WHOLE, &set.batch, 1, 65536, "sequences per step, of all ranks together"},
+    {"--steps", "N", WHOLE, &set.steps, 1, 1e9, "steps of training"},
+    {"--rate", "X", REAL, &set.rate, 1e-9, 10, "learning rate; it falls along a cosine"},
+    {"--warmup", "N", WHOLE, &set.warmup, 0, 1e6, "steps in which the rate rises"},
+    {"--seed", "N", WHOLE, &set.seed, 0, 1e9, "start of all random choices"},
+    {"--chunks", "N", WHOLE, &set.chunks, 1, 1024, "a rank's experts in so many parts: the rows of one travel while another is computed"},
+    {"--ranks-per-node", "N", WHOLE, &set.ranks_per_node, 0, MAX_RANKS, "so many ranks share a machine; 0: all"},
+    {"--two-level", "", FLAG, &set.two_level, 0, 0, "rows for another machine go through one rank of their own"},
+    {"--locality", "X", REAL, &set.locality, 0, 1e6, "factor of the loss that keeps tokens on their machine; 0: as --router says"},
+    {"--nodes", "N", WHOLE, &set.nodes, 0, MAX_RANKS, "machines for that loss; 0: as --ranks-per-node makes them"},
+    {"--untimed", "", FLAG, &set.untimed, 0, 0, "no barriers, which tell waiting from exchanging"},
+    {"--save", "FILE", TEXT, &set.save, 0, 0, "the model, as one process would save it"},
+    {"--checkpoint", "FILE", TEXT, &set.checkpoint, 0, 0, "the training that is not finished; any number of ranks can go on from it"},
+    {"--checkpoint-every", "N", WHOLE, &set.checkpoint_every, 1, 1e9, "steps from one to the next"},
+    {"--resume", "", FLAG, &set.resume, 0, 0, "goes on from the checkpoint; the other options as they were, the number of ranks as you like"},
+    {"--stop-after", "N", WHOLE, &set.stop_after, 0, 1e9, "stops after so many steps and keeps the checkpoint; 0: not"},
+    {"--compare", "", FLAG, &set.compare, 0, 0, "instead: a baseline, LocMoE and LocMoE+ on the same text and steps"},
+    {"--seeds", "N", WHOLE, &set.seeds, 1, MAX_SEEDS, "how often --compare repeats all with other seeds"},
+    {"--factor", "X", REAL, &set.factor, 0.01, 1000, "capacity factor of the baseline of --compare"},
+    {"--plus", "FIELDS", TEXT, &set.plus, 0, 0, "fields of LocMoE+ in --compare beside those of its preset"},
+    {"--threads-too", "", FLAG, &set.threads_too, 0, 0, "also one process with as many threads as there are ranks, for comparison"},
+    {"--patience", "SECONDS", REAL, &set.patience, 0.1, 1e6, "how long a rank waits for others before it ends all"},
+    {"--die", "RANK,STEP", TEXT, &set.die, 0, 0, "for tests: this rank is killed in this step"},
+    {"--hang", "RANK,STEP", TEXT, &set.hang, 0, 0, "for tests: this rank stands still in this step"},
+    {"--mismatch", "RANK,OPTION,VALUE", TEXT, &set.mismatch, 0, 0, "for tests: this rank has another value of an option than the others"},
+    {"--report", "FILE", TEXT, &report_path, 0, 0, "what was found: a page (FILE.html), a picture (.svg) or text; -: on the screen"},
+    {"--kernels", "NAME", TEXT, &set.kernels, 0, 0, "instruction set: auto, c, avx2, ..."},
+    {"--check", "", FLAG, &set.check, 0, 0, "tests the transport with this number of ranks"}};
+enum { OPTIONS = sizeof options / sizeof *options };
+
+static moe_mpi mpi;
+static moe_transport transport;
+static moe_traffic traffic;
+static int rank, n_ranks;
+
+static int fail(const char *what, const char *why) {
+    if (rank == 0) fprintf(stderr, "mpi: %s: %s\n", what, why);
+    return 1;
+}
+
+static int show_help(void) {
+    printf("mpi [options] [FILE]   trains on FILE, a tenth of it held out; without FILE: moe.h, moe_routers.h, moe_kernels.h\n"
+           "sh examples/run mpi -n RANKS [options] [FILE]   in so many processes; --hosts HOST:SLOTS,...: on these machines\n");
+    for (const struct option *o = options; o < options + OPTIONS; o++) {
+        printf("  %-18s %-9s  %s", o->name, o->value, o->help);
+        if (o->kind == WHOLE) printf(" (%ld)", *(const long *)o->at);
+        if (o->kind == REAL) printf(" (%g)", *(const double *)o->at);
+        printf("\n");
+    }
+    return printf("Exit status: 0 done, else failed.\n") < 0;
+}
+
+static int set_option(const struct option *o, const char *value) {
+    char *end = NULL, text[200];
+    double number = o->kind == TEXT ? 0 : strtod(value, &end);
+    if (o->kind == TEXT) return *(const char **)o->at = value, 0;
+    if (end == value || *end != '\0' || !(number >= o->least && number <= o->most) || (o->kind == WHOLE && floor(number) < number)) {
+        snprintf(text, sizeof text, "not a value from %g to %g; -h explains", o->least, o->most);
+        return fail(o->name, text);
+    }
+    if (o->kind == WHOLE) *(long *)o->at = (long)number;
+    else *(double *)o->at = number;
+    return 0;
+}
+
+static const struct option *find_option(const char *name, size_t length) {
+    const struct option *o = options;
+    while (o < options + OPTIONS && (strlen(o->name) != length || strncmp(name, o->name, length) != 0)) o++;
+    return o < options + OPTIONS ? o : NULL;
+}
+
+/* --mismatch: on one rank an option gets a value that the others do not have. */
+static int differ(const char *text) {
+    const char *name = text != NULL ? strchr(text, ',') : NULL, *value = name != NULL ? strchr(name + 1, ',') : NULL;
+    const struct option *o = value != NULL ? find_option(name + 1, (size_t)(value - name - 1)) : NULL;
+    if (text == NULL) return 0;
+    if (o == NULL || o->kind == FLAG) return fail("--mismatch", "wants RANK,OPTION,VALUE, as 1,--seed,2");
+    return strtol(text, NULL, 10) == rank && set_option(o, value + 1);
+}
+
+static int read_options(int count, char **words) {
+    while (--count > 0) {
+        const char *word = *++words;
+        const struct option *o = find_option(word, strlen(word));
+        if (*word != '-' && set.text == NULL) set.text = word;
+        else if (o == NULL) return fail(word, "no such option, or a second text; -h explains");
+        else if (o->kind == FLAG) *(long *)o->at = 1;
+        else if (--count == 0) return fail(word, "its value is missing; -h explains");
+        else if (set_option(o, *++words)) return 1;
+    }
+    for (kernels = 0; moe_kernels_name(kernels) != NULL && strcmp(moe_kernels_name(kernels), set.kernels) != 0;) kernels++;
+    if (moe_kernels_name(kernels) == NULL) return fail(set.kernels, "no such kernels");
+    if (set.resume && set.checkpoint == NULL) return fail("--resume", "wants --checkpoint FILE, from which to go on");
+    return differ(set.mismatch);
+}
+
+/* ---- the end when something fails ----------------------------------------------------------------------------------------------------- */
+
+static uint64_t saved_step; /* of the checkpoint that was written last; 0: none */
+
+/* Ends all ranks. Where all fail alike, rank 0 is the first to say it; a rank whose peer failed leaves the word to that one. */
+static void end_all(moe_status status, const char *what, const moe_error *error) {
+    const char *why = mpi.error[0] != '\0' ? mpi.error : error != NULL && error->message[0] != '\0' ? error->message : moe_status_text(status);
+    if (status != MOE_ERR_TRANSPORT && (rank > 0 || status == MOE_ERR_PEER)) {
+        struct timespec second = {.tv_sec = 1};
+        nanosleep(&second, NULL);
+    }
+    fprintf(stderr, "mpi: %s: %s (rank %d of %d ends all)\n", what, why, rank, n_ranks);
+    if (saved_step > 0) fprintf(stderr, "mpi: %s holds step %.0f: the same command with --resume goes on\n", set.checkpoint, (double)saved_step);
+    MPI_Abort(MPI_COMM_WORLD, 1);
+    exit(1);
+}
+
+static void must(moe_status status, const char *what, const moe_error *error) {
+    if (status != MOE_OK) end_all(status, what, error);
+}
+
+/* Where MPI itself does not come back: in its start, its end, or while it sends. */
+static void stuck(int signal_number) {
+    static const char text[] = "mpi: a rank ends: MPI has not come back for longer than twice the patience\n";
+    (void)signal_number, (void)!write(2, text, sizeof text - 1);
+    _exit(1);
+}
+
+/* Called wherever something is done: the next time is due before that long. 0: there is no limit. */
+static void watch(int on) {
+    double most = 2 * set.patience + 20;
+    if (n_ranks > 1 || !on) (void)alarm(on && most < 1e6 ? (unsigned)most : 0);
+}
+
+static void *grab(size_t count, size_t size) {
+    void *block = calloc(count > 0 ? count : 1, size);
+    if (block == NULL) end_all(MOE_ERR_MEMORY, "memory", NULL);
+    return block;
+}
+
+/* RANK,STEP of --die and --hang. */
+static int meant(const char *text, uint64_t step) {
+    char *end;
+    long who = text != NULL ? strtol(text, &end, 10) : -1;
+    return text != NULL && who == rank && *end == ',' && strtol(end + 1, NULL, 10) == (long)step;
+}
+
+static void obey_tests(uint64_t step) {
+    if (meant(set.die, step)) raise(SIGKILL);
+    if (meant(set.hang, step)) raise(SIGSTOP);
+}
+
+/* ---- text --------------------------------------------------------------------------------------------------------------------------- */
+
+static language vocabulary;
+static language_text train_text, held_text;
+static moe_buffer train_bytes, held_bytes;
+
+static void prepare(void) {
+    static const char *const headers[] = {"moe.h", "moe_routers.h", "moe_kernels.h"};
+    moe_buffer text = {0};
+    moe_error error = {0};
+    must(language_read(set.text != NULL ? &set.text : headers, set.text != NULL ? 1 : 3, &text, &error), "the text", &error);
+    must(language_split(&text, PARTS, 0.1, &train_bytes, &held_bytes, &error), "the text", &error);
+    must(language_learn(&vocabulary, &train_bytes, (int)set.words, (int)set.vocabulary, &error), "the text", &error);
+    must(language_encode(&vocabulary, &train_bytes, &train_text, &error), "the text", &error);
+    must(language_encode(&vocabulary, &held_bytes, &held_text, &error), "the text", &error);
+    moe_buffer_free(&text);
+    if (train_text.n > (size_t)set.context && held_text.n > (size_t)set.context) return;
+    language_error(&error, MOE_ERR_ARGUMENT, "%s is too short: a tenth of its tokens must be more than --context", set.text != NULL ? set.text : "the text");
+    end_all(error.code, "the text", &error);
+}
+
+/* A rank's part of sequences, and what routers must know of where tokens and experts live. */
+typedef struct share {
+    size_t first, n; /* sequences */
+    int32_t *ids, *labels, *home, *expert_node;
+    moe_call call;
+    moe_data data;
+} share;
+
+static int nodes(void) { return set.nodes > 0 ? (int)set.nodes : set.ranks_per_node > 0 ? n_ranks / (int)set.ranks_per_node : 1; }
+
+/* The part of n in which thing i is. */
+static int part_of(size_t i, size_t n, int parts) {
+    size_t first, count;
+    int p = 0;
+    for (; p < parts - 1; p++) {
+        moe_rank_part(n, p, parts, &first, &count);
+        if (i < first + count) break;
+    }
+    return p;
+}
+
+/* The node where thing i of n lives: that of its rank, or where nodes are only played, the part of all things that it is in. */
+static int32_t node_of(size_t i, size_t n, int ranks) {
+    int m = nodes();
+    return (int32_t)(ranks % m == 0 ? part_of(i, n, ranks) / (ranks / m) : part_of(i, n, m));
+}
+
+/* This rank's share of n sequences; one process: of all of them. */
+static share share_of(size_t sequences, int one_process) {
+    size_t length = (size_t)set.context, i;
+    int ranks = one_process ? 1 : n_ranks;
+    share s;
+    memset(&s, 0, sizeof s);
+    moe_rank_part(sequences, one_process ? 0 : rank, ranks, &s.first, &s.n);
+    s.ids = (int32_t *)grab(sequences * length, sizeof *s.ids), s.labels = (int32_t *)grab(sequences * length, sizeof *s.labels);
+    s.home = (int32_t *)grab(s.n * length, sizeof *s.home), s.expert_node = (int32_t *)grab((size_t)set.experts, sizeof *s.expert_node);
+    for (i = 0; i < s.n * length; i++) s.home[i] = node_of(s.first + i / length, sequences, ranks);
+    for (i = 0; i < (size_t)set.experts; i++) s.expert_node[i] = node_of(i, (size_t)set.experts, ranks);
+    return s;
+}
+
+/* Sets data and call, which point into the share: it stays where it is from now on. */
+static void share_point(share *s) {
+    size_t length = (size_t)set.context;
+    if (nodes() > 1) s->call.home = s->home, s->call.expert_node = s->expert_node;
+    s->data.n = s->n * length, s->data.length = length, s->data.call = &s->call;
+    s->data.token_ids = s->ids + s->first * length, s->data.labels = s->labels + s->first * length;
+}
+
+static void share_free(share *s) { free(s->ids), free(s->labels), free(s->home), free(s->expert_node); }
+
+/* The sequences of a step: they depend on the seed and the step alone, so that every rank draws all of them and training goes on with any number of ranks. */
+static void draw(share *s, uint64_t seed, uint64_t step) {
+    moe_rng rng;
+    moe_rng_seed(&rng, seed * 1000003 + step);
+    language_draw(&train_text, (size_t)set.batch, (size_t)set.context, &rng, s->ids, s->labels);
+}
+
+/* ---- the net ------------------------------------------------------------------------------------------------------------------------ */
+
+/* One row of --compare, or what the options say. */
+typedef struct method {
+    const char *name, *preset, *fields;
+} method;
+
+static void configure(const method *m, moe_layer_config *c) {
+    moe_error error = {0};
+    moe_router_config *r = &c->router;
+    memset(c, 0, sizeof *c);
+    r->loss_balance = (moe_real)0.01;
+    if (m->preset != NULL) must(moe_layer_preset(m->preset, c, &error), "--router", &error);
+    r->n_experts = (int)set.experts;
+    if (set.top_k > 0) r->top_k = (int)set.top_k;
+    if (r->top_k > r->n_experts) r->top_k = r->n_experts;
+    if (r->select == MOE_SELECT_HASH) r->table_size = vocabulary.size;
+    if (set.locality > 0) r->loss_locality = (moe_real)set.locality;
+    must(moe_fields_apply(moe_layer_fields(), c, m->fields, &error), "fields of the layers", &error);
+    must(moe_fields_apply(moe_layer_fields(), c, set.fields, &error), "--set", &error);
+    r->nodes = nodes();
+    if (nodes() < 2) r->nodes = 0, r->loss_locality = 0; /* there is but one place to be */
+    if (c->d_ff == 0) c->d_ff = (int)(set.d_ff > 0 ? set.d_ff : 2 * set.width);
+}
+
+/* with: the transport, or NULL for a net of one process. */
+static void build(moe_net *net, const moe_layer_config *experts, uint64_t seed, const moe_transport *with) {
+    moe_attention_config attention = {.heads = (int)set.heads, .rotary = 1};
+    moe_error error = {0};
+    moe_net_init(net, 0, kernels, NULL);
+    net->transport = with;
+    moe_net_embedding(net, vocabulary.size, (int)set.width);
+    for (long l = 0; l < set.layers; l++) {
+        moe_net_rms_norm(net);
+        moe_net_attention(net, &attention);
+        moe_net_residual(net, 2);
+        moe_net_rms_norm(net);
+        moe_net_mixture(net, experts);
+        moe_net_residual(net, 2);
+    }
+    moe_net_rms_norm(net);
+    moe_net_tied(net);
+    must(moe_net_build(net, 1, seed, &error), "this net", &error);
+}
+
+static void train_with(moe_trainer *trainer, moe_net *net, uint64_t seed, size_t sequences) {
+    moe_train_config t;
+    moe_error error = {0};
+    memset(&t, 0, sizeof t);
+    t.batch = (int)(sequences > 0 ? sequences * (size_t)set.context : (size_t)set.context);
+    t.rate = (moe_real)set.rate, t.final_rate = (moe_real)0.1, t.warmup = (int)set.warmup, t.total_steps = (int)set.steps;
+    t.decay = (moe_real)0.1, t.clip = 1, t.seed = seed;
+    must(moe_trainer_init(trainer, net, &t, &error), "the trainer", &error);
+}
+
+/* The most sequences that a rank brings. */
+static size_t most_sequences(void) {
+    size_t first, n;
+    moe_rank_part((size_t)set.batch, 0, n_ranks, &first, &n);
+    return n;
+}
+
+/* ---- do all ranks mean the same? ---------------------------------------------------------------------------------------------------- */
+
+static uint64_t mix(uint64_t hash, const void *bytes, size_t n) { /* FNV-1a */
+    const unsigned char *p = (const unsigned char *)bytes;
+    for (size_t i = 0; i < n; i++) hash = (hash ^ p[i]) * 1099511628211u;
+    return hash;
+}
+
+/* Before the first step: names what differs. */
+static void agree(const moe_layer_config *experts, const moe_trainer *trainer) {
+    static const char *const names[] = {"text", "--words or --vocabulary", "--width", "--layers", "--heads", "--context", "--batch", "--steps or --stop-after",
+                                        "--rate or --warmup", "--seed", "--nodes", "step in its checkpoint", "--checkpoint-every", "size of numbers",
+                                        "router or experts in its layers"};
+    enum { N = sizeof names / sizeof *names };
+    uint64_t values[N], hash = 14695981039346656037u;
+    char text[100];
+    moe_error error = {0};
+    int who = 0;
+    size_t what = 0;
+    values[0] = mix(mix(hash, train_bytes.data, train_bytes.size), held_bytes.data, held_bytes.size);
+    values[1] = (uint64_t)vocabulary.size, values[2] = (uint64_t)set.width, values[3] = (uint64_t)set.layers, values[4] = (uint64_t)set.heads;
+    values[5] = (uint64_t)set.context, values[6] = (uint64_t)set.batch, values[7] = (uint64_t)set.steps * 1000003u + (uint64_t)set.stop_after;
+    values[8] = mix(mix(hash, &set.rate, sizeof set.rate), &set.warmup, sizeof set.warmup), values[9] = (uint64_t)set.seed, values[10] = (uint64_t)nodes();
+    values[11] = trainer->steps, values[12] = (uint64_t)set.checkpoint_every, values[13] = sizeof(moe_real);
+    for (const moe_field *f = moe_layer_fields(); f->name != NULL; f++) {
+        moe_field_text(f, experts, text, sizeof text);
+        if (strcmp(f->name, "kernels") != 0) hash = mix(hash, text, strlen(text) + 1); /* another machine may have others */
+    }
+    values[14] = hash;
+    moe_status status = moe_transport_agree(&transport, N, values, &who, &what);
+    if (status == MOE_ERR_CONFIG) language_error(&error, status, "rank %d has another %s than rank %d", who, what < N ? names[what] : "setting", rank);
+    must(status, "before the first step", &error);
+}
+
+/* ---- sums over ranks ---------------------------------------------------------------------------------------------------------------- */
+
+/* Everyone's n numbers: all [n_ranks,n]. Not counted in times and bytes of the training. */
+static void gather(size_t n, const double *own, double *all) {
+    uint64_t *send = (uint64_t *)grab(n * (size_t)n_ranks, sizeof *send), *receive = (uint64_t *)grab(n * (size_t)n_ranks, sizeof *receive);
+    double waiting = mpi.waiting, exchanging = mpi.exchanging;
+    for (size_t r = 0; r < (size_t)n_ranks; r++) memcpy(send + r * n, own, n * sizeof *own);
+    must(transport.counts(transport.ctx, n, send, receive), "gathering", NULL);
+    memcpy(all, receive, n * (size_t)n_ranks * sizeof *all);
+    mpi.waiting = waiting, mpi.exchanging = exchanging;
+    free(send), free(receive);
+}
+
+/* own [n] becomes the sum over ranks. */
+static void add_up(size_t n, double *own) {
+    double *all = (double *)grab(n * (size_t)n_ranks, sizeof *all);
+    gather(n, own, all);
+    for (size_t i = 0; i < n; i++) {
+        own[i] = 0;
+        for (size_t r = 0; r < (size_t)n_ranks; r++) own[i] += all[r * n + i];
+    }
+    free(all);
+}
+
+/* ---- training ----------------------------------------------------------------------------------------------------------------------- */
+
+/* What training showed. Numbers of travel are per step, of all ranks together. */
+typedef struct result {
+    double loss, held;                            /* nats per token: mean of the last tenth of the steps; held-out text in the end */
+    double seconds, computing, exchanging, waiting; /* per step, mean over ranks */
+    double rows, rows_far, pairs_away, pairs_far; /* token rows to other ranks, other nodes; share of the pairs of token and expert */
+    double bytes, bytes_sums;                     /* to other ranks: rows, routers and counts; sums of gradients */
+    double per_expert, most_per_expert;           /* tokens per step that an expert of a layer computes; the busiest one, on held-out text, in the same measure */
+    double first_half, second_half;               /* pairs per token in each half of training: shrinking capacity shows there */
+    uint64_t steps;
+} result;
+
+static moe_history history;
+static double *link_rows, *link_bytes, *link_sums; /* [n_ranks,n_ranks] per step, of the last training */
+
+static void clear_counts(void) {
+    uint64_t *rows = traffic.rows, *bytes = traffic.bytes;
+    memset(&traffic, 0, sizeof traffic);
+    traffic.rows = rows, traffic.bytes = bytes;
+    memset(rows, 0, (size_t)n_ranks * sizeof *rows), memset(bytes, 0, (size_t)n_ranks * sizeof *bytes);
+    memset(mpi.sum_bytes, 0, (size_t)n_ranks * sizeof *mpi.sum_bytes);
+    mpi.waiting = mpi.exchanging = 0;
+}
+
+static void tell(const moe_trainer *t, double loss, double took, uint64_t steps) {
+    if (rank != 0) return;
+    printf("step %5.0f of %ld: loss %.3f, %6.0f tokens/s; rank 0 computes %4.1f %%, exchanges %4.1f %%, waits %4.1f %% of the time\n", (double)t->steps, set.steps,
+           loss, (double)(set.batch * set.context) * (double)steps / took, 100 * (1 - (mpi.exchanging + mpi.waiting) / took), 100 * mpi.exchanging / took,
+           100 * mpi.waiting / took);
+    fflush(stdout);
+}
+
+static void save_checkpoint(const moe_trainer *t) {
+    moe_error error = {0};
+    if (set.checkpoint == NULL) return;
+    must(moe_trainer_save(t, set.checkpoint, &error), set.checkpoint, &error);
+    saved_step = t->steps;
+}
+
+/* What the links carried, per step. */
+static void take_links(double steps) {
+    size_t n = (size_t)n_ranks, i;
+    double *own = (double *)grab(3 * n, sizeof *own), *all = (double *)grab(3 * n * n, sizeof *all);
+    for (i = 0; i < n; i++) {
+        own[i] = (double)traffic.rows[i] / steps;
+        own[n + i] = (double)traffic.bytes[i] / steps;
+        own[2 * n + i] = (double)mpi.sum_bytes[i] / steps;
+    }
+    gather(3 * n, own, all);
+    for (i = 0; i < n * n; i++) {
+        const double *from = all + i / n * 3 * n + i % n;
+        link_rows[i] = from[0], link_bytes[i] = from[n], link_sums[i] = from[2 * n];
+    }
+    free(own), free(all);
+}
+
+/* Fills in what was counted over the steps, which took so long. */
+static void take_counts(result *r, double took, const double pairs[2]) {
+    size_t n = (size_t)n_ranks, i, per_node = n / (size_t)(n_ranks % nodes() == 0 ? nodes() : 1);
+    double steps = (double)r->steps, tokens = (double)(set.batch * set.context) * steps * (double)set.layers;
+    double own[] = {took, mpi.exchanging, mpi.waiting, (double)traffic.pairs, (double)traffic.pairs_away, (double)traffic.pairs_far, pairs[0], pairs[1]};
+    take_links(steps);
+    add_up(sizeof own / sizeof *own, own);
+    r->seconds = own[0] / steps / (double)n, r->exchanging = own[1] / steps / (double)n, r->waiting = own[2] / steps / (double)n;
+    r->computing = r->seconds - r->exchanging - r->waiting;
+    r->pairs_away = own[3] > 0 ? own[4] / own[3] : 0, r->pairs_far = own[3] > 0 ? own[5] / own[3] : 0;
+    r->per_expert = own[3] / steps / (double)set.layers / (double)set.experts;
+    r->first_half = 2 * own[6] / tokens, r->second_half = 2 * own[7] / tokens;
+    for (i = 0; i < n * n; i++) {
+        if (i / n == i % n) continue;
+        r->rows += link_rows[i], r->bytes += link_bytes[i], r->bytes_sums += link_sums[i];
+        if (i / n / per_node != i % n / per_node) r->rows_far += link_rows[i];
+    }
+}
+
+/* Trains until the last step, or that of --stop-after. */
+static void train(moe_trainer *t, uint64_t seed, int shown, result *r) {
+    share s = share_of((size_t)set.batch, 0);
+    moe_error error = {0};
+    moe_step step;
+    uint64_t last = set.stop_after > 0 && set.stop_after < set.steps ? (uint64_t)set.stop_after : (uint64_t)set.steps, first = t->steps;
+    double began, sum = 0, losses[2], ended = 0, pairs[2] = {0, 0};
+    memset(r, 0, sizeof *r);
+    share_point(&s), clear_counts();
+    began = MPI_Wtime();
+    while (t->steps < last) {
+        double before = (double)traffic.pairs;
+        obey_tests(t->steps + 1), watch(1);
+        draw(&s, seed, t->steps);
+        must(moe_trainer_step(t, &s.data, &step, &error), "training", &error);
+        ended = MPI_Wtime(), sum += (double)step.loss;
+        pairs[t->steps > last / 2] += (double)traffic.pairs - before;
+        if (t->steps > last - (last + 9) / 10) r->loss += (double)step.loss, r->steps++;
+        losses[0] = (double)step.loss, losses[1] = (double)step.router_loss;
+        if (shown && report_path != NULL) (void)moe_history_add(&history, (double)t->steps, losses, 2);
+        if (shown && (t->steps % ((last + 9) / 10) == 0 || t->steps == last)) tell(t, sum / (double)(t->steps - first), ended - began, t->steps - first);
+        if (shown && (t->steps % (uint64_t)set.checkpoint_every == 0 || t->steps == last)) save_checkpoint(t);
+    }
+    r->loss /= r->steps > 0 ? (double)r->steps : 1;
+    r->steps = last > first ? last - first : 1;
+    take_counts(r, ended > began ? ended - began : 0, pairs);
+    share_free(&s);
+}
+
+/* ---- held-out text ------------------------------------------------------------------------------------------------------------------ */
+
+static share held_share(size_t *sequences) {
+    size_t there = (held_text.n - 1) / (size_t)set.context, n = there < HELD_SEQUENCES ? there : HELD_SEQUENCES;
+    share s = share_of(n, 0);
+    (void)language_spread(&held_text, n, (size_t)set.context, s.ids, s.labels);
+    *sequences = n;
+    return s;
+}
+
+/* Tokens of held-out text that each expert of each layer takes, added up over ranks: loads [layers,experts] and their number of tokens. */
+static double take_loads(const moe_net *net, const share *held, double *loads) {
+    moe_call call = held->call;
+    moe_net_pass pass;
+    size_t length = (size_t)set.context, n = held->n < AT_ONCE ? held->n : AT_ONCE, bytes, s, l = 0, experts = (size_t)set.experts;
+    int32_t places[AT_ONCE + 1];
+    double *own = (double *)grab((size_t)set.layers * experts + 1, sizeof *own), tokens;
+    must(moe_net_work_size(net, AT_ONCE * length, 0, &bytes), "counting tokens", NULL);
+    void *work = grab(bytes, 1);
+    for (s = 0; s <= n; s++) places[s] = (int32_t)(s * length);
+    call.n_tokens = n * length, call.token_ids = held->data.token_ids, call.sequences = places, call.n_sequences = n;
+    must(moe_net_forward(net, &call, work, bytes, &pass), "counting tokens", NULL);
+    for (size_t i = 0; i < net->n_modules && l < (size_t)set.layers; i++) {
+        const moe_routing *r = moe_net_routing(net, &pass, i);
+        if (r == NULL) continue; /* no mixture */
+        for (size_t e = 0; e < experts; e++) own[l * experts + e] = (double)(r->plan.offsets[e + 1] - r->plan.offsets[e]);
+        l++;
+    }
+    own[(size_t)set.layers * experts] = (double)call.n_tokens;
+    add_up((size_t)set.layers * experts + 1, own);
+    tokens = own[(size_t)set.layers * experts];
+    memcpy(loads, own, (size_t)set.layers * experts * sizeof *loads);
+    free(work), free(own);
+    return tokens;
+}
+
+static void judge(const moe_net *net, result *r, double *loads) {
+    size_t sequences;
+    share held = held_share(&sequences);
+    moe_data all; /* moe_evaluate deals it out by itself */
+    moe_evaluation e;
+    moe_error error = {0};
+    double most = 0, tokens;
+    share_point(&held);
+    all = held.data, all.call = NULL, all.token_ids = held.ids, all.labels = held.labels, all.n = sequences * all.length;
+    must(moe_evaluate(net, &all, MOE_CRITERION_CROSS_ENTROPY, &e, &error), "held-out text", &error);
+    r->held = (double)e.loss;
+    tokens = take_loads(net, &held, loads);
+    for (long i = 0; i < set.layers * set.experts; i++) most = loads[i] > most ? loads[i] : most;
+    r->most_per_expert = tokens > 0 ? most / tokens * (double)(set.batch * set.context) : 0;
+    share_free(&held);
+}
+
+/* ---- what is said in the end ---------------------------------------------------------------------------------------------------------- */
+
+static void show_links(void) {
+    table_new(1), table_row(), table_put("from rank");
+    for (int to = 0; to < n_ranks && to < COLUMNS - 1; to++) table_put("to %d", to);
+    for (int from = 0; from < n_ranks && from < COLUMNS - 1; from++) {
+        table_row(), table_put("%d", from);
+        for (int to = 0; to < n_ranks && to < COLUMNS - 1; to++) {
+            size_t i = (size_t)from * (size_t)n_ranks + (size_t)to;
+            if (from == to) table_put("%.0f rows stay", link_rows[i]);
+            else table_put("%.0f rows, %.1f + %.1f kB", link_rows[i], link_bytes[i] / 1e3, link_sums[i] / 1e3);
+        }
+    }
+    printf("\nPer step, from rank to rank: rows of tokens, kB of rows, routers and counts + kB of sums of gradients\n");
+    table_print();
+    table_report("What each link carries in a step", "Rows of tokens; kB of rows, of what routers gather and of counts, + kB of sums of gradients.");
+}
+
+static void show_result(const result *r) {
+    printf("\nA step takes %.2f ms: %.2f ms of computation, %.2f ms of exchange, %.2f ms of waiting for other ranks (means over ranks)%s\n", 1e3 * r->seconds,
+           1e3 * r->computing, 1e3 * r->exchanging, 1e3 * r->waiting, set.untimed ? "; waiting counts as exchange" : "");
+    printf("and moves %.0f rows of tokens between ranks (%.0f between nodes), %.1f kB, and %.1f kB for sums of gradients\n", r->rows, r->rows_far, r->bytes / 1e3,
+           r->bytes_sums / 1e3);
+    printf("%.1f %% of the pairs of token and expert leave their rank, %.1f %% their node. An expert computes %.1f tokens per step and layer, the busiest %.0f\n",
+           100 * r->pairs_away, 100 * r->pairs_far, r->per_expert, r->most_per_expert);
+    if (n_ranks > 1) show_links();
+    printf("held out: loss %.9g, perplexity %.2f\n", r->held, exp(r->held));
+}
+
+static void report_run(const result *r, const double *loads) {
+    static const char *const losses[] = {"training", "routers'"};
+    static const char *const times[] = {"ms"};
+    static const char *const kinds[] = {"computation", "exchange", "waiting"};
+    double ms[] = {1e3 * r->computing, 1e3 * r->exchanging, 1e3 * r->waiting};
+    moe_figure *f;
+    if (report_path == NULL) return;
+    f = report_take(moe_figure_history(&history, 0, 2, losses), "Losses while training"), f->value_label = "loss (nats)";
+    f = report_add(MOE_FIGURE_BARS, "Time of a step", 3, 1);
+    f->values = report_numbers(ms, 3), f->row_names = kinds, f->column_names = times, f->row_label = "what", f->value_label = "ms, mean over ranks";
+    if (n_ranks > 1) {
+        f = report_add(MOE_FIGURE_HEAT, "Rows of tokens per step, from rank to rank", (size_t)n_ranks, (size_t)n_ranks);
+        f->values = report_numbers(link_rows, (size_t)n_ranks * (size_t)n_ranks);
+        f->row_label = "from rank", f->column_label = "to rank", f->value_label = "rows";
+        f->caption = "Those on the diagonal stay where they are.";
+    }
+    f = report_add(MOE_FIGURE_HEAT, "Tokens of held-out text by layer and expert", (size_t)set.layers, (size_t)set.experts);
+    f->values = report_numbers(loads, (size_t)(set.layers * set.experts)), f->row_label = "layer", f->column_label = "expert", f->value_label = "tokens";
+}
+
+/* ---- the same in one process with threads --------------------------------------------------------------------------------------------- */
+
+/* Threads that wait for tasks. */
+typedef struct team {
+    pthread_t thread[64];
+    pthread_mutex_t lock;
+    pthread_cond_t come, done;
+    void (*task)(void *work, int index);
+    void *work;
+    int threads, next, count, busy, end;
+} team;
+
+/* Takes tasks until there are none; the lock is held. */
+static void team_work(team *t) {
+    while (t->next < t->count) {
+        int i = t->next++;
+        t->busy++;
+        pthread_mutex_unlock(&t->lock);
+        t->task(t->work, i);
+        pthread_mutex_lock(&t->lock);
+        t->busy--;
+    }
+    if (t->busy == 0) pthread_cond_signal(&t->done);
+}
+
+static void *team_member(void *ctx) {
+    team *t = (team *)ctx;
+    pthread_mutex_lock(&t->lock);
+    while (!t->end) {
+        if (t->next < t->count) team_work(t);
+        else pthread_cond_wait(&t->come, &t->lock);
+    }
+    pthread_mutex_unlock(&t->lock);
+    return NULL;
+}
+
+static void team_run(void *ctx, void (*task)(void *work, int index), void *work, int count) {
+    team *t = (team *)ctx;
+    pthread_mutex_lock(&t->lock);
+    t->task = task, t->work = work, t->next = 0, t->count = count;
+    pthread_cond_broadcast(&t->come);
+    team_work(t);
+    while (t->busy > 0) pthread_cond_wait(&t->done, &t->lock);
+    t->count = 0;
+    pthread_mutex_unlock(&t->lock);
+}
+
+static int team_begin(team *t, int threads) {
+    memset(t, 0, sizeof *t);
+    pthread_mutex_init(&t->lock, NULL), pthread_cond_init(&t->come, NULL), pthread_cond_init(&t->done, NULL);
+    for (t->threads = 1; t->threads < threads && t->threads < 64; t->threads++)
+        if (pthread_create(&t->thread[t->threads], NULL, team_member, t) != 0) break;
+    return t->threads;
+}
+
+static void team_end(team *t) {
+    pthread_mutex_lock(&t->lock);
+    t->end = 1, pthread_cond_broadcast(&t->come);
+    pthread_mutex_unlock(&t->lock);
+    for (int i = 1; i < t->threads; i++) pthread_join(t->thread[i], NULL);
+    pthread_cond_destroy(&t->done), pthread_cond_destroy(&t->come), pthread_mutex_destroy(&t->lock);
+}
+
+/* Seconds per step of one process with so many threads, and the loss of its last step. */
+static double alone(const moe_layer_config *experts, uint64_t seed, int threads, uint64_t steps, double *loss) {
+    team crew;
+    moe_parallel parallel = {.ctx = &crew, .threads = team_begin(&crew, threads), .run = team_run};
+    moe_net net;
+    moe_trainer trainer;
+    moe_error error = {0};
+    moe_step step = {0};
+    double began;
+    share s = share_of((size_t)set.batch, 1);
+    share_point(&s), s.call.parallel = &parallel;
+    build(&net, experts, seed, NULL), train_with(&trainer, &net, seed, (size_t)set.batch);
+    began = MPI_Wtime();
+    while (trainer.steps < steps) {
+        draw(&s, seed, trainer.steps);
+        must(moe_trainer_step(&trainer, &s.data, &step, &error), "one process with threads", &error);
+    }
+    began = (MPI_Wtime() - began) / (double)steps, *loss = (double)step.loss;
+    moe_trainer_free(&trainer), moe_net_free(&net), share_free(&s), team_end(&crew);
+    return began;
+}
+
+/* Rank 0 works alone; the others sleep in the next exchange, however long it takes. */
+static void compare_threads(const moe_layer_config *experts, const result *r) {
+    uint64_t steps = r->steps < 50 ? r->steps : 50;
+    double none = 0, loss, times[2] = {0, 0}, patience = mpi.patience;
+    add_up(1, &none);
+    mpi.patience = 0, watch(0);
+    if (rank == 0) {
+        times[0] = alone(experts, (uint64_t)set.seed, n_ranks, steps, &loss);
+        times[1] = alone(experts, (uint64_t)set.seed, 1, steps, &loss);
+    }
+    add_up(2, times);
+    mpi.patience = patience, watch(1);
+    if (rank != 0) return;
+    printf("\nOne process on this machine: %.2f ms per step with %d threads for its experts, %.2f ms with one. %d ranks take %.2f ms: %.2f times as long as as many\n"
+           "threads, %.2f times as long as one.\n", 1e3 * times[0], n_ranks, 1e3 * times[1], n_ranks, 1e3 * r->seconds, r->seconds / times[0],
+           r->seconds / times[1]);
+}
+
+/* ---- --compare ------------------------------------------------------------------------------------------------------------------------ */
+
+/* The last two have a shared expert, which every token passes at home; CONTROL drops tokens by their place instead of by affinity. */
+enum { BASELINE, SWITCH, LOCMOE, PLUS, SHARED, CONTROL, METHODS };
+static char method_fields[METHODS][400];
+static method methods[METHODS] = {{"baseline, 2 experts", "mixtral", method_fields[BASELINE]},
+                                  {"baseline, 1 expert", NULL, method_fields[SWITCH]},
+                                  {"LocMoE", "locmoe", ""},
+                                  {"LocMoE+", "locmoe_plus", method_fields[PLUS]},
+                                  {"LocMoE+, shared expert", "locmoe_plus", method_fields[SHARED]},
+                                  {"1 and a shared expert", NULL, method_fields[CONTROL]}};
+
+typedef double by_seed[MAX_SEEDS];
+
+static void put_estimate(const double *x, double scale, int decimals) {
+    by_seed scaled;
+    for (long s = 0; s < set.seeds; s++) scaled[s] = scale * x[s];
+    estimate e = estimate_of(scaled, (int)set.seeds, 0);
+    if (e.n < 2) table_number(e.mean, decimals);
+    else table_put("%.*f +-%.*f", decimals, e.mean, decimals, e.half);
+}
+
+/* 100 (a / b - 1), seed by seed. */
+static void ratios(const double *a, const double *b, double *out) {
+    for (long s = 0; s < set.seeds; s++) out[s] = b[s] > 0 || b[s] < 0 ? 100 * (a[s] / b[s] - 1) : 0;
+}
+
+/* Everything of a result that the tables show. */
+enum { LOSS, HELD, ROWS, ROWS_FAR, BYTES, AWAY, FAR, TOKENS, MOST, FIRST, SECOND, TIME, COMPUTING, EXCHANGING, WAITING, SHOWN };
+static by_seed found[METHODS][SHOWN];
+
+static void keep(int m, long s, const result *r) {
+    double values[SHOWN] = {r->loss, r->held, r->rows, r->rows_far, r->bytes, r->pairs_away, r->pairs_far, r->per_expert, r->most_per_expert,
+                            r->first_half, r->second_half, r->seconds, r->computing, r->exchanging, r->waiting};
+    for (int i = 0; i < SHOWN; i++) found[m][i][s] = values[i];
+}
+
+static void show_verdict(int m, int against) {
+    by_seed rows, held, loss;
+    ratios(found[m][ROWS], found[against][ROWS], rows), ratios(found[m][HELD], found[against][HELD], held), ratios(found[m][LOSS], found[against][LOSS], loss);
+    estimate r = estimate_of(rows, (int)set.seeds, 0), h = estimate_of(held, (int)set.seeds, 0), l = estimate_of(loss, (int)set.seeds, 0);
+    printf("%s against %s: %+.1f %% rows", methods[m].name, methods[against].name, r.mean);
+    if (r.n > 1) printf(" [%+.1f, %+.1f]", r.mean - r.half, r.mean + r.half);
+    printf(", %+.2f %% loss on held-out text", h.mean);
+    if (h.n > 1) printf(" [%+.2f, %+.2f]", h.mean - h.half, h.mean + h.half);
+    printf(", %+.2f %% while training", l.mean);
+    if (l.n > 1) printf(" [%+.2f, %+.2f]", l.mean - l.half, l.mean + l.half);
+    printf(": %s\n", n_ranks == 1 ? "with one rank nothing travels" :
+           r.mean <= -60 && h.mean <= 1 ? "60 % fewer rows at a loss at most 1 % above: reached" :
+           r.mean <= -60 ? "60 % fewer rows, but more than 1 % more loss" : h.mean <= 1 ? "not 60 % fewer rows; loss at most 1 % above" :
+           "neither 60 % fewer rows nor a loss at most 1 % above");
+}
+
+static void show_comparison(void) {
+    table_new(1), table_heads("method|loss, held out|loss, training|rows per step|rows to other nodes|kB per step|pairs away, %|tokens per expert|busiest expert|"
+                              "pairs per token, first half|second half");
+    for (int m = 0; m < METHODS; m++) {
+        table_row(), table_put("%s", methods[m].name);
+        put_estimate(found[m][HELD], 1, 3), put_estimate(found[m][LOSS], 1, 3), put_estimate(found[m][ROWS], 1, 0), put_estimate(found[m][ROWS_FAR], 1, 0);
+        put_estimate(found[m][BYTES], 1e-3, 1), put_estimate(found[m][AWAY], 100, 1), put_estimate(found[m][TOKENS], 1, 1), put_estimate(found[m][MOST], 1, 0);
+        put_estimate(found[m][FIRST], 1, 2), put_estimate(found[m][SECOND], 1, 2);
+    }
+    printf("\nMeans over %ld seeds with 95 %% intervals; loss in nats per token; rows, kB and tokens of all ranks and layers\n", set.seeds);
+    table_print(), table_report("What is learned and what travels", "Means over seeds with 95 % intervals.");
+    table_new(1), table_heads("method|ms per step|computation|exchange|waiting");
+    for (int m = 0; m < METHODS; m++) {
+        table_row(), table_put("%s", methods[m].name);
+        for (int i = TIME; i <= WAITING; i++) put_estimate(found[m][i], 1e3, 2);
+    }
+    printf("Time of a step\n");
+    table_print(), table_report("Time of a step", "Milliseconds, means over ranks, with 95 % intervals over seeds.");
+    for (int m = LOCMOE; m < METHODS; m++) show_verdict(m, BASELINE);
+}
+
+static void compare(void) {
+    double *loads = (double *)grab((size_t)(set.layers * set.experts), sizeof *loads);
+    snprintf(method_fields[BASELINE], sizeof method_fields[0], "top_k=2 loss_balance=0.01 capacity_factor=%g", set.factor);
+    snprintf(method_fields[SWITCH], sizeof method_fields[0], "top_k=1 weight=raw loss_balance=0.01 balance_over=first capacity_factor=%g", set.factor);
+    snprintf(method_fields[PLUS], sizeof method_fields[0], "%s", set.plus);
+    snprintf(method_fields[SHARED], sizeof method_fields[0], "affinity_mass=0.8 n_shared=1 scale=2 %s", set.plus);
+    snprintf(method_fields[CONTROL], sizeof method_fields[0], "top_k=1 weight=raw capacity_factor=0.7 n_shared=1");
+    if (rank == 0)
+        printf("%ld steps of %ld tokens on %d ranks, %d nodes; %ld layers of %ld experts of width %ld; capacity factor of the baselines %g\n", set.steps,
+               set.batch * set.context, n_ranks, nodes(), set.layers, set.experts, set.d_ff > 0 ? set.d_ff : 2 * set.width, set.factor);
+    for (long s = 0; s < set.seeds; s++)
+        for (int m = 0; m < METHODS; m++) {
+            uint64_t seed = (uint64_t)(set.seed + s);
+            moe_layer_config experts;
+            moe_net net;
+            moe_trainer trainer;
+            result r;
+            configure(&methods[m], &experts), build(&net, &experts, seed, &transport), train_with(&trainer, &net, seed, most_sequences());
+            agree(&experts, &trainer);
+            train(&trainer, seed, 0, &r), judge(&net, &r, loads), keep(m, s, &r);
+            moe_trainer_free(&trainer), moe_net_free(&net);
+            if (rank == 0) {
+                printf("seed %ld, %-22s loss %.3f, held out %.3f, %7.0f rows, %6.2f ms per step\n", set.seed + s, methods[m].name, r.loss, r.held, r.rows, 1e3 * r.seconds);
+                fflush(stdout);
+            }
+        }
+    if (rank == 0) show_comparison();
+    free(loads);
+}
+
+/* ---- --check: the transport by itself ------------------------------------------------------------------------------------------------- */
+
+static long passed, failed;
+
+static void check(int good, const char *what) {
+    if (good) passed++;
+    else failed++, fprintf(stderr, "FAILED on rank %d: %s\n", rank, what);
+}
+
+/* How many rows rank a sends to rank b in round i; many are 0. */
+static size_t rows_between(int a, int b, int i) { return (size_t)((a * 7 + b * 5 + i * 3) % 4 == 0 ? 0 : (a + 2 * b + i) % 9); }
+
+/* The byte at place k of the row j from a to b. */
+static unsigned char byte_between(int a, int b, size_t j, size_t k) { return (unsigned char)((size_t)a * 31 + (size_t)b * 17 + j * 7 + k); }
+
+enum { CHECK_ROWS = 9 };
+
+typedef struct parcel {
+    moe_exchange x;
+    size_t counts[4][MAX_RANKS];
+    unsigned char *out, *in;
+} parcel;
+
+static void pack(parcel *p, int round, size_t row_bytes) {
+    memset(p, 0, sizeof *p);
+    p->out = (unsigned char *)grab((size_t)n_ranks * CHECK_ROWS * row_bytes, 1), p->in = (unsigned char *)grab((size_t)n_ranks * (CHECK_ROWS + 1) * row_bytes, 1);
+    for (int r = 0; r < n_ranks; r++) { /* places with holes, and those received in the other order */
+        p->counts[0][r] = rows_between(rank, r, round), p->counts[1][r] = (size_t)r * CHECK_ROWS;
+        p->counts[2][r] = rows_between(r, rank, round), p->counts[3][r] = (size_t)(n_ranks - 1 - r) * (CHECK_ROWS + 1);
+        for (size_t i = 0; i < p->counts[0][r] * row_bytes; i++)
+            p->out[p->counts[1][r] * row_bytes + i] = byte_between(rank, r, i / row_bytes, i % row_bytes);
+    }
+    p->x.row_bytes = row_bytes, p->x.send = p->out, p->x.receive = p->in, p->x.slot = round % MOE_EXCHANGES;
+    p->x.send_counts = p->counts[0], p->x.send_at = p->counts[1], p->x.receive_counts = p->counts[2], p->x.receive_at = p->counts[3];
+}
+
+static int arrived(const parcel *p) {
+    size_t row_bytes = p->x.row_bytes, wrong = 0;
+    for (int r = 0; r < n_ranks; r++)
+        for (size_t i = 0; i < (CHECK_ROWS + 1) * row_bytes; i++) {
+            unsigned char want = i < p->counts[2][r] * row_bytes ? byte_between(r, rank, i / row_bytes, i % row_bytes) : 0;
+            wrong += p->in[p->counts[3][r] * row_bytes + i] != want;
+        }
+    return wrong == 0;
+}
+
+static void unpack(parcel *p) { free(p->out), free(p->in); }
+
+static void check_rows(void) {
+    static parcel one, two;
+    size_t sizes[] = {1, 3, 4, 64, 1000, 100001};
+    for (int round = 0; round < 12; round++) {
+        pack(&one, 2 * round, sizes[round % 6]), pack(&two, 2 * round + 1, sizes[(round + 1) % 6]);
+        int good = transport.rows(transport.ctx, MOE_EXCHANGE_BEGIN, &one.x) == MOE_OK && transport.rows(transport.ctx, MOE_EXCHANGE_BEGIN, &two.x) == MOE_OK;
+        good = good && transport.rows(transport.ctx, MOE_EXCHANGE_END, &one.x) == MOE_OK && arrived(&one);
+        good = good && transport.rows(transport.ctx, MOE_EXCHANGE_END, &two.x) == MOE_OK;
+        check(good && arrived(&two), "two exchanges of rows at a time");
+        unpack(&two), memset(one.in, 0, (size_t)n_ranks * (CHECK_ROWS + 1) * one.x.row_bytes);
+        check(transport.rows(transport.ctx, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, &one.x) == MOE_OK && arrived(&one), "an exchange at once");
+        unpack(&one);
+    }
+}
+
+static void check_counts(void) {
+    for (size_t n = 0; n < 5; n++) {
+        uint64_t *out = (uint64_t *)grab(n * (size_t)n_ranks, sizeof *out), *in = (uint64_t *)grab(n * (size_t)n_ranks, sizeof *in), wrong = 0;
+        for (size_t i = 0; i < n * (size_t)n_ranks; i++) out[i] = ((uint64_t)rank << 40) + i / (n > 0 ? n : 1) * 100 + i % (n > 0 ? n : 1);
+        moe_status status = transport.counts(transport.ctx, n, out, in);
+        for (size_t i = 0; i < n * (size_t)n_ranks; i++) wrong += in[i] != ((uint64_t)(i / n) << 40) + (uint64_t)rank * 100 + i % n;
+        check(status == MOE_OK && wrong == 0, "an exchange of counts");
+        free(out), free(in);
+    }
+}
+
+/* A number with many digits for place i of rank r. */
+static moe_real number_of(int r, size_t i) { return (moe_real)sin((double)(i + 1) * 0.37 + r) / (moe_real)(1 + (i + (size_t)r) % 7); }
+
+static void check_sums(void) {
+    static const size_t sizes[] = {0, 1, 2, 5, 511, 512, 513, 1000, 70001};
+    for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
+        moe_real *x = (moe_real *)grab(sizes[k], sizeof *x);
+        size_t wrong = 0;
+        for (size_t i = 0; i < sizes[k]; i++) x[i] = number_of(rank, i);
+        moe_status status = transport.sum(transport.ctx, sizes[k], x);
+        for (size_t i = 0; i < sizes[k]; i++) {
+            volatile moe_real sum = number_of(0, i); /* to the bit: in the order of ranks */
+            for (int r = 1; r < n_ranks; r++) sum += number_of(r, i);
+            moe_real want = sum;
+            wrong += memcmp(&want, &x[i], sizeof want) != 0;
+        }
+        check(status == MOE_OK && wrong == 0, "a sum over ranks");
+        free(x);
+    }
+}
+
+/* What must be refused, without a word to the others. */
+static void check_refusals(void) {
+    size_t many[MAX_RANKS] = {0}, none[MAX_RANKS] = {0};
+    moe_exchange x = {.row_bytes = 0, .send_counts = many, .send_at = none, .receive_counts = none, .receive_at = none, .slot = MOE_EXCHANGES};
+    if (n_ranks == 1) return;
+    check(moe_mpi_rows(&mpi, MOE_EXCHANGE_BEGIN, &x) == MOE_ERR_TRANSPORT && mpi.error[0] != '\0', "a slot that is none");
+    many[1] = (size_t)INT_MAX + 1;
+    int numbers[4 * 64];
+    check(n_ranks > 64 || moe_mpi_numbers(&mpi, &x, numbers) == MOE_ERR_TRANSPORT, "more rows than MPI can count");
+    MPI_Datatype type;
+    check(moe_mpi_type(&mpi, 0, &type) == MOE_ERR_TRANSPORT && moe_mpi_type(&mpi, (size_t)INT_MAX + 1, &type) == MOE_ERR_TRANSPORT, "rows of no bytes, or too many");
+    for (size_t bytes = 1; bytes < 30; bytes++) check(moe_mpi_type(&mpi, bytes, &type) == MOE_OK, "more types than are kept");
+    mpi.error[0] = '\0';
+}
+
+/* What a rank says that has waited too long: who does not answer, who waits elsewhere. A transport of its own takes the damage. */
+static void check_lost(void) {
+    static uint64_t out[MAX_RANKS], in[MAX_RANKS]; /* an exchange that never ends may still write there */
+    struct timespec sleep = {.tv_sec = 3};
+    char name[80];
+    moe_mpi lost;
+    int last = n_ranks - 1, opened = moe_mpi_open(&lost, MPI_COMM_WORLD, 1) == MOE_OK;
+    check(opened, "a second transport");
+    if (n_ranks != 3 || !opened) { /* it takes some seconds: once is enough */
+        moe_mpi_close(&lost);
+        return;
+    }
+    lost.doing = MOE_MPI_SUM, lost.calls = 5;
+    check(moe_mpi_lost(&lost, 1) == MOE_ERR_TRANSPORT && strstr(lost.error, "a message was lost") != NULL, "all wait in the same place");
+    moe_mpi_counts(&mpi, 1, out, in);
+    if (rank == last) lost.doing = MOE_MPI_ROWS, lost.calls = 7;
+    snprintf(name, sizeof name, "rank %d waits in %s, its %d. call", rank == last ? 0 : last, rank == last ? "a sum" : "an exchange of rows", rank == last ? 5 : 7);
+    check(moe_mpi_lost(&lost, 1) == MOE_ERR_TRANSPORT && strstr(lost.error, name) != NULL && strstr(lost.error, "same calls") != NULL, "one waits elsewhere");
+    snprintf(name, sizeof name, "rank %d does not answer", last);
+    if (rank == last) nanosleep(&sleep, NULL);
+    else check(moe_mpi_counts(&lost, 1, out, in) == MOE_ERR_TRANSPORT && strstr(lost.error, name) != NULL, "one does not answer");
+    if (rank != last && n_ranks > 2) check(strstr(lost.error, rank == 0 ? "rank 1 " : "rank 0 ") == NULL, "those that answer are not blamed");
+}
+
+static void check_parts(void) {
+    size_t first, n, next = 0;
+    for (int r = 0; r < n_ranks; r++) {
+        moe_rank_part(37, r, n_ranks, &first, &n);
+        check(first == next && part_of(first, 37, n_ranks) == r && (n == 0 || part_of(first + n - 1, 37, n_ranks) == r), "parts of ranks");
+        next = first + n;
+    }
+}
+
+static int check_all(void) {
+    double sums[2];
+    watch(1);
+    for (int timed = 0; timed < 2; timed++) mpi.timed = timed, check_counts(), check_rows(), check_sums();
+    check_refusals(), check_parts(), check_lost(), check_counts();
+    check(mpi.calls == 0 || n_ranks > 1, "one rank needs no exchange");
+    sums[0] = (double)passed, sums[1] = (double)failed;
+    add_up(2, sums);
+    if (rank == 0) printf("%.0f passed, %.0f failed\n", sums[0], sums[1]);
+    return sums[1] > 0;
+}
+
+/* ---- the whole way -------------------------------------------------------------------------------------------------------------------- */
+
+static int exists(const char *path) {
+    FILE *f = path != NULL ? fopen(path, "rb") : NULL;
+    if (f != NULL) fclose(f);
+    return f != NULL;
+}
+
+static void resume(moe_trainer *t) {
+    moe_error error = {0};
+    if (!set.resume) return;
+    must(moe_trainer_load(t, set.checkpoint, &error), set.checkpoint, &error);
+    if (t->steps >= (uint64_t)set.steps) {
+        language_error(&error, MOE_ERR_STATE, "is at step %.0f: with --steps %ld nothing is left to do", (double)t->steps, set.steps);
+        end_all(error.code, set.checkpoint, &error);
+    }
+    saved_step = t->steps;
+    if (rank == 0) printf("%s: goes on after step %.0f of %ld\n", set.checkpoint, (double)t->steps, set.steps);
+}
+
+static void run(void) {
+    method chosen = {"", set.router, ""};
+    moe_layer_config experts;
+    moe_net net;
+    moe_trainer trainer;
+    moe_error error = {0};
+    result r;
+    double *loads = (double *)grab((size_t)(set.layers * set.experts), sizeof *loads);
+    configure(&chosen, &experts), build(&net, &experts, (uint64_t)set.seed, &transport), train_with(&trainer, &net, (uint64_t)set.seed, most_sequences());
+    resume(&trainer), agree(&experts, &trainer);
+    if (rank == 0)
+        printf("%.0f tokens to learn from, %.0f held out, vocabulary %d; %d ranks on %d nodes, %ld experts in each of %ld layers; kernels %s\n", (double)train_text.n,
+               (double)held_text.n, vocabulary.size, n_ranks, nodes(), set.experts, set.layers, net.kernels->name);
+    train(&trainer, (uint64_t)set.seed, 1, &r);
+    judge(&net, &r, loads);
+    if (rank == 0) show_result(&r), report_run(&r, loads);
+    if (set.save != NULL) {
+        must(moe_net_save(&net, set.save, &error), set.save, &error);
+        if (rank == 0) printf("saved as %s\n", set.save);
+    }
+    if (trainer.steps < (uint64_t)set.steps && rank == 0 && set.checkpoint != NULL)
+        printf("stopped; %s holds step %.0f: the same command with --resume goes on\n", set.checkpoint, (double)trainer.steps);
+    if (set.threads_too) compare_threads(&experts, &r);
+    moe_trainer_free(&trainer), moe_net_free(&net), free(loads);
+}
+
+static void begin_transport(void) {
+    moe_error error = {0};
+    if (set.ranks_per_node == 0 && set.nodes > 0 && n_ranks % set.nodes == 0) set.ranks_per_node = n_ranks / set.nodes;
+    transport = moe_mpi_transport(&mpi);
+    transport.chunks = (int)set.chunks, transport.two_level = (int)set.two_level, transport.ranks_per_node = (int)set.ranks_per_node, transport.traffic = &traffic;
+    traffic.rows = (uint64_t *)grab((size_t)n_ranks, sizeof *traffic.rows), traffic.bytes = (uint64_t *)grab((size_t)n_ranks, sizeof *traffic.bytes);
+    link_rows = (double *)grab(3 * (size_t)n_ranks * (size_t)n_ranks, sizeof *link_rows);
+    link_bytes = link_rows + (size_t)n_ranks * (size_t)n_ranks, link_sums = link_bytes + (size_t)n_ranks * (size_t)n_ranks;
+    must(moe_transport_begin(&transport, &error), "the transport", &error);
+}
+
+/* What would fail after training fails before it. */
+static int check_files(void) {
+    FILE *f;
+    if (rank == 0 && !report_possible()) return fail(report_path, "the report cannot be written there");
+    if (set.resume && !exists(set.checkpoint)) return fail(set.checkpoint, "is not there: nothing to resume");
+    if (!set.resume && exists(set.checkpoint)) return fail(set.checkpoint, "holds training that was stopped: --resume goes on; remove it to begin anew");
+    if (set.save == NULL || rank != 0) return 0;
+    f = fopen(set.save, "ab");
+    if (f == NULL) return fail(set.save, strerror(errno));
+    return fclose(f) != 0 ? fail(set.save, strerror(errno)) : 0;
+}
+
+static int work(int count, char **words) {
+    int wrong = read_options(count, words) || check_files();
+    double any = wrong;
+    if (moe_mpi_open(&mpi, MPI_COMM_WORLD, set.patience) != MOE_OK) end_all(MOE_ERR_TRANSPORT, "the transport", NULL);
+    mpi.timed = !set.untimed;
+    transport = moe_mpi_transport(&mpi);
+    add_up(1, &any); /* a file that one rank has not */
+    if (any > 0) return moe_mpi_close(&mpi), 1;
+    begin_transport();
+    if (set.check) wrong = check_all();
+    else prepare(), set.compare ? compare() : run();
+    if (rank == 0 && !wrong) wrong = report_write_added("mpi", "Experts on several machines");
+    free(traffic.rows), free(traffic.bytes), free(link_rows);
+    free(vocabulary.word), free(train_text.ids), free(held_text.ids), moe_buffer_free(&train_bytes), moe_buffer_free(&held_bytes);
+    moe_transport_end(&transport), moe_mpi_close(&mpi);
+    return wrong;
+}
+
+int main(int count, char **words) {
+    int failed_here;
+    for (int i = 1; i < count; i++)
+        if (strcmp(words[i], "-h") == 0 || strcmp(words[i], "--help") == 0) return show_help();
+    signal(SIGALRM, stuck), (void)alarm(60); /* for the start of MPI */
+    if (MPI_Init(&count, &words) != MPI_SUCCESS) return fail("MPI", "does not start");
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank), MPI_Comm_size(MPI_COMM_WORLD, &n_ranks);
+    (void)alarm(0);
+    failed_here = work(count, words);
+    watch(1);
+    MPI_Finalize();
+    if (fflush(stdout) != 0 || ferror(stdout)) return fail("the output", "cannot be written");
+    return failed_here;
+}

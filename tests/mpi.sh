@@ -1,0 +1,268 @@
+#!/bin/sh
+# Tests examples/mpi.c and its transport examples/moe_mpi.h on 1 to 4 processes: exchanges, the same losses with any number of them, checkpoints from any to any
+# other, and that a process that dies, stands still or is set otherwise ends all. sh tests/mpi.sh [-v] [WORD], as tests/headers.sh. Open MPI must be there.
+
+LC_ALL=C
+export LC_ALL
+unset CDPATH
+caller=$PWD
+cd -- "$(dirname -- "$0")/.." || exit 1
+root=$PWD
+. tests/setup.sh
+. tests/checks.sh
+
+JOBS=1 # processes wait for each other: what runs beside them takes their time
+export JOBS
+OMPI_ALLOW_RUN_AS_ROOT=1
+OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+export OMPI_ALLOW_RUN_AS_ROOT OMPI_ALLOW_RUN_AS_ROOT_CONFIRM
+
+small='--width 16 --layers 2 --experts 4 --context 16 --batch 7 --steps 8 --warmup 2 --kernels c'
+
+# One program for all checks; the library takes tcc a fraction of a second.
+prepare() {
+    setup_tool mpirun && setup_tool mpicc || return 0
+    setup_stb_flag "$CC"
+    compiler="$CC -O1"
+    ! setup_tool tcc || compiler="tcc -I$stb_folder"
+    # Nothing twice in a row: behind causal attention a run of one token is the same token over and over, but for rounding, and by that would be chosen.
+    head -c 60000 moe_routers.h | tr -s '\n -~' >"$prepared/text"
+    for real in float double; do
+        # shellcheck disable=SC2046,SC2086
+        $compiler -std=c99 -DMOE_NO_SIMD -DMOE_REAL=$real -I. ${stb_flag:+-I"$stb_flag"} $(mpicc --showme:compile) examples/mpi.c -o "$prepared/mpi_$real" \
+            $(mpicc --showme:link) -lm -lpthread || return 1
+    done
+}
+
+plan() {
+    cat <<'PLAN'
+compiles gcc float
+compiles gcc double
+compiles clang float
+compiles_alone g++
+compiles_alone gcc
+transport 1 float
+transport 2 float
+transport 3 float
+transport 4 float
+transport 3 double
+equal
+equal --top-k 3
+equal --router switch --set capacity_factor=1.1
+equal --router gshard
+equal --router locmoe --nodes 2
+equal --router locmoe_plus
+equal --router expert_choice
+equal --experts 5 --chunks 2 --set n_shared=1
+equal --words --vocabulary 300 --set router_bias=1
+equal_nodes
+equal_double
+checkpoint
+dies
+hangs
+differs --seed 2
+differs --rate 0.5
+differs --d-ff 40
+differs --experts 5
+differs --chunks 2
+differs --context 17
+refuses_ranks
+refuses_options
+unfinished
+launcher
+PLAN
+}
+
+needs_mpi() {
+    needs mpirun
+    needs mpicc
+}
+
+# mpirun with $1 processes.
+mpi() { # processes program arguments...
+    mpi_ranks=$1
+    shift
+    timeout 60 mpirun --oversubscribe --bind-to none -n "$mpi_ranks" "$@" </dev/null
+}
+
+compiles() { # compiler real
+    needs_mpi
+    needs "$1"
+    setup_stb_flag "$1"
+    grep -v '^#define MOE_IMPLEMENTATION$' "$root/examples/mpi.c" >mpi.c
+    # shellcheck disable=SC2046
+    run "$1" $(strict_flags "$1") -DMOE_REAL="$2" -I"$root" -I"$root/examples" ${stb_flag:+-I"$stb_flag"} $(mpicc --showme:compile) -c mpi.c -o mpi.o
+}
+
+# The transport in a program of its own, in C and C++.
+compiles_alone() { # compiler
+    needs_mpi
+    needs "$1"
+    printf '#include "moe.h"\n#include "moe_mpi.h"\nint main(void) { moe_mpi m; return moe_mpi_open(&m, MPI_COMM_WORLD, 1) != MOE_OK; }\n' >alone.c
+    # shellcheck disable=SC2046
+    in_language "$1" "$root" -DOMPI_SKIP_MPICXX -I"$root/examples" $(mpicc --showme:compile) -c alone.c -o alone.o
+}
+
+transport() { # processes real
+    needs_mpi
+    run mpi "$1" "$prepared/mpi_$2" --check >out && passed_all out
+}
+
+# Trains with so many processes; leaves the losses that it shows in losses.N, and out.N.
+losses() { # processes arguments...
+    # shellcheck disable=SC2086
+    run mpi "$1" "$prepared/mpi_float" $small "$prepared/text" $2 >"out.$1" 2>"err.$1" || {
+        cat "out.$1" "err.$1"
+        return 1
+    }
+    sed -n -e 's/^step .*: loss \([0-9.]*\),.*/\1/p' -e 's/^held out: loss \([0-9.]*\),.*/\1/p' "out.$1" >"losses.$1"
+    [ "$(wc -l <"losses.$1")" -ge 8 ] || { cat "out.$1"; return 1; }
+}
+
+# Numbers line by line, equal to so many parts of one.
+near() { # file file part
+    paste "$1" "$2" | awk -v part="$3" '
+        NF != 2 { print "line " NR ": " $0; bad = 1 }
+        { d = $1 - $2; if (d < 0) d = -d; if (!(d <= part * $1 + 1e-12)) { print "line " NR ": " $1 " and " $2; bad = 1 } }
+        END { exit bad || NR == 0 }'
+}
+
+equal() { # options...
+    needs_mpi
+    losses 1 "$*" || return 1
+    # Something was learned.
+    awk 'NR == 1 { first = $1 } { last = $1 } END { exit !(last < first - 0.05) }' losses.1 || { cat out.1; return 1; }
+    for processes in 2 3 4; do
+        losses $processes "$*" && near losses.1 losses.$processes 2e-5 || { echo "$processes processes"; return 1; }
+    done
+    grep -q 'moves 0 rows' out.1 && ! grep -q 'moves 0 rows' out.4
+}
+
+# Two machines of two ranks, with and without the two levels, and a locality loss that knows of them.
+equal_nodes() {
+    needs_mpi
+    options='--router locmoe --locality 0.5 --batch 8'
+    losses 1 "$options --nodes 2" && losses 2 "$options --ranks-per-node 1" && near losses.1 losses.2 2e-5 &&
+        losses 4 "$options --ranks-per-node 2" && near losses.1 losses.4 2e-5 || return 1
+    grep 'moves' out.4 >one
+    losses 4 "$options --ranks-per-node 2 --two-level --chunks 2" && near losses.1 losses.4 2e-5 && ! cmp -s one out.4
+}
+
+equal_double() {
+    needs_mpi
+    for processes in 1 3; do
+        # shellcheck disable=SC2086
+        run mpi $processes "$prepared/mpi_double" $small "$prepared/text" >out && sed -n 's/^held out: loss \([0-9.]*\),.*/\1/p' out >double.$processes || return 1
+    done
+    near double.1 double.3 1e-8
+}
+
+# Of any number of processes for any other; the saved models are files of one process.
+checkpoint() {
+    needs_mpi
+    losses 1 '--save whole.safetensors' || return 1
+    tail -n 1 losses.1 >want
+    while read -r processes others; do
+        rm -f c.safetensors
+        losses "$processes" '--checkpoint c.safetensors --stop-after 4' >log 2>&1 && echo 'it does not stop' && return 1 # it shows too few losses
+        [ -s c.safetensors ] || { cat log; return 1; }
+        for to in $others; do
+            cp c.safetensors d.safetensors
+            # shellcheck disable=SC2086
+            run mpi "$to" "$prepared/mpi_float" $small "$prepared/text" --checkpoint d.safetensors --resume --save from.safetensors >out || return 1
+            sed -n 's/^held out: loss \([0-9.]*\),.*/\1/p' out >got
+            near want got 2e-5 || { echo "from $processes to $to"; return 1; }
+            [ "$(wc -c <from.safetensors)" = "$(wc -c <whole.safetensors)" ] || { ls -l ./*.safetensors; return 1; }
+        done
+    done <<'PAIRS'
+3 1 2 4
+1 3
+4 2
+2 4
+PAIRS
+}
+
+# Ends within so many seconds with status not 0; what it said is in said. Nothing of it is left.
+ends_within() { # seconds processes arguments...
+    most=$1
+    shift
+    start=$(date +%s)
+    # shellcheck disable=SC2086
+    mpi "$1" "$prepared/mpi_float" $small "$prepared/text" --patience 2 --checkpoint c.safetensors --checkpoint-every 2 $2 >said 2>&1 && { cat said; return 1; }
+    took=$(($(date +%s) - start))
+    [ $took -le "$most" ] || { cat said; echo "took $took s"; return 1; }
+}
+
+# After the fault: the checkpoint is whole, and leads to where training would have come without it.
+goes_on() {
+    losses 1 '' && tail -n 1 losses.1 >want || return 1
+    # shellcheck disable=SC2086
+    run mpi 2 "$prepared/mpi_float" $small "$prepared/text" --checkpoint c.safetensors --resume >out || return 1
+    grep -q 'goes on after step 4 of 8' out || { cat out; return 1; }
+    sed -n 's/^held out: loss \([0-9.]*\),.*/\1/p' out >got
+    near want got 2e-5
+}
+
+dies() {
+    needs_mpi
+    ends_within 10 3 '--die 1,6' && run grep -q 'rank 1 .*signal 9' said && goes_on
+}
+
+hangs() {
+    needs_mpi
+    ends_within 15 3 '--hang 2,5' && run grep -qE 'rank 2 does not answer' said && run grep -q 'c.safetensors holds step 4' said && goes_on
+}
+
+# Found before the first step.
+differs() { # option value
+    needs_mpi
+    ends_within 15 3 "--mismatch 1,$1,$2" && run grep -qE 'rank [0-2] ' said || return 1
+    ! grep -q '^step' said && [ ! -e c.safetensors ] || { cat said; return 1; }
+    grep -q 'another\|must have the same' said || { cat said; return 1; }
+}
+
+refuses_ranks() {
+    needs_mpi
+    ends_within 15 4 '--experts 3' && run grep -q 'every rank must hold at least one expert' said
+}
+
+refuses_options() {
+    needs_mpi
+    for wrong in '--foo' '--steps' '--steps x' '--resume' 'text text' '--kernels none' '--mismatch 1' '--router none' '--set none=1' '--report none/out.html' '--save none/out'; do
+        # shellcheck disable=SC2086
+        mpi 2 "$prepared/mpi_float" --steps 1 $wrong >said 2>&1 && { cat said; echo "$wrong is taken"; return 1; }
+        # Once, by one rank.
+        [ "$(grep -c '^mpi: ' said)" = 1 ] || { cat said; echo "$wrong"; return 1; }
+    done
+    mpi 2 "$prepared/mpi_float" none >said 2>&1 && return 1
+    run grep -q none said
+}
+
+# Training that was stopped is not overwritten.
+unfinished() {
+    needs_mpi
+    echo something >c.safetensors
+    mpi 2 "$prepared/mpi_float" --checkpoint c.safetensors >said 2>&1 && return 1
+    run grep -q 'c.safetensors: holds training' said && [ "$(cat c.safetensors)" = something ]
+}
+
+# As a user calls it, from a folder of the user's.
+launcher() {
+    needs_mpi
+    MPI_PROGRAM=$prepared/mpi_float
+    export MPI_PROGRAM
+    cp "$prepared/text" mine.txt
+    run sh "$root/examples/run" mpi -h >said && run grep -q '^mpi ' said || return 1
+    # shellcheck disable=SC2086
+    run sh "$root/examples/run" mpi -n 3 $small mine.txt --threads-too --save mine.safetensors --report mine.html >said || return 1
+    [ -s mine.safetensors ] && run grep -q '<svg' mine.html && run grep -q '3 ranks on' said && run grep -q '^One process on this machine' said || return 1
+    # shellcheck disable=SC2086
+    sh "$root/examples/run" mpi -n 2 $small mine.txt --patience 2 --die 1,3 >said 2>&1 && { cat said; return 1; }
+    run grep -q 'process rank 1 .*signal 9' said || return 1
+    sh "$root/examples/run" mpi -n 2 --foo >said 2>&1 && return 1
+    [ "$(wc -l <said)" = 1 ] || { cat said; return 1; }
+    # shellcheck disable=SC2086
+    run sh "$root/examples/run" mpi -n 2 $small --steps 3 --seeds 2 --compare mine.txt >said && run grep -q '^LocMoE+ against baseline' said
+}
+
+run_checks "$@"
