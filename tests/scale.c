@@ -890,6 +890,9 @@ static void test_links(void) {
         late.near_link.latency *= 2, late.far_link.latency *= 2, other = predict(&late, &c, &w);
         CHECK(exactly(other.rows.latency, 2 * t.rows.latency) && exactly(other.gather.latency, 2 * t.gather.latency));
         CHECK(near_to(other.sums.latency, 2 * t.sums.latency) && exactly(other.rows.bytes, t.rows.bytes));
+        fast = m, fast.far_link.latency *= 2, fast.far_link.bandwidth /= 3, other = predict(&fast, &c, &w);
+        if (m.one_machine || w.ranks <= m.ranks_per_node) CHECK(exactly(other.step, t.step)); /* then nothing goes by the far link */
+        else CHECK(other.step > t.step);
         CHECK(t.step >= computing(&t) && t.hidden <= more(total(t.rows), t.experts));
     }
 }
@@ -1148,6 +1151,43 @@ static void test_beyond(void) {
     CHECK(can_have(plus, 64) && can_have(plus, 8) && !can_have(plus, 128) && !can_have(plus, 24) && can_have(f, 1000));
 }
 
+/* The example with one line replaced; it must be read. */
+static measurements *read_other(const char *old, const char *now) {
+    static char text[4000];
+    static measurements m;
+    const char *at = strstr(example, old);
+    if (!CHECK(at != NULL)) return read_example();
+    snprintf(text, sizeof text, "%.*s%s%s", (int)(at - example), example, now, at + strlen(old));
+    if (!CHECK(read_measurements(&m, text, strlen(text)))) printf("    %s: %s\n", now, m.wrong);
+    return &m;
+}
+
+/* What is left out has its usual value, and 0 is a value. */
+static void test_defaults(void) {
+    measurements *m = read_example();
+    a_method *f = m->methods + 1;
+    a_run *r = f->runs;
+    CHECK(exactly(m->head.threads, 1) && exactly(f->route, 0) && exactly(f->optimiser, 0) && exactly(f->experts_most, 64) && exactly(m->methods[0].experts_most, 0));
+    CHECK(exactly(f->gathers, 2) && exactly(f->gather_bytes, 1) && exactly(r->pairs_away, 0) && exactly(r->pairs_far, 0));
+    CHECK(exactly(r->ranks_per_node, 1) && exactly(r->two_level, 0) && exactly(r->chunks, 1) && !known(r->imbalance));
+    m = read_other("near_latency 1e-6\nnear_bandwidth 2e9\n", "");
+    CHECK(exactly(m->head.near_latency, 0.2e-6) && exactly(m->head.near_bandwidth, 8e9));
+    m = read_other("other 6e-5\n", "other 0\nroute 2e-6\ngathers 0\n");
+    CHECK(exactly(m->methods[1].other, 0) && exactly(m->methods[1].route, 2e-6) && exactly(m->methods[1].gathers, 0));
+    m = read_other("imbalance 1.25\n", ""); /* then what the run with one rank says of four */
+    CHECK(exactly(work_of_run(&m->head, m->methods, find_run(m->methods, 4)).imbalance, 1.2));
+    m = read_other("run 4\ntokens 1000\nranks_per_node 2\n", "run 3\ntokens 1000\n");
+    CHECK(exactly(work_of_run(&m->head, m->methods, find_run(m->methods, 3)).imbalance, 1.25) && exactly(find_run(m->methods, 3)->ranks_per_node, 3));
+    m = read_other("pairs 600\n", "pairs 0\nimbalance 1\n"); /* nothing is routed */
+    CHECK(exactly(work_of_run(&m->head, m->methods + 1, m->methods[1].runs).away, 0) && exactly(work_of_run(&m->head, m->methods + 1, m->methods[1].runs).pairs, 0));
+    m = read_other("run 4\n", "run 8\n"); /* as many ranks as experts */
+    CHECK(exactly(machine_of_run(&m->head, find_run(m->methods, 8)).ranks_per_node, 2) && machine_of_run(&m->head, find_run(m->methods, 8)).one_machine);
+    m = read_other("pairs_away 750\npairs_far 250\nrows_sent 3000\n", "pairs_away 2000\npairs_far 2000\ntwo_level 1\nchunks 3\n"); /* none stays: twice the node's share */
+    CHECK(exactly(work_beyond(&m->head, m->methods, 64, 8, 1).away, 1) && exactly(work_beyond(&m->head, m->methods, 64, 8, 1).far, 1));
+    CHECK(machine_of_run(&m->head, find_run(m->methods, 4)).two_level == 1 && machine_of_run(&m->head, find_run(m->methods, 4)).chunks == 3);
+    CHECK(power_of(1) == 0 && power_of(3) == 2 && power_of(65536) == 16 && power_of(1e9) == 16 && is_power(65536) && !is_power(131072) && !is_power(3));
+}
+
 /* Files that are refused, and what is said of them: the example with a line that is left out, put in or replaced. */
 static void test_refusals(void) {
     static const struct {
@@ -1157,6 +1197,7 @@ static void test_refusals(void) {
                  {"d_model 64\n", "d_model 64\nd_modle 3\n", "line 7: d_modle: no such key"},
                  {"d_model 64\n", "d_model 64.5\n", "line 6: d_model 64.5: not a value"},
                  {"d_model 64\n", "d_model 64x\n", "not a value"},
+                 {"experts 8\n", "experts 8.5\n", "experts 8.5: not a value"},
                  {"d_model 64\n", "d_model nan\n", "not a value"},
                  {"d_model 64\n", "d_model -1\n", "not a value"},
                  {"d_model 64\n", "d_model\n", "a line is a key and a value"},
@@ -1233,6 +1274,7 @@ static int run_tests(void) {
     test_chunks();
     test_reading();
     test_beyond();
+    test_defaults();
     test_refusals();
     test_damage();
     printf("%ld passed, %ld failed\n", passed, failed);
