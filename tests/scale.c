@@ -894,6 +894,8 @@ static void test_links(void) {
         fast = m, fast.far_link.latency *= 2, fast.far_link.bandwidth /= 3, other = predict(&fast, &c, &w);
         if (m.one_machine || w.ranks <= m.ranks_per_node) CHECK(exactly(other.step, t.step)); /* then nothing goes by the far link */
         else CHECK(other.step > t.step);
+        CHECK(near_to(t.step, computing(&t) + moving(&t) + t.waiting - t.hidden));
+        CHECK(near_to(t.hidden, (m.chunks - 1.0) / m.chunks * (less(t.experts / 4, total(t.rows) / 2) + less(t.experts * 3 / 4, total(t.rows) / 2))));
         CHECK(t.step >= computing(&t) && t.hidden <= more(total(t.rows), t.experts));
     }
 }
@@ -1061,6 +1063,9 @@ static void test_ring(void) {
         w.shared_numbers = (double)(ranks * PART), w.real_bytes = 1;
         CHECK(near_to(predict(&m, &c, &w).sums.bytes, (double)(messages * PART)));
         CHECK(near_to(predict(&m, &c, &w).sums.latency, (double)(messages + 3 * (ranks - 1))));
+        m.cores = 0.5; /* and so on half a core for all of them, the same many times slower */
+        CHECK(near_to(predict(&m, &c, &w).sums.bytes, (double)(messages * PART * ranks * 2)));
+        m.cores = 64;
         m.ring = 0; /* on one node the other way moves as much in as many messages */
         CHECK(near_to(predict(&m, &c, &w).sums.bytes, (double)(messages * PART)) && near_to(predict(&m, &c, &w).sums.latency, (double)(messages + 3 * (ranks - 1))));
     }
