@@ -10,13 +10,14 @@
                rows: pairs/R, of the mean rank; route: what each rank decides for the tokens of all ranks; numbers: shared ones and those of own experts
      rows      4 L all-to-alls (x, f(x), w dy, dx) of pairs_away/R rows of d_model numbers
      gather    L all-to-alls that bring what a decision needs to every rank: the logits of all tokens, T E numbers from every other rank, and little else
-     counts    L (3 + gathers) all-to-alls of a few words: settings and tokens, whether all is well, rows for each expert
-     sums      gradients of what all ranks hold, as examples/moe_mpi.h adds them: two all-to-alls of shared/R numbers per pair of ranks (--ring: a ring,
-               2 (R - 1) messages of as many); and 3 sums of a few numbers, all-to-alls
+     counts    L (3 + gathers) + 3 all-to-alls of a few words: settings and tokens, whether all is well, rows for each expert, the loss
+     sums      gradients of what all ranks hold, L + 1 stretches of them, as examples/moe_mpi.h adds them: two all-to-alls of 1/R of a stretch per pair of
+               ranks (--ring: a ring, 2 (R - 1) messages of as much)
      waiting   for the fullest rank, which has `imbalance` times the mean's rows: max(0, imbalance - crowd) of the mean's expert time, imbalance - 1 of the bytes of rows
      hidden    with C chunks: (1 - 1/C) of the smaller one of expert time and rows, forward and backward apart; the latency of rows counts C times
    Two levels: rows for another node go through the rank of the own node that has their goal's place there: p - 1 near messages and n - 1 far ones instead
-   of p - 1 and R - p, and (p - 1)/p of the far bytes travel near as well; so for rows and gather, not for counts and sums.
+   of p - 1 and R - p, and (p - 1)/p of the far bytes travel near as well, before anything else goes on; each hop is preceded by an all-to-all of n words.
+   All else goes by one level.
 
    WHAT IS ASSUMED. A run is compared with times that come from the run with one rank, from links and from counts (pairs, those away, imbalance), never from
    that run's own times.
@@ -46,7 +47,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOST_METHODS = 8, MOST_RUNS = 16, POWERS = 17 /* 1 .. 65536 */, MOST_RANKS = 1024, MOST_BYTES = 1 << 20, PASSES = 4, SHORT_SUMS = 3 };
+enum { MOST_METHODS = 8, MOST_RUNS = 16, POWERS = 17 /* 1 .. 65536 */, MOST_RANKS = 1024, MOST_BYTES = 1 << 20, PASSES = 4, STEP_CALLS = 3, STEP_WORDS = 8 };
 
 /* ---- what is predicted ------------------------------------------------------------------------------------------------------------ */
 
@@ -91,11 +92,12 @@ typedef struct parts {
 /* Seconds of a step by their reason, and what travels. */
 typedef struct times {
     double experts, route, other, optimiser; /* compute */
-    parts rows, gather, counts, sums;
+    parts rows, gather, counts, sums;   /* exchange */
+    parts rows_inside;                  /* that part of rows that travels near */
     double waiting, hidden, step;
     double near_bytes, far_bytes;       /* of rows, that the mean rank sends in a step; with two levels near_bytes has what passes through as well */
     double near_messages, far_messages; /* of a rank in one all-to-all */
-    double bytes;                       /* that all ranks send in a step: rows, logits, counts, each counted once however often it is passed on */
+    double bytes;                       /* that all ranks send in a step: rows, on each hop, what is gathered and counts, as moe_traffic has it */
     double memory;                      /* bytes of what every rank keeps of all tokens, per mixture */
 } times;
 
@@ -124,20 +126,26 @@ static double passing(const machine *m, const work *w, double far_bytes) {
     return m->two_level ? far_bytes * (p - 1) / p : 0;
 }
 
-/* Every rank sends so many bytes to the ranks of its node and so many to all others. */
-static parts all_to_all(const machine *m, const work *w, double near_bytes, double far_bytes) {
-    const double slow = crowd(m, w), p = on_node(m, w), inside = near_bytes + passing(m, w, far_bytes);
+/* An all-to-all in which every rank sends so many bytes to the ranks of its node: the part inside, with what passes through; and the part between nodes. */
+static parts inside(const machine *m, const work *w, double near_bytes, double far_bytes) {
+    const double slow = crowd(m, w);
     parts t;
     t.latency = near_messages(m, w) * slow * m->near_link.latency;
-    t.bytes = inside * slow / m->near_link.bandwidth;
-    if (m->one_machine) {
-        t.latency += far_messages(m, w) * slow * m->near_link.latency;
-        t.bytes += far_bytes * slow / m->near_link.bandwidth;
-    } else {
-        t.latency += far_messages(m, w) * m->far_link.latency;
-        t.bytes += far_bytes * p / m->far_link.bandwidth;
-    }
+    t.bytes = (near_bytes + passing(m, w, far_bytes)) * slow / m->near_link.bandwidth;
     return t;
+}
+
+static parts across(const machine *m, const work *w, double far_bytes) {
+    const double slow = crowd(m, w);
+    parts t;
+    t.latency = far_messages(m, w) * (m->one_machine ? slow * m->near_link.latency : m->far_link.latency);
+    t.bytes = m->one_machine ? far_bytes * slow / m->near_link.bandwidth : far_bytes * on_node(m, w) / m->far_link.bandwidth;
+    return t;
+}
+
+static parts sum_of_two(parts a, parts b) {
+    a.latency += b.latency, a.bytes += b.bytes;
+    return a;
 }
 
 static parts scaled(parts t, double factor) {
@@ -147,10 +155,12 @@ static parts scaled(parts t, double factor) {
 
 static double total(parts t) { return t.latency + t.bytes; }
 
-/* What goes to all ranks alike, so many bytes to each. */
+/* What goes to all ranks alike, so many bytes to each, on one level. */
 static parts to_all(const machine *m, const work *w, double bytes) {
     const double p = on_node(m, w);
-    return all_to_all(m, w, (p - 1) * bytes, (w->ranks - p) * bytes);
+    machine direct = *m;
+    direct.two_level = 0;
+    return sum_of_two(inside(&direct, w, (p - 1) * bytes, 0), across(&direct, w, (w->ranks - p) * bytes));
 }
 
 /* The messages of each step of a ring go round at the pace of the slowest hop; one rank of a node sends to another node at a time. */
@@ -185,25 +195,34 @@ static void predict_compute(const costs *c, const work *w, double slow, times *t
     t->optimiser = slow * numbers * c->optimiser;
 }
 
-/* Words of 8 bytes that every rank sends to every other in one forward pass: 4 and 1 to begin with, 1 before each gathering, a status and the rows of each expert. */
+/* Words of 8 bytes that every rank sends to every other for one mixture: 4 and 1 to begin with, 1 before each gathering, a status and the rows of each expert. */
 static double count_words(const work *w) { return 6 + w->gathers + ceil(w->experts / w->ranks); }
 
-static void predict_exchange(const machine *m, const work *w, times *t) {
-    const double near_pass = pass_bytes(w, w->away - w->far), far_pass = pass_bytes(w, w->far);
-    const double gathered = w->tokens * (w->experts * w->real_bytes + w->gather_bytes), counts = 8 * count_words(w);
-    machine direct = *m;
-    direct.two_level = 0;
-    t->rows = scaled(all_to_all(m, w, near_pass, far_pass), PASSES * w->layers);
+/* ... and for its hops: two levels tell the ranks of a node how much will pass. */
+static int hops(const machine *m, const work *w) { return m->two_level && w->ranks > m->ranks_per_node ? PASSES * m->chunks : 0; }
+
+static void predict_rows(const machine *m, const work *w, double near_pass, double far_pass, times *t) {
+    const double all = PASSES * w->layers;
+    t->rows_inside = scaled(inside(m, w, near_pass, far_pass), all);
+    t->rows_inside.latency *= m->chunks;
+    t->rows = scaled(across(m, w, far_pass), all);
     t->rows.latency *= m->chunks;
+    t->rows = sum_of_two(t->rows, t->rows_inside);
+    t->near_bytes = all * (near_pass + passing(m, w, far_pass)), t->far_bytes = all * far_pass;
+    t->near_messages = near_messages(m, w), t->far_messages = far_messages(m, w);
+}
+
+static void predict_exchange(const machine *m, const work *w, times *t) {
+    const double gathered = w->tokens * (w->experts * w->real_bytes + w->gather_bytes), nodes = w->ranks / on_node(m, w), others = w->ranks - 1;
+    const double counts = 8 * (w->layers * (count_words(w) + hops(m, w) * nodes) + STEP_WORDS);
+    predict_rows(m, w, pass_bytes(w, w->away - w->far), pass_bytes(w, w->far), t);
     t->gather = scaled(to_all(m, w, gathered), w->layers);
     t->gather.latency *= w->gathers;
-    t->counts = scaled(to_all(&direct, w, counts), w->layers);
-    t->counts.latency *= 3 + w->gathers;
-    t->sums = sum_of(&direct, w, w->shared_numbers * w->real_bytes);
-    t->sums.latency += SHORT_SUMS * to_all(&direct, w, 0).latency;
-    t->near_bytes = PASSES * w->layers * (near_pass + passing(m, w, far_pass)), t->far_bytes = PASSES * w->layers * far_pass;
-    t->near_messages = near_messages(m, w), t->far_messages = far_messages(m, w);
-    t->bytes = w->ranks * w->layers * (PASSES * (near_pass + far_pass) + (w->ranks - 1) * (gathered + counts));
+    t->counts = to_all(m, w, counts);
+    t->counts.latency *= w->layers * (3 + w->gathers + hops(m, w)) + STEP_CALLS;
+    t->sums = sum_of(m, w, w->shared_numbers * w->real_bytes);
+    t->sums.latency *= w->layers + 1;
+    t->bytes = w->ranks * (t->near_bytes + t->far_bytes + others * (w->layers * gathered + counts));
     t->memory = w->ranks * w->tokens * w->experts * 7.5 * w->real_bytes;
 }
 
@@ -213,7 +232,7 @@ static times predict(const machine *m, const costs *c, const work *w) {
     double moving;
     predict_compute(c, w, slow, &t);
     predict_exchange(m, w, &t);
-    moving = total(t.rows) / 2;
+    moving = (total(t.rows) - (m->two_level ? total(t.rows_inside) : 0)) / 2; /* the first of two hops ends before anything else begins */
     t.waiting = more(0, w->imbalance / slow - 1) * t.experts + (w->imbalance - 1) * t.rows.bytes;
     t.hidden = hidden(m, forward * t.experts, moving) + hidden(m, (1 - forward) * t.experts, moving);
     t.step = t.experts + t.route + t.other + t.optimiser + total(t.rows) + total(t.gather) + total(t.counts) + total(t.sums) + t.waiting - t.hidden;
@@ -826,21 +845,26 @@ static void test_paper(void) {
     CHECK(near_to(t.rows.bytes, 8 * (5e5 / 1e9 + 4 * 5e5 / 1e8)));
     CHECK(near_to(t.gather.latency, 2 * (3e-6 + 4e-5)));
     CHECK(near_to(t.gather.bytes, 2 * (3 * 64000 / 1e9 + 4 * 4 * 64000 / 1e8))); /* 1000 x 16 logits to 3 near, 4 far */
-    CHECK(near_to(t.counts.latency, 2 * 4 * (3e-6 + 4e-5)) && near_to(t.counts.bytes, 2 * 72 * (3 / 1e9 + 4 * 4 / 1e8))); /* 7 words and 16/8 experts */
+    CHECK(near_to(t.counts.latency, (2 * 4 + 3) * (3e-6 + 4e-5)) && near_to(t.counts.bytes, (2 * 72 + 64) * (3 / 1e9 + 4 * 4 / 1e8))); /* 7 words and 16/8 experts; 8 words */
     CHECK(near_to(t.sums.bytes, 2 * (3 * 5e5 / 1e9 + 4 * 4 * 5e5 / 1e8)));  /* parts of 4 10^6 / 8 bytes, out and back */
-    CHECK(near_to(t.sums.latency, 5 * (3e-6 + 4e-5)));                      /* with three short sums */
+    CHECK(near_to(t.sums.latency, 3 * 2 * (3e-6 + 4e-5)));                  /* before, between and behind two mixtures */
     CHECK(exactly(t.waiting, 0) && exactly(t.hidden, 0));
-    CHECK(near_to(t.step, 0.29 + 0.000344 + 0.164 + 0.000086 + 0.020864 + 0.000344 + 0.000023472 + 0.163 + 0.000215));
+    CHECK(near_to(t.step, 0.29 + 0.000344 + 0.164 + 0.000086 + 0.020864 + 0.000473 + 0.000033904 + 0.163 + 0.000258));
     CHECK(exactly(t.near_messages, 3) && exactly(t.far_messages, 4));
     CHECK(near_to(t.memory, 8000 * 16 * 30));
-    CHECK(near_to(t.bytes, 8 * 2 * (4 * 1e6 + 7 * (64000 + 72))));
+    CHECK(near_to(t.bytes, 8 * 2 * (4 * 1e6 + 7 * (64000 + 72 + 32))));
     m.ring = 1, t = predict(&m, &c, &w), m.ring = 0;
-    CHECK(near_to(t.sums.bytes, 14 * 5e5 / 1e8) && near_to(t.sums.latency, 14e-5 + 3 * 43e-6));
+    CHECK(near_to(t.sums.bytes, 14 * 5e5 / 1e8) && near_to(t.sums.latency, 3 * 14e-5));
     m.two_level = 1, t = predict(&m, &c, &w);
     CHECK(exactly(t.near_messages, 3) && exactly(t.far_messages, 1));
     CHECK(near_to(t.near_bytes, 4e6 + 3e6) && near_to(t.far_bytes, 4e6)); /* three of four far rows pass through another rank */
     CHECK(near_to(t.rows.latency, 8 * (3e-6 + 1e-5)));
     CHECK(near_to(t.rows.bytes, 8 * ((5e5 + 3.75e5) / 1e9 + 4 * 5e5 / 1e8)));
+    CHECK(near_to(t.gather.latency, 2 * (3e-6 + 4e-5)) && near_to(t.sums.latency, 3 * 2 * (3e-6 + 4e-5)));
+    CHECK(near_to(t.counts.latency, (2 * 8 + 3) * (3e-6 + 4e-5)));
+    CHECK(near_to(t.bytes, 8 * (1.1e7 + 7 * (2 * (64000 + 72 + 4 * 16) + 64)))); /* before each hop a word for each of two nodes */
+    m.chunks = 2, t = predict(&m, &c, &w), m.chunks = 1; /* only what travels far can hide, under 20 ms forward and 60 ms backward of half the experts */
+    CHECK(near_to(t.rows.latency, 2 * 8 * (3e-6 + 1e-5)) && near_to(t.hidden, 0.5 * (0.04 + 8 * (1e-5 * 2 + 0.02) / 2)));
     m.two_level = 0, w.imbalance = 1.5, t = predict(&m, &c, &w);
     CHECK(near_to(t.waiting, 0.5 * 0.16 + 0.5 * t.rows.bytes));
     w.imbalance = 1, m.chunks = 4, t = predict(&m, &c, &w);
@@ -878,6 +902,7 @@ static void test_links(void) {
         costs c = paper_costs();
         work w = random_work();
         times t, other;
+        double hiding;
         if (w.ranks <= m.ranks_per_node) w.far = 0;
         t = predict(&m, &c, &w);
         no_cost.near_link.latency = no_cost.far_link.latency = 0, no_cost.near_link.bandwidth = no_cost.far_link.bandwidth = HUGE_VAL;
@@ -894,8 +919,9 @@ static void test_links(void) {
         fast = m, fast.far_link.latency *= 2, fast.far_link.bandwidth /= 3, other = predict(&fast, &c, &w);
         if (m.one_machine || w.ranks <= m.ranks_per_node) CHECK(exactly(other.step, t.step)); /* then nothing goes by the far link */
         else CHECK(other.step > t.step);
+        hiding = total(t.rows) - (m.two_level ? total(t.rows_inside) : 0);
         CHECK(near_to(t.step, computing(&t) + moving(&t) + t.waiting - t.hidden));
-        CHECK(near_to(t.hidden, (m.chunks - 1.0) / m.chunks * (less(t.experts / 4, total(t.rows) / 2) + less(t.experts * 3 / 4, total(t.rows) / 2))));
+        CHECK(near_to(t.hidden, (m.chunks - 1.0) / m.chunks * (less(t.experts / 4, hiding / 2) + less(t.experts * 3 / 4, hiding / 2))));
         CHECK(t.step >= computing(&t) && t.hidden <= more(total(t.rows), t.experts));
     }
 }
@@ -915,8 +941,9 @@ static void test_levels(void) {
             a = predict(&one, &c, &w), b = predict(&two, &c, &w);
             CHECK(exactly(a.near_messages + a.far_messages, ranks - 1));
             if (p > 1 && ranks > p) CHECK(b.near_messages + b.far_messages < ranks - 1 && b.far_messages < a.far_messages);
-            else CHECK(exactly(b.near_messages + b.far_messages, ranks - 1) && exactly(b.step, a.step));
-            CHECK(exactly(a.far_bytes, b.far_bytes) && a.near_bytes <= b.near_bytes && exactly(a.bytes, b.bytes));
+            else CHECK(exactly(b.near_messages + b.far_messages, ranks - 1) && exactly(total(b.rows), total(a.rows)));
+            if (ranks <= p) CHECK(exactly(a.step, b.step));
+            CHECK(exactly(a.far_bytes, b.far_bytes) && a.near_bytes <= b.near_bytes && a.bytes <= b.bytes);
         }
 }
 
@@ -1062,12 +1089,12 @@ static void test_ring(void) {
         m.ranks_per_node = m.cores = 64, m.near_link.latency = 1, m.near_link.bandwidth = 1, m.ring = 1;
         w.shared_numbers = (double)(ranks * PART), w.real_bytes = 1;
         CHECK(near_to(predict(&m, &c, &w).sums.bytes, (double)(messages * PART)));
-        CHECK(near_to(predict(&m, &c, &w).sums.latency, (double)(messages + 3 * (ranks - 1))));
+        CHECK(near_to(predict(&m, &c, &w).sums.latency, (double)(3 * messages)));
         m.cores = 0.5; /* and so on half a core for all of them, the same many times slower */
         CHECK(near_to(predict(&m, &c, &w).sums.bytes, (double)(messages * PART * ranks * 2)));
         m.cores = 64;
         m.ring = 0; /* on one node the other way moves as much in as many messages */
-        CHECK(near_to(predict(&m, &c, &w).sums.bytes, (double)(messages * PART)) && near_to(predict(&m, &c, &w).sums.latency, (double)(messages + 3 * (ranks - 1))));
+        CHECK(near_to(predict(&m, &c, &w).sums.bytes, (double)(messages * PART)) && near_to(predict(&m, &c, &w).sums.latency, (double)(3 * messages)));
     }
 }
 
@@ -1135,7 +1162,7 @@ static void test_reading(void) {
         CHECK(exactly(w.ranks, 4) && exactly(w.tokens, 250) && exactly(w.pairs, 2) && exactly(w.away, 0.375) && exactly(w.far, 0.125));
         CHECK(exactly(w.imbalance, 1.25));
         t = predict(&local_machine, &c, &w);
-        CHECK(near_to(t.bytes, 2 * (3000 * 64 * 4 + 4 * 3 * (250 * 33 + 8 * 10)))); /* rows; logits and mask of 250 tokens, 8 words and 2 experts, to three ranks */
+        CHECK(near_to(t.bytes, 2 * (3000 * 64 * 4 + 4 * 3 * (250 * 33 + 8 * 10 + 32)))); /* rows; logits and mask of 250 tokens, 8 words and 2 experts, half of 8 words, to three ranks */
         CHECK(near_to(t.experts, 2 * 2 * 500 * 12e-6)); /* crowd 2: four ranks on two cores */
         CHECK(near_to(t.rows.bytes, 2 * 8 * 187.5 * 256 / 2e9) && near_to(t.rows.latency, 2 * 8 * 3 * 1e-6));
     }
