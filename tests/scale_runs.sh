@@ -1,7 +1,7 @@
 #!/bin/sh
 # Tests tests/scale.c as a program, and against real runs: examples/mpi.c trains on 1, 2 and 4 ranks of this machine, and what it measures is compared with what
 # is predicted. Bytes must agree; times too where the machine has nothing else to do, else they are only shown. sh tests/scale_runs.sh [-v] [WORD]
-# WITHIN (2): by what factor a step may be off; MEASURE: more options for examples/mpi.c.
+# WITHIN (1.6): by what factor a step may be off; MEASURE: more options for examples/mpi.c.
 
 LC_ALL=C
 export LC_ALL
@@ -179,7 +179,7 @@ runs() {
         echo 'note: this machine has other work to do: times are shown and not judged'
         return 0
     fi
-    run "$prepared/scale" measured.txt --within "${WITHIN:-2}" >out || {
+    run "$prepared/scale" measured.txt --within "${WITHIN:-1.6}" >out || {
         cat out
         return 1
     }
