@@ -744,20 +744,30 @@ static errors show_runs(measurements *m) {
 
 /* ---- the table of README.md ------------------------------------------------------------------------------------------------------------------ */
 
+/* Three digits or more; 12,345. */
+static void show_number(double x) {
+    const double whole = floor(x + 0.5);
+    if (whole >= 1000) printf(" %.0f,%03.0f |", floor(whole / 1000), fmod(whole, 1000));
+    else printf(" %.*f |", x >= 99.5 || x <= 0 ? 0 : x >= 9.95 ? 1 : x >= 0.995 ? 2 : 3, x);
+}
+
 static void show_cell(const figures *h, a_method *f, double ranks, int rows) {
     work w;
     const times t = predict_beyond(h, f, ranks, &w);
     if (!can_have(f, w.experts)) printf(" - |");
-    else printf(" %.3g |", (rows ? total(t.rows) - t.hidden : t.step) * 1e3);
+    else show_number((rows ? total(t.rows) - t.hidden : t.step) * 1e3);
 }
 
+static const char *printed_name(const char *name) { return strcmp(name, "locmoe") == 0 ? "LocMoE" : strcmp(name, "locmoe_plus") == 0 ? "LocMoE+" : name; }
+
 static void show_markdown(measurements *m) {
+    const char *first = printed_name(m->methods[0].name);
     double ranks;
     int i;
     printf("| ranks | experts |");
-    for (i = 0; i < m->n_methods; i++) printf(" %s |", m->methods[i].name);
-    for (i = 0; i < m->n_methods; i++) printf(" rows, %s |", m->methods[i].name);
-    printf(" gather | decide | waiting | memory, MB |\n|");
+    for (i = 0; i < m->n_methods; i++) printf(" %s%s |", i == 0 ? "step, ms: " : "", printed_name(m->methods[i].name));
+    for (i = 0; i < m->n_methods; i++) printf(" %s%s |", i == 0 ? "of it rows: " : "", printed_name(m->methods[i].name));
+    printf(" %s: gather | decide | wait | memory, MB |\n|", first);
     for (i = 0; i < 2 * m->n_methods + 6; i++) printf("---|");
     printf("\n");
     for (ranks = 1; ranks <= set.most; ranks *= 2) {
@@ -766,7 +776,8 @@ static void show_markdown(measurements *m) {
         printf("| %.0f | %.0f |", ranks, w.experts);
         for (i = 0; i < m->n_methods; i++) show_cell(&m->head, m->methods + i, ranks, 0);
         for (i = 0; i < m->n_methods; i++) show_cell(&m->head, m->methods + i, ranks, 1);
-        printf(" %.3g | %.3g | %.3g | %.3g |\n", total(t.gather) * 1e3, t.route * 1e3, t.waiting * 1e3, t.memory / 1e6);
+        show_number(total(t.gather) * 1e3), show_number(t.route * 1e3), show_number(t.waiting * 1e3), show_number(t.memory / 1e6);
+        printf("\n");
     }
 }
 
