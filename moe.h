@@ -712,6 +712,10 @@ MOE_API moe_status moe_layer_load_shared(moe_layer *layer, const char *path, int
    plain C kernels (other kernels: within rounding), capacity, losses, metrics and the routers' state are those of the whole batch. The
    gradients of what every rank holds (router, shared expert) are the part of the rank's own tokens; moe_transport.sum over all ranks completes them
    (the trainer does it), so they agree within rounding. So does dx of routers that read experts (trait needs_all_experts), and their experts' gradients.
+   Deciding together, every rank gets the logits of all tokens and decides for all of them, which costs R times what its own would: little for some ranks, nearly
+   everything for a hundred. apart = 1 leaves it to each rank (as the groups of GShard; Lepikhin et al. 2020): its tokens are routed as a call of their own, so results are
+   those of one process called with the tokens of one rank after another; losses are weighted by the rank's share of the tokens, and random stages draw numbers
+   of the rank's own. The routers' state still is that of all. ac_mode = running and l1_controller are refused.
    Calls with a transport are collective: all ranks make the same calls in the same order, with tokens or without, and the same configuration. Where
    one rank fails before it sends, the others end the call too, with MOE_ERR_PEER, and all can go on. MOE_ERR_TRANSPORT: a function of the transport
    failed; what the ranks have agreed upon is lost, end them all. The library moves no byte by itself: examples/mpi.c has the three functions for MPI. */
@@ -751,6 +755,7 @@ typedef struct moe_transport {
     int rank, n_ranks;       /* r and R, 0 <= r < R */
     int ranks_per_node;      /* consecutive ranks that share a machine [R]; divides R */
     int two_level;           /* 1: rows for another node go through the rank of the own node that has the place of their goal there: fewer, longer messages [0] */
+    int apart;               /* 1: every rank decides for its own tokens alone, see above [0: together] */
     int chunks;              /* the experts of a home are computed in so many parts, and the rows of one part travel while another is computed [1] */
     /* receive[r n ..] = what rank r has at send[own rank * n ..]: n numbers from every rank to every rank, send and receive [R,n]. */
     moe_status (*counts)(void *ctx, size_t n, const uint64_t *send, uint64_t *receive);
@@ -3283,6 +3288,7 @@ typedef struct moei_ways {
     moe_status (*size)(const moe_layer *layer, size_t n, int training, size_t *bytes);
     moe_status (*forward)(const moe_layer *layer, const moe_call *call, moe_real *y, void *work, size_t work_size, moe_layer_pass *pass);
     moe_status (*backward)(const moe_layer *layer, const struct moei_returned *back, moe_real *dx, moe_real *d_router_x, moe_layer_pass *pass);
+    moe_status (*observe)(const moe_layer *layer, const moe_layer_pass *pass, moe_real *const *state);
 } moei_ways;
 
 static const moe_field moei_layer_fields[] = {
@@ -3376,7 +3382,10 @@ static moe_status moei_layer_clashes(const moe_layer_config *c, moe_error *error
         return moei_error(error, MOE_ERR_CONFIG, "d_shared = %d: n_shared = %d of them are wider than %d", c->d_shared, c->n_shared, (int)MOE_MAX_WIDTH);
     if (c->transport != NULL && c->transport->ways == NULL)
         return moei_error(error, MOE_ERR_CONFIG, "transport is not ready: call moe_transport_begin first");
-    if (c->transport != NULL && moei_is_soft(&c->router) && moei_crosses_sequences(&c->router))
+    if (c->transport != NULL && c->transport->apart && (c->router.l1_controller || c->router.ac_mode == MOE_AC_RUNNING))
+        return moei_error(error, MOE_ERR_CONFIG, "%s does not go with a transport whose ranks decide apart: it follows all tokens",
+                          c->router.l1_controller ? "l1_controller = 1" : "ac_mode = running");
+    if (c->transport != NULL && !c->transport->apart && moei_is_soft(&c->router) && moei_crosses_sequences(&c->router))
         return moei_error(error, MOE_ERR_CONFIG, "select = soft with input = adaptive_clustering does not go with a transport: the clusters are those of all ranks' tokens");
     if (c->transport != NULL && c->transport->n_ranks > c->router.n_experts)
         return moei_error(error, MOE_ERR_CONFIG, "n_experts = %d: the transport has n_ranks = %d, and every rank must hold at least one expert",
@@ -5089,6 +5098,7 @@ moe_status moe_layer_observe(moe_layer *layer, const moe_layer_pass *pass) {
     if (pass->d_rows == NULL || !pass->call.training) return MOE_ERR_STATE;
     status = moei_layer_state(layer, state);
     if (status != MOE_OK) return status;
+    if (pass->ranks != NULL && layer->config.transport->apart) return layer->config.transport->ways->observe(layer, pass, state);
     router = moei_layer_router(layer);
     return moe_router_observe(&router, &pass->call, &pass->routing, state);
 }
@@ -5288,6 +5298,9 @@ typedef struct moei_ranks {
     moe_real *all_x, *d_all_x;   /* [R most,d] */
     moe_real *nodes, *d_nodes;   /* [E,most,width] what the score reads of the own tokens */
     moe_real *parts;             /* [R most,d] gradients of the own tokens, from each rank */
+    moe_rng rng;                 /* where ranks decide apart: the own draws */
+    size_t *counts;              /* [E] and for the state what all ranks count, */
+    moe_real *load;              /* [E+1] in numbers that can be summed */
 } moei_ranks;
 
 /* rows of the transport, counted. */
@@ -5595,8 +5608,12 @@ static moei_ranks *moei_ranks_layout(const moe_layer *layer, size_t most, int tr
     k->out_counts = (uint64_t *)moei_take(l, words, sizeof(uint64_t));
     k->in_counts = (uint64_t *)moei_take(l, words, sizeof(uint64_t));
     for (slot = 0; slot < MOE_EXCHANGES; slot++) moei_take_places(l, ranks, &k->places[slot]);
-    k->copy = (unsigned char *)moei_take(l, most, moei_longest_row(&layer->config.router));
-    if (l->overflow || moe_route_batch_size(&layer->router, most, total, training, &p->route_size) != MOE_OK) l->overflow = 1;
+    if (t->apart) {
+        k->counts = (size_t *)moei_take(l, (size_t)layer->config.router.n_experts, sizeof(size_t));
+        k->load = moei_take_reals(l, (size_t)layer->config.router.n_experts + 1, 1);
+    } else
+        k->copy = (unsigned char *)moei_take(l, most, moei_longest_row(&layer->config.router));
+    if (l->overflow || moe_route_batch_size(&layer->router, most, t->apart ? most : total, training, &p->route_size) != MOE_OK) l->overflow = 1;
     p->route_memory = moei_take(l, p->route_size, 1);
     p->clean = moei_all_nodes(layer) != 0 ? moei_take_reals(l, most, d) : NULL;
     k->rows = moei_take_reals(l, rows, d);
@@ -5885,10 +5902,37 @@ static void moei_ranks_batch(moei_ranks *k, const uint64_t *said) {
     k->batch.gather = moei_ranks_gather;
 }
 
+/* The router of this call: of ranks that decide apart, each has its share of the losses. */
+static moe_router moei_ranks_router(const moe_layer *layer, const moe_layer_pass *p) {
+    moe_router router = moei_layer_router(layer);
+#ifndef MOE_NO_TRAIN
+    moe_real share = p->ranks->batch.total > 0 ? (moe_real)p->call.n_tokens / (moe_real)p->ranks->batch.total : MOEI_R(0.0), factor;
+    int loss;
+    for (loss = 0; loss < MOE_LOSS_COUNT && layer->config.transport->apart; loss++) {
+        unsigned char *at = (unsigned char *)&router.config + moei_losses[loss].factor;
+        memcpy(&factor, at, sizeof factor);
+        factor *= share;
+        memcpy(at, &factor, sizeof factor);
+    }
+    if (layer->config.transport->apart) router.config.loss_similarity_diff *= share;
+#else
+    (void)p;
+#endif
+    return router;
+}
+
+/* Random stages draw numbers of the rank's own, and the caller's generator moves on by one number on all ranks. */
+static void moei_ranks_rng(moe_layer_pass *p) {
+    const moe_transport *t = p->ranks->transport;
+    if (!t->apart || !p->call.training || p->call.rng == NULL) return;
+    moe_rng_seed(&p->ranks->rng, moe_rng_next(p->call.rng) + (uint64_t)t->rank);
+    p->call.rng = &p->ranks->rng;
+}
+
 /* Routes the own tokens and takes their rows to the experts and back. */
 static moe_status moei_ranks_experts(const moe_layer *layer, moe_layer_pass *p, const moe_parallel *team) {
     moei_ranks *k = p->ranks;
-    moe_router router = moei_layer_router(layer);
+    moe_router router = moei_ranks_router(layer, p);
     moei_errand errand;
     moe_status status = moei_ranks_score(layer, p, team);
     if (status != MOE_OK) return status;
@@ -5931,7 +5975,8 @@ static moe_status moei_ranks_forward(const moe_layer *layer, const moe_call *cal
     status = moe_transport_status(layer->config.transport, status);
     if (status != MOE_OK) return status;
     p.call = *call;
-    p.call.batch = &p.ranks->batch;
+    if (!layer->config.transport->apart) p.call.batch = &p.ranks->batch;
+    moei_ranks_rng(&p);
     p.x = call->x;
     team = moei_team(call);
     status = moei_ranks_experts(layer, &p, &team);
@@ -6021,7 +6066,7 @@ static moe_status moei_ranks_score_backward(const moe_layer *layer, moe_layer_pa
 static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returned *back, moe_real *dx, moe_real *d_router_x, moe_layer_pass *pass) {
     moei_ranks *k = pass->ranks;
     moe_parallel team = moei_team(&pass->call);
-    moe_router router = moei_layer_router(layer);
+    moe_router router = moei_ranks_router(layer, pass);
     moei_errand errand;
     moe_status status;
     size_t own = pass->call.n_tokens, experts = (size_t)layer->config.router.n_experts;
@@ -6045,14 +6090,45 @@ static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returne
                                 scored < 0 ? NULL : k->d_nodes);
     return status == MOE_OK ? moei_ranks_score_backward(layer, pass, dx) : status;
 }
+
+/* The state after a pass of ranks that decide apart: counts are those of all, C_min the largest. */
+static moe_status moei_ranks_observe(const moe_layer *layer, const moe_layer_pass *pass, moe_real *const *state) {
+    moei_ranks *k = pass->ranks;
+    moe_router router = moei_layer_router(layer);
+    moe_routing r = pass->routing;
+    size_t experts = r.n_experts, e;
+    uint64_t word = 0;
+    const uint64_t *heard;
+    double bound = (double)r.bound_now;
+    int other;
+    moe_status status;
+    for (e = 0; e < experts; e++) k->load[e] = (moe_real)r.counts[e];
+    k->load[experts] = (moe_real)r.n_real;
+    status = k->transport->sum(k->transport->ctx, experts + 1, k->load);
+    if (status != MOE_OK) return MOE_ERR_TRANSPORT;
+    memcpy(&word, &bound, sizeof word); /* bits of numbers above 0 rise with them */
+    status = moei_tell_ranks(k->transport, 1, &word, &heard);
+    for (other = 0; other < k->transport->n_ranks && status == MOE_OK; other++)
+        if (heard[other] > word) word = heard[other];
+    if (status != MOE_OK) return status;
+    memcpy(&bound, &word, sizeof bound);
+    r.bound_now = (moe_real)bound;
+    r.n_real = (size_t)k->load[experts];
+    r.n_tokens = r.n_real;
+    r.counts = k->counts;
+    for (e = 0; e < experts; e++) r.counts[e] = (size_t)k->load[e];
+    return moe_router_observe(&router, &pass->call, &r, state);
+}
 #define MOEI_RANKS_BACKWARD moei_ranks_backward
+#define MOEI_RANKS_OBSERVE moei_ranks_observe
 #else
 #define MOEI_RANKS_BACKWARD NULL
+#define MOEI_RANKS_OBSERVE NULL
 #endif
 
 /* ---- the transport ----------------------------------------------------------------------------------------------------------------------- */
 
-static const moei_ways moei_rank_ways = {moei_tell_ranks, moei_layer_agree, moei_ranks_size, moei_ranks_forward, MOEI_RANKS_BACKWARD};
+static const moei_ways moei_rank_ways = {moei_tell_ranks, moei_layer_agree, moei_ranks_size, moei_ranks_forward, MOEI_RANKS_BACKWARD, MOEI_RANKS_OBSERVE};
 
 /* What must be right before a rank can tell others that something is not. */
 static moe_status moei_transport_speaks(const moe_transport *t, moe_error *error) {
@@ -6067,14 +6143,15 @@ static moe_status moei_transport_speaks(const moe_transport *t, moe_error *error
 static moe_status moei_transport_check(const moe_transport *t, moe_error *error) {
     if (t->ranks_per_node < 0 || (t->ranks_per_node > 0 && t->n_ranks % t->ranks_per_node != 0))
         return moei_error(error, MOE_ERR_CONFIG, "ranks_per_node = %d: must divide n_ranks = %d", t->ranks_per_node, t->n_ranks);
+    if (t->apart != 0 && t->apart != 1) return moei_error(error, MOE_ERR_CONFIG, "apart = %d: must be 0 or 1", t->apart);
     if (t->two_level != 0 && t->two_level != 1) return moei_error(error, MOE_ERR_CONFIG, "two_level = %d: must be 0 or 1", t->two_level);
     if (t->chunks < 0 || t->chunks > MOE_MAX_EXPERTS) return moei_error(error, MOE_ERR_CONFIG, "chunks = %d: must be 0 to %d", t->chunks, (int)MOE_MAX_EXPERTS);
     return MOE_OK;
 }
 
 moe_status moe_transport_begin(moe_transport *transport, moe_error *error) {
-    static const char *const names[] = {"version of moe", "size of moe_real", "n_ranks", "ranks_per_node", "two_level", "chunks"};
-    uint64_t said[6], word, theirs = 0;
+    static const char *const names[] = {"version of moe", "size of moe_real", "n_ranks", "ranks_per_node", "two_level", "chunks", "apart"};
+    uint64_t said[7], word, theirs = 0;
     const uint64_t *heard;
     moe_transport made;
     moe_allocator allocator;
@@ -6103,7 +6180,8 @@ moe_status moe_transport_begin(moe_transport *transport, moe_error *error) {
     }
     said[0] = MOE_VERSION_MAJOR * 1000000 + MOE_VERSION_MINOR * 1000 + MOE_VERSION_PATCH, said[1] = sizeof(moe_real);
     said[2] = (uint64_t)made.n_ranks, said[3] = (uint64_t)made.ranks_per_node, said[4] = (uint64_t)made.two_level, said[5] = (uint64_t)made.chunks;
-    status = moei_agree(&made, 6, said, &rank, &i, &theirs);
+    said[6] = (uint64_t)made.apart;
+    status = moei_agree(&made, 7, said, &rank, &i, &theirs);
     if (status == MOE_OK) {
         made.ways = &moei_rank_ways;
         *transport = made;
@@ -9275,6 +9353,12 @@ static moe_status moei_trainer_gradients(moe_trainer *t, const moe_data *data, c
     for (i = 0; i < t->net->n_modules; i++) {
         const moe_routing *routing = moe_net_routing(t->net, pass, i);
         for (loss = 0; routing != NULL && loss < MOE_LOSS_COUNT; loss++) step->router_loss += routing->loss[loss];
+    }
+    if (t->net->transport != NULL && t->net->transport->apart) { /* each rank has its share of them */
+        all = (double)step->router_loss;
+        status = moei_trainer_sum(t, status, &all, error);
+        if (status != MOE_OK) return status;
+        step->router_loss = (moe_real)all;
     }
     if (!moe_is_finite(step->loss) || !moe_is_finite(step->router_loss))
         return moei_error(error, MOE_ERR_NONFINITE, "the loss is not finite: %g, of the routers %g", (double)step->loss,
