@@ -5934,7 +5934,7 @@ static moe_router moei_ranks_router(const moe_layer *layer, const moe_layer_pass
 /* Random stages draw numbers of the rank's own, and the caller's generator moves on by one number on all ranks. */
 static void moei_ranks_rng(moe_layer_pass *p) {
     const moe_transport *t = p->ranks->transport;
-    if (!t->apart || !p->call.training || p->call.rng == NULL) return;
+    if (!t->apart || p->call.rng == NULL) return;
     moe_rng_seed(&p->ranks->rng, moe_rng_next(p->call.rng) + (uint64_t)t->rank);
     p->call.rng = &p->ranks->rng;
 }

@@ -2559,7 +2559,7 @@ MOEI_AVX2 MOEI_INLINE void moei_f32_nt_blocks_avx2(int blocks, size_t k, const f
         MOEI_FOUR(3)
     }
 #undef MOEI_FOUR
-    for (; p < k; p++) { /* only a block that is shorter than 256 has such steps, and it is alone */
+    for (; blocks == 1 && p < k; p++) { /* only a block that is shorter than 256 has such steps, and it is alone */
         const float *q = b + p;
         const __m256 y = _mm256_setr_ps(q[at[0]], q[at[1]], q[at[2]], q[at[3]], q[at[4]], q[at[5]], q[at[6]], q[at[7]]);
         s0 = _mm256_fmadd_ps(_mm256_broadcast_ss(a + p), y, s0);

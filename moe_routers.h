@@ -552,8 +552,8 @@ MOE_API moe_status moe_router_slot(const moe_router_config *config, int slot, mo
 /* ---- one call -------------------------------------------------------------------------------------------------------------- */
 
 /* A batch whose tokens are spread over several processes, each of which calls moe_route with its own: they decide together, as one call of all tokens
-   would, the tokens of one process behind those of another. Configuration, state, random numbers and what is supplied (given, token_ids, ...)
-   are alike in all of them; a sequence lies in one process; distances, where given, are those of the batch. Where no token depends on other sequences
+   would, the tokens of one process behind those of another. Configuration, state, random numbers and what is supplied (given, home, noise, jitter)
+   are alike in all of them that have tokens, else MOE_ERR_ARGUMENT; a sequence lies in one process; distances, where given, are those of the batch, in all of them. Where no token depends on other sequences
    (outside training: no capacity, no selection among tokens, no adaptive clustering of the call) and for select = soft every process decides for itself,
    and nothing is gathered; soft with adaptive clustering of the call is MOE_ERR_UNSUPPORTED. n_past must be 0. */
 typedef struct moe_batch {
@@ -1365,6 +1365,7 @@ typedef struct moei_pass {
     size_t n, experts, d;
     moe_status status; /* of a custom stage */
     int frozen;        /* past freeze_at */
+    unsigned supplied;    /* MOEI_HAS_ bits of the call, or of the batch */
     int is_part;          /* the call's tokens of a batch that decides together, of which these are those of other processes: */
     size_t before, after;
     size_t past, span; /* refine: tokens before the call's, and with them; u and gate of all of these */
@@ -1438,7 +1439,17 @@ static void moei_schedule(moei_pass *s) {
    The stages up to refine work on the call's own tokens, those from select on, on all tokens of the batch, in every process alike: two passes
    over the same arrays, the second (`batch`) with all of their rows. Between them the rows are gathered. Without a batch both are one. */
 
-enum { MOEI_REAL_TOKEN = 1, MOEI_BEGINS = 2 }; /* what a process tells of each of its tokens */
+/* What a process tells of each of its tokens: is it real, does a sequence begin there; and which arrays that a call may leave out its call has, so that one
+   without tokens does as the others. */
+enum {
+    MOEI_REAL_TOKEN = 1, MOEI_BEGINS = 2, MOEI_HAS_GIVEN = 4, MOEI_HAS_HOME = 8, MOEI_HAS_NOISE = 16, MOEI_HAS_JITTER = 32, MOEI_HAS_DISTANCES = 64,
+    MOEI_HAS = MOEI_HAS_GIVEN | MOEI_HAS_HOME | MOEI_HAS_NOISE | MOEI_HAS_JITTER | MOEI_HAS_DISTANCES
+};
+
+static unsigned moei_supplied(const moe_call *call) {
+    return (call->given != NULL ? (unsigned)MOEI_HAS_GIVEN : 0) | (call->home != NULL ? (unsigned)MOEI_HAS_HOME : 0) | (call->noise != NULL ? (unsigned)MOEI_HAS_NOISE : 0) |
+           (call->jitter != NULL ? (unsigned)MOEI_HAS_JITTER : 0) | (call->distances != NULL ? (unsigned)MOEI_HAS_DISTANCES : 0);
+}
 
 /* Fills in the rows of other processes' tokens. */
 static moe_status moei_gather_rows(const moei_pass *s, size_t row_bytes, void *rows) {
@@ -2083,7 +2094,7 @@ static moe_real moei_noise_draw(const moei_pass *s) {
 static void moei_route_noise(moei_pass *s) {
     size_t cells = s->n * s->experts, i;
     if (!moei_is_noisy(s)) return;
-    for (i = 0; i < s->before * s->experts && s->call->noise == NULL; i++) (void)moei_noise_draw(s); /* of the other processes' tokens */
+    for (i = 0; i < s->before * s->experts && !(s->supplied & MOEI_HAS_NOISE); i++) (void)moei_noise_draw(s); /* of the other processes' tokens */
     if (s->c->noise == MOE_NOISE_NOISY_TOPK)
         moei_affine(s->router->kernels, s->n, s->experts, s->d, s->r->u, moei_tensor(s, MOE_ROUTER_NOISE_WEIGHT), NULL, s->m.noise_raw);
     memcpy(s->m.clean_logits, s->r->logits, cells * sizeof(moe_real));
@@ -2093,7 +2104,7 @@ static void moei_route_noise(moei_pass *s) {
         s->m.noise_value[i] = n;
         s->r->logits[i] += s->call->noise != NULL && s->c->noise != MOE_NOISE_NOISY_TOPK ? n : n * moei_noise_scale(s, i);
     }
-    for (i = 0; i < s->after * s->experts && s->call->noise == NULL; i++) (void)moei_noise_draw(s);
+    for (i = 0; i < s->after * s->experts && !(s->supplied & MOEI_HAS_NOISE); i++) (void)moei_noise_draw(s);
 }
 
 #ifndef MOE_NO_TRAIN
@@ -4423,7 +4434,7 @@ static void moei_together_layout(const moe_router_config *c, size_t all, int tra
     int clusters = c->input == MOE_INPUT_ADAPTIVE_CLUSTERING, spread = c->ac_mode == MOE_AC_PAPER || c->ac_mode == MOE_AC_CODE;
     m->batch_mask = (unsigned char *)moei_take(l, all, 1);
     m->batch_sequences = (int32_t *)moei_take(l, all, sizeof(int32_t));
-    (void)moei_take(l, 2, sizeof(int32_t)); /* behind them the end and their number */
+    (void)moei_take(l, 3, sizeof(int32_t)); /* behind them the end, their number, and what is supplied */
     if (moei_has_selection(c, MOE_SELECT_HASH)) m->batch_ids = (int32_t *)moei_take(l, all, sizeof(int32_t));
     if (!moei_mul(moei_max_choices(c), sizeof(int32_t), &choices)) l->overflow = 1;
     m->batch_given = (int32_t *)moei_take(l, all, choices);
@@ -4643,7 +4654,7 @@ static size_t moei_real_tokens(const moe_call *call, size_t from, size_t to) {
 /* The factors of so many tokens of other processes. */
 static void moei_skip_jitter(const moei_pass *s, size_t tokens) {
     size_t i;
-    for (i = 0; i < tokens * s->d && s->c->input == MOE_INPUT_JITTER && s->call->training && s->call->jitter == NULL; i++)
+    for (i = 0; i < tokens * s->d && s->c->input == MOE_INPUT_JITTER && s->call->training && !(s->supplied & MOEI_HAS_JITTER); i++)
         (void)moe_rng_uniform(s->call->rng);
 }
 
@@ -5048,6 +5059,7 @@ static void moei_pass_begin(moei_pass *s, const moe_router *router, const moe_ca
     s->n = call->n_tokens;
     s->experts = (size_t)router->config.n_experts;
     s->d = (size_t)router->config.d_model;
+    s->supplied = moei_supplied(call);
     if (MOEI_KEPT(EXTRAS, MOE_EXTRA_SCHEDULE) && (router->parts & MOEI_PART_MOVES)) moei_schedule(s);
 }
 
@@ -5110,10 +5122,10 @@ static moe_call moei_batch_call(const moe_call *call, const moei_scratch *m) {
     all.mask = m->batch_mask;
     all.sequences = m->batch_sequences;
     all.n_sequences = (size_t)m->batch_sequences[total + 1];
-    if (call->token_ids != NULL) all.token_ids = m->batch_ids;
-    if (call->given != NULL) all.given = m->batch_given;
-    if (call->home != NULL) all.home = m->batch_home;
-    if (call->teacher != NULL) all.teacher = m->batch_teacher;
+    all.token_ids = m->batch_ids;
+    all.given = m->batch_sequences[total + 2] & MOEI_HAS_GIVEN ? m->batch_given : NULL;
+    all.home = m->batch_sequences[total + 2] & MOEI_HAS_HOME ? m->batch_home : NULL;
+    all.teacher = m->batch_teacher;
     return all;
 }
 
@@ -5124,22 +5136,27 @@ static moe_status moei_tell(const moe_call *call, moe_status status, size_t row_
     return call->batch->gather(call->batch->ctx, status, row_bytes, rows);
 }
 
-/* Where sequences begin, as offsets; behind them their number. Empty ones are left out. */
-static void moei_tell_sequences(size_t total, unsigned char *flags, int32_t *sequences) {
+/* Where sequences begin, as offsets; behind them their number and what is supplied. Empty ones are left out. Returns 0 where tokens differ in that. */
+static int moei_tell_sequences(size_t total, unsigned char *flags, int32_t *sequences) {
     size_t t, n = 0;
+    int has = total > 0 ? flags[0] & MOEI_HAS : 0, alike = 1;
     for (t = 0; t < total; t++) {
+        alike &= (flags[t] & MOEI_HAS) == has;
         if (flags[t] & MOEI_BEGINS) sequences[n++] = (int32_t)t;
         flags[t] &= MOEI_REAL_TOKEN;
     }
     sequences[n] = (int32_t)total;
     sequences[total + 1] = (int32_t)n;
+    sequences[total + 2] = has;
+    return alike;
 }
 
 /* Tells the other processes what every stage may need to know of the own tokens. status: whether the call is good here. */
 static moe_status moei_tell_call(const moe_call *call, moe_status status, size_t choices, const moei_scratch *m) {
     const moe_batch *batch = call->batch;
+    unsigned has = moei_supplied(call);
     size_t t, i;
-    for (t = 0; t < call->n_tokens && status == MOE_OK; t++) m->batch_mask[batch->first + t] = moei_is_real(call, t) ? MOEI_REAL_TOKEN : 0;
+    for (t = 0; t < call->n_tokens && status == MOE_OK; t++) m->batch_mask[batch->first + t] = (unsigned char)(has | (moei_is_real(call, t) ? MOEI_REAL_TOKEN : 0));
     for (i = 0; i < moei_sequence_count(call) && status == MOE_OK; i++) {
         size_t from, to;
         moei_sequence(call, i, &from, &to);
@@ -5147,10 +5164,11 @@ static moe_status moei_tell_call(const moe_call *call, moe_status status, size_t
     }
     status = moei_tell(call, status, 1, NULL, m->batch_mask);
     if (status != MOE_OK) return status;
-    moei_tell_sequences(batch->total, m->batch_mask, m->batch_sequences);
-    if (call->token_ids != NULL && m->batch_ids != NULL) status = moei_tell(call, status, sizeof(int32_t), call->token_ids, m->batch_ids);
-    if (status == MOE_OK && call->given != NULL) status = moei_tell(call, status, choices * sizeof(int32_t), call->given, m->batch_given);
-    if (status == MOE_OK && call->home != NULL && m->batch_home != NULL) status = moei_tell(call, status, sizeof(int32_t), call->home, m->batch_home);
+    if (!moei_tell_sequences(batch->total, m->batch_mask, m->batch_sequences)) return MOE_ERR_ARGUMENT;
+    has = (unsigned)m->batch_sequences[batch->total + 2];
+    if (m->batch_ids != NULL && !(has & MOEI_HAS_GIVEN)) status = moei_tell(call, status, sizeof(int32_t), call->token_ids, m->batch_ids);
+    if (status == MOE_OK && (has & MOEI_HAS_GIVEN)) status = moei_tell(call, status, choices * sizeof(int32_t), call->given, m->batch_given);
+    if (status == MOE_OK && (has & MOEI_HAS_HOME) && m->batch_home != NULL) status = moei_tell(call, status, sizeof(int32_t), call->home, m->batch_home);
     return status;
 }
 
@@ -5190,7 +5208,7 @@ static moe_status moei_tell_tokens(const moei_pass *s, const moei_pass *own, moe
     if (status == MOE_OK && moei_is_noisy(s) && s->c->noise == MOE_NOISE_NOISY_TOPK) status = moei_tell(call, status, row, NULL, s->m.noise_raw);
     if (status == MOE_OK && s->c->student) status = moei_tell(call, status, row, NULL, s->m.student_logits);
     if (status == MOE_OK && s->m.batch_teacher != NULL) status = moei_tell(call, status, row, call->teacher, s->m.batch_teacher);
-    if (status == MOE_OK && s->m.batch_x != NULL && call->distances == NULL) status = moei_tell(call, status, s->d * sizeof(moe_real), call->x, s->m.batch_x);
+    if (status == MOE_OK && s->m.batch_x != NULL && !(s->supplied & MOEI_HAS_DISTANCES)) status = moei_tell(call, status, s->d * sizeof(moe_real), call->x, s->m.batch_x);
     if (status != MOE_OK || !moei_makes_bound(s)) return status;
     for (t = 0; t < own->n; t++) own->m.column[t] = *delta;
     status = moei_tell(call, status, sizeof(moe_real), NULL, s->m.column);
@@ -5210,6 +5228,7 @@ static moe_status moei_route_together(moei_pass *s, moe_status status) {
     if (status != MOE_OK) return status;
     all = moei_batch_call(call, &s->m);
     s->call = &all, s->n = all.n_tokens;
+    s->supplied = (unsigned)s->m.batch_sequences[s->n + 2];
     moei_own_pass(s, call, &own_r, &own);
     if (s->n == 0) {
         moei_route_nothing(s->r);
@@ -5217,6 +5236,7 @@ static moe_status moei_route_together(moei_pass *s, moe_status status) {
     }
     s->r->n_real = moei_real_tokens(&all, 0, s->n);
     status = moei_route_tokens(&own, s, &delta);
+    if (status == MOE_OK && (s->supplied & MOEI_HAS_DISTANCES) && call->distances == NULL) status = MOE_ERR_ARGUMENT; /* they are those of the batch */
     s->r->u = own_r.u;
     status = moei_tell_tokens(s, &own, status, &delta);
     if (status != MOE_OK) return status;
