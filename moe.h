@@ -718,24 +718,29 @@ MOE_API moe_status moe_layer_load_shared(moe_layer *layer, const char *path, int
    of the rank's own. The routers' state still is that of all. ac_mode = running and l1_controller are refused.
    Calls with a transport are collective: all ranks make the same calls in the same order, with tokens or without, and the same configuration. Where
    one rank fails before it sends, the others end the call too, with MOE_ERR_PEER, and all can go on. MOE_ERR_TRANSPORT: a function of the transport
-   failed; what the ranks have agreed upon is lost, end them all. The library moves no byte by itself: examples/mpi.c has the three functions for MPI. */
+   failed; what the ranks have agreed upon is lost, and exchanges under way may still write to work memory: end the ranks, or cancel these first. The
+   library moves no byte and watches no clock by itself: examples/moe_mpi.h has the functions for MPI, with a limit for waiting.
+   Limits: R <= E; sequences do not span ranks; no n_past, no decoding; fewer than 2^31 tokens in all. Work memory has room for whatever all ranks may send to the own
+   experts, R n min(K, own experts) rows, and together for R n decisions: for many ranks let them decide apart and bring few tokens at a time.
+   The locality loss knows nothing of ranks: give call.home (the node of the own tokens), expert_node and config.router.nodes. */
 
-/* Rows on their way: rank r gets send_counts[r] rows from row send_at[r] of send on, and what it sends comes to row receive_at[r] of receive on. */
+/* Rows on their way: rank r gets send_counts[r] rows from row send_at[r] of send on, and what it sends comes to row receive_at[r] of receive on. All of it
+   stays where it is, unchanged, until the exchange has ended. */
 typedef struct moe_exchange {
     size_t row_bytes;             /* of one row; rows are bytes to the transport */
-    const void *send;             /* stays unchanged until the exchange has ended */
+    const void *send;             /* of any alignment, as receive */
     const size_t *send_counts;    /* [R]; what a rank sends to itself is there too */
     const size_t *send_at;        /* [R]; several ranks may be sent the same rows */
     void *receive;                /* apart from send */
     const size_t *receive_counts; /* [R] what the other side sends, known beforehand */
-    const size_t *receive_at;     /* [R] */
+    const size_t *receive_at;     /* [R]; rows that are not named stay as they are */
     int slot;                     /* 0..MOE_EXCHANGES-1, one for each exchange that is under way: the place of the transport's requests */
 } moe_exchange;
 
 /* The most exchanges under way at a time; the two parts of one. */
 enum { MOE_EXCHANGES = 2, MOE_EXCHANGE_BEGIN = 1, MOE_EXCHANGE_END = 2 };
 
-/* What a rank has sent; the library adds, the caller makes it {0}. The arrays are the caller's, [R] or NULL. */
+/* What a rank has sent in layers' calls; the library adds, the caller makes it {0}. The arrays are the caller's, [R] or NULL. Sums and files are not counted. */
 typedef struct moe_traffic {
     uint64_t *rows;       /* token rows for each rank: x, w dy and what comes back; the rank itself included, where nothing travels */
     uint64_t *bytes;      /* all bytes sent to each rank: rows, what routers gather, counts; with two_level, to the next rank on their way; for the rank itself 0 */
@@ -749,14 +754,17 @@ typedef struct moe_traffic {
 } moe_traffic;
 
 /* How ranks reach each other: three functions of the caller's, which return MOE_OK or MOE_ERR_TRANSPORT. Set the fields, then call moe_transport_begin. It must
-   outlive the layers and nets that are configured with it and stay where it is. One thread at a time. */
+   outlive the layers and nets that are configured with it and stay where it is. One thread at a time. All ranks call the same functions in the same order, begin
+   exchanges with the same slots and end each one; while one is under way (BEGIN, not yet END), counts and another with the other slot may come, sum does not. The
+   functions are called with one rank too. */
 typedef struct moe_transport {
     void *ctx;               /* the caller's, handed to every function */
     int rank, n_ranks;       /* r and R, 0 <= r < R */
     int ranks_per_node;      /* consecutive ranks that share a machine [R]; divides R */
-    int two_level;           /* 1: rows for another node go through the rank of the own node that has the place of their goal there: fewer, longer messages [0] */
+    int two_level;           /* 1: rows for another node go through the rank of the own node that has the place of their goal there: fewer, longer messages between
+                                nodes, for a call of counts and a hop inside the node before each, which does not overlap with computing [0] */
     int apart;               /* 1: every rank decides for its own tokens alone, see above [0: together] */
-    int chunks;              /* the experts of a home are computed in so many parts, and the rows of one part travel while another is computed [1] */
+    int chunks;              /* the experts of a home are computed in so many parts, at most one for each, and the rows of one travel while another is computed [1] */
     /* receive[r n ..] = what rank r has at send[own rank * n ..]: n numbers from every rank to every rank, send and receive [R,n]. */
     moe_status (*counts)(void *ctx, size_t n, const uint64_t *send, uint64_t *receive);
     /* stage MOE_EXCHANGE_BEGIN starts moving rows, MOE_EXCHANGE_END (the same exchange, the same arrays) returns when they are there; both bits: at once. A transport
@@ -773,15 +781,17 @@ typedef struct moe_transport {
 
 /* Part r of R of n things: *count of them from *first on. Parts are consecutive and differ by at most one in length. r in 0..R-1. Thread-safe. */
 MOE_API void moe_rank_part(size_t n, int rank, int n_ranks, size_t *first, size_t *count);
-/* Checks the transport and makes it ready. Collective. MOE_ERR_CONFIG: a field is out of range, or another rank has another value there, or another
-   version or MOE_REAL (error names field and rank); MOE_ERR_ARGUMENT: a function is NULL; MOE_ERR_MEMORY; MOE_ERR_TRANSPORT. */
+/* Checks the transport and makes it ready, defaults filled in; on failure it is as before. Collective. MOE_ERR_CONFIG: a field is out of range, or another rank has another value there, or another
+   version or MOE_REAL (error names field and rank); MOE_ERR_PEER: another rank has failed here; MOE_ERR_ARGUMENT: a function is NULL; MOE_ERR_MEMORY; MOE_ERR_TRANSPORT. A rank
+   that has no function, or n_ranks or rank out of range, cannot tell the others, who wait for it. */
 MOE_API moe_status moe_transport_begin(moe_transport *transport, moe_error *error);
 /* Gives back what begin took; {0} and a second call are harmless. Not collective. */
 MOE_API void moe_transport_end(moe_transport *transport);
 /* Whether all ranks have the same n numbers: MOE_OK on all, or MOE_ERR_CONFIG on all. *rank and *i (may be NULL) name the first rank that differs from this
-   one and the first of its numbers. For settings of the caller's own. Collective. */
+   one and the first of its numbers. For settings of the caller's own. Collective. MOE_ERR_ARGUMENT: not begun, or NULL; MOE_ERR_TRANSPORT. */
 MOE_API moe_status moe_transport_agree(const moe_transport *transport, size_t n, const uint64_t *values, int *rank, size_t *i);
-/* Ends a stretch of work in which one rank may have failed: MOE_OK where all ranks say so, else on each its own status, or MOE_ERR_PEER. Collective. */
+/* Ends a stretch of work in which one rank may have failed: MOE_OK where all ranks say so, else on each its own status, or MOE_ERR_PEER. Collective.
+   MOE_ERR_ARGUMENT: not begun; MOE_ERR_TRANSPORT. */
 MOE_API moe_status moe_transport_status(const moe_transport *transport, moe_status status);
 
 /* ---- published layers: the mixtures of models as their authors ship them ------------------------------------------------------ */
@@ -4186,9 +4196,14 @@ static size_t moei_expert_rows(const moe_layer_config *c, size_t n) {
     return moei_is_soft(&c->router) ? (size_t)c->router.slots * (size_t)c->router.soft_sequences : n;
 }
 
+/* The most experts of one token: for affinity one, though any of them. */
+static size_t moei_most_experts(const moe_router_config *c) {
+    return c->select == MOE_SELECT_AFFINITY && c->switch_at == 0 ? 1 : moei_max_choices(c);
+}
+
 static int moei_kept_rows(const moe_layer_config *c, size_t n, size_t *rows) {
     if (moei_is_soft(&c->router)) return moei_mul(moei_expert_rows(c, n), (size_t)c->router.n_experts, rows);
-    return moei_mul(n, moei_max_choices(&c->router), rows);
+    return moei_mul(n, moei_most_experts(&c->router), rows);
 }
 
 /* Rows of work memory that begin with a cache line, for kernels with vectors: no vector then lies in two lines, and no line belongs to two threads. */
@@ -5309,8 +5324,8 @@ typedef struct moei_ranks {
     moe_real *nodes, *d_nodes;   /* [E,most,width] what the score reads of the own tokens */
     moe_real *parts;             /* [R most,d] gradients of the own tokens, from each rank */
     moe_rng rng;                 /* where ranks decide apart: the own draws */
-    size_t *counts;              /* [E] and for the state what all ranks count, */
-    moe_real *load;              /* [E+1] in numbers that can be summed */
+    size_t *counts;              /* [E+1] and for the state what all ranks count, */
+    moe_real *load;              /* [2,E+1] in numbers that can be summed */
 } moei_ranks;
 
 /* rows of the transport, counted. */
@@ -5496,7 +5511,7 @@ static moe_layer moei_home_layer(const moe_layer *layer) {
 /* The most rows that one expert gets from all ranks, and that all experts of one rank get. */
 static int moei_home_rows(const moe_layer *layer, const moei_ranks *k, size_t *of_one, size_t *of_all) {
     const moe_layer_config *c = &layer->config;
-    size_t choices = moei_max_choices(&c->router), experts = moei_is_soft(&c->router) || choices > k->experts ? k->experts : choices;
+    size_t choices = moei_most_experts(&c->router), experts = moei_is_soft(&c->router) || choices > k->experts ? k->experts : choices;
     return moei_mul(moei_expert_rows(c, k->most), (size_t)k->transport->n_ranks, of_one) && moei_mul(*of_one, experts, of_all);
 }
 
@@ -5619,8 +5634,8 @@ static moei_ranks *moei_ranks_layout(const moe_layer *layer, size_t most, int tr
     k->in_counts = (uint64_t *)moei_take(l, words, sizeof(uint64_t));
     for (slot = 0; slot < MOE_EXCHANGES; slot++) moei_take_places(l, ranks, &k->places[slot]);
     if (t->apart) {
-        k->counts = (size_t *)moei_take(l, (size_t)layer->config.router.n_experts, sizeof(size_t));
-        k->load = moei_take_reals(l, (size_t)layer->config.router.n_experts + 1, 1);
+        k->counts = (size_t *)moei_take(l, (size_t)layer->config.router.n_experts + 1, sizeof(size_t));
+        k->load = moei_take_reals(l, (size_t)layer->config.router.n_experts + 1, 2);
     } else
         k->copy = (unsigned char *)moei_take(l, most, moei_longest_row(&layer->config.router));
     if (l->overflow || moe_route_batch_size(&layer->router, most, t->apart ? most : total, training, &p->route_size) != MOE_OK) l->overflow = 1;
@@ -5932,9 +5947,9 @@ static moe_router moei_ranks_router(const moe_layer *layer, const moe_layer_pass
 }
 
 /* Random stages draw numbers of the rank's own, and the caller's generator moves on by one number on all ranks. */
-static void moei_ranks_rng(moe_layer_pass *p) {
+static void moei_ranks_rng(const moe_layer *layer, moe_layer_pass *p) {
     const moe_transport *t = p->ranks->transport;
-    if (!t->apart || p->call.rng == NULL) return;
+    if (!t->apart || p->call.rng == NULL || !(p->call.training || layer->config.router.drop_order == MOE_DROP_RANDOM)) return;
     moe_rng_seed(&p->ranks->rng, moe_rng_next(p->call.rng) + (uint64_t)t->rank);
     p->call.rng = &p->ranks->rng;
 }
@@ -5986,7 +6001,7 @@ static moe_status moei_ranks_forward(const moe_layer *layer, const moe_call *cal
     if (status != MOE_OK) return status;
     p.call = *call;
     if (!layer->config.transport->apart) p.call.batch = &p.ranks->batch;
-    moei_ranks_rng(&p);
+    moei_ranks_rng(layer, &p);
     p.x = call->x;
     team = moei_team(call);
     status = moei_ranks_experts(layer, &p, &team);
@@ -6101,6 +6116,8 @@ static moe_status moei_ranks_backward(const moe_layer *layer, const moei_returne
     return status == MOE_OK ? moei_ranks_score_backward(layer, pass, dx) : status;
 }
 
+enum { MOEI_COUNT_PART = 4096 };
+
 /* The state after a pass of ranks that decide apart: counts are those of all, C_min the largest. */
 static moe_status moei_ranks_observe(const moe_layer *layer, const moe_layer_pass *pass, moe_real *const *state) {
     moei_ranks *k = pass->ranks;
@@ -6112,9 +6129,12 @@ static moe_status moei_ranks_observe(const moe_layer *layer, const moe_layer_pas
     double bound = (double)r.bound_now;
     int other;
     moe_status status;
-    for (e = 0; e < experts; e++) k->load[e] = (moe_real)r.counts[e];
-    k->load[experts] = (moe_real)r.n_real;
-    status = k->transport->sum(k->transport->ctx, experts + 1, k->load);
+    if (!(moe_router_traits(&layer->config.router) & MOE_TRAIT_STATEFUL)) return MOE_OK;
+    for (e = 0; e <= experts; e++) { /* in two parts, whose sums every moe_real holds */
+        size_t count = e < experts ? r.counts[e] : r.n_real;
+        k->load[e] = (moe_real)(count % MOEI_COUNT_PART), k->load[experts + 1 + e] = (moe_real)(count / MOEI_COUNT_PART);
+    }
+    status = k->transport->sum(k->transport->ctx, 2 * (experts + 1), k->load);
     if (status != MOE_OK) return MOE_ERR_TRANSPORT;
     memcpy(&word, &bound, sizeof word); /* bits of numbers above 0 rise with them */
     status = moei_tell_ranks(k->transport, 1, &word, &heard);
@@ -6123,10 +6143,9 @@ static moe_status moei_ranks_observe(const moe_layer *layer, const moe_layer_pas
     if (status != MOE_OK) return status;
     memcpy(&bound, &word, sizeof bound);
     r.bound_now = (moe_real)bound;
-    r.n_real = (size_t)k->load[experts];
-    r.n_tokens = r.n_real;
+    for (e = 0; e <= experts; e++) k->counts[e] = (size_t)k->load[e] + MOEI_COUNT_PART * (size_t)k->load[experts + 1 + e];
+    r.n_real = r.n_tokens = k->counts[experts];
     r.counts = k->counts;
-    for (e = 0; e < experts; e++) r.counts[e] = (size_t)k->load[e];
     return moe_router_observe(&router, &pass->call, &r, state);
 }
 #define MOEI_RANKS_BACKWARD moei_ranks_backward
