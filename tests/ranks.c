@@ -132,6 +132,9 @@ typedef struct scene {
     int spoil, spoiler; /* the first step goes wrong in this way at this rank */
     int fail_rank, fail_late;
     unsigned long fail_at; /* of the transport's calls at that rank; 0: none */
+    unsigned long lie_at;  /* this one hears a wrong number there */
+    size_t lie_word;
+    uint64_t lie;
     uint64_t seed;
 } scene;
 
@@ -764,6 +767,7 @@ static stage *stage_begin(const scene *s) {
     play(s, &g->whole, &g->all.whole, g->all.n);
     ranks_begin(&g->world, s->ranks, s->moving);
     g->world.ranks[s->fail_rank].fail_at = s->fail_at, g->world.ranks[s->fail_rank].fail_late = s->fail_late;
+    g->world.ranks[s->fail_rank].lie_at = s->lie_at, g->world.ranks[s->fail_rank].lie_word = s->lie_word, g->world.ranks[s->fail_rank].lie = s->lie;
     g->fault = ranks_run(&g->world, play_rank, g);
     return g;
 }
@@ -1690,6 +1694,44 @@ static void test_failing(void) {
                 }
 }
 
+/* A number of another rank's comes out wrong, and far too large. No rank reads or writes beside its memory, none waits for ever, and somebody says that something is wrong. */
+static void test_lies(void) {
+    static const char *const rows[] = {"top_k=2", "capacity_factor=1", "score=norm norm_node=product", "select=soft"};
+    static const uint64_t lies[] = {UINT64_MAX, (uint64_t)1 << 40, 1000000, (uint64_t)1 << 31};
+    size_t i, word;
+    unsigned long made = 0; /* calls until there is a layer, which are the same for all */
+    int two_level, turn = 0;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++)
+        for (two_level = 0; two_level < 2; two_level++)
+            for (word = 0; word < 4; word++) {
+                unsigned long k;
+                int reached = 1;
+                for (k = i > 0 ? made + 1 : 1; reached; k++) {
+                    scene s;
+                    stage *g;
+                    int r, wrong = 0, heard;
+                    turn++;
+                    if (!begin_scene(&s, rows[i], 4, 1, turn)) return;
+                    s.steps = 1, s.with = 0, s.chunks = 2, s.two_level = two_level, s.per_node = 2, s.config.kernels = MOE_KERNELS_C;
+                    for (r = 0; r < 4; r++) s.n_of[r] = (size_t)(3 + r % 2);
+                    s.fail_rank = turn % 4, s.lie_at = k, s.lie_word = word, s.lie = lies[turn % 4];
+                    shown = 0;
+                    g = stage_begin(&s);
+                    reached = g->world.ranks[s.fail_rank].calls >= k;
+                    heard = g->world.ranks[s.fail_rank].lied;
+                    for (r = 0; r < 4; r++) {
+                        const player *p = &g->parts[r];
+                        const result *q = &p->results[0];
+                        wrong += p->begun != MOE_OK || p->made != MOE_OK || q->status != MOE_OK || q->back != MOE_OK || q->observed != MOE_OK;
+                    }
+                    CHECK(!heard || two_level || wrong > 0, naming(&s, "a wrong number is seen")); /* ranks do not heed what those of other nodes say of their own */
+                    if (!heard && g->parts[0].made_after > 0) made = g->parts[0].made_after;
+                    stage_end(g);
+                    if (few) k += 4;
+                }
+            }
+}
+
 /* Ranks whose layers, or whose calls, are not alike. */
 typedef struct mismatch {
     const char *name;
@@ -1923,7 +1965,7 @@ int main(int argc, char **argv) {
         void (*test)(void);
         const char *name;
     } tests[] = {{test_transport, "transport"}, {test_parts, "parts"}, {test_begin, "begin"}, {test_agree, "agree"}, {test_too_many, "too many"},
-                 {test_mismatch, "mismatch"}, {test_alone, "alone"}, {test_spoilt, "spoilt"}, {test_failing, "failing"}, {test_routers, "routers"}, {test_presets, "presets"}, {test_capacity, "capacity"}, {test_rules, "rules"}, {test_random, "random"}, {test_experts, "experts"}, {test_sizes, "sizes"}, {test_nothing, "nothing"}, {test_nodes, "nodes"}};
+                 {test_mismatch, "mismatch"}, {test_alone, "alone"}, {test_spoilt, "spoilt"}, {test_failing, "failing"}, {test_lies, "lies"}, {test_routers, "routers"}, {test_presets, "presets"}, {test_capacity, "capacity"}, {test_rules, "rules"}, {test_random, "random"}, {test_experts, "experts"}, {test_sizes, "sizes"}, {test_nothing, "nothing"}, {test_nodes, "nodes"}};
     size_t i;
     few = argc > 1 && strcmp(argv[1], "few") == 0;
     for (i = 0; i < sizeof tests / sizeof *tests; i++)
