@@ -117,6 +117,7 @@ enum {
     WITH_DISTANCES = 2048,
     WITH_KEEP = 4096,
     WITH_PADDING = 16384, /* nothing else */
+    WITH_FILE = 65536,    /* the layer is written and read again */
     WITH_NO_DX = 32768,   /* odd ranks want no gradient of x, and count no traffic */
     WITH_ROOM = 8192 /* work memory for more tokens than there are */
 };
@@ -388,6 +389,11 @@ typedef struct player {
     moe_batch other; /* {0} */
     moe_real *start;     /* the tensors as they were made */
     size_t count;        /* numbers in all tensors */
+    const moe_buffer *file_of_all; /* rank 0's */
+    moe_buffer file;     /* the layer as it was written; on ranks that of rank 0 */
+    moe_status written, reread;
+    moe_real *again;     /* the tensors of the layer that was read */
+    size_t again_count;
     long blocks;         /* that its allocator has given and not got back */
     result results[MOST_STEPS];
 } player;
@@ -539,7 +545,8 @@ static void result_end(result *r) {
 static void player_end(player *p) {
     int i;
     for (i = 0; i < MOST_STEPS; i++) result_end(&p->results[i]);
-    free(p->start);
+    free(p->start), free(p->again);
+    moe_buffer_free(&p->file);
     moe_layer_free(&p->layer);
     moe_transport_end(&p->transport);
 }
@@ -707,6 +714,32 @@ static void play_route(const scene *s, player *p, tokens *t, void *work, size_t 
     r->state = tensors_of(&p->layer, 0, 1);
 }
 
+/* Writes the layer, all ranks one file, and reads it again: each rank its own part. */
+static void play_file(player *p) {
+    moe_stream stream = moe_buffer_stream(&p->file);
+    moe_layer layer;
+    memset(&layer, 0, sizeof layer);
+    p->written = moe_layer_write(&p->layer, p->rank <= 0 ? &stream : NULL, &p->error);
+    if (p->written != MOE_OK) return;
+    if (p->rank < 0) p->reread = moe_layer_read(&layer, p->file.data, p->file.size, 0, NULL, &p->error);
+    else {
+        const moe_buffer *file = p->rank == 0 ? &p->file : p->file_of_all; /* rank 0 has written it when moe_layer_write returns */
+        p->reread = moe_layer_read_shared(&layer, file->data, file->size, 0, &p->transport, NULL, &p->error);
+    }
+    if (p->reread != MOE_OK) return;
+    p->again_count = tensor_numbers(&layer), p->again = tensors_of(&layer, 0, 0);
+    moe_layer_free(&layer);
+}
+
+static void forget_traffic(player *p) {
+    if (p->self == NULL) return;
+    memset(p->rows, 0, sizeof p->rows), memset(p->bytes, 0, sizeof p->bytes);
+    memset(&p->traffic, 0, sizeof p->traffic);
+    p->traffic.rows = p->rows, p->traffic.bytes = p->bytes;
+    memset(p->self->bytes, 0, sizeof p->self->bytes), memset(p->self->messages, 0, sizeof p->self->messages);
+    p->self->begins = 0;
+}
+
 static void play(const scene *s, player *p, tokens *t, size_t most) {
     moe_layer_config config = s->config;
     moe_allocator counted;
@@ -720,6 +753,10 @@ static void play(const scene *s, player *p, tokens *t, size_t most) {
     p->layer.router.custom.score = own_score, p->layer.router.custom.score_backward = own_score_backward, p->layer.router.custom.select = own_select;
     if (p->self != NULL) p->made_after = p->self->calls;
     p->count = tensor_numbers(&p->layer), p->start = tensors_of(&p->layer, 0, 0);
+    if (s->with & WITH_FILE && !s->routes) {
+        play_file(p);
+        forget_traffic(p); /* files are no traffic of layers */
+    }
     if (s->with & WITH_PACKED) {
         stir(s, p, 0);
         p->packed = moe_layer_pack_size(&p->layer, s->type, &packed_bytes);
@@ -759,6 +796,7 @@ static void play_rank(ranks_rank *self, void *ctx) {
     stage *g = (stage *)ctx;
     const scene *s = g->plan;
     player *p = &g->parts[self->rank];
+    p->file_of_all = &g->parts[0].file;
     p->rank = self->rank, p->self = self, p->first = g->all.first[self->rank], p->total = g->all.n;
     p->transport = ranks_transport(self);
     p->transport.chunks = s->chunks, p->transport.two_level = s->two_level, p->transport.ranks_per_node = s->per_node;
@@ -888,7 +926,7 @@ static void compare_routing(const stage *g, const scene *s, const result *one, c
 static void compare_own(const stage *g, const scene *s, int step) {
     const result *one = &g->whole.results[step];
     const size_t width = one->routing.max_choices;
-    double pairs = 0.0, dropped = 0.0, tokens = 0.0, logits = 0.0;
+    double pairs = 0.0, dropped = 0.0, real_tokens = 0.0, logits = 0.0;
     size_t real = 0;
     int r;
     AGREES(one->owned == MOE_OK, "the own routing of one process");
@@ -898,9 +936,9 @@ static void compare_own(const stage *g, const scene *s, int step) {
         AGREES(p->owned == MOE_OK && p->own_tokens == s->n_of[r], "the own routing");
         if (p->owned != MOE_OK || p->own_tokens != s->n_of[r]) return;
         AGREES(memcmp(p->recorded, one->recorded + g->all.first[r] * width, s->n_of[r] * width * sizeof(int32_t)) == 0, "the own choices");
-        pairs += p->pairs, dropped += p->dropped, tokens += p->tokens, logits += p->logits, real += p->own_real;
+        pairs += p->pairs, dropped += p->dropped, real_tokens += p->tokens, logits += p->logits, real += p->own_real;
     }
-    AGREES(real == one->own_real && fabs(tokens - one->tokens) < 0.5 && fabs(pairs - one->pairs) < 0.5 && fabs(dropped - one->dropped) < 0.5, "numbers of the own routings");
+    AGREES(real == one->own_real && fabs(real_tokens - one->tokens) < 0.5 && fabs(pairs - one->pairs) < 0.5 && fabs(dropped - one->dropped) < 0.5, "numbers of the own routings");
     AGREES(fabs(logits - one->logits) <= 1e-3 * (1.0 + fabs(one->logits)), "metrics of the own routings");
 }
 
@@ -1058,6 +1096,19 @@ static void compare_spoilt(const stage *g, const scene *s) {
     }
 }
 
+/* One file, with the bytes of the single process's, from which every rank has read its part. */
+static void compare_files(const stage *g, const scene *s) {
+    const player *one = &g->whole;
+    int r;
+    AGREES(one->written == MOE_OK && one->reread == MOE_OK, "a layer's file of one process");
+    for (r = 0; r < s->ranks; r++) {
+        const player *p = &g->parts[r];
+        if (!AGREES(p->written == MOE_OK && p->reread == MOE_OK, p->error.message)) return;
+        AGREES(p->again_count == p->count && near(p->again, p->start, p->count, 1, 0.0), "the part that was read");
+        AGREES(r == 0 ? p->file.size == one->file.size && memcmp(p->file.data, one->file.data, one->file.size) == 0 : p->file.size == 0, "one file, the same as of one process");
+    }
+}
+
 static int home_of(const scene *s, size_t expert) {
     size_t first = 0, count = 0;
     int r;
@@ -1102,9 +1153,9 @@ static void compare_traffic(const stage *g, const scene *s) {
     for (r = 0; r < s->ranks; r++) {
         const player *p = &g->parts[r];
         const ranks_rank *seen = &g->world.ranks[r];
-        uint64_t all = 0, away = 0, far_away = 0, tokens = 0, messages = 0, messages_far = 0;
+        uint64_t all = 0, away = 0, far_away = 0, routed = 0, messages = 0, messages_far = 0;
         if (is_frugal(s, r)) continue;
-        for (t = g->all.first[r]; t < g->all.first[r + 1]; t++) tokens += g->all.whole.mask == NULL || g->all.whole.mask[t] ? (uint64_t)s->steps : 0;
+        for (t = g->all.first[r]; t < g->all.first[r + 1]; t++) routed += g->all.whole.mask == NULL || g->all.whole.mask[t] ? (uint64_t)s->steps : 0;
         for (to = 0; to < s->ranks; to++) {
             all += pairs[r][to], away += to != r ? pairs[r][to] : 0, far_away += to / node != r / node ? pairs[r][to] : 0;
             AGREES(p->bytes[to] == seen->bytes[to], "bytes that were counted are those that went");
@@ -1112,7 +1163,7 @@ static void compare_traffic(const stage *g, const scene *s) {
             if (!scored) AGREES(p->rows[to] == (pairs[r][to] + pairs[to][r]) * (s->training ? 2u : 1u), "rows there and back");
         }
         AGREES(p->traffic.exchanges == seen->begins && p->traffic.messages == messages && p->traffic.messages_far == messages_far, "exchanges and messages");
-        AGREES(p->traffic.tokens == tokens && p->traffic.pairs == all && p->traffic.pairs_away == away && p->traffic.pairs_far == far_away, "tokens and pairs, and how far they went");
+        AGREES(p->traffic.tokens == routed && p->traffic.pairs == all && p->traffic.pairs_away == away && p->traffic.pairs_far == far_away, "tokens and pairs, and how far they went");
     }
 }
 
@@ -1158,6 +1209,7 @@ static uint64_t test_scene(scene *s) {
     if (good && s->spoil != SPOIL_NOT) compare_spoilt(g, s);
     if (good) {
         compare_start(g, s);
+        if (s->with & WITH_FILE && !s->routes) compare_files(g, s);
         for (step = s->spoil != SPOIL_NOT; step < s->steps; step++) compare_step(g, step);
         for (step = 0; step < s->steps; step++) good &= g->whole.results[step].status == MOE_OK;
         if (good && !s->routes && s->spoil == SPOIL_NOT) compare_traffic(g, s);
@@ -1216,7 +1268,7 @@ static unsigned draw_with(int turn) {
         unsigned with;
         int one_in;
     } rows[] = {{WITH_MASK, 3}, {WITH_SEQUENCES, 3}, {WITH_ROUTER_X, 5}, {WITH_NOISE, 3}, {WITH_TEAM, 9}, {WITH_LATE, 8}, {WITH_CROWD, 8}, {WITH_HOME, 2}, {WITH_DISTANCES, 2}, {WITH_GIVEN, 12},
-              {WITH_KEEP, 8},       {WITH_ROOM, 8},      {WITH_NO_DX, 7}};
+              {WITH_KEEP, 8},       {WITH_ROOM, 8},      {WITH_NO_DX, 7}, {WITH_FILE, 6}};
     unsigned with = 0;
     size_t i;
     moe_rng own;
@@ -2022,6 +2074,156 @@ static void test_nothing(void) {
                 }
 }
 
+/* ---- nets with every preset ------------------------------------------------------------------------------------------------------------ */
+
+enum { NET_STEPS = 3, NET_LENGTH = 4, NET_SEQUENCES = 7, NET_HEADS = 3 };
+
+/* A text model with two mixtures behind attention, trained by one process and by ranks. */
+typedef struct net_player {
+    moe_transport transport;
+    moe_net net;
+    moe_trainer trainer;
+    moe_status status, file_status;
+    moe_error error;
+    moe_step steps[NET_STEPS];
+    moe_evaluation evaluation;
+    moe_buffer file;
+} net_player;
+
+typedef struct net_case {
+    const char *name;
+    const moe_layer_config *config;
+    int ranks, chunks;
+    size_t sequences_of[RANKS_MOST];
+    uint64_t seed;
+    int32_t ids[NET_LENGTH * NET_SEQUENCES], labels[NET_LENGTH * NET_SEQUENCES];
+    net_player one, parts[RANKS_MOST];
+} net_case;
+
+static moe_status net_build(net_player *p, const net_case *n, const moe_transport *t) {
+    moe_attention_config attention;
+    moe_layer_config first;
+    memset(&attention, 0, sizeof attention), memset(&first, 0, sizeof first);
+    attention.heads = NET_HEADS;
+    first.router.n_experts = 5, first.d_ff = 4; /* what adaptive clustering reads; at most as many experts as the next one */
+    (void)moe_net_init(&p->net, 0, MOE_KERNELS_C, NULL);
+    p->net.transport = t;
+    (void)moe_net_embedding(&p->net, IDS, n->config->router.d_model), (void)moe_net_positions(&p->net, NET_LENGTH);
+    (void)moe_net_rms_norm(&p->net), (void)moe_net_mixture(&p->net, &first), (void)moe_net_residual(&p->net, 2);
+    (void)moe_net_rms_norm(&p->net), (void)moe_net_attention(&p->net, &attention), (void)moe_net_residual(&p->net, 2);
+    (void)moe_net_rms_norm(&p->net), (void)moe_net_mixture(&p->net, n->config), (void)moe_net_residual(&p->net, 2);
+    (void)moe_net_rms_norm(&p->net), (void)moe_net_tied(&p->net);
+    return moe_net_build(&p->net, 1, n->seed, &p->error);
+}
+
+/* Three steps, an evaluation, a file. first: the first sequence, count: how many. */
+static void net_play(net_player *p, const net_case *n, const moe_transport *t, size_t first, size_t count) {
+    moe_train_config config;
+    moe_stream stream = moe_buffer_stream(&p->file);
+    moe_data data;
+    int step;
+    memset(&config, 0, sizeof config), memset(&data, 0, sizeof data);
+    config.batch = NET_LENGTH * NET_SEQUENCES, config.seed = n->seed, config.optimizer = MOE_OPTIMIZER_SGD, config.rate = (moe_real)0.02, config.clip = 1;
+    data.n = count * NET_LENGTH, data.length = NET_LENGTH;
+    data.token_ids = n->ids + first * NET_LENGTH, data.labels = n->labels + first * NET_LENGTH;
+    p->status = net_build(p, n, t);
+    if (p->status == MOE_OK) p->status = moe_trainer_init(&p->trainer, &p->net, &config, &p->error);
+    for (step = 0; step < NET_STEPS && p->status == MOE_OK; step++) p->status = moe_trainer_step(&p->trainer, &data, &p->steps[step], &p->error);
+    data.n = NET_LENGTH * NET_SEQUENCES, data.token_ids = n->ids, data.labels = n->labels; /* all samples on all ranks, which share them out */
+    if (p->status == MOE_OK) p->status = moe_evaluate(&p->net, &data, MOE_CRITERION_CROSS_ENTROPY, &p->evaluation, &p->error);
+    if (p->status == MOE_OK) p->status = moe_net_write(&p->net, t == NULL || t->rank == 0 ? &stream : NULL, &p->error);
+}
+
+static void net_task(ranks_rank *self, void *ctx) {
+    net_case *n = (net_case *)ctx;
+    net_player *p = &n->parts[self->rank];
+    size_t first = 0;
+    int r;
+    for (r = 0; r < self->rank; r++) first += n->sequences_of[r];
+    p->transport = ranks_transport(self);
+    p->transport.chunks = n->chunks;
+    p->status = moe_transport_begin(&p->transport, &p->error);
+    if (p->status == MOE_OK) net_play(p, n, &p->transport, first, n->sequences_of[self->rank]);
+}
+
+static int net_near(double a, double b) { return fabs(a - b) <= (EPSILON < 1e-10 ? 1e-9 : 3e-4) * (1.0 + fabs(b)); }
+
+/* Numbers of the one process's file against those of the ranks'. */
+static int same_files(const moe_buffer *a, const moe_buffer *b) {
+    moe_file one, two;
+    moe_file_tensor t, u;
+    int good = 1;
+    if (moe_file_open(&one, a->data, a->size, NULL) != MOE_OK || moe_file_open(&two, b->data, b->size, NULL) != MOE_OK || one.n_tensors != two.n_tensors) return 0;
+    while (moe_file_next(&one, &t) == MOE_OK && moe_file_next(&two, &u) == MOE_OK) {
+        moe_real *v = zeros(t.count), *w = zeros(t.count);
+        size_t i;
+        good &= t.count == u.count && moe_file_values(&t, 0, t.count, v) == MOE_OK && moe_file_values(&u, 0, t.count, w) == MOE_OK;
+        for (i = 0; i < t.count && good; i++) good &= net_near((double)v[i], (double)w[i]);
+        free(v), free(w);
+    }
+    return good;
+}
+
+static void net_end(net_player *p) {
+    moe_trainer_free(&p->trainer), moe_net_free(&p->net);
+    moe_transport_end(&p->transport);
+    moe_buffer_free(&p->file);
+}
+
+static void test_net(const char *name, const moe_layer_config *config, int ranks, int turn) {
+    static const size_t lie[][RANKS_MOST] = {{7}, {3, 4}, {0, 3, 4}, {2, 0, 4, 1}, {1, 3, 0, 2, 1}};
+    net_case *n = (net_case *)grab(1, sizeof *n);
+    ranks_world w;
+    const char *fault;
+    char text[NAME_SIZE];
+    size_t i;
+    int r, step;
+    shown = 0;
+    moe_rng_seed(&rng, 400 + (uint64_t)turn);
+    n->name = name, n->config = config, n->ranks = ranks, n->chunks = turn % 3, n->seed = 20 + (uint64_t)turn;
+    memcpy(n->sequences_of, lie[ranks - 1], sizeof n->sequences_of);
+    for (i = 0; i < NET_LENGTH * NET_SEQUENCES; i++) n->ids[i] = below(IDS), n->labels[i] = below(9) == 0 ? -1 : (n->ids[i] * 3 + 1) % IDS;
+    net_play(&n->one, n, NULL, 0, NET_SEQUENCES);
+    ranks_begin(&w, ranks, turn % RANKS_MOVING);
+    fault = ranks_run(&w, net_task, n);
+    sprintf(text, "net with %.80s on %d ranks: ", name, ranks);
+    if (CHECK(fault == NULL, strcat(text, fault != NULL ? fault : "the ranks keep the rules")) && CHECK(n->one.status == MOE_OK, n->one.error.message)) {
+        for (r = 0; r < ranks; r++) {
+            const net_player *p = &n->parts[r];
+            sprintf(text, "net with %.60s on %d ranks: %.80s", name, ranks, p->status != MOE_OK ? p->error.message : "");
+            if (!CHECK(p->status == MOE_OK, text)) continue;
+            for (step = 0; step < NET_STEPS; step++) {
+                const moe_step *a = &p->steps[step], *b = &n->one.steps[step];
+                sprintf(text, "net with %.60s on %d ranks, step %d: loss %g and not %g, router %g and not %g, norm %g and not %g", name, ranks, step, (double)a->loss, (double)b->loss,
+                        (double)a->router_loss, (double)b->router_loss, (double)a->gradient_norm, (double)b->gradient_norm);
+                CHECK(net_near((double)a->loss, (double)b->loss) && net_near((double)a->router_loss, (double)b->router_loss) && net_near((double)a->gradient_norm, (double)b->gradient_norm), text);
+            }
+            CHECK(p->evaluation.n == n->one.evaluation.n && net_near((double)p->evaluation.loss, (double)n->one.evaluation.loss) &&
+                      net_near((double)p->evaluation.accuracy, (double)n->one.evaluation.accuracy), text);
+        }
+        if (n->parts[0].status == MOE_OK) CHECK(same_files(&n->one.file, &n->parts[0].file), text);
+    }
+    net_end(&n->one);
+    for (r = 0; r < ranks; r++) net_end(&n->parts[r]);
+    ranks_end(&w);
+    free(n);
+}
+
+static void test_nets(void) {
+    const moe_preset *preset;
+    int turn = 0, ranks;
+    for (preset = moe_presets(); preset->name != NULL; preset++)
+        for (ranks = 1; ranks <= 5; ranks++) {
+            moe_layer_config c;
+            turn++;
+            if ((turn * 7 + turn / 5) % (few ? 12 : 2) != 0 || !CHECK(moe_layer_preset(preset->name, &c, NULL) == MOE_OK, preset->name)) continue;
+            shrink(&c, ranks);
+            if (c.router.refine == MOE_REFINE_ATTENTION) c.router.heads = NET_HEADS;
+            if (c.router.select == MOE_SELECT_SOFT && c.router.input == MOE_INPUT_ADAPTIVE_CLUSTERING) continue; /* refused: see is_refused */
+            test_net(preset->name, &c, ranks, turn);
+        }
+}
+
 static void test_routers(void) { with_presets(1), with_capacity(1), with_rules(1), with_random(1); }
 
 static void test_presets(void) { with_presets(0); }
@@ -2037,7 +2239,7 @@ int main(int argc, char **argv) {
         void (*test)(void);
         const char *name;
     } tests[] = {{test_transport, "transport"}, {test_parts, "parts"}, {test_begin, "begin"}, {test_agree, "agree"}, {test_status, "status"}, {test_too_many, "too many"},
-                 {test_mismatch, "mismatch"}, {test_alone, "alone"}, {test_spoilt, "spoilt"}, {test_failing, "failing"}, {test_lies, "lies"}, {test_routers, "routers"}, {test_presets, "presets"}, {test_capacity, "capacity"}, {test_rules, "rules"}, {test_random, "random"}, {test_experts, "experts"}, {test_sizes, "sizes"}, {test_nothing, "nothing"}, {test_nodes, "nodes"}};
+                 {test_mismatch, "mismatch"}, {test_alone, "alone"}, {test_spoilt, "spoilt"}, {test_failing, "failing"}, {test_lies, "lies"}, {test_routers, "routers"}, {test_presets, "presets"}, {test_capacity, "capacity"}, {test_rules, "rules"}, {test_random, "random"}, {test_experts, "experts"}, {test_sizes, "sizes"}, {test_nothing, "nothing"}, {test_nodes, "nodes"}, {test_nets, "nets"}};
     size_t i;
     few = argc > 1 && strcmp(argv[1], "few") == 0;
     for (i = 0; i < sizeof tests / sizeof *tests; i++)
