@@ -117,6 +117,7 @@ enum {
     WITH_DISTANCES = 2048,
     WITH_KEEP = 4096,
     WITH_PADDING = 16384, /* nothing else */
+    WITH_FROZEN = 262144, /* some tensors want no gradient */
     WITH_NULLS = 131072,  /* ranks without tokens have no arrays */
     WITH_FILE = 65536,    /* the layer is written and read again */
     WITH_NO_DX = 32768,   /* odd ranks want no gradient of x, and count no traffic */
@@ -160,7 +161,7 @@ typedef struct tokens {
 } tokens;
 
 typedef struct batch {
-    size_t n, most, first[RANKS_MOST + 1];
+    size_t n, most, first[RANKS_MOST + 1], first_sequence[RANKS_MOST];
     tokens whole, part[RANKS_MOST];
 } batch;
 
@@ -183,17 +184,23 @@ static int32_t *draw_given(const moe_router_config *c, size_t n, int last) {
     return given;
 }
 
+/* Some ranks have one sequence among others that have several; some have no mask among others that have one. */
+static size_t sequences_of(const scene *s, int rank) { return s->with & WITH_SEQUENCES && (s->ranks == 1 || rank % 3 != 1) ? 3 : 1; }
+
+static int has_mask(const scene *s, int rank) { return s->with & WITH_PADDING || (s->with & WITH_MASK && rank % 3 != 2); }
+
 /* Offsets of the sequences of all ranks, those of a rank next to each other. *count of them. */
-static int32_t *draw_sequences(const scene *s, const batch *b, size_t *count) {
+static int32_t *draw_sequences(const scene *s, batch *b, size_t *count) {
     int32_t *at = (int32_t *)grab(3 * RANKS_MOST + 1, sizeof *at);
     size_t n = 0;
     int r;
     for (r = 0; r < s->ranks; r++) {
-        if (s->with & WITH_SEQUENCES) {
+        b->first_sequence[r] = n;
+        if (sequences_of(s, r) > 1) {
             at[n++] = (int32_t)b->first[r];
             at[n++] = (int32_t)(b->first[r] + s->n_of[r] / 3);
         }
-        at[n++] = (int32_t)(b->first[r] + (s->with & WITH_SEQUENCES ? s->n_of[r] / 3 : 0)); /* the one before is empty */
+        at[n++] = (int32_t)(b->first[r] + (sequences_of(s, r) > 1 ? s->n_of[r] / 3 : 0)); /* the one before is empty */
     }
     at[n] = (int32_t)b->n;
     *count = n;
@@ -247,6 +254,7 @@ static void draw_whole(const scene *s, batch *b) {
     const moe_router_config *c = &s->config.router;
     tokens *t = &b->whole;
     size_t n = b->n, d = (size_t)c->d_model, experts = (size_t)c->n_experts, i;
+    int r;
     t->call.n_tokens = n;
     t->sequences = draw_sequences(s, b, &t->call.n_sequences);
     t->call.sequences = t->sequences;
@@ -256,6 +264,8 @@ static void draw_whole(const scene *s, batch *b) {
     if (s->with & WITH_MASK) {
         t->mask = (unsigned char *)grab(n, 1);
         for (i = 0; i < n; i++) t->mask[i] = below(4) > 0;
+        for (r = 0; r < s->ranks; r++)
+            if (!has_mask(s, r) && s->n_of[r] > 0) memset(t->mask + b->first[r], 1, s->n_of[r]);
     }
     if (s->with & WITH_PADDING) t->mask = (unsigned char *)grab(n, 1);
     if (c->select == MOE_SELECT_GIVEN || s->with & (WITH_GIVEN | WITH_LAST)) t->given = draw_given(c, n, (s->with & WITH_LAST) != 0);
@@ -298,14 +308,14 @@ static void cut_part(const scene *s, batch *b, int r) {
     tokens *t = &b->part[r];
     size_t n = s->n_of[r], from = b->first[r], d = (size_t)c->d_model, experts = (size_t)c->n_experts, h, i, k;
     t->call.n_tokens = n;
-    if (s->with & WITH_SEQUENCES) {
+    if (sequences_of(s, r) > 1) {
         t->sequences = (int32_t *)grab(4, sizeof *t->sequences);
-        for (i = 0; i < 4; i++) t->sequences[i] = i == 3 ? (int32_t)n : w->sequences[3 * r + (int)i] - (int32_t)from;
+        for (i = 0; i < 4; i++) t->sequences[i] = i == 3 ? (int32_t)n : w->sequences[b->first_sequence[r] + i] - (int32_t)from;
         t->call.sequences = t->sequences, t->call.n_sequences = 3;
     }
     t->x = rows_of(w->x, from, n, d), t->router_x = rows_of(w->router_x, from, n, d);
     t->dy = rows_of(w->dy, from, n, (size_t)(s->config.d_out > 0 ? s->config.d_out : c->d_model));
-    if (w->mask != NULL) t->mask = (unsigned char *)copy_of(w->mask + from, n, 1);
+    if (has_mask(s, r)) t->mask = (unsigned char *)copy_of(w->mask + from, n, 1);
     t->given = integers_of(w->given, from, n, given_width(c));
     t->noise = rows_of(w->noise, from, n, experts), t->jitter = rows_of(w->jitter, from, n, d);
     t->ids = integers_of(w->ids, from, n, 1);
@@ -766,6 +776,8 @@ static void play(const scene *s, player *p, tokens *t, size_t most) {
     if (p->made != MOE_OK) return;
     p->layer.router.custom.score = own_score, p->layer.router.custom.score_backward = own_score_backward, p->layer.router.custom.select = own_select;
     if (p->self != NULL) p->made_after = p->self->calls;
+    for (i = 0; i < MOE_LAYER_SLOTS && s->with & WITH_FROZEN; i++)
+        if ((i + s->seed) % 3 == 0) p->layer.gradients[i] = NULL;
     p->count = tensor_numbers(&p->layer), p->start = tensors_of(&p->layer, 0, 0);
     if (s->with & WITH_FILE && !s->routes) {
         play_file(p);
@@ -1149,7 +1161,7 @@ static void count_pairs(const stage *g, const scene *s, uint64_t pairs[RANKS_MOS
         for (e = 0; e < experts; e++) {
             const int home = home_of(s, e);
             if (s->config.router.select == MOE_SELECT_SOFT)
-                for (r = 0; r < s->ranks; r++) pairs[r][home] += s->n_of[r] > 0 ? (uint64_t)s->config.router.slots * (s->with & WITH_SEQUENCES ? 3 : 1) : 0;
+                for (r = 0; r < s->ranks; r++) pairs[r][home] += s->n_of[r] > 0 ? (uint64_t)s->config.router.slots * sequences_of(s, r) : 0;
             else
                 for (i = plan->offsets[e]; i < plan->offsets[e + 1]; i++) pairs[rank_of(g, s, (size_t)plan->entries[i].token)][home]++;
         }
@@ -1282,7 +1294,7 @@ static unsigned draw_with(int turn) {
         unsigned with;
         int one_in;
     } rows[] = {{WITH_MASK, 3}, {WITH_SEQUENCES, 3}, {WITH_ROUTER_X, 5}, {WITH_NOISE, 3}, {WITH_TEAM, 9}, {WITH_LATE, 8}, {WITH_CROWD, 8}, {WITH_HOME, 2}, {WITH_DISTANCES, 2}, {WITH_GIVEN, 12},
-              {WITH_KEEP, 8},       {WITH_ROOM, 8},      {WITH_NO_DX, 7}, {WITH_FILE, 6}, {WITH_NULLS, 2}};
+              {WITH_KEEP, 8},       {WITH_ROOM, 8},      {WITH_NO_DX, 7}, {WITH_FILE, 6}, {WITH_NULLS, 2}, {WITH_FROZEN, 8}};
     unsigned with = 0;
     size_t i;
     moe_rng own;
@@ -2142,6 +2154,7 @@ static void net_play(net_player *p, const net_case *n, const moe_transport *t, s
     config.batch = NET_LENGTH * NET_SEQUENCES, config.seed = n->seed, config.optimizer = MOE_OPTIMIZER_SGD, config.rate = (moe_real)0.02, config.clip = 1;
     data.n = count * NET_LENGTH, data.length = NET_LENGTH;
     data.token_ids = n->ids + first * NET_LENGTH, data.labels = n->labels + first * NET_LENGTH;
+    if (count == 0) data.token_ids = data.labels = NULL;
     p->status = net_build(p, n, t);
     if (p->status == MOE_OK) p->status = moe_trainer_init(&p->trainer, &p->net, &config, &p->error);
     for (step = 0; step < NET_STEPS && p->status == MOE_OK; step++) p->status = moe_trainer_step(&p->trainer, &data, &p->steps[step], &p->error);
