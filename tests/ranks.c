@@ -134,6 +134,7 @@ typedef struct scene {
     unsigned with;
     int chunks, two_level, per_node, moving;
     int type; /* MOE_TYPE_ that the weights are packed to */
+    int apart; /* 1: every rank decides for itself */
     int spoil, spoiler; /* the first step goes wrong in this way at this rank */
     int fail_rank, fail_late;
     unsigned long fail_at; /* of the transport's calls at that rank; 0: none */
@@ -649,6 +650,13 @@ static void play_step(const scene *s, player *p, tokens *t, void *work, size_t b
     r->state = tensors_of(&p->layer, 0, 1);
 }
 
+static void freeze(const scene *s, moe_layer *layer) {
+    moe_slot slot;
+    size_t i;
+    for (i = 0; i < MOE_LAYER_SLOTS && s->with & WITH_FROZEN; i++)
+        if ((i + s->seed) % 3 == 0 && moe_layer_slot(&layer->config, (int)i, &slot) == MOE_OK && !(slot.flags & MOE_PARAM_STATE)) layer->gradients[i] = NULL;
+}
+
 /* ---- a router alone: moe_batch over the transport's functions ---------------------------------------------------------------------------- */
 
 /* Every rank sends its rows to all others. */
@@ -776,8 +784,7 @@ static void play(const scene *s, player *p, tokens *t, size_t most) {
     if (p->made != MOE_OK) return;
     p->layer.router.custom.score = own_score, p->layer.router.custom.score_backward = own_score_backward, p->layer.router.custom.select = own_select;
     if (p->self != NULL) p->made_after = p->self->calls;
-    for (i = 0; i < MOE_LAYER_SLOTS && s->with & WITH_FROZEN; i++)
-        if ((i + s->seed) % 3 == 0) p->layer.gradients[i] = NULL;
+    freeze(s, &p->layer);
     p->count = tensor_numbers(&p->layer), p->start = tensors_of(&p->layer, 0, 0);
     if (s->with & WITH_FILE && !s->routes) {
         play_file(p);
@@ -814,6 +821,7 @@ typedef struct stage {
     const scene *plan;
     batch all;
     player whole, parts[RANKS_MOST];
+    player alone[RANKS_MOST]; /* ranks that decide apart: what one process makes of the tokens of each, one after another */
     ranks_world world;
     const char *fault;
 } stage;
@@ -825,11 +833,89 @@ static void play_rank(ranks_rank *self, void *ctx) {
     p->file_of_all = &g->parts[0].file;
     p->rank = self->rank, p->self = self, p->first = g->all.first[self->rank], p->total = g->all.n;
     p->transport = ranks_transport(self);
-    p->transport.chunks = s->chunks, p->transport.two_level = s->two_level, p->transport.ranks_per_node = s->per_node;
+    p->transport.chunks = s->chunks, p->transport.two_level = s->two_level, p->transport.ranks_per_node = s->per_node, p->transport.apart = s->apart;
     p->traffic.rows = p->rows, p->traffic.bytes = p->bytes;
     if (!is_frugal(s, self->rank)) p->transport.traffic = &p->traffic;
     p->begun = s->routes ? MOE_OK : moe_transport_begin(&p->transport, &p->error);
     if (p->begun == MOE_OK) play(s, p, &g->all.part[self->rank], g->all.most);
+}
+
+/* Losses count by the share that a rank has of the tokens. */
+static void weigh_losses(moe_layer *layer, const moe_router_config *c, moe_real share) {
+    moe_router_config *to = &layer->router.config;
+    to->loss_balance = c->loss_balance * share, to->loss_z = c->loss_z * share, to->loss_importance = c->loss_importance * share, to->loss_entropy = c->loss_entropy * share;
+    to->loss_usage_entropy = c->loss_usage_entropy * share, to->loss_similarity_same = c->loss_similarity_same * share, to->loss_similarity_diff = c->loss_similarity_diff * share;
+    to->loss_locality = c->loss_locality * share, to->loss_l1 = c->loss_l1 * share, to->loss_load = c->loss_load * share, to->loss_orthogonal = c->loss_orthogonal * share;
+    to->loss_distill = c->loss_distill * share;
+}
+
+/* One rank's tokens in one process: forward, and in training backward. */
+static void play_alone(const scene *s, moe_layer *layer, tokens *t, moe_rng draws, void *work, size_t bytes, result *r, moe_layer_pass *pass) {
+    const size_t n = t->call.n_tokens, d = (size_t)s->config.router.d_model, o = (size_t)layer->config.d_out;
+    moe_call call = t->call;
+    call.rng = &draws;
+    r->y = zeros(n * o), r->dx = zeros(n * d), r->d_router_x = zeros(n * d);
+    r->status = moe_layer_forward(layer, &call, r->y, work, bytes, pass);
+    pass->call.rng = NULL; /* dead behind this call, and not needed */
+    if (r->status != MOE_OK) return;
+    zero_gradients(layer);
+    clear(t->d_attention, HEADS * n * n), clear(t->d_outputs, HEADS * n * d), clear(t->d_output, n * d);
+    if (s->training) r->back = moe_layer_backward(layer, t->dy, r->dx, call.router_x != NULL ? r->d_router_x : NULL, pass);
+    keep_routing(r, &pass->routing), keep_own(r, &pass->routing, &call);
+    if (!s->training) return;
+    r->gradients = tensors_of(layer, 1, 0);
+    r->d_attention = (moe_real *)copy_of(t->d_attention, HEADS * n * n, sizeof(moe_real));
+    r->d_outputs = (moe_real *)copy_of(t->d_outputs, HEADS * n * d, sizeof(moe_real));
+    r->d_output = (moe_real *)copy_of(t->d_output, n * d, sizeof(moe_real));
+}
+
+/* The state takes the largest C_min of all ranks. */
+static void largest_bound(stage *g, int step) {
+    moe_real most = 0;
+    moe_tensor t;
+    int r;
+    for (r = 0; r < g->plan->ranks; r++)
+        if (g->alone[r].results[step].routing.bound_now > most) most = g->alone[r].results[step].routing.bound_now;
+    if (most > 0 && moe_layer_find(&g->whole.layer, "router.capacity", &t) == MOE_OK) t.data[0] = most;
+}
+
+/* One process called with the tokens of one rank after another. */
+static void play_apart(stage *g) {
+    const scene *s = g->plan;
+    player *one = &g->whole;
+    moe_layer_pass passes[RANKS_MOST];
+    unsigned char *works[RANKS_MOST];
+    size_t bytes = 0;
+    int r, step;
+    one->made = moe_layer_create(&one->layer, &s->config, s->training, s->seed, NULL, &one->error);
+    if (one->made != MOE_OK) return;
+    one->layer.router.custom.score = own_score, one->layer.router.custom.score_backward = own_score_backward, one->layer.router.custom.select = own_select;
+    freeze(s, &one->layer);
+    one->count = tensor_numbers(&one->layer), one->start = tensors_of(&one->layer, 0, 0);
+    one->sized = moe_layer_work_size(&one->layer, g->all.most, s->training || s->with & WITH_KEEP, &bytes);
+    for (r = 0; r < s->ranks; r++) works[r] = (unsigned char *)grab(bytes, 1);
+    for (step = 0; step < s->steps; step++) {
+        moe_rng caller, own;
+        moe_status *worst = &one->results[step].status;
+        uint64_t seed;
+        moe_rng_seed(&caller, s->seed * 31 + (uint64_t)step);
+        stir(s, one, step);
+        seed = s->training ? moe_rng_next(&caller) : 0;
+        one->results[step].draws = caller.state;
+        for (r = 0; r < s->ranks; r++) {
+            result *result_of = &g->alone[r].results[step];
+            moe_rng_seed(&own, seed + (uint64_t)r);
+            weigh_losses(&one->layer, &s->config.router, g->all.n > 0 ? (moe_real)s->n_of[r] / (moe_real)g->all.n : 0);
+            memset(works[r], 0x55, bytes);
+            play_alone(s, &one->layer, &g->all.part[r], own, works[r], bytes, result_of, &passes[r]);
+            if (*worst == MOE_OK) *worst = result_of->status;
+        }
+        for (r = 0; r < s->ranks && s->training && *worst == MOE_OK; r++) one->results[step].observed = moe_layer_observe(&one->layer, &passes[r]);
+        if (s->training && *worst == MOE_OK) largest_bound(g, step);
+        if (s->training && *worst == MOE_OK) one->results[step].advanced = moe_layer_advance(&one->layer);
+        if (s->training) one->results[step].state = tensors_of(&one->layer, 0, 1);
+    }
+    for (r = 0; r < s->ranks; r++) free(works[r]);
 }
 
 static stage *stage_begin(const scene *s) {
@@ -837,7 +923,8 @@ static stage *stage_begin(const scene *s) {
     g->plan = s;
     batch_begin(s, &g->all);
     g->whole.rank = -1, g->whole.total = g->all.n;
-    play(s, &g->whole, &g->all.whole, g->all.n);
+    if (s->apart) play_apart(g);
+    else play(s, &g->whole, &g->all.whole, g->all.n);
     ranks_begin(&g->world, s->ranks, s->moving);
     g->world.ranks[s->fail_rank].fail_at = s->fail_at, g->world.ranks[s->fail_rank].fail_late = s->fail_late;
     g->world.ranks[s->fail_rank].lie_at = s->lie_at, g->world.ranks[s->fail_rank].lie_word = s->lie_word, g->world.ranks[s->fail_rank].lie = s->lie;
@@ -849,7 +936,7 @@ static void stage_end(stage *g) {
     int r;
     batch_end(g->plan, &g->all);
     player_end(&g->whole);
-    for (r = 0; r < g->plan->ranks; r++) player_end(&g->parts[r]);
+    for (r = 0; r < g->plan->ranks; r++) player_end(&g->parts[r]), player_end(&g->alone[r]);
     ranks_end(&g->world);
     free(g);
 }
@@ -1083,6 +1170,71 @@ static void compare_step(const stage *g, int step) {
     compare_own(g, s, step);
 }
 
+/* The one random stage outside training. */
+static int drops_at_random(const scene *s) { return !s->training && s->config.router.drop_order == MOE_DROP_RANDOM; }
+
+/* A rank's call among ranks that decide apart is that of one process with its tokens. Experts' gradients are those of all. */
+static void compare_apart(const stage *g, int step) {
+    const scene *s = g->plan;
+    const size_t d = (size_t)s->config.router.d_model, o = (size_t)g->whole.layer.config.d_out;
+    const int scored = (moe_router_traits(&s->config.router) & (unsigned)MOE_TRAIT_NEEDS_ALL_EXPERTS) != 0, exact = is_exact(s);
+    size_t i, at[RANKS_MOST] = {0}, all = 0, k;
+    moe_tensor t, own;
+    int r;
+    if (g->whole.results[step].status != MOE_OK) {
+        for (r = 0; r < s->ranks; r++) {
+            const moe_status want = g->alone[r].results[step].status, found = g->parts[r].results[step].status;
+            AGREES(found == (want != MOE_OK ? want : MOE_ERR_PEER), "a rank fails as one process does, and the others with it");
+        }
+        return;
+    }
+    for (r = 0; r < s->ranks; r++) {
+        const result *p = &g->parts[r].results[step], *want = &g->alone[r].results[step];
+        const moe_routing *a = &p->routing, *b = &want->routing;
+        const size_t n = s->n_of[r], experts = b->n_experts, columns = b->plan.rows > 0 ? b->max_choices : experts;
+        char text[100];
+        sprintf(text, "apart, step %d of rank %d: forward %d, backward %d, observe %d, advance %d", step, r, p->status, p->back, p->observed, p->advanced);
+        if (!AGREES(p->status == MOE_OK && p->back == MOE_OK && p->observed == MOE_OK && p->advanced == MOE_OK, text)) return;
+        AGREES(drops_at_random(s) || near(p->y, want->y, n * o, exact, largest(want->y, n * o)), "y, apart");
+        AGREES(p->draws == (drops_at_random(s) ? g->parts[0].results[step].draws : g->whole.results[step].draws), "the caller's random numbers, apart");
+        AGREES(a->n_tokens == n && a->n_real == b->n_real && a->n_dropped == b->n_dropped && a->capacity == b->capacity && a->top_k == b->top_k, "the routing of the own tokens");
+        if (a->n_tokens != n) return;
+        AGREES(near(a->loss, b->loss, MOE_LOSS_COUNT, exact, 0.0), "losses, apart");
+        if (n > 0 && b->plan.rows == 0) {
+            AGREES(same_sizes(a->counts, b->counts, experts) && (drops_at_random(s) || same_sizes(a->plan.offsets, b->plan.offsets, experts + 1)), "counts, apart");
+            AGREES(drops_at_random(s) || memcmp(p->recorded, want->recorded, n * b->max_choices * sizeof(int32_t)) == 0, "choices, apart");
+        }
+        for (k = 0; k < n; k++)
+            if (g->all.part[r].mask == NULL || g->all.part[r].mask[k]) AGREES(near(a->logits + k * columns, b->logits + k * columns, columns, exact, 1.0), "logits, apart");
+        if (!s->training) continue;
+        AGREES(is_frugal(s, r) || near(p->dx, want->dx, n * d, exact && !scored, largest(want->dx, n * d)), "dx, apart");
+        AGREES(is_frugal(s, r) || near(p->d_router_x, want->d_router_x, n * d, exact && !scored, largest(want->d_router_x, n * d)), "d_router_x, apart");
+        AGREES(near(p->d_attention, want->d_attention, HEADS * n * n, exact, 1.0) && near(p->d_outputs, want->d_outputs, HEADS * n * d, exact, 1.0) && near(p->d_output, want->d_output, n * d, exact, 1.0),
+               "the gradients of attention, apart");
+        compare_state(g, s, step, r);
+    }
+    for (i = 0; s->training && moe_layer_tensor(&g->whole.layer, i, &t) == MOE_OK; all += t.count, i++) {
+        moe_real *sum = zeros(t.count);
+        double size = 0.0;
+        int good = 1, other;
+        for (other = 0; other < s->ranks; other++)
+            for (k = 0; k < t.count; k++) {
+                const moe_real one = g->alone[other].results[step].gradients[all + k];
+                sum[k] += one, size = fabs((double)one) > size ? fabs((double)one) : size;
+            }
+        for (r = 0; r < s->ranks; r++) {
+            const moe_real *part = g->parts[r].results[step].gradients + at[r];
+            if (moe_layer_tensor(&g->parts[r].layer, i, &own) != MOE_OK) break;
+            if (is_of_experts(s, t.name)) good &= near(part, sum + rows_before(s, r, &own), own.count, 0, size);
+            else good &= near(part, g->alone[r].results[step].gradients + all, t.count, exact && !scored, size);
+            at[r] += own.count;
+        }
+        if (!good) AGREES(0, t.name);
+        free(sum);
+    }
+    AGREES(1, "gradients, apart");
+}
+
 /* The tensors of each rank start as its part of the whole's. */
 static void compare_start(const stage *g, const scene *s) {
     const player *one = &g->whole;
@@ -1196,17 +1348,22 @@ static void compare_traffic(const stage *g, const scene *s) {
 /* The one pair of settings that does not go with ranks: soft decides in each process for itself, and the clusters are those of all tokens. */
 static int is_refused(const scene *s) {
     const moe_router_config *c = &s->config.router;
+    if (s->apart) return c->l1_controller || c->ac_mode == MOE_AC_RUNNING;
     return c->select == MOE_SELECT_SOFT && c->input == MOE_INPUT_ADAPTIVE_CLUSTERING && (c->ac_mode == MOE_AC_PAPER || c->ac_mode == MOE_AC_CODE);
 }
 
 static void compare_refused(const stage *g, const scene *s) {
+    const moe_router_config *c = &s->config.router;
     int r;
     for (r = 0; r < s->ranks; r++) {
         const player *p = &g->parts[r];
         if (s->routes) AGREES(p->results[0].status == MOE_ERR_UNSUPPORTED, "soft with adaptive clustering and a batch");
+        else if (s->apart) AGREES(p->made == MOE_ERR_CONFIG && strstr(p->error.message, c->l1_controller ? "l1_controller" : "running") != NULL && strstr(p->error.message, "apart") != NULL, "what does not go apart");
         else AGREES(p->made == MOE_ERR_CONFIG && strstr(p->error.message, "adaptive_clustering") != NULL && strstr(p->error.message, "transport") != NULL, "soft with adaptive clustering and a transport");
     }
 }
+
+static int apart_now; /* 1: the ranks of all scenes decide apart */
 
 /* Plays a scene and compares. Returns how many messages went to other nodes. */
 static uint64_t test_scene(scene *s) {
@@ -1217,6 +1374,8 @@ static uint64_t test_scene(scene *s) {
     shown = 0;
     if (few && turn++ % 6 != 0) return 0;
     if (s->config.router.select == MOE_SELECT_SOFT) s->with &= ~(unsigned)(WITH_GIVEN | WITH_LAST);
+    s->apart = apart_now;
+    if (s->apart) s->with &= ~(unsigned)(WITH_DISTANCES | WITH_FILE | WITH_PACKED); /* distances are those of a call */
     g = stage_begin(s);
     if (!AGREES(g->fault == NULL, g->fault != NULL ? g->fault : "the ranks keep the rules") || !AGREES(g->whole.made == MOE_OK, g->whole.error.message)) {
         stage_end(g);
@@ -1236,9 +1395,12 @@ static uint64_t test_scene(scene *s) {
     if (good) {
         compare_start(g, s);
         if (s->with & WITH_FILE && !s->routes) compare_files(g, s);
-        for (step = s->spoil != SPOIL_NOT; step < s->steps; step++) compare_step(g, step);
+        for (step = s->spoil != SPOIL_NOT; step < s->steps; step++) {
+            if (s->apart) compare_apart(g, step);
+            else compare_step(g, step);
+        }
         for (step = 0; step < s->steps; step++) good &= g->whole.results[step].status == MOE_OK;
-        if (good && !s->routes && s->spoil == SPOIL_NOT) compare_traffic(g, s);
+        if (good && !s->routes && !s->apart && s->spoil == SPOIL_NOT) compare_traffic(g, s);
         for (r = 0; r < s->ranks; r++) {
             moe_layer_free(&g->parts[r].layer);
             AGREES(g->parts[r].blocks == 0, "no block is left");
@@ -2257,6 +2419,12 @@ static void test_routers(void) { with_presets(1), with_capacity(1), with_rules(1
 
 static void test_presets(void) { with_presets(0); }
 
+static void test_apart(void) {
+    apart_now = 1;
+    with_presets(0), with_capacity(0), with_rules(0);
+    apart_now = 0;
+}
+
 static void test_capacity(void) { with_capacity(0); }
 
 static void test_rules(void) { with_rules(0); }
@@ -2268,7 +2436,7 @@ int main(int argc, char **argv) {
         void (*test)(void);
         const char *name;
     } tests[] = {{test_transport, "transport"}, {test_parts, "parts"}, {test_begin, "begin"}, {test_agree, "agree"}, {test_status, "status"}, {test_too_many, "too many"},
-                 {test_mismatch, "mismatch"}, {test_alone, "alone"}, {test_spoilt, "spoilt"}, {test_failing, "failing"}, {test_lies, "lies"}, {test_routers, "routers"}, {test_presets, "presets"}, {test_capacity, "capacity"}, {test_rules, "rules"}, {test_random, "random"}, {test_experts, "experts"}, {test_sizes, "sizes"}, {test_nothing, "nothing"}, {test_nodes, "nodes"}, {test_nets, "nets"}};
+                 {test_mismatch, "mismatch"}, {test_alone, "alone"}, {test_spoilt, "spoilt"}, {test_failing, "failing"}, {test_lies, "lies"}, {test_routers, "routers"}, {test_presets, "presets"}, {test_apart, "apart"}, {test_capacity, "capacity"}, {test_rules, "rules"}, {test_random, "random"}, {test_experts, "experts"}, {test_sizes, "sizes"}, {test_nothing, "nothing"}, {test_nodes, "nodes"}, {test_nets, "nets"}};
     size_t i;
     few = argc > 1 && strcmp(argv[1], "few") == 0;
     for (i = 0; i < sizeof tests / sizeof *tests; i++)
