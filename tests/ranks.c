@@ -900,6 +900,7 @@ static void play_apart(stage *g) {
         uint64_t seed;
         moe_rng_seed(&caller, s->seed * 31 + (uint64_t)step);
         stir(s, one, step);
+        if (step == 0 && s->spoil != SPOIL_NOT) continue;
         seed = s->training ? moe_rng_next(&caller) : 0;
         one->results[step].draws = caller.state;
         for (r = 0; r < s->ranks; r++) {
@@ -1739,8 +1740,8 @@ typedef struct opening {
 } opening;
 
 enum {
-    OPEN_RANK = 0, OPEN_RANK_HIGH, OPEN_NONE, OPEN_NODE, OPEN_NODE_NEGATIVE, OPEN_LEVEL, OPEN_CHUNKS, OPEN_NO_COUNTS, OPEN_NO_ROWS, OPEN_NO_SUM, OPEN_OTHER_CHUNKS, OPEN_OTHER_NODE, OPEN_OTHER_LEVEL,
-    OPEN_GOOD, OPEN_COUNT
+    OPEN_RANK = 0, OPEN_RANK_HIGH, OPEN_NONE, OPEN_NODE, OPEN_NODE_NEGATIVE, OPEN_LEVEL, OPEN_CHUNKS, OPEN_APART, OPEN_NO_COUNTS, OPEN_NO_ROWS, OPEN_NO_SUM, OPEN_OTHER_CHUNKS, OPEN_OTHER_NODE, OPEN_OTHER_LEVEL,
+    OPEN_OTHER_APART, OPEN_GOOD, OPEN_COUNT
 };
 
 static void open_task(ranks_rank *self, void *ctx) {
@@ -1754,6 +1755,8 @@ static void open_task(ranks_rank *self, void *ctx) {
         if (o->kind == OPEN_NODE_NEGATIVE) t.ranks_per_node = -2;
         if (o->kind == OPEN_LEVEL) t.two_level = 2;
         if (o->kind == OPEN_CHUNKS) t.chunks = -1;
+        if (o->kind == OPEN_APART) t.apart = 2;
+        if (o->kind == OPEN_OTHER_APART) t.apart = 1;
         if (o->kind == OPEN_NO_COUNTS) t.counts = NULL;
         if (o->kind == OPEN_NO_ROWS) t.rows = NULL;
         if (o->kind == OPEN_NO_SUM) t.sum = NULL;
@@ -1766,7 +1769,7 @@ static void open_task(ranks_rank *self, void *ctx) {
 }
 
 static void test_begin(void) {
-    static const char *const names[OPEN_COUNT] = {"rank", "rank", "n_ranks", "ranks_per_node", "ranks_per_node", "two_level", "chunks", "counts", "rows", "sum", "chunks", "ranks_per_node", "two_level", ""};
+    static const char *const names[OPEN_COUNT] = {"rank", "rank", "n_ranks", "ranks_per_node", "ranks_per_node", "two_level", "chunks", "apart", "counts", "rows", "sum", "chunks", "ranks_per_node", "two_level", "apart", ""};
     int kind, odd, r;
     for (kind = 0; kind < OPEN_COUNT; kind++)
         for (odd = -1; odd < 4; odd++) {
@@ -1948,7 +1951,7 @@ static void test_spoilt(void) {
                     if (!begin_scene(&s, rows[i].settings, ranks, training, turn)) continue;
                     for (r = 0; r < (size_t)ranks; r++) s.n_of[r] = 3 + (r + (size_t)turn) % 3;
                     s.with &= WITH_MASK | WITH_SEQUENCES;
-                    if (rows[i].spoil == SPOIL_UNLIKE && ranks == 1) continue;
+                    if (rows[i].spoil == SPOIL_UNLIKE && (ranks == 1 || apart_now)) continue;
                     if (rows[i].spoil == SPOIL_UNLIKE) s.with |= strstr(rows[i].settings, "noise") != NULL ? WITH_NOISE : strstr(rows[i].settings, "nodes") != NULL ? WITH_HOME : WITH_GIVEN;
                     if (rows[i].spoil == SPOIL_NAN) s.with &= ~(unsigned)WITH_MASK;
                     s.spoil = rows[i].spoil, s.spoiler = spoiler, s.steps = 2, s.config.kernels = MOE_KERNELS_C;
@@ -1983,7 +1986,7 @@ static int fails_at(scene *s, unsigned long k, unsigned long *made) {
 
 /* The transport fails at one rank, at every call in turn. Nobody waits for ever, and whoever was left alone says so. */
 static void test_failing(void) {
-    static const char *const rows[] = {"top_k=2", "n_shared=1 capacity_factor=1 selection_bias=1 bias_rate=0.1", "score=norm norm_node=product"};
+    static const char *const rows[] = {"top_k=2", "n_shared=1 capacity_factor=1 selection_bias=1 bias_rate=0.1", "score=norm norm_node=product", "n_shared=1 capacity_bound=every capacity_rho=0.5 selection_bias=1 bias_rate=0.1"};
     size_t i;
     int ranks, late, training;
     for (i = 0; i < sizeof rows / sizeof *rows; i++)
@@ -1993,6 +1996,7 @@ static void test_failing(void) {
                     unsigned long k = 1, made = 0, whole;
                     scene s;
                     if (!begin_scene(&s, rows[i], ranks, training, (int)i)) break;
+                    s.apart = i == 3;
                     s.steps = 1, s.with = 0, s.fail_late = late, s.chunks = 2, s.two_level = ranks == 4, s.per_node = 2;
                     CHECK(!fails_at(&s, 1000000, &whole), "no failure");
                     while (fails_at(&s, k, &made)) k += k + 3 < whole ? 7 : few ? 5 : 1; /* agreeing on settings takes many calls that are alike */
@@ -2419,17 +2423,17 @@ static void test_routers(void) { with_presets(1), with_capacity(1), with_rules(1
 
 static void test_presets(void) { with_presets(0); }
 
-static void test_apart(void) {
-    apart_now = 1;
-    with_presets(0), with_capacity(0), with_rules(0);
-    apart_now = 0;
-}
-
 static void test_capacity(void) { with_capacity(0); }
 
 static void test_rules(void) { with_rules(0); }
 
 static void test_random(void) { with_random(0); }
+
+static void test_apart(void) {
+    apart_now = 1;
+    with_presets(0), with_capacity(0), with_rules(0), test_experts(), test_nothing(), test_spoilt();
+    apart_now = 0;
+}
 
 int main(int argc, char **argv) {
     static const struct {
