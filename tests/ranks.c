@@ -2184,7 +2184,8 @@ static void test_experts(void) {
     static const char *const kinds[] = {"expert=swiglu", "expert=swiglu expert_bias=1 swiglu_alpha=1.702 swiglu_limit=0.5 swiglu_offset=1", "expert=mlp act=gelu", "expert=mlp act=relu no_expert_bias=1",
                                         "expert=linear", "expert=linear no_expert_bias=1", "expert=factorised"};
     static const char *const besides[] = {"", "n_shared=1", "n_shared=2 d_shared=3 shared_sigmoid=1", "add_input=1 weight=raw", "apply_to=input weight=raw", "apply_to=input n_shared=1 capacity_factor=0.7 weight=raw",
-                                          "add_input=1 n_shared=1 capacity_factor=0.5 renormalize=after", "d_out=5", "d_out=31 apply_to=input", "select=soft soft_normalise=1 slots=2", "select=soft n_shared=1 d_out=9"};
+                                          "add_input=1 n_shared=1 capacity_factor=0.5 renormalize=after", "d_out=5", "d_out=31 apply_to=input", "select=soft soft_normalise=1 slots=2", "select=soft n_shared=1 d_out=9",
+                                          "score=norm norm_node=output n_shared=1 capacity_factor=0.9", "score=competition gate=identity apply_to=input"};
 #ifndef MOE_NO_QUANT
     static const int types[6] = {MOE_TYPE_REAL, MOE_TYPE_F16, MOE_TYPE_BF16, MOE_TYPE_Q8, MOE_TYPE_Q8_BLOCK, MOE_TYPE_Q4};
 #else
