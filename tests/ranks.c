@@ -901,7 +901,7 @@ static void play_apart(stage *g) {
         moe_rng_seed(&caller, s->seed * 31 + (uint64_t)step);
         stir(s, one, step);
         if (step == 0 && s->spoil != SPOIL_NOT) continue;
-        seed = s->training ? moe_rng_next(&caller) : 0;
+        seed = moe_rng_next(&caller);
         one->results[step].draws = caller.state;
         for (r = 0; r < s->ranks; r++) {
             result *result_of = &g->alone[r].results[step];
@@ -1171,9 +1171,6 @@ static void compare_step(const stage *g, int step) {
     compare_own(g, s, step);
 }
 
-/* The one random stage outside training. */
-static int drops_at_random(const scene *s) { return !s->training && s->config.router.drop_order == MOE_DROP_RANDOM; }
-
 /* A rank's call among ranks that decide apart is that of one process with its tokens. Experts' gradients are those of all. */
 static void compare_apart(const stage *g, int step) {
     const scene *s = g->plan;
@@ -1196,14 +1193,14 @@ static void compare_apart(const stage *g, int step) {
         char text[100];
         sprintf(text, "apart, step %d of rank %d: forward %d, backward %d, observe %d, advance %d", step, r, p->status, p->back, p->observed, p->advanced);
         if (!AGREES(p->status == MOE_OK && p->back == MOE_OK && p->observed == MOE_OK && p->advanced == MOE_OK, text)) return;
-        AGREES(drops_at_random(s) || near(p->y, want->y, n * o, exact, largest(want->y, n * o)), "y, apart");
-        AGREES(p->draws == (drops_at_random(s) ? g->parts[0].results[step].draws : g->whole.results[step].draws), "the caller's random numbers, apart");
+        AGREES(near(p->y, want->y, n * o, exact, largest(want->y, n * o)), "y, apart");
+        AGREES(p->draws == g->whole.results[step].draws, "the caller's random numbers, apart");
         AGREES(a->n_tokens == n && a->n_real == b->n_real && a->n_dropped == b->n_dropped && a->capacity == b->capacity && a->top_k == b->top_k, "the routing of the own tokens");
         if (a->n_tokens != n) return;
         AGREES(near(a->loss, b->loss, MOE_LOSS_COUNT, exact, 0.0), "losses, apart");
         if (n > 0 && b->plan.rows == 0) {
-            AGREES(same_sizes(a->counts, b->counts, experts) && (drops_at_random(s) || same_sizes(a->plan.offsets, b->plan.offsets, experts + 1)), "counts, apart");
-            AGREES(drops_at_random(s) || memcmp(p->recorded, want->recorded, n * b->max_choices * sizeof(int32_t)) == 0, "choices, apart");
+            AGREES(same_sizes(a->counts, b->counts, experts) && same_sizes(a->plan.offsets, b->plan.offsets, experts + 1), "counts, apart");
+            AGREES(memcmp(p->recorded, want->recorded, n * b->max_choices * sizeof(int32_t)) == 0, "choices, apart");
         }
         for (k = 0; k < n; k++)
             if (g->all.part[r].mask == NULL || g->all.part[r].mask[k]) AGREES(near(a->logits + k * columns, b->logits + k * columns, columns, exact, 1.0), "logits, apart");
@@ -1406,7 +1403,7 @@ static uint64_t test_scene(scene *s) {
             else compare_step(g, step);
         }
         for (step = 0; step < s->steps; step++) good &= g->whole.results[step].status == MOE_OK;
-        if (good && !s->routes && s->spoil == SPOIL_NOT && !(s->apart && drops_at_random(s))) compare_traffic(g, s);
+        if (good && !s->routes && s->spoil == SPOIL_NOT) compare_traffic(g, s);
         for (r = 0; r < s->ranks; r++) {
             moe_layer_free(&g->parts[r].layer);
             AGREES(g->parts[r].blocks == 0, "no block is left");
