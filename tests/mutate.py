@@ -75,6 +75,8 @@ classic       float   -             2.4
 int_scores    float   few           3.3
 int_sequences float   few           8
 parallel      float   -             3.4
+ranks         float   few           2.5
+ranks_nets    float   -             5
 failures      float   -             4
 robust        float   few           4
 routers       float   few           6

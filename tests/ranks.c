@@ -117,6 +117,10 @@ enum {
     WITH_DISTANCES = 2048,
     WITH_KEEP = 4096,
     WITH_PADDING = 16384, /* nothing else */
+    WITH_FROZEN = 262144, /* some tensors want no gradient */
+    WITH_NULLS = 131072,  /* ranks without tokens have no arrays */
+    WITH_FILE = 65536,    /* the layer is written and read again */
+    WITH_NO_DX = 32768,   /* odd ranks want no gradient of x, and count no traffic */
     WITH_ROOM = 8192 /* work memory for more tokens than there are */
 };
 
@@ -129,16 +133,21 @@ typedef struct scene {
     size_t n_of[RANKS_MOST];
     unsigned with;
     int chunks, two_level, per_node, moving;
+    int type; /* MOE_TYPE_ that the weights are packed to */
+    int apart; /* 1: every rank decides for itself */
     int spoil, spoiler; /* the first step goes wrong in this way at this rank */
     int fail_rank, fail_late;
     unsigned long fail_at; /* of the transport's calls at that rank; 0: none */
+    unsigned long lie_at;  /* this one hears a wrong number there */
+    size_t lie_word;
+    uint64_t lie;
     uint64_t seed;
 } scene;
 
 /* What may go wrong at one rank. */
 enum {
     SPOIL_NOT = 0, SPOIL_NAN, SPOIL_NO_X, SPOIL_WORK, SPOIL_SEQUENCES, SPOIL_SUPPLY, SPOIL_RNG, SPOIL_TENSOR, SPOIL_EXPERT, SPOIL_Y, SPOIL_CALL, SPOIL_DECODING, SPOIL_WORK_NULL,
-    SPOIL_DY, SPOIL_COUNT
+    SPOIL_DY, SPOIL_STATE, SPOIL_PAST, SPOIL_BATCH, SPOIL_UNLIKE, SPOIL_COUNT
 };
 
 /* The tokens of all ranks, or of one. The arrays are of the call's own size. */
@@ -153,7 +162,7 @@ typedef struct tokens {
 } tokens;
 
 typedef struct batch {
-    size_t n, most, first[RANKS_MOST + 1];
+    size_t n, most, first[RANKS_MOST + 1], first_sequence[RANKS_MOST];
     tokens whole, part[RANKS_MOST];
 } batch;
 
@@ -176,17 +185,23 @@ static int32_t *draw_given(const moe_router_config *c, size_t n, int last) {
     return given;
 }
 
+/* Some ranks have one sequence among others that have several; some have no mask among others that have one. */
+static size_t sequences_of(const scene *s, int rank) { return s->with & WITH_SEQUENCES && (s->ranks == 1 || rank % 3 != 1) ? 3 : 1; }
+
+static int has_mask(const scene *s, int rank) { return s->with & WITH_PADDING || (s->with & WITH_MASK && rank % 3 != 2); }
+
 /* Offsets of the sequences of all ranks, those of a rank next to each other. *count of them. */
-static int32_t *draw_sequences(const scene *s, const batch *b, size_t *count) {
+static int32_t *draw_sequences(const scene *s, batch *b, size_t *count) {
     int32_t *at = (int32_t *)grab(3 * RANKS_MOST + 1, sizeof *at);
     size_t n = 0;
     int r;
     for (r = 0; r < s->ranks; r++) {
-        if (s->with & WITH_SEQUENCES) {
+        b->first_sequence[r] = n;
+        if (sequences_of(s, r) > 1) {
             at[n++] = (int32_t)b->first[r];
             at[n++] = (int32_t)(b->first[r] + s->n_of[r] / 3);
         }
-        at[n++] = (int32_t)(b->first[r] + (s->with & WITH_SEQUENCES ? s->n_of[r] / 3 : 0)); /* the one before is empty */
+        at[n++] = (int32_t)(b->first[r] + (sequences_of(s, r) > 1 ? s->n_of[r] / 3 : 0)); /* the one before is empty */
     }
     at[n] = (int32_t)b->n;
     *count = n;
@@ -240,6 +255,7 @@ static void draw_whole(const scene *s, batch *b) {
     const moe_router_config *c = &s->config.router;
     tokens *t = &b->whole;
     size_t n = b->n, d = (size_t)c->d_model, experts = (size_t)c->n_experts, i;
+    int r;
     t->call.n_tokens = n;
     t->sequences = draw_sequences(s, b, &t->call.n_sequences);
     t->call.sequences = t->sequences;
@@ -249,6 +265,8 @@ static void draw_whole(const scene *s, batch *b) {
     if (s->with & WITH_MASK) {
         t->mask = (unsigned char *)grab(n, 1);
         for (i = 0; i < n; i++) t->mask[i] = below(4) > 0;
+        for (r = 0; r < s->ranks; r++)
+            if (!has_mask(s, r) && s->n_of[r] > 0) memset(t->mask + b->first[r], 1, s->n_of[r]);
     }
     if (s->with & WITH_PADDING) t->mask = (unsigned char *)grab(n, 1);
     if (c->select == MOE_SELECT_GIVEN || s->with & (WITH_GIVEN | WITH_LAST)) t->given = draw_given(c, n, (s->with & WITH_LAST) != 0);
@@ -291,14 +309,14 @@ static void cut_part(const scene *s, batch *b, int r) {
     tokens *t = &b->part[r];
     size_t n = s->n_of[r], from = b->first[r], d = (size_t)c->d_model, experts = (size_t)c->n_experts, h, i, k;
     t->call.n_tokens = n;
-    if (s->with & WITH_SEQUENCES) {
+    if (sequences_of(s, r) > 1) {
         t->sequences = (int32_t *)grab(4, sizeof *t->sequences);
-        for (i = 0; i < 4; i++) t->sequences[i] = i == 3 ? (int32_t)n : w->sequences[3 * r + (int)i] - (int32_t)from;
+        for (i = 0; i < 4; i++) t->sequences[i] = i == 3 ? (int32_t)n : w->sequences[b->first_sequence[r] + i] - (int32_t)from;
         t->call.sequences = t->sequences, t->call.n_sequences = 3;
     }
     t->x = rows_of(w->x, from, n, d), t->router_x = rows_of(w->router_x, from, n, d);
     t->dy = rows_of(w->dy, from, n, (size_t)(s->config.d_out > 0 ? s->config.d_out : c->d_model));
-    if (w->mask != NULL) t->mask = (unsigned char *)copy_of(w->mask + from, n, 1);
+    if (has_mask(s, r)) t->mask = (unsigned char *)copy_of(w->mask + from, n, 1);
     t->given = integers_of(w->given, from, n, given_width(c));
     t->noise = rows_of(w->noise, from, n, experts), t->jitter = rows_of(w->jitter, from, n, d);
     t->ids = integers_of(w->ids, from, n, 1);
@@ -322,6 +340,15 @@ static void cut_part(const scene *s, batch *b, int r) {
     wire(s, t);
 }
 
+/* A call of no tokens may be {0}, but for what is said of the whole batch. */
+static void leave_out(tokens *t) {
+    moe_call bare;
+    memset(&bare, 0, sizeof bare);
+    bare.training = t->call.training, bare.keep = t->call.keep;
+    bare.distances = t->call.distances, bare.expert_node = t->call.expert_node;
+    t->call = bare;
+}
+
 static void batch_begin(const scene *s, batch *b) {
     int r;
     memset(b, 0, sizeof *b);
@@ -332,7 +359,10 @@ static void batch_begin(const scene *s, batch *b) {
     b->n = b->first[s->ranks];
     moe_rng_seed(&rng, s->seed);
     draw_whole(s, b);
-    for (r = 0; r < s->ranks; r++) cut_part(s, b, r);
+    for (r = 0; r < s->ranks; r++) {
+        cut_part(s, b, r);
+        if (s->n_of[r] == 0 && s->with & WITH_NULLS) leave_out(&b->part[r]);
+    }
 }
 
 static void tokens_end(tokens *t) {
@@ -380,8 +410,14 @@ typedef struct player {
     moe_error error;
     const moe_real *kept; /* a tensor that is taken away for a while, a number that is replaced */
     moe_real kept_x;
+    moe_batch other; /* {0} */
     moe_real *start;     /* the tensors as they were made */
     size_t count;        /* numbers in all tensors */
+    const moe_buffer *file_of_all; /* rank 0's */
+    moe_buffer file;     /* the layer as it was written; on ranks that of rank 0 */
+    moe_status written, reread;
+    moe_real *again;     /* the tensors of the layer that was read */
+    size_t again_count;
     long blocks;         /* that its allocator has given and not got back */
     result results[MOST_STEPS];
 } player;
@@ -533,7 +569,8 @@ static void result_end(result *r) {
 static void player_end(player *p) {
     int i;
     for (i = 0; i < MOST_STEPS; i++) result_end(&p->results[i]);
-    free(p->start);
+    free(p->start), free(p->again);
+    moe_buffer_free(&p->file);
     moe_layer_free(&p->layer);
     moe_transport_end(&p->transport);
 }
@@ -548,6 +585,8 @@ static void zero_gradients(const moe_layer *layer) {
 static void clear(moe_real *v, size_t count) {
     if (v != NULL && count > 0) memset(v, 0, count * sizeof *v);
 }
+
+static int is_frugal(const scene *s, int rank) { return !s->routes && s->with & WITH_NO_DX && rank >= 0 && rank % 2 == 1; }
 
 /* Makes a call go wrong; restore: what it changed that is not the call's. */
 static void spoil_call(int spoil, player *p, tokens *t, moe_call *call, size_t *bytes, const moe_real **dy, int restore) {
@@ -566,6 +605,9 @@ static void spoil_call(int spoil, player *p, tokens *t, moe_call *call, size_t *
     case SPOIL_EXPERT: p->layer.tensors[MOE_EXPERTS_DOWN] = restore ? p->kept : NULL; break;
     case SPOIL_DECODING: call->decoding = 1; break;
     case SPOIL_DY: *dy = NULL; break;
+    case SPOIL_PAST: call->n_past = 1, call->past_u = call->past_gate = t->x; break;
+    case SPOIL_UNLIKE: call->given = NULL, call->home = NULL, call->noise = NULL; break; /* where the others have them */
+    case SPOIL_BATCH: call->batch = &p->other; break;
     default: break;
     }
 }
@@ -594,7 +636,9 @@ static void play_step(const scene *s, player *p, tokens *t, void *work, size_t b
     }
     zero_gradients(&p->layer);
     clear(t->d_attention, HEADS * n * n), clear(t->d_outputs, HEADS * n * d), clear(t->d_output, n * d);
-    r->back = moe_layer_backward(&p->layer, dy, r->dx, call.router_x != NULL ? r->d_router_x : NULL, &pass);
+    if (spoil == SPOIL_STATE) pass.call.training = 0;
+    r->back = is_frugal(s, p->rank) ? moe_layer_backward(&p->layer, dy, NULL, NULL, &pass)
+                                    : moe_layer_backward(&p->layer, dy, r->dx, call.router_x != NULL ? r->d_router_x : NULL, &pass);
     keep_routing(r, &pass.routing), keep_own(r, &pass.routing, &call);
     r->gradients = tensors_of(&p->layer, 1, 0);
     r->d_attention = (moe_real *)copy_of(t->d_attention, HEADS * n * n, sizeof(moe_real));
@@ -604,6 +648,13 @@ static void play_step(const scene *s, player *p, tokens *t, void *work, size_t b
     r->observed = moe_layer_observe(&p->layer, &pass);
     r->advanced = moe_layer_advance(&p->layer);
     r->state = tensors_of(&p->layer, 0, 1);
+}
+
+static void freeze(const scene *s, moe_layer *layer) {
+    moe_slot slot;
+    size_t i;
+    for (i = 0; i < MOE_LAYER_SLOTS && s->with & WITH_FROZEN; i++)
+        if ((i + s->seed) % 3 == 0 && moe_layer_slot(&layer->config, (int)i, &slot) == MOE_OK && !(slot.flags & MOE_PARAM_STATE)) layer->gradients[i] = NULL;
 }
 
 /* ---- a router alone: moe_batch over the transport's functions ---------------------------------------------------------------------------- */
@@ -695,6 +746,32 @@ static void play_route(const scene *s, player *p, tokens *t, void *work, size_t 
     r->state = tensors_of(&p->layer, 0, 1);
 }
 
+/* Writes the layer, all ranks one file, and reads it again: each rank its own part. */
+static void play_file(player *p) {
+    moe_stream stream = moe_buffer_stream(&p->file);
+    moe_layer layer;
+    memset(&layer, 0, sizeof layer);
+    p->written = moe_layer_write(&p->layer, p->rank <= 0 ? &stream : NULL, &p->error);
+    if (p->written != MOE_OK) return;
+    if (p->rank < 0) p->reread = moe_layer_read(&layer, p->file.data, p->file.size, 0, NULL, &p->error);
+    else {
+        const moe_buffer *file = p->rank == 0 ? &p->file : p->file_of_all; /* rank 0 has written it when moe_layer_write returns */
+        p->reread = moe_layer_read_shared(&layer, file->data, file->size, 0, &p->transport, NULL, &p->error);
+    }
+    if (p->reread != MOE_OK) return;
+    p->again_count = tensor_numbers(&layer), p->again = tensors_of(&layer, 0, 0);
+    moe_layer_free(&layer);
+}
+
+static void forget_traffic(player *p) {
+    if (p->self == NULL) return;
+    memset(p->rows, 0, sizeof p->rows), memset(p->bytes, 0, sizeof p->bytes);
+    memset(&p->traffic, 0, sizeof p->traffic);
+    p->traffic.rows = p->rows, p->traffic.bytes = p->bytes;
+    memset(p->self->bytes, 0, sizeof p->self->bytes), memset(p->self->messages, 0, sizeof p->self->messages);
+    p->self->begins = 0;
+}
+
 static void play(const scene *s, player *p, tokens *t, size_t most) {
     moe_layer_config config = s->config;
     moe_allocator counted;
@@ -707,12 +784,17 @@ static void play(const scene *s, player *p, tokens *t, size_t most) {
     if (p->made != MOE_OK) return;
     p->layer.router.custom.score = own_score, p->layer.router.custom.score_backward = own_score_backward, p->layer.router.custom.select = own_select;
     if (p->self != NULL) p->made_after = p->self->calls;
+    freeze(s, &p->layer);
     p->count = tensor_numbers(&p->layer), p->start = tensors_of(&p->layer, 0, 0);
+    if (s->with & WITH_FILE && !s->routes) {
+        play_file(p);
+        forget_traffic(p); /* files are no traffic of layers */
+    }
     if (s->with & WITH_PACKED) {
         stir(s, p, 0);
-        p->packed = moe_layer_pack_size(&p->layer, MOE_TYPE_REAL, &packed_bytes);
+        p->packed = moe_layer_pack_size(&p->layer, s->type, &packed_bytes);
         packed = (unsigned char *)grab(packed_bytes, 1);
-        if (p->packed == MOE_OK) p->packed = moe_layer_pack(&p->layer, MOE_TYPE_REAL, packed, packed_bytes, &p->error);
+        if (p->packed == MOE_OK) p->packed = moe_layer_pack(&p->layer, s->type, packed, packed_bytes, &p->error);
         for (i = 0; i < MOE_LAYER_SLOTS; i++)
             if (p->layer.packed[i] != NULL) p->layer.tensors[i] = NULL;
     }
@@ -739,6 +821,7 @@ typedef struct stage {
     const scene *plan;
     batch all;
     player whole, parts[RANKS_MOST];
+    player alone[RANKS_MOST]; /* ranks that decide apart: what one process makes of the tokens of each, one after another */
     ranks_world world;
     const char *fault;
 } stage;
@@ -747,13 +830,93 @@ static void play_rank(ranks_rank *self, void *ctx) {
     stage *g = (stage *)ctx;
     const scene *s = g->plan;
     player *p = &g->parts[self->rank];
+    p->file_of_all = &g->parts[0].file;
     p->rank = self->rank, p->self = self, p->first = g->all.first[self->rank], p->total = g->all.n;
     p->transport = ranks_transport(self);
-    p->transport.chunks = s->chunks, p->transport.two_level = s->two_level, p->transport.ranks_per_node = s->per_node;
+    p->transport.chunks = s->chunks, p->transport.two_level = s->two_level, p->transport.ranks_per_node = s->per_node, p->transport.apart = s->apart;
     p->traffic.rows = p->rows, p->traffic.bytes = p->bytes;
-    p->transport.traffic = &p->traffic;
+    if (!is_frugal(s, self->rank)) p->transport.traffic = &p->traffic;
     p->begun = s->routes ? MOE_OK : moe_transport_begin(&p->transport, &p->error);
     if (p->begun == MOE_OK) play(s, p, &g->all.part[self->rank], g->all.most);
+}
+
+/* Losses count by the share that a rank has of the tokens. */
+static void weigh_losses(moe_layer *layer, const moe_router_config *c, moe_real share) {
+    moe_router_config *to = &layer->router.config;
+    to->loss_balance = c->loss_balance * share, to->loss_z = c->loss_z * share, to->loss_importance = c->loss_importance * share, to->loss_entropy = c->loss_entropy * share;
+    to->loss_usage_entropy = c->loss_usage_entropy * share, to->loss_similarity_same = c->loss_similarity_same * share, to->loss_similarity_diff = c->loss_similarity_diff * share;
+    to->loss_locality = c->loss_locality * share, to->loss_l1 = c->loss_l1 * share, to->loss_load = c->loss_load * share, to->loss_orthogonal = c->loss_orthogonal * share;
+    to->loss_distill = c->loss_distill * share;
+}
+
+/* One rank's tokens in one process: forward, and in training backward. */
+static void play_alone(const scene *s, moe_layer *layer, tokens *t, moe_rng draws, void *work, size_t bytes, result *r, moe_layer_pass *pass) {
+    const size_t n = t->call.n_tokens, d = (size_t)s->config.router.d_model, o = (size_t)layer->config.d_out;
+    moe_call call = t->call;
+    call.rng = &draws;
+    r->y = zeros(n * o), r->dx = zeros(n * d), r->d_router_x = zeros(n * d);
+    r->status = moe_layer_forward(layer, &call, r->y, work, bytes, pass);
+    pass->call.rng = NULL; /* dead behind this call, and not needed */
+    if (r->status != MOE_OK) return;
+    zero_gradients(layer);
+    clear(t->d_attention, HEADS * n * n), clear(t->d_outputs, HEADS * n * d), clear(t->d_output, n * d);
+    if (s->training) r->back = moe_layer_backward(layer, t->dy, r->dx, call.router_x != NULL ? r->d_router_x : NULL, pass);
+    keep_routing(r, &pass->routing), keep_own(r, &pass->routing, &call);
+    if (!s->training) return;
+    r->gradients = tensors_of(layer, 1, 0);
+    r->d_attention = (moe_real *)copy_of(t->d_attention, HEADS * n * n, sizeof(moe_real));
+    r->d_outputs = (moe_real *)copy_of(t->d_outputs, HEADS * n * d, sizeof(moe_real));
+    r->d_output = (moe_real *)copy_of(t->d_output, n * d, sizeof(moe_real));
+}
+
+/* The state takes the largest C_min of all ranks. */
+static void largest_bound(stage *g, int step) {
+    moe_real most = 0;
+    moe_tensor t;
+    int r;
+    for (r = 0; r < g->plan->ranks; r++)
+        if (g->alone[r].results[step].routing.bound_now > most) most = g->alone[r].results[step].routing.bound_now;
+    if (most > 0 && moe_layer_find(&g->whole.layer, "router.capacity", &t) == MOE_OK) t.data[0] = most;
+}
+
+/* One process called with the tokens of one rank after another. */
+static void play_apart(stage *g) {
+    const scene *s = g->plan;
+    player *one = &g->whole;
+    moe_layer_pass passes[RANKS_MOST];
+    unsigned char *works[RANKS_MOST];
+    size_t bytes = 0;
+    int r, step;
+    one->made = moe_layer_create(&one->layer, &s->config, s->training, s->seed, NULL, &one->error);
+    if (one->made != MOE_OK) return;
+    one->layer.router.custom.score = own_score, one->layer.router.custom.score_backward = own_score_backward, one->layer.router.custom.select = own_select;
+    freeze(s, &one->layer);
+    one->count = tensor_numbers(&one->layer), one->start = tensors_of(&one->layer, 0, 0);
+    one->sized = moe_layer_work_size(&one->layer, g->all.most, s->training || s->with & WITH_KEEP, &bytes);
+    for (r = 0; r < s->ranks; r++) works[r] = (unsigned char *)grab(bytes, 1);
+    for (step = 0; step < s->steps; step++) {
+        moe_rng caller, own;
+        moe_status *worst = &one->results[step].status;
+        uint64_t seed;
+        moe_rng_seed(&caller, s->seed * 31 + (uint64_t)step);
+        stir(s, one, step);
+        if (step == 0 && s->spoil != SPOIL_NOT) continue;
+        seed = moe_rng_next(&caller);
+        one->results[step].draws = caller.state;
+        for (r = 0; r < s->ranks; r++) {
+            result *result_of = &g->alone[r].results[step];
+            moe_rng_seed(&own, seed + (uint64_t)r);
+            weigh_losses(&one->layer, &s->config.router, g->all.n > 0 ? (moe_real)s->n_of[r] / (moe_real)g->all.n : 0);
+            memset(works[r], 0x55, bytes);
+            play_alone(s, &one->layer, &g->all.part[r], own, works[r], bytes, result_of, &passes[r]);
+            if (*worst == MOE_OK) *worst = result_of->status;
+        }
+        for (r = 0; r < s->ranks && s->training && *worst == MOE_OK; r++) one->results[step].observed = moe_layer_observe(&one->layer, &passes[r]);
+        if (s->training && *worst == MOE_OK) largest_bound(g, step);
+        if (s->training && *worst == MOE_OK) one->results[step].advanced = moe_layer_advance(&one->layer);
+        if (s->training) one->results[step].state = tensors_of(&one->layer, 0, 1);
+    }
+    for (r = 0; r < s->ranks; r++) free(works[r]);
 }
 
 static stage *stage_begin(const scene *s) {
@@ -761,9 +924,11 @@ static stage *stage_begin(const scene *s) {
     g->plan = s;
     batch_begin(s, &g->all);
     g->whole.rank = -1, g->whole.total = g->all.n;
-    play(s, &g->whole, &g->all.whole, g->all.n);
+    if (s->apart) play_apart(g);
+    else play(s, &g->whole, &g->all.whole, g->all.n);
     ranks_begin(&g->world, s->ranks, s->moving);
     g->world.ranks[s->fail_rank].fail_at = s->fail_at, g->world.ranks[s->fail_rank].fail_late = s->fail_late;
+    g->world.ranks[s->fail_rank].lie_at = s->lie_at, g->world.ranks[s->fail_rank].lie_word = s->lie_word, g->world.ranks[s->fail_rank].lie = s->lie;
     g->fault = ranks_run(&g->world, play_rank, g);
     return g;
 }
@@ -772,7 +937,7 @@ static void stage_end(stage *g) {
     int r;
     batch_end(g->plan, &g->all);
     player_end(&g->whole);
-    for (r = 0; r < g->plan->ranks; r++) player_end(&g->parts[r]);
+    for (r = 0; r < g->plan->ranks; r++) player_end(&g->parts[r]), player_end(&g->alone[r]);
     ranks_end(&g->world);
     free(g);
 }
@@ -875,7 +1040,7 @@ static void compare_routing(const stage *g, const scene *s, const result *one, c
 static void compare_own(const stage *g, const scene *s, int step) {
     const result *one = &g->whole.results[step];
     const size_t width = one->routing.max_choices;
-    double pairs = 0.0, dropped = 0.0, tokens = 0.0, logits = 0.0;
+    double pairs = 0.0, dropped = 0.0, real_tokens = 0.0, logits = 0.0;
     size_t real = 0;
     int r;
     AGREES(one->owned == MOE_OK, "the own routing of one process");
@@ -885,9 +1050,9 @@ static void compare_own(const stage *g, const scene *s, int step) {
         AGREES(p->owned == MOE_OK && p->own_tokens == s->n_of[r], "the own routing");
         if (p->owned != MOE_OK || p->own_tokens != s->n_of[r]) return;
         AGREES(memcmp(p->recorded, one->recorded + g->all.first[r] * width, s->n_of[r] * width * sizeof(int32_t)) == 0, "the own choices");
-        pairs += p->pairs, dropped += p->dropped, tokens += p->tokens, logits += p->logits, real += p->own_real;
+        pairs += p->pairs, dropped += p->dropped, real_tokens += p->tokens, logits += p->logits, real += p->own_real;
     }
-    AGREES(real == one->own_real && fabs(tokens - one->tokens) < 0.5 && fabs(pairs - one->pairs) < 0.5 && fabs(dropped - one->dropped) < 0.5, "numbers of the own routings");
+    AGREES(real == one->own_real && fabs(real_tokens - one->tokens) < 0.5 && fabs(pairs - one->pairs) < 0.5 && fabs(dropped - one->dropped) < 0.5, "numbers of the own routings");
     AGREES(fabs(logits - one->logits) <= 1e-3 * (1.0 + fabs(one->logits)), "metrics of the own routings");
 }
 
@@ -996,14 +1161,76 @@ static void compare_step(const stage *g, int step) {
         AGREES(p->draws == one->draws, "random numbers drawn");
         compare_routing(g, s, one, p, r);
         if (!s->training) continue;
-        AGREES(near(p->dx, one->dx + from * d, n * d, exact && !scored, largest(one->dx, g->all.n * d)), "dx");
-        AGREES(near(p->d_router_x, one->d_router_x + from * d, n * d, exact && !scored, largest(one->d_router_x, g->all.n * d)), "d_router_x");
+        AGREES(is_frugal(s, r) || near(p->dx, one->dx + from * d, n * d, exact && !scored, largest(one->dx, g->all.n * d)), "dx");
+        AGREES(is_frugal(s, r) || near(p->d_router_x, one->d_router_x + from * d, n * d, exact && !scored, largest(one->d_router_x, g->all.n * d)), "d_router_x");
         AGREES(same_attention(g, s, p, one, r), "the gradients of attention");
         if (s->routes) AGREES(same_nodes(g, s, p, one, r), "d_nodes");
         compare_state(g, s, step, r);
     }
     if (s->training) compare_gradients(g, s, step);
     compare_own(g, s, step);
+}
+
+/* A rank's call among ranks that decide apart is that of one process with its tokens. Experts' gradients are those of all. */
+static void compare_apart(const stage *g, int step) {
+    const scene *s = g->plan;
+    const size_t d = (size_t)s->config.router.d_model, o = (size_t)g->whole.layer.config.d_out;
+    const int scored = (moe_router_traits(&s->config.router) & (unsigned)MOE_TRAIT_NEEDS_ALL_EXPERTS) != 0, exact = is_exact(s);
+    size_t i, at[RANKS_MOST] = {0}, all = 0, k;
+    moe_tensor t, own;
+    int r;
+    if (g->whole.results[step].status != MOE_OK) {
+        for (r = 0; r < s->ranks; r++) {
+            const moe_status want = g->alone[r].results[step].status, found = g->parts[r].results[step].status;
+            AGREES(found == (want != MOE_OK ? want : MOE_ERR_PEER), "a rank fails as one process does, and the others with it");
+        }
+        return;
+    }
+    for (r = 0; r < s->ranks; r++) {
+        const result *p = &g->parts[r].results[step], *want = &g->alone[r].results[step];
+        const moe_routing *a = &p->routing, *b = &want->routing;
+        const size_t n = s->n_of[r], experts = b->n_experts, columns = b->plan.rows > 0 ? b->max_choices : experts;
+        char text[100];
+        sprintf(text, "apart, step %d of rank %d: forward %d, backward %d, observe %d, advance %d", step, r, p->status, p->back, p->observed, p->advanced);
+        if (!AGREES(p->status == MOE_OK && p->back == MOE_OK && p->observed == MOE_OK && p->advanced == MOE_OK, text)) return;
+        AGREES(near(p->y, want->y, n * o, exact, largest(want->y, n * o)), "y, apart");
+        AGREES(p->draws == g->whole.results[step].draws, "the caller's random numbers, apart");
+        AGREES(a->n_tokens == n && a->n_real == b->n_real && a->n_dropped == b->n_dropped && a->capacity == b->capacity && a->top_k == b->top_k, "the routing of the own tokens");
+        if (a->n_tokens != n) return;
+        AGREES(near(a->loss, b->loss, MOE_LOSS_COUNT, exact, 0.0), "losses, apart");
+        if (n > 0 && b->plan.rows == 0) {
+            AGREES(same_sizes(a->counts, b->counts, experts) && same_sizes(a->plan.offsets, b->plan.offsets, experts + 1), "counts, apart");
+            AGREES(memcmp(p->recorded, want->recorded, n * b->max_choices * sizeof(int32_t)) == 0, "choices, apart");
+        }
+        for (k = 0; k < n; k++)
+            if (g->all.part[r].mask == NULL || g->all.part[r].mask[k]) AGREES(near(a->logits + k * columns, b->logits + k * columns, columns, exact, 1.0), "logits, apart");
+        if (!s->training) continue;
+        AGREES(is_frugal(s, r) || near(p->dx, want->dx, n * d, exact && !scored, largest(want->dx, n * d)), "dx, apart");
+        AGREES(is_frugal(s, r) || near(p->d_router_x, want->d_router_x, n * d, exact && !scored, largest(want->d_router_x, n * d)), "d_router_x, apart");
+        AGREES(near(p->d_attention, want->d_attention, HEADS * n * n, exact, 1.0) && near(p->d_outputs, want->d_outputs, HEADS * n * d, exact, 1.0) && near(p->d_output, want->d_output, n * d, exact, 1.0),
+               "the gradients of attention, apart");
+        compare_state(g, s, step, r);
+    }
+    for (i = 0; s->training && moe_layer_tensor(&g->whole.layer, i, &t) == MOE_OK; all += t.count, i++) {
+        moe_real *sum = zeros(t.count);
+        double size = 0.0;
+        int good = 1, other;
+        for (other = 0; other < s->ranks; other++)
+            for (k = 0; k < t.count; k++) {
+                const moe_real one = g->alone[other].results[step].gradients[all + k];
+                sum[k] += one, size = fabs((double)one) > size ? fabs((double)one) : size;
+            }
+        for (r = 0; r < s->ranks; r++) {
+            const moe_real *part = g->parts[r].results[step].gradients + at[r];
+            if (moe_layer_tensor(&g->parts[r].layer, i, &own) != MOE_OK) break;
+            if (is_of_experts(s, t.name)) good &= near(part, sum + rows_before(s, r, &own), own.count, 0, size);
+            else good &= near(part, g->alone[r].results[step].gradients + all, t.count, exact && !scored, size);
+            at[r] += own.count;
+        }
+        if (!good) AGREES(0, t.name);
+        free(sum);
+    }
+    AGREES(1, "gradients, apart");
 }
 
 /* The tensors of each rank start as its part of the whole's. */
@@ -1031,15 +1258,30 @@ static void compare_start(const stage *g, const scene *s) {
 /* A step that went wrong at one rank ended at all of them, and says so. */
 static void compare_spoilt(const stage *g, const scene *s) {
     static const moe_status want[SPOIL_COUNT] = {MOE_OK,           MOE_ERR_NONFINITE, MOE_ERR_ARGUMENT, MOE_ERR_SPACE,    MOE_ERR_ARGUMENT,    MOE_ERR_ARGUMENT, MOE_ERR_ARGUMENT,
-                                                 MOE_ERR_ARGUMENT, MOE_ERR_ARGUMENT,  MOE_ERR_ARGUMENT, MOE_ERR_ARGUMENT, MOE_ERR_UNSUPPORTED, MOE_ERR_ARGUMENT, MOE_ERR_ARGUMENT};
+                                                 MOE_ERR_ARGUMENT, MOE_ERR_ARGUMENT,  MOE_ERR_ARGUMENT, MOE_ERR_ARGUMENT, MOE_ERR_UNSUPPORTED, MOE_ERR_ARGUMENT, MOE_ERR_ARGUMENT,
+                                                 MOE_ERR_STATE,    MOE_ERR_UNSUPPORTED, MOE_ERR_UNSUPPORTED, MOE_ERR_ARGUMENT};
+    const int on_the_way_back = s->spoil == SPOIL_DY || s->spoil == SPOIL_STATE;
     int r;
     for (r = 0; r < s->ranks; r++) {
         const result *p = &g->parts[r].results[0];
-        const moe_status found = s->spoil == SPOIL_DY ? p->back : p->status, expected = r == s->spoiler ? want[s->spoil] : MOE_ERR_PEER;
+        const moe_status found = on_the_way_back ? p->back : p->status, expected = r == s->spoiler ? want[s->spoil] : MOE_ERR_PEER;
         char text[120];
         sprintf(text, "spoilt by %d at rank %d: rank %d answers %d, not %d", s->spoil, s->spoiler, r, found, expected);
-        AGREES(found == expected, text);
-        AGREES(s->spoil != SPOIL_DY || p->status == MOE_OK, "forward was good");
+        AGREES(found == expected || (s->spoil == SPOIL_UNLIKE && found == MOE_ERR_ARGUMENT), text);
+        AGREES(!on_the_way_back || p->status == MOE_OK, "forward was good");
+    }
+}
+
+/* One file, with the bytes of the single process's, from which every rank has read its part. */
+static void compare_files(const stage *g, const scene *s) {
+    const player *one = &g->whole;
+    int r;
+    AGREES(one->written == MOE_OK && one->reread == MOE_OK, "a layer's file of one process");
+    for (r = 0; r < s->ranks; r++) {
+        const player *p = &g->parts[r];
+        if (!AGREES(p->written == MOE_OK && p->reread == MOE_OK, p->error.message)) return;
+        AGREES(p->again_count == p->count && near(p->again, p->start, p->count, 1, 0.0), "the part that was read");
+        AGREES(r == 0 ? p->file.size == one->file.size && memcmp(p->file.data, one->file.data, one->file.size) == 0 : p->file.size == 0, "one file, the same as of one process");
     }
 }
 
@@ -1066,10 +1308,15 @@ static void count_pairs(const stage *g, const scene *s, uint64_t pairs[RANKS_MOS
     int step, r;
     for (step = 0; step < s->steps; step++) {
         const moe_plan *plan = &g->whole.results[step].routing.plan;
-        for (e = 0; e < experts; e++) {
+        for (e = 0; e < experts && s->apart; e++)
+            for (r = 0; r < s->ranks; r++) {
+                const moe_plan *own = &g->alone[r].results[step].routing.plan;
+                pairs[r][home_of(s, e)] += own->rows > 0 ? own->rows : own->offsets[e + 1] - own->offsets[e];
+            }
+        for (e = 0; e < experts && !s->apart; e++) {
             const int home = home_of(s, e);
             if (s->config.router.select == MOE_SELECT_SOFT)
-                for (r = 0; r < s->ranks; r++) pairs[r][home] += s->n_of[r] > 0 ? (uint64_t)s->config.router.slots * (s->with & WITH_SEQUENCES ? 3 : 1) : 0;
+                for (r = 0; r < s->ranks; r++) pairs[r][home] += s->n_of[r] > 0 ? (uint64_t)s->config.router.slots * sequences_of(s, r) : 0;
             else
                 for (i = plan->offsets[e]; i < plan->offsets[e + 1]; i++) pairs[rank_of(g, s, (size_t)plan->entries[i].token)][home]++;
         }
@@ -1087,8 +1334,9 @@ static void compare_traffic(const stage *g, const scene *s) {
     for (r = 0; r < s->ranks; r++) {
         const player *p = &g->parts[r];
         const ranks_rank *seen = &g->world.ranks[r];
-        uint64_t all = 0, away = 0, far_away = 0, tokens = 0, messages = 0, messages_far = 0;
-        for (t = g->all.first[r]; t < g->all.first[r + 1]; t++) tokens += g->all.whole.mask == NULL || g->all.whole.mask[t] ? (uint64_t)s->steps : 0;
+        uint64_t all = 0, away = 0, far_away = 0, routed = 0, messages = 0, messages_far = 0;
+        if (is_frugal(s, r)) continue;
+        for (t = g->all.first[r]; t < g->all.first[r + 1]; t++) routed += g->all.whole.mask == NULL || g->all.whole.mask[t] ? (uint64_t)s->steps : 0;
         for (to = 0; to < s->ranks; to++) {
             all += pairs[r][to], away += to != r ? pairs[r][to] : 0, far_away += to / node != r / node ? pairs[r][to] : 0;
             AGREES(p->bytes[to] == seen->bytes[to], "bytes that were counted are those that went");
@@ -1096,24 +1344,29 @@ static void compare_traffic(const stage *g, const scene *s) {
             if (!scored) AGREES(p->rows[to] == (pairs[r][to] + pairs[to][r]) * (s->training ? 2u : 1u), "rows there and back");
         }
         AGREES(p->traffic.exchanges == seen->begins && p->traffic.messages == messages && p->traffic.messages_far == messages_far, "exchanges and messages");
-        AGREES(p->traffic.tokens == tokens && p->traffic.pairs == all && p->traffic.pairs_away == away && p->traffic.pairs_far == far_away, "tokens and pairs, and how far they went");
+        AGREES(p->traffic.tokens == routed && p->traffic.pairs == all && p->traffic.pairs_away == away && p->traffic.pairs_far == far_away, "tokens and pairs, and how far they went");
     }
 }
 
 /* The one pair of settings that does not go with ranks: soft decides in each process for itself, and the clusters are those of all tokens. */
 static int is_refused(const scene *s) {
     const moe_router_config *c = &s->config.router;
+    if (s->apart) return c->l1_controller || c->ac_mode == MOE_AC_RUNNING;
     return c->select == MOE_SELECT_SOFT && c->input == MOE_INPUT_ADAPTIVE_CLUSTERING && (c->ac_mode == MOE_AC_PAPER || c->ac_mode == MOE_AC_CODE);
 }
 
 static void compare_refused(const stage *g, const scene *s) {
+    const moe_router_config *c = &s->config.router;
     int r;
     for (r = 0; r < s->ranks; r++) {
         const player *p = &g->parts[r];
         if (s->routes) AGREES(p->results[0].status == MOE_ERR_UNSUPPORTED, "soft with adaptive clustering and a batch");
+        else if (s->apart) AGREES(p->made == MOE_ERR_CONFIG && strstr(p->error.message, c->l1_controller ? "l1_controller" : "running") != NULL && strstr(p->error.message, "apart") != NULL, "what does not go apart");
         else AGREES(p->made == MOE_ERR_CONFIG && strstr(p->error.message, "adaptive_clustering") != NULL && strstr(p->error.message, "transport") != NULL, "soft with adaptive clustering and a transport");
     }
 }
+
+static int apart_now; /* 1: the ranks of all scenes decide apart */
 
 /* Plays a scene and compares. Returns how many messages went to other nodes. */
 static uint64_t test_scene(scene *s) {
@@ -1124,6 +1377,8 @@ static uint64_t test_scene(scene *s) {
     shown = 0;
     if (few && turn++ % 6 != 0) return 0;
     if (s->config.router.select == MOE_SELECT_SOFT) s->with &= ~(unsigned)(WITH_GIVEN | WITH_LAST);
+    s->apart = apart_now;
+    if (s->apart) s->with &= ~(unsigned)(WITH_DISTANCES | WITH_FILE | WITH_PACKED); /* distances are those of a call */
     g = stage_begin(s);
     if (!AGREES(g->fault == NULL, g->fault != NULL ? g->fault : "the ranks keep the rules") || !AGREES(g->whole.made == MOE_OK, g->whole.error.message)) {
         stage_end(g);
@@ -1142,7 +1397,11 @@ static uint64_t test_scene(scene *s) {
     if (good && s->spoil != SPOIL_NOT) compare_spoilt(g, s);
     if (good) {
         compare_start(g, s);
-        for (step = s->spoil != SPOIL_NOT; step < s->steps; step++) compare_step(g, step);
+        if (s->with & WITH_FILE && !s->routes) compare_files(g, s);
+        for (step = s->spoil != SPOIL_NOT; step < s->steps; step++) {
+            if (s->apart) compare_apart(g, step);
+            else compare_step(g, step);
+        }
         for (step = 0; step < s->steps; step++) good &= g->whole.results[step].status == MOE_OK;
         if (good && !s->routes && s->spoil == SPOIL_NOT) compare_traffic(g, s);
         for (r = 0; r < s->ranks; r++) {
@@ -1200,7 +1459,7 @@ static unsigned draw_with(int turn) {
         unsigned with;
         int one_in;
     } rows[] = {{WITH_MASK, 3}, {WITH_SEQUENCES, 3}, {WITH_ROUTER_X, 5}, {WITH_NOISE, 3}, {WITH_TEAM, 9}, {WITH_LATE, 8}, {WITH_CROWD, 8}, {WITH_HOME, 2}, {WITH_DISTANCES, 2}, {WITH_GIVEN, 12},
-              {WITH_KEEP, 8},       {WITH_ROOM, 8}};
+              {WITH_KEEP, 8},       {WITH_ROOM, 8},      {WITH_NO_DX, 7}, {WITH_FILE, 6}, {WITH_NULLS, 2}, {WITH_FROZEN, 8}};
     unsigned with = 0;
     size_t i;
     moe_rng own;
@@ -1483,8 +1742,8 @@ typedef struct opening {
 } opening;
 
 enum {
-    OPEN_RANK = 0, OPEN_RANK_HIGH, OPEN_NONE, OPEN_NODE, OPEN_NODE_NEGATIVE, OPEN_LEVEL, OPEN_CHUNKS, OPEN_NO_COUNTS, OPEN_NO_ROWS, OPEN_NO_SUM, OPEN_OTHER_CHUNKS, OPEN_OTHER_NODE, OPEN_OTHER_LEVEL,
-    OPEN_GOOD, OPEN_COUNT
+    OPEN_RANK = 0, OPEN_RANK_HIGH, OPEN_NONE, OPEN_NODE, OPEN_NODE_NEGATIVE, OPEN_LEVEL, OPEN_CHUNKS, OPEN_APART, OPEN_NO_COUNTS, OPEN_NO_ROWS, OPEN_NO_SUM, OPEN_OTHER_CHUNKS, OPEN_OTHER_NODE, OPEN_OTHER_LEVEL,
+    OPEN_OTHER_APART, OPEN_GOOD, OPEN_COUNT
 };
 
 static void open_task(ranks_rank *self, void *ctx) {
@@ -1498,6 +1757,8 @@ static void open_task(ranks_rank *self, void *ctx) {
         if (o->kind == OPEN_NODE_NEGATIVE) t.ranks_per_node = -2;
         if (o->kind == OPEN_LEVEL) t.two_level = 2;
         if (o->kind == OPEN_CHUNKS) t.chunks = -1;
+        if (o->kind == OPEN_APART) t.apart = 2;
+        if (o->kind == OPEN_OTHER_APART) t.apart = 1;
         if (o->kind == OPEN_NO_COUNTS) t.counts = NULL;
         if (o->kind == OPEN_NO_ROWS) t.rows = NULL;
         if (o->kind == OPEN_NO_SUM) t.sum = NULL;
@@ -1510,7 +1771,7 @@ static void open_task(ranks_rank *self, void *ctx) {
 }
 
 static void test_begin(void) {
-    static const char *const names[OPEN_COUNT] = {"rank", "rank", "n_ranks", "ranks_per_node", "ranks_per_node", "two_level", "chunks", "counts", "rows", "sum", "chunks", "ranks_per_node", "two_level", ""};
+    static const char *const names[OPEN_COUNT] = {"rank", "rank", "n_ranks", "ranks_per_node", "ranks_per_node", "two_level", "chunks", "apart", "counts", "rows", "sum", "chunks", "ranks_per_node", "two_level", "apart", ""};
     int kind, odd, r;
     for (kind = 0; kind < OPEN_COUNT; kind++)
         for (odd = -1; odd < 4; odd++) {
@@ -1534,6 +1795,58 @@ static void test_begin(void) {
             ranks_end(&w);
         }
     CHECK(moe_transport_begin(NULL, NULL) == MOE_ERR_ARGUMENT, "no transport");
+}
+
+/* Memory that is not there; what is taken is given back. */
+typedef struct purse {
+    long blocks;
+    int empty;
+} purse;
+
+static void *purse_resize(void *ctx, void *block, size_t old_size, size_t new_size) {
+    purse *p = (purse *)ctx;
+    return p->empty && new_size > 0 ? NULL : counted_resize(&p->blocks, block, old_size, new_size);
+}
+
+typedef struct saying {
+    purse purses[RANKS_MOST];
+    moe_status begun[RANKS_MOST], said[RANKS_MOST], heard[RANKS_MOST];
+} saying;
+
+static void say_task(ranks_rank *self, void *ctx) {
+    saying *s = (saying *)ctx;
+    moe_transport t = ranks_transport(self);
+    moe_allocator allocator;
+    allocator.ctx = &s->purses[self->rank], allocator.resize = purse_resize;
+    t.allocator = &allocator;
+    s->begun[self->rank] = moe_transport_begin(&t, NULL);
+    if (s->begun[self->rank] == MOE_OK) s->heard[self->rank] = moe_transport_status(&t, s->said[self->rank]);
+    moe_transport_end(&t);
+}
+
+/* Which status comes back where some fail, and a transport without memory. */
+static void test_status(void) {
+    int who, empty, r;
+    for (who = 0; who < 16; who++)
+        for (empty = -1; empty < 4; empty++) {
+            ranks_world w;
+            saying s;
+            const char *fault;
+            memset(&s, 0, sizeof s);
+            if (empty >= 0) s.purses[empty].empty = 1;
+            for (r = 0; r < 4; r++) s.said[r] = who >> r & 1 ? (r % 2 ? MOE_ERR_IO : MOE_ERR_MEMORY) : MOE_OK;
+            ranks_begin(&w, 4, RANKS_AT_END);
+            fault = ranks_run(&w, say_task, &s);
+            CHECK(w.fault[0] == '\0' && (fault == NULL || empty >= 0), "the ranks keep the rules");
+            for (r = 0; r < 4; r++) {
+                CHECK(s.purses[r].blocks == 0, "what a transport took it gives back");
+                if (empty >= 0) CHECK(s.begun[r] == (r == empty ? MOE_ERR_MEMORY : MOE_ERR_TRANSPORT) || (r != empty && s.begun[r] == MOE_ERR_PEER), "a transport without memory");
+                else CHECK(s.begun[r] == MOE_OK && s.heard[r] == (s.said[r] != MOE_OK ? s.said[r] : who != 0 ? MOE_ERR_PEER : MOE_OK), "each says its own, the others that somebody failed");
+            }
+            ranks_end(&w);
+        }
+    CHECK(moe_transport_status(NULL, MOE_OK) == MOE_ERR_ARGUMENT, "no transport");
+    moe_transport_end(NULL);
 }
 
 typedef struct question {
@@ -1627,7 +1940,7 @@ static void test_spoilt(void) {
                 {SPOIL_WORK, "top_k=2", 2}, {SPOIL_WORK, "select=expert_choice weight=raw", 2}, {SPOIL_SEQUENCES, "top_k=2", 2}, {SPOIL_SUPPLY, "select=hash table_size=11 top_k=1 weight=uniform", 2},
                 {SPOIL_SUPPLY, "select=given top_k=1 weight=raw", 2}, {SPOIL_SUPPLY, "refine=attention heads=2", 2}, {SPOIL_SUPPLY, "input=adaptive_clustering weight=raw", 2}, {SPOIL_SUPPLY, "loss_distill=0.4", 1},
                 {SPOIL_RNG, "noise=gaussian", 1}, {SPOIL_TENSOR, "top_k=2", 2}, {SPOIL_EXPERT, "top_k=2", 2}, {SPOIL_Y, "top_k=2", 2}, {SPOIL_DECODING, "refine=similarity", 0},
-                {SPOIL_WORK_NULL, "top_k=2", 2}, {SPOIL_DY, "top_k=2", 1}, {SPOIL_DY, "n_shared=1 capacity_factor=1", 1}, {SPOIL_NAN, "score=norm norm_node=product", 2}, {SPOIL_WORK, "score=competition gate=identity", 2}, {SPOIL_NO_X, "select=soft", 2}};
+                {SPOIL_WORK_NULL, "top_k=2", 2}, {SPOIL_DY, "top_k=2", 1}, {SPOIL_DY, "n_shared=1 capacity_factor=1", 1}, {SPOIL_STATE, "top_k=2", 1}, {SPOIL_PAST, "refine=similarity causal=1", 0}, {SPOIL_BATCH, "top_k=2", 2}, {SPOIL_UNLIKE, "top_k=1 weight=raw capacity_factor=1", 2}, {SPOIL_UNLIKE, "loss_locality=0.1 nodes=2", 1}, {SPOIL_UNLIKE, "noise=gaussian", 1}, {SPOIL_NAN, "score=norm norm_node=product", 2}, {SPOIL_WORK, "score=competition gate=identity", 2}, {SPOIL_NO_X, "select=soft", 2}};
     size_t i;
     int turn = 0, training, ranks, spoiler;
     for (i = 0; i < sizeof rows / sizeof *rows; i++)
@@ -1640,6 +1953,8 @@ static void test_spoilt(void) {
                     if (!begin_scene(&s, rows[i].settings, ranks, training, turn)) continue;
                     for (r = 0; r < (size_t)ranks; r++) s.n_of[r] = 3 + (r + (size_t)turn) % 3;
                     s.with &= WITH_MASK | WITH_SEQUENCES;
+                    if (rows[i].spoil == SPOIL_UNLIKE && (ranks == 1 || apart_now)) continue;
+                    if (rows[i].spoil == SPOIL_UNLIKE) s.with |= strstr(rows[i].settings, "noise") != NULL ? WITH_NOISE : strstr(rows[i].settings, "nodes") != NULL ? WITH_HOME : WITH_GIVEN;
                     if (rows[i].spoil == SPOIL_NAN) s.with &= ~(unsigned)WITH_MASK;
                     s.spoil = rows[i].spoil, s.spoiler = spoiler, s.steps = 2, s.config.kernels = MOE_KERNELS_C;
                     (void)test_scene(&s);
@@ -1673,7 +1988,7 @@ static int fails_at(scene *s, unsigned long k, unsigned long *made) {
 
 /* The transport fails at one rank, at every call in turn. Nobody waits for ever, and whoever was left alone says so. */
 static void test_failing(void) {
-    static const char *const rows[] = {"top_k=2", "n_shared=1 capacity_factor=1 selection_bias=1 bias_rate=0.1", "score=norm norm_node=product"};
+    static const char *const rows[] = {"top_k=2", "n_shared=1 capacity_factor=1 selection_bias=1 bias_rate=0.1", "score=norm norm_node=product", "n_shared=1 capacity_bound=every capacity_rho=0.5 selection_bias=1 bias_rate=0.1"};
     size_t i;
     int ranks, late, training;
     for (i = 0; i < sizeof rows / sizeof *rows; i++)
@@ -1683,11 +1998,50 @@ static void test_failing(void) {
                     unsigned long k = 1, made = 0, whole;
                     scene s;
                     if (!begin_scene(&s, rows[i], ranks, training, (int)i)) break;
+                    s.apart = i == 3;
                     s.steps = 1, s.with = 0, s.fail_late = late, s.chunks = 2, s.two_level = ranks == 4, s.per_node = 2;
                     CHECK(!fails_at(&s, 1000000, &whole), "no failure");
                     while (fails_at(&s, k, &made)) k += k + 3 < whole ? 7 : few ? 5 : 1; /* agreeing on settings takes many calls that are alike */
                     CHECK(k > 8, "there were calls to fail");
                 }
+}
+
+/* A number of another rank's comes out wrong, and far too large. No rank reads or writes beside its memory, none waits for ever, and somebody says that something is wrong. */
+static void test_lies(void) {
+    static const char *const rows[] = {"top_k=2", "capacity_factor=1", "score=norm norm_node=product", "select=soft"};
+    static const uint64_t lies[] = {UINT64_MAX, (uint64_t)1 << 40, 1000000, INT32_MAX, 600000000, 9, 20};
+    size_t i, word;
+    unsigned long made = 0; /* calls until there is a layer, which are the same for all */
+    int two_level, turn = 0;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++)
+        for (two_level = 0; two_level < 2; two_level++)
+            for (word = 0; word < 4; word++) {
+                unsigned long k;
+                int reached = 1;
+                for (k = i > 0 ? made + 1 : 1; reached; k++) {
+                    scene s;
+                    stage *g;
+                    int r, wrong = 0, heard;
+                    turn++;
+                    if (!begin_scene(&s, rows[i], 4, 1, turn)) return;
+                    s.steps = 1, s.with = 0, s.chunks = 2, s.two_level = two_level, s.per_node = 2, s.config.kernels = MOE_KERNELS_C;
+                    for (r = 0; r < 4; r++) s.n_of[r] = (size_t)(3 + r % 2);
+                    s.fail_rank = turn % 4, s.lie_at = k, s.lie_word = word, s.lie = lies[turn % 7];
+                    shown = 0;
+                    g = stage_begin(&s);
+                    reached = g->world.ranks[s.fail_rank].calls >= k;
+                    heard = g->world.ranks[s.fail_rank].lied;
+                    for (r = 0; r < 4; r++) {
+                        const player *p = &g->parts[r];
+                        const result *q = &p->results[0];
+                        wrong += p->begun != MOE_OK || p->made != MOE_OK || q->status != MOE_OK || q->back != MOE_OK || q->observed != MOE_OK;
+                    }
+                    CHECK(!heard || two_level || wrong > 0 || s.lie < 100, naming(&s, "a wrong number is seen")); /* ranks do not heed what those of other nodes say of their own */
+                    if (!heard && g->parts[0].made_after > 0) made = g->parts[0].made_after;
+                    stage_end(g);
+                    if (few) k += 4;
+                }
+            }
 }
 
 /* Ranks whose layers, or whose calls, are not alike. */
@@ -1769,7 +2123,7 @@ static void test_mismatch(void) {
 /* What reads the tensors of all experts does not go with a transport. */
 typedef struct alone {
     moe_status quantised, packed, backward;
-    int outputs; /* 1: it gave some */
+    int outputs, sized; /* 1: it gave some; sizes that are too large are refused */
 } alone;
 
 static void alone_task(ranks_rank *self, void *ctx) {
@@ -1790,6 +2144,8 @@ static void alone_task(ranks_rank *self, void *ctx) {
     (void)moe_layer_pack_size(&layer, MOE_TYPE_REAL, &packed_bytes), (void)moe_layer_work_size(&layer, 40, 1, &bytes);
     work = grab(bytes, 1), packed = grab(packed_bytes, 1);
     a->quantised = moe_layer_quantise(&layer, MOE_TYPE_REAL, packed, packed_bytes, &call, work, bytes, errors, NULL);
+    a->sized = moe_layer_work_size(&layer, (size_t)INT32_MAX, 1, &bytes) == MOE_ERR_OVERFLOW && moe_layer_work_size(&layer, (size_t)INT32_MAX / 2 + 9, 1, &bytes) == MOE_ERR_OVERFLOW &&
+               moe_layer_work_size(&layer, SIZE_MAX, 0, &bytes) == MOE_ERR_OVERFLOW;
     a->packed = moe_layer_quantise(&layer, MOE_TYPE_REAL, packed, packed_bytes, NULL, NULL, 0, NULL, NULL); /* no report */
     layer.is_packed = 0;
     call.training = 1;
@@ -1813,6 +2169,7 @@ static void test_alone(void) {
     CHECK(fault == NULL, fault != NULL ? fault : "the ranks keep the rules");
     for (r = 0; r < 2; r++) {
         CHECK(a[r].quantised == MOE_ERR_UNSUPPORTED, "a report on quantised weights with a transport");
+        CHECK(a[r].sized, "more tokens than a batch may have");
         CHECK(a[r].packed == MOE_OK, "quantised weights with a transport");
         CHECK(a[r].backward == MOE_ERR_UNSUPPORTED && !a[r].outputs, "experts one by one with a transport");
     }
@@ -1824,7 +2181,13 @@ static void test_experts(void) {
     static const char *const kinds[] = {"expert=swiglu", "expert=swiglu expert_bias=1 swiglu_alpha=1.702 swiglu_limit=0.5 swiglu_offset=1", "expert=mlp act=gelu", "expert=mlp act=relu no_expert_bias=1",
                                         "expert=linear", "expert=linear no_expert_bias=1", "expert=factorised"};
     static const char *const besides[] = {"", "n_shared=1", "n_shared=2 d_shared=3 shared_sigmoid=1", "add_input=1 weight=raw", "apply_to=input weight=raw", "apply_to=input n_shared=1 capacity_factor=0.7 weight=raw",
-                                          "add_input=1 n_shared=1 capacity_factor=0.5 renormalize=after", "d_out=5", "d_out=31 apply_to=input", "select=soft soft_normalise=1 slots=2", "select=soft n_shared=1 d_out=9"};
+                                          "add_input=1 n_shared=1 capacity_factor=0.5 renormalize=after", "d_out=5", "d_out=31 apply_to=input", "select=soft soft_normalise=1 slots=2", "select=soft n_shared=1 d_out=9",
+                                          "score=norm norm_node=output n_shared=1 capacity_factor=0.9", "score=competition gate=identity apply_to=input"};
+#ifndef MOE_NO_QUANT
+    static const int types[6] = {MOE_TYPE_REAL, MOE_TYPE_F16, MOE_TYPE_BF16, MOE_TYPE_Q8, MOE_TYPE_Q8_BLOCK, MOE_TYPE_Q4};
+#else
+    static const int types[6] = {MOE_TYPE_REAL, MOE_TYPE_F16, MOE_TYPE_BF16, MOE_TYPE_REAL, MOE_TYPE_F16, MOE_TYPE_BF16};
+#endif
     size_t kind, beside;
     int training, turn = 0, again;
     for (kind = 0; kind < sizeof kinds / sizeof *kinds; kind++)
@@ -1837,7 +2200,7 @@ static void test_experts(void) {
                     sprintf(text, "%s %s", kinds[kind], besides[beside]);
                     if (!begin_scene(&s, text, 1 + (turn + turn / 4) % 5, training, turn)) continue;
                     if (s.config.expert == MOE_EXPERT_LINEAR) s.config.d_ff = 0;
-                    if (!training && turn % 3 != 0) s.with |= WITH_PACKED, s.with &= ~(unsigned)WITH_KEEP;
+                    if (!training && turn % 5 != 0) s.with |= WITH_PACKED, s.with &= ~(unsigned)WITH_KEEP, s.type = types[turn % 6];
                     if (turn % 5 == 0 && s.config.router.select != MOE_SELECT_SOFT) s.with |= WITH_LAST; /* only the last rank's experts have work */
                     (void)test_scene(&s);
                 }
@@ -1908,6 +2271,168 @@ static void test_nothing(void) {
                 }
 }
 
+/* ---- nets with every preset ------------------------------------------------------------------------------------------------------------ */
+
+enum { NET_STEPS = 3, NET_LENGTH = 4, NET_SEQUENCES = 7, NET_HEADS = 3 };
+
+/* A text model with two mixtures behind attention, trained by one process and by ranks. */
+typedef struct net_player {
+    moe_transport transport;
+    moe_net net;
+    moe_trainer trainer;
+    moe_status status, file_status;
+    moe_error error;
+    moe_step steps[NET_STEPS];
+    moe_evaluation evaluation;
+    moe_buffer file;
+} net_player;
+
+typedef struct net_case {
+    const char *name;
+    const moe_layer_config *config;
+    int ranks, chunks, apart;
+    size_t sequences_of[RANKS_MOST];
+    uint64_t seed;
+    int32_t ids[NET_LENGTH * NET_SEQUENCES], labels[NET_LENGTH * NET_SEQUENCES];
+    net_player one, parts[RANKS_MOST];
+} net_case;
+
+static moe_status net_build(net_player *p, const net_case *n, const moe_transport *t) {
+    moe_attention_config attention;
+    moe_layer_config first;
+    memset(&attention, 0, sizeof attention), memset(&first, 0, sizeof first);
+    attention.heads = NET_HEADS;
+    first.router.n_experts = 5, first.d_ff = 4; /* what adaptive clustering reads; at most as many experts as the next one */
+    (void)moe_net_init(&p->net, 0, MOE_KERNELS_C, NULL);
+    p->net.transport = t;
+    (void)moe_net_embedding(&p->net, IDS, n->config->router.d_model), (void)moe_net_positions(&p->net, NET_LENGTH);
+    (void)moe_net_rms_norm(&p->net), (void)moe_net_mixture(&p->net, &first), (void)moe_net_residual(&p->net, 2);
+    (void)moe_net_rms_norm(&p->net), (void)moe_net_attention(&p->net, &attention), (void)moe_net_residual(&p->net, 2);
+    (void)moe_net_rms_norm(&p->net), (void)moe_net_mixture(&p->net, n->config), (void)moe_net_residual(&p->net, 2);
+    (void)moe_net_rms_norm(&p->net), (void)moe_net_tied(&p->net);
+    return moe_net_build(&p->net, 1, n->seed, &p->error);
+}
+
+/* Three steps, an evaluation, a file. first: the first sequence, count: how many. */
+static void net_play(net_player *p, const net_case *n, const moe_transport *t, size_t first, size_t count) {
+    moe_train_config config;
+    moe_stream stream = moe_buffer_stream(&p->file);
+    moe_data data;
+    int step;
+    memset(&config, 0, sizeof config), memset(&data, 0, sizeof data);
+    config.batch = NET_LENGTH * NET_SEQUENCES, config.seed = n->seed, config.optimizer = MOE_OPTIMIZER_SGD, config.rate = (moe_real)0.02, config.clip = 1;
+    data.n = count * NET_LENGTH, data.length = NET_LENGTH;
+    data.token_ids = n->ids + first * NET_LENGTH, data.labels = n->labels + first * NET_LENGTH;
+    if (count == 0) data.token_ids = data.labels = NULL;
+    p->status = net_build(p, n, t);
+    if (p->status == MOE_OK) p->status = moe_trainer_init(&p->trainer, &p->net, &config, &p->error);
+    for (step = 0; step < NET_STEPS && p->status == MOE_OK; step++) p->status = moe_trainer_step(&p->trainer, &data, &p->steps[step], &p->error);
+    data.n = NET_LENGTH * NET_SEQUENCES, data.token_ids = n->ids, data.labels = n->labels; /* all samples on all ranks, which share them out */
+    if (p->status == MOE_OK) p->status = moe_evaluate(&p->net, &data, MOE_CRITERION_CROSS_ENTROPY, &p->evaluation, &p->error);
+    if (p->status == MOE_OK) p->status = moe_net_write(&p->net, t == NULL || t->rank == 0 ? &stream : NULL, &p->error);
+}
+
+static void net_task(ranks_rank *self, void *ctx) {
+    net_case *n = (net_case *)ctx;
+    net_player *p = &n->parts[self->rank];
+    size_t first = 0;
+    int r;
+    for (r = 0; r < self->rank; r++) first += n->sequences_of[r];
+    p->transport = ranks_transport(self);
+    p->transport.chunks = n->chunks, p->transport.apart = n->apart;
+    p->status = moe_transport_begin(&p->transport, &p->error);
+    if (p->status == MOE_OK) net_play(p, n, &p->transport, first, n->sequences_of[self->rank]);
+}
+
+static int nets_apart; /* how many */
+
+static int net_near(double a, double b) { return fabs(a - b) <= (EPSILON < 1e-10 ? 1e-9 : 3e-4) * (1.0 + fabs(b)); }
+
+/* Numbers of the one process's file against those of the ranks'. */
+static int same_files(const moe_buffer *a, const moe_buffer *b) {
+    moe_file one, two;
+    moe_file_tensor t, u;
+    int good = 1;
+    if (moe_file_open(&one, a->data, a->size, NULL) != MOE_OK || moe_file_open(&two, b->data, b->size, NULL) != MOE_OK || one.n_tensors != two.n_tensors) return 0;
+    while (moe_file_next(&one, &t) == MOE_OK && moe_file_next(&two, &u) == MOE_OK) {
+        moe_real *v = zeros(t.count), *w = zeros(t.count);
+        size_t i;
+        good &= t.count == u.count && moe_file_values(&t, 0, t.count, v) == MOE_OK && moe_file_values(&u, 0, t.count, w) == MOE_OK;
+        for (i = 0; i < t.count && good; i++) good &= net_near((double)v[i], (double)w[i]);
+        free(v), free(w);
+    }
+    return good;
+}
+
+static void net_end(net_player *p) {
+    moe_trainer_free(&p->trainer), moe_net_free(&p->net);
+    moe_transport_end(&p->transport);
+    moe_buffer_free(&p->file);
+}
+
+/* Whether a token's part in everything is its own: then it does not matter who decides. */
+static int is_each_its_own(const moe_router_config *c) {
+    return (moe_router_traits(c) & (unsigned)(MOE_TRAIT_NEEDS_BATCH | MOE_TRAIT_STOCHASTIC)) == 0 && c->input != MOE_INPUT_ADAPTIVE_CLUSTERING && !(c->capacity_factor > 0) && c->drop_capacity == 0 &&
+           c->capacity_bound == MOE_BOUND_NONE && !(c->loss_balance > 0 || c->loss_importance > 0 || c->loss_usage_entropy > 0 || c->loss_load > 0 || c->loss_similarity_same > 0 || c->loss_locality > 0) &&
+           !c->l1_controller;
+}
+
+static void test_net(const char *name, const moe_layer_config *config, int ranks, int turn) {
+    static const size_t lie[][RANKS_MOST] = {{7}, {3, 4}, {0, 3, 4}, {2, 0, 4, 1}, {1, 3, 0, 2, 1}};
+    net_case *n = (net_case *)grab(1, sizeof *n);
+    ranks_world w;
+    const char *fault;
+    char text[NAME_SIZE];
+    size_t i;
+    int r, step;
+    shown = 0;
+    moe_rng_seed(&rng, 400 + (uint64_t)turn);
+    n->name = name, n->config = config, n->ranks = ranks, n->chunks = turn % 3, n->apart = turn % 4 < 2 && is_each_its_own(&config->router), n->seed = 20 + (uint64_t)turn;
+    memcpy(n->sequences_of, lie[ranks - 1], sizeof n->sequences_of);
+    for (i = 0; i < NET_LENGTH * NET_SEQUENCES; i++) n->ids[i] = below(IDS), n->labels[i] = below(9) == 0 ? -1 : (n->ids[i] * 3 + 1) % IDS;
+    net_play(&n->one, n, NULL, 0, NET_SEQUENCES);
+    ranks_begin(&w, ranks, turn % RANKS_MOVING);
+    fault = ranks_run(&w, net_task, n);
+    nets_apart += n->apart;
+    sprintf(text, "net with %.80s on %d ranks%s: ", name, ranks, n->apart ? ", apart" : "");
+    if (CHECK(fault == NULL, strcat(text, fault != NULL ? fault : "the ranks keep the rules")) && CHECK(n->one.status == MOE_OK, n->one.error.message)) {
+        for (r = 0; r < ranks; r++) {
+            const net_player *p = &n->parts[r];
+            sprintf(text, "net with %.60s on %d ranks: %.80s", name, ranks, p->status != MOE_OK ? p->error.message : "");
+            if (!CHECK(p->status == MOE_OK, text)) continue;
+            for (step = 0; step < NET_STEPS; step++) {
+                const moe_step *a = &p->steps[step], *b = &n->one.steps[step];
+                sprintf(text, "net with %.60s on %d ranks, step %d: loss %g and not %g, router %g and not %g, norm %g and not %g", name, ranks, step, (double)a->loss, (double)b->loss,
+                        (double)a->router_loss, (double)b->router_loss, (double)a->gradient_norm, (double)b->gradient_norm);
+                CHECK(net_near((double)a->loss, (double)b->loss) && net_near((double)a->router_loss, (double)b->router_loss) && net_near((double)a->gradient_norm, (double)b->gradient_norm), text);
+            }
+            CHECK(p->evaluation.n == n->one.evaluation.n && net_near((double)p->evaluation.loss, (double)n->one.evaluation.loss) &&
+                      net_near((double)p->evaluation.accuracy, (double)n->one.evaluation.accuracy), text);
+        }
+        if (n->parts[0].status == MOE_OK) CHECK(same_files(&n->one.file, &n->parts[0].file), text);
+    }
+    net_end(&n->one);
+    for (r = 0; r < ranks; r++) net_end(&n->parts[r]);
+    ranks_end(&w);
+    free(n);
+}
+
+static void test_nets(void) {
+    const moe_preset *preset;
+    int turn = 0, ranks;
+    for (preset = moe_presets(); preset->name != NULL; preset++)
+        for (ranks = 1; ranks <= 5; ranks++) {
+            moe_layer_config c;
+            turn++;
+            if ((turn * 7 + turn / 5) % (few ? 12 : 2) != 0 || !CHECK(moe_layer_preset(preset->name, &c, NULL) == MOE_OK, preset->name)) continue;
+            shrink(&c, ranks);
+            if (c.router.refine == MOE_REFINE_ATTENTION) c.router.heads = NET_HEADS;
+            if (c.router.select == MOE_SELECT_SOFT && c.router.input == MOE_INPUT_ADAPTIVE_CLUSTERING) continue; /* refused: see is_refused */
+            test_net(preset->name, &c, ranks, turn);
+        }
+    CHECK(nets_apart > (few ? 2 : 20), "some of them apart");
+}
+
 static void test_routers(void) { with_presets(1), with_capacity(1), with_rules(1), with_random(1); }
 
 static void test_presets(void) { with_presets(0); }
@@ -1918,12 +2443,18 @@ static void test_rules(void) { with_rules(0); }
 
 static void test_random(void) { with_random(0); }
 
+static void test_apart(void) {
+    apart_now = 1;
+    with_presets(0), with_capacity(0), with_rules(0), test_experts(), test_nothing(), test_spoilt();
+    apart_now = 0;
+}
+
 int main(int argc, char **argv) {
     static const struct {
         void (*test)(void);
         const char *name;
-    } tests[] = {{test_transport, "transport"}, {test_parts, "parts"}, {test_begin, "begin"}, {test_agree, "agree"}, {test_too_many, "too many"},
-                 {test_mismatch, "mismatch"}, {test_alone, "alone"}, {test_spoilt, "spoilt"}, {test_failing, "failing"}, {test_routers, "routers"}, {test_presets, "presets"}, {test_capacity, "capacity"}, {test_rules, "rules"}, {test_random, "random"}, {test_experts, "experts"}, {test_sizes, "sizes"}, {test_nothing, "nothing"}, {test_nodes, "nodes"}};
+    } tests[] = {{test_transport, "transport"}, {test_parts, "parts"}, {test_begin, "begin"}, {test_agree, "agree"}, {test_status, "status"}, {test_too_many, "too many"},
+                 {test_mismatch, "mismatch"}, {test_alone, "alone"}, {test_spoilt, "spoilt"}, {test_failing, "failing"}, {test_lies, "lies"}, {test_routers, "routers"}, {test_presets, "presets"}, {test_apart, "apart"}, {test_capacity, "capacity"}, {test_rules, "rules"}, {test_random, "random"}, {test_experts, "experts"}, {test_sizes, "sizes"}, {test_nothing, "nothing"}, {test_nodes, "nodes"}, {test_nets, "nets"}};
     size_t i;
     few = argc > 1 && strcmp(argv[1], "few") == 0;
     for (i = 0; i < sizeof tests / sizeof *tests; i++)

@@ -41,6 +41,10 @@ typedef struct ranks_rank {
     unsigned long calls, begins; /* of the transport's functions; exchanges begun */
     unsigned long fail_at;       /* this call fails, counted from 1; 0: none */
     int fail_late;               /* 1: it does its work first, and fails here alone */
+    unsigned long lie_at;        /* this call, if it is one of counts, hears `lie` from another rank as its number lie_word; 0: none */
+    size_t lie_word;
+    uint64_t lie;
+    int lied;                    /* 1: it did */
     uint64_t history;            /* a hash of the calls so far */
     const void *posted;          /* what the others may read between two meetings */
     size_t n;
@@ -166,6 +170,7 @@ static moe_status ranks_counts(void *ctx, size_t n, const uint64_t *send, uint64
         if (i != r->rank) r->bytes[i] += n * sizeof *receive;
     }
     r->counted += n * sizeof *receive;
+    if (r->calls == r->lie_at && r->lie_word < n) receive[(size_t)((r->rank + 1) % w->n_ranks) * n + r->lie_word] = r->lie, r->lied = 1;
     return ranks_meet(w) ? ranks_done(r) : MOE_ERR_TRANSPORT;
 }
 
