@@ -91,13 +91,13 @@ static int same_bits(const void *a, const void *b, size_t n) { return n == 0 || 
 
 /* ---- memory that fails when it is told to -------------------------------------------------------------------------------------- */
 
-typedef struct memory {
+typedef struct heap {
     long blocks;         /* handed out and not given back */
     long calls, fail_at; /* fail_at: number of the call that fails, 0: none */
-} memory;
+} heap;
 
 static void *memory_resize(void *ctx, void *block, size_t old_size, size_t new_size) {
-    memory *m = (memory *)ctx;
+    heap *m = (heap *)ctx;
     void *made;
     (void)old_size;
     if (new_size == 0) {
@@ -111,7 +111,7 @@ static void *memory_resize(void *ctx, void *block, size_t old_size, size_t new_s
     return made;
 }
 
-static moe_allocator memory_allocator(memory *m) {
+static moe_allocator memory_allocator(heap *m) {
     moe_allocator a;
     memset(m, 0, sizeof *m);
     a.ctx = m;
@@ -224,12 +224,12 @@ static moe_data data_of(int kind, size_t from, size_t n) {
 /* ---- one training, in one process or on ranks ---------------------------------------------------------------------------------------- */
 
 /* What a training is. */
-typedef struct training {
+typedef struct course {
     int kind, ranks;
     moe_train_config config;
     int accumulate; /* batches of a step, by moe_trainer_accumulate; 0: moe_trainer_step */
     int skew;       /* 1: in turn one rank has no samples, or all of them */
-} training;
+} course;
 
 /* And what came of it. */
 typedef struct outcome {
@@ -239,17 +239,17 @@ typedef struct outcome {
     moe_net net;
     moe_trainer trainer;
     moe_transport transport;
-    memory memory;
+    heap memory;
 } outcome;
 
 typedef struct job {
-    const training *training;
+    const course *training;
     outcome outcomes[MOST_RANKS];
     moe_buffer file; /* of rank 0 */
 } job;
 
 /* The part of a rank in the batch of a step. */
-static void part_of(const training *g, int rank, int step, size_t n, size_t *first, size_t *count) {
+static void part_of(const course *g, int rank, int step, size_t n, size_t *first, size_t *count) {
     size_t unit = has_sequences(g->kind) ? LENGTH : 1;
     int alone = g->skew && step % 3 != 0 ? step % g->ranks : -1;
     moe_rank_part(n / unit, rank, g->ranks, first, count);
@@ -263,7 +263,7 @@ static void part_of(const training *g, int rank, int step, size_t n, size_t *fir
 
 static size_t batch_of(int step) { return step % 4 == 3 ? 8 : BATCH; }
 
-static void take_step(const training *g, outcome *o, int rank, int step) {
+static void take_step(const course *g, outcome *o, int rank, int step) {
     int i, batches = g->accumulate > 0 ? g->accumulate : 1;
     moe_status status;
     moe_error error;
@@ -285,7 +285,7 @@ static void take_step(const training *g, outcome *o, int rank, int step) {
     o->steps[step] = seen;
 }
 
-static void train(const training *g, outcome *o, int rank, const moe_transport *t) {
+static void train(const course *g, outcome *o, int rank, const moe_transport *t) {
     moe_error error;
     moe_allocator allocator = memory_allocator(&o->memory);
     int step;
@@ -372,7 +372,7 @@ static int same_buffers(const moe_buffer *a, const moe_buffer *b) { return a->si
 
 /* A checkpoint that is read by so many ranks and written again. */
 typedef struct copying {
-    const training *training;
+    const course *training;
     const moe_buffer *from;
     moe_buffer to, net_to, layer_to;
     outcome outcomes[MOST_RANKS];
@@ -411,7 +411,7 @@ static void copy_task(ranks_rank *self, void *ctx) {
 }
 
 /* A file of ranks: the same bytes from any number of ranks that have read it, and from one process. */
-static void compare_files(const training *g, const moe_buffer *file) {
+static void compare_files(const course *g, const moe_buffer *file) {
     static copying c;
     moe_buffer plain, net_plain;
     moe_stream stream = moe_buffer_stream(&net_plain);
@@ -448,10 +448,10 @@ static void compare_files(const training *g, const moe_buffer *file) {
 }
 
 /* One training on 1 to 4 ranks against one process. */
-static void test_training(const training *wanted, const char *what) {
+static void test_training(const course *wanted, const char *what) {
     static outcome one;
     static job j;
-    training g = *wanted;
+    course g = *wanted;
     char name[120];
     int ranks, r;
     memset(&one, 0, sizeof one);
@@ -477,8 +477,8 @@ static void test_training(const training *wanted, const char *what) {
     outcome_free(&one);
 }
 
-static training training_of(int kind) {
-    training g;
+static course course_of(int kind) {
+    course g;
     memset(&g, 0, sizeof g);
     g.kind = kind;
     g.config.batch = BATCH;
@@ -489,10 +489,10 @@ static training training_of(int kind) {
 
 static void test_all_trainings(void) {
     static const moe_param_group groups[] = {{"*.router.*", (moe_real)0.1, 0, 0}, {"0.*", 0, 0, 1}, {"*.experts.*", 1, 2, 0}};
-    training g;
+    course g;
     int kind;
     for (kind = 0; kind < KINDS; kind++) {
-        g = training_of(kind);
+        g = course_of(kind);
         test_training(&g, "adamw");
         g.skew = 1;
         g.config.optimizer = MOE_OPTIMIZER_SGD;
@@ -500,7 +500,7 @@ static void test_all_trainings(void) {
         g.config.decay = (moe_real)0.01;
         test_training(&g, "sgd, clipped, ranks without samples");
     }
-    g = training_of(CAPACITY);
+    g = course_of(CAPACITY);
     g.accumulate = 3;
     g.skew = 1;
     g.config.clip = (moe_real)0.3;
@@ -765,7 +765,7 @@ static scene scene_of(int kind, int bad, int which) {
 /* Makes the rank's net and trainer, with memory that can be told to fail later on. */
 static int act_begin(actor *a, int with_trainer) {
     moe_allocator allocator = memory_allocator(&a->o.memory);
-    moe_train_config config = training_of(a->s->kind).config;
+    moe_train_config config = course_of(a->s->kind).config;
     if (!STATUS(build(&a->o.net, a->s->kind, begin(&a->o, a->self), &allocator, &a->error), MOE_OK, "build", &a->error)) return 0;
     return !with_trainer || STATUS(moe_trainer_init(&a->o.trainer, &a->o.net, &config, &a->error), MOE_OK, "trainer", &a->error);
 }
@@ -891,7 +891,7 @@ static void act_build_memory(actor *a) {
 }
 
 static void act_trainer_memory(actor *a) {
-    moe_train_config config = training_of(a->s->kind).config;
+    moe_train_config config = course_of(a->s->kind).config;
     moe_status status;
     if (!act_begin(a, 0)) return;
     a->o.memory.calls = 0, a->o.memory.fail_at = a->bad ? a->s->fail_at : 0;
@@ -901,7 +901,7 @@ static void act_trainer_memory(actor *a) {
 }
 
 static void act_fit_memory(actor *a) {
-    moe_train_config config = training_of(a->s->kind).config;
+    moe_train_config config = course_of(a->s->kind).config;
     moe_data data = data_of(a->s->kind, 0, 24);
     moe_evaluation evaluation;
     moe_status status;
@@ -943,7 +943,7 @@ static void act_file_memory(actor *a) {
     moe_buffer_free(&file);
 }
 
-/* -- training */
+/* -- course */
 
 static void act_trainer(actor *a) {
     static const moe_param_group groups[] = {{"*.weight", 2, 0, 0}, {"*.bias", 2, 0, 0}, {"*.weight", 3, 0, 0}};
@@ -1037,7 +1037,7 @@ static void act_trainer(actor *a) {
 
 static void act_fit(actor *a) {
     static const char *const parts[] = {"the samples to train on: n: ", "the samples to train on: x: ", "the samples to train on: labels: ", "samples to test on", "is missing on 2 of 3"};
-    moe_train_config config = training_of(a->s->kind).config;
+    moe_train_config config = course_of(a->s->kind).config;
     moe_data data, other;
     moe_evaluation evaluation;
     moe_real x[24 * D];
@@ -1217,7 +1217,7 @@ static void act_load(actor *a) {
 
 /* Whole work, of which one call of the transport fails on one rank: every rank gets an error, none waits for ever, none leaks. */
 static void act_broken(actor *a) {
-    moe_train_config config = training_of(a->s->kind).config;
+    moe_train_config config = course_of(a->s->kind).config;
     moe_allocator allocator = memory_allocator(&a->o.memory);
     moe_data data = data_of(a->s->kind, 0, 24), part = act_data(a);
     moe_evaluation evaluation;
