@@ -16835,8 +16835,9 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
 #define MOEI_OF_moe_module(M, s) M(s, kind) M(s, d_in) M(s, d_out) M(s, act) M(s, span) M(s, n_rows) M(s, rate) M(s, attention) M(s, layer) \
     M(s, tensors) M(s, gradients) M(s, first_tensor)
 #define MOEI_OF_moe_net(M, s) M(s, d_in) M(s, d_out) M(s, n_modules) M(s, modules) M(s, n_tensors) M(s, tensors) M(s, kernels_wanted) \
-    M(s, kernels) M(s, allocator) M(s, memory) M(s, memory_size) M(s, built) M(s, trainable) M(s, error)
-#define MOEI_OF_moe_net_pass(M, s) M(s, n_tokens) M(s, training) M(s, y) M(s, call) M(s, past) M(s, most) M(s, modules) M(s, scratch) M(s, d_x)
+    M(s, kernels) M(s, transport) M(s, allocator) M(s, memory) M(s, memory_size) M(s, built) M(s, trainable) M(s, error)
+#define MOEI_OF_moe_net_pass(M, s) M(s, n_tokens) M(s, training) M(s, y) M(s, call) M(s, past) M(s, most) M(s, first) M(s, total) M(s, modules) \
+    M(s, scratch) M(s, d_x)
 #define MOEI_OF_moe_cache(M, s) M(s, net) M(s, n_tokens) M(s, most) M(s, memory) M(s, size)
 #define MOEI_OF_moe_sampling(M, s) M(s, greedy) M(s, temperature) M(s, top_k) M(s, top_p)
 #define MOEI_OF_moe_data(M, s) M(s, n) M(s, x) M(s, labels) M(s, targets) M(s, call) M(s, token_ids) M(s, length)
@@ -16848,7 +16849,7 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
     M(s, beta1) M(s, beta2) M(s, epsilon) M(s, decay) M(s, clip) M(s, seed) M(s, progress) M(s, progress_ctx) M(s, accumulate) M(s, schedule) \
     M(s, warmup) M(s, total_steps) M(s, groups) M(s, n_groups) M(s, evaluate_every) M(s, checkpoint) M(s, checkpoint_every) M(s, resume)
 #define MOEI_OF_moe_trainer(M, s) M(s, net) M(s, config) M(s, steps) M(s, rng) M(s, rate) M(s, total_steps) M(s, n_accumulated) M(s, position) \
-    M(s, memory) M(s, memory_size) M(s, factors) M(s, work) M(s, work_size)
+    M(s, memory) M(s, memory_size) M(s, factors) M(s, work) M(s, work_size) M(s, most)
 #define MOEI_OF_moe_step(M, s) M(s, loss) M(s, router_loss) M(s, gradient_norm)
 #define MOEI_OF_moe_modular(M, s) M(s, trainer) M(s, memory) M(s, memory_size) M(s, teacher) M(s, n_teacher) M(s, n_mixtures) M(s, candidate) \
     M(s, best) M(s, drawn) M(s, changed) M(s, sequences) M(s, net_work) M(s, net_size)
