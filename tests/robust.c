@@ -1769,12 +1769,19 @@ static void test_files(void) {
     CHECK(T(moe_file_write)(&stream, net.tensors, 1, NULL, 0, NULL, &error) == MOE_OK && T(moe_file_open)(&file, buffer.data, buffer.size, &error) == MOE_OK, "writes one tensor");
     CHECK(T(moe_file_find)(&file, net.tensors[0].name, &tensor) == MOE_OK && T(moe_file_values)(&tensor, 9, 1, values) == MOE_OK && same_bits(values, specials + 9, 1), "the largest number");
     T(moe_buffer_free)(&buffer);
+    T(moe_net_free)(&copy);
+    memset(&buffer, 0, sizeof buffer), stream = T(moe_buffer_stream)(&buffer);
+    CHECK(T(moe_net_write)(&net, &stream, &error) == MOE_OK && T(moe_net_read_shared)(&copy, buffer.data, buffer.size, 0, 0, NULL, NULL, &error) == MOE_OK, "reads them alone");
+    CHECK(same_bits(copy.tensors[0].data, specials, IS_NAN), "bit for bit");
+    T(moe_buffer_free)(&buffer);
     T(moe_net_free)(&copy), T(moe_net_free)(&net);
     CHECK(T(moe_layer_create)(&layer, &c, 0, 3, NULL, &error) == MOE_OK, "layer");
     memcpy((moe_real *)(void *)(uintptr_t)layer.tensors[MOE_ROUTER_WEIGHT], specials, sizeof specials);
     memset(&buffer, 0, sizeof buffer), stream = T(moe_buffer_stream)(&buffer);
     CHECK(T(moe_layer_write)(&layer, &stream, &error) == MOE_OK && T(moe_layer_read)(&other, buffer.data, buffer.size, 0, NULL, &error) == MOE_OK, "a layer");
     CHECK(same_bits(other.tensors[MOE_ROUTER_WEIGHT], specials, IS_NAN) && is_nan(other.tensors[MOE_ROUTER_WEIGHT][IS_NAN]), "bit for bit");
+    T(moe_layer_free)(&other);
+    CHECK(T(moe_layer_read_shared)(&other, buffer.data, buffer.size, 0, NULL, NULL, &error) == MOE_OK && same_bits(other.tensors[MOE_ROUTER_WEIGHT], specials, IS_NAN), "a layer alone");
     T(moe_buffer_free)(&buffer);
     T(moe_layer_free)(&layer), T(moe_layer_free)(&other);
     { /* a trainer's moments */
