@@ -153,6 +153,17 @@
      read may come from strangers: every length, offset, shape, type and name is checked before it is used. A file is replaced by writing
      beside it and renaming, so a failed save leaves the old one.
 
+     Several machines.   Processes, called ranks, train one net together: every rank has all of it but the experts, of which each has its part. A transport
+     of three functions (examples/mpi.c has them for MPI) moves what they tell each other; every rank runs the same program:
+       moe_transport transport = {0};  transport.rank = rank;  transport.n_ranks = ranks;  transport.counts = ...;
+       moe_transport_begin(&transport, &error);
+       moe_net_init(&net, 64, MOE_KERNELS_AUTO, NULL);  net.transport = &transport;        then modules and build as ever, with the same seed
+       moe_trainer_init(&trainer, &net, &config, &error);
+       moe_trainer_step(&trainer, &own_samples, &step, &error);          each rank brings its own samples, or none; step is that of all of them
+       moe_trainer_save(&trainer, "run.safetensors", &error);            rank 0 writes one ordinary file, which any number of ranks can load
+     moe_fit and moe_evaluate take the same samples on all ranks and split them. What comes out is what one process makes of the whole batch, within
+     rounding. All these calls are collective: see "nets on several machines".
+
      Published layers.   The mixtures of Mixtral, Qwen, OLMoE, DeepSeek, Llama 4, GPT-OSS and others load from the files that their authors ship:
        moe_load_layer(&layer, "Mixtral-8x7B", "model.layers.3.mlp", NULL, NULL, &error);    a folder, a .safetensors, an index or a .gguf (blk.3)
        moe_save_published(&layer, "new.safetensors", "model.layers.3.block_sparse_moe", "mixtral", MOE_DTYPE_BF16, &error);
@@ -916,6 +927,28 @@ typedef struct moe_net {
     moe_error error;      /* the first module call that failed; build returns it again */
 } moe_net;
 
+/* Nets on several machines.   With net.transport, set after moe_net_init and begun (moe_transport_begin), a net belongs to all ranks: mixtures appended
+   afterwards hold the rank's own experts, all else is the same on every rank, to the bit. It is as if one process had the batch of all ranks, the samples of
+   rank 0 first:
+     - moe_net_build, moe_trainer_init and loading compare the settings of all ranks before they take memory: MOE_ERR_CONFIG on all of them, error names rank,
+       module and field. Tensors start with the bits that one process would give them. Trainable nets need the same kernels on all ranks: name them
+       where machines differ.
+     - moe_net_forward and _backward: every rank brings its own tokens, whole sequences of them, or none. Draws of dropout and routers are those of one
+       process: call.rng is the same on all ranks before and after. call.batch must be NULL. Gradients of experts are complete after backward, those of other
+       tensors are the rank's share until the trainer has added them up. Losses, metrics and routings of training are those of all tokens.
+     - moe_trainer_step, _accumulate and _update: every rank passes its own samples (n may be 0 on some), *step tells of all. The mean is over all ranks'
+       labelled samples. Gradients of what all ranks hold are added over ranks once per step, and the norm for clipping is that of the whole net.
+     - moe_fit and moe_evaluate: all ranks pass the same samples, config.batch of them at a time on all ranks together; each takes its part (moe_rank_part) of
+       every batch. Results and progress are the same on all; a callback that stops one rank stops all. Without length the samples of each rank are one sequence.
+     - moe_net_write, _save, moe_trainer_write, _save, moe_layer_write, _save: rank 0 writes one ordinary file, with the bytes of one process that has the same
+       values; it fetches the others' experts in pieces of 256 KiB. stream and path of the other ranks are not used and may be NULL.
+     - moe_net_load_shared and moe_trainer_load read the files of any number of ranks.
+   All of these, moe_net_observe, and the file functions of layers with a transport, are collective: all ranks call them in the same order. A call that fails on
+   one rank fails on all: the others get MOE_ERR_PEER, and error says which rank it was and what its status is; all can go on afterwards as after any failed call.
+   (But a net, trainer or layer that is NULL cannot be told to others: they wait.) After MOE_ERR_TRANSPORT end all ranks. Trainers that are out of step, by steps,
+   rate, random state, batches or frozen tensors, are MOE_ERR_STATE before a batch is touched. MOE_ERR_UNSUPPORTED with a transport: decoding,
+   moe_model_create, modular networks and criteria that read experts: load the net's file without transport for these. */
+
 /* An empty net for inputs of width d_in, 1..MOE_MAX_WIDTH, or 0: it reads token ids, and its first module is an embedding. kernels: MOE_KERNELS_, 0 = the
    best there is. allocator NULL: the standard heap. Whatever *net held is overwritten, not freed. On failure (MOE_ERR_CONFIG, MOE_ERR_UNSUPPORTED: these kernels cannot run here,
    MOE_ERR_ARGUMENT: no heap) *net is empty and remembers the failure in net->error, as module calls do. */
@@ -928,7 +961,7 @@ MOE_API moe_status moe_net_linear(moe_net *net, int d_out);
 MOE_API moe_status moe_net_activation(moe_net *net, int act);
 /* y = (x - mean)/sqrt(var + 1e-5) * g + b, each row by itself. */
 MOE_API moe_status moe_net_layer_norm(moe_net *net);
-/* A mixture layer. config->router.d_model may be 0: the width that arrives. config->kernels 0: the net's. Adaptive clustering takes its clusters from the
+/* A mixture layer. config->router.d_model may be 0: the width that arrives. config->kernels 0: the net's. config->transport NULL: the net's, which it must be. Adaptive clustering takes its clusters from the
    mixture before it in the net: MOE_ERR_CONFIG when there is none, when that one has more experts, or (modes paper, running) another width. */
 MOE_API moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config);
 /* y = x + what entered the module `span` places before, 1..modules so far; both must be equally wide. */
@@ -962,7 +995,7 @@ MOE_API moe_status moe_net_build(moe_net *net, int trainable, uint64_t seed, moe
 MOE_API void moe_net_free(moe_net *net);
 /* The tensor of a name ("2.router.weight"), or NULL (also before build). It belongs to the net; its values may be changed. */
 MOE_API moe_tensor *moe_net_find(const moe_net *net, const char *name);
-/* Numbers in all tensors, and those that one token uses (may be NULL), as moe_layer_parameters counts: one row of an embedding or of positions, all of
+/* Numbers in all tensors (with a transport: in those of this rank), and those that one token uses (may be NULL), as moe_layer_parameters counts: one row of an embedding or of positions, all of
    it for tied. 0 before build. */
 MOE_API size_t moe_net_parameters(const moe_net *net, size_t *used_per_token);
 
@@ -980,19 +1013,20 @@ typedef struct moe_net_pass {
     moe_real *d_x;
 } moe_net_pass;
 
-/* Exact bytes of work memory for n_tokens: every module keeps its output (so residuals and reports may look back), and with training = 1
-   its gradient. Never less for more tokens. MOE_ERR_STATE before build, MOE_ERR_OVERFLOW. */
+/* Exact bytes of work memory for n_tokens (with a transport: the most that any rank brings to a call): every module keeps its output (so residuals and
+   reports may look back), and with training = 1 its gradient. Never less for more tokens. MOE_ERR_STATE before build, MOE_ERR_OVERFLOW. */
 MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, size_t *bytes);
 /* Runs all modules on call->x [N,d_in], or with d_in = 0 on call->token_ids [N], each below the embedding's V; pass->y is the output, in
    work[work_size] (any alignment). Everything in call but x reaches every mixture layer as it is: mask, sequences, rng, training, ...; attention
    and positions follow mask and sequences too. router_x and nodes must be NULL, n_past 0; attention_* too when every router that reads them has an
    attention before it. given and teacher hold those of all mixture layers (soft ones have none) one after another. Padding gets y = 0 from attention,
    and passes the other modules but mixtures like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE,
-   MOE_ERR_ARGUMENT, else as moe_route. On failure *pass is untouched. Thread-safe for different work.
+   MOE_ERR_ARGUMENT, else as moe_route; with a transport, where it is collective, MOE_ERR_STATE also when training or call.rng differ between ranks. On
+   failure *pass is untouched. Thread-safe for different work (with a transport: one thread at a time).
    x may hold infinities and NaN: mixtures and feed_forwards (these in padding too) end the call with MOE_ERR_NONFINITE, in the other modules they stay in
    their token's row, and attention takes them to the tokens that see it, to the bit no others. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
-/* Whether the net can decode token by token: no attention is full, and all mixture layers pass moe_router_check_decoding. MOE_ERR_UNSUPPORTED: error
+/* Whether the net can decode token by token: it has no transport, no attention is full, and all mixture layers pass moe_router_check_decoding. MOE_ERR_UNSUPPORTED: error
    names the first module that cannot. */
 MOE_API moe_status moe_net_check_decoding(const moe_net *net, moe_error *error);
 /* The routing of module i in a pass, or NULL when module i is not a mixture or not there. */
@@ -1182,7 +1216,7 @@ typedef struct moe_step {
 /* Checks config (NULL: {0}) and makes a trainer for net, which must outlive it and stay where it is. MOE_ERR_STATE: net is not built with
    trainable = 1. MOE_ERR_CONFIG: a field is out of range. MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *trainer is untouched. */
 MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error);
-/* One step on 1..config.batch samples: gradients to 0, forward, loss, backward, clip, state of the routers, optimiser. Tensors that are frozen, by
+/* One step on 1..config.batch samples (with a transport 0.., but 1 on some rank): gradients to 0, forward, loss, backward, clip, state of the routers, optimiser. Tensors that are frozen, by
    MOE_PARAM_FROZEN or a group, stay as they are; biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and
    the label, or the router that needs more than x and what batch->call lacks), MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss
    or gradient is not finite, or the gradient's norm is beyond 1e19 (1e150 in the double build). After a failure only the gradients have changed.
@@ -1192,7 +1226,8 @@ MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch,
    and shows the pass to the routers' state; update steps on the mean of the gradients and advances that state. moe_trainer_step is both. In *step
    loss and router_loss are of this batch (accumulate), gradient_norm is of the mean (update); each leaves the other's fields alone. Errors as
    moe_trainer_step. Data that are refused change nothing; when accumulate fails later, the batches since the last update are lost: n_accumulated
-   is 0 (what the routers' state has seen of them stays). update: MOE_ERR_STATE without a batch; a failed one changes nothing. */
+   is 0 (what the routers' state has seen of them stays). update: MOE_ERR_STATE without a batch; a failed one changes nothing (with a transport the batches
+   are lost where it fails after the ranks' gradients were added). */
 MOE_API moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
 MOE_API moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error);
 /* A checkpoint: the net's file, and in it the optimiser's moments ("trainer.first" and, of adamw, "trainer.second": one number for each of the net's,
@@ -1200,7 +1235,7 @@ MOE_API moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_
    Between steps only: MOE_ERR_STATE while batches are accumulated. Training that goes on from it has the same bits as training that was not interrupted. */
 MOE_API moe_status moe_trainer_write(const moe_trainer *trainer, moe_stream *stream, moe_error *error);
 /* Sets a trainer, made for a net of the same modules with the same optimiser, and its net to a checkpoint; the rest of its config is its own, also the
-   schedule, which sets the rate again. Accumulated batches are dropped. The file may come from a stranger; errors as moe_net_read, and
+   schedule, which sets the rate again. It may have been written by any number of ranks. Accumulated batches are dropped. The file may come from a stranger; errors as moe_net_read, and
    MOE_ERR_CONFIG: other modules or another optimiser. On failure both are as they were. */
 MOE_API moe_status moe_trainer_read(moe_trainer *trainer, const void *bytes, size_t size, moe_error *error);
 #ifndef MOE_NO_STDIO
@@ -1253,11 +1288,12 @@ MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch,
    the order of the samples comes from config.seed, random stages of routers from a stream of their own that is made from it.
    With config.checkpoint the training can be stopped or killed at any time and resumed with the same bits, those of progress included. A resumed
    one wants the same modules, optimizer, n, length, batch, accumulate and seed (MOE_ERR_CONFIG names what differs); with more epochs a finished one
-   goes on, with the same there is nothing more to do. A checkpoint that cannot be written ends training: MOE_ERR_IO, or MOE_ERR_MEMORY, for it
+   goes on, with the same there is nothing more to do; how many ranks there are does not matter, but for rounding. With a transport every rank reads the
+   checkpoint (MOE_ERR_CONFIG where it is missing on some), and rank 0 writes it. A checkpoint that cannot be written ends training: MOE_ERR_IO, or MOE_ERR_MEMORY, for it
    takes memory; the file is then the one before. MOE_ERR_UNSUPPORTED: a checkpoint with MOE_NO_STDIO. */
 MOE_API moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error);
 /* Loss and accuracy of net on data, 64 samples at a time (data->length > 0: as many whole sequences as fit into 512 samples and soft_sequences, at
-   least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output or the loss is not finite. n = 0 gives zeros. On
+   least one; with a transport each rank takes its part of them), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output or the loss is not finite. n = 0 gives zeros. On
    failure *result is untouched. */
 MOE_API moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result, moe_error *error);
 
