@@ -2713,23 +2713,28 @@ MOE_API void moe_file_rewind(moe_file *file) {
     if (file != NULL) file->at = MOEI_FILE_START;
 }
 
-MOE_API moe_status moe_file_find(const moe_file *file, const char *name, moe_file_tensor *tensor) {
+/* moe_file_find, and where in the data the tensor begins. */
+static moe_status moei_file_find(const moe_file *file, const char *name, moe_file_tensor *tensor, size_t *begin) {
     moei_names w;
     moei_span span;
     moei_json j;
     moe_file_tensor t;
     moe_status status;
-    size_t begin;
     int kind;
-    if (file == NULL || name == NULL || tensor == NULL) return MOE_ERR_ARGUMENT;
     if (file->n_tensors == 0) return MOE_ERR_NOT_FOUND;
     w = moei_names_of(file, 0);
     if (!moei_names_find(&w, name, &span)) return MOE_ERR_NOT_FOUND;
     j = moei_file_json(file, (size_t)(span.p - file->bytes) - 1);
-    if ((status = moei_file_entry(&j, 1, file, &t, &begin, &kind)) != MOE_OK) return status;
+    if ((status = moei_file_entry(&j, 1, file, &t, begin, &kind)) != MOE_OK) return status;
     if (kind != MOEI_ENTRY_TENSOR) return MOE_ERR_NOT_FOUND;
     *tensor = t;
     return MOE_OK;
+}
+
+MOE_API moe_status moe_file_find(const moe_file *file, const char *name, moe_file_tensor *tensor) {
+    size_t begin;
+    if (file == NULL || name == NULL || tensor == NULL) return MOE_ERR_ARGUMENT;
+    return moei_file_find(file, name, tensor, &begin);
 }
 
 MOE_API moe_status moe_file_metadata(const moe_file *file, const char *key, char *value, size_t room, size_t *length) {
@@ -10103,8 +10108,7 @@ static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
 
 #ifndef MOE_NO_STDIO
 
-static moe_status moei_checkpoint_open(const moe_trainer *trainer, const void *bytes, size_t size, moe_file *file, moei_checkpoint *c, moe_error *error);
-static moe_status moei_checkpoint_apply(moe_trainer *trainer, moe_file *file, const moei_checkpoint *c, moe_error *error);
+static moe_status moei_checkpoint_load(moe_trainer *trainer, const char *path, const moei_fit *fit, moe_error *error);
 static moe_status moei_checkpoint_differs(const moei_checkpoint *has, const moei_checkpoint *wanted, moe_error *error);
 
 /* Whether a checkpoint is one of this training. */
@@ -10120,31 +10124,16 @@ static moe_status moei_fit_continues(const moei_fit *f, const moei_checkpoint *c
     return moei_error(error, MOE_ERR_FORMAT, "the checkpoint's position is none of this training");
 }
 
-static moe_status moei_shared_load(const moe_transport *t, const char *path, const moe_allocator *allocator, moe_buffer *buffer, moe_error *error);
-static moe_status moei_file_agree(const moe_transport *t, const void *bytes, size_t size, int trainable, const moe_kernels *kernels, moe_error *error);
-
 static moe_status moei_fit_resume(moei_fit *f, moe_error *error) {
-    const char *path = f->trainer.config.checkpoint;
-    moe_buffer buffer;
-    moei_checkpoint c;
-    moe_file file;
-    moe_status status;
     const moe_transport *t = f->trainer.net->transport;
-    int missing = f->trainer.config.resume && moei_file_is_missing(path);
+    const char *path = f->trainer.config.checkpoint;
+    moe_status status;
+    int missing = f->trainer.config.resume && moei_file_is_missing(path), ranks = t != NULL ? t->n_ranks : 1;
     if (!f->trainer.config.resume) return MOE_OK;
     status = moei_ranks_vote(t, MOE_OK, &missing, error);
-    if (status != MOE_OK || missing == (t != NULL ? t->n_ranks : 1)) return status;
-    if (missing > 0) return moei_error(error, MOE_ERR_CONFIG, "checkpoint = '%s': it is missing on %d of %d ranks", path, missing, t->n_ranks);
-    status = moei_shared_load(t, path, &f->trainer.net->allocator, &buffer, error);
-    if (status == MOE_OK) {
-        status = moei_checkpoint_open(&f->trainer, buffer.data, buffer.size, &file, &c, error);
-        if (status == MOE_OK) status = moei_fit_continues(f, &c, error);
-        status = moei_ranks_vote(t, status, NULL, error);
-    }
-    if (status == MOE_OK) status = moei_file_agree(t, buffer.data, buffer.size, 1, f->trainer.net->kernels, error);
-    if (status == MOE_OK) status = moei_checkpoint_apply(&f->trainer, &file, &c, error);
-    moe_buffer_free(&buffer);
-    return status;
+    if (status != MOE_OK || missing == ranks) return status;
+    if (missing > 0) return moei_error(error, MOE_ERR_CONFIG, "checkpoint = '%s': it is missing on %d of %d ranks", path, missing, ranks);
+    return moei_checkpoint_load(&f->trainer, path, f, error);
 }
 
 #else
@@ -11581,6 +11570,8 @@ static moe_status moei_file_compare(const moe_net *net, const moe_file_tensor *f
     if (t == NULL)
         return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': the configuration has none of this name",
                           moei_span_text(moei_span_of(found->name, found->name_length), shown));
+    if (found->dtype >= MOE_DTYPE_COUNT)
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': an element type that this version does not know", t->name);
     whole = moei_whole_tensor(net, t);
     if (t->n_dims != found->n_dims || moei_memcmp(whole.shape, found->shape, (size_t)t->n_dims * sizeof t->shape[0]) != 0)
         return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be %s, the file has %s", t->name,
@@ -11610,47 +11601,174 @@ static moe_status moei_file_match(const moe_net *net, moe_file *file, moe_error 
     return status;
 }
 
-/* The values, after match. */
-static moe_status moei_file_fill(const moe_net *net, moe_file *file, moe_error *error) {
+/* ---- a file's bytes: all of them in memory, or, on several ranks, those that this rank needs --------------------------------------- */
+
+typedef struct moei_contents {
+    moe_file file;       /* opened */
+    moe_buffer bytes;    /* of all of it, or of its header; empty: they are the caller's */
+    void *disk;          /* a FILE with what follows the header; NULL: all is in memory */
+    const char *path;    /* its name */
+    unsigned char *data; /* [size] what was read of it: each tensor's part, in the order of the walk */
+    size_t size, at;
+    uint64_t mark;       /* of what all ranks read */
+    moe_allocator allocator;
+} moei_contents;
+
+static moe_status moei_contents_memory(moei_contents *c, const void *bytes, size_t size, const moe_allocator *allocator, moe_error *error) {
+    memset(c, 0, sizeof *c);
+    if (allocator != NULL) c->allocator = *allocator;
+    return moe_file_open(&c->file, bytes, size, error);
+}
+
+#ifndef MOE_NO_STDIO
+
+static int moei_disk_seek(FILE *f, uint64_t to);
+static int moei_disk_size(FILE *f, uint64_t *size);
+
+/* size bytes from `at` on. */
+static moe_status moei_contents_read(const moei_contents *c, size_t at, void *to, size_t size, moe_error *error) {
+    FILE *f = (FILE *)c->disk;
+    errno = 0;
+    if (moei_disk_seek(f, (uint64_t)at) && fread(to, 1, size, f) == size) return MOE_OK;
+    return moei_file_failed(error, "cannot read", c->path, errno);
+}
+
+/* Reads and checks the header of the file on the disk. */
+static moe_status moei_contents_header(moei_contents *c, moe_error *error) {
+    unsigned char first[8];
+    uint64_t size, length;
+    moe_status status;
+    errno = 0;
+    if (!moei_disk_size((FILE *)c->disk, &size)) return moei_file_failed(error, "cannot read", c->path, errno);
+    if (size < 8 || size > (uint64_t)(size_t)-1 / 2)
+        return moei_error(error, size < 8 ? MOE_ERR_FORMAT : MOE_ERR_OVERFLOW, "%s: the file has %s bytes", c->path, size < 8 ? "fewer than 8" : "more than size_t can say");
+    status = moei_contents_read(c, 0, first, sizeof first, error);
+    if (status != MOE_OK) return status;
+    length = moei_load(first, 8);
+    if (length > MOEI_FILE_MAX_HEADER || length > size - 8)
+        return moei_error(error, MOE_ERR_FORMAT, "%s: no safetensors file: its header would have more bytes than follow", c->path);
+    status = moei_buffer_reserve(&c->bytes, 8 + (size_t)length);
+    if (status != MOE_OK) return moei_error(error, status, "no memory for a header of %z bytes", (size_t)length);
+    c->bytes.size = 8 + (size_t)length;
+    status = moei_contents_read(c, 0, c->bytes.data, c->bytes.size, error);
+    return status == MOE_OK ? moei_file_check(&c->file, c->bytes.data, (size_t)size, 1, error) : status;
+}
+
+/* All of the file where there is one process. */
+static moe_status moei_contents_file(moei_contents *c, const char *path, const moe_transport *t, const moe_allocator *allocator, moe_error *error) {
+    moe_status status;
+    memset(c, 0, sizeof *c);
+    if (allocator != NULL) c->allocator = c->bytes.allocator = *allocator;
+    c->path = path;
+    if (t == NULL) {
+        status = moe_file_read(path, &c->bytes, error);
+        return status == MOE_OK ? moe_file_open(&c->file, c->bytes.data, c->bytes.size, error) : status;
+    }
+    if (path == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "path is NULL");
+    if (!moei_can_allocate(allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
+    errno = 0;
+    c->disk = fopen(path, "rb");
+    return c->disk != NULL ? moei_contents_header(c, error) : moei_file_failed(error, "cannot open", path, errno);
+}
+
+static void moei_contents_close(moei_contents *c) {
+    if (c->disk != NULL) (void)fclose((FILE *)c->disk);
+    if (c->data != NULL) moei_free(&c->allocator, c->data, c->size);
+    moe_buffer_free(&c->bytes);
+}
+
+#endif
+
+/* What is done with the part of each tensor that this rank needs: the bytes of a file on the disk are counted, then read, and then, as those in memory,
+   become values. */
+enum { MOEI_WALK_COUNT = 0, MOEI_WALK_READ, MOEI_WALK_VALUES };
+
+/* t: a tensor of the net, whose values are found from number `first` on in a tensor whose bytes begin at `begin` of the data. */
+static moe_status moei_walk_part(moei_contents *c, int walk, const moe_net *net, const moe_tensor *t, const moe_file_tensor *found, size_t begin, size_t first, moe_real *to,
+                                 moe_error *error) {
+    moe_file_tensor part = *found;
+    size_t each = moei_dtype_sizes[found->dtype], bytes = t->count * each; /* as much is in the file */
+    moe_status status = MOE_OK;
+    (void)net;
+    if (walk == MOEI_WALK_COUNT) {
+        c->size += bytes;
+        return MOE_OK;
+    }
+    if (walk == MOEI_WALK_VALUES) {
+        if (c->disk != NULL) part.data = c->data + c->at, part.count = t->count, first = 0;
+        status = moe_file_values(&part, first, t->count, to);
+        if (status != MOE_OK) (void)moei_error(error, status, "a tensor's values: %s", moe_status_text(status));
+    }
+#ifndef MOE_NO_STDIO
+    if (walk == MOEI_WALK_READ) {
+        status = moei_contents_read(c, 8 + c->file.header_size + begin + first * each, c->data + c->at, bytes, error);
+        if (status == MOE_OK && moei_parted(net, t) == 0) c->mark = moei_hash(c->mark, c->data + c->at, bytes);
+    }
+#else
+    (void)begin;
+#endif
+    if (c->disk != NULL) c->at += bytes;
+    return status;
+}
+
+/* The tensors of the net, after match. */
+static moe_status moei_contents_walk(moei_contents *c, int walk, const moe_net *net, moe_error *error) {
     moe_file_tensor found;
     moe_status status = MOE_OK;
-    moe_file_rewind(file);
-    while (status == MOE_OK && moe_file_next(file, &found) == MOE_OK) {
+    size_t begin;
+    c->at = 0;
+    moe_file_rewind(&c->file);
+    while (status == MOE_OK && moei_file_next(&c->file, &found, &begin) == MOE_OK) {
         const moe_tensor *t = moei_file_wanted(net, &found);
         if (net->n_modules > 0 && moei_is_of_trainer(&found)) continue;
-        status = t != NULL ? moe_file_values(&found, moei_whole_first(net, t), t->count, t->data) : MOE_ERR_FORMAT;
-        if (status != MOE_OK) (void)moei_error(error, status, "a tensor's values: %s", moe_status_text(status));
+        status = t != NULL ? moei_walk_part(c, walk, net, t, &found, begin, moei_whole_first(net, t), t->data, error)
+                           : moei_error(error, MOE_ERR_FORMAT, "the file's bytes have changed");
     }
     return status;
 }
 
-/* Whether all ranks read the same file in the same way: each checks all of it, and takes its part. */
-static moe_status moei_file_agree(const moe_transport *t, const void *bytes, size_t size, int trainable, const moe_kernels *kernels, moe_error *error) {
+/* Memory for what has been counted. */
+static moe_status moei_contents_take(moei_contents *c, moe_error *error) {
+    c->data = (unsigned char *)moei_alloc(&c->allocator, c->size, 1);
+    c->mark = moei_hash(0, c->bytes.data, c->bytes.size);
+    return c->data != NULL ? MOE_OK : moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of the file", c->size);
+}
+
+/* Reads this rank's part of a file on the disk. */
+static moe_status moei_contents_fetch(moei_contents *c, const moe_net *net, moe_error *error) {
+    moe_status status;
+    if (c->disk == NULL) return MOE_OK;
+    status = moei_contents_walk(c, MOEI_WALK_COUNT, net, error);
+    if (status == MOE_OK) status = moei_contents_take(c, error);
+    return status == MOE_OK ? moei_contents_walk(c, MOEI_WALK_READ, net, error) : status;
+}
+
+/* Whether all ranks read the same file in the same way: what all of them need of it, and how long it is. */
+static moe_status moei_contents_agree(const moe_transport *t, const moei_contents *c, int trainable, const moe_kernels *kernels, moe_error *error) {
     static const char *const names[] = {"its length", "its contents", "trainable", "kernels (auto takes each machine's best)"};
     uint64_t values[4];
     if (t == NULL) return MOE_OK;
-    values[0] = size, values[1] = moei_hash(0, bytes, size), values[2] = trainable != 0;
+    values[0] = c->file.size, values[1] = c->disk != NULL ? c->mark : moei_hash(0, c->file.bytes, c->file.size), values[2] = trainable != 0;
     values[3] = trainable ? (uint64_t)(int64_t)moei_table(kernels)->id : 0;
     return moei_agree_named(t, 4, names, values, "the file: ", error);
 }
 
-moe_status moe_net_read_shared(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_transport *transport,
-                               const moe_allocator *allocator, moe_error *error) {
+/* The net of a file that status says is open, or why not. */
+static moe_status moei_net_take(moe_net *net, moei_contents *c, moe_status status, int trainable, int kernels, const moe_transport *transport, const moe_allocator *allocator,
+                                moe_error *error) {
     moei_net_options options;
     moe_net made;
-    moe_file file;
-    moe_status status;
     memset(&made, 0, sizeof made);
     options.kernels = kernels, options.allocator = allocator, options.transport = transport;
-    status = net != NULL ? moe_file_open(&file, bytes, size, error) : moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
-    if (status == MOE_OK) status = moei_config_read(&file, &options, &made, NULL, error);
+    if (status == MOE_OK) status = moei_config_read(&c->file, &options, &made, NULL, error);
     if (status == MOE_OK) status = moei_net_register(&made, error);
-    if (status == MOE_OK) status = moei_file_match(&made, &file, error);
+    if (status == MOE_OK) status = moei_file_match(&made, &c->file, error);
+    if (status == MOE_OK) status = moei_contents_fetch(c, &made, error);
     status = moei_ranks_vote(transport, status, NULL, error);
-    if (status == MOE_OK) status = moei_file_agree(transport, bytes, size, trainable, made.kernels, error);
+    if (status == MOE_OK) status = moei_contents_agree(transport, c, trainable, made.kernels, error);
     if (status == MOE_OK) {
         status = moei_net_allocate(&made, trainable, error);
-        if (status == MOE_OK) status = moei_file_fill(&made, &file, error);
+        if (status == MOE_OK) status = moei_contents_walk(c, MOEI_WALK_VALUES, &made, error);
         status = moei_ranks_vote(transport, status, NULL, error);
     }
     if (status == MOE_OK) *net = made;
@@ -11658,54 +11776,67 @@ moe_status moe_net_read_shared(moe_net *net, const void *bytes, size_t size, int
     return status;
 }
 
+moe_status moe_net_read_shared(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_transport *transport,
+                               const moe_allocator *allocator, moe_error *error) {
+    moei_contents c;
+    moe_status status = net != NULL ? moei_contents_memory(&c, bytes, size, allocator, error) : moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+    return moei_net_take(net, &c, status, trainable, kernels, transport, allocator, error);
+}
+
 moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
                         moe_error *error) {
     return moe_net_read_shared(net, bytes, size, trainable, kernels, NULL, allocator, error);
 }
 
-/* The layer that a file describes, without tensors; matched with those of the file. */
-static moe_status moei_layer_open(moe_layer *made, moe_file *file, const void *bytes, size_t size, const moei_net_options *options, moe_error *error) {
+/* The layer that a file describes, without tensors; matched with those of the file, which are read where they are on the disk. */
+static moe_status moei_layer_open(moe_layer *made, moei_contents *c, const moei_net_options *options, moe_error *error) {
     moe_layer_config config;
     moe_tensor tensors[MOE_LAYER_SLOTS];
     moe_module module;
     moe_net list;
-    moe_status status = moe_file_open(file, bytes, size, error);
-    if (status == MOE_OK) status = moei_config_read(file, options, NULL, &config, error);
+    moe_status status = moei_config_read(&c->file, options, NULL, &config, error);
     if (status != MOE_OK) return status;
     config.transport = options->transport;
     status = moe_layer_init(made, &config, error);
     if (status != MOE_OK) return status;
     if (options->allocator != NULL) made->allocator = *options->allocator;
     list = moei_layer_list(made, tensors, &module);
-    return moei_file_match(&list, file, error);
+    status = moei_file_match(&list, &c->file, error);
+    return status == MOE_OK ? moei_contents_fetch(c, &list, error) : status;
 }
 
 /* Memory for it, and the values. */
-static moe_status moei_layer_take(moe_layer *made, moe_file *file, int trainable, moe_error *error) {
+static moe_status moei_layer_fill_of(moe_layer *made, moei_contents *c, int trainable, moe_error *error) {
     moe_tensor tensors[MOE_LAYER_SLOTS];
     moe_module module;
     moe_net list;
     moe_status status = moei_layer_allocate(made, trainable, error);
     if (status != MOE_OK) return status;
     list = moei_layer_list(made, tensors, &module);
-    return moei_file_fill(&list, file, error);
+    return moei_contents_walk(c, MOEI_WALK_VALUES, &list, error);
+}
+
+/* As moei_net_take. */
+static moe_status moei_layer_take(moe_layer *layer, moei_contents *c, moe_status status, int trainable, const moe_transport *transport, const moe_allocator *allocator,
+                                  moe_error *error) {
+    moei_net_options options;
+    moe_layer made;
+    memset(&made, 0, sizeof made);
+    options.kernels = MOE_KERNELS_AUTO, options.allocator = allocator, options.transport = transport;
+    if (status == MOE_OK) status = moei_layer_open(&made, c, &options, error);
+    status = moei_ranks_vote(transport, status, NULL, error);
+    if (status == MOE_OK) status = moei_contents_agree(transport, c, trainable, made.kernels, error);
+    if (status == MOE_OK) status = moei_ranks_vote(transport, moei_layer_fill_of(&made, c, trainable, error), NULL, error);
+    if (status == MOE_OK) *layer = made;
+    else moe_layer_free(&made);
+    return status;
 }
 
 moe_status moe_layer_read_shared(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_transport *transport, const moe_allocator *allocator,
                                  moe_error *error) {
-    moei_net_options options;
-    moe_layer made;
-    moe_file file;
-    moe_status status;
-    memset(&made, 0, sizeof made);
-    options.kernels = MOE_KERNELS_AUTO, options.allocator = allocator, options.transport = transport;
-    status = layer != NULL ? moei_layer_open(&made, &file, bytes, size, &options, error) : moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
-    status = moei_ranks_vote(transport, status, NULL, error);
-    if (status == MOE_OK) status = moei_file_agree(transport, bytes, size, trainable, made.kernels, error);
-    if (status == MOE_OK) status = moei_ranks_vote(transport, moei_layer_take(&made, &file, trainable, error), NULL, error);
-    if (status == MOE_OK) *layer = made;
-    else moe_layer_free(&made);
-    return status;
+    moei_contents c;
+    moe_status status = layer != NULL ? moei_contents_memory(&c, bytes, size, allocator, error) : moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    return moei_layer_take(layer, &c, status, trainable, transport, allocator, error);
 }
 
 moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_allocator *allocator,
@@ -11715,26 +11846,13 @@ moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int 
 
 #ifndef MOE_NO_STDIO
 
-/* The whole file, in memory of allocator. */
-static moe_status moei_file_load(const char *path, const moe_allocator *allocator, moe_buffer *buffer, moe_error *error) {
-    memset(buffer, 0, sizeof *buffer);
-    if (allocator != NULL) buffer->allocator = *allocator;
-    return moe_file_read(path, buffer, error);
-}
-
-/* The same; without the file there are no bytes, which the other ranks hear of. */
-static moe_status moei_shared_load(const moe_transport *t, const char *path, const moe_allocator *allocator, moe_buffer *buffer, moe_error *error) {
-    moe_status status = moei_ranks_vote(t, moei_file_load(path, allocator, buffer, error), NULL, error);
-    if (status != MOE_OK) moe_buffer_free(buffer);
-    return status;
-}
-
 moe_status moe_net_load_shared(moe_net *net, const char *path, int trainable, int kernels, const moe_transport *transport, const moe_allocator *allocator,
                                moe_error *error) {
-    moe_buffer buffer;
-    moe_status status = moei_shared_load(transport, path, allocator, &buffer, error);
-    if (status == MOE_OK) status = moe_net_read_shared(net, buffer.data, buffer.size, trainable, kernels, transport, allocator, error);
-    moe_buffer_free(&buffer);
+    moei_contents c;
+    moe_status status = moei_contents_file(&c, path, transport, allocator, error);
+    if (net == NULL) status = moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+    status = moei_net_take(net, &c, status, trainable, kernels, transport, allocator, error);
+    moei_contents_close(&c);
     return status;
 }
 
@@ -11744,10 +11862,11 @@ moe_status moe_net_load(moe_net *net, const char *path, int trainable, int kerne
 
 moe_status moe_layer_load_shared(moe_layer *layer, const char *path, int trainable, const moe_transport *transport, const moe_allocator *allocator,
                                  moe_error *error) {
-    moe_buffer buffer;
-    moe_status status = moei_shared_load(transport, path, allocator, &buffer, error);
-    if (status == MOE_OK) status = moe_layer_read_shared(layer, buffer.data, buffer.size, trainable, transport, allocator, error);
-    moe_buffer_free(&buffer);
+    moei_contents c;
+    moe_status status = moei_contents_file(&c, path, transport, allocator, error);
+    if (layer == NULL) status = moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    status = moei_layer_take(layer, &c, status, trainable, transport, allocator, error);
+    moei_contents_close(&c);
     return status;
 }
 
@@ -13820,6 +13939,8 @@ static moe_status moei_checkpoint_moments(const moe_trainer *trainer, moe_file *
     for (i = 0; i < moei_moments(trainer); i++) {
         if (moe_file_find(file, moei_moment_names[i], &found) != MOE_OK)
             return moei_error(error, MOE_ERR_NOT_FOUND, "tensor '%s': missing in the file", moei_moment_names[i]);
+        if (found.dtype >= MOE_DTYPE_COUNT)
+            return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': an element type that this version does not know", moei_moment_names[i]);
         if (found.n_dims != 1 || found.shape[0] != numbers)
             return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be [%z], the file has %s", moei_moment_names[i], numbers,
                               moei_shape_text(found.shape, found.n_dims, have));
@@ -13830,11 +13951,9 @@ static moe_status moei_checkpoint_moments(const moe_trainer *trainer, moe_file *
 }
 
 /* Checks all of a checkpoint; changes nothing. */
-static moe_status moei_checkpoint_open(const moe_trainer *trainer, const void *bytes, size_t size, moe_file *file, moei_checkpoint *c, moe_error *error) {
+static moe_status moei_checkpoint_check(const moe_trainer *trainer, moe_file *file, moei_checkpoint *c, moe_error *error) {
     char text[MOEI_CHECKPOINT_TEXT];
-    moe_status status = moe_file_open(file, bytes, size, error);
-    if (status != MOE_OK) return status;
-    status = moe_file_metadata(file, MOEI_CHECKPOINT_KEY, text, sizeof text, NULL);
+    moe_status status = moe_file_metadata(file, MOEI_CHECKPOINT_KEY, text, sizeof text, NULL);
     if (status == MOE_ERR_NOT_FOUND)
         return moei_error(error, MOE_ERR_FORMAT, "the file is no checkpoint: no metadata of the key '" MOEI_CHECKPOINT_KEY "'");
     if (status != MOE_OK) return moei_error(error, MOE_ERR_FORMAT, "metadata " MOEI_CHECKPOINT_KEY ": the text is too long");
@@ -13846,27 +13965,38 @@ static moe_status moei_checkpoint_open(const moe_trainer *trainer, const void *b
     return status == MOE_OK ? moei_checkpoint_moments(trainer, file, error) : status;
 }
 
-/* Moment i: of each tensor what this rank holds. */
-static moe_status moei_moment_fill(moe_trainer *trainer, const moe_file *file, size_t i) {
+/* The net's tensors and then the moments: of each tensor what this rank holds. */
+static moe_status moei_checkpoint_walk(const moe_trainer *trainer, moei_contents *c, int walk, moe_error *error) {
     const moe_net *net = trainer->net;
-    moe_real *to = trainer->memory + i * moei_net_numbers(net);
     moe_file_tensor found;
-    moe_status status = moe_file_find(file, moei_moment_names[i], &found);
-    size_t k, at = 0;
-    for (k = 0; k < net->n_tensors && status == MOE_OK; k++) {
-        const moe_tensor *t = &net->tensors[k];
-        status = moe_file_values(&found, at + moei_whole_first(net, t), t->count, to + (t->data - net->memory));
-        at += moei_whole_tensor(net, t).count;
+    size_t i, k, at, begin;
+    moe_status status = moei_contents_walk(c, walk, net, error);
+    for (i = 0; i < moei_moments(trainer) && status == MOE_OK; i++) {
+        moe_real *to = trainer->memory + i * moei_net_numbers(net);
+        status = moei_file_find(&c->file, moei_moment_names[i], &found, &begin);
+        for (k = 0, at = 0; k < net->n_tensors && status == MOE_OK; k++) {
+            const moe_tensor *t = &net->tensors[k];
+            status = moei_walk_part(c, walk, net, t, &found, begin, at + moei_whole_first(net, t), to + (t->data - net->memory), error);
+            at += moei_whole_tensor(net, t).count;
+        }
     }
     return status;
 }
 
-/* After open: nothing can fail. */
-static moe_status moei_checkpoint_apply(moe_trainer *trainer, moe_file *file, const moei_checkpoint *c, moe_error *error) {
+/* Reads this rank's part of a file on the disk. */
+static moe_status moei_checkpoint_fetch(const moe_trainer *trainer, moei_contents *c, moe_error *error) {
+    moe_status status;
+    if (c->disk == NULL) return MOE_OK;
+    status = moei_checkpoint_walk(trainer, c, MOEI_WALK_COUNT, error);
+    if (status == MOE_OK) status = moei_contents_take(c, error);
+    return status == MOE_OK ? moei_checkpoint_walk(trainer, c, MOEI_WALK_READ, error) : status;
+}
+
+/* After all checks: nothing can fail. */
+static moe_status moei_checkpoint_apply(moe_trainer *trainer, moei_contents *contents, const moei_checkpoint *c, moe_error *error) {
     double rate;
     size_t i;
-    moe_status status = moei_file_fill(trainer->net, file, error);
-    for (i = 0; i < moei_moments(trainer) && status == MOE_OK; i++) status = moei_moment_fill(trainer, file, i);
+    moe_status status = moei_checkpoint_walk(trainer, contents, MOEI_WALK_VALUES, error);
     for (i = 0; i < trainer->net->n_modules; i++) trainer->net->modules[i].layer.is_packed = 0;
     trainer->steps = c->steps;
     trainer->rng.state = c->rng;
@@ -13878,14 +14008,28 @@ static moe_status moei_checkpoint_apply(moe_trainer *trainer, moe_file *file, co
     return status;
 }
 
-moe_status moe_trainer_read(moe_trainer *trainer, const void *bytes, size_t size, moe_error *error) {
+/* A checkpoint in a file that status says is open, or why not; fit: one that moe_fit goes on from, or NULL. */
+static moe_status moei_checkpoint_take(moe_trainer *trainer, moei_contents *contents, moe_status status, const moei_fit *fit, moe_error *error) {
+    const moe_transport *t = trainer->net->transport;
     moei_checkpoint c;
-    moe_file file;
+    if (status == MOE_OK) status = moei_checkpoint_check(trainer, &contents->file, &c, error);
+#ifndef MOE_NO_STDIO
+    if (status == MOE_OK && fit != NULL) status = moei_fit_continues(fit, &c, error);
+#else
+    (void)fit;
+#endif
+    if (status == MOE_OK) status = moei_checkpoint_fetch(trainer, contents, error);
+    status = moei_ranks_vote(t, status, NULL, error);
+    if (status == MOE_OK) status = moei_contents_agree(t, contents, 1, trainer->net->kernels, error);
+    return status == MOE_OK ? moei_checkpoint_apply(trainer, contents, &c, error) : status;
+}
+
+moe_status moe_trainer_read(moe_trainer *trainer, const void *bytes, size_t size, moe_error *error) {
+    moei_contents c;
     moe_status status = moei_trainer_is_made(trainer, error);
     if (status != MOE_OK) return status;
-    status = moei_ranks_vote(trainer->net->transport, moei_checkpoint_open(trainer, bytes, size, &file, &c, error), NULL, error);
-    if (status == MOE_OK) status = moei_file_agree(trainer->net->transport, bytes, size, 1, trainer->net->kernels, error);
-    return status == MOE_OK ? moei_checkpoint_apply(trainer, &file, &c, error) : status;
+    status = moei_contents_memory(&c, bytes, size, &trainer->net->allocator, error);
+    return moei_checkpoint_take(trainer, &c, status, NULL, error);
 }
 
 #ifndef MOE_NO_STDIO
@@ -13912,14 +14056,18 @@ moe_status moe_trainer_save(const moe_trainer *trainer, const char *path, moe_er
     return status == MOE_OK ? moei_save_on(trainer->net->transport, path, moei_trainer_save, &s, &s.begun, error) : status;
 }
 
-moe_status moe_trainer_load(moe_trainer *trainer, const char *path, moe_error *error) {
-    moe_buffer buffer;
-    moe_status status;
-    if (trainer == NULL || trainer->net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must be one that init has made");
-    status = moei_shared_load(trainer->net->transport, path, &trainer->net->allocator, &buffer, error);
-    if (status == MOE_OK) status = moe_trainer_read(trainer, buffer.data, buffer.size, error);
-    moe_buffer_free(&buffer);
+static moe_status moei_checkpoint_load(moe_trainer *trainer, const char *path, const moei_fit *fit, moe_error *error) {
+    const moe_net *net = trainer->net;
+    moei_contents c;
+    moe_status status = moei_contents_file(&c, path, net->transport, &net->allocator, error);
+    status = moei_checkpoint_take(trainer, &c, status, fit, error);
+    moei_contents_close(&c);
     return status;
+}
+
+moe_status moe_trainer_load(moe_trainer *trainer, const char *path, moe_error *error) {
+    if (trainer == NULL || trainer->net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must be one that init has made");
+    return moei_checkpoint_load(trainer, path, NULL, error);
 }
 
 #endif
