@@ -1215,6 +1215,104 @@ static void act_load(actor *a) {
     act_go_on(a);
 }
 
+/* Rank 0 writes the first n bytes of a file; then all go on. */
+static void act_put(actor *a, const char *name, const moe_buffer *bytes, size_t n) {
+    if (a->self->rank == 0) {
+        FILE *f = fopen(name, "wb");
+        CHECK(f != NULL && fwrite(bytes->data, 1, n, f) == n, "a file");
+        if (f != NULL) CHECK(fclose(f) == 0, "a file");
+    }
+    STATUS(moe_transport_status(&a->o.transport, MOE_OK), MOE_OK, "all are here", NULL);
+}
+
+/* Files on the disk that are none, on all ranks. */
+static void act_files(actor *a) {
+    static moe_buffer good; /* of rank 0 */
+    moe_buffer *bytes = &good;
+    moe_stream stream = moe_buffer_stream(bytes);
+    moe_net net;
+    size_t n, i, header, kinds = 0;
+    moe_status status;
+    memset(&net, 0, sizeof net);
+    if (!act_begin(a, 1)) return;
+    STATUS(moe_trainer_write(&a->o.trainer, a->self->rank == 0 ? &stream : NULL, &a->error), MOE_OK, "write", &a->error);
+    STATUS(moe_transport_status(&a->o.transport, MOE_OK), MOE_OK, "all are here", NULL);
+    header = 8 + (size_t)bytes->data[0] + 256 * (size_t)bytes->data[1];
+    for (i = 0; i < 14; i++) {
+        n = i < 12 ? i * header / 10 : i == 12 ? bytes->size - 1 : 7;
+        act_put(a, path[0], bytes, n);
+        status = moe_trainer_load(&a->o.trainer, path[0], &a->error);
+        CHECK(status == MOE_ERR_FORMAT || (n == 0 && status == MOE_ERR_IO), "a file that ends too early");
+        CHECK(moe_net_load_shared(&net, path[0], 0, MOE_KERNELS_C, &a->o.transport, NULL, &a->error) == status, "a file that ends too early");
+    }
+    for (i = 8; i + 5 < header; i++) { /* a type of elements that is none: of each tensor in turn */
+        unsigned char kept = bytes->data[i + 1];
+        int of_trainer = 0;
+        if (memcmp(bytes->data + i, "\"F32\"", 5) != 0 && memcmp(bytes->data + i, "\"F64\"", 5) != 0) continue;
+        for (n = i - 40 > 8 ? i - 40 : 8; n < i; n++) of_trainer |= memcmp(bytes->data + n, "trainer.", 8) == 0;
+        STATUS(moe_transport_status(&a->o.transport, MOE_OK), MOE_OK, "all have looked", NULL);
+        if (a->self->rank == 0) bytes->data[i + 1] = 'X';
+        act_put(a, path[0], bytes, bytes->size);
+        ALL_FAIL(a, moe_trainer_load(&a->o.trainer, path[0], &a->error), MOE_ERR_UNSUPPORTED, "an element type");
+        status = moe_net_load_shared(&net, path[0], 0, MOE_KERNELS_C, &a->o.transport, NULL, &a->error);
+        CHECK(status == (of_trainer ? MOE_OK : MOE_ERR_UNSUPPORTED), "an element type");
+        if (status == MOE_OK) moe_net_free(&net);
+        memset(&net, 0, sizeof net);
+        STATUS(moe_transport_status(&a->o.transport, MOE_OK), MOE_OK, "all have read", NULL);
+        if (a->self->rank == 0) bytes->data[i + 1] = kept;
+        STATUS(moe_transport_status(&a->o.transport, MOE_OK), MOE_OK, "it is whole again", NULL);
+        kinds++;
+    }
+    CHECK(kinds == a->o.net.n_tensors + 2, "all tensors");
+    ALL_FAIL(a, moe_trainer_load(&a->o.trainer, NULL, &a->error), MOE_ERR_ARGUMENT, "path");
+    ALL_FAIL(a, moe_trainer_load(&a->o.trainer, "/", &a->error), MOE_ERR_IO, "/");
+    act_put(a, path[0], bytes, bytes->size);
+    STATUS(moe_trainer_load(&a->o.trainer, path[0], &a->error), MOE_OK, "the whole file", &a->error);
+    STATUS(moe_transport_status(&a->o.transport, MOE_OK), MOE_OK, "all have read", NULL);
+    if (a->self->rank == 0) moe_buffer_free(bytes), memset(bytes, 0, sizeof *bytes);
+}
+
+/* Layers alone: the file of one process, read by all. */
+static void act_layers(actor *a) {
+    moe_layer_config config = layer_of("d_model=6 n_experts=5 top_k=2 d_ff=7 n_shared=1 expert=mlp");
+    moe_layer layer, all, copy;
+    moe_buffer one, many;
+    moe_stream to_one = moe_buffer_stream(&one), to_many = moe_buffer_stream(&many);
+    const char *mine = a->bad ? "/nowhere/at/all" : path[0];
+    moe_tensor own, whole;
+    size_t i;
+    memset(&one, 0, sizeof one), memset(&many, 0, sizeof many), memset(&copy, 0, sizeof copy);
+    STATUS(moe_layer_create(&all, &config, 0, 9, NULL, &a->error), MOE_OK, "a layer of one process", &a->error);
+    STATUS(moe_layer_write(&all, &to_one, &a->error), MOE_OK, "its file", &a->error);
+    config.transport = begin(&a->o, a->self);
+    STATUS(moe_layer_create(&layer, &config, 1, 9, NULL, &a->error), MOE_OK, "a layer of ranks", &a->error);
+    STATUS(moe_layer_write(&layer, a->self->rank == 0 ? &to_many : NULL, &a->error), MOE_OK, "its file", &a->error);
+    if (a->self->rank == 0) CHECK(same_buffers(&one, &many), "the file of a layer on ranks is that of one process");
+    if (a->s->bad == 0) ONE_FAILS(a, moe_layer_write(&layer, NULL, &a->error), MOE_ERR_ARGUMENT);
+    STATUS(moe_layer_save(&layer, a->self->rank == 0 ? path[0] : NULL, &a->error), MOE_OK, "save", &a->error);
+    ONE_FAILS(a, moe_layer_load_shared(&copy, mine, 0, config.transport, NULL, &a->error), MOE_ERR_IO);
+    ONE_FAILS(a, moe_layer_load_shared(a->bad ? NULL : &copy, path[0], 0, config.transport, NULL, &a->error), MOE_ERR_ARGUMENT);
+    ONE_FAILS(a, moe_layer_read_shared(a->bad ? NULL : &copy, one.data, one.size, 0, config.transport, NULL, &a->error), MOE_ERR_ARGUMENT);
+    ALL_FAIL(a, moe_layer_load_shared(&copy, path[0], a->bad, config.transport, NULL, &a->error), MOE_ERR_CONFIG, "trainable");
+    for (i = 0; i < 2; i++) {
+        if (i == 0) STATUS(moe_layer_load_shared(&copy, path[0], 1, config.transport, NULL, &a->error), MOE_OK, "load", &a->error);
+        else STATUS(moe_layer_read_shared(&copy, one.data, one.size, 0, config.transport, NULL, &a->error), MOE_OK, "read", &a->error);
+        {
+            size_t k, first, count, row;
+            moe_rank_part(5, a->self->rank, a->s->ranks, &first, &count);
+            for (k = 0; moe_layer_tensor(&copy, k, &own) == MOE_OK && moe_layer_tensor(&all, k, &whole) == MOE_OK; k++) {
+                row = own.count == whole.count ? 0 : whole.count / 5;
+                CHECK(own.count == (row > 0 ? row * count : whole.count), "its part");
+                CHECK(same_bits(own.data, whole.data + row * first, own.count * sizeof(moe_real)), "with the values of one process");
+            }
+            CHECK(k > 5, "all tensors");
+        }
+        moe_layer_free(&copy);
+    }
+    moe_layer_free(&layer), moe_layer_free(&all);
+    moe_buffer_free(&one), moe_buffer_free(&many);
+}
+
 /* Whole work, of which one call of the transport fails on one rank: every rank gets an error, none waits for ever, none leaks. */
 static void act_broken(actor *a) {
     moe_train_config config = course_of(a->s->kind).config;
@@ -1278,6 +1376,8 @@ static void test_failures(void) {
         }
     }
     for (bad = 0; bad < 3; bad++) s = scene_of(NOISY, bad, 0), play(act_load, &s, "load");
+    for (bad = 0; bad < 3; bad++) s = scene_of(CHOICE, bad, 0), play(act_layers, &s, "layers");
+    s = scene_of(NOISY, -1, 0), play(act_files, &s, "files");
     s = scene_of(CHOICE, -1, 0), play(act_build_alone, &s, "transports that do not fit");
     s = scene_of(CHOICE, -1, 0), play(act_refused, &s, "what is refused");
     s = scene_of(CHOICE, 0, 0), play(act_write, &s, "write");
