@@ -942,7 +942,7 @@ typedef struct moe_net {
        every batch. Results and progress are the same on all; a callback that stops one rank stops all. Without length the samples of each rank are one sequence.
      - moe_net_write, _save, moe_trainer_write, _save, moe_layer_write, _save: rank 0 writes one ordinary file, with the bytes of one process that has the same
        values; it fetches the others' experts in pieces of 256 KiB. stream and path of the other ranks are not used and may be NULL.
-     - moe_net_load_shared and moe_trainer_load read the files of any number of ranks.
+     - moe_net_load_shared and moe_trainer_load read the files of any number of ranks. Each rank needs the file and memory for its own part of it.
    All of these, moe_net_observe, and the file functions of layers with a transport, are collective: all ranks call them in the same order. A call that fails on
    one rank fails on all: the others get MOE_ERR_PEER, and error says which rank it was and what its status is; all can go on afterwards as after any failed call.
    (But a net, trainer or layer that is NULL cannot be told to others: they wait.) After MOE_ERR_TRANSPORT end all ranks. Trainers that are out of step, by steps,
@@ -11606,7 +11606,9 @@ static moe_status moei_file_match(const moe_net *net, moe_file *file, moe_error 
 typedef struct moei_contents {
     moe_file file;       /* opened */
     moe_buffer bytes;    /* of all of it, or of its header; empty: they are the caller's */
-    void *disk;          /* a FILE with what follows the header; NULL: all is in memory */
+    /* Reads size bytes from `at` on, where they are on the disk; NULL: all is in memory. */
+    moe_status (*read)(struct moei_contents *c, size_t at, void *to, size_t size, moe_error *error);
+    void *disk;          /* the FILE */
     const char *path;    /* its name */
     unsigned char *data; /* [size] what was read of it: each tensor's part, in the order of the walk */
     size_t size, at;
@@ -11625,11 +11627,15 @@ static moe_status moei_contents_memory(moei_contents *c, const void *bytes, size
 static int moei_disk_seek(FILE *f, uint64_t to);
 static int moei_disk_size(FILE *f, uint64_t *size);
 
-/* size bytes from `at` on. */
-static moe_status moei_contents_read(const moei_contents *c, size_t at, void *to, size_t size, moe_error *error) {
+static moe_status moei_contents_read(moei_contents *c, size_t at, void *to, size_t size, moe_error *error) {
     FILE *f = (FILE *)c->disk;
+    size_t done = 0, got = 1;
+    int good;
     errno = 0;
-    if (moei_disk_seek(f, (uint64_t)at) && fread(to, 1, size, f) == size) return MOE_OK;
+    good = moei_disk_seek(f, (uint64_t)at);
+    for (; good && done < size && got > 0; done += got) got = fread((unsigned char *)to + done, 1, size - done, f);
+    if (good && done == size) return MOE_OK;
+    if (good && !ferror(f)) return moei_error(error, MOE_ERR_FORMAT, "%s: the file has become shorter: it ends before byte %z", c->path, at + size);
     return moei_file_failed(error, "cannot read", c->path, errno);
 }
 
@@ -11668,7 +11674,9 @@ static moe_status moei_contents_file(moei_contents *c, const char *path, const m
     if (!moei_can_allocate(allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
     errno = 0;
     c->disk = fopen(path, "rb");
-    return c->disk != NULL ? moei_contents_header(c, error) : moei_file_failed(error, "cannot open", path, errno);
+    if (c->disk == NULL) return moei_file_failed(error, "cannot open", path, errno);
+    c->read = moei_contents_read;
+    return moei_contents_header(c, error);
 }
 
 static void moei_contents_close(moei_contents *c) {
@@ -11689,25 +11697,20 @@ static moe_status moei_walk_part(moei_contents *c, int walk, const moe_net *net,
     moe_file_tensor part = *found;
     size_t each = moei_dtype_sizes[found->dtype], bytes = t->count * each; /* as much is in the file */
     moe_status status = MOE_OK;
-    (void)net;
     if (walk == MOEI_WALK_COUNT) {
         c->size += bytes;
         return MOE_OK;
     }
     if (walk == MOEI_WALK_VALUES) {
-        if (c->disk != NULL) part.data = c->data + c->at, part.count = t->count, first = 0;
+        if (c->read != NULL) part.data = c->data + c->at, part.count = t->count, first = 0;
         status = moe_file_values(&part, first, t->count, to);
         if (status != MOE_OK) (void)moei_error(error, status, "a tensor's values: %s", moe_status_text(status));
     }
-#ifndef MOE_NO_STDIO
     if (walk == MOEI_WALK_READ) {
-        status = moei_contents_read(c, 8 + c->file.header_size + begin + first * each, c->data + c->at, bytes, error);
+        status = c->read(c, 8 + c->file.header_size + begin + first * each, c->data + c->at, bytes, error);
         if (status == MOE_OK && moei_parted(net, t) == 0) c->mark = moei_hash(c->mark, c->data + c->at, bytes);
     }
-#else
-    (void)begin;
-#endif
-    if (c->disk != NULL) c->at += bytes;
+    if (c->read != NULL) c->at += bytes;
     return status;
 }
 
@@ -11737,7 +11740,7 @@ static moe_status moei_contents_take(moei_contents *c, moe_error *error) {
 /* Reads this rank's part of a file on the disk. */
 static moe_status moei_contents_fetch(moei_contents *c, const moe_net *net, moe_error *error) {
     moe_status status;
-    if (c->disk == NULL) return MOE_OK;
+    if (c->read == NULL) return MOE_OK;
     status = moei_contents_walk(c, MOEI_WALK_COUNT, net, error);
     if (status == MOE_OK) status = moei_contents_take(c, error);
     return status == MOE_OK ? moei_contents_walk(c, MOEI_WALK_READ, net, error) : status;
@@ -11748,7 +11751,7 @@ static moe_status moei_contents_agree(const moe_transport *t, const moei_content
     static const char *const names[] = {"its length", "its contents", "trainable", "kernels (auto takes each machine's best)"};
     uint64_t values[4];
     if (t == NULL) return MOE_OK;
-    values[0] = c->file.size, values[1] = c->disk != NULL ? c->mark : moei_hash(0, c->file.bytes, c->file.size), values[2] = trainable != 0;
+    values[0] = c->file.size, values[1] = c->read != NULL ? c->mark : moei_hash(0, c->file.bytes, c->file.size), values[2] = trainable != 0;
     values[3] = trainable ? (uint64_t)(int64_t)moei_table(kernels)->id : 0;
     return moei_agree_named(t, 4, names, values, "the file: ", error);
 }
@@ -13986,7 +13989,7 @@ static moe_status moei_checkpoint_walk(const moe_trainer *trainer, moei_contents
 /* Reads this rank's part of a file on the disk. */
 static moe_status moei_checkpoint_fetch(const moe_trainer *trainer, moei_contents *c, moe_error *error) {
     moe_status status;
-    if (c->disk == NULL) return MOE_OK;
+    if (c->read == NULL) return MOE_OK;
     status = moei_checkpoint_walk(trainer, c, MOEI_WALK_COUNT, error);
     if (status == MOE_OK) status = moei_contents_take(c, error);
     return status == MOE_OK ? moei_checkpoint_walk(trainer, c, MOEI_WALK_READ, error) : status;
