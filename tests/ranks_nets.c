@@ -302,9 +302,15 @@ static void outcome_free(outcome *o) {
     CHECK(o->memory.blocks == 0, "all memory is given back");
 }
 
+static int ranks_decide_apart;
+
+/* Two ranks of four share a machine; some compute their experts in two parts. */
 static moe_transport *begin(outcome *o, ranks_rank *self) {
     moe_error error;
     o->transport = ranks_transport(self);
+    o->transport.apart = ranks_decide_apart;
+    o->transport.chunks = 1 + o->transport.n_ranks % 2;
+    if (o->transport.n_ranks == 4) o->transport.ranks_per_node = 2, o->transport.two_level = 1;
     STATUS(moe_transport_begin(&o->transport, &error), MOE_OK, "transport", &error);
     return &o->transport;
 }
@@ -477,6 +483,42 @@ static void test_training(const course *wanted, const char *what) {
     outcome_free(&one);
 }
 
+/* Ranks that decide apart: no one process does the same, but they stay together, learn, and have one file. */
+static void test_apart(const course *wanted) {
+    static job j;
+    course g = *wanted;
+    ranks_world w;
+    const char *fault;
+    int r, step, same = 1;
+    memset(&j, 0, sizeof j);
+    g.ranks = 3;
+    j.training = &g;
+    ranks_decide_apart = 1;
+    ranks_begin(&w, g.ranks, RANKS_BY_TURNS);
+    fault = ranks_run(&w, train_task, &j);
+    if (!CHECK(fault == NULL, "apart")) printf("        %s\n", fault);
+    for (r = 0; r < g.ranks; r++) {
+        const outcome *o = &j.outcomes[r], *first = &j.outcomes[0];
+        size_t i;
+        for (step = 0; step < STEPS; step++) {
+            const moe_step *a = &first->steps[step], *b = &o->steps[step];
+            same = same && same_bits(&a->loss, &b->loss, sizeof a->loss) && same_bits(&a->router_loss, &b->router_loss, sizeof a->router_loss) &&
+                   same_bits(&a->gradient_norm, &b->gradient_norm, sizeof a->gradient_norm);
+        }
+        for (i = 0; i < o->net.n_tensors; i++)
+            same = same && (strstr(o->net.tensors[i].name, ".experts.") != NULL ||
+                            same_bits(o->net.tensors[i].data, first->net.tensors[i].data, o->net.tensors[i].count * sizeof(moe_real)));
+        CHECK(o->rng == first->rng, "apart: the random state");
+        CHECK((double)o->steps[STEPS - 1].loss < 0.9 * (double)o->steps[0].loss, "apart: they learn");
+    }
+    CHECK(same, "apart: what all ranks hold is the same");
+    ranks_decide_apart = 0;
+    compare_files(&g, &j.file);
+    for (r = 0; r < g.ranks; r++) outcome_free(&j.outcomes[r]);
+    moe_buffer_free(&j.file);
+    ranks_end(&w);
+}
+
 static course course_of(int kind) {
     course g;
     memset(&g, 0, sizeof g);
@@ -499,6 +541,7 @@ static void test_all_trainings(void) {
         g.config.clip = (moe_real)0.5;
         g.config.decay = (moe_real)0.01;
         test_training(&g, "sgd, clipped, ranks without samples");
+        if (kind == CAPACITY || kind == CLUSTERS) g = course_of(kind), test_apart(&g);
     }
     g = course_of(CAPACITY);
     g.accumulate = 3;
