@@ -9467,11 +9467,14 @@ static moe_status moei_trainer_norm(const moe_trainer *trainer, int n, int whole
     return MOE_OK;
 }
 
+#ifndef MOEI_SUM_MOST
+#define MOEI_SUM_MOST 16777216 /* numbers in one call */
+#endif
+
 /* The gradients of what all ranks hold become the sums over all of them: one call for what lies between the experts of two mixtures. */
 static moe_status moei_trainer_reduce(const moe_trainer *trainer, moe_error *error) {
     const moe_transport *transport = trainer->net->transport;
-    const size_t most = (size_t)1 << 24; /* numbers in one call */
-    size_t i, n = 0;
+    size_t i, n = 0, part;
     moe_real *from = NULL;
     moe_status status = MOE_OK;
     if (transport == NULL) return MOE_OK;
@@ -9482,7 +9485,10 @@ static moe_status moei_trainer_reduce(const moe_trainer *trainer, moe_error *err
             n += t->count;
             continue;
         }
-        for (; n > 0 && status == MOE_OK; from += n < most ? n : most, n -= n < most ? n : most) status = transport->sum(transport->ctx, n < most ? n : most, from);
+        for (; n > 0 && status == MOE_OK; from += part, n -= part) {
+            part = n < MOEI_SUM_MOST ? n : (size_t)MOEI_SUM_MOST;
+            status = transport->sum(transport->ctx, part, from);
+        }
     }
     return status == MOE_OK ? status : moei_error(error, MOE_ERR_TRANSPORT, "the transport's sum of gradients failed");
 }
@@ -10981,7 +10987,9 @@ static moe_status moei_config_end(moei_config_text *c, moe_error *error) {
 
 /* ---- writing the tensors: on several ranks the first one writes, and fetches the others' experts piece by piece --------------------- */
 
-enum { MOEI_PIECE = 65536 }; /* numbers */
+#ifndef MOEI_PIECE
+#define MOEI_PIECE 65536 /* numbers */
+#endif
 
 static const char *const moei_moment_names[] = {"trainer.first", "trainer.second"};
 
