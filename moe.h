@@ -6302,18 +6302,36 @@ static void moei_net_drop(const moe_allocator *a, void *list, size_t element_siz
 /* ---- ranks: what the processes that share a net tell each other ---------------------------------------------------------------- */
 
 /* Tells all ranks the status and n - 1 more numbers, mine[1..n-1], n <= MOEI_WORDS; what rank r says begins at *told + n r, until they tell each other
-   something else. A status other than MOE_OK comes back as it is; elsewhere, where others failed, it is MOE_ERR_PEER. After MOE_ERR_TRANSPORT nobody listens. */
-static moe_status moei_ranks_tell(const moe_transport *t, moe_status status, size_t n, uint64_t *mine, const uint64_t **told, moe_error *error) {
+   something else. A status other than MOE_OK comes back as it is; elsewhere, where others failed, it is MOE_ERR_PEER, and *who the first of them. After
+   MOE_ERR_TRANSPORT nobody listens. Without messages: a pass of a net that has no transport links no more than this. */
+static moe_status moei_ranks_hear(const moe_transport *t, moe_status status, size_t n, uint64_t *mine, const uint64_t **told, int *who) {
     int r;
     if (status == MOE_ERR_TRANSPORT) return status;
-    if (t->ways == NULL) return status != MOE_OK ? status : moei_error(error, MOE_ERR_CONFIG, "transport is not ready: call moe_transport_begin first");
+    if (t->ways == NULL) return status != MOE_OK ? status : MOE_ERR_CONFIG;
     mine[0] = moei_status_word(status);
-    if (t->ways->tell(t, n, mine, told) != MOE_OK) return moei_error(error, MOE_ERR_TRANSPORT, "the transport's exchange of counts failed");
-    for (r = 0; r < t->n_ranks && status == MOE_OK; r++) {
-        uint64_t word = (*told)[(size_t)r * n];
-        if (word != 0) status = moei_error(error, MOE_ERR_PEER, "rank %d: %s", r, word < 100 ? moe_status_text(-(int)word) : "failed");
-    }
+    if (t->ways->tell(t, n, mine, told) != MOE_OK) return MOE_ERR_TRANSPORT;
+    for (r = 0; r < t->n_ranks && status == MOE_OK; r++)
+        if ((*told)[(size_t)r * n] != 0) status = MOE_ERR_PEER, *who = r;
     return status;
+}
+
+/* The same with a message where the own status was MOE_OK. */
+static moe_status moei_ranks_tell(const moe_transport *t, moe_status status, size_t n, uint64_t *mine, const uint64_t **told, moe_error *error) {
+    int who = 0;
+    moe_status heard = moei_ranks_hear(t, status, n, mine, told, &who);
+    uint64_t word = heard == MOE_ERR_PEER && status == MOE_OK ? (*told)[(size_t)who * n] : 0;
+    if (heard == MOE_ERR_TRANSPORT && status != heard) return moei_error(error, heard, "the transport's exchange of counts failed");
+    if (status != MOE_OK || heard == MOE_OK) return heard;
+    if (heard == MOE_ERR_CONFIG) return moei_error(error, heard, "transport is not ready: call moe_transport_begin first");
+    return moei_error(error, heard, "rank %d: %s", who, word < 100 ? moe_status_text(-(int)word) : "failed");
+}
+
+/* Without a message, between modules. */
+static moe_status moei_ranks_quietly(const moe_transport *t, moe_status status) {
+    uint64_t mine;
+    const uint64_t *told;
+    int who;
+    return t != NULL ? moei_ranks_hear(t, status, 1, &mine, &told, &who) : status;
 }
 
 /* Whether all went well on all ranks, as told. *wishes (may be NULL): the caller's number before, the sum of all ranks' after. Takes no memory, so a rank that
@@ -7847,14 +7865,14 @@ static moe_status moei_net_run(const moe_net *net, const moe_call *call, const m
     p->first = share->first, p->total = share->total;
     for (i = 0; i < net->n_modules; i++) {
         moei_run r = moei_run_begin(net, p, i);
-        if (alone && r.m->kind == MOE_MODULE_MIXTURE) status = moei_ranks_vote(net->transport, status, NULL, NULL), alone = 0;
+        if (alone && r.m->kind == MOE_MODULE_MIXTURE) status = moei_ranks_quietly(net->transport, status), alone = 0;
         if (status != MOE_OK && !alone) return status;
         r.p->x = i > 0 ? p->modules[i - 1].y : net->d_in > 0 && call->x != NULL ? call->x : r.p->y; /* there is nothing to read: any address will do */
         if (status == MOE_OK) status = moei_module_kinds[net->modules[i].kind].forward(&r);
         if (net->transport != NULL && r.m->kind == MOE_MODULE_FEED_FORWARD) alone = 1;
     }
     p->y = p->modules[net->n_modules - 1].y;
-    return alone ? moei_ranks_vote(net->transport, status, NULL, NULL) : status;
+    return alone ? moei_ranks_quietly(net->transport, status) : status;
 }
 
 /* A pass whose call is checked, laid out in work. */
@@ -7897,12 +7915,12 @@ static moe_status moei_net_meet(const moe_net *net, const moe_call *call, size_t
         mine[MOEI_PASS_TOKENS] = call->n_tokens, mine[MOEI_PASS_TRAINING] = call->training != 0;
         mine[MOEI_PASS_RNG] = call->training && call->rng != NULL ? call->rng->state : 0;
     }
-    status = moei_ranks_tell(t, status, MOEI_PASS_SAYS, mine, &told, NULL);
+    status = moei_ranks_hear(t, status, MOEI_PASS_SAYS, mine, &told, &r);
     if (status != MOE_OK) return status;
     for (r = 1; r < t->n_ranks; r++)
         if (moei_memcmp(told + (size_t)r * MOEI_PASS_SAYS + MOEI_PASS_TRAINING, told + MOEI_PASS_TRAINING, 2 * sizeof *told) != 0) return MOE_ERR_STATE;
     status = moei_tokens_of(t, told + MOEI_PASS_TOKENS, MOEI_PASS_SAYS, tokens);
-    return status == MOE_OK ? moei_ranks_vote(t, moei_net_fits(net, call, tokens, work_size), NULL, NULL) : status;
+    return status == MOE_OK ? moei_ranks_quietly(t, moei_net_fits(net, call, tokens, work_size)) : status;
 }
 
 moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
@@ -8492,7 +8510,7 @@ moe_status moe_net_backward(const moe_net *net, moe_net_pass *pass, const moe_re
     if (net == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
     status = !net->built || !net->trainable || !pass->training || pass->modules == NULL ? MOE_ERR_STATE : MOE_OK;
     if (status == MOE_OK && dy == NULL && pass->n_tokens > 0) status = MOE_ERR_ARGUMENT;
-    status = moei_ranks_vote(net->transport, status, NULL, NULL);
+    status = moei_ranks_quietly(net->transport, status);
     if (status != MOE_OK || pass->total == 0) return status;
     back.dy = dy != NULL ? dy : pass->y, /* which has no rows */ back.d_outputs = back.d_weights = NULL;
     return moei_net_backward(net, pass, &back, dx);
