@@ -153,6 +153,17 @@
      read may come from strangers: every length, offset, shape, type and name is checked before it is used. A file is replaced by writing
      beside it and renaming, so a failed save leaves the old one.
 
+     Several machines.   Processes, called ranks, train one net together: every rank has all of it but the experts, of which each has its part. A transport
+     of three functions (examples/mpi.c has them for MPI) moves what they tell each other; every rank runs the same program:
+       moe_transport transport = {0};  transport.rank = rank;  transport.n_ranks = ranks;  transport.counts = ...;
+       moe_transport_begin(&transport, &error);
+       moe_net_init(&net, 64, MOE_KERNELS_AUTO, NULL);  net.transport = &transport;        then modules and build as ever, with the same seed
+       moe_trainer_init(&trainer, &net, &config, &error);
+       moe_trainer_step(&trainer, &own_samples, &step, &error);          each rank brings its own samples, or none; step is that of all of them
+       moe_trainer_save(&trainer, "run.safetensors", &error);            rank 0 writes one ordinary file, which any number of ranks can load
+     moe_fit and moe_evaluate take the same samples on all ranks and split them. What comes out is what one process makes of the whole batch, within
+     rounding. All these calls are collective: see "nets on several machines".
+
      Published layers.   The mixtures of Mixtral, Qwen, OLMoE, DeepSeek, Llama 4, GPT-OSS and others load from the files that their authors ship:
        moe_load_layer(&layer, "Mixtral-8x7B", "model.layers.3.mlp", NULL, NULL, &error);    a folder, a .safetensors, an index or a .gguf (blk.3)
        moe_save_published(&layer, "new.safetensors", "model.layers.3.block_sparse_moe", "mixtral", MOE_DTYPE_BF16, &error);
@@ -926,6 +937,28 @@ typedef struct moe_net {
     moe_error error;      /* the first module call that failed; build returns it again */
 } moe_net;
 
+/* Nets on several machines.   With net.transport, set after moe_net_init and begun (moe_transport_begin), a net belongs to all ranks: mixtures appended
+   afterwards hold the rank's own experts, all else is the same on every rank, to the bit. It is as if one process had the batch of all ranks, the samples of
+   rank 0 first:
+     - moe_net_build, moe_trainer_init and loading compare the settings of all ranks before they take memory: MOE_ERR_CONFIG on all of them, error names rank,
+       module and field. Tensors start with the bits that one process would give them. Trainable nets need the same kernels on all ranks: name them
+       where machines differ.
+     - moe_net_forward and _backward: every rank brings its own tokens, whole sequences of them, or none. Draws of dropout and routers are those of one
+       process: call.rng is the same on all ranks before and after. call.batch must be NULL. Gradients of experts are complete after backward, those of other
+       tensors are the rank's share until the trainer has added them up. Losses, metrics and routings of training are those of all tokens.
+     - moe_trainer_step, _accumulate and _update: every rank passes its own samples (n may be 0 on some), *step tells of all. The mean is over all ranks'
+       labelled samples. Gradients of what all ranks hold are added over ranks once per step, and the norm for clipping is that of the whole net.
+     - moe_fit and moe_evaluate: all ranks pass the same samples, config.batch of them at a time on all ranks together; each takes its part (moe_rank_part) of
+       every batch. Results and progress are the same on all; a callback that stops one rank stops all. Without length the samples of each rank are one sequence.
+     - moe_net_write, _save, moe_trainer_write, _save, moe_layer_write, _save: rank 0 writes one ordinary file, with the bytes of one process that has the same
+       values; it fetches the others' experts in pieces of 256 KiB. stream and path of the other ranks are not used and may be NULL.
+     - moe_net_load_shared and moe_trainer_load read the files of any number of ranks. Each rank needs the file and memory for its own part of it.
+   All of these, moe_net_observe, and the file functions of layers with a transport, are collective: all ranks call them in the same order. A call that fails on
+   one rank fails on all: the others get MOE_ERR_PEER, and error says which rank it was and what its status is; all can go on afterwards as after any failed call.
+   (But a net, trainer or layer that is NULL cannot be told to others: they wait.) After MOE_ERR_TRANSPORT end all ranks. Trainers that are out of step, by steps,
+   rate, random state, batches or frozen tensors, are MOE_ERR_STATE before a batch is touched. MOE_ERR_UNSUPPORTED with a transport: decoding,
+   moe_model_create, modular networks and criteria that read experts: load the net's file without transport for these. */
+
 /* An empty net for inputs of width d_in, 1..MOE_MAX_WIDTH, or 0: it reads token ids, and its first module is an embedding. kernels: MOE_KERNELS_, 0 = the
    best there is. allocator NULL: the standard heap. Whatever *net held is overwritten, not freed. On failure (MOE_ERR_CONFIG, MOE_ERR_UNSUPPORTED: these kernels cannot run here,
    MOE_ERR_ARGUMENT: no heap) *net is empty and remembers the failure in net->error, as module calls do. */
@@ -938,7 +971,7 @@ MOE_API moe_status moe_net_linear(moe_net *net, int d_out);
 MOE_API moe_status moe_net_activation(moe_net *net, int act);
 /* y = (x - mean)/sqrt(var + 1e-5) * g + b, each row by itself. */
 MOE_API moe_status moe_net_layer_norm(moe_net *net);
-/* A mixture layer. config->router.d_model may be 0: the width that arrives. config->kernels 0: the net's. Adaptive clustering takes its clusters from the
+/* A mixture layer. config->router.d_model may be 0: the width that arrives. config->kernels 0: the net's. config->transport NULL: the net's, which it must be. Adaptive clustering takes its clusters from the
    mixture before it in the net: MOE_ERR_CONFIG when there is none, when that one has more experts, or (modes paper, running) another width. */
 MOE_API moe_status moe_net_mixture(moe_net *net, const moe_layer_config *config);
 /* y = x + what entered the module `span` places before, 1..modules so far; both must be equally wide. */
@@ -972,7 +1005,7 @@ MOE_API moe_status moe_net_build(moe_net *net, int trainable, uint64_t seed, moe
 MOE_API void moe_net_free(moe_net *net);
 /* The tensor of a name ("2.router.weight"), or NULL (also before build). It belongs to the net; its values may be changed. */
 MOE_API moe_tensor *moe_net_find(const moe_net *net, const char *name);
-/* Numbers in all tensors, and those that one token uses (may be NULL), as moe_layer_parameters counts: one row of an embedding or of positions, all of
+/* Numbers in all tensors (with a transport: in those of this rank), and those that one token uses (may be NULL), as moe_layer_parameters counts: one row of an embedding or of positions, all of
    it for tied. 0 before build. */
 MOE_API size_t moe_net_parameters(const moe_net *net, size_t *used_per_token);
 
@@ -990,19 +1023,20 @@ typedef struct moe_net_pass {
     moe_real *d_x;
 } moe_net_pass;
 
-/* Exact bytes of work memory for n_tokens: every module keeps its output (so residuals and reports may look back), and with training = 1
-   its gradient. Never less for more tokens. MOE_ERR_STATE before build, MOE_ERR_OVERFLOW. */
+/* Exact bytes of work memory for n_tokens (with a transport: the most that any rank brings to a call): every module keeps its output (so residuals and
+   reports may look back), and with training = 1 its gradient. Never less for more tokens. MOE_ERR_STATE before build, MOE_ERR_OVERFLOW. */
 MOE_API moe_status moe_net_work_size(const moe_net *net, size_t n_tokens, int training, size_t *bytes);
 /* Runs all modules on call->x [N,d_in], or with d_in = 0 on call->token_ids [N], each below the embedding's V; pass->y is the output, in
    work[work_size] (any alignment). Everything in call but x reaches every mixture layer as it is: mask, sequences, rng, training, ...; attention
    and positions follow mask and sequences too. router_x and nodes must be NULL, n_past 0; attention_* too when every router that reads them has an
    attention before it. given and teacher hold those of all mixture layers (soft ones have none) one after another. Padding gets y = 0 from attention,
    and passes the other modules but mixtures like any row. Allocates nothing. Errors: MOE_ERR_STATE before build, MOE_ERR_SPACE,
-   MOE_ERR_ARGUMENT, else as moe_route. On failure *pass is untouched. Thread-safe for different work.
+   MOE_ERR_ARGUMENT, else as moe_route; with a transport, where it is collective, MOE_ERR_STATE also when training or call.rng differ between ranks. On
+   failure *pass is untouched. Thread-safe for different work (with a transport: one thread at a time).
    x may hold infinities and NaN: mixtures and feed_forwards (these in padding too) end the call with MOE_ERR_NONFINITE, in the other modules they stay in
    their token's row, and attention takes them to the tokens that see it, to the bit no others. */
 MOE_API moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass);
-/* Whether the net can decode token by token: no attention is full, and all mixture layers pass moe_router_check_decoding. MOE_ERR_UNSUPPORTED: error
+/* Whether the net can decode token by token: it has no transport, no attention is full, and all mixture layers pass moe_router_check_decoding. MOE_ERR_UNSUPPORTED: error
    names the first module that cannot. */
 MOE_API moe_status moe_net_check_decoding(const moe_net *net, moe_error *error);
 /* The routing of module i in a pass, or NULL when module i is not a mixture or not there. */
@@ -1192,7 +1226,7 @@ typedef struct moe_step {
 /* Checks config (NULL: {0}) and makes a trainer for net, which must outlive it and stay where it is. MOE_ERR_STATE: net is not built with
    trainable = 1. MOE_ERR_CONFIG: a field is out of range. MOE_ERR_MEMORY, MOE_ERR_OVERFLOW. On failure *trainer is untouched. */
 MOE_API moe_status moe_trainer_init(moe_trainer *trainer, moe_net *net, const moe_train_config *config, moe_error *error);
-/* One step on 1..config.batch samples: gradients to 0, forward, loss, backward, clip, state of the routers, optimiser. Tensors that are frozen, by
+/* One step on 1..config.batch samples (with a transport 0.., but 1 on some rank): gradients to 0, forward, loss, backward, clip, state of the routers, optimiser. Tensors that are frozen, by
    MOE_PARAM_FROZEN or a group, stay as they are; biases and gains are not decayed. Data is checked first: MOE_ERR_ARGUMENT (error names the row and
    the label, or the router that needs more than x and what batch->call lacks), MOE_ERR_NONFINITE (x or a target). MOE_ERR_NONFINITE also when loss
    or gradient is not finite, or the gradient's norm is beyond 1e19 (1e150 in the double build). After a failure only the gradients have changed.
@@ -1202,7 +1236,8 @@ MOE_API moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch,
    and shows the pass to the routers' state; update steps on the mean of the gradients and advances that state. moe_trainer_step is both. In *step
    loss and router_loss are of this batch (accumulate), gradient_norm is of the mean (update); each leaves the other's fields alone. Errors as
    moe_trainer_step. Data that are refused change nothing; when accumulate fails later, the batches since the last update are lost: n_accumulated
-   is 0 (what the routers' state has seen of them stays). update: MOE_ERR_STATE without a batch; a failed one changes nothing. */
+   is 0 (what the routers' state has seen of them stays). update: MOE_ERR_STATE without a batch; a failed one changes nothing (with a transport the batches
+   are lost where it fails after the ranks' gradients were added). */
 MOE_API moe_status moe_trainer_accumulate(moe_trainer *trainer, const moe_data *batch, moe_step *step, moe_error *error);
 MOE_API moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_error *error);
 /* A checkpoint: the net's file, and in it the optimiser's moments ("trainer.first" and, of adamw, "trainer.second": one number for each of the net's,
@@ -1210,7 +1245,7 @@ MOE_API moe_status moe_trainer_update(moe_trainer *trainer, moe_step *step, moe_
    Between steps only: MOE_ERR_STATE while batches are accumulated. Training that goes on from it has the same bits as training that was not interrupted. */
 MOE_API moe_status moe_trainer_write(const moe_trainer *trainer, moe_stream *stream, moe_error *error);
 /* Sets a trainer, made for a net of the same modules with the same optimiser, and its net to a checkpoint; the rest of its config is its own, also the
-   schedule, which sets the rate again. Accumulated batches are dropped. The file may come from a stranger; errors as moe_net_read, and
+   schedule, which sets the rate again. It may have been written by any number of ranks. Accumulated batches are dropped. The file may come from a stranger; errors as moe_net_read, and
    MOE_ERR_CONFIG: other modules or another optimiser. On failure both are as they were. */
 MOE_API moe_status moe_trainer_read(moe_trainer *trainer, const void *bytes, size_t size, moe_error *error);
 #ifndef MOE_NO_STDIO
@@ -1263,11 +1298,12 @@ MOE_API moe_status moe_modular_step(moe_modular *modular, const moe_data *batch,
    the order of the samples comes from config.seed, random stages of routers from a stream of their own that is made from it.
    With config.checkpoint the training can be stopped or killed at any time and resumed with the same bits, those of progress included. A resumed
    one wants the same modules, optimizer, n, length, batch, accumulate and seed (MOE_ERR_CONFIG names what differs); with more epochs a finished one
-   goes on, with the same there is nothing more to do. A checkpoint that cannot be written ends training: MOE_ERR_IO, or MOE_ERR_MEMORY, for it
+   goes on, with the same there is nothing more to do; how many ranks there are does not matter, but for rounding. With a transport every rank reads the
+   checkpoint (MOE_ERR_CONFIG where it is missing on some), and rank 0 writes it. A checkpoint that cannot be written ends training: MOE_ERR_IO, or MOE_ERR_MEMORY, for it
    takes memory; the file is then the one before. MOE_ERR_UNSUPPORTED: a checkpoint with MOE_NO_STDIO. */
 MOE_API moe_status moe_fit(moe_net *net, const moe_data *train, const moe_data *test, const moe_train_config *config, moe_error *error);
 /* Loss and accuracy of net on data, 64 samples at a time (data->length > 0: as many whole sequences as fit into 512 samples and soft_sequences, at
-   least one), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output or the loss is not finite. n = 0 gives zeros. On
+   least one; with a transport each rank takes its part of them), with training = 0. Data is checked as in a step; MOE_ERR_NONFINITE also when an output or the loss is not finite. n = 0 gives zeros. On
    failure *result is untouched. */
 MOE_API moe_status moe_evaluate(const moe_net *net, const moe_data *data, int criterion, moe_evaluation *result, moe_error *error);
 
@@ -2687,23 +2723,28 @@ MOE_API void moe_file_rewind(moe_file *file) {
     if (file != NULL) file->at = MOEI_FILE_START;
 }
 
-MOE_API moe_status moe_file_find(const moe_file *file, const char *name, moe_file_tensor *tensor) {
+/* moe_file_find, and where in the data the tensor begins. */
+static moe_status moei_file_find(const moe_file *file, const char *name, moe_file_tensor *tensor, size_t *begin) {
     moei_names w;
     moei_span span;
     moei_json j;
     moe_file_tensor t;
     moe_status status;
-    size_t begin;
     int kind;
-    if (file == NULL || name == NULL || tensor == NULL) return MOE_ERR_ARGUMENT;
     if (file->n_tensors == 0) return MOE_ERR_NOT_FOUND;
     w = moei_names_of(file, 0);
     if (!moei_names_find(&w, name, &span)) return MOE_ERR_NOT_FOUND;
     j = moei_file_json(file, (size_t)(span.p - file->bytes) - 1);
-    if ((status = moei_file_entry(&j, 1, file, &t, &begin, &kind)) != MOE_OK) return status;
+    if ((status = moei_file_entry(&j, 1, file, &t, begin, &kind)) != MOE_OK) return status;
     if (kind != MOEI_ENTRY_TENSOR) return MOE_ERR_NOT_FOUND;
     *tensor = t;
     return MOE_OK;
+}
+
+MOE_API moe_status moe_file_find(const moe_file *file, const char *name, moe_file_tensor *tensor) {
+    size_t begin;
+    if (file == NULL || name == NULL || tensor == NULL) return MOE_ERR_ARGUMENT;
+    return moei_file_find(file, name, tensor, &begin);
 }
 
 MOE_API moe_status moe_file_metadata(const moe_file *file, const char *key, char *value, size_t room, size_t *length) {
@@ -6280,18 +6321,36 @@ static void moei_net_drop(const moe_allocator *a, void *list, size_t element_siz
 /* ---- ranks: what the processes that share a net tell each other ---------------------------------------------------------------- */
 
 /* Tells all ranks the status and n - 1 more numbers, mine[1..n-1], n <= MOEI_WORDS; what rank r says begins at *told + n r, until they tell each other
-   something else. A status other than MOE_OK comes back as it is; elsewhere, where others failed, it is MOE_ERR_PEER. After MOE_ERR_TRANSPORT nobody listens. */
-static moe_status moei_ranks_tell(const moe_transport *t, moe_status status, size_t n, uint64_t *mine, const uint64_t **told, moe_error *error) {
+   something else. A status other than MOE_OK comes back as it is; elsewhere, where others failed, it is MOE_ERR_PEER, and *who the first of them. After
+   MOE_ERR_TRANSPORT nobody listens. Without messages: a pass of a net that has no transport links no more than this. */
+static moe_status moei_ranks_hear(const moe_transport *t, moe_status status, size_t n, uint64_t *mine, const uint64_t **told, int *who) {
     int r;
     if (status == MOE_ERR_TRANSPORT) return status;
-    if (t->ways == NULL) return status != MOE_OK ? status : moei_error(error, MOE_ERR_CONFIG, "transport is not ready: call moe_transport_begin first");
+    if (t->ways == NULL) return status != MOE_OK ? status : MOE_ERR_CONFIG;
     mine[0] = moei_status_word(status);
-    if (t->ways->tell(t, n, mine, told) != MOE_OK) return moei_error(error, MOE_ERR_TRANSPORT, "the transport's exchange of counts failed");
-    for (r = 0; r < t->n_ranks && status == MOE_OK; r++) {
-        uint64_t word = (*told)[(size_t)r * n];
-        if (word != 0) status = moei_error(error, MOE_ERR_PEER, "rank %d: %s", r, word < 100 ? moe_status_text(-(int)word) : "failed");
-    }
+    if (t->ways->tell(t, n, mine, told) != MOE_OK) return MOE_ERR_TRANSPORT;
+    for (r = 0; r < t->n_ranks && status == MOE_OK; r++)
+        if ((*told)[(size_t)r * n] != 0) status = MOE_ERR_PEER, *who = r;
     return status;
+}
+
+/* The same with a message where the own status was MOE_OK. */
+static moe_status moei_ranks_tell(const moe_transport *t, moe_status status, size_t n, uint64_t *mine, const uint64_t **told, moe_error *error) {
+    int who = 0;
+    moe_status heard = moei_ranks_hear(t, status, n, mine, told, &who);
+    uint64_t word = heard == MOE_ERR_PEER && status == MOE_OK ? (*told)[(size_t)who * n] : 0;
+    if (heard == MOE_ERR_TRANSPORT && status != heard) return moei_error(error, heard, "the transport's exchange of counts failed");
+    if (status != MOE_OK || heard == MOE_OK) return heard;
+    if (heard == MOE_ERR_CONFIG) return moei_error(error, heard, "transport is not ready: call moe_transport_begin first");
+    return moei_error(error, heard, "rank %d: %s", who, word < 100 ? moe_status_text(-(int)word) : "failed");
+}
+
+/* Without a message, between modules. */
+static moe_status moei_ranks_quietly(const moe_transport *t, moe_status status) {
+    uint64_t mine;
+    const uint64_t *told;
+    int who;
+    return t != NULL ? moei_ranks_hear(t, status, 1, &mine, &told, &who) : status;
 }
 
 /* Whether all went well on all ranks, as told. *wishes (may be NULL): the caller's number before, the sum of all ranks' after. Takes no memory, so a rank that
@@ -7825,14 +7884,14 @@ static moe_status moei_net_run(const moe_net *net, const moe_call *call, const m
     p->first = share->first, p->total = share->total;
     for (i = 0; i < net->n_modules; i++) {
         moei_run r = moei_run_begin(net, p, i);
-        if (alone && r.m->kind == MOE_MODULE_MIXTURE) status = moei_ranks_vote(net->transport, status, NULL, NULL), alone = 0;
+        if (alone && r.m->kind == MOE_MODULE_MIXTURE) status = moei_ranks_quietly(net->transport, status), alone = 0;
         if (status != MOE_OK && !alone) return status;
         r.p->x = i > 0 ? p->modules[i - 1].y : net->d_in > 0 && call->x != NULL ? call->x : r.p->y; /* there is nothing to read: any address will do */
         if (status == MOE_OK) status = moei_module_kinds[net->modules[i].kind].forward(&r);
         if (net->transport != NULL && r.m->kind == MOE_MODULE_FEED_FORWARD) alone = 1;
     }
     p->y = p->modules[net->n_modules - 1].y;
-    return alone ? moei_ranks_vote(net->transport, status, NULL, NULL) : status;
+    return alone ? moei_ranks_quietly(net->transport, status) : status;
 }
 
 /* A pass whose call is checked, laid out in work. */
@@ -7875,12 +7934,12 @@ static moe_status moei_net_meet(const moe_net *net, const moe_call *call, size_t
         mine[MOEI_PASS_TOKENS] = call->n_tokens, mine[MOEI_PASS_TRAINING] = call->training != 0;
         mine[MOEI_PASS_RNG] = call->training && call->rng != NULL ? call->rng->state : 0;
     }
-    status = moei_ranks_tell(t, status, MOEI_PASS_SAYS, mine, &told, NULL);
+    status = moei_ranks_hear(t, status, MOEI_PASS_SAYS, mine, &told, &r);
     if (status != MOE_OK) return status;
     for (r = 1; r < t->n_ranks; r++)
         if (moei_memcmp(told + (size_t)r * MOEI_PASS_SAYS + MOEI_PASS_TRAINING, told + MOEI_PASS_TRAINING, 2 * sizeof *told) != 0) return MOE_ERR_STATE;
     status = moei_tokens_of(t, told + MOEI_PASS_TOKENS, MOEI_PASS_SAYS, tokens);
-    return status == MOE_OK ? moei_ranks_vote(t, moei_net_fits(net, call, tokens, work_size), NULL, NULL) : status;
+    return status == MOE_OK ? moei_ranks_quietly(t, moei_net_fits(net, call, tokens, work_size)) : status;
 }
 
 moe_status moe_net_forward(const moe_net *net, const moe_call *call, void *work, size_t work_size, moe_net_pass *pass) {
@@ -8470,7 +8529,7 @@ moe_status moe_net_backward(const moe_net *net, moe_net_pass *pass, const moe_re
     if (net == NULL || pass == NULL) return MOE_ERR_ARGUMENT;
     status = !net->built || !net->trainable || !pass->training || pass->modules == NULL ? MOE_ERR_STATE : MOE_OK;
     if (status == MOE_OK && dy == NULL && pass->n_tokens > 0) status = MOE_ERR_ARGUMENT;
-    status = moei_ranks_vote(net->transport, status, NULL, NULL);
+    status = moei_ranks_quietly(net->transport, status);
     if (status != MOE_OK || pass->total == 0) return status;
     back.dy = dy != NULL ? dy : pass->y, /* which has no rows */ back.d_outputs = back.d_weights = NULL;
     return moei_net_backward(net, pass, &back, dx);
@@ -9445,11 +9504,14 @@ static moe_status moei_trainer_norm(const moe_trainer *trainer, int n, int whole
     return MOE_OK;
 }
 
+#ifndef MOEI_SUM_MOST
+#define MOEI_SUM_MOST 16777216 /* numbers in one call */
+#endif
+
 /* The gradients of what all ranks hold become the sums over all of them: one call for what lies between the experts of two mixtures. */
 static moe_status moei_trainer_reduce(const moe_trainer *trainer, moe_error *error) {
     const moe_transport *transport = trainer->net->transport;
-    const size_t most = (size_t)1 << 24; /* numbers in one call */
-    size_t i, n = 0;
+    size_t i, n = 0, part;
     moe_real *from = NULL;
     moe_status status = MOE_OK;
     if (transport == NULL) return MOE_OK;
@@ -9460,7 +9522,10 @@ static moe_status moei_trainer_reduce(const moe_trainer *trainer, moe_error *err
             n += t->count;
             continue;
         }
-        for (; n > 0 && status == MOE_OK; from += n < most ? n : most, n -= n < most ? n : most) status = transport->sum(transport->ctx, n < most ? n : most, from);
+        for (; n > 0 && status == MOE_OK; from += part, n -= part) {
+            part = n < MOEI_SUM_MOST ? n : (size_t)MOEI_SUM_MOST;
+            status = transport->sum(transport->ctx, part, from);
+        }
     }
     return status == MOE_OK ? status : moei_error(error, MOE_ERR_TRANSPORT, "the transport's sum of gradients failed");
 }
@@ -10086,8 +10151,7 @@ static moe_status moei_fit_epoch(moei_fit *f, moe_error *error) {
 
 #ifndef MOE_NO_STDIO
 
-static moe_status moei_checkpoint_open(const moe_trainer *trainer, const void *bytes, size_t size, moe_file *file, moei_checkpoint *c, moe_error *error);
-static moe_status moei_checkpoint_apply(moe_trainer *trainer, moe_file *file, const moei_checkpoint *c, moe_error *error);
+static moe_status moei_checkpoint_load(moe_trainer *trainer, const char *path, const moei_fit *fit, moe_error *error);
 static moe_status moei_checkpoint_differs(const moei_checkpoint *has, const moei_checkpoint *wanted, moe_error *error);
 
 /* Whether a checkpoint is one of this training. */
@@ -10103,31 +10167,16 @@ static moe_status moei_fit_continues(const moei_fit *f, const moei_checkpoint *c
     return moei_error(error, MOE_ERR_FORMAT, "the checkpoint's position is none of this training");
 }
 
-static moe_status moei_shared_load(const moe_transport *t, const char *path, const moe_allocator *allocator, moe_buffer *buffer, moe_error *error);
-static moe_status moei_file_agree(const moe_transport *t, const void *bytes, size_t size, int trainable, const moe_kernels *kernels, moe_error *error);
-
 static moe_status moei_fit_resume(moei_fit *f, moe_error *error) {
-    const char *path = f->trainer.config.checkpoint;
-    moe_buffer buffer;
-    moei_checkpoint c;
-    moe_file file;
-    moe_status status;
     const moe_transport *t = f->trainer.net->transport;
-    int missing = f->trainer.config.resume && moei_file_is_missing(path);
+    const char *path = f->trainer.config.checkpoint;
+    moe_status status;
+    int missing = f->trainer.config.resume && moei_file_is_missing(path), ranks = t != NULL ? t->n_ranks : 1;
     if (!f->trainer.config.resume) return MOE_OK;
     status = moei_ranks_vote(t, MOE_OK, &missing, error);
-    if (status != MOE_OK || missing == (t != NULL ? t->n_ranks : 1)) return status;
-    if (missing > 0) return moei_error(error, MOE_ERR_CONFIG, "checkpoint = '%s': it is missing on %d of %d ranks", path, missing, t->n_ranks);
-    status = moei_shared_load(t, path, &f->trainer.net->allocator, &buffer, error);
-    if (status == MOE_OK) {
-        status = moei_checkpoint_open(&f->trainer, buffer.data, buffer.size, &file, &c, error);
-        if (status == MOE_OK) status = moei_fit_continues(f, &c, error);
-        status = moei_ranks_vote(t, status, NULL, error);
-    }
-    if (status == MOE_OK) status = moei_file_agree(t, buffer.data, buffer.size, 1, f->trainer.net->kernels, error);
-    if (status == MOE_OK) status = moei_checkpoint_apply(&f->trainer, &file, &c, error);
-    moe_buffer_free(&buffer);
-    return status;
+    if (status != MOE_OK || missing == ranks) return status;
+    if (missing > 0) return moei_error(error, MOE_ERR_CONFIG, "checkpoint = '%s': it is missing on %d of %d ranks", path, missing, ranks);
+    return moei_checkpoint_load(&f->trainer, path, f, error);
 }
 
 #else
@@ -10975,7 +11024,9 @@ static moe_status moei_config_end(moei_config_text *c, moe_error *error) {
 
 /* ---- writing the tensors: on several ranks the first one writes, and fetches the others' experts piece by piece --------------------- */
 
-enum { MOEI_PIECE = 65536 }; /* numbers */
+#ifndef MOEI_PIECE
+#define MOEI_PIECE 65536 /* numbers */
+#endif
 
 static const char *const moei_moment_names[] = {"trainer.first", "trainer.second"};
 
@@ -11564,6 +11615,8 @@ static moe_status moei_file_compare(const moe_net *net, const moe_file_tensor *f
     if (t == NULL)
         return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': the configuration has none of this name",
                           moei_span_text(moei_span_of(found->name, found->name_length), shown));
+    if (found->dtype >= MOE_DTYPE_COUNT)
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': an element type that this version does not know", t->name);
     whole = moei_whole_tensor(net, t);
     if (t->n_dims != found->n_dims || moei_memcmp(whole.shape, found->shape, (size_t)t->n_dims * sizeof t->shape[0]) != 0)
         return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be %s, the file has %s", t->name,
@@ -11593,47 +11646,177 @@ static moe_status moei_file_match(const moe_net *net, moe_file *file, moe_error 
     return status;
 }
 
-/* The values, after match. */
-static moe_status moei_file_fill(const moe_net *net, moe_file *file, moe_error *error) {
+/* ---- a file's bytes: all of them in memory, or, on several ranks, those that this rank needs --------------------------------------- */
+
+typedef struct moei_contents {
+    moe_file file;       /* opened */
+    moe_buffer bytes;    /* of all of it, or of its header; empty: they are the caller's */
+    /* Reads size bytes from `at` on, where they are on the disk; NULL: all is in memory. */
+    moe_status (*read)(struct moei_contents *c, size_t at, void *to, size_t size, moe_error *error);
+    void *disk;          /* the FILE */
+    const char *path;    /* its name */
+    unsigned char *data; /* [size] what was read of it: each tensor's part, in the order of the walk */
+    size_t size, at;
+    uint64_t mark;       /* of what all ranks read */
+    moe_allocator allocator;
+} moei_contents;
+
+static moe_status moei_contents_memory(moei_contents *c, const void *bytes, size_t size, const moe_allocator *allocator, moe_error *error) {
+    memset(c, 0, sizeof *c);
+    if (allocator != NULL) c->allocator = *allocator;
+    return moe_file_open(&c->file, bytes, size, error);
+}
+
+#ifndef MOE_NO_STDIO
+
+static int moei_disk_seek(FILE *f, uint64_t to);
+static int moei_disk_size(FILE *f, uint64_t *size);
+
+static moe_status moei_contents_read(moei_contents *c, size_t at, void *to, size_t size, moe_error *error) {
+    FILE *f = (FILE *)c->disk;
+    size_t done = 0, got = 1;
+    int good;
+    errno = 0;
+    good = moei_disk_seek(f, (uint64_t)at);
+    for (; good && done < size && got > 0; done += got) got = fread((unsigned char *)to + done, 1, size - done, f);
+    if (good && done == size) return MOE_OK;
+    if (good && !ferror(f)) return moei_error(error, MOE_ERR_FORMAT, "%s: the file has become shorter: it ends before byte %z", c->path, at + size);
+    return moei_file_failed(error, "cannot read", c->path, errno);
+}
+
+/* Reads and checks the header of the file on the disk. */
+static moe_status moei_contents_header(moei_contents *c, moe_error *error) {
+    unsigned char first[8];
+    uint64_t size, length;
+    moe_status status;
+    errno = 0;
+    if (!moei_disk_size((FILE *)c->disk, &size)) return moei_file_failed(error, "cannot read", c->path, errno);
+    if (size < 8 || size > (uint64_t)(size_t)-1 / 2)
+        return moei_error(error, size < 8 ? MOE_ERR_FORMAT : MOE_ERR_OVERFLOW, "%s: the file has %s bytes", c->path, size < 8 ? "fewer than 8" : "more than size_t can say");
+    status = moei_contents_read(c, 0, first, sizeof first, error);
+    if (status != MOE_OK) return status;
+    length = moei_load(first, 8);
+    if (length > MOEI_FILE_MAX_HEADER || length > size - 8)
+        return moei_error(error, MOE_ERR_FORMAT, "%s: no safetensors file: its header would have more bytes than follow", c->path);
+    status = moei_buffer_reserve(&c->bytes, 8 + (size_t)length);
+    if (status != MOE_OK) return moei_error(error, status, "no memory for a header of %z bytes", (size_t)length);
+    c->bytes.size = 8 + (size_t)length;
+    status = moei_contents_read(c, 0, c->bytes.data, c->bytes.size, error);
+    return status == MOE_OK ? moei_file_check(&c->file, c->bytes.data, (size_t)size, 1, error) : status;
+}
+
+/* All of the file where there is one process. */
+static moe_status moei_contents_file(moei_contents *c, const char *path, const moe_transport *t, const moe_allocator *allocator, moe_error *error) {
+    moe_status status;
+    memset(c, 0, sizeof *c);
+    if (allocator != NULL) c->allocator = c->bytes.allocator = *allocator;
+    c->path = path;
+    if (t == NULL) {
+        status = moe_file_read(path, &c->bytes, error);
+        return status == MOE_OK ? moe_file_open(&c->file, c->bytes.data, c->bytes.size, error) : status;
+    }
+    if (path == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "path is NULL");
+    if (!moei_can_allocate(allocator)) return moei_error(error, MOE_ERR_ARGUMENT, "allocator is NULL, and MOE_NO_MALLOC leaves no other");
+    errno = 0;
+    c->disk = fopen(path, "rb");
+    if (c->disk == NULL) return moei_file_failed(error, "cannot open", path, errno);
+    c->read = moei_contents_read;
+    return moei_contents_header(c, error);
+}
+
+static void moei_contents_close(moei_contents *c) {
+    if (c->disk != NULL) (void)fclose((FILE *)c->disk);
+    if (c->data != NULL) moei_free(&c->allocator, c->data, c->size);
+    moe_buffer_free(&c->bytes);
+}
+
+#endif
+
+/* What is done with the part of each tensor that this rank needs: the bytes of a file on the disk are counted, then read, and then, as those in memory,
+   become values. */
+enum { MOEI_WALK_COUNT = 0, MOEI_WALK_READ, MOEI_WALK_VALUES };
+
+/* t: a tensor of the net, whose values are found from number `first` on in a tensor whose bytes begin at `begin` of the data. */
+static moe_status moei_walk_part(moei_contents *c, int walk, const moe_net *net, const moe_tensor *t, const moe_file_tensor *found, size_t begin, size_t first, moe_real *to,
+                                 moe_error *error) {
+    moe_file_tensor part = *found;
+    size_t each = moei_dtype_sizes[found->dtype], bytes = t->count * each; /* as much is in the file */
+    moe_status status = MOE_OK;
+    if (walk == MOEI_WALK_COUNT) {
+        c->size += bytes;
+        return MOE_OK;
+    }
+    if (walk == MOEI_WALK_VALUES) {
+        if (c->read != NULL) part.data = c->data + c->at, part.count = t->count, first = 0;
+        status = moe_file_values(&part, first, t->count, to);
+        if (status != MOE_OK) (void)moei_error(error, status, "a tensor's values: %s", moe_status_text(status));
+    }
+    if (walk == MOEI_WALK_READ) {
+        status = c->read(c, 8 + c->file.header_size + begin + first * each, c->data + c->at, bytes, error);
+        if (status == MOE_OK && moei_parted(net, t) == 0) c->mark = moei_hash(c->mark, c->data + c->at, bytes);
+    }
+    if (c->read != NULL) c->at += bytes;
+    return status;
+}
+
+/* The tensors of the net, after match. */
+static moe_status moei_contents_walk(moei_contents *c, int walk, const moe_net *net, moe_error *error) {
     moe_file_tensor found;
     moe_status status = MOE_OK;
-    moe_file_rewind(file);
-    while (status == MOE_OK && moe_file_next(file, &found) == MOE_OK) {
+    size_t begin;
+    c->at = 0;
+    moe_file_rewind(&c->file);
+    while (status == MOE_OK && moei_file_next(&c->file, &found, &begin) == MOE_OK) {
         const moe_tensor *t = moei_file_wanted(net, &found);
         if (net->n_modules > 0 && moei_is_of_trainer(&found)) continue;
-        status = t != NULL ? moe_file_values(&found, moei_whole_first(net, t), t->count, t->data) : MOE_ERR_FORMAT;
-        if (status != MOE_OK) (void)moei_error(error, status, "a tensor's values: %s", moe_status_text(status));
+        status = t != NULL ? moei_walk_part(c, walk, net, t, &found, begin, moei_whole_first(net, t), t->data, error)
+                           : moei_error(error, MOE_ERR_FORMAT, "the file's bytes have changed");
     }
     return status;
 }
 
-/* Whether all ranks read the same file in the same way: each checks all of it, and takes its part. */
-static moe_status moei_file_agree(const moe_transport *t, const void *bytes, size_t size, int trainable, const moe_kernels *kernels, moe_error *error) {
+/* Memory for what has been counted. */
+static moe_status moei_contents_take(moei_contents *c, moe_error *error) {
+    c->data = (unsigned char *)moei_alloc(&c->allocator, c->size, 1);
+    c->mark = moei_hash(0, c->bytes.data, c->bytes.size);
+    return c->data != NULL ? MOE_OK : moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of the file", c->size);
+}
+
+/* Reads this rank's part of a file on the disk. */
+static moe_status moei_contents_fetch(moei_contents *c, const moe_net *net, moe_error *error) {
+    moe_status status;
+    if (c->read == NULL) return MOE_OK;
+    status = moei_contents_walk(c, MOEI_WALK_COUNT, net, error);
+    if (status == MOE_OK) status = moei_contents_take(c, error);
+    return status == MOE_OK ? moei_contents_walk(c, MOEI_WALK_READ, net, error) : status;
+}
+
+/* Whether all ranks read the same file in the same way: what all of them need of it, and how long it is. */
+static moe_status moei_contents_agree(const moe_transport *t, const moei_contents *c, int trainable, const moe_kernels *kernels, moe_error *error) {
     static const char *const names[] = {"its length", "its contents", "trainable", "kernels (auto takes each machine's best)"};
     uint64_t values[4];
     if (t == NULL) return MOE_OK;
-    values[0] = size, values[1] = moei_hash(0, bytes, size), values[2] = trainable != 0;
+    values[0] = c->file.size, values[1] = c->read != NULL ? c->mark : moei_hash(0, c->file.bytes, c->file.size), values[2] = trainable != 0;
     values[3] = trainable ? (uint64_t)(int64_t)moei_table(kernels)->id : 0;
     return moei_agree_named(t, 4, names, values, "the file: ", error);
 }
 
-moe_status moe_net_read_shared(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_transport *transport,
-                               const moe_allocator *allocator, moe_error *error) {
+/* The net of a file that status says is open, or why not. */
+static moe_status moei_net_take(moe_net *net, moei_contents *c, moe_status status, int trainable, int kernels, const moe_transport *transport, const moe_allocator *allocator,
+                                moe_error *error) {
     moei_net_options options;
     moe_net made;
-    moe_file file;
-    moe_status status;
     memset(&made, 0, sizeof made);
     options.kernels = kernels, options.allocator = allocator, options.transport = transport;
-    status = net != NULL ? moe_file_open(&file, bytes, size, error) : moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
-    if (status == MOE_OK) status = moei_config_read(&file, &options, &made, NULL, error);
+    if (status == MOE_OK) status = moei_config_read(&c->file, &options, &made, NULL, error);
     if (status == MOE_OK) status = moei_net_register(&made, error);
-    if (status == MOE_OK) status = moei_file_match(&made, &file, error);
+    if (status == MOE_OK) status = moei_file_match(&made, &c->file, error);
+    if (status == MOE_OK) status = moei_contents_fetch(c, &made, error);
     status = moei_ranks_vote(transport, status, NULL, error);
-    if (status == MOE_OK) status = moei_file_agree(transport, bytes, size, trainable, made.kernels, error);
+    if (status == MOE_OK) status = moei_contents_agree(transport, c, trainable, made.kernels, error);
     if (status == MOE_OK) {
         status = moei_net_allocate(&made, trainable, error);
-        if (status == MOE_OK) status = moei_file_fill(&made, &file, error);
+        if (status == MOE_OK) status = moei_contents_walk(c, MOEI_WALK_VALUES, &made, error);
         status = moei_ranks_vote(transport, status, NULL, error);
     }
     if (status == MOE_OK) *net = made;
@@ -11641,54 +11824,67 @@ moe_status moe_net_read_shared(moe_net *net, const void *bytes, size_t size, int
     return status;
 }
 
+moe_status moe_net_read_shared(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_transport *transport,
+                               const moe_allocator *allocator, moe_error *error) {
+    moei_contents c;
+    moe_status status = net != NULL ? moei_contents_memory(&c, bytes, size, allocator, error) : moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+    return moei_net_take(net, &c, status, trainable, kernels, transport, allocator, error);
+}
+
 moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
                         moe_error *error) {
     return moe_net_read_shared(net, bytes, size, trainable, kernels, NULL, allocator, error);
 }
 
-/* The layer that a file describes, without tensors; matched with those of the file. */
-static moe_status moei_layer_open(moe_layer *made, moe_file *file, const void *bytes, size_t size, const moei_net_options *options, moe_error *error) {
+/* The layer that a file describes, without tensors; matched with those of the file, which are read where they are on the disk. */
+static moe_status moei_layer_open(moe_layer *made, moei_contents *c, const moei_net_options *options, moe_error *error) {
     moe_layer_config config;
     moe_tensor tensors[MOE_LAYER_SLOTS];
     moe_module module;
     moe_net list;
-    moe_status status = moe_file_open(file, bytes, size, error);
-    if (status == MOE_OK) status = moei_config_read(file, options, NULL, &config, error);
+    moe_status status = moei_config_read(&c->file, options, NULL, &config, error);
     if (status != MOE_OK) return status;
     config.transport = options->transport;
     status = moe_layer_init(made, &config, error);
     if (status != MOE_OK) return status;
     if (options->allocator != NULL) made->allocator = *options->allocator;
     list = moei_layer_list(made, tensors, &module);
-    return moei_file_match(&list, file, error);
+    status = moei_file_match(&list, &c->file, error);
+    return status == MOE_OK ? moei_contents_fetch(c, &list, error) : status;
 }
 
 /* Memory for it, and the values. */
-static moe_status moei_layer_take(moe_layer *made, moe_file *file, int trainable, moe_error *error) {
+static moe_status moei_layer_fill_of(moe_layer *made, moei_contents *c, int trainable, moe_error *error) {
     moe_tensor tensors[MOE_LAYER_SLOTS];
     moe_module module;
     moe_net list;
     moe_status status = moei_layer_allocate(made, trainable, error);
     if (status != MOE_OK) return status;
     list = moei_layer_list(made, tensors, &module);
-    return moei_file_fill(&list, file, error);
+    return moei_contents_walk(c, MOEI_WALK_VALUES, &list, error);
+}
+
+/* As moei_net_take. */
+static moe_status moei_layer_take(moe_layer *layer, moei_contents *c, moe_status status, int trainable, const moe_transport *transport, const moe_allocator *allocator,
+                                  moe_error *error) {
+    moei_net_options options;
+    moe_layer made;
+    memset(&made, 0, sizeof made);
+    options.kernels = MOE_KERNELS_AUTO, options.allocator = allocator, options.transport = transport;
+    if (status == MOE_OK) status = moei_layer_open(&made, c, &options, error);
+    status = moei_ranks_vote(transport, status, NULL, error);
+    if (status == MOE_OK) status = moei_contents_agree(transport, c, trainable, made.kernels, error);
+    if (status == MOE_OK) status = moei_ranks_vote(transport, moei_layer_fill_of(&made, c, trainable, error), NULL, error);
+    if (status == MOE_OK) *layer = made;
+    else moe_layer_free(&made);
+    return status;
 }
 
 moe_status moe_layer_read_shared(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_transport *transport, const moe_allocator *allocator,
                                  moe_error *error) {
-    moei_net_options options;
-    moe_layer made;
-    moe_file file;
-    moe_status status;
-    memset(&made, 0, sizeof made);
-    options.kernels = MOE_KERNELS_AUTO, options.allocator = allocator, options.transport = transport;
-    status = layer != NULL ? moei_layer_open(&made, &file, bytes, size, &options, error) : moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
-    status = moei_ranks_vote(transport, status, NULL, error);
-    if (status == MOE_OK) status = moei_file_agree(transport, bytes, size, trainable, made.kernels, error);
-    if (status == MOE_OK) status = moei_ranks_vote(transport, moei_layer_take(&made, &file, trainable, error), NULL, error);
-    if (status == MOE_OK) *layer = made;
-    else moe_layer_free(&made);
-    return status;
+    moei_contents c;
+    moe_status status = layer != NULL ? moei_contents_memory(&c, bytes, size, allocator, error) : moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    return moei_layer_take(layer, &c, status, trainable, transport, allocator, error);
 }
 
 moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_allocator *allocator,
@@ -11698,26 +11894,13 @@ moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int 
 
 #ifndef MOE_NO_STDIO
 
-/* The whole file, in memory of allocator. */
-static moe_status moei_file_load(const char *path, const moe_allocator *allocator, moe_buffer *buffer, moe_error *error) {
-    memset(buffer, 0, sizeof *buffer);
-    if (allocator != NULL) buffer->allocator = *allocator;
-    return moe_file_read(path, buffer, error);
-}
-
-/* The same; without the file there are no bytes, which the other ranks hear of. */
-static moe_status moei_shared_load(const moe_transport *t, const char *path, const moe_allocator *allocator, moe_buffer *buffer, moe_error *error) {
-    moe_status status = moei_ranks_vote(t, moei_file_load(path, allocator, buffer, error), NULL, error);
-    if (status != MOE_OK) moe_buffer_free(buffer);
-    return status;
-}
-
 moe_status moe_net_load_shared(moe_net *net, const char *path, int trainable, int kernels, const moe_transport *transport, const moe_allocator *allocator,
                                moe_error *error) {
-    moe_buffer buffer;
-    moe_status status = moei_shared_load(transport, path, allocator, &buffer, error);
-    if (status == MOE_OK) status = moe_net_read_shared(net, buffer.data, buffer.size, trainable, kernels, transport, allocator, error);
-    moe_buffer_free(&buffer);
+    moei_contents c;
+    moe_status status = moei_contents_file(&c, path, transport, allocator, error);
+    if (net == NULL) status = moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
+    status = moei_net_take(net, &c, status, trainable, kernels, transport, allocator, error);
+    moei_contents_close(&c);
     return status;
 }
 
@@ -11727,10 +11910,11 @@ moe_status moe_net_load(moe_net *net, const char *path, int trainable, int kerne
 
 moe_status moe_layer_load_shared(moe_layer *layer, const char *path, int trainable, const moe_transport *transport, const moe_allocator *allocator,
                                  moe_error *error) {
-    moe_buffer buffer;
-    moe_status status = moei_shared_load(transport, path, allocator, &buffer, error);
-    if (status == MOE_OK) status = moe_layer_read_shared(layer, buffer.data, buffer.size, trainable, transport, allocator, error);
-    moe_buffer_free(&buffer);
+    moei_contents c;
+    moe_status status = moei_contents_file(&c, path, transport, allocator, error);
+    if (layer == NULL) status = moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
+    status = moei_layer_take(layer, &c, status, trainable, transport, allocator, error);
+    moei_contents_close(&c);
     return status;
 }
 
@@ -13803,6 +13987,8 @@ static moe_status moei_checkpoint_moments(const moe_trainer *trainer, moe_file *
     for (i = 0; i < moei_moments(trainer); i++) {
         if (moe_file_find(file, moei_moment_names[i], &found) != MOE_OK)
             return moei_error(error, MOE_ERR_NOT_FOUND, "tensor '%s': missing in the file", moei_moment_names[i]);
+        if (found.dtype >= MOE_DTYPE_COUNT)
+            return moei_error(error, MOE_ERR_UNSUPPORTED, "tensor '%s': an element type that this version does not know", moei_moment_names[i]);
         if (found.n_dims != 1 || found.shape[0] != numbers)
             return moei_error(error, MOE_ERR_SHAPE, "tensor '%s': the shape must be [%z], the file has %s", moei_moment_names[i], numbers,
                               moei_shape_text(found.shape, found.n_dims, have));
@@ -13813,11 +13999,9 @@ static moe_status moei_checkpoint_moments(const moe_trainer *trainer, moe_file *
 }
 
 /* Checks all of a checkpoint; changes nothing. */
-static moe_status moei_checkpoint_open(const moe_trainer *trainer, const void *bytes, size_t size, moe_file *file, moei_checkpoint *c, moe_error *error) {
+static moe_status moei_checkpoint_check(const moe_trainer *trainer, moe_file *file, moei_checkpoint *c, moe_error *error) {
     char text[MOEI_CHECKPOINT_TEXT];
-    moe_status status = moe_file_open(file, bytes, size, error);
-    if (status != MOE_OK) return status;
-    status = moe_file_metadata(file, MOEI_CHECKPOINT_KEY, text, sizeof text, NULL);
+    moe_status status = moe_file_metadata(file, MOEI_CHECKPOINT_KEY, text, sizeof text, NULL);
     if (status == MOE_ERR_NOT_FOUND)
         return moei_error(error, MOE_ERR_FORMAT, "the file is no checkpoint: no metadata of the key '" MOEI_CHECKPOINT_KEY "'");
     if (status != MOE_OK) return moei_error(error, MOE_ERR_FORMAT, "metadata " MOEI_CHECKPOINT_KEY ": the text is too long");
@@ -13829,27 +14013,38 @@ static moe_status moei_checkpoint_open(const moe_trainer *trainer, const void *b
     return status == MOE_OK ? moei_checkpoint_moments(trainer, file, error) : status;
 }
 
-/* Moment i: of each tensor what this rank holds. */
-static moe_status moei_moment_fill(moe_trainer *trainer, const moe_file *file, size_t i) {
+/* The net's tensors and then the moments: of each tensor what this rank holds. */
+static moe_status moei_checkpoint_walk(const moe_trainer *trainer, moei_contents *c, int walk, moe_error *error) {
     const moe_net *net = trainer->net;
-    moe_real *to = trainer->memory + i * moei_net_numbers(net);
     moe_file_tensor found;
-    moe_status status = moe_file_find(file, moei_moment_names[i], &found);
-    size_t k, at = 0;
-    for (k = 0; k < net->n_tensors && status == MOE_OK; k++) {
-        const moe_tensor *t = &net->tensors[k];
-        status = moe_file_values(&found, at + moei_whole_first(net, t), t->count, to + (t->data - net->memory));
-        at += moei_whole_tensor(net, t).count;
+    size_t i, k, at, begin;
+    moe_status status = moei_contents_walk(c, walk, net, error);
+    for (i = 0; i < moei_moments(trainer) && status == MOE_OK; i++) {
+        moe_real *to = trainer->memory + i * moei_net_numbers(net);
+        status = moei_file_find(&c->file, moei_moment_names[i], &found, &begin);
+        for (k = 0, at = 0; k < net->n_tensors && status == MOE_OK; k++) {
+            const moe_tensor *t = &net->tensors[k];
+            status = moei_walk_part(c, walk, net, t, &found, begin, at + moei_whole_first(net, t), to + (t->data - net->memory), error);
+            at += moei_whole_tensor(net, t).count;
+        }
     }
     return status;
 }
 
-/* After open: nothing can fail. */
-static moe_status moei_checkpoint_apply(moe_trainer *trainer, moe_file *file, const moei_checkpoint *c, moe_error *error) {
+/* Reads this rank's part of a file on the disk. */
+static moe_status moei_checkpoint_fetch(const moe_trainer *trainer, moei_contents *c, moe_error *error) {
+    moe_status status;
+    if (c->read == NULL) return MOE_OK;
+    status = moei_checkpoint_walk(trainer, c, MOEI_WALK_COUNT, error);
+    if (status == MOE_OK) status = moei_contents_take(c, error);
+    return status == MOE_OK ? moei_checkpoint_walk(trainer, c, MOEI_WALK_READ, error) : status;
+}
+
+/* After all checks: nothing can fail. */
+static moe_status moei_checkpoint_apply(moe_trainer *trainer, moei_contents *contents, const moei_checkpoint *c, moe_error *error) {
     double rate;
     size_t i;
-    moe_status status = moei_file_fill(trainer->net, file, error);
-    for (i = 0; i < moei_moments(trainer) && status == MOE_OK; i++) status = moei_moment_fill(trainer, file, i);
+    moe_status status = moei_checkpoint_walk(trainer, contents, MOEI_WALK_VALUES, error);
     for (i = 0; i < trainer->net->n_modules; i++) trainer->net->modules[i].layer.is_packed = 0;
     trainer->steps = c->steps;
     trainer->rng.state = c->rng;
@@ -13861,14 +14056,28 @@ static moe_status moei_checkpoint_apply(moe_trainer *trainer, moe_file *file, co
     return status;
 }
 
-moe_status moe_trainer_read(moe_trainer *trainer, const void *bytes, size_t size, moe_error *error) {
+/* A checkpoint in a file that status says is open, or why not; fit: one that moe_fit goes on from, or NULL. */
+static moe_status moei_checkpoint_take(moe_trainer *trainer, moei_contents *contents, moe_status status, const moei_fit *fit, moe_error *error) {
+    const moe_transport *t = trainer->net->transport;
     moei_checkpoint c;
-    moe_file file;
+    if (status == MOE_OK) status = moei_checkpoint_check(trainer, &contents->file, &c, error);
+#ifndef MOE_NO_STDIO
+    if (status == MOE_OK && fit != NULL) status = moei_fit_continues(fit, &c, error);
+#else
+    (void)fit;
+#endif
+    if (status == MOE_OK) status = moei_checkpoint_fetch(trainer, contents, error);
+    status = moei_ranks_vote(t, status, NULL, error);
+    if (status == MOE_OK) status = moei_contents_agree(t, contents, 1, trainer->net->kernels, error);
+    return status == MOE_OK ? moei_checkpoint_apply(trainer, contents, &c, error) : status;
+}
+
+moe_status moe_trainer_read(moe_trainer *trainer, const void *bytes, size_t size, moe_error *error) {
+    moei_contents c;
     moe_status status = moei_trainer_is_made(trainer, error);
     if (status != MOE_OK) return status;
-    status = moei_ranks_vote(trainer->net->transport, moei_checkpoint_open(trainer, bytes, size, &file, &c, error), NULL, error);
-    if (status == MOE_OK) status = moei_file_agree(trainer->net->transport, bytes, size, 1, trainer->net->kernels, error);
-    return status == MOE_OK ? moei_checkpoint_apply(trainer, &file, &c, error) : status;
+    status = moei_contents_memory(&c, bytes, size, &trainer->net->allocator, error);
+    return moei_checkpoint_take(trainer, &c, status, NULL, error);
 }
 
 #ifndef MOE_NO_STDIO
@@ -13895,14 +14104,18 @@ moe_status moe_trainer_save(const moe_trainer *trainer, const char *path, moe_er
     return status == MOE_OK ? moei_save_on(trainer->net->transport, path, moei_trainer_save, &s, &s.begun, error) : status;
 }
 
-moe_status moe_trainer_load(moe_trainer *trainer, const char *path, moe_error *error) {
-    moe_buffer buffer;
-    moe_status status;
-    if (trainer == NULL || trainer->net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must be one that init has made");
-    status = moei_shared_load(trainer->net->transport, path, &trainer->net->allocator, &buffer, error);
-    if (status == MOE_OK) status = moe_trainer_read(trainer, buffer.data, buffer.size, error);
-    moe_buffer_free(&buffer);
+static moe_status moei_checkpoint_load(moe_trainer *trainer, const char *path, const moei_fit *fit, moe_error *error) {
+    const moe_net *net = trainer->net;
+    moei_contents c;
+    moe_status status = moei_contents_file(&c, path, net->transport, &net->allocator, error);
+    status = moei_checkpoint_take(trainer, &c, status, fit, error);
+    moei_contents_close(&c);
     return status;
+}
+
+moe_status moe_trainer_load(moe_trainer *trainer, const char *path, moe_error *error) {
+    if (trainer == NULL || trainer->net == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "trainer must be one that init has made");
+    return moei_checkpoint_load(trainer, path, NULL, error);
 }
 
 #endif
@@ -16854,8 +17067,9 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
 #define MOEI_OF_moe_module(M, s) M(s, kind) M(s, d_in) M(s, d_out) M(s, act) M(s, span) M(s, n_rows) M(s, rate) M(s, attention) M(s, layer) \
     M(s, tensors) M(s, gradients) M(s, first_tensor)
 #define MOEI_OF_moe_net(M, s) M(s, d_in) M(s, d_out) M(s, n_modules) M(s, modules) M(s, n_tensors) M(s, tensors) M(s, kernels_wanted) \
-    M(s, kernels) M(s, allocator) M(s, memory) M(s, memory_size) M(s, built) M(s, trainable) M(s, error)
-#define MOEI_OF_moe_net_pass(M, s) M(s, n_tokens) M(s, training) M(s, y) M(s, call) M(s, past) M(s, most) M(s, modules) M(s, scratch) M(s, d_x)
+    M(s, kernels) M(s, transport) M(s, allocator) M(s, memory) M(s, memory_size) M(s, built) M(s, trainable) M(s, error)
+#define MOEI_OF_moe_net_pass(M, s) M(s, n_tokens) M(s, training) M(s, y) M(s, call) M(s, past) M(s, most) M(s, first) M(s, total) M(s, modules) \
+    M(s, scratch) M(s, d_x)
 #define MOEI_OF_moe_cache(M, s) M(s, net) M(s, n_tokens) M(s, most) M(s, memory) M(s, size)
 #define MOEI_OF_moe_sampling(M, s) M(s, greedy) M(s, temperature) M(s, top_k) M(s, top_p)
 #define MOEI_OF_moe_data(M, s) M(s, n) M(s, x) M(s, labels) M(s, targets) M(s, call) M(s, token_ids) M(s, length)
@@ -16867,7 +17081,7 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
     M(s, beta1) M(s, beta2) M(s, epsilon) M(s, decay) M(s, clip) M(s, seed) M(s, progress) M(s, progress_ctx) M(s, accumulate) M(s, schedule) \
     M(s, warmup) M(s, total_steps) M(s, groups) M(s, n_groups) M(s, evaluate_every) M(s, checkpoint) M(s, checkpoint_every) M(s, resume)
 #define MOEI_OF_moe_trainer(M, s) M(s, net) M(s, config) M(s, steps) M(s, rng) M(s, rate) M(s, total_steps) M(s, n_accumulated) M(s, position) \
-    M(s, memory) M(s, memory_size) M(s, factors) M(s, work) M(s, work_size)
+    M(s, memory) M(s, memory_size) M(s, factors) M(s, work) M(s, work_size) M(s, most)
 #define MOEI_OF_moe_step(M, s) M(s, loss) M(s, router_loss) M(s, gradient_norm)
 #define MOEI_OF_moe_modular(M, s) M(s, trainer) M(s, memory) M(s, memory_size) M(s, teacher) M(s, n_teacher) M(s, n_mixtures) M(s, candidate) \
     M(s, best) M(s, drawn) M(s, changed) M(s, sequences) M(s, net_work) M(s, net_size)

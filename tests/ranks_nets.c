@@ -11,6 +11,8 @@
 #endif
 #ifndef TEST_LINKED
 #define MOE_IMPLEMENTATION
+#define MOEI_PIECE 100 /* numbers of a file that travel at once, and gradients that are summed at once: several pieces here */
+#define MOEI_SUM_MOST 150
 #endif
 #include "../moe.h"
 
@@ -91,13 +93,13 @@ static int same_bits(const void *a, const void *b, size_t n) { return n == 0 || 
 
 /* ---- memory that fails when it is told to -------------------------------------------------------------------------------------- */
 
-typedef struct memory {
+typedef struct heap {
     long blocks;         /* handed out and not given back */
     long calls, fail_at; /* fail_at: number of the call that fails, 0: none */
-} memory;
+} heap;
 
 static void *memory_resize(void *ctx, void *block, size_t old_size, size_t new_size) {
-    memory *m = (memory *)ctx;
+    heap *m = (heap *)ctx;
     void *made;
     (void)old_size;
     if (new_size == 0) {
@@ -111,7 +113,7 @@ static void *memory_resize(void *ctx, void *block, size_t old_size, size_t new_s
     return made;
 }
 
-static moe_allocator memory_allocator(memory *m) {
+static moe_allocator memory_allocator(heap *m) {
     moe_allocator a;
     memset(m, 0, sizeof *m);
     a.ctx = m;
@@ -193,7 +195,7 @@ static moe_status build(moe_net *net, int kind, const moe_transport *t, const mo
 
 /* Samples, of every kind. */
 typedef struct samples {
-    moe_real x[SAMPLES * D];
+    moe_real x[SAMPLES * D], targets[SAMPLES * CLASSES];
     int32_t labels[SAMPLES], ids[SAMPLES];
 } samples;
 
@@ -206,6 +208,7 @@ static void samples_begin(void) {
     for (i = 0; i < SAMPLES; i++) {
         the_samples.labels[i] = i % 7 == 3 ? -1 : (int32_t)(i % CLASSES);
         the_samples.ids[i] = (int32_t)moe_rng_below(&rng, IDS);
+        for (j = 0; j < CLASSES; j++) the_samples.targets[i * CLASSES + j] = moe_rng_normal(&rng);
         for (j = 0; j < D; j++) the_samples.x[i * D + j] = (moe_real)(j == i % CLASSES) + (moe_real)0.5 * moe_rng_normal(&rng);
     }
 }
@@ -214,7 +217,7 @@ static moe_data data_of(int kind, size_t from, size_t n) {
     moe_data data;
     memset(&data, 0, sizeof data);
     data.n = n;
-    data.labels = the_samples.labels + from;
+    data.labels = the_samples.labels + from, data.targets = the_samples.targets + from * CLASSES;
     if (has_ids(kind)) data.token_ids = the_samples.ids + from;
     else data.x = the_samples.x + from * D;
     if (has_sequences(kind)) data.length = LENGTH;
@@ -224,12 +227,12 @@ static moe_data data_of(int kind, size_t from, size_t n) {
 /* ---- one training, in one process or on ranks ---------------------------------------------------------------------------------------- */
 
 /* What a training is. */
-typedef struct training {
+typedef struct course {
     int kind, ranks;
     moe_train_config config;
     int accumulate; /* batches of a step, by moe_trainer_accumulate; 0: moe_trainer_step */
     int skew;       /* 1: in turn one rank has no samples, or all of them */
-} training;
+} course;
 
 /* And what came of it. */
 typedef struct outcome {
@@ -239,17 +242,17 @@ typedef struct outcome {
     moe_net net;
     moe_trainer trainer;
     moe_transport transport;
-    memory memory;
+    heap memory;
 } outcome;
 
 typedef struct job {
-    const training *training;
+    const course *training;
     outcome outcomes[MOST_RANKS];
     moe_buffer file; /* of rank 0 */
 } job;
 
 /* The part of a rank in the batch of a step. */
-static void part_of(const training *g, int rank, int step, size_t n, size_t *first, size_t *count) {
+static void part_of(const course *g, int rank, int step, size_t n, size_t *first, size_t *count) {
     size_t unit = has_sequences(g->kind) ? LENGTH : 1;
     int alone = g->skew && step % 3 != 0 ? step % g->ranks : -1;
     moe_rank_part(n / unit, rank, g->ranks, first, count);
@@ -263,7 +266,7 @@ static void part_of(const training *g, int rank, int step, size_t n, size_t *fir
 
 static size_t batch_of(int step) { return step % 4 == 3 ? 8 : BATCH; }
 
-static void take_step(const training *g, outcome *o, int rank, int step) {
+static void take_step(const course *g, outcome *o, int rank, int step) {
     int i, batches = g->accumulate > 0 ? g->accumulate : 1;
     moe_status status;
     moe_error error;
@@ -285,7 +288,7 @@ static void take_step(const training *g, outcome *o, int rank, int step) {
     o->steps[step] = seen;
 }
 
-static void train(const training *g, outcome *o, int rank, const moe_transport *t) {
+static void train(const course *g, outcome *o, int rank, const moe_transport *t) {
     moe_error error;
     moe_allocator allocator = memory_allocator(&o->memory);
     int step;
@@ -302,9 +305,15 @@ static void outcome_free(outcome *o) {
     CHECK(o->memory.blocks == 0, "all memory is given back");
 }
 
+static int ranks_decide_apart;
+
+/* Two ranks of four share a machine; some compute their experts in two parts. */
 static moe_transport *begin(outcome *o, ranks_rank *self) {
     moe_error error;
     o->transport = ranks_transport(self);
+    o->transport.apart = ranks_decide_apart;
+    o->transport.chunks = 1 + o->transport.n_ranks % 2;
+    if (o->transport.n_ranks == 4) o->transport.ranks_per_node = 2, o->transport.two_level = 1;
     STATUS(moe_transport_begin(&o->transport, &error), MOE_OK, "transport", &error);
     return &o->transport;
 }
@@ -372,7 +381,7 @@ static int same_buffers(const moe_buffer *a, const moe_buffer *b) { return a->si
 
 /* A checkpoint that is read by so many ranks and written again. */
 typedef struct copying {
-    const training *training;
+    const course *training;
     const moe_buffer *from;
     moe_buffer to, net_to, layer_to;
     outcome outcomes[MOST_RANKS];
@@ -411,7 +420,7 @@ static void copy_task(ranks_rank *self, void *ctx) {
 }
 
 /* A file of ranks: the same bytes from any number of ranks that have read it, and from one process. */
-static void compare_files(const training *g, const moe_buffer *file) {
+static void compare_files(const course *g, const moe_buffer *file) {
     static copying c;
     moe_buffer plain, net_plain;
     moe_stream stream = moe_buffer_stream(&net_plain);
@@ -448,10 +457,10 @@ static void compare_files(const training *g, const moe_buffer *file) {
 }
 
 /* One training on 1 to 4 ranks against one process. */
-static void test_training(const training *wanted, const char *what) {
+static void test_training(const course *wanted, const char *what) {
     static outcome one;
     static job j;
-    training g = *wanted;
+    course g = *wanted;
     char name[120];
     int ranks, r;
     memset(&one, 0, sizeof one);
@@ -477,8 +486,46 @@ static void test_training(const training *wanted, const char *what) {
     outcome_free(&one);
 }
 
-static training training_of(int kind) {
-    training g;
+/* Ranks that decide apart: no one process does the same, but they stay together, learn, and have one file. */
+static void test_apart(const course *wanted) {
+    static job j;
+    course g = *wanted;
+    ranks_world w;
+    const char *fault;
+    int r, step, same = 1;
+    double early, late;
+    memset(&j, 0, sizeof j);
+    g.ranks = 3;
+    j.training = &g;
+    ranks_decide_apart = 1;
+    ranks_begin(&w, g.ranks, RANKS_BY_TURNS);
+    fault = ranks_run(&w, train_task, &j);
+    if (!CHECK(fault == NULL, "apart")) printf("        %s\n", fault);
+    for (r = 0; r < g.ranks; r++) {
+        const outcome *o = &j.outcomes[r], *first = &j.outcomes[0];
+        size_t i;
+        for (step = 0; step < STEPS; step++) {
+            const moe_step *a = &first->steps[step], *b = &o->steps[step];
+            same = same && same_bits(&a->loss, &b->loss, sizeof a->loss) && same_bits(&a->router_loss, &b->router_loss, sizeof a->router_loss) &&
+                   same_bits(&a->gradient_norm, &b->gradient_norm, sizeof a->gradient_norm);
+        }
+        for (i = 0; i < o->net.n_tensors; i++)
+            same = same && (strstr(o->net.tensors[i].name, ".experts.") != NULL ||
+                            same_bits(o->net.tensors[i].data, first->net.tensors[i].data, o->net.tensors[i].count * sizeof(moe_real)));
+        CHECK(o->rng == first->rng, "apart: the random state");
+        for (step = 0, early = late = 0; step < 5; step++) early += (double)o->steps[step].loss, late += (double)o->steps[STEPS - 5 + step].loss;
+        CHECK(late < 0.97 * early, "apart: they learn");
+    }
+    CHECK(same, "apart: what all ranks hold is the same");
+    ranks_decide_apart = 0;
+    compare_files(&g, &j.file);
+    for (r = 0; r < g.ranks; r++) outcome_free(&j.outcomes[r]);
+    moe_buffer_free(&j.file);
+    ranks_end(&w);
+}
+
+static course course_of(int kind) {
+    course g;
     memset(&g, 0, sizeof g);
     g.kind = kind;
     g.config.batch = BATCH;
@@ -489,18 +536,19 @@ static training training_of(int kind) {
 
 static void test_all_trainings(void) {
     static const moe_param_group groups[] = {{"*.router.*", (moe_real)0.1, 0, 0}, {"0.*", 0, 0, 1}, {"*.experts.*", 1, 2, 0}};
-    training g;
+    course g;
     int kind;
     for (kind = 0; kind < KINDS; kind++) {
-        g = training_of(kind);
+        g = course_of(kind);
         test_training(&g, "adamw");
         g.skew = 1;
         g.config.optimizer = MOE_OPTIMIZER_SGD;
         g.config.clip = (moe_real)0.5;
         g.config.decay = (moe_real)0.01;
         test_training(&g, "sgd, clipped, ranks without samples");
+        if (kind == CAPACITY || kind == CLUSTERS) g = course_of(kind), test_apart(&g);
     }
-    g = training_of(CAPACITY);
+    g = course_of(CAPACITY);
     g.accumulate = 3;
     g.skew = 1;
     g.config.clip = (moe_real)0.3;
@@ -552,11 +600,12 @@ static void fit(const fitting *f, fitted *r, int rank, const moe_transport *t) {
     moe_stream stream = moe_buffer_stream(&r->file);
     moe_error error;
     r->w.stop_at = rank == f->stop_rank ? f->stop_at : 0;
+    if (f->kind == NOISY) config.criterion = MOE_CRITERION_SQUARED_ERROR;
     config.progress = watch, config.progress_ctx = &r->w;
     if (!STATUS(build(&r->o.net, f->kind, t, &allocator, &error), MOE_OK, "build", &error)) return;
     r->status = moe_fit(&r->o.net, &train, &test, &config, &error);
     STATUS(r->status, f->stop_at > 0 ? MOE_ERR_STOPPED : MOE_OK, "fit", &error);
-    STATUS(moe_evaluate(&r->o.net, &test, MOE_CRITERION_CROSS_ENTROPY, &r->evaluation, &error), MOE_OK, "evaluate", &error);
+    STATUS(moe_evaluate(&r->o.net, &test, config.criterion, &r->evaluation, &error), MOE_OK, "evaluate", &error);
     STATUS(moe_net_write(&r->o.net, rank == 0 ? &stream : NULL, &error), MOE_OK, "write", &error);
 }
 
@@ -765,7 +814,7 @@ static scene scene_of(int kind, int bad, int which) {
 /* Makes the rank's net and trainer, with memory that can be told to fail later on. */
 static int act_begin(actor *a, int with_trainer) {
     moe_allocator allocator = memory_allocator(&a->o.memory);
-    moe_train_config config = training_of(a->s->kind).config;
+    moe_train_config config = course_of(a->s->kind).config;
     if (!STATUS(build(&a->o.net, a->s->kind, begin(&a->o, a->self), &allocator, &a->error), MOE_OK, "build", &a->error)) return 0;
     return !with_trainer || STATUS(moe_trainer_init(&a->o.trainer, &a->o.net, &config, &a->error), MOE_OK, "trainer", &a->error);
 }
@@ -891,7 +940,7 @@ static void act_build_memory(actor *a) {
 }
 
 static void act_trainer_memory(actor *a) {
-    moe_train_config config = training_of(a->s->kind).config;
+    moe_train_config config = course_of(a->s->kind).config;
     moe_status status;
     if (!act_begin(a, 0)) return;
     a->o.memory.calls = 0, a->o.memory.fail_at = a->bad ? a->s->fail_at : 0;
@@ -901,7 +950,7 @@ static void act_trainer_memory(actor *a) {
 }
 
 static void act_fit_memory(actor *a) {
-    moe_train_config config = training_of(a->s->kind).config;
+    moe_train_config config = course_of(a->s->kind).config;
     moe_data data = data_of(a->s->kind, 0, 24);
     moe_evaluation evaluation;
     moe_status status;
@@ -943,7 +992,7 @@ static void act_file_memory(actor *a) {
     moe_buffer_free(&file);
 }
 
-/* -- training */
+/* -- course */
 
 static void act_trainer(actor *a) {
     static const moe_param_group groups[] = {{"*.weight", 2, 0, 0}, {"*.bias", 2, 0, 0}, {"*.weight", 3, 0, 0}};
@@ -1037,7 +1086,7 @@ static void act_trainer(actor *a) {
 
 static void act_fit(actor *a) {
     static const char *const parts[] = {"the samples to train on: n: ", "the samples to train on: x: ", "the samples to train on: labels: ", "samples to test on", "is missing on 2 of 3"};
-    moe_train_config config = training_of(a->s->kind).config;
+    moe_train_config config = course_of(a->s->kind).config;
     moe_data data, other;
     moe_evaluation evaluation;
     moe_real x[24 * D];
@@ -1109,6 +1158,8 @@ static void act_forward(actor *a) {
     other = call, other.training = !bad;
     STATUS(FORWARD(&other, work, size, &pass), MOE_ERR_STATE, "not all train", NULL);
     CHECK(rng.state == 3 && ahead.state == 4, "nothing was drawn");
+    other = call, other.n_tokens = INT32_MAX;
+    STATUS(FORWARD(&other, work, size, &pass), MOE_ERR_OVERFLOW, "more tokens than can be counted", NULL);
     memcpy(x, data.x, data.n * D * sizeof *x);
     if (bad) x[0] = (moe_real)INFINITY;
     other = call, other.x = x;
@@ -1215,9 +1266,107 @@ static void act_load(actor *a) {
     act_go_on(a);
 }
 
+/* Rank 0 writes the first n bytes of a file; then all go on. */
+static void act_put(actor *a, const char *name, const moe_buffer *bytes, size_t n) {
+    if (a->self->rank == 0) {
+        FILE *f = fopen(name, "wb");
+        CHECK(f != NULL && fwrite(bytes->data, 1, n, f) == n, "a file");
+        if (f != NULL) CHECK(fclose(f) == 0, "a file");
+    }
+    STATUS(moe_transport_status(&a->o.transport, MOE_OK), MOE_OK, "all are here", NULL);
+}
+
+/* Files on the disk that are none, on all ranks. */
+static void act_files(actor *a) {
+    static moe_buffer good; /* of rank 0 */
+    moe_buffer *bytes = &good;
+    moe_stream stream = moe_buffer_stream(bytes);
+    moe_net net;
+    size_t n, i, header, kinds = 0;
+    moe_status status;
+    memset(&net, 0, sizeof net);
+    if (!act_begin(a, 1)) return;
+    STATUS(moe_trainer_write(&a->o.trainer, a->self->rank == 0 ? &stream : NULL, &a->error), MOE_OK, "write", &a->error);
+    STATUS(moe_transport_status(&a->o.transport, MOE_OK), MOE_OK, "all are here", NULL);
+    header = 8 + (size_t)bytes->data[0] + 256 * (size_t)bytes->data[1];
+    for (i = 0; i < 14; i++) {
+        n = i < 12 ? i * header / 10 : i == 12 ? bytes->size - 1 : 7;
+        act_put(a, path[0], bytes, n);
+        status = moe_trainer_load(&a->o.trainer, path[0], &a->error);
+        CHECK(status == MOE_ERR_FORMAT || (n == 0 && status == MOE_ERR_IO), "a file that ends too early");
+        CHECK(moe_net_load_shared(&net, path[0], 0, MOE_KERNELS_C, &a->o.transport, NULL, &a->error) == status, "a file that ends too early");
+    }
+    for (i = 8; i + 5 < header; i++) { /* a type of elements that is none: of each tensor in turn */
+        unsigned char kept = bytes->data[i + 1];
+        int of_trainer = 0;
+        if (memcmp(bytes->data + i, "\"F32\"", 5) != 0 && memcmp(bytes->data + i, "\"F64\"", 5) != 0) continue;
+        for (n = i - 40 > 8 ? i - 40 : 8; n < i; n++) of_trainer |= memcmp(bytes->data + n, "trainer.", 8) == 0;
+        STATUS(moe_transport_status(&a->o.transport, MOE_OK), MOE_OK, "all have looked", NULL);
+        if (a->self->rank == 0) bytes->data[i + 1] = 'X';
+        act_put(a, path[0], bytes, bytes->size);
+        ALL_FAIL(a, moe_trainer_load(&a->o.trainer, path[0], &a->error), MOE_ERR_UNSUPPORTED, "an element type");
+        status = moe_net_load_shared(&net, path[0], 0, MOE_KERNELS_C, &a->o.transport, NULL, &a->error);
+        CHECK(status == (of_trainer ? MOE_OK : MOE_ERR_UNSUPPORTED), "an element type");
+        if (status == MOE_OK) moe_net_free(&net);
+        memset(&net, 0, sizeof net);
+        STATUS(moe_transport_status(&a->o.transport, MOE_OK), MOE_OK, "all have read", NULL);
+        if (a->self->rank == 0) bytes->data[i + 1] = kept;
+        STATUS(moe_transport_status(&a->o.transport, MOE_OK), MOE_OK, "it is whole again", NULL);
+        kinds++;
+    }
+    CHECK(kinds == a->o.net.n_tensors + 2, "all tensors");
+    ALL_FAIL(a, moe_trainer_load(&a->o.trainer, NULL, &a->error), MOE_ERR_ARGUMENT, "path");
+    ALL_FAIL(a, moe_trainer_load(&a->o.trainer, "/", &a->error), MOE_ERR_IO, "/");
+    act_put(a, path[0], bytes, bytes->size);
+    STATUS(moe_trainer_load(&a->o.trainer, path[0], &a->error), MOE_OK, "the whole file", &a->error);
+    STATUS(moe_transport_status(&a->o.transport, MOE_OK), MOE_OK, "all have read", NULL);
+    if (a->self->rank == 0) moe_buffer_free(bytes), memset(bytes, 0, sizeof *bytes);
+}
+
+/* Layers alone: the file of one process, read by all. */
+static void act_layers(actor *a) {
+    moe_layer_config config = layer_of("d_model=6 n_experts=5 top_k=2 d_ff=7 n_shared=1 expert=mlp");
+    moe_layer layer, all, copy;
+    moe_buffer one, many;
+    moe_stream to_one = moe_buffer_stream(&one), to_many = moe_buffer_stream(&many);
+    const char *mine = a->bad ? "/nowhere/at/all" : path[0];
+    moe_tensor own, whole;
+    size_t i;
+    memset(&one, 0, sizeof one), memset(&many, 0, sizeof many), memset(&copy, 0, sizeof copy);
+    STATUS(moe_layer_create(&all, &config, 0, 9, NULL, &a->error), MOE_OK, "a layer of one process", &a->error);
+    STATUS(moe_layer_write(&all, &to_one, &a->error), MOE_OK, "its file", &a->error);
+    config.transport = begin(&a->o, a->self);
+    STATUS(moe_layer_create(&layer, &config, 1, 9, NULL, &a->error), MOE_OK, "a layer of ranks", &a->error);
+    STATUS(moe_layer_write(&layer, a->self->rank == 0 ? &to_many : NULL, &a->error), MOE_OK, "its file", &a->error);
+    if (a->self->rank == 0) CHECK(same_buffers(&one, &many), "the file of a layer on ranks is that of one process");
+    if (a->s->bad == 0) ONE_FAILS(a, moe_layer_write(&layer, NULL, &a->error), MOE_ERR_ARGUMENT);
+    STATUS(moe_layer_save(&layer, a->self->rank == 0 ? path[0] : NULL, &a->error), MOE_OK, "save", &a->error);
+    ONE_FAILS(a, moe_layer_load_shared(&copy, mine, 0, config.transport, NULL, &a->error), MOE_ERR_IO);
+    ONE_FAILS(a, moe_layer_load_shared(a->bad ? NULL : &copy, path[0], 0, config.transport, NULL, &a->error), MOE_ERR_ARGUMENT);
+    ONE_FAILS(a, moe_layer_read_shared(a->bad ? NULL : &copy, one.data, one.size, 0, config.transport, NULL, &a->error), MOE_ERR_ARGUMENT);
+    ALL_FAIL(a, moe_layer_load_shared(&copy, path[0], a->bad, config.transport, NULL, &a->error), MOE_ERR_CONFIG, "trainable");
+    for (i = 0; i < 2; i++) {
+        if (i == 0) STATUS(moe_layer_load_shared(&copy, path[0], 1, config.transport, NULL, &a->error), MOE_OK, "load", &a->error);
+        else STATUS(moe_layer_read_shared(&copy, one.data, one.size, 0, config.transport, NULL, &a->error), MOE_OK, "read", &a->error);
+        {
+            size_t k, first, count, row;
+            moe_rank_part(5, a->self->rank, a->s->ranks, &first, &count);
+            for (k = 0; moe_layer_tensor(&copy, k, &own) == MOE_OK && moe_layer_tensor(&all, k, &whole) == MOE_OK; k++) {
+                row = own.count == whole.count ? 0 : whole.count / 5;
+                CHECK(own.count == (row > 0 ? row * count : whole.count), "its part");
+                CHECK(same_bits(own.data, whole.data + row * first, own.count * sizeof(moe_real)), "with the values of one process");
+            }
+            CHECK(k > 5, "all tensors");
+        }
+        moe_layer_free(&copy);
+    }
+    moe_layer_free(&layer), moe_layer_free(&all);
+    moe_buffer_free(&one), moe_buffer_free(&many);
+}
+
 /* Whole work, of which one call of the transport fails on one rank: every rank gets an error, none waits for ever, none leaks. */
 static void act_broken(actor *a) {
-    moe_train_config config = training_of(a->s->kind).config;
+    moe_train_config config = course_of(a->s->kind).config;
     moe_allocator allocator = memory_allocator(&a->o.memory);
     moe_data data = data_of(a->s->kind, 0, 24), part = act_data(a);
     moe_evaluation evaluation;
@@ -1278,6 +1427,8 @@ static void test_failures(void) {
         }
     }
     for (bad = 0; bad < 3; bad++) s = scene_of(NOISY, bad, 0), play(act_load, &s, "load");
+    for (bad = 0; bad < 3; bad++) s = scene_of(CHOICE, bad, 0), play(act_layers, &s, "layers");
+    s = scene_of(NOISY, -1, 0), play(act_files, &s, "files");
     s = scene_of(CHOICE, -1, 0), play(act_build_alone, &s, "transports that do not fit");
     s = scene_of(CHOICE, -1, 0), play(act_refused, &s, "what is refused");
     s = scene_of(CHOICE, 0, 0), play(act_write, &s, "write");
