@@ -10,7 +10,7 @@
                rows: pairs/R, of the mean rank; route: what each rank decides for the tokens of all ranks; numbers: shared ones and those of own experts
      rows      4 L all-to-alls (x, f(x), w dy, dx) of pairs_away/R rows of d_model numbers
      gather    L all-to-alls that bring what a decision needs to every rank: the logits of all tokens, T E numbers from every other rank, and little else
-     counts    L (3 + gathers) + 3 all-to-alls of a few words: settings and tokens, whether all is well, rows for each expert, the loss
+     counts    L (4 + gathers) + 3 all-to-alls of a few words: settings and tokens, whether all is well, rows for each expert, the loss
      sums      gradients of what all ranks hold, L + 1 stretches of them, as examples/moe_mpi.h adds them: two all-to-alls of 1/R of a stretch per pair of
                ranks (--ring: a ring, 2 (R - 1) messages of as much)
      waiting   for the fullest rank, which has `imbalance` times the mean's rows: max(0, imbalance - crowd) of the mean's expert time, imbalance - 1 of the bytes of rows
@@ -196,8 +196,9 @@ static void predict_compute(const costs *c, const work *w, double slow, times *t
     t->optimiser = slow * numbers * c->optimiser;
 }
 
-/* Words of 8 bytes that every rank sends to every other for one mixture: 4 and 1 to begin with, 1 before each gathering, a status and the rows of each expert. */
-static double count_words(const work *w) { return 6 + w->gathers + ceil(w->experts / w->ranks); }
+/* Words of 8 bytes that every rank sends to every other for one mixture: 4 and 1 to begin with, 1 before each gathering, a status and the rows of each expert;
+   1 on the way back. */
+static double count_words(const work *w) { return 7 + w->gathers + ceil(w->experts / w->ranks); }
 
 /* ... and for its hops: two levels tell the ranks of a node how much will pass. */
 static int hops(const machine *m, const work *w) { return m->two_level && w->ranks > m->ranks_per_node ? PASSES * m->chunks : 0; }
@@ -220,7 +221,7 @@ static void predict_exchange(const machine *m, const work *w, times *t) {
     t->gather = scaled(to_all(m, w, gathered), w->layers);
     t->gather.latency *= w->gathers;
     t->counts = to_all(m, w, counts);
-    t->counts.latency *= w->layers * (3 + w->gathers + hops(m, w)) + STEP_CALLS;
+    t->counts.latency *= w->layers * (4 + w->gathers + hops(m, w)) + STEP_CALLS;
     t->sums = sum_of(m, w, w->shared_numbers * w->real_bytes);
     t->sums.latency *= w->layers + 1;
     t->bytes = w->ranks * (t->near_bytes + t->far_bytes + others * (w->layers * gathered + counts));
@@ -861,14 +862,14 @@ static void test_paper(void) {
     CHECK(near_to(t.rows.bytes, 8 * (5e5 / 1e9 + 4 * 5e5 / 1e8)));
     CHECK(near_to(t.gather.latency, 2 * (3e-6 + 4e-5)));
     CHECK(near_to(t.gather.bytes, 2 * (3 * 64000 / 1e9 + 4 * 4 * 64000 / 1e8))); /* 1000 x 16 logits to 3 near, 4 far */
-    CHECK(near_to(t.counts.latency, (2 * 4 + 3) * (3e-6 + 4e-5)) && near_to(t.counts.bytes, (2 * 72 + 64) * (3 / 1e9 + 4 * 4 / 1e8))); /* 7 words and 16/8 experts; 8 words */
+    CHECK(near_to(t.counts.latency, (2 * 5 + 3) * (3e-6 + 4e-5)) && near_to(t.counts.bytes, (2 * 80 + 64) * (3 / 1e9 + 4 * 4 / 1e8))); /* 8 words and 16/8 experts; 8 words */
     CHECK(near_to(t.sums.bytes, 2 * (3 * 5e5 / 1e9 + 4 * 4 * 5e5 / 1e8)));  /* parts of 4 10^6 / 8 bytes, out and back */
     CHECK(near_to(t.sums.latency, 3 * 2 * (3e-6 + 4e-5)));                  /* before, between and behind two mixtures */
     CHECK(exactly(t.waiting, 0) && exactly(t.hidden, 0));
-    CHECK(near_to(t.step, 0.29 + 0.000344 + 0.164 + 0.000086 + 0.020864 + 0.000473 + 0.000033904 + 0.163 + 0.000258));
+    CHECK(near_to(t.step, 0.29 + 0.000344 + 0.164 + 0.000086 + 0.020864 + 0.000559 + 0.000036512 + 0.163 + 0.000258));
     CHECK(exactly(t.near_messages, 3) && exactly(t.far_messages, 4));
     CHECK(near_to(t.memory, 8000 * 16 * 30));
-    CHECK(near_to(t.bytes, 8 * 2 * (4 * 1e6 + 7 * (64000 + 72 + 32))));
+    CHECK(near_to(t.bytes, 8 * 2 * (4 * 1e6 + 7 * (64000 + 80 + 32))));
     m.ring = 1, t = predict(&m, &c, &w), m.ring = 0;
     CHECK(near_to(t.sums.bytes, 14 * 5e5 / 1e8) && near_to(t.sums.latency, 3 * 14e-5));
     m.two_level = 1, t = predict(&m, &c, &w);
@@ -877,8 +878,8 @@ static void test_paper(void) {
     CHECK(near_to(t.rows.latency, 8 * (3e-6 + 1e-5)));
     CHECK(near_to(t.rows.bytes, 8 * ((5e5 + 3.75e5) / 1e9 + 4 * 5e5 / 1e8)));
     CHECK(near_to(t.gather.latency, 2 * (3e-6 + 4e-5)) && near_to(t.sums.latency, 3 * 2 * (3e-6 + 4e-5)));
-    CHECK(near_to(t.counts.latency, (2 * 8 + 3) * (3e-6 + 4e-5)));
-    CHECK(near_to(t.bytes, 8 * (1.1e7 + 7 * (2 * (64000 + 72 + 4 * 16) + 64)))); /* before each hop a word for each of two nodes */
+    CHECK(near_to(t.counts.latency, (2 * 9 + 3) * (3e-6 + 4e-5)));
+    CHECK(near_to(t.bytes, 8 * (1.1e7 + 7 * (2 * (64000 + 80 + 4 * 16) + 64)))); /* before each hop a word for each of two nodes */
     m.chunks = 2, t = predict(&m, &c, &w), m.chunks = 1; /* only what travels far can hide, under 20 ms forward and 60 ms backward of half the experts */
     CHECK(near_to(t.rows.latency, 2 * 8 * (3e-6 + 1e-5)) && near_to(t.hidden, 0.5 * (0.04 + 8 * (1e-5 * 2 + 0.02) / 2)));
     m.two_level = 0, w.imbalance = 1.5, t = predict(&m, &c, &w);
@@ -1178,7 +1179,7 @@ static void test_reading(void) {
         CHECK(exactly(w.ranks, 4) && exactly(w.tokens, 250) && exactly(w.pairs, 2) && exactly(w.away, 0.375) && exactly(w.far, 0.125));
         CHECK(exactly(w.imbalance, 1.25));
         t = predict(&local_machine, &c, &w);
-        CHECK(near_to(t.bytes, 2 * (3000 * 64 * 4 + 4 * 3 * (250 * 33 + 8 * 10 + 32)))); /* rows; logits and mask of 250 tokens, 8 words and 2 experts, half of 8 words, to three ranks */
+        CHECK(near_to(t.bytes, 2 * (3000 * 64 * 4 + 4 * 3 * (250 * 33 + 8 * 11 + 32)))); /* rows; logits and mask of 250 tokens, 9 words and 2 experts, half of 8 words, to three ranks */
         CHECK(near_to(t.experts, 2 * 2 * 500 * 12e-6)); /* crowd 2: four ranks on two cores */
         CHECK(near_to(t.rows.bytes, 2 * 8 * 187.5 * 256 / 2e9) && near_to(t.rows.latency, 2 * 8 * 3 * 1e-6));
     }

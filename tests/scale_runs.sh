@@ -169,7 +169,7 @@ runs() {
     ! is_idle || judged=1
     for ranks in 1 2 4; do measure "$ranks" || return 1; done
     is_idle || judged=0
-    run "$prepared/scale" measured.txt --bytes-within 2 >out || return 1
+    run "$prepared/scale" measured.txt --bytes-within 0.3 >out || return 1
     [ "$(grep -cE '^[a-z_0-9]+ +[124] +[0-9]+ ' out)" -ge 9 ] || { # three methods, three numbers of ranks
         cat out
         return 1
