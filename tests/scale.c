@@ -36,7 +36,7 @@
    ranks and nodes that were run; imbalance is that of the largest R' up to R of which it is known (fewer experts per rank make it larger,
    capacity bounds it).
    Memory: moe_route keeps 29 to 60 bytes per token of the batch and expert on every rank (moe_route_batch_size, float, training); the
-   tables say 30.
+   tables say 30. That is the decision alone: moe_layer_work_size has room for all rows that may come to the own experts besides.
 
    THE FILE. First line "moe-scale 1", then "key value" lines: head, then methods, each with its costs and its runs; the tables below (keys)
    say which. A method and the head may be continued further down, so that several programs can append to one file; a value that comes again
@@ -732,7 +732,7 @@ static void show_method(const figures *h, a_method *f) {
 static void show_legend(void) {
     printf("\nexperts, other, route (every rank decides for all tokens), update: computing. rows, gather (logits of all tokens to every "
            "rank), counts,\n"
-           "sums (shared gradients): exchange, in rows without what chunks hide. memory: of one mixture's routing on every rank. waiting: "
+           "sums (shared gradients): exchange, in rows without what chunks hide. memory: of one mixture's decision on every rank. waiting: "
            "for the fullest rank. rate: tokens per second and rank against one rank.\n"
            "What is assumed is listed in tests/scale.c.\n");
 }
