@@ -927,6 +927,7 @@ static void test_paper(void) {
     CHECK(near_to(t.bytes, 8 * (1.1e7 + 7 * (2 * (64000 + 80 + 4 * 16) + 64)))); /* before each hop a word for each of two nodes */
     m.chunks = 2, t = predict(&m, &c, &w),
     m.chunks = 1; /* only what travels far can hide, under 20 ms forward and 60 ms backward of half the experts */
+    CHECK(near_to(t.counts.latency, (2 * 13 + 3) * (3e-6 + 4e-5)));
     CHECK(near_to(t.rows.latency, 2 * 8 * (3e-6 + 1e-5)) && near_to(t.hidden, 0.5 * (0.04 + 8 * (1e-5 * 2 + 0.02) / 2)));
     m.two_level = 0, w.imbalance = 1.5, t = predict(&m, &c, &w);
     CHECK(near_to(t.waiting, 0.5 * 0.16 + 0.5 * t.rows.bytes));
