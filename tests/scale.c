@@ -20,6 +20,8 @@
                imbalance - 1 of the bytes of rows
      hidden    with C chunks: (1 - 1/C) of the smaller one of expert time and rows, forward and backward apart; the latency of rows counts C
                times
+   Apart (moe_transport.apart): every rank decides for its own tokens alone; no gather, route of T tokens instead of N, and for the router's state
+   a sum of E + 1 numbers and two more all-to-alls of a word.
    Two levels: rows for another node go through the rank of the own node that has their goal's place there: p - 1 near messages and n - 1
    far ones instead of p - 1 and R - p, and (p - 1)/p of the far bytes travel near as well, before anything else goes on; an
    all-to-all of n words precedes each such exchange. All else goes by one level.
@@ -34,7 +36,7 @@
    with a batch, E 8 to 256: 2 to 17 ns per token and expert), other does not (scores of a linear router do); pairs per token stay; the
    share of pairs that leave home is l (1 - 1/R), that leave the node m (1 - 1/n), l and m measured against 1, random routing, on the most
    ranks and nodes that were run; imbalance is that of the largest R' up to R of which it is known (fewer experts per rank make it larger,
-   capacity bounds it).
+   capacity bounds it), apart or together.
    Memory: moe_route keeps 29 to 60 bytes per token of the batch and expert on every rank (moe_route_batch_size, float, training); the
    tables say 30. That is the decision alone: moe_layer_work_size has room for all rows that may come to the own experts besides.
 
@@ -73,7 +75,7 @@ typedef struct machine {
     double cores; /* of a node */
     double ranks_per_node;
     int one_machine; /* 1: the nodes are declared, all ranks share these cores and everything travels by near_link */
-    int two_level, chunks, ring;
+    int two_level, chunks, ring, apart;
 } machine;
 
 /* Seconds, as the file has them. */
@@ -197,18 +199,30 @@ static double hidden(const machine *m, double computing, double moving) { return
 /* Rows of the mean rank, in one pass of one mixture. */
 static double pass_bytes(const work *w, double share) { return w->tokens * w->pairs * share * w->d_model * w->real_bytes; }
 
-static void predict_compute(const costs *c, const work *w, double slow, times *t) {
+static void predict_compute(const machine *m, const costs *c, const work *w, times *t) {
+    const double slow = crowd(m, w);
     const double rows = w->layers * w->tokens * w->pairs, all_tokens = w->ranks * w->tokens;
     const double numbers = w->shared_numbers + w->layers * w->expert_numbers * w->experts / w->ranks;
     t->experts = slow * rows * (c->expert_forward + c->expert_backward);
-    t->route = slow * w->layers * all_tokens * c->route * w->experts / w->base_experts;
+    t->route = slow * w->layers * (m->apart ? w->tokens : all_tokens) * c->route * w->experts / w->base_experts;
     t->other = slow * w->tokens * c->other;
     t->optimiser = slow * numbers * c->optimiser;
 }
 
+/* Ranks that decide apart gather nothing; what they count for the router's state is added up: E + 1 numbers and a word. */
+static double gathers(const machine *m, const work *w) { return m->apart ? 0 : w->gathers; }
+
+static parts sum_of_state(const machine *m, const work *w) {
+    enum { FEW = 512 }; /* up to so many every rank sends all of them to all others */
+    const double numbers = w->experts + 1;
+    const parts none = {0, 0};
+    if (!m->apart) return none;
+    return numbers <= FEW ? to_all(m, w, numbers * w->real_bytes) : sum_of(m, w, numbers * w->real_bytes);
+}
+
 /* Words of 8 bytes that every rank sends to every other for one mixture: 4 and 1 to begin with, 1 before each gathering, a status and the rows of each expert;
    1 on the way back. */
-static double count_words(const work *w) { return 7 + w->gathers + ceil(w->experts / w->ranks); }
+static double count_words(const machine *m, const work *w) { return 7 + gathers(m, w) + m->apart + ceil(w->experts / w->ranks); }
 
 /* ... and for its hops: two levels tell the ranks of a node how much will pass. */
 static int hops(const machine *m, const work *w) { return m->two_level && w->ranks > m->ranks_per_node ? PASSES * m->chunks : 0; }
@@ -225,25 +239,26 @@ static void predict_rows(const machine *m, const work *w, double near_pass, doub
 }
 
 static void predict_exchange(const machine *m, const work *w, times *t) {
-    const double gathered = w->tokens * (w->experts * w->real_bytes + w->gather_bytes), nodes = w->ranks / on_node(m, w),
-                 others = w->ranks - 1;
-    const double counts = 8 * (w->layers * (count_words(w) + hops(m, w) * nodes) + STEP_WORDS);
+    const double gathered = m->apart ? 0 : w->tokens * (w->experts * w->real_bytes + w->gather_bytes);
+    const double nodes = w->ranks / on_node(m, w), others = w->ranks - 1, kept = w->tokens * (m->apart ? 1 : w->ranks);
+    const double counts = 8 * (w->layers * (count_words(m, w) + hops(m, w) * nodes) + STEP_WORDS + 2 * m->apart);
     predict_rows(m, w, pass_bytes(w, w->away - w->far), pass_bytes(w, w->far), t);
     t->gather = scaled(to_all(m, w, gathered), w->layers);
-    t->gather.latency *= w->gathers;
+    t->gather.latency *= gathers(m, w);
     t->counts = to_all(m, w, counts);
-    t->counts.latency *= w->layers * (4 + w->gathers + hops(m, w)) + STEP_CALLS;
+    t->counts.latency *= w->layers * (4 + gathers(m, w) + m->apart + hops(m, w)) + STEP_CALLS + m->apart;
     t->sums = sum_of(m, w, w->shared_numbers * w->real_bytes);
     t->sums.latency *= w->layers + 1;
+    t->sums = sum_of_two(t->sums, scaled(sum_of_state(m, w), w->layers));
     t->bytes = w->ranks * (t->near_bytes + t->far_bytes + others * (w->layers * gathered + counts));
-    t->memory = w->ranks * w->tokens * w->experts * 7.5 * w->real_bytes;
+    t->memory = kept * w->experts * 7.5 * w->real_bytes;
 }
 
 static times predict(const machine *m, const costs *c, const work *w) {
     const double slow = crowd(m, w), forward = c->expert_forward / more(1e-300, c->expert_forward + c->expert_backward);
     times t;
     double moving;
-    predict_compute(c, w, slow, &t);
+    predict_compute(m, c, w, &t);
     predict_exchange(m, w, &t);
     moving = (total(t.rows) - (m->two_level ? total(t.rows_inside) : 0)) / 2; /* the first of two hops ends before anything else begins */
     t.waiting = more(0, w->imbalance / slow - 1) * t.experts + (w->imbalance - 1) * t.rows.bytes;
@@ -260,7 +275,7 @@ typedef struct figures {
 } figures;
 
 typedef struct a_run {
-    double ranks, tokens, ranks_per_node, two_level, chunks, step, compute, exchange, waiting;
+    double ranks, tokens, ranks_per_node, two_level, chunks, apart, step, compute, exchange, waiting;
     double pairs, pairs_away, pairs_far, rows_sent, bytes_sent, imbalance, loss;
     double imbalance_at[POWERS]; /* of 2^i ranks */
 } a_run;
@@ -316,6 +331,7 @@ static const struct key {
     {"ranks_per_node", RUN, 1, 1, 65536, offsetof(a_run, ranks_per_node), "as declared [all]"},
     {"two_level", RUN, 1, 0, 1, offsetof(a_run, two_level), "[0]"},
     {"chunks", RUN, 1, 1, 65536, offsetof(a_run, chunks), "[1]"},
+    {"apart", RUN, 1, 0, 1, offsetof(a_run, apart), "1: every rank decides for its own tokens [0: together]"},
     {"step", RUN, 0, 1e-12, 1e6, offsetof(a_run, step), "seconds, median"},
     {"compute", RUN, 0, 0, 1e6, offsetof(a_run, compute), "seconds per step, mean over ranks"},
     {"exchange", RUN, 0, 0, 1e6, offsetof(a_run, exchange), "seconds per step in the transport"},
@@ -469,7 +485,7 @@ static int check_run(measurements *m, const a_method *f, a_run *r) {
     if (!known(r->tokens) || !known(r->step) || !known(r->pairs)) return incomplete(m, where, "tokens, step or pairs are missing");
     if (r->ranks > m->head.experts) return incomplete(m, where, "there are more ranks than experts");
     if (r->ranks > 1 && !known(r->pairs_away)) return incomplete(m, where, "pairs_away is missing");
-    set_default(&r->ranks_per_node, r->ranks), set_default(&r->two_level, 0), set_default(&r->chunks, 1);
+    set_default(&r->ranks_per_node, r->ranks), set_default(&r->two_level, 0), set_default(&r->chunks, 1), set_default(&r->apart, 0);
     set_default(&r->pairs_away, 0), set_default(&r->pairs_far, 0);
     if (fmod(r->ranks, r->ranks_per_node) > 0) return incomplete(m, where, "ranks_per_node must divide the ranks");
     if (r->pairs_away > r->pairs * (1 + 1e-9) || r->pairs_far > r->pairs_away * (1 + 1e-9))
@@ -571,7 +587,7 @@ static machine machine_of_run(const figures *h, const a_run *r) {
     machine m;
     memset(&m, 0, sizeof m);
     m.near_link.latency = h->near_latency, m.near_link.bandwidth = h->near_bandwidth, m.far_link = m.near_link;
-    m.cores = h->cores, m.ranks_per_node = r->ranks_per_node, m.one_machine = 1, m.two_level = r->two_level > 0, m.chunks = (int)r->chunks;
+    m.cores = h->cores, m.ranks_per_node = r->ranks_per_node, m.one_machine = 1, m.two_level = r->two_level > 0, m.apart = r->apart > 0, m.chunks = (int)r->chunks;
     return m;
 }
 
@@ -632,8 +648,8 @@ enum { NETWORKS = sizeof networks / sizeof *networks };
 static struct {
     const char *file, *network;
     double far_latency, far_bandwidth, near_latency, near_bandwidth, cores, ranks_per_node, tokens, chunks, most, within;
-    double bytes_within, two_level, ring, markdown, idle;
-} set = {NULL, "ib100", 0, 0, 0, 0, 0, 8, 0, 1, MOST_RANKS, 0, 0, 0, 0, 0, 0};
+    double bytes_within, two_level, apart, ring, markdown, idle;
+} set = {NULL, "ib100", 0, 0, 0, 0, 0, 8, 0, 1, MOST_RANKS, 0, 0, 0, 0, 0, 0, 0};
 
 enum { FLAG, WHOLE, REAL, TEXT };
 static const struct option {
@@ -653,6 +669,7 @@ static const struct option {
     {"--tokens", "N", WHOLE, &set.tokens, 1, 1e9, "tokens per rank and step (as the run with one rank)"},
     {"--chunks", "N", WHOLE, &set.chunks, 1, 65536, "parts in which experts compute while others travel (1)"},
     {"--two-level", "", FLAG, &set.two_level, 0, 0, "rows for other nodes go through one rank of the own node"},
+    {"--apart", "", FLAG, &set.apart, 0, 0, "every rank decides for its own tokens alone"},
     {"--ring", "", FLAG, &set.ring, 0, 0, "shared gradients are added round a ring"},
     {"--most", "N", WHOLE, &set.most, 1, 65536, "ranks of the last line (1024)"},
     {"--within", "X", REAL, &set.within, 1, 100, "fails when a run of FILE is more than X times faster or slower than predicted"},
@@ -678,7 +695,7 @@ static machine machine_beyond(const figures *h) {
     if (set.far_bandwidth > 0) m.far_link.bandwidth = set.far_bandwidth;
     m.ranks_per_node = set.ranks_per_node;
     m.cores = set.cores > 0 ? set.cores : set.ranks_per_node * h->threads;
-    m.two_level = set.two_level > 0, m.ring = set.ring > 0, m.chunks = (int)set.chunks;
+    m.two_level = set.two_level > 0, m.ring = set.ring > 0, m.apart = set.apart > 0, m.chunks = (int)set.chunks;
     return m;
 }
 
@@ -700,8 +717,9 @@ static void show_machine(const figures *h) {
         "Nodes of %.0f ranks on %.0f cores like those measured; inside a node %.3g us and %.3g GB/s, between nodes %.3g us and %.3g GB/s\n",
         m.ranks_per_node, m.cores, m.near_link.latency * 1e6, m.near_link.bandwidth / 1e9, m.far_link.latency * 1e6,
         m.far_link.bandwidth / 1e9);
-    printf("%.0f mixture%s of %.0f experts, as many as ranks beyond; rows of %.0f numbers; %s, %d chunk%s\n", h->layers,
-           h->layers > 1 ? "s" : "", h->experts, h->d_model, m.two_level ? "two levels" : "one level", m.chunks, m.chunks > 1 ? "s" : "");
+    printf("%.0f mixture%s of %.0f experts, as many as ranks beyond; rows of %.0f numbers; %s, %d chunk%s; %s\n", h->layers,
+           h->layers > 1 ? "s" : "", h->experts, h->d_model, m.two_level ? "two levels" : "one level", m.chunks, m.chunks > 1 ? "s" : "",
+           m.apart ? "every rank decides for its own tokens" : "all decide together");
 }
 
 /* Milliseconds of a step by their reason, for 1, 2, 4, ... ranks. */
@@ -730,7 +748,7 @@ static void show_method(const figures *h, a_method *f) {
 }
 
 static void show_legend(void) {
-    printf("\nexperts, other, route (every rank decides for all tokens), update: computing. rows, gather (logits of all tokens to every "
+    printf("\nexperts, other, route (deciding which token goes where), update: computing. rows, gather (logits of all tokens to every "
            "rank), counts,\n"
            "sums (shared gradients): exchange, in rows without what chunks hide. memory: of one mixture's decision on every rank. waiting: "
            "for the fullest rank. rate: tokens per second and rank against one rank.\n"
@@ -790,11 +808,15 @@ static void show_number(double x) {
     else printf(" %.*f |", x >= 99.5 || x <= 0 ? 0 : x >= 9.95 ? 1 : x >= 0.995 ? 2 : 3, x);
 }
 
-static void show_cell(const figures *h, a_method *f, double ranks, int rows) {
+enum { TOGETHER, APART, ROWS, PARTS };
+
+/* Milliseconds of a step where ranks decide together, apart, and of its rows. */
+static void show_cell(const figures *h, a_method *f, double ranks, int part) {
     work w;
-    const times t = predict_beyond(h, f, ranks, &w);
+    times t;
+    set.apart = part != TOGETHER, t = predict_beyond(h, f, ranks, &w);
     if (!can_have(f, w.experts)) printf(" - |");
-    else show_number((rows ? total(t.rows) - t.hidden : t.step) * 1e3);
+    else show_number((part == ROWS ? total(t.rows) - t.hidden : t.step) * 1e3);
 }
 
 static const char *printed_name(const char *name) {
@@ -802,22 +824,24 @@ static const char *printed_name(const char *name) {
 }
 
 static void show_markdown(measurements *m) {
+    static const char *const parts_of[PARTS] = {"together: ", "apart: ", "rows: "};
     const char *first = printed_name(m->methods[0].name);
     double ranks;
-    int i;
+    int i, part;
     printf("| ranks | experts |");
-    for (i = 0; i < m->n_methods; i++) printf(" %s%s |", i == 0 ? "step, ms: " : "", printed_name(m->methods[i].name));
-    for (i = 0; i < m->n_methods; i++) printf(" %s%s |", i == 0 ? "of it rows: " : "", printed_name(m->methods[i].name));
-    printf(" %s: gather | decide | wait | memory, MB |\n|", first);
-    for (i = 0; i < 2 * m->n_methods + 6; i++) printf("---|");
+    for (part = 0; part < PARTS; part++)
+        for (i = 0; i < m->n_methods; i++) printf(" %s%s |", i == 0 ? parts_of[part] : "", printed_name(m->methods[i].name));
+    printf(" together, %s: gather, decide | memory, MB |\n|", first);
+    for (i = 0; i < PARTS * m->n_methods + 4; i++) printf("---|");
     printf("\n");
     for (ranks = 1; ranks <= set.most; ranks *= 2) {
         work w;
-        const times t = predict_beyond(&m->head, m->methods, ranks, &w);
+        times t;
+        set.apart = 0, t = predict_beyond(&m->head, m->methods, ranks, &w);
         printf("| %.0f | %.0f |", ranks, w.experts);
-        for (i = 0; i < m->n_methods; i++) show_cell(&m->head, m->methods + i, ranks, 0);
-        for (i = 0; i < m->n_methods; i++) show_cell(&m->head, m->methods + i, ranks, 1);
-        show_number(total(t.gather) * 1e3), show_number(t.route * 1e3), show_number(t.waiting * 1e3), show_number(t.memory / 1e6);
+        for (part = 0; part < PARTS; part++)
+            for (i = 0; i < m->n_methods; i++) show_cell(&m->head, m->methods + i, ranks, part);
+        show_number((total(t.gather) + t.route) * 1e3), show_number(t.memory / 1e6);
         printf("\n");
     }
 }
@@ -874,7 +898,7 @@ static machine random_machine(void) {
     m.ranks_per_node = nodes[below(4)], m.cores = (double)(1 + below(8)), m.chunks = 1 + (int)below(5), m.two_level = (int)below(2);
     m.near_link.latency = 1e-7 * (double)(1 + below(50)), m.near_link.bandwidth = 1e8 * (double)(1 + below(50));
     m.far_link.latency = 1e-6 * (double)(1 + below(50)), m.far_link.bandwidth = 1e7 * (double)(1 + below(50));
-    m.one_machine = below(4) == 0, m.ring = (int)below(2);
+    m.one_machine = below(4) == 0, m.ring = (int)below(2), m.apart = (int)below(2);
     return m;
 }
 
@@ -935,6 +959,14 @@ static void test_paper(void) {
     CHECK(near_to(t.rows.latency, 4 * 8 * 43e-6));
     CHECK(near_to(t.hidden,
                   0.75 * (0.04 + total(t.rows) / 2))); /* forward 40 ms of experts hide under rows, backward all rows under 120 ms */
+    m = paper_machine(), m.apart = 1, t = predict(&m, &c, &w);
+    CHECK(near_to(t.route, 0.002) && exactly(total(t.gather), 0));   /* 2 times 1000 tokens */
+    CHECK(near_to(t.counts.latency, (2 * 5 + 4) * 43e-6));           /* no word before gathering, one for the state, one for the routers' loss */
+    CHECK(near_to(t.sums.latency, (3 * 2 + 2) * 43e-6));             /* 17 numbers of state go to all at once */
+    CHECK(near_to(t.sums.bytes, 2 * (3 * 5e5 / 1e9 + 4 * 4 * 5e5 / 1e8) + 2 * 68 * (3 / 1e9 + 4 * 4 / 1e8)));
+    CHECK(near_to(t.bytes, 8 * (2 * 4 * 1e6 + 7 * 8 * (2 * 10 + 10))) && near_to(t.memory, 1000 * 16 * 30));
+    w.experts = 512, t = predict(&m, &c, &w), w.experts = 16;        /* 513 numbers are added up part by part */
+    CHECK(near_to(t.sums.latency, (3 * 2 + 2 * 2) * 43e-6));
     m = paper_machine(), m.cores = 2, t = predict(&m, &c, &w);
     CHECK(near_to(t.experts, 0.32) && near_to(t.other, 0.2)); /* four ranks on two cores */
     w.imbalance = 1.9, t = predict(&m, &c, &w);
@@ -1039,6 +1071,8 @@ static void test_monotonic(void) {
             w.ranks *= 2, w.experts *= 2, w.away = more(w.away, 0.01);
             CHECK(predict(&m, &c, &w).gather.bytes >= predict(&m, &c, &base).gather.bytes &&
                   predict(&m, &c, &w).route > predict(&m, &c, &base).route);
+            m.apart = 1; /* apart: as many tokens as one rank has; only the experts have doubled */
+            CHECK(near_to(predict(&m, &c, &w).route * crowd(&m, &base), 2 * predict(&m, &c, &base).route * crowd(&m, &w)));
         }
     }
 }
@@ -1304,10 +1338,11 @@ static void test_defaults(void) {
     CHECK(exactly(machine_of_run(&m->head, find_run(m->methods, 8)).ranks_per_node, 2) &&
           machine_of_run(&m->head, find_run(m->methods, 8)).one_machine);
     m = read_other("pairs_away 750\npairs_far 250\nrows_sent 3000\n",
-                   "pairs_away 2000\npairs_far 2000\ntwo_level 1\nchunks 3\n"); /* none stays: twice the node's share */
+                   "pairs_away 2000\npairs_far 2000\ntwo_level 1\nchunks 3\napart 1\n"); /* none stays: twice the node's share */
     CHECK(exactly(work_beyond(&m->head, m->methods, 64, 8, 1).away, 1) && exactly(work_beyond(&m->head, m->methods, 64, 8, 1).far, 1));
     CHECK(machine_of_run(&m->head, find_run(m->methods, 4)).two_level == 1 &&
-          machine_of_run(&m->head, find_run(m->methods, 4)).chunks == 3);
+          machine_of_run(&m->head, find_run(m->methods, 4)).chunks == 3 &&
+          machine_of_run(&m->head, find_run(m->methods, 4)).apart == 1 && !machine_of_run(&m->head, m->methods[0].runs).apart);
     CHECK(power_of(1) == 0 && power_of(3) == 2 && power_of(65536) == 16 && power_of(1e9) == 16 && is_power(65536) && !is_power(131072) &&
           !is_power(3));
 }
