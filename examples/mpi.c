@@ -20,7 +20,7 @@ enum { MAX_LAYERS = 64, MAX_RANKS = 4096, MAX_SEEDS = 64, PARTS = 20 /* from eac
 /* ---- what can be set ---------------------------------------------------------------------------------------------------------------- */
 
 static struct {
-    const char *text, *router, *fields, *plus, *kernels, *save, *checkpoint, *die, *hang, *mismatch;
+    const char *text, *router, *fields, *plus, *kernels, *load, *save, *checkpoint, *die, *hang, *mismatch;
     double rate, factor, locality, patience;
     long words, vocabulary, width, layers, heads, experts, top_k, d_ff, context, batch, steps, warmup, seed;
     long chunks, two_level, ranks_per_node, nodes, untimed, checkpoint_every, resume, stop_after, compare, seeds, threads_too, check;
@@ -48,7 +48,7 @@ static const struct option {
     {"--set", "FIELDS", TEXT, &set.fields, 0, 0, "fields of the layers, as \"capacity_factor=1.1 top_k=2\""},
     {"--context", "N", WHOLE, &set.context, 2, 65536, "tokens of a sequence"},
     {"--batch", "N", WHOLE, &set.batch, 1, 65536, "sequences per step, of all ranks together"},
-    {"--steps", "N", WHOLE, &set.steps, 1, 1e9, "steps of training"},
+    {"--steps", "N", WHOLE, &set.steps, 0, 1e9, "steps of training; 0: none, only the loss on held-out text"},
     {"--rate", "X", REAL, &set.rate, 1e-9, 10, "learning rate; it falls along a cosine"},
     {"--warmup", "N", WHOLE, &set.warmup, 0, 1e6, "steps in which the rate rises"},
     {"--seed", "N", WHOLE, &set.seed, 0, 1e9, "start of all random choices"},
@@ -58,6 +58,7 @@ static const struct option {
     {"--locality", "X", REAL, &set.locality, 0, 1e6, "factor of the loss that keeps tokens on their machine; 0: as --router says"},
     {"--nodes", "N", WHOLE, &set.nodes, 0, MAX_RANKS, "machines for that loss; 0: as --ranks-per-node makes them"},
     {"--untimed", "", FLAG, &set.untimed, 0, 0, "no barriers, which tell waiting from exchanging"},
+    {"--load", "FILE", TEXT, &set.load, 0, 0, "begins with a saved model, whose shape and router then count"},
     {"--save", "FILE", TEXT, &set.save, 0, 0, "the model, as one process would save it"},
     {"--checkpoint", "FILE", TEXT, &set.checkpoint, 0, 0, "the training that is not finished; any number of ranks can go on from it"},
     {"--checkpoint-every", "N", WHOLE, &set.checkpoint_every, 1, 1e9, "steps from one to the next"},
@@ -578,25 +579,28 @@ static void show_result(const result *r) {
     printf("%.1f %% of the pairs of token and expert leave their rank, %.1f %% their node. An expert computes %.1f tokens per step and layer, the busiest %.0f\n",
            100 * r->pairs_away, 100 * r->pairs_far, r->per_expert, r->most_per_expert);
     if (n_ranks > 1) show_links();
-    printf("held out: loss %.9g, perplexity %.2f\n", r->held, exp(r->held));
 }
 
-static void report_run(const result *r, const double *loads) {
+static void report_training(const result *r) {
     static const char *const losses[] = {"training", "routers'"};
     static const char *const times[] = {"ms"};
     static const char *const kinds[] = {"computation", "exchange", "waiting"};
     double ms[] = {1e3 * r->computing, 1e3 * r->exchanging, 1e3 * r->waiting};
-    moe_figure *f;
-    if (report_path == NULL) return;
-    f = report_take(moe_figure_history(&history, 0, 2, losses), "Losses while training"), f->value_label = "loss (nats)";
+    moe_figure *f = report_take(moe_figure_history(&history, 0, 2, losses), "Losses while training");
+    f->value_label = "loss (nats)";
     f = report_add(MOE_FIGURE_BARS, "Time of a step", 3, 1);
     f->values = report_numbers(ms, 3), f->row_names = kinds, f->column_names = times, f->row_label = "what", f->value_label = "ms, mean over ranks";
-    if (n_ranks > 1) {
-        f = report_add(MOE_FIGURE_HEAT, "Rows of tokens per step, from rank to rank", (size_t)n_ranks, (size_t)n_ranks);
-        f->values = report_numbers(link_rows, (size_t)n_ranks * (size_t)n_ranks);
-        f->row_label = "from rank", f->column_label = "to rank", f->value_label = "rows";
-        f->caption = "Those on the diagonal stay where they are.";
-    }
+    if (n_ranks == 1) return;
+    f = report_add(MOE_FIGURE_HEAT, "Rows of tokens per step, from rank to rank", (size_t)n_ranks, (size_t)n_ranks);
+    f->values = report_numbers(link_rows, (size_t)n_ranks * (size_t)n_ranks);
+    f->row_label = "from rank", f->column_label = "to rank", f->value_label = "rows";
+    f->caption = "Those on the diagonal stay where they are.";
+}
+
+static void report_run(const result *r, const double *loads) {
+    moe_figure *f;
+    if (report_path == NULL) return;
+    if (r->steps > 0) report_training(r);
     f = report_add(MOE_FIGURE_HEAT, "Tokens of held-out text by layer and expert", (size_t)set.layers, (size_t)set.experts);
     f->values = report_numbers(loads, (size_t)(set.layers * set.experts)), f->row_label = "layer", f->column_label = "expert", f->value_label = "tokens";
 }
@@ -983,6 +987,24 @@ static void resume(moe_trainer *t) {
     if (rank == 0) printf("%s: goes on after step %.0f of %ld\n", set.checkpoint, (double)t->steps, set.steps);
 }
 
+/* Of any number of ranks; sets what the options say of its shape. */
+static void load(moe_net *net, moe_layer_config *experts) {
+    moe_error error = {0};
+    int alike = 1;
+    must(moe_net_load_shared(net, set.load, 1, kernels, &transport, NULL, &error), set.load, &error);
+    set.layers = 0;
+    for (size_t i = 0; i < net->n_modules; i++) {
+        const moe_layer *layer = &net->modules[i].layer;
+        if (net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
+        if (set.layers++ > 0 && set.experts != layer->config.router.n_experts) alike = 0;
+        set.experts = layer->config.router.n_experts, *experts = layer->config;
+    }
+    experts->transport = NULL;
+    if (set.layers < 1 || set.layers > MAX_LAYERS || !alike || net->d_in != 0 || net->d_out != vocabulary.size)
+        language_error(&error, MOE_ERR_CONFIG, "is not a net of these tokens (%d, not %d) with mixtures of as many experts", net->d_out, vocabulary.size);
+    must(error.code, set.load, &error);
+}
+
 static void run(void) {
     method chosen = {"", set.router, ""};
     moe_layer_config experts;
@@ -990,22 +1012,29 @@ static void run(void) {
     moe_trainer trainer;
     moe_error error = {0};
     result r;
-    double *loads = (double *)grab((size_t)(set.layers * set.experts), sizeof *loads);
-    configure(&chosen, &experts), build(&net, &experts, (uint64_t)set.seed, &transport), train_with(&trainer, &net, (uint64_t)set.seed, most_sequences());
-    resume(&trainer), agree(&experts, &trainer);
+    double *loads;
+    memset(&r, 0, sizeof r), memset(&trainer, 0, sizeof trainer);
+    if (set.load != NULL) load(&net, &experts);
+    else configure(&chosen, &experts), build(&net, &experts, (uint64_t)set.seed, &transport);
+    loads = (double *)grab((size_t)(set.layers * set.experts), sizeof *loads);
     if (rank == 0)
         printf("%.0f tokens to learn from, %.0f held out, vocabulary %d; %d ranks on %d nodes, %ld experts in each of %ld layers; kernels %s\n", (double)train_text.n,
                (double)held_text.n, vocabulary.size, n_ranks, nodes(), set.experts, set.layers, net.kernels->name);
-    train(&trainer, (uint64_t)set.seed, 1, &r);
+    if (set.steps > 0) {
+        train_with(&trainer, &net, (uint64_t)set.seed, most_sequences());
+        resume(&trainer), agree(&experts, &trainer);
+        train(&trainer, (uint64_t)set.seed, 1, &r);
+    }
     judge(&net, &r, loads);
-    if (rank == 0) show_result(&r), report_run(&r, loads);
+    if (rank == 0 && set.steps > 0) show_result(&r);
+    if (rank == 0) printf("held out: loss %.9g, perplexity %.2f\n", r.held, exp(r.held)), report_run(&r, loads);
     if (set.save != NULL) {
         must(moe_net_save(&net, set.save, &error), set.save, &error);
         if (rank == 0) printf("saved as %s\n", set.save);
     }
     if (trainer.steps < (uint64_t)set.steps && rank == 0 && set.checkpoint != NULL)
         printf("stopped; %s holds step %.0f: the same command with --resume goes on\n", set.checkpoint, (double)trainer.steps);
-    if (set.threads_too) compare_threads(&experts, &r);
+    if (set.threads_too && set.steps > 0) compare_threads(&experts, &r);
     moe_trainer_free(&trainer), moe_net_free(&net), free(loads);
 }
 

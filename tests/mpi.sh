@@ -162,6 +162,11 @@ checkpoint() {
     needs_mpi
     losses 1 '--save whole.safetensors' || return 1
     tail -n 1 losses.1 >want
+    for to in 1 3; do
+        run mpi $to "$prepared/mpi_float" --context 16 --kernels c --steps 0 --load whole.safetensors "$prepared/text" >out || return 1
+        sed -n 's/^held out: loss \([0-9.]*\),.*/\1/p' out >got
+        near want got 2e-5 || { echo "the model on $to"; return 1; }
+    done
     while read -r processes others; do
         rm -f c.safetensors
         losses "$processes" '--checkpoint c.safetensors --stop-after 4' >log 2>&1 && echo 'it does not stop' && return 1 # it shows too few losses
@@ -228,7 +233,8 @@ refuses_ranks() {
 
 refuses_options() {
     needs_mpi
-    for wrong in '--foo' '--steps' '--steps x' '--resume' 'text text' '--kernels none' '--mismatch 1' '--router none' '--set none=1' '--report none/out.html' '--save none/out'; do
+    for wrong in '--foo' '--steps' '--steps x' '--resume' 'text text' '--kernels none' '--mismatch 1' '--router none' '--set none=1' '--report none/out.html' '--save none/out' \
+        '--load none'; do
         # shellcheck disable=SC2086
         mpi 2 "$prepared/mpi_float" --steps 1 $wrong >said 2>&1 && { cat said; echo "$wrong is taken"; return 1; }
         # Once, by one rank.
