@@ -23,7 +23,7 @@ static struct {
     const char *text, *router, *fields, *plus, *kernels, *load, *save, *checkpoint, *die, *hang, *mismatch;
     double rate, factor, locality, patience;
     long words, vocabulary, width, layers, heads, experts, top_k, d_ff, context, batch, steps, warmup, seed;
-    long chunks, two_level, ranks_per_node, nodes, untimed, checkpoint_every, resume, stop_after, compare, seeds, threads_too, check;
+    long chunks, two_level, apart, ranks_per_node, nodes, untimed, checkpoint_every, resume, stop_after, compare, seeds, threads_too, check;
 } set = {.fields = "", .plus = "", .kernels = "auto", .rate = 0.002, .factor = 1.1, .patience = 30, .vocabulary = 4096, .width = 64, .layers = 2,
          .experts = 8, .context = 64, .batch = 16, .steps = 200, .warmup = 20, .seed = 1, .chunks = 1, .checkpoint_every = 50, .seeds = 5};
 static int kernels;
@@ -55,6 +55,7 @@ static const struct option {
     {"--chunks", "N", WHOLE, &set.chunks, 1, 1024, "a rank's experts in so many parts: the rows of one travel while another is computed"},
     {"--ranks-per-node", "N", WHOLE, &set.ranks_per_node, 0, MAX_RANKS, "so many ranks share a machine; 0: all"},
     {"--two-level", "", FLAG, &set.two_level, 0, 0, "rows for another machine go through one rank of their own"},
+    {"--apart", "", FLAG, &set.apart, 0, 0, "every rank routes its tokens by themselves: capacity and selection are its own, and nothing is gathered for them"},
     {"--locality", "X", REAL, &set.locality, 0, 1e6, "factor of the loss that keeps tokens on their machine; 0: as --router says"},
     {"--nodes", "N", WHOLE, &set.nodes, 0, MAX_RANKS, "machines for that loss; 0: as --ranks-per-node makes them"},
     {"--untimed", "", FLAG, &set.untimed, 0, 0, "no barriers, which tell waiting from exchanging"},
@@ -1042,7 +1043,8 @@ static void begin_transport(void) {
     moe_error error = {0};
     if (set.ranks_per_node == 0 && set.nodes > 0 && n_ranks % set.nodes == 0) set.ranks_per_node = n_ranks / set.nodes;
     transport = moe_mpi_transport(&mpi);
-    transport.chunks = (int)set.chunks, transport.two_level = (int)set.two_level, transport.ranks_per_node = (int)set.ranks_per_node, transport.traffic = &traffic;
+    transport.chunks = (int)set.chunks, transport.two_level = (int)set.two_level, transport.ranks_per_node = (int)set.ranks_per_node;
+    transport.apart = (int)set.apart, transport.traffic = &traffic;
     traffic.rows = (uint64_t *)grab((size_t)n_ranks, sizeof *traffic.rows), traffic.bytes = (uint64_t *)grab((size_t)n_ranks, sizeof *traffic.bytes);
     link_rows = (double *)grab(3 * (size_t)n_ranks * (size_t)n_ranks, sizeof *link_rows);
     link_bytes = link_rows + (size_t)n_ranks * (size_t)n_ranks, link_sums = link_bytes + (size_t)n_ranks * (size_t)n_ranks;

@@ -57,6 +57,7 @@ equal --experts 5 --chunks 2 --set n_shared=1
 equal --words --vocabulary 300 --set router_bias=1
 equal_nodes
 equal_double
+apart
 checkpoint
 dies
 hangs
@@ -155,6 +156,15 @@ equal_double() {
         run mpi $processes "$prepared/mpi_double" $small "$prepared/text" >out && sed -n 's/^held out: loss \([0-9.]*\),.*/\1/p' out >double.$processes || return 1
     done
     near double.1 double.3 1e-8
+}
+
+# Ranks that decide by themselves gather less, and learn as well.
+apart() {
+    needs_mpi
+    losses 3 '--router locmoe_plus' && sed -n 's/^and moves .*, \([0-9.]*\) kB, and .*/\1/p' out.3 >together && cp losses.3 want && losses 3 '--router locmoe_plus --apart' || return 1
+    sed -n 's/^and moves .*, \([0-9.]*\) kB, and .*/\1/p' out.3 >alone
+    paste together alone | awk 'NF != 2 || !($2 < $1) { bad = 1 } END { exit bad || NR != 1 }' || { cat together alone; return 1; }
+    near want losses.3 0.02 && ! cmp -s want losses.3
 }
 
 # Of any number of processes for any other; the saved models are files of one process.
