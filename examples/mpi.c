@@ -404,6 +404,7 @@ typedef struct result {
     double seconds, computing, exchanging, waiting; /* per step, mean over ranks */
     double rows, rows_far, pairs_away, pairs_far; /* token rows to other ranks, other nodes; share of the pairs of token and expert */
     double bytes, bytes_sums;                     /* to other ranks: rows, routers and counts; sums of gradients */
+    double calls;                                 /* exchanges of counts, of rows, and sums */
     double per_expert, most_per_expert;           /* tokens per step that an expert of a layer computes; the busiest one, on held-out text, in the same measure */
     double first_half, second_half;               /* pairs per token in each half of training: shrinking capacity shows there */
     uint64_t steps;
@@ -418,7 +419,7 @@ static void clear_counts(void) {
     traffic.rows = rows, traffic.bytes = bytes;
     memset(rows, 0, (size_t)n_ranks * sizeof *rows), memset(bytes, 0, (size_t)n_ranks * sizeof *bytes);
     memset(mpi.sum_bytes, 0, (size_t)n_ranks * sizeof *mpi.sum_bytes);
-    mpi.waiting = mpi.exchanging = 0;
+    mpi.waiting = mpi.exchanging = 0, mpi.calls = 0;
 }
 
 static void tell(const moe_trainer *t, double loss, double took, uint64_t steps) {
@@ -458,6 +459,7 @@ static void take_counts(result *r, double took, const double pairs[2]) {
     size_t n = (size_t)n_ranks, i, per_node = n / (size_t)(n_ranks % nodes() == 0 ? nodes() : 1);
     double steps = (double)r->steps, tokens = (double)(set.batch * set.context) * steps * (double)set.layers;
     double own[] = {took, mpi.exchanging, mpi.waiting, (double)traffic.pairs, (double)traffic.pairs_away, (double)traffic.pairs_far, pairs[0], pairs[1]};
+    r->calls = (double)mpi.calls / steps;
     take_links(steps);
     add_up(sizeof own / sizeof *own, own);
     r->seconds = own[0] / steps / (double)n, r->exchanging = own[1] / steps / (double)n, r->waiting = own[2] / steps / (double)n;
@@ -554,6 +556,16 @@ static void judge(const moe_net *net, result *r, double *loads) {
     share_free(&held);
 }
 
+/* How times are to be read where ranks share processors. */
+static void say_crowded(void) {
+    MPI_Comm here;
+    int ranks = 1;
+    long processors = sysconf(_SC_NPROCESSORS_ONLN);
+    if (MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &here) == MPI_SUCCESS) MPI_Comm_size(here, &ranks), MPI_Comm_free(&here);
+    if (rank == 0 && processors > 0 && ranks > processors)
+        printf("%d ranks share %ld processors here: their times hold waiting for a processor too, and say little about machines of their own\n", ranks, processors);
+}
+
 /* ---- what is said in the end ---------------------------------------------------------------------------------------------------------- */
 
 static void show_links(void) {
@@ -575,10 +587,11 @@ static void show_links(void) {
 static void show_result(const result *r) {
     printf("\nA step takes %.2f ms: %.2f ms of computation, %.2f ms of exchange, %.2f ms of waiting for other ranks (means over ranks)%s\n", 1e3 * r->seconds,
            1e3 * r->computing, 1e3 * r->exchanging, 1e3 * r->waiting, set.untimed ? "; waiting counts as exchange" : "");
-    printf("and moves %.0f rows of tokens between ranks (%.0f between nodes), %.1f kB, and %.1f kB for sums of gradients\n", r->rows, r->rows_far, r->bytes / 1e3,
-           r->bytes_sums / 1e3);
+    printf("and moves %.0f rows of tokens between ranks (%.0f between nodes), %.1f kB, and %.1f kB for sums of gradients, in %.1f exchanges\n", r->rows, r->rows_far,
+           r->bytes / 1e3, r->bytes_sums / 1e3, r->calls);
     printf("%.1f %% of the pairs of token and expert leave their rank, %.1f %% their node. An expert computes %.1f tokens per step and layer, the busiest %.0f\n",
            100 * r->pairs_away, 100 * r->pairs_far, r->per_expert, r->most_per_expert);
+    printf("A token goes to %.2f experts in the first half of the steps, %.2f in the second\n", r->first_half, r->second_half);
     if (n_ranks > 1) show_links();
 }
 
@@ -746,6 +759,14 @@ static void keep(int m, long s, const result *r) {
     for (int i = 0; i < SHOWN; i++) found[m][i][s] = values[i];
 }
 
+/* The goal: 60 % fewer rows at a loss at most 1 % above. Certain: with the whole of both intervals. */
+static const char *verdict_on(const estimate *rows, const estimate *loss) {
+    if (rows->n > 1 && rows->mean + rows->half <= -60 && loss->mean + loss->half <= 1) return "60 % fewer rows at a loss at most 1 % above: reached";
+    if (rows->mean <= -60 && loss->mean <= 1) return "60 % fewer rows at a loss at most 1 % above: reached in the mean, not with the whole of the intervals";
+    if (rows->mean <= -60) return "60 % fewer rows, but more than 1 % more loss";
+    return loss->mean <= 1 ? "not 60 % fewer rows; loss at most 1 % above" : "neither 60 % fewer rows nor a loss at most 1 % above";
+}
+
 static void show_verdict(int m, int against) {
     by_seed rows, held, loss;
     ratios(found[m][ROWS], found[against][ROWS], rows), ratios(found[m][HELD], found[against][HELD], held), ratios(found[m][LOSS], found[against][LOSS], loss);
@@ -756,10 +777,7 @@ static void show_verdict(int m, int against) {
     if (h.n > 1) printf(" [%+.2f, %+.2f]", h.mean - h.half, h.mean + h.half);
     printf(", %+.2f %% while training", l.mean);
     if (l.n > 1) printf(" [%+.2f, %+.2f]", l.mean - l.half, l.mean + l.half);
-    printf(": %s\n", n_ranks == 1 ? "with one rank nothing travels" :
-           r.mean <= -60 && h.mean <= 1 ? "60 % fewer rows at a loss at most 1 % above: reached" :
-           r.mean <= -60 ? "60 % fewer rows, but more than 1 % more loss" : h.mean <= 1 ? "not 60 % fewer rows; loss at most 1 % above" :
-           "neither 60 % fewer rows nor a loss at most 1 % above");
+    printf(": %s\n", n_ranks == 1 ? "with one rank nothing travels" : verdict_on(&r, &h));
 }
 
 static void show_comparison(void) {
@@ -781,6 +799,7 @@ static void show_comparison(void) {
     printf("Time of a step\n");
     table_print(), table_report("Time of a step", "Milliseconds, means over ranks, with 95 % intervals over seeds.");
     for (int m = LOCMOE; m < METHODS; m++) show_verdict(m, BASELINE);
+    printf("Capacity and affinity choose among all tokens of a batch, later ones too: these losses are of reading text, not of writing it token by token.\n");
 }
 
 static void compare(void) {
@@ -788,7 +807,7 @@ static void compare(void) {
     snprintf(method_fields[BASELINE], sizeof method_fields[0], "top_k=2 loss_balance=0.01 capacity_factor=%g", set.factor);
     snprintf(method_fields[SWITCH], sizeof method_fields[0], "top_k=1 weight=raw loss_balance=0.01 balance_over=first capacity_factor=%g", set.factor);
     snprintf(method_fields[PLUS], sizeof method_fields[0], "%s", set.plus);
-    snprintf(method_fields[SHARED], sizeof method_fields[0], "affinity_mass=0.8 n_shared=1 scale=2 %s", set.plus);
+    snprintf(method_fields[SHARED], sizeof method_fields[0], "affinity_mass=0.77 n_shared=1 scale=2 %s", set.plus);
     snprintf(method_fields[CONTROL], sizeof method_fields[0], "top_k=1 weight=raw capacity_factor=0.7 n_shared=1");
     if (rank == 0)
         printf("%ld steps of %ld tokens on %d ranks, %d nodes; %ld layers of %ld experts of width %ld; capacity factor of the baselines %g\n", set.steps,
@@ -809,6 +828,7 @@ static void compare(void) {
                 fflush(stdout);
             }
         }
+    say_crowded();
     if (rank == 0) show_comparison();
     free(loads);
 }
@@ -1027,6 +1047,7 @@ static void run(void) {
         train(&trainer, (uint64_t)set.seed, 1, &r);
     }
     judge(&net, &r, loads);
+    if (set.steps > 0) say_crowded();
     if (rank == 0 && set.steps > 0) show_result(&r);
     if (rank == 0) printf("held out: loss %.9g, perplexity %.2f\n", r.held, exp(r.held)), report_run(&r, loads);
     if (set.save != NULL) {
