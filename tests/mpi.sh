@@ -47,8 +47,6 @@ transport 3 float
 transport 4 float
 transport 3 double
 equal
-equal --top-k 3
-equal --router switch --set capacity_factor=1.1
 equal --router gshard
 equal --router locmoe --nodes 2
 equal --router locmoe_plus
@@ -62,9 +60,7 @@ checkpoint
 dies
 hangs
 differs --seed 2
-differs --rate 0.5
 differs --d-ff 40
-differs --experts 5
 differs --chunks 2
 differs --context 17
 refuses_ranks
