@@ -47,8 +47,6 @@ transport 3 float
 transport 4 float
 transport 3 double
 equal
-equal --top-k 3
-equal --router switch --set capacity_factor=1.1
 equal --router gshard
 equal --router locmoe --nodes 2
 equal --router locmoe_plus
@@ -57,13 +55,12 @@ equal --experts 5 --chunks 2 --set n_shared=1
 equal --words --vocabulary 300 --set router_bias=1
 equal_nodes
 equal_double
+apart
 checkpoint
 dies
 hangs
 differs --seed 2
-differs --rate 0.5
 differs --d-ff 40
-differs --experts 5
 differs --chunks 2
 differs --context 17
 refuses_ranks
@@ -157,11 +154,25 @@ equal_double() {
     near double.1 double.3 1e-8
 }
 
+# Ranks that decide by themselves gather less, and learn as well.
+apart() {
+    needs_mpi
+    losses 3 '--router locmoe_plus' && sed -n 's/^and moves .*, \([0-9.]*\) kB, and .*/\1/p' out.3 >together && cp losses.3 want && losses 3 '--router locmoe_plus --apart' || return 1
+    sed -n 's/^and moves .*, \([0-9.]*\) kB, and .*/\1/p' out.3 >alone
+    paste together alone | awk 'NF != 2 || !($2 < $1) { bad = 1 } END { exit bad || NR != 1 }' || { cat together alone; return 1; }
+    near want losses.3 0.02 && ! cmp -s want losses.3
+}
+
 # Of any number of processes for any other; the saved models are files of one process.
 checkpoint() {
     needs_mpi
     losses 1 '--save whole.safetensors' || return 1
     tail -n 1 losses.1 >want
+    for to in 1 3; do
+        run mpi $to "$prepared/mpi_float" --context 16 --kernels c --steps 0 --load whole.safetensors "$prepared/text" >out || return 1
+        sed -n 's/^held out: loss \([0-9.]*\),.*/\1/p' out >got
+        near want got 2e-5 || { echo "the model on $to"; return 1; }
+    done
     while read -r processes others; do
         rm -f c.safetensors
         losses "$processes" '--checkpoint c.safetensors --stop-after 4' >log 2>&1 && echo 'it does not stop' && return 1 # it shows too few losses
@@ -228,7 +239,8 @@ refuses_ranks() {
 
 refuses_options() {
     needs_mpi
-    for wrong in '--foo' '--steps' '--steps x' '--resume' 'text text' '--kernels none' '--mismatch 1' '--router none' '--set none=1' '--report none/out.html' '--save none/out'; do
+    for wrong in '--foo' '--steps' '--steps x' '--resume' 'text text' '--kernels none' '--mismatch 1' '--router none' '--set none=1' '--report none/out.html' '--save none/out' \
+        '--load none'; do
         # shellcheck disable=SC2086
         mpi 2 "$prepared/mpi_float" --steps 1 $wrong >said 2>&1 && { cat said; echo "$wrong is taken"; return 1; }
         # Once, by one rank.
