@@ -11059,6 +11059,7 @@ static moe_status moei_fetch_piece(const moei_writing *w, int r, const moe_real 
     e.row_bytes = sizeof(moe_real);
     e.send = own, e.send_counts = t->rank == r ? w->counts : zeros, e.send_at = zeros;
     e.receive = w->piece, e.receive_counts = t->rank == 0 ? w->counts : zeros, e.receive_at = zeros;
+    if (t->traffic != NULL && t->traffic->bytes != NULL && t->rank == r) t->traffic->bytes[0] += n * sizeof(moe_real);
     status = t->rows(t->ctx, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, &e);
     return status == MOE_OK ? MOE_OK : MOE_ERR_TRANSPORT;
 }
