@@ -11059,6 +11059,7 @@ static moe_status moei_fetch_piece(const moei_writing *w, int r, const moe_real 
     e.row_bytes = sizeof(moe_real);
     e.send = own, e.send_counts = t->rank == r ? w->counts : zeros, e.send_at = zeros;
     e.receive = w->piece, e.receive_counts = t->rank == 0 ? w->counts : zeros, e.receive_at = zeros;
+    if (t->traffic != NULL && t->traffic->bytes != NULL && t->rank == r) t->traffic->bytes[0] += n * sizeof(moe_real);
     status = t->rows(t->ctx, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, &e);
     return status == MOE_OK ? MOE_OK : MOE_ERR_TRANSPORT;
 }
@@ -17060,8 +17061,8 @@ moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, 
     M(s, slot)
 #define MOEI_OF_moe_traffic(M, s) M(s, rows) M(s, bytes) M(s, tokens) M(s, pairs) M(s, pairs_away) M(s, pairs_far) M(s, exchanges) M(s, messages) \
     M(s, messages_far)
-#define MOEI_OF_moe_transport(M, s) M(s, ctx) M(s, rank) M(s, n_ranks) M(s, ranks_per_node) M(s, two_level) M(s, chunks) M(s, counts) M(s, rows) \
-    M(s, sum) M(s, traffic) M(s, allocator) M(s, ways) M(s, memory) M(s, memory_size)
+#define MOEI_OF_moe_transport(M, s) M(s, ctx) M(s, rank) M(s, n_ranks) M(s, ranks_per_node) M(s, two_level) M(s, apart) M(s, chunks) M(s, counts) \
+    M(s, rows) M(s, sum) M(s, traffic) M(s, allocator) M(s, ways) M(s, memory) M(s, memory_size)
 #define MOEI_OF_moe_source(M, s) M(s, name) M(s, size) M(s, ctx) M(s, read_at)
 #define MOEI_OF_moe_attention_config(M, s) M(s, heads) M(s, d_head) M(s, full) M(s, rotary) M(s, rotary_base)
 #define MOEI_OF_moe_module(M, s) M(s, kind) M(s, d_in) M(s, d_out) M(s, act) M(s, span) M(s, n_rows) M(s, rate) M(s, attention) M(s, layer) \

@@ -242,6 +242,8 @@ typedef struct outcome {
     moe_net net;
     moe_trainer trainer;
     moe_transport transport;
+    moe_traffic traffic;
+    uint64_t bytes[MOST_RANKS];
     heap memory;
 } outcome;
 
@@ -312,6 +314,7 @@ static moe_transport *begin(outcome *o, ranks_rank *self) {
     moe_error error;
     o->transport = ranks_transport(self);
     o->transport.apart = ranks_decide_apart;
+    o->traffic.bytes = o->bytes, o->transport.traffic = &o->traffic;
     o->transport.chunks = 1 + o->transport.n_ranks % 2;
     if (o->transport.n_ranks == 4) o->transport.ranks_per_node = 2, o->transport.two_level = 1;
     STATUS(moe_transport_begin(&o->transport, &error), MOE_OK, "transport", &error);
@@ -323,8 +326,15 @@ static void train_task(ranks_rank *self, void *ctx) {
     outcome *o = &j->outcomes[self->rank];
     moe_stream stream = moe_buffer_stream(&j->file);
     moe_error error;
+    uint64_t before, experts = 0;
+    size_t i;
     train(j->training, o, self->rank, begin(o, self));
+    before = o->bytes[0];
     STATUS(moe_trainer_write(&o->trainer, self->rank == 0 ? &stream : NULL, &error), MOE_OK, "checkpoint of ranks", &error);
+    for (i = 0; i < o->net.n_tensors; i++)
+        if (kind_mixtures[j->training->kind] != NULL && strstr(o->net.tensors[i].name, ".experts.") != NULL) experts += o->net.tensors[i].count;
+    experts *= sizeof(moe_real) * (j->training->config.optimizer == MOE_OPTIMIZER_ADAMW ? 3 : 2); /* values and moments travel once */
+    CHECK(self->rank == 0 || (o->bytes[0] - before >= experts && o->bytes[0] - before < experts + 1000), "a file's traffic is counted");
 }
 
 /* Which part of a tensor of one process a rank has; 0: all of it. */
