@@ -198,7 +198,7 @@ static size_t given_width(const moe_router_config *c) {
 
 /* Choices to replay: some tokens have fewer than the others. */
 static int32_t *draw_given(const moe_router_config *c, size_t n, int last) {
-    size_t width = given_width(c), most = width < (size_t)c->top_k ? width : (size_t)c->top_k, t, k;
+    size_t width = given_width(c), most = width < 3 ? width : 3, t, k; /* also for selections that would take one */
     int32_t *given = (int32_t *)grab(n * width, sizeof *given);
     for (t = 0; t < n; t++) {
         const size_t first = last ? (size_t)c->n_experts - 1 : (size_t)below(c->n_experts), count = last ? 1 : (size_t)below((int)most + 1);
@@ -821,6 +821,7 @@ static void play(const scene *s, player *p, tokens *t, size_t most) {
     int step;
     counted.ctx = &p->blocks, counted.resize = counted_resize;
     config.transport = p->rank >= 0 && !s->routes ? &p->transport : NULL;
+    for (step = 0; step < MOST_STEPS; step++) p->results[step].status = MOE_ERR_STOPPED; /* until it is played */
     p->made = moe_layer_create(&p->layer, &config, s->training, s->seed, &counted, &p->error);
     if (p->made != MOE_OK) return;
     p->layer.router.custom.score = own_score, p->layer.router.custom.score_backward = own_score_backward,
@@ -952,7 +953,7 @@ static void play_apart(stage *g) {
         moe_rng_seed(&caller, s->seed * 31 + (uint64_t)step);
         stir(s, one, step);
         if (step == 0 && s->spoil != SPOIL_NOT) continue;
-        seed = moe_rng_next(&caller);
+        seed = s->training || s->config.router.drop_order == MOE_DROP_RANDOM ? moe_rng_next(&caller) : 0;
         one->results[step].draws = caller.state;
         for (r = 0; r < s->ranks; r++) {
             result *result_of = &g->alone[r].results[step];

@@ -182,6 +182,8 @@ static moe_status ranks_sum(void *ctx, size_t n, moe_real *values) {
     size_t k;
     int i, met;
     if (status != MOE_OK) return status;
+    for (i = 0; i < MOE_EXCHANGES; i++)
+        if (r->pending[i].begun) return ranks_fault(r, "a sum while an exchange is under way");
     r->posted = values;
     status = ranks_agree(r);
     if (status != MOE_OK) return status;
