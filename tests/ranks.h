@@ -44,13 +44,13 @@ typedef struct ranks_rank {
     unsigned long lie_at;        /* this call, if it is one of counts, hears `lie` from another rank as its number lie_word; 0: none */
     size_t lie_word;
     uint64_t lie;
-    int lied;                    /* 1: it did */
-    uint64_t history;            /* a hash of the calls so far */
-    const void *posted;          /* what the others may read between two meetings */
+    int lied;           /* 1: it did */
+    uint64_t history;   /* a hash of the calls so far */
+    const void *posted; /* what the others may read between two meetings */
     size_t n;
     ranks_pending pending[MOE_EXCHANGES];
     uint64_t bytes[RANKS_MOST], rows[RANKS_MOST]; /* sent to each rank, in all kinds of calls; rows in exchanges */
-    uint64_t messages[RANKS_MOST]; /* exchanges with at least a row for that rank */
+    uint64_t messages[RANKS_MOST];                /* exchanges with at least a row for that rank */
     uint64_t summed, counted;                     /* bytes of calls of sum and of counts to one other rank */
     void (*task)(struct ranks_rank *self, void *ctx);
     void *ctx;
@@ -182,6 +182,8 @@ static moe_status ranks_sum(void *ctx, size_t n, moe_real *values) {
     size_t k;
     int i, met;
     if (status != MOE_OK) return status;
+    for (i = 0; i < MOE_EXCHANGES; i++)
+        if (r->pending[i].begun) return ranks_fault(r, "a sum while an exchange is under way");
     r->posted = values;
     status = ranks_agree(r);
     if (status != MOE_OK) return status;
@@ -211,7 +213,8 @@ static uint64_t ranks_send_sum(const ranks_rank *r, const ranks_pending *p) {
     uint64_t sum = UINT64_C(0xcbf29ce484222325);
     int i;
     for (i = 0; i < r->world->n_ranks; i++)
-        sum = ranks_hash(sum, ranks_rows_at(p->exchange.send, p->exchange.row_bytes, p->send_at[i]), p->send_counts[i] * p->exchange.row_bytes);
+        sum = ranks_hash(sum, ranks_rows_at(p->exchange.send, p->exchange.row_bytes, p->send_at[i]),
+                         p->send_counts[i] * p->exchange.row_bytes);
     return sum;
 }
 
@@ -228,9 +231,11 @@ static const char *ranks_bad_exchange(const ranks_rank *r, const ranks_pending *
         for (k = 0; k < n; k++) {
             const unsigned char *to = ranks_rows_at(e->receive, e->row_bytes, p->receive_at[i]);
             const size_t size = p->receive_counts[i] * e->row_bytes;
-            if (i != k && ranks_overlap(to, size, ranks_rows_at(e->receive, e->row_bytes, p->receive_at[k]), p->receive_counts[k] * e->row_bytes))
+            if (i != k &&
+                ranks_overlap(to, size, ranks_rows_at(e->receive, e->row_bytes, p->receive_at[k]), p->receive_counts[k] * e->row_bytes))
                 return "the places for two ranks' rows overlap";
-            if (ranks_overlap(to, size, ranks_rows_at(e->send, e->row_bytes, p->send_at[k]), p->send_counts[k] * e->row_bytes)) return "send and receive overlap";
+            if (ranks_overlap(to, size, ranks_rows_at(e->send, e->row_bytes, p->send_at[k]), p->send_counts[k] * e->row_bytes))
+                return "send and receive overlap";
         }
     return NULL;
 }
@@ -247,7 +252,8 @@ static moe_status ranks_move(ranks_rank *r, int slot) {
         const ranks_pending *other = &w->ranks[i].pending[slot];
         if (other->send_counts[r->rank] != own->receive_counts[i]) differ = 1;
         else if (own->receive_counts[i] > 0)
-            memcpy(ranks_rows_at(own->exchange.receive, bytes, own->receive_at[i]), ranks_rows_at(other->exchange.send, bytes, other->send_at[r->rank]), own->receive_counts[i] * bytes);
+            memcpy(ranks_rows_at(own->exchange.receive, bytes, own->receive_at[i]),
+                   ranks_rows_at(other->exchange.send, bytes, other->send_at[r->rank]), own->receive_counts[i] * bytes);
         r->rows[i] += own->send_counts[i], r->messages[i] += own->send_counts[i] > 0;
         if (i != r->rank) r->bytes[i] += own->send_counts[i] * bytes;
     }
@@ -260,7 +266,8 @@ static void ranks_poison(const ranks_rank *r, const ranks_pending *p) {
     int i;
     for (i = 0; i < r->world->n_ranks; i++)
         if (p->receive_counts[i] > 0)
-            memset(ranks_rows_at(p->exchange.receive, p->exchange.row_bytes, p->receive_at[i]), 0xFF, p->receive_counts[i] * p->exchange.row_bytes);
+            memset(ranks_rows_at(p->exchange.receive, p->exchange.row_bytes, p->receive_at[i]), 0xFF,
+                   p->receive_counts[i] * p->exchange.row_bytes);
 }
 
 static int ranks_is_poison(const ranks_rank *r, const ranks_pending *p) {
@@ -297,8 +304,9 @@ static moe_status ranks_end_rows(ranks_rank *r, const moe_exchange *e) {
     ranks_pending *p = &r->pending[e->slot];
     moe_status status = MOE_OK;
     if (!p->begun) return ranks_fault(r, "an exchange ends that has not begun");
-    if (e->send != p->exchange.send || e->receive != p->exchange.receive || e->row_bytes != p->exchange.row_bytes || memcmp(e->send_counts, p->send_counts, size) != 0 ||
-        memcmp(e->send_at, p->send_at, size) != 0 || memcmp(e->receive_counts, p->receive_counts, size) != 0 || memcmp(e->receive_at, p->receive_at, size) != 0)
+    if (e->send != p->exchange.send || e->receive != p->exchange.receive || e->row_bytes != p->exchange.row_bytes ||
+        memcmp(e->send_counts, p->send_counts, size) != 0 || memcmp(e->send_at, p->send_at, size) != 0 ||
+        memcmp(e->receive_counts, p->receive_counts, size) != 0 || memcmp(e->receive_at, p->receive_at, size) != 0)
         return ranks_fault(r, "an exchange ends with other arrays than it began with");
     if (ranks_send_sum(r, p) != p->sum) return ranks_fault(r, "rows changed before they were sent");
     if (!p->moved && !ranks_is_poison(r, p)) return ranks_fault(r, "something was written where rows were to come");
@@ -309,7 +317,9 @@ static moe_status ranks_end_rows(ranks_rank *r, const moe_exchange *e) {
 
 static moe_status ranks_rows(void *ctx, int stage, const moe_exchange *exchange) {
     ranks_rank *r = (ranks_rank *)ctx;
-    const int both = stage == (MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END), kind = both ? RANKS_BOTH : stage == MOE_EXCHANGE_BEGIN ? RANKS_BEGIN : RANKS_END;
+    const int both = stage == (MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END), kind = both                          ? RANKS_BOTH
+                                                                              : stage == MOE_EXCHANGE_BEGIN ? RANKS_BEGIN
+                                                                                                            : RANKS_END;
     moe_status status;
     if (!both && stage != MOE_EXCHANGE_BEGIN && stage != MOE_EXCHANGE_END) return ranks_fault(r, "rows: no such stage");
     if (exchange == NULL || exchange->slot < 0 || exchange->slot >= MOE_EXCHANGES) return ranks_fault(r, "rows: no such slot");
