@@ -20,7 +20,7 @@ enum { MAX_LAYERS = 64, MAX_RANKS = 4096, MAX_SEEDS = 64, PARTS = 20 /* from eac
 /* ---- what can be set ---------------------------------------------------------------------------------------------------------------- */
 
 static struct {
-    const char *text, *router, *fields, *plus, *kernels, *load, *save, *checkpoint, *die, *hang, *mismatch;
+    const char *text, *router, *fields, *plus, *kernels, *save, *checkpoint, *die, *hang, *mismatch, *measure;
     double rate, factor, locality, patience;
     long words, vocabulary, width, layers, heads, experts, top_k, d_ff, context, batch, steps, warmup, seed;
     long chunks, two_level, apart, ranks_per_node, nodes, untimed, checkpoint_every, resume, stop_after, compare, seeds, threads_too, check;
@@ -70,6 +70,7 @@ static const struct option {
     {"--factor", "X", REAL, &set.factor, 0.01, 1000, "capacity factor of the baseline of --compare"},
     {"--plus", "FIELDS", TEXT, &set.plus, 0, 0, "fields of LocMoE+ in --compare beside those of its preset"},
     {"--threads-too", "", FLAG, &set.threads_too, 0, 0, "also one process with as many threads as there are ranks, for comparison"},
+    {"--measure", "FILE", TEXT, &set.measure, 0, 0, "instead: as --compare once, and adds to FILE what tests/scale.c predicts larger runs from"},
     {"--patience", "SECONDS", REAL, &set.patience, 0.1, 1e6, "how long a rank waits for others before it ends all"},
     {"--die", "RANK,STEP", TEXT, &set.die, 0, 0, "for tests: this rank is killed in this step"},
     {"--hang", "RANK,STEP", TEXT, &set.hang, 0, 0, "for tests: this rank stands still in this step"},
@@ -411,6 +412,7 @@ typedef struct result {
 } result;
 
 static moe_history history;
+static double *step_times; /* [steps] of a training that --measure looks at, else NULL */
 static double *link_rows, *link_bytes, *link_sums; /* [n_ranks,n_ranks] per step, of the last training */
 
 static void clear_counts(void) {
@@ -485,11 +487,12 @@ static void train(moe_trainer *t, uint64_t seed, int shown, result *r) {
     share_point(&s), clear_counts();
     began = MPI_Wtime();
     while (t->steps < last) {
-        double before = (double)traffic.pairs;
+        double before = (double)traffic.pairs, from = MPI_Wtime();
         obey_tests(t->steps + 1), watch(1);
         draw(&s, seed, t->steps);
         must(moe_trainer_step(t, &s.data, &step, &error), "training", &error);
         ended = MPI_Wtime(), sum += (double)step.loss;
+        if (step_times != NULL) step_times[t->steps - 1] = ended - from;
         pairs[t->steps > last / 2] += (double)traffic.pairs - before;
         if (t->steps > last - (last + 9) / 10) r->loss += (double)step.loss, r->steps++;
         losses[0] = (double)step.loss, losses[1] = (double)step.router_loss;
@@ -802,13 +805,18 @@ static void show_comparison(void) {
     printf("Capacity and affinity choose among all tokens of a batch, later ones too: these losses are of reading text, not of writing it token by token.\n");
 }
 
-static void compare(void) {
-    double *loads = (double *)grab((size_t)(set.layers * set.experts), sizeof *loads);
+/* What the methods set, as the options say. */
+static void fill_fields(void) {
     snprintf(method_fields[BASELINE], sizeof method_fields[0], "top_k=2 loss_balance=0.01 capacity_factor=%g", set.factor);
     snprintf(method_fields[SWITCH], sizeof method_fields[0], "top_k=1 weight=raw loss_balance=0.01 balance_over=first capacity_factor=%g", set.factor);
     snprintf(method_fields[PLUS], sizeof method_fields[0], "%s", set.plus);
     snprintf(method_fields[SHARED], sizeof method_fields[0], "affinity_mass=0.77 n_shared=1 scale=2 %s", set.plus);
     snprintf(method_fields[CONTROL], sizeof method_fields[0], "top_k=1 weight=raw capacity_factor=0.7 n_shared=1");
+}
+
+static void compare(void) {
+    double *loads = (double *)grab((size_t)(set.layers * set.experts), sizeof *loads);
+    fill_fields();
     if (rank == 0)
         printf("%ld steps of %ld tokens on %d ranks, %d nodes; %ld layers of %ld experts of width %ld; capacity factor of the baselines %g\n", set.steps,
                set.batch * set.context, n_ranks, nodes(), set.layers, set.experts, set.d_ff > 0 ? set.d_ff : 2 * set.width, set.factor);
@@ -831,6 +839,260 @@ static void compare(void) {
     say_crowded();
     if (rank == 0) show_comparison();
     free(loads);
+}
+
+/* ---- --measure ------------------------------------------------------------------------------------------------------------------------ */
+
+enum { MEASURED_TIMES = 7, MEASURED_BATCHES = 10, POWERS = 11 };
+
+static int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(double *x, size_t n) { return qsort(x, n, sizeof *x, compare_doubles), x[n / 2]; }
+
+/* A batch of several processes that is not there: their tokens are like the own ones. */
+static size_t own_rows, all_rows;
+static moe_status repeat_rows(void *ctx, moe_status status, size_t row_bytes, void *rows) {
+    (void)ctx;
+    for (size_t k = own_rows; k < all_rows && status == MOE_OK; k += own_rows) memcpy((char *)rows + k * row_bytes, rows, own_rows * row_bytes);
+    return status;
+}
+
+/* Seconds of moe_route and of its way back, for the call's tokens as the first of a batch of so many. */
+static void time_route(const moe_layer *layer, moe_call call, size_t total, double *forward, double *backward) {
+    moe_batch batch = {0, total, 1, NULL, repeat_rows};
+    moe_router router = layer->router;
+    moe_routing routing;
+    size_t bytes;
+    double there[MEASURED_TIMES], back[MEASURED_TIMES], began;
+    for (int i = 0; i < MOE_ROUTER_SLOTS; i++) router.tensors[i] = layer->tensors[i];
+    own_rows = call.n_tokens, all_rows = total, call.batch = &batch;
+    must(moe_route_batch_size(&router, call.n_tokens, total, 1, &bytes), "measuring", NULL);
+    void *memory = grab(bytes, 1);
+    moe_real *dx = (moe_real *)grab(call.n_tokens * (size_t)set.width, sizeof *dx);
+    for (int i = 0; i < MEASURED_TIMES; i++) {
+        began = MPI_Wtime();
+        must(moe_route(&router, &call, memory, bytes, &routing), "measuring", NULL);
+        there[i] = MPI_Wtime() - began;
+        for (size_t k = 0; k < routing.plan.offsets[set.experts]; k++) routing.d_weight_out[k] = (moe_real)0.01;
+        began = MPI_Wtime();
+        must(moe_route_backward(&router, &call, &routing, layer->gradients, dx, NULL), "measuring", NULL);
+        back[i] = MPI_Wtime() - began;
+    }
+    *forward = median(there, MEASURED_TIMES), *backward = median(back, MEASURED_TIMES);
+    free(memory), free(dx);
+}
+
+/* Seconds of the layer's passes, and how many rows its experts computed. */
+static size_t time_layer(const moe_layer *layer, const moe_call *call, double *forward, double *backward) {
+    size_t bytes, numbers = call->n_tokens * (size_t)set.width;
+    double there[MEASURED_TIMES], back[MEASURED_TIMES], began;
+    moe_layer_pass pass;
+    must(moe_layer_work_size(layer, call->n_tokens, 1, &bytes), "measuring", NULL);
+    void *memory = grab(bytes, 1);
+    moe_real *y = (moe_real *)grab(numbers, sizeof *y), *dx = (moe_real *)grab(numbers, sizeof *dx);
+    for (int i = 0; i < MEASURED_TIMES; i++) {
+        began = MPI_Wtime();
+        must(moe_layer_forward(layer, call, y, memory, bytes, &pass), "measuring", NULL);
+        there[i] = MPI_Wtime() - began, began = MPI_Wtime();
+        must(moe_layer_backward(layer, y, dx, NULL, &pass), "measuring", NULL);
+        back[i] = MPI_Wtime() - began;
+    }
+    *forward = median(there, MEASURED_TIMES), *backward = median(back, MEASURED_TIMES);
+    size_t rows = pass.routing.plan.offsets[set.experts];
+    free(memory), free(y), free(dx);
+    return rows;
+}
+
+/* Seconds that an update takes per number: the gradient is cleared, its squares are added, AdamW moves. */
+static double time_update(const moe_net *net, size_t n) {
+    moe_real *a = (moe_real *)grab(4 * n, sizeof *a), squares = 0;
+    moe_adamw_step step = {0};
+    double took[MEASURED_TIMES];
+    step.scale = 1, step.beta1 = (moe_real)0.9, step.beta2 = (moe_real)0.999, step.epsilon = (moe_real)1e-8, step.over1 = 10, step.over2 = 1000, step.rate = (moe_real)1e-3;
+    for (int i = 0; i < MEASURED_TIMES; i++) {
+        double began = MPI_Wtime();
+        memset(a, 0, n * sizeof *a);
+        squares += moe_dot(net->kernels, n, a, a);
+        moe_adamw(net->kernels, &step, n, a, a + n, a + 2 * n, a + 3 * n);
+        took[i] = MPI_Wtime() - began;
+    }
+    free(a);
+    return median(took, MEASURED_TIMES) / (double)n + 0 * (double)squares;
+}
+
+static const moe_layer *first_mixture(const moe_net *net) {
+    size_t i = 0;
+    while (net->modules[i].kind != MOE_MODULE_MIXTURE) i++;
+    return &net->modules[i].layer;
+}
+
+/* Things that every rank gets of all tokens, and their bytes per token besides the logits: which are padding, homes, a bound of the capacity in every call. */
+static void put_gathers(FILE *f, const moe_router_config *c, const moe_call *call) {
+    int homes = call->home != NULL && c->loss_locality > 0, bound = c->capacity_bound == MOE_BOUND_EVERY;
+    fprintf(f, "gathers %d\ngather_bytes %d\n", 2 + homes + bound, 1 + homes * 4 + bound * (int)sizeof(moe_real));
+}
+
+/* Per row at an expert, per token of all ranks. */
+static void put_times(FILE *f, const moe_layer *layer, const moe_call *call) {
+    size_t n = call->n_tokens, rows;
+    double route[2], larger[2], whole[2], per_row[2], grows;
+    time_route(layer, *call, n, &route[0], &route[1]), time_route(layer, *call, 4 * n, &larger[0], &larger[1]);
+    rows = time_layer(layer, call, &whole[0], &whole[1]);
+    for (int i = 0; i < 2; i++) per_row[i] = whole[i] > route[i] && rows > 0 ? (whole[i] - route[i]) / (double)rows : 0;
+    grows = (larger[0] + larger[1] - route[0] - route[1]) / (3 * (double)n);
+    fprintf(f, "expert_forward %.4g\nexpert_backward %.4g\nroute %.4g\n", per_row[0], per_row[1], grows > 0 ? grows : 0);
+}
+
+/* What a method costs and how large it is. */
+static void put_costs(FILE *f, const moe_net *net, uint64_t seed) {
+    const moe_layer *layer = first_mixture(net);
+    const moe_router_config *c = &layer->config.router;
+    size_t numbers = (size_t)(set.batch * set.context * set.width), all = 0, of_experts = 0;
+    share s = share_of((size_t)set.batch, 0);
+    moe_rng rng;
+    moe_real *x = (moe_real *)grab(numbers, sizeof *x);
+    moe_rng_seed(&rng, seed);
+    for (size_t i = 0; i < numbers; i++) x[i] = moe_rng_normal(&rng);
+    share_point(&s);
+    s.call.n_tokens = numbers / (size_t)set.width, s.call.x = x, s.call.training = 1, s.call.rng = &rng;
+    for (size_t i = 0; i < net->n_tensors; i++) {
+        all += net->tensors[i].count;
+        if (strstr(net->tensors[i].name, ".experts.") != NULL) of_experts += net->tensors[i].count;
+    }
+    fprintf(f, "top_k %d\ncapacity_factor %g\n", c->top_k, (double)c->capacity_factor);
+    put_times(f, layer, &s.call), put_gathers(f, c, &s.call);
+    fprintf(f, "optimiser %.4g\nshared_numbers %.0f\nexpert_numbers %.0f\n", time_update(net, all), (double)(all - of_experts),
+            (double)of_experts / (double)(set.layers * set.experts));
+    if (c->score == MOE_SCORE_GRAP) fprintf(f, "experts_most %d\n", c->d_model);
+    free(x), share_free(&s);
+}
+
+/* Adds to out[i] the rows of the fullest of 2^i ranks by the mean's. */
+static void add_balance(const double *rows, double *out) {
+    size_t experts = (size_t)set.experts, first, count;
+    double all = 0;
+    for (size_t e = 0; e < experts; e++) all += rows[e];
+    for (int i = 0; i < POWERS && 1 << i <= set.experts; i++) {
+        double most = 0;
+        for (int k = 0; k < 1 << i; k++) {
+            double sum = 0;
+            moe_rank_part(experts, k, 1 << i, &first, &count);
+            for (size_t e = first; e < first + count; e++) sum += rows[e];
+            most = sum > most ? sum : most;
+        }
+        out[i] += all > 0 ? most * (1 << i) / all : 1;
+    }
+}
+
+/* That, i < POWERS, as the mean over mixtures and some batches behind those of the training. */
+static void balance(const moe_net *net, uint64_t seed, uint64_t step, double *out) {
+    share s = share_of((size_t)set.batch, 0);
+    size_t bytes, times = 0, experts = (size_t)set.experts;
+    moe_rng rng;
+    share_point(&s);
+    moe_rng_seed(&rng, seed);
+    must(moe_net_work_size(net, most_sequences() * (size_t)set.context, 1, &bytes), "measuring", NULL);
+    void *work = grab(bytes, 1);
+    double *rows = (double *)grab(experts, sizeof *rows);
+    int32_t *places = (int32_t *)grab(s.n + 1, sizeof *places);
+    for (size_t i = 0; i <= s.n; i++) places[i] = (int32_t)(i * (size_t)set.context);
+    memset(out, 0, POWERS * sizeof *out);
+    for (int b = 0; b < MEASURED_BATCHES; b++) {
+        moe_call call = s.call;
+        moe_net_pass pass;
+        draw(&s, seed, step + (uint64_t)b);
+        call.n_tokens = s.data.n, call.token_ids = s.data.token_ids, call.sequences = places, call.n_sequences = s.n, call.training = 1, call.rng = &rng;
+        must(moe_net_forward(net, &call, work, bytes, &pass), "measuring", NULL);
+        for (size_t m = 0; m < net->n_modules; m++) {
+            const moe_routing *r = moe_net_routing(net, &pass, m); /* of the whole batch */
+            if (r == NULL) continue;
+            memset(rows, 0, experts * sizeof *rows);
+            for (size_t i = 0; i < r->n_tokens * experts; i++) rows[i % experts] += r->selected[i];
+            add_balance(rows, out), times++;
+        }
+    }
+    for (int i = 0; i < POWERS; i++) out[i] /= (double)times;
+    free(work), free(rows), free(places), share_free(&s);
+}
+
+/* Seconds of an exchange in which two ranks send each other so many bytes, as the transport makes it; of a hundred the sixth, for others may want the processors. */
+static double ping(size_t bytes) {
+    unsigned char *out = (unsigned char *)grab(bytes, 1), *in = (unsigned char *)grab(bytes, 1);
+    size_t counts[2] = {1, 1}, at[2] = {0, 0};
+    moe_exchange x = {bytes, out, counts, at, in, counts, at, 0};
+    double took[100];
+    counts[rank] = 0;
+    for (int i = 0; i < 100; i++) {
+        double began = MPI_Wtime();
+        must(transport.rows(transport.ctx, MOE_EXCHANGE_BEGIN | MOE_EXCHANGE_END, &x), "measuring", NULL);
+        took[i] = MPI_Wtime() - began;
+    }
+    free(out), free(in);
+    (void)median(took, 100); /* sorts */
+    return took[5];
+}
+
+/* The first program writes the head, that with two ranks what their exchanges take. */
+static void put_head(FILE *f) {
+    double bytes = 1 << 18, small = n_ranks == 2 ? ping(4) : 0, large = n_ranks == 2 ? ping((size_t)bytes) : 0;
+    if (rank != 0) return;
+    if (ftell(f) == 0)
+        fprintf(f, "moe-scale 1\ncores %ld\nreal_bytes %d\nd_model %ld\nexperts %ld\nlayers %ld\n", sysconf(_SC_NPROCESSORS_ONLN), (int)sizeof(moe_real), set.width,
+                set.experts, set.layers);
+    if (n_ranks == 2 && large > small) fprintf(f, "near_latency %.4g\nnear_bandwidth %.4g\n", small, (bytes - 4) / (large - small));
+}
+
+/* One run of a method; step: the median of the slowest rank; even: from balance. */
+static void put_run(FILE *f, const result *r, double step, const double *even) {
+    double pairs = r->per_expert * (double)set.experts;
+    int i = 0;
+    fprintf(f, "run %d\ntokens %ld\nranks_per_node %d\ntwo_level %ld\nchunks %ld\n", n_ranks, set.batch * set.context,
+            transport.ranks_per_node > 0 ? transport.ranks_per_node : n_ranks, set.two_level, set.chunks);
+    fprintf(f, "step %.4g\ncompute %.4g\nexchange %.4g\nwaiting %.4g\n", step, r->computing, r->exchanging, r->waiting);
+    fprintf(f, "pairs %.6g\npairs_away %.6g\npairs_far %.6g\nrows_sent %.6g\nbytes_sent %.8g\nloss %.4f\n", pairs, pairs * r->pairs_away, pairs * r->pairs_far,
+            r->rows / (double)set.layers, r->bytes, r->loss);
+    while (1 << i < n_ranks) i++;
+    if (1 << i == n_ranks) fprintf(f, "imbalance %.4f\n", even[i]);
+    for (i = 1; i < POWERS && 1 << i <= set.experts && n_ranks == 1; i++) fprintf(f, "imbalance_at_%d %.4f\n", 1 << i, even[i]);
+}
+
+/* Trains by a method and adds what is seen to f, which rank 0 has. */
+static void measure_method(FILE *f, int m, const char *name) {
+    size_t first = (size_t)(set.steps / 10);
+    double even[POWERS], own, *steps = (double *)grab((size_t)n_ranks, sizeof *steps);
+    moe_layer_config experts;
+    moe_net net;
+    moe_trainer trainer;
+    result r;
+    step_times = (double *)grab((size_t)set.steps, sizeof *step_times);
+    configure(&methods[m], &experts), build(&net, &experts, (uint64_t)set.seed, &transport), train_with(&trainer, &net, (uint64_t)set.seed, most_sequences());
+    agree(&experts, &trainer);
+    train(&trainer, (uint64_t)set.seed, 0, &r);
+    own = median(step_times + first, (size_t)set.steps - first);
+    gather(1, &own, steps);
+    for (int i = 0; i < n_ranks; i++) own = steps[i] > own ? steps[i] : own;
+    balance(&net, (uint64_t)set.seed, (uint64_t)set.steps, even);
+    if (rank == 0) {
+        fprintf(f, "method %s\n", name);
+        if (n_ranks == 1) put_costs(f, &net, (uint64_t)set.seed);
+        put_run(f, &r, own, even);
+        printf("%-16s %8.2f ms per step\n", name, 1e3 * own), fflush(stdout);
+    }
+    moe_trainer_free(&trainer), moe_net_free(&net), free(step_times), free(steps);
+    step_times = NULL;
+}
+
+static void measure(void) {
+    FILE *f = rank == 0 ? fopen(set.measure, "ab") : NULL;
+    moe_status status = rank == 0 && (f == NULL || fseek(f, 0, SEEK_END) != 0) ? MOE_ERR_IO : MOE_OK;
+    must(moe_transport_status(&transport, status), set.measure, NULL);
+    fill_fields();
+    put_head(f);
+    measure_method(f, BASELINE, "baseline"), measure_method(f, LOCMOE, "locmoe"), measure_method(f, PLUS, "locmoe_plus");
+    must(moe_transport_status(&transport, rank == 0 && fclose(f) != 0 ? MOE_ERR_IO : MOE_OK), set.measure, NULL);
 }
 
 /* ---- --check: the transport by itself ------------------------------------------------------------------------------------------------- */
@@ -1107,7 +1369,7 @@ static int work(int count, char **words) {
     if (any > 0) return moe_mpi_close(&mpi), 1;
     begin_transport();
     if (set.check) wrong = check_all();
-    else prepare(), set.compare ? compare() : run();
+    else prepare(), set.measure != NULL ? measure() : set.compare ? compare() : run();
     if (rank == 0 && !wrong) wrong = report_write_added("mpi", "Experts on several machines");
     free(traffic.rows), free(traffic.bytes), free(link_rows);
     free(vocabulary.word), free(train_text.ids), free(held_text.ids), moe_buffer_free(&train_bytes), moe_buffer_free(&held_bytes);
