@@ -1007,10 +1007,11 @@ static void balance(const moe_net *net, uint64_t seed, uint64_t step, double *ou
         call.n_tokens = s.data.n, call.token_ids = s.data.token_ids, call.sequences = places, call.n_sequences = s.n, call.training = 1, call.rng = &rng;
         must(moe_net_forward(net, &call, work, bytes, &pass), "measuring", NULL);
         for (size_t m = 0; m < net->n_modules; m++) {
-            const moe_routing *r = moe_net_routing(net, &pass, m); /* of the whole batch */
+            const moe_routing *r = moe_net_routing(net, &pass, m); /* of the whole batch, but where ranks decide apart */
             if (r == NULL) continue;
             memset(rows, 0, experts * sizeof *rows);
             for (size_t i = 0; i < r->n_tokens * experts; i++) rows[i % experts] += r->selected[i];
+            if (transport.apart) add_up(experts, rows);
             add_balance(rows, out), times++;
         }
     }
@@ -1049,8 +1050,8 @@ static void put_head(FILE *f) {
 static void put_run(FILE *f, const result *r, double step, const double *even) {
     double pairs = r->per_expert * (double)set.experts;
     int i = 0;
-    fprintf(f, "run %d\ntokens %ld\nranks_per_node %d\ntwo_level %ld\nchunks %ld\n", n_ranks, set.batch * set.context,
-            transport.ranks_per_node > 0 ? transport.ranks_per_node : n_ranks, set.two_level, set.chunks);
+    fprintf(f, "run %d\ntokens %ld\nranks_per_node %d\ntwo_level %ld\nchunks %ld\napart %d\n", n_ranks, set.batch * set.context,
+            transport.ranks_per_node > 0 ? transport.ranks_per_node : n_ranks, set.two_level, set.chunks, transport.apart);
     fprintf(f, "step %.4g\ncompute %.4g\nexchange %.4g\nwaiting %.4g\n", step, r->computing, r->exchanging, r->waiting);
     fprintf(f, "pairs %.6g\npairs_away %.6g\npairs_far %.6g\nrows_sent %.6g\nbytes_sent %.8g\nloss %.4f\n", pairs, pairs * r->pairs_away, pairs * r->pairs_far,
             r->rows / (double)set.layers, r->bytes, r->loss);
