@@ -20,7 +20,7 @@ enum { MAX_LAYERS = 64, MAX_RANKS = 4096, MAX_SEEDS = 64, PARTS = 20 /* from eac
 /* ---- what can be set ---------------------------------------------------------------------------------------------------------------- */
 
 static struct {
-    const char *text, *router, *fields, *plus, *kernels, *save, *checkpoint, *die, *hang, *mismatch, *measure;
+    const char *text, *router, *fields, *plus, *kernels, *load, *save, *checkpoint, *die, *hang, *mismatch, *measure;
     double rate, factor, locality, patience;
     long words, vocabulary, width, layers, heads, experts, top_k, d_ff, context, batch, steps, warmup, seed;
     long chunks, two_level, apart, ranks_per_node, nodes, untimed, checkpoint_every, resume, stop_after, compare, seeds, threads_too, check;
