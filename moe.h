@@ -245,9 +245,9 @@
 #define moe_layer_write moe_layer_write_f64
 #define moe_layer_save moe_layer_save_f64
 #define moe_layer_read moe_layer_read_f64
-#define moe_layer_read_shared moe_layer_read_shared_f64
+#define moe_layer_read_part moe_layer_read_part_f64
 #define moe_layer_load moe_layer_load_f64
-#define moe_layer_load_shared moe_layer_load_shared_f64
+#define moe_layer_load_part moe_layer_load_part_f64
 #define moe_memory_source moe_memory_source_f64
 #define moe_rank_part moe_rank_part_f64
 #define moe_transport_begin moe_transport_begin_f64
@@ -272,11 +272,11 @@
 #define moe_net_layer_norm moe_net_layer_norm_f64
 #define moe_net_linear moe_net_linear_f64
 #define moe_net_load moe_net_load_f64
-#define moe_net_load_shared moe_net_load_shared_f64
+#define moe_net_load_part moe_net_load_part_f64
 #define moe_net_mixture moe_net_mixture_f64
 #define moe_net_parameters moe_net_parameters_f64
 #define moe_net_read moe_net_read_f64
-#define moe_net_read_shared moe_net_read_shared_f64
+#define moe_net_read_part moe_net_read_part_f64
 #define moe_net_residual moe_net_residual_f64
 #define moe_net_routing moe_net_routing_f64
 #define moe_net_save moe_net_save_f64
@@ -706,11 +706,11 @@ MOE_API moe_status moe_layer_save(const moe_layer *layer, const char *path, moe_
 MOE_API moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_allocator *allocator, moe_error *error);
 /* The same on several ranks, transport as in moe_layer_config: every rank reads the same file and keeps its own experts. Collective. NULL: all are here. Also
    MOE_ERR_CONFIG (error names what differs between the ranks), MOE_ERR_PEER, MOE_ERR_TRANSPORT. */
-MOE_API moe_status moe_layer_read_shared(moe_layer *layer, const void *bytes, size_t size, int trainable, const struct moe_transport *transport,
+MOE_API moe_status moe_layer_read_part(moe_layer *layer, const void *bytes, size_t size, int trainable, const struct moe_transport *transport,
                                          const moe_allocator *allocator, moe_error *error);
 #ifndef MOE_NO_STDIO
 MOE_API moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, const moe_allocator *allocator, moe_error *error);
-MOE_API moe_status moe_layer_load_shared(moe_layer *layer, const char *path, int trainable, const struct moe_transport *transport, const moe_allocator *allocator,
+MOE_API moe_status moe_layer_load_part(moe_layer *layer, const char *path, int trainable, const struct moe_transport *transport, const moe_allocator *allocator,
                                          moe_error *error);
 #endif
 
@@ -952,7 +952,7 @@ typedef struct moe_net {
        every batch. Results and progress are the same on all; a callback that stops one rank stops all. Without length the samples of each rank are one sequence.
      - moe_net_write, _save, moe_trainer_write, _save, moe_layer_write, _save: rank 0 writes one ordinary file, with the bytes of one process that has the same
        values; it fetches the others' experts in pieces of 256 KiB. stream and path of the other ranks are not used and may be NULL.
-     - moe_net_load_shared and moe_trainer_load read the files of any number of ranks. Each rank needs the file and memory for its own part of it.
+     - moe_net_load_part and moe_trainer_load read the files of any number of ranks. Each rank needs the file and memory for its own part of it.
    All of these, moe_net_observe, and the file functions of layers with a transport, are collective: all ranks call them in the same order. A call that fails on
    one rank fails on all: the others get MOE_ERR_PEER, and error says which rank it was and what its status is; all can go on afterwards as after any failed call.
    (But a net, trainer or layer that is NULL cannot be told to others: they wait.) After MOE_ERR_TRANSPORT end all ranks. Trainers that are out of step, by steps,
@@ -1422,13 +1422,13 @@ MOE_API moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, in
                                 moe_error *error);
 /* The same on several ranks: net.transport becomes transport, every rank reads the same file, of a net or a trainer on any number of ranks, and keeps its own
    experts. Collective. NULL: all are here. Also MOE_ERR_CONFIG (error names what differs between the ranks), MOE_ERR_PEER, MOE_ERR_TRANSPORT. */
-MOE_API moe_status moe_net_read_shared(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_transport *transport,
+MOE_API moe_status moe_net_read_part(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_transport *transport,
                                        const moe_allocator *allocator, moe_error *error);
 #ifndef MOE_NO_STDIO
 /* The same from a file; also the errors of moe_file_read. */
 MOE_API moe_status moe_net_load(moe_net *net, const char *path, int trainable, int kernels, const moe_allocator *allocator,
                                 moe_error *error);
-MOE_API moe_status moe_net_load_shared(moe_net *net, const char *path, int trainable, int kernels, const moe_transport *transport, const moe_allocator *allocator,
+MOE_API moe_status moe_net_load_part(moe_net *net, const char *path, int trainable, int kernels, const moe_transport *transport, const moe_allocator *allocator,
                                        moe_error *error);
 #endif
 
@@ -11825,7 +11825,7 @@ static moe_status moei_net_take(moe_net *net, moei_contents *c, moe_status statu
     return status;
 }
 
-moe_status moe_net_read_shared(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_transport *transport,
+moe_status moe_net_read_part(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_transport *transport,
                                const moe_allocator *allocator, moe_error *error) {
     moei_contents c;
     moe_status status = net != NULL ? moei_contents_memory(&c, bytes, size, allocator, error) : moei_error(error, MOE_ERR_ARGUMENT, "net must not be NULL");
@@ -11834,7 +11834,7 @@ moe_status moe_net_read_shared(moe_net *net, const void *bytes, size_t size, int
 
 moe_status moe_net_read(moe_net *net, const void *bytes, size_t size, int trainable, int kernels, const moe_allocator *allocator,
                         moe_error *error) {
-    return moe_net_read_shared(net, bytes, size, trainable, kernels, NULL, allocator, error);
+    return moe_net_read_part(net, bytes, size, trainable, kernels, NULL, allocator, error);
 }
 
 /* The layer that a file describes, without tensors; matched with those of the file, which are read where they are on the disk. */
@@ -11881,7 +11881,7 @@ static moe_status moei_layer_take(moe_layer *layer, moei_contents *c, moe_status
     return status;
 }
 
-moe_status moe_layer_read_shared(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_transport *transport, const moe_allocator *allocator,
+moe_status moe_layer_read_part(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_transport *transport, const moe_allocator *allocator,
                                  moe_error *error) {
     moei_contents c;
     moe_status status = layer != NULL ? moei_contents_memory(&c, bytes, size, allocator, error) : moei_error(error, MOE_ERR_ARGUMENT, "layer must not be NULL");
@@ -11890,12 +11890,12 @@ moe_status moe_layer_read_shared(moe_layer *layer, const void *bytes, size_t siz
 
 moe_status moe_layer_read(moe_layer *layer, const void *bytes, size_t size, int trainable, const moe_allocator *allocator,
                           moe_error *error) {
-    return moe_layer_read_shared(layer, bytes, size, trainable, NULL, allocator, error);
+    return moe_layer_read_part(layer, bytes, size, trainable, NULL, allocator, error);
 }
 
 #ifndef MOE_NO_STDIO
 
-moe_status moe_net_load_shared(moe_net *net, const char *path, int trainable, int kernels, const moe_transport *transport, const moe_allocator *allocator,
+moe_status moe_net_load_part(moe_net *net, const char *path, int trainable, int kernels, const moe_transport *transport, const moe_allocator *allocator,
                                moe_error *error) {
     moei_contents c;
     moe_status status = moei_contents_file(&c, path, transport, allocator, error);
@@ -11906,10 +11906,10 @@ moe_status moe_net_load_shared(moe_net *net, const char *path, int trainable, in
 }
 
 moe_status moe_net_load(moe_net *net, const char *path, int trainable, int kernels, const moe_allocator *allocator, moe_error *error) {
-    return moe_net_load_shared(net, path, trainable, kernels, NULL, allocator, error);
+    return moe_net_load_part(net, path, trainable, kernels, NULL, allocator, error);
 }
 
-moe_status moe_layer_load_shared(moe_layer *layer, const char *path, int trainable, const moe_transport *transport, const moe_allocator *allocator,
+moe_status moe_layer_load_part(moe_layer *layer, const char *path, int trainable, const moe_transport *transport, const moe_allocator *allocator,
                                  moe_error *error) {
     moei_contents c;
     moe_status status = moei_contents_file(&c, path, transport, allocator, error);
@@ -11920,7 +11920,7 @@ moe_status moe_layer_load_shared(moe_layer *layer, const char *path, int trainab
 }
 
 moe_status moe_layer_load(moe_layer *layer, const char *path, int trainable, const moe_allocator *allocator, moe_error *error) {
-    return moe_layer_load_shared(layer, path, trainable, NULL, allocator, error);
+    return moe_layer_load_part(layer, path, trainable, NULL, allocator, error);
 }
 
 #endif

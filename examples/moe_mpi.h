@@ -149,8 +149,8 @@ static inline moe_status moe_mpi_wait(moe_mpi *m, MPI_Request *request) {
     int done = 0;
     while ((status = moe_mpi_check(m, MPI_Test(request, &done, MPI_STATUS_IGNORE))) == MOE_OK && !done) {
         waited = MPI_Wtime() - began;
-        if (waited < 0.02) continue;
-        moe_mpi_pause(0.0002); /* this takes long: others may want the processor */
+        if (waited < 0.0005) continue;
+        moe_mpi_pause(waited < 0.02 ? 0.00005 : 0.0002); /* others may want the processor, as the rank that is waited for */
         moe_mpi_talk(m, NULL, NULL);
         if (m->patience > 0 && waited > m->patience) return moe_mpi_lost(m, waited);
     }

@@ -412,7 +412,7 @@ typedef struct result {
 } result;
 
 static moe_history history;
-static double *step_times; /* [steps] of a training that --measure looks at, else NULL */
+static double *step_times; /* [steps] of a training that --measure or --threads-too looks at, else NULL */
 static double *link_rows, *link_bytes, *link_sums; /* [n_ranks,n_ranks] per step, of the last training */
 
 static void clear_counts(void) {
@@ -492,7 +492,7 @@ static void train(moe_trainer *t, uint64_t seed, int shown, result *r) {
         draw(&s, seed, t->steps);
         must(moe_trainer_step(t, &s.data, &step, &error), "training", &error);
         ended = MPI_Wtime(), sum += (double)step.loss;
-        if (step_times != NULL) step_times[t->steps - 1] = ended - from;
+        if (step_times != NULL) step_times[t->steps - 1 - first] = ended - from;
         pairs[t->steps > last / 2] += (double)traffic.pairs - before;
         if (t->steps > last - (last + 9) / 10) r->loss += (double)step.loss, r->steps++;
         losses[0] = (double)step.loss, losses[1] = (double)step.router_loss;
@@ -622,6 +622,13 @@ static void report_run(const result *r, const double *loads) {
     f->values = report_numbers(loads, (size_t)(set.layers * set.experts)), f->row_label = "layer", f->column_label = "expert", f->value_label = "tokens";
 }
 
+static int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(double *x, size_t n) { return qsort(x, n, sizeof *x, compare_doubles), x[n / 2]; }
+
 /* ---- the same in one process with threads --------------------------------------------------------------------------------------------- */
 
 /* Threads that wait for tasks. */
@@ -685,44 +692,43 @@ static void team_end(team *t) {
     pthread_cond_destroy(&t->done), pthread_cond_destroy(&t->come), pthread_mutex_destroy(&t->lock);
 }
 
-/* Seconds per step of one process with so many threads, and the loss of its last step. */
-static double alone(const moe_layer_config *experts, uint64_t seed, int threads, uint64_t steps, double *loss) {
+/* Seconds of a step, the median, of one process with so many threads. */
+static double alone(const moe_layer_config *experts, uint64_t seed, int threads, uint64_t steps) {
     team crew;
     moe_parallel parallel = {.ctx = &crew, .threads = team_begin(&crew, threads), .run = team_run};
     moe_net net;
     moe_trainer trainer;
     moe_error error = {0};
-    moe_step step = {0};
-    double began;
+    double began, half, *took = (double *)grab(steps, sizeof *took);
     share s = share_of((size_t)set.batch, 1);
     share_point(&s), s.call.parallel = &parallel;
     build(&net, experts, seed, NULL), train_with(&trainer, &net, seed, (size_t)set.batch);
-    began = MPI_Wtime();
     while (trainer.steps < steps) {
+        began = MPI_Wtime();
         draw(&s, seed, trainer.steps);
-        must(moe_trainer_step(&trainer, &s.data, &step, &error), "one process with threads", &error);
+        must(moe_trainer_step(&trainer, &s.data, NULL, &error), "one process with threads", &error);
+        took[trainer.steps - 1] = MPI_Wtime() - began;
     }
-    began = (MPI_Wtime() - began) / (double)steps, *loss = (double)step.loss;
-    moe_trainer_free(&trainer), moe_net_free(&net), share_free(&s), team_end(&crew);
-    return began;
+    half = median(took, steps);
+    moe_trainer_free(&trainer), moe_net_free(&net), share_free(&s), team_end(&crew), free(took);
+    return half;
 }
 
 /* Rank 0 works alone; the others sleep in the next exchange, however long it takes. */
-static void compare_threads(const moe_layer_config *experts, const result *r) {
-    uint64_t steps = r->steps < 50 ? r->steps : 50;
-    double none = 0, loss, times[2] = {0, 0}, patience = mpi.patience;
-    add_up(1, &none);
+static void compare_threads(const moe_layer_config *experts, uint64_t done) {
+    uint64_t steps = done < 50 ? done : 50;
+    double times[3] = {0, 0, 0}, patience = mpi.patience;
+    times[0] = median(step_times, done) / n_ranks;
+    add_up(1, times);
     mpi.patience = 0, watch(0);
-    if (rank == 0) {
-        times[0] = alone(experts, (uint64_t)set.seed, n_ranks, steps, &loss);
-        times[1] = alone(experts, (uint64_t)set.seed, 1, steps, &loss);
-    }
-    add_up(2, times);
+    if (rank == 0) times[1] = alone(experts, (uint64_t)set.seed, n_ranks, steps), times[2] = alone(experts, (uint64_t)set.seed, 1, steps);
+    else times[0] = 0;
+    add_up(3, times);
     mpi.patience = patience, watch(1);
     if (rank != 0) return;
-    printf("\nOne process on this machine: %.2f ms per step with %d threads for its experts, %.2f ms with one. %d ranks take %.2f ms: %.2f times as long as as many\n"
-           "threads, %.2f times as long as one.\n", 1e3 * times[0], n_ranks, 1e3 * times[1], n_ranks, 1e3 * r->seconds, r->seconds / times[0],
-           r->seconds / times[1]);
+    printf("\nOne process on this machine takes %.2f ms per step with %d threads for its experts, %.2f ms with one; %d ranks take %.2f ms: %.2f times as long as\n"
+           "as many threads, %.2f times as long as one (medians).\n", 1e3 * times[1], n_ranks, 1e3 * times[2], n_ranks, 1e3 * times[0], times[0] / times[1],
+           times[0] / times[2]);
 }
 
 /* ---- --compare ------------------------------------------------------------------------------------------------------------------------ */
@@ -844,13 +850,6 @@ static void compare(void) {
 /* ---- --measure ------------------------------------------------------------------------------------------------------------------------ */
 
 enum { MEASURED_TIMES = 7, MEASURED_BATCHES = 10, POWERS = 11 };
-
-static int compare_doubles(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *x, size_t n) { return qsort(x, n, sizeof *x, compare_doubles), x[n / 2]; }
 
 /* A batch of several processes that is not there: their tokens are like the own ones. */
 static size_t own_rows, all_rows;
@@ -1288,7 +1287,7 @@ static void resume(moe_trainer *t) {
 static void load(moe_net *net, moe_layer_config *experts) {
     moe_error error = {0};
     int alike = 1;
-    must(moe_net_load_shared(net, set.load, 1, kernels, &transport, NULL, &error), set.load, &error);
+    must(moe_net_load_part(net, set.load, 1, kernels, &transport, NULL, &error), set.load, &error);
     set.layers = 0;
     for (size_t i = 0; i < net->n_modules; i++) {
         const moe_layer *layer = &net->modules[i].layer;
@@ -1320,6 +1319,7 @@ static void run(void) {
     if (set.steps > 0) {
         train_with(&trainer, &net, (uint64_t)set.seed, most_sequences());
         resume(&trainer), agree(&experts, &trainer);
+        if (set.threads_too) step_times = (double *)grab((size_t)set.steps, sizeof *step_times);
         train(&trainer, (uint64_t)set.seed, 1, &r);
     }
     judge(&net, &r, loads);
@@ -1332,8 +1332,8 @@ static void run(void) {
     }
     if (trainer.steps < (uint64_t)set.steps && rank == 0 && set.checkpoint != NULL)
         printf("stopped; %s holds step %.0f: the same command with --resume goes on\n", set.checkpoint, (double)trainer.steps);
-    if (set.threads_too && set.steps > 0) compare_threads(&experts, &r);
-    moe_trainer_free(&trainer), moe_net_free(&net), free(loads);
+    if (set.threads_too && set.steps > 0) compare_threads(&experts, r.steps);
+    moe_trainer_free(&trainer), moe_net_free(&net), free(loads), free(step_times);
 }
 
 static void begin_transport(void) {

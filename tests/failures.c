@@ -773,7 +773,7 @@ static moe_status run_net_read_shared(world *w, moe_error *error) {
     moe_net net;
     moe_status status = begin_alone(&transport, w, error);
     memset(&net, 0, sizeof net);
-    if (status == MOE_OK) status = moe_net_read_shared(&net, net_file.data, net_file.size, w->parameter, MOE_KERNELS_AUTO, &transport, w->allocator, error);
+    if (status == MOE_OK) status = moe_net_read_part(&net, net_file.data, net_file.size, w->parameter, MOE_KERNELS_AUTO, &transport, w->allocator, error);
     moe_net_free(&net);
     moe_transport_end(&transport);
     return status;
@@ -783,7 +783,7 @@ static moe_status run_layer_read_shared(world *w, moe_error *error) {
     moe_layer layer;
     moe_status status = begin_alone(&transport, w, error);
     memset(&layer, 0, sizeof layer);
-    if (status == MOE_OK) status = moe_layer_read_shared(&layer, layer_file.data, layer_file.size, w->parameter, &transport, w->allocator, error);
+    if (status == MOE_OK) status = moe_layer_read_part(&layer, layer_file.data, layer_file.size, w->parameter, &transport, w->allocator, error);
     moe_layer_free(&layer);
     moe_transport_end(&transport);
     return status;
@@ -822,8 +822,8 @@ static moe_status run_load_shared(world *w, moe_error *error) {
     moe_status status = begin_alone(&transport, w, error);
     memset(&net, 0, sizeof net);
     memset(&layer, 0, sizeof layer);
-    if (status == MOE_OK && w->parameter) status = moe_net_load_shared(&net, path, 0, MOE_KERNELS_AUTO, &transport, w->allocator, error);
-    else if (status == MOE_OK) status = moe_layer_load_shared(&layer, path, 0, &transport, w->allocator, error);
+    if (status == MOE_OK && w->parameter) status = moe_net_load_part(&net, path, 0, MOE_KERNELS_AUTO, &transport, w->allocator, error);
+    else if (status == MOE_OK) status = moe_layer_load_part(&layer, path, 0, &transport, w->allocator, error);
     moe_net_free(&net);
     moe_layer_free(&layer);
     moe_transport_end(&transport);
@@ -1009,13 +1009,13 @@ static const row rows[] = {
     {"moe_layer_create", OP_MEMORY, 0, LAYER, 0, 0, 0, 0, run_layer_create},
     {"moe_layer_create", OP_MEMORY, 0, LAYER, 0, 0, 1, 0, TRAINING(run_layer_create)},
     {"moe_transport_begin", OP_MEMORY, 0, 0, 0, 0, 0, CONSTANT, run_transport},
-    {"moe_net_read_shared", OP_MEMORY, 0, 0, 0, 0, 0, CONSTANT, run_net_read_shared},
-    {"moe_net_read_shared", OP_MEMORY, 0, 0, 0, 0, 1, CONSTANT, TRAINING(run_net_read_shared)},
-    {"moe_layer_read_shared", OP_MEMORY, 0, 0, 0, 0, 0, CONSTANT, run_layer_read_shared},
-    {"moe_net_load_shared", OP_MEMORY, 0, 0, 0, DISK_NET, 1, AROUND | CONSTANT | PIECES, STDIO(run_load_shared)},
-    {"moe_net_load_shared", FILES, 0, 0, 0, DISK_NET, 1, AROUND | CONSTANT | PIECES, STDIO(run_load_shared)},
-    {"moe_layer_load_shared", OP_MEMORY, 0, 0, 0, DISK_LAYER, 0, AROUND | CONSTANT | PIECES, STDIO(run_load_shared)},
-    {"moe_layer_load_shared", FILES, 0, 0, 0, DISK_LAYER, 0, AROUND | CONSTANT | PIECES, STDIO(run_load_shared)},
+    {"moe_net_read_part", OP_MEMORY, 0, 0, 0, 0, 0, CONSTANT, run_net_read_shared},
+    {"moe_net_read_part", OP_MEMORY, 0, 0, 0, 0, 1, CONSTANT, TRAINING(run_net_read_shared)},
+    {"moe_layer_read_part", OP_MEMORY, 0, 0, 0, 0, 0, CONSTANT, run_layer_read_shared},
+    {"moe_net_load_part", OP_MEMORY, 0, 0, 0, DISK_NET, 1, AROUND | CONSTANT | PIECES, STDIO(run_load_shared)},
+    {"moe_net_load_part", FILES, 0, 0, 0, DISK_NET, 1, AROUND | CONSTANT | PIECES, STDIO(run_load_shared)},
+    {"moe_layer_load_part", OP_MEMORY, 0, 0, 0, DISK_LAYER, 0, AROUND | CONSTANT | PIECES, STDIO(run_load_shared)},
+    {"moe_layer_load_part", FILES, 0, 0, 0, DISK_LAYER, 0, AROUND | CONSTANT | PIECES, STDIO(run_load_shared)},
     {"moe_layer_read", OP_MEMORY, 0, LAYER, 0, 0, 0, 0, run_layer_read},
     {"moe_layer_read", OP_MEMORY, 0, LAYER, 0, 0, 1, 0, TRAINING(run_layer_read)},
     {"moe_file_read", OP_MEMORY, 0, BUFFER, 0, DISK_NET, 0, AROUND, STDIO(run_file_read)},

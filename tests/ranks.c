@@ -797,7 +797,7 @@ static void play_file(player *p) {
     if (p->rank < 0) p->reread = moe_layer_read(&layer, p->file.data, p->file.size, 0, NULL, &p->error);
     else {
         const moe_buffer *file = p->rank == 0 ? &p->file : p->file_of_all; /* rank 0 has written it when moe_layer_write returns */
-        p->reread = moe_layer_read_shared(&layer, file->data, file->size, 0, &p->transport, NULL, &p->error);
+        p->reread = moe_layer_read_part(&layer, file->data, file->size, 0, &p->transport, NULL, &p->error);
     }
     if (p->reread != MOE_OK) return;
     p->again_count = tensor_numbers(&layer), p->again = tensors_of(&layer, 0, 0);

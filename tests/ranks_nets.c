@@ -422,7 +422,7 @@ static void copy_task(ranks_rank *self, void *ctx) {
     moe_net net;
     copy(c, o, begin(o, self), &c->to);
     memset(&net, 0, sizeof net);
-    if (!STATUS(moe_net_read_shared(&net, c->from->data, c->from->size, 0, MOE_KERNELS_C, &o->transport, o->net.allocator.resize != NULL ? &o->net.allocator : NULL, &error),
+    if (!STATUS(moe_net_read_part(&net, c->from->data, c->from->size, 0, MOE_KERNELS_C, &o->transport, o->net.allocator.resize != NULL ? &o->net.allocator : NULL, &error),
                 MOE_OK, "a net of a checkpoint", &error))
         return;
     STATUS(moe_net_write(&net, self->rank == 0 ? &stream : NULL, &error), MOE_OK, "a net's file", &error);
@@ -991,7 +991,7 @@ static void act_file_memory(actor *a) {
     if (memory_failed(a, status, "save")) {
         status = moe_trainer_load(&a->o.trainer, path[0], &a->error);
         if (memory_failed(a, status, "load")) {
-            status = moe_net_load_shared(&net, path[0], 1, MOE_KERNELS_C, &a->o.transport, &allocator, &a->error);
+            status = moe_net_load_part(&net, path[0], 1, MOE_KERNELS_C, &a->o.transport, &allocator, &a->error);
             if (memory_failed(a, status, "net")) {
                 status = moe_net_write(&net, a->self->rank == 0 ? &stream : NULL, &a->error);
                 if (memory_failed(a, status, "write")) memory_done(a);
@@ -1264,11 +1264,11 @@ static void act_load(actor *a) {
     act_go_on(a);
     STATUS(moe_trainer_save(&a->o.trainer, path[1], &a->error), MOE_OK, "save", &a->error);
     ONE_FAILS(a, moe_trainer_load(&a->o.trainer, mine, &a->error), MOE_ERR_IO);
-    ONE_FAILS(a, moe_net_load_shared(&net, mine, 0, MOE_KERNELS_C, of->transport, NULL, &a->error), MOE_ERR_IO);
-    ONE_FAILS(a, moe_net_load_shared(a->bad ? NULL : &net, path[0], 0, MOE_KERNELS_C, of->transport, NULL, &a->error), MOE_ERR_ARGUMENT);
+    ONE_FAILS(a, moe_net_load_part(&net, mine, 0, MOE_KERNELS_C, of->transport, NULL, &a->error), MOE_ERR_IO);
+    ONE_FAILS(a, moe_net_load_part(a->bad ? NULL : &net, path[0], 0, MOE_KERNELS_C, of->transport, NULL, &a->error), MOE_ERR_ARGUMENT);
     ALL_FAIL(a, moe_trainer_load(&a->o.trainer, other, &a->error), MOE_ERR_CONFIG, "the file: its ");
-    ALL_FAIL(a, moe_net_load_shared(&net, other, 0, MOE_KERNELS_C, of->transport, NULL, &a->error), MOE_ERR_CONFIG, "the file: its ");
-    ALL_FAIL(a, moe_net_load_shared(&net, path[0], a->bad, MOE_KERNELS_C, of->transport, NULL, &a->error), MOE_ERR_CONFIG, "the file: trainable: ");
+    ALL_FAIL(a, moe_net_load_part(&net, other, 0, MOE_KERNELS_C, of->transport, NULL, &a->error), MOE_ERR_CONFIG, "the file: its ");
+    ALL_FAIL(a, moe_net_load_part(&net, path[0], a->bad, MOE_KERNELS_C, of->transport, NULL, &a->error), MOE_ERR_CONFIG, "the file: trainable: ");
     CHECK(net.modules == NULL, "a failed load leaves the net");
     ALL_FAIL(a, moe_trainer_read(&a->o.trainer, "x", 1, &a->error), MOE_ERR_FORMAT, "byte 0");
     STATUS(moe_trainer_load(&a->o.trainer, path[0], &a->error), MOE_OK, "load", &a->error);
@@ -1304,7 +1304,7 @@ static void act_files(actor *a) {
         act_put(a, path[0], bytes, n);
         status = moe_trainer_load(&a->o.trainer, path[0], &a->error);
         CHECK(status == MOE_ERR_FORMAT || (n == 0 && status == MOE_ERR_IO), "a file that ends too early");
-        CHECK(moe_net_load_shared(&net, path[0], 0, MOE_KERNELS_C, &a->o.transport, NULL, &a->error) == status, "a file that ends too early");
+        CHECK(moe_net_load_part(&net, path[0], 0, MOE_KERNELS_C, &a->o.transport, NULL, &a->error) == status, "a file that ends too early");
     }
     for (i = 8; i + 5 < header; i++) { /* a type of elements that is none: of each tensor in turn */
         unsigned char kept = bytes->data[i + 1];
@@ -1315,7 +1315,7 @@ static void act_files(actor *a) {
         if (a->self->rank == 0) bytes->data[i + 1] = 'X';
         act_put(a, path[0], bytes, bytes->size);
         ALL_FAIL(a, moe_trainer_load(&a->o.trainer, path[0], &a->error), MOE_ERR_UNSUPPORTED, "an element type");
-        status = moe_net_load_shared(&net, path[0], 0, MOE_KERNELS_C, &a->o.transport, NULL, &a->error);
+        status = moe_net_load_part(&net, path[0], 0, MOE_KERNELS_C, &a->o.transport, NULL, &a->error);
         CHECK(status == (of_trainer ? MOE_OK : MOE_ERR_UNSUPPORTED), "an element type");
         if (status == MOE_OK) moe_net_free(&net);
         memset(&net, 0, sizeof net);
@@ -1351,13 +1351,13 @@ static void act_layers(actor *a) {
     if (a->self->rank == 0) CHECK(same_buffers(&one, &many), "the file of a layer on ranks is that of one process");
     if (a->s->bad == 0) ONE_FAILS(a, moe_layer_write(&layer, NULL, &a->error), MOE_ERR_ARGUMENT);
     STATUS(moe_layer_save(&layer, a->self->rank == 0 ? path[0] : NULL, &a->error), MOE_OK, "save", &a->error);
-    ONE_FAILS(a, moe_layer_load_shared(&copy, mine, 0, config.transport, NULL, &a->error), MOE_ERR_IO);
-    ONE_FAILS(a, moe_layer_load_shared(a->bad ? NULL : &copy, path[0], 0, config.transport, NULL, &a->error), MOE_ERR_ARGUMENT);
-    ONE_FAILS(a, moe_layer_read_shared(a->bad ? NULL : &copy, one.data, one.size, 0, config.transport, NULL, &a->error), MOE_ERR_ARGUMENT);
-    ALL_FAIL(a, moe_layer_load_shared(&copy, path[0], a->bad, config.transport, NULL, &a->error), MOE_ERR_CONFIG, "trainable");
+    ONE_FAILS(a, moe_layer_load_part(&copy, mine, 0, config.transport, NULL, &a->error), MOE_ERR_IO);
+    ONE_FAILS(a, moe_layer_load_part(a->bad ? NULL : &copy, path[0], 0, config.transport, NULL, &a->error), MOE_ERR_ARGUMENT);
+    ONE_FAILS(a, moe_layer_read_part(a->bad ? NULL : &copy, one.data, one.size, 0, config.transport, NULL, &a->error), MOE_ERR_ARGUMENT);
+    ALL_FAIL(a, moe_layer_load_part(&copy, path[0], a->bad, config.transport, NULL, &a->error), MOE_ERR_CONFIG, "trainable");
     for (i = 0; i < 2; i++) {
-        if (i == 0) STATUS(moe_layer_load_shared(&copy, path[0], 1, config.transport, NULL, &a->error), MOE_OK, "load", &a->error);
-        else STATUS(moe_layer_read_shared(&copy, one.data, one.size, 0, config.transport, NULL, &a->error), MOE_OK, "read", &a->error);
+        if (i == 0) STATUS(moe_layer_load_part(&copy, path[0], 1, config.transport, NULL, &a->error), MOE_OK, "load", &a->error);
+        else STATUS(moe_layer_read_part(&copy, one.data, one.size, 0, config.transport, NULL, &a->error), MOE_OK, "read", &a->error);
         {
             size_t k, first, count, row;
             moe_rank_part(5, a->self->rank, a->s->ranks, &first, &count);
@@ -1392,7 +1392,7 @@ static void act_broken(actor *a) {
     if (status == MOE_OK) status = moe_trainer_step(&a->o.trainer, &part, NULL, &a->error);
     if (status == MOE_OK) status = moe_trainer_save(&a->o.trainer, path[0], &a->error);
     if (status == MOE_OK) status = moe_trainer_load(&a->o.trainer, path[0], &a->error);
-    if (status == MOE_OK) status = moe_net_load_shared(&net, path[0], 1, MOE_KERNELS_C, &a->o.transport, &allocator, &a->error);
+    if (status == MOE_OK) status = moe_net_load_part(&net, path[0], 1, MOE_KERNELS_C, &a->o.transport, &allocator, &a->error);
     config.epochs = 1, config.batch = 24, config.checkpoint = path[0], config.resume = 0;
     if (status == MOE_OK) status = moe_fit(&net, &data, &data, &config, &a->error);
     if (status == MOE_OK) status = moe_evaluate(&net, &data, MOE_CRITERION_CROSS_ENTROPY, &evaluation, &a->error);

@@ -1771,7 +1771,7 @@ static void test_files(void) {
     T(moe_buffer_free)(&buffer);
     T(moe_net_free)(&copy);
     memset(&buffer, 0, sizeof buffer), stream = T(moe_buffer_stream)(&buffer);
-    CHECK(T(moe_net_write)(&net, &stream, &error) == MOE_OK && T(moe_net_read_shared)(&copy, buffer.data, buffer.size, 0, 0, NULL, NULL, &error) == MOE_OK, "reads them alone");
+    CHECK(T(moe_net_write)(&net, &stream, &error) == MOE_OK && T(moe_net_read_part)(&copy, buffer.data, buffer.size, 0, 0, NULL, NULL, &error) == MOE_OK, "reads them alone");
     CHECK(same_bits(copy.tensors[0].data, specials, IS_NAN), "bit for bit");
     T(moe_buffer_free)(&buffer);
     T(moe_net_free)(&copy), T(moe_net_free)(&net);
@@ -1781,7 +1781,7 @@ static void test_files(void) {
     CHECK(T(moe_layer_write)(&layer, &stream, &error) == MOE_OK && T(moe_layer_read)(&other, buffer.data, buffer.size, 0, NULL, &error) == MOE_OK, "a layer");
     CHECK(same_bits(other.tensors[MOE_ROUTER_WEIGHT], specials, IS_NAN) && is_nan(other.tensors[MOE_ROUTER_WEIGHT][IS_NAN]), "bit for bit");
     T(moe_layer_free)(&other);
-    CHECK(T(moe_layer_read_shared)(&other, buffer.data, buffer.size, 0, NULL, NULL, &error) == MOE_OK && same_bits(other.tensors[MOE_ROUTER_WEIGHT], specials, IS_NAN), "a layer alone");
+    CHECK(T(moe_layer_read_part)(&other, buffer.data, buffer.size, 0, NULL, NULL, &error) == MOE_OK && same_bits(other.tensors[MOE_ROUTER_WEIGHT], specials, IS_NAN), "a layer alone");
     T(moe_buffer_free)(&buffer);
     T(moe_layer_free)(&layer), T(moe_layer_free)(&other);
     { /* a trainer's moments */
@@ -2387,7 +2387,7 @@ static const row rows[] = {
     {"moe_layer_write", "bits as they are"},
     {"moe_layer_save", ""},
     {"moe_layer_read", "bits as they are"},
-    {"moe_layer_load", ""}, {"moe_layer_read_shared", "bits as they are"}, {"moe_layer_load_shared", ""}, {"moe_memory_source", ""},
+    {"moe_layer_load", ""}, {"moe_layer_read_part", "bits as they are"}, {"moe_layer_load_part", ""}, {"moe_memory_source", ""},
     {"moe_read_published", "numbers as they are; a setting that is not finite is none"},
     {"moe_load_layer", ""},
     {"moe_write_published", "F32 in the float build: bits as they are; what a type cannot hold is infinite there"},
@@ -2430,7 +2430,7 @@ static const row rows[] = {
     {"moe_net_write", "bits as they are"},
     {"moe_net_save", ""},
     {"moe_net_read", "bits as they are"},
-    {"moe_net_load", ""}, {"moe_net_read_shared", "bits as they are"}, {"moe_net_load_shared", ""}, {"moe_int_op_int8", ""}, {"moe_int_op_int4", ""}, {"moe_int_op_int8_add", ""}, {"moe_int_op_int4_add", ""},
+    {"moe_net_load", ""}, {"moe_net_read_part", "bits as they are"}, {"moe_net_load_part", ""}, {"moe_int_op_int8", ""}, {"moe_int_op_int4", ""}, {"moe_int_op_int8_add", ""}, {"moe_int_op_int4_add", ""},
     {"moe_int_op_curve", ""}, {"moe_int_op_multiply", ""}, {"moe_int_op_add", ""}, {"moe_int_op_rescale", ""}, {"moe_int_op_mixture", ""},
     {"moe_int_op_row", ""}, {"moe_int_op_norm", ""}, {"moe_int_op_turn", ""}, {"moe_int_op_attention", ""}, {"moe_int_op_unit", ""},
     {"moe_int_op_cluster", ""}, {"moe_int_op_norm_l1", ""}, {"moe_int_op_norm_l2", ""}, {"moe_int_op_norm_linf", ""}, {"moe_int_op_match", ""},
