@@ -4237,14 +4237,9 @@ static size_t moei_expert_rows(const moe_layer_config *c, size_t n) {
     return moei_is_soft(&c->router) ? (size_t)c->router.slots * (size_t)c->router.soft_sequences : n;
 }
 
-/* The most experts of one token: for affinity one, though any of them. */
-static size_t moei_most_experts(const moe_router_config *c) {
-    return c->select == MOE_SELECT_AFFINITY && c->switch_at == 0 ? 1 : moei_max_choices(c);
-}
-
 static int moei_kept_rows(const moe_layer_config *c, size_t n, size_t *rows) {
     if (moei_is_soft(&c->router)) return moei_mul(moei_expert_rows(c, n), (size_t)c->router.n_experts, rows);
-    return moei_mul(n, moei_most_experts(&c->router), rows);
+    return moei_mul(n, moei_max_choices(&c->router), rows);
 }
 
 /* Rows of work memory that begin with a cache line, for kernels with vectors: no vector then lies in two lines, and no line belongs to two threads. */
@@ -5552,7 +5547,7 @@ static moe_layer moei_home_layer(const moe_layer *layer) {
 /* The most rows that one expert gets from all ranks, and that all experts of one rank get. */
 static int moei_home_rows(const moe_layer *layer, const moei_ranks *k, size_t *of_one, size_t *of_all) {
     const moe_layer_config *c = &layer->config;
-    size_t choices = moei_most_experts(&c->router), experts = moei_is_soft(&c->router) || choices > k->experts ? k->experts : choices;
+    size_t choices = moei_max_choices(&c->router), experts = moei_is_soft(&c->router) || choices > k->experts ? k->experts : choices;
     return moei_mul(moei_expert_rows(c, k->most), (size_t)k->transport->n_ranks, of_one) && moei_mul(*of_one, experts, of_all);
 }
 
