@@ -751,7 +751,7 @@ typedef struct moe_exchange {
 /* The most exchanges under way at a time; the two parts of one. */
 enum { MOE_EXCHANGES = 2, MOE_EXCHANGE_BEGIN = 1, MOE_EXCHANGE_END = 2 };
 
-/* What a rank has sent in layers' calls; the library adds, the caller makes it {0}. The arrays are the caller's, [R] or NULL. Sums and files are not counted. */
+/* What a rank has sent in layers' calls; the library adds, the caller makes it {0}. The arrays are the caller's, [R] or NULL. Sums are not counted, of files the bytes alone. */
 typedef struct moe_traffic {
     uint64_t *rows;       /* token rows for each rank: x, w dy and what comes back; the rank itself included, where nothing travels */
     uint64_t *bytes;      /* all bytes sent to each rank: rows, what routers gather, counts; with two_level, to the next rank on their way; for the rank itself 0 */
