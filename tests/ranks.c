@@ -1473,6 +1473,7 @@ static uint64_t test_scene(scene *s) {
         stage_end(g);
         return 0;
     }
+    AGREES(g->whole.sized == MOE_OK && g->whole.packed == MOE_OK, "work memory of one process");
     if (is_refused(s)) {
         compare_refused(g, s);
         stage_end(g);
@@ -1700,6 +1701,7 @@ static void with_rules(int routes) {
                 turn++;
                 if (!begin_scene(&s, rows[i], 2 + (turn + turn / 4) % 4, training, turn)) continue;
                 s.routes = routes, s.steps = training ? 3 : 1;
+                if (again && s.config.router.select == MOE_SELECT_AFFINITY) s.with |= WITH_GIVEN; /* a replay may name several experts */
                 if (strstr(rows[i], "heads=") != NULL || strstr(rows[i], "causal") != NULL) s.with &= ~(unsigned)WITH_CROWD;
                 (void)test_scene(&s);
             }
