@@ -154,7 +154,7 @@
      beside it and renaming, so a failed save leaves the old one.
 
      Several machines.   Processes, called ranks, train one net together: every rank has all of it but the experts, of which each has its part. A transport
-     of three functions (examples/mpi.c has them for MPI) moves what they tell each other; every rank runs the same program:
+     of three functions (examples/moe_mpi.h has them for MPI) moves what they tell each other; every rank runs the same program:
        moe_transport transport = {0};  transport.rank = rank;  transport.n_ranks = ranks;  transport.counts = ...;
        moe_transport_begin(&transport, &error);
        moe_net_init(&net, 64, MOE_KERNELS_AUTO, NULL);  net.transport = &transport;        then modules and build as ever, with the same seed
