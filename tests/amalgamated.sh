@@ -99,9 +99,9 @@ revisions() {
     for folder in plain archive; do
         sed 3d $folder.h >one && sed 3d first.h >other && run cmp one other || return 1
     done
-    said first "$(cksum <first/moe.h | awk '{ print $1 "  " $2 "  moe.h" }')" && said first " $(sed -n 's/^#define MOE_VERSION "\(.*\)"$/\1/p' first/moe_kernels.h) " || return 1
+    said first "$(cksum <first/moe.h | awk '{ printf "%10s %7s  moe.h", $1, $2 }')" && said first " $(sed -n 's/^#define MOE_VERSION "\(.*\)"$/\1/p' first/moe_kernels.h) " || return 1
     echo '/* changed */' >>first/moe_routers.h
-    sh first/amalgamate >first.h && said first "revision $commit, modified," && said first "$(cksum <first/moe_routers.h | awk '{ print $1 "  " $2 "  moe_routers.h" }')"
+    sh first/amalgamate >first.h && said first "revision $commit, modified," && said first "$(cksum <first/moe_routers.h | awk '{ printf "%10s %7s  moe_routers.h", $1, $2 }')"
 }
 
 said() { # file words

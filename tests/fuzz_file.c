@@ -1018,6 +1018,7 @@ static void change_config(maker *m, char *text) {
 
 /* A net as the text describes it, with its list of tensors; a layer becomes a list in `own`. 0: the text is refused. */
 static int tensors_of(const char *text, moe_net *net, moe_tensor own[MOE_LAYER_SLOTS]) {
+    static moe_module module; /* of a layer */
     moei_net_options options = {0, NULL};
     moei_json j;
     moe_error why;
@@ -1030,7 +1031,7 @@ static int tensors_of(const char *text, moe_net *net, moe_tensor own[MOE_LAYER_S
     moe_net_free(net);
     j.at = 0;
     if (moei_config_layer(&j, &config) != MOE_OK || moe_layer_init(&layer, &config, NULL) != MOE_OK) return 0;
-    *net = moei_layer_list(&layer, own);
+    *net = moei_layer_list(&layer, own, &module);
     return 1;
 }
 
