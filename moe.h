@@ -14056,6 +14056,7 @@ static moe_status moei_checkpoint_apply(moe_trainer *trainer, moei_contents *con
 static moe_status moei_checkpoint_take(moe_trainer *trainer, moei_contents *contents, moe_status status, const moei_fit *fit, moe_error *error) {
     const moe_transport *t = trainer->net->transport;
     moei_checkpoint c;
+    memset(&c, 0, sizeof c);
     if (status == MOE_OK) status = moei_checkpoint_check(trainer, &contents->file, &c, error);
 #ifndef MOE_NO_STDIO
     if (status == MOE_OK && fit != NULL) status = moei_fit_continues(fit, &c, error);

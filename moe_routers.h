@@ -5218,15 +5218,18 @@ static moe_status moei_tell_tokens(const moei_pass *s, const moei_pass *own, moe
 }
 
 /* A call whose batch decides together. status: whether the call is good here; the other processes hear of it. */
-static moe_status moei_route_together(moei_pass *s, moe_status status) {
-    const moe_call *call = s->call;
+static moe_status moei_route_together(const moei_pass *own_call, moe_status status) {
+    const moe_call *call = own_call->call;
     moe_call all;
+    moei_pass batch, *s = &batch;
     moe_routing own_r;
     moei_pass own;
     moe_real delta = MOEI_R(0.0);
-    status = moei_tell_call(call, status, s->r->max_choices, &s->m);
+    status = moei_tell_call(call, status, own_call->r->max_choices, &own_call->m);
     if (status != MOE_OK) return status;
-    all = moei_batch_call(call, &s->m);
+    all = moei_batch_call(call, &own_call->m);
+    batch = *own_call;
+    if (own_call->c == &own_call->effective) batch.c = &batch.effective;
     s->call = &all, s->n = all.n_tokens;
     s->supplied = (unsigned)s->m.batch_sequences[s->n + 2];
     moei_own_pass(s, call, &own_r, &own);
