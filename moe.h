@@ -6167,8 +6167,8 @@ static moe_status moei_ranks_observe(const moe_layer *layer, const moe_layer_pas
     moe_status status;
     if (!(moe_router_traits(&layer->config.router) & MOE_TRAIT_STATEFUL)) return MOE_OK;
     for (e = 0; e <= experts; e++) { /* in two parts, whose sums every moe_real holds */
-        size_t count = e < experts ? r.counts[e] : r.n_real;
-        k->load[e] = (moe_real)(count % MOEI_COUNT_PART), k->load[experts + 1 + e] = (moe_real)(count / MOEI_COUNT_PART);
+        const size_t count = e < experts ? r.counts[e] : r.n_real, low = count % MOEI_COUNT_PART, high = count / MOEI_COUNT_PART;
+        k->load[e] = (moe_real)low, k->load[experts + 1 + e] = (moe_real)high;
     }
     status = k->transport->sum(k->transport->ctx, 2 * (experts + 1), k->load);
     if (status != MOE_OK) return MOE_ERR_TRANSPORT;
