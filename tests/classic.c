@@ -436,6 +436,8 @@ static void test_refused_losses(void) {
             memcpy(row, r.p + 2 * E, sizeof row);
             memset(r.p + 2 * E, 0, sizeof row);
             REFUSED((void)0, memcpy(r.p + 2 * E, row, sizeof row), MOE_ERR_NONFINITE, "sample 2 is not finite");
+            memcpy(row, r.q, sizeof r.q), memcpy(r.q, r.p, sizeof r.q), memset(r.q + 2 * E, 0, E * sizeof *r.q), r.m.expert_p = r.q; /* under the experts' p alone */
+            REFUSED((void)0, r.m.expert_p = NULL, MOE_ERR_NONFINITE, "sample 2 is not finite");
         }
 #undef REFUSED
         CHECK(r.loss > 76 && r.d_p[0] > 76 && r.d_o[0] > 76, "a failed call changes nothing");

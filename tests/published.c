@@ -923,7 +923,7 @@ static void of_numbers(void) {
 static void of_large_numbers(void) {
 #if MOE_REAL_IS_DOUBLE
     static const double values[4] = {3.4028235677973366e38, -1e300, 3.4028235e38, -3.40282356e38};
-    static const double wanted[4] = {HUGE_VAL, -HUGE_VAL, 3.4028234663852886e38, -3.4028234663852886e38};
+    const double wanted[4] = {HUGE_VAL, -HUGE_VAL, 3.4028234663852886e38, -3.4028234663852886e38};
     moe_layer_config config;
     moe_layer layer, back;
     moe_error error;
