@@ -436,6 +436,8 @@ static void test_refused_losses(void) {
             memcpy(row, r.p + 2 * E, sizeof row);
             memset(r.p + 2 * E, 0, sizeof row);
             REFUSED((void)0, memcpy(r.p + 2 * E, row, sizeof row), MOE_ERR_NONFINITE, "sample 2 is not finite");
+            memcpy(r.q, r.p, sizeof r.q), memset(r.q + 2 * E, 0, sizeof row), r.m.expert_p = r.q; /* under the experts' p alone */
+            REFUSED((void)0, r.m.expert_p = NULL, MOE_ERR_NONFINITE, "sample 2 is not finite");
         }
 #undef REFUSED
         CHECK(r.loss > 76 && r.d_p[0] > 76 && r.d_o[0] > 76, "a failed call changes nothing");
@@ -514,6 +516,53 @@ static void check_lesson(int criterion, moe_net *net, moe_net *gate_net, moe_net
         }
     }
     moe_trainer_free(&trainer);
+}
+
+/* What moe_evaluate counts as right is the answer's largest number: experts that know but one class, whatever the gate says. */
+static void test_accuracy(void) {
+    int criterion, label, i;
+    for (criterion = 0; criterion < MOE_CRITERION_COUNT; criterion++) {
+        moe_net net;
+        moe_error error;
+        moe_evaluation seen;
+        moe_tensor *weight, *bias;
+        lesson l;
+        lesson_begin(&l, 5);
+        if (!CHECK_STATUS(school(&net, CLASSIC, 0, &error), MOE_OK, "net")) return;
+        weight = moe_net_find(&net, "2.experts.fc2.weight"), bias = moe_net_find(&net, "2.experts.fc2.bias");
+        if (!CHECK(weight != NULL && bias != NULL && bias->count == 3 * CLASSES, "the experts' last layer")) return;
+        memset(weight->data, 0, weight->count * sizeof(moe_real));
+        for (label = 0; label < CLASSES; label++) {
+            int right = 0;
+            for (i = 0; i < 3 * CLASSES; i++) bias->data[i] = (moe_real)(i % CLASSES == label ? 2 + i / CLASSES : i % 3);
+            for (i = 0; i < CASES; i++) right += l.labels[i] == label;
+            CHECK_STATUS(moe_evaluate(&net, &l.data, criterion, &seen, &error), MOE_OK, "evaluate");
+            if (criterion != MOE_CRITERION_SQUARED_ERROR && criterion != MOE_CRITERION_STOCHASTIC_SQUARED && criterion != MOE_CRITERION_JACOBS_SQUARED)
+                CHECK_NEAR(seen.accuracy, (double)right / CASES, ROUNDING, "the share of samples with that label");
+            else CHECK_NEAR(seen.accuracy, 0, 0, "of targets there is none");
+        }
+        moe_net_free(&net);
+    }
+}
+
+/* A loss that is too large ends the step, and says at which sample. */
+static void test_steps_refused(void) {
+    moe_net net;
+    moe_error error;
+    moe_train_config t;
+    moe_trainer trainer;
+    lesson l;
+    lesson_begin(&l, 6);
+    memset(&t, 0, sizeof t);
+    t.criterion = MOE_CRITERION_STOCHASTIC_SQUARED, t.batch = CASES, t.rate = (moe_real)0.01;
+    if (!CHECK_STATUS(school(&net, CLASSIC, 1, &error), MOE_OK, "net")) return;
+    if (!CHECK_STATUS(moe_trainer_init(&trainer, &net, &t, &error), MOE_OK, "trainer")) return;
+    CHECK_STATUS(moe_trainer_step(&trainer, &l.data, NULL, &error), MOE_OK, "a step");
+    l.targets[7 * CLASSES] = (moe_real)(MOE_REAL_IS_DOUBLE ? 1e200 : 1e38);
+    CHECK_REFUSED(moe_trainer_step(&trainer, &l.data, NULL, &error), MOE_ERR_NONFINITE, "the loss of sample 7 is not finite");
+    CHECK(trainer.steps == 1, "no step was made");
+    moe_trainer_free(&trainer);
+    moe_net_free(&net);
 }
 
 static void test_nets_learn(void) {
@@ -1562,6 +1611,8 @@ int main(void) {
     test_answers();
     test_sampled();
     test_refused_losses();
+    test_accuracy();
+    test_steps_refused();
     test_nets_learn();
     test_nets_refused();
     test_modular();

@@ -799,6 +799,11 @@ static void test_model_calls(int weights) {
     IS(MOE_ERR_ARGUMENT, moe_infer(&built.model, input, output, NULL, built.model.scratch_size));
     IS(MOE_ERR_SPACE, moe_infer(&built.model, input, output, scratch, built.model.scratch_size - 1));
     IS(MOE_OK, moe_infer(&built.model, input, output, scratch, built.model.scratch_size));
+    if (weights == MOE_WEIGHTS_FLOAT) { /* a model that asks for less than its net needs */
+        moe_model small = built.model;
+        small.scratch_size /= 2;
+        IS(MOE_ERR_SPACE, moe_infer(&small, input, output, scratch, small.scratch_size));
+    }
     moe_infer_restart(NULL, scratch, built.model.scratch_size), moe_infer_restart(&built.model, NULL, built.model.scratch_size);
     moe_infer_restart(&built.model, scratch, 0), moe_infer_restart(&built.model, scratch, built.model.scratch_size);
     IS(MOE_ERR_ARGUMENT, moe_infer_choices(NULL, 0, scratch, choices, EXPERTS, &count));
@@ -842,6 +847,46 @@ static void test_model_calls(int weights) {
     free(scratch);
     moe_model_free(&built), moe_model_free(&built);
     moe_net_free(&net);
+}
+
+/* The masks that a float model's header sets have what its net uses, and nothing else. */
+static void test_masks(void) {
+#define BIT(name) (1u << MOE_##name)
+    static const struct {
+        const char *settings, *mask;
+        unsigned wanted;
+    } rows[] = {{"top_k=2", "ACTS", BIT(ACT_SILU)}, {"top_k=2", "EXTRAS", 0}, {"top_k=2", "MODULES", BIT(MODULE_LINEAR) | BIT(MODULE_MIXTURE)},
+                {"expert=mlp act=gelu", "ACTS", BIT(ACT_GELU)}, {"expert=linear d_ff=0", "ACTS", 0},
+                {"expert=mlp act=tanh n_shared=1 d_shared=3", "ACTS", BIT(ACT_TANH) | BIT(ACT_SILU)},
+                {"gate=sigmoid expert=mlp act=relu", "ACTS", BIT(ACT_SIGMOID) | BIT(ACT_RELU)}, {"gate=sigmoid", "GATES", BIT(GATE_SIGMOID)},
+                {"score=mlp router_hidden=3 router_act=tanh expert=mlp act=relu", "ACTS", BIT(ACT_TANH) | BIT(ACT_RELU)},
+                {"score=mlp router_hidden=3 router_act=tanh", "SCORES", BIT(SCORE_MLP)}, {"drop_rule=gshard top_k=2", "EXTRAS", BIT(EXTRA_CAPACITY)},
+                {"capacity_factor_eval=4", "EXTRAS", BIT(EXTRA_CAPACITY)}, {"swiglu_limit=2", "EXTRAS", BIT(EXTRA_SHAPED)},
+                {"schedule_steps=9 k_end=1 top_k=3", "EXTRAS", BIT(EXTRA_SCHEDULE)}, {"switch_from=dense switch_at=3", "SELECTS", BIT(SELECT_DENSE) | BIT(SELECT_TOP_K)},
+                {"select=top_p", "SELECTS", BIT(SELECT_TOP_P)}, {"weight=raw", "WEIGHTS", BIT(WEIGHT_RAW)}, {"weight=raw", "REFINES", BIT(REFINE_NONE)}};
+#undef BIT
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof *rows && !MOE_REAL_IS_DOUBLE; i++) {
+        moe_net net = make_net(rows[i].settings, 0);
+        moe_built_model built;
+        moe_model_config config;
+        moe_buffer text;
+        moe_stream stream;
+        char line[60];
+        memset(&built, 0, sizeof built), memset(&config, 0, sizeof config), memset(&text, 0, sizeof text);
+        stream = moe_buffer_stream(&text);
+        config.weights = MOE_WEIGHTS_FLOAT;
+        if (!CHECK(moe_model_create(&built, &net, &config, &error) == MOE_OK)) printf("    %s: %s\n", rows[i].settings, error.message);
+        else {
+            IS(MOE_OK, moe_export_c(&built, "model", &stream, &error));
+            IS(MOE_OK, stream.write(stream.ctx, "", 1));
+            sprintf(line, "#define MOE_KEEP_%s %u\n", rows[i].mask, rows[i].wanted);
+            if (!CHECK(strstr((const char *)text.data, line) != NULL)) printf("    %s: %s", rows[i].settings, line);
+        }
+        moe_buffer_free(&text);
+        moe_model_free(&built);
+        moe_net_free(&net);
+    }
 }
 
 /* Nets of which nothing is left but the inputs, or whose last numbers are an earlier module's. */
@@ -1428,6 +1473,7 @@ int main(void) {
     if (!MOE_REAL_IS_DOUBLE) test_model_calls(MOE_WEIGHTS_FLOAT);
     test_model_calls(MOE_WEIGHTS_INT8);
     test_small_models();
+    test_masks();
     test_layer_sizes();
     test_net_sizes();
     test_model_memory();

@@ -496,6 +496,25 @@ static void test_short(void) {
     moe_model_free(&built), moe_net_free(&net);
 }
 
+/* Each norm, of numbers that an expert computes anyway and of those that only the score reads. */
+static void test_norms(void) {
+    int order, expert;
+    for (order = 0; order < MOE_NORM_COUNT; order++)
+        for (expert = 0; expert < 2; expert++) {
+            trial t;
+            bounds b;
+            outcome o;
+            memset(&t, 0, sizeof t);
+            t.layers = 1, t.d = 32, t.weights = MOE_WEIGHTS_INT8;
+            t.layer[0].expert = expert == 0 ? MOE_EXPERT_MLP : MOE_EXPERT_FACTORISED, t.layer[0].d_ff = 16, t.layer[0].d_low = expert == 0 ? 0 : 6;
+            t.layer[0].router.d_model = 32, t.layer[0].router.n_experts = 8, t.layer[0].router.top_k = 2;
+            t.layer[0].router.score = MOE_SCORE_NORM, t.layer[0].router.norm_order = order, t.layer[0].router.norm_node = expert == 0 ? MOE_NODE_ACT : MOE_NODE_LOW;
+            sprintf(t.name, "norm %s of %s", moei_norm_names[order], moei_expert_names[t.layer[0].expert]);
+            b = bounds_of(&t);
+            CHECK(try_one(&t, &b, &o), t.name);
+        }
+}
+
 /* ---- swiglu experts with biases, and gates with alpha, limit and offset ---- */
 
 static void test_shaped(int wanted) {
@@ -717,6 +736,7 @@ int main(int argc, char **argv) {
     test_refusals();
     test_shaped(argc > 1 && strcmp(argv[1], "few") == 0 ? 8 : 60);
     test_short();
+    test_norms();
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed > 0;
 }

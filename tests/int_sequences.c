@@ -752,6 +752,30 @@ static void whole(const shape *s, uint32_t seed) {
     moe_net_free(&net);
 }
 
+/* Attention that looks everywhere alike, because its keys are 0, or its queries, or its values. */
+static void indifferent(const shape *s, uint32_t seed) {
+    static const char *const which[] = {"key", "query", "value"};
+    int i;
+    for (i = 0; i < 3; i++) {
+        moe_net net;
+        moe_built_model built;
+        int32_t ids[TOKENS];
+        distance r;
+        size_t t;
+        ids_fill(ids, TOKENS, seed);
+        if (!net_begin(&net, s, 0, seed)) return;
+        net_stir(&net, seed);
+        for (t = 0; t < net.n_tensors; t++)
+            if (strstr(net.tensors[t].name, which[i]) != NULL) memset(net.tensors[t].data, 0, net.tensors[t].count * sizeof(moe_real));
+        if (model_begin(&built, &net, MOE_WEIGHTS_INT8, ids, NULL, TOKENS, LENGTH)) {
+            r = compare(&built.model, &net, ids, NULL, TOKENS, LENGTH);
+            if (!CHECK(r.error < 0.1 && r.same > 0.8, i)) printf("        %s, no %s: error %.4f, same %.3f\n", s->what, which[i], r.error, r.same);
+            moe_model_free(&built);
+        }
+        moe_net_free(&net);
+    }
+}
+
 /* A language that has something to learn: most of the time a token follows from the one before it, or is the one before that. */
 static void language(int32_t *ids, int32_t *labels, size_t n, uint32_t seed) {
     size_t i;
@@ -1119,6 +1143,7 @@ static void nets(uint32_t seeds) {
     int i;
     for (i = 0; i < SHAPES; i++)
         for (seed = 1; seed <= seeds; seed++) whole(&shapes[i], seed);
+    indifferent(&shapes[0], 5), indifferent(&shapes[4], 6);
     for (i = 0; i < (int)seeds; i++) trained(&shapes[i], 11);
     for (i = 0; i < 2; i++) {
         norm_module_case(i, 1, 0.01, 1), norm_module_case(i, 7, 1e-4, 2), norm_module_case(i, 64, 1e-5, 3);

@@ -160,6 +160,34 @@ static void supply(bench *b) {
         for (i = 0; i < table.count; i++) table.data[i] = (moe_real)((i / table.shape[1] + i % table.shape[1]) % (size_t)c->n_experts);
 }
 
+/* The table that a layer starts with for hash: in every block of E ids each expert stands once in each column, and no row has one twice. */
+static void test_hash_table(void) {
+    static const char *const settings[] = {"select=hash table_size=24 top_k=3 n_experts=8", "select=hash table_size=30 top_k=2 n_experts=7", "select=hash table_size=3 top_k=4 n_experts=5"};
+    size_t i, row, column, other;
+    for (i = 0; i < 3; i++) {
+        moe_layer_config c;
+        moe_layer layer;
+        moe_tensor table;
+        moe_error error;
+        size_t experts, wrong = 0;
+        memset(&c, 0, sizeof c);
+        c.router.d_model = 6, c.d_ff = 4;
+        CHECK(moe_fields_apply(moe_layer_fields(), &c, settings[i], &error) == MOE_OK, settings[i]);
+        if (!CHECK(moe_layer_create(&layer, &c, 0, 5 + i, NULL, &error) == MOE_OK, "moe_layer_create")) continue;
+        experts = (size_t)c.router.n_experts;
+        if (CHECK(moe_layer_find(&layer, "router.table", &table) == MOE_OK && table.shape[0] == (size_t)c.router.table_size, "router.table"))
+            for (row = 0; row < table.shape[0]; row++)
+                for (column = 0; column < table.shape[1]; column++) {
+                    const moe_real e = table.data[row * table.shape[1] + column];
+                    wrong += !(e >= 0) || e > (moe_real)(experts - 1) || floor((double)e) < (double)e;
+                    for (other = 0; other < column; other++) wrong += !(fabs((double)(table.data[row * table.shape[1] + other] - e)) > 0.5);
+                    for (other = row / experts * experts; other < row; other++) wrong += !(fabs((double)(table.data[other * table.shape[1] + column] - e)) > 0.5);
+                }
+        CHECK(wrong == 0, "each expert once in a column of a block, none twice in a row");
+        moe_layer_free(&layer);
+    }
+}
+
 static int start(bench *b, const moe_layer_config *config, int trainable, size_t n) {
     moe_error error;
     moe_layer_config c = *config;
@@ -1683,6 +1711,7 @@ int main(int argc, char **argv) {
     moe_rng_seed(&rng, 4711);
     test_tensors();
     test_create();
+    test_hash_table();
     test_messages();
     test_forward();
     test_long_refine();

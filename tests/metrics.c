@@ -731,6 +731,29 @@ static void test_chance_by_permutations(void) {
     }
 }
 
+/* A class that no token has changes nothing, not even where tokens have different numbers of experts. */
+static void test_chance_of_an_empty_class(void) {
+    static const int32_t classes[6] = {0, 0, 2, 2, 2, 0}, close[6] = {0, 0, 1, 1, 1, 0};
+    moe_metrics m;
+    moe_report r, without;
+    hand h;
+    size_t t;
+    hand_begin(&h, 6, 3, 3);
+    for (t = 0; t < 6; t++) {
+        hand_choose(&h, t, (int)(t % 3), 1);
+        if (t > 3) hand_choose(&h, t, (int)((t + 1) % 3), 1);
+    }
+    begin(&m, 3, 2);
+    CHECK(moe_metrics_add(&m, &h.routing, NULL, close) == MOE_OK);
+    without = report_of(&m);
+    begin(&m, 3, 3);
+    CHECK(moe_metrics_add(&m, &h.routing, NULL, classes) == MOE_OK);
+    r = report_of(&m);
+    CHECK(without.information_chance > 0);
+    NEAR(r.information_chance, without.information_chance, SUM_BOUND);
+    NEAR(r.information_first_chance, without.information_first_chance, SUM_BOUND);
+}
+
 /* Many tokens: the chance value is near (E-1)(classes-1) / (2 N), and labels drawn without regard to the expert show about that much. */
 static void test_chance_of_many(void) {
     moe_metrics m;
@@ -1240,6 +1263,7 @@ int main(void) {
     test_arguments();
     test_information();
     test_chance_by_permutations();
+    test_chance_of_an_empty_class();
     test_chance_of_many();
     test_random_routings();
     test_several_calls();

@@ -1311,6 +1311,18 @@ static void test_widths(void) {
     }
 }
 
+/* What a header says of how its model is called, and nothing but that. */
+static void check_hint(const moe_built_model *built, const char *call) {
+    moe_buffer text;
+    moe_stream stream;
+    memset(&text, 0, sizeof text);
+    stream = moe_buffer_stream(&text);
+    CHECK_STATUS(moe_export_c(built, "m", &stream, NULL), MOE_OK, "export");
+    CHECK_STATUS(stream.write(stream.ctx, "", 1), MOE_OK, "its end");
+    CHECK(text.data != NULL && strstr((const char *)text.data, call) != NULL, call);
+    moe_buffer_free(&text);
+}
+
 static void test_refused_calls(void) {
     static const char *const names[] = {"", "switch", "auto", "virtual", "1a", "a b", "a-b", "a.b", "n\xc3\xa4me", "a\n", "a_name_that_is_much_longer_than_any_name_that_somebody_would_type_into_a_program_by_hand_and_then_some"};
     rich r, behind;
@@ -1367,6 +1379,7 @@ static void test_refused_calls(void) {
     CHECK_STATUS(moe_export_experts(&behind.built, &deaf, NULL), MOE_ERR_ARGUMENT, "experts: a stream that does not write");
     CHECK_STATUS(moe_export_experts(&r.built, &stream, NULL), MOE_ERR_STATE, "experts that are part of the model");
     CHECK(s.writes == 0, "a refused export writes nothing");
+    check_hint(&r.built, "moe_infer(&m, input,"), check_hint(&behind.built, "moe_infer_loading(&m, &loader, input,");
     free(room);
     size = behind.built.model.scratch_size, room = (unsigned char *)grab(size, 1);
     CHECK_STATUS(moe_infer(&behind.built.model, in, out, room, size), MOE_ERR_UNSUPPORTED, "a loader is needed");

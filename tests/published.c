@@ -353,6 +353,9 @@ static const row rows[] = {
     {mixtral, "/model.layers.4.mlp.gate.weight:F32:2,2", NULL, NULL, "x", NULL, MOE_ERR_NOT_FOUND, "(2): model.layers.3.mlp, model.layers.4.mlp"},
     {mixtral, "/model.layers.0.mlp.up_proj.weight:F32:2,2", NULL, NULL, "model.layers.0.mlp", NULL, MOE_ERR_NOT_FOUND, "'model.layers.0.mlp' is a dense layer"},
     {mixtral, "/model.layers.0.mlp.up_proj.weight:F32:2,2", "gate.weight", NULL, "model.layers.0", NULL, MOE_ERR_NOT_FOUND, "'model.layers.0' is a dense layer"},
+    {mixtral, "/model.layers.0.mlp.up_proj.weight:F32:2,2", NULL, NULL, "model.layers.0.mlp", NULL, MOE_ERR_NOT_FOUND, "mixtures: 1, model.layers.3.mlp"},
+    {mixtral, "/model.layers.0.mlp.up_proj.weight:F32:2,2 /model.layers.4.mlp.gate.weight:F32:2,2 /model.layers.5.mlp.gate.weight:F32:2,2", NULL, NULL, "model.layers.0", NULL,
+     MOE_ERR_NOT_FOUND, "mixtures: 3, model.layers.3.mlp to model.layers.5.mlp"},
     {mixtral, NULL, "gate.weight", NULL, AT, NULL, MOE_ERR_NOT_FOUND, "has no mixture layer"},
     {mixtral, NULL, NULL, NULL, "", NULL, MOE_ERR_NOT_FOUND, "no router at ''"},
     {mixtral, NULL, NULL, NULL, "...", NULL, MOE_ERR_NOT_FOUND, "no router at '...'"},
@@ -397,6 +400,11 @@ static const row rows[] = {
     {mixtral, NULL, NULL, "{\"num_experts_per_tok\":00000000000000000000000000000000000000000000000000000000000000000000000000}", AT, NULL, MOE_ERR_FORMAT, "a value is expected"},
     {mixtral, NULL, NULL, "{\"num_experts_per_tok\":1.00000000000000000000000000000000000000000000000000000000000000000000000}", AT, NULL, MOE_ERR_CONFIG, "a number is expected"},
     {mixtral, NULL, NULL, "{\"num_local_experts\":8}", AT, NULL, MOE_ERR_CONFIG, "number of experts = 8, but the tensors say 4"},
+    {mixtral, NULL, NULL, "{\"num_local_experts\":0}", AT, NULL, MOE_ERR_CONFIG, "num_local_experts = 0"},
+    {mixtral, NULL, NULL, "{\"num_experts\":0}", AT, NULL, MOE_ERR_CONFIG, "num_experts = 0"},
+    {qwen3, NULL, NULL, "{\"model_type\":\"deepseek_v2\",\"num_experts_per_tok\":2,\"n_routed_experts\":0}", AT, NULL, MOE_ERR_CONFIG, "n_routed_experts = 0"},
+    {mixtral, NULL, NULL, "{\"hidden_size\":0}", AT, NULL, MOE_ERR_CONFIG, "hidden_size = 0"},
+    {mixtral, NULL, NULL, "{\"moe_intermediate_size\":0}", AT, NULL, MOE_ERR_CONFIG, "moe_intermediate_size = 0"},
     {mixtral, NULL, NULL, "{\"hidden_size\":8}", AT, NULL, MOE_ERR_CONFIG, "hidden_size = 8, but the tensors say 6"},
     {mixtral, NULL, NULL, "{\"moe_intermediate_size\":8}", AT, NULL, MOE_ERR_CONFIG, "moe_intermediate_size = 8, but the tensors say 3"},
     {qwen3, NULL, NULL, "{\"model_type\":\"olmoe\",\"norm_topk_prob\":1}", AT, NULL, MOE_ERR_UNSUPPORTED, "norm_topk_prob = 1 is not supported for olmoe"},
@@ -923,7 +931,7 @@ static void of_numbers(void) {
 static void of_large_numbers(void) {
 #if MOE_REAL_IS_DOUBLE
     static const double values[4] = {3.4028235677973366e38, -1e300, 3.4028235e38, -3.40282356e38};
-    static const double wanted[4] = {HUGE_VAL, -HUGE_VAL, 3.4028234663852886e38, -3.4028234663852886e38};
+    const double wanted[4] = {HUGE_VAL, -HUGE_VAL, 3.4028234663852886e38, -3.4028234663852886e38};
     moe_layer_config config;
     moe_layer layer, back;
     moe_error error;
@@ -948,6 +956,60 @@ static void of_large_numbers(void) {
 #endif
 }
 
+/* ---- memory that fails ---------------------------------------------------------------------------------------------------------------------- */
+
+typedef struct heap {
+    long calls, fail_at, blocks;
+} heap;
+
+static void *heap_resize(void *ctx, void *block, size_t old_size, size_t new_size) {
+    heap *h = (heap *)ctx;
+    void *made;
+    if (new_size == 0) {
+        h->blocks -= block != NULL;
+        free(block);
+        return NULL;
+    }
+    if (++h->calls == h->fail_at) return NULL;
+    made = realloc(block, new_size);
+    (void)old_size;
+    if (made == NULL) exit(2);
+    h->blocks += block == NULL;
+    return made;
+}
+
+/* Fills what the next call finds on the stack. */
+static int litter(int depth) {
+    volatile char room[4096];
+    size_t i;
+    for (i = 0; i < sizeof room; i++) room[i] = '~';
+    return depth > 0 ? litter(depth - 1) + room[depth] : room[0];
+}
+
+/* Whichever allocation fails, the error says that memory is missing. */
+static void of_no_memory(const text *file) {
+    moe_source s = source(NULL, file);
+    moe_allocator allocator;
+    moe_layer layer;
+    moe_error error;
+    moe_status status = MOE_ERR_MEMORY;
+    heap h;
+    long at;
+    memset(&h, 0, sizeof h);
+    allocator.ctx = &h, allocator.resize = heap_resize;
+    for (at = 1; at < 200 && status == MOE_ERR_MEMORY; at++) {
+        h.calls = 0, h.fail_at = at;
+        (void)litter(16);
+        status = moe_read_published(&layer, &s, 1, AT, NULL, &allocator, &error);
+        if (status == MOE_OK) break;
+        CHECK_SAYS(status == MOE_ERR_MEMORY && strstr(error.message, "memory") != NULL && strchr(error.message, '~') == NULL, error.message);
+        CHECK(h.blocks == 0);
+    }
+    CHECK(status == MOE_OK && at > 3);
+    if (status == MOE_OK) moe_layer_free(&layer);
+    CHECK(h.blocks == 0);
+}
+
 static void of_hands(void) {
     static text file;
     gguf g;
@@ -955,6 +1017,7 @@ static void of_hands(void) {
     of_indexes();
     of_gguf();
     make_file(&file, AT, mixtral, NULL, NULL);
+    of_no_memory(&file);
     of_reading_calls(&file);
     of_writing_calls(&file);
     of_numbers();

@@ -218,6 +218,7 @@ static void check_all_forms(const moe_figure *f) {
         CHECK(!holds("nan") && !holds("inf\"") && !holds("-inf"));
         if (form == SVG || form == HTML) {
             CHECK(parse(form == HTML) == NULL);
+            CHECK(form == HTML ? strncmp(written, "<!DOCTYPE html>", 15) == 0 : strncmp(written, "<svg ", 5) == 0);
             CHECK(holds("<title") && (form == HTML || (holds("<desc") && holds("role=\"img\"") && holds("viewBox"))));
         } else {
             for (i = 0; i < size; i++) controls += (unsigned char)written[i] < 0x20 && written[i] != '\n' && (form == TEXT || written[i] != 0x1b);
@@ -540,6 +541,222 @@ static void test_places(void) {
     CHECK(write_as(&f, HTML) == MOE_OK && holds("<u style=\"width:0%\">") && holds("<u style=\"width:100%\">"));
 }
 
+/* ---- where things lie in a picture --------------------------------------------------------------------------------------------------------------------- */
+
+/* A text or a rectangle; a text's x is where it is held: its beginning, end or middle. */
+typedef struct thing {
+    int is_text;
+    double x, y, width, height;
+    char class_name[24], text[64];
+} thing;
+
+static double attribute(const char *from, const char *to, const char *name) {
+    const char *at = strstr(from, name);
+    return at != NULL && at < to ? strtod(at + strlen(name), NULL) : 0;
+}
+
+/* The next thing from *at on; 0: there is none. Texts that are turned are passed by. */
+static int next_thing(const char **at, thing *t) {
+    const char *p = *at, *end, *quoted;
+    for (; (p = strchr(p, '<')) != NULL; p++)
+        if (strncmp(p, "<rect ", 6) == 0 || (strncmp(p, "<text ", 6) == 0 && strncmp(p, "<text transform", 15) != 0)) break;
+    if (p == NULL || (end = strchr(p, '>')) == NULL) return 0;
+    memset(t, 0, sizeof *t);
+    t->is_text = p[1] == 't';
+    t->x = attribute(p, end, " x=\""), t->y = attribute(p, end, " y=\""), t->width = attribute(p, end, " width=\""), t->height = attribute(p, end, " height=\"");
+    quoted = strstr(p, "class=\"");
+    if (quoted != NULL && quoted < end) sprintf(t->class_name, "%.*s", (int)(strcspn(quoted + 7, "\"") < 23 ? strcspn(quoted + 7, "\"") : 23), quoted + 7);
+    if (t->is_text) sprintf(t->text, "%.*s", (int)(strcspn(end + 1, "<") < 63 ? strcspn(end + 1, "<") : 63), end + 1);
+    *at = end;
+    return 1;
+}
+
+static int has_class(const thing *t, const char *word) {
+    const char *p = t->class_name;
+    for (; *p != '\0'; p += strspn(p, " ")) {
+        if (strcspn(p, " ") == strlen(word) && strncmp(p, word, strlen(word)) == 0) return 1;
+        p += strcspn(p, " ");
+    }
+    return 0;
+}
+
+/* Where a text begins, if a character is 7 pixels wide. */
+static double begin_of(const thing *t) {
+    double width = 7.0 * (double)strlen(t->text);
+    return has_class(t, "r") ? t->x - width : has_class(t, "n") ? t->x - width / 2 : t->x;
+}
+
+/* Whether every text and rectangle lies inside the picture. */
+static int lies_inside(void) {
+    const char *at = written, *inside = strstr(written, "translate(0 ");
+    double width = 0, height = 0, down = inside != NULL ? strtod(inside + 12, NULL) : 0;
+    thing t;
+    int wrong = 0;
+    if (sscanf(strstr(written, "viewBox="), "viewBox=\"-10 -6 %lf %lf", &width, &height) != 2 || (at = inside) == NULL) return 0;
+    while (next_thing(&at, &t)) {
+        int out = t.is_text ? begin_of(&t) < -1 || t.y < 10 || t.y + down > height - 6 || (t.text[0] != '\0' && t.x > width - 20 + 0.5)
+                            : t.x < -0.5 || t.y < -0.5 || t.x + t.width > width - 19.5 || t.y + t.height + down > height - 6;
+        if (out && wrong++ == 0) printf("    %s \"%s\" class %s: %g %g %g %g in %g %g\n", t.is_text ? "text" : "rect", t.text, t.class_name, t.x, t.y, t.width, t.height, width, height);
+    }
+    return wrong == 0;
+}
+
+static void test_inside(void) {
+    static const double table[] = {0, 12345, 1000, 7, -25000, 3, 12, 900, 1, 2, 3, 4};
+    static const char *const rows[] = {"a", "a longer name", "c"}, *const columns[] = {"x", "y", "zeta", "w"};
+    static const int32_t chosen[] = {0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 11};
+    int kind;
+    for (kind = 0; kind < MOE_FIGURE_COUNT; kind++) {
+        moe_figure f = figure(kind, 3, 4);
+        f.values = f.values != NULL ? table : NULL, f.experts = f.experts != NULL ? chosen : NULL;
+        CHECK(write_as(&f, SVG) == MOE_OK && lies_inside());
+        f.row_names = rows, f.column_names = columns, f.reference = 5000, f.reference_name = "limit", f.row_label = "row", f.column_label = "column", f.value_label = "unit";
+        CHECK(write_as(&f, SVG) == MOE_OK && lies_inside());
+    }
+}
+
+/* A number stands in the middle of its cell; what names a line of the legend stands beside it. */
+static void test_middles(void) {
+    static const double table[] = {10, 20, 5, 7};
+    moe_figure f = figure(MOE_FIGURE_HEAT, 2, 2);
+    const char *at;
+    thing t, cell;
+    int cells_seen = 0;
+    double line = 0;
+    f.values = table;
+    CHECK(write_as(&f, SVG) == MOE_OK);
+    memset(&cell, 0, sizeof cell);
+    for (at = written; next_thing(&at, &t); cell = t)
+        if (t.is_text && strchr(t.class_name, 'i') != NULL && !cell.is_text) {
+            CHECK(fabs(t.x - (cell.x + cell.width / 2)) < 1.5 && fabs(t.y - 4.5 - (cell.y + cell.height / 2)) < 2);
+            cells_seen++;
+        }
+    CHECK(cells_seen == 4);
+    f = figure(MOE_FIGURE_LINES, 2, 2), f.values = table, f.reference = 8, f.reference_name = "limit";
+    CHECK(write_as(&f, SVG) == MOE_OK);
+    for (at = written; (at = strstr(at, "<path d=\"M")) != NULL; at++)
+        if (strncmp(strchr(at + 9, '"'), "\" class=\"a d1\"", 14) == 0) sscanf(at + 10, "%*f %lf", &line); /* the last one is the legend's */
+    for (at = written; next_thing(&at, &t) && strncmp(t.text, "limit", 5) != 0;) {}
+    CHECK(strncmp(t.text, "limit", 5) == 0 && fabs(t.y - 4.5 - line) < 2);
+}
+
+/* An expert's number stands in its region; shares are those of all cells, and of each row of tokens. */
+static void test_regions(void) {
+    static const int32_t halves[] = {0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 2, 2, 2, 1}, rows[] = {0, 0, 0, 1, 1, 1, 1, 0};
+    moe_figure f = figure(MOE_FIGURE_MAP, 4, 4);
+    const char *at, *other;
+    thing t, region;
+    int named = 0;
+    f.experts = halves;
+    CHECK(write_as(&f, SVG) == MOE_OK && holds("expert 0 37.5 %, expert 1 43.8 %, expert 2 18.8 %") && holds(">37.5 %<") && holds(">43.8 %<") && holds(">18.8 %<"));
+    for (at = strstr(written, "<g "); next_thing(&at, &t);) {
+        if (!t.is_text || strcmp(t.class_name, "e n") != 0 || named == 3) continue;
+        for (other = strstr(written, "<g "); next_thing(&other, &region);)
+            if (!region.is_text && strncmp(region.class_name, "z c", 3) == 0 && region.class_name[3] == t.text[0] && t.x > region.x && t.x < region.x + region.width &&
+                t.y - 4.5 >= region.y && t.y - 4.5 <= region.y + region.height)
+                break;
+        CHECK(!region.is_text && strncmp(region.class_name, "z c", 3) == 0 && region.class_name[3] == t.text[0]);
+        named++;
+    }
+    CHECK(named == 3);
+    f = figure(MOE_FIGURE_TOKENS, 2, 4), f.experts = rows;
+    CHECK(write_as(&f, SVG) == MOE_OK && holds("expert 0 75.0 %, expert 1 25.0 %") && holds("expert 0 25.0 %, expert 1 75.0 %") && holds(">50.0 %<"));
+}
+
+/* ---- text: columns ------------------------------------------------------------------------------------------------------------------------------------- */
+
+/* Every row is there, and columns end, or begin, below their heads. */
+static void test_columns(void) {
+    static const double table[] = {1, 22, 333, 4444, 55555, -6};
+    static const char *const rows[] = {"a", "longer name", "c"}, *const columns[] = {"first", "2"};
+    moe_figure f = figure(MOE_FIGURE_TABLE, 3, 2);
+    f.values = table, f.row_names = rows, f.column_names = columns, f.row_label = "row";
+    CHECK(write_as(&f, TEXT) == MOE_OK);
+    CHECK(holds("\nrow          first     2\n") && holds("\na                1    22\n") && holds("\nlonger name    333  4444\n") && holds("\nc            55555    -6\n"));
+    f = figure(MOE_FIGURE_HEAT, 3, 2), f.values = table, f.row_names = rows, f.column_names = columns;
+    CHECK(write_as(&f, TEXT) == MOE_OK && holds("          a      1     22\n") && holds("longer name    333   4444\n") && holds("          c  55555     -6\n"));
+}
+
+/* Numbers below 0 have as many decimals as those above. */
+static void test_signs(void) {
+    static const double above[] = {0.00125, 0.0031, 0.0007}, below[] = {-0.00125, -0.0031, -0.0007};
+    moe_figure f = figure(MOE_FIGURE_TABLE, 3, 1);
+    char number[3][24];
+    int i;
+    f.values = above;
+    CHECK(write_as(&f, TEXT) == MOE_OK);
+    for (i = 0; i < 3; i++) {
+        char row[8], *at;
+        sprintf(row, "\n%d ", i);
+        at = strstr(written, row);
+        number[i][0] = '-';
+        if (!CHECK(at != NULL && sscanf(at + 3, "%20s", number[i] + 1) == 1)) return;
+    }
+    CHECK(strlen(number[0]) >= 5);
+    f.values = below;
+    CHECK(write_as(&f, TEXT) == MOE_OK && holds(number[0]) && holds(number[1]) && holds(number[2]));
+}
+
+/* A curve of two points is a line from one side to the other. */
+static void test_curve(void) {
+    static const double table[] = {0, 10};
+    moe_figure f = figure(MOE_FIGURE_LINES, 1, 2);
+    size_t i, marks = 0;
+    f.values = table;
+    CHECK(write_as(&f, TEXT) == MOE_OK);
+    for (i = 0; i < written_size; i++) marks += written[i] == '*';
+    CHECK(marks >= 60);
+}
+
+/* Colours begin and end in turn. */
+static void test_shades(void) {
+    static const int32_t chosen[] = {0, -1, 2, 1, 1, 0};
+    size_t rows, i;
+    int kind;
+    for (kind = 0; kind < MOE_FIGURE_COUNT; kind++)
+        for (rows = 1; rows < 3; rows++) {
+            moe_figure f = figure(kind, rows, 3);
+            int on = 0, wrong = 0;
+            f.experts = f.experts != NULL ? chosen : NULL;
+            CHECK(write_as(&f, COLOUR) == MOE_OK);
+            for (i = 0; i < written_size; i++)
+                if (written[i] == 0x1b) {
+                    const int ends = strncmp(written + i, "\x1b[0m", 4) == 0;
+                    wrong += ends != on, on = !ends;
+                }
+            CHECK(wrong == 0 && !on);
+        }
+}
+
+static size_t utf8(unsigned long c, char *out) {
+    if (c < 0x800) return out[0] = (char)(0xC0 | c >> 6), out[1] = (char)(0x80 | (c & 63)), 2;
+    if (c < 0x10000) return out[0] = (char)(0xE0 | c >> 12), out[1] = (char)(0x80 | (c >> 6 & 63)), out[2] = (char)(0x80 | (c & 63)), 3;
+    return out[0] = (char)(0xF0 | c >> 18), out[1] = (char)(0x80 | (c >> 12 & 63)), out[2] = (char)(0x80 | (c >> 6 & 63)), out[3] = (char)(0x80 | (c & 63)), 4;
+}
+
+/* Columns of a terminal that the first and last characters of blocks take (Unicode's East_Asian_Width; marks that combine: none). */
+static void test_widths(void) {
+    static const struct {
+        unsigned long first, last;
+        size_t columns;
+    } blocks[] = {{0x300, 0x36F, 0}, {0x200B, 0x200D, 0}, {0xFE00, 0xFE0F, 0}, {0x1100, 0x115F, 2}, {0x2E80, 0x2E99, 2}, {0x3041, 0x3096, 2}, {0x4E00, 0x9FFF, 2}, {0xA000, 0xA48C, 2},
+                  {0xAC00, 0xD7A3, 2}, {0xF900, 0xFAD9, 2}, {0xFE30, 0xFE6B, 2}, {0xFF01, 0xFF60, 2}, {0x1F300, 0x1F320, 2}, {0x20000, 0x3FFFD, 2}, {0xA1, 0x2FF, 1}, {0x370, 0x52F, 1},
+                  {0x1160, 0x11FF, 1}, {0xFB00, 0xFB06, 1}, {0xFF61, 0xFFDC, 1}};
+    size_t i, j;
+    for (i = 0; i < sizeof blocks / sizeof *blocks; i++)
+        for (j = 0; j < 2; j++) {
+            char name[8] = {0}, wanted[32];
+            const char *rows[2];
+            moe_figure f = figure(MOE_FIGURE_TABLE, 2, 1);
+            static const double ones[] = {1, 1};
+            utf8(j == 0 ? blocks[i].first : blocks[i].last, name);
+            rows[0] = "wide", rows[1] = name, f.row_names = rows, f.values = ones;
+            sprintf(wanted, "\n%s%*s  1\n", name, (int)(4 - blocks[i].columns), "");
+            CHECK(write_as(&f, TEXT) == MOE_OK);
+            if (!CHECK(holds(wanted))) printf("    U+%04lX\n", j == 0 ? blocks[i].first : blocks[i].last);
+        }
+}
+
 /* ---- streams and arguments ---------------------------------------------------------------------------------------------------------------------------- */
 
 typedef struct trap {
@@ -750,6 +967,14 @@ int main(int count, char **words) {
     test_messages();
     test_lengths();
     test_places();
+    test_inside();
+    test_middles();
+    test_regions();
+    test_columns();
+    test_signs();
+    test_curve();
+    test_shades();
+    test_widths();
     test_streams();
     test_arguments();
     test_metrics();

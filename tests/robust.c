@@ -1454,6 +1454,8 @@ static void test_losses(void) {
             if (special < FIRST_ENDLESS || at / CLASSES == 1) CHECK(moe_is_finite(loss) && all_finite(ROWS * CLASSES, dy), "cross-entropy with %s", special_names[special]);
             else if (special != 11 || labels[at / CLASSES] == (int32_t)(at % CLASSES)) finite = 0;
             CHECK(moe_is_finite(loss) == finite, "cross-entropy with %s in row %d: %g", special_names[special], (int)(at / CLASSES), (double)loss);
+            for (i = 0; i < CLASSES && !finite && special != 11; i++) /* -inf makes the loss alone so */
+                CHECK(!moe_is_finite(dy[at / CLASSES * CLASSES + i]), "a row with %s has no gradient", special_names[special]);
             for (i = 0; i < CLASSES; i++) CHECK(!(dy[CLASSES + i] < 0) && !(dy[CLASSES + i] > 0), "a row without a label has no gradient");
             loss = T(moe_squared_error)(ROWS, CLASSES, y, other, dy);
             if (special < 7) CHECK(moe_is_finite(loss), "squared error with %s", special_names[special]);

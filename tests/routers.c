@@ -2348,6 +2348,52 @@ static void test_backward_adds(void) {
     bench_end(&b);
 }
 
+/* What a selection of the caller's own marks: any number but 0 is a choice, and padding chooses nothing, wherever the rows stand. */
+static moe_status loud_select(void *ctx, const moe_router *router, const moe_call *call, const moe_real *logits, const moe_real *probabilities,
+                              unsigned char *chosen) {
+    size_t experts = (size_t)router->config.n_experts, t;
+    (void)ctx, (void)logits, (void)probabilities;
+    for (t = 0; t < call->n_tokens; t++) chosen[t * experts + t % experts] = (unsigned char)(2 + t), chosen[t * experts + (t + 1) % experts] = 128;
+    return MOE_OK;
+}
+
+static void test_custom_select(void) {
+    static const unsigned char mask[6] = {1, 0, 1, 1, 0, 1};
+    moe_router_config c = config_of("select=custom weight=raw");
+    size_t t, e;
+    int good = 1;
+    bench b;
+    if (!CHECK(bench_start(&b, &c, NULL, 6, 0.6), "routes")) return;
+    b.router.custom.select = loud_select, b.call.mask = mask;
+    bench_route(&b);
+    CHECK(b.status == MOE_OK && b.routing.n_real == 4, "routes with padding");
+    for (t = 0; t < 6; t++)
+        for (e = 0; e < 4; e++) good &= b.routing.selected[t * 4 + e] == (mask[t] && (e == t % 4 || e == (t + 1) % 4));
+    CHECK(good && b.routing.plan.offsets[4] == 8, "two experts for each real token");
+    for (t = 0; t < 6; t++) CHECK(b.routing.n_choices[t] == (mask[t] ? 2 : 0), "as many choices");
+    bench_end(&b);
+}
+
+/* Backward adds to the gradients of attention what it means for them, wherever they begin. */
+static void test_attention_backward_adds(void) {
+    moe_router_config c = config_of("refine=attention heads=2 attention_heads=all weight=raw");
+    enum { N = 5, A = 2 * N * N };
+    moe_real zero[A], one[A];
+    size_t i;
+    int good = 1, any = 0;
+    bench b;
+    if (!CHECK(bench_start(&b, &c, NULL, N, 0.6), "routes")) return;
+    for (i = 0; i < b.routing.plan.offsets[4]; i++) b.routing.d_weight_out[i] = moe_rng_normal(&rng);
+    for (i = 0; i < A; i++) zero[i] = 0, one[i] = 1;
+    b.call.d_attention_weights = zero;
+    CHECK(moe_route_backward(&b.router, &b.call, &b.routing, NULL, NULL, NULL) == MOE_OK, "backward");
+    b.call.d_attention_weights = one;
+    CHECK(moe_route_backward(&b.router, &b.call, &b.routing, NULL, NULL, NULL) == MOE_OK, "backward");
+    for (i = 0; i < A; i++) good &= near((double)one[i], 1.0 + (double)zero[i]), any |= fabs((double)zero[i]) > 10 * NEAR;
+    CHECK(good && any, "gradients of attention add up");
+    bench_end(&b);
+}
+
 int main(int argc, char **argv) {
     few = argc > 1 && strcmp(argv[1], "few") == 0;
     moe_rng_seed(&rng, 77);
@@ -2373,6 +2419,8 @@ int main(int argc, char **argv) {
     test_finite_everywhere();
     test_columns();
     test_backward_adds();
+    test_attention_backward_adds();
+    test_custom_select();
     test_sparsemixer();
     test_short_vectors();
     test_bad_supplies();

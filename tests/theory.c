@@ -2572,6 +2572,25 @@ static void test_balanced_exchanges(void) {
     }
 }
 
+/* balanced compares logits of any size: z times a power of 2 gives the same experts. */
+static void test_balanced_sizes(void) {
+    int trial;
+    for (trial = 0; trial < 60; trial++) {
+        rig g;
+        size_t n, i, t, before[40];
+        begin(trial);
+        n = 10 + index_below(30);
+        if (!start_balanced(&g, n, 2 + index_below(6))) return;
+        draw_logits(&g, trial % 2 * 3);
+        if (!route(&g)) return;
+        for (t = 0; t < n; t++) before[t] = choice_of(&g, t, 0);
+        for (i = 0; i < n * g.experts; i++) g.x[i] *= (moe_real)(trial % 3 == 0 ? ldexp(1, 60) : ldexp(1, -60));
+        if (!route(&g)) return;
+        for (t = 0; t < n; t++) CHECK(choice_of(&g, t, 0) == before[t], "the same experts for logits of another size");
+        rig_end(&g);
+    }
+}
+
 /* Padding is ignored by balanced: the real tokens alone have the same sum of z, and when the optimum is unique (normal z) the same
    experts. More than one expert per token is refused. */
 static void test_balanced_padding(void) {
@@ -2657,6 +2676,7 @@ int main(void) {
     run(test_balanced_loads);
     run(test_balanced_optimum);
     run(test_balanced_exchanges);
+    run(test_balanced_sizes);
     run(test_balanced_padding);
 #ifdef THEORY_OPEN
     run(test_any_lambda);

@@ -241,6 +241,23 @@ static int watch_rates(void *ctx, const moe_progress *p) {
     return 0;
 }
 
+/* The seed of a configuration is that of the trainer's stream: what it draws comes from there. */
+static void test_seeds(void) {
+    uint64_t seed;
+    for (seed = 0; seed < 3; seed++) {
+        moe_net net = net_of(SPARSE, 1, NULL);
+        moe_train_config c = descent(20);
+        moe_trainer t;
+        moe_rng wanted;
+        c.seed = seed * 1234567;
+        t = trainer_of(&net, &c);
+        moe_rng_seed(&wanted, c.seed);
+        CHECK(t.rng.state == wanted.state, "the stream begins where its seed says");
+        moe_trainer_free(&t);
+        moe_net_free(&net);
+    }
+}
+
 static void test_schedules(void) {
     static const int cases[][2] = {{10, 0}, {10, 4}, {1, 0}, {2, 1}, {3, 5}, {6, 5}, {0, 0}};
     samples s = samples_of(20, 1);
@@ -1352,6 +1369,7 @@ int main(int count, char **words) {
     if (strlen(folder) > 500) return fprintf(stderr, "training: the folder's name is too long\n"), 2;
     sprintf(path[0], "%s/training_test_a.safetensors", folder);
     sprintf(path[1], "%s/training_test_b.safetensors", folder);
+    test_seeds();
     test_schedules();
     test_accumulation();
     test_accumulated_state();
