@@ -878,6 +878,7 @@ static void test_masks(void) {
         config.weights = MOE_WEIGHTS_FLOAT;
         if (!CHECK(moe_model_create(&built, &net, &config, &error) == MOE_OK)) printf("    %s: %s\n", rows[i].settings, error.message);
         else {
+            CHECK(built.model.weights_size == moe_net_parameters(&net, NULL) * sizeof(moe_real));
             IS(MOE_OK, moe_export_c(&built, "model", &stream, &error));
             IS(MOE_OK, stream.write(stream.ctx, "", 1));
             sprintf(line, "#define MOE_KEEP_%s %u\n", rows[i].mask, rows[i].wanted);
