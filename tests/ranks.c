@@ -2360,7 +2360,7 @@ static void test_mismatch(void) {
 
 /* What reads the tensors of all experts does not go with a transport. */
 typedef struct alone {
-    moe_status quantised, packed, backward;
+    moe_status quantised, packed, published, backward;
     int outputs, sized; /* 1: it gave some; sizes that are too large are refused */
 } alone;
 
@@ -2375,6 +2375,9 @@ static void alone_task(ranks_rank *self, void *ctx) {
     moe_real x[4 * 6] = {0}, y[4 * 6], d_weights[64] = {0};
     size_t bytes = 0, packed_bytes = 0;
     void *work, *packed;
+    moe_buffer buffer;
+    moe_stream stream;
+    memset(&buffer, 0, sizeof buffer);
     memset(&c, 0, sizeof c), memset(&layer, 0, sizeof layer), memset(&call, 0, sizeof call);
     c.router.d_model = 6, c.router.n_experts = 4, c.d_ff = 5, c.transport = &t;
     if (moe_transport_begin(&t, NULL) != MOE_OK || moe_layer_create(&layer, &c, 1, 3, NULL, NULL) != MOE_OK) return;
@@ -2387,6 +2390,9 @@ static void alone_task(ranks_rank *self, void *ctx) {
                moe_layer_work_size(&layer, SIZE_MAX, 0, &bytes) == MOE_ERR_OVERFLOW;
     a->packed = moe_layer_quantise(&layer, MOE_TYPE_REAL, packed, packed_bytes, NULL, NULL, 0, NULL, NULL); /* no report */
     layer.is_packed = 0;
+    stream = moe_buffer_stream(&buffer);
+    a->published = moe_write_published(&layer, &stream, "m", "mixtral", MOE_DTYPE_F32, NULL);
+    moe_buffer_free(&buffer);
     call.training = 1;
     if (moe_layer_forward(&layer, &call, y, work, bytes, &pass) == MOE_OK) {
         a->outputs = moe_layer_expert_outputs(&layer, &pass) != NULL;
@@ -2410,6 +2416,7 @@ static void test_alone(void) {
         CHECK(a[r].quantised == MOE_ERR_UNSUPPORTED, "a report on quantised weights with a transport");
         CHECK(a[r].sized, "more tokens than a batch may have");
         CHECK(a[r].packed == MOE_OK, "quantised weights with a transport");
+        CHECK(a[r].published == MOE_ERR_UNSUPPORTED, "a published file of a rank's experts");
         CHECK(a[r].backward == MOE_ERR_UNSUPPORTED && !a[r].outputs, "experts one by one with a transport");
     }
     ranks_end(&w);
