@@ -5203,13 +5203,16 @@ static moe_status moei_tell_ranks(const moe_transport *t, size_t n, const uint64
     return moei_counts(t, n, send, receive);
 }
 
-/* A status as a number, and what a rank returns that hears those of all, `stride` numbers apart. */
+/* A status as a number, and what a rank returns that hears those of all, `stride` numbers apart; *who (or NULL): the first that failed, for MOE_ERR_PEER. */
 static uint64_t moei_status_word(moe_status status) { return (uint64_t)(unsigned)-(int)status; }
 
-static moe_status moei_heard(const moe_transport *t, moe_status own, const uint64_t *words, size_t stride) {
+static moe_status moei_heard(const moe_transport *t, moe_status own, const uint64_t *words, size_t stride, int *who) {
     int r;
     for (r = 0; r < t->n_ranks && own == MOE_OK; r++)
-        if (words[(size_t)r * stride] != 0) own = MOE_ERR_PEER;
+        if (words[(size_t)r * stride] != 0) {
+            own = MOE_ERR_PEER;
+            if (who != NULL) *who = r;
+        }
     return own;
 }
 
@@ -5219,7 +5222,7 @@ moe_status moe_transport_status(const moe_transport *transport, moe_status statu
     moe_status sent;
     if (transport == NULL || transport->ways == NULL) return MOE_ERR_ARGUMENT;
     sent = moei_tell_ranks(transport, 1, &word, &all);
-    return sent == MOE_OK ? moei_heard(transport, status, all, 1) : sent;
+    return sent == MOE_OK ? moei_heard(transport, status, all, 1, NULL) : sent;
 }
 
 /* *rank: the first that differs in *i, the first number that any rank has otherwise than rank 0; *theirs is its number. All ranks see the same. */
@@ -5504,7 +5507,7 @@ static moe_status moei_ranks_gather(void *ctx, moe_status status, size_t row_byt
     if (k->is_broken) return MOE_ERR_TRANSPORT;
     sent = moei_tell_ranks(k->transport, 1, &word, &heard);
     k->is_broken = sent != MOE_OK;
-    status = sent == MOE_OK ? moei_heard(k->transport, status, heard, 1) : sent;
+    status = sent == MOE_OK ? moei_heard(k->transport, status, heard, 1, NULL) : sent;
     if (status != MOE_OK) return status;
     if (own > 0) memcpy(k->copy, (unsigned char *)rows + k->batch.first * row_bytes, own * row_bytes);
     for (r = 0; r < k->transport->n_ranks; r++) {
@@ -5555,7 +5558,7 @@ static void moei_home_layout(const moe_layer *layer, moei_ranks *k, int training
     moei_chain chain = moei_chain_begin(&k->home, k->home.config.expert);
     moe_layer_pass *h = &k->home_pass;
     size_t of_one = 0, of_all = 0, stride = moei_stride(layer, chain.d);
-    if (!moei_home_rows(layer, k, &of_one, &of_all)) l->overflow = 1;
+    if (!moei_home_rows(layer, k, &of_one, &of_all) || !MOEI_FITS_INT32(of_all)) l->overflow = 1; /* an entry names its row */
     k->most_received = of_all;
     memset(h, 0, sizeof *h);
     h->call.n_tokens = of_one; /* what one expert may get */
@@ -5719,7 +5722,7 @@ static moe_status moei_tell_counts(const moe_layer *layer, const moe_layer_pass 
         for (e = 0; e < count && status == MOE_OK; e++) k->out_counts[(size_t)r * n + 1 + e] = moei_rows_of(p, first + e);
     }
     sent = moei_counts(k->transport, n, k->out_counts, k->in_counts);
-    return sent == MOE_OK ? moei_heard(k->transport, status, k->in_counts, n) : sent;
+    return sent == MOE_OK ? moei_heard(k->transport, status, k->in_counts, n, NULL) : sent;
 }
 
 /* The home's plan: the rows of an expert by rank, then as the rank sent them, which is the order of tokens. They are received chunk after chunk, in it rank
@@ -5939,7 +5942,7 @@ static moe_status moei_ranks_meet(const moe_layer *layer, const moe_call *call, 
     say[MOEI_SAYS_KIND] = (uint64_t)(unsigned)(call->training != 0) | (uint64_t)(unsigned)(call->keep != 0) << 1;
     sent = moei_tell_ranks(t, MOEI_SAYS, say, said);
     if (sent != MOE_OK) return sent;
-    status = moei_heard(t, status, *said, MOEI_SAYS);
+    status = moei_heard(t, status, *said, MOEI_SAYS, NULL);
     for (r = 0, *most = 0; r < t->n_ranks && status == MOE_OK; r++) {
         const uint64_t *one = *said + (size_t)r * MOEI_SAYS;
         if (one[MOEI_SAYS_SETTINGS] != (*said)[MOEI_SAYS_SETTINGS]) status = MOE_ERR_CONFIG;
@@ -6237,7 +6240,7 @@ moe_status moe_transport_begin(moe_transport *transport, moe_error *error) {
     if (made.memory == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory for %z bytes of the transport", made.memory_size);
     word = moei_status_word(status = moei_transport_check(transport, error));
     if (moei_tell_ranks(&made, 1, &word, &heard) != MOE_OK) status = moei_error(error, MOE_ERR_TRANSPORT, "the transport's counts failed");
-    else if (status == MOE_OK && moei_heard(&made, status, heard, 1) != MOE_OK)
+    else if (status == MOE_OK && moei_heard(&made, status, heard, 1, NULL) != MOE_OK)
         status = moei_error(error, MOE_ERR_PEER, "another rank's transport is not set up well");
     if (status != MOE_OK) {
         moei_free(&allocator, made.memory, made.memory_size);
@@ -6319,14 +6322,11 @@ static void moei_net_drop(const moe_allocator *a, void *list, size_t element_siz
    something else. A status other than MOE_OK comes back as it is; elsewhere, where others failed, it is MOE_ERR_PEER, and *who the first of them. After
    MOE_ERR_TRANSPORT nobody listens. Without messages: a pass of a net that has no transport links no more than this. */
 static moe_status moei_ranks_hear(const moe_transport *t, moe_status status, size_t n, uint64_t *mine, const uint64_t **told, int *who) {
-    int r;
     if (status == MOE_ERR_TRANSPORT) return status;
     if (t->ways == NULL) return status != MOE_OK ? status : MOE_ERR_CONFIG;
     mine[0] = moei_status_word(status);
     if (t->ways->tell(t, n, mine, told) != MOE_OK) return MOE_ERR_TRANSPORT;
-    for (r = 0; r < t->n_ranks && status == MOE_OK; r++)
-        if ((*told)[(size_t)r * n] != 0) status = MOE_ERR_PEER, *who = r;
-    return status;
+    return moei_heard(t, status, *told, n, who);
 }
 
 /* The same with a message where the own status was MOE_OK. */
@@ -8076,14 +8076,6 @@ typedef struct moei_float_room {
     size_t cache_size, work_size;
     size_t state_size;    /* bytes from the start of scratch that stay from call to call */
 } moei_float_room;
-
-/* Whether what the net says to a token depends on the tokens before it. */
-MOEI_TOOL int moei_net_is_sequence(const moe_net *net) {
-    size_t i;
-    for (i = 0; i < net->n_modules; i++)
-        if (net->modules[i].kind == MOE_MODULE_ATTENTION || net->modules[i].kind == MOE_MODULE_POSITIONS || moei_refines(&net->modules[i])) return 1;
-    return 0;
-}
 
 /* Lays scratch memory out for sequences of up to length tokens, 0 for a net that is none; scratch NULL counts bytes into l->used. */
 MOEI_TOOL moe_status moei_float_layout(const moe_net *net, size_t length, moei_layout *l, moei_float_room *room) {

@@ -824,6 +824,7 @@ MOE_API moe_status moe_metrics_init(moe_metrics *metrics, size_t n_experts, size
 
 /* Adds one routed call. mask: the call's. classes: [N] class of each token, 0 .. n_classes-1, or -1: none; padding's are not read;
    NULL: none. Reads routing's sizes, logits, probabilities, choices, n_choices, n_real, n_dropped and plan.offsets.
+   Of a batch that decided together (moe_batch) it takes what moe_routing_own gives, with the mask of the own tokens.
    MOE_ERR_ARGUMENT: NULL, a class or a choice out of range, or a mask that does not fit the routing (n_real; padding has no choices);
    MOE_ERR_SHAPE: not as many experts as at the start. */
 MOE_API moe_status moe_metrics_add(moe_metrics *metrics, const moe_routing *routing, const unsigned char *mask, const int32_t *classes);

@@ -958,6 +958,24 @@ static void test_late_modules(void) {
 
 /* ---- routers that refine by the net's attention ------------------------------------------------------------------------------- */
 
+/* Attention as the first module serves routers behind it: the net takes samples that have no attention of their own, for the loss too. */
+static void test_attention_first(void) {
+    enum { D = 6 };
+    tokens *t = draw_tokens(8, D, 0, 0);
+    moe_data data;
+    moe_evaluation result;
+    moe_error error;
+    moe_net net;
+    say("attention as the first module");
+    memset(&data, 0, sizeof data);
+    data.n = data.length = 8, data.x = t->x, data.targets = t->x;
+    moe_net_init(&net, D, 0, NULL);
+    moe_net_attention(&net, NULL), add_set(&net, moe_net_mixture, "refine=attention d_ff=4");
+    if (built(&net, 0)) CHECK_STATUS(moe_evaluate(&net, &data, MOE_CRITERION_SQUARED_ERROR, &result, &error), MOE_OK, "evaluate");
+    moe_net_free(&net);
+    tidy(0);
+}
+
 /* norm, attention (of `heads` heads), residual, mixture: its probabilities, from a router with the definition's A and o at hand. */
 static void check_refinement(const char *settings, int heads, int full, int with) {
     enum { D = 6 };
@@ -2188,6 +2206,7 @@ int main(int count, char **words) {
     test_forward_errors();
     test_refused_modules();
     test_late_modules();
+    test_attention_first();
     test_refinement();
     test_threads();
     test_parameters();

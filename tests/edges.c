@@ -204,6 +204,18 @@ static void test_layers(void) {
     }
     layer.is_packed = 0;
     free(memory), free(work);
+    {
+        /* Experts that answer zero lose nothing. */
+        moe_layer silent = make_layer("top_k=2", 1);
+        IS(MOE_OK, moe_layer_find(&silent, "experts.down", &tensor));
+        memset(tensor.data, 0, tensor.count * sizeof(moe_real));
+        IS(MOE_OK, moe_layer_pack_size(&silent, MOE_WEIGHTS_INT8, &packed));
+        IS(MOE_OK, moe_layer_quantise_work_size(&silent, MOE_WEIGHTS_INT8, TOKENS, &size));
+        memory = grab(packed), work = grab(size);
+        IS(MOE_OK, moe_layer_quantise(&silent, MOE_WEIGHTS_INT8, memory, packed, &call, work, size, errors, &error));
+        for (i = 0; i < EXPERTS; i++) CHECK(!(errors[i].output < real(0)) && !(errors[i].output > real(0)) && moe_is_finite(errors[i].output));
+        free(memory), free(work), moe_layer_free(&silent);
+    }
 
     IS(MOE_OK, moe_layer_work_size(&layer, TOKENS, 1, &size));
     work = grab(size);

@@ -1106,6 +1106,17 @@ static int is_faster_than_avx2(const moe_kernels *table) {
     return avx2 == NULL || (table->matmul[MOE_MATMUL_NT][0] != avx2->matmul[MOE_MATMUL_NT][0] && table->panels != avx2->panels);
 }
 
+/* What the processor and the operating system can do, as the compiler's own library sees it. */
+static void test_features(void) {
+#if defined(__GNUC__) && !defined(__TINYC__) && (defined(__x86_64__) || defined(__i386__)) && !defined(MOE_NO_SIMD)
+    const unsigned features = moe_cpu_features();
+    CHECK(((features & MOE_CPU_AVX2) != 0) == (__builtin_cpu_supports("avx2") != 0));
+    CHECK(((features & MOE_CPU_FMA) != 0) == (__builtin_cpu_supports("fma") != 0));
+    CHECK(((features & MOE_CPU_AVX512F) != 0) == (__builtin_cpu_supports("avx512f") != 0));
+    CHECK(((features & MOE_CPU_AVX512VNNI) != 0) == (__builtin_cpu_supports("avx512vnni") != 0));
+#endif
+}
+
 static void test_constants(void) {
     static const char *const names[MOE_KERNELS_COUNT] = {"auto", "c", "avx2", "avx512", "neon", "wasm"};
     const unsigned features = moe_cpu_features();
@@ -1137,6 +1148,7 @@ static void test_constants(void) {
 int main(int argc, char **argv) {
     int id;
     few = argc > 1 && strcmp(argv[1], "few") == 0;
+    test_features();
     test_constants();
     for (id = 1; id < MOE_KERNELS_COUNT; id++) {
         const moe_kernels *table = moe_kernels_select(id);

@@ -475,6 +475,17 @@ static void test_extremes(void) {
     EXACT(r.gate_entropy, 0);
     NEAR(r.usage_entropy, 3 * LN2, SUM_BOUND);
     EXACT(r.usage_entropy_calls, 0);
+
+    /* H_e per call is the mean of the calls' entropies. */
+    begin(&m, 2, 0);
+    for (t = 0; t < 2; t++) {
+        hand_begin(&h, 1, 2, 1);
+        hand_gate(&h, 0, t == 0 ? 0.5 : 0.25, t == 0 ? 0.5 : 0.75, 0);
+        hand_choose(&h, 0, 0, 1);
+        CHECK(moe_metrics_add(&m, &h.routing, NULL, NULL) == MOE_OK);
+    }
+    r = report_of(&m);
+    NEAR(r.usage_entropy_calls, (LN2 + 0.56233514461880828870) / 2, SUM_BOUND);
 }
 
 /* 95 % is not yet trivial, 96 % is; tokens without an expert do not count. */

@@ -82,6 +82,7 @@ robust        float   few           4
 routers       float   few           6
 state         float   few           3
 gradients     double  few           5.5
+attention     double  -             3
 small         small   few           1
 quant         vector  slow          0.6
 kernels       vector  few           1.5

@@ -983,7 +983,7 @@ static void test_configurations(void) {
     CONFIG("[]", MOE_ERR_FORMAT, "{ is expected");
     CONFIG("{}", MOE_ERR_FORMAT, "'format'");
     CONFIG("{\"format\":1}", MOE_ERR_FORMAT, "'net' is missing");
-    CONFIG("{\"format\":1,\"layer\":{\"d_model\":3}}", MOE_ERR_FORMAT, "'layer' is there");
+    CONFIG("{\"format\":1,\"layer\":{\"d_model\":3}}", MOE_ERR_FORMAT, "'net' is missing, 'layer' is there");
     CONFIG("{\"format\":2,\"net\":{}}", MOE_ERR_UNSUPPORTED, "format = 2: this version reads format 1");
     CONFIG("{\"format\":\"1\",\"net\":{}}", MOE_ERR_FORMAT, "format must be a number");
     CONFIG("{\"format\":1,\"net\":{}} x", MOE_ERR_FORMAT, "follow");

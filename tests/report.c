@@ -621,7 +621,7 @@ static void test_middles(void) {
     moe_figure f = figure(MOE_FIGURE_HEAT, 2, 2);
     const char *at;
     thing t, cell;
-    int cells_seen = 0;
+    int cells_seen = 0, marks = 0;
     double line = 0;
     f.values = table;
     CHECK(write_as(&f, SVG) == MOE_OK);
@@ -638,6 +638,14 @@ static void test_middles(void) {
         if (strncmp(strchr(at + 9, '"'), "\" class=\"a d1\"", 14) == 0) sscanf(at + 10, "%*f %lf", &line); /* the last one is the legend's */
     for (at = written; next_thing(&at, &t) && strncmp(t.text, "limit", 5) != 0;) {}
     CHECK(strncmp(t.text, "limit", 5) == 0 && fabs(t.y - 4.5 - line) < 2);
+    /* Marks on the axis below are short and upright, the axis is level. */
+    for (at = written; (at = strstr(at, "<path d=\"M")) != NULL; at++) {
+        double x1, y1, x2, y2;
+        if (strncmp(strchr(at + 9, '"'), "\" class=\"a\"", 11) != 0 || !CHECK(sscanf(at + 10, "%lf %lfL%lf %lf", &x1, &y1, &x2, &y2) == 4)) continue;
+        CHECK(y1 == y2 ? x2 > x1 + 100 : x1 == x2 && fabs(y2 - y1 - 4) < 0.2);
+        marks += y1 != y2;
+    }
+    CHECK(marks >= 2);
 }
 
 /* An expert's number stands in its region; shares are those of all cells, and of each row of tokens. */
@@ -675,6 +683,15 @@ static void test_columns(void) {
     CHECK(holds("\nrow          first     2\n") && holds("\na                1    22\n") && holds("\nlonger name    333  4444\n") && holds("\nc            55555    -6\n"));
     f = figure(MOE_FIGURE_HEAT, 3, 2), f.values = table, f.row_names = rows, f.column_names = columns;
     CHECK(write_as(&f, TEXT) == MOE_OK && holds("          a      1     22\n") && holds("longer name    333   4444\n") && holds("          c  55555     -6\n"));
+}
+
+/* A token's column is as wide as the numbers of the experts below it. */
+static void test_gloss(void) {
+    static const int32_t chosen[] = {3, 11, 0, 4, 5, 6};
+    static const char *const tokens[] = {"a", "b", "c"};
+    moe_figure f = figure(MOE_FIGURE_TOKENS, 2, 3);
+    f.experts = chosen, f.column_names = tokens, f.n_experts = 12;
+    CHECK(write_as(&f, TEXT) == MOE_OK && holds("\na  b  c\n3  11 0\n4  5  6\n"));
 }
 
 /* Numbers below 0 have as many decimals as those above. */
@@ -971,6 +988,7 @@ int main(int count, char **words) {
     test_middles();
     test_regions();
     test_columns();
+    test_gloss();
     test_signs();
     test_curve();
     test_shades();
