@@ -1,5 +1,5 @@
 /* Memory, streams and safetensors files: round trips, malformed and hostile files, failing memory and failing streams.
-   cc -std=c99 -O2 -I. tests/files.c -o files -lm && ./files
+   cc -std=c99 -O1 -DMOE_NO_SIMD -I. tests/files.c -o files -lm && ./files
    Writes small files named files-test.* into the current folder and removes them. With an argument (./files slow) the time
    limits are twenty times as long, for valgrind and emulators. */
 

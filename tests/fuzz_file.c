@@ -1,6 +1,6 @@
 /* Files from strangers: safetensors, configurations, nets, layers and checkpoints, read from memory. What was read is then used in every
    way there is, written and read again. As an ordinary program (fuzz.h):
-     cc -std=c99 -O2 -I. tests/fuzz_file.c -o fuzz_file -lm && ./fuzz_file
+     cc -std=c99 -O1 -I. tests/fuzz_file.c -o fuzz_file -lm && ./fuzz_file
    With libFuzzer, as sh tests/fuzz.sh does it:
      clang -std=c99 -DFUZZ_ENGINE -g -O1 -DMOE_NO_SIMD -I. -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all tests/fuzz_file.c \
          -o fuzz_file -lm

@@ -1,6 +1,6 @@
 /* Tests mixtures of integer models (moe_model_create, moe_infer) against the nets that they are made of: every score, input and place of weights that
    has an integer form, in presets and in layers drawn at random, their choices, their outputs, what comes through a loader, and what is refused.
-       cc -std=c99 -O2 -I. tests/int_scores.c -o int_scores -lm && ./int_scores
+       cc -std=c99 -O1 -DMOE_NO_SIMD -I. tests/int_scores.c -o int_scores -lm && ./int_scores
    "int_scores few" draws fewer layers; "int_scores show" prints a line for each. */
 
 #define MOE_IMPLEMENTATION

@@ -1,5 +1,5 @@
 /* Tests private functions that no public call shows by themselves.
-       cc -std=c99 -O2 -I. tests/internals.c -o internals -lm && ./internals
+       cc -std=c99 -O1 -DMOE_NO_SIMD -I. tests/internals.c -o internals -lm && ./internals
    All other programs may be linked with the library compiled elsewhere; this one has it inside. */
 
 #define MOE_NO_SIMD

@@ -1,5 +1,5 @@
 /* left_out.c - a build that keeps a few stages (MOE_KEEP_ macros) and has no heap: what it has works, what was left out is refused by name.
-     cc -std=c99 -O2 -I. tests/left_out.c -o left_out -lm && ./left_out */
+     cc -std=c99 -O1 -I. tests/left_out.c -o left_out -lm && ./left_out */
 
 #define MOE_NO_SIMD
 #define MOE_NO_MALLOC

@@ -1,6 +1,6 @@
 /* Tests models for small machines: moe_model_create, moe_infer, moe_export_c. Integer models are run a second time by a slow interpreter that is written
    from the comments in the headers; both must agree in every bit. Integers against the net in floating point, every failure, scratch memory.
-       cc -std=c99 -O2 -I. tests/models.c -o models -lm && ./models
+       cc -std=c99 -O1 -DMOE_NO_SIMD -I. tests/models.c -o models -lm && ./models
    "models few" takes fewer nets. "models write FOLDER" writes the headers that tests/export.sh compiles, and what these models must answer. */
 
 #define MOE_IMPLEMENTATION
