@@ -209,14 +209,26 @@ eva_reader_sizes() { # from to
     done
 }
 
+# The library for programs that are linked with it, compiled when it is first wanted.
+sanitized_library() { # sanitizer compiler
+    [ ! -f "$prepared/$1.$2.o" ] || return 0
+    printf '#define MOE_IMPLEMENTATION\n#include "moe.h"\n' >library.c
+    run "$2" -std=c99 -g -O1 -fno-omit-frame-pointer "-fsanitize=$1" $quick -I"$root" -c library.c -o library.o && mv library.o "$prepared/$1.$2.o"
+}
+
 # Compiles tests/NAME.c and runs it where tests/ and examples/ are found.
 under() { # sanitizer compiler name arguments...
     sanitizer=$1
     compiler=$2
     name=$3
     shift 3
+    linked=
+    if [ "$sanitizer" = thread ] && grep -qx '#ifndef TEST_LINKED' "$root/tests/$name.c"; then
+        sanitized_library "$sanitizer" "$compiler" || return 1
+        linked="-DTEST_LINKED $prepared/$sanitizer.$compiler.o"
+    fi
     run "$compiler" -std=c99 -g -O1 -fno-omit-frame-pointer "-fsanitize=$sanitizer" -fno-sanitize-recover=all $quick -I"$root" "$root/tests/$name.c" \
-        -o program -pthread -lm || return 1
+        $linked -o program -pthread -lm || return 1
     ln -s "$root/tests" "$root/examples" .
     TSAN_OPTIONS=halt_on_error=1:exitcode=66 MSAN_OPTIONS=exitcode=66 ./program "$@" >out 2>err
     status=$?
