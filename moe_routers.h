@@ -1086,6 +1086,7 @@ static moe_status moei_field_set_n(const moe_field *field, void *config, const c
         return MOE_OK;
     }
     if (!moei_parse_real(value, n, &number)) return moei_field_bad(field, value, n, error);
+    if ((moei_real_bits(number) & ~MOEI_SIGN_BIT) == 0) number = MOEI_R(0.0); /* -0 is the default too, whose text is 0 */
     if (field->kind == MOE_FIELD_REAL) {
         *moei_field_real(field, config) = number;
         return MOE_OK;

@@ -18,7 +18,7 @@ plan() {
         for real in float double; do
             for compiler in gcc clang; do
                 echo "strict $header $compiler -O0 $real"
-                [ $header != moe.h ] || echo "strict $header $compiler -O2 $real" # the others are in it
+                [ "$header.$compiler" != moe.h.gcc ] || echo "strict $header $compiler -O2 $real" # the others are in it; clang warns before it optimises
                 echo "declarations $header $compiler $real"
             done
             echo "plusplus $header g++ $real"

@@ -497,7 +497,7 @@ static void test_setting(void) {
                                                "top_k=2 bogus=1",
                                                "a_name_that_is_far_too_long_for_any_field_there_is=1",
                                                "top_k=2,weight=raw"};
-    moe_router_config c;
+    moe_router_config zero, c;
     const moe_field *f;
     moe_error error;
     size_t i;
@@ -527,6 +527,10 @@ static void test_setting(void) {
           "no settings");
     CHECK(moe_fields_apply(moe_router_fields(), &c, "  top_k=3   score=cosine scale=-2.5e-1  weight=raw ", NULL) == MOE_OK, "spaces");
     CHECK(c.top_k == 3 && c.score == MOE_SCORE_COSINE && near((double)c.scale, -0.25) && c.weight == MOE_WEIGHT_RAW, "settings arrive");
+    memset(&c, 0, sizeof c), memset(&zero, 0, sizeof zero);
+    CHECK(moe_fields_apply(moe_router_fields(), &c, "scale=-0 loss_balance=-0.000 capacity_factor=-1e-999 top_k=-0", NULL) == MOE_OK &&
+              memcmp(&c, &zero, sizeof c) == 0,
+          "-0 is the default, to the bit");
     CHECK(moe_field_find(moe_router_fields(), "bogus") == NULL && moe_field_find(moe_router_fields(), NULL) == NULL &&
               moe_field_find(NULL, "x") == NULL,
           "no such row");
