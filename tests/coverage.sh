@@ -36,8 +36,8 @@ linked float training
 linked float attention
 linked double attention
 linked float robust few steps=200
-linked float ranks_nets
-linked float ranks
+linked float ranks_nets few
+linked float ranks few
 linked float layer
 inside float kernels - few
 inside float int_scores -DMOE_NO_SIMD few
