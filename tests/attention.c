@@ -976,6 +976,37 @@ static void test_attention_first(void) {
     tidy(0);
 }
 
+/* A first module has nobody to give the gradient of x to, behind padding either. */
+static void test_padding_first(void) {
+    enum { D = 6, N = 12 };
+    tokens *t = draw_tokens(N, D, 0, WITH_MASK);
+    moe_attention_config c = attention_of(2, 3, 0, 0, 0);
+    moe_net net;
+    moe_net_pass pass;
+    moe_call call = t->call;
+    size_t bytes = 0, k;
+    moe_real *dy = (moe_real *)grab(N * D, sizeof *dy);
+    void *work;
+    int first;
+    for (first = 0; first < 2; first++) {
+        say("padding before the first module, %d", first);
+        for (k = 0; k < N; k++) t->mask[k] = k % 3 != 0;
+        for (k = 0; k < N * D; k++) dy[k] = t->mask[k / D] ? moe_rng_normal(&rng) : 0;
+        call.training = 1;
+        moe_net_init(&net, D, 0, NULL);
+        if (first == 0) moe_net_attention(&net, &c);
+        else moe_net_linear(&net, D);
+        if (!built(&net, 1)) return;
+        CHECK_STATUS(moe_net_work_size(&net, N, 1, &bytes), MOE_OK, "size");
+        work = grab(bytes, 1);
+        if (CHECK_STATUS(moe_net_forward(&net, &call, work, bytes, &pass), MOE_OK, "forward"))
+            CHECK_STATUS(moe_net_backward(&net, &pass, dy, NULL), MOE_OK, "backward without dx");
+        for (k = 0; k < net.n_tensors; k++) CHECK(moe_is_finite(net.tensors[k].gradient[0]), "a gradient");
+        moe_net_free(&net);
+    }
+    tidy(0);
+}
+
 /* norm, attention (of `heads` heads), residual, mixture: its probabilities, from a router with the definition's A and o at hand. */
 static void check_refinement(const char *settings, int heads, int full, int with) {
     enum { D = 6 };
@@ -2207,6 +2238,7 @@ int main(int count, char **words) {
     test_refused_modules();
     test_late_modules();
     test_attention_first();
+    test_padding_first();
     test_refinement();
     test_threads();
     test_parameters();

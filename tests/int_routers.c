@@ -618,7 +618,7 @@ static void try_refusals(void) {
     } rows[] = {{"select=given", "select = given", 1},
                 {"select=custom", "select = custom", 1},
                 {"refine=similarity causal=1", "refine = similarity", 1},
-                {"weight=p_norm weight_p=3", "weight_p = 3", 1},
+                {"weight=p_norm weight_p=3", "weight_p = 3 has no form in integers: only 1 and 2 have", 1},
                 {"n_experts=257", "n_experts = 257", 1},
                 {"renormalize=after expert_scale=1", "renormalize = after", 1},
                 {"renormalize=after weight=sparsemixer", "renormalize = after", 1},
@@ -732,6 +732,8 @@ static void try_names(void) {
     CHECK(plan_of("scale=2.5 weight=raw gate=sigmoid", 0.0, &error, &plan) == MOE_OK && strcmp(plan.scale, "moe_int_scale") == 0 && plan.router.factor == 20480 &&
               fabs((double)plan.weight_scale - 4) < 1e-9,
           "a scale between powers of two");
+    CHECK(plan_of("scale=1e-42", 0.0, &error, &plan) == MOE_OK && (double)plan.weight_scale > 0.999 * ldexp(1.0, -126) && (double)plan.weight_scale < 1.001 * ldexp(1.0, -126),
+          "the smallest scale");
     CHECK(plan_of("scale=16", 0.0, &error, &plan) == MOE_OK && plan.router.scale == NULL && fabs((double)plan.weight_scale - 16) < 1e-9, "a scale that is a power of two");
 }
 

@@ -685,6 +685,46 @@ static void test_columns(void) {
     CHECK(write_as(&f, TEXT) == MOE_OK && holds("          a      1     22\n") && holds("longer name    333   4444\n") && holds("          c  55555     -6\n"));
 }
 
+static int times(const char *text) {
+    int n = 0;
+    const char *at;
+    for (at = written; (at = strstr(at, text)) != NULL; at++) n++;
+    return n;
+}
+
+/* What is drawn once, and where. */
+static void test_drawn(void) {
+    static const double small[] = {0.001, 0.002, 0.0005, 0.0013};
+    static const int32_t chosen[] = {0, 1, 2, 2, 2, 0};
+    static const char *const columns[] = {"first", "other"};
+    moe_figure f = figure(MOE_FIGURE_TABLE, 2, 2);
+    const char *at;
+    thing t, region;
+    double x1 = 0, x2 = 0, label = -1;
+    int cell, covered = 0;
+    f.values = small, f.column_names = columns;
+    CHECK(write_as(&f, SVG) == MOE_OK && times(">first<") == 1 && times(">other<") == 1 && times(">0.00130<") == 1 && !holds("reference"));
+    f.kind = MOE_FIGURE_BARS;
+    CHECK(write_as(&f, SVG) == MOE_OK && !holds("reference"));
+    f.kind = MOE_FIGURE_LINES, f.column_names = NULL, f.column_label = "middle";
+    CHECK(write_as(&f, SVG) == MOE_OK && !holds("reference"));
+    for (at = written; (at = strstr(at, "<path d=\"M")) != NULL; at++)
+        if (sscanf(at + 10, "%lf %*fL%lf", &x1, &x2) == 2 && strncmp(strchr(at + 9, '"'), "\" class=\"g\"", 11) == 0) break;
+    for (at = written; next_thing(&at, &t);)
+        if (strcmp(t.text, "middle") == 0) label = t.x;
+    CHECK(x2 > x1 && fabs(label - (x1 + x2) / 2) < 0.2);
+    /* Every cell of a map lies in a region of its expert. */
+    f = figure(MOE_FIGURE_MAP, 2, 3), f.experts = chosen;
+    CHECK(write_as(&f, SVG) == MOE_OK);
+    for (cell = 0; cell < 6; cell++) {
+        const double x = 340.0 / 3 * (cell % 3 + 0.5), y = 2 + 340.0 / 3 * (cell / 3 + 0.5);
+        for (at = strstr(written, "<g "); next_thing(&at, &region);)
+            if (!region.is_text && strncmp(region.class_name, "z c", 3) == 0 && x > region.x && x < region.x + region.width && y > region.y && y < region.y + region.height)
+                covered += region.class_name[3] == '0' + chosen[cell];
+    }
+    CHECK(covered == 6);
+}
+
 /* A token's column is as wide as the numbers of the experts below it. */
 static void test_gloss(void) {
     static const int32_t chosen[] = {3, 11, 0, 4, 5, 6};
@@ -988,6 +1028,7 @@ int main(int count, char **words) {
     test_middles();
     test_regions();
     test_columns();
+    test_drawn();
     test_gloss();
     test_signs();
     test_curve();

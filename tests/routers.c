@@ -527,6 +527,8 @@ static void test_setting(void) {
           "no settings");
     CHECK(moe_fields_apply(moe_router_fields(), &c, "  top_k=3   score=cosine scale=-2.5e-1  weight=raw ", NULL) == MOE_OK, "spaces");
     CHECK(c.top_k == 3 && c.score == MOE_SCORE_COSINE && near((double)c.scale, -0.25) && c.weight == MOE_WEIGHT_RAW, "settings arrive");
+    CHECK(moe_fields_apply(moe_router_fields(), &c, "top_k= scale=1", &error) == MOE_ERR_CONFIG && strcmp(error.message, "top_k = : must be a whole number") == 0,
+          "a value that is missing");
     memset(&c, 0, sizeof c), memset(&zero, 0, sizeof zero);
     CHECK(moe_fields_apply(moe_router_fields(), &c, "scale=-0 loss_balance=-0.000 capacity_factor=-1e-999 top_k=-0", NULL) == MOE_OK &&
               memcmp(&c, &zero, sizeof c) == 0,

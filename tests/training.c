@@ -205,6 +205,46 @@ static void step(moe_trainer *t, const moe_data *data, moe_step *seen) {
     if (!STATUS(moe_trainer_step(t, data, seen, &error), MOE_OK, "step")) printf("        %s\n", error.message);
 }
 
+/* What a step says of the routers' losses is the sum of all losses of all routers. */
+static void test_router_losses(void) {
+    samples s = samples_of(24, 3);
+    const moe_data *data = place(&s);
+    moe_train_config config = descent(24);
+    moe_net net;
+    moe_net_pass pass;
+    moe_trainer trainer;
+    moe_call call;
+    moe_error error;
+    moe_step seen;
+    double sum = 0;
+    size_t bytes = 0, i;
+    void *work;
+    int loss, several = 0;
+    memset(&call, 0, sizeof call);
+    call.n_tokens = data->n, call.x = data->x, call.training = 1;
+    moe_net_init(&net, D, MOE_KERNELS_AUTO, NULL);
+    for (i = 0; i < 2; i++) {
+        moe_layer_config c = layer_of("n_experts=4 top_k=2 loss_balance=0.5 loss_z=0.25 d_ff=4");
+        moe_net_mixture(&net, &c);
+    }
+    moe_net_linear(&net, CLASSES);
+    if (!STATUS(moe_net_build(&net, 1, 4, &error), MOE_OK, "net")) return;
+    STATUS(moe_net_work_size(&net, data->n, 1, &bytes), MOE_OK, "size");
+    work = grab(bytes, 1);
+    if (STATUS(moe_net_forward(&net, &call, work, bytes, &pass), MOE_OK, "forward"))
+        for (i = 0; i < 2; i++)
+            for (loss = 0; loss < MOE_LOSS_COUNT; loss++) {
+                const double one = (double)moe_net_routing(&net, &pass, i)->loss[loss];
+                sum += one, several += one > 0;
+            }
+    free(work);
+    trainer = trainer_of(&net, &config);
+    step(&trainer, data, &seen);
+    CHECK(several == 4 && near_to((double)seen.router_loss, sum, NEAR), "all losses of all routers");
+    moe_trainer_free(&trainer);
+    moe_net_free(&net);
+}
+
 /* The largest difference between two nets' tensors. */
 static double net_distance(const moe_net *a, const moe_net *b) {
     double most = 0.0;
@@ -1369,6 +1409,7 @@ int main(int count, char **words) {
     if (strlen(folder) > 500) return fprintf(stderr, "training: the folder's name is too long\n"), 2;
     sprintf(path[0], "%s/training_test_a.safetensors", folder);
     sprintf(path[1], "%s/training_test_b.safetensors", folder);
+    test_router_losses();
     test_seeds();
     test_schedules();
     test_accumulation();
