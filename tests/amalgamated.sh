@@ -165,14 +165,17 @@ strict() { # compiler optimisation real
     needs "$1"
     bring
     printf '#define MOE_IMPLEMENTATION\n#include "moe.h"\nint main(void) { return moe_version()[0] == 0; }\n' >a.c
-    run "$1" $(strict_flags "$1") "$2" $(real_option "$3") -I. a.c -o a -lm && run ./a
+    run "$1" $(strict_flags "$1") "$2" $(vectors_of "$1" "$3") $(real_option "$3") -I. a.c -o a -lm && run ./a
 }
+
+# They are the same as in the header, where tests/headers.sh compiles them: once here will do.
+vectors_of() { [ "$1.$2" = gcc.float ] || echo "$quick"; } # compiler real
 
 plusplus() { # compiler real
     needs "$1"
     bring
     printf '#define MOE_IMPLEMENTATION\n#include "moe.h"\nint main() { return moe_version()[0] == 0; }\n' >a.cpp
-    in_language "$1" . $(real_option "$2") a.cpp -o a -lm && run ./a
+    in_language "$1" . $quick $(real_option "$2") a.cpp -o a -lm && run ./a
 }
 
 tiny() { # compiler real

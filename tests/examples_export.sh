@@ -17,7 +17,7 @@ prepare() {
     for program in microdigits export; do
         # CC may hold several words.
         # shellcheck disable=SC2086
-        $CC $(strict_flags "$CC") -O2 -I"$root" "examples/$program.c" -o "$prepared/$program" -lm || return 1
+        $CC $(strict_flags "$CC") -O1 -I"$root" "examples/$program.c" -o "$prepared/$program" -lm || return 1
     done
     "$prepared/microdigits" --epochs 5 -o "$prepared/digits.h" --save "$prepared/digits.safetensors" "$digits" >"$prepared/said"
     echo '1,2,3' >"$prepared/short.csv"

@@ -12,11 +12,11 @@ root=$PWD
 . tests/checks.sh
 
 plan() {
-    echo 'strict gcc -O2'
+    echo 'strict gcc -O1'
     echo 'inference gcc -Os'
     echo 'inference gcc -O0'
     echo 'inference g++ -O1'
-    echo 'inference clang -O2'
+    echo 'inference clang -O1'
     echo 'tiny tcc'
     echo 'without_libm gcc'
     for net in 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 30 40 50 60 70 80; do echo "pruned $net tcc"; done

@@ -25,8 +25,8 @@ three gcc -O0 -std=c2x -funsigned-char $plain                     |
 three gcc -O1 $plain                                              |
 three gcc -O3 $plain                                              |
 three gcc -Os $plain                                              |
-three clang -O1 $plain                                            |
-three clang-19 -O2 $plain                                         |
+three clang -O2 $plain                                            |
+three clang-19 -O1 $plain                                         |
 three clang-19 -O0 -std=c23 -funsigned-char                       |
 three g++ -O0 -std=c++11 $plain                                   |
 one g++ -O0 -std=c++14 $plain                                     |
@@ -264,7 +264,7 @@ prepare() {
 vectors() {
     [ "${word:-dispatch}" = dispatch ] || return 0
     gcc -O1 -Wall -Wextra -c tests/devices/hide.c -o "$prepared/hide.o" &&
-        gcc -std=c99 -O2 -static -I. ${stb_flag:+-I"$stb_flag"} tests/portable.c "$prepared/hide.o" -o "$prepared/vectors" -lm
+        gcc -std=c99 -O1 -static -I. ${stb_flag:+-I"$stb_flag"} tests/portable.c "$prepared/hide.o" -o "$prepared/vectors" -lm
 }
 
 # The strictest that a compiler understands; options that follow are stronger.
