@@ -106,15 +106,15 @@ fuzz() { # target
     fi
 }
 
-# All targets at a time: where processors are fewer, each is given so much longer that it has its seconds of one.
+# All targets at a time: where processors are fewer, each is given so much longer that it has its seconds of one. JOBS: so many at a time.
 fuzz_all() {
     # shellcheck disable=SC2086
     printf '%s\n' $targets >"$scratch/targets"
     lanes=$(awk 'END { print NR }' "$scratch/targets")
     cores=$(jobs_count)
     seconds=${FUZZ_SECONDS:-60}
-    [ "$cores" -ge "$lanes" ] || seconds=$(((seconds * lanes + cores - 1) / cores))
-    JOBS=$lanes
+    [ -n "${JOBS:-}" ] || [ "$cores" -ge "$lanes" ] || seconds=$(((seconds * lanes + cores - 1) / cores))
+    JOBS=${JOBS:-$lanes}
     jobs_run "$scratch/targets"
 }
 
