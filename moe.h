@@ -49,8 +49,8 @@
      MOE_NO_QUANT      yes   no int8 and int4 weights (see moe_kernels.h)
      MOE_NO_REPORT     yes   no figures and reports (moe_report_svg and its neighbours); MOE_NO_TRAIN leaves them out too
      MOE_STB_DS_PATH   no    the header's name in quotes, when it is not found as "stb_ds.h" or <stb/stb_ds.h>
-     What they save of the object's 662 kB (gcc -O2, x86-64; measured by tests/options.sh, more in moe_kernels.h): MOE_NO_TRAIN 288 kB, MOE_NO_QUANT 99 kB,
-     MOE_NO_REPORT 58 kB, MOE_NO_STDIO 10 kB, MOE_NO_MALLOC next to nothing. None of them changes the speed of a forward pass.
+     What they save of the object's 720 kB (gcc -O2, x86-64; measured by tests/options.sh, more in moe_kernels.h): MOE_NO_TRAIN 308 kB, MOE_NO_QUANT 99 kB,
+     MOE_NO_REPORT 57 kB, MOE_NO_STDIO 12 kB, MOE_NO_MALLOC next to nothing. None of them changes the speed of a forward pass.
 
    Glossary (the words of moe_routers.h, and)
      layer        a router and E experts: y_t = sum over the chosen e of w_te f_e(x_t), plus shared experts.
