@@ -344,7 +344,8 @@ static void compare_results(const moe_model *model, const moe_net *b, const char
     p.scratch_size = model->scratch_size;
     p.scratch = take(p.scratch_size);
     if (length > 0) {
-        CHECK(moe_net_cache_size(b, length, &p.cache_size) == MOE_OK && moe_net_decode_work_size(b, length, 1, &p.work_size) == MOE_OK, net);
+        CHECK(moe_net_cache_size(b, length, &p.cache_size) == MOE_OK && model->state_size >= sizeof(size_t) + p.cache_size, net); /* what stays from call to call */
+        CHECK(moe_net_decode_work_size(b, length, 1, &p.work_size) == MOE_OK, net);
         p.cache_memory = take(p.cache_size);
         CHECK(moe_net_cache_init(&p.cache, b, length, p.cache_memory, p.cache_size, NULL) == MOE_OK, net);
     } else CHECK(moe_net_work_size(b, 1, 0, &p.work_size) == MOE_OK, net);

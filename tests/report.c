@@ -700,8 +700,10 @@ static void test_drawn(void) {
     moe_figure f = figure(MOE_FIGURE_TABLE, 2, 2);
     const char *at;
     thing t, region;
+    static const double close[] = {10000000, 10030000};
+    char last[64];
     double x1 = 0, x2 = 0, label = -1;
-    int cell, covered = 0;
+    int cell, covered = 0, marks = 0;
     f.values = small, f.column_names = columns;
     CHECK(write_as(&f, SVG) == MOE_OK && times(">first<") == 1 && times(">other<") == 1 && times(">0.00130<") == 1 && !holds("reference"));
     f.kind = MOE_FIGURE_BARS;
@@ -713,6 +715,15 @@ static void test_drawn(void) {
     for (at = written; next_thing(&at, &t);)
         if (strcmp(t.text, "middle") == 0) label = t.x;
     CHECK(x2 > x1 && fabs(label - (x1 + x2) / 2) < 0.2);
+    /* Marks of large numbers that are close have as many digits as tell them apart. */
+    f = figure(MOE_FIGURE_LINES, 1, 2), f.values = close;
+    CHECK(write_as(&f, SVG) == MOE_OK);
+    for (at = written, last[0] = '\0'; next_thing(&at, &t);)
+        if (t.is_text && strcmp(t.class_name, "m r") == 0 && t.x < 100) {
+            CHECK(strcmp(t.text, last) != 0);
+            strcpy(last, t.text), marks++;
+        }
+    CHECK(marks >= 3);
     /* Every cell of a map lies in a region of its expert. */
     f = figure(MOE_FIGURE_MAP, 2, 3), f.experts = chosen;
     CHECK(write_as(&f, SVG) == MOE_OK);
