@@ -2387,6 +2387,7 @@ static void alone_task(ranks_rank *self, void *ctx) {
     a->quantised = moe_layer_quantise(&layer, MOE_TYPE_REAL, packed, packed_bytes, &call, work, bytes, errors, NULL);
     a->sized = moe_layer_work_size(&layer, (size_t)INT32_MAX, 1, &bytes) == MOE_ERR_OVERFLOW &&
                moe_layer_work_size(&layer, (size_t)INT32_MAX / 2 + 9, 1, &bytes) == MOE_ERR_OVERFLOW &&
+               moe_layer_work_size(&layer, (size_t)INT32_MAX / 2 - 9, 1, &bytes) == MOE_ERR_OVERFLOW && /* rows at home */
                moe_layer_work_size(&layer, SIZE_MAX, 0, &bytes) == MOE_ERR_OVERFLOW;
     a->packed = moe_layer_quantise(&layer, MOE_TYPE_REAL, packed, packed_bytes, NULL, NULL, 0, NULL, NULL); /* no report */
     layer.is_packed = 0;
