@@ -146,7 +146,7 @@ make_reports() {
         program=examples/$report.c
         [ "$report" != kinds ] || program=tests/report.c
         # shellcheck disable=SC2086
-        $CC -std=c99 -O1 -DMOE_NO_SIMD -I"$root" ${stb_flag:+-I"$stb_flag"} "$program" -o "$prepared/$report" -lm || return 1
+        $CC -std=c99 -O0 -DMOE_NO_SIMD -I"$root" ${stb_flag:+-I"$stb_flag"} "$program" -o "$prepared/$report" -lm || return 1
         for ending in html svg; do
             case $report in
             kinds) set -- page ;;

@@ -187,9 +187,9 @@ piece() { # line
 
 # The blocks of commands one after another, in one copy of the repository, as a reader would type them.
 commands() {
-    PATH=$prepared:$PATH CC=$prepared/cc STB_DS=${STB_DS:-}
+    PATH=$prepared:$PATH CC=$prepared/cc OMPI_CC=$prepared/cc STB_DS=${STB_DS:-}
     [ -n "$STB_DS" ] || unset STB_DS
-    export CC PATH
+    export CC OMPI_CC PATH
     failures=0
     top=$PWD
     for block in $(ls "$prepared" | sed -n 's/^block\([0-9]*\)\.text$/\1/p' | sort -n); do
