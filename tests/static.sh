@@ -37,7 +37,7 @@ plan() {
     echo 'eva_reader 24'
     echo 'thread_sanitizer threads gcc'
     echo 'thread_sanitizer parallel gcc'
-    for program in golden files; do echo "memory_sanitizer $program"; done
+    for program in golden layer; do echo "memory_sanitizer $program"; done
     [ "$all" = 1 ] || return 0
     echo 'gcc_analyzer moe.h'
     for header in $headers; do
@@ -56,7 +56,7 @@ plan() {
     echo 'thread_sanitizer threads clang'
     echo 'thread_sanitizer ranks gcc'
     echo 'thread_sanitizer net gcc'
-    for program in layer net training attention state metrics models integers int_routers int_scores int_sequences small; do echo "memory_sanitizer $program"; done
+    for program in files net training attention state metrics models integers int_routers int_scores int_sequences small; do echo "memory_sanitizer $program"; done
 }
 
 # ---- what is known to be no fault ----
