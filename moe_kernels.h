@@ -52,10 +52,10 @@
    What they cost: size is that of the object with all of moe.h (text as `size` says; gcc 12, -O2, x86-64), before the linker drops anything; time that of
    one forward pass of a layer (8 swiglu experts, 2 per token, 256 x 512, 32 tokens, one thread, AVX-512 there). sh tests/options.sh measures both;
    the times of one table differ by a tenth from run to run.
-     none             720 kB (moe_routers.h alone 313 kB, this header alone 155 kB)     0.81 ms
-     MOE_REAL double  601 kB     7.2 times        MOE_NO_SIMD   601 kB     5.8 times        MOE_NO_AVX512  665 kB     1.1 times
+     none             720 kB (moe_routers.h alone 313 kB, this header alone 155 kB)     0.80 ms
+     MOE_REAL double  601 kB     6.0 times        MOE_NO_SIMD   601 kB     4.4 times        MOE_NO_AVX512  665 kB     the same
      MOE_NO_QUANT     620 kB     the same         MOE_NO_STDIO  708 kB     the same         MOE_NO_MALLOC  719 kB     the same
-     MOE_NO_TRAIN     412 kB     the same         and MOE_NO_SIMD  302 kB  5.8 times        and MOE_NO_LIBM  304 kB   5.8 times
+     MOE_NO_TRAIN     412 kB     the same         and MOE_NO_SIMD  302 kB  4.5 times        and MOE_NO_LIBM  304 kB   4.7 times
      MOE_NO_FLOAT      21 kB     integers only    MOE_STATIC    only what is used           MOE_NO_MATCH   8 bytes less for a file that only declares
    MOE_NO_DSP and MOE_NO_PROGMEM are for small machines, whose figures tests/devices.sh prints.
 
