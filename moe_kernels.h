@@ -1,9 +1,23 @@
-/* moe_kernels.h - v0.1.0 - numbers for mixtures of experts - MIT or public domain, at your choice
+/* moe_kernels.h - v0.2.0 - vector kernels for mixtures of experts - MIT or public domain
 
-   In ONE source file:     #define MOE_IMPLEMENTATION
-                           #include "moe_kernels.h"
-   In all others:          #include "moe_kernels.h"         (C99 or C++11; link with -lm; no other dependency, no other file)
+   Matrix products, activations, norms, softmax, top-k and AdamW for float or double, with plain C,
+   AVX2, AVX-512, NEON and WebAssembly versions chosen at run time; 16-bit, int8 and int4 weights;
+   random numbers; integer kernels for microcontrollers. C99 or C++11, one file, no dependencies.
 
+   Contents: search for
+     >>recipe   >>program   >>options   >>glossary   >>renames   >>manual   >>porting
+     >>declarations   version, status codes, processor features, kernel tables, operations,
+                      packed weights, random numbers, integer constants
+     >>code           the implementation: private tools, plain C, AVX2, AVX-512, packed weights,
+                      vectors of four (NEON, WebAssembly), the choice of a table, integers
+
+   >>recipe
+     In ONE source file:     #define MOE_IMPLEMENTATION
+                             #include "moe_kernels.h"
+     In all others:          #include "moe_kernels.h"
+     Link with -lm. moe_routers.h and moe.h include this header themselves.
+
+   >>program
  * --- first program ---
  * #define MOE_IMPLEMENTATION
  * #include "moe_kernels.h"
@@ -11,154 +25,63 @@
  *
  * int main(void) {
  *     const moe_kernels *k = moe_kernels_select(MOE_KERNELS_AUTO);
- *     const moe_real x[2] = {1, 2};                              // one token of width 2
+ *     const moe_real x[2] = {1, 2}; // one token of width 2
  *     const moe_real w[4][2] = {{1, 0}, {0, 1}, {1, 1}, {-1, 1}}; // four experts, one row each
  *     moe_real score[4], p[4];
  *     int32_t chosen[2];
- *     moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, 1, 4, 2, x, 2, w, 2, score, 4, 0); // score = x w^T
+ *     // score = x w^T
+ *     moe_matmul(k, MOE_MATMUL_NT, MOE_TYPE_REAL, 1, 4, 2, x, 2, w, 2, score, 4, 0);
  *     moe_softmax(k, 4, score, 1, p);
  *     moe_top_k(4, p, 2, chosen);
- *     for (int i = 0; i < 2; i++) printf("%s: expert %d, %.3f\n", k->name, (int)chosen[i], (double)p[chosen[i]]);
+ *     for (int i = 0; i < 2; i++)
+ *         printf("%s: expert %d, %.3f\n", k->name, (int)chosen[i], (double)p[chosen[i]]);
  *     return 0;
  * }
  * --- end ---
 
-   OPTIONS, defined before the header is included
+   >>options: define them before the header is included. An option marked * must be the same in
+   every file; otherwise the program does not link. The others are read by the implementation only.
 
-     macro                what it does                                                              must it match in every file?
-     MOE_IMPLEMENTATION   compiles the code into this file                                          no: define it in exactly one
-     MOE_STATIC           everything private to this file; implies MOE_IMPLEMENTATION               no
-     MOE_REAL             type of all numbers: float (default) or double; in double every public    yes; a mismatch does not link
-                          function's symbol ends in _f64 and only the plain C kernels exist
-     MOE_NO_MATCH         leaves out the reference by which files of different versions do not link no
-     MOE_NO_SIMD          compiles the plain C kernels only                                         no: read by the implementation
-     MOE_NO_AVX512        compiles no kernels for AVX-512                                           no: read by the implementation
-     MOE_NO_QUANT         leaves out int8 and int4 weights                                          yes, or calls do not link
-     MOE_NO_TRAIN         leaves out everything that only training needs (the _backward functions); yes, or calls do not link
-                          implies the next two unless MOE_STDIO or MOE_MALLOC asks them back
-     MOE_NO_FLOAT         only integers: leaves out everything that computes in floating point;     yes, or calls do not link
-                          needs neither libm nor math.h; implies MOE_NO_TRAIN
-     MOE_NO_DSP           integers in plain C: no DSP instructions or Helium of Arm, nothing        no: read by the implementation
-                          in assembly for ARMv6-M and AVR
-     MOE_NO_PROGMEM       AVR: constants of integer models stay in RAM                              yes
-     MOE_NO_STDIO         moe.h: no files by name            (MOE_STDIO: keep them)                 yes, or calls do not link
-     MOE_NO_MALLOC        moe.h: no use of the heap          (MOE_MALLOC: keep it)                  no: read by the implementation
-     MOE_NO_LIBM          no function of <math.h>: small ones of our own, within a few units in     no: read by the implementation
-                          the last place (list below). Needs MOE_NO_TRAIN and float. MOE_NO_TRAIN
-                          implies it in freestanding builds and on AVR, unless MOE_LIBM is defined
+     MOE_IMPLEMENTATION   compile the code here: in exactly one file
+     MOE_STATIC           make everything private to this file; implies MOE_IMPLEMENTATION
+     MOE_REAL *           the number type: float (default) or double. In the double build each
+                          public symbol ends in _f64 and only the plain C kernels exist
+     MOE_NO_MATCH         omit the symbol that prevents linking files of different versions
+     MOE_NO_SIMD          plain C kernels only
+     MOE_NO_AVX512        no AVX-512 kernels
+     MOE_NO_QUANT *       no int8 and int4 weights
+     MOE_NO_TRAIN *       no _backward functions, no training. Implies MOE_NO_STDIO and
+                          MOE_NO_MALLOC unless MOE_STDIO or MOE_MALLOC is defined
+     MOE_NO_FLOAT *       integer models only: no floating point, no libm; implies MOE_NO_TRAIN
+     MOE_NO_DSP           integer kernels in plain C: no Arm DSP or Helium instructions, no
+                          assembly for ARMv6-M and AVR
+     MOE_NO_PROGMEM *     AVR: constants of integer models stay in RAM
+     MOE_NO_STDIO *       moe.h: no files by path (MOE_STDIO: keep them)
+     MOE_NO_MALLOC        moe.h: no heap (MOE_MALLOC: keep it)
+     MOE_NO_LIBM          no <math.h>: small functions of this header instead, see >>manual. Needs
+                          MOE_NO_TRAIN and float. MOE_NO_TRAIN implies it in freestanding builds
+                          and on AVR, unless MOE_LIBM is defined
+     MOE_NO_MESSAGES      errors have their code and an empty message: 25 kB less of firmware
+     MOE_KEEP_...         compile only some activations, scores, ...: see >>manual
 
-   No option changes the layout of a struct except MOE_REAL. This header itself uses neither heap nor files, whatever the options.
+   Only MOE_REAL changes the layout of structs. This header uses neither heap nor files. Measured
+   sizes and times of the options: sh tests/bench/options.sh; of small boards:
+   sh tests/port/devices.sh.
 
-   What they cost: size is that of the object with all of moe.h (text as `size` says; gcc 12, -O2, x86-64), before the linker drops anything; time that of
-   one forward pass of a layer (8 swiglu experts, 2 per token, 256 x 512, 32 tokens, one thread, AVX-512 there). sh tests/options.sh measures both;
-   the times of one table differ by a tenth from run to run.
-     none             720 kB (moe_routers.h alone 313 kB, this header alone 155 kB)     0.80 ms
-     MOE_REAL double  601 kB     6.0 times        MOE_NO_SIMD   601 kB     4.4 times        MOE_NO_AVX512  665 kB     the same
-     MOE_NO_QUANT     620 kB     the same         MOE_NO_STDIO  708 kB     the same         MOE_NO_MALLOC  719 kB     the same
-     MOE_NO_TRAIN     412 kB     the same         and MOE_NO_SIMD  302 kB  4.5 times        and MOE_NO_LIBM  304 kB   4.7 times
-     MOE_NO_FLOAT      21 kB     integers only    MOE_STATIC    only what is used           MOE_NO_MATCH   8 bytes less for a file that only declares
-   MOE_NO_DSP and MOE_NO_PROGMEM are for small machines, whose figures tests/devices.sh prints.
-
-   WORDS
+   >>glossary
 
      kernel          a function that does the bulk of the arithmetic for one instruction set
-     table           moe_kernels: one constant struct with a kernel for every operation
-     row stride      distance in elements from one row of a matrix to the next (lda, ldb, ldc), at least the row's length
-     orientation     which operand of a product lies transposed in memory: NT (y = x W^T), NN (dx = dy W), TN (dW = dy^T x)
-     accumulate      add the product to what C holds instead of overwriting it
-     block of 256    the piece of the inner dimension that is summed on its own before it is added to C
+     table           moe_kernels: a constant struct with a kernel for every operation
+     row stride      elements from one row of a matrix to the next (lda, ldb, ldc)
+     orientation     how the operands of a product lie in memory: NT (y = x W^T), NN (dx = dy W),
+                     TN (dW = dy^T x)
+     accumulate      add the product to C instead of overwriting it
+     block of 256    the part of the inner dimension that is summed on its own, then added to C
      tile            the rows x columns of C that a kernel keeps in registers
-     panel           columns of the right operand copied next to each other, so that a tile reads them in one stream
-     quad            four numbers next to each other along k; line: the 64 bytes of a panel with a quad of each of its 16 outputs
-     level           the integer that stands for a quantised number; number = level * scale
+     panel           16 columns of the right operand stored next to each other
+     quad, line      four numbers along k; the 64 bytes that hold a quad of each of 16 outputs
+     code            the integer that stands for a quantized number: number = code * scale
      feature         an ability of the processor, a bit of moe_cpu_features
-
-   LEAVING STAGES OUT. Small builds may keep only what their models use: each of these is a mask with bit i for value i of an enumeration, default all.
-     MOE_KEEP_ACTS MOE_ACT_    MOE_KEEP_SCORES MOE_SCORE_    MOE_KEEP_GATES MOE_GATE_      MOE_KEEP_SELECTS MOE_SELECT_    MOE_KEEP_WEIGHTS MOE_WEIGHT_
-     MOE_KEEP_INPUTS MOE_INPUT_    MOE_KEEP_REFINES MOE_REFINE_    MOE_KEEP_MODULES MOE_MODULE_    MOE_KEEP_EXTRAS MOE_EXTRA_
-   They are read by the implementation. A call that needs what was left out is refused with MOE_ERR_UNSUPPORTED, and moe_router_check names it; an
-   activation that was left out and is called by itself (moe_activate, moe_gated) copies. Headers of moe_export_c set them for float models.
-
-   FREESTANDING BUILDS (__STDC_HOSTED__ == 0, as with -ffreestanding) include <stddef.h>, <stdint.h>, <float.h> and <stdarg.h> only, if MOE_NO_TRAIN
-   is defined. There must be memcpy, memmove and memset, which compilers want of any program anyway, and the compiler's own runtime library. On x86
-   gcc's <immintrin.h> also wants a <stdlib.h>: MOE_NO_SIMD where there is none.
-   The largest error of the functions that MOE_NO_LIBM brings, in units in the last place of float (tests/small.c holds them to it):
-   exp 1.5, log 1.5, log1p 2, tanh 3, erfc 8, sqrt 0.5, pow 1 (for bases >= 0). Subnormal results are rounded once more.
-
-   MANUAL
-
-   Choosing a table. moe_kernels_select(MOE_KERNELS_AUTO) asks the processor and the operating system (CPUID and XGETBV on x86) and
-   gives the best table that is compiled in. Ask once, keep the pointer, pass it to every call. A NULL table is plain C, so are
-   machines with no other. On x86 (gcc, clang, MSVC) no compiler switch is needed: the kernels carry their own target attributes. NEON
-   and WebAssembly SIMD are taken where the compiler may use them (gcc and clang: always on 64-bit Arm, else with -mfpu=neon or
-   -msimd128), and on 64-bit Linux the processor is asked for sdot. select answers NULL for a table that is not there.
-   A wrong orientation or type makes moe_matmul do nothing; an activation that is none is the identity.
-
-   Order of summation. c = accumulate ? c : 0; then for each block of 256 along the inner dimension, in ascending order, c += the
-   block's sum, which starts from 0 and takes its terms in ascending order. What follows from it, bitwise, for one build and one table:
-     - a row of C depends neither on m nor on the other rows, nor an element on n or on the orientation;
-     - calls give the same bits whatever the alignment, the strides and the number of threads that share the rows between them.
-   It supposes that the compiler keeps IEEE arithmetic in the type's own precision (no -ffast-math, no x87). Between tables, builds
-   and machines results agree within rounding: AVX2 and NEON of 64-bit Arm fuse each multiplication into its addition, WebAssembly does
-   not, plain C and NEON of 32-bit Arm do so where the target of the build has an instruction for it. The order of moe_dot is fixed in plain C only. Random numbers are the same bits everywhere.
-
-   Accuracy. Activations have a relative error below 3 epsilon of the type, gelu below 4; in plain C, where gelu goes through libm's
-   erfc, its negative tail has up to x^2 more. NaN stays NaN; infinities give the limit of the function. A NaN or +inf in softmax makes
-   all of its outputs NaN. NEON of 32-bit Arm takes subnormal numbers for 0 in products, moe_dot, moe_axpy and moe_multiply; everything
-   else is plain C there.
-
-   Numbers that are not finite. Any number may be passed to any function; nothing traps, hangs or depends on what a NaN looks like. Sums and products
-   follow IEEE 754, so 0 times infinity is NaN, and every table gives NaN, infinity and finite numbers in the same places, but where a sum overflows
-   on its way. A number reaches what is computed from it and not one bit else: one of A its row of C, one of B its column, one of an
-   array that is worked off place by place its own place, one of a quantised row that row. tests/robust.c tries all of it. None of this is
-   promised under -ffast-math.
-
-   Quantised weights. moe_pack re-orders weights once into panels of 16 outputs, in 16-bit floats, int8 or 4 bits ("packed weights" below
-   has the bytes). moe_quantise_rows makes int8 of activations, one call for all products that read the same rows, and moe_matmul_quant
-   multiplies:
-       moe_panel_size(MOE_TYPE_Q8_BLOCK, k, &bytes);                  // ceil(n / 16) panels of so many bytes for W[n,k]
-       moe_pack(t, MOE_TYPE_Q8_BLOCK, n, k, w, k, packed, 1);
-       moe_quantise_rows(t, MOE_TYPE_Q8_BLOCK, m, k, x, k, rows);     // m rows of moe_quant_row_size(MOE_TYPE_Q8_BLOCK, k) bytes
-       moe_matmul_quant(t, MOE_TYPE_Q8_BLOCK, m, n, k, rows, packed, 1, y, n);
-   On normal random numbers a product is off by 1.1 % (Q8), 0.8 % (Q8_BLOCK) and 9.1 % (Q4), as relative root mean square. The integer
-   part of a product is exact, so tables differ in the last steps of rounding only. Kernels exist for AVX512-VNNI, AVX-VNNI, AVX2, NEON
-   of 64-bit Arm (sdot where the processor has it), WebAssembly and plain C.
-
-   Alignment and memory. None is asked of any pointer beyond that of its type, and nothing outside the rows is read or written.
-   Nothing allocates. Stack: below 400 bytes in optimised plain C (and what libm takes), below 20 KiB for a product with AVX2, NEON or
-   WebAssembly SIMD, most of it the panel of 256 x 16, below 36 KiB with AVX-512, which packs two, and for 16-bit weights, which are widened
-   there. Products with packed weights of other types take next to none.
-
-   Packed weights. A product whose right operand stays the same reads it fastest in panels of 16 columns, in the order in which the tiles want
-   them: moe_pack makes them once, moe_matmul_packed multiplies, with the bits of moe_matmul. While a tile is computed the panel after it is
-   fetched; a left operand of up to 192 rows passes in pieces that stay in the second-level cache (512 KiB are counted on).
-
-   Pointers. k, a table of kernels, may be NULL everywhere: plain C. What else may be NULL is said with the function. Any other pointer points to as
-   many numbers as are asked for; the calls here do not look whether it is NULL, but for those that say so (MOE_ERR_ARGUMENT).
-
-   Threads. There is no mutable state: any number of threads may call anything at once on their own outputs. A moe_rng belongs to
-   one thread at a time. moe_parallel is how a caller lends threads to the calls of moe.h.
-
-   Names of kernels. moei_<type>_<operation or tile>_<instruction set>: moei_f32_nt_6x16_avx2 is the float product NT with a
-   tile of 6 rows and 16 columns; "real" stands for the type of the build, "v4" for vectors of four (NEON, WebAssembly).
-
-   Adding an instruction set. Write the entries that gain from it, put them into a further constant table with plain C entries in
-   the other places, give it a MOE_KERNELS_ number and a name, and let moe_kernels_select return it when moe_cpu_features has its
-   bits. Keep the order of summation: let vectors run along the columns of C. tests/kernels.c tests every table it can select.
-
-   Porting notes.
-     Machine    8-bit bytes, two's complement, >> of a negative number rounds down, int8_t to int64_t, IEEE float (or double) with its own rounding. int
-                may have 16 bits (AVR), pointers and size_t 16 to 64; byte order, and whether char is signed, do not matter.
-     Compiler   C99 without variable-length arrays, complex numbers and designated initialisers, or C++11. Vectors and inline assembly are used where
-                gcc, clang or MSVC is known by its macros; any other compiler gets plain C, as do all with MOE_NO_SIMD and MOE_NO_DSP. pcc takes
-                !(a > b) for a <= b, so what is said here about NaN does not hold there. x87 rounds sums twice: results then agree within rounding.
-     Library    exp, log, log1p, sqrt, tanh, erfc (and fma where it is an instruction) in the type of the build, or MOE_NO_LIBM; memcpy, memmove, memset
-                and what <string.h> has. Files and heap can be left out; threads, locale and time are not used, errno by files alone.
-     Bare metal see "freestanding builds"; MOE_NO_FLOAT where there is no floating point. Constants stay in flash, nothing is initialised at the start.
-     Linker     files of different versions do not link (see moe_version): by a reference that compilers keep, with MSVC by detect_mismatch.
-     Trying it  CC="compiler -options" sh tests/run kernels golden robust    where programs run;  sh tests/portability.sh has rows of compilers and
-                machines (emulated too) for one more;  sh tests/devices.sh has boards without an operating system.
-     New vectors  see "adding an instruction set" above; moe_cpu_features is the place for the question to the processor.
 */
 #ifndef MOE_KERNELS_H
 #define MOE_KERNELS_H
@@ -166,15 +89,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* ---- version ------------------------------------------------------------------------------------------------ */
+/* ---- version --------------------------------------------------------------------------------- */
 
-/* The version of these headers, as numbers and as text; moe_version() is that of the compiled code. */
+/* The version of these headers, as numbers and as text; moe_version() is that of the compiled
+   code. */
 #define MOE_VERSION_MAJOR 0
-#define MOE_VERSION_MINOR 1
+#define MOE_VERSION_MINOR 2
 #define MOE_VERSION_PATCH 0
-#define MOE_VERSION "0.1.0"
+#define MOE_VERSION "0.2.0"
 
-/* ---- options that shape the declarations ---------------------------------------------------------------------- */
+/* ---- options that shape the declarations ----------------------------------------------------- */
 
 #ifndef MOE_REAL
 #define MOE_REAL float
@@ -208,7 +132,8 @@
 #if defined(MOE_MALLOC) && defined(MOE_NO_MALLOC)
 #error "moe: MOE_MALLOC and MOE_NO_MALLOC contradict each other"
 #endif
-#if defined(MOE_NO_TRAIN) && !MOE_REAL_IS_DOUBLE && !defined(MOE_LIBM) && !defined(MOE_NO_LIBM) && (defined(__AVR__) || __STDC_HOSTED__ == 0)
+#if defined(MOE_NO_TRAIN) && !MOE_REAL_IS_DOUBLE && !defined(MOE_LIBM) && !defined(MOE_NO_LIBM) && \
+    (defined(__AVR__) || __STDC_HOSTED__ == 0)
 #define MOE_NO_LIBM
 #endif
 #if defined(MOE_LIBM) && defined(MOE_NO_LIBM)
@@ -231,8 +156,11 @@
 #else
 #define MOE_API extern
 #endif
+/* The same for private functions that exported constants name. */
+#define MOEI_API MOE_API
 
-/* In the double build every public function carries the suffix _f64, so that objects of the two builds cannot be linked by mistake. */
+/* >>renames: in the double build every public function carries the suffix _f64, so that objects of
+   the two builds cannot be linked by mistake. */
 #if MOE_REAL_IS_DOUBLE
 #define moe_version moe_version_f64
 #define moe_status_text moe_status_text_f64
@@ -245,27 +173,17 @@
 #define moe_panel_size moe_panel_size_f64
 #define moe_pack moe_pack_f64
 #define moe_unpack moe_unpack_f64
-#define moe_pack_q8_0 moe_pack_q8_0_f64
-#define moe_unpack_q8_0 moe_unpack_q8_0_f64
-#define moe_pack_q4_0 moe_pack_q4_0_f64
-#define moe_unpack_q4_0 moe_unpack_q4_0_f64
-#define moe_quant_row_size moe_quant_row_size_f64
-#define moe_quantise_rows moe_quantise_rows_f64
-#define moe_matmul_quant moe_matmul_quant_f64
+#define moe_quantized_row_size moe_quantized_row_size_f64
+#define moe_rows_quantize moe_rows_quantize_f64
+#define moe_matmul_quantized moe_matmul_quantized_f64
 #define moe_dot moe_dot_f64
 #define moe_axpy moe_axpy_f64
 #define moe_activate moe_activate_f64
 #define moe_activate_backward moe_activate_backward_f64
 #define moe_softmax moe_softmax_f64
 #define moe_softmax_backward moe_softmax_backward_f64
-#define moe_multiply moe_multiply_f64
-#define moe_spread moe_spread_f64
-#define moe_log_posterior moe_log_posterior_f64
-#define moe_exp_sum moe_exp_sum_f64
-#define moe_entropy moe_entropy_f64
 #define moe_log_sum_exp moe_log_sum_exp_f64
 #define moe_sigmoid moe_sigmoid_f64
-#define moe_softplus moe_softplus_f64
 #define moe_layer_norm moe_layer_norm_f64
 #define moe_layer_norm_backward moe_layer_norm_backward_f64
 #define moe_rms_norm moe_rms_norm_f64
@@ -279,27 +197,137 @@
 #define moe_rng_below moe_rng_below_f64
 #define moe_rng_uniform moe_rng_uniform_f64
 #define moe_rng_normal moe_rng_normal_f64
-#define moe_int8_size moe_int8_size_f64
-#define moe_int4_size moe_int4_size_f64
-#define moe_int8_pack moe_int8_pack_f64
-#define moe_int4_pack moe_int4_pack_f64
-#define moe_int8_product moe_int8_product_f64
-#define moe_int8_product_add moe_int8_product_add_f64
-#define moe_int4_product moe_int4_product_f64
-#define moe_int4_product_add moe_int4_product_add_f64
-#define moe_int_store moe_int_store_f64
-#define moe_int_curve moe_int_curve_f64
-#define moe_int_multiply moe_int_multiply_f64
-#define moe_int_add moe_int_add_f64
-#define moe_int_exp2 moe_int_exp2_f64
-#define moe_int_sqrt moe_int_sqrt_f64
-#define moe_int_softmax moe_int_softmax_f64
-#define moe_int_top_k moe_int_top_k_f64
 #endif
+
+/* >>manual
+
+   Choosing a table. moe_kernels_select(MOE_KERNELS_AUTO) queries the processor and the operating
+   system (CPUID and XGETBV on x86) and returns the best table that is compiled in. Call it once,
+   keep the pointer and pass it to every call. NULL stands for the plain C table, which is also the
+   only one on machines without vector kernels. On x86 (gcc, clang, MSVC) no compiler switch is
+   needed: the kernels carry their own target attributes. NEON and WebAssembly SIMD are compiled in
+   when the compiler may use them (gcc and clang: always on 64-bit Arm, otherwise with -mfpu=neon or
+   -msimd128); on 64-bit Linux the processor is queried for sdot. moe_kernels_select returns NULL
+   for a table that is not available. moe_matmul does nothing when the orientation or the type is
+   invalid; an invalid activation acts as the identity.
+
+   Order of summation. c = accumulate ? c : 0; then, for each block of 256 along the inner dimension
+   in ascending order, c += the block's sum, which starts from 0 and adds its terms in ascending
+   order. Consequences, bitwise, for one build and one table:
+     - a row of C depends neither on m nor on the other rows; an element depends neither on n nor on
+       the orientation;
+     - alignment, strides and the number of threads that share the rows do not change any bit.
+   This assumes that the compiler keeps IEEE arithmetic in the type's own precision (no -ffast-math,
+   no x87). Between tables, builds and machines, results agree within rounding: AVX2 and NEON of
+   64-bit Arm fuse each multiplication with its addition, WebAssembly does not, and plain C and NEON
+   of 32-bit Arm do so if the build target has an instruction for it. The order of moe_dot is fixed
+   in plain C only. Random numbers are bit-identical everywhere.
+
+   Accuracy. Activations have a relative error below 3 epsilon of the type, gelu below 4; in plain
+   C, where gelu uses libm's erfc, the error of its negative tail grows by up to x^2. NaN stays NaN;
+   infinities give the limit of the function. A NaN or +inf in the input of softmax makes all of its
+   outputs NaN. NEON of 32-bit Arm treats subnormal numbers as 0 in products, moe_dot, moe_axpy and
+   moei_multiply; everything else is plain C there.
+
+   Non-finite numbers. Every function accepts every number; nothing traps, hangs or depends on the
+   payload of a NaN. Sums and products follow IEEE 754, so 0 times infinity is NaN. All tables give
+   NaN, infinity and finite results in the same elements, except where a partial sum overflows. A
+   non-finite input affects only what is computed from it: an element of A affects its row of C, an
+   element of B its column, an element of an array that is processed elementwise its own result, and
+   an element of a row to be quantized that row. tests/property/robust.c checks all of this. None of
+   it holds under -ffast-math.
+
+   Quantized weights. moe_pack re-orders weights once into panels of 16 outputs, as 16-bit floats,
+   int8 or 4-bit integers (the bytes: see "packed weights" below). moe_rows_quantize quantizes
+   activations to int8, once for all products that read the same rows, and moe_matmul_quantized
+   multiplies:
+       // bytes of one panel; W[n,k] has ceil(n / 16) of them
+       moe_panel_size(MOE_TYPE_Q8_BLOCK, k, &bytes);
+       moe_pack(t, MOE_TYPE_Q8_BLOCK, n, k, w, k, packed, 1);
+       // rows: m times moe_quantized_row_size(MOE_TYPE_Q8_BLOCK, k) bytes
+       moe_rows_quantize(t, MOE_TYPE_Q8_BLOCK, m, k, x, k, rows);
+       moe_matmul_quantized(t, MOE_TYPE_Q8_BLOCK, m, n, k, rows, packed, 1, y, n);
+   On normally distributed inputs the relative root-mean-square error of a product is 1.1 % (Q8),
+   0.8 % (Q8_BLOCK) and 9.1 % (Q4). The integer part of a product is exact, so tables differ only in
+   the final rounding steps. Kernels exist for AVX512-VNNI, AVX-VNNI, AVX2, NEON of 64-bit Arm (sdot
+   if the processor has it), WebAssembly and plain C.
+
+   Alignment and memory. No pointer needs more alignment than its type, and nothing outside the rows
+   is read or written. Nothing allocates. Stack: below 400 bytes in optimized plain C (plus libm's),
+   below 20 KiB for a product with AVX2, NEON or WebAssembly SIMD, most of it the panel of 256 x 16,
+   and below 36 KiB with AVX-512, which packs two panels, and for 16-bit weights, which are widened
+   on the stack. Products with other packed types use almost no stack.
+
+   Packed weights. A product whose right operand does not change reads it fastest in panels of 16
+   columns, in the order in which the tiles consume them: moe_pack makes the panels once, and
+   moe_matmul_packed multiplies with the bits of moe_matmul. While a tile is computed, the next
+   panel is prefetched; a left operand of up to 192 rows is processed in pieces that stay in the
+   second-level cache (assumed to have at least 512 KiB).
+
+   Pointers. k, a table of kernels, may be NULL everywhere: plain C. The description of a function
+   says which other pointers may be NULL. Every other pointer points to as many elements as the
+   function uses; it is not checked for NULL unless the description says so (MOE_ERR_ARGUMENT).
+
+   Threads. There is no mutable global state: any number of threads may call any function at the
+   same time as long as their outputs differ. A moe_rng belongs to one thread at a time. With
+   moe_parallel a caller provides threads to the calls of moe.h.
+
+   Names of kernels. moei_<type>_<operation or tile>_<instruction set>: moei_nt_avx2 is the float
+   product NT with a tile of 6 rows and 16 columns; "real" stands for the type of the build, "v4"
+   for vectors of four (NEON, WebAssembly).
+
+   Adding an instruction set. Write the kernels that gain from it, put them into another constant
+   table whose other entries are plain C, give it a MOE_KERNELS_ number and a name, and let
+   moe_kernels_select return it when moe_cpu_features reports the features it needs. Keep the order
+   of summation: let vectors run along the columns of C. tests/unit/kernels.c tests every table that
+   moe_kernels_select returns.
+
+   >>porting
+     Machine    8-bit bytes, two's complement, >> of a negative number rounds down, int8_t to
+                int64_t, IEEE float (or double) without excess precision. int may have 16 bits
+                (AVR), pointers and size_t 16 to 64; byte order and the signedness of char do not
+                matter.
+     Compiler   C99 without variable-length arrays, complex numbers and designated initializers, or
+                C++11. Vectors and inline assembly are used with gcc, clang and MSVC; any other
+                compiler gets plain C, as do all with MOE_NO_SIMD and MOE_NO_DSP. pcc compiles
+                !(a > b) as a <= b, so the statements about NaN do not hold there. x87 rounds sums
+                twice: results then agree within rounding.
+     Library    exp, log, log1p, sqrt, tanh, erfc (and fma where it is an instruction) in the type
+                of the build, or MOE_NO_LIBM; memcpy, memmove, memset and the rest of <string.h>.
+                Files and heap can be left out; threads, locale and time are not used, errno only by
+                files.
+     Bare metal See "freestanding builds"; MOE_NO_FLOAT on processors without floating point.
+                Constants stay in flash; there is no initialization at startup.
+     Linker     Files of different versions do not link (see moe_version): through a reference that
+                compilers keep, with MSVC through detect_mismatch.
+     Testing    CC="compiler -options" sh tests/run kernels golden robust    runs the core tests;
+                sh tests/port/portability.sh has one row per compiler and machine (also emulated);
+                sh tests/port/devices.sh has boards without an operating system.
+     Vectors    See "adding an instruction set" above; moe_cpu_features queries the processor.
+
+   Leaving stages out. Small builds may keep only what their models use: each macro below is a mask
+   with bit i for value i of an enumeration; by default all bits are set.
+     MOE_KEEP_ACTS     MOE_ACT_       MOE_KEEP_SCORES   MOE_SCORE_     MOE_KEEP_GATES    MOE_GATE_
+     MOE_KEEP_SELECTS  MOE_SELECT_    MOE_KEEP_WEIGHTS  MOE_WEIGHT_    MOE_KEEP_INPUTS   MOE_INPUT_
+     MOE_KEEP_REFINES  MOE_REFINE_    MOE_KEEP_MODULES  MOE_MODULE_    MOE_KEEP_EXTRAS   MOE_EXTRA_
+   Only the implementation reads them. A call that needs a stage that was left out fails with
+   MOE_ERR_UNSUPPORTED, and moe_router_check names the stage; moe_activate and moe_gated copy their
+   input when the activation was left out. Headers written by moe_export_c set the masks for float
+   models, and MOE_NO_MESSAGES with them.
+
+   Freestanding builds (__STDC_HOSTED__ == 0, as with -ffreestanding) include only <stddef.h>,
+   <stdint.h>, <float.h> and <stdarg.h> if MOE_NO_TRAIN is defined. They need memcpy, memmove and
+   memset, which compilers require of every program, and the compiler's runtime library. On x86
+   gcc's <immintrin.h> also needs <stdlib.h>: define MOE_NO_SIMD where there is none. The largest
+   errors of the libm fallback (MOE_NO_LIBM), in units in the last place of float (checked by
+   tests/unit/small.c): exp 1.5, log 1.5, log1p 2, tanh 3, erfc 8, sqrt 0.5, pow 1 (for bases >= 0).
+   Subnormal results are rounded once more. */
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* ==== >>declarations ==== */
 
 /* The number type of the whole build: float, or double when MOE_REAL says so. */
 typedef MOE_REAL moe_real;
@@ -307,10 +335,12 @@ typedef MOE_REAL moe_real;
 /* Version of the compiled implementation, "major.minor.patch"; a constant string. Thread-safe. */
 MOE_API const char *moe_version(void);
 
-/* Files that were compiled with headers of different versions, or with another MOE_REAL, do not link: the file with the implementation defines a
-   constant whose name says what its headers are, all others refer to the one of theirs. "undefined reference to moe_headers_are_of_version_0_1_0"
-   means that the implementation is of another version, or that there is none. MOE_NO_MATCH leaves the reference out. It takes no memory where
-   the linker removes what is not used. */
+/* Files compiled with headers of different versions, or with different MOE_REAL, do not link: the
+   file with the implementation defines a constant whose name contains version and type, and all
+   other files refer to the constant of their own headers. "undefined reference to
+   moe_headers_are_of_version_0_2_0" means that the implementation has another version or that no
+   file has it. MOE_NO_MATCH removes the reference. It takes no memory if the linker removes unused
+   data. */
 #if !defined(MOE_STATIC)
 #if defined(__AVR__) && defined(MOE_NO_PROGMEM)
 #define MOEI_MATCH_PROGMEM _no_progmem
@@ -322,10 +352,13 @@ MOE_API const char *moe_version(void);
 #else
 #define MOEI_MATCH_REAL
 #endif
-#define MOEI_MATCH_VERSION MOEI_JOIN(MOEI_JOIN(MOE_VERSION_MAJOR, MOEI_JOIN(_, MOE_VERSION_MINOR)), MOEI_JOIN(_, MOE_VERSION_PATCH))
-#define MOEI_MATCH MOEI_JOIN(moe_headers_are_of_version_, MOEI_JOIN(MOEI_MATCH_VERSION, MOEI_JOIN(MOEI_MATCH_PROGMEM, MOEI_MATCH_REAL)))
+#define MOEI_MATCH_VERSION \
+    MOEI_JOIN(MOEI_JOIN(MOE_VERSION_MAJOR, MOEI_JOIN(_, MOE_VERSION_MINOR)), MOEI_JOIN(_, MOE_VERSION_PATCH))
+#define MOEI_MATCH \
+    MOEI_JOIN(moe_headers_are_of_version_, \
+              MOEI_JOIN(MOEI_MATCH_VERSION, MOEI_JOIN(MOEI_MATCH_PROGMEM, MOEI_MATCH_REAL)))
 extern const unsigned char MOEI_MATCH;
-#if !defined(MOE_NO_MATCH) && defined(_MSC_VER) /* here the linker compares */
+#if !defined(MOE_NO_MATCH) && defined(_MSC_VER) /* the linker compares the values */
 #if MOE_REAL_IS_DOUBLE
 #pragma detect_mismatch("moe_headers_are_of_version", MOE_VERSION "_f64")
 #else
@@ -346,31 +379,30 @@ static const unsigned char *const moei_match MOEI_MATCH_KEPT = &MOEI_MATCH;
 #endif
 #endif
 
-/* ---- status codes ---------------------------------------------------------------------------------------------- */
+/* ---- status codes ---------------------------------------------------------------------------- */
 
 /* Every call that can fail returns one of these; 0 is success, the rest are negative. */
 typedef int moe_status;
 
-/* One list makes the codes and their texts. */
-#define MOE_STATUS_LIST(X)                                                                                             \
-    X(MOE_OK, 0, "success")                                                                                            \
-    X(MOE_ERR_MEMORY, -1, "out of memory: the allocator returned NULL")                                                \
-    X(MOE_ERR_ARGUMENT, -2, "an argument is missing or out of range")                                                  \
-    X(MOE_ERR_CONFIG, -3, "the configuration is not valid")                                                            \
-    X(MOE_ERR_SHAPE, -4, "shapes do not fit together")                                                                 \
-    X(MOE_ERR_SPACE, -5, "the memory that the caller gave is too small")                                               \
-    X(MOE_ERR_OVERFLOW, -6, "a size does not fit this machine's size_t")                                               \
-    X(MOE_ERR_NONFINITE, -7, "a number is infinite or not a number")                                                   \
-    X(MOE_ERR_IO, -8, "reading or writing failed")                                                                     \
-    X(MOE_ERR_FORMAT, -9, "the file is malformed")                                                                     \
-    X(MOE_ERR_UNSUPPORTED, -10, "not supported by this version or on this machine")                                    \
-    X(MOE_ERR_NOT_FOUND, -11, "there is nothing of that name")                                                         \
-    X(MOE_ERR_STATE, -12, "the call does not fit the object's state")                                                  \
-    X(MOE_ERR_STOPPED, -13, "a callback asked to stop")                                                                \
-    X(MOE_ERR_PEER, -14, "another of the processes that share the work failed")                                        \
+/* The codes, their values and their texts. */
+#define MOE_STATUS_LIST(X) \
+    X(MOE_OK, 0, "success") \
+    X(MOE_ERR_MEMORY, -1, "out of memory: the allocator returned NULL") \
+    X(MOE_ERR_ARGUMENT, -2, "an argument is missing or out of range") \
+    X(MOE_ERR_CONFIG, -3, "the configuration is not valid") \
+    X(MOE_ERR_SHAPE, -4, "the shapes do not match") \
+    X(MOE_ERR_SPACE, -5, "the memory provided by the caller is too small") \
+    X(MOE_ERR_OVERFLOW, -6, "a size exceeds size_t of this machine") \
+    X(MOE_ERR_NONFINITE, -7, "a number is infinite or NaN") \
+    X(MOE_ERR_IO, -8, "reading or writing failed") \
+    X(MOE_ERR_FORMAT, -9, "the file is malformed") \
+    X(MOE_ERR_UNSUPPORTED, -10, "not supported by this version or on this machine") \
+    X(MOE_ERR_NOT_FOUND, -11, "no item has that name") \
+    X(MOE_ERR_STATE, -12, "the object is in the wrong state for this call") \
+    X(MOE_ERR_STOPPED, -13, "a callback asked to stop") \
+    X(MOE_ERR_PEER, -14, "another process of the group failed") \
     X(MOE_ERR_TRANSPORT, -15, "the transport between processes failed")
 
-/* The codes of the list as constants. */
 enum {
 #define MOEI_STATUS_CODE(name, value, text) name = value,
     MOE_STATUS_LIST(MOEI_STATUS_CODE)
@@ -378,20 +410,23 @@ enum {
         MOEI_STATUS_END = 1
 };
 
-/* One English sentence for a status; "unknown status" for a number that is none. Never NULL. Thread-safe. */
+/* One English sentence for a status; "unknown status" for an unknown number. Never NULL.
+   Thread-safe. */
 MOE_API const char *moe_status_text(moe_status status);
 
-/* Filled by calls that check a configuration or parse a file: the code and one line that names the field or byte and the
-   offending value. Optional everywhere: NULL is allowed. Untouched on success. The text is always terminated. */
+/* Filled in by calls that check a configuration or parse a file: the code and one line that names
+   the field or the byte offset and the offending value. Optional everywhere: NULL is allowed.
+   Unchanged on success. The text is always terminated; with MOE_NO_MESSAGES it is empty. */
 typedef struct moe_error {
     moe_status code;
     char message[228];
 } moe_error;
 
 #ifndef MOE_NO_FLOAT
-/* ---- the machine ------------------------------------------------------------------------------------------------ */
+/* ---- the machine ----------------------------------------------------------------------------- */
 
-/* Bits of moe_cpu_features. A bit is set only when the processor has the feature and the operating system saves its registers. */
+/* Bits of moe_cpu_features. A bit is set only when the processor has the feature and the operating
+   system saves its registers. */
 enum {
     MOE_CPU_AVX2 = 1,
     MOE_CPU_FMA = 2,
@@ -404,68 +439,104 @@ enum {
     MOE_CPU_F16C = 256
 };
 
-/* What this processor and operating system offer, as MOE_CPU_ bits; 0 where nothing is known. Asks the processor each time
-   (slow under virtual machines: keep the answer). Thread-safe. */
+/* The features of this processor and operating system, as MOE_CPU_ bits; 0 if unknown. Queries the
+   processor on every call (slow in virtual machines: keep the result). Thread-safe. */
 MOE_API unsigned moe_cpu_features(void);
 
-/* ---- threads ------------------------------------------------------------------------------------------------------ */
+/* ---- threads --------------------------------------------------------------------------------- */
 
-/* The caller's way to run tasks on several threads; the library has no threads of its own. {0} is one thread. */
+/* How the caller runs tasks on several threads; the library creates no threads of its own. {0}: one
+   thread. */
 typedef struct moe_parallel {
     void *ctx;
-    int threads; /* that many tasks, at most, are given to run at once; below 2: all is done by the calling thread */
-    int always;  /* 1: even where so little is to be done that starting tasks costs more than it gains [0] */
-    /* Calls task(work, i) once for every i from 0 to count - 1, in any order and on any threads, and returns when all are done. */
+    /* largest number of tasks that run at once; below 2: the calling thread does everything */
+    int threads;
+    /* 1: use threads even when starting tasks costs more than it gains [0] */
+    int always;
+    /* Calls task(work, i) once for every i from 0 to count - 1, in any order and on any threads,
+       and returns when all are done. */
     void (*run)(void *ctx, void (*task)(void *work, int index), void *work, int count);
 } moe_parallel;
 
-/* ---- kernel tables ---------------------------------------------------------------------------------------------- */
+/* ---- kernel tables --------------------------------------------------------------------------- */
 
-/* Instruction sets that a table can be written for. 0 takes the best one that is compiled in and that the machine has. */
-enum { MOE_KERNELS_AUTO = 0, MOE_KERNELS_C = 1, MOE_KERNELS_AVX2 = 2, MOE_KERNELS_AVX512 = 3, MOE_KERNELS_NEON = 4, MOE_KERNELS_WASM = 5, MOE_KERNELS_COUNT = 6 };
+/* Instruction sets that can have a table. 0 selects the best one that is compiled in and that the
+   machine supports. */
+enum {
+    MOE_KERNELS_AUTO = 0,
+    MOE_KERNELS_C = 1,
+    MOE_KERNELS_AVX2 = 2,
+    MOE_KERNELS_AVX512 = 3,
+    MOE_KERNELS_NEON = 4,
+    MOE_KERNELS_WASM = 5,
+    MOE_KERNELS_COUNT = 6
+};
 
-/* How weights are stored: as moe_real; in 16-bit floats; in int8 with a scale per output or per block of 32; in 4 bits with a scale
-   per block of 32. See packed weights below. moe_matmul takes MOE_TYPE_REAL only. */
-enum { MOE_TYPE_REAL = 0, MOE_TYPE_F16 = 1, MOE_TYPE_BF16 = 2, MOE_TYPE_Q8 = 3, MOE_TYPE_Q8_BLOCK = 4, MOE_TYPE_Q4 = 5, MOE_TYPE_COUNT = 6 };
+/* How weights are stored: as moe_real; as 16-bit floats; as int8 with a scale per output or per
+   block of 32; as 4-bit integers with a scale per block of 32. See "packed weights" below.
+   moe_matmul accepts MOE_TYPE_REAL only. */
+enum {
+    MOE_TYPE_REAL = 0,
+    MOE_TYPE_F16 = 1,
+    MOE_TYPE_BF16 = 2,
+    MOE_TYPE_Q8 = 3,
+    MOE_TYPE_Q8_BLOCK = 4,
+    MOE_TYPE_Q4 = 5,
+    MOE_TYPE_COUNT = 6
+};
 
-/* Orientations of a product, by how the operands lie in memory (row-major, rows lda, ldb, ldc elements apart):
+/* Orientations of a product, by how the operands lie in memory (row-major, rows lda, ldb, ldc
+   elements apart):
      NT  C[m,n] = A[m,k] . B[n,k]^T    forward:  y  = x W^T
      NN  C[m,n] = A[m,k] . B[k,n]      backward: dx = dy W
-     TN  C[m,n] = A[k,m]^T . B[k,n]    backward: dW = dy^T x  */
+     TN  C[m,n] = A[k,m]^T . B[k,n]    backward: dW = dy^T x */
 enum { MOE_MATMUL_NT = 0, MOE_MATMUL_NN = 1, MOE_MATMUL_TN = 2, MOE_MATMUL_COUNT = 3 };
 
-/* C (+)= product. m, n, k may be 0 (k = 0 gives 0). accumulate = 0 overwrites C, 1 adds to it. A stride is at least its row's
-   length. C overlaps neither operand. No alignment is needed; nothing outside the rows is read or written.
-   Every C[i,j] is summed over k in ascending order in blocks of 256, each block on its own and then added, so a row of C
-   does not depend on m: bitwise, for the same table. */
-typedef void moe_matmul_fn(size_t m, size_t n, size_t k, const moe_real *a, size_t lda, const void *b, size_t ldb, moe_real *c,
-                           size_t ldc, int accumulate);
+/* C (+)= product. m, n, k may be 0 (k = 0 gives 0). accumulate = 0 overwrites C, 1 adds to it. A
+   stride is at least the length of its row. C overlaps neither operand. No alignment is needed;
+   nothing outside the rows is read or written. Every C[i,j] is summed over k in ascending order in
+   blocks of 256; each block is summed on its own and then added, so for one table a row of C does
+   not depend on m, bitwise. */
+typedef void moe_matmul_fn(size_t m, size_t n, size_t k, const moe_real *a, size_t lda, const void *b, size_t ldb,
+                           moe_real *c, size_t ldc, int accumulate);
 
-/* C[m,n] (+)= A . W^T with the rows of W packed (moe_pack) in panels of 16, panel numbers from the start of one to the start of the next;
-   element (i,p) of A is a[i * ra + p * ca]. Summed as by moe_matmul: the same bits. */
-typedef void moe_panels_fn(size_t m, size_t n, size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b, size_t panel, moe_real *c,
-                           size_t ldc, int accumulate);
-/* C[m][16 panels] = the product of moe_matmul_quant for whole panels, which stand panel_stride bytes apart; rows stand row_size bytes
-   apart. inner > 0. All 16 columns of each panel are written. */
-typedef void moe_quant_fn(size_t m, size_t panels, size_t inner, const void *rows, size_t row_size, const void *packed,
-                          size_t panel_stride, moe_real *c, size_t ldc);
-/* moe_quantise_rows for a type that is quantised. */
-typedef void moe_quantise_fn(int type, size_t m, size_t inner, const moe_real *x, size_t ldx, void *rows);
-/* out[count][16] = the numbers of a piece [count][16] of a panel of MOE_TYPE_F16 or MOE_TYPE_BF16, exactly. packed needs no alignment. */
+/* C[m,n] (+)= A . W^T with the rows of W packed (moe_pack) in panels of 16; panel is the distance
+   in elements from one panel to the next; element (i,p) of A is a[i * ra + p * ca]. Same order of
+   summation and same bits as moe_matmul. */
+typedef void moe_panels_fn(size_t m, size_t n, size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b,
+                           size_t panel, moe_real *c, size_t ldc, int accumulate);
+/* C[m][16 panels] = the product of moe_matmul_quantized for whole panels, panel_stride bytes apart;
+   rows are row_size bytes apart. inner > 0. All 16 columns of each panel are written. */
+typedef void moe_quantized_fn(size_t m, size_t panels, size_t inner, const void *rows, size_t row_size,
+                              const void *packed, size_t panel_stride, moe_real *c, size_t ldc);
+/* moe_rows_quantize for a quantized type. */
+typedef void moe_quantize_fn(int type, size_t m, size_t inner, const moe_real *x, size_t ldx, void *rows);
+/* out[count][16] = the values of count steps [count][16] of a panel of MOE_TYPE_F16 or
+   MOE_TYPE_BF16, exactly. packed needs no alignment. */
 typedef void moe_widen_fn(int type, size_t count, const void *packed, moe_real *out);
 
 /* Activations. silu(x) = x sigmoid(x); gelu is the exact x Phi(x). */
-enum { MOE_ACT_RELU = 0, MOE_ACT_SILU = 1, MOE_ACT_GELU = 2, MOE_ACT_TANH = 3, MOE_ACT_SIGMOID = 4, MOE_ACT_IDENTITY = 5, MOE_ACT_COUNT = 6 };
+enum {
+    MOE_ACT_RELU = 0,
+    MOE_ACT_SILU = 1,
+    MOE_ACT_GELU = 2,
+    MOE_ACT_TANH = 3,
+    MOE_ACT_SIGMOID = 4,
+    MOE_ACT_IDENTITY = 5,
+    MOE_ACT_COUNT = 6
+};
 
-/* The numbers of one AdamW step number n; see moe_adamw. */
+/* The parameters of AdamW step n; see moe_adamw. */
 typedef struct moe_adamw_step {
     moe_real scale; /* of the gradient */
-    moe_real rate, beta1, beta2, epsilon, decay;
-    moe_real over1, over2; /* 1 / (1 - beta1^n), 1 / (1 - beta2^n): what the moments' start from 0 takes away */
+    moe_real lr, beta1, beta2, epsilon, weight_decay;
+    /* bias correction of the moments: 1 / (1 - beta1^n), 1 / (1 - beta2^n) */
+    moe_real correction1, correction2;
 } moe_adamw_step;
 
-/* One constant, complete table per instruction set; where no faster kernel exists it holds the plain C one. The functions
-   below say what each entry computes. Tables never change and are shared by all threads. */
+/* One constant, complete table per instruction set; an operation without a faster kernel has the
+   plain C one. The functions below define what each entry computes. Tables never change and are
+   shared by all threads. */
 typedef struct moe_kernels {
     const char *name; /* "c", "avx2", ... */
     int id;           /* MOE_KERNELS_C, ... */
@@ -473,191 +544,209 @@ typedef struct moe_kernels {
     moe_real (*dot)(size_t n, const moe_real *a, const moe_real *b);
     void (*axpy)(size_t n, moe_real alpha, const moe_real *x, moe_real *y);
     void (*activate)(int act, size_t n, const moe_real *x, moe_real *y);
-    void (*activate_backward)(int act, size_t n, const moe_real *x, const moe_real *dy, moe_real *dx); /* may be NULL with MOE_NO_TRAIN */
+    /* may be NULL with MOE_NO_TRAIN */
+    void (*activate_backward)(int act, size_t n, const moe_real *x, const moe_real *dy, moe_real *dx);
     void (*softmax)(size_t n, const moe_real *x, moe_real temperature, moe_real *y);
     size_t (*top_k)(size_t n, const moe_real *score, size_t k, int32_t *index);
     void (*multiply)(size_t n, const moe_real *a, const moe_real *b, moe_real *y);
-    void (*spread)(int squared, size_t count, const int32_t *rows, size_t n, const moe_real *x, size_t ldx, const moe_real *mean,
-                   moe_real *y);
+    void (*dispersion)(int squared, size_t count, const int32_t *rows, size_t n, const moe_real *x, size_t ldx,
+                       const moe_real *mean, moe_real *y);
     moe_real (*log_posterior)(size_t n, moe_real scale, const moe_real *shift, const moe_real *prior, moe_real *y);
     moe_real (*exp_sum)(size_t n, moe_real max, moe_real *y);
     moe_real (*entropy)(size_t n, const moe_real *p);
     moe_panels_fn *panels;
-    void (*gated)(int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times, size_t ldt, moe_real *y, size_t ldy);
-    void (*gated_backward)(int act, size_t n, const moe_real *x, const moe_real *times, const moe_real *dy, moe_real *dx,
-                           moe_real *d_times); /* may be NULL with MOE_NO_TRAIN */
-    void (*adamw)(const moe_adamw_step *step, size_t n, const moe_real *gradient, moe_real *m, moe_real *v, moe_real *w); /* the same */
-    moe_quant_fn *quant[MOE_TYPE_COUNT]; /* NULL for types that are not quantised; with MOE_NO_QUANT all are, and quantise */
-    moe_quantise_fn *quantise;
+    void (*gated)(int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times, size_t ldt,
+                  moe_real *y, size_t ldy);
+    void (*gated_backward)(int act, size_t n, const moe_real *x, const moe_real *times, const moe_real *dy,
+                           moe_real *dx, moe_real *d_times); /* may be NULL with MOE_NO_TRAIN */
+    /* may be NULL with MOE_NO_TRAIN */
+    void (*adamw)(const moe_adamw_step *step, size_t n, const moe_real *gradient, moe_real *m, moe_real *v,
+                  moe_real *w);
+    /* NULL for types that are not quantized; with MOE_NO_QUANT these and quantize are all NULL */
+    moe_quantized_fn *quantized[MOE_TYPE_COUNT];
+    moe_quantize_fn *quantize;
     moe_widen_fn *widen;
 } moe_kernels;
 
-/* The table for want (MOE_KERNELS_...), or NULL when it is not compiled in or the machine cannot run it. MOE_KERNELS_AUTO and
-   MOE_KERNELS_C never give NULL. Ask once and keep the answer (it asks the processor). Thread-safe. */
+/* The table for want (MOE_KERNELS_...), or NULL if it is not compiled in or the machine cannot run
+   it. MOE_KERNELS_AUTO and MOE_KERNELS_C never give NULL. Call it once and keep the result (it
+   queries the processor). Thread-safe. */
 MOE_API const moe_kernels *moe_kernels_select(int want);
 
-/* The short name of an instruction set ("auto", "c", "avx2", "avx512", "neon", "wasm"), or NULL for another number. */
+/* The short name of an instruction set ("auto", "c", "avx2", "avx512", "neon", "wasm"), or NULL for
+   an unknown number. */
 MOE_API const char *moe_kernels_name(int id);
 
-/* ---- numbers: k is a table, NULL means plain C; arrays are the caller's; n may be 0; thread-safe ------------------- */
+/* ---- operations: k is a table, NULL means plain C; n may be 0; thread-safe ------------------ */
 
 /* C (+)= A . B in orientation op with B stored as type; see moe_matmul_fn. */
-MOE_API void moe_matmul(const moe_kernels *k, int op, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda,
-                        const void *b, size_t ldb, moe_real *c, size_t ldc, int accumulate);
-/* C[m,n] = A . W^T, W [n,inner] packed with stride 1 as MOE_TYPE_REAL, F16 or BF16; arithmetic and order of summation are those of moe_matmul:
-   the same bits as with the unpacked weights of that precision. Other types: moe_matmul_quant; here they do nothing. */
-MOE_API void moe_matmul_packed(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda,
-                               const void *packed, moe_real *c, size_t ldc);
-/* sum_i a_i b_i; in the plain C table in ascending order in blocks of 256, elsewhere within rounding. */
+MOE_API void moe_matmul(const moe_kernels *k, int op, int type, size_t m, size_t n, size_t inner, const moe_real *a,
+                        size_t lda, const void *b, size_t ldb, moe_real *c, size_t ldc, int accumulate);
+/* C[m,n] = A . W^T, W [n,inner] packed with stride 1 as MOE_TYPE_REAL, F16 or BF16. Arithmetic and
+   order of summation are those of moe_matmul: the same bits as with unpacked weights of that
+   precision. Does nothing for other types: use moe_matmul_quantized. */
+MOE_API void moe_matmul_packed(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const moe_real *a,
+                               size_t lda, const void *packed, moe_real *c, size_t ldc);
+/* sum_i a_i b_i; in the plain C table in ascending order in blocks of 256, in other tables within
+   rounding. */
 MOE_API moe_real moe_dot(const moe_kernels *k, size_t n, const moe_real *a, const moe_real *b);
 /* y_i += alpha x_i. */
 MOE_API void moe_axpy(const moe_kernels *k, size_t n, moe_real alpha, const moe_real *x, moe_real *y);
-/* y_i = a_i b_i; y may be a or b. */
-MOE_API void moe_multiply(const moe_kernels *k, size_t n, const moe_real *a, const moe_real *b, moe_real *y);
-/* y_j = sum over i of |x_ij - mean_j| / count, or with squared = 1 of (x_ij - mean_j)^2 / count; row i of x[.,n] starts at
-   x + rows[i] * ldx, 0 <= i < count > 0. y may be mean. */
-MOE_API void moe_spread(const moe_kernels *k, int squared, size_t count, const int32_t *rows, size_t n, const moe_real *x, size_t ldx,
-                        const moe_real *mean, moe_real *y);
 /* y_i = act(x_i), act one of MOE_ACT_; y may be x. */
 MOE_API void moe_activate(const moe_kernels *k, int act, size_t n, const moe_real *x, moe_real *y);
 #ifndef MOE_NO_TRAIN
-/* dx_i = dy_i act'(x_i), x the activation's input; relu'(0) = 0, relu'(NaN) = 1, and relu chooses between 0 and dy_i; dx may be dy. */
-MOE_API void moe_activate_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *dy, moe_real *dx);
+/* dx_i = dy_i act'(x_i), x the input of the activation. relu'(0) = 0, relu'(NaN) = 1; relu selects
+   between 0 and dy_i (it does not multiply). dx may be dy. */
+MOE_API void moe_activate_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *dy,
+                                   moe_real *dx);
 #endif
-/* y_i = exp(x_i/T - m) / sum_j exp(x_j/T - m), m the maximum; T = temperature > 0; y may be x. -inf gives exactly 0;
-   all -inf gives all 0. */
+/* y_i = exp(x_i/T - m) / sum_j exp(x_j/T - m), m the maximum; T = temperature > 0; y may be x. -inf
+   gives exactly 0; all -inf gives all 0. */
 MOE_API void moe_softmax(const moe_kernels *k, size_t n, const moe_real *x, moe_real temperature, moe_real *y);
 #ifndef MOE_NO_TRAIN
-/* dx_i += y_i (dy_i - sum_j y_j dy_j) / T, y the softmax's output. Where one dy_j is not finite, no dx_i is. */
+/* dx_i += y_i (dy_i - sum_j y_j dy_j) / T, y the output of the softmax. If any dy_j is not finite,
+   no dx_i is. */
 MOE_API void moe_softmax_backward(size_t n, const moe_real *y, const moe_real *dy, moe_real temperature, moe_real *dx);
 #endif
-/* A softmax in steps, for what is not one array:
-   y_i = scale (y_i - shift_i) + ln prior_i, and -inf where prior_i is not above 0 (NaN is not). scale > 0; shift and prior [n], or NULL for 0 and 1.
-   Returns the largest y_i, -inf for none; a NaN is passed over, moe_exp_sum shows it. */
-MOE_API moe_real moe_log_posterior(const moe_kernels *k, size_t n, moe_real scale, const moe_real *shift, const moe_real *prior,
-                                   moe_real *y);
-/* y_i = exp(y_i - max), max at least every y_i and above -inf; returns their sum. -inf gives exactly 0; a NaN stays and shows in the sum; what lies below the smallest normal
-   number may be 0. */
-MOE_API moe_real moe_exp_sum(const moe_kernels *k, size_t n, moe_real max, moe_real *y);
-/* -sum_i p_i ln p_i over the p_i above 0; a NaN is not, +inf gives -inf. */
-MOE_API moe_real moe_entropy(const moe_kernels *k, size_t n, const moe_real *p);
-/* log sum_i exp(x_i), shifted by the maximum so that it cannot overflow; -inf for n = 0 and for -inf alone, NaN when one x_i is. */
+/* log sum_i exp(x_i), shifted by the maximum so that it cannot overflow; -inf if n = 0 or all x_i
+   are -inf, NaN if any x_i is. */
 MOE_API moe_real moe_log_sum_exp(size_t n, const moe_real *x);
 /* 1 / (1 + exp(-x)), without overflow for any x; 0 and 1 for the infinities. */
 MOE_API moe_real moe_sigmoid(moe_real x);
-/* log(1 + exp(x)), without overflow and exact to rounding for any x. */
-MOE_API moe_real moe_softplus(moe_real x);
-/* One row: y = (x - mean) * rstd * gain + bias, rstd = 1/sqrt(var + eps), population variance (Ba, Kiros, Hinton 2016, Layer
-   normalization). gain, bias [n] or NULL (1, 0). mean, rstd receive the statistics for the backward pass; may be NULL. y may be x.
-   Where the squares overflow (|x| above 1e19, 1e154 in the double build) rstd is 0 and y is bias. NaN or infinity in x makes all of y NaN. */
-MOE_API void moe_layer_norm(size_t n, const moe_real *x, const moe_real *gain, const moe_real *bias, moe_real eps, moe_real *y,
-                            moe_real *mean, moe_real *rstd);
+/* One row: y = (x - mean) * rstd * gain + bias, rstd = 1/sqrt(var + eps), population variance (Ba,
+   Kiros, Hinton 2016, Layer normalization). gain, bias [n] or NULL (1, 0). mean, rstd receive the
+   statistics for the backward pass; may be NULL. y may be x. Where the squares overflow (|x| above
+   1e19, 1e154 in the double build) rstd is 0 and y is bias. NaN or infinity in x makes all of y
+   NaN. */
+MOE_API void moe_layer_norm(size_t n, const moe_real *x, const moe_real *gain, const moe_real *bias, moe_real eps,
+                            moe_real *y, moe_real *mean, moe_real *rstd);
 #ifndef MOE_NO_TRAIN
-/* One row: dx += ..., dgain += dy * xhat, dbias += dy; gain, dgain, dbias may be NULL; dx may be NULL; dx must not be dy. */
-MOE_API void moe_layer_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real mean, moe_real rstd, const moe_real *dy,
-                                     moe_real *dx, moe_real *dgain, moe_real *dbias);
+/* One row: dx += ..., dgain += dy * xhat, dbias += dy; gain, dgain, dbias may be NULL; dx may be
+   NULL; dx must not be dy. */
+MOE_API void moe_layer_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real mean, moe_real rstd,
+                                     const moe_real *dy, moe_real *dx, moe_real *dgain, moe_real *dbias);
 #endif
-/* One row: y = x * rrms * gain, rrms = 1/sqrt(mean x^2 + eps) (Zhang, Sennrich 2019, Root mean square layer normalization). Where the squares
-   overflow, as above, rrms and y are 0; so they are beside an infinity, whose own y is NaN. NaN in x makes all of y NaN. */
+/* One row: y = x * rrms * gain, rrms = 1/sqrt(mean x^2 + eps) (Zhang, Sennrich 2019, Root mean
+   square layer normalization). If the squares overflow (see moe_layer_norm), or if an x is
+   infinite, rrms and y are 0, except that the y of an infinite x is NaN. A NaN in x makes all of y
+   NaN. */
 MOE_API void moe_rms_norm(size_t n, const moe_real *x, const moe_real *gain, moe_real eps, moe_real *y, moe_real *rrms);
 #ifndef MOE_NO_TRAIN
 /* One row: dx += ..., dgain += dy * x * rrms; gain, dgain, dx may be NULL. */
-MOE_API void moe_rms_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real rrms, const moe_real *dy, moe_real *dx,
-                                   moe_real *dgain);
+MOE_API void moe_rms_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real rrms, const moe_real *dy,
+                                   moe_real *dx, moe_real *dgain);
 #endif
-/* m rows: y = act(x) * times, elementwise, or act(x) where times is NULL; rows ldx, ldt, ldy apart. y may be x or times. */
-MOE_API void moe_gated(const moe_kernels *k, int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times, size_t ldt,
-                       moe_real *y, size_t ldy);
+/* m rows: y = act(x) * times, elementwise, or act(x) where times is NULL; rows ldx, ldt, ldy apart.
+   y may be x or times. */
+MOE_API void moe_gated(const moe_kernels *k, int act, size_t m, size_t n, const moe_real *x, size_t ldx,
+                       const moe_real *times, size_t ldt, moe_real *y, size_t ldy);
 #ifndef MOE_NO_TRAIN
-/* The way back of one row of moe_gated: dx = dy times act'(x), d_times = dy act(x). dx and d_times may be dy, but not each other. */
-MOE_API void moe_gated_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *times, const moe_real *dy,
-                                moe_real *dx, moe_real *d_times);
-/* One step of AdamW (Loshchilov, Hutter 2019, Decoupled weight decay regularization) on n weights w and their moments m, v, which start at 0:
-       g = scale gradient_i                       m_i = beta1 m_i + (1 - beta1) g            v_i = beta2 v_i + (1 - beta2) g^2
-       w_i -= rate (m_i over1 / (sqrt(v_i over2) + epsilon) + decay w_i)
-   A weight's bits depend neither on n nor on its place. |g| beyond 1e19 (1e154 in the double build) makes v infinite, and the weight stays where it
-   is but for its decay; the trainer refuses such gradients before. */
-MOE_API void moe_adamw(const moe_kernels *k, const moe_adamw_step *step, size_t n, const moe_real *gradient, moe_real *m, moe_real *v, moe_real *w);
+/* The backward pass of one row of moe_gated: dx = dy times act'(x), d_times = dy act(x). dx and
+   d_times may be dy, but not each other. */
+MOE_API void moe_gated_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *times,
+                                const moe_real *dy, moe_real *dx, moe_real *d_times);
+/* One step of AdamW (Loshchilov, Hutter 2019, Decoupled weight decay regularization) on n weights w
+   and their moments m, v, which start at 0:
+       g = scale gradient_i
+       m_i = beta1 m_i + (1 - beta1) g
+       v_i = beta2 v_i + (1 - beta2) g^2
+       w_i -= lr (m_i correction1 / (sqrt(v_i correction2) + epsilon) + weight_decay w_i)
+   The bits of a weight depend neither on n nor on its index. |g| above 1e19 (1e154 in the double
+   build) makes v infinite, and the weight then changes by its decay only; the trainer refuses such
+   gradients beforehand. */
+MOE_API void moe_adamw(const moe_kernels *k, const moe_adamw_step *step, size_t n, const moe_real *gradient,
+                       moe_real *m, moe_real *v, moe_real *w);
 #endif
-/* The k largest of score[n] in descending order into index[k]; of equal scores the lower index comes first. -inf and NaN are
-   never taken. Returns how many were written, at most min(k, n). */
+/* The indices of the k largest of score[n], in descending order of score; of equal scores the lower
+   index comes first. -inf and NaN are never selected. Returns the number of indices written, at
+   most min(k, n). */
 MOE_API size_t moe_top_k(size_t n, const moe_real *score, size_t k, int32_t *index);
-/* 1 when x is neither infinite nor NaN; looks at the bits, so it holds under -ffast-math too. */
+/* 1 if x is neither infinite nor NaN. Tests the bits, so it also works under -ffast-math. */
 MOE_API int moe_is_finite(moe_real x);
 
-/* ---- packed weights ----------------------------------------------------------------------------------------------- */
+/* ---- packed weights -------------------------------------------------------------------------- */
 
-/* The weights W[n,k] of a linear map y = x W^T, re-ordered once so that a kernel reads them in one stream: in panels of 16 outputs
-   (rows of W), the last one filled up with zeros. Consecutive panels stand stride panels apart (1: next to each other), so that two
-   matrices can alternate in one buffer. A panel of
-     MOE_TYPE_REAL             is [k][16] numbers
-     MOE_TYPE_F16, _BF16       is [k][16] floats of 16 bits (IEEE binary16, or the upper half of binary32)
-     MOE_TYPE_Q8               is [k/4][16][4] bytes w + 128, then one float scale for each of the 16 outputs
-     MOE_TYPE_Q8_BLOCK         is the same bytes, then [k/32][16] scales in binary16: one per block of 32 along k
-     MOE_TYPE_Q4               is [k/32][4][16][4] bytes, then scales as in Q8_BLOCK; the byte [b][g][j][t] holds element 32 b + 4 g + t of
-                               output j in its low four bits and the one 16 further on in its high ones, each as w + 8
-   where in the last three k is rounded up to 32 with zero weights, a weight is w * scale, |w| <= 127 or -8 <= w <= 7, and the size
-   is a multiple of 64 bytes. Numbers of more than a byte have the machine's byte order. Without MOE_NO_QUANT all types work in every build;
-   with it the last three give MOE_ERR_UNSUPPORTED. Nothing here needs more alignment than a byte, but panels of MOE_TYPE_REAL; panels run
-   fastest from multiples of 64. */
+/* The weights W[n,k] of a linear map y = x W^T, re-ordered once so that a kernel reads them in one
+   stream: in panels of 16 outputs (rows of W), the last one padded with zeros. Consecutive panels
+   are stride panels apart (1: contiguous), so that two matrices can alternate in one buffer.
+   Contents of a panel:
+     MOE_TYPE_REAL             [k][16] moe_real
+     MOE_TYPE_F16, _BF16       [k][16] 16-bit floats (IEEE binary16, or the upper half of binary32)
+     MOE_TYPE_Q8               [k/4][16][4] bytes w + 128, then one float scale for each of the 16
+                               outputs
+     MOE_TYPE_Q8_BLOCK         the same bytes, then [k/32][16] scales in binary16: one per block of
+                               32 along k
+     MOE_TYPE_Q4               [k/32][4][16][4] bytes, then scales as in Q8_BLOCK; byte [b][g][j][t]
+                               holds element 32 b + 4 g + t of output j in its low four bits and
+                               element 32 b + 4 g + t + 16 in its high four bits, each as w + 8
+   In the last three types k is rounded up to 32 with zero weights, a weight is w * scale with |w|
+   <= 127 or -8 <= w <= 7, and the size is a multiple of 64 bytes. Elements wider than a byte have
+   the machine's byte order. Without MOE_NO_QUANT all types work in every build; with it the last
+   three give MOE_ERR_UNSUPPORTED. Only panels of MOE_TYPE_REAL need alignment (that of moe_real);
+   panels are fastest when aligned to 64 bytes. */
 
-/* *bytes = the size of one panel. inner is k, and may be 0. MOE_ERR_ARGUMENT for a type that is none or bytes = NULL, MOE_ERR_OVERFLOW.
-   Thread-safe. */
+/* *bytes = the size of one panel. inner is k, and may be 0. MOE_ERR_ARGUMENT: unknown type, or
+   bytes is NULL; MOE_ERR_OVERFLOW. Thread-safe. */
 MOE_API moe_status moe_panel_size(int type, size_t inner, size_t *bytes);
-/* Packs w [n,inner], rows ldw apart, into ceil(n/16) panels. 16-bit floats are rounded to nearest even; NaN stays NaN, what is too large
-   becomes infinite. The other types quantise, by the usual rules but with the scale as it is stored, so that a number is the best one for
-   that scale; other programs, which divide by the scale before its rounding, may differ by one unit:
-     Q8, Q8_BLOCK   scale = max |x| / 127 of a row or block,              w = x / scale, rounded to nearest, ties away from 0
-     Q4             scale = x of the largest |x| (the first) / -8,         w = floor(x / scale + 8.5) - 8, at most 7
-   A scale that underflows makes its weights 0. MOE_ERR_NONFINITE: a weight to be quantised is not finite; MOE_ERR_OVERFLOW: a scale is
-   too large for its type (|x| above 8.3e6, in Q4 above 524000), or a size; MOE_ERR_ARGUMENT: no such type, stride = 0. Then packed is
-   untouched. k is a table or NULL. Thread-safe. */
-MOE_API moe_status moe_pack(const moe_kernels *k, int type, size_t n, size_t inner, const moe_real *w, size_t ldw, void *packed,
-                            size_t stride);
-/* w [n,inner] = the weights that packed stands for, in the type of the build. Errors as of moe_pack. Thread-safe. */
-MOE_API moe_status moe_unpack(int type, size_t n, size_t inner, const void *packed, size_t stride, moe_real *w, size_t ldw);
+/* Packs w [n,inner], rows ldw apart, into ceil(n/16) panels. 16-bit floats are rounded to nearest
+   even; NaN stays NaN; values out of range become infinite. The other types are quantized by the
+   usual rules, but with the scale as it is stored, so that each code is the best one for that
+   scale; programs that divide by the scale before rounding it may differ by one unit:
+     Q8, Q8_BLOCK   scale = max |x| / 127 of a row or block
+                    w = x / scale, rounded to nearest, ties away from 0
+     Q4             scale = x of the largest |x| (the first) / -8
+                    w = floor(x / scale + 8.5) - 8, at most 7
+   A scale that underflows makes its weights 0. MOE_ERR_NONFINITE: a weight to be quantized is not
+   finite; MOE_ERR_OVERFLOW: a scale is too large for its type (|x| above 8.3e6, in Q4 above
+   524000), or a size overflows; MOE_ERR_ARGUMENT: unknown type, or stride = 0. On error packed is
+   unchanged. k is a table or NULL. Thread-safe. */
+MOE_API moe_status moe_pack(const moe_kernels *k, int type, size_t n, size_t inner, const moe_real *w, size_t ldw,
+                            void *packed, size_t stride);
+/* w [n,inner] = the weights in packed, converted to the type of the build. Errors as moe_pack.
+   Thread-safe. */
+MOE_API moe_status moe_unpack(int type, size_t n, size_t inner, const void *packed, size_t stride, moe_real *w,
+                              size_t ldw);
 
 #ifndef MOE_NO_QUANT
-/* To and from the common layouts of quantised rows, bit for bit both ways and the same bytes on every machine. n rows of inner/32 blocks,
-   one after the other:
-     Q8_0   2 bytes scale (binary16, the low byte first), 32 signed bytes                          <-> MOE_TYPE_Q8_BLOCK
-     Q4_0   2 bytes scale, 16 bytes: byte t holds w + 8 of element t (low bits) and of 16 + t      <-> MOE_TYPE_Q4
-   MOE_ERR_SHAPE unless inner is a multiple of 32; MOE_ERR_ARGUMENT: stride = 0; MOE_ERR_OVERFLOW. Thread-safe. */
-MOE_API moe_status moe_pack_q8_0(size_t n, size_t inner, const void *blocks, void *packed, size_t stride);
-MOE_API moe_status moe_unpack_q8_0(size_t n, size_t inner, const void *packed, size_t stride, void *blocks);
-MOE_API moe_status moe_pack_q4_0(size_t n, size_t inner, const void *blocks, void *packed, size_t stride);
-MOE_API moe_status moe_unpack_q4_0(size_t n, size_t inner, const void *packed, size_t stride, void *blocks);
-
-/* Bytes of one row of activations quantised for weights of type: int8 [inner rounded up to 32, zeros behind inner], then the scales
-   (moe_real, one, or for types with blocks one per block of 32), then for each scale (Q8: for each 65536 of inner) the int32 that the
-   sum of a product starts from, which takes the weights' offset off again: -128 times (Q4: -8 times) the sum of the int8. An odd number
-   of cache lines of 64 bytes, so that neighbouring rows do not fall on each other in the cache. 0 for a type that is not quantised, or
-   when the size does not fit. Thread-safe. */
-MOE_API size_t moe_quant_row_size(int type, size_t inner);
-/* rows [m], each moe_quant_row_size(type, inner) bytes, of any alignment (64 runs fastest) = x [m,inner], rows ldx apart, quantised:
+/* Bytes of one row of activations quantized for weights of type: int8 [inner rounded up to 32,
+   padded with zeros], then the scales (moe_real; one, or one per block of 32 for types with
+   blocks), then for each scale (Q8: for each 65536 of inner) an int32, the initial value of the
+   sum, which cancels the offset of the weights: -128 times (Q4: -8 times) the sum of the int8
+   values. The size is an odd number of cache lines of 64 bytes, so that neighboring rows do not map
+   to the same cache sets. 0 for a type that is not quantized, or if the size overflows.
+   Thread-safe. */
+MOE_API size_t moe_quantized_row_size(int type, size_t inner);
+/* Quantizes x [m,inner], rows ldx apart, into rows [m] of moe_quantized_row_size(type, inner) bytes
+   each, of any alignment (64 is fastest):
      scale = max |x| / 127,   q = x * (127 / max |x|), rounded to nearest even
-   over the row or each block of 32. A group of which the largest is below 64 times the smallest normal number counts as zeros. A number
-   that is not finite makes the scale of its group NaN, and with it the row of the product. All tables give the same bits. Does nothing
-   for a type that is not quantised. Thread-safe. */
-MOE_API void moe_quantise_rows(const moe_kernels *k, int type, size_t m, size_t inner, const moe_real *x, size_t ldx, void *rows);
-/* C[m,n] = x W^T for m rows of moe_quantise_rows and W packed as type; C is overwritten, columns from n on are not touched.
+   over the row or each block of 32. A group whose largest |x| is below 64 times the smallest normal
+   number becomes all zeros. A non-finite value makes the scale of its group NaN, and with it the
+   row of the product. All tables give the same bits. Does nothing for a type that is not quantized.
+   Thread-safe. */
+MOE_API void moe_rows_quantize(const moe_kernels *k, int type, size_t m, size_t inner, const moe_real *x, size_t ldx,
+                               void *rows);
+/* C[m,n] = x W^T for m rows of moe_rows_quantize and W packed as type; C is overwritten; columns
+   from n on are not written.
      c_ij = sum over groups g of (sum over p in g of q_ip w_jp) * (scale_jg * scale_ig)
-   The inner sums are exact integers (Q8: of pieces of 65536); the outer one is in the type of the build in ascending order from 0, each
-   product fused into its addition where the table's instruction set can, so tables agree within rounding. For one table the bits of a row
-   depend neither on m nor on the other rows. inner = 0 gives 0. Does nothing for a type that is not quantised. Thread-safe. */
-MOE_API void moe_matmul_quant(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const void *rows, const void *packed,
-                              size_t stride, moe_real *c, size_t ldc);
+   The inner sums are exact integers (Q8: in pieces of 65536). The outer sum is in the type of the
+   build, in ascending order from 0, each product fused with its addition if the table's instruction
+   set can, so tables agree within rounding. For one table the bits of a row depend neither on m nor
+   on the other rows. inner = 0 gives 0. Does nothing for a type that is not quantized.
+   Thread-safe. */
+MOE_API void moe_matmul_quantized(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const void *rows,
+                                  const void *packed, size_t stride, moe_real *c, size_t ldc);
 #endif
 
-/* ---- random numbers --------------------------------------------------------------------------------------------- */
+/* ---- random numbers -------------------------------------------------------------------------- */
 
-/* splitmix64 (Steele, Lea, Flood 2014, Fast splittable pseudorandom number generators): 64 bits of explicit state, period 2^64, the same stream
-   on every machine. Saving the struct saves the stream. One generator belongs to one thread at a time. {0} is a valid seed. */
+/* splitmix64 (Steele, Lea, Flood 2014, Fast splittable pseudorandom number generators): 64 bits of
+   explicit state, period 2^64, the same stream on every machine. Saving the struct saves the
+   stream. One generator belongs to one thread at a time. {0} is a valid seed. */
 typedef struct moe_rng {
     uint64_t state;
 } moe_rng;
 
-/* Starts a stream; every seed is good. */
+/* Starts a stream; every seed is valid. */
 MOE_API void moe_rng_seed(moe_rng *rng, uint64_t seed);
 /* 64 random bits. */
 MOE_API uint64_t moe_rng_next(moe_rng *rng);
@@ -665,21 +754,26 @@ MOE_API uint64_t moe_rng_next(moe_rng *rng);
 MOE_API uint64_t moe_rng_below(moe_rng *rng, uint64_t n);
 /* Uniform in [0, 1) on a grid of 2^-24 (float) or 2^-53 (double); one draw of the stream. */
 MOE_API moe_real moe_rng_uniform(moe_rng *rng);
-/* Standard normal, by Teichroew's polynomial on a sum of twelve uniforms (Abramowitz and Stegun 1964, 26.8.6) in fixed-point
-   arithmetic: no libm, the same bits on every machine; |x| < 8.7. Six draws of the stream. */
+/* Standard normal, by Teichroew's polynomial on a sum of twelve uniforms (Abramowitz and Stegun
+   1964, 26.8.6) in fixed-point arithmetic: no libm, the same bits on every machine; |x| < 8.7. Six
+   draws of the stream. */
 MOE_API moe_real moe_rng_normal(moe_rng *rng);
 #endif /* MOE_NO_FLOAT */
 
-/* ---- integers: what a model with int8 or int4 weights needs on a machine without floating point -------------------- */
+/* ---- integer models without floating point --------------------------------------------------- */
 
-/* Everything here is exact: the same numbers on every machine. >> on a negative number rounds down (an arithmetic shift, as every compiler
-   makes it), clamp(v) holds v between a shape's low and high, round = 1 << (shift - 1), or 0 for shift = 0.
-     vector   int16_t[width rounded up to 4], aligned to 4 bytes, zeros behind its width; number = level * scale, the scale is the caller's
-     narrow   levels within +-127: what a product reads;  wide: within +-32767
-   Constants are bytes, little-endian on every machine, aligned to 4 bytes and declared with MOE_FLASH behind the name:
+/* Everything here is exact: the same results on every machine. >> on a negative number rounds down
+   (an arithmetic shift, as in every supported compiler), clamp(v) limits v to a shape's low and
+   high, round = 1 << (shift - 1), or 0 for shift = 0.
+     vector   int16_t[width rounded up to 4], aligned to 4 bytes, zeros behind its width;
+              value = code * scale; the caller keeps the scale
+     narrow   codes within +-127: the input of a product;  wide: within +-32767
+   Constants are bytes, little-endian on every machine, aligned to 4 bytes and declared with
+   MOE_FLASH behind the name:
        static const unsigned char weights[140] MOE_FLASH = {...};
-   which keeps them in program memory on AVR (in its first 64 KiB). Vectors and constants that are not aligned fault on some Arm processors.
-   All calls are thread-safe: they write only what they are given, and take below 250 bytes of stack. */
+   which keeps them in program memory on AVR (in its first 64 KiB). Unaligned vectors and constants
+   fault on some Arm processors. All calls are thread-safe: they write only to their arguments, and
+   use less than 250 bytes of stack. */
 #if defined(__AVR__) && !defined(MOE_NO_PROGMEM)
 #define MOE_FLASH __attribute__((__progmem__, __aligned__(4)))
 #elif defined(__GNUC__) || defined(__clang__) || defined(__TINYC__)
@@ -688,64 +782,13 @@ MOE_API moe_real moe_rng_normal(moe_rng *rng);
 #define MOE_FLASH
 #endif
 
-/* Of a result: its width n; of a product also the inputs k, both at most 65532; shift at most 30. */
-typedef struct moe_int_shape {
+/* The shape of a result: its width n; for a product also the number of inputs k. n and k are at
+   most 65532, shift at most 30. */
+typedef struct moei_int_shape {
     uint16_t n, k;
     int16_t low, high;
     uint8_t shift;
-} moe_int_shape;
-
-/* The constants of a product, for each pair of outputs a = 2 i, b = 2 i + 1 (a missing b is all zero), k4 = k rounded up to 4:
-     int32 bias_a, int32 bias_b, int16 factor_a, int16 factor_b, then
-     int8   k4 times: byte w_a + 128, byte w_b (two's complement);     |w| <= 127
-     int4   for each block of 32 inputs, the last one shorter: uint16 block_a, uint16 block_b, then for each 4 inputs the 4 bytes
-            a0 | b0 << 4,  a2 | b2 << 4,  a1 | b1 << 4,  a3 | b3 << 4, each as w + 8;     -8 <= w <= 7
-   Two outputs in a word of bytes because Arm's DSP instructions multiply halfwords: read as such the word is 256 w_b + (w_a + 128) of two
-   inputs, and one instruction takes its even bytes out. Below, block_jp is the block scale of output j at input p, and 1 for int8. */
-
-/* Bytes of a product's constants, a multiple of 4. 0: n or k is beyond 65532, or the size does not fit size_t. */
-MOE_API size_t moe_int8_size(size_t n, size_t k);
-MOE_API size_t moe_int4_size(size_t n, size_t k);
-#ifndef MOE_NO_TRAIN
-/* Packs levels [n,k], rows ld apart, bias [n], factor [n] within 0..32767 and (int4) block [n][ceil(k/32)] into out [moe_int8_size or
-   moe_int4_size bytes]. bias NULL: 0. MOE_ERR_ARGUMENT: a level or factor out of range, a pointer missing, ld < k. MOE_ERR_OVERFLOW: no such
-   size, or |bias_j| + 127 sum_p |w_jp| block_jp reaches 2^30. Then out is untouched. */
-MOE_API moe_status moe_int8_pack(size_t n, size_t k, const signed char *levels, size_t ld, const int32_t *bias, const int16_t *factor,
-                                 unsigned char *out);
-MOE_API moe_status moe_int4_pack(size_t n, size_t k, const signed char *levels, size_t ld, const int32_t *bias, const int16_t *factor,
-                                 const uint16_t *block, unsigned char *out);
-#endif
-/* With sum_j = bias_j + sum_p w_jp block_jp x_p and t_j = (sum_j * factor_j) >> 16 (all bits of the product), x narrow [k]:
-     product       y_j = clamp((t_j + round) >> shift), zeros behind n
-     product_add   y_j += (t_j * weight) >> 16, 32767 being a weight of 1; y [n rounded up to 2], each |y_j| < 2^31 by the caller's care;
-                   low, high and shift are not looked at
-   y overlaps neither x nor data. n = 0 or k = 0 is allowed. */
-MOE_API void moe_int8_product(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y);
-MOE_API void moe_int8_product_add(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t weight, int32_t *y);
-MOE_API void moe_int4_product(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y);
-MOE_API void moe_int4_product_add(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t weight, int32_t *y);
-
-/* The rest goes along vectors of n, each with zeros behind n in y; y may be x, a or b. */
-
-/* y_j = clamp((sum_j + round) >> shift); |sum_j| < 2^30. y does not overlap sum. */
-MOE_API void moe_int_store(const moe_int_shape *shape, const int32_t *sum, int16_t *y);
-/* Straight lines between 65 points c_0..c_64 (int16, constants as above) over wide x: with u = x + 32768, i = u >> 10, f = u & 1023
-   y = clamp((c_i + (((c_{i+1} - c_i) * f) >> 10) + round) >> shift). */
-MOE_API void moe_int_curve(const moe_int_shape *shape, const unsigned char *points, const int16_t *x, int16_t *y);
-/* y = clamp((a * b + round) >> shift), a and b wide. */
-MOE_API void moe_int_multiply(const moe_int_shape *shape, const int16_t *a, const int16_t *b, int16_t *y);
-/* y = clamp((a * factor + b * factor2 + round) >> shift), a and b wide, factors within 0..16383; b may be NULL: 0, then factor goes to 32767. */
-MOE_API void moe_int_add(const moe_int_shape *shape, const int16_t *a, int16_t factor, const int16_t *b, int16_t factor2, int16_t *y);
-
-/* 2^(-d / 2^bits) in units of 1/32768, bits within 0..31: exactly 32768 for d = 0, never rising with d, off by less than a unit and by
-   less than 2^-12 of itself while it is above 4096. */
-MOE_API uint32_t moe_int_exp2(uint32_t d, int bits);
-/* The square root, rounded down. */
-MOE_API uint32_t moe_int_sqrt(uint32_t x);
-/* e_i = moe_int_exp2(max z - z_i, bits): the numerators of a softmax whose logits z count 2^bits to an octave. Returns their sum. n <= 65532. */
-MOE_API uint32_t moe_int_softmax(size_t n, const int16_t *z, int bits, uint16_t *e);
-/* The k largest of key[n] in descending order into index[k]; of equal keys the lower index comes first. n <= 32767. Returns min(k, n). */
-MOE_API size_t moe_int_top_k(size_t n, const int32_t *key, size_t k, int16_t *index);
+} moei_int_shape;
 
 #ifdef __cplusplus
 }
@@ -755,15 +798,17 @@ MOE_API size_t moe_int_top_k(size_t n, const int32_t *key, size_t k, int16_t *in
 #if defined(MOE_IMPLEMENTATION) && !defined(MOEI_KERNELS_IMPLEMENTED)
 #define MOEI_KERNELS_IMPLEMENTED
 
-/* ==== private tools of the implementation; moe_routers.h and moe.h use them too ====================================== */
+/* ==== >>code: private tools of the implementation; moe_routers.h and moe.h use them too ======= */
 
+#ifndef MOE_NO_FLOAT
 #include <float.h>
 #include <stdarg.h>
-#if !defined(MOE_NO_LIBM) && !defined(MOE_NO_FLOAT)
+#ifndef MOE_NO_LIBM
 #include <math.h>
 #endif
+#endif
 
-/* A private function that some combinations of headers and options leave unused. */
+/* A private function that is unused under some combinations of headers and options. */
 #if defined(__GNUC__) || defined(__TINYC__)
 #define MOEI_TOOL static __attribute__((unused))
 #else
@@ -778,7 +823,7 @@ MOE_API size_t moe_int_top_k(size_t n, const int32_t *key, size_t k, int16_t *in
 #define MOEI_INLINE static inline
 #endif
 
-/* <string.h> is no header of a freestanding compiler. */
+/* A freestanding compiler has no <string.h>. */
 #if __STDC_HOSTED__ != 0 || !defined(MOE_NO_TRAIN)
 #include <string.h>
 #define moei_strlen strlen
@@ -796,6 +841,7 @@ void *memset(void *to, int value, size_t n);
 }
 #endif
 
+#ifndef MOE_NO_FLOAT
 MOEI_TOOL size_t moei_strlen(const char *s) {
     size_t n = 0;
     while (s[n] != '\0') n++;
@@ -822,8 +868,38 @@ MOEI_TOOL const void *moei_memchr(const void *s, int c, size_t n) {
     return NULL;
 }
 #endif
+#endif
 
-/* What is compiled in: see the top of this file. */
+/* ---- sizes: checked products and sums of sizes from a caller or a file; 0 on overflow -------- */
+
+MOEI_TOOL int moei_mul(size_t a, size_t b, size_t *out) {
+    /* no division if both fit in half the bits */
+    if ((a | b) >> sizeof(size_t) * 4 != 0 && b != 0 && a > (size_t)-1 / b) return 0;
+    *out = a * b;
+    return 1;
+}
+
+#ifndef MOE_NO_FLOAT
+MOEI_TOOL int moei_add(size_t a, size_t b, size_t *out) {
+    if (a > (size_t)-1 - b) return 0;
+    *out = a + b;
+    return 1;
+}
+
+/* Whether a size fits in int32_t; no comparison where every size does. */
+#if SIZE_MAX > 0x7fffffff
+#define MOEI_FITS_INT32(n) ((n) <= INT32_MAX)
+#else
+#define MOEI_FITS_INT32(n) ((void)(n), 1)
+#endif
+
+/* Whether a + b is a valid number of tokens. */
+MOEI_TOOL int moei_fit_int32(size_t a, size_t b) {
+    size_t sum = 0;
+    return moei_add(a, b, &sum) && MOEI_FITS_INT32(sum);
+}
+
+/* Stages that are compiled in: see the top of this file. */
 #ifndef MOE_KEEP_ACTS
 #define MOE_KEEP_ACTS 0xffffffff
 #endif
@@ -852,26 +928,33 @@ MOEI_TOOL const void *moei_memchr(const void *s, int c, size_t n) {
 #define MOE_KEEP_EXTRAS 0xffffffff
 #endif
 
-/* 1 where value i of a set is compiled in; a function of it, or NULL, as a constant. */
+/* 1 if value i of a set is compiled in: a constant expression. MOEI_IS: whether a field has the
+   value, a constant 0 if it was left out. */
 #define MOEI_KEPT(set, i) (((uint32_t)MOE_KEEP_##set >> (i) & 1u) != 0)
 #define MOEI_KEEP(set, i, function) (MOEI_KEPT(set, i) ? (function) : NULL)
+#define MOEI_IS(set, field, i) (MOEI_KEPT(set, i) && (field) == (i))
 
-/* Literals and functions of libm, in the real type and in double. */
+/* 1 in builds that leave nothing out. */
+#define MOEI_KEEPS_ALL \
+    (((uint32_t)MOE_KEEP_ACTS & MOE_KEEP_SCORES & MOE_KEEP_GATES & MOE_KEEP_SELECTS & MOE_KEEP_WEIGHTS & \
+      MOE_KEEP_INPUTS & MOE_KEEP_REFINES & MOE_KEEP_EXTRAS) == 0xffffffff)
+
+/* Literals and libm functions, in moe_real and in double. */
 #if MOE_REAL_IS_DOUBLE
 #define MOEI_R(x) x
 #define MOEI_F(name) name
 #define MOEI_D(name) name
 #elif defined(MOE_NO_LIBM)
 #define MOEI_R(x) x##f
-#define MOEI_F(name) moei_own_##name
-#define MOEI_D(name) moei_fine_##name
+#define MOEI_F(name) moei_fallback_##name
+#define MOEI_D(name) moei_fallback64_##name
 #else
 #define MOEI_R(x) x##f
 #define MOEI_F(name) name##f
 #define MOEI_D(name) name
 #endif
 
-/* Infinity, without the warnings that INFINITY gives under fast mathematics. */
+/* Infinity, without the warnings that INFINITY causes under -ffast-math. */
 #if !defined(MOE_NO_LIBM)
 #define MOEI_INFINITY ((moe_real)HUGE_VAL)
 #define MOEI_HUGE HUGE_VAL
@@ -883,16 +966,10 @@ MOEI_TOOL const void *moei_memchr(const void *s, int c, size_t n) {
 #define MOEI_HUGE (1e300 * 1e300)
 #endif
 
-/* Whether a size fits int32_t; no comparison where every size does. */
-#if SIZE_MAX > 0x7fffffff
-#define MOEI_FITS_INT32(n) ((n) <= INT32_MAX)
-#else
-#define MOEI_FITS_INT32(n) ((void)(n), 1)
-#endif
-
-#if defined(MOE_NO_LIBM) && !defined(MOE_NO_FLOAT)
-#define moei_own_fma(a, b, c) __builtin_fmaf(a, b, c) /* only compilers that have it say that it is fast: see MOEI_ADD_TO */
-/* ---- our own mathematics for builds without libm; accuracy: see the top of this file ------------------------------------- */
+#ifdef MOE_NO_LIBM
+/* used only if the compiler reports that fma is fast: see MOEI_ADD_TO */
+#define moei_fallback_fma(a, b, c) __builtin_fmaf(a, b, c)
+/* ---- libm fallback; accuracy: see the top of this file --------- */
 
 MOEI_TOOL uint32_t moei_float_bits(float x) {
     uint32_t bits;
@@ -900,25 +977,26 @@ MOEI_TOOL uint32_t moei_float_bits(float x) {
     return bits;
 }
 
-MOEI_TOOL float moei_float_of(uint32_t bits) {
+MOEI_TOOL float moei_float_from_bits(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
 }
 
-/* x without its sign is infinite or NaN. */
+/* 1 if x is infinite or NaN; the sign is ignored. */
 MOEI_TOOL int moei_float_is_huge(float x) { return (moei_float_bits(x) >> 23 & 255u) == 255u; }
 
-MOEI_TOOL float moei_own_fabs(float x) { return moei_float_of(moei_float_bits(x) & 0x7fffffffu); }
+MOEI_TOOL float moei_fallback_fabs(float x) { return moei_float_from_bits(moei_float_bits(x) & 0x7fffffffu); }
 
 /* 2^n for n from -126 to 127. */
-MOEI_TOOL float moei_power2(int n) { return moei_float_of((uint32_t)(n + 127) << 23); }
+MOEI_TOOL float moei_power2(int n) { return moei_float_from_bits((uint32_t)(n + 127) << 23); }
 
 /* x 2^n, n from -252 to 254, in two steps: the first is exact. */
 MOEI_TOOL float moei_times_power2(float x, int n) { return x * moei_power2(n / 2) * moei_power2(n - n / 2); }
 
-/* x = n log 2 + r with |r| <= log(2) / 2, |x| <= 106. Returns exp(r) - 1, by the polynomial of the kernels. */
-MOEI_TOOL float moei_own_exp_reduced(float x, int *n) {
+/* x = n log 2 + r with |r| <= log(2) / 2, |x| <= 106. Returns exp(r) - 1 with the kernels'
+   polynomial. */
+MOEI_TOOL float moei_fallback_exp_reduced(float x, int *n) {
     float r, q = 1.381432057e-03f, k;
     *n = (int)(x * 1.44269504089f + (x < 0.0f ? -0.5f : 0.5f));
     k = (float)*n;
@@ -931,28 +1009,29 @@ MOEI_TOOL float moei_own_exp_reduced(float x, int *n) {
     return r * r * q + r;
 }
 
-MOEI_TOOL float moei_own_exp(float x) {
+MOEI_TOOL float moei_fallback_exp(float x) {
     float e;
     int n;
     if (!(x > -104.0f)) return x < 0.0f ? 0.0f : x; /* NaN */
     if (x > 88.7228394f) return MOEI_INFINITY;
-    e = moei_own_exp_reduced(x, &n);
+    e = moei_fallback_exp_reduced(x, &n);
     return moei_times_power2(1.0f + e, n);
 }
 
-/* ln x: x = 2^n m with m from sqrt(1/2) to sqrt(2), f = m - 1, ln m = f - f^2 / 2 + f^3 Q(f), the polynomial of the kernels. */
-MOEI_TOOL float moei_own_log(float x) {
+/* ln x: x = 2^n m with m from sqrt(1/2) to sqrt(2), f = m - 1, ln m = f - f^2 / 2 + f^3 Q(f), Q the
+   kernels' polynomial. */
+MOEI_TOOL float moei_fallback_log(float x) {
     float f, q = -7.634419459e-02f, k = 0.0f;
     uint32_t bits = moei_float_bits(x), whole;
     if (!(x > 0.0f)) return x < 0.0f ? MOEI_INFINITY - MOEI_INFINITY : bits << 1 == 0 ? -MOEI_INFINITY : x;
     if (moei_float_is_huge(x)) return x;
-    if (bits < 0x00800000u) { /* subnormal: made larger by 2^24 */
+    if (bits < 0x00800000u) { /* subnormal: scaled by 2^24 */
         bits = moei_float_bits(x * 16777216.0f);
         k = -24.0f;
     }
     whole = (bits + (0x3f800000u - 0x3f3504f3u)) >> 23; /* n + 127 */
     k += (float)((int)whole - 127);
-    f = moei_float_of(bits - (whole << 23) + 0x3f800000u) - 1.0f;
+    f = moei_float_from_bits(bits - (whole << 23) + 0x3f800000u) - 1.0f;
     q = q * f + 1.276155052e-01f;
     q = q * f - 1.316019287e-01f;
     q = q * f + 1.420176137e-01f;
@@ -964,30 +1043,31 @@ MOEI_TOOL float moei_own_log(float x) {
     return k * 0.693145751953125f + (f + q);
 }
 
-/* ln(1 + x): what 1 + x loses is given back, to first order. */
-MOEI_TOOL float moei_own_log1p(float x) {
+/* ln(1 + x): the rounding error of 1 + x is corrected to first order. */
+MOEI_TOOL float moei_fallback_log1p(float x) {
     float u = 1.0f + x, lost;
-    if (!(u > 0.0f) || moei_float_is_huge(u)) return moei_own_log(u);
+    if (!(u > 0.0f) || moei_float_is_huge(u)) return moei_fallback_log(u);
     if (u - 1.0f >= x && u - 1.0f <= x) lost = 0.0f;
     else lost = x < 1.0f ? x - (u - 1.0f) : 1.0f - (u - x);
     if (x < 1e-4f && x > -1e-4f) return x - 0.5f * x * x + x * x * x * 0.333333333f;
-    return moei_own_log(u) + lost / u;
+    return moei_fallback_log(u) + lost / u;
 }
 
-/* tanh|x| = -q / (2 + q) with q = exp(-2|x|) - 1; beyond 10 it is 1. */
-MOEI_TOOL float moei_own_tanh(float x) {
-    float q, z = moei_own_fabs(x), power;
+/* tanh|x| = -q / (2 + q) with q = exp(-2|x|) - 1; above 10 it is 1. */
+MOEI_TOOL float moei_fallback_tanh(float x) {
+    float q, z = moei_fallback_fabs(x), power;
     int n;
     if (!(z <= 10.0f)) return x < 0.0f ? -1.0f : x > 0.0f ? 1.0f : x;
-    q = moei_own_exp_reduced(-2.0f * z, &n);
+    q = moei_fallback_exp_reduced(-2.0f * z, &n);
     power = moei_power2(n);
     q = q * power + (power - 1.0f);
-    return moei_float_of((moei_float_bits(q / (2.0f + q)) & 0x7fffffffu) | (moei_float_bits(x) & 0x80000000u));
+    return moei_float_from_bits((moei_float_bits(q / (2.0f + q)) & 0x7fffffffu) | (moei_float_bits(x) & 0x80000000u));
 }
 
-/* erfc|x| = 2 exp(-x^2) t Q(t), t = 1 / (1 + 0.3 sqrt(2) |x|), the polynomial of the kernels' normal distribution. */
-MOEI_TOOL float moei_own_erfc(float x) {
-    float z = moei_own_fabs(x), t, q = -2.062863988e-02f, high, square, lost;
+/* erfc|x| = 2 exp(-x^2) t Q(t), t = 1 / (1 + 0.3 sqrt(2) |x|), Q the polynomial of the kernels'
+   normal distribution. */
+MOEI_TOOL float moei_fallback_erfc(float x) {
+    float z = moei_fallback_fabs(x), t, q = -2.062863988e-02f, high, square, lost;
     if (!(z <= 10.5f)) return x < 0.0f ? 2.0f : x > 0.0f ? 0.0f : x;
     t = 1.0f / (1.0f + 0.424264069f * z);
     q = q * t + 1.124646791e-01f;
@@ -1000,22 +1080,24 @@ MOEI_TOOL float moei_own_erfc(float x) {
     q = q * t + 1.195713183e-01f;
     q = q * t + 1.196867166e-01f;
     square = z * z;
-    high = moei_float_of(moei_float_bits(z) & 0xfffff000u); /* few bits, so that high * high is exact */
+    /* few bits, so that high * high is exact */
+    high = moei_float_from_bits(moei_float_bits(z) & 0xfffff000u);
     lost = (high * high - square) + (z - high) * (z + high);
-    q = (t * q - t * q * lost) * 2.0f * moei_own_exp(-square);
+    q = (t * q - t * q * lost) * 2.0f * moei_fallback_exp(-square);
     return x < 0.0f ? 2.0f - q : q;
 }
 
-/* The exact root, rounded: digit by digit, in integers. */
-MOEI_TOOL float moei_own_sqrt(float x) {
-    uint32_t bits = moei_float_bits(x), rest = 0, root = 0, m;
+/* The correctly rounded square root, digit by digit in integers. */
+MOEI_TOOL float moei_fallback_sqrt(float x) {
+    uint32_t bits = moei_float_bits(x), rest = 0;
+    uint32_t root = 0, m;
     int exponent, i;
     if (!(x > 0.0f)) return x < 0.0f ? MOEI_INFINITY - MOEI_INFINITY : x;
     if (moei_float_is_huge(x)) return x;
-    if (bits < 0x00800000u) return moei_own_sqrt(x * 16777216.0f) * (1.0f / 4096.0f);
+    if (bits < 0x00800000u) return moei_fallback_sqrt(x * 16777216.0f) * (1.0f / 4096.0f);
     exponent = (int)(bits >> 23) - 127;
     m = ((bits & 0x007fffffu) | 0x00800000u) << (exponent & 1); /* x = m 2^(2 half - 23) */
-    for (i = 0; i < 25; i++) { /* 24 bits and one to round by: of m 2^25, two bits a time */
+    for (i = 0; i < 25; i++) { /* 24 bits and a rounding bit, of m 2^25; two bits at a time */
         rest = rest << 2 | (i < 12 ? m >> (23 - 2 * i) & 3u : i == 12 ? (m & 1u) << 1 : 0u);
         root <<= 1;
         if (rest > root << 1) {
@@ -1023,43 +1105,47 @@ MOEI_TOOL float moei_own_sqrt(float x) {
             root |= 1u;
         }
     }
-    root = (root + 1u) >> 1; /* never a tie: a root of 25 bits would have a square of more bits than x */
+    /* never a tie: the square of a root of 25 bits would have more bits than x */
+    root = (root + 1u) >> 1;
     return moei_times_power2((float)root, ((exponent & 1) != 0 ? exponent - 1 : exponent) / 2 - 23);
 }
 
-/* The functions below work in double and want arguments within the range of float; where double is float, so is their accuracy. */
+/* The functions below work in double and expect arguments within the range of float. Where double
+   is float, they have float's accuracy. */
 
-MOEI_TOOL double moei_fine_fabs(double x) { return x < 0.0 ? -x : x; }
+MOEI_TOOL double moei_fallback64_fabs(double x) { return x < 0.0 ? -x : x; }
 
-MOEI_TOOL double moei_fine_floor(double x) {
+MOEI_TOOL double moei_fallback64_floor(double x) {
     double whole;
-    if (!(moei_fine_fabs(x) < 4503599627370496.0)) return x; /* whole already, infinite or NaN */
+    /* already an integer, infinite or NaN */
+    if (!(moei_fallback64_fabs(x) < 4503599627370496.0)) return x;
     whole = (double)(int64_t)x;
     return whole > x ? whole - 1.0 : whole;
 }
 
-MOEI_TOOL float moei_own_ceil(float x) { return -(float)moei_fine_floor(-(double)x); }
+MOEI_TOOL float moei_fallback_ceil(float x) { return -(float)moei_fallback64_floor(-(double)x); }
 
-MOEI_TOOL double moei_fine_exp(double x) {
+MOEI_TOOL double moei_fallback64_exp(double x) {
     double k, r, sum = 1.0;
     int n, i;
     if (!(x > -104.0)) return x < 0.0 ? 0.0 : x;
     if (x > 89.0) return MOEI_HUGE;
     n = (int)(x * 1.4426950408889634 + (x < 0.0 ? -0.5 : 0.5));
     k = (double)n;
-    r = x - k * 0.693147180369123816490 - k * 1.90821492927058770002e-10; /* log 2 in two parts, the first with 33 bits */
+    /* log 2 in two parts, the first with 33 bits */
+    r = x - k * 0.693147180369123816490 - k * 1.90821492927058770002e-10;
     for (i = 14; i > 0; i--) sum = 1.0 + sum * r / (double)i;
     return sum * (double)moei_power2(n / 2) * (double)moei_power2(n - n / 2);
 }
 
 /* ln x = n log 2 + 2 artanh s, s = (m - 1) / (m + 1), as a series. */
-MOEI_TOOL double moei_fine_log(double x) {
+MOEI_TOOL double moei_fallback64_log(double x) {
     float rough = (float)x;
     uint32_t whole;
     double s, square, sum = 0.0, k;
     int i;
-    if (!(rough > 0.0f) || moei_float_is_huge(rough)) return (double)moei_own_log(rough);
-    if (rough < 1.17549435e-38f) return moei_fine_log(x * 16777216.0) - 16.635532333438687;
+    if (!(rough > 0.0f) || moei_float_is_huge(rough)) return (double)moei_fallback_log(rough);
+    if (rough < 1.17549435e-38f) return moei_fallback64_log(x * 16777216.0) - 16.635532333438687;
     whole = (moei_float_bits(rough) + (0x3f800000u - 0x3f3504f3u)) >> 23;
     k = (double)((int)whole - 127);
     x *= (double)moei_power2((127 - (int)whole) / 2) * (double)moei_power2(127 - (int)whole - (127 - (int)whole) / 2);
@@ -1070,26 +1156,27 @@ MOEI_TOOL double moei_fine_log(double x) {
 }
 
 /* x^y for x >= 0. */
-MOEI_TOOL double moei_fine_pow(double x, double y) {
+MOEI_TOOL double moei_fallback64_pow(double x, double y) {
     if ((y <= 0.0 && y >= 0.0) || (x <= 1.0 && x >= 1.0)) return 1.0;
-    return moei_fine_exp(y * moei_fine_log(x));
+    return moei_fallback64_exp(y * moei_fallback64_log(x));
 }
 
-MOEI_TOOL float moei_own_pow(float x, float y) { return (float)moei_fine_pow((double)x, (double)y); }
+MOEI_TOOL float moei_fallback_pow(float x, float y) { return (float)moei_fallback64_pow((double)x, (double)y); }
 
-MOEI_TOOL double moei_fine_sqrt(double x) {
+MOEI_TOOL double moei_fallback64_sqrt(double x) {
     double root;
     int i;
-    if (x > 0.0 && x < 1e-30) return moei_fine_sqrt(x * 1.2676506002282294e30) * 8.8817841970012523e-16; /* 2^100, 2^-50 */
-    if (x > 1e30 && x < MOEI_HUGE) return moei_fine_sqrt(x * 7.8886090522101181e-31) * 1125899906842624.0;
-    root = (double)moei_own_sqrt((float)x);
+    /* 2^100, 2^-50 */
+    if (x > 0.0 && x < 1e-30) return moei_fallback64_sqrt(x * 1.2676506002282294e30) * 8.8817841970012523e-16;
+    if (x > 1e30 && x < MOEI_HUGE) return moei_fallback64_sqrt(x * 7.8886090522101181e-31) * 1125899906842624.0;
+    root = (double)moei_fallback_sqrt((float)x);
     if (!(root > 0.0) || moei_float_is_huge((float)root)) return root;
     for (i = 0; i < 2; i++) root = 0.5 * (root + x / root);
     return root;
 }
 
 /* sin (odd 1) or cos (odd 0) of |x| <= pi / 4, by the series. */
-MOEI_TOOL double moei_fine_wave(double x, int odd) {
+MOEI_TOOL double moei_fallback64_series(double x, int odd) {
     double sum = 1.0, square = x * x;
     int i;
     for (i = 18 + odd; i > 1 + odd; i -= 2) sum = 1.0 - sum * square / (double)(i * (i - 1));
@@ -1097,40 +1184,21 @@ MOEI_TOOL double moei_fine_wave(double x, int odd) {
 }
 
 /* cos(x - quarter pi / 2) for |x| < 2^31: sin for quarter 1. */
-MOEI_TOOL double moei_fine_turned(double x, int quarter) {
-    double turns = moei_fine_floor(x * 0.63661977236758134 + 0.5), value;
+MOEI_TOOL double moei_fallback64_cosine(double x, int quarter) {
+    double turns = moei_fallback64_floor(x * 0.63661977236758134 + 0.5), value;
     int at = (int)((int64_t)turns & 3);
-    x = x - turns * 1.57079632673412561417 - turns * 6.07710050650619224932e-11; /* pi / 2 in two parts, the first with 33 bits */
+    /* pi / 2 in two parts, the first with 33 bits */
+    x = x - turns * 1.57079632673412561417 - turns * 6.07710050650619224932e-11;
     at = (at + 4 - quarter) & 3; /* cos(x + at pi / 2) */
-    value = moei_fine_wave(x, at & 1);
+    value = moei_fallback64_series(x, at & 1);
     return at == 1 || at == 2 ? -value : value;
 }
 
-MOEI_TOOL double moei_fine_cos(double x) { return moei_fine_turned(x, 0); }
-MOEI_TOOL double moei_fine_sin(double x) { return moei_fine_turned(x, 1); }
+MOEI_TOOL double moei_fallback64_cos(double x) { return moei_fallback64_cosine(x, 0); }
+MOEI_TOOL double moei_fallback64_sin(double x) { return moei_fallback64_cosine(x, 1); }
 #endif /* MOE_NO_LIBM */
 
-/* ---- sizes: every product and sum of a caller's or a file's numbers goes through these; 0 on overflow ---------------- */
-
-MOEI_TOOL int moei_mul(size_t a, size_t b, size_t *out) {
-    if ((a | b) >> sizeof(size_t) * 4 != 0 && b != 0 && a > (size_t)-1 / b) return 0; /* no division where both fit half the bits */
-    *out = a * b;
-    return 1;
-}
-
-MOEI_TOOL int moei_add(size_t a, size_t b, size_t *out) {
-    if (a > (size_t)-1 - b) return 0;
-    *out = a + b;
-    return 1;
-}
-
-/* Whether a + b is a number of tokens. */
-MOEI_TOOL int moei_fit_int32(size_t a, size_t b) {
-    size_t sum = 0;
-    return moei_add(a, b, &sum) && MOEI_FITS_INT32(sum);
-}
-
-/* ---- layout: one function describes an object's memory; with base NULL it only counts ------------------------------- */
+/* ---- layout: one function lays out an object's memory; with base NULL it only counts --------- */
 
 enum { MOEI_ALIGN = 16 };
 
@@ -1140,7 +1208,8 @@ typedef struct moei_layout {
     int overflow;        /* a size did not fit size_t */
 } moei_layout;
 
-/* Starts a layout in the caller's memory (NULL: count). Any alignment of base is accepted: the slack is part of the size. */
+/* Starts a layout in the caller's memory (NULL: count only). base may have any alignment: the size
+   includes the slack. */
 MOEI_TOOL moei_layout moei_layout_begin(void *memory) {
     moei_layout l;
     unsigned char *base = (unsigned char *)memory;
@@ -1166,7 +1235,7 @@ MOEI_TOOL moe_real *moei_take_reals(moei_layout *l, size_t rows, size_t columns)
     return (moe_real *)moei_take(l, count, sizeof(moe_real));
 }
 
-/* ---- text: messages and numbers without stdio and without the locale ------------------------------------------------- */
+/* ---- text: messages and numbers without stdio and without the locale ------------------------- */
 
 typedef struct moei_text {
     char *out; /* always terminated when room > 0 */
@@ -1192,28 +1261,45 @@ MOEI_TOOL void moei_put_integer(moei_text *t, int64_t value) {
     moei_put_unsigned(t, value < 0 ? (uint64_t)0 - (uint64_t)value : (uint64_t)value);
 }
 
-#ifndef MOE_NO_FLOAT
-/* What the decimal conversions need to know of double, which has 32 bits on AVR: powers of ten that leave room, steps towards them, digits
-   that tell all reals apart, digits that are read, the bits of these that the second number of a pair takes. */
+/* The constants of the decimal conversions for double, which has 32 bits on AVR: powers of ten with
+   headroom, steps towards them, the digits that distinguish all moe_real values, the digits that
+   are parsed, and how many of their bits go to the second number of a pair. */
 #if DBL_MANT_DIG > 24
-enum { MOEI_TENS = 290, MOEI_TENS_STEP = 60, MOEI_TENS_FAR = 200, MOEI_DIGITS = 17, MOEI_DIGITS_READ = 18, MOEI_LOW_BITS = 11, MOEI_SLACK = 16 };
+enum {
+    MOEI_MAX_POWER10 = 290,
+    MOEI_POWER10_STEP = 60,
+    MOEI_FAR_POWER10 = 200,
+    MOEI_DIGITS = 17,
+    MOEI_DIGITS_READ = 18,
+    MOEI_LOW_BITS = 11,
+    MOEI_SLACK = 16
+};
 #define MOEI_SPLITTER 134217729.0
 #define MOEI_SMALL 1e-270
 #define MOEI_LARGE 1e230
 #else
-enum { MOEI_TENS = 30, MOEI_TENS_STEP = 10, MOEI_TENS_FAR = 20, MOEI_DIGITS = 9, MOEI_DIGITS_READ = 14, MOEI_LOW_BITS = 24, MOEI_SLACK = 64 };
+enum {
+    MOEI_MAX_POWER10 = 30,
+    MOEI_POWER10_STEP = 10,
+    MOEI_FAR_POWER10 = 20,
+    MOEI_DIGITS = 9,
+    MOEI_DIGITS_READ = 14,
+    MOEI_LOW_BITS = 24,
+    MOEI_SLACK = 64
+};
 #define MOEI_SPLITTER 4097.0
 #define MOEI_SMALL 1e-20
 #define MOEI_LARGE 1e25
 #endif
 
-/* A sum of two doubles, hi + lo, with about 106 bits: decimal conversions must not round on the way (Dekker 1971, A floating-point technique for
-   extending the available precision). */
+/* A sum of two doubles, hi + lo, with about 106 bits: intermediate results of decimal conversions
+   must not round (Dekker 1971, A floating-point technique for extending the available
+   precision). */
 typedef struct moei_pair {
     double hi, lo;
 } moei_pair;
 
-MOEI_TOOL moei_pair moei_pair_of(double big, double small) {
+MOEI_TOOL moei_pair moei_pair_make(double big, double small) {
     moei_pair p;
     p.hi = big + small;
     p.lo = small - (p.hi - big);
@@ -1222,14 +1308,18 @@ MOEI_TOOL moei_pair moei_pair_of(double big, double small) {
 
 MOEI_TOOL moei_pair moei_pair_product(moei_pair a, moei_pair b) {
     double splitter = MOEI_SPLITTER, a1, a2, b1, b2, product = a.hi * b.hi, rest;
-    a1 = a.hi * splitter, a1 = a1 - (a1 - a.hi), a2 = a.hi - a1;
-    b1 = b.hi * splitter, b1 = b1 - (b1 - b.hi), b2 = b.hi - b1;
+    a1 = a.hi * splitter;
+    a1 = a1 - (a1 - a.hi);
+    a2 = a.hi - a1;
+    b1 = b.hi * splitter;
+    b1 = b1 - (b1 - b.hi);
+    b2 = b.hi - b1;
     rest = ((a1 * b1 - product) + a1 * b2 + a2 * b1) + a2 * b2;
-    return moei_pair_of(product, rest + (a.hi * b.lo + a.lo * b.hi));
+    return moei_pair_make(product, rest + (a.hi * b.lo + a.lo * b.hi));
 }
 
-/* x times 10^n, |n| <= MOEI_TENS. */
-MOEI_TOOL moei_pair moei_scale10(moei_pair x, int n) {
+/* x times 10^n, |n| <= MOEI_MAX_POWER10. */
+MOEI_TOOL moei_pair moei_pair_times_power10(moei_pair x, int n) {
     moei_pair power = {1.0, 0.0}, base = {10.0, 0.0}, back;
     unsigned left = n < 0 ? (unsigned)-n : (unsigned)n;
     double quotient;
@@ -1239,14 +1329,17 @@ MOEI_TOOL moei_pair moei_scale10(moei_pair x, int n) {
     }
     if (n >= 0) return moei_pair_product(x, power);
     quotient = x.hi / power.hi;
-    back = moei_pair_product(moei_pair_of(quotient, 0.0), power);
-    return moei_pair_of(quotient, ((x.hi - back.hi) + (x.lo - back.lo)) / power.hi);
+    back = moei_pair_product(moei_pair_make(quotient, 0.0), power);
+    return moei_pair_make(quotient, ((x.hi - back.hi) + (x.lo - back.lo)) / power.hi);
 }
 
-/* The value of a decimal text: sign, digits with a point, exponent. Returns 0 unless all n characters are one finite number. */
+/* Parses a decimal number: sign, digits with a point, exponent. Returns 0 unless all n characters
+   are one finite number. */
 MOEI_TOOL int moei_parse_real(const char *s, size_t n, moe_real *out) {
     size_t i = 0;
-    int negative = 0, exponent = 0, digits = 0, point = 0, kept = 0;
+    int negative = 0, exponent = 0;
+    int digits = 0, point = 0;
+    int kept = 0;
     uint64_t mantissa = 0;
     moei_pair value;
     if (i < n && (s[i] == '-' || s[i] == '+')) negative = s[i++] == '-';
@@ -1265,7 +1358,8 @@ MOEI_TOOL int moei_parse_real(const char *s, size_t n, moe_real *out) {
     }
     if (!digits) return 0;
     if (i < n && (s[i] == 'e' || s[i] == 'E')) {
-        int sign = 1, e = 0, any = 0;
+        int sign = 1, e = 0;
+        int any = 0;
         i++;
         if (i < n && (s[i] == '-' || s[i] == '+')) sign = s[i++] == '-' ? -1 : 1;
         for (; i < n && s[i] >= '0' && s[i] <= '9'; i++, any = 1)
@@ -1274,46 +1368,52 @@ MOEI_TOOL int moei_parse_real(const char *s, size_t n, moe_real *out) {
         exponent += sign * e;
     }
     if (i != n) return 0;
-    value = moei_pair_of((double)(mantissa >> MOEI_LOW_BITS << MOEI_LOW_BITS), (double)(mantissa & (((uint64_t)1 << MOEI_LOW_BITS) - 1)));
-    if (exponent < -MOEI_TENS) { /* in two steps, so that the power of ten stays finite */
-        value = moei_scale10(value, -MOEI_TENS);
-        exponent = exponent + MOEI_TENS < -MOEI_TENS ? -MOEI_TENS : exponent + MOEI_TENS;
+    value = moei_pair_make((double)(mantissa >> MOEI_LOW_BITS << MOEI_LOW_BITS),
+                           (double)(mantissa & (((uint64_t)1 << MOEI_LOW_BITS) - 1)));
+    if (exponent < -MOEI_MAX_POWER10) { /* two steps keep the power of ten finite */
+        value = moei_pair_times_power10(value, -MOEI_MAX_POWER10);
+        exponent = exponent + MOEI_MAX_POWER10 < -MOEI_MAX_POWER10 ? -MOEI_MAX_POWER10 : exponent + MOEI_MAX_POWER10;
     }
     if (mantissa > 0 && exponent > DBL_MAX_10_EXP + 2) return 0;
-    if (exponent > MOEI_TENS_FAR) { /* in sixteenths for the last step, as in moei_put_digits */
-        value = moei_scale10(value, exponent > DBL_MAX_10_EXP + 2 ? 0 : exponent - MOEI_TENS_STEP);
-        value = moei_pair_product(moei_pair_of(value.hi / 16.0, value.lo / 16.0), moei_scale10(moei_pair_of(1.0, 0.0), MOEI_TENS_STEP));
+    if (exponent > MOEI_FAR_POWER10) { /* the last step is in sixteenths, as in moei_put_digits */
+        value = moei_pair_times_power10(value, exponent > DBL_MAX_10_EXP + 2 ? 0 : exponent - MOEI_POWER10_STEP);
+        value = moei_pair_product(moei_pair_make(value.hi / 16.0, value.lo / 16.0),
+                                  moei_pair_times_power10(moei_pair_make(1.0, 0.0), MOEI_POWER10_STEP));
         value.hi *= 16.0;
-    } else value = moei_scale10(value, exponent);
+    } else value = moei_pair_times_power10(value, exponent);
     *out = (moe_real)(negative ? -value.hi : value.hi);
     return moe_is_finite(*out);
 }
 
-/* value with the given number of significant digits, at most MOEI_DIGITS, shortest form: 0.01, 12, 1e-08. */
+/* value with the given number of significant digits, at most MOEI_DIGITS, shortest form: 0.01, 12,
+   1e-08. */
 MOEI_TOOL void moei_put_digits(moei_text *t, double value, int significant) {
     char digits[20];
-    int exponent = 0, shifted = 0, i, count = significant;
+    int exponent = 0, shifted = 0, i;
+    int count = significant;
     moei_pair exact;
     uint64_t whole;
     if (value < 0.0) {
         moei_put(t, "-", 1);
         value = -value;
     }
-    exact = moei_pair_of(value, 0.0);
-    while (value < MOEI_SMALL && value > 0.0) { /* where powers of ten would leave the range */
-        exact = moei_scale10(exact, MOEI_TENS_STEP);
+    exact = moei_pair_make(value, 0.0);
+    while (value < MOEI_SMALL && value > 0.0) { /* powers of ten would leave the range */
+        exact = moei_pair_times_power10(exact, MOEI_POWER10_STEP);
         value = exact.hi;
-        shifted -= MOEI_TENS_STEP;
+        shifted -= MOEI_POWER10_STEP;
     }
-    if (value > MOEI_LARGE) { /* a sixteenth, so that no product on the way leaves the range */
-        exact = moei_scale10(moei_pair_of(value / 16.0, 0.0), -MOEI_TENS_STEP);
-        exact.hi *= 16.0, exact.lo *= 16.0;
-        shifted += MOEI_TENS_STEP;
+    if (value > MOEI_LARGE) { /* a sixteenth, so that no product overflows */
+        exact = moei_pair_times_power10(moei_pair_make(value / 16.0, 0.0), -MOEI_POWER10_STEP);
+        exact.hi *= 16.0;
+        exact.lo *= 16.0;
+        shifted += MOEI_POWER10_STEP;
     }
-    while (exponent < MOEI_TENS && moei_scale10(exact, -exponent).hi >= 10.0) exponent++;
-    while (exponent > -MOEI_TENS && moei_scale10(exact, -exponent).hi < 1.0) exponent--;
-    exact = moei_scale10(exact, significant - 1 - exponent);
-    whole = (uint64_t)exact.hi - MOEI_SLACK; /* 17 digits exceed 53 bits, so lo reaches 8 in size; 9 exceed 24 bits, and lo reaches 32 */
+    while (exponent < MOEI_MAX_POWER10 && moei_pair_times_power10(exact, -exponent).hi >= 10.0) exponent++;
+    while (exponent > -MOEI_MAX_POWER10 && moei_pair_times_power10(exact, -exponent).hi < 1.0) exponent--;
+    exact = moei_pair_times_power10(exact, significant - 1 - exponent);
+    /* 17 digits exceed 53 bits: |lo| reaches 8; 9 digits exceed 24 bits: |lo| reaches 32 */
+    whole = (uint64_t)exact.hi - MOEI_SLACK;
     whole += (uint64_t)((exact.hi - (double)(whole + MOEI_SLACK)) + exact.lo + (double)MOEI_SLACK + 0.5);
     exponent += shifted;
     for (i = significant - 1; i >= 0; i--, whole /= 10) digits[i] = (char)('0' + (int)(whole % 10));
@@ -1339,7 +1439,8 @@ MOEI_TOOL void moei_put_digits(moei_text *t, double value, int significant) {
     }
 }
 
-/* The shortest decimal text that moei_parse_real turns back into value; MOEI_DIGITS are always enough. */
+/* The shortest decimal text that moei_parse_real converts back to value; MOEI_DIGITS digits always
+   suffice. */
 MOEI_TOOL void moei_put_real(moei_text *t, moe_real value) {
     int significant;
     if (!moe_is_finite(value)) {
@@ -1356,16 +1457,17 @@ MOEI_TOOL void moei_put_real(moei_text *t, moe_real value) {
         char digits[48];
         moei_text trial;
         moe_real back;
-        trial.out = digits, trial.room = sizeof digits, trial.length = 0;
+        trial.out = digits;
+        trial.room = sizeof digits;
+        trial.length = 0;
         moei_put_digits(&trial, (double)value, significant);
-        if (significant == MOEI_DIGITS || (moei_parse_real(digits, trial.length, &back) && !(back < value) && !(back > value))) {
+        if (significant == MOEI_DIGITS ||
+            (moei_parse_real(digits, trial.length, &back) && !(back < value) && !(back > value))) {
             moei_put(t, digits, trial.length);
             return;
         }
     }
 }
-
-#endif /* MOE_NO_FLOAT */
 
 /* A small printf: %s text (NULL prints nothing), %d int, %z size_t, %g double, %% itself. */
 MOEI_TOOL void moei_put_format(moei_text *t, const char *format, va_list arguments) {
@@ -1383,10 +1485,8 @@ MOEI_TOOL void moei_put_format(moei_text *t, const char *format, va_list argumen
             moei_put_integer(t, va_arg(arguments, int));
         else if (*p == 'z')
             moei_put_unsigned(t, va_arg(arguments, size_t));
-#ifndef MOE_NO_FLOAT
         else if (*p == 'g')
             moei_put_real(t, (moe_real)va_arg(arguments, double));
-#endif
         else if (*p == '%')
             moei_put(t, "%", 1);
         else
@@ -1394,25 +1494,43 @@ MOEI_TOOL void moei_put_format(moei_text *t, const char *format, va_list argumen
     }
 }
 
-/* Fills error (when there is one) and returns code, so that a check reads: return moei_error(error, code, "field = %d: why", v). */
+/* Appends to the message of error, which is terminated. */
+MOEI_TOOL void moei_error_append(moe_error *error, const char *format, va_list arguments) {
+#ifndef MOE_NO_MESSAGES
+    moei_text t;
+    t.out = error->message;
+    t.room = sizeof error->message;
+    t.length = moei_strlen(error->message);
+    moei_put_format(&t, format, arguments);
+#else
+    (void)error;
+    (void)format;
+    (void)arguments;
+#endif
+}
+
+/* Fills in error (unless NULL) and returns code, so that a check reads: return moei_error(error,
+   code, "field = %d: why", v). Without va_start compilers inline it, and drop the texts. */
 MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *format, ...) {
-    if (error != NULL) {
-        moei_text t;
-        va_list arguments;
-        t.out = error->message, t.room = sizeof error->message, t.length = 0;
-        error->message[0] = '\0';
-        error->code = code;
-        va_start(arguments, format);
-        moei_put_format(&t, format, arguments);
-        va_end(arguments);
-    }
+#ifndef MOE_NO_MESSAGES
+    va_list arguments;
+#endif
+    (void)format;
+    if (error == NULL) return code;
+    error->code = code;
+    error->message[0] = '\0';
+#ifndef MOE_NO_MESSAGES
+    va_start(arguments, format);
+    moei_error_append(error, format, arguments);
+    va_end(arguments);
+#endif
     return code;
 }
 
-#ifndef MOE_NO_FLOAT
-/* ==== what the compiler and the machine offer ========================================================================== */
+/* ==== features of the compiler and the machine ================================================ */
 
-#if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__)) && !defined(__PCC__) && !defined(__TINYC__)
+#if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__)) && \
+    !defined(__PCC__) && !defined(__TINYC__)
 #define MOEI_X86_GNU 1
 #include <cpuid.h>
 #elif defined(_MSC_VER) && (defined(_M_X64) || (defined(_M_IX86) && !defined(__clang__)))
@@ -1432,7 +1550,7 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #include <sys/auxv.h>
 #endif
 
-/* Compilers and targets whose vectors of four floats are known at compile time. */
+/* Compilers and targets with vectors of four floats, known at compile time. */
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(__TINYC__) && !defined(MOE_NO_SIMD) && !MOE_REAL_IS_DOUBLE
 #if defined(__ARM_NEON)
 #define MOEI_HAVE_V4 1
@@ -1440,7 +1558,8 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
 #define MOEI_HAVE_DOTPROD 1
 #define MOEI_DOTPROD
-#elif defined(__aarch64__) && defined(__linux__) && ((defined(__clang__) && __clang_major__ >= 16) || (!defined(__clang__) && __GNUC__ >= 8))
+#elif defined(__aarch64__) && defined(__linux__) && ((defined(__clang__) && __clang_major__ >= 16) || \
+    (!defined(__clang__) && __GNUC__ >= 8))
 #define MOEI_HAVE_DOTPROD 1
 #define MOEI_DOTPROD __attribute__((target("arch=armv8.2-a+dotprod")))
 #endif
@@ -1450,21 +1569,24 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #endif
 #endif
 
-/* NEON of 32-bit Arm flushes subnormal numbers and cannot divide: only products are vectors there. */
+/* NEON of 32-bit Arm flushes subnormal numbers and cannot divide: only products use vectors
+   there. */
 #if defined(MOEI_HAVE_V4) && (defined(__aarch64__) || defined(__wasm_simd128__))
 #define MOEI_V4_IEEE 1
 #endif
 
-/* Stands in the loop of an ordered sum. gcc -O3 would vectorise such a loop along the sum and then add the lanes one by one, which
-   is three times slower than leaving it alone; an empty asm keeps it from trying and costs no instruction. */
+/* Placed in the loop of an ordered sum. gcc -O3 would vectorize such a loop along the sum and then
+   add the lanes one by one, which is three times slower than the scalar loop; an empty asm prevents
+   this and costs no instruction. */
 #if defined(__GNUC__) && !defined(__TINYC__)
 #define MOEI_KEEP_ORDER __asm__ volatile("")
 #else
 #define MOEI_KEEP_ORDER (void)0
 #endif
 
-/* s += a * b, fused wherever the target has an instruction for it. Left to itself gcc fuses some of the tiles below and not others
-   (-march=native outside -std=c99), and then a row's bits would depend on the rows beside it. */
+/* s += a * b, fused if the target has an instruction for it. On its own, gcc fuses some of the
+   tiles below and not others (-march=native outside -std=c99), and the bits of a row would then
+   depend on the neighboring rows. */
 #if (MOE_REAL_IS_DOUBLE && (defined(FP_FAST_FMA) || defined(__FP_FAST_FMA))) || \
     (!MOE_REAL_IS_DOUBLE && (defined(FP_FAST_FMAF) || defined(__FP_FAST_FMAF)))
 #define MOEI_ADD_TO(s, a, b) s = MOEI_F(fma)(a, b, s)
@@ -1473,7 +1595,8 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #endif
 #endif /* MOE_NO_FLOAT */
 
-/* How integer constants are read: by words where these have the bytes' order, by instructions of their own from AVR's program memory. */
+/* How integer constants are read: as words if words have the byte order of the constants; on AVR
+   with the instructions for program memory. */
 #if defined(__AVR__) && !defined(MOE_NO_PROGMEM)
 #define MOEI_FLASH_AVR 1
 #include <avr/pgmspace.h>
@@ -1483,11 +1606,13 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 #endif
 #endif
 
-#if defined(__AVR_HAVE_MUL__) && defined(__OPTIMIZE__) && !defined(MOE_NO_DSP) /* without optimisation gcc does not find the registers */
+/* gcc needs optimization to allocate the registers */
+#if defined(__AVR_HAVE_MUL__) && defined(__OPTIMIZE__) && !defined(MOE_NO_DSP)
 #define MOEI_INT_AVR 1
 #endif
 
-/* Arm's instructions for integers of 16 bits: Helium (MVE), those of the DSP extension (Cortex-M4, M7, M33; also ARMv6 and ARMv7-A), or none. */
+/* Arm's instructions for 16-bit integers: Helium (MVE), the DSP extension (Cortex-M4, M7, M33; also
+   ARMv6 and ARMv7-A), or none. */
 #if defined(__arm__) && defined(MOEI_FLASH_WORDS) && !defined(MOE_NO_DSP)
 #if defined(__ARM_FEATURE_DSP) && defined(__ARM_FEATURE_SIMD32) && defined(__thumb2__)
 #define MOEI_INT_DSP 1
@@ -1505,7 +1630,7 @@ MOEI_TOOL moe_status moei_error(moe_error *error, moe_status code, const char *f
 extern "C" {
 #endif
 
-/* ==== version, status codes, bits ======================================================================================== */
+/* ==== version, status codes, bits ============================================================= */
 
 #if !defined(MOE_STATIC)
 const unsigned char MOEI_MATCH = 1;
@@ -1547,75 +1672,133 @@ int moe_is_finite(moe_real x) {
 }
 
 /* 1 unless x is -inf or NaN. */
-static int moei_can_rank(moe_real x) {
-    return moe_is_finite(x) || moei_real_bits(x) == MOEI_INFINITY_BITS;
-}
+static int moei_can_be_selected(moe_real x) { return moe_is_finite(x) || moei_real_bits(x) == MOEI_INFINITY_BITS; }
 
 static int moei_is_nan(moe_real x) {
     return (moei_real_bits(x) & ~MOEI_SIGN_BIT) > MOEI_INFINITY_BITS;
 }
 
-/* ==== plain C: the products ================================================================================================
+/* ==== plain C: the products ======================================================================
 
-   One driver serves all orientations by strides: element (i, p) of the left operand is a[i * ra + p * ca], element (p, j) of the
-   right one b[p * rb + j * cb]. The tiles add the sum over one block of k to C. Each sum of a tile is a chain of its own over
-   ascending p, so every tile gives an element the same bits. The tiles are inlined so that a stride of 1 is a constant in them. */
+   One driver serves all orientations through strides: element (i, p) of the left operand is
+   a[i * ra + p * ca], element (p, j) of the right one is b[p * rb + j * cb]. The tiles add the sum
+   over one block of k to C. Each sum of a tile is accumulated separately in ascending order of p,
+   so every tile gives an element the same bits. The tiles are inlined so that a stride of 1 is a
+   constant in them. */
 
 enum { MOEI_BLOCK_K = 256, MOEI_PANEL = 16 };
 
-MOEI_INLINE void moei_real_tile_4x4_c(size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b, size_t rb, size_t cb,
-                                      moe_real *c, size_t ldc) {
-    moe_real s00 = 0, s01 = 0, s02 = 0, s03 = 0, s10 = 0, s11 = 0, s12 = 0, s13 = 0;
-    moe_real s20 = 0, s21 = 0, s22 = 0, s23 = 0, s30 = 0, s31 = 0, s32 = 0, s33 = 0;
+MOEI_INLINE void moei_tile_4x4_c(size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b, size_t rb,
+                                 size_t cb, moe_real *c, size_t ldc) {
+    moe_real s00 = 0, s01 = 0;
+    moe_real s02 = 0, s03 = 0;
+    moe_real s10 = 0, s11 = 0;
+    moe_real s12 = 0, s13 = 0;
+    moe_real s20 = 0, s21 = 0;
+    moe_real s22 = 0, s23 = 0;
+    moe_real s30 = 0, s31 = 0;
+    moe_real s32 = 0, s33 = 0;
     size_t p;
     for (p = 0; p < k; p++) {
         const moe_real *ap = a + p * ca, *bp = b + p * rb;
-        const moe_real y0 = bp[0], y1 = bp[cb], y2 = bp[2 * cb], y3 = bp[3 * cb];
+        const moe_real y0 = bp[0], y1 = bp[cb];
+        const moe_real y2 = bp[2 * cb], y3 = bp[3 * cb];
         moe_real x = ap[0];
         MOEI_KEEP_ORDER;
-        MOEI_ADD_TO(s00, x, y0), MOEI_ADD_TO(s01, x, y1), MOEI_ADD_TO(s02, x, y2), MOEI_ADD_TO(s03, x, y3);
+        MOEI_ADD_TO(s00, x, y0);
+        MOEI_ADD_TO(s01, x, y1);
+        MOEI_ADD_TO(s02, x, y2);
+        MOEI_ADD_TO(s03, x, y3);
         x = ap[ra];
-        MOEI_ADD_TO(s10, x, y0), MOEI_ADD_TO(s11, x, y1), MOEI_ADD_TO(s12, x, y2), MOEI_ADD_TO(s13, x, y3);
+        MOEI_ADD_TO(s10, x, y0);
+        MOEI_ADD_TO(s11, x, y1);
+        MOEI_ADD_TO(s12, x, y2);
+        MOEI_ADD_TO(s13, x, y3);
         x = ap[2 * ra];
-        MOEI_ADD_TO(s20, x, y0), MOEI_ADD_TO(s21, x, y1), MOEI_ADD_TO(s22, x, y2), MOEI_ADD_TO(s23, x, y3);
+        MOEI_ADD_TO(s20, x, y0);
+        MOEI_ADD_TO(s21, x, y1);
+        MOEI_ADD_TO(s22, x, y2);
+        MOEI_ADD_TO(s23, x, y3);
         x = ap[3 * ra];
-        MOEI_ADD_TO(s30, x, y0), MOEI_ADD_TO(s31, x, y1), MOEI_ADD_TO(s32, x, y2), MOEI_ADD_TO(s33, x, y3);
+        MOEI_ADD_TO(s30, x, y0);
+        MOEI_ADD_TO(s31, x, y1);
+        MOEI_ADD_TO(s32, x, y2);
+        MOEI_ADD_TO(s33, x, y3);
     }
-    c[0] += s00, c[1] += s01, c[2] += s02, c[3] += s03, c += ldc;
-    c[0] += s10, c[1] += s11, c[2] += s12, c[3] += s13, c += ldc;
-    c[0] += s20, c[1] += s21, c[2] += s22, c[3] += s23, c += ldc;
-    c[0] += s30, c[1] += s31, c[2] += s32, c[3] += s33;
+    c[0] += s00;
+    c[1] += s01;
+    c[2] += s02;
+    c[3] += s03;
+    c += ldc;
+    c[0] += s10;
+    c[1] += s11;
+    c[2] += s12;
+    c[3] += s13;
+    c += ldc;
+    c[0] += s20;
+    c[1] += s21;
+    c[2] += s22;
+    c[3] += s23;
+    c += ldc;
+    c[0] += s30;
+    c[1] += s31;
+    c[2] += s32;
+    c[3] += s33;
 }
 
-/* One row, for the rows that fill no tile of four; eight sums hide the latency of the additions. */
-MOEI_INLINE void moei_real_tile_1x8_c(size_t k, const moe_real *a, size_t ca, const moe_real *b, size_t rb, size_t cb, moe_real *c) {
-    moe_real s0 = 0, s1 = 0, s2 = 0, s3 = 0, s4 = 0, s5 = 0, s6 = 0, s7 = 0;
+/* One row, for rows left over from tiles of four; eight sums hide the latency of the additions. */
+MOEI_INLINE void moei_tile_1x8_c(size_t k, const moe_real *a, size_t ca, const moe_real *b, size_t rb, size_t cb,
+                                 moe_real *c) {
+    moe_real s0 = 0, s1 = 0;
+    moe_real s2 = 0, s3 = 0;
+    moe_real s4 = 0, s5 = 0;
+    moe_real s6 = 0, s7 = 0;
     size_t p;
     for (p = 0; p < k; p++) {
         const moe_real *bp = b + p * rb, *bq = bp + 4 * cb;
         const moe_real x = a[p * ca];
         MOEI_KEEP_ORDER;
-        MOEI_ADD_TO(s0, x, bp[0]), MOEI_ADD_TO(s1, x, bp[cb]), MOEI_ADD_TO(s2, x, bp[2 * cb]), MOEI_ADD_TO(s3, x, bp[3 * cb]);
-        MOEI_ADD_TO(s4, x, bq[0]), MOEI_ADD_TO(s5, x, bq[cb]), MOEI_ADD_TO(s6, x, bq[2 * cb]), MOEI_ADD_TO(s7, x, bq[3 * cb]);
+        MOEI_ADD_TO(s0, x, bp[0]);
+        MOEI_ADD_TO(s1, x, bp[cb]);
+        MOEI_ADD_TO(s2, x, bp[2 * cb]);
+        MOEI_ADD_TO(s3, x, bp[3 * cb]);
+        MOEI_ADD_TO(s4, x, bq[0]);
+        MOEI_ADD_TO(s5, x, bq[cb]);
+        MOEI_ADD_TO(s6, x, bq[2 * cb]);
+        MOEI_ADD_TO(s7, x, bq[3 * cb]);
     }
-    c[0] += s0, c[1] += s1, c[2] += s2, c[3] += s3, c[4] += s4, c[5] += s5, c[6] += s6, c[7] += s7;
+    c[0] += s0;
+    c[1] += s1;
+    c[2] += s2;
+    c[3] += s3;
+    c[4] += s4;
+    c[5] += s5;
+    c[6] += s6;
+    c[7] += s7;
 }
 
-/* One column of four rows, for the columns that fill no tile. */
-MOEI_INLINE void moei_real_tile_4x1_c(size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b, size_t rb, moe_real *c,
-                                      size_t ldc) {
-    moe_real s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+/* One column of four rows, for columns left over from the tiles. */
+MOEI_INLINE void moei_tile_4x1_c(size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b, size_t rb,
+                                 moe_real *c, size_t ldc) {
+    moe_real s0 = 0, s1 = 0;
+    moe_real s2 = 0, s3 = 0;
     size_t p;
     for (p = 0; p < k; p++) {
         const moe_real *ap = a + p * ca;
         const moe_real y = b[p * rb];
         MOEI_KEEP_ORDER;
-        MOEI_ADD_TO(s0, ap[0], y), MOEI_ADD_TO(s1, ap[ra], y), MOEI_ADD_TO(s2, ap[2 * ra], y), MOEI_ADD_TO(s3, ap[3 * ra], y);
+        MOEI_ADD_TO(s0, ap[0], y);
+        MOEI_ADD_TO(s1, ap[ra], y);
+        MOEI_ADD_TO(s2, ap[2 * ra], y);
+        MOEI_ADD_TO(s3, ap[3 * ra], y);
     }
-    c[0] += s0, c[ldc] += s1, c[2 * ldc] += s2, c[3 * ldc] += s3;
+    c[0] += s0;
+    c[ldc] += s1;
+    c[2 * ldc] += s2;
+    c[3 * ldc] += s3;
 }
 
-MOEI_INLINE void moei_real_tile_1x1_c(size_t k, const moe_real *a, size_t ca, const moe_real *b, size_t rb, moe_real *c) {
+MOEI_INLINE void moei_tile_1x1_c(size_t k, const moe_real *a, size_t ca, const moe_real *b, size_t rb, moe_real *c) {
     moe_real s = 0;
     size_t p;
     for (p = 0; p < k; p++) {
@@ -1625,18 +1808,19 @@ MOEI_INLINE void moei_real_tile_1x1_c(size_t k, const moe_real *a, size_t ca, co
     *c += s;
 }
 
-/* C += the sum over one block of k: four rows at a time while there are four, then row by row. */
-MOEI_INLINE void moei_real_block_c(size_t m, size_t n, size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b, size_t rb,
-                                   size_t cb, moe_real *c, size_t ldc) {
-    const size_t m4 = m - m % 4, n4 = n - n % 4, n8 = n - n % 8;
+/* C += the sum over one block of k, four rows at a time, then the remaining rows one by one. */
+MOEI_INLINE void moei_block_c(size_t m, size_t n, size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b,
+                              size_t rb, size_t cb, moe_real *c, size_t ldc) {
+    const size_t m4 = m - m % 4, n4 = n - n % 4;
+    const size_t n8 = n - n % 8;
     size_t i, j;
     for (j = 0; j < n4; j += 4)
-        for (i = 0; i < m4; i += 4) moei_real_tile_4x4_c(k, a + i * ra, ra, ca, b + j * cb, rb, cb, c + i * ldc + j, ldc);
+        for (i = 0; i < m4; i += 4) moei_tile_4x4_c(k, a + i * ra, ra, ca, b + j * cb, rb, cb, c + i * ldc + j, ldc);
     for (j = n4; j < n; j++)
-        for (i = 0; i < m4; i += 4) moei_real_tile_4x1_c(k, a + i * ra, ra, ca, b + j * cb, rb, c + i * ldc + j, ldc);
+        for (i = 0; i < m4; i += 4) moei_tile_4x1_c(k, a + i * ra, ra, ca, b + j * cb, rb, c + i * ldc + j, ldc);
     for (i = m4; i < m; i++) {
-        for (j = 0; j < n8; j += 8) moei_real_tile_1x8_c(k, a + i * ra, ca, b + j * cb, rb, cb, c + i * ldc + j);
-        for (j = n8; j < n; j++) moei_real_tile_1x1_c(k, a + i * ra, ca, b + j * cb, rb, c + i * ldc + j);
+        for (j = 0; j < n8; j += 8) moei_tile_1x8_c(k, a + i * ra, ca, b + j * cb, rb, cb, c + i * ldc + j);
+        for (j = n8; j < n; j++) moei_tile_1x1_c(k, a + i * ra, ca, b + j * cb, rb, c + i * ldc + j);
     }
 }
 
@@ -1646,112 +1830,108 @@ static void moei_zero_rows(size_t m, size_t n, moe_real *c, size_t ldc) {
         for (j = 0; j < n; j++) c[i * ldc + j] = 0;
 }
 
-MOEI_INLINE void moei_real_matmul_c(size_t m, size_t n, size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b, size_t rb,
-                                    size_t cb, moe_real *c, size_t ldc, int accumulate) {
+MOEI_INLINE void moei_matmul_c(size_t m, size_t n, size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b,
+                               size_t rb, size_t cb, moe_real *c, size_t ldc, int accumulate) {
     size_t p;
-    if (m == 0 || n == 0) return; /* then the operands may be NULL, from which no address is made */
+    if (m == 0 || n == 0) return; /* the operands may be NULL */
     if (!accumulate) moei_zero_rows(m, n, c, ldc);
     for (p = 0; p < k; p += MOEI_BLOCK_K) {
         const size_t block = k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K;
-        moei_real_block_c(m, n, block, a + p * ca, ra, ca, b + p * rb, rb, cb, c, ldc);
+        moei_block_c(m, n, block, a + p * ca, ra, ca, b + p * rb, rb, cb, c, ldc);
     }
 }
 
-static void moei_real_nt_c(size_t m, size_t n, size_t k, const moe_real *a, size_t lda, const void *b, size_t ldb, moe_real *c, size_t ldc,
-                           int accumulate) {
-    moei_real_matmul_c(m, n, k, a, lda, 1, (const moe_real *)b, 1, ldb, c, ldc, accumulate);
+static void moei_nt_c(size_t m, size_t n, size_t k, const moe_real *a, size_t lda, const void *b, size_t ldb,
+                      moe_real *c, size_t ldc, int accumulate) {
+    moei_matmul_c(m, n, k, a, lda, 1, (const moe_real *)b, 1, ldb, c, ldc, accumulate);
 }
 
-static void moei_real_nn_c(size_t m, size_t n, size_t k, const moe_real *a, size_t lda, const void *b, size_t ldb, moe_real *c, size_t ldc,
-                           int accumulate) {
-    moei_real_matmul_c(m, n, k, a, lda, 1, (const moe_real *)b, ldb, 1, c, ldc, accumulate);
+static void moei_nn_c(size_t m, size_t n, size_t k, const moe_real *a, size_t lda, const void *b, size_t ldb,
+                      moe_real *c, size_t ldc, int accumulate) {
+    moei_matmul_c(m, n, k, a, lda, 1, (const moe_real *)b, ldb, 1, c, ldc, accumulate);
 }
 
-static void moei_real_tn_c(size_t m, size_t n, size_t k, const moe_real *a, size_t lda, const void *b, size_t ldb, moe_real *c, size_t ldc,
-                           int accumulate) {
-    moei_real_matmul_c(m, n, k, a, 1, lda, (const moe_real *)b, ldb, 1, c, ldc, accumulate);
+static void moei_tn_c(size_t m, size_t n, size_t k, const moe_real *a, size_t lda, const void *b, size_t ldb,
+                      moe_real *c, size_t ldc, int accumulate) {
+    moei_matmul_c(m, n, k, a, 1, lda, (const moe_real *)b, ldb, 1, c, ldc, accumulate);
 }
 
-/* Panels of 16 columns, one block of k after the other, so that a panel's block stays in the first-level cache for all rows. */
-static void moei_real_panels_c(size_t m, size_t n, size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b, size_t panel,
-                               moe_real *c, size_t ldc, int accumulate) {
+/* Panels of 16 columns, one block of k at a time, so that a panel's block stays in the first-level
+   cache for all rows. */
+static void moei_panels_c(size_t m, size_t n, size_t k, const moe_real *a, size_t ra, size_t ca, const moe_real *b,
+                          size_t panel, moe_real *c, size_t ldc, int accumulate) {
     size_t j, p;
     if (!accumulate) moei_zero_rows(m, n, c, ldc);
     for (j = 0; j < n; j += MOEI_PANEL, b += panel)
         for (p = 0; p < k; p += MOEI_BLOCK_K)
-            moei_real_block_c(m, n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL, k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K,
-                              a + p * ca, ra, ca, b + p * MOEI_PANEL, MOEI_PANEL, 1, c + j, ldc);
+            moei_block_c(m, n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL,
+                         k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K, a + p * ca, ra, ca, b + p * MOEI_PANEL,
+                         MOEI_PANEL, 1, c + j, ldc);
 }
 
-static moe_real moei_real_dot_c(size_t n, const moe_real *a, const moe_real *b) {
+static moe_real moei_dot_c(size_t n, const moe_real *a, const moe_real *b) {
     moe_real sum = 0;
     size_t p;
     for (p = 0; p < n; p += MOEI_BLOCK_K)
-        moei_real_tile_1x1_c(n - p < MOEI_BLOCK_K ? n - p : (size_t)MOEI_BLOCK_K, a + p, 1, b + p, 1, &sum);
+        moei_tile_1x1_c(n - p < MOEI_BLOCK_K ? n - p : (size_t)MOEI_BLOCK_K, a + p, 1, b + p, 1, &sum);
     return sum;
 }
 
-static void moei_real_axpy_c(size_t n, moe_real alpha, const moe_real *x, moe_real *y) {
+static void moei_axpy_c(size_t n, moe_real alpha, const moe_real *x, moe_real *y) {
     size_t i;
     for (i = 0; i < n; i++) y[i] += alpha * x[i];
 }
 
-static void moei_real_multiply_c(size_t n, const moe_real *a, const moe_real *b, moe_real *y) {
+static void moei_multiply_c(size_t n, const moe_real *a, const moe_real *b, moe_real *y) {
     size_t i;
     for (i = 0; i < n; i++) y[i] = a[i] * b[i];
 }
 
-static void moei_real_spread_c(int squared, size_t count, const int32_t *rows, size_t n, const moe_real *x, size_t ldx,
-                               const moe_real *mean, moe_real *y) {
+static void moei_dispersion_c(int squared, size_t count, const int32_t *rows, size_t n, const moe_real *x, size_t ldx,
+                              const moe_real *mean, moe_real *y) {
     size_t i, j;
     for (j = 0; j < n; j++) {
-        const moe_real centre = mean[j];
+        const moe_real center = mean[j];
         moe_real sum = 0;
         for (i = 0; i < count; i++) {
-            const moe_real off = x[(size_t)rows[i] * ldx + j] - centre;
+            const moe_real off = x[(size_t)rows[i] * ldx + j] - center;
             sum += squared ? off * off : MOEI_F(fabs)(off);
         }
         y[j] = sum / (moe_real)count;
     }
 }
 
-/* ==== plain C: activations ================================================================================================= */
+/* ==== plain C: activations ==================================================================== */
 
-/* exp(-|x|) is at most 1 and never overflows; the functions below are written in it. */
-static moe_real moei_exp_minus_abs(moe_real x) {
-    return MOEI_F(exp)(x < 0 ? x : -x);
-}
+/* exp(-|x|) is at most 1 and never overflows; the functions below are based on it. */
+static moe_real moei_exp_neg_abs(moe_real x) { return MOEI_F(exp)(x < 0 ? x : -x); }
 
 moe_real moe_sigmoid(moe_real x) {
-    const moe_real e = moei_exp_minus_abs(x);
+    const moe_real e = moei_exp_neg_abs(x);
     return (x < 0 ? e : MOEI_R(1.0)) / (MOEI_R(1.0) + e);
 }
 
-moe_real moe_softplus(moe_real x) {
-    const moe_real tail = MOEI_F(log1p)(moei_exp_minus_abs(x));
+/* log(1 + exp(x)), without overflow and accurate to rounding for any x. */
+MOEI_TOOL moe_real moei_softplus(moe_real x) {
+    const moe_real tail = MOEI_F(log1p)(moei_exp_neg_abs(x));
     return x > 0 ? x + tail : tail;
 }
 
-/* Where an activation is a product x f(x), f is exactly 0 or 1 beyond this, and x itself may be infinite. NaN passes. */
-static moe_real moei_limit(moe_real x) {
+/* For activations x f(x), f is exactly 0 or 1 beyond this limit, and x itself may be infinite. NaN
+   is kept. */
+static moe_real moei_clamp_1e4(moe_real x) {
     const moe_real limit = MOEI_R(1e4);
     return x < -limit ? -limit : x > limit ? limit : x;
 }
 
-static moe_real moei_silu(moe_real x) {
-    return (x < 0 ? moei_limit(x) : x) * moe_sigmoid(x);
-}
+static moe_real moei_silu(moe_real x) { return (x < 0 ? moei_clamp_1e4(x) : x) * moe_sigmoid(x); }
 
-/* The distribution function of the standard normal, by erfc so that small values keep their digits. */
-static moe_real moei_normal_below(moe_real x) {
-    return MOEI_R(0.5) * MOEI_F(erfc)(x * MOEI_R(-0.70710678118654752440));
-}
+/* The standard normal distribution function, by erfc so that small values keep their digits. */
+static moe_real moei_normal_cdf(moe_real x) { return MOEI_R(0.5) * MOEI_F(erfc)(x * MOEI_R(-0.70710678118654752440)); }
 
-static moe_real moei_gelu(moe_real x) {
-    return (x < 0 ? moei_limit(x) : x) * moei_normal_below(x);
-}
+static moe_real moei_gelu(moe_real x) { return (x < 0 ? moei_clamp_1e4(x) : x) * moei_normal_cdf(x); }
 
-static void moei_real_activate_c(int act, size_t n, const moe_real *x, moe_real *y) {
+static void moei_activate_c(int act, size_t n, const moe_real *x, moe_real *y) {
     size_t i;
     switch (act) {
     case MOE_ACT_RELU: /* written so that NaN stays NaN */
@@ -1775,36 +1955,36 @@ static void moei_real_activate_c(int act, size_t n, const moe_real *x, moe_real 
     }
 }
 
-/* The activation of all rows, then the product: what it adds to the time is small in plain C. */
-static void moei_real_gated_c(int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times, size_t ldt, moe_real *y,
-                              size_t ldy) {
+/* The activation of all rows, then the product; the second pass costs little time in plain C. */
+static void moei_gated_c(int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times, size_t ldt,
+                         moe_real *y, size_t ldy) {
     moe_real part[64];
     size_t i, j, done, count;
     for (i = 0; i < m; i++, x += ldx, y += ldy)
         for (done = 0; done < n; done += count) {
             count = n - done < 64 ? n - done : 64;
-            moei_real_activate_c(act, count, x + done, part);
+            moei_activate_c(act, count, x + done, part);
             for (j = 0; j < count; j++) y[done + j] = times != NULL ? part[j] * times[i * ldt + done + j] : part[j];
         }
 }
 
 #ifndef MOE_NO_TRAIN
 static moe_real moei_sigmoid_slope(moe_real x) {
-    const moe_real e = moei_exp_minus_abs(x), d = MOEI_R(1.0) + e;
+    const moe_real e = moei_exp_neg_abs(x), d = MOEI_R(1.0) + e;
     return e / (d * d);
 }
 
-/* s (1 + x (1 - s)), with 1 - s taken as the sigmoid of -x, which keeps its digits. */
+/* s (1 + x (1 - s)), with 1 - s computed as sigmoid(-x), which keeps its digits. */
 static moe_real moei_silu_slope(moe_real x) {
-    const moe_real e = moei_exp_minus_abs(x), d = MOEI_R(1.0) + e;
+    const moe_real e = moei_exp_neg_abs(x), d = MOEI_R(1.0) + e;
     const moe_real s = (x < 0 ? e : MOEI_R(1.0)) / d, other = (x < 0 ? MOEI_R(1.0) : e) / d;
-    return s * (MOEI_R(1.0) + moei_limit(x) * other);
+    return s * (MOEI_R(1.0) + moei_clamp_1e4(x) * other);
 }
 
 /* Phi(x) + x phi(x). */
 static moe_real moei_gelu_slope(moe_real x) {
-    const moe_real z = moei_limit(x);
-    return moei_normal_below(x) + z * MOEI_R(0.39894228040143267794) * MOEI_F(exp)(MOEI_R(-0.5) * z * z);
+    const moe_real z = moei_clamp_1e4(x);
+    return moei_normal_cdf(x) + z * MOEI_R(0.39894228040143267794) * MOEI_F(exp)(MOEI_R(-0.5) * z * z);
 }
 
 /* 1 - tanh(x)^2 as 4 e / (1 + e)^2 with e = exp(-2|x|), which does not cancel. */
@@ -1812,7 +1992,7 @@ static moe_real moei_tanh_slope(moe_real x) {
     return MOEI_R(4.0) * moei_sigmoid_slope(x + x);
 }
 
-static void moei_real_activate_backward_c(int act, size_t n, const moe_real *x, const moe_real *dy, moe_real *dx) {
+static void moei_activate_backward_c(int act, size_t n, const moe_real *x, const moe_real *dy, moe_real *dx) {
     size_t i;
     switch (act) {
     case MOE_ACT_RELU:
@@ -1836,37 +2016,39 @@ static void moei_real_activate_backward_c(int act, size_t n, const moe_real *x, 
     }
 }
 
-static void moei_real_gated_backward_c(int act, size_t n, const moe_real *x, const moe_real *times, const moe_real *dy, moe_real *dx,
-                                       moe_real *d_times) {
+static void moei_gated_backward_c(int act, size_t n, const moe_real *x, const moe_real *times, const moe_real *dy,
+                                  moe_real *dx, moe_real *d_times) {
     moe_real value[64], slope[64];
     size_t done, count, j;
     for (done = 0; done < n; done += count) {
         count = n - done < 64 ? n - done : 64;
         for (j = 0; j < count; j++) slope[j] = dy[done + j] * times[done + j];
-        moei_real_activate_backward_c(act, count, x + done, slope, slope);
-        moei_real_activate_c(act, count, x + done, value);
+        moei_activate_backward_c(act, count, x + done, slope, slope);
+        moei_activate_c(act, count, x + done, value);
         for (j = 0; j < count; j++) value[j] *= dy[done + j];
         memcpy(dx + done, slope, count * sizeof(moe_real));
         memcpy(d_times + done, value, count * sizeof(moe_real));
     }
 }
 
-static void moei_real_adamw_c(const moe_adamw_step *step, size_t n, const moe_real *gradient, moe_real *m, moe_real *v, moe_real *w) {
+static void moei_adamw_c(const moe_adamw_step *step, size_t n, const moe_real *gradient, moe_real *m, moe_real *v,
+                         moe_real *w) {
     const moe_adamw_step s = *step;
     size_t i;
     for (i = 0; i < n; i++) {
         const moe_real g = s.scale * gradient[i];
         m[i] = s.beta1 * m[i] + (MOEI_R(1.0) - s.beta1) * g;
         v[i] = s.beta2 * v[i] + (MOEI_R(1.0) - s.beta2) * g * g;
-        w[i] -= s.rate * (m[i] * s.over1 / (MOEI_F(sqrt)(v[i] * s.over2) + s.epsilon) + s.decay * w[i]);
+        w[i] -=
+            s.lr * (m[i] * s.correction1 / (MOEI_F(sqrt)(v[i] * s.correction2) + s.epsilon) + s.weight_decay * w[i]);
     }
 }
 #endif
 
-/* ==== plain C: softmax and its relatives ==================================================================================== */
+/* ==== plain C: softmax and log-sum-exp ======================================================== */
 
-/* The largest of n > 0 numbers and where it first is. A NaN in front stays; one further on is passed over, the caller's sum
-   shows it. */
+/* The index of the first maximum of n > 0 numbers. A NaN at index 0 is returned; later ones are
+   skipped, and show in the caller's sum. */
 static size_t moei_max_index(size_t n, const moe_real *x) {
     size_t i, best = 0;
     for (i = 1; i < n; i++)
@@ -1874,13 +2056,13 @@ static size_t moei_max_index(size_t n, const moe_real *x) {
     return best;
 }
 
-/* The maximum to subtract before exp. When nothing is above -inf it is 0, so that exp gives 0 and not NaN. */
+/* The maximum to subtract before exp; 0 if all x are -inf, so that exp gives 0 and not NaN. */
 static moe_real moei_softmax_shift(moe_real max) {
     return moe_is_finite(max) || max > 0 || moei_is_nan(max) ? max : 0;
 }
 
-/* (x - max) / T is the documented x / T - max / T without its overflow. */
-static void moei_real_softmax_c(size_t n, const moe_real *x, moe_real temperature, moe_real *y) {
+/* (x - max) / T equals the documented x / T - max / T without its overflow. */
+static void moei_softmax_c(size_t n, const moe_real *x, moe_real temperature, moe_real *y) {
     moe_real shift, sum = 0;
     size_t i;
     if (n == 0) return;
@@ -1893,7 +2075,8 @@ static void moei_real_softmax_c(size_t n, const moe_real *x, moe_real temperatur
     for (i = 0; i < n; i++) y[i] /= sum;
 }
 
-static moe_real moei_real_log_posterior_c(size_t n, moe_real scale, const moe_real *shift, const moe_real *prior, moe_real *y) {
+static moe_real moei_log_posterior_c(size_t n, moe_real scale, const moe_real *shift, const moe_real *prior,
+                                     moe_real *y) {
     moe_real max = -MOEI_INFINITY;
     size_t i;
     for (i = 0; i < n; i++) {
@@ -1905,7 +2088,7 @@ static moe_real moei_real_log_posterior_c(size_t n, moe_real scale, const moe_re
     return max;
 }
 
-static moe_real moei_real_exp_sum_c(size_t n, moe_real max, moe_real *y) {
+static moe_real moei_exp_sum_c(size_t n, moe_real max, moe_real *y) {
     moe_real sum = 0;
     size_t i;
     for (i = 0; i < n; i++) {
@@ -1915,7 +2098,7 @@ static moe_real moei_real_exp_sum_c(size_t n, moe_real max, moe_real *y) {
     return sum;
 }
 
-static moe_real moei_real_entropy_c(size_t n, const moe_real *p) {
+static moe_real moei_entropy_c(size_t n, const moe_real *p) {
     moe_real sum = 0;
     size_t i;
     for (i = 0; i < n; i++)
@@ -1923,7 +2106,7 @@ static moe_real moei_real_entropy_c(size_t n, const moe_real *p) {
     return sum;
 }
 
-/* The maximum's own term is 1; the others go into log1p, so that a small rest is not lost beside it. */
+/* The maximum's own term is 1; the others go into log1p, so that a small remainder is not lost. */
 moe_real moe_log_sum_exp(size_t n, const moe_real *x) {
     moe_real max, rest = 0;
     size_t i, best;
@@ -1945,33 +2128,35 @@ void moe_softmax_backward(size_t n, const moe_real *y, const moe_real *dy, moe_r
     moe_real most, mean = 0;
     size_t i;
     if (n == 0) return;
-    most = dy[moei_max_index(n, y)]; /* taken off first: a sure softmax cancels almost all of dy */
+    most = dy[moei_max_index(n, y)]; /* subtracted first: with a confident softmax most of dy cancels */
     for (i = 0; i < n; i++) mean += y[i] * (dy[i] - most);
     for (i = 0; i < n; i++) dx[i] += y[i] * (dy[i] - most - mean) / temperature;
 }
 #endif
 
-/* ==== norms ================================================================================================================== */
+/* ==== norms =================================================================================== */
 
-void moe_layer_norm(size_t n, const moe_real *x, const moe_real *gain, const moe_real *bias, moe_real eps, moe_real *y, moe_real *mean,
-                    moe_real *rstd) {
-    moe_real sum = 0, squares = 0, centre = 0, scale = 0;
+void moe_layer_norm(size_t n, const moe_real *x, const moe_real *gain, const moe_real *bias, moe_real eps, moe_real *y,
+                    moe_real *mean, moe_real *rstd) {
+    moe_real sum = 0, squares = 0;
+    moe_real center = 0, scale = 0;
     size_t i;
     for (i = 0; i < n; i++) sum += x[i];
-    if (n > 0) centre = sum / (moe_real)n;
-    for (i = 0; i < n; i++) squares += (x[i] - centre) * (x[i] - centre);
+    if (n > 0) center = sum / (moe_real)n;
+    for (i = 0; i < n; i++) squares += (x[i] - center) * (x[i] - center);
     if (n > 0) scale = MOEI_R(1.0) / MOEI_F(sqrt)(squares / (moe_real)n + eps);
     for (i = 0; i < n; i++) {
-        const moe_real normal = (x[i] - centre) * scale;
+        const moe_real normal = (x[i] - center) * scale;
         y[i] = (gain != NULL ? normal * gain[i] : normal) + (bias != NULL ? bias[i] : 0);
     }
-    if (mean != NULL) *mean = centre;
+    if (mean != NULL) *mean = center;
     if (rstd != NULL) *rstd = scale;
 }
 
 #ifndef MOE_NO_TRAIN
 /* With h = (x - mean) scale and g = dy gain: dx += scale (g - mean(g) - h mean(g h)). */
-static void moei_layer_norm_input(size_t n, const moe_real *x, const moe_real *gain, moe_real mean, moe_real scale, const moe_real *dy, moe_real *dx) {
+static void moei_layer_norm_input(size_t n, const moe_real *x, const moe_real *gain, moe_real mean, moe_real scale,
+                                  const moe_real *dy, moe_real *dx) {
     moe_real sum_g = 0, sum_gh = 0;
     size_t i;
     for (i = 0; i < n; i++) {
@@ -1979,15 +2164,18 @@ static void moei_layer_norm_input(size_t n, const moe_real *x, const moe_real *g
         sum_g += g;
         sum_gh += g * ((x[i] - mean) * scale);
     }
-    if (n > 0) sum_g /= (moe_real)n, sum_gh /= (moe_real)n;
+    if (n > 0) {
+        sum_g /= (moe_real)n;
+        sum_gh /= (moe_real)n;
+    }
     for (i = 0; i < n; i++) {
         const moe_real g = gain != NULL ? dy[i] * gain[i] : dy[i];
         dx[i] += scale * (g - sum_g - (x[i] - mean) * scale * sum_gh);
     }
 }
 
-void moe_layer_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real mean, moe_real rstd, const moe_real *dy,
-                             moe_real *dx, moe_real *dgain, moe_real *dbias) {
+void moe_layer_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real mean, moe_real rstd,
+                             const moe_real *dy, moe_real *dx, moe_real *dgain, moe_real *dbias) {
     size_t i;
     if (dx != NULL) moei_layer_norm_input(n, x, gain, mean, rstd, dy, dx);
     for (i = 0; i < n; i++) {
@@ -1997,15 +2185,16 @@ void moe_layer_norm_backward(size_t n, const moe_real *x, const moe_real *gain, 
 }
 #endif
 
-/* ==== top-k =================================================================================================================== */
+/* ==== top-k =================================================================================== */
 
-/* Few places are an insertion sort. A newcomer moves up only past smaller scores, so of equals the lower index stays in front. */
-static size_t moei_top_few(size_t n, const moe_real *score, size_t k, int32_t *index) {
+/* Small k: insertion sort. A new element moves up only past smaller scores, so of equal scores the
+   lower index stays in front. */
+static size_t moei_top_k_by_insertion(size_t n, const moe_real *score, size_t k, int32_t *index) {
     size_t i, taken = 0;
     for (i = 0; i < n; i++) {
         size_t at;
         if (taken == k && !(score[i] > score[index[k - 1]])) continue;
-        if (!moei_can_rank(score[i])) continue;
+        if (!moei_can_be_selected(score[i])) continue;
         at = taken < k ? taken++ : k - 1;
         for (; at > 0 && score[i] > score[index[at - 1]]; at--) index[at] = index[at - 1];
         index[at] = (int32_t)i;
@@ -2013,46 +2202,49 @@ static size_t moei_top_few(size_t n, const moe_real *score, size_t k, int32_t *i
     return taken;
 }
 
-/* Whether a ranks behind b. */
-static int moei_ranks_behind(const moe_real *score, int32_t a, int32_t b) {
+/* Whether a comes after b. */
+static int moei_sorts_after(const moe_real *score, int32_t a, int32_t b) {
     return score[a] < score[b] || (!(score[a] > score[b]) && a > b);
 }
 
-/* Puts item into the heap [n] at place at or below: no place ranks before one of its two children, 2 at + 1 and 2 at + 2. */
-static void moei_heap_sink(size_t n, const moe_real *score, int32_t *heap, size_t at, int32_t item) {
+/* Puts item into the heap [n] at position `at` or below: no position comes before one of its two
+   children, 2 at + 1 and 2 at + 2. */
+static void moei_heap_sift_down(size_t n, const moe_real *score, int32_t *heap, size_t at, int32_t item) {
     size_t child;
     for (; (child = 2 * at + 1) < n; at = child) {
-        if (child + 1 < n && moei_ranks_behind(score, heap[child + 1], heap[child])) child++;
-        if (!moei_ranks_behind(score, heap[child], item)) break;
+        if (child + 1 < n && moei_sorts_after(score, heap[child + 1], heap[child])) child++;
+        if (!moei_sorts_after(score, heap[child], item)) break;
         heap[at] = heap[child];
     }
     heap[at] = item;
 }
 
-/* Many places are a heap with the last of them in front, which is then taken apart from the back: O(n log k). */
-static size_t moei_top_many(size_t n, const moe_real *score, size_t k, int32_t *index) {
+/* Large k: a heap with its last element in front, which is then emptied from the back: O(n log
+   k). */
+static size_t moei_top_k_by_heap(size_t n, const moe_real *score, size_t k, int32_t *index) {
     size_t i, taken = 0, left;
     for (i = 0; i < n && taken < k; i++)
-        if (moei_can_rank(score[i])) index[taken++] = (int32_t)i;
-    for (left = taken / 2; left-- > 0;) moei_heap_sink(taken, score, index, left, index[left]);
+        if (moei_can_be_selected(score[i])) index[taken++] = (int32_t)i;
+    for (left = taken / 2; left-- > 0;) moei_heap_sift_down(taken, score, index, left, index[left]);
     for (; i < n; i++)
-        if (score[i] > score[index[0]]) moei_heap_sink(taken, score, index, 0, (int32_t)i);
+        if (score[i] > score[index[0]]) moei_heap_sift_down(taken, score, index, 0, (int32_t)i);
     for (left = taken; left-- > 1;) {
         const int32_t item = index[left];
         index[left] = index[0];
-        moei_heap_sink(left, score, index, 0, item);
+        moei_heap_sift_down(left, score, index, 0, item);
     }
     return taken;
 }
 
-enum { MOEI_TOP_FEW = 12 };
+enum { MOEI_TOP_K_INSERTION = 12 };
 
 size_t moe_top_k(size_t n, const moe_real *score, size_t k, int32_t *index) {
     if (k == 0) return 0;
-    return k <= MOEI_TOP_FEW ? moei_top_few(n, score, k, index) : moei_top_many(n, score, k, index);
+    return k <= MOEI_TOP_K_INSERTION ? moei_top_k_by_insertion(n, score, k, index)
+                                     : moei_top_k_by_heap(n, score, k, index);
 }
 
-/* ==== random numbers ========================================================================================================== */
+/* ==== random numbers ========================================================================== */
 
 void moe_rng_seed(moe_rng *rng, uint64_t seed) {
     rng->state = seed;
@@ -2065,7 +2257,7 @@ uint64_t moe_rng_next(moe_rng *rng) {
     return z ^ (z >> 31);
 }
 
-/* Draws below 2^64 mod n are thrown away; what is left is a whole number of times n. */
+/* Draws below 2^64 mod n are rejected; the number of the remaining values is a multiple of n. */
 uint64_t moe_rng_below(moe_rng *rng, uint64_t n) {
     uint64_t draw;
     if (n == 0) return 0;
@@ -2082,12 +2274,15 @@ moe_real moe_rng_uniform(moe_rng *rng) {
 #endif
 }
 
-/* Each draw gives two 32-bit uniforms u, read as (u + 1/2) / 2^32, so that the sum of twelve is symmetric about 6. |sum - 6| is held
-   in units of 2^-32; R = (sum - 6) / 4 and everything after it in units of 2^-30, cut off downwards:
-       |R| <= 1.5,  R^2 <= 2.25,  the polynomial in R^2 is at most 5.78,  |x| = |R| times it at most 8.67.
+/* Each draw gives two 32-bit uniforms u, read as (u + 1/2) / 2^32, so that the sum of twelve is
+   symmetric about 6. |sum - 6| is in units of 2^-32; R = (sum - 6) / 4 and everything after it in
+   units of 2^-30, rounded down:
+       |R| <= 1.5,  R^2 <= 2.25,  the polynomial in R^2 is at most 5.78,  |x| = |R| times it is at
+       most 8.67.
    Every product of two such numbers stays below 2^64. */
 moe_real moe_rng_normal(moe_rng *rng) {
-    static const uint64_t coefficient[5] = {32104640, 8972152, 82187326, 271021868, 4241114997u}; /* times 2^30 */
+    /* times 2^30 */
+    static const uint64_t coefficient[5] = {32104640, 8972152, 82187326, 271021868, 4241114997u};
     const uint64_t six = (uint64_t)6 << 32;
     uint64_t sum = 6, r, square, value; /* 6: the twelve halves */
     int64_t x;
@@ -2104,57 +2299,67 @@ moe_real moe_rng_normal(moe_rng *rng) {
     return (moe_real)(sum < six ? -x : x) * (MOEI_R(1.0) / MOEI_R(1073741824.0));
 }
 
-/* ==== the plain C table ======================================================================================================= */
+/* ==== the plain C table ======================================================================= */
 
-/* The last entries of a table. Their functions are written further below, in "packed weights". */
+/* The last entries of a table; they are defined below, in "packed weights". */
 static moe_widen_fn moei_widen_c;
 #ifndef MOE_NO_QUANT
-static moe_quant_fn moei_q8_c, moei_q8_block_c, moei_q4_c;
-static moe_quantise_fn moei_quantise_c;
-#define MOEI_QUANT_ENTRIES(set, widen) {NULL, NULL, NULL, moei_q8_##set, moei_q8_block_##set, moei_q4_##set}, moei_quantise_##set, widen
+static moe_quantized_fn moei_q8_c, moei_q8_block_c, moei_q4_c;
+static moe_quantize_fn moei_quantize_c;
+#define MOEI_QUANT_ENTRIES(set, widen) \
+    {NULL, NULL, NULL, moei_q8_##set, moei_q8_block_##set, moei_q4_##set}, moei_quantize_##set, widen
 #else
 #define MOEI_QUANT_ENTRIES(set, widen) {NULL}, NULL, widen
 #endif
 
-/* An array of its own: a linker keeps all the texts of a program where one is used. */
+/* A separate array: the linker keeps all texts of an array of texts when one is used. */
 static const char moei_name_c[] = "c";
 
-static const moe_kernels moei_kernels_c = {
-    moei_name_c,
-    MOE_KERNELS_C,
-    {{moei_real_nt_c}, {moei_real_nn_c}, {moei_real_tn_c}},
-    moei_real_dot_c,
-    moei_real_axpy_c,
-    moei_real_activate_c,
-#ifndef MOE_NO_TRAIN
-    moei_real_activate_backward_c,
-#else
-    NULL,
-#endif
-    moei_real_softmax_c,
-    moe_top_k,
-    moei_real_multiply_c,
-    moei_real_spread_c,
-    moei_real_log_posterior_c,
-    moei_real_exp_sum_c,
-    moei_real_entropy_c,
-    moei_real_panels_c,
-    moei_real_gated_c,
-#ifndef MOE_NO_TRAIN
-    moei_real_gated_backward_c,
-    moei_real_adamw_c,
-#else
-    NULL,
-    NULL,
-#endif
-    MOEI_QUANT_ENTRIES(c, moei_widen_c),
-};
+/* One row per kernel, in the order of moe_kernels: the kernel that each instruction set uses.
+   Kernels are named moei_<operation>_<instruction set>; T rows are for training only. */
+#define MOEI_KERNEL_ROWS(K, T) \
+    /* operation         C  AVX2  AVX-512  vectors of four */ \
+    K(dot,               c, avx2, avx2,    v4) \
+    K(axpy,              c, avx2, avx2,    v4) \
+    K(activate,          c, avx2, avx512,  v4) \
+    T(activate_backward, c, avx2, avx512,  v4) \
+    K(softmax,           c, avx2, avx512,  v4) \
+    K(top_k,             c, avx2, avx2,    c) \
+    K(multiply,          c, avx2, avx2,    v4) \
+    K(dispersion,        c, avx2, avx2,    c) \
+    K(log_posterior,     c, avx2, avx2,    c) \
+    K(exp_sum,           c, avx2, avx2,    v4) \
+    K(entropy,           c, avx2, avx2,    c) \
+    K(panels,            c, avx2, avx512,  v4) \
+    K(gated,             c, avx2, avx512,  v4) \
+    T(gated_backward,    c, avx2, avx512,  v4) \
+    T(adamw,             c, avx2, avx512,  v4)
 
-/* ==== AVX2 and FMA (float) ===================================================================================================
+#define MOEI_ROW_C(operation, c, avx2, avx512, v4) moei_##operation##_##c,
+#define MOEI_ROW_AVX2(operation, c, avx2, avx512, v4) moei_##operation##_##avx2,
+#define MOEI_ROW_AVX512(operation, c, avx2, avx512, v4) moei_##operation##_##avx512,
+#define MOEI_ROW_V4(operation, c, avx2, avx512, v4) moei_##operation##_##v4,
+#define MOEI_ROW_NULL(operation, c, avx2, avx512, v4) NULL,
+#ifndef MOE_NO_TRAIN
+#define MOEI_TABLE_ROWS(ROW) MOEI_KERNEL_ROWS(ROW, ROW)
+#else
+#define MOEI_TABLE_ROWS(ROW) MOEI_KERNEL_ROWS(ROW, MOEI_ROW_NULL)
+#endif
+#define moei_top_k_c moe_top_k
 
-   Vectors run along the columns of C, one lane per element, so a lane is a chain over ascending p just as in plain C, with the
-   multiplication fused into the addition. Every path below (tiles of any height, packed or not) therefore gives an element the
-   same bits. The right operand is packed into panels of up to 256 x 16, [p][16], on the stack; the left one is read in place by
+/* A table: its products, its column of the rows, and its entries for packed weights. */
+#define MOEI_KERNEL_SET(name, id, set, ROW, quant_set, widen) \
+    { name, id, {{moei_nt_##set}, {moei_nn_##set}, {moei_tn_##set}}, MOEI_TABLE_ROWS(ROW) \
+      MOEI_QUANT_ENTRIES(quant_set, widen) }
+
+static const moe_kernels moei_kernels_c = MOEI_KERNEL_SET(moei_name_c, MOE_KERNELS_C, c, MOEI_ROW_C, c, moei_widen_c);
+
+/* ==== AVX2 and FMA (float) =======================================================================
+
+   Vectors run along the columns of C, one lane per element, so a lane accumulates over ascending p
+   as in plain C, with each multiplication fused into the addition. Every code path below (tiles of
+   any height, packed or not) therefore gives an element the same bits. The right operand is packed
+   into panels of up to 256 x 16, [p][16], on the stack; the left one is read in place by
    broadcasts. */
 
 #ifdef MOEI_HAVE_AVX2
@@ -2166,78 +2371,111 @@ static const moe_kernels moei_kernels_c = {
 #endif
 
 enum {
-    MOEI_TILE = 6,      /* rows of a tile: 12 sums, 2 vectors of the panel and a broadcast fit 16 registers */
-    MOEI_BLOCK_M = 192, /* rows that go over all panels before the next rows: 192 x 256 numbers stay in the second-level cache */
-    MOEI_PACKING_M = 384, /* the same where each panel is packed for these rows alone: the more of them, the less of it */
-    MOEI_CACHED = 131072, /* numbers of the left operand that stay in the second-level cache while panels pass: half a MiB */
-    MOEI_ROW_COLUMNS = 24, /* up to so many columns one row of an NT product waits for its few chains of sums, not for its data */
-    MOEI_UNPACKED_M = 8 /* up to so many rows, packing an operand that could be read as it lies costs more than it gains */
+    /* rows of a tile: 12 sums, 2 vectors of the panel and a broadcast fit in 16 registers */
+    MOEI_TILE = 6,
+    /* rows that are multiplied by all panels before the next rows: 192 x 256 numbers stay in the
+       second-level cache */
+    MOEI_BLOCK_M = 192,
+    /* the same if each panel is packed for these rows alone: more rows, less packing */
+    MOEI_PACKING_M = 384,
+    /* elements of the left operand that stay in the second-level cache during all panels: half a
+       MiB */
+    MOEI_CACHED = 131072,
+    /* up to this many columns, one row of an NT product is limited by the latency of its few sums,
+       not by memory */
+    MOEI_ROW_COLUMNS = 24,
+    /* up to this many rows, packing an operand that could be read in place costs more than it
+       gains */
+    MOEI_UNPACKED_M = 8
 };
 
-/* Lanes below count (at most 8) on. */
+/* A mask with the lanes below count (at most 8) set. */
 MOEI_AVX2 MOEI_INLINE __m256i moei_mask_avx2(size_t count) {
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)count), lane);
 }
 
-/* What to fetch while tiles are computed, so that the next panel's numbers travel while this one's are used: a line at `at` and one `second` bytes
-   further at every step, from rows of `length` bytes that are `stride` bytes apart. Addresses and not pointers: they may run past the end. */
-typedef struct moei_ahead {
+/* What to prefetch while tiles are computed, so that the next panel is loaded during this one: at
+   every step one line at `at` and one `second` bytes further, from rows of `length` bytes that are
+   `stride` bytes apart. Addresses, not pointers, because they may run past the end. */
+typedef struct moei_prefetch {
     uintptr_t at, end;
     size_t step, length, stride, second;
-} moei_ahead;
+} moei_prefetch;
 
-static moei_ahead moei_fetch(uintptr_t at, size_t length, size_t stride, size_t second) {
-    moei_ahead next;
-    next.at = at, next.end = at + length, next.step = 64, next.length = length, next.stride = stride, next.second = second;
+static moei_prefetch moei_prefetch_begin(uintptr_t at, size_t length, size_t stride, size_t second) {
+    moei_prefetch next;
+    next.at = at;
+    next.end = at + length;
+    next.step = 64;
+    next.length = length;
+    next.stride = stride;
+    next.second = second;
     return next;
 }
 
-MOEI_AVX2 MOEI_INLINE void moei_fetch_step(moei_ahead *next, int two) {
+MOEI_AVX2 MOEI_INLINE void moei_prefetch_step(moei_prefetch *next, int two) {
     _mm_prefetch((const char *)next->at, _MM_HINT_T1);
     if (two) _mm_prefetch((const char *)(next->at + next->second), _MM_HINT_T1);
     next->at += next->step;
-    if (next->at >= next->end) next->at += next->stride - next->length, next->end += next->stride;
+    if (next->at >= next->end) {
+        next->at += next->stride - next->length;
+        next->end += next->stride;
+    }
 }
 
-/* The first count numbers, at most eight. In pieces: some processors take many steps for a store with a mask. */
+/* Stores the first count numbers, at most eight, in pieces: masked stores are slow on some
+   processors. */
 MOEI_AVX2 MOEI_INLINE void moei_store_avx2(size_t count, float *y, __m256 value) {
     __m128 part = _mm256_castps256_ps128(value);
     if (count >= 8) {
         _mm256_storeu_ps(y, value);
         return;
     }
-    if (count & 4) _mm_storeu_ps(y, part), y += 4, part = _mm256_extractf128_ps(value, 1);
-    if (count & 2) _mm_storel_pi((__m64 *)(void *)y, part), y += 2, part = _mm_movehl_ps(part, part);
+    if (count & 4) {
+        _mm_storeu_ps(y, part);
+        y += 4;
+        part = _mm256_extractf128_ps(value, 1);
+    }
+    if (count & 2) {
+        _mm_storel_pi((__m64 *)(void *)y, part);
+        y += 2;
+        part = _mm_movehl_ps(part, part);
+    }
     if (count & 1) _mm_store_ss(y, part);
 }
 
-/* rows x 16 (wide) or rows x 8: C = (load ? C : 0) + the sum over one block of k. rows and wide are constants where this is inlined.
-   b is a panel, or the operand itself. */
-MOEI_AVX2 MOEI_INLINE void moei_f32_tile_avx2(int rows, int wide, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
-                                              float *c, size_t ldc, int load, moei_ahead *ahead) {
+/* rows x 16 (wide) or rows x 8: C = (load ? C : 0) + the sum over one block of k. rows and wide are
+   constants after inlining. b is a panel, or the operand itself. */
+MOEI_AVX2 MOEI_INLINE void moei_tile_avx2(int rows, int wide, size_t k, const float *a, size_t ra, size_t ca,
+                                          const float *b, size_t rb, float *c, size_t ldc, int load,
+                                          moei_prefetch *ahead) {
     const float *a3 = a + (rows > 3 ? 3 * ra : 0);
     const __m256 zero = _mm256_setzero_ps();
-    moei_ahead next = *ahead;
-    __m256 s00 = zero, s01 = zero, s10 = zero, s11 = zero, s20 = zero, s21 = zero;
-    __m256 s30 = zero, s31 = zero, s40 = zero, s41 = zero, s50 = zero, s51 = zero;
+    moei_prefetch next = *ahead;
+    __m256 s00 = zero, s01 = zero;
+    __m256 s10 = zero, s11 = zero;
+    __m256 s20 = zero, s21 = zero;
+    __m256 s30 = zero, s31 = zero;
+    __m256 s40 = zero, s41 = zero;
+    __m256 s50 = zero, s51 = zero;
     size_t p;
-#define MOEI_STEP(row, at)                                      \
-    if (rows > row) {                                           \
-        const __m256 x = _mm256_broadcast_ss(at);               \
-        s##row##0 = _mm256_fmadd_ps(x, y0, s##row##0);          \
+#define MOEI_STEP(row, at) \
+    if (rows > row) { \
+        const __m256 x = _mm256_broadcast_ss(at); \
+        s##row##0 = _mm256_fmadd_ps(x, y0, s##row##0); \
         if (wide) s##row##1 = _mm256_fmadd_ps(x, y1, s##row##1); \
     }
-#define MOEI_STORE(row)                                                                                              \
-    if (rows > row) {                                                                                                \
-        _mm256_storeu_ps(c, _mm256_add_ps(load ? _mm256_loadu_ps(c) : zero, s##row##0));                             \
-        if (wide) _mm256_storeu_ps(c + 8, _mm256_add_ps(load ? _mm256_loadu_ps(c + 8) : zero, s##row##1));           \
-        c += ldc;                                                                                                    \
+#define MOEI_STORE(row) \
+    if (rows > row) { \
+        _mm256_storeu_ps(c, _mm256_add_ps(load ? _mm256_loadu_ps(c) : zero, s##row##0)); \
+        if (wide) _mm256_storeu_ps(c + 8, _mm256_add_ps(load ? _mm256_loadu_ps(c + 8) : zero, s##row##1)); \
+        c += ldc; \
     }
     for (p = 0; p < (size_t)rows; p++) _mm_prefetch((const char *)(c + p * ldc), _MM_HINT_T0);
     for (p = 0; p < k; p++, a += ca, a3 += ca, b += rb) {
         const __m256 y0 = _mm256_loadu_ps(b), y1 = wide ? _mm256_loadu_ps(b + 8) : zero;
-        moei_fetch_step(&next, 0);
+        moei_prefetch_step(&next, 0);
         MOEI_STEP(0, a)
         MOEI_STEP(1, a + ra)
         MOEI_STEP(2, a + 2 * ra)
@@ -2256,16 +2494,16 @@ MOEI_AVX2 MOEI_INLINE void moei_f32_tile_avx2(int rows, int wide, size_t k, cons
 #undef MOEI_STORE
 }
 
-/* m rows over one panel of 16 or 8 columns. Seven to eleven last rows are split in two even tiles: a tile of one or two rows would
-   wait for the latency of its few sums. */
-MOEI_AVX2 static void moei_f32_rows_avx2(int wide, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
-                                         float *c, size_t ldc, int load, moei_ahead next) {
-#define MOEI_CASE(rows)                                                                    \
-    case rows:                                                                             \
-        if (wide) moei_f32_tile_avx2(rows, 1, k, a, ra, ca, b, rb, c, ldc, load, &next);   \
-        else moei_f32_tile_avx2(rows, 0, k, a, ra, ca, b, rb, c, ldc, load, &next);        \
+/* m rows over one panel of 16 or 8 columns. The last seven to eleven rows are split into two even
+   tiles: a tile of one or two rows would be limited by the latency of its few sums. */
+MOEI_AVX2 static void moei_rows_avx2(int wide, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b,
+                                     size_t rb, float *c, size_t ldc, int load, moei_prefetch next) {
+#define MOEI_CASE(rows) \
+    case rows: \
+        if (wide) moei_tile_avx2(rows, 1, k, a, ra, ca, b, rb, c, ldc, load, &next); \
+        else moei_tile_avx2(rows, 0, k, a, ra, ca, b, rb, c, ldc, load, &next); \
         break;
-    next.step = 64 / ((m + MOEI_TILE - 1) / MOEI_TILE); /* the tiles share the lines */
+    next.step = 64 / ((m + MOEI_TILE - 1) / MOEI_TILE); /* the lines are divided among the tiles */
     while (m > 0) {
         const size_t rows = m <= MOEI_TILE ? m : m < 2 * MOEI_TILE ? (m + 1) / 2 : (size_t)MOEI_TILE;
         switch (rows) {
@@ -2277,42 +2515,54 @@ MOEI_AVX2 static void moei_f32_rows_avx2(int wide, size_t m, size_t k, const flo
         default:
             MOEI_CASE(6)
         }
-        m -= rows, a += rows * ra, c += rows * ldc;
+        m -= rows;
+        a += rows * ra;
+        c += rows * ldc;
     }
 #undef MOEI_CASE
 }
 
-/* Columns that fill no vector go through a copy of C as wide as the panel, so that no tile touches anything beside the rows. */
-MOEI_AVX2 static void moei_f32_edge_avx2(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *panel,
-                                         float *c, size_t ldc, int load, moei_ahead next) {
+/* Columns that do not fill a vector are computed in a copy of C as wide as the panel, so that no
+   tile accesses memory outside the rows. */
+MOEI_AVX2 static void moei_edge_avx2(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca,
+                                     const float *panel, float *c, size_t ldc, int load, moei_prefetch next) {
     float part[(int)MOEI_TILE * MOEI_PANEL] = {0};
     size_t i, done, rows;
     for (done = 0; done < m; done += rows) {
         rows = m - done < MOEI_TILE ? m - done : (size_t)MOEI_TILE;
         for (i = 0; load && i < rows; i++) memcpy(part + i * MOEI_PANEL, c + (done + i) * ldc, columns * sizeof(float));
-        moei_f32_rows_avx2(columns > 8, rows, k, a + done * ra, ra, ca, panel, MOEI_PANEL, part, MOEI_PANEL, load, next);
+        moei_rows_avx2(columns > 8, rows, k, a + done * ra, ra, ca, panel, MOEI_PANEL, part, MOEI_PANEL, load, next);
         for (i = 0; i < rows; i++) memcpy(c + (done + i) * ldc, part + i * MOEI_PANEL, columns * sizeof(float));
     }
 }
 
-/* Few rows over several panels at once, which gives enough sums to hide their latency and streams the panels side by side. rows x panels
-   is 1 x 4, 2 x 2 or 3 x 2, constants where this is inlined; otherwise as the tile above. */
-MOEI_AVX2 MOEI_INLINE void moei_f32_wide_tile_avx2(int rows, int panels, size_t k, const float *a, size_t ra, size_t ca, const float *b,
-                                                   size_t panel, float *c, size_t ldc, int load) {
-    const float *b1 = b + panel, *b2 = panels > 2 ? b1 + panel : b, *b3 = panels > 2 ? b2 + panel : b;
+/* Few rows over several panels at once: enough sums to hide their latency, and the panels are
+   streamed side by side. rows x panels is 1 x 4, 2 x 2 or 3 x 2, constants after inlining;
+   otherwise as the tile above. */
+MOEI_AVX2 MOEI_INLINE void moei_wide_tile_avx2(int rows, int panels, size_t k, const float *a, size_t ra, size_t ca,
+                                               const float *b, size_t panel, float *c, size_t ldc, int load) {
+    const float *b1 = b + panel, *b2 = panels > 2 ? b1 + panel : b;
+    const float *b3 = panels > 2 ? b2 + panel : b;
     const __m256 zero = _mm256_setzero_ps();
-    __m256 s00 = zero, s01 = zero, s02 = zero, s03 = zero, s04 = zero, s05 = zero, s06 = zero, s07 = zero;
-    __m256 s10 = zero, s11 = zero, s12 = zero, s13 = zero, s20 = zero, s21 = zero, s22 = zero, s23 = zero;
+    __m256 s00 = zero, s01 = zero;
+    __m256 s02 = zero, s03 = zero;
+    __m256 s04 = zero, s05 = zero;
+    __m256 s06 = zero, s07 = zero;
+    __m256 s10 = zero, s11 = zero;
+    __m256 s12 = zero, s13 = zero;
+    __m256 s20 = zero, s21 = zero;
+    __m256 s22 = zero, s23 = zero;
     size_t p;
 #define MOEI_STEP(row, i, at) s##row##i = _mm256_fmadd_ps(x##row, _mm256_loadu_ps(at), s##row##i);
-#define MOEI_COLUMNS(row)                                                                             \
-    if (rows > row) {                                                                                 \
+#define MOEI_COLUMNS(row) \
+    if (rows > row) { \
         MOEI_STEP(row, 0, b) MOEI_STEP(row, 1, b + 8) MOEI_STEP(row, 2, b1) MOEI_STEP(row, 3, b1 + 8) \
     }
-#define MOEI_STORE(row, i) _mm256_storeu_ps(c + 8 * i, _mm256_add_ps(load ? _mm256_loadu_ps(c + 8 * i) : zero, s##row##i));
-#define MOEI_STORE_ROW(row)                                                                \
-    if (rows > row) {                                                                      \
-        MOEI_STORE(row, 0) MOEI_STORE(row, 1) MOEI_STORE(row, 2) MOEI_STORE(row, 3)        \
+#define MOEI_STORE(row, i) \
+    _mm256_storeu_ps(c + 8 * i, _mm256_add_ps(load ? _mm256_loadu_ps(c + 8 * i) : zero, s##row##i));
+#define MOEI_STORE_ROW(row) \
+    if (rows > row) { \
+        MOEI_STORE(row, 0) MOEI_STORE(row, 1) MOEI_STORE(row, 2) MOEI_STORE(row, 3) \
     }
     for (p = 0; p < k; p++, a += ca, b += MOEI_PANEL, b1 += MOEI_PANEL, b2 += MOEI_PANEL, b3 += MOEI_PANEL) {
         const __m256 x0 = _mm256_broadcast_ss(a), x1 = rows > 1 ? _mm256_broadcast_ss(a + ra) : zero;
@@ -2338,33 +2588,36 @@ MOEI_AVX2 MOEI_INLINE void moei_f32_wide_tile_avx2(int rows, int panels, size_t 
 #undef MOEI_STORE_ROW
 }
 
-/* How many of the n columns one go over up to three rows takes: 64, 32, or 0 where fewer are left or there are more rows. */
+/* How many of the n columns are computed at once for up to three rows: 64, 32, or 0 if fewer are
+   left or there are more rows. */
 static size_t moei_wide_columns_avx2(size_t m, size_t n) {
     return m == 1 && n >= 64 ? 64 : m <= 3 && n >= 32 ? 32 : 0;
 }
 
-MOEI_AVX2 static void moei_f32_wide_rows_avx2(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b,
-                                              size_t panel, float *c, size_t ldc, int load) {
-    if (columns > 32) moei_f32_wide_tile_avx2(1, 4, k, a, ra, ca, b, panel, c, ldc, load);
-    else if (m == 1) moei_f32_wide_tile_avx2(1, 2, k, a, ra, ca, b, panel, c, ldc, load);
-    else if (m == 2) moei_f32_wide_tile_avx2(2, 2, k, a, ra, ca, b, panel, c, ldc, load);
-    else moei_f32_wide_tile_avx2(3, 2, k, a, ra, ca, b, panel, c, ldc, load);
+MOEI_AVX2 static void moei_wide_rows_avx2(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca,
+                                          const float *b, size_t panel, float *c, size_t ldc, int load) {
+    if (columns > 32) moei_wide_tile_avx2(1, 4, k, a, ra, ca, b, panel, c, ldc, load);
+    else if (m == 1) moei_wide_tile_avx2(1, 2, k, a, ra, ca, b, panel, c, ldc, load);
+    else if (m == 2) moei_wide_tile_avx2(2, 2, k, a, ra, ca, b, panel, c, ldc, load);
+    else moei_wide_tile_avx2(3, 2, k, a, ra, ca, b, panel, c, ldc, load);
 }
 
-/* So many of the k steps, whole blocks, that rows x steps of the left operand stay in the second-level cache while all panels pass. */
-static size_t moei_chunk(size_t rows, size_t k) {
-    const size_t steps = MOEI_CACHED / rows, chunk = steps > MOEI_BLOCK_K ? steps - steps % MOEI_BLOCK_K : (size_t)MOEI_BLOCK_K;
+/* How many of the k steps (whole blocks) to take so that rows x steps of the left operand stay in
+   the second-level cache during all panels. */
+static size_t moei_cached_steps(size_t rows, size_t k) {
+    const size_t steps = MOEI_CACHED / rows,
+                 chunk = steps > MOEI_BLOCK_K ? steps - steps % MOEI_BLOCK_K : (size_t)MOEI_BLOCK_K;
     return k < chunk ? k : chunk;
 }
 
-MOEI_AVX2 static void moei_f32_panels_6x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
-                                                size_t panel, float *c, size_t ldc, int accumulate) {
+MOEI_AVX2 static void moei_panels_avx2(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
+                                       const float *b, size_t panel, float *c, size_t ldc, int accumulate) {
     size_t i, j, p, from, rows, chunk, columns;
     if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
     for (i = 0; i < m; i += rows) {
         rows = m - i < MOEI_BLOCK_M ? m - i : (size_t)MOEI_BLOCK_M;
         for (from = 0; from < k; from += chunk) {
-            chunk = moei_chunk(rows, k - from);
+            chunk = moei_cached_steps(rows, k - from);
             for (j = 0; j < n; j += columns) {
                 const size_t wide = moei_wide_columns_avx2(rows, n - j);
                 columns = wide > 0 ? wide : n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL;
@@ -2372,22 +2625,27 @@ MOEI_AVX2 static void moei_f32_panels_6x16_avx2(size_t m, size_t n, size_t k, co
                     const size_t block = from + chunk - p < MOEI_BLOCK_K ? from + chunk - p : (size_t)MOEI_BLOCK_K;
                     const float *ap = a + i * ra + p * ca, *bp = b + j / MOEI_PANEL * panel + p * MOEI_PANEL;
                     float *cp = c + i * ldc + j;
-                    const moei_ahead next = moei_fetch((uintptr_t)(bp + panel), block * 64, block * 64, 0); /* beyond n too: there the caller goes on */
-                    if (wide > 0) moei_f32_wide_rows_avx2(wide, rows, block, ap, ra, ca, bp, panel, cp, ldc, accumulate || p > 0);
+                    /* also beyond n: the caller continues there */
+                    const moei_prefetch next = moei_prefetch_begin((uintptr_t)(bp + panel), block * 64, block * 64, 0);
+                    if (wide > 0)
+                        moei_wide_rows_avx2(wide, rows, block, ap, ra, ca, bp, panel, cp, ldc, accumulate || p > 0);
                     else if (columns % 8 == 0)
-                        moei_f32_rows_avx2(columns > 8, rows, block, ap, ra, ca, bp, MOEI_PANEL, cp, ldc, accumulate || p > 0, next);
-                    else moei_f32_edge_avx2(columns, rows, block, ap, ra, ca, bp, cp, ldc, accumulate || p > 0, next);
+                        moei_rows_avx2(columns > 8, rows, block, ap, ra, ca, bp, MOEI_PANEL, cp, ldc,
+                                       accumulate || p > 0, next);
+                    else moei_edge_avx2(columns, rows, block, ap, ra, ca, bp, cp, ldc, accumulate || p > 0, next);
                 }
             }
         }
     }
 }
 
-/* Four steps of p in eight rows, turned: y[s] holds step s of rows 0 to 7. Row i begins at b + at[i]. */
-MOEI_AVX2 MOEI_INLINE void moei_turn_rows_avx2(const float *b, const size_t at[8], __m256 y[4]) {
+/* Transposes four steps of p in eight rows: y[s] holds step s of rows 0 to 7. Row i begins at b +
+   at[i]. */
+MOEI_AVX2 MOEI_INLINE void moei_transpose_rows_avx2(const float *b, const size_t at[8], __m256 y[4]) {
 #define MOEI_PAIR(row) \
     _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(b + at[row])), _mm_loadu_ps(b + at[(row) + 4]), 1)
-    const __m256 r0 = MOEI_PAIR(0), r1 = MOEI_PAIR(1), r2 = MOEI_PAIR(2), r3 = MOEI_PAIR(3);
+    const __m256 r0 = MOEI_PAIR(0), r1 = MOEI_PAIR(1);
+    const __m256 r2 = MOEI_PAIR(2), r3 = MOEI_PAIR(3);
     const __m256 t0 = _mm256_unpacklo_ps(r0, r1), t1 = _mm256_unpackhi_ps(r0, r1);
     const __m256 t2 = _mm256_unpacklo_ps(r2, r3), t3 = _mm256_unpackhi_ps(r2, r3);
     y[0] = _mm256_shuffle_ps(t0, t2, 0x44);
@@ -2397,14 +2655,15 @@ MOEI_AVX2 MOEI_INLINE void moei_turn_rows_avx2(const float *b, const size_t at[8
 #undef MOEI_PAIR
 }
 
-/* The same where row i begins at b + i * ldb. */
-MOEI_AVX2 MOEI_INLINE void moei_turn_avx2(const float *b, size_t ldb, __m256 y[4]) {
+/* The same, row i begins at b + i * ldb. */
+MOEI_AVX2 MOEI_INLINE void moei_transpose_avx2(const float *b, size_t ldb, __m256 y[4]) {
     const size_t at[8] = {0, ldb, 2 * ldb, 3 * ldb, 4 * ldb, 5 * ldb, 6 * ldb, 7 * ldb};
-    moei_turn_rows_avx2(b, at, y);
+    moei_transpose_rows_avx2(b, at, y);
 }
 
-/* The panel of rows b[0 .. columns) of an NT operand: panel[p][j] = b[j][p]; columns that are not there are 0. */
-MOEI_AVX2 static void moei_f32_pack_turned_avx2(size_t columns, size_t k, const float *b, size_t ldb, float *panel) {
+/* The panel of rows b[0 .. columns) of an NT operand: panel[p][j] = b[j][p]; missing columns are
+   0. */
+MOEI_AVX2 static void moei_pack_transposed_avx2(size_t columns, size_t k, const float *b, size_t ldb, float *panel) {
     size_t j, p, i;
     for (j = 0; j < MOEI_PANEL; j += 8, panel += 8) {
         const size_t there = columns > j ? columns - j : 0;
@@ -2413,7 +2672,7 @@ MOEI_AVX2 static void moei_f32_pack_turned_avx2(size_t columns, size_t k, const 
         if (there >= 8)
             for (; p + 4 <= k; p += 4) {
                 __m256 y[4];
-                moei_turn_avx2(bj + p, ldb, y);
+                moei_transpose_avx2(bj + p, ldb, y);
                 for (i = 0; i < 4; i++) _mm256_storeu_ps(panel + (p + i) * MOEI_PANEL, y[i]);
             }
         for (; p < k; p++)
@@ -2422,7 +2681,7 @@ MOEI_AVX2 static void moei_f32_pack_turned_avx2(size_t columns, size_t k, const 
 }
 
 /* The panel of columns b[.][0 .. columns) of an NN or TN operand. */
-MOEI_AVX2 static void moei_f32_pack_avx2(size_t columns, size_t k, const float *b, size_t ldb, float *panel) {
+MOEI_AVX2 static void moei_pack_avx2(size_t columns, size_t k, const float *b, size_t ldb, float *panel) {
     const __m256i low = moei_mask_avx2(columns < 8 ? columns : 8), high = moei_mask_avx2(columns > 8 ? columns - 8 : 0);
     size_t p;
     for (p = 0; p < k; p++, b += ldb, panel += MOEI_PANEL) {
@@ -2437,43 +2696,52 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_column_avx2(const float *b, size_t ldb) {
     return _mm256_setr_ps(b[0], b[ldb], b[2 * ldb], b[3 * ldb], b4[0], b4[ldb], b4[2 * ldb], b4[3 * ldb]);
 }
 
-/* rows x (8 groups) of an NT product without packing: the right operand is turned on its way from memory to the sums. rows (1 to 4)
-   and groups are constants where this is inlined; only one row has more than two groups. */
-MOEI_AVX2 MOEI_INLINE void moei_f32_nt_tile_avx2(int rows, int groups, size_t k, const float *a, size_t lda, const float *b, size_t ldb,
-                                                 float *c, size_t ldc, int load) {
-    const __m256 zero = _mm256_setzero_ps();
-    __m256 s00 = zero, s01 = zero, s02 = zero, s03 = zero, s10 = zero, s11 = zero, s20 = zero, s21 = zero, s30 = zero, s31 = zero;
-    size_t p;
-#define MOEI_STEP(row, group, i) s##row##group = _mm256_fmadd_ps(_mm256_broadcast_ss(a + (row) * lda + p + (i)), y[i], s##row##group)
-#define MOEI_FOUR(row, group)                                                                                            \
-    if (rows > row) {                                                                                                    \
-        MOEI_STEP(row, group, 0), MOEI_STEP(row, group, 1), MOEI_STEP(row, group, 2), MOEI_STEP(row, group, 3);          \
+#define MOEI_STEP(row, group, i) \
+    s##row##group = _mm256_fmadd_ps(_mm256_broadcast_ss(a + (row)*lda + p + (i)), y[i], s##row##group)
+#define MOEI_FOUR(row, group) \
+    if (rows > row) { \
+        MOEI_STEP(row, group, 0); \
+        MOEI_STEP(row, group, 1); \
+        MOEI_STEP(row, group, 2); \
+        MOEI_STEP(row, group, 3); \
     }
 #define MOEI_LAST(row, group) \
     if (rows > row) MOEI_STEP(row, group, 0);
-#define MOEI_STORE(row, group)                                                                              \
-    if (rows > row && groups > group) {                                                                     \
-        float *at = c + (row) * ldc + (group) * 8;                                                          \
-        _mm256_storeu_ps(at, _mm256_add_ps(load ? _mm256_loadu_ps(at) : zero, s##row##group));              \
+#define MOEI_STORE(row, group) \
+    if (rows > row && groups > group) { \
+        float *at = c + (row) * ldc + (group) * 8; \
+        _mm256_storeu_ps(at, _mm256_add_ps(load ? _mm256_loadu_ps(at) : zero, s##row##group)); \
     }
+
+/* rows x (8 groups) of an NT product without packing: the right operand is transposed in registers.
+   rows (1 to 4) and groups are constants after inlining; groups is above 2 only for one row. */
+MOEI_AVX2 MOEI_INLINE void moei_nt_tile_avx2(int rows, int groups, size_t k, const float *a, size_t lda, const float *b,
+                                             size_t ldb, float *c, size_t ldc, int load) {
+    const __m256 zero = _mm256_setzero_ps();
+    __m256 s00 = zero, s01 = zero;
+    __m256 s02 = zero, s03 = zero;
+    __m256 s10 = zero, s11 = zero;
+    __m256 s20 = zero, s21 = zero;
+    __m256 s30 = zero, s31 = zero;
+    size_t p;
     for (p = 0; p + 4 <= k; p += 4) {
         __m256 y[4];
-        moei_turn_avx2(b + p, ldb, y);
+        moei_transpose_avx2(b + p, ldb, y);
         MOEI_FOUR(0, 0)
         MOEI_FOUR(1, 0)
         MOEI_FOUR(2, 0)
         MOEI_FOUR(3, 0)
         if (groups > 1) {
-            moei_turn_avx2(b + 8 * ldb + p, ldb, y);
+            moei_transpose_avx2(b + 8 * ldb + p, ldb, y);
             MOEI_FOUR(0, 1)
             MOEI_FOUR(1, 1)
             MOEI_FOUR(2, 1)
             MOEI_FOUR(3, 1)
         }
         if (groups > 2) {
-            moei_turn_avx2(b + 16 * ldb + p, ldb, y);
+            moei_transpose_avx2(b + 16 * ldb + p, ldb, y);
             MOEI_FOUR(0, 2)
-            moei_turn_avx2(b + 24 * ldb + p, ldb, y);
+            moei_transpose_avx2(b + 24 * ldb + p, ldb, y);
             MOEI_FOUR(0, 3)
         }
     }
@@ -2498,27 +2766,24 @@ MOEI_AVX2 MOEI_INLINE void moei_f32_nt_tile_avx2(int rows, int groups, size_t k,
             MOEI_LAST(0, 3)
         }
     }
-    MOEI_STORE(0, 0)
-    MOEI_STORE(0, 1)
+    MOEI_STORE(0, 0) MOEI_STORE(0, 1)
     MOEI_STORE(0, 2)
     MOEI_STORE(0, 3)
-    MOEI_STORE(1, 0)
-    MOEI_STORE(1, 1)
-    MOEI_STORE(2, 0)
-    MOEI_STORE(2, 1)
+    MOEI_STORE(1, 0) MOEI_STORE(1, 1)
+    MOEI_STORE(2, 0) MOEI_STORE(2, 1)
     MOEI_STORE(3, 0)
     MOEI_STORE(3, 1)
+}
 #undef MOEI_STEP
 #undef MOEI_FOUR
 #undef MOEI_LAST
 #undef MOEI_STORE
-}
 
-/* The columns of up to four rows that fill vectors; returns how many. */
-MOEI_AVX2 static size_t moei_f32_nt_4x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb,
-                                              float *c, size_t ldc, int load) {
+/* The columns of up to four rows that fill vectors; returns how many were computed. */
+MOEI_AVX2 static size_t moei_nt_unpacked_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b,
+                                              size_t ldb, float *c, size_t ldc, int load) {
     size_t j = 0;
-#define MOEI_TILE_OF(rows, groups) moei_f32_nt_tile_avx2(rows, groups, k, a, lda, b + j * ldb, ldb, c + j, ldc, load)
+#define MOEI_TILE_OF(rows, groups) moei_nt_tile_avx2(rows, groups, k, a, lda, b + j * ldb, ldb, c + j, ldc, load)
     for (; m == 1 && j + 32 <= n; j += 32) MOEI_TILE_OF(1, 4);
     for (; j + 16 <= n; j += 16) {
         if (m == 1) MOEI_TILE_OF(1, 2);
@@ -2537,20 +2802,22 @@ MOEI_AVX2 static size_t moei_f32_nt_4x16_avx2(size_t m, size_t n, size_t k, cons
     return j;
 }
 
-/* The sums of one row over one to four blocks of k, whose chains do not wait for each other; at: the eight rows of b. blocks is a
-   constant where this is inlined. */
-MOEI_AVX2 MOEI_INLINE void moei_f32_nt_blocks_avx2(int blocks, size_t k, const float *a, const float *b, const size_t at[8], __m256 s[4]) {
+/* The sums of one row over one to four blocks of k, which are accumulated independently; at: the
+   eight rows of b. blocks is a constant after inlining. */
+MOEI_AVX2 MOEI_INLINE void moei_nt_blocks_avx2(int blocks, size_t k, const float *a, const float *b, const size_t at[8],
+                                               __m256 s[4]) {
     size_t p;
-    __m256 s0 = _mm256_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
-#define MOEI_FOUR(block)                                                                                                  \
-    if (blocks > block) {                                                                                                 \
-        const float *x = a + (block) * MOEI_BLOCK_K + p;                                                                  \
-        __m256 y[4];                                                                                                      \
-        moei_turn_rows_avx2(b + (block) * MOEI_BLOCK_K + p, at, y);                                                       \
-        s##block = _mm256_fmadd_ps(_mm256_broadcast_ss(x), y[0], s##block);                                               \
-        s##block = _mm256_fmadd_ps(_mm256_broadcast_ss(x + 1), y[1], s##block);                                           \
-        s##block = _mm256_fmadd_ps(_mm256_broadcast_ss(x + 2), y[2], s##block);                                           \
-        s##block = _mm256_fmadd_ps(_mm256_broadcast_ss(x + 3), y[3], s##block);                                           \
+    __m256 s0 = _mm256_setzero_ps(), s1 = s0;
+    __m256 s2 = s0, s3 = s0;
+#define MOEI_FOUR(block) \
+    if (blocks > block) { \
+        const float *x = a + (block)*MOEI_BLOCK_K + p; \
+        __m256 y[4]; \
+        moei_transpose_rows_avx2(b + (block)*MOEI_BLOCK_K + p, at, y); \
+        s##block = _mm256_fmadd_ps(_mm256_broadcast_ss(x), y[0], s##block); \
+        s##block = _mm256_fmadd_ps(_mm256_broadcast_ss(x + 1), y[1], s##block); \
+        s##block = _mm256_fmadd_ps(_mm256_broadcast_ss(x + 2), y[2], s##block); \
+        s##block = _mm256_fmadd_ps(_mm256_broadcast_ss(x + 3), y[3], s##block); \
     }
     for (p = 0; p + 4 <= k; p += 4) {
         MOEI_FOUR(0)
@@ -2559,31 +2826,37 @@ MOEI_AVX2 MOEI_INLINE void moei_f32_nt_blocks_avx2(int blocks, size_t k, const f
         MOEI_FOUR(3)
     }
 #undef MOEI_FOUR
-    for (; blocks == 1 && p < k; p++) { /* only a block that is shorter than 256 has such steps, and it is alone */
+    /* only a block shorter than 256 has such steps, and then blocks is 1 */
+    for (; blocks == 1 && p < k; p++) {
         const float *q = b + p;
         const __m256 y = _mm256_setr_ps(q[at[0]], q[at[1]], q[at[2]], q[at[3]], q[at[4]], q[at[5]], q[at[6]], q[at[7]]);
         s0 = _mm256_fmadd_ps(_mm256_broadcast_ss(a + p), y, s0);
     }
-    s[0] = s0, s[1] = s1, s[2] = s2, s[3] = s3;
+    s[0] = s0;
+    s[1] = s1;
+    s[2] = s2;
+    s[3] = s3;
 }
 
-/* One row of an NT product with few columns: eight of them at a time, all blocks of k at once as far as there are four. Columns that are
-   not there are copies of the last one, which go nowhere. */
-MOEI_AVX2 static void moei_f32_nt_row_avx2(size_t n, size_t k, const float *a, const float *b, size_t ldb, float *c, int load) {
+/* One row of an NT product with few columns: eight at a time, up to four blocks of k at once.
+   Missing columns are copies of the last one, whose results are discarded. */
+MOEI_AVX2 static void moei_nt_row_avx2(size_t n, size_t k, const float *a, const float *b, size_t ldb, float *c,
+                                       int load) {
     size_t j, p, step;
     for (j = 0; j < n; j += 8) {
         const size_t columns = n - j < 8 ? n - j : 8;
 #define MOEI_AT(i) (j + (i < columns ? i : columns - 1)) * ldb
-        const size_t at[8] = {MOEI_AT(0), MOEI_AT(1), MOEI_AT(2), MOEI_AT(3), MOEI_AT(4), MOEI_AT(5), MOEI_AT(6), MOEI_AT(7)};
+        const size_t at[8] = {MOEI_AT(0), MOEI_AT(1), MOEI_AT(2), MOEI_AT(3),
+                              MOEI_AT(4), MOEI_AT(5), MOEI_AT(6), MOEI_AT(7)};
 #undef MOEI_AT
         __m256 sum = load ? _mm256_maskload_ps(c + j, moei_mask_avx2(columns)) : _mm256_setzero_ps(), s[4];
         for (p = 0; p < k; p += step) {
             const size_t blocks = (k - p) / MOEI_BLOCK_K;
             step = blocks > 4 ? 4 * (size_t)MOEI_BLOCK_K : blocks > 0 ? blocks * MOEI_BLOCK_K : k - p;
-            if (blocks >= 4) moei_f32_nt_blocks_avx2(4, MOEI_BLOCK_K, a + p, b + p, at, s);
-            else if (blocks == 3) moei_f32_nt_blocks_avx2(3, MOEI_BLOCK_K, a + p, b + p, at, s);
-            else if (blocks == 2) moei_f32_nt_blocks_avx2(2, MOEI_BLOCK_K, a + p, b + p, at, s);
-            else moei_f32_nt_blocks_avx2(1, step, a + p, b + p, at, s);
+            if (blocks >= 4) moei_nt_blocks_avx2(4, MOEI_BLOCK_K, a + p, b + p, at, s);
+            else if (blocks == 3) moei_nt_blocks_avx2(3, MOEI_BLOCK_K, a + p, b + p, at, s);
+            else if (blocks == 2) moei_nt_blocks_avx2(2, MOEI_BLOCK_K, a + p, b + p, at, s);
+            else moei_nt_blocks_avx2(1, step, a + p, b + p, at, s);
             sum = _mm256_add_ps(sum, s[0]);
             if (blocks > 1) sum = _mm256_add_ps(sum, s[1]);
             if (blocks > 2) sum = _mm256_add_ps(sum, s[2]);
@@ -2594,67 +2867,69 @@ MOEI_AVX2 static void moei_f32_nt_row_avx2(size_t n, size_t k, const float *a, c
 }
 
 /* One block of k for up to MOEI_PACKING_M rows. panel holds 256 x 16 numbers. */
-MOEI_AVX2 static void moei_f32_block_avx2(int op, size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
-                                          size_t ldb, float *c, size_t ldc, int load, float *panel) {
+MOEI_AVX2 static void moei_block_avx2(int op, size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
+                                      const float *b, size_t ldb, float *c, size_t ldc, int load, float *panel) {
     size_t j = 0;
-    if (op == MOE_MATMUL_NT && m <= 4) j = moei_f32_nt_4x16_avx2(m, n, k, a, ra, b, ldb, c, ldc, load);
+    if (op == MOE_MATMUL_NT && m <= 4) j = moei_nt_unpacked_avx2(m, n, k, a, ra, b, ldb, c, ldc, load);
     for (; j < n; j += MOEI_PANEL) {
         const size_t columns = n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL;
         const float *bj = op == MOE_MATMUL_NT ? b + j * ldb : b + j;
         const size_t row = ldb * sizeof(float);
-        const moei_ahead next = op == MOE_MATMUL_NT ? moei_fetch((uintptr_t)bj + MOEI_PANEL * row, k * sizeof(float), row, 0)
-                                                    : moei_fetch((uintptr_t)bj + 64, 64, row, 0);
+        const moei_prefetch next =
+            op == MOE_MATMUL_NT ? moei_prefetch_begin((uintptr_t)bj + MOEI_PANEL * row, k * sizeof(float), row, 0)
+                                : moei_prefetch_begin((uintptr_t)bj + 64, 64, row, 0);
         if (op != MOE_MATMUL_NT && m <= MOEI_UNPACKED_M && columns % 8 == 0) {
-            moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, bj, ldb, c + j, ldc, load, next);
+            moei_rows_avx2(columns > 8, m, k, a, ra, ca, bj, ldb, c + j, ldc, load, next);
             continue;
         }
-        if (op == MOE_MATMUL_NT) moei_f32_pack_turned_avx2(columns, k, bj, ldb, panel);
-        else moei_f32_pack_avx2(columns, k, bj, ldb, panel);
-        if (columns % 8 == 0) moei_f32_rows_avx2(columns > 8, m, k, a, ra, ca, panel, MOEI_PANEL, c + j, ldc, load, next);
-        else moei_f32_edge_avx2(columns, m, k, a, ra, ca, panel, c + j, ldc, load, next);
+        if (op == MOE_MATMUL_NT) moei_pack_transposed_avx2(columns, k, bj, ldb, panel);
+        else moei_pack_avx2(columns, k, bj, ldb, panel);
+        if (columns % 8 == 0) moei_rows_avx2(columns > 8, m, k, a, ra, ca, panel, MOEI_PANEL, c + j, ldc, load, next);
+        else moei_edge_avx2(columns, m, k, a, ra, ca, panel, c + j, ldc, load, next);
     }
 }
 
-MOEI_AVX2 static void moei_f32_matmul_avx2(int op, size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb,
-                                           float *c, size_t ldc, int accumulate) {
-    const size_t ra = op == MOE_MATMUL_TN ? 1 : lda, ca = op == MOE_MATMUL_TN ? lda : 1, rb = op == MOE_MATMUL_NT ? 1 : ldb;
+MOEI_AVX2 static void moei_matmul_avx2(int op, size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b,
+                                       size_t ldb, float *c, size_t ldc, int accumulate) {
+    const size_t ra = op == MOE_MATMUL_TN ? 1 : lda, ca = op == MOE_MATMUL_TN ? lda : 1;
+    const size_t rb = op == MOE_MATMUL_NT ? 1 : ldb;
     float room[MOEI_BLOCK_K * MOEI_PANEL + 16];
-    float *panel = room + (64 - (uintptr_t)room % 64) % 64 / sizeof(float); /* whole cache lines */
+    float *panel = room + (64 - (uintptr_t)room % 64) % 64 / sizeof(float); /* aligned to a cache line */
     size_t i, p;
     if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
     for (i = 0; i < m; i += MOEI_PACKING_M) {
         const size_t rows = m - i < MOEI_PACKING_M ? m - i : (size_t)MOEI_PACKING_M;
         for (p = 0; p < k; p += MOEI_BLOCK_K) {
             const size_t block = k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K;
-            moei_f32_block_avx2(op, rows, n, block, a + i * ra + p * ca, ra, ca, b + p * rb, ldb, c + i * ldc, ldc, accumulate || p > 0,
-                                panel);
+            moei_block_avx2(op, rows, n, block, a + i * ra + p * ca, ra, ca, b + p * rb, ldb, c + i * ldc, ldc,
+                            accumulate || p > 0, panel);
         }
     }
 }
 
-/* Few rows of few columns, row by row; 0: these are not few. */
-static int moei_f32_nt_few_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb, float *c, size_t ldc,
-                                int accumulate) {
+/* A few rows of few columns, row by row; returns 0 if there are too many. */
+static int moei_nt_few_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb,
+                            float *c, size_t ldc, int accumulate) {
     const int few = m <= 1 ? n <= MOEI_ROW_COLUMNS : m <= 4 && n < 8;
     size_t i;
-    for (i = 0; few && k > 0 && i < m; i++) moei_f32_nt_row_avx2(n, k, a + i * lda, b, ldb, c + i * ldc, accumulate);
+    for (i = 0; few && k > 0 && i < m; i++) moei_nt_row_avx2(n, k, a + i * lda, b, ldb, c + i * ldc, accumulate);
     return few && k > 0;
 }
 
-static void moei_f32_nt_6x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
-                                  int accumulate) {
-    if (!moei_f32_nt_few_avx2(m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate))
-        moei_f32_matmul_avx2(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+static void moei_nt_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
+                         size_t ldc, int accumulate) {
+    if (!moei_nt_few_avx2(m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate))
+        moei_matmul_avx2(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
 }
 
-static void moei_f32_nn_6x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
-                                  int accumulate) {
-    moei_f32_matmul_avx2(MOE_MATMUL_NN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+static void moei_nn_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
+                         size_t ldc, int accumulate) {
+    moei_matmul_avx2(MOE_MATMUL_NN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
 }
 
-static void moei_f32_tn_6x16_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
-                                  int accumulate) {
-    moei_f32_matmul_avx2(MOE_MATMUL_TN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+static void moei_tn_avx2(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
+                         size_t ldc, int accumulate) {
+    moei_matmul_avx2(MOE_MATMUL_TN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
 }
 
 MOEI_AVX2 MOEI_INLINE float moei_lanes_sum_avx2(__m256 v) {
@@ -2669,8 +2944,9 @@ MOEI_AVX2 MOEI_INLINE float moei_lanes_max_avx2(__m256 v) {
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
 
-MOEI_AVX2 static float moei_f32_dot_avx2(size_t n, const float *a, const float *b) {
-    __m256 s0 = _mm256_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
+MOEI_AVX2 static float moei_dot_avx2(size_t n, const float *a, const float *b) {
+    __m256 s0 = _mm256_setzero_ps(), s1 = s0;
+    __m256 s2 = s0, s3 = s0;
     for (; n >= 32; n -= 32, a += 32, b += 32) {
         s0 = _mm256_fmadd_ps(_mm256_loadu_ps(a), _mm256_loadu_ps(b), s0);
         s1 = _mm256_fmadd_ps(_mm256_loadu_ps(a + 8), _mm256_loadu_ps(b + 8), s1);
@@ -2678,27 +2954,32 @@ MOEI_AVX2 static float moei_f32_dot_avx2(size_t n, const float *a, const float *
         s3 = _mm256_fmadd_ps(_mm256_loadu_ps(a + 24), _mm256_loadu_ps(b + 24), s3);
     }
     for (; n >= 8; n -= 8, a += 8, b += 8) s0 = _mm256_fmadd_ps(_mm256_loadu_ps(a), _mm256_loadu_ps(b), s0);
-    if (n > 0) s1 = _mm256_fmadd_ps(_mm256_maskload_ps(a, moei_mask_avx2(n)), _mm256_maskload_ps(b, moei_mask_avx2(n)), s1);
+    if (n > 0)
+        s1 = _mm256_fmadd_ps(_mm256_maskload_ps(a, moei_mask_avx2(n)), _mm256_maskload_ps(b, moei_mask_avx2(n)), s1);
     return moei_lanes_sum_avx2(_mm256_add_ps(_mm256_add_ps(s0, s1), _mm256_add_ps(s2, s3)));
 }
 
-MOEI_AVX2 static void moei_f32_axpy_avx2(size_t n, float alpha, const float *x, float *y) {
+MOEI_AVX2 static void moei_axpy_avx2(size_t n, float alpha, const float *x, float *y) {
     const __m256 factor = _mm256_set1_ps(alpha);
-    for (; n >= 8; n -= 8, x += 8, y += 8) _mm256_storeu_ps(y, _mm256_fmadd_ps(factor, _mm256_loadu_ps(x), _mm256_loadu_ps(y)));
+    for (; n >= 8; n -= 8, x += 8, y += 8)
+        _mm256_storeu_ps(y, _mm256_fmadd_ps(factor, _mm256_loadu_ps(x), _mm256_loadu_ps(y)));
     if (n > 0) {
         const __m256i mask = moei_mask_avx2(n);
         _mm256_maskstore_ps(y, mask, _mm256_fmadd_ps(factor, _mm256_maskload_ps(x, mask), _mm256_maskload_ps(y, mask)));
     }
 }
 
-/* ---- exp and what is made of it: relative error below 3 epsilon, gelu 4 (tests/kernels.c holds them to it) ---------------------- */
+/* ---- exp and activations: relative error below 3 epsilon, gelu 4 (tests/unit/kernels.c) ------ */
 
-/* x = n log 2 + r with |r| <= log(2) / 2. Returns exp(r) - 1 by a polynomial fitted to relative error 3e-9. */
+/* x = n log 2 + r with |r| <= log(2) / 2. Returns exp(r) - 1 by a polynomial fitted to relative
+   error 3e-9. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_exp_reduced_avx2(__m256 x, __m256 *n) {
     const __m256 half = _mm256_set1_ps(4.999999337e-01f);
     __m256 r, q = _mm256_set1_ps(1.381432057e-03f);
-    *n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504089f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    r = _mm256_fnmadd_ps(*n, _mm256_set1_ps(0.693145751953125f), x); /* log 2 in two parts, the first with few bits */
+    *n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504089f)),
+                         _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    /* log 2 in two parts; the first has few bits */
+    r = _mm256_fnmadd_ps(*n, _mm256_set1_ps(0.693145751953125f), x);
     r = _mm256_fnmadd_ps(*n, _mm256_set1_ps(1.42860682e-06f), r);
     q = _mm256_fmadd_ps(q, r, _mm256_set1_ps(8.368851071e-03f));
     q = _mm256_fmadd_ps(q, r, _mm256_set1_ps(4.166840108e-02f));
@@ -2707,21 +2988,22 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_exp_reduced_avx2(__m256 x, __m256 *n) {
     return _mm256_fmadd_ps(_mm256_mul_ps(r, r), q, r);
 }
 
-/* 2^n for whole n from -126 to 127. */
+/* 2^n for integers n from -126 to 127. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_power2_avx2(__m256i n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
 }
 
-/* exp(x) for x <= 0 and NaN: 0 below about -104, subnormal results rounded once. The limit keeps n in range; max gives its second
-   operand for NaN. */
+/* exp(x) for x <= 0 and NaN: 0 below about -104, subnormal results rounded once. Clamping x limits
+   n; max returns its second operand for NaN. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_exp_avx2(__m256 x) {
     __m256 n, e = moei_exp_reduced_avx2(_mm256_max_ps(_mm256_set1_ps(-106.0f), x), &n);
     const __m256i whole = _mm256_cvtps_epi32(n), first = _mm256_srai_epi32(whole, 1);
-    e = _mm256_mul_ps(_mm256_add_ps(e, _mm256_set1_ps(1.0f)), moei_power2_avx2(first)); /* in two steps: 2^n may be subnormal */
+    /* in two steps: 2^n may be subnormal */
+    e = _mm256_mul_ps(_mm256_add_ps(e, _mm256_set1_ps(1.0f)), moei_power2_avx2(first));
     return _mm256_mul_ps(e, moei_power2_avx2(_mm256_sub_epi32(whole, first)));
 }
 
-/* exp(x) for x <= 0 and NaN, without subnormal results: those are 0. */
+/* exp(x) for x <= 0 and NaN; results that would be subnormal are 0. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_exp_normal_avx2(__m256 x) {
     const __m256 least = _mm256_set1_ps(-87.3365f); /* exp of it is above 2^-126 */
     __m256 n, e = moei_exp_reduced_avx2(_mm256_max_ps(least, x), &n), power = moei_power2_avx2(_mm256_cvtps_epi32(n));
@@ -2736,42 +3018,41 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_expm1_avx2(__m256 x) {
     return _mm256_fmadd_ps(e, power, _mm256_sub_ps(power, _mm256_set1_ps(1.0f)));
 }
 
-MOEI_AVX2 MOEI_INLINE __m256 moei_minus_abs_avx2(__m256 x) {
-    return _mm256_or_ps(x, _mm256_set1_ps(-0.0f));
-}
+MOEI_AVX2 MOEI_INLINE __m256 moei_neg_abs_avx2(__m256 x) { return _mm256_or_ps(x, _mm256_set1_ps(-0.0f)); }
 
-/* See moei_limit. */
-MOEI_AVX2 MOEI_INLINE __m256 moei_limit_avx2(__m256 x) {
+/* See moei_clamp_1e4. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_clamp_1e4_avx2(__m256 x) {
     return _mm256_max_ps(_mm256_set1_ps(-1e4f), _mm256_min_ps(_mm256_set1_ps(1e4f), x));
 }
 
-MOEI_AVX2 MOEI_INLINE __m256 moei_choose_avx2(__m256 x, __m256 if_negative, __m256 otherwise) {
+MOEI_AVX2 MOEI_INLINE __m256 moei_if_negative_avx2(__m256 x, __m256 if_negative, __m256 otherwise) {
     return _mm256_blendv_ps(otherwise, if_negative, x);
 }
 
 MOEI_AVX2 MOEI_INLINE __m256 moei_sigmoid_avx2(__m256 x) {
-    const __m256 one = _mm256_set1_ps(1.0f), e = moei_exp_avx2(moei_minus_abs_avx2(x));
-    return _mm256_div_ps(moei_choose_avx2(x, e, one), _mm256_add_ps(one, e));
+    const __m256 one = _mm256_set1_ps(1.0f), e = moei_exp_avx2(moei_neg_abs_avx2(x));
+    return _mm256_div_ps(moei_if_negative_avx2(x, e, one), _mm256_add_ps(one, e));
 }
 
 /* tanh|x| = -q / (2 + q) with q = exp(-2|x|) - 1; beyond 10 it is 1. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_tanh_avx2(__m256 x) {
-    const __m256 sign = _mm256_set1_ps(-0.0f), z = _mm256_max_ps(_mm256_set1_ps(-10.0f), moei_minus_abs_avx2(x));
+    const __m256 sign = _mm256_set1_ps(-0.0f), z = _mm256_max_ps(_mm256_set1_ps(-10.0f), moei_neg_abs_avx2(x));
     const __m256 q = moei_expm1_avx2(_mm256_add_ps(z, z));
     const __m256 t = _mm256_div_ps(q, _mm256_add_ps(_mm256_set1_ps(2.0f), q));
     return _mm256_xor_ps(t, _mm256_andnot_ps(x, sign));
 }
 
-/* exp(-x^2 / 2), the rounding error of the square put right. */
-MOEI_AVX2 MOEI_INLINE __m256 moei_bell_avx2(__m256 x) {
-    const __m256 half = _mm256_set1_ps(-0.5f), z = _mm256_max_ps(_mm256_set1_ps(-15.0f), moei_minus_abs_avx2(x));
-    const __m256 square = _mm256_mul_ps(z, z), rest = _mm256_fmsub_ps(z, z, square), e = moei_exp_avx2(_mm256_mul_ps(half, square));
+/* exp(-x^2 / 2), corrected for the rounding error of the square. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_gauss_avx2(__m256 x) {
+    const __m256 half = _mm256_set1_ps(-0.5f), z = _mm256_max_ps(_mm256_set1_ps(-15.0f), moei_neg_abs_avx2(x));
+    const __m256 square = _mm256_mul_ps(z, z), rest = _mm256_fmsub_ps(z, z, square);
+    const __m256 e = moei_exp_avx2(_mm256_mul_ps(half, square));
     return _mm256_fmadd_ps(_mm256_mul_ps(half, rest), e, e);
 }
 
 /* Phi(-|x|) = exp(-x^2/2) t Q(t), t = 1 / (1 + 0.3 |x|), Q fitted to relative error 4e-9. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_normal_tail_avx2(__m256 x, __m256 bell) {
-    const __m256 one = _mm256_set1_ps(1.0f), z = _mm256_max_ps(_mm256_set1_ps(-15.0f), moei_minus_abs_avx2(x));
+    const __m256 one = _mm256_set1_ps(1.0f), z = _mm256_max_ps(_mm256_set1_ps(-15.0f), moei_neg_abs_avx2(x));
     const __m256 t = _mm256_div_ps(one, _mm256_fmadd_ps(z, _mm256_set1_ps(-0.3f), one));
     __m256 q = _mm256_set1_ps(-2.062863988e-02f);
     q = _mm256_fmadd_ps(q, t, _mm256_set1_ps(1.124646791e-01f));
@@ -2787,27 +3068,29 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_normal_tail_avx2(__m256 x, __m256 bell) {
 }
 
 /* Phi(x), from the tail on x's own side so that small values keep their digits. */
-MOEI_AVX2 MOEI_INLINE __m256 moei_normal_below_avx2(__m256 x, __m256 bell) {
+MOEI_AVX2 MOEI_INLINE __m256 moei_normal_cdf_avx2(__m256 x, __m256 bell) {
     const __m256 tail = moei_normal_tail_avx2(x, bell);
-    return moei_choose_avx2(x, tail, _mm256_sub_ps(_mm256_set1_ps(1.0f), tail));
+    return moei_if_negative_avx2(x, tail, _mm256_sub_ps(_mm256_set1_ps(1.0f), tail));
 }
 
-/* act is a constant where this is inlined. */
+/* act is a constant after inlining. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_act_avx2(int act, __m256 x) {
-    const __m256 low = _mm256_max_ps(_mm256_set1_ps(-1e4f), x); /* see moei_limit; max gives its second operand for NaN */
+    /* see moei_clamp_1e4; max returns its second operand for NaN */
+    const __m256 low = _mm256_max_ps(_mm256_set1_ps(-1e4f), x);
     switch (act) {
     case MOE_ACT_RELU: return _mm256_max_ps(_mm256_setzero_ps(), x);
     case MOE_ACT_SILU: return _mm256_mul_ps(low, moei_sigmoid_avx2(x));
-    case MOE_ACT_GELU: return _mm256_mul_ps(low, moei_normal_below_avx2(x, moei_bell_avx2(x)));
+    case MOE_ACT_GELU:
+        return _mm256_mul_ps(low, moei_normal_cdf_avx2(x, moei_gauss_avx2(x)));
     case MOE_ACT_TANH: return moei_tanh_avx2(x);
     case MOE_ACT_SIGMOID: return moei_sigmoid_avx2(x);
     default: return x;
     }
 }
 
-/* act is a constant where this is inlined; times NULL: 1. */
-MOEI_AVX2 MOEI_INLINE void moei_gated_rows_avx2(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, size_t ldt,
-                                                float *y, size_t ldy) {
+/* act is a constant after inlining; times NULL: 1. */
+MOEI_AVX2 MOEI_INLINE void moei_gated_rows_avx2(int act, size_t m, size_t n, const float *x, size_t ldx,
+                                                const float *times, size_t ldt, float *y, size_t ldy) {
     const __m256i mask = moei_mask_avx2(n % 8);
     size_t i, j;
     for (i = 0; i < m; i++, x += ldx, y += ldy) {
@@ -2818,25 +3101,38 @@ MOEI_AVX2 MOEI_INLINE void moei_gated_rows_avx2(int act, size_t m, size_t n, con
         }
         if (j < n) {
             const __m256 result = moei_act_avx2(act, _mm256_maskload_ps(x + j, mask));
-            _mm256_maskstore_ps(y + j, mask, times != NULL ? _mm256_mul_ps(result, _mm256_maskload_ps(by + j, mask)) : result);
+            _mm256_maskstore_ps(y + j, mask,
+                                times != NULL ? _mm256_mul_ps(result, _mm256_maskload_ps(by + j, mask)) : result);
         }
     }
 }
 
-MOEI_AVX2 static void moei_f32_gated_avx2(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, size_t ldt, float *y,
-                                          size_t ldy) {
+MOEI_AVX2 static void moei_gated_avx2(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times,
+                                      size_t ldt, float *y, size_t ldy) {
     switch (act) {
-    case MOE_ACT_RELU: moei_gated_rows_avx2(MOE_ACT_RELU, m, n, x, ldx, times, ldt, y, ldy); break;
-    case MOE_ACT_SILU: moei_gated_rows_avx2(MOE_ACT_SILU, m, n, x, ldx, times, ldt, y, ldy); break;
-    case MOE_ACT_GELU: moei_gated_rows_avx2(MOE_ACT_GELU, m, n, x, ldx, times, ldt, y, ldy); break;
-    case MOE_ACT_TANH: moei_gated_rows_avx2(MOE_ACT_TANH, m, n, x, ldx, times, ldt, y, ldy); break;
-    case MOE_ACT_SIGMOID: moei_gated_rows_avx2(MOE_ACT_SIGMOID, m, n, x, ldx, times, ldt, y, ldy); break;
-    default: moei_gated_rows_avx2(MOE_ACT_IDENTITY, m, n, x, ldx, times, ldt, y, ldy); break;
+    case MOE_ACT_RELU:
+        moei_gated_rows_avx2(MOE_ACT_RELU, m, n, x, ldx, times, ldt, y, ldy);
+        break;
+    case MOE_ACT_SILU:
+        moei_gated_rows_avx2(MOE_ACT_SILU, m, n, x, ldx, times, ldt, y, ldy);
+        break;
+    case MOE_ACT_GELU:
+        moei_gated_rows_avx2(MOE_ACT_GELU, m, n, x, ldx, times, ldt, y, ldy);
+        break;
+    case MOE_ACT_TANH:
+        moei_gated_rows_avx2(MOE_ACT_TANH, m, n, x, ldx, times, ldt, y, ldy);
+        break;
+    case MOE_ACT_SIGMOID:
+        moei_gated_rows_avx2(MOE_ACT_SIGMOID, m, n, x, ldx, times, ldt, y, ldy);
+        break;
+    default:
+        moei_gated_rows_avx2(MOE_ACT_IDENTITY, m, n, x, ldx, times, ldt, y, ldy);
+        break;
     }
 }
 
-static void moei_f32_activate_avx2(int act, size_t n, const float *x, float *y) {
-    moei_f32_gated_avx2(act, 1, n, x, n, NULL, 0, y, n);
+static void moei_activate_avx2(int act, size_t n, const float *x, float *y) {
+    moei_gated_avx2(act, 1, n, x, n, NULL, 0, y, n);
 }
 
 #ifndef MOE_NO_TRAIN
@@ -2847,19 +3143,19 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_sigmoid_slope_avx2(__m256 z) {
 }
 
 MOEI_AVX2 MOEI_INLINE __m256 moei_silu_slope_avx2(__m256 x) {
-    const __m256 one = _mm256_set1_ps(1.0f), e = moei_exp_avx2(moei_minus_abs_avx2(x));
+    const __m256 one = _mm256_set1_ps(1.0f), e = moei_exp_avx2(moei_neg_abs_avx2(x));
     const __m256 large = _mm256_div_ps(one, _mm256_add_ps(one, e)), small = _mm256_mul_ps(e, large);
-    const __m256 s = moei_choose_avx2(x, small, large), other = moei_choose_avx2(x, large, small);
-    return _mm256_mul_ps(s, _mm256_fmadd_ps(moei_limit_avx2(x), other, one));
+    const __m256 s = moei_if_negative_avx2(x, small, large), other = moei_if_negative_avx2(x, large, small);
+    return _mm256_mul_ps(s, _mm256_fmadd_ps(moei_clamp_1e4_avx2(x), other, one));
 }
 
 MOEI_AVX2 MOEI_INLINE __m256 moei_gelu_slope_avx2(__m256 x) {
-    const __m256 bell = moei_bell_avx2(x), scaled = _mm256_mul_ps(_mm256_set1_ps(0.39894228040f), bell);
-    return _mm256_fmadd_ps(moei_limit_avx2(x), scaled, moei_normal_below_avx2(x, bell));
+    const __m256 bell = moei_gauss_avx2(x), scaled = _mm256_mul_ps(_mm256_set1_ps(0.39894228040f), bell);
+    return _mm256_fmadd_ps(moei_clamp_1e4_avx2(x), scaled, moei_normal_cdf_avx2(x, bell));
 }
 
 MOEI_AVX2 MOEI_INLINE __m256 moei_slope_avx2(int act, __m256 x, __m256 dy) {
-    const __m256 z = moei_minus_abs_avx2(x);
+    const __m256 z = moei_neg_abs_avx2(x);
     switch (act) {
     case MOE_ACT_RELU: return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_LE_OQ), dy);
     case MOE_ACT_SILU: return _mm256_mul_ps(dy, moei_silu_slope_avx2(x));
@@ -2871,7 +3167,7 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_slope_avx2(int act, __m256 x, __m256 dy) {
     }
 }
 
-MOEI_AVX2 MOEI_INLINE void moei_map_back_avx2(int act, size_t n, const float *x, const float *dy, float *dx) {
+MOEI_AVX2 MOEI_INLINE void moei_map_backward_avx2(int act, size_t n, const float *x, const float *dy, float *dx) {
     for (; n >= 8; n -= 8, x += 8, dy += 8, dx += 8)
         _mm256_storeu_ps(dx, moei_slope_avx2(act, _mm256_loadu_ps(x), _mm256_loadu_ps(dy)));
     if (n > 0) {
@@ -2880,8 +3176,8 @@ MOEI_AVX2 MOEI_INLINE void moei_map_back_avx2(int act, size_t n, const float *x,
     }
 }
 
-MOEI_AVX2 MOEI_INLINE void moei_gated_back_avx2(int act, size_t n, const float *x, const float *times, const float *dy, float *dx,
-                                                float *d_times) {
+MOEI_AVX2 MOEI_INLINE void moei_gated_backward_act_avx2(int act, size_t n, const float *x, const float *times,
+                                                        const float *dy, float *dx, float *d_times) {
     size_t j;
     for (j = 0; j < n; j += 8) {
         const __m256i mask = moei_mask_avx2(n - j < 8 ? n - j : 8);
@@ -2893,26 +3189,50 @@ MOEI_AVX2 MOEI_INLINE void moei_gated_back_avx2(int act, size_t n, const float *
     }
 }
 
-MOEI_AVX2 static void moei_f32_gated_backward_avx2(int act, size_t n, const float *x, const float *times, const float *dy, float *dx,
-                                                   float *d_times) {
+MOEI_AVX2 static void moei_gated_backward_avx2(int act, size_t n, const float *x, const float *times, const float *dy,
+                                               float *dx, float *d_times) {
     switch (act) {
-    case MOE_ACT_RELU: moei_gated_back_avx2(MOE_ACT_RELU, n, x, times, dy, dx, d_times); break;
-    case MOE_ACT_SILU: moei_gated_back_avx2(MOE_ACT_SILU, n, x, times, dy, dx, d_times); break;
-    case MOE_ACT_GELU: moei_gated_back_avx2(MOE_ACT_GELU, n, x, times, dy, dx, d_times); break;
-    case MOE_ACT_TANH: moei_gated_back_avx2(MOE_ACT_TANH, n, x, times, dy, dx, d_times); break;
-    case MOE_ACT_SIGMOID: moei_gated_back_avx2(MOE_ACT_SIGMOID, n, x, times, dy, dx, d_times); break;
-    default: moei_gated_back_avx2(MOE_ACT_IDENTITY, n, x, times, dy, dx, d_times); break;
+    case MOE_ACT_RELU:
+        moei_gated_backward_act_avx2(MOE_ACT_RELU, n, x, times, dy, dx, d_times);
+        break;
+    case MOE_ACT_SILU:
+        moei_gated_backward_act_avx2(MOE_ACT_SILU, n, x, times, dy, dx, d_times);
+        break;
+    case MOE_ACT_GELU:
+        moei_gated_backward_act_avx2(MOE_ACT_GELU, n, x, times, dy, dx, d_times);
+        break;
+    case MOE_ACT_TANH:
+        moei_gated_backward_act_avx2(MOE_ACT_TANH, n, x, times, dy, dx, d_times);
+        break;
+    case MOE_ACT_SIGMOID:
+        moei_gated_backward_act_avx2(MOE_ACT_SIGMOID, n, x, times, dy, dx, d_times);
+        break;
+    default:
+        moei_gated_backward_act_avx2(MOE_ACT_IDENTITY, n, x, times, dy, dx, d_times);
+        break;
     }
 }
 
-MOEI_AVX2 static void moei_f32_activate_backward_avx2(int act, size_t n, const float *x, const float *dy, float *dx) {
+MOEI_AVX2 static void moei_activate_backward_avx2(int act, size_t n, const float *x, const float *dy, float *dx) {
     switch (act) {
-    case MOE_ACT_RELU: moei_map_back_avx2(MOE_ACT_RELU, n, x, dy, dx); break;
-    case MOE_ACT_SILU: moei_map_back_avx2(MOE_ACT_SILU, n, x, dy, dx); break;
-    case MOE_ACT_GELU: moei_map_back_avx2(MOE_ACT_GELU, n, x, dy, dx); break;
-    case MOE_ACT_TANH: moei_map_back_avx2(MOE_ACT_TANH, n, x, dy, dx); break;
-    case MOE_ACT_SIGMOID: moei_map_back_avx2(MOE_ACT_SIGMOID, n, x, dy, dx); break;
-    default: moei_map_back_avx2(MOE_ACT_IDENTITY, n, x, dy, dx); break;
+    case MOE_ACT_RELU:
+        moei_map_backward_avx2(MOE_ACT_RELU, n, x, dy, dx);
+        break;
+    case MOE_ACT_SILU:
+        moei_map_backward_avx2(MOE_ACT_SILU, n, x, dy, dx);
+        break;
+    case MOE_ACT_GELU:
+        moei_map_backward_avx2(MOE_ACT_GELU, n, x, dy, dx);
+        break;
+    case MOE_ACT_TANH:
+        moei_map_backward_avx2(MOE_ACT_TANH, n, x, dy, dx);
+        break;
+    case MOE_ACT_SIGMOID:
+        moei_map_backward_avx2(MOE_ACT_SIGMOID, n, x, dy, dx);
+        break;
+    default:
+        moei_map_backward_avx2(MOE_ACT_IDENTITY, n, x, dy, dx);
+        break;
     }
 }
 #endif
@@ -2923,34 +3243,37 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_load_padded_avx2(size_t count, const float *x)
     return _mm256_blendv_ps(_mm256_set1_ps(-MOEI_INFINITY), _mm256_maskload_ps(x, mask), _mm256_castsi256_ps(mask));
 }
 
-/* count numbers, at most eight of them, and -inf where there are fewer. */
+/* count numbers, at most eight, padded with -inf. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_load_avx2(size_t count, const float *x) {
-    if (count == 4) return _mm256_insertf128_ps(_mm256_set1_ps(-MOEI_INFINITY), _mm_loadu_ps(x), 0); /* stored so: need not wait */
+    /* no store-forwarding stall after a store of 16 bytes */
+    if (count == 4) return _mm256_insertf128_ps(_mm256_set1_ps(-MOEI_INFINITY), _mm_loadu_ps(x), 0);
     return count >= 8 ? _mm256_loadu_ps(x) : moei_load_padded_avx2(count, x);
 }
 
-/* exp((x - shift) / T); a division by 1 is left out. */
+/* exp((x - shift) / T); skips the division if T is 1. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_exp_over_avx2(__m256 x, __m256 shift, float temperature) {
     const __m256 z = _mm256_sub_ps(x, shift);
     return moei_exp_avx2(temperature < 1.0f || temperature > 1.0f ? _mm256_div_ps(z, _mm256_set1_ps(temperature)) : z);
 }
 
-/* Up to eight numbers, in one register. Lanes that are not there take part as 0 in exp, where -inf would be slow by underflow. */
-MOEI_AVX2 MOEI_INLINE void moei_f32_softmax_8_avx2(size_t n, const float *x, float temperature, float *y) {
+/* Up to eight numbers, in one register. Missing lanes enter exp as 0, because -inf would be slow
+   (underflow). */
+MOEI_AVX2 MOEI_INLINE void moei_softmax_8_avx2(size_t n, const float *x, float temperature, float *y) {
     const __m256 there = _mm256_castsi256_ps(moei_mask_avx2(n)), value = moei_load_avx2(n, x);
     const __m256 shift = _mm256_set1_ps(moei_softmax_shift(moei_lanes_max_avx2(value)));
-    const __m256 e = _mm256_and_ps(moei_exp_over_avx2(_mm256_blendv_ps(shift, value, there), shift, temperature), there);
+    const __m256 e =
+        _mm256_and_ps(moei_exp_over_avx2(_mm256_blendv_ps(shift, value, there), shift, temperature), there);
     const float sum = moei_lanes_sum_avx2(e);
     moei_store_avx2(n, y, sum <= 0 ? e : _mm256_div_ps(e, _mm256_set1_ps(sum)));
 }
 
-/* Lanes that are not there hold -inf and add 0. A NaN may get lost in max, but not in the sum. */
-MOEI_AVX2 static void moei_f32_softmax_avx2(size_t n, const float *x, float temperature, float *y) {
+/* Missing lanes hold -inf and add 0. max may drop a NaN; the sum does not. */
+MOEI_AVX2 static void moei_softmax_avx2(size_t n, const float *x, float temperature, float *y) {
     __m256 max, shift, sums = _mm256_setzero_ps();
     float sum;
     size_t i;
     if (n <= 8) {
-        if (n > 0) moei_f32_softmax_8_avx2(n, x, temperature, y);
+        if (n > 0) moei_softmax_8_avx2(n, x, temperature, y);
         return;
     }
     max = _mm256_loadu_ps(x);
@@ -2967,15 +3290,15 @@ MOEI_AVX2 static void moei_f32_softmax_avx2(size_t n, const float *x, float temp
     for (; i < n; i++) y[i] /= sum;
 }
 
-/* The largest of the lanes, in all of them. */
-MOEI_AVX2 MOEI_INLINE __m256 moei_all_max_avx2(__m256 v) {
+/* The largest of the lanes, in all lanes. */
+MOEI_AVX2 MOEI_INLINE __m256 moei_splat_max_avx2(__m256 v) {
     v = _mm256_max_ps(v, _mm256_permute2f128_ps(v, v, 1));
     v = _mm256_max_ps(v, _mm256_shuffle_ps(v, v, 0x4e));
     return _mm256_max_ps(v, _mm256_shuffle_ps(v, v, 0xb1));
 }
 
-/* The lowest lane in which v is the value of all lanes of max. There is one. */
-MOEI_AVX2 MOEI_INLINE int moei_lane_of_avx2(__m256 v, __m256 max) {
+/* The lowest lane in which v equals the value in all lanes of max. There is one. */
+MOEI_AVX2 MOEI_INLINE int moei_find_lane_avx2(__m256 v, __m256 max) {
     const unsigned lanes = (unsigned)_mm256_movemask_ps(_mm256_cmp_ps(v, max, _CMP_EQ_OQ));
 #if defined(__GNUC__) || defined(__clang__)
     return __builtin_ctz(lanes | 256);
@@ -2992,9 +3315,10 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_set_lane_avx2(__m256 v, int lane, __m256 value
     return _mm256_blendv_ps(v, value, _mm256_castsi256_ps(_mm256_cmpeq_epi32(lanes, _mm256_set1_epi32(lane))));
 }
 
-/* Up to 64 scores: one after another the largest is taken out. Its eight are found by the eights' own largest, then its lane: both times
-   the lowest of equals. max gives its second operand for NaN. */
-MOEI_AVX2 static size_t moei_f32_top_k_avx2(size_t n, const float *score, size_t k, int32_t *index) {
+/* Up to 64 scores: repeatedly removes the largest. It is found among the maxima of groups of eight,
+   then in its group: both times the lowest index of equal values. max returns its second operand
+   for NaN. */
+MOEI_AVX2 static size_t moei_top_k_avx2(size_t n, const float *score, size_t k, int32_t *index) {
     const __m256 none = _mm256_set1_ps(-MOEI_INFINITY);
     __m256 rest[8], largest = none, max;
     size_t i, taken;
@@ -3003,9 +3327,9 @@ MOEI_AVX2 static size_t moei_f32_top_k_avx2(size_t n, const float *score, size_t
     if (n <= 8) {
         largest = _mm256_max_ps(moei_load_avx2(n, score), none);
         for (taken = 0; taken < k; taken++) {
-            max = moei_all_max_avx2(largest);
+            max = moei_splat_max_avx2(largest);
             if (!(_mm256_cvtss_f32(max) > -MOEI_INFINITY)) break;
-            lane = moei_lane_of_avx2(largest, max);
+            lane = moei_find_lane_avx2(largest, max);
             index[taken] = lane;
             largest = moei_set_lane_avx2(largest, lane, none);
         }
@@ -3013,25 +3337,27 @@ MOEI_AVX2 static size_t moei_f32_top_k_avx2(size_t n, const float *score, size_t
     }
     for (i = 0; i < n; i += 8) {
         rest[i / 8] = _mm256_max_ps(moei_load_avx2(n - i, score + i), none);
-        largest = moei_set_lane_avx2(largest, (int)(i / 8), moei_all_max_avx2(rest[i / 8]));
+        largest = moei_set_lane_avx2(largest, (int)(i / 8), moei_splat_max_avx2(rest[i / 8]));
     }
     for (taken = 0; taken < k; taken++) {
-        max = moei_all_max_avx2(largest);
+        max = moei_splat_max_avx2(largest);
         if (!(_mm256_cvtss_f32(max) > -MOEI_INFINITY)) break;
-        eight = moei_lane_of_avx2(largest, max);
-        lane = moei_lane_of_avx2(rest[eight], max);
+        eight = moei_find_lane_avx2(largest, max);
+        lane = moei_find_lane_avx2(rest[eight], max);
         index[taken] = 8 * eight + lane;
         rest[eight] = moei_set_lane_avx2(rest[eight], lane, none);
-        largest = moei_set_lane_avx2(largest, eight, moei_all_max_avx2(rest[eight]));
+        largest = moei_set_lane_avx2(largest, eight, moei_splat_max_avx2(rest[eight]));
     }
     return taken;
 }
 
-/* ln x for normal x > 0: x = 2^n m with m from sqrt(1/2) to sqrt(2), f = m - 1, ln m = f - f^2 / 2 + f^3 Q(f), Q fitted to relative error
-   6e-9. Of other x something finite. */
+/* ln x for normal x > 0: x = 2^n m with m from sqrt(1/2) to sqrt(2), f = m - 1, ln m = f - f^2 / 2
+   + f^3 Q(f), Q fitted to relative error 6e-9. For other x some finite number. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_log_normal_avx2(__m256 x) {
-    const __m256i bits = _mm256_castps_si256(x), whole = _mm256_srai_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(0x3f3504f3)), 23);
-    const __m256 f = _mm256_sub_ps(_mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(whole, 23))), _mm256_set1_ps(1.0f));
+    const __m256i bits = _mm256_castps_si256(x),
+                  whole = _mm256_srai_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(0x3f3504f3)), 23);
+    const __m256 f =
+        _mm256_sub_ps(_mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(whole, 23))), _mm256_set1_ps(1.0f));
     const __m256 n = _mm256_cvtepi32_ps(whole);
     __m256 q = _mm256_set1_ps(-7.634419459e-02f);
     q = _mm256_fmadd_ps(q, f, _mm256_set1_ps(1.276155052e-01f));
@@ -3042,30 +3368,35 @@ MOEI_AVX2 MOEI_INLINE __m256 moei_log_normal_avx2(__m256 x) {
     q = _mm256_fmadd_ps(q, f, _mm256_set1_ps(-2.500082099e-01f));
     q = _mm256_fmadd_ps(q, f, _mm256_set1_ps(3.333333171e-01f));
     q = _mm256_mul_ps(_mm256_mul_ps(f, f), _mm256_fmadd_ps(q, f, _mm256_set1_ps(-0.5f)));
-    q = _mm256_add_ps(f, _mm256_fmadd_ps(n, _mm256_set1_ps(1.42860682e-06f), q)); /* log 2 in two parts, as in exp */
+    /* log 2 in two parts, as in exp */
+    q = _mm256_add_ps(f, _mm256_fmadd_ps(n, _mm256_set1_ps(1.42860682e-06f), q));
     return _mm256_fmadd_ps(n, _mm256_set1_ps(0.693145751953125f), q);
 }
 
 /* ln x for x > 0. */
 MOEI_AVX2 MOEI_INLINE __m256 moei_log_avx2(__m256 x) {
-    const __m256 small = _mm256_cmp_ps(x, _mm256_set1_ps(1.17549435e-38f), _CMP_LT_OQ); /* subnormal: made larger by 2^24 */
-    const __m256 value = moei_log_normal_avx2(_mm256_blendv_ps(x, _mm256_mul_ps(x, _mm256_set1_ps(16777216.0f)), small));
+    /* subnormal: scaled by 2^24 */
+    const __m256 small = _mm256_cmp_ps(x, _mm256_set1_ps(1.17549435e-38f), _CMP_LT_OQ);
+    const __m256 value =
+        moei_log_normal_avx2(_mm256_blendv_ps(x, _mm256_mul_ps(x, _mm256_set1_ps(16777216.0f)), small));
     const __m256 back = _mm256_sub_ps(value, _mm256_and_ps(small, _mm256_set1_ps(16.635532333f)));
     return _mm256_blendv_ps(back, x, _mm256_cmp_ps(x, _mm256_set1_ps(MOEI_INFINITY), _CMP_EQ_OQ));
 }
 
-MOEI_AVX2 static void moei_f32_multiply_avx2(size_t n, const float *a, const float *b, float *y) {
+MOEI_AVX2 static void moei_multiply_avx2(size_t n, const float *a, const float *b, float *y) {
     size_t i;
-    for (i = 0; i < n; i += 8) moei_store_avx2(n - i, y + i, _mm256_mul_ps(moei_load_avx2(n - i, a + i), moei_load_avx2(n - i, b + i)));
+    for (i = 0; i < n; i += 8)
+        moei_store_avx2(n - i, y + i, _mm256_mul_ps(moei_load_avx2(n - i, a + i), moei_load_avx2(n - i, b + i)));
 }
 
-/* Sixteen columns of all rows at a time: the sums stay in registers. */
-MOEI_AVX2 static void moei_f32_spread_avx2(int squared, size_t count, const int32_t *rows, size_t n, const float *x, size_t ldx,
-                                           const float *mean, float *y) {
+/* Sixteen columns of all rows at a time; the sums stay in registers. */
+MOEI_AVX2 static void moei_dispersion_avx2(int squared, size_t count, const int32_t *rows, size_t n, const float *x,
+                                           size_t ldx, const float *mean, float *y) {
     const __m256 over = _mm256_set1_ps((float)count), sign = _mm256_set1_ps(-0.0f);
     size_t i, j;
     for (j = 0; j < n; j += 16) {
-        const size_t low = n - j, high = low > 8 ? low - 8 : 0, next = j + (high > 0 ? 8 : 0);
+        const size_t low = n - j, high = low > 8 ? low - 8 : 0;
+        const size_t next = j + (high > 0 ? 8 : 0);
         const __m256 mean0 = moei_load_avx2(low, mean + j), mean1 = moei_load_avx2(high, mean + next);
         __m256 sum0 = _mm256_setzero_ps(), sum1 = sum0;
         for (i = 0; i < count; i++) {
@@ -3080,8 +3411,9 @@ MOEI_AVX2 static void moei_f32_spread_avx2(int squared, size_t count, const int3
     }
 }
 
-/* Lanes that are not there hold -inf or NaN; max gives its second operand for NaN. */
-MOEI_AVX2 static float moei_f32_log_posterior_avx2(size_t n, float scale, const float *shift, const float *prior, float *y) {
+/* Missing lanes hold -inf or NaN; max returns its second operand for NaN. */
+MOEI_AVX2 static float moei_log_posterior_avx2(size_t n, float scale, const float *shift, const float *prior,
+                                               float *y) {
     const __m256 factor = _mm256_set1_ps(scale), none = _mm256_set1_ps(-MOEI_INFINITY);
     __m256 max = none;
     size_t i;
@@ -3090,7 +3422,8 @@ MOEI_AVX2 static float moei_f32_log_posterior_avx2(size_t n, float scale, const 
         if (shift != NULL) value = _mm256_sub_ps(value, moei_load_avx2(n - i, shift + i));
         value = _mm256_mul_ps(value, factor);
         if (prior != NULL) {
-            const __m256 weight = moei_load_avx2(n - i, prior + i), above = _mm256_cmp_ps(weight, _mm256_setzero_ps(), _CMP_GT_OQ);
+            const __m256 weight = moei_load_avx2(n - i, prior + i),
+                         above = _mm256_cmp_ps(weight, _mm256_setzero_ps(), _CMP_GT_OQ);
             value = _mm256_blendv_ps(none, _mm256_add_ps(value, moei_log_avx2(weight)), above);
         }
         max = _mm256_max_ps(value, max);
@@ -3099,7 +3432,7 @@ MOEI_AVX2 static float moei_f32_log_posterior_avx2(size_t n, float scale, const 
     return moei_lanes_max_avx2(max);
 }
 
-MOEI_AVX2 static float moei_f32_exp_sum_avx2(size_t n, float max, float *y) {
+MOEI_AVX2 static float moei_exp_sum_avx2(size_t n, float max, float *y) {
     const __m256 shift = _mm256_set1_ps(max);
     __m256 sums = _mm256_setzero_ps();
     size_t i;
@@ -3111,8 +3444,8 @@ MOEI_AVX2 static float moei_f32_exp_sum_avx2(size_t n, float max, float *y) {
     return moei_lanes_sum_avx2(sums);
 }
 
-/* Subnormal terms would not change the sum. */
-MOEI_AVX2 static float moei_f32_entropy_avx2(size_t n, const float *p) {
+/* Subnormal terms do not change the sum. */
+MOEI_AVX2 static float moei_entropy_avx2(size_t n, const float *p) {
     __m256 sums = _mm256_setzero_ps();
     size_t i;
     for (i = 0; i < n; i += 8) {
@@ -3123,58 +3456,42 @@ MOEI_AVX2 static float moei_f32_entropy_avx2(size_t n, const float *p) {
 }
 
 #ifndef MOE_NO_TRAIN
-MOEI_AVX2 static void moei_f32_adamw_avx2(const moe_adamw_step *step, size_t n, const float *gradient, float *m, float *v, float *w) {
-    const __m256 scale = _mm256_set1_ps(step->scale), rate = _mm256_set1_ps(step->rate), decay = _mm256_set1_ps(step->decay);
-    const __m256 keep1 = _mm256_set1_ps(step->beta1), take1 = _mm256_set1_ps(1.0f - step->beta1), over1 = _mm256_set1_ps(step->over1);
-    const __m256 keep2 = _mm256_set1_ps(step->beta2), take2 = _mm256_set1_ps(1.0f - step->beta2), over2 = _mm256_set1_ps(step->over2);
+MOEI_AVX2 static void moei_adamw_avx2(const moe_adamw_step *step, size_t n, const float *gradient, float *m, float *v,
+                                      float *w) {
+    const __m256 scale = _mm256_set1_ps(step->scale), rate = _mm256_set1_ps(step->lr);
+    const __m256 decay = _mm256_set1_ps(step->weight_decay);
+    const __m256 keep1 = _mm256_set1_ps(step->beta1), take1 = _mm256_set1_ps(1.0f - step->beta1);
+    const __m256 correction1 = _mm256_set1_ps(step->correction1);
+    const __m256 keep2 = _mm256_set1_ps(step->beta2), take2 = _mm256_set1_ps(1.0f - step->beta2);
+    const __m256 correction2 = _mm256_set1_ps(step->correction2);
     const __m256 epsilon = _mm256_set1_ps(step->epsilon);
     size_t i;
     for (i = 0; i < n; i += 8) {
         const __m256 g = _mm256_mul_ps(scale, moei_load_avx2(n - i, gradient + i)), at = moei_load_avx2(n - i, w + i);
         const __m256 first = _mm256_fmadd_ps(keep1, moei_load_avx2(n - i, m + i), _mm256_mul_ps(take1, g));
-        const __m256 second = _mm256_fmadd_ps(keep2, moei_load_avx2(n - i, v + i), _mm256_mul_ps(_mm256_mul_ps(take2, g), g));
-        const __m256 divisor = _mm256_add_ps(_mm256_sqrt_ps(_mm256_mul_ps(second, over2)), epsilon);
-        const __m256 way = _mm256_fmadd_ps(decay, at, _mm256_div_ps(_mm256_mul_ps(first, over1), divisor));
+        const __m256 second =
+            _mm256_fmadd_ps(keep2, moei_load_avx2(n - i, v + i), _mm256_mul_ps(_mm256_mul_ps(take2, g), g));
+        const __m256 divisor = _mm256_add_ps(_mm256_sqrt_ps(_mm256_mul_ps(second, correction2)), epsilon);
+        const __m256 way = _mm256_fmadd_ps(decay, at, _mm256_div_ps(_mm256_mul_ps(first, correction1), divisor));
         moei_store_avx2(n - i, m + i, first);
         moei_store_avx2(n - i, v + i, second);
         moei_store_avx2(n - i, w + i, _mm256_fnmadd_ps(rate, way, at));
     }
 }
 
-#define MOEI_TRAIN_ONLY(entry) entry
-#else
-#define MOEI_TRAIN_ONLY(entry) NULL
 #endif
-
-/* The entries of a table that AVX2 and FMA are enough for; what follows them depends on more. */
-#define MOEI_AVX2_ENTRIES                                                     \
-    {{moei_f32_nt_6x16_avx2}, {moei_f32_nn_6x16_avx2}, {moei_f32_tn_6x16_avx2}}, \
-    moei_f32_dot_avx2,                                                        \
-    moei_f32_axpy_avx2,                                                       \
-    moei_f32_activate_avx2,                                                   \
-    MOEI_TRAIN_ONLY(moei_f32_activate_backward_avx2),                         \
-    moei_f32_softmax_avx2,                                                    \
-    moei_f32_top_k_avx2,                                                      \
-    moei_f32_multiply_avx2,                                                   \
-    moei_f32_spread_avx2,                                                     \
-    moei_f32_log_posterior_avx2,                                              \
-    moei_f32_exp_sum_avx2,                                                    \
-    moei_f32_entropy_avx2,                                                    \
-    moei_f32_panels_6x16_avx2,                                                \
-    moei_f32_gated_avx2,                                                      \
-    MOEI_TRAIN_ONLY(moei_f32_gated_backward_avx2),                            \
-    MOEI_TRAIN_ONLY(moei_f32_adamw_avx2)
 
 #endif /* MOEI_HAVE_AVX2 */
 
-/* ==== AVX-512 (float) ========================================================================================================
+/* ==== AVX-512 (float) ============================================================================
 
-   The same chains as in AVX2, in vectors of 16: every element has the same bits as there. Tiles are 14 rows x 2 panels or 7 x 4; the
-   latter halves the loads where there are few rows, and streams four panels at once where there is one. */
+   The same order of summation as in AVX2, in vectors of 16: every element has the same bits. Tiles
+   are 14 rows x 2 panels or 7 x 4; the latter halves the loads for few rows, and streams four
+   panels at once for one row. */
 
 #ifdef MOEI_HAVE_AVX512
 
-/* g++ takes the operands that its own intrinsics leave open, and their masks of all lanes, for mistakes. */
+/* g++ warns about the undefined operands and all-lanes masks of its own intrinsics. */
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wsign-conversion"
@@ -3190,12 +3507,12 @@ MOEI_AVX2 static void moei_f32_adamw_avx2(const moe_adamw_step *step, size_t n, 
 
 enum { MOEI_TILE_512 = 14, MOEI_TILE_WIDE_512 = 7 };
 
-/* X(row, address of its first number): no more than five registers and two strides for 14 rows. */
+/* X(row, address of its first element): at most five registers and two strides for 14 rows. */
 #define MOEI_ROWS_7(X) X(0, a) X(1, a + ra) X(2, a + 2 * ra) X(3, a3) X(4, a3 + ra) X(5, a3 + 2 * ra) X(6, a6)
 #define MOEI_ROWS_14(X) \
     MOEI_ROWS_7(X) X(7, a6 + ra) X(8, a6 + 2 * ra) X(9, a9) X(10, a9 + ra) X(11, a9 + 2 * ra) X(12, a12) X(13, a12 + ra)
 
-/* Lanes below count on; all of them from 16. */
+/* A mask with the lanes below count set; all lanes if count >= 16. */
 MOEI_INLINE __mmask16 moei_mask_512(size_t count) {
     return (__mmask16)(count >= 16 ? 0xffffu : (1u << count) - 1u);
 }
@@ -3204,53 +3521,57 @@ MOEI_AVX512 MOEI_INLINE void moei_add_to_512(float *c, __mmask16 mask, __m512 su
     _mm512_mask_storeu_ps(c, mask, load ? _mm512_add_ps(_mm512_maskz_loadu_ps(mask, c), sum) : sum);
 }
 
-/* rows x (16 panels): C = (load ? C : 0) + the sum over one block of k; rows (1 to 14, to 7 with four panels) and panels (2 or 4) are
-   constants where this is inlined. Rows of the right operand are rb apart; columns beyond columns are not stored. */
-MOEI_AVX512 MOEI_INLINE void moei_f32_tile_avx512(int rows, int panels, size_t columns, size_t k, const float *a, size_t ra, size_t ca,
-                                                  const float *b, size_t rb, size_t panel, float *c, size_t ldc, int load,
-                                                  moei_ahead *ahead) {
-    const float *a3 = a + (rows > 3 ? 3 * ra : 0), *a6 = a3 + (rows > 6 ? 3 * ra : 0), *a9 = a6 + (rows > 9 ? 3 * ra : 0);
+#define MOEI_SUMS(row, at) __m512 s##row##_0 = zero, s##row##_1 = zero;
+#define MOEI_MORE_SUMS(row, at) __m512 s##row##_2 = zero, s##row##_3 = zero;
+#define MOEI_STEP(row, at) \
+    if (rows > row) { \
+        const __m512 x = _mm512_set1_ps(*(at)); \
+        s##row##_0 = _mm512_fmadd_ps(x, y0, s##row##_0); \
+        s##row##_1 = _mm512_fmadd_ps(x, y1, s##row##_1); \
+    }
+#define MOEI_WIDE_STEP(row, at) \
+    if (rows > row) { \
+        const __m512 x = _mm512_set1_ps(*(at)); \
+        s##row##_0 = _mm512_fmadd_ps(x, y0, s##row##_0); \
+        s##row##_1 = _mm512_fmadd_ps(x, y1, s##row##_1); \
+        s##row##_2 = _mm512_fmadd_ps(x, y2, s##row##_2); \
+        s##row##_3 = _mm512_fmadd_ps(x, y3, s##row##_3); \
+    }
+#define MOEI_STORE(row, at) \
+    if (rows > row) { \
+        moei_add_to_512(c, mask0, s##row##_0, load); \
+        if (columns > 16) moei_add_to_512(c + 16, mask1, s##row##_1, load); \
+        c += ldc; \
+    }
+#define MOEI_WIDE_STORE(row, at) \
+    if (rows > row) { \
+        moei_add_to_512(c, 0xffff, s##row##_0, load); \
+        moei_add_to_512(c + 16, 0xffff, s##row##_1, load); \
+        moei_add_to_512(c + 32, 0xffff, s##row##_2, load); \
+        moei_add_to_512(c + 48, 0xffff, s##row##_3, load); \
+        c += ldc; \
+    }
+
+/* rows x (16 panels): C = (load ? C : 0) + the sum over one block of k; rows (1 to 14, up to 7 with
+   four panels) and panels (2 or 4) are constants after inlining. Rows of the right operand are rb
+   apart; columns from `columns` on are not stored. */
+MOEI_AVX512 MOEI_INLINE void moei_tile_avx512(int rows, int panels, size_t columns, size_t k, const float *a, size_t ra,
+                                              size_t ca, const float *b, size_t rb, size_t panel, float *c, size_t ldc,
+                                              int load, moei_prefetch *ahead) {
+    const float *a3 = a + (rows > 3 ? 3 * ra : 0), *a6 = a3 + (rows > 6 ? 3 * ra : 0);
+    const float *a9 = a6 + (rows > 9 ? 3 * ra : 0);
     const float *a12 = a9 + (rows > 12 ? 3 * ra : 0), *b1 = columns > 16 ? b + panel : b;
     const float *b2 = panels > 2 ? b1 + panel : b, *b3 = panels > 2 ? b2 + panel : b;
     const __m512 zero = _mm512_setzero_ps();
     const __mmask16 mask0 = moei_mask_512(columns), mask1 = moei_mask_512(columns > 16 ? columns - 16 : 0);
-    moei_ahead next = *ahead;
+    moei_prefetch next = *ahead;
     size_t p;
-#define MOEI_SUMS(row, at) __m512 s##row##_0 = zero, s##row##_1 = zero;
-#define MOEI_MORE_SUMS(row, at) __m512 s##row##_2 = zero, s##row##_3 = zero;
-#define MOEI_STEP(row, at)                                              \
-    if (rows > row) {                                                   \
-        const __m512 x = _mm512_set1_ps(*(at));                         \
-        s##row##_0 = _mm512_fmadd_ps(x, y0, s##row##_0);                \
-        s##row##_1 = _mm512_fmadd_ps(x, y1, s##row##_1);                \
-    }
-#define MOEI_WIDE_STEP(row, at)                                         \
-    if (rows > row) {                                                   \
-        const __m512 x = _mm512_set1_ps(*(at));                         \
-        s##row##_0 = _mm512_fmadd_ps(x, y0, s##row##_0);                \
-        s##row##_1 = _mm512_fmadd_ps(x, y1, s##row##_1);                \
-        s##row##_2 = _mm512_fmadd_ps(x, y2, s##row##_2);                \
-        s##row##_3 = _mm512_fmadd_ps(x, y3, s##row##_3);                \
-    }
-#define MOEI_STORE(row, at)                                             \
-    if (rows > row) {                                                   \
-        moei_add_to_512(c, mask0, s##row##_0, load);                    \
-        if (columns > 16) moei_add_to_512(c + 16, mask1, s##row##_1, load); \
-        c += ldc;                                                       \
-    }
-#define MOEI_WIDE_STORE(row, at)                                        \
-    if (rows > row) {                                                   \
-        moei_add_to_512(c, 0xffff, s##row##_0, load);                   \
-        moei_add_to_512(c + 16, 0xffff, s##row##_1, load);              \
-        moei_add_to_512(c + 32, 0xffff, s##row##_2, load);              \
-        moei_add_to_512(c + 48, 0xffff, s##row##_3, load);              \
-        c += ldc;                                                       \
-    }
     MOEI_ROWS_14(MOEI_SUMS)
     if (panels > 2) {
         MOEI_ROWS_7(MOEI_MORE_SUMS)
         for (p = 0; p < k; p++, a += ca, a3 += ca, a6 += ca, b += rb, b1 += rb, b2 += rb, b3 += rb) {
-            const __m512 y0 = _mm512_loadu_ps(b), y1 = _mm512_loadu_ps(b1), y2 = _mm512_loadu_ps(b2), y3 = _mm512_loadu_ps(b3);
+            const __m512 y0 = _mm512_loadu_ps(b), y1 = _mm512_loadu_ps(b1);
+            const __m512 y2 = _mm512_loadu_ps(b2), y3 = _mm512_loadu_ps(b3);
             MOEI_ROWS_7(MOEI_WIDE_STEP)
         }
         MOEI_ROWS_7(MOEI_WIDE_STORE)
@@ -3261,8 +3582,10 @@ MOEI_AVX512 MOEI_INLINE void moei_f32_tile_avx512(int rows, int panels, size_t c
         }
         for (p = 0; p < k; p++, a += ca, a3 += ca, a6 += ca, a9 += ca, a12 += ca, b += rb, b1 += rb) {
             const __m512 y0 = _mm512_loadu_ps(b), y1 = _mm512_loadu_ps(b1);
-            moei_fetch_step(&next, 1);
-            if (ca != 1) { /* TN, rows far apart: a later tile's part of this row, this tile's of a later one */
+            moei_prefetch_step(&next, 1);
+            /* TN, rows far apart: prefetch a later tile's part of this row, and this tile's part of
+               a later row */
+            if (ca != 1) {
                 _mm_prefetch((const char *)((uintptr_t)a + 2 * MOEI_TILE_512 * sizeof(float)), _MM_HINT_T1);
                 _mm_prefetch((const char *)((uintptr_t)a + 8 * ca * sizeof(float)), _MM_HINT_T0);
             }
@@ -3271,23 +3594,25 @@ MOEI_AVX512 MOEI_INLINE void moei_f32_tile_avx512(int rows, int panels, size_t c
         *ahead = next;
         MOEI_ROWS_14(MOEI_STORE)
     }
+}
 #undef MOEI_SUMS
 #undef MOEI_MORE_SUMS
 #undef MOEI_STEP
 #undef MOEI_WIDE_STEP
 #undef MOEI_STORE
 #undef MOEI_WIDE_STORE
-}
 
-/* m rows over columns of two panels, or with wide over the 64 of four (then m is at most 7). The rows are split evenly. */
-MOEI_AVX512 static void moei_f32_rows_avx512(int wide, size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b,
-                                             size_t rb, size_t panel, float *c, size_t ldc, int load, moei_ahead next) {
+/* m rows over the columns of two panels, or with wide over the 64 of four (then m is at most 7).
+   The rows are split evenly. */
+MOEI_AVX512 static void moei_rows_avx512(int wide, size_t columns, size_t m, size_t k, const float *a, size_t ra,
+                                         size_t ca, const float *b, size_t rb, size_t panel, float *c, size_t ldc,
+                                         int load, moei_prefetch next) {
     size_t tiles = (m + MOEI_TILE_512 - 1) / MOEI_TILE_512, rows;
-#define MOEI_CASE(rows, panels)                                                                        \
-    case rows + 16 * (panels > 2):                                                                     \
-        moei_f32_tile_avx512(rows, panels, columns, k, a, ra, ca, b, rb, panel, c, ldc, load, &next);  \
+#define MOEI_CASE(rows, panels) \
+    case rows + 16 * (panels > 2): \
+        moei_tile_avx512(rows, panels, columns, k, a, ra, ca, b, rb, panel, c, ldc, load, &next); \
         break;
-    next.step = 64 / (tiles > 0 ? tiles : 1); /* the tiles share the lines */
+    next.step = 64 / (tiles > 0 ? tiles : 1); /* the lines are divided among the tiles */
     for (; m > 0; m -= rows, tiles--, a += rows * ra, c += rows * ldc) {
         rows = (m + tiles - 1) / tiles;
         switch (rows + (wide ? 16 : 0)) {
@@ -3318,58 +3643,63 @@ MOEI_AVX512 static void moei_f32_rows_avx512(int wide, size_t columns, size_t m,
 #undef MOEI_CASE
 }
 
-MOEI_AVX512 static void moei_f32_panels_14x32_avx512(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
-                                                     size_t panel, float *c, size_t ldc, int accumulate) {
+MOEI_AVX512 static void moei_panels_avx512(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
+                                           const float *b, size_t panel, float *c, size_t ldc, int accumulate) {
     size_t i, j, p, from, rows, chunk, columns;
     if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
     for (i = 0; i < m; i += rows) {
         rows = m - i < MOEI_BLOCK_M ? m - i : (size_t)MOEI_BLOCK_M;
         for (from = 0; from < k; from += chunk) {
-            chunk = moei_chunk(rows, k - from);
+            chunk = moei_cached_steps(rows, k - from);
             for (j = 0; j < n; j += columns) {
                 const int wide = rows <= MOEI_TILE_WIDE_512 && n - j >= 64;
                 columns = wide ? 64 : n - j < 32 ? n - j : 32;
                 for (p = from; p < from + chunk; p += MOEI_BLOCK_K) {
                     const size_t block = from + chunk - p < MOEI_BLOCK_K ? from + chunk - p : (size_t)MOEI_BLOCK_K;
                     const float *bp = b + j / MOEI_PANEL * panel + p * MOEI_PANEL;
-                    const moei_ahead next = moei_fetch((uintptr_t)bp + 2 * panel * sizeof(float), block * 64, block * 64, panel * sizeof(float));
-                    moei_f32_rows_avx512(wide, columns, rows, block, a + i * ra + p * ca, ra, ca, bp, MOEI_PANEL, panel, c + i * ldc + j,
-                                         ldc, accumulate || p > 0, next);
+                    const moei_prefetch next = moei_prefetch_begin((uintptr_t)bp + 2 * panel * sizeof(float),
+                                                                   block * 64, block * 64, panel * sizeof(float));
+                    moei_rows_avx512(wide, columns, rows, block, a + i * ra + p * ca, ra, ca, bp, MOEI_PANEL, panel,
+                                     c + i * ldc + j, ldc, accumulate || p > 0, next);
                 }
             }
         }
     }
 }
 
-/* One block of k for up to MOEI_PACKING_M rows with the right operand as it lies: two panels at a time are packed into room. */
-MOEI_AVX512 static void moei_f32_block_avx512(int op, size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
-                                              size_t ldb, float *c, size_t ldc, int load, float *room) {
+/* One block of k for up to MOEI_PACKING_M rows with an unpacked right operand: packs two panels at
+   a time into room. */
+MOEI_AVX512 static void moei_block_avx512(int op, size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca,
+                                          const float *b, size_t ldb, float *c, size_t ldc, int load, float *room) {
     const size_t row = ldb * sizeof(float);
     size_t j = 0, half, columns;
-    moei_ahead next;
-    if (op == MOE_MATMUL_NT && m <= 4) j = moei_f32_nt_4x16_avx2(m, n, k, a, ra, b, ldb, c, ldc, load);
+    moei_prefetch next;
+    if (op == MOE_MATMUL_NT && m <= 4) j = moei_nt_unpacked_avx2(m, n, k, a, ra, b, ldb, c, ldc, load);
     for (; j < n; j += columns) {
         const float *bj = op == MOE_MATMUL_NT ? b + j * ldb : b + j;
         columns = n - j < 32 ? n - j : 32;
-        next = op == MOE_MATMUL_NT ? moei_fetch((uintptr_t)bj + 32 * row, k * sizeof(float), row, MOEI_PANEL * row)
-                                   : moei_fetch((uintptr_t)bj + 128, 64, row, 64);
+        next = op == MOE_MATMUL_NT
+                   ? moei_prefetch_begin((uintptr_t)bj + 32 * row, k * sizeof(float), row, MOEI_PANEL * row)
+                   : moei_prefetch_begin((uintptr_t)bj + 128, 64, row, 64);
         if (op != MOE_MATMUL_NT && m <= MOEI_UNPACKED_M && columns % MOEI_PANEL == 0) {
-            moei_f32_rows_avx512(0, columns, m, k, a, ra, ca, bj, ldb, MOEI_PANEL, c + j, ldc, load, next);
+            moei_rows_avx512(0, columns, m, k, a, ra, ca, bj, ldb, MOEI_PANEL, c + j, ldc, load, next);
             continue;
         }
         for (half = 0; half < columns; half += MOEI_PANEL) {
             const size_t count = columns - half < MOEI_PANEL ? columns - half : (size_t)MOEI_PANEL;
             float *panel = room + half * MOEI_BLOCK_K;
-            if (op == MOE_MATMUL_NT) moei_f32_pack_turned_avx2(count, k, bj + half * ldb, ldb, panel);
-            else moei_f32_pack_avx2(count, k, bj + half, ldb, panel);
+            if (op == MOE_MATMUL_NT) moei_pack_transposed_avx2(count, k, bj + half * ldb, ldb, panel);
+            else moei_pack_avx2(count, k, bj + half, ldb, panel);
         }
-        moei_f32_rows_avx512(0, columns, m, k, a, ra, ca, room, MOEI_PANEL, MOEI_BLOCK_K * MOEI_PANEL, c + j, ldc, load, next);
+        moei_rows_avx512(0, columns, m, k, a, ra, ca, room, MOEI_PANEL, MOEI_BLOCK_K * MOEI_PANEL, c + j, ldc, load,
+                         next);
     }
 }
 
-MOEI_AVX512 static void moei_f32_matmul_avx512(int op, size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb,
-                                               float *c, size_t ldc, int accumulate) {
-    const size_t ra = op == MOE_MATMUL_TN ? 1 : lda, ca = op == MOE_MATMUL_TN ? lda : 1, rb = op == MOE_MATMUL_NT ? 1 : ldb;
+MOEI_AVX512 static void moei_matmul_avx512(int op, size_t m, size_t n, size_t k, const float *a, size_t lda,
+                                           const float *b, size_t ldb, float *c, size_t ldc, int accumulate) {
+    const size_t ra = op == MOE_MATMUL_TN ? 1 : lda, ca = op == MOE_MATMUL_TN ? lda : 1;
+    const size_t rb = op == MOE_MATMUL_NT ? 1 : ldb;
     float memory[2 * MOEI_BLOCK_K * MOEI_PANEL + 16];
     float *room = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(float);
     size_t i, p;
@@ -3378,35 +3708,36 @@ MOEI_AVX512 static void moei_f32_matmul_avx512(int op, size_t m, size_t n, size_
         const size_t rows = m - i < MOEI_PACKING_M ? m - i : (size_t)MOEI_PACKING_M;
         for (p = 0; p < k; p += MOEI_BLOCK_K) {
             const size_t block = k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K;
-            moei_f32_block_avx512(op, rows, n, block, a + i * ra + p * ca, ra, ca, b + p * rb, ldb, c + i * ldc, ldc, accumulate || p > 0,
-                                  room);
+            moei_block_avx512(op, rows, n, block, a + i * ra + p * ca, ra, ca, b + p * rb, ldb, c + i * ldc, ldc,
+                              accumulate || p > 0, room);
         }
     }
 }
 
-static void moei_f32_nt_14x32_avx512(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
-                                     size_t ldc, int accumulate) {
-    if (!moei_f32_nt_few_avx2(m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate))
-        moei_f32_matmul_avx512(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+static void moei_nt_avx512(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb,
+                           float *c, size_t ldc, int accumulate) {
+    if (!moei_nt_few_avx2(m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate))
+        moei_matmul_avx512(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
 }
 
-static void moei_f32_nn_14x32_avx512(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
-                                     size_t ldc, int accumulate) {
-    moei_f32_matmul_avx512(MOE_MATMUL_NN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+static void moei_nn_avx512(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb,
+                           float *c, size_t ldc, int accumulate) {
+    moei_matmul_avx512(MOE_MATMUL_NN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
 }
 
-static void moei_f32_tn_14x32_avx512(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
-                                     size_t ldc, int accumulate) {
-    moei_f32_matmul_avx512(MOE_MATMUL_TN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+static void moei_tn_avx512(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb,
+                           float *c, size_t ldc, int accumulate) {
+    moei_matmul_avx512(MOE_MATMUL_TN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
 }
 
-/* ---- silu and softmax in vectors of 16; the other activations are AVX2's ------------------------------------------------------------------------ */
+/* ---- silu and softmax in vectors of 16; other activations use AVX2 --------------------------- */
 
 /* As moei_exp_avx2; scalef rounds subnormal results once. */
 MOEI_AVX512 MOEI_INLINE __m512 moei_exp_512(__m512 x) {
     __m512 r, q = _mm512_set1_ps(1.381432057e-03f), n;
     x = _mm512_max_ps(_mm512_set1_ps(-106.0f), x);
-    n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504089f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504089f)),
+                             _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145751953125f), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860682e-06f), r);
     q = _mm512_fmadd_ps(q, r, _mm512_set1_ps(8.368851071e-03f));
@@ -3426,7 +3757,8 @@ MOEI_AVX512 MOEI_INLINE __m512 moei_reciprocal_512(__m512 d) {
 /* sigmoid(x), and sigmoid(-x) in *other. */
 MOEI_AVX512 MOEI_INLINE __m512 moei_sigmoid_512(__m512 x, __m512 *other) {
     const __m512 one = _mm512_set1_ps(1.0f);
-    const __m512 e = moei_exp_512(_mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0x80000000u))));
+    const __m512 e =
+        moei_exp_512(_mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0x80000000u))));
     const __m512 large = moei_reciprocal_512(_mm512_add_ps(one, e)), small = _mm512_mul_ps(e, large);
     const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
     *other = _mm512_mask_blend_ps(negative, small, large);
@@ -3438,9 +3770,9 @@ MOEI_AVX512 MOEI_INLINE __m512 moei_silu_512(__m512 x) {
     return _mm512_mul_ps(_mm512_max_ps(_mm512_set1_ps(-1e4f), x), moei_sigmoid_512(x, &other));
 }
 
-/* act is silu or relu, a constant where this is inlined; times NULL: 1. */
-MOEI_AVX512 MOEI_INLINE void moei_gated_rows_512(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, size_t ldt,
-                                                 float *y, size_t ldy) {
+/* act is silu or relu, a constant after inlining; times NULL: 1. */
+MOEI_AVX512 MOEI_INLINE void moei_gated_rows_512(int act, size_t m, size_t n, const float *x, size_t ldx,
+                                                 const float *times, size_t ldt, float *y, size_t ldy) {
     size_t i, j;
     for (i = 0; i < m; i++, x += ldx, y += ldy)
         for (j = 0; j < n; j += 16) {
@@ -3452,22 +3784,22 @@ MOEI_AVX512 MOEI_INLINE void moei_gated_rows_512(int act, size_t m, size_t n, co
         }
 }
 
-MOEI_AVX512 static void moei_f32_gated_avx512(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, size_t ldt, float *y,
-                                              size_t ldy) {
+MOEI_AVX512 static void moei_gated_avx512(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times,
+                                          size_t ldt, float *y, size_t ldy) {
     if (act == MOE_ACT_SILU) moei_gated_rows_512(MOE_ACT_SILU, m, n, x, ldx, times, ldt, y, ldy);
     else if (act == MOE_ACT_RELU) moei_gated_rows_512(MOE_ACT_RELU, m, n, x, ldx, times, ldt, y, ldy);
-    else moei_f32_gated_avx2(act, m, n, x, ldx, times, ldt, y, ldy);
+    else moei_gated_avx2(act, m, n, x, ldx, times, ldt, y, ldy);
 }
 
-static void moei_f32_activate_avx512(int act, size_t n, const float *x, float *y) {
-    if (act == MOE_ACT_SILU) moei_f32_gated_avx512(act, 1, n, x, n, NULL, 0, y, n);
-    else moei_f32_activate_avx2(act, n, x, y);
+static void moei_activate_avx512(int act, size_t n, const float *x, float *y) {
+    if (act == MOE_ACT_SILU) moei_gated_avx512(act, 1, n, x, n, NULL, 0, y, n);
+    else moei_activate_avx2(act, n, x, y);
 }
 
 #ifndef MOE_NO_TRAIN
 /* silu'(x) = s (1 + x (1 - s)), as in plain C. */
-MOEI_AVX512 static void moei_f32_silu_backward_avx512(size_t n, const float *x, const float *times, const float *dy, float *dx,
-                                                      float *d_times) {
+MOEI_AVX512 static void moei_silu_backward_avx512(size_t n, const float *x, const float *times, const float *dy,
+                                                  float *dx, float *d_times) {
     const __m512 limit = _mm512_set1_ps(1e4f), least = _mm512_set1_ps(-1e4f);
     size_t j;
     for (j = 0; j < n; j += 16) {
@@ -3481,29 +3813,36 @@ MOEI_AVX512 static void moei_f32_silu_backward_avx512(size_t n, const float *x, 
     }
 }
 
-static void moei_f32_gated_backward_avx512(int act, size_t n, const float *x, const float *times, const float *dy, float *dx, float *d_times) {
-    if (act == MOE_ACT_SILU) moei_f32_silu_backward_avx512(n, x, times, dy, dx, d_times);
-    else moei_f32_gated_backward_avx2(act, n, x, times, dy, dx, d_times);
+static void moei_gated_backward_avx512(int act, size_t n, const float *x, const float *times, const float *dy,
+                                       float *dx, float *d_times) {
+    if (act == MOE_ACT_SILU) moei_silu_backward_avx512(n, x, times, dy, dx, d_times);
+    else moei_gated_backward_avx2(act, n, x, times, dy, dx, d_times);
 }
 
-static void moei_f32_activate_backward_avx512(int act, size_t n, const float *x, const float *dy, float *dx) {
-    if (act == MOE_ACT_SILU) moei_f32_silu_backward_avx512(n, x, NULL, dy, dx, NULL);
-    else moei_f32_activate_backward_avx2(act, n, x, dy, dx);
+static void moei_activate_backward_avx512(int act, size_t n, const float *x, const float *dy, float *dx) {
+    if (act == MOE_ACT_SILU) moei_silu_backward_avx512(n, x, NULL, dy, dx, NULL);
+    else moei_activate_backward_avx2(act, n, x, dy, dx);
 }
 
-MOEI_AVX512 static void moei_f32_adamw_avx512(const moe_adamw_step *step, size_t n, const float *gradient, float *m, float *v, float *w) {
-    const __m512 scale = _mm512_set1_ps(step->scale), rate = _mm512_set1_ps(step->rate), decay = _mm512_set1_ps(step->decay);
-    const __m512 keep1 = _mm512_set1_ps(step->beta1), take1 = _mm512_set1_ps(1.0f - step->beta1), over1 = _mm512_set1_ps(step->over1);
-    const __m512 keep2 = _mm512_set1_ps(step->beta2), take2 = _mm512_set1_ps(1.0f - step->beta2), over2 = _mm512_set1_ps(step->over2);
+MOEI_AVX512 static void moei_adamw_avx512(const moe_adamw_step *step, size_t n, const float *gradient, float *m,
+                                          float *v, float *w) {
+    const __m512 scale = _mm512_set1_ps(step->scale), rate = _mm512_set1_ps(step->lr);
+    const __m512 decay = _mm512_set1_ps(step->weight_decay);
+    const __m512 keep1 = _mm512_set1_ps(step->beta1), take1 = _mm512_set1_ps(1.0f - step->beta1);
+    const __m512 correction1 = _mm512_set1_ps(step->correction1);
+    const __m512 keep2 = _mm512_set1_ps(step->beta2), take2 = _mm512_set1_ps(1.0f - step->beta2);
+    const __m512 correction2 = _mm512_set1_ps(step->correction2);
     const __m512 epsilon = _mm512_set1_ps(step->epsilon);
     size_t i;
     for (i = 0; i < n; i += 16) {
         const __mmask16 mask = moei_mask_512(n - i);
-        const __m512 g = _mm512_mul_ps(scale, _mm512_maskz_loadu_ps(mask, gradient + i)), at = _mm512_maskz_loadu_ps(mask, w + i);
+        const __m512 g = _mm512_mul_ps(scale, _mm512_maskz_loadu_ps(mask, gradient + i)),
+                     at = _mm512_maskz_loadu_ps(mask, w + i);
         const __m512 first = _mm512_fmadd_ps(keep1, _mm512_maskz_loadu_ps(mask, m + i), _mm512_mul_ps(take1, g));
-        const __m512 second = _mm512_fmadd_ps(keep2, _mm512_maskz_loadu_ps(mask, v + i), _mm512_mul_ps(_mm512_mul_ps(take2, g), g));
-        const __m512 divisor = _mm512_add_ps(_mm512_sqrt_ps(_mm512_mul_ps(second, over2)), epsilon);
-        const __m512 way = _mm512_fmadd_ps(decay, at, _mm512_div_ps(_mm512_mul_ps(first, over1), divisor));
+        const __m512 second =
+            _mm512_fmadd_ps(keep2, _mm512_maskz_loadu_ps(mask, v + i), _mm512_mul_ps(_mm512_mul_ps(take2, g), g));
+        const __m512 divisor = _mm512_add_ps(_mm512_sqrt_ps(_mm512_mul_ps(second, correction2)), epsilon);
+        const __m512 way = _mm512_fmadd_ps(decay, at, _mm512_div_ps(_mm512_mul_ps(first, correction1), divisor));
         _mm512_mask_storeu_ps(m + i, mask, first);
         _mm512_mask_storeu_ps(v + i, mask, second);
         _mm512_mask_storeu_ps(w + i, mask, _mm512_fnmadd_ps(rate, way, at));
@@ -3511,19 +3850,20 @@ MOEI_AVX512 static void moei_f32_adamw_avx512(const moe_adamw_step *step, size_t
 }
 #endif
 
-/* Lanes that are not there hold -inf, which exp makes 0. */
-MOEI_AVX512 static void moei_f32_softmax_avx512(size_t n, const float *x, float temperature, float *y) {
+/* Missing lanes hold -inf, whose exp is 0. */
+MOEI_AVX512 static void moei_softmax_avx512(size_t n, const float *x, float temperature, float *y) {
     const __m512 none = _mm512_set1_ps(-MOEI_INFINITY), over = _mm512_set1_ps(temperature);
     __m512 max = none, shift, sums = _mm512_setzero_ps(), part;
     float lane[16], sum;
     size_t i;
     if (n <= 16) {
-        moei_f32_softmax_avx2(n, x, temperature, y);
+        moei_softmax_avx2(n, x, temperature, y);
         return;
     }
     for (i = 0; i < n; i += 16) max = _mm512_max_ps(max, _mm512_mask_loadu_ps(none, moei_mask_512(n - i), x + i));
     _mm512_storeu_ps(lane, max);
-    shift = _mm512_set1_ps(moei_softmax_shift(moei_lanes_max_avx2(_mm256_max_ps(_mm256_loadu_ps(lane), _mm256_loadu_ps(lane + 8)))));
+    shift = _mm512_set1_ps(
+        moei_softmax_shift(moei_lanes_max_avx2(_mm256_max_ps(_mm256_loadu_ps(lane), _mm256_loadu_ps(lane + 8)))));
     for (i = 0; i < n; i += 16) {
         const __mmask16 mask = moei_mask_512(n - i);
         __m512 e = _mm512_sub_ps(_mm512_mask_loadu_ps(none, mask, x + i), shift);
@@ -3542,43 +3882,27 @@ MOEI_AVX512 static void moei_f32_softmax_avx512(size_t n, const float *x, float 
     }
 }
 
-/* The entries of a table that AVX-512 F is enough for. */
-#define MOEI_AVX512_ENTRIES                                                                \
-    {{moei_f32_nt_14x32_avx512}, {moei_f32_nn_14x32_avx512}, {moei_f32_tn_14x32_avx512}}, \
-    moei_f32_dot_avx2,                                                                     \
-    moei_f32_axpy_avx2,                                                                    \
-    moei_f32_activate_avx512,                                                              \
-    MOEI_TRAIN_ONLY(moei_f32_activate_backward_avx512),                                    \
-    moei_f32_softmax_avx512,                                                               \
-    moei_f32_top_k_avx2,                                                                   \
-    moei_f32_multiply_avx2,                                                                \
-    moei_f32_spread_avx2,                                                                  \
-    moei_f32_log_posterior_avx2,                                                           \
-    moei_f32_exp_sum_avx2,                                                                 \
-    moei_f32_entropy_avx2,                                                                 \
-    moei_f32_panels_14x32_avx512,                                                          \
-    moei_f32_gated_avx512,                                                                 \
-    MOEI_TRAIN_ONLY(moei_f32_gated_backward_avx512),                                       \
-    MOEI_TRAIN_ONLY(moei_f32_adamw_avx512)
-
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
 #endif
 
 #endif /* MOEI_HAVE_AVX512 */
 
-/* ==== packed weights =========================================================================================================
+/* ==== packed weights =============================================================================
 
-   Offsets into panels and rows are in bytes, and numbers there are read and written by memcpy, because a caller's buffer may lie anywhere.
-   First what all builds have: 16-bit floats and packing; then quantised weights: conversions, the rows of activations, the product in plain
-   C, which defines it, and the vector kernels. */
+   Offsets into panels and rows are in bytes, and values there are read and written by memcpy,
+   because a caller's buffer may have any alignment. Order: 16-bit floats and packing, which all
+   builds have; then quantized weights: conversions, rows of activations, the product in plain C,
+   which is the reference, and the vector kernels. */
 
 enum {
-    MOEI_GROUP = 32,          /* numbers along k that share a scale in the types with blocks */
-    MOEI_LINE = 64            /* bytes of a cache line, and of four weights along k for each output */
+    MOEI_GROUP = 32,          /* elements along k that share a scale in the types with blocks */
+    /* bytes of a cache line, and of a line of weights: four along k for each of 16 outputs */
+    MOEI_LINE = 64
 };
 
-/* So many terms of Q8 fit an int32 sum: 65536 * 128 * 127 < 2^31; longer rows are summed in pieces. Where sizes have 16 bits, no row is longer. */
+/* This many terms of Q8 fit an int32 sum: 65536 * 128 * 127 < 2^31; longer rows are summed in
+   pieces. With a 16-bit size_t no row is longer. */
 #if SIZE_MAX > 65535
 #define MOEI_SUM_LIMIT ((size_t)65536)
 #else
@@ -3619,22 +3943,27 @@ enum { MOEI_MANTISSA = 52, MOEI_BIAS = 1023 };
 enum { MOEI_MANTISSA = 23, MOEI_BIAS = 127 };
 #endif
 
-/* x in a sign and the given numbers of bits of exponent and mantissa (5 and 10, or 8 and 7), rounded to nearest even. */
+/* Rounds x to a sign and the given numbers of exponent and mantissa bits (5 and 10, or 8 and 7), to
+   nearest even. */
 static uint16_t moei_narrow(moe_real x, int exponent_bits, int mantissa_bits) {
-    const moei_bits bits = moei_real_bits(x), size = bits & ~MOEI_SIGN_BIT, one = (moei_bits)1 << MOEI_MANTISSA;
+    const moei_bits bits = moei_real_bits(x), size = bits & ~MOEI_SIGN_BIT;
+    const moei_bits one = (moei_bits)1 << MOEI_MANTISSA;
     const uint32_t sign = bits != size ? 0x8000u : 0, infinity = ((1u << exponent_bits) - 1) << mantissa_bits;
     int exponent = (int)(size >> MOEI_MANTISSA), drop = MOEI_MANTISSA - mantissa_bits;
     moei_bits mantissa = size & (one - 1), rest;
     uint32_t kept;
-    if (size > MOEI_INFINITY_BITS) return (uint16_t)(sign | infinity | 1u << (mantissa_bits - 1) | (uint32_t)(mantissa >> drop));
+    if (size > MOEI_INFINITY_BITS)
+        return (uint16_t)(sign | infinity | 1u << (mantissa_bits - 1) | (uint32_t)(mantissa >> drop));
     if (exponent > 0) mantissa |= one;
     else exponent = 1;
     exponent += (1 << (exponent_bits - 1)) - 1 - MOEI_BIAS;
     if (exponent < 1) drop += 1 - exponent; /* subnormal in the narrow type */
     if (drop > MOEI_MANTISSA + 1) return (uint16_t)sign;
-    kept = (uint32_t)(mantissa >> drop), rest = mantissa & (((moei_bits)1 << drop) - 1);
+    kept = (uint32_t)(mantissa >> drop);
+    rest = mantissa & (((moei_bits)1 << drop) - 1);
     if (rest > (moei_bits)1 << (drop - 1) || (rest == (moei_bits)1 << (drop - 1) && (kept & 1u))) kept++;
-    if (exponent > 1) kept += (uint32_t)(exponent - 1) << mantissa_bits; /* the leading bit counts as one more */
+    /* the leading bit increments the exponent */
+    if (exponent > 1) kept += (uint32_t)(exponent - 1) << mantissa_bits;
     return (uint16_t)(sign | (kept < infinity ? kept : infinity));
 }
 
@@ -3645,8 +3974,10 @@ MOEI_TOOL float moei_binary32(uint32_t bits) {
 }
 
 static moe_real moei_from_f16(uint16_t half) {
-    const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, exponent = half >> 10 & 31u, mantissa = half & 1023u;
-    if (exponent == 0) return (moe_real)mantissa * (sign ? MOEI_R(-5.9604644775390625e-8) : MOEI_R(5.9604644775390625e-8));
+    const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, exponent = half >> 10 & 31u;
+    const uint32_t mantissa = half & 1023u;
+    if (exponent == 0)
+        return (moe_real)mantissa * (sign ? MOEI_R(-5.9604644775390625e-8) : MOEI_R(5.9604644775390625e-8));
     return (moe_real)moei_binary32(sign | (exponent == 31 ? 255u : exponent + 112) << 23 | mantissa << 13);
 }
 
@@ -3670,7 +4001,7 @@ MOEI_TOOL size_t moei_groups(size_t inner) {
     return inner / MOEI_GROUP + (inner % MOEI_GROUP > 0);
 }
 
-static int moei_is_quant(int type) {
+static int moei_is_quantized(int type) {
     return type == MOE_TYPE_Q8 || type == MOE_TYPE_Q8_BLOCK || type == MOE_TYPE_Q4;
 }
 
@@ -3678,13 +4009,15 @@ moe_status moe_panel_size(int type, size_t inner, size_t *bytes) {
     size_t count = inner, each, more = 0, size;
     if (type < 0 || type >= MOE_TYPE_COUNT || bytes == NULL) return MOE_ERR_ARGUMENT;
     if (type == MOE_TYPE_REAL) each = MOEI_PANEL * sizeof(moe_real);
-    else if (!moei_is_quant(type)) each = MOEI_PANEL * 2;
+    else if (!moei_is_quantized(type)) each = MOEI_PANEL * 2;
     else {
 #ifdef MOE_NO_QUANT
         return MOE_ERR_UNSUPPORTED;
 #else
         count = moei_groups(inner);
-        each = MOEI_PANEL * (type == MOE_TYPE_Q8 ? MOEI_GROUP : type == MOE_TYPE_Q8_BLOCK ? MOEI_GROUP + 2 : MOEI_GROUP / 2 + 2);
+        each = MOEI_PANEL * (type == MOE_TYPE_Q8         ? MOEI_GROUP
+                             : type == MOE_TYPE_Q8_BLOCK ? MOEI_GROUP + 2
+                                                         : MOEI_GROUP / 2 + 2);
         more = MOEI_LINE - 1 + (type == MOE_TYPE_Q8 ? MOEI_PANEL * sizeof(float) : 0);
 #endif
     }
@@ -3693,7 +4026,8 @@ moe_status moe_panel_size(int type, size_t inner, size_t *bytes) {
     return MOE_OK;
 }
 
-/* What every call on whole packed weights checks first; *bytes = the distance between panels. */
+/* The argument checks of all calls on whole packed weights; *bytes = the distance between
+   panels. */
 static moe_status moei_check_panels(int type, size_t n, size_t inner, size_t stride, size_t *bytes) {
     size_t all, size;
     const moe_status status = moe_panel_size(type, inner, &size);
@@ -3705,12 +4039,12 @@ static moe_status moei_check_panels(int type, size_t n, size_t inner, size_t str
 
 #ifndef MOE_NO_QUANT
 
-/* Where a panel's scales begin. */
+/* The offset of a panel's scales. */
 static size_t moei_panel_scales(int type, size_t inner) {
     return moei_groups(inner) * MOEI_PANEL * (type == MOE_TYPE_Q4 ? MOEI_GROUP / 2 : MOEI_GROUP);
 }
 
-/* Where the scale of an output's group stands: a block of 32, or in Q8 the whole row. */
+/* The offset of the scale of an output's group: a block of 32, or in Q8 the whole row. */
 static size_t moei_scale_at(int type, size_t inner, size_t group, size_t output) {
     const size_t index = group * MOEI_PANEL + output;
     return moei_panel_scales(type, inner) + (type == MOE_TYPE_Q8 ? sizeof(float) : 2) * index;
@@ -3720,24 +4054,25 @@ static moe_real moei_get_scale(int type, const unsigned char *scale) {
     return type == MOE_TYPE_Q8 ? (moe_real)moei_get_float(scale) : moei_from_f16(moei_get_16(scale));
 }
 
-/* Where element p of an output stands; in Q4 the byte that holds it, with p % 32 < 16 in its low four bits. */
-static size_t moei_level_at(int type, size_t p, size_t output) {
+/* The offset of element p of an output; in Q4 the byte that holds it, with p % 32 < 16 in its low
+   four bits. */
+static size_t moei_code_at(int type, size_t p, size_t output) {
     const size_t at = type == MOE_TYPE_Q4 ? p / MOEI_GROUP * (MOEI_GROUP / 2) + p % (MOEI_GROUP / 2) : p;
     return at / 4 * MOEI_LINE + output * 4 + at % 4;
 }
 
-/* A quantised weight without its scale. */
-static int moei_get_level(int type, const unsigned char *panel, size_t p, size_t output) {
-    const int byte = panel[moei_level_at(type, p, output)];
+/* A quantized weight's code. */
+static int moei_get_code(int type, const unsigned char *panel, size_t p, size_t output) {
+    const int byte = panel[moei_code_at(type, p, output)];
     if (type == MOE_TYPE_Q4) return (p % MOEI_GROUP < MOEI_GROUP / 2 ? byte & 15 : byte >> 4) - 8;
     return byte - 128;
 }
 
-static void moei_put_level(int type, unsigned char *panel, size_t p, size_t output, int level) {
-    unsigned char *byte = panel + moei_level_at(type, p, output);
-    if (type != MOE_TYPE_Q4) *byte = (unsigned char)(level + 128);
-    else if (p % MOEI_GROUP < MOEI_GROUP / 2) *byte = (unsigned char)((*byte & 0xf0) | (level + 8));
-    else *byte = (unsigned char)((*byte & 0x0f) | (level + 8) << 4);
+static void moei_put_code(int type, unsigned char *panel, size_t p, size_t output, int code) {
+    unsigned char *byte = panel + moei_code_at(type, p, output);
+    if (type != MOE_TYPE_Q4) *byte = (unsigned char)(code + 128);
+    else if (p % MOEI_GROUP < MOEI_GROUP / 2) *byte = (unsigned char)((*byte & 0xf0) | (code + 8));
+    else *byte = (unsigned char)((*byte & 0x0f) | (code + 8) << 4);
 }
 
 /* A panel of zeros. */
@@ -3747,12 +4082,13 @@ static void moei_clear_panel(int type, size_t inner, size_t size, unsigned char 
     memset(panel + scales, 0, size - scales);
 }
 
-/* Numbers that share a scale. */
+/* The number of elements that share a scale. */
 static size_t moei_group_length(int type, size_t inner, size_t p) {
     return type == MOE_TYPE_Q8 || inner - p < MOEI_GROUP ? inner - p : (size_t)MOEI_GROUP;
 }
 
-/* The scale of n weights, as it is stored: infinite when the type of scales cannot hold it. */
+/* The scale of n weights, as it is stored: infinite if the type of the scale cannot represent
+   it. */
 static moe_real moei_weight_scale(int type, size_t n, const moe_real *x) {
     moe_real most = 0;
     size_t i;
@@ -3772,19 +4108,20 @@ static int moei_round(moe_real x, int to_even) {
     return x < 0 ? whole - more : whole + more;
 }
 
-static int moei_level_of(int type, moe_real x, moe_real scale) {
+static int moei_code_of(int type, moe_real x, moe_real scale) {
     const moe_real quotient = x / scale, limit = 128;
     const moe_real value = quotient > limit ? limit : quotient < -limit ? -limit : quotient;
-    int level;
+    int code;
     if (type == MOE_TYPE_Q4) {
-        level = (int)(value + MOEI_R(136.5)) - 136; /* positive before it is cut off */
-        return level > 7 ? 7 : level < -8 ? -8 : level;
+        code = (int)(value + MOEI_R(136.5)) - 136; /* positive before truncation */
+        return code > 7 ? 7 : code < -8 ? -8 : code;
     }
-    level = moei_round(value, 0);
-    return level > 127 ? 127 : level < -127 ? -127 : level;
+    code = moei_round(value, 0);
+    return code > 127 ? 127 : code < -127 ? -127 : code;
 }
 
-static void moei_quantise_panel(int type, size_t outputs, size_t inner, const moe_real *w, size_t ldw, size_t size, unsigned char *panel) {
+static void moei_quantize_panel(int type, size_t outputs, size_t inner, const moe_real *w, size_t ldw, size_t size,
+                                unsigned char *panel) {
     size_t j, p, i, length;
     moei_clear_panel(type, inner, size, panel);
     for (j = 0; j < outputs; j++)
@@ -3797,11 +4134,11 @@ static void moei_quantise_panel(int type, size_t outputs, size_t inner, const mo
             if (type == MOE_TYPE_Q8) moei_put_float(at, (float)scale);
             else moei_put_16(at, moei_narrow(scale, 5, 10));
             for (i = 0; i < length && (scale > 0 || scale < 0); i++)
-                moei_put_level(type, panel, p + i, j, moei_level_of(type, x[i], scale));
+                moei_put_code(type, panel, p + i, j, moei_code_of(type, x[i], scale));
         }
 }
 
-/* Whether weights can be quantised. */
+/* Whether weights can be quantized. */
 static moe_status moei_check_weights(int type, size_t n, size_t inner, const moe_real *w, size_t ldw) {
     size_t j, p, length;
     for (j = 0; j < n; j++)
@@ -3817,14 +4154,14 @@ static moe_status moei_check_weights(int type, size_t n, size_t inner, const moe
 
 #endif /* MOE_NO_QUANT */
 
-/* The number that an element of a panel stands for. */
+/* The value of an element of a panel. */
 static moe_real moei_panel_get(int type, size_t inner, const unsigned char *panel, size_t p, size_t output) {
     const size_t index = p * MOEI_PANEL + output;
     if (type == MOE_TYPE_REAL) return moei_get_real(panel + index * sizeof(moe_real));
     if (type == MOE_TYPE_F16) return moei_from_f16(moei_get_16(panel + 2 * index));
     if (type == MOE_TYPE_BF16) return moei_from_bf16(moei_get_16(panel + 2 * index));
 #ifndef MOE_NO_QUANT
-    return (moe_real)moei_get_level(type, panel, p, output) *
+    return (moe_real)moei_get_code(type, panel, p, output) *
            moei_get_scale(type, panel + moei_scale_at(type, inner, type == MOE_TYPE_Q8 ? 0 : p / MOEI_GROUP, output));
 #else
     (void)inner;
@@ -3832,8 +4169,9 @@ static moe_real moei_panel_get(int type, size_t inner, const unsigned char *pane
 #endif
 }
 
-/* A panel of a type that is not quantised. */
-static void moei_copy_panel(int type, size_t outputs, size_t inner, const moe_real *w, size_t ldw, unsigned char *panel) {
+/* Fills a panel of a type that is not quantized. */
+static void moei_fill_panel(int type, size_t outputs, size_t inner, const moe_real *w, size_t ldw,
+                            unsigned char *panel) {
     size_t j, p;
     for (p = 0; p < inner; p++)
         for (j = 0; j < MOEI_PANEL; j++) {
@@ -3844,19 +4182,20 @@ static void moei_copy_panel(int type, size_t outputs, size_t inner, const moe_re
         }
 }
 
-moe_status moe_pack(const moe_kernels *k, int type, size_t n, size_t inner, const moe_real *w, size_t ldw, void *packed, size_t stride) {
+moe_status moe_pack(const moe_kernels *k, int type, size_t n, size_t inner, const moe_real *w, size_t ldw, void *packed,
+                    size_t stride) {
     unsigned char *panel = (unsigned char *)packed;
     size_t j, step = 0;
     moe_status status = moei_check_panels(type, n, inner, stride, &step);
 #ifndef MOE_NO_QUANT
-    if (status == MOE_OK && moei_is_quant(type)) status = moei_check_weights(type, n, inner, w, ldw);
+    if (status == MOE_OK && moei_is_quantized(type)) status = moei_check_weights(type, n, inner, w, ldw);
 #endif
     (void)k;
     for (j = 0; j < n && status == MOE_OK; j += MOEI_PANEL, panel += step) {
         const size_t outputs = n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL;
-        if (!moei_is_quant(type)) moei_copy_panel(type, outputs, inner, w + j * ldw, ldw, panel);
+        if (!moei_is_quantized(type)) moei_fill_panel(type, outputs, inner, w + j * ldw, ldw, panel);
 #ifndef MOE_NO_QUANT
-        else moei_quantise_panel(type, outputs, inner, w + j * ldw, ldw, step / stride, panel);
+        else moei_quantize_panel(type, outputs, inner, w + j * ldw, ldw, step / stride, panel);
 #endif
     }
     return status;
@@ -3874,93 +4213,41 @@ moe_status moe_unpack(int type, size_t n, size_t inner, const void *packed, size
 
 #ifndef MOE_NO_QUANT
 
-/* ---- the common layouts ----
-
-   The bytes of a block stand in a panel in the same order, four of them in each line; int8 has its sign bit turned. */
-
-enum { MOEI_Q8_0 = 34, MOEI_Q4_0 = 18 }; /* bytes of a block */
-
-static moe_status moei_from_common(int type, size_t n, size_t inner, const unsigned char *block, unsigned char *panel, size_t stride) {
-    const size_t bytes = type == MOE_TYPE_Q4 ? MOEI_Q4_0 - 2 : MOEI_Q8_0 - 2, flip = type == MOE_TYPE_Q4 ? 0 : 0x80;
-    size_t j, b, t, step;
-    const moe_status status = moei_check_panels(type, n, inner, stride, &step);
-    if (status != MOE_OK || inner % MOEI_GROUP != 0) return status != MOE_OK ? status : MOE_ERR_SHAPE;
-    for (j = 0; j < n; j++) {
-        const size_t output = j % MOEI_PANEL;
-        if (j > 0 && output == 0) panel += step;
-        if (output == 0) moei_clear_panel(type, inner, step / stride, panel);
-        for (b = 0; b < inner / MOEI_GROUP; b++, block += 2 + bytes) {
-            moei_put_16(panel + moei_scale_at(type, inner, b, output), (uint16_t)(block[0] | block[1] << 8));
-            for (t = 0; t < bytes; t++)
-                panel[(b * bytes + t) / 4 * MOEI_LINE + output * 4 + t % 4] = (unsigned char)(block[2 + t] ^ flip);
-        }
-    }
-    return MOE_OK;
-}
-
-static moe_status moei_to_common(int type, size_t n, size_t inner, const unsigned char *panel, size_t stride, unsigned char *block) {
-    const size_t bytes = type == MOE_TYPE_Q4 ? MOEI_Q4_0 - 2 : MOEI_Q8_0 - 2, flip = type == MOE_TYPE_Q4 ? 0 : 0x80;
-    size_t j, b, t, step;
-    const moe_status status = moei_check_panels(type, n, inner, stride, &step);
-    if (status != MOE_OK || inner % MOEI_GROUP != 0) return status != MOE_OK ? status : MOE_ERR_SHAPE;
-    for (j = 0; j < n; j++) {
-        const size_t output = j % MOEI_PANEL;
-        if (j > 0 && output == 0) panel += step;
-        for (b = 0; b < inner / MOEI_GROUP; b++, block += 2 + bytes) {
-            const uint16_t scale = moei_get_16(panel + moei_scale_at(type, inner, b, output));
-            block[0] = (unsigned char)(scale & 0xff), block[1] = (unsigned char)(scale >> 8);
-            for (t = 0; t < bytes; t++)
-                block[2 + t] = (unsigned char)(panel[(b * bytes + t) / 4 * MOEI_LINE + output * 4 + t % 4] ^ flip);
-        }
-    }
-    return MOE_OK;
-}
-
-moe_status moe_pack_q8_0(size_t n, size_t inner, const void *blocks, void *packed, size_t stride) {
-    return moei_from_common(MOE_TYPE_Q8_BLOCK, n, inner, (const unsigned char *)blocks, (unsigned char *)packed, stride);
-}
-
-moe_status moe_unpack_q8_0(size_t n, size_t inner, const void *packed, size_t stride, void *blocks) {
-    return moei_to_common(MOE_TYPE_Q8_BLOCK, n, inner, (const unsigned char *)packed, stride, (unsigned char *)blocks);
-}
-
-moe_status moe_pack_q4_0(size_t n, size_t inner, const void *blocks, void *packed, size_t stride) {
-    return moei_from_common(MOE_TYPE_Q4, n, inner, (const unsigned char *)blocks, (unsigned char *)packed, stride);
-}
-
-moe_status moe_unpack_q4_0(size_t n, size_t inner, const void *packed, size_t stride, void *blocks) {
-    return moei_to_common(MOE_TYPE_Q4, n, inner, (const unsigned char *)packed, stride, (unsigned char *)blocks);
-}
-
 /* ---- rows of activations ---- */
 
-/* Where the scales and the starts of the sums begin in a row, and its size. 0 when that does not fit. */
+/* The offsets of the scales and of the initial sums in a row, and its size; 0 on overflow. */
 typedef struct moei_row_shape {
-    size_t levels, scales, starts, size;
+    size_t codes, scales, starts, size;
 } moei_row_shape;
 
 static int moei_shape_row(int type, size_t inner, moei_row_shape *s) {
     const size_t groups = moei_groups(inner), scales = type == MOE_TYPE_Q8 ? 1 : groups;
     const size_t starts = type == MOE_TYPE_Q8 ? inner / MOEI_SUM_LIMIT + 1 : groups;
     size_t lines;
-    if (!moei_is_quant(type) || inner > (size_t)-1 / 2 - MOEI_GROUP) return 0;
-    s->levels = s->scales = groups * MOEI_GROUP;
-    if (!moei_add(s->scales, scales * sizeof(moe_real), &s->starts) || !moei_add(s->starts, starts * 4, &s->size)) return 0;
-    lines = s->size / MOEI_LINE + 1; /* behind the row there may be unused bytes, but no second even line */
-    return moei_mul(lines + (lines % 2 == 0), MOEI_LINE, &s->size);
+    /* within this limit the codes take at most half of size_t, scales and starts less than half as
+       much: nothing below overflows */
+    if (!moei_is_quantized(type) || inner > (size_t)-1 / 2 - MOEI_GROUP) return 0;
+    s->codes = s->scales = groups * MOEI_GROUP;
+    s->starts = s->scales + scales * sizeof(moe_real);
+    /* there may be unused bytes after the row, but no second even line */
+    lines = (s->starts + starts * 4) / MOEI_LINE + 1;
+    s->size = (lines + (lines % 2 == 0)) * MOEI_LINE;
+    return 1;
 }
 
-size_t moe_quant_row_size(int type, size_t inner) {
+size_t moe_quantized_row_size(int type, size_t inner) {
     moei_row_shape shape;
     return moei_shape_row(type, inner, &shape) ? shape.size : 0;
 }
 
-/* The bits of the largest |x|: as integers they have the order of the numbers, infinity and NaN above. n is a multiple of 32, as below. */
-typedef moei_bits moei_largest_fn(size_t n, const moe_real *x);
-/* level_i = x_i * factor to the nearest even; returns their sum. */
-typedef int32_t moei_levels_fn(size_t n, const moe_real *x, moe_real factor, signed char *level);
+/* The bits of the largest |x|: as integers they order like the numbers, infinity and NaN above all.
+   n is a multiple of 32, as below. */
+typedef moei_bits moei_max_magnitude_fn(size_t n, const moe_real *x);
+/* code_i = x_i * factor rounded to nearest even; returns the sum of the codes. */
+typedef int32_t moei_codes_fn(size_t n, const moe_real *x, moe_real factor, signed char *code);
 
-/* The scale of a group, and the factor that goes the other way: 127 / largest would overflow where the largest is too small. */
+/* The scale of a group and its inverse factor: 127 / largest would overflow if the largest is too
+   small. */
 static moe_real moei_row_scale(moei_bits largest, moe_real *factor) {
     const moei_bits least = (moei_bits)7 << MOEI_MANTISSA, nan = MOEI_INFINITY_BITS | MOEI_INFINITY_BITS >> 1;
     const moei_bits bits = largest < MOEI_INFINITY_BITS ? largest : nan;
@@ -3972,16 +4259,18 @@ static moe_real moei_row_scale(moei_bits largest, moe_real *factor) {
     return most / 127;
 }
 
-/* The rows of a type, for an instruction set's two loops. The last numbers, which fill no group, go through a copy. */
-MOEI_INLINE void moei_quantise(int type, size_t m, size_t inner, const moe_real *x, size_t ldx, unsigned char *row,
-                               moei_largest_fn *largest, moei_levels_fn *levels) {
+/* Quantizes rows, given an instruction set's two loops. The last elements, which do not fill a
+   group, are copied and padded first. */
+MOEI_INLINE void moei_quantize(int type, size_t m, size_t inner, const moe_real *x, size_t ldx, unsigned char *row,
+                               moei_max_magnitude_fn *largest, moei_codes_fn *codes) {
     const size_t whole = inner - inner % MOEI_GROUP;
     const int32_t offset = type == MOE_TYPE_Q4 ? -8 : -128;
     moei_row_shape shape;
     size_t i, p, run;
     if (!moei_shape_row(type, inner, &shape)) return;
     for (i = 0; i < m; i++, x += ldx, row += shape.size) {
-        moe_real rest[MOEI_GROUP] = {0}, scale = 0, factor = 0;
+        moe_real rest[MOEI_GROUP] = {0}, scale = 0;
+        moe_real factor = 0;
         int32_t sum = 0;
         memcpy(rest, x + whole, (inner - whole) * sizeof *x);
         if (type == MOE_TYPE_Q8) {
@@ -3989,9 +4278,10 @@ MOEI_INLINE void moei_quantise(int type, size_t m, size_t inner, const moe_real 
             scale = moei_row_scale(front > back ? front : back, &factor);
             memcpy(row + shape.scales, &scale, sizeof scale);
         }
-        for (p = 0; p < shape.levels; p += run) {
+        for (p = 0; p < shape.codes; p += run) {
             const moe_real *from = p < whole ? x + p : rest;
-            const size_t group = p / (type == MOE_TYPE_Q8 ? MOEI_SUM_LIMIT : (size_t)MOEI_GROUP), left = MOEI_SUM_LIMIT - p % MOEI_SUM_LIMIT;
+            const size_t group = p / (type == MOE_TYPE_Q8 ? MOEI_SUM_LIMIT : (size_t)MOEI_GROUP),
+                         left = MOEI_SUM_LIMIT - p % MOEI_SUM_LIMIT;
             int32_t start;
             run = type != MOE_TYPE_Q8 || p >= whole ? (size_t)MOEI_GROUP : whole - p < left ? whole - p : left;
             if (type != MOE_TYPE_Q8) {
@@ -3999,7 +4289,7 @@ MOEI_INLINE void moei_quantise(int type, size_t m, size_t inner, const moe_real 
                 memcpy(row + shape.scales + group * sizeof scale, &scale, sizeof scale);
             }
             if (type != MOE_TYPE_Q8 || p % MOEI_SUM_LIMIT == 0) sum = 0;
-            if (factor > 0) sum += levels(run, from, factor, (signed char *)row + p);
+            if (factor > 0) sum += codes(run, from, factor, (signed char *)row + p);
             else memset(row + p, 0, run);
             start = sum * offset;
             memcpy(row + shape.starts + group * 4, &start, sizeof start);
@@ -4007,7 +4297,7 @@ MOEI_INLINE void moei_quantise(int type, size_t m, size_t inner, const moe_real 
     }
 }
 
-static moei_bits moei_largest_c(size_t n, const moe_real *x) {
+static moei_bits moei_max_magnitude_c(size_t n, const moe_real *x) {
     moei_bits most = 0;
     size_t i;
     for (i = 0; i < n; i++) {
@@ -4017,61 +4307,68 @@ static moei_bits moei_largest_c(size_t n, const moe_real *x) {
     return most;
 }
 
-static int32_t moei_levels_c(size_t n, const moe_real *x, moe_real factor, signed char *level) {
+static int32_t moei_codes_c(size_t n, const moe_real *x, moe_real factor, signed char *code) {
     int32_t sum = 0;
     size_t i;
     for (i = 0; i < n; i++) {
-        level[i] = (signed char)moei_round(x[i] * factor, 1);
-        sum += level[i];
+        code[i] = (signed char)moei_round(x[i] * factor, 1);
+        sum += code[i];
     }
     return sum;
 }
 
-static void moei_quantise_c(int type, size_t m, size_t inner, const moe_real *x, size_t ldx, void *rows) {
-    moei_quantise(type, m, inner, x, ldx, (unsigned char *)rows, moei_largest_c, moei_levels_c);
+static void moei_quantize_c(int type, size_t m, size_t inner, const moe_real *x, size_t ldx, void *rows) {
+    moei_quantize(type, m, inner, x, ldx, (unsigned char *)rows, moei_max_magnitude_c, moei_codes_c);
 }
 
 /* ---- the product in plain C ----
 
-   A sum over int8 times the byte w + 128 (or the four bits w + 8) starts from what takes the offset off again. On the way it stays within
-   MOEI_SUM_LIMIT * 128 * 127 too: what is summed already has lost its offset, what is still to come is -128 q. */
+   A sum over int8 times the byte w + 128 (or the four bits w + 8) starts from the value that
+   cancels the offset. Partial sums stay within MOEI_SUM_LIMIT * 128 * 127 too: terms already added
+   have their offset cancelled, the others contribute -128 q. */
 
-/* sum[j] += over count quads of the row: each quad meets a line of 16 x 4 bytes. */
-MOEI_INLINE void moei_sum_c(int q4, size_t count, const signed char *level, const unsigned char *line, int32_t *sum) {
+/* sum[j] += over count quads of the row; each quad multiplies a line of 16 x 4 bytes. */
+MOEI_INLINE void moei_sum_c(int q4, size_t count, const signed char *code, const unsigned char *line, int32_t *sum) {
     size_t p, j;
-    for (p = 0; p < count; p++, level += 4) {
+    for (p = 0; p < count; p++, code += 4) {
         const int high = q4 && p % 8 >= 4;
         const unsigned char *w = line + (q4 ? p / 8 * 4 + p % 4 : p) * MOEI_LINE;
         for (j = 0; j < MOEI_PANEL; j++, w += 4) {
-            if (!q4) sum[j] += level[0] * w[0] + level[1] * w[1] + level[2] * w[2] + level[3] * w[3];
-            else if (high) sum[j] += level[0] * (w[0] >> 4) + level[1] * (w[1] >> 4) + level[2] * (w[2] >> 4) + level[3] * (w[3] >> 4);
-            else sum[j] += level[0] * (w[0] & 15) + level[1] * (w[1] & 15) + level[2] * (w[2] & 15) + level[3] * (w[3] & 15);
+            if (!q4) sum[j] += code[0] * w[0] + code[1] * w[1] + code[2] * w[2] + code[3] * w[3];
+            else if (high)
+                sum[j] +=
+                    code[0] * (w[0] >> 4) + code[1] * (w[1] >> 4) + code[2] * (w[2] >> 4) + code[3] * (w[3] >> 4);
+            else
+                sum[j] +=
+                    code[0] * (w[0] & 15) + code[1] * (w[1] & 15) + code[2] * (w[2] & 15) + code[3] * (w[3] & 15);
         }
     }
 }
 
 /* One row over one panel. */
-static void moei_quant_row_c(int type, size_t inner, const moei_row_shape *shape, const unsigned char *row, const unsigned char *panel,
-                                  moe_real *c) {
+static void moei_quant_row_c(int type, size_t inner, const moei_row_shape *shape, const unsigned char *row,
+                             const unsigned char *panel, moe_real *c) {
     const size_t most = type == MOE_TYPE_Q8 ? MOEI_SUM_LIMIT : (size_t)MOEI_GROUP;
     size_t p, j;
     for (j = 0; j < MOEI_PANEL; j++) c[j] = 0;
-    for (p = 0; p < shape->levels; p += most) {
-        const size_t count = shape->levels - p < most ? shape->levels - p : most, group = p / most;
+    for (p = 0; p < shape->codes; p += most) {
+        const size_t count = shape->codes - p < most ? shape->codes - p : most, group = p / most;
         const size_t scaled = type == MOE_TYPE_Q8 ? 0 : group;
         const moe_real scale = moei_get_real(row + shape->scales + scaled * sizeof(moe_real));
         int32_t sum[MOEI_PANEL], start;
         memcpy(&start, row + shape->starts + group * 4, sizeof start);
         for (j = 0; j < MOEI_PANEL; j++) sum[j] = start;
-        if (type == MOE_TYPE_Q4) moei_sum_c(1, count / 4, (const signed char *)row + p, panel + p * MOEI_PANEL / 2, sum);
+        if (type == MOE_TYPE_Q4)
+            moei_sum_c(1, count / 4, (const signed char *)row + p, panel + p * MOEI_PANEL / 2, sum);
         else moei_sum_c(0, count / 4, (const signed char *)row + p, panel + p * MOEI_PANEL, sum);
         for (j = 0; j < MOEI_PANEL; j++)
-            MOEI_ADD_TO(c[j], (moe_real)sum[j], moei_get_scale(type, panel + moei_scale_at(type, inner, scaled, j)) * scale);
+            MOEI_ADD_TO(c[j], (moe_real)sum[j],
+                        moei_get_scale(type, panel + moei_scale_at(type, inner, scaled, j)) * scale);
     }
 }
 
-static void moei_quant_c(int type, size_t m, size_t panels, size_t inner, const void *rows, size_t row_size, const void *packed,
-                              size_t panel_stride, moe_real *c, size_t ldc) {
+static void moei_quant_c(int type, size_t m, size_t panels, size_t inner, const void *rows, size_t row_size,
+                         const void *packed, size_t panel_stride, moe_real *c, size_t ldc) {
     moei_row_shape shape;
     size_t i, j;
     if (!moei_shape_row(type, inner, &shape)) return;
@@ -4081,14 +4378,14 @@ static void moei_quant_c(int type, size_t m, size_t panels, size_t inner, const 
                              (const unsigned char *)packed + j * panel_stride, c + i * ldc + j * MOEI_PANEL);
 }
 
-/* The three entries of a table from a set's function over all types. */
-#define MOEI_QUANT_FUNCTION(name, set, target, type)                                                                          \
-    target static void moei_##name##_##set(size_t m, size_t panels, size_t inner, const void *rows, size_t row_size,          \
-                                           const void *packed, size_t panel_stride, moe_real *c, size_t ldc) {                \
-        moei_quant_##set(type, m, panels, inner, rows, row_size, packed, panel_stride, c, ldc);                               \
+/* The three entries of a table, from an instruction set's function for all types. */
+#define MOEI_QUANT_FUNCTION(name, set, target, type) \
+    target static void moei_##name##_##set(size_t m, size_t panels, size_t inner, const void *rows, size_t row_size, \
+                                           const void *packed, size_t panel_stride, moe_real *c, size_t ldc) { \
+        moei_quant_##set(type, m, panels, inner, rows, row_size, packed, panel_stride, c, ldc); \
     }
-#define MOEI_QUANT_FUNCTIONS(set, target)                      \
-    MOEI_QUANT_FUNCTION(q8, set, target, MOE_TYPE_Q8)             \
+#define MOEI_QUANT_FUNCTIONS(set, target) \
+    MOEI_QUANT_FUNCTION(q8, set, target, MOE_TYPE_Q8) \
     MOEI_QUANT_FUNCTION(q8_block, set, target, MOE_TYPE_Q8_BLOCK) \
     MOEI_QUANT_FUNCTION(q4, set, target, MOE_TYPE_Q4)
 
@@ -4100,24 +4397,30 @@ MOEI_QUANT_FUNCTIONS(c, )
 
 /* ---- vector kernels: what they share ---- */
 
-/* What a tile works on: some rows over one or two panels, over the groups of k that begin at a and w. */
+/* The input of a tile: some rows over one or two panels, over the groups of k that begin at a and
+   w. */
 typedef struct moei_quant_tile {
     const unsigned char *a, *scale, *start; /* of the first row: int8, scales and starts */
-    const unsigned char *w[2], *w_scale[2]; /* of both panels; twice the same one when only one is left, */
-    float *c[2];                            /* and then the second's outputs all go to one spare row */
-    float *part;                            /* 12 x 32 numbers: C until the last group, as its rows may share few places in the cache */
+    /* of both panels; twice the same one if only one is left, */
+    const unsigned char *w[2], *w_scale[2];
+    /* in which case the second panel's outputs all go to one spare row */
+    float *c[2];
+    /* 12 x 32 elements: C until the last group, because the rows of C may map to few cache sets */
+    float *part;
     size_t row_size, ldc[2];
-    size_t groups, lines; /* groups with a scale; lines of 64 bytes in a group */
+    size_t groups, lines; /* groups with a scale; lines of 64 bytes per group */
     int half;             /* the weights' scales are 16-bit floats, else float */
     int load;             /* adds to C */
 } moei_quant_tile;
 
 typedef void moei_tile_fn(int q4, size_t rows, const moei_quant_tile *t);
 
-/* All tiles of a product: the weights of wide panels meet row after row while they are in the cache. most: rows of the set's highest tile;
-   besides it there are tiles of 1 to 4 rows, and of 8 below one of 12. */
-static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *tile, size_t m, size_t panels, size_t inner,
-                             const void *rows, size_t row_size, const void *packed, size_t panel_stride, float *c, size_t ldc) {
+/* All tiles of a product: wide panels of weights are multiplied by row after row while they are
+   cached. most: rows of the instruction set's highest tile; there are also tiles of 1 to 4 rows,
+   and of 8 if the highest has 12. */
+static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *tile, size_t m, size_t panels,
+                             size_t inner, const void *rows, size_t row_size, const void *packed, size_t panel_stride,
+                             float *c, size_t ldc) {
     const size_t piece = type == MOE_TYPE_Q8 ? (size_t)MOEI_SUM_LIMIT : inner;
     const int q4 = type == MOE_TYPE_Q4;
     float spare[MOEI_PANEL], part[12 * 2 * MOEI_PANEL];
@@ -4125,25 +4428,36 @@ static void moei_quant_tiles(int type, size_t wide, size_t most, moei_tile_fn *t
     moei_quant_tile t;
     size_t p, i, j, count;
     if (!moei_shape_row(type, inner, &shape)) return;
-    t.part = part, t.row_size = row_size, t.ldc[0] = ldc, t.half = type != MOE_TYPE_Q8;
-    for (p = 0; p < inner; p += piece) { /* more than one only in Q8 beyond MOEI_SUM_LIMIT */
+    t.part = part;
+    t.row_size = row_size;
+    t.ldc[0] = ldc;
+    t.half = type != MOE_TYPE_Q8;
+    for (p = 0; p < inner; p += piece) { /* more than one piece only in Q8 beyond MOEI_SUM_LIMIT */
         const unsigned char *row = (const unsigned char *)rows, *panel = (const unsigned char *)packed;
-        const size_t length = shape.levels - p < piece ? shape.levels - p : piece;
-        t.groups = type == MOE_TYPE_Q8 ? 1 : shape.levels / MOEI_GROUP;
+        const size_t length = shape.codes - p < piece ? shape.codes - p : piece;
+        t.groups = type == MOE_TYPE_Q8 ? 1 : shape.codes / MOEI_GROUP;
         t.lines = type == MOE_TYPE_Q8 ? length / 4 : q4 ? 4 : 8;
         t.load = p > 0;
         for (j = 0; j < panels; j += wide, panel += wide * panel_stride) {
             const size_t next = wide > 1 && j + 1 < panels ? 1 : 0;
             t.ldc[1] = next * ldc;
-            t.w[0] = panel + p * MOEI_PANEL, t.w[1] = t.w[0] + next * panel_stride;
-            t.w_scale[0] = panel + moei_panel_scales(type, inner), t.w_scale[1] = t.w_scale[0] + next * panel_stride;
-            t.c[0] = c + j * MOEI_PANEL, t.c[1] = next ? t.c[0] + MOEI_PANEL : spare;
-            t.a = row + p, t.scale = row + shape.scales, t.start = row + shape.starts + p / MOEI_SUM_LIMIT * (type == MOE_TYPE_Q8 ? 4 : 0);
+            t.w[0] = panel + p * MOEI_PANEL;
+            t.w[1] = t.w[0] + next * panel_stride;
+            t.w_scale[0] = panel + moei_panel_scales(type, inner);
+            t.w_scale[1] = t.w_scale[0] + next * panel_stride;
+            t.c[0] = c + j * MOEI_PANEL;
+            t.c[1] = next ? t.c[0] + MOEI_PANEL : spare;
+            t.a = row + p;
+            t.scale = row + shape.scales;
+            t.start = row + shape.starts + p / MOEI_SUM_LIMIT * (type == MOE_TYPE_Q8 ? 4 : 0);
             for (i = m; i > 0; i -= count) {
                 count = i >= most ? most : i >= 8 ? 8 : i > 4 ? (i + 1) / 2 : i;
                 tile(q4, count, &t);
-                t.a += count * row_size, t.scale += count * row_size, t.start += count * row_size;
-                t.c[0] += count * ldc, t.c[1] += count * t.ldc[1];
+                t.a += count * row_size;
+                t.scale += count * row_size;
+                t.start += count * row_size;
+                t.c[0] += count * ldc;
+                t.c[1] += count * t.ldc[1];
             }
         }
     }
@@ -4177,79 +4491,87 @@ MOEI_AVX2_F16C static void moei_widen_avx2(int type, size_t count, const void *p
 
 #ifndef MOE_NO_QUANT
 
-/* Vectors through pointers of any alignment. */
+/* Loads of vectors through pointers of any alignment. */
 #define MOEI_LOAD_256(p) _mm256_loadu_si256((const __m256i *)(const void *)(p))
 #define MOEI_LOAD_512(p) _mm512_loadu_si512((const void *)(p))
 
-/* Sums of int16 or int32, as the vector types that gcc gives the instructions: kept in a general vector of integers it copies each sum
+/* Sums of int16 or int32, in the vector types of gcc's builtins: with __m256i gcc copies each sum
    twice. */
 #if defined(__GNUC__) || defined(__clang__)
-typedef uint16_t moei_words_16 __attribute__((vector_size(32)));
-typedef int32_t moei_lanes_8 __attribute__((vector_size(32)));
-typedef int32_t moei_lanes_16 __attribute__((vector_size(64)));
+typedef uint16_t moei_uint16x16 __attribute__((vector_size(32)));
+typedef int32_t moei_int32x8 __attribute__((vector_size(32)));
+typedef int32_t moei_int32x16 __attribute__((vector_size(64)));
 #define MOEI_AS(type, vector) ((type)(vector))
 #else
-typedef __m256i moei_words_16;
-typedef __m256i moei_lanes_8;
-typedef __m512i moei_lanes_16;
+typedef __m256i moei_uint16x16;
+typedef __m256i moei_int32x8;
+typedef __m512i moei_int32x16;
 #define MOEI_AS(type, vector) (vector)
 #endif
 
-/* Rows 0 to 3, 5 or 11 of a tile at a0, three rows to a base pointer, because an address holds a base and one or two strides. */
+/* Rows 0 to 3, 5 or 11 of a tile at a0, three rows per base pointer, because an address is a base
+   plus one or two strides. */
 #define MOEI_EACH_4(X, set) X(set, 0, a0) X(set, 1, a0 + row) X(set, 2, a0 + 2 * row) X(set, 3, a3)
 #define MOEI_EACH_6(X, set) MOEI_EACH_4(X, set) X(set, 4, a3 + row) X(set, 5, a3 + 2 * row)
-#define MOEI_EACH_12(X, set)                                                \
+#define MOEI_EACH_12(X, set) \
     MOEI_EACH_6(X, set) X(set, 6, a6) X(set, 7, a6 + row) X(set, 8, a6 + 2 * row) \
     X(set, 9, a9) X(set, 10, a9 + row) X(set, 11, a9 + 2 * row)
 
 /* ---- AVX2 ----
 
-   The product of unsigned and signed bytes (maddubs) saturates at 16 bits with bytes of 8 bits, but not with 4: a byte w + 128 is taken
-   as its low and its high four bits, and 8 quads of 2 * 15 * 127 each still fit the 16-bit sums. So int8 and int4 are one kernel: the sums
-   s0 and s1 are those of the low and the high bits, which in int8 count 16 times and in int4 are other elements. One half of a panel at a
-   time, 8 outputs. */
+   The product of unsigned and signed bytes (maddubs) saturates at 16 bits with 8-bit operands, but
+   not with 4-bit ones: a byte w + 128 is split into its low and its high four bits, and 8 quads of
+   2 * 15 * 127 each still fit the 16-bit sums. So int8 and int4 share one kernel: s0 and s1 are the
+   sums of the low and of the high bits, which in int8 have weight 16 and in int4 are other
+   elements. Each pass computes half of a panel, 8 outputs. */
 
-MOEI_AVX2_F16C MOEI_INLINE __m256i moei_all_avx2(const unsigned char *p) { return _mm256_set1_epi32(moei_get_32(p)); }
+MOEI_AVX2_F16C MOEI_INLINE __m256i moei_splat_avx2(const unsigned char *p) { return _mm256_set1_epi32(moei_get_32(p)); }
 
 MOEI_AVX2_F16C MOEI_INLINE __m256 moei_w_scale_avx2(int half, const unsigned char *p) {
     if (half) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
     return _mm256_loadu_ps((const float *)(const void *)p);
 }
 
-MOEI_AVX2_F16C MOEI_INLINE moei_words_16 moei_nibble_sum_avx2(moei_words_16 sum, __m256i w, __m256i x) {
-    return MOEI_AS(moei_words_16, _mm256_add_epi16(MOEI_AS(__m256i, sum), _mm256_maddubs_epi16(w, x)));
+MOEI_AVX2_F16C MOEI_INLINE moei_uint16x16 moei_nibble_sum_avx2(moei_uint16x16 sum, __m256i w, __m256i x) {
+    return MOEI_AS(moei_uint16x16, _mm256_add_epi16(MOEI_AS(__m256i, sum), _mm256_maddubs_epi16(w, x)));
 }
 
 /* to = (keep ? to : 0) + sum * (w_scale * scale). */
 MOEI_AVX2_F16C MOEI_INLINE void moei_finish_avx2(float *to, __m256i sum, __m256 w_scale, __m256i scale, int keep) {
-    const __m256 product = _mm256_mul_ps(w_scale, _mm256_castsi256_ps(scale)), before = _mm256_maskload_ps(to, _mm256_set1_epi32(-keep));
+    const __m256 product = _mm256_mul_ps(w_scale, _mm256_castsi256_ps(scale)),
+                 before = _mm256_maskload_ps(to, _mm256_set1_epi32(-keep));
     _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), product, before));
 }
 
 #define MOEI_START(set, r, at) \
-    if (rows > r) total##r = moei_all_avx2(start + r * row);
-#define MOEI_NIBBLES(set, r, at)                                                     \
-    if (rows > r) {                                                                  \
-        const __m256i x0 = moei_all_avx2(at), x1 = q4 ? moei_all_avx2(at + 16) : x0; \
-        s##r##0 = moei_nibble_sum_avx2(s##r##0, y0, x0);                             \
-        s##r##1 = moei_nibble_sum_avx2(s##r##1, y1, x1);                             \
+    if (rows > r) total##r = moei_splat_avx2(start + r * row);
+#define MOEI_NIBBLES(set, r, at) \
+    if (rows > r) { \
+        const __m256i x0 = moei_splat_avx2(at), x1 = q4 ? moei_splat_avx2(at + 16) : x0; \
+        s##r##0 = moei_nibble_sum_avx2(s##r##0, y0, x0); \
+        s##r##1 = moei_nibble_sum_avx2(s##r##1, y1, x1); \
     }
-#define MOEI_TOTAL(set, r, at)                                                                           \
-    if (rows > r) {                                                                                      \
-        const __m256i v0 = MOEI_AS(__m256i, s##r##0), v1 = MOEI_AS(__m256i, s##r##1);                    \
+#define MOEI_TOTAL(set, r, at) \
+    if (rows > r) { \
+        const __m256i v0 = MOEI_AS(__m256i, s##r##0), v1 = MOEI_AS(__m256i, s##r##1); \
         if (q4) total##r = _mm256_add_epi32(total##r, _mm256_madd_epi16(_mm256_add_epi16(v0, v1), one)); \
-        else total##r = _mm256_add_epi32(_mm256_add_epi32(total##r, _mm256_madd_epi16(v0, one)), _mm256_madd_epi16(v1, sixteen)); \
+        else \
+            total##r = _mm256_add_epi32(_mm256_add_epi32(total##r, _mm256_madd_epi16(v0, one)), \
+                                        _mm256_madd_epi16(v1, sixteen)); \
     }
 #define MOEI_FINISH(set, r, at) \
-    if (rows > r) moei_finish_avx2(to + r * ld, total##r, w_scales, moei_all_avx2(scale + r * row), keep);
+    if (rows > r) moei_finish_avx2(to + r * ld, total##r, w_scales, moei_splat_avx2(scale + r * row), keep);
 
-/* rows (1 to 4) x 8. rows and q4 are constants where this is inlined. */
+/* rows (1 to 4) x 8. rows and q4 are constants after inlining. */
 MOEI_AVX2_F16C MOEI_INLINE void moei_nibble_tile_avx2(int q4, int rows, size_t side, const moei_quant_tile *t) {
-    const __m256i one = _mm256_set1_epi16(1), sixteen = _mm256_set1_epi16(16), mask = _mm256_set1_epi8(15);
-    const moei_words_16 zero = MOEI_AS(moei_words_16, _mm256_setzero_si256());
-    const unsigned char *a0 = t->a, *a3, *w = t->w[0] + 32 * side, *w_scale = t->w_scale[0] + (t->half ? 16 : 32) * side;
+    const __m256i one = _mm256_set1_epi16(1), sixteen = _mm256_set1_epi16(16);
+    const __m256i mask = _mm256_set1_epi8(15);
+    const moei_uint16x16 zero = MOEI_AS(moei_uint16x16, _mm256_setzero_si256());
+    const unsigned char *a0 = t->a, *a3, *w = t->w[0] + 32 * side;
+    const unsigned char *w_scale = t->w_scale[0] + (t->half ? 16 : 32) * side;
     const unsigned char *start = t->start, *scale = t->scale;
-    const size_t row = t->row_size, ldc = t->ldc[0], groups = t->groups, blocks = q4 || t->half ? 1 : t->lines / 8;
+    const size_t row = t->row_size, ldc = t->ldc[0];
+    const size_t groups = t->groups, blocks = q4 || t->half ? 1 : t->lines / 8;
     const size_t ld = groups > 1 ? 8 : ldc;
     float *c = t->c[0] + 8 * side, *to = groups > 1 ? t->part : c;
     const int half = t->half;
@@ -4257,14 +4579,19 @@ MOEI_AVX2_F16C MOEI_INLINE void moei_nibble_tile_avx2(int q4, int rows, size_t s
     int keep = t->load, i;
     for (group = 0; group < groups; group++, w_scale += 2 * MOEI_PANEL, start += 4, scale += 4) {
         __m256 w_scales;
-        __m256i total0 = moei_all_avx2(start), total1 = total0, total2 = total0, total3 = total0;
+        __m256i total0 = moei_splat_avx2(start), total1 = total0;
+        __m256i total2 = total0, total3 = total0;
         if (!half) {
             MOEI_EACH_4(MOEI_START, avx2)
         }
         for (block = 0; block < blocks; block++, a0 += q4 ? 16 : 0) {
-            moei_words_16 s00 = zero, s01 = zero, s10 = zero, s11 = zero, s20 = zero, s21 = zero, s30 = zero, s31 = zero;
+            moei_uint16x16 s00 = zero, s01 = zero;
+            moei_uint16x16 s10 = zero, s11 = zero;
+            moei_uint16x16 s20 = zero, s21 = zero;
+            moei_uint16x16 s30 = zero, s31 = zero;
             for (p = 0; p < (q4 ? 4 : 8); p++, a0 += 4, w += MOEI_LINE) {
-                const __m256i v = MOEI_LOAD_256(w), y0 = _mm256_and_si256(v, mask), y1 = _mm256_and_si256(_mm256_srli_epi16(v, 4), mask);
+                const __m256i v = MOEI_LOAD_256(w), y0 = _mm256_and_si256(v, mask);
+                const __m256i y1 = _mm256_and_si256(_mm256_srli_epi16(v, 4), mask);
                 a3 = a0 + 3 * row;
                 MOEI_EACH_4(MOEI_NIBBLES, avx2)
             }
@@ -4284,7 +4611,9 @@ MOEI_AVX2_F16C static void moei_quant_rows_avx2(int q4, size_t rows, const moei_
     size_t side;
     for (side = 0; side < 2; side++) {
 #define MOEI_CASE(rows) \
-    case rows: q4 ? moei_nibble_tile_avx2(1, rows, side, t) : moei_nibble_tile_avx2(0, rows, side, t); break;
+    case rows: \
+        q4 ? moei_nibble_tile_avx2(1, rows, side, t) : moei_nibble_tile_avx2(0, rows, side, t); \
+        break;
         switch (rows) {
             MOEI_CASE(1)
             MOEI_CASE(2)
@@ -4295,168 +4624,215 @@ MOEI_AVX2_F16C static void moei_quant_rows_avx2(int q4, size_t rows, const moei_
     }
 }
 
-static void moei_quant_avx2(int type, size_t m, size_t panels, size_t inner, const void *rows, size_t row_size, const void *packed,
-                            size_t panel_stride, float *c, size_t ldc) {
+static void moei_quant_avx2(int type, size_t m, size_t panels, size_t inner, const void *rows, size_t row_size,
+                            const void *packed, size_t panel_stride, float *c, size_t ldc) {
     moei_quant_tiles(type, 1, 4, moei_quant_rows_avx2, m, panels, inner, rows, row_size, packed, panel_stride, c, ldc);
 }
 
 MOEI_QUANT_FUNCTIONS(avx2, )
 
-MOEI_AVX2 MOEI_INLINE moei_bits moei_lanes_largest_avx2(__m256i v) {
+MOEI_AVX2 MOEI_INLINE moei_bits moei_lanes_max_int_avx2(__m256i v) {
     __m128i m = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
     m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
     return (moei_bits)_mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
 }
 
-MOEI_AVX2 MOEI_INLINE int32_t moei_lanes_total_avx2(__m256i v) {
+MOEI_AVX2 MOEI_INLINE int32_t moei_lanes_sum_int_avx2(__m256i v) {
     __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
     sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
 }
 
-MOEI_AVX2 MOEI_INLINE moei_bits moei_largest_avx2(size_t n, const float *x) {
+MOEI_AVX2 MOEI_INLINE moei_bits moei_max_magnitude_avx2(size_t n, const float *x) {
     const __m256i mask = _mm256_set1_epi32(0x7fffffff);
     __m256i most = _mm256_setzero_si256();
     size_t i;
-    for (i = 0; i < n; i += 8) most = _mm256_max_epi32(most, _mm256_and_si256(mask, _mm256_castps_si256(_mm256_loadu_ps(x + i))));
-    return moei_lanes_largest_avx2(most);
+    for (i = 0; i < n; i += 8)
+        most = _mm256_max_epi32(most, _mm256_and_si256(mask, _mm256_castps_si256(_mm256_loadu_ps(x + i))));
+    return moei_lanes_max_int_avx2(most);
 }
 
-MOEI_AVX2 MOEI_INLINE int32_t moei_levels_avx2(size_t n, const float *x, float factor, signed char *level) {
+MOEI_AVX2 MOEI_INLINE int32_t moei_codes_avx2(size_t n, const float *x, float factor, signed char *code) {
     const __m256 f = _mm256_set1_ps(factor);
     __m256i sums = _mm256_setzero_si256();
     size_t i;
-#define MOEI_LEVELS(at) _mm256_cvtps_epi32(_mm256_mul_ps(f, _mm256_loadu_ps(x + i + (at))))
+#define MOEI_CODES(at) _mm256_cvtps_epi32(_mm256_mul_ps(f, _mm256_loadu_ps(x + i + (at))))
     for (i = 0; i < n; i += 32) {
-        const __m256i i0 = MOEI_LEVELS(0), i1 = MOEI_LEVELS(8), i2 = MOEI_LEVELS(16), i3 = MOEI_LEVELS(24);
-        const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(i0, i1), _mm256_packs_epi32(i2, i3)); /* fours 0 2 4 6 1 3 5 7 */
+        const __m256i i0 = MOEI_CODES(0), i1 = MOEI_CODES(8);
+        const __m256i i2 = MOEI_CODES(16), i3 = MOEI_CODES(24);
+        /* order of the groups of four: 0 2 4 6 1 3 5 7 */
+        const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(i0, i1), _mm256_packs_epi32(i2, i3));
         sums = _mm256_add_epi32(sums, _mm256_add_epi32(_mm256_add_epi32(i0, i1), _mm256_add_epi32(i2, i3)));
-        _mm256_storeu_si256((__m256i *)(void *)(level + i), _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+        _mm256_storeu_si256((__m256i *)(void *)(code + i),
+                            _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
     }
-#undef MOEI_LEVELS
-    return moei_lanes_total_avx2(sums);
+#undef MOEI_CODES
+    return moei_lanes_sum_int_avx2(sums);
 }
 
-MOEI_AVX2 static void moei_quantise_avx2(int type, size_t m, size_t inner, const float *x, size_t ldx, void *rows) {
-    moei_quantise(type, m, inner, x, ldx, (unsigned char *)rows, moei_largest_avx2, moei_levels_avx2);
+MOEI_AVX2 static void moei_quantize_avx2(int type, size_t m, size_t inner, const float *x, size_t ldx, void *rows) {
+    moei_quantize(type, m, inner, x, ldx, (unsigned char *)rows, moei_max_magnitude_avx2, moei_codes_avx2);
 }
 
 /* ---- VNNI ----
 
-   One instruction (vpdpbusd) multiplies four unsigned bytes by four signed ones and adds the products to an int32 in each lane. One
-   description serves vectors of 8 and of 16 outputs: a line of a panel is two of the first or one of the second kind, so a tile is one
-   panel or two wide and has two sums per row, s0 and s1. Tiles of one and two rows have a second pair, u0 and u1, to hide the latency.
-   What differs stands in a set's small functions: all (four bytes to all lanes), dot, low and high (four bits of each byte), finish (C). */
+   One instruction (vpdpbusd) multiplies four unsigned bytes by four signed ones and adds the
+   products to an int32 in each lane. One macro serves vectors of 8 and of 16 outputs: a line of a
+   panel is two vectors of the first kind or one of the second, so a tile is one panel or two wide
+   and has two sums per row, s0 and s1. Tiles of one and two rows have a second pair, u0 and u1, to
+   hide the latency. The differences are in small functions of each set: all (four bytes to all
+   lanes), dot, low and high (four bits of each byte), finish (C). */
 
 #define MOEI_DOT_SUMS(set, r, at) , s##r##0 = zero, s##r##1 = zero
 #define MOEI_DOT_START(set, r, at) \
     if (rows > r) s##r##0 = s##r##1 = moei_start_##set(start + r * row);
-#define MOEI_DOT(set, sum, r, at)                        \
-    if (rows > r) {                                      \
-        x = moei_all_##set(at);                          \
-        sum##r##0 = moei_dot_##set(sum##r##0, y0, x);    \
-        sum##r##1 = moei_dot_##set(sum##r##1, y1, x);    \
+#define MOEI_DOT(set, sum, r, at) \
+    if (rows > r) { \
+        x = moei_splat_##set(at); \
+        sum##r##0 = moei_dot_##set(sum##r##0, y0, x); \
+        sum##r##1 = moei_dot_##set(sum##r##1, y1, x); \
     }
 #define MOEI_DOT_S(set, r, at) MOEI_DOT(set, s, r, at)
 #define MOEI_DOT_S16(set, r, at) MOEI_DOT(set, s, r, at + 16)
 #define MOEI_DOT_U4(set) MOEI_DOT(set, u, 0, a0 + 4) MOEI_DOT(set, u, 1, a0 + row + 4)
 #define MOEI_DOT_U16(set) MOEI_DOT(set, u, 0, a0 + 16) MOEI_DOT(set, u, 1, a0 + row + 16)
-#define MOEI_DOT_FINISH(set, r, at)                                                                               \
-    if (rows > r) {                                                                                               \
-        x = moei_all_##set(scale + r * row);                                                                      \
-        moei_finish_##set(to0 + r * ld0, s##r##0, scale0, x, keep);                                               \
-        moei_finish_##set(to1 + r * ld1, s##r##1, scale1, x, keep);                                               \
+#define MOEI_DOT_FINISH(set, r, at) \
+    if (rows > r) { \
+        x = moei_splat_##set(scale + r * row); \
+        moei_finish_##set(to0 + r * ld0, s##r##0, scale0, x, keep); \
+        moei_finish_##set(to1 + r * ld1, s##r##1, scale1, x, keep); \
     }
 
-/* EACH and most: the rows of the largest tile; beside: how far the second vector's weights, scales and outputs lie from the first's, or 0
-   for the tile's second panel. */
-#define MOEI_DOT_TILE(set, target, INTS, SUMS, FLOATS, EACH, beside)                                                                   \
-    target MOEI_INLINE void moei_dot_tile_##set(int q4, int rows, const moei_quant_tile *t) {                                          \
-        const size_t row = t->row_size, groups = t->groups, lines = t->lines, lanes = beside ? 8 : 16;                                 \
-        const size_t ldc0 = t->ldc[0], ldc1 = t->ldc[beside ? 0 : 1], ld0 = groups > 1 ? 2 * lanes : ldc0, ld1 = groups > 1 ? ld0 : ldc1;\
-        const unsigned char *a0 = t->a, *a3 = a0 + 3 * row, *a6 = a0 + 6 * row, *a9 = a0 + 9 * row;                                    \
-        const unsigned char *w0 = t->w[0], *w1 = beside ? w0 + 4 * beside : t->w[1];                                                   \
-        const unsigned char *scale = t->scale, *start = t->start, *w_scale0 = t->w_scale[0];                                           \
-        const unsigned char *w_scale1 = beside ? w_scale0 + beside * (t->half ? 2 : 4) : t->w_scale[1];                                \
-        float *c0 = t->c[0], *c1 = beside ? c0 + beside : t->c[1];                                                                     \
-        float *to0 = groups > 1 ? t->part : c0, *to1 = groups > 1 ? to0 + lanes : c1;                                                  \
-        const SUMS zero = moei_zero_##set();                                                                                           \
-        SUMS u00, u01, u10, u11 EACH(MOEI_DOT_SUMS, set);                                                                              \
-        INTS x, y0, y1;                                                                                                                \
-        size_t group, p;                                                                                                               \
-        const int half = t->half;                                                                                                      \
-        int keep = t->load, i;                                                                                                         \
-        for (group = 0; group < groups; group++, scale += 4, start += 4) {                                                             \
-            EACH(MOEI_DOT_START, set)                                                                                                  \
-            u00 = u01 = u10 = u11 = zero;                                                                                              \
-            for (p = 0; p < lines; p++) {                                                                                              \
-                const INTS v0 = moei_load_##set(w0), v1 = moei_load_##set(w1);                                                         \
-                y0 = q4 ? moei_low_##set(v0) : v0, y1 = q4 ? moei_low_##set(v1) : v1;                                                  \
-                EACH(MOEI_DOT_S, set)                                                                                                  \
-                if (q4) {                                                                                                              \
-                    y0 = moei_high_##set(v0), y1 = moei_high_##set(v1);                                                                \
-                    if (rows <= 2) {                                                                                                   \
-                        MOEI_DOT_U16(set)                                                                                              \
-                    } else {                                                                                                           \
-                        EACH(MOEI_DOT_S16, set)                                                                                        \
-                    }                                                                                                                  \
-                } else if (rows <= 2) {                                                                                                \
-                    y0 = moei_load_##set(w0 + MOEI_LINE), y1 = moei_load_##set(w1 + MOEI_LINE);                                        \
-                    MOEI_DOT_U4(set)                                                                                                   \
-                    w0 += MOEI_LINE, w1 += MOEI_LINE, a0 += 4, p++;                                                                    \
-                }                                                                                                                      \
-                w0 += MOEI_LINE, w1 += MOEI_LINE, a0 += 4, a3 += 4, a6 += 4, a9 += 4;                                                  \
-            }                                                                                                                          \
-            if (q4) a0 += 16, a3 += 16, a6 += 16, a9 += 16;                                                                            \
-            if (rows <= 2) s00 = moei_sum_##set(s00, u00), s01 = moei_sum_##set(s01, u01);                                             \
-            if (rows == 2) s10 = moei_sum_##set(s10, u10), s11 = moei_sum_##set(s11, u11);                                             \
-            {                                                                                                                          \
-                const FLOATS scale0 = moei_w_scale_##set(half, w_scale0), scale1 = moei_w_scale_##set(half, w_scale1);                 \
-                EACH(MOEI_DOT_FINISH, set)                                                                                             \
-            }                                                                                                                          \
-            w_scale0 += 2 * MOEI_PANEL, w_scale1 += 2 * MOEI_PANEL, keep = 1;                                          \
-        }                                                                                                                              \
-        for (i = 0; i < rows && groups > 1; i++) {                                                                                     \
-            memcpy(c0 + (size_t)i * ldc0, to0 + (size_t)i * ld0, lanes * sizeof *c0);                                                  \
-            memcpy(c1 + (size_t)i * ldc1, to1 + (size_t)i * ld1, lanes * sizeof *c1);                                                  \
-        }                                                                                                                              \
+/* Adds one line of each panel. */
+#define MOEI_DOT_LINE(set, INTS, EACH) \
+    const INTS v0 = moei_load_##set(w0), v1 = moei_load_##set(w1); \
+    y0 = q4 ? moei_low_##set(v0) : v0; \
+    y1 = q4 ? moei_low_##set(v1) : v1; \
+    EACH(MOEI_DOT_S, set) \
+    if (q4) { \
+        y0 = moei_high_##set(v0); \
+        y1 = moei_high_##set(v1); \
+        if (rows <= 2) { \
+            MOEI_DOT_U16(set) \
+        } else { \
+            EACH(MOEI_DOT_S16, set) \
+        } \
+    } else if (rows <= 2) { \
+        y0 = moei_load_##set(w0 + MOEI_LINE); \
+        y1 = moei_load_##set(w1 + MOEI_LINE); \
+        MOEI_DOT_U4(set) \
+        w0 += MOEI_LINE; \
+        w1 += MOEI_LINE; \
+        a0 += 4; \
+        p++; \
+    } \
+    w0 += MOEI_LINE; \
+    w1 += MOEI_LINE; \
+    a0 += 4; \
+    a3 += 4; \
+    a6 += 4; \
+    a9 += 4;
+
+/* EACH and most: the rows of the largest tile; beside: the distance of the second vector's weights,
+   scales and outputs from the first's, or 0 for the tile's second panel. */
+#define MOEI_DOT_TILE(set, target, INTS, SUMS, FLOATS, EACH, beside) \
+    target MOEI_INLINE void moei_dot_tile_##set(int q4, int rows, const moei_quant_tile *t) { \
+        const size_t row = t->row_size, groups = t->groups; \
+        const size_t lines = t->lines, lanes = beside ? 8 : 16; \
+        const size_t ldc0 = t->ldc[0], ldc1 = t->ldc[beside ? 0 : 1]; \
+        const size_t ld0 = groups > 1 ? 2 * lanes : ldc0, ld1 = groups > 1 ? ld0 : ldc1; \
+        const unsigned char *a0 = t->a, *a3 = a0 + 3 * row; \
+        const unsigned char *a6 = a0 + 6 * row, *a9 = a0 + 9 * row; \
+        const unsigned char *w0 = t->w[0], *w1 = beside ? w0 + 4 * beside : t->w[1]; \
+        const unsigned char *scale = t->scale, *start = t->start; \
+        const unsigned char *w_scale0 = t->w_scale[0]; \
+        const unsigned char *w_scale1 = beside ? w_scale0 + beside * (t->half ? 2 : 4) : t->w_scale[1]; \
+        float *c0 = t->c[0], *c1 = beside ? c0 + beside : t->c[1]; \
+        float *to0 = groups > 1 ? t->part : c0, *to1 = groups > 1 ? to0 + lanes : c1; \
+        const SUMS zero = moei_zero_##set(); \
+        SUMS u00, u01, u10, u11 EACH(MOEI_DOT_SUMS, set); \
+        INTS x, y0, y1; \
+        size_t group, p; \
+        const int half = t->half; \
+        int keep = t->load, i; \
+        for (group = 0; group < groups; group++, scale += 4, start += 4) { \
+            EACH(MOEI_DOT_START, set) \
+            u00 = u01 = u10 = u11 = zero; \
+            for (p = 0; p < lines; p++) { \
+                MOEI_DOT_LINE(set, INTS, EACH) \
+            } \
+            if (q4) { \
+                a0 += 16; \
+                a3 += 16; \
+                a6 += 16; \
+                a9 += 16; \
+            } \
+            if (rows <= 2) { \
+                s00 = moei_sum_##set(s00, u00); \
+                s01 = moei_sum_##set(s01, u01); \
+            } \
+            if (rows == 2) { \
+                s10 = moei_sum_##set(s10, u10); \
+                s11 = moei_sum_##set(s11, u11); \
+            } \
+            { \
+                const FLOATS scale0 = moei_w_scale_##set(half, w_scale0), scale1 = moei_w_scale_##set(half, w_scale1); \
+                EACH(MOEI_DOT_FINISH, set) \
+            } \
+            w_scale0 += 2 * MOEI_PANEL; \
+            w_scale1 += 2 * MOEI_PANEL; \
+            keep = 1; \
+        } \
+        (void)a6; \
+        (void)a9; \
+        for (i = 0; i < rows && groups > 1; i++) { \
+            memcpy(c0 + (size_t)i * ldc0, to0 + (size_t)i * ld0, lanes * sizeof *c0); \
+            memcpy(c1 + (size_t)i * ldc1, to1 + (size_t)i * ld1, lanes * sizeof *c1); \
+        } \
     }
 
 #define MOEI_CASE(set, rows) \
-    case rows: q4 ? moei_dot_tile_##set(1, rows, t) : moei_dot_tile_##set(0, rows, t); break;
+    case rows: \
+        q4 ? moei_dot_tile_##set(1, rows, t) : moei_dot_tile_##set(0, rows, t); \
+        break;
 #define MOEI_CASES_4(set) MOEI_CASE(set, 1) MOEI_CASE(set, 2) MOEI_CASE(set, 3) MOEI_CASE(set, 4)
 #define MOEI_CASES_6(set) MOEI_CASES_4(set) MOEI_CASE(set, 6)
 #define MOEI_CASES_12(set) MOEI_CASES_4(set) MOEI_CASE(set, 8) MOEI_CASE(set, 12)
 
-#define MOEI_DOT_PRODUCT(set, target, wide, most)                                                                            \
-    target static void moei_quant_rows_##set(int q4, size_t rows, const moei_quant_tile *t) {                                \
-        switch (rows) { MOEI_CASES_##most(set) }                                                                             \
-    }                                                                                                                        \
-    static void moei_quant_##set(int type, size_t m, size_t panels, size_t inner, const void *rows, size_t row_size,         \
-                                 const void *packed, size_t panel_stride, float *c, size_t ldc) {                            \
-        moei_quant_tiles(type, wide, most, moei_quant_rows_##set, m, panels, inner, rows, row_size, packed, panel_stride, c, ldc); \
-    }                                                                                                                        \
+#define MOEI_DOT_PRODUCT(set, target, wide, most) \
+    target static void moei_quant_rows_##set(int q4, size_t rows, const moei_quant_tile *t) { \
+        switch (rows) { MOEI_CASES_##most(set) } \
+    } \
+    static void moei_quant_##set(int type, size_t m, size_t panels, size_t inner, const void *rows, size_t row_size, \
+                                 const void *packed, size_t panel_stride, float *c, size_t ldc) { \
+        moei_quant_tiles(type, wide, most, moei_quant_rows_##set, m, panels, inner, rows, row_size, packed, \
+                         panel_stride, c, ldc); \
+    } \
     MOEI_QUANT_FUNCTIONS(set, )
 
-/* Vectors of 8: the whole set, for a target and its name of the instruction. */
-#define MOEI_VNNI_256(set, target, DPBUSD)                                                                                   \
-    target MOEI_INLINE __m256i moei_all_##set(const unsigned char *p) { return _mm256_set1_epi32(moei_get_32(p)); }          \
-    target MOEI_INLINE __m256i moei_load_##set(const unsigned char *p) { return MOEI_LOAD_256(p); }                          \
-    target MOEI_INLINE __m256i moei_low_##set(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }               \
-    target MOEI_INLINE __m256i moei_high_##set(__m256i v) { return moei_low_##set(_mm256_srli_epi32(v, 4)); }                \
-    target MOEI_INLINE moei_lanes_8 moei_zero_##set(void) { return MOEI_AS(moei_lanes_8, _mm256_setzero_si256()); }          \
-    target MOEI_INLINE moei_lanes_8 moei_start_##set(const unsigned char *p) { return MOEI_AS(moei_lanes_8, moei_all_##set(p)); } \
-    target MOEI_INLINE moei_lanes_8 moei_dot_##set(moei_lanes_8 sum, __m256i w, __m256i x) {                                 \
-        return MOEI_AS(moei_lanes_8, DPBUSD(MOEI_AS(__m256i, sum), w, x));                                                   \
-    }                                                                                                                        \
-    target MOEI_INLINE moei_lanes_8 moei_sum_##set(moei_lanes_8 a, moei_lanes_8 b) {                                         \
-        return MOEI_AS(moei_lanes_8, _mm256_add_epi32(MOEI_AS(__m256i, a), MOEI_AS(__m256i, b)));                            \
-    }                                                                                                                        \
-    target MOEI_INLINE __m256 moei_w_scale_##set(int half, const unsigned char *p) { return moei_w_scale_avx2(half, p); }    \
-    target MOEI_INLINE void moei_finish_##set(float *to, moei_lanes_8 sum, __m256 w_scale, __m256i scale, int keep) {        \
-        moei_finish_avx2(to, MOEI_AS(__m256i, sum), w_scale, scale, keep);                                                    \
-    }                                                                                                                        \
-    MOEI_DOT_TILE(set, target, __m256i, moei_lanes_8, __m256, MOEI_EACH_6, 8)                                                              \
+/* The whole set for vectors of 8, given a target and its name of the instruction. */
+#define MOEI_VNNI_256(set, target, DPBUSD) \
+    target MOEI_INLINE __m256i moei_splat_##set(const unsigned char *p) { return _mm256_set1_epi32(moei_get_32(p)); } \
+    target MOEI_INLINE __m256i moei_load_##set(const unsigned char *p) { return MOEI_LOAD_256(p); } \
+    target MOEI_INLINE __m256i moei_low_##set(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); } \
+    target MOEI_INLINE __m256i moei_high_##set(__m256i v) { return moei_low_##set(_mm256_srli_epi32(v, 4)); } \
+    target MOEI_INLINE moei_int32x8 moei_zero_##set(void) { return MOEI_AS(moei_int32x8, _mm256_setzero_si256()); } \
+    target MOEI_INLINE moei_int32x8 moei_start_##set(const unsigned char *p) { \
+        return MOEI_AS(moei_int32x8, moei_splat_##set(p)); \
+    } \
+    target MOEI_INLINE moei_int32x8 moei_dot_##set(moei_int32x8 sum, __m256i w, __m256i x) { \
+        return MOEI_AS(moei_int32x8, DPBUSD(MOEI_AS(__m256i, sum), w, x)); \
+    } \
+    target MOEI_INLINE moei_int32x8 moei_sum_##set(moei_int32x8 a, moei_int32x8 b) { \
+        return MOEI_AS(moei_int32x8, _mm256_add_epi32(MOEI_AS(__m256i, a), MOEI_AS(__m256i, b))); \
+    } \
+    target MOEI_INLINE __m256 moei_w_scale_##set(int half, const unsigned char *p) { \
+        return moei_w_scale_avx2(half, p); \
+    } \
+    target MOEI_INLINE void moei_finish_##set(float *to, moei_int32x8 sum, __m256 w_scale, __m256i scale, int keep) { \
+        moei_finish_avx2(to, MOEI_AS(__m256i, sum), w_scale, scale, keep); \
+    } \
+    MOEI_DOT_TILE(set, target, __m256i, moei_int32x8, __m256, MOEI_EACH_6, 8) \
     MOEI_DOT_PRODUCT(set, target, 1, 6)
 
 #if defined(__apple_build_version__)
@@ -4479,63 +4855,78 @@ MOEI_AVX2 static void moei_quantise_avx2(int type, size_t m, size_t inner, const
 #endif
 
 MOEI_VNNI_256(avxvnni, MOEI_AVXVNNI, _mm256_dpbusd_avx_epi32)
-#define moei_quantise_avxvnni moei_quantise_avx2
+#define moei_quantize_avxvnni moei_quantize_avx2
 
 #ifndef MOE_NO_AVX512
-/* Masks of all lanes: in the forms without a mask gcc 12 sees an operand that is not initialised. */
-#define MOEI_ALL_16 ((__mmask16)0xffff)
+/* Masks of all lanes: without a mask gcc 12 reports an uninitialized operand. */
+#define MOEI_ALL_LANES ((__mmask16)0xffff)
 
-MOEI_VNNI512 MOEI_INLINE __m512i moei_all_vnni512(const unsigned char *p) { return _mm512_set1_epi32(moei_get_32(p)); }
+MOEI_VNNI512 MOEI_INLINE __m512i moei_splat_vnni512(const unsigned char *p) {
+    return _mm512_set1_epi32(moei_get_32(p));
+}
 MOEI_VNNI512 MOEI_INLINE __m512i moei_load_vnni512(const unsigned char *p) { return MOEI_LOAD_512(p); }
-MOEI_VNNI512 MOEI_INLINE __m512i moei_low_vnni512(__m512i v) { return _mm512_and_si512(v, _mm512_set1_epi32(0x0f0f0f0f)); }
-MOEI_VNNI512 MOEI_INLINE __m512i moei_high_vnni512(__m512i v) { return moei_low_vnni512(_mm512_maskz_srli_epi32(MOEI_ALL_16, v, 4)); }
-MOEI_VNNI512 MOEI_INLINE moei_lanes_16 moei_zero_vnni512(void) { return MOEI_AS(moei_lanes_16, _mm512_setzero_si512()); }
-MOEI_VNNI512 MOEI_INLINE moei_lanes_16 moei_start_vnni512(const unsigned char *p) { return MOEI_AS(moei_lanes_16, moei_all_vnni512(p)); }
-
-MOEI_VNNI512 MOEI_INLINE moei_lanes_16 moei_dot_vnni512(moei_lanes_16 sum, __m512i w, __m512i x) {
-    return MOEI_AS(moei_lanes_16, _mm512_dpbusd_epi32(MOEI_AS(__m512i, sum), w, x));
+MOEI_VNNI512 MOEI_INLINE __m512i moei_low_vnni512(__m512i v) {
+    return _mm512_and_si512(v, _mm512_set1_epi32(0x0f0f0f0f));
+}
+MOEI_VNNI512 MOEI_INLINE __m512i moei_high_vnni512(__m512i v) {
+    return moei_low_vnni512(_mm512_maskz_srli_epi32(MOEI_ALL_LANES, v, 4));
+}
+MOEI_VNNI512 MOEI_INLINE moei_int32x16 moei_zero_vnni512(void) {
+    return MOEI_AS(moei_int32x16, _mm512_setzero_si512());
+}
+MOEI_VNNI512 MOEI_INLINE moei_int32x16 moei_start_vnni512(const unsigned char *p) {
+    return MOEI_AS(moei_int32x16, moei_splat_vnni512(p));
 }
 
-MOEI_VNNI512 MOEI_INLINE moei_lanes_16 moei_sum_vnni512(moei_lanes_16 a, moei_lanes_16 b) {
-    return MOEI_AS(moei_lanes_16, _mm512_add_epi32(MOEI_AS(__m512i, a), MOEI_AS(__m512i, b)));
+MOEI_VNNI512 MOEI_INLINE moei_int32x16 moei_dot_vnni512(moei_int32x16 sum, __m512i w, __m512i x) {
+    return MOEI_AS(moei_int32x16, _mm512_dpbusd_epi32(MOEI_AS(__m512i, sum), w, x));
+}
+
+MOEI_VNNI512 MOEI_INLINE moei_int32x16 moei_sum_vnni512(moei_int32x16 a, moei_int32x16 b) {
+    return MOEI_AS(moei_int32x16, _mm512_add_epi32(MOEI_AS(__m512i, a), MOEI_AS(__m512i, b)));
 }
 
 MOEI_VNNI512 MOEI_INLINE __m512 moei_w_scale_vnni512(int half, const unsigned char *p) {
-    return half ? _mm512_maskz_cvtph_ps(MOEI_ALL_16, MOEI_LOAD_256(p)) : _mm512_loadu_ps((const void *)p);
+    return half ? _mm512_maskz_cvtph_ps(MOEI_ALL_LANES, MOEI_LOAD_256(p)) : _mm512_loadu_ps((const void *)p);
 }
 
-MOEI_VNNI512 MOEI_INLINE void moei_finish_vnni512(float *to, moei_lanes_16 sum, __m512 w_scale, __m512i scale, int keep) {
-    const __m512 product = _mm512_mul_ps(w_scale, _mm512_castsi512_ps(scale)), before = _mm512_maskz_loadu_ps((__mmask16)-keep, to);
-    _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(MOEI_ALL_16, MOEI_AS(__m512i, sum)), product, before));
+MOEI_VNNI512 MOEI_INLINE void moei_finish_vnni512(float *to, moei_int32x16 sum, __m512 w_scale, __m512i scale,
+                                                  int keep) {
+    const __m512 product = _mm512_mul_ps(w_scale, _mm512_castsi512_ps(scale)),
+                 before = _mm512_maskz_loadu_ps((__mmask16)-keep, to);
+    _mm512_storeu_ps(to,
+                     _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(MOEI_ALL_LANES, MOEI_AS(__m512i, sum)), product, before));
 }
 
-MOEI_DOT_TILE(vnni512, MOEI_VNNI512, __m512i, moei_lanes_16, __m512, MOEI_EACH_12, 0)
+MOEI_DOT_TILE(vnni512, MOEI_VNNI512, __m512i, moei_int32x16, __m512, MOEI_EACH_12, 0)
 MOEI_DOT_PRODUCT(vnni512, MOEI_VNNI512, 2, 12)
 
-#define MOEI_HALF_OF(v, half) _mm512_maskz_extracti64x4_epi64((__mmask8)0xff, v, half)
+#define MOEI_EXTRACT_256(v, half) _mm512_maskz_extracti64x4_epi64((__mmask8)0xff, v, half)
 
-MOEI_VNNI512 MOEI_INLINE moei_bits moei_largest_vnni512(size_t n, const float *x) {
+MOEI_VNNI512 MOEI_INLINE moei_bits moei_max_magnitude_vnni512(size_t n, const float *x) {
     const __m512i mask = _mm512_set1_epi32(0x7fffffff);
     __m512i most = _mm512_setzero_si512();
     size_t i;
-    for (i = 0; i < n; i += 16) most = _mm512_maskz_max_epi32(MOEI_ALL_16, most, _mm512_and_si512(mask, MOEI_LOAD_512(x + i)));
-    return moei_lanes_largest_avx2(_mm256_max_epi32(MOEI_HALF_OF(most, 0), MOEI_HALF_OF(most, 1)));
+    for (i = 0; i < n; i += 16)
+        most = _mm512_maskz_max_epi32(MOEI_ALL_LANES, most, _mm512_and_si512(mask, MOEI_LOAD_512(x + i)));
+    return moei_lanes_max_int_avx2(_mm256_max_epi32(MOEI_EXTRACT_256(most, 0), MOEI_EXTRACT_256(most, 1)));
 }
 
-MOEI_VNNI512 MOEI_INLINE int32_t moei_levels_vnni512(size_t n, const float *x, float factor, signed char *level) {
+MOEI_VNNI512 MOEI_INLINE int32_t moei_codes_vnni512(size_t n, const float *x, float factor, signed char *code) {
     const __m512 f = _mm512_set1_ps(factor);
     __m512i sum = _mm512_setzero_si512();
     size_t i;
     for (i = 0; i < n; i += 16) {
-        const __m512i whole = _mm512_maskz_cvtps_epi32(MOEI_ALL_16, _mm512_mul_ps(f, _mm512_loadu_ps(x + i)));
+        const __m512i whole = _mm512_maskz_cvtps_epi32(MOEI_ALL_LANES, _mm512_mul_ps(f, _mm512_loadu_ps(x + i)));
         sum = _mm512_add_epi32(sum, whole);
-        _mm_storeu_si128((__m128i *)(void *)(level + i), _mm512_maskz_cvtsepi32_epi8(MOEI_ALL_16, whole));
+        _mm_storeu_si128((__m128i *)(void *)(code + i), _mm512_maskz_cvtsepi32_epi8(MOEI_ALL_LANES, whole));
     }
-    return moei_lanes_total_avx2(_mm256_add_epi32(MOEI_HALF_OF(sum, 0), MOEI_HALF_OF(sum, 1)));
+    return moei_lanes_sum_int_avx2(_mm256_add_epi32(MOEI_EXTRACT_256(sum, 0), MOEI_EXTRACT_256(sum, 1)));
 }
 
-MOEI_VNNI512 static void moei_quantise_vnni512(int type, size_t m, size_t inner, const float *x, size_t ldx, void *rows) {
-    moei_quantise(type, m, inner, x, ldx, (unsigned char *)rows, moei_largest_vnni512, moei_levels_vnni512);
+MOEI_VNNI512 static void moei_quantize_vnni512(int type, size_t m, size_t inner, const float *x, size_t ldx,
+                                               void *rows) {
+    moei_quantize(type, m, inner, x, ldx, (unsigned char *)rows, moei_max_magnitude_vnni512, moei_codes_vnni512);
 }
 #endif
 #endif /* MOEI_COMPILER_HAS_VNNI */
@@ -4544,28 +4935,32 @@ MOEI_VNNI512 static void moei_quantise_vnni512(int type, size_t m, size_t inner,
 /* ---- the tables with AVX2 ---- */
 
 /* Without F16C, which all known processors with AVX2 have, the last entries are plain C. */
-static const moe_kernels moei_kernels_avx2_fma = {"avx2", MOE_KERNELS_AVX2, MOEI_AVX2_ENTRIES, MOEI_QUANT_ENTRIES(c, moei_widen_c)};
-static const moe_kernels moei_kernels_avx2 = {"avx2", MOE_KERNELS_AVX2, MOEI_AVX2_ENTRIES, MOEI_QUANT_ENTRIES(avx2, moei_widen_avx2)};
+static const moe_kernels moei_kernels_avx2_fma =
+    MOEI_KERNEL_SET("avx2", MOE_KERNELS_AVX2, avx2, MOEI_ROW_AVX2, c, moei_widen_c);
+static const moe_kernels moei_kernels_avx2 =
+    MOEI_KERNEL_SET("avx2", MOE_KERNELS_AVX2, avx2, MOEI_ROW_AVX2, avx2, moei_widen_avx2);
 #ifdef MOEI_HAVE_AVX512
-static const moe_kernels moei_kernels_avx512 = {"avx512", MOE_KERNELS_AVX512, MOEI_AVX512_ENTRIES, MOEI_QUANT_ENTRIES(avx2, moei_widen_avx2)};
+static const moe_kernels moei_kernels_avx512 =
+    MOEI_KERNEL_SET("avx512", MOE_KERNELS_AVX512, avx512, MOEI_ROW_AVX512, avx2, moei_widen_avx2);
 #endif
 #ifdef MOEI_AVXVNNI
-static const moe_kernels moei_kernels_avx2_vnni = {"avx2", MOE_KERNELS_AVX2, MOEI_AVX2_ENTRIES,
-                                                   MOEI_QUANT_ENTRIES(avxvnni, moei_widen_avx2)};
+static const moe_kernels moei_kernels_avx2_vnni =
+    MOEI_KERNEL_SET("avx2", MOE_KERNELS_AVX2, avx2, MOEI_ROW_AVX2, avxvnni, moei_widen_avx2);
 #ifndef MOE_NO_AVX512
-static const moe_kernels moei_kernels_avx512_vnni = {"avx512", MOE_KERNELS_AVX512, MOEI_AVX512_ENTRIES,
-                                                     MOEI_QUANT_ENTRIES(vnni512, moei_widen_avx2)};
+static const moe_kernels moei_kernels_avx512_vnni =
+    MOEI_KERNEL_SET("avx512", MOE_KERNELS_AVX512, avx512, MOEI_ROW_AVX512, vnni512, moei_widen_avx2);
 #endif
 #endif
 
 #endif /* MOEI_HAVE_AVX2 */
 
 
-/* ==== vectors of four: NEON and WebAssembly SIMD (float) ======================================================================
+/* ==== vectors of four: NEON and WebAssembly SIMD (float) =========================================
 
-   One text for both. What differs between the instruction sets is named here once: moei_v4 is four floats, moei_v4_mask the outcome of a
-   comparison, moei_v4_int four 32-bit integers. As in AVX2, vectors run along the columns of C and every lane is a chain over ascending p.
-   With 32 registers a tile is 6 rows x 16 columns, with 16 it is 2 x 16. */
+   One source for both. The differences between the instruction sets are defined here: moei_v4 is
+   four floats, moei_v4_mask the result of a comparison, moei_v4_int four 32-bit integers. As in
+   AVX2, vectors run along the columns of C and every lane accumulates over ascending p. With 32
+   registers a tile is 6 rows x 16 columns, with 16 it is 2 x 16. */
 
 #ifdef MOEI_HAVE_V4
 
@@ -4590,13 +4985,9 @@ MOEI_INLINE void moei_v4_store(float *y, moei_v4 v) {
     vst1q_f32(y, v);
 }
 
-MOEI_INLINE moei_v4 moei_v4_spread(const float *x) {
-    return vld1q_dup_f32(x);
-}
+MOEI_INLINE moei_v4 moei_v4_load_splat(const float *x) { return vld1q_dup_f32(x); }
 
-MOEI_INLINE moei_v4 moei_v4_all(float x) {
-    return vdupq_n_f32(x);
-}
+MOEI_INLINE moei_v4 moei_v4_splat(float x) { return vdupq_n_f32(x); }
 
 MOEI_INLINE moei_v4 moei_v4_add(moei_v4 a, moei_v4 b) {
     return vaddq_f32(a, b);
@@ -4623,8 +5014,8 @@ MOEI_INLINE moei_v4 moei_v4_abs(moei_v4 x) {
     return vabsq_f32(x);
 }
 
-/* Four steps of p in four rows of b, turned: y[s] holds step s of rows 0 to 3. */
-MOEI_INLINE void moei_v4_turn(const float *b, size_t ldb, moei_v4 y[4]) {
+/* Transposes four steps of p in four rows of b: y[s] holds step s of rows 0 to 3. */
+MOEI_INLINE void moei_v4_transpose(const float *b, size_t ldb, moei_v4 y[4]) {
     const float32x4x2_t low = vtrnq_f32(vld1q_f32(b), vld1q_f32(b + ldb));
     const float32x4x2_t high = vtrnq_f32(vld1q_f32(b + 2 * ldb), vld1q_f32(b + 3 * ldb));
     y[0] = vcombine_f32(vget_low_f32(low.val[0]), vget_low_f32(high.val[0]));
@@ -4655,12 +5046,12 @@ MOEI_INLINE moei_v4 moei_v4_max(moei_v4 a, moei_v4 b) {
     return vmaxq_f32(a, b);
 }
 
-/* x <= 0; not so for NaN. */
+/* x <= 0; false for NaN. */
 MOEI_INLINE moei_v4_mask moei_v4_not_above_0(moei_v4 x) {
     return vcleq_f32(x, vdupq_n_f32(0.0f));
 }
 
-/* Where mask is set yes, elsewhere no; bit by bit. */
+/* Bitwise: yes where mask is set, elsewhere no. */
 MOEI_INLINE moei_v4 moei_v4_select(moei_v4_mask mask, moei_v4 yes, moei_v4 no) {
     return vbslq_f32(mask, yes, no);
 }
@@ -4669,21 +5060,17 @@ MOEI_INLINE moei_v4_mask moei_v4_sign_bits(void) {
     return vdupq_n_u32(0x80000000u);
 }
 
-/* The nearest whole number, as a float and as an integer. */
+/* The nearest integer, as a float and as an integer. */
 MOEI_INLINE moei_v4 moei_v4_nearest(moei_v4 x, moei_v4_int *whole) {
     *whole = vcvtnq_s32_f32(x);
     return vcvtq_f32_s32(*whole);
 }
 
-MOEI_INLINE moei_v4_int moei_v4_half(moei_v4_int n) {
-    return vshrq_n_s32(n, 1);
-}
+MOEI_INLINE moei_v4_int moei_v4_int_half(moei_v4_int n) { return vshrq_n_s32(n, 1); }
 
-MOEI_INLINE moei_v4_int moei_v4_less(moei_v4_int a, moei_v4_int b) {
-    return vsubq_s32(a, b);
-}
+MOEI_INLINE moei_v4_int moei_v4_int_sub(moei_v4_int a, moei_v4_int b) { return vsubq_s32(a, b); }
 
-/* 2^n for whole n from -126 to 127. */
+/* 2^n for integers n from -126 to 127. */
 MOEI_INLINE moei_v4 moei_v4_power2(moei_v4_int n) {
     return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23));
 }
@@ -4706,13 +5093,9 @@ MOEI_INLINE void moei_v4_store(float *y, moei_v4 v) {
     wasm_v128_store(y, v);
 }
 
-MOEI_INLINE moei_v4 moei_v4_spread(const float *x) {
-    return wasm_v128_load32_splat(x);
-}
+MOEI_INLINE moei_v4 moei_v4_load_splat(const float *x) { return wasm_v128_load32_splat(x); }
 
-MOEI_INLINE moei_v4 moei_v4_all(float x) {
-    return wasm_f32x4_splat(x);
-}
+MOEI_INLINE moei_v4 moei_v4_splat(float x) { return wasm_f32x4_splat(x); }
 
 MOEI_INLINE moei_v4 moei_v4_add(moei_v4 a, moei_v4 b) {
     return wasm_f32x4_add(a, b);
@@ -4734,8 +5117,9 @@ MOEI_INLINE moei_v4 moei_v4_abs(moei_v4 x) {
     return wasm_f32x4_abs(x);
 }
 
-MOEI_INLINE void moei_v4_turn(const float *b, size_t ldb, moei_v4 y[4]) {
-    const v128_t r0 = wasm_v128_load(b), r1 = wasm_v128_load(b + ldb), r2 = wasm_v128_load(b + 2 * ldb), r3 = wasm_v128_load(b + 3 * ldb);
+MOEI_INLINE void moei_v4_transpose(const float *b, size_t ldb, moei_v4 y[4]) {
+    const v128_t r0 = wasm_v128_load(b), r1 = wasm_v128_load(b + ldb);
+    const v128_t r2 = wasm_v128_load(b + 2 * ldb), r3 = wasm_v128_load(b + 3 * ldb);
     const v128_t t0 = wasm_i32x4_shuffle(r0, r1, 0, 4, 1, 5), t1 = wasm_i32x4_shuffle(r0, r1, 2, 6, 3, 7);
     const v128_t t2 = wasm_i32x4_shuffle(r2, r3, 0, 4, 1, 5), t3 = wasm_i32x4_shuffle(r2, r3, 2, 6, 3, 7);
     y[0] = wasm_i32x4_shuffle(t0, t2, 0, 1, 4, 5);
@@ -4752,7 +5136,7 @@ MOEI_INLINE moei_v4 moei_v4_sqrt(moei_v4 x) {
     return wasm_f32x4_sqrt(x);
 }
 
-/* pmax and pmin give their first operand when either is NaN. */
+/* pmax and pmin return their first operand when either is NaN. */
 MOEI_INLINE moei_v4 moei_v4_at_least(moei_v4 x, float limit) {
     return wasm_f32x4_pmax(x, wasm_f32x4_splat(limit));
 }
@@ -4777,27 +5161,25 @@ MOEI_INLINE moei_v4_mask moei_v4_sign_bits(void) {
     return wasm_f32x4_splat(-0.0f);
 }
 
-/* Added to 1.5 * 2^23 a small whole number stands in the low bits: engines convert to integers slowly. */
+/* Adding 1.5 * 2^23 leaves a small integer in the low bits; conversions to integers are slow in
+   Wasm engines. */
 MOEI_INLINE moei_v4 moei_v4_nearest(moei_v4 x, moei_v4_int *whole) {
     const v128_t n = wasm_f32x4_nearest(x), large = wasm_f32x4_splat(12582912.0f);
     *whole = wasm_i32x4_sub(wasm_f32x4_add(n, large), large);
     return n;
 }
 
-MOEI_INLINE moei_v4_int moei_v4_half(moei_v4_int n) {
-    return wasm_i32x4_shr(n, 1);
-}
+MOEI_INLINE moei_v4_int moei_v4_int_half(moei_v4_int n) { return wasm_i32x4_shr(n, 1); }
 
-MOEI_INLINE moei_v4_int moei_v4_less(moei_v4_int a, moei_v4_int b) {
-    return wasm_i32x4_sub(a, b);
-}
+MOEI_INLINE moei_v4_int moei_v4_int_sub(moei_v4_int a, moei_v4_int b) { return wasm_i32x4_sub(a, b); }
 
 MOEI_INLINE moei_v4 moei_v4_power2(moei_v4_int n) {
     return wasm_i32x4_shl(wasm_i32x4_add(n, wasm_i32x4_splat(127)), 23);
 }
 #endif
 
-/* Rows of a tile of 16 columns, rows of one of 8 columns, sums that stay in registers beside the operands. */
+/* Rows of a tile of 16 columns, rows of a tile of 8 columns, sums that fit in registers beside the
+   operands. */
 #if defined(__aarch64__)
 enum { MOEI_TILE_V4 = 6, MOEI_TILE_HALF_V4 = 6, MOEI_SUMS_V4 = 24 };
 #else
@@ -4805,12 +5187,15 @@ enum { MOEI_TILE_V4 = 2, MOEI_TILE_HALF_V4 = 4, MOEI_SUMS_V4 = 8 };
 #endif
 
 enum {
-    MOEI_BLOCK_M_V4 = 120,   /* rows that go over all panels before the next rows */
-    MOEI_CACHED_V4 = 32768, /* numbers of the left operand that stay in the second-level cache while panels pass */
-    MOEI_UNPACKED_M_V4 = 8  /* up to so many rows, packing an operand that could be read as it lies costs more than it gains */
+    MOEI_BLOCK_M_V4 = 120,   /* rows multiplied by all panels before the next rows */
+    /* elements of the left operand that stay in the second-level cache during all panels */
+    MOEI_CACHED_V4 = 32768,
+    /* up to this many rows, packing an operand that could be read in place costs more than it
+       gains */
+    MOEI_UNPACKED_M_V4 = 8
 };
 
-/* count numbers, at most four of them, and fill where there are fewer. */
+/* count numbers, at most four, padded with fill. */
 MOEI_INLINE moei_v4 moei_v4_load_part(size_t count, const float *x, float fill) {
     float part[4];
     size_t i;
@@ -4840,34 +5225,36 @@ MOEI_INLINE void moei_v4_add_to(float *c, moei_v4 sum, int load) {
     moei_v4_store(c, load ? moei_v4_add(moei_v4_load(c), sum) : sum);
 }
 
-/* rows (1 to 6) x 16 columns, or with groups 2 and not 4 x 8: C = (load ? C : 0) + the sum over one block of k. rows and groups are
-   constants where this is inlined. b is a panel, or the operand itself. MOEI_KEEP_ORDER keeps gcc from loading so far ahead that sums leave
-   their registers. */
-MOEI_INLINE void moei_f32_tile_v4(int rows, int groups, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb, float *c,
-                                  size_t ldc, int load) {
+/* rows (1 to 6) x 16 columns, or with groups 2 instead of 4 x 8 columns: C = (load ? C : 0) + the
+   sum over one block of k. rows and groups are constants after inlining. b is a panel, or the
+   operand itself. MOEI_KEEP_ORDER keeps gcc from hoisting loads so far that sums are spilled. */
+MOEI_INLINE void moei_tile_v4(int rows, int groups, size_t k, const float *a, size_t ra, size_t ca, const float *b,
+                              size_t rb, float *c, size_t ldc, int load) {
     const float *a3 = a + (rows > 3 ? 3 * ra : 0);
-    const moei_v4 zero = moei_v4_all(0.0f);
+    const moei_v4 zero = moei_v4_splat(0.0f);
     size_t p;
-#define MOEI_SUMS(row) moei_v4 s##row##0 = zero, s##row##1 = zero, s##row##2 = zero, s##row##3 = zero;
-#define MOEI_STEP(row, at)                                      \
-    if (rows > row) {                                           \
-        const moei_v4 x = moei_v4_spread(at);                   \
-        s##row##0 = moei_v4_mul_add(x, y0, s##row##0);          \
-        s##row##1 = moei_v4_mul_add(x, y1, s##row##1);          \
-        if (groups > 2) {                                       \
-            s##row##2 = moei_v4_mul_add(x, y2, s##row##2);      \
-            s##row##3 = moei_v4_mul_add(x, y3, s##row##3);      \
-        }                                                       \
+#define MOEI_SUMS(row) \
+    moei_v4 s##row##0 = zero, s##row##1 = zero; \
+    moei_v4 s##row##2 = zero, s##row##3 = zero;
+#define MOEI_STEP(row, at) \
+    if (rows > row) { \
+        const moei_v4 x = moei_v4_load_splat(at); \
+        s##row##0 = moei_v4_mul_add(x, y0, s##row##0); \
+        s##row##1 = moei_v4_mul_add(x, y1, s##row##1); \
+        if (groups > 2) { \
+            s##row##2 = moei_v4_mul_add(x, y2, s##row##2); \
+            s##row##3 = moei_v4_mul_add(x, y3, s##row##3); \
+        } \
     }
-#define MOEI_STORE(row)                                         \
-    if (rows > row) {                                           \
-        moei_v4_add_to(c, s##row##0, load);                     \
-        moei_v4_add_to(c + 4, s##row##1, load);                 \
-        if (groups > 2) {                                       \
-            moei_v4_add_to(c + 8, s##row##2, load);             \
-            moei_v4_add_to(c + 12, s##row##3, load);            \
-        }                                                       \
-        c += ldc;                                               \
+#define MOEI_STORE(row) \
+    if (rows > row) { \
+        moei_v4_add_to(c, s##row##0, load); \
+        moei_v4_add_to(c + 4, s##row##1, load); \
+        if (groups > 2) { \
+            moei_v4_add_to(c + 8, s##row##2, load); \
+            moei_v4_add_to(c + 12, s##row##3, load); \
+        } \
+        c += ldc; \
     }
     MOEI_SUMS(0) MOEI_SUMS(1) MOEI_SUMS(2) MOEI_SUMS(3) MOEI_SUMS(4) MOEI_SUMS(5)
     for (p = 0; p < k; p++, a += ca, a3 += ca, b += rb) {
@@ -4893,14 +5280,14 @@ MOEI_INLINE void moei_f32_tile_v4(int rows, int groups, size_t k, const float *a
 #undef MOEI_STORE
 }
 
-/* m rows over one panel of 16 columns, or over 8 of them. */
-static void moei_f32_rows_v4(int whole, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb, float *c,
-                             size_t ldc, int load) {
+/* m rows over one panel of 16 columns, or over 8 columns. */
+static void moei_rows_v4(int whole, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
+                         float *c, size_t ldc, int load) {
     const size_t most = whole ? MOEI_TILE_V4 : MOEI_TILE_HALF_V4;
-#define MOEI_CASE(rows)                                                                                                          \
-    case rows:                                                                                                                   \
-        if (whole && rows <= MOEI_TILE_V4) moei_f32_tile_v4(rows, 4, k, a, ra, ca, b, rb, c, ldc, load);                         \
-        else if (rows <= MOEI_TILE_HALF_V4) moei_f32_tile_v4(rows, 2, k, a, ra, ca, b, rb, c, ldc, load);                        \
+#define MOEI_CASE(rows) \
+    case rows: \
+        if (whole && rows <= MOEI_TILE_V4) moei_tile_v4(rows, 4, k, a, ra, ca, b, rb, c, ldc, load); \
+        else if (rows <= MOEI_TILE_HALF_V4) moei_tile_v4(rows, 2, k, a, ra, ca, b, rb, c, ldc, load); \
         break;
     while (m > 0) {
         const size_t rows = m <= most ? m : m < 2 * most ? (m + 1) / 2 : most;
@@ -4913,66 +5300,72 @@ static void moei_f32_rows_v4(int whole, size_t m, size_t k, const float *a, size
         default:
             MOEI_CASE(6)
         }
-        m -= rows, a += rows * ra, c += rows * ldc;
+        m -= rows;
+        a += rows * ra;
+        c += rows * ldc;
     }
 #undef MOEI_CASE
 }
 
-/* Columns that fill no half panel go through a copy of C as wide as the panel, so that no tile touches anything beside the rows. */
-static void moei_f32_edge_v4(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *panel, float *c,
-                             size_t ldc, int load) {
+/* Columns that do not fill half a panel are computed in a copy of C as wide as the panel, so that
+   no tile accesses memory outside the rows. */
+static void moei_edge_v4(size_t columns, size_t m, size_t k, const float *a, size_t ra, size_t ca, const float *panel,
+                         float *c, size_t ldc, int load) {
     float part[(int)MOEI_TILE_HALF_V4 * MOEI_PANEL] = {0};
     size_t i, done, rows;
     for (done = 0; done < m; done += rows) {
         rows = m - done < MOEI_TILE_HALF_V4 ? m - done : (size_t)MOEI_TILE_HALF_V4;
         for (i = 0; load && i < rows; i++) memcpy(part + i * MOEI_PANEL, c + (done + i) * ldc, columns * sizeof(float));
-        moei_f32_rows_v4(columns > 8, rows, k, a + done * ra, ra, ca, panel, MOEI_PANEL, part, MOEI_PANEL, load);
+        moei_rows_v4(columns > 8, rows, k, a + done * ra, ra, ca, panel, MOEI_PANEL, part, MOEI_PANEL, load);
         for (i = 0; i < rows; i++) memcpy(c + (done + i) * ldc, part + i * MOEI_PANEL, columns * sizeof(float));
     }
 }
 
-/* Few rows over several panels at once, which gives enough sums to hide their latency. rows x panels is 1 x 4, 1 x 2, 2 x 2 or 3 x 2,
-   constants where this is inlined; otherwise as the tile above. */
-MOEI_INLINE void moei_f32_wide_tile_v4(int rows, int panels, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
-                                       size_t panel, float *c, size_t ldc, int load) {
-    const float *b1 = b + panel, *b2 = panels > 2 ? b1 + panel : b, *b3 = panels > 2 ? b2 + panel : b;
-    const moei_v4 zero = moei_v4_all(0.0f);
+/* Few rows over several panels at once: enough sums to hide their latency. rows x panels is 1 x 4,
+   1 x 2, 2 x 2 or 3 x 2, constants after inlining; otherwise as the tile above. */
+MOEI_INLINE void moei_wide_tile_v4(int rows, int panels, size_t k, const float *a, size_t ra, size_t ca, const float *b,
+                                   size_t rb, size_t panel, float *c, size_t ldc, int load) {
+    const float *b1 = b + panel, *b2 = panels > 2 ? b1 + panel : b;
+    const float *b3 = panels > 2 ? b2 + panel : b;
+    const moei_v4 zero = moei_v4_splat(0.0f);
     size_t p;
-#define MOEI_SUMS(row, i) moei_v4 s##row##i##0 = zero, s##row##i##1 = zero, s##row##i##2 = zero, s##row##i##3 = zero;
-#define MOEI_STEP(row, i, at)                                                          \
-    s##row##i##0 = moei_v4_mul_add(x##row, moei_v4_load(at), s##row##i##0);            \
-    s##row##i##1 = moei_v4_mul_add(x##row, moei_v4_load((at) + 4), s##row##i##1);      \
-    s##row##i##2 = moei_v4_mul_add(x##row, moei_v4_load((at) + 8), s##row##i##2);      \
+#define MOEI_SUMS(row, i) \
+    moei_v4 s##row##i##0 = zero, s##row##i##1 = zero; \
+    moei_v4 s##row##i##2 = zero, s##row##i##3 = zero;
+#define MOEI_STEP(row, i, at) \
+    s##row##i##0 = moei_v4_mul_add(x##row, moei_v4_load(at), s##row##i##0); \
+    s##row##i##1 = moei_v4_mul_add(x##row, moei_v4_load((at) + 4), s##row##i##1); \
+    s##row##i##2 = moei_v4_mul_add(x##row, moei_v4_load((at) + 8), s##row##i##2); \
     s##row##i##3 = moei_v4_mul_add(x##row, moei_v4_load((at) + 12), s##row##i##3);
-#define MOEI_STORE(row, i)                                                             \
-    moei_v4_add_to(c + (row) * ldc + (i) * MOEI_PANEL, s##row##i##0, load);            \
-    moei_v4_add_to(c + (row) * ldc + (i) * MOEI_PANEL + 4, s##row##i##1, load);        \
-    moei_v4_add_to(c + (row) * ldc + (i) * MOEI_PANEL + 8, s##row##i##2, load);        \
+#define MOEI_STORE(row, i) \
+    moei_v4_add_to(c + (row) * ldc + (i) * MOEI_PANEL, s##row##i##0, load); \
+    moei_v4_add_to(c + (row) * ldc + (i) * MOEI_PANEL + 4, s##row##i##1, load); \
+    moei_v4_add_to(c + (row) * ldc + (i) * MOEI_PANEL + 8, s##row##i##2, load); \
     moei_v4_add_to(c + (row) * ldc + (i) * MOEI_PANEL + 12, s##row##i##3, load);
-#define MOEI_ALL(X)                           \
-    X(0, 0, b)                                \
-    if (rows > 1) {                           \
-        X(1, 0, b)                            \
-    }                                         \
-    if (rows > 2) {                           \
-        X(2, 0, b)                            \
-    }                                         \
-    MOEI_KEEP_ORDER;                          \
-    X(0, 1, b1)                               \
-    if (rows > 1) {                           \
-        X(1, 1, b1)                           \
-    }                                         \
-    if (rows > 2) {                           \
-        X(2, 1, b1)                           \
-    }                                         \
-    if (panels > 2) {                         \
-        X(0, 2, b2) X(0, 3, b3)               \
+#define MOEI_ALL(X) \
+    X(0, 0, b) \
+    if (rows > 1) { \
+        X(1, 0, b) \
+    } \
+    if (rows > 2) { \
+        X(2, 0, b) \
+    } \
+    MOEI_KEEP_ORDER; \
+    X(0, 1, b1) \
+    if (rows > 1) { \
+        X(1, 1, b1) \
+    } \
+    if (rows > 2) { \
+        X(2, 1, b1) \
+    } \
+    if (panels > 2) { \
+        X(0, 2, b2) X(0, 3, b3) \
     }
     MOEI_SUMS(0, 0) MOEI_SUMS(0, 1) MOEI_SUMS(0, 2) MOEI_SUMS(0, 3)
     MOEI_SUMS(1, 0) MOEI_SUMS(1, 1) MOEI_SUMS(2, 0) MOEI_SUMS(2, 1)
     for (p = 0; p < k; p++, a += ca, b += rb, b1 += rb, b2 += rb, b3 += rb) {
-        const moei_v4 x0 = moei_v4_spread(a), x1 = rows > 1 ? moei_v4_spread(a + ra) : zero;
-        const moei_v4 x2 = rows > 2 ? moei_v4_spread(a + 2 * ra) : zero;
+        const moei_v4 x0 = moei_v4_load_splat(a), x1 = rows > 1 ? moei_v4_load_splat(a + ra) : zero;
+        const moei_v4 x2 = rows > 2 ? moei_v4_load_splat(a + 2 * ra) : zero;
         MOEI_ALL(MOEI_STEP)
     }
 #define MOEI_STORE_AT(row, i, at) MOEI_STORE(row, i)
@@ -4984,53 +5377,58 @@ MOEI_INLINE void moei_f32_wide_tile_v4(int rows, int panels, size_t k, const flo
 #undef MOEI_ALL
 }
 
-/* How many of the n columns one go over few rows takes: 64, 32, or 0 where fewer are left or there are more rows. */
+/* How many of the n columns are computed at once for few rows: 64, 32, or 0 if fewer are left or
+   there are more rows. */
 static size_t moei_wide_columns_v4(size_t m, size_t n) {
     if (m == 1 && n >= 64 && MOEI_SUMS_V4 >= 16) return 64;
     return m * 8 <= MOEI_SUMS_V4 && n >= 32 ? 32 : 0;
 }
 
-/* m rows over the first of n columns, as many as one go takes; returns how many. b is panels, or with rb > 16 the operand itself, of which
-   8 columns, 16 or more are left. */
-static size_t moei_f32_columns_v4(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t rb,
-                                  size_t panel, float *c, size_t ldc, int load) {
+/* m rows over the first of n columns, as many as are computed at once; returns how many. b is
+   panels, or with rb > 16 the operand itself, of which 8 columns, 16 or more are left. */
+static size_t moei_columns_v4(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
+                              size_t rb, size_t panel, float *c, size_t ldc, int load) {
     const size_t wide = moei_wide_columns_v4(m, n), columns = wide > 0 ? wide : n < MOEI_PANEL ? n : (size_t)MOEI_PANEL;
-    if (wide > 32) moei_f32_wide_tile_v4(1, 4, k, a, ra, ca, b, rb, panel, c, ldc, load);
-    else if (wide > 0 && m == 1) moei_f32_wide_tile_v4(1, 2, k, a, ra, ca, b, rb, panel, c, ldc, load);
+    if (wide > 32) moei_wide_tile_v4(1, 4, k, a, ra, ca, b, rb, panel, c, ldc, load);
+    else if (wide > 0 && m == 1) moei_wide_tile_v4(1, 2, k, a, ra, ca, b, rb, panel, c, ldc, load);
 #if defined(__aarch64__)
-    else if (wide > 0 && m == 2) moei_f32_wide_tile_v4(2, 2, k, a, ra, ca, b, rb, panel, c, ldc, load);
-    else if (wide > 0) moei_f32_wide_tile_v4(3, 2, k, a, ra, ca, b, rb, panel, c, ldc, load);
+    else if (wide > 0 && m == 2) moei_wide_tile_v4(2, 2, k, a, ra, ca, b, rb, panel, c, ldc, load);
+    else if (wide > 0) moei_wide_tile_v4(3, 2, k, a, ra, ca, b, rb, panel, c, ldc, load);
 #endif
-    else if (columns % 8 == 0) moei_f32_rows_v4(columns > 8, m, k, a, ra, ca, b, rb, c, ldc, load);
-    else moei_f32_edge_v4(columns, m, k, a, ra, ca, b, c, ldc, load);
+    else if (columns % 8 == 0) moei_rows_v4(columns > 8, m, k, a, ra, ca, b, rb, c, ldc, load);
+    else moei_edge_v4(columns, m, k, a, ra, ca, b, c, ldc, load);
     return columns;
 }
 
-/* Whole blocks of k, so many that the left operand's part of them stays in the second-level cache while all panels pass. */
-static size_t moei_chunk_v4(size_t rows, size_t k) {
-    const size_t steps = MOEI_CACHED_V4 / rows, chunk = steps > MOEI_BLOCK_K ? steps - steps % MOEI_BLOCK_K : (size_t)MOEI_BLOCK_K;
+/* How many of the k steps (whole blocks) to take so that the left operand's part stays in the
+   second-level cache during all panels. */
+static size_t moei_cached_steps_v4(size_t rows, size_t k) {
+    const size_t steps = MOEI_CACHED_V4 / rows,
+                 chunk = steps > MOEI_BLOCK_K ? steps - steps % MOEI_BLOCK_K : (size_t)MOEI_BLOCK_K;
     return k < chunk ? k : chunk;
 }
 
-static void moei_f32_panels_v4(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t panel, float *c,
-                               size_t ldc, int accumulate) {
+static void moei_panels_v4(size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
+                           size_t panel, float *c, size_t ldc, int accumulate) {
     size_t i, j, p, from, rows, chunk, columns;
     if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
     for (i = 0; i < m; i += rows) {
         rows = m - i < MOEI_BLOCK_M_V4 ? m - i : (size_t)MOEI_BLOCK_M_V4;
         for (from = 0; from < k; from += chunk) {
-            chunk = moei_chunk_v4(rows, k - from);
+            chunk = moei_cached_steps_v4(rows, k - from);
             for (j = 0, columns = 0; j < n; j += columns)
                 for (p = from; p < from + chunk; p += MOEI_BLOCK_K)
-                    columns = moei_f32_columns_v4(rows, n - j, from + chunk - p < MOEI_BLOCK_K ? from + chunk - p : (size_t)MOEI_BLOCK_K,
-                                                  a + i * ra + p * ca, ra, ca, b + j / MOEI_PANEL * panel + p * MOEI_PANEL, MOEI_PANEL,
-                                                  panel, c + i * ldc + j, ldc, accumulate || p > 0);
+                    columns = moei_columns_v4(rows, n - j,
+                                              from + chunk - p < MOEI_BLOCK_K ? from + chunk - p : (size_t)MOEI_BLOCK_K,
+                                              a + i * ra + p * ca, ra, ca, b + j / MOEI_PANEL * panel + p * MOEI_PANEL,
+                                              MOEI_PANEL, panel, c + i * ldc + j, ldc, accumulate || p > 0);
         }
     }
 }
 
-/* The panel of rows b[0 .. columns) of an NT operand: panel[p][j] = b[j][p]; columns that are not there are 0. */
-static void moei_f32_pack_turned_v4(size_t columns, size_t k, const float *b, size_t ldb, float *panel) {
+/* The panel of rows b[0 .. columns) of an NT operand: panel[p][j] = b[j][p]; missing columns are
+   0. */
+static void moei_pack_transposed_v4(size_t columns, size_t k, const float *b, size_t ldb, float *panel) {
     size_t j, p, i;
     for (j = 0; j < MOEI_PANEL; j += 4, panel += 4) {
         const size_t there = columns > j ? columns - j : 0;
@@ -5039,7 +5437,7 @@ static void moei_f32_pack_turned_v4(size_t columns, size_t k, const float *b, si
         if (there >= 4)
             for (; p + 4 <= k; p += 4) {
                 moei_v4 y[4];
-                moei_v4_turn(bj + p, ldb, y);
+                moei_v4_transpose(bj + p, ldb, y);
                 moei_v4_store(panel + p * MOEI_PANEL, y[0]);
                 moei_v4_store(panel + (p + 1) * MOEI_PANEL, y[1]);
                 moei_v4_store(panel + (p + 2) * MOEI_PANEL, y[2]);
@@ -5051,7 +5449,7 @@ static void moei_f32_pack_turned_v4(size_t columns, size_t k, const float *b, si
 }
 
 /* The panel of columns b[.][0 .. columns) of an NN or TN operand. */
-static void moei_f32_pack_v4(size_t columns, size_t k, const float *b, size_t ldb, float *panel) {
+static void moei_pack_v4(size_t columns, size_t k, const float *b, size_t ldb, float *panel) {
     size_t p, j;
     for (p = 0; p < k; p++, b += ldb, panel += MOEI_PANEL)
         for (j = 0; j < MOEI_PANEL; j += 4) {
@@ -5061,52 +5459,55 @@ static void moei_f32_pack_v4(size_t columns, size_t k, const float *b, size_t ld
 }
 
 /* One block of k for up to MOEI_BLOCK_M_V4 rows. panel holds 256 x 16 numbers. */
-static void moei_f32_block_v4(int op, size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b, size_t ldb,
-                              float *c, size_t ldc, int load, float *panel) {
+static void moei_block_v4(int op, size_t m, size_t n, size_t k, const float *a, size_t ra, size_t ca, const float *b,
+                          size_t ldb, float *c, size_t ldc, int load, float *panel) {
     size_t j = 0, columns;
     if (op != MOE_MATMUL_NT && m <= MOEI_UNPACKED_M_V4)
-        while (j + 8 <= n) /* the last odd columns are left for a panel */
-            j += moei_f32_columns_v4(m, n - j < MOEI_PANEL ? 8 : n - j, k, a, ra, ca, b + j, ldb, MOEI_PANEL, c + j, ldc, load);
+        while (j + 8 <= n) /* the remaining columns are packed into a panel */
+            j += moei_columns_v4(m, n - j < MOEI_PANEL ? 8 : n - j, k, a, ra, ca, b + j, ldb, MOEI_PANEL, c + j, ldc,
+                                 load);
     for (; j < n; j += columns) {
         columns = n - j < MOEI_PANEL ? n - j : (size_t)MOEI_PANEL;
-        if (op == MOE_MATMUL_NT) moei_f32_pack_turned_v4(columns, k, b + j * ldb, ldb, panel);
-        else moei_f32_pack_v4(columns, k, b + j, ldb, panel);
-        moei_f32_columns_v4(m, columns, k, a, ra, ca, panel, MOEI_PANEL, 0, c + j, ldc, load);
+        if (op == MOE_MATMUL_NT) moei_pack_transposed_v4(columns, k, b + j * ldb, ldb, panel);
+        else moei_pack_v4(columns, k, b + j, ldb, panel);
+        moei_columns_v4(m, columns, k, a, ra, ca, panel, MOEI_PANEL, 0, c + j, ldc, load);
     }
 }
 
-static void moei_f32_matmul_v4(int op, size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb, float *c,
-                               size_t ldc, int accumulate) {
-    const size_t ra = op == MOE_MATMUL_TN ? 1 : lda, ca = op == MOE_MATMUL_TN ? lda : 1, rb = op == MOE_MATMUL_NT ? 1 : ldb;
+static void moei_matmul_v4(int op, size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb,
+                           float *c, size_t ldc, int accumulate) {
+    const size_t ra = op == MOE_MATMUL_TN ? 1 : lda, ca = op == MOE_MATMUL_TN ? lda : 1;
+    const size_t rb = op == MOE_MATMUL_NT ? 1 : ldb;
     float panel[MOEI_BLOCK_K * MOEI_PANEL];
     size_t i, p;
     if (k == 0 && !accumulate) moei_zero_rows(m, n, c, ldc);
     for (i = 0; i < m; i += MOEI_BLOCK_M_V4) {
         const size_t rows = m - i < MOEI_BLOCK_M_V4 ? m - i : (size_t)MOEI_BLOCK_M_V4;
         for (p = 0; p < k; p += MOEI_BLOCK_K) {
-            moei_f32_block_v4(op, rows, n, k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K, a + i * ra + p * ca, ra, ca, b + p * rb,
-                              ldb, c + i * ldc, ldc, accumulate || p > 0, panel);
+            moei_block_v4(op, rows, n, k - p < MOEI_BLOCK_K ? k - p : (size_t)MOEI_BLOCK_K, a + i * ra + p * ca, ra, ca,
+                          b + p * rb, ldb, c + i * ldc, ldc, accumulate || p > 0, panel);
         }
     }
 }
 
-static void moei_f32_nt_v4(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
-                           int accumulate) {
-    moei_f32_matmul_v4(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+static void moei_nt_v4(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
+                       size_t ldc, int accumulate) {
+    moei_matmul_v4(MOE_MATMUL_NT, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
 }
 
-static void moei_f32_nn_v4(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
-                           int accumulate) {
-    moei_f32_matmul_v4(MOE_MATMUL_NN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+static void moei_nn_v4(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
+                       size_t ldc, int accumulate) {
+    moei_matmul_v4(MOE_MATMUL_NN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
 }
 
-static void moei_f32_tn_v4(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c, size_t ldc,
-                           int accumulate) {
-    moei_f32_matmul_v4(MOE_MATMUL_TN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
+static void moei_tn_v4(size_t m, size_t n, size_t k, const float *a, size_t lda, const void *b, size_t ldb, float *c,
+                       size_t ldc, int accumulate) {
+    moei_matmul_v4(MOE_MATMUL_TN, m, n, k, a, lda, (const float *)b, ldb, c, ldc, accumulate);
 }
 
-static float moei_f32_dot_v4(size_t n, const float *a, const float *b) {
-    moei_v4 s0 = moei_v4_all(0.0f), s1 = s0, s2 = s0, s3 = s0;
+static float moei_dot_v4(size_t n, const float *a, const float *b) {
+    moei_v4 s0 = moei_v4_splat(0.0f), s1 = s0;
+    moei_v4 s2 = s0, s3 = s0;
     size_t i;
     for (; n >= 16; n -= 16, a += 16, b += 16) {
         s0 = moei_v4_mul_add(moei_v4_load(a), moei_v4_load(b), s0);
@@ -5114,34 +5515,35 @@ static float moei_f32_dot_v4(size_t n, const float *a, const float *b) {
         s2 = moei_v4_mul_add(moei_v4_load(a + 8), moei_v4_load(b + 8), s2);
         s3 = moei_v4_mul_add(moei_v4_load(a + 12), moei_v4_load(b + 12), s3);
     }
-    for (i = 0; i < n; i += 4) s0 = moei_v4_mul_add(moei_v4_load_part(n - i, a + i, 0.0f), moei_v4_load_part(n - i, b + i, 0.0f), s0);
+    for (i = 0; i < n; i += 4)
+        s0 = moei_v4_mul_add(moei_v4_load_part(n - i, a + i, 0.0f), moei_v4_load_part(n - i, b + i, 0.0f), s0);
     return moei_v4_sum(moei_v4_add(moei_v4_add(s0, s1), moei_v4_add(s2, s3)));
 }
 
-static void moei_f32_axpy_v4(size_t n, float alpha, const float *x, float *y) {
-    const moei_v4 factor = moei_v4_all(alpha);
+static void moei_axpy_v4(size_t n, float alpha, const float *x, float *y) {
+    const moei_v4 factor = moei_v4_splat(alpha);
     for (; n >= 4; n -= 4, x += 4, y += 4) moei_v4_store(y, moei_v4_mul_add(factor, moei_v4_load(x), moei_v4_load(y)));
     moei_v4_store_part(n, y, moei_v4_mul_add(factor, moei_v4_load_part(n, x, 0.0f), moei_v4_load_part(n, y, 0.0f)));
 }
 
-static void moei_f32_multiply_v4(size_t n, const float *a, const float *b, float *y) {
+static void moei_multiply_v4(size_t n, const float *a, const float *b, float *y) {
     for (; n >= 4; n -= 4, a += 4, b += 4, y += 4) moei_v4_store(y, moei_v4_mul(moei_v4_load(a), moei_v4_load(b)));
     moei_v4_store_part(n, y, moei_v4_mul(moei_v4_load_part(n, a, 0.0f), moei_v4_load_part(n, b, 0.0f)));
 }
 
 #ifdef MOEI_V4_IEEE
 
-/* ---- exp and what is made of it: AVX2's formulas, see there ------------------------------------------------------------------- */
+/* ---- exp and functions based on it; the formulas are AVX2's ---------------------------------- */
 
-/* q x + c with constants. */
-#define MOEI_NEXT(q, x, c) q = moei_v4_mul_add(q, x, moei_v4_all(c))
+/* q = q x + c with a constant c. */
+#define MOEI_NEXT(q, x, c) q = moei_v4_mul_add(q, x, moei_v4_splat(c))
 
 /* x = n log 2 + r with |r| <= log(2) / 2. Returns exp(r) - 1. */
 MOEI_INLINE moei_v4 moei_exp_reduced_v4(moei_v4 x, moei_v4_int *whole) {
-    moei_v4 r, q = moei_v4_all(1.381432057e-03f);
-    const moei_v4 n = moei_v4_nearest(moei_v4_mul(x, moei_v4_all(1.44269504089f)), whole);
-    r = moei_v4_mul_add(n, moei_v4_all(-0.693145751953125f), x);
-    r = moei_v4_mul_add(n, moei_v4_all(-1.42860682e-06f), r);
+    moei_v4 r, q = moei_v4_splat(1.381432057e-03f);
+    const moei_v4 n = moei_v4_nearest(moei_v4_mul(x, moei_v4_splat(1.44269504089f)), whole);
+    r = moei_v4_mul_add(n, moei_v4_splat(-0.693145751953125f), x);
+    r = moei_v4_mul_add(n, moei_v4_splat(-1.42860682e-06f), r);
     MOEI_NEXT(q, r, 8.368851071e-03f);
     MOEI_NEXT(q, r, 4.166840108e-02f);
     MOEI_NEXT(q, r, 1.666651952e-01f);
@@ -5153,56 +5555,58 @@ MOEI_INLINE moei_v4 moei_exp_reduced_v4(moei_v4 x, moei_v4_int *whole) {
 MOEI_INLINE moei_v4 moei_exp_v4(moei_v4 x) {
     moei_v4_int whole, first;
     const moei_v4 e = moei_exp_reduced_v4(moei_v4_at_least(x, -106.0f), &whole);
-    first = moei_v4_half(whole);
-    return moei_v4_mul(moei_v4_mul(moei_v4_add(e, moei_v4_all(1.0f)), moei_v4_power2(first)), moei_v4_power2(moei_v4_less(whole, first)));
+    first = moei_v4_int_half(whole);
+    return moei_v4_mul(moei_v4_mul(moei_v4_add(e, moei_v4_splat(1.0f)), moei_v4_power2(first)),
+                       moei_v4_power2(moei_v4_int_sub(whole, first)));
 }
 
-MOEI_INLINE moei_v4 moei_minus_abs_v4(moei_v4 x) {
-    return moei_v4_sub(moei_v4_all(0.0f), moei_v4_abs(x));
-}
+MOEI_INLINE moei_v4 moei_neg_abs_v4(moei_v4 x) { return moei_v4_sub(moei_v4_splat(0.0f), moei_v4_abs(x)); }
 
 /* At 0 both agree within rounding. */
-MOEI_INLINE moei_v4 moei_choose_v4(moei_v4 x, moei_v4 if_negative, moei_v4 otherwise) {
+MOEI_INLINE moei_v4 moei_if_negative_v4(moei_v4 x, moei_v4 if_negative, moei_v4 otherwise) {
     return moei_v4_select(moei_v4_not_above_0(x), if_negative, otherwise);
 }
 
 MOEI_INLINE moei_v4 moei_sigmoid_v4(moei_v4 x) {
-    const moei_v4 one = moei_v4_all(1.0f), e = moei_exp_v4(moei_minus_abs_v4(x));
-    return moei_v4_div(moei_choose_v4(x, e, one), moei_v4_add(one, e));
+    const moei_v4 one = moei_v4_splat(1.0f), e = moei_exp_v4(moei_neg_abs_v4(x));
+    return moei_v4_div(moei_if_negative_v4(x, e, one), moei_v4_add(one, e));
 }
 
-/* tanh|x| = -q / (2 + q) with q = exp(-2|x|) - 1 = (exp(r) - 1) 2^n + (2^n - 1); beyond 10 it is 1. */
+/* tanh|x| = -q / (2 + q) with q = exp(-2|x|) - 1 = (exp(r) - 1) 2^n + (2^n - 1); above 10 it is
+   1. */
 MOEI_INLINE moei_v4 moei_tanh_v4(moei_v4 x) {
-    const moei_v4 z = moei_v4_at_least(moei_minus_abs_v4(x), -10.0f);
+    const moei_v4 z = moei_v4_at_least(moei_neg_abs_v4(x), -10.0f);
     moei_v4_int whole;
     const moei_v4 e = moei_exp_reduced_v4(moei_v4_add(z, z), &whole), power = moei_v4_power2(whole);
-    const moei_v4 q = moei_v4_mul_add(e, power, moei_v4_sub(power, moei_v4_all(1.0f)));
-    return moei_v4_select(moei_v4_sign_bits(), x, moei_v4_div(q, moei_v4_add(moei_v4_all(2.0f), q)));
+    const moei_v4 q = moei_v4_mul_add(e, power, moei_v4_sub(power, moei_v4_splat(1.0f)));
+    return moei_v4_select(moei_v4_sign_bits(), x, moei_v4_div(q, moei_v4_add(moei_v4_splat(2.0f), q)));
 }
 
 /* The rounding error of z z. */
-MOEI_INLINE moei_v4 moei_square_rest_v4(moei_v4 z, moei_v4 square) {
+MOEI_INLINE moei_v4 moei_square_error_v4(moei_v4 z, moei_v4 square) {
 #if MOEI_V4_FUSED
-    return moei_v4_mul_add(z, z, moei_v4_sub(moei_v4_all(0.0f), square));
-#else /* by halves of 12 bits, whose products are exact (Dekker 1971) */
-    const moei_v4 c = moei_v4_mul(z, moei_v4_all(4097.0f)), high = moei_v4_sub(c, moei_v4_sub(c, z)), low = moei_v4_sub(z, high);
+    return moei_v4_mul_add(z, z, moei_v4_sub(moei_v4_splat(0.0f), square));
+#else /* by halves of 12 bits with exact products (Dekker 1971) */
+    const moei_v4 c = moei_v4_mul(z, moei_v4_splat(4097.0f)), high = moei_v4_sub(c, moei_v4_sub(c, z));
+    const moei_v4 low = moei_v4_sub(z, high);
     const moei_v4 rest = moei_v4_sub(moei_v4_mul(high, high), square), cross = moei_v4_mul(high, low);
     return moei_v4_add(moei_v4_add(rest, moei_v4_add(cross, cross)), moei_v4_mul(low, low));
 #endif
 }
 
-/* exp(-x^2 / 2), the rounding error of the square put right. */
-MOEI_INLINE moei_v4 moei_bell_v4(moei_v4 x) {
-    const moei_v4 half = moei_v4_all(-0.5f), z = moei_v4_at_least(moei_minus_abs_v4(x), -15.0f), square = moei_v4_mul(z, z);
+/* exp(-x^2 / 2), corrected for the rounding error of the square. */
+MOEI_INLINE moei_v4 moei_gauss_v4(moei_v4 x) {
+    const moei_v4 half = moei_v4_splat(-0.5f), z = moei_v4_at_least(moei_neg_abs_v4(x), -15.0f);
+    const moei_v4 square = moei_v4_mul(z, z);
     const moei_v4 e = moei_exp_v4(moei_v4_mul(half, square));
-    return moei_v4_mul_add(moei_v4_mul(half, moei_square_rest_v4(z, square)), e, e);
+    return moei_v4_mul_add(moei_v4_mul(half, moei_square_error_v4(z, square)), e, e);
 }
 
 /* Phi(-|x|) = exp(-x^2/2) t Q(t), t = 1 / (1 + 0.3 |x|). */
 MOEI_INLINE moei_v4 moei_normal_tail_v4(moei_v4 x, moei_v4 bell) {
-    const moei_v4 one = moei_v4_all(1.0f), z = moei_v4_at_least(moei_minus_abs_v4(x), -15.0f);
-    const moei_v4 t = moei_v4_div(one, moei_v4_mul_add(z, moei_v4_all(-0.3f), one));
-    moei_v4 q = moei_v4_all(-2.062863988e-02f);
+    const moei_v4 one = moei_v4_splat(1.0f), z = moei_v4_at_least(moei_neg_abs_v4(x), -15.0f);
+    const moei_v4 t = moei_v4_div(one, moei_v4_mul_add(z, moei_v4_splat(-0.3f), one));
+    moei_v4 q = moei_v4_splat(-2.062863988e-02f);
     MOEI_NEXT(q, t, 1.124646791e-01f);
     MOEI_NEXT(q, t, -2.282845255e-01f);
     MOEI_NEXT(q, t, 1.918829512e-01f);
@@ -5216,27 +5620,28 @@ MOEI_INLINE moei_v4 moei_normal_tail_v4(moei_v4 x, moei_v4 bell) {
 }
 #undef MOEI_NEXT
 
-MOEI_INLINE moei_v4 moei_normal_below_v4(moei_v4 x, moei_v4 bell) {
+MOEI_INLINE moei_v4 moei_normal_cdf_v4(moei_v4 x, moei_v4 bell) {
     const moei_v4 tail = moei_normal_tail_v4(x, bell);
-    return moei_choose_v4(x, tail, moei_v4_sub(moei_v4_all(1.0f), tail));
+    return moei_if_negative_v4(x, tail, moei_v4_sub(moei_v4_splat(1.0f), tail));
 }
 
-/* act is a constant where this is inlined. */
+/* act is a constant after inlining. */
 MOEI_INLINE moei_v4 moei_act_v4(int act, moei_v4 x) {
-    const moei_v4 low = moei_v4_at_least(x, -1e4f); /* see moei_limit */
+    const moei_v4 low = moei_v4_at_least(x, -1e4f); /* see moei_clamp_1e4 */
     switch (act) {
     case MOE_ACT_RELU: return moei_v4_at_least(x, 0.0f);
     case MOE_ACT_SILU: return moei_v4_mul(low, moei_sigmoid_v4(x));
-    case MOE_ACT_GELU: return moei_v4_mul(low, moei_normal_below_v4(x, moei_bell_v4(x)));
+    case MOE_ACT_GELU:
+        return moei_v4_mul(low, moei_normal_cdf_v4(x, moei_gauss_v4(x)));
     case MOE_ACT_TANH: return moei_tanh_v4(x);
     case MOE_ACT_SIGMOID: return moei_sigmoid_v4(x);
     default: return x;
     }
 }
 
-/* act is a constant where this is inlined; times NULL: 1. */
-MOEI_INLINE void moei_gated_rows_v4(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, size_t ldt, float *y,
-                                    size_t ldy) {
+/* act is a constant after inlining; times NULL: 1. */
+MOEI_INLINE void moei_gated_rows_v4(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times,
+                                    size_t ldt, float *y, size_t ldy) {
     size_t i, j;
     for (i = 0; i < m; i++, x += ldx, y += ldy)
         for (j = 0; j < n; j += 4) {
@@ -5246,60 +5651,73 @@ MOEI_INLINE void moei_gated_rows_v4(int act, size_t m, size_t n, const float *x,
         }
 }
 
-static void moei_f32_gated_v4(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, size_t ldt, float *y,
-                              size_t ldy) {
+static void moei_gated_v4(int act, size_t m, size_t n, const float *x, size_t ldx, const float *times, size_t ldt,
+                          float *y, size_t ldy) {
     switch (act) {
-    case MOE_ACT_RELU: moei_gated_rows_v4(MOE_ACT_RELU, m, n, x, ldx, times, ldt, y, ldy); break;
-    case MOE_ACT_SILU: moei_gated_rows_v4(MOE_ACT_SILU, m, n, x, ldx, times, ldt, y, ldy); break;
-    case MOE_ACT_GELU: moei_gated_rows_v4(MOE_ACT_GELU, m, n, x, ldx, times, ldt, y, ldy); break;
-    case MOE_ACT_TANH: moei_gated_rows_v4(MOE_ACT_TANH, m, n, x, ldx, times, ldt, y, ldy); break;
-    case MOE_ACT_SIGMOID: moei_gated_rows_v4(MOE_ACT_SIGMOID, m, n, x, ldx, times, ldt, y, ldy); break;
-    default: moei_gated_rows_v4(MOE_ACT_IDENTITY, m, n, x, ldx, times, ldt, y, ldy); break;
+    case MOE_ACT_RELU:
+        moei_gated_rows_v4(MOE_ACT_RELU, m, n, x, ldx, times, ldt, y, ldy);
+        break;
+    case MOE_ACT_SILU:
+        moei_gated_rows_v4(MOE_ACT_SILU, m, n, x, ldx, times, ldt, y, ldy);
+        break;
+    case MOE_ACT_GELU:
+        moei_gated_rows_v4(MOE_ACT_GELU, m, n, x, ldx, times, ldt, y, ldy);
+        break;
+    case MOE_ACT_TANH:
+        moei_gated_rows_v4(MOE_ACT_TANH, m, n, x, ldx, times, ldt, y, ldy);
+        break;
+    case MOE_ACT_SIGMOID:
+        moei_gated_rows_v4(MOE_ACT_SIGMOID, m, n, x, ldx, times, ldt, y, ldy);
+        break;
+    default:
+        moei_gated_rows_v4(MOE_ACT_IDENTITY, m, n, x, ldx, times, ldt, y, ldy);
+        break;
     }
 }
 
-static void moei_f32_activate_v4(int act, size_t n, const float *x, float *y) {
-    moei_f32_gated_v4(act, 1, n, x, n, NULL, 0, y, n);
+static void moei_activate_v4(int act, size_t n, const float *x, float *y) {
+    moei_gated_v4(act, 1, n, x, n, NULL, 0, y, n);
 }
 
 #ifndef MOE_NO_TRAIN
 /* e / (1 + e)^2 with e = exp(z), z <= 0. */
 MOEI_INLINE moei_v4 moei_sigmoid_slope_v4(moei_v4 z) {
-    const moei_v4 e = moei_exp_v4(z), d = moei_v4_add(moei_v4_all(1.0f), e);
+    const moei_v4 e = moei_exp_v4(z), d = moei_v4_add(moei_v4_splat(1.0f), e);
     return moei_v4_div(e, moei_v4_mul(d, d));
 }
 
-MOEI_INLINE moei_v4 moei_limit_v4(moei_v4 x) {
-    return moei_v4_at_most(moei_v4_at_least(x, -1e4f), 1e4f);
-}
+MOEI_INLINE moei_v4 moei_clamp_1e4_v4(moei_v4 x) { return moei_v4_at_most(moei_v4_at_least(x, -1e4f), 1e4f); }
 
 MOEI_INLINE moei_v4 moei_silu_slope_v4(moei_v4 x) {
-    const moei_v4 one = moei_v4_all(1.0f), e = moei_exp_v4(moei_minus_abs_v4(x));
+    const moei_v4 one = moei_v4_splat(1.0f), e = moei_exp_v4(moei_neg_abs_v4(x));
     const moei_v4 large = moei_v4_div(one, moei_v4_add(one, e)), small = moei_v4_mul(e, large);
-    const moei_v4 s = moei_choose_v4(x, small, large), other = moei_choose_v4(x, large, small);
-    return moei_v4_mul(s, moei_v4_mul_add(moei_limit_v4(x), other, one));
+    const moei_v4 s = moei_if_negative_v4(x, small, large), other = moei_if_negative_v4(x, large, small);
+    return moei_v4_mul(s, moei_v4_mul_add(moei_clamp_1e4_v4(x), other, one));
 }
 
 MOEI_INLINE moei_v4 moei_gelu_slope_v4(moei_v4 x) {
-    const moei_v4 bell = moei_bell_v4(x), scaled = moei_v4_mul(moei_v4_all(0.39894228040f), bell);
-    return moei_v4_mul_add(moei_limit_v4(x), scaled, moei_normal_below_v4(x, bell));
+    const moei_v4 bell = moei_gauss_v4(x), scaled = moei_v4_mul(moei_v4_splat(0.39894228040f), bell);
+    return moei_v4_mul_add(moei_clamp_1e4_v4(x), scaled, moei_normal_cdf_v4(x, bell));
 }
 
-/* dy act'(x); act is a constant where this is inlined. */
+/* dy act'(x); act is a constant after inlining. */
 MOEI_INLINE moei_v4 moei_slope_v4(int act, moei_v4 x, moei_v4 dy) {
-    const moei_v4 z = moei_minus_abs_v4(x);
+    const moei_v4 z = moei_neg_abs_v4(x);
     switch (act) {
-    case MOE_ACT_RELU: return moei_v4_select(moei_v4_not_above_0(x), moei_v4_all(0.0f), dy);
+    case MOE_ACT_RELU:
+        return moei_v4_select(moei_v4_not_above_0(x), moei_v4_splat(0.0f), dy);
     case MOE_ACT_SILU: return moei_v4_mul(dy, moei_silu_slope_v4(x));
     case MOE_ACT_GELU: return moei_v4_mul(dy, moei_gelu_slope_v4(x));
-    case MOE_ACT_TANH: return moei_v4_mul(dy, moei_v4_mul(moei_v4_all(4.0f), moei_sigmoid_slope_v4(moei_v4_add(z, z))));
+    case MOE_ACT_TANH:
+        return moei_v4_mul(dy, moei_v4_mul(moei_v4_splat(4.0f), moei_sigmoid_slope_v4(moei_v4_add(z, z))));
     case MOE_ACT_SIGMOID: return moei_v4_mul(dy, moei_sigmoid_slope_v4(z));
     default: return dy;
     }
 }
 
 /* times and d_times NULL: only dx = dy act'(x). */
-MOEI_INLINE void moei_gated_back_v4(int act, size_t n, const float *x, const float *times, const float *dy, float *dx, float *d_times) {
+MOEI_INLINE void moei_gated_backward_act_v4(int act, size_t n, const float *x, const float *times, const float *dy,
+                                            float *dx, float *d_times) {
     size_t j;
     for (j = 0; j < n; j += 4) {
         const moei_v4 value = moei_v4_load_part(n - j, x + j, 0.0f), d = moei_v4_load_part(n - j, dy + j, 0.0f);
@@ -5309,33 +5727,51 @@ MOEI_INLINE void moei_gated_back_v4(int act, size_t n, const float *x, const flo
     }
 }
 
-static void moei_f32_gated_backward_v4(int act, size_t n, const float *x, const float *times, const float *dy, float *dx, float *d_times) {
+static void moei_gated_backward_v4(int act, size_t n, const float *x, const float *times, const float *dy, float *dx,
+                                   float *d_times) {
     switch (act) {
-    case MOE_ACT_RELU: moei_gated_back_v4(MOE_ACT_RELU, n, x, times, dy, dx, d_times); break;
-    case MOE_ACT_SILU: moei_gated_back_v4(MOE_ACT_SILU, n, x, times, dy, dx, d_times); break;
-    case MOE_ACT_GELU: moei_gated_back_v4(MOE_ACT_GELU, n, x, times, dy, dx, d_times); break;
-    case MOE_ACT_TANH: moei_gated_back_v4(MOE_ACT_TANH, n, x, times, dy, dx, d_times); break;
-    case MOE_ACT_SIGMOID: moei_gated_back_v4(MOE_ACT_SIGMOID, n, x, times, dy, dx, d_times); break;
-    default: moei_gated_back_v4(MOE_ACT_IDENTITY, n, x, times, dy, dx, d_times); break;
+    case MOE_ACT_RELU:
+        moei_gated_backward_act_v4(MOE_ACT_RELU, n, x, times, dy, dx, d_times);
+        break;
+    case MOE_ACT_SILU:
+        moei_gated_backward_act_v4(MOE_ACT_SILU, n, x, times, dy, dx, d_times);
+        break;
+    case MOE_ACT_GELU:
+        moei_gated_backward_act_v4(MOE_ACT_GELU, n, x, times, dy, dx, d_times);
+        break;
+    case MOE_ACT_TANH:
+        moei_gated_backward_act_v4(MOE_ACT_TANH, n, x, times, dy, dx, d_times);
+        break;
+    case MOE_ACT_SIGMOID:
+        moei_gated_backward_act_v4(MOE_ACT_SIGMOID, n, x, times, dy, dx, d_times);
+        break;
+    default:
+        moei_gated_backward_act_v4(MOE_ACT_IDENTITY, n, x, times, dy, dx, d_times);
+        break;
     }
 }
 
-static void moei_f32_activate_backward_v4(int act, size_t n, const float *x, const float *dy, float *dx) {
-    moei_f32_gated_backward_v4(act, n, x, NULL, dy, dx, NULL);
+static void moei_activate_backward_v4(int act, size_t n, const float *x, const float *dy, float *dx) {
+    moei_gated_backward_v4(act, n, x, NULL, dy, dx, NULL);
 }
 
-static void moei_f32_adamw_v4(const moe_adamw_step *step, size_t n, const float *gradient, float *m, float *v, float *w) {
-    const moei_v4 scale = moei_v4_all(step->scale), rate = moei_v4_all(-step->rate), decay = moei_v4_all(step->decay);
-    const moei_v4 keep1 = moei_v4_all(step->beta1), take1 = moei_v4_all(1.0f - step->beta1), over1 = moei_v4_all(step->over1);
-    const moei_v4 keep2 = moei_v4_all(step->beta2), take2 = moei_v4_all(1.0f - step->beta2), over2 = moei_v4_all(step->over2);
-    const moei_v4 epsilon = moei_v4_all(step->epsilon);
+static void moei_adamw_v4(const moe_adamw_step *step, size_t n, const float *gradient, float *m, float *v, float *w) {
+    const moei_v4 scale = moei_v4_splat(step->scale), rate = moei_v4_splat(-step->lr);
+    const moei_v4 decay = moei_v4_splat(step->weight_decay);
+    const moei_v4 keep1 = moei_v4_splat(step->beta1), take1 = moei_v4_splat(1.0f - step->beta1);
+    const moei_v4 correction1 = moei_v4_splat(step->correction1);
+    const moei_v4 keep2 = moei_v4_splat(step->beta2), take2 = moei_v4_splat(1.0f - step->beta2);
+    const moei_v4 correction2 = moei_v4_splat(step->correction2);
+    const moei_v4 epsilon = moei_v4_splat(step->epsilon);
     size_t i;
     for (i = 0; i < n; i += 4) {
-        const moei_v4 g = moei_v4_mul(scale, moei_v4_load_part(n - i, gradient + i, 0.0f)), at = moei_v4_load_part(n - i, w + i, 0.0f);
+        const moei_v4 g = moei_v4_mul(scale, moei_v4_load_part(n - i, gradient + i, 0.0f)),
+                      at = moei_v4_load_part(n - i, w + i, 0.0f);
         const moei_v4 first = moei_v4_mul_add(keep1, moei_v4_load_part(n - i, m + i, 0.0f), moei_v4_mul(take1, g));
-        const moei_v4 second = moei_v4_mul_add(keep2, moei_v4_load_part(n - i, v + i, 0.0f), moei_v4_mul(moei_v4_mul(take2, g), g));
-        const moei_v4 divisor = moei_v4_add(moei_v4_sqrt(moei_v4_mul(second, over2)), epsilon);
-        const moei_v4 way = moei_v4_mul_add(decay, at, moei_v4_div(moei_v4_mul(first, over1), divisor));
+        const moei_v4 second =
+            moei_v4_mul_add(keep2, moei_v4_load_part(n - i, v + i, 0.0f), moei_v4_mul(moei_v4_mul(take2, g), g));
+        const moei_v4 divisor = moei_v4_add(moei_v4_sqrt(moei_v4_mul(second, correction2)), epsilon);
+        const moei_v4 way = moei_v4_mul_add(decay, at, moei_v4_div(moei_v4_mul(first, correction1), divisor));
         moei_v4_store_part(n - i, m + i, first);
         moei_v4_store_part(n - i, v + i, second);
         moei_v4_store_part(n - i, w + i, moei_v4_mul_add(rate, way, at));
@@ -5343,18 +5779,18 @@ static void moei_f32_adamw_v4(const moe_adamw_step *step, size_t n, const float 
 }
 #endif
 
-/* Lanes that are not there hold -inf and add 0. A NaN may get lost in max, but not in the sum. */
-static void moei_f32_softmax_v4(size_t n, const float *x, float temperature, float *y) {
+/* Missing lanes hold -inf and add 0. max may drop a NaN; the sum does not. */
+static void moei_softmax_v4(size_t n, const float *x, float temperature, float *y) {
     const float low = -MOEI_INFINITY;
-    const moei_v4 divisor = moei_v4_all(temperature);
-    moei_v4 shift, max, sums = moei_v4_all(0.0f);
+    const moei_v4 divisor = moei_v4_splat(temperature);
+    moei_v4 shift, max, sums = moei_v4_splat(0.0f);
     float lane[4], sum;
     size_t i;
     if (n == 0) return;
     max = moei_v4_load_part(n, x, low);
     for (i = 4; i < n; i += 4) max = moei_v4_max(max, moei_v4_load_part(n - i, x + i, low));
     moei_v4_store(lane, max);
-    shift = moei_v4_all(moei_softmax_shift(lane[moei_max_index(4, lane)]));
+    shift = moei_v4_splat(moei_softmax_shift(lane[moei_max_index(4, lane)]));
     for (i = 0; i < n; i += 4) {
         const moei_v4 e = moei_exp_v4(moei_v4_div(moei_v4_sub(moei_v4_load_part(n - i, x + i, low), shift), divisor));
         moei_v4_store_part(n - i, y + i, e);
@@ -5363,12 +5799,12 @@ static void moei_f32_softmax_v4(size_t n, const float *x, float temperature, flo
     sum = moei_v4_sum(sums);
     if (sum <= 0) return;
     for (i = 0; i < n; i += 4)
-        moei_v4_store_part(n - i, y + i, moei_v4_div(moei_v4_load_part(n - i, y + i, 0.0f), moei_v4_all(sum)));
+        moei_v4_store_part(n - i, y + i, moei_v4_div(moei_v4_load_part(n - i, y + i, 0.0f), moei_v4_splat(sum)));
 }
 
-static float moei_f32_exp_sum_v4(size_t n, float max, float *y) {
-    const moei_v4 shift = moei_v4_all(max);
-    moei_v4 sums = moei_v4_all(0.0f);
+static float moei_exp_sum_v4(size_t n, float max, float *y) {
+    const moei_v4 shift = moei_v4_splat(max);
+    moei_v4 sums = moei_v4_splat(0.0f);
     size_t i;
     for (i = 0; i < n; i += 4) {
         const moei_v4 e = moei_exp_v4(moei_v4_sub(moei_v4_load_part(n - i, y + i, -MOEI_INFINITY), shift));
@@ -5378,21 +5814,22 @@ static float moei_f32_exp_sum_v4(size_t n, float max, float *y) {
     return moei_v4_sum(sums);
 }
 
-#else /* plain C where vectors would flush subnormal numbers */
-#define moei_f32_activate_v4 moei_real_activate_c
-#define moei_f32_activate_backward_v4 moei_real_activate_backward_c
-#define moei_f32_softmax_v4 moei_real_softmax_c
-#define moei_f32_exp_sum_v4 moei_real_exp_sum_c
-#define moei_f32_gated_v4 moei_real_gated_c
-#define moei_f32_gated_backward_v4 moei_real_gated_backward_c
-#define moei_f32_adamw_v4 moei_real_adamw_c
+#else /* plain C: vectors would flush subnormal numbers */
+#define moei_activate_v4 moei_activate_c
+#define moei_activate_backward_v4 moei_activate_backward_c
+#define moei_softmax_v4 moei_softmax_c
+#define moei_exp_sum_v4 moei_exp_sum_c
+#define moei_gated_v4 moei_gated_c
+#define moei_gated_backward_v4 moei_gated_backward_c
+#define moei_adamw_v4 moei_adamw_c
 #endif
 
 /* ---- packed weights in vectors of four ----
 
-   Eight outputs at a time: a line gives two vectors of 16 bytes, of four outputs each. Where there is an instruction for it (sdot) the
-   four products of an output go straight to its 32-bit sum, elsewhere in two pairs, which are added at the end. int8 weights lose their
-   offset on the way from memory, so their sums start from 0. */
+   Eight outputs at a time: a line is two vectors of 16 bytes, of four outputs each. With sdot the
+   four products of an output are added to its 32-bit sum directly, otherwise as two pairs, which
+   are added at the end. The offset of int8 weights is removed when they are loaded, so their sums
+   start from 0. */
 
 #if defined(MOEI_V4_IEEE)
 
@@ -5420,20 +5857,16 @@ MOEI_INLINE moei_v4 moei_v4_as_floats(moei_v16 v) {
     return vreinterpretq_f32_s8(v);
 }
 
-MOEI_INLINE moei_v4 moei_v4_of_int(moei_v4_int n) {
-    return vcvtq_f32_s32(n);
-}
+MOEI_INLINE moei_v4 moei_v4_from_int(moei_v4_int n) { return vcvtq_f32_s32(n); }
 
-MOEI_INLINE moei_v4_int moei_v4_int_all(int32_t n) {
-    return vdupq_n_s32(n);
-}
+MOEI_INLINE moei_v4_int moei_v4_int_splat(int32_t n) { return vdupq_n_s32(n); }
 
 MOEI_INLINE moei_v4_int moei_v4_int_add(moei_v4_int a, moei_v4_int b) {
     return vaddq_s32(a, b);
 }
 
 /* The larger of each lane of most and of the bits of |x|. */
-MOEI_INLINE moei_v4_int moei_v4_largest(moei_v4_int most, moei_v4 x) {
+MOEI_INLINE moei_v4_int moei_v4_max_magnitude(moei_v4_int most, moei_v4 x) {
     return vmaxq_s32(most, vreinterpretq_s32_f32(vabsq_f32(x)));
 }
 
@@ -5441,13 +5874,13 @@ MOEI_INLINE void moei_v4_int_store(int32_t *y, moei_v4_int n) {
     vst1q_s32(y, n);
 }
 
-/* Sixteen whole numbers from -128 to 127 as bytes. */
+/* Sixteen integers from -128 to 127 as bytes. */
 MOEI_INLINE void moei_v4_store_bytes(signed char *y, moei_v4_int a, moei_v4_int b, moei_v4_int c, moei_v4_int d) {
     const int16x8_t low = vcombine_s16(vmovn_s32(a), vmovn_s32(b)), high = vcombine_s16(vmovn_s32(c), vmovn_s32(d));
     vst1q_s8(y, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
 }
 
-/* Four binary16 numbers, exactly. */
+/* Converts four binary16 numbers, exactly. */
 MOEI_INLINE moei_v4 moei_v4_from_f16(const unsigned char *p) {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
 }
@@ -5456,7 +5889,7 @@ MOEI_INLINE moei_v4 moei_v4_from_bf16(const unsigned char *p) {
     return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
 }
 
-/* The sums of four outputs: low of the first two, in pairs, high of the others. */
+/* The sums of four outputs: low of the first two, in pairs, high of the other two. */
 typedef struct moei_pair_sums {
     moei_v4_int low, high;
 } moei_pair_sums;
@@ -5497,19 +5930,15 @@ MOEI_INLINE moei_v4 moei_v4_as_floats(moei_v16 v) {
     return v;
 }
 
-MOEI_INLINE moei_v4 moei_v4_of_int(moei_v4_int n) {
-    return wasm_f32x4_convert_i32x4(n);
-}
+MOEI_INLINE moei_v4 moei_v4_from_int(moei_v4_int n) { return wasm_f32x4_convert_i32x4(n); }
 
-MOEI_INLINE moei_v4_int moei_v4_int_all(int32_t n) {
-    return wasm_i32x4_splat(n);
-}
+MOEI_INLINE moei_v4_int moei_v4_int_splat(int32_t n) { return wasm_i32x4_splat(n); }
 
 MOEI_INLINE moei_v4_int moei_v4_int_add(moei_v4_int a, moei_v4_int b) {
     return wasm_i32x4_add(a, b);
 }
 
-MOEI_INLINE moei_v4_int moei_v4_largest(moei_v4_int most, moei_v4 x) {
+MOEI_INLINE moei_v4_int moei_v4_max_magnitude(moei_v4_int most, moei_v4 x) {
     return wasm_i32x4_max(most, wasm_f32x4_abs(x));
 }
 
@@ -5521,9 +5950,11 @@ MOEI_INLINE void moei_v4_store_bytes(signed char *y, moei_v4_int a, moei_v4_int 
     wasm_v128_store(y, wasm_i8x16_narrow_i16x8(wasm_i16x8_narrow_i32x4(a, b), wasm_i16x8_narrow_i32x4(c, d)));
 }
 
-/* The bits moved to a float's places are 2^112 times too small, subnormal ones too; infinity and NaN get their exponent. */
+/* Shifted into a float's layout the value is 2^112 times too small, also if subnormal; infinity and
+   NaN get their exponent. */
 MOEI_INLINE moei_v4 moei_v4_from_f16(const unsigned char *p) {
-    const v128_t bits = wasm_i32x4_extend_low_i16x8(wasm_v128_load64_zero(p)), sign = wasm_v128_and(bits, wasm_f32x4_splat(-0.0f));
+    const v128_t bits = wasm_i32x4_extend_low_i16x8(wasm_v128_load64_zero(p)),
+                 sign = wasm_v128_and(bits, wasm_f32x4_splat(-0.0f));
     const v128_t size = wasm_v128_and(wasm_i32x4_shl(bits, 13), wasm_i32x4_splat(0x0fffe000));
     const v128_t top = wasm_v128_and(wasm_i32x4_gt(size, wasm_i32x4_splat(0x0f7fffff)), wasm_i32x4_splat(0x7f800000));
     const v128_t value = wasm_f32x4_mul(size, wasm_f32x4_splat(5.192296858534828e+33f));
@@ -5555,118 +5986,151 @@ MOEI_INLINE moei_v4_int moei_total_pair_sums(moei_pair_sums s) {
 static void moei_widen_v4(int type, size_t count, const void *packed, float *out) {
     const unsigned char *p = (const unsigned char *)packed;
     size_t i;
-    for (i = 0; i < 4 * count; i++, p += 8, out += 4) moei_v4_store(out, type == MOE_TYPE_F16 ? moei_v4_from_f16(p) : moei_v4_from_bf16(p));
+    for (i = 0; i < 4 * count; i++, p += 8, out += 4)
+        moei_v4_store(out, type == MOE_TYPE_F16 ? moei_v4_from_f16(p) : moei_v4_from_bf16(p));
 }
 
 #ifndef MOE_NO_QUANT
 
 MOEI_INLINE moei_pair_sums moei_zero_sums(void) {
     moei_pair_sums s;
-    s.low = s.high = moei_v4_int_all(0);
+    s.low = s.high = moei_v4_int_splat(0);
     return s;
 }
 
 /* C = (keep ? C : 0) + sum * (w_scale * scale). */
 MOEI_INLINE void moei_finish_v4(float *c, moei_v4_int sum, moei_v4 w_scale, const unsigned char *scale, int keep) {
-    const moei_v4 product = moei_v4_mul(w_scale, moei_v4_all(moei_get_float(scale)));
-    moei_v4_store(c, moei_v4_mul_add(moei_v4_of_int(sum), product, keep ? moei_v4_load(c) : moei_v4_all(0.0f)));
+    const moei_v4 product = moei_v4_mul(w_scale, moei_v4_splat(moei_get_float(scale)));
+    moei_v4_store(c, moei_v4_mul_add(moei_v4_from_int(sum), product, keep ? moei_v4_load(c) : moei_v4_splat(0.0f)));
 }
 
-/* rows (1 to 4) x 8 outputs. rows and q4 are constants where this is inlined; DOT(sum, w, x, i) adds quad i of x times w. The group's
-   numbers come 16 at a time, with four lines; in int4 the next 16 stand in the same lines' high bits. */
+/* rows (1 to 4) x 8 outputs. rows and q4 are constants after inlining; DOT(sum, w, x, i) adds quad
+   i of x times w. The group is processed 16 elements at a time, with four lines; in int4 the next
+   16 are in the high bits of the same lines. */
 #define MOEI_QUANT_ROWS(X) X(0) X(1) X(2) X(3)
-#define MOEI_QUANT_SUMS(r) s##r##0 = zero, s##r##1 = zero;
-#define MOEI_QUANT_LOAD(r)                                                             \
-    if (rows > r) x##r = moei_v16_load(a + r * row), z##r = q4 ? moei_v16_load(a + r * row + 16) : x##r;
-#define MOEI_QUANT_STEP(DOT, r, i)                                                     \
-    if (rows > r) {                                                                    \
-        s##r##0 = DOT(s##r##0, y0, x##r, i), s##r##1 = DOT(s##r##1, y1, x##r, i);      \
-        if (q4) s##r##0 = DOT(s##r##0, h0, z##r, i), s##r##1 = DOT(s##r##1, h1, z##r, i); \
+#define MOEI_QUANT_LOAD(r) \
+    if (rows > r) { \
+        x##r = moei_v16_load(a + r * row); \
+        z##r = q4 ? moei_v16_load(a + r * row + 16) : x##r; \
     }
-#define MOEI_QUANT_LINE(DOT, i)                                                                                    \
-    {                                                                                                              \
-        const moei_v16 v0 = moei_v16_load(w + i * MOEI_LINE), v1 = moei_v16_load(w + i * MOEI_LINE + 16);          \
-        const moei_v16 y0 = q4 ? moei_v16_low(v0) : moei_v16_signed(v0), y1 = q4 ? moei_v16_low(v1) : moei_v16_signed(v1); \
-        const moei_v16 h0 = moei_v16_high(v0), h1 = moei_v16_high(v1);                                             \
-        (void)h0, (void)h1;                                                                                        \
-        MOEI_QUANT_STEP(DOT, 0, i)                                                                                 \
-        MOEI_QUANT_STEP(DOT, 1, i)                                                                                 \
-        MOEI_QUANT_STEP(DOT, 2, i)                                                                                 \
-        MOEI_QUANT_STEP(DOT, 3, i)                                                                                 \
+#define MOEI_QUANT_STEP(DOT, r, i) \
+    if (rows > r) { \
+        s##r##0 = DOT(s##r##0, y0, x##r, i); \
+        s##r##1 = DOT(s##r##1, y1, x##r, i); \
+        if (q4) { \
+            s##r##0 = DOT(s##r##0, h0, z##r, i); \
+            s##r##1 = DOT(s##r##1, h1, z##r, i); \
+        } \
     }
-#define MOEI_QUANT_FINISH(TOTAL, r)                                                                                \
-    if (rows > r) {                                                                                                \
-        const moei_v4_int from = moei_v4_int_all(q4 ? moei_get_32(start + r * row) : 0);                           \
-        moei_finish_v4(c + r * ldc, moei_v4_int_add(TOTAL(s##r##0), from), w_scale0, scale + r * row, keep);       \
-        moei_finish_v4(c + r * ldc + 4, moei_v4_int_add(TOTAL(s##r##1), from), w_scale1, scale + r * row, keep);   \
+#define MOEI_QUANT_LINE(DOT, i) \
+    { \
+        const moei_v16 v0 = moei_v16_load(w + i * MOEI_LINE), v1 = moei_v16_load(w + i * MOEI_LINE + 16); \
+        const moei_v16 y0 = q4 ? moei_v16_low(v0) : moei_v16_signed(v0), \
+                       y1 = q4 ? moei_v16_low(v1) : moei_v16_signed(v1); \
+        const moei_v16 h0 = moei_v16_high(v0), h1 = moei_v16_high(v1); \
+        (void)h0; \
+        (void)h1; \
+        MOEI_QUANT_STEP(DOT, 0, i) \
+        MOEI_QUANT_STEP(DOT, 1, i) \
+        MOEI_QUANT_STEP(DOT, 2, i) \
+        MOEI_QUANT_STEP(DOT, 3, i) \
     }
-#define MOEI_QUANT_TILE_V4(set, target, SUMS, ZERO, DOT, TOTAL)                                                    \
-    target MOEI_INLINE void moei_quant_tile_##set(int q4, int rows, size_t side, const moei_quant_tile *t) {       \
-        const unsigned char *a = t->a, *w = t->w[0] + 32 * side, *w_scale = t->w_scale[0] + (t->half ? 16 : 32) * side; \
-        const unsigned char *start = t->start, *scale = t->scale;                                                  \
-        const size_t row = t->row_size, ldc = t->ldc[0], lines = t->lines;                                         \
-        float *c = t->c[0] + 8 * side;                                                                             \
-        size_t group, line;                                                                                        \
-        int keep = t->load;                                                                                        \
+#define MOEI_QUANT_FINISH(TOTAL, r) \
+    if (rows > r) { \
+        const moei_v4_int from = moei_v4_int_splat(q4 ? moei_get_32(start + r * row) : 0); \
+        moei_finish_v4(c + r * ldc, moei_v4_int_add(TOTAL(s##r##0), from), w_scale0, scale + r * row, keep); \
+        moei_finish_v4(c + r * ldc + 4, moei_v4_int_add(TOTAL(s##r##1), from), w_scale1, scale + r * row, keep); \
+    }
+#define MOEI_QUANT_TILE_V4(set, target, SUMS, ZERO, DOT, TOTAL) \
+    target MOEI_INLINE void moei_quant_tile_##set(int q4, int rows, size_t side, const moei_quant_tile *t) { \
+        const unsigned char *a = t->a, *w = t->w[0] + 32 * side; \
+        const unsigned char *w_scale = t->w_scale[0] + (t->half ? 16 : 32) * side; \
+        const unsigned char *start = t->start, *scale = t->scale; \
+        const size_t row = t->row_size, ldc = t->ldc[0]; \
+        const size_t lines = t->lines; \
+        float *c = t->c[0] + 8 * side; \
+        size_t group, line; \
+        int keep = t->load; \
         for (group = 0; group < t->groups; group++, w_scale += 2 * MOEI_PANEL, start += 4, scale += 4, keep = 1) { \
-            const SUMS zero = ZERO;                                                                                \
+            const SUMS zero = ZERO; \
             const moei_v4 w_scale0 = t->half ? moei_v4_from_f16(w_scale) : moei_v4_as_floats(moei_v16_load(w_scale)); \
-            const moei_v4 w_scale1 = t->half ? moei_v4_from_f16(w_scale + 8) : moei_v4_as_floats(moei_v16_load(w_scale + 16)); \
-            SUMS s00 = zero, s01 = zero, s10 = zero, s11 = zero, s20 = zero, s21 = zero, s30 = zero, s31 = zero;   \
-            for (line = 0; line < lines; line += 4, a += q4 ? 32 : 16, w += 4 * MOEI_LINE) {                       \
-                moei_v16 x0 = moei_v16_load(a), x1 = x0, x2 = x0, x3 = x0, z0 = x0, z1 = x0, z2 = x0, z3 = x0;     \
-                MOEI_QUANT_ROWS(MOEI_QUANT_LOAD)                                                                   \
-                MOEI_QUANT_LINE(DOT, 0)                                                                            \
-                MOEI_QUANT_LINE(DOT, 1)                                                                            \
-                MOEI_QUANT_LINE(DOT, 2)                                                                            \
-                MOEI_QUANT_LINE(DOT, 3)                                                                            \
-                (void)z0, (void)z1, (void)z2, (void)z3;                                                            \
-            }                                                                                                      \
-            MOEI_QUANT_FINISH(TOTAL, 0)                                                                            \
-            MOEI_QUANT_FINISH(TOTAL, 1)                                                                            \
-            MOEI_QUANT_FINISH(TOTAL, 2)                                                                            \
-            MOEI_QUANT_FINISH(TOTAL, 3)                                                                            \
-        }                                                                                                          \
-    }                                                                                                              \
-    target static void moei_quant_rows_##set(int q4, size_t rows, const moei_quant_tile *t) {                      \
-        size_t side;                                                                                               \
-        for (side = 0; side < 2; side++)                                                                           \
-            switch (rows) {                                                                                        \
-            case 1: q4 ? moei_quant_tile_##set(1, 1, side, t) : moei_quant_tile_##set(0, 1, side, t); break;       \
-            case 2: q4 ? moei_quant_tile_##set(1, 2, side, t) : moei_quant_tile_##set(0, 2, side, t); break;       \
-            case 3: q4 ? moei_quant_tile_##set(1, 3, side, t) : moei_quant_tile_##set(0, 3, side, t); break;       \
-            default: q4 ? moei_quant_tile_##set(1, 4, side, t) : moei_quant_tile_##set(0, 4, side, t); break;      \
-            }                                                                                                      \
-    }                                                                                                              \
+            const moei_v4 w_scale1 = \
+                t->half ? moei_v4_from_f16(w_scale + 8) : moei_v4_as_floats(moei_v16_load(w_scale + 16)); \
+            SUMS s00 = zero, s01 = zero; \
+            SUMS s10 = zero, s11 = zero; \
+            SUMS s20 = zero, s21 = zero; \
+            SUMS s30 = zero, s31 = zero; \
+            for (line = 0; line < lines; line += 4, a += q4 ? 32 : 16, w += 4 * MOEI_LINE) { \
+                moei_v16 x0 = moei_v16_load(a), x1 = x0; \
+                moei_v16 x2 = x0, x3 = x0; \
+                moei_v16 z0 = x0, z1 = x0; \
+                moei_v16 z2 = x0, z3 = x0; \
+                MOEI_QUANT_ROWS(MOEI_QUANT_LOAD) \
+                MOEI_QUANT_LINE(DOT, 0) \
+                MOEI_QUANT_LINE(DOT, 1) \
+                MOEI_QUANT_LINE(DOT, 2) \
+                MOEI_QUANT_LINE(DOT, 3) \
+                (void)z0; \
+                (void)z1; \
+                (void)z2; \
+                (void)z3; \
+            } \
+            MOEI_QUANT_FINISH(TOTAL, 0) \
+            MOEI_QUANT_FINISH(TOTAL, 1) \
+            MOEI_QUANT_FINISH(TOTAL, 2) \
+            MOEI_QUANT_FINISH(TOTAL, 3) \
+        } \
+    }
+#define MOEI_QUANT_PRODUCT_V4(set, target) \
+    target static void moei_quant_rows_##set(int q4, size_t rows, const moei_quant_tile *t) { \
+        size_t side; \
+        for (side = 0; side < 2; side++) switch (rows) { \
+            case 1: \
+                q4 ? moei_quant_tile_##set(1, 1, side, t) : moei_quant_tile_##set(0, 1, side, t); \
+                break; \
+            case 2: \
+                q4 ? moei_quant_tile_##set(1, 2, side, t) : moei_quant_tile_##set(0, 2, side, t); \
+                break; \
+            case 3: \
+                q4 ? moei_quant_tile_##set(1, 3, side, t) : moei_quant_tile_##set(0, 3, side, t); \
+                break; \
+            default: \
+                q4 ? moei_quant_tile_##set(1, 4, side, t) : moei_quant_tile_##set(0, 4, side, t); \
+                break; \
+            } \
+    } \
     static void moei_quant_##set(int type, size_t m, size_t panels, size_t inner, const void *rows, size_t row_size, \
-                                 const void *packed, size_t panel_stride, float *c, size_t ldc) {                  \
-        moei_quant_tiles(type, 1, 4, moei_quant_rows_##set, m, panels, inner, rows, row_size, packed, panel_stride, c, ldc); \
-    }                                                                                                              \
+                                 const void *packed, size_t panel_stride, float *c, size_t ldc) { \
+        moei_quant_tiles(type, 1, 4, moei_quant_rows_##set, m, panels, inner, rows, row_size, packed, panel_stride, c, \
+                         ldc); \
+    } \
     MOEI_QUANT_FUNCTIONS(set, )
 
 #define MOEI_DOT_PAIRS(sum, w, x, i) moei_dot_pair_sums(sum, w, MOEI_QUAD(x, i))
 MOEI_QUANT_TILE_V4(v4, , moei_pair_sums, moei_zero_sums(), MOEI_DOT_PAIRS, moei_total_pair_sums)
+MOEI_QUANT_PRODUCT_V4(v4, )
 
 #ifdef MOEI_HAVE_DOTPROD
 #define MOEI_DOT_SDOT(sum, w, x, i) vdotq_laneq_s32(sum, w, x, i)
 #define MOEI_TOTAL_SDOT(sum) (sum)
 MOEI_QUANT_TILE_V4(v4_dot, MOEI_DOTPROD, int32x4_t, vdupq_n_s32(0), MOEI_DOT_SDOT, MOEI_TOTAL_SDOT)
+MOEI_QUANT_PRODUCT_V4(v4_dot, MOEI_DOTPROD)
 #endif
 
-MOEI_INLINE moei_bits moei_largest_v4(size_t n, const float *x) {
-    moei_v4_int most = moei_v4_int_all(0);
+MOEI_INLINE moei_bits moei_max_magnitude_v4(size_t n, const float *x) {
+    moei_v4_int most = moei_v4_int_splat(0);
     int32_t lane[4], all = 0;
     size_t i;
-    for (i = 0; i < n; i += 4) most = moei_v4_largest(most, moei_v4_load(x + i));
+    for (i = 0; i < n; i += 4) most = moei_v4_max_magnitude(most, moei_v4_load(x + i));
     moei_v4_int_store(lane, most);
     for (i = 0; i < 4; i++)
         if (lane[i] > all) all = lane[i];
     return (moei_bits)all;
 }
 
-MOEI_INLINE int32_t moei_levels_v4(size_t n, const float *x, float factor, signed char *level) {
-    const moei_v4 f = moei_v4_all(factor);
-    moei_v4_int sum = moei_v4_int_all(0), a, b, c, d;
+MOEI_INLINE int32_t moei_codes_v4(size_t n, const float *x, float factor, signed char *code) {
+    const moei_v4 f = moei_v4_splat(factor);
+    moei_v4_int sum = moei_v4_int_splat(0), a, b, c, d;
     int32_t lane[4];
     size_t i;
     for (i = 0; i < n; i += 16) {
@@ -5675,49 +6139,39 @@ MOEI_INLINE int32_t moei_levels_v4(size_t n, const float *x, float factor, signe
         (void)moei_v4_nearest(moei_v4_mul(f, moei_v4_load(x + i + 8)), &c);
         (void)moei_v4_nearest(moei_v4_mul(f, moei_v4_load(x + i + 12)), &d);
         sum = moei_v4_int_add(sum, moei_v4_int_add(moei_v4_int_add(a, b), moei_v4_int_add(c, d)));
-        moei_v4_store_bytes(level + i, a, b, c, d);
+        moei_v4_store_bytes(code + i, a, b, c, d);
     }
     moei_v4_int_store(lane, sum);
     return lane[0] + lane[1] + lane[2] + lane[3];
 }
 
-static void moei_quantise_v4(int type, size_t m, size_t inner, const float *x, size_t ldx, void *rows) {
-    moei_quantise(type, m, inner, x, ldx, (unsigned char *)rows, moei_largest_v4, moei_levels_v4);
+static void moei_quantize_v4(int type, size_t m, size_t inner, const float *x, size_t ldx, void *rows) {
+    moei_quantize(type, m, inner, x, ldx, (unsigned char *)rows, moei_max_magnitude_v4, moei_codes_v4);
 }
-#define moei_quantise_v4_dot moei_quantise_v4
+#define moei_quantize_v4_dot moei_quantize_v4
 #endif /* MOE_NO_QUANT */
 
-#define MOEI_QUANT_ENTRIES_V4 MOEI_QUANT_ENTRIES(v4, moei_widen_v4)
 #endif /* MOEI_V4_IEEE */
 
 /* ---- the tables ---- */
 
-#ifndef MOEI_QUANT_ENTRIES_V4
-#define MOEI_QUANT_ENTRIES_V4 MOEI_QUANT_ENTRIES(c, moei_widen_c)
-#endif
-
-#ifndef MOE_NO_TRAIN
-#define MOEI_V4_BACKWARD(name) name
+#if defined(MOEI_V4_IEEE)
+static const moe_kernels moei_kernels_v4 =
+    MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, v4, moei_widen_v4);
 #else
-#define MOEI_V4_BACKWARD(name) NULL
+static const moe_kernels moei_kernels_v4 = MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, c, moei_widen_c);
 #endif
-#define MOEI_V4_ENTRIES                                                                                                   \
-    {{moei_f32_nt_v4}, {moei_f32_nn_v4}, {moei_f32_tn_v4}}, moei_f32_dot_v4, moei_f32_axpy_v4, moei_f32_activate_v4,      \
-        MOEI_V4_BACKWARD(moei_f32_activate_backward_v4), moei_f32_softmax_v4, moe_top_k, moei_f32_multiply_v4,            \
-        moei_real_spread_c, moei_real_log_posterior_c, moei_f32_exp_sum_v4, moei_real_entropy_c, moei_f32_panels_v4,      \
-        moei_f32_gated_v4, MOEI_V4_BACKWARD(moei_f32_gated_backward_v4), MOEI_V4_BACKWARD(moei_f32_adamw_v4)
-
-static const moe_kernels moei_kernels_v4 = {MOEI_V4_NAME, MOEI_V4_ID, MOEI_V4_ENTRIES, MOEI_QUANT_ENTRIES_V4};
 #if defined(MOEI_HAVE_DOTPROD) && !defined(MOE_NO_QUANT)
-static const moe_kernels moei_kernels_v4_dot = {MOEI_V4_NAME, MOEI_V4_ID, MOEI_V4_ENTRIES, MOEI_QUANT_ENTRIES(v4_dot, moei_widen_v4)};
+static const moe_kernels moei_kernels_v4_dot =
+    MOEI_KERNEL_SET(MOEI_V4_NAME, MOEI_V4_ID, v4, MOEI_ROW_V4, v4_dot, moei_widen_v4);
 #endif
 
 #endif /* MOEI_HAVE_V4 */
 
-/* ==== the choice ============================================================================================================== */
+/* ==== selection of a table ==================================================================== */
 
 #if defined(MOEI_X86_GNU) || defined(MOEI_X86_MSVC)
-/* eax, ebx, ecx, edx of one CPUID leaf; zeros when the processor does not have it. */
+/* eax, ebx, ecx, edx of one CPUID leaf; zeros if the processor does not have it. */
 static void moei_cpuid(unsigned leaf, unsigned subleaf, unsigned r[4]) {
     r[0] = r[1] = r[2] = r[3] = 0;
 #if defined(MOEI_X86_GNU)
@@ -5733,11 +6187,12 @@ static void moei_cpuid(unsigned leaf, unsigned subleaf, unsigned r[4]) {
 #endif
 }
 
-/* Which registers the operating system saves. Only where CPUID says that XGETBV may be used. */
+/* The registers that the operating system saves. Call it only if CPUID reports OSXSAVE. */
 static unsigned moei_saved_registers(void) {
 #if defined(MOEI_X86_GNU)
     unsigned low, high;
-    __asm__ volatile(".byte 0x0f, 0x01, 0xd0" : "=a"(low), "=d"(high) : "c"(0)); /* xgetbv, for old assemblers too */
+    /* xgetbv as bytes, for old assemblers */
+    __asm__ volatile(".byte 0x0f, 0x01, 0xd0" : "=a"(low), "=d"(high) : "c"(0));
     (void)high;
     return low;
 #else
@@ -5785,28 +6240,26 @@ unsigned moe_cpu_features(void) {
 #endif
 
 #ifdef MOEI_HAVE_AVX2
-static int moei_has(unsigned features, unsigned wanted) {
-    return (features & wanted) == wanted;
-}
+static int moei_has_all(unsigned features, unsigned wanted) { return (features & wanted) == wanted; }
 
-/* The table with AVX2 that these features allow, or NULL. */
+/* The AVX2 table for these features, or NULL. */
 static const moe_kernels *moei_select_avx2(unsigned features) {
-    if (!moei_has(features, MOE_CPU_AVX2 | MOE_CPU_FMA)) return NULL;
-    if (!moei_has(features, MOE_CPU_F16C)) return &moei_kernels_avx2_fma;
+    if (!moei_has_all(features, MOE_CPU_AVX2 | MOE_CPU_FMA)) return NULL;
+    if (!moei_has_all(features, MOE_CPU_F16C)) return &moei_kernels_avx2_fma;
 #ifdef MOEI_AVXVNNI
-    if (moei_has(features, MOE_CPU_AVXVNNI)) return &moei_kernels_avx2_vnni;
+    if (moei_has_all(features, MOE_CPU_AVXVNNI)) return &moei_kernels_avx2_vnni;
 #endif
     return &moei_kernels_avx2;
 }
 
-/* The table with AVX-512 that they allow, or NULL. */
+/* The AVX-512 table for these features, or NULL. */
 static const moe_kernels *moei_select_avx512(unsigned features) {
 #ifdef MOEI_HAVE_AVX512
     const unsigned wanted = MOE_CPU_AVX2 | MOE_CPU_FMA | MOE_CPU_F16C | MOE_CPU_AVX512F;
 #ifdef MOEI_VNNI512
-    if (moei_has(features, wanted | MOE_CPU_AVX512VNNI)) return &moei_kernels_avx512_vnni;
+    if (moei_has_all(features, wanted | MOE_CPU_AVX512VNNI)) return &moei_kernels_avx512_vnni;
 #endif
-    if (moei_has(features, wanted)) return &moei_kernels_avx512;
+    if (moei_has_all(features, wanted)) return &moei_kernels_avx512;
 #endif
     (void)features;
     return NULL;
@@ -5838,43 +6291,50 @@ const char *moe_kernels_name(int id) {
     return id >= 0 && id < MOE_KERNELS_COUNT ? names[id] : NULL;
 }
 
-/* ==== calls through a table =================================================================================================== */
+/* ==== calls through a table =================================================================== */
 
 static const moe_kernels *moei_table(const moe_kernels *k) {
     return k != NULL ? k : &moei_kernels_c;
 }
 
-void moe_matmul(const moe_kernels *k, int op, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda, const void *b,
-                size_t ldb, moe_real *c, size_t ldc, int accumulate) {
+/* y_i = a_i b_i; y may be a or b. */
+MOEI_TOOL void moei_multiply(const moe_kernels *k, size_t n, const moe_real *a, const moe_real *b, moe_real *y) {
+    moei_table(k)->multiply(n, a, b, y);
+}
+
+void moe_matmul(const moe_kernels *k, int op, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda,
+                const void *b, size_t ldb, moe_real *c, size_t ldc, int accumulate) {
     if (op < 0 || op >= MOE_MATMUL_COUNT || type != MOE_TYPE_REAL) return;
     moei_table(k)->matmul[op][type](m, n, inner, a, lda, b, ldb, c, ldc, accumulate);
 }
 
 #ifndef MOE_NO_QUANT
-void moe_quantise_rows(const moe_kernels *k, int type, size_t m, size_t inner, const moe_real *x, size_t ldx, void *rows) {
-    if (moei_is_quant(type)) moei_table(k)->quantise(type, m, inner, x, ldx, rows);
+void moe_rows_quantize(const moe_kernels *k, int type, size_t m, size_t inner, const moe_real *x, size_t ldx,
+                       void *rows) {
+    if (moei_is_quantized(type)) moei_table(k)->quantize(type, m, inner, x, ldx, rows);
 }
 
-/* The last outputs, which fill no panel, go through a copy as wide as a panel. */
-void moe_matmul_quant(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const void *rows, const void *packed,
-                      size_t stride, moe_real *c, size_t ldc) {
+/* The last outputs, which do not fill a panel, are computed in a copy as wide as a panel. */
+void moe_matmul_quantized(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const void *rows,
+                          const void *packed, size_t stride, moe_real *c, size_t ldc) {
     enum { ROWS = 28 };
-    const size_t whole = n / MOEI_PANEL, rest = n % MOEI_PANEL, row_size = moe_quant_row_size(type, inner);
+    const size_t whole = n / MOEI_PANEL, rest = n % MOEI_PANEL;
+    const size_t row_size = moe_quantized_row_size(type, inner);
     moe_real part[(int)ROWS * MOEI_PANEL];
     size_t i, j, step;
-    moe_quant_fn *product;
-    if (!moei_is_quant(type) || m == 0 || n == 0 || moe_panel_size(type, inner, &step) != MOE_OK) return;
+    moe_quantized_fn *product;
+    if (!moei_is_quantized(type) || m == 0 || n == 0 || moe_panel_size(type, inner, &step) != MOE_OK) return;
     if (inner == 0) {
         moei_zero_rows(m, n, c, ldc);
         return;
     }
     step *= stride;
-    product = moei_table(k)->quant[type];
+    product = moei_table(k)->quantized[type];
     if (whole > 0) product(m, whole, inner, rows, row_size, packed, step, c, ldc);
     for (i = 0; i < m && rest > 0; i += ROWS) {
         const size_t count = m - i < ROWS ? m - i : (size_t)ROWS;
-        product(count, 1, inner, (const unsigned char *)rows + i * row_size, row_size, (const unsigned char *)packed + whole * step, step,
-                part, MOEI_PANEL);
+        product(count, 1, inner, (const unsigned char *)rows + i * row_size, row_size,
+                (const unsigned char *)packed + whole * step, step, part, MOEI_PANEL);
         for (j = 0; j < count; j++)
             memcpy(c + (i + j) * ldc + whole * MOEI_PANEL, part + j * MOEI_PANEL, rest * sizeof *c);
     }
@@ -5897,12 +6357,13 @@ void moe_softmax(const moe_kernels *k, size_t n, const moe_real *x, moe_real tem
     moei_table(k)->softmax(n, x, temperature, y);
 }
 
-/* A block of k for 16-bit weights. Where sizes have 16 bits there is no room for a whole one: sums longer than this are then rounded differently. */
+/* A block of k for 16-bit weights. With a 16-bit size_t the stack cannot hold a whole one: sums
+   longer than this are then rounded differently. */
 enum { MOEI_HALF_K = SIZE_MAX > 65535 ? (int)MOEI_BLOCK_K : 16 };
 
-/* 16-bit weights: two panels of one block of k at a time become numbers on the stack, for all rows. */
-static void moei_matmul_half(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda,
-                             const unsigned char *packed, moe_real *c, size_t ldc) {
+/* 16-bit weights: widens two panels of one block of k at a time on the stack, for all rows. */
+static void moei_matmul_half(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const moe_real *a,
+                             size_t lda, const unsigned char *packed, moe_real *c, size_t ldc) {
     moe_real room[2 * MOEI_HALF_K * MOEI_PANEL];
     size_t j, p, half, columns, block;
     for (j = 0; j < n; j += columns) {
@@ -5917,20 +6378,22 @@ static void moei_matmul_half(const moe_kernels *k, int type, size_t m, size_t n,
     if (inner == 0) moei_zero_rows(m, n, c, ldc);
 }
 
-void moe_matmul_packed(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda, const void *packed,
-                       moe_real *c, size_t ldc) {
-    if (type == MOE_TYPE_REAL) moei_table(k)->panels(m, n, inner, a, lda, 1, (const moe_real *)packed, inner * MOEI_PANEL, c, ldc, 0);
+void moe_matmul_packed(const moe_kernels *k, int type, size_t m, size_t n, size_t inner, const moe_real *a, size_t lda,
+                       const void *packed, moe_real *c, size_t ldc) {
+    if (type == MOE_TYPE_REAL)
+        moei_table(k)->panels(m, n, inner, a, lda, 1, (const moe_real *)packed, inner * MOEI_PANEL, c, ldc, 0);
     else if (type == MOE_TYPE_F16 || type == MOE_TYPE_BF16)
         moei_matmul_half(moei_table(k), type, m, n, inner, a, lda, (const unsigned char *)packed, c, ldc);
 }
 
 /* moe_rms_norm with the kernels of a table. */
-static void moei_rms_norm_row(const moe_kernels *k, size_t n, const moe_real *x, const moe_real *gain, moe_real eps, moe_real *y, moe_real *rrms) {
+static void moei_rms_norm_row(const moe_kernels *k, size_t n, const moe_real *x, const moe_real *gain, moe_real eps,
+                              moe_real *y, moe_real *rrms) {
     moe_real scale = 0;
     size_t i;
     if (n > 0) scale = MOEI_R(1.0) / MOEI_F(sqrt)(moe_dot(k, n, x, x) / (moe_real)n + eps);
     for (i = 0; i < n; i++) y[i] = x[i] * scale;
-    if (gain != NULL) moe_multiply(k, n, y, gain, y);
+    if (gain != NULL) moei_multiply(k, n, y, gain, y);
     if (rrms != NULL) *rrms = scale;
 }
 
@@ -5940,75 +6403,91 @@ void moe_rms_norm(size_t n, const moe_real *x, const moe_real *gain, moe_real ep
 
 #ifndef MOE_NO_TRAIN
 /* With h = x rrms and g = dy gain: dx += rrms (g - h mean(g h)), dgain += dy h. */
-static void moei_rms_norm_row_backward(const moe_kernels *k, size_t n, const moe_real *x, const moe_real *gain, moe_real rrms, const moe_real *dy,
-                                       moe_real *dx, moe_real *dgain) {
+static void moei_rms_norm_row_backward(const moe_kernels *k, size_t n, const moe_real *x, const moe_real *gain,
+                                       moe_real rrms, const moe_real *dy, moe_real *dx, moe_real *dgain) {
     enum { PART = 256 };
     moe_real room[PART], sum = 0;
     size_t from, count;
     for (from = 0; from < n; from += count) {
         const moe_real *g = dy + from;
         count = n - from < PART ? n - from : (size_t)PART;
-        if (gain != NULL) moe_multiply(k, count, g, gain + from, room), g = room;
-        if (dx != NULL) sum += rrms * moe_dot(k, count, g, x + from), moe_axpy(k, count, rrms, g, dx + from);
+        if (gain != NULL) {
+            moei_multiply(k, count, g, gain + from, room);
+            g = room;
+        }
+        if (dx != NULL) {
+            sum += rrms * moe_dot(k, count, g, x + from);
+            moe_axpy(k, count, rrms, g, dx + from);
+        }
         if (dgain == NULL) continue;
-        moe_multiply(k, count, dy + from, x + from, room);
+        moei_multiply(k, count, dy + from, x + from, room);
         moe_axpy(k, count, rrms, room, dgain + from);
     }
     if (dx != NULL && n > 0) moe_axpy(k, n, -(rrms * rrms) * (sum / (moe_real)n), x, dx);
 }
 
-void moe_rms_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real rrms, const moe_real *dy, moe_real *dx, moe_real *dgain) {
+void moe_rms_norm_backward(size_t n, const moe_real *x, const moe_real *gain, moe_real rrms, const moe_real *dy,
+                           moe_real *dx, moe_real *dgain) {
     moei_rms_norm_row_backward(NULL, n, x, gain, rrms, dy, dx, dgain);
 }
 #endif
 
-void moe_gated(const moe_kernels *k, int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times, size_t ldt, moe_real *y,
-               size_t ldy) {
+void moe_gated(const moe_kernels *k, int act, size_t m, size_t n, const moe_real *x, size_t ldx, const moe_real *times,
+               size_t ldt, moe_real *y, size_t ldy) {
     moei_table(k)->gated(act, m, n, x, ldx, times, ldt, y, ldy);
 }
 
 #ifndef MOE_NO_TRAIN
-void moe_gated_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *times, const moe_real *dy, moe_real *dx,
-                        moe_real *d_times) {
+void moe_gated_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *times,
+                        const moe_real *dy, moe_real *dx, moe_real *d_times) {
     moei_table(k)->gated_backward(act, n, x, times, dy, dx, d_times);
 }
 
-void moe_adamw(const moe_kernels *k, const moe_adamw_step *step, size_t n, const moe_real *gradient, moe_real *m, moe_real *v, moe_real *w) {
+void moe_adamw(const moe_kernels *k, const moe_adamw_step *step, size_t n, const moe_real *gradient, moe_real *m,
+               moe_real *v, moe_real *w) {
     moei_table(k)->adamw(step, n, gradient, m, v, w);
 }
 #endif
 
-void moe_multiply(const moe_kernels *k, size_t n, const moe_real *a, const moe_real *b, moe_real *y) {
-    moei_table(k)->multiply(n, a, b, y);
+/* y_j = sum over i of |x_ij - mean_j| / count, or with squared = 1 of (x_ij - mean_j)^2 / count;
+   row i of x[.,n] starts at x + rows[i] * ldx, 0 <= i < count, count > 0. y may be mean. */
+MOEI_TOOL void moei_dispersion(const moe_kernels *k, int squared, size_t count, const int32_t *rows, size_t n,
+                               const moe_real *x, size_t ldx, const moe_real *mean, moe_real *y) {
+    moei_table(k)->dispersion(squared, count, rows, n, x, ldx, mean, y);
 }
 
-void moe_spread(const moe_kernels *k, int squared, size_t count, const int32_t *rows, size_t n, const moe_real *x, size_t ldx,
-                const moe_real *mean, moe_real *y) {
-    moei_table(k)->spread(squared, count, rows, n, x, ldx, mean, y);
-}
-
-moe_real moe_log_posterior(const moe_kernels *k, size_t n, moe_real scale, const moe_real *shift, const moe_real *prior, moe_real *y) {
+/* The steps of a softmax over values that are not in one array:
+   y_i = scale (y_i - shift_i) + ln prior_i, or -inf unless prior_i > 0 (also if NaN).
+   scale > 0; shift and prior [n], or NULL for 0 and 1. Returns the largest y_i, -inf for n = 0; a
+   NaN is skipped and shows in moei_exp_sum. */
+MOEI_TOOL moe_real moei_log_posterior(const moe_kernels *k, size_t n, moe_real scale, const moe_real *shift,
+                                      const moe_real *prior, moe_real *y) {
     return moei_table(k)->log_posterior(n, scale, shift, prior, y);
 }
 
-moe_real moe_exp_sum(const moe_kernels *k, size_t n, moe_real max, moe_real *y) {
+/* y_i = exp(y_i - max), max at least every y_i and above -inf; returns their sum. -inf gives
+   exactly 0; a NaN is kept and shows in the sum; results below the smallest normal number may be
+   0. */
+MOEI_TOOL moe_real moei_exp_sum(const moe_kernels *k, size_t n, moe_real max, moe_real *y) {
     return moei_table(k)->exp_sum(n, max, y);
 }
 
-moe_real moe_entropy(const moe_kernels *k, size_t n, const moe_real *p) {
+/* -sum_i p_i ln p_i over the p_i above 0; NaN is skipped, +inf gives -inf. */
+MOEI_TOOL moe_real moei_row_entropy(const moe_kernels *k, size_t n, const moe_real *p) {
     return moei_table(k)->entropy(n, p);
 }
 
 #ifndef MOE_NO_TRAIN
-void moe_activate_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *dy, moe_real *dx) {
+void moe_activate_backward(const moe_kernels *k, int act, size_t n, const moe_real *x, const moe_real *dy,
+                           moe_real *dx) {
     moei_table(k)->activate_backward(act, n, x, dy, dx);
 }
 #endif
 
 #endif /* MOE_NO_FLOAT */
 
-/* ==== integers ================================================================================================================
-   Constants are read through these three; 16 and 32 bits lie on multiples of 2 and 4. */
+/* ==== integers ===================================================================================
+   Constants are read through these three; 16-bit and 32-bit values are aligned to 2 and 4. */
 
 #if defined(MOEI_FLASH_AVR)
 MOEI_INLINE unsigned moei_flash_8(const unsigned char *at) {
@@ -6044,61 +6523,127 @@ MOEI_INLINE int32_t moei_flash_32(const unsigned char *at) {
 }
 #endif
 
+/* The constants of a product, for each pair of outputs a = 2 i, b = 2 i + 1 (a missing b is all
+   zero), k4 = k rounded up to 4:
+     int32 bias_a, int32 bias_b, int16 factor_a, int16 factor_b, then
+     int8   k4 times: byte w_a + 128, byte w_b (two's complement);     |w| <= 127
+     int4   for each block of 32 inputs, the last one shorter: uint16 block_a, uint16 block_b, then
+            for each 4 inputs the 4 bytes
+            a0 | b0 << 4,  a2 | b2 << 4,  a1 | b1 << 4,  a3 | b3 << 4, each as w + 8;
+            -8 <= w <= 7
+   Two outputs share a word because Arm's DSP instructions multiply halfwords: read as halfwords,
+   the word is 256 w_b + (w_a + 128) of two inputs, and one instruction extracts its even bytes.
+   Below, block_jp is the block scale of output j at input p, and 1 for int8. */
+
+/* Bytes of a product's constants, a multiple of 4. 0: n or k is above 65532, or the size
+   overflows. */
+MOEI_TOOL size_t moei_int8_size(size_t n, size_t k);
+MOEI_TOOL size_t moei_int4_size(size_t n, size_t k);
+#ifndef MOE_NO_TRAIN
+/* Packs codes [n,k], rows ld apart, bias [n], factor [n] within 0..32767 and (int4) block
+   [n][ceil(k/32)] into out [moei_int8_size or moei_int4_size bytes]. bias NULL: 0.
+   MOE_ERR_ARGUMENT: a code or factor is out of range, a pointer is missing, or ld < k.
+   MOE_ERR_OVERFLOW: the size overflows, or |bias_j| + 127 sum_p |w_jp| block_jp reaches 2^30. On
+   error out is unchanged. */
+MOEI_TOOL moe_status moei_int8_pack(size_t n, size_t k, const signed char *codes, size_t ld, const int32_t *bias,
+                                    const int16_t *factor, unsigned char *out);
+MOEI_TOOL moe_status moei_int4_pack(size_t n, size_t k, const signed char *codes, size_t ld, const int32_t *bias,
+                                    const int16_t *factor, const uint16_t *block, unsigned char *out);
+#endif
+/* With sum_j = bias_j + sum_p w_jp block_jp x_p and t_j = (sum_j * factor_j) >> 16 (all bits of the
+   product), x narrow [k]:
+     product       y_j = clamp((t_j + round) >> shift), zeros behind n
+     product_add   y_j += (t_j * weight) >> 16, 32767 being a weight of 1; y [n rounded up to 2];
+                   the caller ensures |y_j| < 2^31; low, high and shift are ignored
+   y overlaps neither x nor data. n = 0 or k = 0 is allowed. */
+MOEI_TOOL void moei_int8_product(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y);
+MOEI_TOOL void moei_int8_product_add(const moei_int_shape *shape, const unsigned char *data, const int16_t *x,
+                                     int16_t weight, int32_t *y);
+MOEI_TOOL void moei_int4_product(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y);
+MOEI_TOOL void moei_int4_product_add(const moei_int_shape *shape, const unsigned char *data, const int16_t *x,
+                                     int16_t weight, int32_t *y);
+
+/* The following functions process vectors of n, each with zeros behind n in y; y may be x, a or
+   b. */
+
+/* y_j = clamp((sum_j + round) >> shift); |sum_j| < 2^30. y does not overlap sum. */
+MOEI_TOOL void moei_int_store(const moei_int_shape *shape, const int32_t *sum, int16_t *y);
+/* Linear interpolation between 65 points c_0..c_64 (int16, constants as above) over wide x: with u
+   = x + 32768, i = u >> 10, f = u & 1023 y = clamp((c_i + (((c_{i+1} - c_i) * f) >> 10) + round) >>
+   shift). */
+MOEI_TOOL void moei_int_curve(const moei_int_shape *shape, const unsigned char *points, const int16_t *x, int16_t *y);
+/* y = clamp((a * b + round) >> shift), a and b wide. */
+MOEI_TOOL void moei_int_multiply(const moei_int_shape *shape, const int16_t *a, const int16_t *b, int16_t *y);
+/* y = clamp((a * factor + b * factor2 + round) >> shift), a and b wide, factors within 0..16383; b
+   may be NULL (0), and then factor may be up to 32767. */
+MOEI_TOOL void moei_int_add(const moei_int_shape *shape, const int16_t *a, int16_t factor, const int16_t *b,
+                            int16_t factor2, int16_t *y);
+
+/* 2^(-d / 2^bits) in units of 1/32768, bits within 0..31: exactly 32768 for d = 0, non-increasing
+   in d; the error is below one unit, and below 2^-12 relative for results above 4096. */
+MOEI_TOOL uint32_t moei_int_exp2(uint32_t d, int bits);
+/* The square root, rounded down. */
+MOEI_TOOL uint32_t moei_int_sqrt(uint32_t x);
+/* e_i = moei_int_exp2(max z - z_i, bits): the numerators of a softmax whose logits z have 2^bits
+   units per octave. Returns their sum. n <= 65532. */
+MOEI_TOOL uint32_t moei_int_softmax(size_t n, const int16_t *z, int bits, uint16_t *e);
+/* The indices of the k largest of key[n] in descending order; of equal keys the lower index comes
+   first. n <= 32767. Returns min(k, n). */
+MOEI_TOOL size_t moei_int_top_k(size_t n, const int32_t *key, size_t k, int16_t *index);
+
 /* ---- sizes and packing ---- */
 
-enum { MOEI_INT_HEAD = 12, MOEI_INT_BLOCK = 32 };
+enum { MOEI_INT_HEADER = 12, MOEI_INT_BLOCK = 32 };
 #define MOEI_INT_WIDEST 65532u
 
 /* Bytes of one pair of outputs. */
-MOEI_TOOL size_t moei_int8_pair_size(size_t k) {
-    return MOEI_INT_HEAD + 2 * ((k + 3) & ~(size_t)3);
-}
+MOEI_TOOL size_t moei_int8_pair_size(size_t k) { return MOEI_INT_HEADER + 2 * ((k + 3) & ~(size_t)3); }
 
 MOEI_TOOL size_t moei_int4_pair_size(size_t k) {
-    return MOEI_INT_HEAD + ((k + 3) & ~(size_t)3) + (k + MOEI_INT_BLOCK - 1) / MOEI_INT_BLOCK * 4;
+    return MOEI_INT_HEADER + ((k + 3) & ~(size_t)3) + (k + MOEI_INT_BLOCK - 1) / MOEI_INT_BLOCK * 4;
 }
 
-/* No size of a pair overflows where size_t has 32 bits or more; with 16 the largest do. */
+/* With a size_t of 32 bits or more, the size of a pair cannot overflow; with 16 bits it can. */
 MOEI_TOOL size_t moei_int_size(size_t n, size_t k, size_t pair, size_t bytes_per_input) {
     size_t bytes;
     if (n > MOEI_INT_WIDEST || k > MOEI_INT_WIDEST || k > ((size_t)-1 - 64) / (bytes_per_input + 1)) return 0;
     return moei_mul((n + 1) / 2, pair, &bytes) ? bytes : 0;
 }
 
-size_t moe_int8_size(size_t n, size_t k) {
+static size_t moei_int8_size(size_t n, size_t k) {
     return moei_int_size(n, k, moei_int8_pair_size(k), 2);
 }
 
-size_t moe_int4_size(size_t n, size_t k) {
+static size_t moei_int4_size(size_t n, size_t k) {
     return moei_int_size(n, k, moei_int4_pair_size(k), 1);
 }
 
 #ifndef MOE_NO_TRAIN
-/* What a product is packed from. */
+/* The source of a packed product. */
 typedef struct moei_int_source {
     size_t n, k, ld;
-    const signed char *levels;
+    const signed char *codes;
     const int32_t *bias;
     const int16_t *factor;
     const uint16_t *block; /* NULL: int8 */
 } moei_int_source;
 
-static uint64_t moei_int_block_of(const moei_int_source *s, size_t j, size_t p) {
+static uint64_t moei_int_block_scale(const moei_int_source *s, size_t j, size_t p) {
     return s->block != NULL ? s->block[j * ((s->k + MOEI_INT_BLOCK - 1) / MOEI_INT_BLOCK) + p / MOEI_INT_BLOCK] : 1;
 }
 
 static moe_status moei_int_check(const moei_int_source *s) {
     const int lowest = s->block != NULL ? -8 : -127, highest = s->block != NULL ? 7 : 127;
     size_t j, p;
-    if (s->n > 0 && (s->factor == NULL || (s->k > 0 && s->levels == NULL) || s->ld < s->k)) return MOE_ERR_ARGUMENT;
+    if (s->n > 0 && (s->factor == NULL || (s->k > 0 && s->codes == NULL) || s->ld < s->k)) return MOE_ERR_ARGUMENT;
     for (j = 0; j < s->n; j++) {
         const int64_t bias = s->bias != NULL ? s->bias[j] : 0;
         uint64_t bound = (uint64_t)(bias < 0 ? -bias : bias);
         if (s->factor[j] < 0) return MOE_ERR_ARGUMENT;
         for (p = 0; p < s->k; p++) {
-            const int w = s->levels[j * s->ld + p];
+            const int w = s->codes[j * s->ld + p];
             if (w < lowest || w > highest) return MOE_ERR_ARGUMENT;
-            bound += 127 * (uint64_t)(w < 0 ? -w : w) * moei_int_block_of(s, j, p);
+            bound += 127 * (uint64_t)(w < 0 ? -w : w) * moei_int_block_scale(s, j, p);
         }
         if (bound >= (uint64_t)1 << 30) return MOE_ERR_OVERFLOW;
     }
@@ -6110,12 +6655,12 @@ static unsigned char *moei_int_put(unsigned char *out, uint32_t value, int bytes
     return out;
 }
 
-/* The level of output j at input p, 0 where there is none. */
-static int moei_int_level(const moei_int_source *s, size_t j, size_t p) {
-    return j < s->n && p < s->k ? s->levels[j * s->ld + p] : 0;
+/* The code of output j at input p, 0 outside the matrix. */
+static int moei_int_code(const moei_int_source *s, size_t j, size_t p) {
+    return j < s->n && p < s->k ? s->codes[j * s->ld + p] : 0;
 }
 
-static unsigned char *moei_int_put_head(const moei_int_source *s, size_t j, unsigned char *out) {
+static unsigned char *moei_int_put_header(const moei_int_source *s, size_t j, unsigned char *out) {
     const size_t count = s->n - j < 2 ? s->n - j : 2;
     size_t i;
     for (i = 0; i < 2; i++) out = moei_int_put(out, i < count && s->bias != NULL ? (uint32_t)s->bias[j + i] : 0, 4);
@@ -6126,8 +6671,8 @@ static unsigned char *moei_int_put_head(const moei_int_source *s, size_t j, unsi
 static unsigned char *moei_int8_put_inputs(const moei_int_source *s, size_t j, unsigned char *out) {
     size_t p;
     for (p = 0; p < ((s->k + 3) & ~(size_t)3); p++) {
-        out = moei_int_put(out, (uint32_t)(moei_int_level(s, j, p) + 128), 1);
-        out = moei_int_put(out, (uint32_t)moei_int_level(s, j + 1, p), 1);
+        out = moei_int_put(out, (uint32_t)(moei_int_code(s, j, p) + 128), 1);
+        out = moei_int_put(out, (uint32_t)moei_int_code(s, j + 1, p), 1);
     }
     return out;
 }
@@ -6137,9 +6682,10 @@ static unsigned char *moei_int4_put_inputs(const moei_int_source *s, size_t j, u
     size_t p, i;
     for (p = 0; p < s->k; p += 4) {
         if (p % MOEI_INT_BLOCK == 0)
-            for (i = 0; i < 2; i++) out = moei_int_put(out, j + i < s->n ? (uint32_t)moei_int_block_of(s, j + i, p) : 0, 2);
+            for (i = 0; i < 2; i++)
+                out = moei_int_put(out, j + i < s->n ? (uint32_t)moei_int_block_scale(s, j + i, p) : 0, 2);
         for (i = 0; i < 4; i++) {
-            const int a = moei_int_level(s, j, p + order[i]) + 8, b = moei_int_level(s, j + 1, p + order[i]) + 8;
+            const int a = moei_int_code(s, j, p + order[i]) + 8, b = moei_int_code(s, j + 1, p + order[i]) + 8;
             out = moei_int_put(out, (uint32_t)(a + 16 * b), 1);
         }
     }
@@ -6155,31 +6701,44 @@ static moe_status moei_int_pack(const moei_int_source *s, size_t size, unsigned 
     status = moei_int_check(s);
     if (status != MOE_OK) return status;
     for (j = 0; j < s->n; j += 2) {
-        out = moei_int_put_head(s, j, out);
+        out = moei_int_put_header(s, j, out);
         out = s->block != NULL ? moei_int4_put_inputs(s, j, out) : moei_int8_put_inputs(s, j, out);
     }
     return MOE_OK;
 }
 
-moe_status moe_int8_pack(size_t n, size_t k, const signed char *levels, size_t ld, const int32_t *bias, const int16_t *factor,
-                         unsigned char *out) {
+static moe_status moei_int8_pack(size_t n, size_t k, const signed char *codes, size_t ld, const int32_t *bias,
+                                 const int16_t *factor, unsigned char *out) {
     moei_int_source s;
-    s.n = n, s.k = k, s.ld = ld, s.levels = levels, s.bias = bias, s.factor = factor, s.block = NULL;
-    return moei_int_pack(&s, moe_int8_size(n, k), out);
+    s.n = n;
+    s.k = k;
+    s.ld = ld;
+    s.codes = codes;
+    s.bias = bias;
+    s.factor = factor;
+    s.block = NULL;
+    return moei_int_pack(&s, moei_int8_size(n, k), out);
 }
 
-moe_status moe_int4_pack(size_t n, size_t k, const signed char *levels, size_t ld, const int32_t *bias, const int16_t *factor,
-                         const uint16_t *block, unsigned char *out) {
+static moe_status moei_int4_pack(size_t n, size_t k, const signed char *codes, size_t ld, const int32_t *bias,
+                                 const int16_t *factor, const uint16_t *block, unsigned char *out) {
     moei_int_source s;
-    s.n = n, s.k = k, s.ld = ld, s.levels = levels, s.bias = bias, s.factor = factor, s.block = block;
+    s.n = n;
+    s.k = k;
+    s.ld = ld;
+    s.codes = codes;
+    s.bias = bias;
+    s.factor = factor;
+    s.block = block;
     if (block == NULL) return MOE_ERR_ARGUMENT;
-    return moei_int_pack(&s, moe_int4_size(n, k), out);
+    return moei_int_pack(&s, moei_int4_size(n, k), out);
 }
 #endif
 
 /* ---- results ---- */
 
-/* (sum * factor) >> 16. Where a 64-bit product is a call it is made of two that fit 32 bits. */
+/* (sum * factor) >> 16. Where a 64-bit product is a library call, two 32-bit products replace
+   it. */
 MOEI_INLINE int32_t moei_int_scale(int32_t sum, int32_t factor) {
 #if defined(__AVR__)
     return (int32_t)(int16_t)(sum >> 16) * (int16_t)factor + ((int32_t)(uint16_t)sum * (int16_t)factor >> 16);
@@ -6188,33 +6747,37 @@ MOEI_INLINE int32_t moei_int_scale(int32_t sum, int32_t factor) {
 #else
     sum = (int32_t)((int64_t)sum * factor >> 16);
 #if defined(__arm__) && defined(__GNUC__)
-    __asm__("" : "+r"(sum)); /* else gcc keeps 64 bits, and a second product of them takes four instructions */
+    /* otherwise gcc keeps 64 bits, and a second product then takes four instructions */
+    __asm__("" : "+r"(sum));
 #endif
     return sum;
 #endif
 }
 
-MOEI_INLINE int32_t moei_int_round(const moe_int_shape *shape) {
+MOEI_INLINE int32_t moei_int_round(const moei_int_shape *shape) {
     return (int32_t)((uint32_t)1 << shape->shift >> 1);
 }
 
-MOEI_INLINE int16_t moei_int_held(int32_t low, int32_t high, int32_t value) {
+MOEI_INLINE int16_t moei_int_clamp_to(int32_t low, int32_t high, int32_t value) {
     return (int16_t)(value < low ? low : value > high ? high : value);
 }
 
-MOEI_INLINE int16_t moei_int_clamp(const moe_int_shape *shape, int32_t value) {
-    return moei_int_held(shape->low, shape->high, value);
+MOEI_INLINE int16_t moei_int_clamp(const moei_int_shape *shape, int32_t value) {
+    return moei_int_clamp_to(shape->low, shape->high, value);
 }
 
 MOEI_INLINE void moei_int_put_zeros(unsigned n, int16_t *y) {
     for (; (n & 3u) != 0; n++) y[n] = 0;
 }
 
-/* In place of a weight: outputs are stored and not added. Both endings share the code, which is most of what a model of integers needs. */
+/* Passed as the weight: outputs are stored, not added. Both variants share the code, which is most
+   of what an integer model needs. */
 #define MOEI_INT_NO_WEIGHT ((int32_t)1 << 16)
 
-/* Takes the sums a and b of the pair of outputs whose constants begin at head; returns the place of the next pair's. */
-MOEI_INLINE void *moei_int_end_pair(const moe_int_shape *shape, int32_t weight, const unsigned char *head, int32_t a, int32_t b, void *at) {
+/* Finishes the sums a and b of the pair of outputs whose constants begin at head; returns the
+   position for the next pair. */
+MOEI_INLINE void *moei_int_finish_pair(const moei_int_shape *shape, int32_t weight, const unsigned char *head,
+                                       int32_t a, int32_t b, void *at) {
     int32_t *sum = (int32_t *)at;
     int16_t *y = (int16_t *)at;
     a = moei_int_scale(a, moei_flash_16(head + 8));
@@ -6226,7 +6789,8 @@ MOEI_INLINE void *moei_int_end_pair(const moe_int_shape *shape, int32_t weight, 
     }
     a = moei_int_clamp(shape, (a + moei_int_round(shape)) >> shape->shift);
     b = moei_int_clamp(shape, (b + moei_int_round(shape)) >> shape->shift);
-    y[0] = (int16_t)a, y[1] = (int16_t)b;
+    y[0] = (int16_t)a;
+    y[1] = (int16_t)b;
     return y + 2;
 }
 
@@ -6235,17 +6799,19 @@ MOEI_INLINE void *moei_int_end_pair(const moe_int_shape *shape, int32_t weight, 
 #if defined(MOEI_INT_DSP)
 MOEI_TOOL int32_t moei_int_sum(unsigned k, const int16_t *x) {
     int32_t sum = 0;
-    __asm__ volatile(".syntax unified\n\tsubs %1, #8\n\tblt 2f\n"
-                     "1:\tldm %2!, {r3, r4, r5, r6}\n\tsmlad %0, r3, %3, %0\n\tsmlad %0, r4, %3, %0\n\t"
-                     "smlad %0, r5, %3, %0\n\tsmlad %0, r6, %3, %0\n\tsubs %1, #8\n\tbge 1b\n"
-                     "2:\tadds %1, #8\n\tbeq 3f\n\tldm %2!, {r3, r4}\n\tsmlad %0, r3, %3, %0\n\tsmlad %0, r4, %3, %0\n3:"
-                     : "+r"(sum), "+r"(k), "+r"(x)
-                     : "r"(0x10001)
-                     : "r3", "r4", "r5", "r6", "cc", "memory");
+    __asm__ volatile(
+        ".syntax unified\n\tsubs %1, #8\n\tblt 2f\n"
+        "1:\tldm %2!, {r3, r4, r5, r6}\n\tsmlad %0, r3, %3, %0\n\tsmlad %0, r4, %3, %0\n\t"
+        "smlad %0, r5, %3, %0\n\tsmlad %0, r6, %3, %0\n\tsubs %1, #8\n\tbge 1b\n"
+        "2:\tadds %1, #8\n\tbeq 3f\n\tldm %2!, {r3, r4}\n\tsmlad %0, r3, %3, %0\n\tsmlad %0, r4, %3, %0\n3:"
+        : "+r"(sum), "+r"(k), "+r"(x)
+        : "r"(0x10001)
+        : "r3", "r4", "r5", "r6", "cc", "memory");
     return sum;
 }
 #elif defined(MOEI_FLASH_WORDS)
-/* Two inputs at a time: the lower halves of the words' sum are the sum of their lower halves while that fits 16 bits, as 256 of them do. */
+/* Two inputs at a time: the lower half of the sum of words is the sum of their lower halves as long
+   as that fits in 16 bits, which holds for 256 inputs. */
 MOEI_TOOL int32_t moei_int_sum(unsigned k, const int16_t *x) {
     int32_t sum = 0;
     unsigned count;
@@ -6254,7 +6820,8 @@ MOEI_TOOL int32_t moei_int_sum(unsigned k, const int16_t *x) {
         uint32_t words = 0;
         count = k < 512 ? k : 512;
         for (end = x + count; x != end; x += 4) {
-            const int32_t first = ((const moei_flash_word *)(const void *)x)[0], second = ((const moei_flash_word *)(const void *)x)[1];
+            const int32_t first = ((const moei_flash_word *)(const void *)x)[0],
+                          second = ((const moei_flash_word *)(const void *)x)[1];
             words += (uint32_t)first + (uint32_t)second;
             sum += (first >> 16) + (second >> 16);
         }
@@ -6271,15 +6838,19 @@ MOEI_TOOL int32_t moei_int_sum(unsigned k, const int16_t *x) {
 #endif
 
 #if defined(MOEI_INT_THUMB1)
-/* *a += (w_a + 128) . x and *both += (256 w_b + w_a + 128) . x from x to end > x. The sums stand in upper registers, which can be added to and
-   no more; the lower ones that they came in are free then. */
-MOEI_INLINE const int16_t *moei_int8_strip(const unsigned char **w, const int16_t *x, const int16_t *end, uint32_t *a, uint32_t *both) {
-#define MOEI_WORD(w)                                                                                                             \
-    "ldm %1!, {%2}\n\tsxth %3, %2\n\tuxtb %4, " #w "\n\tmuls %4, %3, %4\n\tadd r8, %4\n\tsxth %4, " #w "\n\tmuls %4, %3, %4\n\t" \
-    "add r9, %4\n\tasrs %2, %2, #16\n\tasrs " #w ", " #w ", #16\n\tuxtb %4, " #w "\n\tmuls %4, %2, %4\n\tadd r8, %4\n\t"         \
+/* *a += (w_a + 128) . x and *both += (256 w_b + w_a + 128) . x from x to end > x. The sums are
+   moved to upper registers, which support only additions; this frees the lower registers. */
+MOEI_INLINE const int16_t *moei_int8_dot_part(const unsigned char **w, const int16_t *x, const int16_t *end,
+                                              uint32_t *a, uint32_t *both) {
+#define MOEI_WORD(w) \
+    "ldm %1!, {%2}\n\tsxth %3, %2\n\tuxtb %4, " #w "\n\tmuls %4, %3, %4\n\tadd r8, %4\n\tsxth %4, " #w \
+    "\n\tmuls %4, %3, %4\n\t" \
+    "add r9, %4\n\tasrs %2, %2, #16\n\tasrs " #w ", " #w ", #16\n\tuxtb %4, " #w \
+    "\n\tmuls %4, %2, %4\n\tadd r8, %4\n\t" \
     "muls " #w ", %2, " #w "\n\tadd r9, " #w "\n\t"
     __asm__ volatile(".syntax unified\n\tmov r8, %2\n\tmov r9, %3\n\tmov r10, %4\n"
-                     "1:\tldm %0!, {r4, r5}\n\t" MOEI_WORD(r4) MOEI_WORD(r5) "cmp %1, r10\n\tbne 1b\n\tmov %2, r8\n\tmov %3, r9"
+                     "1:\tldm %0!, {r4, r5}\n\t" MOEI_WORD(r4)
+                         MOEI_WORD(r5) "cmp %1, r10\n\tbne 1b\n\tmov %2, r8\n\tmov %3, r9"
                      : "+l"(*w), "+l"(x), "+l"(*a), "+l"(*both), "+l"(end)
                      :
                      : "r4", "r5", "r8", "r9", "r10", "cc", "memory");
@@ -6294,152 +6865,186 @@ MOEI_INLINE const int16_t *moei_int8_strip(const unsigned char **w, const int16_
 #else
 #define MOEI_LOAD "ld"
 #endif
-/* *a += (w_a + 128) . x, *b += (w_b + 128) . x: with weights above 0 a product has the sign of x, whose upper byte is that of the sum's upper bytes. */
-MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
-#define MOEI_INPUT                                                                                                       \
-    MOEI_LOAD " %5, Z+\n\t" MOEI_LOAD " %6, Z+\n\tld %7, X+\n\tld %8, X+\n\tsubi %6, 128\n\t"                            \
-    "mulsu %7, %5\n\tadd %A2, r0\n\tadc %B2, r1\n\tadc %C2, %8\n\tadc %D2, %8\n\t"                                       \
+/* *a += (w_a + 128) . x, *b += (w_b + 128) . x: all weights are positive, so a product has the sign
+   of x, and the upper byte of x extends it to the upper bytes of the sum. */
+MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a,
+                                               int32_t *b) {
+#define MOEI_INPUT \
+    MOEI_LOAD " %5, Z+\n\t" MOEI_LOAD " %6, Z+\n\tld %7, X+\n\tld %8, X+\n\tsubi %6, 128\n\t" \
+    "mulsu %7, %5\n\tadd %A2, r0\n\tadc %B2, r1\n\tadc %C2, %8\n\tadc %D2, %8\n\t" \
     "mulsu %7, %6\n\tadd %A3, r0\n\tadc %B3, r1\n\tadc %C3, %8\n\tadc %D3, %8\n\t"
     int32_t sum_a = *a, sum_b = *b;
     unsigned count = k / 4;
-    unsigned char byte_a, byte_b, level, sign;
+    unsigned char byte_a, byte_b, code, sign;
     if (k == 0) return w;
-    __asm__ volatile("1:\t" MOEI_INPUT MOEI_INPUT MOEI_INPUT MOEI_INPUT "sbiw %4, 1\n\tbreq 2f\n\trjmp 1b\n2:\tclr __zero_reg__"
-                     : "+z"(w), "+x"(x), "+r"(sum_a), "+r"(sum_b), "+w"(count), "=&a"(byte_a), "=&a"(byte_b), "=&a"(level), "=&r"(sign)
+    __asm__ volatile("1:\t" MOEI_INPUT MOEI_INPUT MOEI_INPUT MOEI_INPUT
+                     "sbiw %4, 1\n\tbreq 2f\n\trjmp 1b\n2:\tclr __zero_reg__"
+                     : "+z"(w), "+x"(x), "+r"(sum_a), "+r"(sum_b), "+w"(count), "=&a"(byte_a), "=&a"(byte_b),
+                       "=&a"(code), "=&r"(sign)
                      :
                      : "memory");
 #undef MOEI_INPUT
-    *a = sum_a, *b = sum_b;
+    *a = sum_a;
+    *b = sum_b;
     return w;
 }
 #else
 /* *a += (w_a + 128) . x, *b += w_b . x; returns the end of the weights. */
 #if defined(MOEI_INT_THUMB1)
-/* both - a = 256 w_b . x, which the 32 bits hold for up to 512 inputs. */
-MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
+/* both - a = 256 w_b . x, which fits in 32 bits for up to 512 inputs. */
+MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a,
+                                               int32_t *b) {
     const int16_t *end = x + k;
     uint32_t sum_a = (uint32_t)*a;
     int32_t sum_b = *b;
     while (x != end) {
         uint32_t both = sum_a;
-        x = moei_int8_strip(&w, x, end - x > 512 ? x + 512 : end, &sum_a, &both);
+        x = moei_int8_dot_part(&w, x, end - x > 512 ? x + 512 : end, &sum_a, &both);
         sum_b += (int32_t)(both - sum_a) >> 8;
     }
-    *a = (int32_t)sum_a, *b = sum_b;
+    *a = (int32_t)sum_a;
+    *b = sum_b;
     return w;
 }
 #else
-MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
+MOEI_INLINE const unsigned char *moei_int8_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a,
+                                               int32_t *b) {
     const int16_t *end = x + k;
     int32_t sum_a = *a, sum_b = *b;
     for (; x != end; x += 4, w += 8) {
-        sum_a += (int32_t)moei_flash_8(w) * x[0], sum_b += (int32_t)(signed char)moei_flash_8(w + 1) * x[0];
-        sum_a += (int32_t)moei_flash_8(w + 2) * x[1], sum_b += (int32_t)(signed char)moei_flash_8(w + 3) * x[1];
-        sum_a += (int32_t)moei_flash_8(w + 4) * x[2], sum_b += (int32_t)(signed char)moei_flash_8(w + 5) * x[2];
-        sum_a += (int32_t)moei_flash_8(w + 6) * x[3], sum_b += (int32_t)(signed char)moei_flash_8(w + 7) * x[3];
+        sum_a += (int32_t)moei_flash_8(w) * x[0];
+        sum_b += (int32_t)(signed char)moei_flash_8(w + 1) * x[0];
+        sum_a += (int32_t)moei_flash_8(w + 2) * x[1];
+        sum_b += (int32_t)(signed char)moei_flash_8(w + 3) * x[1];
+        sum_a += (int32_t)moei_flash_8(w + 4) * x[2];
+        sum_b += (int32_t)(signed char)moei_flash_8(w + 5) * x[2];
+        sum_a += (int32_t)moei_flash_8(w + 6) * x[3];
+        sum_b += (int32_t)(signed char)moei_flash_8(w + 7) * x[3];
     }
-    *a = sum_a, *b = sum_b;
+    *a = sum_a;
+    *b = sum_b;
     return w;
 }
 #endif
 #endif
 
-/* *a += (w_a + 8) . x, *b += (w_b + 8) . x over the k > 0 inputs of a block; returns the end of its weights. */
+/* *a += (w_a + 8) . x, *b += (w_b + 8) . x over the k > 0 inputs of a block; returns the end of its
+   weights. */
 #if defined(MOEI_INT_AVR)
-/* The block's sum itself fits 16 bits (8 * 127 * 32 < 32768), so what it is made of may wrap. */
-MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
-#define MOEI_INPUT(x)                                                                                            \
-    MOEI_LOAD " r18, Z+\n\tmov r19, r18\n\tandi r18, 15\n\tmulsu " x ", r18\n\tadd %A2, r0\n\tadc %B2, r1\n\t"    \
+/* The block's sum fits in 16 bits (8 * 127 * 32 < 32768), so its partial sums may wrap. */
+MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a,
+                                               int32_t *b) {
+#define MOEI_INPUT(x) \
+    MOEI_LOAD " r18, Z+\n\tmov r19, r18\n\tandi r18, 15\n\tmulsu " x ", r18\n\tadd %A2, r0\n\tadc %B2, r1\n\t" \
     "swap r19\n\tandi r19, 15\n\tmulsu " x ", r19\n\tadd %A3, r0\n\tadc %B3, r1\n\t"
     uint16_t sum_a = (uint16_t)*a, sum_b = (uint16_t)*b;
     unsigned char count = (unsigned char)(k / 4);
-    __asm__ volatile("1:\tld r20, X+\n\tadiw r26, 1\n\tld r21, X+\n\tadiw r26, 1\n\tld r22, X+\n\tadiw r26, 1\n\tld r23, X+\n\tadiw r26, 1\n\t"
-                     MOEI_INPUT("r20") MOEI_INPUT("r22") MOEI_INPUT("r21") MOEI_INPUT("r23")
-                     "dec %4\n\tbreq 2f\n\trjmp 1b\n2:\tclr __zero_reg__"
+    __asm__ volatile("1:\tld r20, X+\n\tadiw r26, 1\n\tld r21, X+\n\tadiw r26, 1\n\tld r22, X+\n\tadiw r26, 1\n\tld "
+                     "r23, X+\n\tadiw r26, 1\n\t" MOEI_INPUT("r20") MOEI_INPUT("r22") MOEI_INPUT("r21")
+                         MOEI_INPUT("r23") "dec %4\n\tbreq 2f\n\trjmp 1b\n2:\tclr __zero_reg__"
                      : "+z"(w), "+x"(x), "+r"(sum_a), "+r"(sum_b), "+r"(count)
                      :
                      : "r18", "r19", "r20", "r21", "r22", "r23", "memory");
 #undef MOEI_INPUT
-    *a = (int16_t)sum_a, *b = (int16_t)sum_b;
+    *a = (int16_t)sum_a;
+    *b = (int16_t)sum_b;
     return w;
 }
 #undef MOEI_LOAD
 #else
-/* The byte is w_a + 8 + 16 (w_b + 8), so its sum has both. */
-MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a, int32_t *b) {
+/* The byte is w_a + 8 + 16 (w_b + 8), so its sum contains both. */
+MOEI_INLINE const unsigned char *moei_int4_dot(unsigned k, const unsigned char *w, const int16_t *x, int32_t *a,
+                                               int32_t *b) {
     int32_t both = 0, sum_b = 0;
 #if defined(MOEI_INT_THUMB1)
-#define MOEI_BYTE(place, x) "ldrb %4, [%0, " place "]\n\tlsrs %5, %4, #4\n\tmuls %4, " x ", %4\n\tadd r8, %4\n\tmuls %5, " x ", %5\n\tadd r9, %5\n\t"
+#define MOEI_BYTE(place, x) \
+    "ldrb %4, [%0, " place "]\n\tlsrs %5, %4, #4\n\tmuls %4, " x ", %4\n\tadd r8, %4\n\tmuls %5, " x \
+    ", %5\n\tadd r9, %5\n\t"
     uint32_t first, second, byte = 0, product = 0;
     const int16_t *end = x + k;
     __asm__ volatile(".syntax unified\n\tmov r8, %4\n\tmov r9, %5\n"
-                     "1:\tldm %1!, {%3}\n\tsxth %2, %3\n\tasrs %3, %3, #16\n\t" MOEI_BYTE("#0", "%2") MOEI_BYTE("#2", "%3")
-                     "ldm %1!, {%3}\n\tsxth %2, %3\n\tasrs %3, %3, #16\n\t" MOEI_BYTE("#1", "%2") MOEI_BYTE("#3", "%3")
-                     "adds %0, #4\n\tcmp %1, %6\n\tbne 1b\n\tmov %4, r8\n\tmov %5, r9"
+                     "1:\tldm %1!, {%3}\n\tsxth %2, %3\n\tasrs %3, %3, #16\n\t" MOEI_BYTE("#0", "%2") MOEI_BYTE(
+                         "#2", "%3") "ldm %1!, {%3}\n\tsxth %2, %3\n\tasrs %3, %3, #16\n\t" MOEI_BYTE("#1", "%2")
+                         MOEI_BYTE("#3", "%3") "adds %0, #4\n\tcmp %1, %6\n\tbne 1b\n\tmov %4, r8\n\tmov %5, r9"
                      : "+l"(w), "+l"(x), "=&l"(first), "=&l"(second), "+l"(byte), "+l"(product)
                      : "r"(end)
                      : "r8", "r9", "cc", "memory");
-    both = (int32_t)byte, sum_b = (int32_t)product;
+    both = (int32_t)byte;
+    sum_b = (int32_t)product;
 #undef MOEI_BYTE
 #else
     const int16_t *end = x + k;
     do {
         unsigned v = moei_flash_8(w);
-        both += (int32_t)v * x[0], sum_b += (int32_t)(v >> 4) * x[0];
+        both += (int32_t)v * x[0];
+        sum_b += (int32_t)(v >> 4) * x[0];
         v = moei_flash_8(w + 2);
-        both += (int32_t)v * x[1], sum_b += (int32_t)(v >> 4) * x[1];
+        both += (int32_t)v * x[1];
+        sum_b += (int32_t)(v >> 4) * x[1];
         v = moei_flash_8(w + 1);
-        both += (int32_t)v * x[2], sum_b += (int32_t)(v >> 4) * x[2];
+        both += (int32_t)v * x[2];
+        sum_b += (int32_t)(v >> 4) * x[2];
         v = moei_flash_8(w + 3);
-        both += (int32_t)v * x[3], sum_b += (int32_t)(v >> 4) * x[3];
-        x += 4, w += 4;
+        both += (int32_t)v * x[3];
+        sum_b += (int32_t)(v >> 4) * x[3];
+        x += 4;
+        w += 4;
     } while (x != end);
 #endif
-    *a += both - 16 * sum_b, *b += sum_b;
+    *a += both - 16 * sum_b;
+    *b += sum_b;
     return w;
 }
 #endif
 
 /* ---- products ---- */
 
-enum { MOEI_INT_KEPT = 32 };
+enum { MOEI_INT_OFFSETS = 32 };
 
-/* kept[i] = -8 times the sum of block i: what takes the weights' offset off. Made once for all pairs, of the first blocks. */
+/* kept[i] = -8 times the sum of block i, which cancels the offset of the weights. Computed once for
+   all pairs, for the first blocks. */
 MOEI_TOOL void moei_int4_offsets(unsigned k, const int16_t *x, int16_t *kept) {
     unsigned i, count;
-    for (i = 0; k > 0 && i < MOEI_INT_KEPT; i++, k -= count, x += count) {
+    for (i = 0; k > 0 && i < MOEI_INT_OFFSETS; i++, k -= count, x += count) {
         count = k < MOEI_INT_BLOCK ? k : (unsigned)MOEI_INT_BLOCK;
         kept[i] = (int16_t)(-8 * moei_int_sum(count, x));
     }
 }
 
 #if defined(MOEI_INT_DSP)
-/* What the loops over pairs keep in memory, in the order in which they load it. */
+/* The data of the loops over pairs, in the order in which they load it. */
 typedef struct moei_int_work {
-    int32_t round, shift, low, high; /* low and high in both halves; when adding: the weight, -1 */
+    int32_t round, shift, low, high; /* low and high in both halves; if adding: the weight, -1 */
     void *y;
     const unsigned char *data_end;
 } moei_int_work;
 
-MOEI_INLINE moei_int_work moei_int_work_of(const moe_int_shape *shape, const unsigned char *data, size_t pair, int32_t weight, void *y) {
+MOEI_INLINE moei_int_work moei_int_work_make(const moei_int_shape *shape, const unsigned char *data, size_t pair,
+                                             int32_t weight, void *y) {
     moei_int_work w;
     const int adding = weight != MOEI_INT_NO_WEIGHT;
-    w.round = adding ? weight : moei_int_round(shape), w.shift = adding ? -1 : shape->shift;
-    w.low = (int32_t)((uint32_t)(uint16_t)shape->low * 0x10001u), w.high = (int32_t)((uint32_t)(uint16_t)shape->high * 0x10001u);
-    w.y = y, w.data_end = data + (shape->n + 1u) / 2 * pair;
+    w.round = adding ? weight : moei_int_round(shape);
+    w.shift = adding ? -1 : shape->shift;
+    w.low = (int32_t)((uint32_t)(uint16_t)shape->low * 0x10001u);
+    w.high = (int32_t)((uint32_t)(uint16_t)shape->high * 0x10001u);
+    w.y = y;
+    w.data_end = data + (shape->n + 1u) / 2 * pair;
     return w;
 }
 
-/* The end of a pair. Registers: the sums a, b, their factors in one, r0 behind the work above, r1 the constants, r2, r4, r5, r6, r11, r12 free; label 0
-   is the next pair, 9 the end. 16 times 32 bits is one instruction, and both outputs are clamped at once. */
-#define MOEI_INT_END_PAIR(a, b, factors)                                                                                              \
-    "ldmdb r0, {r2, r4, r5, r6, r11, r12}\n\tcmp r4, #0\n\tblt 6f\n\t"                                                                \
-    "smlawb " #a ", " #a ", " #factors ", r2\n\tsmlawt " #b ", " #b ", " #factors ", r2\n\t"                                          \
-    "asr " #a ", " #a ", r4\n\tasr " #b ", " #b ", r4\n\tssat " #a ", #16, " #a "\n\tssat " #b ", #16, " #b "\n\t"                    \
-    "pkhbt " #a ", " #a ", " #b ", lsl #16\n\tssub16 r2, " #a ", r5\n\tsel " #a ", " #a ", r5\n\tssub16 r2, r6, " #a "\n\t"           \
-    "sel " #a ", " #a ", r6\n\tstr " #a ", [r11], #4\n\tstr r11, [r0, #-8]\n\tcmp r1, r12\n\tbne 0b\n\tb 9f\n"                        \
-    "6:\tsmulwb " #a ", " #a ", " #factors "\n\tsmulwt " #b ", " #b ", " #factors "\n\tldm r11, {r4, r5}\n\t"                         \
-    "smlawb r4, " #a ", r2, r4\n\tsmlawb r5, " #b ", r2, r5\n\tstm r11!, {r4, r5}\n\tstr r11, [r0, #-8]\n\tcmp r1, r12\n\tbne 0b\n\tb 9f\n"
+/* The end of a pair. Registers: the sums a, b, their factors in one, r0 behind moei_int_work, r1
+   the constants, r2, r4, r5, r6, r11, r12 free; label 0 is the next pair, 9 the end. A 16 x 32-bit
+   product is one instruction, and both outputs are clamped at once. */
+#define MOEI_INT_FINISH_PAIR(a, b, factors) \
+    "ldmdb r0, {r2, r4, r5, r6, r11, r12}\n\tcmp r4, #0\n\tblt 6f\n\t" \
+    "smlawb " #a ", " #a ", " #factors ", r2\n\tsmlawt " #b ", " #b ", " #factors ", r2\n\t" \
+    "asr " #a ", " #a ", r4\n\tasr " #b ", " #b ", r4\n\tssat " #a ", #16, " #a "\n\tssat " #b ", #16, " #b "\n\t" \
+    "pkhbt " #a ", " #a ", " #b ", lsl #16\n\tssub16 r2, " #a ", r5\n\tsel " #a ", " #a ", r5\n\tssub16 r2, r6, " #a \
+    "\n\t" \
+    "sel " #a ", " #a ", r6\n\tstr " #a ", [r11], #4\n\tstr r11, [r0, #-8]\n\tcmp r1, r12\n\tbne 0b\n\tb 9f\n" \
+    "6:\tsmulwb " #a ", " #a ", " #factors "\n\tsmulwt " #b ", " #b ", " #factors "\n\tldm r11, {r4, r5}\n\t" \
+    "smlawb r4, " #a ", r2, r4\n\tsmlawb r5, " #b \
+    ", r2, r5\n\tstm r11!, {r4, r5}\n\tstr r11, [r0, #-8]\n\tcmp r1, r12\n\tbne 0b\n\tb 9f\n"
 
 #if defined(MOEI_INT_MVE)
 typedef struct moei_int8_work {
@@ -6448,65 +7053,80 @@ typedef struct moei_int8_work {
     uint32_t steps, last_steps; /* of 16 and of 4 inputs */
 } moei_int8_work;
 
-/* The loads take even and odd bytes apart: w_a + 128 in q0 and w_b in q1, the levels of x in q2. The sums are in r8 and r10. */
-MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
+/* The loads separate even and odd bytes: w_a + 128 in q0 and w_b in q1, the codes of x in q2. The
+   sums are in r8 and r10. */
+MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
+                               void *y) {
     moei_int8_work work;
     const unsigned k = (shape->k + 3u) & ~3u;
     register const int16_t **at __asm__("r0");
     register const unsigned char *w __asm__("r1");
     if (shape->n == 0) return;
-    work.ends = moei_int_work_of(shape, data, MOEI_INT_HEAD + 2 * k, weight, y);
-    work.x = x, work.steps = k / 16, work.last_steps = k % 16 / 4;
-    w = data, at = &work.x;
-    __asm__ volatile(".syntax unified\n"
-                     "0:\tldm r0, {r3, r4, r5}\n\tldrd r8, r10, [r1], #8\n\tldr r9, [r1], #4\n\tmov r2, #128\n\twls lr, r4, 2f\n"
-                     "1:\tvld20.8 {q0, q1}, [r1]\n\tvld21.8 {q0, q1}, [r1]!\n\tvld20.8 {q2, q3}, [r3]\n\tvld21.8 {q2, q3}, [r3]!\n\t"
-                     "vadd.i8 q0, q0, r2\n\tvmladava.s8 r8, q0, q2\n\tvmladava.s8 r10, q1, q2\n\tle lr, 1b\n"
-                     "2:\twls lr, r5, 4f\n"
-                     "3:\tvldrh.u32 q0, [r1], #8\n\tvldrh.s32 q2, [r3], #8\n\tvmovlb.u8 q1, q0\n\tvmovlt.s8 q0, q0\n\t"
-                     "vsub.i32 q1, q1, r2\n\tvmladava.s32 r8, q1, q2\n\tvmladava.s16 r10, q0, q2\n\tle lr, 3b\n"
-                     "4:\t" MOEI_INT_END_PAIR(r8, r10, r9) "9:"
-                     : "+r"(at), "+r"(w)
-                     :
-                     : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "q0", "q1", "q2", "q3", "cc", "memory");
+    work.ends = moei_int_work_make(shape, data, MOEI_INT_HEADER + 2 * k, weight, y);
+    work.x = x;
+    work.steps = k / 16;
+    work.last_steps = k % 16 / 4;
+    w = data;
+    at = &work.x;
+    __asm__ volatile(
+        ".syntax unified\n"
+        "0:\tldm r0, {r3, r4, r5}\n\tldrd r8, r10, [r1], #8\n\tldr r9, [r1], #4\n\tmov r2, #128\n\twls lr, r4, 2f\n"
+        "1:\tvld20.8 {q0, q1}, [r1]\n\tvld21.8 {q0, q1}, [r1]!\n\tvld20.8 {q2, q3}, [r3]\n\tvld21.8 {q2, q3}, [r3]!\n\t"
+        "vadd.i8 q0, q0, r2\n\tvmladava.s8 r8, q0, q2\n\tvmladava.s8 r10, q1, q2\n\tle lr, 1b\n"
+        "2:\twls lr, r5, 4f\n"
+        "3:\tvldrh.u32 q0, [r1], #8\n\tvldrh.s32 q2, [r3], #8\n\tvmovlb.u8 q1, q0\n\tvmovlt.s8 q0, q0\n\t"
+        "vsub.i32 q1, q1, r2\n\tvmladava.s32 r8, q1, q2\n\tvmladava.s16 r10, q0, q2\n\tle lr, 3b\n"
+        "4:\t" MOEI_INT_FINISH_PAIR(r8, r10, r9) "9:"
+        : "+r"(at), "+r"(w)
+        :
+        : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "q0", "q1", "q2", "q3", "cc", "memory");
 }
 #else
 typedef struct moei_int8_work {
     moei_int_work ends;
-    uint32_t first; /* inputs before the rest, which is a multiple of 512 */
+    uint32_t first; /* inputs of the first part; the rest is a multiple of 512 */
     int32_t offset;
     const int16_t *x;
     uint32_t rest;
     const int16_t *x_end;
 } moei_int8_work;
 
-/* a = sum (w_a + 128) x in r3 and both = sum (256 w_b + w_a + 128) x in r11, so that both - a = 256 w_b . x, which 32 bits hold for up to 512
-   inputs. The two sums, two pointers, a counter and two times four words take the 13 registers that there are besides a frame pointer, so the
-   rest of what a pair needs is pushed. Executed instructions: 30 for 16 inputs (32 products), and 32 (adding: 26) for the pair. */
+/* a = sum (w_a + 128) x in r3 and both = sum (256 w_b + w_a + 128) x in r11, so that both - a = 256
+   w_b . x, which fits in 32 bits for up to 512 inputs. The two sums, two pointers, a counter and
+   two times four words take the 13 registers available beside a frame pointer, so the rest of a
+   pair's data is pushed. Executed instructions: 30 for 16 inputs (32 products), and 32 (adding: 26)
+   for the pair. */
 #define MOEI_STEP(w, x) "smlad r11, " #w ", " #x ", r11\n\tuxtb16 " #w ", " #w "\n\tsmlad r3, " #w ", " #x ", r3\n\t"
-#define MOEI_8_INPUTS                                                                                   \
+#define MOEI_8_INPUTS \
     "ldm r1!, {r4, r5, r6, r8}\n\tldm r0!, {r9, r10, r12, lr}\n\t" MOEI_STEP(r4, r9) MOEI_STEP(r5, r10) \
         MOEI_STEP(r6, r12) MOEI_STEP(r8, lr)
 
-MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
+MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
+                               void *y) {
     moei_int8_work work;
     const unsigned k = (shape->k + 3u) & ~3u;
     register const uint32_t *at __asm__("r0");
     register const unsigned char *w __asm__("r1");
     if (shape->n == 0) return;
-    work.ends = moei_int_work_of(shape, data, MOEI_INT_HEAD + 2 * k, weight, y);
-    work.first = k & 511u, work.rest = k - work.first, work.x = x, work.x_end = x + k;
+    work.ends = moei_int_work_make(shape, data, MOEI_INT_HEADER + 2 * k, weight, y);
+    work.first = k & 511u;
+    work.rest = k - work.first;
+    work.x = x;
+    work.x_end = x + k;
     work.offset = 128 * moei_int_sum(k, x);
-    w = data, at = &work.first;
+    w = data;
+    at = &work.first;
     __asm__ volatile(".syntax unified\n"
                      "0:\tldm r0, {r2, r3, r4, r5}\n\tldm r1!, {r6, r8, r9}\n\tsub r3, r6, r3\n"
                      "1:\tpush {r0, r5, r8, r9}\n\tmov r0, r4\n\tmov r11, r3\n\tsubs r2, #16\n\tblt 3f\n"
                      "2:\t" MOEI_8_INPUTS MOEI_8_INPUTS "subs r2, #16\n\tbge 2b\n"
                      "3:\tadds r2, #16\n\tbeq 5f\n"
-                     "4:\tldm r1!, {r4, r5}\n\tldm r0!, {r9, r10}\n\t" MOEI_STEP(r4, r9) MOEI_STEP(r5, r10) "subs r2, #4\n\tbne 4b\n"
-                     "5:\tpop {r0, r5, r8, r9}\n\tsub r11, r11, r3\n\tadd r8, r8, r11, asr #8\n\tcbnz r5, 8f\n\t"
-                     MOEI_INT_END_PAIR(r3, r8, r9)
-                     "8:\tldr r4, [r0, #16]\n\tsub r4, r4, r5, lsl #1\n\tsub r5, r5, #512\n\tmov r2, #512\n\tb 1b\n9:"
+                     "4:\tldm r1!, {r4, r5}\n\tldm r0!, {r9, r10}\n\t" MOEI_STEP(r4, r9)
+                         MOEI_STEP(r5, r10) "subs r2, #4\n\tbne 4b\n"
+                                            "5:\tpop {r0, r5, r8, r9}\n\tsub r11, r11, r3\n\tadd r8, r8, r11, asr "
+                                            "#8\n\tcbnz r5, 8f\n\t" MOEI_INT_FINISH_PAIR(
+                                                r3, r8, r9) "8:\tldr r4, [r0, #16]\n\tsub r4, r4, r5, lsl #1\n\tsub "
+                                                            "r5, r5, #512\n\tmov r2, #512\n\tb 1b\n9:"
                      : "+r"(at), "+r"(w)
                      :
                      : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "cc", "memory");
@@ -6522,9 +7142,11 @@ typedef struct moei_int4_work {
     uint32_t k;
 } moei_int4_work;
 
-/* Lower bytes of x in the order of the weights, w_a and w_b in q0 and q1; what is behind the last input of a short block is left out by predication. The
-   sums of a block are in r8 and r10, those of the pair in r9 and r11. */
-MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
+/* Lower bytes of x in the order of the weights, w_a and w_b in q0 and q1; predication masks the
+   elements behind the last input of a short block. The sums of a block are in r8 and r10, those of
+   the pair in r9 and r11. */
+MOEI_TOOL void moei_int4_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
+                               void *y) {
     static const unsigned char order[16] = {0, 4, 2, 6, 8, 12, 10, 14, 16, 20, 18, 22, 24, 28, 26, 30};
     moei_int4_work work;
     const unsigned k = (shape->k + 3u) & ~3u;
@@ -6532,20 +7154,27 @@ MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *
     register const unsigned char *w __asm__("r1");
     register const unsigned char *places __asm__("r2");
     if (shape->n == 0) return;
-    work.ends = moei_int_work_of(shape, data, moei_int4_pair_size(k), weight, y);
-    work.x = x, work.k = k;
-    w = data, at = &work.x, places = order;
-    __asm__ volatile(".syntax unified\n\tvldrb.u8 q3, [r2]\n\tvmov.i8 q4, #15\n\tvmov.i8 q5, #8\n"
-                     "0:\tldrd r9, r11, [r1], #8\n\tldr r6, [r1], #4\n\tldm r0, {r3, r4}\n\tcmp r4, #0\n\tbeq 3f\n"
-                     "1:\tldr r5, [r1], #4\n\tmov r2, #32\n\tcmp r4, #32\n\tit lt\n\tmovlt r2, r4\n\tadd r12, r1, r2\n\t"
-                     "mov r8, #0\n\tmov r10, #0\n\tdlstp.8 lr, r2\n"
-                     "2:\tvldrb.u8 q0, [r1], #16\n\tvldrb.u8 q2, [r3, q3]\n\tvshr.u8 q1, q0, #4\n\tvand q0, q0, q4\n\tvsub.i8 q0, q0, q5\n\t"
-                     "vsub.i8 q1, q1, q5\n\tadd r3, r3, #32\n\tvmladava.s8 r8, q0, q2\n\tvmladava.s8 r10, q1, q2\n\tletp lr, 2b\n\t"
-                     "mov r1, r12\n\tuxth r12, r5\n\tmla r9, r8, r12, r9\n\tlsr r5, r5, #16\n\tmla r11, r10, r5, r11\n\tsubs r4, #32\n\tbgt 1b\n"
-                     "3:\tmov r8, r6\n\tmov r10, r11\n\t" MOEI_INT_END_PAIR(r9, r10, r8) "9:"
-                     : "+r"(at), "+r"(w), "+r"(places)
-                     :
-                     : "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "q0", "q1", "q2", "q3", "q4", "q5", "cc", "memory");
+    work.ends = moei_int_work_make(shape, data, moei_int4_pair_size(k), weight, y);
+    work.x = x;
+    work.k = k;
+    w = data;
+    at = &work.x;
+    places = order;
+    __asm__ volatile(
+        ".syntax unified\n\tvldrb.u8 q3, [r2]\n\tvmov.i8 q4, #15\n\tvmov.i8 q5, #8\n"
+        "0:\tldrd r9, r11, [r1], #8\n\tldr r6, [r1], #4\n\tldm r0, {r3, r4}\n\tcmp r4, #0\n\tbeq 3f\n"
+        "1:\tldr r5, [r1], #4\n\tmov r2, #32\n\tcmp r4, #32\n\tit lt\n\tmovlt r2, r4\n\tadd r12, r1, r2\n\t"
+        "mov r8, #0\n\tmov r10, #0\n\tdlstp.8 lr, r2\n"
+        "2:\tvldrb.u8 q0, [r1], #16\n\tvldrb.u8 q2, [r3, q3]\n\tvshr.u8 q1, q0, #4\n\tvand q0, q0, q4\n\tvsub.i8 q0, "
+        "q0, q5\n\t"
+        "vsub.i8 q1, q1, q5\n\tadd r3, r3, #32\n\tvmladava.s8 r8, q0, q2\n\tvmladava.s8 r10, q1, q2\n\tletp lr, 2b\n\t"
+        "mov r1, r12\n\tuxth r12, r5\n\tmla r9, r8, r12, r9\n\tlsr r5, r5, #16\n\tmla r11, r10, r5, r11\n\tsubs r4, "
+        "#32\n\tbgt 1b\n"
+        "3:\tmov r8, r6\n\tmov r10, r11\n\t" MOEI_INT_FINISH_PAIR(r9, r10, r8) "9:"
+        : "+r"(at), "+r"(w), "+r"(places)
+        :
+        : "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "q0", "q1", "q2", "q3", "q4", "q5", "cc",
+          "memory");
 }
 #else
 typedef struct moei_int4_work {
@@ -6555,48 +7184,61 @@ typedef struct moei_int4_work {
     const int16_t *kept;
 } moei_int4_work;
 
-/* A mask takes halves with a level from 0 to 15 each out of a word: in turn inputs 0 and 1 of a, the same of b, inputs 2 and 3 of a, of b. The sums of a
-   block are in r3 and r11, those of the pair in r8 and r9, the mask in lr. Behind the kept offsets stands a number that none of them can be. */
-#define MOEI_STEP(w, x, x2)                                                                                                      \
-    "and r12, lr, " #w "\n\tsmlad r3, r12, " #x ", r3\n\tand r12, lr, " #w ", lsr #4\n\tsmlad r11, r12, " #x ", r11\n\t"         \
-    "and r12, lr, " #w ", lsr #8\n\tsmlad r3, r12, " #x2 ", r3\n\tand r12, lr, " #w ", lsr #12\n\tsmlad r11, r12, " #x2 ", r11\n\t"
+/* A mask extracts halfwords that hold a code from 0 to 15 each from a word: in turn inputs 0 and 1
+   of a, the same of b, inputs 2 and 3 of a, of b. The sums of a block are in r3 and r11, those of
+   the pair in r8 and r9, the mask in lr. A sentinel that no kept offset can equal follows them. */
+#define MOEI_STEP(w, x, x2) \
+    "and r12, lr, " #w "\n\tsmlad r3, r12, " #x ", r3\n\tand r12, lr, " #w ", lsr #4\n\tsmlad r11, r12, " #x \
+    ", r11\n\t" \
+    "and r12, lr, " #w ", lsr #8\n\tsmlad r3, r12, " #x2 ", r3\n\tand r12, lr, " #w \
+    ", lsr #12\n\tsmlad r11, r12, " #x2 ", r11\n\t"
 #define MOEI_8_INPUTS "ldm r1!, {r4, r5}\n\tldm r0!, {r6, r8, r9, r10}\n\t" MOEI_STEP(r4, r6, r8) MOEI_STEP(r5, r9, r10)
 
-MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
-    int16_t kept[MOEI_INT_KEPT + 1];
+MOEI_TOOL void moei_int4_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
+                               void *y) {
+    int16_t kept[MOEI_INT_OFFSETS + 1];
     moei_int4_work work;
     const unsigned k = (shape->k + 3u) & ~3u;
     register const int16_t **at __asm__("r0");
     register const unsigned char *w __asm__("r1");
     if (shape->n == 0) return;
-    work.ends = moei_int_work_of(shape, data, moei_int4_pair_size(k), weight, y);
-    work.x = x, work.k = k, work.kept = kept;
+    work.ends = moei_int_work_make(shape, data, moei_int4_pair_size(k), weight, y);
+    work.x = x;
+    work.k = k;
+    work.kept = kept;
     moei_int4_offsets(k, x, kept);
-    kept[MOEI_INT_KEPT] = INT16_MIN;
-    w = data, at = &work.x;
-    __asm__ volatile(".syntax unified\n\tmov lr, #0x000f000f\n"
-                     "0:\tldm r1!, {r8, r9, r10}\n\tpush {r0, r10}\n\tldm r0, {r0, r4, r6}\n\tcmp r4, #0\n\tbeq 5f\n"
-                     "1:\tldr r5, [r1], #4\n\tldrsh r3, [r6], #2\n\tcmn r3, #0x8000\n\tbeq 8f\n"
-                     "2:\tmov r2, #32\n\tsubs r4, #32\n\tit lt\n\taddlt r2, r4\n\tpush {r4, r5, r6, r8, r9}\n\tmov r11, r3\n\t"
-                     "subs r2, #16\n\tblt 4f\n"
-                     "3:\t" MOEI_8_INPUTS MOEI_8_INPUTS "subs r2, #16\n\tbge 3b\n"
-                     "4:\tadds r2, #16\n\tbeq 4f\n"
-                     "3:\tldr r4, [r1], #4\n\tldm r0!, {r6, r8}\n\t" MOEI_STEP(r4, r6, r8) "subs r2, #4\n\tbne 3b\n"
-                     "4:\tpop {r4, r5, r6, r8, r9}\n\tuxth r12, r5\n\tmla r8, r3, r12, r8\n\tlsr r5, r5, #16\n\tmla r9, r11, r5, r9\n\t"
-                     "cmp r4, #0\n\tbgt 1b\n"
-                     "5:\tpop {r0, r3}\n\t" MOEI_INT_END_PAIR(r8, r9, r3)
-                     "8:\tsub r6, #2\n\tmov r2, #32\n\tcmp r4, #32\n\tit lt\n\tmovlt r2, r4\n\tmov r3, #0\n\tmov r10, #0x00010001\n\tmov r11, r0\n"
-                     "3:\tldr r12, [r11], #4\n\tsmlad r3, r12, r10, r3\n\tsubs r2, #2\n\tbne 3b\n\tlsl r3, r3, #3\n\tneg r3, r3\n\tb 2b\n9:"
-                     : "+r"(at), "+r"(w)
-                     :
-                     : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "cc", "memory");
+    kept[MOEI_INT_OFFSETS] = INT16_MIN;
+    w = data;
+    at = &work.x;
+    __asm__ volatile(
+        ".syntax unified\n\tmov lr, #0x000f000f\n"
+        "0:\tldm r1!, {r8, r9, r10}\n\tpush {r0, r10}\n\tldm r0, {r0, r4, r6}\n\tcmp r4, #0\n\tbeq 5f\n"
+        "1:\tldr r5, [r1], #4\n\tldrsh r3, [r6], #2\n\tcmn r3, #0x8000\n\tbeq 8f\n"
+        "2:\tmov r2, #32\n\tsubs r4, #32\n\tit lt\n\taddlt r2, r4\n\tpush {r4, r5, r6, r8, r9}\n\tmov r11, r3\n\t"
+        "subs r2, #16\n\tblt 4f\n"
+        "3:\t" MOEI_8_INPUTS MOEI_8_INPUTS "subs r2, #16\n\tbge 3b\n"
+        "4:\tadds r2, #16\n\tbeq 4f\n"
+        "3:\tldr r4, [r1], #4\n\tldm r0!, {r6, r8}\n\t" MOEI_STEP(
+            r4, r6, r8) "subs r2, #4\n\tbne 3b\n"
+                        "4:\tpop {r4, r5, r6, r8, r9}\n\tuxth r12, r5\n\tmla r8, r3, r12, r8\n\tlsr r5, r5, #16\n\tmla "
+                        "r9, r11, r5, r9\n\t"
+                        "cmp r4, #0\n\tbgt 1b\n"
+                        "5:\tpop {r0, r3}\n\t" MOEI_INT_FINISH_PAIR(
+                            r8, r9, r3) "8:\tsub r6, #2\n\tmov r2, #32\n\tcmp r4, #32\n\tit lt\n\tmovlt r2, r4\n\tmov "
+                                        "r3, #0\n\tmov r10, #0x00010001\n\tmov r11, r0\n"
+                                        "3:\tldr r12, [r11], #4\n\tsmlad r3, r12, r10, r3\n\tsubs r2, #2\n\tbne "
+                                        "3b\n\tlsl r3, r3, #3\n\tneg r3, r3\n\tb 2b\n9:"
+        : "+r"(at), "+r"(w)
+        :
+        : "r2", "r3", "r4", "r5", "r6", "r8", "r9", "r10", "r11", "r12", "lr", "cc", "memory");
 }
 #undef MOEI_8_INPUTS
 #undef MOEI_STEP
 #endif
-#undef MOEI_INT_END_PAIR
+#undef MOEI_INT_FINISH_PAIR
 #else
-MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
+MOEI_TOOL void moei_int8_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
+                               void *y) {
     const unsigned k = (shape->k + 3u) & ~3u;
     const int32_t offset = 128 * moei_int_sum(k, x);
     unsigned left = (shape->n + 1u) / 2;
@@ -6606,13 +7248,14 @@ MOEI_TOOL void moei_int8_pairs(const moe_int_shape *shape, const unsigned char *
 #if defined(MOEI_INT_AVR)
         b -= offset;
 #endif
-        data = moei_int8_dot(k, head + MOEI_INT_HEAD, x, &a, &b);
-        y = moei_int_end_pair(shape, weight, head, a, b, y);
+        data = moei_int8_dot(k, head + MOEI_INT_HEADER, x, &a, &b);
+        y = moei_int_finish_pair(shape, weight, head, a, b, y);
     }
 }
 
-MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight, void *y) {
-    int16_t kept[MOEI_INT_KEPT];
+MOEI_TOOL void moei_int4_pairs(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int32_t weight,
+                               void *y) {
+    int16_t kept[MOEI_INT_OFFSETS];
     const unsigned k = (shape->k + 3u) & ~3u;
     unsigned left = (shape->n + 1u) / 2;
     moei_int4_offsets(k, x, kept);
@@ -6621,96 +7264,108 @@ MOEI_TOOL void moei_int4_pairs(const moe_int_shape *shape, const unsigned char *
         const int16_t *at = x, *offset = kept;
         uint32_t a = (uint32_t)moei_flash_32(head), b = (uint32_t)moei_flash_32(head + 4);
         unsigned rest, count;
-        data += MOEI_INT_HEAD;
+        data += MOEI_INT_HEADER;
         for (rest = k; rest > 0; rest -= count, at += count) {
             const uint32_t blocks = (uint32_t)moei_flash_32(data);
             int32_t part_a, part_b;
             count = rest < MOEI_INT_BLOCK ? rest : (unsigned)MOEI_INT_BLOCK;
-            part_a = part_b = offset != kept + MOEI_INT_KEPT ? *offset++ : -8 * moei_int_sum(count, at);
+            part_a = part_b = offset != kept + MOEI_INT_OFFSETS ? *offset++ : -8 * moei_int_sum(count, at);
             data = moei_int4_dot(count, data + 4, at, &part_a, &part_b);
             a += (uint32_t)part_a * (blocks & 0xffffu);
             b += (uint32_t)part_b * (blocks >> 16);
         }
-        y = moei_int_end_pair(shape, weight, head, (int32_t)a, (int32_t)b, y);
+        y = moei_int_finish_pair(shape, weight, head, (int32_t)a, (int32_t)b, y);
     }
 }
 #endif
 
-void moe_int8_product(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y) {
+static void moei_int8_product(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y) {
     moei_int8_pairs(shape, data, x, MOEI_INT_NO_WEIGHT, y);
     moei_int_put_zeros(shape->n, y);
 }
 
-void moe_int8_product_add(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t weight, int32_t *y) {
+static void moei_int8_product_add(const moei_int_shape *shape, const unsigned char *data, const int16_t *x,
+                                  int16_t weight, int32_t *y) {
     moei_int8_pairs(shape, data, x, weight, y);
 }
 
-void moe_int4_product(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y) {
+static void moei_int4_product(const moei_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t *y) {
     moei_int4_pairs(shape, data, x, MOEI_INT_NO_WEIGHT, y);
     moei_int_put_zeros(shape->n, y);
 }
 
-void moe_int4_product_add(const moe_int_shape *shape, const unsigned char *data, const int16_t *x, int16_t weight, int32_t *y) {
+static void moei_int4_product_add(const moei_int_shape *shape, const unsigned char *data, const int16_t *x,
+                                  int16_t weight, int32_t *y) {
     moei_int4_pairs(shape, data, x, weight, y);
 }
 
-/* ---- along vectors ---- */
+/* ---- elementwise operations ---- */
 
-/* Copied from a shape, which the compiler would read anew for every number: what is written could be part of it. */
-typedef struct moei_int_limits {
+/* Copied from a shape, because the compiler would reload the shape for every element: stores might
+   alias it. */
+typedef struct moei_int_range {
     int32_t round, low, high;
     unsigned shift;
-} moei_int_limits;
+} moei_int_range;
 
-MOEI_INLINE moei_int_limits moei_int_limits_of(const moe_int_shape *shape) {
-    moei_int_limits l;
-    l.round = moei_int_round(shape), l.low = shape->low, l.high = shape->high, l.shift = shape->shift;
+MOEI_INLINE moei_int_range moei_int_range_of(const moei_int_shape *shape) {
+    moei_int_range l;
+    l.round = moei_int_round(shape);
+    l.low = shape->low;
+    l.high = shape->high;
+    l.shift = shape->shift;
     return l;
 }
 
-MOEI_INLINE int16_t moei_int_limited(moei_int_limits l, int32_t value) {
-    return moei_int_held(l.low, l.high, (value + l.round) >> l.shift);
+MOEI_INLINE int16_t moei_int_rescale(moei_int_range l, int32_t value) {
+    return moei_int_clamp_to(l.low, l.high, (value + l.round) >> l.shift);
 }
 
-void moe_int_store(const moe_int_shape *shape, const int32_t *sum, int16_t *y) {
-    const moei_int_limits l = moei_int_limits_of(shape);
+static void moei_int_store(const moei_int_shape *shape, const int32_t *sum, int16_t *y) {
+    const moei_int_range l = moei_int_range_of(shape);
     const int16_t *end = y + shape->n;
-    while (y != end) *y++ = moei_int_limited(l, *sum++);
+    while (y != end) *y++ = moei_int_rescale(l, *sum++);
     moei_int_put_zeros(shape->n, y - shape->n);
 }
 
-void moe_int_curve(const moe_int_shape *shape, const unsigned char *points, const int16_t *x, int16_t *y) {
-    const moei_int_limits l = moei_int_limits_of(shape);
+static void moei_int_curve(const moei_int_shape *shape, const unsigned char *points, const int16_t *x, int16_t *y) {
+    const moei_int_range l = moei_int_range_of(shape);
     const int16_t *end = y + shape->n;
     while (y != end) {
         const unsigned u = (uint16_t)*x++ ^ 0x8000u;
         const unsigned char *c = points + (u >> 10) * 2;
         const int32_t from = moei_flash_16(c), rise = moei_flash_16(c + 2) - from;
-        *y++ = moei_int_limited(l, from + (rise * (int32_t)(u & 1023u) >> 10));
+        *y++ = moei_int_rescale(l, from + (rise * (int32_t)(u & 1023u) >> 10));
     }
     moei_int_put_zeros(shape->n, y - shape->n);
 }
 
-void moe_int_multiply(const moe_int_shape *shape, const int16_t *a, const int16_t *b, int16_t *y) {
-    const moei_int_limits l = moei_int_limits_of(shape);
+static void moei_int_multiply(const moei_int_shape *shape, const int16_t *a, const int16_t *b, int16_t *y) {
+    const moei_int_range l = moei_int_range_of(shape);
     const int16_t *end = y + shape->n;
-    while (y != end) *y++ = moei_int_limited(l, (int32_t)*a++ * *b++);
+    while (y != end) *y++ = moei_int_rescale(l, (int32_t)*a++ * *b++);
     moei_int_put_zeros(shape->n, y - shape->n);
 }
 
-void moe_int_add(const moe_int_shape *shape, const int16_t *a, int16_t factor, const int16_t *b, int16_t factor2, int16_t *y) {
-    const moei_int_limits l = moei_int_limits_of(shape);
+static void moei_int_add(const moei_int_shape *shape, const int16_t *a, int16_t factor, const int16_t *b,
+                         int16_t factor2, int16_t *y) {
+    const moei_int_range l = moei_int_range_of(shape);
     const int16_t *end = y + shape->n;
-    if (b == NULL) b = a, factor2 = 0;
-    while (y != end) *y++ = moei_int_limited(l, (int32_t)*a++ * factor + (int32_t)*b++ * factor2);
+    if (b == NULL) {
+        b = a;
+        factor2 = 0;
+    }
+    while (y != end) *y++ = moei_int_rescale(l, (int32_t)*a++ * factor + (int32_t)*b++ * factor2);
     moei_int_put_zeros(shape->n, y - shape->n);
 }
 
-/* ---- single numbers and routers ---- */
+/* ---- scalar functions, softmax and top-k ---- */
 
-/* 2^-t = 1 - t p(t) for t in [0, 1), p the cubic that fits at four Chebyshev nodes. t has 14 bits behind the point, p 17, so t p has 31: no
-   product leaves 32 bits, and rounding in p (a unit times t < 2^14) stays below what a step of t takes off (0.34 * 2^17): it cannot rise. */
-uint32_t moe_int_exp2(uint32_t d, int bits) {
+/* 2^-t = 1 - t p(t) for t in [0, 1), p the cubic that interpolates at four Chebyshev nodes. t has
+   14 fractional bits, p 17, so t p has 31: no product exceeds 32 bits, and the rounding error of p
+   (a unit times t < 2^14) stays below the decrease per step of t (0.34 * 2^17), so the result is
+   non-increasing. */
+static uint32_t moei_int_exp2(uint32_t d, int bits) {
     const uint32_t whole = d >> bits, rest = d & (((uint32_t)1 << bits) - 1);
     const uint32_t t = bits <= 14 ? rest << (14 - bits) : rest >> (bits - 14);
     uint32_t p;
@@ -6721,32 +7376,36 @@ uint32_t moe_int_exp2(uint32_t d, int bits) {
     return (((((uint32_t)1 << 31) - p * t) >> 15 >> whole) + 1) >> 1;
 }
 
-/* Digit by digit, as by hand but in base 2: at each step 2 root bit + bit^2 is taken off where it can be. */
-uint32_t moe_int_sqrt(uint32_t x) {
+/* Digit by digit in base 2: each step subtracts 2 root bit + bit^2 if possible. */
+static uint32_t moei_int_sqrt(uint32_t x) {
     uint32_t root = 0, bit = (uint32_t)1 << 30;
     for (; bit != 0; bit >>= 2) {
         const uint32_t trial = root + bit;
         root >>= 1;
-        if (x >= trial) x -= trial, root += bit;
+        if (x >= trial) {
+            x -= trial;
+            root += bit;
+        }
     }
     return root;
 }
 
-uint32_t moe_int_softmax(size_t n, const int16_t *z, int bits, uint16_t *e) {
+static uint32_t moei_int_softmax(size_t n, const int16_t *z, int bits, uint16_t *e) {
     int16_t max = INT16_MIN;
     uint32_t sum = 0;
     size_t i;
     for (i = 0; i < n; i++)
         if (z[i] > max) max = z[i];
     for (i = 0; i < n; i++) {
-        e[i] = (uint16_t)moe_int_exp2((uint32_t)((int32_t)max - z[i]), bits);
+        e[i] = (uint16_t)moei_int_exp2((uint32_t)((int32_t)max - z[i]), bits);
         sum += e[i];
     }
     return sum;
 }
 
-/* An insertion sort. A newcomer moves up only past smaller keys, so of equals the lower index stays in front. */
-size_t moe_int_top_k(size_t n, const int32_t *key, size_t k, int16_t *index) {
+/* An insertion sort. A new element moves up only past smaller keys, so of equal keys the lower
+   index stays in front. */
+static size_t moei_int_top_k(size_t n, const int32_t *key, size_t k, int16_t *index) {
     size_t i, taken = 0;
     for (i = 0; i < n && k > 0; i++) {
         size_t at;

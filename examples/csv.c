@@ -1,9 +1,12 @@
-/* Trains a mixture of experts on a table of your own (a CSV file), tells which expert takes which rows, saves a classifier, predicts with it.
-     cc -std=c99 -O2 -I. examples/csv.c -o csv -lm && ./csv FILE.csv          (or: sh examples/run csv FILE.csv) */
+/* Trains an MoE classifier on your own table (a CSV file), reports which expert gets which rows,
+   saves the model and predicts with it.
+     cc -std=c99 -O2 -I. examples/csv.c -o csv -lm && ./csv FILE.csv
+     (or: sh examples/run csv FILE.csv) */
 
 #define MOE_IMPLEMENTATION
 #include "moe.h"
 #include "csv.h"
+#include "report.h"
 #include <time.h>
 #ifdef _WIN32
 #include <io.h>
@@ -12,37 +15,47 @@
 #endif
 
 static const char help[] =
-    "csv FILE.csv [options]   trains on four fifths of the lines, tests on the rest, and tells which expert takes which lines\n"
-    "FILE.csv: a line per sample, numbers that describe it and one column with its label, a word or a number\n"
+    "csv FILE.csv [options]   trains on four fifths of the lines, tests on the rest, and reports which expert gets "
+    "which lines\n"
+    "FILE.csv: a line per sample: columns of numbers or words that describe it, and one column with its label\n"
+    "a column of words becomes one input per word (one-hot), up to 64\n"
     "  --label COLUMN      what is to be predicted: a name of the first line, or a number from 1 (the last column)\n"
     "  --skip COLUMNS      columns to leave out, names or numbers with commas between them\n"
     "  --header yes|no     whether the first line holds names (yes when none of its cells is a number)\n"
     "  --drop              leave out lines in which a value is missing, instead of stopping there\n"
     "  --experts N         (4)      --top-k N  experts of a line (2)      --width N  hidden numbers of an expert (16)\n"
-    "  --router NAME       a preset that decides who takes what: sh examples/run routers lists them (mixtral)\n"
+    "  --router NAME       a preset that routes the rows: sh examples/run routers lists them (mixtral)\n"
     "  --epochs N          passes over the lines (as many as make 3000 steps, 5 to 200)\n"
     "  --seed N            all random choices: lines held out, weights, order (1)\n"
     "  --kernels NAME      instruction set: auto, c, avx2, ... (auto)\n"
     "  --report FILE       the tables and figures as a page (.html), a picture (.svg) or text\n"
-    "  --save MODEL.safetensors   the classifier; and MODEL.calibration.csv, from which `sh examples/run export` makes integers\n"
+    "  --save MODEL.safetensors   the classifier; and MODEL.calibration.csv, from which `sh examples/run export` makes "
+    "integers\n"
     "  --firmware FILE.c   a program for a microcontroller that includes what export writes of MODEL\n"
     "  --predict FILE.csv  prints label, probability and expert for every line of another table\n"
     "  --load MODEL.safetensors   predicts with a saved classifier, instead of training one\n"
     "Example: sh examples/run csv examples/data/digits.csv --save digits.safetensors\n";
 
-enum { MOST_CLASSES = 100, MOST_COLUMNS = 4096, BATCH = 32, STEPS = 3000, DEVICE_ROWS = 10, PATH_SIZE = 1000, NAME_SIZE = 40 };
+enum {
+    MOST_CLASSES = 100, MOST_COLUMNS = 4096, MOST_WORDS = 64, BATCH = 32, STEPS = 3000, DEVICE_ROWS = 10,
+    PATH_SIZE = 1000, NAME_SIZE = 40
+};
 
-static const char *path, *label_wanted, *skipped, *header_wanted, *router, *report_path, *save_path, *firmware_path, *predict_path,
+static const char *path, *label_wanted, *skipped, *header_wanted, *router, *save_path, *firmware_path, *predict_path,
     *load_path;
-static long n_experts = 4, top_k, width = 16, epochs, seed = 1, drop;
+static long n_experts = 4, width = 16;
+static long seed = 1, top_k, epochs, drop;
 static int kernels;
 
-static int fail(const char *what, const char *why) { return fprintf(stderr, "csv: %s: %s\n", what, why), 1; }
+static int fail(const char *what, const char *why) {
+    fprintf(stderr, "csv: %s: %s\n", what, why);
+    return 1;
+}
 
-/* What was printed has arrived; else that is the failure. */
+/* Flushes the output; fails if it could not be written. */
 static int finish(void) { return fflush(stdout) != 0 || ferror(stdout) ? fail("the output", "cannot be written") : 0; }
 
-/* ---- options ------------------------------------------------------------------------------------------------------------------------- */
+/* ---- options ---- */
 
 typedef struct option {
     const char *name;
@@ -50,15 +63,25 @@ typedef struct option {
     long *number, least, most;
 } option;
 
-static const option options[] = {
-    {"--label", &label_wanted, NULL, 0, 0},     {"--skip", &skipped, NULL, 0, 0},         {"--header", &header_wanted, NULL, 0, 0},
-    {"--router", &router, NULL, 0, 0},          {"--report", &report_path, NULL, 0, 0},   {"--save", &save_path, NULL, 0, 0},
-    {"--firmware", &firmware_path, NULL, 0, 0}, {"--predict", &predict_path, NULL, 0, 0}, {"--load", &load_path, NULL, 0, 0},
-    {"--experts", NULL, &n_experts, 1, 256},    {"--top-k", NULL, &top_k, 1, 256},        {"--width", NULL, &width, 1, 4096},
-    {"--epochs", NULL, &epochs, 1, 100000},     {"--seed", NULL, &seed, 0, 2000000000},   {NULL, NULL, NULL, 0, 0}};
+static const option options[] = {{"--label", &label_wanted, NULL, 0, 0},
+                                 {"--skip", &skipped, NULL, 0, 0},
+                                 {"--header", &header_wanted, NULL, 0, 0},
+                                 {"--router", &router, NULL, 0, 0},
+                                 {"--report", &report_path, NULL, 0, 0},
+                                 {"--save", &save_path, NULL, 0, 0},
+                                 {"--firmware", &firmware_path, NULL, 0, 0},
+                                 {"--predict", &predict_path, NULL, 0, 0},
+                                 {"--load", &load_path, NULL, 0, 0},
+                                 {"--experts", NULL, &n_experts, 1, 256},
+                                 {"--top-k", NULL, &top_k, 1, 256},
+                                 {"--width", NULL, &width, 1, 4096},
+                                 {"--epochs", NULL, &epochs, 1, 100000},
+                                 {"--seed", NULL, &seed, 0, 2000000000},
+                                 {NULL, NULL, NULL, 0, 0}};
 
 static int bad_value(const char *word, const char *value) {
-    return fprintf(stderr, "csv: %s %s: not a value of this option; -h explains\n", word, value), 1;
+    fprintf(stderr, "csv: %s %s: not a value of this option; -h explains\n", word, value);
+    return 1;
 }
 
 static int read_kernels(const char *value) {
@@ -73,7 +96,10 @@ static int read_option(const char *word, const char *value) {
     if (strcmp(word, "--kernels") == 0) return read_kernels(value);
     while (o->name != NULL && strcmp(o->name, word) != 0) o++;
     if (o->name == NULL || *value == '\0') return fail(word, "no such option, or its value is missing; -h explains");
-    if (o->text != NULL) return *o->text = value, 0;
+    if (o->text != NULL) {
+        *o->text = value;
+        return 0;
+    }
     *o->number = strtol(value, &end, 10);
     return end == value || *end != '\0' || *o->number < o->least || *o->number > o->most ? bad_value(word, value) : 0;
 }
@@ -85,52 +111,72 @@ static int read_options(int count, char **words) {
         if (strcmp(word, "--drop") == 0) drop = 1;
         else if (word[0] != '-') path = word;
         else if (read_option(word, count > 1 ? words[1] : "")) return 1;
-        else words++, count--;
+        else {
+            words++;
+            count--;
+        }
     }
     if (header_wanted != NULL && strcmp(header_wanted, "yes") != 0 && strcmp(header_wanted, "no") != 0)
         return bad_value("--header", header_wanted);
-    if (path == NULL && load_path == NULL) return fail("no table", "which file? sh examples/run csv FILE.csv; -h explains");
+    if (path == NULL && load_path == NULL)
+        return fail("no table", "which file? sh examples/run csv FILE.csv; -h explains");
     if (path != NULL && load_path != NULL)
-        return fail("--load", "a saved classifier is not trained again: leave out the table, and name the one to predict with --predict");
+        return fail(
+            "--load",
+            "a saved classifier is not trained again: leave out the table, and name the one to predict with --predict");
     if (load_path != NULL && predict_path == NULL)
-        return fail("--load", "and then? --predict FILE.csv names the table whose labels are wanted");
+        return fail("--load", "needs --predict FILE.csv, the table to label");
     if (firmware_path != NULL && save_path == NULL)
-        return fail("--firmware", "it includes the header that export makes of the saved classifier: add --save MODEL.safetensors");
+        return fail("--firmware",
+                    "it includes the header that export makes of the saved classifier: add --save MODEL.safetensors");
     return 0;
 }
 
-/* ---- from cells to numbers ----------------------------------------------------------------------------------------------------------- */
+/* ---- from cells to numbers ---- */
 
+/* One input of the network: a column of numbers, or, one-hot, a word of a column of words. */
 typedef struct column {
     const char *name;
+    /* NULL: the cell is a number; else the value is 1 if the cell is this word, else 0 */
+    const char *word;
     size_t place;       /* in the table, from 0 */
-    double mean, scale; /* the net reads (value - mean) / scale */
+    size_t source;      /* the columns that are read, counted from 0 */
+    double mean, scale; /* the network reads (value - mean) / scale */
 } column;
 
-/* What a row of numbers means; the texts lie in the table that it was made from. */
+/* The meaning of a row of numbers; the texts belong to the table that it was made from. */
 typedef struct schema {
     column *features;
-    char (*numbered)[24]; /* names of columns that have none */
-    size_t n_features, n_columns, n_classes;
+    char (*numbered)[24]; /* names of unnamed columns */
+    size_t n_features, n_sources, n_columns, n_classes;
     const char *label;
     size_t label_place;
     const char *classes[MOST_CLASSES];
 } schema;
 
-/* Rows as the net reads them. */
+/* Rows as inputs of the network. */
 typedef struct samples {
-    moe_real *x;     /* [n,features], standardised */
+    moe_real *x;     /* [n,features], standardized */
     int32_t *labels; /* [n], -1: none */
     size_t *lines;   /* [n] */
     size_t n;
     size_t dropped; /* lines left out */
 } samples;
 
-static void free_samples(samples *s) { free(s->x), free(s->labels), free(s->lines), memset(s, 0, sizeof *s); }
+static void free_samples(samples *s) {
+    free(s->x);
+    free(s->labels);
+    free(s->lines);
+    memset(s, 0, sizeof *s);
+}
 
-static void free_schema(schema *s) { free(s->features), free(s->numbered), memset(s, 0, sizeof *s); }
+static void free_schema(schema *s) {
+    free(s->features);
+    free(s->numbered);
+    memset(s, 0, sizeof *s);
+}
 
-/* Whether the first row holds names: none of its cells is a number, and there are rows behind it. */
+/* Whether the first row is a header: none of its cells is a number, and there are more rows. */
 static int has_header(const csv_table *t) {
     double value;
     if (header_wanted != NULL) return strcmp(header_wanted, "yes") == 0;
@@ -139,197 +185,302 @@ static int has_header(const csv_table *t) {
     return t->rows > 1;
 }
 
-/* The column that a text of length n names: by the header, else by its number from 1. Returns columns when there is none. */
+/* The column named by a text of length n: by the header, else by its number from 1. Returns columns
+   if there is none. */
 static size_t find_column(const csv_table *t, int header, const char *text, size_t n) {
     char *end;
     long number = strtol(text, &end, 10);
     for (size_t i = 0; header && i < t->columns; i++)
         if (strlen(t->cells[i]) == n && memcmp(t->cells[i], text, n) == 0) return i;
-    return end == text + n && n > 0 && number >= 1 && (unsigned long)number <= t->columns ? (size_t)number - 1 : t->columns;
+    return end == text + n && n > 0 && number >= 1 && (unsigned long)number <= t->columns ? (size_t)number - 1
+                                                                                          : t->columns;
 }
 
 static int no_column(const csv_table *t, int header, const char *word, const char *text, size_t n) {
     char shown[CSV_SHOWN_SIZE];
-    fprintf(stderr, "csv: %s: there is no column %.*s in %s; it has %lu columns", word, (int)(n < 60 ? n : 60), text, path,
-            (unsigned long)t->columns);
-    for (size_t i = 0; header && i < t->columns && i < 12; i++) fprintf(stderr, "%s%s", i > 0 ? ", " : ": ", csv_shown(t->cells[i], shown));
-    return fprintf(stderr, "%s\n", header && t->columns > 12 ? ", ..." : header ? "" : ", and its first line no names"), 1;
+    fprintf(stderr, "csv: %s: there is no column %.*s in %s; it has %lu columns", word, (int)(n < 60 ? n : 60), text,
+            path, (unsigned long)t->columns);
+    for (size_t i = 0; header && i < t->columns && i < 12; i++)
+        fprintf(stderr, "%s%s", i > 0 ? ", " : ": ", csv_shown(t->cells[i], shown));
+    fprintf(stderr, "%s\n", header && t->columns > 12 ? ", ..." : header ? "" : ", and its first line no names");
+    return 1;
+}
+
+/* A column holds words if most of its values are not numbers, so that a typing error does not turn
+   numbers into words. */
+static int holds_words(const csv_table *t, int header, size_t place) {
+    size_t words = 0, numbers = 0;
+    double value;
+    for (size_t row = (size_t)header; row < t->rows; row++) {
+        const int kind = csv_number(t->cells[row * t->columns + place], &value);
+        words += kind == CSV_TEXT;
+        numbers += kind == CSV_NUMBER || kind == CSV_INFINITE;
+    }
+    return words > numbers;
+}
+
+/* Adds a column: one feature if it holds numbers, one for each word if it holds words. */
+static int add_features(const csv_table *t, int header, size_t place, schema *s) {
+    const size_t first = s->n_features;
+    const int words = holds_words(t, header, place);
+    column c = {
+        .name = header ? t->cells[place] : s->numbered[place], .place = place, .source = s->n_sources++, .scale = 1};
+    double value;
+    for (size_t row = (size_t)header; row < t->rows; row++) {
+        size_t i = first;
+        c.word = words ? t->cells[row * t->columns + place] : NULL;
+        if (words && csv_number(c.word, &value) == CSV_MISSING) continue;
+        while (i < s->n_features && (!words || strcmp(s->features[i].word, c.word) != 0)) i++;
+        if (i < s->n_features) continue;
+        if (s->n_features == MOST_COLUMNS)
+            return fail(path, "more than 4096 columns, each word of a column of words counted as one");
+        if (s->n_features - first == MOST_WORDS) {
+            char shown[CSV_SHOWN_SIZE];
+            fprintf(stderr,
+                    "csv: %s: column %lu (%s) holds more than %d different words, too many for one input each: leave "
+                    "it out with --skip %lu\n",
+                    path, (unsigned long)place + 1, csv_shown(c.name, shown), MOST_WORDS, (unsigned long)place + 1);
+            return 1;
+        }
+        s->features[s->n_features++] = c;
+        if (!words) break;
+    }
+    return 0;
 }
 
 /* Label, skipped columns and features. */
 static int choose_columns(const csv_table *t, int header, schema *s) {
     char *used = (char *)calloc(t->columns, 1);
     const char *p = skipped;
-    s->features = (column *)calloc(t->columns, sizeof *s->features), s->numbered = (char(*)[24])calloc(t->columns, sizeof *s->numbered);
-    if (used == NULL || s->features == NULL || s->numbered == NULL) return free(used), fail(path, "out of memory");
+    s->features = (column *)calloc(MOST_COLUMNS, sizeof *s->features);
+    s->numbered = (char(*)[24])calloc(t->columns, sizeof *s->numbered);
+    if (used == NULL || s->features == NULL || s->numbered == NULL) {
+        free(used);
+        return fail(path, "out of memory");
+    }
     s->n_columns = t->columns;
     s->label_place = label_wanted != NULL ? find_column(t, header, label_wanted, strlen(label_wanted)) : t->columns - 1;
-    if (s->label_place == t->columns) return free(used), no_column(t, header, "--label", label_wanted, strlen(label_wanted));
+    if (s->label_place == t->columns) {
+        free(used);
+        return no_column(t, header, "--label", label_wanted, strlen(label_wanted));
+    }
     while (p != NULL && *p != '\0') {
         size_t n = strcspn(p, ","), place = find_column(t, header, p, n);
-        if (place == t->columns) return free(used), no_column(t, header, "--skip", p, n);
-        used[place] = 1, p += n + (p[n] == ',');
+        if (place == t->columns) {
+            free(used);
+            return no_column(t, header, "--skip", p, n);
+        }
+        used[place] = 1;
+        p += n + (p[n] == ',');
     }
     used[s->label_place] = 1;
     for (size_t i = 0; i < t->columns; i++) {
         sprintf(s->numbered[i], "column %lu", (unsigned long)i + 1);
         if (i == s->label_place) s->label = header ? t->cells[i] : s->numbered[i];
         if (used[i]) continue;
-        s->features[s->n_features].name = header ? t->cells[i] : s->numbered[i];
-        s->features[s->n_features].scale = 1;
-        s->features[s->n_features++].place = i;
+        if (add_features(t, header, i, s)) {
+            free(used);
+            return 1;
+        }
     }
     free(used);
     if (s->n_features == 0)
-        return fail(path, "no column is left to predict the label from; the table needs one column of numbers and one of labels");
-    return s->n_features > MOST_COLUMNS ? fail(path, "more than 4096 columns") : 0;
+        return fail(path, "no column is left to predict the label from; the table needs the label and one more");
+    return 0;
 }
 
-/* Says what is wrong with a cell that should be a number. */
+/* Reports a cell that should be a number. */
 static int bad_cell(const char *file, const csv_table *t, size_t row, const column *c, int kind) {
     char cell[CSV_SHOWN_SIZE], name[CSV_SHOWN_SIZE];
     const char *text = t->cells[row * t->columns + c->place];
-    csv_shown(text, cell), csv_shown(c->name, name);
-    fprintf(stderr, "csv: %s:%lu: column %lu (%s) ", file, (unsigned long)t->lines[row], (unsigned long)c->place + 1, name);
+    csv_shown(text, cell);
+    csv_shown(c->name, name);
+    fprintf(stderr, "csv: %s:%lu: column %lu (%s) ", file, (unsigned long)t->lines[row], (unsigned long)c->place + 1,
+            name);
     if (kind == CSV_MISSING)
-        fprintf(stderr, "has no value (\"%s\"): fill it in, or leave such lines out with --drop, or the column with --skip %lu\n", cell,
-                (unsigned long)c->place + 1);
+        fprintf(
+            stderr,
+            "has no value (\"%s\"): fill it in, or leave such lines out with --drop, or the column with --skip %lu\n",
+            cell, (unsigned long)c->place + 1);
     else if (kind == CSV_INFINITE)
-        fprintf(stderr, "is %s: numbers must be finite; --skip %lu leaves the column out\n", cell, (unsigned long)c->place + 1);
+        fprintf(stderr, "is %s: numbers must be finite; --skip %lu leaves the column out\n", cell,
+                (unsigned long)c->place + 1);
     else if (strchr(text, ',') != NULL && t->separator != ',')
         fprintf(stderr, "is \"%s\": write numbers with a point, 3.5 and not 3,5\n", cell);
     else
         fprintf(stderr,
-                "is \"%s\", which is not a number: leave the column out with --skip %lu, or write a number for each of its words%s\n", cell,
-                (unsigned long)c->place + 1, row == 0 ? "; if this line holds the columns' names, add --header yes" : "");
+                "is \"%s\", which is not a number as most of this column are: correct it, or leave the column out with "
+                "--skip %lu%s\n",
+                cell, (unsigned long)c->place + 1,
+                row == 0 ? "; if this line holds the columns' names, add --header yes" : "");
     return 1;
 }
 
-/* The class of a label's text, new ones at the end while there is room and `growing`; -1: none. */
+/* The class of a label's text; adds new ones while there is room and `growing`; -1: none. */
 static int32_t class_of(schema *s, const char *text, int growing) {
     size_t c;
     for (c = 0; c < s->n_classes; c++)
         if (strcmp(s->classes[c], text) == 0) return (int32_t)c;
     if (!growing || s->n_classes == MOST_CLASSES) return -1;
-    return s->classes[s->n_classes++] = text, (int32_t)c;
+    s->classes[s->n_classes++] = text;
+    return (int32_t)c;
 }
 
 static int bad_label(const csv_table *t, const schema *s, size_t row, const char *text) {
     double value;
     unsigned long line = (unsigned long)t->lines[row];
-    if (csv_number(text, &value) == CSV_MISSING)
-        return fprintf(stderr, "csv: %s:%lu: the label (column %lu) is missing: fill it in, or leave such lines out with --drop\n", path,
-                       line, (unsigned long)s->label_place + 1),
-               1;
-    return fprintf(stderr,
-                   "csv: %s:%lu: column %lu has more than %d different labels: is it the label? --label names another column; "
-                   "this program tells kinds apart, it does not estimate amounts\n",
-                   path, line, (unsigned long)s->label_place + 1, MOST_CLASSES),
-           1;
+    if (csv_number(text, &value) == CSV_MISSING) {
+        fprintf(stderr,
+                "csv: %s:%lu: the label (column %lu) is missing: fill it in, or leave such lines out with --drop\n",
+                path, line, (unsigned long)s->label_place + 1);
+        return 1;
+    }
+    fprintf(stderr,
+            "csv: %s:%lu: column %lu has more than %d different labels: is it the label? --label names another column; "
+            "this program classifies; it does not do regression\n",
+            path, line, (unsigned long)s->label_place + 1, MOST_CLASSES);
+    return 1;
 }
 
-/* One row of raw numbers; 0 taken, 1 left out, -1 after saying what is wrong. */
-static int read_row(const char *file, const csv_table *t, size_t row, schema *s, int growing, double *values, int32_t *label) {
+/* Reads one row of raw numbers; 0: used, 1: left out, -1: after an error message. */
+static int read_row(const char *file, const csv_table *t, size_t row, schema *s, int growing, double *values,
+                    int32_t *label) {
     char **cells = t->cells + row * t->columns;
     double value;
     for (size_t i = 0; i < s->n_features; i++) {
-        int kind = csv_number(cells[s->features[i].place], &values[i]);
+        const column *c = &s->features[i];
+        int kind = csv_number(cells[c->place], &values[i]);
+        if (c->word != NULL && kind != CSV_MISSING) {
+            values[i] = strcmp(cells[c->place], c->word) == 0;
+            continue;
+        }
         if (kind == CSV_NUMBER && fabs(values[i]) > 1e30) kind = CSV_INFINITE;
         if (kind == CSV_MISSING && drop) return 1;
-        if (kind != CSV_NUMBER) return bad_cell(file, t, row, &s->features[i], kind), -1;
+        if (kind != CSV_NUMBER) {
+            bad_cell(file, t, row, &s->features[i], kind);
+            return -1;
+        }
     }
     *label = -1;
     if (s->label_place >= t->columns) return 0;
-    if (growing && csv_number(cells[s->label_place], &value) == CSV_MISSING)
-        return drop ? 1 : (bad_label(t, s, row, cells[s->label_place]), -1);
-    *label = class_of(s, cells[s->label_place], growing);
-    return growing && *label < 0 ? (bad_label(t, s, row, cells[s->label_place]), -1) : 0;
+    if (growing && csv_number(cells[s->label_place], &value) == CSV_MISSING) {
+        if (drop) return 1;
+    } else {
+        *label = class_of(s, cells[s->label_place], growing);
+        if (!growing || *label >= 0) return 0;
+    }
+    bad_label(t, s, row, cells[s->label_place]);
+    return -1;
 }
 
-static void standardise(samples *d, schema *s, const double *values) {
+static void standardize(samples *d, schema *s, const double *values) {
     for (size_t i = 0; i < s->n_features; i++) {
         column *c = &s->features[i];
         double sum = 0, squares = 0;
         for (size_t t = 0; t < d->n; t++) sum += values[t * s->n_features + i] / (double)d->n;
         for (size_t t = 0; t < d->n; t++)
             squares += (values[t * s->n_features + i] - sum) / (double)d->n * (values[t * s->n_features + i] - sum);
-        c->mean = sum, c->scale = squares > 0 ? sqrt(squares) : 1;
+        c->mean = sum;
+        c->scale = squares > 0 ? sqrt(squares) : 1;
     }
 }
 
-/* Rows first.. of a table as samples. fit: the schema's classes, means and scales are made here. */
+/* Reads rows from `first` on as samples. fit: determines the schema's classes, means and scales. */
 static int read_samples(const char *file, const csv_table *t, size_t first, schema *s, int fit, samples *d) {
     double *values = (double *)calloc(t->rows + 1, s->n_features * sizeof *values);
-    d->x = (moe_real *)calloc(t->rows + 1, s->n_features * sizeof *d->x), d->labels = (int32_t *)calloc(t->rows + 1, sizeof *d->labels);
+    d->x = (moe_real *)calloc(t->rows + 1, s->n_features * sizeof *d->x);
+    d->labels = (int32_t *)calloc(t->rows + 1, sizeof *d->labels);
     d->lines = (size_t *)calloc(t->rows + 1, sizeof *d->lines);
-    if (values == NULL || d->x == NULL || d->labels == NULL || d->lines == NULL) return free(values), fail(file, "out of memory");
+    if (values == NULL || d->x == NULL || d->labels == NULL || d->lines == NULL) {
+        free(values);
+        return fail(file, "out of memory");
+    }
     for (size_t row = first; row < t->rows; row++) {
         int left_out = read_row(file, t, row, s, fit, values + d->n * s->n_features, &d->labels[d->n]);
-        if (left_out < 0) return free(values), 1;
+        if (left_out < 0) {
+            free(values);
+            return 1;
+        }
         if (left_out) d->dropped++;
         else d->lines[d->n++] = t->lines[row];
     }
-    if (fit) standardise(d, s, values);
+    if (fit) standardize(d, s, values);
     for (size_t i = 0; i < d->n * s->n_features; i++) {
         const column *c = &s->features[i % s->n_features];
         d->x[i] = (moe_real)((values[i] - c->mean) / c->scale);
     }
-    return free(values), 0;
+    free(values);
+    return 0;
 }
 
-/* The user's table: columns, then numbers, then whether that can be learned. */
+/* Reads the user's table: columns, then numbers, then checks whether it can be learned. */
 static int read_table(csv_table *t, schema *s, samples *d) {
     int header;
     char why[200];
     if (csv_read(path, (size_t)-1, t)) return fail(path, t->why);
-    if (t->columns < 2) return fail(path, "it has one column only; cells are separated by commas, semicolons, tabs or blanks");
+    if (t->columns < 2)
+        return fail(path, "it has one column only; cells are separated by commas, semicolons, tabs or blanks");
     header = has_header(t);
     if (choose_columns(t, header, s) || read_samples(path, t, (size_t)header, s, 1, d)) return 1;
-    if (d->n < 10)
-        return sprintf(why, "%lu lines can be used%s; at least 10 are needed to learn from some and to be tested on others",
-                       (unsigned long)d->n, d->dropped > 0 ? " (--drop left out the others)" : ""),
-               fail(path, why);
-    if (s->n_classes < 2)
-        return sprintf(why, "all lines have the same label: is column %lu the label? --label names another",
-                       (unsigned long)s->label_place + 1),
-               fail(path, why);
-    if (2 * s->n_classes > d->n)
-        return sprintf(why, "column %lu has %lu different labels in %lu lines: is it the label? --label names another",
-                       (unsigned long)s->label_place + 1, (unsigned long)s->n_classes, (unsigned long)d->n),
-               fail(path, why);
+    if (d->n < 10) {
+        sprintf(why, "%lu lines can be used%s; at least 10 are needed to learn from some and to be tested on others",
+                (unsigned long)d->n, d->dropped > 0 ? " (--drop left out the others)" : "");
+        return fail(path, why);
+    }
+    if (s->n_classes < 2) {
+        sprintf(why, "all lines have the same label: is column %lu the label? --label names another",
+                (unsigned long)s->label_place + 1);
+        return fail(path, why);
+    }
+    if (2 * s->n_classes > d->n) {
+        sprintf(why, "column %lu has %lu different labels in %lu lines: is it the label? --label names another",
+                (unsigned long)s->label_place + 1, (unsigned long)s->n_classes, (unsigned long)d->n);
+        return fail(path, why);
+    }
     return 0;
 }
 
-/* ---- the classifier ------------------------------------------------------------------------------------------------------------------ */
+/* ---- the classifier ---- */
 
-/* One mixture is the whole net: its experts are small networks that answer with the classes' logits. */
+/* The network is one MoE layer, whose experts output the logits of the classes. */
 static moe_status build(moe_net *net, const schema *s, moe_error *error) {
     moe_layer_config config;
     moe_status status = moe_layer_preset(router != NULL ? router : "mixtral", &config, error);
     if (status != MOE_OK) return status;
     config.router.n_experts = (int)n_experts;
-    config.router.top_k = (int)(top_k > 0 ? top_k : n_experts < 2 ? 1 : config.router.top_k < 2 ? config.router.top_k : 2);
-    if (router == NULL) config.router.loss_balance = (moe_real)0.02; /* or one expert would take all */
+    config.router.top_k = (int)(top_k > 0                 ? top_k
+                                : n_experts < 2           ? 1
+                                : config.router.top_k < 2 ? config.router.top_k
+                                                          : 2);
+    if (router == NULL) config.router.loss_balance = (moe_real)0.02; /* otherwise one expert would take everything */
     if (router == NULL && config.router.top_k == 1) config.router.weight = MOE_WEIGHT_RAW;
-    if (router == NULL) config.expert = MOE_EXPERT_MLP, config.act = MOE_ACT_RELU; /* a preset may read its own kind of experts */
-    config.d_ff = (int)width, config.d_out = (int)s->n_classes;
+    /* a preset may need its own kind of experts */
+    if (router == NULL) {
+        config.expert = MOE_EXPERT_MLP;
+        config.act = MOE_ACT_RELU;
+    }
+    config.d_ff = (int)width;
+    config.d_out = (int)s->n_classes;
     config.n_shared = config.shared_sigmoid = 0;
     moe_net_init(net, (int)s->n_features, kernels, NULL);
     moe_net_mixture(net, &config);
     return moe_net_build(net, 1, (uint64_t)seed, error);
 }
 
-/* Puts the rows into an order that the seed decides. */
+/* Shuffles the rows by the seed. */
 static void shuffle(samples *d, size_t d_in, moe_rng rng) {
     for (size_t i = d->n; i > 1; i--) {
         size_t j = (size_t)moe_rng_below(&rng, i), line = d->lines[i - 1];
         int32_t label = d->labels[i - 1];
         for (size_t k = 0; k < d_in; k++) {
             moe_real kept = d->x[(i - 1) * d_in + k];
-            d->x[(i - 1) * d_in + k] = d->x[j * d_in + k], d->x[j * d_in + k] = kept;
+            d->x[(i - 1) * d_in + k] = d->x[j * d_in + k];
+            d->x[j * d_in + k] = kept;
         }
-        d->lines[i - 1] = d->lines[j], d->labels[i - 1] = d->labels[j];
-        d->lines[j] = line, d->labels[j] = label;
+        d->lines[i - 1] = d->lines[j];
+        d->labels[i - 1] = d->labels[j];
+        d->lines[j] = line;
+        d->labels[j] = label;
     }
 }
 
@@ -338,36 +489,46 @@ static moe_history history;
 static int show_progress(void *ctx, const moe_progress *p) {
     int terminal = isatty(1), last = p->epoch == p->epochs && p->epoch_ended;
     double point[3] = {(double)p->loss, (double)p->test.loss, (double)p->router_loss};
-    *(moe_evaluation *)ctx = p->test; /* what stays is that of the last epoch */
+    *(moe_evaluation *)ctx = p->test; /* the last epoch's is kept */
     if (p->epoch_ended) (void)moe_history_add(&history, p->epoch, point, 3);
     if (!last && !(terminal ? p->step % 16 == 0 : p->epoch_ended && p->epoch % ((p->epochs + 5) / 6) == 0)) return 0;
-    printf("%sepoch %d of %d: loss %.4f, routers %.4f", terminal ? "\r" : "", p->epoch, p->epochs, (double)p->loss, (double)p->router_loss);
+    printf("%sepoch %d of %d: loss %.4f, routers %.4f", terminal ? "\r" : "", p->epoch, p->epochs, (double)p->loss,
+           (double)p->router_loss);
     if (p->test.n > 0) printf(", %.1f %% of the held-out lines right", 100.0 * (double)p->test.accuracy);
     printf("%*s%s", terminal && !last ? 40 : 0, "", terminal && !last ? "" : "\n");
-    return fflush(stdout), 0;
+    fflush(stdout);
+    return 0;
 }
 
-/* What the net says to samples. */
+/* The network's answers. */
 typedef struct answers {
     moe_real *y;    /* [n,classes] */
     int32_t *first; /* [n] the expert with the largest weight */
 } answers;
 
-static void free_answers(answers *a) { free(a->y), free(a->first), a->y = NULL, a->first = NULL; }
+static void free_answers(answers *a) {
+    free(a->y);
+    free(a->first);
+    a->y = NULL;
+    a->first = NULL;
+}
 
-/* Runs the net on n rows from x on, 256 at a time. Routings go to metrics, where that is not NULL. */
-static moe_status answer(const moe_net *net, size_t n, const moe_real *x, const int32_t *labels, answers *a, moe_metrics *metrics) {
+/* Runs the network on n rows of x, 256 at a time. Adds routings to metrics unless it is NULL. */
+static moe_status answer(const moe_net *net, size_t n, const moe_real *x, const int32_t *labels, answers *a,
+                         moe_metrics *metrics) {
     enum { CALL = 256 };
     size_t d_in = (size_t)net->d_in, d_out = (size_t)net->d_out, bytes;
     moe_call call = {0};
     moe_net_pass pass;
     moe_status status = moe_net_work_size(net, CALL, 0, &bytes);
     void *work = status == MOE_OK ? malloc(bytes) : NULL;
-    a->y = (moe_real *)calloc(n + 1, d_out * sizeof *a->y), a->first = (int32_t *)calloc(n + 1, sizeof *a->first);
+    a->y = (moe_real *)calloc(n + 1, d_out * sizeof *a->y);
+    a->first = (int32_t *)calloc(n + 1, sizeof *a->first);
     if (status == MOE_OK && (work == NULL || a->y == NULL || a->first == NULL)) status = MOE_ERR_MEMORY;
     for (size_t at = 0; at < n && status == MOE_OK; at += call.n_tokens) {
         const moe_routing *routing;
-        call.n_tokens = n - at < CALL ? n - at : CALL, call.x = x + at * d_in;
+        call.n_tokens = n - at < CALL ? n - at : CALL;
+        call.x = x + at * d_in;
         if ((status = moe_net_forward(net, &call, work, bytes, &pass)) != MOE_OK) break;
         routing = moe_net_routing(net, &pass, 0);
         memcpy(a->y + at * d_out, pass.y, call.n_tokens * d_out * sizeof *a->y);
@@ -379,7 +540,8 @@ static moe_status answer(const moe_net *net, size_t n, const moe_real *x, const 
         }
         if (metrics != NULL) status = moe_metrics_add(metrics, routing, NULL, labels + at);
     }
-    return free(work), status;
+    free(work);
+    return status;
 }
 
 static size_t best_of(const moe_real *y, size_t n) {
@@ -388,31 +550,44 @@ static size_t best_of(const moe_real *y, size_t n) {
     return best;
 }
 
-/* ---- who went where ------------------------------------------------------------------------------------------------------------------ */
+/* ---- who went where ---- */
 
 static void print_cut(const char *text, int columns) {
     char shown[CSV_SHOWN_SIZE];
     printf("%*.*s", columns, columns < 0 ? -columns : columns, csv_shown(text, shown));
 }
 
-/* Which label is held to be which. */
+/* Prints which labels are confused. */
 static void show_labels(const schema *s, const samples *d, const answers *a) {
     printf("\n  label                lines   right   most often taken for\n");
     for (size_t c = 0; c < s->n_classes; c++) {
-        size_t n = 0, right = 0, most = s->n_classes, *taken = (size_t *)calloc(s->n_classes + 1, sizeof *taken);
+        size_t n = 0, right = 0;
+        size_t most = s->n_classes, *taken = (size_t *)calloc(s->n_classes + 1, sizeof *taken);
         for (size_t t = 0; t < d->n && taken != NULL; t++) {
             size_t said = best_of(a->y + t * s->n_classes, s->n_classes);
             if (d->labels[t] != (int32_t)c) continue;
-            n++, right += said == c;
+            n++;
+            right += said == c;
             if (said != c && ++taken[said] > (most < s->n_classes ? taken[most] : 0)) most = said;
         }
-        printf("  "), print_cut(s->classes[c], -16);
+        printf("  ");
+        print_cut(s->classes[c], -16);
         printf("%10lu ", (unsigned long)n);
         if (n > 0) printf("%6.1f %%", 100.0 * (double)right / (double)n);
-        if (most < s->n_classes) printf("   "), print_cut(s->classes[most], (int)-strlen(s->classes[most]));
+        if (most < s->n_classes) {
+            printf("   ");
+            print_cut(s->classes[most], (int)-strlen(s->classes[most]));
+        }
         printf("\n");
         free(taken);
     }
+}
+
+static void print_feature(const column *c) {
+    print_cut(c->name, (int)-strlen(c->name));
+    if (c->word == NULL) return;
+    printf(" = ");
+    print_cut(c->word, (int)-strlen(c->word));
 }
 
 static void show_experts(const moe_report *r, const schema *s) {
@@ -420,18 +595,22 @@ static void show_experts(const moe_report *r, const schema *s) {
     for (size_t c = 0; c < shown; c++) wide = strlen(s->classes[c]) > wide ? strlen(s->classes[c]) : wide;
     if (wide > 12) wide = 12;
     printf("\nHeld-out lines that went to each expert (a line goes to %.3g):\n  expert", r->experts_per_token);
-    for (size_t c = 0; c < shown; c++) printf(" "), print_cut(s->classes[c], (int)wide);
+    for (size_t c = 0; c < shown; c++) {
+        printf(" ");
+        print_cut(s->classes[c], (int)wide);
+    }
     printf("%s      all  share\n", shown < s->n_classes ? " ..." : "");
     for (size_t e = 0; e < r->n_experts; e++) {
         printf("%8d", (int)e);
         for (size_t c = 0; c < shown; c++) printf(" %*.0f", (int)wide, r->classes[e * r->n_classes + c]);
         printf("%s %8.0f %5.1f%%\n", shown < s->n_classes ? "    " : "", r->load[e],
-               r->n_pairs > 0 ? 100.0 * r->load[e] / r->n_pairs : 0.0);
+               r->n_assignments > 0 ? 100.0 * r->load[e] / r->n_assignments : 0.0);
     }
-    printf("I(E;Y) = %.3f nats: what an expert tells about the label (by chance: %.3f)\n", r->information, r->information_chance);
+    printf("I(E;Y) = %.3f nats: information of the expert about the label (by chance: %.3f)\n", r->information,
+           r->information_chance);
 }
 
-/* What the lines have in common that an expert is the first choice of. */
+/* Statistics of the lines by first expert. */
 typedef struct kinds {
     double *mean;  /* [experts,features] of their columns, in standard deviations */
     double *lines; /* [experts] how many they are */
@@ -439,7 +618,8 @@ typedef struct kinds {
 } kinds;
 
 static int find_kinds(kinds *k, size_t experts, const schema *s, const samples *d, const answers *a) {
-    k->experts = experts, k->mean = (double *)calloc(experts, s->n_features * sizeof *k->mean),
+    k->experts = experts;
+    k->mean = (double *)calloc(experts, s->n_features * sizeof *k->mean);
     k->lines = (double *)calloc(experts, sizeof *k->lines);
     if (k->mean == NULL || k->lines == NULL) return 1;
     for (size_t t = 0; t < d->n; t++) {
@@ -449,7 +629,11 @@ static int find_kinds(kinds *k, size_t experts, const schema *s, const samples *
     return 0;
 }
 
-static void free_kinds(kinds *k) { free(k->mean), free(k->lines), k->mean = k->lines = NULL; }
+static void free_kinds(kinds *k) {
+    free(k->mean);
+    free(k->lines);
+    k->mean = k->lines = NULL;
+}
 
 /* The feature in which an expert's lines are the rank-th farthest from the mean of all. */
 static size_t far_feature(const double *mean, size_t n, int rank) {
@@ -466,25 +650,27 @@ static size_t far_feature(const double *mean, size_t n, int rank) {
 
 static void show_kinds(const kinds *k, const schema *s) {
     enum { SHOWN = 3 };
-    printf("\nWhat the lines have in common that an expert is the first choice of (all lines; in standard deviations from the mean):\n");
+    printf("\nWhat the lines have in common that an expert is the first choice of (all lines; in standard deviations "
+           "from the mean):\n");
     for (size_t e = 0; e < k->experts; e++) {
         const double *mean = k->mean + e * s->n_features;
         printf("%8d %6.0f lines", (int)e, k->lines[e]);
         for (int rank = 0; rank < SHOWN && k->lines[e] > 0; rank++) {
             size_t best = far_feature(mean, s->n_features, rank);
             if (best == s->n_features || !(fabs(mean[best]) >= 0.2)) break;
-            printf("%s", rank > 0 ? "; " : ": "), print_cut(s->features[best].name, (int)-strlen(s->features[best].name)),
-                printf(" %+.1f", mean[best]);
+            printf("%s", rank > 0 ? "; " : ": ");
+            print_feature(&s->features[best]);
+            printf(" %+.1f", mean[best]);
         }
         printf("\n");
     }
 }
 
-/* ---- the report as figures ----------------------------------------------------------------------------------------------------------- */
+/* ---- the report as figures ---- */
 
 enum { SIDE = 60, MOST_FIGURES = 6 };
 
-/* Where two numbers describe a line, the plane of them. */
+/* The map of the plane, if two numbers describe a line. */
 static int map_of(const moe_net *net, const schema *s, moe_figure *figure, int32_t *experts, double *axes) {
     moe_real *x = (moe_real *)malloc(SIDE * SIDE * 2 * sizeof *x);
     answers a = {0};
@@ -499,28 +685,43 @@ static int map_of(const moe_net *net, const schema *s, moe_figure *figure, int32
         axes[i] = s->features[0].mean + s->features[0].scale * (double)x[2 * i];
         axes[SIDE + i] = s->features[1].mean + s->features[1].scale * (double)x[2 * i * SIDE + 1];
     }
-    figure->kind = MOE_FIGURE_MAP, figure->title = "First choices in the plane of both columns", figure->rows = figure->columns = SIDE;
-    figure->experts = experts, figure->x = axes, figure->y = axes + SIDE;
-    figure->row_label = s->features[1].name, figure->column_label = s->features[0].name;
-    return free(x), free_answers(&a), failed;
+    figure->kind = MOE_FIGURE_MAP;
+    figure->title = "First choices in the plane of both columns";
+    figure->rows = figure->columns = SIDE;
+    figure->experts = experts;
+    figure->x = axes;
+    figure->y = axes + SIDE;
+    figure->row_label = s->features[1].name;
+    figure->column_label = s->features[0].name;
+    free(x);
+    free_answers(&a);
+    return failed;
 }
 
-/* Lines and share of right answers of each label. */
+/* The number of lines and the accuracy of each label. */
 static moe_figure labels_of(const schema *s, const samples *d, const answers *a, double *values) {
     static const char *const names[2] = {"held-out lines", "right (%)"};
     moe_figure figure = {0};
     for (size_t c = 0; c < 2 * s->n_classes; c++) values[c] = 0;
     for (size_t t = 0; t < d->n; t++) {
         double *row = values + 2 * d->labels[t];
-        row[0]++, row[1] += ((best_of(a->y + t * s->n_classes, s->n_classes) == (size_t)d->labels[t] ? 100 : 0) - row[1]) / row[0];
+        row[0]++;
+        row[1] +=
+            ((best_of(a->y + t * s->n_classes, s->n_classes) == (size_t)d->labels[t] ? 100 : 0) - row[1]) / row[0];
     }
-    figure.kind = MOE_FIGURE_TABLE, figure.title = "Right answers by label", figure.rows = s->n_classes, figure.columns = 2,
+    figure.kind = MOE_FIGURE_TABLE;
+    figure.title = "Right answers by label";
+    figure.rows = s->n_classes;
+    figure.columns = 2;
     figure.values = values;
-    figure.row_names = s->classes, figure.row_label = "label", figure.column_names = names;
+    figure.row_names = s->classes;
+    figure.row_label = "label";
+    figure.column_names = names;
     return figure;
 }
 
-static int save_report(const moe_net *net, const moe_report *r, const schema *s, const samples *held, const answers *a, const kinds *k) {
+static int save_report(const moe_net *net, const moe_report *r, const schema *s, const samples *held, const answers *a,
+                       const kinds *k) {
     static const char *const curves[3] = {"training", "held out", "routers"};
     static int32_t experts[SIDE * SIDE];
     static double axes[2 * SIDE], by_label[2 * MOST_CLASSES];
@@ -530,38 +731,55 @@ static int save_report(const moe_net *net, const moe_report *r, const schema *s,
     moe_error error = {0};
     size_t n = 0;
     int failed = names == NULL ? fail(report_path, "out of memory") : 0;
-    for (size_t i = 0; i < s->n_features && !failed; i++) names[i] = s->features[i].name;
+    for (size_t i = 0; i < s->n_features && !failed; i++)
+        names[i] = s->features[i].word != NULL ? s->features[i].word : s->features[i].name;
     figures[n] = moe_figure_classes(r);
-    figures[n].title = "Who takes what", figures[n].caption = "Held-out lines that the router sends to each expert, by their label.";
-    figures[n].column_names = s->classes, figures[n].value_label = "lines", figures[n++].column_label = "label";
-    figures[n] = moe_figure_load(r), figures[n++].value_label = "lines";
-    figures[n].title = "What the lines of an expert have in common", figures[n].rows = k->experts, figures[n].columns = s->n_features;
-    figures[n].caption =
-        "Mean of each column over the lines that have the expert as their first choice, in standard deviations from the mean of all lines.";
-    figures[n].values = k->mean, figures[n].column_names = names, figures[n].column_label = "column", figures[n].value_label = "st. dev.";
+    figures[n].title = "Who takes what";
+    figures[n].caption = "Held-out lines that the router sends to each expert, by their label.";
+    figures[n].column_names = s->classes;
+    figures[n].value_label = "lines";
+    figures[n++].column_label = "label";
+    figures[n] = moe_figure_load(r);
+    figures[n++].value_label = "lines";
+    figures[n].title = "What the lines of an expert have in common";
+    figures[n].rows = k->experts;
+    figures[n].columns = s->n_features;
+    figures[n].caption = "Mean of each column over the lines that have the expert as their first choice, in standard "
+                         "deviations from the mean of all lines.";
+    figures[n].values = k->mean;
+    figures[n].column_names = names;
+    figures[n].column_label = "column";
+    figures[n].value_label = "st. dev.";
     figures[n++].decimals = 1;
     figures[n] = moe_figure_history(&history, 0, 3, curves);
-    figures[n].title = "Loss over the epochs", figures[n].column_label = "epoch", figures[n++].value_label = "nats";
-    if (s->n_features == 2 && !failed && map_of(net, s, &figures[n++], experts, axes)) failed = fail(report_path, "out of memory");
-    figures[n] = labels_of(s, held, a, by_label), n++;
-    sprintf(title, "Experts of %s: who takes what", csv_shown(path, shown));
+    figures[n].title = "Loss over the epochs";
+    figures[n].column_label = "epoch";
+    figures[n++].value_label = "nats";
+    if (s->n_features == 2 && !failed && map_of(net, s, &figures[n++], experts, axes))
+        failed = fail(report_path, "out of memory");
+    figures[n] = labels_of(s, held, a, by_label);
+    n++;
+    sprintf(title, "Experts of %s: which rows they get", csv_shown(path, shown));
     if (!failed && moe_report_save(report_path, title, figures, n, &error)) failed = fail(report_path, error.message);
     if (!failed) printf("\nreport     %s\n", report_path);
-    return free(names), failed;
+    free(names);
+    return failed;
 }
 
-/* ---- files --------------------------------------------------------------------------------------------------------------------------- */
+/* ---- files ---- */
 
 static moe_status put(moe_stream *stream, const char *text) { return stream->write(stream->ctx, text, strlen(text)); }
 
 /* A cell in quotes. */
 static moe_status put_cell(moe_stream *stream, const char *text) {
     moe_status status = put(stream, "\"");
-    for (; *text != '\0' && status == MOE_OK; text++) status = *text == '"' ? put(stream, "\"\"") : stream->write(stream->ctx, text, 1);
+    for (; *text != '\0' && status == MOE_OK; text++)
+        status = *text == '"' ? put(stream, "\"\"") : stream->write(stream->ctx, text, 1);
     return status == MOE_OK ? put(stream, "\"") : status;
 }
 
-static moe_status put_line(moe_stream *stream, const char *kind, const char *name, size_t number, double mean, double scale) {
+static moe_status put_line(moe_stream *stream, const char *kind, const char *name, size_t number, double mean,
+                           double scale) {
     char text[120];
     moe_status status = put(stream, kind);
     if (status == MOE_OK) status = put(stream, ",");
@@ -570,12 +788,20 @@ static moe_status put_line(moe_stream *stream, const char *kind, const char *nam
     return status == MOE_OK ? put(stream, text) : status;
 }
 
-/* What a row means, as a table of its own: it travels in the model's file, under the metadata key "csv". */
+/* Writes the schema as a table, which is stored in the model's file under the metadata key
+   "csv". */
 static moe_status put_schema(moe_stream *stream, const schema *s) {
     moe_status status = put_line(stream, "label", s->label, s->label_place, (double)s->n_columns, 1);
-    for (size_t c = 0; c < s->n_classes && status == MOE_OK; c++) status = put_line(stream, "class", s->classes[c], c, 0, 1);
-    for (size_t i = 0; i < s->n_features && status == MOE_OK; i++)
-        status = put_line(stream, "feature", s->features[i].name, s->features[i].place, s->features[i].mean, s->features[i].scale);
+    for (size_t c = 0; c < s->n_classes && status == MOE_OK; c++)
+        status = put_line(stream, "class", s->classes[c], c, 0, 1);
+    for (size_t i = 0; i < s->n_features && status == MOE_OK; i++) {
+        const column *c = &s->features[i];
+        if (c->word != NULL && (i == 0 || c[-1].place != c->place))
+            status = put_line(stream, "words", c->name, c->place, 0, 1);
+        if (status == MOE_OK)
+            status = put_line(stream, c->word != NULL ? "word" : "feature", c->word != NULL ? c->word : c->name,
+                              c->place, c->mean, c->scale);
+    }
     return status == MOE_OK ? stream->write(stream->ctx, "", 1) : status;
 }
 
@@ -584,11 +810,11 @@ typedef struct trained {
     const schema *s;
     const samples *d;
     size_t n_train;
-    char name[NAME_SIZE + 1]; /* the model's in C, as examples/export.c makes it of the file's */
+    char name[NAME_SIZE + 1]; /* the model's C name, as examples/export.c derives it from the file's */
     moe_error *error;
 } trained;
 
-/* The file of moe_net_write, and one entry more in its metadata. */
+/* Writes the file of moe_net_write with an additional metadata entry. */
 static moe_status write_model(void *ctx, moe_stream *stream) {
     const trained *k = (const trained *)ctx;
     moe_buffer plain = {0}, columns = {0};
@@ -604,12 +830,18 @@ static moe_status write_model(void *ctx, moe_stream *stream) {
         status = moe_file_metadata(&file, "moe", text, length + 1, NULL);
     if (status == MOE_OK && text == NULL) status = MOE_ERR_MEMORY;
     if (status == MOE_OK) status = put_schema(&columns_stream, k->s);
-    entries[0].value = text, entries[1].value = (const char *)columns.data;
-    if (status == MOE_OK) status = moe_file_write(stream, k->net->tensors, k->net->n_tensors, entries, 2, NULL, k->error);
-    return moe_buffer_free(&plain), moe_buffer_free(&columns), free(text), status;
+    entries[0].value = text;
+    entries[1].value = (const char *)columns.data;
+    if (status == MOE_OK)
+        status = moe_file_write(stream, k->net->tensors, k->net->n_tensors, entries, 2, NULL, k->error);
+    moe_buffer_free(&plain);
+    moe_buffer_free(&columns);
+    free(text);
+    return status;
 }
 
-/* Standardised rows of the training set, the label's number last: what examples/export.c takes as --calibration. */
+/* Standardized rows of the training set, the label's number last: the --calibration of
+   examples/export.c. */
 static moe_status write_calibration(void *ctx, moe_stream *stream) {
     const trained *k = (const trained *)ctx;
     size_t n = k->n_train < 1000 ? k->n_train : 1000;
@@ -626,7 +858,7 @@ static moe_status write_calibration(void *ctx, moe_stream *stream) {
     return status;
 }
 
-/* A string of C. */
+/* Writes a C string literal. */
 static moe_status put_string(moe_stream *stream, const char *text) {
     char escaped[8];
     moe_status status = put(stream, "\"");
@@ -637,7 +869,7 @@ static moe_status put_string(moe_stream *stream, const char *text) {
     return status == MOE_OK ? put(stream, "\"") : status;
 }
 
-/* {a, b, ...}: means, scales, or a held-out row as it stood in the table. */
+/* Writes {a, b, ...}: means, scales, or a held-out row with its original values. */
 static moe_status put_numbers(moe_stream *stream, const schema *s, const moe_real *row, int scales) {
     moe_status status = put(stream, "{");
     char text[60];
@@ -650,7 +882,7 @@ static moe_status put_numbers(moe_stream *stream, const schema *s, const moe_rea
     return status == MOE_OK ? put(stream, "}") : status;
 }
 
-/* The program; @ stands for the model's name, # for the same in capitals. */
+/* The program; @ is replaced by the model's name, # by the name in capitals. */
 static moe_status put_program(moe_stream *stream, const char *text, const char *name) {
     moe_status status = MOE_OK;
     for (; *text != '\0' && status == MOE_OK; text++) {
@@ -665,45 +897,14 @@ static moe_status put_program(moe_stream *stream, const char *text, const char *
     return status;
 }
 
-static moe_status write_firmware(void *ctx, moe_stream *stream) {
-    static const char begin[] =
-        "/* Classifies held-out lines of a table with a mixture of experts in whole numbers. Written by examples/csv.c; @.h is what\n"
-        "   examples/export.c writes. It prints by stdio: to semihosting in an emulator; on a board of your own print in your own way. */\n"
-        "#define MOE_IMPLEMENTATION\n"
-        "#define MOE_NO_FLOAT /* integers alone */\n"
-        "#include \"@.h\"\n"
-        "#include <stdio.h>\n\n";
-    static const char end[] =
-        "/* What the model reads: the number of standard deviations from the mean, as a level. */\n"
-        "static int8_t level(float value, float mean, float scale) {\n"
-        "    float v = (value - mean) / (scale * (float)#_INPUT_SCALE);\n"
-        "    return (int8_t)(v > 127 ? 127 : v < -127 ? -127 : v < 0 ? v - 0.5f : v + 0.5f);\n"
-        "}\n\n"
-        "int main(void) {\n"
-        "    static unsigned char scratch[#_SCRATCH];\n"
-        "    int8_t input[#_INPUTS];\n"
-        "    int16_t output[#_OUTPUTS];\n"
-        "    moe_choice choice = {0, 0};\n"
-        "    size_t count = 0;\n"
-        "    int row, i, best, right = 0;\n"
-        "    for (row = 0; row < ROWS; row++) {\n"
-        "        for (i = 0; i < #_INPUTS; i++) input[i] = level(rows[row][i], means[i], scales[i]);\n"
-        "        if (moe_infer(&@, input, output, scratch, sizeof scratch) != MOE_OK) return puts(\"the model cannot run\"), 1;\n"
-        "        for (best = 0, i = 1; i < #_OUTPUTS; i++) best = output[i] > output[best] ? i : best;\n"
-        "        if (moe_infer_choices(&@, 0, scratch, &choice, 1, &count) != MOE_OK) return 1;\n"
-        "        printf(\"line %u: %s, it is %s; expert %d\\n\", lines[row], classes[best], classes[labels[row]], (int)choice.expert);\n"
-        "        right += best == labels[row];\n"
-        "    }\n"
-        "    printf(\"%d of %d right\\n\", right, ROWS);\n"
-        "    return 0;\n"
-        "}\n";
-    const trained *k = (const trained *)ctx;
+/* Classes, scales, rows, their labels and their lines, as C. */
+static moe_status put_firmware_tables(moe_stream *stream, const trained *k) {
     const schema *s = k->s;
-    size_t n = k->d->n - k->n_train < DEVICE_ROWS ? k->d->n - k->n_train : DEVICE_ROWS;
+    const size_t n = k->d->n - k->n_train < DEVICE_ROWS ? k->d->n - k->n_train : DEVICE_ROWS;
     char text[120];
-    moe_status status = put_program(stream, begin, k->name);
+    moe_status status;
     sprintf(text, "enum { ROWS = %lu };\nstatic const char *const classes[] = {", (unsigned long)n);
-    if (status == MOE_OK) status = put(stream, text);
+    status = put(stream, text);
     for (size_t c = 0; c < s->n_classes && status == MOE_OK; c++) {
         status = c > 0 ? put(stream, ", ") : MOE_OK;
         if (status == MOE_OK) status = put_string(stream, s->classes[c]);
@@ -720,17 +921,60 @@ static moe_status write_firmware(void *ctx, moe_stream *stream) {
         if (status == MOE_OK) status = put(stream, ",\n");
     }
     for (int lines = 0; lines < 2 && status == MOE_OK; lines++) {
-        status = put(stream, lines ? "};\nstatic const unsigned lines[ROWS] = {" : "};\nstatic const int labels[ROWS] = {");
+        status =
+            put(stream, lines ? "};\nstatic const unsigned lines[ROWS] = {" : "};\nstatic const int labels[ROWS] = {");
         for (size_t t = k->n_train; t < k->n_train + n && status == MOE_OK; t++) {
-            sprintf(text, "%s%lu", t > k->n_train ? ", " : "", lines ? (unsigned long)k->d->lines[t] : (unsigned long)k->d->labels[t]);
+            sprintf(text, "%s%lu", t > k->n_train ? ", " : "",
+                    lines ? (unsigned long)k->d->lines[t] : (unsigned long)k->d->labels[t]);
             status = put(stream, text);
         }
     }
-    if (status == MOE_OK) status = put(stream, "};\n\n");
+    return status == MOE_OK ? put(stream, "};\n\n") : status;
+}
+
+static moe_status write_firmware(void *ctx, moe_stream *stream) {
+    static const char begin[] =
+        "/* Classifies held-out lines of a table with an integer MoE model. "
+        "Written by examples/csv.c; @.h is what\n"
+        "   examples/export.c writes. It prints by stdio: to semihosting in an emulator; "
+        "on a board of your own print in your own way. */\n"
+        "#define MOE_IMPLEMENTATION\n"
+        "#define MOE_NO_FLOAT /* integers alone */\n"
+        "#include \"@.h\"\n"
+        "#include <stdio.h>\n\n";
+    static const char end[] =
+        "/* What the model reads: the number of standard deviations from the mean, quantized. */\n"
+        "static int8_t quantize(float value, float mean, float scale) {\n"
+        "    float v = (value - mean) / (scale * (float)#_INPUT_SCALE);\n"
+        "    return (int8_t)(v > 127 ? 127 : v < -127 ? -127 : v < 0 ? v - 0.5f : v + 0.5f);\n"
+        "}\n\n"
+        "int main(void) {\n"
+        "    static unsigned char scratch[#_SCRATCH];\n"
+        "    int8_t input[#_INPUTS];\n"
+        "    int16_t output[#_OUTPUTS];\n"
+        "    moe_choice choice = {0, 0};\n"
+        "    size_t count = 0;\n"
+        "    int row, i, best, right = 0;\n"
+        "    for (row = 0; row < ROWS; row++) {\n"
+        "        for (i = 0; i < #_INPUTS; i++) input[i] = quantize(rows[row][i], means[i], scales[i]);\n"
+        "        if (moe_infer(&@, NULL, input, output, scratch, sizeof scratch) != MOE_OK) return puts(\"the model "
+        "cannot run\"), 1;\n"
+        "        for (best = 0, i = 1; i < #_OUTPUTS; i++) best = output[i] > output[best] ? i : best;\n"
+        "        if (moe_infer_choices(&@, 0, scratch, &choice, 1, &count) != MOE_OK) return 1;\n"
+        "        printf(\"line %u: %s, it is %s; expert %d\\n\", lines[row], classes[best], classes[labels[row]], "
+        "(int)choice.expert);\n"
+        "        right += best == labels[row];\n"
+        "    }\n"
+        "    printf(\"%d of %d right\\n\", right, ROWS);\n"
+        "    return 0;\n"
+        "}\n";
+    const trained *k = (const trained *)ctx;
+    moe_status status = put_program(stream, begin, k->name);
+    if (status == MOE_OK) status = put_firmware_tables(stream, k);
     return status == MOE_OK ? put_program(stream, end, k->name) : status;
 }
 
-/* MODEL of MODEL.safetensors, with another ending. */
+/* MODEL of MODEL.safetensors, with another extension. */
 static const char *beside(const char *file, const char *ending, char out[PATH_SIZE]) {
     size_t n = strlen(file), cut = n > 12 && strcmp(file + n - 12, ".safetensors") == 0 ? n - 12 : n;
     sprintf(out, "%.*s%s", (int)cut, file, ending);
@@ -744,7 +988,10 @@ static void name_from(const char *file, char *name) {
     for (file = slash != NULL ? slash + 1 : file; *file != '\0' && *file != '.' && n < NAME_SIZE; file++)
         name[n++] = isalnum((unsigned char)*file) ? *file : '_';
     name[n] = '\0';
-    if (!isalpha((unsigned char)*name)) *name = 'm', name[n > 0 ? n : 1] = '\0';
+    if (!isalpha((unsigned char)*name)) {
+        *name = 'm';
+        name[n > 0 ? n : 1] = '\0';
+    }
 }
 
 static int save(trained *k) {
@@ -757,24 +1004,28 @@ static int save(trained *k) {
     beside(save_path, ".calibration.csv", calibration);
     if (moe_file_replace(save_path, write_model, k, &error)) return fail(save_path, error.message);
     if (moe_file_replace(calibration, write_calibration, k, &error)) return fail(calibration, error.message);
-    if (firmware_path != NULL && moe_file_replace(firmware_path, write_firmware, k, &error)) return fail(firmware_path, error.message);
-    printf("\nsaved as %s (the columns' names, means and scales are in it), rows for calibration as %s\n", save_path, calibration);
+    if (firmware_path != NULL && moe_file_replace(firmware_path, write_firmware, k, &error))
+        return fail(firmware_path, error.message);
+    printf("\nsaved as %s (the columns' names, means and scales are in it), rows for calibration as %s\n", save_path,
+           calibration);
     printf("predict:   sh examples/run csv --load %s --predict OTHER.csv\n", save_path);
     printf("as C:      sh examples/run export %s --calibration %s -o %s.h\n", save_path, calibration, k->name);
     if (firmware_path != NULL)
-        printf("emulator:  sh examples/mcu/run cortex-m4 %s (it includes %s.h, which lies beside it)\n", firmware_path, k->name);
+        printf("emulator:  sh examples/mcu/run cortex-m4 %s (it includes %s.h, in the same folder)\n", firmware_path,
+               k->name);
     return 0;
 }
 
-/* ---- prediction ---------------------------------------------------------------------------------------------------------------------- */
+/* ---- prediction ---- */
 
 /* A number of a schema's table. */
 static int schema_number(const csv_table *t, size_t row, size_t cell, double least, double most, double *value) {
     return csv_number(t->cells[row * t->columns + cell], value) == CSV_NUMBER && *value >= least && *value <= most;
 }
 
-/* put_schema's table, back; the file may come from a stranger. */
+/* Parses the table of put_schema; the file is untrusted. */
 static int read_schema(const csv_table *t, schema *s) {
+    const char *words = NULL; /* the column whose words follow */
     s->features = (column *)calloc(t->rows + 1, sizeof *s->features);
     if (s->features == NULL || t->columns != 5) return 1;
     for (size_t row = 0; row < t->rows; row++) {
@@ -784,11 +1035,20 @@ static int read_schema(const csv_table *t, schema *s) {
             !schema_number(t, row, 4, 0, 1e30, &scale))
             return 1;
         if (!(scale > 0)) return 1;
-        if (strcmp(kind, "label") == 0)
-            s->label = t->cells[row * 5 + 1], s->label_place = (size_t)number, s->n_columns = mean >= 0 && mean <= 1e9 ? (size_t)mean : 0;
-        else if (strcmp(kind, "class") == 0 && s->n_classes < MOST_CLASSES) s->classes[s->n_classes++] = t->cells[row * 5 + 1];
-        else if (strcmp(kind, "feature") == 0) {
-            column c = {t->cells[row * 5 + 1], (size_t)number, mean, scale};
+        if (strcmp(kind, "label") == 0) {
+            s->label = t->cells[row * 5 + 1];
+            s->label_place = (size_t)number;
+            s->n_columns = mean >= 0 && mean <= 1e9 ? (size_t)mean : 0;
+        } else if (strcmp(kind, "class") == 0 && s->n_classes < MOST_CLASSES)
+            s->classes[s->n_classes++] = t->cells[row * 5 + 1];
+        else if (strcmp(kind, "words") == 0) {
+            words = t->cells[row * 5 + 1];
+            s->n_sources++;
+        } else if (strcmp(kind, "word") == 0 && words != NULL) {
+            column c = {words, t->cells[row * 5 + 1], (size_t)number, s->n_sources - 1, mean, scale};
+            s->features[s->n_features++] = c;
+        } else if (strcmp(kind, "feature") == 0) {
+            column c = {t->cells[row * 5 + 1], NULL, (size_t)number, s->n_sources++, mean, scale};
             s->features[s->n_features++] = c;
         } else return 1;
     }
@@ -804,35 +1064,40 @@ static int load(moe_net *net, csv_table *t, schema *s) {
     char *text = NULL;
     int failed = 0;
     if (moe_file_read(load_path, &bytes, &error) || moe_file_open(&file, bytes.data, bytes.size, &error) ||
-        moe_net_read(net, bytes.data, bytes.size, 0, kernels, NULL, &error))
-        fprintf(stderr, "csv: %s: %s (--load takes what --save wrote)\n", load_path, error.message), failed = 1;
-    else if (moe_file_metadata(&file, "csv", NULL, 0, &length) == MOE_ERR_NOT_FOUND)
-        failed = fail(load_path, "it says nothing about a table's columns: was it saved by sh examples/run csv FILE.csv --save?");
+        moe_net_read(net, bytes.data, bytes.size, 0, kernels, NULL, &error)) {
+        fprintf(stderr, "csv: %s: %s (--load takes what --save wrote)\n", load_path, error.message);
+        failed = 1;
+    } else if (moe_file_metadata(&file, "csv", NULL, 0, &length) == MOE_ERR_NOT_FOUND)
+        failed = fail(load_path,
+                      "it says nothing about a table's columns: was it saved by sh examples/run csv FILE.csv --save?");
     else if ((text = (char *)malloc(length + 1)) == NULL || moe_file_metadata(&file, "csv", text, length + 1, NULL) ||
              stream.write(stream.ctx, text, strlen(text) + 1))
         failed = fail(load_path, "out of memory");
-    else if (csv_cut(t, (size_t)-1) || read_schema(t, s) || s->n_features != (size_t)net->d_in || s->n_classes != (size_t)net->d_out ||
-             net->n_modules != 1 || net->modules[0].kind != MOE_MODULE_MIXTURE)
-        failed = fail(load_path, "what it says about the table's columns does not fit its net");
-    return moe_buffer_free(&bytes), free(text), failed;
+    else if (csv_cut(t, (size_t)-1) || read_schema(t, s) || s->n_features != (size_t)net->d_in ||
+             s->n_classes != (size_t)net->d_out || net->n_modules != 1 || net->modules[0].kind != MOE_MODULE_MIXTURE)
+        failed = fail(load_path, "its description of the table's columns does not match its network");
+    moe_buffer_free(&bytes);
+    free(text);
+    return failed;
 }
 
-/* Finds the schema's columns in another table: by name where both have names, else by place. */
+/* Finds the schema's columns in another table: by name if both have names, else by position. */
 static int match_columns(const csv_table *t, int header, schema *s) {
     size_t label = find_column(t, header, s->label, strlen(s->label));
-    int by_order = !header && t->columns == s->n_features; /* the label and what was skipped are not there */
+    int by_order = !header && t->columns == s->n_sources; /* without the label and the skipped columns */
     char why[400], shown[CSV_SHOWN_SIZE];
     for (size_t i = 0; i < s->n_features; i++) {
         column *c = &s->features[i];
-        size_t place = header ? find_column(t, 1, c->name, strlen(c->name)) : by_order ? i : c->place;
+        size_t place = header ? find_column(t, 1, c->name, strlen(c->name)) : by_order ? c->source : c->place;
         if (header && place == t->columns && t->columns == s->n_columns) place = c->place;
-        if (place >= t->columns)
-            return sprintf(why,
-                           header ? "there is no column %s, by which the classifier was trained; it has %lu columns"
-                                  : "there is no column %s; it has %lu columns, "
-                                    "the table of the training had %lu",
-                           csv_shown(c->name, shown), (unsigned long)t->columns, (unsigned long)s->n_columns),
-                   fail(predict_path, why);
+        if (place >= t->columns) {
+            sprintf(why,
+                    header ? "there is no column %s, by which the classifier was trained; it has %lu columns"
+                           : "there is no column %s; it has %lu columns, "
+                             "the table of the training had %lu",
+                    csv_shown(c->name, shown), (unsigned long)t->columns, (unsigned long)s->n_columns);
+            return fail(predict_path, why);
+        }
         c->place = place;
     }
     s->label_place = header ? label : by_order ? t->columns : s->label_place;
@@ -861,16 +1126,21 @@ static int predict(const moe_net *net, schema *s) {
         char text[CSV_SHOWN_SIZE];
         printf("%lu,%s,%.3f,%d\n", (unsigned long)d.lines[i], csv_shown(s->classes[best], text),
                probability(a.y + i * s->n_classes, s->n_classes, best), (int)a.first[i]);
-        known += d.labels[i] >= 0, right += d.labels[i] == (int32_t)best;
+        known += d.labels[i] >= 0;
+        right += d.labels[i] == (int32_t)best;
     }
     if (!failed && known > 0)
-        fprintf(stderr, "%lu of the %lu lines that have a label are right\n", (unsigned long)right, (unsigned long)known);
-    return free_answers(&a), free_samples(&d), csv_free(&t), failed;
+        fprintf(stderr, "%lu of the %lu lines that have a label are right\n", (unsigned long)right,
+                (unsigned long)known);
+    free_answers(&a);
+    free_samples(&d);
+    csv_free(&t);
+    return failed;
 }
 
-/* ---- the whole ----------------------------------------------------------------------------------------------------------------------- */
+/* ---- the whole ---- */
 
-/* The share of the label that is the most frequent: what a classifier that knows nothing reaches. */
+/* The share of the most frequent label: the accuracy of a constant classifier. */
 static double most_frequent(const schema *s, const samples *d) {
     size_t best = 0;
     for (size_t c = 0; c < s->n_classes; c++) {
@@ -885,10 +1155,12 @@ static void show_table(const csv_table *t, const schema *s, const samples *d) {
     char shown[CSV_SHOWN_SIZE];
     printf("read       %s: %lu lines", path, (unsigned long)d->n);
     if (d->dropped > 0) printf(" (%lu with missing values left out)", (unsigned long)d->dropped);
-    printf(", %lu numbers each, %lu labels in column %lu (%s)\n", (unsigned long)s->n_features, (unsigned long)s->n_classes,
-           (unsigned long)s->label_place + 1, csv_shown(s->label, shown));
+    printf(", %lu numbers each, %lu labels in column %lu (%s)\n", (unsigned long)s->n_features,
+           (unsigned long)s->n_classes, (unsigned long)s->label_place + 1, csv_shown(s->label, shown));
     if (t->separator != ',')
-        printf("           cells end at %s\n", t->separator == ';' ? "semicolons" : t->separator == '\t' ? "tabs" : "blanks");
+        printf("           cells end at %s\n", t->separator == ';'    ? "semicolons"
+                                               : t->separator == '\t' ? "tabs"
+                                                                      : "blanks");
 }
 
 static int train(moe_net *net, const schema *s, const samples *d, size_t n_train, moe_evaluation *result) {
@@ -897,10 +1169,15 @@ static int train(moe_net *net, const schema *s, const samples *d, size_t n_train
     moe_data rows = {.n = n_train, .x = d->x, .labels = d->labels};
     moe_data held = {.n = d->n - n_train, .x = d->x + n_train * s->n_features, .labels = d->labels + n_train};
     long wanted = (long)(STEPS * BATCH / n_train);
-    training.progress = show_progress, training.progress_ctx = result;
+    training.progress = show_progress;
+    training.progress_ctx = result;
     training.epochs = (int)(epochs > 0 ? epochs : wanted < 5 ? 5 : wanted > 200 ? 200 : wanted);
-    training.batch = BATCH, training.seed = (uint64_t)seed, training.rate = (moe_real)0.005, training.final_rate = (moe_real)0.05;
-    training.decay = (moe_real)0.02, training.clip = 1;
+    training.batch = BATCH;
+    training.seed = (uint64_t)seed;
+    training.rate = (moe_real)0.005;
+    training.final_rate = (moe_real)0.05;
+    training.decay = (moe_real)0.02;
+    training.clip = 1;
     if (build(net, s, &error) || moe_fit(net, &rows, &held, &training, &error)) return fail("training", error.message);
     return 0;
 }
@@ -914,16 +1191,23 @@ static int show(const moe_net *net, const schema *s, const samples *d, size_t n_
     kinds k = {0};
     void *memory = moe_metrics_size(experts, s->n_classes, &bytes) == MOE_OK ? malloc(bytes) : NULL;
     int failed = memory == NULL || moe_metrics_init(&metrics, experts, s->n_classes, memory, bytes) ||
-                 answer(net, held.n, held.x, held.labels, &of_held, &metrics) || moe_metrics_report(&metrics, &report) ||
-                 answer(net, d->n, d->x, NULL, &of_all, NULL) || find_kinds(&k, experts, s, d, &of_all);
+                 answer(net, held.n, held.x, held.labels, &of_held, &metrics) ||
+                 moe_metrics_report(&metrics, &report) || answer(net, d->n, d->x, NULL, &of_all, NULL) ||
+                 find_kinds(&k, experts, s, d, &of_all);
     if (failed) failed = fail("testing", "out of memory");
     else {
         printf("held-out accuracy %.1f %% of %lu lines; the most frequent label alone would reach %.1f %%\n",
                100.0 * (double)result->accuracy, (unsigned long)held.n, 100 * most_frequent(s, &held));
-        show_labels(s, &held, &of_held), show_experts(&report, s), show_kinds(&k, s);
+        show_labels(s, &held, &of_held);
+        show_experts(&report, s);
+        show_kinds(&k, s);
         if (report_path != NULL) failed = save_report(net, &report, s, &held, &of_held, &k);
     }
-    return free_answers(&of_held), free_answers(&of_all), free_kinds(&k), free(memory), failed;
+    free_answers(&of_held);
+    free_answers(&of_all);
+    free_kinds(&k);
+    free(memory);
+    return failed;
 }
 
 static int learn(moe_net *net, csv_table *t, schema *s) {
@@ -934,16 +1218,27 @@ static int learn(moe_net *net, csv_table *t, schema *s) {
     int failed = read_table(t, s, &d);
     k.n_train = d.n - d.n / 5;
     moe_rng_seed(&rng, (uint64_t)seed);
-    if (!failed) show_table(t, s, &d), shuffle(&d, s->n_features, rng);
+    if (!failed) {
+        show_table(t, s, &d);
+        shuffle(&d, s->n_features, rng);
+    }
     failed = failed || train(net, s, &d, k.n_train, &result) || show(net, s, &d, k.n_train, &result) || save(&k);
-    return free_samples(&d), failed;
+    free_samples(&d);
+    return failed;
 }
 
 int main(int count, char **words) {
     csv_table table = {.rows = 0};
     schema s = {0};
     moe_net net = {0};
-    int failed = read_options(count, words) || (load_path != NULL ? load(&net, &table, &s) : learn(&net, &table, &s));
+    int failed;
+    if (read_options(count, words)) return EXIT_USAGE;
+    if (report_refused() != NULL) return fail(report_path, report_refused());
+    if (save_path != NULL && not_writable(save_path) != NULL) return fail(save_path, not_writable(save_path));
+    failed = load_path != NULL ? load(&net, &table, &s) : learn(&net, &table, &s);
     failed = failed || (predict_path != NULL && predict(&net, &s)) || finish();
-    return moe_net_free(&net), free_schema(&s), csv_free(&table), failed;
+    moe_net_free(&net);
+    free_schema(&s);
+    csv_free(&table);
+    return failed;
 }

@@ -1,8 +1,9 @@
-/* Tables as text (CSV), for the examples that read a user's own data. Include it behind moe.h.
+/* Tables as text (CSV), for the examples that read a user's own data. Include it after moe.h.
 
-   Read are lines of cells between commas, semicolons, tabs or, where the first line has none of them, blanks. "A cell" may stand in quotes, a quote in
-   it is doubled; it ends on its line. Blanks around cells, empty lines, a byte order mark and carriage returns count nothing. All lines have equally
-   many cells. What is wrong is told with the line's number. */
+   A line has cells separated by commas, semicolons, tabs or, if the first line has none of these,
+   blanks. A cell may be quoted, with quotes inside doubled; it ends on its line. Blanks around
+   cells, empty lines, a byte order mark and carriage returns are ignored. All lines have the same
+   number of cells. Errors are reported with the line's number. */
 #ifndef CSV_H
 #define CSV_H
 
@@ -18,27 +19,33 @@ typedef struct csv_table {
     moe_buffer text;      /* owned: the file, cut into cells */
     char **cells;         /* owned: [rows,columns] */
     size_t *lines;        /* owned: [rows] the line of each row, from 1 */
-    size_t rows, columns; /* columns are those of the first line */
-    size_t room;          /* private: rows that there is memory for */
+    size_t rows, columns; /* columns: those of the first line */
+    size_t room;          /* private: rows that are allocated */
     char separator;
-    char why[CSV_WHY_SIZE]; /* what is wrong, when reading failed */
+    char why[CSV_WHY_SIZE]; /* the error, if reading failed */
 } csv_table;
 
 static inline void csv_free(csv_table *t) {
-    moe_buffer_free(&t->text), free(t->cells), free(t->lines);
-    t->cells = NULL, t->lines = NULL, t->rows = t->columns = t->room = 0;
+    moe_buffer_free(&t->text);
+    free(t->cells);
+    free(t->lines);
+    t->cells = NULL;
+    t->lines = NULL;
+    t->rows = t->columns = t->room = 0;
 }
 
-/* A cell as it can stand in a message: cut off, without what a terminal would obey. */
+/* A cell for a message: truncated, without control characters. */
 static inline const char *csv_shown(const char *cell, char out[CSV_SHOWN_SIZE]) {
     size_t n = 0;
-    for (; cell[n] != '\0' && n < CSV_SHOWN_SIZE - 4; n++) out[n] = (unsigned char)cell[n] < 0x20 || cell[n] == 0x7f ? '?' : cell[n];
-    return strcpy(out + n, cell[n] != '\0' ? "..." : ""), out;
+    for (; cell[n] != '\0' && n < CSV_SHOWN_SIZE - 4; n++)
+        out[n] = (unsigned char)cell[n] < 0x20 || cell[n] == 0x7f ? '?' : cell[n];
+    strcpy(out + n, cell[n] != '\0' ? "..." : "");
+    return out;
 }
 
 enum { CSV_NUMBER, CSV_MISSING, CSV_TEXT, CSV_INFINITE };
 
-/* What a cell is; *value when it is a number. */
+/* The kind of a cell; *value receives a number. */
 static inline int csv_number(const char *cell, double *value) {
     static const char *const missing[] = {"", "?", "na", "n/a", "nan", "null", "none", "-"};
     char *end, small[8];
@@ -51,7 +58,8 @@ static inline int csv_number(const char *cell, double *value) {
     return *value - *value == 0 ? CSV_NUMBER : *value == *value ? CSV_INFINITE : CSV_MISSING;
 }
 
-/* Of commas, semicolons and tabs the one that is most frequent outside quotes in the first line; a blank when there is none. */
+/* The separator that is most frequent outside quotes in the first line: a comma, semicolon or tab,
+   else a blank. */
 static inline char csv_separator(const char *line) {
     static const char usual[] = ",;\t";
     size_t count[3] = {0, 0, 0}, best = 0, i;
@@ -68,14 +76,18 @@ static inline char csv_separator(const char *line) {
 
 static inline int csv_is_blank(char c) { return c == ' ' || c == '\r' || c == '\t'; }
 
-/* Takes one cell from *p, ends it with a zero, and leaves *p at what separates it from the next (which the zero may have replaced: it is in *after).
-   Returns NULL when a quote is not closed on its line. */
+/* Takes one cell from *p, terminates it, and leaves *p at the separator behind it (which the
+   terminator may have replaced: *after has it). Returns NULL if a quote is not closed on its
+   line. */
 static inline char *csv_cell(char **p, char separator, char *after) {
     char *from, *to, *s = *p;
     while (csv_is_blank(*s) && *s != separator) s++;
     from = to = s;
     if (*s == '"') {
-        for (s++; *s != '\0' && *s != '\n' && (*s != '"' || s[1] == '"'); s++) *to++ = *s, s += *s == '"';
+        for (s++; *s != '\0' && *s != '\n' && (*s != '"' || s[1] == '"'); s++) {
+            *to++ = *s;
+            s += *s == '"';
+        }
         if (*s != '"') return NULL;
         for (s++; *s != '\0' && *s != '\n' && *s != separator; s++)
             if (!csv_is_blank(*s)) *to++ = *s; /* "a"b is ab */
@@ -89,7 +101,7 @@ static inline char *csv_cell(char **p, char separator, char *after) {
     return from;
 }
 
-/* Room for one more row. */
+/* Makes room for one more row. */
 static inline int csv_grow(csv_table *t) {
     size_t room = t->room > 0 ? 2 * t->room : 64;
     char **cells;
@@ -99,31 +111,43 @@ static inline int csv_grow(csv_table *t) {
     if ((cells = (char **)realloc(t->cells, room * t->columns * sizeof *cells)) == NULL) return 1;
     t->cells = cells;
     if ((lines = (size_t *)realloc(t->lines, room * sizeof *lines)) == NULL) return 1;
-    return t->lines = lines, t->room = room, 0;
+    t->lines = lines;
+    t->room = room;
+    return 0;
 }
 
-/* How many cells a line has. */
+/* The number of cells of a line. */
 static inline size_t csv_count(const char *line, char separator) {
     size_t n = 0;
     int quoted = 0, inside = 0;
     if (separator == ' ') {
-        for (; *line != '\0' && *line != '\n'; line++) n += !csv_is_blank(*line) && !inside, inside = !csv_is_blank(*line);
+        for (; *line != '\0' && *line != '\n'; line++) {
+            n += !csv_is_blank(*line) && !inside;
+            inside = !csv_is_blank(*line);
+        }
         return n;
     }
-    for (n = 1, inside = 1; *line != '\0' && *line != '\n'; line++) { /* inside: at the start of a cell, where alone a quote opens */
+    for (n = 1, inside = 1; *line != '\0' && *line != '\n'; line++) {
+        /* inside: at the start of a cell, the only position where a quote opens */
         quoted ^= *line == '"' && (quoted || inside);
         inside = inside && csv_is_blank(*line);
-        if (*line == separator && !quoted) n++, inside = 1;
+        if (*line == separator && !quoted) {
+            n++;
+            inside = 1;
+        }
     }
     return n;
 }
 
-/* One line into the next row; *p goes behind it. 0, or 1 after t->why was written. */
+/* Splits one line into the next row and advances *p. Returns 0, or 1 after writing t->why. */
 static inline int csv_line(csv_table *t, char **p, size_t line) {
     char after, *s = *p, **row;
     size_t n = 0, there = csv_count(s, t->separator);
     if (t->columns == 0) t->columns = there;
-    if (csv_grow(t)) return strcpy(t->why, "out of memory"), 1;
+    if (csv_grow(t)) {
+        strcpy(t->why, "out of memory");
+        return 1;
+    }
     for (row = t->cells + t->rows * t->columns;; s++) {
         char *cell;
         if (t->separator == ' ')
@@ -132,29 +156,33 @@ static inline int csv_line(csv_table *t, char **p, size_t line) {
             after = *s;
             break;
         }
-        if ((cell = csv_cell(&s, t->separator, &after)) == NULL)
-            return sprintf(t->why,
-                           "line %lu: a quote is not closed; a cell must end on its line, and a quote inside a quoted cell is doubled",
-                           (unsigned long)line),
-                   1;
+        if ((cell = csv_cell(&s, t->separator, &after)) == NULL) {
+            sprintf(t->why,
+                    "line %lu: a quote is not closed; a cell must end on its line, and a quote inside a quoted cell is "
+                    "doubled",
+                    (unsigned long)line);
+            return 1;
+        }
         if (n < t->columns) row[n] = cell;
         n++;
         if (after != t->separator && !(t->separator == ' ' && csv_is_blank(after))) break;
     }
     *p = s + (after == '\n');
-    if (n != t->columns)
-        return sprintf(t->why,
-                       "line %lu has %lu cells, the first line has %lu: every line must have the same columns; add the missing cells, "
-                       "delete the "
-                       "line, or put cells that contain a separator into quotes",
-                       (unsigned long)line, (unsigned long)n, (unsigned long)t->columns),
-               1;
-    return t->lines[t->rows++] = line, 0;
+    if (n != t->columns) {
+        sprintf(t->why,
+                "line %lu has %lu cells, the first line has %lu: every line must have the same columns; add the "
+                "missing cells, delete the line, or put cells that contain a separator into quotes",
+                (unsigned long)line, (unsigned long)n, (unsigned long)t->columns);
+        return 1;
+    }
+    t->lines[t->rows++] = line;
+    return 0;
 }
 
-/* Bytes of the UTF-8 character at s, 0 when there is none. */
+/* Bytes of the UTF-8 character at s; 0 if it is invalid. */
 static inline size_t csv_character(const unsigned char *s) {
-    unsigned least = s[0] == 0xe0 ? 0xa0 : s[0] == 0xf0 ? 0x90 : 0x80, most = s[0] == 0xed ? 0x9f : s[0] == 0xf4 ? 0x8f : 0xbf;
+    unsigned least = s[0] == 0xe0 ? 0xa0 : s[0] == 0xf0 ? 0x90 : 0x80;
+    unsigned most = s[0] == 0xed ? 0x9f : s[0] == 0xf4 ? 0x8f : 0xbf;
     size_t n = s[0] < 0x80 ? 1 : s[0] < 0xc2 ? 0 : s[0] < 0xe0 ? 2 : s[0] < 0xf0 ? 3 : s[0] < 0xf5 ? 4 : 0, i;
     if (n > 1 && (s[1] < least || s[1] > most)) return 0;
     for (i = 2; i < n; i++)
@@ -162,7 +190,7 @@ static inline size_t csv_character(const unsigned char *s) {
     return n;
 }
 
-/* The line in which a text stops being UTF-8, 0 when it does not. */
+/* The first line that is not UTF-8; 0: all are. */
 static inline size_t csv_broken_line(const char *text) {
     const unsigned char *s = (const unsigned char *)text;
     size_t line = 1, n;
@@ -173,14 +201,21 @@ static inline size_t csv_broken_line(const char *text) {
     return 0;
 }
 
-/* Cuts t->text, which ends with a zero, into at most most_rows rows. 0, or 1 after t->why was written. */
+/* Splits t->text, which is terminated, into at most most_rows rows. Returns 0, or 1 after writing
+   t->why. */
 static inline int csv_cut(csv_table *t, size_t most_rows) {
     char *p = (char *)t->text.data;
     size_t line, length = strlen(p);
-    if (length + 1 < t->text.size)
-        return sprintf(t->why, "byte %lu is zero: this is no text; save the table as CSV, in UTF-8", (unsigned long)length + 1), 1;
-    if ((line = csv_broken_line(p)) > 0)
-        return sprintf(t->why, "line %lu has a character that is not UTF-8: save the table as CSV in UTF-8", (unsigned long)line), 1;
+    if (length + 1 < t->text.size) {
+        sprintf(t->why, "byte %lu is zero: this is no text; save the table as CSV, in UTF-8",
+                (unsigned long)length + 1);
+        return 1;
+    }
+    if ((line = csv_broken_line(p)) > 0) {
+        sprintf(t->why, "line %lu has a character that is not UTF-8: save the table as CSV in UTF-8",
+                (unsigned long)line);
+        return 1;
+    }
     if (strncmp(p, "\xef\xbb\xbf", 3) == 0) p += 3;
     for (line = 1; *p != '\0' && t->rows < most_rows; line++) {
         size_t blank = strspn(p, " \t\r");
@@ -191,15 +226,23 @@ static inline int csv_cut(csv_table *t, size_t most_rows) {
         if (t->rows == 0) t->separator = csv_separator(p);
         if (csv_line(t, &p, line)) return 1;
     }
-    return t->rows == 0 ? strcpy(t->why, "nothing is in it"), 1 : 0;
+    if (t->rows == 0) strcpy(t->why, "nothing is in it");
+    return t->rows == 0;
 }
 
-/* Reads a file into *t, which is {0}; csv_free it afterwards in any case. 0, or 1 after t->why was written. */
+/* Reads a file into *t, which is {0}; call csv_free afterwards in any case. Returns 0, or 1 after
+   writing t->why. */
 static inline int csv_read(const char *path, size_t most_rows, csv_table *t) {
     moe_stream stream = moe_buffer_stream(&t->text);
     moe_error error = {0};
-    if (moe_file_read(path, &t->text, &error) != MOE_OK) return sprintf(t->why, "%.*s", CSV_WHY_SIZE - 1, error.message), 1;
-    if (stream.write(stream.ctx, "", 1) != MOE_OK) return strcpy(t->why, "out of memory"), 1;
+    if (moe_file_read(path, &t->text, &error) != MOE_OK) {
+        sprintf(t->why, "%.*s", CSV_WHY_SIZE - 1, error.message);
+        return 1;
+    }
+    if (stream.write(stream.ctx, "", 1) != MOE_OK) {
+        strcpy(t->why, "out of memory");
+        return 1;
+    }
     return csv_cut(t, most_rows);
 }
 

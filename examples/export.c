@@ -1,23 +1,27 @@
-/* Writes a saved net as a C header for firmware, with int8, int4 or float weights, and says what that takes and what it costs in accuracy.
-     cc -std=c99 -O2 -I. examples/export.c -o export -lm && ./export MODEL.safetensors       (or: sh examples/run export) */
+/* Writes a saved network as a C header for firmware, with int8, int4 or float weights, and prints
+   size and loss of accuracy.
+     cc -std=c99 -O2 -I. examples/export.c -o export -lm && ./export MODEL.safetensors
+     (or: sh examples/run export) */
 
 #define MOE_IMPLEMENTATION
 #include "moe.h"
+#include "extras/moe_export.h"
 #include "csv.h"
 #include "report.h"
 
-static const char help[] = "export MODEL.safetensors [options]   writes a saved net as a C header for firmware\n"
-                           "  -o FILE             the header (NAME.h)\n"
-                           "  --name NAME         the model's name in C (from MODEL)\n"
-                           "  --weights KIND      int8, int4: no floating point on the device; or float (int8)\n"
-                           "  --calibration FILE  inputs like those that will come: a line for each, numbers between commas; one more is its label\n"
-                           "  --divide X          the net reads the file's numbers divided by X (1)\n"
-                           "  --tokens FILE       the same for a net that reads tokens: a text, whose bytes are the tokens\n"
-                           "  --rows N            at most so many lines or tokens of that file (2000)\n"
-                           "  --length N          most tokens of a sequence, for nets with attention or positions (128)\n"
-                           REPORT_HELP
-                           "Example: sh examples/run microdigits\n"
-                           "         sh examples/run export digits.safetensors --calibration examples/data/digits.csv --divide 16\n";
+static const char help[] =
+    "export MODEL.safetensors [options]   writes a saved network as a C header for firmware\n"
+    "  -o FILE             the header (NAME.h)\n"
+    "  --name NAME         the model's name in C (from MODEL)\n"
+    "  --weights KIND      int8, int4: no floating point on the device; or float (int8)\n"
+    "  --calibration FILE  inputs like those that will come: a line for each, numbers between commas; one more is its "
+    "label\n"
+    "  --divide X          divides the file's numbers by X (1)\n"
+    "  --tokens FILE       the same for a network that reads tokens: a text, whose bytes are the tokens\n"
+    "  --rows N            at most N lines or tokens of that file (2000)\n"
+    "  --length N          longest sequence, for networks with attention or positions (128)\n" REPORT_HELP
+    "Example: sh examples/run microdigits\n"
+    "         sh examples/run export digits.safetensors --calibration examples/data/digits.csv --divide 16\n";
 enum { NAME_SIZE = 40, MOST_CHOSEN = 64 };
 static const char *const kinds[MOE_WEIGHTS_COUNT] = {"float", "int8", "int4"};
 static const char *path, *output, *rows_path, *text_path;
@@ -26,12 +30,15 @@ static int weights = MOE_WEIGHTS_INT8;
 static long most_rows = 2000, length = 128;
 static double divisor = 1;
 
-static int fail(const char *what, const char *why) { return fprintf(stderr, "export: %s: %s\n", what, why), 1; }
+static int fail(const char *what, const char *why) {
+    fprintf(stderr, "export: %s: %s\n", what, why);
+    return 1;
+}
 
-/* What was printed has arrived; else that is the failure. */
+/* Flushes the output; fails if it could not be written. */
 static int finish(void) { return fflush(stdout) != 0 || ferror(stdout) ? fail("the output", "cannot be written") : 0; }
 
-/* The name of a file without folder and ending, as far as C allows it. */
+/* The name of a file without folder and extension, as a C identifier. */
 static void name_from(const char *file) {
     const char *slash = strrchr(file, '/');
     size_t n = 0;
@@ -58,69 +65,100 @@ static int read_options(int count, char **words) {
         else if (strcmp(word, "--length") == 0) length = strtol(value, &end, 10);
         else if (strcmp(word, "--weights") != 0) return fail(word, "no such option; -h explains");
         else for (weights = 0; weights < MOE_WEIGHTS_COUNT && strcmp(kinds[weights], value) != 0;) weights++;
-        if ((end != NULL && (*end != '\0' || end == value)) || !(fabs(divisor) > 0) || most_rows < 1 || most_rows > 1000000 || length < 1 ||
-            length > 65535 || weights == MOE_WEIGHTS_COUNT)
-            return fprintf(stderr, "export: %s %s: not a value of this option; -h explains\n", word, value), 1;
-        count -= option, words += option; /* an option's value */
+        if ((end != NULL && (*end != '\0' || end == value)) || !(fabs(divisor) > 0) || most_rows < 1 ||
+            most_rows > 1000000 || length < 1 || length > 65535 || weights == MOE_WEIGHTS_COUNT) {
+            fprintf(stderr, "export: %s %s: not a value of this option; -h explains\n", word, value);
+            return 1;
+        }
+        count -= option;
+        words += option; /* the value of an option */
     }
-    if (path == NULL) return fail("no net", "which file? A net that moe_net_save wrote, as `sh examples/run microdigits` does; -h explains");
+    if (path == NULL)
+        return fail("no net", "which file? A saved network, as `sh examples/run microdigits` writes one; -h explains");
     if (*name == '\0') name_from(path);
-    if (strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_0123456789") < strlen(name) || isdigit((unsigned char)*name))
+    if (strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_0123456789") < strlen(name) ||
+        isdigit((unsigned char)*name))
         return fail(name, "cannot be the name of a model in C: letters, digits and _, a letter first");
     if (output == NULL) output = strcat(strcpy(default_output, name), ".h");
     return 0;
 }
 
-/* ---- the calibration ----------------------------------------------------------------------------------------------------------------- */
+/* ---- the calibration ---- */
 
 typedef struct samples {
-    moe_data data;   /* as calibration takes it */
+    moe_data data;   /* as calibration data */
     moe_real *x;
-    int32_t *ids, *labels; /* labels: NULL, or what each row should give */
+    int32_t *ids, *labels; /* labels: NULL, or the expected class of each row */
 } samples;
 
-/* One row of numbers: width inputs, perhaps a label. Returns what is wrong, NULL when nothing is. */
-static const char *read_row(char *const *cells, size_t columns, size_t width, size_t classes, moe_real *x, int32_t *label) {
+/* Parses one row: width inputs, optionally a label. Returns an error message, or NULL. */
+static const char *read_row(char *const *cells, size_t columns, size_t width, size_t classes, moe_real *x,
+                            int32_t *label) {
     double value;
     for (size_t i = 0; i < columns; i++) {
         int kind = csv_number(cells[i], &value);
-        if (kind != CSV_NUMBER) return kind == CSV_TEXT ? "a column is not a number" : kind == CSV_MISSING ? "a value is missing" : "a number is infinite";
+        if (kind != CSV_NUMBER)
+            return kind == CSV_TEXT      ? "a column is not a number"
+                   : kind == CSV_MISSING ? "a value is missing"
+                                         : "a number is infinite";
         if (i < width) x[i] = (moe_real)(value / divisor);
-        else if (i > width || !(value >= 0 && value < (double)classes)) return "more numbers than the net has inputs, and the last is not a label";
+        else if (i > width || !(value >= 0 && value < (double)classes))
+            return "more numbers than the network has inputs, and the last is not a label";
         else *label = (int32_t)value;
     }
-    return columns < width ? "fewer numbers than the net has inputs" : NULL;
+    return columns < width ? "fewer numbers than the network has inputs" : NULL;
 }
 
-/* A first line of names, as in a table, is passed over. */
+/* Skips a header line of names. */
 static int read_rows(samples *s, const moe_net *net) {
     csv_table t = {.rows = 0};
     size_t width = (size_t)net->d_in, row;
     double value;
     int names = 1, failed = csv_read(rows_path, (size_t)most_rows + 1, &t);
-    if (failed) return fail(rows_path, t.why), csv_free(&t), 1;
+    if (failed) {
+        fail(rows_path, t.why);
+        csv_free(&t);
+        return 1;
+    }
     for (size_t i = 0; i < t.columns; i++) names = names && csv_number(t.cells[i], &value) == CSV_TEXT;
-    s->x = (moe_real *)calloc(t.rows, width * sizeof *s->x), s->labels = (int32_t *)calloc(t.rows, sizeof *s->labels);
-    if (s->x == NULL || s->labels == NULL) return csv_free(&t), fail(rows_path, "out of memory");
+    s->x = (moe_real *)calloc(t.rows, width * sizeof *s->x);
+    s->labels = (int32_t *)calloc(t.rows, sizeof *s->labels);
+    if (s->x == NULL || s->labels == NULL) {
+        csv_free(&t);
+        return fail(rows_path, "out of memory");
+    }
     for (row = names && t.rows > 1; row < t.rows && s->data.n < (size_t)most_rows && !failed; row++) {
-        const char *wrong = read_row(t.cells + row * t.columns, t.columns, width, (size_t)net->d_out, s->x + s->data.n * width, &s->labels[s->data.n]);
-        if (wrong != NULL) sprintf(t.why, "line %lu: %s: it reads %d, here are %lu", (unsigned long)t.lines[row], wrong, net->d_in, (unsigned long)t.columns), failed = fail(rows_path, t.why);
+        const char *wrong = read_row(t.cells + row * t.columns, t.columns, width, (size_t)net->d_out,
+                                     s->x + s->data.n * width, &s->labels[s->data.n]);
+        if (wrong != NULL) {
+            sprintf(t.why, "line %lu: %s: it reads %d, here are %lu", (unsigned long)t.lines[row], wrong, net->d_in,
+                    (unsigned long)t.columns);
+            failed = fail(rows_path, t.why);
+        }
         s->data.n++;
     }
-    if (t.columns <= width) free(s->labels), s->labels = NULL;
-    return csv_free(&t), s->data.x = s->x, failed;
+    if (t.columns <= width) {
+        free(s->labels);
+        s->labels = NULL;
+    }
+    csv_free(&t);
+    s->data.x = s->x;
+    return failed;
 }
 
-/* Bytes as ids; the label of a token is the next one. */
+/* Reads bytes as ids; the label of a token is the next one. */
 static int read_tokens(samples *s, const moe_net *net, const moe_buffer *text) {
     s->ids = (int32_t *)calloc((size_t)most_rows + 1, sizeof *s->ids);
     if (s->ids == NULL) return fail(text_path, "out of memory");
     for (; s->data.n < text->size && s->data.n <= (size_t)most_rows; s->data.n++)
-        if ((s->ids[s->data.n] = text->data[s->data.n]) >= net->modules[0].n_rows) return fail(text_path, "its bytes are no tokens of this net: are they words?");
-    s->data.n -= s->data.n > 0; /* behind the last there is no next */
-    if (net->d_out >= net->modules[0].n_rows && (s->labels = (int32_t *)calloc(s->data.n + 1, sizeof *s->labels)) != NULL)
+        if ((s->ids[s->data.n] = text->data[s->data.n]) >= net->modules[0].n_rows)
+            return fail(text_path, "its bytes are not tokens of this network: does it use words?");
+    s->data.n -= s->data.n > 0; /* the last one has no next */
+    if (net->d_out >= net->modules[0].n_rows &&
+        (s->labels = (int32_t *)calloc(s->data.n + 1, sizeof *s->labels)) != NULL)
         memcpy(s->labels, s->ids + 1, s->data.n * sizeof *s->labels);
-    return s->data.token_ids = s->ids, 0;
+    s->data.token_ids = s->ids;
+    return 0;
 }
 
 static int read_text(samples *s, const moe_net *net) {
@@ -129,131 +167,205 @@ static int read_text(samples *s, const moe_net *net) {
     moe_error error = {0};
     int failed;
     if (moe_file_read(text_path, &text, &error)) return fail(text_path, error.message);
-    if (stream.write(stream.ctx, "", 1) != MOE_OK) return moe_buffer_free(&text), fail(text_path, "out of memory");
+    if (stream.write(stream.ctx, "", 1) != MOE_OK) {
+        moe_buffer_free(&text);
+        return fail(text_path, "out of memory");
+    }
     text.size--;
     failed = read_tokens(s, net, &text);
-    return moe_buffer_free(&text), failed;
+    moe_buffer_free(&text);
+    return failed;
 }
 
-/* sequences: 1 when the model takes them; s->data is cut to whole ones. */
+/* sequences: 1 if the model processes them; s->data is truncated to whole ones. */
 static int read_samples(samples *s, const moe_net *net, size_t sequences) {
     const char *from = net->d_in > 0 ? rows_path : text_path;
     if (from == NULL && weights == MOE_WEIGHTS_FLOAT) return 0;
     if (from == NULL)
-        return net->d_in > 0 ? fail(path, "whole numbers need ranges, and these need inputs: add --calibration FILE.csv (or --weights float); -h explains")
-                             : fail(path, "the net reads tokens: add --tokens FILE, a text (or --weights float); -h explains");
+        return net->d_in > 0
+                   ? fail(path, "integer weights need the ranges of sample inputs: add --calibration FILE.csv (or "
+                                "--weights float); -h explains")
+                   : fail(path, "it reads tokens: add --tokens FILE, a text (or --weights float); -h explains");
     if (net->d_in > 0 ? read_rows(s, net) : read_text(s, net)) return 1;
     if (sequences) s->data.length = s->data.n < (size_t)length ? s->data.n : (size_t)length;
     if (s->data.length > 0) s->data.n -= s->data.n % s->data.length;
     return s->data.n > 0 ? 0 : fail(from, "nothing is in it");
 }
 
-/* ---- float against integers ------------------------------------------------------------------------------------------------------------ */
+/* ---- float against integers ---- */
 
-/* A model at work. */
+/* A model that is being run. */
 typedef struct runner {
     const moe_model *model;
     void *scratch, *input, *output;
-    double *y; /* the output as real numbers */
+    double *y; /* the output as floats */
     size_t best;
     double right, loss;
 } runner;
 
 static int runner_begin(runner *r, const moe_model *model) {
     r->model = model;
-    r->scratch = calloc(model->scratch_size, 1), r->input = calloc(model->d_in + 1, sizeof(moe_real));
-    r->output = calloc(model->d_out, sizeof(moe_real)), r->y = (double *)calloc(model->d_out, sizeof *r->y);
+    r->scratch = calloc(model->scratch_size, 1);
+    r->input = calloc(model->d_in + 1, sizeof(moe_real));
+    r->output = calloc(model->d_out, sizeof(moe_real));
+    r->y = (double *)calloc(model->d_out, sizeof *r->y);
     return r->scratch == NULL || r->input == NULL || r->output == NULL || r->y == NULL;
 }
 
-static void runner_end(runner *r) { free(r->scratch), free(r->input), free(r->output), free(r->y); }
+static void runner_end(runner *r) {
+    free(r->scratch);
+    free(r->input);
+    free(r->output);
+    free(r->y);
+}
 
 static moe_status runner_step(runner *r, const samples *s, size_t row) {
     const moe_model *model = r->model;
     double sum = 0;
     moe_status status;
-    if (s->data.length > 0 && row % s->data.length == 0) moe_infer_restart(model, r->scratch, model->scratch_size);
+    if (s->data.length > 0 && row % s->data.length == 0) memset(r->scratch, 0, 32);
     if (model->weights_are != MOE_WEIGHTS_FLOAT) moe_infer_levels(model, s->x + row * model->d_in, (int8_t *)r->input);
     else if (model->d_in > 0) memcpy(r->input, s->x + row * model->d_in, model->d_in * sizeof(moe_real));
-    status = moe_infer(model, model->d_in > 0 ? r->input : s->ids + row, r->output, r->scratch, model->scratch_size);
+    status =
+        moe_infer(model, NULL, model->d_in > 0 ? r->input : s->ids + row, r->output, r->scratch, model->scratch_size);
     for (size_t i = 0; i < model->d_out; i++) {
-        r->y[i] = model->weights_are == MOE_WEIGHTS_FLOAT ? (double)((moe_real *)r->output)[i] : ((int16_t *)r->output)[i] * (double)model->output_scale;
+        r->y[i] = model->weights_are == MOE_WEIGHTS_FLOAT ? (double)((moe_real *)r->output)[i]
+                                                          : ((int16_t *)r->output)[i] * (double)model->output_scale;
         if (i == 0 || r->y[i] > r->y[r->best]) r->best = i;
     }
     for (size_t i = 0; i < model->d_out; i++) sum += exp(r->y[i] - r->y[r->best]);
-    if (s->labels != NULL) r->right += r->best == (size_t)s->labels[row], r->loss += log(sum) + r->y[r->best] - r->y[s->labels[row]];
+    if (s->labels != NULL) {
+        r->right += r->best == (size_t)s->labels[row];
+        r->loss += log(sum) + r->y[r->best] - r->y[s->labels[row]];
+    }
     return status;
 }
 
-/* What the experts that are chosen first make different. */
+/* Errors by first expert. */
 typedef struct expert {
     double rows, wrong, size; /* wrong, size: sums of squares */
 } expert;
 
+/* Errors of the integer model, over a whole comparison. */
+typedef struct comparison {
+    double same, chose_same, wrong, size;
+    size_t n_experts;
+    expert *experts;
+} comparison;
+
+static moe_status compare_row(const samples *s, size_t row, runner *a, runner *b, comparison *c) {
+    const moe_model *floats = a->model, *integers = b->model;
+    moe_choice chosen[2][MOST_CHOSEN] = {{{0, 0}}};
+    size_t count[2] = {0, 0};
+    double d = 0, y = 0;
+    expert *first = c->experts;
+    moe_status status = runner_step(a, s, row);
+    if (status == MOE_OK) status = runner_step(b, s, row);
+    if (status != MOE_OK) return status;
+    for (size_t i = 0; i < floats->d_out; i++) {
+        d += (a->y[i] - b->y[i]) * (a->y[i] - b->y[i]);
+        y += a->y[i] * a->y[i];
+    }
+    if (integers->n_mixtures > 0 &&
+        moe_infer_choices(floats, 0, a->scratch, chosen[0], MOST_CHOSEN, &count[0]) == MOE_OK &&
+        moe_infer_choices(integers, 0, b->scratch, chosen[1], MOST_CHOSEN, &count[1]) == MOE_OK && count[0] > 0) {
+        first += chosen[0]->expert;
+        c->chose_same += count[0] == count[1] && chosen[0]->expert == chosen[1]->expert;
+    }
+    c->wrong += d;
+    c->size += y;
+    c->same += a->best == b->best;
+    first->rows++;
+    first->wrong += d;
+    first->size += y;
+    return MOE_OK;
+}
+
+/* Root mean square error in percent of the output. */
+static double percent_off(double wrong, double size) { return 100 * sqrt(wrong / (size > 0 ? size : 1)); }
+
+static void report_comparison(const comparison *c) {
+    double *off = (double *)report_grab(c->n_experts, sizeof *off);
+    double *rows = (double *)report_grab(c->n_experts, sizeof *rows);
+    moe_figure *f;
+    for (size_t e = 0; e < c->n_experts; e++) {
+        const expert *one = c->experts + e;
+        rows[e] = one->rows;
+        off[e] = one->rows > 0 ? percent_off(one->wrong, one->size) : HUGE_VAL;
+    }
+    f = report_add(MOE_FIGURE_BARS, "What integers change", c->n_experts, 1);
+    f->values = off;
+    f->value_label = "% of the output";
+    f->caption = "How far the outputs are off (root mean square), by the expert that is chosen first.";
+    f = report_add(MOE_FIGURE_BARS, "Inputs by first expert", c->n_experts, 1);
+    f->values = rows;
+    f->value_label = "inputs";
+}
+
+static void print_comparison(const samples *s, const runner *a, const runner *b, const comparison *c) {
+    const double n = (double)s->data.n;
+    const int has_mixtures = b->model->n_mixtures > 0;
+    printf("compared     with the float network on these %.0f %s: outputs differ by %.2f %% (root mean square), "
+           "%.2f %% of the answers are the same\n",
+           n, a->model->d_in > 0 ? "rows" : "tokens", percent_off(c->wrong, c->size), 100 * c->same / n);
+    if (has_mixtures)
+        printf("             the first MoE layer's first expert is the same for %.2f %%\n", 100 * c->chose_same / n);
+    for (size_t e = 0; has_mixtures && e < c->n_experts; e++) {
+        const expert *one = c->experts + e;
+        if (one->rows > 0)
+            printf("             expert %2d first: %5.1f %% of them, outputs differ by %.2f %%\n", (int)e,
+                   100 * one->rows / n, percent_off(one->wrong, one->size));
+    }
+    if (s->labels != NULL)
+        printf("accuracy     %.2f %% in float, %.2f %% in %s; loss %.4f, %.4f (rows that it was trained on say "
+               "little)\n",
+               100 * a->right / n, 100 * b->right / n, kinds[weights], a->loss / n, b->loss / n);
+}
+
 static int compare(const samples *s, const moe_model *floats, const moe_model *integers) {
     runner a = {0}, b = {0};
-    size_t n_experts = integers->n_mixtures > 0 ? integers->mixtures[0].router.n_experts : 1;
-    expert *experts = (expert *)calloc(n_experts, sizeof *experts);
-    double same = 0, chose_same = 0, wrong = 0, size = 0;
-    moe_status status = experts == NULL || runner_begin(&a, floats) || runner_begin(&b, integers) ? MOE_ERR_MEMORY : MOE_OK;
-    for (size_t row = 0; row < s->data.n && status == MOE_OK; row++) {
-        moe_choice chosen[2][MOST_CHOSEN] = {{{0, 0}}};
-        size_t count[2] = {0, 0};
-        double d = 0, y = 0;
-        expert *first = experts;
-        if ((status = runner_step(&a, s, row)) != MOE_OK || (status = runner_step(&b, s, row)) != MOE_OK) break;
-        for (size_t i = 0; i < floats->d_out; i++) d += (a.y[i] - b.y[i]) * (a.y[i] - b.y[i]), y += a.y[i] * a.y[i];
-        if (integers->n_mixtures > 0 && moe_infer_choices(floats, 0, a.scratch, chosen[0], MOST_CHOSEN, &count[0]) == MOE_OK &&
-            moe_infer_choices(integers, 0, b.scratch, chosen[1], MOST_CHOSEN, &count[1]) == MOE_OK && count[0] > 0)
-            first = experts + chosen[0]->expert, chose_same += count[0] == count[1] && chosen[0]->expert == chosen[1]->expert;
-        wrong += d, size += y, same += a.best == b.best;
-        first->rows++, first->wrong += d, first->size += y;
-    }
-    if (status == MOE_OK && report_path != NULL && integers->n_mixtures > 0) {
-        double *off = (double *)report_grab(n_experts, sizeof *off), *rows = (double *)report_grab(n_experts, sizeof *rows);
-        moe_figure *f;
-        for (size_t e = 0; e < n_experts; e++) {
-            rows[e] = experts[e].rows, off[e] = experts[e].rows > 0 ? 100 * sqrt(experts[e].wrong / (experts[e].size > 0 ? experts[e].size : 1)) : HUGE_VAL;
-        }
-        f = report_add(MOE_FIGURE_BARS, "What integers change", n_experts, 1), f->values = off, f->value_label = "% of the output";
-        f->caption = "How far the outputs are off (root mean square), by the expert that is chosen first.";
-        f = report_add(MOE_FIGURE_BARS, "Inputs by first expert", n_experts, 1), f->values = rows, f->value_label = "inputs";
-    }
-    if (status == MOE_OK) {
-        double n = (double)s->data.n;
-        printf("compared     with the net in float on these %.0f %s: outputs differ by %.2f %% (root mean square), %.2f %% of the answers are the same\n", n,
-               floats->d_in > 0 ? "rows" : "tokens", 100 * sqrt(wrong / (size > 0 ? size : 1)), 100 * same / n);
-        if (integers->n_mixtures > 0) printf("             the first mixture's first expert is the same for %.2f %%\n", 100 * chose_same / n);
-        for (size_t e = 0; integers->n_mixtures > 0 && e < n_experts; e++)
-            if (experts[e].rows > 0)
-                printf("             expert %2d first: %5.1f %% of them, outputs differ by %.2f %%\n", (int)e, 100 * experts[e].rows / n,
-                       100 * sqrt(experts[e].wrong / (experts[e].size > 0 ? experts[e].size : 1)));
-        if (s->labels != NULL)
-            printf("accuracy     %.2f %% in float, %.2f %% in %s; loss %.4f, %.4f (rows that it was trained on say little)\n", 100 * a.right / n,
-                   100 * b.right / n, kinds[weights], a.loss / n, b.loss / n);
-    }
-    runner_end(&a), runner_end(&b), free(experts);
+    comparison c = {0};
+    moe_status status;
+    c.n_experts = integers->n_mixtures > 0 ? integers->mixtures[0].router.n_experts : 1;
+    c.experts = (expert *)calloc(c.n_experts, sizeof *c.experts);
+    status = c.experts == NULL || runner_begin(&a, floats) || runner_begin(&b, integers) ? MOE_ERR_MEMORY : MOE_OK;
+    for (size_t row = 0; row < s->data.n && status == MOE_OK; row++) status = compare_row(s, row, &a, &b, &c);
+    if (status == MOE_OK && report_path != NULL && integers->n_mixtures > 0) report_comparison(&c);
+    if (status == MOE_OK) print_comparison(s, &a, &b, &c);
+    runner_end(&a);
+    runner_end(&b);
+    free(c.experts);
     return status == MOE_OK ? 0 : fail("comparing", moe_status_text(status));
 }
 
-/* ---- the whole ------------------------------------------------------------------------------------------------------------------------- */
+/* ---- the whole ---- */
 
-static moe_status write_header(void *ctx, moe_stream *stream) { return moe_export_c((const moe_built_model *)ctx, name, stream, NULL); }
+static moe_status write_header(void *ctx, moe_stream *stream) {
+    return moe_export_c((const moe_built_model *)ctx, name, stream, NULL);
+}
 
 static void show_model(const moe_model *model) {
     printf("wrote        %s: the model `%s`, weights in %s\n", output, name, kinds[weights]);
     printf("flash        %.0f bytes of weights", (double)(model->weights_size + model->experts_size));
     if (model->experts_size > 0) printf(", %.0f of them experts'", (double)model->experts_size);
     printf("\nscratch      %.0f bytes of RAM", (double)model->scratch_size);
-    if (model->length > 0) printf(", %.0f of them kept from token to token, %.0f tokens at most", (double)model->state_size, (double)model->length);
-    printf("\nwork         %.0f multiplications per %s at most\n", (double)model->multiplications, model->d_in > 0 ? "input" : "token");
+    if (model->length > 0)
+        printf(", %.0f of them kept from token to token, %.0f tokens at most", (double)model->state_size,
+               (double)model->length);
+    printf("\nwork         %.0f multiplications per %s at most\n", (double)model->multiplications,
+           model->d_in > 0 ? "input" : "token");
 }
 
 static void report_model(const moe_model *model) {
-    static const char *const heads[] = {"value"}, *const names[] = {"bytes of weights (flash)", "of them experts'", "bytes of scratch memory (RAM)", "multiplications per input, at most"};
+    static const char *const heads[] = {"value"};
+    static const char *const names[] = {"bytes of weights (flash)", "of them experts'", "bytes of scratch memory (RAM)",
+                                        "multiplications per input, at most"};
     moe_figure *f = report_add(MOE_FIGURE_TABLE, "The model", 4, 1);
-    double found[] = {(double)(model->weights_size + model->experts_size), (double)model->experts_size, (double)model->scratch_size, (double)model->multiplications};
-    f->values = report_numbers(found, 4), f->row_names = names, f->column_names = heads;
+    double found[] = {(double)(model->weights_size + model->experts_size), (double)model->experts_size,
+                      (double)model->scratch_size, (double)model->multiplications};
+    f->values = report_numbers(found, 4);
+    f->row_names = names;
+    f->column_names = heads;
 }
 
 static int export_net(moe_net *net, samples *s, moe_built_model *floats, moe_built_model *made) {
@@ -261,11 +373,13 @@ static int export_net(moe_net *net, samples *s, moe_built_model *floats, moe_bui
     moe_error error = {0};
     size_t all, used;
     if (moe_net_load(net, path, 0, MOE_KERNELS_C, NULL, &error)) return fail(path, error.message);
-    all = moe_net_parameters(net, &used);
-    printf("read         %s: %d modules, %.0f numbers, of which one input uses %.0f\n", path, (int)net->n_modules, (double)all, (double)used);
+    all = moe_net_parameter_count(net, &used);
+    printf("read         %s: %d modules, %.0f numbers, of which one input uses %.0f\n", path, (int)net->n_modules,
+           (double)all, (double)used);
     if (moe_model_create(floats, net, &config, &error)) return fail(path, error.message);
     if (read_samples(s, net, floats->model.length > 0)) return 1;
-    config.weights = weights, config.calibration = &s->data;
+    config.weights = weights;
+    config.calibration = &s->data;
     if (moe_model_create(made, net, &config, &error)) return fail(path, error.message);
     if (moe_file_replace(output, write_header, made, &error)) return fail(output, error.message);
     show_model(&made->model);
@@ -273,7 +387,8 @@ static int export_net(moe_net *net, samples *s, moe_built_model *floats, moe_bui
     report_model(&made->model);
     if (report_write_added("export", "A model for firmware")) return 1;
     printf("next         include it in the firmware; %s begins with how. To see that it compiles:\n", output);
-    printf("             cc -std=c99 -Os -I. -DMOE_IMPLEMENTATION %s-x c -c %s -o /dev/null\n", weights == MOE_WEIGHTS_FLOAT ? "-DMOE_NO_TRAIN " : "-DMOE_NO_FLOAT ", output);
+    printf("             cc -std=c99 -Os -I. -DMOE_IMPLEMENTATION %s-x c -c %s -o /dev/null\n",
+           weights == MOE_WEIGHTS_FLOAT ? "-DMOE_NO_TRAIN " : "-DMOE_NO_FLOAT ", output);
     return finish();
 }
 
@@ -281,8 +396,15 @@ int main(int count, char **words) {
     moe_net net = {0};
     samples s = {0};
     moe_built_model floats = {0}, made = {0};
-    int failed = read_options(count, words) || (!report_possible() && fail(report_path, "the report cannot be written there")) || export_net(&net, &s, &floats, &made);
-    moe_model_free(&made), moe_model_free(&floats), moe_net_free(&net);
-    free(s.x), free(s.ids), free(s.labels);
+    int failed;
+    if (read_options(count, words)) return EXIT_USAGE;
+    if (report_refused() != NULL) return fail(report_path, report_refused());
+    failed = export_net(&net, &s, &floats, &made);
+    moe_model_free(&made);
+    moe_model_free(&floats);
+    moe_net_free(&net);
+    free(s.x);
+    free(s.ids);
+    free(s.labels);
     return failed;
 }

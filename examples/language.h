@@ -1,9 +1,10 @@
-/* What the examples that train language models share: texts as token ids, a net from a few numbers, batches, losses.
-   Include it behind moe.h.
+/* Shared by the examples that train language models: texts as token ids, a network from a few
+   settings, batches, losses. Include it after moe.h.
 
-   A text is a row of token ids: bytes, or words between white space. language_learn takes the vocabulary from training text;
-   other texts are read with it. The net is embedding, layers of [rms_norm, attention, residual, rms_norm, mixture, residual],
-   rms_norm, linear. What can fail returns a moe_status and fills error. */
+   A text is a sequence of token ids: bytes, or words between white space. language_learn takes the
+   vocabulary from the training text; other texts are read with it. The network is embedding, layers
+   of [rms_norm, attention, residual, rms_norm, MoE layer, residual], rms_norm, linear. Functions
+   that can fail return a moe_status and fill in error. */
 #ifndef LANGUAGE_H
 #define LANGUAGE_H
 
@@ -17,22 +18,27 @@
 static inline moe_status language_error(moe_error *error, moe_status status, const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
-    if (error != NULL) error->code = status, vsnprintf(error->message, sizeof error->message, format, arguments);
+    if (error != NULL) {
+        error->code = status;
+        vsnprintf(error->message, sizeof error->message, format, arguments);
+    }
     va_end(arguments);
     return status;
 }
 
-static inline moe_status language_no_memory(moe_error *error) { return language_error(error, MOE_ERR_MEMORY, "out of memory"); }
+static inline moe_status language_no_memory(moe_error *error) {
+    return language_error(error, MOE_ERR_MEMORY, "out of memory");
+}
 
-/* ---- texts --------------------------------------------------------------------------------------------------------------------------- */
+/* ---- texts ---- */
 
 typedef struct language_word {
-    const char *text; /* points into what the vocabulary was learned from; not terminated */
+    const char *text; /* points into the text of the vocabulary; not terminated */
     size_t length, count;
     int32_t id;
 } language_word;
 
-/* What the ids mean. {0} until language_learn. */
+/* The vocabulary. {0} until language_learn. */
 typedef struct language {
     int words;           /* 1: words, id 0 for all that are not in the vocabulary; 0: bytes, id = value */
     int size;            /* ids are 0..size-1 */
@@ -45,27 +51,30 @@ typedef struct language_text {
     size_t n;
 } language_text;
 
-/* Appends the contents of files to bytes, one after another. */
+/* Appends the contents of files to bytes. */
 static inline moe_status language_read(const char *const *paths, size_t n, moe_buffer *bytes, moe_error *error) {
     moe_stream all = moe_buffer_stream(bytes);
     moe_status status = MOE_OK;
     for (size_t i = 0; i < n && status == MOE_OK; i++) {
         moe_buffer one = {0};
-        if ((status = moe_file_read(paths[i], &one, error)) == MOE_OK && (status = all.write(all.ctx, one.data, one.size)) != MOE_OK)
+        if ((status = moe_file_read(paths[i], &one, error)) == MOE_OK &&
+            (status = all.write(all.ctx, one.data, one.size)) != MOE_OK)
             language_no_memory(error);
         moe_buffer_free(&one);
     }
     return status;
 }
 
-/* Deals text out in stretches, cut at white space: of each of `parts` parts the last `share` goes to held, the rest to train. */
-static inline moe_status language_split(const moe_buffer *text, size_t parts, double share, moe_buffer *train, moe_buffer *held,
-                                        moe_error *error) {
+/* Splits text into stretches, cut at white space: the last `share` of each of `parts` parts goes to
+   held, the rest to train. */
+static inline moe_status language_split(const moe_buffer *text, size_t parts, double share, moe_buffer *train,
+                                        moe_buffer *held, moe_error *error) {
     moe_stream to[2] = {moe_buffer_stream(train), moe_buffer_stream(held)};
     size_t from = 0;
     for (size_t i = 0; i < 2 * parts && text->size > 0; i++) {
         double part = (double)text->size / (double)parts;
-        size_t end = i + 1 == 2 * parts ? text->size : (size_t)(part * ((double)(i / 2) + (i % 2 == 0 ? 1 - share : 1)));
+        size_t end =
+            i + 1 == 2 * parts ? text->size : (size_t)(part * ((double)(i / 2) + (i % 2 == 0 ? 1 - share : 1)));
         while (end < text->size && !isspace(text->data[end])) end++;
         if (end < from) end = from;
         if (to[i % 2].write(to[i % 2].ctx, text->data + from, end - from) != MOE_OK) return language_no_memory(error);
@@ -74,12 +83,16 @@ static inline moe_status language_split(const moe_buffer *text, size_t parts, do
     return MOE_OK;
 }
 
-/* The next word at or behind *at; 0 when there is none. */
+/* The next word at or behind *at; 0 if there is none. */
 static inline int language_next(const char *bytes, size_t size, size_t *at, language_word *word) {
     while (*at < size && isspace((unsigned char)bytes[*at])) ++*at;
-    if (*at >= size) return 0; /* bytes may be NULL then */
-    word->text = bytes + *at, word->length = 0;
-    while (*at < size && !isspace((unsigned char)bytes[*at])) ++*at, ++word->length;
+    if (*at >= size) return 0; /* bytes may be NULL */
+    word->text = bytes + *at;
+    word->length = 0;
+    while (*at < size && !isspace((unsigned char)bytes[*at])) {
+        ++*at;
+        ++word->length;
+    }
     return 1;
 }
 
@@ -94,19 +107,23 @@ static inline int language_by_count(const void *a, const void *b) {
     return x->count != y->count ? (x->count < y->count) - (x->count > y->count) : language_by_spelling(a, b);
 }
 
-/* Sorts the words found in a text and leaves one of each, with its count, the unknown word left out. */
+/* Sorts the words of a text and merges equal ones with their counts, without the unknown word. */
 static inline size_t language_count(language_word *word, size_t n) {
     size_t kept = 0;
     qsort(word, n, sizeof *word, language_by_spelling);
     for (size_t i = 0; i < n; i++) {
         if (word[i].length == 5 && memcmp(word[i].text, "<unk>", 5) == 0) continue;
         if (kept > 0 && language_by_spelling(&word[kept - 1], &word[i]) == 0) word[kept - 1].count++;
-        else word[kept] = word[i], word[kept++].count = 1;
+        else {
+            word[kept] = word[i];
+            word[kept++].count = 1;
+        }
     }
     return kept;
 }
 
-/* Bytes, or the most frequent words so that there are at most `most` ids. text must outlive the vocabulary of words. */
+/* Bytes, or the most frequent words, with at most `most` ids. text must outlive a vocabulary of
+   words. */
 static inline moe_status language_learn(language *l, const moe_buffer *text, int words, int most, moe_error *error) {
     const char *bytes = (const char *)text->data;
     language_word word;
@@ -125,7 +142,8 @@ static inline moe_status language_learn(language *l, const moe_buffer *text, int
     return MOE_OK;
 }
 
-static inline moe_status language_encode(const language *l, const moe_buffer *text, language_text *out, moe_error *error) {
+static inline moe_status language_encode(const language *l, const moe_buffer *text, language_text *out,
+                                         moe_error *error) {
     const char *bytes = (const char *)text->data;
     language_word word, *known;
     if ((out->ids = (int32_t *)malloc((text->size + 1) * sizeof *out->ids)) == NULL) return language_no_memory(error);
@@ -138,50 +156,61 @@ static inline moe_status language_encode(const language *l, const moe_buffer *te
     return MOE_OK;
 }
 
-/* ---- batches: sequences of `context` ids, one after another, and the id that follows each -------------------------------------------- */
+/* ---- batches: sequences of `context` ids, one after another, and the id that follows each ---- */
 
-static inline void language_sequence(const language_text *text, size_t from, size_t context, int32_t *ids, int32_t *labels) {
+static inline void language_sequence(const language_text *text, size_t from, size_t context, int32_t *ids,
+                                     int32_t *labels) {
     memcpy(ids, text->ids + from, context * sizeof *ids);
     memcpy(labels, text->ids + from + 1, context * sizeof *labels);
 }
 
-/* Sequences from random places. text has more than context ids. */
-static inline void language_draw(const language_text *text, size_t sequences, size_t context, moe_rng *rng, int32_t *ids, int32_t *labels) {
+/* Sequences from random positions. text has more than context ids. */
+static inline void language_draw(const language_text *text, size_t sequences, size_t context, moe_rng *rng,
+                                 int32_t *ids, int32_t *labels) {
     for (size_t s = 0; s < sequences; s++)
-        language_sequence(text, (size_t)moe_rng_below(rng, text->n - context), context, ids + s * context, labels + s * context);
+        language_sequence(text, (size_t)moe_rng_below(rng, text->n - context), context, ids + s * context,
+                          labels + s * context);
 }
 
-/* Sequences that do not overlap, spread evenly over text: at most `most`; returns how many there are. */
-static inline size_t language_spread(const language_text *text, size_t most, size_t context, int32_t *ids, int32_t *labels) {
+/* Sequences that do not overlap, evenly distributed over text: at most `most`; returns how many. */
+static inline size_t language_spread(const language_text *text, size_t most, size_t context, int32_t *ids,
+                                     int32_t *labels) {
     size_t there = text->n > 0 ? (text->n - 1) / context : 0, n = there < most ? there : most;
-    for (size_t s = 0; s < n; s++) language_sequence(text, s * ((text->n - 1) / n), context, ids + s * context, labels + s * context);
+    for (size_t s = 0; s < n; s++)
+        language_sequence(text, s * ((text->n - 1) / n), context, ids + s * context, labels + s * context);
     return n;
 }
 
-/* ---- nets ---------------------------------------------------------------------------------------------------------------------------- */
+/* ---- networks ---- */
 
-enum { LANGUAGE_MODULES = 6 /* of a layer */, LANGUAGE_MIXTURE = 5 /* the first layer's mixture among the net's modules */ };
+enum {
+    LANGUAGE_MODULES = 6 /* of a layer */, LANGUAGE_MIXTURE = 5 /* module index in the first layer */
+};
 
 typedef struct language_shape {
     int vocabulary, width, layers;
 } language_shape;
 
-/* The number of layer l's mixture among the net's modules. */
+/* The module index of the MoE layer of layer l. */
 static inline size_t language_module(size_t l) { return LANGUAGE_MIXTURE + l * LANGUAGE_MODULES; }
 
-/* One layer's experts: a mixture, or for n_experts = 1 a feed-forward that needs no router. */
+/* The experts of one layer: an MoE layer, or for n_experts = 1 a feed-forward module without a
+   router. */
 static inline moe_status language_experts(moe_net *net, const moe_layer_config *config) {
     moe_layer_config dense;
     if (config->router.n_experts != 1) return moe_net_mixture(net, config);
     memset(&dense, 0, sizeof dense);
-    dense.expert = config->expert, dense.d_ff = config->d_ff, dense.d_low = config->d_low;
-    dense.act = config->act, dense.no_expert_bias = config->no_expert_bias;
+    dense.expert = config->expert;
+    dense.d_ff = config->d_ff;
+    dense.d_low = config->d_low;
+    dense.act = config->act;
+    dense.no_expert_bias = config->no_expert_bias;
     return moe_net_feed_forward(net, &dense);
 }
 
-/* Makes and builds *net, layer l with the experts of experts[l]. */
-static inline moe_status language_net(moe_net *net, const language_shape *shape, const moe_layer_config *experts, uint64_t seed,
-                                      moe_error *error) {
+/* Creates and builds *net; layer l has the experts of experts[l]. */
+static inline moe_status language_net(moe_net *net, const language_shape *shape, const moe_layer_config *experts,
+                                      uint64_t seed, moe_error *error) {
     moe_attention_config attention;
     moe_status status;
     memset(&attention, 0, sizeof attention);
@@ -202,7 +231,7 @@ static inline moe_status language_net(moe_net *net, const language_shape *shape,
     return status;
 }
 
-/* ---- running a net over sequences ---------------------------------------------------------------------------------------------------- */
+/* ---- running a network over sequences ---- */
 
 /* -log softmax(logits)[label] */
 static inline double language_loss(size_t vocabulary, const moe_real *logits, int32_t label) {
@@ -213,9 +242,12 @@ static inline double language_loss(size_t vocabulary, const moe_real *logits, in
     return log(sum) + (double)(most - logits[label]);
 }
 
-/* Runs sequences of ids, `together` of them in a call. After each call: each(ctx, pass, first), first the place in ids where it began. */
-static inline moe_status language_run(const moe_net *net, const int32_t *ids, size_t sequences, size_t context, size_t together,
-                                      moe_status (*each)(void *ctx, const moe_net_pass *pass, size_t first), void *ctx, moe_error *error) {
+/* Runs sequences of ids, `together` of them per call. Each call is followed by each(ctx, pass,
+   first), first being its offset in ids. */
+static inline moe_status language_run(const moe_net *net, const int32_t *ids, size_t sequences, size_t context,
+                                      size_t together,
+                                      moe_status (*each)(void *ctx, const moe_net_pass *pass, size_t first), void *ctx,
+                                      moe_error *error) {
     int32_t *offsets = (int32_t *)malloc((together + 1) * sizeof *offsets);
     moe_call call;
     moe_net_pass pass;
@@ -227,11 +259,15 @@ static inline moe_status language_run(const moe_net *net, const int32_t *ids, si
     for (size_t s = 0; s <= together && offsets != NULL; s++) offsets[s] = (int32_t)(s * context);
     for (size_t s = 0; s < sequences && status == MOE_OK; s += call.n_sequences) {
         call.n_sequences = sequences - s < together ? sequences - s : together;
-        call.sequences = offsets, call.n_tokens = call.n_sequences * context, call.token_ids = ids + s * context;
-        if ((status = moe_net_forward(net, &call, work, bytes, &pass)) == MOE_OK) status = each(ctx, &pass, s * context);
+        call.sequences = offsets;
+        call.n_tokens = call.n_sequences * context;
+        call.token_ids = ids + s * context;
+        if ((status = moe_net_forward(net, &call, work, bytes, &pass)) == MOE_OK)
+            status = each(ctx, &pass, s * context);
     }
-    if (status != MOE_OK) language_error(error, status, "running the net: %s", moe_status_text(status));
-    free(work), free(offsets);
+    if (status != MOE_OK) language_error(error, status, "running the network: %s", moe_status_text(status));
+    free(work);
+    free(offsets);
     return status;
 }
 

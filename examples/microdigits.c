@@ -1,8 +1,11 @@
-/* Trains a mixture of experts that reads handwritten digits on a microcontroller, and writes it as a C header with int8 or int4 weights.
-     cc -std=c99 -O2 -I. examples/microdigits.c -o microdigits -lm && ./microdigits          (or: sh examples/run microdigits) */
+/* Trains an MoE network for handwritten digits on a microcontroller, and writes it as a C header
+   with int8 or int4 weights.
+     cc -std=c99 -O2 -I. examples/microdigits.c -o microdigits -lm && ./microdigits
+     (or: sh examples/run microdigits) */
 
 #define MOE_IMPLEMENTATION
 #include "moe.h"
+#include "extras/moe_export.h"
 #include "microdigits.h"
 #include "report.h"
 #ifdef _WIN32
@@ -11,21 +14,26 @@
 #include <unistd.h>
 #endif
 
-static const char help[] = "microdigits [options] [FILE]   trains on four fifths of the digits in FILE, tests on the rest, writes a C header\n"
-                           "FILE: a row per digit, 64 grey values 0..16 and the digit, separated by commas (examples/data/digits.csv)\n"
-                           "  -o FILE      the header with the model `digits` (digits.h)\n"
-                           "  --save FILE  the trained net; examples/export.c writes it as other headers (digits.safetensors)\n"
-                           "  --seed N     start of all random choices: rows held out, weights, order (1)\n"
-                           "  --epochs N   passes through the training digits (40)\n"
-                           "  --int4       weights of 4 bits instead of 8\n"
-                           "  --turned     the digits come in any of four orientations, as on a device that is held any way round\n" REPORT_HELP;
-static const char *data_path = "examples/data/digits.csv", *header = "digits.h", *saved = "digits.safetensors";
+static const char help[] =
+    "microdigits [options] [FILE]   trains on four fifths of the digits in FILE, tests on the rest, writes a C header\n"
+    "FILE: a row per digit, 64 gray values 0..16 and the digit, separated by commas (examples/data/digits.csv)\n"
+    "  -o FILE      the header with the model `digits` (digits.h)\n"
+    "  --save FILE  the trained network; examples/export.c writes it as other headers (digits.safetensors)\n"
+    "  --seed N     start of all random choices: rows held out, weights, order (1)\n"
+    "  --epochs N   passes through the training digits (40)\n"
+    "  --int4       weights of 4 bits instead of 8\n"
+    "  --turned     the digits come in any of four orientations, as on a device that is held any way "
+    "round\n" REPORT_HELP;
+static const char *data_path, *header = "digits.h", *saved = "digits.safetensors";
 static long epochs = 40, seed = 1;
 static int turned, weights = MOE_WEIGHTS_INT8;
 
-static int fail(const char *what, const char *why) { return fprintf(stderr, "microdigits: %s: %s\n", what, why), 1; }
+static int fail(const char *what, const char *why) {
+    fprintf(stderr, "microdigits: %s: %s\n", what, why);
+    return 1;
+}
 
-/* What was printed has arrived; else that is the failure. */
+/* Flushes the output; fails if it could not be written. */
 static int finish(void) { return fflush(stdout) != 0 || ferror(stdout) ? fail("the output", "cannot be written") : 0; }
 
 static int read_options(int count, char **words) {
@@ -43,43 +51,57 @@ static int read_options(int count, char **words) {
         else if (strcmp(word, "--seed") == 0) seed = strtol(value, &end, 10);
         else if (strcmp(word, "--epochs") == 0) epochs = strtol(value, &end, 10);
         else return fail(word, "no such option, or its value is missing; -h explains");
-        if ((end != NULL && (*end != '\0' || end == value)) || epochs < 1 || epochs > 9999)
-            return fprintf(stderr, "microdigits: %s %s: not a value of this option; -h explains\n", word, value), 1;
-        count -= option, words += option; /* an option's value */
+        if ((end != NULL && (*end != '\0' || end == value)) || epochs < 1 || epochs > 9999) {
+            fprintf(stderr, "microdigits: %s %s: not a value of this option; -h explains\n", word, value);
+            return 1;
+        }
+        count -= option;
+        words += option; /* the value of an option */
     }
     return 0;
 }
 
-static moe_history history; /* of the training, for the report: loss, router loss, held-out digits right in percent */
+static moe_history history; /* recorded for the report: loss, router loss, held-out accuracy in percent */
 static double counts[EXPERTS * CLASSES];
 
 static int show_progress(void *ctx, const moe_progress *p) {
     double v[] = {(double)p->loss, (double)p->router_loss, 100 * (double)p->test.accuracy};
     int terminal = isatty(1), last = p->epoch == p->epochs && p->epoch_ended;
-    *(moe_evaluation *)ctx = p->test; /* what stays is that of the last epoch */
+    *(moe_evaluation *)ctx = p->test; /* the last epoch's is kept */
     if (p->epoch_ended && moe_history_add(&history, p->epoch, v, 3) != MOE_OK) return 1;
     if (!last && !(terminal ? p->step % 32 == 0 : p->epoch_ended && p->epoch % 10 == 0)) return 0;
     printf("%sepoch %d of %d: loss %.4f", terminal ? "\r" : "", p->epoch, p->epochs, (double)p->loss);
     if (p->test.n > 0) printf(", %.1f %% of the held-out digits right", 100.0 * (double)p->test.accuracy);
     printf("%*s%s", terminal && !last ? 40 : 0, "", terminal && !last ? "" : "\n");
-    return fflush(stdout), 0;
+    fflush(stdout);
+    return 0;
 }
 
-static moe_status write_header(void *ctx, moe_stream *stream) { return moe_export_c((const moe_built_model *)ctx, "digits", stream, NULL); }
+static moe_status write_header(void *ctx, moe_stream *stream) {
+    return moe_export_c((const moe_built_model *)ctx, "digits", stream, NULL);
+}
 
-/* Who reads what, as the model in integers decides. */
+/* Prints which expert gets which digit, as routed by the integer model. */
 static int show_experts(const moe_model *model, const moe_data *test) {
     int count[EXPERTS][CLASSES] = {{0}};
     void *scratch = malloc(model->scratch_size);
     for (size_t i = 0; i < test->n; i++) {
         moe_choice chosen[TOP_K];
         size_t n = 0;
-        if (scratch == NULL || microdigits_answer(model, test->x + i * PIXELS, scratch) < 0 || moe_infer_choices(model, 0, scratch, chosen, TOP_K, &n) != MOE_OK)
-            return free(scratch), fail("inference", "failed");
-        while (n-- > 0) count[chosen[n].expert][test->labels[i]]++, counts[chosen[n].expert * CLASSES + test->labels[i]]++;
+        if (scratch == NULL || microdigits_answer(model, test->x + i * PIXELS, scratch) < 0 ||
+            moe_infer_choices(model, 0, scratch, chosen, TOP_K, &n) != MOE_OK) {
+            free(scratch);
+            return fail("inference", "failed");
+        }
+        while (n-- > 0) {
+            count[chosen[n].expert][test->labels[i]]++;
+            counts[chosen[n].expert * CLASSES + test->labels[i]]++;
+        }
     }
     free(scratch);
-    printf("\nHeld-out digits that went to each expert (every one goes to %d):\n  expert    0    1    2    3    4    5    6    7    8    9\n", TOP_K);
+    printf("\nHeld-out digits that went to each expert (every one goes to %d):\n  expert    0    1    2    3    4    5 "
+           "   6    7    8    9\n",
+           TOP_K);
     for (int e = 0; e < EXPERTS; e++) {
         printf("%8d", e);
         for (int c = 0; c < CLASSES; c++) printf("%5d", count[e][c]);
@@ -89,19 +111,43 @@ static int show_experts(const moe_model *model, const moe_data *test) {
 }
 
 static int write_report(const moe_model *model, double in_float, double in_integers) {
-    static const char *const losses[] = {"training", "routers'"}, *const heads[] = {"value"},
-                      *const names[] = {"held-out digits right in float (%)", "the same in integers (%)", "bytes of weights", "bytes of scratch memory", "multiplications per digit, at most"};
-    double found[] = {in_float, in_integers, (double)(model->weights_size + model->experts_size), (double)model->scratch_size, (double)model->multiplications};
+    static const char *const losses[] = {"training", "routers'"}, *const heads[] = {"value"};
+    static const char *const names[] = {"held-out digits right in float (%)", "the same in integers (%)",
+                                        "bytes of weights", "bytes of scratch memory",
+                                        "multiplications per digit, at most"};
+    double found[] = {in_float, in_integers, (double)(model->weights_size + model->experts_size),
+                      (double)model->scratch_size, (double)model->multiplications};
     moe_figure f[4];
     char texts[5][24];
     const char *cells[5];
-    for (int i = 0; i < 5; i++) cells[i] = (sprintf(texts[i], i < 2 ? "%.2f" : "%.0f", found[i]), texts[i]);
+    for (int i = 0; i < 5; i++) {
+        sprintf(texts[i], i < 2 ? "%.2f" : "%.0f", found[i]);
+        cells[i] = texts[i];
+    }
     memset(f, 0, sizeof f);
-    f[0].kind = MOE_FIGURE_HEAT, f[0].title = "Who reads which digit", f[0].rows = EXPERTS, f[0].columns = CLASSES, f[0].values = counts, f[0].column_label = "digit";
-    f[0].caption = "Held-out digits that went to each expert, as the model in integers decides.", f[0].value_label = "digits";
-    f[1] = moe_figure_history(&history, 0, 2, losses), f[1].title = "Losses", f[1].value_label = "loss (nats)", f[1].column_label = "epoch";
-    f[2] = moe_figure_history(&history, 2, 1, NULL), f[2].title = "Held-out digits read right", f[2].value_label = "%", f[2].column_label = "epoch";
-    f[3].kind = MOE_FIGURE_TABLE, f[3].title = "The model", f[3].rows = 5, f[3].columns = 1, f[3].cells = cells, f[3].row_names = names, f[3].column_names = heads;
+    f[0].kind = MOE_FIGURE_HEAT;
+    f[0].title = "Who reads which digit";
+    f[0].rows = EXPERTS;
+    f[0].columns = CLASSES;
+    f[0].values = counts;
+    f[0].column_label = "digit";
+    f[0].caption = "Held-out digits that went to each expert, as the model in integers decides.";
+    f[0].value_label = "digits";
+    f[1] = moe_figure_history(&history, 0, 2, losses);
+    f[1].title = "Losses";
+    f[1].value_label = "loss (nats)";
+    f[1].column_label = "epoch";
+    f[2] = moe_figure_history(&history, 2, 1, NULL);
+    f[2].title = "Held-out digits read right";
+    f[2].value_label = "%";
+    f[2].column_label = "epoch";
+    f[3].kind = MOE_FIGURE_TABLE;
+    f[3].title = "The model";
+    f[3].rows = 5;
+    f[3].columns = 1;
+    f[3].cells = cells;
+    f[3].row_names = names;
+    f[3].column_names = heads;
     return report_write("microdigits", "Digits on a microcontroller", f, 4);
 }
 
@@ -112,23 +158,28 @@ static int run(const microdigits *digits, moe_net *net, moe_built_model *built) 
     moe_evaluation result;
     moe_error error = {0};
     double accuracy;
-    printf("training on %d digits%s, each %d times a little changed\n", (int)digits->calibration.n, turned ? ", turned by quarters" : "", COPIES);
-    training.progress = show_progress, training.progress_ctx = &result;
-    if (microdigits_build(net, 0, (uint64_t)seed, &error) || moe_fit(net, &digits->train, &digits->test, &training, &error))
+    printf("training on %d digits%s, each %d times a little changed\n", (int)digits->calibration.n,
+           turned ? ", turned by quarters" : "", COPIES);
+    training.progress = show_progress;
+    training.progress_ctx = &result;
+    if (microdigits_build(net, 0, (uint64_t)seed, &error) ||
+        moe_fit(net, &digits->train, &digits->test, &training, &error))
         return fail("training", error.message);
-    if (moe_model_create(built, net, &config, &error)) return fail("quantising", error.message);
+    if (moe_model_create(built, net, &config, &error)) return fail("quantizing", error.message);
     if ((accuracy = microdigits_accuracy(model, &digits->test)) < 0) return fail("inference", "failed");
     if (show_experts(model, &digits->test)) return 1;
-    printf("\nheld-out digits read right: %.2f %% in float, %.2f %% in %s (of %d)\n", 100.0 * (double)result.accuracy, accuracy,
-           weights == MOE_WEIGHTS_INT8 ? "int8" : "int4", (int)digits->test.n);
-    printf("weights %d bytes, scratch memory %d bytes, %d multiplications per digit at most\n", (int)(model->weights_size + model->experts_size),
-           (int)model->scratch_size, (int)model->multiplications);
+    printf("\nheld-out digits read right: %.2f %% in float, %.2f %% in %s (of %d)\n", 100.0 * (double)result.accuracy,
+           accuracy, weights == MOE_WEIGHTS_INT8 ? "int8" : "int4", (int)digits->test.n);
+    printf("weights %d bytes, scratch memory %d bytes, %d multiplications per digit at most\n",
+           (int)(model->weights_size + model->experts_size), (int)model->scratch_size, (int)model->multiplications);
     if (moe_net_save(net, saved, &error)) return fail(saved, error.message);
     if (moe_file_replace(header, write_header, built, &error)) return fail(header, error.message);
     printf("saved as %s; written for firmware as %s, which says how to use it\n", saved, header);
     if (write_report(model, 100.0 * (double)result.accuracy, accuracy)) return 1;
     printf("next         a firmware with it in an emulator:  sh examples/mcu/run\n");
-    printf("             other weights, or a net of your own: sh examples/run export %s --weights float --calibration %s --divide 16\n", saved, data_path);
+    printf("             other weights, or your own network: sh examples/run export %s --weights float --calibration "
+           "%s --divide 16\n",
+           saved, data_path);
     return finish();
 }
 
@@ -136,7 +187,15 @@ int main(int count, char **words) {
     microdigits digits = {0};
     moe_net net = {0};
     moe_built_model built = {0};
-    int failed = read_options(count, words) || (!report_possible() && fail(report_path, "the report cannot be written there")) || !microdigits_read(&digits, data_path, (uint64_t)seed, turned) || run(&digits, &net, &built);
-    moe_model_free(&built), moe_net_free(&net), microdigits_free(&digits);
+    int failed;
+    if (read_options(count, words)) return EXIT_USAGE;
+    if (data_path == NULL) data_path = example_file("data/digits.csv");
+    if (report_refused() != NULL) return fail(report_path, report_refused());
+    if (not_writable(header) != NULL) return fail(header, not_writable(header));
+    if (not_writable(saved) != NULL) return fail(saved, not_writable(saved));
+    failed = !microdigits_read(&digits, data_path, (uint64_t)seed, turned) || run(&digits, &net, &built);
+    moe_model_free(&built);
+    moe_net_free(&net);
+    microdigits_free(&digits);
     return failed;
 }

@@ -1,6 +1,11 @@
-/* What the examples share for --report FILE: a page (.html), a picture (.svg) or text of what they found. It is included after moe.h. */
+/* Shared by the examples for --report FILE: a page (.html), a picture (.svg) or text of their
+   results. Include it after moe.h. */
 #ifndef REPORT_H
 #define REPORT_H
+
+#include "extras/moe_report.h"
+
+#include "cli.h"
 
 #include <stdint.h>
 #include <stdio.h>
@@ -12,60 +17,72 @@
 #include <unistd.h>
 #endif
 
-#define REPORT_HELP "  --report FILE   pictures and tables of what was found: FILE.html is a page, FILE.svg the first picture, else it is text; -: on the screen\n"
+#define REPORT_HELP \
+    "  --report FILE   pictures and tables of what was found: FILE.html is a page, FILE.svg the first picture, else " \
+    "it is text; -: on the screen\n"
 
-static const char *report_path; /* of --report; NULL: none is wanted */
+static const char *report_path; /* of --report; NULL: none */
 
-/* Whether a report can be written to path: asked before the long work, for nothing is more annoying behind it. */
-static inline int report_possible(void) {
-    const char *path = report_path;
-    FILE *f;
-    int there;
-    if (path == NULL || strcmp(path, "-") == 0) return 1;
-    f = fopen(path, "rb"), there = f != NULL;
-    if (f != NULL) fclose(f);
-    if ((f = fopen(path, "ab")) == NULL) return 0;
-    return fclose(f) == 0 && (there || remove(path) == 0);
+/* NULL if the report can be written, else the reason. Called before the long work. */
+static inline const char *report_refused(void) {
+    static const char *const known[] = {".html", ".htm", ".svg", ".txt", ".text", ".md", ".log"};
+    const char *path = report_path, *base = path == NULL ? NULL : strrchr(path, '/');
+    const char *ending = path == NULL ? NULL : strrchr(base != NULL ? base : path, '.');
+    size_t i;
+    if (path == NULL || strcmp(path, "-") == 0) return NULL;
+    for (i = 0; ending != NULL && i < sizeof known / sizeof *known && strcmp(ending, known[i]) != 0; i++) continue;
+    if (i == sizeof known / sizeof *known) return "a report is a page (.html), a picture (.svg) or text (.txt, .md)";
+    return not_writable(path);
 }
 
 static inline moe_status report_to_screen(void *ctx, const void *from, size_t size) {
     return fwrite(from, 1, size, (FILE *)ctx) == size ? MOE_OK : MOE_ERR_IO;
 }
 
-/* ---- figures that gather while a program works: their arrays and texts live until the report is written ---- */
+/* ---- figures that gather while a program works: their arrays and texts live until the report is
+   written ---- */
 
 enum { REPORT_MOST = 64 };
 static moe_figure report_figures[REPORT_MOST + 1];
 static size_t report_n;
-static void *report_blocks; /* a list */
+static void *report_blocks; /* a linked list */
 
-/* Zeros. */
+/* Zeroed memory. */
 static inline void *report_grab(size_t count, size_t size) {
     void **block = (void **)(count < SIZE_MAX / 2 / size ? calloc(1, 2 * sizeof(double) + count * size) : NULL);
     if (block == NULL) exit(fputs("the report: there is not enough memory\n", stderr) < 0 ? 2 : 1);
-    *block = report_blocks, report_blocks = block;
+    *block = report_blocks;
+    report_blocks = block;
     return (char *)block + 2 * sizeof(double);
 }
 
-static inline const char *report_text(const char *text) { return (const char *)memcpy(report_grab(strlen(text) + 1, 1), text, strlen(text) + 1); }
+static inline const char *report_text(const char *text) {
+    return (const char *)memcpy(report_grab(strlen(text) + 1, 1), text, strlen(text) + 1);
+}
 
-/* One more figure of the kind, zeros but for these; the one behind the last for what is too much. */
+/* Adds a figure with these fields, others zero; beyond the limit it returns a spare one. */
 static inline moe_figure *report_add(int kind, const char *title, size_t rows, size_t columns) {
     moe_figure *f = &report_figures[report_n < REPORT_MOST ? report_n++ : REPORT_MOST];
     memset(f, 0, sizeof *f);
-    f->kind = kind, f->title = report_text(title), f->rows = rows, f->columns = columns;
+    f->kind = kind;
+    f->title = report_text(title);
+    f->rows = rows;
+    f->columns = columns;
     return f;
 }
 
-/* Adds a figure that is made already; its title is copied. */
+/* Adds an existing figure; its title is copied. */
 static inline moe_figure *report_take(moe_figure made, const char *title) {
     moe_figure *f = report_add(made.kind, title, 0, 0);
     made.title = f->title;
-    return *f = made, f;
+    *f = made;
+    return f;
 }
 
 /* A copy of numbers. */
-static inline const double *report_numbers(const double *x, size_t n) { return (const double *)memcpy(report_grab(n + 1, sizeof *x), x, n * sizeof *x); }
+static inline const double *report_numbers(const double *x, size_t n) {
+    return (const double *)memcpy(report_grab(n + 1, sizeof *x), x, n * sizeof *x);
+}
 
 static inline void report_free(void) {
     for (void **block; (block = (void **)report_blocks) != NULL; free(block)) report_blocks = *block;
@@ -74,10 +91,11 @@ static inline void report_free(void) {
 
 /* ---- writing ---- */
 
-/* Writes the figures to path, "-" to standard output, with colours if it is a terminal; 1 after saying what failed. Without a path it does nothing. */
+/* Writes the figures to path, "-" for standard output, with colors if it is a terminal; returns 1
+   after an error message. Does nothing without a path. */
 static inline int report_write(const char *program, const char *title, const moe_figure *figures, size_t n) {
     const char *path = report_path;
-    moe_stream screen = {stdout, NULL, report_to_screen};
+    moe_stream screen = {stdout, NULL, report_to_screen, NULL};
     moe_error error = {MOE_OK, ""};
     moe_status status = MOE_OK;
     size_t i;
@@ -87,7 +105,10 @@ static inline int report_write(const char *program, const char *title, const moe
         printf("\n");
         status = moe_report_text(&figures[i], 0, isatty(1) && getenv("NO_COLOR") == NULL, &screen, &error);
     }
-    if (status != MOE_OK) return fprintf(stderr, "%s: the report: %s\n", program, error.message), 1;
+    if (status != MOE_OK) {
+        fprintf(stderr, "%s: the report: %s\n", program, error.message);
+        return 1;
+    }
     if (strcmp(path, "-") != 0) printf("report written to %s\n", path);
     return 0;
 }
@@ -95,7 +116,8 @@ static inline int report_write(const char *program, const char *title, const moe
 /* The same with the figures that were added. */
 static inline int report_write_added(const char *program, const char *title) {
     int failed = report_write(program, title, report_figures, report_n);
-    return report_free(), failed;
+    report_free();
+    return failed;
 }
 
 #endif

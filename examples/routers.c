@@ -1,4 +1,4 @@
-/* Lists the routers, explains one, stage by stage, and follows a token through it, number by number.
+/* Lists the routers, explains one stage by stage, and follows a token through it with all numbers.
    cc -std=c99 -O2 -I. examples/routers.c -o routers -lm */
 #define MOE_IMPLEMENTATION
 #include "moe.h"
@@ -15,185 +15,268 @@ static const char *const help =
     "routers NAME            explains one: its stages with their formulas, traits, tensors and cost\n"
     "routers NAME --show     follows one token through it and prints the numbers after every stage; these imply it:\n"
     "          --token N     this token, from 0 (else the first that lost a choice or did not get its best experts)\n"
-    "          --tokens N    so many tokens, 1 to 64 (6)\n"
+    "          --tokens N    number of tokens, 1 to 64 (6)\n"
     "          --seed N      other tokens and tensors (1)\n" REPORT_HELP;
 
-/* The first row is for explaining, the second for showing, where formulas stand from column WHY on. */
+/* The first row is for explaining, the second for showing, with formulas from column WHY on. */
 enum { D_MODEL = 512, D_FF = 1024, COLUMNS = 100, LONG = 1000,
        EXPERTS = 4, WIDTH = 4, HIDDEN = 6, HEADS = 2, IDS = 16, MAX_TOKENS = 64, WHY = 45 };
 enum { TOKEN, N_TOKENS, SEED, N_OPTIONS }; /* the options that take a number */
-#define CALL 512                           /* tokens of the call whose cost is told */
+#define CALL 512                           /* tokens of the call whose cost is printed */
 #define ANY ((unsigned long)-1)
 
-/* ---- what stages do: the table that explaining and showing read --------------------------------------------------------------------
-   A value of a field and its formula. {name} stands for a field's value or, where that is a choice, for its formula; {name?text} is text if
-   the field is not as usual, {name!text} if it is. Value "": a number, told when it is not as usual. No text: nothing happens. A row
-   without a field begins a stage; its text is for when no row of it is told. Soft selection and traits only look like fields. */
+/* ---- what stages do: the table that explaining and showing read ----
+   A value of a field and its formula. {name} stands for a field's value or, where that is a choice,
+   for its formula; {name?text} is text if the field is not as usual, {name!text} if it is. Value
+   "": a number, told when it is not as usual. No text: nothing happens. A row without a field
+   begins a stage; its text is for when no row of it is told. Soft selection and traits only look
+   like fields. */
 typedef struct row {
     const char *field, *value, *text;
 } row;
 
 static const row rows[] = {
-    {"", "input", ""}, {"input", "plain", "u = x"},
+    {"", "input", ""},
+    {"input", "plain", "u = x"},
     {"input", "jitter", "u = x * v, v uniform in [1 - eps, 1 + eps] per feature, eps = {jitter_eps}, in training"},
     {"input", "scaled_rms", "u = x / sqrt(mean x^2 + 1e-6) * g / sqrt(d), g learned"},
-    {"input", "adaptive_clustering", "u = m * x, m = mean M_k of the token's {ac_mix} best expert(s) k in the layer before, whose "
-        "tokens are cluster k; {ac_mode}"},
-    {"", "score", ""}, {"score", "linear", "z_e = u . W_e{router_bias? + b_e}"},
+    {"input", "adaptive_clustering",
+     "u = m * x, m = mean M_k of the token's {ac_mix} best expert(s) k in the layer before, whose tokens are cluster "
+     "k; {ac_mode}"},
+    {"", "score", ""},
+    {"score", "linear", "z_e = u . W_e{router_bias? + b_e}"},
     {"score", "random", "z_e = u . W_e{router_bias? + b_e}, W frozen at its random start"},
     {"score", "mlp", "z = W2 a(W1 u + b1) + b2, {router_hidden} hidden units, {router_act}"},
-    {"score", "cosine", "z_e = {cosine_keep_length!cos(v, W_e)}{cosine_keep_length?v . W_e / |W_e|} / tau, v = "
-        "{cosine_dim!u}{cosine_dim?P u of {cosine_dim} features}, tau = {cosine_tau}{cosine_learn_tau?, learned}"},
+    {"score", "cosine",
+     "z_e = {cosine_keep_length!cos(v, W_e)}{cosine_keep_length?v . W_e / |W_e|} / tau, v = "
+     "{cosine_dim!u}{cosine_dim?P u of {cosine_dim} features}, tau = {cosine_tau}{cosine_learn_tau?, learned}"},
     {"score", "norm", "z_e = {norm_order}, c = {norm_node}, in expert e"},
-    {"score", "grap", "z_e = {grap_cosine!mean}{grap_cosine?sum} of the e-th block of d/E features of u{grap_cosine? / (|u| sqrt(d/E))}"},
-    {"score", "attentive", "z_e = (W_Q h) . (W_K h_e) / sqrt({router_hidden}), h = a(W1 u + b1), {router_act}, h_e expert e's hidden "
-        "layer"},
+    {"score", "grap",
+     "z_e = {grap_cosine!mean}{grap_cosine?sum} of the e-th block of d/E features of u{grap_cosine? / (|u| "
+     "sqrt(d/E))}"},
+    {"score", "attentive",
+     "z_e = (W_Q h) . (W_K h_e) / sqrt({router_hidden}), h = a(W1 u + b1), {router_act}, h_e expert e's hidden layer"},
     {"score", "competition", "z_e = mean over features of ln(1 + exp(f_e(x)))"},
-    {"score", "dselect", "z_e = sum over {top_k} codes i of q_i * (product over the bits j of e of s_ij if it is 1, else 1 - s_ij), q = "
-        "softmax(A u), s_ij = C_ij . u by a smooth step, 0 below -1/2 and 1 above 1/2"},
+    {"score", "dselect",
+     "z_e = sum over {top_k} codes i of q_i * (product over the bits j of e of s_ij if it is 1, else 1 - s_ij), q = "
+     "softmax(A u), s_ij = C_ij . u by a smooth step, 0 below -1/2 and 1 above 1/2"},
     {"score", "custom", "z is made by a function of the caller's"},
     {"soft", "L", "L_s = {soft_normalise!u . phi_s}{soft_normalise?g cos(u, phi_s), g and phi learned}"},
     {"", "noise", "no noise"},
-    {"noise", "none", ""}, {"noise", "noisy_topk", "z_e += n (ln(1 + exp(u . V_e)) + {noise_floor}), V learned, n ~ N(0,1), in training"},
+    {"noise", "none", ""},
+    {"noise", "noisy_topk", "z_e += n (ln(1 + exp(u . V_e)) + {noise_floor}), V learned, n ~ N(0,1), in training"},
     {"noise", "gaussian", "z_e += {noise_sigma} n, n ~ N(0,1), in training"},
     {"noise", "gumbel", "z_e += -ln(-ln v), v uniform in (0,1), in training"},
-    {"", "gate", ""}, {"gate", "softmax", "r_e = exp(z_e/T) / sum over experts, T = {gate_temperature}"},
-    {"gate", "sigmoid", "r_e = 1/(1 + exp(-z_e/T)), T = {gate_temperature}"}, {"gate", "sqrt_softplus", "r_e = sqrt(ln(1 + exp(z_e)))"},
-    {"gate", "relu", "r_e = max(z_e, 0)"}, {"gate", "identity", "r_e = z_e"},
+    {"", "gate", ""},
+    {"gate", "softmax", "r_e = exp(z_e/T) / sum over experts, T = {gate_temperature}"},
+    {"gate", "sigmoid", "r_e = 1/(1 + exp(-z_e/T)), T = {gate_temperature}"},
+    {"gate", "sqrt_softplus", "r_e = sqrt(ln(1 + exp(z_e)))"},
+    {"gate", "relu", "r_e = max(z_e, 0)"},
+    {"gate", "identity", "r_e = z_e"},
     {"soft", "D", "D_ts = softmax over tokens t of L_ts: what slot s takes of each token"},
-    {"", "refine", "no refining: p = r"}, {"refine", "none", ""},
-    {"refine", "similarity", "p_t = sum over tokens j{causal? <= t} of S_tj r_j, S_t = softmax over j of {similarity_scale} / tau, tau "
-        "= {similarity_tau}{similarity_learned?, u_j read as W_s u_j}{lower_entropy_only?, only j with H(r_j) <= H(r_t)}"},
-    {"refine", "attention", "p_t = sum over tokens j{causal? <= t} of S_tj r_j, S_t = softmax over j of ln A_tj - |{attention_u} - "
-        "o_j|^2 / (2 sigma^2), sigma = {attention_sigma}, A, o of {attention_heads}{lower_entropy_only?, only j with H(r_j) <= H(r_t)}"},
-    {"", "select", ""}, {"select", "top_k", "S = the {top_k} of {n_experts} experts with the largest p{selection_bias? + b}"},
-    {"select", "dense", "S = all {n_experts} experts"}, {"select", "given", "S = the caller's recorded choices"},
-    {"select", "grouped_top_k", "of {groups} groups of experts the {groups_kept} with the largest {group_score} stay; S = the {top_k} "
-        "experts in them with the largest p{selection_bias? + b}"},
+    {"", "refine", "no refining: p = r"},
+    {"refine", "none", ""},
+    {"refine", "similarity",
+     "p_t = sum over tokens j{causal? <= t} of S_tj r_j, S_t = softmax over j of {similarity_scale} / tau, tau = "
+     "{similarity_tau}{similarity_learned?, u_j read as W_s u_j}{lower_entropy_only?, only j with H(r_j) <= H(r_t)}"},
+    {"refine", "attention",
+     "p_t = sum over tokens j{causal? <= t} of S_tj r_j, S_t = softmax over j of ln A_tj - |{attention_u} - o_j|^2 / "
+     "(2 sigma^2), sigma = {attention_sigma}, A, o of {attention_heads}{lower_entropy_only?, only j with H(r_j) <= "
+     "H(r_t)}"},
+    {"", "select", ""},
+    {"select", "top_k", "S = the {top_k} of {n_experts} experts with the largest p{selection_bias? + b}"},
+    {"select", "dense", "S = all {n_experts} experts"},
+    {"select", "given", "S = the caller's recorded choices"},
+    {"select", "grouped_top_k",
+     "of {groups} groups of experts the {groups_kept} with the largest {group_score} stay; S = the {top_k} experts in "
+     "them with the largest p{selection_bias? + b}"},
     {"select", "top_p", "S = the largest p until their sum exceeds P = {top_p}, the last one included"},
-    {"select", "threshold", "S = all with p_e > theta{threshold_learned?_e}, theta = {threshold}{threshold_learned?, learned}; if none, "
-        "{threshold_fallback}"},
+    {"select", "threshold",
+     "S = all with p_e > theta{threshold_learned?_e}, theta = {threshold}{threshold_learned?, learned}; if none, "
+     "{threshold_fallback}"},
     {"select", "positive", "S = all with p_e > 0; may be empty"},
-    {"select", "expert_choice", "every expert takes the C tokens with its largest {expert_choice_score}, C = max(1, "
-        "round({capacity_factor} N / E))"},
-    {"select", "affinity", "S = the expert with the largest z, if it keeps the token; it keeps the best, up to "
-        "{affinity_sum!{affinity_mass} of}{affinity_sum?{affinity_sum} for} their summed z > 0, at least {capacity_min}{capacity?, at "
-        "most {capacity}}"},
+    {"select", "expert_choice",
+     "every expert takes the C tokens with its largest {expert_choice_score}, C = max(1, "
+     "round({capacity_factor} N / E))"},
+    {"select", "affinity",
+     "S = the expert with the largest z, if it keeps the token; it keeps the best, up to {affinity_sum!{affinity_mass} "
+     "of}{affinity_sum?{affinity_sum} for} their summed z > 0, at least {capacity_min}{capacity?, at most {capacity}}"},
     {"select", "hash", "S = table[token id], {top_k} of {n_experts} experts for each of {table_size} token ids"},
     {"select", "soft", "S = all {n_experts} experts; each works on {slots} mixture(s) of the tokens, its slots s"},
-    {"select", "sinkhorn", "S = in training the {top_k} largest of exp(z) with rows and columns scaled to even sums; else of z"},
+    {"select", "sinkhorn",
+     "S = in training the {top_k} largest of exp(z) with rows and columns scaled to even sums; else of z"},
     {"select", "sample", "S = in training {top_k} draw(s) from p, none twice; else the {top_k} largest p"},
-    {"select", "balanced", "S = in training the even assignment of tokens to experts with the largest sum of z; else the largest z"},
+    {"select", "balanced",
+     "S = in training the even assignment of tokens to experts with the largest sum of z; else the largest z"},
     {"select", "custom", "S is marked by a function of the caller's"},
     {"selection_bias", "", "b_e is a state; added for selecting only, never in a weight"},
-    {"", "weight", ""}, {"weight", "sum", "w_e = p_e / sum over S of p"}, {"weight", "softmax", "w_e = exp(z_e) / sum over S of exp(z)"},
-    {"weight", "raw", "w_e = p_e"}, {"weight", "uniform", "w_e = 1/|S|"}, {"weight", "one", "w_e = 1"},
+    {"", "weight", ""},
+    {"weight", "sum", "w_e = p_e / sum over S of p"},
+    {"weight", "softmax", "w_e = exp(z_e) / sum over S of exp(z)"},
+    {"weight", "raw", "w_e = p_e"},
+    {"weight", "uniform", "w_e = 1/|S|"},
+    {"weight", "one", "w_e = 1"},
     {"weight", "p_norm", "w_e = p_e / (sum over S of p^P)^(1/P), P = {weight_p}"},
-    {"weight", "sparsemixer", "pick by pick: w = softmax over those not yet picked and within 2 eps of the best z, eps = "
-        "{sparsemixer_eps}"},
+    {"weight", "sparsemixer",
+     "pick by pick: w = softmax over those not yet picked and within 2 eps of the best z, eps = {sparsemixer_eps}"},
     {"expert_scale", "", "w_e times s_e, learned"},
     {"soft", "C", "C_ts = softmax over all slots s of L_ts: what token t takes of each slot"},
     {"", "capacity", "dropless"},
-    {"drop_rule", "none", ""}, {"drop_rule", "gshard", "in training a second choice stays with probability min(1, 2 w)"},
+    {"drop_rule", "none", ""},
+    {"drop_rule", "gshard", "in training a second choice stays with probability min(1, 2 w)"},
     {"drop_rule", "st_moe", "in training later choices stay with probability min(1, w/0.2)"},
-    {"capacity_factor", "", "at most C = ceil({capacity_factor} K N / E) tokens per expert, K = {top_k}; {drop_order}{renormalize}"},
-    {"drop_capacity", "", "at most C = {drop_capacity} tokens per expert; {drop_order}{renormalize}"}, {"capacity_bound", "none", ""},
-    {"capacity_bound", "first", "{capacity_factor?C >= }{capacity_factor!at most C tokens per expert, C = }exp(d a^2/(2 - a^2))/E, a "
-        "the largest |cos(u, W_e)| of the first training call, kept as a state; {drop_order}{renormalize}"},
-    {"capacity_bound", "every", "{capacity_factor?C >= }{capacity_factor!at most C tokens per expert, C = }exp(d a^2/(2 - a^2))/E, a "
-        "the largest |cos(u, W_e)| of the call; {drop_order}{renormalize}"},
+    {"capacity_factor", "",
+     "at most C = ceil({capacity_factor} K N / E) tokens per expert, K = {top_k}; {drop_order}{renormalize}"},
+    {"drop_capacity", "", "at most C = {drop_capacity} tokens per expert; {drop_order}{renormalize}"},
+    {"capacity_bound", "none", ""},
+    {"capacity_bound", "first",
+     "{capacity_factor?C >= }{capacity_factor!at most C tokens per expert, C = }exp(d a^2/(2 - a^2))/E, a the largest "
+     "|cos(u, W_e)| of the first training call, kept as a state; {drop_order}{renormalize}"},
+    {"capacity_bound", "every",
+     "{capacity_factor?C >= }{capacity_factor!at most C tokens per expert, C = }exp(d a^2/(2 - a^2))/E, a the largest "
+     "|cos(u, W_e)| of the call; {drop_order}{renormalize}"},
     {"scale", "", "w_e times {scale}, last of all"},
     {"", "losses", "no losses"},
     {"loss_balance", "", "{loss_balance} E sum_e f_e P_e, P_e = mean p_e{balance_scope}, f_e = {balance_over}"},
     {"loss_z", "", "{loss_z} mean over tokens of (ln sum_e exp z_e)^2"},
     {"loss_importance", "", "{loss_importance} CV^2 over experts of {importance_over}{unbiased?, unbiased}"},
     {"loss_load", "", "{loss_load} CV^2 over experts of sum_t P(e is chosen under new noise)"},
-    {"loss_entropy", "", "{loss_entropy} mean over tokens of H(p)"}, {"loss_usage_entropy", "", "-{loss_usage_entropy} H(mean p)"},
+    {"loss_entropy", "", "{loss_entropy} mean over tokens of H(p)"},
+    {"loss_usage_entropy", "", "-{loss_usage_entropy} H(mean p)"},
     {"loss_similarity_same", "", "{loss_similarity_same}/E mean over pairs of tokens of |x - x'| sum_e p_e p'_e"},
-    {"loss_similarity_diff", "", "-{loss_similarity_diff}/(E^2 - E) mean over pairs of |x - x'| sum over e != e' of p_e p'_e'"},
+    {"loss_similarity_diff", "",
+     "-{loss_similarity_diff}/(E^2 - E) mean over pairs of |x - x'| sum over e != e' of p_e p'_e'"},
     {"loss_locality", "", "{loss_locality} KL(nodes that tokens go to || node where they live), {nodes} nodes"},
-    {"loss_l1", "", "lambda E/(K N^2) sum_e n_e sum_t p_te, K = {top_k}, lambda = {loss_l1}{l1_controller? at the start}"},
+    {"loss_l1", "",
+     "lambda E/(K N^2) sum_e n_e sum_t p_te, K = {top_k}, lambda = {loss_l1}{l1_controller? at the start}"},
     {"loss_orthogonal", "", "{loss_orthogonal} sum over e != e' of cos(W_e, W_e')^2"},
-    {"loss_distill", "", "{loss_distill} {distill}, q = softmax({student!z}{student?V u}), teacher = {student!the caller's}{student?z}"},
-    {"expert_temperature", "", "the experts learn from p at T = {expert_temperature}, the gate from p at T = {gate_temperature}"},
-    {"", "state", "no schedule"}, {"bias_rate", "", "after each step b_e += {bias_rate} sign(mean n - n_e), n_e the choices of expert e"},
+    {"loss_distill", "",
+     "{loss_distill} {distill}, q = softmax({student!z}{student?V u}), teacher = {student!the caller's}{student?z}"},
+    {"expert_temperature", "",
+     "the experts learn from p at T = {expert_temperature}, the gate from p at T = {gate_temperature}"},
+    {"", "state", "no schedule"},
+    {"bias_rate", "", "after each step b_e += {bias_rate} sign(mean n - n_e), n_e the choices of expert e"},
     {"l1_controller", "", "after each step lambda times 1.2 if more than {top_k} of {n_experts} are open, else / 1.2"},
-    {"k_end", "", "K goes from {top_k} to {k_end} in {schedule_steps} steps"}, {"tau_schedule", "none", ""},
+    {"k_end", "", "K goes from {top_k} to {k_end} in {schedule_steps} steps"},
+    {"tau_schedule", "none", ""},
     {"tau_schedule", "gate_temperature", "T goes from {gate_temperature} to {tau_end} in {schedule_steps} steps"},
     {"tau_schedule", "cosine_tau", "tau goes from {cosine_tau} to {tau_end} in {schedule_steps} steps"},
     {"tau_schedule", "similarity_tau", "tau goes from {similarity_tau} to {tau_end} in {schedule_steps} steps"},
     {"tau_schedule", "attention_sigma", "sigma goes from {attention_sigma} to {tau_end} in {schedule_steps} steps"},
     {"switch_at", "", "before step {switch_at}: {switch_from}"},
-    {"freeze_at", "", "from step {freeze_at} on the router is fixed{student?; its student V chooses: S = the {top_k} largest V u}"},
+    {"freeze_at", "",
+     "from step {freeze_at} on the router is fixed{student?; its student V chooses: S = the {top_k} largest V u}"},
     {"capacity_rho", "", "C is averaged over calls: {capacity_rho} C + (1 - {capacity_rho}) C of the call"},
     {"", "experts", ""},
-    {"expert", "swiglu", "f_e(x) = down (silu(gate x) * (up x)), hidden width {d_ff}{expert_bias?; each product adds a bias}"
-        "{swiglu_limit?; gate x at most {swiglu_limit}, up x -{swiglu_limit} to {swiglu_limit}}{swiglu_offset?; {swiglu_offset} + up x}"
-        "{swiglu_alpha?; silu(g) = g/(1 + exp(-{swiglu_alpha} g))}"},
+    {"expert", "swiglu",
+     "f_e(x) = down (silu(gate x) * (up x)), hidden width {d_ff}{expert_bias?; each product adds a "
+     "bias}{swiglu_limit?; gate x at most {swiglu_limit}, up x -{swiglu_limit} to {swiglu_limit}}{swiglu_offset?; "
+     "{swiglu_offset} + up x}{swiglu_alpha?; silu(g) = g/(1 + exp(-{swiglu_alpha} g))}"},
     {"expert", "linear", "f_e(x) = W_e x + b_e"},
     {"expert", "mlp", "f_e(x) = W2 a(W1 x + b1) + b2, hidden width {d_ff}, {act}"},
-    {"expert", "factorised", "f_e(x) = down (silu(expand (reduce x)) * (up x)), hidden width {d_ff}, reduce to {d_low}"},
-    {"apply_to", "output", "y = sum over S of w_e f_e(x)"}, {"apply_to", "input", "y = sum over S of f_e(w_e x)"},
-    {"soft", "y", "y_t = sum over slots s of C_ts f_s(sum over tokens j of D_js x_j)"}, {"add_input", "", "y += (1 - sum of w_e) x"},
-    {"n_shared", "", "y += {shared_sigmoid?sigmoid(s . x) * }a shared swiglu of width {n_shared} x {d_shared}, for every token"},
+    {"expert", "factorised",
+     "f_e(x) = down (silu(expand (reduce x)) * (up x)), hidden width {d_ff}, reduce to {d_low}"},
+    {"apply_to", "output", "y = sum over S of w_e f_e(x)"},
+    {"apply_to", "input", "y = sum over S of f_e(w_e x)"},
+    {"soft", "y", "y_t = sum over slots s of C_ts f_s(sum over tokens j of D_js x_j)"},
+    {"add_input", "", "y += (1 - sum of w_e) x"},
+    {"n_shared", "",
+     "y += {shared_sigmoid?sigmoid(s . x) * }a shared swiglu of width {n_shared} x {d_shared}, for every token"},
     {"", "parts", ""},
-    {"ac_mode", "paper", "M_kq = {ac_lambda!1/(s + 1e-6)}{ac_lambda?{ac_lambda}/(s + a_k)} scaled to mean 1, s = {ac_spread}, of that "
-        "layer"},
+    {"ac_mode", "paper",
+     "M_kq = {ac_lambda!1/(s + 1e-6)}{ac_lambda?{ac_lambda}/(s + a_k)} scaled to mean 1, s = {ac_spread}, of that "
+     "layer"},
     {"ac_mode", "code", "M_kq = 1/(s + 1e-4) over its mean of all k (with variance 1/(s + 0.1)), s = {ac_spread}"},
-    {"ac_mode", "running", "M is a state, averaged over steps with rho = {ac_rho}: 1/(s + 1e-6) scaled to mean 1, s = {ac_spread}, of "
-        "that layer"},
-    {"ac_mode", "random", "M_kq = max(0, 1 + n/2), n ~ N(0,1), drawn once"}, {"ac_spread", "mad", "mean |x_q - mean x_q| in cluster k"},
-    {"ac_spread", "variance", "variance of x_q in cluster k"}, {"ac_spread", "pairwise", "mean |x_q - x'_q| over pairs in cluster k"},
-    {"norm_node", "down", "reduce x"}, {"norm_node", "gate", "what enters the activation"}, {"norm_node", "up", "up x"},
-    {"norm_node", "act", "what leaves the activation"}, {"norm_node", "product", "act * up"}, {"norm_node", "output", "f_e(x), the output"},
-    {"norm_order", "l2", "sqrt(sum c^2)"}, {"norm_order", "l1", "sum |c|"}, {"norm_order", "linf", "max |c|"},
-    {"similarity_scale", "none", "u_t . u_j"}, {"similarity_scale", "l2", "cos(u_t, u_j)"},
-    {"similarity_scale", "rsqrt_d", "u_t . u_j / sqrt(d)"}, {"attention_u", "input", "u_t"}, {"attention_u", "output", "attention_t"},
-    {"attention_heads", "min_entropy", "the head with the least mean entropy"}, {"attention_heads", "all", "all heads by their posterior"},
-    {"attention_heads", "fixed", "head {attention_head}"}, {"group_score", "max", "best p{selection_bias? + b}"},
-    {"group_score", "top2_sum", "sum of the two best p{selection_bias? + b}"}, {"threshold_fallback", "always", "the best one"},
-    {"threshold_fallback", "evaluation", "outside training the best one"}, {"threshold_fallback", "never", "no expert"},
-    {"expert_choice_score", "p", "p_e"}, {"expert_choice_score", "z", "z_e"},
-    {"drop_order", "position", "first choices, then first come first served"}, {"drop_order", "priority", "first choices, then by max p"},
-    {"drop_order", "random", "first choices, then in random order"}, {"drop_order", "score", "the largest p stay"},
-    {"renormalize", "before", ""}, {"renormalize", "after", "; w over the sum of those that stay"},
-    {"balance_over", "pairs", "share of choices"}, {"balance_over", "tokens", "choices per token"},
-    {"balance_over", "first", "share of first choices"}, {"balance_scope", "batch", ""}, {"balance_scope", "sequences", " per sequence"},
-    {"importance_over", "probabilities", "sum_t p_te"}, {"importance_over", "gate", "sum_t r_te without noise"},
-    {"importance_over", "weights", "sum_t w_te"}, {"distill", "ce_hard", "mean -ln q at the teacher's best expert"},
+    {"ac_mode", "running",
+     "M is a state, averaged over steps with rho = {ac_rho}: 1/(s + 1e-6) scaled to mean 1, s = {ac_spread}, of that "
+     "layer"},
+    {"ac_mode", "random", "M_kq = max(0, 1 + n/2), n ~ N(0,1), drawn once"},
+    {"ac_spread", "mad", "mean |x_q - mean x_q| in cluster k"},
+    {"ac_spread", "variance", "variance of x_q in cluster k"},
+    {"ac_spread", "pairwise", "mean |x_q - x'_q| over pairs in cluster k"},
+    {"norm_node", "down", "reduce x"},
+    {"norm_node", "gate", "what enters the activation"},
+    {"norm_node", "up", "up x"},
+    {"norm_node", "act", "what leaves the activation"},
+    {"norm_node", "product", "act * up"},
+    {"norm_node", "output", "f_e(x), the output"},
+    {"norm_order", "l2", "sqrt(sum c^2)"},
+    {"norm_order", "l1", "sum |c|"},
+    {"norm_order", "linf", "max |c|"},
+    {"similarity_scale", "none", "u_t . u_j"},
+    {"similarity_scale", "l2", "cos(u_t, u_j)"},
+    {"similarity_scale", "rsqrt_d", "u_t . u_j / sqrt(d)"},
+    {"attention_u", "input", "u_t"},
+    {"attention_u", "output", "attention_t"},
+    {"attention_heads", "min_entropy", "the head with the least mean entropy"},
+    {"attention_heads", "all", "all heads by their posterior"},
+    {"attention_heads", "fixed", "head {attention_head}"},
+    {"group_score", "max", "best p{selection_bias? + b}"},
+    {"group_score", "top2_sum", "sum of the two best p{selection_bias? + b}"},
+    {"threshold_fallback", "always", "the best one"},
+    {"threshold_fallback", "evaluation", "outside training the best one"},
+    {"threshold_fallback", "never", "no expert"},
+    {"expert_choice_score", "p", "p_e"},
+    {"expert_choice_score", "z", "z_e"},
+    {"drop_order", "position", "first choices, then first come first served"},
+    {"drop_order", "priority", "first choices, then by max p"},
+    {"drop_order", "random", "first choices, then in random order"},
+    {"drop_order", "score", "the largest p stay"},
+    {"renormalize", "before", ""},
+    {"renormalize", "after", "; w over the sum of those that stay"},
+    {"balance_over", "pairs", "share of choices"},
+    {"balance_over", "tokens", "choices per token"},
+    {"balance_over", "first", "share of first choices"},
+    {"balance_scope", "batch", ""},
+    {"balance_scope", "sequences", " per sequence"},
+    {"importance_over", "probabilities", "sum_t p_te"},
+    {"importance_over", "gate", "sum_t r_te without noise"},
+    {"importance_over", "weights", "sum_t w_te"},
+    {"distill", "ce_hard", "mean -ln q at the teacher's best expert"},
     {"distill", "ce_soft", "cross-entropy of q and softmax(teacher)"},
-    {"distill", "mse", "mean squared difference of q and softmax(teacher)"}, {"act", "relu", "a(v) = max(v, 0)"},
-    {"act", "silu", "a(v) = v/(1 + exp(-v))"}, {"act", "gelu", "a(v) = v Phi(v)"}, {"act", "tanh", "a(v) = tanh v"},
-    {"act", "sigmoid", "a(v) = 1/(1 + exp(-v))"}, {"act", "identity", "a(v) = v"},
+    {"distill", "mse", "mean squared difference of q and softmax(teacher)"},
+    {"act", "relu", "a(v) = max(v, 0)"},
+    {"act", "silu", "a(v) = v/(1 + exp(-v))"},
+    {"act", "gelu", "a(v) = v Phi(v)"},
+    {"act", "tanh", "a(v) = tanh v"},
+    {"act", "sigmoid", "a(v) = 1/(1 + exp(-v))"},
+    {"act", "identity", "a(v) = v"},
     {"trait", "causal", "later tokens of the call do not change a token's result"},
-    {"trait", "needs_batch", "a token's result depends on other tokens of the call"}, {"trait", "needs_token_ids", "reads token ids"},
+    {"trait", "needs_batch", "a token's result depends on other tokens of the call"},
+    {"trait", "needs_token_ids", "reads token ids"},
     {"trait", "needs_attention", "reads the attention before it: its matrices and the outputs of its heads"},
-    {"trait", "needs_previous_layer", "reads the choices of the mixture layer before it"},
+    {"trait", "needs_previous_layer", "reads the choices of the previous MoE layer"},
     {"trait", "needs_all_experts", "the score runs every expert, or its first steps, for every token"},
-    {"trait", "stochastic", "draws random numbers in training"}, {"trait", "stateful", "keeps a state between steps, saved with the model"},
+    {"trait", "stochastic", "draws random numbers in training"},
+    {"trait", "stateful", "keeps a state between steps, saved with the model"},
     {"trait", "needs_given", "replays recorded choices"},
     {NULL, NULL, NULL}};
 
 static const moe_field *field_of(const char *name) { return moe_field_find(moe_layer_fields(), name); }
 
-static const char *const *choices_of(const char *name) { return field_of(name) != NULL ? field_of(name)->choices : NULL; }
+static const char *const *choices_of(const char *name) {
+    return field_of(name) != NULL ? field_of(name)->choices : NULL;
+}
 
-/* The row of a value. Fields that share the names of their values, as act and router_act do, share the rows. */
+/* The row of a value. Fields that share value names, such as act and router_act, share the rows. */
 static const row *row_of(const char *name, const char *value) {
     const char *const *choices = choices_of(name);
     const row *r;
     for (r = rows; r->field != NULL; r++)
-        if (strcmp(r->value, value) == 0 && (strcmp(r->field, name) == 0 || (choices != NULL && choices == choices_of(r->field)))) return r;
+        if (strcmp(r->value, value) == 0 &&
+            (strcmp(r->field, name) == 0 || (choices != NULL && choices == choices_of(r->field))))
+            return r;
     return NULL;
 }
 
-/* Reads the name behind a brace; 0 if it is no field's. */
+/* Reads the name behind a brace; 0 if it is not a field's. */
 static int read_name(const char *brace, char name[40]) {
     sprintf(name, "%.*s", (int)strcspn(brace + 1, "?!}") % 40, brace + 1);
     return field_of(name) != NULL;
 }
 
-/* The table against the library: values of all choices (kernels is no stage), traits, names. Returns what is wrong, or NULL. */
+/* Checks the table against the library: values of all choices (kernels is not a stage), traits,
+   names. Returns an error message, or NULL. */
 static const char *check_rows(void) {
     static char wrong[120];
     static moe_error error;
@@ -205,34 +288,45 @@ static const char *check_rows(void) {
     unsigned i;
     for (f = moe_layer_fields(); f->name != NULL; f++)
         for (i = 0; f->choices != NULL && strcmp(f->name, "kernels") != 0 && f->choices[i] != NULL; i++)
-            if (row_of(f->name, f->choices[i]) == NULL) return sprintf(wrong, "no row for %.40s = %.40s", f->name, f->choices[i]), wrong;
+            if (row_of(f->name, f->choices[i]) == NULL) {
+                sprintf(wrong, "no row for %.40s = %.40s", f->name, f->choices[i]);
+                return wrong;
+            }
     for (i = 1; moe_trait_name(i) != NULL; i <<= 1)
-        if (row_of("trait", moe_trait_name(i)) == NULL) return sprintf(wrong, "no row for the trait %.40s", moe_trait_name(i)), wrong;
+        if (row_of("trait", moe_trait_name(i)) == NULL) {
+            sprintf(wrong, "no row for the trait %.40s", moe_trait_name(i));
+            return wrong;
+        }
     for (r = rows; r->field != NULL; r++) {
         const char *value = *r->value != '\0' ? r->value : "1";
         int is_field = strstr("soft trait", r->field) == NULL;
         if (is_field && moe_field_set(moe_layer_fields(), &c, r->field, value, &error) != MOE_OK) return error.message;
         for (s = r->text; (s = strchr(s, '{')) != NULL; s++)
-            if (!read_name(s, name)) return sprintf(wrong, "no field {%.40s}", name), wrong;
+            if (!read_name(s, name)) {
+                sprintf(wrong, "no field {%.40s}", name);
+                return wrong;
+            }
     }
     return NULL;
 }
 
-/* ---- formulas ----------------------------------------------------------------------------------------------------------------------- */
+/* ---- formulas ---- */
 
-/* Whether a field is not what {0} makes it. */
+/* Whether a field differs from its default. */
 static int is_set(const moe_layer_config *c, const char *name) {
     moe_layer_config usual;
     char value[40], plain[40];
     memset(&usual, 0, sizeof usual);
-    usual.router.d_model = c->router.d_model, usual.router.n_experts = c->router.n_experts;
+    usual.router.d_model = c->router.d_model;
+    usual.router.n_experts = c->router.n_experts;
     if (moe_layer_check(&usual, &usual, NULL) != MOE_OK) return 0;
     moe_field_text(field_of(name), c, value, sizeof value);
     moe_field_text(field_of(name), &usual, plain, sizeof plain);
     return strcmp(value, plain) != 0;
 }
 
-/* Appends the formula at [s, end), the numbers of c filled in, to out[LONG]; no stage's takes half of that. */
+/* Appends the formula at [s, end), the numbers of c filled in, to out[LONG]; no stage's takes half
+   of that. */
 static void fill_in(char *out, const moe_layer_config *c, const char *s, const char *end) {
     for (;;) {
         const char *open = s, *mark, *text;
@@ -256,7 +350,8 @@ static char *formula(char *out, const moe_layer_config *c, const row *r) {
     return out;
 }
 
-/* Whether a row of a stage is told. After u soft selection goes another way, and the factor of expert_choice is no capacity. */
+/* Whether a row of a stage is printed. After u soft selection leaves the pipeline, and the factor
+   of expert_choice is not a capacity. */
 static int told(const moe_layer_config *c, const row *r) {
     int soft = c->router.select == MOE_SELECT_SOFT;
     char value[40];
@@ -267,16 +362,24 @@ static int told(const moe_layer_config *c, const row *r) {
     return choices_of(r->field) != NULL ? strcmp(value, r->value) == 0 : is_set(c, r->field);
 }
 
-static const char *label_of(const row *r) { return *r->value == '\0' || strcmp(r->field, "soft") == 0 ? r->field : r->value; }
+static const char *label_of(const row *r) {
+    return *r->value == '\0' || strcmp(r->field, "soft") == 0 ? r->field : r->value;
+}
 
 /* Prints text from column `at` on, further lines from column `indent`. */
 static void wrap(const char *text, size_t at, size_t indent) {
     const char *gap = "";
     for (; *text != '\0'; text += *text == ' ') {
         size_t word = strcspn(text, " ");
-        if (*gap != '\0' && at + 1 + word > COLUMNS) printf("\n%*s", (int)indent, ""), at = indent, gap = "";
+        if (*gap != '\0' && at + 1 + word > COLUMNS) {
+            printf("\n%*s", (int)indent, "");
+            at = indent;
+            gap = "";
+        }
         printf("%s%.*s", gap, (int)word, text);
-        at += strlen(gap) + word, gap = " ", text += word;
+        at += strlen(gap) + word;
+        gap = " ";
+        text += word;
     }
     printf("\n");
 }
@@ -287,13 +390,19 @@ static const char *grouped(double number) {
     static int turn;
     char *s = ring[turn = (turn + 1) % 8];
     int i = sprintf(s, "%.0f", number < 1e18 ? number : 1e18);
-    while ((i -= 3) > 0) memmove(s + i + 1, s + i, strlen(s + i) + 1), s[i] = ',';
+    while ((i -= 3) > 0) {
+        memmove(s + i + 1, s + i, strlen(s + i) + 1);
+        s[i] = ',';
+    }
     return s;
 }
 
-static int complain(const char *what) { return fprintf(stderr, "routers: %s\n", what), 1; }
+static int complain(const char *what) {
+    fprintf(stderr, "routers: %s\n", what);
+    return EXIT_USAGE;
+}
 
-/* ---- the list ----------------------------------------------------------------------------------------------------------------------- */
+/* ---- the list ---- */
 
 /* The configuration of a preset, at the size at which it is explained or shown. */
 static moe_status configure(const char *name, int shown, moe_layer_config *c, moe_error *error) {
@@ -306,7 +415,10 @@ static moe_status configure(const char *name, int shown, moe_layer_config *c, mo
     if (!shown) return moe_layer_check(c, c, error);
     r->n_experts = EXPERTS;
     if (r->top_k > 2) r->top_k = 2;
-    if (r->groups > 1) r->groups = 2, r->groups_kept = 1;
+    if (r->groups > 1) {
+        r->groups = 2;
+        r->groups_kept = 1;
+    }
     if (r->cosine_dim > 0) r->cosine_dim = 3;
     if (r->slots > 1) r->slots = 1;
     if (r->refine == MOE_REFINE_ATTENTION) r->heads = HEADS;
@@ -320,10 +432,19 @@ static int experts_per_token(const moe_router_config *r, double *least, double *
     *least = *most = r->top_k;
     if (r->select == MOE_SELECT_EXPERT_CHOICE) *least = *most = factor < all ? factor : all;
     if (r->select == MOE_SELECT_DENSE || r->select == MOE_SELECT_SOFT) *least = *most = all;
-    if (r->select == MOE_SELECT_TOP_P || r->select == MOE_SELECT_THRESHOLD || r->select == MOE_SELECT_CUSTOM) *least = 1, *most = all;
+    if (r->select == MOE_SELECT_TOP_P || r->select == MOE_SELECT_THRESHOLD || r->select == MOE_SELECT_CUSTOM) {
+        *least = 1;
+        *most = all;
+    }
     if (r->select == MOE_SELECT_THRESHOLD && r->threshold_fallback != MOE_FALLBACK_ALWAYS) *least = 0;
-    if (r->select == MOE_SELECT_AFFINITY) *least = 0, *most = 1;
-    if (r->select == MOE_SELECT_POSITIVE && !r->l1_controller) *least = 0, *most = r->score == MOE_SCORE_DSELECT ? r->top_k : all;
+    if (r->select == MOE_SELECT_AFFINITY) {
+        *least = 0;
+        *most = 1;
+    }
+    if (r->select == MOE_SELECT_POSITIVE && !r->l1_controller) {
+        *least = 0;
+        *most = r->score == MOE_SCORE_DSELECT ? r->top_k : all;
+    }
     return r->select == MOE_SELECT_EXPERT_CHOICE || r->l1_controller;
 }
 
@@ -331,7 +452,8 @@ static const char *traits_of(const moe_router_config *r) {
     static char text[LONG];
     unsigned bit;
     for (*text = '\0', bit = 1; moe_trait_name(bit) != NULL; bit <<= 1)
-        if (moe_router_traits(r) & bit) sprintf(text + strlen(text), "%s%s", *text != '\0' ? " " : "", moe_trait_name(bit));
+        if (moe_router_traits(r) & bit)
+            sprintf(text + strlen(text), "%s%s", *text != '\0' ? " " : "", moe_trait_name(bit));
     return text;
 }
 
@@ -354,12 +476,16 @@ static int list(int csv) {
         mean = experts_per_token(&c.router, &least, &most);
         decodes = moe_router_check_decoding(&c.router, NULL) == MOE_OK;
         if (csv) {
-            print_quoted(p->name, ","), print_quoted(p->aliases, ",");
+            print_quoted(p->name, ",");
+            print_quoted(p->aliases, ",");
             printf("%g,%g,%d,%d,", least, most, c.router.n_experts, decodes);
-            print_quoted(traits_of(&c.router), ","), print_quoted(p->source, ","), print_quoted(p->formula, "\n");
+            print_quoted(traits_of(&c.router), ",");
+            print_quoted(p->source, ",");
+            print_quoted(p->formula, "\n");
             continue;
         }
-        sprintf(text, "%.30s%s%.30s%s", p->name, *p->aliases != '\0' ? " (" : "", p->aliases, *p->aliases != '\0' ? ")" : "");
+        sprintf(text, "%.30s%s%.30s%s", p->name, *p->aliases != '\0' ? " (" : "", p->aliases,
+                *p->aliases != '\0' ? ")" : "");
         printf("%-27s ", text);
         sprintf(text, "%s%g", mean ? "~" : "", least);
         if (most > least) sprintf(text + strlen(text), "-%g", most);
@@ -381,16 +507,23 @@ static int report_presets(void) {
     size_t n = 0, i;
     for (p = moe_presets(); p->name != NULL; p++) n++;
     f = report_add(MOE_FIGURE_TABLE, "Presets", n, 3);
-    names = (const char **)report_grab(n, sizeof *names), cells = (const char **)report_grab(3 * n, sizeof *cells);
+    names = (const char **)report_grab(n, sizeof *names);
+    cells = (const char **)report_grab(3 * n, sizeof *cells);
     for (p = moe_presets(), i = 0; i < n; p++, i++) {
         if (configure(p->name, 0, &c, &error) != MOE_OK) return complain(error.message);
-        names[i] = p->name, cells[3 * i] = p->formula, cells[3 * i + 1] = p->source, cells[3 * i + 2] = report_text(traits_of(&c.router));
+        names[i] = p->name;
+        cells[3 * i] = p->formula;
+        cells[3 * i + 1] = p->source;
+        cells[3 * i + 2] = report_text(traits_of(&c.router));
     }
-    f->row_names = names, f->column_names = heads, f->cells = cells, f->row_label = "preset";
+    f->row_names = names;
+    f->column_names = heads;
+    f->cells = cells;
+    f->row_label = "preset";
     return report_write_added("routers", "Routers");
 }
 
-/* ---- one preset explained ----------------------------------------------------------------------------------------------------------- */
+/* ---- one preset explained ---- */
 
 static void explain_stages(const moe_layer_config *c) {
     const row *stage, *r;
@@ -405,7 +538,8 @@ static void explain_stages(const moe_layer_config *c) {
             wrap(formula(text, c, r), strlen(label) > 15 ? strlen(label) + 13 : 28, 28);
             name = "";
         }
-        if (*name != '\0' && *stage->text != '\0') sprintf(idle + strlen(idle), "%s%s", *idle != '\0' ? "; " : "", stage->text);
+        if (*name != '\0' && *stage->text != '\0')
+            sprintf(idle + strlen(idle), "%s%s", *idle != '\0' ? "; " : "", stage->text);
     }
     if (*idle != '\0') printf("%12s%s\n", "", idle);
 }
@@ -416,17 +550,18 @@ static void explain_traits(const moe_router_config *r) {
     int decodes = moe_router_check_decoding(r, &error) == MOE_OK;
     printf("\nTraits\n");
     for (bit = 1; moe_trait_name(bit) != NULL; bit <<= 1)
-        if (moe_router_traits(r) & bit) printf("  %-25s %s\n", moe_trait_name(bit), row_of("trait", moe_trait_name(bit))->text);
+        if (moe_router_traits(r) & bit)
+            printf("  %-25s %s\n", moe_trait_name(bit), row_of("trait", moe_trait_name(bit))->text);
     printf("  %-25s ", "decodes token by token");
     wrap(decodes ? "yes" : error.message, 28, 28);
 }
 
 static void explain_tensors(const moe_layer_config *c) {
-    moe_slot slot;
+    moe_parameter slot;
     int place, k, none = 1;
     printf("\nTensors of the router\n");
-    for (place = 0; place < MOE_ROUTER_SLOTS; place++) {
-        if (moe_layer_slot(c, place, &slot) != MOE_OK) continue;
+    for (place = 0; place < MOE_ROUTER_PARAMETER_COUNT; place++) {
+        if (moe_layer_parameter(c, place, &slot) != MOE_OK) continue;
         printf("  %-25s %12s = ", slot.name, grouped((double)slot.count));
         for (k = none = 0; k < slot.n_dims; k++) printf("%s%lu", k > 0 ? " x " : "", (unsigned long)slot.shape[k]);
         printf("%s\n", slot.flags & MOE_PARAM_STATE ? ", state" : slot.flags & MOE_PARAM_FROZEN ? ", frozen" : "");
@@ -434,39 +569,50 @@ static void explain_tensors(const moe_layer_config *c) {
     if (none) printf("  none\n");
 }
 
-/* Multiplications for one token; expert and read are those of one expert, in all and as far as the score runs every expert, numbers its
-   parameters. */
+/* Multiplications for one token; expert and read are those of one expert, in total and as far as
+   the score runs every expert; numbers: its parameters. */
 typedef struct cost {
     double score, noise, refine, expert, read, numbers, shared;
 } cost;
 
-/* Whether the score runs this matrix, "experts.NAME", of every expert: those that its activation is made of. */
+/* Whether the score runs this matrix, "experts.NAME", of every expert, because its activation needs
+   it. */
 static int is_read(const moe_router_config *r, const char *matrix) {
-    static const char *const made_of[MOE_NODE_COUNT] = {
-        "reduce", "gate reduce expand fc1.weight", "up fc1.weight", "gate reduce expand fc1.weight", "gate reduce expand up fc1.weight",
-        "gate reduce expand up down fc1.weight fc2.weight"};
-    int node = r->score == MOE_SCORE_NORM ? r->norm_node : r->score == MOE_SCORE_ATTENTIVE ? (int)MOE_NODE_PRODUCT : (int)MOE_NODE_OUTPUT;
-    return (moe_router_traits(r) & MOE_TRAIT_NEEDS_ALL_EXPERTS) != 0 && strstr(made_of[node], matrix + strlen("experts.")) != NULL;
+    static const char *const made_of[MOE_NODE_COUNT] = {"reduce",
+                                                        "gate reduce expand fc1.weight",
+                                                        "up fc1.weight",
+                                                        "gate reduce expand fc1.weight",
+                                                        "gate reduce expand up fc1.weight",
+                                                        "gate reduce expand up down fc1.weight fc2.weight"};
+    int node = r->score == MOE_SCORE_NORM        ? r->norm_node
+               : r->score == MOE_SCORE_ATTENTIVE ? (int)MOE_NODE_PRODUCT
+                                                 : (int)MOE_NODE_OUTPUT;
+    return (moe_router_traits(r) & MOE_TRAIT_NEEDS_ALL_EXPERTS) != 0 &&
+           strstr(made_of[node], matrix + strlen("experts.")) != NULL;
 }
 
-/* A token passes every matrix once; tables are only read. What mixes tokens costs as much as the call is long. */
+/* A token is multiplied by every matrix once; tables are only read. The cost of stages that mix
+   tokens grows with the length of the call. */
 static cost cost_of(const moe_layer_config *c) {
     const moe_router_config *r = &c->router;
     cost k = {0, 0, 0, 0, 0, 0, 0};
     double d = r->d_model, e = r->n_experts;
-    moe_slot slot;
+    moe_parameter slot;
     int place;
-    for (place = 0; place < MOE_LAYER_SLOTS; place++) {
+    for (place = 0; place < MOE_LAYER_PARAMETER_COUNT; place++) {
         double count;
-        if (moe_layer_slot(c, place, &slot) != MOE_OK || slot.n_dims < 2) continue;
+        if (moe_layer_parameter(c, place, &slot) != MOE_OK || slot.n_dims < 2) continue;
         count = (double)slot.count;
         if (place == MOE_ROUTER_TABLE || place == MOE_ROUTER_AC_RUNNING) continue;
         if (place == MOE_ROUTER_NOISE_WEIGHT) k.noise = count;
         else if (place == MOE_ROUTER_SIMILARITY) k.refine = count;
-        else if (place < MOE_ROUTER_SLOTS) k.score += count;
+        else if (place < MOE_ROUTER_PARAMETER_COUNT) k.score += count;
         else if (place >= MOE_SHARED_GATE) k.shared += count;
         else k.numbers += count / e;
-        if (slot.n_dims == 3) k.expert += count / e, k.read += is_read(r, slot.name) ? count / e : 0;
+        if (slot.n_dims == 3) {
+            k.expert += count / e;
+            k.read += is_read(r, slot.name) ? count / e : 0;
+        }
     }
     if (r->score == MOE_SCORE_ATTENTIVE) k.score += e * r->router_hidden;
     if (r->refine != MOE_REFINE_NONE) k.refine += CALL * (d + e) * (r->attention_heads == MOE_HEADS_ALL ? r->heads : 1);
@@ -474,20 +620,24 @@ static cost cost_of(const moe_layer_config *c) {
     return k;
 }
 
-/* The most comparisons that choosing takes outside training. */
+/* The largest number of comparisons of the selection outside training. */
 static double comparisons(const moe_router_config *r) {
     double e = r->n_experts, k = r->top_k;
     int s = r->select;
     if (s == MOE_SELECT_THRESHOLD || s == MOE_SELECT_POSITIVE) return e;
     if (s == MOE_SELECT_TOP_P) return e * (e - 1) / 2;
-    if (s == MOE_SELECT_EXPERT_CHOICE) return (double)r->capacity_factor * CALL; /* E experts each pick cf N / E of N tokens */
+    /* E experts each pick cf N / E of N tokens */
+    if (s == MOE_SELECT_EXPERT_CHOICE) return (double)r->capacity_factor * CALL;
     if (s == MOE_SELECT_AFFINITY) return e + CALL;
     if (s == MOE_SELECT_GROUPED_TOP_K) return e * (r->group_score + 1) + (double)r->groups * r->groups_kept + e * k;
-    return s == MOE_SELECT_TOP_K || s == MOE_SELECT_SINKHORN || s == MOE_SELECT_BALANCED || s == MOE_SELECT_SAMPLE ? e * k : 0;
+    return s == MOE_SELECT_TOP_K || s == MOE_SELECT_SINKHORN || s == MOE_SELECT_BALANCED || s == MOE_SELECT_SAMPLE
+               ? e * k
+               : 0;
 }
 
 static void print_cost(const char *what, double least, double most, const char *note) {
-    printf("  %-25s %12s%s%s%s\n", what, grouped(least), most > least ? " to " : "", most > least ? grouped(most) : "", note);
+    printf("  %-25s %12s%s%s%s\n", what, grouped(least), most > least ? " to " : "", most > least ? grouped(most) : "",
+           note);
 }
 
 static double percent(double part, double rest) { return part > 0 ? 100 * part / (part + rest) : 0; }
@@ -496,29 +646,35 @@ static void explain_cost(const moe_layer *layer) {
     const moe_router_config *r = &layer->config.router;
     const cost k = cost_of(&layer->config);
     double router = k.score + k.refine + k.read * r->n_experts, each = k.expert, least, most, few, many;
-    double all = (double)moe_layer_parameters(layer, NULL), others = all - k.numbers * r->n_experts;
+    double all = (double)moe_layer_parameter_count(layer, NULL), others = all - k.numbers * r->n_experts;
     int mean = experts_per_token(r, &least, &most);
     char note[120];
-    if (r->apply_to == MOE_APPLY_OUTPUT) each -= k.read; /* the score has done that already */
-    printf("\nMultiplications for one token of a call of %d, outside training (d_model %d, d_ff %d)\n", CALL, D_MODEL, D_FF);
+    if (r->apply_to == MOE_APPLY_OUTPUT) each -= k.read; /* already done for the score */
+    printf("\nMultiplications for one token of a call of %d, outside training (d_model %d, d_ff %d)\n", CALL, D_MODEL,
+           D_FF);
     if (k.score > 0) print_cost("score", k.score, 0, "");
     sprintf(note, ": %s in each of %d", grouped(k.read), r->n_experts);
     if (k.read > 0) print_cost("all experts, for scoring", k.read * r->n_experts, 0, note);
     if (k.refine > 0) print_cost(r->select == MOE_SELECT_SOFT ? "mixing into slots, back" : "refine", k.refine, 0, "");
-    few = least * each + k.shared, many = most * each + k.shared;
-    if (r->select == MOE_SELECT_SOFT) few = many = r->n_experts * each * r->slots / CALL; /* the slots are those of all tokens together */
+    few = least * each + k.shared;
+    many = most * each + k.shared;
+    /* the slots are those of all tokens together */
+    if (r->select == MOE_SELECT_SOFT) few = many = r->n_experts * each * r->slots / CALL;
     sprintf(note, ", %.3g %% of all", percent(router, many));
-    if (many > few && router > 0) sprintf(note, ", %.3g to %.3g %% of all", percent(router, many), percent(router, few));
+    if (many > few && router > 0)
+        sprintf(note, ", %.3g to %.3g %% of all", percent(router, many), percent(router, few));
     print_cost("the router in all", router, 0, note);
     sprintf(note, ": %s%.3g of %s", mean ? "on average " : many > few ? "up to " : "", most, grouped(each));
-    if (r->select == MOE_SELECT_SOFT) sprintf(note, ": %d slots of %s for %d tokens", r->n_experts * r->slots, grouped(each), CALL);
+    if (r->select == MOE_SELECT_SOFT)
+        sprintf(note, ": %d slots of %s for %d tokens", r->n_experts * r->slots, grouped(each), CALL);
     if (!(each > 0)) sprintf(note, ": %.3g, which the score has run already", most);
     if (k.shared > 0) sprintf(note + strlen(note), ", shared %s", grouped(k.shared));
     print_cost("the chosen experts", few, many, note);
     if (k.noise > 0) print_cost("noise, in training", k.noise, 0, "");
     if (comparisons(r) > 0) print_cost("comparisons to select", comparisons(r), 0, " at most");
     sprintf(note, " of %s", grouped(all));
-    few = others + least * k.numbers + (r->n_experts - least) * k.read, many = others + most * k.numbers + (r->n_experts - most) * k.read;
+    few = others + least * k.numbers + (r->n_experts - least) * k.read;
+    many = others + most * k.numbers + (r->n_experts - most) * k.read;
     print_cost("parameters used", few, many, note);
 }
 
@@ -527,13 +683,20 @@ static int explain(const char *name) {
     moe_layer_config c;
     moe_layer layer;
     moe_error error;
-    if (configure(name, 0, &c, &error) != MOE_OK || moe_layer_init(&layer, &c, &error) != MOE_OK) return complain(error.message);
+    if (configure(name, 0, &c, &error) != MOE_OK || moe_layer_init(&layer, &c, &error) != MOE_OK)
+        return complain(error.message);
     printf("%s%s%s\n  ", preset->name, *preset->aliases != '\0' ? ", also " : "", preset->aliases);
     wrap(preset->source, 2, 2);
-    printf("  "), wrap(preset->formula, 2, 2);
-    printf("  set by: "), wrap(preset->router, 10, 10);
-    if (*preset->layer != '\0') printf("%10s", ""), wrap(preset->layer, 10, 10);
-    printf("\nStages, E = %d: x token, u router's input, z logits, r gate, p refined, S chosen, w weights\n", c.router.n_experts);
+    printf("  ");
+    wrap(preset->formula, 2, 2);
+    printf("  set by: ");
+    wrap(preset->router, 10, 10);
+    if (*preset->layer != '\0') {
+        printf("%10s", "");
+        wrap(preset->layer, 10, 10);
+    }
+    printf("\nStages, E = %d: x token, u router's input, z logits, r gate, p refined, S chosen, w weights\n",
+           c.router.n_experts);
     explain_stages(&c);
     explain_traits(&c.router);
     explain_tensors(&c);
@@ -541,7 +704,7 @@ static int explain(const char *name) {
     return 0;
 }
 
-/* ---- one token's journey ------------------------------------------------------------------------------------------------------------ */
+/* ---- one token's journey ---- */
 
 static moe_real y[MAX_TOKENS * WIDTH], clean[MAX_TOKENS * EXPERTS]; /* outputs, logits without noise */
 
@@ -555,7 +718,7 @@ static moe_real *draw(size_t n, moe_rng *rng) {
     return pool + taken - n;
 }
 
-/* A training call of n tokens, with all that routers ask for beside them. */
+/* Makes a training call of n tokens, with all inputs that routers may need. */
 static void make_up(moe_call *call, size_t n, moe_rng *rng) {
     static int32_t experts[MAX_TOKENS * 2], ids[MAX_TOKENS], homes[MAX_TOKENS];
     static moe_real weights[MAX_TOKENS * 2];
@@ -563,18 +726,31 @@ static void make_up(moe_call *call, size_t n, moe_rng *rng) {
     size_t i;
     for (i = 0; i < HEADS * n; i++) moe_softmax(NULL, n, attention + i * n, 1, attention + i * n);
     for (i = 0; i < n; i++) {
-        ids[i] = (int32_t)moe_rng_below(rng, IDS), homes[i] = (int32_t)i % 2;
-        experts[2 * i] = (int32_t)i % 2, experts[2 * i + 1] = 2 + (int32_t)i % 2;
-        weights[2 * i] = (moe_real)0.75, weights[2 * i + 1] = (moe_real)0.25;
+        ids[i] = (int32_t)moe_rng_below(rng, IDS);
+        homes[i] = (int32_t)i % 2;
+        experts[2 * i] = (int32_t)i % 2;
+        experts[2 * i + 1] = 2 + (int32_t)i % 2;
+        weights[2 * i] = (moe_real)0.75;
+        weights[2 * i + 1] = (moe_real)0.25;
     }
     memset(call, 0, sizeof *call);
-    call->n_tokens = n, call->training = 1, call->x = draw(n * WIDTH, rng), call->token_ids = ids, call->home = homes;
-    call->previous_input = draw(n * WIDTH, rng), call->previous_experts = experts, call->previous_weights = weights, call->n_previous = 2;
-    call->attention_weights = attention, call->attention_outputs = draw(HEADS * n * WIDTH, rng);
-    call->attention_output = draw(n * WIDTH, rng), call->teacher = draw(n * EXPERTS, rng);
+    call->n_tokens = n;
+    call->training = 1;
+    call->x = draw(n * WIDTH, rng);
+    call->token_ids = ids;
+    call->token_machine = homes;
+    call->previous_input = draw(n * WIDTH, rng);
+    call->previous_experts = experts;
+    call->previous_weights = weights;
+    call->n_previous = 2;
+    call->attention_weights = attention;
+    call->attention_outputs = draw(HEADS * n * WIDTH, rng);
+    call->attention_output = draw(n * WIDTH, rng);
+    call->teacher = draw(n * EXPERTS, rng);
 }
 
-/* Moves tensors that start at a constant, or nearly, as training would, so that there is something to see. */
+/* Perturbs tensors that start at or near a constant, as training would, so that their effect is
+   visible. */
 static void enliven(const moe_layer *layer, moe_rng *rng) {
     static const char *const names[] = {"selection_bias", "bias", "expert_scale", "codes", "noise_weight"};
     moe_tensor tensor;
@@ -587,20 +763,24 @@ static void enliven(const moe_layer *layer, moe_rng *rng) {
     }
 }
 
-/* Runs the call without noise, for the clean logits, and as it is. Before the noise both draw the same numbers. */
-static moe_status perform(const moe_layer *layer, moe_call *call, const moe_rng *start, void *work, size_t bytes, moe_layer_pass *pass) {
+/* Runs the call without noise, for the clean logits, and then with it. Both draw the same numbers
+   before the noise. */
+static moe_status perform(const moe_layer *layer, moe_call *call, const moe_rng *start, void *work, size_t bytes,
+                          moe_layer_pass *pass) {
     static moe_real none[MAX_TOKENS * EXPERTS];
     moe_rng rng = *start;
     moe_status status;
-    call->rng = &rng, call->noise = none;
+    call->rng = &rng;
+    call->noise = none;
     status = moe_layer_forward(layer, call, y, work, bytes, pass);
     if (status != MOE_OK) return status;
     memcpy(clean, pass->routing.logits, call->n_tokens * EXPERTS * sizeof(moe_real));
-    rng = *start, call->noise = NULL;
+    rng = *start;
+    call->noise = NULL;
     return moe_layer_forward(layer, call, y, work, bytes, pass);
 }
 
-/* The place of expert e among the choices of token t; -1: not chosen. */
+/* The choice index of expert e for token t; -1: not chosen. */
 static int rank_of(const moe_routing *r, size_t t, int e) {
     int i;
     for (i = 0; i < r->n_choices[t]; i++)
@@ -608,7 +788,8 @@ static int rank_of(const moe_routing *r, size_t t, int e) {
     return -1;
 }
 
-/* The first token that lost a choice or has none, else the first whose experts are not those of its largest logits, else 0. */
+/* The first token with a dropped choice or without a choice, else the first whose experts are not
+   those of its largest logits, else 0. */
 static unsigned long interesting(const moe_routing *r, const char **why) {
     int32_t best[EXPERTS];
     size_t t, i;
@@ -632,7 +813,8 @@ static void print_cells(const char *symbol, const char *stage, cell *cells, cons
     int e;
     printf("%-4s%-8s", symbol, stage);
     for (e = 0; e < EXPERTS; e++) {
-        int n = (int)strlen(cells[e]), blank = *why == '\0' && e == EXPERTS - 1 && cells[e][n - 1] == ' '; /* it would end the line */
+        /* it would end the line */
+        int n = (int)strlen(cells[e]), blank = *why == '\0' && e == EXPERTS - 1 && cells[e][n - 1] == ' ';
         printf(" %*.*s", 7 - blank, n - blank, cells[e]);
     }
     if (*why != '\0') printf(" ");
@@ -642,18 +824,21 @@ static void print_cells(const char *symbol, const char *stage, cell *cells, cons
 static void print_numbers(const char *symbol, const char *stage, const moe_real *v, const char *why) {
     cell cells[EXPERTS];
     int e;
-    for (e = 0; e < EXPERTS; e++) snprintf(cells[e], sizeof cells[e], "%.3f ", (double)v[e] > -5e-4 && v[e] < 0 ? 0 : (double)v[e]);
+    for (e = 0; e < EXPERTS; e++)
+        snprintf(cells[e], sizeof cells[e], "%.3f ", (double)v[e] > -5e-4 && v[e] < 0 ? 0 : (double)v[e]);
     print_cells(symbol, stage, cells, why);
 }
 
-/* The choices of token t: 'S' their ranks, 'w' their weights, * if dropped, 'C' the weights that capacity and scale leave. */
-static void print_choices(const moe_routing *r, size_t t, int what, const char *symbol, const char *stage, const char *why) {
+/* Prints the choices of token t: 'S' their order, 'w' their weights, * if dropped, 'C' the weights
+   after capacity and scale. */
+static void print_choices(const moe_routing *r, size_t t, int what, const char *symbol, const char *stage,
+                          const char *why) {
     cell cells[EXPERTS];
     int e;
     for (e = 0; e < EXPERTS; e++) {
         int rank = rank_of(r, t, e);
         size_t at = t * r->max_choices + (size_t)(rank > 0 ? rank : 0);
-        double w = (double)(what == 'w' ? r->section_weights[at] : r->weights[t * EXPERTS + (size_t)e]);
+        double w = (double)(what == 'w' ? r->choice_weights[at] : r->weights[t * EXPERTS + (size_t)e]);
         if (rank < 0) sprintf(cells[e], ". ");
         else if (what == 'S') sprintf(cells[e], "%d ", rank + 1);
         else snprintf(cells[e], sizeof cells[e], "%.3f%s", w, r->kept[at] ? " " : "*");
@@ -676,20 +861,30 @@ static const char *tell(const moe_layer_config *c, const char *stage) {
 
 static void show_token(const moe_layer *layer, const moe_call *call, const moe_routing *r, size_t t) {
     const moe_layer_config *c = &layer->config;
-    const moe_real *z = r->logits + t * EXPERTS, *p = r->probabilities + t * EXPERTS, *before = clean + t * EXPERTS;
+    const moe_real *z = r->logits + t * EXPERTS, *p = r->probabilities + t * EXPERTS;
+    const moe_real *before = clean + t * EXPERTS;
     const moe_real *bias = layer->tensors[MOE_ROUTER_SELECTION_BIAS];
     moe_real noise[EXPERTS], biased[EXPERTS];
     int e, soft = c->router.select == MOE_SELECT_SOFT;
-    for (e = 0; e < EXPERTS; e++) noise[e] = z[e] - before[e], biased[e] = p[e] + (bias != NULL ? bias[e] : 0);
+    for (e = 0; e < EXPERTS; e++) {
+        noise[e] = z[e] - before[e];
+        biased[e] = p[e] + (bias != NULL ? bias[e] : 0);
+    }
     if (c->router.input != MOE_INPUT_PLAIN) print_numbers("x", "", call->x + t * WIDTH, "the token");
     print_numbers("u", "input", r->u + t * WIDTH, tell(c, "input"));
     print_numbers(soft ? "L" : "z", "score", before, tell(c, "score"));
-    if (*tell(c, "noise") != '\0') print_numbers("", "noise", noise, tell(c, "noise")), print_numbers("z", "", z, "with noise");
+    if (*tell(c, "noise") != '\0') {
+        print_numbers("", "noise", noise, tell(c, "noise"));
+        print_numbers("z", "", z, "with noise");
+    }
     print_numbers(soft ? "D" : "r", "gate", r->gate + t * EXPERTS, tell(c, "gate"));
     if (*tell(c, "refine") != '\0') print_numbers("p", "refine", p, tell(c, "refine"));
     if (bias != NULL) print_numbers("p+b", "", biased, "what select compares");
     if (soft) print_numbers("C", "weight", p, tell(c, "weight"));
-    else print_choices(r, t, 'S', "S", "select", tell(c, "select")), print_choices(r, t, 'w', "w", "weight", tell(c, "weight"));
+    else {
+        print_choices(r, t, 'S', "S", "select", tell(c, "select"));
+        print_choices(r, t, 'w', "w", "weight", tell(c, "weight"));
+    }
     if (*tell(c, "capacity") != '\0') print_choices(r, t, 'C', "", "capacity", tell(c, "capacity"));
     print_numbers("y", "experts", y + t * WIDTH, tell(c, "experts"));
 }
@@ -713,13 +908,14 @@ static void show_load(const moe_routing *r) {
     char note[100];
     size_t most = 4, e;
     for (e = 0; e < EXPERTS; e++) most = r->counts[e] > most ? r->counts[e] : most;
-    for (e = 0; e < EXPERTS; e++) sprintf(bars[e], "%.*s %d ", (int)((4 * r->counts[e] + most - 1) / most), "####", (int)r->counts[e]);
+    for (e = 0; e < EXPERTS; e++)
+        sprintf(bars[e], "%.*s %d ", (int)((4 * r->counts[e] + most - 1) / most), "####", (int)r->counts[e]);
     sprintf(note, "choices of each expert; %d dropped (*)", (int)r->n_dropped);
     if (r->capacity > 0) sprintf(note + strlen(note), ", C = %d", (int)r->capacity);
     print_cells("", "load", bars, note);
 }
 
-/* The losses that are on: the fields of loss NAME begin with loss_NAME. */
+/* Prints the active losses: the fields of loss NAME begin with loss_NAME. */
 static void show_losses(const moe_layer_config *c, const moe_routing *r) {
     const row *told_by;
     const char *name;
@@ -738,7 +934,8 @@ static void show_losses(const moe_layer_config *c, const moe_routing *r) {
     }
 }
 
-static void show_all(const char *name, const moe_layer *layer, const moe_call *call, const moe_routing *r, unsigned long token) {
+static void show_all(const char *name, const moe_layer *layer, const moe_call *call, const moe_routing *r,
+                     unsigned long token) {
     const char *why = "as asked";
     if (token == ANY) token = interesting(r, &why);
     printf("%s: ", name);
@@ -757,17 +954,31 @@ static void show_all(const char *name, const moe_layer *layer, const moe_call *c
 
 /* Gate, weights and load of all tokens as figures. */
 static void report_routing(const moe_routing *r) {
-    double *p = (double *)report_grab(r->n_tokens * EXPERTS, sizeof *p), *w = (double *)report_grab(r->n_tokens * EXPERTS, sizeof *w), load[EXPERTS];
+    double *p = (double *)report_grab(r->n_tokens * EXPERTS, sizeof *p);
+    double *w = (double *)report_grab(r->n_tokens * EXPERTS, sizeof *w), load[EXPERTS];
     moe_figure *f;
     size_t i;
-    for (i = 0; i < r->n_tokens * EXPERTS; i++) p[i] = (double)r->probabilities[i], w[i] = (double)r->weights[i];
-    f = report_add(MOE_FIGURE_HEAT, "Gate", r->n_tokens, EXPERTS), f->values = p, f->row_label = "token", f->column_label = "expert", f->value_label = "p";
+    for (i = 0; i < r->n_tokens * EXPERTS; i++) {
+        p[i] = (double)r->probabilities[i];
+        w[i] = (double)r->weights[i];
+    }
+    f = report_add(MOE_FIGURE_HEAT, "Gate", r->n_tokens, EXPERTS);
+    f->values = p;
+    f->row_label = "token";
+    f->column_label = "expert";
+    f->value_label = "p";
     f->caption = "What the gate gives each expert, after refining.";
-    f = report_add(MOE_FIGURE_HEAT, "Weights", r->n_tokens, EXPERTS), f->values = w, f->row_label = "token", f->column_label = "expert", f->value_label = "w";
+    f = report_add(MOE_FIGURE_HEAT, "Weights", r->n_tokens, EXPERTS);
+    f->values = w;
+    f->row_label = "token";
+    f->column_label = "expert";
+    f->value_label = "w";
     f->caption = "What experts add to each token, after capacity; 0: not chosen.";
     if (r->plan.rows > 0) return; /* soft: no choices */
     for (i = 0; i < EXPERTS; i++) load[i] = (double)r->counts[i];
-    f = report_add(MOE_FIGURE_BARS, "Load", EXPERTS, 1), f->values = report_numbers(load, EXPERTS), f->value_label = "choices";
+    f = report_add(MOE_FIGURE_BARS, "Load", EXPERTS, 1);
+    f->values = report_numbers(load, EXPERTS);
+    f->value_label = "choices";
 }
 
 static int show(const char *name, const unsigned long *number) {
@@ -782,7 +993,7 @@ static int show(const char *name, const unsigned long *number) {
     void *work = NULL;
     if (status == MOE_OK) status = moe_layer_create(&layer, &c, 0, number[SEED], NULL, &error);
     if (status != MOE_OK) return complain(error.message);
-    moe_rng_seed(&rng, ~(uint64_t)number[SEED]); /* not the numbers that the tensors are made of */
+    moe_rng_seed(&rng, ~(uint64_t)number[SEED]); /* another stream than that of the tensors */
     make_up(&call, number[N_TOKENS], &rng);
     enliven(&layer, &rng);
     status = moe_layer_work_size(&layer, call.n_tokens, 1, &bytes);
@@ -795,12 +1006,16 @@ static int show(const char *name, const unsigned long *number) {
     return status == MOE_OK ? 0 : complain(moe_status_text(status));
 }
 
-/* ---- the command line --------------------------------------------------------------------------------------------------------------- */
+/* ---- the command line ---- */
 
-/* How many letters must be changed to make b of a, limit + 1 if more; all that b has behind a counts as one. */
+/* The edit distance of a and b, limit + 1 if larger; all letters that b has behind a count as
+   one. */
 static int distance(const char *a, const char *b, int limit) {
     int least, other;
-    while (*a != '\0' && *a == *b) a++, b++;
+    while (*a != '\0' && *a == *b) {
+        a++;
+        b++;
+    }
     if (*a == '\0' || limit == 0) return *a != *b;
     least = distance(a + 1, b, limit - 1);
     if (*b != '\0' && (other = distance(a + 1, b + 1, limit - 1)) < least) least = other;
@@ -816,18 +1031,21 @@ static int suggest(const char *name) {
     fprintf(stderr, "routers: there is no preset %s;", name);
     for (p = moe_presets(); p->name != NULL; p++)
         if (distance(name, p->name, 3) == least) fprintf(stderr, " %s?", p->name);
-    return fprintf(stderr, " routers lists them all\n"), 1;
+    fprintf(stderr, " routers lists them all\n");
+    return EXIT_USAGE;
 }
 
-/* Reads a whole number; 0 if text is none or too large. */
+/* Reads an integer; 0 if text is not one or too large. */
 static int read_number(const char *text, unsigned long *value) {
     errno = 0;
     *value = strtoul(text, NULL, 10);
     return *text != '\0' && strspn(text, "0123456789") == strlen(text) && errno == 0;
 }
 
-/* The exit status; not 0 either when what was printed did not arrive. */
-static int finish(int status) { return fflush(stdout) == 0 && !ferror(stdout) ? status : complain("the output could not be written"); }
+/* The exit status; nonzero also if the output could not be written. */
+static int finish(int status) {
+    return fflush(stdout) == 0 && !ferror(stdout) ? status : complain("the output could not be written");
+}
 
 int main(int argc, char **argv) {
     static const char *const options[N_OPTIONS] = {"--token", "--tokens", "--seed"};
@@ -838,20 +1056,28 @@ int main(int argc, char **argv) {
     for (i = 1; i < argc; i++) {
         for (option = 0; option < N_OPTIONS && strcmp(argv[i], options[option]) != 0;) option++;
         if (option < N_OPTIONS) {
-            if (!read_number(++i < argc ? argv[i] : "", &number[option])) return complain("--token, --tokens, --seed: a number is missing");
+            if (!read_number(++i < argc ? argv[i] : "", &number[option]))
+                return complain("--token, --tokens, --seed: a number is missing");
             shown = 1;
         } else if (strcmp(argv[i], "-h") == 0 || strcmp(argv[i], "--help") == 0) return finish(fputs(help, stdout) < 0);
         else if (strcmp(argv[i], "--show") == 0) shown = 1;
         else if (strcmp(argv[i], "--csv") == 0) csv = 1;
         else if (strcmp(argv[i], "--report") == 0 && i + 1 < argc && *argv[i + 1] != '\0') report_path = argv[++i];
         else if (argv[i][0] != '-' && name == NULL) name = argv[i];
-        else return fprintf(stderr, "routers: %s: no such option, or a second name; -h explains\n", argv[i]), 1;
+        else {
+            fprintf(stderr, "routers: %s: no such option, or a second name; -h explains\n", argv[i]);
+            return EXIT_USAGE;
+        }
     }
     if (csv && (name != NULL || shown)) return complain("--csv lists all presets and goes alone; -h explains");
     if (shown && name == NULL) return complain("which preset? routers lists them, routers NAME --show shows one");
     if (number[N_TOKENS] < 1 || number[N_TOKENS] > MAX_TOKENS) return complain("--tokens goes from 1 to 64");
-    if (number[TOKEN] != ANY && number[TOKEN] >= number[N_TOKENS]) return complain("--token: the first is 0; --tokens N makes more");
-    if (!report_possible()) return fprintf(stderr, "routers: %s: the report cannot be written there\n", report_path), 1;
+    if (number[TOKEN] != ANY && number[TOKEN] >= number[N_TOKENS])
+        return complain("--token: the first is 0; --tokens N makes more");
+    if (report_refused() != NULL) {
+        fprintf(stderr, "routers: %s: %s\n", report_path, report_refused());
+        return 1;
+    }
     if (name == NULL && list(csv)) return 1;
     if (name == NULL) return finish(report_path != NULL && report_presets());
     if (moe_preset_find(name) == NULL) return suggest(name);

@@ -1,5 +1,5 @@
-/* What the examples that judge experiments share: means of few runs with t-intervals and tests, tables. A number that is not
-   there is NONE. */
+/* Shared by the examples that judge experiments: means of few runs with t-intervals and tests,
+   tables. A missing number is NONE. */
 #ifndef STUDY_H
 #define STUDY_H
 
@@ -10,13 +10,13 @@
 #include <string.h>
 
 #define LEVEL 0.05         /* intervals cover 95 %, verdicts have p below 5 % */
-#define NONE ((double)NAN) /* a number that is not there */
+#define NONE ((double)NAN) /* a missing number */
 
 enum { COLUMNS = 14, CELL = 160, TABLE_ROWS = 300 };
 
-/* ---- statistics ---------------------------------------------------------------------------------------------------------------------- */
+/* ---- statistics ---- */
 
-/* Mean of n numbers, half the width of its interval, and p of the mean being `null`. */
+/* Mean of n numbers, half the width of its interval, and the p-value of the mean being `null`. */
 typedef struct estimate {
     int n;
     double mean, half, p;
@@ -31,7 +31,7 @@ static inline estimate estimate_of(const double *x, int n, double null) {
     return e;
 }
 
-/* Replaces p values by those that hold for all of them together. NONE stays and is not counted. */
+/* Replaces p-values by Holm's adjusted ones. NONE is kept and not counted. */
 static inline void holm(double *p, int n) {
     double there[TABLE_ROWS], adjusted[TABLE_ROWS];
     size_t m = 0;
@@ -43,7 +43,7 @@ static inline void holm(double *p, int n) {
         if (!isnan(p[i])) p[i] = adjusted[m++];
 }
 
-/* ---- tables -------------------------------------------------------------------------------------------------------------------------- */
+/* ---- tables ---- */
 
 static struct {
     char cell[TABLE_ROWS][COLUMNS][CELL];
@@ -52,7 +52,10 @@ static struct {
     int markdown;            /* 1: for a README */
 } table;
 
-static inline void table_new(int left) { table.n_rows = 0, table.left = left; }
+static inline void table_new(int left) {
+    table.n_rows = 0;
+    table.left = left;
+}
 
 static inline void table_row(void) { table.n_cells[table.n_rows++] = 0; }
 
@@ -83,17 +86,20 @@ static inline void table_heads(const char *names) {
 }
 
 static inline void table_print_row(int row, int columns, const int *width) {
-    const char *open = table.markdown ? "| " : "", *next = table.markdown ? " | " : "  ", *close = table.markdown ? " |" : "";
+    const char *open = table.markdown ? "| " : "", *next = table.markdown ? " | " : "  ";
+    const char *close = table.markdown ? " |" : "";
     int heading = table.n_cells[row] == 1;
     for (int c = 0; c < columns; c++) {
         int pad = table.markdown || heading || (c < table.left && c + 1 == columns) ? 0 : width[c];
         if (heading && c > 0 && !table.markdown) break;
-        printf("%s%*s", c > 0 ? next : open, c < table.left ? -pad : pad, c < table.n_cells[row] ? table.cell[row][c] : "");
+        printf("%s%*s", c > 0 ? next : open, c < table.left ? -pad : pad,
+               c < table.n_cells[row] ? table.cell[row][c] : "");
     }
     printf("%s\n", close);
 }
 
-/* Columns as wide as they must be, two spaces between them; or a table in Markdown. The first row holds the columns' names. */
+/* Prints the table with minimal column widths, two spaces between columns, or in Markdown. The
+   first row holds the column names. */
 static inline void table_print(void) {
     int width[COLUMNS] = {0}, columns = table.n_cells[0];
     for (int i = 0; i < table.n_rows; i++)
@@ -108,21 +114,27 @@ static inline void table_print(void) {
     printf("\n");
 }
 
-/* The table as a figure of the report, if one is wanted. */
+/* Adds the table to the report, if there is one. */
 static inline void table_report(const char *title, const char *caption) {
     int columns = table.n_cells[0], rows = table.n_rows - 1;
     moe_figure *f;
     const char **names, **heads, **cells;
     if (report_path == NULL || rows < 1 || columns < 2) return;
     f = report_add(MOE_FIGURE_TABLE, title, (size_t)rows, (size_t)columns - 1);
-    names = (const char **)report_grab((size_t)rows, sizeof *names), heads = (const char **)report_grab((size_t)columns, sizeof *heads);
+    names = (const char **)report_grab((size_t)rows, sizeof *names);
+    heads = (const char **)report_grab((size_t)columns, sizeof *heads);
     cells = (const char **)report_grab((size_t)(rows * (columns - 1)), sizeof *cells);
     for (int c = 1; c < columns; c++) heads[c - 1] = report_text(table.cell[0][c]);
     for (int r = 0; r < rows; r++) {
         names[r] = report_text(table.cell[r + 1][0]);
-        for (int c = 1; c < columns; c++) cells[r * (columns - 1) + c - 1] = c < table.n_cells[r + 1] ? report_text(table.cell[r + 1][c]) : "";
+        for (int c = 1; c < columns; c++)
+            cells[r * (columns - 1) + c - 1] = c < table.n_cells[r + 1] ? report_text(table.cell[r + 1][c]) : "";
     }
-    f->caption = caption, f->row_names = names, f->column_names = heads, f->cells = cells, f->row_label = report_text(table.cell[0][0]);
+    f->caption = caption;
+    f->row_names = names;
+    f->column_names = heads;
+    f->cells = cells;
+    f->row_label = report_text(table.cell[0][0]);
 }
 
 #endif

@@ -1,5 +1,7 @@
-/* Trains a language model with mixtures of experts on any text, tells its perplexity and which expert takes what, and writes text.
-     cc -std=c99 -O2 -I. examples/text.c -o text -lm && ./text          (or: sh examples/run text) */
+/* Trains a language model with MoE layers on any text, reports its perplexity and which expert gets
+   which tokens, and generates text.
+     cc -std=c99 -O2 -I. examples/text.c -o text -lm && ./text
+     (or: sh examples/run text) */
 
 #ifndef _WIN32
 #define _POSIX_C_SOURCE 200112L /* clock_gettime, isatty */
@@ -22,16 +24,30 @@
 
 enum { LONGEST = 48 /* bytes of a token */, KINDS = 7, COLUMNS = 100, MAX_LAYERS = 64, PATH_SIZE = 1000 };
 
-/* ---- what can be set -------------------------------------------------------------------------------------------------------- */
+/* ---- what can be set ---- */
 
 static struct {
     const char *text, *test, *output, *checkpoint, *router, *kernels, *prompt, *route;
     double rate, temperature, top_p;
-    long words, vocabulary, width, layers, heads, experts, top_k, d_ff, context, batch, steps, epochs, warmup, seed, resume, stop_after;
+    long words, vocabulary, width, layers, heads, experts, top_k, d_ff, context, batch, steps, epochs, warmup, seed,
+        resume, stop_after;
     long generate, sample_k, only_generate, check, quiet;
-} set = {.output = "text.safetensors", .kernels = "auto", .prompt = "", .rate = 0.002, .temperature = 0.8, .top_p = 0.95,
-         .vocabulary = 4096, .width = 64, .layers = 3, .experts = 16, .context = 128, .batch = 16, .steps = 1000, .warmup = 50,
-         .seed = 1, .generate = 400};
+} set = {.output = "text.safetensors",
+         .kernels = "auto",
+         .prompt = "",
+         .rate = 0.002,
+         .temperature = 0.8,
+         .top_p = 0.95,
+         .vocabulary = 4096,
+         .width = 64,
+         .layers = 3,
+         .experts = 16,
+         .context = 128,
+         .batch = 16,
+         .steps = 1000,
+         .warmup = 50,
+         .seed = 1,
+         .generate = 400};
 static int kernels;
 
 enum { FLAG, WHOLE, REAL, TEXT };
@@ -43,34 +59,39 @@ static const struct option {
     const char *help;
 } options[] = {
     {"--words", "", FLAG, &set.words, 0, 0, "tokens are words, numbers, punctuation and line breaks instead of bytes"},
-    {"--vocabulary", "N", WHOLE, &set.vocabulary, 2, 1e6, "so many different words, the most frequent; the others are <unk>"},
+    {"--vocabulary", "N", WHOLE, &set.vocabulary, 2, 1e6,
+     "size of the vocabulary: the most frequent words; the others are <unk>"},
     {"--width", "N", WHOLE, &set.width, 2, 4096, "numbers per token"},
-    {"--layers", "N", WHOLE, &set.layers, 1, MAX_LAYERS, "attention and experts, so many times"},
+    {"--layers", "N", WHOLE, &set.layers, 1, MAX_LAYERS, "number of layers, each attention and experts"},
     {"--heads", "N", WHOLE, &set.heads, 0, 256, "heads of attention; 0: one per 32 of the width"},
     {"--experts", "N", WHOLE, &set.experts, 1, 1024, "experts in a layer"},
-    {"--top-k", "N", WHOLE, &set.top_k, 0, 1024, "experts that a token goes to; 0: 2, or as --router says, but at most 2"},
+    {"--top-k", "N", WHOLE, &set.top_k, 0, 1024,
+     "experts that a token goes to; 0: 2, or as --router says, but at most 2"},
     {"--d-ff", "N", WHOLE, &set.d_ff, 0, 65536, "hidden numbers of an expert; 0: twice the width"},
-    {"--router", "PRESET", TEXT, &set.router, 0, 0, "how tokens find experts: a name that `sh examples/run routers` lists"},
+    {"--router", "PRESET", TEXT, &set.router, 0, 0,
+     "how tokens find experts: a name that `sh examples/run routers` lists"},
     {"--context", "N", WHOLE, &set.context, 2, 65536, "tokens of a sequence"},
     {"--batch", "N", WHOLE, &set.batch, 1, 4096, "sequences per step"},
     {"--steps", "N", WHOLE, &set.steps, 1, 1e9, "steps of training"},
-    {"--epochs", "N", WHOLE, &set.epochs, 0, 1e4, "instead: so many times through the text"},
+    {"--epochs", "N", WHOLE, &set.epochs, 0, 1e4, "instead: passes over the text"},
     {"--rate", "X", REAL, &set.rate, 1e-9, 10, "learning rate; it falls along a cosine"},
     {"--warmup", "N", WHOLE, &set.warmup, 0, 1e6, "steps in which the rate rises"},
     {"--seed", "N", WHOLE, &set.seed, 0, 1e9, "start of all random choices"},
     {"-o", "FILE", TEXT, &set.output, 0, 0, "the model; of words also FILE.words, their list"},
-    {"--checkpoint", "FILE", TEXT, &set.checkpoint, 0, 0, "the training that is not finished (beside the model, with .checkpoint)"},
+    {"--checkpoint", "FILE", TEXT, &set.checkpoint, 0, 0,
+     "the training that is not finished (beside the model, with .checkpoint)"},
     {"--resume", "", FLAG, &set.resume, 0, 0, "goes on where training stopped; the other options as they were"},
-    {"--stop-after", "N", WHOLE, &set.stop_after, 0, 1e9, "stops after so many steps, as Ctrl-C does; 0: not"},
-    {"--test", "FILE", TEXT, &set.test, 0, 0, "another text to tell the perplexity of"},
+    {"--stop-after", "N", WHOLE, &set.stop_after, 0, 1e9, "stops after N steps, as Ctrl-C does; 0: never"},
+    {"--test", "FILE", TEXT, &set.test, 0, 0, "another text to measure the perplexity of"},
     {"--only-generate", "", FLAG, &set.only_generate, 0, 0, "no training: reads the model"},
     {"--generate", "N", WHOLE, &set.generate, 0, 1e6, "tokens to write"},
     {"--prompt", "TEXT", TEXT, &set.prompt, 0, 0, "what to go on from"},
     {"--temperature", "X", REAL, &set.temperature, 1e-6, 1e6, "less: more probable tokens"},
     {"--top-p", "X", REAL, &set.top_p, 1e-6, 1, "only the most probable tokens, with this sum"},
-    {"--top-k-sample", "N", WHOLE, &set.sample_k, 0, 1e6, "only so many of the most probable tokens; 0: all"},
+    {"--top-k-sample", "N", WHOLE, &set.sample_k, 0, 1e6, "samples from the N most probable tokens; 0: all"},
     {"--route", "TEXT", TEXT, &set.route, 0, 0, "shows the expert of each token of this text"},
-    {"--report", "FILE", TEXT, &report_path, 0, 0, "what was found: a page (FILE.html), a picture (.svg) or text; -: on the screen"},
+    {"--report", "FILE", TEXT, &report_path, 0, 0,
+     "what was found: a page (FILE.html), a picture (.svg) or text; -: on the screen"},
     {"--kernels", "NAME", TEXT, &set.kernels, 0, 0, "instruction set: auto, c, avx2, ..."},
     {"--check", "", FLAG, &set.check, 0, 0, "tests this program on a small model"}};
 enum { OPTIONS = sizeof options / sizeof *options };
@@ -80,27 +101,37 @@ static int fail(const char *what, const char *why) {
     return 1;
 }
 
-/* What was printed has arrived; else that is the failure. */
+/* Flushes the output; fails if it could not be written. */
 static int finish(void) { return fflush(stdout) != 0 || ferror(stdout) ? fail("the output", "cannot be written") : 0; }
 
 static int show_help(void) {
-    printf("text [options] [FILE]   trains on nine tenths of FILE, tests on the rest; without FILE: moe.h, moe_routers.h, moe_kernels.h\n");
+    printf("text [options] [FILE]   trains on nine tenths of FILE, tests on the rest; without FILE: moe.h, "
+           "moe_routers.h, moe_kernels.h\n");
     for (const struct option *o = options; o < options + OPTIONS; o++) {
         printf("  %-14s %-6s  %s", o->name, o->value, o->help);
         if (o->kind == WHOLE) printf(" (%ld)", *(const long *)o->at);
         if (o->kind == REAL) printf(" (%g)", *(const double *)o->at);
-        if (o->kind == TEXT && *(const char **)o->at != NULL && **(const char **)o->at != '\0') printf(" (%s)", *(const char **)o->at);
+        if (o->kind == TEXT && *(const char **)o->at != NULL && **(const char **)o->at != '\0')
+            printf(" (%s)", *(const char **)o->at);
         printf("\n");
     }
-    return printf("Exit status: 0 done, 1 failed, 130 stopped by Ctrl-C, 143 by a TERM signal; then --resume goes on.\n") < 0;
+    return printf(
+               "Exit status: 0 done, 1 failed, 130 stopped by Ctrl-C, 143 by a TERM signal; then --resume goes on.\n") <
+           0;
 }
 
 static int set_option(const struct option *o, const char *value) {
     char *end = NULL;
     double number = o->kind == TEXT ? 0 : strtod(value, &end);
-    if (o->kind == TEXT) return *(const char **)o->at = value, 0;
-    if (end == value || *end != '\0' || !(number >= o->least && number <= o->most) || (o->kind == WHOLE && floor(number) < number))
-        return fprintf(stderr, "text: %s %s: not a value from %g to %g; -h explains\n", o->name, value, o->least, o->most), 1;
+    if (o->kind == TEXT) {
+        *(const char **)o->at = value;
+        return 0;
+    }
+    if (end == value || *end != '\0' || !(number >= o->least && number <= o->most) ||
+        (o->kind == WHOLE && floor(number) < number)) {
+        fprintf(stderr, "text: %s %s: not a value from %g to %g; -h explains\n", o->name, value, o->least, o->most);
+        return 1;
+    }
     if (o->kind == WHOLE) *(long *)o->at = (long)number;
     else *(double *)o->at = number;
     return 0;
@@ -118,12 +149,13 @@ static int read_options(int count, char **words) {
         else if (--count == 0) return fail(word, "its value is missing; -h explains");
         else if (set_option(o, *++words)) return 1;
     }
-    for (kernels = 0; moe_kernels_name(kernels) != NULL && strcmp(moe_kernels_name(kernels), set.kernels) != 0;) kernels++;
+    for (kernels = 0; moe_kernels_name(kernels) != NULL && strcmp(moe_kernels_name(kernels), set.kernels) != 0;)
+        kernels++;
     if (moe_kernels_name(kernels) == NULL) return fail(set.kernels, "no such kernels");
     return strlen(set.output) > PATH_SIZE - 40 ? fail("-o", "the name is too long") : 0;
 }
 
-/* ---- texts and tokens ------------------------------------------------------------------------------------------------------- */
+/* ---- texts and tokens ---- */
 
 typedef struct word {
     const unsigned char *p; /* n bytes */
@@ -136,20 +168,21 @@ typedef union block {
 } block;
 static block *blocks;
 
-/* A net and what its token numbers mean: the 256 bytes, or <unk> and then words in ascending order. */
+/* A network and its vocabulary: the 256 bytes, or <unk> and then words in ascending order. */
 typedef struct model {
     moe_net net;
     word *words;
     size_t n_words;
-    moe_buffer list; /* the words' file, of which they are parts */
+    moe_buffer list; /* the file of words, into which they point */
     int bytes;
 } model;
 
-/* Zeros, until release is called. */
+/* Zeroed memory, valid until release is called. */
 static void *grab(size_t count, size_t size) {
     block *b = count < SIZE_MAX / 2 / size ? (block *)calloc(1, sizeof *b + count * size) : NULL;
     if (b == NULL) exit(fail("memory", "there is not enough"));
-    b->next = blocks, blocks = b;
+    b->next = blocks;
+    blocks = b;
     return b + 1;
 }
 
@@ -158,16 +191,18 @@ static void release(void) {
 }
 
 static void free_model(model *m) {
-    moe_net_free(&m->net), moe_buffer_free(&m->list);
+    moe_net_free(&m->net);
+    moe_buffer_free(&m->list);
     memset(m, 0, sizeof *m);
 }
 
-/* path with something behind it; the last four answers stay good. */
+/* path with an extension; the last four results stay valid. */
 static const char *beside(const char *path, const char *extension) {
     static char ring[4][PATH_SIZE];
     static int turn;
     char *s = ring[turn = (turn + 1) % 4];
-    return snprintf(s, PATH_SIZE, "%s%s", path, extension), s;
+    snprintf(s, PATH_SIZE, "%s%s", path, extension);
+    return s;
 }
 
 static int exists(const char *path) {
@@ -181,13 +216,14 @@ static int is_upper(int c) { return c >= 'A' && c <= 'Z'; }
 static int is_letter(int c) { return is_upper(c) || (c >= 'a' && c <= 'z') || c == '_' || c >= 128; }
 static int is_unknown(const word *w) { return w->n >= 5 && memcmp(w->p + w->n - 5, "<unk>", 5) == 0; }
 
-/* Bytes of the word that text begins with: a line break; spaces; or, with one space before it, letters, a number or any other byte. */
+/* Length of the first word of a text: a line break; spaces; or, after at most one space, letters, a
+   number or any other byte. */
 static size_t word_length(const unsigned char *s, size_t n) {
     size_t i = 0, first;
     if (n > LONGEST) n = LONGEST;
     while (i < n && s[i] == ' ') i++;
     if (i == n || (i > 0 && s[i] == '\n')) return i;
-    if (i > 1) return i - 1; /* the last space belongs to what follows */
+    if (i > 1) return i - 1; /* the last space belongs to the next word */
     if (n - i >= 5 && memcmp(s + i, "<unk>", 5) == 0) return i + 5;
     for (first = i++; i < n && (is_letter(s[first]) || is_digit(s[first])); i++) {
         int number = is_digit(s[first]), next = i + 1 < n ? s[i + 1] : ' '; /* 3.14 and 1,000 and don't are one word */
@@ -222,7 +258,7 @@ static int32_t *encode(const model *m, const void *text, size_t n, size_t *count
     return ids;
 }
 
-/* The list of words as it stands in a file: one per line; an empty line is the line break. */
+/* Writes the words to a file, one per line; an empty line is the line break. */
 static moe_status write_words(void *ctx, moe_stream *stream) {
     const model *m = (const model *)ctx;
     moe_status status = MOE_OK;
@@ -233,7 +269,7 @@ static moe_status write_words(void *ctx, moe_stream *stream) {
     return status;
 }
 
-/* Makes the words of m->list, which was read from a file of this name, perhaps a stranger's: any bytes may be in it. */
+/* Splits m->list, the untrusted content of a file of this name, into words. */
 static int read_words(model *m, const char *name) {
     const unsigned char *p = m->list.data, *end = m->list.size > 0 ? p + m->list.size : p;
     const char *wrong = NULL;
@@ -241,30 +277,43 @@ static int read_words(model *m, const char *name) {
     for (m->n_words = 0; p < end && wrong == NULL; m->n_words++) {
         word *w = m->words + m->n_words;
         const unsigned char *line_end = (const unsigned char *)memchr(p, '\n', (size_t)(end - p));
-        if (line_end == NULL) wrong = "the line does not end", line_end = end;
-        w->p = p, w->n = line_end > p ? (size_t)(line_end - p) : 1, p = line_end + 1;
+        if (line_end == NULL) {
+            wrong = "the line does not end";
+            line_end = end;
+        }
+        w->p = p;
+        w->n = line_end > p ? (size_t)(line_end - p) : 1;
+        p = line_end + 1;
         if (w->n > LONGEST) wrong = "the word is longer than 48 bytes";
         if (w == m->words && (w->n != 5 || !is_unknown(w))) wrong = "the first word must be <unk>";
-        if (wrong == NULL && w > m->words + 1 && compare_words(w - 1, w) >= 0) wrong = "the word must come after the one above";
+        if (wrong == NULL && w > m->words + 1 && compare_words(w - 1, w) >= 0)
+            wrong = "the word must come after the one above";
     }
     if (wrong == NULL && m->n_words < 2) wrong = "there are no words";
     if (wrong == NULL) return 0;
     char line[PATH_SIZE];
-    return snprintf(line, sizeof line, "%s:%d", name, (int)m->n_words), fail(line, wrong);
+    snprintf(line, sizeof line, "%s:%d", name, (int)m->n_words);
+    return fail(line, wrong);
 }
 
-/* The words of a model's file: those listed beside it, or bytes. path NULL: bytes. */
+/* Loads the words of a model from the file beside it; bytes if there is none. path NULL: bytes. */
 static int load_words(model *m, const char *path) {
     static unsigned char all[256];
     moe_error error;
     const char *name = beside(path != NULL ? path : "", ".words");
-    if (path != NULL && exists(name)) return moe_file_read(name, &m->list, &error) ? fail("words", error.message) : read_words(m, name);
-    m->bytes = 1, m->n_words = 256, m->words = (word *)grab(256, sizeof *m->words);
-    for (int i = 0; i < 256; i++) all[i] = (unsigned char)i, m->words[i] = (word){all + i, 1, 0};
+    if (path != NULL && exists(name))
+        return moe_file_read(name, &m->list, &error) ? fail("words", error.message) : read_words(m, name);
+    m->bytes = 1;
+    m->n_words = 256;
+    m->words = (word *)grab(256, sizeof *m->words);
+    for (int i = 0; i < 256; i++) {
+        all[i] = (unsigned char)i;
+        m->words[i] = (word){all + i, 1, 0};
+    }
     return 0;
 }
 
-/* The most frequent words of a text, made into a list and read back from it. */
+/* Lists the most frequent words of a text. */
 static int find_words(model *m, const unsigned char *text, size_t n) {
     model most = {.n_words = 0};
     moe_stream list = moe_buffer_stream(&m->list);
@@ -288,25 +337,26 @@ static int find_words(model *m, const unsigned char *text, size_t n) {
 }
 
 static int read_text(const char *path, moe_buffer *text) {
-    static const char *const headers[] = {"moe.h", "moe_routers.h", "moe_kernels.h"};
+    const char *const *headers = example_headers();
     moe_stream all = moe_buffer_stream(text);
     moe_error error = {0};
     if (path != NULL) return moe_file_read(path, text, &error) ? fail("text", error.message) : 0;
     for (int i = 0; i < 3; i++) {
         moe_buffer one = {0};
-        int failed = moe_file_read(headers[i], &one, &error) != MOE_OK || all.write(all.ctx, one.data, one.size) != MOE_OK;
+        int failed =
+            moe_file_read(headers[i], &one, &error) != MOE_OK || all.write(all.ctx, one.data, one.size) != MOE_OK;
         moe_buffer_free(&one);
         if (failed) return fail("without FILE, in the folder of the library", error.message);
     }
     return 0;
 }
 
-/* ---- the net ---------------------------------------------------------------------------------------------------------------- */
+/* ---- the network ---- */
 
 static moe_status configure(moe_layer_config *c, size_t vocabulary, moe_error *error) {
     moe_router_config *r = &c->router;
     memset(c, 0, sizeof *c);
-    r->loss_balance = (moe_real)0.01; /* or a few experts would take all; presets have losses of their own */
+    r->loss_balance = (moe_real)0.01; /* otherwise a few experts would take everything; presets have their own losses */
     if (set.router != NULL && moe_layer_preset(set.router, c, error)) return error->code;
     r->n_experts = (int)set.experts;
     if (set.top_k > 0) r->top_k = (int)set.top_k;
@@ -327,7 +377,7 @@ static moe_status build(model *m, moe_error *error) {
     for (long i = 0; i < set.layers; i++) {
         moe_net_rms_norm(net);
         moe_net_attention(net, &attention);
-        moe_net_residual(net, 2); /* what entered the norm is added to what leaves attention */
+        moe_net_residual(net, 2); /* adds the input of the norm to the output of attention */
         moe_net_rms_norm(net);
         moe_net_mixture(net, &experts);
         moe_net_residual(net, 2);
@@ -335,10 +385,10 @@ static moe_status build(model *m, moe_error *error) {
     moe_net_rms_norm(net);
     moe_net_tied(net); /* logits of the next token, by the rows of the embedding */
     status = moe_net_build(net, 1, (uint64_t)set.seed, error);
-    return status == MOE_OK ? moe_net_check_decoding(net, error) : status;
+    return status == MOE_OK ? moe_net_decode_size(net, 1, 1, NULL, NULL, error) : status;
 }
 
-/* Renames over a file that is there, too. Only where that is not what rename does the old one goes before. */
+/* Renames, replacing an existing file. If rename does not replace, removes the old file first. */
 static int put(const char *from, const char *to) {
 #ifdef _WIN32
     remove(to);
@@ -346,15 +396,23 @@ static int put(const char *from, const char *to) {
     return rename(from, to) != 0;
 }
 
-/* Saves net and words. Both are whole before one takes the place of an old file, so a full disk spoils none. */
+/* Saves network and words. Both are complete before either replaces an old file, so a full disk
+   damages nothing. */
 static int save_model(const model *m, const char *path) {
-    const char *part = beside(path, ".part"), *words = beside(path, ".words"), *words_part = beside(path, ".words.part");
+    const char *part = beside(path, ".part"), *words = beside(path, ".words");
+    const char *words_part = beside(path, ".words.part");
     moe_error error;
     moe_status status = moe_net_save(&m->net, part, &error);
     if (status == MOE_OK && !m->bytes) status = moe_file_replace(words_part, write_words, (void *)m, &error);
-    if (status != MOE_OK) return remove(part), fail("the model is not saved", error.message);
-    if (m->bytes) remove(words); /* of a model that is replaced */
-    if (put(part, path)) return fail(path, strerror(errno)), fail(part, "the model is there");
+    if (status != MOE_OK) {
+        remove(part);
+        return fail("the model is not saved", error.message);
+    }
+    if (m->bytes) remove(words); /* of the replaced model */
+    if (put(part, path)) {
+        fail(path, strerror(errno));
+        return fail(part, "the model is there");
+    }
     if (!m->bytes && put(words_part, words)) return fail(words, strerror(errno));
     return 0;
 }
@@ -362,62 +420,79 @@ static int save_model(const model *m, const char *path) {
 static int load_model(model *m, const char *path) {
     moe_error error;
     moe_status status = moe_net_load(&m->net, path, 0, kernels, NULL, &error);
-    if (status == MOE_OK) status = moe_net_check_decoding(&m->net, &error);
+    if (status == MOE_OK) status = moe_net_decode_size(&m->net, 1, 1, NULL, NULL, &error);
     if (status != MOE_OK) return fail("model", error.message);
-    const moe_tensor *embedding = moe_net_find(&m->net, "0.weight");
-    if (m->net.d_in != 0 || embedding == NULL) return fail(path, "is not a net that reads tokens");
+    moe_tensor embedding;
+    if (m->net.d_in != 0 || moe_net_find(&m->net, "0.weight", &embedding) != MOE_OK)
+        return fail(path, "is not a network that reads tokens");
     if (load_words(m, path)) return 1;
-    if (m->n_words == (size_t)m->net.d_out && m->n_words == embedding->shape[0]) return 0;
-    return fail(path, m->bytes ? "its tokens are no bytes, and their list is not beside it" : "the words beside it are of another model");
+    if (m->n_words == (size_t)m->net.d_out && m->n_words == embedding.shape[0]) return 0;
+    return fail(path, m->bytes ? "its tokens are no bytes, and their list is not beside it"
+                               : "the words beside it are of another model");
 }
 
-/* ---- training --------------------------------------------------------------------------------------------------------------- */
+/* ---- training ---- */
 
 static volatile sig_atomic_t stopped_by;
 
-/* Training ends after its step; a second signal ends the program at once. */
-static void stop(int signal_number) { stopped_by = signal_number, signal(signal_number, SIG_DFL); }
+/* Stops training after the current step; a second signal ends the program at once. */
+static void stop(int signal_number) {
+    stopped_by = signal_number;
+    signal(signal_number, SIG_DFL);
+}
 
 static double seconds(void) {
 #ifdef _WIN32
     return (double)clock() / CLOCKS_PER_SEC;
 #else
     struct timespec t;
-    return clock_gettime(CLOCK_MONOTONIC, &t), (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 #endif
 }
 
-/* What is known of the training that runs. */
+/* The state of the running training. */
 typedef struct run {
-    uint64_t step, steps, first; /* first: steps that were done when it began */
+    uint64_t step, steps, first; /* first: steps done before it started */
     double started, shown;       /* times */
     int epoch;
-    double loss_sum, loss_steps; /* of the epoch, when the loss was last told */
+    double loss_sum, loss_steps; /* of the epoch, when the loss was last printed */
 } run;
 
 static void show_step(run *r, const moe_progress *p, int keep) {
-    double sum = (double)p->loss * (double)p->step, now = seconds(), took = now - r->started + 1e-9;
-    double loss = (double)p->step > r->loss_steps ? (sum - r->loss_sum) / ((double)p->step - r->loss_steps) : (double)p->loss;
+    double sum = (double)p->loss * (double)p->step, now = seconds();
+    double took = now - r->started + 1e-9;
+    double loss =
+        (double)p->step > r->loss_steps ? (sum - r->loss_sum) / ((double)p->step - r->loss_steps) : (double)p->loss;
     double left = took / (double)(r->step - r->first) * (double)(r->steps - r->step);
-    printf("%sstep %5.0f of %.0f: loss %.3f, perplexity %8.2f, %6.0f tokens/s, %2d:%02d left%s", isatty(1) ? "\r" : "", (double)r->step,
-           (double)r->steps, loss, exp(loss), (double)p->samples / took, (int)(left / 60), (int)left % 60, keep || !isatty(1) ? "\n" : "");
+    printf("%sstep %5.0f of %.0f: loss %.3f, perplexity %8.2f, %6.0f tokens/s, %2d:%02d left%s", isatty(1) ? "\r" : "",
+           (double)r->step, (double)r->steps, loss, exp(loss), (double)p->samples / took, (int)(left / 60),
+           (int)left % 60, keep || !isatty(1) ? "\n" : "");
     fflush(stdout);
     r->shown = now;
-    if (keep) r->loss_sum = sum, r->loss_steps = (double)p->step;
+    if (keep) {
+        r->loss_sum = sum;
+        r->loss_steps = (double)p->step;
+    }
 }
 
 static moe_history history; /* for the report */
 
-/* After every step. On a terminal the line is renewed in place; twelve of them stay. */
+/* Called after every step. On a terminal the line is updated in place; twelve of them are kept. */
 static int progress(void *ctx, const moe_progress *p) {
     run *r = (run *)ctx;
     uint64_t every = r->steps / 12 + 1;
     double losses[] = {(double)p->loss, (double)p->router_loss};
     if (report_path != NULL) (void)moe_history_add(&history, (double)p->total_step, losses, 2);
-    if (p->epoch != r->epoch) /* a new one, or the middle of that in which training stopped: its steps before do not count */
-        r->epoch = p->epoch, r->loss_steps = p->step > 1 ? (double)p->step : 0, r->loss_sum = (double)p->loss * r->loss_steps;
+    /* a new epoch, or a resumed one, whose earlier steps are not counted */
+    if (p->epoch != r->epoch) {
+        r->epoch = p->epoch;
+        r->loss_steps = p->step > 1 ? (double)p->step : 0;
+        r->loss_sum = (double)p->loss * r->loss_steps;
+    }
     r->step = p->total_step;
-    int last = r->step >= r->steps || stopped_by != 0 || r->step == (uint64_t)set.stop_after, keep = last || r->step % every == 0;
+    int last = r->step >= r->steps || stopped_by != 0 || r->step == (uint64_t)set.stop_after;
+    int keep = last || r->step % every == 0;
     if (!set.quiet && (keep || (isatty(1) && seconds() - r->shown > 0.25))) show_step(r, p, keep);
     return last;
 }
@@ -425,11 +500,12 @@ static int progress(void *ctx, const moe_progress *p) {
 /* Sequences of --context tokens, one after another; the label of a token is the next one. */
 static moe_data data_of(const int32_t *ids, size_t n) {
     size_t length = (size_t)set.context;
-    moe_data data = {.n = n > length ? (n - 1) / length * length : 0, .labels = ids + 1, .token_ids = ids, .length = length};
+    moe_data data = {
+        .n = n > length ? (n - 1) / length * length : 0, .labels = ids + 1, .token_ids = ids, .length = length};
     return data;
 }
 
-/* Sets *done to the steps that a checkpoint holds, and the net to them. */
+/* Loads a checkpoint into the network and sets *done to its steps. */
 static moe_status read_checkpoint(model *m, const moe_train_config *config, uint64_t *done, moe_error *error) {
     moe_trainer trainer;
     moe_status status = moe_trainer_init(&trainer, &m->net, config, error);
@@ -445,29 +521,49 @@ enum { DONE, FAILED, STOPPED };
 static int train(model *m, const moe_data *data) {
     run r = {.step = 0};
     moe_error error = {0};
-    moe_train_config t = {.progress = progress, .progress_ctx = &r, .checkpoint = set.checkpoint, .resume = (int)set.resume};
+    moe_train_config t = {
+        .progress = progress, .progress_ctx = &r, .checkpoint = set.checkpoint, .resume = (int)set.resume};
     uint64_t per_epoch = (data->n / data->length + (uint64_t)set.batch - 1) / (uint64_t)set.batch;
     r.steps = set.epochs > 0 ? per_epoch * (uint64_t)set.epochs : (uint64_t)set.steps;
-    if (r.steps > 1000000000) return fail("--epochs", "more than 1000000000 steps"), FAILED;
-    t.epochs = (int)((r.steps + per_epoch - 1) / per_epoch), t.total_steps = (int)r.steps; /* the callback stops within the last epoch */
-    t.batch = (int)(set.batch * set.context), t.seed = (uint64_t)set.seed, t.checkpoint_every = 100;
-    t.rate = (moe_real)set.rate, t.final_rate = (moe_real)0.1, t.warmup = (int)set.warmup, t.decay = (moe_real)0.1, t.clip = 1;
-    if (set.resume && read_checkpoint(m, &t, &r.first, &error)) return fail("--resume", error.message), FAILED;
-    if (r.first > 0 && !set.quiet) printf("%s: goes on after step %.0f of %.0f\n", set.checkpoint, (double)r.first, (double)r.steps);
-    r.step = r.first, r.started = seconds();
-    signal(SIGINT, stop), signal(SIGTERM, stop);
+    if (r.steps > 1000000000) {
+        fail("--epochs", "more than 1000000000 steps");
+        return FAILED;
+    }
+    /* the callback stops within the last epoch */
+    t.epochs = (int)((r.steps + per_epoch - 1) / per_epoch);
+    t.total_steps = (int)r.steps;
+    t.batch = (int)(set.batch * set.context);
+    t.seed = (uint64_t)set.seed;
+    t.checkpoint_every = 100;
+    t.rate = (moe_real)set.rate;
+    t.final_rate = (moe_real)0.1;
+    t.warmup = (int)set.warmup;
+    t.decay = (moe_real)0.1;
+    t.clip = 1;
+    if (set.resume && read_checkpoint(m, &t, &r.first, &error)) {
+        fail("--resume", error.message);
+        return FAILED;
+    }
+    if (r.first > 0 && !set.quiet)
+        printf("%s: goes on after step %.0f of %.0f\n", set.checkpoint, (double)r.first, (double)r.steps);
+    r.step = r.first;
+    r.started = seconds();
+    signal(SIGINT, stop);
+    signal(SIGTERM, stop);
     moe_status status = r.first < r.steps ? moe_fit(&m->net, data, NULL, &t, &error) : MOE_OK;
-    signal(SIGINT, SIG_DFL), signal(SIGTERM, SIG_DFL);
+    signal(SIGINT, SIG_DFL);
+    signal(SIGTERM, SIG_DFL);
     if (r.step >= r.steps) return DONE;
     if (status == MOE_ERR_STOPPED && !set.quiet)
         printf("stopped; %s holds all that is learned: the same command with --resume goes on\n", set.checkpoint);
     else if (status != MOE_ERR_STOPPED) fail("training", error.message);
     if (status == MOE_ERR_IO && exists(set.checkpoint))
-        fprintf(stderr, "text: %s holds an earlier step: the same command with --resume goes on from it\n", set.checkpoint);
+        fprintf(stderr, "text: %s holds an earlier step: the same command with --resume goes on from it\n",
+                set.checkpoint);
     return status == MOE_ERR_STOPPED ? STOPPED : FAILED;
 }
 
-/* ---- what was learned ------------------------------------------------------------------------------------------------------- */
+/* ---- what was learned ---- */
 
 static const char *const kinds[2][KINDS] = {{"word", "Capital", "number", "name", "punct", "blank", "<unk>"},
                                             {"lower", "upper", "digit", "space", "newline", "punct", "other"}};
@@ -477,7 +573,7 @@ static int32_t kind_of_byte(int c) {
     return is_digit(c) ? 2 : c == ' ' || c == '\t' ? 3 : c == '\n' ? 4 : c > ' ' && c < 127 ? 5 : 6;
 }
 
-/* name: as programs have them, with _, a digit, or a capital behind a small letter. */
+/* name: an identifier with _, a digit, or a capital after a small letter. */
 static int32_t kind_of_word(const word *w) {
     size_t i = *w->p == ' ' && w->n > 1, first = i;
     int c = w->p[i];
@@ -487,16 +583,22 @@ static int32_t kind_of_word(const word *w) {
     return is_upper(c);
 }
 
-/* A word for the eye: _ for a space before it, \s4 for four spaces, \n for a line break, ? for what cannot be shown. */
+/* A printable form of a word: _ for a leading space, \s4 for four spaces, \n for a line break, ?
+   for unprintable bytes. */
 static const char *shown(const word *w, char out[LONGEST + 1]) {
     if (*w->p == '\n') return "\\n";
-    if (*w->p == ' ' && w->p[w->n - 1] == ' ') return sprintf(out, w->n > 1 ? "\\s%d" : "\\s", (int)w->n), out;
-    for (size_t i = 0; i < w->n; i++) out[i] = (char)(w->p[i] < ' ' || w->p[i] == 127 || (w->p[i] >= 128 && w->n == 1) ? '?' : w->p[i]);
+    if (*w->p == ' ' && w->p[w->n - 1] == ' ') {
+        sprintf(out, w->n > 1 ? "\\s%d" : "\\s", (int)w->n);
+        return out;
+    }
+    for (size_t i = 0; i < w->n; i++)
+        out[i] = (char)(w->p[i] < ' ' || w->p[i] == 127 || (w->p[i] >= 128 && w->n == 1) ? '?' : w->p[i]);
     if (*w->p == ' ') *out = '_';
-    return out[w->n] = '\0', out;
+    out[w->n] = '\0';
+    return out;
 }
 
-/* How good the net is on n tokens that it has not learned from. */
+/* Prints the perplexity on n held-out tokens. */
 static int tell_perplexity(const model *m, const char *name, const int32_t *ids, size_t n) {
     moe_data data = data_of(ids, n);
     moe_evaluation result;
@@ -508,10 +610,11 @@ static int tell_perplexity(const model *m, const char *name, const int32_t *ids,
     printf("%s: perplexity %.3f, loss %.9g", name, exp((double)result.loss), (double)result.loss);
     if (m->bytes) printf(", %.3f bits per byte", (double)result.loss / log(2.0));
     else printf(", %.1f %% <unk>", 100.0 * (double)unknown / (double)result.n);
-    return printf(", %.1f %% of %.0f tokens right\n", 100.0 * (double)result.accuracy, (double)result.n), 0;
+    printf(", %.1f %% of %.0f tokens right\n", 100.0 * (double)result.accuracy, (double)result.n);
+    return 0;
 }
 
-/* What the experts of one layer took. */
+/* Counts of the experts of one layer. */
 typedef struct census {
     moe_metrics kinds, words;
 } census;
@@ -522,7 +625,7 @@ static moe_status start_metrics(moe_metrics *metrics, const moe_layer *layer, si
     return status == MOE_OK ? moe_metrics_init(metrics, experts, classes, grab(bytes, 1), bytes) : status;
 }
 
-/* Runs data through the net, a sequence at a time, and counts in every layer. */
+/* Runs data through the network, a sequence at a time, and counts in every layer. */
 static moe_status take_census(const model *m, const moe_data *data, census *of) {
     moe_call call = {.n_tokens = data->length};
     moe_net_pass pass;
@@ -547,7 +650,8 @@ static moe_status take_census(const model *m, const moe_data *data, census *of) 
 }
 
 /* A row of the table: the shares of the kinds in count, then the most frequent words. */
-static void show_row(const model *m, const char *name, const double *count, double total, const double *words, moe_real *score) {
+static void show_row(const model *m, const char *name, const double *count, double total, const double *words,
+                     moe_real *score) {
     char text[LONGEST + 1];
     int32_t best[12];
     double sum = 0;
@@ -565,7 +669,7 @@ static void show_row(const model *m, const char *name, const double *count, doub
 
 static void show_layer(const model *m, int layer, census *c) {
     double all[KINDS] = {0}, *words = (double *)grab(m->n_words, sizeof *words);
-    moe_real *score = (moe_real *)grab(m->n_words, sizeof *score); /* room for show_row */
+    moe_real *score = (moe_real *)grab(m->n_words, sizeof *score); /* workspace of show_row */
     char name[16];
     moe_report r;
     if (moe_metrics_report(&c->kinds, &r) != MOE_OK) return;
@@ -576,10 +680,11 @@ static void show_layer(const model *m, int layer, census *c) {
         for (size_t k = 0; k < KINDS; k++) all[k] += r.classes[e * KINDS + k];
         for (size_t i = 0; i < m->n_words; i++) words[i] += c->words.classes[e * m->n_words + i];
         sprintf(name, "%d", (int)e);
-        show_row(m, name, r.classes + e * KINDS, r.n_pairs, c->words.classes + e * m->n_words, score);
+        show_row(m, name, r.classes + e * KINDS, r.n_assignments, c->words.classes + e * m->n_words, score);
     }
-    show_row(m, "all", all, r.n_pairs, words, score);
-    printf("I(expert;kind) = %.3f nats: what the expert tells of the kind (by chance %.3f)\n", r.information, r.information_chance);
+    show_row(m, "all", all, r.n_assignments, words, score);
+    printf("I(expert;kind) = %.3f nats: information of the expert about the kind (by chance %.3f)\n", r.information,
+           r.information_chance);
 }
 
 /* The layer's tables as figures; they point into the census. */
@@ -590,8 +695,11 @@ static void report_layer(const model *m, int layer, const census *c) {
     moe_figure *f;
     if (moe_metrics_report(&all, &r) != MOE_OK) return;
     sprintf(title, "Layer %d: what each expert takes", layer);
-    f = report_take(moe_figure_classes(&r), title), f->column_names = kinds[m->bytes], f->column_label = "kind of token";
-    sprintf(title, "Layer %d: load", layer), report_take(moe_figure_load(&r), title);
+    f = report_take(moe_figure_classes(&r), title);
+    f->column_names = kinds[m->bytes];
+    f->column_label = "kind of token";
+    sprintf(title, "Layer %d: load", layer);
+    report_take(moe_figure_load(&r), title);
 }
 
 static int show_experts(const model *m, const moe_data *data) {
@@ -609,7 +717,7 @@ static int show_experts(const model *m, const moe_data *data) {
     return status == MOE_OK ? 0 : fail("counting experts", moe_status_text(status));
 }
 
-/* Shows a text, below each token the expert that it goes to first in each layer. */
+/* Prints a text, below each token its first expert in each layer. */
 static int show_route(const model *m, const char *text) {
     char cell[LONGEST + 1];
     moe_call call = {0};
@@ -624,7 +732,8 @@ static int show_route(const model *m, const char *text) {
     if (status != MOE_OK) return fail("--route", moe_status_text(status));
     for (from = 0; from < call.n_tokens; from = to) {
         int column = printf("\n%-8s", "");
-        for (to = from; to < call.n_tokens && column < COLUMNS - 12; to++) column += printf(" %3s", shown(m->words + ids[to], cell));
+        for (to = from; to < call.n_tokens && column < COLUMNS - 12; to++)
+            column += printf(" %3s", shown(m->words + ids[to], cell));
         for (i = 0, layer = 1; i < m->net.n_modules; i++) {
             const moe_routing *r = moe_net_routing(&m->net, &pass, i);
             if (r == NULL) continue; /* no mixture */
@@ -639,7 +748,7 @@ static int show_route(const model *m, const char *text) {
     return 0;
 }
 
-/* The first tokens of a text, coloured by the expert that each goes to first, layer by layer. */
+/* The first tokens of a text, colored by their first expert, layer by layer. */
 static int report_tokens(const model *m, const char *title, const int32_t *ids, size_t n) {
     moe_call call = {.n_tokens = n < (size_t)set.context ? n : (size_t)set.context, .token_ids = ids};
     moe_net_pass pass;
@@ -648,55 +757,68 @@ static int report_tokens(const model *m, const char *title, const int32_t *ids, 
     void *work = grab(status == MOE_OK ? bytes : 1, 1);
     int32_t *experts = (int32_t *)report_grab(call.n_tokens * MAX_LAYERS, sizeof *experts);
     double *weights = (double *)report_grab(call.n_tokens * MAX_LAYERS, sizeof *weights);
-    const char **names = (const char **)report_grab(call.n_tokens, sizeof *names), **rows = (const char **)report_grab(MAX_LAYERS, sizeof *rows);
+    const char **names = (const char **)report_grab(call.n_tokens, sizeof *names);
+    const char **rows = (const char **)report_grab(MAX_LAYERS, sizeof *rows);
     char row[16];
     if (status == MOE_OK) status = moe_net_forward(&m->net, &call, work, bytes, &pass);
     if (status != MOE_OK) return fail("--report", moe_status_text(status));
-    for (size_t t = 0; t < call.n_tokens; t++) names[t] = (const char *)memcpy(report_grab(LONGEST + 1, 1), m->words[ids[t]].p, m->words[ids[t]].n);
+    for (size_t t = 0; t < call.n_tokens; t++)
+        names[t] = (const char *)memcpy(report_grab(LONGEST + 1, 1), m->words[ids[t]].p, m->words[ids[t]].n);
     for (size_t i = 0; i < m->net.n_modules && layers < MAX_LAYERS; i++) {
         const moe_routing *r = moe_net_routing(&m->net, &pass, i);
-        if (r == NULL || moe_first_choices(r, experts + layers * call.n_tokens) != MOE_OK) continue; /* no mixture */
+        /* no mixture */
+        if (r == NULL || moe_routing_choices(r, 1, 1, experts + layers * call.n_tokens) != MOE_OK) continue;
         for (size_t t = 0; t < call.n_tokens; t++) {
             int32_t e = experts[layers * call.n_tokens + t];
             weights[layers * call.n_tokens + t] = e >= 0 ? (double)r->weights[t * r->n_experts + (size_t)e] : 0;
         }
-        sprintf(row, "layer %d", (int)layers + 1), rows[layers++] = report_text(row);
+        sprintf(row, "layer %d", (int)layers + 1);
+        rows[layers++] = report_text(row);
     }
     moe_figure *f = report_add(MOE_FIGURE_TOKENS, title, layers, call.n_tokens);
-    f->experts = experts, f->values = weights, f->column_names = names, f->row_names = rows, f->n_experts = (int)set.experts;
+    f->experts = experts;
+    f->values = weights;
+    f->column_names = names;
+    f->row_names = rows;
+    f->n_experts = (int)set.experts;
     f->caption = "Under each token the expert that it goes to first.";
     return 0;
 }
 
-/* ---- writing text ----------------------------------------------------------------------------------------------------------- */
+/* ---- writing text ---- */
 
 static void write_out(const word *w) {
     if (is_unknown(w)) putchar(' ');
-    for (size_t i = 0; i < w->n; i++) putchar((w->p[i] < ' ' && w->p[i] != '\n' && w->p[i] != '\t') || w->p[i] == 127 ? '?' : w->p[i]);
+    for (size_t i = 0; i < w->n; i++)
+        putchar((w->p[i] < ' ' && w->p[i] != '\n' && w->p[i] != '\t') || w->p[i] == 127 ? '?' : w->p[i]);
     fflush(stdout);
 }
 
-/* Chooses n tokens to follow those that are in ids, at least one. A full cache begins anew with the later half of its tokens. */
+/* Generates n tokens after those in ids, of which there is at least one. A full cache restarts with
+   the later half of its tokens. */
 static moe_status go_on(const model *m, int32_t *ids, size_t given, size_t n, moe_error *error) {
-    moe_sampling how = {.temperature = (moe_real)set.temperature, .top_k = (int)set.sample_k, .top_p = (moe_real)set.top_p};
-    size_t most = (size_t)set.context, bytes, work_bytes, read = 0 /* tokens that the cache has seen */, total;
+    moe_sampling how = {
+        .temperature = (moe_real)set.temperature, .top_k = (int)set.sample_k, .top_p = (moe_real)set.top_p};
+    size_t most = (size_t)set.context, bytes, work_bytes, read = 0 /* tokens in the cache */, total;
     moe_real *p = (moe_real *)grab(m->n_words, sizeof *p);
     size_t first = !m->bytes; /* <unk> is never written */
     int32_t *order = (int32_t *)grab(m->n_words, sizeof *order);
     moe_cache cache;
     moe_net_pass pass;
     moe_rng rng;
-    moe_status status = moe_net_cache_size(&m->net, most, &bytes);
-    if (status == MOE_OK) status = moe_net_decode_work_size(&m->net, most, most, &work_bytes);
-    if (status != MOE_OK) return sprintf(error->message, "%s", moe_status_text(status)), status;
+    moe_status status = moe_net_decode_size(&m->net, most, most, &bytes, &work_bytes, error);
+    if (status != MOE_OK) return status;
     void *work = grab(work_bytes, 1);
     status = moe_net_cache_init(&cache, &m->net, most, grab(bytes, 1), bytes, error);
     moe_rng_seed(&rng, (uint64_t)set.seed);
     for (total = given; total < given + n && status == MOE_OK; total++) {
-        if (total - read > most - cache.n_tokens) cache.n_tokens = 0, read = total - most / 2;
-        moe_call call = {.n_tokens = total - read, .token_ids = ids + read};
+        if (total - read > most - cache.n_tokens) {
+            cache.n_tokens = 0;
+            read = total - most / 2;
+        }
+        moe_call call = {.n_tokens = total - read, .token_ids = ids + read, .error = error};
         status = moe_net_decode(&m->net, &cache, &call, work, work_bytes, &pass);
-        if (status != MOE_OK) return sprintf(error->message, "%s", moe_status_text(status)), status;
+        if (status != MOE_OK) return status;
         read += call.n_tokens;
         const moe_real *logits = pass.y + (call.n_tokens - 1) * m->n_words;
         status = moe_sample(&how, m->n_words - first, logits + first, &rng, p, order, &ids[total], error);
@@ -706,12 +828,13 @@ static moe_status go_on(const model *m, int32_t *ids, size_t given, size_t n, mo
     return status;
 }
 
-/* The tokens of --prompt, by default a line break, and those that the net finds for them; NULL: failed. */
+/* The tokens of --prompt, by default a line break, followed by generated ones; NULL: failed. */
 static int32_t *generate(const model *m, size_t *n) {
     moe_error error;
     const char *prompt = *set.prompt != '\0' ? set.prompt : "\n";
     size_t given;
-    int32_t *start = encode(m, prompt, strlen(prompt), &given), *ids = (int32_t *)grab(given + (size_t)set.generate, sizeof *ids);
+    int32_t *start = encode(m, prompt, strlen(prompt), &given);
+    int32_t *ids = (int32_t *)grab(given + (size_t)set.generate, sizeof *ids);
     memcpy(ids, start, given * sizeof *ids);
     for (size_t i = 0; i < given && !set.quiet && *set.prompt != '\0'; i++) write_out(m->words + ids[i]);
     moe_status status = go_on(m, ids, given, (size_t)set.generate, &error);
@@ -722,9 +845,9 @@ static int32_t *generate(const model *m, size_t *n) {
     return NULL;
 }
 
-/* ---- the whole way ---------------------------------------------------------------------------------------------------------- */
+/* ---- the whole way ---- */
 
-/* Text and tokens: nine tenths to learn from, the rest held out. */
+/* Text and tokens: nine tenths for training, the rest held out. */
 typedef struct corpus {
     moe_buffer text;
     int32_t *ids, *held_out;
@@ -737,42 +860,53 @@ static int prepare(model *m, corpus *c) {
     else if (!failed) failed = load_words(m, set.resume ? set.checkpoint : NULL);
     if (failed) return 1;
     c->ids = encode(m, c->text.data, c->text.size, &c->n);
-    c->n_held_out = c->n / 10, c->held_out = c->ids + (c->n - c->n_held_out);
+    c->n_held_out = c->n / 10;
+    c->held_out = c->ids + (c->n - c->n_held_out);
     if (data_of(c->held_out, c->n_held_out).n > 0) return 0;
-    return fail(set.text != NULL ? set.text : "the text", "is too short: a tenth of its tokens must be more than --context");
+    return fail(set.text != NULL ? set.text : "the text",
+                "is too short: a tenth of its tokens must be more than --context");
 }
 
-/* What would fail after training fails before it. */
+/* Checks the output files before training. */
 static int check_files(void) {
     const char *part = beside(set.output, ".part");
-    if (strcmp(set.output, set.checkpoint) == 0) return fail("--checkpoint", "must be another file than -o: it is removed in the end");
+    if (strcmp(set.output, set.checkpoint) == 0)
+        return fail("--checkpoint", "must be another file than -o: it is removed in the end");
     FILE *f = fopen(part, "wb");
     if (f == NULL) return fail(part, strerror(errno));
-    fclose(f), remove(part);
+    fclose(f);
+    remove(part);
     if (set.resume && !exists(set.checkpoint)) return fail(set.checkpoint, "is not there: nothing to resume");
     if (!set.resume && exists(set.checkpoint))
         return fail(set.checkpoint, "holds training that was stopped: --resume goes on; remove it to begin anew");
     return 0;
 }
 
-/* Trains and saves; FAILED and STOPPED as train says. */
+/* Trains and saves; FAILED and STOPPED as returned by train. */
 static int learn(model *m, corpus *c) {
     moe_error error = {0};
     size_t used, all;
     if (check_files() || prepare(m, c)) return FAILED;
-    if (build(m, &error) != MOE_OK) return fail("this net", error.message), FAILED;
-    if (!m->bytes && !set.resume && moe_file_replace(beside(set.checkpoint, ".words"), write_words, m, &error))
-        return fail("words", error.message), FAILED;
-    if (m->bytes && !set.resume) remove(beside(set.checkpoint, ".words")); /* of words, killed before there was a checkpoint */
-    all = moe_net_parameters(&m->net, &used);
+    if (build(m, &error) != MOE_OK) {
+        fail("this network", error.message);
+        return FAILED;
+    }
+    if (!m->bytes && !set.resume && moe_file_replace(beside(set.checkpoint, ".words"), write_words, m, &error)) {
+        fail("words", error.message);
+        return FAILED;
+    }
+    /* words of a run that was killed before its first checkpoint */
+    if (m->bytes && !set.resume) remove(beside(set.checkpoint, ".words"));
+    all = moe_net_parameter_count(&m->net, &used);
     if (!set.quiet)
-        printf("%.0f tokens, %.0f held out, vocabulary %d; %d parameters, of which a token uses %d; kernels %s\n", (double)c->n,
-               (double)c->n_held_out, (int)m->n_words, (int)all, (int)used, m->net.kernels->name);
+        printf("%.0f tokens, %.0f held out, vocabulary %d; %d parameters, of which a token uses %d; kernels %s\n",
+               (double)c->n, (double)c->n_held_out, (int)m->n_words, (int)all, (int)used, m->net.kernels->name);
     moe_data data = data_of(c->ids, c->n - c->n_held_out);
     int result = train(m, &data);
     if (result != DONE) return result;
     if (save_model(m, set.output)) return FAILED;
-    remove(set.checkpoint), remove(beside(set.checkpoint, ".words"));
+    remove(set.checkpoint);
+    remove(beside(set.checkpoint, ".words"));
     if (!set.quiet) printf("saved as %s%s\n", set.output, m->bytes ? "" : ", its words beside it");
     return DONE;
 }
@@ -782,20 +916,23 @@ static int test_on(const model *m, const char *path) {
     size_t n;
     int failed = read_text(path, &text);
     int32_t *ids = failed ? NULL : encode(m, text.data, text.size, &n);
-    return moe_buffer_free(&text), failed || tell_perplexity(m, path, ids, n);
+    moe_buffer_free(&text);
+    return failed || tell_perplexity(m, path, ids, n);
 }
 
 static void report_training(void) {
     static const char *const names[] = {"training", "routers'"};
     moe_figure *f = report_take(moe_figure_history(&history, 0, 2, names), "Losses while training");
-    f->caption = "Mean of the epoch so far.", f->value_label = "loss (nats)";
+    f->caption = "Mean of the epoch so far.";
+    f->value_label = "loss (nats)";
 }
 
 static int run_all(void) {
     model m = {.n_words = 0};
     corpus c = {.n = 0};
     size_t n;
-    int result = set.only_generate ? (load_model(&m, set.output) ? FAILED : DONE) : learn(&m, &c), good = result == DONE;
+    int result = set.only_generate ? (load_model(&m, set.output) ? FAILED : DONE) : learn(&m, &c);
+    int good = result == DONE;
     if (good && !set.only_generate) {
         moe_data held_out = data_of(c.held_out, c.n_held_out);
         if (report_path != NULL) report_training();
@@ -806,23 +943,29 @@ static int run_all(void) {
     if (good && report_path != NULL && set.route != NULL) {
         int32_t *ids = encode(&m, set.route, strlen(set.route), &n);
         good = !report_tokens(&m, "The text by expert", ids, n);
-    } else if (good && report_path != NULL && c.held_out != NULL) good = !report_tokens(&m, "Held-out text by expert", c.held_out, c.n_held_out);
+    } else if (good && report_path != NULL && c.held_out != NULL)
+        good = !report_tokens(&m, "Held-out text by expert", c.held_out, c.n_held_out);
     if (good && set.generate > 0) {
         int32_t *written = printf("\n") > 0 ? generate(&m, &n) : NULL;
         good = written != NULL && (report_path == NULL || !report_tokens(&m, "The text that it wrote", written, n));
     }
     if (good) good = !report_write_added("text", "A language model with experts");
-    moe_buffer_free(&c.text), free_model(&m), release();
+    moe_buffer_free(&c.text);
+    free_model(&m);
+    release();
     return result == STOPPED ? (stopped_by != 0 ? 128 + (int)stopped_by : 0) : !good;
 }
 
-/* ---- --check ---------------------------------------------------------------------------------------------------------------- */
+/* ---- --check ---- */
 
 static long passed, failed;
 
 static void check(int good, const char *what) {
     if (good) passed++;
-    else failed++, printf("FAILED: %s\n", what);
+    else {
+        failed++;
+        printf("FAILED: %s\n", what);
+    }
 }
 
 /* Whether two files have the same bytes, at least one. */
@@ -830,17 +973,19 @@ static int same_files(const char *one, const char *other) {
     moe_buffer a = {0}, b = {0};
     int same = !moe_file_read(one, &a, NULL) && !moe_file_read(other, &b, NULL) && a.size > 0 && a.size == b.size;
     same = same && !memcmp(a.data, b.data, a.size);
-    return moe_buffer_free(&a), moe_buffer_free(&b), same;
+    moe_buffer_free(&a);
+    moe_buffer_free(&b);
+    return same;
 }
 
-/* What a model is: its loss on held-out text, and the tokens that it writes. */
+/* A fingerprint of a model: its loss on held-out text, and the tokens that it generates. */
 typedef struct sample {
     moe_evaluation result;
     int32_t *ids;
     size_t n;
 } sample;
 
-/* Trains by the settings; fails and stops as learn does. */
+/* Trains by the settings; returns FAILED or STOPPED as learn does. */
 static int try_out(sample *s) {
     model m = {.n_words = 0};
     corpus c = {.n = 0};
@@ -848,90 +993,131 @@ static int try_out(sample *s) {
     if (result == DONE) {
         moe_data held_out = data_of(c.held_out, 4001);
         s->ids = generate(&m, &s->n);
-        if (s->ids == NULL || moe_evaluate(&m.net, &held_out, MOE_CRITERION_CROSS_ENTROPY, &s->result, NULL)) result = FAILED;
+        if (s->ids == NULL || moe_evaluate(&m.net, &held_out, MOE_CRITERION_CROSS_ENTROPY, &s->result, NULL))
+            result = FAILED;
     }
-    return moe_buffer_free(&c.text), free_model(&m), result;
+    moe_buffer_free(&c.text);
+    free_model(&m);
+    return result;
 }
 
-/* What training with words leaves beside its checkpoint when it is killed before there is one. */
-static moe_status write_killed(void *ctx, moe_stream *stream) { return (void)ctx, stream->write(stream->ctx, "<unk>\na\n", 8); }
+/* The file that training with words leaves beside its checkpoint if it is killed before there is
+   one. */
+static moe_status write_killed(void *ctx, moe_stream *stream) {
+    (void)ctx;
+    return stream->write(stream->ctx, "<unk>\na\n", 8);
+}
 
-/* Training in one go, and stopped and resumed: the same loss, the same files, and from those the same text. */
+/* Compares uninterrupted training with stopped and resumed training: the same loss, files and
+   text. */
 static void check_training(double bound) {
     const char *second = set.output, *first = "text-check-1.safetensors";
     sample one = {.n = 0}, two = {.n = 0};
     model m = {.n_words = 0};
     size_t n;
-    set.output = first, remove(set.checkpoint); /* of a check that was stopped */
+    set.output = first;
+    remove(set.checkpoint); /* of an interrupted check */
     check(try_out(&one) == DONE && (double)one.result.loss < bound, "the loss falls");
-    set.output = second, set.stop_after = set.steps / 2;
+    set.output = second;
+    set.stop_after = set.steps / 2;
     check(moe_file_replace(beside(set.checkpoint, ".words"), write_killed, NULL, NULL) == MOE_OK, "a file is written");
     check(try_out(&two) == STOPPED && exists(set.checkpoint) && !exists(second), "training stops");
     set.stop_after = 0;
     check(try_out(&two) == FAILED, "a checkpoint is not overwritten by new training");
     set.resume = 1;
-    check(try_out(&two) == DONE && !memcmp(&one.result.loss, &two.result.loss, sizeof one.result.loss), "resumed training: the same loss");
+    check(try_out(&two) == DONE && !memcmp(&one.result.loss, &two.result.loss, sizeof one.result.loss),
+          "resumed training: the same loss");
     check(same_files(first, second), "resumed training: the same file");
-    check(!set.words || same_files(beside(first, ".words"), beside(second, ".words")), "resumed training: the same words");
+    check(!set.words || same_files(beside(first, ".words"), beside(second, ".words")),
+          "resumed training: the same words");
     check(try_out(&two) == FAILED, "finished training cannot be resumed");
     set.resume = 0;
     two.ids = load_model(&m, second) ? NULL : generate(&m, &n);
-    check(one.ids != NULL && two.ids != NULL && !memcmp(one.ids, two.ids, n * sizeof *one.ids), "a loaded model writes the same text");
-    remove(first), remove(beside(first, ".words")), remove(second), remove(beside(second, ".words")), free_model(&m);
+    check(one.ids != NULL && two.ids != NULL && !memcmp(one.ids, two.ids, n * sizeof *one.ids),
+          "a loaded model writes the same text");
+    remove(first);
+    remove(beside(first, ".words"));
+    remove(second);
+    remove(beside(second, ".words"));
+    free_model(&m);
 }
 
 static int read_lines(const char *lines, size_t n) {
     model m = {.n_words = 0};
     moe_stream stream = moe_buffer_stream(&m.list);
     int result = stream.write(stream.ctx, lines, n) != MOE_OK || read_words(&m, "list");
-    return free_model(&m), result;
+    free_model(&m);
+    return result;
 }
 
 static void check_words(void) {
-    static const char *const bad[] = {"", "<unk>\n", "a\nb\n", "<unk>\na", "<unk>\nb\na\n", "<unk>\na\na\n", "<unk>\na\n\n",
+    static const char *const bad[] = {"",
+                                      "<unk>\n",
+                                      "a\nb\n",
+                                      "<unk>\na",
+                                      "<unk>\nb\na\n",
+                                      "<unk>\na\na\n",
+                                      "<unk>\na\n\n",
                                       "<unk>\n1234567890123456789012345678901234567890123456789\n"};
     model m = {.n_words = 0};
     moe_buffer text = {0};
-    size_t n = 0, i, at = 0, same = 0;
-    for (i = 0; i < sizeof bad / sizeof *bad; i++) check(read_lines(bad[i], strlen(bad[i])), "a bad list of words is refused");
+    size_t n = 0, i, at = 0;
+    size_t same = 0;
+    for (i = 0; i < sizeof bad / sizeof *bad; i++)
+        check(read_lines(bad[i], strlen(bad[i])), "a bad list of words is refused");
     check(!read_lines("<unk>\n\na\0b\n\xff\n", 13), "a list may have any bytes");
     set.vocabulary = 1000000;
     int read = !read_text(NULL, &text) && !find_words(&m, text.data, text.size);
     int32_t *ids = encode(&m, text.data, text.size, &n);
     for (i = 0; i < n; at += m.words[ids[i++]].n) same += !memcmp(m.words[ids[i]].p, text.data + at, m.words[ids[i]].n);
     check(read && same == n && at == text.size, "words make up the text");
-    moe_buffer_free(&text), free_model(&m);
+    moe_buffer_free(&text);
+    free_model(&m);
 }
 
 static int check_all(void) {
     moe_buffer none = {0};
     model m = {.n_words = 256};
     moe_error error = {0};
-    set.output = "text-check.safetensors", set.checkpoint = "text-check.checkpoint";
-    set.width = 32, set.layers = 2, set.experts = 4, set.context = 32, set.generate = 100, set.quiet = 1;
-    set.steps = 90, set.warmup = 5, set.rate = 0.005;
+    set.output = "text-check.safetensors";
+    set.checkpoint = "text-check.checkpoint";
+    set.width = 32;
+    set.layers = 2;
+    set.experts = 4;
+    set.context = 32;
+    set.generate = 100;
+    set.quiet = 1;
+    set.steps = 90;
+    set.warmup = 5;
+    set.rate = 0.005;
     check_training(3.2);
     const char *other = set.checkpoint;
     set.checkpoint = set.output;
     check(check_files() == 1, "a checkpoint in the place of the model is refused");
-    set.checkpoint = other, set.words = 1, set.vocabulary = 500, set.steps = 24;
+    set.checkpoint = other;
+    set.words = 1;
+    set.vocabulary = 500;
+    set.steps = 24;
     check_training(5.5);
     check_words();
     check(read_text("no/such/file", &none), "a file that is not there is an error");
     set.router = "expert_choice";
-    check(build(&m, &error) == MOE_ERR_UNSUPPORTED && *error.message != '\0', "a router that sees later tokens is refused");
-    moe_net_free(&m.net), release();
+    check(build(&m, &error) == MOE_ERR_UNSUPPORTED && *error.message != '\0',
+          "a router that sees later tokens is refused");
+    moe_net_free(&m.net);
+    release();
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed > 0;
 }
 
 int main(int count, char **words) {
     char checkpoint[PATH_SIZE];
-    if (read_options(count, words)) return 1;
+    if (read_options(count, words)) return EXIT_USAGE;
     snprintf(checkpoint, sizeof checkpoint, "%s", beside(set.output, ".checkpoint"));
     if (set.checkpoint == NULL) set.checkpoint = checkpoint;
     if (set.check) return check_all();
-    if (!report_possible()) return fail(report_path, "the report cannot be written there");
+    if (report_refused() != NULL) return fail(report_path, report_refused());
+    if (not_writable(set.output) != NULL) return fail(set.output, not_writable(set.output));
     int status = run_all();
     return status != 0 ? status : finish();
 }

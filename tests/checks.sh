@@ -1,6 +1,9 @@
-# Sourced by tests/headers.sh, tests/amalgamated.sh, tests/portability.sh, tests/devices.sh and others after tests/setup.sh: runs a list of
-# checks on all processors and counts them. The script brings prepare(), called once, which may put files into $prepared, and plan(), which prints one check per line: a
-# function's name and its arguments. It may bring closing(), which prints what is to be shown before the last line. Each check runs in an empty folder of its own, its standard output and error are shown when it fails.
+# Sourced by tests/port/headers.sh, tests/port/amalgamated.sh, tests/port/portability.sh,
+# tests/port/devices.sh and others after tests/setup.sh: runs a list of checks on all processors and
+# counts them. The script brings prepare(), called once, which may put files into $prepared, and
+# plan(), which prints one check per line: a function's name and its arguments. It may bring
+# closing(), which prints what is to be shown before the last line. Each check runs in an empty
+# folder of its own, its standard output and error are shown when it fails.
 
 strict_flags() { # compiler
     case $1 in
@@ -11,7 +14,8 @@ strict_flags() { # compiler
     *clang*) align=-Wcast-align ;;
     *) align=-Wcast-align=strict ;;
     esac
-    echo "-std=c99 -pedantic -Wall -Wextra -Wconversion -Wsign-conversion -Wshadow -Wdouble-promotion $align -Wundef -Wvla -Werror"
+    echo "-std=c99 -pedantic -Wall -Wextra -Wconversion -Wsign-conversion -Wshadow -Wdouble-promotion $align" \
+        "-Wundef -Wvla -Werror"
 }
 
 # ---- for check functions ----
@@ -46,7 +50,8 @@ needs_to_link() { # compiler options...
     exit 1
 }
 
-# Sets $wine, what runs programs for Windows. Its folder takes 700 MB and five seconds, so that one check must do for all programs.
+# Sets $wine, what runs programs for Windows. Its folder takes 700 MB and five seconds, so that one
+# check must do for all programs.
 find_wine() {
     wine=$(dpkg -L wine64 2>/dev/null | grep '/wine64$' | sed -n 1p)
     wine=${wine:-$(command -v wine64)}
@@ -56,7 +61,7 @@ find_wine() {
     unset DISPLAY
 }
 
-end_wine() { timeout 20 "${wine%/*}/wineserver" -k -w; }
+end_wine() { timeout 600 "${wine%/*}/wineserver" -k -w; }
 
 empty() { # heading text
     [ -z "$2" ] && return 0
@@ -77,7 +82,9 @@ in_language() { # compiler folder-of-headers arguments...
     language_folder=$2
     shift 2
     case $language_compiler in
-    *++) run "$language_compiler" -std=c++11 -Wall -Wextra -Werror -I"$language_folder" -x c++ "$@" ;;
+    *++)
+        run "$language_compiler" -std=c++11 -Wall -Wextra -Werror -I"$language_folder" -x c++ "$@"
+        ;;
     *) run "$language_compiler" $(strict_flags "$language_compiler") -I"$language_folder" "$@" ;;
     esac
 }
@@ -117,19 +124,29 @@ SOURCE
 
 # The program in a header's opening comment.
 cut_first_program() { # header
-    sed -n '/^ \* --- first program ---$/,/^ \* --- end ---$/{s/^ \* \{0,1\}//;/^--- /!p;}' "$root/$1" | grep . && return 0
-    echo "$1: no lines between ' * --- first program ---' and ' * --- end ---'" >&2
+    sed -n '/^\( \*\)\{0,1\} *--- first program ---$/,/^\( \*\)\{0,1\} *--- end ---$/{s/^ \* \{0,1\}//;/^ *--- /!p;}' \
+        "$root/$1" | grep . && return 0
+    echo "$1: no lines between '--- first program ---' and '--- end ---'" >&2
     return 1
+}
+
+# Of the children, from what times has written.
+processor_seconds() { # file
+    awk 'NR == 2 {
+        for (i = 1; i <= 2; i++) { split($i, part, /[ms]/); sum += part[1] * 60 + part[2] }
+        printf "%.2f", sum
+    }' "$1"
 }
 
 # ---- running them ----
 
 . tests/jobs.sh
 
-# A check that measures time waits until the others have ended.
+# A check that looks at what the others have left waits until they have ended.
 alone() { "$@"; }
 
-# Check functions take their words as they come from the line; set -f keeps the shell from expanding patterns.
+# Check functions take their words as they come from the line; set -f keeps the shell from expanding
+# patterns.
 job_work() { # number, line: a function and its arguments
     set -f
     mkdir "$jobs/$1.folder"
@@ -174,8 +191,17 @@ run_checks() { # [-v] [word]
     setup_compiler
     setup_stb
     prepared=$scratch # checks have a $scratch of their own
-    prepare || setup_die 'preparing the tests failed'
-    plan | awk -v word="$word" 'word == "" || index($0, word)' >"$scratch/plan"
+    if ! prepare; then # once, not with every check that wants what is not there
+        echo 'failed: preparing the checks'
+        echo '0 passed, 1 failed'
+        return 1
+    fi
+    if [ "$word" = quick ]; then
+        word=
+        quick_plan >"$scratch/plan"
+    else
+        plan | awk -v word="$word" 'word == "" || index($0, word)' >"$scratch/plan"
+    fi
     grep -v '^alone ' "$scratch/plan" >"$scratch/together"
     grep '^alone ' "$scratch/plan" >"$scratch/alone"
     passed=0

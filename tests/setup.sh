@@ -1,11 +1,21 @@
-# Sourced by examples/run, tests/run, amalgamate and the scripts of this folder: finds what they need and installs what is missing
-# where it may (root and apt-get), else says what to install. POSIX sh. Nothing happens until a function is called.
+# Sourced by examples/run, tests/run, amalgamate and the scripts of this folder: finds what they
+# need and installs what is missing where it may (root and apt-get), else says what to install.
+# POSIX sh. Nothing happens until a function is called.
 #
 #   setup_scratch          makes a folder $scratch that is gone when the script ends
-#   setup_compiler         sets $CC, a C compiler that makes programs that run; setup_compiler_quietly: if there is one
-#   setup_stb              sets $stb_folder, where stb_ds.h lies; STB_DS=folder or STB_DS=file names it
-#   setup_stb_flag CC      sets $stb_flag: empty when that compiler finds stb_ds.h by itself, else the folder for its -I
+#   setup_compiler         sets $CC, a C compiler that makes programs that run;
+#                          setup_compiler_quietly: if there is one
+#   setup_stb              sets $stb_folder, where stb_ds.h lies; STB_DS=folder or STB_DS=file names
+#                          it
+#   setup_stb_flag CC      sets $stb_flag: empty when that compiler finds stb_ds.h by itself, else
+#                          the folder for its -I
 #   setup_tool NAME        whether a program is there; no installing
+#   setup_source NAME      prints the path of the test program NAME.c
+#   setup_limit N COMMAND... runs a command of which no process may take more than N seconds of a
+#   processor: status 152
+#   setup_program NAME COMMAND...  sets $program to a compiled example, kept from call to call
+#   setup_ask WHAT PACKAGES...     names what to install, and ends the script
+#   setup_joined           prints a table whose rows may go on in lines that begin with a space
 #   find_compile_line FILE prints the compile line in a program's first comment
 
 # Package names of Debian and Ubuntu.
@@ -19,7 +29,22 @@ setup_die() {
     exit 1
 }
 
+# Ends a script whose command line cannot be understood.
+setup_usage() {
+    setup_say "$*"
+    exit 2
+}
+
 setup_tool() { command -v "$1" >/dev/null 2>&1; }
+
+# The clock does not matter: a busy machine fails nothing. A process that sleeps forever is ended
+# after an hour.
+setup_limit() ( # processor seconds, command...
+    ulimit -S -t "$1" 2>/dev/null
+    shift
+    ! setup_tool timeout || exec timeout 3600 "$@"
+    exec "$@"
+)
 
 setup_scratch() {
     scratch=$(mktemp -d "${TMPDIR:-/tmp}/moe.XXXXXX") || setup_die "cannot make a temporary folder in ${TMPDIR:-/tmp}"
@@ -29,7 +54,11 @@ setup_scratch() {
     trap 'exit 143' TERM
 }
 
-# Installs packages. The package lists are fetched only when installing without them fails. 1 when that is not allowed or failed.
+# A table: what begins with a space belongs to the line before.
+setup_joined() { sed -e ':a' -e '$!N' -e 's/|\n  */|/' -e 's/\n  */ /' -e ta -e P -e D; }
+
+# Installs packages. The package lists are fetched only when installing without them fails. 1 when
+# that is not allowed or failed.
 setup_install() {
     setup_tool apt-get && [ "$(id -u)" = 0 ] || return 1
     setup_say "installing with apt-get: $*"
@@ -44,7 +73,15 @@ setup_apt_update() { DEBIAN_FRONTEND=noninteractive apt-get update >>"$setup_log
 
 setup_apt() { DEBIAN_FRONTEND=noninteractive apt-get -y --no-install-recommends "$@" >>"$setup_log" 2>&1 </dev/null; }
 
-# Installs packages ($2...) for something that is missing ($1), or ends the script with what the user can do.
+# Says how to install packages ($2...) for something ($1) that only some want, and ends the script.
+setup_ask() {
+    setup_what=$1
+    shift
+    setup_die "$setup_what is missing. On Debian or Ubuntu, as root:  apt-get install $*"
+}
+
+# Installs packages ($2...) for something that is missing ($1), or ends the script with what the
+# user can do.
 setup_need() {
     setup_what=$1
     shift
@@ -56,11 +93,13 @@ setup_need() {
 
 setup_compiler() {
     if [ -n "${CC:-}" ]; then
-        setup_compiler_works "$CC" || setup_die "CC=$CC does not make a C program that runs. Set CC to another compiler, or unset it."
+        setup_compiler_works "$CC" || setup_die \
+            "CC=$CC does not make a C program that runs. Set CC to another compiler, or unset it."
         return
     fi
     setup_compiler_found && return
-    # One call for all that is missing: the second download of package lists would take longer than the package.
+    # One call for all that is missing: the second download of package lists would take longer than
+    # the package.
     setup_file_found || setup_packages_compiler="$setup_packages_compiler $setup_packages_stb"
     # shellcheck disable=SC2086
     setup_need 'A C compiler' $setup_packages_compiler
@@ -80,7 +119,8 @@ setup_compiler_quietly() { [ -n "${CC:-}" ] || setup_compiler_found || :; }
 
 # Headers, libm and linking must work too. The name may hold options: CC="gcc -m32".
 setup_compiler_works() {
-    printf '#include <math.h>\n#include <stdio.h>\nint main(int n, char **v) { return v[0] == NULL || sqrt((double)n) < 0.5; }\n' >"$scratch/works.c"
+    printf '#include <math.h>\n#include <stdio.h>\nint main(int n, char **v) {\n' >"$scratch/works.c"
+    printf '    return v[0] == NULL || sqrt((double)n) < 0.5;\n}\n' >>"$scratch/works.c"
     $1 "$scratch/works.c" -o "$scratch/works" -lm >/dev/null 2>&1 </dev/null && "$scratch/works"
 }
 
@@ -145,15 +185,52 @@ PROBE
     return 0
 }
 
+# ---- programs that are kept ----
+
+# Sets $program to the compiled examples/$1.c, by a command ($2...) that lacks only "-o FILE". It is
+# kept in build/examples and made anew when its source, a header or the command has changed. Where
+# the checkout cannot be written it is made in $scratch.
+setup_program() { # name command...
+    setup_name=$1
+    shift
+    setup_kept=$root/build/examples
+    { mkdir -p "$setup_kept" && [ -w "$setup_kept" ]; } 2>/dev/null || setup_kept=$scratch
+    program=$setup_kept/$setup_name
+    [ ! -x "$program" ] || [ "$(cat "$program.command" 2>/dev/null)" != "$*" ] || setup_is_older || return 0
+    setup_say "compiling $setup_name, about $(cat "$setup_kept/seconds" 2>/dev/null || echo 10) s"
+    setup_began=$(date +%s)
+    "$@" -o "$program.$$" || return 1
+    mv "$program.$$" "$program" && printf '%s\n' "$*" >"$program.command"
+    echo $(($(date +%s) - setup_began + 1)) >"$setup_kept/seconds"
+}
+
+setup_is_older() {
+    [ -n "$(find "$root"/moe*.h "$root/examples" \( -name '*.h' -o -name "$setup_name*.c" \) -newer "$program" -print \
+        2>/dev/null | sed 1q)" ]
+}
+
+# ---- the programs of the tests ----
+
+setup_source() ( # name, from the repository's folder
+    set +f
+    for path in tests/*/"$1".c; do
+        [ ! -f "$path" ] || echo "$path"
+    done
+)
+
 # ---- the compile line of a program ----
 
-# The first line of the first comment that starts with a compiler's name and has a C file on it; the comment is cut off at && ; ` or two
-# spaces, a backslash at the end continues it.
+# The first line of the first comment that starts with a compiler's name and has a C file on it; the
+# comment is cut off at && ; ` or two spaces, a backslash at the end continues it.
 find_compile_line() {
     awk '
         { ended = index($0, "*/") > 0; sub(/\*\/.*/, ""); sub(/^[ \t]*\/\*+/, ""); sub(/^[ \t]*\*?[ \t]*(\$ +)?/, "") }
         more { line = line " " $0 }
-        !more && match($0, /(^|[ `(])(cc|gcc|clang|c99) -/) { line = substr($0, RSTART); sub(/^[ `(]/, "", line); found = 1 }
+        !more && match($0, /(^|[ `(])(cc|gcc|clang|c99) -/) {
+            line = substr($0, RSTART)
+            sub(/^[ `(]/, "", line)
+            found = 1
+        }
         found { more = sub(/[ \t]*\\$/, "", line) }
         found && !more && line !~ /\.c( |$)/ { found = 0 }
         found && !more { sub(/[ \t]*(&&|;|`|\)|  |\t).*/, "", line); print line; exit }

@@ -1,30 +1,40 @@
-/* The smallest complete firmware: reads one handwritten digit with a mixture of experts that lies in flash. sh examples/mcu/run does all of this:
+/* The smallest complete firmware: classifies one handwritten digit with an MoE network in flash.
+   sh examples/mcu/run does all of this:
+     sh examples/run microdigits -o digits.h
+     arm-none-eabi-gcc -std=c99 -Os -mthumb -mcpu=cortex-m4 -ffunction-sections -fdata-sections \
+         -I. --specs=picolibc.specs --crt0=hosted --oslib=semihost -Wl,--gc-sections \
+         -Wl,-z,noexecstack -Wl,--defsym=__flash=0 -Wl,--defsym=__flash_size=0x40000 \
+         -Wl,--defsym=__ram=0x20000000 -Wl,--defsym=__ram_size=0x4000 \
+         examples/mcu/firmware.c -o firmware.elf
+     qemu-system-arm -M mps2-an386 -nographic -monitor none -serial none \
+         -semihosting-config enable=on,target=native -kernel firmware.elf
 
-     sh examples/run microdigits -o digits.h            trains, makes integers of it, writes the model as a C header: digits.h
-     arm-none-eabi-gcc -std=c99 -Os -mthumb -mcpu=cortex-m4 -ffunction-sections -fdata-sections -I. --specs=picolibc.specs --crt0=hosted \
-         --oslib=semihost -Wl,--gc-sections -Wl,-z,noexecstack -Wl,--defsym=__flash=0 -Wl,--defsym=__flash_size=0x40000 \
-         -Wl,--defsym=__ram=0x20000000 -Wl,--defsym=__ram_size=0x4000 examples/mcu/firmware.c -o firmware.elf
-     qemu-system-arm -M mps2-an386 -nographic -monitor none -serial none -semihosting-config enable=on,target=native -kernel firmware.elf
+   The first line trains the network, quantizes it and writes it as a C header: digits.h.
 
-   On a board of your own: leave away what says semihost, give your linker script, and put your own way to show a character into show().
+   On your own board: remove the options with "semihost", pass your linker script, and print a
+   character in your own way in show().
 
-   What lies where. digits_weights and digits_experts are constants: flash. scratch is all the memory that the model works in: RAM. Nothing is
-   allocated; the stack needs some hundred bytes (sh tests/devices.sh prints how many on each processor). On AVR constants stay in program
-   memory and are read from there.
+   Memory. digits_weights and digits_experts are constants in flash. scratch is all the memory that
+   the model uses, in RAM. Nothing is allocated; the stack needs a few hundred bytes (sh
+   tests/port/devices.sh prints how many on each processor). On AVR constants stay in program memory
+   and are read from there.
 
-   Experts in external flash. moe_model_config.loader = 1 leaves the experts out of the header; moe_export_experts writes them as bytes, for the external
-   flash from address 0 on. Then call
-       static moe_status fetch(void *ctx, size_t at, size_t size, void *to) { return spi_flash_read(at, to, size) ? MOE_OK : MOE_ERR_IO; }
+   Experts in external flash. moe_model_config.loader = 1 leaves the experts out of the header;
+   moe_export_experts writes them as bytes, for the external flash from address 0 on. Then call
+       static moe_status fetch(void *ctx, size_t at, size_t size, void *to) {
+           return spi_flash_read(at, to, size) ? MOE_OK : MOE_ERR_IO;
+       }
        static const moe_loader loader = {NULL, fetch};
-       moe_infer_loading(&digits, &loader, input, output, scratch, sizeof scratch);
-   Only the chosen experts are fetched, one after the other, into a place in scratch that DIGITS_SCRATCH counts. */
+       moe_infer(&digits, &loader, input, output, scratch, sizeof scratch);
+   Only the chosen experts are fetched, one at a time, into a block of scratch that DIGITS_SCRATCH
+   includes. */
 
 #define MOE_IMPLEMENTATION
-#define MOE_NO_FLOAT /* all of moe.h but models in integers is left out */
+#define MOE_NO_FLOAT /* leaves out all of moe.h but integer models */
 #include "digits.h"
 
-/* A handwritten 9: 8 x 8 grey values from 0 to 16, a row of examples/data/digits.csv. */
-#define INK(grey) ((int8_t)((grey) / (16 * DIGITS_INPUT_SCALE) + 0.5f))
+/* A handwritten 9: 8 x 8 gray values from 0 to 16, a row of examples/data/digits.csv. */
+#define INK(gray) ((int8_t)((gray) / (16 * DIGITS_INPUT_SCALE) + 0.5f))
 #define ROW(a, b, c, d, e, f, g, h) INK(a), INK(b), INK(c), INK(d), INK(e), INK(f), INK(g), INK(h)
 static const int8_t picture[DIGITS_INPUTS] = {
     ROW(0, 0, 2, 10, 7, 0, 0, 0),
@@ -37,7 +47,7 @@ static const int8_t picture[DIGITS_INPUTS] = {
     ROW(0, 0, 5, 12, 16, 12, 0, 0),
 };
 
-/* One character to the debugger (semihosting), or to standard output where this is no firmware. */
+/* Writes one character to the debugger (semihosting), or to standard output on a host. */
 #if defined(__arm__) && defined(__thumb__) && !defined(__linux__)
 static void show(char c) {
     register int operation __asm__("r0") = 3; /* SYS_WRITEC */
@@ -63,18 +73,27 @@ int main(void) {
     int16_t output[DIGITS_OUTPUTS];
     moe_choice choices[8];
     size_t count = 0, i, best = 0;
-    if (moe_infer(&digits, picture, output, scratch, sizeof scratch) != MOE_OK) return say("the model cannot run\n"), 1;
+    if (moe_infer(&digits, NULL, picture, output, scratch, sizeof scratch) != MOE_OK) {
+        say("the model cannot run\n");
+        return 1;
+    }
     for (i = 0; i < DIGITS_INPUTS; i++) {
         show(picture[i] > 80 ? '#' : picture[i] > 30 ? '+' : picture[i] > 0 ? '.' : ' ');
         if (i % 8 == 7) show('\n');
     }
     for (i = 0; i < DIGITS_OUTPUTS; i++)
         if (output[i] > output[best]) best = i;
-    say("is a "), say_number((unsigned)best), say(", as read by");
+    say("is a ");
+    say_number((unsigned)best);
+    say(", as read by");
     if (moe_infer_choices(&digits, 0, scratch, choices, 8, &count) != MOE_OK) return 1;
     for (i = 0; i < count && i < 8; i++) {
-        say(i > 0 ? " and expert " : " expert "), say_number((unsigned)choices[i].expert);
-        say(" ("), say_number((unsigned)(choices[i].weight * 100 / 32768)), say(" %)");
+        say(i > 0 ? " and expert " : " expert ");
+        say_number((unsigned)choices[i].expert);
+        say(" (");
+        say_number((unsigned)(choices[i].weight * 100 / 32768));
+        say(" %)");
     }
-    return say("\n"), 0;
+    say("\n");
+    return 0;
 }

@@ -1,8 +1,10 @@
-/* What the page of examples/web/page.html calls: points in the plane, a mixture that learns their classes, and what its router does everywhere.
-   examples/web/run compiles it to WebAssembly and puts it into the page. Other compilers take it too: cc -std=c99 -O2 -I. -c examples/web/web.c
+/* The functions called by examples/web/page.html: points in the plane, an MoE network that learns
+   their classes, and its routing everywhere. examples/web/run compiles it to WebAssembly and embeds
+   it in the page. Other compilers accept it, too: cc -std=c99 -O2 -I. -c examples/web/web.c
 
-   The page keeps no state of the net: it sets the settings, calls, and reads the arrays whose addresses it asks for. Calls that can fail return a
-   moe_status; web_error then says what was wrong in the library's own words. */
+   The page keeps no state of the network: it sets the settings, calls, and reads the arrays whose
+   addresses it queries. Calls that can fail return a moe_status; web_error then gives the library's
+   message. */
 #define MOE_NO_STDIO
 #define MOE_NO_QUANT
 #define MOE_IMPLEMENTATION
@@ -16,31 +18,39 @@
 #define WEB(type, name) type name
 #endif
 
-/* The plane is [-1,1] x [-1,1]. The net reads (2x, 2y, 1): with the 1, what is linear in its input can also be moved. */
-enum { MAX_POINTS = 4000, CLASSES = 4, EXPERTS = 16, D_IN = 3, BATCH = 64, SIDE = 192, CELLS = SIDE * SIDE, CALL = 256, SCATTER = 6151 };
-enum { STEPS, LOSS, ROUTER_LOSS, MEAN_LOSS, ACCURACY, H_B, H_E, INFORMATION, INFORMATION_MOST, PER_POINT, DROPPED, PARAMETERS, USED, TRAITS, LOADS,
-       SHARES = LOADS + EXPERTS, NUMBERS = SHARES + EXPERTS }; /* the page knows this order */
+/* The plane is [-1,1] x [-1,1]. The network reads (2x, 2y, 1): with the 1, what is linear in its
+   input can also be moved. */
+enum {
+    MAX_POINTS = 4000, CLASSES = 4, EXPERTS = 16, D_IN = 3, BATCH = 64, SIDE = 192, CELLS = SIDE * SIDE, CALL = 256,
+    SCATTER = 6151
+};
+enum {
+    STEPS, LOSS, ROUTER_LOSS, MEAN_LOSS, ACCURACY, H_B, H_E, INFORMATION, INFORMATION_MOST, PER_POINT, DROPPED,
+    PARAMETERS, USED, TRAITS, LOADS, SHARES = LOADS + EXPERTS, NUMBERS = SHARES + EXPERTS
+}; /* the page uses this order */
 
 typedef struct web_settings {
     int preset;       /* row of moe_presets */
     int experts;      /* up to EXPERTS */
-    int top_k;        /* 0: as the preset says */
+    int top_k;        /* 0: the preset's */
     int width;        /* of the features and of the experts' hidden layer */
     int features;     /* 1: a layer of learned features comes before the router; 0: the router sees the input */
-    int expert;       /* -1: as the preset says, else MOE_EXPERT_ */
-    moe_real balance; /* factor of the balance loss; negative: as the preset says */
+    int expert;       /* -1: the preset's, else MOE_EXPERT_ */
+    moe_real balance; /* factor of the balance loss; negative: the preset's */
     moe_real rate;
     uint64_t seed;
 } web_settings;
 
-/* A net at work. */
+/* A network at work. */
 typedef struct web_model {
     web_settings made; /* of what */
     moe_net net;
-    moe_net shown; /* what net was when the map was begun: a map is made in many calls, between which net goes on learning */
+    /* what net was when the map was begun: a map is made in many calls, between which net goes on
+       learning */
+    moe_net shown;
     moe_trainer trainer;
-    moe_rng order; /* which points come next */
-    int mixture;   /* its place in the net */
+    moe_rng order; /* the order of points */
+    int mixture;   /* its index in the network */
     void *work;    /* for CALL points */
     size_t work_size;
 } web_model;
@@ -51,9 +61,10 @@ static int ready; /* 1: there is a model */
 static moe_error error;
 static float points[MAX_POINTS * 2];    /* x, y; y upwards */
 static int32_t labels[MAX_POINTS];      /* 0 .. CLASSES-1 */
-static unsigned char right[MAX_POINTS]; /* 1: the net answers that point's class */
+static unsigned char right[MAX_POINTS]; /* 1: the network predicts that point's class */
 static double numbers[NUMBERS];
-static unsigned char map_first[CELLS], map_class[CELLS], map_sure[CELLS], map_share[CELLS * EXPERTS]; /* rows from the top */
+/* rows from the top */
+static unsigned char map_first[CELLS], map_class[CELLS], map_sure[CELLS], map_share[CELLS * EXPERTS];
 static double metrics_memory[2048];
 
 /* ---- what the page reads ---- */
@@ -102,7 +113,8 @@ static void put(int i, double px, double py, int label) {
     labels[i] = label;
 }
 
-/* Fills the first n points, classes in turn. kind: 0 blobs, 1 moons, 2 spirals, 3 checkerboard, 4 rings. */
+/* Fills the first n points, classes in turn. kind: 0 blobs, 1 moons, 2 spirals, 3 checkerboard, 4
+   rings. */
 WEB(int, web_data)(int kind, int n, int seed) {
     static const double at[CLASSES][2] = {{-0.5, 0.45}, {0.5, 0.5}, {0.45, -0.5}, {-0.45, -0.5}};
     const double pi = 3.14159265358979323846;
@@ -114,22 +126,32 @@ WEB(int, web_data)(int kind, int n, int seed) {
         const double u = (double)moe_rng_uniform(&rng), v = (double)moe_rng_uniform(&rng);
         const double a = (double)moe_rng_normal(&rng), b = (double)moe_rng_normal(&rng);
         if (kind == 0) put(i, at[i % CLASSES][0] + 0.13 * a, at[i % CLASSES][1] + 0.13 * b, i % CLASSES);
-        else if (kind == 1 && i % 2 == 0) put(i, -0.25 + 0.55 * cos(pi * u) + 0.05 * a, -0.15 + 0.65 * sin(pi * u) + 0.05 * b, 0);
+        else if (kind == 1 && i % 2 == 0)
+            put(i, -0.25 + 0.55 * cos(pi * u) + 0.05 * a, -0.15 + 0.65 * sin(pi * u) + 0.05 * b, 0);
         else if (kind == 1) put(i, 0.25 - 0.55 * cos(pi * u) + 0.05 * a, 0.15 - 0.65 * sin(pi * u) + 0.05 * b, 1);
         else if (kind == 2) {
             const double r = 0.1 + 0.8 * sqrt(u), turn = 3.5 * pi * sqrt(u) + pi * (i % 2);
             put(i, r * cos(turn) + 0.02 * a, r * sin(turn) + 0.02 * b, i % 2);
         } else if (kind == 3) put(i, 1.8 * u - 0.9, 1.8 * v - 0.9, ((int)(4 * u) + (int)(4 * v)) % 2);
-        else put(i, (0.12 + 0.3 * (i % 3)) * cos(2 * pi * u) + 0.04 * a, (0.12 + 0.3 * (i % 3)) * sin(2 * pi * u) + 0.04 * b, i % 3);
+        else
+            put(i, (0.12 + 0.3 * (i % 3)) * cos(2 * pi * u) + 0.04 * a,
+                (0.12 + 0.3 * (i % 3)) * sin(2 * pi * u) + 0.04 * b, i % 3);
     }
     return n;
 }
 
-/* ---- the net ---- */
+/* ---- the network ---- */
 
-WEB(void, web_set)(int preset, int experts, int top_k, int width, int features, int expert, double balance, double rate, int seed) {
-    settings.preset = preset, settings.experts = experts, settings.top_k = top_k, settings.width = width;
-    settings.features = features, settings.expert = expert, settings.balance = (moe_real)balance, settings.rate = (moe_real)rate;
+WEB(void, web_set)
+(int preset, int experts, int top_k, int width, int features, int expert, double balance, double rate, int seed) {
+    settings.preset = preset;
+    settings.experts = experts;
+    settings.top_k = top_k;
+    settings.width = width;
+    settings.features = features;
+    settings.expert = expert;
+    settings.balance = (moe_real)balance;
+    settings.rate = (moe_real)rate;
     settings.seed = (uint64_t)seed;
 }
 
@@ -146,7 +168,10 @@ static moe_status configure(moe_layer_config *config) {
     config->router.n_experts = settings.experts;
     if (settings.top_k > 0) config->router.top_k = settings.top_k;
     if (settings.balance >= 0) config->router.loss_balance = settings.balance;
-    if (settings.expert >= 0) config->expert = settings.expert, config->no_expert_bias = 0;
+    if (settings.expert >= 0) {
+        config->expert = settings.expert;
+        config->no_expert_bias = 0;
+    }
     config->d_ff = settings.width;
     config->d_out = config->add_input && !settings.features ? D_IN : settings.width;
     return status;
@@ -172,7 +197,10 @@ static moe_status build(web_model *m) {
     memset(&training, 0, sizeof training);
     status = build_net(&m->net, &config, 1);
     if (status == MOE_OK) status = build_net(&m->shown, &config, 0);
-    training.batch = BATCH, training.rate = settings.rate, training.clip = 1, training.seed = settings.seed + 1;
+    training.batch = BATCH;
+    training.rate = settings.rate;
+    training.clip = 1;
+    training.seed = settings.seed + 1;
     if (status == MOE_OK) status = moe_trainer_init(&m->trainer, &m->net, &training, &error);
     if (status == MOE_OK) status = moe_net_work_size(&m->net, CALL, 0, &m->work_size);
     if (status != MOE_OK) return status;
@@ -188,13 +216,17 @@ static void say(moe_status status) {
     error.message[i] = '\0';
 }
 
-/* Calls that fill no moe_error are told by their status. */
+/* Reports the status of calls without a moe_error. */
 static moe_status told(moe_status status) {
     if (status != MOE_OK && error.message[0] == '\0') say(status);
     return status;
 }
 
-static void input(moe_real *x, double px, double py) { x[0] = (moe_real)(2 * px), x[1] = (moe_real)(2 * py), x[2] = 1; }
+static void input(moe_real *x, double px, double py) {
+    x[0] = (moe_real)(2 * px);
+    x[1] = (moe_real)(2 * py);
+    x[2] = 1;
+}
 
 /* One step on BATCH points of the first n, drawn with replacement. */
 static moe_status step(web_model *m, int n, moe_step *seen) {
@@ -208,7 +240,9 @@ static moe_status step(web_model *m, int n, moe_step *seen) {
         input(x + i * D_IN, (double)points[2 * from], (double)points[2 * from + 1]);
         label[i] = labels[from];
     }
-    data.n = BATCH, data.x = x, data.labels = label;
+    data.n = BATCH;
+    data.x = x;
+    data.labels = label;
     return moe_trainer_step(&m->trainer, &data, seen, &error);
 }
 
@@ -217,11 +251,14 @@ static moe_status forward(web_model *m, const moe_net *net, const moe_real *x, i
     moe_rng rng;
     moe_rng_seed(&rng, m->made.seed + 3);
     memset(&call, 0, sizeof call);
-    call.n_tokens = (size_t)n, call.x = x, call.rng = &rng;
+    call.n_tokens = (size_t)n;
+    call.x = x;
+    call.rng = &rng;
     return moe_net_forward(net, &call, m->work, m->work_size, pass);
 }
 
-/* Whether a net with these settings can be made, trained and asked: one step and one call on a few points. Its parts are gone afterwards. */
+/* Whether a network with these settings can be created, trained and run: tries one step and one
+   call on a few points, then frees it. */
 WEB(int, web_try)(void) {
     static const float corner[4] = {-0.5f, 0.5f, 0.25f, -0.75f};
     float kept[8];
@@ -232,21 +269,25 @@ WEB(int, web_try)(void) {
     moe_status status;
     int i;
     memset(&m, 0, sizeof m);
-    memcpy(kept, points, sizeof kept), memcpy(kept_labels, labels, sizeof kept_labels);
+    memcpy(kept, points, sizeof kept);
+    memcpy(kept_labels, labels, sizeof kept_labels);
     error.message[0] = '\0';
     for (i = 0; i < 4; i++) {
-        points[2 * i] = corner[i], points[2 * i + 1] = corner[3 - i], labels[i] = i;
+        points[2 * i] = corner[i];
+        points[2 * i + 1] = corner[3 - i];
+        labels[i] = i;
         input(x + i * D_IN, (double)corner[i], (double)corner[3 - i]);
     }
     status = build(&m);
     if (status == MOE_OK) status = step(&m, 4, NULL);
     if (status == MOE_OK) status = forward(&m, &m.net, x, 4, &pass);
     free_model(&m);
-    memcpy(points, kept, sizeof kept), memcpy(labels, kept_labels, sizeof kept_labels);
+    memcpy(points, kept, sizeof kept);
+    memcpy(labels, kept_labels, sizeof kept_labels);
     return (int)told(status);
 }
 
-/* Makes the net of the settings anew. On failure the old one stays. */
+/* Creates the network of the settings anew. On failure the old one is kept. */
 WEB(int, web_create)(void) {
     web_model made;
     moe_status status;
@@ -259,16 +300,17 @@ WEB(int, web_create)(void) {
         return (int)told(status);
     }
     free_model(&model);
-    model = made, ready = 1;
+    model = made;
+    ready = 1;
     model.trainer.net = &model.net;
     memset(numbers, 0, sizeof numbers);
-    numbers[PARAMETERS] = (double)moe_net_parameters(&model.net, &used);
+    numbers[PARAMETERS] = (double)moe_net_parameter_count(&model.net, &used);
     numbers[USED] = (double)used;
     numbers[TRAITS] = (double)moe_router_traits(&model.net.modules[model.mixture].layer.config.router);
     return MOE_OK;
 }
 
-/* The rate of the steps that follow; the net stays. */
+/* Sets the learning rate of the following steps. */
 WEB(void, web_rate)(double rate) {
     settings.rate = (moe_real)rate;
     if (ready) model.trainer.rate = model.made.rate = settings.rate;
@@ -283,12 +325,13 @@ WEB(int, web_train)(int n, int count) {
         status = step(&model, n, &seen);
         if (status != MOE_OK) break;
         numbers[STEPS] = (double)model.trainer.steps;
-        numbers[LOSS] = (double)seen.loss, numbers[ROUTER_LOSS] = (double)seen.router_loss;
+        numbers[LOSS] = (double)seen.loss;
+        numbers[ROUTER_LOSS] = (double)seen.router_loss;
     }
     return (int)told(status);
 }
 
-/* ---- what the net does ---- */
+/* ---- what the network does ---- */
 
 /* The largest of a row among the classes that occur; *sure its probability among them. */
 static int answer(const moe_real *y, const unsigned char *present, double *sure) {
@@ -316,18 +359,21 @@ static double entropy(size_t n, const double *v) {
     return h;
 }
 
-/* Gate values are scaled to sum 1 for both entropies, so that they lie in 0 .. ln E for every gate. Where all experts take part in all points, as in soft
-   routers, the load is the share of the weights. */
+/* Gate values are scaled to sum 1 for both entropies, so that they lie in 0 .. ln E for every gate.
+   Where all experts take part in all points, as in soft routers, the load is the share of the
+   weights. */
 static void keep_report(const moe_report *r, const double *weights) {
     double sum = 0;
     size_t e;
-    numbers[H_B] = r->confidence_entropy, numbers[H_E] = entropy(r->n_experts, r->mean_gate);
+    numbers[H_B] = r->confidence_entropy;
+    numbers[H_E] = entropy(r->n_experts, r->mean_gate);
     numbers[INFORMATION] = r->information;
-    numbers[PER_POINT] = r->experts_per_token, numbers[DROPPED] = r->dropped_share;
+    numbers[PER_POINT] = r->experts_per_token;
+    numbers[DROPPED] = r->dropped_share;
     for (e = 0; e < r->n_experts; e++) sum += weights[e];
     for (e = 0; e < r->n_experts; e++) {
         numbers[SHARES + e] = sum > 0 ? weights[e] / sum : 0;
-        numbers[LOADS + e] = r->n_pairs > 0 ? r->load[e] / r->n_pairs : numbers[SHARES + e];
+        numbers[LOADS + e] = r->n_assignments > 0 ? r->load[e] / r->n_assignments : numbers[SHARES + e];
     }
 }
 
@@ -345,16 +391,20 @@ WEB(int, web_measure)(int n) {
     moe_report report;
     moe_net_pass pass;
     moe_status status = ready && n > 0 ? MOE_OK : MOE_ERR_STATE;
-    double loss = 0, correct = 0, sure, weights[EXPERTS] = {0}, of_class[CLASSES] = {0};
+    double loss = 0, correct = 0, sure;
+    double weights[EXPERTS] = {0}, of_class[CLASSES] = {0};
     int at, i, count;
     error.message[0] = '\0';
     find_classes(n, present);
-    if (status == MOE_OK) status = moe_metrics_init(&metrics, (size_t)model.made.experts, CLASSES, metrics_memory, sizeof metrics_memory);
+    if (status == MOE_OK)
+        status = moe_metrics_init(&metrics, (size_t)model.made.experts, CLASSES, metrics_memory, sizeof metrics_memory);
     for (at = 0; at < n && status == MOE_OK; at += count) {
         count = n - at < CALL ? n - at : CALL;
         for (i = 0; i < count; i++) input(x + i * D_IN, (double)points[2 * (at + i)], (double)points[2 * (at + i) + 1]);
         status = forward(&model, &model.net, x, count, &pass);
-        if (status == MOE_OK) status = moe_metrics_add(&metrics, moe_net_routing(&model.net, &pass, (size_t)model.mixture), NULL, labels + at);
+        if (status == MOE_OK)
+            status =
+                moe_metrics_add(&metrics, moe_net_routing(&model.net, &pass, (size_t)model.mixture), NULL, labels + at);
         if (status != MOE_OK) break;
         add_weights(weights, moe_net_routing(&model.net, &pass, (size_t)model.mixture));
         loss += count * (double)moe_cross_entropy((size_t)count, CLASSES, pass.y, labels + at, NULL);
@@ -366,7 +416,8 @@ WEB(int, web_measure)(int n) {
     }
     if (status == MOE_OK) status = moe_metrics_report(&metrics, &report);
     if (status != MOE_OK) return (int)told(status);
-    numbers[MEAN_LOSS] = loss / n, numbers[ACCURACY] = correct / n;
+    numbers[MEAN_LOSS] = loss / n;
+    numbers[ACCURACY] = correct / n;
     numbers[INFORMATION_MOST] = entropy(CLASSES, of_class);
     keep_report(&report, weights);
     return MOE_OK;
@@ -377,7 +428,8 @@ static void keep_cell(int cell, const moe_routing *routing, size_t t) {
     const size_t e_count = routing->n_experts;
     const moe_real *weights = routing->weights + t * e_count;
     double sum = 0;
-    int first = routing->n_choices != NULL && routing->n_choices[t] > 0 ? (int)routing->choices[t * routing->max_choices] : -1;
+    int first =
+        routing->n_choices != NULL && routing->n_choices[t] > 0 ? (int)routing->choices[t * routing->max_choices] : -1;
     size_t e;
     for (e = 0; e < e_count; e++) {
         if (weights[e] > 0) sum += (double)weights[e];
@@ -385,17 +437,20 @@ static void keep_cell(int cell, const moe_routing *routing, size_t t) {
         if (first >= 0 && routing->n_choices[t] == 0 && weights[e] > weights[first]) first = (int)e;
     }
     for (e = 0; e < EXPERTS; e++) /* 0 is for experts that do not work there */
-        map_share[cell * EXPERTS + (int)e] = (unsigned char)(e < e_count && weights[e] > 0 ? 1 + 254 * (double)weights[e] / sum : 0);
+        map_share[cell * EXPERTS + (int)e] =
+            (unsigned char)(e < e_count && weights[e] > 0 ? 1 + 254 * (double)weights[e] / sum : 0);
     map_first[cell] = (unsigned char)(first < 0 ? 255 : first);
 }
 
 static void copy_values(const moe_net *from, moe_net *to) {
     size_t i;
-    for (i = 0; i < from->n_tensors; i++) memcpy(to->tensors[i].data, from->tensors[i].data, from->tensors[i].count * sizeof(moe_real));
+    for (i = 0; i < from->n_tensors; i++)
+        memcpy(to->tensors[i].data, from->tensors[i].data, from->tensors[i].count * sizeof(moe_real));
 }
 
-/* Cells from..from+CALL-1 of the map of the net as it was in the call with from = 0, in an order that spreads every call over the whole plane: some routers look at the other points of a call. n: the
-   points whose classes occur. */
+/* Cells from..from+CALL-1 of the map of the network as it was in the call with from = 0, in an
+   order that spreads every call over the whole plane: some routers look at the other points of a
+   call. n: the points whose classes occur. */
 WEB(int, web_map)(int from, int n) {
     moe_real x[CALL * D_IN];
     unsigned char present[CLASSES];

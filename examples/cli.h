@@ -1,0 +1,48 @@
+/* Shared by the examples' command lines: where the repository's files are, and whether an output
+   file can be written. */
+#ifndef EXAMPLES_CLI_H
+#define EXAMPLES_CLI_H
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Exit status for an invalid command line. */
+enum { EXIT_USAGE = 2 };
+
+/* The path of a file in examples/. sh examples/run passes that folder in MOE_EXAMPLES, because
+   programs run in the user's folder. */
+static inline const char *example_file(const char *name) {
+    static char paths[4][1024];
+    static int next;
+    char *path = paths[next++ % 4];
+    const char *folder = getenv("MOE_EXAMPLES");
+    if (folder == NULL || strlen(folder) + strlen(name) + 2 > sizeof paths[0]) folder = "examples";
+    sprintf(path, "%s/%s", folder, name);
+    return path;
+}
+
+/* The three headers, the default text of the examples. */
+static inline const char *const *example_headers(void) {
+    static const char *paths[3];
+    paths[0] = example_file("../moe.h");
+    paths[1] = example_file("../moe_routers.h");
+    paths[2] = example_file("../moe_kernels.h");
+    return paths;
+}
+
+/* NULL if path can be written, else the reason. Called before the long work; it leaves no file
+   behind. */
+static inline const char *not_writable(const char *path) {
+    FILE *f = fopen(path, "rb");
+    const int there = f != NULL;
+    if (f != NULL) fclose(f);
+    f = fopen(path, "ab");
+    if (f == NULL) return strerror(errno);
+    fclose(f);
+    if (!there) remove(path);
+    return NULL;
+}
+
+#endif

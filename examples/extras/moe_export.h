@@ -1,0 +1,3679 @@
+/* moe_export.h - inference models from trained networks, and C for firmware
+
+   An extra of moe.h. It turns a network into an inference model, with float weights or in integers,
+   and prints it as a C header of constants. A device runs such a model without heap and without
+   initialization. MIT or public domain, as moe.h.
+
+   Contents (search for the tag)
+     >>create       moe_model_create, moe_model_free
+     >>print        moe_export_c, moe_export_experts
+     >>private      the implementation, in the order of the data:
+       >>making       the state of a model in the making
+       >>calibration  the ranges of every module
+       >>operations   vectors, products, elementwise operations, experts
+       >>routers      a router's settings as an integer router; its logits
+       >>modules      MoE layers, the other modules, attention
+       >>scratch      vectors get their offsets
+       >>models       integer models, float models
+       >>header       the C header
+
+   Recipe
+     1. Copy moe_export.h into your project, beside moe.h.
+     2. Include it after moe.h. Where MOE_IMPLEMENTATION is defined, it brings its implementation.
+     It needs no option and no other extra. The device needs the three headers of the core and the
+     exported header.
+
+   First program: a network learns |a - b|, becomes an int8 model, is printed as C and run.
+ * --- first program ---
+ * #define MOE_IMPLEMENTATION
+ * #include "moe.h"
+ * #include "moe_export.h"
+ * #include <stdio.h>
+ *
+ * int main(void) {
+ *     static moe_real x[512 * 2], y[512];
+ *     static unsigned char scratch[4096];
+ *     static moe_layer_config layer; // zeros: 8 experts, 2 per token
+ *     static moe_train_config training;
+ *     static moe_model_config config;
+ *     static moe_built_model built;
+ *     static moe_buffer text;
+ *     static moe_data data;
+ *     static moe_net net;
+ *     moe_stream stream = moe_buffer_stream(&text);
+ *     moe_error error;
+ *     moe_rng rng = {1};
+ *     int8_t input[2];
+ *     int16_t output[1];
+ *     int i;
+ *     for (i = 0; i < 512; i++) {
+ *         x[2 * i] = moe_rng_uniform(&rng);
+ *         x[2 * i + 1] = moe_rng_uniform(&rng);
+ *         y[i] = x[2 * i] > x[2 * i + 1] ? x[2 * i] - x[2 * i + 1] : x[2 * i + 1] - x[2 * i];
+ *     }
+ *     data.n = 512;
+ *     data.x = x;
+ *     data.targets = y;
+ *     layer.d_out = 1;
+ *     layer.expert = MOE_EXPERT_MLP;
+ *     training.criterion = MOE_CRITERION_SQUARED_ERROR;
+ *     training.epochs = 200;
+ *     config.weights = MOE_WEIGHTS_INT8;
+ *     config.calibration = &data;
+ *     moe_net_init(&net, 2, MOE_KERNELS_AUTO, NULL);
+ *     moe_net_mixture(&net, &layer);
+ *     if (moe_net_build(&net, 1, 42, &error) || moe_fit(&net, &data, NULL, &training, &error) ||
+ *         moe_model_create(&built, &net, &config, &error) ||
+ *         moe_export_c(&built, "difference", &stream, &error))
+ *         return printf("%s\n", error.message);
+ *     moe_infer_levels(&built.model, x, input);
+ *     if (moe_infer(&built.model, NULL, input, output, scratch, sizeof scratch)) return 1;
+ *     printf("|%.2f - %.2f| = %.2f; %d bytes of C\n", (double)x[0], (double)x[1],
+ *            output[0] * (double)built.model.output_scale, (int)text.size);
+ *     moe_buffer_free(&text);
+ *     moe_model_free(&built);
+ *     moe_net_free(&net);
+ *     return 0;
+ * }
+ * --- end ---
+
+   Options: those of moe.h.
+     MOE_NO_TRAIN, MOE_NO_FLOAT  leave out everything.
+     MOE_NO_QUANT                leaves out integer models: moe_model_create answers
+                                 MOE_ERR_UNSUPPORTED for weights other than MOE_WEIGHTS_FLOAT.
+     MOE_REAL=double             refuses float models; integer models work. Public names have the
+                                 suffix _f64, as in moe.h.
+   An exported header has options of its own, for the file that defines MOE_IMPLEMENTATION:
+     MOE_NO_TRAIN                leaves out all of moe.h but inference.
+     MOE_NO_FLOAT                leaves out all but integer models.
+     MOE_KEEP_ALL                float models: keeps all activations, scores and so on, and the
+                                 messages of errors. Without it, only what the model uses is kept
+                                 (MOE_KEEP_ masks and MOE_NO_MESSAGES, see moe_kernels.h). Define
+                                 it when there are several float models.
+
+   Manual
+     From network to firmware.   Create, test and print the model on the machine that trains:
+       moe_model_config config = {0};
+       config.weights = MOE_WEIGHTS_INT8;
+       config.calibration = &rows;                 some hundred inputs like those that will come
+       moe_model_create(&built, &net, &config, &error);
+       moe_infer(&built.model, NULL, input, output, scratch, built.model.scratch_size);
+       stream = moe_buffer_stream(&buffer);        or a stream of your own
+       moe_export_c(&built, "digits", &stream, &error);
+     The device gets exactly the bits that moe_infer computes here. On the device:
+       #define MOE_IMPLEMENTATION
+       #define MOE_NO_FLOAT                        a float model takes MOE_NO_TRAIN instead
+       #include "digits.h"                         includes moe.h
+       static unsigned char scratch[DIGITS_SCRATCH];
+       status = moe_infer(&digits, NULL, input, output, scratch, sizeof scratch);
+     Files without MOE_IMPLEMENTATION may include the header too, after the same options.
+
+     The header.   The model is `static const moe_model NAME`. Macros, in capitals: NAME_INPUTS,
+     NAME_OUTPUTS, NAME_SCRATCH (bytes), NAME_INPUT_SCALE, NAME_OUTPUT_SCALE, and for sequences
+     NAME_LENGTH. Its first comment tells the bytes of weights, tables and scratch, and the
+     multiplications of a call. Constants carry MOE_FLASH: on AVR they stay in program memory, all
+     of them in its first 64 KiB. Names that begin with moei_ are private. A header fits one
+     MOE_MODEL_VERSION and stops the compiler under another.
+
+     Integer models.   Everything is an integer, from the input to the output, so every machine
+     computes the same bits. A float is code * scale: scale the input to int8 codes with
+     moe_infer_levels or NAME_INPUT_SCALE, and multiply the int16 outputs by NAME_OUTPUT_SCALE.
+     Weights have one scale per output (int4: and a factor per 32 inputs). A vector that a product
+     reads has 8-bit codes; sums of residuals, logits and what norms read have 16. Activations are
+     curves of 65 points, gates are powers of two in fixed point. Where a linker drops unused
+     functions (--gc-sections), only those that the model names stay.
+
+     Calibration.   The network runs on the calibration data in float. The largest magnitude of each
+     vector sets its scale; values beyond it saturate (16-bit codes have room for a quarter more).
+     Use data like that in the field, without outliers. If an int8 model loses accuracy, try more
+     calibration data first. int4 halves the weights and loses more.
+
+     What can be a model.   Every network that decodes token by token (moe_net_decode_size), but
+     for scores and selections of the caller, forced routing (select = given), and hashes of ids
+     that the network does not read. Integers have no form for score = dselect, refined gates, more
+     than 256 experts in a layer, widths above 65532, and some combinations. The error names them.
+
+     Sequences.   With attention or positions a call takes one token; scratch keeps the sequence.
+     config.length bounds it. See moe_infer.
+
+     Experts in external flash.   With config.loader = 1 the header has no expert weights.
+     moe_export_experts writes them as bytes; on the device a moe_loader fetches the blocks of the
+     chosen experts into scratch: the second argument of moe_infer.
+
+     Memory.   A built model owns its memory, from config.allocator. An integer model keeps nothing
+     of the network; a float model points to the network's parameters, which must outlive it.
+     Threads.   There are no globals. Reading one model from several threads is safe, with scratch
+     memory for each.
+     Errors, NULL and promises are as in moe.h.
+
+   Glossary (besides that of moe.h)
+     inference model   a network made ready for moe_infer: constants alone.
+     code              the quantized value: the integer that stands for a float = code * scale.
+     narrow, wide      codes within +-127, and within +-32767. Both are stored as int16.
+     calibration       inputs like those that will come; they determine the ranges of activations.
+     scratch           the memory in which moe_infer works.
+     operation         one step of an integer model: a function, its vectors, its constants.
+     block             the constants of one expert.
+
+   Sources
+     Jacob et al. 2018, Quantization and training of neural networks for efficient
+       integer-arithmetic-only inference.
+*/
+#ifndef MOE_H
+#error "moe_export.h: include moe.h before it"
+#endif
+
+#ifndef MOE_EXPORT_H
+#define MOE_EXPORT_H
+
+#if MOE_REAL_IS_DOUBLE
+#define moe_model_create moe_model_create_f64
+#define moe_model_free moe_model_free_f64
+#define moe_export_c moe_export_c_f64
+#define moe_export_experts moe_export_experts_f64
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#ifndef MOE_NO_TRAIN
+
+/* ---- >>create: an inference model of a network ---------------------------------------------- */
+
+/* How a network becomes a model. {0} is a valid default: a float model. */
+typedef struct moe_model_config {
+    int weights;                 /* MOE_WEIGHTS_ [float] */
+    const moe_data *calibration; /* integers: n, x or token_ids, and length are read [NULL] */
+    size_t length;               /* longest sequence, with attention or positions [128] */
+    int loader;                  /* integers: 1: expert weights come through a moe_loader [0] */
+    moe_allocator allocator;     /* {0}: the standard heap */
+} moe_model_config;
+
+/* A model and the memory that it owns. model points into this struct, so do not move or copy it.
+   Pass &built.model to moe_infer. All other fields are private. */
+typedef struct moe_built_model {
+    moe_model model;
+    moe_buffer weights, experts;
+    moei_int_op *ops;
+    moei_int_mixture *mixtures;
+    moei_int_attention *attentions;
+    int external; /* 1: experts come through a loader */
+    moe_net net;  /* float models: the network's modules with plain C kernels */
+    moe_allocator allocator;
+} moe_built_model;
+
+/* Makes an inference model of a built network, which stays the caller's. A float model points to
+   the network's parameters; an integer model copies what it needs. config NULL: {0}.
+   Integers: each vector gets one scale, from the largest magnitude that calibration shows there;
+   each matrix gets one scale per output (int4: and one factor per 32 inputs).
+   Errors; error (may be NULL) names the module, setting or parameter:
+     MOE_ERR_ARGUMENT     NULL; no calibration data; no allocator
+     MOE_ERR_STATE        the network is not built
+     MOE_ERR_CONFIG       a setting of config is out of range
+     MOE_ERR_UNSUPPORTED  a module or setting that has no such form; double build: a float model
+     MOE_ERR_NONFINITE    a parameter, or a number that calibration computes, is infinite or NaN
+     MOE_ERR_OVERFLOW     sizes are too large, or scales too far apart, for integers
+     MOE_ERR_MEMORY
+   On failure *built is untouched. */
+MOE_API moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config,
+                                    moe_error *error);
+/* Frees what built owns and zeroes it. NULL and {0} are allowed. */
+MOE_API void moe_model_free(moe_built_model *built);
+
+/* ---- >>print: the model as C ---------------------------------------------------------------- */
+
+/* Writes a C header (C99, C++11) that holds the model as constants. name is a C identifier of at
+   most MOE_NAME_SIZE - 17 characters and no keyword of C or C++. MOE_ERR_ARGUMENT: NULL, another
+   name, or a model that moe_model_create did not make; else what the stream returns.
+   Thread-safe. */
+MOE_API moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stream *stream, moe_error *error);
+/* Writes the blocks of all experts as bytes: what a moe_loader reads, from offset 0 on.
+   MOE_ERR_ARGUMENT: NULL; MOE_ERR_STATE: the model was not made with loader = 1; else what the
+   stream returns. Thread-safe. */
+MOE_API moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, moe_error *error);
+
+#endif /* MOE_NO_TRAIN */
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* MOE_EXPORT_H */
+
+/* ==== >>private ============================================================================== */
+
+#if defined(MOE_IMPLEMENTATION) && !defined(MOEI_EXPORT_IMPLEMENTED)
+#define MOEI_EXPORT_IMPLEMENTED
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#ifndef MOE_NO_TRAIN
+
+#ifndef MOE_NO_QUANT
+
+/* ---- >>making: a model in the making ---- */
+
+/* The largest magnitudes that calibration found in one module. */
+typedef struct moei_ranges {
+    double y;                      /* the module's output */
+    double u, z;                   /* MoE layer: the router's input and logits */
+    double unit;                   /* components of the vector that the router normalizes */
+    double projected;              /* score cosine: the projection */
+    double hidden, hidden_act;     /* hidden layers of scores */
+    double key;                    /* score attentive: the keys */
+    double weighted_input;         /* inputs of experts times their weights */
+    double sigmoid;                /* the argument of the shared expert's sigmoid */
+    double node[MOE_NODE_COUNT];   /* activations of experts */
+    double shared[MOE_NODE_COUNT]; /* activations of the shared expert */
+    double q, k, v, mixed;         /* attention */
+    uint32_t rotation_table;       /* not a range: the offset of the table of angles, or MOEI_INT_NONE */
+} moei_ranges;
+
+/* A vector of an integer model. */
+typedef struct moei_vector {
+    size_t width;
+    int is_int32;                 /* int32 instead of int16 */
+    int limit;                    /* codes are within +-limit: MOEI_NARROW or less is narrow */
+    double scale;                 /* float = code * scale */
+    double range;                 /* the largest magnitude seen in calibration */
+    uint32_t narrow;              /* a narrow copy; MOEI_INT_NONE: not made yet */
+    uint32_t first_use, last_use; /* times of the clock */
+    uint32_t offset;              /* in scratch, in int16 */
+} moei_vector;
+
+#define MOEI_INT_MAX_WIDTH 65532
+/* Not enumerators: C++20 deprecates their arithmetic with floating-point numbers. */
+#define MOEI_NARROW 127
+#define MOEI_WIDE 32767
+
+enum { MOEI_INT_PIECES = 16 };
+
+typedef struct moei_maker {
+    moe_built_model made;
+    const moe_net *net;
+    const moe_model_config *config;
+    moe_error *error;
+    moe_status status;   /* the first failure; after it nothing is appended */
+    moei_ranges *ranges; /* [modules] */
+    moei_vector *vectors;
+    moei_int_op *main_ops, *inner_ops; /* they refer to vectors by number until these have offsets */
+    int inner;                         /* 1: appends to the inner operations, those of MoE layers */
+    int in_block;                      /* 1: constants belong to experts and go to the blocks */
+    uint32_t clock;
+    uint32_t *entering;                      /* [modules + 1] the vector that enters each module */
+    size_t module;                           /* the current one */
+    int relu;                                /* it also applies the relu that follows it */
+    moe_buffer pieces;                       /* constants of experts: all first products, then all second ones, ... */
+    size_t piece[MOEI_INT_PIECES], n_pieces; /* bytes of one expert's */
+    size_t multiplications, counted;         /* of the model; of the operations since counted was reset */
+    int weights;                             /* MOE_WEIGHTS_ of the current matrix */
+    uint32_t rows; /* constants of the embedding; rows_unit: factor of a row = its scale * rows_unit */
+    double rows_unit;
+} moei_maker;
+
+static void moei_maker_fail(moei_maker *m, moe_status status) {
+    if (m->status != MOE_OK) return;
+    if (status == MOE_ERR_OVERFLOW)
+        m->status = moei_error(
+            m->error, status,
+            "module %z: sizes or magnitudes out of the range of integer models; MOE_WEIGHTS_FLOAT may work",
+            m->module);
+    else m->status = moei_error(m->error, status, "%s", moe_status_text(status));
+}
+
+#define MOEI_MAKER_REFUSE(m, code, ...) \
+    do { \
+        if ((m)->status == MOE_OK) (m)->status = moei_error((m)->error, code, __VA_ARGS__); \
+    } while (0)
+
+/* Appends to a growing array; returns the number of the new element, 0 after a failure. */
+static uint32_t moei_maker_push(moei_maker *m, void *list, const void *element, size_t size) {
+    unsigned char *elements;
+    size_t n;
+    memcpy(&elements, list, sizeof elements);
+    n = moei_array_length(elements);
+    if (m->status != MOE_OK) return 0;
+    if (n >= UINT16_MAX || !moei_array_reserve(&m->made.allocator, list, size, n + 1)) {
+        moei_maker_fail(m, n >= UINT16_MAX ? MOE_ERR_OVERFLOW : MOE_ERR_MEMORY);
+        return 0;
+    }
+    memcpy(&elements, list, sizeof elements);
+    memcpy(elements + n * size, element, size);
+    moei_array_header(elements)->length++;
+    return (uint32_t)n;
+}
+
+/* A new vector. scale 0 (calibration found only zeros) becomes 1. */
+static uint32_t moei_vector_new(moei_maker *m, size_t width, int limit, double scale, double range) {
+    moei_vector v;
+    memset(&v, 0, sizeof v);
+    v.width = width;
+    v.limit = limit;
+    v.scale = scale > 0 ? scale : 1;
+    v.range = range;
+    v.narrow = MOEI_INT_NONE;
+    v.first_use = v.last_use = m->clock;
+    return moei_maker_push(m, &m->vectors, &v, sizeof v);
+}
+
+static uint32_t moei_vector_int32(moei_maker *m, size_t width) {
+    uint32_t v = moei_vector_new(m, width, MOEI_WIDE, 1, 0);
+    if (m->status == MOE_OK) m->vectors[v].is_int32 = 1;
+    return v;
+}
+
+static void moei_vector_use(moei_maker *m, uint32_t v) {
+    if (m->status == MOE_OK && m->vectors[v].last_use < m->clock) m->vectors[v].last_use = m->clock;
+}
+
+static moei_int_op moei_op(void (*run)(const moei_int_op *op, moei_int_run *run), size_t n, size_t k, int low, int high,
+                           int shift) {
+    moei_int_op op;
+    memset(&op, 0, sizeof op);
+    op.run = run;
+    op.shape.n = (uint16_t)n;
+    op.shape.k = (uint16_t)k;
+    op.shape.low = (int16_t)low;
+    op.shape.high = (int16_t)high;
+    op.shape.shift = (uint8_t)shift;
+    return op;
+}
+
+/* Appends an operation. in, other, out: vectors. */
+static void moei_op_append(moei_maker *m, moei_int_op op, uint32_t in, uint32_t other, uint32_t out) {
+    op.in = in;
+    op.other = other;
+    op.out = out;
+    m->clock++;
+    moei_vector_use(m, in);
+    moei_vector_use(m, other);
+    moei_vector_use(m, out);
+    (void)moei_maker_push(m, m->inner ? &m->inner_ops : &m->main_ops, &op, sizeof op);
+}
+
+/* Appends constants to a buffer, whose size stays a multiple of 4; returns their offset. */
+static uint32_t moei_constants(moei_maker *m, moe_buffer *buffer, const void *bytes, size_t size) {
+    static const unsigned char zeros[4] = {0, 0, 0, 0};
+    const size_t at = buffer->size;
+    moe_status status = m->status;
+    if (status == MOE_OK) status = moei_buffer_write(buffer, bytes, size);
+    if (status == MOE_OK) status = moei_buffer_write(buffer, zeros, (4 - size % 4) % 4);
+    if (status == MOE_OK && buffer->size > INT32_MAX) status = MOE_ERR_OVERFLOW;
+    if (status != MOE_OK) moei_maker_fail(m, status);
+    return (uint32_t)at;
+}
+
+static void moei_put_16_le(unsigned char *p, int32_t v) {
+    p[0] = (unsigned char)((uint32_t)v & 255u);
+    p[1] = (unsigned char)((uint32_t)v >> 8 & 255u);
+}
+
+static void moei_put_32_le(unsigned char *p, int32_t v) {
+    moei_put_16_le(p, v);
+    moei_put_16_le(p + 2, (int32_t)((uint32_t)v >> 16));
+}
+
+/* The nearest integer, within +-limit. */
+static int32_t moei_nearest(double x, double limit) {
+    if (!(x > -limit)) return (int32_t)-limit;
+    return (int32_t)(x < limit ? floor(x + 0.5) : limit);
+}
+
+/* The largest shift up to `most` for which multiplier * 2^(bits + shift) still fits a factor; -1:
+   none. */
+static int moei_shift_for(double multiplier, int bits, int most) {
+    int shift = most;
+    while (shift >= 0 && multiplier * ldexp(1.0, bits + shift) > 32767.0) shift--;
+    return shift;
+}
+
+/* ---- >>calibration: ranges of activations ---- */
+
+/* NaN counts as infinite. */
+static void moei_range_include(double *range, double x) {
+    if (!(fabs(x) <= *range)) *range = fabs(x) < HUGE_VAL ? fabs(x) : HUGE_VAL;
+}
+
+static void moei_range_rows(double *range, const moe_real *x, size_t rows, size_t width, size_t ld) {
+    size_t i, j;
+    for (i = 0; i < rows && x != NULL; i++)
+        for (j = 0; j < width; j++) moei_range_include(range, (double)x[i * ld + j]);
+}
+
+static int moei_ranges_are_finite(const moei_ranges *r) {
+    double sum = r->y + r->u + r->z + r->unit + r->projected + r->hidden + r->hidden_act + r->key + r->weighted_input +
+                 r->sigmoid + r->q + r->k + r->v + r->mixed;
+    int node;
+    for (node = 0; node < MOE_NODE_COUNT; node++) sum += r->node[node] + r->shared[node];
+    return sum < HUGE_VAL;
+}
+
+static double moei_ranges_dot(const moe_real *w, const moe_real *bias, size_t i, size_t k, const double *x) {
+    double sum = bias != NULL ? (double)bias[i] : 0;
+    size_t p;
+    for (p = 0; p < k; p++) sum += (double)w[i * k + p] * x[p];
+    return sum;
+}
+
+/* The largest component of v / sqrt(v . v + least). */
+static void moei_ranges_unit(double *range, const double *v, size_t n, double least) {
+    double sum = least;
+    size_t i;
+    for (i = 0; i < n; i++) sum += v[i] * v[i];
+    for (i = 0; i < n && sum > 0; i++) moei_range_include(range, v[i] / sqrt(sum));
+}
+
+/* Ranges inside the score of one token, which a pass does not store. room: d + 2 times the widest
+   vector. */
+static void moei_ranges_score(const moe_layer *layer, const moe_router_config *c, const moe_real *x, const moe_real *u,
+                              double *room, moei_ranges *range) {
+    const moe_real *const *t = (const moe_real *const *)layer->tensors;
+    const size_t d = (size_t)c->d_model;
+    const size_t h = moei_router_hidden(c);
+    const size_t r = (size_t)c->cosine_dim;
+    double *in = room;
+    double *act = room + d;
+    double *query = act + (h > r ? h : r);
+    size_t i, p;
+    for (i = 0; i < d; i++) in[i] = (double)x[i];
+    if (c->input == MOE_INPUT_SCALED_RMS) moei_ranges_unit(&range->unit, in, d, 1e-6 * (double)d);
+    for (i = 0; i < d; i++) in[i] = (double)u[i];
+    if (c->score == MOE_SCORE_COSINE || c->score == MOE_SCORE_GRAP) {
+        const int projects = c->score == MOE_SCORE_COSINE && r > 0;
+        for (i = 0; i < r && projects; i++)
+            moei_range_include(&range->projected, act[i] = moei_ranges_dot(t[MOE_ROUTER_PROJECTION], NULL, i, d, in));
+        for (i = 0; i < d && !projects; i++) moei_range_include(&range->projected, in[i]);
+        moei_ranges_unit(&range->unit, projects ? act : in, projects ? r : d, 0);
+    }
+    if (c->score != MOE_SCORE_MLP && c->score != MOE_SCORE_ATTENTIVE) return;
+    for (i = 0; i < h; i++) {
+        moe_real v = (moe_real)moei_ranges_dot(t[MOE_ROUTER_FC1_WEIGHT], t[MOE_ROUTER_FC1_BIAS], i, d, in);
+        moei_range_include(&range->hidden, (double)v);
+        moe_activate(NULL, c->router_act, 1, &v, &v);
+        moei_range_include(&range->hidden_act, act[i] = (double)v);
+    }
+    if (c->score != MOE_SCORE_ATTENTIVE) return;
+    for (i = 0; i < h; i++) query[i] = moei_ranges_dot(t[MOE_ROUTER_QUERY], NULL, i, h, act) / sqrt((double)h);
+    for (i = 0; i < h; i++) {
+        double key = 0;
+        for (p = 0; p < h; p++) key += query[p] * (double)t[MOE_ROUTER_KEY][p * h + i];
+        moei_range_include(&range->key, key);
+    }
+}
+
+/* Ranges of the weighted inputs of experts and of the argument of the shared expert's sigmoid. */
+static void moei_ranges_weights(const moe_layer *layer, const moe_layer_pass *p, moei_ranges *range) {
+    const moe_layer_config *c = &layer->config;
+    const size_t d = (size_t)c->router.d_model, pairs = p->routing.plan.offsets[c->router.n_experts];
+    size_t i, q;
+    for (i = 0; i < pairs && c->router.apply_to == MOE_APPLY_INPUT; i++)
+        for (q = 0; q < d; q++) {
+            const moe_assignment *entry = &p->routing.plan.assignments[i];
+            moei_range_include(&range->weighted_input, (double)(entry->weight_in * p->x[(size_t)entry->token * d + q]));
+        }
+    for (i = 0; i < p->call.n_tokens && c->shared_sigmoid; i++)
+        moei_range_include(&range->sigmoid,
+                           (double)moe_dot(layer->kernels, d, layer->tensors[MOE_SHARED_SIGMOID], p->x + i * d));
+}
+
+/* Ranges of the router's vectors, over all tokens. */
+static moe_status moei_ranges_router(const moei_maker *m, const moe_layer *layer, const moe_layer_pass *p,
+                                     moei_ranges *range) {
+    const moe_router_config *c = &layer->config.router;
+    const size_t d = (size_t)c->d_model;
+    const size_t h = moei_router_hidden(c);
+    const size_t r = (size_t)c->cosine_dim;
+    const size_t numbers = d + 2 * (h > r ? h : r);
+    double *room = (double *)moei_alloc(&m->made.allocator, numbers, sizeof *room);
+    size_t i;
+    if (room == NULL) return MOE_ERR_MEMORY;
+    for (i = 0; i < p->call.n_tokens; i++) moei_ranges_score(layer, c, p->x + i * d, p->routing.u + i * d, room, range);
+    moei_free(&m->made.allocator, room, numbers * sizeof *room);
+    return MOE_OK;
+}
+
+static void moei_ranges_layer(const moe_layer *layer, const moe_layer_pass *p, moei_ranges *range) {
+    const moei_expert_run run = moei_expert_run_begin(layer, layer->config.expert);
+    const size_t n = p->call.n_tokens, experts = (size_t)layer->config.router.n_experts;
+    int node;
+    for (node = 0; node < MOE_NODE_COUNT; node++) {
+        if (run.needed >> node & 1u)
+            moei_range_rows(&range->node[node], p->node[node], p->routing.plan.offsets[experts], run.width[node],
+                            run.ld[node]);
+        moei_range_rows(&range->node[node], p->all[node], n * experts, run.width[node], run.width[node]);
+    }
+    moei_range_rows(&range->z, p->routing.logits, n, experts, experts);
+    moei_range_rows(&range->u, p->routing.u, n, (size_t)layer->config.router.d_model,
+                    (size_t)layer->config.router.d_model);
+    if (layer->config.n_shared > 0) {
+        const moei_expert_run shared = moei_expert_run_begin(layer, MOEI_SHARED);
+        for (node = 0; node < MOE_NODE_COUNT; node++)
+            if (shared.needed >> node & 1u)
+                moei_range_rows(&range->shared[node], p->shared[node], n, shared.width[node], shared.ld[node]);
+    }
+}
+
+static moe_status moei_ranges_batch(const moei_maker *m, const moe_net_pass *pass, double *input) {
+    size_t i, n = pass->n_tokens;
+    moe_status status = MOE_OK;
+    if (m->net->d_in > 0) moei_range_rows(input, pass->call.x, n, (size_t)m->net->d_in, (size_t)m->net->d_in);
+    for (i = 0; i < m->net->n_modules; i++) {
+        const moe_module *module = &m->net->modules[i];
+        const struct moe_module_pass *p = &pass->modules[i];
+        moei_ranges *range = &m->ranges[i];
+        moei_range_rows(&range->y, p->y, n, (size_t)module->d_out, (size_t)module->d_out);
+        if (moei_is_layer(module)) moei_ranges_layer(&module->layer, &p->layer, range);
+        if (module->kind == MOE_MODULE_MIXTURE) {
+            moei_ranges_weights(&module->layer, &p->layer, range);
+            if (status == MOE_OK) status = moei_ranges_router(m, &module->layer, &p->layer, range);
+        }
+        if (module->kind != MOE_MODULE_ATTENTION) continue;
+        moei_range_rows(&range->q, p->q, n, moei_attention_width(module), moei_attention_width(module));
+        moei_range_rows(&range->k, p->k, n, moei_attention_width(module), moei_attention_width(module));
+        moei_range_rows(&range->v, p->v, n, moei_attention_width(module), moei_attention_width(module));
+        moei_range_rows(&range->mixed, p->mixed, n, moei_attention_width(module), moei_attention_width(module));
+    }
+    return status;
+}
+
+enum { MOEI_CALIBRATION_ROWS = 256 };
+
+/* Runs the network over the calibration data, in batches. */
+static void moei_calibrate(moei_maker *m, double *input) {
+    const moe_data *data = m->config->calibration;
+    const size_t length = data->length > 0 ? data->length : 1;
+    const size_t batch = length >= MOEI_CALIBRATION_ROWS ? length : MOEI_CALIBRATION_ROWS / length * length;
+    int32_t starts[MOEI_CALIBRATION_ROWS + 1];
+    moe_net_pass pass;
+    moe_call call;
+    void *work = NULL;
+    size_t at, i, bytes = 0;
+    moe_status status = moe_net_work_size(m->net, batch, 1, &bytes);
+    if (status == MOE_OK && (work = moei_alloc(&m->made.allocator, bytes, 1)) == NULL) status = MOE_ERR_MEMORY;
+    for (at = 0; at < data->n && status == MOE_OK; at += call.n_tokens) {
+        memset(&call, 0, sizeof call);
+        call.n_tokens = data->n - at < batch ? data->n - at : batch;
+        call.keep = 1;
+        if (m->net->d_in > 0) call.x = data->x + at * (size_t)m->net->d_in;
+        if (data->token_ids != NULL) call.token_ids = data->token_ids + at;
+        call.n_sequences = call.n_tokens / length;
+        for (i = 0; i <= call.n_sequences && i <= MOEI_CALIBRATION_ROWS; i++) starts[i] = (int32_t)(i * length);
+        call.sequences = starts;
+        status = moe_net_forward(m->net, &call, work, bytes, &pass);
+        if (status == MOE_OK) status = moei_ranges_batch(m, &pass, input);
+    }
+    moei_free(&m->made.allocator, work, bytes);
+    if (status != MOE_OK) MOEI_MAKER_REFUSE(m, status, "calibration: %s", moe_status_text(status));
+    for (i = 0; i < m->net->n_modules; i++)
+        if (!moei_ranges_are_finite(&m->ranges[i]))
+            MOEI_MAKER_REFUSE(m, MOE_ERR_NONFINITE, "calibration: module %z computes an infinite number or NaN",
+                              i);
+}
+
+/* ---- >>operations: vectors at other scales ---- */
+
+/* y = x at another scale. */
+static uint32_t moei_rescale(moei_maker *m, uint32_t x, int limit, double scale) {
+    const moei_vector *v;
+    uint32_t y;
+    double ratio;
+    int shift;
+    moei_int_op op;
+    if (m->status != MOE_OK) return 0;
+    v = &m->vectors[x];
+    ratio = v->scale / (scale > 0 ? scale : 1);
+    shift = moei_shift_for(ratio, 0, 22);
+    if (shift < 0) {
+        moei_maker_fail(m, MOE_ERR_OVERFLOW);
+        return 0;
+    }
+    y = moei_vector_new(m, v->width, limit, scale, v->range);
+    op = moei_op(moei_int_op_rescale, m->vectors[x].width, 0, -limit, limit, shift);
+    op.factor = (int16_t)moei_nearest(ratio * ldexp(1.0, shift), 32767);
+    moei_op_append(m, op, x, x, y);
+    return y;
+}
+
+/* The vector itself if it is narrow, else a narrow copy. */
+static uint32_t moei_narrowed(moei_maker *m, uint32_t x) {
+    uint32_t y;
+    if (m->status != MOE_OK || m->vectors[x].limit == MOEI_NARROW) return x;
+    if (!m->inner && m->vectors[x].narrow != MOEI_INT_NONE) return m->vectors[x].narrow;
+    y = moei_rescale(m, x, MOEI_NARROW, m->vectors[x].range / MOEI_NARROW);
+    if (m->status == MOE_OK && !m->inner) m->vectors[x].narrow = y;
+    return y;
+}
+
+/* The vector itself if it is wide, else a wide copy with finer codes. */
+static uint32_t moei_widened(moei_maker *m, uint32_t x) {
+    if (m->status != MOE_OK || m->vectors[x].limit == MOEI_WIDE) return x;
+    return moei_rescale(m, x, MOEI_WIDE, m->vectors[x].scale / 128);
+}
+
+/* ---- products ---- */
+
+/* Weights [count][n,k] and biases [count][n] or NULL; offset is added to each bias. count > 1: the
+   matrices of experts, which share one operation. */
+typedef struct moei_matrix {
+    const moe_real *w, *bias;
+    size_t count, n, k;
+    double offset;
+} moei_matrix;
+
+static moei_matrix moei_matrix_of(const moe_real *w, const moe_real *bias, size_t count, size_t n, size_t k) {
+    moei_matrix x;
+    x.w = w;
+    x.bias = bias;
+    x.count = count;
+    x.n = n;
+    x.k = k;
+    x.offset = 0;
+    return x;
+}
+
+/* The bias of row i. */
+static double moei_matrix_bias(const moei_matrix *x, size_t i) {
+    return (x->bias != NULL ? (double)x->bias[i] : 0) + x->offset;
+}
+
+/* A quantized matrix: weight = code * scale of the row (int4: * factor of the block). */
+typedef struct moei_codes {
+    double *scale;     /* [count][n] */
+    signed char *code; /* [n][k] of one matrix */
+    uint16_t *block;   /* [n][blocks], int4 */
+    int32_t *bias;     /* [n] */
+    int16_t *factor;   /* [n] */
+    size_t blocks;
+    double max_scale; /* the largest row scale */
+} moei_codes;
+
+/* int4: the scale with the least squared error among candidates from 1/7 to 2/17 of the largest
+   magnitude. */
+static double moei_int4_scale(size_t n, const moe_real *w) {
+    double most = 0;
+    double best = 0;
+    double least = -1;
+    size_t i;
+    int step;
+    for (i = 0; i < n; i++)
+        if (fabs((double)w[i]) > most) most = fabs((double)w[i]);
+    if (!(most > 0)) return 0;
+    for (step = 0; step <= 6; step++) {
+        const double scale = most / (7.0 + 0.25 * step);
+        double error = 0;
+        for (i = 0; i < n; i++) {
+            double level = floor((double)w[i] / scale + 0.5), off;
+            if (level > 7) level = 7;
+            if (level < -8) level = -8;
+            off = level * scale - (double)w[i];
+            error += off * off;
+        }
+        if (least < 0 || error < least) {
+            least = error;
+            best = scale;
+        }
+    }
+    return best;
+}
+
+/* The largest factor of a block for which sums of k terms stay below 2^29. */
+static double moei_int4_max_factor(size_t k) {
+    const double most = 536870912.0 / (127.0 * 8.0 * (double)(k + 1));
+    return most < 4095 ? floor(most) : 4095;
+}
+
+/* The scale of a row, for which its largest weight and its bias fit. */
+static double moei_codes_row_scale(const moei_maker *m, const moe_real *w, size_t k, double bias, double in_scale) {
+    double scale = 0, least = fabs(bias) / (in_scale * 268435456.0);
+    size_t p;
+    if (m->weights == MOE_WEIGHTS_INT8) scale = (double)moei_weight_scale(MOE_TYPE_Q8, k, w);
+    else {
+        for (p = 0; p < k; p += MOEI_INT_BLOCK) {
+            const double block = moei_int4_scale(k - p < MOEI_INT_BLOCK ? k - p : (size_t)MOEI_INT_BLOCK, w + p);
+            if (block > scale) scale = block;
+        }
+        scale /= moei_int4_max_factor(k);
+    }
+    if (!(scale > 0)) scale = fabs(bias) / (in_scale * 65536.0);
+    return scale > least ? scale : least;
+}
+
+static void moei_codes_free(moei_maker *m, const moei_matrix *x, moei_codes *l) {
+    const moe_allocator *a = &m->made.allocator;
+    moei_free(a, l->scale, x->count * x->n * sizeof *l->scale);
+    moei_free(a, l->code, x->n * x->k);
+    moei_free(a, l->block, x->n * l->blocks * sizeof *l->block);
+    moei_free(a, l->bias, x->n * sizeof *l->bias);
+    moei_free(a, l->factor, x->n * sizeof *l->factor);
+}
+
+/* Computes the scales of all rows and allocates the codes of one matrix. */
+static void moei_codes_begin(moei_maker *m, const moei_matrix *x, double in_scale, moei_codes *l) {
+    const moe_allocator *a = &m->made.allocator;
+    size_t i;
+    memset(l, 0, sizeof *l);
+    l->blocks = x->k / MOEI_INT_BLOCK + (x->k % MOEI_INT_BLOCK > 0);
+    if (m->status != MOE_OK) return;
+    if (x->n > MOEI_INT_MAX_WIDTH || x->k > MOEI_INT_MAX_WIDTH) {
+        moei_maker_fail(m, MOE_ERR_OVERFLOW);
+        return;
+    }
+    l->scale = (double *)moei_alloc(a, x->count * x->n, sizeof *l->scale);
+    l->code = (signed char *)moei_alloc(a, x->n, x->k);
+    l->block = (uint16_t *)moei_alloc(a, x->n, l->blocks * sizeof *l->block);
+    l->bias = (int32_t *)moei_alloc(a, x->n, sizeof *l->bias);
+    l->factor = (int16_t *)moei_alloc(a, x->n, sizeof *l->factor);
+    if (l->scale == NULL || l->code == NULL || l->block == NULL || l->bias == NULL || l->factor == NULL) {
+        moei_maker_fail(m, MOE_ERR_MEMORY);
+        return;
+    }
+    for (i = 0; i < x->count * x->n; i++) {
+        l->scale[i] = moei_codes_row_scale(m, x->w + i * x->k, x->k, moei_matrix_bias(x, i), in_scale);
+        if (l->scale[i] > l->max_scale) l->max_scale = l->scale[i];
+    }
+}
+
+/* Quantizes one row; for int4 also computes its blocks' factors. */
+static void moei_codes_row(const moei_maker *m, const moei_matrix *x, const moe_real *w, double row, moei_codes *l,
+                           size_t j) {
+    size_t p, b;
+    for (b = 0; b < l->blocks; b++) {
+        const size_t from = b * MOEI_INT_BLOCK, end = from + MOEI_INT_BLOCK < x->k ? from + MOEI_INT_BLOCK : x->k;
+        double scale = row;
+        if (m->weights == MOE_WEIGHTS_INT4) {
+            l->block[j * l->blocks + b] =
+                (uint16_t)moei_nearest(row > 0 ? moei_int4_scale(end - from, w + from) / row : 0, 65535);
+            scale = row * l->block[j * l->blocks + b];
+        }
+        for (p = from; p < end; p++) {
+            double level = scale > 0 ? (double)w[p] / scale : 0;
+            if (m->weights == MOE_WEIGHTS_INT8)
+                l->code[j * x->k + p] = (signed char)(scale > 0 ? moei_code_of(MOE_TYPE_Q8, w[p], (moe_real)scale) : 0);
+            else l->code[j * x->k + p] = (signed char)(level < -8 ? -8 : moei_nearest(level < 7 ? level : 7, 8));
+        }
+    }
+}
+
+/* Packs the matrices into buffer, one after the other: sum * factor = float * unit, where unit is
+   2^bits / the scale of the result. Returns their offset; *size: the bytes of one. */
+static uint32_t moei_matrix_pack(moei_maker *m, const moei_matrix *x, moei_codes *l, double in_scale, double unit,
+                                 moe_buffer *buffer, size_t *size) {
+    const int int8 = m->weights == MOE_WEIGHTS_INT8;
+    const uint32_t at = (uint32_t)buffer->size;
+    unsigned char *bytes;
+    size_t e, j;
+    *size = int8 ? moei_int8_size(x->n, x->k) : moei_int4_size(x->n, x->k);
+    if (*size == 0) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    if (m->status != MOE_OK) return 0;
+    bytes = (unsigned char *)moei_alloc(&m->made.allocator, *size, 1);
+    if (bytes == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    for (e = 0; e < x->count && m->status == MOE_OK; e++) {
+        moe_status status;
+        for (j = 0; j < x->n; j++) {
+            const size_t i = e * x->n + j;
+            const double one = in_scale * l->scale[i];
+            moei_codes_row(m, x, x->w + i * x->k, l->scale[i], l, j);
+            l->bias[j] = one > 0 ? moei_nearest(moei_matrix_bias(x, i) / one, 536870911) : 0;
+            l->factor[j] = (int16_t)moei_nearest(one * unit, 32767);
+            if (l->factor[j] > 0) l->bias[j] += 32768 / l->factor[j]; /* makes >> 16 round to nearest */
+        }
+        status = int8 ? moei_int8_pack(x->n, x->k, l->code, x->k, l->bias, l->factor, bytes)
+                      : moei_int4_pack(x->n, x->k, l->code, x->k, l->bias, l->factor, l->block, bytes);
+        if (status != MOE_OK) moei_maker_fail(m, status);
+        (void)moei_constants(m, buffer, bytes, *size);
+    }
+    moei_free(&m->made.allocator, bytes, *size);
+    return at;
+}
+
+/* Packs the constants of a product: into those of the model, or for experts into a new piece of
+   their blocks. */
+static uint32_t moei_product_constants(moei_maker *m, const moei_matrix *x, moei_codes *l, double in_scale,
+                                       double unit) {
+    size_t size, at = 0, i;
+    m->counted += x->n * x->k;
+    if (!m->in_block) return moei_matrix_pack(m, x, l, in_scale, unit, &m->made.weights, &size);
+    (void)moei_matrix_pack(m, x, l, in_scale, unit, &m->pieces, &size);
+    for (i = 0; i < m->n_pieces; i++) at += m->piece[i];
+    m->piece[m->n_pieces++] = size;
+    return (uint32_t)at;
+}
+
+/* y = max(low, min(W x + b, high)) of a narrow vector. range: the largest |y|; limit: of its codes;
+   scale: that of y, or 0 to derive it from range. */
+static uint32_t moei_product_within(moei_maker *m, const moei_matrix *x, uint32_t in, int limit, double low,
+                                    double high, double range, double scale) {
+    moei_codes l;
+    moei_int_op op;
+    uint32_t out;
+    double in_scale;
+    int shift;
+    if (m->status != MOE_OK) return 0;
+    in_scale = m->vectors[in].scale;
+    moei_codes_begin(m, x, in_scale, &l);
+    /* a wide vector has headroom above the calibrated range; its codes need not be finer than the
+       sums */
+    if (!(scale > 0)) {
+        scale = limit == MOEI_NARROW ? range / limit : range * 1.25 / limit;
+        if (scale < in_scale * l.max_scale / 0.49) scale = in_scale * l.max_scale / 0.49;
+        if (!(scale > 1e-250)) scale = 1; /* 0, or so small that its inverse may be infinite */
+    }
+    shift = moei_shift_for(in_scale * l.max_scale / scale, 16, 15);
+    out = moei_vector_new(m, x->n, limit, scale, range);
+    op = moei_op(m->weights == MOE_WEIGHTS_INT8 ? moei_int_op_int8 : moei_int_op_int4, x->n, x->k,
+                 (int)moei_nearest(low / scale, limit), (int)moei_nearest(high / scale, limit), shift < 0 ? 0 : shift);
+    op.at = moei_product_constants(m, x, &l, in_scale, ldexp(1.0, 16 + op.shape.shift) / scale);
+    moei_codes_free(m, x, &l);
+    moei_op_append(m, op, in, in, out);
+    return out;
+}
+
+/* y = W x + b, or with relu max(W x + b, 0). */
+static uint32_t moei_product(moei_maker *m, const moei_matrix *x, uint32_t in, int limit, int relu, double range,
+                             double scale) {
+    return moei_product_within(m, x, in, limit, relu ? 0 : -HUGE_VAL, HUGE_VAL, range, scale);
+}
+
+/* sum += weight (W x + b): the last product of an expert. The unit of a sum is scale / 2^shift,
+   that of a weight 2^(bits - 15). */
+static void moei_product_add(moei_maker *m, const moei_matrix *x, uint32_t in, int bits, double scale, int shift,
+                             uint32_t sum) {
+    moei_codes l;
+    moei_int_op op;
+    if (m->status != MOE_OK) return;
+    moei_codes_begin(m, x, m->vectors[in].scale, &l);
+    op = moei_op(m->weights == MOE_WEIGHTS_INT8 ? moei_int_op_int8_add : moei_int_op_int4_add, x->n, x->k, 0, 0, 0);
+    op.at = moei_product_constants(m, x, &l, m->vectors[in].scale, ldexp(1.0, 17 + bits + shift) / scale);
+    moei_codes_free(m, x, &l);
+    moei_op_append(m, op, in, in, sum);
+}
+
+/* The largest row scale of a matrix, which determines the units of a sum. */
+static double moei_matrix_max_scale(moei_maker *m, const moei_matrix *x, double in_scale) {
+    double most = 0, row;
+    size_t i;
+    for (i = 0; i < x->count * x->n; i++) {
+        row = moei_codes_row_scale(m, x->w + i * x->k, x->k, moei_matrix_bias(x, i), in_scale);
+        if (row > most) most = row;
+    }
+    return most * in_scale;
+}
+
+/* ---- elementwise operations ---- */
+
+enum { MOEI_SOFTPLUS = MOE_ACT_COUNT }; /* an additional function of curves */
+
+/* y = act(alpha x) / alpha, x wide. The curve has y at 65 points. */
+static uint32_t moei_curve_of(moei_maker *m, int act, double alpha, uint32_t in, int limit, double scale,
+                              double range) {
+    const double fine = limit == MOEI_NARROW ? 256 : 1;
+    unsigned char points[65 * 2];
+    moei_int_op op;
+    uint32_t out;
+    int i;
+    if (m->status != MOE_OK) return 0;
+    for (i = 0; i <= 64; i++) {
+        moe_real x = (moe_real)(((double)i * 1024 - 32768) * m->vectors[in].scale * alpha), y;
+        if (act == MOEI_SOFTPLUS) y = moei_softplus(x);
+        else moe_activate(NULL, act, 1, &x, &y);
+        moei_put_16_le(points + 2 * i, moei_nearest((double)y / alpha / (scale > 0 ? scale : 1) * fine, 32767));
+    }
+    out = moei_vector_new(m, m->vectors[in].width, limit, scale, range);
+    op = moei_op(moei_int_op_curve, m->vectors[in].width, 0, -limit, limit, limit == MOEI_NARROW ? 8 : 0);
+    op.at = moei_constants(m, &m->made.weights, points, sizeof points);
+    moei_op_append(m, op, in, in, out);
+    return out;
+}
+
+static uint32_t moei_curve(moei_maker *m, int act, uint32_t in, int limit, double scale, double range) {
+    return moei_curve_of(m, act, 1, in, limit, scale, range);
+}
+
+/* y = act(alpha gate) / alpha * up, narrow. The scale of the curve is chosen to give y its
+   scale. */
+static uint32_t moei_gated_product(moei_maker *m, int act, double alpha, uint32_t gate, uint32_t up, double act_range,
+                                   double range) {
+    double scale = range / MOEI_NARROW, finest, fine;
+    int shift = 0;
+    uint32_t curved, out;
+    if (m->status != MOE_OK) return 0;
+    if (!(scale > 0)) scale = 1;
+    finest = (act_range > 0 ? act_range : 1) * 1.1 / MOEI_WIDE * m->vectors[up].scale;
+    while (shift < 30 && ldexp(finest, shift + 1) <= scale) shift++;
+    fine = scale / ldexp(m->vectors[up].scale, shift);
+    curved = moei_curve_of(m, act, alpha, gate, MOEI_WIDE, fine, act_range);
+    if (m->status != MOE_OK) return 0;
+    out = moei_vector_new(m, m->vectors[up].width, MOEI_NARROW, scale, range);
+    moei_op_append(m, moei_op(moei_int_op_multiply, m->vectors[up].width, 0, -MOEI_NARROW, MOEI_NARROW, shift), curved,
+                   up, out);
+    return out;
+}
+
+/* y = a + b, wide. */
+static uint32_t moei_added(moei_maker *m, uint32_t a, uint32_t b, double range) {
+    double scale, most;
+    uint32_t out;
+    moei_int_op op;
+    int shift = 14;
+    a = moei_widened(m, a);
+    b = moei_widened(m, b);
+    if (m->status != MOE_OK) return 0;
+    scale = range * 1.25 / MOEI_WIDE;
+    most = m->vectors[a].scale > m->vectors[b].scale ? m->vectors[a].scale : m->vectors[b].scale;
+    if (!(scale > most / 64)) scale = most / 64;
+    while (shift > 0 && ldexp(most / scale, shift) > 16383) shift--;
+    out = moei_vector_new(m, m->vectors[a].width, MOEI_WIDE, scale, range);
+    op = moei_op(moei_int_op_add, m->vectors[out].width, 0, -MOEI_WIDE, MOEI_WIDE, shift);
+    op.factor = (int16_t)moei_nearest(ldexp(m->vectors[a].scale / scale, shift), 16383);
+    op.factor2 = (int16_t)moei_nearest(ldexp(m->vectors[b].scale / scale, shift), 16383);
+    moei_op_append(m, op, a, b, out);
+    return out;
+}
+
+/* ---- experts ---- */
+
+/* The destination of the last product of an expert: a sum, or, with sum = MOEI_INT_NONE, a vector
+   of its own. */
+typedef struct moei_sum_units {
+    uint32_t sum;
+    int via_vector; /* 1: through a vector, whose codes are finer */
+    int bits, shift, limit;
+    double scale, range;
+} moei_sum_units;
+
+/* The matrix of the last product of an expert run. */
+static moei_matrix moei_last_matrix(const moei_expert_run *run, size_t count) {
+    const moei_step *step = &run->kind->steps[run->kind->n_steps - 1];
+    return moei_matrix_of(run->layer->tensors[step->weight], step->bias < 0 ? NULL : run->layer->tensors[step->bias],
+                          count, run->width[MOE_NODE_OUTPUT], run->width[step->from]);
+}
+
+/* Whether the activation of this product is relu and nothing else reads the product. */
+static int moei_step_is_relu(const moei_expert_run *run, const moei_step *step) {
+    return run->act == MOE_ACT_RELU && step[1].op == MOEI_STEP_ACT && step[1].from == step->to &&
+           step + 1 < run->kind->steps + run->kind->n_steps;
+}
+
+/* The range of a shaped expert's gate that matters: up to its limit, and down to where silu is
+   practically 0. */
+static double moei_gate_range(const moei_expert_run *run, double range) {
+    const double most =
+        run->shaped && (double)run->limit < 16 / (double)run->alpha ? 16 / (double)run->alpha : (double)run->limit;
+    return run->shaped && range > most ? most : range;
+}
+
+/* The input of a shaped gate: min(g, L), or max(-L, min(u, L)) + offset. Nothing else reads it. */
+static uint32_t moei_shaped_product(moei_maker *m, const moei_expert_run *run, int node, moei_matrix w, uint32_t in,
+                                    double range) {
+    const double limit = (double)run->limit, offset = (double)run->offset;
+    if (node == MOE_NODE_GATE)
+        return moei_product_within(m, &w, in, MOEI_WIDE, -HUGE_VAL, limit, moei_gate_range(run, range), 0);
+    w.offset = offset;
+    return moei_product_within(m, &w, in, MOEI_WIDE, offset - limit, offset + limit,
+                               (range < limit ? range : limit) + fabs(offset), 0);
+}
+
+/* Appends all operations of an expert run but the last; returns the input of the last. x is narrow.
+   node receives the vectors of all activations; run->needed names those that are required. */
+static uint32_t moei_expert_hidden(moei_maker *m, const moei_expert_run *run, size_t count, uint32_t x,
+                                   const double *range, uint32_t *node) {
+    const int fuses =
+        moei_scored_activation(&run->layer->config) != MOE_NODE_GATE; /* the product itself is not read */
+    const double alpha = run->shaped ? (double)run->alpha : 1;
+    uint32_t from = x;
+    int i, j;
+    for (i = 0; i < MOE_NODE_COUNT; i++) node[i] = MOEI_INT_NONE;
+    for (i = 0; i < run->kind->n_steps - 1; i++) {
+        const moei_step *step = &run->kind->steps[i];
+        moei_matrix w;
+        if (!(run->needed >> step->to & 1u) || node[step->to] != MOEI_INT_NONE) continue;
+        from = step->from == MOEI_X ? x : node[step->from];
+        if (step->op == MOEI_STEP_ACT)
+            node[step->to] =
+                moei_curve_of(m, run->act, alpha, from, MOEI_NARROW, range[step->to] / MOEI_NARROW, range[step->to]);
+        else if (step->op == MOEI_STEP_GATED)
+            node[step->to] = moei_gated_product(m, run->act, alpha, from, node[step->second],
+                                                moei_gate_range(run, range[step->from]), range[step->to]);
+        else {
+            w = moei_matrix_of(run->layer->tensors[step->weight],
+                               step->bias < 0 ? NULL : run->layer->tensors[step->bias], count, run->width[step->to],
+                               run->width[step->from]);
+            if (fuses && moei_step_is_relu(run, step))
+                node[step[1].to] = moei_product(m, &w, from, MOEI_NARROW, 1, range[step[1].to], 0);
+            else if (run->shaped) node[step->to] = moei_shaped_product(m, run, step->to, w, from, range[step->to]);
+            else
+                node[step->to] = moei_product(m, &w, from, step->to == MOE_NODE_LOW ? MOEI_NARROW : MOEI_WIDE, 0,
+                                              range[step->to], 0);
+        }
+    }
+    j = run->kind->steps[run->kind->n_steps - 1].from;
+    return j == MOEI_X ? x : node[j];
+}
+
+/* The least scale of a wide vector for W x + b with results up to range. */
+static double moei_wide_scale(moei_maker *m, const moei_matrix *x, double in_scale, double range) {
+    const double scale = range * 1.25 / MOEI_WIDE, finest = moei_matrix_max_scale(m, x, in_scale) / 0.49;
+    return scale > finest ? scale : finest > 0 ? finest : 1;
+}
+
+/* The shift that converts weight * code of a vector with a scale of at least `least` to the units
+   of the sum. Negative: these units are too fine. */
+static int moei_sum_shift(const moei_sum_units *to, int bits, double least) {
+    const int shift = (int)floor(log(ldexp(to->scale, 15 - bits - to->shift) / least) / log(2.0));
+    return shift < 30 ? shift : 30;
+}
+
+/* sum += weight (W x + b), through a wide vector, which is returned. */
+static uint32_t moei_product_accumulate(moei_maker *m, const moei_matrix *x, uint32_t in, const moei_sum_units *to,
+                                        double range) {
+    uint32_t y;
+    int shift;
+    if (m->status != MOE_OK) return 0;
+    shift = moei_sum_shift(to, to->bits, moei_wide_scale(m, x, m->vectors[in].scale, range));
+    if (shift < 0) {
+        moei_maker_fail(m, MOE_ERR_OVERFLOW);
+        return 0;
+    }
+    y = moei_product(m, x, in, MOEI_WIDE, 0, range, ldexp(to->scale, 15 - to->bits - to->shift - shift));
+    moei_op_append(m, moei_op(moei_int_op_accumulate, x->n, 0, 0, 0, shift), y, y, to->sum);
+    return y;
+}
+
+/* Appends all operations of an expert run. range: of their outputs. */
+static uint32_t moei_expert_ops(moei_maker *m, const moei_expert_run *run, size_t count, uint32_t hidden,
+                                const moei_sum_units *to, double range) {
+    moei_matrix last = moei_last_matrix(run, count);
+    if (to->sum == MOEI_INT_NONE) return moei_product(m, &last, hidden, to->limit, 0, to->range, 0);
+    if (to->via_vector) return moei_product_accumulate(m, &last, hidden, to, range);
+    moei_product_add(m, &last, hidden, to->bits, to->scale, to->shift, to->sum);
+    return to->sum;
+}
+
+/* The largest magnitude of a matrix times a narrow vector. */
+static double moei_matrix_bound(const moei_matrix *x, double in_scale) {
+    double most = 0;
+    size_t i, p;
+    for (i = 0; i < x->count * x->n; i++) {
+        double sum = fabs(moei_matrix_bias(x, i));
+        for (p = 0; p < x->k; p++) sum += 127.0 * in_scale * fabs((double)x->w[i * x->k + p]);
+        if (sum > most) most = sum;
+    }
+    return most;
+}
+
+/* ---- >>routers: a configuration as an integer router ---- */
+
+typedef struct moei_int_router_plan {
+    moei_int_router router; /* its offsets are relative to the start of the table */
+    moe_real z_scale;       /* logit = z * z_scale, within +-32767 */
+    moe_real weight_scale;  /* weight = code / 32768 * weight_scale, a power of two */
+    size_t table_size;      /* bytes of the table, a multiple of 4; 0: none */
+    int needs_logits;       /* 0: no stage reads z */
+} moei_int_router_plan;
+
+typedef struct moei_ir_gate_row {
+    int value; /* MOE_GATE_ */
+    moei_int_gate *gate;
+    moei_int_gate *share; /* for quotients */
+} moei_ir_gate_row;
+
+typedef struct moei_ir_select_row {
+    int value; /* MOE_SELECT_ */
+    moei_int_select *select;
+    int takes_all; /* 1: up to E experts, else K */
+} moei_ir_select_row;
+
+typedef struct moei_ir_weight_row {
+    int value; /* MOE_WEIGHT_ */
+    moei_int_weight *weight;
+    int reads; /* 0 nothing, 1 z only, 2 values of the gate, 3 their quotients */
+} moei_ir_weight_row;
+
+/* The values that have an integer form; the last row stands for all others. */
+static const moei_ir_gate_row moei_ir_gates[] = {
+    {MOE_GATE_SOFTMAX, moei_int_gate_softmax, moei_int_share_softmax},
+    {MOE_GATE_SIGMOID, moei_int_gate_sigmoid, moei_int_share_sigmoid},
+    {MOE_GATE_SQRT_SOFTPLUS, moei_int_gate_sqrt_softplus, moei_int_share_sqrt_softplus},
+    {MOE_GATE_RELU, moei_int_gate_relu, moei_int_gate_relu},
+    {MOE_GATE_IDENTITY, moei_int_gate_logits, moei_int_gate_logits},
+    {-1, NULL, NULL}};
+
+/* The integer form of each selection, for one token outside training. */
+static const moei_ir_select_row moei_ir_selects[] = {{MOE_SELECT_TOP_K, moei_int_select_top_k, 0},
+                                                     {MOE_SELECT_DENSE, moei_int_select_top_k, 1},
+                                                     {MOE_SELECT_GROUPED_TOP_K, moei_int_select_grouped, 0},
+                                                     {MOE_SELECT_TOP_P, moei_int_select_top_p, 1},
+                                                     {MOE_SELECT_THRESHOLD, moei_int_select_threshold, 1},
+                                                     {MOE_SELECT_POSITIVE, moei_int_select_threshold, 1},
+                                                     {MOE_SELECT_HASH, moei_int_select_hash, 0},
+                                                     {MOE_SELECT_SINKHORN, moei_int_select_top_k, 0},
+                                                     {MOE_SELECT_SAMPLE, moei_int_select_top_k, 0},
+                                                     {MOE_SELECT_BALANCED, moei_int_select_top_k, 0},
+                                                     {-1, NULL, 0}};
+
+static const moei_ir_weight_row moei_ir_weights[] = {{MOE_WEIGHT_SUM, moei_int_weight_sum, 3},
+                                                     {MOE_WEIGHT_SOFTMAX, moei_int_weight_sum, 1},
+                                                     {MOE_WEIGHT_RAW, moei_int_weight_raw, 2},
+                                                     {MOE_WEIGHT_P_NORM, moei_int_weight_norm, 3},
+                                                     {MOE_WEIGHT_UNIFORM, moei_int_weight_uniform, 0},
+                                                     {MOE_WEIGHT_ONE, moei_int_weight_one, 0},
+                                                     {MOE_WEIGHT_SPARSEMIXER, moei_int_weight_sparsemixer, 1},
+                                                     {-1, NULL, 0}};
+
+/* The row of a value; the last one if it has none. */
+static const moei_ir_gate_row *moei_ir_gate_of(int value) {
+    const moei_ir_gate_row *row = moei_ir_gates;
+    while (row->value >= 0 && row->value != value) row++;
+    return row;
+}
+
+static const moei_ir_select_row *moei_ir_select_of(int value) {
+    const moei_ir_select_row *row = moei_ir_selects;
+    while (row->value >= 0 && row->value != value) row++;
+    return row;
+}
+
+static const moei_ir_weight_row *moei_ir_weight_row_of(int value) {
+    const moei_ir_weight_row *row = moei_ir_weights;
+    while (row->value >= 0 && row->value != value) row++;
+    return row;
+}
+
+/* A plan under construction. */
+typedef struct moei_ir_planner {
+    const moe_router_config *c; /* at the current step */
+    const moe_real *const *tensors;
+    moe_error *error;
+    moei_int_router_plan made;
+    unsigned char *table; /* NULL: only counted */
+    int weight;           /* MOE_WEIGHT_ of a single token */
+    int by_logits;        /* selection reads z */
+    int biased;
+    int most;              /* experts that a token may take */
+    double z_unit, p_unit; /* real value of a unit of z, and of what selection reads */
+} moei_ir_planner;
+
+static moe_status moei_ir_refuse(const moei_ir_planner *s, const char *name, const char *why) {
+    char value[40];
+    moe_field_text(moe_field_find(moei_router_fields, name), s->c, value, sizeof value);
+    return moei_error(s->error, MOE_ERR_UNSUPPORTED, "%s = %s has no integer form%s; use weights = float",
+                      name, value, why);
+}
+
+static int moei_ir_is(moe_real a, double b) { return !((double)a < b) && !((double)a > b); }
+
+static moe_status moei_ir_supported(const moei_ir_planner *s, int frozen) {
+    const moe_router_config *c = s->c;
+    if (c->n_experts > MOEI_INT_EXPERTS) return moei_ir_refuse(s, "n_experts", ": at most 256");
+    if (moei_ir_select_of(c->select)->select == NULL) return moei_ir_refuse(s, "select", "");
+    if (moei_ir_gate_of(c->gate)->gate == NULL) return moei_ir_refuse(s, "gate", "");
+    if (moei_ir_weight_row_of(c->weight)->weight == NULL) return moei_ir_refuse(s, "weight", "");
+    if (c->refine != MOE_REFINE_NONE) return moei_ir_refuse(s, "refine", "");
+    if (c->student && frozen) return moei_ir_refuse(s, "student", "");
+    if (c->weight == MOE_WEIGHT_P_NORM && !moei_ir_is(c->weight_p, 1.0) && !moei_ir_is(c->weight_p, 2.0))
+        return moei_ir_refuse(s, "weight_p", ": only 1 and 2 have");
+    if (c->renormalize == MOE_RENORMALIZE_AFTER && (c->expert_scale || c->weight == MOE_WEIGHT_SPARSEMIXER))
+        return moei_ir_refuse(s, "renormalize", " with these weights");
+    return MOE_OK;
+}
+
+/* The weight stage of a single token. Capacity drops nothing of it, so renormalize = after divides
+   by the sum of all its weights. */
+static int moei_ir_weight_of(const moe_router_config *c) {
+    int after = c->renormalize == MOE_RENORMALIZE_AFTER;
+    if (c->weight == MOE_WEIGHT_P_NORM && (after || moei_ir_is(c->weight_p, 1.0))) return MOE_WEIGHT_SUM;
+    if (c->weight == MOE_WEIGHT_RAW && after) return MOE_WEIGHT_SUM;
+    if (c->weight == MOE_WEIGHT_ONE && after) return MOE_WEIGHT_UNIFORM;
+    return c->weight;
+}
+
+/* Whether selection can read z, which orders the experts as p does, and more finely. Sums of p, the
+   softmax against a threshold, and a bias need p. */
+static int moei_ir_selects_by_logits(const moei_ir_planner *s) {
+    const moe_router_config *c = s->c;
+    if (c->weight == MOE_WEIGHT_SPARSEMIXER || c->select == MOE_SELECT_SINKHORN || c->select == MOE_SELECT_BALANCED)
+        return 1;
+    if (s->biased) return 0;
+    if (c->gate == MOE_GATE_IDENTITY) return 1;
+    if (!(moei_gate_flags[c->gate] & MOEI_GATE_RISES) || c->select == MOE_SELECT_TOP_P) return 0;
+    if (c->select == MOE_SELECT_GROUPED_TOP_K) return c->group_score == MOE_GROUP_MAX;
+    return c->select != MOE_SELECT_THRESHOLD || c->gate != MOE_GATE_SOFTMAX;
+}
+
+/* The temperature of the octaves that a stage with this gate needs; 0: any scale works. */
+static double moei_ir_temperature(const moe_router_config *c, int gate) {
+    if (gate == MOE_GATE_SQRT_SOFTPLUS) return 1.0;
+    return gate == MOE_GATE_SOFTMAX || gate == MOE_GATE_SIGMOID ? (double)c->gate_temperature : 0.0;
+}
+
+/* Sets z_unit and z_bits as fine as 5/4 of the largest logit allows. */
+static moe_status moei_ir_scale_z(moei_ir_planner *s, double logit_most) {
+    const moe_router_config *c = s->c;
+    const int reads = moei_ir_weight_row_of(s->weight)->reads;
+    double keys = s->by_logits || s->made.router.gate == NULL ? 0.0 : moei_ir_temperature(c, c->gate), octaves;
+    double weights = reads == 0   ? 0.0
+                     : reads == 1 ? 1.0
+                                  : moei_ir_temperature(c, c->gate),
+           room = 32767.0 / (1.25 * (logit_most > 0.0 ? logit_most : 1.0));
+    int bits = 0, most = c->gate == MOE_GATE_SQRT_SOFTPLUS ? 14 : 27;
+    if (keys > 0.0 && weights > 0.0 && (keys < weights || keys > weights))
+        return moei_ir_refuse(s, "gate_temperature",
+                              " with weights that read logits without it: z would need two scales");
+    octaves = (keys > 0.0 ? keys : weights) * 0.69314718055994531;
+    if (octaves > 0.0) {
+        if (room * octaves < 1.0)
+            return moei_error(
+                s->error, MOE_ERR_UNSUPPORTED,
+                "gate_temperature = %g: logits up to %g have no integer form; use weights = float",
+                (double)c->gate_temperature, logit_most);
+        while (bits < most && ldexp(1.0, bits + 1) <= room * octaves) bits++;
+        if (c->gate == MOE_GATE_SQRT_SOFTPLUS) bits -= bits % 2;
+        s->made.router.z_bits = (uint8_t)bits;
+        s->z_unit = ldexp(octaves, -bits);
+        return MOE_OK;
+    }
+    for (bits = -100; bits < 100 && ldexp(1.0, bits + 1) <= room; bits++) {
+    }
+    s->z_unit = ldexp(1.0, -bits);
+    return MOE_OK;
+}
+
+/* The float value of a unit of p. */
+static double moei_ir_unit(const moei_ir_planner *s, int gate) {
+    switch (gate) {
+    case MOE_GATE_SOFTMAX:
+    case MOE_GATE_SIGMOID: return ldexp(1.0, -20);
+    case MOE_GATE_SQRT_SOFTPLUS: return ldexp(0.83255461115769776, -(8 + s->made.router.z_bits / 2)); /* sqrt(ln 2) */
+    default: return s->z_unit / 256.0;
+    }
+}
+
+/* The logit at which a gate has the value p. */
+static double moei_ir_inverse(const moe_router_config *c, double p) {
+    switch (c->gate) {
+    case MOE_GATE_SIGMOID:
+        return p <= 0.0 ? -1e300 : p >= 1.0 ? 1e300 : log(p / (1.0 - p)) * (double)c->gate_temperature;
+    case MOE_GATE_SQRT_SOFTPLUS: return p < 0.0 ? -1e300 : p > 6.0 ? p * p : log(exp(p * p) - 1.0);
+    default: return p;
+    }
+}
+
+static int32_t moei_ir_floor(double v) {
+    const double most = 1073741823.0;
+    return (int32_t)(v > most ? most : v > -most ? floor(v) : -most);
+}
+
+/* A new piece of the table; NULL while sizes are only counted. */
+static unsigned char *moei_ir_piece(moei_ir_planner *s, size_t bytes, uint32_t *offset) {
+    *offset = (uint32_t)s->made.table_size;
+    s->made.table_size += (bytes + 3) & ~(size_t)3;
+    return s->table != NULL ? s->table + *offset : NULL;
+}
+
+static moe_status moei_ir_missing(const moei_ir_planner *s, const char *name) {
+    return moei_error(s->error, MOE_ERR_ARGUMENT, "%s is missing or not finite", name);
+}
+
+static int moei_ir_has(const moei_ir_planner *s, int slot, size_t count) {
+    size_t i;
+    for (i = 0; i < count && s->tensors[slot] != NULL; i++)
+        if (!moe_is_finite(s->tensors[slot][i])) return 0;
+    return s->tensors[slot] != NULL;
+}
+
+static moe_status moei_ir_put_bias(moei_ir_planner *s) {
+    const size_t n = (size_t)s->c->n_experts;
+    const moe_real *bias = s->tensors[MOE_ROUTER_SELECTION_BIAS];
+    unsigned char *to;
+    size_t e;
+    if (!s->biased) return MOE_OK;
+    if (!moei_ir_has(s, MOE_ROUTER_SELECTION_BIAS, n)) return moei_ir_missing(s, "router.selection_bias");
+    to = moei_ir_piece(s, 4 * n, &s->made.router.bias);
+    for (e = 0; e < n; e++) {
+        const double v = floor((double)bias[e] / s->p_unit + 0.5);
+        if (fabs(v) > 268435456.0) /* 2^28: sums fit in 32 bits and stay above the marker of excluded experts */
+            return moei_error(s->error, MOE_ERR_UNSUPPORTED,
+                              "selection_bias = 1: router.selection_bias[%d] = %g is too large for integers; "
+                              "use weights = float",
+                              (int)e, (double)bias[e]);
+        if (to != NULL) (void)moei_int_put(to + 4 * e, (uint32_t)(int32_t)v, 4);
+    }
+    return MOE_OK;
+}
+
+/* theta of expert e in units of what selection reads. */
+static int32_t moei_ir_theta(const moei_ir_planner *s, size_t e) {
+    const moe_router_config *c = s->c;
+    const double raw = c->threshold_learned ? (double)s->tensors[MOE_ROUTER_THRESHOLD][e] : (double)c->threshold;
+    if (s->by_logits && c->threshold_sigmoid && c->gate == MOE_GATE_SIGMOID)
+        return moei_ir_floor(raw * (double)c->gate_temperature / s->p_unit);
+    if (s->by_logits)
+        return moei_ir_floor(moei_ir_inverse(c, c->threshold_sigmoid ? 1.0 / (1.0 + exp(-raw)) : raw) / s->p_unit);
+    return moei_ir_floor((c->threshold_sigmoid ? 1.0 / (1.0 + exp(-raw)) : raw) / s->p_unit);
+}
+
+static moe_status moei_ir_put_thresholds(moei_ir_planner *s) {
+    const moe_router_config *c = s->c;
+    moei_int_router *r = &s->made.router;
+    const size_t n = (size_t)c->n_experts;
+    unsigned char *to;
+    size_t e;
+    if (c->select == MOE_SELECT_TOP_P) r->threshold = moei_ir_floor((double)c->top_p / s->p_unit);
+    if (s->weight == MOE_WEIGHT_SPARSEMIXER)
+        r->threshold =
+            moei_ir_floor((double)c->sparsemixer_eps < 1.0 ? (double)c->sparsemixer_eps * 131072.0 + 0.5 : 131072.0);
+    if (c->select != MOE_SELECT_THRESHOLD) return MOE_OK;
+    if (c->threshold_fallback != MOE_FALLBACK_NEVER) r->flags |= (uint8_t)MOEI_INT_FALLBACK;
+    if (!c->threshold_learned) {
+        r->threshold = moei_ir_theta(s, 0);
+        return MOE_OK;
+    }
+    if (!moei_ir_has(s, MOE_ROUTER_THRESHOLD, n)) return moei_ir_missing(s, "router.threshold");
+    to = moei_ir_piece(s, 4 * n, &r->thresholds);
+    for (e = 0; e < n && to != NULL; e++) (void)moei_int_put(to + 4 * e, (uint32_t)moei_ir_theta(s, e), 4);
+    return MOE_OK;
+}
+
+/* Sets weight_scale and the factors of moei_int_scale_weights: a weight of 32768 means unit, which
+   with the configuration's factors is unit * scale * expert_scale. */
+static moe_status moei_ir_put_scales(moei_ir_planner *s, double unit) {
+    const moe_router_config *c = s->c;
+    moei_int_router *r = &s->made.router;
+    const size_t n = c->expert_scale ? (size_t)c->n_experts : 1;
+    const moe_real *own = s->tensors[MOE_ROUTER_EXPERT_SCALE];
+    unsigned char *to = NULL;
+    double most = 0.0, factor;
+    int power;
+    size_t e;
+    if (c->expert_scale && !moei_ir_has(s, MOE_ROUTER_EXPERT_SCALE, n))
+        return moei_ir_missing(s, "router.expert_scale");
+    unit *= (double)c->scale;
+    for (e = 0; e < n; e++) {
+        factor = fabs(c->expert_scale ? unit * (double)own[e] : unit);
+        if (factor > most) most = factor;
+    }
+    factor = frexp(most, &power); /* in [1/2, 1), or 0 */
+    if (factor <= 0.5) power--;
+    if (power > 126)
+        return moei_error(s->error, MOE_ERR_ARGUMENT,
+                          "scale and router.expert_scale: weights up to %g are too large for integers", most);
+    if (power < -126) power = -126; /* so small that all of them may be 0 */
+    s->made.weight_scale = (moe_real)ldexp(1.0, most > 0.0 ? power : 0);
+    if (!c->expert_scale && unit > 0.0 && factor <= 0.5) return MOE_OK;
+    r->scale = moei_int_scale_weights;
+    if (c->expert_scale) to = moei_ir_piece(s, 2 * n, &r->scales);
+    for (e = 0; e < n; e++) {
+        const double v =
+            floor((c->expert_scale ? unit * (double)own[e] : unit) / (double)s->made.weight_scale * 32768.0 + 0.5);
+        const int32_t level = (int32_t)(v > 32767.0 ? 32767.0 : v < -32767.0 ? -32767.0 : v);
+        if (!c->expert_scale) r->factor = (int16_t)level;
+        else if (to != NULL) (void)moei_int_put(to + 2 * e, (uint32_t)level, 2);
+    }
+    return MOE_OK;
+}
+
+static moe_status moei_ir_put_hash(moei_ir_planner *s) {
+    const moe_router_config *c = s->c;
+    const moe_real *table = s->tensors[MOE_ROUTER_TABLE];
+    const size_t k = (size_t)c->top_k;
+    unsigned char *to;
+    size_t i, other, count = 0;
+    if (c->select != MOE_SELECT_HASH) return MOE_OK;
+    if (!moei_mul((size_t)c->table_size, k, &count) || count > INT32_MAX / 2)
+        return moei_error(s->error, MOE_ERR_OVERFLOW,
+                          "table_size = %d: a table of %d experts for each token id is too large", c->table_size,
+                          c->top_k);
+    if (!moei_ir_has(s, MOE_ROUTER_TABLE, count)) return moei_ir_missing(s, "router.table");
+    s->made.router.tokens = c->table_size;
+    to = moei_ir_piece(s, count, &s->made.router.table);
+    for (i = 0; i < count; i++) {
+        int good = table[i] >= MOEI_R(0.0) && table[i] < (moe_real)c->n_experts &&
+                   moei_ir_is(table[i], floor((double)table[i]));
+        for (other = i - i % k; other < i && good; other++) good = !moei_ir_is(table[i], (double)table[other]);
+        if (!good)
+            return moei_error(s->error, MOE_ERR_ARGUMENT, "router.table[%z] = %g: not an expert, or a duplicate", i,
+                              (double)table[i]);
+        if (to != NULL) (void)moei_int_put(to + i, (uint32_t)table[i], 1);
+    }
+    return MOE_OK;
+}
+
+static void moei_ir_plan_select(moei_ir_planner *s) {
+    const moe_router_config *c = s->c;
+    const moei_ir_select_row *row = moei_ir_select_of(c->select);
+    const moei_ir_gate_row *gate = moei_ir_gate_of(s->by_logits ? (int)MOE_GATE_IDENTITY : c->gate);
+    const int monotone = (moei_gate_flags[c->gate] & MOEI_GATE_RISES) != 0;
+    moei_int_router *r = &s->made.router;
+    if (c->select == MOE_SELECT_POSITIVE && monotone)
+        row = moei_ir_select_of(MOE_SELECT_DENSE); /* these gates are always positive */
+    r->gate = gate->gate;
+    r->select = row->select;
+    s->most = row->takes_all ? c->n_experts : c->top_k;
+    r->top_k = (uint16_t)s->most;
+    if (r->select == moei_int_select_top_k && s->by_logits) {
+        r->select = moei_int_select_logits;
+        r->gate = NULL;
+    }
+    if (c->select == MOE_SELECT_HASH && moei_ir_weight_row_of(s->weight)->reads == 0)
+        r->gate = NULL; /* the order does not matter */
+    if (c->select == MOE_SELECT_GROUPED_TOP_K) {
+        r->groups = (uint16_t)c->groups;
+        r->groups_kept = (uint16_t)c->groups_kept;
+        if (c->group_score == MOE_GROUP_TOP2_SUM) r->flags |= (uint8_t)MOEI_INT_TOP2_SUM;
+        if (c->groups_kept > s->most) s->most = c->groups_kept;
+    }
+}
+
+/* Plans the weight stage; returns the value of a weight of 32768. */
+static double moei_ir_plan_weight(moei_ir_planner *s) {
+    const moe_router_config *c = s->c;
+    const moei_ir_weight_row *row = moei_ir_weight_row_of(s->weight);
+    const moei_ir_gate_row *gate = moei_ir_gate_of(s->weight == MOE_WEIGHT_SOFTMAX ? (int)MOE_GATE_SOFTMAX : c->gate);
+    moei_int_router *r = &s->made.router;
+    r->weight = row->weight;
+    if (s->weight == MOE_WEIGHT_RAW && c->gate == MOE_GATE_SOFTMAX) {
+        r->weight = moei_int_weight_softmax;
+        return 1.0;
+    }
+    if (s->weight == MOE_WEIGHT_SPARSEMIXER || row->reads == 0) return 1.0;
+    r->values = row->reads == 2 ? gate->gate : gate->share;
+    if (row->reads != 2) return 1.0;
+    if (c->gate == MOE_GATE_SIGMOID) r->weight_shift = 5;
+    if (c->gate == MOE_GATE_SQRT_SOFTPLUS) r->weight_shift = 1;
+    if (c->gate == MOE_GATE_RELU || c->gate == MOE_GATE_IDENTITY) r->weight_shift = 8;
+    return ldexp(moei_ir_unit(s, c->gate), 15 + r->weight_shift);
+}
+
+/* Whether weights divide by a sum of p with both signs, which can be near 0, so that the weights
+   have no bound. */
+static int moei_ir_signs_mix(const moei_ir_planner *s) {
+    const moe_router_config *c = s->c;
+    size_t e;
+    if (c->gate != MOE_GATE_IDENTITY || s->weight != MOE_WEIGHT_SUM || c->select == MOE_SELECT_POSITIVE) return 0;
+    if (c->score == MOE_SCORE_NORM || c->score == MOE_SCORE_COMPETITION || c->score == MOE_SCORE_DSELECT) return 0;
+    if (c->select != MOE_SELECT_THRESHOLD) return s->made.router.top_k > 1;
+    for (e = 0; e < (size_t)c->n_experts && c->threshold_learned && !c->threshold_sigmoid &&
+                s->tensors[MOE_ROUTER_THRESHOLD] != NULL;
+         e++)
+        if (s->tensors[MOE_ROUTER_THRESHOLD][e] < MOEI_R(0.0)) return 1;
+    return !c->threshold_learned && c->threshold < MOEI_R(0.0);
+}
+
+static void moei_ir_plan_room(moei_ir_planner *s) {
+    moei_int_router *r = &s->made.router;
+    int all = r->gate != NULL || r->weight == moei_int_weight_softmax;
+    r->most = (uint16_t)s->most;
+    r->scratch = (uint16_t)(all ? s->c->n_experts + r->groups : r->values != NULL ? s->most : 0);
+    s->made.needs_logits =
+        all || r->values != NULL || r->weight == moei_int_weight_sparsemixer || r->select == moei_int_select_logits;
+}
+
+static moe_status moei_ir_plan_stages(moei_ir_planner *s, double logit_most) {
+    const int select = s->c->select;
+    double unit;
+    moe_status status;
+    s->weight = moei_ir_weight_of(s->c);
+    s->biased = s->c->selection_bias && select != MOE_SELECT_SINKHORN && select != MOE_SELECT_BALANCED &&
+                select != MOE_SELECT_SAMPLE;
+    s->by_logits = moei_ir_selects_by_logits(s);
+    moei_ir_plan_select(s);
+    if (s->made.router.gate == NULL) s->biased = 0;
+    if (moei_ir_signs_mix(s)) return moei_ir_refuse(s, "gate", " with weights divided by a sum of terms of both signs");
+    status = moei_ir_scale_z(s, logit_most);
+    if (status != MOE_OK) return status;
+    unit = moei_ir_plan_weight(s);
+    s->p_unit = moei_ir_unit(s, s->by_logits ? (int)MOE_GATE_IDENTITY : s->c->gate);
+    moei_ir_plan_room(s);
+    status = moei_ir_put_bias(s);
+    if (status == MOE_OK) status = moei_ir_put_thresholds(s);
+    if (status == MOE_OK) status = moei_ir_put_scales(s, unit);
+    if (status == MOE_OK) status = moei_ir_put_hash(s);
+    s->made.z_scale = (moe_real)s->z_unit;
+    return status;
+}
+
+/* Makes the plan from the start; called a second time with s->table, when the size is known. */
+static moe_status moei_ir_plan(moei_ir_planner *s, double logit_most) {
+    memset(&s->made, 0, sizeof s->made);
+    s->made.router.n_experts = (uint16_t)s->c->n_experts;
+    s->made.router.bias = s->made.router.thresholds = s->made.router.scales = s->made.router.table = MOEI_INT_NONE;
+    return moei_ir_plan_stages(s, logit_most);
+}
+
+static moe_status moei_int_router_plan_make(const moe_router_config *config, const moe_real *const *tensors,
+                                            moe_real logit_most, unsigned char *table, size_t room,
+                                            moei_int_router_plan *plan, moe_error *error) {
+    moei_ir_planner s;
+    moe_router router;
+    moei_pass pass;
+    moe_status status = moe_router_check_decoding(config, error);
+    if (status != MOE_OK) return status;
+    if (tensors == NULL || plan == NULL)
+        return moei_error(error, MOE_ERR_ARGUMENT, "tensors and plan must not be NULL");
+    if (!moe_is_finite(logit_most) || logit_most < MOEI_R(0.0))
+        return moei_error(error, MOE_ERR_ARGUMENT, "logit_most = %g: must be finite and not negative",
+                          (double)logit_most);
+    memset(&router, 0, sizeof router);
+    memset(&pass, 0, sizeof pass);
+    memset(&s, 0, sizeof s);
+    (void)moe_router_check(config, &router.config, NULL);
+    memcpy(router.tensors, tensors, sizeof router.tensors);
+    pass.router = &router;
+    moei_schedule(&pass);
+    s.c = &pass.effective;
+    s.tensors = tensors;
+    s.error = error;
+    status = moei_ir_supported(&s, pass.frozen);
+    if (status == MOE_OK) status = moei_ir_plan(&s, (double)logit_most);
+    if (status == MOE_OK && table != NULL) {
+        if (room < s.made.table_size)
+            return moei_error(error, MOE_ERR_SPACE, "room = %z: the table needs %z bytes", room, s.made.table_size);
+        s.table = table;
+        memset(table, 0, s.made.table_size);
+        status = moei_ir_plan(&s, (double)logit_most);
+    }
+    if (status == MOE_OK) *plan = s.made;
+    return status;
+}
+
+static void moei_int_router_move(moei_int_router *router, uint32_t by) {
+    uint32_t *offset[4];
+    int i;
+    offset[0] = &router->bias;
+    offset[1] = &router->thresholds;
+    offset[2] = &router->scales;
+    offset[3] = &router->table;
+    for (i = 0; i < 4; i++)
+        if (*offset[i] != MOEI_INT_NONE) *offset[i] += by;
+}
+
+/* ---- the logits of a router ---- */
+
+/* The state of appending the operations of a score. */
+typedef struct moei_scoring {
+    const moe_layer *layer;
+    moe_router_config now; /* at the step in its state */
+    const moei_ranges *range;
+    moei_int_router_plan plan;
+    uint32_t entering;         /* the module's input, wide or narrow */
+    uint32_t expert, n_expert; /* scores that read experts: operations of one, its activations */
+    uint32_t node[MOE_NODE_COUNT];
+    double output_scale, output_unit; /* the last product: float = t * output_unit; scale of a wide vector of it */
+    uint32_t begun;                   /* the clock at the start of the MoE layer */
+    uint32_t n_list;                  /* operations that run for each expert, which follow the others */
+} moei_scoring;
+
+/* The router's configuration at the step in its state, which applies schedules to K, temperatures
+   and the selection. */
+static moe_router_config moei_router_now(const moe_layer *layer, int *frozen) {
+    const moe_router router = moei_layer_router(layer);
+    moei_pass pass;
+    memset(&pass, 0, sizeof pass);
+    pass.router = &router;
+    pass.c = &router.config;
+    moei_schedule(&pass);
+    if (frozen != NULL) *frozen = pass.frozen;
+    return pass.effective;
+}
+
+/* A copy [n,k] of a matrix, its columns times gain (NULL: 1); w NULL: zeros. NULL after a
+   failure. */
+static moe_real *moei_router_matrix(moei_maker *m, const moe_real *w, const moe_real *gain, size_t n, size_t k) {
+    moe_real *copy;
+    size_t i, p;
+    if (m->status != MOE_OK) return NULL;
+    copy = (moe_real *)moei_alloc(&m->made.allocator, n * k, sizeof *copy);
+    if (copy == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    for (i = 0; i < n && w != NULL && copy != NULL; i++)
+        for (p = 0; p < k; p++) copy[i * k + p] = w[i * k + p] * (gain != NULL ? gain[p] : MOEI_R(1.0));
+    return copy;
+}
+
+static void moei_router_matrix_free(moei_maker *m, moe_real *w, size_t n, size_t k) {
+    moei_free(&m->made.allocator, w, n * k * sizeof *w);
+}
+
+/* Plans a router for logits up to `most`; table, if not NULL, receives its constants. An error
+   names the module. */
+static void moei_router_plan(moei_maker *m, const moe_layer *layer, double most, unsigned char *table,
+                             moei_int_router_plan *plan) {
+    moe_error why;
+    moe_status status;
+    if (m->status != MOE_OK) return;
+    status = moei_int_router_plan_make(&layer->config.router, layer->tensors, (moe_real)most, table,
+                                       table != NULL ? plan->table_size : 0, plan, &why);
+    if (status != MOE_OK) MOEI_MAKER_REFUSE(m, status, "module %z: %s", m->module, why.message);
+}
+
+/* Plans the router for logits in the calibrated range, in units of at least `finest`. */
+static void moei_mixture_plan(moei_maker *m, moei_scoring *s, double finest) {
+    double most = s->range->z > 0 ? s->range->z : 1;
+    unsigned char *table;
+    int tries;
+    for (tries = 0; tries < 64 && m->status == MOE_OK; tries++, most *= 2) {
+        moei_router_plan(m, s->layer, most, NULL, &s->plan);
+        if ((double)s->plan.z_scale >= finest) break;
+    }
+    if (m->status == MOE_OK && (double)s->plan.z_scale < finest) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    if (m->status != MOE_OK || s->plan.table_size == 0) return;
+    table = (unsigned char *)moei_alloc(&m->made.allocator, s->plan.table_size, 1);
+    if (table == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    else moei_router_plan(m, s->layer, most, table, &s->plan);
+    if (m->status == MOE_OK)
+        moei_int_router_move(&s->plan.router, moei_constants(m, &m->made.weights, table, s->plan.table_size));
+    moei_free(&m->made.allocator, table, s->plan.table_size);
+}
+
+/* z = W v + b in the units of the router; w [E,k]. */
+static uint32_t moei_logits_product(moei_maker *m, moei_scoring *s, const moe_real *w, const moe_real *bias, size_t k,
+                                    uint32_t in) {
+    const moei_matrix x = moei_matrix_of(w, bias, 1, (size_t)s->now.n_experts, k);
+    if (m->status != MOE_OK) return 0;
+    moei_mixture_plan(m, s, moei_matrix_max_scale(m, &x, m->vectors[in].scale) / 0.49);
+    return moei_product(m, &x, in, MOEI_WIDE, 0, s->range->z, m->status == MOE_OK ? (double)s->plan.z_scale : 1);
+}
+
+/* y = x / sqrt(x . x + least), narrow; range: the largest component. x gets a coarser scale if
+   `least` would not fit its codes. */
+static uint32_t moei_unit(moei_maker *m, uint32_t x, double least, double range) {
+    double scale = (range > 0.01 && range < 0.9 ? range * 1.1 : range < 0.9 ? 0.01 : 1) / MOEI_NARROW;
+    moei_int_op op;
+    uint32_t y;
+    int shift = 0;
+    if (m->status == MOE_OK && least / 4e9 > m->vectors[x].scale * m->vectors[x].scale)
+        x = moei_rescale(m, x, MOEI_WIDE, sqrt(least / 4e9));
+    if (m->status != MOE_OK) return 0;
+    while (ldexp(1 / scale, shift + 1) <= 32767) shift++;
+    y = moei_vector_new(m, m->vectors[x].width, MOEI_NARROW, scale, range);
+    op = moei_op(moei_int_op_unit, m->vectors[x].width, 0, -MOEI_NARROW, MOEI_NARROW, shift);
+    op.factor = (int16_t)moei_nearest(ldexp(1 / scale, shift), 32767);
+    op.at = (uint32_t)floor(least / (m->vectors[x].scale * m->vectors[x].scale) + 0.5);
+    moei_op_append(m, op, x, x, y);
+    return y;
+}
+
+/* Stores rows as int16 in the given unit, each padded to a multiple of 4; returns their offset. */
+static uint32_t moei_rows_int16(moei_maker *m, const moe_real *w, size_t n, size_t k, double unit) {
+    const size_t width = (k + 3) / 4 * 4;
+    unsigned char *bytes;
+    uint32_t at;
+    size_t i, p;
+    if (m->status != MOE_OK) return 0;
+    bytes = (unsigned char *)moei_alloc(&m->made.allocator, n, width * 2);
+    if (bytes == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    for (i = 0; i < n && bytes != NULL; i++)
+        for (p = 0; p < k; p++)
+            moei_put_16_le(bytes + (i * width + p) * 2, moei_nearest((double)w[i * k + p] / unit, 32000));
+    at = moei_constants(m, &m->made.weights, bytes, n * width * 2);
+    moei_free(&m->made.allocator, bytes, n * width * 2);
+    return at;
+}
+
+/* u = m_k * x, with the table of running (or random) weights. The unit of the table is chosen to
+   give u its scale. */
+static uint32_t moei_cluster_scaled(moei_maker *m, const moei_scoring *s, int limit) {
+    const size_t previous = moei_previous_mixture(m->net, m->module);
+    const size_t d = (size_t)s->now.d_model;
+    const size_t n = (size_t)s->now.n_experts;
+    const moe_real *table = s->layer->tensors[MOE_ROUTER_AC_RUNNING];
+    double scale = s->range->u / (limit == MOEI_NARROW ? limit : limit / 1.25), most = 1, unit, in_scale;
+    size_t index = 0, i;
+    uint32_t u;
+    moei_int_op op = moei_op(moei_int_op_cluster, d, 0, -limit, limit, 0);
+    if (m->status != MOE_OK) return 0;
+    in_scale = m->vectors[s->entering].scale;
+    for (i = 0; i < n * d; i++)
+        if (fabs((double)table[i]) > most) most = fabs((double)table[i]);
+    if (!(scale > in_scale * most / 32000)) scale = in_scale * most / 32000;
+    while (op.shape.shift < 30 && scale / ldexp(in_scale, op.shape.shift + 1) >= most / 32000) op.shape.shift++;
+    unit = scale / ldexp(in_scale, op.shape.shift);
+    op.at = moei_rows_int16(m, table, n, d, unit);
+    for (i = 0; i < previous; i++) index += m->net->modules[i].kind == MOE_MODULE_MIXTURE;
+    u = moei_vector_new(m, d, limit, scale, s->range->u);
+    op.factor = (int16_t)moei_nearest(1 / unit, 32000);
+    op.factor2 = (int16_t)s->now.ac_mix;
+    op.index = (uint16_t)index;
+    moei_op_append(m, op, s->entering, m->made.mixtures[index].choices, u);
+    return u;
+}
+
+/* The router's input. *gain, if not NULL, is a factor per feature that the next matrix must apply.
+   limit MOEI_WIDE: as fine as possible. */
+static uint32_t moei_router_input(moei_maker *m, const moei_scoring *s, int limit, const moe_real **gain) {
+    *gain = NULL;
+    if (s->now.input == MOE_INPUT_ADAPTIVE_CLUSTERING) return moei_cluster_scaled(m, s, limit);
+    if (s->now.input == MOE_INPUT_SCALED_RMS) {
+        *gain = s->layer->tensors[MOE_ROUTER_INPUT_SCALE];
+        return moei_unit(m, s->entering, 1e-6 * (double)s->now.d_model, s->range->unit);
+    }
+    return limit == MOEI_NARROW ? moei_narrowed(m, s->entering) : s->entering;
+}
+
+/* linear, random */
+static uint32_t moei_logits_linear(moei_maker *m, moei_scoring *s) {
+    const size_t n = (size_t)s->now.n_experts, d = (size_t)s->now.d_model;
+    const moe_real *gain;
+    const uint32_t u = moei_router_input(m, s, MOEI_NARROW, &gain);
+    moe_real *w = moei_router_matrix(m, s->layer->tensors[MOE_ROUTER_WEIGHT], gain, n, d);
+    const uint32_t z = moei_logits_product(m, s, w, s->layer->tensors[MOE_ROUTER_BIAS], d, u);
+    moei_router_matrix_free(m, w, n, d);
+    return z;
+}
+
+/* act(W1 u + b1), narrow */
+static uint32_t moei_router_hidden_ops(moei_maker *m, moei_scoring *s, size_t h) {
+    const size_t d = (size_t)s->now.d_model;
+    const int relu = s->now.router_act == MOE_ACT_RELU;
+    const moe_real *gain;
+    const uint32_t u = moei_router_input(m, s, MOEI_NARROW, &gain);
+    moe_real *w = moei_router_matrix(m, s->layer->tensors[MOE_ROUTER_FC1_WEIGHT], gain, h, d);
+    const moei_matrix x = moei_matrix_of(w, s->layer->tensors[MOE_ROUTER_FC1_BIAS], 1, h, d);
+    uint32_t v =
+        moei_product(m, &x, u, relu ? MOEI_NARROW : MOEI_WIDE, relu, relu ? s->range->hidden_act : s->range->hidden, 0);
+    moei_router_matrix_free(m, w, h, d);
+    if (!relu)
+        v = moei_curve(m, s->now.router_act, v, MOEI_NARROW, s->range->hidden_act / MOEI_NARROW, s->range->hidden_act);
+    return v;
+}
+
+static uint32_t moei_logits_mlp(moei_maker *m, moei_scoring *s) {
+    const size_t h = moei_router_hidden(&s->now);
+    const uint32_t v = moei_router_hidden_ops(m, s, h);
+    return moei_logits_product(m, s, s->layer->tensors[MOE_ROUTER_FC2_WEIGHT], s->layer->tensors[MOE_ROUTER_FC2_BIAS],
+                               h, v);
+}
+
+/* The input of cosines: u, or its projection. */
+static uint32_t moei_cosine_input(moei_maker *m, const moei_scoring *s, int limit, size_t r) {
+    const size_t d = (size_t)s->now.d_model;
+    const int projects = s->now.score == MOE_SCORE_COSINE && s->now.cosine_dim > 0;
+    const moe_real *gain;
+    uint32_t u = moei_router_input(m, s, projects ? MOEI_NARROW : limit, &gain), v;
+    moe_real *w;
+    moei_matrix x;
+    size_t q;
+    if (!projects && gain == NULL) return u;
+    w = moei_router_matrix(m, projects ? s->layer->tensors[MOE_ROUTER_PROJECTION] : NULL, gain, r, d);
+    for (q = 0; q < d && !projects && w != NULL; q++) w[q * d + q] = gain[q];
+    x = moei_matrix_of(w, NULL, 1, r, d);
+    v = moei_product(m, &x, u, limit, 0, s->range->projected, 0);
+    moei_router_matrix_free(m, w, r, d);
+    return v;
+}
+
+static uint32_t moei_logits_cosine(moei_maker *m, moei_scoring *s) {
+    const size_t n = (size_t)s->now.n_experts, r = (size_t)(s->now.cosine_dim > 0 ? s->now.cosine_dim : s->now.d_model);
+    const double tau =
+        (double)(s->now.cosine_learn_tau ? s->layer->tensors[MOE_ROUTER_TEMPERATURE][0] : s->now.cosine_tau);
+    uint32_t v = moei_cosine_input(m, s, s->now.cosine_keep_length ? MOEI_NARROW : MOEI_WIDE, r), z;
+    moe_real *w;
+    size_t e, q;
+    if (!s->now.cosine_keep_length) v = moei_unit(m, v, 0, s->range->unit);
+    w = moei_router_matrix(m, s->layer->tensors[MOE_ROUTER_WEIGHT], NULL, n, r);
+    for (e = 0; e < n && w != NULL; e++) {
+        const moe_real inverse = moei_inverse_length(s->layer->kernels, w + e * r, r);
+        for (q = 0; q < r; q++) w[e * r + q] = (moe_real)((double)(w[e * r + q] * inverse) / tau);
+    }
+    z = moei_logits_product(m, s, w, NULL, r, v);
+    moei_router_matrix_free(m, w, n, r);
+    return z;
+}
+
+/* grap: sums of blocks, as a matrix. */
+static uint32_t moei_logits_grap(moei_maker *m, moei_scoring *s) {
+    const size_t n = (size_t)s->now.n_experts;
+    const size_t d = (size_t)s->now.d_model;
+    const size_t block = d / n;
+    const moe_real *gain = NULL, share = (moe_real)(s->now.grap_cosine ? 1 / sqrt((double)block) : 1 / (double)block);
+    uint32_t v = s->now.grap_cosine ? moei_cosine_input(m, s, MOEI_WIDE, d)
+                                    : moei_router_input(m, s, MOEI_NARROW, &gain),
+             z;
+    moe_real *w = moei_router_matrix(m, NULL, NULL, n, d);
+    size_t q;
+    if (s->now.grap_cosine) v = moei_unit(m, v, 0, s->range->unit);
+    for (q = 0; q < d && w != NULL; q++) w[q / block * d + q] = share * (gain != NULL ? gain[q] : MOEI_R(1.0));
+    z = moei_logits_product(m, s, w, NULL, d, v);
+    moei_router_matrix_free(m, w, n, d);
+    return z;
+}
+
+/* Appends a copy of inner operation i, which reads and writes the same vectors. */
+static void moei_op_copy(moei_maker *m, uint32_t i) {
+    const moei_int_op op = m->inner_ops[i];
+    moei_op_append(m, op, op.in, op.other, op.out);
+}
+
+/* Bytes of a block up to the end of this operation's constants, if it is a product. */
+static size_t moei_op_constants_end(const moei_maker *m, const moei_int_op *op) {
+    if (op->run == moei_int_op_curve || op->run == moei_int_op_multiply) return 0;
+    return op->at + (m->config->weights == MOE_WEIGHTS_INT8 ? moei_int8_size(op->shape.n, op->shape.k)
+                                                            : moei_int4_size(op->shape.n, op->shape.k));
+}
+
+/* A copy of the last product of an expert, whose constants are in the units of a sum, that writes
+   to a vector of its own. */
+static uint32_t moei_output_copy(moei_maker *m, const moei_scoring *s, uint32_t i) {
+    moei_int_op op = m->inner_ops[i];
+    uint32_t v;
+    op.run = m->config->weights == MOE_WEIGHTS_INT8 ? moei_int_op_int8 : moei_int_op_int4;
+    op.shape.low = -MOEI_WIDE;
+    op.shape.high = MOEI_WIDE;
+    while (op.shape.shift < 30 && ldexp(s->output_unit, op.shape.shift) < s->output_scale) op.shape.shift++;
+    v = moei_vector_new(m, op.shape.n, MOEI_WIDE, ldexp(s->output_unit, op.shape.shift),
+                        s->range->node[MOE_NODE_OUTPUT]);
+    moei_op_append(m, op, op.in, op.in, v);
+    return v;
+}
+
+/* Copies the operations that compute a scored activation; returns its vector. *bytes: the part of a
+   block that they read. */
+static uint32_t moei_activation_copy(moei_maker *m, const moei_scoring *s, int scored, size_t *bytes) {
+    const int output = s->node[scored] == MOEI_INT_NONE;
+    const uint32_t last = s->expert + s->n_expert - 1;
+    uint32_t wanted[2 * MOEI_MAX_STEPS], n_wanted = 0, i, j, v = MOEI_INT_NONE;
+    unsigned run = 0;
+    if (m->status != MOE_OK) return 0;
+    wanted[n_wanted++] = output ? m->inner_ops[last].in : s->node[scored];
+    for (i = last; i-- > s->expert;)
+        for (j = 0; j < n_wanted; j++) {
+            if (m->inner_ops[i].out != wanted[j] || (run >> (i - s->expert) & 1u)) continue;
+            run |= 1u << (i - s->expert);
+            wanted[n_wanted++] = m->inner_ops[i].in;
+            if (m->inner_ops[i].run == moei_int_op_multiply) wanted[n_wanted++] = m->inner_ops[i].other;
+        }
+    for (i = s->expert; i < last && m->status == MOE_OK; i++) {
+        if (!(run >> (i - s->expert) & 1u)) continue;
+        if (moei_op_constants_end(m, &m->inner_ops[i]) > *bytes) *bytes = moei_op_constants_end(m, &m->inner_ops[i]);
+        moei_op_copy(m, i);
+    }
+    if (!output) return s->node[scored];
+    if (m->status == MOE_OK && moei_op_constants_end(m, &m->inner_ops[last]) > *bytes)
+        *bytes = moei_op_constants_end(m, &m->inner_ops[last]);
+    v = m->status == MOE_OK ? moei_output_copy(m, s, last) : 0;
+    return v;
+}
+
+/* z_e = factor * measure of an activation of every expert. other: the vector that match compares it
+   with. */
+static uint32_t moei_logits_of_experts(moei_maker *m, moei_scoring *s,
+                                       void (*measure)(const moei_int_op *op, moei_int_run *run), double most_levels,
+                                       double factor, uint32_t other) {
+    const int scored = moei_scored_activation(&s->layer->config);
+    const uint32_t at = (uint32_t)moei_array_length(m->inner_ops);
+    const uint32_t z = moei_vector_new(m, (size_t)s->now.n_experts, MOEI_WIDE, (double)s->plan.z_scale, s->range->z);
+    moei_int_op op = moei_op(measure, 0, 0, -MOEI_WIDE, MOEI_WIDE, 0), *made;
+    size_t bytes = 0, i;
+    uint32_t v;
+    int shift;
+    moei_op_append(m, op, z, z, z); /* its input is set below */
+    v = moei_activation_copy(m, s, scored, &bytes);
+    if (s->now.score == MOE_SCORE_COMPETITION && m->status == MOE_OK) {
+        const double most = (double)moei_softplus((moe_real)s->range->node[MOE_NODE_OUTPUT]);
+        v = moei_curve(m, MOEI_SOFTPLUS, v, MOEI_WIDE, most * 1.1 / MOEI_WIDE, most);
+    }
+    if (m->status != MOE_OK) return 0;
+    made = &m->inner_ops[at];
+    made->in = v;
+    made->other = other != MOEI_INT_NONE ? other : v;
+    moei_vector_use(m, v);
+    moei_vector_use(m, made->other);
+    moei_vector_use(m, z);
+    while (made->factor2 < 14 && ldexp(most_levels, made->factor2 + 1) < 2147483000.0) made->factor2++;
+    factor *= ldexp(m->vectors[v].scale, -made->factor2) / (double)s->plan.z_scale;
+    shift = moei_shift_for(factor, 16, 14);
+    if (shift < 0) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    made->factor = (int16_t)moei_nearest(ldexp(factor, 16 + shift), 32767);
+    made->shape.n = (uint16_t)m->vectors[v].width;
+    made->shape.shift = (uint8_t)(shift < 0 ? 0 : shift);
+    s->n_list = (uint32_t)moei_array_length(m->inner_ops) - at - 1;
+    for (i = at + 1; i < moei_array_length(m->inner_ops); i++)
+        if (moei_op_constants_end(m, &m->inner_ops[i]) > 0)
+            m->counted += (size_t)s->now.n_experts * m->inner_ops[i].shape.n * m->inner_ops[i].shape.k;
+    made->shape.k = (uint16_t)s->n_list;
+    made->at = (uint32_t)bytes;
+    made->index = (uint16_t)moei_array_length(m->made.mixtures);
+    return z;
+}
+
+static uint32_t moei_logits_norm(moei_maker *m, moei_scoring *s) {
+    const int scored = moei_scored_activation(&s->layer->config);
+    const double limit =
+        m->status != MOE_OK || scored == MOE_NODE_OUTPUT ? MOEI_WIDE : m->vectors[s->node[scored]].limit;
+    const double n = (double)(scored == MOE_NODE_OUTPUT ? s->layer->config.d_out
+                              : scored == MOE_NODE_LOW  ? s->layer->config.d_low
+                                                        : s->layer->config.d_ff);
+    if (s->now.norm_order == MOE_NORM_L1)
+        return moei_logits_of_experts(m, s, moei_int_op_norm_l1, n * limit, 1, MOEI_INT_NONE);
+    if (s->now.norm_order == MOE_NORM_LINF)
+        return moei_logits_of_experts(m, s, moei_int_op_norm_linf, limit, 1, MOEI_INT_NONE);
+    return moei_logits_of_experts(m, s, moei_int_op_norm_l2, sqrt(n) * limit, 1, MOEI_INT_NONE);
+}
+
+static uint32_t moei_logits_competition(moei_maker *m, moei_scoring *s) {
+    const double n = (double)s->layer->config.d_out;
+    return moei_logits_of_experts(m, s, moei_int_op_norm_l1, n * MOEI_WIDE, 1 / n, MOEI_INT_NONE);
+}
+
+/* attentive: (W_K^T W_Q h_g) . h_e / sqrt(h); the two matrices are multiplied beforehand. */
+static uint32_t moei_logits_attentive(moei_maker *m, moei_scoring *s) {
+    const size_t h = moei_router_hidden(&s->now);
+    const uint32_t v = moei_router_hidden_ops(m, s, h);
+    moe_real *w = moei_router_matrix(m, NULL, NULL, h, h);
+    moei_matrix x;
+    uint32_t key;
+    size_t i;
+    if (w != NULL)
+        moe_matmul(s->layer->kernels, MOE_MATMUL_TN, MOE_TYPE_REAL, h, h, h, s->layer->tensors[MOE_ROUTER_KEY], h,
+                   s->layer->tensors[MOE_ROUTER_QUERY], h, w, h, 0);
+    for (i = 0; i < h * h && w != NULL; i++) w[i] = (moe_real)((double)w[i] / sqrt((double)h));
+    x = moei_matrix_of(w, NULL, 1, h, h);
+    key = moei_product(m, &x, v, MOEI_NARROW, 0, s->range->key, 0);
+    moei_router_matrix_free(m, w, h, h);
+    if (m->status != MOE_OK) return 0;
+    return moei_logits_of_experts(m, s, moei_int_op_match, (double)h * MOEI_NARROW * MOEI_NARROW, m->vectors[key].scale,
+                                  key);
+}
+
+/* The function that appends the operations of a score. */
+static const struct moei_score_maker {
+    int score; /* MOE_SCORE_ */
+    uint32_t (*make)(moei_maker *m, moei_scoring *s);
+} moei_score_makers[] = {
+    {MOE_SCORE_LINEAR, moei_logits_linear},
+    {MOE_SCORE_RANDOM, moei_logits_linear},
+    {MOE_SCORE_MLP, moei_logits_mlp},
+    {MOE_SCORE_COSINE, moei_logits_cosine},
+    {MOE_SCORE_NORM, moei_logits_norm},
+    {MOE_SCORE_GRAP, moei_logits_grap},
+    {MOE_SCORE_ATTENTIVE, moei_logits_attentive},
+    {MOE_SCORE_COMPETITION, moei_logits_competition},
+};
+
+/* NULL: the score has no integer form. */
+static const struct moei_score_maker *moei_score_maker_of(int score) {
+    size_t i;
+    for (i = 0; i < sizeof moei_score_makers / sizeof *moei_score_makers; i++)
+        if (moei_score_makers[i].score == score) return &moei_score_makers[i];
+    return NULL;
+}
+
+/* Whether a finite setting is not 0. */
+static int moei_is_set(moe_real value) { return value < MOEI_R(0.0) || value > MOEI_R(0.0); }
+
+/* Whether the score reads a vector to which the limit or offset of a shaped gate has been
+   applied. */
+static int moei_scores_shaped(const moe_layer_config *c) {
+    const int node = moei_scored_activation(c), limited = c->swiglu_limit > MOEI_R(0.0);
+    return (node == MOE_NODE_GATE && limited) || (node == MOE_NODE_UP && (limited || moei_is_set(c->swiglu_offset)));
+}
+
+/* Refuses settings of the layer without an integer form. */
+static void moei_mixture_supported(moei_maker *m, const moe_layer_config *c, int frozen) {
+    const size_t i = m->module;
+    const moe_router_config *r = &c->router;
+    static const char hint[] = "has no integer form; use MOE_WEIGHTS_FLOAT";
+    if (moei_score_maker_of(r->score) == NULL)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: score = %s %s", i, moei_score_names[r->score], hint);
+    if (moei_scores_shaped(c))
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: %s with norm_node = %s %s", i,
+                          c->swiglu_limit > MOEI_R(0.0) ? "swiglu_limit" : "swiglu_offset",
+                          moei_node_names[r->norm_node], hint);
+    if (r->refine != MOE_REFINE_NONE)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: refine = %s %s", i, moei_refine_names[r->refine], hint);
+    if (r->apply_to == MOE_APPLY_INPUT && moei_scored_activation(c) >= 0)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: apply_to = input with score = %s %s", i,
+                          moei_score_names[r->score], hint);
+    if (r->student && frozen)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: student = 1, past freeze_at, %s", i, hint);
+    if (r->input == MOE_INPUT_ADAPTIVE_CLUSTERING && r->ac_mix > 1) {
+        const moe_router_config *previous = &m->net->modules[moei_previous_mixture(m->net, i)].layer.config.router;
+        if (previous->gate == MOE_GATE_IDENTITY || previous->expert_scale || previous->scale < 0)
+            MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED, "module %z: ac_mix = %d of weights that may be negative %s", i,
+                              r->ac_mix, hint);
+    }
+    if (m->net->d_in > 0 && r->select == MOE_SELECT_HASH)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED,
+                          "module %z: select = hash: moe_infer gets token ids only if d_in = 0", i);
+}
+
+/* ---- >>modules: MoE layers ---- */
+
+/* The exponent of a power of two. */
+static int moei_exponent(double power) {
+    int exponent;
+    (void)frexp(power, &exponent);
+    return exponent - 1;
+}
+
+/* A summand: its matrix, the scale of its input, its largest magnitude, and the power of two of its
+   weight. */
+typedef struct moei_summand {
+    moei_matrix w;
+    double in_scale, range;
+    int bits;
+    size_t most; /* how many of them */
+} moei_summand;
+
+/* The units of a sum to which products add directly, and an input of scale rest_scale (0: none)
+   with a weight up to 1. As fine as possible: factors must fit in 15 bits, the sum in 32. */
+static void moei_sum_units_direct(moei_maker *m, const moei_summand *part, size_t n, double rest_scale,
+                                  moei_sum_units *to) {
+    double factor = 2 * rest_scale, bound = rest_scale * MOEI_WIDE;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        const double one = ldexp(moei_matrix_max_scale(m, &part[i].w, part[i].in_scale), 17 + part[i].bits);
+        if (one > factor) factor = one;
+        bound += ldexp(moei_matrix_bound(&part[i].w, part[i].in_scale), part[i].bits) * (double)part[i].most;
+    }
+    if (to->scale < factor / 32767) to->scale = factor / 32767;
+    if (to->scale < bound / 5e8) to->scale = bound / 5e8;
+    to->shift = 15;
+    while (to->shift > 0 && (ldexp(factor / to->scale, to->shift) > 32767 || ldexp(bound / to->scale, to->shift) > 1e9))
+        to->shift--;
+}
+
+/* The units of a sum of wide vectors. */
+static void moei_sum_units_by_vectors(moei_maker *m, const moei_summand *part, size_t n, double rest_scale,
+                                      moei_sum_units *to) {
+    double bound = rest_scale * MOEI_WIDE, least[2];
+    size_t i;
+    int fits = 0;
+    for (i = 0; i < n; i++) {
+        least[i] = moei_wide_scale(m, &part[i].w, part[i].in_scale, part[i].range);
+        bound += ldexp(least[i] * 2 * MOEI_WIDE, part[i].bits) * (double)part[i].most;
+    }
+    if (to->scale < bound / 5e8) to->scale = bound / 5e8;
+    for (to->shift = 16; to->shift > 0 && !fits;) {
+        to->shift--;
+        fits = ldexp(bound / to->scale, to->shift) <= 1e9 && ldexp(2 * rest_scale / to->scale, to->shift) <= 32767;
+        for (i = 0; i < n; i++) fits &= moei_sum_shift(to, part[i].bits, least[i]) >= 0;
+    }
+    to->via_vector = fits;
+}
+
+enum { MOEI_SUM_STEPS = 512 };
+
+/* The units of the sum of an MoE layer. Products add to it directly, unless the largest result
+   would have too few units per expert: every addition rounds down. */
+static moei_sum_units moei_sum_units_of(moei_maker *m, const moei_summand *part, size_t n, int limit, double range,
+                                        double rest_scale) {
+    moei_sum_units to, fine;
+    memset(&to, 0, sizeof to);
+    to.bits = part->bits;
+    to.scale = limit == MOEI_NARROW ? range / limit : range * 1.25 / limit;
+    if (!(to.scale > 0)) to.scale = 1;
+    fine = to;
+    if (m->status != MOE_OK) return to;
+    moei_sum_units_direct(m, part, n, rest_scale, &to);
+    if (!(range > 0) || ldexp(range / to.scale, to.shift) >= (double)MOEI_SUM_STEPS * (double)part->most) return to;
+    moei_sum_units_by_vectors(m, part, n, rest_scale, &fine);
+    return fine.via_vector ? fine : to;
+}
+
+/* Assembles the blocks of all experts from the pieces. */
+static void moei_mixture_blocks(moei_maker *m, moei_int_mixture *mixture, size_t experts) {
+    size_t e, i, from, size;
+    mixture->experts = (uint32_t)m->made.experts.size;
+    for (e = 0; e < experts; e++)
+        for (i = 0, from = 0; i < m->n_pieces && m->status == MOE_OK; i++) {
+            size = m->piece[i];
+            (void)moei_constants(m, &m->made.experts, m->pieces.data + from + e * size, size);
+            from += size * experts;
+        }
+    if (m->made.experts.size > INT32_MAX) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    for (i = 0, size = 0; i < m->n_pieces; i++) size += m->piece[i];
+    mixture->stride = (uint32_t)size;
+    m->n_pieces = 0;
+    m->pieces.size = 0;
+}
+
+static uint32_t moei_ops_count(const moei_maker *m) { return (uint32_t)moei_array_length(m->inner_ops); }
+
+/* w x for an expert's input, narrow. */
+static uint32_t moei_weighted_input(moei_maker *m, uint32_t x, int bits, double range) {
+    moei_int_op op;
+    uint32_t y;
+    double scale = range / MOEI_NARROW, ratio;
+    int shift;
+    if (m->status != MOE_OK) return 0;
+    if (!(scale > ldexp(m->vectors[x].scale, bits) / 32767)) scale = ldexp(m->vectors[x].scale, bits) / 32767;
+    ratio = m->vectors[x].scale / scale;
+    shift = moei_shift_for(ratio, bits, 22);
+    y = moei_vector_new(m, m->vectors[x].width, MOEI_NARROW, scale, range);
+    op = moei_op(moei_int_op_apply_weight, m->vectors[x].width, 0, -MOEI_NARROW, MOEI_NARROW, shift < 0 ? 0 : shift);
+    op.factor = (int16_t)moei_nearest(ldexp(ratio, bits + op.shape.shift), 32767);
+    moei_op_append(m, op, x, x, y);
+    return y;
+}
+
+/* 2^bits bounds |1 - sum w|, the weight of the input under add_input. Above 31 bits the 1 is
+   negligible. */
+static int moei_rest_bits(const moei_int_mixture *mixture) {
+    const double most = ldexp(mixture->router.most, mixture->weight_bits) - 1;
+    int bits = mixture->weight_bits > 0 ? mixture->weight_bits : 0;
+    while (ldexp(1.0, bits) < most) bits++;
+    return bits;
+}
+
+/* sum += (1 - sum w) x. */
+static void moei_add_rest(moei_maker *m, const moei_int_mixture *mixture, const moei_sum_units *to, uint32_t x) {
+    const int bits = moei_rest_bits(mixture);
+    double ratio;
+    int shift;
+    moei_int_op op;
+    if (m->status != MOE_OK) return;
+    ratio = ldexp(m->vectors[x].scale, 1 + bits + to->shift) / to->scale;
+    shift = moei_shift_for(ratio, 0, 30);
+    op = moei_op(moei_int_op_add_rest, m->vectors[x].width, 0, 0, 0, shift < 0 ? 0 : shift);
+    op.factor = (int16_t)moei_nearest(ldexp(ratio, op.shape.shift), 32767);
+    op.factor2 = (int16_t)(bits - mixture->weight_bits < 31 ? bits - mixture->weight_bits : 31);
+    op.at = bits < 32 ? (uint32_t)32768 >> bits : 0;
+    op.index = (uint16_t)moei_array_length(m->made.mixtures);
+    moei_op_append(m, op, x, mixture->choices, to->sum);
+}
+
+/* The operations that follow have the weight sigmoid(v . x). */
+static void moei_shared_sigmoid(moei_maker *m, const moe_layer *layer, uint32_t x, double range) {
+    const moei_matrix v =
+        moei_matrix_of(layer->tensors[MOE_SHARED_SIGMOID], NULL, 1, 1, (size_t)layer->config.router.d_model);
+    const uint32_t share =
+        moei_curve(m, MOE_ACT_SIGMOID, moei_product(m, &v, x, MOEI_WIDE, 0, range, 0), MOEI_WIDE, 1.0 / 32768, 1);
+    if (m->status == MOE_OK) moei_op_append(m, moei_op(moei_int_op_set_weight, 1, 0, 0, 0, 0), share, share, share);
+}
+
+/* The operations for the shared expert and for the input that add_input adds. */
+static void moei_mixture_rest(moei_maker *m, const moei_scoring *s, const moei_expert_run *shared, uint32_t x,
+                              moei_sum_units to, moei_int_mixture *mixture) {
+    const moe_layer_config *c = &s->layer->config;
+    uint32_t node[MOE_NODE_COUNT];
+    mixture->shared = moei_ops_count(m);
+    to.bits = 0;
+    if (c->n_shared > 0) {
+        const uint32_t hidden = moei_expert_hidden(m, shared, 1, x, s->range->shared, node);
+        if (c->shared_sigmoid) moei_shared_sigmoid(m, s->layer, x, s->range->sigmoid);
+        (void)moei_expert_ops(m, shared, 1, hidden, &to, s->range->shared[MOE_NODE_OUTPUT]);
+    }
+    if (c->add_input) moei_add_rest(m, mixture, &to, s->entering);
+    mixture->n_shared = moei_ops_count(m) - mixture->shared;
+}
+
+/* Appends the operations of the logits and records their positions; operations that run for each
+   expert are not counted. */
+static void moei_mixture_logits(moei_maker *m, moei_scoring *s, moei_int_mixture *mixture) {
+    mixture->score = moei_ops_count(m);
+    mixture->z = moei_score_maker_of(s->now.score)->make(m, s);
+    mixture->n_score = moei_ops_count(m) - mixture->score - s->n_list;
+}
+
+/* Adds the router and its vectors. They are live from the start of the layer: with some scores the
+   operations of experts come first, but run again later. */
+static void moei_mixture_router(moei_maker *m, moei_scoring *s, moei_int_mixture *mixture) {
+    mixture->router = s->plan.router;
+    mixture->weight_bits = (int16_t)moei_exponent((double)s->plan.weight_scale);
+    mixture->p = moei_vector_int32(m, mixture->router.scratch);
+    mixture->sum = moei_vector_int32(m, (size_t)s->layer->config.d_out);
+    mixture->choices = moei_vector_new(m, 1 + 2 * (size_t)mixture->router.most, MOEI_WIDE, 1, 0);
+    if (m->status != MOE_OK) return;
+    m->vectors[mixture->choices].last_use = UINT32_MAX;
+    m->vectors[mixture->p].first_use = m->vectors[mixture->sum].first_use = m->vectors[mixture->choices].first_use =
+        s->begun;
+}
+
+/* Appends the operations of one expert. With a score that reads experts the router is planned here,
+   too. */
+static moei_sum_units moei_mixture_experts(moei_maker *m, moei_scoring *s, const moei_expert_run *shared, uint32_t x,
+                                           int limit, moei_int_mixture *mixture) {
+    const moe_layer_config *c = &s->layer->config;
+    const int scored = moei_scored_activation(c), inputs = c->router.apply_to == MOE_APPLY_INPUT;
+    const size_t experts = (size_t)c->router.n_experts;
+    moei_expert_run run = moei_expert_run_begin(s->layer, c->expert);
+    moei_summand part[2];
+    moei_sum_units to;
+    double rest = 0;
+    uint32_t hidden, out;
+    mixture->expert = s->expert = moei_ops_count(m);
+    m->in_block = 1;
+    run.needed |= moei_ancestors(run.kind, scored);
+    hidden = moei_expert_hidden(
+        m, &run, experts,
+        inputs ? moei_weighted_input(m, s->entering, mixture->weight_bits, s->range->weighted_input) : x,
+        s->range->node, s->node);
+    if (scored >= 0) {
+        moei_mixture_plan(m, s, 0);
+        moei_mixture_router(m, s, mixture);
+    }
+    memset(part, 0, sizeof part);
+    part[0].w = moei_last_matrix(&run, experts);
+    part[0].range = s->range->node[MOE_NODE_OUTPUT];
+    part[0].bits = inputs ? 0 : mixture->weight_bits;
+    part[0].most = mixture->router.most;
+    if (c->n_shared > 0) {
+        part[1].w = moei_last_matrix(shared, 1);
+        part[1].range = s->range->shared[MOE_NODE_OUTPUT];
+        part[1].most = 1;
+    }
+    if (m->status == MOE_OK) {
+        part[0].in_scale = m->vectors[hidden].scale;
+        rest = c->add_input ? ldexp(m->vectors[s->entering].scale, moei_rest_bits(mixture)) : 0;
+    }
+    part[1].in_scale = s->range->shared[MOE_NODE_PRODUCT] / MOEI_NARROW;
+    to = moei_sum_units_of(m, part, c->n_shared > 0 ? 2 : 1, limit, s->range->y, rest);
+    to.sum = mixture->sum;
+    out = moei_expert_ops(m, &run, experts, hidden, &to, part[0].range);
+    if (to.via_vector) s->node[MOE_NODE_OUTPUT] = out;
+    mixture->n_expert = s->n_expert = moei_ops_count(m) - mixture->expert;
+    moei_mixture_blocks(m, mixture, experts);
+    m->in_block = 0;
+    s->output_unit = ldexp(to.scale, -(1 + to.bits + to.shift));
+    s->output_scale = s->range->node[MOE_NODE_OUTPUT] * 1.25 / MOEI_WIDE;
+    return to;
+}
+
+static uint32_t moei_module_mixture(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
+    const moe_layer_config *c = &module->layer.config;
+    const int reads_experts = moei_scored_activation(c) >= 0;
+    moei_expert_run shared;
+    moei_scoring s;
+    moei_int_mixture mixture;
+    moei_sum_units to;
+    moei_int_op op;
+    uint32_t x = moei_narrowed(m, m->entering[m->module]), begun = m->clock, out, index;
+    size_t expert;
+    memset(&mixture, 0, sizeof mixture);
+    memset(&s, 0, sizeof s);
+    memset(&shared, 0, sizeof shared);
+    s.begun = begun;
+    s.layer = &module->layer;
+    s.range = range;
+    s.entering = m->entering[m->module];
+    s.now = moei_router_now(s.layer, NULL);
+    if (m->status != MOE_OK) return 0;
+    if (c->n_shared > 0) shared = moei_expert_run_begin(s.layer, MOEI_SHARED);
+    m->multiplications += m->counted;
+    m->inner = 1;
+    m->counted = 0;
+    if (!reads_experts) {
+        moei_mixture_logits(m, &s, &mixture);
+        moei_mixture_router(m, &s, &mixture);
+    }
+    m->multiplications += m->counted;
+    m->counted = 0;
+    to = moei_mixture_experts(m, &s, &shared, x, limit, &mixture);
+    expert = m->counted;
+    m->counted = 0;
+    if (reads_experts) moei_mixture_logits(m, &s, &mixture);
+    moei_mixture_rest(m, &s, &shared, x, to, &mixture);
+    m->multiplications += mixture.router.most * expert + m->counted;
+    mixture.block = MOEI_INT_NONE;
+    if (m->config->loader) mixture.block = moei_vector_new(m, mixture.stride / 2, MOEI_WIDE, 1, 0);
+    m->inner = 0;
+    out = moei_vector_new(m, (size_t)c->d_out, limit, to.scale, range->y);
+    m->clock++;
+    moei_vector_use(m, x);
+    moei_vector_use(m, s.entering);
+    moei_vector_use(m, mixture.z);
+    moei_vector_use(m, mixture.p);
+    moei_vector_use(m, mixture.sum);
+    if (m->config->loader && m->status == MOE_OK) m->vectors[mixture.block].first_use = begun;
+    index = moei_maker_push(m, &m->made.mixtures, &mixture, sizeof mixture);
+    op = moei_op(moei_int_op_mixture, (size_t)c->d_out, 0, m->relu ? 0 : -limit, limit, to.shift);
+    op.index = (uint16_t)index;
+    m->counted = 0;
+    moei_op_append(m, op, x, x, out);
+    return out;
+}
+
+/* ---- the other modules ---- */
+
+static uint32_t moei_module_linear(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
+    const moei_matrix w = moei_matrix_of(module->tensors[MOE_MODULE_WEIGHT], module->tensors[MOE_MODULE_BIAS], 1,
+                                         (size_t)module->d_out, (size_t)module->d_in);
+    return moei_product(m, &w, moei_narrowed(m, m->entering[m->module]), limit, m->relu, range->y, 0);
+}
+
+static uint32_t moei_module_activation(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
+    const double scale = limit == MOEI_NARROW ? range->y / limit : range->y * 1.1 / limit;
+    return moei_curve(m, module->act, moei_widened(m, m->entering[m->module]), limit, scale, range->y);
+}
+
+static uint32_t moei_module_feed_forward(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
+    const moei_expert_run run = moei_expert_run_begin(&module->layer, module->layer.config.expert);
+    moei_sum_units to;
+    uint32_t node[MOE_NODE_COUNT];
+    memset(&to, 0, sizeof to);
+    to.sum = MOEI_INT_NONE;
+    to.limit = limit;
+    to.range = range->y;
+    return moei_expert_ops(m, &run, 1,
+                           moei_expert_hidden(m, &run, 1, moei_narrowed(m, m->entering[m->module]), range->node, node),
+                           &to, 0);
+}
+
+static uint32_t moei_module_residual(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
+    (void)limit;
+    return moei_added(m, m->entering[m->module], m->entering[m->module - (size_t)module->span], range->y);
+}
+
+static uint32_t moei_module_dropout(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
+    (void)module;
+    (void)range;
+    (void)limit;
+    return m->entering[m->module];
+}
+
+/* Packs the rows of an embedding or of positions as the constants of a product, always in 8 bits.
+   Very small row scales are raised, so that the biases of a tied module fit every row. */
+static uint32_t moei_rows_pack(moei_maker *m, const moei_matrix *x, double *unit) {
+    const int weights = m->weights;
+    moei_codes l;
+    uint32_t at;
+    size_t i, size;
+    m->weights = MOE_WEIGHTS_INT8;
+    moei_codes_begin(m, x, 1, &l);
+    if (!(l.max_scale > 0)) l.max_scale = 1;
+    for (i = 0; i < x->n && m->status == MOE_OK; i++)
+        if (l.scale[i] < l.max_scale / 1024) l.scale[i] = l.max_scale / 1024;
+    *unit = 32767 / l.max_scale;
+    at = moei_matrix_pack(m, x, &l, 1, *unit, &m->made.weights, &size);
+    moei_codes_free(m, x, &l);
+    m->weights = weights;
+    return at;
+}
+
+/* Appends the lookup of the row of the token (which = 0) or of its position (1). The largest code
+   before the shift is 127 * 32767 / 2. */
+static uint32_t moei_row_op(moei_maker *m, const moei_matrix *x, uint32_t at, double unit, int which, int limit) {
+    const int shift = limit == MOEI_NARROW ? 14 : 6;
+    const double scale = ldexp(2.0, shift) / unit;
+    const uint32_t out = moei_vector_new(m, x->k, limit, scale, scale * limit);
+    moei_int_op op = moei_op(moei_int_op_row, x->k, x->n, -limit, limit, shift);
+    op.at = at;
+    op.index = (uint16_t)which;
+    moei_op_append(m, op, out, out, out);
+    return out;
+}
+
+static int moei_rows_fit(moei_maker *m, size_t n) {
+    if (n > MOEI_INT_MAX_WIDTH)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED,
+                          "module %z: more than %d rows have no integer form; use MOE_WEIGHTS_FLOAT", m->module,
+                          (int)MOEI_INT_MAX_WIDTH);
+    return m->status == MOE_OK;
+}
+
+static uint32_t moei_module_embedding(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
+    const moei_matrix x =
+        moei_matrix_of(module->tensors[MOE_MODULE_WEIGHT], NULL, 1, (size_t)module->n_rows, (size_t)module->d_out);
+    (void)range;
+    if (!moei_rows_fit(m, x.n)) return 0;
+    m->rows = moei_rows_pack(m, &x, &m->rows_unit);
+    return moei_row_op(m, &x, m->rows, m->rows_unit, 0, limit);
+}
+
+static uint32_t moei_module_positions(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
+    const moei_matrix x =
+        moei_matrix_of(module->tensors[MOE_MODULE_WEIGHT], NULL, 1, m->made.model.length, (size_t)module->d_out);
+    double unit;
+    uint32_t at;
+    (void)limit;
+    if (!moei_rows_fit(m, x.n)) return 0;
+    at = moei_rows_pack(m, &x, &unit);
+    return moei_added(m, m->entering[m->module], moei_row_op(m, &x, at, unit, 1, MOEI_WIDE), range->y);
+}
+
+/* A tied module is a product with the packed rows of the embedding. Only its biases are added to
+   them, once the scale of its input is known. A second tied module has its own copy. */
+static uint32_t moei_module_tied(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
+    const size_t n = (size_t)module->d_out;
+    const size_t k = (size_t)module->d_in;
+    const size_t pair = moei_int8_pair_size(k);
+    const uint32_t x = moei_narrowed(m, m->entering[m->module]);
+    double scale;
+    size_t j;
+    uint32_t out;
+    moei_int_op op;
+    int shift = 0;
+    if (m->status != MOE_OK) return 0;
+    if (m->rows == MOEI_INT_NONE) return moei_module_linear(m, module, range, limit);
+    scale = ldexp(m->vectors[x].scale / m->rows_unit, 16);
+    for (; shift < 30 && scale < range->y * 1.25 / MOEI_WIDE; shift++) scale *= 2;
+    for (j = 0; j < n; j++) {
+        unsigned char *head = m->made.weights.data + m->rows + j / 2 * pair;
+        const double row = moei_flash_16(head + 8 + j % 2 * 2) / m->rows_unit;
+        moei_put_32_le(
+            head + j % 2 * 4,
+            moei_nearest((double)module->tensors[MOE_MODULE_BIAS][j] / (row * m->vectors[x].scale), 536870911));
+    }
+    op = moei_op(moei_int_op_int8, n, k, -MOEI_WIDE, MOEI_WIDE, shift);
+    op.at = m->rows;
+    m->rows = MOEI_INT_NONE;
+    out = moei_vector_new(m, n, MOEI_WIDE, scale, range->y);
+    m->counted += n * k;
+    moei_op_append(m, op, x, x, out);
+    return out;
+}
+
+/* The gain is stored as gain / scale * 2^bits in 16 bits; the unit 2^-21 and a product's >> 16 make
+   the shift bits + 5. eps is in the units of d of moei_int_op_norm. */
+static uint32_t moei_module_norm(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
+    const size_t n = (size_t)module->d_in;
+    const moe_real *gain = module->tensors[MOE_MODULE_WEIGHT],
+                   *bias = module->kind == MOE_MODULE_LAYER_NORM ? module->tensors[MOE_MODULE_BIAS] : NULL;
+    uint32_t x = m->entering[m->module];
+    double scale = limit == MOEI_NARROW ? range->y / limit : range->y * 1.25 / limit, most = 0, eps;
+    unsigned char bytes[8];
+    moei_int_op op;
+    uint32_t out;
+    size_t i;
+    int bits, factor = 8;
+    if (n > INT16_MAX)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED,
+                          "module %z: norms wider than %d have no integer form; use MOE_WEIGHTS_FLOAT",
+                          m->module, (int)INT16_MAX);
+    if (m->status != MOE_OK) return 0;
+    for (i = 0; i < n; i++)
+        if (fabs((double)gain[i]) > most) most = fabs((double)gain[i]);
+    if (scale < most / 32000) scale = most / 32000;
+    if (!(scale > 0)) scale = 1;
+    bits = moei_shift_for(most / scale, 0, 25);
+    while (ldexp((double)n * (double)n, 30 + 2 * factor) > ldexp(1, 60)) factor--;
+    eps = ldexp((double)MOEI_NORM_EPS * (double)n * (double)n, 2 * factor);
+    if (eps > ldexp(m->vectors[x].scale * m->vectors[x].scale, 60))
+        x = moei_rescale(m, x, MOEI_WIDE, ldexp(sqrt(eps), -30)); /* eps must fit in its codes */
+    if (m->status != MOE_OK) return 0;
+    eps = eps / m->vectors[x].scale / m->vectors[x].scale;
+    eps = eps < ldexp(1, 60) ? floor(eps + 0.5) : ldexp(1, 60);
+    out = moei_vector_new(m, n, limit, scale, range->y);
+    op = moei_op(moei_int_op_norm, n, 0, -limit, limit, bits + 5);
+    op.factor = (int16_t)factor;
+    moei_put_32_le(bytes, (int32_t)(uint32_t)((uint64_t)eps & 0xffffffffu));
+    moei_put_32_le(bytes + 4, (int32_t)(uint32_t)((uint64_t)eps >> 32));
+    op.at = moei_constants(m, &m->made.weights, bytes, 8);
+    for (i = 0; i < n + n % 2; i += 2) {
+        moei_put_16_le(bytes, moei_nearest(ldexp((double)gain[i] / scale, bits), 32767));
+        moei_put_16_le(bytes + 2, i + 1 < n ? moei_nearest(ldexp((double)gain[i + 1] / scale, bits), 32767) : 0);
+        (void)moei_constants(m, &m->made.weights, bytes, 4);
+    }
+    for (i = 0; bias != NULL && i < n; i++) {
+        moei_put_32_le(bytes, moei_nearest(ldexp((double)bias[i] / scale, bits + 5), 1073741823));
+        (void)moei_constants(m, &m->made.weights, bytes, 4);
+    }
+    op.index = bias != NULL;
+    moei_op_append(m, op, x, x, out);
+    return out;
+}
+
+/* ---- attention ---- */
+
+/* The table of moei_int_op_rotate, shared by attention modules with the same angles. */
+static uint32_t moei_rotation_table(moei_maker *m, const moe_module *module) {
+    const size_t half = (size_t)module->attention.d_head / 2,
+                 rows = MOEI_INT_ANGLES + (m->made.model.length - 1) / MOEI_INT_ANGLES + 1;
+    uint32_t *at = &m->ranges[moei_rotation_of(m->net, m->module)].rotation_table;
+    unsigned char bytes[4];
+    size_t r, i;
+    if (*at != MOEI_INT_NONE) return *at;
+    *at = (uint32_t)m->made.weights.size;
+    for (r = 0; r < rows; r++)
+        for (i = 0; i < half; i++) {
+            const double position = (double)(r < MOEI_INT_ANGLES ? r : (r - MOEI_INT_ANGLES) * MOEI_INT_ANGLES);
+            const double angle = position * pow((double)module->attention.rotary_base, -(double)i / (double)half);
+            moei_put_16_le(bytes, moei_nearest(32767 * cos(angle), 32767));
+            moei_put_16_le(bytes + 2, moei_nearest(32767 * sin(angle), 32767));
+            (void)moei_constants(m, &m->made.weights, bytes, 4);
+        }
+    return *at;
+}
+
+/* A query or key of rotary attention: x, whose codes are finer by 2^shift, rotated. */
+static uint32_t moei_rotated(moei_maker *m, const moe_module *module, uint32_t x, int limit, int shift) {
+    uint32_t out;
+    moei_int_op op;
+    if (m->status != MOE_OK) return 0;
+    out = moei_vector_new(m, m->vectors[x].width, limit, ldexp(m->vectors[x].scale, shift), m->vectors[x].range);
+    op =
+        moei_op(moei_int_op_rotate, m->vectors[out].width, (size_t)module->attention.d_head, -limit, limit, 15 + shift);
+    op.at = moei_rotation_table(m, module);
+    moei_op_append(m, op, x, x, out);
+    return out;
+}
+
+static moei_matrix moei_attention_matrix(const moe_module *module, int slot) {
+    return moei_matrix_of(module->tensors[slot], NULL, 1, moei_attention_width(module), (size_t)module->d_in);
+}
+
+/* The query: codes as fine as keep scores below 2^30. Rotation may enlarge a component by sqrt
+   2. */
+static uint32_t moei_query_ops(moei_maker *m, const moe_module *module, uint32_t x, double range) {
+    const moei_matrix w = moei_attention_matrix(module, MOE_MODULE_QUERY);
+    const double most = 1073741823.0 / (127.0 * 1.4143 * (double)module->attention.d_head);
+    const int limit = most < (int)MOEI_INT_ROTATED ? (int)most : (int)MOEI_INT_ROTATED;
+    if (!module->attention.rotary) return moei_product(m, &w, x, limit, 0, range, 0);
+    return moei_rotated(m, module, moei_product(m, &w, x, limit, 0, range * 1.4143, 0), MOEI_WIDE, 0);
+}
+
+/* The key: narrow, rounded only after its rotation. */
+static uint32_t moei_key_ops(moei_maker *m, const moe_module *module, uint32_t x, double range) {
+    const moei_matrix w = moei_attention_matrix(module, MOE_MODULE_KEY);
+    double finest, scale = range > 0 ? range / MOEI_NARROW : 1;
+    int shift = 7;
+    if (!module->attention.rotary || m->status != MOE_OK) return moei_product(m, &w, x, MOEI_NARROW, 0, range, 0);
+    finest = moei_matrix_max_scale(m, &w, m->vectors[x].scale) / 0.49;
+    while (shift > 0 && ldexp(scale, -shift) < finest) shift--;
+    if (scale < finest) scale = finest;
+    return moei_rotated(m, module, moei_product(m, &w, x, MOEI_INT_ROTATED, 0, range * 1.4143, ldexp(scale, -shift)),
+                        MOEI_NARROW, shift);
+}
+
+/* Reserves int8 [length, width] in the state; returns the offset. */
+static uint32_t moei_state_new(moei_maker *m, size_t width) {
+    const size_t at = m->made.model.state_size;
+    size_t bytes;
+    if (!moei_mul(m->made.model.length, width, &bytes) || bytes > INT32_MAX / 2 || at > INT32_MAX / 2)
+        moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    else m->made.model.state_size = at + (bytes + 3) / 4 * 4;
+    return (uint32_t)at;
+}
+
+static uint32_t moei_module_attention(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
+    const size_t width = moei_attention_width(module);
+    const moei_matrix value = moei_attention_matrix(module, MOE_MODULE_VALUE);
+    const moei_matrix output =
+        moei_matrix_of(module->tensors[MOE_MODULE_OUTPUT], NULL, 1, (size_t)module->d_out, width);
+    const uint32_t x = moei_narrowed(m, m->entering[m->module]);
+    const uint32_t q = moei_query_ops(m, module, x, range->q), k = moei_key_ops(m, module, x, range->k);
+    moei_int_attention a;
+    moei_int_op op;
+    uint32_t out;
+    double octaves, scale;
+    int bits;
+    if (m->made.model.length > UINT16_MAX)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED,
+                          "module %z: attention over a length of more than %d has no integer form", m->module,
+                          (int)UINT16_MAX);
+    memset(&a, 0, sizeof a);
+    a.heads = (uint16_t)module->attention.heads;
+    a.d_head = (uint16_t)module->attention.d_head;
+    a.value = moei_product(m, &value, x, MOEI_NARROW, 0, range->v, 0);
+    a.keys = moei_state_new(m, width);
+    a.values = moei_state_new(m, width);
+    a.room = moei_vector_int32(m, m->made.model.length + 1 + (m->made.model.length + 1) / 2);
+    if (m->status != MOE_OK) return 0;
+    octaves = m->vectors[q].scale * m->vectors[k].scale * 1.4426950408889634 / sqrt((double)a.d_head);
+    bits = moei_shift_for(octaves, 16, 31);
+    a.bits = (uint16_t)(bits < 0 ? 0 : bits);
+    /* an average never exceeds its values in magnitude; below 1/64 of them it is practically 0 */
+    scale = range->mixed / MOEI_NARROW;
+    if (scale > m->vectors[a.value].scale) scale = m->vectors[a.value].scale;
+    if (scale < m->vectors[a.value].scale / 64) scale = m->vectors[a.value].scale / 64;
+    out = moei_vector_new(m, width, MOEI_NARROW, scale, scale * MOEI_NARROW);
+    bits = moei_shift_for(m->vectors[a.value].scale / scale, 0, 14);
+    op = moei_op(moei_int_op_attention, width, width, -MOEI_NARROW, MOEI_NARROW, bits - 1);
+    op.factor = (int16_t)moei_nearest(ldexp(octaves, 16 + a.bits), 32767);
+    op.factor2 = (int16_t)moei_nearest(ldexp(m->vectors[a.value].scale / scale, bits), 32766);
+    op.index = (uint16_t)moei_maker_push(m, &m->made.attentions, &a, sizeof a);
+    m->counted += 2 * width * m->made.model.length;
+    moei_op_append(m, op, q, k, out);
+    moei_vector_use(m, a.value);
+    moei_vector_use(m, a.room);
+    return moei_product(m, &output, out, limit, 0, range->y, 0);
+}
+
+/* The function that appends the operations of a module and returns its output. limit: of the
+   output's codes. */
+static const struct moei_module_maker {
+    int kind; /* MOE_MODULE_ */
+    uint32_t (*make)(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit);
+} moei_module_makers[] = {
+    {MOE_MODULE_LINEAR, moei_module_linear},
+    {MOE_MODULE_ACTIVATION, moei_module_activation},
+    {MOE_MODULE_LAYER_NORM, moei_module_norm},
+    {MOE_MODULE_MIXTURE, moei_module_mixture},
+    {MOE_MODULE_RESIDUAL, moei_module_residual},
+    {MOE_MODULE_EMBEDDING, moei_module_embedding},
+    {MOE_MODULE_POSITIONS, moei_module_positions},
+    {MOE_MODULE_ATTENTION, moei_module_attention},
+    {MOE_MODULE_RMS_NORM, moei_module_norm},
+    {MOE_MODULE_DROPOUT, moei_module_dropout},
+    {MOE_MODULE_FEED_FORWARD, moei_module_feed_forward},
+    {MOE_MODULE_TIED, moei_module_tied},
+};
+
+static uint32_t moei_module_make(moei_maker *m, const moe_module *module, const moei_ranges *range, int limit) {
+    size_t i;
+    for (i = 0; i < sizeof moei_module_makers / sizeof *moei_module_makers; i++)
+        if (moei_module_makers[i].kind == module->kind) return moei_module_makers[i].make(m, module, range, limit);
+    moei_maker_fail(m, MOE_ERR_UNSUPPORTED);
+    return 0;
+}
+
+/* ---- >>scratch: vectors get their offsets ---- */
+
+/* The int16 elements of a vector, a multiple of 4. */
+static size_t moei_vector_room(const moei_vector *v) { return ((v->is_int32 ? 2 * v->width : v->width) + 3) / 4 * 4; }
+
+/* Gives vector i the lowest offset at which no other vector is live at the same time. */
+static void moei_vector_assign(moei_maker *m, size_t i, size_t *most) {
+    moei_vector *v = &m->vectors[i];
+    size_t at = 0, j;
+    for (j = 0; j < i; j++) {
+        const moei_vector *w = &m->vectors[j];
+        if (w->first_use > v->last_use || v->first_use > w->last_use) continue;
+        if (w->offset < at + moei_vector_room(v) && at < w->offset + moei_vector_room(w)) {
+            at = w->offset + moei_vector_room(w);
+            j = (size_t)-1;
+        }
+    }
+    if (at + moei_vector_room(v) > INT32_MAX) moei_maker_fail(m, MOE_ERR_OVERFLOW);
+    v->offset = (uint32_t)at;
+    if (at + moei_vector_room(v) > *most) *most = at + moei_vector_room(v);
+}
+
+static uint32_t moei_vector_offset(const moei_maker *m, uint32_t v) {
+    return v == MOEI_INT_NONE ? v : m->vectors[v].offset;
+}
+
+static void moei_ops_resolve(moei_maker *m, moei_int_op *ops) {
+    size_t i;
+    for (i = 0; i < moei_array_length(ops); i++) {
+        ops[i].in = moei_vector_offset(m, ops[i].in);
+        ops[i].other = moei_vector_offset(m, ops[i].other);
+        ops[i].out = moei_vector_offset(m, ops[i].out);
+    }
+}
+
+/* Assigns offsets to vectors and joins the two arrays of operations. */
+static void moei_maker_finish(moei_maker *m) {
+    moe_model *model = &m->made.model;
+    const size_t n_main = moei_array_length(m->main_ops);
+    size_t i, most = 0;
+    for (i = 0; i < moei_array_length(m->vectors) && m->status == MOE_OK; i++) moei_vector_assign(m, i, &most);
+    if (m->status != MOE_OK) return;
+    moei_ops_resolve(m, m->main_ops);
+    moei_ops_resolve(m, m->inner_ops);
+    for (i = 0; i < moei_array_length(m->made.mixtures); i++) {
+        moei_int_mixture *x = &m->made.mixtures[i];
+        x->score += (uint32_t)n_main;
+        x->expert += (uint32_t)n_main;
+        x->shared += (uint32_t)n_main;
+        x->z = moei_vector_offset(m, x->z);
+        x->p = moei_vector_offset(m, x->p);
+        x->sum = moei_vector_offset(m, x->sum);
+        x->choices = moei_vector_offset(m, x->choices);
+        x->block = moei_vector_offset(m, x->block);
+    }
+    for (i = 0; i < moei_array_length(m->made.attentions); i++) {
+        moei_int_attention *x = &m->made.attentions[i];
+        x->value = moei_vector_offset(m, x->value);
+        x->room = moei_vector_offset(m, x->room);
+    }
+    for (i = 0; i < moei_array_length(m->inner_ops); i++)
+        (void)moei_maker_push(m, &m->main_ops, &m->inner_ops[i], sizeof *m->inner_ops);
+    m->made.ops = m->main_ops;
+    m->main_ops = NULL;
+    model->n_main = (uint32_t)n_main;
+    model->n_ops = (uint32_t)moei_array_length(m->made.ops);
+    model->n_mixtures = (uint32_t)moei_array_length(m->made.mixtures);
+    model->n_attentions = (uint32_t)moei_array_length(m->made.attentions);
+    model->scratch_size = MOEI_INT_ALIGN - 1 + model->state_size + most * sizeof(int16_t);
+}
+
+/* ---- >>models: integer models ---- */
+
+/* Refuses routers without an integer form before calibration runs. */
+static void moei_mixture_has_form(moei_maker *m, const moe_layer *layer) {
+    moei_int_router_plan plan;
+    int frozen;
+    (void)moei_router_now(layer, &frozen);
+    moei_mixture_supported(m, &layer->config, frozen);
+    moei_router_plan(m, layer, 1, NULL, &plan);
+}
+
+/* Checks data, parameters, routers and widths. */
+static void moei_maker_check(moei_maker *m) {
+    const moe_data *data = m->config->calibration;
+    size_t i, j;
+    if (data == NULL || data->n == 0)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_ARGUMENT,
+                          "calibration: integer weights need some rows of inputs, to find the ranges of activations");
+    else if (data->length > 0 && data->n % data->length != 0)
+        MOEI_MAKER_REFUSE(m, MOE_ERR_ARGUMENT, "calibration: n = %z: must be a multiple of length = %z", data->n,
+                          data->length);
+    else if (m->status == MOE_OK) m->status = moei_inputs_check(m->net, data, m->error);
+    for (i = 0; i < m->net->n_tensors; i++)
+        for (j = 0; j < m->net->tensors[i].count; j++)
+            if (!moe_is_finite(m->net->tensors[i].data[j]))
+                MOEI_MAKER_REFUSE(m, MOE_ERR_NONFINITE, "%s[%z] = %g: must be a finite number", m->net->tensors[i].name,
+                                  j, (double)m->net->tensors[i].data[j]);
+    for (m->module = 0; m->module < m->net->n_modules; m->module++)
+        if (m->net->modules[m->module].kind == MOE_MODULE_MIXTURE)
+            moei_mixture_has_form(m, &m->net->modules[m->module].layer);
+    for (i = 0; i < m->net->n_modules; i++)
+        if (m->net->modules[i].d_in > MOEI_INT_MAX_WIDTH || m->net->modules[i].d_out > MOEI_INT_MAX_WIDTH)
+            MOEI_MAKER_REFUSE(m, MOE_ERR_UNSUPPORTED,
+                              "module %z: wider than %d has no integer form; use MOE_WEIGHTS_FLOAT", i,
+                              (int)MOEI_INT_MAX_WIDTH);
+}
+
+/* Whether a residual reads the input of module i. */
+static int moei_residual_reads(const moe_net *net, size_t i) {
+    size_t j;
+    for (j = i; j < net->n_modules; j++)
+        if (net->modules[j].kind == MOE_MODULE_RESIDUAL && j - (size_t)net->modules[j].span == i) return 1;
+    return 0;
+}
+
+/* Whether an MoE layer needs a wide input. */
+static int moei_mixture_reads_wide(const moe_layer_config *c) {
+    return c->router.input == MOE_INPUT_SCALED_RMS || c->router.input == MOE_INPUT_ADAPTIVE_CLUSTERING ||
+           c->router.grap_cosine ||
+           (c->router.score == MOE_SCORE_COSINE && c->router.cosine_dim == 0 && !c->router.cosine_keep_length) ||
+           c->router.apply_to == MOE_APPLY_INPUT || c->add_input;
+}
+
+/* Whether the input of module i is read as a narrow vector only: by products, and by no
+   residual. */
+static int moei_reads_narrow(const moe_net *net, size_t i) {
+    int kind;
+    if (i >= net->n_modules || moei_residual_reads(net, i)) return 0;
+    kind = net->modules[i].kind;
+    if (kind == MOE_MODULE_MIXTURE && moei_mixture_reads_wide(&net->modules[i].layer.config)) return 0;
+    return kind == MOE_MODULE_LINEAR || kind == MOE_MODULE_MIXTURE || kind == MOE_MODULE_FEED_FORWARD ||
+           kind == MOE_MODULE_ATTENTION || kind == MOE_MODULE_TIED;
+}
+
+/* Whether module i can apply the relu that follows it, because nothing else reads its output. */
+static int moei_fuses_relu(const moe_net *net, size_t i) {
+    const moe_module *m = &net->modules[i];
+    return (m->kind == MOE_MODULE_LINEAR || m->kind == MOE_MODULE_MIXTURE) && i + 1 < net->n_modules &&
+           m[1].kind == MOE_MODULE_ACTIVATION && m[1].act == MOE_ACT_RELU && !moei_residual_reads(net, i + 1);
+}
+
+static void moei_maker_modules(moei_maker *m) {
+    size_t i;
+    for (i = 0; i < m->net->n_modules && m->status == MOE_OK; i++) {
+        const moe_module *module = &m->net->modules[i];
+        moei_ranges range = m->ranges[i];
+        int limit;
+        m->module = i;
+        m->relu = moei_fuses_relu(m->net, i);
+        if (m->relu) range.y = m->ranges[++i].y;
+        limit = moei_reads_narrow(m->net, i + 1) ? MOEI_NARROW : MOEI_WIDE;
+        m->entering[i + 1] = moei_module_make(m, module, &range, limit);
+    }
+}
+
+/* Makes an integer model; temporary memory is always freed. */
+static void moei_maker_run(moei_maker *m) {
+    const moe_allocator *a = &m->made.allocator;
+    const size_t n = m->net->n_modules;
+    moe_model *model = &m->made.model;
+    double input = 0;
+    uint32_t last = 0;
+    size_t i;
+    m->ranges = (moei_ranges *)moei_alloc(a, n, sizeof *m->ranges);
+    m->entering = (uint32_t *)moei_alloc(a, n + 1, sizeof *m->entering);
+    if (m->ranges == NULL || m->entering == NULL) moei_maker_fail(m, MOE_ERR_MEMORY);
+    moei_maker_check(m);
+    if (m->status == MOE_OK) {
+        memset(m->ranges, 0, n * sizeof *m->ranges);
+        for (i = 0; i < n; i++) m->ranges[i].rotation_table = MOEI_INT_NONE;
+        m->weights = m->config->weights;
+        m->rows = MOEI_INT_NONE;
+        moei_calibrate(m, &input);
+    }
+    if (m->status == MOE_OK) {
+        m->entering[0] = model->d_in > 0 ? moei_vector_new(m, model->d_in, MOEI_NARROW, input / MOEI_NARROW, input) : 0;
+        moei_maker_modules(m);
+    }
+    if (m->status == MOE_OK) { /* the output is the result of the last operation, wide */
+        last = moei_widened(m, m->entering[n]);
+        if (m->status == MOE_OK &&
+            (moei_array_length(m->main_ops) == 0 || m->main_ops[moei_array_length(m->main_ops) - 1].out != last))
+            last = moei_rescale(m, last, MOEI_WIDE, m->vectors[last].scale);
+    }
+    if (m->status == MOE_OK) {
+        model->input_scale = model->d_in > 0 ? (float)m->vectors[0].scale : 1;
+        model->output_scale = (float)m->vectors[last].scale;
+        if (!(model->input_scale > 0) || !(model->output_scale > 0) || !moe_is_finite((moe_real)model->input_scale) ||
+            !moe_is_finite((moe_real)model->output_scale))
+            moei_maker_fail(m, MOE_ERR_OVERFLOW); /* the scale exceeds float */
+    }
+    if (m->status == MOE_OK) {
+        m->multiplications += m->counted;
+        model->multiplications = m->multiplications;
+        moei_maker_finish(m);
+    }
+    moei_free(a, m->ranges, n * sizeof *m->ranges);
+    moei_free(a, m->entering, (n + 1) * sizeof *m->entering);
+    moei_array_free(a, &m->vectors, sizeof *m->vectors);
+    moei_array_free(a, &m->main_ops, sizeof *m->main_ops);
+    moei_array_free(a, &m->inner_ops, sizeof *m->inner_ops);
+    moe_buffer_free(&m->pieces);
+}
+#endif /* MOE_NO_QUANT */
+
+/* ---- float models ---- */
+
+/* Why an MoE layer cannot be part of a float model; NULL if it can. */
+static const char *moei_float_obstacle(const moe_net *net, size_t i) {
+    const moe_router_config *c = &net->modules[i].layer.config.router;
+    int switches = c->switch_at > 0;
+    if (c->score == MOE_SCORE_CUSTOM) return "score = custom: a model cannot hold functions of the caller";
+    if (c->select == MOE_SELECT_CUSTOM || (switches && c->switch_from == MOE_SELECT_CUSTOM))
+        return "select = custom: a model cannot hold functions of the caller";
+    if (c->select == MOE_SELECT_GIVEN) return "select = given: a model receives no recorded choices";
+    if (net->d_in > 0 && (c->select == MOE_SELECT_HASH || (switches && c->switch_from == MOE_SELECT_HASH)))
+        return "select = hash: a model with d_in > 0 receives no token ids";
+    if (c->refine == MOE_REFINE_ATTENTION && moei_attention_read(net, i) == i)
+        return "refine = attention: there is no attention before it in the network";
+    return NULL;
+}
+
+/* The values of parameter `index` of module i; NULL: not set. */
+static const moe_real *moei_float_values(const moe_net *net, size_t i, int index) {
+    const moe_module *m = &net->modules[i];
+    return moei_is_layer(m) ? m->layer.tensors[index] : m->tensors[index];
+}
+
+/* Whether a network that decodes can be a float model. */
+static moe_status moei_float_check(const moe_net *net, moe_error *error) {
+    moe_parameter parameter;
+    size_t i, j;
+    int index;
+    if (MOE_REAL_IS_DOUBLE)
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "MOE_REAL is double, but float models need float");
+    for (i = 0; i < net->n_modules; i++) {
+        const char *obstacle = net->modules[i].kind == MOE_MODULE_MIXTURE ? moei_float_obstacle(net, i) : NULL;
+        if (obstacle != NULL) return moei_error(error, MOE_ERR_UNSUPPORTED, "module %z (mixture): %s", i, obstacle);
+        for (index = 0; index < MOE_LAYER_PARAMETER_COUNT; index++) {
+            const moe_real *values;
+            if (moei_module_parameter(net, i, index, &parameter) != MOE_OK) continue;
+            values = moei_float_values(net, i, index);
+            if (values == NULL)
+                return moei_error(error, MOE_ERR_ARGUMENT, "module %z: tensor %s is not set", i, parameter.name);
+            for (j = 0; j < parameter.count; j++)
+                if (!moe_is_finite(values[j]))
+                    return moei_error(error, MOE_ERR_NONFINITE, "module %z: tensor %s holds %g", i, parameter.name,
+                                      (double)values[j]);
+        }
+    }
+    return MOE_OK;
+}
+
+/* The longest sequence; 0: no module reads earlier tokens. */
+static size_t moei_model_length(const moe_net *net, size_t wanted) {
+    size_t i, length = 0;
+    for (i = 0; i < net->n_modules; i++) {
+        const moe_module *m = &net->modules[i];
+        if (m->kind != MOE_MODULE_ATTENTION && m->kind != MOE_MODULE_POSITIONS && !moei_refines(m)) continue;
+        if (length == 0) length = wanted > 0 ? wanted : 128;
+        if (m->kind == MOE_MODULE_POSITIONS && length > (size_t)m->n_rows) length = (size_t)m->n_rows;
+    }
+    return length;
+}
+
+/* Copies the modules, with plain C kernels as in an exported model. */
+static moe_status moei_float_model(moe_built_model *made, const moe_net *net, moe_error *error) {
+    moe_model *model = &made->model;
+    moe_status status = moei_float_check(net, error);
+    size_t i;
+    if (status != MOE_OK) return status;
+    made->net = *net;
+    made->net.modules = (moe_module *)moei_alloc(&made->allocator, net->n_modules, sizeof *net->modules);
+    if (made->net.modules == NULL) {
+        made->net.n_modules = 0;
+        return moei_error(error, MOE_ERR_MEMORY, "%s", moe_status_text(MOE_ERR_MEMORY));
+    }
+    memcpy(made->net.modules, net->modules, net->n_modules * sizeof *net->modules);
+    for (i = 0; i < net->n_modules; i++) {
+        made->net.modules[i].layer.kernels = made->net.modules[i].layer.router.kernels = NULL;
+        made->net.modules[i].layer.is_packed = 0;
+        made->net.modules[i].first_tensor = 0;
+    }
+    made->net.kernels = NULL;
+    made->net.trainable = 0;
+    made->net.tensors = NULL;
+    made->net.n_tensors = 0;
+    made->net.memory = NULL; /* the network's own */
+    model->run = moei_float_model_run;
+    model->choices = moei_float_model_choices;
+    model->input_scale = model->output_scale = 1;
+    model->weights_size = moe_net_parameter_count(net, &model->multiplications) * sizeof(moe_real);
+    for (i = 0; i < net->n_modules; i++)
+        if (net->modules[i].kind == MOE_MODULE_ATTENTION)
+            model->multiplications += 2 * model->length * moei_attention_width(&net->modules[i]);
+    status = moei_float_size(&made->net, model->length, &model->scratch_size, &model->state_size);
+    return status == MOE_OK ? MOE_OK : moei_error(error, status, "the network: %s", moe_status_text(status));
+}
+
+static moe_status moei_model_config_check(const moe_net *net, const moe_model_config *config, moe_error *error) {
+    if (net == NULL || !net->built)
+        return moei_error(error, net == NULL ? MOE_ERR_ARGUMENT : MOE_ERR_STATE,
+                          "net: must come from moe_net_build or moe_net_load");
+    if (config->weights < 0 || config->weights >= MOE_WEIGHTS_COUNT)
+        return moei_error(error, MOE_ERR_CONFIG, "weights = %d: must be one of MOE_WEIGHTS_", config->weights);
+    if (config->loader != 0 && config->loader != 1)
+        return moei_error(error, MOE_ERR_CONFIG, "loader = %d: must be 0 or 1", config->loader);
+    if (config->loader && config->weights == MOE_WEIGHTS_FLOAT)
+        return moei_error(error, MOE_ERR_UNSUPPORTED, "loader = 1: only integer models fetch experts");
+    if (!moei_can_allocate(&config->allocator))
+        return moei_error(error, MOE_ERR_ARGUMENT, "allocator: required with MOE_NO_MALLOC");
+    if (net->transport != NULL)
+        return moei_error(error, MOE_ERR_UNSUPPORTED,
+                          "net.transport: a model needs a network in one process; load its file without transport");
+    return moe_net_decode_size(net, 1, 1, NULL, NULL, error);
+}
+
+/* Sets the pointers of the model into the struct that owns it. */
+static void moei_model_link(moe_built_model *b) {
+    if (b->model.weights_are == MOE_WEIGHTS_FLOAT) {
+        b->model.net = &b->net;
+        return;
+    }
+    b->model.weights = b->weights.data;
+    b->model.weights_size = b->weights.size;
+    b->model.experts = b->external ? NULL : b->experts.data;
+    b->model.experts_size = b->experts.size;
+    b->model.ops = b->ops;
+    b->model.mixtures = b->mixtures;
+    b->model.attentions = b->attentions;
+}
+
+moe_status moe_model_create(moe_built_model *built, const moe_net *net, const moe_model_config *config,
+                            moe_error *error) {
+    const moe_model_config none = {MOE_WEIGHTS_FLOAT, NULL, 0, 0, {NULL, NULL}};
+    moe_built_model made;
+    moe_status status;
+    if (built == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "built must not be NULL");
+    if (config == NULL) config = &none;
+    status = moei_model_config_check(net, config, error);
+    if (status != MOE_OK) return status;
+    memset(&made, 0, sizeof made);
+    made.allocator = made.weights.allocator = made.experts.allocator = config->allocator;
+    made.model.version = MOE_MODEL_VERSION;
+    made.model.weights_are = config->weights;
+    made.model.d_in = (size_t)net->d_in;
+    made.model.d_out = (size_t)net->d_out;
+    made.model.length = moei_model_length(net, config->length);
+    made.external = config->loader;
+    if (config->weights == MOE_WEIGHTS_FLOAT) status = moei_float_model(&made, net, error);
+    else {
+#ifndef MOE_NO_QUANT
+        moei_maker m;
+        memset(&m, 0, sizeof m);
+        made.model.run = moei_int_model_run;
+        made.model.choices = moei_int_model_choices;
+        made.model.state_size = made.model.length > 0 ? sizeof(uint32_t) : 0;
+        m.made = made;
+        m.net = net;
+        m.config = config;
+        m.error = error;
+        m.pieces.allocator = config->allocator;
+        moei_maker_run(&m);
+        made = m.made;
+        status = m.status;
+#else
+        status = moei_error(error, MOE_ERR_UNSUPPORTED, "weights = %d: the build has MOE_NO_QUANT", config->weights);
+#endif
+    }
+    if (status != MOE_OK) {
+        moe_model_free(&made);
+        return status;
+    }
+    *built = made;
+    moei_model_link(built);
+    return MOE_OK;
+}
+
+void moe_model_free(moe_built_model *built) {
+    if (built == NULL) return;
+    moe_buffer_free(&built->weights);
+    moe_buffer_free(&built->experts);
+    moei_array_free(&built->allocator, &built->ops, sizeof *built->ops);
+    moei_array_free(&built->allocator, &built->mixtures, sizeof *built->mixtures);
+    moei_array_free(&built->allocator, &built->attentions, sizeof *built->attentions);
+    moei_free(&built->allocator, built->net.modules, built->net.n_modules * sizeof *built->net.modules);
+    memset(built, 0, sizeof *built);
+}
+
+/* ---- >>header: the model as C ---------------------------------------------------------------- */
+
+/* Text that is being written to a stream. After a failure the rest is dropped. */
+typedef struct moei_printer {
+    moe_stream *stream;
+    moe_status status;
+    const char *name;             /* of the model */
+    char capitals[MOE_NAME_SIZE]; /* the name in capitals */
+    moei_text text;               /* not yet written, in room */
+    char room[1024];
+    size_t column; /* characters of the current line of a list */
+} moei_printer;
+
+static void moei_print_flush(moei_printer *p) {
+    if (p->status == MOE_OK && p->text.length > 0)
+        p->status = p->stream->write(p->stream->ctx, p->room, p->text.length);
+    p->text.length = 0;
+}
+
+/* Up to 512 characters. */
+static void moei_print_arguments(moei_printer *p, const char *format, va_list arguments) {
+    if (p->text.length + 512 > sizeof p->room) moei_print_flush(p);
+    moei_put_format(&p->text, format, arguments);
+}
+
+static void moei_print(moei_printer *p, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    moei_print_arguments(p, format, arguments);
+    va_end(arguments);
+}
+
+static void moei_print_line_end(moei_printer *p) {
+    moei_print(p, "\n");
+    p->column = 0;
+}
+
+/* An item of a list. The line ends after it if it is long enough. */
+static void moei_print_item(moei_printer *p, const char *format, ...) {
+    size_t before;
+    va_list arguments;
+    if (p->text.length + 512 > sizeof p->room) moei_print_flush(p);
+    before = p->text.length;
+    va_start(arguments, format);
+    moei_print_arguments(p, format, arguments);
+    va_end(arguments);
+    p->column += p->text.length - before;
+    if (p->column > 110) moei_print_line_end(p);
+}
+
+/* ---- integer models ---- */
+
+static void moei_print_bytes(moei_printer *p, const char *what, const unsigned char *bytes, size_t n) {
+    size_t i;
+    if (n == 0) return;
+    moei_print(p, "static const unsigned char %s_%s[%z] MOE_FLASH = {", p->name, what, n);
+    for (i = 0; i < n; i++) moei_print(p, i % 24 == 0 ? "\n    %d%s" : "%d%s", (int)bytes[i], i + 1 < n ? "," : "");
+    moei_print(p, "};\n\n");
+}
+
+static void moei_print_offset(moei_printer *p, uint32_t at, const char *end) {
+    if (at == MOEI_INT_NONE) moei_print(p, "MOEI_INT_NONE%s", end);
+    else moei_print(p, "%z%s", (size_t)at, end);
+}
+
+typedef void (*moei_any_function)(void);
+
+/* The functions that constants name. */
+static const struct moei_function_name {
+    moei_any_function function;
+    const char *name;
+} moei_function_names[] = {
+#define MOEI_FUNCTION_NAME(function) {(moei_any_function)(function), #function},
+#define MOEI_OP_NAME(name) MOEI_FUNCTION_NAME(moei_int_op_##name)
+    MOEI_INT_OPS(MOEI_OP_NAME) MOEI_FUNCTION_NAME(moei_int_gate_logits) MOEI_FUNCTION_NAME(moei_int_gate_relu)
+        MOEI_FUNCTION_NAME(moei_int_gate_softmax) MOEI_FUNCTION_NAME(moei_int_gate_sigmoid)
+            MOEI_FUNCTION_NAME(moei_int_gate_sqrt_softplus) MOEI_FUNCTION_NAME(moei_int_share_softmax)
+                MOEI_FUNCTION_NAME(moei_int_share_sigmoid) MOEI_FUNCTION_NAME(moei_int_share_sqrt_softplus)
+                    MOEI_FUNCTION_NAME(moei_int_select_logits) MOEI_FUNCTION_NAME(moei_int_select_top_k)
+                        MOEI_FUNCTION_NAME(moei_int_select_grouped) MOEI_FUNCTION_NAME(moei_int_select_top_p)
+                            MOEI_FUNCTION_NAME(moei_int_select_threshold) MOEI_FUNCTION_NAME(moei_int_select_hash)
+                                MOEI_FUNCTION_NAME(moei_int_weight_raw) MOEI_FUNCTION_NAME(moei_int_weight_sum)
+                                    MOEI_FUNCTION_NAME(moei_int_weight_norm) MOEI_FUNCTION_NAME(moei_int_weight_softmax)
+                                        MOEI_FUNCTION_NAME(moei_int_weight_uniform)
+                                            MOEI_FUNCTION_NAME(moei_int_weight_one)
+                                                MOEI_FUNCTION_NAME(moei_int_weight_sparsemixer)
+                                                    MOEI_FUNCTION_NAME(moei_int_scale_weights)
+#undef MOEI_OP_NAME
+#undef MOEI_FUNCTION_NAME
+};
+
+static void moei_print_function(moei_printer *p, moei_any_function function) {
+    size_t i;
+    for (i = 0; i < sizeof moei_function_names / sizeof *moei_function_names; i++)
+        if (moei_function_names[i].function == function) break;
+    if (function == NULL) moei_print(p, "NULL, ");
+    else if (i < sizeof moei_function_names / sizeof *moei_function_names)
+        moei_print(p, "%s, ", moei_function_names[i].name);
+    else if (p->status == MOE_OK) p->status = MOE_ERR_STATE; /* a function without a row */
+}
+
+static void moei_print_ops(moei_printer *p, const moe_model *model) {
+    size_t i;
+    moei_print(p, "/* function, {outputs, inputs, minimum, maximum, shift}, offset of its constants, in, other, out,\n"
+                  "   factor, factor2, index */\n");
+    moei_print(p, "static const moei_int_op %s_ops[%z] = {\n", p->name, (size_t)model->n_ops);
+    for (i = 0; i < model->n_ops; i++) {
+        const moei_int_op *op = &model->ops[i];
+        moei_print(p, "    {");
+        moei_print_function(p, (moei_any_function)op->run);
+        moei_print(p, "{%d, %d, %d, %d, %d}, %z, ", (int)op->shape.n, (int)op->shape.k, (int)op->shape.low,
+                   (int)op->shape.high, (int)op->shape.shift, (size_t)op->at);
+        moei_print_offset(p, op->in, ", ");
+        moei_print_offset(p, op->other, ", ");
+        moei_print_offset(p, op->out, ", ");
+        moei_print(p, "%d, %d, %d}%s\n", (int)op->factor, (int)op->factor2, (int)op->index,
+                   i + 1 < model->n_ops ? "," : "};\n");
+    }
+}
+
+static void moei_print_int_router(moei_printer *p, const moei_int_router *r) {
+    moei_print(p, "{");
+    moei_print_function(p, (moei_any_function)r->gate);
+    moei_print_function(p, (moei_any_function)r->select);
+    moei_print_function(p, (moei_any_function)r->values);
+    moei_print_function(p, (moei_any_function)r->weight);
+    moei_print_function(p, (moei_any_function)r->scale);
+    moei_print(p, "\n      %d, %d, %d, %d, %d, %d, %d, %d, %d, %d, %d, %d, ", (int)r->n_experts, (int)r->top_k,
+               (int)r->most, (int)r->scratch, (int)r->groups, (int)r->groups_kept, (int)r->factor, (int)r->z_bits,
+               (int)r->weight_shift, (int)r->flags, (int)r->threshold, (int)r->tokens);
+    moei_print_offset(p, r->bias, ", ");
+    moei_print_offset(p, r->thresholds, ", ");
+    moei_print_offset(p, r->scales, ", ");
+    moei_print_offset(p, r->table, "}");
+}
+
+static void moei_print_mixtures(moei_printer *p, const moe_model *model) {
+    size_t i;
+    if (model->n_mixtures == 0) return;
+    moei_print(p, "/* MoE layers: the router; operations; offsets */\n");
+    moei_print(p, "static const moei_int_mixture %s_mixtures[%z] = {\n", p->name, (size_t)model->n_mixtures);
+    for (i = 0; i < model->n_mixtures; i++) {
+        const moei_int_mixture *m = &model->mixtures[i];
+        moei_print(p, "    {");
+        moei_print_int_router(p, &m->router);
+        moei_print(p, ",\n     %z, %z, %z, %z, %z, %z, ", (size_t)m->score, (size_t)m->n_score, (size_t)m->expert,
+                   (size_t)m->n_expert, (size_t)m->shared, (size_t)m->n_shared);
+        moei_print(p, "%z, %z, %z, %z, %z, %z, ", (size_t)m->experts, (size_t)m->stride, (size_t)m->z, (size_t)m->p,
+                   (size_t)m->sum, (size_t)m->choices);
+        moei_print_offset(p, m->block, ", ");
+        moei_print(p, "%d}%s\n", (int)m->weight_bits, i + 1 < model->n_mixtures ? "," : "};\n");
+    }
+}
+
+static void moei_print_attentions(moei_printer *p, const moe_model *model) {
+    size_t i;
+    if (model->n_attentions == 0) return;
+    moei_print(p, "static const moei_int_attention %s_attentions[%z] = {\n", p->name, (size_t)model->n_attentions);
+    for (i = 0; i < model->n_attentions; i++) {
+        const moei_int_attention *a = &model->attentions[i];
+        moei_print(p, "    {%d, %d, %z, %z, %z, %z, %d}%s\n", (int)a->heads, (int)a->d_head, (size_t)a->keys,
+                   (size_t)a->values, (size_t)a->value, (size_t)a->room, (int)a->bits,
+                   i + 1 < model->n_attentions ? "," : "};\n");
+    }
+}
+
+/* Prints "NAME_part, " if the model has the array, else "NULL, ". */
+static void moei_print_array(moei_printer *p, const char *part, int is_there) {
+    if (is_there) moei_print(p, "%s_%s, ", p->name, part);
+    else moei_print(p, "NULL, ");
+}
+
+static void moei_print_int_model(moei_printer *p, const moe_model *model) {
+    moei_print_bytes(p, "weights", model->weights, model->weights_size);
+    if (model->experts != NULL) moei_print_bytes(p, "experts", model->experts, model->experts_size);
+    moei_print_ops(p, model);
+    moei_print_mixtures(p, model);
+    moei_print_attentions(p, model);
+    moei_print(p,
+               "static const moe_model %s = {MOE_MODEL_VERSION, %s, moei_int_model_run, moei_int_model_choices,\n"
+               "    %z, %z, %z, %z, %z, (float)%g, (float)%g,\n    ",
+               p->name, model->weights_are == MOE_WEIGHTS_INT8 ? "MOE_WEIGHTS_INT8" : "MOE_WEIGHTS_INT4", model->d_in,
+               model->d_out, model->length, model->scratch_size, model->state_size, (double)model->input_scale,
+               (double)model->output_scale);
+    moei_print_array(p, "weights", 1);
+    moei_print(p, "%z, ", model->weights_size);
+    moei_print_array(p, "experts", model->experts != NULL);
+    moei_print(p, "%z, ", model->experts_size);
+    moei_print_array(p, "ops", 1);
+    moei_print(p, "%z, %z,\n    ", (size_t)model->n_ops, (size_t)model->n_main);
+    moei_print_array(p, "mixtures", model->n_mixtures > 0);
+    moei_print(p, "%z, ", (size_t)model->n_mixtures);
+    moei_print_array(p, "attentions", model->n_attentions > 0);
+    moei_print(p, "%z, NULL, %z};\n\n", (size_t)model->n_attentions, model->multiplications);
+}
+
+/* ---- float models: the network as a constant ----
+   Initializers list the members in their order. Tables of fields print the configurations; a member
+   without a row ends the printing. */
+
+/* An item of a list: "NAME_module_part", dots replaced; without a part "NAME". */
+static void moei_print_name(moei_printer *p, const char *part, size_t module) {
+    size_t i, from;
+    if (p->text.length + 512 > sizeof p->room) moei_print_flush(p);
+    from = p->text.length;
+    if (part == NULL) moei_print(p, "%s_net", p->name);
+    else moei_print(p, "%s_net_%z_%s", p->name, module, part);
+    for (i = from; i < p->text.length; i++)
+        if (p->room[i] == '.') p->room[i] = '_';
+    p->column = 0; /* a list of names has one name per line, or a few */
+}
+
+/* 9 digits distinguish all floats. */
+static void moei_print_real(moei_printer *p, moe_real value, const char *end) {
+    char digits[40];
+    moei_text t;
+    size_t i;
+    int is_integer = 1;
+    t.out = digits;
+    t.room = sizeof digits;
+    t.length = 0;
+    if (moei_real_bits(value) == MOEI_SIGN_BIT) moei_put(&t, "-0", 2);
+    else moei_put_digits(&t, (double)value, 9);
+    for (i = 0; i < t.length; i++) is_integer = is_integer && digits[i] != '.' && digits[i] != 'e';
+    moei_print_item(p, "%s%sf%s", digits, is_integer ? "." : "", end);
+}
+
+static void moei_print_bits(moei_printer *p, uint64_t bits) {
+    char digits[24];
+    moei_text t;
+    t.out = digits;
+    t.room = sizeof digits;
+    t.length = 0;
+    moei_put_unsigned(&t, bits);
+    moei_print_item(p, "%su%s", digits, bits >> 32 != 0 ? "ll" : "");
+}
+
+static void moei_print_parameter(moei_printer *p, const char *part, size_t module, size_t count,
+                                 const moe_real *values) {
+    size_t i;
+    moei_print_item(p, "static const float ");
+    moei_print_name(p, part, module);
+    moei_print_item(p, "[%z] MOE_FLASH = {", count);
+    moei_print_line_end(p);
+    for (i = 0; i < count; i++) moei_print_real(p, values[i], i + 1 < count ? "," : "};");
+    moei_print_line_end(p);
+}
+
+/* The members of config from byte `from` to `to`, without braces. */
+static void moei_print_fields(moei_printer *p, const moe_field *fields, const void *config, size_t from, size_t to) {
+    while (from < to) {
+        const moe_field *field = fields;
+        const unsigned char *at = (const unsigned char *)config + from;
+        const char *end;
+        while (field->name != NULL && field->offset != from) field++;
+        if (field->name == NULL) {
+            if (p->status == MOE_OK) p->status = MOE_ERR_STATE;
+            return;
+        }
+        from += field->kind == MOE_FIELD_REAL ? sizeof(moe_real) : sizeof(int);
+        end = from < to ? ", " : "";
+        if (field->kind == MOE_FIELD_REAL) {
+            moe_real value;
+            memcpy(&value, at, sizeof value);
+            moei_print_real(p, value, end);
+        } else {
+            int value;
+            memcpy(&value, at, sizeof value);
+            moei_print_item(p, "%d%s", value, end);
+        }
+    }
+}
+
+static void moei_print_router_config(moei_printer *p, const moe_router_config *config) {
+    moei_print_item(p, "{");
+    moei_print_fields(p, moe_router_fields(), config, 0, sizeof *config);
+    moei_print_item(p, "}");
+}
+
+/* The first n parameters of module i; NULL for those that it does not have. The weight of a tied
+   module is the embedding's. The cast is for members to which training writes. */
+static void moei_print_parameters(moei_printer *p, const moe_net *net, size_t i, int n, const char *cast) {
+    moe_parameter parameter;
+    int index;
+    moei_print_item(p, "{");
+    for (index = 0; index < n; index++) {
+        const int tied = net->modules[i].kind == MOE_MODULE_TIED && index == MOE_MODULE_WEIGHT;
+        const size_t owner = tied ? 0 : i;
+        if (index > 0) moei_print_item(p, ", ");
+        if (moei_module_parameter(net, owner, index, &parameter) == MOE_OK) {
+            moei_print_item(p, "%s", cast);
+            moei_print_name(p, parameter.name, owner);
+        } else moei_print_item(p, "NULL");
+    }
+    moei_print_item(p, "}");
+}
+
+/* The members of a moe_layer. The parameters of its router are the layer's. */
+static void moei_print_layer(moei_printer *p, const moe_net *net, size_t i) {
+    const moe_layer *layer = &net->modules[i].layer;
+    moei_print_item(p, "{{");
+    moei_print_router_config(p, &layer->config.router);
+    moei_print_item(p, ", ");
+    moei_print_fields(p, moe_layer_fields(), &layer->config, sizeof layer->config.router,
+                      offsetof(moe_layer_config, kernels) + sizeof(int));
+    moei_print_item(p, ", NULL}, {"); /* no transport */
+    moei_print_router_config(p, &layer->router.config);
+    moei_print_item(p, ", {NULL, NULL, NULL, NULL, 0}, NULL, ");
+    moei_print_bits(p, layer->router.present);
+    moei_print_item(p, ", ");
+    moei_print_bits(p, layer->router.parts);
+    moei_print_item(p, ", {NULL}}, NULL, ");
+    moei_print_bits(p, layer->present);
+    moei_print_item(p, ", ");
+    if (moei_is_layer(&net->modules[i])) moei_print_parameters(p, net, i, MOE_LAYER_PARAMETER_COUNT, "");
+    else moei_print_item(p, "{NULL}");
+    moei_print_item(p, ", {NULL}, {NULL}, 0, 0, NULL, 0, {NULL, NULL}}");
+}
+
+/* The members of a moe_module. */
+static void moei_print_module(moei_printer *p, const moe_net *net, size_t i) {
+    const moe_module *m = &net->modules[i];
+    moei_print_item(p, "{%d, %d, %d, %d, %d, %d, ", m->kind, m->d_in, m->d_out, m->act, m->span, m->n_rows);
+    moei_print_real(p, m->rate, ", {");
+    moei_print_fields(p, moei_attention_fields, &m->attention, 0, sizeof m->attention);
+    moei_print_item(p, "}, ");
+    moei_print_layer(p, net, i);
+    moei_print_item(p, ", ");
+    if (moei_is_layer(m)) moei_print_item(p, "{NULL}");
+    else moei_print_parameters(p, net, i, MOE_MODULE_SLOTS, "(moe_real *)");
+    moei_print_item(p, ", {NULL}, 0}%s", i + 1 < net->n_modules ? "," : "};");
+    moei_print_line_end(p);
+}
+
+/* static const moe_net NAME_net and what it points to: a network with plain C kernels for
+   moe_net_forward and moe_net_decode, without the list of named parameters. */
+static void moei_print_net(moei_printer *p, const moe_net *net) {
+    moe_parameter parameter;
+    size_t i;
+    int index;
+    for (i = 0; i < net->n_modules; i++)
+        for (index = 0; index < MOE_LAYER_PARAMETER_COUNT; index++)
+            if (moei_module_parameter(net, i, index, &parameter) == MOE_OK)
+                moei_print_parameter(p, parameter.name, i, parameter.count, moei_float_values(net, i, index));
+    moei_print_item(p, "static const moe_module ");
+    moei_print_name(p, NULL, 0);
+    moei_print_item(p, "_modules[%z] = {", net->n_modules);
+    moei_print_line_end(p);
+    for (i = 0; i < net->n_modules; i++) moei_print_module(p, net, i);
+    moei_print_item(p, "static const moe_net ");
+    moei_print_name(p, NULL, 0);
+    moei_print_item(p, " = {%d, %d, %z, (moe_module *)", net->d_in, net->d_out, net->n_modules);
+    moei_print_name(p, NULL, 0);
+    moei_print_item(p, "_modules, 0, NULL, MOE_KERNELS_C, NULL, NULL, NULL, ");
+    moei_print_item(p, "{NULL, NULL}, NULL, 0, 1, 0, {MOE_OK, \"\"}};");
+    moei_print_line_end(p);
+}
+
+static void moei_print_float_model(moei_printer *p, const moe_model *model) {
+    moei_print(p,
+               "#ifdef __AVR__\n"
+               "#error \"%s: float models need a machine that reads constants in flash like memory\"\n"
+               "#endif\n\n",
+               p->name);
+    moei_print_net(p, model->net);
+    moei_print(p,
+               "static const moe_model %s = {MOE_MODEL_VERSION, MOE_WEIGHTS_FLOAT, moei_float_model_run, "
+               "moei_float_model_choices,\n",
+               p->name);
+    moei_print(p, "    %z, %z, %z, %z, %z, 1, 1, NULL, %z, NULL, 0, NULL, 0, 0, NULL, 0, NULL, 0, &%s_net, %z};\n\n",
+               model->d_in, model->d_out, model->length, model->scratch_size, model->state_size, model->weights_size,
+               p->name, model->multiplications);
+}
+
+/* ---- float models: what the MOE_KEEP_ masks must keep ---- */
+
+#define MOEI_KEPT_SETS(X) X(ACTS) X(SCORES) X(GATES) X(SELECTS) X(WEIGHTS) X(INPUTS) X(REFINES) X(MODULES) X(EXTRAS)
+
+enum {
+#define MOEI_KEPT_SET(name) MOEI_KEPT_##name,
+    MOEI_KEPT_SETS(MOEI_KEPT_SET)
+#undef MOEI_KEPT_SET
+        MOEI_KEPT_COUNT
+};
+
+static const char *const moei_kept_names[MOEI_KEPT_COUNT] = {
+#define MOEI_KEPT_NAME(name) #name,
+    MOEI_KEPT_SETS(MOEI_KEPT_NAME)
+#undef MOEI_KEPT_NAME
+};
+
+static void moei_keep(uint32_t *masks, int set, int value) { masks[set] |= (uint32_t)1 << value; }
+
+static void moei_keep_router(uint32_t *masks, const moe_router_config *c) {
+    const int hidden = c->score == MOE_SCORE_MLP || c->score == MOE_SCORE_ATTENTIVE;
+    const int changes = c->schedule_steps > 0 || c->freeze_at > 0 || c->switch_at > 0 || c->l1_controller;
+    moei_keep(masks, MOEI_KEPT_SCORES, c->score);
+    moei_keep(masks, MOEI_KEPT_GATES, c->gate);
+    moei_keep(masks, MOEI_KEPT_SELECTS, c->select);
+    moei_keep(masks, MOEI_KEPT_WEIGHTS, c->weight);
+    moei_keep(masks, MOEI_KEPT_INPUTS, c->input);
+    moei_keep(masks, MOEI_KEPT_REFINES, c->refine);
+    if (c->switch_at > 0) moei_keep(masks, MOEI_KEPT_SELECTS, c->switch_from);
+    if (c->student) moei_keep(masks, MOEI_KEPT_SELECTS, MOE_SELECT_TOP_K);
+    if (hidden) moei_keep(masks, MOEI_KEPT_ACTS, c->router_act);
+    if (c->gate == MOE_GATE_SIGMOID) moei_keep(masks, MOEI_KEPT_ACTS, MOE_ACT_SIGMOID);
+    if (changes) moei_keep(masks, MOEI_KEPT_EXTRAS, MOE_EXTRA_SCHEDULE);
+    if (c->capacity_factor > MOEI_R(0.0) || c->capacity_factor_eval > MOEI_R(0.0) || c->drop_capacity > 0 ||
+        c->capacity_bound != MOE_BOUND_NONE || c->drop_rule != MOE_DROP_RULE_NONE)
+        moei_keep(masks, MOEI_KEPT_EXTRAS, MOE_EXTRA_CAPACITY);
+}
+
+static void moei_keep_module(uint32_t *masks, const moe_module *module) {
+    const moe_layer_config *c = &module->layer.config;
+    moei_expert_run run;
+    moei_keep(masks, MOEI_KEPT_MODULES, module->kind);
+    if (module->kind == MOE_MODULE_ACTIVATION) moei_keep(masks, MOEI_KEPT_ACTS, module->act);
+    if (!moei_is_layer(module)) return;
+    moei_keep_router(masks, &c->router); /* a feed_forward module has one, too */
+    run = moei_expert_run_begin(&module->layer, c->expert);
+    if (run.kind->n_steps > 1) moei_keep(masks, MOEI_KEPT_ACTS, run.act);
+    if (run.shaped) moei_keep(masks, MOEI_KEPT_EXTRAS, MOE_EXTRA_SHAPED);
+    if (c->n_shared > 0) moei_keep(masks, MOEI_KEPT_ACTS, MOE_ACT_SILU);
+}
+
+/* Before moe.h, in a file that compiles inference alone: the masks that the model needs, and no
+   messages. After moe.h: an error if another model's header has set smaller ones. */
+static void moei_print_masks(moei_printer *p, const moe_net *net, int after) {
+    uint32_t masks[MOEI_KEPT_COUNT];
+    size_t i;
+    memset(masks, 0, sizeof masks);
+    for (i = 0; i < net->n_modules; i++) moei_keep_module(masks, &net->modules[i]);
+    if (after) moei_print(p, "#if defined(MOE_IMPLEMENTATION) && (0");
+    else
+        moei_print(p, "#if defined(MOE_IMPLEMENTATION) && defined(MOE_NO_TRAIN) && !defined(MOE_H) && "
+                      "!defined(MOE_KEEP_ALL)\n");
+    for (i = 0; i < MOEI_KEPT_COUNT; i++) {
+        const size_t mask = masks[i];
+        if (after) moei_print(p, " || ((MOE_KEEP_%s) & %z) != %z", moei_kept_names[i], mask, mask);
+        else moei_print(p, "#define MOE_KEEP_%s %z\n", moei_kept_names[i], mask);
+    }
+    if (after)
+        moei_print(p,
+                   ")\n#error \"%s needs what another model's header has left out: define MOE_KEEP_ALL before both\"\n",
+                   p->name);
+    /* firmware pays for them in flash, and nobody reads them there */
+    if (!after) moei_print(p, "#ifndef MOE_NO_MESSAGES\n#define MOE_NO_MESSAGES\n#endif\n");
+    moei_print(p, "#endif\n\n");
+}
+
+/* ---- the comment on top, the macros ---- */
+
+/* Whether experts come through a loader. */
+static int moei_has_loader(const moe_model *model) { return model->experts == NULL && model->experts_size > 0; }
+
+/* The structs of a model where pointers and sizes have 4 bytes: their size there. */
+typedef struct moei_op_32 {
+    uint32_t run;
+    moei_int_shape shape;
+    uint32_t at, in, other, out;
+    int16_t factor, factor2;
+    uint16_t index;
+} moei_op_32;
+
+typedef struct moei_mixture_32 {
+    uint32_t functions[5];
+    uint16_t counts[6];
+    int16_t factor;
+    uint8_t bits[3];
+    int32_t threshold, tokens;
+    uint32_t tables[4], places[13];
+    int16_t weight_bits;
+} moei_mixture_32;
+
+enum { MOEI_MODEL_32 = 24 * 4 };
+
+static size_t moei_tables_32(const moe_model *model) {
+    return MOEI_MODEL_32 + model->n_ops * sizeof(moei_op_32) + model->n_mixtures * sizeof(moei_mixture_32) +
+           model->n_attentions * sizeof(moei_int_attention);
+}
+
+/* Parameters of one expert. */
+static size_t moei_expert_parameters(const moe_layer *layer) {
+    moe_parameter parameter;
+    size_t count = 0;
+    int index;
+    for (index = MOE_EXPERTS_GATE; index < MOE_SHARED_GATE; index++)
+        if (moe_layer_parameter(&layer->config, index, &parameter) == MOE_OK) count += parameter.count;
+    return count / (size_t)layer->config.router.n_experts;
+}
+
+static void moei_print_layer_line(moei_printer *p, size_t index, size_t experts, size_t bytes, size_t most) {
+    moei_print(p, "     MoE layer %z %z experts of %z bytes, at most %z per token\n", index, experts, bytes, most);
+}
+
+static void moei_print_layer_lines(moei_printer *p, const moe_model *model) {
+    size_t i, index = 0;
+    for (i = 0; i < model->n_mixtures; i++) {
+        const moei_int_mixture *m = &model->mixtures[i];
+        moei_print_layer_line(p, i, m->router.n_experts, m->stride, m->router.most);
+    }
+    for (i = 0; model->net != NULL && i < model->net->n_modules; i++) {
+        const moe_layer *layer = &model->net->modules[i].layer;
+        if (model->net->modules[i].kind != MOE_MODULE_MIXTURE) continue;
+        moei_print_layer_line(p, index++, (size_t)layer->config.router.n_experts,
+                              moei_expert_parameters(layer) * sizeof(moe_real),
+                              moei_max_choices(&layer->config.router));
+    }
+}
+
+/* Prints an example call of the model for the comment. */
+static void moei_print_call(moei_printer *p, const moe_model *model) {
+    const int is_float = model->weights_are == MOE_WEIGHTS_FLOAT, loads = moei_has_loader(model);
+    moei_print(p, "     static unsigned char scratch[%s_SCRATCH];\n     ", p->capitals);
+    if (model->d_in == 0) moei_print(p, "int32_t input[1]; ");
+    else moei_print(p, "%s input[%s_INPUTS]; ", is_float ? "float" : "signed char", p->capitals);
+    moei_print(p, "%s output[%s_OUTPUTS];\n", is_float ? "float" : "int16_t", p->capitals);
+    moei_print(p, "     moe_status status = moe_infer(&%s, %s, input, output, scratch, sizeof scratch); */\n", p->name,
+               loads ? "&loader" : "NULL");
+}
+
+static void moei_print_comment(moei_printer *p, const moe_model *model) {
+    const int is_float = model->weights_are == MOE_WEIGHTS_FLOAT;
+    const char *kind = is_float ? "float" : model->weights_are == MOE_WEIGHTS_INT8 ? "int8" : "int4";
+    moei_print(p, "/* %s: an inference model for moe_infer, printed by moe_export_c of moe %s. Weights: %s.\n\n",
+               p->name, moe_version(), kind);
+    moei_print(p, "     constants   %z bytes of weights", model->weights_size + model->experts_size);
+    if (model->experts_size > 0)
+        moei_print(p, ", of which %z are experts'%s", model->experts_size,
+                   moei_has_loader(model) ? " and come through a loader" : "");
+    if (!is_float)
+        moei_print(p, "\n     tables      %z more bytes of flash, where pointers have 4 bytes", moei_tables_32(model));
+    moei_print(p, "\n     scratch     %z bytes\n     work        %z multiplications per call at most\n",
+               model->scratch_size, model->multiplications);
+    moei_print_layer_lines(p, model);
+    if (model->length > 0)
+        moei_print(p, "     sequences   of up to %z tokens, one per call; %z bytes of scratch persist between calls\n",
+                   model->length, model->state_size);
+    moei_print(p,
+               "\n   Define MOE_IMPLEMENTATION in ONE source file before it includes this header, and MOE_NO_TRAIN to\n"
+               "   leave out all but inference%s.\n",
+               is_float ? "" : ", or MOE_NO_FLOAT to leave out all but integer models");
+    moei_print_call(p, model);
+}
+
+static void moei_print_macros(moei_printer *p, const moe_model *model) {
+    const char *capitals = p->capitals;
+    moei_print(p, "#define %s_INPUTS %z\n#define %s_OUTPUTS %z\n#define %s_SCRATCH %z\n", capitals, model->d_in,
+               capitals, model->d_out, capitals, model->scratch_size);
+    if (model->length > 0) moei_print(p, "#define %s_LENGTH %z\n", capitals, model->length);
+    moei_print(p, "#define %s_INPUT_SCALE ((float)%g)\n#define %s_OUTPUT_SCALE ((float)%g)\n\n", capitals,
+               (double)model->input_scale, capitals, (double)model->output_scale);
+}
+
+/* ---- the header ---- */
+
+/* Whether name is a short enough identifier and no keyword of C or C++. */
+static int moei_is_identifier(const char *name) {
+    static const char words[] =
+        " auto break case char const continue default do double else enum extern float for goto if inline int long "
+        "register restrict return short signed sizeof static struct switch typedef union unsigned void volatile while "
+        "bool catch class delete false friend namespace new operator private protected public template this throw "
+        "true try using virtual ";
+    const char *at;
+    size_t i;
+    for (i = 0; name[i] != '\0'; i++) {
+        const char c = name[i];
+        const int letter = c == '_' || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
+        if (!letter && !(i > 0 && c >= '0' && c <= '9')) return 0;
+    }
+    for (at = i > 0 ? strstr(words, name) : NULL; at != NULL; at = strstr(at + 1, name))
+        if (at[-1] == ' ' && at[i] == ' ') return 0;
+    return i > 0 && i < MOE_NAME_SIZE - 16;
+}
+
+static moe_status moei_printer_begin(moei_printer *p, const moe_built_model *built, const char *name,
+                                     moe_stream *stream, moe_error *error) {
+    size_t i;
+    if (built == NULL || name == NULL || stream == NULL || stream->write == NULL)
+        return moei_error(error, MOE_ERR_ARGUMENT, "built, name, stream and stream->write must not be NULL");
+    if (built->model.version != MOE_MODEL_VERSION)
+        return moei_error(error, MOE_ERR_ARGUMENT, "built: must come from moe_model_create");
+    if (!moei_is_identifier(name))
+        return moei_error(error, MOE_ERR_ARGUMENT, "name = \"%s\": must be a short identifier of C and C++", name);
+    memset(p, 0, sizeof *p);
+    p->stream = stream;
+    p->name = name;
+    p->text.out = p->room;
+    p->text.room = sizeof p->room;
+    for (i = 0; name[i] != '\0'; i++)
+        p->capitals[i] = (char)(name[i] >= 'a' && name[i] <= 'z' ? name[i] - 'a' + 'A' : name[i]);
+    return MOE_OK;
+}
+
+static moe_status moei_stream_error(moe_error *error, moe_status status) {
+    return status == MOE_OK ? MOE_OK : moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+}
+
+moe_status moe_export_c(const moe_built_model *built, const char *name, moe_stream *stream, moe_error *error) {
+    moei_printer p;
+    moe_built_model copy;
+    const moe_model *model = &copy.model;
+    moe_status status = moei_printer_begin(&p, built, name, stream, error);
+    if (status != MOE_OK) return status;
+    copy = *built;
+    moei_model_link(&copy);
+    moei_print_comment(&p, model);
+    moei_print(&p, "#ifndef %s_MODEL_H\n#define %s_MODEL_H\n\n", p.capitals, p.capitals);
+    if (model->net != NULL) moei_print_masks(&p, model->net, 0);
+    moei_print(&p,
+               "#include \"moe.h\"\n\n"
+               "#if MOE_MODEL_VERSION != %d\n"
+               "#error \"%s: export this model again with this version of moe.h\"\n"
+               "#endif\n\n",
+               (int)MOE_MODEL_VERSION, name);
+    moei_print_macros(&p, model);
+    if (model->net != NULL) moei_print_masks(&p, model->net, 1);
+    if (model->net != NULL) moei_print_float_model(&p, model);
+    else moei_print_int_model(&p, model);
+    moei_print(&p, "#endif\n");
+    moei_print_flush(&p);
+    return moei_stream_error(error, p.status);
+}
+
+moe_status moe_export_experts(const moe_built_model *built, moe_stream *stream, moe_error *error) {
+    if (built == NULL || stream == NULL || stream->write == NULL)
+        return moei_error(error, MOE_ERR_ARGUMENT, "built, stream and stream->write must not be NULL");
+    if (!built->external)
+        return moei_error(error, MOE_ERR_STATE, "the header has the experts: the model was made without loader = 1");
+    return moei_stream_error(error, stream->write(stream->ctx, built->experts.data, built->experts.size));
+}
+
+#endif /* MOE_NO_TRAIN */
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* MOE_IMPLEMENTATION */

@@ -1,0 +1,2493 @@
+/* moe_import.h - MoE layers of other programs' weight files - an extra of moe, after moe.h
+
+   Reads the MoE layers of Mixtral, Qwen, OLMoE, DeepSeek, Llama 4, GPT-OSS and others from the
+   files that their authors publish (safetensors and GGUF), and writes safetensors with the same
+   names. Converts llama.cpp's quantized rows to packed weights. MIT or public domain, as moe.h.
+
+   Contents: search for
+     >>recipe   >>program   >>options   >>manual   >>families   >>limits
+     >>layer       moe_import_layer, moe_import_read, moe_import_source, moe_import_memory
+     >>save        moe_import_save, moe_import_write
+     >>blocks      moe_import_pack_blocks, moe_import_unpack_blocks
+     >>code        the implementation, in the order of the data flow:
+                   >>names >>sources >>gguf >>json >>walk >>prefix >>collect >>family >>shapes
+                   >>settings >>values >>complete >>files >>write >>panels
+
+   >>recipe
+     In the one source file that defines MOE_IMPLEMENTATION, and wherever you call these functions:
+       #include "moe.h"
+       #include "examples/extras/moe_import.h"
+     Link as for moe.h (-lm).
+
+   >>program: makes a small layer, writes it as Mixtral's authors do, imports it and compares.
+ * --- first program ---
+ * #define MOE_IMPLEMENTATION
+ * #include "moe.h"
+ * #include "examples/extras/moe_import.h"
+ * #include <stdio.h>
+ * #include <string.h>
+ *
+ * int main(void) {
+ *     static moe_buffer file; // zeros: empty, on the standard heap
+ *     const char *prefix = "model.layers.0.block_sparse_moe";
+ *     moe_stream stream = moe_buffer_stream(&file);
+ *     moe_import_source source;
+ *     moe_layer_config config;
+ *     moe_layer layer, copy;
+ *     moe_tensor a, b;
+ *     moe_error error;
+ *     size_t i;
+ *     if (moe_layer_preset("mixtral", &config, &error)) return puts(error.message), 1;
+ *     config.router.d_model = 16;
+ *     config.d_ff = 32;
+ *     if (moe_layer_create(&layer, &config, 0, 42, NULL, &error)) return puts(error.message), 1;
+ *     if (moe_import_write(&layer, &stream, prefix, "mixtral", MOE_DTYPE_F64, &error))
+ *         return puts(error.message), 1;
+ *     source = moe_import_memory("model.safetensors", file.data, file.size);
+ *     if (moe_import_read(&copy, &source, 1, "model.layers.0", NULL, NULL, &error))
+ *         return puts(error.message), 1;
+ *     for (i = 0; moe_layer_tensor(&layer, i, &a) == MOE_OK; i++)
+ *         if (moe_layer_find(&copy, a.name, &b) ||
+ *             memcmp(a.data, b.data, a.count * sizeof *a.data))
+ *             return printf("%s differs\n", a.name), 1;
+ *     printf("%d experts, %d per token, %d tensors: all equal\n", copy.config.router.n_experts,
+ *            copy.config.router.top_k, (int)i);
+ *     moe_layer_free(&copy);
+ *     moe_layer_free(&layer);
+ *     moe_buffer_free(&file);
+ *     return 0;
+ * }
+ * --- end ---
+
+   >>options
+     None of its own. MOE_NO_STDIO leaves out moe_import_layer and moe_import_save, MOE_NO_TRAIN
+     leaves out moe_import_write and moe_import_save, MOE_NO_QUANT leaves out the functions for
+     blocks, MOE_NO_FLOAT leaves out everything. In the double build each function carries the
+     suffix _f64, as in moe.h.
+
+   >>manual
+     Import.  A path, the prefix of the layer's tensor names, and usually nothing else:
+       moe_import_layer(&layer, "Mixtral-8x7B", "model.layers.3", NULL, NULL, &error);
+     The path is a .safetensors file, the index of several (.index.json), a .gguf file, or a folder
+     that holds model.safetensors or model.safetensors.index.json. Only headers and the tensors of
+     that layer are read from large files. If the prefix does not lead to an MoE layer, the message
+     lists those of the file.
+
+     Family and settings.  The family comes from model_type in config.json (GGUF:
+     general.architecture); without one, from the tensor names. Sizes come from the tensors. Router
+     settings come from config.json (GGUF: metadata). What is missing there takes the defaults of
+     the family's own program where model_type names the family, else those of its preset, or of the
+     preset that you name. The layer computes what that program computes, in float32 (float64 in the
+     double build).
+
+     Afterwards.  The layer is like any other: run it, quantize it, put its tensors into a network
+     (moe_net_find). It has no gradients; to train it, save it with moe_layer_save and load it with
+     moe_layer_load and trainable = 1.
+
+     Without files by path.  moe_import_read takes sources: functions that read bytes at an offset,
+     or memory (moe_import_memory). The first source is the file; config.json and the files of an
+     index are found among the others by name.
+
+     Back.  moe_import_save writes the weights under a family's names. Other programs need a
+     config.json as well, which is not written.
+
+   >>families: tensor names after the prefix. % is the expert index, E n_experts, d d_model, f d_ff.
+     mixtral, phi35_moe, minimax_m2
+       gate.weight, experts.%.w1.weight (gate), .w3 (up), .w2 (down)
+       minimax_m2 also e_score_correction_bias
+     qwen2_moe, qwen3_next, qwen3_moe, olmoe, deepseek_v2, deepseek_v3, glm4_moe, dots1
+       gate.weight, experts.%.gate_proj.weight, .up_proj, .down_proj
+       qwen2_moe, qwen3_next also shared_expert.*, shared_expert_gate.weight
+       deepseek_v2, deepseek_v3, glm4_moe, dots1 also shared_experts.*
+       deepseek_v3, glm4_moe, dots1 also gate.e_score_correction_bias
+     all of these, as transformers 5 stores them
+       experts.gate_up_proj [E,2f,d], experts.down_proj [E,d,f]
+     llama4
+       router.weight, experts.gate_up_proj [E,d,2f], experts.down_proj [E,f,d], shared_expert.*
+     gpt_oss
+       router.weight, router.bias, experts.gate_up_proj [E,d,2f] with alternating columns of gate
+       and up, experts.down_proj [E,f,d], experts.gate_up_proj_bias, experts.down_proj_bias
+     granite_moe
+       router.layer.weight, input_linear.weight [E,2f,d], output_linear.weight [E,d,f]
+     GGUF, any family
+       ffn_gate_inp, ffn_gate_exps, ffn_up_exps, ffn_down_exps or ffn_gate_up_exps, in older files
+       ffn_gate.%, ffn_up.%, ffn_down.%; ffn_gate_shexp, ffn_up_shexp, ffn_down_shexp,
+       ffn_gate_inp_shexp; exp_probs_b; .bias of router and experts
+     A family is also the name of its preset, except that qwen3_next computes as qwen2_moe, and
+     glm4_moe and dots1 as deepseek_v3. model_type and general.architecture have the same names or
+     those that the programs use (phimoe, granitemoe, deepseek2, ...).
+
+   >>limits
+     - One layer at a time: attention, norms and embeddings are not imported.
+     - Element types: F32, F16, BF16, F64; in GGUF also Q8_0 and Q4_0. Other quantized files
+       (K-quants, MXFP4, FP8, GPTQ, AWQ) are refused: dequantize them, or convert them to GGUF Q8_0.
+     - GGUF versions 2 and 3, little-endian. config.json up to 1 MiB.
+     - Experts are SwiGLU. Any other hidden_act is refused, as is an unknown tensor of the layer.
+     - Losses, noise and learning rates of the original training are not read.
+     - deepseek_v2 with norm_topk_prob ignores routed_scaling_factor, like its own program.
+     - Tested with small stand-ins of every family, whose outputs tests/unit/published.py computes
+       independently. No published weights were available.
+*/
+#ifndef MOE_H
+#error "moe_import.h: include moe.h before it"
+#endif
+
+#ifndef MOE_IMPORT_H
+#define MOE_IMPORT_H
+
+#ifndef MOE_NO_FLOAT
+#if MOE_REAL_IS_DOUBLE
+#define moe_import_layer moe_import_layer_f64
+#define moe_import_memory moe_import_memory_f64
+#define moe_import_pack_blocks moe_import_pack_blocks_f64
+#define moe_import_read moe_import_read_f64
+#define moe_import_save moe_import_save_f64
+#define moe_import_unpack_blocks moe_import_unpack_blocks_f64
+#define moe_import_write moe_import_write_f64
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- >>layer: importing ---- */
+
+#ifndef MOE_NO_STDIO
+/* Creates a layer from a weight file of another program. Free it with moe_layer_free.
+     path     a .safetensors or .gguf file, an index (.json), or a folder that holds
+              model.safetensors.index.json or model.safetensors. config.json, if there is one, and
+              the files of an index lie in the same folder
+     prefix   what the layer's tensor names start with: "model.layers.3.mlp", in GGUF "blk.3". The
+              last part may be any of mlp, block_sparse_moe and feed_forward, or left out. At most
+              180 bytes
+     preset   a name of moe_presets, or NULL: the family is detected
+     allocator   NULL: the standard heap
+   The layer owns its tensors and has no gradients. On failure *layer is untouched.
+     MOE_ERR_NOT_FOUND    no MoE layer at this prefix (the message lists those of the file), a
+                          tensor that the family needs is missing, no such preset
+     MOE_ERR_UNSUPPORTED  an element type, a tensor that the family or the preset does not have, a
+                          setting that would change the result; named in the message
+     MOE_ERR_SHAPE        a tensor whose shape does not fit the others
+     MOE_ERR_CONFIG       settings that do not fit each other or the tensors
+     MOE_ERR_FORMAT       a malformed file; a tensor that occurs twice, or shares bytes with another
+     MOE_ERR_ARGUMENT     layer, path or prefix is NULL; prefix or path is too long
+     MOE_ERR_IO, MOE_ERR_MEMORY, MOE_ERR_OVERFLOW
+   While it runs it needs memory for the headers, an index and config.json as a whole, about 250
+   bytes per tensor of the layer, and the layer; and 24 KiB of stack. Files are not trusted: the
+   layer is never larger than its tensors in the file. Thread-safe. */
+MOE_API moe_status moe_import_layer(moe_layer *layer, const char *path, const char *prefix, const char *preset,
+                                    const moe_allocator *allocator, moe_error *error);
+#endif
+
+/* A file that can be read at any offset. */
+typedef struct moe_import_source {
+    const char *name; /* file name without folders, as an index and messages use it; NULL: none */
+    uint64_t size;    /* bytes */
+    void *ctx;        /* passed to read_at */
+    /* Reads size bytes at offset `at`. It is never asked for bytes beyond the end. */
+    moe_status (*read_at)(void *ctx, uint64_t at, void *to, size_t size);
+} moe_import_source;
+
+/* A source in memory. The bytes stay the caller's and must outlive it. bytes NULL: empty. */
+MOE_API moe_import_source moe_import_memory(const char *name, const void *bytes, size_t size);
+
+/* moe_import_layer without paths. sources[0], n_sources >= 1, is a safetensors file, an index or a
+   GGUF file; config.json and the files of an index are found among the other sources by name.
+   Errors as above, and what read_at returns. Thread-safe if the sources are not shared. */
+MOE_API moe_status moe_import_read(moe_layer *layer, const moe_import_source *sources, size_t n_sources,
+                                   const char *prefix, const char *preset, const moe_allocator *allocator,
+                                   moe_error *error);
+
+/* ---- >>save: writing a family's names ---- */
+
+#ifndef MOE_NO_TRAIN
+#ifndef MOE_NO_STDIO
+/* Writes a layer as one safetensors file with the tensor names, shapes and layout of a family, and
+   the metadata {"format":"pt"}. Replaces the file only when everything is written
+   (moe_file_replace).
+     prefix   prepended to the names with a dot; UTF-8, at most 180 bytes
+     family   one of >>families. Where a family has both forms, each expert gets its own tensors
+     dtype    MOE_DTYPE_F64, _F32, _F16 or _BF16; rounds to nearest, ties to even
+   Settings of the layer and parameters that only training uses are not written.
+     MOE_ERR_CONFIG       the layer has a parameter that the family does not have, or the family
+                          needs one that the layer does not have; d_out differs from d_model
+     MOE_ERR_ARGUMENT     NULL; dtype; prefix; a tensor that is not set
+     MOE_ERR_NOT_FOUND    no such family
+     MOE_ERR_UNSUPPORTED  the layer has only the experts of one rank
+     MOE_ERR_MEMORY, MOE_ERR_OVERFLOW, and those of moe_file_replace */
+MOE_API moe_status moe_import_save(const moe_layer *layer, const char *path, const char *prefix, const char *family,
+                                   int dtype, moe_error *error);
+#endif
+/* The same to a stream. Errors as above, and what the stream returns. */
+MOE_API moe_status moe_import_write(const moe_layer *layer, moe_stream *stream, const char *prefix, const char *family,
+                                    int dtype, moe_error *error);
+#endif
+
+/* ---- >>blocks: quantized rows of llama.cpp, to and from packed weights ---- */
+
+#ifndef MOE_NO_QUANT
+/* blocks: n rows of inner / 32 blocks, one after the other, the same bytes on every machine:
+     Q8_0  <-> MOE_TYPE_Q8_BLOCK   2 bytes scale (binary16, low byte first), 32 signed bytes
+     Q4_0  <-> MOE_TYPE_Q4         2 bytes scale, 16 bytes: byte t holds w + 8 of element t in its
+                                   low bits and of element 16 + t in its high bits
+   packed: panels as moe_pack makes them, stride panels apart. Both directions keep every bit.
+     MOE_ERR_ARGUMENT  another type; stride = 0
+     MOE_ERR_SHAPE     inner is not a multiple of 32
+     MOE_ERR_OVERFLOW  a size
+   Thread-safe. */
+MOE_API moe_status moe_import_pack_blocks(int type, size_t n, size_t inner, const void *blocks, void *packed,
+                                          size_t stride);
+MOE_API moe_status moe_import_unpack_blocks(int type, size_t n, size_t inner, const void *packed, size_t stride,
+                                            void *blocks);
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* MOE_NO_FLOAT */
+#endif /* MOE_IMPORT_H */
+
+#if defined(MOE_IMPLEMENTATION) && !defined(MOEI_IMPORT_IMPLEMENTED)
+#define MOEI_IMPORT_IMPLEMENTED
+
+#ifndef MOE_NO_FLOAT
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ==== >>code: the implementation, in the order of the data flow ==== */
+
+/* ---- >>names of tensors, by family ---- */
+
+/* Sets of tensor names. A family has one or more sets; some sets differ only in the layout of the
+   elements. */
+#define MOEI_SET_GATE (1L << 0) /* "gate.weight" is the router */
+#define MOEI_SET_ROUTER (1L << 1) /* "router.weight" */
+#define MOEI_SET_ROUTER_BIAS (1L << 2)
+#define MOEI_SET_ROUTER_LAYER (1L << 3)
+#define MOEI_SET_CORRECTION (1L << 4) /* "gate.e_score_correction_bias" */
+#define MOEI_SET_TOP_CORRECTION (1L << 5) /* "e_score_correction_bias" */
+#define MOEI_SET_W123 (1L << 6) /* one tensor per expert */
+#define MOEI_SET_PROJ (1L << 7)
+#define MOEI_SET_FUSED (1L << 8) /* all experts in one tensor, as transformers 5 stores them */
+#define MOEI_SET_TRANSPOSED (1L << 9) /* fused, [in,out] */
+#define MOEI_SET_INTERLEAVED (1L << 10) /* fused, [in,out], gate and up rows alternate */
+#define MOEI_SET_LINEAR (1L << 11)
+#define MOEI_SET_SHARED (1L << 12) /* "shared_expert" */
+#define MOEI_SET_SHARED_GATE (1L << 13)
+#define MOEI_SET_SHARED_EXPERTS (1L << 14) /* "shared_experts" */
+#define MOEI_SET_G_EXPERTS (1L << 15) /* GGUF: router and experts */
+#define MOEI_SET_G_ROUTER_BIAS (1L << 16)
+#define MOEI_SET_G_BIASES (1L << 17)
+#define MOEI_SET_G_CORRECTION (1L << 18)
+#define MOEI_SET_G_SHARED (1L << 19)
+#define MOEI_SET_G_SHARED_GATE (1L << 20)
+
+/* Flags of a tensor name. */
+enum { MOEI_TENSOR_ROUTER = 1, MOEI_TENSOR_TRANSPOSED = 2, MOEI_TENSOR_INTERLEAVED = 4 };
+
+typedef struct moei_tensor_name {
+    long set;
+    const char *name;  /* % stands for an expert index: one tensor per expert */
+    /* one letter per dimension: E experts, H d_model, I d_ff, J 2 d_ff, S width of the shared
+       expert, 1 */
+    const char *shape;
+    int param, second; /* parameter indices; second is -1 unless gate and up are fused */
+    int flags;
+} moei_tensor_name;
+
+static const moei_tensor_name moei_tensor_names[] = {
+    {MOEI_SET_GATE, "gate.weight", "EH", MOE_ROUTER_WEIGHT, -1, MOEI_TENSOR_ROUTER},
+    {MOEI_SET_ROUTER, "router.weight", "EH", MOE_ROUTER_WEIGHT, -1, MOEI_TENSOR_ROUTER},
+    {MOEI_SET_ROUTER_LAYER, "router.layer.weight", "EH", MOE_ROUTER_WEIGHT, -1, MOEI_TENSOR_ROUTER},
+    {MOEI_SET_G_EXPERTS, "ffn_gate_inp.weight", "EH", MOE_ROUTER_WEIGHT, -1, MOEI_TENSOR_ROUTER},
+    {MOEI_SET_ROUTER_BIAS, "router.bias", "E", MOE_ROUTER_BIAS, -1, 0},
+    {MOEI_SET_CORRECTION, "gate.e_score_correction_bias", "E", MOE_ROUTER_SELECTION_BIAS, -1, 0},
+    {MOEI_SET_TOP_CORRECTION, "e_score_correction_bias", "E", MOE_ROUTER_SELECTION_BIAS, -1, 0},
+    {MOEI_SET_W123, "experts.%.w1.weight", "IH", MOE_EXPERTS_GATE, -1, 0},
+    {MOEI_SET_W123, "experts.%.w2.weight", "HI", MOE_EXPERTS_DOWN, -1, 0},
+    {MOEI_SET_W123, "experts.%.w3.weight", "IH", MOE_EXPERTS_UP, -1, 0},
+    {MOEI_SET_PROJ, "experts.%.gate_proj.weight", "IH", MOE_EXPERTS_GATE, -1, 0},
+    {MOEI_SET_PROJ, "experts.%.up_proj.weight", "IH", MOE_EXPERTS_UP, -1, 0},
+    {MOEI_SET_PROJ, "experts.%.down_proj.weight", "HI", MOE_EXPERTS_DOWN, -1, 0},
+    {MOEI_SET_FUSED, "experts.gate_up_proj", "EJH", MOE_EXPERTS_GATE, MOE_EXPERTS_UP, 0},
+    {MOEI_SET_FUSED, "experts.down_proj", "EHI", MOE_EXPERTS_DOWN, -1, 0},
+    {MOEI_SET_TRANSPOSED, "experts.gate_up_proj", "EHJ", MOE_EXPERTS_GATE, MOE_EXPERTS_UP, MOEI_TENSOR_TRANSPOSED},
+    {MOEI_SET_TRANSPOSED, "experts.down_proj", "EIH", MOE_EXPERTS_DOWN, -1, MOEI_TENSOR_TRANSPOSED},
+    {MOEI_SET_INTERLEAVED, "experts.gate_up_proj", "EHJ", MOE_EXPERTS_GATE, MOE_EXPERTS_UP,
+        MOEI_TENSOR_TRANSPOSED | MOEI_TENSOR_INTERLEAVED},
+    {MOEI_SET_INTERLEAVED, "experts.gate_up_proj_bias", "EJ", MOE_EXPERTS_GATE_BIAS, MOE_EXPERTS_UP_BIAS,
+        MOEI_TENSOR_TRANSPOSED | MOEI_TENSOR_INTERLEAVED},
+    {MOEI_SET_INTERLEAVED, "experts.down_proj", "EIH", MOE_EXPERTS_DOWN, -1, MOEI_TENSOR_TRANSPOSED},
+    {MOEI_SET_INTERLEAVED, "experts.down_proj_bias", "EH", MOE_EXPERTS_DOWN_BIAS, -1, 0},
+    {MOEI_SET_LINEAR, "input_linear.weight", "EJH", MOE_EXPERTS_GATE, MOE_EXPERTS_UP, 0},
+    {MOEI_SET_LINEAR, "output_linear.weight", "EHI", MOE_EXPERTS_DOWN, -1, 0},
+    {MOEI_SET_SHARED, "shared_expert.gate_proj.weight", "SH", MOE_SHARED_GATE, -1, 0},
+    {MOEI_SET_SHARED, "shared_expert.up_proj.weight", "SH", MOE_SHARED_UP, -1, 0},
+    {MOEI_SET_SHARED, "shared_expert.down_proj.weight", "HS", MOE_SHARED_DOWN, -1, 0},
+    {MOEI_SET_SHARED_GATE, "shared_expert_gate.weight", "1H", MOE_SHARED_SIGMOID, -1, 0},
+    {MOEI_SET_SHARED_EXPERTS, "shared_experts.gate_proj.weight", "SH", MOE_SHARED_GATE, -1, 0},
+    {MOEI_SET_SHARED_EXPERTS, "shared_experts.up_proj.weight", "SH", MOE_SHARED_UP, -1, 0},
+    {MOEI_SET_SHARED_EXPERTS, "shared_experts.down_proj.weight", "HS", MOE_SHARED_DOWN, -1, 0},
+    {MOEI_SET_G_ROUTER_BIAS, "ffn_gate_inp.bias", "E", MOE_ROUTER_BIAS, -1, 0},
+    {MOEI_SET_G_CORRECTION, "exp_probs_b.bias", "E", MOE_ROUTER_SELECTION_BIAS, -1, 0},
+    {MOEI_SET_G_EXPERTS, "ffn_gate_exps.weight", "EIH", MOE_EXPERTS_GATE, -1, 0},
+    {MOEI_SET_G_EXPERTS, "ffn_up_exps.weight", "EIH", MOE_EXPERTS_UP, -1, 0},
+    {MOEI_SET_G_EXPERTS, "ffn_down_exps.weight", "EHI", MOE_EXPERTS_DOWN, -1, 0},
+    {MOEI_SET_G_EXPERTS, "ffn_gate_up_exps.weight", "EJH", MOE_EXPERTS_GATE, MOE_EXPERTS_UP, 0},
+    {MOEI_SET_G_EXPERTS, "ffn_gate.%.weight", "IH", MOE_EXPERTS_GATE, -1, 0},
+    {MOEI_SET_G_EXPERTS, "ffn_up.%.weight", "IH", MOE_EXPERTS_UP, -1, 0},
+    {MOEI_SET_G_EXPERTS, "ffn_down.%.weight", "HI", MOE_EXPERTS_DOWN, -1, 0},
+    {MOEI_SET_G_BIASES, "ffn_gate_exps.bias", "EI", MOE_EXPERTS_GATE_BIAS, -1, 0},
+    {MOEI_SET_G_BIASES, "ffn_up_exps.bias", "EI", MOE_EXPERTS_UP_BIAS, -1, 0},
+    {MOEI_SET_G_BIASES, "ffn_gate_up_exps.bias", "EJ", MOE_EXPERTS_GATE_BIAS, MOE_EXPERTS_UP_BIAS,
+        MOEI_TENSOR_TRANSPOSED},
+    {MOEI_SET_G_BIASES, "ffn_down_exps.bias", "EH", MOE_EXPERTS_DOWN_BIAS, -1, 0},
+    {MOEI_SET_G_SHARED, "ffn_gate_shexp.weight", "SH", MOE_SHARED_GATE, -1, 0},
+    {MOEI_SET_G_SHARED, "ffn_up_shexp.weight", "SH", MOE_SHARED_UP, -1, 0},
+    {MOEI_SET_G_SHARED, "ffn_down_shexp.weight", "HS", MOE_SHARED_DOWN, -1, 0},
+    {MOEI_SET_G_SHARED_GATE, "ffn_gate_inp_shexp.weight", "H", MOE_SHARED_SIGMOID, -1, 0},
+    {0, NULL, NULL, 0, 0, 0}};
+
+typedef struct moei_family {
+    const char *name, *preset;
+    /* values of model_type and general.architecture, separated by spaces */
+    const char *types, *archs;
+    /* sets that may occur; that must occur; that must also occur when only the tensor names
+       identify the family (-1: they cannot) */
+    long sets, needs, telling;
+    long gguf_sets, gguf_needs;
+    /* settings that it reads besides moei_family_common_keys */
+    const char *keys;
+    /* what its own program assumes for missing settings, where the preset says otherwise */
+    const char *defaults;
+} moei_family;
+
+#define MOEI_SETS_QWEN (MOEI_SET_GATE | MOEI_SET_PROJ | MOEI_SET_FUSED)
+#define MOEI_SETS_DEEPSEEK (MOEI_SETS_QWEN | MOEI_SET_SHARED_EXPERTS)
+#define MOEI_KEYS_DEEPSEEK \
+    "norm_topk_prob routed_scaling_factor n_group topk_group n_shared_experts " \
+    "expert_weights_norm expert_weights_scale expert_gating_func expert_group_count expert_group_used_count"
+#define MOEI_KEYS_NORM "norm_topk_prob expert_weights_norm expert_weights_scale expert_gating_func"
+
+static const moei_family moei_families[] = {
+    {"mixtral", "mixtral", "mixtral", "llama",
+     MOEI_SET_GATE | MOEI_SET_W123 | MOEI_SET_FUSED,
+     MOEI_SET_GATE, 0,
+     MOEI_SET_G_EXPERTS, MOEI_SET_G_EXPERTS,
+     "", "top_k=2"},
+    {"phi35_moe", "phi35_moe", "phimoe", "phimoe",
+     MOEI_SET_GATE | MOEI_SET_W123 | MOEI_SET_FUSED,
+     MOEI_SET_GATE, -1,
+     MOEI_SET_G_EXPERTS, MOEI_SET_G_EXPERTS,
+     "router_jitter_noise", "top_k=2"},
+    {"minimax_m2", "minimax_m2", "minimax_m2", "minimax-m2",
+     MOEI_SET_GATE | MOEI_SET_W123 | MOEI_SET_FUSED | MOEI_SET_TOP_CORRECTION,
+     MOEI_SET_GATE | MOEI_SET_TOP_CORRECTION, 0,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_CORRECTION, MOEI_SET_G_EXPERTS | MOEI_SET_G_CORRECTION,
+     "scoring_func expert_gating_func", ""},
+    {"qwen2_moe", "qwen2_moe", "qwen2_moe", "qwen2moe",
+     MOEI_SETS_QWEN | MOEI_SET_SHARED | MOEI_SET_SHARED_GATE,
+     MOEI_SET_GATE | MOEI_SET_SHARED | MOEI_SET_SHARED_GATE, 0,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED | MOEI_SET_G_SHARED_GATE,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED | MOEI_SET_G_SHARED_GATE,
+     MOEI_KEYS_NORM, "top_k=4"},
+    {"qwen3_next", "qwen2_moe", "qwen3_next", "qwen3next",
+     MOEI_SETS_QWEN | MOEI_SET_SHARED | MOEI_SET_SHARED_GATE,
+     MOEI_SET_GATE | MOEI_SET_SHARED | MOEI_SET_SHARED_GATE, -1,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED | MOEI_SET_G_SHARED_GATE,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED | MOEI_SET_G_SHARED_GATE,
+     MOEI_KEYS_NORM, "top_k=10 weight=sum"},
+    {"qwen3_moe", "qwen3_moe", "qwen3_moe", "qwen3moe",
+     MOEI_SETS_QWEN,
+     MOEI_SET_GATE, 0,
+     MOEI_SET_G_EXPERTS, MOEI_SET_G_EXPERTS,
+     MOEI_KEYS_NORM, "weight=raw"},
+    {"olmoe", "olmoe", "olmoe", "olmoe",
+     MOEI_SETS_QWEN,
+     MOEI_SET_GATE, 0,
+     MOEI_SET_G_EXPERTS, MOEI_SET_G_EXPERTS,
+     MOEI_KEYS_NORM, ""},
+    {"deepseek_v2", "deepseek_v2", "deepseek_v2", "deepseek2",
+     MOEI_SETS_DEEPSEEK,
+     MOEI_SET_GATE, MOEI_SET_SHARED_EXPERTS,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED, MOEI_SET_G_EXPERTS,
+     MOEI_KEYS_DEEPSEEK " topk_method scoring_func", "select=top_k groups=1 groups_kept=1 scale=1"},
+    {"deepseek_v3", "deepseek_v3", "deepseek_v3 deepseek_v32 kimi_k2", "deepseek2",
+     MOEI_SETS_DEEPSEEK | MOEI_SET_CORRECTION,
+     MOEI_SET_GATE | MOEI_SET_CORRECTION, 0,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED | MOEI_SET_G_CORRECTION, MOEI_SET_G_EXPERTS | MOEI_SET_G_CORRECTION,
+     MOEI_KEYS_DEEPSEEK " topk_method scoring_func", ""},
+    {"glm4_moe", "deepseek_v3", "glm4_moe", "glm4moe",
+     MOEI_SETS_DEEPSEEK | MOEI_SET_CORRECTION,
+     MOEI_SET_GATE | MOEI_SET_CORRECTION, -1,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED | MOEI_SET_G_CORRECTION, MOEI_SET_G_EXPERTS | MOEI_SET_G_CORRECTION,
+     MOEI_KEYS_DEEPSEEK, "groups=1 groups_kept=1 scale=1"},
+    {"dots1", "deepseek_v3", "dots1", "dots1",
+     MOEI_SETS_DEEPSEEK | MOEI_SET_CORRECTION,
+     MOEI_SET_GATE | MOEI_SET_CORRECTION, -1,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED | MOEI_SET_G_CORRECTION, MOEI_SET_G_EXPERTS | MOEI_SET_G_CORRECTION,
+     MOEI_KEYS_DEEPSEEK, "groups=1 groups_kept=1 scale=1 weight=raw"},
+    {"llama4", "llama4", "llama4 llama4_text", "llama4",
+     MOEI_SET_ROUTER | MOEI_SET_TRANSPOSED | MOEI_SET_SHARED,
+     MOEI_SET_ROUTER | MOEI_SET_SHARED, 0,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED, MOEI_SET_G_EXPERTS | MOEI_SET_G_SHARED,
+     "", ""},
+    {"gpt_oss", "gpt_oss", "gpt_oss", "gpt-oss",
+     MOEI_SET_ROUTER | MOEI_SET_ROUTER_BIAS | MOEI_SET_INTERLEAVED,
+     MOEI_SET_ROUTER | MOEI_SET_ROUTER_BIAS | MOEI_SET_INTERLEAVED, 0,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_BIASES | MOEI_SET_G_ROUTER_BIAS,
+     MOEI_SET_G_EXPERTS | MOEI_SET_G_BIASES | MOEI_SET_G_ROUTER_BIAS,
+     "swiglu_limit", ""},
+    {"granite_moe", "granite_moe", "granitemoe", "granitemoe granite-moe",
+     MOEI_SET_ROUTER_LAYER | MOEI_SET_LINEAR,
+     MOEI_SET_ROUTER_LAYER | MOEI_SET_LINEAR, 0,
+     MOEI_SET_G_EXPERTS, MOEI_SET_G_EXPERTS,
+     "", "top_k=2"},
+    {NULL, NULL, NULL, NULL, 0, 0, 0, 0, 0, NULL, NULL}};
+
+/* Settings that every family reads, from config.json and from GGUF metadata. */
+static const char moei_family_common_keys[] =
+    "num_experts num_local_experts n_routed_experts hidden_size moe_intermediate_size num_experts_per_tok "
+    "experts_per_token hidden_act expert_count expert_used_count";
+
+/* A row with a value applies `settings` when the key has that value. A row without one (NULL)
+   stores a number in the field named `settings`. GGUF keys follow "ARCH.". */
+typedef struct moei_setting {
+    const char *key, *value, *settings;
+    int zero; /* 1: 0 is allowed and means that the key is absent */
+} moei_setting;
+
+static const moei_setting moei_settings[] = {
+    {"num_experts", NULL, "n_experts", 0},
+    {"num_local_experts", NULL, "n_experts", 0},
+    {"n_routed_experts", NULL, "n_experts", 0},
+    {"hidden_size", NULL, "d_model", 0},
+    {"moe_intermediate_size", NULL, "d_ff", 0},
+    {"num_experts_per_tok", NULL, "top_k", 0},
+    {"experts_per_token", NULL, "top_k", 0},
+    {"n_group", NULL, "groups", 1},
+    {"topk_group", NULL, "groups_kept", 1},
+    {"n_shared_experts", NULL, "n_shared", 1},
+    {"routed_scaling_factor", NULL, "scale", 0},
+    {"swiglu_limit", NULL, "swiglu_limit", 0},
+    {"router_jitter_noise", NULL, "sparsemixer_eps", 0},
+    {"norm_topk_prob", "true", "weight=sum", 0},
+    {"norm_topk_prob", "false", "weight=raw", 0},
+    {"scoring_func", "softmax", "gate=softmax", 0},
+    {"scoring_func", "sigmoid", "gate=sigmoid", 0},
+    {"scoring_func", "sqrtsoftplus", "gate=sqrt_softplus", 0},
+    {"topk_method", "greedy", "select=top_k", 0},
+    {"topk_method", "group_limited_greedy", "select=grouped_top_k group_score=max", 0},
+    {"topk_method", "noaux_tc", "select=grouped_top_k group_score=top2_sum", 0},
+    {"hidden_act", "silu", "", 0},
+    {"hidden_act", "swish", "", 0},
+    {"expert_count", NULL, "n_experts", 0},
+    {"expert_used_count", NULL, "top_k", 0},
+    {"expert_group_count", NULL, "groups", 1},
+    {"expert_group_used_count", NULL, "groups_kept", 1},
+    {"expert_weights_scale", NULL, "scale", 1},
+    {"expert_weights_norm", "true", "weight=sum", 0},
+    {"expert_weights_norm", "false", "weight=raw", 0},
+    {"expert_gating_func", "0", "", 0},
+    {"expert_gating_func", "1", "gate=softmax", 0},
+    {"expert_gating_func", "2", "gate=sigmoid", 0},
+    {"expert_gating_func", "3", "weight=softmax", 0},
+    {"expert_gating_func", "4", "gate=sqrt_softplus", 0},
+    {NULL, NULL, NULL, 0}};
+
+/* ---- >>sources of bytes ---- */
+
+static moe_status moei_import_memory_read(void *ctx, uint64_t at, void *to, size_t size) {
+    memcpy(to, (const unsigned char *)ctx + (size_t)at, size);
+    return MOE_OK;
+}
+
+moe_import_source moe_import_memory(const char *name, const void *bytes, size_t size) {
+    moe_import_source s;
+    s.name = name;
+    s.size = bytes != NULL ? size : 0;
+    memcpy(&s.ctx, &bytes, sizeof s.ctx); /* only read through */
+    s.read_at = moei_import_memory_read;
+    return s;
+}
+
+/* What follows "prefix." in text; NULL if text does not start with it. */
+static const char *moei_import_suffix(const char *text, const char *prefix) {
+    while (*prefix != '\0' && *text == *prefix) {
+        text++;
+        prefix++;
+    }
+    return *prefix == '\0' && *text == '.' ? text + 1 : NULL;
+}
+
+/* Opens files by name. open returns MOE_ERR_NOT_FOUND when there is no such file. */
+typedef struct moei_import_folder {
+    void *ctx;
+    moe_status (*open)(void *ctx, const char *name, moe_import_source *source, moe_error *error);
+    void (*close)(void *ctx, moe_import_source *source);
+    const char *(*reason)(void *ctx); /* why the last read failed; NULL: use the status text */
+} moei_import_folder;
+
+enum {
+    MOEI_IMPORT_NAME = 256,
+    MOEI_IMPORT_SUFFIX = 64,
+    MOEI_IMPORT_VALUE = 64,
+    MOEI_IMPORT_CHUNK = 1024,
+    MOEI_IMPORT_PREFIX = 180
+};
+/* largest config.json in bytes */
+#define MOEI_IMPORT_CONFIG ((size_t)(SIZE_MAX > 65535 ? 1048576 : 32768))
+
+/* An open file. For safetensors, bytes holds the header. */
+typedef struct moei_import_shard {
+    struct moei_import_shard *next;
+    moe_import_source source;
+    moe_buffer bytes;
+    moe_file file;
+    char name[MOEI_IMPORT_NAME];
+} moei_import_shard;
+
+/* Element types that only GGUF has. MOE_DTYPE_COUNT means any type that is not supported. */
+enum { MOEI_DTYPE_Q8_0 = MOE_DTYPE_COUNT + 1, MOEI_DTYPE_Q4_0 };
+
+/* A tensor of the layer, as found in a file. */
+typedef struct moei_import_tensor {
+    /* its name after the prefix, truncated; no known name is this long */
+    char suffix[MOEI_IMPORT_SUFFIX];
+    const moei_import_shard *shard;
+    uint64_t at;            /* offset of its data in the file */
+    size_t count, bytes;
+    int dtype, n_dims;
+    int code;               /* type number in GGUF */
+    size_t shape[MOE_FILE_MAX_DIMS];
+    const moei_tensor_name *row;
+    size_t expert;
+} moei_import_tensor;
+
+enum { MOEI_IMPORT_FILE = 0, MOEI_IMPORT_INDEX, MOEI_IMPORT_GGUF };
+enum { MOEI_VALUE_NONE = 0, MOEI_VALUE_SCALAR, MOEI_VALUE_TEXT, MOEI_VALUE_OTHER };
+enum { MOEI_GGUF_KEYS = 8 };
+
+typedef struct moei_gguf_facts {
+    char arch[MOEI_IMPORT_VALUE];
+    uint64_t kv_at, infos_at, data_at;
+    size_t n_kv, n_tensors;
+    int kinds[MOEI_GGUF_KEYS];
+    char texts[MOEI_GGUF_KEYS][MOEI_IMPORT_VALUE];
+} moei_gguf_facts;
+
+/* State of one import. error is never NULL. */
+typedef struct moei_importer {
+    const moei_import_folder *folder;
+    moe_allocator allocator;
+    moe_error *error;
+    int kind;
+    /* all open files, last opened first; the file that the call names */
+    moei_import_shard *shards, *first;
+    moe_buffer index, config;   /* JSON texts */
+    size_t weight_map, text_config; /* offsets of these objects in the texts; 0: absent */
+    moei_gguf_facts gguf;
+    char prefix[MOEI_IMPORT_NAME];
+    /* arrays of moei_import_tensor; listed: entries of the index (only suffix and shard are set) */
+    moe_buffer found, listed;
+    const moei_family *family;
+    int by_type;                /* 1: model_type or general.architecture chose the family */
+    size_t sizes[4];            /* E, H, I, S; 0: not known yet */
+    moe_layer_config settings;
+} moei_importer;
+
+static moe_status moei_import_read_at(const moei_importer *r, const moei_import_shard *shard, uint64_t at, void *to,
+                                      size_t size) {
+    moe_status status;
+    if (at > shard->source.size || size > shard->source.size - at)
+        return moei_error(r->error, MOE_ERR_FORMAT, "%s: the file ends before byte %z", shard->name, (size_t)at + size);
+    status = size > 0 ? shard->source.read_at(shard->source.ctx, at, to, size) : MOE_OK;
+    if (status == MOE_OK) return MOE_OK;
+    return moei_error(r->error, status, "%s: cannot read at byte %z: %s", shard->name, (size_t)at,
+                      r->folder->reason != NULL ? r->folder->reason(r->folder->ctx) : moe_status_text(status));
+}
+
+/* Reads the first size bytes of a file. */
+static moe_status moei_import_read_start(moei_importer *r, const moei_import_shard *shard, size_t size,
+                                         moe_buffer *buffer) {
+    moe_status status;
+    memset(buffer, 0, sizeof *buffer);
+    buffer->allocator = r->allocator;
+    status = moei_buffer_reserve(buffer, size + 1);
+    if (status != MOE_OK)
+        return moei_error(r->error, status, "%s: no memory for %z bytes of the file", shard->name, size);
+    buffer->size = size;
+    return moei_import_read_at(r, shard, 0, buffer->data, size);
+}
+
+/* An empty text. moei_put appends to it, truncated to room, with a terminating zero. */
+static moei_text moei_import_text(char *out, size_t room) {
+    moei_text t;
+    t.out = out;
+    t.room = room;
+    t.length = 0;
+    out[0] = '\0';
+    return t;
+}
+
+static void moei_import_copy(char *to, size_t room, const char *from) {
+    moei_text t = moei_import_text(to, room);
+    moei_put(&t, from, moei_strlen(from));
+}
+
+/* Opens a file of the folder. MOE_ERR_NOT_FOUND, without a message, when it does not exist. */
+static moe_status moei_import_shard_open(moei_importer *r, const char *name, moei_import_shard **shard) {
+    moei_import_shard *s = (moei_import_shard *)moei_alloc(&r->allocator, 1, sizeof *s);
+    moe_status status;
+    if (s == NULL) return moei_error(r->error, MOE_ERR_MEMORY, "no memory to open a file");
+    status = r->folder->open(r->folder->ctx, name, &s->source, r->error);
+    if (status == MOE_OK && s->source.read_at == NULL) {
+        if (r->folder->close != NULL) r->folder->close(r->folder->ctx, &s->source);
+        status = moei_error(r->error, MOE_ERR_ARGUMENT, "a source's read_at is NULL");
+    }
+    if (status != MOE_OK) {
+        moei_free(&r->allocator, s, sizeof *s);
+        return status;
+    }
+    moei_import_copy(s->name, sizeof s->name, name);
+    s->next = r->shards;
+    r->shards = *shard = s;
+    return MOE_OK;
+}
+
+static void moei_importer_close(moei_importer *r) {
+    while (r->shards != NULL) {
+        moei_import_shard *s = r->shards;
+        r->shards = s->next;
+        if (r->folder->close != NULL) r->folder->close(r->folder->ctx, &s->source);
+        moe_buffer_free(&s->bytes);
+        moei_free(&r->allocator, s, sizeof *s);
+    }
+    moe_buffer_free(&r->index);
+    moe_buffer_free(&r->config);
+    moe_buffer_free(&r->found);
+    moe_buffer_free(&r->listed);
+}
+
+/* Puts the file name in front of an error message. */
+static moe_status moei_import_error_in(const moei_importer *r, const char *name, moe_status status) {
+    moe_error why = *r->error;
+    if (status == MOE_OK) return status;
+    return moei_error(r->error, status, "%s, %s", name, why.message);
+}
+
+/* Reads and checks the header of a safetensors file. */
+static moe_status moei_import_shard_header(moei_importer *r, moei_import_shard *s) {
+    unsigned char first[8];
+    uint64_t length;
+    moe_status status = moei_import_read_at(r, s, 0, first, sizeof first);
+    if (status != MOE_OK) return status;
+    length = moei_load(first, 8);
+    if (s->source.size > (uint64_t)(size_t)-1 / 2)
+        return moei_error(r->error, MOE_ERR_OVERFLOW, "%s: the file is too large for size_t", s->name);
+    if (length == 0 || length > MOEI_FILE_MAX_HEADER || length > s->source.size - 8) {
+        const char *many = length > MOEI_FILE_MAX_HEADER ? "more than 100000000" : length == 0 ? "no" : "too many";
+        return moei_error(r->error, MOE_ERR_FORMAT,
+                          "%s: not a safetensors file: its header would have %s bytes, the file has %z", s->name, many,
+                          (size_t)s->source.size);
+    }
+    status = moei_import_read_start(r, s, 8 + (size_t)length, &s->bytes);
+    if (status != MOE_OK) return status;
+    return moei_import_error_in(r, s->name,
+                                moei_file_check(&s->file, s->bytes.data, (size_t)s->source.size, 1, r->error));
+}
+
+/* ---- >>gguf ---- */
+
+enum { MOEI_GGUF_BOOL = 7, MOEI_GGUF_STRING = 8, MOEI_GGUF_ARRAY = 9, MOEI_GGUF_TYPES = 13, MOEI_GGUF_DEPTH = 4 };
+
+/* Bytes of a value, by type; 0: strings and arrays. */
+static const unsigned char moei_gguf_sizes[MOEI_GGUF_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+
+static const char *const moei_gguf_names[MOEI_GGUF_KEYS] = {
+    "expert_count",       "expert_used_count",    "expert_group_count",  "expert_group_used_count",
+    "expert_gating_func", "expert_weights_scale", "expert_weights_norm", "expert_shared_count"};
+
+/* A buffered reader of a source. After an error it returns zeros. */
+typedef struct moei_gguf {
+    const moei_importer *r;
+    uint64_t at, base;
+    uint64_t end; /* of the last tensor's data, from the beginning of all data */
+    size_t have;
+    moe_status status;
+    unsigned char window[256];
+} moei_gguf;
+
+static void moei_gguf_begin(moei_gguf *g, const moei_importer *r, uint64_t at) {
+    memset(g, 0, sizeof *g);
+    g->r = r;
+    g->at = at;
+}
+
+static uint64_t moei_gguf_left(const moei_gguf *g) { return g->r->first->source.size - g->at; }
+
+static void moei_gguf_refuse(moei_gguf *g, moe_status status, const char *what) {
+    if (g->status == MOE_OK)
+        g->status = moei_error(g->r->error, status, "%s: byte %z: %s", g->r->first->name, (size_t)g->at, what);
+}
+
+static void moei_gguf_read(moei_gguf *g, void *to, size_t n) {
+    unsigned char *p = (unsigned char *)to;
+    while (n > 0 && g->status == MOE_OK) {
+        size_t from = (size_t)(g->at - g->base), some;
+        if (g->at < g->base || g->at - g->base >= g->have) {
+            from = 0;
+            g->base = g->at;
+            g->have = moei_gguf_left(g) < sizeof g->window ? (size_t)moei_gguf_left(g) : sizeof g->window;
+            if (g->have == 0) moei_gguf_refuse(g, MOE_ERR_FORMAT, "the file ends here, but more data is expected");
+            else g->status = moei_import_read_at(g->r, g->r->first, g->base, g->window, g->have);
+            if (g->status != MOE_OK) break;
+        }
+        some = g->have - from < n ? g->have - from : n;
+        memcpy(p, g->window + from, some);
+        p += some;
+        n -= some;
+        g->at += some;
+    }
+    if (n > 0) memset(p, 0, n);
+}
+
+static uint64_t moei_gguf_number(moei_gguf *g, int bytes) {
+    unsigned char p[8];
+    moei_gguf_read(g, p, (size_t)bytes);
+    return moei_load(p, bytes);
+}
+
+static void moei_gguf_skip_bytes(moei_gguf *g, uint64_t count, size_t size) {
+    if (g->status != MOE_OK) return;
+    if (count > moei_gguf_left(g) / size)
+        moei_gguf_refuse(g, MOE_ERR_FORMAT, "a length goes beyond the end of the file");
+    else g->at += count * size;
+}
+
+/* Reads a string, truncated to room. */
+static void moei_gguf_string(moei_gguf *g, char *to, size_t room) {
+    uint64_t length = moei_gguf_number(g, 8), keep = length < room - 1 ? length : room - 1;
+    size_t i;
+    to[0] = '\0';
+    if (g->status == MOE_OK && length > moei_gguf_left(g))
+        moei_gguf_refuse(g, MOE_ERR_FORMAT, "a string goes beyond the end of the file");
+    if (g->status != MOE_OK) return;
+    moei_gguf_read(g, to, (size_t)keep);
+    to[keep] = '\0';
+    /* a zero byte would cut the name, which could then look like a known one */
+    for (i = 0; i < (size_t)keep; i++)
+        if ((unsigned char)to[i] < 0x20) to[i] = '?';
+    moei_gguf_skip_bytes(g, length - keep, 1);
+}
+
+/* Skips a value; arrays may nest. */
+static void moei_gguf_skip_value(moei_gguf *g, uint32_t type) {
+    uint64_t left[MOEI_GGUF_DEPTH], n;
+    uint32_t types[MOEI_GGUF_DEPTH];
+    int depth = 0;
+    char none[1];
+    memset(left, 0, sizeof left);
+    memset(types, 0, sizeof types);
+    for (;;) {
+        if (type >= MOEI_GGUF_TYPES) moei_gguf_refuse(g, MOE_ERR_FORMAT, "unknown value type");
+        else if (type == MOEI_GGUF_STRING) moei_gguf_string(g, none, 1);
+        else if (type != MOEI_GGUF_ARRAY) moei_gguf_skip_bytes(g, 1, moei_gguf_sizes[type]);
+        else {
+            type = (uint32_t)moei_gguf_number(g, 4);
+            n = moei_gguf_number(g, 8);
+            if (type < MOEI_GGUF_TYPES && moei_gguf_sizes[type] > 0) moei_gguf_skip_bytes(g, n, moei_gguf_sizes[type]);
+            else if (depth == MOEI_GGUF_DEPTH) moei_gguf_refuse(g, MOE_ERR_UNSUPPORTED, "arrays are nested too deeply");
+            else {
+                types[depth] = type;
+                left[depth++] = n;
+            }
+        }
+        while (depth > 0 && left[depth - 1] == 0) depth--;
+        if (depth == 0 || g->status != MOE_OK) return;
+        left[depth - 1]--;
+        type = types[depth - 1];
+    }
+}
+
+/* Reads a value as text and returns its kind (MOEI_VALUE_). */
+static int moei_gguf_value(moei_gguf *g, uint32_t type, char text[MOEI_IMPORT_VALUE]) {
+    unsigned char p[8];
+    moei_text t = moei_import_text(text, MOEI_IMPORT_VALUE);
+    if (type == MOEI_GGUF_STRING) {
+        moei_gguf_string(g, text, MOEI_IMPORT_VALUE);
+        return MOEI_VALUE_TEXT;
+    }
+    if (type >= MOEI_GGUF_TYPES || type == MOEI_GGUF_ARRAY) {
+        moei_gguf_skip_value(g, type);
+        return MOEI_VALUE_OTHER;
+    }
+    moei_gguf_read(g, p, moei_gguf_sizes[type]);
+    if (type == MOEI_GGUF_BOOL) moei_put(&t, p[0] != 0 ? "true" : "false", p[0] != 0 ? 4 : 5);
+    else if (type == 6) moei_put_real(&t, (moe_real)moei_binary32((uint32_t)moei_load(p, 4)));
+    else if (type == 12) moei_put_real(&t, moei_real_of_bits(moei_load(p, 8)));
+    /* odd: signed */
+    else if (type % 2 == 1) moei_put_integer(&t, moei_load_signed(p, moei_gguf_sizes[type]));
+    else moei_put_unsigned(&t, moei_load(p, moei_gguf_sizes[type]));
+    return MOEI_VALUE_SCALAR;
+}
+
+/* Reads the metadata. The first pass finds general.architecture and general.alignment; the second
+   pass (behind_arch = 1) finds the keys that start with the architecture. */
+static void moei_gguf_metadata(moei_gguf *g, moei_gguf_facts *facts, uint32_t *alignment, int behind_arch) {
+    char key[MOEI_IMPORT_NAME], text[MOEI_IMPORT_VALUE];
+    const char *behind;
+    size_t i, n;
+    int k;
+    for (i = 0; i < facts->n_kv && g->status == MOE_OK; i++) {
+        uint32_t type;
+        int kind = MOEI_VALUE_NONE;
+        moei_gguf_string(g, key, sizeof key);
+        type = (uint32_t)moei_gguf_number(g, 4);
+        behind = behind_arch ? moei_import_suffix(key, facts->arch) : NULL;
+        if (behind != NULL) {
+            for (k = 0; k < MOEI_GGUF_KEYS && moei_strcmp(behind, moei_gguf_names[k]) != 0;) k++;
+            if (k < MOEI_GGUF_KEYS) kind = facts->kinds[k] = moei_gguf_value(g, type, facts->texts[k]);
+        } else if (!behind_arch && moei_strcmp(key, "general.architecture") == 0 && type == MOEI_GGUF_STRING) {
+            kind = moei_gguf_value(g, type, facts->arch);
+        } else if (!behind_arch && moei_strcmp(key, "general.alignment") == 0 && type == 4) {
+            kind = moei_gguf_value(g, type, text);
+            for (n = *alignment = 0; text[n] != '\0'; n++) *alignment = *alignment * 10u + (uint32_t)(text[n] - '0');
+        }
+        if (kind == MOEI_VALUE_NONE) moei_gguf_skip_value(g, type);
+    }
+}
+
+/* Supported element types: GGUF number, dtype, elements and bytes of a block. */
+static const struct {
+    int code, dtype;
+    size_t elements, bytes;
+} moei_gguf_types[] = {{0, MOE_DTYPE_F32, 1, 4},     {1, MOE_DTYPE_F16, 1, 2},  {2, MOEI_DTYPE_Q4_0, 32, 18},
+                       {8, MOEI_DTYPE_Q8_0, 32, 34}, {28, MOE_DTYPE_F64, 1, 8}, {30, MOE_DTYPE_BF16, 1, 2}};
+enum { MOEI_GGUF_KNOWN = 6 };
+
+/* Reads the next tensor description. bytes stays 0 for types that are not supported. The data must
+   have the order of the descriptions, as every GGUF file: tensors that share bytes would let a
+   small file make a large layer. */
+static void moei_gguf_tensor(moei_gguf *g, char name[MOEI_IMPORT_NAME], moei_import_tensor *f) {
+    uint64_t n, i, elements = 1, most = (size_t)-1 / 8;
+    memset(f, 0, sizeof *f);
+    moei_gguf_string(g, name, MOEI_IMPORT_NAME);
+    n = moei_gguf_number(g, 4);
+    if (n > 4) moei_gguf_refuse(g, MOE_ERR_FORMAT, "a tensor has more than 4 dimensions");
+    if (g->status != MOE_OK) return;
+    for (i = 0; i < n && g->status == MOE_OK; i++) {
+        uint64_t ne = moei_gguf_number(g, 8);
+        if (ne > 0 && elements > most / ne)
+            moei_gguf_refuse(g, MOE_ERR_OVERFLOW, "a tensor has too many elements for size_t");
+        else {
+            elements *= ne;
+            f->shape[n - 1 - i] = (size_t)ne;
+        }
+    }
+    f->n_dims = (int)n;
+    f->count = (size_t)elements;
+    f->code = (int)(moei_gguf_number(g, 4) & 0x7fffu);
+    f->at = moei_gguf_number(g, 8);
+    f->dtype = MOE_DTYPE_COUNT;
+    for (i = 0; i < MOEI_GGUF_KNOWN && g->status == MOE_OK; i++)
+        if (moei_gguf_types[i].code == f->code) {
+            f->dtype = moei_gguf_types[i].dtype;
+            f->bytes = f->count / moei_gguf_types[i].elements * moei_gguf_types[i].bytes;
+            if (n > 0 && f->shape[n - 1] % moei_gguf_types[i].elements != 0)
+                moei_gguf_refuse(g, MOE_ERR_FORMAT, "the rows of a tensor are not a multiple of its block size");
+        }
+    if (f->at > g->r->first->source.size)
+        moei_gguf_refuse(g, MOE_ERR_FORMAT, "a tensor starts beyond the end of the file");
+    if (f->at < g->end) moei_gguf_refuse(g, MOE_ERR_FORMAT, "a tensor overlaps the one before it");
+    g->end = f->at + f->bytes;
+}
+
+/* Reads everything before the data: header, metadata, tensor descriptions. */
+static moe_status moei_gguf_open(moei_importer *r) {
+    moei_gguf g;
+    moei_gguf_facts *facts = &r->gguf;
+    moei_import_tensor f;
+    char name[MOEI_IMPORT_NAME];
+    uint64_t version, n_tensors, n_kv;
+    uint32_t alignment = 32;
+    size_t i;
+    if (r->first->source.size > (uint64_t)(size_t)-1 / 2)
+        return moei_error(r->error, MOE_ERR_OVERFLOW, "%s: the file is too large for size_t", r->first->name);
+    moei_gguf_begin(&g, r, 4);
+    version = moei_gguf_number(&g, 4);
+    n_tensors = moei_gguf_number(&g, 8);
+    n_kv = moei_gguf_number(&g, 8);
+    if (g.status == MOE_OK && version != 2 && version != 3)
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED,
+                          "%s: GGUF version %z is not supported; versions 2 and 3, little-endian, are", r->first->name,
+                          (size_t)version);
+    if (n_tensors > MOE_FILE_MAX_TENSORS || n_kv > MOE_FILE_MAX_TENSORS)
+        moei_gguf_refuse(&g, MOE_ERR_UNSUPPORTED, "too many tensors or metadata keys");
+    facts->n_tensors = (size_t)n_tensors;
+    facts->n_kv = (size_t)n_kv;
+    facts->kv_at = g.at;
+    moei_gguf_metadata(&g, facts, &alignment, 0);
+    facts->infos_at = g.at;
+    for (i = 0; i < facts->n_tensors && g.status == MOE_OK; i++) moei_gguf_tensor(&g, name, &f);
+    if (alignment == 0 || alignment > 65536)
+        moei_gguf_refuse(&g, MOE_ERR_FORMAT, "general.alignment must be 1 to 65536");
+    if (g.status != MOE_OK) return g.status;
+    facts->data_at = g.at + (alignment - g.at % alignment) % alignment;
+    moei_gguf_begin(&g, r, facts->kv_at);
+    moei_gguf_metadata(&g, facts, &alignment, 1);
+    return g.status;
+}
+
+/* ---- >>json: the index and config.json ---- */
+
+/* Checks a text: one object and nothing after it. */
+static moe_status moei_import_json_check(moei_json *j) {
+    if (moei_json_peek(j) != '{') return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "not a JSON object");
+    if (moei_config_skip(j) != MOE_OK) return j->error != NULL ? j->error->code : MOE_ERR_FORMAT;
+    if (moei_json_peek(j) >= 0) return moei_json_refuse(j, j->at, MOE_ERR_FORMAT, "unexpected text after the object");
+    return MOE_OK;
+}
+
+static moei_json moei_import_json_at(const moe_buffer *text, size_t at, moe_error *error) {
+    moei_json j;
+    memset(&j, 0, sizeof j);
+    j.bytes = text->data;
+    j.at = at;
+    j.end = text->size;
+    j.error = error;
+    return j;
+}
+
+/* Reads a whole file as text and checks it. */
+static moe_status moei_import_json_open(moei_importer *r, const moei_import_shard *shard, size_t most,
+                                        moe_buffer *text) {
+    moei_json j;
+    moe_error why;
+    moe_status status;
+    if (shard->source.size > most)
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED, "%s: the file has %z bytes; at most %z are allowed",
+                          shard->name, (size_t)shard->source.size, most);
+    status = moei_import_read_start(r, shard, (size_t)shard->source.size, text);
+    if (status != MOE_OK) return status;
+    why.message[0] = '\0';
+    j = moei_import_json_at(text, 0, &why);
+    status = moei_import_json_check(&j);
+    return status == MOE_OK ? MOE_OK : moei_error(r->error, status, "%s, %s", shard->name, why.message);
+}
+
+/* Offset of the value of a key in the object at offset `at` of a checked text; 0: absent. The last
+   of several equal keys counts, as in Python. */
+static size_t moei_import_json_member(const moe_buffer *text, size_t at, const char *key) {
+    moei_json j = moei_import_json_at(text, at, NULL);
+    moei_span name;
+    size_t found = 0;
+    int first, more;
+    if (moei_json_take(&j, '{') != MOE_OK) return 0;
+    for (first = 1; moei_json_key(&j, first, &name, &more) == MOE_OK && more; first = 0) {
+        (void)moei_json_peek(&j);
+        if (moei_span_is(name, key)) found = j.at;
+        if (moei_config_skip(&j) != MOE_OK) break;
+    }
+    return found;
+}
+
+/* Unescapes a string, truncated to room. A checked string contains no zero. */
+static void moei_import_span(moei_span s, char *to, size_t room) {
+    moei_chars chars = moei_chars_of(s);
+    size_t n = 0;
+    int c;
+    while (n + 1 < room && (c = moei_chars_next(&chars)) >= 0) to[n++] = (char)c;
+    to[n] = '\0';
+}
+
+/* Kind and text of a value in config.json, from text_config if it is there, else from the top
+   level. null counts as absent. */
+static int moei_import_config_value(const moei_importer *r, const char *key, char text[MOEI_IMPORT_VALUE]) {
+    size_t at = r->text_config > 0 ? moei_import_json_member(&r->config, r->text_config, key) : 0;
+    moei_json j;
+    moei_span s;
+    int c;
+    text[0] = '\0';
+    if (at == 0) at = moei_import_json_member(&r->config, 0, key);
+    if (at == 0) return MOEI_VALUE_NONE;
+    j = moei_import_json_at(&r->config, at, NULL);
+    c = moei_json_peek(&j);
+    if (c == '{' || c == '[') return MOEI_VALUE_OTHER;
+    if (c == '"') {
+        if (moei_json_string(&j, &s) != MOE_OK) return MOEI_VALUE_OTHER;
+        moei_import_span(s, text, MOEI_IMPORT_VALUE);
+        return MOEI_VALUE_TEXT;
+    }
+    s = moei_config_word(&j);
+    if (moei_span_is(s, "null")) return MOEI_VALUE_NONE;
+    moei_import_span(s, text, MOEI_IMPORT_VALUE);
+    return moei_span_length(s) < MOEI_IMPORT_VALUE ? MOEI_VALUE_SCALAR : MOEI_VALUE_OTHER;
+}
+
+/* The same for GGUF metadata or config.json, whichever the file has. */
+static int moei_import_value(const moei_importer *r, const char *key, char text[MOEI_IMPORT_VALUE]) {
+    int k;
+    text[0] = '\0';
+    if (r->kind != MOEI_IMPORT_GGUF)
+        return r->config.size > 0 ? moei_import_config_value(r, key, text) : (int)MOEI_VALUE_NONE;
+    for (k = 0; k < MOEI_GGUF_KEYS; k++)
+        if (moei_strcmp(key, moei_gguf_names[k]) == 0) {
+            memcpy(text, r->gguf.texts[k], MOEI_IMPORT_VALUE);
+            return r->gguf.kinds[k];
+        }
+    return MOEI_VALUE_NONE;
+}
+
+static moe_status moei_import_config_open(moei_importer *r) {
+    char text[MOEI_IMPORT_VALUE];
+    moei_import_shard *shard;
+    size_t at;
+    moe_status status = moei_import_shard_open(r, "config.json", &shard);
+    if (status == MOE_ERR_NOT_FOUND) return MOE_OK;
+    if (status == MOE_OK) status = moei_import_json_open(r, shard, MOEI_IMPORT_CONFIG, &r->config);
+    if (status != MOE_OK) return moei_import_error_in(r, r->first->name, status);
+    at = moei_import_json_member(&r->config, 0, "text_config");
+    if (at > 0 && r->config.data[at] == '{') r->text_config = at;
+    if (moei_import_value(r, "quantization_config", text) != MOEI_VALUE_NONE)
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED,
+                          "config.json: quantization_config: this kind of quantized model is not supported; save it "
+                          "dequantized (bf16) or as GGUF");
+    return MOE_OK;
+}
+
+/* ---- >>walk over the tensors of a file ---- */
+
+/* Iterates over the tensor names of a safetensors file, an index or a GGUF file. */
+typedef struct moei_import_walk {
+    moe_file file;
+    moei_json json;
+    int first;
+    moei_gguf gguf;
+    size_t left;
+} moei_import_walk;
+
+static void moei_import_walk_begin(moei_import_walk *w, const moei_importer *r, const moei_import_shard *shard) {
+    memset(w, 0, sizeof *w);
+    w->file = shard->file;
+    w->file.at = MOEI_FILE_START;
+    w->left = r->gguf.n_tensors;
+    w->first = 1;
+    if (r->kind == MOEI_IMPORT_GGUF) moei_gguf_begin(&w->gguf, r, r->gguf.infos_at);
+    if (r->kind != MOEI_IMPORT_INDEX) return;
+    w->json = moei_import_json_at(&r->index, r->weight_map, NULL);
+    (void)moei_json_take(&w->json, '{');
+}
+
+/* Next tensor of a safetensors file. */
+static moe_status moei_import_walk_file(moei_import_walk *w, const moei_import_shard *shard,
+                                        char name[MOEI_IMPORT_NAME], moei_import_tensor *f) {
+    moe_file_tensor t;
+    size_t begin;
+    int i;
+    moe_status status = moei_file_next(&w->file, &t, &begin);
+    if (status != MOE_OK) return status;
+    moei_import_span(moei_span_of(t.name, t.name_length), name, MOEI_IMPORT_NAME);
+    memset(f, 0, sizeof *f);
+    f->at = (uint64_t)8 + w->file.header_size + begin;
+    f->count = t.count;
+    f->bytes = t.bytes;
+    f->dtype = t.dtype;
+    f->n_dims = t.n_dims;
+    for (i = 0; i < t.n_dims; i++) f->shape[i] = t.shape[i];
+    f->shard = shard;
+    return MOE_OK;
+}
+
+/* Next tensor name of an index, with the name of its file. */
+static moe_status moei_import_walk_index(moei_import_walk *w, char name[MOEI_IMPORT_NAME],
+                                         char file[MOEI_IMPORT_NAME]) {
+    moei_span key, value;
+    int more;
+    moe_status status = moei_json_key(&w->json, w->first, &key, &more);
+    if (status != MOE_OK || !more) return status != MOE_OK ? status : MOE_ERR_NOT_FOUND;
+    w->first = 0;
+    moei_import_span(key, name, MOEI_IMPORT_NAME);
+    if (moei_json_peek(&w->json) != '"') {
+        file[0] = '\0';
+        return moei_config_skip(&w->json);
+    }
+    if ((status = moei_json_string(&w->json, &value)) != MOE_OK) return status;
+    moei_import_span(value, file, MOEI_IMPORT_NAME);
+    return MOE_OK;
+}
+
+/* Next tensor. MOE_ERR_NOT_FOUND after the last one. */
+static moe_status moei_import_walk_next(moei_import_walk *w, const moei_importer *r, char name[MOEI_IMPORT_NAME],
+                                        moei_import_tensor *f, char file[MOEI_IMPORT_NAME]) {
+    memset(f, 0, sizeof *f);
+    file[0] = '\0';
+    if (r->kind == MOEI_IMPORT_INDEX) return moei_import_walk_index(w, name, file);
+    if (r->kind == MOEI_IMPORT_FILE) return moei_import_walk_file(w, r->first, name, f);
+    if (w->left == 0) return MOE_ERR_NOT_FOUND;
+    w->left--;
+    moei_gguf_tensor(&w->gguf, name, f);
+    f->shard = r->first;
+    f->at += r->gguf.data_at;
+    return w->gguf.status;
+}
+
+/* Whether suffix matches a row. *expert receives the expert index, a decimal number without leading
+   zeros. */
+static int moei_tensor_name_matches(const moei_tensor_name *row, const char *suffix, size_t *expert) {
+    const char *p = row->name;
+    *expert = 0;
+    for (; *p != '\0'; p++) {
+        int digits = 0;
+        if (*p != '%') {
+            if (*suffix++ != *p) return 0;
+            continue;
+        }
+        for (; *suffix >= '0' && *suffix <= '9' && digits < 6; digits++)
+            *expert = *expert * 10 + (size_t)(*suffix++ - '0');
+        if (digits == 0 || (digits > 1 && suffix[-digits] == '0')) return 0;
+    }
+    return *suffix == '\0';
+}
+
+/* The row that matches a name, among the given sets; NULL: none. */
+static const moei_tensor_name *moei_tensor_name_find(long sets, const char *suffix, size_t *expert) {
+    const moei_tensor_name *row;
+    for (row = moei_tensor_names; row->name != NULL; row++)
+        if ((row->set & sets) != 0 && moei_tensor_name_matches(row, suffix, expert)) return row;
+    return NULL;
+}
+
+/* Appends the name of a row. */
+static void moei_tensor_name_put(moei_text *t, const moei_tensor_name *row, size_t expert) {
+    const char *p;
+    for (p = row->name; *p != '\0'; p++) {
+        if (*p == '%') moei_put_integer(t, (int64_t)expert);
+        else moei_put(t, p, 1);
+    }
+}
+
+/* The parameters that a row fills, as a bit mask. */
+static uint64_t moei_tensor_name_params(const moei_tensor_name *row) {
+    return (uint64_t)1 << row->param | (row->second >= 0 ? (uint64_t)1 << row->second : 0);
+}
+
+#define MOEI_SETS_GGUF (-MOEI_SET_G_EXPERTS) /* this set and all after it */
+
+static long moei_sets_of_file(const moei_importer *r) {
+    return r->kind == MOEI_IMPORT_GGUF ? MOEI_SETS_GGUF : ~MOEI_SETS_GGUF;
+}
+
+static int moei_import_is_router(const moei_importer *r, const char *suffix) {
+    size_t expert;
+    const moei_tensor_name *row = moei_tensor_name_find(moei_sets_of_file(r), suffix, &expert);
+    return row != NULL && (row->flags & MOEI_TENSOR_ROUTER) != 0;
+}
+
+/* ---- >>prefix: where the layer is ---- */
+
+/* Length of the part of a name before ".gate.weight" or another router name; 0: not a router. */
+static size_t moei_import_router_prefix(const moei_importer *r, const char *name) {
+    size_t i;
+    for (i = 1; name[i - 1] != '\0'; i++)
+        if (name[i] == '.' && moei_import_is_router(r, name + i + 1)) return i;
+    return 0;
+}
+
+/* Variant i of the caller's prefix; 0: there is no such variant. */
+static int moei_import_prefix_variant(const moei_importer *r, const char *given, int i, char out[MOEI_IMPORT_NAME]) {
+    static const char *const blocks[] = {"mlp", "block_sparse_moe", "feed_forward"};
+    size_t length = moei_strlen(given), last, k;
+    moei_text t = moei_import_text(out, MOEI_IMPORT_NAME);
+    while (length > 0 && given[length - 1] == '.') length--;
+    if (length == 0 || (i > 0 && r->kind == MOEI_IMPORT_GGUF)) return 0;
+    if (i > 3) { /* replaces the last part */
+        for (last = length; last > 0 && given[last - 1] != '.';) last--;
+        for (k = 0; k < 3 && !(moei_strlen(blocks[k]) == length - last &&
+                               moei_memcmp(given + last, blocks[k], length - last) == 0);)
+            k++;
+        if (k == 3 || last == 0) return 0;
+        length = last - 1;
+    }
+    moei_put(&t, given, length);
+    if (i > 0) {
+        moei_put(&t, ".", 1);
+        moei_put(&t, blocks[(i - 1) % 3], moei_strlen(blocks[(i - 1) % 3]));
+    }
+    return 1;
+}
+
+/* Whether the file has a router under r->prefix. *dense: it has a dense layer there. */
+static moe_status moei_import_prefix_try(moei_importer *r, int *is, int *dense) {
+    static const char *const plain[] = {"gate_proj.weight", "w1.weight", "up_proj.weight", "ffn_up.weight"};
+    char name[MOEI_IMPORT_NAME], file[MOEI_IMPORT_NAME];
+    const char *suffix;
+    moei_import_tensor f;
+    moei_import_walk w;
+    int i;
+    moe_status status;
+    moei_import_walk_begin(&w, r, r->first);
+    while ((status = moei_import_walk_next(&w, r, name, &f, file)) == MOE_OK && !*is) {
+        suffix = moei_import_suffix(name, r->prefix);
+        if (suffix == NULL) continue;
+        if (moei_import_is_router(r, suffix)) *is = 1;
+        for (i = 0; i < 4; i++)
+            if (moei_strcmp(suffix, plain[i]) == 0) *dense = 1;
+    }
+    return status == MOE_ERR_NOT_FOUND ? MOE_OK : status;
+}
+
+/* The error for a prefix without a router. It lists the MoE layers of the file. */
+static moe_status moei_import_prefix_missing(moei_importer *r, const char *given, int dense) {
+    char name[MOEI_IMPORT_NAME], file[MOEI_IMPORT_NAME], shown[52], first[52], last[52];
+    moei_import_tensor f;
+    moei_import_walk w;
+    const char *between;
+    size_t n = 0, length;
+    moe_status status;
+    first[0] = last[0] = '\0';
+    moei_import_walk_begin(&w, r, r->first);
+    while ((status = moei_import_walk_next(&w, r, name, &f, file)) == MOE_OK) {
+        if ((length = moei_import_router_prefix(r, name)) == 0) continue;
+        (void)moei_span_text(moei_span_of(name, length), n++ == 0 ? first : last);
+    }
+    if (status != MOE_ERR_NOT_FOUND) return status;
+    (void)moei_span_text(moei_span_of(given, moei_strlen(given)), shown);
+    if (dense)
+        return moei_error(r->error, MOE_ERR_NOT_FOUND,
+                          "'%s' is a dense layer (first_k_dense_replace, mlp_only_layers); MoE layers: %z%s%s%s%s",
+                          shown, n, n > 0 ? ", " : "", first, n > 1 ? " to " : "", last);
+    if (n == 0)
+        return moei_error(r->error, MOE_ERR_NOT_FOUND, "no router at '%s': %s has no MoE layer",
+                          shown, r->first->name);
+    between = n > 2 ? " ... " : n > 1 ? ", " : "";
+    return moei_error(r->error, MOE_ERR_NOT_FOUND, "no router at '%s'; the MoE layers of the file (%z): %s%s%s", shown,
+                      n, first,
+                      between, last);
+}
+
+static moe_status moei_import_prefix_find(moei_importer *r, const char *given) {
+    int i, is = 0, dense = 0;
+    for (i = 0; i < 7; i++) {
+        moe_status status;
+        if (!moei_import_prefix_variant(r, given, i, r->prefix)) continue;
+        status = moei_import_prefix_try(r, &is, &dense);
+        if (status != MOE_OK || is) return status;
+    }
+    return moei_import_prefix_missing(r, given, dense);
+}
+
+/* ---- >>collect the tensors of the layer ---- */
+
+static size_t moei_import_tensor_count(const moe_buffer *list) { return list->size / sizeof(moei_import_tensor); }
+static moei_import_tensor *moei_import_tensor_at(const moe_buffer *list, size_t i) {
+    return (moei_import_tensor *)(void *)list->data + i;
+}
+
+/* Full tensor name for messages, with a long prefix cut at the front. */
+static const char *moei_import_full_name(const moei_importer *r, const char *suffix, char out[112]) {
+    size_t length = moei_strlen(r->prefix), cut = length > 40 ? length - 40 : 0;
+    moei_text t = moei_import_text(out, 112);
+    moei_put(&t, "...", cut > 0 ? 3 : 0);
+    moei_put(&t, r->prefix + cut, length - cut);
+    moei_put(&t, ".", 1);
+    moei_put(&t, suffix, moei_strlen(suffix));
+    return out;
+}
+
+static int moei_import_starts(const char *text, const char *with) {
+    while (*with != '\0' && *text == *with) {
+        text++;
+        with++;
+    }
+    return *with == '\0';
+}
+
+/* In GGUF, attention and norms of a block share the prefix of the layer. */
+static int moei_import_is_moe(const moei_importer *r, const char *suffix) {
+    const char *p;
+    if (r->kind != MOEI_IMPORT_GGUF) return 1;
+    for (p = suffix; *p != '\0'; p++)
+        if (moei_import_starts(p, "norm")) return 0;
+    return moei_import_starts(suffix, "ffn_") || moei_import_starts(suffix, "exp_");
+}
+
+static moe_status moei_import_tensor_add(moei_importer *r, moe_buffer *list, moei_import_tensor *f,
+                                         const char *suffix) {
+    moe_status status;
+    moei_import_copy(f->suffix, sizeof f->suffix, suffix);
+    list->allocator = r->allocator;
+    status = moei_buffer_write(list, f, sizeof *f);
+    return status == MOE_OK ? MOE_OK : moei_error(r->error, status, "no memory for the list of tensors");
+}
+
+/* Only plain file names: an index must not lead out of its folder. */
+static int moei_import_is_plain(const char *name) {
+    const char *p;
+    if (name[0] == '\0' || name[0] == '.') return 0;
+    for (p = name; *p != '\0'; p++)
+        if (*p == '/' || *p == '\\' || *p == ':' || (unsigned char)*p < 0x20) return 0;
+    return 1;
+}
+
+/* The file that an index names, opened if necessary. */
+static moe_status moei_import_shard_find(moei_importer *r, const char *suffix, const char *file,
+                                         moei_import_shard **shard) {
+    char shown[52], of[52];
+    moe_status status;
+    for (*shard = r->shards; *shard != NULL; *shard = (*shard)->next)
+        if (*shard != r->first && moei_strcmp((*shard)->name, file) == 0) return MOE_OK;
+    (void)moei_span_text(moei_span_of(file, moei_strlen(file)), shown);
+    (void)moei_span_text(moei_span_of(suffix, moei_strlen(suffix)), of);
+    if (!moei_import_is_plain(file))
+        return moei_error(r->error, MOE_ERR_FORMAT,
+                          "%s: the file of '%s' is named '%s'; it must be a plain name in the same folder",
+                          r->first->name, of, shown);
+    status = moei_import_shard_open(r, file, shard);
+    if (status == MOE_ERR_NOT_FOUND)
+        return moei_error(r->error, status, "%s: the file '%s', which holds '%s', is missing", r->first->name, shown,
+                          of);
+    return status == MOE_OK ? moei_import_shard_header(r, *shard) : status;
+}
+
+/* Collects the tensors under the prefix. */
+static moe_status moei_import_collect(moei_importer *r) {
+    char name[MOEI_IMPORT_NAME], file[MOEI_IMPORT_NAME];
+    const char *suffix;
+    moei_import_shard *shard;
+    moei_import_tensor f;
+    moei_import_walk w;
+    moe_status status;
+    moei_import_walk_begin(&w, r, r->first);
+    while ((status = moei_import_walk_next(&w, r, name, &f, file)) == MOE_OK) {
+        suffix = moei_import_suffix(name, r->prefix);
+        if (suffix == NULL || !moei_import_is_moe(r, suffix)) continue;
+        if (r->kind == MOEI_IMPORT_INDEX) {
+            if ((status = moei_import_shard_find(r, suffix, file, &shard)) != MOE_OK) return status;
+            f.shard = shard;
+        }
+        status = moei_import_tensor_add(r, r->kind == MOEI_IMPORT_INDEX ? &r->listed : &r->found, &f, suffix);
+        if (status != MOE_OK) return status;
+    }
+    if (status != MOE_ERR_NOT_FOUND) return status;
+    for (shard = r->shards; shard != NULL && r->kind == MOEI_IMPORT_INDEX; shard = shard->next) {
+        if (shard->bytes.size == 0) continue; /* the index itself or config.json */
+        moei_import_walk_begin(&w, r, shard);
+        while ((status = moei_import_walk_file(&w, shard, name, &f)) == MOE_OK)
+            if ((suffix = moei_import_suffix(name, r->prefix)) != NULL &&
+                (status = moei_import_tensor_add(r, &r->found, &f, suffix)) != MOE_OK)
+                return status;
+        if (status != MOE_ERR_NOT_FOUND) return status;
+    }
+    return MOE_OK;
+}
+
+/* ---- >>family of the layer ---- */
+
+/* Whether a family reads a key. */
+static int moei_family_reads(const moei_family *family, const char *key) {
+    return moei_is_word_of(key, moei_family_common_keys) || moei_is_word_of(key, family->keys);
+}
+
+static int moei_is_per_expert(const moei_tensor_name *row) {
+    return moei_memchr(row->name, '%', moei_strlen(row->name)) != NULL;
+}
+
+static long moei_sets_of_family(const moei_importer *r, const moei_family *family) {
+    return r->kind == MOEI_IMPORT_GGUF ? family->gguf_sets : family->sets;
+}
+
+/* Whether the tensors fit a family: every name is known to it, and every set that it needs
+   occurs. */
+static int moei_family_fits(const moei_importer *r, const moei_family *family, int by_names) {
+    long seen = 0, needs = r->kind == MOEI_IMPORT_GGUF ? family->gguf_needs : family->needs;
+    size_t i, expert;
+    if (by_names && family->telling < 0) return 0;
+    if (by_names && r->kind != MOEI_IMPORT_GGUF) needs |= family->telling;
+    for (i = 0; i < moei_import_tensor_count(&r->found); i++) {
+        const moei_tensor_name *row =
+            moei_tensor_name_find(moei_sets_of_family(r, family), moei_import_tensor_at(&r->found, i)->suffix, &expert);
+        if (row == NULL) return 0;
+        seen |= row->set;
+    }
+    return (needs & ~seen) == 0;
+}
+
+/* Advice for tensor names that indicate a quantized model. */
+static const char *moei_family_advice(const char *suffix) {
+    const char *p;
+    for (p = suffix; *p != '\0'; p++)
+        if (moei_import_starts(p, "_blocks") || moei_import_starts(p, "scale") || moei_import_starts(p, "_packed") ||
+            moei_import_starts(p, "qweight") || moei_import_starts(p, "qzeros"))
+            return ": quantized models of this kind (MXFP4, FP8, GPTQ, AWQ) are not supported; save it dequantized "
+                   "(bf16) or as GGUF in Q8_0 or Q4_0";
+    return "";
+}
+
+/* The error when the names do not fit: a family, or (NULL) any family. */
+static moe_status moei_family_refuse(const moei_importer *r, const moei_family *family) {
+    const long sets = family != NULL ? moei_sets_of_family(r, family) : moei_sets_of_file(r);
+    long missing = family == NULL ? 0 : r->kind == MOEI_IMPORT_GGUF ? family->gguf_needs : family->needs;
+    const moei_tensor_name *row;
+    char shown[112];
+    size_t i, expert;
+    for (i = 0; i < moei_import_tensor_count(&r->found); i++) {
+        const char *suffix = moei_import_tensor_at(&r->found, i)->suffix;
+        if ((row = moei_tensor_name_find(sets, suffix, &expert)) == NULL)
+            return moei_error(r->error, MOE_ERR_UNSUPPORTED, "tensor '%s': %s has %s tensor of this name%s",
+                              moei_import_full_name(r, suffix, shown),
+                              family != NULL ? family->name : "no known family", family != NULL ? "no" : "a",
+                              moei_family_advice(suffix));
+        missing &= ~row->set;
+    }
+    for (row = moei_tensor_names; row->name != NULL; row++)
+        if ((row->set & missing) != 0)
+            return moei_error(r->error, MOE_ERR_NOT_FOUND, "tensor '%s': missing in the file; %s needs it",
+                              moei_import_full_name(r, row->name, shown), family->name);
+    return moei_error(r->error, MOE_ERR_UNSUPPORTED,
+                      "'%s': no family has this combination of tensors; set preset",
+                      r->prefix);
+}
+
+/* The families that the preset, model_type or general.architecture leaves, as a bit mask.
+   *by_names: nothing but the tensor names identifies the family. */
+static moe_status moei_family_candidates(moei_importer *r, const moe_preset *preset, uint32_t *candidates,
+                                         int *by_names) {
+    char type[MOEI_IMPORT_VALUE];
+    const moei_family *family;
+    uint32_t bit = 1, named = 0;
+    uint32_t exact = 0;
+    int kind = MOEI_VALUE_NONE;
+    *by_names = 0;
+    type[0] = '\0';
+    if (preset == NULL && r->kind == MOEI_IMPORT_GGUF) {
+        memcpy(type, r->gguf.arch, sizeof type);
+        kind = MOEI_VALUE_TEXT;
+    } else if (preset == NULL) kind = moei_import_value(r, "model_type", type);
+    for (family = moei_families; family->name != NULL; family++, bit <<= 1) {
+        if (preset != NULL && moei_strcmp(family->preset, preset->name) == 0) named |= bit;
+        if (preset != NULL && moei_strcmp(family->name, preset->name) == 0) exact |= bit;
+        if (preset == NULL && moei_is_word_of(type, r->kind == MOEI_IMPORT_GGUF ? family->archs : family->types))
+            named |= bit;
+    }
+    r->by_type = preset == NULL && named != 0;
+    if (exact != 0) named = exact;
+    if (preset == NULL && named == 0 && kind != MOEI_VALUE_NONE)
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED,
+                          "%s = '%s': unknown family; set preset to one that computes the same",
+                          r->kind == MOEI_IMPORT_GGUF ? "general.architecture" : "config.json: model_type", type);
+    *by_names = named == 0;
+    *candidates = named != 0 ? named : bit - 1;
+    return MOE_OK;
+}
+
+static moe_status moei_family_find(moei_importer *r, const moe_preset *preset) {
+    const moei_family *family, *fitting = NULL, *candidate = NULL;
+    const moei_family *second = NULL;
+    uint32_t candidates = 0, bit = 1;
+    int by_names, n = 0;
+    char text[MOEI_IMPORT_VALUE];
+    /* norm_topk_prob in the settings makes equal names unambiguous */
+    const int normed = moei_import_value(r, "norm_topk_prob", text) != MOEI_VALUE_NONE;
+    moe_status status = moei_family_candidates(r, preset, &candidates, &by_names);
+    if (status != MOE_OK) return status;
+    for (family = moei_families; family->name != NULL; family++, bit <<= 1) {
+        if (!(candidates & bit)) continue;
+        if (candidate == NULL) candidate = family;
+        if (!moei_family_fits(r, family, by_names) ||
+            (by_names && normed && !moei_family_reads(family, "norm_topk_prob")))
+            continue;
+        if (n++ == 0) fitting = family;
+        else second = family;
+    }
+    if (n > 1 && preset == NULL && !normed)
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED,
+                          "'%s': the tensors fit %s and %s; set preset, or add the config.json of the model",
+                          r->prefix, fitting->name, second->name);
+    r->family = fitting != NULL ? fitting : candidate;
+    if (fitting != NULL) return MOE_OK;
+    return moei_family_refuse(r, by_names ? NULL : candidate);
+}
+
+/* ---- >>shapes ---- */
+
+enum { MOEI_SIZE_E = 0, MOEI_SIZE_H, MOEI_SIZE_I, MOEI_SIZE_S };
+
+/* The size that a letter of a shape stands for; 0: not known yet. */
+static size_t moei_shape_size(const size_t sizes[4], char letter) {
+    switch (letter) {
+    case 'E': return sizes[MOEI_SIZE_E];
+    case 'H': return sizes[MOEI_SIZE_H];
+    case 'I': return sizes[MOEI_SIZE_I];
+    case 'J': return 2 * sizes[MOEI_SIZE_I];
+    case 'S': return sizes[MOEI_SIZE_S];
+    default: return 1;
+    }
+}
+
+static moe_status moei_import_shape_refuse(const moei_importer *r, const moei_import_tensor *f) {
+    char shown[112], want[80], have[80];
+    size_t sizes[MOE_FILE_MAX_DIMS];
+    int i, n = (int)moei_strlen(f->row->shape);
+    for (i = 0; i < n; i++) sizes[i] = moei_shape_size(r->sizes, f->row->shape[i]);
+    return moei_error(r->error, MOE_ERR_SHAPE, "tensor '%s': the shape must be %s, it is %s",
+                      moei_import_full_name(r, f->suffix, shown), moei_shape_text(sizes, n, want),
+                      moei_shape_text(f->shape, f->n_dims, have));
+}
+
+/* Takes sizes that are not known yet from the shape of a tensor and checks the others. */
+static moe_status moei_import_shape_solve(moei_importer *r, const moei_import_tensor *f) {
+    const char *shape = f->row->shape;
+    int i, n = (int)moei_strlen(shape);
+    for (i = 0; i < n && n == f->n_dims; i++) {
+        const char letter = shape[i];
+        const int which = letter == 'E'   ? MOEI_SIZE_E
+                          : letter == 'H' ? MOEI_SIZE_H
+                          : letter == 'S' ? MOEI_SIZE_S
+                                          : MOEI_SIZE_I;
+        size_t *size = &r->sizes[which];
+        size_t most = shape[i] == 'E' ? (size_t)MOE_MAX_EXPERTS : (size_t)MOE_MAX_WIDTH;
+        if (shape[i] != '1' && *size == 0) *size = shape[i] == 'J' ? f->shape[i] / 2 : f->shape[i];
+        if (f->shape[i] == 0 || f->shape[i] > 2 * most || f->shape[i] != moei_shape_size(r->sizes, shape[i])) break;
+    }
+    return n == f->n_dims && i == n ? MOE_OK : moei_import_shape_refuse(r, f);
+}
+
+/* Checks that the element type is supported and that the data lies in the file. */
+static moe_status moei_import_tensor_check(const moei_importer *r, const moei_import_tensor *f) {
+    char shown[112];
+    int known = f->dtype <= MOE_DTYPE_BF16 || f->dtype > MOE_DTYPE_COUNT;
+    if (!known && r->kind == MOEI_IMPORT_GGUF)
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED,
+                          "tensor '%s': GGUF type %d is not supported; F32, F16, BF16, F64, Q8_0 and Q4_0 are",
+                          moei_import_full_name(r, f->suffix, shown), f->code);
+    if (!known)
+        return moei_error(r->error, MOE_ERR_UNSUPPORTED,
+                          "tensor '%s': dtype %s is not supported; F32, F16, BF16 and F64 are",
+                          moei_import_full_name(r, f->suffix, shown),
+                          f->dtype < MOE_DTYPE_COUNT ? moei_dtypes[f->dtype].name : "(unknown)");
+    if (f->at > f->shard->source.size || f->bytes > f->shard->source.size - f->at)
+        return moei_error(r->error, MOE_ERR_FORMAT,
+                          "tensor '%s': %z bytes at offset %z go beyond the end of the file",
+                          moei_import_full_name(r, f->suffix, shown), f->bytes, (size_t)f->at);
+    return MOE_OK;
+}
+
+/* Finds the row of every tensor and solves the sizes in the order of the rows, router first. */
+static moe_status moei_import_match(moei_importer *r) {
+    char shown[112];
+    const moei_tensor_name *row;
+    size_t i;
+    for (i = 0; i < moei_import_tensor_count(&r->found); i++) {
+        moei_import_tensor *f = moei_import_tensor_at(&r->found, i);
+        moe_status status;
+        f->row = moei_tensor_name_find(moei_sets_of_family(r, r->family), f->suffix, &f->expert);
+        if ((status = moei_import_tensor_check(r, f)) != MOE_OK) return status;
+    }
+    for (row = moei_tensor_names; row->name != NULL; row++)
+        for (i = 0; i < moei_import_tensor_count(&r->found); i++) {
+            const moei_import_tensor *f = moei_import_tensor_at(&r->found, i);
+            moe_status status;
+            if (f->row != row) continue;
+            if ((status = moei_import_shape_solve(r, f)) != MOE_OK) return status;
+            if (f->expert >= r->sizes[MOEI_SIZE_E])
+                return moei_error(r->error, MOE_ERR_SHAPE, "tensor '%s': the router has only %z experts",
+                                  moei_import_full_name(r, f->suffix, shown), r->sizes[MOEI_SIZE_E]);
+        }
+    return MOE_OK;
+}
+
+/* ---- >>settings ---- */
+
+/* Where the settings come from, for messages. */
+static const char *moei_settings_source(const moei_importer *r) {
+    return r->kind == MOEI_IMPORT_GGUF ? "metadata" : "config.json";
+}
+
+/* Applies a value if the row matches it. *done: a row has matched. */
+static moe_status moei_setting_apply(moei_importer *r, const moei_setting *s, const char *text, int kind, int *done) {
+    const moe_field *field;
+    moe_error why;
+    moe_status status;
+    why.message[0] = '\0';
+    if (s->value != NULL && moei_strcmp(s->value, text) != 0) return MOE_OK;
+    *done = 1;
+    if (s->value != NULL) return moe_fields_apply(moei_layer_fields, &r->settings, s->settings, r->error);
+    field = moe_field_find(moei_layer_fields, s->settings);
+    status = kind == MOEI_VALUE_SCALAR ? moei_field_set_n(field, &r->settings, text, moei_strlen(text), &why)
+                                       : MOE_ERR_CONFIG;
+    if (status == MOE_OK && (s->zero || !moei_field_is_zero(field, &r->settings))) return MOE_OK;
+    return moei_error(r->error, MOE_ERR_CONFIG, "%s: %s = %s: expected a number%s", moei_settings_source(r), s->key,
+                      text, status == MOE_OK ? " other than 0" : "");
+}
+
+/* Applies all settings of the file to r->settings. */
+static moe_status moei_settings_read(moei_importer *r) {
+    const moei_setting *s, *t;
+    char text[MOEI_IMPORT_VALUE];
+    for (s = moei_settings; s->key != NULL; s = t) {
+        int done = 0, kind = MOEI_VALUE_NONE;
+        if (moei_family_reads(r->family, s->key)) kind = moei_import_value(r, s->key, text);
+        for (t = s; t->key != NULL && moei_strcmp(t->key, s->key) == 0; t++) {
+            moe_status status = kind != MOEI_VALUE_NONE ? moei_setting_apply(r, t, text, kind, &done) : MOE_OK;
+            if (status != MOE_OK) return status;
+        }
+        if (kind != MOEI_VALUE_NONE && !done)
+            return moei_error(r->error, MOE_ERR_UNSUPPORTED, "%s: %s = %s is not supported for %s",
+                              moei_settings_source(r), s->key, kind == MOEI_VALUE_OTHER ? "a list" : text,
+                              r->family->name);
+    }
+    return MOE_OK;
+}
+
+/* A size in the settings must agree with the tensors. */
+static moe_status moei_setting_size(const moei_importer *r, const char *what, int *field, size_t size) {
+    if (*field != 0 && (size_t)*field != size)
+        return moei_error(r->error, MOE_ERR_CONFIG, "%s: %s = %d, but the tensors have %z", moei_settings_source(r),
+                          what, *field, size);
+    *field = (int)size;
+    return MOE_OK;
+}
+
+/* Resolves settings that depend on each other and clears those that only training uses. */
+static void moei_settings_settle(moei_importer *r) {
+    moe_router_config *c = &r->settings.router;
+    if (c->select == MOE_SELECT_GROUPED_TOP_K && c->groups <= 1) c->select = MOE_SELECT_TOP_K;
+    if (c->select != MOE_SELECT_GROUPED_TOP_K) c->groups = c->groups_kept = c->group_score = 0;
+    if (moei_strcmp(r->family->name, "deepseek_v2") == 0 && c->weight == MOE_WEIGHT_SUM) c->scale = MOEI_R(1.0);
+    c->bias_rate = c->loss_balance = c->loss_z = MOEI_R(0.0);
+}
+
+/* The tensors decide which parameters the layer has, and its widths. */
+static moe_status moei_settings_sizes(moei_importer *r) {
+    enum { N = 6 };
+    static const int params[N] = {MOE_ROUTER_BIAS,     MOE_ROUTER_SELECTION_BIAS, MOE_SHARED_SIGMOID,
+                                  MOE_EXPERTS_GATE_BIAS, MOE_EXPERTS_UP_BIAS,     MOE_EXPERTS_DOWN_BIAS};
+    moe_layer_config *c = &r->settings;
+    int *const flags[N] = {&c->router.router_bias, &c->router.selection_bias, &c->shared_sigmoid,
+                           &c->expert_bias,        &c->expert_bias,           &c->expert_bias};
+    size_t i, shared = r->sizes[MOEI_SIZE_S];
+    int k;
+    moe_status status = moei_setting_size(r, "number of experts", &c->router.n_experts, r->sizes[MOEI_SIZE_E]);
+    if (status == MOE_OK) status = moei_setting_size(r, "hidden_size", &c->router.d_model, r->sizes[MOEI_SIZE_H]);
+    if (status == MOE_OK && r->sizes[MOEI_SIZE_I] > 0)
+        status = moei_setting_size(r, "moe_intermediate_size", &c->d_ff, r->sizes[MOEI_SIZE_I]);
+    if (status != MOE_OK) return status;
+    for (k = 0; k < N; k++) *flags[k] = 0;
+    for (i = 0; i < moei_import_tensor_count(&r->found); i++)
+        for (k = 0; k < N; k++)
+            if (moei_tensor_name_params(moei_import_tensor_at(&r->found, i)->row) >> params[k] & 1u) *flags[k] = 1;
+    if (shared > 0 && (c->n_shared <= 0 || shared % (size_t)c->n_shared != 0)) c->n_shared = 1;
+    if (shared > 0) c->d_shared = (int)(shared / (size_t)c->n_shared);
+    return MOE_OK;
+}
+
+static moe_status moei_settings_make(moei_importer *r, const moe_preset *preset) {
+    moe_layer_config *c = &r->settings;
+    moe_status status = moe_layer_preset(preset != NULL ? preset->name : r->family->preset, c, r->error);
+    if (status != MOE_OK) return status;
+    c->router.n_experts = c->n_shared = 0;
+    if (r->by_type && r->kind != MOEI_IMPORT_GGUF)
+        status = moe_fields_apply(moei_layer_fields, c, r->family->defaults, r->error);
+    if (r->by_type && r->kind == MOEI_IMPORT_GGUF) {
+        c->router.groups = c->router.groups_kept = 1;
+        c->router.scale = MOEI_R(1.0);
+    }
+    if (status == MOE_OK) status = moei_settings_read(r);
+    if (status != MOE_OK) return status;
+    /* GGUF does not store the group score */
+    if (r->kind == MOEI_IMPORT_GGUF && c->router.groups > 1) c->router.select = MOE_SELECT_GROUPED_TOP_K;
+    moei_settings_settle(r);
+    return moei_settings_sizes(r);
+}
+
+/* ---- >>values ---- */
+
+/* How a tensor of a file maps to the layer: [experts,outs,ins] or, transposed, [experts,ins,outs].
+   outs covers gate and up where they are fused. */
+typedef struct moei_tensor_view {
+    moe_real *to[2];
+    size_t experts, outs, ins, count;
+    int fused, transposed, interleaved;
+} moei_tensor_view;
+
+/* The layer may be constant: a view of it is then only read. */
+static moei_tensor_view moei_tensor_view_of(const moe_layer *layer, const moei_tensor_name *row, const size_t sizes[4],
+                                            size_t expert) {
+    const size_t n = moei_strlen(row->shape);
+    moei_tensor_view p;
+    size_t i;
+    memset(&p, 0, sizeof p);
+    p.count = 1;
+    for (i = 0; i < n; i++) p.count *= moei_shape_size(sizes, row->shape[i]);
+    p.fused = row->second >= 0;
+    p.transposed = (row->flags & MOEI_TENSOR_TRANSPOSED) != 0;
+    p.interleaved = (row->flags & MOEI_TENSOR_INTERLEAVED) != 0;
+    p.experts = p.outs = 1;
+    p.ins = p.count;
+    if (p.fused || p.transposed) {
+        p.experts = sizes[MOEI_SIZE_E];
+        p.outs = moei_shape_size(sizes, row->shape[p.transposed ? n - 1 : 1]);
+        p.ins = p.count / p.experts / p.outs;
+    }
+    memcpy(&p.to[0], &layer->tensors[row->param], sizeof p.to[0]);
+    if (p.fused) memcpy(&p.to[1], &layer->tensors[row->second], sizeof p.to[1]);
+    if (moei_is_per_expert(row)) p.to[0] += expert * p.count;
+    return p;
+}
+
+/* The element of the layer that corresponds to one of the file. */
+static moe_real *moei_tensor_view_at(const moei_tensor_view *p, size_t expert, size_t out, size_t in) {
+    const size_t half = p->fused ? p->outs / 2 : p->outs;
+    const int second = p->fused && (p->interleaved ? out % 2 != 0 : out >= half);
+    const size_t row = !p->fused ? out : p->interleaved ? out / 2 : second ? out - half : out;
+    return p->to[second] + (expert * half + row) * p->ins + in;
+}
+
+/* Copies elements first .. first + n - 1 of the file tensor to the layer (write = 0) or from it
+   (write = 1). */
+static void moei_tensor_view_copy(const moei_tensor_view *p, size_t first, size_t n, moe_real *values, int write) {
+    const size_t line = p->transposed ? p->outs : p->ins, lines = p->transposed ? p->ins : p->outs;
+    size_t k, run;
+    for (; n > 0; first += run, n -= run, values += run) {
+        const size_t expert = first / line / lines, a = first / line % lines;
+        const size_t b = first % line;
+        moe_real *at = p->transposed ? NULL : moei_tensor_view_at(p, expert, a, b);
+        run = n < line - b ? n : line - b;
+        if (at != NULL) memcpy(write ? values : at, write ? at : values, run * sizeof *at);
+        for (k = 0; k < run && at == NULL; k++) {
+            if (write) values[k] = *moei_tensor_view_at(p, expert, b + k, a);
+            else *moei_tensor_view_at(p, expert, b + k, a) = values[k];
+        }
+    }
+}
+
+/* Dequantizes blocks of 32: an F16 scale, then 32 int8 (Q8_0) or 16 bytes whose low halves are
+   elements 0 to 15 and high halves 16 to 31 (Q4_0). */
+static void moei_gguf_blocks(int dtype, const unsigned char *p, size_t blocks, moe_real *values) {
+    for (; blocks > 0; blocks--, values += 32, p += dtype == MOEI_DTYPE_Q8_0 ? 34 : 18) {
+        moe_real scale = moei_from_f16((uint16_t)moei_load(p, 2));
+        int i;
+        for (i = 0; i < 32 && dtype == MOEI_DTYPE_Q8_0; i++)
+            values[i] = scale * (moe_real)moei_load_signed(p + 2 + i, 1);
+        for (i = 0; i < 16 && dtype == MOEI_DTYPE_Q4_0; i++) {
+            values[i] = scale * (moe_real)((int)(p[2 + i] & 15u) - 8);
+            values[i + 16] = scale * (moe_real)((int)(p[2 + i] >> 4) - 8);
+        }
+    }
+}
+
+static moe_status moei_import_tensor_read(moei_importer *r, const moei_import_tensor *f, moe_layer *layer) {
+    unsigned char bytes[MOEI_IMPORT_CHUNK * 8];
+    moe_real values[MOEI_IMPORT_CHUNK];
+    const moei_tensor_view view = moei_tensor_view_of(layer, f->row, r->sizes, f->expert);
+    moe_file_tensor t;
+    uint64_t at = f->at;
+    size_t done, n, size;
+    moe_status status;
+    memset(&t, 0, sizeof t);
+    for (done = 0; done < f->count; done += n, at += size) {
+        n = f->count - done < MOEI_IMPORT_CHUNK ? f->count - done : (size_t)MOEI_IMPORT_CHUNK;
+        size = f->dtype >= MOE_DTYPE_COUNT ? n / 32 * (f->dtype == MOEI_DTYPE_Q8_0 ? 34u : 18u)
+                                           : n * moei_dtypes[f->dtype].size;
+        status = moei_import_read_at(r, f->shard, at, bytes, size);
+        if (status != MOE_OK) return status;
+        t.dtype = f->dtype;
+        t.count = n;
+        t.data = bytes;
+        t.bytes = size;
+        if (f->dtype >= MOE_DTYPE_COUNT) moei_gguf_blocks(f->dtype, bytes, n / 32, values);
+        else if ((status = moe_file_values(&t, 0, n, values, NULL)) != MOE_OK) return status;
+        moei_tensor_view_copy(&view, done, n, values, 0);
+    }
+    return MOE_OK;
+}
+
+/* ---- >>complete: every tensor is used exactly once ---- */
+
+static int moei_is_expert_param(int param) { return param >= MOE_EXPERTS_GATE && param < MOE_SHARED_GATE; }
+
+/* Marks the parameters that a tensor fills. Returns 0 if one of them was filled before. Bit i of
+   seen[e] stands for parameter i of expert e. */
+static int moei_import_mark(uint64_t *seen, size_t experts, const moei_tensor_name *row, size_t expert) {
+    const int all = moei_is_expert_param(row->param) && !moei_is_per_expert(row);
+    const uint64_t bits = moei_tensor_name_params(row);
+    size_t e;
+    int fresh = 1;
+    for (e = all ? 0 : expert; e < (all ? experts : expert + 1); e++) {
+        if (seen[e] & bits) fresh = 0;
+        seen[e] |= bits;
+    }
+    return fresh;
+}
+
+/* The parameters that a tensor fills and that the layer has in this size, as a bit mask: it has no
+   other place. */
+static uint64_t moei_import_places(const moei_importer *r, const moe_layer *layer, const moei_import_tensor *f) {
+    const uint64_t params = moei_tensor_name_params(f->row) & layer->present;
+    const size_t parts = moei_is_per_expert(f->row) ? r->sizes[MOEI_SIZE_E] : 1;
+    uint64_t places = 0;
+    int param;
+    for (param = 0; param < MOE_LAYER_PARAMETER_COUNT; param++) {
+        moe_parameter slot;
+        if (!(params >> param & 1u)) continue;
+        memset(&slot, 0, sizeof slot);
+        (void)moe_layer_parameter(&layer->config, param, &slot);
+        places |= (uint64_t)(slot.count / parts == (f->row->second >= 0 ? f->count / 2 : f->count)) << param;
+    }
+    return places;
+}
+
+/* The error for a parameter that no tensor fills. It names a tensor in the form that the other
+   tensors of the layer have. */
+static moe_status moei_import_missing(const moei_importer *r, const moe_layer *layer, int param, size_t expert) {
+    char shown[112], suffix[MOEI_IMPORT_SUFFIX];
+    const moei_tensor_name *row, *best = NULL;
+    size_t i;
+    int sure = 0;
+    moe_parameter slot;
+    moei_text t;
+    for (row = moei_tensor_names; row->name != NULL; row++) {
+        if (!(row->set & moei_sets_of_family(r, r->family)) || (row->param != param && row->second != param)) continue;
+        if (best == NULL) best = row;
+        for (i = 0; i < moei_import_tensor_count(&r->found) && !sure; i++) {
+            /* prefer a name whose set occurs in the file */
+            const moei_tensor_name *other = moei_import_tensor_at(&r->found, i)->row;
+            sure = other->set == row->set && !(other->flags & MOEI_TENSOR_ROUTER) &&
+                   moei_is_per_expert(other) == moei_is_per_expert(row);
+            if (sure) best = row;
+        }
+    }
+    if (best == NULL) {
+        (void)moe_layer_parameter(&layer->config, param, &slot); /* the layer has it */
+        return moei_error(r->error, MOE_ERR_CONFIG, "the settings need a parameter '%s', but %s has no tensor for it",
+                          slot.name, r->family->name);
+    }
+    t = moei_import_text(suffix, sizeof suffix);
+    moei_tensor_name_put(&t, best, expert);
+    return moei_error(r->error, MOE_ERR_NOT_FOUND, "tensor '%s': missing in the file",
+                      moei_import_full_name(r, suffix, shown));
+}
+
+/* Parameters that only training uses: files of other programs do not have them. */
+static int moei_is_training_state(int param) { return param >= MOE_ROUTER_STEP && param <= MOE_ROUTER_CAPACITY; }
+
+static moe_status moei_import_complete(moei_importer *r, const moe_layer *layer, uint64_t *seen) {
+    char shown[112], of[52];
+    size_t i, e, expert, experts = r->sizes[MOEI_SIZE_E];
+    int param;
+    for (i = 0; i < moei_import_tensor_count(&r->found); i++) {
+        const moei_import_tensor *f = moei_import_tensor_at(&r->found, i);
+        if (!moei_import_mark(seen, experts, f->row, f->expert))
+            return moei_error(r->error, MOE_ERR_FORMAT, "tensor '%s': duplicates another tensor",
+                              moei_import_full_name(r, f->suffix, shown));
+    }
+    for (i = 0; i < moei_import_tensor_count(&r->listed); i++) {
+        const moei_import_tensor *f = moei_import_tensor_at(&r->listed, i);
+        const moei_tensor_name *row = moei_tensor_name_find(moei_sets_of_family(r, r->family), f->suffix, &expert);
+        if (row == NULL || expert >= experts || !(seen[expert] >> row->param & 1u))
+            return moei_error(r->error, MOE_ERR_NOT_FOUND,
+                              "tensor '%s': the index lists it in '%s', which does not have it",
+                              moei_import_full_name(r, f->suffix, shown),
+                              moei_span_text(moei_span_of(f->shard->name, moei_strlen(f->shard->name)), of));
+    }
+    for (param = 0; param < MOE_LAYER_PARAMETER_COUNT; param++) {
+        const size_t n = moei_is_expert_param(param) ? experts : 1;
+        if (!(layer->present >> param & 1u) || moei_is_training_state(param)) continue;
+        for (e = 0; e < n; e++)
+            if (!(seen[e] >> param & 1u)) return moei_import_missing(r, layer, param, e);
+    }
+    for (i = 0; i < moei_import_tensor_count(&r->found); i++) {
+        const moei_import_tensor *f = moei_import_tensor_at(&r->found, i);
+        if (moei_import_places(r, layer, f) != moei_tensor_name_params(f->row))
+            return moei_error(r->error, MOE_ERR_UNSUPPORTED,
+                              "tensor '%s': a layer with these settings has no such tensor",
+                              moei_import_full_name(r, f->suffix, shown));
+    }
+    return MOE_OK;
+}
+
+/* Creates the layer and reads its tensors, once settings and sizes are complete. */
+static moe_status moei_import_fill(moei_importer *r, moe_layer *layer) {
+    uint64_t *seen;
+    size_t i;
+    moe_status status = moe_layer_init(layer, &r->settings, r->error);
+    if (status != MOE_OK) return moei_import_error_in(r, r->family->name, status);
+    layer->allocator = r->allocator;
+    seen = (uint64_t *)moei_alloc(&r->allocator, r->sizes[MOEI_SIZE_E], sizeof *seen);
+    if (seen == NULL)
+        return moei_error(r->error, MOE_ERR_MEMORY, "no memory for the list of %z experts", r->sizes[MOEI_SIZE_E]);
+    status = moei_import_complete(r, layer, seen);
+    moei_free(&r->allocator, seen, r->sizes[MOEI_SIZE_E] * sizeof *seen);
+    if (status == MOE_OK) status = moei_layer_allocate(layer, 0, r->error);
+    if (status != MOE_OK) return status;
+    for (i = 0; i < moei_import_tensor_count(&r->found) && status == MOE_OK; i++)
+        status = moei_import_tensor_read(r, moei_import_tensor_at(&r->found, i), layer);
+    if (status != MOE_OK) moe_layer_free(layer);
+    return status;
+}
+
+/* Opens the file, detects its format and reads what precedes the tensors. */
+static moe_status moei_import_open(moei_importer *r, const char *name) {
+    /* of an index */
+    const size_t most = SIZE_MAX > 65535 ? (size_t)(MOEI_FILE_MAX_HEADER & SIZE_MAX) : (size_t)32768;
+    unsigned char begin[9];
+    uint64_t size;
+    moe_status status = moei_import_shard_open(r, name, &r->first);
+    if (status != MOE_OK) return status;
+    size = r->first->source.size;
+    memset(begin, 0, sizeof begin);
+    status = moei_import_read_at(r, r->first, 0, begin, size < sizeof begin ? (size_t)size : sizeof begin);
+    if (status != MOE_OK) return status;
+    if (moei_memcmp(begin, "GGUF", 4) == 0) {
+        r->kind = MOEI_IMPORT_GGUF;
+        return moei_gguf_open(r);
+    }
+    if (begin[8] == '{' && begin[7] == 0) {
+        status = moei_import_shard_header(r, r->first);
+        return status == MOE_OK ? moei_import_config_open(r) : status;
+    }
+    if (begin[0] != '{' && begin[0] != ' ' && begin[0] != '\n' && begin[0] != '\r')
+        return moei_error(r->error, MOE_ERR_FORMAT,
+                          "%s: not a safetensors file, an index of safetensors files or a GGUF file", r->first->name);
+    r->kind = MOEI_IMPORT_INDEX;
+    if ((status = moei_import_json_open(r, r->first, most, &r->index)) != MOE_OK) return status;
+    r->weight_map = moei_import_json_member(&r->index, 0, "weight_map");
+    if (r->weight_map == 0 || r->index.data[r->weight_map] != '{')
+        return moei_error(r->error, MOE_ERR_FORMAT,
+                          "%s: not an index of safetensors files: it has no object 'weight_map'", r->first->name);
+    return moei_import_config_open(r);
+}
+
+/* Names of files and values in a message come from strangers: what is not UTF-8 or cannot be shown
+   becomes a question mark. */
+static void moei_import_clean(char *text) {
+    const char *next = text;
+    uint32_t code;
+    for (; *text != '\0'; text += next - text) {
+        const int good = moei_next_utf8(&next, NULL, &code);
+        if (!good || code < 0x20u || code == 0x7fu) *text = '?';
+    }
+}
+
+static moe_status moei_import_run(moe_layer *layer, const moei_import_folder *folder, const char *name,
+                                  const char *prefix, const char *preset_name, const moe_allocator *allocator,
+                                  moe_error *error) {
+    const moe_preset *preset = preset_name != NULL ? moe_preset_find(preset_name) : NULL;
+    char shown[52];
+    moei_importer r;
+    moe_layer made;
+    moe_error own;
+    moe_status status;
+    if (preset_name != NULL && preset == NULL)
+        return moei_error(error, MOE_ERR_NOT_FOUND,
+                          "preset = %s: unknown preset; moe_presets lists them",
+                          moei_span_text(moei_span_of(preset_name, moei_strlen(preset_name)), shown));
+    if (moei_strlen(prefix) > MOEI_IMPORT_PREFIX)
+        return moei_error(error, MOE_ERR_ARGUMENT, "prefix: longer than %d bytes", (int)MOEI_IMPORT_PREFIX);
+    if (!moei_can_allocate(allocator))
+        return moei_error(error, MOE_ERR_ARGUMENT, "allocator is required with MOE_NO_MALLOC");
+    memset(&r, 0, sizeof r);
+    memset(&made, 0, sizeof made);
+    own.message[0] = '\0';
+    r.folder = folder;
+    r.error = &own;
+    if (allocator != NULL) r.allocator = *allocator;
+    status = moei_import_open(&r, name);
+    if (status == MOE_OK) status = moei_import_prefix_find(&r, prefix);
+    if (status == MOE_OK) status = moei_import_collect(&r);
+    if (status == MOE_OK) status = moei_family_find(&r, preset);
+    if (status == MOE_OK) status = moei_import_match(&r);
+    if (status == MOE_OK) status = moei_settings_make(&r, preset);
+    if (status == MOE_OK) status = moei_import_fill(&r, &made);
+    moei_importer_close(&r);
+    moei_import_clean(own.message);
+    if (status == MOE_OK) *layer = made;
+    else (void)moei_error(error, status, "%s", own.message[0] != '\0' ? own.message : moe_status_text(status));
+    return status;
+}
+
+/* Sources in memory as a folder. The first one may have no name. */
+typedef struct moei_import_sources {
+    const moe_import_source *sources;
+    size_t n;
+} moei_import_sources;
+
+static moe_status moei_import_sources_open(void *ctx, const char *name, moe_import_source *source, moe_error *error) {
+    const moei_import_sources *s = (const moei_import_sources *)ctx;
+    size_t i;
+    (void)error;
+    for (i = 0; i < s->n; i++) {
+        const char *own = s->sources[i].name != NULL ? s->sources[i].name : i == 0 ? "the file" : "";
+        if (moei_strcmp(own, name) != 0) continue;
+        *source = s->sources[i];
+        return MOE_OK;
+    }
+    return MOE_ERR_NOT_FOUND;
+}
+
+moe_status moe_import_read(moe_layer *layer, const moe_import_source *sources, size_t n_sources, const char *prefix,
+                           const char *preset, const moe_allocator *allocator, moe_error *error) {
+    moei_import_sources s;
+    moei_import_folder folder;
+    if (layer == NULL || sources == NULL || n_sources == 0 || prefix == NULL)
+        return moei_error(error, MOE_ERR_ARGUMENT, "layer, sources or prefix is NULL, or there are no sources");
+    s.sources = sources;
+    s.n = n_sources;
+    folder.ctx = &s;
+    folder.open = moei_import_sources_open;
+    folder.close = NULL;
+    folder.reason = NULL;
+    return moei_import_run(layer, &folder, sources[0].name != NULL ? sources[0].name : "the file", prefix, preset,
+                               allocator, error);
+}
+
+#ifndef MOE_NO_STDIO
+
+#ifdef _MSC_VER
+#pragma warning(push)
+#pragma warning(disable : 4996)
+#endif
+
+/* ---- >>files ---- */
+
+typedef struct moei_import_disk {
+    const moe_allocator *allocator;
+    char path[MOEI_PATH_SIZE]; /* the folder with its last slash, then the file opened last */
+    size_t length;             /* length of the folder */
+    int failed;                /* errno of the last read */
+    int opened;                /* number of files opened; only the first must exist */
+} moei_import_disk;
+
+/* An open file and its position. */
+typedef struct moei_import_disk_file {
+    moei_import_disk *disk;
+    FILE *file;
+    uint64_t at;
+} moei_import_disk_file;
+
+static moe_status moei_import_disk_read(void *ctx, uint64_t at, void *to, size_t size) {
+    moei_import_disk_file *f = (moei_import_disk_file *)ctx;
+    size_t done = 0, got = 1;
+    int good;
+    errno = 0;
+    good = f->at == at || moei_disk_seek(f->file, at);
+    for (; good && done < size && got > 0; done += got)
+        got = fread((unsigned char *)to + done, 1, size - done, f->file);
+    f->disk->failed = errno;
+    f->at = good && done == size ? at + size : UINT64_MAX;
+    if (good && done == size) return MOE_OK;
+    return good && !ferror(f->file) ? MOE_ERR_FORMAT : MOE_ERR_IO;
+}
+
+static const char *moei_import_disk_reason(void *ctx) {
+    const moei_import_disk *d = (const moei_import_disk *)ctx;
+    return d->failed != 0 ? strerror(d->failed) : "the file was truncated, or the cause is unknown";
+}
+
+/* Whether fopen failed because the file does not exist. */
+static int moei_import_is_absence(int reason) { return reason == ENOENT || reason == ENOTDIR; }
+
+static moe_status moei_import_disk_open(void *ctx, const char *name, moe_import_source *source, moe_error *error) {
+    moei_import_disk *d = (moei_import_disk *)ctx;
+    moei_import_disk_file *f = (moei_import_disk_file *)moei_alloc(d->allocator, 1, sizeof *f);
+    moei_text t;
+    int reason;
+    if (f == NULL) return moei_error(error, MOE_ERR_MEMORY, "no memory to open a file");
+    t.out = d->path;
+    t.room = sizeof d->path;
+    t.length = d->length;
+    moei_put(&t, name, moei_strlen(name));
+    f->file = moei_file_open(d->path, &reason);
+    if (f->file == NULL) {
+        moei_free(d->allocator, f, sizeof *f);
+        if (moei_import_is_absence(reason) && d->opened > 0) return MOE_ERR_NOT_FOUND;
+        return moei_file_failed(error, "cannot open", d->path, reason);
+    }
+    memset(source, 0, sizeof *source);
+    errno = 0;
+    if (!moei_disk_size(f->file, &source->size)) {
+        reason = errno;
+        (void)fclose(f->file);
+        moei_free(d->allocator, f, sizeof *f);
+        return moei_file_failed(error, "cannot read", d->path, reason);
+    }
+    f->disk = d;
+    f->at = UINT64_MAX;
+    d->opened++;
+    source->ctx = f;
+    source->read_at = moei_import_disk_read;
+    return MOE_OK;
+}
+
+static void moei_import_disk_close(void *ctx, moe_import_source *source) {
+    moei_import_disk *d = (moei_import_disk *)ctx;
+    moei_import_disk_file *f = (moei_import_disk_file *)source->ctx;
+    (void)fclose(f->file);
+    moei_free(d->allocator, f, sizeof *f);
+}
+
+/* Interprets path as a folder. *name stays NULL if it contains neither file. */
+static moe_status moei_import_disk_folder(moei_import_disk *d, const char *path, const char **name, moe_error *error) {
+    static const char *const names[2] = {"model.safetensors.index.json", "model.safetensors"};
+    moei_text t;
+    FILE *f;
+    int i, reason;
+    for (i = 0; i < 2 && *name == NULL; i++) {
+        t = moei_import_text(d->path, sizeof d->path);
+        moei_put(&t, path, moei_strlen(path));
+        if (t.length > 0 && t.out[t.length - 1] != '/') moei_put(&t, "/", 1);
+        d->length = t.length;
+        moei_put(&t, names[i], moei_strlen(names[i]));
+        f = moei_file_open(d->path, &reason);
+        if (f == NULL && !moei_import_is_absence(reason)) return moei_file_failed(error, "cannot open", path, reason);
+        if (f == NULL) continue;
+        (void)fclose(f);
+        *name = names[i];
+    }
+    return MOE_OK;
+}
+
+/* Splits path into folder and file name. */
+static const char *moei_import_disk_split(moei_import_disk *d, const char *path) {
+    size_t length = moei_strlen(path);
+    while (length > 0 && path[length - 1] != '/' && path[length - 1] != '\\') length--;
+    memcpy(d->path, path, length);
+    d->path[length] = '\0';
+    d->length = length;
+    return path + length;
+}
+
+static int moei_import_ends(const char *text, const char *with) {
+    size_t n = moei_strlen(text), m = moei_strlen(with);
+    return n >= m && moei_strcmp(text + n - m, with) == 0;
+}
+
+moe_status moe_import_layer(moe_layer *layer, const char *path, const char *prefix, const char *preset,
+                            const moe_allocator *allocator, moe_error *error) {
+    moei_import_disk disk;
+    moei_import_folder folder;
+    const char *name = NULL;
+    moe_status status = MOE_OK;
+    if (layer == NULL || path == NULL || prefix == NULL)
+        return moei_error(error, MOE_ERR_ARGUMENT, "layer, path or prefix is NULL");
+    if (moei_strlen(path) + MOEI_IMPORT_NAME + 2 > MOEI_PATH_SIZE)
+        return moei_error(error, MOE_ERR_ARGUMENT, "the path is longer than %d bytes",
+                          (int)MOEI_PATH_SIZE - (int)MOEI_IMPORT_NAME - 2);
+    if (!moei_can_allocate(allocator))
+        return moei_error(error, MOE_ERR_ARGUMENT, "allocator is required with MOE_NO_MALLOC");
+    memset(&disk, 0, sizeof disk);
+    disk.allocator = allocator;
+    folder.ctx = &disk;
+    folder.open = moei_import_disk_open;
+    folder.close = moei_import_disk_close;
+    folder.reason = moei_import_disk_reason;
+    if (!moei_import_ends(path, ".safetensors") && !moei_import_ends(path, ".gguf") && !moei_import_ends(path, ".json"))
+        status = moei_import_disk_folder(&disk, path, &name, error);
+    if (status != MOE_OK) return status;
+    if (name == NULL) name = moei_import_disk_split(&disk, path);
+    if (moei_strlen(name) >= MOEI_IMPORT_NAME)
+        return moei_error(error, MOE_ERR_ARGUMENT, "the file name is longer than %d bytes",
+                          (int)MOEI_IMPORT_NAME - 1);
+    return moei_import_run(layer, &folder, name, prefix, preset, allocator, error);
+}
+
+#ifdef _MSC_VER
+#pragma warning(pop)
+#endif
+#endif /* MOE_NO_STDIO */
+
+#ifndef MOE_NO_TRAIN
+
+/* ---- >>write ---- */
+
+static const moei_family *moei_family_find_name(const char *name) {
+    const moei_family *family;
+    for (family = moei_families; family->name != NULL; family++)
+        if (name != NULL && moei_strcmp(family->name, name) == 0) return family;
+    return NULL;
+}
+
+/* Whether files of the family are written with this name. Where a family has both forms, each
+   expert gets its own tensors. */
+static int moei_is_written(const moei_family *family, const moei_tensor_name *row) {
+    return (row->set & family->sets & ~MOEI_SET_FUSED) != 0;
+}
+
+/* Checks that layer and family have the same tensors. */
+static moe_status moei_family_check(const moe_layer *layer, const moei_family *family, moe_error *error) {
+    const moei_tensor_name *row;
+    uint64_t have = 0;
+    moe_parameter slot;
+    int param;
+    if (layer->config.transport != NULL)
+        return moei_error(error, MOE_ERR_UNSUPPORTED,
+                          "the file holds all experts, but the layer only those of one rank: save it "
+                          "(moe_layer_save) and load it without a transport");
+    if (layer->config.d_out != layer->config.router.d_model)
+        return moei_error(error, MOE_ERR_CONFIG, "d_out = %d: must be d_model, %d",
+                          layer->config.d_out, layer->config.router.d_model);
+    for (row = moei_tensor_names; row->name != NULL; row++) {
+        if (!moei_is_written(family, row)) continue;
+        have |= moei_tensor_name_params(row);
+        if ((row->set & family->needs) != 0 && !(layer->present >> row->param & 1u))
+            return moei_error(error, MOE_ERR_CONFIG, "%s has a tensor '%s', but the layer has no such parameter",
+                              family->name, row->name);
+    }
+    for (param = 0; param < MOE_LAYER_PARAMETER_COUNT; param++) {
+        if (!(layer->present >> param & 1u) || moei_is_training_state(param) ||
+            moe_layer_parameter(&layer->config, param, &slot) != MOE_OK)
+            continue;
+        if (!(have >> param & 1u))
+            return moei_error(error, MOE_ERR_CONFIG, "the layer has a parameter '%s', but %s has no tensor for it",
+                              slot.name, family->name);
+        if (layer->tensors[param] == NULL)
+            return moei_error(error, MOE_ERR_ARGUMENT, "tensor '%s' is not set", slot.name);
+    }
+    return MOE_OK;
+}
+
+/* State of one write. */
+typedef struct moei_import_writer {
+    const moe_layer *layer;
+    const moei_family *family;
+    const char *prefix;
+    int dtype;
+    size_t sizes[4];
+    moei_header header;
+    size_t begin;
+    moe_stream *stream;
+} moei_import_writer;
+
+/* Adds a tensor to the header. */
+static moe_status moei_import_writer_entry(moei_import_writer *w, const moei_tensor_name *row, size_t expert,
+                                           moe_error *error) {
+    char name[MOEI_IMPORT_NAME];
+    size_t shape[MOE_FILE_MAX_DIMS], bytes = moei_dtypes[w->dtype].size, end;
+    moei_text t = moei_import_text(name, sizeof name);
+    int i;
+    moei_put(&t, w->prefix, moei_strlen(w->prefix));
+    moei_put(&t, ".", 1);
+    moei_tensor_name_put(&t, row, expert);
+    for (i = 0; row->shape[i] != '\0'; i++) {
+        shape[i] = moei_shape_size(w->sizes, row->shape[i]);
+        if (!moei_mul(bytes, shape[i], &bytes))
+            return moei_error(error, MOE_ERR_OVERFLOW, "tensor '%s': too large for size_t", row->name);
+    }
+    if (!moei_add(w->begin, bytes, &end))
+        return moei_error(error, MOE_ERR_OVERFLOW, "the file is too large for size_t");
+    moei_header_put(&w->header, ",", 1);
+    moei_header_put_string(&w->header, name);
+    moei_header_put_entry(&w->header, w->dtype, shape, i, w->begin, end);
+    w->begin = end;
+    return MOE_OK;
+}
+
+/* Rounds to float and returns the bits. */
+static uint32_t moei_import_bits_f32(moe_real x) {
+    float nearest;
+    uint32_t bits;
+#if MOE_REAL_IS_DOUBLE
+    double size = x < 0.0 ? -x : x;
+    /* halfway between FLT_MAX and the next power of two */
+    if (size >= 3.4028235677973366e38) return (x < 0.0 ? 0xff800000u : 0x7f800000u);
+    if (size > 3.4028234663852886e38) x = x < 0.0 ? -3.4028234663852886e38 : 3.4028234663852886e38;
+#endif
+    nearest = (float)x;
+    memcpy(&bits, &nearest, sizeof bits);
+    return bits;
+}
+
+static uint64_t moei_import_bits(int dtype, moe_real x) {
+    uint64_t bits;
+    double wide = (double)x;
+    if (dtype == MOE_DTYPE_F32) return moei_import_bits_f32(x);
+    if (dtype == MOE_DTYPE_F16) return moei_narrow(x, 5, 10);
+    if (dtype == MOE_DTYPE_BF16) return moei_narrow(x, 8, 7);
+    memcpy(&bits, &wide, sizeof bits);
+    return bits;
+}
+
+/* Writes the values of a tensor. */
+static moe_status moei_import_writer_values(moei_import_writer *w, const moei_tensor_name *row, size_t expert,
+                                            moe_error *error) {
+    unsigned char bytes[MOEI_IMPORT_CHUNK * 8];
+    moe_real values[MOEI_IMPORT_CHUNK];
+    const moei_tensor_view view = moei_tensor_view_of(w->layer, row, w->sizes, expert);
+    size_t size = moei_dtypes[w->dtype].size, done, n, i, b;
+    moe_status status = MOE_OK;
+    for (done = 0; done < view.count && status == MOE_OK; done += n) {
+        n = view.count - done < MOEI_IMPORT_CHUNK ? view.count - done : (size_t)MOEI_IMPORT_CHUNK;
+        moei_tensor_view_copy(&view, done, n, values, 1);
+        for (i = 0; i < n; i++) {
+            uint64_t bits = moei_import_bits(w->dtype, values[i]);
+            for (b = 0; b < size; b++) bytes[i * size + b] = (unsigned char)(bits >> 8 * b & 0xffu);
+        }
+        status = w->stream->write(w->stream->ctx, bytes, n * size);
+    }
+    if (status != MOE_OK) (void)moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+    return status;
+}
+
+/* All tensors: header entries (values = 0) or values (values = 1). */
+static moe_status moei_import_writer_tensors(moei_import_writer *w, int values, moe_error *error) {
+    const moei_tensor_name *row;
+    size_t expert;
+    moe_status status = MOE_OK;
+    for (row = moei_tensor_names; row->name != NULL; row++) {
+        if (!moei_is_written(w->family, row) || !(w->layer->present >> row->param & 1u)) continue;
+        for (expert = 0; expert < (moei_is_per_expert(row) ? w->sizes[MOEI_SIZE_E] : 1) && status == MOE_OK; expert++)
+            status = values ? moei_import_writer_values(w, row, expert, error)
+                            : moei_import_writer_entry(w, row, expert, error);
+    }
+    return status;
+}
+
+moe_status moe_import_write(const moe_layer *layer, moe_stream *stream, const char *prefix, const char *family,
+                            int dtype, moe_error *error) {
+    static const moe_metadata metadata = {"format", "pt"};
+    moei_import_writer w;
+    moe_status status;
+    memset(&w, 0, sizeof w);
+    if (layer == NULL || stream == NULL || stream->write == NULL || prefix == NULL)
+        return moei_error(error, MOE_ERR_ARGUMENT, "layer, stream, its write or prefix is NULL");
+    w.layer = layer;
+    w.stream = stream;
+    w.prefix = prefix;
+    w.dtype = dtype;
+    w.family = moei_family_find_name(family);
+    if (w.family == NULL)
+        return moei_error(error, MOE_ERR_NOT_FOUND, "family = %s: unknown family", family);
+    if (dtype < 0 || dtype > MOE_DTYPE_BF16)
+        return moei_error(error, MOE_ERR_ARGUMENT, "dtype = %d: must be MOE_DTYPE_F64, _F32, _F16 or _BF16", dtype);
+    if (moei_strlen(prefix) > MOEI_IMPORT_PREFIX || !moei_is_utf8(prefix))
+        return moei_error(error, MOE_ERR_ARGUMENT, "prefix: longer than %d bytes, or not UTF-8",
+                          (int)MOEI_IMPORT_PREFIX);
+    status = moei_family_check(layer, w.family, error);
+    if (status != MOE_OK) return status;
+    if (!moei_can_allocate(&layer->allocator))
+        return moei_error(error, MOE_ERR_ARGUMENT, "the layer has no allocator, which MOE_NO_MALLOC requires");
+    w.sizes[MOEI_SIZE_E] = (size_t)layer->config.router.n_experts;
+    w.sizes[MOEI_SIZE_H] = (size_t)layer->config.router.d_model;
+    w.sizes[MOEI_SIZE_I] = (size_t)layer->config.d_ff;
+    w.sizes[MOEI_SIZE_S] = (size_t)layer->config.n_shared * (size_t)layer->config.d_shared;
+    w.header.allocator = &layer->allocator;
+    moei_header_put(&w.header, "        {", 9);
+    (void)moei_header_metadata(&w.header, &metadata, 1, error);
+    status = moei_import_writer_tensors(&w, 0, error);
+    if (status == MOE_OK) status = moei_header_end(&w.header, error);
+    if (status == MOE_OK) {
+        status = stream->write(stream->ctx, w.header.text, moei_header_length(&w.header));
+        if (status != MOE_OK) (void)moei_error(error, status, "the stream failed: %s", moe_status_text(status));
+        else status = moei_import_writer_tensors(&w, 1, error);
+    }
+    moei_array_free(&layer->allocator, &w.header.text, 1);
+    return status;
+}
+
+#ifndef MOE_NO_STDIO
+
+/* Context of moe_file_replace. */
+typedef struct moei_import_saving {
+    const moe_layer *layer;
+    const char *prefix, *family;
+    int dtype;
+    moe_error *error;
+} moei_import_saving;
+
+static moe_status moei_import_save_to(void *ctx, moe_stream *stream) {
+    const moei_import_saving *p = (const moei_import_saving *)ctx;
+    return moe_import_write(p->layer, stream, p->prefix, p->family, p->dtype, p->error);
+}
+
+moe_status moe_import_save(const moe_layer *layer, const char *path, const char *prefix, const char *family, int dtype,
+                           moe_error *error) {
+    moei_import_saving p;
+    p.layer = layer;
+    p.prefix = prefix;
+    p.family = family;
+    p.dtype = dtype;
+    p.error = error;
+    return moe_file_replace(path, moei_import_save_to, &p, error);
+}
+
+#endif
+#endif /* MOE_NO_TRAIN */
+
+#ifndef MOE_NO_QUANT
+
+/* ---- >>panels of packed weights ---- */
+
+/* A matrix as blocks and as panels. A panel holds the bytes of a block in the same order, four to a
+   line; int8 has its sign bit flipped. */
+typedef struct moei_import_panels {
+    size_t step;  /* bytes from a panel to the next */
+    size_t bytes; /* of a block, without its scale */
+    unsigned flip; /* xor of each byte */
+} moei_import_panels;
+
+static moe_status moei_import_panels_init(moei_import_panels *m, int type, size_t n, size_t inner, size_t stride) {
+    moe_status status;
+    if (type != MOE_TYPE_Q4 && type != MOE_TYPE_Q8_BLOCK) return MOE_ERR_ARGUMENT;
+    status = moei_check_panels(type, n, inner, stride, &m->step);
+    if (status != MOE_OK) return status;
+    if (inner % MOEI_GROUP != 0) return MOE_ERR_SHAPE;
+    m->bytes = type == MOE_TYPE_Q4 ? 16 : 32;
+    m->flip = type == MOE_TYPE_Q4 ? 0 : 0x80;
+    return MOE_OK;
+}
+
+/* Where byte t of block b of an output lies in its panel. */
+static size_t moei_import_panel_at(const moei_import_panels *m, size_t b, size_t output, size_t t) {
+    return (b * m->bytes + t) / 4 * MOEI_LINE + output * 4 + t % 4;
+}
+
+moe_status moe_import_pack_blocks(int type, size_t n, size_t inner, const void *blocks, void *packed, size_t stride) {
+    const unsigned char *block = (const unsigned char *)blocks;
+    unsigned char *panel = (unsigned char *)packed;
+    moei_import_panels m;
+    size_t j, b, t;
+    const moe_status status = moei_import_panels_init(&m, type, n, inner, stride);
+    if (status != MOE_OK) return status;
+    for (j = 0; j < n; j++) {
+        const size_t output = j % MOEI_PANEL;
+        if (j > 0 && output == 0) panel += m.step;
+        if (output == 0) moei_clear_panel(type, inner, m.step / stride, panel);
+        for (b = 0; b < inner / MOEI_GROUP; b++, block += 2 + m.bytes) {
+            moei_put_16(panel + moei_scale_at(type, inner, b, output), (uint16_t)(block[0] | block[1] << 8));
+            for (t = 0; t < m.bytes; t++)
+                panel[moei_import_panel_at(&m, b, output, t)] = (unsigned char)(block[2 + t] ^ m.flip);
+        }
+    }
+    return MOE_OK;
+}
+
+moe_status moe_import_unpack_blocks(int type, size_t n, size_t inner, const void *packed, size_t stride, void *blocks) {
+    const unsigned char *panel = (const unsigned char *)packed;
+    unsigned char *block = (unsigned char *)blocks;
+    moei_import_panels m;
+    size_t j, b, t;
+    const moe_status status = moei_import_panels_init(&m, type, n, inner, stride);
+    if (status != MOE_OK) return status;
+    for (j = 0; j < n; j++) {
+        const size_t output = j % MOEI_PANEL;
+        if (j > 0 && output == 0) panel += m.step;
+        for (b = 0; b < inner / MOEI_GROUP; b++, block += 2 + m.bytes) {
+            const uint16_t scale = moei_get_16(panel + moei_scale_at(type, inner, b, output));
+            block[0] = (unsigned char)(scale & 0xff);
+            block[1] = (unsigned char)(scale >> 8);
+            for (t = 0; t < m.bytes; t++)
+                block[2 + t] = (unsigned char)(panel[moei_import_panel_at(&m, b, output, t)] ^ m.flip);
+        }
+    }
+    return MOE_OK;
+}
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* MOE_NO_FLOAT */
+#endif /* MOE_IMPLEMENTATION */

@@ -1,0 +1,235 @@
+#!/bin/sh
+# Tests examples/csv.c: tables in every form that it reads are learned, what it saves predicts,
+# exports and runs, and what is wrong with a table is said with its line and what to do; also what
+# examples/gallery.c refuses. sh tests/examples/examples_csv.sh [-v] [WORD], as
+# tests/port/headers.sh.
+
+LC_ALL=C
+export LC_ALL
+unset CDPATH
+caller=$PWD
+cd -- "$(dirname -- "$0")/../.." || exit 1
+root=$PWD
+. tests/setup.sh
+. tests/checks.sh
+
+prepare() {
+    setup_stb_flag "$CC"
+    # CC may hold several words.
+    compiler="$CC -std=c99 -O1 -DMOE_NO_SIMD -I$root ${stb_flag:+-I$stb_flag}"
+    # shellcheck disable=SC2086
+    echo '#include "tests/all.h"' | $compiler -DMOE_IMPLEMENTATION -x c -c - -o "$prepared/library.o" || return 1
+    for program in csv export gallery; do
+        sed 's/^#define MOE_IMPLEMENTATION$//' "examples/$program.c" >"$prepared/$program.c"
+        # shellcheck disable=SC2086
+        $compiler $(strict_flags "$CC") -Iexamples "$prepared/$program.c" "$prepared/library.o" -o \
+            "$prepared/$program" -lm || return 1
+    done
+    # Two numbers decide: three kinds in three corners of a plane.
+    awk 'BEGIN {
+        print "length,width,\"what, it is\""
+        for (i = 0; i < 90; i++) {
+            k = i % 3
+            label = k == 0 ? "\"small one\"" : k == 1 ? "long" : "wide"
+            print k % 2 * 10 + i % 7 / 7 "," int(k / 2) * 4 + i % 5 / 5 "," label
+        }
+    }' >"$prepared/plain.csv"
+}
+
+plan() {
+    cat <<'TEXT'
+learns
+forms semicolons s/,/;/g
+forms tabs s/,/\t/g
+forms carriage s/$/\r/
+forms blanks s/"what,_it_is"/what/;s/small_one/small/;s/,/___/g
+forms empty_lines s/$/\n/
+forms byte_order_mark 1s/^/\xef\xbb\xbf/
+forms no_names 1d
+label
+dropped
+predicts
+words_are_one_hot
+by_place
+firmware
+reports
+refused line_3_has_2_cells 3s/,.*,/,/
+refused a_quote_is_not_closed 4s/$/"x/;4s/"//g;4s/,/,"/2
+refused 5:_column_2_(width)_has_no_value 5s/,[^,]*,/,,/
+refused fill_it_in,_or_leave_such_lines_out_with_--drop 5s/,[^,]*,/,NA,/
+refused 6:_column_1_(length)_is_"ten",_which_is_not_a_number 6s/^[^,]*/ten/
+refused 6:_column_1_(length)_is_inf:_numbers_must_be_finite 6s/^[^,]*/inf/
+refused write_numbers_with_a_point s/,/;/g;7s/^[^;]*/3,5/
+refused 8:_the_label_(column_3)_is_missing 8s/[^,]*$//
+refused at_least_10 9,$d
+refused all_lines_have_the_same_label 2,$s/[^,]*$/same/
+refused is_it_the_label? s/[^,]*$/&/;=
+refused is_zero:_this_is_no_text 3s/,/\x00/
+refused nothing_is_in_it d
+refused line_4_has_a_character_that_is_not_UTF-8 4s/long\|wide\|small/caf\xe9/
+refused one_column_only s/,.*//
+told no_column_color --label color
+told no_column_7 --skip length,7
+told no_column_is_left --skip length,width
+told not_a_value --experts 0
+told not_a_value --header maybe
+told no_such_option --what 1
+told unknown_preset --router nobody
+told add_--save --firmware x.c
+told only_one_of_them --load m.safetensors
+gallery_refuses
+TEXT
+}
+
+# Words of a check with _ for blanks; a pattern's own blanks are _ too.
+words() { printf "%s\n" "$1" | tr _ " "; }
+
+right() { # least percentage, file
+    awk -v least="$1" '/^held-out accuracy/ { found = 1; exit !($3 >= least) } END { if (!found) exit 1 }' "$2" &&
+        return 0
+    cat "$2"
+    return 1
+}
+
+learns() {
+    run "$prepared/csv" "$prepared/plain.csv" >said || return 1
+    right 95 said && grep -q '90 lines, 2 numbers each, 3 labels in column 3 (what, it is)' said &&
+        grep -q '^  small one ' said && grep -q '^ *3 .*%$' said
+}
+
+# sed's scripts write a table in another form; what is learned stays the same to the last digit.
+forms() { # name script
+    script=$(words "$2")
+    [ "$1" = no_names ] && names=no || names=yes
+    sed "$script" "$prepared/plain.csv" >form.csv
+    run "$prepared/csv" form.csv --header "$names" >said || return 1
+    run "$prepared/csv" form.csv >guessed && cmp said guessed || return 1
+    run "$prepared/csv" "$prepared/plain.csv" >plain || return 1
+    right 95 said && for file in said plain; do grep -E '^(epoch|held|I\(E)' $file >$file.numbers; done &&
+        cmp said.numbers plain.numbers
+}
+
+label() {
+    awk -F, 'NR == 1 { print "kind,a,b"; next } { print $3 "," $1 "," $2 }' "$prepared/plain.csv" >first.csv
+    run "$prepared/csv" first.csv --label kind >name && run "$prepared/csv" first.csv --label 1 >number &&
+        cmp name number && right 95 name || return 1
+    run "$prepared/csv" first.csv --label kind --skip b >said && grep -q '1 numbers each' said
+}
+
+dropped() {
+    sed '5s/,[^,]*,/,,/; 9s/[^,]*$/?/' "$prepared/plain.csv" >gaps.csv
+    run "$prepared/csv" gaps.csv --drop >said && grep -q '88 lines (2 with missing values left out)' said &&
+        right 95 said
+}
+
+# A saved classifier says of every line what the table says, nearly always, whatever the order of
+# the columns.
+predicts() {
+    run "$prepared/csv" "$prepared/plain.csv" --save m.safetensors >said || return 1
+    awk -F, '{ print $2 ",?," $1 }' "$prepared/plain.csv" >other.csv
+    run "$prepared/csv" --load m.safetensors --predict other.csv >answers || return 1
+    awk -F, -v table="$prepared/plain.csv" '
+        BEGIN {
+            while ((getline line < table) > 0) {
+                n = split(line, cell, ",")
+                gsub(/"/, "", cell[n])
+                label[++rows] = cell[n]
+            }
+        }
+        NR > 1 { right += label[$1] == $2; if ($3 < 0.3 || $3 > 1 || $4 < 0 || $4 > 3) bad = 1 }
+        END { exit bad || NR != 91 || right < 86 }' answers && return 0
+    cat answers
+    return 1
+}
+
+# A column of words is one input per word, whatever number each is given; an unknown word is none of
+# them; one wrong number is still an error.
+words_are_one_hot() {
+    awk 'BEGIN { print "color,size,kind"; split("red green blue", c, " ")
+        for (i = 0; i < 90; i++) print c[i % 3 + 1] "," i % 7 "," (i % 3 == 1 ? "b" : "a") }' >words.csv
+    run "$prepared/csv" words.csv --save m.safetensors >said && grep -q ' 4 numbers each' said && right 100 said ||
+        return 1
+    grep -q 'color = green' said || { cat said && return 1; }
+    sed 1d words.csv | cut -d, -f1,2 >bare.csv
+    run "$prepared/csv" --load m.safetensors --predict bare.csv >answers &&
+        awk -F, 'NR > 1 && $2 != (NR % 3 == 0 ? "b" : "a") { bad = 1 } END { exit bad || NR != 91 }' answers ||
+        { cat answers && return 1; }
+    run "$prepared/csv" words.csv --label size --skip kind >said && grep -q ' 3 numbers each' said || return 1
+    awk 'BEGIN { for (i = 0; i < 90; i++) print "w" i ",1," i % 2 }' >many.csv
+    ! "$prepared/csv" many.csv >out 2>&1 && grep -q 'more than 64 different words' out
+}
+
+# Without names columns go by their place, with or without the label.
+by_place() {
+    sed 1d "$prepared/plain.csv" >rows.csv
+    sed 's/,[^,]*$//' rows.csv >bare.csv
+    run "$prepared/csv" rows.csv --save m.safetensors >said &&
+        run "$prepared/csv" --load m.safetensors --predict bare.csv >bare &&
+        run "$prepared/csv" --load m.safetensors --predict rows.csv >whole 2>right && cmp bare whole &&
+        grep -q '^[89][0-9] of the 90 lines' right || return 1
+    cut -d, -f1 rows.csv | sed 's/$/,/' | sed 's/,$//' >narrow.csv
+    ! "$prepared/csv" --load m.safetensors --predict narrow.csv >out 2>&1 &&
+        grep -q 'there is no column column 2; it has 1 columns, the table of the training had 3' out
+}
+
+# From the table to a program of integers.
+firmware() {
+    run "$prepared/csv" "$prepared/plain.csv" --save kinds.of.safetensors --firmware device.c >said || return 1
+    run "$prepared/export" kinds.of.safetensors --calibration kinds.of.calibration.csv -o kinds.h >said || return 1
+    run "$CC" $(strict_flags "$CC") -Wno-double-promotion -Os -I"$root" device.c -o device || return 1
+    ./device >out
+    [ "$(wc -l <out)" -eq 11 ] && grep -q '^\(9\|10\) of 10 right$' out &&
+        grep -q 'it is small one; expert [0-3]$' out && return 0
+    cat out
+    return 1
+}
+
+reports() {
+    for kind in html svg txt; do run "$prepared/csv" "$prepared/plain.csv" --report "r.$kind" >said &&
+        [ -s "r.$kind" ] && grep -q "^report     r.$kind$" said || return 1; done
+    grep -q '</html>' r.html && grep -q '</svg>' r.svg && grep -q 'Who takes what' r.txt &&
+        grep -q 'small one' r.html && [ "$(grep -c '<svg' r.html)" -ge 1 ]
+}
+
+said_all() { # what it should say
+    wanted=$(words "$1")
+    case $status in 1 | 2) true ;; *) false ;; esac && grep -qF -- "$wanted" out && return 0
+    echo "status $status; it did not say: $wanted"
+    cat out
+    return 1
+}
+
+refused() { # what-it-says script-that-spoils-the-table
+    sed "$2" "$prepared/plain.csv" >in.csv
+    case $2 in *=) awk -F, 'NR > 1 { print $1 "," $2 "," NR "x" }' "$prepared/plain.csv" >in.csv ;; esac
+    "$prepared/csv" in.csv --save m.safetensors >out 2>&1
+    status=$?
+    [ ! -e m.safetensors ] || { echo 'something was written' && return 1; }
+    grep -q 'in.csv' out || { cat out && return 1; }
+    said_all "$1"
+}
+
+told() { # what-it-says options...
+    what=$1
+    shift
+    [ "$what" != only_one_of_them ] || what='a_saved_classifier_is_not_trained_again'
+    "$prepared/csv" "$prepared/plain.csv" "$@" >out 2>&1
+    status=$?
+    case $what in no_column_color) what='there_is_no_column_color' ;; no_column_7) \
+        what='--skip:_there_is_no_column_7' ;; esac
+    said_all "$what"
+}
+
+gallery_refuses() {
+    for call in '-o|none|none/' '--preset|nobody|there is no preset of this name' '--steps|0|not a value' \
+        '--kernels|mmx|not a value' '--what|1|no such option'; do
+        option=${call%%|*} rest=${call#*|}
+        "$prepared/gallery" "$option" "${rest%%|*}" >out 2>&1
+        status=$?
+        said_all "$(echo "${rest#*|}")" || return 1
+    done
+    mkdir one && run "$prepared/gallery" -o one --preset smoe --steps 20 >said && [ "$(ls one)" = smoe.svg ] &&
+        grep -q '^1 of 1 presets drawn' said
+}
+
+run_checks "$@"

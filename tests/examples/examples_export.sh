@@ -1,0 +1,101 @@
+#!/bin/sh
+# Tests examples/microdigits.c and examples/export.c: the headers that they write compile with all
+# warnings, what they print is there, and what is wrong with arguments and files is said. sh
+# tests/examples/examples_export.sh [-v] [WORD], as tests/port/headers.sh.
+
+LC_ALL=C
+export LC_ALL
+unset CDPATH
+caller=$PWD
+cd -- "$(dirname -- "$0")/../.." || exit 1
+root=$PWD
+. tests/setup.sh
+. tests/checks.sh
+
+digits=$root/examples/data/digits.csv
+
+prepare() {
+    for program in microdigits export; do
+        # CC may hold several words.
+        # shellcheck disable=SC2086
+        $CC $(strict_flags "$CC") -O1 -I"$root" "examples/$program.c" -o "$prepared/$program" -lm || return 1
+    done
+    "$prepared/microdigits" --epochs 5 -o "$prepared/digits.h" --save "$prepared/digits.safetensors" "$digits" \
+        >"$prepared/said"
+    echo '1,2,3' >"$prepared/short.csv"
+    echo 'a,b' >"$prepared/words.csv"
+    sed 's/[0-9]*$/11/' "$digits" >"$prepared/labels.csv"
+}
+
+plan() {
+    cat <<'TEXT'
+trained
+header int8 -DMOE_NO_FLOAT
+header int4 -DMOE_NO_FLOAT
+header float -DMOE_NO_TRAIN
+refused add_--calibration
+refused a_column_is_not_a_number --calibration words.csv
+refused fewer_numbers --calibration short.csv
+refused not_a_label --calibration labels.csv
+refused cannot_open --calibration none.csv
+refused cannot_be_the_name --calibration short.csv --name 1x
+refused not_a_value --weights int9
+refused not_a_value --divide 0
+firmware
+TEXT
+}
+
+# After five epochs more than nine of ten digits are read right, in integers as well.
+trained() {
+    awk '/read right/ { found = 1; exit !($5 > 90 && $9 > 90) } END { if (!found) exit 1 }' "$prepared/said" &&
+        test -s "$prepared/digits.h" && return 0
+    cat "$prepared/said"
+    return 1
+}
+
+# The header compiles, and integers answer nearly always as the net does.
+header() { # weights option
+    run "$prepared/export" "$prepared/digits.safetensors" --calibration "$digits" --divide 16 --rows 500 --weights \
+        "$1" --name net -o net.h >said || return 1
+    printf '#define MOE_IMPLEMENTATION\n#define %s\n#include "net.h"\n' "${2#-D}" >unit.c
+    printf 'extern const moe_model *it;\nconst moe_model *it = &net;\n' >>unit.c
+    run "$CC" $(strict_flags "$CC") -I"$root" -c unit.c -o unit.o || return 1
+    [ "$1" = float ] || awk -v most="$([ "$1" = int8 ] && echo 6 || echo 25)" '
+        /of the answers are the same/ { same = $(NF - 7); sub(/.*differ by /, ""); differ = $1 }
+        /^accuracy/ { right = $6 }
+        END { exit !(same > 97 && differ > 0 && differ < most && right > 90) }' said || {
+        cat said
+        return 1
+    }
+}
+
+refused() { # what-it-says-with-_-for-spaces options...
+    said=$(echo "$1" | tr _ ' ')
+    shift
+    for file in short words labels; do cp "$prepared/$file.csv" .; done
+    if "$prepared/export" "$prepared/digits.safetensors" "$@" -o refused.h >out 2>&1; then
+        echo 'it was not refused'
+        return 1
+    fi
+    [ ! -e refused.h ] && grep -qF -- "$said" out || {
+        echo "it did not say: $said"
+        cat out
+        return 1
+    }
+}
+
+# The firmware as a program for this machine: it shows the digit and reads it, and names the two
+# experts.
+firmware() {
+    # The directory of moe.h comes last: a digits.h of the user's may lie there.
+    # shellcheck disable=SC2046
+    run "$CC" $(strict_flags "$CC") -Os -I"$prepared" -I"$root" "$root/examples/mcu/firmware.c" -o firmware || return 1
+    ./firmware >out || return 1
+    [ "$(wc -l <out)" -eq 9 ] && tail -n 1 out |
+        grep -q '^is a 9, as read by expert [0-7] ([0-9]* %) and expert [0-7] ([0-9]* %)$' || {
+        cat out
+        return 1
+    }
+}
+
+run_checks "$@"

@@ -1,0 +1,886 @@
+/* golden.c - runs golden cases: whole routed layers whose results a program that shares nothing
+   with this library computed in float64 (tests/golden/README.md describes the files). Each case is
+   read with the library's own reader, set up through the library's own table of fields, run forward
+   and backward with every kernel table of the machine, and every wanted tensor is compared.
+
+     cc -std=c99 -O2 -I. tests/golden/golden.c -o golden -lm
+     cc -std=c99 -O2 -I. -DMOE_REAL=double tests/golden/golden.c -o golden64 -lm
+     ./golden tests/golden
+
+   The bound on errors is 5e-5 in float (the first line), 1e-9 in double.
+
+   Error of a tensor: max |got - want| / (1e-6 + max |want|). A case is skipped only when it names a
+   stage, a loss, a value or an input tensor that the library does not have yet. Beside the
+   comparison, for each case and table: inference gives the same y bit for bit as training; tokens
+   of a causal router give it one by one; NaN in padding reaches nothing that is real. Exit status:
+   0 all that ran passed, 1 one failed or none ran, 2 usage or an unreadable path. */
+
+#if defined(__unix__) || defined(__APPLE__)
+#define _POSIX_C_SOURCE 200809L
+#define GOLDEN_FOLDERS
+#include <dirent.h>
+#endif
+
+#ifndef TEST_LINKED
+#define MOE_IMPLEMENTATION
+#endif
+#include "../../moe.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if MOE_REAL_IS_DOUBLE
+#define BOUND 1e-9
+#else
+#define BOUND 5e-5
+#endif
+
+enum { NAME_ROOM = 128, VALUE_ROOM = 64, TEXT_ROOM = 256, MAX_PATHS = 100000 };
+
+/* ---- how files speak of the configuration ---- */
+
+/* One key of a case's metadata. It takes part when the key `stage` has one of the words of `values`
+   (values NULL: when it is there at all). A value equal to `harmless` asks for nothing, so the
+   library need not know the field. */
+typedef struct rule {
+    const char *key, *field, *stage, *values, *harmless;
+} rule;
+
+static const rule rules[] = {{"ac_lambda", "ac_lambda", NULL, NULL, NULL},
+                             {"cosine_tau", "cosine_tau", NULL, NULL, NULL},
+                             {"attention_u", "attention_u", NULL, NULL, NULL},
+                             {"affinity_sum", "affinity_sum", NULL, NULL, NULL},
+                             {"threshold_fallback", "threshold_fallback", NULL, NULL, NULL},
+                             {"noise_sigma", "noise_sigma", NULL, NULL, NULL},
+                             {"balance_scope", "balance_scope", NULL, NULL, NULL},
+                             {"drop_factor", "capacity_factor", NULL, NULL, NULL},
+                             {"drop_factor", "capacity_factor_eval", NULL, NULL, NULL},
+                             {"drop_factor_eval", "capacity_factor_eval", NULL, NULL, NULL},
+                             {"drop_min", "capacity_min", NULL, NULL, NULL},
+                             {"drop_order", "drop_order", "drop_factor", NULL, NULL},
+                             {"renormalize", "renormalize", "drop_factor", NULL, NULL},
+                             {"d_model", "d_model", NULL, NULL, NULL},
+                             {"n_experts", "n_experts", NULL, NULL, NULL},
+                             {"top_k", "top_k", NULL, NULL, NULL},
+                             {"input", "input", NULL, NULL, "plain"},
+                             {"ac_mode", "ac_mode", "input", "adaptive_clustering", NULL},
+                             {"ac_spread", "ac_spread", "input", "adaptive_clustering", NULL},
+                             {"ac_mix", "ac_mix", "input", "adaptive_clustering", NULL},
+                             {"score", "score", NULL, NULL, NULL},
+                             {"router_bias", "router_bias", "score", "linear random", "0"},
+                             {"cosine_dim", "cosine_dim", "score", "cosine", "0"},
+                             {"cosine_keep_length", "cosine_keep_length", "score", "cosine", "0"},
+                             {"grap_cosine", "grap_cosine", "score", "grap", "0"},
+                             {"norm_node", "norm_node", "score", "norm", NULL},
+                             {"norm_order", "norm_order", "score", "norm", NULL},
+                             {"router_hidden", "router_hidden", "score", "mlp attentive", NULL},
+                             {"router_act", "router_act", "score", "mlp attentive", NULL},
+                             {"noise", "noise", NULL, NULL, "none"},
+                             {"heads", "heads", "refine", "attention", NULL},
+                             {"noise_floor", "noise_floor", "noise", "noisy_topk", NULL},
+                             {"gate", "gate", NULL, NULL, NULL},
+                             {"gate_temperature", "gate_temperature", NULL, NULL, NULL},
+                             {"refine", "refine", NULL, NULL, "none"},
+                             {"similarity_tau", "similarity_tau", "refine", "similarity", NULL},
+                             {"similarity_scale", "similarity_scale", "refine", "similarity", "none"},
+                             {"similarity_learned", "similarity_learned", "refine", "similarity", "0"},
+                             {"lower_entropy_only", "lower_entropy_only", "refine", "similarity attention", "0"},
+                             {"causal", "causal", "refine", "similarity attention", "0"},
+                             {"attention_heads", "attention_heads", "refine", "attention", NULL},
+                             {"attention_head", "attention_head", "refine", "attention", NULL},
+                             {"attention_sigma", "attention_sigma", "refine", "attention", NULL},
+                             {"select", "select", NULL, NULL, NULL},
+                             {"groups", "groups", "select", "grouped_top_k", NULL},
+                             {"groups_kept", "groups_kept", "select", "grouped_top_k", NULL},
+                             {"group_score", "group_score", "select", "grouped_top_k", NULL},
+                             {"top_p", "top_p", "select", "top_p", NULL},
+                             {"threshold", "threshold", "select", "threshold", NULL},
+                             {"threshold_learned", "threshold_learned", "select", "threshold", "0"},
+                             {"capacity_factor", "capacity_factor", "select", "expert_choice", NULL},
+                             {"expert_choice_score", "expert_choice_score", "select", "expert_choice", NULL},
+                             {"affinity_mass", "affinity_mass", "select", "affinity", NULL},
+                             {"capacity_min", "capacity_min", "select", "affinity", NULL},
+                             {"capacity", "capacity", "select", "affinity", NULL},
+                             {"slots", "slots", "select", "soft", NULL},
+                             {"soft_normalise", "soft_normalise", "select", "soft", "0"},
+                             {"weight", "weight", NULL, NULL, NULL},
+                             {"weight_p", "weight_p", "weight", "p_norm", NULL},
+                             {"sparsemixer_eps", "sparsemixer_eps", "weight", "sparsemixer", NULL},
+                             {"scale", "scale", NULL, NULL, NULL},
+                             {"apply_to", "apply_to", NULL, NULL, NULL},
+                             {"drop_capacity", "drop_capacity", NULL, NULL, NULL},
+                             {"drop_order", "drop_order", "drop_capacity", NULL, NULL},
+                             {"renormalize", "renormalize", "drop_capacity", NULL, NULL},
+                             {"expert", "expert", NULL, NULL, NULL},
+                             {"d_ff", "d_ff", "expert", "swiglu mlp factorised", NULL},
+                             {"d_low", "d_low", "expert", "factorised", NULL},
+                             {"act", "act", "expert", "mlp", NULL},
+                             {"shared", "d_shared", NULL, NULL, NULL},
+                             {"shared_sigmoid", "shared_sigmoid", "shared", NULL, "0"},
+                             {"loss.balance", "loss_balance", NULL, NULL, "0"},
+                             {"loss.z", "loss_z", NULL, NULL, "0"},
+                             {"loss.importance", "loss_importance", NULL, NULL, "0"},
+                             {"loss.load", "loss_load", NULL, NULL, "0"},
+                             {"loss.entropy", "loss_entropy", NULL, NULL, "0"},
+                             {"loss.usage_entropy", "loss_usage_entropy", NULL, NULL, "0"},
+                             {"loss.similarity_same", "loss_similarity_same", NULL, NULL, "0"},
+                             {"loss.similarity_diff", "loss_similarity_diff", NULL, NULL, "0"},
+                             {"loss.locality", "loss_locality", NULL, NULL, "0"},
+                             {"loss.l1", "loss_l1", NULL, NULL, "0"},
+                             {"loss.orthogonal", "loss_orthogonal", NULL, NULL, "0"},
+                             {"loss.distill", "loss_distill", NULL, NULL, "0"},
+                             {"balance_over", "balance_over", "loss.balance", NULL, NULL},
+                             {"importance_over", "importance_over", "loss.importance", NULL, NULL},
+                             {"unbiased", "unbiased", "loss.importance", NULL, "0"},
+                             {"nodes", "nodes", "loss.locality", NULL, NULL}};
+
+/* What a stage is when a file does not name it. */
+static const char *const stage_defaults[][2] = {{"input", "plain"},  {"score", "linear"}, {"noise", "none"},
+                                                {"gate", "softmax"}, {"refine", "none"},  {"select", "top_k"},
+                                                {"weight", "sum"},   {"expert", "swiglu"}};
+
+/* Optional tensors that switch a field on by being there. */
+static const char *const tensor_switches[][2] = {{"router.bias", "router_bias"},
+                                                 {"router.temperature", "cosine_learn_tau"},
+                                                 {"router.selection_bias", "selection_bias"},
+                                                 {"router.expert_scale", "expert_scale"},
+                                                 {"shared.sigmoid", "shared_sigmoid"}};
+
+static const char *const inputs[] = {"x",
+                                     "dy",
+                                     "router_x",
+                                     "seq",
+                                     "mask",
+                                     "given",
+                                     "jitter",
+                                     "token_ids",
+                                     "home",
+                                     "expert_node",
+                                     "noise",
+                                     "previous.input",
+                                     "previous.experts",
+                                     "previous.weights",
+                                     "attention.weights",
+                                     "attention.outputs", "attention.output", "distances"};
+
+/* The parameters that the library has: one of these that a case holds but the layer lacks is an
+   error, any other is not built yet. */
+static const char *const parameters[] = {
+    "router.weight",      "router.bias",       "router.projection",   "router.temperature",    "router.fc1.weight",
+    "router.fc1.bias",    "router.fc2.weight", "router.fc2.bias",     "router.selection_bias", "router.expert_scale",
+    "router.input_scale", "router.query",      "router.key",          "router.threshold",      "router.table",
+    "router.slots",       "router.scale",      "router.noise_weight", "router.similarity",     "router.ac_running",
+    "experts.gate",       "experts.up",        "experts.down",        "experts.fc1.weight",    "experts.fc1.bias",
+    "experts.fc2.weight", "experts.fc2.bias",  "experts.weight",      "experts.bias",          "experts.reduce",
+    "experts.expand",     "shared.gate",       "shared.up",           "shared.down",           "shared.sigmoid"};
+
+/* ---- a case ---- */
+
+typedef struct block {
+    struct block *next;
+    double align;
+} block;
+
+typedef enum { PASSED, FAILED, SKIPPED } verdict;
+
+typedef struct golden {
+    block *blocks; /* all memory of the case */
+    moe_buffer bytes;
+    moe_file file;
+    moe_layer_config config;
+    moe_call call; /* training = 1, over the whole batch */
+    const moe_real *dy;
+    const char *kernels; /* the table in use */
+    double worst;
+    char worst_name[NAME_ROOM + 16];
+    char text[TEXT_ROOM]; /* why it failed or was skipped */
+    verdict outcome;
+} golden;
+
+/* One run of a layer, forward and perhaps backward. */
+typedef struct run {
+    moe_layer_pass pass;
+    moe_real *y, *dx, *d_router_x;
+} run;
+
+static int verbose;
+
+static int is_one_of(const char *word, const char *list) {
+    size_t n = strlen(word);
+    while (*list != '\0') {
+        size_t length = strcspn(list, " ");
+        if (length == n && strncmp(list, word, n) == 0) return 1;
+        list += length;
+        list += *list == ' ';
+    }
+    return 0;
+}
+
+static int is_in(const char *word, const char *const *list, size_t n) {
+    size_t i;
+    for (i = 0; i < n; i++)
+        if (strcmp(word, list[i]) == 0) return 1;
+    return 0;
+}
+
+static int starts_with(const char *s, const char *prefix) { return strncmp(s, prefix, strlen(prefix)) == 0; }
+
+/* Memory that lives as long as the case, all zero; exactly count * size bytes, so that tools see a
+   step beyond. */
+static void *grab(golden *g, size_t count, size_t size) {
+    block *b = (block *)malloc(sizeof *b + (count > 0 ? count : 1) * size);
+    if (b == NULL) {
+        fprintf(stderr, "golden: out of memory\n");
+        exit(2);
+    }
+    b->next = g->blocks;
+    g->blocks = b;
+    memset(b + 1, 0, (count > 0 ? count : 1) * size);
+    return b + 1;
+}
+
+static moe_real *grab_reals(golden *g, size_t count) { return (moe_real *)grab(g, count, sizeof(moe_real)); }
+
+static void end_case(golden *g) {
+    while (g->blocks != NULL) {
+        block *next = g->blocks->next;
+        free(g->blocks);
+        g->blocks = next;
+    }
+    moe_buffer_free(&g->bytes);
+}
+
+/* The first reason stays. Returns 0, so that a check reads: return stop(...). */
+static int stop(golden *g, verdict v, const char *what, const char *more) {
+    if (g->outcome != PASSED) return 0;
+    g->outcome = v;
+    sprintf(g->text, "%.110s%s%.110s", what, *more != '\0' ? ": " : "", more);
+    return 0;
+}
+
+static int fail(golden *g, const char *what, const char *more) { return stop(g, FAILED, what, more); }
+
+/* ---- reading ---- */
+
+static int metadata(const golden *g, const char *key, char *value) {
+    return moe_file_metadata(&g->file, key, value, VALUE_ROOM, NULL) == MOE_OK;
+}
+
+static int has_tensor(const golden *g, const char *name) {
+    moe_file_tensor t;
+    return moe_file_find(&g->file, name, &t) == MOE_OK;
+}
+
+/* Reads n_dims dimensions of shape rows x columns; a failure of the case when the tensor is not
+   there in that shape. */
+static moe_real *read_reals(golden *g, const char *name, size_t count) {
+    moe_file_tensor t;
+    moe_real *values;
+    if (moe_file_find(&g->file, name, &t) != MOE_OK) {
+        fail(g, "tensor not in the file", name);
+        return (moe_real *)NULL;
+    }
+    if (t.count != count) {
+        fail(g, "tensor has the wrong size", name);
+        return (moe_real *)NULL;
+    }
+    values = grab_reals(g, count);
+    if (moe_file_values(&t, 0, count, values, NULL) != MOE_OK) {
+        fail(g, "tensor cannot be read as numbers", name);
+        return (moe_real *)NULL;
+    }
+    return values;
+}
+
+static int64_t *read_integers(golden *g, const char *name, size_t *count) {
+    moe_file_tensor t;
+    int64_t *values;
+    if (moe_file_find(&g->file, name, &t) != MOE_OK) return NULL;
+    if (*count != 0 && t.count != *count) {
+        fail(g, "tensor has the wrong size", name);
+        return (int64_t *)NULL;
+    }
+    *count = t.count;
+    values = (int64_t *)grab(g, t.count, sizeof *values);
+    if (moe_file_values(&t, 0, t.count, NULL, values) != MOE_OK) {
+        fail(g, "tensor cannot be read as integers", name);
+        return (int64_t *)NULL;
+    }
+    return values;
+}
+
+static int32_t *narrow(golden *g, const int64_t *from, size_t n) {
+    int32_t *to = (int32_t *)grab(g, n, sizeof *to);
+    size_t i;
+    for (i = 0; i < n; i++) to[i] = (int32_t)from[i];
+    return to;
+}
+
+static const char *default_of(const char *stage) {
+    size_t i;
+    for (i = 0; i < sizeof stage_defaults / sizeof stage_defaults[0]; i++)
+        if (strcmp(stage_defaults[i][0], stage) == 0) return stage_defaults[i][1];
+    return NULL;
+}
+
+static int takes_part(const golden *g, const rule *r) {
+    char value[VALUE_ROOM];
+    const char *now = value;
+    if (r->stage == NULL) return 1;
+    if (!metadata(g, r->stage, value)) now = default_of(r->stage);
+    return now != NULL && (r->values == NULL || is_one_of(now, r->values));
+}
+
+static int is_harmless(const rule *r, const char *value) {
+    char *end;
+    if (r->harmless == NULL) return 0;
+    if (strcmp(value, r->harmless) == 0) return 1;
+    return strcmp(r->harmless, "0") == 0 && !(strtod(value, &end) > 0.0) && !(strtod(value, &end) < 0.0) &&
+           end != value && *end == '\0';
+}
+
+static int set_field(golden *g, const char *field, const char *value) {
+    moe_error error;
+    moe_status status = moe_field_set(moe_layer_fields(), &g->config, field, value, &error);
+    const moe_field *row = moe_field_find(moe_layer_fields(), field);
+    char text[NAME_ROOM + VALUE_ROOM];
+    if (status == MOE_OK) return 1;
+    sprintf(text, "%.60s = %.60s", field, value);
+    if (status == MOE_ERR_NOT_FOUND || (row != NULL && row->kind == MOE_FIELD_CHOICE))
+        return stop(g, SKIPPED, "not built yet", text);
+    return fail(g, "configuration", error.message);
+}
+
+static int read_config(golden *g) {
+    char value[VALUE_ROOM];
+    moe_file_tensor table;
+    size_t i;
+    for (i = 0; i < sizeof rules / sizeof rules[0]; i++) {
+        const rule *r = &rules[i];
+        if (!metadata(g, r->key, value) || !takes_part(g, r)) continue;
+        if (is_harmless(r, value) && moe_field_find(moe_layer_fields(), r->field) == NULL) continue;
+        if (!set_field(g, r->field, value)) return 0;
+    }
+    for (i = 0; i < sizeof tensor_switches / sizeof tensor_switches[0]; i++)
+        if (has_tensor(g, tensor_switches[i][0]) && !set_field(g, tensor_switches[i][1], "1")) return 0;
+    if (metadata(g, "shared", value)) g->config.n_shared = 1;
+    if (g->config.router.select == MOE_SELECT_HASH && moe_file_find(&g->file, "router.table", &table) == MOE_OK &&
+        table.n_dims == 2)
+        g->config.router.table_size = (int)table.shape[0];
+    if ((g->config.expert == MOE_EXPERT_MLP && !has_tensor(g, "experts.fc1.bias")) ||
+        (g->config.expert == MOE_EXPERT_LINEAR && !has_tensor(g, "experts.bias")))
+        g->config.no_expert_bias = 1;
+    g->config.router.untrained = 1;
+    return 1;
+}
+
+/* Inputs and parameters of stages that are not built. */
+static int check_names(golden *g) {
+    moe_file_tensor t;
+    char name[NAME_ROOM];
+    g->file.at = 0;
+    while (moe_file_next(&g->file, &t) == MOE_OK) {
+        if (t.name_length >= sizeof name) return fail(g, "a tensor's name is too long", "");
+        memcpy(name, t.name, t.name_length);
+        name[t.name_length] = '\0';
+        if (starts_with(name, "want.") || is_in(name, inputs, sizeof inputs / sizeof inputs[0])) continue;
+        if (!is_in(name, parameters, sizeof parameters / sizeof parameters[0]))
+            return stop(g, SKIPPED, "not built yet", name);
+    }
+    return 1;
+}
+
+static void read_integer_inputs(golden *g, size_t n) {
+    size_t count;
+    int64_t *integers;
+    count = n;
+    if ((integers = read_integers(g, "token_ids", &count)) != NULL) g->call.token_ids = narrow(g, integers, count);
+    count = n;
+    if ((integers = read_integers(g, "home", &count)) != NULL) g->call.token_machine = narrow(g, integers, count);
+    count = (size_t)g->config.router.n_experts;
+    if ((integers = read_integers(g, "expert_node", &count)) != NULL)
+        g->call.expert_machine = narrow(g, integers, count);
+    count = n * (size_t)g->config.router.top_k;
+    if ((integers = read_integers(g, "given", &count)) != NULL) g->call.given = narrow(g, integers, count);
+}
+
+static int read_inputs(golden *g) {
+    char value[VALUE_ROOM];
+    size_t n, d = (size_t)g->config.router.d_model, count, i;
+    int64_t *integers;
+    if (!metadata(g, "n_tokens", value)) return fail(g, "key not in the metadata", "n_tokens");
+    g->call.n_tokens = n = (size_t)strtoul(value, NULL, 10);
+    if (n > 1u << 24) return fail(g, "too many tokens", value);
+    if (!has_tensor(g, "want.y")) return fail(g, "nothing to compare, there is no", "want.y");
+    g->call.training = !metadata(g, "evaluation", value);
+    g->call.x = read_reals(g, "x", n * d);
+    g->dy = read_reals(g, "dy", n * d);
+    if (has_tensor(g, "router_x")) g->call.router_x = read_reals(g, "router_x", n * d);
+    count = n;
+    if ((integers = read_integers(g, "mask", &count)) != NULL) {
+        unsigned char *mask = (unsigned char *)grab(g, n, 1);
+        for (i = 0; i < n; i++) mask[i] = integers[i] != 0;
+        g->call.mask = mask;
+    }
+    count = 0;
+    if ((integers = read_integers(g, "seq", &count)) != NULL && count > 1) {
+        g->call.sequences = narrow(g, integers, count);
+        g->call.n_sequences = count - 1;
+    }
+    if (g->config.router.noise != MOE_NOISE_NONE)
+        g->call.noise = read_reals(g, "noise", n * (size_t)g->config.router.n_experts);
+    if (g->config.router.input == MOE_INPUT_ADAPTIVE_CLUSTERING) {
+        count = 0;
+        integers = read_integers(g, "previous.experts", &count);
+        if (integers == NULL || n == 0 || count % n != 0)
+            return fail(g, "tensor has the wrong size", "previous.experts");
+        g->call.n_previous = count / n;
+        g->call.previous_experts = narrow(g, integers, count);
+        g->call.previous_input = read_reals(g, "previous.input", n * d);
+        g->call.previous_weights = read_reals(g, "previous.weights", count);
+    }
+    if (g->config.router.refine == MOE_REFINE_ATTENTION) {
+        size_t heads = (size_t)g->config.router.heads;
+        g->call.attention_weights = read_reals(g, "attention.weights", heads * n * n);
+        g->call.attention_outputs = read_reals(g, "attention.outputs", heads * n * d);
+        g->call.d_attention_weights = grab_reals(g, heads * n * n);
+        g->call.d_attention_outputs = grab_reals(g, heads * n * d);
+        if (has_tensor(g, "attention.output")) {
+            g->call.attention_output = read_reals(g, "attention.output", n * d);
+            g->call.d_attention_output = grab_reals(g, n * d);
+        }
+    }
+    if (g->config.router.select == MOE_SELECT_SOFT)
+        g->config.router.soft_sequences = g->call.sequences != NULL ? (int)g->call.n_sequences : 1;
+    if (has_tensor(g, "distances")) g->call.distances = read_reals(g, "distances", n * n);
+    if (has_tensor(g, "jitter")) g->call.jitter = read_reals(g, "jitter", n * d);
+    read_integer_inputs(g, n);
+    return g->outcome == PASSED;
+}
+
+/* ---- comparing ---- */
+
+/* Compares rows of width numbers; rows of padding only when padded. */
+static void compare(golden *g, const char *name, const moe_real *got, size_t rows, size_t width, int padded) {
+    const moe_real *want = read_reals(g, name, rows * width);
+    double largest = 0.0, difference = 0.0, error;
+    size_t t, i;
+    if (want == NULL) return;
+    for (t = 0; t < rows; t++) {
+        if (!padded && g->call.mask != NULL && !g->call.mask[t]) continue;
+        for (i = t * width; i < (t + 1) * width; i++) {
+            double size = fabs((double)want[i]), distance = fabs((double)got[i] - (double)want[i]);
+            if (size > largest) largest = size;
+            if (!moe_is_finite(got[i])) difference = HUGE_VAL;
+            else if (distance > difference) difference = distance;
+        }
+    }
+    error = difference / (1e-6 + largest);
+    if (verbose) printf("    %-7s %-36s %.1e\n", g->kernels, name, error);
+    if (!(error > g->worst) && g->worst_name[0] != '\0') return;
+    g->worst = error;
+    sprintf(g->worst_name, "%.120s (%.8s)", name + 5, g->kernels);
+    if (!(error <= BOUND)) fail(g, "beyond the bound", "");
+}
+
+static void compare_selected(golden *g, const moe_routing *r) {
+    size_t count = r->n_tokens * r->n_experts, i;
+    int64_t *want = read_integers(g, "want.selected", &count);
+    char text[NAME_ROOM];
+    if (want == NULL) return;
+    for (i = 0; i < count; i++) {
+        if ((want[i] != 0) == (r->selected[i] != 0)) continue;
+        sprintf(text, "token %lu, expert %lu, kernels %s", (unsigned long)(i / r->n_experts),
+                (unsigned long)(i % r->n_experts), g->kernels);
+        fail(g, "another selection", text);
+        return;
+    }
+}
+
+static void compare_loss(golden *g, const char *name, const moe_routing *r) {
+    int loss;
+    for (loss = 0; moe_loss_name(loss) != NULL; loss++)
+        if (strcmp(moe_loss_name(loss), name + strlen("want.loss.")) == 0) {
+            compare(g, name, &r->loss[loss], 1, 1, 1);
+            return;
+        }
+    fail(g, "the library has no such loss", name);
+}
+
+static void compare_gradient(golden *g, const char *name, const moe_layer *layer, const run *r) {
+    const char *tensor = name + strlen("want.grad.");
+    size_t n = g->call.n_tokens, d = (size_t)g->config.router.d_model;
+    moe_tensor t;
+    if (strcmp(tensor, "x") == 0) compare(g, name, r->dx, n, d, 1);
+    else if (strcmp(tensor, "router_x") == 0 && r->d_router_x != NULL) compare(g, name, r->d_router_x, n, d, 1);
+    else if (strcmp(tensor, "attention.weights") == 0)
+        compare(g, name, g->call.d_attention_weights, 1, (size_t)g->config.router.heads * n * n, 1);
+    else if (strcmp(tensor, "attention.output") == 0) compare(g, name, g->call.d_attention_output, n, d, 1);
+    else if (strcmp(tensor, "attention.outputs") == 0)
+        compare(g, name, g->call.d_attention_outputs, 1, (size_t)g->config.router.heads * n * d, 1);
+    else if (moe_layer_find(layer, tensor, &t) == MOE_OK && t.gradient != NULL)
+        compare(g, name, t.gradient, 1, t.count, 1);
+    else fail(g, "the layer has no such gradient", name);
+}
+
+static void compare_all(golden *g, const moe_layer *layer, const run *r) {
+    const moe_routing *routing = &r->pass.routing;
+    /* slots is 1 but for soft */
+    size_t n = g->call.n_tokens, e = routing->n_experts * (size_t)layer->config.router.slots;
+    moe_file_tensor t;
+    char name[NAME_ROOM];
+    g->file.at = 0;
+    while (moe_file_next(&g->file, &t) == MOE_OK) {
+        memcpy(name, t.name, t.name_length); /* check_names has seen that it fits */
+        name[t.name_length] = '\0';
+        if (!starts_with(name, "want.")) continue;
+        if (strcmp(name, "want.logits") == 0) compare(g, name, routing->logits, n, e, 0);
+        else if (strcmp(name, "want.gate") == 0) compare(g, name, routing->gate, n, e, 0);
+        else if (strcmp(name, "want.probabilities") == 0) compare(g, name, routing->probabilities, n, e, 0);
+        else if (strcmp(name, "want.selected") == 0) compare_selected(g, routing);
+        else if (strcmp(name, "want.weights") == 0) compare(g, name, routing->weights, n, e, 1);
+        else if (strcmp(name, "want.y") == 0) compare(g, name, r->y, n, (size_t)layer->config.d_out, 1);
+        else if (!g->call.training) continue;
+        else if (starts_with(name, "want.loss.")) compare_loss(g, name, routing);
+        else if (starts_with(name, "want.grad.")) compare_gradient(g, name, layer, r);
+        else fail(g, "unknown wanted tensor", name);
+    }
+}
+
+/* ---- running ---- */
+
+static int fail_status(golden *g, const char *what, moe_status status) {
+    char text[TEXT_ROOM];
+    sprintf(text, "%.100s (kernels %.8s)", moe_status_text(status), g->kernels);
+    return fail(g, what, text);
+}
+
+static int forward(golden *g, const moe_layer *layer, const moe_call *call, run *r) {
+    size_t bytes = 0;
+    void *work;
+    moe_status status = moe_layer_work_size(layer, call->n_tokens, call->training, &bytes);
+    if (status != MOE_OK) return fail_status(g, "moe_layer_work_size", status);
+    work = grab(g, bytes, 1);
+    r->y = grab_reals(g, call->n_tokens * (size_t)layer->config.d_out);
+    status = moe_layer_forward(layer, call, r->y, work, bytes, &r->pass);
+    return status == MOE_OK ? 1 : fail_status(g, "moe_layer_forward", status);
+}
+
+static int backward(golden *g, const moe_layer *layer, run *r) {
+    size_t count = g->call.n_tokens * (size_t)layer->config.router.d_model, i;
+    moe_tensor t;
+    moe_status status;
+    for (i = 0; moe_layer_tensor(layer, i, &t) == MOE_OK; i++)
+        if (t.gradient != NULL) memset(t.gradient, 0, t.count * sizeof(moe_real));
+    if (g->call.d_attention_weights != NULL) {
+        memset(g->call.d_attention_weights, 0,
+               (size_t)layer->config.router.heads * g->call.n_tokens * g->call.n_tokens * sizeof(moe_real));
+        if (g->call.d_attention_output != NULL) memset(g->call.d_attention_output, 0, count * sizeof(moe_real));
+        memset(g->call.d_attention_outputs, 0, (size_t)layer->config.router.heads * count * sizeof(moe_real));
+    }
+    r->dx = grab_reals(g, count);
+    r->d_router_x = g->call.router_x != NULL ? grab_reals(g, count) : NULL;
+    status = moe_layer_backward(layer, g->dy, r->dx, r->d_router_x, &r->pass);
+    return status == MOE_OK ? 1 : fail_status(g, "moe_layer_backward", status);
+}
+
+static int same(const moe_real *a, const moe_real *b, size_t count) {
+    return memcmp(a, b, count * sizeof(moe_real)) == 0;
+}
+
+static void check_inference(golden *g, const moe_layer *layer, const run *trained) {
+    moe_call call = g->call;
+    run r;
+    call.training = 0;
+    if (layer->config.router.select == MOE_SELECT_SINKHORN) return;
+    if (layer->config.router.threshold_fallback == 1) return;
+    if (layer->config.router.capacity_factor_eval < layer->config.router.capacity_factor ||
+        layer->config.router.capacity_factor_eval > layer->config.router.capacity_factor) return;
+    if (moe_router_traits(&layer->config.router) & MOE_TRAIT_STOCHASTIC) return; /* noise is for training only */
+    if (!forward(g, layer, &call, &r)) return;
+    if (!same(r.y, trained->y, call.n_tokens * (size_t)layer->config.d_out))
+        fail(g, "y of inference is not y of training bit for bit, kernels", g->kernels);
+}
+
+static void check_single_tokens(golden *g, const moe_layer *layer, const run *trained) {
+    size_t t, d = (size_t)layer->config.router.d_model, o = (size_t)layer->config.d_out;
+    if ((moe_router_traits(&layer->config.router) & (MOE_TRAIT_CAUSAL | MOE_TRAIT_NEEDS_BATCH)) != MOE_TRAIT_CAUSAL)
+        return;
+    for (t = 0; t < g->call.n_tokens; t++) {
+        moe_call one;
+        run r;
+        memset(&one, 0, sizeof one);
+        one.n_tokens = 1;
+        one.x = g->call.x + t * d;
+        one.training = 1;
+        if (g->call.router_x != NULL) one.router_x = g->call.router_x + t * d;
+        if (g->call.jitter != NULL) one.jitter = g->call.jitter + t * d;
+        if (g->call.token_ids != NULL) one.token_ids = g->call.token_ids + t;
+        if (g->call.token_machine != NULL) one.token_machine = g->call.token_machine + t;
+        one.expert_machine = g->call.expert_machine;
+        if (g->call.noise != NULL) one.noise = g->call.noise + t * (size_t)layer->config.router.n_experts;
+        one.n_previous = g->call.n_previous;
+        if (g->call.previous_experts != NULL) one.previous_experts = g->call.previous_experts + t * one.n_previous;
+        if (g->call.previous_weights != NULL) one.previous_weights = g->call.previous_weights + t * one.n_previous;
+        if (g->call.previous_input != NULL) one.previous_input = g->call.previous_input + t * d;
+        if (g->call.mask != NULL) one.mask = g->call.mask + t;
+        if (g->call.given != NULL) one.given = g->call.given + t * (size_t)layer->config.router.top_k;
+        if (!forward(g, layer, &one, &r)) return;
+        if (!same(r.y, trained->y + t * o, o)) {
+            fail(g, "y of a token alone is not its y in the batch bit for bit, kernels", g->kernels);
+            return;
+        }
+    }
+}
+
+static moe_real *with_nan_padding(golden *g, const moe_real *x, size_t d) {
+    moe_real *copy = grab_reals(g, g->call.n_tokens * d), zero = (moe_real)0;
+    size_t t, i;
+    for (t = 0; t < g->call.n_tokens; t++)
+        for (i = t * d; i < (t + 1) * d; i++) copy[i] = g->call.mask[t] ? x[i] : zero / zero;
+    return copy;
+}
+
+/* A shared expert sees padding too, so with one only the rows of y that are real are compared. */
+static void check_padding(golden *g, const moe_layer *layer, const run *trained) {
+    golden changed = *g;
+    size_t d = (size_t)layer->config.router.d_model, o = (size_t)layer->config.d_out, t, i, at;
+    moe_real *kept[MOE_LAYER_PARAMETER_COUNT];
+    moe_tensor tensor;
+    run r;
+    int good;
+    if (g->call.mask == NULL) return;
+    for (i = 0; moe_layer_tensor(layer, i, &tensor) == MOE_OK; i++) {
+        kept[i] = grab_reals(g, tensor.count);
+        memcpy(kept[i], tensor.gradient, tensor.count * sizeof(moe_real));
+    }
+    changed.blocks = g->blocks;
+    changed.call.x = with_nan_padding(&changed, g->call.x, d);
+    if (g->call.router_x != NULL) changed.call.router_x = with_nan_padding(&changed, g->call.router_x, d);
+    good = forward(&changed, layer, &changed.call, &r) && backward(&changed, layer, &r);
+    g->blocks = changed.blocks; /* what it took is the case's */
+    if (!good) {
+        fail(g, "with NaN in padding", changed.text);
+        return;
+    }
+    for (t = 0; t < g->call.n_tokens; t++)
+        if (g->call.mask[t] && !same(r.y + t * o, trained->y + t * o, o))
+            fail(g, "NaN in padding reaches y of a real token, kernels", g->kernels);
+    if (layer->config.n_shared > 0) return;
+    if (!same(r.y, trained->y, g->call.n_tokens * o))
+        fail(g, "NaN in padding reaches y of padding, kernels", g->kernels);
+    if (!same(r.dx, trained->dx, g->call.n_tokens * d))
+        fail(g, "NaN in padding reaches the gradient of x, kernels", g->kernels);
+    if (r.d_router_x != NULL && !same(r.d_router_x, trained->d_router_x, g->call.n_tokens * d))
+        fail(g, "NaN in padding reaches the gradient of router_x, kernels", g->kernels);
+    for (at = 0; at < i; at++)
+        if (moe_layer_tensor(layer, at, &tensor) == MOE_OK && !same(kept[at], tensor.gradient, tensor.count))
+            fail(g, "NaN in padding reaches the gradient", tensor.name);
+}
+
+/* Dimensions of 1 do not count: [1,d] is [d]. */
+static int same_shape(const moe_file_tensor *a, const moe_tensor *b) {
+    int i = 0, k = 0;
+    for (;;) {
+        while (i < a->n_dims && a->shape[i] == 1) i++;
+        while (k < b->n_dims && b->shape[k] == 1) k++;
+        if (i == a->n_dims || k == b->n_dims) return i == a->n_dims && k == b->n_dims;
+        if (a->shape[i++] != b->shape[k++]) return 0;
+    }
+}
+
+/* Puts the file's parameters into the layer. */
+static int fill_layer(golden *g, const moe_layer *layer) {
+    moe_tensor t;
+    moe_file_tensor stored;
+    size_t i;
+    int k;
+    for (i = 0; moe_layer_tensor(layer, i, &t) == MOE_OK; i++) {
+        if (moe_file_find(&g->file, t.name, &stored) != MOE_OK)
+            return fail(g, "the layer wants a tensor that the file lacks", t.name);
+        if (!same_shape(&stored, &t)) return fail(g, "tensor has another shape than the layer's", t.name);
+        if (moe_file_values(&stored, 0, t.count, t.data, NULL) != MOE_OK)
+            return fail(g, "tensor cannot be read as numbers", t.name);
+    }
+    for (k = 0; k < (int)(sizeof parameters / sizeof parameters[0]); k++)
+        if (has_tensor(g, parameters[k]) && moe_layer_find(layer, parameters[k], &t) != MOE_OK)
+            return fail(g, "the layer lacks the file's tensor", parameters[k]);
+    return 1;
+}
+
+static void run_table(golden *g, int table) {
+    moe_layer layer;
+    moe_error error;
+    run r;
+    moe_status status;
+    memset(&layer, 0, sizeof layer);
+    memset(&r, 0, sizeof r);
+    g->config.kernels = table;
+    g->kernels = moe_kernels_select(table)->name;
+    status = moe_layer_create(&layer, &g->config, 1, 1, NULL, &error);
+    if (status != MOE_OK) {
+        fail(g, "moe_layer_create", error.message);
+        return;
+    }
+    if (!g->call.training) {
+        if (fill_layer(g, &layer) && forward(g, &layer, &g->call, &r)) compare_all(g, &layer, &r);
+    } else if (fill_layer(g, &layer) && forward(g, &layer, &g->call, &r) && backward(g, &layer, &r)) {
+        compare_all(g, &layer, &r);
+        check_inference(g, &layer, &r);
+        check_single_tokens(g, &layer, &r);
+        check_padding(g, &layer, &r);
+    }
+    moe_layer_free(&layer);
+}
+
+/* wanted: one table, or 0 for the automatic choice and all others that this machine has. */
+static void run_tables(golden *g, int wanted) {
+    const moe_kernels *chosen = moe_kernels_select(MOE_KERNELS_AUTO), *k;
+    int table;
+    if (wanted != 0) {
+        run_table(g, wanted);
+        return;
+    }
+    run_table(g, MOE_KERNELS_AUTO);
+    for (table = 1; table < MOE_KERNELS_COUNT; table++)
+        if ((k = moe_kernels_select(table)) != NULL && k != chosen) run_table(g, table);
+}
+
+static void run_case(golden *g, const char *path, int wanted) {
+    moe_error error;
+    moe_layer_config checked;
+    if (moe_file_read(path, &g->bytes, &error) != MOE_OK ||
+        moe_file_open(&g->file, g->bytes.data, g->bytes.size, &error) != MOE_OK) {
+        fail(g, "not readable", error.message);
+        return;
+    }
+    if (!read_config(g) || !check_names(g)) return;
+    if (moe_layer_check(&g->config, &checked, &error) != MOE_OK) {
+        fail(g, "configuration", error.message);
+        return;
+    }
+    g->config.router.top_k = checked.router.top_k;
+    if (read_inputs(g)) run_tables(g, wanted);
+}
+
+/* ---- the program ---- */
+
+static const char *const verdict_names[] = {"ok", "FAILED", "skipped"};
+
+/* The name without its ending. */
+static int name_length(const char *name) {
+    const char *dot = strrchr(name, '.');
+    return (int)(dot != NULL && dot != name ? (size_t)(dot - name) : strlen(name));
+}
+
+static verdict run_path(const char *path, int wanted) {
+    golden g;
+    const char *name = path, *p;
+    verdict v;
+    memset(&g, 0, sizeof g);
+    for (p = path; *p != '\0'; p++)
+        if ((*p == '/' || *p == '\\') && p[1] != '\0') name = p + 1;
+    run_case(&g, path, wanted);
+    printf("%-36.*s %-8s", name_length(name), name, verdict_names[g.outcome]);
+    if (g.worst_name[0] != '\0') printf(" %.1e %s", g.worst, g.worst_name);
+    printf("%s%s\n", g.text[0] != '\0' ? " " : "", g.text);
+    v = g.outcome;
+    end_case(&g);
+    return v;
+}
+
+static char *copy_text(const char *a, const char *b, const char *c) {
+    char *text = (char *)malloc(strlen(a) + strlen(b) + strlen(c) + 1);
+    if (text == NULL) exit(2);
+    strcpy(text, a);
+    strcat(text, b);
+    strcat(text, c);
+    return text;
+}
+
+static int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+
+#ifdef GOLDEN_FOLDERS
+static int is_case_name(const char *name) {
+    size_t n = strlen(name), m = strlen(".safetensors");
+    return n > m && strcmp(name + n - m, ".safetensors") == 0;
+}
+
+/* Appends a folder's cases, sorted; -1 when path is not a folder. */
+static int list_folder(const char *path, char **list, int room) {
+    DIR *folder = opendir(path);
+    struct dirent *entry;
+    int n = 0;
+    if (folder == NULL) return -1;
+    while (n < room && (entry = readdir(folder)) != NULL)
+        if (is_case_name(entry->d_name)) list[n++] = copy_text(path, "/", entry->d_name);
+    closedir(folder);
+    qsort(list, (size_t)n, sizeof list[0], by_name);
+    return n;
+}
+#else
+/* Standard C cannot list a folder: name the files. */
+static int list_folder(const char *path, char **list, int room) {
+    (void)path;
+    (void)list;
+    (void)room;
+    (void)by_name;
+    return -1;
+}
+#endif
+
+static int list_path(const char *path, char **list, int room) {
+    int n = list_folder(path, list, room);
+    FILE *file;
+    if (n >= 0) return n;
+    file = fopen(path, "rb");
+    if (file == NULL) {
+        fprintf(stderr, "golden: cannot read %s\n", path);
+        exit(2);
+    }
+    fclose(file);
+    if (room > 0) list[0] = copy_text(path, "", "");
+    return room > 0;
+}
+
+static int usage(void) {
+    int table;
+    fprintf(stderr, "usage: golden [-v] [--kernels NAME] FILE-OR-FOLDER...\n  -v: every compared tensor\n  --kernels: "
+                    "one table only, of");
+    for (table = 0; table < MOE_KERNELS_COUNT; table++)
+        if (moe_kernels_select(table) != NULL && table > 0) fprintf(stderr, " %s", moe_kernels_name(table));
+    fprintf(stderr, "\n");
+    return 2;
+}
+
+static int table_of(const char *name) {
+    int table;
+    for (table = 1; table < MOE_KERNELS_COUNT; table++)
+        if (strcmp(moe_kernels_name(table), name) == 0 && moe_kernels_select(table) != NULL) return table;
+    return -1;
+}
+
+int main(int argc, char **argv) {
+    static char *list[MAX_PATHS];
+    int counts[3] = {0, 0, 0}, n = 0, i;
+    int wanted = 0, paths = 0;
+    for (i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "-v") == 0) verbose = 1;
+        else if (strcmp(argv[i], "--kernels") == 0 && i + 1 < argc) wanted = table_of(argv[++i]);
+        else if (argv[i][0] == '-') return usage();
+        else {
+            paths++;
+            n += list_path(argv[i], list + n, MAX_PATHS - n);
+        }
+        if (wanted < 0) return usage();
+    }
+    if (paths == 0) return usage();
+    for (i = 0; i < n; i++) {
+        counts[run_path(list[i], wanted)]++;
+        free(list[i]);
+    }
+    printf("%d passed, %d failed, %d skipped\n", counts[PASSED], counts[FAILED], counts[SKIPPED]);
+    return counts[FAILED] > 0 || counts[PASSED] == 0;
+}

@@ -1,0 +1,20 @@
+#!/bin/sh
+# Mutation testing (tests/quality/mutate.py): sh tests/quality/mutation.sh [OPTION of mutate.py...].
+# Without options a sample small enough for every submission, about 100 processor seconds: of 36
+# mutants of the day's seed (MUTATION_SEED names another) half must be killed by the programs that
+# fit them. About four fifths are, so that luck fails less than one good tree in a thousand. The
+# sample to judge the tests by takes an hour of an idle core:
+#     sh tests/quality/mutation.sh -n 500 -s 1 -v
+cd -- "$(dirname -- "$0")/../.." || exit 1
+for tool in python3 tcc; do
+    command -v "$tool" >/dev/null 2>&1 && continue
+    echo "skip: $tool is not there"
+    [ "${REQUIRE_TOOLS:-0}" = 1 ] && echo '0 passed, 1 failed' && exit 1
+    echo '0 passed, 0 failed, 1 skipped'
+    exit 0
+done
+. tests/setup.sh
+setup_scratch
+setup_stb
+[ $# -gt 0 ] || set -- -n 36 -s "${MUTATION_SEED:-$(date -u +%Y%m%d)}" --sample --each 12 --bar 50
+STB_DS=$stb_folder python3 tests/quality/mutate.py "$@"

@@ -1,0 +1,373 @@
+#!/bin/sh
+# What tools say about the headers without running them, and what the thread and memory sanitizers
+# see when programs run. sh tests/quality/static.sh [--all] [-v] [WORD]: only the checks that have
+# WORD in their line; -v prints all lines; --all (or STATIC_ALL=1): the slow ones too. Tools: gcc,
+# clang, clang-tidy, cppcheck, frama-c, nm; a missing one is a skip, with REQUIRE_TOOLS=1 a failure.
+# Ends with "N passed, N failed, N skipped".
+
+LC_ALL=C
+export LC_ALL
+unset CDPATH
+caller=$PWD
+cd -- "$(dirname -- "$0")/../.." || exit 1
+root=$PWD
+. tests/setup.sh
+. tests/checks.sh
+
+all=${STATIC_ALL:-0}
+if [ "${1:-}" = --all ]; then
+    all=1
+    shift
+fi
+
+# ---- the checks: a line is a function and its arguments ----
+
+headers='moe_kernels.h moe_routers.h moe.h'
+
+plan() {
+    for tool in gcc clang cppcheck tidy eva thread memory; do echo "planted $tool"; done
+    echo exclusions
+    echo 'no_state'
+    echo 'no_state -DMOE_NO_FLOAT'
+    echo 'gcc_analyzer moe_routers.h'
+    echo 'gcc_analyzer moe_kernels.h'
+    echo 'clang_analyzer moe_kernels.h'
+    for header in $headers; do
+        for options in '' -DMOE_REAL=double -DMOE_NO_FLOAT; do echo "tidy $header $options"; done
+        for platform in unix64 avr8; do echo "cppcheck_on $platform $header"; done
+    done
+    echo 'eva_reader 24'
+    echo 'thread_sanitizer threads gcc'
+    echo 'thread_sanitizer parallel gcc'
+    for program in golden layer; do echo "memory_sanitizer $program"; done
+    [ "$all" = 1 ] || return 0
+    echo 'gcc_analyzer moe.h'
+    for header in $headers; do
+        for platform in unix32 win64; do echo "cppcheck_on $platform $header"; done
+        echo "cppcheck_on unix64 $header -DMOE_REAL=double"
+        echo "cppcheck_on avr8 $header -DMOE_NO_FLOAT"
+    done
+    for options in -DMOE_REAL=double -DMOE_NO_FLOAT -DMOE_NO_TRAIN; do
+        for header in $headers; do
+            echo "gcc_analyzer $header $options"
+            echo "clang_analyzer $header $options"
+        done
+    done
+    for header in moe_routers.h moe.h; do echo "clang_analyzer $header"; done
+    echo 'eva_reader_sizes 0 32'
+    echo 'thread_sanitizer threads clang'
+    echo 'thread_sanitizer ranks gcc'
+    echo 'thread_sanitizer net gcc'
+    for program in files net training attention state metrics models integers int_routers int_scores int_sequences \
+        small; do echo "memory_sanitizer $program"; done
+}
+
+# ---- what is known to be no fault ----
+
+# Findings that are not shown: tool | check | header | text of the line that it points to | why it
+# is wrong there.
+known() {
+    setup_joined <<'KNOWN'
+gcc|-Wanalyzer-null-dereference|moe_routers.h|if (field->kind == MOE_FIELD_REAL) {|
+    moei_needs asks for names that are in the table: moe_field_find does not answer NULL
+gcc|-Wanalyzer-use-of-uninitialized-value|moe_kernels.h|const unsigned u = (uint16_t)*x++ ^ 0x8000u;|
+    its callers fill as many of x as the shape has
+gcc|-Wanalyzer-use-of-uninitialized-value|moe_kernels.h|if (taken == k && key[i] <= key[index[k - 1]]) continue;|
+    the first taken of index are filled, and taken is k
+gcc|-Wanalyzer-use-of-uninitialized-value|moe_routers.h|value[g] = own[best[0]];|
+    moei_int_top_k of at least one number fills best[0]
+clang|core.CallAndMessage|moe_routers.h|if (moei_needs_others(c->select)) return select;|
+    it does not look into functions of variable arguments: moei_error returns the code that it is given, so c is
+    set when the status is MOE_OK
+clang|core.DivideZero|moe_routers.h|weights[i] = moei_ir_clip((int32_t)((((uint32_t)1 << 30) + sum / 2) / sum));|
+    expert i itself is among those that are summed, and exp2(0) is not 0
+cppcheck|zerodiv|moe_routers.h|weights[i] = moei_ir_clip((int32_t)((((uint32_t)1 << 30) + sum / 2) / sum));|as above
+cppcheck|arrayIndexThenCheck|moe_routers.h|if (p[e] < p[other] || (p[e] == p[other] && e > other)) break;|
+    the index is below the count by the loop around it; the comparison breaks ties
+cppcheck|arrayIndexThenCheck|moe.h|if (last >= 0 &&
+    (weights[i] > weights[last] || (weights[i] == weights[last] && i <= last))) continue;|
+    as above
+cppcheck|uninitvar|moe_kernels.h|if (i < n && (s[i] == '-' || s[i] == '+')) negative = s[i++] == '-';|
+    s is what moei_put_digits has written
+cppcheck|uninitvar|moe_kernels.h|for (; at > 0 && key[i] > key[index[at - 1]]; at--) index[at] = index[at - 1];|
+    index is filled below at
+cppcheck|uninitvar|moe.h|struct moe_module_pass *p = modules != NULL ? &modules[i] : &uncounted;|
+    the address is taken to write there
+cppcheck|legacyUninitvar|moe.h|moe_real *part = d != NULL ? d + from : room;|the address is taken; memcpy fills it
+cppcheck|uninitStructMember|moe.h|if (error != NULL && status == MOE_OK) *error = before;|
+    before is set where error is not NULL
+cppcheck|ctuuninitvar|moe.h|return why->message[0] != '\0' ? why->message : moe_status_text(status);|
+    its callers empty the message first
+cppcheck|shiftTooManyBitsSigned|moe.h|if (bits < 0) return level >> (bits < -31 ? 31 : -bits);|
+    the headers want >> of a negative number to be arithmetic, as it is everywhere they compile; 31 is meant
+tidy|bugprone-macro-parentheses|moe_kernels.h|#define MOEI_STATUS_CODE(name, value, text) name = value,|
+    makes lines of an enumeration
+tidy|bugprone-macro-parentheses|moe_routers.h|#define MOEI_VALUE_BIT(value, bit, name) value = (bit),|
+    makes lines of an enumeration
+tidy|bugprone-macro-parentheses|moe_routers.h|#define MOEI_SUPPLIED_ANY(bit, value, member) (value) +|the terms of a sum
+tidy|bugprone-macro-parentheses|moe_kernels.h|#define MOEI_ADD_TO(s, a, b) s += (a) * (b)|a statement
+tidy|bugprone-narrowing-conversions|moe.h|y[i] = m > 0 ? moei_int_clamp(|the clamp is within int16
+KNOWN
+}
+
+# Checks of clang-tidy that are off: check | why.
+tidy_off() {
+    setup_joined <<'OFF'
+bugprone-easily-swappable-parameters|matrices have rows, columns and strides of one type; the order is that of BLAS
+bugprone-implicit-widening-of-multiplication-result|
+    the factors are constants, or numbers below 65536 of a checked configuration
+bugprone-signed-char-misuse|int8_t holds levels here, which are numbers and no characters
+cert-str34-c|the same check
+cert-flp30-c|these loops count in integers too, or end by halving
+OFF
+}
+
+# Finding by finding, "file:line:column: kind: text [check]": those that are not known. Fails if any
+# is left.
+judge() { # tool, what it printed
+    known >known
+    awk -v tool="$1" '
+        FNR == NR { split($0, k, "|"); if (k[1] == tool) { check[++n] = k[2]; header[n] = k[3]; text[n] = k[4] } next }
+        /^[^ :]+:[0-9]+:[0-9]+: (fatal )?(warning|error|style|performance|portability): / {
+            split($0, f, ":")
+            for (line = at = ""; at < f[2] && (getline line < f[1]) > 0; at++) {}
+            close(f[1])
+            name = f[1]
+            sub(/.*\//, "", name)
+            for (i = 1; i <= n; i++) if (header[i] == name && index($0, check[i]) && index(line, text[i])) next
+            print $0
+            print "    " line
+            left++
+        }
+        END { exit left > 0 }' known "$2"
+}
+
+# ---- check functions: 0 passed, 77 skipped, else failed ----
+
+# No row of known has outlived its line.
+exclusions() {
+    known | while IFS='|' read -r tool check header text why; do
+        [ -n "$why" ] || echo "no reason: $tool $check"
+        grep -qF -- "$text" "$root/$header" || echo "$header: there is no line any more with: $text"
+    done >stale
+    tidy_off | grep -v '|.' >>stale
+    empty 'rows:' "$(cat stale)"
+}
+
+# No variable that could change: what the object has is code and constants. Without
+# position-independent code, tables of pointers are constants too.
+no_state() { # options...
+    needs gcc
+    needs nm
+    program moe.h >a.c
+    run gcc -std=c99 -O0 -fno-pic -w "$@" -I"$root" -c a.c -o a.o || return 1
+    [ "$(nm a.o | grep -c ' [tT] ')" -gt 100 ] || { echo 'nm sees no functions'; return 1; }
+    empty 'variables:' "$(nm a.o | grep -i ' [bdcs] ')"
+}
+
+quick=-DMOE_NO_SIMD
+
+gcc_analyzer() { # header options...
+    needs gcc
+    program "$1" >a.c
+    shift
+    run gcc -std=c99 -O0 -fanalyzer -fanalyzer-verbosity=0 $quick "$@" -I"$root" -c a.c -o a.o 2>found ||
+        { cat found; return 1; }
+    judge gcc found
+}
+
+# The header is the main file: what is included is looked at only where it is called.
+clang_analyzer() { # header options...
+    needs clang
+    header=$1
+    shift
+    run clang --analyze -Xclang -analyzer-output=text -std=c99 -DMOE_IMPLEMENTATION $quick "$@" -x c "$root/$header" \
+        -o a.plist 2>found || { cat found; return 1; }
+    judge clang found
+}
+
+# Not the checks of clang's analyzer, which has rows of its own.
+tidy() { # header options...
+    needs clang-tidy
+    header=$1
+    shift
+    off=$(tidy_off | sed 's/|.*//; s/^/,-/' | tr -d '\n')
+    run clang-tidy --quiet "-checks=-*,bugprone-*,cert-*$off" "$root/$header" -- -x c -std=c99 \
+        -DMOE_IMPLEMENTATION $quick "$@" >found 2>errors || { cat found errors; return 1; }
+    judge tidy found
+}
+
+cppcheck_on() { # platform header options...
+    needs cppcheck
+    platform=$1
+    header=$2
+    shift 2
+    # With options given, only that configuration is looked at: the compiler's macros must be among
+    # them. stb_ds.h is only declarations.
+    run cppcheck --quiet --language=c --std=c99 "--platform=$platform" --enable=warning,performance,portability \
+        --inconclusive \
+        '--template={file}:{line}:{column}: {severity}: {message} [{id}]' -DMOE_IMPLEMENTATION $quick -D__GNUC__=12 \
+        -I"$stb_folder" "$@" "$root/$header" 2>found || { cat found; return 1; }
+    judge cppcheck found
+}
+
+# Which functions say by what they return what else they leave: so many states follow their calls.
+# Loops step byte by byte, up to so many.
+eva_split='moei_json_peek:-1,moei_json_take:0,moei_json_string:0,moei_json_key:0,moei_hex4:0'
+eva_split=$eva_split,'moei_unescape:0:1:2:3:4,moei_names_string:0,moei_names_next:0'
+eva_split=$eva_split,'moei_names_seek:0,moei_json_sizes:0,moei_json_size:0,moei_file_fields:0'
+eva_split=$eva_split,'moei_file_entry:0,moei_file_offsets:0,moei_file_dtype:0'
+eva_split=$eva_split,'moei_chars_next:-1,moei_file_header:0,moei_file_entries:0,moei_tiles_check:0'
+eva_split=$eva_split,'moei_names_problem:0,moei_file_metadata_object:0,moei_next_utf8:0,moei_file_next:0'
+eva_states='moei_put_unsigned:100,moei_hex4:40,moei_unescape:40,moei_next_utf8:100,moei_json_string:1000'
+eva_states=$eva_states,moei_file_next:400
+eva_states=$eva_states,'moei_json_key:400,moei_json_take:100,moei_json_sizes:2000'
+eva_states=$eva_states,'moei_json_size:2000,moei_file_fields:2000,moei_file_entry:2000,moei_file_dtype:2000'
+eva_states=$eva_states,'moei_file_metadata_object:2000'
+eva_states=$eva_states,'moei_file_entries:2000,moei_names_next:400,moei_names_string:100'
+
+eva() { # folder of the headers, bytes: fills alarms; fails if the analysis did not come to its end
+    run frama-c -cpp-extra-args="-I$1 -DSIZE=$2 -ffreestanding -U__x86_64__ -U__i386__ -U__GNUC__" -eva \
+        -eva-msg-key=-initial-state -eva-domains cvalue \
+        -eva-split-return-function "$eva_split" -eva-slevel 10 -eva-auto-loop-unroll 12 \
+        -eva-widening-delay $(($2 + 80)) \
+        -eva-slevel-function "$eva_states" "$root/tests/quality/eva.c" >log 2>&1 || { tail -20 log; return 1; }
+    grep -q '^\[eva\] done for function main' log && grep -q 'moe_file_open' log ||
+        { echo 'the analysis did not reach the reader'; return 1; }
+    grep -A 2 'eva:alarm' log >alarms || :
+}
+
+# No alarm for any file of so many bytes.
+eva_reader() { # bytes
+    needs frama-c
+    eva "$root" "$1" || return 1
+    empty 'alarms:' "$(cat alarms)"
+}
+
+eva_reader_sizes() { # from to
+    needs frama-c
+    size=$1
+    while [ "$size" -le "$2" ]; do
+        eva_reader "$size" || { echo "a file of $size bytes"; return 1; }
+        size=$((size + 1))
+    done
+}
+
+# The library for programs that are linked with it, compiled when it is first wanted.
+sanitized_library() { # sanitizer compiler
+    [ ! -f "$prepared/$1.$2.o" ] || return 0
+    printf '#define MOE_IMPLEMENTATION\n#include "tests/all.h"\n' >library.c
+    run "$2" -std=c99 -g -O1 -fno-omit-frame-pointer "-fsanitize=$1" $quick -I"$root" -c library.c -o library.o &&
+        mv library.o "$prepared/$1.$2.o"
+}
+
+# Compiles tests/NAME.c and runs it where tests/ and examples/ are found.
+under() { # sanitizer compiler name arguments...
+    sanitizer=$1
+    compiler=$2
+    name=$3
+    source=$root/$(cd "$root" && setup_source "$name")
+    shift 3
+    linked=
+    if [ "$sanitizer" = thread ] && grep -qx '#ifndef TEST_LINKED' "$source"; then
+        sanitized_library "$sanitizer" "$compiler" || return 1
+        linked="-DTEST_LINKED $prepared/$sanitizer.$compiler.o"
+    fi
+    speed=-O1
+    [ "$sanitizer" != memory ] || speed=-O0 # clang takes six times as long to optimize what it has instrumented
+    run "$compiler" -std=c99 -g $speed -fno-omit-frame-pointer "-fsanitize=$sanitizer" \
+        -fno-sanitize-recover=all $quick -I"$root" "$source" \
+        $linked -o program -pthread -lm || return 1
+    ln -s "$root/tests" "$root/examples" .
+    TSAN_OPTIONS=halt_on_error=1:exitcode=66 MSAN_OPTIONS=exitcode=66 ./program "$@" >out 2>err
+    status=$?
+    tail -n 1 out | grep -qE '^[1-9][0-9]* passed, 0 failed' && return $status
+    { tail -n 5 out; head -n 40 err; }
+    return 1
+}
+
+thread_sanitizer() { # program compiler
+    needs "$2"
+    case $1 in
+    ranks) under thread "$2" "$1" quick ;;
+    *) under thread "$2" "$1" ;;
+    esac
+}
+
+memory_sanitizer() { # program
+    needs clang
+    case $1 in
+    golden) under memory clang "$1" tests/golden ;;
+    files) under memory clang "$1" ;;
+    models | int_*) under memory clang "$1" quick ;;
+    *) under memory clang "$1" ;;
+    esac
+}
+
+# Each tool must see a fault that was made for it.
+planted() { # tool
+    case $1 in
+    gcc | clang | cppcheck | tidy)
+        cat >bad.h <<'BAD'
+#include <stdlib.h>
+int moe_bad(int n);
+int moe_bad(int n) {
+    int *p = (int *)malloc(10 * sizeof *p), i, sum;
+    if (p == NULL) return 0;
+    for (i = 0; i < n; i++) sum += i;
+    free(p);
+    if (sum > 3) { fopen("a", "r"); }
+    return p[10] + sum;
+}
+BAD
+        sed -i '1a #include <stdio.h>' bad.h
+        root=$PWD
+        ;;
+    esac
+    case $1 in
+    gcc)
+        echo '#include "bad.h"' >a.c
+        program() { echo '#include "bad.h"'; }
+        ! gcc_analyzer bad.h >left || return 1
+        ;;
+    clang) ! clang_analyzer bad.h >left || return 1 ;;
+    cppcheck) ! cppcheck_on unix64 bad.h >left || return 1 ;;
+    tidy) ! tidy bad.h >left || return 1 ;;
+    eva)
+        needs frama-c
+        mkdir h
+        sed 's/if (end - \*at < 5 /if (end - *at < 4 /' moe.h 2>/dev/null "$root/moe.h" >h/moe.h
+        cp "$root/moe_kernels.h" "$root/moe_routers.h" h
+        ! cmp -s h/moe.h "$root/moe.h" || { echo 'the line to change is gone'; return 1; }
+        eva "$PWD/h" 16 || return 1
+        cp alarms left
+        ;;
+    thread)
+        needs gcc
+        ! under thread gcc threads race >left 2>&1 || return 1
+        grep -q "data race" left || { cat left; false; }
+        return
+        ;;
+    memory)
+        needs clang
+        mkdir -p tests/unit examples
+        sed 's/memset(p, 0, bytes);/(void)0;/' "$root/moe.h" >moe.h
+        ! cmp -s moe.h "$root/moe.h" || { echo 'the line to change is gone'; return 1; }
+        cp "$root/moe_kernels.h" "$root/moe_routers.h" .
+        cp "$root/tests/unit/threads.c" tests/unit
+        cp "$root/tests/all.h" "$root/tests/test.h" tests
+        cp -r "$root/examples/extras" examples
+        root=$PWD
+        ! under memory clang threads >left 2>&1 || return 1
+        grep -q 'use-of-uninitialized-value' left
+        return
+        ;;
+    esac
+    grep -qE '\[[a-zA-Z0-9.,:-]+\]' left || { echo 'nothing was seen'; cat left; return 1; }
+}
+
+program() { printf '#define MOE_IMPLEMENTATION\n#include "%s"\n' "$1"; }
+
+prepare() { :; }
+
+run_checks "$@"

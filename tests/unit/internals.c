@@ -1,0 +1,274 @@
+/* Tests private functions that no public call shows by themselves.
+       cc -std=c99 -O1 -DMOE_NO_SIMD -I. tests/unit/internals.c -o internals -lm && ./internals
+   All other programs may be linked with the library compiled elsewhere; this one has it inside. */
+
+#define MOE_NO_SIMD
+#define MOE_IMPLEMENTATION
+#include "../all.h"
+#include "../test.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+/* Names of tensors against patterns of groups. */
+static void test_patterns(void) {
+    static const struct {
+        const char *pattern, *name;
+        int fits;
+    } cases[] = {{"0.weight", "0.weight", 1},
+                 {"0.weight", "10.weight", 0},
+                 {"*.weight", "10.weight", 1},
+                 {"*", "x", 1},
+                 {"*", "", 1},
+                 {"", "", 1},
+                 {"", "x", 0},
+                 {"**", "x", 1},
+                 {"*.router.*", "2.router.weight", 1},
+                 {"*.router.*", "2.routers", 0},
+                 {"2.*", "2.", 1},
+                 {"2.*", "12.bias", 0},
+                 {"*ab*ab", "abxabab", 1},
+                 {"*ab*ab", "ab", 0},
+                 {"*a*b*c*", "xxaxxbxxcxx", 1},
+                 {"*aab", "aaab", 1},
+                 {"a*", "ba", 0},
+                 {"a?b", "axb", 0}};
+    size_t i;
+    for (i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        CHECK(moei_fits_pattern(cases[i].pattern, cases[i].name) == cases[i].fits, cases[i].pattern);
+}
+
+/* The points of the integer form of softplus, g(t) = sqrt(log2(1 + t) / t), as the formula has
+   them. */
+static void test_points(void) {
+    int i;
+    for (i = 0; i <= 64; i++) {
+        double t = i / 64.0, g = i == 0 ? sqrt(1 / log(2.0)) : sqrt(log(1 + t) / log(2.0) / t);
+        CHECK(moei_flash_16(moei_ir_softplus + 2 * i) == (int)floor(16384 * g + 0.5), "a point of g");
+    }
+}
+
+/* What the fields of configurations may be, as messages say it: "name least most, ". Flags and
+   choices have their own rules. */
+static const struct {
+    const char *table;
+    const moe_field *fields;
+    const char *before, *ranges; /* before: a field after which the row begins, NULL for the first */
+} range_rows[] = {
+    {"router", moei_router_fields, NULL,
+     "d_model 1 16777216, n_experts 1 65536, top_k 1 65536, jitter_eps 1e-06 1, ac_mix 1 65536, ac_lambda 1e-09 "
+     "1000000000, ac_rho 1e-09 1, cosine_dim 1 16777216, cosine_tau 1e-06 1000000, router_hidden 1 16777216, "
+     "noise_floor 1e-09 1000000, noise_sigma 1e-09 1000000, gate_temperature 1e-06 1000000, similarity_tau 1e-06 "
+     "1000000, heads 1 4096, attention_head 0 4095, attention_sigma 1e-06 1000000, groups 1 65536, groups_kept 1 "
+     "65536, custom_parameters 1 16777216, top_p 1e-06 1, threshold -1000000 1000000, affinity_mass 1e-06 1, "
+     "affinity_sum 0 1000000000, capacity 1"
+     " 16777216, table_size 1 16777216, slots 1 65536, soft_sequences 1 16777216, weight_p 0.125 64, sparsemixer_eps"
+     " 1e-06 10, scale -1000000 1000000, capacity_factor 1e-06 1000000, capacity_factor_eval 1e-06 1000000, "
+     "drop_capacity 1 16777216, capacity_min 1 16777216, capacity_rho 1e-09 1, loss_balance 0 1000000, loss_z 0 "
+     "1000000, loss_importance 0 1000000, loss_entropy 0 1000000, loss_usage_entropy 0 1000000, loss_similarity_same"
+     " 0 1000000, loss_similarity_diff 0 1000000, loss_locality 0 1000000, nodes 1 65536, loss_l1 0 1000000, "
+     "loss_load 0 1000000, loss_orthogonal 0 1000000, loss_distill 0 1000000, expert_temperature 1 1000000, "
+     "bias_rate 0 1000000, schedule_steps 1 16777216, k_end 1 65536, tau_end 1e-06 1000000, freeze_at 1 16777216, "
+     "switch_at 1 16777216, "},
+    {"layer", moei_layer_fields, "switch_from",
+     "d_out 1 16777216, d_ff 1 16777216, d_low 1 16777216, swiglu_alpha 1e-06 1000000, swiglu_limit 1e-06 1000000, "
+     "swiglu_offset -1000000 1000000, n_shared 1 4096, d_shared 1 16777216, "},
+    {"net", moei_net_fields, NULL, "d_in 0 16777216, "},
+    {"linear", moei_linear_fields, NULL, "d_out 1 16777216, "},
+    {"residual", moei_residual_fields, NULL, "span 1 4096, "},
+    {"embedding", moei_embedding_fields, NULL, "vocabulary 1 16777216, d 1 16777216, "},
+    {"positions", moei_positions_fields, NULL, "most 1 16777216, "},
+    {"attention", moei_attention_fields, NULL, "heads 1 4096, d_head 1 16777216, rotary_base 1 1000000000, "},
+    {"dropout", moei_dropout_fields, NULL, "rate 0 1, "},
+    {"feed_forward", moei_feed_forward_fields, NULL,
+     "d_ff 1 16777216, d_low 1 16777216, swiglu_alpha 1e-06 1000000, swiglu_limit 1e-06 1000000, swiglu_offset "
+     "-1000000 1000000, "},
+    {"sampling", moei_sampling_fields, NULL, "temperature 1e-06 1000000, top_k 1 2147483647, top_p 0 1, "},
+    {"train", moei_train_fields, NULL,
+     "epochs 1 1000000, batch 1 1000000, rate 1e-12 1000000, final_rate 1e-12 1, momentum -1 0.999999, beta1 1e-06 "
+     "0.999999, beta2 1e-06 0.999999, epsilon 1e-30 1, decay 0 1000, clip 1e-12 1e+12, accumulate 1 1000000, warmup "
+     "1 2147483647, total_steps 1 2147483647, n_groups 1 4096, evaluate_every 1 2147483647, checkpoint_every 1 "
+     "2147483647, "},
+    {"group", moei_group_fields, NULL, "rate 0 1000000, decay -1000000 1000000, "},
+    {"hme", moei_hme_fields, NULL,
+     "d_in 1 16777216, d_out 1 16777216, n_groups 1 65536, n_experts 1 65536, steps 1 100, variance 1e-12 1e+12, "
+     "min_variance 1e-12 1e+12, "}};
+
+static void test_ranges(void) {
+    char text[8000];
+    size_t i;
+    for (i = 0; i < sizeof range_rows / sizeof range_rows[0]; i++) {
+        const moe_field *f = range_rows[i].fields;
+        size_t length = 0;
+        text[0] = '\0';
+        while (range_rows[i].before != NULL && strcmp(f++->name, range_rows[i].before) != 0) continue;
+        for (; f->name != NULL; f++)
+            if (f->kind == MOE_FIELD_INT || f->kind == MOE_FIELD_REAL)
+                length +=
+                    (size_t)snprintf(text + length, sizeof text - length, "%s %.10g %.10g, ", f->name, f->min, f->max);
+        if (!CHECK(strcmp(text, range_rows[i].ranges) == 0, range_rows[i].table)) printf("    %s\n", text);
+    }
+}
+
+/* Multipliers of int4 weights are as large as sums of k terms below 2^29 allow, and no larger. */
+static void test_int4_most(void) {
+    size_t k;
+    for (k = 1; k < 100000; k += 1 + k / 3) {
+        const double most = moei_int4_max_factor(k), unit = 127.0 * 8.0 * (double)(k + 1);
+        CHECK(most * unit <= 536870912.0 && (most == 4095 || (most + 1) * unit > 536870912.0),
+              "the most that a multiplier may be");
+    }
+}
+
+/* Each candidate for the scale of an int4 block is the best one for some block: its largest weight
+   is the candidate's number of levels, all others are levels from -7 to 7. */
+static void test_int4_scale(void) {
+    int step, i;
+    for (step = 0; step <= 6; step++) {
+        moe_real w[32];
+        w[0] = (moe_real)(-7.0 - 0.25 * step);
+        for (i = 1; i < 32; i++) w[i] = (moe_real)(i % 2 != 0 ? 4 + i % 4 : -7 + i % 3);
+        CHECK(moei_int4_scale(32, w) == 1.0, "the scale of which the levels are multiples");
+    }
+}
+
+/* Constants of integer models are the nearest integers, the larger one of two that are as near. */
+static void test_nearest(void) {
+    static const double ties[] = {-3.5, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5};
+    int i;
+    for (i = 0; i < 8; i++) {
+        CHECK(moei_nearest(ties[i], 9) == i - 3, "a tie");
+        CHECK(moei_nearest(ties[i] + 1e-9, 9) == i - 3 && moei_nearest(ties[i] - 1e-9, 9) == i - 4, "beside a tie");
+    }
+    CHECK(moei_nearest(8.5, 9) == 9 && moei_nearest(9.5, 9) == 9 && moei_nearest(1e300, 9) == 9, "the largest");
+    CHECK(moei_nearest(-9.5, 9) == -9 && moei_nearest(-1e300, 9) == -9, "the smallest");
+}
+
+/* A row in Q8 has one scale, and one start for every MOEI_SUM_LIMIT numbers. */
+static void test_row_sizes(void) {
+    CHECK(moe_quantized_row_size(MOE_TYPE_Q8, 4096) == 4096 + MOEI_LINE, "one line behind the numbers");
+    CHECK(moe_quantized_row_size(MOE_TYPE_Q8_BLOCK, 4096) >= 4096 + 128 * (sizeof(moe_real) + 4),
+          "a scale and a start for every 32");
+}
+
+/* 1/|v| from the shortest vector that has a direction to the longest, though squares of such
+   numbers are lost in float. */
+static void test_inverse_length(void) {
+    static const double lengths[] = {1e-30, 0.9e-12, 1.1e-12, 1e-11, 1e-10, 2e-10, 1e-3,
+                                     1,     1e14,    1e15,    2e15,  1e19,  1e30};
+    size_t i;
+    for (i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        const moe_real v[3] = {(moe_real)(lengths[i] * -0.6), 0, (moe_real)(lengths[i] * 0.8)};
+        const double got = (double)moei_inverse_length(&moei_kernels_c, v, 3) * lengths[i];
+        CHECK(lengths[i] < 1e-12 ? got == 0 : fabs(got - 1) < 1e-6, "1/|v|");
+    }
+}
+
+/* How many steps `balanced` takes, counted by itself: rows that are nearly equal, or of few kinds,
+   or multiples of one row take at most 10 times those of random rows (with fewer tokens than
+   experts: of E random rows). The bound of moe_routers.h holds as well. */
+static const char *const row_kinds[] = {"random",        "nearly equal", "equal",        "8 rows",
+                                        "nearly 8 rows", "multiples",    "near multiples", "one favorite",
+                                        "a slope",       "few integers", "on a line"};
+enum { ROW_KINDS = sizeof row_kinds / sizeof *row_kinds };
+
+static moe_real logit_of_kind(size_t kind, size_t t, size_t e, size_t experts, moe_real factor, const moe_real *rows,
+                              moe_rng *rng) {
+    const moe_real noise = moe_rng_normal(rng);
+    switch (kind) {
+    case 0: return noise;
+    case 1: return rows[e] + MOEI_R(1e-6) * noise;
+    case 2: return rows[e];
+    case 3: return rows[t % 8 * experts + e];
+    case 4: return rows[t % 8 * experts + e] + MOEI_R(1e-6) * noise;
+    case 5: return rows[e] * factor;
+    case 6: return rows[e] * factor + MOEI_R(1e-3) * noise;
+    case 7: return noise + (moe_real)(e == 0 ? 8 : 0);
+    case 8: return noise + MOEI_R(0.2) * (moe_real)e;
+    case 9: return (moe_real)(moe_rng_next(rng) % 3);
+    default: return factor < rows[e] ? factor - rows[e] : rows[e] - factor;
+    }
+}
+
+static moe_status copied_logits(void *ctx, const moe_router *router, const moe_call *call, const moe_real *u,
+                                moe_real *logits) {
+    (void)u;
+    memcpy(logits, ctx, call->n_tokens * (size_t)router->config.n_experts * sizeof *logits);
+    return MOE_OK;
+}
+
+static double balanced_steps(size_t kind, size_t n, size_t experts) {
+    moe_router_config c = {0};
+    moe_router router;
+    moe_routing routing;
+    moei_scratch scratch;
+    moe_call call = {0};
+    moe_rng rng;
+    moe_real *rows = reals(8 * experts);
+    moe_real *logits = reals(n * experts);
+    moe_real *x = reals(n);
+    void *work;
+    size_t bytes = 0, t, e;
+    double steps = 0.0;
+    c.d_model = c.top_k = 1;
+    c.n_experts = (int)experts;
+    c.score = MOE_SCORE_CUSTOM;
+    c.select = MOE_SELECT_BALANCED;
+    c.weight = MOE_WEIGHT_RAW;
+    CHECK(moe_router_init(&router, &c, NULL, NULL) == MOE_OK && moe_route_size(&router, n, 1, &bytes) == MOE_OK);
+    moe_rng_seed(&rng, 7);
+    for (t = 0; t < 8 * experts; t++) rows[t] = moe_rng_normal(&rng);
+    for (t = 0; t < n; t++) {
+        const moe_real factor = moe_rng_normal(&rng);
+        for (e = 0; e < experts; e++) logits[t * experts + e] = logit_of_kind(kind, t, e, experts, factor, rows, &rng);
+    }
+    router.custom.ctx = logits;
+    router.custom.score = copied_logits;
+    call.x = x;
+    call.n_tokens = n;
+    call.training = 1;
+    work = malloc(bytes);
+    if (CHECK(moe_route(&router, &call, work, bytes, &routing) == MOE_OK)) {
+        for (e = 0; e < experts; e++)
+            CHECK(routing.counts[e] == n / experts || routing.counts[e] == n / experts + (n % experts > 0));
+        moei_scratch_of(&router, &call, &routing, &scratch);
+        steps = (double)*scratch.flow_steps;
+    }
+    free(work);
+    free(x);
+    free(logits);
+    free(rows);
+    return steps;
+}
+
+static void test_balanced_steps(void) {
+    static const size_t sizes[][2] = {{512, 16},  {600, 64}, {1024, 64}, {300, 256},
+                                      {2048, 32}, {100, 64}, {40, 64},   {7, 1}};
+    size_t i, kind;
+    for (i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        const size_t n = sizes[i][0], experts = sizes[i][1];
+        const double cells = (double)n * (double)(experts + 1);
+        const double random = balanced_steps(0, n < experts ? experts : n, experts);
+        for (kind = 0; kind < ROW_KINDS; kind++) {
+            const double steps = balanced_steps(kind, n, experts);
+            CHECKF(steps <= 10 * random, "%s, %d tokens, %d experts: %g times the steps of random rows",
+                   row_kinds[kind], (int)n, (int)experts, steps / random);
+            CHECK(steps >= cells && steps <= 4 * cells * (double)(4 * n + 5 * experts + 5),
+                  "the bound that moe_routers.h states");
+        }
+    }
+}
+
+int main(void) {
+    CASE(test_inverse_length());
+    CASE(test_patterns());
+    CASE(test_points());
+    CASE(test_ranges());
+    CASE(test_int4_most());
+    CASE(test_int4_scale());
+    CASE(test_nearest());
+    CASE(test_row_sizes());
+    CASE(test_balanced_steps());
+    return test_end();
+}

@@ -1,0 +1,632 @@
+/* parallel.c - packed weights and threads change no bit: forward and backward of layers of every
+   kind, against the plain call of one thread.
+
+     cc -std=c99 -O2 -I. tests/unit/parallel.c -o parallel -lm && ./parallel
+     (also with -DMOE_REAL=double, and with -fopenmp)
+
+   Exit status 1 if a check failed. */
+
+#ifndef TEST_LINKED
+#define MOE_IMPLEMENTATION
+#endif
+#include "../all.h"
+#include "../test.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static moe_rng rng;
+
+static moe_real *normals(size_t count) {
+    moe_real *v = (moe_real *)grab(count, sizeof *v);
+    size_t i;
+    for (i = 0; i < count; i++) v[i] = moe_rng_normal(&rng);
+    return v;
+}
+
+static int below(int n) { return (int)moe_rng_below(&rng, (uint64_t)n); }
+
+/* Tasks one after the other, the last first: what one leaves behind must not matter to another.
+   Counts the calls. */
+static void backwards(void *ctx, void (*task)(void *work, int index), void *work, int count) {
+    int i;
+    *(int *)ctx += 1;
+    for (i = count - 1; i >= 0; i--) task(work, i);
+}
+
+/* ---- one layer and one batch ---- */
+
+typedef struct scene {
+    moe_layer layer;
+    moe_call call;
+    moe_rng call_rng;
+    moe_real *x, *dy;
+    unsigned char *mask;
+    int32_t *ids, *previous;
+    moe_real *previous_weights, *attention;
+    size_t n, d, o;
+} scene;
+
+/* What a call computes. */
+typedef struct result {
+    moe_status status, back;
+    moe_real *y, *dx, *gradients;
+    size_t count; /* numbers in gradients */
+    int has_work; /* an expert has a token */
+} result;
+
+static size_t gradient_count(const moe_layer *layer) {
+    moe_tensor t;
+    size_t count = 0, i;
+    for (i = 0; moe_layer_tensor(layer, i, &t) == MOE_OK; i++) count += t.count;
+    return count;
+}
+
+static result run(scene *s, int training, const moe_parallel *team) {
+    result r;
+    moe_layer_pass pass;
+    moe_tensor t;
+    moe_call call = s->call;
+    moe_rng own = s->call_rng;
+    size_t bytes = 0, i, at = 0;
+    void *work;
+    memset(&r, 0, sizeof r);
+    r.count = gradient_count(&s->layer);
+    r.y = (moe_real *)grab(s->n * s->o, sizeof *r.y);
+    r.dx = (moe_real *)grab(s->n * s->d, sizeof *r.dx);
+    r.gradients = (moe_real *)grab(r.count, sizeof *r.gradients);
+    call.training = training;
+    call.parallel = team;
+    call.rng = &own;
+    CHECK(moe_layer_work_size(&s->layer, s->n, training, &bytes) == MOE_OK, "work size");
+    work = malloc(bytes > 0 ? bytes : 1);
+    if (work == NULL) exit(2);
+    memset(work, 0x55, bytes); /* large numbers where something is read that was not written */
+    r.status = moe_layer_forward(&s->layer, &call, r.y, work, bytes, &pass);
+    r.has_work = r.status == MOE_OK &&
+                 (pass.routing.plan.rows > 0 || pass.routing.plan.offsets[s->layer.config.router.n_experts] > 0);
+    if (r.status == MOE_OK && training) {
+        for (i = 0; moe_layer_tensor(&s->layer, i, &t) == MOE_OK; i++)
+            memset(t.gradient, 0, t.count * sizeof(moe_real));
+        r.back = moe_layer_backward(&s->layer, s->dy, r.dx, NULL, &pass);
+        for (i = 0; moe_layer_tensor(&s->layer, i, &t) == MOE_OK; at += t.count, i++)
+            memcpy(r.gradients + at, t.gradient, t.count * sizeof(moe_real));
+    }
+    free(work);
+    return r;
+}
+
+static void drop(result *r) {
+    free(r->y);
+    free(r->dx);
+    free(r->gradients);
+}
+
+static int same(const scene *s, const result *a, const result *b) {
+    return a->status == b->status && a->back == b->back && memcmp(a->y, b->y, s->n * s->o * sizeof(moe_real)) == 0 &&
+           memcmp(a->dx, b->dx, s->n * s->d * sizeof(moe_real)) == 0 &&
+           memcmp(a->gradients, b->gradients, a->count * sizeof(moe_real)) == 0;
+}
+
+/* Everything that some router asks for, at random. */
+static int begin(scene *s, const moe_layer_config *config, size_t n) {
+    size_t i, d = (size_t)config->router.d_model;
+    moe_error error;
+    memset(s, 0, sizeof *s);
+    if (moe_layer_create(&s->layer, config, 1, 5, NULL, &error) != MOE_OK) {
+        printf("note: %s\n", error.message);
+        return 0;
+    }
+    s->n = n;
+    s->d = d;
+    s->o = (size_t)s->layer.config.d_out;
+    s->x = normals(n * d);
+    s->dy = normals(n * s->o);
+    s->previous_weights = normals(n);
+    s->mask = (unsigned char *)grab(n, 1);
+    s->ids = (int32_t *)grab(n, sizeof *s->ids);
+    s->previous = (int32_t *)grab(n, sizeof *s->previous);
+    s->attention = (moe_real *)grab(n * n, sizeof *s->attention);
+    for (i = 0; i < n; i++) {
+        s->mask[i] = (unsigned char)(below(9) > 0);
+        s->ids[i] = below(8);
+        s->previous[i] = below(config->router.n_experts);
+    }
+    for (i = 0; i < n * n; i++) s->attention[i] = (moe_real)1 / (moe_real)n;
+    s->call.n_tokens = n;
+    s->call.x = s->x;
+    s->call.mask = s->mask;
+    s->call.token_ids = s->ids;
+    s->call.previous_input = s->x;
+    s->call.previous_experts = s->previous;
+    s->call.previous_weights = s->previous_weights;
+    s->call.n_previous = 1;
+    s->call.attention_weights = s->attention;
+    s->call.attention_outputs = s->x;
+    moe_rng_seed(&s->call_rng, 99);
+    return 1;
+}
+
+static void end(scene *s) {
+    free(s->x);
+    free(s->dy);
+    free(s->mask);
+    free(s->ids);
+    free(s->previous);
+    free(s->previous_weights);
+    free(s->attention);
+    moe_layer_free(&s->layer);
+}
+
+static void test_threads(scene *s, const char *name) {
+    int calls, threads, training;
+    moe_parallel team;
+    memset(&team, 0, sizeof team);
+    team.ctx = &calls;
+    team.run = backwards;
+    team.always = 1;
+    for (training = 0; training < 2; training++) {
+        moe_parallel one;
+        result plain;
+        memset(&one, 0, sizeof one);
+        plain = run(s, training, &one);
+        for (threads = 2; threads < 7; threads++) {
+            result shared;
+            calls = 0;
+            team.threads = threads;
+            shared = run(s, training, &team);
+            CHECK(same(s, &plain, &shared), name);
+            CHECK(!plain.has_work || calls > 0, "the tasks went through the caller's function");
+            drop(&shared);
+        }
+        team.threads = 0; /* nothing to share with */
+        {
+            result alone = run(s, training, &team), of_the_build = run(s, training, NULL);
+            CHECK(same(s, &plain, &alone), name);
+            CHECK(same(s, &plain, &of_the_build), name);
+            drop(&alone);
+            drop(&of_the_build);
+        }
+        drop(&plain);
+    }
+}
+
+/* Packed weights give the bits of the tensors, with the tensors gone; training does not read
+   them. */
+static void test_packed(scene *s, const char *name) {
+    const moe_real *kept[MOE_LAYER_PARAMETER_COUNT];
+    result plain = run(s, 0, NULL), packed, trained;
+    unsigned char *memory;
+    size_t bytes = 0, i;
+    moe_error error;
+    int place;
+    CHECK(moe_layer_pack_size(&s->layer, MOE_TYPE_REAL, 0, &bytes, NULL) == MOE_OK, "size");
+    memory = (unsigned char *)grab(bytes + 64, 1);
+    memset(memory + bytes, 0xA5, 64);
+    CHECK(moe_layer_pack(&s->layer, MOE_TYPE_REAL, memory, bytes - 1, &error) == MOE_ERR_SPACE && !s->layer.is_packed,
+          "too small");
+    CHECK(moe_layer_pack(&s->layer, MOE_TYPE_REAL, memory, bytes, &error) == MOE_OK, "packs");
+    for (i = 0; i < 64; i++) CHECK(memory[bytes + i] == 0xA5, "nothing behind the memory is written");
+    trained = run(s, 1, NULL);
+    memcpy(kept, s->layer.tensors, sizeof kept);
+    for (place = 0; place < MOE_LAYER_PARAMETER_COUNT; place++)
+        if (s->layer.packed[place] != NULL) s->layer.tensors[place] = NULL;
+    packed = run(s, 0, NULL);
+    CHECK(same(s, &plain, &packed), name);
+    CHECK(packed.status == MOE_OK, name);
+    drop(&packed);
+    packed = run(s, 1, NULL);
+    CHECK(packed.status == MOE_ERR_ARGUMENT, "training needs the tensors");
+    memcpy(s->layer.tensors, kept, sizeof kept);
+    drop(&packed);
+    s->layer.is_packed = 0;
+    packed = run(s, 1, NULL);
+    CHECK(same(s, &trained, &packed), "training reads the tensors");
+    drop(&plain);
+    drop(&packed);
+    drop(&trained);
+    free(memory);
+}
+
+static void test_config(const moe_layer_config *config, size_t n, const char *name) {
+    scene s;
+    if (!CHECK(begin(&s, config, n), name)) return;
+    test_threads(&s, name);
+    test_packed(&s, name);
+    end(&s);
+}
+
+/* Shapes at random, with every kind of expert and every table of kernels. */
+static void test_shapes(void) {
+    static const int widths[] = {1, 3, 8, 15, 16, 17, 31, 33, 48, 64, 70, 130, 300};
+    int i, kernels;
+    for (i = 0; i < 60; i++) {
+        moe_layer_config c;
+        memset(&c, 0, sizeof c);
+        c.router.d_model = widths[below(13)];
+        c.router.n_experts = 1 + below(6);
+        c.router.top_k = 1 + below(c.router.n_experts);
+        c.router.weight = c.router.top_k == 1 ? MOE_WEIGHT_RAW : MOE_WEIGHT_SUM;
+        c.expert = below(MOE_EXPERT_COUNT);
+        if (c.expert != MOE_EXPERT_LINEAR) c.d_ff = widths[below(13)];
+        if (c.expert == MOE_EXPERT_FACTORISED) c.d_low = 1 + below(20);
+        if (c.expert == MOE_EXPERT_MLP) c.act = below(MOE_ACT_COUNT);
+        if (c.expert == MOE_EXPERT_MLP || c.expert == MOE_EXPERT_LINEAR) c.no_expert_bias = below(2);
+        if (c.expert == MOE_EXPERT_SWIGLU) c.expert_bias = below(2);
+        if (c.expert == MOE_EXPERT_SWIGLU && below(2)) {
+            c.swiglu_alpha = (moe_real)(below(2) ? 1.702 : 0);
+            c.swiglu_limit = (moe_real)below(2) / 2;
+            c.swiglu_offset = (moe_real)below(3) - 1;
+        }
+        if (below(2)) {
+            c.n_shared = 1;
+            c.d_shared = widths[below(10)];
+            c.shared_sigmoid = below(2);
+        }
+        if (below(2)) c.d_out = widths[below(13)];
+        c.router.apply_to = below(4) == 0 ? MOE_APPLY_INPUT : MOE_APPLY_OUTPUT;
+        for (kernels = MOE_KERNELS_C; kernels < MOE_KERNELS_COUNT; kernels++) {
+            c.kernels = kernels;
+            if (moe_kernels_select(kernels) != NULL) test_config(&c, (size_t)(1 + below(40)), "a layer at random");
+        }
+    }
+}
+
+static void test_presets(void) {
+    const moe_preset *preset;
+    moe_layer_config c;
+    int all = 0, tested = 0;
+    for (preset = moe_presets(); preset->name != NULL; preset++, all++) {
+        if (!CHECK(moe_layer_preset(preset->name, &c, NULL) == MOE_OK, preset->name)) continue;
+        c.router.d_model = 24;
+        c.d_ff = 20;
+        if (c.router.n_experts == 0 || c.router.n_experts > 8) c.router.n_experts = 8;
+        if (c.router.top_k > 8) c.router.top_k = 8;
+        if (c.router.select == MOE_SELECT_HASH) c.router.table_size = 8;
+        if (c.router.heads > 1) c.router.heads = 1;
+        if (moe_router_check(&c.router, NULL, NULL) != MOE_OK || moe_router_check_training(&c.router, NULL) != MOE_OK)
+            continue;
+        test_config(&c, 12, preset->name);
+        tested++;
+    }
+    CHECKF(tested + 4 >= all, "%d presets of %d", tested, all);
+}
+
+/* Scores that read each activation of the experts. */
+static void test_scored(void) {
+    moe_layer_config c;
+    int node;
+    for (node = 0; node < MOE_NODE_COUNT; node++) {
+        memset(&c, 0, sizeof c);
+        c.router.d_model = 20;
+        c.d_ff = 18;
+        c.router.n_experts = 3;
+        c.router.top_k = 2;
+        c.router.score = MOE_SCORE_NORM;
+        c.router.norm_node = node;
+        c.expert = node == MOE_NODE_LOW ? MOE_EXPERT_FACTORISED : MOE_EXPERT_SWIGLU;
+        if (moe_layer_check(&c, NULL, NULL) == MOE_OK) test_config(&c, 11, "a norm as score");
+        if (c.expert != MOE_EXPERT_SWIGLU) continue;
+        c.expert_bias = 1;
+        c.swiglu_alpha = (moe_real)1.702;
+        c.swiglu_limit = (moe_real)0.5;
+        c.swiglu_offset = 1;
+        CHECK(moe_layer_check(&c, NULL, NULL) == MOE_OK, "shaped experts");
+        test_config(&c, 11, "a norm of shaped experts as score");
+    }
+}
+
+/* ---- weights of less precision ---- */
+
+static double distance(const moe_real *a, const moe_real *b, size_t n) {
+    double off = 0.0, all = 0.0;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        off += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
+        all += (double)b[i] * (double)b[i];
+    }
+    return all > 0.0 ? off / all : 0.0;
+}
+
+/* The relative error of a layer's output, squared, on normal weights and inputs; threads change
+   nothing; the report agrees. */
+static void check_type(scene *s, int type, double limit, const char *name) {
+    moe_quant_error *errors = (moe_quant_error *)grab((size_t)s->layer.config.router.n_experts, sizeof *errors);
+    moe_parallel team;
+    moe_error error;
+    result plain, packed, shared;
+    size_t bytes = 0, work_bytes = 0, e;
+    size_t rows = 0;
+    int calls = 0, kept = s->layer.is_packed;
+    void *memory, *work;
+    memset(&team, 0, sizeof team);
+    team.ctx = &calls;
+    team.run = backwards;
+    team.always = 1;
+    team.threads = 3;
+    s->layer.is_packed = 0;
+    plain = run(s, 0, NULL);
+    CHECK(moe_layer_pack_size(&s->layer, type, 0, &bytes, NULL) == MOE_OK, name);
+    CHECK(moe_layer_pack_size(&s->layer, type, s->n, NULL, &work_bytes) == MOE_OK, name);
+    memory = grab(bytes, 1);
+    work = grab(work_bytes, 1);
+    CHECK(moe_layer_quantize(&s->layer, type, memory, bytes, &s->call, work, work_bytes - 1, errors, &error) ==
+                  MOE_ERR_SPACE &&
+              !s->layer.is_packed,
+          "a byte short");
+    CHECK(moe_layer_quantize(&s->layer, type, memory, bytes, NULL, work, work_bytes, errors, &error) ==
+              MOE_ERR_ARGUMENT,
+          "no batch");
+    CHECK(moe_layer_quantize(&s->layer, type, memory, bytes, &s->call, work, work_bytes, errors, &error) == MOE_OK,
+          name);
+    packed = run(s, 0, NULL);
+    shared = run(s, 0, &team);
+    CHECK(packed.status == plain.status && distance(packed.y, plain.y, s->n * s->o) < limit * limit, name);
+    CHECK(type == MOE_TYPE_REAL || distance(packed.y, plain.y, s->n * s->o) > 0.0, "and it is another layer");
+    CHECK(same(s, &packed, &shared) && calls > 0, "threads");
+    for (e = 0; e < (size_t)s->layer.config.router.n_experts; e++) {
+        rows += errors[e].rows;
+        CHECK((double)errors[e].output < 2.0 * limit + 1e-9 && (type == MOE_TYPE_REAL || errors[e].output > 0),
+              "the error of an expert");
+    }
+    CHECK(rows > 0, "the tokens are counted");
+    s->layer.is_packed = kept;
+    drop(&plain);
+    drop(&packed);
+    drop(&shared);
+    free(memory);
+    free(work);
+    free(errors);
+}
+
+static void test_types(void) {
+    static const struct {
+        int type;
+        double swiglu;
+        const char *name;
+    } types[] = {{MOE_TYPE_REAL, 1e-6, "as they are"},
+                 {MOE_TYPE_F16, 1e-3, "binary16"},
+                 {MOE_TYPE_BF16, 8e-3, "bfloat16"},
+#ifndef MOE_NO_QUANT
+                 {MOE_TYPE_Q8, 0.03, "int8"},
+                 {MOE_TYPE_Q8_BLOCK, 0.018, "int8 in blocks"},
+                 {MOE_TYPE_Q4, 0.17, "int4"},
+#endif
+    };
+    static const int shapes[][2] = {{64, 256}, {352, 352}, {40, 70}, {130, 33}, {96, 72}};
+    size_t i, k;
+    int kernels;
+    for (kernels = MOE_KERNELS_C; kernels < MOE_KERNELS_COUNT; kernels++)
+        for (k = 0; k < sizeof shapes / sizeof shapes[0] && moe_kernels_select(kernels) != NULL; k++) {
+            moe_layer_config c;
+            scene s;
+            memset(&c, 0, sizeof c);
+            c.router.d_model = shapes[k][0];
+            c.d_ff = shapes[k][1];
+            c.router.n_experts = 8;
+            c.router.top_k = 2;
+            c.kernels = kernels;
+            if (k == 2) c.expert = MOE_EXPERT_FACTORISED;
+            if (k == 3) {
+                c.expert = MOE_EXPERT_MLP;
+                c.n_shared = 1;
+            }
+            if (k == 4) {
+                c.expert_bias = 1;
+                c.swiglu_alpha = (moe_real)1.702;
+                c.swiglu_limit = 2;
+                c.swiglu_offset = 1;
+            }
+            if (!CHECK(begin(&s, &c, k == 2 ? 5 : 40), "begin")) continue; /* five tokens leave experts without any */
+            for (i = 0; i < sizeof types / sizeof types[0]; i++)
+                check_type(&s, types[i].type, types[i].swiglu * (k < 2 ? 1.0 : 1.3), types[i].name);
+            end(&s);
+        }
+}
+
+/* A score that reads all experts reads the packed weights as well. */
+static void test_scored_types(void) {
+    moe_layer_config c;
+    scene s;
+    int type;
+    memset(&c, 0, sizeof c);
+    c.router.d_model = 48;
+    c.d_ff = 64;
+    c.router.n_experts = 4;
+    c.router.top_k = 2;
+    c.router.score = MOE_SCORE_NORM;
+    c.router.norm_node = MOE_NODE_PRODUCT;
+    if (!CHECK(begin(&s, &c, 20), "begin")) return;
+    for (type = MOE_TYPE_REAL; type <= MOE_TYPE_F16; type++) check_type(&s, type, 1e-3, "a norm as score");
+#ifndef MOE_NO_QUANT
+    check_type(&s, MOE_TYPE_Q8_BLOCK, 0.5, "a norm as score, in int8");
+#endif
+    end(&s);
+#ifndef MOE_NO_QUANT
+    c.router.score = MOE_SCORE_COMPETITION;
+    c.router.norm_node = 0;
+    c.router.gate = MOE_GATE_IDENTITY;
+    c.router.weight = MOE_WEIGHT_RAW;
+    if (!CHECK(begin(&s, &c, 60), "begin")) return;
+    /* each expert's second product reads rows of its own */
+    check_type(&s, MOE_TYPE_Q8, 0.3, "outputs as scores, in int8");
+    end(&s);
+#endif
+}
+
+/* A soft layer's experts are measured on tokens, all of them. */
+static void test_soft_types(void) {
+    moe_quant_error errors[4];
+    moe_layer_config c;
+    moe_error error;
+    size_t bytes = 0, work_bytes = 0, e;
+    void *memory, *work;
+    scene s;
+    memset(&c, 0, sizeof c);
+    c.router.d_model = 32;
+    c.router.n_experts = 4;
+    c.router.select = MOE_SELECT_SOFT;
+    c.router.slots = 2;
+    c.d_ff = 24;
+    if (!CHECK(begin(&s, &c, 20), "begin")) return;
+    s.call.mask = NULL;
+    CHECK(moe_layer_pack_size(&s.layer, MOE_TYPE_F16, s.n, &bytes, &work_bytes) == MOE_OK, "sizes");
+    memory = grab(bytes, 1);
+    work = grab(work_bytes, 1);
+    CHECK(moe_layer_quantize(&s.layer, MOE_TYPE_F16, memory, bytes, &s.call, work, work_bytes, errors, &error) ==
+              MOE_OK,
+          error.message);
+    for (e = 0; e < 4; e++)
+        CHECK(errors[e].rows == s.n && errors[e].output > 0 && errors[e].output < (moe_real)0.01, "an expert");
+    end(&s);
+    free(memory);
+    free(work);
+}
+
+/* The error of one expert that has all of the weight is that of y, as a share of its length. */
+static void test_report_is_relative(void) {
+    moe_quant_error found;
+    moe_layer_config c;
+    moe_error error;
+    scene s;
+    result plain, packed;
+    size_t bytes = 0, work_bytes = 0, i;
+    double off = 0, all = 0;
+    void *memory, *work;
+    memset(&c, 0, sizeof c);
+    c.router.d_model = c.d_ff = 32;
+    c.router.n_experts = c.router.top_k = 1;
+    c.router.weight = MOE_WEIGHT_ONE;
+    if (!CHECK(begin(&s, &c, 9), "begin")) return;
+    s.call.mask = NULL;
+    plain = run(&s, 0, NULL);
+    CHECK(moe_layer_pack_size(&s.layer, MOE_TYPE_F16, 9, &bytes, &work_bytes) == MOE_OK, "sizes");
+    memory = grab(bytes, 1);
+    work = grab(work_bytes, 1);
+    CHECK(moe_layer_quantize(&s.layer, MOE_TYPE_F16, memory, bytes, &s.call, work, work_bytes, &found, &error) ==
+              MOE_OK,
+          "packs");
+    packed = run(&s, 0, NULL);
+    for (i = 0; i < 9 * s.o; i++) {
+        off += pow((double)packed.y[i] - (double)plain.y[i], 2);
+        all += pow((double)plain.y[i], 2);
+    }
+    CHECK(off > 0 && found.rows == 9 && near_to((double)found.output / sqrt(off / all), 1.0, 1e-3), "the report");
+    drop(&plain);
+    drop(&packed);
+    free(memory);
+    free(work);
+    end(&s);
+}
+
+/* ---- what may go wrong ---- */
+
+/* A report on a layer of which something is not finite, of which only padding comes first, and a
+   failure half way. */
+static void test_mishaps(void) {
+    moe_quant_error errors[4];
+    moe_layer_config c;
+    moe_error error;
+    scene s;
+    size_t bytes = 0, more = 0;
+    size_t work_bytes = 0, e, i;
+    void *memory, *work;
+    moe_real kept, *down;
+    memset(&c, 0, sizeof c);
+    c.router.d_model = 32;
+    c.d_ff = 32;
+    c.router.n_experts = 4;
+    c.router.top_k = 1;
+    c.router.weight = MOE_WEIGHT_RAW;
+    if (!CHECK(begin(&s, &c, 80), "begin")) return;
+    for (i = 0; i < 80; i++) s.mask[i] = i >= 78; /* two real tokens, the last */
+    memset(s.x, 0, 78 * s.d * sizeof *s.x);
+    CHECK(moe_layer_pack_size(&s.layer, MOE_TYPE_REAL, 0, &bytes, NULL) == MOE_OK &&
+              moe_layer_pack_size(&s.layer, MOE_TYPE_F16, 0, &more, NULL) == MOE_OK,
+          "sizes");
+    CHECK(moe_layer_pack_size(&s.layer, MOE_TYPE_F16, 80, NULL, &work_bytes) == MOE_OK, "sizes");
+    memory = grab(bytes, 1);
+    work = grab(work_bytes, 1);
+    CHECK(moe_layer_quantize(&s.layer, MOE_TYPE_F16, memory, bytes, &s.call, work, work_bytes, errors, &error) ==
+              MOE_OK,
+          "packs");
+    for (e = 0; e < 4; e++) CHECK(errors[e].output > 0, "padding is no probe");
+    memcpy(&down, &s.layer.tensors[MOE_EXPERTS_DOWN], sizeof down);
+    kept = down[3];
+    down[3] = (moe_real)HUGE_VAL - (moe_real)HUGE_VAL;
+    CHECK(moe_layer_quantize(&s.layer, MOE_TYPE_F16, memory, bytes, &s.call, work, work_bytes, errors, &error) ==
+              MOE_OK,
+          "packs");
+    CHECK(!moe_is_finite(errors[0].output) && moe_is_finite(errors[1].output), "a weight that is no number shows");
+#ifndef MOE_NO_QUANT
+    CHECK(moe_layer_pack(&s.layer, MOE_TYPE_REAL, memory, bytes, &error) == MOE_OK, "packs");
+    CHECK(moe_layer_pack(&s.layer, MOE_TYPE_Q4, memory, bytes, &error) == MOE_ERR_NONFINITE, "int4 of no number");
+    CHECK(!s.layer.is_packed, "what was overwritten is not read again");
+#endif
+    down[3] = kept;
+    free(memory);
+    free(work);
+    end(&s);
+}
+
+/* A step of a trainer whose net was packed after it was made: the workspace suffices, and the
+   weights that it changes are no longer packed. */
+static void test_trainer(void) {
+    moe_layer_config c;
+    moe_train_config config;
+    moe_trainer trainer;
+    moe_net net;
+    moe_data data;
+    moe_error error;
+    moe_real *x = normals(32 * 24), *target = normals(32 * 24);
+    size_t bytes = 0;
+    void *memory;
+    memset(&c, 0, sizeof c);
+    memset(&config, 0, sizeof config);
+    memset(&data, 0, sizeof data);
+    memset(&net, 0, sizeof net);
+    memset(&trainer, 0, sizeof trainer);
+    c.d_ff = 40;
+    c.router.n_experts = 4;
+    c.router.top_k = 2;
+    config.batch = 32;
+    config.criterion = MOE_CRITERION_SQUARED_ERROR;
+    data.n = 32;
+    data.x = x;
+    data.targets = target;
+    CHECK(moe_net_init(&net, 24, MOE_KERNELS_AUTO, NULL) == MOE_OK && moe_net_mixture(&net, &c) == MOE_OK &&
+              moe_net_build(&net, 1, 3, &error) == MOE_OK,
+          "a net");
+    CHECK(moe_trainer_init(&trainer, &net, &config, &error) == MOE_OK, "a trainer");
+#ifndef MOE_NO_QUANT
+    CHECK(moe_layer_pack_size(&net.modules[0].layer, MOE_TYPE_Q4, 0, &bytes, NULL) == MOE_OK, "size");
+    memory = grab(bytes, 1);
+    CHECK(moe_layer_pack(&net.modules[0].layer, MOE_TYPE_Q4, memory, bytes, &error) == MOE_OK, "packs");
+#else
+    (void)bytes;
+    memory = NULL;
+#endif
+    CHECK(moe_trainer_step(&trainer, &data, NULL, &error) == MOE_OK, "a step");
+    CHECK(!net.modules[0].layer.is_packed, "unpacked by the step");
+    moe_trainer_free(&trainer);
+    moe_net_free(&net);
+    free(memory);
+    free(x);
+    free(target);
+}
+
+int main(void) {
+    moe_rng_seed(&rng, 31);
+    CASE(test_report_is_relative());
+    CASE(test_mishaps());
+    CASE(test_trainer());
+    CASE(test_types());
+    CASE(test_scored_types());
+    CASE(test_soft_types());
+    CASE(test_shapes());
+    CASE(test_presets());
+    CASE(test_scored());
+    return test_end();
+}
