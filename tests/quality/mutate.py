@@ -315,7 +315,8 @@ def numbers_near(word):
     away, another twice itself."""
     value = re.match(r'(0[xX][0-9a-fA-F]+|\d+)([uUlL]*)$', word)
     if value:
-        n, suffix = int(value.group(1), 0), value.group(2)
+        digits, suffix = value.groups()
+        n = int(digits, 8 if digits.isdigit() and digits[0] == '0' else 0)
         return ['%d%s' % (k, suffix) for k in ([n + 1, n - 1] if n > 0 else [1])]
     digits = len(re.sub(r'[eE].*|[^0-9]', '', word))
     return ['1.0'] if float(word.rstrip('fFlL')) == 0 else ['(%s * %s)' % (word, '1.01f' if digits >= 5 else '2')]
