@@ -98,6 +98,7 @@
 #define moe_buffer_free moe_buffer_free_f64
 #define moe_file_read moe_file_read_f64
 #define moe_file_replace moe_file_replace_f64
+#define moe_file_limit moe_file_limit_f64
 #define moe_file_open moe_file_open_f64
 #define moe_file_next moe_file_next_f64
 #define moe_file_find moe_file_find_f64
@@ -414,6 +415,7 @@ typedef struct moe_buffer {
     moe_allocator allocator; /* resize NULL: the standard heap */
     unsigned char *data;     /* owned */
     size_t size, capacity;
+    size_t most;             /* the largest size that it may grow to, beyond it: MOE_ERR_SPACE [0: any] */
 } moe_buffer;
 
 /* A stream that appends what is written to buffer; buffer must outlive it. A failed write leaves
@@ -425,7 +427,7 @@ MOE_API void moe_buffer_free(moe_buffer *buffer);
 #ifndef MOE_NO_STDIO
 /* Reads a whole file into buffer, which must be empty. Errors: MOE_ERR_IO (error says which file
    and why; on POSIX systems a device, pipe or socket is refused, as it may never end),
-   MOE_ERR_MEMORY. */
+   MOE_ERR_MEMORY, MOE_ERR_SPACE (a file larger than buffer->most). */
 MOE_API moe_status moe_file_read(const char *path, moe_buffer *buffer, moe_error *error);
 /* Calls write_contents(ctx, stream) on a new file beside path ("path.tmp0", or the next free number
    up to 99), makes it durable and renames it over path; on any failure the file at path is
@@ -497,6 +499,7 @@ typedef struct moe_file {
     size_t size;
     size_t header_size;  /* bytes of JSON after the first 8 */
     size_t n_tensors;
+    size_t n_metadata;   /* keys of __metadata__ */
     size_t at;           /* where moe_file_next continues; 0: at the first tensor */
     /* private: where the object __metadata__ lies; 0, 0: there is none */
     size_t metadata_at, metadata_end;
@@ -511,6 +514,20 @@ typedef struct moe_file {
    in a string, duplicate metadata keys and an unknown key of a tensor are errors. On failure *file
    is untouched. 5 KiB of stack; no recursion. */
 MOE_API moe_status moe_file_open(moe_file *file, const void *bytes, size_t size, moe_error *error);
+
+/* The most that a caller accepts of a file, below what the library does. 0: no limit of his own. */
+typedef struct moe_limits {
+    size_t size;         /* bytes */
+    size_t tensors, metadata; /* at most MOE_FILE_MAX_TENSORS of each in any case */
+    size_t modules;      /* of a network; at most MOE_NET_MAX_MODULES in any case */
+} moe_limits;
+
+/* Compares an opened file with limits: MOE_ERR_SPACE if it has more, and error names the limit. No
+   memory is allocated. modules counts the objects of the configuration that can be modules, so a
+   note with braces may count too. For files that are not trusted: moe_file_read with buffer.most,
+   moe_file_open, moe_file_limit, then moe_net_read or moe_layer_read with an allocator that gives
+   only so much memory. Thread-safe. */
+MOE_API moe_status moe_file_limit(const moe_file *file, const moe_limits *limits, moe_error *error);
 /* The next tensor in the order of the header; MOE_ERR_NOT_FOUND after the last. file->at = 0 starts
    over. */
 MOE_API moe_status moe_file_next(moe_file *file, moe_file_tensor *tensor);
@@ -1677,9 +1694,13 @@ static moe_status moei_buffer_reserve(moe_buffer *b, size_t more) {
     return moei_buffer_resize(b, need);
 }
 
+static int moei_buffer_may_grow(const moe_buffer *b, size_t more) {
+    return b->most == 0 || (b->size <= b->most && more <= b->most - b->size);
+}
+
 static moe_status moei_buffer_write(void *ctx, const void *from, size_t size) {
     moe_buffer *b = (moe_buffer *)ctx;
-    moe_status status = moei_buffer_reserve(b, size);
+    moe_status status = moei_buffer_may_grow(b, size) ? moei_buffer_reserve(b, size) : MOE_ERR_SPACE;
     if (status != MOE_OK) return status;
     if (size > 0) memcpy(b->data + b->size, from, size);
     b->size += size;
@@ -1788,11 +1809,12 @@ static moe_status moei_file_read_all(FILE *f, moe_buffer *b) {
             moe_status status;
             if (b->size > 0 && !moei_file_left(f, &left)) return MOE_ERR_IO;
             if (left > 0 && left < (size_t)-1) more = left + 1;
-            status = moei_buffer_reserve(b, more);
+            status = moei_buffer_may_grow(b, left) ? moei_buffer_reserve(b, more) : MOE_ERR_SPACE;
             if (status != MOE_OK) return status;
         }
         got = fread(b->data + b->size, 1, b->capacity - b->size, f);
         b->size += got;
+        if (!moei_buffer_may_grow(b, 0)) return MOE_ERR_SPACE;
     } while (got > 0);
     return ferror(f) ? MOE_ERR_IO : MOE_OK;
 }
@@ -1813,6 +1835,8 @@ moe_status moe_file_read(const char *path, moe_buffer *buffer, moe_error *error)
     if (status == MOE_OK) return MOE_OK;
     moe_buffer_free(buffer);
     if (status == MOE_ERR_IO) return moei_file_failed(error, "cannot read", path, reason);
+    if (status == MOE_ERR_SPACE)
+        return moei_error(error, status, "%s is larger than %z bytes, the limit of its reader", path, buffer->most);
     return moei_error(error, status, "%s: reading %s", moe_status_text(status), path);
 }
 
@@ -2827,7 +2851,7 @@ static moe_status moei_file_header(moei_json *j, moe_file *file) {
 }
 
 /* All entries up to the closing brace, and the padding after it. */
-static moe_status moei_file_entries(moei_json *j, moe_file *file, moei_tiles *tiles, size_t *n_metadata) {
+static moe_status moei_file_entries(moei_json *j, moe_file *file, moei_tiles *tiles) {
     size_t start = 8 + file->header_size, size = file->size - start;
     moe_file_tensor t;
     int first, kind;
@@ -2837,7 +2861,7 @@ static moe_status moei_file_entries(moei_json *j, moe_file *file, moei_tiles *ti
         if ((status = moei_file_entry(j, first, file, &t, &begin, &kind)) != MOE_OK) return status;
         if (kind == MOEI_ENTRY_END) break;
         if (kind == MOEI_ENTRY_METADATA) {
-            if ((status = moei_file_metadata_object(j, file, n_metadata)) != MOE_OK) return status;
+            if ((status = moei_file_metadata_object(j, file, &file->n_metadata)) != MOE_OK) return status;
             continue;
         }
         if (file->n_tensors == MOE_FILE_MAX_TENSORS)
@@ -2871,7 +2895,7 @@ static moe_status moei_file_check(moe_file *file, const unsigned char *bytes, si
     moe_file f;
     moei_json j;
     moei_tiles tiles;
-    size_t i, n_metadata = 0;
+    size_t i;
     moe_status status;
     memset(&f, 0, sizeof f);
     memset(&j, 0, sizeof j);
@@ -2884,10 +2908,10 @@ static moe_status moei_file_check(moe_file *file, const unsigned char *bytes, si
     if ((status = moei_file_header(&j, &f)) != MOE_OK) return status;
     for (i = 8; i < j.end; i++) tiles.seed = moei_file_hash_step(tiles.seed, f.bytes[i]);
     tiles.seed = moei_file_mix(tiles.seed);
-    if ((status = moei_file_entries(&j, &f, &tiles, &n_metadata)) != MOE_OK ||
+    if ((status = moei_file_entries(&j, &f, &tiles)) != MOE_OK ||
         (status = moei_tiles_check(&tiles, &j, size - j.end)) != MOE_OK ||
         (status = moei_file_unique(&j, &f, 0, f.n_tensors)) != MOE_OK ||
-        (status = moei_file_unique(&j, &f, 1, n_metadata)) != MOE_OK)
+        (status = moei_file_unique(&j, &f, 1, f.n_metadata)) != MOE_OK)
         return status;
     f.at = MOEI_FILE_START;
     if ((status = moei_tiles_strays(&tiles, &j, &f, size - j.end)) != MOE_OK) return status;
@@ -2953,6 +2977,37 @@ moe_status moe_file_metadata(const moe_file *file, const char *key, char *value,
     if (n >= room) return MOE_ERR_SPACE;
     for (chars = moei_chars_of(span), n = 0; n + 1 < room && (c = moei_chars_next(&chars)) >= 0;) value[n++] = (char)c;
     value[n] = '\0';
+    return MOE_OK;
+}
+
+#define MOEI_CONFIG_KEY "moe" /* of the metadata: the configuration */
+
+/* The objects that stand in a configuration's list of modules; { counts inside of notes too. */
+static size_t moei_file_modules(const moe_file *file) {
+    moei_span span;
+    moei_chars chars;
+    size_t n = 0;
+    int c;
+    if (!moei_file_metadata_span(file, MOEI_CONFIG_KEY, &span)) return 0;
+    for (chars = moei_chars_of(span); (c = moei_chars_next(&chars)) >= 0;) n += c == '{';
+    return n > 2 ? n - 2 : 0; /* the first two are the whole and the network */
+}
+
+moe_status moe_file_limit(const moe_file *file, const moe_limits *limits, moe_error *error) {
+    static const char *const names[] = {"bytes", "tensors", "metadata entries", "modules"};
+    size_t has[4], most[4], i;
+    if (file == NULL || limits == NULL) return moei_error(error, MOE_ERR_ARGUMENT, "file or limits is NULL");
+    has[0] = file->size;
+    has[1] = file->n_tensors;
+    has[2] = file->n_metadata;
+    has[3] = moei_file_modules(file);
+    most[0] = limits->size;
+    most[1] = limits->tensors;
+    most[2] = limits->metadata;
+    most[3] = limits->modules;
+    for (i = 0; i < 4; i++)
+        if (most[i] > 0 && has[i] > most[i])
+            return moei_error(error, MOE_ERR_SPACE, "the file has %z %s, the limit is %z", has[i], names[i], most[i]);
     return MOE_OK;
 }
 
@@ -8852,7 +8907,6 @@ moe_status moe_trainer_step(moe_trainer *trainer, const moe_data *batch, moe_ste
 
 /* The metadata key whose value is the configuration, as JSON, and the format that this version
    writes and reads. */
-#define MOEI_CONFIG_KEY "moe"
 enum { MOEI_CONFIG_FORMAT = 1 };
 
 /* The metadata key of the checksums: of each tensor the CRC-32 (that of zlib) of its bytes in the

@@ -148,12 +148,13 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
 #define MOEI_OF_moe_allocator(M, s) M(s, ctx) M(s, resize)
 #define MOEI_OF_moe_arena(M, s) M(s, base) M(s, size) M(s, used)
 #define MOEI_OF_moe_stream(M, s) M(s, ctx) M(s, read) M(s, write) M(s, sync)
-#define MOEI_OF_moe_buffer(M, s) M(s, allocator) M(s, data) M(s, size) M(s, capacity)
+#define MOEI_OF_moe_buffer(M, s) M(s, allocator) M(s, data) M(s, size) M(s, capacity) M(s, most)
 #define MOEI_OF_moe_tensor(M, s) M(s, name) M(s, n_dims) M(s, shape) M(s, count) M(s, flags) M(s, data) M(s, gradient)
 #define MOEI_OF_moe_file_tensor(M, s) M(s, name) M(s, name_length) M(s, dtype) M(s, n_dims) M(s, shape) M(s, count) \
     M(s, data) M(s, bytes)
-#define MOEI_OF_moe_file(M, s) M(s, bytes) M(s, size) M(s, header_size) M(s, n_tensors) M(s, at) M(s, metadata_at) \
-    M(s, metadata_end) M(s, of_header)
+#define MOEI_OF_moe_file(M, s) M(s, bytes) M(s, size) M(s, header_size) M(s, n_tensors) M(s, n_metadata) M(s, at) \
+    M(s, metadata_at) M(s, metadata_end) M(s, of_header)
+#define MOEI_OF_moe_limits(M, s) M(s, size) M(s, tensors) M(s, metadata) M(s, modules)
 #define MOEI_OF_moe_metadata(M, s) M(s, key) M(s, value)
 #define MOEI_OF_moe_layer_config(M, s) M(s, router) M(s, d_out) M(s, expert) M(s, d_ff) M(s, d_low) M(s, act) \
     M(s, no_expert_bias) M(s, swiglu_alpha) M(s, swiglu_limit) M(s, swiglu_offset) M(s, expert_bias) M(s, n_shared) \
@@ -225,10 +226,10 @@ MOE_API moe_status moe_struct_place(const char *name, const char *member, size_t
     S(moe_router_config) S(moe_preset) S(moe_parameter) S(moe_batch) S(moe_call) S(moe_assignment) \
     S(moe_dispatch_plan) S(moe_routing) S(moe_custom) S(moe_router) S(moe_metrics) S(moe_report) \
     S(moe_instability_report) S(moe_error_shares) S(moe_allocator) S(moe_arena) S(moe_stream) S(moe_buffer) \
-    S(moe_tensor) S(moe_file_tensor) S(moe_file) S(moe_metadata) S(moe_layer_config) S(moe_layer) S(moe_quant_error) \
-    S(moe_layer_pass) S(moe_attention_config) S(moe_module) S(moe_net) S(moe_net_pass) S(moe_cache) S(moe_sampling) \
-    S(moe_mixture) S(moe_mixture_losses) S(moe_data) S(moe_evaluation) S(moe_progress) S(moe_param_group) \
-    S(moe_train_config) S(moe_trainer) S(moe_step) S(moe_loader) S(moe_model) S(moe_choice)
+    S(moe_tensor) S(moe_file_tensor) S(moe_file) S(moe_limits) S(moe_metadata) S(moe_layer_config) S(moe_layer) \
+    S(moe_quant_error) S(moe_layer_pass) S(moe_attention_config) S(moe_module) S(moe_net) S(moe_net_pass) S(moe_cache) \
+    S(moe_sampling) S(moe_mixture) S(moe_mixture_losses) S(moe_data) S(moe_evaluation) S(moe_progress) \
+    S(moe_param_group) S(moe_train_config) S(moe_trainer) S(moe_step) S(moe_loader) S(moe_model) S(moe_choice)
 #ifdef MOE_CLASSIC_H
 #define MOEI_STRUCTS_CLASSIC(S) S(moe_hme_config) S(moe_hme) S(moe_modular) S(moe_modular_step_result)
 #else

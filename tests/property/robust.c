@@ -3188,6 +3188,7 @@ static const row rows[] = {
     {"moe_file_read", ""},
     {"moe_file_replace", ""},
     {"moe_file_open", ""},
+    {"moe_file_limit", ""},
     {"moe_file_next", ""},
     {"moe_file_find", ""},
     {"moe_file_metadata", ""},

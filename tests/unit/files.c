@@ -1216,6 +1216,92 @@ static void check_copies(saved_models *m) {
     CHECK_STATUS(read_model(m, 0, &m->files[2], &error), MOE_OK);
 }
 
+/* A file of three tensors, two keys and a configuration of four modules, of which one is a note. */
+static moe_buffer limited_file(void) {
+    moe_buffer b;
+    moe_stream stream;
+    moe_tensor t[N_TENSORS];
+    moe_metadata metadata[2];
+    moe_error error;
+    memset(&b, 0, sizeof b);
+    stream = moe_buffer_stream(&b);
+    sample(t);
+    metadata[0].key = "moe";
+    metadata[0].value = "{\"net\":{\"modules\":[{\"module\":\"tied\"},{},{\"_note\":\"{\"}]}}";
+    metadata[1].key = "by";
+    metadata[1].value = "{{{{{{";
+    CHECK_STATUS(moe_file_write(&stream, t, 3, metadata, 2, NULL, &error), MOE_OK, error.message);
+    return b;
+}
+
+/* Each limit at what the file has, above it and below it. */
+static void test_limits(void) {
+    static const char *const says[] = {" bytes, the limit is ", "3 tensors, the limit is 2",
+                                       "2 metadata entries, the limit is 1", "4 modules, the limit is 3"};
+    moe_buffer b = limited_file(), empty;
+    moe_file file;
+    moe_limits limits;
+    moe_error error;
+    size_t *each[4], has[4], i;
+    if (!CHECK_STATUS(moe_file_open(&file, b.data, b.size, &error), MOE_OK, error.message)) return;
+    CHECK(file.n_tensors == 3 && file.n_metadata == 2);
+    memset(&limits, 0, sizeof limits);
+    CHECK(moe_file_limit(&file, &limits, NULL) == MOE_OK);
+    CHECK(moe_file_limit(NULL, &limits, &error) == MOE_ERR_ARGUMENT && moe_file_limit(&file, NULL, &error) ==
+          MOE_ERR_ARGUMENT);
+    each[0] = &limits.size;
+    each[1] = &limits.tensors;
+    each[2] = &limits.metadata;
+    each[3] = &limits.modules;
+    has[0] = b.size;
+    has[1] = 3;
+    has[2] = 2;
+    has[3] = 4;
+    for (i = 0; i < 4; i++) {
+        *each[i] = has[i];
+        CHECK(moe_file_limit(&file, &limits, &error) == MOE_OK);
+        *each[i] = has[i] - 1;
+        CHECK(moe_file_limit(&file, &limits, &error) == MOE_ERR_SPACE && strstr(error.message, says[i]) != NULL,
+              error.message);
+        *each[i] = has[i] + 1;
+        CHECK(moe_file_limit(&file, &limits, &error) == MOE_OK);
+    }
+    moe_buffer_free(&b);
+    memset(&empty, 0, sizeof empty);
+    b = empty;
+    CHECK(moe_file_open(&file, "\x08\0\0\0\0\0\0\0{}      ", 16, &error) == MOE_OK && file.n_metadata == 0 &&
+          moe_file_limit(&file, &limits, &error) == MOE_OK);
+}
+
+/* Files around the limit of a buffer, and writes beyond it. */
+static void test_buffer_limit(void) {
+    static const size_t sizes[] = {1, 100, 4096, 4097, 70000};
+    moe_buffer b;
+    moe_stream stream;
+    moe_error error;
+    size_t i, n;
+    for (i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        FILE *f = fopen(path, "wb");
+        if (!CHECK(f != NULL)) return;
+        for (n = 0; n < sizes[i]; n++) fputc('x', f);
+        fclose(f);
+        memset(&b, 0, sizeof b);
+        b.most = sizes[i];
+        CHECK(moe_file_read(path, &b, &error) == MOE_OK && b.size == sizes[i]);
+        stream = moe_buffer_stream(&b);
+        CHECK(stream.write(stream.ctx, "", 0) == MOE_OK && stream.write(stream.ctx, "y", 1) == MOE_ERR_SPACE &&
+              b.size == sizes[i]);
+        b.most++;
+        CHECK(stream.write(stream.ctx, "y", 1) == MOE_OK && b.size == sizes[i] + 1);
+        moe_buffer_free(&b);
+        b.most = sizes[i] - 1;
+        if (b.most == 0) continue; /* no limit */
+        CHECK(moe_file_read(path, &b, &error) == MOE_ERR_SPACE && b.data == NULL && b.size == 0 &&
+              strstr(error.message, "files-test.bin is larger than ") != NULL, error.message);
+    }
+    remove(path);
+}
+
 static void test_checksums(void) {
     saved_models m;
     moei_crc crc;
@@ -1532,6 +1618,8 @@ int main(void) {
     CASE(test_lists());
     CASE(test_replace());
     CASE(test_read());
+    CASE(test_limits());
+    CASE(test_buffer_limit());
     CASE(test_checksums());
     CASE(test_every_change());
     CASE(test_changed_later());
