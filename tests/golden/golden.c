@@ -595,6 +595,7 @@ static void check_inference(golden *g, const moe_layer *layer, const run *traine
     run r;
     call.training = 0;
     if (layer->config.router.select == MOE_SELECT_SINKHORN) return;
+    if (layer->config.router.select == MOE_SELECT_BALANCED) return;
     if (layer->config.router.threshold_fallback == 1) return;
     if (layer->config.router.capacity_factor_eval < layer->config.router.capacity_factor ||
         layer->config.router.capacity_factor_eval > layer->config.router.capacity_factor) return;
