@@ -390,10 +390,7 @@ enum {
     X(MOE_SCORE_DSELECT, "dselect", moei_score_dselect, moei_score_dselect_backward, \
         MOEI_SCORE_TRAINED | MOEI_SCORE_POSITIVE) \
     /* moe_router.custom.score fills in z */ \
-    X(MOE_SCORE_CUSTOM, "custom", moei_score_custom, moei_score_custom_backward, 0) \
-    /* z_te = tanh(u_t . W_e + b_e) */ \
-    X(MOE_SCORE_TANH, "tanh", moei_score_tanh, moei_score_tanh_backward, \
-      MOEI_SCORE_TRAINED | MOEI_SCORE_WEIGHT | MOEI_SCORE_BIAS | MOEI_SCORE_VECTORS)
+    X(MOE_SCORE_CUSTOM, "custom", moei_score_custom, moei_score_custom_backward, 0)
 
 /* Which activation of an expert the score norm reads. An mlp expert has gate (= up) and act (=
    product). A swiglu expert's limit and offset come after gate and up, before act and product. */
@@ -4037,20 +4034,6 @@ static void moei_score_custom_backward(moei_pass *s) {
     s->status = moei_custom_status(s, "score_backward", s->status);
 }
 
-#endif
-
-static void moei_score_tanh(moei_pass *s) {
-    moei_score_linear(s);
-    moe_activate(s->router->kernels, MOE_ACT_TANH, s->n * s->experts, s->r->logits, s->r->logits);
-}
-
-#ifndef MOE_NO_TRAIN
-static void moei_score_tanh_backward(moei_pass *s) {
-    const moe_real *z = moei_score_logits(s);
-    size_t i;
-    for (i = 0; i < s->n * s->experts; i++) s->m.d_logits[i] *= MOEI_R(1.0) - z[i] * z[i];
-    moei_score_linear_backward(s);
-}
 #endif
 
 typedef struct moei_score {

@@ -2019,7 +2019,7 @@ static const option_row option_rows[] = {
     {"ac_mix", "1 2", "input=adaptive_clustering", 0},
     {"ac_lambda", "0.4", "input=adaptive_clustering", 0},
     {"ac_rho", "0.5", "input=adaptive_clustering ac_mode=running", 0},
-    {"score", "linear random mlp cosine grap competition dselect custom tanh", "", 0},
+    {"score", "linear random mlp cosine grap competition dselect custom", "", 0},
     {"score", "norm", "expert=factorised", 0},
     {"score", "attentive", "expert=mlp", 0},
     {"router_bias", "1", "", 0},
