@@ -126,6 +126,17 @@ static inline int same_reals(const moe_real *a, const moe_real *b, size_t n) { r
 static inline int near_to(double a, double b, double tolerance) { return fabs(a - b) <= tolerance * (1.0 + fabs(b)); }
 #endif
 
+#if defined(MOE_ROUTERS_H) && !defined(MOE_NO_FLOAT)
+#define TEST_AT_MOST_K(value, name, select, flags, traits) ((flags) & MOEI_SELECT_AT_MOST_K) != 0,
+
+/* The most choices that a token may have at any step, which is the length of a row of given. */
+static inline size_t most_choices(const moe_router_config *c) {
+    static const int at_most_k[] = {MOE_SELECTS(TEST_AT_MOST_K)};
+    if (!at_most_k[c->select] || (c->switch_at > 0 && !at_most_k[c->switch_from])) return (size_t)c->n_experts;
+    return (size_t)(c->k_end > c->top_k ? c->k_end : c->top_k);
+}
+#endif
+
 #if defined(MOE_H) && !defined(MOE_NO_FLOAT)
 /* A heap that counts, moves every block that changes its size, and knows its size. */
 typedef struct test_heap {

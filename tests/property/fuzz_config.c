@@ -546,10 +546,10 @@ static void draw_mask(fuzz *f, moe_call *call, size_t d, int poison) {
 }
 
 /* The most choices of a token, which is the length of a row of given. */
+#define BIT_IF_BY_K(value, name, select, flags, traits) | (((flags) & MOEI_SELECT_AT_MOST_K) != 0) << value
+
 static size_t most_choices(const moe_router_config *c) {
-    const int by_k = 1 << MOE_SELECT_TOP_K | 1 << MOE_SELECT_GIVEN | 1 << MOE_SELECT_GROUPED_TOP_K |
-                     1 << MOE_SELECT_HASH | 1 << MOE_SELECT_SINKHORN | 1 << MOE_SELECT_SAMPLE |
-                     1 << MOE_SELECT_BALANCED;
+    const int by_k = 0 MOE_SELECTS(BIT_IF_BY_K);
     if (!(by_k >> c->select & 1) || (c->switch_at > 0 && !(by_k >> c->switch_from & 1))) return (size_t)c->n_experts;
     return (size_t)(c->k_end > c->top_k ? c->k_end : c->top_k);
 }

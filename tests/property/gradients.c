@@ -424,19 +424,6 @@ enum { STEP = 1 };
 
 static int is_frozen(const moe_router_config *r) { return r->freeze_at > 0 && STEP >= r->freeze_at; }
 
-/* A selection that may take more than K experts for a token. */
-static int takes_any(int select) {
-    return select == MOE_SELECT_DENSE || select == MOE_SELECT_TOP_P || select == MOE_SELECT_THRESHOLD ||
-           select == MOE_SELECT_POSITIVE || select == MOE_SELECT_EXPERT_CHOICE || select == MOE_SELECT_AFFINITY ||
-           select == MOE_SELECT_CUSTOM;
-}
-
-/* The row stride of call.given: the most experts per token at any step. */
-static size_t given_stride(const moe_router_config *r) {
-    if (takes_any(r->select) || (r->switch_at > 0 && takes_any(r->switch_from))) return (size_t)r->n_experts;
-    return (size_t)(r->k_end > r->top_k ? r->k_end : r->top_k);
-}
-
 /* ---- a layer's decisions and kinks ---- */
 
 /* Who was chosen, in which order, and kept. */
@@ -832,7 +819,7 @@ static void supply(layer_case *c, int with) {
     c->layer.router.custom.select = own_select;
     c->layer.router.custom.n_parameters = (size_t)r->custom_parameters;
     if (r->select == MOE_SELECT_GIVEN || with & WITH_GIVEN)
-        c->call.given = c->given = draw_given(n, given_stride(r), experts);
+        c->call.given = c->given = draw_given(n, most_choices(r), experts);
     if (r->select == MOE_SELECT_HASH) c->call.token_ids = c->token_ids = draw_integers(n, r->table_size);
     if (r->noise != MOE_NOISE_NONE && chance(50)) c->call.noise = c->noise = normals(n * experts, 0.5);
     if (r->input == MOE_INPUT_JITTER && chance(50)) {
@@ -1704,7 +1691,7 @@ static void check_recorded(const moe_layer_config *config, size_t n, int with, i
     choices = (int32_t *)grab(pairs, sizeof *choices);
     c.given = (int32_t *)grab(pairs, sizeof *c.given);
     memcpy(choices, c.pass.routing.choices, pairs * sizeof *choices);
-    report("replay", name, c.pass.routing.max_choices == given_stride(&c.layer.config.router),
+    report("replay", name, c.pass.routing.max_choices == most_choices(&c.layer.config.router),
            "max_choices is not as documented");
     c.status = moe_routing_choices(&c.pass.routing, c.pass.routing.max_choices, keep_dropped, c.given);
     c.measured_call.given = c.given;

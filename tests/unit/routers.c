@@ -125,18 +125,6 @@ static moe_status own_select(void *ctx, const moe_router *router, const moe_call
     return MOE_OK;
 }
 
-/* The most choices that a token may have, which is the length of a row of given: K, or E for
-   selections without a fixed number. */
-static size_t most_choices(const moe_router_config *c) {
-    static const int fixed[] = {MOE_SELECT_TOP_K, MOE_SELECT_GIVEN,  MOE_SELECT_GROUPED_TOP_K, MOE_SELECT_HASH,
-                                MOE_SELECT_SINKHORN, MOE_SELECT_SAMPLE, MOE_SELECT_BALANCED};
-    size_t i, by_k = 0, wanted = c->switch_at > 0 ? 2 : 1;
-    for (i = 0; i < sizeof fixed / sizeof fixed[0]; i++)
-        by_k += (size_t)(c->select == fixed[i]) + (size_t)(c->switch_at > 0 && c->switch_from == fixed[i]);
-    if (by_k < wanted) return (size_t)c->n_experts;
-    return (size_t)(c->k_end > c->top_k ? c->k_end : c->top_k);
-}
-
 /* All that some stage may ask of a call. */
 static void supply(bench *b, double spread) {
     const moe_router_config *c = &b->router.config;
