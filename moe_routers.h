@@ -506,10 +506,7 @@ enum {
     X(MOE_SELECT_BALANCED, "balanced", moei_select_balanced, \
       MOEI_SELECT_AT_MOST_K | MOEI_SELECT_BATCH_IN_TRAINING | MOEI_SELECT_COMES_FIRST, MOE_TRAIT_NEEDS_BATCH) \
     /* moe_router.custom.select marks the experts */ \
-    X(MOE_SELECT_CUSTOM, "custom", moei_select_custom, MOEI_SELECT_COMES_FIRST, 0) \
-    /* K experts after those of the token before it, whatever the scores */ \
-    X(MOE_SELECT_ROUND_ROBIN, "round_robin", moei_select_round_robin, \
-      MOEI_SELECT_AT_MOST_K | MOEI_SELECT_ANY_K | MOEI_SELECT_COMES_FIRST, MOE_TRAIT_NEEDS_BATCH)
+    X(MOE_SELECT_CUSTOM, "custom", moei_select_custom, MOEI_SELECT_COMES_FIRST, 0)
 
 /* What a group of experts is worth: its best p + b, or the sum of its two best. */
 #define MOE_GROUPS(X) X(MOE_GROUP_MAX, "max") X(MOE_GROUP_TOP2_SUM, "top2_sum")
@@ -5232,15 +5229,6 @@ static moe_status moei_select_custom(moei_pass *s) {
     for (i = 0; i < s->n * s->experts; i++)
         s->r->selected[i] = s->r->selected[i] != 0 && moei_is_real(s->call, i / s->experts);
     return moei_custom_status(s, "select", status);
-}
-
-static moe_status moei_select_round_robin(moei_pass *s) {
-    const size_t k = (size_t)s->c->top_k;
-    size_t t, i;
-    for (t = 0; t < s->n; t++)
-        for (i = 0; i < k && moei_is_real(s->call, t); i++)
-            s->r->selected[t * s->experts + (t * k + i) % s->experts] = 1;
-    return MOE_OK;
 }
 
 #define MOEI_SELECT_ROW(value, name, choose, flags, traits) MOEI_KEEP(SELECTS, value, choose),
