@@ -488,7 +488,7 @@ static int draw_layer(moe_layer_config *c, int d, int d_out, int later) {
         r->top_k = 1 + (int)below(4);
     }
     c->d_out = d_out;
-    c->expert = (int)below(MOE_EXPERT_COUNT);
+    c->expert = (int)below(MOE_EXPERT_FACTORISED + 1); /* the kinds that the bounds were measured with */
     c->act = (int)below(MOE_ACT_COUNT);
     if (c->expert != MOE_EXPERT_MLP) c->act = 0;
     if (c->expert != MOE_EXPERT_LINEAR) c->d_ff = 5 + (int)below(40);
