@@ -580,9 +580,7 @@ MOE_API moe_status moe_file_write(moe_stream *stream, const moe_tensor *tensors,
     X(MOE_EXPERT_SWIGLU, "swiglu", MOEI_SWIGLU) \
     X(MOE_EXPERT_MLP, "mlp", MOEI_MLP) \
     X(MOE_EXPERT_LINEAR, "linear", MOEI_LINEAR) \
-    X(MOE_EXPERT_FACTORISED, "factorised", MOEI_FACTORISED) \
-    /* y = down silu(gate x) */ \
-    X(MOE_EXPERT_PLAIN, "plain", MOEI_PLAIN)
+    X(MOE_EXPERT_FACTORISED, "factorised", MOEI_FACTORISED)
 #define MOEI_KIND_VALUE(value, name, ...) value,
 enum { MOE_EXPERT_KINDS(MOEI_KIND_VALUE) MOE_EXPERT_COUNT };
 
@@ -3576,11 +3574,6 @@ typedef struct moei_expert {
       {MOEI_STEP_MATMUL, 1, MOE_NODE_UP, MOEI_X, 0, MOE_EXPERTS_UP, -1}, \
       {MOEI_STEP_GATED, 1, MOE_NODE_PRODUCT, MOE_NODE_GATE, MOE_NODE_UP, 0, 0}, \
       {MOEI_STEP_MATMUL, 2, MOE_NODE_OUTPUT, MOE_NODE_PRODUCT, 0, MOE_EXPERTS_DOWN, -1}}}
-#define MOEI_PLAIN \
-    {0, MOE_NODE_GATE, MOE_NODE_ACT, 2, 3, \
-     {{MOEI_STEP_MATMUL, 0, MOE_NODE_GATE, MOEI_X, 0, MOE_EXPERTS_GATE, -1}, \
-      {MOEI_STEP_ACT, 0, MOE_NODE_ACT, MOE_NODE_GATE, 0, 0, 0}, \
-      {MOEI_STEP_MATMUL, 1, MOE_NODE_OUTPUT, MOE_NODE_ACT, 0, MOE_EXPERTS_DOWN, -1}}}
 #define MOEI_SHARED_EXPERT \
     {0, MOE_NODE_UP, MOE_NODE_PRODUCT, 2, 4, \
      {{MOEI_STEP_MATMUL, 0, MOE_NODE_GATE, MOEI_X, 0, MOE_SHARED_GATE, -1}, \

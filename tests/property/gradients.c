@@ -2104,7 +2104,7 @@ static const option_row option_rows[] = {
     {"switch_from", "dense top_p threshold positive affinity sinkhorn sample custom", "switch_at=2", 0},
     {"switch_from", "balanced", "switch_at=2 top_k=1", 0},
     {"d_out", "3", "", 0},
-    {"expert", "swiglu mlp linear factorised plain", "", 0},
+    {"expert", "swiglu mlp linear factorised", "", 0},
     {"d_low", "2", "expert=factorised", 0},
     {"act", "relu silu gelu tanh sigmoid identity", "expert=mlp", 0},
     {"no_expert_bias", "1", "", 0},

@@ -303,13 +303,6 @@ static double *naive_expert(const moe_layer *layer, size_t e, const double *x) {
     if (c->expert == MOE_EXPERT_LINEAR)
         return affine(block_of(layer, MOE_EXPERTS_WEIGHT, e, o * d), block_of(layer, MOE_EXPERTS_BIAS, e, o), o, d, x);
     if (c->expert == MOE_EXPERT_SWIGLU) return naive_swiglu(layer, e, x);
-    if (c->expert == MOE_EXPERT_PLAIN) {
-        hidden = affine(block_of(layer, MOE_EXPERTS_GATE, e, f * d), NULL, f, d, x);
-        for (i = 0; i < f; i++) hidden[i] = act_of(MOE_ACT_SILU, hidden[i]);
-        y = affine(block_of(layer, MOE_EXPERTS_DOWN, e, o * f), NULL, o, f, hidden);
-        free(hidden);
-        return y;
-    }
     if (c->expert == MOE_EXPERT_FACTORISED) {
         hidden = affine(block_of(layer, MOE_EXPERTS_REDUCE, e, low * d), NULL, low, d, x);
         y = gated(affine(block_of(layer, MOE_EXPERTS_EXPAND, e, f * low), NULL, f, low, hidden),
