@@ -12,8 +12,10 @@
    Error of a tensor: max |got - want| / (1e-6 + max |want|). A case is skipped only when it names a
    stage, a loss, a value or an input tensor that the library does not have yet. Beside the
    comparison, for each case and table: inference gives the same y bit for bit as training; tokens
-   of a causal router give it one by one; NaN in padding reaches nothing that is real. Exit status:
-   0 all that ran passed, 1 one failed or none ran, 2 usage or an unreadable path. */
+   of a causal router give it one by one, and decoding gives it where the router allows that; packed
+   weights give what their values give, bit for bit but for quantized types; NaN in padding reaches
+   nothing that is real. Exit status: 0 all that ran passed, 1 one failed or none ran, 2 usage or an
+   unreadable path. */
 
 #if defined(__unix__) || defined(__APPLE__)
 #define _POSIX_C_SOURCE 200809L
@@ -36,6 +38,8 @@
 #else
 #define BOUND 5e-5
 #endif
+/* Of quantized weights: where a small layer's outputs cancel, 8 bits of an activation are few. */
+#define QUANTIZED 0.5
 
 enum { NAME_ROOM = 128, VALUE_ROOM = 64, TEXT_ROOM = 256, MAX_PATHS = 100000 };
 
@@ -560,7 +564,7 @@ static int fail_status(golden *g, const char *what, moe_status status) {
 static int forward(golden *g, const moe_layer *layer, const moe_call *call, run *r) {
     size_t bytes = 0;
     void *work;
-    moe_status status = moe_layer_work_size(layer, call->n_tokens, call->training, &bytes);
+    moe_status status = moe_layer_work_size(layer, call->n_past + call->n_tokens, call->training, &bytes);
     if (status != MOE_OK) return fail_status(g, "moe_layer_work_size", status);
     work = grab(g, bytes, 1);
     r->y = grab_reals(g, call->n_tokens * (size_t)layer->config.d_out);
@@ -590,49 +594,184 @@ static int same(const moe_real *a, const moe_real *b, size_t count) {
     return memcmp(a, b, count * sizeof(moe_real)) == 0;
 }
 
-static void check_inference(golden *g, const moe_layer *layer, const run *trained) {
-    moe_call call = g->call;
-    run r;
-    call.training = 0;
-    if (layer->config.router.select == MOE_SELECT_SINKHORN) return;
-    if (layer->config.router.select == MOE_SELECT_BALANCED) return;
-    if (layer->config.router.threshold_fallback == 1) return;
-    if (layer->config.router.capacity_factor_eval < layer->config.router.capacity_factor ||
-        layer->config.router.capacity_factor_eval > layer->config.router.capacity_factor) return;
-    if (moe_router_traits(&layer->config.router) & MOE_TRAIT_STOCHASTIC) return; /* noise is for training only */
-    if (!forward(g, layer, &call, &r)) return;
-    if (!same(r.y, trained->y, call.n_tokens * (size_t)layer->config.d_out))
+/* Dimensions of 1 do not count: [1,d] is [d]. */
+static int same_shape(const moe_file_tensor *a, const moe_tensor *b) {
+    int i = 0, k = 0;
+    for (;;) {
+        while (i < a->n_dims && a->shape[i] == 1) i++;
+        while (k < b->n_dims && b->shape[k] == 1) k++;
+        if (i == a->n_dims || k == b->n_dims) return i == a->n_dims && k == b->n_dims;
+        if (a->shape[i++] != b->shape[k++]) return 0;
+    }
+}
+
+/* Puts the file's parameters into the layer. */
+static int fill_layer(golden *g, const moe_layer *layer) {
+    moe_tensor t;
+    moe_file_tensor stored;
+    size_t i;
+    int k;
+    for (i = 0; moe_layer_tensor(layer, i, &t) == MOE_OK; i++) {
+        if (moe_file_find(&g->file, t.name, &stored) != MOE_OK)
+            return fail(g, "the layer wants a tensor that the file lacks", t.name);
+        if (!same_shape(&stored, &t)) return fail(g, "tensor has another shape than the layer's", t.name);
+        if (moe_file_values(&stored, 0, t.count, t.data, NULL) != MOE_OK)
+            return fail(g, "tensor cannot be read as numbers", t.name);
+    }
+    for (k = 0; k < (int)(sizeof parameters / sizeof parameters[0]); k++)
+        if (has_tensor(g, parameters[k]) && moe_layer_find(layer, parameters[k], &t) != MOE_OK)
+            return fail(g, "the layer lacks the file's tensor", parameters[k]);
+    return 1;
+}
+
+/* What inference computes is what training computed, bit for bit, where both do the same. */
+static void check_inference(golden *g, const moe_layer *layer, const run *trained, const run *inferred) {
+    const moe_router_config *c = &layer->config.router;
+    if (c->select == MOE_SELECT_SINKHORN || c->select == MOE_SELECT_BALANCED) return;
+    if (c->threshold_fallback == 1) return;
+    if (c->capacity_factor_eval < c->capacity_factor || c->capacity_factor_eval > c->capacity_factor) return;
+    if (moe_router_traits(c) & MOE_TRAIT_STOCHASTIC) return; /* noise is for training only */
+    if (!same(inferred->y, trained->y, g->call.n_tokens * (size_t)layer->config.d_out))
         fail(g, "y of inference is not y of training bit for bit, kernels", g->kernels);
 }
 
-static void check_single_tokens(golden *g, const moe_layer *layer, const run *trained) {
-    size_t t, d = (size_t)layer->config.router.d_model, o = (size_t)layer->config.d_out;
+/* The call for one token, with all that the whole call has for it. */
+static moe_call token_call(const golden *g, const moe_layer *layer, size_t t) {
+    size_t d = (size_t)layer->config.router.d_model;
+    moe_call one;
+    memset(&one, 0, sizeof one);
+    one.n_tokens = 1;
+    one.x = g->call.x + t * d;
+    one.training = g->call.training;
+    if (g->call.router_x != NULL) one.router_x = g->call.router_x + t * d;
+    if (g->call.jitter != NULL) one.jitter = g->call.jitter + t * d;
+    if (g->call.token_ids != NULL) one.token_ids = g->call.token_ids + t;
+    if (g->call.token_machine != NULL) one.token_machine = g->call.token_machine + t;
+    one.expert_machine = g->call.expert_machine;
+    if (g->call.noise != NULL) one.noise = g->call.noise + t * (size_t)layer->config.router.n_experts;
+    one.n_previous = g->call.n_previous;
+    if (g->call.previous_experts != NULL) one.previous_experts = g->call.previous_experts + t * one.n_previous;
+    if (g->call.previous_weights != NULL) one.previous_weights = g->call.previous_weights + t * one.n_previous;
+    if (g->call.previous_input != NULL) one.previous_input = g->call.previous_input + t * d;
+    if (g->call.mask != NULL) one.mask = g->call.mask + t;
+    if (g->call.given != NULL) one.given = g->call.given + t * (size_t)layer->config.router.top_k;
+    return one;
+}
+
+static void check_single_tokens(golden *g, const moe_layer *layer, const run *whole) {
+    size_t t, o = (size_t)layer->config.d_out;
     if ((moe_router_traits(&layer->config.router) & (MOE_TRAIT_CAUSAL | MOE_TRAIT_NEEDS_BATCH)) != MOE_TRAIT_CAUSAL)
         return;
     for (t = 0; t < g->call.n_tokens; t++) {
-        moe_call one;
+        moe_call one = token_call(g, layer, t);
         run r;
-        memset(&one, 0, sizeof one);
-        one.n_tokens = 1;
-        one.x = g->call.x + t * d;
-        one.training = 1;
-        if (g->call.router_x != NULL) one.router_x = g->call.router_x + t * d;
-        if (g->call.jitter != NULL) one.jitter = g->call.jitter + t * d;
-        if (g->call.token_ids != NULL) one.token_ids = g->call.token_ids + t;
-        if (g->call.token_machine != NULL) one.token_machine = g->call.token_machine + t;
-        one.expert_machine = g->call.expert_machine;
-        if (g->call.noise != NULL) one.noise = g->call.noise + t * (size_t)layer->config.router.n_experts;
-        one.n_previous = g->call.n_previous;
-        if (g->call.previous_experts != NULL) one.previous_experts = g->call.previous_experts + t * one.n_previous;
-        if (g->call.previous_weights != NULL) one.previous_weights = g->call.previous_weights + t * one.n_previous;
-        if (g->call.previous_input != NULL) one.previous_input = g->call.previous_input + t * d;
-        if (g->call.mask != NULL) one.mask = g->call.mask + t;
-        if (g->call.given != NULL) one.given = g->call.given + t * (size_t)layer->config.router.top_k;
         if (!forward(g, layer, &one, &r)) return;
-        if (!same(r.y, trained->y + t * o, o)) {
+        if (!same(r.y, whole->y + t * o, o)) {
             fail(g, "y of a token alone is not its y in the batch bit for bit, kernels", g->kernels);
             return;
         }
+    }
+}
+
+/* What a call for token t reads of the earlier ones of its sequence, which begins at `first`. */
+static void set_past(golden *g, const moe_layer *layer, const run *whole, size_t first, size_t t, moe_call *one) {
+    size_t d = (size_t)layer->config.router.d_model, e = whole->pass.routing.n_experts;
+    size_t heads = (size_t)layer->config.router.heads, n = g->call.n_tokens;
+    size_t length = t - first + 1, h;
+    moe_real *weights, *outputs;
+    one->n_past = t - first;
+    one->past_u = whole->pass.routing.u + first * d;
+    one->past_gate = whole->pass.routing.gate + first * e;
+    if (g->call.attention_weights == NULL) return;
+    one->attention_weights = weights = grab_reals(g, heads * length);
+    one->attention_outputs = outputs = grab_reals(g, heads * length * d);
+    if (g->call.attention_output != NULL) one->attention_output = g->call.attention_output + t * d;
+    for (h = 0; h < heads; h++) {
+        const moe_real *row = g->call.attention_weights + (h * n + t) * n + first;
+        const moe_real *rows = g->call.attention_outputs + (h * n + first) * d;
+        memcpy(weights + h * length, row, length * sizeof(moe_real));
+        memcpy(outputs + h * length * d, rows, length * d * sizeof(moe_real));
+    }
+}
+
+static double distance(const moe_real *got, const moe_real *want, size_t count) {
+    double largest = 0.0, difference = 0.0;
+    size_t i;
+    for (i = 0; i < count; i++) {
+        if (!moe_is_finite(got[i])) return HUGE_VAL;
+        largest = fmax(largest, fabs((double)want[i]));
+        difference = fmax(difference, fabs((double)got[i] - (double)want[i]));
+    }
+    return difference / (1e-6 + largest);
+}
+
+/* Decoding, where the router can: tokens one by one, each reading those before it. */
+static void check_decoding(golden *g, const moe_layer *layer, const run *inferred) {
+    const moe_router_config *c = &layer->config.router;
+    size_t n = g->call.n_tokens, o = (size_t)layer->config.d_out, t;
+    size_t first = 0, s = 0;
+    moe_real *y = grab_reals(g, n * o);
+    run r;
+    if (moe_router_check_decoding(c, NULL) != MOE_OK) return;
+    if (c->refine != MOE_REFINE_NONE && g->call.mask != NULL) return; /* a past has no padding */
+    for (t = 0; t < n; t++) {
+        moe_call one = token_call(g, layer, t);
+        while (g->call.sequences != NULL && (size_t)g->call.sequences[s] <= t) first = (size_t)g->call.sequences[s++];
+        one.training = 0;
+        one.decoding = 1;
+        if (c->refine != MOE_REFINE_NONE) set_past(g, layer, inferred, first, t, &one);
+        if (!forward(g, layer, &one, &r)) return;
+        memcpy(y + t * o, r.y, o * sizeof(moe_real));
+    }
+    if (!(distance(y, inferred->y, n * o) <= BOUND))
+        fail(g, "y of decoding is not y of the batch, kernels", g->kernels);
+}
+
+/* Puts packed values in the place of the tensors that they come from. */
+static int unpack(golden *g, moe_layer *layer, int type) {
+    int index;
+    for (index = 0; index < MOE_LAYER_PARAMETER_COUNT; index++) {
+        const unsigned char *at = (const unsigned char *)layer->packed[index];
+        moe_parameter p;
+        moe_tensor t;
+        size_t blocks, n, k, panel, e;
+        if (at == NULL) continue;
+        if (moe_layer_parameter(&layer->config, index, &p) != MOE_OK || moe_layer_find(layer, p.name, &t) != MOE_OK)
+            return fail(g, "packed weights without a tensor", "");
+        blocks = p.n_dims == 3 ? p.shape[0] : 1;
+        n = p.shape[p.n_dims - 2];
+        k = p.shape[p.n_dims - 1];
+        if (moe_panel_size(type, k, &panel) != MOE_OK) return fail(g, "moe_panel_size", p.name);
+        for (e = 0; e < blocks; e++, at += (n + 15) / 16 * panel)
+            if (moe_unpack(type, n, k, at, 1, t.data + e * n * k, k) != MOE_OK)
+                return fail(g, "moe_unpack", p.name);
+    }
+    layer->is_packed = 0;
+    return 1;
+}
+
+/* Packed weights of every type give what their values give as plain tensors: bit for bit, but for
+   quantized types, whose activations are quantized too. */
+static void check_packed(golden *g, moe_layer *layer) {
+    size_t count = g->call.n_tokens * (size_t)layer->config.d_out, bytes;
+    int type, score = layer->config.router.score;
+    moe_call call = g->call;
+    moe_error error;
+    run got, want;
+    call.training = 0;
+    for (type = 0; type < MOE_TYPE_COUNT; type++) {
+        int quantized = type != MOE_TYPE_REAL && type != MOE_TYPE_F16 && type != MOE_TYPE_BF16;
+        void *memory;
+        if (moe_layer_pack_size(layer, type, 0, &bytes, NULL) != MOE_OK) continue; /* left out of the build */
+        memory = grab(g, bytes, 1);
+        if (moe_layer_pack(layer, type, memory, bytes, &error) != MOE_OK) fail(g, "moe_layer_pack", error.message);
+        if (!forward(g, layer, &call, &got) || !unpack(g, layer, type) || !forward(g, layer, &call, &want)) return;
+        if (!quantized && !same(got.y, want.y, count)) fail(g, "packed weights change bits, kernels", g->kernels);
+        if (quantized && score != MOE_SCORE_NORM && score != MOE_SCORE_ATTENTIVE && score != MOE_SCORE_COMPETITION) {
+            double away = distance(got.y, want.y, count);
+            if (!(away <= QUANTIZED)) fail(g, "quantized weights are too far from their values, kernels", g->kernels);
+        }
+        if (!fill_layer(g, layer)) return;
     }
 }
 
@@ -681,34 +820,15 @@ static void check_padding(golden *g, const moe_layer *layer, const run *trained)
             fail(g, "NaN in padding reaches the gradient", tensor.name);
 }
 
-/* Dimensions of 1 do not count: [1,d] is [d]. */
-static int same_shape(const moe_file_tensor *a, const moe_tensor *b) {
-    int i = 0, k = 0;
-    for (;;) {
-        while (i < a->n_dims && a->shape[i] == 1) i++;
-        while (k < b->n_dims && b->shape[k] == 1) k++;
-        if (i == a->n_dims || k == b->n_dims) return i == a->n_dims && k == b->n_dims;
-        if (a->shape[i++] != b->shape[k++]) return 0;
-    }
-}
-
-/* Puts the file's parameters into the layer. */
-static int fill_layer(golden *g, const moe_layer *layer) {
-    moe_tensor t;
-    moe_file_tensor stored;
-    size_t i;
-    int k;
-    for (i = 0; moe_layer_tensor(layer, i, &t) == MOE_OK; i++) {
-        if (moe_file_find(&g->file, t.name, &stored) != MOE_OK)
-            return fail(g, "the layer wants a tensor that the file lacks", t.name);
-        if (!same_shape(&stored, &t)) return fail(g, "tensor has another shape than the layer's", t.name);
-        if (moe_file_values(&stored, 0, t.count, t.data, NULL) != MOE_OK)
-            return fail(g, "tensor cannot be read as numbers", t.name);
-    }
-    for (k = 0; k < (int)(sizeof parameters / sizeof parameters[0]); k++)
-        if (has_tensor(g, parameters[k]) && moe_layer_find(layer, parameters[k], &t) != MOE_OK)
-            return fail(g, "the layer lacks the file's tensor", parameters[k]);
-    return 1;
+/* What else inference must give. */
+static void check_use(golden *g, moe_layer *layer, const run *whole) {
+    moe_call call = g->call;
+    run inferred;
+    call.training = 0;
+    if (g->outcome != PASSED || !forward(g, layer, &call, &inferred)) return;
+    if (g->call.training) check_inference(g, layer, whole, &inferred);
+    check_decoding(g, layer, &inferred);
+    check_packed(g, layer);
 }
 
 static void run_table(golden *g, int table) {
@@ -725,13 +845,12 @@ static void run_table(golden *g, int table) {
         fail(g, "moe_layer_create", error.message);
         return;
     }
-    if (!g->call.training) {
-        if (fill_layer(g, &layer) && forward(g, &layer, &g->call, &r)) compare_all(g, &layer, &r);
-    } else if (fill_layer(g, &layer) && forward(g, &layer, &g->call, &r) && backward(g, &layer, &r)) {
+    if (fill_layer(g, &layer) && forward(g, &layer, &g->call, &r) &&
+        (!g->call.training || backward(g, &layer, &r))) {
         compare_all(g, &layer, &r);
-        check_inference(g, &layer, &r);
         check_single_tokens(g, &layer, &r);
-        check_padding(g, &layer, &r);
+        if (g->call.training) check_padding(g, &layer, &r);
+        check_use(g, &layer, &r);
     }
     moe_layer_free(&layer);
 }
