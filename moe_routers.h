@@ -4951,7 +4951,7 @@ static moe_status moei_select_sample(moei_pass *s) {
    All arithmetic is on integers: z is cut off to multiples of 2^-b of the power of 2 above the
    largest |z|, b = 55 - ceil(log2(E + 2)). So the sum is the largest there is within 2 N units,
    ties are exact, and every platform makes the same choice. A call takes at most
-   4 N (E + 1) (4 N + 5 E + 5) steps; random rows take 10 to 90 N E, the worst rows known 10 times
+   4 N (E + 1) (4 N + 5 E + 5) steps; random rows take 10 to 100 N E, the worst rows known 10 times
    as many. */
 enum { MOEI_FLOW_BITS = 55, MOEI_FLOW_STEP = 5, MOEI_FLOW_COARSE = 15 };
 #define MOEI_FLOW_NONE ((int64_t)1 << 62)

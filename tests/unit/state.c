@@ -17,7 +17,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #if MOE_REAL_IS_DOUBLE
 #define NEAR 1e-9
@@ -4206,7 +4205,7 @@ static void test_past(void) {
     }
 }
 
-int main(int argc, char **argv) {
+int main(void) {
     moe_rng_seed(&rng, 5);
     CASE(test_bias_rule());
     CASE(test_bias_ties());
