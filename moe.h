@@ -1555,7 +1555,8 @@ MOEI_API moe_status moei_float_model_choices(const moe_model *model, size_t mixt
    beyond the vocabulary), MOE_ERR_SPACE (scratch_size too small), MOE_ERR_STATE (the sequence is
    longer than length), MOE_ERR_UNSUPPORTED (a model of another version; experts that need a
    loader), MOE_ERR_NONFINITE (float models whose router meets such a number). On failure output is
-   unspecified, and the sequence does not advance. */
+   unspecified, and the sequence does not advance. The model itself is trusted: one of unknown
+   origin goes through moe_model_check (examples/extras/moe_check.h) first. */
 MOE_API moe_status moe_infer(const moe_model *model, const moe_loader *loader, const void *input, void *output,
                              void *scratch, size_t scratch_size);
 

@@ -5,6 +5,7 @@
 
 #include "../moe.h"
 
+#include "../examples/extras/moe_check.h"
 #include "../examples/extras/moe_classic.h"
 #include "../examples/extras/moe_export.h"
 #include "../examples/extras/moe_import.h"

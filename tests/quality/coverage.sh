@@ -58,6 +58,7 @@ linked float edges
 linked double edges
 linked float net
 linked float golden tests/golden
+linked float checked quick
 linked float metrics
 linked float published
 linked double published

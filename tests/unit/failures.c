@@ -1193,6 +1193,12 @@ static moe_status run_tokens(world *w, moe_error *error) {
     (void)error;
     return read_tokens(w);
 }
+static moe_status run_check(world *w, moe_error *error) {
+    moe_loader loader;
+    loader.ctx = NULL;
+    loader.fetch = fetch;
+    return moe_model_check(&w->built.model, &loader, scratch, sizeof scratch, error);
+}
 #ifndef MOE_NO_STDIO
 static moe_status run_report_save(world *w, moe_error *error) {
     const moe_figure f = some_figure();
@@ -1337,6 +1343,8 @@ static const row rows[] = {
      SILENT | LEARNS, INTEGERS(run_tokens)},
     {"moe_infer moei_int_model_run moei_int_op_mixture", OP_FETCH, NET | MODEL, 0, PLAIN, 0, 10 + MOE_WEIGHTS_INT4,
      SILENT | LEARNS, INTEGERS(run_tokens)},
+    {"moe_model_check", OP_FETCH, NET | MODEL, 0, SEQUENCES, 0, 10 + MOE_WEIGHTS_INT8, CONSTANT, INTEGERS(run_check)},
+    {"moe_model_check", OP_FETCH, NET | MODEL, 0, ATTENTIVE, 0, 10 + MOE_WEIGHTS_INT8, CONSTANT, INTEGERS(run_check)},
     {"moe_infer moei_int_model_run moei_int_op_match", OP_FETCH, NET | MODEL, 0, ATTENTIVE, 0, 10 + MOE_WEIGHTS_INT8,
      SILENT | LEARNS, INTEGERS(run_tokens)},
     {"moe_infer moei_int_model_run moei_int_op_norm_l1", OP_FETCH, NET | MODEL, 0, NORMS + MOE_NORM_L1, 0,
@@ -1394,7 +1402,7 @@ static int begin_trained(world *w, const row *r) {
             CHECK_SAYS(moe_trainer_step(&w->trainer, &data, NULL, &error) == MOE_OK, "a step", &error);
     }
     if ((r->needs & MODEL) && !CHECK_SAYS(make_model(w, &error) == MOE_OK, "a model", &error)) return 0;
-    if (r->run == run_tokens) {
+    if (r->ops == OP_FETCH) {
         moe_stream s = moe_buffer_stream(&experts);
         moe_buffer_free(&experts);
         experts.allocator = own_allocator();
@@ -2356,8 +2364,9 @@ static unsigned excused_ops(const char *name) {
 
 static void test_public(const char *folder) {
     static const char *const headers[] = {
-        "moe_kernels.h", "moe_routers.h", "moe.h", "examples/extras/moe_classic.h", "examples/extras/moe_export.h",
-        "examples/extras/moe_import.h", "examples/extras/moe_ranks.h", "examples/extras/moe_report.h"};
+        "moe_kernels.h", "moe_routers.h", "moe.h", "examples/extras/moe_check.h", "examples/extras/moe_classic.h",
+        "examples/extras/moe_export.h", "examples/extras/moe_import.h", "examples/extras/moe_ranks.h",
+        "examples/extras/moe_report.h"};
     enum { HEADERS = sizeof headers / sizeof *headers };
     char *texts[HEADERS];
     unsigned reached = 0;

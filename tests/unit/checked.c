@@ -1,0 +1,671 @@
+/* Tests moe_check.h: every inference model that moe_model_create makes is accepted, with every
+   operation and router; of each model every field of every operation, MoE layer, attention and of
+   the model itself is changed to bad values, alone and several at once, and so are its constants.
+   The check refuses the change and says where, or moe_infer runs with it and stays inside its
+   memory. The sanitizers see whether a sum or shift leaves its type.
+       cc -std=c99 -O1 -I. tests/unit/checked.c -o checked -lm && ./checked
+   "checked quick" takes fewer changes. */
+
+#ifndef TEST_LINKED
+#define MOE_IMPLEMENTATION
+#endif
+#include "../all.h"
+#include "../test.h"
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+static int quick;
+
+/* ---- models of every kind ---- */
+
+enum { WIDTH = 6, EXPERTS = 4, ROWS = 24, LENGTH = 19, VOCABULARY = 11 };
+
+/* What the MoE layer has beyond the default, and the network around it. */
+static const struct recipe {
+    const char *settings;
+    int ids, attention, act; /* act: an activation before it; -1: none */
+} recipes[] = {
+    {"", 0, 0, MOE_ACT_RELU},
+    {"expert=mlp act=gelu n_shared=1 d_shared=4 shared_sigmoid=1", 0, 0, MOE_ACT_TANH},
+    {"expert=mlp act=relu expert_scale=1 scale=2.5", 0, 0, -1},
+    {"expert=linear gate=sigmoid weight=raw select=dense", 0, 0, -1},
+    {"expert=factorised d_low=3 add_input=1", 0, 0, -1},
+    {"score=mlp router_hidden=5 router_act=tanh gate=sqrt_softplus", 0, 0, -1},
+    {"score=cosine cosine_dim=3 gate=sqrt_softplus weight=raw", 0, 0, -1},
+    {"score=cosine input=scaled_rms expert_scale=1", 0, 0, -1},
+    {"score=norm norm_node=gate", 0, 0, -1},
+    {"score=norm norm_node=output norm_order=l1 expert=mlp act=gelu", 0, 0, -1},
+    {"score=norm norm_node=product norm_order=linf", 0, 0, -1},
+    {"score=grap grap_cosine=1 n_experts=3", 0, 0, -1},
+    {"score=attentive router_act=tanh", 0, 0, -1},
+    {"score=competition gate=identity weight=softmax", 0, 0, -1},
+    {"input=adaptive_clustering ac_mode=running ac_mix=2", 0, 0, -1},
+    {"gate=sigmoid select=threshold threshold_learned=1 weight=raw", 0, 0, -1},
+    {"gate=relu select=positive weight=p_norm", 0, 0, -1},
+    {"select=top_p top_p=0.7 weight=uniform", 0, 0, -1},
+    {"select=top_p top_p=0.7 selection_bias=1", 0, 0, -1},
+    {"select=grouped_top_k groups=2 groups_kept=1 group_score=top2_sum selection_bias=1 gate=sigmoid", 0, 0, -1},
+    {"weight=sparsemixer", 0, 0, -1},
+    {"weight=one apply_to=input", 0, 0, -1},
+    {"select=hash table_size=11 weight=one", 1, 0, -1},
+    {"select=hash table_size=11 gate=sigmoid", 1, 0, -1},
+    {"", 1, 1, -1},
+    {"n_shared=1 d_shared=3", 1, 2, -1},
+    {"expert=mlp", 0, 3, -1},
+};
+enum { RECIPES = sizeof recipes / sizeof *recipes };
+
+static void attention_modules(moe_net *net, int which) {
+    moe_attention_config a;
+    memset(&a, 0, sizeof a);
+    a.heads = which;
+    a.d_head = which == 3 ? 3 : 4;
+    a.rotary = which == 1;
+    if (which == 2) moe_net_positions(net, LENGTH);
+    if (which == 2) moe_net_layer_norm(net);
+    else moe_net_rms_norm(net);
+    moe_net_attention(net, &a);
+    moe_net_residual(net, 2);
+}
+
+/* 0: the network cannot be. */
+static int recipe_net(moe_rng *rng, const struct recipe *r, moe_net *net) {
+    moe_layer_config c;
+    moe_error error;
+    size_t i, j;
+    memset(&c, 0, sizeof c);
+    c.router.n_experts = EXPERTS;
+    c.router.top_k = 2;
+    c.d_ff = 5;
+    moe_net_init(net, r->ids ? 0 : WIDTH, MOE_KERNELS_C, NULL);
+    if (r->ids) moe_net_embedding(net, VOCABULARY, WIDTH);
+    if (r->attention > 0) attention_modules(net, r->attention);
+    if (r->act >= 0) moe_net_activation(net, r->act);
+    if (strstr(r->settings, "clustering") != NULL) moe_net_mixture(net, &c);
+    CHECK_STATUS(moe_fields_apply(moe_layer_fields(), &c, r->settings, &error), MOE_OK, r->settings);
+    moe_net_mixture(net, &c);
+    moe_net_residual(net, 1);
+    if (r->ids) moe_net_tied(net);
+    else moe_net_linear(net, 3);
+    if (!CHECK_STATUS(moe_net_build(net, 0, moe_rng_next(rng), &error), MOE_OK, r->settings)) {
+        printf("    %s\n", error.message);
+        return 0;
+    }
+    for (i = 0; i < net->n_tensors; i++)
+        for (j = 0; j < net->tensors[i].count && strstr(net->tensors[i].name, "table") == NULL; j++)
+            net->tensors[i].data[j] += (moe_real)0.1 * moe_rng_normal(rng);
+    return 1;
+}
+
+/* A network and the model of it. */
+typedef struct made {
+    moe_net net;
+    moe_built_model built;
+} made;
+
+static int made_begin(made *m, size_t recipe, int weights, int loader) {
+    const struct recipe *r = &recipes[recipe];
+    moe_model_config config;
+    moe_data data;
+    moe_rng rng;
+    moe_error error;
+    moe_real *x;
+    int32_t ids[ROWS];
+    moe_status status;
+    int i;
+    moe_rng_seed(&rng, 7 + recipe);
+    if (!recipe_net(&rng, r, &m->net)) return 0;
+    memset(&config, 0, sizeof config);
+    memset(&data, 0, sizeof data);
+    x = normals_of(&rng, ROWS * WIDTH, 1);
+    for (i = 0; i < ROWS; i++) ids[i] = (int32_t)moe_rng_below(&rng, VOCABULARY);
+    data.n = ROWS;
+    if (r->ids) data.token_ids = ids;
+    else data.x = x;
+    if (r->attention > 0) data.length = 12;
+    config.weights = weights;
+    config.loader = loader;
+    config.length = LENGTH;
+    config.calibration = &data;
+    status = moe_model_create(&m->built, &m->net, &config, &error);
+    free(x);
+    if (CHECK_STATUS(status, MOE_OK, r->settings)) return 1;
+    printf("    %s\n", error.message);
+    moe_net_free(&m->net);
+    return 0;
+}
+
+static void made_end(made *m) {
+    moe_model_free(&m->built);
+    moe_net_free(&m->net);
+}
+
+/* ---- a copy that may be changed, in memory of exactly its size ---- */
+
+enum { GUARD = 32, FILL = 0xa5, MOST_CHOICES = 300, INPUT = 70000 };
+
+typedef struct copy {
+    moe_model model;
+    moei_int_op *ops;
+    moei_int_mixture *mixtures;
+    moei_int_attention *attentions;
+    unsigned char *weights, *experts;
+    size_t experts_size;
+    unsigned char *block; /* scratch, between two guards */
+    size_t scratch_size;
+    const moe_model *original;
+} copy;
+
+static void *doubled(const void *from, size_t size) {
+    void *p = grab(size, 1);
+    if (size > 0) memcpy(p, from, size);
+    return p;
+}
+
+static void copy_pull(copy *c) {
+    const moe_model *m = c->original;
+    c->model = *m;
+    memcpy(c->ops, m->ops, m->n_ops * sizeof *c->ops);
+    if (m->n_mixtures > 0) memcpy(c->mixtures, m->mixtures, m->n_mixtures * sizeof *c->mixtures);
+    if (m->n_attentions > 0) memcpy(c->attentions, m->attentions, m->n_attentions * sizeof *c->attentions);
+    c->model.ops = c->ops;
+    c->model.mixtures = c->mixtures;
+    c->model.attentions = c->attentions;
+    c->model.weights = c->weights;
+    c->model.experts = m->experts != NULL ? c->experts : NULL;
+}
+
+static void copy_begin(copy *c, const moe_built_model *built) {
+    const moe_model *m = &built->model;
+    memset(c, 0, sizeof *c);
+    c->original = m;
+    c->ops = (moei_int_op *)grab(m->n_ops, sizeof *c->ops);
+    c->mixtures = (moei_int_mixture *)grab(m->n_mixtures, sizeof *c->mixtures);
+    c->attentions = (moei_int_attention *)grab(m->n_attentions, sizeof *c->attentions);
+    c->weights = (unsigned char *)doubled(m->weights, m->weights_size);
+    c->experts = (unsigned char *)doubled(built->experts.data, built->experts.size);
+    c->experts_size = built->experts.size;
+    c->scratch_size = m->scratch_size;
+    c->block = (unsigned char *)grab(m->scratch_size + 2 * GUARD, 1);
+    copy_pull(c);
+}
+
+static void copy_end(copy *c) {
+    free(c->ops);
+    free(c->mixtures);
+    free(c->attentions);
+    free(c->weights);
+    free(c->experts);
+    free(c->block);
+}
+
+static moe_status copy_fetch(void *ctx, size_t at, size_t size, void *to) {
+    const copy *c = (const copy *)ctx;
+    if (!CHECK(at <= c->experts_size && size <= c->experts_size - at, "a loader is asked for bytes that are there"))
+        return MOE_ERR_IO;
+    memcpy(to, c->experts + at, size);
+    return MOE_OK;
+}
+
+static long accepted, refused;
+
+/* Inputs of one kind; ids of any kind too. */
+static void fill_input(moe_rng *rng, const moe_model *m, size_t kind, int8_t *input) {
+    const int32_t id = kind % 3 == 0 ? (int32_t)(uint32_t)moe_rng_next(rng) : (int32_t)moe_rng_below(rng, VOCABULARY);
+    size_t i;
+    for (i = 0; i < m->d_in && i < INPUT; i++)
+        input[i] = (int8_t)(kind == 0 ? 127 : kind == 1 ? -127 : (int)moe_rng_below(rng, 255) - 127);
+    if (m->d_in == 0) memcpy(input, &id, sizeof id);
+}
+
+static void run_accepted(copy *c, moe_rng *rng, const moe_loader *loader, unsigned char *scratch) {
+    static union {
+        int8_t input[INPUT];
+        int32_t id;
+    } in;
+    static int16_t output[INPUT];
+    const size_t calls = c->model.length > 0 ? c->model.length + 1 : 4;
+    moe_choice choices[MOST_CHOICES];
+    size_t i, j, count;
+    if (c->model.length == 0) memset(scratch, (int)moe_rng_below(rng, 256), c->scratch_size);
+    for (i = 0; i < calls && i < 24; i++) {
+        moe_status status;
+        fill_input(rng, &c->model, i, in.input);
+        status = moe_infer(&c->model, loader, in.input, output, scratch, c->scratch_size);
+        CHECK(status == MOE_OK || status == MOE_ERR_ARGUMENT || status == MOE_ERR_STATE, "what moe_infer answers");
+        for (j = 0; j < c->model.n_mixtures && status == MOE_OK; j++) {
+            CHECK_STATUS(moe_infer_choices(&c->model, j, scratch, choices, MOST_CHOICES, &count), MOE_OK, "choices");
+            CHECK(count <= c->model.mixtures[j].router.n_experts, "no more choices than experts");
+        }
+    }
+}
+
+/* Checks the copy, and runs it if it is accepted. */
+static moe_status copy_try(copy *c, moe_rng *rng, const char *what) {
+    unsigned char *scratch = c->block + GUARD;
+    moe_loader loader;
+    moe_error error;
+    moe_status status;
+    size_t i, wrong = 0;
+    loader.ctx = c;
+    loader.fetch = copy_fetch;
+    memset(c->block, FILL, c->scratch_size + 2 * GUARD);
+    memset(&error, 0, sizeof error);
+    status =
+        moe_model_check(&c->model, c->original->experts == NULL ? &loader : NULL, scratch, c->scratch_size, &error);
+    CHECK(status == MOE_OK || (error.code == status && error.message[0] != '\0'), what);
+    for (i = 0; i < c->scratch_size; i++) wrong += scratch[i] != 0;
+    CHECK(wrong == 0, "scratch memory is zeros after a check");
+    if (status == MOE_OK) run_accepted(c, rng, c->original->experts == NULL ? &loader : NULL, scratch);
+    for (i = 0; i < GUARD; i++) wrong += c->block[i] != FILL || scratch[c->scratch_size + i] != FILL;
+    CHECK(wrong == 0, what);
+    if (status == MOE_OK) accepted++;
+    else refused++;
+    return status;
+}
+
+/* ---- fields ---- */
+
+typedef struct field {
+    const char *name;
+    size_t at, size;
+} field;
+
+#define FIELD(type, name) {#name, offsetof(type, name), sizeof(((type *)0)->name)}
+static const field op_fields[] = {
+    FIELD(moei_int_op, shape.n), FIELD(moei_int_op, shape.k), FIELD(moei_int_op, shape.low),
+    FIELD(moei_int_op, shape.high), FIELD(moei_int_op, shape.shift), FIELD(moei_int_op, at), FIELD(moei_int_op, in),
+    FIELD(moei_int_op, other), FIELD(moei_int_op, out), FIELD(moei_int_op, factor), FIELD(moei_int_op, factor2),
+    FIELD(moei_int_op, index)};
+#define ROUTER(name) FIELD(moei_int_mixture, router.name)
+#define MIXTURE(name) FIELD(moei_int_mixture, name)
+static const field mixture_fields[] = {
+    ROUTER(n_experts), ROUTER(top_k), ROUTER(most), ROUTER(scratch), ROUTER(groups), ROUTER(groups_kept),
+    ROUTER(factor), ROUTER(z_bits), ROUTER(weight_shift), ROUTER(flags), ROUTER(threshold), ROUTER(tokens),
+    ROUTER(bias), ROUTER(thresholds), ROUTER(scales), ROUTER(table), MIXTURE(score), MIXTURE(n_score), MIXTURE(expert),
+    MIXTURE(n_expert), MIXTURE(shared), MIXTURE(n_shared), MIXTURE(experts), MIXTURE(stride), MIXTURE(z), MIXTURE(p),
+    MIXTURE(sum), MIXTURE(choices), MIXTURE(block), MIXTURE(weight_bits)};
+#define ATTENTION(name) FIELD(moei_int_attention, name)
+static const field attention_fields[] = {ATTENTION(heads), ATTENTION(d_head), ATTENTION(keys), ATTENTION(values),
+                                         ATTENTION(value), ATTENTION(room), ATTENTION(bits)};
+#define MODEL(name) FIELD(moe_model, name)
+/* Those with which a model states the length of what it points to only become smaller. */
+static const field model_fields[] = {MODEL(version), MODEL(weights_are), MODEL(d_in), MODEL(d_out), MODEL(length),
+                                     MODEL(scratch_size), MODEL(state_size), MODEL(n_main)};
+static const field lengths[] = {MODEL(weights_size), MODEL(experts_size), MODEL(n_ops), MODEL(n_mixtures),
+                                MODEL(n_attentions)};
+#define COUNT(array) (sizeof(array) / sizeof *(array))
+
+static uint64_t field_get(const void *object, const field *f) {
+    const unsigned char *at = (const unsigned char *)object + f->at;
+    uint64_t wide;
+    uint32_t word;
+    uint16_t half;
+    if (f->size == 1) return *at;
+    if (f->size == 2) {
+        memcpy(&half, at, sizeof half);
+        return half;
+    }
+    if (f->size == 4) {
+        memcpy(&word, at, sizeof word);
+        return word;
+    }
+    memcpy(&wide, at, sizeof wide);
+    return wide;
+}
+
+static void field_set(void *object, const field *f, uint64_t value) {
+    unsigned char *at = (unsigned char *)object + f->at;
+    const uint32_t word = (uint32_t)value;
+    const uint16_t half = (uint16_t)value;
+    if (f->size == 1) *at = (unsigned char)value;
+    else if (f->size == 2) memcpy(at, &half, sizeof half);
+    else if (f->size == 4) memcpy(at, &word, sizeof word);
+    else memcpy(at, &value, sizeof value);
+}
+
+/* Value number i of a field that has `old`: near it, at the ends of types and of what is allowed,
+   and any. */
+enum { NEAR = 13 };
+static const uint64_t ends[] = {
+    0, 1, 2, 3, 4, 7, 8, 9, 14, 15, 16, 27, 28, 29, 30, 31, 32, 63, 127, 128, 255, 256, 257, 32767, 32768, 65532, 65533,
+    65535, (uint64_t)1 << 28, (uint64_t)1 << 30, 0x7fffffff, 0x80000000, 0xfffffffc, 0xfffffffe, 0xffffffff};
+enum { VALUES = NEAR + sizeof ends / sizeof *ends + 4 };
+
+static uint64_t value_of(moe_rng *rng, size_t i, uint64_t old) {
+    if (i < NEAR) return old + i - NEAR / 2;
+    if (i < NEAR + COUNT(ends)) return ends[i - NEAR];
+    if (i == VALUES - 1) return 2 * old;
+    return i == VALUES - 2 ? moe_rng_next(rng) : moe_rng_below(rng, 300);
+}
+
+/* Every field of one object, one at a time, with every value. */
+static void each_field(copy *c, moe_rng *rng, void *object, const field *fields, size_t n) {
+    size_t i, j;
+    for (i = 0; i < n; i++) {
+        const uint64_t old = field_get(object, &fields[i]);
+        for (j = 0; j < VALUES; j += quick ? 3 : 1) {
+            field_set(object, &fields[i], value_of(rng, j, old));
+            (void)copy_try(c, rng, fields[i].name);
+        }
+        copy_pull(c);
+    }
+}
+
+static void fewer(copy *c, moe_rng *rng) {
+    size_t i, j;
+    for (i = 0; i < COUNT(lengths); i++) {
+        const uint64_t old = field_get(&c->model, &lengths[i]);
+        for (j = 1; j < 40 && old > 0; j++) {
+            field_set(&c->model, &lengths[i], j < 20 ? old - (old < j ? old : j) : moe_rng_below(rng, old));
+            (void)copy_try(c, rng, lengths[i].name);
+        }
+        copy_pull(c);
+    }
+}
+
+/* ---- functions ---- */
+
+typedef void op_function(const moei_int_op *op, moei_int_run *run);
+static op_function *const ops_known[] = {
+#define OP_FUNCTION(name) moei_int_op_##name,
+    MOEI_INT_OPS(OP_FUNCTION)
+#undef OP_FUNCTION
+};
+static moei_int_gate *const gates[] = {NULL, moei_int_gate_logits, moei_int_gate_relu, moei_int_gate_softmax,
+                                       moei_int_gate_sigmoid, moei_int_gate_sqrt_softplus, moei_int_share_softmax,
+                                       moei_int_share_sigmoid, moei_int_share_sqrt_softplus};
+static moei_int_select *const selects[] = {NULL, moei_int_select_logits, moei_int_select_top_k,
+                                           moei_int_select_grouped, moei_int_select_top_p, moei_int_select_threshold,
+                                           moei_int_select_hash};
+static moei_int_weight *const weighs[] = {NULL, moei_int_weight_raw, moei_int_weight_sum, moei_int_weight_norm,
+                                          moei_int_weight_softmax, moei_int_weight_uniform, moei_int_weight_one,
+                                          moei_int_weight_sparsemixer};
+
+static void no_gate(const moei_int_router *r, size_t n, const int16_t *z, int32_t *p) {
+    (void)r;
+    (void)n;
+    (void)z;
+    (void)p;
+}
+
+static void no_op(const moei_int_op *op, moei_int_run *run) {
+    (void)op;
+    (void)run;
+}
+
+static void other_functions(copy *c, moe_rng *rng) {
+    size_t i, j, k;
+    for (i = 0; i < c->model.n_ops; i++) {
+        for (j = 0; j < COUNT(ops_known); j++) {
+            c->ops[i].run = ops_known[j];
+            (void)copy_try(c, rng, "op.run");
+        }
+        c->ops[i].run = NULL;
+        (void)copy_try(c, rng, "op.run");
+        c->ops[i].run = no_op;
+        (void)copy_try(c, rng, "op.run");
+        copy_pull(c);
+    }
+    for (i = 0; i < c->model.n_mixtures; i++) {
+        moei_int_router *r = &c->mixtures[i].router;
+        for (j = 0; j < COUNT(gates) * COUNT(selects); j++)
+            for (k = 0; k < COUNT(gates) * COUNT(weighs); k += 1 + moe_rng_below(rng, quick ? 50 : 8)) {
+                r->gate = gates[j % COUNT(gates)];
+                r->select = selects[j / COUNT(gates)];
+                r->values = gates[k % COUNT(gates)];
+                r->weight = weighs[k / COUNT(gates)];
+                if (k % 3 == 0) r->scale = k % 2 ? moei_int_scale_weights : NULL;
+                (void)copy_try(c, rng, "router's functions");
+            }
+        copy_pull(c);
+        r->gate = no_gate;
+        CHECK(copy_try(c, rng, "router.gate") != MOE_OK, "a gate that is none");
+        copy_pull(c);
+    }
+}
+
+static void other_pointers(copy *c, moe_rng *rng) {
+    const moe_model *m = &c->model;
+    moe_error error;
+    c->model.ops = NULL;
+    CHECK_STATUS(copy_try(c, rng, "ops"), MOE_ERR_FORMAT, "no operations");
+    copy_pull(c);
+    c->model.weights = NULL;
+    CHECK(m->weights_size == 0 || copy_try(c, rng, "weights") != MOE_OK, "no weights");
+    copy_pull(c);
+    c->model.mixtures = NULL;
+    CHECK(m->n_mixtures == 0 || copy_try(c, rng, "mixtures") != MOE_OK, "no MoE layers");
+    copy_pull(c);
+    c->model.attentions = NULL;
+    CHECK(m->n_attentions == 0 || copy_try(c, rng, "attentions") != MOE_OK, "no attention");
+    copy_pull(c);
+    c->model.run = NULL;
+    CHECK_STATUS(copy_try(c, rng, "run"), MOE_ERR_FORMAT, "no function");
+    copy_pull(c);
+    c->model.choices = NULL;
+    CHECK_STATUS(copy_try(c, rng, "choices"), MOE_ERR_FORMAT, "no function");
+    copy_pull(c);
+    CHECK_STATUS(moe_model_check(m, NULL, c->block, m->scratch_size - 1, &error), MOE_ERR_SPACE, "scratch");
+    CHECK_STATUS(moe_model_check(NULL, NULL, c->block, m->scratch_size, &error), MOE_ERR_ARGUMENT, "model");
+    CHECK_STATUS(moe_model_check(m, NULL, NULL, m->scratch_size, NULL), MOE_ERR_ARGUMENT, "scratch");
+    if (m->experts == NULL && m->n_mixtures > 0)
+        CHECK_STATUS(moe_model_check(m, NULL, c->block, m->scratch_size, &error), MOE_ERR_UNSUPPORTED, "loader");
+}
+
+/* ---- tests ---- */
+
+static void fields_of(copy *c, moe_rng *rng) {
+    size_t i;
+    for (i = 0; i < c->model.n_ops; i++) each_field(c, rng, &c->ops[i], op_fields, COUNT(op_fields));
+    for (i = 0; i < c->model.n_mixtures; i++)
+        each_field(c, rng, &c->mixtures[i], mixture_fields, COUNT(mixture_fields));
+    for (i = 0; i < c->model.n_attentions; i++)
+        each_field(c, rng, &c->attentions[i], attention_fields, COUNT(attention_fields));
+    each_field(c, rng, &c->model, model_fields, COUNT(model_fields));
+    fewer(c, rng);
+}
+
+/* Two to four fields of any objects at once. */
+static void several(copy *c, moe_rng *rng, size_t times) {
+    size_t i, j;
+    for (i = 0; i < times; i++) {
+        for (j = 2 + moe_rng_below(rng, 3); j > 0; j--) {
+            const field *f = &op_fields[moe_rng_below(rng, COUNT(op_fields))];
+            void *object = &c->ops[moe_rng_below(rng, c->model.n_ops)];
+            if (c->model.n_mixtures > 0 && moe_rng_below(rng, 3) == 0) {
+                f = &mixture_fields[moe_rng_below(rng, COUNT(mixture_fields))];
+                object = &c->mixtures[moe_rng_below(rng, c->model.n_mixtures)];
+            }
+            field_set(object, f, value_of(rng, (size_t)moe_rng_below(rng, VALUES), field_get(object, f)));
+        }
+        (void)copy_try(c, rng, "several fields");
+        copy_pull(c);
+    }
+}
+
+/* Constants: all of one value, a stretch of one value, any. */
+static void constants(copy *c, moe_rng *rng, unsigned char *bytes, const unsigned char *original, size_t size,
+                      size_t times) {
+    static const unsigned char values[] = {0, 1, 127, 128, 129, 255};
+    size_t i, j;
+    for (i = 0; i < times && size > 0; i++) {
+        const size_t from = i % 8 == 0 ? 0 : (size_t)moe_rng_below(rng, size);
+        const size_t n = i % 8 == 0 ? size : 1 + (size_t)moe_rng_below(rng, size - from < 9 ? size - from : 9);
+        const int any = moe_rng_below(rng, 2) == 0;
+        const unsigned char value = values[moe_rng_below(rng, sizeof values)];
+        for (j = 0; j < n; j++) bytes[from + j] = any ? (unsigned char)moe_rng_below(rng, 256) : value;
+        (void)copy_try(c, rng, "constants");
+        memcpy(bytes, original, size);
+    }
+}
+
+static unsigned op_seen[COUNT(ops_known)];
+
+static void test_model(size_t recipe, int weights, int loader) {
+    made m;
+    copy c;
+    moe_rng rng;
+    size_t i, j;
+    test_about = recipes[recipe].settings;
+    if (!made_begin(&m, recipe, weights, loader)) return;
+    moe_rng_seed(&rng, recipe);
+    copy_begin(&c, &m.built);
+    for (i = 0; i < c.model.n_ops; i++)
+        for (j = 0; j < COUNT(ops_known); j++) op_seen[j] += c.ops[i].run == ops_known[j];
+    if (CHECK_STATUS(copy_try(&c, &rng, "the model"), MOE_OK, "a model that was made is accepted")) {
+        fields_of(&c, &rng);
+        other_functions(&c, &rng);
+        other_pointers(&c, &rng);
+        several(&c, &rng, quick ? 200 : 3000);
+        constants(&c, &rng, c.weights, m.built.weights.data, m.built.weights.size, quick ? 100 : 1000);
+        constants(&c, &rng, c.experts, m.built.experts.data, m.built.experts.size, quick ? 100 : 1000);
+    }
+    copy_end(&c);
+    made_end(&m);
+    test_about = "";
+}
+
+static void test_models(void) {
+    size_t i;
+    for (i = 0; i < RECIPES; i++) {
+        test_model(i, i % 2 ? MOE_WEIGHTS_INT4 : MOE_WEIGHTS_INT8, i % 5 == 1);
+        if (!quick) test_model(i, i % 2 ? MOE_WEIGHTS_INT8 : MOE_WEIGHTS_INT4, i % 5 != 1);
+    }
+    for (i = 0; i < COUNT(ops_known); i++) CHECKF(op_seen[i] > 0, "operation %d is in no model", (int)i);
+    printf("note: %ld models accepted, which ran, %ld refused\n", accepted, refused);
+}
+
+/* ---- float models ---- */
+
+typedef struct floating {
+    made m;
+    moe_model model;
+    moe_net net;
+    moe_module modules[8];
+} floating;
+
+static void floating_pull(floating *f) {
+    f->model = f->m.built.model;
+    f->net = f->m.built.net;
+    memcpy(f->modules, f->net.modules, f->net.n_modules * sizeof *f->modules);
+    f->net.modules = f->modules;
+    f->model.net = &f->net;
+}
+
+static moe_status floating_check(floating *f) {
+    void *scratch = grab(f->m.built.model.scratch_size, 1);
+    moe_error error;
+    moe_status status = moe_model_check(&f->model, NULL, scratch, f->m.built.model.scratch_size, &error);
+    CHECK(status == MOE_OK || error.message[0] != '\0', "an error says why");
+    free(scratch);
+    floating_pull(f);
+    return status;
+}
+
+#define REFUSED(status, change) \
+    do { \
+        change; \
+        CHECK_STATUS(floating_check(&f), status, #change); \
+    } while (0)
+
+static void test_float_modules(void) {
+    floating f;
+    moe_module *m = f.modules;
+    static moe_transport transport;
+    moe_real infinite = (moe_real)HUGE_VAL;
+    if (!made_begin(&f.m, RECIPES - 3, MOE_WEIGHTS_FLOAT, 0)) return;
+    floating_pull(&f); /* embedding, norm, attention, residual, mixture, residual, tied */
+    CHECK_STATUS(floating_check(&f), MOE_OK, "a model that was made is accepted");
+    REFUSED(MOE_ERR_FORMAT, f.model.net = NULL);
+    REFUSED(MOE_ERR_FORMAT, f.net.modules = NULL);
+    REFUSED(MOE_ERR_FORMAT, f.net.built = 0);
+    REFUSED(MOE_ERR_FORMAT, f.net.n_modules = 0);
+    REFUSED(MOE_ERR_FORMAT, f.net.n_modules = 6);
+    REFUSED(MOE_ERR_FORMAT, f.net.n_modules = MOE_NET_MAX_MODULES + 1);
+    REFUSED(MOE_ERR_FORMAT, f.net.transport = &transport);
+    REFUSED(MOE_ERR_FORMAT, f.net.d_in = 1);
+    REFUSED(MOE_ERR_FORMAT, f.net.d_in = -1);
+    REFUSED(MOE_ERR_FORMAT, f.net.d_out = -1);
+    REFUSED(MOE_ERR_FORMAT, f.model.d_in = 1);
+    REFUSED(MOE_ERR_FORMAT, f.model.d_out = 1);
+    REFUSED(MOE_ERR_FORMAT, f.model.run = moei_int_model_run);
+    REFUSED(MOE_ERR_FORMAT, f.model.choices = moei_int_model_choices);
+    REFUSED(MOE_ERR_FORMAT, f.model.scratch_size = 8);
+    REFUSED(MOE_ERR_FORMAT, f.model.weights_are = MOE_WEIGHTS_COUNT);
+    REFUSED(MOE_ERR_UNSUPPORTED, f.model.version = 1);
+    REFUSED(MOE_ERR_FORMAT, f.model.length = 1 << 20);
+    REFUSED(MOE_ERR_FORMAT, m[0].kind = MOE_MODULE_LINEAR);
+    REFUSED(MOE_ERR_FORMAT, m[0].n_rows = 0);
+    REFUSED(MOE_ERR_FORMAT, m[0].n_rows = MOE_MAX_WIDTH + 1);
+    REFUSED(MOE_ERR_FORMAT, m[1].n_rows = 1);
+    REFUSED(MOE_ERR_FORMAT, m[1].kind = MOE_MODULE_EMBEDDING);
+    REFUSED(MOE_ERR_FORMAT, m[1].kind = -1);
+    REFUSED(MOE_ERR_FORMAT, m[1].kind = MOE_MODULE_COUNT);
+    REFUSED(MOE_ERR_FORMAT, m[1].d_in = 5);
+    REFUSED(MOE_ERR_FORMAT, m[1].d_out = 5);
+    REFUSED(MOE_ERR_FORMAT, m[1].d_out = 0);
+    REFUSED(MOE_ERR_FORMAT, m[1].d_out = MOE_MAX_WIDTH + 1);
+    REFUSED(MOE_ERR_FORMAT, m[1].tensors[MOE_MODULE_WEIGHT] = NULL);
+    REFUSED(MOE_ERR_NONFINITE, m[1].tensors[MOE_MODULE_WEIGHT] = &infinite);
+    REFUSED(MOE_ERR_CONFIG, m[2].attention.heads = -1);
+    REFUSED(MOE_ERR_FORMAT, m[2].attention.heads = 0);
+    REFUSED(MOE_ERR_FORMAT, m[2].attention.d_head = 0);
+    REFUSED(MOE_ERR_FORMAT, m[3].span = 0);
+    REFUSED(MOE_ERR_FORMAT, m[3].span = 3);
+    REFUSED(MOE_ERR_FORMAT, m[3].span = 4);
+    REFUSED(MOE_ERR_FORMAT, m[6].tensors[MOE_MODULE_WEIGHT] = m[1].tensors[MOE_MODULE_WEIGHT]);
+    made_end(&f.m);
+}
+
+static void test_float_layers(void) {
+    floating f;
+    moe_layer *l = &f.modules[1].layer;
+    moe_module *m = f.modules;
+    if (!made_begin(&f.m, 0, MOE_WEIGHTS_FLOAT, 0)) return;
+    floating_pull(&f); /* relu, mixture, residual, linear */
+    CHECK_STATUS(floating_check(&f), MOE_OK, "a model that was made is accepted");
+    REFUSED(MOE_ERR_FORMAT, m[0].act = -1);
+    REFUSED(MOE_ERR_FORMAT, m[0].act = MOE_ACT_COUNT);
+    REFUSED(MOE_ERR_FORMAT, m[3].kind = MOE_MODULE_TIED);
+    REFUSED(MOE_ERR_CONFIG, l->config.router.gate = MOE_GATE_COUNT);
+    REFUSED(MOE_ERR_FORMAT, l->config.router.d_model = 5);
+    REFUSED(MOE_ERR_FORMAT, l->config.d_out = 5);
+    REFUSED(MOE_ERR_FORMAT, l->config.d_ff = 0);
+    REFUSED(MOE_ERR_FORMAT, l->config.router.router_bias = 1);
+    REFUSED(MOE_ERR_FORMAT, l->router.config.n_experts = 1);
+    REFUSED(MOE_ERR_FORMAT, l->present ^= 1);
+    REFUSED(MOE_ERR_FORMAT, l->is_packed = 1);
+    REFUSED(MOE_ERR_FORMAT, l->tensors[MOE_ROUTER_WEIGHT] = NULL);
+    REFUSED(MOE_ERR_CONFIG,
+            l->router.config.input = l->config.router.input = MOE_INPUT_ADAPTIVE_CLUSTERING;
+            l->router.config.ac_mode = l->config.router.ac_mode = MOE_AC_RUNNING);
+    REFUSED(MOE_ERR_FORMAT, l->router.config.select = l->config.router.select = MOE_SELECT_GIVEN);
+    made_end(&f.m);
+}
+
+static void test_floats(void) {
+    size_t i;
+    for (i = 0; i < RECIPES; i++) {
+        floating f;
+        test_about = recipes[i].settings;
+        if (!made_begin(&f.m, i, MOE_WEIGHTS_FLOAT, 0)) continue;
+        floating_pull(&f);
+        CHECK_STATUS(floating_check(&f), MOE_OK, "a model that was made is accepted");
+        made_end(&f.m);
+    }
+    test_about = "";
+}
+
+int main(int argc, char **argv) {
+    quick = argc > 1 && strcmp(argv[1], "quick") == 0;
+    CASE(test_models());
+    if (!MOE_REAL_IS_DOUBLE) {
+        CASE(test_floats());
+        CASE(test_float_modules());
+        CASE(test_float_layers());
+    }
+    return test_end();
+}
