@@ -8,7 +8,7 @@ import numpy as np
 
 import oracle
 
-CLEAR = 1e-3  # no decision of a case is closer
+CLEAR = 3e-4  # no decision of a case is closer
 EXACT = 1e-5  # what float arithmetic may move a value that is wanted, of its tensor's largest
 GATED = ("swiglu", "factorised")
 NODES = {
@@ -50,14 +50,15 @@ class Draw:
             s["evaluation"] = 1
         self.score = self.put("score", *["linear"] * 4, "cosine", "cosine", "norm", "mlp", "random", "grap",
                               "attentive", "competition")
-        self.e = self.number(1, self.pick(4, 8, 16))
-        self.d = self.number(1, 12)
+        self.wide = self.chance(0.2)  # so that kernels fill their vectors and panels
+        self.e = self.number(1, self.pick(4, 8, 40 if self.wide else 16))
+        self.d = self.number(1, 70 if self.wide else 12)
         if self.score == "grap":
             self.e = self.number(1, 6)
             self.d = self.e * self.number(1, 3)
         if self.score == "cosine":
             self.d = max(self.d, 2)  # cos of single numbers is 1 or -1
-        self.n = self.number(1, self.pick(3, 12, 24))
+        self.n = self.number(1, self.pick(3, 12, 40 if self.wide else 24))
         self.k = self.number(1, min(self.e, self.pick(1, 2, 4, 16)))
         s.update(n_tokens=self.n, d_model=self.d, n_experts=self.e, top_k=self.k, case="drawn")
         self.compose_experts()
@@ -71,12 +72,15 @@ class Draw:
             self.compose_weight()
             self.compose_capacity()
             self.compose_losses()
+        plain = self.score in ("linear", "random") and self.settings["input"] == "plain" and "noise" not in self.shapes
+        if plain and not self.soft and self.chance(0.1):
+            s["ties"] = 1
         if not self.soft and self.chance(0.25):
             s["scale"] = self.pick(-1.0, 0.5, 2.5)
 
     def compose_experts(self):
         e, d = self.e, self.d
-        f = self.number(1, 12)
+        f = self.number(1, 70 if self.wide else 12)
         kind = self.put("expert", "swiglu", "swiglu", "mlp", "factorised", "linear")
         self.kind, self.width = kind, f
         self.settings["d_ff"] = f
@@ -151,7 +155,7 @@ class Draw:
         if self.score == "attentive" and self.kind == "linear":
             self.score = s["score"] = "mlp"
         if self.score in ("linear", "random"):
-            self.normal("router.weight", e, d, scale=self.pick(1.0, 2.0) * d ** -0.5)
+            self.normal("router.weight", e, d, scale=self.pick(1.0, 1.0, 2.0, 12.0) * d ** -0.5)
             if self.chance(0.3):
                 self.normal("router.bias", e)
         if self.score == "cosine":
@@ -310,6 +314,10 @@ class Draw:
         n, e, d, s = self.n, self.e, self.d, self.settings
         t = {name: (self.dice.standard_normal(shape) * scale).astype(np.float32)
              for name, (shape, scale) in self.shapes.items()}
+        if "ties" in s:  # products of these are exact, so that equal ones are equal in every type
+            for name in ("x", "router_x", "router.weight", "router.bias"):
+                if name in t:
+                    t[name] = self.dice.integers(-2, 3, t[name].shape).astype(np.float32) / 2
         if self.chance(0.1):
             t["x"][self.number(0, n - 1)] = 0.0
         if self.masked:
@@ -367,7 +375,8 @@ class Draw:
 
 def rounded(drawn, tensors, dice):
     """What is wanted, computed in float from inputs that are off by their last bit."""
-    moved = {k: v * np.float32(1.0 + dice.choice([-1e-7, 0.0, 1e-7])) if v.dtype == np.float32 else v
+    off = 0.0 if "ties" in drawn.settings else 1e-7
+    moved = {k: (v * (1.0 + off * dice.integers(-1, 2, v.shape))).astype(np.float32) if v.dtype == np.float32 else v
              for k, v in tensors.items()}
     with np.errstate(all="ignore"):  # where numbers vanish in float the case is not sure
         return oracle.Layer(drawn.settings, moved, np.float32).wants()
@@ -390,7 +399,7 @@ def case(seed, tries=12):
         wants = layer.wants()
         if layer.margin < CLEAR:
             continue
-        rough = [rounded(drawn, tensors, drawn.dice) for _ in range(2)]
+        rough = [rounded(drawn, tensors, drawn.dice) for _ in range(4)]
         left = [name for name, value in wants.items() if not is_sure(name, value, rough)]
         if all(name.startswith(("grad.", "loss.")) for name in left):
             break

@@ -130,7 +130,7 @@ sqrt = elementwise(np.sqrt, lambda v: 0.5 / np.sqrt(v))
 tanh = elementwise(np.tanh, lambda v: 1.0 - np.tanh(v) ** 2)
 absolute = elementwise(np.abs, np.sign)
 normal_cdf = elementwise(below, bell)
-sigmoid = elementwise(logistic, lambda v: logistic(v) * logistic(-v))
+sigmoid = elementwise(logistic, lambda v: logistic(v) * (1.0 - logistic(v)))  # in float, what saturation leaves
 softplus = elementwise(lambda v: np.logaddexp(0.0, v), logistic)
 relu = elementwise(lambda v: np.maximum(v, 0.0), lambda v: v > 0.0)
 smooth_step = elementwise(lambda v: np.where(v <= -0.5, 0.0, np.where(v >= 0.5, 1.0, -2.0 * v ** 3 + 1.5 * v + 0.5)),
