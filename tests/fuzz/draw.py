@@ -75,7 +75,9 @@ class Draw:
         plain = self.score in ("linear", "random") and self.settings["input"] == "plain" and "noise" not in self.shapes
         if plain and not self.soft and self.chance(0.1):
             s["ties"] = 1
-        if not self.soft and self.chance(0.25):
+        if not self.soft and s["weight"] == "raw" and self.gate == "sigmoid" and self.chance(0.3):
+            s.update(add_input=1, apply_to="output")
+        elif not self.soft and self.chance(0.25):
             s["scale"] = self.pick(-1.0, 0.5, 2.5)
 
     def compose_experts(self):
@@ -138,6 +140,8 @@ class Draw:
             if mode == "paper" and self.chance(0.3):
                 self.put("ac_lambda", 0.5, 1.0, 3.0)
             self.settings["ac_mix"] = self.number(1, self.k)
+            if mode == "running":
+                self.put("ac_rho", 0.5, 0.9, 0.99)
 
     def compose_soft(self):
         s = self.settings
@@ -226,6 +230,8 @@ class Draw:
             self.k = s["top_k"] = 1
         if self.select in ("top_k", "grouped_top_k") and self.chance(0.3):
             self.normal("router.selection_bias", e, scale=0.2)
+            if self.chance(0.5):
+                self.put("bias_rate", 0.001, 0.1)
         if self.select == "top_p":
             self.put("top_p", 0.3, 0.6, 0.9)
         if self.select == "threshold":
@@ -233,6 +239,7 @@ class Draw:
             self.put("threshold_fallback", "always", "evaluation", "never")
             if self.chance(0.5):
                 s["threshold_learned"] = 1
+                self.put("threshold_sigmoid", 0, 0, 1)
                 self.normal("router.threshold", e, scale=0.3)
         if self.select == "expert_choice":
             self.put("capacity_factor", 0.5, 1.0, 1.5, 2.0)
@@ -294,12 +301,16 @@ class Draw:
                   "locality", "l1"]
         losses += ["load"] if s.get("noise") in ("noisy_topk", "gaussian") else []
         losses += ["orthogonal"] if self.score in ("linear", "cosine") and self.d > 1 else []
+        losses += ["distill"] if self.select != "given" else []
         for name in losses:
             if self.chance(0.15 if name != "load" else 0.5):
                 self.put("loss." + name, 0.1, 0.5, 1.0)
         if "loss.balance" in s:
             self.put("balance_over", "pairs", "tokens", "first")
             self.put("balance_scope", "batch", "sequences")
+        if "loss.distill" in s:
+            self.put("distill", "ce_hard", "ce_soft", "mse")
+            self.normal("teacher", self.n, self.e, scale=1.0)
         if "loss.importance" in s:
             self.put("importance_over", "probabilities", "gate", "weights")
             self.put("unbiased", 0, 1)
@@ -333,7 +344,10 @@ class Draw:
             if name in t:
                 t[name] = np.abs(t[name]) + np.float32(0.3)
         if "router.threshold" in t:
-            t["router.threshold"] += np.float32(s["threshold"])
+            theta = s["threshold"]
+            t["router.threshold"] += np.float32(np.log(theta / (1.0 - theta)) if s["threshold_sigmoid"] else theta)
+        if "bias_rate" in s:
+            t["router.load"] = np.zeros(e + 1, np.float32)
         if s["input"] == "jitter":
             t["jitter"] = self.dice.uniform(0.9, 1.1, (n, d)).astype(np.float32)
         if s["input"] == "adaptive_clustering":

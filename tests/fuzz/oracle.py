@@ -82,7 +82,8 @@ DEFAULTS = dict(
     loss_balance=0.0, balance_over="pairs", balance_scope="batch", loss_z=0.0, loss_importance=0.0,
     importance_over="probabilities", unbiased=0, loss_entropy=0.0, loss_usage_entropy=0.0,
     loss_similarity_same=0.0, loss_similarity_diff=0.0, loss_locality=0.0, nodes=1, loss_l1=0.0, loss_load=0.0,
-    loss_orthogonal=0.0, loss_stable_balance=0.0, loss_selector_entropy=0.0, loss_selector_reach=0.0, n_zero=0,
+    loss_orthogonal=0.0, loss_stable_balance=0.0, loss_distill=0.0, distill="ce_hard",
+    bias_rate=0.0, ac_rho=0.9, add_input=0, loss_selector_entropy=0.0, loss_selector_reach=0.0, n_zero=0,
     n_copy=0, n_constant=0, weight_over="all", zero_tau=1.0, zero_average=0, threshold_rho=0.99, logit_cap=0.0)
 
 
@@ -232,25 +233,34 @@ class Layer:
     def feature_weights(self, x):
         """m_t of adaptive clustering, a constant."""
         c = self.c
-        experts, weights = self.given("previous.experts"), self.given("previous.weights")
-        ranked = [[(e, w) for e, w in ((row[i], ws[i]) for i in descending(ws)) if e >= 0]
-                  for row, ws in zip(experts, weights)]
-        n_clusters = int(experts.max(initial=0)) + 1
+        ranked = self.ranked_before()
+        n_clusters = int(self.given("previous.experts").max(initial=0)) + 1
         if c.ac_mode in ("running", "random"):
             table = np.array(self.tensors["router.ac_running"], np.float64)
         else:
             h = self.given("previous.input") if c.ac_mode == "paper" else x
-            table = np.ones((n_clusters, c.d_model))
-            home = np.array([r[0][0] if r else -1 for r in ranked], int)
-            large = [k for k in range(n_clusters) if (home == k).sum() >= 2]
-            if large:
-                table[large] = self.weights_of_clusters([np.asarray(h, np.float64)[home == k] for k in large])
+            table, _ = self.clusters(h, n_clusters)
         m = np.ones((self.n, c.d_model))
         for t, best in enumerate(ranked):
             total = sum(w for _, w in best[:c.ac_mix])
             if best:
                 m[t] = sum(w / total * table[e] for e, w in best[:c.ac_mix])
         return m
+
+    def ranked_before(self):
+        """Pairs of expert and weight that each token has from the previous layer, best first."""
+        experts, weights = self.given("previous.experts"), self.given("previous.weights")
+        return [[(e, w) for e, w in ((row[i], ws[i]) for i in descending(ws)) if e >= 0]
+                for row, ws in zip(experts, weights)]
+
+    def clusters(self, h, count):
+        """M [count,d] of all clusters, and which have two tokens or more; M of the others is 1."""
+        home = np.array([r[0][0] if r else -1 for r in self.ranked_before()], int)
+        large = [k for k in range(count) if (home == k).sum() >= 2]
+        table = np.ones((count, self.c.d_model))
+        if large:
+            table[large] = self.weights_of_clusters([np.asarray(h, np.float64)[home == k] for k in large])
+        return table, large
 
     def weights_of_clusters(self, clusters):
         """M_kq of clusters of at least two tokens."""
@@ -263,7 +273,7 @@ class Layer:
         s = np.array([spread(h) for h in clusters])
         if c.ac_lambda > 0.0:
             return np.array([exact_weights(row, c.ac_lambda) for row in s])
-        if c.ac_mode == "paper":
+        if c.ac_mode in ("paper", "running"):
             m = 1.0 / (s + 1e-6)
             return m / m.mean(1, keepdims=True)
         if c.ac_spread == "variance":
@@ -714,6 +724,7 @@ class Layer:
             "locality": lambda: self.loss_locality(p),
             "l1": lambda: (p.sum(0) * chosen.sum(0)).sum() * (c.n_experts / (c.top_k * self.n ** 2)),
             "orthogonal": self.loss_orthogonal,
+            "distill": lambda: self.loss_distill(z),
             "stable_balance": lambda: self.loss_stable(z, chosen),
             "selector_entropy": lambda: sum(entropy(q).mean() for q in self.selectors),
             "selector_reach": self.loss_reach,
@@ -809,6 +820,15 @@ class Layer:
         cos = w @ w.T
         return (cos * cos * (1.0 - np.eye(len(cos.value)))).sum()
 
+    def loss_distill(self, z):
+        teacher = self.given("teacher")
+        share = softmax(lift(teacher)).value
+        if self.c.distill == "mse":
+            apart = softmax(z) - share
+            return (apart * apart).mean()
+        wanted = share if self.c.distill == "ce_soft" else self.first(teacher, 1) * 1.0
+        return (log_sum_exp(z) - (z * wanted).sum(-1)).mean()
+
     def loss_stable(self, z, chosen):
         """14F"""
         n = chosen.sum(0)
@@ -874,12 +894,29 @@ class Layer:
             kept, w = self.place(p, w, chosen)
             w = w * c.scale
             y = self.combine(w, kept)
+            if c.add_input:  # StableMoE, BASE
+                y = y + (1.0 - w.sum(-1)) * self.rows("x")
+            self.counts = chosen.sum(0)
             want = {"gate": self.spread(r), "probabilities": self.spread(p), "weights": self.spread(w),
                     "selected": self.spread(lift(kept * 1.0))}
         y = self.spread(y)
         if self.has("shared.gate"):
             y = y + self.shared(self.leaf("x"))
         return {"logits": self.spread(z), **want, "y": y, **{"loss." + k: v for k, v in losses.items()}}
+
+    # -- 10. state, after one step of the optimizer --
+
+    def state(self):
+        c, after = self.c, {}
+        if c.bias_rate > 0.0:
+            b = self.tensors["router.selection_bias"]
+            after["router.selection_bias"] = b + c.bias_rate * np.sign(self.counts.mean() - self.counts)
+        if c.input == "adaptive_clustering" and c.ac_mode == "running":
+            m, large = self.clusters(self.given("previous.input"), c.n_experts)
+            table = np.array(self.tensors["router.ac_running"], np.float64)
+            table[large] = c.ac_rho * table[large] + (1.0 - c.ac_rho) * m[large]
+            after["router.ac_running"] = table
+        return after
 
     def spread(self, rows):
         """Zeros for padding."""
@@ -900,6 +937,7 @@ class Layer:
                 frozen = self.c.score == "random" and name in ("router.weight", "router.bias")
                 if name not in NO_GRADIENT and not frozen:
                     result["grad." + name] = np.zeros_like(leaf.value) if leaf.grad is None else leaf.grad
+            result.update({"after." + name: value for name, value in self.state().items()})
         return result
 
 

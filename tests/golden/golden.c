@@ -57,6 +57,11 @@ static const rule rules[] = {{"ac_lambda", "ac_lambda", NULL, NULL, NULL},
                              {"attention_u", "attention_u", NULL, NULL, NULL},
                              {"affinity_sum", "affinity_sum", NULL, NULL, NULL},
                              {"threshold_fallback", "threshold_fallback", NULL, NULL, NULL},
+                             {"threshold_sigmoid", "threshold_sigmoid", NULL, NULL, NULL},
+                             {"add_input", "add_input", NULL, NULL, NULL},
+                             {"bias_rate", "bias_rate", NULL, NULL, NULL},
+                             {"ac_rho", "ac_rho", NULL, NULL, NULL},
+                             {"distill", "distill", NULL, NULL, NULL},
                              {"noise_sigma", "noise_sigma", NULL, NULL, NULL},
                              {"balance_scope", "balance_scope", NULL, NULL, NULL},
                              {"drop_factor", "capacity_factor", NULL, NULL, NULL},
@@ -167,7 +172,7 @@ static const char *const inputs[] = {"x",
                                      "previous.experts",
                                      "previous.weights",
                                      "attention.weights",
-                                     "attention.outputs", "attention.output", "distances"};
+                                     "attention.outputs", "attention.output", "distances", "teacher"};
 
 /* The parameters that the library has: one of these that a case holds but the layer lacks is an
    error, any other is not built yet. */
@@ -176,6 +181,7 @@ static const char *const parameters[] = {
     "router.fc1.bias",    "router.fc2.weight", "router.fc2.bias",     "router.selection_bias", "router.expert_scale",
     "router.input_scale", "router.query",      "router.key",          "router.threshold",      "router.table",
     "router.slots",       "router.scale",      "router.noise_weight", "router.similarity",     "router.ac_running",
+    "router.load",
     "experts.gate",       "experts.up",        "experts.down",        "experts.fc1.weight",    "experts.fc1.bias",
     "experts.fc2.weight", "experts.fc2.bias",  "experts.weight",      "experts.bias",          "experts.reduce",
     "experts.expand",     "shared.gate",       "shared.up",           "shared.down",           "shared.sigmoid"};
@@ -459,6 +465,8 @@ static int read_inputs(golden *g) {
     if (g->config.router.select == MOE_SELECT_SOFT)
         g->config.router.soft_sequences = g->call.sequences != NULL ? (int)g->call.n_sequences : 1;
     if (has_tensor(g, "distances")) g->call.distances = read_reals(g, "distances", n * n);
+    if (has_tensor(g, "teacher"))
+        g->call.teacher = read_reals(g, "teacher", n * (size_t)g->config.router.n_experts);
     if (has_tensor(g, "jitter")) g->call.jitter = read_reals(g, "jitter", n * d);
     read_integer_inputs(g, n);
     return g->outcome == PASSED;
@@ -546,7 +554,7 @@ static void compare_all(golden *g, const moe_layer *layer, const run *r) {
         else if (strcmp(name, "want.selected") == 0) compare_selected(g, routing);
         else if (strcmp(name, "want.weights") == 0) compare(g, name, routing->weights, n, e, 1);
         else if (strcmp(name, "want.y") == 0) compare(g, name, r->y, n, (size_t)layer->config.d_out, 1);
-        else if (!g->call.training) continue;
+        else if (!g->call.training || starts_with(name, "want.after.")) continue;
         else if (starts_with(name, "want.loss.")) compare_loss(g, name, routing);
         else if (starts_with(name, "want.grad.")) compare_gradient(g, name, layer, r);
         else fail(g, "unknown wanted tensor", name);
@@ -654,6 +662,7 @@ static moe_call token_call(const golden *g, const moe_layer *layer, size_t t) {
     if (g->call.previous_weights != NULL) one.previous_weights = g->call.previous_weights + t * one.n_previous;
     if (g->call.previous_input != NULL) one.previous_input = g->call.previous_input + t * d;
     if (g->call.mask != NULL) one.mask = g->call.mask + t;
+    if (g->call.teacher != NULL) one.teacher = g->call.teacher + t * (size_t)layer->config.router.n_experts;
     if (g->call.given != NULL) one.given = g->call.given + t * (size_t)layer->config.router.top_k;
     return one;
 }
@@ -820,6 +829,27 @@ static void check_padding(golden *g, const moe_layer *layer, const run *trained)
             fail(g, "NaN in padding reaches the gradient", tensor.name);
 }
 
+/* The state after the call and a step of the optimizer: want.after.TENSOR. */
+static void check_state(golden *g, moe_layer *layer) {
+    moe_file_tensor wanted;
+    moe_tensor t;
+    char name[NAME_ROOM];
+    run r;
+    if (!forward(g, layer, &g->call, &r)) return;
+    if (moe_layer_observe(layer, &r.pass) != MOE_OK || moe_layer_advance(layer) != MOE_OK) {
+        fail(g, "moe_layer_observe or moe_layer_advance", "");
+        return;
+    }
+    g->file.at = 0;
+    while (moe_file_next(&g->file, &wanted) == MOE_OK) {
+        memcpy(name, wanted.name, wanted.name_length);
+        name[wanted.name_length] = '\0';
+        if (!starts_with(name, "want.after.")) continue;
+        if (moe_layer_find(layer, name + strlen("want.after."), &t) != MOE_OK) fail(g, "no such state", name);
+        else compare(g, name, t.data, 1, t.count, 1);
+    }
+}
+
 /* What else inference must give. */
 static void check_use(golden *g, moe_layer *layer, const run *whole) {
     moe_call call = g->call;
@@ -851,6 +881,7 @@ static void run_table(golden *g, int table) {
         check_single_tokens(g, &layer, &r);
         if (g->call.training) check_padding(g, &layer, &r);
         check_use(g, &layer, &r);
+        if (g->call.training && g->outcome == PASSED) check_state(g, &layer);
     }
     moe_layer_free(&layer);
 }
