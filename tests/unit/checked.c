@@ -538,6 +538,197 @@ static void test_models(void) {
     printf("note: %ld models accepted, which ran, %ld refused\n", accepted, refused);
 }
 
+/* ---- one operation by hand: what no small model has ---- */
+
+enum { CELLS = 80000 };
+
+typedef struct single {
+    moe_model model;
+    moei_int_op op;
+    moei_int_attention attention;
+    uint32_t constants[50000];
+} single;
+
+static single one;
+static uint32_t cells[CELLS / 2 + 64];
+
+/* An operation of n numbers, whose input is unknown, in the middle of scratch memory. */
+static void single_begin(op_function *run, unsigned n, unsigned k) {
+    memset(&one, 0, sizeof one);
+    one.op.run = run;
+    one.op.shape.n = (uint16_t)n;
+    one.op.shape.k = (uint16_t)k;
+    one.op.shape.low = -32767;
+    one.op.shape.high = 32767;
+    one.op.in = 8;
+    one.op.out = CELLS / 2;
+    one.model.version = MOE_MODEL_VERSION;
+    one.model.weights_are = MOE_WEIGHTS_INT8;
+    one.model.run = moei_int_model_run;
+    one.model.choices = moei_int_model_choices;
+    one.model.d_in = 4;
+    one.model.d_out = n;
+    one.model.length = 3;
+    one.model.state_size = 44;
+    one.model.scratch_size = 3 + 44 + 2 * CELLS;
+    one.model.weights = (const unsigned char *)one.constants;
+    one.model.weights_size = sizeof one.constants;
+    one.model.ops = &one.op;
+    one.model.n_ops = one.model.n_main = 1;
+    one.model.attentions = &one.attention;
+    one.model.n_attentions = 1;
+}
+
+/* What the check says; an accepted operation runs. */
+static moe_status single_check(void) {
+    static int16_t output[CELLS];
+    static const int8_t input[4] = {127, -127, 127, -127};
+    moe_error error;
+    const moe_status status = moe_model_check(&one.model, NULL, cells, sizeof cells, &error);
+    size_t i;
+    for (i = 0; i < sizeof cells / sizeof *cells && status == MOE_OK; i++)
+        cells[i] = i < 12 ? 0 : i % 2 ? 0x80008000u : 0x7fff7fffu;
+    if (status == MOE_OK) CHECK_STATUS(moe_infer(&one.model, NULL, input, output, cells, sizeof cells), MOE_OK, "runs");
+    return status;
+}
+
+static void test_single_norms(void) {
+    single_begin(moei_int_op_norm, 32767, 0);
+    CHECK_STATUS(single_check(), MOE_OK, "the widest norm");
+    one.op.factor = 1;
+    CHECK_STATUS(single_check(), MOE_ERR_OVERFLOW, "its squares with two bits more");
+    single_begin(moei_int_op_norm, 32768, 0);
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "a wider one");
+    single_begin(moei_int_op_norm, 8, 0);
+    one.op.factor = 8;
+    one.constants[1] = 0x1fffffff;
+    CHECK_STATUS(single_check(), MOE_OK, "the largest eps");
+    one.constants[1]++;
+    CHECK_STATUS(single_check(), MOE_ERR_OVERFLOW, "a larger one");
+    one.constants[1] = 0;
+    one.op.index = 1;
+    one.op.shape.shift = 30;
+    one.constants[6] = 0x3fffffff;
+    CHECK_STATUS(single_check(), MOE_OK, "the largest bias");
+    one.constants[6]++;
+    CHECK_STATUS(single_check(), MOE_ERR_OVERFLOW, "a larger one");
+}
+
+static void test_single_sums(void) {
+    size_t i;
+    single_begin(moei_int_op_add, 8, 0);
+    one.op.other = 16;
+    one.op.factor = one.op.factor2 = 16383;
+    one.op.shape.shift = 30;
+    CHECK_STATUS(single_check(), MOE_OK, "factors up to 16383");
+    one.op.factor = one.op.factor2 = -32768;
+    CHECK_STATUS(single_check(), MOE_ERR_OVERFLOW, "larger ones");
+    single_begin(moei_int_op_rotate, 8, 8);
+    for (i = 0; i < 17 * 4; i++) one.constants[i] = 0x7fff;
+    CHECK_STATUS(single_check(), MOE_OK, "cosines of 1");
+    for (i = 0; i < 17 * 4; i++) one.constants[i] = 0x7fff7fff;
+    CHECK_STATUS(single_check(), MOE_OK, "sines of 1, too");
+    one.op.shape.shift = 19;
+    CHECK_STATUS(single_check(), MOE_ERR_OVERFLOW, "and rounded");
+    for (i = 0; i < 17 * 4; i++) one.constants[i] = 0x8000;
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "cosines below -1");
+    single_begin(moei_int_op_unit, 65532, 0);
+    one.op.in = 4;
+    one.op.out = 4;
+    one.op.factor = 32767;
+    one.op.shape.shift = 9;
+    CHECK_STATUS(single_check(), MOE_OK, "the widest vector of length 1");
+    one.op.shape.shift = 10;
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "a shift of 32");
+}
+
+/* The key and the value are the input, which is narrow. */
+static void test_single_attention(void) {
+    single_begin(moei_int_op_attention, 4, 4);
+    one.op.shape.shift = 7;
+    one.op.factor2 = 32766;
+    one.op.factor = 32767;
+    one.attention.heads = 1;
+    one.attention.d_head = 4;
+    one.attention.keys = 4;
+    one.attention.values = 20;
+    one.attention.room = 1000;
+    CHECK_STATUS(single_check(), MOE_OK, "a small head");
+    one.attention.values = 34;
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "values behind the state");
+    one.attention.values = 2;
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "values over the position");
+    one.op.shape.n = 259;
+    one.attention.d_head = 259;
+    one.model.d_out = 259;
+    CHECK_STATUS(single_check(), MOE_ERR_OVERFLOW, "scores of a wide head");
+    one.model.weights = NULL;
+    CHECK_STATUS(single_check(), MOE_ERR_FORMAT, "no weights");
+}
+
+/* Shares of weights that can be negative. */
+static void test_shares(void) {
+    made m;
+    copy c;
+    moe_rng rng;
+    moei_int_router *r;
+    const size_t recipe = 14;
+    moe_rng_seed(&rng, 3);
+    if (!made_begin(&m, recipe, MOE_WEIGHTS_INT8, 0)) return;
+    copy_begin(&c, &m.built);
+    r = &c.mixtures[0].router;
+    r->scale = moei_int_scale_weights;
+    r->factor = 32767;
+    CHECK_STATUS(copy_try(&c, &rng, "factor"), MOE_OK, "a positive factor");
+    r->factor = -1;
+    CHECK_STATUS(copy_try(&c, &rng, "factor"), MOE_ERR_FORMAT, "a negative factor");
+    r->scales = 0;
+    memset(c.weights, 0, 8);
+    CHECK_STATUS(copy_try(&c, &rng, "scales"), MOE_OK, "factors of 0");
+    c.weights[0] = c.weights[1] = 255;
+    CHECK_STATUS(copy_try(&c, &rng, "scales"), MOE_ERR_FORMAT, "a negative factor of an expert");
+    copy_pull(&c);
+    memcpy(c.weights, m.built.weights.data, 8);
+    r->values = moei_int_gate_logits;
+    r->weight = moei_int_weight_sum;
+    CHECK_STATUS(copy_try(&c, &rng, "values"), MOE_ERR_FORMAT, "logits as weights");
+    copy_end(&c);
+    made_end(&m);
+}
+
+static moe_status no_fetch(void *ctx, size_t at, size_t size, void *to) {
+    (void)ctx;
+    (void)at;
+    (void)size;
+    (void)to;
+    return MOE_ERR_IO;
+}
+
+/* Constants at odd addresses, which the builds that read words cannot read, and a loader that
+   fails. */
+static void test_places(void) {
+    made m;
+    copy c;
+    moe_loader loader;
+    moe_error error;
+    size_t which;
+    for (which = 0; which < 4; which++) {
+        if (!made_begin(&m, which < 3 ? 0 : 8, MOE_WEIGHTS_INT8, which >= 2)) return;
+        copy_begin(&c, &m.built);
+        loader.ctx = NULL;
+        loader.fetch = which >= 2 ? no_fetch : NULL;
+        if (which == 0) c.model.weights++;
+        if (which == 1) c.model.experts++;
+        CHECK(moe_model_check(&c.model, &loader, c.block, c.scratch_size, &error) != MOE_OK || which < 2, "refused");
+        if (which >= 2) CHECK(error.code == MOE_ERR_IO && strstr(error.message, "loader") != NULL, "the loader failed");
+        loader.fetch = NULL;
+        if (which >= 2)
+            CHECK_STATUS(moe_model_check(&c.model, &loader, c.block, c.scratch_size, &error), MOE_ERR_UNSUPPORTED);
+        copy_end(&c);
+        made_end(&m);
+    }
+}
+
 /* ---- float models ---- */
 
 typedef struct floating {
@@ -622,6 +813,7 @@ static void test_float_modules(void) {
 
 static void test_float_layers(void) {
     floating f;
+    static moe_transport transport;
     moe_layer *l = &f.modules[1].layer;
     moe_module *m = f.modules;
     if (!made_begin(&f.m, 0, MOE_WEIGHTS_FLOAT, 0)) return;
@@ -638,6 +830,7 @@ static void test_float_layers(void) {
     REFUSED(MOE_ERR_FORMAT, l->router.config.n_experts = 1);
     REFUSED(MOE_ERR_FORMAT, l->present ^= 1);
     REFUSED(MOE_ERR_FORMAT, l->is_packed = 1);
+    REFUSED(MOE_ERR_FORMAT, l->config.transport = &transport);
     REFUSED(MOE_ERR_FORMAT, l->tensors[MOE_ROUTER_WEIGHT] = NULL);
     REFUSED(MOE_ERR_CONFIG,
             l->router.config.input = l->config.router.input = MOE_INPUT_ADAPTIVE_CLUSTERING;
@@ -662,6 +855,11 @@ static void test_floats(void) {
 int main(int argc, char **argv) {
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     CASE(test_models());
+    CASE(test_single_norms());
+    CASE(test_single_sums());
+    CASE(test_single_attention());
+    CASE(test_shares());
+    CASE(test_places());
     if (!MOE_REAL_IS_DOUBLE) {
         CASE(test_floats());
         CASE(test_float_modules());
