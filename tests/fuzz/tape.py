@@ -1,4 +1,4 @@
-"""Arrays that know how they were computed, for derivatives: what oracle.py computes with."""
+"""What oracle.py computes with: arrays that know where they came from, and functions of them."""
 
 import math
 
@@ -189,3 +189,39 @@ def entropy(p):
 def descending(v):
     """Indices from the largest on; of equal values the lower index comes first."""
     return np.argsort(-v, kind="stable")
+
+
+def exact_weights(s, scale):
+    """scale / (s + alpha) with that alpha > -min s for which the mean is 1, by bisection."""
+    low, high = -s.min(), scale  # the mean is infinite at the first, at most 1 at the second
+    for _ in range(200):
+        alpha = 0.5 * (low + high)
+        low, high = (alpha, high) if (scale / (s + alpha)).mean() > 1.0 else (low, alpha)
+    return scale / (s + high)
+
+
+def assign(cost):
+    """The column of each row of the cheapest assignment (Kuhn's method with potentials)."""
+    n = len(cost)
+    row_of, way = np.zeros(n + 1, int), np.zeros(n + 1, int)
+    u, v = np.zeros(n + 1), np.zeros(n + 1)
+    for row in range(1, n + 1):
+        row_of[0], column = row, 0
+        least, used = np.full(n + 1, np.inf), np.zeros(n + 1, bool)
+        while row_of[column]:
+            used[column] = True
+            slack = cost[row_of[column] - 1] - u[row_of[column]] - v[1:]
+            better = ~used[1:] & (slack < least[1:])
+            least[1:][better], way[1:][better] = slack[better], column
+            following = 1 + int(np.where(used[1:], np.inf, least[1:]).argmin())
+            step = least[following]
+            u[row_of[used]] += step
+            v[used] -= step
+            least[~used] -= step
+            column = following
+        while column:
+            row_of[column] = row_of[way[column]]
+            column = way[column]
+    answer = np.zeros(n, int)
+    answer[row_of[1:] - 1] = np.arange(n)
+    return answer
