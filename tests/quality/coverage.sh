@@ -31,6 +31,7 @@ plan() {
 linked float classic
 linked float routers
 linked float fuzz_config 300 7
+linked float histories quick
 inside float small -DMOE_NO_SIMD
 inside float failures -DMOE_NO_SIMD
 inside float int_sequences -DMOE_NO_SIMD

@@ -90,6 +90,7 @@ small         small   quick         0.4   kernels
 quant         float   quick         0.6   kernels
 training      float   -             0.9   moe
 fuzz_config   float   quick         0.8
+histories     float   quick         0.8   moe
 layer         float   -             1.1   routers moe
 models        float   quick         1.2   moe export
 checked       float   quick         1.5   check
