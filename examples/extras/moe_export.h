@@ -534,14 +534,18 @@ static moe_status moei_ranges_router(const moei_maker *m, const moe_layer *layer
     return MOE_OK;
 }
 
+/* Of a pass that keeps its rows, in which those of the output are contiguous. */
+static void moei_range_node(const moei_expert_run *run, int node, const moe_real *x, size_t rows, double *range) {
+    const size_t ld = node == MOE_NODE_OUTPUT ? run->width[node] : run->ld[node];
+    if (run->needed >> node & 1u) moei_range_rows(range, x, rows, run->width[node], ld);
+}
+
 static void moei_ranges_layer(const moe_layer *layer, const moe_layer_pass *p, moei_ranges *range) {
     const moei_expert_run run = moei_expert_run_begin(layer, layer->config.expert);
     const size_t n = p->call.n_tokens, experts = (size_t)layer->config.router.n_experts;
     int node;
     for (node = 0; node < MOE_NODE_COUNT; node++) {
-        if (run.needed >> node & 1u)
-            moei_range_rows(&range->node[node], p->node[node], p->routing.plan.offsets[experts], run.width[node],
-                            run.ld[node]);
+        moei_range_node(&run, node, p->node[node], p->routing.plan.offsets[experts], &range->node[node]);
         moei_range_rows(&range->node[node], p->all[node], n * experts, run.width[node], run.width[node]);
     }
     moei_range_rows(&range->z, p->routing.logits, n, experts, experts);
@@ -550,8 +554,7 @@ static void moei_ranges_layer(const moe_layer *layer, const moe_layer_pass *p, m
     if (layer->config.n_shared > 0) {
         const moei_expert_run shared = moei_expert_run_begin(layer, MOEI_SHARED);
         for (node = 0; node < MOE_NODE_COUNT; node++)
-            if (shared.needed >> node & 1u)
-                moei_range_rows(&range->shared[node], p->shared[node], n, shared.width[node], shared.ld[node]);
+            moei_range_node(&shared, node, p->shared[node], n, &range->shared[node]);
     }
 }
 

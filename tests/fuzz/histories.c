@@ -528,7 +528,7 @@ static uint64_t use_model(history *h, const moe_built_model *built) {
     moe_net_pass pass;
     moe_buffer text;
     moe_stream stream;
-    uint64_t hash = 0;
+    uint64_t hash = 1;
     size_t t;
     const int is_finite = forward(h, &h->net, LENGTH, 0, &pass) == MOE_OK;
     for (t = 0; t < LENGTH; t++) {

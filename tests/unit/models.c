@@ -2471,6 +2471,49 @@ static void test_levels(void) {
     moe_infer_levels(&model, inputs, NULL);
 }
 
+/* Calibration sees every number of the experts' outputs, and nothing else: rows of kernels with
+   vectors have gaps, those of kept outputs have none. */
+static void test_output_range(void) {
+    enum { TOKENS = 40, WIDTH = 12 };
+    moe_layer_config c;
+    moe_layer layer;
+    moe_layer_pass pass;
+    moe_call call;
+    moei_ranges range;
+    double most = 0, shared = 0;
+    size_t size = 0, i;
+    moe_real *x, *y;
+    void *work;
+    moe_rng rng;
+    memset(&c, 0, sizeof c);
+    memset(&call, 0, sizeof call);
+    memset(&range, 0, sizeof range);
+    c.router.d_model = WIDTH;
+    c.router.score = MOE_SCORE_COMPETITION;
+    c.n_shared = 1;
+    if (!CHECK(moe_layer_create(&layer, &c, 0, 1, NULL, NULL) == MOE_OK)) return;
+    moe_rng_seed(&rng, 1);
+    x = normals_of(&rng, TOKENS * WIDTH, 1.0);
+    y = reals(TOKENS * WIDTH);
+    call.n_tokens = TOKENS;
+    call.x = x;
+    call.keep = 1;
+    CHECK(moe_layer_work_size(&layer, TOKENS, 1, &size) == MOE_OK);
+    work = grab(size, 1);
+    if (CHECK(moe_layer_forward(&layer, &call, y, work, size, &pass) == MOE_OK)) {
+        moei_ranges_layer(&layer, &pass, &range);
+        for (i = 0; i < TOKENS * WIDTH * (size_t)layer.config.router.n_experts; i++)
+            most = fmax(most, fabs((double)pass.all[MOE_NODE_OUTPUT][i]));
+        for (i = 0; i < TOKENS * WIDTH; i++) shared = fmax(shared, fabs((double)pass.shared[MOE_NODE_OUTPUT][i]));
+        CHECK_NEAR(range.node[MOE_NODE_OUTPUT], most, 0);
+        CHECK_NEAR(range.shared[MOE_NODE_OUTPUT], shared, 0);
+    }
+    moe_layer_free(&layer);
+    free(work);
+    free(x);
+    free(y);
+}
+
 int main(int argc, char **argv) {
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     verbose = argc > 1 && strcmp(argv[1], "verbose") == 0;
@@ -2478,6 +2521,7 @@ int main(int argc, char **argv) {
         write_models(argv[2]);
         return test_end();
     }
+    CASE(test_output_range());
     CASE(test_levels());
     CASE(test_random_nets());
     CASE(test_accuracy());
