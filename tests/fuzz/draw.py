@@ -283,7 +283,12 @@ class Draw:
         s = self.settings
         if self.select in ("expert_choice", "affinity") or self.chance(0.7):
             return
-        if self.chance(0.5):
+        if self.score == "linear" and self.chance(0.3):
+            s["capacity_bound"] = "every"
+            if self.chance(0.5):
+                return
+            self.put("drop_factor", 0.5, 1.0)
+        elif self.chance(0.5):
             s["drop_capacity"] = self.number(1, max(1, self.n // 2))
         else:
             self.put("drop_factor", 0.5, 1.0, 1.3)

@@ -589,10 +589,10 @@ class Layer:
 
     # -- 8. capacity --
 
-    def place(self, p, w, chosen):
+    def place(self, u, p, w, chosen):
         """The surviving choices."""
         c = self.c
-        limits = self.capacities()
+        limits = self.capacities(u)
         if limits is None:
             return chosen, w
         rank = np.zeros(chosen.shape, int)  # of choice
@@ -616,7 +616,14 @@ class Layer:
         w = where(kept, w, 0.0)
         return kept, ratio(w, w.sum(-1) + w * 0.0) if c.renormalize == "after" else w
 
-    def capacities(self):
+    def locality_bound(self, u):
+        """C_min of LocMoE."""
+        delta = np.abs((unit(u) @ unit(self.leaf("router.weight")).T).value).max()
+        exact = math.exp(min(self.c.d_model * delta ** 2 / (2.0 - delta ** 2), 100.0)) / self.c.n_experts
+        self.close(abs(exact - round(exact)) if exact < self.n + 1 else np.inf)
+        return min(max(1, math.ceil(exact)), self.n)
+
+    def capacities(self, u):
         """C of each expert; None: no limit."""
         c = self.c
         least, factor = c.drop_min, c.drop_factor
@@ -626,6 +633,9 @@ class Layer:
             factor = c.capacity_factor
         if c.drop_capacity:
             return [min(c.drop_capacity, self.n)] * c.n_experts
+        if c.capacity_bound == "every":
+            least = max(least, self.locality_bound(u))
+            factor = factor or 1e-9  # alone it is the capacity
         if not factor:
             return None
         even = [factor * c.top_k * self.n / c.n_experts] * c.n_experts
@@ -633,7 +643,7 @@ class Layer:
             share = factor * c.top_k * self.n / (c.zero_tau * self.matrices + self.without)
             even = [share * (c.zero_tau if e < self.matrices else 1.0) for e in range(c.n_experts)]
         for exact in even:
-            self.close(abs(exact - round(exact)) or np.inf)
+            self.close(abs(exact - round(exact)) if exact > 0.5 and exact != round(exact) else np.inf)
         return [min(max(least, math.ceil(exact)), self.n) for exact in even]
 
     # -- 9. losses --
@@ -819,7 +829,7 @@ class Layer:
             w = self.weigh(z, p, chosen)
             chosen = self.sampled if c.weight == "sparsemixer" else chosen
             losses = self.losses(u, z, r, p, w, chosen)
-            kept, w = self.place(p, w, chosen)
+            kept, w = self.place(u, p, w, chosen)
             w = w * c.scale
             y = self.combine(w, kept)
             if c.add_input:  # StableMoE, BASE
