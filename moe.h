@@ -8941,6 +8941,28 @@ static void moei_crc_add(moei_crc *c, const unsigned char *p, size_t n) {
     c->sum = x;
 }
 
+/* a b modulo the polynomial of the sum; bit 31 is the power 0. */
+static uint32_t moei_crc_times(uint32_t a, uint32_t b) {
+    uint32_t product = 0;
+    int i;
+    for (i = 31; i >= 0; i--) {
+        product ^= b & (0u - (a >> i & 1u));
+        b = b >> 1 ^ (UINT32_C(0xedb88320) & (0u - (b & 1u)));
+    }
+    return product;
+}
+
+/* A sum after n more bytes that are 0. Sums are linear: that of a whole is the sum (by ^) of those
+   of its parts, each with zeros in place of what follows. */
+static uint32_t moei_crc_zeros(uint32_t sum, uint64_t n) {
+    uint32_t power = UINT32_C(1) << 23; /* the 8th: one byte */
+    for (; n > 0; n >>= 1) {
+        if ((n & 1u) != 0) sum = moei_crc_times(sum, power);
+        power = moei_crc_times(power, power);
+    }
+    return sum;
+}
+
 /* Fields that say how a model runs, not what it is: never in files. */
 static int moei_is_saved(const moe_field *field) { return moei_strcmp(field->name, "kernels") != 0; }
 
@@ -9736,6 +9758,7 @@ typedef struct moei_contents {
     size_t size, at;
     uint64_t mark;       /* of what all processes read */
     moei_span sums;      /* the checksums; p NULL: there are none */
+    uint32_t damage;     /* of the checksums of parts, see moei_sum_part */
     moe_allocator allocator;
 } moei_contents;
 
@@ -9749,25 +9772,47 @@ static moe_status moei_contents_sums(moei_contents *c, moe_error *error) {
     return MOE_OK;
 }
 
+/* The checksum of tensor `index`, of which there are some. */
+static moe_status moei_sum_wanted(const moei_contents *c, const char *name, size_t index, uint32_t *wanted,
+                                  moe_error *error) {
+    int i, digit = 0;
+    *wanted = 0;
+    for (i = 0; i < 8 && digit >= 0; i++) {
+        digit = index < c->file.n_tensors ? moei_hex_digit(c->sums.p[8 * index + (size_t)i]) : -1;
+        *wanted = *wanted << 4 | ((uint32_t)digit & 15u);
+    }
+    if (digit >= 0) return MOE_OK;
+    return moei_error(error, MOE_ERR_FORMAT, "metadata " MOEI_SUMS_KEY ": the checksum of '%s' is malformed", name);
+}
+
 /* Compares the bytes of tensor `index` with their checksum, if there is one. */
 static moe_status moei_sum_check(const moei_contents *c, const char *name, size_t index, const unsigned char *bytes,
                                  size_t size, moe_error *error) {
     moei_crc crc;
     uint32_t wanted = 0;
-    int i, digit = 0;
-    if (c->sums.p == NULL) return MOE_OK;
-    for (i = 0; i < 8 && digit >= 0; i++) {
-        digit = index < c->file.n_tensors ? moei_hex_digit(c->sums.p[8 * index + (size_t)i]) : -1;
-        wanted = wanted << 4 | ((uint32_t)digit & 15u);
-    }
-    if (digit < 0)
-        return moei_error(error, MOE_ERR_FORMAT, "metadata " MOEI_SUMS_KEY ": the checksum of '%s' is malformed", name);
+    moe_status status = c->sums.p != NULL ? moei_sum_wanted(c, name, index, &wanted, error) : MOE_OK;
+    if (c->sums.p == NULL || status != MOE_OK) return status;
     moei_crc_begin(&crc);
     moei_crc_add(&crc, bytes, size);
     if (~crc.sum == wanted) return MOE_OK;
     return moei_error(error, MOE_ERR_FORMAT,
                       "tensor '%s': damaged, its CRC-32 is not the one that was saved with it (metadata " MOEI_SUMS_KEY
                       ")", name);
+}
+
+/* The same of a part with `before` bytes in front and `after` behind it. The ^ of c->damage over
+   the processes that have the parts is 0 if no tensor is damaged. */
+static moe_status moei_sum_part(moei_contents *c, const char *name, size_t index, const unsigned char *bytes,
+                                size_t size, size_t before, size_t after, moe_error *error) {
+    moei_crc crc;
+    uint32_t wanted = 0;
+    moe_status status = c->sums.p != NULL ? moei_sum_wanted(c, name, index, &wanted, error) : MOE_OK;
+    if (c->sums.p == NULL || status != MOE_OK || size == 0) return status;
+    moei_crc_begin(&crc);
+    if (before > 0) crc.sum = 0;
+    moei_crc_add(&crc, bytes, size);
+    c->damage ^= moei_crc_zeros(crc.sum, after) ^ (before > 0 ? 0 : ~wanted);
+    return MOE_OK;
 }
 
 static moe_status moei_contents_memory(moei_contents *c, const void *bytes, size_t size, const moe_allocator *allocator,
@@ -9850,8 +9895,17 @@ static void moei_contents_close(moei_contents *c) {
 
 /* What is done with the part of each tensor that this process needs: the bytes of a file on the
    disk are counted, then read, and then, as those in memory, become values. Checksums are compared:
-   in memory those of all tensors, on the disk those of the tensors that are read whole. */
+   in memory those of all tensors, on the disk those of what is read, by all processes together. */
 enum { MOEI_WALK_COUNT = 0, MOEI_WALK_READ, MOEI_WALK_VALUES, MOEI_WALK_CHECK };
+
+/* Of what was just read of a tensor: all of it, or a part. */
+static moe_status moei_sum_of(moei_contents *c, const moe_net *net, const moe_tensor *t, const moe_file_tensor *found,
+                              size_t before, size_t bytes, moe_error *error) {
+    const unsigned char *data = c->data + c->at;
+    const size_t index = (size_t)(t - net->tensors);
+    if (bytes == found->bytes) return moei_sum_check(c, t->name, index, data, bytes, error);
+    return moei_sum_part(c, t->name, index, data, bytes, before, found->bytes - before - bytes, error);
+}
 
 /* t: a tensor of the network, whose values are found from number `first` on in a tensor whose bytes
    begin at `begin` of the data. */
@@ -9880,8 +9934,8 @@ static moe_status moei_walk_part(moei_contents *c, int walk, const moe_net *net,
     if (walk == MOEI_WALK_READ) {
         status = c->read(c, 8 + c->file.header_size + begin + first * each, c->data + c->at, bytes, error);
         if (status == MOE_OK && moei_parted(net, t) == 0) c->mark = moei_hash(c->mark, c->data + c->at, bytes);
-        if (status == MOE_OK && bytes == found->bytes && !moei_is_of_trainer(found))
-            status = moei_sum_check(c, t->name, (size_t)(t - net->tensors), c->data + c->at, bytes, error);
+        if (status == MOE_OK && !moei_is_of_trainer(found))
+            status = moei_sum_of(c, net, t, found, first * each, bytes, error);
     }
     if (c->read != NULL) c->at += bytes;
     return status;

@@ -137,8 +137,8 @@
          experts of the others in pieces of 256 KiB, once for the checksums and once for the file.
          stream and path of the other ranks are not used and may be NULL.
        - moe_net_load_part, moe_layer_load_part and moe_trainer_load read the files of any number of
-         ranks. Each rank needs access to the file, and memory for its own part. Of several ranks,
-         each compares the checksums of the tensors that it reads whole, so not those of experts.
+         ranks. Each rank needs access to the file, and memory for its own part. Checksums
+         are compared, those of experts from the parts that all ranks have read.
 
      Collective calls.  All calls above, moe_net_observe, and moe_layer_create, _forward, _backward,
      _observe, _write and _save with config.transport are collective: all ranks make the same calls
@@ -1945,17 +1945,29 @@ static moe_status moei_ranks_open(const moe_batch *group, moei_contents *c, cons
 #endif
 
 /* Checks that all ranks read the same file in the same way: its length, and the data that all of
-   them need. */
+   them need; and the checksums of what they have read in parts. */
 static moe_status moei_ranks_file_agree(const moe_batch *group, const moei_contents *c, int trainable,
                                         const moe_kernels *kernels, moe_error *error) {
     static const char *const names[] = {"its length", "its contents", "trainable",
                                         "kernels (auto selects the best of each machine)"};
-    uint64_t values[4];
+    const moe_transport *t = (const moe_transport *)(const void *)group;
+    const uint64_t *all;
+    uint64_t values[4], damage = c->damage;
+    moe_status status;
+    int r;
     values[0] = c->file.size;
     values[1] = c->read != NULL ? c->mark : moei_hash(0, c->file.bytes, c->file.size);
     values[2] = trainable != 0;
     values[3] = moei_kernels_word(kernels, trainable);
-    return moei_compare_named((const moe_transport *)(const void *)group, 4, names, values, "the file: ", error);
+    status = moei_compare_named(t, 4, names, values, "the file: ", error);
+    if (status != MOE_OK) return status;
+    if (moei_all_gather(t, 1, &damage, &all) != MOE_OK)
+        return moei_error(error, MOE_ERR_TRANSPORT, "the transport's counts failed");
+    for (r = 0, damage = 0; r < t->n_ranks; r++) damage ^= all[r];
+    if (damage == 0) return MOE_OK;
+    return moei_error(error, MOE_ERR_FORMAT,
+                      "a tensor of experts is damaged: the CRC-32 of its parts on all ranks is not the one that was "
+                      "saved with it (metadata " MOEI_SUMS_KEY ")");
 }
 
 moe_status moe_layer_read_part(moe_layer *layer, const void *bytes, size_t size, int trainable, int kernels,

@@ -183,7 +183,7 @@ static void test_router_losses(void) {
     moe_trainer trainer;
     moe_call call;
     moe_error error;
-    moe_step seen;
+    moe_step seen, half;
     double sum = 0;
     size_t bytes = 0, i;
     void *work;
@@ -210,8 +210,14 @@ static void test_router_losses(void) {
             }
     free(work);
     trainer = trainer_of(&net, &config);
+    memset(&half, 0, sizeof half);
+    CHECK_STATUS(moe_trainer_accumulate(&trainer, data, &half, &error), MOE_OK, "half a step");
+    CHECK(near_to((double)half.router_loss, sum, NEAR), "the same of a batch that is accumulated");
+    moe_trainer_free(&trainer);
+    trainer = trainer_of(&net, &config);
     step(&trainer, data, &seen);
     CHECK(several == 4 && near_to((double)seen.router_loss, sum, NEAR), "all losses of all routers");
+    CHECK(near_to((double)half.loss, (double)seen.loss, NEAR), "and its loss");
     moe_trainer_free(&trainer);
     moe_net_free(&net);
 }
