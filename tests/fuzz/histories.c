@@ -24,7 +24,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { ROWS = 48, WIDEST = 16, BATCH = 12, LENGTH = 4, IDS = 8, MOST_CHANGES = 100,
+enum { ROWS = 48, WIDEST = 16, BATCH = 12, LENGTH = 4, IDS = 8, MOST_CHANGES = 100, MOST_MODULES = 8,
        MOST_NUMBERS = 20000, TEXT_ROOM = 400 };
 enum { FACT_NET, FACT_CHECKPOINT, FACT_ANSWER, FACT_EVALUATION, FACT_STATUS, FACT_MODEL, FACTS = FACT_MODEL + 3 };
 static const char *const fact_names[] = {"network file", "checkpoint", "outputs",    "evaluation",
@@ -53,7 +53,7 @@ typedef struct history {
     known after[MOST_CHANGES + 1];
     moe_real x[ROWS * WIDEST], targets[ROWS * WIDEST];
     int32_t ids[ROWS], labels[ROWS], sequences[ROWS / LENGTH + 1];
-    void *work;
+    void *work, *packed[MOST_MODULES];
     moe_buffer disk; /* what the file holds; size 0: there is none */
     size_t saved;    /* changes when it was saved */
     char text[TEXT_ROOM];
@@ -328,6 +328,7 @@ static void change(history *h) {
     h->trainer.n_accumulated = 0;
     h->changes++;
     n_changes++;
+    h->trainer.position[3] = h->changes + h->seed; /* the caller's, in checkpoints */
     fact(h, FACT_STATUS, hash_more((uint64_t)status, &step, sizeof step));
     check_here(h);
 }
@@ -463,31 +464,36 @@ static void evaluate(history *h) {
     fact(h, FACT_EVALUATION, hash_more((uint64_t)status, &result, sizeof result));
 }
 
-/* Packed as they are the weights keep every bit; in another type the answers are the same twice;
-   unpacked it is as before. */
+static void unpack(history *h) {
+    size_t i;
+    for (i = 0; i < h->net.n_modules; i++) h->net.modules[i].layer.is_packed = 0;
+    for (i = 0; i < MOST_MODULES; i++) {
+        free(h->packed[i]);
+        h->packed[i] = NULL;
+    }
+}
+
+/* Packed as they are the weights keep every bit, and may stay so, which a step ends; in another
+   type the answers are the same twice; unpacked it is as before. */
 static void pack(history *h) {
-    const int type = below(h, 2) ? (int)MOE_TYPE_REAL : (int)below(h, MOE_TYPE_COUNT);
-    void *memory[MOE_NET_MAX_MODULES];
+    const int type = below(h, 2) ? (int)MOE_TYPE_REAL : (int)below(h, MOE_TYPE_COUNT), stays = (int)below(h, 2);
     size_t i, size;
     uint64_t answer;
-    memset(memory, 0, sizeof memory);
+    unpack(h);
     for (i = 0; i < h->net.n_modules; i++) {
         moe_layer *layer = &h->net.modules[i].layer;
         moe_status status;
         if (h->net.modules[i].kind != MOE_MODULE_MIXTURE && h->net.modules[i].kind != MOE_MODULE_FEED_FORWARD) continue;
         if (!CHECK_STATUS(moe_layer_pack_size(layer, type, 0, &size, NULL), MOE_OK)) continue;
-        memory[i] = grab(size, 1);
-        if (size > 0) CHECK_STATUS(moe_layer_pack(layer, type, memory[i], size - 1, NULL), MOE_ERR_SPACE);
-        status = moe_layer_pack(layer, type, memory[i], size, NULL);
+        h->packed[i] = grab(size, 1);
+        CHECK_STATUS(moe_layer_pack(layer, type, h->packed[i], size - 1, NULL), MOE_ERR_SPACE);
+        status = moe_layer_pack(layer, type, h->packed[i], size, NULL);
         CHECK(status == MOE_OK || status == MOE_ERR_NONFINITE || status == MOE_ERR_OVERFLOW, "packing");
     }
     answer = answer_of(h, &h->net);
     if (type == MOE_TYPE_REAL) fact(h, FACT_ANSWER, answer);
     else CHECK(answer_of(h, &h->net) == answer, "packed, the same answers again");
-    for (i = 0; i < h->net.n_modules; i++) {
-        h->net.modules[i].layer.is_packed = 0;
-        free(memory[i]);
-    }
+    if (type != MOE_TYPE_REAL || !stays) unpack(h);
 }
 
 /* Token by token the bits of the whole sequence. */
@@ -717,6 +723,7 @@ static void run_history(uint64_t seed) {
         n_operations++;
     }
     check_uninterrupted(&h);
+    unpack(&h);
     moe_trainer_free(&h.trainer);
     moe_net_free(&h.net);
     CHECK(h.heap.blocks == 0 && h.heap.bytes == 0 && !h.heap.wrong_size, "memory is given back");
