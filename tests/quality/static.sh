@@ -25,7 +25,7 @@ fi
 headers='moe_kernels.h moe_routers.h moe.h'
 
 plan() {
-    for tool in gcc clang cppcheck tidy eva thread memory; do echo "planted $tool"; done
+    for tool in gcc clang cppcheck tidy eva eva_infer thread memory; do echo "planted $tool"; done
     echo exclusions
     echo 'no_state'
     echo 'no_state -DMOE_NO_FLOAT'
@@ -37,6 +37,10 @@ plan() {
         for platform in unix64 avr8; do echo "cppcheck_on $platform $header"; done
     done
     echo 'eva_reader 24'
+    for op in rescale multiply curve apply_weight set_weight row; do echo "eva_infer $op 32767"; done
+    echo 'eva_infer add 16383'
+    echo 'eva_infer int8 32767 -DPAIR=8'
+    echo 'eva_infer int4 32767 -DPAIR=4'
     echo 'thread_sanitizer threads gcc'
     echo 'thread_sanitizer parallel gcc'
     for program in golden layer; do echo "memory_sanitizer $program"; done
@@ -55,6 +59,9 @@ plan() {
     done
     for header in moe_routers.h moe.h; do echo "clang_analyzer $header"; done
     echo 'eva_reader_sizes 0 32'
+    for offset in in at; do echo "eva_infer curve 32767 -DVARY=$offset"; done
+    echo 'eva_infer multiply 32767 -DVARY=other'
+    echo 'eva_infer rescale 32767 -DVARY=out'
     echo 'thread_sanitizer threads clang'
     echo 'thread_sanitizer ranks gcc'
     echo 'thread_sanitizer net gcc'
@@ -253,6 +260,30 @@ eva_reader_sizes() { # from to
     done
 }
 
+# Models of one operation that moe_model_check (of the folder) accepts: fills alarms. Each function
+# of the check tells by its status what it has found, so the states that follow are kept apart.
+eva_model() { # folder of moe_check.h, operation, factors within +- this, options...
+    check=$1 op=$2 factors=$3
+    shift 3
+    split=$(sed '/^#ifndef MOE_NO_FLOAT/,/^#endif/d' "$check/moe_check.h" |
+        sed -n 's/^\(static \)\{0,1\}moe_status \(moei\{0,1\}_[a-z0-9_]*\)(.*/\2:0/p' | sort -u | tr '\n' ',')
+    options="-I$root -I$check -DOP=moei_int_op_$op -DFACTORS=$factors $*"
+    run frama-c -cpp-extra-args="$options -ffreestanding -U__x86_64__ -U__i386__ -U__GNUC__" -eva \
+        -eva-msg-key=-initial-state -eva-domains cvalue -eva-use-spec moei_int_scratch -eva-slevel 2000 \
+        -eva-auto-loop-unroll 300 -eva-split-return-function "${split%,}" "$root/tests/quality/eva_infer.c" \
+        >log 2>&1 || { tail -20 log; return 1; }
+    grep -q '^\[eva\] done for function main' log && grep -q "at end of function moei_int_op_$op:" log ||
+        { echo 'the analysis did not reach the operation'; return 1; }
+    grep -A 2 'eva:alarm' log >alarms || :
+}
+
+# No alarm for models of one operation, up to 8 wide: see tests/quality/eva_infer.c.
+eva_infer() { # operation factors options...
+    needs frama-c
+    eva_model "$root/examples/extras" "$@" || return 1
+    empty 'alarms:' "$(cat alarms)"
+}
+
 # The library for programs that are linked with it, compiled when it is first wanted.
 sanitized_library() { # sanitizer compiler
     [ ! -f "$prepared/$1.$2.o" ] || return 0
@@ -340,6 +371,14 @@ BAD
         cp "$root/moe_kernels.h" "$root/moe_routers.h" h
         ! cmp -s h/moe.h "$root/moe.h" || { echo 'the line to change is gone'; return 1; }
         eva "$PWD/h" 16 || return 1
+        cp alarms left
+        ;;
+    eva_infer)
+        needs frama-c
+        mkdir h
+        sed 's/op->shape.shift <= 30,/op->shape.shift <= 40,/' "$root/examples/extras/moe_check.h" >h/moe_check.h
+        ! cmp -s h/moe_check.h "$root/examples/extras/moe_check.h" || { echo 'the line to change is gone'; return 1; }
+        eva_model "$PWD/h" rescale 32767 || return 1
         cp alarms left
         ;;
     thread)

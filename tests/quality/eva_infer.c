@@ -1,0 +1,99 @@
+/* eva_infer.c - an entry for Frama-C's Eva: a model of one operation OP, checked by moe_model_check
+   and run by moe_infer. tests/quality/static.sh runs it; no program.
+
+   Eva follows ranges of values, so one run stands for every input within +-127, every byte of the
+   constants, every shift, limit, factor and index, and for all widths from 1 to D (where PAIR is
+   given, of inputs too). With VARY, D wide, the run stands for all offsets of that vector or table.
+   No alarm means: the check itself has no runtime error for any of them, and moe_infer has none
+   where it accepts. Two bounds are put in by hand, because Eva loses sums and products of several
+   unknowns, which the check compares: biases within +-2^30, and FACTORS. The constants fill their
+   array: reading one byte more is an alarm. */
+
+#define MOE_NO_FLOAT
+#define MOE_IMPLEMENTATION
+#include "__fc_builtin.h"
+#include <stddef.h>
+#include <stdint.h>
+
+/* Scratch memory below is aligned, so its first aligned address is its own: Eva knows nothing of
+   the bits of an address. */
+/*@ assigns \result \from scratch;
+    ensures \result == (unsigned char *)scratch; */
+static unsigned char *moei_int_scratch(void *scratch);
+
+#include "moe.h"
+#include "moe_check.h"
+
+enum { D = 8, CELLS = 256, CONSTANTS = 256 };
+
+static uint32_t scratch[CELLS / 2 + 1];
+static unsigned char constants[CONSTANTS];
+static moei_int_op op;
+static moe_model model;
+
+static int any(int low, int high) { return Frama_C_interval(low, high); }
+
+/* signs: bit 0 that of the biases of even outputs, bit 1 of odd ones. */
+static void biases(unsigned n, unsigned pair, int signs) {
+    unsigned char *at = constants;
+    unsigned i;
+    for (i = 0; i < (n + 1) / 2; i++, at += pair) {
+        at[3] = (unsigned char)((signs & 1) != 0 ? any(193, 255) : any(0, 62));
+        at[7] = (unsigned char)((signs & 2) != 0 ? any(193, 255) : any(0, 62));
+    }
+}
+
+static void model_of(unsigned n, unsigned k) {
+    unsigned i;
+    for (i = 0; i < CONSTANTS; i++) constants[i] = (unsigned char)any(0, 255);
+    op.run = OP;
+    op.shape.n = (uint16_t)n;
+    op.shape.k = (uint16_t)k;
+    op.shape.low = (int16_t)any(-32768, 32767);
+    op.shape.high = (int16_t)any(-32768, 32767);
+    op.shape.shift = (uint8_t)any(0, 255);
+    op.other = 16;
+    op.out = 32;
+    op.factor = (int16_t)any(-FACTORS, FACTORS);
+    op.factor2 = (int16_t)any(-FACTORS, FACTORS);
+    op.index = (uint16_t)any(0, 65535);
+    model.version = MOE_MODEL_VERSION;
+    model.weights_are = MOE_WEIGHTS_INT8;
+    model.run = moei_int_model_run;
+    model.choices = moei_int_model_choices;
+    model.d_in = D;
+    model.d_out = n;
+    model.scratch_size = 3 + 2 * CELLS;
+    model.weights = constants;
+    model.weights_size = CONSTANTS;
+    model.ops = &op;
+    model.n_ops = model.n_main = 1;
+}
+
+static int8_t input[D];
+
+static void inputs(void) {
+    int i;
+    for (i = 0; i < D; i++) input[i] = (int8_t)any(-127, 127);
+}
+
+/* The inputs come first: behind, they would be drawn in every case. */
+int main(void) {
+    int16_t output[D];
+    inputs();
+#ifdef VARY
+    model_of(D, D);
+    op.VARY = (uint32_t)Frama_C_interval_split(0, CELLS + D);
+#else
+    const unsigned n = (unsigned)Frama_C_interval_split(1, D);
+#ifdef PAIR
+    const unsigned k = (unsigned)Frama_C_interval_split(1, D);
+    model_of(n, k);
+    biases(n, PAIR == 8 ? 12 + 2 * ((k + 3) / 4 * 4) : 16 + (k + 3) / 4 * 4, Frama_C_interval_split(0, 3));
+#else
+    model_of(n, D);
+#endif
+#endif
+    if (moe_model_check(&model, NULL, scratch, sizeof scratch, NULL) != MOE_OK) return 1;
+    return moe_infer(&model, NULL, input, output, scratch, sizeof scratch);
+}
