@@ -11037,8 +11037,7 @@ void moei_int_op_rescale(const moei_int_op *op, moei_int_run *run) {
 void moei_int_op_row(const moei_int_op *op, moei_int_run *run) {
     const unsigned n = op->shape.n;
     const uint32_t r = op->index == 0 ? (uint32_t)run->token : run->place;
-    const unsigned char *pair = run->base + op->at + (size_t)(r / 2) * moei_int8_pair_size(n),
-                        *w = pair + MOEI_INT_HEADER + r % 2;
+    const unsigned char *pair, *w;
     const int32_t round = moei_int_round(&op->shape);
     int16_t *y = moei_int_vector(run, op->out), factor;
     unsigned p;
@@ -11046,6 +11045,8 @@ void moei_int_op_row(const moei_int_op *op, moei_int_run *run) {
         run->status = MOE_ERR_ARGUMENT;
         return;
     }
+    pair = run->base + op->at + (size_t)(r / 2) * moei_int8_pair_size(n);
+    w = pair + MOEI_INT_HEADER + r % 2;
     factor = moei_flash_16(pair + 8 + r % 2 * 2);
     for (p = 0; p < n; p++, w += 2) {
         const int32_t level = r % 2 == 0 ? (int32_t)moei_flash_8(w) - 128 : (signed char)moei_flash_8(w);
