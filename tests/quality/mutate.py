@@ -99,6 +99,7 @@ kernels       float   quick         1.3   kernels
 attention     float   -             1.5   moe
 edges         float   -             1.6   kernels routers moe classic export layout
 files         float   -             1.8   kernels moe
+power         float   -             1     moe
 published     float   -             2.1   import
 classic       float   -             2.4   classic
 ranks         float   quick         2.8   routers ranks

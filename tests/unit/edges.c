@@ -1803,6 +1803,8 @@ static void test_texts(void) {
     if (!CHECK(field != NULL)) return;
     REFUSED(MOE_ERR_ARGUMENT, "config", moe_fields_apply(moe_router_fields(), NULL, "top_k=1", &error));
     IS(MOE_OK, moe_fields_apply(moe_router_fields(), NULL, NULL, NULL));
+    REFUSED(MOE_ERR_CONFIG, "score = none: must be one of linear, random, ",
+            moe_fields_apply(moe_router_fields(), &c, "score=none", &error));
     for (k = -330; k <= 309; k++) {
         const double v = k == 309 ? (double)real(1.7976931348623157e308)
                                   : (double)real((k % 2 ? -1.2345678901234567 : 9.8765432109876543) * pow(10.0, k));

@@ -131,7 +131,7 @@ static const malformed malformed_files[] = {
     {"{\"a\" " T("[0,4]") "}", 4, MOE_ERR_FORMAT, ": is expected"},
     {"{a:" T("[0,4]") "}", 4, MOE_ERR_FORMAT, "\" is expected"},
     {"{\"a\":" T("[0,4]") "}", 5, MOE_ERR_FORMAT, "hole"},
-    {"{\"a\":" T("[0,4]") "}", 3, MOE_ERR_FORMAT, "beyond"},
+    {"{\"a\":" T("[0,4]") "}", 3, MOE_ERR_FORMAT, "[0, 4] go beyond the 3 bytes of data"},
     {"{\"a\":" T("[1,5]") "}", 5, MOE_ERR_FORMAT, "hole"},
     {"{\"a\":" T("[0,4]") ",\"b\":" T("[2,6]") "}", 6, MOE_ERR_FORMAT, "overlap"},
     {"{\"a\":" T("[0,4]") ",\"b\":" T("[2,6]") "}", 8, MOE_ERR_FORMAT, "overlap"},

@@ -2505,7 +2505,10 @@ static void test_bad_supplies(void) {
             bench b;
             if (!CHECK(bench_start(&b, &c, NULL, 6, 0.5), settings[i])) continue;
             spoil_supply(i, bad, sequences, &b);
-            expect_call_refused(&b, MOE_ERR_ARGUMENT, settings[i]);
+            if (i == 4)
+                expect_call_says(&b, MOE_ERR_ARGUMENT,
+                                 bad ? "token_ids[2] = 5: must be 0 to 4" : "token_ids[2] = -1: must be 0 to 4");
+            else expect_call_refused(&b, MOE_ERR_ARGUMENT, settings[i]);
             bench_end(&b);
         }
 }
