@@ -2514,6 +2514,40 @@ static void test_output_range(void) {
     free(y);
 }
 
+/* A token that only the last batch of calibration has: its row of the embedding is 100 times as
+   large as the other, so the range of the output grows. */
+static void test_late_token(void) {
+    enum { TOKENS = 2 * MOEI_CALIBRATION_ROWS + 3, WIDTH = 64 };
+    int32_t ids[TOKENS];
+    double scale[2];
+    int late, i;
+    for (late = 0; late < 2; late++) {
+        moe_data data;
+        moe_model_config config;
+        moe_built_model built;
+        moe_error error;
+        moe_net net;
+        memset(ids, 0, sizeof ids);
+        memset(&data, 0, sizeof data);
+        ids[TOKENS - 1] = late;
+        data.n = TOKENS;
+        data.token_ids = ids;
+        config = int8_config(&data);
+        (void)moe_net_init(&net, 0, MOE_KERNELS_C, NULL);
+        (void)moe_net_embedding(&net, 2, WIDTH);
+        (void)moe_net_linear(&net, 3);
+        if (!CHECK_SAYS(moe_net_build(&net, 0, 1, &error), MOE_OK, "a net of two tokens", error)) return;
+        for (i = 0; i < 2 * WIDTH; i++)
+            net.modules[0].tensors[MOE_MODULE_WEIGHT][i] = (moe_real)(i < WIDTH ? 0.01 : 1.0) * (moe_real)(i % 3 + 1);
+        for (i = 0; i < 3 * WIDTH; i++) net.modules[1].tensors[MOE_MODULE_WEIGHT][i] = 1;
+        if (!CHECK_SAYS(moe_model_create(&built, &net, &config, &error), MOE_OK, "calibration", error)) return;
+        scale[late] = (double)built.model.output_scale;
+        moe_model_free(&built);
+        moe_net_free(&net);
+    }
+    CHECKF(scale[1] > 2 * scale[0], "output_scale %g without the late token, %g with it", scale[0], scale[1]);
+}
+
 int main(int argc, char **argv) {
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     verbose = argc > 1 && strcmp(argv[1], "verbose") == 0;
@@ -2541,6 +2575,7 @@ int main(int argc, char **argv) {
     CASE(test_negative_mixes());
     CASE(test_norm_of_zeros());
     CASE(test_long_calibration());
+    CASE(test_late_token());
     CASE(test_refused_calls());
     CASE(test_moved());
     CASE(test_poor_calibration());
