@@ -2548,6 +2548,56 @@ static void test_late_token(void) {
     CHECKF(scale[1] > 2 * scale[0], "output_scale %g without the late token, %g with it", scale[0], scale[1]);
 }
 
+/* Where weights and inputs are codes already, an output is wrong by its rounding alone: to the
+   nearest code and, half way between two, up. A code is a few units of the sum, so ties are common;
+   rounding down would be wrong by -0.25 or more in the mean. */
+static void test_rounding(void) {
+    enum { SAMPLES = 300, IN = 32, OUT = 24 };
+    moe_real *x = reals(SAMPLES * IN);
+    double sum = 0, most = 0;
+    moe_model_config config;
+    moe_built_model built;
+    moe_error error;
+    moe_data data;
+    moe_rng rng;
+    moe_net net;
+    size_t row, i, j;
+    moe_rng_seed(&rng, 77);
+    for (i = 0; i < SAMPLES * IN; i++) x[i] = (moe_real)(one_of(&rng, 255) - 127) / 127;
+    x[0] = 1; /* the largest: a code is 1 / 127 */
+    memset(&data, 0, sizeof data);
+    data.n = SAMPLES;
+    data.x = x;
+    config = int8_config(&data);
+    (void)moe_net_init(&net, IN, MOE_KERNELS_C, NULL);
+    (void)moe_net_linear(&net, OUT);
+    if (!CHECK_SAYS(moe_net_build(&net, 0, 1, &error), MOE_OK, "a linear module", error)) return;
+    for (i = 0; i < OUT * IN; i++)
+        net.modules[0].tensors[MOE_MODULE_WEIGHT][i] = (moe_real)(i % IN == 0 ? 127 : one_of(&rng, 255) - 127) / 127;
+    if (!CHECK_SAYS(moe_model_create(&built, &net, &config, &error), MOE_OK, "calibration", error)) return;
+    for (row = 0; row < SAMPLES; row++) {
+        int8_t codes[IN];
+        int16_t y[OUT];
+        void *scratch = grab(built.model.scratch_size, 1);
+        moe_infer_levels(&built.model, x + row * IN, codes);
+        CHECK_STATUS(moe_infer(&built.model, NULL, codes, y, scratch, built.model.scratch_size), MOE_OK, "a row");
+        for (j = 0; j < OUT; j++) {
+            double want = (double)net.modules[0].tensors[MOE_MODULE_BIAS][j], error_in_codes;
+            for (i = 0; i < IN; i++)
+                want += (double)x[row * IN + i] * (double)net.modules[0].tensors[MOE_MODULE_WEIGHT][j * IN + i];
+            error_in_codes = y[j] - want / (double)built.model.output_scale;
+            sum += error_in_codes;
+            most = fmax(most, fabs(error_in_codes));
+        }
+        free(scratch);
+    }
+    sum /= SAMPLES * OUT;
+    CHECKF(sum > -0.05 && sum < 0.3 && most < 1, "errors in codes: mean %g, largest %g", sum, most);
+    moe_model_free(&built);
+    moe_net_free(&net);
+    free(x);
+}
+
 int main(int argc, char **argv) {
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     verbose = argc > 1 && strcmp(argv[1], "verbose") == 0;
@@ -2576,6 +2626,7 @@ int main(int argc, char **argv) {
     CASE(test_norm_of_zeros());
     CASE(test_long_calibration());
     CASE(test_late_token());
+    CASE(test_rounding());
     CASE(test_refused_calls());
     CASE(test_moved());
     CASE(test_poor_calibration());
