@@ -1087,7 +1087,7 @@ static int check_all(void) {
     set.context = 32;
     set.generate = 100;
     set.quiet = 1;
-    set.steps = 90;
+    set.steps = 160;
     set.warmup = 5;
     set.rate = 0.005;
     check_training(3.2);
